@@ -1,0 +1,106 @@
+/* kernels.h - the argument structs that travel from an op to a kernel, on CPU and CUDA alike.
+ *
+ * Plain pointers and sizes only: no torch, no Python. All pointers of one struct live on one device.
+ * M: rows of x, N: out features (rows of W), K: in features (columns of W). W is row-major [N, K]; its codes are packed
+ * two to a byte in flattened order, the first of a pair in the high nibble. A block is `blocksize` consecutive elements
+ * of the flattened tensor and has one scale; the last block may be short. */
+#ifndef BSH_KERNELS_H
+#define BSH_KERNELS_H
+
+#include <stdint.h>
+
+#include "formats.h"
+
+typedef enum { BSH_F32 = 0, BSH_F16 = 1, BSH_BF16 = 2 } bsh_dtype; /* values of x, y and dequantized weights */
+
+enum { BSH_NESTED_BLOCKSIZE = 256 }; /* scales per second-level scale */
+
+/* Scales of 4-bit blocks. Plain: absmax is set and the rest NULL. Nested: absmax is NULL and
+ * scale[b] = RN(RN(absmax_map[absmax_code[b]] * absmax2[b / 256]) + *offset), two roundings, no FMA. */
+typedef struct {
+  const float *absmax;        /* f32 [n_blocks] */
+  const uint8_t *absmax_code; /* u8  [n_blocks] */
+  const float *absmax_map;    /* f32 [256] */
+  const float *absmax2;       /* f32 [ceil(n_blocks / 256)] */
+  const float *offset;        /* f32 [1] */
+} bsh_scales;
+
+/* A packed 4-bit tensor of n elements. packed: u8 [ceil(n / 2)], any alignment unless a kernel asks for more. */
+typedef struct {
+  const uint8_t *packed;
+  bsh_scales scales;
+  int64_t n;
+  int64_t blocksize; /* a power of two, 32 to 4096 */
+  bsh_format format;
+} bsh_weight;
+
+/* x [n] -> packed u8 [ceil(n / 2)], absmax f32 [ceil(n / blocksize)]. */
+typedef struct {
+  const void *x;
+  uint8_t *packed;
+  float *absmax;
+  int64_t n;
+  int64_t blocksize;
+  bsh_dtype dtype;
+  bsh_format format;
+} bsh_quantize_4bit_args;
+
+/* A rectangle of W [rows, columns]: rows [row0, row0 + n_rows), columns [column0, column0 + n_columns) go to
+ * out[r * ld + c]. A whole tensor of n elements is rows = 1, columns = n, ld = n. */
+typedef struct {
+  bsh_weight weight;
+  void *out;
+  int64_t columns; /* K: columns of the whole tensor */
+  int64_t row0, n_rows;
+  int64_t column0, n_columns;
+  int64_t ld; /* elements between rows of out */
+  bsh_dtype dtype;
+} bsh_dequantize_4bit_args;
+
+/* x [n] -> code index u8 [n], absmax f32 [ceil(n / blocksize)]. map: f32 [256], ascending.
+ * offset: f32 [1] subtracted from every element first (nested scales), or NULL. */
+typedef struct {
+  const void *x;
+  const float *map;
+  const float *offset;
+  uint8_t *code;
+  float *absmax;
+  int64_t n;
+  int64_t blocksize;
+  bsh_dtype dtype;
+} bsh_quantize_blockwise_args;
+
+/* out[i] = RN_T(map[code[i]] * absmax[i / blocksize]); with offset: RN(...) + *offset, two roundings. */
+typedef struct {
+  const uint8_t *code;
+  const float *absmax;
+  const float *map;
+  const float *offset; /* f32 [1] or NULL */
+  void *out;
+  int64_t n;
+  int64_t blocksize;
+  bsh_dtype dtype;
+} bsh_dequantize_blockwise_args;
+
+/* y[M, N] = x[M, K] W^T + bias. x rows are ldx apart, y rows ldy apart (elements); bias [N] or NULL; all of `dtype`. */
+typedef struct {
+  bsh_weight weight; /* n = N * K */
+  const void *x;
+  const void *bias;
+  void *y;
+  int64_t M, N, K;
+  int64_t ldx, ldy;
+  bsh_dtype dtype;
+} bsh_linear_4bit_args;
+
+/* dx[M, K] = dy[M, N] W. */
+typedef struct {
+  bsh_weight weight;
+  const void *dy;
+  void *dx;
+  int64_t M, N, K;
+  int64_t lddy, lddx;
+  bsh_dtype dtype;
+} bsh_linear_4bit_dgrad_args;
+
+#endif
