@@ -1,0 +1,157 @@
+/* module.c - the CPython extension bitshard._C: registers the torch ops and answers questions about the build.
+ *
+ * Limited API 3.10, multi-phase init. Importing looks up libtorch and registers ops; it never touches CUDA. */
+#include <Python.h>
+
+#include <inttypes.h>
+#include <string.h>
+
+#include "cpu.h"
+#include "cuda_driver.h"
+#include "ops.h"
+#include "packed.h"
+#include "select.h"
+#include "torch_abi.h"
+
+static PyObject *raise_status(PyObject *const type) {
+  PyErr_SetString(type, bsh_status_message());
+  return NULL;
+}
+
+/* ---- sizes ---- */
+
+static PyObject *packed_bytes(PyObject *const module, PyObject *const args) {
+  (void)module;
+  long long n;
+  if (!PyArg_ParseTuple(args, "L", &n)) return NULL;
+  if (n < 0) return PyErr_Format(PyExc_ValueError, "n is %lld, expected >= 0", n);
+  return PyLong_FromLongLong(bsh_packed_bytes(n));
+}
+
+static PyObject *storage_elements(PyObject *const module, PyObject *const args) {
+  (void)module;
+  long long n, itemsize;
+  if (!PyArg_ParseTuple(args, "LL", &n, &itemsize)) return NULL;
+  if (n < 0 || itemsize < 1)
+    return PyErr_Format(PyExc_ValueError, "n is %lld and itemsize %lld, expected >= 0 and >= 1", n, itemsize);
+  return PyLong_FromLongLong(bsh_storage_elements(n, itemsize));
+}
+
+static PyObject *block_count(PyObject *const module, PyObject *const args) {
+  (void)module;
+  long long n, blocksize;
+  if (!PyArg_ParseTuple(args, "LL", &n, &blocksize)) return NULL;
+  if (n < 0 || blocksize < 1)
+    return PyErr_Format(PyExc_ValueError, "n is %lld and blocksize %lld, expected >= 0 and >= 1", n, blocksize);
+  return PyLong_FromLongLong(bsh_block_count(n, blocksize));
+}
+
+static PyObject *rank_slice(PyObject *const module, PyObject *const args) {
+  (void)module;
+  long long total, world, rank;
+  if (!PyArg_ParseTuple(args, "LLL", &total, &world, &rank)) return NULL;
+  if (total < 0 || world < 1 || rank < 0 || rank >= world)
+    return PyErr_Format(PyExc_ValueError, "total %lld, world %lld, rank %lld: expected 0 <= rank < world", total, world,
+                        rank);
+  const bsh_slice slice = bsh_rank_slice(total, world, rank);
+  return Py_BuildValue("LL", (long long)slice.begin, (long long)slice.length);
+}
+
+/* ---- tables ---- */
+
+static const float nf4_values[16] = {BSH_NF4_VALUES};
+static const float fp4_values[16] = {BSH_FP4_VALUES};
+static const uint32_t dynamic_map_bits[256] = {BSH_DYNAMIC_MAP_BITS};
+
+static PyObject *table(PyObject *const module, PyObject *const args) {
+  (void)module;
+  const char *name;
+  if (!PyArg_ParseTuple(args, "s", &name)) return NULL;
+  if (strcmp(name, "nf4") == 0) return PyBytes_FromStringAndSize((const char *)nf4_values, sizeof nf4_values);
+  if (strcmp(name, "fp4") == 0) return PyBytes_FromStringAndSize((const char *)fp4_values, sizeof fp4_values);
+  if (strcmp(name, "dynamic") == 0)
+    return PyBytes_FromStringAndSize((const char *)dynamic_map_bits, sizeof dynamic_map_bits);
+  return PyErr_Format(PyExc_ValueError, "no table '%s': expected nf4, fp4 or dynamic", name);
+}
+
+/* ---- what runs here ---- */
+
+static PyObject *isa(PyObject *const module, PyObject *const unused) {
+  (void)module, (void)unused;
+  return PyUnicode_FromString(bsh_cpu_isa());
+}
+
+static PyObject *isas(PyObject *const module, PyObject *const unused) {
+  (void)module, (void)unused;
+  const char *names[BSH_CPU_MAX_ISAS];
+  const int count = bsh_cpu_isas(names);
+  PyObject *const tuple = PyTuple_New(count);
+  for (int i = 0; tuple != NULL && i < count; i++) PyTuple_SetItem(tuple, i, PyUnicode_FromString(names[i]));
+  return tuple;
+}
+
+static PyObject *set_isa(PyObject *const module, PyObject *const args) {
+  (void)module;
+  const char *name;
+  if (!PyArg_ParseTuple(args, "s", &name)) return NULL;
+  if (bsh_cpu_set_isa(name) != BSH_OK) return raise_status(PyExc_ValueError);
+  Py_RETURN_NONE;
+}
+
+static PyObject *cuda_state(PyObject *const module, PyObject *const unused) {
+  (void)module, (void)unused;
+  const bsh_cuda_info info = bsh_cuda_query();
+  return Py_BuildValue("{s:O,s:s,s:i,s:s}", "built", info.built ? Py_True : Py_False, "architectures",
+                       info.architectures, "driver", info.driver_version, "error", info.error);
+}
+
+static PyObject *select_linear_4bit(PyObject *const module, PyObject *const args) {
+  (void)module;
+  long long M, N, K, blocksize;
+  int dtype, sm, sms, nested;
+  if (!PyArg_ParseTuple(args, "LLLiiiLp", &M, &N, &K, &dtype, &sm, &sms, &blocksize, &nested)) return NULL;
+  if (dtype < BSH_F32 || dtype > BSH_BF16)
+    return PyErr_Format(PyExc_ValueError, "dtype %d is none of float32 (%d), float16 (%d), bfloat16 (%d)", dtype,
+                        BSH_F32, BSH_F16, BSH_BF16);
+  return PyUnicode_FromString(bsh_select_linear_4bit_name(M, N, K, (bsh_dtype)dtype, sm, sms, blocksize, nested != 0));
+}
+
+static PyMethodDef methods[] = {
+    {"packed_bytes", packed_bytes, METH_VARARGS, "packed_bytes(n): bytes of n 4-bit codes."},
+    {"storage_elements", storage_elements, METH_VARARGS,
+     "storage_elements(n, itemsize): storage elements that hold n 4-bit codes, zero-padded."},
+    {"block_count", block_count, METH_VARARGS, "block_count(n, blocksize): blocks of n elements."},
+    {"rank_slice", rank_slice, METH_VARARGS,
+     "rank_slice(total, world, rank): (begin, length) of a rank's chunk of ceil(total / world)."},
+    {"table", table, METH_VARARGS, "table(name): float32 bytes of the tables 'nf4', 'fp4' or 'dynamic'."},
+    {"isa", isa, METH_NOARGS, "isa(): instruction set of the CPU kernels in use."},
+    {"isas", isas, METH_NOARGS, "isas(): instruction sets usable on this CPU, best first."},
+    {"set_isa", set_isa, METH_VARARGS, "set_isa(name): use the CPU kernels of another instruction set of isas()."},
+    {"cuda_state", cuda_state, METH_NOARGS, "cuda_state(): what the CUDA half was built for and what the driver says."},
+    {"select_linear_4bit", select_linear_4bit, METH_VARARGS,
+     "select_linear_4bit(M, N, K, dtype, sm, sms, blocksize, nested): name of the CUDA kernel that would run."},
+    {NULL, NULL, 0, NULL},
+};
+
+static int execute(PyObject *const module) {
+  const char *trouble = bsh_torch_load();
+  if (trouble == NULL) trouble = bsh_ops_register();
+  if (trouble != NULL) {
+    PyErr_SetString(PyExc_ImportError, trouble);
+    return -1;
+  }
+  return PyModule_AddStringConstant(module, "version", BSH_VERSION);
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)(uintptr_t)execute}, {0, NULL}};
+
+static struct PyModuleDef definition = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "bitshard._C",
+    .m_doc = "C core of bitshard: registers torch.ops.bitshard.*",
+    .m_methods = methods,
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit__C(void);
+PyMODINIT_FUNC PyInit__C(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,43 @@
+/* torch_gemm.c - see torch_gemm.h. */
+#include "torch_gemm.h"
+
+#include "tensor.h"
+
+typedef AOTITorchError (*mm_out)(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat2);
+
+/* A 2-D tensor over foreign memory; the memory outlives the product. */
+static AtenTensorHandle wrap(const void *const data, const int64_t rows, const int64_t columns,
+                             const int64_t row_stride, const int64_t column_stride, const bsh_dtype dtype,
+                             const int32_t device_type, const int32_t device_index) {
+  const int64_t sizes[2] = {rows, columns}, strides[2] = {row_stride, column_stride};
+  AtenTensorHandle tensor = NULL;
+  bsh_torch.aoti_torch_create_tensor_from_blob((void *)(uintptr_t)data, 2, sizes, strides, 0, bsh_torch_dtype(dtype),
+                                               device_type, device_index, &tensor);
+  return tensor;
+}
+
+static bsh_status multiply(const mm_out mm, const AtenTensorHandle c, const AtenTensorHandle a,
+                           const AtenTensorHandle b) {
+  const bool failed = c == NULL || a == NULL || b == NULL || mm(c, a, b) != 0;
+  if (c != NULL) bsh_torch.aoti_torch_delete_tensor_object(c);
+  if (a != NULL) bsh_torch.aoti_torch_delete_tensor_object(a);
+  if (b != NULL) bsh_torch.aoti_torch_delete_tensor_object(b);
+  return failed ? bsh_fail(BSH_TORCH_ERROR, "torch's matrix product failed (its own text is on stderr)") : BSH_OK;
+}
+
+bsh_status bsh_torch_cpu_gemm(void *const context, const bsh_dtype dtype, void *const c, const int64_t ldc,
+                              const void *const a, const int64_t lda, const void *const b, const int64_t ldb_row,
+                              const int64_t ldb_col, const int64_t m, const int64_t n, const int64_t k) {
+  (void)context;
+  const int32_t cpu = bsh_torch.aoti_torch_device_type_cpu();
+  return multiply(bsh_torch.aoti_torch_cpu_mm_out, wrap(c, m, n, ldc, 1, dtype, cpu, 0),
+                  wrap(a, m, k, lda, 1, dtype, cpu, 0), wrap(b, k, n, ldb_row, ldb_col, dtype, cpu, 0));
+}
+
+bsh_status bsh_torch_cuda_gemm(void *const context, const bsh_dtype dtype, void *const c, const int64_t ldc,
+                               const void *const a, const int64_t lda, const void *const b, const int64_t ldb_row,
+                               const int64_t ldb_col, const int64_t m, const int64_t n, const int64_t k) {
+  const int32_t cuda = bsh_torch.aoti_torch_device_type_cuda(), device = *(const int32_t *)context;
+  return multiply(bsh_torch.aoti_torch_cuda_mm_out, wrap(c, m, n, ldc, 1, dtype, cuda, device),
+                  wrap(a, m, k, lda, 1, dtype, cuda, device), wrap(b, k, n, ldb_row, ldb_col, dtype, cuda, device));
+}

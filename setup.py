@@ -1,0 +1,139 @@
+"""Builds bitshard._C: C sources as C, and cuda/*.cu into fatbins that are embedded in the extension.
+
+Needs gcc (or clang) and nothing of torch. nvcc is used where it is found (PATH, CUDA_HOME); without it the build goes on
+CPU-only and says so. Environment:
+  BITSHARD_CUDA=0            leave CUDA out even where nvcc is found
+  BITSHARD_CUDA_ARCHS=all    every architecture, or a list such as 80,90a,compute_90 (compute_* embeds PTX)
+  BITSHARD_WERROR=1          compiler warnings are errors
+  BITSHARD_SANITIZE=1        AddressSanitizer and UndefinedBehaviorSanitizer in the extension
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+VERSION = "0.1.0"
+ABI3 = not sysconfig.get_config_var("Py_GIL_DISABLED")
+
+C_FLAGS = [
+    *("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
+    "-fexceptions",  # errors leave an op as a C++ exception thrown by torch and unwind through C frames
+    "-ffp-contract=off",  # the formats are defined by separately rounded products and sums
+    "-fno-strict-aliasing",
+]
+ISA_FLAGS = {
+    "cpu_avx2.c": ["-mavx2", "-mfma", "-mf16c"],
+    "cpu_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi", "-mfma", "-mf16c"],
+}
+NVCC_FLAGS = ["-std=c++17", "-O3", "--ftz=false", "--prec-div=true", "--fmad=true"]
+ARCHITECTURES_DEFAULT = "80,90a,compute_80"
+ARCHITECTURES_ALL = "75,80,86,89,90a,100,120,compute_120"
+
+
+def find_nvcc() -> str | None:
+    """Path of nvcc, or None where CUDA is switched off or absent."""
+    if os.environ.get("BITSHARD_CUDA") == "0":
+        return None
+    home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
+    return shutil.which("nvcc") or shutil.which(str(Path(home) / "bin" / "nvcc"))
+
+
+def architectures() -> list[str]:
+    """Architecture names as nvcc numbers: '90a' for machine code, 'compute_80' for PTX."""
+    chosen = os.environ.get("BITSHARD_CUDA_ARCHS", ARCHITECTURES_DEFAULT)
+    return (ARCHITECTURES_ALL if chosen == "all" else chosen).replace(";", ",").split(",")
+
+
+def gencode(arch: str) -> str:
+    number = arch.removeprefix("compute_")
+    return f"-gencode=arch=compute_{number},code={arch if arch != number else 'sm_' + number}"
+
+
+def compile_fatbin(nvcc: str, source: Path, folder: Path) -> Path:
+    """nvcc's fatbin of one source; reused where source, headers, flags and compiler are unchanged."""
+    command = [nvcc, *NVCC_FLAGS, *map(gencode, architectures()), "-I", str(ROOT / "csrc"), "-fatbin", str(source)]
+    digest = hashlib.sha256(repr(command).encode())
+    for file in (source, *sorted(source.parent.glob("*.cuh")), *sorted((ROOT / "csrc").glob("*.h"))):
+        digest.update(file.read_bytes())
+    fatbin = folder / f"{source.stem}-{digest.hexdigest()[:16]}.fatbin"
+    if not fatbin.exists():
+        partial = fatbin.with_suffix(f".{os.getpid()}.partial")
+        subprocess.run([*command, "-o", str(partial)], check=True)
+        partial.replace(fatbin)
+    return fatbin
+
+
+def embed(fatbins: dict[str, Path], assembly: Path) -> None:
+    """An assembler file that gives each fatbin the symbol bsh_fatbin_<stem>."""
+    lines = ['.section .note.GNU-stack,"",@progbits', ".section .rodata"]
+    for stem, fatbin in fatbins.items():
+        symbol = f"bsh_fatbin_{stem}"
+        lines += [f".global {symbol}", f".hidden {symbol}", ".balign 16", f"{symbol}:", f'.incbin "{fatbin}"', ".byte 0"]
+    assembly.write_text("\n".join(lines) + "\n")
+
+
+class BuildExtension(build_ext):
+    """Per-file flags for the instruction sets, and the embedded fatbins."""
+
+    def build_extension(self, ext: Extension) -> None:
+        temporary = Path(self.build_temp).resolve()
+        temporary.mkdir(parents=True, exist_ok=True)
+        nvcc = find_nvcc()
+        sources = [Path(source) for source in ext.sources]
+        macros = [("BSH_VERSION", f'"{VERSION}"'), ("_GNU_SOURCE", None)]
+        macros += [("Py_LIMITED_API", "0x030a0000")] if ABI3 else []
+        extra_flags = ["-Werror"] if os.environ.get("BITSHARD_WERROR") == "1" else []
+        sanitize = ["-fsanitize=address,undefined"] if os.environ.get("BITSHARD_SANITIZE") == "1" else []
+        if nvcc:
+            macros.append(("BSH_CUDA_ARCHITECTURES", f'"{",".join(architectures())}"'))
+            sources.append(self.embed_cuda(nvcc, temporary))
+        else:
+            macros.append(("BSH_NO_CUDA", None))
+            print("bitshard: nvcc not found or switched off: this build is CPU-only", file=sys.stderr)
+
+        def compile_one(source: Path) -> str:
+            flags = C_FLAGS + ISA_FLAGS.get(source.name, []) + extra_flags + sanitize if source.suffix == ".c" else []
+            relative = os.path.relpath(source, ROOT)
+            (object_file,) = self.compiler.compile(
+                [relative], str(temporary), macros, self.include_dirs, extra_postargs=flags
+            )
+            return object_file
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compile_one, sources))
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_suffix(f".{os.getpid()}.partial")
+        self.compiler.link_shared_object(objects, str(partial), libraries=["dl", "m", "pthread"], extra_postargs=sanitize)
+        partial.replace(target)
+
+    def embed_cuda(self, nvcc: str, temporary: Path) -> Path:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            sources = sorted((ROOT / "cuda").glob("*.cu"))
+            fatbins = list(pool.map(lambda source: compile_fatbin(nvcc, source, temporary), sources))
+        assembly = temporary / "fatbins.S"
+        embed({source.stem: fatbin for source, fatbin in zip(sources, fatbins, strict=True)}, assembly)
+        return assembly
+
+
+setup(
+    version=VERSION,
+    ext_modules=[
+        Extension(
+            "bitshard._C",
+            sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*.c")),
+            py_limited_api=ABI3,
+        )
+    ],
+    cmdclass={"build_ext": BuildExtension},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if ABI3 else {},
+)
