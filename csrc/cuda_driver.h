@@ -1,0 +1,85 @@
+/* cuda_driver.h - the CUDA driver API, found with dlopen, and the one way to launch a kernel.
+ *
+ * No CUDA runtime is linked: kernels travel inside the extension as one fatbin per file of cuda/ and are loaded on
+ * first use. Nothing here waits for the GPU. A build without nvcc (BSH_NO_CUDA) has the same functions; they fail with a
+ * text that says so. All functions are safe to call from any thread and inside the capture of a CUDA graph. */
+#ifndef BSH_CUDA_DRIVER_H
+#define BSH_CUDA_DRIVER_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "status.h"
+
+/* One op call on one device: made by bsh_cuda_enter, closed by bsh_cuda_leave. */
+typedef struct {
+  const char *op;   /* for messages */
+  int64_t sizes[3]; /* for messages: M, N, K of a product, or n and zeros */
+  int32_t device;
+  int32_t sm;   /* compute capability, 10 * major + minor */
+  int32_t sms;  /* multiprocessors */
+  void *stream; /* torch's current stream of the device, a CUstream */
+  void *guard;  /* torch's device guard where another device was current, else NULL */
+} bsh_cuda_context;
+
+/* Makes `device` current in this thread (its primary context; a fresh thread has none) and takes its current stream. */
+bsh_status bsh_cuda_enter(bsh_cuda_context *context, const char *op, int32_t device, int64_t size0, int64_t size1,
+                          int64_t size2);
+void bsh_cuda_leave(bsh_cuda_context *context);
+
+/* The fatbins: one per file of cuda/, symbol bsh_fatbin_<stem>. */
+#define BSH_FATBINS(X) X(blockwise) X(gemv_4bit) X(gemm_4bit_sm80)
+#define BSH_FATBIN_INDEX(stem) BSH_FATBIN_##stem,
+typedef enum { BSH_FATBINS(BSH_FATBIN_INDEX) BSH_FATBIN_COUNT } bsh_fatbin;
+#undef BSH_FATBIN_INDEX
+
+/* A kernel by name; the rest is filled on first launch. Objects are static:
+ *   static bsh_cuda_kernel dequantize = {.fatbin = BSH_FATBIN_blockwise, .name = "dequantize_4bit_bf16"}; */
+typedef struct {
+  bsh_fatbin fatbin;
+  const char *name;         /* extern "C" name in the .cu file */
+  int32_t shared_bytes;     /* dynamic shared memory of a block; above 48 KiB the limit is raised per device */
+  _Atomic(void *) handle;   /* CUkernel: valid in every context */
+  _Atomic(uint64_t) raised; /* devices, as bits, on which the limit was raised */
+} bsh_cuda_kernel;
+
+typedef struct {
+  uint32_t grid[3];
+  uint32_t block[3];
+  uint32_t cluster; /* blocks per cluster along x; 0 or 1: none */
+  bool overlap;     /* programmatic dependent launch: the kernel must execute griddepcontrol.wait before it touches
+                       anything an earlier kernel may have written, or may still read */
+} bsh_cuda_launch_shape;
+
+/* Launches on context->stream. arguments[i] points to the i-th kernel parameter. */
+bsh_status bsh_cuda_launch(const bsh_cuda_context *context, bsh_cuda_kernel *kernel, const bsh_cuda_launch_shape *shape,
+                           void **arguments);
+
+/* Sets n_bytes bytes at a device address to 0, on context->stream. */
+bsh_status bsh_cuda_zero(const bsh_cuda_context *context, void *data, int64_t n_bytes);
+
+/* Scratch memory on the device for the rest of one op call, from torch's caching allocator. Allocated per call, not kept:
+ * the allocator then gives every stream its own block, puts it in a graph's private pool during capture, counts it in
+ * torch.cuda's statistics and gives it back on torch.cuda.empty_cache(). Freeing does not wait: the block is reused only
+ * by later work of the same stream. */
+typedef struct {
+  void *data; /* 512-byte aligned */
+  void *handle;
+} bsh_cuda_scratch;
+bsh_status bsh_cuda_scratch_new(const bsh_cuda_context *context, int64_t n_bytes, bsh_cuda_scratch *scratch);
+void bsh_cuda_scratch_delete(bsh_cuda_scratch *scratch);
+
+/* Bytes the dequantized panels of one call may take: BITSHARD_WORKSPACE_MB, 64 MiB by default. Read once. */
+int64_t bsh_cuda_workspace_bytes(void);
+
+/* For Python's cuda_state(). */
+typedef struct {
+  bool built;                /* this build has kernels */
+  const char *architectures; /* what they were compiled for, "" without kernels */
+  char driver[32];           /* "13.0", "" before first use or without a driver */
+  char error[256];           /* why CUDA cannot be used, "" when nothing is known to be wrong */
+} bsh_cuda_state;
+void bsh_cuda_describe(bsh_cuda_state *state);
+
+#endif
