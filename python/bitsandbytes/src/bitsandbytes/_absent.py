@@ -1,0 +1,32 @@
+"""Names of bitsandbytes that bitshard does not have yet: they can be imported and tested for, not used."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+
+def refuse(name: str) -> NoReturn:
+    """Raise the error of an absent name; `name` is its full dotted path."""
+    raise NotImplementedError(
+        f"{name} is not in bitshard yet, which has the 4-bit and blockwise half of bitsandbytes. "
+        "Choose an option that does without it (for optimizers: optim='adamw_torch'), "
+        "or go back to the original with: pip install --force-reinstall bitsandbytes"
+    )
+
+
+def absent_function(module: str, name: str) -> Callable[..., NoReturn]:
+    """A function named `name` in `module` that raises NotImplementedError whatever it is called with."""
+
+    def function(*args: Any, **kwargs: Any) -> NoReturn:
+        refuse(f"{module}.{name}")
+
+    function.__module__ = module
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = "Not in bitshard yet: raises NotImplementedError."
+    return function
+
+
+class Absent:
+    """Base of absent classes; construction raises NotImplementedError with the name of the class."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse(f"{cls.__module__}.{cls.__qualname__}")

@@ -1,0 +1,244 @@
+"""The `bitsandbytes::` operator names for 4-bit and blockwise data, on top of `torch.ops.bitshard`.
+
+Schemas are those of bitsandbytes 0.50.2: optional tensors, format names and n-dimensional shapes, where bitshard's own ops
+take empty tensors, integers and rows x columns. No op here has a gradient; `bitsandbytes.matmul_4bit` has.
+Shapes: packed weights [n, 1] of any storage dtype, `absmax` f32 [n_blocks], 8-bit codes in the shape of the data.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import bitshard  # noqa: F401  (loads torch.ops.bitshard)
+import torch
+from bitshard.functional import get_4bit_type
+
+_FORMATS = {"nf4": 0, "fp4": 1}
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+_library = torch.library.Library("bitsandbytes", "DEF")
+
+
+def _define(name: str, schema: str, kernel, fake) -> None:
+    """Define `bitsandbytes::name` with one kernel for CPU and CUDA and a fake for tracing."""
+    _library.define(name + schema)
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, kernel, key)
+    torch.library.register_fake(f"bitsandbytes::{name}", fake, lib=_library)
+
+
+def _format(quant_type: str) -> int:
+    if quant_type not in _FORMATS:
+        raise ValueError(f"quant_type must be 'nf4' or 'fp4', got {quant_type!r}")
+    return _FORMATS[quant_type]
+
+
+def _check_4bit(blocksize: int, dtype: torch.dtype) -> None:
+    if blocksize not in _BLOCKSIZES:
+        raise ValueError(f"blocksize must be one of {_BLOCKSIZES}, got {blocksize}")
+    _check_float(dtype)
+
+
+def _check_float(dtype: torch.dtype) -> None:
+    if dtype not in _FLOATS:
+        raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
+
+
+def _check_out(out: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != device:
+        raise ValueError(
+            f"out must be {dtype} {tuple(shape)} on {device}, got {out.dtype} {tuple(out.shape)} on {out.device}"
+        )
+
+
+def _rows_columns(shape: Sequence[int]) -> tuple[int, int]:
+    return (prod(shape[:-1]), shape[-1]) if len(shape) > 0 else (1, 1)
+
+
+def _quantize_4bit(A, blocksize: int, quant_type: str, quant_storage: torch.dtype):
+    _check_4bit(blocksize, A.dtype)
+    return torch.ops.bitshard.quantize_4bit(A, blocksize, _format(quant_type), quant_storage)
+
+
+def _quantize_4bit_fake(A, blocksize: int, quant_type: str, quant_storage: torch.dtype):
+    _check_4bit(blocksize, A.dtype)
+    packed_bytes = (A.numel() + 1) // 2
+    packed = A.new_empty((-(-packed_bytes // quant_storage.itemsize), 1), dtype=quant_storage)
+    return packed, A.new_empty((-(-A.numel() // blocksize),), dtype=torch.float32)
+
+
+def _dequantize_4bit(A, absmax, blocksize: int, quant_type: str, shape: Sequence[int], dtype: torch.dtype):
+    _check_4bit(blocksize, dtype)
+    none = absmax.new_empty(0)
+    rows, columns = _rows_columns(shape)
+    data = torch.ops.bitshard.dequantize_4bit(
+        A, absmax, none, none, none, blocksize, _format(quant_type), rows, columns, dtype
+    )
+    return data.view(shape)
+
+
+def _dequantize_4bit_fake(A, absmax, blocksize: int, quant_type: str, shape: Sequence[int], dtype: torch.dtype):
+    _check_4bit(blocksize, dtype)
+    return A.new_empty(shape, dtype=dtype)
+
+
+def _dequantize_4bit_out(A, absmax, blocksize: int, quant_type: str, shape: Sequence[int], dtype: torch.dtype, out):
+    _check_out(out, shape, dtype, A.device)
+    out.copy_(_dequantize_4bit(A, absmax, blocksize, quant_type, shape, dtype))
+
+
+def _dequantize_4bit_out_fake(A, absmax, blocksize: int, quant_type: str, shape: Sequence[int], dtype, out) -> None:
+    _check_4bit(blocksize, dtype)
+    _check_out(out, shape, dtype, A.device)
+
+
+def _gemm_4bit(
+    A,
+    B,
+    shapeB: Sequence[int],
+    absmax,
+    blocksize: int,
+    quant_type: str,
+    bias=None,
+    absmax_8bit=None,
+    absmax_code=None,
+    absmax_offset=None,
+):
+    """`absmax` is the second level of nested scales when `absmax_8bit` is given, the scales themselves otherwise."""
+    _check_4bit(blocksize, A.dtype)
+    none = absmax.new_empty(0)
+    scales = (absmax, none, none, none)
+    if absmax_8bit is not None:
+        if absmax_code is None or absmax_offset is None:
+            raise ValueError("absmax_8bit needs absmax_code and absmax_offset")
+        scales = (absmax_8bit, absmax_code, absmax, absmax_offset.float())
+    bias = A.new_empty(0) if bias is None else bias
+    n, k = shapeB
+    return torch.ops.bitshard.linear_4bit(A, B, *scales, bias, blocksize, _format(quant_type), n, k)
+
+
+def _gemm_4bit_fake(
+    A,
+    B,
+    shapeB: Sequence[int],
+    absmax,
+    blocksize: int,
+    quant_type: str,
+    bias=None,
+    absmax_8bit=None,
+    absmax_code=None,
+    absmax_offset=None,
+):
+    _check_4bit(blocksize, A.dtype)
+    return A.new_empty((*A.shape[:-1], shapeB[0]))
+
+
+def _gemv_4bit(A, B, shapeB: Sequence[int], absmax, code, blocksize: int):
+    """The format is read off `code`, which makes the host wait for a `code` on the GPU."""
+    values = code.detach().cpu().float()
+    for name in _FORMATS:
+        if torch.equal(values, get_4bit_type(name, device="cpu")):
+            return _gemm_4bit(A, B, shapeB, absmax, blocksize, name)
+    raise ValueError(f"code must hold the 16 values of NF4 or FP4, got {values.tolist()}")
+
+
+def _gemv_4bit_fake(A, B, shapeB: Sequence[int], absmax, code, blocksize: int):
+    _check_4bit(blocksize, A.dtype)
+    return A.new_empty((*A.shape[:-1], shapeB[0]))
+
+
+def _gemv_4bit_out(A, B, shapeB: Sequence[int], absmax, code, blocksize: int, out) -> None:
+    _check_out(out, (*A.shape[:-1], shapeB[0]), A.dtype, A.device)
+    out.copy_(_gemv_4bit(A, B, shapeB, absmax, code, blocksize))
+
+
+def _gemv_4bit_out_fake(A, B, shapeB: Sequence[int], absmax, code, blocksize: int, out) -> None:
+    _check_4bit(blocksize, A.dtype)
+    _check_out(out, (*A.shape[:-1], shapeB[0]), A.dtype, A.device)
+
+
+def _quantize_blockwise(A, code, blocksize: int):
+    _check_float(A.dtype)
+    return torch.ops.bitshard.quantize_blockwise(A, code, code.new_empty(0), blocksize)
+
+
+def _quantize_blockwise_fake(A, code, blocksize: int):
+    _check_float(A.dtype)
+    packed = torch.empty_like(A, dtype=torch.uint8, memory_format=torch.contiguous_format)
+    return packed, A.new_empty((-(-A.numel() // blocksize),), dtype=torch.float32)
+
+
+def _dequantize_blockwise(A, absmax, code, blocksize: int, dtype: torch.dtype):
+    _check_float(dtype)
+    return torch.ops.bitshard.dequantize_blockwise(A, absmax, code, code.new_empty(0), blocksize, dtype)
+
+
+def _dequantize_blockwise_fake(A, absmax, code, blocksize: int, dtype: torch.dtype):
+    _check_float(dtype)
+    return torch.empty_like(A, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _dequantize_blockwise_out(A, absmax, code, blocksize: int, dtype: torch.dtype, out) -> None:
+    _check_out(out, A.shape, dtype, A.device)
+    out.copy_(_dequantize_blockwise(A, absmax, code, blocksize, dtype))
+
+
+def _dequantize_blockwise_out_fake(A, absmax, code, blocksize: int, dtype: torch.dtype, out) -> None:
+    _check_float(dtype)
+    _check_out(out, A.shape, dtype, A.device)
+
+
+_define(
+    "quantize_4bit",
+    "(Tensor A, int blocksize, str quant_type, ScalarType quant_storage) -> (Tensor, Tensor)",
+    _quantize_4bit,
+    _quantize_4bit_fake,
+)
+_define(
+    "dequantize_4bit",
+    "(Tensor A, Tensor absmax, int blocksize, str quant_type, int[] shape, ScalarType dtype) -> Tensor",
+    _dequantize_4bit,
+    _dequantize_4bit_fake,
+)
+_define(
+    "dequantize_4bit.out",
+    "(Tensor A, Tensor absmax, int blocksize, str quant_type, int[] shape, ScalarType dtype, Tensor! out) -> ()",
+    _dequantize_4bit_out,
+    _dequantize_4bit_out_fake,
+)
+_define(
+    "gemm_4bit",
+    "(Tensor A, Tensor B, int[] shapeB, Tensor absmax, int blocksize, str quant_type, Tensor? bias=None,"
+    " Tensor? absmax_8bit=None, Tensor? absmax_code=None, Tensor? absmax_offset=None) -> Tensor",
+    _gemm_4bit,
+    _gemm_4bit_fake,
+)
+_define(
+    "gemv_4bit",
+    "(Tensor A, Tensor B, int[] shapeB, Tensor absmax, Tensor code, int blocksize) -> Tensor",
+    _gemv_4bit,
+    _gemv_4bit_fake,
+)
+_define(
+    "gemv_4bit.out",
+    "(Tensor A, Tensor B, int[] shapeB, Tensor absmax, Tensor code, int blocksize, Tensor! out) -> ()",
+    _gemv_4bit_out,
+    _gemv_4bit_out_fake,
+)
+_define(
+    "quantize_blockwise",
+    "(Tensor A, Tensor code, int blocksize) -> (Tensor, Tensor)",
+    _quantize_blockwise,
+    _quantize_blockwise_fake,
+)
+_define(
+    "dequantize_blockwise",
+    "(Tensor A, Tensor absmax, Tensor code, int blocksize, ScalarType dtype) -> Tensor",
+    _dequantize_blockwise,
+    _dequantize_blockwise_fake,
+)
+_define(
+    "dequantize_blockwise.out",
+    "(Tensor A, Tensor absmax, Tensor code, int blocksize, ScalarType dtype, Tensor! out) -> ()",
+    _dequantize_blockwise_out,
+    _dequantize_blockwise_out_fake,
+)

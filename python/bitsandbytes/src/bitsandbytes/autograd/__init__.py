@@ -1,0 +1,1 @@
+"""Autograd functions, in `bitsandbytes.autograd._functions`."""
