@@ -1,7 +1,7 @@
 """4-bit parameters of modules that are not linear layers, for instance the 3-D expert weights of MoE models.
 
-The packed bytes are registered as `Params4bit`; `torch.nn.utils.parametrize` dequantizes them wherever the module reads the
-parameter. State dicts carry the keys of a `Linear4bit`: `name`, `name.absmax`, `name.quant_map`, ...
+The packed bytes are registered as `Params4bit`; `torch.nn.utils.parametrize` dequantizes them wherever the module reads
+the parameter. State dicts carry the keys of a `Linear4bit`: `name`, `name.absmax`, `name.quant_map`, ...
 """
 
 from functools import partial

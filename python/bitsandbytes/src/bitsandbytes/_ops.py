@@ -1,7 +1,7 @@
 """The `bitsandbytes::` operator names for 4-bit and blockwise data, on top of `torch.ops.bitshard`.
 
-Schemas are those of bitsandbytes 0.50.2: optional tensors, format names and n-dimensional shapes, where bitshard's own ops
-take empty tensors, integers and rows x columns. No op here has a gradient; `bitsandbytes.matmul_4bit` has.
+Schemas are those of bitsandbytes 0.50.2: optional tensors, format names and n-dimensional shapes, where bitshard's own
+ops take empty tensors, integers and rows x columns. No op here has a gradient; `bitsandbytes.matmul_4bit` has.
 Shapes: packed weights [n, 1] of any storage dtype, `absmax` f32 [n_blocks], 8-bit codes in the shape of the data.
 """
 

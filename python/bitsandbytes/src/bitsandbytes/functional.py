@@ -3,7 +3,6 @@
 import ctypes
 
 import torch
-
 from bitshard.functional import (
     QuantState,
     create_dynamic_map,

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 import torch
-
 from bitshard.functional import pack_dict_to_tensor, unpack_tensor_to_dict
 
 from ._absent import Absent, absent_function

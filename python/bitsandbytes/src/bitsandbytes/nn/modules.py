@@ -1,7 +1,6 @@
 """Modules and parameters with quantized weights."""
 
 import torch
-
 from bitshard.linear import Linear4bit, LinearFP4, LinearNF4, fix_4bit_weight_quant_state_from_module
 from bitshard.tensor import Params4bit
 

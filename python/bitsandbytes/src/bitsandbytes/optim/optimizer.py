@@ -1,7 +1,8 @@
 """Base classes of the optimizers; construction raises NotImplementedError."""
 
-from .._absent import Absent
 from torch.optim import Optimizer
+
+from .._absent import Absent
 
 
 class GlobalOptimManager(Absent):
