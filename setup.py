@@ -1,6 +1,6 @@
 """Builds bitshard._C: C sources as C, and cuda/*.cu into fatbins that are embedded in the extension.
 
-Needs gcc (or clang) and nothing of torch. nvcc is used where it is found (PATH, CUDA_HOME); without it the build goes on
+Needs gcc (or clang) and nothing of torch. nvcc is used where found (PATH, CUDA_HOME); without it the build goes on
 CPU-only and says so. Environment:
   BITSHARD_CUDA=0            leave CUDA out even where nvcc is found
   BITSHARD_CUDA_ARCHS=all    every architecture, or a list such as 80,90a,compute_90 (compute_* embeds PTX)
@@ -47,6 +47,12 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which(str(Path(home) / "bin" / "nvcc"))
 
 
+def cuda_include(nvcc: str) -> list[str]:
+    """Folder of cuda.h, where there is one beside nvcc or in the usual place."""
+    homes = [Path(nvcc).resolve().parent.parent, Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")]
+    return [str(home / "include") for home in homes if (home / "include" / "cuda.h").exists()][:1]
+
+
 def architectures() -> list[str]:
     """Architecture names as nvcc numbers: '90a' for machine code, 'compute_80' for PTX."""
     chosen = os.environ.get("BITSHARD_CUDA_ARCHS", ARCHITECTURES_DEFAULT)
@@ -77,7 +83,14 @@ def embed(fatbins: dict[str, Path], assembly: Path) -> None:
     lines = ['.section .note.GNU-stack,"",@progbits', ".section .rodata"]
     for stem, fatbin in fatbins.items():
         symbol = f"bsh_fatbin_{stem}"
-        lines += [f".global {symbol}", f".hidden {symbol}", ".balign 16", f"{symbol}:", f'.incbin "{fatbin}"', ".byte 0"]
+        lines += [
+            f".global {symbol}",
+            f".hidden {symbol}",
+            ".balign 16",
+            f"{symbol}:",
+            f'.incbin "{fatbin}"',
+            ".byte 0",
+        ]
     assembly.write_text("\n".join(lines) + "\n")
 
 
@@ -94,17 +107,19 @@ class BuildExtension(build_ext):
         extra_flags = ["-Werror"] if os.environ.get("BITSHARD_WERROR") == "1" else []
         sanitize = ["-fsanitize=address,undefined"] if os.environ.get("BITSHARD_SANITIZE") == "1" else []
         if nvcc:
-            macros.append(("BSH_CUDA_ARCHITECTURES", f'"{",".join(architectures())}"'))
+            macros.append(("BSH_CUDA_ARCHS", f'"{",".join(architectures())}"'))
             sources.append(self.embed_cuda(nvcc, temporary))
+            include_dirs = [*self.include_dirs, *cuda_include(nvcc)]
         else:
             macros.append(("BSH_NO_CUDA", None))
+            include_dirs = self.include_dirs
             print("bitshard: nvcc not found or switched off: this build is CPU-only", file=sys.stderr)
 
         def compile_one(source: Path) -> str:
             flags = C_FLAGS + ISA_FLAGS.get(source.name, []) + extra_flags + sanitize if source.suffix == ".c" else []
             relative = os.path.relpath(source, ROOT)
             (object_file,) = self.compiler.compile(
-                [relative], str(temporary), macros, self.include_dirs, extra_postargs=flags
+                [relative], str(temporary), macros, include_dirs, extra_postargs=flags
             )
             return object_file
 
@@ -113,7 +128,9 @@ class BuildExtension(build_ext):
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_suffix(f".{os.getpid()}.partial")
-        self.compiler.link_shared_object(objects, str(partial), libraries=["dl", "m", "pthread"], extra_postargs=sanitize)
+        self.compiler.link_shared_object(
+            objects, str(partial), libraries=["dl", "m", "pthread"], extra_postargs=sanitize
+        )
         partial.replace(target)
 
     def embed_cuda(self, nvcc: str, temporary: Path) -> Path:

@@ -83,8 +83,8 @@ static PyObject *isa(PyObject *const module, PyObject *const unused) {
 
 static PyObject *isas(PyObject *const module, PyObject *const unused) {
   (void)module, (void)unused;
-  const char *names[BSH_CPU_MAX_ISAS];
-  const int count = bsh_cpu_isas(names);
+  const char *names[8];
+  const int count = bsh_cpu_isas(names, 8);
   PyObject *const tuple = PyTuple_New(count);
   for (int i = 0; tuple != NULL && i < count; i++) PyTuple_SetItem(tuple, i, PyUnicode_FromString(names[i]));
   return tuple;
@@ -100,9 +100,10 @@ static PyObject *set_isa(PyObject *const module, PyObject *const args) {
 
 static PyObject *cuda_state(PyObject *const module, PyObject *const unused) {
   (void)module, (void)unused;
-  const bsh_cuda_info info = bsh_cuda_query();
-  return Py_BuildValue("{s:O,s:s,s:i,s:s}", "built", info.built ? Py_True : Py_False, "architectures",
-                       info.architectures, "driver", info.driver_version, "error", info.error);
+  bsh_cuda_state state;
+  bsh_cuda_describe(&state);
+  return Py_BuildValue("{s:O,s:s,s:s,s:s}", "built", state.built ? Py_True : Py_False, "architectures",
+                       state.architectures, "driver", state.driver, "error", state.error);
 }
 
 static PyObject *select_linear_4bit(PyObject *const module, PyObject *const args) {
@@ -113,7 +114,8 @@ static PyObject *select_linear_4bit(PyObject *const module, PyObject *const args
   if (dtype < BSH_F32 || dtype > BSH_BF16)
     return PyErr_Format(PyExc_ValueError, "dtype %d is none of float32 (%d), float16 (%d), bfloat16 (%d)", dtype,
                         BSH_F32, BSH_F16, BSH_BF16);
-  return PyUnicode_FromString(bsh_select_linear_4bit_name(M, N, K, (bsh_dtype)dtype, sm, sms, blocksize, nested != 0));
+  return PyUnicode_FromString(
+      bsh_linear_kernel_name(bsh_select_linear_4bit(M, N, K, (bsh_dtype)dtype, sm, sms, blocksize, nested != 0)));
 }
 
 static PyMethodDef methods[] = {
@@ -125,7 +127,7 @@ static PyMethodDef methods[] = {
      "rank_slice(total, world, rank): (begin, length) of a rank's chunk of ceil(total / world)."},
     {"table", table, METH_VARARGS, "table(name): float32 bytes of the tables 'nf4', 'fp4' or 'dynamic'."},
     {"isa", isa, METH_NOARGS, "isa(): instruction set of the CPU kernels in use."},
-    {"isas", isas, METH_NOARGS, "isas(): instruction sets usable on this CPU, best first."},
+    {"isas", isas, METH_NOARGS, "isas(): instruction sets usable on this CPU, worst first."},
     {"set_isa", set_isa, METH_VARARGS, "set_isa(name): use the CPU kernels of another instruction set of isas()."},
     {"cuda_state", cuda_state, METH_NOARGS, "cuda_state(): what the CUDA half was built for and what the driver says."},
     {"select_linear_4bit", select_linear_4bit, METH_VARARGS,
@@ -135,6 +137,7 @@ static PyMethodDef methods[] = {
 
 static int execute(PyObject *const module) {
   const char *trouble = bsh_torch_load();
+  if (trouble == NULL && bsh_cpu_set_isa(NULL) != BSH_OK) trouble = bsh_status_message();
   if (trouble == NULL) trouble = bsh_ops_register();
   if (trouble != NULL) {
     PyErr_SetString(PyExc_ImportError, trouble);

@@ -28,6 +28,17 @@
   X(linear_4bit_dgrad, 6, "(Tensor dy, " WEIGHT_ARGUMENTS ", int blocksize, int format, int N, int K) -> Tensor")      \
   X(checksum, 1, "(Tensor packed) -> Tensor")
 
+/* Leaves the op: computes with args on the device of `like`. The sizes are for messages. */
+#define COMPUTE(name, like, size0, size1, size2, ...)                                                                  \
+  do {                                                                                                                 \
+    if (!bsh_on_cuda(like)) return bsh_cpu_##name(__VA_ARGS__);                                                        \
+    bsh_cuda_context context;                                                                                          \
+    BSH_TRY(bsh_cuda_enter(&context, #name, (like)->device_index, size0, size1, size2));                               \
+    const bsh_status computed = bsh_cuda_##name(&args, &context);                                                      \
+    bsh_cuda_leave(&context);                                                                                          \
+    return computed;                                                                                                   \
+  } while (0)
+
 static bsh_status same_device(const bsh_call *const call, const bsh_tensor *const tensor, const char *const argument,
                               const bsh_tensor *const other, const char *const other_argument) {
   if (tensor->device_type == other->device_type && tensor->device_index == other->device_index) return BSH_OK;
@@ -127,7 +138,7 @@ static bsh_status quantize_4bit(bsh_call *const call) {
                                        .blocksize = blocksize,
                                        .dtype = dtype,
                                        .format = (bsh_format)format};
-  return bsh_on_cuda(&x) ? bsh_cuda_quantize_4bit(&args, x.device_index) : bsh_cpu_quantize_4bit(&args);
+  COMPUTE(quantize_4bit, &x, x.numel, 0, 0, &args);
 }
 
 static bsh_status dequantize_4bit(bsh_call *const call) {
@@ -140,7 +151,7 @@ static bsh_status dequantize_4bit(bsh_call *const call) {
   BSH_TRY(bsh_call_output(call, &packed, 2, sizes, torch_dtype, &out));
   if (out.numel == 0) return BSH_OK;
   args.out = out.data;
-  return bsh_on_cuda(&packed) ? bsh_cuda_dequantize_4bit(&args, packed.device_index) : bsh_cpu_dequantize_4bit(&args);
+  COMPUTE(dequantize_4bit, &packed, sizes[0], sizes[1], 0, &args);
 }
 
 /* ---- 8-bit blocks ---- */
@@ -161,7 +172,7 @@ static bsh_status quantize_blockwise(bsh_call *const call) {
   args.code = code.data;
   args.absmax = absmax.data;
   args.n = x.numel;
-  return bsh_on_cuda(&x) ? bsh_cuda_quantize_blockwise(&args, x.device_index) : bsh_cpu_quantize_blockwise(&args);
+  COMPUTE(quantize_blockwise, &x, x.numel, 0, 0, &args);
 }
 
 static bsh_status dequantize_blockwise(bsh_call *const call) {
@@ -179,8 +190,7 @@ static bsh_status dequantize_blockwise(bsh_call *const call) {
   if (code.numel == 0) return BSH_OK;
   args.out = out.data;
   args.n = code.numel;
-  return bsh_on_cuda(&code) ? bsh_cuda_dequantize_blockwise(&args, code.device_index)
-                            : bsh_cpu_dequantize_blockwise(&args);
+  COMPUTE(dequantize_blockwise, &code, code.numel, 0, 0, &args);
 }
 
 /* ---- linear ---- */
@@ -224,7 +234,7 @@ static bsh_status linear_4bit(bsh_call *const call) {
   if (y.numel == 0) return BSH_OK;
   args.x = x.data;
   args.y = y.data;
-  return bsh_on_cuda(&x) ? bsh_cuda_linear_4bit(&args, x.device_index) : bsh_cpu_linear_4bit(&args, &cpu_gemm);
+  COMPUTE(linear_4bit, &x, args.M, N, K, &args, &cpu_gemm);
 }
 
 static bsh_status linear_4bit_dgrad(bsh_call *const call) {
@@ -238,8 +248,7 @@ static bsh_status linear_4bit_dgrad(bsh_call *const call) {
   if (dx.numel == 0) return BSH_OK;
   args.dy = dy.data;
   args.dx = dx.data;
-  return bsh_on_cuda(&dy) ? bsh_cuda_linear_4bit_dgrad(&args, dy.device_index)
-                          : bsh_cpu_linear_4bit_dgrad(&args, &cpu_gemm);
+  COMPUTE(linear_4bit_dgrad, &dy, args.M, N, K, &args, &cpu_gemm);
 }
 
 /* ---- checksum ---- */
@@ -252,9 +261,15 @@ static bsh_status checksum(bsh_call *const call) {
                     packed.dtype);
   BSH_TRY(bsh_call_output(call, &packed, 0, NULL, bsh_torch.aoti_torch_dtype_int64(), &sum));
   const int64_t n_bytes = packed.numel * packed.itemsize;
-  if (bsh_on_cuda(&packed)) return bsh_cuda_checksum(packed.data, n_bytes, sum.data, packed.device_index);
-  *(uint64_t *)sum.data = bsh_cpu_checksum(packed.data, n_bytes);
-  return BSH_OK;
+  if (!bsh_on_cuda(&packed)) {
+    *(uint64_t *)sum.data = bsh_cpu_checksum(packed.data, n_bytes);
+    return BSH_OK;
+  }
+  bsh_cuda_context context;
+  BSH_TRY(bsh_cuda_enter(&context, "checksum", packed.device_index, n_bytes, 0, 0));
+  const bsh_status computed = bsh_cuda_checksum(packed.data, n_bytes, sum.data, &context);
+  bsh_cuda_leave(&context);
+  return computed;
 }
 
 /* ---- registration ---- */
@@ -268,9 +283,9 @@ static bsh_status checksum(bsh_call *const call) {
 BSH_OPS(BOXED)
 #undef BOXED
 
-static void torch_threads(const int64_t begin, const int64_t end, const int64_t grain,
-                          void (*const body)(int64_t, int64_t, void *), void *const context) {
-  bsh_torch.torch_parallel_for(begin, end, grain, body, context);
+static void torch_threads(const int64_t begin, const int64_t end, const int64_t grain, const bsh_range_function fn,
+                          void *const ctx) {
+  bsh_torch.torch_parallel_for(begin, end, grain, fn, ctx);
 }
 
 static AOTITorchError define_ops(const TorchLibraryHandle library) {

@@ -50,6 +50,18 @@ static bsh_status describe(const char *const op, const AtenTensorHandle handle, 
   return BSH_OK;
 }
 
+/* FSDP2 frees a gathered tensor by resizing its storage to nothing while Python still holds it. */
+static bsh_status check_storage(const char *const op, const bsh_tensor *const tensor) {
+  int64_t storage_bytes = 0, offset = 0;
+  TORCH_TRY(op, bsh_torch.aoti_torch_get_storage_size(tensor->handle, &storage_bytes));
+  TORCH_TRY(op, bsh_torch.aoti_torch_get_storage_offset(tensor->handle, &offset));
+  if (tensor->numel == 0 || (offset + tensor->numel) * tensor->itemsize <= storage_bytes) return BSH_OK;
+  return bsh_fail(BSH_BAD_SHAPE,
+                  "%s: a tensor of %" PRId64 " elements has only %" PRId64
+                  " bytes of storage: it was freed, as FSDP does after a module's forward",
+                  op, tensor->numel, storage_bytes);
+}
+
 static void contiguous_strides(const int64_t dim, const int64_t *const sizes, int64_t *const strides) {
   int64_t step = 1;
   for (int64_t i = dim - 1; i >= 0; i--) {
@@ -96,6 +108,7 @@ bsh_status bsh_call_tensor(bsh_call *const call, const int index, bsh_tensor *co
   const AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)call->stack[index];
   BSH_TRY(describe(call->op, handle, tensor));
   TORCH_TRY(call->op, bsh_torch.aoti_torch_is_contiguous(handle, &contiguous));
+  if (contiguous) BSH_TRY(check_storage(call->op, tensor));
   return contiguous ? BSH_OK : make_contiguous(call, tensor);
 }
 

@@ -31,6 +31,8 @@ typedef void (*bsh_boxed_kernel)(StableIValue *stack, uint64_t n_arguments, uint
   X(AOTITorchError, aoti_torch_get_dtype, (AtenTensorHandle tensor, int32_t *dtype))                                   \
   X(AOTITorchError, aoti_torch_get_device_type, (AtenTensorHandle tensor, int32_t *device_type))                       \
   X(AOTITorchError, aoti_torch_get_device_index, (AtenTensorHandle tensor, int32_t *device_index))                     \
+  X(AOTITorchError, aoti_torch_get_storage_size, (AtenTensorHandle tensor, int64_t *bytes))                            \
+  X(AOTITorchError, aoti_torch_get_storage_offset, (AtenTensorHandle tensor, int64_t *elements))                       \
   X(AOTITorchError, aoti_torch_is_contiguous, (AtenTensorHandle tensor, bool *contiguous))                             \
   X(AOTITorchError, aoti_torch_empty_strided,                                                                          \
     (int64_t dim, const int64_t *sizes, const int64_t *strides, int32_t dtype, int32_t device_type,                    \
