@@ -1,0 +1,33 @@
+"""The C core: importing it registers torch.ops.bitshard.*; torch must be imported first."""
+
+version: str
+
+def packed_bytes(n: int, /) -> int:
+    """Bytes of n 4-bit codes: ceil(n / 2)."""
+
+def storage_elements(n: int, itemsize: int, /) -> int:
+    """Whole storage elements of `itemsize` bytes that hold n 4-bit codes."""
+
+def block_count(n: int, blocksize: int, /) -> int:
+    """Blocks, and so scales, of n elements: ceil(n / blocksize)."""
+
+def rank_slice(total: int, world: int, rank: int, /) -> tuple[int, int]:
+    """(begin, length) of the chunk of ceil(total / world) elements a rank keeps; the last ones may be short or empty."""
+
+def table(name: str, /) -> bytes:
+    """float32 bytes of the tables "nf4" (16), "fp4" (16) or "dynamic" (256)."""
+
+def isa() -> str:
+    """Instruction set of the CPU kernels in use: "scalar", "avx2" or "avx512"."""
+
+def isas() -> tuple[str, ...]:
+    """Instruction sets usable on this CPU, best first."""
+
+def set_isa(name: str, /) -> None:
+    """Use the CPU kernels of another instruction set of `isas()`; ValueError for any other name."""
+
+def cuda_state() -> dict[str, bool | int | str]:
+    """built (kernels are in this build), architectures, driver (version number, 0 if none), error (empty if none)."""
+
+def select_linear_4bit(M: int, N: int, K: int, dtype: int, sm: int, sms: int, blocksize: int, nested: bool, /) -> str:
+    """Name of the CUDA kernel that linear_4bit would run for these numbers; dtype 0 float32, 1 float16, 2 bfloat16."""

@@ -1,0 +1,30 @@
+"""bitshard: 4-bit weights that survive sharding.
+
+The engine: quantized tensors and their products for PyTorch, computed by a C and CUDA core. The package `bitsandbytes` of this
+project re-exports it under the names that transformers, accelerate, peft and trl look for.
+"""
+
+import torch  # noqa: F401  (the C core looks up libtorch, which must be loaded)
+
+from bitshard import _C, autograd, functional, linear, ops, state, tensor
+from bitshard.autograd import matmul_4bit
+from bitshard.linear import Linear4bit, LinearFP4, LinearNF4
+from bitshard.state import QuantState
+from bitshard.tensor import Params4bit
+
+__version__ = _C.version
+
+__all__ = [
+    "Linear4bit",
+    "LinearFP4",
+    "LinearNF4",
+    "Params4bit",
+    "QuantState",
+    "autograd",
+    "functional",
+    "linear",
+    "matmul_4bit",
+    "ops",
+    "state",
+    "tensor",
+]

@@ -1,0 +1,92 @@
+"""matmul_4bit: y = A W^T + bias with W in 4 bits, and its gradient with respect to A and bias. W itself is frozen.
+
+The packed weight is a plain attribute of the autograd context, not a saved tensor: hooks on saved tensors (activation
+offloading) would copy it, and FSDP2 frees and refills its storage between forward and backward.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitshard import functional, ops
+from bitshard.state import QuantState
+
+
+class MatMul4Bit(torch.autograd.Function):
+    """y [..., N] = x [..., K] W^T + bias; dx = dy W, dbias = the sum of dy over its rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, A: Tensor, B: Tensor, out: Tensor | None, bias: Tensor | None, quant_state: QuantState
+    ) -> Tensor:
+        ctx.packed = B
+        ctx.state = quant_state
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        y = functional.linear_4bit(A, B, quant_state, bias)
+        return y if out is None else out.copy_(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
+        needs_x, _, _, needs_bias, _ = ctx.needs_input_grad
+        state = ctx.state
+        N, K = state.shape
+        dx = dbias = None
+        if needs_x:
+            with torch._C.DisableTorchFunctionSubclass():
+                dx = ops.linear_4bit_dgrad(
+                    dy, ctx.packed, *state.scales(), state.blocksize, ops.FORMATS[state.quant_type], N, K
+                )
+        if needs_bias:
+            dbias = dy.reshape(-1, N).sum(0, dtype=ctx.bias_dtype)
+        return dx, None, None, dbias, None
+
+
+def matmul_4bit(
+    A: Tensor,
+    B: Tensor,
+    quant_state: QuantState,
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """A W^T + bias, differentiable in A and bias.
+
+    Args:
+        A: float32, float16 or bfloat16 [..., K].
+        B: packed codes of W [N, K]: [n, 1] of any storage dtype, or its transpose [1, n].
+        quant_state: the state of B.
+        out: tensor that receives the result, optional.
+        bias: [N] of the dtype of A, optional.
+
+    Returns:
+        [..., N] of the dtype of A.
+
+    TypeError or ValueError where shapes, dtypes, devices or sizes do not fit.
+    """
+    if not isinstance(quant_state, QuantState):
+        raise ValueError(f"matmul_4bit: quant_state is required, got {type(quant_state).__name__}")
+    if quant_state.shape is None or len(quant_state.shape) != 2:
+        raise ValueError(f"matmul_4bit: quant_state.shape must be [N, K], got {quant_state.shape}")
+    N, K = quant_state.shape
+    if A.shape[-1] != K and A.shape[-1] == N:
+        return _matmul_transposed(A, B, quant_state, out, bias)
+    if torch.is_grad_enabled() and (A.requires_grad or (bias is not None and bias.requires_grad)):
+        return MatMul4Bit.apply(A, B, out, bias, quant_state)
+    y = functional.linear_4bit(A, B, quant_state, bias)
+    return y if out is None else out.copy_(y)
+
+
+def _matmul_transposed(A: Tensor, B: Tensor, state: QuantState, out: Tensor | None, bias: Tensor | None) -> Tensor:
+    """A W + bias for a weight that was quantized as [K, N], which old releases allowed."""
+    warnings.warn(
+        f"matmul_4bit: the weight was quantized from a [K, N] tensor ({list(state.shape)}). Re-quantize from the weight in "
+        "[N, K] (out_features, in_features) orientation. This will be an error in a future version.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    weight = functional.dequantize_4bit(B.reshape(-1, 1), state).to(A.dtype)
+    y = torch.nn.functional.linear(A, weight.t(), bias)
+    return y if out is None else out.copy_(y)

@@ -1,0 +1,300 @@
+"""Linear4bit: nn.Linear with a frozen 4-bit weight.
+
+    layer = Linear4bit(K, N, compute_dtype=torch.bfloat16, quant_type="nf4")
+    layer.load_state_dict(linear.state_dict())
+    layer.to("cuda")                                   # quantizes here
+    y = layer(x)                                       # x [..., K] -> y [..., N]
+
+The quantization state is kept by the layer as well as by the weight, for FSDP puts other tensors in the weight's place;
+forward reads it from the layer and never changes a weight.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitshard.autograd import matmul_4bit
+from bitshard.state import QuantState, dtype_name
+from bitshard.tensor import Params4bit, module_move, verify
+
+logger = logging.getLogger(__name__)
+
+
+class Linear4bit(nn.Linear):
+    """y = x W^T + b with W quantized to 4 bits.
+
+    Args:
+        input_features, output_features: K and N.
+        bias: whether there is a bias [N].
+        compute_dtype: dtype that x and bias are cast to before the product; None: that of the first float32 or bfloat16 x.
+        compress_statistics: quantize the scales too.
+        quant_type: "nf4" or "fp4".
+        quant_storage: dtype of the packed bytes.
+        device: where the float weight is created; it is quantized when it moves.
+    """
+
+    def __init__(
+        self,
+        input_features: int,
+        output_features: int,
+        bias: bool = True,
+        compute_dtype: torch.dtype | None = None,
+        compress_statistics: bool = True,
+        quant_type: str = "fp4",
+        quant_storage: torch.dtype = torch.uint8,
+        device: torch.device | str | int | None = None,
+    ):
+        super().__init__(input_features, output_features, bias, device)
+        self.weight = Params4bit(
+            self.weight.data,
+            compress_statistics=compress_statistics,
+            quant_type=quant_type,
+            quant_storage=quant_storage,
+            module=self,
+        )
+        self.compute_dtype = compute_dtype
+        self.compute_type_is_set = compute_dtype is not None
+        self.compress_statistics = compress_statistics
+        self.quant_type = quant_type
+        self.quant_storage = quant_storage
+        self.quant_state: QuantState | None = None
+        self.foreign_data = False  # somebody else has set the data of the weight since it was quantized
+        self.verified_state: QuantState | None = None  # the state that foreign data was checked against
+
+    def reset_parameters(self) -> None:
+        """Initialize a weight that is not quantized; packed bytes are left alone."""
+        if not getattr(self.weight, "bnb_quantized", False):
+            super().reset_parameters()
+
+    # -- forward --
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        state = self.quant_state
+        if state is None or self.verified_state is not state and (self.foreign_data or type(weight) is not Params4bit):
+            weight, state = self._resolve(weight)
+        if not self.compute_type_is_set:
+            self.set_compute_type(x)
+            self.compute_type_is_set = True
+        dtype = x.dtype
+        if self.compute_dtype is not None:
+            x = x.to(self.compute_dtype)
+        bias = self.bias
+        if bias is not None:
+            bias = bias.to(x.dtype)
+        return matmul_4bit(x, weight, state, bias=bias).to(dtype)
+
+    def _resolve(self, weight: Tensor) -> tuple[Tensor, QuantState]:
+        """The weight and state for this forward where they are not simply the layer's own.
+
+        A weight that was put here with a state of its own brings it; bytes delivered by others are checked once per state.
+        """
+        fix_4bit_weight_quant_state_from_module(self)
+        weight, state = self.weight, self.quant_state
+        if self.foreign_data or type(weight) is not Params4bit:
+            if state.absmax.device != weight.device and not state.absmax.is_meta:
+                state.to(weight.device)
+            verify(weight, state, f"Linear4bit({self.in_features}, {self.out_features})")
+            self.verified_state = state
+        return weight, state
+
+    def set_compute_type(self, x: Tensor) -> None:
+        """Choose `compute_dtype` by the first input, where none was given: float32 and bfloat16 are safe, float16 is kept."""
+        if x.dtype in (torch.float32, torch.bfloat16):
+            self.compute_dtype = x.dtype
+        elif x.dtype == torch.float16 and self.compute_dtype in (None, torch.float32):
+            what = "inference" if x.numel() == x.shape[-1] else "inference or training"
+            logger.warning(
+                "Linear4bit: the input is float16 and compute_dtype is %s, which makes for slow %s.",
+                self.compute_dtype,
+                what,
+            )
+
+    # -- moves --
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Linear4bit:
+        weight = self._parameters.get("weight")
+        if isinstance(weight, Params4bit) and not weight.bnb_quantized:
+            # accelerate may have rebuilt the weight without its settings
+            weight.__dict__.update(
+                module=self,
+                quant_type=self.quant_type,
+                compress_statistics=self.compress_statistics,
+                quant_storage=self.quant_storage,
+            )
+        with module_move():
+            return super()._apply(fn, recurse)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        weight = self._parameters.get("weight")
+        if isinstance(weight, Params4bit):
+            weight.module = self
+
+    # -- state dicts --
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if _is_dtensor(self.weight):
+            from bitshard import fsdp
+
+            return fsdp.save_sharded(self, destination, prefix, keep_vars)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight = self.weight
+        if not isinstance(weight, Params4bit):
+            return
+        if not keep_vars:
+            destination[prefix + "weight"] = weight.saved_data()
+        if weight.quant_state is not None:
+            for key, value in weight.quant_state.as_dict(packed=True).items():
+                destination[f"{prefix}weight.{key}"] = value if keep_vars else value.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        arguments = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if _is_dtensor(self.weight):
+            from bitshard import fsdp
+
+            return fsdp.load_sharded(self, state_dict, prefix, *arguments)
+        name = f"{prefix}weight"
+        statistics = {key: value for key, value in state_dict.items() if key.startswith(f"{name}.")}
+        if statistics or getattr(self.weight, "bnb_quantized", False):
+            self._load_packed(state_dict, name, statistics, missing_keys, error_msgs)
+            taken = {name, *statistics}
+            state_dict = {key: value for key, value in state_dict.items() if key not in taken}
+            absent: list[str] = []
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, absent, unexpected_keys, error_msgs
+            )
+            missing_keys.extend(key for key in absent if key != name)
+            return
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def _load_packed(
+        self,
+        state_dict: dict[str, Any],
+        name: str,
+        statistics: dict[str, Any],
+        missing_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Replace the weight in place by packed entries. Bytes without statistics pass only where they are the same bytes."""
+        data = state_dict.get(name)
+        if data is None:
+            missing_keys.append(name)
+            return
+        weight = self.weight
+        device = data.device if weight.is_meta else weight.device
+        try:
+            if not statistics:
+                verify(data.to(device), self.quant_state, name)
+                return
+            new = Params4bit.from_prequantized(data, statistics, device=device)
+            if tuple(new.quant_state.shape) != (self.out_features, self.in_features):
+                raise ValueError(
+                    f"shape {list(new.quant_state.shape)} does not fit a layer of {[self.out_features, self.in_features]}"
+                )
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"{name}: {error}")
+            return
+        self._adopt(new)
+
+    def _adopt(self, new: Params4bit) -> None:
+        """Take over a packed weight; the parameter object stays where it can."""
+        weight = self._parameters.get("weight")
+        if isinstance(weight, Params4bit) and not weight.is_meta and weight.dtype is new.dtype:
+            with torch._C.DisableTorchFunctionSubclass():
+                weight.data = new.data
+            weight.__dict__.update(new.__dict__)
+        else:
+            self.weight = weight = new
+        weight.module = self
+        weight._set_state(new.quant_state)
+        self.quant_type, self.quant_storage = new.quant_type, new.quant_storage
+        self.compress_statistics = new.compress_statistics
+
+
+def _is_dtensor(weight: Any) -> bool:
+    if type(weight) is Params4bit or not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(weight, DTensor)
+
+
+def fix_4bit_weight_quant_state_from_module(module: nn.Module) -> None:
+    """Bring the states of a layer and of its weight together again after something has replaced either.
+
+    A weight with a state of its own gives it to the layer. A plain tensor (FSDP1's view of the flat parameter) gets nothing:
+    forward uses the layer's state with it. RuntimeError or ValueError where there is no state, or the weight is no packed column.
+    """
+    weight = module.weight
+    own = getattr(weight, "quant_state", None)
+    if own is not None:
+        if module.quant_state is not own:
+            module.quant_state = own
+        return
+    if module.quant_state is None:
+        raise RuntimeError(
+            f"{type(module).__name__}: the weight {list(weight.shape)} of {dtype_name(weight.dtype)} is not quantized yet: move the "
+            "layer to a device first, for instance with .to('cpu') or .cuda()"
+        )
+    if _is_dtensor(weight):
+        raise ValueError(
+            f"{type(module).__name__}: the weight is still sharded (DTensor {list(weight.shape)}): call the module that FSDP2 "
+            "wrapped, or unshard() it first"
+        )
+    if weight.dim() != 2 or weight.shape[1] != 1:
+        raise ValueError(
+            f"{type(module).__name__}: the weight has shape {list(weight.shape)}, expected a packed column [n, 1]. Is it a shard of "
+            "FSDP? Call the module that FSDP wrapped."
+        )
+    if isinstance(weight, Params4bit):
+        weight.quant_state = module.quant_state
+
+
+class LinearNF4(Linear4bit):
+    """Linear4bit with quant_type="nf4"."""
+
+    def __init__(
+        self,
+        input_features: int,
+        output_features: int,
+        bias: bool = True,
+        compute_dtype: torch.dtype | None = None,
+        compress_statistics: bool = True,
+        quant_storage: torch.dtype = torch.uint8,
+        device: torch.device | str | int | None = None,
+    ):
+        super().__init__(
+            input_features, output_features, bias, compute_dtype, compress_statistics, "nf4", quant_storage, device
+        )
+
+
+class LinearFP4(Linear4bit):
+    """Linear4bit with quant_type="fp4"."""
+
+    def __init__(
+        self,
+        input_features: int,
+        output_features: int,
+        bias: bool = True,
+        compute_dtype: torch.dtype | None = None,
+        compress_statistics: bool = True,
+        quant_storage: torch.dtype = torch.uint8,
+        device: torch.device | str | int | None = None,
+    ):
+        super().__init__(
+            input_features, output_features, bias, compute_dtype, compress_statistics, "fp4", quant_storage, device
+        )

@@ -1,0 +1,85 @@
+"""torch.ops.bitshard.*: importing this registers the ops of the C core and their fake versions.
+
+"None" is an empty tensor, a format is an int (FORMATS). The fakes give the shapes, dtypes and devices of results, for
+torch.compile and meta tensors; the arithmetic is in csrc/. Sizes: M rows of x, N out features, K in features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+try:
+    from bitshard import _C
+except ImportError as error:
+    raise ImportError(
+        f"bitshard's C core cannot be used with torch {torch.__version__}: {error}. Run `python -m bitshard` to see why."
+    ) from error
+
+FORMATS = {"nf4": 0, "fp4": 1}
+
+quantize_4bit = torch.ops.bitshard.quantize_4bit.default
+dequantize_4bit = torch.ops.bitshard.dequantize_4bit.default
+quantize_blockwise = torch.ops.bitshard.quantize_blockwise.default
+dequantize_blockwise = torch.ops.bitshard.dequantize_blockwise.default
+linear_4bit = torch.ops.bitshard.linear_4bit.default
+linear_4bit_dgrad = torch.ops.bitshard.linear_4bit_dgrad.default
+checksum = torch.ops.bitshard.checksum.default
+
+_empty: dict[torch.device, Tensor] = {}
+
+
+def empty(device: torch.device) -> Tensor:
+    """The "None" of op arguments: a float32 tensor of no elements, one per device."""
+    if torch.compiler.is_compiling():
+        return torch.empty(0, device=device)
+    tensor = _empty.get(device)
+    if tensor is None:
+        tensor = _empty[device] = torch.empty(0, dtype=torch.float32, device=device)
+    return tensor
+
+
+def table(name: str) -> Tensor:
+    """float32 table of the C core on the CPU: "nf4" [16], "fp4" [16] or "dynamic" [256]."""
+    return torch.frombuffer(bytearray(_C.table(name)), dtype=torch.float32)
+
+
+@torch.library.register_fake("bitshard::quantize_4bit")
+def _(x: Tensor, blocksize: int, format: int, storage: torch.dtype) -> tuple[Tensor, Tensor]:
+    n = x.numel()
+    itemsize = storage.itemsize
+    packed = x.new_empty((((n + 1) // 2 + itemsize - 1) // itemsize, 1), dtype=storage)
+    return packed, x.new_empty(((n + blocksize - 1) // blocksize,), dtype=torch.float32)
+
+
+@torch.library.register_fake("bitshard::dequantize_4bit")
+def _(packed, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, dtype) -> Tensor:
+    return packed.new_empty((rows, columns), dtype=dtype)
+
+
+@torch.library.register_fake("bitshard::quantize_blockwise")
+def _(x: Tensor, map: Tensor, offset: Tensor, blocksize: int) -> tuple[Tensor, Tensor]:
+    n_blocks = (x.numel() + blocksize - 1) // blocksize
+    return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty((n_blocks,), dtype=torch.float32)
+
+
+@torch.library.register_fake("bitshard::dequantize_blockwise")
+def _(code: Tensor, absmax: Tensor, map: Tensor, offset: Tensor, blocksize: int, dtype: torch.dtype) -> Tensor:
+    return code.new_empty(code.shape, dtype=dtype)
+
+
+@torch.library.register_fake("bitshard::linear_4bit")
+def _(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K) -> Tensor:
+    torch._check(x.shape[-1] == K, lambda: f"linear_4bit: x has {x.shape[-1]} columns, the weight needs {K}")
+    return x.new_empty((*x.shape[:-1], N))
+
+
+@torch.library.register_fake("bitshard::linear_4bit_dgrad")
+def _(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K) -> Tensor:
+    torch._check(dy.shape[-1] == N, lambda: f"linear_4bit_dgrad: dy has {dy.shape[-1]} columns, the weight needs {N}")
+    return dy.new_empty((*dy.shape[:-1], K))
+
+
+@torch.library.register_fake("bitshard::checksum")
+def _(packed: Tensor) -> Tensor:
+    return packed.new_empty((), dtype=torch.int64)

@@ -1,0 +1,433 @@
+"""QuantState: what turns packed codes back into numbers, and the reading of it from checkpoints.
+
+Layout of a checkpoint entry X.weight (bitsandbytes' keys): X.weight packed codes, X.weight.absmax scales, X.weight.quant_map
+the 16 values, X.weight.nested_absmax and X.weight.nested_quant_map where the scales are quantized themselves, and
+X.weight.quant_state.bitsandbytes__nf4 (or __fp4): the rest as JSON text in a uint8 tensor.
+What a checkpoint says is not trusted: nothing is allocated by a size it names, and a contradiction is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitshard import _C, ops
+
+STORAGE_DTYPES = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
+VALUE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+BLOCKSIZES_8BIT = (*BLOCKSIZES, 8192, 16384)
+NESTED_BLOCKSIZE = 256  # scales per second-level scale
+
+_MAX_BLOB_BYTES = 65536  # a real blob has about 200
+_MAX_ELEMENTS = 2**48
+_BLOB_PREFIX = "bitsandbytes__"
+_TENSOR_KEYS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_VALUE_KEYS = ("quant_type", "blocksize", "dtype", "shape", "nested_blocksize", "nested_dtype", "nested_offset")
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """`torch.bfloat16` -> "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+class QuantState:
+    """Scales and format of one quantized tensor.
+
+    Attributes:
+        absmax: float32 [n_blocks], or uint8 [n_blocks] when nested: one scale per block of `blocksize` elements.
+        shape: shape of the tensor that was quantized (4-bit only).
+        code: float32 value of each code, [16] for 4-bit and [256] for 8-bit.
+        dtype: dtype of the tensor that was quantized, and of what dequantizing gives.
+        blocksize: elements per scale.
+        quant_type: "nf4", "fp4", or None for 8-bit codes.
+        offset: float32 [], subtracted from the scales before they were quantized (nested only).
+        state2: QuantState of the scales: absmax float32 [ceil(n_blocks / 256)], code float32 [256] (nested only).
+        checksum: int64 [], checksum of the packed bytes, or None where unknown. Never saved.
+        sharded: the rank's part of the scales where FSDP2 cut them, else None. Then `absmax` is real only while gathered.
+    """
+
+    valid_quant_types = ("fp4", "nf4")
+    valid_qs_type_keys = [f"{_BLOB_PREFIX}{name}" for name in valid_quant_types]
+    valid_qs_keys = ["quant_state", *_TENSOR_KEYS, *_VALUE_KEYS]
+
+    checksum: Tensor | None = None
+    sharded: Any = None
+
+    def __init__(
+        self,
+        absmax: Tensor,
+        shape: torch.Size | None = None,
+        code: Tensor | None = None,
+        blocksize: int | None = None,
+        quant_type: str | None = None,
+        dtype: torch.dtype | None = None,
+        offset: Tensor | None = None,
+        state2: QuantState | None = None,
+    ):
+        self.absmax = absmax
+        self.shape = shape
+        self.code = code
+        self.dtype = dtype
+        self.blocksize = blocksize
+        self.quant_type = quant_type
+        self.offset = offset
+        self.state2 = state2
+        self.nested = state2 is not None
+
+    def __getattr__(self, name: str) -> Any:
+        # torch's state-dict code resolves the key "X.weight.quant_state.bitsandbytes__nf4" by attribute access.
+        if name.startswith(_BLOB_PREFIX) and name == f"{_BLOB_PREFIX}{self.__dict__.get('quant_type')}":
+            return pack_dict_to_tensor(self._values())
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    def __getitem__(self, index: int) -> Any:
+        """The list form of old releases: [absmax, shape, dtype, blocksize, [offset, state2] or None, quant_type]."""
+        nested = [self.offset, self.state2] if self.nested else None
+        return [self.absmax, self.shape, self.dtype, self.blocksize, nested, self.quant_type][index]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, QuantState):
+            return False
+        plain = ("shape", "dtype", "blocksize", "quant_type")
+        if any(getattr(self, name) != getattr(other, name) for name in plain):
+            return False
+        tensors = ("absmax", "code", "offset")
+        return all(_same(getattr(self, name), getattr(other, name)) for name in tensors) and self.state2 == other.state2
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_whole("copied or pickled")
+        return self.__dict__.copy()
+
+    def _check_whole(self, what: str) -> None:
+        if self.sharded is not None:
+            raise ValueError(
+                f"this quantization state cannot be {what}: FSDP2 cut its scales among the ranks. "
+                "Gather it first with bitshard.fsdp.full_state_dict(model)."
+            )
+
+    def scales(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The op arguments (absmax, absmax_map, absmax2, offset); the last three are empty where scales are not nested."""
+        absmax = self.absmax
+        state2 = self.state2
+        if state2 is None:
+            none = ops.empty(absmax.device)
+            return absmax, none, none, none
+        offset = self.offset
+        return absmax, state2.code, state2.absmax, offset if offset.dtype is torch.float32 else offset.float()
+
+    def to(self, device: torch.device | str | int) -> QuantState:
+        """Move every tensor to `device`, in place. The meta device is ignored: the statistics stay real. Returns self."""
+        device = torch.device(device)
+        if device.type == "meta":
+            return self
+        if self.sharded is not None:
+            self.sharded.to(device)
+        else:
+            self.absmax = self.absmax.to(device)
+        for name in ("code", "offset", "checksum"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor.to(device))
+        if self.state2 is not None:
+            self.state2.to(device)
+        return self
+
+    def moved(self, device: torch.device) -> QuantState:
+        """This state on `device`: itself where it is there already (or where `device` is meta), else a copy."""
+        if device.type == "meta" or self.sharded is not None or self.absmax.device == device:
+            return self
+        copy = self.clone()
+        return copy.to(device)
+
+    def clone(self) -> QuantState:
+        """A new state that shares this one's tensors."""
+        copy = type(self).__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        if self.state2 is not None:
+            copy.state2 = self.state2.clone()
+        return copy
+
+    def _values(self) -> dict[str, Any]:
+        values = {
+            "quant_type": self.quant_type,
+            "blocksize": self.blocksize,
+            "dtype": dtype_name(self.dtype),
+            "shape": None if self.shape is None else tuple(self.shape),
+        }
+        if self.nested:
+            values["nested_blocksize"] = self.state2.blocksize
+            values["nested_dtype"] = dtype_name(self.state2.dtype)
+            values["nested_offset"] = self.offset.item()
+        return values
+
+    def as_dict(self, packed: bool = False) -> dict[str, Any]:
+        """The state as checkpoint entries, keys without prefix.
+
+        With `packed` (4-bit only) every value is a tensor: what is no tensor goes as JSON into
+        "quant_state.bitsandbytes__nf4" (or __fp4). ValueError where FSDP2 has cut the scales among ranks.
+        """
+        self._check_whole("saved from here")
+        tensors = {"absmax": self.absmax, "quant_map": self.code}
+        if self.nested:
+            tensors["nested_absmax"] = self.state2.absmax
+            tensors["nested_quant_map"] = self.state2.code.clone()  # safetensors drops tensors that share storage
+        if not packed or self.quant_type is None:
+            return {**tensors, **self._values()}
+        return {**tensors, f"quant_state.{_BLOB_PREFIX}{self.quant_type}": pack_dict_to_tensor(self._values())}
+
+    @classmethod
+    def from_dict(cls, qs_dict: dict[str, Any], device: torch.device | str | int) -> QuantState:
+        """Read a state from checkpoint entries, with or without prefixes, packed or not. `qs_dict` stays as it is.
+
+        TypeError or ValueError, with the numbers, for anything missing, unknown, contradictory or out of range.
+        """
+        entries = _read_entries(qs_dict)
+        if entries.get("quant_type") is None:
+            return _read_8bit(cls, entries, device)
+        state = _read_4bit(cls, entries)
+        return state.to(device)
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a.float(), b.float(), atol=1e-6, equal_nan=True)
+
+
+# ---- the JSON blob ----
+
+
+def pack_dict_to_tensor(source_dict: dict[str, Any]) -> Tensor:
+    """A dict as JSON text in a uint8 tensor [bytes], as checkpoints hold it."""
+    return torch.tensor(list(json.dumps(source_dict).encode("utf-8")), dtype=torch.uint8)
+
+
+def unpack_tensor_to_dict(tensor_data: Tensor) -> dict[str, Any]:
+    """The dict in a uint8 tensor [bytes] of JSON text. TypeError or ValueError where it is none."""
+    if not isinstance(tensor_data, Tensor):
+        raise TypeError(f"the quant_state blob must be a uint8 tensor, got {type(tensor_data).__name__}")
+    if tensor_data.dtype is not torch.uint8 or tensor_data.is_meta:
+        raise TypeError(f"the quant_state blob must be uint8 bytes, got {tensor_data.dtype} on {tensor_data.device}")
+    if not 0 < tensor_data.numel() <= _MAX_BLOB_BYTES:
+        raise ValueError(f"the quant_state blob has {tensor_data.numel()} bytes, expected 1 to {_MAX_BLOB_BYTES}")
+    text = bytes(tensor_data.detach().cpu().flatten().tolist())
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the quant_state blob of {len(text)} bytes is no JSON object: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"the quant_state blob holds a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError(f"a key occurs twice among {sorted(key for key, _ in pairs)}")
+    return result
+
+
+# ---- reading ----
+
+
+def _read_entries(qs_dict: dict[str, Any]) -> dict[str, Any]:
+    """Entries by bare name, the blob unpacked, of the right kind each."""
+    if not isinstance(qs_dict, dict):
+        raise TypeError(f"quantization state: expected a dict, got {type(qs_dict).__name__}")
+    entries: dict[str, Any] = {}
+    blobs: dict[str, Any] = {}
+    for key, value in qs_dict.items():
+        if not isinstance(key, str):
+            raise TypeError(f"quantization state: key {key!r} is no string")
+        name = key.split(".")[-1]
+        target = blobs if name.startswith(_BLOB_PREFIX) else entries
+        if name in target:
+            raise ValueError(f"quantization state: two entries are named {name}: {sorted(map(str, qs_dict))}")
+        target[name] = value
+    if len(blobs) > 1:
+        raise ValueError(f"quantization state: expected one quant_state entry, got {sorted(blobs)}")
+    for name, blob in blobs.items():
+        if name not in QuantState.valid_qs_type_keys:
+            raise ValueError(f"quantization state: {name} is none of {QuantState.valid_qs_type_keys}")
+        values = unpack_tensor_to_dict(blob)
+        _check_names("its JSON entry", values, _VALUE_KEYS)
+        twice = sorted(set(values) & set(entries))
+        if twice:
+            raise ValueError(f"quantization state: {twice} given both as entries and in {name}")
+        if values.get("quant_type") != name.removeprefix(_BLOB_PREFIX):
+            raise ValueError(f"quantization state: {name} contradicts its quant_type {values.get('quant_type')!r}")
+        entries.update(values)
+    if not blobs and "quant_type" not in entries:
+        raise ValueError(f"quantization state: neither quant_type nor a quant_state entry among {sorted(entries)}")
+    _check_names("the entries", entries, (*_TENSOR_KEYS, *_VALUE_KEYS))
+    for name in _TENSOR_KEYS:
+        if name in entries and not isinstance(entries[name], Tensor):
+            raise TypeError(f"quantization state: {name} must be a tensor, got {type(entries[name]).__name__}")
+    return entries
+
+
+def _check_names(where: str, entries: dict[str, Any], allowed: tuple[str, ...]) -> None:
+    unknown = sorted(repr(name)[:60] for name in entries if name not in allowed)
+    if unknown:
+        raise ValueError(f"quantization state: {where} hold unknown {unknown[:8]}, known are {sorted(allowed)}")
+
+
+def _entry(entries: dict[str, Any], name: str) -> Any:
+    if name not in entries:
+        raise ValueError(f"quantization state: {name} is missing, there are {sorted(entries)}")
+    return entries[name]
+
+
+def _integer(entries: dict[str, Any], name: str) -> int:
+    value = _entry(entries, name)
+    if type(value) is not int:
+        raise TypeError(f"quantization state: {name} must be an integer, got {_short(value)}")
+    return value
+
+
+def _short(value: Any) -> str:
+    return f"{type(value).__name__} {repr(value)[:60]}"
+
+
+def _value_dtype(entries: dict[str, Any], name: str) -> torch.dtype:
+    value = _entry(entries, name)
+    if not isinstance(value, str):
+        raise TypeError(f"quantization state: {name} must be a string, got {_short(value)}")
+    if value not in VALUE_DTYPES:
+        raise ValueError(f"quantization state: {name} is {value[:60]!r}, expected one of {sorted(VALUE_DTYPES)}")
+    return VALUE_DTYPES[value]
+
+
+def _shape(entries: dict[str, Any]) -> torch.Size:
+    value = _entry(entries, "shape")
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"quantization state: shape must be a list of sizes, got {_short(value)}")
+    if len(value) > 8:
+        raise ValueError(f"quantization state: shape has {len(value)} dimensions, at most 8 are allowed")
+    total = 1
+    for size in value:
+        if type(size) is not int:
+            raise TypeError(f"quantization state: shape holds {_short(size)}, expected integers")
+        if not 0 <= size <= _MAX_ELEMENTS:
+            raise ValueError(f"quantization state: shape holds {_short(size)}, expected 0 to {_MAX_ELEMENTS}")
+        total *= size
+    if total > _MAX_ELEMENTS:
+        raise ValueError(f"quantization state: shape {list(value)} has {total} elements, at most {_MAX_ELEMENTS}")
+    return torch.Size(value)
+
+
+def _vector(entries: dict[str, Any], name: str, dtypes: tuple[torch.dtype, ...], numel: int | None, why: str) -> Tensor:
+    tensor = _entry(entries, name)
+    if tensor.dtype not in dtypes:
+        raise TypeError(
+            f"quantization state: {name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))} ({why})"
+        )
+    if numel is not None and tensor.numel() != numel:
+        raise ValueError(f"quantization state: {name} has {tensor.numel()} entries, expected {numel} ({why})")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"quantization state: {name} has layout {tensor.layout}, expected a dense tensor")
+    if tensor.is_meta:
+        raise ValueError(f"quantization state: {name} is on the meta device and holds no values")
+    return tensor.detach().reshape(-1)
+
+
+def _code_map(entries: dict[str, Any], name: str, table: Tensor) -> Tensor:
+    """The values of the codes, which must be those of the format within the rounding of their dtype; float32."""
+    given = _vector(entries, name, tuple(VALUE_DTYPES.values()), table.numel(), f"a map of {table.numel()} values")
+    error = (given.cpu().float() - table).abs()
+    allowed = 2 * torch.finfo(given.dtype).eps
+    wrong = torch.nonzero(~(error <= allowed)).flatten()
+    if wrong.numel():
+        first = int(wrong[0])
+        raise ValueError(
+            f"quantization state: {name} is not the table of {entries.get('quant_type')!r}: {wrong.numel()} of "
+            f"{table.numel()} values differ, the first at {first}: {float(given[first])!r}, expected {float(table[first])!r}. "
+            "Weights quantized with other values cannot be used."
+        )
+    return table.to(given.device)
+
+
+def _read_nested(
+    cls: type[QuantState], entries: dict[str, Any], n_blocks: int, blocksizes: tuple[int, ...]
+) -> tuple[Tensor, QuantState]:
+    """(offset, state2) of `n_blocks` quantized scales."""
+    blocksize = _integer(entries, "nested_blocksize")
+    if blocksize not in blocksizes:
+        raise ValueError(f"quantization state: nested_blocksize is {_short(blocksize)}, supported: {blocksizes}")
+    offset = _entry(entries, "nested_offset")
+    if type(offset) not in (int, float):
+        raise TypeError(f"quantization state: nested_offset must be a number, got {_short(offset)}")
+    try:
+        finite = math.isfinite(offset) and abs(offset) <= torch.finfo(torch.float32).max
+    except OverflowError:
+        finite = False
+    if not finite:
+        raise ValueError(f"quantization state: nested_offset is {_short(offset)}, expected a finite float32")
+    n_blocks2 = _C.block_count(n_blocks, blocksize)
+    why = f"one per {blocksize} of {n_blocks} scales"
+    absmax = _vector(entries, "nested_absmax", (torch.float32,), n_blocks2, why)
+    code = _vector(entries, "nested_quant_map", (torch.float32,), 256, "a map of 256 values")
+    if not bool(torch.isfinite(code).all()):
+        raise ValueError("quantization state: nested_quant_map holds values that are not finite")
+    dtype = _value_dtype(entries, "nested_dtype")
+    state2 = cls(absmax=absmax.contiguous(), code=code.contiguous(), blocksize=blocksize, dtype=dtype)
+    return torch.tensor(float(offset), dtype=torch.float32), state2
+
+
+def _check_nested_names(entries: dict[str, Any]) -> bool:
+    """Whether the scales are nested: all nested entries are there, or none."""
+    names = [name for name in (*_TENSOR_KEYS, *_VALUE_KEYS) if name.startswith("nested_")]
+    given = [name for name in names if name in entries]
+    if given and len(given) != len(names):
+        raise ValueError(f"quantization state: {sorted(set(names) - set(given))} missing beside {given}")
+    return bool(given)
+
+
+def _read_4bit(cls: type[QuantState], entries: dict[str, Any]) -> QuantState:
+    quant_type = entries["quant_type"]
+    if not isinstance(quant_type, str) or quant_type not in ops.FORMATS:
+        raise ValueError(
+            f"quantization state: quant_type is {_short(quant_type)}, expected one of {sorted(ops.FORMATS)}"
+        )
+    blocksize = _integer(entries, "blocksize")
+    if blocksize not in BLOCKSIZES:
+        raise ValueError(f"quantization state: blocksize is {_short(blocksize)}, expected one of {BLOCKSIZES}")
+    shape = _shape(entries)
+    n_blocks = _C.block_count(math.prod(shape), blocksize)
+    nested = _check_nested_names(entries)
+    absmax_dtype = torch.uint8 if nested else torch.float32
+    why = f"{'nested' if nested else 'plain'} scales of shape {list(shape)} with blocksize {blocksize}"
+    absmax = _vector(entries, "absmax", (absmax_dtype,), n_blocks, why)
+    offset, state2 = _read_nested(cls, entries, n_blocks, (NESTED_BLOCKSIZE,)) if nested else (None, None)
+    return cls(
+        absmax=absmax.contiguous(),
+        shape=shape,
+        code=_code_map(entries, "quant_map", ops.table(quant_type)),
+        blocksize=blocksize,
+        quant_type=quant_type,
+        dtype=_value_dtype(entries, "dtype"),
+        offset=offset,
+        state2=state2,
+    )
+
+
+def _read_8bit(cls: type[QuantState], entries: dict[str, Any], device: torch.device | str | int) -> QuantState:
+    """The state of 8-bit codes (`quantize_blockwise`), which names no shape: sizes are checked when it is used."""
+    blocksize = _integer(entries, "blocksize")
+    if blocksize not in BLOCKSIZES_8BIT:
+        raise ValueError(f"quantization state: blocksize is {_short(blocksize)}, expected one of {BLOCKSIZES_8BIT}")
+    if entries.get("shape") is not None:
+        raise ValueError(f"quantization state: shape {_short(entries['shape'])} without a quant_type")
+    nested = _check_nested_names(entries)
+    absmax = _vector(entries, "absmax", (torch.uint8 if nested else torch.float32,), None, "8-bit scales")
+    offset, state2 = _read_nested(cls, entries, absmax.numel(), BLOCKSIZES_8BIT) if nested else (None, None)
+    code = _vector(entries, "quant_map", (torch.float32,), 256, "a map of 256 values")
+    state = cls(absmax, None, code, blocksize, None, _value_dtype(entries, "dtype"), offset, state2)
+    return state.to(device)

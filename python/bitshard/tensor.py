@@ -1,0 +1,519 @@
+"""Params4bit: a parameter that holds the packed bytes of a 4-bit weight, and the guards around those bytes.
+
+The bytes sit in a column [n, 1] of some storage dtype, zero-padded to whole elements. Where that dtype is a float, torch and
+training code take them for numbers; every way to turn them into other numbers (a cast, arithmetic, an assignment of another
+dtype) raises here, for the damage would go unseen. A dtype move of a whole module leaves them as they are.
+
+`__dict__` of a Params4bit holds constructor keywords only, because transformers, accelerate and peft rebuild a weight by
+`Params4bit(data, requires_grad=False, **old.__dict__)`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitshard import _C, functional, ops
+from bitshard.state import VALUE_DTYPES, QuantState, dtype_name
+
+_plain = torch._C.DisableTorchFunctionSubclass
+_module_move = False
+
+
+@contextlib.contextmanager
+def module_move() -> Iterator[None]:
+    """While a module moves its parameters (`Module._apply`), dtype changes do not concern packed weights."""
+    global _module_move
+    before, _module_move = _module_move, True
+    try:
+        yield
+    finally:
+        _module_move = before
+
+
+# ---- the container ----
+
+
+def fsdp_launch() -> bool:
+    """Whether this process was started to shard: accelerate's FSDP switch, several torchrun processes, or a group of them."""
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "y", "on", "t"):
+        return True
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size() > 1
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    return "RANK" in os.environ and world_size.isdecimal() and int(world_size) > 1
+
+
+def container_dtype(weight_dtype: torch.dtype, quant_storage: torch.dtype) -> torch.dtype:
+    """The dtype in which packed bytes are kept in memory, for a weight of `weight_dtype` and a declared storage dtype.
+
+    It is the declared one, except that an integer storage (the default, uint8) becomes the dtype of the weight in a process
+    that shards: accelerate leaves integer parameters unsharded and FSDP1 refuses them. Files keep the declared dtype.
+    """
+    if quant_storage.is_floating_point or weight_dtype not in VALUE_DTYPES.values() or not fsdp_launch():
+        return quant_storage
+    return weight_dtype
+
+
+def repack(packed: Tensor, dtype: torch.dtype, n: int) -> Tensor:
+    """The same packed bytes of n codes as a column of another storage dtype, zero-padded or cut to whole elements of it."""
+    if packed.dtype is dtype:
+        return packed.reshape(-1, 1)
+    data = packed.detach().contiguous().flatten().view(torch.uint8)
+    n_bytes = _C.storage_elements(n, dtype.itemsize) * dtype.itemsize
+    if n_bytes > data.numel():
+        data = torch.cat([data, data.new_zeros(n_bytes - data.numel())])
+    elif n_bytes < data.numel():
+        data = data[:n_bytes].clone()
+    return data.view(dtype).view(-1, 1)
+
+
+# ---- trust ----
+
+
+def verify(weight: Tensor, state: QuantState, where: str) -> None:
+    """Check that `weight` holds the bytes that `state` was made with: their number, and their checksum where known.
+
+    For weights that somebody else delivered (FSDP1's views, a foreign `.data =`). Synchronizes with the device.
+    ValueError naming the setting to change.
+    """
+    n = state.shape.numel()
+    expected = _C.storage_elements(n, weight.element_size())
+    advice = (
+        "The packed bytes were cast or rewritten on their way here. Under FSDP1 give the mixed precision policy a param_dtype "
+        "equal to the storage dtype (bnb_4bit_quant_storage, and dtype= of from_pretrained, all the same), and with "
+        "accelerate set fsdp_use_orig_params: false or a wrap policy that keeps LoRA apart; or use FSDP2 (fsdp_version: 2)."
+    )
+    if weight.numel() != expected:
+        raise ValueError(
+            f"{where}: the 4-bit weight arrived as {list(weight.shape)} of {dtype_name(weight.dtype)}, but {list(state.shape)} "
+            f"packs into {expected} elements of that dtype. {advice}"
+        )
+    if state.checksum is None:
+        return
+    with _plain():
+        found = int(ops.checksum(weight.detach()))
+    if found != int(state.checksum):
+        raise ValueError(
+            f"{where}: the 4-bit weight arrived as {list(weight.shape)} of {dtype_name(weight.dtype)} with other bytes than it "
+            f"was quantized to (checksum {found:#x}, expected {int(state.checksum):#x}). {advice}"
+        )
+
+
+# ---- the parameter ----
+
+
+def _proxy(name: str, *path: str) -> property:
+    """A read-only attribute found in the quantization state, for torch's state-dict code, which walks keys by getattr."""
+
+    def read(self: Params4bit) -> Any:
+        value = self.__dict__.get("quant_state")
+        for step in path:
+            if value is not None:
+                value = getattr(value, step)
+        if value is None and (
+            name not in ("offset", "state2", "nested_offset") or self.__dict__.get("quant_state") is None
+        ):
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        return value
+
+    return property(read, doc=f"`quant_state.{'.'.join(path)}`")
+
+
+class Params4bit(torch.nn.Parameter):
+    """A linear layer's weight, quantized to 4 bits when it first moves to a device.
+
+    Before: float data [N, K]. `.to(device)`, `.cuda()` or `.cpu()` then quantize in place and return self.
+    After: packed bytes [n, 1] of the container dtype (see `container_dtype`) and `quant_state`.
+
+    Args:
+        data: float32, float16 or bfloat16 [N, K], or packed bytes together with `quant_state`.
+        quant_state: the state of packed `data`. Data that cannot be the packed form of it counts as not quantized.
+        blocksize: elements per scale; 64 if None.
+        compress_statistics: quantize the scales too.
+        quant_type: "nf4" or "fp4".
+        quant_storage: dtype of the packed bytes, in memory and in files.
+        module: the layer whose `quant_state` follows this weight's.
+        bnb_quantized: whether `data` is packed already.
+
+    Other keywords are ignored: foreign code passes whatever it finds in `__dict__`.
+    """
+
+    quant_state: QuantState | None
+    blocksize: int
+    compress_statistics: bool
+    quant_type: str
+    quant_storage: torch.dtype
+    module: Any
+    bnb_quantized: bool
+
+    def __new__(
+        cls,
+        data: Tensor | None = None,
+        requires_grad: bool = False,
+        quant_state: QuantState | None = None,
+        blocksize: int | None = None,
+        compress_statistics: bool = True,
+        quant_type: str = "fp4",
+        quant_storage: torch.dtype = torch.uint8,
+        module: Any = None,
+        bnb_quantized: bool = False,
+        **kwargs: Any,
+    ) -> Params4bit:
+        data = torch.empty(0) if data is None else data
+        blocksize = 64 if blocksize is None else blocksize
+        functional.check_format(quant_type, blocksize)
+        functional.check_storage(quant_storage)
+        self = torch.Tensor._make_subclass(cls, data, requires_grad)
+        self.__dict__.update(
+            quant_state=quant_state,
+            blocksize=blocksize,
+            compress_statistics=compress_statistics,
+            quant_type=quant_type,
+            quant_storage=quant_storage,
+            module=module,
+            bnb_quantized=bool(bnb_quantized) and _may_be_packed(data, quant_state),
+        )
+        return self
+
+    absmax = _proxy("absmax", "absmax")
+    code = _proxy("code", "code")
+    quant_map = _proxy("quant_map", "code")
+    offset = _proxy("offset", "offset")
+    state2 = _proxy("state2", "state2")
+    nested_absmax = _proxy("nested_absmax", "state2", "absmax")
+    nested_blocksize = _proxy("nested_blocksize", "state2", "blocksize")
+    nested_quant_map = _proxy("nested_quant_map", "state2", "code")
+    nested_dtype = _proxy("nested_dtype", "state2", "dtype")
+    nested_offset = _proxy("nested_offset", "offset")
+
+    # -- making one --
+
+    @classmethod
+    def from_prequantized(
+        cls,
+        data: Tensor,
+        quantized_stats: dict[str, Any],
+        requires_grad: bool = False,
+        device: torch.device | str | int = "cuda",
+        module: Any = None,
+        **kwargs: Any,
+    ) -> Params4bit:
+        """A weight from checkpoint entries: packed `data` and its statistics (see `QuantState.from_dict`).
+
+        `quant_storage` becomes the dtype of `data`. TypeError or ValueError where data and statistics do not fit.
+        """
+        state = QuantState.from_dict(quantized_stats, device=device)
+        packed = data.detach().to(device)
+        functional.check_packed(packed, state, "from_prequantized")
+        self = cls(
+            packed,
+            quant_state=state,
+            blocksize=state.blocksize,
+            compress_statistics=state.nested,
+            quant_type=state.quant_type,
+            quant_storage=data.dtype,
+            module=module,
+            bnb_quantized=True,
+        )
+        container = container_dtype(state.dtype, data.dtype)
+        self._install(repack(packed.as_subclass(Tensor), container, state.shape.numel()), state)
+        self.requires_grad = requires_grad
+        return self
+
+    def _quantize(self, device: torch.device | str | int) -> Params4bit:
+        """Quantize the float data in place, on `device`."""
+        values = self.data.to(device)
+        packed, state = functional.quantize_4bit(
+            values,
+            blocksize=self.blocksize,
+            compress_statistics=self.compress_statistics,
+            quant_type=self.quant_type,
+            quant_storage=container_dtype(values.dtype, self.quant_storage),
+        )
+        self._install(packed, state)
+        return self
+
+    def _install(self, packed: Tensor, state: QuantState) -> None:
+        """Take over packed bytes and their state; from here on they are what `verify` compares with."""
+        state.checksum = ops.checksum(packed)
+        with _plain():
+            self.data = packed
+        self.bnb_quantized = True
+        self._set_state(state)
+
+    def _set_state(self, state: QuantState | None) -> None:
+        self.quant_state = state
+        if self.module is not None:
+            self.module.quant_state = state
+            self.module.foreign_data = False
+
+    def _like(self, data: Tensor) -> Params4bit:
+        """Another piece or view of this weight, with the same attributes."""
+        new = torch.Tensor._make_subclass(type(self), data, False)
+        new.__dict__.update(self.__dict__)
+        return new
+
+    # -- copies --
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Params4bit:
+        with _plain():
+            new = torch.Tensor._make_subclass(type(self), self.data.clone(), self.requires_grad)
+        memo[id(self)] = new
+        for name, value in self.__dict__.items():
+            new.__dict__[name] = memo.get(id(value)) if name == "module" else copy.deepcopy(value, memo)
+        return new
+
+    def __copy__(self) -> Params4bit:
+        return self._like(self.data).requires_grad_(self.requires_grad)
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        state = {**self.__dict__, "module": None}
+        return _rebuild, (type(self), self.data, self.requires_grad), state
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "data": self.data, "requires_grad": self.requires_grad}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        data, requires_grad = state.pop("data", None), state.pop("requires_grad", None)
+        with _plain():
+            if data is not None:
+                self.data = data
+            if requires_grad is not None:
+                self.requires_grad = requires_grad
+        self.__dict__.update(state)
+
+    # -- moves --
+
+    def to(self, *args: Any, **kwargs: Any) -> Params4bit:
+        """Quantize in place (first move to a real device), or move packed bytes and their state. See the class."""
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if not self.bnb_quantized:
+            if device is not None and device.type != "meta":
+                return self._quantize(device)
+            with _plain():
+                data = torch.Tensor.to(self.data, device=device, dtype=dtype, non_blocking=non_blocking)
+            return self if data.data_ptr() == self.data.data_ptr() and not data.is_meta else self._like(data)
+        if dtype is not None and dtype is not self.dtype and not _module_move:
+            raise _cast_error(self, f"to({dtype_name(dtype)})")
+        if device is None or device == self.device:
+            return self
+        with _plain():
+            new = self._like(torch.Tensor.to(self.data, device=device, non_blocking=non_blocking))
+        new.quant_state = None if self.quant_state is None else self.quant_state.moved(new.device)
+        return new.requires_grad_(self.requires_grad)
+
+    def cpu(self) -> Params4bit:
+        """`to("cpu")`."""
+        return self.to("cpu")
+
+    def cuda(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> Params4bit:
+        """`to("cuda")`, or to the given CUDA device."""
+        return self.to("cuda" if device is None else device, non_blocking=non_blocking)
+
+    def xpu(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> Params4bit:
+        """`to("xpu")`, which has no kernels: packed weights can only be kept there."""
+        return self.to("xpu" if device is None else device, non_blocking=non_blocking)
+
+    def saved_data(self) -> Tensor:
+        """What files get: the packed bytes as a plain tensor of the declared `quant_storage`; else the data as it is."""
+        with _plain():
+            data = self.data
+        state = self.quant_state
+        if not self.bnb_quantized or state is None or data.dtype is self.quant_storage:
+            return data
+        n = state.shape.numel()
+        whole = data.numel() == _C.storage_elements(n, data.element_size())
+        return repack(data, self.quant_storage, n) if whole else data
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        with _plain():
+            if handler is not None:
+                return handler(func, args, kwargs)
+            return func(*args, **kwargs)
+
+
+def _rebuild(cls: type[Params4bit], data: Tensor, requires_grad: bool) -> Params4bit:
+    return torch.Tensor._make_subclass(cls, data, requires_grad)
+
+
+def _may_be_packed(data: Tensor, state: QuantState | None) -> bool:
+    """Whether `data` can be packed bytes of `state`: not so for a float matrix of the shape that was quantized.
+
+    peft merges new float weights into a parameter rebuilt from the old one's attributes, `bnb_quantized` included.
+    ValueError for what is neither.
+    """
+    if state is None or state.shape is None or data.numel() == 0:
+        return True
+    n = state.shape.numel()
+    expected = _C.storage_elements(n, data.element_size())
+    if data.numel() == expected:
+        return True
+    if data.dtype in VALUE_DTYPES.values() and data.numel() == n:
+        return False
+    raise ValueError(
+        f"Params4bit: data {list(data.shape)} of {dtype_name(data.dtype)} is neither a weight of shape {list(state.shape)} nor its "
+        f"packed form of {expected} elements"
+    )
+
+
+# ---- what torch functions do with it; called with the class's own __torch_function__ off ----
+
+
+def _cast_error(weight: Tensor, what: str) -> TypeError:
+    return TypeError(
+        f"{what}: this 4-bit weight holds packed bytes in a {dtype_name(weight.dtype)} container; a cast would destroy them. "
+        "Choose the container with bnb_4bit_quant_storage when the model is loaded; for numbers use "
+        "dequantize_4bit(weight.data, weight.quant_state)."
+    )
+
+
+def _packed_among(values: Any) -> Params4bit | None:
+    for value in values:
+        if isinstance(value, Params4bit) and value.bnb_quantized:
+            return value
+    return None
+
+
+def _set_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    weight, data = args
+    if weight.bnb_quantized:
+        if data.dtype is not weight.dtype:
+            raise TypeError(
+                f".data = {dtype_name(data.dtype)}: this 4-bit weight holds packed bytes in a {dtype_name(weight.dtype)} container. "
+                "Under FSDP1 make param_dtype equal to bnb_4bit_quant_storage and load the model with that dtype= too."
+            )
+        state = weight.quant_state
+        if (
+            data.dim() > 1
+            and state is not None
+            and data.numel() != _C.storage_elements(state.shape.numel(), data.element_size())
+        ):
+            raise ValueError(
+                f".data = {list(data.shape)}: this 4-bit weight of {list(state.shape)} packs into "
+                f"{_C.storage_elements(state.shape.numel(), data.element_size())} elements. Assign a new Params4bit instead."
+            )
+    func(weight, data)
+    if weight.bnb_quantized:
+        _follow_data(weight, data)
+
+
+def _follow_data(weight: Params4bit, data: Tensor) -> None:
+    """After `weight.data = data`: take over the state that came along, or note that the bytes are somebody else's."""
+    if isinstance(data, Params4bit) and data.quant_state is not None:
+        if data.quant_state is not weight.quant_state:
+            foreign = data.quant_state.checksum is None
+            weight._set_state(data.quant_state)
+            if foreign and weight.module is not None:
+                weight.module.foreign_data = True
+        return
+    state = weight.quant_state
+    if state is not None and not data.is_meta and not state.absmax.is_meta and state.absmax.device != data.device:
+        weight._set_state(state.moved(data.device))
+    if weight.module is not None:
+        weight.module.foreign_data = True
+
+
+def _keep_class(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    weight = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    out = func(*args, **kwargs)
+    if not isinstance(weight, Params4bit):
+        return out
+    return tuple(weight._like(piece) for piece in out) if isinstance(out, (tuple, list)) else weight._like(out)
+
+
+def _empty_like(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    out = func(*args, **kwargs)
+    weight = args[0] if args else kwargs["input"]
+    if not isinstance(weight, Params4bit) or out.dtype is not weight.dtype:
+        return out
+    if weight.module is not None and weight.bnb_quantized:
+        weight.module.foreign_data = True
+    return weight._like(out)
+
+
+def _new_zeros(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    weight = args[0]
+    out = func(*args, **kwargs)
+    if not (isinstance(weight, Params4bit) and weight.bnb_quantized) or out.dtype is not weight.dtype:
+        return out
+    from bitshard.shard import PackedShard
+
+    return PackedShard(out, weight.quant_state, weight.size(), like=weight)
+
+
+def _cast(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """half(), float(), type(dtype) and their like."""
+    weight = args[0]
+    if isinstance(weight, Params4bit) and weight.bnb_quantized:
+        if _module_move:
+            return weight
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and out.dtype is not weight.dtype:
+            raise _cast_error(weight, getattr(func, "__name__", "cast"))
+        return weight if isinstance(out, Tensor) else out
+    return func(*args, **kwargs)
+
+
+def _arithmetic(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    weight = _packed_among((*args, *kwargs.values()))
+    if weight is not None:  # a TypeError would reach the user as "unsupported operand"
+        raise ValueError(
+            f"{getattr(func, '__name__', func)}: a 4-bit weight of container dtype {dtype_name(weight.dtype)} holds packed bytes, not "
+            "numbers. Use dequantize_4bit(weight.data, weight.quant_state), or matmul_4bit."
+        )
+    return func(*args, **kwargs)
+
+
+def _to(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """torch.Tensor.to(weight, ...), which does not find the method of the class."""
+    return args[0].to(*args[1:], **kwargs) if isinstance(args[0], Params4bit) else func(*args, **kwargs)
+
+
+_CASTS = ("half", "float", "double", "bfloat16", "char", "short", "int", "long", "bool", "type", "type_as")
+_ARITHMETIC = (
+    "add sub rsub mul div true_divide floor_divide remainder pow neg abs sqrt rsqrt exp log round clamp lerp addcmul addcdiv "
+    "matmul mm mv bmm addmm addmv baddbmm einsum tensordot dot outer linear sum mean std var norm softmax relu sigmoid tanh "
+    "normal uniform exponential bernoulli erfinv"
+).split()
+
+
+def _functions(name: str) -> Iterator[Any]:
+    for space in (torch, torch.Tensor, torch.nn.functional):
+        for form in (name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__"):
+            func = getattr(space, form, None)
+            if func is not None:
+                yield func
+
+
+def _handlers() -> dict[Any, Any]:
+    table: dict[Any, Any] = {}
+    for name in _ARITHMETIC:
+        table.update(dict.fromkeys(_functions(name), _arithmetic))
+    table.update(
+        dict.fromkeys((torch.Tensor.__truediv__, torch.Tensor.__rtruediv__, torch.Tensor.__itruediv__), _arithmetic)
+    )
+    table.update(dict.fromkeys((getattr(torch.Tensor, name) for name in _CASTS), _cast))
+    table.update({func: _arithmetic for name, func in vars(torch.nn.init).items() if name.endswith("_")})
+    for func in (torch.chunk, torch.split, torch.Tensor.chunk, torch.Tensor.split, torch.Tensor.detach, torch.detach):
+        table[func] = _keep_class
+    table[torch.as_strided] = table[torch.Tensor.as_strided] = _keep_class
+    table[torch.Tensor.to] = _to
+    table[torch.empty_like] = _empty_like
+    table[torch.Tensor.new_zeros] = _new_zeros
+    table[torch.Tensor.data.__set__] = _set_data
+    return table
+
+
+_HANDLERS = _handlers()
+torch.serialization.add_safe_globals([Params4bit, QuantState, _rebuild])
