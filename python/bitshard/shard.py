@@ -1,8 +1,9 @@
 """The piece of a packed 4-bit weight that one rank keeps under FSDP2, and the hooks that gather it without touching a bit.
 
-FSDP2 builds its shard with `param.new_zeros(...)`; `Params4bit.new_zeros` answers with a `PackedShard`. Two things that destroy packed words are
-thereby impossible: mixed precision (`MixedPrecisionPolicy.param_dtype`) casts only what has no hooks, and the copy into the all-gather buffer, which
-on CUDA rewrites NaN patterns of bfloat16 and float16, sees uint8. The block scales travel beside the bytes: each rank keeps ceil(S / N) of them.
+FSDP2 builds its shard with `param.new_zeros(...)`; `Params4bit.new_zeros` answers with a `PackedShard`. Two things that
+destroy packed words are thereby impossible: mixed precision (`MixedPrecisionPolicy.param_dtype`) casts only what has no
+hooks, and the copy into the all-gather buffer, which on CUDA rewrites NaN patterns of bfloat16 and float16, sees uint8.
+The block scales travel beside the bytes: each rank keeps ceil(S / N) of them.
 
 This module needs torch only, never `torch.distributed`: the mesh is an argument of the hook.
 """
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch.utils._mode_utils import no_dispatch
+
+from bitshard import _C, ops
 
 aten = torch.ops.aten
 
@@ -30,19 +33,19 @@ _LAYOUT = {
     aten.slice.Tensor,
     aten.split.Tensor,
     aten.split_with_sizes.default,
-    aten.unsqueeze.default,
     aten.squeeze.dim,
+    aten.unsqueeze.default,
     aten.view.default,
-    aten._unsafe_view.default,
     aten.zeros_like.default,
     aten._pin_memory.default,
     aten._to_copy.default,
+    aten._unsafe_view.default,
 }
 # Ops that read bytes or overwrite them with bytes; their results are plain.
 _BYTES = {
     aten.copy_.default,
-    aten.equal.default,
     aten.eq.Tensor,
+    aten.equal.default,
     aten.is_pinned.default,
     aten.is_same_size.default,
     aten.ne.Tensor,
@@ -55,26 +58,35 @@ _BYTES = {
 _COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional"}
 
 
-def rank_slice(total: int, world: int, rank: int) -> tuple[int, int]:
-    """(begin, length) of what `rank` of `world` keeps of `total` elements: chunks of ceil(total / world), as `torch.chunk`; later ones may be short or empty."""
-    chunk = -(-total // world)
-    begin = min(rank * chunk, total)
-    return begin, min(chunk, total - begin)
-
-
 class Origin:
-    """What all tensors cut from one packed weight share: the state, the whole size, and this rank's chunk of the scales.
+    """What all tensors cut from one packed weight share: its state, its whole size, and this rank's chunk of the scales.
 
     `scales` is None until the chunk was cut, and stays None on one rank (there the state keeps its whole `absmax`).
-    Afterwards it is [ceil(S / N)] of the dtype of `absmax`, zero-padded, of which `length` entries starting at `begin` of `total` are real;
-    `state.absmax` is then a tensor without data (meta device) until a gather puts the gathered scales there.
+    Afterwards it is [ceil(S / N)] of the dtype of `absmax`, zero-padded, of which `length` entries, from `begin` of
+    `total` on, are real; `state.absmax` is then a tensor without data (meta device) until a gather puts the gathered
+    scales there.
     """
 
-    __slots__ = ("attributes", "begin", "length", "on_cpu", "parameter", "pinned", "scales", "size", "state", "total")
+    __slots__ = (
+        "attributes",
+        "begin",
+        "dtype",
+        "length",
+        "on_cpu",
+        "parameter",
+        "pinned",
+        "scales",
+        "size",
+        "state",
+        "total",
+    )
 
-    def __init__(self, state: Any, size: torch.Size, parameter: type | None, attributes: dict[str, Any]):
+    def __init__(
+        self, state: Any, size: torch.Size, dtype: torch.dtype, parameter: type | None, attributes: dict[str, Any]
+    ):
         self.state = state
         self.size = torch.Size(size)
+        self.dtype = dtype
         self.parameter = parameter
         self.attributes = attributes
         self.on_cpu = self.pinned = False
@@ -87,9 +99,11 @@ class Origin:
             return
         whole = self.state.absmax
         if whole.is_meta:
-            raise ValueError("the scales of this weight are on the meta device: load the weight, scales included, before fully_shard runs its first forward")
+            raise ValueError(
+                f"{whole.numel()} scales on the meta device cannot be sharded: load the 4-bit weights before fully_shard"
+            )
         self.total = whole.numel()
-        self.begin, self.length = rank_slice(self.total, world, rank)
+        self.begin, self.length = _C.rank_slice(self.total, world, rank)
         chunk = whole.new_zeros(-(-self.total // world))
         chunk[: self.length].copy_(whole[self.begin : self.begin + self.length])
         chunk = chunk.to("cpu" if self.on_cpu else device)
@@ -103,7 +117,7 @@ class Origin:
         return self.scales[: self.length]
 
     def to(self, device: torch.device | str) -> None:
-        """Move this rank's chunk, nothing else."""
+        """Move this rank's chunk of the scales."""
         if self.scales is not None:
             self.scales = self.scales.to(device)
 
@@ -111,7 +125,8 @@ class Origin:
 class PackedShard(torch.Tensor):
     """Some rows of a packed 4-bit weight: storage-backed, of the container's dtype, [rows, 1] or a flat view of it.
 
-    Only ops that move bytes are allowed. Casts and arithmetic raise TypeError, for a value cast of packed words destroys them without a trace.
+    Only ops that move bytes are allowed. Casts and arithmetic raise TypeError, for a value cast of packed words destroys
+    them without a trace.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -120,15 +135,16 @@ class PackedShard(torch.Tensor):
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, state: Any, outer_size: torch.Size, like: torch.Tensor | None = None):
-        """Make a shard over the storage of `data` (plain tensor).
+        """Make a shard over the storage of `data` (a plain tensor).
 
         Args:
             state: the `QuantState` of the whole weight.
             outer_size: size of the whole packed weight, [n, 1].
-            like: the `Params4bit` this is cut from; its class and attributes are what forward sees again after a gather.
+            like: the `Params4bit` this is cut from; its class and attributes are what forward sees after a gather.
         """
         attributes = {} if like is None else dict(like.__dict__)
-        return cls.wrap(data, Origin(state, outer_size, None if like is None else type(like), attributes))
+        parameter = None if like is None else type(like)
+        return cls.wrap(data, Origin(state, outer_size, data.dtype, parameter, attributes))
 
     @classmethod
     def wrap(cls, data: torch.Tensor, origin: Origin) -> PackedShard:
@@ -140,7 +156,7 @@ class PackedShard(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        shard = _first_shard(args)
+        shard = _first_shard(args) if args else None
         if shard is None:
             shard = _first_shard(tuple(kwargs.values()))
         _check_allowed(func, shard, args, kwargs)
@@ -154,7 +170,7 @@ class PackedShard(torch.Tensor):
             shard.origin.on_cpu = True
         if isinstance(out, torch.Tensor):
             return cls.wrap(out, shard.origin)
-        return type(out)(cls.wrap(t, shard.origin) for t in out)
+        return type(out)(cls.wrap(part, shard.origin) for part in out)
 
     def plain(self) -> torch.Tensor:
         """The same storage as a plain tensor."""
@@ -176,34 +192,38 @@ class PackedShard(torch.Tensor):
         The form with one argument is used because the other demands that every input has the padded size of the weight.
         One rank gathers nothing and may return one input only.
         """
-        world = mesh.size()
-        data = _padded(self.plain(), -(-self.origin.size[0] // world))
-        self.origin.cut(world, mesh.get_local_rank(), self.device)
+        world, origin = mesh.size(), self.origin
+        data = _padded(self.plain(), -(-origin.size[0] // world)).view(torch.uint8)
+        if origin.state.code.device != self.device:
+            origin.state.to(self.device)
         if world == 1:
-            return (data.view(torch.uint8),), (self.dtype, None)
-        scales = self.origin.scales.to(self.device, non_blocking=True)
-        return (data.view(torch.uint8), scales.view(torch.uint8)), (self.dtype, scales.dtype)
+            return (data,), (self.dtype, None)
+        origin.cut(world, mesh.get_local_rank(), self.device)
+        scales = origin.scales.to(self.device, non_blocking=True)
+        return (data, scales.view(torch.uint8)), (self.dtype, scales.dtype)
 
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
-        """FSDP2: the whole weight, a view of the gathered bytes, and the gathered scales put into the state.
+        """FSDP2: the whole weight, a view of the gathered bytes; the gathered scales are put into the state.
 
-        `param_dtype` is ignored: packed words are never cast. FSDP2 frees the storage of `outputs` after use and fills the same storage
-        again, so every view made here stays valid; `out` is then the weight made the first time.
+        `param_dtype` is ignored: packed words are never cast. FSDP2 frees the storage of `outputs` after use and fills
+        the same storage again, so views made here stay valid; `out` is then the weight made the first time.
         """
         dtype, scales_dtype = metadata
         origin = self.origin
         if scales_dtype is not None:
             origin.state.absmax = outputs[1].view(-1).view(scales_dtype)[: origin.total]
+        whole = outputs[0].view(-1).view(dtype)[: origin.size.numel()].view(origin.size)
+        if origin.state.checksum is None:
+            origin.state.checksum = ops.checksum(whole)
         if out is not None:
             return None
-        whole = outputs[0].view(-1).view(dtype)[: origin.size.numel()].view(origin.size)
         if origin.parameter is not None:
             whole = torch.Tensor._make_subclass(origin.parameter, whole, False)
             whole.__dict__.update(origin.attributes)
         return whole, tuple(outputs)
 
 
-def _first_shard(args) -> PackedShard | None:
+def _first_shard(args: Any) -> PackedShard | None:
     for arg in args:
         if isinstance(arg, PackedShard):
             return arg
@@ -214,7 +234,7 @@ def _first_shard(args) -> PackedShard | None:
     return None
 
 
-def _check_allowed(func, shard: PackedShard, args, kwargs) -> None:
+def _check_allowed(func: Any, shard: PackedShard, args: Any, kwargs: dict[str, Any]) -> None:
     """TypeError unless `func` moves bytes and keeps their dtype."""
     if func in _LAYOUT:
         dtype = kwargs.get("dtype") or shard.dtype
@@ -223,20 +243,28 @@ def _check_allowed(func, shard: PackedShard, args, kwargs) -> None:
     elif func in _BYTES or func.namespace in _COLLECTIVES:
         dtype = shard.dtype
     else:
-        raise TypeError(f"{func} on packed 4-bit weights of {shard.dtype}: only ops that move whole words are allowed; dequantize first")
+        raise TypeError(
+            f"{func}: packed 4-bit weights ({shard.dtype}) can be moved, not computed with; dequantize first"
+        )
     if dtype != shard.dtype:
         raise TypeError(
-            f"{func} would cast packed 4-bit weights between {shard.dtype} and {dtype} and destroy them; packed data keeps the dtype of its container "
-            f"(bnb_4bit_quant_storage). To read the bytes as another dtype use .view(dtype)"
+            f"{func} would cast packed 4-bit weights between {shard.dtype} and {dtype} and so destroy them; they keep the "
+            "dtype of their container (see bnb_4bit_quant_storage)"
         )
 
 
 def _padded(data: torch.Tensor, rows: int) -> torch.Tensor:
-    """`data` [r, 1] as [rows, 1]: over the padding that FSDP2 keeps behind a short shard, or else a padded copy. The padding's content is never used."""
+    """`data` [r, 1] as [rows, 1]: over the padding FSDP2 keeps behind a short shard, or else a padded copy.
+
+    What the padding holds does not matter: it is cut off after the gather.
+    """
     if data.size(0) == rows:
         return data
     if data.size(0) > rows:
-        raise ValueError(f"a shard of {data.size(0)} rows where this mesh expects {rows}: packed 4-bit weights are sharded or whole, not replicated by fully_shard")
+        raise ValueError(
+            f"a shard of {data.size(0)} rows where this mesh expects {rows}: packed 4-bit weights can be sharded by "
+            "fully_shard, not replicated"
+        )
     storage_elements = data.untyped_storage().nbytes() // data.element_size()
     if data.storage_offset() + rows <= storage_elements:
         return data.as_strided((rows, 1), (1, 1))

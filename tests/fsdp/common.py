@@ -1,0 +1,148 @@
+"""What the FSDP worker scripts share: start-up, weights whose packed words are hostile, and byte comparisons."""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bitshard import tensor
+from bitshard.linear import Linear4bit
+from bitshard.shard import PackedShard
+
+STORAGES = {"uint8": torch.uint8, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PARAM_DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+EVEN = (96, 64)  # 3072 packed bytes and 96 scales: whole elements on 1, 2 and 3 ranks in every dtype
+UNEVEN = (35, 33)  # 578 packed bytes (289 or 145 elements), 19 scales: never even on 2 or 3 ranks
+
+
+def start() -> tuple[torch.device, argparse.Namespace]:
+    """Join the process group (NCCL with GPUs, else gloo) and read --out and --only."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", help="JSON result file, written by rank 0")
+    parser.add_argument("--only", default="", help="comma-separated names of the checks to run; all by default")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=60))
+    return device, args
+
+
+def finish(results: dict, args: argparse.Namespace) -> None:
+    """Rank 0 writes the results of all ranks; everybody leaves."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, results)
+    if dist.get_rank() == 0 and args.out:
+        with open(args.out, "w") as file:
+            json.dump({"world": dist.get_world_size(), "torch": torch.__version__, "ranks": everyone}, file, indent=1)
+    dist.destroy_process_group()
+
+
+def hostile_values(n: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """[n, k] whose NF4 bytes are uniformly random, with a run of 0xFF and of 0x7F81 at the start.
+
+    As bfloat16 and float16 words many of them are NaNs, signalling ones included, which only byte copies keep.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (n * k,), generator=generator)
+    codes[:128] = 15
+    codes[128:256] = torch.tensor([8, 1, 7, 15]).repeat(32)
+    codes[::64] = 15  # the largest code in each block, so that quantizing gives these codes again
+    table = torch.frombuffer(bytearray(tensor._C.table("nf4")), dtype=torch.float32)
+    return table[codes].view(n, k).to(dtype)
+
+
+class Block(nn.Module):
+    """A 4-bit linear with a small trainable branch beside it, as LoRA makes it."""
+
+    def __init__(self, n: int, k: int, dtype: torch.dtype, storage: torch.dtype, device: torch.device, seed: int = 0):
+        super().__init__()
+        self.base = Linear4bit(
+            k, n, bias=False, compute_dtype=dtype, compress_statistics=True, quant_type="nf4", quant_storage=storage
+        )
+        values = hostile_values(n, k, dtype, seed)
+        self.base.weight = tensor.Params4bit(
+            values,
+            compress_statistics=True,
+            quant_type="nf4",
+            quant_storage=storage,
+            module=self.base,
+        )
+        self.base.weight = self.base.weight.to(device)
+        generator = torch.Generator().manual_seed(seed + 1)
+        self.down = nn.Parameter(torch.randn(k, 4, generator=generator).to(device, dtype) * 0.1)
+        self.up = nn.Parameter(torch.randn(4, n, generator=generator).to(device, dtype) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + (x.to(self.down.dtype) @ self.down @ self.up).to(x.dtype)
+
+
+def as_bytes(data: torch.Tensor) -> torch.Tensor:
+    """The storage of a tensor as plain uint8 [bytes] on the CPU."""
+    return data.detach().as_subclass(torch.Tensor).contiguous().view(-1).view(torch.uint8).cpu().clone()
+
+
+class Spy:
+    """Compares what a `Linear4bit` sees in forward, byte by byte, with what it was quantized to."""
+
+    def __init__(self, layer: Linear4bit):
+        self.weight = as_bytes(layer.weight)
+        self.scales = as_bytes(layer.quant_state.absmax)
+        self.weight_dtype = layer.weight.dtype
+        self.seen: list[tuple[int, int]] = []
+        layer.register_forward_hook(self.look)
+
+    def look(self, layer: Linear4bit, args: tuple, output: torch.Tensor) -> None:
+        """After the layer's forward: (wrong weight bytes, wrong scale bytes)."""
+        self.seen.append(
+            (wrong_bytes(as_bytes(layer.weight), self.weight), wrong_bytes(as_bytes(layer.quant_state.absmax), self.scales))
+        )
+
+    def wrong(self) -> list[int]:
+        """The largest counts of all forwards; -1 where a size differed."""
+        return [max((abs(counts[i]) for counts in self.seen), default=-1) for i in (0, 1)]
+
+
+def wrong_bytes(got: torch.Tensor, expected: torch.Tensor) -> int:
+    return int((got != expected).sum()) if got.numel() == expected.numel() else max(got.numel(), expected.numel())
+
+
+@contextlib.contextmanager
+def gathered_dtypes():
+    """The dtypes that PackedShard's hook hands to the collective, while this is open."""
+    hook, dtypes = PackedShard.fsdp_pre_all_gather, set()
+
+    def spy(self, mesh):
+        inputs, metadata = hook(self, mesh)
+        dtypes.update(data.dtype for data in inputs)
+        return inputs, metadata
+
+    PackedShard.fsdp_pre_all_gather = spy
+    try:
+        yield dtypes
+    finally:
+        PackedShard.fsdp_pre_all_gather = hook
+
+
+@contextlib.contextmanager
+def no_launch():
+    """As in a process that was not started to shard: integer storage stays integer."""
+    launch = tensor.fsdp_launch
+    tensor.fsdp_launch = lambda: False
+    try:
+        yield
+    finally:
+        tensor.fsdp_launch = launch
+
+
+def plant(words: torch.Tensor) -> None:
+    """Change one packed word in 1,000, and at least one, in place: the fault every comparison must see."""
+    as_int = words.view(-1).view(torch.uint8).view(-1, words.element_size())
+    as_int[::1000, 0] ^= 0x11

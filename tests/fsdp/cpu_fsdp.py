@@ -1,0 +1,27 @@
+"""Run a script with accelerate's real FSDP path on a machine without a GPU: `accelerate launch ... cpu_fsdp.py SCRIPT ARGS`.
+
+accelerate follows an FSDP config only where it finds an accelerator; on a CPU it drops the config without a word and runs
+DDP, which looks right and shards nothing. Three things change that: the gloo backend, a distributed type that FSDP may
+follow, and the CPU as the device. With a GPU this file does nothing but run the script.
+"""
+
+import runpy
+import sys
+
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+
+
+def use_cpu(state):
+    if state.device is None:
+        state.device = torch.device("cpu")
+
+
+if not torch.cuda.is_available():
+    PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+    PartialState.set_device = use_cpu
+
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0] or ".")
+runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,177 @@
+"""The full product FSDP version x quant_storage x param_dtype x even or uneven on one world size, in one launch.
+
+    torchrun --nproc-per-node 2 tests/fsdp/matrix.py --out result.json
+
+Each cell quantizes two blocks, shards them, runs forward and backward twice, and counts the bytes of the weights and of
+the scales that differ from those quantized. NCCL with GPUs, else gloo.
+"""
+
+import functools
+import sys
+import traceback
+
+import torch
+import torch.distributed as dist
+from common import (
+    EVEN,
+    PARAM_DTYPES,
+    STORAGES,
+    UNEVEN,
+    Block,
+    Spy,
+    finish,
+    gathered_dtypes,
+    no_launch,
+    plant,
+    start,
+)
+from torch import nn
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+
+from bitshard import fsdp
+from bitshard.linear import Linear4bit
+
+BASE_DTYPE = torch.bfloat16
+
+
+def build(shape, storage, device):
+    """Two blocks of opposite shapes, so that the second takes what the first gives."""
+    n, k = shape
+    return nn.Sequential(Block(n, k, BASE_DTYPE, storage, device, 0), Block(k, n, BASE_DTYPE, storage, device, 1))
+
+
+def shard_fsdp2(model, param_dtype):
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
+    for block in model:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model
+
+
+def shard_fsdp1(model, param_dtype, device):
+    wrap = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Linear4bit))
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=wrap,
+        mixed_precision=MixedPrecision(param_dtype=param_dtype) if param_dtype else None,
+        sharding_strategy=ShardingStrategy.FULL_SHARD,
+        device_id=device if device.type == "cuda" else None,
+        use_orig_params=False,
+    )
+
+
+def check_shares(model, version, world):
+    """Every rank keeps its Nth of the packed bytes and (FSDP2) of the scales, and together they keep all."""
+    share = fsdp.measure(model)
+    assert share.weights == 2 and share.packed > 0, share
+    assert share.ranks == world, share
+    own = torch.tensor([share.own_packed, share.own_scales])
+    counts = [torch.zeros_like(own) for _ in range(world)]
+    if torch.cuda.is_available():
+        own, counts = own.cuda(), [count.cuda() for count in counts]
+    dist.all_gather(counts, own)
+    assert sum(int(count[0]) for count in counts) == share.packed, (counts, share)
+    largest = max(int(count[0]) for count in counts)
+    if version == 2:
+        assert share.fsdp == "FSDP2"
+        assert largest <= -(-share.packed // world) + 2 * 4, (counts, share)  # two weights, padded to whole elements
+        assert share.own_scales <= -(-share.scales // world) + 2, (counts, share)
+        for module in model.modules():
+            if isinstance(module, Linear4bit):
+                assert isinstance(module.weight, DTensor)
+                rows = -(-module.weight.size(0) // world)
+                assert module.weight._local_tensor.size(0) <= rows
+                origin = module.quant_state.sharded
+                assert (origin is None) == (world == 1)
+                assert world == 1 or origin.scales.numel() == -(-origin.total // world)
+    else:
+        assert share.fsdp == "FSDP1"
+        assert largest <= -(-share.packed // world) + 2 * 4 * world, (counts, share)
+
+
+def run_cell(version, storage, param_dtype, shape, device, world, fault=False):
+    """[wrong weight bytes, wrong scale bytes] of one cell."""
+    torch.manual_seed(0)
+    model = build(shape, storage, device)
+    spies = [Spy(block.base) for block in model]
+    reference = [block.base.forward(torch.ones(2, block.base.in_features, dtype=BASE_DTYPE, device=device)) for block in model]
+    [spy.seen.clear() for spy in spies]
+    if fault and version == 1:
+        plant(model[0].base.weight.data.as_subclass(torch.Tensor))
+    model = shard_fsdp2(model, param_dtype) if version == 2 else shard_fsdp1(model, param_dtype, device)
+    if fault and version == 2:
+        plant(model[0].base.weight._local_tensor.plain())
+    outputs = []
+    hooked = [m for m in model.modules() if isinstance(m, Linear4bit)]
+    for module, expected in zip(hooked, reference, strict=True):
+        module.register_forward_hook(functools.partial(compare_output, outputs, expected))
+    with gathered_dtypes() as dtypes:
+        for _ in range(2):
+            x = torch.ones(2, shape[1], dtype=BASE_DTYPE, device=device)
+            model(x).float().sum().backward()
+    if version == 2:
+        assert dtypes == {torch.uint8}, f"the hook handed {dtypes} to the collective"
+        check_shares(model, version, world)
+    elif not fault:
+        check_shares(model, version, world)
+    if not fault:
+        assert all(outputs), "a forward on the same bytes gave another result"
+    return [max(spy.wrong()[i] for spy in spies) for i in (0, 1)]
+
+
+def compare_output(outputs, expected, module, args, output):
+    """The sharded layer on the reference input, while it is gathered, gives the very bits of the unsharded layer."""
+    x = torch.ones(2, module.in_features, dtype=BASE_DTYPE, device=output.device)
+    with torch.no_grad():
+        outputs.append(torch.equal(Linear4bit.forward(module, x), expected))
+
+
+def cell_name(version, storage, param_dtype, even):
+    return f"fsdp{version} {storage} {param_dtype} {even}"
+
+
+def attempt(function):
+    """The counts of a cell, or its error as text."""
+    try:
+        return function()
+    except Exception as error:
+        if not isinstance(error, (ValueError, TypeError, RuntimeError)):
+            traceback.print_exc(file=sys.stderr)
+        return f"{type(error).__name__}: {error}"
+
+
+def main():
+    device, args = start()
+    world, rank = dist.get_world_size(), dist.get_rank()
+    results = {}
+    for version in (2, 1):
+        for even, shape in (("even", EVEN), ("uneven", UNEVEN)):
+            for storage_name, storage in STORAGES.items():
+                for param_name, param_dtype in PARAM_DTYPES.items():
+                    cell = functools.partial(run_cell, version, storage, param_dtype, shape, device, world)
+                    results[cell_name(version, storage_name, param_name, even)] = attempt(cell)
+        results[f"fsdp{version} planted fault"] = attempt(
+            lambda version=version: run_cell(version, torch.bfloat16, None, EVEN, device, world, fault=True)
+        )
+    with no_launch():
+        for param_name, param_dtype in PARAM_DTYPES.items():
+            for even, shape in (("even", EVEN), ("uneven", UNEVEN)):
+                for version in (2, 1):
+                    cell = functools.partial(run_cell, version, torch.uint8, param_dtype, shape, device, world)
+                    results[cell_name(version, "true-uint8", param_name, even)] = attempt(cell)
+    if rank == 0:
+        for name, value in results.items():
+            print(f"{name:36s} {'exact' if value == [0, 0] else value}", flush=True)
+    finish(results, args)
+
+
+if __name__ == "__main__":
+    main()
