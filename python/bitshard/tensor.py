@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -504,7 +505,7 @@ def _handlers() -> dict[Any, Any]:
         dict.fromkeys((torch.Tensor.__truediv__, torch.Tensor.__rtruediv__, torch.Tensor.__itruediv__), _arithmetic)
     )
     table.update(dict.fromkeys((getattr(torch.Tensor, name) for name in _CASTS), _cast))
-    table.update({func: _arithmetic for name, func in vars(torch.nn.init).items() if name.endswith("_")})
+    table.update({func: _arithmetic for name, func in vars(torch.nn.init).items() if re.match(r"[a-z].*_$", name)})
     for func in (torch.chunk, torch.split, torch.Tensor.chunk, torch.Tensor.split, torch.Tensor.detach, torch.detach):
         table[func] = _keep_class
     table[torch.as_strided] = table[torch.Tensor.as_strided] = _keep_class
