@@ -1,13 +1,14 @@
 /* cuda_driver.h - the CUDA driver API, found with dlopen, and the one way to launch a kernel.
  *
  * No CUDA runtime is linked: kernels travel inside the extension as one fatbin per file of cuda/ and are loaded on
- * first use. Nothing here waits for the GPU. A build without nvcc (BSH_NO_CUDA) has the same functions; they fail with a
- * text that says so. All functions are safe to call from any thread and inside the capture of a CUDA graph. */
+ * first use. Nothing here waits for the GPU. A build without nvcc (BSH_NO_CUDA) has the same functions; they fail with
+ * a text that says so. All functions are safe to call from any thread and inside the capture of a CUDA graph. */
 #ifndef BSH_CUDA_DRIVER_H
 #define BSH_CUDA_DRIVER_H
 
 #include <stdatomic.h>
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #include "status.h"
@@ -29,7 +30,7 @@ bsh_status bsh_cuda_enter(bsh_cuda_context *context, const char *op, int32_t dev
 void bsh_cuda_leave(bsh_cuda_context *context);
 
 /* The fatbins: one per file of cuda/, symbol bsh_fatbin_<stem>. */
-#define BSH_FATBINS(X) X(blockwise) X(gemv_4bit) X(gemm_4bit_sm80)
+#define BSH_FATBINS(X) X(blockwise)
 #define BSH_FATBIN_INDEX(stem) BSH_FATBIN_##stem,
 typedef enum { BSH_FATBINS(BSH_FATBIN_INDEX) BSH_FATBIN_COUNT } bsh_fatbin;
 #undef BSH_FATBIN_INDEX
@@ -59,10 +60,10 @@ bsh_status bsh_cuda_launch(const bsh_cuda_context *context, bsh_cuda_kernel *ker
 /* Sets n_bytes bytes at a device address to 0, on context->stream. */
 bsh_status bsh_cuda_zero(const bsh_cuda_context *context, void *data, int64_t n_bytes);
 
-/* Scratch memory on the device for the rest of one op call, from torch's caching allocator. Allocated per call, not kept:
- * the allocator then gives every stream its own block, puts it in a graph's private pool during capture, counts it in
- * torch.cuda's statistics and gives it back on torch.cuda.empty_cache(). Freeing does not wait: the block is reused only
- * by later work of the same stream. */
+/* Scratch memory on the device for the rest of one op call, from torch's caching allocator. Allocated per call, not
+ * kept: the allocator then gives every stream its own block, puts it in a graph's private pool during capture, counts
+ * it in torch.cuda's statistics and gives it back on torch.cuda.empty_cache(). Freeing does not wait: the block is
+ * reused only by later work of the same stream. */
 typedef struct {
   void *data; /* 512-byte aligned */
   void *handle;

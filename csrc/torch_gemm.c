@@ -34,10 +34,31 @@ bsh_status bsh_torch_cpu_gemm(void *const context, const bsh_dtype dtype, void *
                   wrap(a, m, k, lda, 1, dtype, cpu, 0), wrap(b, k, n, ldb_row, ldb_col, dtype, cpu, 0));
 }
 
-bsh_status bsh_torch_cuda_gemm(void *const context, const bsh_dtype dtype, void *const c, const int64_t ldc,
+/* addmm reads the bias as a 1-D tensor and adds it in the product's epilogue where cuBLASLt can. */
+static bsh_status multiply_add(const AtenTensorHandle c, const AtenTensorHandle bias, const AtenTensorHandle a,
+                               const AtenTensorHandle b) {
+  const AtenTensorHandle handles[] = {c, bias, a, b};
+  bool failed = false;
+  for (int i = 0; i < 4; i++) failed = failed || handles[i] == NULL;
+  failed = failed || bsh_torch.aoti_torch_cuda_addmm_out(c, bias, a, b, 1.0, 1.0) != 0;
+  for (int i = 0; i < 4; i++)
+    if (handles[i] != NULL) bsh_torch.aoti_torch_delete_tensor_object(handles[i]);
+  return failed ? bsh_fail(BSH_TORCH_ERROR, "torch's matrix product with bias failed (its own text is on stderr)")
+                : BSH_OK;
+}
+
+bsh_status bsh_torch_cuda_gemm(const int32_t device, const bsh_dtype dtype, void *const c, const int64_t ldc,
                                const void *const a, const int64_t lda, const void *const b, const int64_t ldb_row,
-                               const int64_t ldb_col, const int64_t m, const int64_t n, const int64_t k) {
-  const int32_t cuda = bsh_torch.aoti_torch_device_type_cuda(), device = *(const int32_t *)context;
-  return multiply(bsh_torch.aoti_torch_cuda_mm_out, wrap(c, m, n, ldc, 1, dtype, cuda, device),
-                  wrap(a, m, k, lda, 1, dtype, cuda, device), wrap(b, k, n, ldb_row, ldb_col, dtype, cuda, device));
+                               const int64_t ldb_col, const void *const bias, const int64_t m, const int64_t n,
+                               const int64_t k) {
+  const int32_t cuda = bsh_torch.aoti_torch_device_type_cuda();
+  const AtenTensorHandle c_handle = wrap(c, m, n, ldc, 1, dtype, cuda, device);
+  const AtenTensorHandle a_handle = wrap(a, m, k, lda, 1, dtype, cuda, device);
+  const AtenTensorHandle b_handle = wrap(b, k, n, ldb_row, ldb_col, dtype, cuda, device);
+  if (bias == NULL) return multiply(bsh_torch.aoti_torch_cuda_mm_out, c_handle, a_handle, b_handle);
+  const int64_t stride = 1;
+  AtenTensorHandle bias_handle = NULL;
+  bsh_torch.aoti_torch_create_tensor_from_blob((void *)(uintptr_t)bias, 1, &n, &stride, 0, bsh_torch_dtype(dtype), cuda,
+                                               device, &bias_handle);
+  return multiply_add(c_handle, bias_handle, a_handle, b_handle);
 }

@@ -10,8 +10,9 @@
 bsh_status bsh_torch_cpu_gemm(void *context, bsh_dtype dtype, void *c, int64_t ldc, const void *a, int64_t lda,
                               const void *b, int64_t ldb_row, int64_t ldb_col, int64_t m, int64_t n, int64_t k);
 
-/* The same on the CUDA device and current stream of torch; `context` points to the int32_t device index. */
-bsh_status bsh_torch_cuda_gemm(void *context, bsh_dtype dtype, void *c, int64_t ldc, const void *a, int64_t lda,
-                               const void *b, int64_t ldb_row, int64_t ldb_col, int64_t m, int64_t n, int64_t k);
+/* c = a b + bias (bias [n], or NULL) on a CUDA device and torch's current stream of it. */
+bsh_status bsh_torch_cuda_gemm(int32_t device, bsh_dtype dtype, void *c, int64_t ldc, const void *a, int64_t lda,
+                               const void *b, int64_t ldb_row, int64_t ldb_col, const void *bias, int64_t m, int64_t n,
+                               int64_t k);
 
 #endif

@@ -1,0 +1,342 @@
+/* cuda_driver.c - see cuda_driver.h. */
+#include "cuda_driver.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "torch_abi.h"
+
+enum { DEFAULT_WORKSPACE_MB = 64 };
+
+int64_t bsh_cuda_workspace_bytes(void) {
+  static _Atomic(int64_t) cached;
+  int64_t bytes = atomic_load_explicit(&cached, memory_order_relaxed);
+  if (bytes != 0) return bytes;
+  const char *const text = getenv("BITSHARD_WORKSPACE_MB");
+  const long megabytes = text != NULL ? strtol(text, NULL, 10) : 0;
+  bytes = (int64_t)(megabytes > 0 ? megabytes : DEFAULT_WORKSPACE_MB) << 20;
+  atomic_store_explicit(&cached, bytes, memory_order_relaxed);
+  return bytes;
+}
+
+bsh_status bsh_cuda_scratch_new(const bsh_cuda_context *const context, const int64_t n_bytes,
+                                bsh_cuda_scratch *const scratch) {
+  const int64_t stride = 1;
+  AtenTensorHandle tensor = NULL;
+  *scratch = (bsh_cuda_scratch){0};
+  if (bsh_torch.aoti_torch_empty_strided(1, &n_bytes, &stride, bsh_torch.aoti_torch_dtype_uint8(),
+                                         bsh_torch.aoti_torch_device_type_cuda(), context->device, &tensor))
+    return bsh_fail(BSH_OUT_OF_MEMORY,
+                    "%s: out of memory: could not allocate %" PRId64 " bytes of workspace on cuda:%d", context->op,
+                    n_bytes, (int)context->device);
+  scratch->handle = tensor;
+  if (bsh_torch.aoti_torch_get_data_ptr(tensor, &scratch->data) == 0) return BSH_OK;
+  bsh_cuda_scratch_delete(scratch);
+  return bsh_fail(BSH_TORCH_ERROR, "%s: a workspace without address", context->op);
+}
+
+void bsh_cuda_scratch_delete(bsh_cuda_scratch *const scratch) {
+  if (scratch->handle != NULL) bsh_torch.aoti_torch_delete_tensor_object(scratch->handle);
+  *scratch = (bsh_cuda_scratch){0};
+}
+
+#ifdef BSH_NO_CUDA
+
+static const char no_kernels[] = "this build of bitshard has no CUDA kernels: nvcc was not found when it was "
+                                 "installed; install the CUDA toolkit and "
+                                 "reinstall bitshard";
+
+bsh_status bsh_cuda_enter(bsh_cuda_context *const context, const char *const op, const int32_t device,
+                          const int64_t size0, const int64_t size1, const int64_t size2) {
+  *context = (bsh_cuda_context){.op = op, .device = device, .sizes = {size0, size1, size2}};
+  return bsh_fail(BSH_NO_KERNEL, "%s: tensor on cuda:%d, but %s", op, (int)device, no_kernels);
+}
+
+void bsh_cuda_leave(bsh_cuda_context *const context) { (void)context; }
+
+bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kernel *const kernel,
+                           const bsh_cuda_launch_shape *const shape, void **const arguments) {
+  (void)shape, (void)arguments;
+  return bsh_fail(BSH_NO_KERNEL, "%s: no kernel %s: %s", context->op, kernel->name, no_kernels);
+}
+
+bsh_status bsh_cuda_zero(const bsh_cuda_context *const context, void *const data, const int64_t n_bytes) {
+  (void)data, (void)n_bytes;
+  return bsh_fail(BSH_NO_KERNEL, "%s: %s", context->op, no_kernels);
+}
+
+void bsh_cuda_describe(bsh_cuda_state *const state) {
+  *state = (bsh_cuda_state){.built = false, .architectures = ""};
+  snprintf(state->error, sizeof state->error, "%s", no_kernels);
+}
+
+#else
+
+#include <cuda.h>
+#include <dlfcn.h>
+#include <pthread.h>
+#include <string.h>
+
+enum { MAX_DEVICES = 64, STATIC_SHARED_LIMIT = 48 << 10 };
+
+/* X(name in our table, exported symbol, (parameters)) */
+#define DRIVER_FUNCTIONS(X)                                                                                            \
+  X(init, "cuInit", (unsigned flags))                                                                                  \
+  X(driver_version, "cuDriverGetVersion", (int *version))                                                              \
+  X(device_get, "cuDeviceGet", (CUdevice * device, int ordinal))                                                       \
+  X(device_attribute, "cuDeviceGetAttribute", (int *value, CUdevice_attribute attribute, CUdevice device))             \
+  X(retain, "cuDevicePrimaryCtxRetain", (CUcontext * context, CUdevice device))                                        \
+  X(get_current, "cuCtxGetCurrent", (CUcontext * context))                                                             \
+  X(set_current, "cuCtxSetCurrent", (CUcontext context))                                                               \
+  X(library_load, "cuLibraryLoadData",                                                                                 \
+    (CUlibrary * library, const void *code, CUjit_option *jit_options, void **jit_values, unsigned n_jit,              \
+     CUlibraryOption *options, void **values, unsigned n_options))                                                     \
+  X(library_kernel, "cuLibraryGetKernel", (CUkernel * kernel, CUlibrary library, const char *name))                    \
+  X(kernel_attribute, "cuKernelSetAttribute",                                                                          \
+    (CUfunction_attribute attribute, int value, CUkernel kernel, CUdevice device))                                     \
+  X(launch, "cuLaunchKernelEx", (const CUlaunchConfig *config, CUfunction function, void **arguments, void **extra))   \
+  X(memset, "cuMemsetD8Async", (CUdeviceptr data, unsigned char value, size_t n_bytes, CUstream stream))               \
+  X(error_name, "cuGetErrorName", (CUresult result, const char **text))                                                \
+  X(error_text, "cuGetErrorString", (CUresult result, const char **text))
+
+typedef struct {
+  CUcontext primary;
+  CUdevice device;
+  int32_t sm;
+  int32_t sms;
+} device_info;
+
+#define DECLARE(name, symbol, parameters) CUresult(*name) parameters;
+static struct {
+  DRIVER_FUNCTIONS(DECLARE)
+} driver;
+#undef DECLARE
+
+#define DECLARE_FATBIN(stem) extern const unsigned char bsh_fatbin_##stem[] __attribute__((visibility("hidden")));
+BSH_FATBINS(DECLARE_FATBIN)
+#define FATBIN_ADDRESS(stem) bsh_fatbin_##stem,
+static const unsigned char *const fatbins[BSH_FATBIN_COUNT] = {BSH_FATBINS(FATBIN_ADDRESS)};
+
+/* Written under `lock`; read without it once `ready` says so. */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static atomic_bool driver_ready;
+static _Atomic(uint64_t) devices_ready; /* one bit per device */
+static device_info devices[MAX_DEVICES];
+static CUlibrary libraries[BSH_FATBIN_COUNT];
+static int driver_version; /* 1000 * major + 10 * minor, 0 before first use */
+
+static const char *result_text(const CUresult result) {
+  const char *text = NULL;
+  if (driver.error_text != NULL) driver.error_text(result, &text);
+  return text != NULL ? text : "unknown error";
+}
+
+static const char *result_name(const CUresult result) {
+  const char *name = NULL;
+  if (driver.error_name != NULL) driver.error_name(result, &name);
+  return name != NULL ? name : "unknown error";
+}
+
+/* "linear_4bit (8 x 4096 x 4096) on cuda:0: <what>: <driver's words>" */
+static bsh_status driver_failed(const bsh_cuda_context *const context, const char *const what, const CUresult result) {
+  char sizes[80] = "";
+  const int64_t *const s = context->sizes;
+  if (s[2] != 0)
+    snprintf(sizes, sizeof sizes, " (M = %" PRId64 ", N = %" PRId64 ", K = %" PRId64 ")", s[0], s[1], s[2]);
+  else if (s[1] != 0) snprintf(sizes, sizeof sizes, " (%" PRId64 " x %" PRId64 ")", s[0], s[1]);
+  else snprintf(sizes, sizeof sizes, " (%" PRId64 " elements)", s[0]);
+  const bsh_status status = result == CUDA_ERROR_OUT_OF_MEMORY ? BSH_OUT_OF_MEMORY : BSH_CUDA_ERROR;
+  return bsh_fail(status, "%s%s on cuda:%d: %s: %s (%s)", context->op, sizes, (int)context->device, what,
+                  result_text(result), result_name(result));
+}
+
+/* ---- first use ---- */
+
+static const char *load_driver_locked(char *const text, const size_t size) {
+  void *const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (library == NULL) return "no NVIDIA driver: libcuda.so.1 was not found";
+#define LOOK_UP(name, symbol, parameters)                                                                              \
+  do {                                                                                                                 \
+    void *const address = dlsym(library, symbol);                                                                      \
+    if (address == NULL) {                                                                                             \
+      snprintf(text, size, "the NVIDIA driver is too old: it lacks %s (CUDA 12.0 or newer is needed)", symbol);        \
+      return text;                                                                                                     \
+    }                                                                                                                  \
+    memcpy(&driver.name, &address, sizeof address);                                                                    \
+  } while (0);
+  DRIVER_FUNCTIONS(LOOK_UP)
+#undef LOOK_UP
+  const CUresult result = driver.init(0);
+  if (result != CUDA_SUCCESS) {
+    snprintf(text, size, "cuInit: %s (%s)", result_text(result), result_name(result));
+    return text;
+  }
+  driver.driver_version(&driver_version);
+  atomic_store_explicit(&driver_ready, true, memory_order_release);
+  return NULL;
+}
+
+/* NULL, or why the driver cannot be used; asked again after a failure. */
+static const char *load_driver(char *const text, const size_t size) {
+  if (atomic_load_explicit(&driver_ready, memory_order_acquire)) return NULL;
+  pthread_mutex_lock(&lock);
+  const char *const error = atomic_load(&driver_ready) ? NULL : load_driver_locked(text, size);
+  pthread_mutex_unlock(&lock);
+  return error;
+}
+
+static CUresult read_device(const int32_t ordinal, device_info *const info) {
+  int major = 0, minor = 0, sms = 0;
+  CUresult result = driver.device_get(&info->device, ordinal);
+  if (result == CUDA_SUCCESS)
+    result = driver.device_attribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, info->device);
+  if (result == CUDA_SUCCESS)
+    result = driver.device_attribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, info->device);
+  if (result == CUDA_SUCCESS)
+    result = driver.device_attribute(&sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, info->device);
+  if (result == CUDA_SUCCESS) result = driver.retain(&info->primary, info->device);
+  info->sm = 10 * major + minor;
+  info->sms = sms;
+  return result;
+}
+
+static CUresult prepare_device(const int32_t ordinal) {
+  const uint64_t bit = UINT64_C(1) << ordinal;
+  if (atomic_load_explicit(&devices_ready, memory_order_acquire) & bit) return CUDA_SUCCESS;
+  pthread_mutex_lock(&lock);
+  CUresult result = CUDA_SUCCESS;
+  if (!(atomic_load(&devices_ready) & bit)) {
+    result = read_device(ordinal, &devices[ordinal]);
+    if (result == CUDA_SUCCESS) atomic_fetch_or_explicit(&devices_ready, bit, memory_order_release);
+  }
+  pthread_mutex_unlock(&lock);
+  return result;
+}
+
+/* ---- one op call ---- */
+
+/* Another device, or none, is current in this thread. torch's guard restores the former on leaving. */
+static bsh_status make_current(bsh_cuda_context *const context, const CUcontext primary) {
+  CUcontext current = NULL;
+  if (bsh_torch.aoti_torch_create_cuda_guard(context->device, &context->guard)) {
+    context->guard = NULL;
+    return bsh_fail(BSH_TORCH_ERROR, "%s: torch cannot switch to cuda:%d", context->op, (int)context->device);
+  }
+  CUresult result = driver.get_current(&current);
+  if (result == CUDA_SUCCESS && current != primary) result = driver.set_current(primary);
+  if (result == CUDA_SUCCESS) return BSH_OK;
+  bsh_cuda_leave(context);
+  return driver_failed(context, "making the device current", result);
+}
+
+bsh_status bsh_cuda_enter(bsh_cuda_context *const context, const char *const op, const int32_t device,
+                          const int64_t size0, const int64_t size1, const int64_t size2) {
+  char text[160];
+  *context = (bsh_cuda_context){.op = op, .device = device, .sizes = {size0, size1, size2}};
+  if (!bsh_torch.has_cuda)
+    return bsh_fail(BSH_CUDA_ERROR, "%s: tensor on cuda:%d, but libtorch_cuda lacks functions bitshard needs", op,
+                    (int)device);
+  const char *const error = load_driver(text, sizeof text);
+  if (error != NULL) return bsh_fail(BSH_CUDA_ERROR, "%s: %s", op, error);
+  if (device < 0 || device >= MAX_DEVICES)
+    return bsh_fail(BSH_BAD_DEVICE, "%s: cuda:%d is beyond the %d devices supported", op, (int)device, MAX_DEVICES);
+  CUcontext current = NULL;
+  CUresult result = prepare_device(device);
+  if (result == CUDA_SUCCESS) result = driver.get_current(&current);
+  if (result != CUDA_SUCCESS) return driver_failed(context, "preparing the device", result);
+  context->sm = devices[device].sm;
+  context->sms = devices[device].sms;
+  if (current != devices[device].primary) BSH_TRY(make_current(context, devices[device].primary));
+  if (bsh_torch.aoti_torch_get_current_cuda_stream(device, &context->stream) == 0) return BSH_OK;
+  bsh_cuda_leave(context);
+  return bsh_fail(BSH_TORCH_ERROR, "%s: torch has no current stream on cuda:%d", op, (int)device);
+}
+
+void bsh_cuda_leave(bsh_cuda_context *const context) {
+  if (context->guard != NULL) bsh_torch.aoti_torch_delete_cuda_guard(context->guard);
+  context->guard = NULL;
+}
+
+/* ---- kernels ---- */
+
+static bsh_status load_failed(const bsh_cuda_context *const context, const char *const name, const CUresult result) {
+  if (result != CUDA_ERROR_NO_BINARY_FOR_GPU && result != CUDA_ERROR_UNSUPPORTED_PTX_VERSION)
+    return driver_failed(context, name, result);
+  return bsh_fail(BSH_NO_KERNEL,
+                  "%s: cuda:%d is an sm_%d GPU, but this build of bitshard was compiled for %s (%s): reinstall with "
+                  "BITSHARD_CUDA_ARCHS=%d or BITSHARD_CUDA_ARCHS=all, or update the NVIDIA driver",
+                  context->op, (int)context->device, (int)context->sm, BSH_CUDA_ARCHS, result_name(result),
+                  (int)context->sm);
+}
+
+/* The CUkernel of `kernel`: looked up once per process, its library loaded before. */
+static CUresult find_kernel(bsh_cuda_kernel *const kernel) {
+  CUresult result = CUDA_SUCCESS;
+  CUkernel handle = NULL;
+  pthread_mutex_lock(&lock);
+  CUlibrary *const library = &libraries[kernel->fatbin];
+  if (*library == NULL) result = driver.library_load(library, fatbins[kernel->fatbin], NULL, NULL, 0, NULL, NULL, 0);
+  if (result == CUDA_SUCCESS) result = driver.library_kernel(&handle, *library, kernel->name);
+  if (result == CUDA_SUCCESS) atomic_store_explicit(&kernel->handle, handle, memory_order_release);
+  pthread_mutex_unlock(&lock);
+  return result;
+}
+
+/* Allows blocks of more than 48 KiB of dynamic shared memory, once per device. */
+static CUresult raise_shared_limit(bsh_cuda_kernel *const kernel, const int32_t device) {
+  const uint64_t bit = UINT64_C(1) << device;
+  if (kernel->shared_bytes <= STATIC_SHARED_LIMIT || (atomic_load(&kernel->raised) & bit)) return CUDA_SUCCESS;
+  const CUresult result = driver.kernel_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel->shared_bytes,
+                                                  atomic_load(&kernel->handle), devices[device].device);
+  if (result == CUDA_SUCCESS) atomic_fetch_or(&kernel->raised, bit);
+  return result;
+}
+
+bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kernel *const kernel,
+                           const bsh_cuda_launch_shape *const shape, void **const arguments) {
+  CUresult result = CUDA_SUCCESS;
+  if (atomic_load_explicit(&kernel->handle, memory_order_acquire) == NULL) result = find_kernel(kernel);
+  if (result == CUDA_SUCCESS) result = raise_shared_limit(kernel, context->device);
+  if (result != CUDA_SUCCESS) return load_failed(context, kernel->name, result);
+  CUlaunchAttribute attributes[2];
+  CUlaunchConfig config = {.gridDimX = shape->grid[0],
+                           .gridDimY = shape->grid[1],
+                           .gridDimZ = shape->grid[2],
+                           .blockDimX = shape->block[0],
+                           .blockDimY = shape->block[1],
+                           .blockDimZ = shape->block[2],
+                           .sharedMemBytes = (unsigned)kernel->shared_bytes,
+                           .hStream = context->stream,
+                           .attrs = attributes};
+  if (shape->cluster > 1) {
+    attributes[config.numAttrs++] = (CUlaunchAttribute){.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+                                                        .value.clusterDim = {.x = shape->cluster, .y = 1, .z = 1}};
+  }
+  if (shape->overlap && context->sm >= 90) {
+    attributes[config.numAttrs++] = (CUlaunchAttribute){.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+                                                        .value.programmaticStreamSerializationAllowed = 1};
+  }
+  result =
+      driver.launch(&config, (CUfunction)atomic_load_explicit(&kernel->handle, memory_order_relaxed), arguments, NULL);
+  return result == CUDA_SUCCESS ? BSH_OK : load_failed(context, kernel->name, result);
+}
+
+bsh_status bsh_cuda_zero(const bsh_cuda_context *const context, void *const data, const int64_t n_bytes) {
+  const CUresult result = driver.memset((CUdeviceptr)(uintptr_t)data, 0, (size_t)n_bytes, (CUstream)context->stream);
+  return result == CUDA_SUCCESS ? BSH_OK : driver_failed(context, "clearing the output", result);
+}
+
+void bsh_cuda_describe(bsh_cuda_state *const state) {
+  *state = (bsh_cuda_state){.built = true, .architectures = BSH_CUDA_ARCHS};
+  if (!bsh_torch.has_cuda) {
+    snprintf(state->error, sizeof state->error, "this torch is built without CUDA");
+    return;
+  }
+  char text[160];
+  const char *const error = load_driver(text, sizeof text);
+  if (error != NULL) snprintf(state->error, sizeof state->error, "%s", error);
+  else snprintf(state->driver, sizeof state->driver, "%d.%d", driver_version / 1000, driver_version % 1000 / 10);
+}
+
+#endif

@@ -1,0 +1,462 @@
+// blockwise.cu - quantize and dequantize 4-bit and 8-bit blocks, and the checksum: everything bound by memory.
+//
+// The fast kernels give a warp 1024 elements: 16 bytes of the wide tensor per lane and step, so that every access is
+// coalesced, and all loads of a warp are in flight before the first use. The grid covers the tensor once. The *_any
+// kernels take any alignment and any rectangle, one element (or one block) at a time. Host side: csrc/cuda_ops.c.
+#include "common.cuh"
+
+namespace bsh {
+
+constexpr int kWarps = 8;        // warps per block of threads, all kernels
+constexpr int kWarpTile = 1024;  // elements per warp, fast kernels
+
+__device__ __forceinline__ int64_t global_warp() { return (int64_t)blockIdx.x * kWarps + threadIdx.x / 32; }
+
+__device__ __forceinline__ int log2_of(int64_t power_of_two) { return __ffsll(power_of_two) - 1; }
+
+// ---- dequantize_4bit ------------------------------------------------------------------------------------------------
+
+// A warp tile is kSteps rows of kSpan columns. Lane l fetches the scale of one block of the tile: of row l / kPerRow,
+// the (l % kPerRow)-th block from the left; a span holds at most kPerRow blocks of 32. Needs, besides alignment, that a
+// span starts at a block border or lies inside one block (csrc/cuda_ops.c checks).
+template <typename T, bool kNested> __device__ __forceinline__ void dequantize_4bit(const bsh_dequantize_4bit_args &a) {
+  constexpr int kWidth = Vector<T>::kWidth, kSpan = 32 * kWidth, kSteps = kWarpTile / kSpan, kPerRow = 32 / kSteps;
+  const int lane = threadIdx.x % 32;
+  const int shift = log2_of(a.weight.blocksize);
+  const float unit = kValues[a.weight.format][lane % 16];
+  const uint32_t spans = (uint32_t)((a.n_columns + kSpan - 1) / kSpan);
+  const uint32_t warp = (uint32_t)global_warp();
+  const int64_t row = (int64_t)(warp / spans) * kSteps;
+  const int64_t column = (int64_t)(warp % spans) * kSpan;
+  const int64_t corner = (a.row0 + row) * a.columns + a.column0 + column;
+  wait_for_earlier_kernels();
+
+  uint32_t codes[kSteps];
+  int room[kSteps]; // elements this lane writes, kWidth but at an end
+#pragma unroll
+  for (int i = 0; i < kSteps; i++) {
+    const int64_t first = corner + i * a.columns + lane * kWidth;
+    const int64_t left = min(a.n_columns - column - lane * kWidth, a.weight.n - first);
+    room[i] = row + i < a.n_rows ? (int)max((int64_t)0, min((int64_t)kWidth, left)) : 0;
+    codes[i] = 0;
+    if (room[i] == kWidth) {
+      if constexpr (kWidth == 8) codes[i] = __ldg(reinterpret_cast<const uint32_t *>(a.weight.packed + first / 2));
+      else codes[i] = __ldg(reinterpret_cast<const uint16_t *>(a.weight.packed + first / 2));
+    } else {
+      for (int k = 0; k < room[i]; k += 2) codes[i] |= (uint32_t)a.weight.packed[(first + k) / 2] << (4 * k);
+    }
+  }
+  const int64_t scaled = corner + (lane / kPerRow) * a.columns + min((lane % kPerRow) << shift, kSpan - 1);
+  const float scales = block_scale<kNested>(a.weight.scales, min(scaled, a.weight.n - 1) >> shift);
+
+#pragma unroll
+  for (int i = 0; i < kSteps; i++) {
+    const float scale = __shfl_sync(kAllLanes, scales, i * kPerRow + ((lane * kWidth) >> shift));
+    float values[kWidth];
+#pragma unroll
+    for (int k = 0; k < kWidth; k++) // the first of a pair is in the high nibble
+      values[k] = multiply_flush(__shfl_sync(kAllLanes, unit, codes[i] >> (4 * (k ^ 1)), 16), scale);
+    Vector<T> packed;
+    packed.set(values);
+    T *const out = static_cast<T *>(a.out) + (row + i) * a.ld + column + lane * kWidth;
+    if (room[i] == kWidth) {
+      *reinterpret_cast<uint4 *>(out) = packed.raw;
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; k++)
+        if (k < room[i]) from_float(values[k], out + k);
+    }
+  }
+}
+
+template <typename T> __device__ __forceinline__ void dequantize_4bit_any(const bsh_dequantize_4bit_args &a) {
+  const int shift = log2_of(a.weight.blocksize);
+  const int64_t total = a.n_rows * a.n_columns;
+  wait_for_earlier_kernels();
+  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += (int64_t)gridDim.x * blockDim.x) {
+    const int64_t row = i / a.n_columns, column = i % a.n_columns;
+    const int64_t element = (a.row0 + row) * a.columns + a.column0 + column;
+    const int byte = a.weight.packed[element / 2];
+    const float unit = kValues[a.weight.format][element % 2 ? byte & 15 : byte >> 4];
+    const bool nested = a.weight.scales.absmax == nullptr;
+    const float scale = nested ? block_scale<true>(a.weight.scales, element >> shift)
+                               : block_scale<false>(a.weight.scales, element >> shift);
+    from_float(multiply_flush(unit, scale), static_cast<T *>(a.out) + row * a.ld + column);
+  }
+}
+
+// ---- quantize_4bit --------------------------------------------------------------------------------------------------
+
+// The code of v is the number of thresholds below it. [-1, 1] is cut into bins of width 1/15, each with one threshold
+// at most: code = thresholds of lower bins + (v > threshold of this bin). The bin is round(15 v), taken from the low
+// bits of 15 v + 1.5 * 2^23; rounding is monotonic, so a threshold in another bin lies on the right side of v.
+constexpr int kBins = 32;
+constexpr float kBinScale = 15.0f, kBinBias = 12582912.0f;
+constexpr uint32_t kNoThreshold = 0x7F800000u;
+
+constexpr double value_of_bits(uint32_t bits) {
+  double value = 1.0 + (bits & 0x7FFFFFu) / 8388608.0;
+  for (int e = (int)(bits >> 23 & 255u) - 127; e < 0; e++) value /= 2;
+  return bits >> 31 ? -value : value; // magnitudes below 1 only
+}
+
+constexpr int bin_of(uint32_t bits) {
+  const double scaled = value_of_bits(bits) * kBinScale;
+  return (int)(scaled < 0 ? scaled - 0.5 : scaled + 0.5);
+}
+
+struct BinTable {
+  uint32_t threshold[kBins]; // fp32 bits; entry of bin i is i mod 32
+  uint32_t below[kBins];     // thresholds of lower bins
+  bool unique;
+};
+
+template <int kCount> constexpr BinTable make_bins(const uint32_t (&thresholds)[kCount]) {
+  BinTable table{};
+  table.unique = true;
+  for (int bin = -16; bin < 16; bin++) {
+    const int entry = (bin + kBins) % kBins;
+    table.threshold[entry] = kNoThreshold;
+    int inside = 0;
+    for (int i = 0; i < kCount; i++) {
+      if (bin_of(thresholds[i]) < bin) table.below[entry]++;
+      if (bin_of(thresholds[i]) != bin) continue;
+      table.threshold[entry] = thresholds[i];
+      inside++;
+    }
+    table.unique = table.unique && inside <= 1;
+  }
+  return table;
+}
+
+constexpr uint32_t kNf4Thresholds[15] = {BSH_NF4_THRESHOLD_BITS};
+constexpr uint32_t kFp4Thresholds[7] = {BSH_FP4_THRESHOLD_BITS};
+static_assert(make_bins(kNf4Thresholds).unique && make_bins(kFp4Thresholds).unique, "a bin holds two thresholds");
+__device__ constexpr BinTable kBinTables[2] = {make_bins(kNf4Thresholds), make_bins(kFp4Thresholds)};
+
+constexpr uint32_t order_nibbles() {
+  constexpr uint32_t order[8] = {BSH_FP4_ORDER};
+  uint32_t nibbles = 0;
+  for (int i = 0; i < 8; i++) nibbles |= order[i] << (4 * i);
+  return nibbles;
+}
+constexpr uint32_t kFp4Order = order_nibbles();
+
+// Encodes with one bin per lane; all lanes of the warp take part in every call.
+template <int kFormat> struct Encoder {
+  float threshold;
+  uint32_t below;
+
+  __device__ __forceinline__ Encoder() {
+    threshold = __uint_as_float(kBinTables[kFormat].threshold[threadIdx.x % kBins]);
+    below = kBinTables[kFormat].below[threadIdx.x % kBins];
+  }
+
+  // v = x / absmax, or NaN, whose code is 0.
+  __device__ __forceinline__ uint32_t encode(float v) const {
+    const float position = kFormat == BSH_FP4 ? fmaxf(fabsf(v), 0.0f) : fmaxf(v, -1.0f);
+    const int bin = __float_as_int(__fmaf_rn(position, kBinScale, kBinBias));
+    const bool above = (kFormat == BSH_FP4 ? fabsf(v) : v) > __shfl_sync(kAllLanes, threshold, bin);
+    const uint32_t rank = __shfl_sync(kAllLanes, below, bin) + above;
+    if constexpr (kFormat == BSH_NF4) return rank;
+    return (kFp4Order >> (4 * rank) & 7u) | (v < 0.0f ? 8u : 0u);
+  }
+};
+
+// A block is a group of neighbouring lanes in one step (blocksize <= kSpan) or some neighbouring steps.
+template <typename T, int kFormat> __device__ __forceinline__ void quantize_4bit(const bsh_quantize_4bit_args &a) {
+  constexpr int kWidth = Vector<T>::kWidth, kSpan = 32 * kWidth, kSteps = kWarpTile / kSpan;
+  const int lane = threadIdx.x % 32;
+  const int shift = log2_of(a.blocksize);
+  const int block_lanes = (int)(a.blocksize / kWidth), block_steps = (int)(a.blocksize / kSpan);
+  const int64_t tile = global_warp() * kWarpTile;
+  const Encoder<kFormat> encoder;
+  wait_for_earlier_kernels();
+  if (tile >= a.n) return;
+
+  Vector<T> x[kSteps];
+#pragma unroll
+  for (int i = 0; i < kSteps; i++) {
+    const int64_t first = tile + i * kSpan + lane * kWidth;
+    const T *const source = static_cast<const T *>(a.x) + first;
+    x[i].raw = make_uint4(0, 0, 0, 0);
+    if (first + kWidth <= a.n) {
+      x[i].raw = __ldg(reinterpret_cast<const uint4 *>(source));
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; k++)
+        if (first + k < a.n) reinterpret_cast<T *>(&x[i].raw)[k] = source[k];
+    }
+  }
+
+  float absmax[kSteps];
+#pragma unroll
+  for (int i = 0; i < kSteps; i++) {
+    absmax[i] = -kLargest;
+#pragma unroll
+    for (int k = 0; k < kWidth; k++) absmax[i] = absmax_step(absmax[i], x[i].get(k));
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2)
+      if (d < block_lanes) absmax[i] = fmaxf(absmax[i], __shfl_xor_sync(kAllLanes, absmax[i], d));
+  }
+#pragma unroll
+  for (int d = 1; d < kSteps; d *= 2) {
+    if (d >= block_steps) break;
+    float partner[kSteps];
+#pragma unroll
+    for (int i = 0; i < kSteps; i++) partner[i] = absmax[i ^ d];
+#pragma unroll
+    for (int i = 0; i < kSteps; i++) absmax[i] = fmaxf(absmax[i], partner[i]);
+  }
+
+#pragma unroll
+  for (int i = 0; i < kSteps; i++) {
+    const int64_t first = tile + i * kSpan + lane * kWidth;
+    const float inverse = reciprocal(absmax[i]);
+    uint32_t codes = 0; // the first of a pair goes to the high nibble
+#pragma unroll
+    for (int k = 0; k < kWidth; k++)
+      codes |= encoder.encode(multiply_flush(inverse, x[i].get(k))) << (4 * (k ^ 1));
+    uint8_t *const out = a.packed + first / 2;
+    if (first + kWidth <= a.n) {
+      if constexpr (kWidth == 8) *reinterpret_cast<uint32_t *>(out) = codes;
+      else *reinterpret_cast<uint16_t *>(out) = (uint16_t)codes;
+    } else {
+      for (int k = 0; first + k < a.n; k += 2) out[k / 2] = (uint8_t)(codes >> (4 * k));
+    }
+    if (first < a.n && (first & (a.blocksize - 1)) == 0) a.absmax[first >> shift] = absmax[i];
+  }
+}
+
+// Reduces over the warp; a block shorter than blocksize counts zeros for what is missing.
+__device__ __forceinline__ float warp_absmax(float absmax) {
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) absmax = fmaxf(absmax, __shfl_xor_sync(kAllLanes, absmax, d));
+  return absmax;
+}
+
+// One warp per block, twice over its elements.
+template <typename T, int kFormat> __device__ __forceinline__ void quantize_4bit_any(const bsh_quantize_4bit_args &a) {
+  const int lane = threadIdx.x % 32;
+  const int64_t block = global_warp(), begin = block * a.blocksize;
+  const Encoder<kFormat> encoder;
+  wait_for_earlier_kernels();
+  if (begin >= a.n) return;
+  const T *const x = static_cast<const T *>(a.x) + begin;
+  const int length = (int)min(a.blocksize, a.n - begin);
+  float absmax = length < a.blocksize ? 0.0f : -kLargest;
+  for (int i = lane; i < length; i += 32) absmax = absmax_step(absmax, to_float(x[i]));
+  absmax = warp_absmax(absmax);
+  const float inverse = reciprocal(absmax);
+  if (lane == 0) a.absmax[block] = absmax;
+  for (int pair = 0; pair < length; pair += 64) {
+    const int i = pair + 2 * lane;
+    const float high = i < length ? to_float(x[i]) : 0.0f, low = i + 1 < length ? to_float(x[i + 1]) : 0.0f;
+    const uint32_t high_code = encoder.encode(multiply_flush(inverse, high));
+    const uint32_t low_code = encoder.encode(multiply_flush(inverse, low));
+    if (i < length) a.packed[(begin + i) / 2] = (uint8_t)(high_code << 4 | low_code);
+  }
+}
+
+// ---- quantize_blockwise ---------------------------------------------------------------------------------------------
+
+// Nearest of 256 ascending entries. Seven comparisons with entries of odd index (a tree in breadth-first order, so that
+// its upper levels are free of bank conflicts) leave one entry of even index; the midpoints to its neighbours decide,
+// and a tie goes to the even index. A NaN compares false throughout: index 0.
+struct SearchTable {
+  float tree[128];       // [1 .. 127]: children of node i are 2 i and 2 i + 1
+  float2 midpoints[128]; // of entry 2 j: with entry 2 j - 1 (entry 0: itself) and with entry 2 j + 1
+};
+
+__device__ __forceinline__ void fill_search_table(SearchTable &table, const float *map) {
+  const int i = threadIdx.x % 128;
+  if (threadIdx.x < 128) {
+    const float entry = map[2 * i], before = map[max(2 * i - 1, 0)], after = map[2 * i + 1];
+    table.midpoints[i] = make_float2(multiply_flush(before + entry, 0.5f), multiply_flush(after + entry, 0.5f));
+  } else if (i > 0) {
+    const int level = 31 - __clz(i), position = i - (1 << level);
+    table.tree[i] = map[2 * (((2 * position + 1) << (6 - level)) - 1) + 1];
+  }
+}
+
+__device__ __forceinline__ uint32_t search(const SearchTable &table, float v) {
+  int node = 1;
+#pragma unroll
+  for (int level = 0; level < 7; level++) node = 2 * node + (v > table.tree[node]);
+  const float2 midpoint = table.midpoints[node - 128];
+  const int even = 2 * (node - 128);
+  if (v > midpoint.y) return even + 1;
+  return v < midpoint.x && even > 0 ? even - 1 : even;
+}
+
+// One warp per block. Blocks of up to 256 elements stay in registers.
+template <typename T> __device__ __forceinline__ void quantize_blockwise(const bsh_quantize_blockwise_args &a) {
+  constexpr int kPerLane = 8, kChunk = 32 * kPerLane;
+  __shared__ SearchTable table;
+  const int lane = threadIdx.x % 32;
+  const int64_t n_blocks = (a.n + a.blocksize - 1) / a.blocksize;
+  wait_for_earlier_kernels();
+  fill_search_table(table, a.map);
+  __syncthreads();
+  const float offset = a.offset == nullptr ? 0.0f : *a.offset;
+  for (int64_t block = global_warp(); block < n_blocks; block += (int64_t)gridDim.x * kWarps) {
+    const int64_t begin = block * a.blocksize;
+    const T *const x = static_cast<const T *>(a.x) + begin;
+    const int length = (int)min(a.blocksize, a.n - begin);
+    float values[kPerLane], absmax = length < a.blocksize ? 0.0f : -kLargest;
+    for (int chunk = 0; chunk < length; chunk += kChunk) {
+#pragma unroll
+      for (int k = 0; k < kPerLane; k++) {
+        const int i = chunk + 32 * k + lane;
+        if (i < length) values[k] = __fsub_rn(to_float(x[i]), offset);
+      }
+#pragma unroll
+      for (int k = 0; k < kPerLane; k++)
+        if (chunk + 32 * k + lane < length) absmax = absmax_step(absmax, values[k]);
+    }
+    absmax = warp_absmax(absmax);
+    const float inverse = reciprocal(absmax);
+    if (lane == 0) a.absmax[block] = absmax;
+    for (int chunk = 0; chunk < length; chunk += kChunk) {
+#pragma unroll
+      for (int k = 0; k < kPerLane; k++) {
+        const int i = chunk + 32 * k + lane;
+        if (i >= length) break;
+        const float value = length > kChunk ? __fsub_rn(to_float(x[i]), offset) : values[k];
+        a.code[begin + i] = (uint8_t)search(table, multiply_flush(inverse, value));
+      }
+    }
+  }
+}
+
+// ---- dequantize_blockwise -------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float decode_8bit(const float *map, uint32_t code, float absmax, bool shifted, float offset) {
+  const float value = multiply_flush(map[code], absmax);
+  return shifted ? __fadd_rn(value, offset) : value;
+}
+
+template <typename T> __device__ __forceinline__ void dequantize_blockwise(const bsh_dequantize_blockwise_args &a) {
+  constexpr int kWidth = Vector<T>::kWidth, kSpan = 32 * kWidth, kSteps = kWarpTile / kSpan;
+  __shared__ float map[256];
+  const int shift = log2_of(a.blocksize);
+  const int64_t tile = global_warp() * kWarpTile + (threadIdx.x % 32) * kWidth;
+  wait_for_earlier_kernels();
+  map[threadIdx.x] = a.map[threadIdx.x];
+  const bool shifted = a.offset != nullptr;
+  const float offset = shifted ? *a.offset : 0.0f;
+  uint8_t codes[kSteps][kWidth];
+  float absmax[kSteps];
+#pragma unroll
+  for (int i = 0; i < kSteps; i++) {
+    const int64_t first = tile + i * kSpan;
+    const uint8_t *const source = a.code + first;
+    absmax[i] = first < a.n ? __ldg(a.absmax + (first >> shift)) : 0.0f;
+    if (first + kWidth > a.n) {
+#pragma unroll
+      for (int k = 0; k < kWidth; k++) codes[i][k] = first + k < a.n ? source[k] : 0;
+    } else if constexpr (kWidth == 8) {
+      *reinterpret_cast<uint2 *>(codes[i]) = __ldg(reinterpret_cast<const uint2 *>(source));
+    } else {
+      *reinterpret_cast<uint32_t *>(codes[i]) = __ldg(reinterpret_cast<const uint32_t *>(source));
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kSteps; i++) {
+    const int64_t first = tile + i * kSpan;
+    T *const out = static_cast<T *>(a.out) + first;
+    float values[kWidth];
+#pragma unroll
+    for (int k = 0; k < kWidth; k++) values[k] = decode_8bit(map, codes[i][k], absmax[i], shifted, offset);
+    Vector<T> packed;
+    packed.set(values);
+    if (first + kWidth <= a.n) *reinterpret_cast<uint4 *>(out) = packed.raw;
+    else
+#pragma unroll
+      for (int k = 0; k < kWidth; k++)
+        if (first + k < a.n) from_float(values[k], out + k);
+  }
+}
+
+template <typename T> __device__ __forceinline__ void dequantize_blockwise_any(const bsh_dequantize_blockwise_args &a) {
+  const int shift = log2_of(a.blocksize);
+  wait_for_earlier_kernels();
+  const bool shifted = a.offset != nullptr;
+  const float offset = shifted ? *a.offset : 0.0f;
+  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < a.n; i += (int64_t)gridDim.x * blockDim.x)
+    from_float(decode_8bit(a.map, a.code[i], a.absmax[i >> shift], shifted, offset), static_cast<T *>(a.out) + i);
+}
+
+// ---- checksum -------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ unsigned long long mix_word(uint64_t word, int64_t i) {
+  uint64_t z = word + (uint64_t)(i + 1) * 0x9E3779B97F4A7C15u;
+  z ^= z >> 32;
+  z *= 0xD6E8FEB86659FD93u;
+  return z ^ (z >> 32);
+}
+
+__device__ __forceinline__ uint64_t load_word(const uint8_t *bytes, int64_t n_bytes, int64_t i, bool aligned) {
+  if (aligned && 8 * i + 8 <= n_bytes) return __ldg(reinterpret_cast<const unsigned long long *>(bytes) + i);
+  uint64_t word = 0;
+  for (int k = 0; k < 8 && 8 * i + k < n_bytes; k++) word |= (uint64_t)bytes[8 * i + k] << (8 * k);
+  return word;
+}
+
+} // namespace bsh
+
+// ---- entry points: <op>[_any]_<dtype>[_<variant>] -------------------------------------------------------------------
+
+#define BSH_KERNEL extern "C" __global__ void __launch_bounds__(32 * bsh::kWarps)
+#define BSH_DTYPES(X) X(f32, float) X(f16, __half) X(bf16, __nv_bfloat16)
+
+#define BSH_ENTRIES(name, T)                                                                                           \
+  BSH_KERNEL dequantize_4bit_##name##_plain(const __grid_constant__ bsh_dequantize_4bit_args a) {                      \
+    bsh::dequantize_4bit<T, false>(a);                                                                                 \
+  }                                                                                                                    \
+  BSH_KERNEL dequantize_4bit_##name##_nested(const __grid_constant__ bsh_dequantize_4bit_args a) {                     \
+    bsh::dequantize_4bit<T, true>(a);                                                                                  \
+  }                                                                                                                    \
+  BSH_KERNEL dequantize_4bit_any_##name(const __grid_constant__ bsh_dequantize_4bit_args a) {                          \
+    bsh::dequantize_4bit_any<T>(a);                                                                                    \
+  }                                                                                                                    \
+  BSH_KERNEL quantize_4bit_##name##_nf4(const __grid_constant__ bsh_quantize_4bit_args a) {                            \
+    bsh::quantize_4bit<T, BSH_NF4>(a);                                                                                 \
+  }                                                                                                                    \
+  BSH_KERNEL quantize_4bit_##name##_fp4(const __grid_constant__ bsh_quantize_4bit_args a) {                            \
+    bsh::quantize_4bit<T, BSH_FP4>(a);                                                                                 \
+  }                                                                                                                    \
+  BSH_KERNEL quantize_4bit_any_##name##_nf4(const __grid_constant__ bsh_quantize_4bit_args a) {                        \
+    bsh::quantize_4bit_any<T, BSH_NF4>(a);                                                                             \
+  }                                                                                                                    \
+  BSH_KERNEL quantize_4bit_any_##name##_fp4(const __grid_constant__ bsh_quantize_4bit_args a) {                        \
+    bsh::quantize_4bit_any<T, BSH_FP4>(a);                                                                             \
+  }                                                                                                                    \
+  BSH_KERNEL quantize_blockwise_##name(const __grid_constant__ bsh_quantize_blockwise_args a) {                        \
+    bsh::quantize_blockwise<T>(a);                                                                                     \
+  }                                                                                                                    \
+  BSH_KERNEL dequantize_blockwise_##name(const __grid_constant__ bsh_dequantize_blockwise_args a) {                    \
+    bsh::dequantize_blockwise<T>(a);                                                                                   \
+  }                                                                                                                    \
+  BSH_KERNEL dequantize_blockwise_any_##name(const __grid_constant__ bsh_dequantize_blockwise_args a) {                \
+    bsh::dequantize_blockwise_any<T>(a);                                                                               \
+  }
+
+BSH_DTYPES(BSH_ENTRIES)
+
+// *sum must be 0. Integer addition: any order of the atomics gives the same sum.
+BSH_KERNEL checksum(const uint8_t *bytes, int64_t n_bytes, unsigned long long *sum) {
+  __shared__ unsigned long long partial[bsh::kWarps];
+  const bool aligned = reinterpret_cast<uintptr_t>(bytes) % 8 == 0;
+  const int64_t n_words = (n_bytes + 7) / 8;
+  unsigned long long mine = 0;
+  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n_words; i += (int64_t)gridDim.x * blockDim.x)
+    mine += bsh::mix_word(bsh::load_word(bytes, n_bytes, i, aligned), i);
+  for (int d = 16; d > 0; d /= 2) mine += __shfl_xor_sync(bsh::kAllLanes, mine, d);
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = mine;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int w = 1; w < bsh::kWarps; w++) mine += partial[w];
+  atomicAdd(sum, mine);
+}

@@ -1,0 +1,100 @@
+// common.cuh - what every kernel shares: the tables, the arithmetic of the formats, 16-byte access, launch overlap.
+//
+// The arithmetic is upstream's CUDA build: fp32 products that flush denormals, one rounding per step, no FMA, the
+// approximate reciprocal. It is written with explicit instructions and does not depend on compiler flags.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#include "formats.h"
+#include "kernels.h"
+
+namespace bsh {
+
+constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+constexpr float kLargest = 3.40282346638528859812e38f;
+
+// Value of each code, [format][code].
+__device__ const float kValues[2][16] = {{BSH_NF4_VALUES}, {BSH_FP4_VALUES}};
+
+__device__ __forceinline__ float multiply_flush(float a, float b) {
+  float product;
+  asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+  return product;
+}
+
+// Largest magnitude so far. NaN is passed over, denormals count as zero.
+__device__ __forceinline__ float absmax_step(float absmax, float value) {
+  float result;
+  asm("max.ftz.f32 %0, %1, %2;" : "=f"(result) : "f"(absmax), "f"(fabsf(value)));
+  return result;
+}
+
+__device__ __forceinline__ float reciprocal(float value) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+__device__ __forceinline__ void from_float(float x, float *out) { *out = x; }
+__device__ __forceinline__ void from_float(float x, __half *out) { *out = __float2half_rn(x); }
+__device__ __forceinline__ void from_float(float x, __nv_bfloat16 *out) { *out = __float2bfloat16_rn(x); }
+
+// Two values rounded into one 32-bit word, `low` first in memory.
+template <typename T> __device__ __forceinline__ uint32_t pack_pair(float low, float high);
+template <> __device__ __forceinline__ uint32_t pack_pair<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t *>(&pair);
+}
+template <> __device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t *>(&pair);
+}
+
+// The 16 / sizeof(T) values of one 16-byte access.
+template <typename T> struct Vector {
+  static constexpr int kWidth = 16 / sizeof(T);
+  uint4 raw;
+
+  __device__ __forceinline__ float get(int i) const { return to_float(reinterpret_cast<const T *>(&raw)[i]); }
+
+  __device__ __forceinline__ void set(const float (&values)[kWidth]) {
+    uint32_t *const words = reinterpret_cast<uint32_t *>(&raw);
+    if constexpr (sizeof(T) == 4) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) words[i] = __float_as_uint(values[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; i++) words[i] = pack_pair<T>(values[2 * i], values[2 * i + 1]);
+    }
+  }
+};
+
+// fp32 scale of block `b`; nested scales are two roundings, no FMA.
+template <bool kNested> __device__ __forceinline__ float block_scale(const bsh_scales &scales, int64_t b) {
+  if constexpr (!kNested) return __ldg(scales.absmax + b);
+  const float unit = __ldg(scales.absmax_map + __ldg(scales.absmax_code + b));
+  return __fadd_rn(multiply_flush(unit, __ldg(scales.absmax2 + b / BSH_NESTED_BLOCKSIZE)), __ldg(scales.offset));
+}
+
+// Programmatic dependent launch (sm_90 and newer): nothing that an earlier kernel wrote or still reads may be touched
+// before wait_for_earlier_kernels.
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_later_kernels_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+} // namespace bsh
