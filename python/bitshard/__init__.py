@@ -1,18 +1,25 @@
 """bitshard: 4-bit weights that survive sharding.
 
-The engine: quantized tensors and their products for PyTorch, computed by a C and CUDA core. The package `bitsandbytes` of this
-project re-exports it under the names that transformers, accelerate, peft and trl look for.
+The engine: quantized tensors and their products for PyTorch, computed by a C and CUDA core. The package `bitsandbytes`
+of this project re-exports it under the names that transformers, accelerate, peft and trl look for.
 """
 
-import torch  # noqa: F401  (the C core looks up libtorch, which must be loaded)
+import sys
 
-from bitshard import _C, autograd, functional, linear, ops, state, tensor
-from bitshard.autograd import matmul_4bit
-from bitshard.linear import Linear4bit, LinearFP4, LinearNF4
-from bitshard.state import QuantState
-from bitshard.tensor import Params4bit
+try:
+    import torch  # noqa: F401  (the C core looks up libtorch, which must be loaded)
 
-__version__ = _C.version
+    from bitshard import _C, autograd, functional, linear, ops, state, tensor
+    from bitshard.autograd import matmul_4bit
+    from bitshard.linear import Linear4bit, LinearFP4, LinearNF4
+    from bitshard.state import QuantState
+    from bitshard.tensor import Params4bit
+
+    __version__ = _C.version
+except ImportError:
+    # `python -m bitshard` says what is wrong, so it must get past this.
+    if sys.argv[:1] != ["-m"] or sys.orig_argv[-2:] != ["-m", "bitshard"]:
+        raise
 
 __all__ = [
     "Linear4bit",

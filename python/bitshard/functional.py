@@ -1,8 +1,8 @@
 """Quantize, dequantize and multiply: bitsandbytes' functions for 4-bit and 8-bit blocks, with its names and arguments.
 
-This is where a user's arguments are checked; the ops below (ops.py, csrc/ops.c) check again only what would corrupt memory.
-A block is `blocksize` consecutive elements of the flattened tensor and has one scale, its largest magnitude (absmax).
-Formats, thresholds and the order of roundings: docs/formats.md.
+This is where a user's arguments are checked; the ops below (ops.py, csrc/ops.c) check again only what would corrupt
+memory. A block is `blocksize` consecutive elements of the flattened tensor and has one scale, its largest magnitude
+(absmax). Formats, thresholds and the order of roundings: docs/formats.md.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def quantize_4bit(
         quant_storage: dtype that holds the packed bytes: uint8, int8, bfloat16, float16, float32 or float64.
 
     Returns:
-        packed codes [ceil(ceil(n / 2) / itemsize), 1] of quant_storage, zero-padded, the first of a pair of codes in the
-        high half of its byte; and the QuantState.
+        packed codes [ceil(ceil(n / 2) / itemsize), 1] of quant_storage, zero-padded, the first of a pair of codes in
+        the high half of its byte; and the QuantState.
     """
     blocksize = 64 if blocksize is None else blocksize
     check_format(quant_type, blocksize)
@@ -202,7 +202,8 @@ def dequantize_4bit(
     blocksize: int | None = None,
     quant_type: str = "fp4",
 ) -> Tensor:
-    """Turn packed codes back into numbers: value = table[code] * absmax of its block, rounded once to the result's dtype.
+    """Turn packed codes back into numbers: value = table[code] * absmax of its block, rounded once to the result's
+    dtype.
 
     Args:
         A: packed codes in any storage dtype. A row vector [1, n] gives the transposed result.
@@ -217,26 +218,25 @@ def dequantize_4bit(
             raise ValueError("dequantize_4bit requires both absmax and out when quant_state is not provided")
         blocksize = 64 if blocksize is None else blocksize
         quant_state = QuantState(absmax, out.shape, None, blocksize, quant_type, out.dtype)
-    check_packed(A, quant_state, "dequantize_4bit")
-    if quant_state.dtype not in VALUE_DTYPES.values():
-        raise ValueError(f"4-bit dequantization only supports 16/32-bit floats, but got {quant_state.dtype}")
     shape = quant_state.shape
-    columns = shape[-1] if len(shape) else 1
-    rows = math.prod(shape[:-1])
-    with torch._C.DisableTorchFunctionSubclass():
-        values = ops.dequantize_4bit(
-            A,
-            *quant_state.scales(),
-            quant_state.blocksize,
-            ops.FORMATS[quant_state.quant_type],
-            rows,
-            columns,
-            quant_state.dtype,
-        )
-    values = values.view(shape)
+    try:
+        rows, columns = shape if len(shape) == 2 else (math.prod(shape[:-1]), shape[-1] if shape else 1)
+        absmax, absmax_map, absmax2, offset = quant_state.scales()
+        with torch._C.DisableTorchFunctionSubclass():
+            values = ops.dequantize_4bit(
+                A, absmax, absmax_map, absmax2, offset,
+                quant_state.blocksize, ops.FORMATS[quant_state.quant_type], rows, columns, quant_state.dtype,
+            )  # fmt: skip
+    except (RuntimeError, TypeError, KeyError) as error:
+        check_packed(A, quant_state, "dequantize_4bit")
+        if quant_state.dtype not in VALUE_DTYPES.values():
+            raise ValueError(f"4-bit dequantization only gives 16/32-bit floats, not {quant_state.dtype}") from error
+        raise
+    if len(shape) != 2:
+        values = values.view(shape)
     if out is not None:
         values = out.copy_(values)
-    return values.t() if A.dim() == 2 and A.shape[0] == 1 and values.dim() == 2 else values
+    return values.t() if A.dim() == 2 and A.shape[0] == 1 and A.shape[1] > 1 and len(shape) == 2 else values
 
 
 def dequantize_fp4(A, quant_state=None, absmax=None, out=None, blocksize=None):
@@ -260,21 +260,21 @@ def linear_4bit(x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | Non
     Returns:
         [..., N] of the dtype of x.
     """
-    absmax, absmax_map, absmax2, offset = state.scales()
-    N, K = state.shape
-    if bias is None:
-        bias = ops.empty(absmax.device)
     try:
+        absmax, absmax_map, absmax2, offset = state.scales()
+        N, K = state.shape
+        if bias is None:
+            bias = ops.empty(absmax.device)
         with torch._C.DisableTorchFunctionSubclass():
             return ops.linear_4bit(
                 x, packed, absmax, absmax_map, absmax2, offset, bias,
                 state.blocksize, ops.FORMATS[state.quant_type], N, K,
             )  # fmt: skip
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, KeyError, AttributeError) as error:
         explain_linear(error, x, packed, state, bias)
 
 
-def explain_linear(error: RuntimeError, x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None) -> NoReturn:
+def explain_linear(error: Exception, x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None) -> NoReturn:
     """Raise what is wrong with the arguments of `linear_4bit`, which the op has refused with `error`."""
     check_packed(packed, state, "linear_4bit")
     N, K = state.shape
@@ -299,7 +299,7 @@ def gemv_4bit(
     transposed_B: bool = False,
     state: QuantState | None = None,
 ) -> Tensor:
-    """A W^T for packed codes B of W [N, K] and A [..., K]; `transposed_A` and `transposed_B` are ignored, as upstream."""
+    """A W^T for packed codes B of W [N, K] and A [..., K]. `transposed_A` and `transposed_B` do nothing."""
     if state is None:
         raise ValueError("state cannot be None. gemv_4bit() requires the state from quantize_4bit()")
     y = linear_4bit(A, B, state)
@@ -357,7 +357,8 @@ def dequantize_blockwise(
 
     Args:
         A: uint8 codes.
-        quant_state: as `quantize_blockwise` returned it; else give absmax and, where not the default, code and blocksize.
+        quant_state: as `quantize_blockwise` returned it; else give absmax and, where not the default, code and
+            blocksize.
         out: tensor that receives the result, optional.
 
     Returns:
@@ -452,8 +453,8 @@ def create_fp8_map(signed: bool = True, exponent_bits: int = 5, precision_bits: 
 def create_dynamic_map(signed: bool = True, max_exponent_bits: int = 7, total_bits: int = 8) -> Tensor:
     """float32 [256]: the dynamic data type, whose leading zeros count the exponent and leave the rest to the fraction.
 
-    For each power of ten from 10^-(max_exponent_bits - 1) to 1 the midpoints of equal steps from 0.1 to 1, twice as many
-    each time; and 0 and 1. Source: 8-bit Approximations for Parallelism in Deep Learning (arXiv 1511.04561).
+    For each power of ten from 10^-(max_exponent_bits - 1) to 1 the midpoints of equal steps from 0.1 to 1, twice as
+    many each time; and 0 and 1. Source: 8-bit Approximations for Parallelism in Deep Learning (arXiv 1511.04561).
     """
     spare_bits = total_bits - 1 - max_exponent_bits
     powers = [(i - max_exponent_bits + 1, 2 ** (i + spare_bits + (not signed))) for i in range(max_exponent_bits)]

@@ -30,7 +30,8 @@ class Linear4bit(nn.Linear):
     Args:
         input_features, output_features: K and N.
         bias: whether there is a bias [N].
-        compute_dtype: dtype that x and bias are cast to before the product; None: that of the first float32 or bfloat16 x.
+        compute_dtype: dtype that x and bias are cast to before the product; None: that of the first float32 or
+            bfloat16 x.
         compress_statistics: quantize the scales too.
         quant_type: "nf4" or "fp4".
         quant_storage: dtype of the packed bytes.
@@ -81,17 +82,20 @@ class Linear4bit(nn.Linear):
             self.set_compute_type(x)
             self.compute_type_is_set = True
         dtype = x.dtype
-        if self.compute_dtype is not None:
-            x = x.to(self.compute_dtype)
+        compute_dtype = self.compute_dtype or dtype
+        if dtype is not compute_dtype:
+            x = x.to(compute_dtype)
         bias = self.bias
-        if bias is not None:
-            bias = bias.to(x.dtype)
-        return matmul_4bit(x, weight, state, bias=bias).to(dtype)
+        if bias is not None and bias.dtype is not compute_dtype:
+            bias = bias.to(compute_dtype)
+        y = matmul_4bit(x, weight, state, bias=bias)
+        return y if dtype is compute_dtype else y.to(dtype)
 
     def _resolve(self, weight: Tensor) -> tuple[Tensor, QuantState]:
         """The weight and state for this forward where they are not simply the layer's own.
 
-        A weight that was put here with a state of its own brings it; bytes delivered by others are checked once per state.
+        A weight that was put here with a state of its own brings it; bytes delivered by others are checked once per
+        state.
         """
         fix_4bit_weight_quant_state_from_module(self)
         weight, state = self.weight, self.quant_state
@@ -103,7 +107,7 @@ class Linear4bit(nn.Linear):
         return weight, state
 
     def set_compute_type(self, x: Tensor) -> None:
-        """Choose `compute_dtype` by the first input, where none was given: float32 and bfloat16 are safe, float16 is kept."""
+        """Choose `compute_dtype` by the first input: float32 and bfloat16 are safe, float16 is computed as it is."""
         if x.dtype in (torch.float32, torch.bfloat16):
             self.compute_dtype = x.dtype
         elif x.dtype == torch.float16 and self.compute_dtype in (None, torch.float32):
@@ -189,7 +193,7 @@ class Linear4bit(nn.Linear):
         missing_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Replace the weight in place by packed entries. Bytes without statistics pass only where they are the same bytes."""
+        """Replace the weight in place by packed entries. Bytes without statistics must be the bytes already here."""
         data = state_dict.get(name)
         if data is None:
             missing_keys.append(name)
@@ -203,7 +207,8 @@ class Linear4bit(nn.Linear):
             new = Params4bit.from_prequantized(data, statistics, device=device)
             if tuple(new.quant_state.shape) != (self.out_features, self.in_features):
                 raise ValueError(
-                    f"shape {list(new.quant_state.shape)} does not fit a layer of {[self.out_features, self.in_features]}"
+                    f"shape {list(new.quant_state.shape)} does not fit a layer of "
+                    f"{[self.out_features, self.in_features]}"
                 )
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{name}: {error}")
@@ -236,8 +241,9 @@ def _is_dtensor(weight: Any) -> bool:
 def fix_4bit_weight_quant_state_from_module(module: nn.Module) -> None:
     """Bring the states of a layer and of its weight together again after something has replaced either.
 
-    A weight with a state of its own gives it to the layer. A plain tensor (FSDP1's view of the flat parameter) gets nothing:
-    forward uses the layer's state with it. RuntimeError or ValueError where there is no state, or the weight is no packed column.
+    A weight with a state of its own gives it to the layer. A plain tensor (FSDP1's view of the flat parameter) gets
+    nothing: forward uses the layer's state with it. RuntimeError or ValueError where there is no state, or the weight
+        is no packed column.
     """
     weight = module.weight
     own = getattr(weight, "quant_state", None)
@@ -247,17 +253,20 @@ def fix_4bit_weight_quant_state_from_module(module: nn.Module) -> None:
         return
     if module.quant_state is None:
         raise RuntimeError(
-            f"{type(module).__name__}: the weight {list(weight.shape)} of {dtype_name(weight.dtype)} is not quantized yet: move the "
+            f"{type(module).__name__}: the weight {list(weight.shape)} of {dtype_name(weight.dtype)} is not "
+            "quantized yet: move the "
             "layer to a device first, for instance with .to('cpu') or .cuda()"
         )
     if _is_dtensor(weight):
         raise ValueError(
-            f"{type(module).__name__}: the weight is still sharded (DTensor {list(weight.shape)}): call the module that FSDP2 "
+            f"{type(module).__name__}: the weight is still sharded (DTensor {list(weight.shape)}): call the module "
+            "that FSDP2 "
             "wrapped, or unshard() it first"
         )
     if weight.dim() != 2 or weight.shape[1] != 1:
         raise ValueError(
-            f"{type(module).__name__}: the weight has shape {list(weight.shape)}, expected a packed column [n, 1]. Is it a shard of "
+            f"{type(module).__name__}: the weight has shape {list(weight.shape)}, expected a packed column [n, 1]. "
+            "Is it a shard of "
             "FSDP? Call the module that FSDP wrapped."
         )
     if isinstance(weight, Params4bit):

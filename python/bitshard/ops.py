@@ -13,7 +13,8 @@ try:
     from bitshard import _C
 except ImportError as error:
     raise ImportError(
-        f"bitshard's C core cannot be used with torch {torch.__version__}: {error}. Run `python -m bitshard` to see why."
+        f"bitshard's C core cannot be used with torch {torch.__version__}: {error}. Run `python -m bitshard` to see "
+        "why."
     ) from error
 
 FORMATS = {"nf4": 0, "fp4": 1}

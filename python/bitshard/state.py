@@ -1,8 +1,8 @@
 """QuantState: what turns packed codes back into numbers, and the reading of it from checkpoints.
 
-Layout of a checkpoint entry X.weight (bitsandbytes' keys): X.weight packed codes, X.weight.absmax scales, X.weight.quant_map
-the 16 values, X.weight.nested_absmax and X.weight.nested_quant_map where the scales are quantized themselves, and
-X.weight.quant_state.bitsandbytes__nf4 (or __fp4): the rest as JSON text in a uint8 tensor.
+Layout of a checkpoint entry X.weight (bitsandbytes' keys): X.weight packed codes, X.weight.absmax scales,
+X.weight.quant_map the 16 values, X.weight.nested_absmax and X.weight.nested_quant_map where the scales are quantized
+themselves, and X.weight.quant_state.bitsandbytes__nf4 (or __fp4): the rest as JSON text in a uint8 tensor.
 What a checkpoint says is not trusted: nothing is allocated by a size it names, and a contradiction is an error.
 """
 
@@ -48,7 +48,8 @@ class QuantState:
         offset: float32 [], subtracted from the scales before they were quantized (nested only).
         state2: QuantState of the scales: absmax float32 [ceil(n_blocks / 256)], code float32 [256] (nested only).
         checksum: int64 [], checksum of the packed bytes, or None where unknown. Never saved.
-        sharded: the rank's part of the scales where FSDP2 cut them, else None. Then `absmax` is real only while gathered.
+        sharded: the rank's part of the scales where FSDP2 cut them, else None. Then `absmax` is real only while
+            gathered.
     """
 
     valid_quant_types = ("fp4", "nf4")
@@ -113,7 +114,7 @@ class QuantState:
             )
 
     def scales(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The op arguments (absmax, absmax_map, absmax2, offset); the last three are empty where scales are not nested."""
+        """The op arguments (absmax, absmax_map, absmax2, offset); the last three are empty for plain scales."""
         absmax = self.absmax
         state2 = self.state2
         if state2 is None:
@@ -123,7 +124,7 @@ class QuantState:
         return absmax, state2.code, state2.absmax, offset if offset.dtype is torch.float32 else offset.float()
 
     def to(self, device: torch.device | str | int) -> QuantState:
-        """Move every tensor to `device`, in place. The meta device is ignored: the statistics stay real. Returns self."""
+        """Move every tensor to `device`, in place, and return self. On the meta device the statistics stay real."""
         device = torch.device(device)
         if device.type == "meta":
             return self
@@ -348,7 +349,8 @@ def _code_map(entries: dict[str, Any], name: str, table: Tensor) -> Tensor:
         first = int(wrong[0])
         raise ValueError(
             f"quantization state: {name} is not the table of {entries.get('quant_type')!r}: {wrong.numel()} of "
-            f"{table.numel()} values differ, the first at {first}: {float(given[first])!r}, expected {float(table[first])!r}. "
+            f"{table.numel()} values differ, the first at {first}: {float(given[first])!r}, expected "
+            f"{float(table[first])!r}. "
             "Weights quantized with other values cannot be used."
         )
     return table.to(given.device)

@@ -1,11 +1,12 @@
 """Params4bit: a parameter that holds the packed bytes of a 4-bit weight, and the guards around those bytes.
 
-The bytes sit in a column [n, 1] of some storage dtype, zero-padded to whole elements. Where that dtype is a float, torch and
-training code take them for numbers; every way to turn them into other numbers (a cast, arithmetic, an assignment of another
-dtype) raises here, for the damage would go unseen. A dtype move of a whole module leaves them as they are.
+The bytes sit in a column [n, 1] of some storage dtype, zero-padded to whole elements. Where that dtype is a float,
+torch and training code take them for numbers; every way to turn them into other numbers (a cast, arithmetic, an
+assignment of another dtype) raises here, for the damage would go unseen. A dtype move of a whole module leaves them as
+they are.
 
-`__dict__` of a Params4bit holds constructor keywords only, because transformers, accelerate and peft rebuild a weight by
-`Params4bit(data, requires_grad=False, **old.__dict__)`.
+`__dict__` of a Params4bit holds constructor keywords only, because transformers, accelerate and peft rebuild a weight
+by `Params4bit(data, requires_grad=False, **old.__dict__)`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def module_move() -> Iterator[None]:
 
 
 def fsdp_launch() -> bool:
-    """Whether this process was started to shard: accelerate's FSDP switch, several torchrun processes, or a group of them."""
+    """Whether this process is to shard: accelerate's FSDP switch, several torchrun processes, or a group of them."""
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "y", "on", "t"):
         return True
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -54,7 +55,8 @@ def fsdp_launch() -> bool:
 def container_dtype(weight_dtype: torch.dtype, quant_storage: torch.dtype) -> torch.dtype:
     """The dtype in which packed bytes are kept in memory, for a weight of `weight_dtype` and a declared storage dtype.
 
-    It is the declared one, except that an integer storage (the default, uint8) becomes the dtype of the weight in a process
+    It is the declared one, except that an integer storage (the default, uint8) becomes the dtype of the weight in a
+    process
     that shards: accelerate leaves integer parameters unsharded and FSDP1 refuses them. Files keep the declared dtype.
     """
     if quant_storage.is_floating_point or weight_dtype not in VALUE_DTYPES.values() or not fsdp_launch():
@@ -63,7 +65,7 @@ def container_dtype(weight_dtype: torch.dtype, quant_storage: torch.dtype) -> to
 
 
 def repack(packed: Tensor, dtype: torch.dtype, n: int) -> Tensor:
-    """The same packed bytes of n codes as a column of another storage dtype, zero-padded or cut to whole elements of it."""
+    """The same packed bytes of n codes as a column of another storage dtype, zero-padded to whole elements of it."""
     if packed.dtype is dtype:
         return packed.reshape(-1, 1)
     data = packed.detach().contiguous().flatten().view(torch.uint8)
@@ -87,13 +89,16 @@ def verify(weight: Tensor, state: QuantState, where: str) -> None:
     n = state.shape.numel()
     expected = _C.storage_elements(n, weight.element_size())
     advice = (
-        "The packed bytes were cast or rewritten on their way here. Under FSDP1 give the mixed precision policy a param_dtype "
+        "The packed bytes were cast or rewritten on their way here. Under FSDP1 give the mixed precision policy a "
+        "param_dtype "
         "equal to the storage dtype (bnb_4bit_quant_storage, and dtype= of from_pretrained, all the same), and with "
-        "accelerate set fsdp_use_orig_params: false or a wrap policy that keeps LoRA apart; or use FSDP2 (fsdp_version: 2)."
+        "accelerate set fsdp_use_orig_params: false or a wrap policy that keeps LoRA apart; or use FSDP2 "
+        "(fsdp_version: 2)."
     )
     if weight.numel() != expected:
         raise ValueError(
-            f"{where}: the 4-bit weight arrived as {list(weight.shape)} of {dtype_name(weight.dtype)}, but {list(state.shape)} "
+            f"{where}: the 4-bit weight arrived as {list(weight.shape)} of {dtype_name(weight.dtype)}, but "
+            f"{list(state.shape)} "
             f"packs into {expected} elements of that dtype. {advice}"
         )
     if state.checksum is None:
@@ -102,7 +107,8 @@ def verify(weight: Tensor, state: QuantState, where: str) -> None:
         found = int(ops.checksum(weight.detach()))
     if found != int(state.checksum):
         raise ValueError(
-            f"{where}: the 4-bit weight arrived as {list(weight.shape)} of {dtype_name(weight.dtype)} with other bytes than it "
+            f"{where}: the 4-bit weight arrived as {list(weight.shape)} of {dtype_name(weight.dtype)} with other "
+            "bytes than it "
             f"was quantized to (checksum {found:#x}, expected {int(state.checksum):#x}). {advice}"
         )
 
@@ -111,7 +117,7 @@ def verify(weight: Tensor, state: QuantState, where: str) -> None:
 
 
 def _proxy(name: str, *path: str) -> property:
-    """A read-only attribute found in the quantization state, for torch's state-dict code, which walks keys by getattr."""
+    """A read-only attribute of the quantization state: torch's state-dict code walks keys by getattr."""
 
     def read(self: Params4bit) -> Any:
         value = self.__dict__.get("quant_state")
@@ -324,7 +330,7 @@ class Params4bit(torch.nn.Parameter):
         return self.to("xpu" if device is None else device, non_blocking=non_blocking)
 
     def saved_data(self) -> Tensor:
-        """What files get: the packed bytes as a plain tensor of the declared `quant_storage`; else the data as it is."""
+        """What files get: the packed bytes as a plain tensor of `quant_storage`; else the data as it is."""
         with _plain():
             data = self.data
         state = self.quant_state
@@ -363,7 +369,8 @@ def _may_be_packed(data: Tensor, state: QuantState | None) -> bool:
     if data.dtype in VALUE_DTYPES.values() and data.numel() == n:
         return False
     raise ValueError(
-        f"Params4bit: data {list(data.shape)} of {dtype_name(data.dtype)} is neither a weight of shape {list(state.shape)} nor its "
+        f"Params4bit: data {list(data.shape)} of {dtype_name(data.dtype)} is neither a weight of shape "
+        f"{list(state.shape)} nor its "
         f"packed form of {expected} elements"
     )
 
@@ -373,7 +380,8 @@ def _may_be_packed(data: Tensor, state: QuantState | None) -> bool:
 
 def _cast_error(weight: Tensor, what: str) -> TypeError:
     return TypeError(
-        f"{what}: this 4-bit weight holds packed bytes in a {dtype_name(weight.dtype)} container; a cast would destroy them. "
+        f"{what}: this 4-bit weight holds packed bytes in a {dtype_name(weight.dtype)} container; a cast would "
+        "destroy them. "
         "Choose the container with bnb_4bit_quant_storage when the model is loaded; for numbers use "
         "dequantize_4bit(weight.data, weight.quant_state)."
     )
@@ -391,7 +399,8 @@ def _set_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     if weight.bnb_quantized:
         if data.dtype is not weight.dtype:
             raise TypeError(
-                f".data = {dtype_name(data.dtype)}: this 4-bit weight holds packed bytes in a {dtype_name(weight.dtype)} container. "
+                f".data = {dtype_name(data.dtype)}: this 4-bit weight holds packed bytes in a "
+                f"{dtype_name(weight.dtype)} container. "
                 "Under FSDP1 make param_dtype equal to bnb_4bit_quant_storage and load the model with that dtype= too."
             )
         state = weight.quant_state
@@ -402,7 +411,8 @@ def _set_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         ):
             raise ValueError(
                 f".data = {list(data.shape)}: this 4-bit weight of {list(state.shape)} packs into "
-                f"{_C.storage_elements(state.shape.numel(), data.element_size())} elements. Assign a new Params4bit instead."
+                f"{_C.storage_elements(state.shape.numel(), data.element_size())} elements. Assign a new Params4bit "
+                "instead."
             )
     func(weight, data)
     if weight.bnb_quantized:
@@ -470,7 +480,8 @@ def _arithmetic(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     weight = _packed_among((*args, *kwargs.values()))
     if weight is not None:  # a TypeError would reach the user as "unsupported operand"
         raise ValueError(
-            f"{getattr(func, '__name__', func)}: a 4-bit weight of container dtype {dtype_name(weight.dtype)} holds packed bytes, not "
+            f"{getattr(func, '__name__', func)}: a 4-bit weight of container dtype {dtype_name(weight.dtype)} holds "
+            "packed bytes, not "
             "numbers. Use dequantize_4bit(weight.data, weight.quant_state), or matmul_4bit."
         )
     return func(*args, **kwargs)
@@ -483,8 +494,10 @@ def _to(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 _CASTS = ("half", "float", "double", "bfloat16", "char", "short", "int", "long", "bool", "type", "type_as")
 _ARITHMETIC = (
-    "add sub rsub mul div true_divide floor_divide remainder pow neg abs sqrt rsqrt exp log round clamp lerp addcmul addcdiv "
-    "matmul mm mv bmm addmm addmv baddbmm einsum tensordot dot outer linear sum mean std var norm softmax relu sigmoid tanh "
+    "add sub rsub mul div true_divide floor_divide remainder pow neg abs sqrt rsqrt exp log round clamp lerp addcmul "
+    "addcdiv "
+    "matmul mm mv bmm addmm addmv baddbmm einsum tensordot dot outer linear sum mean std var norm softmax relu "
+    "sigmoid tanh "
     "normal uniform exponential bernoulli erfinv"
 ).split()
 
