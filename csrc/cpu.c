@@ -23,8 +23,34 @@ typedef struct {
 
 static bool always(void) { return true; }
 
+#if defined(__x86_64__)
+typedef struct {
+  uint32_t eax, ebx, ecx, edx;
+} cpuid_leaf;
+
+static cpuid_leaf cpuid(const uint32_t leaf) {
+  cpuid_leaf r;
+  __asm__ volatile("cpuid" : "=a"(r.eax), "=b"(r.ebx), "=c"(r.ecx), "=d"(r.edx) : "a"(leaf), "c"(0));
+  return r;
+}
+
+static bool has_avx2(void) { /* the last is F16C, a name clang 14 does not know */
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && (cpuid(1).ecx >> 29 & 1);
+}
+
+static bool has_avx512(void) {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vbmi");
+}
+#endif
+
 static const candidate candidates[] = {
     {&bsh_cpu_scalar, always},
+#if defined(__x86_64__)
+    {&bsh_cpu_avx2, has_avx2},
+    {&bsh_cpu_avx512, has_avx512},
+#endif
 };
 enum { N_CANDIDATES = sizeof candidates / sizeof candidates[0] };
 
@@ -69,14 +95,9 @@ bsh_status bsh_cpu_set_isa(const char *name) {
   return BSH_OK;
 }
 
-/* CPUID leaf 7, EDX bit 22. gcc 12 and clang 14 know the name "amx-bf16" only in part, so the bit is read here. */
 bool bsh_cpu_fast_bf16(void) {
 #if defined(__x86_64__)
-  uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
-  __asm__ volatile("cpuid" : "=a"(eax), "=b"(ebx), "=c"(ecx), "=d"(edx) : "a"(0), "c"(0));
-  if (eax < 7) return false;
-  __asm__ volatile("cpuid" : "=a"(eax), "=b"(ebx), "=c"(ecx), "=d"(edx) : "a"(7), "c"(0));
-  return (edx >> 22) & 1;
+  return cpuid(0).eax >= 7 && (cpuid(7).edx >> 22 & 1); /* AMX-BF16, which compilers of 2022 cannot ask for by name */
 #else
   return false;
 #endif

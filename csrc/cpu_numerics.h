@@ -82,7 +82,7 @@ static inline void store_f32(void *const out, const bsh_dtype dtype, const int64
 static inline float round_to_dtype(const float value, const bsh_dtype dtype) {
   if (dtype == BSH_BF16) return bf16_to_f32(f32_to_bf16(value));
   if (dtype == BSH_F16) return f16_to_f32(f32_to_f16(value));
-  return value;
+  return value == value ? value : bits_float(0x7FFFFFFFu);
 }
 
 /* rcp.approx.ftz.f32 of an H200: exact table for mantissas of at most 10 bits, else the correctly rounded reciprocal.

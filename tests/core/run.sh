@@ -1,0 +1,32 @@
+#!/bin/sh
+# Builds and runs the C tests: csrc without Python and torch, under AddressSanitizer and UndefinedBehaviorSanitizer.
+#   tests/core/run.sh [build folder] [seed] [rounds]        CC and CFLAGS are respected
+set -eu
+root=$(cd "$(dirname "$0")/../.." && pwd)
+build=${1:-$(mktemp -d)}
+seed=${2:-$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}
+rounds=${3:-60}
+mkdir -p "$build"
+
+flags="-std=gnu11 -g -O1 -Wall -Wextra -Werror -ffp-contract=off -fno-strict-aliasing -pthread -I$root/csrc ${CFLAGS-}"
+sanitize="-fsanitize=address,undefined -fno-sanitize-recover=all"
+isa_flags() { # the same as ISA_FLAGS in setup.py
+  case $1 in
+    cpu_avx2) echo "-mavx2 -mfma -mf16c" ;;
+    cpu_avx512) echo "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mfma -mf16c" ;;
+  esac
+}
+
+sources="status packed cpu cpu_linear cpu_scalar"
+case $(uname -m) in x86_64) sources="$sources cpu_avx2 cpu_avx512" ;; esac
+objects=
+for name in $sources; do
+  # shellcheck disable=SC2046,SC2086
+  ${CC:-gcc} $flags $sanitize $(isa_flags "$name") -c "$root/csrc/$name.c" -o "$build/$name.o"
+  objects="$objects $build/$name.o"
+done
+for test in test_packed test_cpu; do
+  # shellcheck disable=SC2086
+  ${CC:-gcc} $flags $sanitize "$root/tests/core/$test.c" $objects -lm -o "$build/$test"
+  "$build/$test" "$seed" "$rounds"
+done

@@ -1,0 +1,490 @@
+/* test_cpu.c - the CPU kernels without Python or torch: every instruction set against the scalar one bit for bit, the
+ * scalar one against facts written down here, linear_4bit against fp64, and one thread against three. */
+#include "check.h"
+
+#include <math.h>
+
+#include "cpu.h"
+#include "cpu_grid.h"
+#include "cpu_numerics.h"
+#include "packed.h"
+
+uint64_t check_seed;
+
+/* ---- threads ---------------------------------------------------------------------------------------------------- */
+
+static int n_threads = 1;
+
+typedef struct {
+  int64_t begin, end;
+  bsh_range_function fn;
+  void *ctx;
+} range_task;
+
+static void *run_range(void *const task) {
+  const range_task *const t = task;
+  t->fn(t->begin, t->end, t->ctx);
+  return NULL;
+}
+
+/* Equal parts, one thread each; ignores `grain`, so that even the smallest work is split. */
+static void threaded_for(const int64_t begin, const int64_t end, const int64_t grain, const bsh_range_function fn,
+                         void *const ctx) {
+  (void)grain;
+  pthread_t threads[8];
+  range_task tasks[8];
+  const int64_t step = (end - begin + n_threads - 1) / n_threads;
+  int started = 0;
+  for (int64_t first = begin; first < end; first += step, started++) {
+    tasks[started] = (range_task){first, first + step < end ? first + step : end, fn, ctx};
+    CHECK(pthread_create(&threads[started], NULL, run_range, &tasks[started]) == 0, "no thread");
+  }
+  for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
+}
+
+/* ---- inputs ----------------------------------------------------------------------------------------------------- */
+
+static const char *const dtype_names[] = {"f32", "f16", "bf16"};
+
+/* One hostile or ordinary element; the kind is fixed for runs of 64, so that blocks of one kind exist. */
+static float hostile_value(uint64_t *const state, const int kind) {
+  const float unit = random_unit(state);
+  switch (kind) {
+  case 0:
+    return 0.0f;
+  case 1:
+    return unit * 0x1p-130f;
+  case 2:
+    return random_below(state, 8) ? unit : NAN;
+  case 3:
+    return random_below(state, 32) ? unit : copysignf(INFINITY, unit);
+  case 4:
+    return unit * 0x1p127f;
+  case 5:
+    return unit * 0x1p-120f;
+  case 6:
+    return (float)(random_below(state, 33) - 16) / 16.0f; /* ratios such as 5/12 that thresholds sit on */
+  case 7:
+    return NAN;
+  case 8:
+    return (float)(random_below(state, 25) - 12) / 12.0f;
+  case 9:
+    return random_below(state, 4) ? unit * 0x1p-127f : unit * 0x1p-125f;
+  case 10:
+    return unit * 0x1p-14f;
+  default:
+    return unit * 3.0f;
+  }
+}
+
+static void *make_input(uint64_t *const state, const int64_t n, const bsh_dtype dtype, const bool hostile) {
+  void *const x = buffer(n * dtype_size(dtype));
+  int kind = 99;
+  for (int64_t i = 0; i < n; i++) {
+    if (i % 64 == 0) kind = hostile ? (int)random_below(state, 16) : 99;
+    const float value = hostile_value(state, kind);
+    store_f32(x, dtype, i, value);
+  }
+  return x;
+}
+
+/* ---- a packed weight -------------------------------------------------------------------------------------------- */
+
+typedef struct {
+  bsh_weight weight;
+  uint8_t *packed, *absmax_code;
+  float *absmax, *absmax2, map[256], offset;
+} owned_weight;
+
+static const uint32_t dynamic_bits[256] = {BSH_DYNAMIC_MAP_BITS};
+
+static owned_weight make_weight(uint64_t *const state, const int64_t n, const int64_t blocksize,
+                                const bsh_format format, const bool nested) {
+  const int64_t blocks = bsh_block_count(n, blocksize);
+  owned_weight w = {.packed = buffer(bsh_packed_bytes(n)),
+                    .absmax = buffer(4 * blocks),
+                    .absmax_code = buffer(blocks),
+                    .absmax2 = buffer(4 * bsh_block_count(blocks, 256)),
+                    .offset = 0.03f};
+  memcpy(w.map, dynamic_bits, sizeof w.map);
+  for (int64_t i = 0; i < bsh_packed_bytes(n); i++) w.packed[i] = (uint8_t)random_bits(state);
+  for (int64_t b = 0; b < blocks; b++) {
+    w.absmax[b] = 0.01f + fabsf(random_unit(state)) * 0.05f;
+    w.absmax_code[b] = (uint8_t)random_bits(state);
+  }
+  for (int64_t b = 0; b < bsh_block_count(blocks, 256); b++) w.absmax2[b] = 0.01f + fabsf(random_unit(state)) * 0.02f;
+  w.weight = (bsh_weight){.packed = w.packed, .n = n, .blocksize = blocksize, .format = format};
+  if (!nested) w.weight.scales.absmax = w.absmax;
+  return w;
+}
+
+/* Pointers into the struct itself: set where the struct has come to rest. */
+static void settle(owned_weight *const w) {
+  if (w->weight.scales.absmax) return;
+  w->weight.scales =
+      (bsh_scales){.absmax_code = w->absmax_code, .absmax_map = w->map, .absmax2 = w->absmax2, .offset = &w->offset};
+}
+
+static void free_weight(owned_weight *const w) {
+  free(w->packed);
+  free(w->absmax);
+  free(w->absmax_code);
+  free(w->absmax2);
+}
+
+/* ---- facts about the formats ------------------------------------------------------------------------------------ */
+
+static void quantize(const void *const x, const int64_t n, const bsh_dtype dtype, const bsh_format format,
+                     const int64_t blocksize, uint8_t *const packed, float *const absmax) {
+  CHECK(bsh_cpu_quantize_4bit(&(bsh_quantize_4bit_args){.x = x,
+                                                        .packed = packed,
+                                                        .absmax = absmax,
+                                                        .n = n,
+                                                        .blocksize = blocksize,
+                                                        .dtype = dtype,
+                                                        .format = format}) == BSH_OK,
+        "quantize_4bit");
+}
+
+static uint8_t quantize_pair(const float first, const float second, const bsh_format format, float *const absmax) {
+  float x[32] = {first, second};
+  uint8_t packed[16];
+  quantize(x, 32, BSH_F32, format, 32, packed, absmax);
+  return packed[0];
+}
+
+/* Expected bytes follow from the definitions in formats.h and the flush-to-zero rule, worked out by hand. */
+static void format_facts(void) {
+  static const uint32_t nf4[15] = {BSH_NF4_THRESHOLD_BITS};
+  float absmax;
+  CHECK(quantize_pair(0.0f, 0.0f, BSH_NF4, &absmax) == 0x00 && absmax == 0.0f, "a block of zeros is 0x00");
+  CHECK(quantize_pair(0x1p-140f, 0.0f, BSH_NF4, &absmax) == 0x00 && absmax == 0.0f, "denormals count as zero");
+  CHECK(quantize_pair(1.0f, NAN, BSH_NF4, &absmax) == 0xF0 && absmax == 1.0f, "NaN is code 0 and no maximum");
+  CHECK(quantize_pair(INFINITY, 1.0f, BSH_NF4, &absmax) == 0x07 && isinf(absmax), "inf * 0 is NaN, 1 * 0 is 0");
+  CHECK(quantize_pair(1.0f, -0x1p-140f, BSH_FP4, &absmax) == 0x30, "a negative denormal has no sign");
+  CHECK(quantize_pair(1.0f, -0x1p-120f, BSH_FP4, &absmax) == 0x38, "a tiny negative value is 0b1000");
+  for (int i = 0; i < 15; i++) { /* a value on a threshold takes the lower code, the next float the upper one */
+    const float t = bits_float(nf4[i]);
+    CHECK(quantize_pair(1.0f, t, BSH_NF4, &absmax) == (0xF0 | i), "NF4 threshold %d", i);
+    CHECK(quantize_pair(1.0f, nextafterf(t, 2.0f), BSH_NF4, &absmax) == (0xF0 | (i + 1)), "NF4 threshold %d", i);
+  }
+  const float one = -0.5f;
+  uint8_t byte = 0;
+  quantize(&one, 1, BSH_F32, BSH_NF4, 64, &byte, &absmax);
+  CHECK(byte == 0x07 && absmax == 0.5f, "the element missing from the last byte is a zero, code 7: %02x", byte);
+
+  const float threes[2] = {3.0f, 1.0f};
+  float inverse = reciprocal(3.0f);
+  CHECK(float_bits(inverse) - float_bits(1.0f / 3.0f) + 1u <= 2u, "within one ulp of 1 / %g", (double)threes[0]);
+  inverse = reciprocal(0x1p126f * 1.5f);
+  CHECK(inverse == 0.0f, "a denormal reciprocal is flushed");
+}
+
+/* Every cell of the grid that the vector kernels use holds one threshold at most, away from its borders. */
+static void grid_facts(void) {
+  static const uint32_t nf4[15] = {BSH_NF4_THRESHOLD_BITS};
+  static const uint32_t fp4[7] = {BSH_FP4_THRESHOLD_BITS};
+  for (int format = 0; format < 2; format++) {
+    encode_grid grid;
+    make_grid((bsh_format)format, &grid);
+    int found = 0;
+    for (int cell = 0; cell < GRID_CELLS; cell++) found += isfinite(grid.threshold[cell]) ? 1 : 0;
+    CHECK(found == (format ? 7 : 15), "format %d: %d thresholds in the grid", format, found);
+    for (int i = 0; i < found; i++) {
+      const double place = (double)bits_float(format ? fp4[i] : nf4[i]) * (double)grid.scale + (double)grid.shift;
+      CHECK(fabs(place - nearbyint(place)) > 1e-3, "format %d: threshold %d on the border %g", format, i, place);
+    }
+  }
+}
+
+static void conversion_facts(void) {
+  for (uint32_t word = 0; word < 65536; word++) {
+    const float wide = f16_to_f32((uint16_t)word);
+    const bool nan = (word & 0x7FFF) > 0x7C00;
+    CHECK(nan ? isnan(wide) : f32_to_f16(wide) == word, "fp16 %04x", word);
+    CHECK((word & 0x7FFF) > 0x7F80 || f32_to_bf16(bf16_to_f32((uint16_t)word)) == word, "bf16 %04x", word);
+  }
+  CHECK(f32_to_f16(65519.0f) == 0x7BFF && f32_to_f16(65520.0f) == 0x7C00, "fp16 overflow");
+  CHECK(f32_to_f16(0x1p-25f) == 0 && f32_to_f16(0x1.8p-25f) == 1 && f32_to_f16(0x1.8p-24f) == 2, "fp16 denormal ties");
+  CHECK(f32_to_bf16(bits_float(0x3F808000u)) == 0x3F80 && f32_to_bf16(bits_float(0x3F818000u)) == 0x3F82, "bf16 ties");
+}
+
+/* ---- instruction sets against scalar ------------------------------------------------------------------------------
+ */
+
+static const char *isas[4];
+static int n_isas;
+
+static void use(const char *const isa, const int threads) {
+  n_threads = threads;
+  CHECK(bsh_cpu_set_isa(isa) == BSH_OK, "%s", isa);
+}
+
+static void compare_quantize_4bit(uint64_t *const state, const int64_t n, const int64_t blocksize) {
+  const bsh_dtype dtype = (bsh_dtype)random_below(state, 3);
+  const bsh_format format = (bsh_format)random_below(state, 2);
+  const int64_t n_bytes = bsh_packed_bytes(n), blocks = bsh_block_count(n, blocksize);
+  void *const x = make_input(state, n, dtype, random_below(state, 4) != 0);
+  uint8_t *const packed = buffer(n_bytes), *const expected = buffer(n_bytes);
+  float *const absmax = buffer(4 * blocks), *const expected_absmax = buffer(4 * blocks);
+  use("scalar", 1);
+  quantize(x, n, dtype, format, blocksize, expected, expected_absmax);
+  for (int i = 0; i < n_isas; i++)
+    for (int threads = 1; threads <= 3; threads += 2) {
+      char what[96];
+      snprintf(what, sizeof what, "quantize_4bit %s %s format %d n %" PRId64 " blocksize %" PRId64, isas[i],
+               dtype_names[dtype], format, n, blocksize);
+      use(isas[i], threads);
+      quantize(x, n, dtype, format, blocksize, packed, absmax);
+      check_same_bytes(what, packed, expected, n_bytes);
+      check_same_bytes(what, absmax, expected_absmax, 4 * blocks);
+    }
+  free(x), free(packed), free(expected), free(absmax), free(expected_absmax);
+}
+
+static void compare_blockwise(uint64_t *const state, const int64_t n, const int64_t blocksize) {
+  const bsh_dtype dtype = (bsh_dtype)random_below(state, 3);
+  const int64_t blocks = bsh_block_count(n, blocksize), n_out = n * dtype_size(dtype);
+  const float offset = random_unit(state);
+  const bool with_offset = random_below(state, 2), padded_map = random_below(state, 4) == 0;
+  float map[256];
+  memcpy(map, dynamic_bits, sizeof map);
+  if (padded_map)
+    for (int i = 100; i < 140; i++) map[i] = 0.0f; /* repeated entries, as in maps of fewer bits */
+  void *const x = make_input(state, n, dtype, random_below(state, 4) != 0), *const out = buffer(n_out),
+              *const expected_out = buffer(n_out);
+  uint8_t *const code = buffer(n), *const expected = buffer(n);
+  float *const absmax = buffer(4 * blocks), *const expected_absmax = buffer(4 * blocks);
+  if (random_below(state, 2) && dtype == BSH_F32) /* values on the thresholds themselves */
+    for (int64_t i = 0; i < n; i++) {
+      const int64_t entry = random_below(state, 255);
+      ((float *)x)[i] = i % blocksize ? (map[entry] + map[entry + 1]) * 0.5f : 1.0f;
+    }
+  bsh_quantize_blockwise_args args = {.x = x,
+                                      .map = map,
+                                      .offset = with_offset ? &offset : NULL,
+                                      .code = expected,
+                                      .absmax = expected_absmax,
+                                      .n = n,
+                                      .blocksize = blocksize,
+                                      .dtype = dtype};
+  bsh_dequantize_blockwise_args back = {.code = expected,
+                                        .absmax = expected_absmax,
+                                        .map = map,
+                                        .offset = args.offset,
+                                        .out = expected_out,
+                                        .n = n,
+                                        .blocksize = blocksize,
+                                        .dtype = dtype};
+  use("scalar", 1);
+  bsh_cpu_quantize_blockwise(&args);
+  bsh_cpu_dequantize_blockwise(&back);
+  args.code = code, args.absmax = absmax, back.out = out;
+  for (int i = 0; i < n_isas; i++) {
+    use(isas[i], 1 + i);
+    bsh_cpu_quantize_blockwise(&args);
+    bsh_cpu_dequantize_blockwise(&back);
+    check_same_bytes("quantize_blockwise codes", code, expected, n);
+    check_same_bytes("quantize_blockwise absmax", absmax, expected_absmax, 4 * blocks);
+    check_same_bytes("dequantize_blockwise", out, expected_out, n_out);
+  }
+  free(x), free(out), free(expected_out), free(code), free(expected), free(absmax), free(expected_absmax);
+}
+
+/* The whole tensor, and a rectangle of it with rows further apart than they are long. */
+static void compare_dequantize_4bit(uint64_t *const state, const int64_t rows, const int64_t columns,
+                                    const int64_t blocksize) {
+  const int64_t n = rows * columns;
+  owned_weight w = make_weight(state, n, blocksize, (bsh_format)random_below(state, 2), random_below(state, 2));
+  settle(&w);
+  if (random_below(state, 2) && n) /* hostile scales, as a checkpoint may hold them */
+    for (int64_t b = 0; b < bsh_block_count(n, blocksize); b += 3)
+      w.absmax[b] = hostile_value(state, (int)random_below(state, 10));
+  const bsh_dtype dtype = (bsh_dtype)random_below(state, 3);
+  const int64_t row0 = rows ? random_below(state, rows) : 0, column0 = columns ? random_below(state, columns) : 0;
+  const int64_t n_rows = rows ? 1 + random_below(state, rows - row0) : 0;
+  const int64_t n_columns = columns ? 1 + random_below(state, columns - column0) : 0;
+  const int64_t ld = n_columns + random_below(state, 9), size = dtype_size(dtype);
+  const int64_t part_bytes = n_rows ? ((n_rows - 1) * ld + n_columns) * size : 0;
+  void *const whole = buffer(n * size), *const expected = buffer(n * size), *const part = buffer(part_bytes);
+  bsh_dequantize_4bit_args args = {.weight = w.weight,
+                                   .out = expected,
+                                   .columns = columns,
+                                   .n_rows = rows,
+                                   .n_columns = columns,
+                                   .ld = columns,
+                                   .dtype = dtype};
+  use("scalar", 1);
+  bsh_cpu_dequantize_4bit(&args);
+  for (int i = 0; i < n_isas; i++) {
+    use(isas[i], 1 + i);
+    args.out = whole;
+    bsh_cpu_dequantize_4bit(&args);
+    check_same_bytes("dequantize_4bit", whole, expected, n * size);
+    bsh_cpu_dequantize_4bit(&(bsh_dequantize_4bit_args){.weight = w.weight,
+                                                        .out = part,
+                                                        .columns = columns,
+                                                        .row0 = row0,
+                                                        .n_rows = n_rows,
+                                                        .column0 = column0,
+                                                        .n_columns = n_columns,
+                                                        .ld = ld,
+                                                        .dtype = dtype});
+    for (int64_t r = 0; r < n_rows; r++)
+      check_same_bytes("rectangle", (char *)part + r * ld * size,
+                       (char *)expected + ((row0 + r) * columns + column0) * size, n_columns * size);
+  }
+  free(whole), free(expected), free(part);
+  free_weight(&w);
+}
+
+/* ---- linear_4bit ------------------------------------------------------------------------------------------------- */
+
+static double unit_roundoff(const bsh_dtype dtype) {
+  return dtype == BSH_F32 ? 0x1p-24 : dtype == BSH_F16 ? 0x1p-11 : 0x1p-8;
+}
+
+/* |result - exact| <= one rounding to dtype of the exact sum + (terms + 4) fp32 roundings of the sum of magnitudes. */
+static void check_sum(const char *const what, const float result, const double exact, const double magnitude,
+                      const int64_t terms, const bsh_dtype dtype) {
+  const double bound = 1.01 * unit_roundoff(dtype) * fabs(exact) + (double)(terms + 4) * 0x1p-24 * magnitude + 0x1p-24;
+  CHECK(fabs((double)result - exact) <= bound, "%s: %g instead of %g, bound %g", what, (double)result, exact, bound);
+}
+
+typedef struct {
+  int64_t M, N, K, ldx, ldy;
+  bsh_dtype dtype;
+  const float *w; /* decoded, [N, K] */
+  const void *x, *dy, *bias;
+} linear_case;
+
+static void check_forward(const char *const what, const linear_case *const c, const void *const y) {
+  for (int64_t m = 0; m < c->M; m++)
+    for (int64_t n = 0; n < c->N; n++) {
+      double exact = c->bias ? (double)load_f32(c->bias, c->dtype, n) : 0.0, magnitude = fabs(exact);
+      for (int64_t k = 0; k < c->K; k++) {
+        const double term = (double)load_f32(c->x, c->dtype, m * c->ldx + k) * (double)c->w[n * c->K + k];
+        exact += term;
+        magnitude += fabs(term);
+      }
+      check_sum(what, load_f32(y, c->dtype, m * c->ldy + n), exact, magnitude, c->K, c->dtype);
+    }
+}
+
+static void check_gradient(const char *const what, const linear_case *const c, const void *const dx) {
+  for (int64_t m = 0; m < c->M; m++)
+    for (int64_t k = 0; k < c->K; k++) {
+      double exact = 0, magnitude = 0;
+      for (int64_t n = 0; n < c->N; n++) {
+        const double term = (double)load_f32(c->dy, c->dtype, m * c->ldy + n) * (double)c->w[n * c->K + k];
+        exact += term;
+        magnitude += fabs(term);
+      }
+      check_sum(what, load_f32(dx, c->dtype, m * c->ldx + k), exact, magnitude, c->N, c->dtype);
+    }
+}
+
+static void compare_linear(uint64_t *const state, const int64_t M, const int64_t N, const int64_t K,
+                           const int64_t blocksize) {
+  owned_weight w = make_weight(state, N * K, blocksize, (bsh_format)random_below(state, 2), random_below(state, 2));
+  settle(&w);
+  const bsh_dtype dtype = (bsh_dtype)random_below(state, 3);
+  const int64_t ldx = K + random_below(state, 5), ldy = N + random_below(state, 5), size = dtype_size(dtype);
+  const int64_t y_bytes = M * ldy * size, dx_bytes = M * ldx * size;
+  void *const x = make_input(state, M * ldx, dtype, false), *const dy = make_input(state, M * ldy, dtype, false);
+  void *const bias = make_input(state, N, dtype, false), *const y = buffer(y_bytes), *const dx = buffer(dx_bytes);
+  void *const y_threads = buffer(y_bytes), *const dx_threads = buffer(dx_bytes);
+  float *const decoded = buffer(4 * N * K);
+  bsh_cpu_scalar.decode_4bit(
+      &(bsh_decode_run){.weight = &w.weight, .out = decoded, .end = N * K, .dtype = dtype, .wide = true});
+  const linear_case c = {.M = M,
+                         .N = N,
+                         .K = K,
+                         .ldx = ldx,
+                         .ldy = ldy,
+                         .dtype = dtype,
+                         .w = decoded,
+                         .x = x,
+                         .dy = dy,
+                         .bias = random_below(state, 2) ? bias : NULL};
+  const bsh_linear_4bit_args forward = {w.weight, .x = x, .bias = c.bias, .y = y,     .M = M,
+                                        .N = N,   .K = K, .ldx = ldx,     .ldy = ldy, .dtype = dtype};
+  const bsh_linear_4bit_dgrad_args gradient = {w.weight, .dy = dy,    .dx = dx,    .M = M,        .N = N,
+                                               .K = K,   .lddy = ldy, .lddx = ldx, .dtype = dtype};
+  bsh_linear_4bit_args forward_threads = forward;
+  bsh_linear_4bit_dgrad_args gradient_threads = gradient;
+  forward_threads.y = y_threads;
+  gradient_threads.dx = dx_threads;
+  for (int i = 0; i < n_isas; i++) {
+    char what[128];
+    snprintf(what, sizeof what, "linear %s %s M %" PRId64 " N %" PRId64 " K %" PRId64 " blocksize %" PRId64, isas[i],
+             dtype_names[dtype], M, N, K, blocksize);
+    use(isas[i], 1);
+    CHECK(bsh_cpu_linear_4bit(&forward, NULL) == BSH_OK, "%s", what);
+    CHECK(bsh_cpu_linear_4bit_dgrad(&gradient, NULL) == BSH_OK, "%s", what);
+    check_forward(what, &c, y);
+    check_gradient(what, &c, dx);
+    use(isas[i], 3);
+    bsh_cpu_linear_4bit(&forward_threads, NULL);
+    bsh_cpu_linear_4bit_dgrad(&gradient_threads, NULL);
+    check_same_bytes(what, y_threads, y, y_bytes);
+    check_same_bytes(what, dx_threads, dx, dx_bytes);
+  }
+  free(x), free(dy), free(bias), free(y), free(dx), free(y_threads), free(dx_threads), free(decoded);
+  free_weight(&w);
+}
+
+/* ---- checksum ---------------------------------------------------------------------------------------------------- */
+
+static void checksums(uint64_t *const state) {
+  for (int round = 0; round < 60; round++) {
+    const int64_t n = round < 20 ? round : random_below(state, 3 << 20);
+    uint8_t *const bytes = buffer(n);
+    for (int64_t i = 0; i < n; i++) bytes[i] = (uint8_t)random_bits(state);
+    uint64_t expected = 0;
+    for (int64_t i = 0; i < (n + 7) / 8; i++) {
+      uint64_t z = 0;
+      for (int64_t j = 0; j < 8 && 8 * i + j < n; j++) z |= (uint64_t)bytes[8 * i + j] << (8 * j);
+      z += (uint64_t)(i + 1) * 0x9E3779B97F4A7C15u;
+      z = (z ^ (z >> 32)) * 0xD6E8FEB86659FD93u;
+      expected += z ^ (z >> 32);
+    }
+    n_threads = 1 + round % 3;
+    CHECK(bsh_cpu_checksum(bytes, n) == expected, "n %" PRId64, n);
+    if (n) {
+      bytes[random_below(state, n)] ^= (uint8_t)(1u << random_below(state, 8));
+      CHECK(bsh_cpu_checksum(bytes, n) != expected, "a flipped bit goes unseen, n %" PRId64, n);
+    }
+    free(bytes);
+  }
+}
+
+int main(const int argc, char **const argv) {
+  check_seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
+  const int rounds = argc > 2 ? atoi(argv[2]) : 150;
+  uint64_t state = check_seed;
+  bsh_parallel_for = threaded_for;
+  n_isas = bsh_cpu_isas(isas, 4);
+  CHECK(bsh_cpu_set_isa("sse9") == BSH_BAD_VALUE, "an unknown instruction set");
+  conversion_facts();
+  grid_facts();
+  for (int i = 0; i < n_isas; i++) {
+    use(isas[i], 1);
+    format_facts();
+  }
+  for (int round = 0; round < rounds; round++) {
+    const int64_t blocksize = INT64_C(32) << random_below(&state, 8);
+    const int64_t n = round < 4 ? round : random_below(&state, round % 8 ? 5000 : 70000);
+    compare_quantize_4bit(&state, n, blocksize);
+    compare_blockwise(&state, n, blocksize);
+    compare_dequantize_4bit(&state, 1 + random_below(&state, 40), random_below(&state, 700), blocksize);
+    compare_dequantize_4bit(&state, 1, n, blocksize);
+    const int64_t K = round % 2 ? 64 * (1 + random_below(&state, 12)) : random_below(&state, 700);
+    compare_linear(&state, random_below(&state, 20), random_below(&state, 70), K, blocksize);
+  }
+  for (int M = 1; M <= 16; M++) compare_linear(&state, M, 5, 1088, 64);
+  checksums(&state);
+  printf("test_cpu: ok (seed %" PRIu64 ", %d rounds,", check_seed, rounds);
+  for (int i = 0; i < n_isas; i++) printf(" %s", isas[i]);
+  printf(")\n");
+}
