@@ -101,6 +101,7 @@ class BuildExtension(build_ext):
         temporary = Path(self.build_temp).resolve()
         temporary.mkdir(parents=True, exist_ok=True)
         nvcc = find_nvcc()
+        self.compiler.src_extensions.append(".S")
         sources = [Path(source) for source in ext.sources]
         macros = [("BSH_VERSION", f'"{VERSION}"'), ("_GNU_SOURCE", None)]
         macros += [("Py_LIMITED_API", "0x030a0000")] if ABI3 else []
