@@ -123,13 +123,11 @@ class Linear4bit(nn.Linear):
     def _apply(self, fn: Any, recurse: bool = True) -> Linear4bit:
         weight = self._parameters.get("weight")
         if isinstance(weight, Params4bit) and not weight.bnb_quantized:
-            # accelerate may have rebuilt the weight without its settings
-            weight.__dict__.update(
-                module=self,
-                quant_type=self.quant_type,
-                compress_statistics=self.compress_statistics,
-                quant_storage=self.quant_storage,
-            )
+            weight.module = self
+            if weight.is_meta:  # accelerate rebuilds a weight without its settings there
+                weight.quant_type = self.quant_type
+                weight.compress_statistics = self.compress_statistics
+                weight.quant_storage = self.quant_storage
         with module_move():
             return super()._apply(fn, recurse)
 

@@ -41,8 +41,11 @@ def empty(device: torch.device) -> Tensor:
 
 
 def table(name: str) -> Tensor:
-    """float32 table of the C core on the CPU: "nf4" [16], "fp4" [16] or "dynamic" [256]."""
-    return torch.frombuffer(bytearray(_C.table(name)), dtype=torch.float32)
+    """float32 table of the C core on the CPU: "nf4" [16], "fp4" [16] or "dynamic" [256].
+
+    Zeros are positive, as in bitsandbytes' files, although its kernels and ours decode FP4's code 8 to -0.0.
+    """
+    return torch.frombuffer(bytearray(_C.table(name)), dtype=torch.float32) + 0.0
 
 
 @torch.library.register_fake("bitshard::quantize_4bit")
