@@ -21,7 +21,7 @@ def layer_cases():
     for storage in STORAGES:
         for nested in (False, True):
             for quant_type in ("nf4", "fp4"):
-                yield f"{storage}-{nested}-{quant_type}", storage, nested, quant_type, (144, 80), torch.bfloat16
+                yield f"{storage}-{nested}-{quant_type}", storage, nested, quant_type, (144, 128), torch.bfloat16
     yield "odd", "uint8", True, "nf4", (5, 33), torch.float32
     yield "half", "float16", True, "nf4", (300, 64), torch.float16
 

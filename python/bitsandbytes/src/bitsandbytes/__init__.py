@@ -1,7 +1,7 @@
 """bitshard under the import name `bitsandbytes`.
 
 Every public name sits at the module path where bitsandbytes 0.50.2 has it. Code lives in the package `bitshard`; what
-is defined here is the `bitsandbytes::` operator names (`_ops`) and the names that bitshard does not have yet (`_absent`).
+is defined here is the `bitsandbytes::` operator names (`_ops`) and names that bitshard does not have yet (`_absent`).
 """
 
 from . import _ops as _ops
