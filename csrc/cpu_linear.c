@@ -106,20 +106,24 @@ static void decode_panel_rows(const int64_t begin, const int64_t end, void *cons
   }
 }
 
-/* Bias and rounding of one tile: out_compute, or out itself where the GEMM wrote there. */
+/* Bias of rows of `out` that the GEMM wrote in their final dtype. */
+static void add_bias_rows(const int64_t begin, const int64_t end, void *const ctx) {
+  const product *const p = ctx;
+  for (int64_t m = begin; m < end; m++) {
+    const int64_t first = (p->m0 + m) * p->ld_out + p->outer0;
+    for (int64_t j = 0; j < p->outer_n; j++)
+      store_f32(p->out, p->dtype, first + j,
+                load_f32(p->out, p->dtype, first + j) + load_f32(p->bias, p->dtype, p->outer0 + j));
+  }
+}
+
+/* Bias and rounding of one fp32 tile. */
 static void finish_out_rows(const int64_t begin, const int64_t end, void *const ctx) {
   const product *const p = ctx;
   for (int64_t m = begin; m < end; m++) {
     float *const tile = p->out_compute + m * p->outer_n;
     const int64_t first = (p->m0 + m) * p->ld_out + p->outer0;
-    if (p->compute == p->dtype) {
-      for (int64_t j = 0; j < p->outer_n; j++)
-        store_f32(p->out, p->dtype, first + j,
-                  load_f32(p->out, p->dtype, first + j) + load_f32(p->bias, p->dtype, p->outer0 + j));
-      continue;
-    }
-    if (p->bias)
-      for (int64_t j = 0; j < p->outer_n; j++) tile[j] += load_f32(p->bias, p->dtype, p->outer0 + j);
+    for (int64_t j = 0; p->bias && j < p->outer_n; j++) tile[j] += load_f32(p->bias, p->dtype, p->outer0 + j);
     bsh_cpu()->from_f32(tile, p->dtype, (char *)p->out + first * dtype_size(p->dtype), p->outer_n);
   }
 }
@@ -158,7 +162,8 @@ static bsh_status run_steps(product *const p) {
       p->outer_n = min_i64(p->panel_outer, p->outer - p->outer0);
       bsh_parallel_for(0, p->transposed ? p->outer_n : p->inner, 8, decode_panel_rows, p);
       BSH_TRY(multiply_panel(p));
-      if (p->compute != p->dtype || p->bias) bsh_parallel_for(0, p->m_n, 1, finish_out_rows, p);
+      if (p->compute != p->dtype) bsh_parallel_for(0, p->m_n, 1, finish_out_rows, p);
+      else if (p->bias) bsh_parallel_for(0, p->m_n, 1, add_bias_rows, p);
     }
   }
   return BSH_OK;

@@ -163,6 +163,8 @@ static void format_facts(void) {
   CHECK(quantize_pair(INFINITY, 1.0f, BSH_NF4, &absmax) == 0x07 && isinf(absmax), "inf * 0 is NaN, 1 * 0 is 0");
   CHECK(quantize_pair(1.0f, -0x1p-140f, BSH_FP4, &absmax) == 0x30, "a negative denormal has no sign");
   CHECK(quantize_pair(1.0f, -0x1p-120f, BSH_FP4, &absmax) == 0x38, "a tiny negative value is 0b1000");
+  CHECK(quantize_pair(0x1p-90f, -0x1p-127f, BSH_FP4, &absmax) == 0x30, "a denormal element has no sign");
+  CHECK(quantize_pair(0x1p-90f, -0x1p-126f, BSH_FP4, &absmax) == 0x38, "the smallest normal element has one");
   for (int i = 0; i < 15; i++) { /* a value on a threshold takes the lower code, the next float the upper one */
     const float t = bits_float(nf4[i]);
     CHECK(quantize_pair(1.0f, t, BSH_NF4, &absmax) == (0xF0 | i), "NF4 threshold %d", i);
@@ -172,12 +174,22 @@ static void format_facts(void) {
   uint8_t byte = 0;
   quantize(&one, 1, BSH_F32, BSH_NF4, 64, &byte, &absmax);
   CHECK(byte == 0x07 && absmax == 0.5f, "the element missing from the last byte is a zero, code 7: %02x", byte);
+}
 
-  const float threes[2] = {3.0f, 1.0f};
-  float inverse = reciprocal(3.0f);
-  CHECK(float_bits(inverse) - float_bits(1.0f / 3.0f) + 1u <= 2u, "within one ulp of 1 / %g", (double)threes[0]);
-  inverse = reciprocal(0x1p126f * 1.5f);
-  CHECK(inverse == 0.0f, "a denormal reciprocal is flushed");
+/* The counts of deviations from the correctly rounded reciprocal that were measured on the GPU. */
+static void reciprocal_facts(void) {
+  int below16 = 0, above16 = 0, below8 = 0, above8 = 0;
+  for (uint32_t mantissa = 0; mantissa < 1024; mantissa++) {
+    const float value = bits_float(0x41000000u | mantissa << 13);
+    const int difference = (int)(float_bits(reciprocal(value)) - float_bits(1.0f / value));
+    CHECK(difference >= -1 && difference <= 1, "1 / %g is off by %d ulp", (double)value, difference);
+    below16 += difference < 0, above16 += difference > 0;
+    if (mantissa % 8 == 0) below8 += difference < 0, above8 += difference > 0;
+  }
+  CHECK(below16 == 40 && above16 == 90, "fp16: %d below, %d above", below16, above16);
+  CHECK(below8 == 5 && above8 == 15, "bf16: %d below, %d above", below8, above8);
+  CHECK(reciprocal(0x1.8p126f) == 0.0f && reciprocal(INFINITY) == 0.0f, "denormal results are flushed");
+  CHECK(isinf(reciprocal(0.0f)) && reciprocal(0x1p-126f) == 0x1p126f, "the ends of the range");
 }
 
 /* Every cell of the grid that the vector kernels use holds one threshold at most, away from its borders. */
@@ -468,6 +480,7 @@ int main(const int argc, char **const argv) {
   CHECK(bsh_cpu_set_isa("sse9") == BSH_BAD_VALUE, "an unknown instruction set");
   conversion_facts();
   grid_facts();
+  reciprocal_facts();
   for (int i = 0; i < n_isas; i++) {
     use(isas[i], 1);
     format_facts();
