@@ -456,6 +456,8 @@ def create_dynamic_map(signed: bool = True, max_exponent_bits: int = 7, total_bi
     For each power of ten from 10^-(max_exponent_bits - 1) to 1 the midpoints of equal steps from 0.1 to 1, twice as
     many each time; and 0 and 1. Source: 8-bit Approximations for Parallelism in Deep Learning (arXiv 1511.04561).
     """
+    if (signed, max_exponent_bits, total_bits) == (True, 7, 8):
+        return ops.table("dynamic")  # the constants of the checkpoint format: linspace differs in the last bit on some CPUs
     spare_bits = total_bits - 1 - max_exponent_bits
     powers = [(i - max_exponent_bits + 1, 2 ** (i + spare_bits + (not signed))) for i in range(max_exponent_bits)]
     extra = 2**spare_bits - 1

@@ -1,0 +1,52 @@
+"""Fixtures: the instruction sets and devices that this machine can run, small threads, no environment of a launcher."""
+
+import os
+
+import pytest
+import torch
+from bitshard import _C
+
+# Variables of accelerate and torchrun that change the container of packed bytes.
+LAUNCHER = ("ACCELERATE_USE_FSDP", "RANK", "WORLD_SIZE", "LOCAL_RANK", "FSDP_VERSION", "ACCELERATE_MIXED_PRECISION")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    """Tests run as one process that was not launched to shard; a test that needs a variable sets it."""
+    if "BITSHARD_KEEP_ENVIRONMENT" not in os.environ:
+        for name in LAUNCHER:
+            monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(params=[*(f"cpu-{isa}" for isa in _C.isas()), "cuda"])
+def device(request):
+    """Each instruction set of this CPU, and the GPU: the device to put tensors on."""
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no GPU here; results of the last run are in benchmarks/results/")
+        yield torch.device("cuda", torch.cuda.current_device())
+        return
+    before = _C.isa()
+    _C.set_isa(request.param.removeprefix("cpu-"))
+    yield torch.device("cpu")
+    _C.set_isa(before)
+
+
+def report(actual: torch.Tensor, expected: torch.Tensor, bad: torch.Tensor) -> str:
+    """How many elements are bad, and the first of them with its place and both values."""
+    index = tuple(int(i) for i in torch.nonzero(bad)[0])
+    return f"{int(bad.sum())} of {bad.numel()} wrong, first at {index}: {actual[index]!r}, expected {expected[index]!r}"
+
+
+@pytest.fixture
+def assert_equal():
+    """assert_equal(actual, expected): same shape, dtype and bits (NaN equals NaN of the same bits)."""
+
+    def check(actual: torch.Tensor, expected: torch.Tensor) -> None:
+        assert actual.shape == expected.shape and actual.dtype == expected.dtype, (actual.shape, actual.dtype)
+        actual, expected = actual.detach().cpu().contiguous(), expected.detach().cpu().contiguous()
+        views = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+        bad = actual.view(views[actual.itemsize]) != expected.view(views[expected.itemsize])
+        assert not bad.any(), report(actual, expected, bad)
+
+    return check

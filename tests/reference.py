@@ -1,0 +1,102 @@
+"""Every op in obvious PyTorch. Slow, and exact up to the one rounding that each comment names."""
+
+import math
+
+import torch
+from bitshard import ops
+from torch import Tensor
+
+
+def blocks(x: Tensor, blocksize: int) -> Tensor:
+    """[n] -> float64 [n_blocks, blocksize], the last block filled up with zeros."""
+    flat = x.detach().double().flatten()
+    n_blocks = math.ceil(flat.numel() / blocksize)
+    return torch.nn.functional.pad(flat, (0, n_blocks * blocksize - flat.numel())).view(n_blocks, blocksize)
+
+
+def pack(codes: Tensor, itemsize: int) -> Tensor:
+    """4-bit codes [n] -> uint8 bytes, the first of a pair in the high half, zeros up to whole elements of `itemsize`."""
+    n_bytes = math.ceil(math.ceil(codes.numel() / 2) / itemsize) * itemsize
+    codes = torch.nn.functional.pad(codes, (0, 2 * n_bytes - codes.numel()))
+    return (codes[0::2] * 16 + codes[1::2]).to(torch.uint8)
+
+
+def unpack(packed: Tensor, n: int) -> Tensor:
+    """Packed tensor of any storage dtype -> 4-bit codes [n], int64."""
+    bytes_ = packed.detach().cpu().contiguous().flatten().view(torch.uint8).long()
+    return torch.stack([bytes_ // 16, bytes_ % 16], dim=1).flatten()[:n]
+
+
+def normalized(x: Tensor, blocksize: int) -> tuple[Tensor, Tensor]:
+    """x / absmax of its block, float64 [n]; and absmax float32 [n_blocks]."""
+    values = blocks(x, blocksize)
+    absmax = values.abs().amax(1)
+    return (values / absmax[:, None]).flatten()[: x.numel()], absmax.float()
+
+
+def thresholds(values: Tensor) -> Tensor:
+    """Middles between neighbours of ascending values, float64."""
+    ascending = values.double().sort().values
+    return (ascending[1:] + ascending[:-1]) / 2
+
+
+def quantize_4bit(x: Tensor, blocksize: int, quant_type: str) -> tuple[Tensor, Tensor]:
+    """Nearest value of the format to x / absmax: codes [n] int64, absmax float32 [n_blocks]. FP4 codes -0 for v < 0."""
+    v, absmax = normalized(x, blocksize)
+    values = ops.table(quant_type)
+    if quant_type == "nf4":
+        return (v[:, None] > thresholds(values)).sum(1), absmax
+    magnitudes, order = values[:8].sort()
+    code = order[(v.abs()[:, None] > thresholds(magnitudes)).sum(1)]
+    return code + 8 * (v < 0), absmax
+
+
+def dequantize_4bit(codes: Tensor, scale: Tensor, blocksize: int, quant_type: str, dtype: torch.dtype) -> Tensor:
+    """table[code] * scale of its block in float32, rounded once to dtype; [n]. FP4's code 8 is -0."""
+    table = ops.table(quant_type)
+    table = torch.cat([table[:8], -table[:8]]) if quant_type == "fp4" else table
+    scale = scale.float().repeat_interleave(blocksize)[: codes.numel()]
+    return (table[codes] * scale).to(dtype)
+
+
+def nested_scale(code: Tensor, map: Tensor, absmax2: Tensor, offset: Tensor) -> Tensor:
+    """map[code] * absmax2 of its 256 + offset, two float32 roundings; [n_blocks]."""
+    return map[code.long()] * absmax2.repeat_interleave(256)[: code.numel()] + offset
+
+
+def quantize_blockwise(x: Tensor, map: Tensor, offset: Tensor | None, blocksize: int) -> tuple[Tensor, Tensor]:
+    """Nearest value of an ascending map to (x - offset) / absmax: codes [n] int64, absmax float32 [n_blocks]."""
+    x = x.float() if offset is None else x.float() - offset
+    v, absmax = normalized(x, blocksize)
+    return torch.searchsorted(thresholds(map), v.flatten()), absmax
+
+
+def dequantize_blockwise(code: Tensor, absmax: Tensor, map: Tensor, offset: Tensor | None, blocksize: int) -> Tensor:
+    """map[code] * absmax of its block (+ offset), each step rounded to float32; [n]."""
+    values = map[code.flatten().long()] * absmax.repeat_interleave(blocksize)[: code.numel()]
+    return values if offset is None else values + offset
+
+
+def linear_4bit(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + bias in float64, for the decoded weight W [N, K]."""
+    y = x.double() @ weight.double().T
+    return y if bias is None else y + bias.double()
+
+
+def linear_4bit_dgrad(dy: Tensor, weight: Tensor) -> Tensor:
+    """dy W in float64, for the decoded weight W [N, K]."""
+    return dy.double() @ weight.double()
+
+
+def checksum(packed: Tensor) -> int:
+    """Sum mod 2^64 of mix(word_i + (i + 1) * golden ratio) over little-endian 8-byte words, as a signed number."""
+    data = bytes(packed.detach().cpu().contiguous().flatten().view(torch.uint8).tolist())
+    data += bytes(-len(data) % 8)
+    total, mask = 0, 2**64 - 1
+    for i in range(len(data) // 8):
+        z = int.from_bytes(data[8 * i : 8 * i + 8], "little") + (i + 1) * 0x9E3779B97F4A7C15 & mask
+        z ^= z >> 32
+        z = z * 0xD6E8FEB86659FD93 & mask
+        total += z ^ z >> 32
+    total &= mask
+    return total - 2**64 if total >> 63 else total

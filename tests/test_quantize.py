@@ -1,0 +1,383 @@
+"""Quantize, dequantize and multiply against the reference and against bytes that bitsandbytes made on a GPU."""
+
+import pathlib
+
+import cases
+import numpy as np
+import pytest
+import reference
+import torch
+from bitshard import _C, functional, ops
+
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "golden.npz"
+TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+BITS = {torch.float32: np.int32, torch.float16: np.int16, torch.bfloat16: np.int16}
+NEAR = 4 * 2.0**-23  # how far from a threshold fp32 arithmetic may decide either way
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(GOLDEN) as arrays:
+        return dict(arrays)
+
+
+def tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """Bits of the golden file as a tensor."""
+    return torch.from_numpy(array.view(BITS[dtype]) if dtype in BITS else array).view(dtype)
+
+
+def random_weight(n: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(n, generator=generator) * 0.05).to(device=device, dtype=dtype)
+
+
+# ---- golden bytes ----
+
+
+def keys(golden: dict, kind: str, dtype: str) -> list[str]:
+    return sorted({key.rpartition("/")[0] for key in golden if key.startswith(f"{kind}/{dtype}/")})
+
+
+def one_step(actual: torch.Tensor, expected: torch.Tensor, rank: torch.Tensor) -> torch.Tensor:
+    """Where two code tensors differ, after checking that they differ by one step of the ascending values only."""
+    bad = actual != expected
+    assert ((rank[actual.long()] - rank[expected.long()]).abs() <= 1).all()
+    return bad
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+def test_golden_4bit(golden, device, dtype, assert_equal):
+    """Packed bytes, scales and values equal bitsandbytes': always from 16-bit floats; from float32 a code may be one
+    off, in at most one of 100,000, where its approximate reciprocal decides a near-tie."""
+    differ = total = 0
+    for key in keys(golden, "4bit", dtype):
+        _, _, name, quant_type, blocksize = key.split("/")
+        x = tensor(golden[f"x/{dtype}/{name}"], TORCH[dtype])
+        packed, state = functional.quantize_4bit(x.to(device), blocksize=int(blocksize), quant_type=quant_type)
+        assert_equal(state.absmax, tensor(golden[f"{key}/absmax"], torch.float32))
+        expected = torch.from_numpy(golden[f"{key}/packed"])
+        values = ops.dequantize_4bit(
+            expected.to(device), *state.scales(), int(blocksize), ops.FORMATS[quant_type], 1, x.numel(), x.dtype
+        )
+        assert_equal(values.flatten(), tensor(golden[f"{key}/out"], TORCH[dtype]))
+        if dtype == "float32":
+            rank = ops.table(quant_type).argsort(stable=True).argsort()
+            codes, wanted = reference.unpack(packed, x.numel()), reference.unpack(expected, x.numel())
+            differ += int(one_step(codes, wanted, rank).sum())
+            total += x.numel()
+        else:
+            assert torch.equal(packed.cpu().flatten(), expected), key
+    assert differ <= total / 100_000, f"{differ} of {total} codes are one off"
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+def test_golden_nested(golden, device, dtype, assert_equal):
+    """Second-level codes are at most one off, in at most one of 1,000; given bitsandbytes' codes, values are bit-equal."""
+    differ = total = 0
+    map = ops.table("dynamic").to(device)
+    for key in keys(golden, "nested", dtype):
+        _, _, name, quant_type, blocksize = key.split("/")
+        x = tensor(golden[f"x/{dtype}/{name}"], TORCH[dtype])
+        offset = tensor(golden[f"{key}/offset"], torch.float32).to(device)
+        absmax = tensor(golden[f"{key.replace('nested', '4bit', 1)}/absmax"], torch.float32).to(device)
+        code, absmax2 = ops.quantize_blockwise(absmax, map, offset, 256)
+        assert_equal(absmax2, tensor(golden[f"{key}/absmax2"], torch.float32))
+        expected = torch.from_numpy(golden[f"{key}/code"])
+        differ += int(one_step(code.cpu(), expected, torch.arange(256)).sum())
+        total += code.numel()
+        packed = torch.from_numpy(golden[f"{key.replace('nested', '4bit', 1)}/packed"]).to(device)
+        values = ops.dequantize_4bit(
+            packed,
+            expected.to(device),
+            map,
+            absmax2,
+            offset,
+            int(blocksize),
+            ops.FORMATS[quant_type],
+            1,
+            x.numel(),
+            x.dtype,
+        )
+        assert_equal(values.flatten(), tensor(golden[f"{key}/out"], TORCH[dtype]))
+    assert differ <= total / 1_000, f"{differ} of {total} codes are one off"
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+def test_golden_8bit(golden, device, dtype, assert_equal):
+    """8-bit codes are at most one off, in at most one of 10,000; values are bit-equal."""
+    differ = total = 0
+    map = ops.table("dynamic").to(device)
+    for key in keys(golden, "8bit", dtype):
+        _, _, name, blocksize = key.split("/")
+        x = tensor(golden[f"x/{dtype}/{name}"], TORCH[dtype]).to(device)
+        code, absmax = ops.quantize_blockwise(x, map, ops.empty(device), int(blocksize))
+        assert_equal(absmax, tensor(golden[f"{key}/absmax"], torch.float32))
+        expected = torch.from_numpy(golden[f"{key}/code"])
+        differ += int(one_step(code.cpu(), expected, torch.arange(256)).sum())
+        total += code.numel()
+        values = ops.dequantize_blockwise(expected.to(device), absmax, map, ops.empty(device), int(blocksize), x.dtype)
+        assert_equal(values, tensor(golden[f"{key}/out"], TORCH[dtype]))
+    assert differ <= total / 10_000, f"{differ} of {total} codes are one off"
+
+
+def test_golden_maps(golden, assert_equal):
+    for name in ("nf4", "fp4", "dynamic"):
+        assert_equal(ops.table(name), tensor(golden[f"map/{name}"], torch.float32))
+    assert_equal(functional.create_dynamic_map(), tensor(golden["map/dynamic"], torch.float32))
+
+
+# ---- against the reference ----
+
+
+def assert_codes(codes: torch.Tensor, expected: torch.Tensor, v: torch.Tensor, thresholds: torch.Tensor) -> None:
+    """Codes are equal except where v lies on a threshold as far as fp32 can tell."""
+    near = ((v[:, None] - thresholds).abs() <= NEAR).any(1)
+    bad = (codes != expected) & ~near
+    assert not bad.any(), f"{int(bad.sum())} codes wrong, first at {int(torch.nonzero(bad)[0])}"
+
+
+@pytest.mark.parametrize("n", cases.SIZES)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("quant_type", cases.FORMATS)
+def test_quantize_4bit(device, n, dtype, quant_type, assert_equal):
+    x = random_weight(n, dtype, device, seed=n)
+    for blocksize, storage in zip(cases.BLOCKSIZES, (*cases.STORAGES, torch.uint8, torch.bfloat16), strict=True):
+        packed, absmax = ops.quantize_4bit(x, blocksize, ops.FORMATS[quant_type], storage)
+        expected, expected_absmax = reference.quantize_4bit(x.cpu(), blocksize, quant_type)
+        assert_equal(absmax, expected_absmax)
+        assert packed.dtype is storage and packed.shape == (_C.storage_elements(n, storage.itemsize), 1)
+        v, _ = reference.normalized(x.cpu(), blocksize)
+        middles = reference.thresholds(ops.table(quant_type).abs() if quant_type == "fp4" else ops.table(quant_type))
+        assert_codes(reference.unpack(packed, n), expected, v.abs() if quant_type == "fp4" else v, middles)
+        bytes_ = packed.cpu().flatten().view(torch.uint8)
+        assert not bytes_[_C.packed_bytes(n) :].any(), "padding is not zero"
+
+
+@pytest.mark.parametrize("n", cases.SIZES)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("quant_type", cases.FORMATS)
+def test_dequantize_4bit(device, n, dtype, quant_type, assert_equal):
+    """Plain and nested, from every storage dtype: bit-equal to the reference."""
+    x = random_weight(n, torch.float32, device, seed=n)
+    for blocksize, storage in zip(cases.BLOCKSIZES, (*cases.STORAGES, torch.uint8, torch.bfloat16), strict=True):
+        for nested in (False, True):
+            packed, state = functional.quantize_4bit(
+                x, blocksize=blocksize, compress_statistics=nested, quant_type=quant_type, quant_storage=storage
+            )
+            state.dtype = dtype
+            absmax, map, absmax2, offset = (t.cpu() for t in state.scales())
+            scale = reference.nested_scale(absmax, map, absmax2, offset) if nested else absmax
+            expected = reference.dequantize_4bit(reference.unpack(packed, n), scale, blocksize, quant_type, dtype)
+            assert_equal(functional.dequantize_4bit(packed, state), expected.view(n))
+
+
+@pytest.mark.parametrize("n", cases.SIZES)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_blockwise(device, n, dtype, assert_equal):
+    x = random_weight(n, dtype, device, seed=n)
+    map = ops.table("dynamic")
+    for blocksize, offset in ((256, torch.tensor(0.01)), (64, None), (4096, None), (16384, None)):
+        none = ops.empty(device) if offset is None else offset.to(device)
+        code, absmax = ops.quantize_blockwise(x, map.to(device), none, blocksize)
+        expected, expected_absmax = reference.quantize_blockwise(x.cpu(), map, offset, blocksize)
+        assert_equal(absmax, expected_absmax)
+        shifted = x.cpu().float() if offset is None else x.cpu().float() - offset
+        v, _ = reference.normalized(shifted, blocksize)
+        assert_codes(code.cpu().long(), expected, v, reference.thresholds(map))
+        values = ops.dequantize_blockwise(code, absmax, map.to(device), none, blocksize, torch.float32)
+        assert_equal(values, reference.dequantize_blockwise(code.cpu(), absmax.cpu(), map, offset, blocksize))
+
+
+def packed_weight(N: int, K: int, device, quant_type: str, nested: bool, storage=torch.uint8):
+    """(packed, state, decode): a random weight, and its values in a dtype as the product must see them."""
+    packed, state = functional.quantize_4bit(
+        random_weight(N * K, torch.float32, device, seed=N * K).view(N, K),
+        compress_statistics=nested,
+        quant_type=quant_type,
+        quant_storage=storage,
+    )
+
+    def decode(dtype):
+        rows, columns = state.shape
+        return ops.dequantize_4bit(
+            packed, *state.scales(), 64, ops.FORMATS[quant_type], rows, columns, dtype
+        )  # W is decoded straight to the dtype of x
+
+    return packed, state, decode
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias=None) -> None:
+    """|actual - a b| <= bound * sqrt(sum of squared products) + one rounding of the result."""
+    bound = cases.LINEAR_BOUND[actual.dtype]
+    size = (a.double().square() @ b.double().square()).sqrt()
+    if bias is not None:
+        size = size + bias.double().abs()
+    allowed = bound * size + torch.finfo(actual.dtype).eps * expected.abs() + torch.finfo(actual.dtype).tiny
+    bad = (actual.double() - expected).abs() > allowed
+    assert not bad.any(), (int(bad.sum()), (actual.double() - expected).abs().max())
+
+
+@pytest.mark.parametrize("shape", cases.LINEAR, ids=str)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_linear_4bit(device, shape, dtype):
+    M, N, K = shape
+    for quant_type, nested, storage in (("nf4", True, torch.uint8), ("fp4", False, torch.bfloat16)):
+        packed, state, decode = packed_weight(N, K, device, quant_type, nested, storage)
+        x = torch.randn(M, K, generator=torch.Generator().manual_seed(1)).to(device=device, dtype=dtype)
+        bias = torch.randn(N, generator=torch.Generator().manual_seed(2)).to(device=device, dtype=dtype)
+        for b in (None, bias):
+            y = functional.linear_4bit(x, packed, state, b)
+            assert y.dtype is dtype and y.shape == (M, N)
+            weight = decode(dtype)
+            assert_close(y, reference.linear_4bit(x, weight, b), x, weight.T, b)
+        stride = torch.stack([x, x], dim=-1)[..., 0]  # not contiguous
+        assert torch.equal(functional.linear_4bit(stride, packed, state), functional.linear_4bit(x, packed, state))
+
+
+@pytest.mark.parametrize("shape", cases.LINEAR, ids=str)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_linear_4bit_dgrad(device, shape, dtype):
+    M, N, K = shape
+    for quant_type, nested, storage in (("nf4", True, torch.uint8), ("fp4", False, torch.bfloat16)):
+        packed, state, decode = packed_weight(N, K, device, quant_type, nested, storage)
+        dy = torch.randn(M, N, generator=torch.Generator().manual_seed(1)).to(device=device, dtype=dtype)
+        dx = ops.linear_4bit_dgrad(dy, packed, *state.scales(), 64, ops.FORMATS[quant_type], N, K)
+        weight = decode(dtype)
+        assert_close(dx, reference.linear_4bit_dgrad(dy, weight), dy, weight)
+        expanded = dy[:1].expand(M, N)
+        wide = ops.linear_4bit_dgrad(expanded, packed, *state.scales(), 64, ops.FORMATS[quant_type], N, K)
+        assert_close(wide, reference.linear_4bit_dgrad(expanded, weight), expanded, weight)
+
+
+@pytest.mark.parametrize("n_bytes", [0, 1, 7, 8, 9, 63, 64, 65, 1000, 4099])
+def test_checksum(device, n_bytes):
+    data = torch.randint(0, 256, (n_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(n_bytes))
+    assert int(ops.checksum(data.to(device))) == reference.checksum(data)
+
+
+def test_checksum_sees_every_byte_and_its_place(device):
+    data = torch.zeros(64, dtype=torch.uint8)
+    sums = set()
+    for place in range(64):
+        for value in (1, 128):
+            changed = data.clone()
+            changed[place] = value
+            sums.add(int(ops.checksum(changed.to(device))))
+    assert len(sums) == 128 and int(ops.checksum(data.to(device))) not in sums
+
+
+def test_checksum_does_not_depend_on_the_container(device):
+    x = random_weight(1000, torch.float32, device)
+    sums = {int(ops.checksum(functional.quantize_4bit(x, quant_storage=storage)[0])) for storage in cases.STORAGES}
+    assert len(sums) == 1
+
+
+# ---- edges ----
+
+
+def test_no_elements(device):
+    packed, state = functional.quantize_nf4(torch.empty(0, 8, device=device), compress_statistics=True)
+    assert packed.shape == (0, 1) and functional.dequantize_4bit(packed, state).shape == (0, 8)
+
+
+def test_no_rows(device):
+    packed, state, _ = packed_weight(8, 64, device, "nf4", False)
+    assert functional.linear_4bit(torch.empty(0, 64, device=device), packed, state).shape == (0, 8)
+    none = torch.empty(2, 0, 8, device=device)
+    assert ops.linear_4bit_dgrad(none, packed, *state.scales(), 64, 0, 8, 64).shape == (2, 0, 64)
+
+
+def test_not_contiguous(device):
+    x = random_weight(96 * 64, torch.float32, device).view(96, 64)
+    strided = torch.stack([x, x], dim=-1)[..., 0]
+    assert torch.equal(functional.quantize_nf4(strided)[0], functional.quantize_nf4(x)[0])
+    assert torch.equal(functional.quantize_nf4(x.t())[0], functional.quantize_nf4(x.t().contiguous())[0])
+    assert torch.equal(functional.quantize_blockwise(strided)[0], functional.quantize_blockwise(x)[0])
+
+
+def test_isas_agree(assert_equal):
+    """Every instruction set gives the same bits for what the format determines."""
+    x = random_weight(4096 * 3 + 5, torch.bfloat16, torch.device("cpu"))
+    before, seen = _C.isa(), {}
+    try:
+        for isa in _C.isas():
+            _C.set_isa(isa)
+            packed, state = functional.quantize_nf4(x, compress_statistics=True)
+            seen[isa] = (packed, state.absmax, state.state2.absmax, functional.dequantize_4bit(packed, state))
+    finally:
+        _C.set_isa(before)
+    for results in seen.values():
+        for actual, expected in zip(results, seen["scalar"], strict=True):
+            assert_equal(actual, expected)
+
+
+def test_threads_agree(assert_equal):
+    """One thread and two give the same bits, also of the product."""
+    packed, state, _ = packed_weight(300, 512, torch.device("cpu"), "nf4", True)
+    x = torch.randn(33, 512, generator=torch.Generator().manual_seed(3)).bfloat16()
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            y = functional.linear_4bit(x, packed, state)
+            dx = ops.linear_4bit_dgrad(y, packed, *state.scales(), 64, 0, 300, 512)
+            results.append((functional.linear_4bit(x[:1], packed, state), y, dx))
+    finally:
+        torch.set_num_threads(before)
+    for one, two in zip(*results, strict=True):
+        assert_equal(one, two)
+
+
+# ---- leaks ----
+
+LEAK_CALLS = {
+    "quantize_4bit": lambda a: ops.quantize_4bit(a["x"], 64, 0, torch.bfloat16),
+    "dequantize_4bit": lambda a: ops.dequantize_4bit(a["packed"], *a["scales"], 64, 0, 256, 512, torch.bfloat16),
+    "quantize_blockwise": lambda a: ops.quantize_blockwise(a["x"], a["map"], a["none"], 256),
+    "dequantize_blockwise": lambda a: ops.dequantize_blockwise(
+        a["code"], a["absmax8"], a["map"], a["none"], 256, torch.float32
+    ),
+    "linear_4bit": lambda a: ops.linear_4bit(a["x"], a["packed"], *a["scales"], a["none"], 64, 0, 256, 512),
+    "linear_4bit_dgrad": lambda a: ops.linear_4bit_dgrad(a["dy"], a["packed"], *a["scales"], 64, 0, 256, 512),
+    "checksum": lambda a: ops.checksum(a["packed"]),
+}
+
+
+def resident_bytes() -> int:
+    fields = pathlib.Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * 4096
+
+
+@pytest.mark.parametrize("name", LEAK_CALLS)
+@pytest.mark.parametrize("fails", [False, True])
+def test_leak(name, fails):
+    """Memory stays flat over many calls, also of calls that the op refuses (each would leak 128 KiB or more)."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    packed, state, _ = packed_weight(256, 512, device, "nf4", True)
+    x = torch.randn(128, 512, device=device)
+    map = ops.table("dynamic").to(device)
+    code, absmax8 = ops.quantize_blockwise(x, map, ops.empty(device), 256)
+    arguments = {"packed": packed, "scales": state.scales(), "x": x, "dy": x[:, :256].contiguous(), "map": map}
+    arguments |= {"none": ops.empty(device), "code": code, "absmax8": absmax8}
+    if fails:  # float64 is no dtype that any op takes where these are
+        arguments |= {key: arguments[key].double() for key in ("x", "dy", "map")}
+        arguments |= {"scales": (state.absmax, *(t.double() for t in state.scales()[1:])), "absmax8": absmax8.double()}
+        if name == "checksum":
+            arguments["packed"] = packed.bool()
+
+    def call():
+        if not fails:
+            return LEAK_CALLS[name](arguments)
+        with pytest.raises(RuntimeError, match=f"{name}: "):
+            LEAK_CALLS[name](arguments)
+
+    def used():
+        return torch.cuda.memory_allocated() if device.type == "cuda" else resident_bytes()
+
+    for _ in range(10):
+        call()
+    before = used()
+    for _ in range(200):
+        call()
+    assert used() - before < 8 * 2**20
