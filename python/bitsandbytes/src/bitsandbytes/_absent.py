@@ -9,7 +9,7 @@ def refuse(name: str) -> NoReturn:
     raise NotImplementedError(
         f"{name} is not in bitshard yet, which has the 4-bit and blockwise half of bitsandbytes. "
         "Choose an option that does without it (for optimizers: optim='adamw_torch'), "
-        "or go back to the original with: pip install --force-reinstall bitsandbytes"
+        "or go back to the original: pip install --force-reinstall --no-deps bitsandbytes==0.50.2"
     )
 
 
