@@ -29,5 +29,5 @@ MODEL_LINEAR = ((4096, 4096), (14336, 4096), (28672, 8192))
 MODEL_M = (1, 4, 16, 64, 256)
 
 # Largest error of linear_4bit and linear_4bit_dgrad against fp64 with the decoded weight, in units of the rounding of
-the  # dtype times sqrt(sum of squared products): fp32 accumulation of up to 514 terms, one rounding to the dtype.
+# the dtype times sqrt(sum of squared products): fp32 accumulation of up to 514 terms, one rounding to the dtype.
 LINEAR_BOUND = {torch.float32: 64 * 2.0**-24, torch.float16: 4 * 2.0**-11, torch.bfloat16: 4 * 2.0**-8}

@@ -15,7 +15,7 @@ def blocks(x: Tensor, blocksize: int) -> Tensor:
 
 
 def pack(codes: Tensor, itemsize: int) -> Tensor:
-    """4-bit codes [n] -> uint8 bytes, the first of a pair in the high half, zeros up to whole elements of `itemsize`."""
+    """4-bit codes [n] -> uint8 bytes, the first of a pair in the high half, zeros up to whole storage elements."""
     n_bytes = math.ceil(math.ceil(codes.numel() / 2) / itemsize) * itemsize
     codes = torch.nn.functional.pad(codes, (0, 2 * n_bytes - codes.numel()))
     return (codes[0::2] * 16 + codes[1::2]).to(torch.uint8)

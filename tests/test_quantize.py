@@ -72,7 +72,7 @@ def test_golden_4bit(golden, device, dtype, assert_equal):
 
 @pytest.mark.parametrize("dtype", TORCH)
 def test_golden_nested(golden, device, dtype, assert_equal):
-    """Second-level codes are at most one off, in at most one of 1,000; given bitsandbytes' codes, values are bit-equal."""
+    """Second-level codes are at most one off, in at most one of 1,000; from the same codes, values are bit-equal."""
     differ = total = 0
     map = ops.table("dynamic").to(device)
     for key in keys(golden, "nested", dtype):

@@ -128,8 +128,18 @@ class Linear4bit(nn.Linear):
                 weight.quant_type = self.quant_type
                 weight.compress_statistics = self.compress_statistics
                 weight.quant_storage = self.quant_storage
-        with module_move():
-            return super()._apply(fn, recurse)
+        # A sharded weight stays where it is unless the device changes: a probe that no dtype move concerns shows that.
+        stays = (
+            _is_dtensor(weight) and fn(torch.empty(0, dtype=torch.uint8, device=weight.device)).device == weight.device
+        )
+        if stays:
+            self._parameters["weight"] = None
+        try:
+            with module_move():
+                return super()._apply(fn, recurse)
+        finally:
+            if stays:
+                self._parameters["weight"] = weight
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -226,6 +236,18 @@ class Linear4bit(nn.Linear):
         weight._set_state(new.quant_state)
         self.quant_type, self.quant_storage = new.quant_type, new.quant_storage
         self.compress_statistics = new.compress_statistics
+
+
+def _without_cast(fn: Any, weight: Tensor) -> Any:
+    """`fn` of `Module._apply` for a sharded packed weight: the move to a device without the change of dtype."""
+
+    def move(tensor: Tensor) -> Tensor:
+        if tensor is not weight:
+            return fn(tensor)
+        probe = fn(torch.empty(0, dtype=torch.uint8, device=tensor.device))  # a change of dtype leaves integers alone
+        return tensor if probe.device == tensor.device else tensor.to(probe.device)
+
+    return move
 
 
 def _is_dtensor(weight: Any) -> bool:

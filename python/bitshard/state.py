@@ -106,6 +106,9 @@ class QuantState:
         self._check_whole("copied or pickled")
         return self.__dict__.copy()
 
+    def __copy__(self) -> QuantState:
+        return self.clone()
+
     def _check_whole(self, what: str) -> None:
         if self.sharded is not None:
             raise ValueError(
