@@ -136,8 +136,8 @@ def repack(packed: torch.Tensor, state: Any, storage: torch.dtype) -> torch.Tens
 
 def packed_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """(name, module) of every module of `model` with a quantized 4-bit weight, sharded or not."""
-    modules = model.named_modules()
-    return [(n, m) for n, m in modules if getattr(m, "quant_state", None) is not None and hasattr(m, "weight")]
+    # wrappers of FSDP1 hand on the attributes of what they wrap, so only a module's own attributes count
+    return [(name, module) for name, module in model.named_modules() if vars(module).get("quant_state") is not None]
 
 
 @dataclass
@@ -353,7 +353,7 @@ def _flat_shares(model: nn.Module) -> dict[int, tuple[int, int, int]]:
             continue
         flat, ranks = handle.flat_param, handle.world_size if handle.uses_sharded_strategy else 1
         for info, numel, own in zip(flat._param_infos, flat._numels, flat._shard_param_infos):
-            if info.param_name == "weight" and getattr(info.module, "quant_state", None) is not None:
+            if info.param_name == "weight" and vars(info.module).get("quant_state") is not None:
                 kept = own.numel_in_shard or 0 if ranks > 1 else numel
                 shares[id(info.module)] = (numel * flat.element_size(), kept * flat.element_size(), ranks)
     return shares

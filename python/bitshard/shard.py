@@ -125,8 +125,8 @@ class Origin:
 class PackedShard(torch.Tensor):
     """Some rows of a packed 4-bit weight: storage-backed, of the container's dtype, [rows, 1] or a flat view of it.
 
-    Only ops that move bytes are allowed. Casts and arithmetic raise TypeError, for a value cast of packed words destroys
-    them without a trace.
+    Only ops that move bytes are allowed. Casts raise TypeError and arithmetic ValueError, for a value cast of packed
+    words destroys them without a trace.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -235,7 +235,10 @@ def _first_shard(args: Any) -> PackedShard | None:
 
 
 def _check_allowed(func: Any, shard: PackedShard, args: Any, kwargs: dict[str, Any]) -> None:
-    """TypeError unless `func` moves bytes and keeps their dtype."""
+    """TypeError where `func` casts, ValueError where it computes.
+
+    (Python turns a TypeError of an operator into its own "unsupported operand", without the reason.)
+    """
     if func in _LAYOUT:
         dtype = kwargs.get("dtype") or shard.dtype
     elif func is aten.copy_.default:
@@ -243,7 +246,7 @@ def _check_allowed(func: Any, shard: PackedShard, args: Any, kwargs: dict[str, A
     elif func in _BYTES or func.namespace in _COLLECTIVES:
         dtype = shard.dtype
     else:
-        raise TypeError(
+        raise ValueError(
             f"{func}: packed 4-bit weights ({shard.dtype}) can be moved, not computed with; dequantize first"
         )
     if dtype != shard.dtype:

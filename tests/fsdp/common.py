@@ -5,6 +5,7 @@ import contextlib
 import datetime
 import json
 import os
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -21,17 +22,18 @@ UNEVEN = (35, 33)  # 578 packed bytes (289 or 145 elements), 19 scales: never ev
 
 
 def start() -> tuple[torch.device, argparse.Namespace]:
-    """Join the process group (NCCL with GPUs, else gloo) and read --out and --only."""
+    """Join the process group (NCCL with GPUs, else gloo) and read the options."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", help="JSON result file, written by rank 0")
     parser.add_argument("--only", default="", help="comma-separated names of the checks to run; all by default")
+    parser.add_argument("--dir", default=tempfile.gettempdir(), help="folder for checkpoints, shared by the ranks")
     args = parser.parse_args()
     torch.set_num_threads(1)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=int(os.environ.get("BITSHARD_TEST_TIMEOUT", 60))))
     return device, args
 
 
@@ -143,6 +145,5 @@ def no_launch():
 
 
 def plant(words: torch.Tensor) -> None:
-    """Change one packed word in 1,000, and at least one, in place: the fault every comparison must see."""
-    as_int = words.view(-1).view(torch.uint8).view(-1, words.element_size())
-    as_int[::1000, 0] ^= 0x11
+    """Change one packed word in 1,000, and at least one, in place: the fault every comparison must see (other signs of its codes)."""
+    words.view(-1).view(torch.uint8).view(-1, words.element_size())[::1000] ^= 0x88

@@ -63,7 +63,7 @@ def shard_fsdp1(model, param_dtype, device):
         auto_wrap_policy=wrap,
         mixed_precision=MixedPrecision(param_dtype=param_dtype) if param_dtype else None,
         sharding_strategy=ShardingStrategy.FULL_SHARD,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device,
         use_orig_params=False,
     )
 
@@ -97,17 +97,18 @@ def check_shares(model, version, world):
         assert largest <= -(-share.packed // world) + 2 * 4 * world, (counts, share)
 
 
-def run_cell(version, storage, param_dtype, shape, device, world, fault=False):
-    """[wrong weight bytes, wrong scale bytes] of one cell."""
-    torch.manual_seed(0)
+def run_cell(version, storage, param_dtype, shape, device, world, fault=None):
+    """[wrong weight bytes, wrong scale bytes] of one cell, on this rank. `fault` ("weight" or "scales") is planted there."""
     model = build(shape, storage, device)
     spies = [Spy(block.base) for block in model]
     reference = [block.base.forward(torch.ones(2, block.base.in_features, dtype=BASE_DTYPE, device=device)) for block in model]
     [spy.seen.clear() for spy in spies]
-    if fault and version == 1:
+    if fault == "weight" and version == 1:
         plant(model[0].base.weight.data.as_subclass(torch.Tensor))
+    if fault == "scales":
+        plant(model[0].base.quant_state.absmax)
     model = shard_fsdp2(model, param_dtype) if version == 2 else shard_fsdp1(model, param_dtype, device)
-    if fault and version == 2:
+    if fault == "weight" and version == 2:
         plant(model[0].base.weight._local_tensor.plain())
     outputs = []
     hooked = [m for m in model.modules() if isinstance(m, Linear4bit)]
@@ -158,9 +159,9 @@ def main():
                 for param_name, param_dtype in PARAM_DTYPES.items():
                     cell = functools.partial(run_cell, version, storage, param_dtype, shape, device, world)
                     results[cell_name(version, storage_name, param_name, even)] = attempt(cell)
-        results[f"fsdp{version} planted fault"] = attempt(
-            lambda version=version: run_cell(version, torch.bfloat16, None, EVEN, device, world, fault=True)
-        )
+        for fault in ("weight", "scales"):
+            cell = functools.partial(run_cell, version, torch.bfloat16, None, EVEN, device, world, fault)
+            results[f"fsdp{version} planted {fault}"] = attempt(cell)
     with no_launch():
         for param_name, param_dtype in PARAM_DTYPES.items():
             for even, shape in (("even", EVEN), ("uneven", UNEVEN)):

@@ -1,0 +1,461 @@
+"""What the matrix leaves out, one thing at a time: offload, checkpointing, state dicts, resume, loss curves, misuse.
+
+    torchrun --nproc-per-node 2 tests/fsdp/axes.py --out result.json [--only NAME,NAME] [--dir SHARED_FOLDER]
+
+Every check raises where something is not exact; its error text becomes the result. NCCL with GPUs, else gloo.
+"""
+
+import functools
+import io
+import os
+import traceback
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from common import Block, Spy, as_bytes, finish, gathered_dtypes, plant, start
+from matrix import BASE_DTYPE, shard_fsdp1
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from bitshard import fsdp
+from bitshard.linear import Linear4bit
+from bitshard.shard import PackedShard
+
+SHAPE = (35, 33)
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def build(device, seed=0, storage=torch.uint8, dtype=BASE_DTYPE, shape=SHAPE):
+    n, k = shape
+    return nn.Sequential(Block(n, k, dtype, storage, device, seed), Block(k, n, dtype, storage, device, seed + 7))
+
+
+def shard(model, **options):
+    for block in model:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def layers(model):
+    return [module for module in model.modules() if isinstance(module, Linear4bit)]
+
+
+def batch(device, dtype=BASE_DTYPE, rows=4, seed=3):
+    return torch.randn(rows, SHAPE[1], generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def exact(model, device, like=None, steps=2, backward=True):
+    """Run `model` and require the bytes and scales of `like` (an unsharded model), or those it had when it was built."""
+    spies = [Spy(layer) for layer in layers(like)] if like is not None else model.spies
+    for spy, layer in zip(spies, layers(model), strict=True):
+        spy.seen.clear()
+        layer.register_forward_hook(spy.look)
+    for _ in range(steps):
+        y = model(batch(device))
+        if backward:
+            y.float().sum().backward()
+    for spy in spies:
+        assert len(spy.seen) >= steps and spy.wrong() == [0, 0], spy.seen
+
+
+def raises(kind, text, function):
+    """`function` must raise `kind` with every word of `text` in it, on this rank."""
+    try:
+        function()
+    except kind as error:
+        missing = [word for word in text.split("|") if word not in str(error)]
+        assert not missing, f"{missing} not in: {error}"
+        return
+    raise AssertionError(f"{kind} was not raised")
+
+
+def check_offload(device, args):
+    for pin in (False, True) if device.type == "cuda" else (False,):
+        model = shard(build(device), offload_policy=CPUOffloadPolicy(pin_memory=pin))
+        exact(model, device, build(device), steps=3)
+        for layer in layers(model):
+            assert layer.weight._local_tensor.device.type == "cpu"
+            assert layer.quant_state.sharded.scales.device.type == "cpu"
+
+
+def check_checkpointing(device, args):
+    plain, wrapped = shard(build(device)), build(device)
+    for i, block in enumerate(wrapped):
+        wrapped[i] = checkpoint_wrapper(block)
+    wrapped = shard(wrapped)
+    exact(plain, device, build(device), steps=1)
+    exact(wrapped, device, build(device), steps=1)
+    for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        assert a.grad is None or torch.equal(a.grad.to_local(), b.grad.to_local())
+
+
+def check_no_reshard(device, args):
+    model = shard(build(device), reshard_after_forward=False)
+    exact(model, device, build(device), steps=3)
+
+
+def check_freed_after_use(device, args):
+    """Between forwards the gathered bytes and scales hold no memory, and the layer says that it is sharded."""
+    model = shard(build(device))
+    model(batch(device)).float().sum().backward()
+    for layer in layers(model):
+        assert layer.quant_state.absmax.untyped_storage().nbytes() == 0
+        assert isinstance(layer.weight, DTensor)
+        raises(ValueError, "sharded", functools.partial(Linear4bit.forward, layer, batch(device)))
+        raises(ValueError, "full_state_dict", layer.quant_state.as_dict)
+
+
+def check_hsdp(device, args):
+    world = dist.get_world_size()
+    shapes = [(2, world // 2)] if world % 2 == 0 else []
+    for shape in [*shapes, (1, world)]:
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        model = shard(build(device), mesh=mesh)
+        other = shard(build(device, seed=50), mesh=mesh)
+        exact(model, device, build(device))
+        other.load_state_dict(model.state_dict())
+        exact(other, device, build(device))
+        third = shard(build(device, seed=60), mesh=mesh)
+        full = fsdp.full_state_dict(model)
+        fsdp.load_full_state_dict(third, full, broadcast_from_rank0=True)
+        exact(third, device, build(device))
+
+
+def check_eval_modes(device, args):
+    """A first forward without gradients, in inference mode too, then training."""
+    model = shard(build(device))
+    with torch.no_grad():
+        exact(model, device, build(device), backward=False)
+    exact(model, device, build(device))
+    with torch.inference_mode():
+        exact(model, device, build(device), backward=False)
+
+
+def check_sharded_state_dict(device, args):
+    """Entries are DTensors only; loaded in place and by assignment into models of other weights that never ran."""
+    for run_first in (False, True):
+        model = shard(build(device))
+        if run_first:
+            model(batch(device))
+        saved = model.state_dict()
+        assert all(isinstance(value, DTensor) for value in saved.values()), {k: type(v) for k, v in saved.items()}
+        assert {f"0.base.weight{end}" for end in ENTRIES} <= set(saved)
+        for assign in (False, True):
+            other = shard(build(device, seed=50))
+            other.load_state_dict(saved, assign=assign)
+            assert all(isinstance(layer.weight._local_tensor, PackedShard) for layer in layers(other))
+            exact(other, device, build(device))
+            saved = {key: value.clone() for key, value in saved.items()}
+
+
+ENTRIES = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".quant_state.bitsandbytes__nf4")
+
+
+def check_torch_save(device, args):
+    """A sharded state dict survives torch.save and torch.load(weights_only=True)."""
+    file = io.BytesIO()
+    torch.save({key: value.to_local() for key, value in shard(build(device)).state_dict().items()}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert all(type(value) is torch.Tensor for value in loaded.values())
+
+
+def check_full_state_dict(device, args):
+    """Ours: what an unsharded model of the declared storage saves, on rank 0. Loads into an unsharded and a sharded model."""
+    for storage in (torch.uint8, torch.float32):
+        full = fsdp.full_state_dict(shard(build(device, storage=storage)))
+        reference = {key: value.cpu() for key, value in build(device, storage=storage).state_dict().items()}
+        other = shard(build(device, seed=50, storage=storage))
+        other.load_state_dict({**other.state_dict(), **only_base(reference)})
+        exact(other, device, build(device, storage=storage))
+        other = shard(build(device, seed=60, storage=storage))
+        fsdp.load_full_state_dict(other, reference)
+        exact(other, device, build(device, storage=storage))
+        if dist.get_rank() != 0:
+            assert full == {}
+            continue
+        assert set(full) == set(reference), set(full) ^ set(reference)
+        for key, value in full.items():
+            found, expected = (bytes(as_bytes(data).tolist()).rstrip() for data in (value, reference[key]))
+            assert type(value) is torch.Tensor and value.dtype == reference[key].dtype, (key, value.dtype)
+            assert found == expected.rstrip(), key
+        whole = build(device, seed=50, storage=storage)
+        whole.load_state_dict(full)
+        for layer, original in zip(layers(whole), layers(build(device, storage=storage)), strict=True):
+            assert torch.equal(as_bytes(layer.weight), as_bytes(original.weight))
+
+
+def only_base(state_dict):
+    return {key: value for key, value in state_dict.items() if ".base.weight" in key}
+
+
+def check_torch_full_state_dict(device, args):
+    """torch's: whole tensors in the container's dtype, which torch loads back into a sharded model."""
+    model = shard(build(device))
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for layer, name in zip(layers(build(device)), ("0", "1"), strict=True):
+        assert torch.equal(as_bytes(full[f"{name}.base.weight"]), as_bytes(layer.weight))
+        assert torch.equal(full[f"{name}.base.weight.absmax"].cpu(), layer.quant_state.absmax.cpu())
+    other = shard(build(device, seed=50))
+    set_model_state_dict(other, dict(full), options=StateDictOptions(full_state_dict=True))
+    exact(other, device, build(device))
+
+
+def check_broadcast(device, args):
+    """`broadcast_from_rank0` delivers registered parameters only; the scales follow, or every rank raises."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    rank = dist.get_rank()
+    full = get_model_state_dict(shard(build(device)), options=FULL)
+    other = shard(build(device, seed=50))
+    set_model_state_dict(other, dict(full) if rank == 0 else {}, options=options)
+    exact(other, device, build(device))
+
+    bare = {key: value for key, value in full.items() if ".base.weight." not in key}
+    other = shard(build(device, seed=50))
+    raises(
+        (ValueError, RuntimeError),
+        "without its scales|absmax",
+        lambda: set_model_state_dict(other, dict(bare) if rank == 0 else {}, options=options),
+    )
+    dist.barrier()
+    same = shard(build(device))
+    set_model_state_dict(same, dict(bare) if rank == 0 else {}, options=options)
+    exact(same, device, build(device))
+
+    adapters = {key: value for key, value in full.items() if ".base." not in key}
+    lenient = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    same = shard(build(device))
+    set_model_state_dict(same, dict(adapters) if rank == 0 else {}, options=lenient)
+    exact(same, device, build(device))
+
+    declared = {key: value.cpu() for key, value in build(device).state_dict().items()}
+    declared = {key: value.view(-1).view(torch.uint8)[:578].view(-1, 1) if key.endswith(".base.weight") else value
+                for key, value in declared.items()}
+    other = shard(build(device, seed=50))
+    raises(
+        (TypeError, RuntimeError),
+        "",
+        lambda: set_model_state_dict(other, declared, options=StateDictOptions(full_state_dict=True)),
+    )
+
+
+def check_contradictions(device, args):
+    """Entries of another weight, format or size raise and name the key, on every rank."""
+    model = shard(build(device))
+    saved = model.state_dict()
+    plain = {key: value.full_tensor() for key, value in saved.items()}
+    key = "0.base.weight"
+    for change, text in (
+        ({f"{key}.absmax": plain[f"{key}.absmax"][:-1]}, "absmax|18|19"),
+        ({f"{key}.absmax": plain[f"{key}.absmax"].float()}, "float32|uint8"),
+        ({key: plain[key][:-1]}, "0.base.weight"),
+        ({name: plain[name.replace("0.", "1.", 1)] for name in plain if name.startswith(f"{key}.")}, "shape"),
+    ):
+        raises((ValueError, RuntimeError, TypeError), text, lambda change=change: model.load_state_dict({**saved, **change}))
+    missing = {name: value for name, value in saved.items() if name != f"{key}.absmax"}
+    raises((ValueError, RuntimeError), "absmax", lambda: model.load_state_dict(missing))
+
+
+def check_dcp(device, args):
+    """torch.distributed.checkpoint, into a model of other weights that never ran; and what another world size wrote."""
+    model, folder = shard(build(device)), os.path.join(args.dir, f"dcp{dist.get_world_size()}")
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    folders = [os.path.join(args.dir, name) for name in sorted(os.listdir(args.dir)) if name.startswith("dcp")]
+    for folder in folders:
+        other = shard(build(device, seed=50))
+        loaded = {"model": other.state_dict()}
+        dcp.load(loaded, checkpoint_id=folder)
+        other.load_state_dict(loaded["model"])
+        exact(other, device, build(device))
+    return len(folders)
+
+
+def train(model, device, dtype, steps, optimizer=None, rank=0, world=1, first=0):
+    """Losses of `steps` steps, averaged over ranks; each rank takes its part of the same batch of 6 rows."""
+    optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(first, first + steps):
+        x = batch(device, dtype, rows=6 * max(world, 1), seed=100 + step % 4).chunk(world)[rank]
+        target = batch(device, torch.float32, rows=6 * max(world, 1), seed=500 + step % 4).chunk(world)[rank]
+        loss = (model(x).float() - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        if world > 1:
+            dist.all_reduce(mean)
+        losses.append(float(mean) / world)
+    return losses
+
+
+class Curve(nn.Sequential):
+    """The two blocks at a scale where the base makes most of the loss."""
+
+    def forward(self, x):
+        return super().forward(x * 0.3)
+
+
+def curve_model(device, dtype, fault=False):
+    n, k = SHAPE
+    storage = dtype
+    model = Curve(Block(n, k, dtype, storage, device, 0), Block(k, n, dtype, storage, device, 7))
+    if fault:
+        plant(model[0].base.weight.data.as_subclass(torch.Tensor))
+    return model
+
+
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}  # relative; in bf16 the ranks' gradients are rounded before they are added
+
+
+def difference(a, b):
+    return max(abs(x - y) / abs(x) for x, y in zip(a, b, strict=True))
+
+
+def check_loss_curves(device, args):
+    """One process, FSDP1 and FSDP2 give one curve; a fault in one word of 1,000 does not."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = {}
+    for dtype, bound in BOUNDS.items():
+        alone = train_whole(curve_model(device, dtype), device, dtype, 12, world)
+        two = train(shard(curve_model(device, dtype)), device, dtype, 12, rank=rank, world=world)
+        one = train(shard_fsdp1(curve_model(device, dtype), None, device), device, dtype, 12, rank=rank, world=world)
+        assert sum(alone[-4:]) < 0.95 * sum(alone[:4]), alone
+        gaps = difference(alone, two), difference(alone, one)
+        assert max(gaps) <= bound, (dtype, gaps, alone, two, one)
+        broken = train(shard(curve_model(device, dtype, fault=True)), device, dtype, 12, rank=rank, world=world)
+        assert difference(alone, broken) > bound, (dtype, difference(alone, broken))
+        found[str(dtype)] = [*gaps, difference(alone, broken)]
+    return found
+
+
+def train_whole(model, device, dtype, steps, world):
+    """`train` of one process on the batch that `world` ranks share."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(steps):
+        x = batch(device, dtype, rows=6 * world, seed=100 + step % 4)
+        target = batch(device, torch.float32, rows=6 * world, seed=500 + step % 4)
+        loss = (model(x).float() - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def check_resume(device, args):
+    """Model and optimizer saved after 3 steps and loaded into a new process's model go on as if nothing had happened."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    run = functools.partial(train, device=device, dtype=torch.float32, rank=rank, world=world)
+
+    def new(seed):
+        model = shard(build(device, seed=seed, storage=torch.float32, dtype=torch.float32))
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+    model, optimizer = new(0)
+    run(model, steps=3, optimizer=optimizer)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    folder = os.path.join(args.dir, f"resume{world}")
+    dcp.save(state, checkpoint_id=folder)
+    expected = run(model, steps=3, optimizer=optimizer, first=3)
+    model, optimizer = new(50)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    assert run(model, steps=3, optimizer=optimizer, first=3) == expected
+
+
+def check_casts_raise(device, args):
+    """Casts and arithmetic on a shard raise; dtype moves of the module leave it alone."""
+    model = shard(build(device))
+    weight = layers(model)[0].weight
+    local = weight._local_tensor
+    for change in (
+        lambda: local.float(),
+        lambda: local.to(torch.float16),
+        lambda: local + 1,
+        lambda: local.mul_(2),
+        lambda: torch.empty(local.shape, dtype=torch.float32, device=device).copy_(local),
+        lambda: local.copy_(torch.zeros(local.shape, dtype=torch.float32, device=device)),
+        lambda: weight.float(),
+    ):
+        raises((TypeError, ValueError), "packed 4-bit", change)
+    for move in (model.half, model.float, model.bfloat16, lambda: model.to(torch.float16), lambda: model.to(BASE_DTYPE)):
+        move()
+        assert layers(model)[0].weight.dtype == BASE_DTYPE
+        assert isinstance(layers(model)[0].weight._local_tensor, PackedShard)
+    exact(model, device, build(device))
+
+
+def check_fp16(device, args):
+    """fp16 mixed precision over a base in any storage, with gradients in fp16."""
+    for storage in (torch.uint8, torch.float32):
+        policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
+        model = shard(build(device, storage=storage), mp_policy=policy)
+        with gathered_dtypes() as dtypes:
+            exact(model, device, build(device, storage=storage))
+        assert dtypes == {torch.uint8}
+
+
+def check_describe(device, args):
+    """The line that proves sharding, before and after the first forward, and for a model that is not sharded."""
+    world = dist.get_world_size()
+    assert "not sharded" in fsdp.describe(build(device))
+    assert fsdp.describe(nn.Linear(2, 2)) == "no 4-bit weights in this model"
+    model = shard(build(device, shape=(96, 64)))
+    line = fsdp.describe(model)
+    assert f"FSDP2 over {world} ranks" in line and f"(1/{world}.00)" in line and "(sharded)" in line, line
+    model(torch.ones(2, 64, device=device, dtype=BASE_DTYPE)).float().sum().backward()
+    assert fsdp.describe(model) == line
+    flat = fsdp.describe(shard_fsdp1(build(device, shape=(96, 64)), None, device))
+    assert f"FSDP1 over {world} ranks" in flat and "(whole)" in flat, flat
+    return line
+
+
+def check_fsdp1_state_dicts(device, args):
+    """FSDP1's full state dict is that of the unsharded model, in the declared storage."""
+    from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+
+    model = shard_fsdp1(build(device), None, device)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=False)):
+        full = model.state_dict()
+    reference = build(device).state_dict()
+    for key, value in reference.items():
+        assert key in full, (key, sorted(full))
+        assert torch.equal(as_bytes(full[key]), as_bytes(value)), key
+
+
+CHECKS = {name.removeprefix("check_"): function for name, function in globals().items() if name.startswith("check_")}
+
+
+def main():
+    device, args = start()
+    wanted = args.only.split(",") if args.only else list(CHECKS)
+    results = {}
+    for name in wanted:
+        try:
+            results[name] = {"ok": CHECKS[name](device, args)}
+        except Exception as error:
+            results[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-3000:]}
+        if dist.get_rank() == 0 or "error" in results[name]:
+            print(f"rank {dist.get_rank()} {name:24s} {results[name].get('trace', results[name].get('ok'))}", flush=True)
+        if "error" in results[name]:
+            break  # collectives of the ranks may be out of step
+    finish(results, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Start worker scripts on several processes of this machine's CPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+WORKERS = Path(__file__).parent
+
+
+def launch(world: int, script: str, *args: str, timeout: int = 240) -> str:
+    """Run a script of this folder under torchrun, without GPUs. Its output; an AssertionError with it where it fails."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    return run([*command, str(WORKERS / script), *args], timeout)
+
+
+def accelerate_launch(config: str, script: str, *args: str, timeout: int = 240) -> str:
+    """Run a script of this folder under `accelerate launch` with an FSDP config, through the shim that makes it real on a CPU."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(WORKERS / config)]
+    return run([*command, str(WORKERS / "cpu_fsdp.py"), str(WORKERS / script), *args], timeout)
+
+
+def run(command: list[str], timeout: int) -> str:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
+    env.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+    done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=timeout)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-6000:]}\n{done.stderr[-10000:]}"
+    return done.stdout

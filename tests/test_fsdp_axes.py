@@ -1,0 +1,53 @@
+"""FSDP2 one option at a time, and the state dicts: tests/fsdp/axes.py on two, three and four processes."""
+
+import json
+
+import pytest
+from fsdp.launch import launch
+
+CHECKS = (
+    "offload checkpointing no_reshard freed_after_use hsdp eval_modes sharded_state_dict torch_save full_state_dict "
+    "torch_full_state_dict broadcast contradictions dcp loss_curves resume casts_raise fp16 describe fsdp1_state_dicts"
+).split()
+THREE_RANKS = ("sharded_state_dict", "full_state_dict", "broadcast", "dcp", "offload")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Checkpoints, shared by the launches: what two ranks wrote, three read."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+def results(world, folder, *options):
+    out = folder / f"axes{world}.json"
+    print(launch(world, "axes.py", "--out", str(out), "--dir", str(folder), *options))
+    return json.loads(out.read_text())["ranks"]
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    return results(2, folder)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_ranks(two, check):
+    for rank in two:
+        assert "error" not in rank[check], rank[check].get("trace")
+
+
+def test_no_check_is_missing(two):
+    assert set(two[0]) == set(CHECKS)
+
+
+def test_three_ranks(two, folder):
+    """Uneven everywhere; DCP also reads what two ranks wrote."""
+    ranks = results(3, folder, "--only", ",".join(THREE_RANKS))
+    for rank in ranks:
+        assert {name: rank[name].get("error") for name in rank} == dict.fromkeys(THREE_RANKS)
+    assert ranks[0]["dcp"]["ok"] == 2
+
+
+def test_hybrid_sharding_on_four_ranks(folder):
+    """Two replicas of two shards."""
+    for rank in results(4, folder, "--only", "hsdp"):
+        assert "error" not in rank["hsdp"], rank["hsdp"].get("trace")

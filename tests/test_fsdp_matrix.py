@@ -1,0 +1,81 @@
+"""FSDP1 and FSDP2 on gloo: every storage, param_dtype, world size and split is byte-exact or raises the documented error."""
+
+import json
+
+import pytest
+from fsdp.launch import launch
+
+STORAGES = ("uint8", "bf16", "fp16", "fp32")
+PARAM_DTYPES = ("none", "bf16", "fp16", "fp32")
+SPLITS = ("even", "uneven")
+NEWEST_UINT8 = (2, 12)  # from here on fully_shard takes integer parameters
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def cells(request, tmp_path_factory):
+    """(world, results per rank) of one launch of the full product."""
+    out = tmp_path_factory.mktemp("matrix") / "result.json"
+    print(launch(request.param, "matrix.py", "--out", str(out)))
+    return request.param, json.loads(out.read_text())
+
+
+def everywhere(cells, name):
+    return [rank[name] for rank in cells[1]["ranks"]]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_fsdp2_is_exact_in_every_cell(cells, storage, split):
+    for param_dtype in PARAM_DTYPES:
+        name = f"fsdp2 {storage} {param_dtype} {split}"
+        assert all(counts == [0, 0] for counts in everywhere(cells, name)), (name, everywhere(cells, name))
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_fsdp2_true_uint8(cells, split):
+    """uint8 that stays uint8: exact where torch shards integers at all."""
+    major_minor = tuple(int(part) for part in cells[1]["torch"].split(".")[:2])
+    for param_dtype in PARAM_DTYPES:
+        for result in everywhere(cells, f"fsdp2 true-uint8 {param_dtype} {split}"):
+            if major_minor >= NEWEST_UINT8:
+                assert result == [0, 0]
+            else:
+                assert "can require gradients" in result
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_fsdp1_is_exact_or_names_the_setting(cells, storage, split):
+    world = cells[0]
+    container = "bf16" if storage == "uint8" else storage  # of the weights that were quantized
+    for param_dtype in PARAM_DTYPES:
+        for result in everywhere(cells, f"fsdp1 {storage} {param_dtype} {split}"):
+            if storage == "uint8" and world == 1:  # one process is no launch to shard in
+                assert "Cannot flatten integer dtype tensors" in result
+            elif param_dtype in ("none", container):
+                assert result == [0, 0], (param_dtype, result)
+            else:
+                assert result.startswith("ValueError") and "param_dtype" in result, result
+                assert "bnb_4bit_quant_storage" in result
+
+
+def test_fsdp1_true_uint8_is_refused_by_torch(cells):
+    for split in SPLITS:
+        for result in everywhere(cells, f"fsdp1 true-uint8 none {split}"):
+            assert result == "ValueError: Cannot flatten integer dtype tensors"
+
+
+def test_planted_faults_are_seen(cells):
+    """One word in 1,000 changed behind the back of the comparison: it must not report an exact cell."""
+    for result in everywhere(cells, "fsdp2 planted weight"):
+        assert result[0] > 0 and result[1] == 0
+    for version in (1, 2):
+        for result in everywhere(cells, f"fsdp{version} planted scales"):
+            assert result[0] == 0 and result[1] > 0
+    for result in everywhere(cells, "fsdp1 planted weight"):
+        assert result.startswith("ValueError") and "checksum" in result
+
+
+def test_no_cell_is_missing(cells):
+    expected = 2 * len(SPLITS) * len(PARAM_DTYPES) * (len(STORAGES) + 1) + 4
+    assert all(len(rank) == expected for rank in cells[1]["ranks"])
