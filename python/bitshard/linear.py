@@ -238,18 +238,6 @@ class Linear4bit(nn.Linear):
         self.compress_statistics = new.compress_statistics
 
 
-def _without_cast(fn: Any, weight: Tensor) -> Any:
-    """`fn` of `Module._apply` for a sharded packed weight: the move to a device without the change of dtype."""
-
-    def move(tensor: Tensor) -> Tensor:
-        if tensor is not weight:
-            return fn(tensor)
-        probe = fn(torch.empty(0, dtype=torch.uint8, device=tensor.device))  # a change of dtype leaves integers alone
-        return tensor if probe.device == tensor.device else tensor.to(probe.device)
-
-    return move
-
-
 def _is_dtensor(weight: Any) -> bool:
     if type(weight) is Params4bit or not torch.distributed.is_available():
         return False
