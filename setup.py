@@ -25,7 +25,7 @@ VERSION = "0.1.0"
 ABI3 = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 C_FLAGS = [
-    *("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
+    *("-std=gnu11", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
     "-fexceptions",  # errors leave an op as a C++ exception thrown by torch and unwind through C frames
     "-ffp-contract=off",  # the formats are defined by separately rounded products and sums
     "-fno-strict-aliasing",
