@@ -1,0 +1,68 @@
+# make demo [QUICK=1] [MODEL=FOLDER]   the main job: QLoRA in one process, under FSDP1 and under FSDP2
+# make test [TESTS=...]                the whole test suite, or what TESTS names
+# make lint                            layout and lint of Python, C and CUDA
+# make dev                             editable installs: Python edits count at once, `make test` rebuilds the C core
+#
+# Each makes .venv/ first, from constraints.txt. PYTHON=... uses the environment of another interpreter as it is, which
+# needs bitshard, its bitsandbytes, transformers, peft, accelerate, trl, datasets, matplotlib, gguf and pytest in it.
+
+PYTHON ?=
+QUICK ?=
+MODEL ?=
+TESTS ?= tests
+UPSTREAM := bitsandbytes==0.50.2
+
+packages := transformers accelerate peft trl datasets gguf matplotlib psutil pytest ruff clang-format
+sources := setup.py pyproject.toml $(shell find csrc cuda python -type f \
+	\( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' -o -name '*.py' -o -name '*.pyi' -o -name '*.toml' \))
+layout := $(shell find csrc cuda tests -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
+
+ifeq ($(PYTHON),)
+python := .venv/bin/python
+tools := .venv/.packages
+ready := .venv/.installed
+upstream := .cache/upstream/bitsandbytes/__init__.py
+else
+python := $(PYTHON)
+tools :=
+ready := given
+upstream :=
+endif
+pip := $(python) -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint dev given
+
+demo: $(ready)
+	$(python) examples/demo.py $(if $(QUICK),--quick) $(if $(MODEL),--model $(MODEL))
+
+test: $(ready) $(upstream)
+	$(python) -m pytest $(TESTS)
+
+lint: $(tools)
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+	$(dir $(python))clang-format --dry-run -Werror $(layout)
+
+dev: .venv/.packages
+	$(pip) -c constraints.txt -e . -e ./python/bitsandbytes
+	touch .venv/.editable .venv/.installed
+
+given:
+	$(python) -m bitshard
+
+# torch first and alone: what comes after it must not bring another build of it.
+.venv/.packages: constraints.txt
+	python3 -m venv .venv
+	$(pip) -c constraints.txt torch
+	$(pip) -c constraints.txt $(packages)
+	touch $@
+
+.venv/.installed: .venv/.packages $(sources)
+	if [ -e .venv/.editable ]; then $(python) setup.py -q build_ext --inplace; \
+	else $(pip) -c constraints.txt . ./python/bitsandbytes; fi
+	$(python) -m bitshard
+	touch $@
+
+# The original, in a folder of its own: checkpoints go both ways between it and the façade (tests/test_checkpoints.py).
+$(upstream):
+	$(pip) --no-deps --target .cache/upstream $(UPSTREAM)
