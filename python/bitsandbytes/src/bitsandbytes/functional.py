@@ -74,5 +74,19 @@ def get_ptr(A: torch.Tensor | None) -> ctypes.c_void_p | None:
 
 
 def has_avx512bf16() -> bool:
-    """False: packed weights have one layout on every processor and are never rearranged for this one."""
-    return False
+    """Whether this processor multiplies bfloat16 with AVX-512."""
+    return torch.cpu._is_avx512_bf16_supported()
+
+
+def _convert_weight_packed_for_cpu(
+    qweight: torch.Tensor, quant_state: QuantState, block_n: int = 32
+) -> tuple[torch.Tensor, QuantState]:
+    """Both as they are: packed weights have one layout on every processor."""
+    return qweight, quant_state
+
+
+def _convert_weight_packed_for_cpu_inverse(
+    packed_weight: torch.Tensor, quant_state: QuantState, block_n: int = 32
+) -> tuple[torch.Tensor, QuantState]:
+    """Both as they are: packed weights have one layout on every processor."""
+    return packed_weight, quant_state
