@@ -31,6 +31,12 @@ def random_weight(n: int, dtype: torch.dtype, device: torch.device, seed: int = 
     return (torch.randn(n, generator=generator) * 0.05).to(device=device, dtype=dtype)
 
 
+def test_on_gpu():
+    """Every test here with the `device` fixture runs on a GPU too, where there is one."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here; the results of the last run on one are in benchmarks/results/")
+
+
 # ---- golden bytes ----
 
 

@@ -392,7 +392,7 @@ def dequantize_blockwise(
 
 
 def get_4bit_type(typename: str, device: torch.device | str | None = None, blocksize: int = 64) -> Tensor:
-    """float32 [16]: the value of each 4-bit code of "nf4", "fp4" or "int4", scaled to a largest magnitude of 1.
+    """float32 [16]: the value of each 4-bit code of "nf4" or "fp4"; the largest magnitude is 1.
 
     `device` None is the GPU where there is one, else the CPU.
     """
@@ -400,9 +400,7 @@ def get_4bit_type(typename: str, device: torch.device | str | None = None, block
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if typename in ops.FORMATS:
         return _table(typename, torch.device(device)).clone()
-    if typename == "int4":
-        return torch.tensor([*range(7, -1, -1), *range(0, -8, -1)], dtype=torch.float32, device=device) / 7
-    raise NotImplementedError(f"4-bit type {typename!r} is not supported: expected nf4, fp4 or int4")
+    raise NotImplementedError(f"4-bit type {typename!r} is not supported: expected nf4 or fp4")
 
 
 def _padded_map(values: list[float]) -> Tensor:
@@ -457,7 +455,9 @@ def create_dynamic_map(signed: bool = True, max_exponent_bits: int = 7, total_bi
     many each time; and 0 and 1. Source: 8-bit Approximations for Parallelism in Deep Learning (arXiv 1511.04561).
     """
     if (signed, max_exponent_bits, total_bits) == (True, 7, 8):
-        return ops.table("dynamic")  # the constants of the checkpoint format: linspace differs in the last bit on some CPUs
+        return ops.table(
+            "dynamic"
+        )  # the constants of the checkpoint format: linspace differs in the last bit on some CPUs
     spare_bits = total_bits - 1 - max_exponent_bits
     powers = [(i - max_exponent_bits + 1, 2 ** (i + spare_bits + (not signed))) for i in range(max_exponent_bits)]
     extra = 2**spare_bits - 1

@@ -495,10 +495,8 @@ def _to(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 _CASTS = ("half", "float", "double", "bfloat16", "char", "short", "int", "long", "bool", "type", "type_as")
 _ARITHMETIC = (
     "add sub rsub mul div true_divide floor_divide remainder pow neg abs sqrt rsqrt exp log round clamp lerp addcmul "
-    "addcdiv "
-    "matmul mm mv bmm addmm addmv baddbmm einsum tensordot dot outer linear sum mean std var norm softmax relu "
-    "sigmoid tanh "
-    "normal uniform exponential bernoulli erfinv"
+    "addcdiv matmul mm mv bmm addmm addmv baddbmm einsum tensordot dot outer linear sum mean std var norm softmax relu "
+    "sigmoid tanh normal uniform exponential bernoulli erfinv zero fill"
 ).split()
 
 

@@ -1,0 +1,312 @@
+"""Linear4bit: forward, dtypes, state dicts, and what forward does with weights that others put in its place."""
+
+import io
+import logging
+
+import cases
+import pytest
+import torch
+from bitshard import functional
+from bitshard.linear import Linear4bit, LinearFP4, LinearNF4, fix_4bit_weight_quant_state_from_module
+from bitshard.tensor import Params4bit
+from torch import nn
+
+
+def layer(kind=LinearNF4, **settings) -> Linear4bit:
+    torch.manual_seed(0)
+    return kind(130, 96, **settings).to("cpu")
+
+
+def dense(module: Linear4bit) -> torch.Tensor:
+    return functional.dequantize_4bit(module.weight.data, module.quant_state)
+
+
+# ---- forward ----
+
+
+@pytest.mark.parametrize("kind", [LinearNF4, LinearFP4, Linear4bit])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
+def test_forward(kind, bias, storage):
+    module = layer(kind, bias=bias, quant_storage=storage)
+    assert module.quant_state.quant_type == ("nf4" if kind is LinearNF4 else "fp4")
+    x = torch.randn(2, 3, 130)
+    expected = nn.functional.linear(x, dense(module), module.bias)
+    assert torch.allclose(module(x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("compute", [None, *cases.DTYPES])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_dtypes(compute, dtype):
+    """The result has the dtype of x; the product is computed in compute_dtype, or in that of a first bf16 or fp32 x."""
+    module = layer(compute_dtype=compute)
+    x = torch.randn(4, 130).to(dtype)
+    y = module(x)
+    used = compute or dtype
+    expected = nn.functional.linear(x.to(used), dense(module).to(used), module.bias.to(used)).to(dtype)
+    assert y.dtype is dtype and torch.allclose(y.float(), expected.float(), atol=0.1, rtol=0.02)
+    assert module.compute_dtype is (compute or (None if dtype is torch.float16 else dtype))
+    assert module.bias.dtype is torch.float32, "forward changed the bias"
+
+
+def test_float16_warning(caplog):
+    with caplog.at_level(logging.WARNING, logger="bitshard.linear"):
+        layer()(torch.randn(4, 130).half())
+    assert "slow" in caplog.text
+
+
+def test_forward_changes_no_weight():
+    module = layer(quant_storage=torch.bfloat16)
+    weight, state, data = module.weight, module.quant_state, module.weight.data.clone()
+    with torch.no_grad():
+        module.eval()(torch.randn(1, 130))
+    module.train()(torch.randn(5, 130).requires_grad_()).sum().backward()
+    assert module.weight is weight and module.quant_state is state and weight.quant_state is state
+    assert torch.equal(weight.data.view(torch.uint8), data.view(torch.uint8))
+
+
+def test_no_buffers_and_frozen():
+    module = layer()
+    assert not list(module.buffers()) and not module.weight.requires_grad and module.bias.requires_grad
+
+
+def test_not_quantized_yet():
+    with pytest.raises(RuntimeError, match=r"\[96, 130\].*not quantized yet.*\.to\("):
+        LinearNF4(130, 96)(torch.randn(1, 130))
+
+
+def test_settings():
+    module = LinearNF4(130, 96, compress_statistics=False, quant_storage=torch.float16, device="meta")
+    assert (module.quant_type, module.compress_statistics, module.quant_storage) == ("nf4", False, torch.float16)
+    assert module.weight.is_meta and module.weight.module is module
+    with pytest.raises(TypeError, match="int32"):
+        LinearNF4(130, 96, quant_storage=torch.int32)
+    with torch.device("meta"):
+        assert Linear4bit(8, 8, False, torch.bfloat16).weight.is_meta
+
+
+def test_reset_parameters_leaves_packed_bytes():
+    module = layer(quant_storage=torch.bfloat16)
+    before = module.weight.data.clone()
+    module.reset_parameters()
+    assert torch.equal(module.weight.data.view(torch.uint8), before.view(torch.uint8))
+
+
+def test_from_a_dense_model():
+    torch.manual_seed(1)
+    source = nn.Sequential(nn.Linear(130, 96), nn.Linear(96, 8))
+    model = nn.Sequential(LinearNF4(130, 96), LinearNF4(96, 8))
+    assert not any(model.load_state_dict(source.state_dict()))
+    model.to("cpu")
+    x = torch.randn(16, 130)
+    assert (model(x) - source(x)).abs().mean() < 0.1 * source(x).abs().mean() + 0.1
+
+
+# ---- weights from others ----
+
+
+def test_a_weight_put_here_brings_its_state():
+    """peft's merge assigns a new Params4bit; accelerate may do so without `module`."""
+    module = layer()
+    other = Params4bit(torch.randn(96, 130), quant_type="fp4").to("cpu")
+    module.weight = other
+    fix_4bit_weight_quant_state_from_module(module)
+    assert module.quant_state is other.quant_state
+    x = torch.randn(2, 130)
+    assert torch.allclose(module(x), nn.functional.linear(x, dense(module), module.bias), atol=1e-5)
+
+
+def test_merge_like_peft():
+    module = layer()
+    weight = module.weight
+    kwargs = {**weight.__dict__, "bnb_quantized": False, "requires_grad": False}
+    module.weight = Params4bit(dense(module).cpu(), **kwargs).to("cpu")
+    assert module.quant_state is module.weight.quant_state
+    x = torch.randn(2, 130)
+    assert torch.allclose(module(x), nn.functional.linear(x, dense(module), module.bias), atol=1e-5)
+
+
+def as_fsdp1_view(module: Linear4bit, data: torch.Tensor) -> None:
+    """What FSDP1 leaves in the module: a plain tensor attribute instead of the parameter."""
+    module._parameters.pop("weight", None)
+    module.__dict__["weight"] = data
+
+
+def test_plain_views_are_verified_once(monkeypatch):
+    import bitshard.linear
+
+    module = layer(quant_storage=torch.bfloat16)
+    x = torch.randn(2, 130)
+    y = module(x)
+    data = module.weight.data.clone()
+    calls = []
+    monkeypatch.setattr(bitshard.linear, "verify", lambda *args: calls.append(args))
+    for _ in range(3):
+        as_fsdp1_view(module, data.clone())
+        assert torch.equal(module(x), y)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("bad", ["one bit", "another dtype", "fp32", "half of it", "rounded NaNs"])
+def test_damaged_views_raise(bad):
+    module = layer(quant_storage=torch.bfloat16)
+    data = module.weight.data.clone()
+    if bad == "one bit":
+        data.view(torch.uint8)[77, 0] ^= 16
+    elif bad == "another dtype":
+        data = data.to(torch.float16)
+    elif bad == "fp32":
+        data = data.float()
+    elif bad == "half of it":
+        data = data[: len(data) // 2]
+    else:
+        data.view(torch.int16)[5] = 0x7F81  # a signalling NaN, which a cast would rewrite
+    as_fsdp1_view(module, data)
+    with pytest.raises(ValueError, match="use_orig_params|param_dtype"):
+        module(torch.randn(2, 130))
+
+
+def test_flat_shard_raises():
+    module = layer(quant_storage=torch.bfloat16)
+    as_fsdp1_view(module, module.weight.data.flatten())
+    with pytest.raises(ValueError, match="FSDP"):
+        module(torch.randn(2, 130))
+
+
+def test_foreign_data_is_verified():
+    """FSDP1 with use_orig_params assigns `.data` of the parameter itself."""
+    module = layer(quant_storage=torch.bfloat16)
+    x = torch.randn(2, 130)
+    y, data = module(x), module.weight.data.clone()
+    module.weight.data = data.clone()
+    assert module.foreign_data and torch.equal(module(x), y) and module.verified_state is module.quant_state
+    other = layer(quant_storage=torch.bfloat16)
+    damaged = data.clone()
+    damaged.view(torch.uint8)[0] ^= 1
+    other.weight.data = damaged
+    with pytest.raises(ValueError, match="other bytes"):
+        other(x)
+
+
+def test_a_new_state_is_verified_again():
+    module = layer(quant_storage=torch.bfloat16)
+    x = torch.randn(2, 130)
+    as_fsdp1_view(module, module.weight.data.clone())
+    module(x)
+    module.quant_state = layer(quant_storage=torch.bfloat16, compress_statistics=False).quant_state
+    module.quant_state.checksum += 1
+    with pytest.raises(ValueError, match="other bytes"):
+        module(x)
+
+
+# ---- state dicts ----
+
+KEYS = {"weight", "weight.absmax", "weight.quant_map", "weight.quant_state.bitsandbytes__nf4"}
+NESTED_KEYS = {"weight.nested_absmax", "weight.nested_quant_map"}
+
+
+@pytest.mark.parametrize("storage", cases.STORAGES)
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dict(storage, nested, assign):
+    module = layer(quant_storage=storage, compress_statistics=nested)
+    saved = module.state_dict()
+    assert set(saved) == KEYS | {"bias"} | (NESTED_KEYS if nested else set())
+    assert all(type(value) is torch.Tensor for key, value in saved.items()), "plain tensors only"
+    assert saved["weight"].dtype is storage and saved["weight"].shape[1] == 1
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    x = torch.randn(3, 130)
+    for fresh in (
+        LinearNF4(130, 96),
+        LinearFP4(130, 96).to("cpu"),
+        LinearNF4(130, 96, quant_storage=torch.float16).to("cpu"),
+    ):
+        result = fresh.load_state_dict(loaded, assign=assign)
+        assert not result.missing_keys and not result.unexpected_keys
+        assert fresh.quant_state == module.quant_state and fresh.quant_state is fresh.weight.quant_state
+        assert fresh.weight.module is fresh and fresh.quant_storage is storage and fresh.quant_type == "nf4"
+        assert torch.equal(fresh(x), module(x)) and not fresh.foreign_data
+    meta = LinearNF4(130, 96, device="meta")
+    meta.load_state_dict(loaded, assign=True)
+    assert torch.equal(meta(x), module(x))
+
+
+def test_load_keeps_the_parameter_object():
+    module, source = layer(), layer(quant_storage=torch.uint8)
+    weight = module.weight
+    module.load_state_dict(source.state_dict())
+    assert module.weight is weight
+
+
+def test_safetensors(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = nn.Sequential(layer(), layer(quant_storage=torch.bfloat16), layer(LinearFP4, compress_statistics=False))
+    safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    fresh = nn.Sequential(LinearNF4(130, 96), LinearNF4(130, 96), LinearFP4(130, 96))
+    fresh.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
+    x = torch.randn(3, 130)
+    for ours, theirs in zip(fresh, model, strict=True):
+        assert torch.equal(ours(x), theirs(x))
+
+
+def test_container_and_files(monkeypatch):
+    """Under an FSDP launch the container is a float dtype; the state dict still says uint8, in both directions."""
+    plain = layer()
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    module = layer()
+    assert module.weight.dtype is torch.float32
+    saved = module.state_dict()
+    for key, value in plain.state_dict().items():
+        assert torch.equal(saved[key], value) and saved[key].dtype is value.dtype, key
+    fresh = LinearNF4(130, 96)
+    fresh.load_state_dict(plain.state_dict())
+    assert fresh.weight.dtype is torch.float32 and fresh.weight.quant_storage is torch.uint8
+    x = torch.randn(2, 130)
+    assert torch.equal(fresh(x), plain(x))
+    assert module.state_dict(keep_vars=True)["weight"] is module.weight
+
+
+def bad_dicts():
+    def without(*names):
+        return lambda saved: [saved.pop(name) for name in names]
+
+    def with_(name, value):
+        return lambda saved: saved.update({name: value(saved)})
+
+    return {
+        "no statistics": (without(*(KEYS | NESTED_KEYS) - {"weight"}), "other bytes"),
+        "no absmax": (without("weight.absmax"), "absmax is missing"),
+        "no blob": (without("weight.quant_state.bitsandbytes__nf4"), "neither quant_type"),
+        "no weight": (without("weight"), 'Missing key.*"weight"'),
+        "short weight": (with_("weight", lambda saved: saved["weight"][:-1]), "needs 6240"),
+        "cast weight": (with_("weight", lambda saved: saved["weight"].bfloat16()), "needs 3120"),
+        "another shape": (
+            lambda saved: saved.update(LinearNF4(64, 96).to("cpu").state_dict()),
+            r"\[96, 64\].*\[96, 130\]",
+        ),
+        "surprise": (with_("weight.surprise", lambda saved: torch.zeros(1)), "surprise"),
+    }
+
+
+@pytest.mark.parametrize("name", bad_dicts())
+def test_bad_state_dicts(name):
+    change, words = bad_dicts()[name]
+    torch.manual_seed(5)
+    saved = LinearNF4(130, 96).to("cpu").state_dict()
+    change(saved)
+    module = layer()
+    x = torch.randn(2, 130)
+    y = module(x)
+    with pytest.raises(RuntimeError, match=words):
+        module.load_state_dict(saved)
+    if name != "no weight":
+        module.bias.data.copy_(layer().bias)
+        assert torch.equal(module(x), y), "a refused dict must change nothing of the weight"
+
+
+def test_bytes_without_statistics_must_be_the_same_bytes():
+    module = layer()
+    assert not any(module.load_state_dict({k: v for k, v in module.state_dict().items() if k in ("weight", "bias")}))
