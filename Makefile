@@ -28,7 +28,7 @@ tools :=
 ready := given
 upstream :=
 endif
-pip := $(python) -m pip install --quiet --disable-pip-version-check
+pip := $(python) -m pip install -qq --disable-pip-version-check
 
 .PHONY: demo test lint dev given
 

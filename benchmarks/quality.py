@@ -1,0 +1,119 @@
+"""Held-out loss of SmolLM2-135M-Instruct, dense and in 4 bits: what quantization costs in quality.
+
+    python benchmarks/quality.py [--model FOLDER] [--dtype bfloat16] [--out benchmarks/results/FILE.md]
+
+Data: the first 16 sequences of 512 tokens of Python's own documentation (`pydoc_data.topics`, joined by blank lines).
+Loss: mean next-token cross entropy in nats. The model comes from examples/smollm2.py; its weights were stored in Q4_1
+before, so each 4-bit row is a second quantization. Whatever package `import bitsandbytes` finds does the work, so the
+same script measures the original with PYTHONPATH set to a folder that holds it.
+"""
+
+import argparse
+import platform
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import bitsandbytes
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+SEQUENCES, LENGTH = 16, 512
+# name, 4-bit type, nested scales
+ROWS = (
+    ("dense", None, False),
+    ("NF4", "nf4", False),
+    ("NF4, nested scales", "nf4", True),
+    ("FP4", "fp4", False),
+    ("FP4, nested scales", "fp4", True),
+)
+
+
+def text_ids(folder: Path) -> torch.Tensor:
+    """Tokens of the text, int64 [SEQUENCES, LENGTH]."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("\n\n".join(topics.values()), return_tensors="pt", verbose=False).input_ids[0]
+    return ids[: SEQUENCES * LENGTH].view(SEQUENCES, LENGTH)
+
+
+def load(folder: Path, dtype: torch.dtype, quant_type: str | None, nested: bool) -> torch.nn.Module:
+    """The model, its linear layers (all but the tied head) in 4 bits where `quant_type` names a format."""
+    config = None
+    if quant_type:
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=quant_type,
+            bnb_4bit_use_double_quant=nested,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, quantization_config=config, device_map={"": device}
+    ).eval()
+
+
+def bits_per_weight(model: torch.nn.Module) -> float:
+    """Bits per quantized weight, scales included; 16 where nothing is quantized."""
+    bits = weights = 0
+    for module in model.modules():
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if state is None:
+            continue
+        scales = [state.absmax, *([state.state2.absmax, state.offset] if state.nested else [])]
+        bits += 8 * sum(tensor.numel() * tensor.element_size() for tensor in (module.weight, *scales))
+        weights += state.shape.numel()
+    return bits / weights if weights else 16.0
+
+
+@torch.no_grad()
+def mean_loss(model: torch.nn.Module, ids: torch.Tensor) -> float:
+    """Mean next-token loss in nats over `ids`, int64 [sequences, length]."""
+    losses = [model(input_ids=row[None], labels=row[None]).loss.item() for row in ids.to(model.device)]
+    return sum(losses) / len(losses)
+
+
+def processor() -> str:
+    """Name of the GPU, or of the CPU and its widest vector instructions."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    name = next(line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)"
+
+
+def main() -> None:
+    """Measure all rows; print the table and, with --out, write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=ROOT / ".cache" / "smollm2-135m-instruct")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    transformers.logging.disable_progress_bar()
+    ids = text_ids(options.model)
+    lines = [
+        f"bitsandbytes {bitsandbytes.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
+        f"{processor()}, Python {platform.python_version()}, {date.today()}",
+        f"`python benchmarks/quality.py {' '.join(sys.argv[1:])}`".replace(f"{ROOT}/", ""),
+        "",
+        "| weights | bits per weight | loss | above dense | s |",
+        "|---|---|---|---|---|",
+    ]
+    dense = None
+    for name, quant_type, nested in ROWS:
+        begin = time.monotonic()
+        model = load(options.model, getattr(torch, options.dtype), quant_type, nested)
+        loss = mean_loss(model, ids)
+        dense = loss if dense is None else dense
+        seconds = time.monotonic() - begin
+        lines.append(f"| {name} | {bits_per_weight(model):.2f} | {loss:.4f} | {loss - dense:.4f} | {seconds:.0f} |")
+        print(lines[-1], flush=True)
+    print("\n".join(lines))
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
