@@ -1,0 +1,153 @@
+"""The fakes of every op, and torch.compile without graph breaks, forward and backward."""
+
+import pytest
+import torch
+from bitshard import functional, ops
+from bitshard.linear import LinearNF4
+from torch import nn
+
+NAMES = (
+    "quantize_4bit",
+    "dequantize_4bit",
+    "quantize_blockwise",
+    "dequantize_blockwise",
+    "linear_4bit",
+    "linear_4bit_dgrad",
+    "checksum",
+)
+
+
+def arguments(name: str, nested: bool, dtype: torch.dtype) -> tuple:
+    """Arguments of an op for a weight of odd shape."""
+    N, K = 33, 70
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(dtype)
+    packed, state = functional.quantize_nf4(w, compress_statistics=nested, quant_storage=torch.bfloat16)
+    map, none = ops.table("dynamic"), ops.empty(w.device)
+    code, absmax = ops.quantize_blockwise(w, map, none, 256)
+    return {
+        "quantize_4bit": (w, 64, 0, torch.float32),
+        "dequantize_4bit": (packed, *state.scales(), 64, 0, N, K, dtype),
+        "quantize_blockwise": (w, map, none, 256),
+        "dequantize_blockwise": (code, absmax, map, none, 256, dtype),
+        "linear_4bit": (torch.randn(2, 3, K).to(dtype), packed, *state.scales(), none, 64, 0, N, K),
+        "linear_4bit_dgrad": (torch.randn(2, 3, N).to(dtype), packed, *state.scales(), 64, 0, N, K),
+        "checksum": (packed,),
+    }[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(name, nested, dtype):
+    """Schema, fake and tracing agree with what the op does. Gradients are autograd.py's, not the op's."""
+    op = getattr(torch.ops.bitshard, name).default
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(op, arguments(name, nested, dtype), test_utils=checks)
+
+
+def test_every_op_is_here():
+    registered = {
+        name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("bitshard::")
+    }
+    assert registered == set(NAMES)
+
+
+def test_fakes_refuse_wrong_shapes():
+    packed, state = functional.quantize_nf4(torch.randn(33, 70))
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="71 columns"):
+        ops.linear_4bit(torch.empty(2, 71), packed, *state.scales(), ops.empty(packed.device), 64, 0, 33, 70)
+
+
+def both(model: nn.Module, x: torch.Tensor, **settings):
+    """(output, input gradient, parameter gradients), eager and compiled whole."""
+    results = []
+    for call in (model, torch.compile(model, fullgraph=True, **settings)):
+        x = x.detach().clone().requires_grad_()
+        model.zero_grad()
+        y = call(x)
+        y.square().sum().backward()
+        results.append((y.detach(), x.grad, *[p.grad for p in model.parameters() if p.requires_grad]))
+    return zip(*results, strict=True)
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+@pytest.mark.parametrize("nested", [False, True])
+def test_linear(storage, compute, nested):
+    torch._dynamo.reset()
+    model = LinearNF4(64, 32, compute_dtype=compute, compress_statistics=nested, quant_storage=storage).to("cpu")
+    for eager, compiled in both(model, torch.randn(3, 64), backend="aot_eager"):
+        assert torch.equal(eager, compiled)
+    with torch.no_grad():
+        x = torch.randn(5, 64)
+        assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
+
+
+class LoRALinear(nn.Module):
+    """A 4-bit base and a LoRA beside it, as peft builds it."""
+
+    def __init__(self, K: int, N: int):
+        super().__init__()
+        self.base_layer = LinearNF4(K, N, bias=False, compute_dtype=torch.float32, quant_storage=torch.bfloat16)
+        self.lora_A = nn.Linear(K, 4, bias=False)
+        self.lora_B = nn.Linear(4, N, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x).clone() + 2.0 * self.lora_B(self.lora_A(x))
+
+
+class LlamaBlock(nn.Module):
+    """RMSNorm, rotary attention, RMSNorm, gated MLP."""
+
+    def __init__(self, width: int = 64, heads: int = 4, hidden: int = 96):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (LoRALinear(width, width) for _ in range(4))
+        self.gate, self.up, self.down = LoRALinear(width, hidden), LoRALinear(width, hidden), LoRALinear(hidden, width)
+
+    def rotate(self, x):
+        angles = torch.arange(x.shape[-2])[:, None] * 10000 ** (-torch.arange(0, x.shape[-1], 2) / x.shape[-1])
+        a, b = x[..., 0::2], x[..., 1::2]
+        return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], dim=-1)
+
+    def forward(self, x):
+        h = self.norm1(x)
+        q, k, v = (p(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        h = nn.functional.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True)
+        x = x + self.o(h.transpose(1, 2).flatten(2))
+        h = self.norm2(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_llama_block_with_lora(backend):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = LlamaBlock().to("cpu")
+    for module in model.modules():
+        if isinstance(module, LoRALinear):
+            nn.init.normal_(module.lora_B.weight, std=0.02)
+    for eager, compiled in both(model, torch.randn(2, 8, 64), backend=backend):
+        assert torch.allclose(eager, compiled, atol=1e-4, rtol=1e-4)
+
+
+def test_dynamic_shapes():
+    torch._dynamo.reset()
+    model = LinearNF4(64, 32).to("cpu")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for M in (3, 7, 1, 20):
+        x = torch.randn(2, M, 64)
+        assert torch.equal(compiled(x), model(x))
+
+
+def test_compiled_quantize_and_dequantize():
+    torch._dynamo.reset()
+
+    def round_trip(x):
+        packed, absmax = ops.quantize_4bit(x, 64, 0, torch.uint8)
+        none = ops.empty(x.device)
+        return ops.dequantize_4bit(packed, absmax, none, none, none, 64, 0, *x.shape, x.dtype)
+
+    x = torch.randn(33, 70)
+    assert torch.equal(torch.compile(round_trip, fullgraph=True, backend="aot_eager")(x), round_trip(x))
