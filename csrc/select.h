@@ -9,7 +9,7 @@
 
 typedef enum {
   BSH_LINEAR_GEMV,      /* gemv_4bit.cu: few rows, any dtype, any sm */
-  BSH_LINEAR_GEMM_SM80, /* gemm_4bit_sm80.cu: fused mma.sync */
+  BSH_LINEAR_GEMM_SM90, /* gemm_4bit_sm90.cu: fused, M up to 64, sm_90 */
   BSH_LINEAR_DENSE,     /* dequantize by panels, then the vendor GEMM */
 } bsh_linear_kernel;
 
@@ -17,11 +17,12 @@ typedef enum {
 bsh_linear_kernel bsh_select_linear_4bit(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int sm, int sms,
                                          int64_t blocksize, bool nested);
 
-/* "gemv_4bit", "gemm_4bit_sm80", "dense". */
+/* "gemv_4bit", "gemm_4bit_sm90", "dense". */
 const char *bsh_linear_kernel_name(bsh_linear_kernel kernel);
 
-/* Lines of W (rows forward, columns backward; each `line` elements of `itemsize` bytes) to dequantize at a time so that
- * a panel takes at most workspace_bytes; at least one line, at most n_lines, a multiple of 64 where it can be. */
+/* Lines of W (rows forward, columns backward; each `line` elements of `itemsize` bytes) to dequantize at a time, so
+ * that a panel takes at most workspace_bytes: all n_lines, or the most that fit as a multiple of 1024, 256 or 64, the
+ * widths at which the vendor GEMM loses least; at least one line. */
 int64_t bsh_panel_lines(int64_t n_lines, int64_t line, int64_t itemsize, int64_t workspace_bytes);
 
 #endif

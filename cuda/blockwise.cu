@@ -1,8 +1,9 @@
 // blockwise.cu - quantize and dequantize 4-bit and 8-bit blocks, and the checksum: everything bound by memory.
 //
-// The fast kernels give a warp 1024 elements: 16 bytes of the wide tensor per lane and step, so that every access is
-// coalesced, and all loads of a warp are in flight before the first use. The grid covers the tensor once. The *_any
-// kernels take any alignment and any rectangle, one element (or one block) at a time. Host side: csrc/cuda_ops.c.
+// The fast kernels give a warp a tile of 1024 elements: 16 bytes of the wide tensor per lane and step, so that every
+// access is coalesced, and all loads of a warp are in flight before the first use. The grid covers the tensor once. A
+// tile cut by an end of the tensor, and the *_any kernels, which take any alignment, go one element (or one block) at a
+// time. Host side: csrc/cuda_ops.c.
 #include "common.cuh"
 
 namespace bsh {
@@ -16,11 +17,42 @@ __device__ __forceinline__ int log2_of(int64_t power_of_two) { return __ffsll(po
 
 // ---- dequantize_4bit ------------------------------------------------------------------------------------------------
 
+template <typename T>
+__device__ __forceinline__ void dequantize_element(const bsh_dequantize_4bit_args &a, int64_t row, int64_t column) {
+  const int64_t element = (a.row0 + row) * a.columns + a.column0 + column;
+  const int64_t block = element >> log2_of(a.weight.blocksize);
+  if (element >= a.weight.n) return;
+  const int byte = a.weight.packed[element / 2]; // the first of a pair is in the high nibble
+  const float unit = kValues[a.weight.format][element % 2 ? byte & 15 : byte >> 4];
+  const bool nested = a.weight.scales.absmax == nullptr;
+  const float scale = nested ? block_scale<true>(a.weight.scales, block) : block_scale<false>(a.weight.scales, block);
+  from_float(multiply_flush(unit, scale), static_cast<T *>(a.out) + row * a.ld + column);
+}
+
 // A warp tile is kSteps rows of kSpan columns. Lane l fetches the scale of one block of the tile: of row l / kPerRow,
 // the (l % kPerRow)-th block from the left; a span holds at most kPerRow blocks of 32. Needs, besides alignment, that a
 // span starts at a block border or lies inside one block (csrc/cuda_ops.c checks).
+template <typename T> struct DequantizeTile {
+  static constexpr int kWidth = Vector<T>::kWidth, kSpan = 32 * kWidth, kSteps = kWarpTile / kSpan;
+  static constexpr int kPerRow = 32 / kSteps;
+};
+
+// kWidth codes, the first in the lowest nibble pair's high nibble.
+template <int kWidth> __device__ __forceinline__ uint32_t load_codes(const uint8_t *source) {
+  uint32_t codes;
+  if constexpr (kWidth == 8) {
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(codes) : "l"(source));
+  } else {
+    uint16_t half;
+    asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(half) : "l"(source));
+    codes = half;
+  }
+  return codes;
+}
+
 template <typename T, bool kNested> __device__ __forceinline__ void dequantize_4bit(const bsh_dequantize_4bit_args &a) {
-  constexpr int kWidth = Vector<T>::kWidth, kSpan = 32 * kWidth, kSteps = kWarpTile / kSpan, kPerRow = 32 / kSteps;
+  using Tile = DequantizeTile<T>;
+  constexpr int kWidth = Tile::kWidth, kSpan = Tile::kSpan, kSteps = Tile::kSteps, kPerRow = Tile::kPerRow;
   const int lane = threadIdx.x % 32;
   const int shift = log2_of(a.weight.blocksize);
   const float unit = kValues[a.weight.format][lane % 16];
@@ -30,69 +62,56 @@ template <typename T, bool kNested> __device__ __forceinline__ void dequantize_4
   const int64_t column = (int64_t)(warp % spans) * kSpan;
   const int64_t corner = (a.row0 + row) * a.columns + a.column0 + column;
   wait_for_earlier_kernels();
-
-  uint32_t codes[kSteps];
-  int room[kSteps]; // elements this lane writes, kWidth but at an end
-#pragma unroll
-  for (int i = 0; i < kSteps; i++) {
-    const int64_t first = corner + i * a.columns + lane * kWidth;
-    const int64_t left = min(a.n_columns - column - lane * kWidth, a.weight.n - first);
-    room[i] = row + i < a.n_rows ? (int)max((int64_t)0, min((int64_t)kWidth, left)) : 0;
-    codes[i] = 0;
-    if (room[i] == kWidth) {
-      if constexpr (kWidth == 8) codes[i] = __ldg(reinterpret_cast<const uint32_t *>(a.weight.packed + first / 2));
-      else codes[i] = __ldg(reinterpret_cast<const uint16_t *>(a.weight.packed + first / 2));
-    } else {
-      for (int k = 0; k < room[i]; k += 2) codes[i] |= (uint32_t)a.weight.packed[(first + k) / 2] << (4 * k);
-    }
+  if (row + kSteps > a.n_rows || column + kSpan > a.n_columns ||
+      corner + (kSteps - 1) * a.columns + kSpan > a.weight.n) {
+    const int64_t right = min(column + kSpan, a.n_columns);
+    for (int64_t r = row; r < min(row + kSteps, a.n_rows); r++)
+      for (int64_t c = column + lane; c < right; c += 32) dequantize_element<T>(a, r, c);
+    return;
   }
-  const int64_t scaled = corner + (lane / kPerRow) * a.columns + min((lane % kPerRow) << shift, kSpan - 1);
-  const float scales = block_scale<kNested>(a.weight.scales, min(scaled, a.weight.n - 1) >> shift);
 
+  const uint8_t *const source = a.weight.packed + (corner + lane * kWidth) / 2;
+  uint32_t codes[kSteps];
+#pragma unroll
+  for (int i = 0; i < kSteps; i++) codes[i] = load_codes<kWidth>(source + i * (a.columns / 2));
+  const int64_t scaled = corner + (lane / kPerRow) * a.columns + min((lane % kPerRow) << shift, kSpan - 1);
+  const float scales = block_scale<kNested>(a.weight.scales, scaled >> shift);
+
+  T *const out = static_cast<T *>(a.out) + row * a.ld + column + lane * kWidth;
 #pragma unroll
   for (int i = 0; i < kSteps; i++) {
     const float scale = __shfl_sync(kAllLanes, scales, i * kPerRow + ((lane * kWidth) >> shift));
     float values[kWidth];
 #pragma unroll
-    for (int k = 0; k < kWidth; k++) // the first of a pair is in the high nibble
+    for (int k = 0; k < kWidth; k++)
       values[k] = multiply_flush(__shfl_sync(kAllLanes, unit, codes[i] >> (4 * (k ^ 1)), 16), scale);
     Vector<T> packed;
     packed.set(values);
-    T *const out = static_cast<T *>(a.out) + (row + i) * a.ld + column + lane * kWidth;
-    if (room[i] == kWidth) {
-      *reinterpret_cast<uint4 *>(out) = packed.raw;
-    } else {
-#pragma unroll
-      for (int k = 0; k < kWidth; k++)
-        if (k < room[i]) from_float(values[k], out + k);
-    }
+    *reinterpret_cast<uint4 *>(out + i * a.ld) = packed.raw;
   }
 }
 
 template <typename T> __device__ __forceinline__ void dequantize_4bit_any(const bsh_dequantize_4bit_args &a) {
-  const int shift = log2_of(a.weight.blocksize);
   const int64_t total = a.n_rows * a.n_columns;
   wait_for_earlier_kernels();
-  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += (int64_t)gridDim.x * blockDim.x) {
-    const int64_t row = i / a.n_columns, column = i % a.n_columns;
-    const int64_t element = (a.row0 + row) * a.columns + a.column0 + column;
-    const int byte = a.weight.packed[element / 2];
-    const float unit = kValues[a.weight.format][element % 2 ? byte & 15 : byte >> 4];
-    const bool nested = a.weight.scales.absmax == nullptr;
-    const float scale = nested ? block_scale<true>(a.weight.scales, element >> shift)
-                               : block_scale<false>(a.weight.scales, element >> shift);
-    from_float(multiply_flush(unit, scale), static_cast<T *>(a.out) + row * a.ld + column);
-  }
+  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += (int64_t)gridDim.x * blockDim.x)
+    dequantize_element<T>(a, i / a.n_columns, i % a.n_columns);
 }
 
 // ---- quantize_4bit --------------------------------------------------------------------------------------------------
 
-// The code of v is the number of thresholds below it. [-1, 1] is cut into bins of width 1/15, each with one threshold
-// at most: code = thresholds of lower bins + (v > threshold of this bin). The bin is round(15 v), taken from the low
-// bits of 15 v + 1.5 * 2^23; rounding is monotonic, so a threshold in another bin lies on the right side of v.
-constexpr int kBins = 32;
-constexpr float kBinScale = 15.0f, kBinBias = 12582912.0f;
+// The code of v is the number of thresholds below it. [-1, 1] is cut into bins of width 1/15 (FP4: [0, 1] into 1/14),
+// each with one threshold at most: code = thresholds of lower bins + (v > threshold of this bin). The bin is the
+// rounded 15 v, taken from the low bits of 15 v + 15 + 1.5 * 2^23; rounding is monotonic, so a threshold in another bin
+// lies on the right side of v. The low bits of a NaN are 31, a bin of its own with code 0.
+constexpr int kBins = 32, kNanBin = 31;
+constexpr float kBinBias = 12582912.0f;
 constexpr uint32_t kNoThreshold = 0x7F800000u;
+
+template <int kFormat> struct Bins {
+  static constexpr float kScale = kFormat == BSH_FP4 ? 14.0f : 15.0f;
+  static constexpr int kFirst = kFormat == BSH_FP4 ? 0 : -15; // bin of entry 0
+};
 
 constexpr double value_of_bits(uint32_t bits) {
   double value = 1.0 + (bits & 0x7FFFFFu) / 8388608.0;
@@ -100,27 +119,27 @@ constexpr double value_of_bits(uint32_t bits) {
   return bits >> 31 ? -value : value; // magnitudes below 1 only
 }
 
-constexpr int bin_of(uint32_t bits) {
-  const double scaled = value_of_bits(bits) * kBinScale;
+template <int kFormat> constexpr int bin_of(uint32_t bits) {
+  const double scaled = value_of_bits(bits) * Bins<kFormat>::kScale;
   return (int)(scaled < 0 ? scaled - 0.5 : scaled + 0.5);
 }
 
 struct BinTable {
-  uint32_t threshold[kBins]; // fp32 bits; entry of bin i is i mod 32
+  uint32_t threshold[kBins]; // fp32 bits
   uint32_t below[kBins];     // thresholds of lower bins
   bool unique;
 };
 
-template <int kCount> constexpr BinTable make_bins(const uint32_t (&thresholds)[kCount]) {
+template <int kFormat, int kCount> constexpr BinTable make_bins(const uint32_t (&thresholds)[kCount]) {
   BinTable table{};
   table.unique = true;
-  for (int bin = -16; bin < 16; bin++) {
-    const int entry = (bin + kBins) % kBins;
+  for (int entry = 0; entry < kBins; entry++) {
+    const int bin = entry + Bins<kFormat>::kFirst;
     table.threshold[entry] = kNoThreshold;
     int inside = 0;
-    for (int i = 0; i < kCount; i++) {
-      if (bin_of(thresholds[i]) < bin) table.below[entry]++;
-      if (bin_of(thresholds[i]) != bin) continue;
+    for (int i = 0; i < kCount && entry != kNanBin; i++) {
+      if (bin_of<kFormat>(thresholds[i]) < bin) table.below[entry]++;
+      if (bin_of<kFormat>(thresholds[i]) != bin) continue;
       table.threshold[entry] = thresholds[i];
       inside++;
     }
@@ -131,8 +150,9 @@ template <int kCount> constexpr BinTable make_bins(const uint32_t (&thresholds)[
 
 constexpr uint32_t kNf4Thresholds[15] = {BSH_NF4_THRESHOLD_BITS};
 constexpr uint32_t kFp4Thresholds[7] = {BSH_FP4_THRESHOLD_BITS};
-static_assert(make_bins(kNf4Thresholds).unique && make_bins(kFp4Thresholds).unique, "a bin holds two thresholds");
-__device__ constexpr BinTable kBinTables[2] = {make_bins(kNf4Thresholds), make_bins(kFp4Thresholds)};
+static_assert(make_bins<BSH_NF4>(kNf4Thresholds).unique && make_bins<BSH_FP4>(kFp4Thresholds).unique,
+              "a bin holds two thresholds");
+__device__ constexpr BinTable kBinTables[2] = {make_bins<BSH_NF4>(kNf4Thresholds), make_bins<BSH_FP4>(kFp4Thresholds)};
 
 constexpr uint32_t order_nibbles() {
   constexpr uint32_t order[8] = {BSH_FP4_ORDER};
@@ -152,49 +172,80 @@ template <int kFormat> struct Encoder {
     below = kBinTables[kFormat].below[threadIdx.x % kBins];
   }
 
-  // v = x / absmax, or NaN, whose code is 0.
-  __device__ __forceinline__ uint32_t encode(float v) const {
-    const float position = kFormat == BSH_FP4 ? fmaxf(fabsf(v), 0.0f) : fmaxf(v, -1.0f);
-    const int bin = __float_as_int(__fmaf_rn(position, kBinScale, kBinBias));
-    const bool above = (kFormat == BSH_FP4 ? fabsf(v) : v) > __shfl_sync(kAllLanes, threshold, bin);
-    const uint32_t rank = __shfl_sync(kAllLanes, below, bin) + above;
-    if constexpr (kFormat == BSH_NF4) return rank;
-    return (kFp4Order >> (4 * rank) & 7u) | (v < 0.0f ? 8u : 0u);
+  // codes + (code of v << shift), for v = x / absmax or NaN.
+  __device__ __forceinline__ uint32_t add_code(uint32_t codes, float v, int shift) const {
+    const float position = kFormat == BSH_FP4 ? fabsf(v) : v;
+    const int bin = __float_as_int(__fmaf_rn(position, Bins<kFormat>::kScale, kBinBias - Bins<kFormat>::kFirst));
+    const float nearest = __shfl_sync(kAllLanes, threshold, bin);
+    const uint32_t lower = __shfl_sync(kAllLanes, below, bin);
+    if constexpr (kFormat == BSH_NF4) {
+      codes += lower << shift;
+      asm("{ .reg .pred above; setp.gt.f32 above, %1, %2; @above add.u32 %0, %0, %3; }"
+          : "+r"(codes)
+          : "f"(v), "f"(nearest), "r"(1u << shift));
+      return codes;
+    }
+    const uint32_t code = (kFp4Order >> (4 * (lower + (position > nearest))) & 7u) | (v < 0.0f ? 8u : 0u);
+    return codes + (code << shift);
   }
 };
+
+__device__ __forceinline__ float warp_absmax(float absmax) {
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) absmax = fmaxf(absmax, __shfl_xor_sync(kAllLanes, absmax, d));
+  return absmax;
+}
+
+// One block by one warp, twice over its elements. What is missing of a short block counts as zeros.
+template <typename T, int kFormat>
+__device__ void quantize_block(const bsh_quantize_4bit_args &a, const Encoder<kFormat> &encoder, int64_t block) {
+  const int lane = threadIdx.x % 32;
+  const int64_t begin = block * a.blocksize;
+  const T *const x = static_cast<const T *>(a.x) + begin;
+  const int length = (int)min(a.blocksize, a.n - begin);
+  float absmax = length < a.blocksize ? 0.0f : -kLargest;
+  for (int i = lane; i < length; i += 32) absmax = absmax_step(absmax, to_float(x[i]));
+  absmax = warp_absmax(absmax);
+  const float inverse = reciprocal(absmax);
+  if (lane == 0) a.absmax[block] = absmax;
+  for (int pair = 0; pair < length; pair += 64) {
+    const int i = pair + 2 * lane;
+    const float high = i < length ? to_float(x[i]) : 0.0f, low = i + 1 < length ? to_float(x[i + 1]) : 0.0f;
+    uint32_t codes = encoder.add_code(0, multiply_flush(inverse, high), 4);
+    codes = encoder.add_code(codes, multiply_flush(inverse, low), 0);
+    if (i < length) a.packed[(begin + i) / 2] = (uint8_t)codes;
+  }
+}
+
+template <typename T, int kFormat> __device__ __forceinline__ void quantize_4bit_any(const bsh_quantize_4bit_args &a) {
+  const Encoder<kFormat> encoder;
+  const int64_t block = global_warp();
+  wait_for_earlier_kernels();
+  if (block * a.blocksize < a.n) quantize_block<T, kFormat>(a, encoder, block);
+}
 
 // A block is a group of neighbouring lanes in one step (blocksize <= kSpan) or some neighbouring steps.
 template <typename T, int kFormat> __device__ __forceinline__ void quantize_4bit(const bsh_quantize_4bit_args &a) {
   constexpr int kWidth = Vector<T>::kWidth, kSpan = 32 * kWidth, kSteps = kWarpTile / kSpan;
   const int lane = threadIdx.x % 32;
   const int shift = log2_of(a.blocksize);
-  const int block_lanes = (int)(a.blocksize / kWidth), block_steps = (int)(a.blocksize / kSpan);
-  const int64_t tile = global_warp() * kWarpTile;
+  const int block_lanes = (int)a.blocksize / kWidth, block_steps = (int)a.blocksize / kSpan;
+  const int64_t tile = global_warp() * kWarpTile, first = tile + lane * kWidth;
   const Encoder<kFormat> encoder;
   wait_for_earlier_kernels();
-  if (tile >= a.n) return;
+  if (tile + kWarpTile > a.n) {
+    for (int64_t block = tile >> shift; block << shift < a.n; block++) quantize_block<T, kFormat>(a, encoder, block);
+    return;
+  }
 
   Vector<T> x[kSteps];
 #pragma unroll
-  for (int i = 0; i < kSteps; i++) {
-    const int64_t first = tile + i * kSpan + lane * kWidth;
-    const T *const source = static_cast<const T *>(a.x) + first;
-    x[i].raw = make_uint4(0, 0, 0, 0);
-    if (first + kWidth <= a.n) {
-      x[i].raw = __ldg(reinterpret_cast<const uint4 *>(source));
-    } else {
-#pragma unroll
-      for (int k = 0; k < kWidth; k++)
-        if (first + k < a.n) reinterpret_cast<T *>(&x[i].raw)[k] = source[k];
-    }
-  }
+  for (int i = 0; i < kSteps; i++) x[i].load(static_cast<const T *>(a.x) + first + i * kSpan);
 
   float absmax[kSteps];
 #pragma unroll
   for (int i = 0; i < kSteps; i++) {
-    absmax[i] = -kLargest;
-#pragma unroll
-    for (int k = 0; k < kWidth; k++) absmax[i] = absmax_step(absmax[i], x[i].get(k));
+    absmax[i] = x[i].absmax();
 #pragma unroll
     for (int d = 1; d < 32; d *= 2)
       if (d < block_lanes) absmax[i] = fmaxf(absmax[i], __shfl_xor_sync(kAllLanes, absmax[i], d));
@@ -209,52 +260,18 @@ template <typename T, int kFormat> __device__ __forceinline__ void quantize_4bit
     for (int i = 0; i < kSteps; i++) absmax[i] = fmaxf(absmax[i], partner[i]);
   }
 
+  const bool leader = (lane * kWidth & (a.blocksize - 1)) == 0;
 #pragma unroll
   for (int i = 0; i < kSteps; i++) {
-    const int64_t first = tile + i * kSpan + lane * kWidth;
     const float inverse = reciprocal(absmax[i]);
     uint32_t codes = 0; // the first of a pair goes to the high nibble
 #pragma unroll
     for (int k = 0; k < kWidth; k++)
-      codes |= encoder.encode(multiply_flush(inverse, x[i].get(k))) << (4 * (k ^ 1));
-    uint8_t *const out = a.packed + first / 2;
-    if (first + kWidth <= a.n) {
-      if constexpr (kWidth == 8) *reinterpret_cast<uint32_t *>(out) = codes;
-      else *reinterpret_cast<uint16_t *>(out) = (uint16_t)codes;
-    } else {
-      for (int k = 0; first + k < a.n; k += 2) out[k / 2] = (uint8_t)(codes >> (4 * k));
-    }
-    if (first < a.n && (first & (a.blocksize - 1)) == 0) a.absmax[first >> shift] = absmax[i];
-  }
-}
-
-// Reduces over the warp; a block shorter than blocksize counts zeros for what is missing.
-__device__ __forceinline__ float warp_absmax(float absmax) {
-#pragma unroll
-  for (int d = 16; d > 0; d /= 2) absmax = fmaxf(absmax, __shfl_xor_sync(kAllLanes, absmax, d));
-  return absmax;
-}
-
-// One warp per block, twice over its elements.
-template <typename T, int kFormat> __device__ __forceinline__ void quantize_4bit_any(const bsh_quantize_4bit_args &a) {
-  const int lane = threadIdx.x % 32;
-  const int64_t block = global_warp(), begin = block * a.blocksize;
-  const Encoder<kFormat> encoder;
-  wait_for_earlier_kernels();
-  if (begin >= a.n) return;
-  const T *const x = static_cast<const T *>(a.x) + begin;
-  const int length = (int)min(a.blocksize, a.n - begin);
-  float absmax = length < a.blocksize ? 0.0f : -kLargest;
-  for (int i = lane; i < length; i += 32) absmax = absmax_step(absmax, to_float(x[i]));
-  absmax = warp_absmax(absmax);
-  const float inverse = reciprocal(absmax);
-  if (lane == 0) a.absmax[block] = absmax;
-  for (int pair = 0; pair < length; pair += 64) {
-    const int i = pair + 2 * lane;
-    const float high = i < length ? to_float(x[i]) : 0.0f, low = i + 1 < length ? to_float(x[i + 1]) : 0.0f;
-    const uint32_t high_code = encoder.encode(multiply_flush(inverse, high));
-    const uint32_t low_code = encoder.encode(multiply_flush(inverse, low));
-    if (i < length) a.packed[(begin + i) / 2] = (uint8_t)(high_code << 4 | low_code);
+      codes = encoder.add_code(codes, multiply_flush(inverse, x[i].get(k)), 4 * (k ^ 1));
+    uint8_t *const out = a.packed + (first + i * kSpan) / 2;
+    if constexpr (kWidth == 8) *reinterpret_cast<uint32_t *>(out) = codes;
+    else *reinterpret_cast<uint16_t *>(out) = (uint16_t)codes;
+    if (leader && (i * kSpan & (a.blocksize - 1)) == 0) a.absmax[(first + i * kSpan) >> shift] = absmax[i];
   }
 }
 
@@ -289,43 +306,66 @@ __device__ __forceinline__ uint32_t search(const SearchTable &table, float v) {
   return v < midpoint.x && even > 0 ? even - 1 : even;
 }
 
-// One warp per block. Blocks of up to 256 elements stay in registers.
+// One warp per block. Lane l holds elements l, l + 32, ... of a chunk of 256; blocks of one chunk are read once.
+template <typename T> struct Chunk {
+  static constexpr int kPerLane = 8, kElements = 32 * kPerLane;
+  float values[kPerLane];
+
+  __device__ __forceinline__ void load(const T *x, int first, int length, float offset) {
+#pragma unroll
+    for (int k = 0; k < kPerLane; k++) {
+      const int i = first + 32 * k + (int)threadIdx.x % 32;
+      values[k] = i < length ? __fsub_rn(to_float(x[i]), offset) : __int_as_float(0x7FFFFFFF); // no magnitude
+    }
+  }
+
+  __device__ __forceinline__ float absmax(float result) const {
+#pragma unroll
+    for (int k = 0; k < kPerLane; k++) result = absmax_step(result, values[k]);
+    return result;
+  }
+
+  __device__ __forceinline__ void encode(const SearchTable &table, float inverse, uint8_t *code, int first,
+                                         int length) const {
+#pragma unroll
+    for (int k = 0; k < kPerLane; k++) {
+      const int i = first + 32 * k + (int)threadIdx.x % 32;
+      if (i < length) code[i] = (uint8_t)search(table, multiply_flush(inverse, values[k]));
+    }
+  }
+};
+
 template <typename T> __device__ __forceinline__ void quantize_blockwise(const bsh_quantize_blockwise_args &a) {
-  constexpr int kPerLane = 8, kChunk = 32 * kPerLane;
+  constexpr int kChunk = Chunk<T>::kElements;
   __shared__ SearchTable table;
-  const int lane = threadIdx.x % 32;
-  const int64_t n_blocks = (a.n + a.blocksize - 1) / a.blocksize;
+  const int64_t n_blocks = (a.n + a.blocksize - 1) / a.blocksize, stride = (int64_t)gridDim.x * kWarps;
   wait_for_earlier_kernels();
+  const float offset = a.offset == nullptr ? 0.0f : *a.offset;
+  int64_t block = global_warp();
+  Chunk<T> chunk;
+  const auto load = [&](int first) {
+    const int64_t begin = block * a.blocksize;
+    chunk.load(static_cast<const T *>(a.x) + begin, first, (int)min(a.blocksize, a.n - begin), offset);
+  };
+  if (block < n_blocks) load(0);
   fill_search_table(table, a.map);
   __syncthreads();
-  const float offset = a.offset == nullptr ? 0.0f : *a.offset;
-  for (int64_t block = global_warp(); block < n_blocks; block += (int64_t)gridDim.x * kWarps) {
-    const int64_t begin = block * a.blocksize;
-    const T *const x = static_cast<const T *>(a.x) + begin;
-    const int length = (int)min(a.blocksize, a.n - begin);
-    float values[kPerLane], absmax = length < a.blocksize ? 0.0f : -kLargest;
-    for (int chunk = 0; chunk < length; chunk += kChunk) {
-#pragma unroll
-      for (int k = 0; k < kPerLane; k++) {
-        const int i = chunk + 32 * k + lane;
-        if (i < length) values[k] = __fsub_rn(to_float(x[i]), offset);
-      }
-#pragma unroll
-      for (int k = 0; k < kPerLane; k++)
-        if (chunk + 32 * k + lane < length) absmax = absmax_step(absmax, values[k]);
+  while (block < n_blocks) {
+    const int length = (int)min(a.blocksize, a.n - block * a.blocksize);
+    float absmax = chunk.absmax(length < a.blocksize ? 0.0f : -kLargest);
+    for (int first = kChunk; first < length; first += kChunk) {
+      load(first);
+      absmax = chunk.absmax(absmax);
     }
     absmax = warp_absmax(absmax);
     const float inverse = reciprocal(absmax);
-    if (lane == 0) a.absmax[block] = absmax;
-    for (int chunk = 0; chunk < length; chunk += kChunk) {
-#pragma unroll
-      for (int k = 0; k < kPerLane; k++) {
-        const int i = chunk + 32 * k + lane;
-        if (i >= length) break;
-        const float value = length > kChunk ? __fsub_rn(to_float(x[i]), offset) : values[k];
-        a.code[begin + i] = (uint8_t)search(table, multiply_flush(inverse, value));
-      }
+    if (threadIdx.x % 32 == 0) a.absmax[block] = absmax;
+    for (int first = 0; first < length; first += kChunk) {
+      if (length > kChunk) load(first);
+      chunk.encode(table, inverse, a.code + block * a.blocksize, first, length);
     }
+    block += stride;
+    if (block < n_blocks) load(0);
   }
 }
 
@@ -351,14 +391,14 @@ template <typename T> __device__ __forceinline__ void dequantize_blockwise(const
   for (int i = 0; i < kSteps; i++) {
     const int64_t first = tile + i * kSpan;
     const uint8_t *const source = a.code + first;
-    absmax[i] = first < a.n ? __ldg(a.absmax + (first >> shift)) : 0.0f;
+    absmax[i] = first < a.n ? a.absmax[first >> shift] : 0.0f;
     if (first + kWidth > a.n) {
 #pragma unroll
       for (int k = 0; k < kWidth; k++) codes[i][k] = first + k < a.n ? source[k] : 0;
     } else if constexpr (kWidth == 8) {
-      *reinterpret_cast<uint2 *>(codes[i]) = __ldg(reinterpret_cast<const uint2 *>(source));
+      *reinterpret_cast<uint2 *>(codes[i]) = *reinterpret_cast<const uint2 *>(source);
     } else {
-      *reinterpret_cast<uint32_t *>(codes[i]) = __ldg(reinterpret_cast<const uint32_t *>(source));
+      *reinterpret_cast<uint32_t *>(codes[i]) = *reinterpret_cast<const uint32_t *>(source);
     }
   }
   __syncthreads();
@@ -398,7 +438,7 @@ __device__ __forceinline__ unsigned long long mix_word(uint64_t word, int64_t i)
 }
 
 __device__ __forceinline__ uint64_t load_word(const uint8_t *bytes, int64_t n_bytes, int64_t i, bool aligned) {
-  if (aligned && 8 * i + 8 <= n_bytes) return __ldg(reinterpret_cast<const unsigned long long *>(bytes) + i);
+  if (aligned && 8 * i + 8 <= n_bytes) return reinterpret_cast<const uint64_t *>(bytes)[i];
   uint64_t word = 0;
   for (int k = 0; k < 8 && 8 * i + k < n_bytes; k++) word |= (uint64_t)bytes[8 * i + k] << (8 * k);
   return word;
@@ -409,13 +449,14 @@ __device__ __forceinline__ uint64_t load_word(const uint8_t *bytes, int64_t n_by
 // ---- entry points: <op>[_any]_<dtype>[_<variant>] -------------------------------------------------------------------
 
 #define BSH_KERNEL extern "C" __global__ void __launch_bounds__(32 * bsh::kWarps)
+#define BSH_BUSY_KERNEL extern "C" __global__ void __launch_bounds__(32 * bsh::kWarps, 6) /* blocks per SM */
 #define BSH_DTYPES(X) X(f32, float) X(f16, __half) X(bf16, __nv_bfloat16)
 
 #define BSH_ENTRIES(name, T)                                                                                           \
-  BSH_KERNEL dequantize_4bit_##name##_plain(const __grid_constant__ bsh_dequantize_4bit_args a) {                      \
+  BSH_BUSY_KERNEL dequantize_4bit_##name##_plain(const __grid_constant__ bsh_dequantize_4bit_args a) {                      \
     bsh::dequantize_4bit<T, false>(a);                                                                                 \
   }                                                                                                                    \
-  BSH_KERNEL dequantize_4bit_##name##_nested(const __grid_constant__ bsh_dequantize_4bit_args a) {                     \
+  BSH_BUSY_KERNEL dequantize_4bit_##name##_nested(const __grid_constant__ bsh_dequantize_4bit_args a) {                     \
     bsh::dequantize_4bit<T, true>(a);                                                                                  \
   }                                                                                                                    \
   BSH_KERNEL dequantize_4bit_any_##name(const __grid_constant__ bsh_dequantize_4bit_args a) {                          \

@@ -57,12 +57,38 @@ template <> __device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float l
   return *reinterpret_cast<const uint32_t *>(&pair);
 }
 
+template <typename T> struct PairOf;
+template <> struct PairOf<__half> { using type = __half2; };
+template <> struct PairOf<__nv_bfloat16> { using type = __nv_bfloat162; };
+
 // The 16 / sizeof(T) values of one 16-byte access.
 template <typename T> struct Vector {
   static constexpr int kWidth = 16 / sizeof(T);
   uint4 raw;
 
   __device__ __forceinline__ float get(int i) const { return to_float(reinterpret_cast<const T *>(&raw)[i]); }
+
+  __device__ __forceinline__ void load(const T *source) {
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
+        : "l"(source)); // volatile: stays behind wait_for_earlier_kernels
+  }
+
+  // Largest magnitude: NaN is passed over (-kLargest if there is nothing else), denormals count as zero.
+  __device__ __forceinline__ float absmax() const {
+    float result = -kLargest;
+    if constexpr (sizeof(T) == 4) {
+#pragma unroll
+      for (int i = 0; i < kWidth; i++) result = absmax_step(result, get(i));
+    } else {
+      using Pair = typename PairOf<T>::type;
+      const Pair *const pairs = reinterpret_cast<const Pair *>(&raw);
+      const Pair pair = __hmax2(__hmax2(__habs2(pairs[0]), __habs2(pairs[1])),
+                                __hmax2(__habs2(pairs[2]), __habs2(pairs[3])));
+      result = absmax_step(absmax_step(result, to_float(pair.x)), to_float(pair.y));
+    }
+    return result;
+  }
 
   __device__ __forceinline__ void set(const float (&values)[kWidth]) {
     uint32_t *const words = reinterpret_cast<uint32_t *>(&raw);
@@ -76,11 +102,17 @@ template <typename T> struct Vector {
   }
 };
 
+// A bf16 is the upper half of an fp32.
+template <> __device__ __forceinline__ float Vector<__nv_bfloat16>::get(int i) const {
+  const uint32_t pair = reinterpret_cast<const uint32_t *>(&raw)[i / 2];
+  return __uint_as_float(i % 2 ? pair & 0xFFFF0000u : pair << 16);
+}
+
 // fp32 scale of block `b`; nested scales are two roundings, no FMA.
 template <bool kNested> __device__ __forceinline__ float block_scale(const bsh_scales &scales, int64_t b) {
-  if constexpr (!kNested) return __ldg(scales.absmax + b);
-  const float unit = __ldg(scales.absmax_map + __ldg(scales.absmax_code + b));
-  return __fadd_rn(multiply_flush(unit, __ldg(scales.absmax2 + b / BSH_NESTED_BLOCKSIZE)), __ldg(scales.offset));
+  if constexpr (!kNested) return scales.absmax[b];
+  const float unit = scales.absmax_map[scales.absmax_code[b]];
+  return __fadd_rn(multiply_flush(unit, scales.absmax2[b / BSH_NESTED_BLOCKSIZE]), *scales.offset);
 }
 
 // Programmatic dependent launch (sm_90 and newer): nothing that an earlier kernel wrote or still reads may be touched

@@ -1,0 +1,449 @@
+"""The CUDA backend: bits of upstream, accuracy of the products, and how it behaves as a guest of torch.
+
+Needs a GPU. BITSHARD_UPSTREAM=<folder holding upstream's bitsandbytes> also compares large random tensors with it.
+Everything goes through bitshard.ops, the ops of the C core.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from bitshard import _C, ops
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU here", allow_module_level=True)
+if not _C.has_cuda_build:
+    pytest.skip("bitshard was built without nvcc", allow_module_level=True)
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+INTEGERS = {4: np.int32, 2: np.int16, 1: np.uint8}
+GOLDEN = Path(__file__).parent / "golden" / "golden.npz"
+EPSILON = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # of one product, relative to its norm
+LLAMA = (28672, 8192)
+
+
+def empty() -> Tensor:
+    return ops.empty(torch.device("cuda", torch.cuda.current_device()))
+
+
+class Weight:
+    """A random W [N, K], quantized; `scales` are the op arguments after `packed`."""
+
+    def __init__(
+        self, N: int, K: int, dtype=torch.bfloat16, nested=True, quant_type="nf4", blocksize=64, device="cuda"
+    ):
+        self.N, self.K, self.dtype, self.blocksize, self.format = N, K, dtype, blocksize, ops.FORMATS[quant_type]
+        w = torch.randn(N, K, device=device, dtype=dtype) * 0.02
+        self.packed, absmax = ops.quantize_4bit(w, blocksize, self.format, torch.uint8)
+        none = torch.empty(0, device=device)
+        self.scales = [absmax, none, none, none]
+        if nested:
+            offset, map = absmax.mean(), ops.table("dynamic").to(device)
+            code, absmax2 = ops.quantize_blockwise(absmax, map, offset, 256)
+            self.scales = [code, map, absmax2, offset]
+
+    def dequantize(self, dtype=None) -> Tensor:
+        arguments = (self.blocksize, self.format, self.N, self.K, dtype or self.dtype)
+        return ops.dequantize_4bit(self.packed, *self.scales, *arguments)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        bias = torch.empty(0, dtype=x.dtype, device=x.device) if bias is None else bias
+        return ops.linear_4bit(x, self.packed, *self.scales, bias, self.blocksize, self.format, self.N, self.K)
+
+    def dgrad(self, dy: Tensor) -> Tensor:
+        return ops.linear_4bit_dgrad(dy, self.packed, *self.scales, self.blocksize, self.format, self.N, self.K)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+def same_bits(a: Tensor, b: Tensor) -> int:
+    """Number of elements whose bits differ."""
+    view = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[a.itemsize]
+    assert a.dtype == b.dtype and a.numel() == b.numel()
+    return int((a.flatten().view(view) != b.flatten().view(view)).sum())
+
+
+# ---- bits -----------------------------------------------------------------------------------------------------------
+
+
+class Golden:
+    """golden.npz as CUDA tensors, and a list of what differed."""
+
+    def __init__(self):
+        self.arrays, self.wrong, self.compared = np.load(GOLDEN), [], 0
+
+    def tensor(self, key: str, dtype: torch.dtype) -> Tensor:
+        array = self.arrays[key]
+        return torch.from_numpy(array.view(INTEGERS[array.itemsize])).cuda().view(dtype)
+
+    def compare(self, actual: Tensor, key: str) -> None:
+        expected = self.tensor(key, actual.dtype)
+        self.compared += 1
+        if actual.numel() != expected.numel() or same_bits(actual, expected):
+            self.wrong.append(key)
+
+
+def check_golden_4bit(golden: Golden, key: str) -> None:
+    _, dtype_name, name, quant_type, blocksize = key.split("/")[:5]
+    base, nested_base = key.removesuffix("/packed"), key.removesuffix("/packed").replace("4bit/", "nested/", 1)
+    dtype, format, blocksize = DTYPES[dtype_name], ops.FORMATS[quant_type], int(blocksize)
+    x = golden.tensor(f"x/{dtype_name}/{name}", dtype)
+    packed, absmax = ops.quantize_4bit(x, blocksize, format, torch.uint8)
+    decode = partial(ops.dequantize_4bit, packed)
+    shape = (blocksize, format, 1, x.numel(), dtype)
+    golden.compare(packed, key)
+    golden.compare(absmax, f"{base}/absmax")
+    golden.compare(decode(absmax, empty(), empty(), empty(), *shape), f"{base}/out")
+    map, offset = golden.tensor("map/dynamic", torch.float32), golden.tensor(f"{nested_base}/offset", torch.float32)
+    code, absmax2 = ops.quantize_blockwise(absmax, map, offset, 256)
+    golden.compare(code, f"{nested_base}/code")
+    golden.compare(absmax2, f"{nested_base}/absmax2")
+    golden.compare(decode(code, map, absmax2, offset, *shape), f"{nested_base}/out")
+
+
+def check_golden_8bit(golden: Golden, key: str) -> None:
+    _, dtype_name, name, blocksize = key.split("/")[:4]
+    base, dtype, map = key.removesuffix("/code"), DTYPES[dtype_name], golden.tensor("map/dynamic", torch.float32)
+    x = golden.tensor(f"x/{dtype_name}/{name}", dtype)
+    code, absmax = ops.quantize_blockwise(x, map, empty(), int(blocksize))
+    golden.compare(code, key)
+    golden.compare(absmax, f"{base}/absmax")
+    golden.compare(ops.dequantize_blockwise(code, absmax, map, empty(), int(blocksize), dtype), f"{base}/out")
+
+
+def test_golden_bytes():
+    golden = Golden()
+    for key in golden.arrays.files:
+        if key.startswith("4bit/") and key.endswith("/packed"):
+            check_golden_4bit(golden, key)
+        if key.startswith("8bit/") and key.endswith("/code"):
+            check_golden_8bit(golden, key)
+    assert golden.compared > 4000 and not golden.wrong, golden.wrong[:10]
+
+
+@pytest.mark.skipif("BITSHARD_UPSTREAM" not in os.environ, reason="BITSHARD_UPSTREAM names no upstream to compare with")
+@pytest.mark.parametrize("seed", [0, 1])
+def test_large_tensors_equal_upstream(seed):
+    path = os.pathsep.join([os.environ["BITSHARD_UPSTREAM"], *(p for p in sys.path if p)])
+    command = [sys.executable, str(Path(__file__).parent / "cuda_upstream.py"), str(seed)]
+    environment = {**os.environ, "PYTHONPATH": path}
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert out.stdout.strip().endswith("results: 0 wrong"), out.stdout[-2000:] + out.stderr[-2000:]
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_beyond_two_to_the_31_elements(quant_type):
+    n, piece, format = 2**31 + 3 * 4096 + 5, 1 << 20, ops.FORMATS[quant_type]
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GiB of GPU memory")
+    x = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+    packed, absmax = ops.quantize_4bit(x, 64, format, torch.uint8)
+    out = ops.dequantize_4bit(packed, absmax, empty(), empty(), empty(), 64, format, 1, n, torch.bfloat16).flatten()
+    code, absmax8 = ops.quantize_blockwise(x, ops.table("dynamic").cuda(), empty(), 256)
+    back = ops.dequantize_blockwise(code, absmax8, ops.table("dynamic").cuda(), empty(), 256, torch.bfloat16)
+    for begin in (0, 2**31 - piece // 2, n - n % 4096 - piece):
+        part = slice(begin, min(begin + piece + 4096, n))
+        small, small_absmax = ops.quantize_4bit(x[part].clone(), 64, format, torch.uint8)
+        length = part.stop - begin
+        assert not same_bits(small, packed[begin // 2 : begin // 2 + small.numel()])
+        assert not same_bits(small_absmax, absmax[begin // 64 : begin // 64 + small_absmax.numel()])
+        decoded = ops.dequantize_4bit(
+            small, small_absmax, empty(), empty(), empty(), 64, format, 1, length, torch.bfloat16
+        )
+        assert not same_bits(decoded, out[part].clone())
+        small, small_absmax = ops.quantize_blockwise(x[part].clone(), ops.table("dynamic").cuda(), empty(), 256)
+        assert not same_bits(small, code[part].clone())
+        assert not same_bits(
+            ops.dequantize_blockwise(small, small_absmax, ops.table("dynamic").cuda(), empty(), 256, torch.bfloat16),
+            back[part].clone(),
+        )
+    assert int(ops.checksum(packed)) == int(ops.checksum(packed.cpu()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("n", [1, 7, 63, 256, 1000, 1024, 8191, 100_003])
+def test_equals_the_cpu(dtype, n):
+    """Same bytes as the CPU kernels; for float32 the reciprocal may differ in the last place (docs/numerics.md)."""
+    x = torch.randn(n, dtype=torch.bfloat16).to(dtype)
+    for format in (0, 1):
+        for blocksize in (32, 64, 1024, 4096):
+            host = ops.quantize_4bit(x, blocksize, format, torch.uint8)
+            device = ops.quantize_4bit(x.cuda(), blocksize, format, torch.uint8)
+            assert not same_bits(host[0], device[0].cpu()) and not same_bits(host[1], device[1].cpu())
+            none = torch.empty(0)
+            decoded = ops.dequantize_4bit(*host, none, none, none, blocksize, format, 1, n, dtype)
+            again = ops.dequantize_4bit(*device, empty(), empty(), empty(), blocksize, format, 1, n, dtype)
+            assert not same_bits(decoded, again.cpu())
+    storage = ops.quantize_4bit(x.cuda(), 64, 0, torch.bfloat16)[0]
+    assert int(ops.checksum(storage)) == int(ops.checksum(storage.cpu()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_misaligned_views(dtype):
+    """Views that start at odd addresses give the bytes of an aligned copy."""
+    buffer = torch.randn(70_001, device="cuda").to(dtype)
+    for start in (1, 3):
+        view = buffer[start : start + 66_000]
+        aligned, absmax = ops.quantize_4bit(view.clone(), 64, 0, torch.uint8)
+        packed, absmax_view = ops.quantize_4bit(view, 64, 0, torch.uint8)
+        assert not same_bits(aligned, packed) and not same_bits(absmax, absmax_view)
+        shifted = torch.empty(aligned.numel() + 8, dtype=torch.uint8, device="cuda")[start:][: aligned.numel()]
+        shifted.copy_(aligned.flatten())
+        arguments = (absmax, empty(), empty(), empty(), 64, 0, 1, 66_000, dtype)
+        assert not same_bits(ops.dequantize_4bit(shifted, *arguments), ops.dequantize_4bit(aligned, *arguments))
+        assert int(ops.checksum(shifted)) == int(ops.checksum(aligned))
+        map = ops.table("dynamic").cuda()
+        code, scale = ops.quantize_blockwise(view, map, empty(), 256)
+        moved = torch.empty(code.numel() + 8, dtype=torch.uint8, device="cuda")[start:][: code.numel()].copy_(code)
+        decoded = ops.dequantize_blockwise(moved, scale, map, empty(), 256, dtype)
+        assert not same_bits(decoded, ops.dequantize_blockwise(code, scale, map, empty(), 256, dtype))
+
+
+# ---- products -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(
+    "N, K, blocksize", [(256, 512, 64), (1000, 1216, 64), (98, 130, 64), (7, 33, 32), (384, 4096, 128)]
+)
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])
+def test_products_against_fp64(dtype, N, K, blocksize, nested):
+    for quant_type in ("nf4", "fp4"):
+        weight = Weight(N, K, dtype, nested, quant_type, blocksize)
+        exact = weight.dequantize().double()
+        for M in (1, 2, 5, 8, 16, 17, 33, 64, 100, 300):
+            x = torch.randn(M, K, device="cuda", dtype=dtype)
+            dy = torch.randn(M, N, device="cuda", dtype=dtype)
+            bias = torch.randn(N, device="cuda", dtype=dtype)
+            assert relative_error(weight.linear(x), x.double() @ exact.T) < EPSILON[dtype], M
+            assert relative_error(weight.linear(x, bias), x.double() @ exact.T + bias.double()) < EPSILON[dtype], M
+            assert relative_error(weight.dgrad(dy), dy.double() @ exact) < EPSILON[dtype], M
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_do_not_depend_on_how_many_there_are(dtype):
+    """Whatever kernel M selects, one row's result stays within rounding of itself; two runs give equal bits."""
+    weight = Weight(1024, 4096, dtype)
+    x = torch.randn(512, 4096, device="cuda", dtype=dtype)
+    whole = weight.linear(x).double()
+    for M in (1, 2, 3, 4, 8, 9, 16, 32, 48, 64, 65, 128, 256, 511):
+        y = weight.linear(x[:M])
+        assert relative_error(y, whole[:M]) < EPSILON[dtype] / 2, M
+        assert torch.equal(y, weight.linear(x[:M])), M
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_never_holds_a_whole_dequantized_weight(dtype):
+    """28672 x 8192 forward and backward: at most 64 MiB beside the result, and the numbers of the whole product."""
+    N, K = LLAMA
+    weight = Weight(N, K, dtype)
+    x, dy = (torch.randn(128, width, device="cuda", dtype=dtype) for width in (K, N))
+    weight.linear(x), weight.dgrad(dy)  # the vendor library allocates its own workspace once
+    torch.cuda.synchronize()
+    for product, argument, result_bytes in (
+        (weight.linear, x, 128 * N * dtype.itemsize),
+        (weight.dgrad, dy, 128 * K * dtype.itemsize),
+    ):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        y = product(argument)
+        assert torch.cuda.max_memory_allocated() - before <= (64 << 20) + result_bytes + (1 << 20)
+        del y
+    whole = weight.dequantize()
+    assert relative_error(weight.linear(x), (x @ whole.T).double()) < EPSILON[dtype]
+    assert relative_error(weight.dgrad(dy), (dy @ whole).double()) < EPSILON[dtype]
+
+
+# ---- a guest of torch -----------------------------------------------------------------------------------------------
+
+
+def every_op(weight: Weight, x: Tensor, dy: Tensor) -> list[Tensor]:
+    w = weight.dequantize()
+    map = ops.table("dynamic").to(x.device) if not torch.cuda.is_current_stream_capturing() else weight.scales[1]
+    code, absmax = ops.quantize_blockwise(w, map, torch.empty(0, device=x.device), 256)
+    back = ops.dequantize_blockwise(code, absmax, map, torch.empty(0, device=x.device), 256, x.dtype)
+    packed, scale = ops.quantize_4bit(w, 64, 0, torch.uint8)
+    small = weight.linear(x[:1])
+    return [w, code, absmax, back, packed, scale, small, weight.linear(x), weight.dgrad(dy), ops.checksum(packed)]
+
+
+def problem(device="cuda") -> tuple[Weight, Tensor, Tensor]:
+    weight = Weight(512, 1024, device=device)
+    x = torch.randn(300, 1024, device=device, dtype=torch.bfloat16)
+    return weight, x, torch.randn(300, 512, device=device, dtype=torch.bfloat16)
+
+
+FIRST_CALL_IN_A_THREAD = """
+import threading, torch
+from bitshard import ops
+x = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
+results = []
+thread = threading.Thread(target=lambda: results.append(ops.quantize_4bit(x, 64, 0, torch.uint8)[0]))
+thread.start(); thread.join()
+assert torch.equal(results[0], ops.quantize_4bit(x, 64, 0, torch.uint8)[0])
+print("done")
+"""
+
+
+def test_first_call_from_a_fresh_thread():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-c", FIRST_CALL_IN_A_THREAD]
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert out.stdout.strip() == "done", out.stderr[-2000:]
+
+
+def test_many_threads_at_once():
+    arguments = problem()
+    expected, results, errors = every_op(*arguments), [], []
+
+    def work():
+        try:
+            for _ in range(20):
+                results.append(every_op(*arguments))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+    assert not errors and len(results) == 160
+    assert all(torch.equal(a, b) for result in results for a, b in zip(result, expected, strict=True))
+
+
+def test_autograd_thread():
+    weight, x, dy = problem()
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return weight.linear(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return weight.dgrad(dy)
+
+    x.requires_grad_()
+    Product.apply(x).backward(dy)
+    assert torch.equal(x.grad, weight.dgrad(dy))
+
+
+def test_graph_capture():
+    weight, x, dy = problem()
+    every_op(weight, x, dy)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = every_op(weight, x, dy)
+    x.copy_(torch.randn_like(x)), dy.copy_(torch.randn_like(dy))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(captured, every_op(weight, x, dy), strict=True))
+
+
+def test_work_goes_to_the_current_stream():
+    """A long wait and a write precede the op on a second stream; the op must come after both."""
+    weight, x, dy = problem()
+    new_x, new_dy = torch.randn_like(x), torch.randn_like(dy)
+    expected = every_op(weight, new_x, new_dy)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        x.copy_(new_x), dy.copy_(new_dy)
+        results = every_op(weight, x, dy)
+    assert not stream.query(), "the ops waited for the GPU"
+    stream.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+def test_streams_side_by_side():
+    """Several streams at once, each with its own workspace."""
+    arguments = problem()
+    expected = every_op(*arguments)
+    torch.cuda.synchronize()
+    streams, results = [torch.cuda.Stream() for _ in range(4)], []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(every_op(*arguments))
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for result in results for a, b in zip(result, expected, strict=True))
+
+
+def test_dependent_launches_see_what_came_before():
+    """Overlapping launches wait for the kernel that writes their input: chains of quantize and dequantize."""
+    x = torch.randn(1 << 22, device="cuda", dtype=torch.bfloat16)
+    packed, absmax = ops.quantize_4bit(x, 64, 0, torch.uint8)
+    arguments = (empty(), empty(), empty(), 64, 0, 1, x.numel(), torch.bfloat16)
+    expected = ops.dequantize_4bit(packed, absmax, *arguments)
+    torch.cuda.synchronize()
+    for _ in range(50):
+        packed, absmax = ops.quantize_4bit(expected, 64, 0, torch.uint8)
+        assert not same_bits(ops.dequantize_4bit(packed, absmax, *arguments), expected)
+
+
+def test_tensor_on_another_device_than_its_weight():
+    weight, x, dy = problem()
+    with pytest.raises(RuntimeError, match="device"):
+        weight.linear(x.cpu())
+    with pytest.raises(RuntimeError, match="device"):
+        ops.dequantize_4bit(weight.packed, *(s.cpu() for s in weight.scales), 64, 0, 512, 1024, torch.bfloat16)
+    every_op(weight, x, dy)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here")
+def test_second_device_while_the_first_is_current():
+    weight, x, dy = problem("cuda:1")
+    results = every_op(weight, x, dy)
+    assert all(r.device.index == 1 for r in results) and torch.cuda.current_device() == 0
+    with torch.cuda.device(1):
+        assert all(torch.equal(a, b) for a, b in zip(results, every_op(weight, x, dy), strict=True))
+
+
+def test_out_of_memory_and_the_call_after():
+    weight, x, dy = problem()
+    big = Weight(8192, 8192)
+    x_big = torch.randn(600, 8192, device="cuda", dtype=torch.bfloat16)
+    expected = big.linear(x_big)
+    torch.cuda.synchronize(), torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (8 << 20)) / total)
+    try:
+        with pytest.raises(RuntimeError, match=r"linear_4bit: out of memory.* bytes .*cuda:0"):
+            big.linear(x_big)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            big.dequantize()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.equal(big.linear(x_big), expected)
+    every_op(weight, x, dy)
+
+
+def test_no_memory_is_kept():
+    arguments = problem()
+    every_op(*arguments)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(50):
+        every_op(*arguments)
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_empty_inputs():
+    weight, x, dy = problem()
+    assert weight.linear(x[:0]).shape == (0, 512) and weight.dgrad(dy[:0]).shape == (0, 1024)
+    packed, absmax = ops.quantize_4bit(x[:0], 64, 0, torch.uint8)
+    assert packed.numel() == 0 and absmax.numel() == 0 and int(ops.checksum(packed)) == 0
+
+
+def test_state():
+    state = _C.cuda_state()
+    assert state["built"] and state["driver"] and not state["error"], state
