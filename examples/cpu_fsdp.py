@@ -23,7 +23,17 @@ def install() -> None:
     PartialState._prepare_backend = lambda *args, **kwargs: backend_and_type
 
 
+def leave() -> None:
+    """End the process at once. In torch 2.13 gloo's thread may free the last collective's tensors while Python shuts
+    down, which aborts a process whose work is done.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 if __name__ == "__main__":
     install()
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
+    leave()

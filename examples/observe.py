@@ -79,7 +79,8 @@ def main() -> None:
     """Train with the arguments of qlora.py behind the folder for the reports."""
     folder = Path(sys.argv[1])
     transformers.logging.disable_progress_bar()  # the bars of loading; training keeps its own
-    if "LOCAL_RANK" in os.environ and not torch.cuda.is_available():
+    on_gloo = "LOCAL_RANK" in os.environ and not torch.cuda.is_available()
+    if on_gloo:
         cpu_fsdp.install()
     before = peak_memory()
     trainer = qlora.main(sys.argv[2:])
@@ -105,6 +106,8 @@ def main() -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank{rank}.json").write_text(json.dumps(report, indent=1))
+    if on_gloo:
+        cpu_fsdp.leave()
 
 
 if __name__ == "__main__":
