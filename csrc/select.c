@@ -1,6 +1,8 @@
 /* select.c - see select.h. The limits come from benchmarks/results/ (cuda_*_h200.md). */
 #include "select.h"
 
+#include "cuda_linear.h"
+
 const char *bsh_linear_kernel_name(const bsh_linear_kernel kernel) {
   switch (kernel) {
   case BSH_LINEAR_GEMV:
@@ -15,7 +17,9 @@ const char *bsh_linear_kernel_name(const bsh_linear_kernel kernel) {
 
 bsh_linear_kernel bsh_select_linear_4bit(const int64_t M, const int64_t N, const int64_t K, const bsh_dtype dtype,
                                          const int sm, const int sms, const int64_t blocksize, const bool nested) {
-  (void)M, (void)N, (void)K, (void)dtype, (void)sm, (void)sms, (void)blocksize, (void)nested;
+  (void)sms, (void)nested;
+  if (bsh_gemv_takes(M, N, K, dtype, sm, blocksize)) return BSH_LINEAR_GEMV;
+  if (bsh_gemm_sm90_takes(M, N, K, dtype, sm, blocksize)) return BSH_LINEAR_GEMM_SM90;
   return BSH_LINEAR_DENSE;
 }
 

@@ -1,0 +1,42 @@
+/* cuda_linear.h - what the fused linear kernels are told; one layout for the C host and the CUDA files.
+ *
+ * A unit is 64 consecutive elements of a row of W: 32 packed bytes, one mma group, at most one block scale. A row tile
+ * is 16 rows of W. K is a multiple of 64, so a row has K / 64 units. */
+#ifndef BSH_CUDA_LINEAR_H
+#define BSH_CUDA_LINEAR_H
+
+#include <stdint.h>
+
+#include "kernels.h"
+
+enum { BSH_UNIT = 64, BSH_ROW_TILE = 16 };
+
+typedef struct {
+  const uint8_t *packed;
+  const float *absmax; /* plain scales, else NULL */
+  const uint8_t *absmax_code;
+  const float *absmax_map;
+  const float *absmax2;
+  const float *offset;
+  const void *x;
+  const void *bias; /* or NULL */
+  void *y;
+  float *partial; /* scratch of split K: f32 [row tiles][k_splits][tokens * 16], or NULL */
+  int64_t ldx, ldy;
+  int32_t M, N, K;
+  int32_t format;      /* bsh_format */
+  int32_t block_shift; /* log2(blocksize / 64) */
+  int32_t k_splits;    /* thread blocks that share the K of a row tile */
+  int32_t k_warps;     /* warps of a thread block that share its part of K */
+  int32_t row_groups;  /* groups of k_warps warps, each on its own row tiles */
+} bsh_fused_args;
+
+#ifndef __CUDACC__
+#include <stdbool.h>
+
+/* What select.c may give to gemv_4bit.cu and to gemm_4bit_sm90.cu. Pure. */
+bool bsh_gemv_takes(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32_t sm, int64_t blocksize);
+bool bsh_gemm_sm90_takes(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32_t sm, int64_t blocksize);
+#endif
+
+#endif

@@ -1,0 +1,310 @@
+// gemv_4bit.cu - y[M, N] = x[M, K] W^T + bias for M <= 16, W decoded on the way to the tensor cores.
+//
+// W is the mma A operand (16 rows), tokens are its n8. A warp owns UNITS units of K for the whole kernel, keeps x for
+// them in registers and walks over row tiles of 16; k_warps warps span the block's part of K, row_groups groups of them
+// take different row tiles. The packed bytes come through a ring in shared memory that belongs to one warp, so the
+// stream has no block barrier. Codes go to the tensor cores unscaled; the fp32 sums of a unit are multiplied by its
+// fp32 scale. The warps' sums meet in shared memory every TILES_PER_MEETING row tiles and are added in a fixed order.
+// Where K is longer than a block holds, k_splits blocks share a row tile: their sums meet in args.partial, behind a
+// cluster barrier (sm_90 on) or in a second kernel, again in a fixed order. Nothing is added atomically: equal inputs
+// give equal bits.
+#include "decode.cuh"
+#include "sums.cuh"
+
+namespace bsh {
+namespace {
+
+constexpr int WARPS = WIDE ? 16 : ARCH >= 800 ? 8 : 4;
+constexpr int SLOTS = ARCH >= 800 ? 3 : 2; // of a warp's ring
+constexpr int PIECE_UNITS = 4;             // a ring slot: 16 rows x 4 units
+constexpr int PIECE_BYTES = BSH_ROW_TILE * PIECE_UNITS * 32;
+constexpr int MAP_BYTES = 1024;
+template <int TOKEN_TILES> constexpr int TILES_PER_MEETING = TOKEN_TILES == 1 && ARCH >= 800 ? 2 : 1;
+
+// Shared memory. WIDE: [map, sums] below 64 KiB, the table at 64 KiB, the rings at 128 KiB (csrc/cuda_linear.c asks for
+// 224 KiB). Else: [table, map, sums, rings].
+struct shared_layout {
+  char *table, *ring;
+  float *map, *sums;
+};
+template <int TOKEN_TILES> __device__ __forceinline__ shared_layout lay_out(char *memory) {
+  constexpr int sums_bytes = 2 * TILES_PER_MEETING<TOKEN_TILES> * WARPS * TOKEN_TILES * 512;
+  static_assert(!WIDE || MAP_BYTES + sums_bytes <= 63 * 1024, "the sums must end below the table");
+  shared_layout s;
+  char *const low = memory + (WIDE ? 0 : TABLE_BYTES);
+  s.table = WIDE ? memory + (65536 - (shared_address(memory) & 65535)) : memory;
+  s.map = reinterpret_cast<float *>(low);
+  s.sums = reinterpret_cast<float *>(low + MAP_BYTES);
+  s.ring = WIDE ? s.table + TABLE_BYTES : low + MAP_BYTES + sums_bytes;
+  return s;
+}
+
+// Who this thread is and which row tiles its block and its warp take.
+struct place {
+  int lane, warp, g, c;            // g: row within 8, c: lane within a quad
+  int first_unit;                  // of this warp's K
+  int split, tile_begin, tile_end; // part of K and row tiles of the block
+  int group, row_groups, steps;    // a step: one row tile for each group; the last may repeat the block's last tile
+  __device__ __forceinline__ int tile(int step) const {
+    return min(tile_begin + step * row_groups + group, tile_end - 1);
+  }
+};
+template <int UNITS> __device__ __forceinline__ place find_place(const bsh_fused_args &args) {
+  place p;
+  p.lane = threadIdx.x & 31, p.warp = threadIdx.x >> 5, p.g = p.lane >> 2, p.c = p.lane & 3;
+  p.split = blockIdx.x % args.k_splits;
+  const int teams = gridDim.x / args.k_splits, team = blockIdx.x / args.k_splits;
+  const int tiles = args.N / BSH_ROW_TILE;
+  p.tile_begin = (int)((int64_t)tiles * team / teams), p.tile_end = (int)((int64_t)tiles * (team + 1) / teams);
+  p.row_groups = args.row_groups;
+  p.group = p.warp / args.k_warps;
+  p.first_unit = (p.split * args.k_warps + p.warp - p.group * args.k_warps) * UNITS;
+  p.steps = (p.tile_end - p.tile_begin + p.row_groups - 1) / p.row_groups;
+  return p;
+}
+
+// The packed bytes of a warp: pieces of 16 rows x 128 bytes, 16-byte chunks swizzled so that reading 32 bytes of each
+// of 8 rows has no bank conflict. Columns beyond W repeat its last bytes (their x is zero).
+template <int PIECES> struct weight_stream {
+  const uint8_t *from[PIECES]; // this lane's first 16 bytes of a piece in row tile 0
+  uint32_t to, tile_bytes, four_rows;
+
+  __device__ __forceinline__ weight_stream(const bsh_fused_args &args, const place &p, const char *ring) {
+    const int pitch = args.K >> 1, row = p.lane >> 3, chunk = p.lane & 7;
+    tile_bytes = pitch * BSH_ROW_TILE, four_rows = pitch * 4;
+    to = shared_address(ring) + p.warp * SLOTS * PIECE_BYTES + row * 128 + ((chunk ^ (row << 1)) << 4);
+#pragma unroll
+    for (int i = 0; i < PIECES; i++)
+      from[i] = args.packed + row * pitch + min(p.first_unit * 32 + i * 128 + chunk * 16, pitch - 16);
+  }
+  __device__ __forceinline__ void start(int tile, int piece, uint32_t slot) const {
+    const uint8_t *source = from[piece] + (uint64_t)(uint32_t)tile * tile_bytes;
+#pragma unroll
+    for (int i = 0; i < 4; i++, source += four_rows) copy16(to + slot + i * 512, source);
+  }
+  __device__ __forceinline__ void prefetch(int tile, int piece) const {
+    const uint8_t *source = from[piece] + (uint64_t)(uint32_t)tile * tile_bytes;
+    if ((threadIdx.x & 7) == 0)
+#pragma unroll
+      for (int i = 0; i < 4; i++, source += four_rows) prefetch_l2(source);
+  }
+};
+
+// Scales of one row tile and a warp's units: lane c of a quad holds units c * PER_LANE .. of rows g and g + 8. Fetched
+// a tile ahead; what arrives is kept raw until it is used, so that nobody waits for it. NESTED_64: nested, one scale a
+// unit, PER_LANE divides the units of a row; its two codes lie in raw[.][0].
+enum scale_kind { NESTED_64, ANY_SCALES };
+template <int PER_LANE, scale_kind KIND> struct scale_stream {
+  uint32_t raw[2][PER_LANE]; // an 8-bit code, or the fp32 bits of a plain scale
+  float second[2][PER_LANE];
+  uint32_t first, tile_units, eight_rows; // unit index in W of row g; steps of it
+  int unit;
+
+  __device__ __forceinline__ void locate(const bsh_fused_args &args, const place &p) {
+    const int units = args.K / BSH_UNIT;
+    unit = p.first_unit + p.c * PER_LANE;
+    if (KIND == NESTED_64) unit = min(unit, units - PER_LANE);
+    tile_units = units * BSH_ROW_TILE, eight_rows = units * 8;
+    first = p.g * units + (KIND == NESTED_64 ? unit : 0);
+  }
+  __device__ __forceinline__ void fetch(const bsh_fused_args &args, int tile) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const uint32_t at = first + tile * tile_units + r * eight_rows;
+      if constexpr (KIND == NESTED_64) {
+        if (PER_LANE == 2) raw[r][0] = *reinterpret_cast<const uint16_t *>(args.absmax_code + at);
+        else raw[r][0] = args.absmax_code[at];
+        second[r][0] = args.absmax2[at / BSH_NESTED_BLOCKSIZE];
+      } else {
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) {
+          const uint32_t block = (at + min(unit + i, args.K / BSH_UNIT - 1)) >> args.block_shift;
+          if (args.absmax) {
+            raw[r][i] = __float_as_uint(args.absmax[block]);
+          } else {
+            raw[r][i] = args.absmax_code[block];
+            second[r][i] = args.absmax2[block / BSH_NESTED_BLOCKSIZE];
+          }
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void resolve(const bsh_fused_args &args, const float *map, float offset,
+                                          float (*scale)[PER_LANE]) const {
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int i = 0; i < PER_LANE; i++)
+        if (KIND == NESTED_64)
+          scale[r][i] = nested_scale(map, i ? raw[r][0] >> 8 : raw[r][0] & 255, second[r][0], offset);
+        else if (args.absmax) scale[r][i] = __uint_as_float(raw[r][i]);
+        else scale[r][i] = nested_scale(map, raw[r][i], second[r][i], offset);
+  }
+};
+
+// x of a warp's units as mma B operands: lane (g, c) holds elements 16c..16c+15 of each unit of token g; zeros
+// elsewhere.
+template <int TOKEN_TILES, int UNITS>
+__device__ __forceinline__ void load_x(uint32_t (*x)[TOKEN_TILES][8], const bsh_fused_args &args, const place &p) {
+  const int units = args.K / BSH_UNIT;
+#pragma unroll
+  for (int j = 0; j < UNITS; j++)
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; n++) {
+      const int token = n * 8 + p.g, unit = p.first_unit + j;
+      uint4 u = make_uint4(0, 0, 0, 0), v = u;
+      if (token < args.M && unit < units) {
+        const uint4 *from = reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.x) + token * args.ldx +
+                                                            unit * BSH_UNIT + p.c * 16);
+        u = from[0], v = from[1];
+      }
+      uint32_t *to = x[j][n];
+      to[0] = u.x, to[1] = u.y, to[2] = u.z, to[3] = u.w, to[4] = v.x, to[5] = v.y, to[6] = v.z, to[7] = v.w;
+    }
+}
+
+// sum += scale * (one unit of 16 rows) * x
+template <typename T, int TOKEN_TILES>
+__device__ __forceinline__ void multiply_unit(float (*sum)[4], uint2 upper, uint2 lower, const uint32_t (*x)[8],
+                                              float scale_upper, float scale_lower, uint32_t lane_base) {
+  float part[TOKEN_TILES][4] = {};
+  uint32_t a[4][4];
+  decode_unit(a, upper, lower, lane_base);
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; n++) number<T>::mma(part[n], a[k], x[n][2 * k], x[n][2 * k + 1]);
+#pragma unroll
+  for (int n = 0; n < TOKEN_TILES; n++) {
+    sum[n][0] += scale_upper * part[n][0], sum[n][1] += scale_upper * part[n][1];
+    sum[n][2] += scale_lower * part[n][2], sum[n][3] += scale_lower * part[n][3];
+  }
+}
+
+// Adds the k_warps sums of the `steps` steps from `step` on, in the order of K, and hands them on.
+template <typename T, int TOKEN_TILES>
+__device__ __forceinline__ void meet(const bsh_fused_args &args, const place &p, const float *sums, int step,
+                                     int steps) {
+  constexpr int TILE = TOKEN_TILES * 128, MEETING = TILES_PER_MEETING<TOKEN_TILES>;
+  for (int o = threadIdx.x; o < MEETING * p.row_groups * TILE; o += blockDim.x) {
+    const int e = o % TILE, s = o / TILE % MEETING, group = o / (TILE * MEETING);
+    const int tile = p.tile_begin + (step + s) * p.row_groups + group;
+    if (s >= steps || tile >= p.tile_end) continue;
+    const float *from = sums + (s * WARPS + group * args.k_warps) * TILE + e;
+    float v[4] = {};
+#pragma unroll
+    for (int w = 0; w < WARPS; w++)
+      if (w < args.k_warps) v[w & 3] += from[w * TILE];
+    const float sum = (v[0] + v[1]) + (v[2] + v[3]);
+    if (args.k_splits > 1) args.partial[((int64_t)tile * args.k_splits + p.split) * TILE + e] = sum;
+    else store<T>(args, element(tile, e), sum);
+  }
+}
+
+template <typename T, int TOKEN_TILES, int UNITS, scale_kind KIND>
+__device__ __forceinline__ void gemv(const bsh_fused_args &args) {
+  constexpr int PIECES = UNITS / PIECE_UNITS, MEETING = TILES_PER_MEETING<TOKEN_TILES>, TILE = TOKEN_TILES * 128;
+  extern __shared__ __align__(1024) char memory[];
+  const shared_layout shared = lay_out<TOKEN_TILES>(memory);
+  const place p = find_place<UNITS>(args);
+
+  // Before the wait: constants, and hints about what will be read.
+  const weight_stream<PIECES> stream(args, p, shared.ring);
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (i / PIECES < p.steps) stream.prefetch(p.tile(i / PIECES), i % PIECES);
+  build_table<T>(shared.table, args.format);
+  wait_for_earlier_kernels();
+  let_later_kernels_start();
+
+#pragma unroll
+  for (int i = 0; i < SLOTS - 1; i++) {
+    if (i / PIECES < p.steps) stream.start(p.tile(i / PIECES), i % PIECES, i * PIECE_BYTES);
+    copy_commit();
+  }
+  scale_stream<PIECES, KIND> scales;
+  scales.locate(args, p);
+  scales.fetch(args, p.tile(0));
+  uint32_t x[UNITS][TOKEN_TILES][8];
+  load_x<TOKEN_TILES, UNITS>(x, args, p);
+  float offset = 0.f;
+  if (args.absmax == nullptr) {
+    offset = *args.offset;
+    for (int i = threadIdx.x; i < 256; i += blockDim.x) shared.map[i] = args.absmax_map[i];
+  }
+  __syncthreads();
+
+  const uint32_t lane_base = shared_address(shared.table) + p.lane * 4;
+  const char *read[PIECE_UNITS]; // this lane's 8 bytes of unit j of row g, in slot 0
+#pragma unroll
+  for (int j = 0; j < PIECE_UNITS; j++)
+    read[j] = shared.ring + p.warp * SLOTS * PIECE_BYTES + p.g * 128 + ((p.g & 3) ^ j) * 32 + p.c * 8;
+  float *const own_sums = shared.sums + p.warp * TILE + p.lane * 4;
+  uint32_t slot = 0, fill = (SLOTS - 1) * PIECE_BYTES;
+  int half = 0, met = 0; // of the double-buffered sums; steps already met
+
+  for (int step = 0; step < p.steps; step++) {
+    float scale[2][PIECES], sum[TOKEN_TILES][4] = {};
+    scales.resolve(args, shared.map, offset, scale);
+    if (step + 1 < p.steps) scales.fetch(args, p.tile(step + 1));
+#pragma unroll
+    for (int piece = 0; piece < PIECES; piece++) {
+      copy_wait<SLOTS - 2>();
+      __syncwarp();
+      const int ahead = piece + SLOTS - 1; // SLOTS - 1 pieces ahead
+      if (step + ahead / PIECES < p.steps) stream.start(p.tile(step + ahead / PIECES), ahead % PIECES, fill);
+      copy_commit();
+#pragma unroll
+      for (int j = 0; j < PIECE_UNITS; j++) {
+        const int unit = piece * PIECE_UNITS + j;
+        const uint2 upper = *reinterpret_cast<const uint2 *>(read[j] + slot);
+        const uint2 lower = *reinterpret_cast<const uint2 *>(read[j] + slot + PIECE_BYTES / 2);
+        multiply_unit<T, TOKEN_TILES>(sum, upper, lower, x[unit],
+                                      __shfl_sync(~0u, scale[0][unit % PIECES], unit / PIECES, 4),
+                                      __shfl_sync(~0u, scale[1][unit % PIECES], unit / PIECES, 4), lane_base);
+      }
+      fill = slot;
+      slot = slot == (SLOTS - 1) * PIECE_BYTES ? 0 : slot + PIECE_BYTES;
+    }
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; n++)
+      *reinterpret_cast<float4 *>(own_sums + (half * MEETING + step - met) * WARPS * TILE + n * 128) =
+          make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
+    if (step + 1 - met == MEETING || step + 1 == p.steps) {
+      __syncthreads(); // the sums are written, and the other half has been read
+      meet<T, TOKEN_TILES>(args, p, shared.sums + half * MEETING * WARPS * TILE, met, step + 1 - met);
+      met = step + 1, half ^= 1;
+    }
+  }
+#if __CUDA_ARCH__ >= 900
+  if (args.k_splits > 1) {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+    join_splits<T, TOKEN_TILES>(args, p.tile_begin, p.split * blockDim.x + threadIdx.x,
+                                (p.tile_end - p.tile_begin) * TILE, args.k_splits * blockDim.x);
+  }
+#endif
+}
+
+} // namespace
+} // namespace bsh
+
+// gemv_4bit_<dtype>_m<tokens>_k<units per warp>[_any]; launched with WARPS * 32 threads or fewer.
+#define GEMV(T, NAME, TOKEN_TILES, UNITS, KIND)                                                                        \
+  extern "C" __global__ void __launch_bounds__(bsh::WARPS * 32, 1) NAME(const __grid_constant__ bsh_fused_args args) { \
+    bsh::gemv<T, TOKEN_TILES, UNITS, bsh::KIND>(args);                                                                 \
+  }
+#define GEMV_PAIR(T, NAME, TOKEN_TILES, UNITS)                                                                         \
+  GEMV(T, NAME, TOKEN_TILES, UNITS, NESTED_64) GEMV(T, NAME##_any, TOKEN_TILES, UNITS, ANY_SCALES)
+#define JOIN(T, NAME, TOKEN_TILES)                                                                                     \
+  extern "C" __global__ void NAME(const __grid_constant__ bsh_fused_args args) { bsh::join<T, TOKEN_TILES>(args); }
+
+GEMV_PAIR(__nv_bfloat16, gemv_4bit_bf16_m8_k4, 1, 4)
+GEMV_PAIR(__nv_bfloat16, gemv_4bit_bf16_m8_k8, 1, 8)
+GEMV_PAIR(__nv_bfloat16, gemv_4bit_bf16_m16_k4, 2, 4)
+GEMV_PAIR(__half, gemv_4bit_f16_m8_k4, 1, 4)
+GEMV_PAIR(__half, gemv_4bit_f16_m8_k8, 1, 8)
+GEMV_PAIR(__half, gemv_4bit_f16_m16_k4, 2, 4)
+JOIN(__nv_bfloat16, join_splits_bf16_m8, 1)
+JOIN(__nv_bfloat16, join_splits_bf16_m16, 2)
+JOIN(__half, join_splits_f16_m8, 1)
+JOIN(__half, join_splits_f16_m16, 2)

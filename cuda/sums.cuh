@@ -1,0 +1,46 @@
+// sums.cuh - from fp32 sums in tensor-core accumulator order to y: bias, rounding, and joining of split K.
+//
+// A tile is 16 rows of W by 8 * TOKEN_TILES tokens; its sums lie as [token tile][lane][4], the order in which lane (g,
+// c) of m16n8 holds rows g, g, g + 8, g + 8 and tokens 2c, 2c + 1, 2c, 2c + 1.
+#pragma once
+
+#include "decode.cuh"
+
+namespace bsh {
+
+// Element e of a tile's sums, in mma accumulator order [token tile][lane][4].
+struct element {
+  int row, token;
+  __device__ __forceinline__ element(int tile, int e) {
+    const int i = e & 3, lane = (e >> 2) & 31;
+    row = tile * BSH_ROW_TILE + (lane >> 2) + 8 * (i >> 1), token = (e >> 7) * 8 + (lane & 3) * 2 + (i & 1);
+  }
+};
+template <typename T> __device__ __forceinline__ void store(const bsh_fused_args &args, element at, float sum) {
+  if (at.token >= args.M) return;
+  if (args.bias) sum += number<T>::widen(static_cast<const T *>(args.bias)[at.row]);
+  static_cast<T *>(args.y)[at.token * args.ldy + at.row] = number<T>::round(sum);
+}
+
+// Adds the k_splits sums of elements [begin, end) of the row tiles from `tile` on, `stride` apart.
+template <typename T, int TOKEN_TILES>
+__device__ __forceinline__ void join_splits(const bsh_fused_args &args, int tile, int begin, int end, int stride) {
+  constexpr int TILE = TOKEN_TILES * 128;
+  for (int o = begin; o < end; o += stride) {
+    const int e = o % TILE, t = tile + o / TILE;
+    const float *from = args.partial + (int64_t)t * args.k_splits * TILE + e;
+    float sum = 0.f;
+#pragma unroll 1
+    for (int k = 0; k < args.k_splits; k++) sum += __ldcg(from + k * TILE);
+    store<T>(args, element(t, e), sum);
+  }
+}
+
+// The second kernel of split K where blocks cannot meet in a cluster.
+template <typename T, int TOKEN_TILES> __device__ __forceinline__ void join(const bsh_fused_args &args) {
+  const int tiles = args.N / BSH_ROW_TILE;
+  join_splits<T, TOKEN_TILES>(args, 0, blockIdx.x * blockDim.x + threadIdx.x, tiles * TOKEN_TILES * 128,
+                              gridDim.x * blockDim.x);
+}
+
+} // namespace bsh
