@@ -34,11 +34,26 @@ def save_sharded(module: nn.Module, destination: dict[str, Any], prefix: str, ke
     nn.Module._save_to_state_dict(module, destination, prefix, keep_vars)
     weight = module.weight
     state = _cut(module)
-    weight.quant_state = state
+    weight.quant_state = _StateOfShard(state)
     for name, value in _own_entries(weight, state).items():
         destination[f"{prefix}weight.{name}"] = value
         if name in _TENSOR_ENTRIES:
             setattr(weight, name, value)
+
+
+class _StateOfShard:
+    """What a sharded weight answers for `quant_state`: the JSON entries by name, and the reason why there is nothing else."""
+
+    def __init__(self, state: QuantState):
+        self._state = state
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("bitsandbytes__"):
+            return getattr(self._state, name)
+        raise AttributeError(
+            f"quant_state.{name}: this 4-bit weight is sharded by FSDP2 and cannot be dequantized or merged as it is. Merge "
+            "in one process, with the saved adapter, or after gathering with bitshard.fsdp.full_state_dict(model)."
+        )
 
 
 def load_sharded(

@@ -241,8 +241,10 @@ def check_broadcast(device, args):
     exact(same, device, build(device))
 
     declared = {key: value.cpu() for key, value in build(device).state_dict().items()}
-    declared = {key: value.view(-1).view(torch.uint8)[:578].view(-1, 1) if key.endswith(".base.weight") else value
-                for key, value in declared.items()}
+    declared = {
+        key: value.view(-1).view(torch.uint8)[:578].view(-1, 1) if key.endswith(".base.weight") else value
+        for key, value in declared.items()
+    }
     other = shard(build(device, seed=50))
     raises(
         (TypeError, RuntimeError),
@@ -263,7 +265,11 @@ def check_contradictions(device, args):
         ({key: plain[key][:-1]}, "0.base.weight"),
         ({name: plain[name.replace("0.", "1.", 1)] for name in plain if name.startswith(f"{key}.")}, "shape"),
     ):
-        raises((ValueError, RuntimeError, TypeError), text, lambda change=change: model.load_state_dict({**saved, **change}))
+        raises(
+            (ValueError, RuntimeError, TypeError),
+            text,
+            lambda change=change: model.load_state_dict({**saved, **change}),
+        )
     missing = {name: value for name, value in saved.items() if name != f"{key}.absmax"}
     raises((ValueError, RuntimeError), "absmax", lambda: model.load_state_dict(missing))
 
@@ -316,7 +322,10 @@ def curve_model(device, dtype, fault=False):
     return model
 
 
-BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}  # relative; in bf16 the ranks' gradients are rounded before they are added
+BOUNDS = {
+    torch.float32: 1e-5,
+    torch.bfloat16: 5e-3,
+}  # relative; in bf16 the ranks' gradients are rounded before they are added
 
 
 def difference(a, b):
@@ -393,7 +402,13 @@ def check_casts_raise(device, args):
         lambda: weight.float(),
     ):
         raises((TypeError, ValueError), "packed 4-bit", change)
-    for move in (model.half, model.float, model.bfloat16, lambda: model.to(torch.float16), lambda: model.to(BASE_DTYPE)):
+    for move in (
+        model.half,
+        model.float,
+        model.bfloat16,
+        lambda: model.to(torch.float16),
+        lambda: model.to(BASE_DTYPE),
+    ):
         move()
         assert layers(model)[0].weight.dtype == BASE_DTYPE
         assert isinstance(layers(model)[0].weight._local_tensor, PackedShard)
@@ -430,7 +445,9 @@ def check_fsdp1_state_dicts(device, args):
     from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 
     model = shard_fsdp1(build(device), None, device)
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=False)):
+    with FullyShardedDataParallel.state_dict_type(
+        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=False)
+    ):
         full = model.state_dict()
     reference = build(device).state_dict()
     for key, value in reference.items():
@@ -451,7 +468,9 @@ def main():
         except Exception as error:
             results[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-3000:]}
         if dist.get_rank() == 0 or "error" in results[name]:
-            print(f"rank {dist.get_rank()} {name:24s} {results[name].get('trace', results[name].get('ok'))}", flush=True)
+            print(
+                f"rank {dist.get_rank()} {name:24s} {results[name].get('trace', results[name].get('ok'))}", flush=True
+            )
         if "error" in results[name]:
             break  # collectives of the ranks may be out of step
     finish(results, args)

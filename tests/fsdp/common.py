@@ -5,6 +5,7 @@ import contextlib
 import datetime
 import json
 import os
+import sys
 import tempfile
 
 import torch
@@ -33,18 +34,26 @@ def start() -> tuple[torch.device, argparse.Namespace]:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=int(os.environ.get("BITSHARD_TEST_TIMEOUT", 60))))
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=int(os.environ.get("BITSHARD_TEST_TIMEOUT", 60)))
+    )
     return device, args
 
 
 def finish(results: dict, args: argparse.Namespace) -> None:
-    """Rank 0 writes the results of all ranks; everybody leaves."""
+    """Rank 0 writes the results of all ranks; everybody leaves.
+
+    At once, without the interpreter's shutdown: there gloo's thread, which still owns the last collective's tensors, can
+    ask for the GIL and abort the process (torch 2.13; seen with a plain `nn.Linear` too).
+    """
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, results)
     if dist.get_rank() == 0 and args.out:
         with open(args.out, "w") as file:
             json.dump({"world": dist.get_world_size(), "torch": torch.__version__, "ranks": everyone}, file, indent=1)
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def hostile_values(n: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -104,7 +113,10 @@ class Spy:
     def look(self, layer: Linear4bit, args: tuple, output: torch.Tensor) -> None:
         """After the layer's forward: (wrong weight bytes, wrong scale bytes)."""
         self.seen.append(
-            (wrong_bytes(as_bytes(layer.weight), self.weight), wrong_bytes(as_bytes(layer.quant_state.absmax), self.scales))
+            (
+                wrong_bytes(as_bytes(layer.weight), self.weight),
+                wrong_bytes(as_bytes(layer.quant_state.absmax), self.scales),
+            )
         )
 
     def wrong(self) -> list[int]:

@@ -101,7 +101,9 @@ def run_cell(version, storage, param_dtype, shape, device, world, fault=None):
     """[wrong weight bytes, wrong scale bytes] of one cell, on this rank. `fault` ("weight" or "scales") is planted there."""
     model = build(shape, storage, device)
     spies = [Spy(block.base) for block in model]
-    reference = [block.base.forward(torch.ones(2, block.base.in_features, dtype=BASE_DTYPE, device=device)) for block in model]
+    reference = [
+        block.base.forward(torch.ones(2, block.base.in_features, dtype=BASE_DTYPE, device=device)) for block in model
+    ]
     [spy.seen.clear() for spy in spies]
     if fault == "weight" and version == 1:
         plant(model[0].base.weight.data.as_subclass(torch.Tensor))

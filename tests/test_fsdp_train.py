@@ -1,0 +1,117 @@
+"""The real stack on two processes: Trainer, SFTTrainer, DoRA, merging, resume, saving, under FSDP2, FSDP1 and torchrun."""
+
+import json
+import sys
+
+import pytest
+from fsdp.launch import WORKERS, accelerate_launch, launch, run
+
+BASELINE = "trainer trainer_bf16 sft dora kbit fp16".split()
+FSDP2 = [*BASELINE, *"planted resume adapter merge save_pretrained".split()]
+FSDP1 = "trainer trainer_bf16 sft planted".split()
+BOUNDS = {"trainer": 1e-5, "dora": 1e-5, "trainer_bf16": 2e-3, "sft": 2e-3, "kbit": 2e-3, "fp16": 5e-3}
+BASE_BYTES = 21888  # packed bytes of the tiny model's 14 linears; 684 scales
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny Llama and its tokenizer in model/, and room for runs."""
+    folder = tmp_path_factory.mktemp("train")
+    code = (
+        f"import sys; sys.path.insert(0, {str(WORKERS)!r}); import train; train.make_model({str(folder / 'model')!r})"
+    )
+    run([sys.executable, "-c", code], 120)
+    return folder
+
+
+def options(folder, name, scenarios):
+    out = folder / name
+    out.mkdir()
+    return ["--only", ",".join(scenarios), "--model", str(folder / "model"), "--dir", str(out), "--out", str(out / "r")]
+
+
+def results(folder, name, ranks=2):
+    """The results of all ranks, which must agree about losses; rank 0's."""
+    ranks = [json.loads((folder / name / f"r.{rank}").read_text()) for rank in range(ranks)]
+    for rank in ranks:
+        for scenario, result in rank.items():
+            assert "error" not in result, f"{scenario}: {result['trace']}"
+    return ranks[0]
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """One process."""
+    run([sys.executable, str(WORKERS / "train.py"), *options(folder, "alone", BASELINE)], 240)
+    return results(folder, "alone", 1)
+
+
+@pytest.fixture(scope="module")
+def fsdp2(folder):
+    """accelerate launch with FSDP2."""
+    accelerate_launch("fsdp2.yaml", "train.py", *options(folder, "fsdp2", FSDP2))
+    return results(folder, "fsdp2")
+
+
+@pytest.fixture(scope="module")
+def fsdp1(folder):
+    """accelerate launch with FSDP1."""
+    accelerate_launch("fsdp1.yaml", "train.py", "--fsdp", "1", *options(folder, "fsdp1", FSDP1))
+    return results(folder, "fsdp1")
+
+
+def gap(a, b):
+    assert len(a) == len(b) >= 2
+    return max(abs(x - y) / abs(x) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("scenario", BASELINE)
+def test_fsdp2_gives_the_losses_of_one_process(alone, fsdp2, scenario):
+    assert gap(alone[scenario]["losses"], fsdp2[scenario]["losses"]) <= BOUNDS[scenario]
+
+
+@pytest.mark.parametrize("scenario", ("trainer", "trainer_bf16", "sft"))
+def test_fsdp1_gives_the_losses_of_one_process(alone, fsdp1, scenario):
+    assert gap(alone[scenario]["losses"], fsdp1[scenario]["losses"]) <= BOUNDS[scenario]
+
+
+def test_a_planted_fault_leaves_the_curve(alone, fsdp1, fsdp2):
+    assert gap(alone["trainer"]["losses"], fsdp2["planted"]["losses"]) > BOUNDS["trainer"]
+    assert "checksum" in fsdp1["planted"]["error_seen"]
+
+
+def test_default_uint8_storage_is_sharded(fsdp1, fsdp2):
+    """As accelerate would not do by itself: it leaves integer weights whole on every rank."""
+    line = fsdp2["trainer"]["report"]
+    assert f"FSDP2 over 2 ranks: 14 weights, {BASE_BYTES // 2:,} of {BASE_BYTES:,} bytes (1/2.00)" in line
+    assert "342 of 684 bytes of scales (sharded)" in line
+    assert "FSDP1 over 2 ranks" in fsdp1["trainer"]["report"]
+
+
+@pytest.mark.parametrize("scenario", ("resume", "adapter", "merge", "save_pretrained"))
+def test_fsdp2_saves_and_resumes(fsdp2, scenario):
+    """The scenario's own assertions hold; see tests/fsdp/train.py."""
+    assert "FSDP2 over 2 ranks" in fsdp2[scenario]["report"]
+
+
+def test_a_saved_base_trains_again(alone, fsdp2):
+    """Losses on the checkpoint written from shards, loaded pre-quantized, are those of the original."""
+    assert gap(alone["trainer"]["losses"][:2], fsdp2["save_pretrained"]["losses"]) <= BOUNDS["trainer"]
+
+
+def test_merging_a_sharded_model_raises(fsdp2):
+    assert "full_state_dict" in fsdp2["merge"]["merge_error"]
+
+
+def test_bare_torchrun_shards_default_storage(folder, alone):
+    launch(2, "cpu_fsdp.py", str(WORKERS / "train.py"), *options(folder, "torchrun", ["torchrun"]))
+    found = results(folder, "torchrun")["torchrun"]
+    assert "FSDP2 over 2 ranks" in found["report"] and "(1/2.00)" in found["report"]
+    assert gap(alone["trainer"]["losses"], found["losses"]) <= BOUNDS["trainer"]
+
+
+def test_damage_by_use_orig_params_raises(folder):
+    arguments = options(folder, "orig", ["orig_params"])
+    accelerate_launch("fsdp1_orig_params.yaml", "train.py", "--fsdp", "1", *arguments)
+    text = results(folder, "orig")["orig_params"]["error_seen"]
+    assert "checksum" in text and "use_orig_params" in text
