@@ -41,7 +41,7 @@ test: $(ready) $(upstream)
 lint: $(tools)
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
-	$(dir $(python))clang-format --dry-run -Werror $(layout)
+	$(python) -c 'from clang_format import clang_format; clang_format()' --dry-run -Werror $(layout)
 
 dev: .venv/.packages
 	$(pip) -c constraints.txt -e . -e ./python/bitsandbytes
