@@ -7,14 +7,16 @@
  *   forward   y[m, panel] = x[m, :] W[panel, :]^T     panel: rows of W, [rows, K]
  *   gradient  dx[m, panel] = dy[m, :] W[:, panel]     panel: columns of W, [N, columns]; no accumulation over panels
  *
- * Workspace: panel and x chunk at most PANEL_BYTES and CHUNK_BYTES, one result tile below that. All of it is fp32,
- * unless this CPU multiplies 16-bit floats faster. */
+ * A thread decodes a panel and multiplies it itself (the GEMM, called by a worker, stays on that thread): the panel is
+ * read from the cache of the core that wrote it, twice as fast as from another core's, and no sum depends on the number
+ * of threads. Panels are fp32, unless this CPU multiplies bf16 faster and x is bf16. Workspace: at most CHUNK_BYTES for
+ * converted rows of x, and WORKERS times PANEL_BYTES for panels and result tiles. */
 #include <stdlib.h>
 
 #include "cpu.h"
 #include "cpu_numerics.h"
 
-enum { PANEL_BYTES = 8 << 20, CHUNK_BYTES = 16 << 20, PANEL_STEP = 16 };
+enum { PANEL_BYTES = 2 << 20, CHUNK_BYTES = 16 << 20, WORKERS = 16, PANEL_STEP = 16 };
 
 /* ---- small M -------------------------------------------------------------------------------------------------- */
 
@@ -32,7 +34,7 @@ static void dgrad_columns(const int64_t begin, const int64_t end, void *const ct
 /* Units of `work` multiplications each that make a task worth a thread. */
 static int64_t small_grain(const int64_t work) { return divide_up(1 << 16, work + 1); }
 
-/* ---- large M: the workspace ----------------------------------------------------------------------------------- */
+/* ---- large M -------------------------------------------------------------------------------------------------- */
 
 /* One product out[M, outer] = in[M, inner] W', W' decoded by panels of the `outer` dimension. */
 typedef struct {
@@ -42,89 +44,70 @@ typedef struct {
   void *out;
   int64_t M, inner, outer, ld_in, ld_out, K;
   bsh_dtype dtype, compute; /* of in and out; of the panel */
-  bool transposed;          /* the panel holds rows of W (forward), not columns (gradient) */
+  bool by_rows;             /* the panel holds rows of W (forward), not columns (gradient) */
 
-  int64_t chunk_M, panel_outer; /* sizes of a step */
-  void *panel, *in_compute;
-  float *out_compute; /* the last two are unused where compute == dtype */
-
-  int64_t m0, m_n, outer0, outer_n; /* the step at hand */
+  int64_t chunk_M, panel_outer, n_panels; /* sizes of a step */
+  float *in_f32;                          /* [chunk_M, inner], where compute differs from dtype */
+  int64_t m0, m_n;                        /* the chunk at hand */
+  int status;                             /* first failure of a worker; a bsh_status */
 } product;
 
-/* Rows of x per chunk and outer elements per panel: equal steps below the byte limits. */
+/* What one worker owns: a decoded panel, and the fp32 tile of the result where that is converted afterwards. */
+typedef struct {
+  void *panel;
+  float *tile;
+} workspace;
+
+/* Steps of equal length, none above `most` but for rounding up to PANEL_STEP. */
 static int64_t equal_step(const int64_t total, const int64_t most) {
-  const int64_t limit = most < PANEL_STEP ? PANEL_STEP : most / PANEL_STEP * PANEL_STEP;
-  const int64_t step = divide_up(total, divide_up(total, limit));
+  const int64_t step = divide_up(total, divide_up(total, most < PANEL_STEP ? PANEL_STEP : most));
   return min_i64(total, divide_up(step, PANEL_STEP) * PANEL_STEP);
 }
 
-static void free_workspace(product *const p) {
-  free(p->panel);
-  free(p->in_compute);
-  free(p->out_compute);
-}
+static bool converts(const product *const p) { return p->compute != p->dtype; }
 
-static void *allocate_aligned(const int64_t n_bytes) { return aligned_alloc(64, (size_t)((n_bytes + 63) / 64 * 64)); }
+static void *allocate(const int64_t n_bytes) { return aligned_alloc(64, (size_t)((n_bytes + 63) / 64 * 64)); }
 
-static bsh_status allocate_workspace(product *const p) {
+static void choose_steps(product *const p) {
   const int64_t size = dtype_size(p->compute);
   p->panel_outer = equal_step(p->outer, PANEL_BYTES / (size * p->inner));
-  p->chunk_M = equal_step(p->M, CHUNK_BYTES / (size * (p->inner + p->panel_outer)));
-  p->panel = allocate_aligned(p->panel_outer * p->inner * size);
-  if (p->compute != p->dtype) {
-    p->in_compute = allocate_aligned(p->chunk_M * p->inner * size);
-    p->out_compute = allocate_aligned(p->chunk_M * p->panel_outer * size);
-  }
-  if (p->panel && (p->compute == p->dtype || (p->in_compute && p->out_compute))) return BSH_OK;
-  free_workspace(p);
-  return bsh_fail(BSH_OUT_OF_MEMORY, "linear_4bit: no memory for a panel of %lld bytes",
-                  (long long)(p->panel_outer * p->inner * size));
+  p->n_panels = divide_up(p->outer, p->panel_outer);
+  p->chunk_M = p->M;
+  if (!converts(p)) return;
+  const int64_t in_rows = CHUNK_BYTES / (size * p->inner), tile_rows = PANEL_BYTES / 2 / (size * p->panel_outer);
+  p->chunk_M = equal_step(p->M, min_i64(in_rows, tile_rows));
 }
-
-/* ---- large M: the stages of a step ---------------------------------------------------------------------------- */
 
 static void convert_in_rows(const int64_t begin, const int64_t end, void *const ctx) {
   const product *const p = ctx;
   for (int64_t m = begin; m < end; m++)
     bsh_cpu()->to_f32((const char *)p->in + (p->m0 + m) * p->ld_in * dtype_size(p->dtype), p->dtype,
-                      (float *)p->in_compute + m * p->inner, p->inner);
+                      p->in_f32 + m * p->inner, p->inner);
 }
 
-static void decode_panel_rows(const int64_t begin, const int64_t end, void *const ctx) {
-  const product *const p = ctx;
-  const int64_t columns = p->transposed ? p->inner : p->outer_n;
-  for (int64_t row = begin; row < end; row++) {
-    const int64_t first = p->transposed ? (p->outer0 + row) * p->K : row * p->K + p->outer0;
+/* Column panels touch a short piece of every row, which no hardware prefetcher follows. */
+static void prefetch_piece(const bsh_weight *const weight, const int64_t begin, const int64_t end) {
+  if (begin >= weight->n) return;
+  const int64_t last = min_i64(end, weight->n) - 1;
+  for (int64_t byte = begin / 2; byte <= last / 2; byte += 64) __builtin_prefetch(weight->packed + byte);
+  const int64_t block = begin / weight->blocksize;
+  if (weight->scales.absmax) __builtin_prefetch(weight->scales.absmax + block);
+  else __builtin_prefetch(weight->scales.absmax_code + block);
+}
+
+static void decode_panel(const product *const p, const int64_t outer0, const int64_t outer_n, void *const panel) {
+  const int64_t rows = p->by_rows ? outer_n : p->inner, columns = p->by_rows ? p->inner : outer_n;
+  const int64_t first = p->by_rows ? outer0 * p->K : outer0;
+  for (int64_t row = 0; row < rows; row++) {
+    if (!p->by_rows) prefetch_piece(p->weight, first + (row + 8) * p->K, first + (row + 8) * p->K + columns);
     bsh_cpu()->decode_4bit(&(bsh_decode_run){
         .weight = p->weight,
-        .out = (char *)p->panel + row * columns * dtype_size(p->compute),
-        .begin = first,
-        .end = first + columns,
+        .out = (char *)panel + row * columns * dtype_size(p->compute),
+        .begin = first + row * p->K,
+        .end = first + row * p->K + columns,
         .dtype = p->dtype,
-        .wide = p->compute != p->dtype,
+        .wide = converts(p),
     });
-  }
-}
-
-/* Bias of rows of `out` that the GEMM wrote in their final dtype. */
-static void add_bias_rows(const int64_t begin, const int64_t end, void *const ctx) {
-  const product *const p = ctx;
-  for (int64_t m = begin; m < end; m++) {
-    const int64_t first = (p->m0 + m) * p->ld_out + p->outer0;
-    for (int64_t j = 0; j < p->outer_n; j++)
-      store_f32(p->out, p->dtype, first + j,
-                load_f32(p->out, p->dtype, first + j) + load_f32(p->bias, p->dtype, p->outer0 + j));
-  }
-}
-
-/* Bias and rounding of one fp32 tile. */
-static void finish_out_rows(const int64_t begin, const int64_t end, void *const ctx) {
-  const product *const p = ctx;
-  for (int64_t m = begin; m < end; m++) {
-    float *const tile = p->out_compute + m * p->outer_n;
-    const int64_t first = (p->m0 + m) * p->ld_out + p->outer0;
-    for (int64_t j = 0; p->bias && j < p->outer_n; j++) tile[j] += load_f32(p->bias, p->dtype, p->outer0 + j);
-    bsh_cpu()->from_f32(tile, p->dtype, (char *)p->out + first * dtype_size(p->dtype), p->outer_n);
   }
 }
 
@@ -141,40 +124,84 @@ static bsh_status plain_mm(const bsh_dtype dtype, void *const c, const int64_t l
   return BSH_OK;
 }
 
-static bsh_status multiply_panel(const product *const p) {
-  const bool converted = p->compute != p->dtype;
+static bsh_status multiply_panel(const product *const p, const int64_t outer0, const int64_t outer_n,
+                                 const workspace *const own) {
   const int64_t size = dtype_size(p->dtype);
-  const void *const a = converted ? p->in_compute : (const char *)p->in + p->m0 * p->ld_in * size;
-  const int64_t lda = converted ? p->inner : p->ld_in;
-  void *const c = converted ? (char *)p->out_compute : (char *)p->out + (p->m0 * p->ld_out + p->outer0) * size;
-  const int64_t ldc = converted ? p->outer_n : p->ld_out;
-  const int64_t ldb_row = p->transposed ? 1 : p->outer_n, ldb_col = p->transposed ? p->inner : 1;
-  if (!p->gemm) return plain_mm(p->compute, c, ldc, a, lda, p->panel, ldb_row, ldb_col, p->m_n, p->outer_n, p->inner);
-  return p->gemm->mm(p->gemm->ctx, p->compute, c, ldc, a, lda, p->panel, ldb_row, ldb_col, p->m_n, p->outer_n,
-                     p->inner);
+  const void *const a = converts(p) ? (const void *)p->in_f32 : (const char *)p->in + p->m0 * p->ld_in * size;
+  const int64_t lda = converts(p) ? p->inner : p->ld_in;
+  void *const c = converts(p) ? (void *)own->tile : (char *)p->out + (p->m0 * p->ld_out + outer0) * size;
+  const int64_t ldc = converts(p) ? outer_n : p->ld_out;
+  const int64_t ldb_row = p->by_rows ? 1 : outer_n, ldb_col = p->by_rows ? p->inner : 1;
+  if (!p->gemm) return plain_mm(p->compute, c, ldc, a, lda, own->panel, ldb_row, ldb_col, p->m_n, outer_n, p->inner);
+  return p->gemm->mm(p->gemm->ctx, p->compute, c, ldc, a, lda, own->panel, ldb_row, ldb_col, p->m_n, outer_n, p->inner);
 }
 
-static bsh_status run_steps(product *const p) {
-  for (p->m0 = 0; p->m0 < p->M; p->m0 += p->chunk_M) {
-    p->m_n = min_i64(p->chunk_M, p->M - p->m0);
-    if (p->compute != p->dtype) bsh_parallel_for(0, p->m_n, 1, convert_in_rows, p);
-    for (p->outer0 = 0; p->outer0 < p->outer; p->outer0 += p->panel_outer) {
-      p->outer_n = min_i64(p->panel_outer, p->outer - p->outer0);
-      bsh_parallel_for(0, p->transposed ? p->outer_n : p->inner, 8, decode_panel_rows, p);
-      BSH_TRY(multiply_panel(p));
-      if (p->compute != p->dtype) bsh_parallel_for(0, p->m_n, 1, finish_out_rows, p);
-      else if (p->bias) bsh_parallel_for(0, p->m_n, 1, add_bias_rows, p);
+/* Bias and rounding of one panel's result: from the fp32 tile, or in place. */
+static void finish_panel(const product *const p, const int64_t outer0, const int64_t outer_n, float *tile) {
+  for (int64_t m = p->m0; m < p->m0 + p->m_n; m++) {
+    const int64_t first = m * p->ld_out + outer0;
+    if (!converts(p)) {
+      for (int64_t j = 0; p->bias && j < outer_n; j++)
+        store_f32(p->out, p->dtype, first + j,
+                  load_f32(p->out, p->dtype, first + j) + load_f32(p->bias, p->dtype, outer0 + j));
+      continue;
     }
+    for (int64_t j = 0; p->bias && j < outer_n; j++) tile[j] += load_f32(p->bias, p->dtype, outer0 + j);
+    bsh_cpu()->from_f32(tile, p->dtype, (char *)p->out + first * dtype_size(p->dtype), outer_n);
+    tile += outer_n;
+  }
+}
+
+static bsh_status run_panels(const product *const p, const int64_t begin, const int64_t end,
+                             const workspace *const own) {
+  for (int64_t panel = begin; panel < end; panel++) {
+    const int64_t outer0 = panel * p->panel_outer, outer_n = min_i64(p->panel_outer, p->outer - outer0);
+    decode_panel(p, outer0, outer_n, own->panel);
+    BSH_TRY(multiply_panel(p, outer0, outer_n, own));
+    finish_panel(p, outer0, outer_n, own->tile);
   }
   return BSH_OK;
 }
 
+/* Shares [begin, end) of `WORKERS` equal shares of the panels. */
+static void run_worker(const int64_t begin, const int64_t end, void *const ctx) {
+  product *const p = ctx;
+  const int64_t size = dtype_size(p->compute);
+  const workspace own = {
+      .panel = allocate(p->panel_outer * p->inner * size),
+      .tile = converts(p) ? allocate(p->chunk_M * p->panel_outer * size) : NULL,
+  };
+  bsh_status status = BSH_OUT_OF_MEMORY;
+  if (own.panel && (own.tile || !converts(p)))
+    status = run_panels(p, begin * p->n_panels / WORKERS, end * p->n_panels / WORKERS, &own);
+  free(own.panel);
+  free(own.tile);
+  int none = BSH_OK;
+  if (status != BSH_OK)
+    __atomic_compare_exchange_n(&p->status, &none, status, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+}
+
+/* Messages are kept per thread: the caller's thread repeats what a worker met. */
+static bsh_status worker_status(const product *const p) {
+  if (p->status == BSH_OK) return BSH_OK;
+  if (p->status == BSH_OUT_OF_MEMORY) return bsh_fail(BSH_OUT_OF_MEMORY, "linear_4bit: no memory for a panel");
+  return bsh_fail((bsh_status)p->status, "linear_4bit: torch's matrix product of a panel failed");
+}
+
 static bsh_status run_product(product *const p) {
   p->compute = p->dtype == BSH_BF16 && bsh_cpu_fast_bf16() ? BSH_BF16 : BSH_F32;
-  BSH_TRY(allocate_workspace(p));
-  const bsh_status status = run_steps(p);
-  free_workspace(p);
-  return status;
+  choose_steps(p);
+  if (converts(p)) {
+    p->in_f32 = allocate(p->chunk_M * p->inner * (int64_t)sizeof(float));
+    if (!p->in_f32) return bsh_fail(BSH_OUT_OF_MEMORY, "linear_4bit: no memory for %lld rows", (long long)p->chunk_M);
+  }
+  for (p->m0 = 0; p->m0 < p->M && p->status == BSH_OK; p->m0 += p->chunk_M) {
+    p->m_n = min_i64(p->chunk_M, p->M - p->m0);
+    if (converts(p)) bsh_parallel_for(0, p->m_n, 1, convert_in_rows, p);
+    bsh_parallel_for(0, WORKERS, 1, run_worker, p);
+  }
+  free(p->in_f32);
+  return worker_status(p);
 }
 
 /* An empty inner sum: y = bias, or zero. */
@@ -207,7 +234,7 @@ bsh_status bsh_cpu_linear_4bit(const bsh_linear_4bit_args *const args, const bsh
       .ld_out = args->ldy,
       .K = args->K,
       .dtype = args->dtype,
-      .transposed = true,
+      .by_rows = true,
   });
 }
 

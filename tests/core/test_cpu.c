@@ -356,10 +356,12 @@ static double unit_roundoff(const bsh_dtype dtype) {
   return dtype == BSH_F32 ? 0x1p-24 : dtype == BSH_F16 ? 0x1p-11 : 0x1p-8;
 }
 
-/* |result - exact| <= one rounding to dtype of the exact sum + (terms + 4) fp32 roundings of the sum of magnitudes. */
-static void check_sum(const char *const what, const float result, const double exact, const double magnitude,
-                      const int64_t terms, const bsh_dtype dtype) {
-  const double bound = 1.01 * unit_roundoff(dtype) * fabs(exact) + (double)(terms + 4) * 0x1p-24 * magnitude + 0x1p-24;
+/* |result - exact| <= one rounding to dtype of the product and of its sum with the bias, and (terms + 4) fp32 roundings
+ * of the sum of magnitudes. */
+static void check_sum(const char *const what, const float result, const double product, const double bias,
+                      const double magnitude, const int64_t terms, const bsh_dtype dtype) {
+  const double exact = product + bias, rounded = fabs(exact) + (bias != 0 ? fabs(product) : 0);
+  const double bound = 1.01 * unit_roundoff(dtype) * rounded + (double)(terms + 4) * 0x1p-24 * magnitude + 0x1p-24;
   CHECK(fabs((double)result - exact) <= bound, "%s: %g instead of %g, bound %g", what, (double)result, exact, bound);
 }
 
@@ -373,13 +375,14 @@ typedef struct {
 static void check_forward(const char *const what, const linear_case *const c, const void *const y) {
   for (int64_t m = 0; m < c->M; m++)
     for (int64_t n = 0; n < c->N; n++) {
-      double exact = c->bias ? (double)load_f32(c->bias, c->dtype, n) : 0.0, magnitude = fabs(exact);
+      const double bias = c->bias ? (double)load_f32(c->bias, c->dtype, n) : 0.0;
+      double exact = 0, magnitude = fabs(bias);
       for (int64_t k = 0; k < c->K; k++) {
         const double term = (double)load_f32(c->x, c->dtype, m * c->ldx + k) * (double)c->w[n * c->K + k];
         exact += term;
         magnitude += fabs(term);
       }
-      check_sum(what, load_f32(y, c->dtype, m * c->ldy + n), exact, magnitude, c->K, c->dtype);
+      check_sum(what, load_f32(y, c->dtype, m * c->ldy + n), exact, bias, magnitude, c->K, c->dtype);
     }
 }
 
@@ -392,7 +395,7 @@ static void check_gradient(const char *const what, const linear_case *const c, c
         exact += term;
         magnitude += fabs(term);
       }
-      check_sum(what, load_f32(dx, c->dtype, m * c->ldx + k), exact, magnitude, c->N, c->dtype);
+      check_sum(what, load_f32(dx, c->dtype, m * c->ldx + k), exact, 0, magnitude, c->N, c->dtype);
     }
 }
 
