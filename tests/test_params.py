@@ -226,7 +226,7 @@ def test_inspection_is_allowed():
 
 
 def test_dict_round_trips():
-    """Libraries rebuild weights in six places: with the old one's attributes a fresh one quantizes with its settings."""
+    """Libraries rebuild weights from the old one's attributes: a fresh one quantizes with its settings."""
     old = quantized()
     old._is_hf_initialized = True
     fresh = [

@@ -83,8 +83,7 @@ def _matmul_transposed(A: Tensor, B: Tensor, state: QuantState, out: Tensor | No
     """A W + bias for a weight that was quantized as [K, N], which old releases allowed."""
     warnings.warn(
         f"matmul_4bit: the weight was quantized from a [K, N] tensor ({list(state.shape)}). Re-quantize from the "
-        "weight in "
-        "[N, K] (out_features, in_features) orientation. This will be an error in a future version.",
+        "weight in [N, K] (out_features, in_features) orientation. This will be an error in a future version.",
         DeprecationWarning,
         stacklevel=3,
     )

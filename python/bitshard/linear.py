@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitshard import _C, ops
 from bitshard.autograd import matmul_4bit
 from bitshard.state import QuantState, dtype_name
-from bitshard.tensor import Params4bit, module_move, verify
+from bitshard.tensor import Params4bit, module_move, repack, verify
 
 logger = logging.getLogger(__name__)
 
@@ -155,13 +156,13 @@ class Linear4bit(nn.Linear):
 
             return fsdp.save_sharded(self, destination, prefix, keep_vars)
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        weight = self.weight
-        if not isinstance(weight, Params4bit):
-            return
-        if not keep_vars:
-            destination[prefix + "weight"] = weight.saved_data()
-        if weight.quant_state is not None:
-            for key, value in weight.quant_state.as_dict(packed=True).items():
+        weight, state = self.weight, self.quant_state
+        if isinstance(weight, Params4bit):
+            state = weight.quant_state
+            if not keep_vars:
+                destination[prefix + "weight"] = weight.saved_data()
+        if state is not None:  # FSDP1's view of the flat parameter goes out as it is, for FSDP1 splits it again
+            for key, value in state.as_dict(packed=True).items():
                 destination[f"{prefix}weight.{key}"] = value if keep_vars else value.detach()
 
     def _load_from_state_dict(
@@ -226,6 +227,13 @@ class Linear4bit(nn.Linear):
     def _adopt(self, new: Params4bit) -> None:
         """Take over a packed weight; the parameter object stays where it can."""
         weight = self._parameters.get("weight")
+        n = new.quant_state.shape.numel()
+        if isinstance(weight, nn.Parameter) and _is_flat_view(weight, n):
+            with torch.no_grad():
+                weight.copy_(repack(new.data, weight.dtype, n))
+            new.quant_state.checksum = ops.checksum(weight.detach())
+            self.quant_state = new.quant_state
+            return
         if isinstance(weight, Params4bit) and not weight.is_meta and weight.dtype is new.dtype:
             with torch._C.DisableTorchFunctionSubclass():
                 weight.data = new.data
@@ -236,6 +244,13 @@ class Linear4bit(nn.Linear):
         weight._set_state(new.quant_state)
         self.quant_type, self.quant_storage = new.quant_type, new.quant_storage
         self.compress_statistics = new.compress_statistics
+
+
+def _is_flat_view(weight: Tensor, n: int) -> bool:
+    """Whether `weight` is FSDP1's view of its flat parameter that holds n packed codes: it must be written in place."""
+    if isinstance(weight, Params4bit) or weight.is_meta:
+        return False
+    return list(weight.shape) == [_C.storage_elements(n, weight.element_size()), 1]
 
 
 def _is_dtensor(weight: Any) -> bool:
@@ -254,6 +269,11 @@ def fix_4bit_weight_quant_state_from_module(module: nn.Module) -> None:
         is no packed column.
     """
     weight = module.weight
+    if _is_dtensor(weight):
+        raise ValueError(
+            f"{type(module).__name__}: the weight is still sharded (DTensor {list(weight.shape)}): call the module "
+            "that FSDP2 wrapped, or unshard() it first"
+        )
     own = getattr(weight, "quant_state", None)
     if own is not None:
         if module.quant_state is not own:
@@ -261,21 +281,13 @@ def fix_4bit_weight_quant_state_from_module(module: nn.Module) -> None:
         return
     if module.quant_state is None:
         raise RuntimeError(
-            f"{type(module).__name__}: the weight {list(weight.shape)} of {dtype_name(weight.dtype)} is not "
-            "quantized yet: move the "
-            "layer to a device first, for instance with .to('cpu') or .cuda()"
-        )
-    if _is_dtensor(weight):
-        raise ValueError(
-            f"{type(module).__name__}: the weight is still sharded (DTensor {list(weight.shape)}): call the module "
-            "that FSDP2 "
-            "wrapped, or unshard() it first"
+            f"{type(module).__name__}: the weight {list(weight.shape)} of {dtype_name(weight.dtype)} is not quantized "
+            "yet: move the layer to a device first, for instance with .to('cpu') or .cuda()"
         )
     if weight.dim() != 2 or weight.shape[1] != 1:
         raise ValueError(
-            f"{type(module).__name__}: the weight has shape {list(weight.shape)}, expected a packed column [n, 1]. "
-            "Is it a shard of "
-            "FSDP? Call the module that FSDP wrapped."
+            f"{type(module).__name__}: the weight has shape {list(weight.shape)}, expected a packed column [n, 1]. Is "
+            "it a shard of FSDP? Call the module that FSDP wrapped."
         )
     if isinstance(weight, Params4bit):
         weight.quant_state = module.quant_state

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -234,7 +235,7 @@ def unpack_tensor_to_dict(tensor_data: Tensor) -> dict[str, Any]:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise ValueError(f"a key occurs twice among {sorted(key for key, _ in pairs)}")
+        raise ValueError(f"a key occurs twice among {_names(key for key, _ in pairs)}")
     return result
 
 
@@ -249,27 +250,29 @@ def _read_entries(qs_dict: dict[str, Any]) -> dict[str, Any]:
     blobs: dict[str, Any] = {}
     for key, value in qs_dict.items():
         if not isinstance(key, str):
-            raise TypeError(f"quantization state: key {key!r} is no string")
+            raise TypeError(f"quantization state: key {_short(key)} is no string")
         name = key.split(".")[-1]
         target = blobs if name.startswith(_BLOB_PREFIX) else entries
         if name in target:
-            raise ValueError(f"quantization state: two entries are named {name}: {sorted(map(str, qs_dict))}")
+            raise ValueError(f"quantization state: two entries are named {name[:60]}: {_names(qs_dict)}")
         target[name] = value
     if len(blobs) > 1:
-        raise ValueError(f"quantization state: expected one quant_state entry, got {sorted(blobs)}")
+        raise ValueError(f"quantization state: expected one quant_state entry, got {_names(blobs)}")
     for name, blob in blobs.items():
         if name not in QuantState.valid_qs_type_keys:
-            raise ValueError(f"quantization state: {name} is none of {QuantState.valid_qs_type_keys}")
+            raise ValueError(f"quantization state: {_names([name])} is none of {QuantState.valid_qs_type_keys}")
         values = unpack_tensor_to_dict(blob)
         _check_names("its JSON entry", values, _VALUE_KEYS)
         twice = sorted(set(values) & set(entries))
         if twice:
             raise ValueError(f"quantization state: {twice} given both as entries and in {name}")
         if values.get("quant_type") != name.removeprefix(_BLOB_PREFIX):
-            raise ValueError(f"quantization state: {name} contradicts its quant_type {values.get('quant_type')!r}")
+            raise ValueError(
+                f"quantization state: {name} contradicts its quant_type {_short(values.get('quant_type'))}"
+            )
         entries.update(values)
     if not blobs and "quant_type" not in entries:
-        raise ValueError(f"quantization state: neither quant_type nor a quant_state entry among {sorted(entries)}")
+        raise ValueError(f"quantization state: neither quant_type nor a quant_state entry among {_names(entries)}")
     _check_names("the entries", entries, (*_TENSOR_KEYS, *_VALUE_KEYS))
     for name in _TENSOR_KEYS:
         if name in entries and not isinstance(entries[name], Tensor):
@@ -278,9 +281,9 @@ def _read_entries(qs_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_names(where: str, entries: dict[str, Any], allowed: tuple[str, ...]) -> None:
-    unknown = sorted(repr(name)[:60] for name in entries if name not in allowed)
+    unknown = [name for name in entries if name not in allowed]
     if unknown:
-        raise ValueError(f"quantization state: {where} hold unknown {unknown[:8]}, known are {sorted(allowed)}")
+        raise ValueError(f"quantization state: {where} hold unknown {_names(unknown)}, known are {sorted(allowed)}")
 
 
 def _entry(entries: dict[str, Any], name: str) -> Any:
@@ -294,6 +297,11 @@ def _integer(entries: dict[str, Any], name: str) -> int:
     if type(value) is not int:
         raise TypeError(f"quantization state: {name} must be an integer, got {_short(value)}")
     return value
+
+
+def _names(keys: Iterable[Any]) -> list[str]:
+    """The first few of the keys, cut short: a message must not grow with what a file says."""
+    return sorted(str(key)[:60] for key in keys)[:8]
 
 
 def _short(value: Any) -> str:
@@ -353,8 +361,7 @@ def _code_map(entries: dict[str, Any], name: str, table: Tensor) -> Tensor:
         raise ValueError(
             f"quantization state: {name} is not the table of {entries.get('quant_type')!r}: {wrong.numel()} of "
             f"{table.numel()} values differ, the first at {first}: {float(given[first])!r}, expected "
-            f"{float(table[first])!r}. "
-            "Weights quantized with other values cannot be used."
+            f"{float(table[first])!r}. Weights quantized with other values cannot be used."
         )
     return table.to(given.device)
 

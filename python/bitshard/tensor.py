@@ -90,16 +90,14 @@ def verify(weight: Tensor, state: QuantState, where: str) -> None:
     expected = _C.storage_elements(n, weight.element_size())
     advice = (
         "The packed bytes were cast or rewritten on their way here. Under FSDP1 give the mixed precision policy a "
-        "param_dtype "
-        "equal to the storage dtype (bnb_4bit_quant_storage, and dtype= of from_pretrained, all the same), and with "
-        "accelerate set fsdp_use_orig_params: false or a wrap policy that keeps LoRA apart; or use FSDP2 "
-        "(fsdp_version: 2)."
+        "param_dtype equal to the storage dtype (bnb_4bit_quant_storage, and dtype= of from_pretrained, all the "
+        "same), and with accelerate set fsdp_use_orig_params: false or a wrap policy that keeps LoRA apart; or use "
+        "FSDP2 (fsdp_version: 2)."
     )
     if weight.numel() != expected:
         raise ValueError(
             f"{where}: the 4-bit weight arrived as {list(weight.shape)} of {dtype_name(weight.dtype)}, but "
-            f"{list(state.shape)} "
-            f"packs into {expected} elements of that dtype. {advice}"
+            f"{list(state.shape)} packs into {expected} elements of that dtype. {advice}"
         )
     if state.checksum is None:
         return
@@ -107,9 +105,8 @@ def verify(weight: Tensor, state: QuantState, where: str) -> None:
         found = int(ops.checksum(weight.detach()))
     if found != int(state.checksum):
         raise ValueError(
-            f"{where}: the 4-bit weight arrived as {list(weight.shape)} of {dtype_name(weight.dtype)} with other "
-            "bytes than it "
-            f"was quantized to (checksum {found:#x}, expected {int(state.checksum):#x}). {advice}"
+            f"{where}: the 4-bit weight arrived as {list(weight.shape)} of {dtype_name(weight.dtype)} with other bytes "
+            f"than it was quantized to (checksum {found:#x}, expected {int(state.checksum):#x}). {advice}"
         )
 
 
@@ -370,8 +367,7 @@ def _may_be_packed(data: Tensor, state: QuantState | None) -> bool:
         return False
     raise ValueError(
         f"Params4bit: data {list(data.shape)} of {dtype_name(data.dtype)} is neither a weight of shape "
-        f"{list(state.shape)} nor its "
-        f"packed form of {expected} elements"
+        f"{list(state.shape)} nor its packed form of {expected} elements"
     )
 
 
@@ -380,9 +376,8 @@ def _may_be_packed(data: Tensor, state: QuantState | None) -> bool:
 
 def _cast_error(weight: Tensor, what: str) -> TypeError:
     return TypeError(
-        f"{what}: this 4-bit weight holds packed bytes in a {dtype_name(weight.dtype)} container; a cast would "
-        "destroy them. "
-        "Choose the container with bnb_4bit_quant_storage when the model is loaded; for numbers use "
+        f"{what}: this 4-bit weight holds packed bytes in a {dtype_name(weight.dtype)} container; a cast would destroy "
+        "them. Choose the container with bnb_4bit_quant_storage when the model is loaded; for numbers use "
         "dequantize_4bit(weight.data, weight.quant_state)."
     )
 
@@ -400,8 +395,8 @@ def _set_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         if data.dtype is not weight.dtype:
             raise TypeError(
                 f".data = {dtype_name(data.dtype)}: this 4-bit weight holds packed bytes in a "
-                f"{dtype_name(weight.dtype)} container. "
-                "Under FSDP1 make param_dtype equal to bnb_4bit_quant_storage and load the model with that dtype= too."
+                f"{dtype_name(weight.dtype)} container. Under FSDP1 make param_dtype equal to bnb_4bit_quant_storage "
+                "and load the model with that dtype= too."
             )
         state = weight.quant_state
         if (
@@ -429,7 +424,8 @@ def _follow_data(weight: Params4bit, data: Tensor) -> None:
                 weight.module.foreign_data = True
         return
     state = weight.quant_state
-    if state is not None and not data.is_meta and not state.absmax.is_meta and state.absmax.device != data.device:
+    whole = data.dim() == 2 and not data.is_meta  # FSDP1 with offload also assigns flat shards, on the CPU
+    if state is not None and whole and not state.absmax.is_meta and state.absmax.device != data.device:
         weight._set_state(state.moved(data.device))
     if weight.module is not None:
         weight.module.foreign_data = True
@@ -481,8 +477,7 @@ def _arithmetic(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if weight is not None:  # a TypeError would reach the user as "unsupported operand"
         raise ValueError(
             f"{getattr(func, '__name__', func)}: a 4-bit weight of container dtype {dtype_name(weight.dtype)} holds "
-            "packed bytes, not "
-            "numbers. Use dequantize_4bit(weight.data, weight.quant_state), or matmul_4bit."
+            "packed bytes, not numbers. Use dequantize_4bit(weight.data, weight.quant_state), or matmul_4bit."
         )
     return func(*args, **kwargs)
 
