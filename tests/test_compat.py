@@ -586,6 +586,35 @@ def test_parametrize_survives_dtype_moves():
     assert torch.equal(module.weight, before)
 
 
+def test_parametrize_sees_damaged_bytes():
+    module = Experts()
+    bnb.nn.parametrize.replace_parameter_4bit(module, "weight")
+    packed = module.parametrizations["weight"].original
+    expected = module.weight.clone()
+    copied = copy.deepcopy(module)
+    packed.data = packed.data.clone()
+    assert torch.equal(module.weight, expected)
+    damaged = packed.data.clone()
+    damaged[5] ^= 1
+    other = copied.parametrizations["weight"].original
+    copied.parametrizations["weight"][0].foreign_data = True
+    other.data = damaged
+    with pytest.raises(ValueError, match="checksum"):
+        _ = copied.weight
+
+
+def test_parametrize_in_an_fsdp_launch(monkeypatch):
+    """The container is a float, so that accelerate and FSDP1 shard it; files say uint8."""
+    plain, module = Experts(), Experts()
+    bnb.nn.parametrize.replace_parameter_4bit(plain, "weight")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    bnb.nn.parametrize.replace_parameter_4bit(module, "weight")
+    assert module.parametrizations["weight"].original.dtype == torch.float32
+    saved = module.state_dict()
+    assert saved["weight"].dtype == torch.uint8 and type(saved["weight"]) is torch.Tensor
+    assert torch.equal(saved["weight"], plain.state_dict()["weight"]) and torch.equal(module.weight, plain.weight)
+
+
 def test_parametrize_errors():
     module = Experts()
     module.plain = torch.zeros(2)

@@ -454,6 +454,46 @@ def test_trainer(dense_path, tmp_path):
     assert again == losses
 
 
+def test_sft_trainer(dense_path, tmp_path):
+    """trl makes the adapters itself and casts them to bf16; the base keeps its bytes."""
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2, "one": 3, "two": 4}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    model = load(dense_path, storage="bfloat16")
+    before = packed_bytes(model)
+    arguments = trl.SFTConfig(
+        output_dir=tmp_path,
+        max_steps=5,
+        per_device_train_batch_size=2,
+        learning_rate=5e-3,
+        max_length=16,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        bf16=True,
+        disable_tqdm=True,
+    )
+    trainer = trl.SFTTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=datasets.Dataset.from_dict({"text": ["one two one two two one"] * 16}),
+        processing_class=tokenizer,
+        peft_config=peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 5 and losses[-1] < losses[0], losses
+    after = {name.removeprefix("base_model.model."): value for name, value in packed_bytes(trainer.model).items()}
+    assert_same_bytes(before, {name.removesuffix(".base_layer"): value for name, value in after.items()})
+
+
 def test_trainer_optimizers_refuse_by_name(dense_path, tmp_path):
     arguments = transformers.TrainingArguments(
         output_dir=tmp_path, max_steps=1, optim="adamw_bnb_8bit", report_to=[], use_cpu=True, disable_tqdm=True

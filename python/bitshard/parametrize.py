@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from . import functional
 from .functional import QuantState
-from .tensor import Params4bit
+from .tensor import Params4bit, verify
 
 
 class Bnb4bitParametrization(nn.Module):
@@ -26,13 +26,22 @@ class Bnb4bitParametrization(nn.Module):
     def __init__(self, quant_state: QuantState) -> None:
         super().__init__()
         self.quant_state = quant_state
+        self.foreign_data = False  # somebody else has set the packed bytes since they were quantized
+        self.verified_state: QuantState | None = None  # the state that foreign bytes were checked against
 
     @torch.no_grad()
     def forward(self, quantized_param: torch.Tensor) -> torch.Tensor:
-        """Dequantize [n, 1] packed bytes to `quant_state.shape` in `quant_state.dtype`; no gradient flows through."""
-        if self.quant_state.absmax.device != quantized_param.device:
-            self.quant_state.to(quantized_param.device)
-        return functional.dequantize_4bit(quantized_param, self.quant_state)
+        """Dequantize [n, 1] packed bytes to `quant_state.shape` in `quant_state.dtype`; no gradient flows through.
+
+        ValueError where the bytes are not those that were quantized (see `bitshard.tensor.verify`).
+        """
+        state = self.quant_state
+        if state.absmax.device != quantized_param.device and not state.absmax.is_meta:
+            state.to(quantized_param.device)
+        if self.verified_state is not state and (self.foreign_data or type(quantized_param) is not Params4bit):
+            verify(quantized_param, state, f"4-bit parameter of shape {list(state.shape)}")
+            self.verified_state = state
+        return functional.dequantize_4bit(quantized_param, state)
 
 
 def _parameter(module: nn.Module, param_name: str) -> nn.Parameter:
@@ -45,8 +54,9 @@ def _parameter(module: nn.Module, param_name: str) -> nn.Parameter:
 
 
 def _replace(module: nn.Module, param_name: str, packed: Params4bit) -> None:
-    setattr(module, param_name, packed)
     parametrization = Bnb4bitParametrization(packed.quant_state)
+    packed.module = parametrization  # its state follows the weight's
+    setattr(module, param_name, packed)
     parametrize.register_parametrization(module, param_name, parametrization, unsafe=True)
     _register_parametrization_hooks(module, param_name)
 
@@ -69,26 +79,17 @@ def replace_parameter_4bit(
 
     Raises:
         AttributeError: the module has no such attribute.
-        TypeError: the attribute is not a parameter.
+        TypeError: the attribute is not a parameter, or not one of floats.
     """
     param = _parameter(module, param_name)
-    packed, quant_state = functional.quantize_4bit(
-        param.data, blocksize=blocksize, compress_statistics=compress_statistics, quant_type=quant_type
+    packed = Params4bit(
+        param.data,
+        requires_grad=False,
+        blocksize=blocksize,
+        compress_statistics=compress_statistics,
+        quant_type=quant_type,
     )
-    _replace(
-        module,
-        param_name,
-        Params4bit(
-            packed,
-            requires_grad=False,
-            quant_state=quant_state,
-            blocksize=quant_state.blocksize,
-            compress_statistics=compress_statistics,
-            quant_type=quant_type,
-            quant_storage=packed.dtype,
-            bnb_quantized=True,
-        ),
-    )
+    _replace(module, param_name, packed.to(param.device))
 
 
 def replace_parameter_4bit_prequantized(
@@ -147,7 +148,9 @@ def _parametrized_state_dict_post_hook(
     original = f"{prefix}parametrizations.{param_name}.original"
     if original not in state_dict:
         return
-    state_dict[prefix + param_name] = state_dict.pop(original)
+    value = state_dict.pop(original)
+    kept = value is module.parametrizations[param_name].original  # keep_vars
+    state_dict[prefix + param_name] = value.saved_data() if isinstance(value, Params4bit) and not kept else value
     quant_state = module.parametrizations[param_name][0].quant_state
     for key, value in quant_state.as_dict(packed=True).items():
         state_dict[f"{prefix}{param_name}.{key}"] = value
