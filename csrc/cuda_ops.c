@@ -2,6 +2,7 @@
 #include "cuda_ops.h"
 
 enum { THREADS = 256, WARPS = THREADS / 32, WARP_TILE = 1024, BLOCKS_PER_SM = 16, VECTOR_BYTES = 16 };
+enum { SEARCH_BLOCKS_PER_SM = 4 }; /* blocks that fill a search table first: as many as run at once */
 
 #define DTYPES 3 /* kernels below are indexed by bsh_dtype: f32, f16, bf16 */
 #define BY_DTYPE(prefix, suffix)                                                                                       \
@@ -86,7 +87,7 @@ bsh_status bsh_cuda_quantize_blockwise(const bsh_quantize_blockwise_args *const 
                                        const bsh_cuda_context *const context) {
   static bsh_cuda_kernel kernels[DTYPES] = BY_DTYPE("quantize_blockwise_", "");
   const int64_t all = divide_up(divide_up(args->n, args->blocksize), WARPS);
-  const int64_t most = (int64_t)context->sms * BLOCKS_PER_SM;
+  const int64_t most = (int64_t)context->sms * SEARCH_BLOCKS_PER_SM;
   return launch(context, &kernels[args->dtype], all < most ? all : most, args);
 }
 

@@ -1,7 +1,6 @@
 /* torch_gemm.c - see torch_gemm.h. */
 #include "torch_gemm.h"
 
-#include "cublas.h"
 #include "tensor.h"
 
 typedef AOTITorchError (*mm_out)(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat2);
@@ -53,10 +52,6 @@ bsh_status bsh_torch_cuda_gemm(const int32_t device, const bsh_dtype dtype, void
                                const int64_t ldb_col, const void *const bias, const int64_t m, const int64_t n,
                                const int64_t k) {
   const int32_t cuda = bsh_torch.aoti_torch_device_type_cuda();
-  if (bias == NULL) {
-    const bsh_status status = bsh_cublas_gemm(dtype, c, ldc, a, lda, b, ldb_row, ldb_col, m, n, k);
-    if (status != BSH_NO_KERNEL) return status;
-  }
   const AtenTensorHandle c_handle = wrap(c, m, n, ldc, 1, dtype, cuda, device);
   const AtenTensorHandle a_handle = wrap(a, m, k, lda, 1, dtype, cuda, device);
   const AtenTensorHandle b_handle = wrap(b, k, n, ldb_row, ldb_col, dtype, cuda, device);

@@ -87,7 +87,7 @@ template <typename T, bool kNested> __device__ __forceinline__ void dequantize_4
       values[k] = multiply_flush(__shfl_sync(kAllLanes, unit, codes[i] >> (4 * (k ^ 1)), 16), scale);
     Vector<T> packed;
     packed.set(values);
-    *reinterpret_cast<uint4 *>(out + i * a.ld) = packed.raw;
+    __stcs(reinterpret_cast<uint4 *>(out + i * a.ld), packed.raw);
   }
 }
 
@@ -260,7 +260,16 @@ template <typename T, int kFormat> __device__ __forceinline__ void quantize_4bit
     for (int i = 0; i < kSteps; i++) absmax[i] = fmaxf(absmax[i], partner[i]);
   }
 
-  const bool leader = (lane * kWidth & (a.blocksize - 1)) == 0;
+  // Lane l stores the scale of block l of the tile, which starts in step `step` at lane `source`.
+  const int step = (lane << shift) / kSpan, source = (lane << shift) % kSpan / kWidth;
+  float scale = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kSteps; i++) {
+    const float candidate = __shfl_sync(kAllLanes, absmax[i], source);
+    if (i == step) scale = candidate;
+  }
+  if (lane << shift < kWarpTile) a.absmax[(tile >> shift) + lane] = scale;
+
 #pragma unroll
   for (int i = 0; i < kSteps; i++) {
     const float inverse = reciprocal(absmax[i]);
@@ -271,7 +280,6 @@ template <typename T, int kFormat> __device__ __forceinline__ void quantize_4bit
     uint8_t *const out = a.packed + (first + i * kSpan) / 2;
     if constexpr (kWidth == 8) *reinterpret_cast<uint32_t *>(out) = codes;
     else *reinterpret_cast<uint16_t *>(out) = (uint16_t)codes;
-    if (leader && (i * kSpan & (a.blocksize - 1)) == 0) a.absmax[(first + i * kSpan) >> shift] = absmax[i];
   }
 }
 
@@ -302,8 +310,7 @@ __device__ __forceinline__ uint32_t search(const SearchTable &table, float v) {
   for (int level = 0; level < 7; level++) node = 2 * node + (v > table.tree[node]);
   const float2 midpoint = table.midpoints[node - 128];
   const int even = 2 * (node - 128);
-  if (v > midpoint.y) return even + 1;
-  return v < midpoint.x && even > 0 ? even - 1 : even;
+  return even + (v > midpoint.y) - (v < midpoint.x && even > 0);
 }
 
 // One warp per block. Lane l holds elements l, l + 32, ... of a chunk of 256; blocks of one chunk are read once.
@@ -327,10 +334,13 @@ template <typename T> struct Chunk {
 
   __device__ __forceinline__ void encode(const SearchTable &table, float inverse, uint8_t *code, int first,
                                          int length) const {
+    uint32_t found[kPerLane]; // all searches side by side
+#pragma unroll
+    for (int k = 0; k < kPerLane; k++) found[k] = search(table, multiply_flush(inverse, values[k]));
 #pragma unroll
     for (int k = 0; k < kPerLane; k++) {
       const int i = first + 32 * k + (int)threadIdx.x % 32;
-      if (i < length) code[i] = (uint8_t)search(table, multiply_flush(inverse, values[k]));
+      if (i < length) code[i] = (uint8_t)found[k];
     }
   }
 };

@@ -1,0 +1,67 @@
+"""A short list of calls that runs every CUDA kernel once, for compute-sanitizer.
+
+Usage: compute-sanitizer --tool memcheck|racecheck python tests/cuda_sanitize.py
+A workspace of 1 MiB makes small weights take several panels.
+"""
+
+import os
+
+os.environ["BITSHARD_WORKSPACE_MB"] = "1"
+
+import torch
+from bitshard import ops
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def blocks(x: Tensor, blocksize: int, format: int) -> None:
+    none, map = ops.empty(x.device), ops.table("dynamic").to(x.device)
+    packed, absmax = ops.quantize_4bit(x, blocksize, format, torch.uint8)
+    offset = absmax.mean()
+    code, absmax2 = ops.quantize_blockwise(absmax, map, offset, 256)
+    shape = (blocksize, format, 1, x.numel(), x.dtype)
+    plain = ops.dequantize_4bit(packed, absmax, none, none, none, *shape)
+    ops.dequantize_4bit(packed, code, map, absmax2, offset, *shape)
+    assert torch.allclose(plain.flatten().float(), x.float(), atol=0.5 * float(x.abs().max()))
+    code, absmax = ops.quantize_blockwise(x, map, none, blocksize)
+    ops.dequantize_blockwise(code, absmax, map, none, blocksize, x.dtype)
+    ops.checksum(packed)
+
+
+def products(N: int, K: int, dtype: torch.dtype, nested: bool, format: int, rows: tuple[int, ...]) -> None:
+    w = torch.randn(N, K, device="cuda", dtype=dtype)
+    none, map = torch.empty(0, device="cuda"), ops.table("dynamic").cuda()
+    packed, absmax = ops.quantize_4bit(w, 64, format, torch.uint8)
+    scales = [absmax, none, none, none]
+    if nested:
+        offset = absmax.mean()
+        code, absmax2 = ops.quantize_blockwise(absmax, map, offset, 256)
+        scales = [code, map, absmax2, offset]
+    decoded = ops.dequantize_4bit(packed, *scales, 64, format, N, K, dtype).double()
+    for M in rows:
+        x, dy = (torch.randn(M, width, device="cuda", dtype=dtype) for width in (K, N))
+        for bias in (torch.empty(0, device="cuda", dtype=dtype), torch.randn(N, device="cuda", dtype=dtype)):
+            y = ops.linear_4bit(x, packed, *scales, bias, 64, format, N, K).double()
+            exact = x.double() @ decoded.T + (bias.double() if bias.numel() else 0)
+            assert (y - exact).norm() < 0.02 * exact.norm(), (N, K, M, dtype)
+        dx = ops.linear_4bit_dgrad(dy, packed, *scales, 64, format, N, K).double()
+        assert (dx - dy.double() @ decoded).norm() < 0.02 * dx.norm(), (N, K, M, dtype)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for dtype in DTYPES:
+        for format in (0, 1):
+            for n, start, blocksize in ((8192, 0, 64), (8191, 0, 32), (5000, 1, 64), (9000, 0, 4096)):
+                blocks(torch.randn(n + start, device="cuda").to(dtype)[start:], blocksize, format)
+        for nested in (True, False):
+            products(384, 1024, dtype, nested, 0, (1, 4, 8, 13, 16, 24, 32, 64, 100))
+        products(1024, 2048, dtype, True, 1, (1, 7, 64))
+        products(98, 130, dtype, True, 0, (3,))
+    torch.cuda.synchronize()
+    print("every kernel ran")
+
+
+if __name__ == "__main__":
+    main()
