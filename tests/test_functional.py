@@ -168,6 +168,26 @@ def test_blob():
     assert pack_dict_to_tensor(values).dtype is torch.uint8
 
 
+def test_contexts_leave_nothing_behind():
+    """Tables made under a fake mode, inference mode or a default device stay usable outside."""
+    w = weight()
+    functional._tables.clear()
+    ops._empty.clear()
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        functional.quantize_nf4(w, compress_statistics=True)
+        ops.empty(torch.device("cpu"))
+    with torch.inference_mode():
+        functional.quantize_nf4(w, compress_statistics=True)
+        ops.empty(torch.device("cpu"))
+    assert all(
+        type(t) is torch.Tensor and not t.is_inference() for t in (*functional._tables.values(), *ops._empty.values())
+    )
+    with torch.device("meta"):
+        packed, state = functional.quantize_nf4(w, compress_statistics=True)
+        assert QuantState.from_dict(state.as_dict(packed=True), "cpu") == state
+    assert not functional.dequantize_4bit(packed, state).is_meta
+
+
 # ---- errors ----
 
 

@@ -12,7 +12,7 @@ def block_count(n: int, blocksize: int, /) -> int:
     """Blocks, and so scales, of n elements: ceil(n / blocksize)."""
 
 def rank_slice(total: int, world: int, rank: int, /) -> tuple[int, int]:
-    """(begin, length) of the chunk of ceil(total / world) elements that a rank keeps; the last may be short or empty."""
+    """(begin, length) of the chunk of ceil(total / world) elements a rank keeps; the last may be short or empty."""
 
 def table(name: str, /) -> bytes:
     """float32 bytes of the tables "nf4" (16), "fp4" (16) or "dynamic" (256)."""

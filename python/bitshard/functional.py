@@ -54,9 +54,13 @@ _tables: dict[tuple[str, torch.device], Tensor] = {}
 def _table(name: str, device: torch.device) -> Tensor:
     """A table of the C core on `device`. Shared: never write to it, never hand it out."""
     key = (name, device)
-    if key not in _tables:
-        _tables[key] = ops.table(name).to(device)
-    return _tables[key]
+    table = _tables.get(key)
+    if table is None:
+        with torch.inference_mode(False):
+            table = ops.table(name).to(device)
+        if type(table) is Tensor and not torch.compiler.is_compiling():  # a fake tensor must not outlive its mode
+            _tables[key] = table
+    return table
 
 
 # ---- checks ----

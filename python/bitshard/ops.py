@@ -36,7 +36,10 @@ def empty(device: torch.device) -> Tensor:
         return torch.empty(0, device=device)
     tensor = _empty.get(device)
     if tensor is None:
-        tensor = _empty[device] = torch.empty(0, dtype=torch.float32, device=device)
+        with torch.inference_mode(False):
+            tensor = torch.empty(0, dtype=torch.float32, device=device)
+        if type(tensor) is Tensor:  # under a fake mode it would be fake, and outlive the mode
+            _empty[device] = tensor
     return tensor
 
 

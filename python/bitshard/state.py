@@ -211,7 +211,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 def pack_dict_to_tensor(source_dict: dict[str, Any]) -> Tensor:
     """A dict as JSON text in a uint8 tensor [bytes], as checkpoints hold it."""
-    return torch.tensor(list(json.dumps(source_dict).encode("utf-8")), dtype=torch.uint8)
+    return torch.tensor(list(json.dumps(source_dict).encode("utf-8")), dtype=torch.uint8, device="cpu")
 
 
 def unpack_tensor_to_dict(tensor_data: Tensor) -> dict[str, Any]:
@@ -390,7 +390,7 @@ def _read_nested(
         raise ValueError("quantization state: nested_quant_map holds values that are not finite")
     dtype = _value_dtype(entries, "nested_dtype")
     state2 = cls(absmax=absmax.contiguous(), code=code.contiguous(), blocksize=blocksize, dtype=dtype)
-    return torch.tensor(float(offset), dtype=torch.float32), state2
+    return torch.tensor(float(offset), dtype=torch.float32, device="cpu"), state2
 
 
 def _check_nested_names(entries: dict[str, Any]) -> bool:
