@@ -1,0 +1,16 @@
+"""The C tests of tests/core, built with both sanitizers and run with a fresh seed (it is printed on failure)."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CORE = Path(__file__).parent / "core"
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="the C tests need gcc with its sanitizers")
+def test_core(tmp_path):
+    run = subprocess.run([CORE / "run.sh", tmp_path], capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "test_packed: ok" in run.stdout and "test_cpu: ok" in run.stdout, run.stdout

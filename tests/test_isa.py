@@ -1,0 +1,225 @@
+"""Instruction sets of the CPU through the torch ops: equal bytes, equal bits for any number of threads, bounded memory.
+
+Sizes: M rows of x, N out features, K in features.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from bitshard import _C, ops
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+SIZES = (0, 1, 2, 3, 31, 33, 64, 127, 1000, 4097, 12288 + 77)
+NONE = ops.empty(torch.device("cpu"))
+MiB = 1 << 20
+
+
+@pytest.fixture
+def each_isa():
+    """Yields a function that calls f once per instruction set, the scalar reference first, and gives the results."""
+    before = _C.isa()
+    yield lambda f: [(isa, (_C.set_isa(isa), f())[1]) for isa in _C.isas()]
+    _C.set_isa(before)
+
+
+def hostile(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """n elements: ordinary ones, and runs of zeros, denormals, NaN, infinities, tiny and huge values."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, generator=generator)
+    kind = torch.randint(0, 12, ((n + 63) // 64,), generator=generator).repeat_interleave(64)[:n]
+    rare = torch.rand(n, generator=generator) < 0.1
+    x = torch.where(kind == 0, 0.0, x)
+    x = torch.where(kind == 1, x * 2.0**-130, x)
+    x = torch.where((kind == 2) & rare, torch.nan, x)
+    x = torch.where((kind == 3) & rare, torch.inf * x.sign(), x)
+    x = torch.where(kind == 4, x * 2.0**-118, x)
+    x = torch.where(kind == 5, x * 2.0**124, x)
+    return torch.where(kind == 6, (x * 4).round() / 12, x).to(dtype)
+
+
+def same(results: list, assert_equal) -> None:
+    (_, expected), *others = results
+    for isa, actual in others:
+        for part, reference in zip(actual, expected, strict=True):
+            try:
+                assert_equal(part, reference)
+            except AssertionError as error:
+                raise AssertionError(f"{isa}: {error}") from None
+
+
+@pytest.mark.parametrize("format", ops.FORMATS.values(), ids=ops.FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_4bit_bytes_are_equal(each_isa, assert_equal, dtype, format):
+    for blocksize in BLOCKSIZES:
+        for n in SIZES:
+            x = hostile(n, dtype, n + blocksize)
+            results = each_isa(lambda x=x, b=blocksize: ops.quantize_4bit(x, b, format, torch.uint8))
+            same(results, assert_equal)
+            packed, absmax = results[0][1]
+            for out in DTYPES:
+                arguments = (packed, absmax, NONE, NONE, NONE, blocksize, format, 1, n, out)
+                same(each_isa(lambda a=arguments: (ops.dequantize_4bit(*a),)), assert_equal)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nested_and_8bit_bytes_are_equal(each_isa, assert_equal, dtype):
+    table = ops.table("dynamic")
+    for blocksize in (64, 256, 4096):
+        for n in SIZES:
+            x = hostile(n, dtype, n - blocksize)
+            results = each_isa(lambda x=x, b=blocksize: ops.quantize_blockwise(x, table, NONE, b))
+            same(results, assert_equal)
+            back = (*results[0][1], table, NONE, blocksize, dtype)
+            same(each_isa(lambda a=back: (ops.dequantize_blockwise(*a),)), assert_equal)
+    for n in (1, 640, 64 * 255, 64 * 257 + 5, 64 * 1000):
+        packed, absmax = ops.quantize_4bit(torch.randn(n).to(dtype), 64, 0, torch.uint8)
+        offset = absmax.mean()
+        results = each_isa(lambda a=absmax, o=offset: ops.quantize_blockwise(a, table, o, 256))
+        same(results, assert_equal)
+        code, absmax2 = results[0][1]
+        arguments = (packed, code, table, absmax2, offset, 64, 0, 1, n, dtype)
+        same(each_isa(lambda a=arguments: (ops.dequantize_4bit(*a),)), assert_equal)
+
+
+def make_weight(N: int, K: int, nested: bool, blocksize: int = 64) -> tuple[torch.Tensor, ...]:
+    """Packed weight and its scales as the ops take them: packed, absmax, absmax_map, absmax2, offset."""
+    packed, absmax = ops.quantize_4bit(torch.randn(N, K) / K**0.5, blocksize, 0, torch.uint8)
+    if not nested:
+        return packed, absmax, NONE, NONE, NONE
+    table, offset = ops.table("dynamic"), absmax.mean()
+    code, absmax2 = ops.quantize_blockwise(absmax, table, offset, 256)
+    return packed, code, table, absmax2, offset
+
+
+@pytest.mark.parametrize("nested", (False, True))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_threads_do_not_change_bits(each_isa, assert_equal, dtype, nested):
+    threads = torch.get_num_threads()
+
+    def run(N, K, M, weight):
+        x, dy = torch.randn(M, K, generator=torch.manual_seed(M)).to(dtype), torch.ones(M, N, dtype=dtype)
+        results = []
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            y = ops.linear_4bit(x, *weight, NONE, 64, 0, N, K)
+            results.append((str(count), (y, ops.linear_4bit_dgrad(dy, *weight, 64, 0, N, K))))
+        same(results, assert_equal)
+
+    try:
+        for N, K in ((384, 512), (321, 130), (1, 4096)):
+            weight = make_weight(N, K, nested)
+            for M in (1, 4, 16, 17, 64):
+                each_isa(lambda s=(N, K, M, weight): run(*s))
+    finally:
+        torch.set_num_threads(threads)
+
+
+# fp32 sums of up to `terms` products: relative to the sum of magnitudes, and one rounding to dtype (two with a bias,
+# where the vendor GEMM rounds before it is added).
+ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear_is_within_its_bound_of_fp64(each_isa, dtype):
+    for N, K, blocksize in ((96, 256, 64), (50, 98, 64), (33, 320, 4096), (40, 96, 32)):
+        weight = make_weight(N, K, True, blocksize)
+        w = ops.dequantize_4bit(*weight, blocksize, 0, N, K, dtype).double()
+        bias = torch.randn(N).to(dtype)
+        for M in (1, 3, 16, 40):
+            x, dy = torch.randn(M, K).to(dtype), torch.randn(M, N).to(dtype)
+            for isa, (y, dx) in each_isa(
+                lambda s=(x, dy, weight, bias, blocksize, N, K): (
+                    ops.linear_4bit(s[0], *s[2], s[3], s[4], 0, s[5], s[6]),
+                    ops.linear_4bit_dgrad(s[1], *s[2], s[4], 0, s[5], s[6]),
+                )
+            ):
+                product, exact_dx = x.double() @ w.T, dy.double() @ w
+                magnitude = x.double().abs() @ w.abs().T + bias.double().abs()
+                exact = product + bias.double()
+                bound = ROUNDING[dtype] * 1.01 * (exact.abs() + product.abs()) + (K + 4) * 2.0**-24 * magnitude
+                assert ((y.double() - exact).abs() <= bound + 2.0**-24).all(), (isa, N, K, M)
+                bound = ROUNDING[dtype] * 1.01 * exact_dx.abs() + (N + 4) * 2.0**-24 * (dy.double().abs() @ w.abs())
+                assert ((dx.double() - exact_dx).abs() <= bound + 2.0**-24).all(), (isa, N, K, M)
+
+
+def run_script(script: str) -> str:
+    """Runs a script in a fresh process, whose peak memory is its own."""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+PEAK = """
+import resource, torch
+from bitshard import ops
+torch.set_num_threads(2)
+N, K = {N}, {K}
+NONE = torch.empty(0)
+def weight(N, K):
+    packed = torch.empty(N * K // 2, dtype=torch.uint8).random_(256)
+    return packed, torch.rand(N * K // 64), NONE, NONE, NONE
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+def call(M, dtype, gradient, w, N, K):
+    x = torch.ones(M, N if gradient else K, dtype=dtype)
+    before = resident()
+    if gradient:
+        y = ops.linear_4bit_dgrad(x, *w, 64, 0, N, K)
+    else:
+        y = ops.linear_4bit(x, *w, NONE, 64, 0, N, K)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before - y.numel() * y.itemsize
+small, big = weight(256, 256), weight(N, K)
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for gradient in (False, True):
+        for M in {M}:
+            call(M, dtype, gradient, small, 256, 256)
+            print(M, str(dtype), gradient, call(M, dtype, gradient, big, N, K))
+"""
+
+
+def test_peak_memory_of_large_weights():
+    """28672 x 8192: beside its output, linear_4bit takes at most 64 MiB at M = 64, and nothing at M = 16."""
+    for M, limit in (((16,), 4 * MiB), ((64,), 64 * MiB)):
+        for line in run_script(PEAK.format(N=28672, K=8192, M=M)).splitlines():
+            extra = int(line.split()[-1])
+            assert extra <= limit, f"{line}: {extra / MiB:.1f} MiB, allowed {limit / MiB:.0f}"
+
+
+HUGE = """
+import resource, torch
+from bitshard import ops
+NONE = torch.empty(0)
+blocksize, n = 64, 2**31 + 64 * 1000 + 37
+places = [slice(0, 8192), slice(2**31 - 8192, 2**31 + 8192), slice(n // 64 * 64 - 8192, n)]
+chunk = torch.randn(2**20 + 64 * 7).bfloat16()
+x = torch.empty(n, dtype=torch.bfloat16)
+for begin in range(0, n, chunk.numel()):
+    x[begin : begin + chunk.numel()] = chunk[: n - begin]
+pieces = [x[place].clone() for place in places]
+packed, absmax = ops.quantize_4bit(x, blocksize, 0, torch.bfloat16)
+del x
+out = ops.dequantize_4bit(packed, absmax, NONE, NONE, NONE, blocksize, 0, 1, n, torch.bfloat16).view(-1)
+stored = packed.view(torch.uint8).view(-1)
+assert stored.numel() == ((n + 1) // 2 + 1) // 2 * 2, stored.numel()
+for piece, place in zip(pieces, places):
+    codes, scales = ops.quantize_4bit(piece, blocksize, 0, torch.uint8)
+    assert torch.equal(stored[place.start // 2 :][: codes.numel()], codes.view(-1)), place
+    assert torch.equal(absmax[place.start // blocksize :][: scales.numel()], scales), place
+    arguments = (codes, scales, NONE, NONE, NONE, blocksize, 0, 1, piece.numel(), torch.bfloat16)
+    assert torch.equal(out[place], ops.dequantize_4bit(*arguments).view(-1)), place
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+"""
+
+
+def available_gib() -> float:
+    with open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) / 2**20
+
+
+@pytest.mark.skipif(available_gib() < 8, reason="a bf16 tensor of more than 2^31 elements needs 8 GiB of free memory")
+def test_more_than_2_31_elements():
+    peak = float(run_script(HUGE))
+    assert peak <= 12, f"{peak:.1f} GiB"
