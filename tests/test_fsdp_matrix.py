@@ -1,4 +1,4 @@
-"""FSDP1 and FSDP2 on gloo: every storage, param_dtype, world size and split is byte-exact or raises the documented error."""
+"""FSDP1 and FSDP2 on gloo: every storage, param_dtype, world size and split is exact or raises as documented."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The real stack on two processes: Trainer, SFTTrainer, DoRA, merging, resume, saving, under FSDP2, FSDP1 and torchrun."""
+"""The real stack on two processes: Trainer, SFTTrainer, DoRA, merging, resume, saving; FSDP2, FSDP1, torchrun."""
 
 import json
 import sys

@@ -1,48 +1,71 @@
 """4-bit weights in sharded models: state dicts, loading, and a line that says what each rank keeps.
 
-Under FSDP2 a registered weight is a DTensor around a `PackedShard`. Its state dict entries are DTensors only: the packed weight and its scales
-`Shard(0)`, everything small `Replicate()`. They keep the container's dtype, so that torch can load them back in place; `full_state_dict` writes
-whole tensors in the declared `quant_storage`, as a checkpoint on disk has them.
+Under FSDP2 a registered weight is a DTensor around a `PackedShard`. Its state dict entries are DTensors only: the
+packed weight and its scales `Shard(0)`, everything small `Replicate()`. They keep the container's dtype, so that torch
+can load them back in place; `full_state_dict` writes whole tensors in the declared `quant_storage`, as a checkpoint
+file has them.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor, Replicate
 
-from bitshard import _C, ops
+from bitshard import _C, ops, tensor
 from bitshard.shard import Origin, PackedShard
 from bitshard.state import QuantState
 
-# The JSON entry of a state dict is padded with spaces to a multiple of this, because its length depends on the digits of the offset and
-# torch.distributed.checkpoint loads into tensors of the saved size only. JSON ignores the spaces.
+# The JSON entry of a state dict is padded with spaces to a multiple of this: its length depends on the digits of the
+# offset, and torch.distributed.checkpoint loads into tensors of the saved size only. JSON ignores the spaces.
 _BLOB_BYTES = 512
-_TENSOR_ENTRIES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _BLOB_PREFIX = "quant_state.bitsandbytes__"
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # in module names, not in state dicts
 
 
 def save_sharded(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-    """`_save_to_state_dict` of a 4-bit module whose weight is a DTensor: every entry a DTensor, in the container's dtype.
-
-    Each entry is also set as an attribute of the weight, because torch.distributed resolves "weight.absmax" with getattr.
-    """
+    """`_save_to_state_dict` of a 4-bit module whose weight is a DTensor: DTensor entries in the container's dtype."""
     nn.Module._save_to_state_dict(module, destination, prefix, keep_vars)
-    weight = module.weight
-    state = _cut(module)
-    weight.quant_state = _StateOfShard(state)
-    for name, value in _own_entries(weight, state).items():
+    for name, value in sharded_entries(module.weight, module.quant_state).items():
         destination[f"{prefix}weight.{name}"] = value
-        if name in _TENSOR_ENTRIES:
-            setattr(weight, name, value)
+
+
+def sharded_entries(weight: DTensor, state: QuantState) -> dict[str, DTensor]:
+    """The scale entries of a sharded packed weight by name (without "weight."): DTensors over what this rank keeps.
+
+    The scales are cut here if no gather has done it. Each entry is also set as an attribute of `weight`, because
+    torch.distributed resolves the key "weight.absmax" with getattr.
+    """
+    _cut(weight)
+    mesh, device = weight.device_mesh, weight._local_tensor.device
+    own = state.clone()
+    if state.sharded is not None:
+        own.absmax, own.sharded = state.sharded.own_scales, None
+    weight.quant_state = _StateOfShard(state)
+    entries = {}
+    for name, value in own.as_dict(packed=True).items():
+        placements, size = [Replicate()] * mesh.ndim, value.size()
+        if name == "absmax":
+            placements, size = weight.placements, state.absmax.size()
+        elif name.startswith(_BLOB_PREFIX):
+            value = nn.functional.pad(value, (0, -value.numel() % _BLOB_BYTES), value=ord(" "))
+            size = value.size()
+        entries[name] = DTensor.from_local(
+            value.to(device), mesh, placements, run_check=False, shape=size, stride=value.stride()
+        )
+        if not name.startswith(_BLOB_PREFIX):
+            setattr(weight, name, entries[name])
+    return entries
 
 
 class _StateOfShard:
-    """What a sharded weight answers for `quant_state`: the JSON entries by name, and the reason why there is nothing else."""
+    """What a sharded weight answers for `quant_state`: the JSON entries by name, and why there is nothing else."""
 
     def __init__(self, state: QuantState):
         self._state = state
@@ -51,8 +74,8 @@ class _StateOfShard:
         if name.startswith("bitsandbytes__"):
             return getattr(self._state, name)
         raise AttributeError(
-            f"quant_state.{name}: this 4-bit weight is sharded by FSDP2 and cannot be dequantized or merged as it is. Merge "
-            "in one process, with the saved adapter, or after gathering with bitshard.fsdp.full_state_dict(model)."
+            f"quant_state.{name}: this 4-bit weight is sharded by FSDP2 and cannot be dequantized or merged as it is. "
+            "Merge in one process, with the saved adapter, or after bitshard.fsdp.full_state_dict(model)."
         )
 
 
@@ -66,16 +89,20 @@ def load_sharded(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """`_load_from_state_dict` of a 4-bit module whose weight is a DTensor. Entries may be DTensors or whole tensors (every rank takes its part).
+    """`_load_from_state_dict` of a 4-bit module whose weight is a DTensor.
 
-    Where only some ranks were given the scales (`set_model_state_dict(broadcast_from_rank0=True)` delivers registered parameters only), those
-    ranks send them to the others. Where none was, the old scales stay if the new weight has the old bytes, and otherwise all ranks raise.
-    Calls collectives unless all entries are DTensors, so all ranks of the mesh must load together, as they do with torch's functions.
+    Entries may be DTensors, or whole tensors of which every rank takes its part. Where only some ranks were given the
+    scales (`set_model_state_dict(broadcast_from_rank0=True)` delivers registered parameters only), those ranks send
+    them to the others. Where none was, the old scales stay if the loaded bytes are the old ones; else all ranks raise.
+
+    Unless all entries are DTensors this is a collective: the ranks of the mesh must load together, as they do with
+    torch's functions. ValueError for entries that belong to another weight.
     """
-    weight, key = module.weight, f"{prefix}weight"
-    state = _cut(module)
+    weight, state, key = module.weight, module.quant_state, f"{prefix}weight"
+    _cut(weight)
     origin = weight._local_tensor.origin
-    entries = _take_entries(state_dict, key)
+    start = f"{key}."
+    entries = {name.removeprefix(start): value for name, value in state_dict.items() if name.startswith(start)}
     given = state_dict.get(key)
     if isinstance(given, torch.Tensor) and not isinstance(given, DTensor):
         state_dict = {**state_dict, key: _own_rows(given, weight, state, key)}
@@ -83,81 +110,73 @@ def load_sharded(
     nn.Module._load_from_state_dict(
         module, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     )
-    unexpected_keys[:] = [name for name in unexpected_keys if not name.startswith(f"{key}.")]
-    _restore_shard(module.weight, origin, key)
+    unexpected_keys[:] = [name for name in unexpected_keys if not name.startswith(start)]
+    weight = module.weight
+    _restore_shard(weight, origin, key)
     if len(error_msgs) > errors or (given is None and not entries):
         return
     if not entries or not all(isinstance(value, DTensor) for value in entries.values()):
-        entries = _agree(entries, module.weight.device_mesh)
+        entries = _agree(entries, weight.device_mesh)
     if entries:
-        _put_entries(entries, module.weight, state, origin, key)
+        _put_entries(entries, weight, state, origin, key)
     elif given is not None:
-        _require_same_bytes(module.weight, state, key)
+        _require_same_bytes(weight, state, key)
 
 
-def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The whole state dict on rank 0's CPU, as a checkpoint file has it: plain tensors, packed weights in the declared `quant_storage`, all scales.
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The whole state dict on rank 0's CPU, as a checkpoint file has it: plain tensors, packed weights in the declared
+    `quant_storage`, all scales. The other ranks get an empty dict. A collective.
 
-    A collective; the other ranks get an empty dict. `model.save_pretrained(path, state_dict=full_state_dict(model))` writes a checkpoint that
-    bitsandbytes loads too. (torch's `get_model_state_dict(full_state_dict=True)` keeps the container's dtype instead: only that can be loaded
-    back into a sharded model by torch's own functions.)
+    `unsharded_model.save_pretrained(path, state_dict=...)` writes a checkpoint of it that bitsandbytes loads too.
+    (torch's `get_model_state_dict(full_state_dict=True)` keeps the container's dtype instead, for torch's functions can
+    load nothing else back into a sharded model.)
     """
-    storages = {}
-    for name, module in packed_modules(model):
-        storages[f"{name}.weight" if name else "weight"] = (module.quant_state, _declared_storage(module))
+    storages = {key: (module.quant_state, module.quant_storage) for key, module in _packed_keys(model)}
     keep = not dist.is_initialized() or dist.get_rank() == 0
     full = {}
-    for key, value in model.state_dict().items():
+    with _full_context(model):
+        state_dict = model.state_dict()
+    for key, value in state_dict.items():
         if isinstance(value, DTensor):
             value = value.full_tensor()
-        if not keep:
-            continue
-        if key in storages and isinstance(value, torch.Tensor):
-            state, storage = storages[key]
-            value = repack(value, state, storage)
-        full[key] = value.cpu() if isinstance(value, torch.Tensor) else value
+        if keep and isinstance(value, torch.Tensor):
+            value = value.cpu()
+            full[key] = _repack(value, *storages[key], key) if key in storages else value
+        elif keep:
+            full[key] = value
     return full
 
 
 def load_full_state_dict(
-    model: nn.Module, state_dict: dict[str, torch.Tensor], *, broadcast_from_rank0: bool = False, strict: bool = True
+    model: nn.Module, state_dict: dict[str, Any], *, broadcast_from_rank0: bool = False, strict: bool = True
 ) -> None:
-    """Load whole tensors, packed in any storage dtype, into a sharded model. Every rank has `state_dict`, or rank 0 alone with `broadcast_from_rank0`."""
+    """Load whole tensors, packed in any storage dtype, into a model sharded by FSDP2. A collective.
+
+    Every rank has `state_dict`, or with `broadcast_from_rank0` rank 0 alone. ValueError for sizes that do not fit.
+    """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     state_dict = dict(state_dict)
-    for name, module in packed_modules(model):
-        key = f"{name}.weight" if name else "weight"
+    for key, module in _packed_keys(model):
         if key in state_dict:
-            state_dict[key] = repack(state_dict[key], module.quant_state, module.weight.dtype)
+            state_dict[key] = _repack(state_dict[key], module.quant_state, module.weight.dtype, key)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast_from_rank0, strict=strict)
     set_model_state_dict(model, state_dict, options=options)
 
 
-def repack(packed: torch.Tensor, state: Any, storage: torch.dtype) -> torch.Tensor:
-    """The same packed bytes [n, 1] in another storage dtype: a view where the byte count allows, zero-padded or cut at the end otherwise."""
-    n_bytes = -(-state.shape.numel() // 2)
-    data = packed.detach().contiguous().view(-1).view(torch.uint8)
-    have = -(-n_bytes // packed.element_size()) * packed.element_size()
-    if data.numel() != have:
-        raise ValueError(
-            f"a packed weight of {data.numel()} bytes where shape {tuple(state.shape)} in {packed.dtype} needs {have}"
-        )
-    want = -(-n_bytes // storage.itemsize) * storage.itemsize
-    if want > have:
-        data = torch.cat([data, data.new_zeros(want - have)])
-    return data[:want].view(storage).view(-1, 1)
-
-
 def packed_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, module) of every module of `model` with a quantized 4-bit weight, sharded or not."""
+    """(name, module) of every layer of `model` with a quantized 4-bit weight, sharded or not."""
     # wrappers of FSDP1 hand on the attributes of what they wrap, so only a module's own attributes count
-    return [(name, module) for name, module in model.named_modules() if vars(module).get("quant_state") is not None]
+    own = [(name, module) for name, module in model.named_modules() if vars(module).get("quant_state") is not None]
+    return [(name, module) for name, module in own if hasattr(module, "weight")]
 
 
 @dataclass
 class Share:
-    """What this process keeps of a model's 4-bit base, in bytes. `own_*` of `*`; `scales` counts the first level (`absmax`)."""
+    """What this process keeps of a model's 4-bit base, in bytes: `own_packed` of `packed`, `own_scales` of `scales`.
+
+    `scales` counts the first level (`absmax`); the second is 64 times smaller and whole everywhere.
+    """
 
     weights: int = 0
     packed: int = 0
@@ -174,25 +193,22 @@ def measure(model: nn.Module) -> Share:
     flat = _flat_shares(model)
     for _, module in packed_modules(model):
         weight, state = module.weight, module.quant_state
-        share.weights += 1
+        ranks = 1
         if isinstance(weight, DTensor):
-            state = _cut(module)
-            origin = state.sharded
-            itemsize = state.absmax.element_size()
-            share.fsdp, share.ranks = "FSDP2", max(share.ranks, _shard_world(weight)[0])
-            share.packed += weight.numel() * weight.element_size()
-            share.own_packed += weight._local_tensor.numel() * weight.element_size()
-            share.scales += state.absmax.numel() * itemsize
-            share.own_scales += (origin.scales.numel() if origin is not None else state.absmax.numel()) * itemsize
-            continue
-        scales = state.absmax.numel() * state.absmax.element_size()
-        share.scales, share.own_scales = share.scales + scales, share.own_scales + scales
-        if id(module) in flat:
-            whole, own, ranks = flat[id(module)]
-            share.fsdp, share.ranks = "FSDP1", max(share.ranks, ranks)
+            _cut(weight)
+            share.fsdp, ranks = "FSDP2", _shard_world(weight)[0]
+            packed, own = weight.numel() * weight.element_size(), weight._local_tensor.numel() * weight.element_size()
+        elif id(module) in flat:
+            packed, own, ranks = flat[id(module)]
+            share.fsdp = "FSDP1"
         else:
-            whole = own = weight.numel() * weight.element_size()
-        share.packed, share.own_packed = share.packed + whole, share.own_packed + own
+            packed = own = weight.numel() * weight.element_size()
+        kept = state.absmax if state.sharded is None else state.sharded.scales
+        share.weights += 1
+        share.packed, share.own_packed = share.packed + packed, share.own_packed + own
+        share.scales += state.absmax.numel() * state.absmax.element_size()
+        share.own_scales += kept.numel() * kept.element_size()
+        share.ranks = max(share.ranks, ranks)
     return share
 
 
@@ -202,70 +218,72 @@ def describe(model: nn.Module) -> str:
     if share.weights == 0:
         return "no 4-bit weights in this model"
     if share.ranks == 1:
-        return f"4-bit base not sharded: {share.weights} weights, all {share.packed:,} bytes and {share.scales:,} bytes of scales in this process"
-    part = share.packed / max(share.own_packed, 1)
+        return (
+            f"4-bit base not sharded: {share.weights} weights, all {share.packed:,} bytes and {share.scales:,} bytes "
+            "of scales in this process"
+        )
     scales = "sharded" if share.own_scales < share.scales else "whole"
     return (
-        f"4-bit base sharded by {share.fsdp} over {share.ranks} ranks: {share.weights} weights, {share.own_packed:,} of {share.packed:,} bytes "
-        f"(1/{part:.2f}) and {share.own_scales:,} of {share.scales:,} bytes of scales ({scales}) on this rank"
+        f"4-bit base sharded by {share.fsdp} over {share.ranks} ranks: {share.weights} weights, "
+        f"{share.own_packed:,} of {share.packed:,} bytes (1/{share.packed / max(share.own_packed, 1):.2f}) and "
+        f"{share.own_scales:,} of {share.scales:,} bytes of scales ({scales}) on this rank"
     )
+
+
+def _packed_keys(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(state dict key of the weight, module) of every packed layer."""
+    keys = []
+    for name, module in packed_modules(model):
+        key = f"{name}.weight" if name else "weight"
+        for wrapper in _WRAPPERS:
+            key = key.replace(wrapper, "")
+        keys.append((key, module))
+    return keys
+
+
+def _full_context(model: nn.Module) -> Any:
+    """FSDP1 shows whole tensors in a context only; FSDP2 and plain models need none."""
+    if not FullyShardedDataParallel.fsdp_modules(model):
+        return contextlib.nullcontext()
+    config = FullStateDictConfig(rank0_only=False, offload_to_cpu=False)
+    return FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config)
+
+
+def _repack(packed: torch.Tensor, state: QuantState, storage: torch.dtype, key: str) -> torch.Tensor:
+    """A whole packed weight [n, 1] in another storage dtype; ValueError unless its size is that of `state`."""
+    n = state.shape.numel()
+    expected = _C.storage_elements(n, packed.element_size())
+    if packed.numel() != expected:
+        raise ValueError(
+            f"{key}: {packed.numel()} elements of {packed.dtype} where shape {list(state.shape)} packs into {expected}"
+        )
+    return tensor.repack(packed, storage, n)
 
 
 def _shard_world(weight: DTensor) -> tuple[int, int]:
     """(world, rank) of the mesh dimension over which `weight` is sharded; (1, 0) if none."""
     dims = [i for i, placement in enumerate(weight.placements) if placement.is_shard()]
     if len(dims) > 1:
-        raise ValueError(f"packed 4-bit weights are sharded over one mesh dimension, not {weight.placements}")
+        raise ValueError(f"packed 4-bit weights are sharded over one mesh dimension, not over {weight.placements}")
     if not dims:
         return 1, 0
     return weight.device_mesh.size(dims[0]), weight.device_mesh.get_local_rank(dims[0])
 
 
-def _cut(module: nn.Module) -> Any:
-    """The module's state, its scales cut to this rank's chunk if that has not happened yet."""
-    weight, state = module.weight, module.quant_state
+def _cut(weight: DTensor) -> None:
+    """Cut the scales to this rank's chunk if that has not happened yet."""
     local = weight._local_tensor
     if not isinstance(local, PackedShard):
         raise TypeError(
-            f"the 4-bit weight is sharded as {type(local).__name__}, not as PackedShard: it was not quantized when fully_shard was called"
+            f"the 4-bit weight is sharded as {type(local).__name__}, not as PackedShard: was it quantized when "
+            "fully_shard was called?"
         )
     local.origin.cut(*_shard_world(weight), local.device)
-    return state
 
 
-def _own_entries(weight: DTensor, state: Any) -> dict[str, DTensor]:
-    """The scale entries of a sharded weight by name (without "weight."), as DTensors that alias what this rank keeps."""
-    mesh, device = weight.device_mesh, weight._local_tensor.device
-    origin, own = state.sharded, state.clone()
-    if origin is not None:
-        own.absmax, own.sharded = origin.own_scales, None
-    entries = {}
-    for name, value in own.as_dict(packed=True).items():
-        if name.startswith(_BLOB_PREFIX):
-            value = nn.functional.pad(value, (0, -value.numel() % _BLOB_BYTES), value=ord(" "))
-        placements = weight.placements if name == "absmax" else [Replicate()] * mesh.ndim
-        size = state.absmax.size() if name == "absmax" else value.size()
-        entries[name] = DTensor.from_local(
-            value.to(device), mesh, placements, run_check=False, shape=size, stride=_strides(size)
-        )
-    return entries
-
-
-def _strides(size: torch.Size) -> tuple[int, ...]:
-    return torch.empty(size, device="meta").stride()
-
-
-def _take_entries(state_dict: dict[str, Any], key: str) -> dict[str, torch.Tensor]:
-    start = f"{key}."
-    return {name[len(start) :]: value for name, value in state_dict.items() if name.startswith(start)}
-
-
-def _own_rows(packed: torch.Tensor, weight: DTensor, state: Any, key: str) -> DTensor:
+def _own_rows(packed: torch.Tensor, weight: DTensor, state: QuantState, key: str) -> DTensor:
     """This rank's rows of a whole packed tensor of any storage dtype, as a DTensor like `weight`."""
-    try:
-        whole = repack(packed, state, weight.dtype)
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from None
+    whole = _repack(packed, state, weight.dtype, key)
     begin, length = _C.rank_slice(whole.size(0), *_shard_world(weight))
     rows = whole[begin : begin + length].to(weight._local_tensor.device)
     return DTensor.from_local(
@@ -280,94 +298,80 @@ def _restore_shard(weight: DTensor, origin: Origin, key: str) -> None:
         return
     if weight.size() != origin.size or weight.dtype != origin.dtype:
         raise ValueError(
-            f"{key}: loaded {tuple(weight.size())} of {weight.dtype} where the model has {tuple(origin.size)} of {origin.dtype}; "
-            f"sharded and full dicts must have the model's container dtype, or use bitshard.fsdp.load_full_state_dict"
+            f"{key}: loaded {list(weight.size())} of {weight.dtype} where the model has {list(origin.size)} of "
+            f"{origin.dtype}; use bitshard.fsdp.load_full_state_dict for another storage dtype"
         )
     plain = local.plain() if isinstance(local, PackedShard) else local
     weight._local_tensor = PackedShard.wrap(plain, origin)
 
 
 def _agree(entries: dict[str, torch.Tensor], mesh: Any) -> dict[str, torch.Tensor]:
-    """`entries` of a rank that has them, on all ranks of `mesh`; empty if no rank has them. Plain CPU tensors if they were sent."""
+    """The entries of a rank that has some, on all ranks of `mesh`; empty if no rank has any."""
     for dim in reversed(range(mesh.ndim)):
         group = mesh.get_group(dim)
         have = [False] * dist.get_world_size(group)
         dist.all_gather_object(have, bool(entries), group)
         if all(have) or not any(have):
             continue
-        box = [{name: _whole(value).cpu() for name, value in entries.items()}]
+        box = [{name: value.cpu() for name, value in entries.items() if not isinstance(value, DTensor)}]
         dist.broadcast_object_list(box, src=dist.get_global_rank(group, have.index(True)), group=group)
         entries = entries or box[0]
     return entries
 
 
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    if isinstance(value, DTensor):
-        raise ValueError("scales were given as DTensors on some ranks of a mesh and not at all on others")
-    return value
-
-
-def _put_entries(entries: dict[str, torch.Tensor], weight: DTensor, state: Any, origin: Origin, key: str) -> None:
-    """Write loaded scale entries into `state`, checked against what the model has. ValueError where they belong to another weight."""
+def _put_entries(
+    entries: dict[str, torch.Tensor], weight: DTensor, state: QuantState, origin: Origin, key: str
+) -> None:
+    """Write loaded scale entries into `state`. ValueError where they belong to another weight or format."""
     scales = entries.get("absmax")
     if scales is None:
         raise ValueError(f"{key}.absmax is missing beside {sorted(entries)}")
     if scales.dtype != state.absmax.dtype or scales.numel() != state.absmax.numel():
         raise ValueError(
-            f"{key}.absmax: {scales.numel()} scales of {scales.dtype} where the model has {state.absmax.numel()} of {state.absmax.dtype} "
-            f"(bnb_4bit_use_double_quant and the block size of the model and of the state dict must agree)"
+            f"{key}.absmax: {scales.numel()} scales of {scales.dtype} where the model has {state.absmax.numel()} of "
+            f"{state.absmax.dtype}; bnb_4bit_use_double_quant and the block size must agree"
         )
     small = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in entries.items()}
     small["absmax"] = torch.empty(scales.shape, dtype=scales.dtype)
     loaded = QuantState.from_dict(small, device=weight._local_tensor.device)
     for name in ("shape", "blocksize", "quant_type", "nested"):
-        if getattr(loaded, name) != getattr(state, name):
-            raise ValueError(
-                f"{key}: {name} is {getattr(loaded, name)} in the state dict and {getattr(state, name)} in the model"
-            )
-    own = _own_scales(scales, weight)
-    (state.absmax if state.sharded is None else origin.own_scales).copy_(own)
+        theirs, ours = getattr(loaded, name), getattr(state, name)
+        if theirs != ours:
+            raise ValueError(f"{key}: {name} is {theirs} in the state dict and {ours} in the model")
+    own = state.absmax if state.sharded is None else origin.own_scales
+    own.copy_(_own_scales(scales, weight))
     state.code, state.dtype, state.offset, state.state2 = loaded.code, loaded.dtype, loaded.offset, loaded.state2
-    state.checksum = None
+    state.checksum = None  # of the loaded bytes; the next gather computes it
 
 
 def _own_scales(scales: torch.Tensor, weight: DTensor) -> torch.Tensor:
+    """This rank's part [length] of loaded scales [S]."""
     if isinstance(scales, DTensor):
-        if scales.placements != weight.placements:
-            scales = scales.redistribute(weight.device_mesh, weight.placements)
-        return scales.to_local()
+        return scales.redistribute(weight.device_mesh, weight.placements).to_local()
     begin, length = _C.rank_slice(scales.numel(), *_shard_world(weight))
     return scales.view(-1)[begin : begin + length]
 
 
-def _require_same_bytes(weight: DTensor, state: Any, key: str) -> None:
-    """A weight came without scales: they still fit only if its bytes did not change. All ranks find the same and raise together."""
-    if state.checksum is not None:
-        now = ops.checksum(weight.full_tensor())
-        if int(now) == int(state.checksum):
-            return
+def _require_same_bytes(weight: DTensor, state: QuantState, key: str) -> None:
+    """A weight came without scales: they still fit only if its bytes are the old ones. All ranks find the same."""
+    whole = weight.full_tensor()
+    if state.checksum is not None and int(ops.checksum(whole)) == int(state.checksum):
+        return
     raise ValueError(
-        f"{key}: a packed weight was loaded without its scales ({key}.absmax and the entries beside it), and its bytes are not those that the "
-        f"model's scales belong to; load the scales from the same state dict"
+        f"{key}: a packed weight was loaded without its scales ({key}.absmax and the entries beside it), and its bytes "
+        "are not those that the model's scales belong to; load the scales from the same state dict"
     )
-
-
-def _declared_storage(module: nn.Module) -> torch.dtype:
-    storage = getattr(module.quant_state, "storage", None) or getattr(module, "quant_storage", None)
-    return storage or module.weight.dtype
 
 
 def _flat_shares(model: nn.Module) -> dict[int, tuple[int, int, int]]:
     """FSDP1: id(module) -> (bytes of its packed weight, of which in this rank's flat parameter, ranks)."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     shares = {}
     for unit in FullyShardedDataParallel.fsdp_modules(model):
         handle = unit._handle
         if handle is None:
             continue
         flat, ranks = handle.flat_param, handle.world_size if handle.uses_sharded_strategy else 1
-        for info, numel, own in zip(flat._param_infos, flat._numels, flat._shard_param_infos):
+        for info, numel, own in zip(flat._param_infos, flat._numels, flat._shard_param_infos, strict=True):
             if info.param_name == "weight" and vars(info.module).get("quant_state") is not None:
                 kept = own.numel_in_shard or 0 if ranks > 1 else numel
                 shares[id(info.module)] = (numel * flat.element_size(), kept * flat.element_size(), ranks)

@@ -1,4 +1,4 @@
-"""The piece of a packed 4-bit weight that one rank keeps under FSDP2, and the hooks that gather it without touching a bit.
+"""The piece of a packed 4-bit weight that one rank keeps under FSDP2, and the hooks that gather it bit by bit.
 
 FSDP2 builds its shard with `param.new_zeros(...)`; `Params4bit.new_zeros` answers with a `PackedShard`. Two things that
 destroy packed words are thereby impossible: mixed precision (`MixedPrecisionPolicy.param_dtype`) casts only what has no
@@ -59,7 +59,7 @@ _COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_f
 
 
 class Origin:
-    """What all tensors cut from one packed weight share: its state, its whole size, and this rank's chunk of the scales.
+    """What all tensors cut from one packed weight share: state, whole size, this rank's chunk of the scales.
 
     `scales` is None until the chunk was cut, and stays None on one rank (there the state keeps its whole `absmax`).
     Afterwards it is [ceil(S / N)] of the dtype of `absmax`, zero-padded, of which `length` entries, from `begin` of
@@ -100,7 +100,7 @@ class Origin:
         whole = self.state.absmax
         if whole.is_meta:
             raise ValueError(
-                f"{whole.numel()} scales on the meta device cannot be sharded: load the 4-bit weights before fully_shard"
+                f"{whole.numel()} scales on the meta device cannot be sharded: load the 4-bit weights first"
             )
         self.total = whole.numel()
         self.begin, self.length = _C.rank_slice(self.total, world, rank)
@@ -251,8 +251,8 @@ def _check_allowed(func: Any, shard: PackedShard, args: Any, kwargs: dict[str, A
         )
     if dtype != shard.dtype:
         raise TypeError(
-            f"{func} would cast packed 4-bit weights between {shard.dtype} and {dtype} and so destroy them; they keep the "
-            "dtype of their container (see bnb_4bit_quant_storage)"
+            f"{func} would cast packed 4-bit weights between {shard.dtype} and {dtype} and so destroy them; they keep "
+            "the dtype of their container (see bnb_4bit_quant_storage)"
         )
 
 

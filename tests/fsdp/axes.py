@@ -13,6 +13,9 @@ import traceback
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from bitshard import fsdp
+from bitshard.linear import Linear4bit
+from bitshard.shard import PackedShard
 from common import Block, Spy, as_bytes, finish, gathered_dtypes, plant, start
 from matrix import BASE_DTYPE, shard_fsdp1
 from torch import nn
@@ -25,12 +28,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    StateDictType,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
-
-from bitshard import fsdp
-from bitshard.linear import Linear4bit
-from bitshard.shard import PackedShard
 
 SHAPE = (35, 33)
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -56,7 +61,7 @@ def batch(device, dtype=BASE_DTYPE, rows=4, seed=3):
 
 
 def exact(model, device, like=None, steps=2, backward=True):
-    """Run `model` and require the bytes and scales of `like` (an unsharded model), or those it had when it was built."""
+    """Run `model`, which must see the bytes and scales of `like`, an unsharded model."""
     spies = [Spy(layer) for layer in layers(like)] if like is not None else model.spies
     for spy, layer in zip(spies, layers(model), strict=True):
         spy.seen.clear()
@@ -173,7 +178,7 @@ def check_torch_save(device, args):
 
 
 def check_full_state_dict(device, args):
-    """Ours: what an unsharded model of the declared storage saves, on rank 0. Loads into an unsharded and a sharded model."""
+    """Ours: on rank 0, what an unsharded model of the declared storage saves. Loads into unsharded and sharded ones."""
     for storage in (torch.uint8, torch.float32):
         full = fsdp.full_state_dict(shard(build(device, storage=storage)))
         reference = {key: value.cpu() for key, value in build(device, storage=storage).state_dict().items()}
@@ -365,7 +370,7 @@ def train_whole(model, device, dtype, steps, world):
 
 
 def check_resume(device, args):
-    """Model and optimizer saved after 3 steps and loaded into a new process's model go on as if nothing had happened."""
+    """Model and optimizer saved after 3 steps and loaded into new ones go on as if nothing had happened."""
     rank, world = dist.get_rank(), dist.get_world_size()
     run = functools.partial(train, device=device, dtype=torch.float32, rank=rank, world=world)
 
@@ -441,18 +446,21 @@ def check_describe(device, args):
 
 
 def check_fsdp1_state_dicts(device, args):
-    """FSDP1's full state dict is that of the unsharded model, in the declared storage."""
-    from torch.distributed.fsdp import FullStateDictConfig, StateDictType
-
+    """FSDP1's full and sharded dicts hold the scales and load into other weights; ours has the declared storage."""
     model = shard_fsdp1(build(device), None, device)
-    with FullyShardedDataParallel.state_dict_type(
-        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=False)
-    ):
-        full = model.state_dict()
-    reference = build(device).state_dict()
-    for key, value in reference.items():
-        assert key in full, (key, sorted(full))
-        assert torch.equal(as_bytes(full[key]), as_bytes(value)), key
+    reference = build(device)
+    for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+        other = shard_fsdp1(build(device, seed=50), None, device)
+        with FullyShardedDataParallel.state_dict_type(model, kind):
+            saved = model.state_dict()
+        assert {f"0.base.weight{end}" for end in ENTRIES} <= set(saved)
+        with FullyShardedDataParallel.state_dict_type(other, kind):
+            other.load_state_dict(saved)
+        exact(other, device, reference)
+    full = fsdp.full_state_dict(model)
+    if dist.get_rank() == 0:
+        for key, value in reference.state_dict().items():
+            assert full[key].dtype == value.dtype and torch.equal(as_bytes(full[key]), as_bytes(value)), key
 
 
 CHECKS = {name.removeprefix("check_"): function for name, function in globals().items() if name.startswith("check_")}

@@ -10,11 +10,10 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from torch import nn
-
 from bitshard import tensor
 from bitshard.linear import Linear4bit
 from bitshard.shard import PackedShard
+from torch import nn
 
 STORAGES = {"uint8": torch.uint8, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PARAM_DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -43,8 +42,8 @@ def start() -> tuple[torch.device, argparse.Namespace]:
 def finish(results: dict, args: argparse.Namespace) -> None:
     """Rank 0 writes the results of all ranks; everybody leaves.
 
-    At once, without the interpreter's shutdown: there gloo's thread, which still owns the last collective's tensors, can
-    ask for the GIL and abort the process (torch 2.13; seen with a plain `nn.Linear` too).
+    At once, without the interpreter's shutdown: there gloo's thread, which still owns the last collective's tensors,
+    can ask for the GIL and abort the process (torch 2.13; seen with a plain `nn.Linear` too).
     """
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, results)
@@ -157,5 +156,5 @@ def no_launch():
 
 
 def plant(words: torch.Tensor) -> None:
-    """Change one packed word in 1,000, and at least one, in place: the fault every comparison must see (other signs of its codes)."""
+    """Change one packed word in 1,000, at least one, in place: the fault that every comparison must see."""
     words.view(-1).view(torch.uint8).view(-1, words.element_size())[::1000] ^= 0x88

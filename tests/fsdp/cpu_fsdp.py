@@ -1,8 +1,10 @@
-"""Run a script with accelerate's real FSDP path on a machine without a GPU: `accelerate launch ... cpu_fsdp.py SCRIPT ARGS`.
+"""Run a script with accelerate's real FSDP path on a machine without a GPU.
 
-accelerate follows an FSDP config only where it finds an accelerator; on a CPU it drops the config without a word and runs
-DDP, which looks right and shards nothing. Three things change that: the gloo backend, a distributed type that FSDP may
-follow, and the CPU as the device. With a GPU this file does nothing but run the script.
+    accelerate launch --config_file CONFIG cpu_fsdp.py SCRIPT ARGS
+
+accelerate follows an FSDP config only where it finds an accelerator; on a CPU it drops the config without a word and
+runs DDP, which looks right and shards nothing. Three things change that: the gloo backend, a distributed type that FSDP
+may follow, and the CPU as the device. With a GPU this file does nothing but run the script.
 """
 
 import runpy

@@ -9,13 +9,13 @@ WORKERS = Path(__file__).parent
 
 
 def launch(world: int, script: str, *args: str, timeout: int = 240) -> str:
-    """Run a script of this folder under torchrun, without GPUs. Its output; an AssertionError with it where it fails."""
+    """Run a script of this folder under torchrun, without GPUs; its output. AssertionError where it fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     return run([*command, str(WORKERS / script), *args], timeout)
 
 
 def accelerate_launch(config: str, script: str, *args: str, timeout: int = 240) -> str:
-    """Run a script of this folder under `accelerate launch` with an FSDP config, through the shim that makes it real on a CPU."""
+    """Run a script of this folder under `accelerate launch`, through the shim that makes FSDP real on a CPU."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(WORKERS / config)]
     return run([*command, str(WORKERS / "cpu_fsdp.py"), str(WORKERS / script), *args], timeout)
 

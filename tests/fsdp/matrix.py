@@ -12,6 +12,8 @@ import traceback
 
 import torch
 import torch.distributed as dist
+from bitshard import fsdp
+from bitshard.linear import Linear4bit
 from common import (
     EVEN,
     PARAM_DTYPES,
@@ -35,9 +37,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.distributed.tensor import DTensor
-
-from bitshard import fsdp
-from bitshard.linear import Linear4bit
 
 BASE_DTYPE = torch.bfloat16
 
@@ -98,7 +97,7 @@ def check_shares(model, version, world):
 
 
 def run_cell(version, storage, param_dtype, shape, device, world, fault=None):
-    """[wrong weight bytes, wrong scale bytes] of one cell, on this rank. `fault` ("weight" or "scales") is planted there."""
+    """[wrong weight bytes, wrong scale bytes] of one cell; `fault` is where to plant one, if anywhere."""
     model = build(shape, storage, device)
     spies = [Spy(block.base) for block in model]
     reference = [

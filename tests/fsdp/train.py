@@ -1,6 +1,7 @@
-"""Tiny QLoRA runs of the real stack: transformers, accelerate, peft and trl, unpatched but for the shim that starts this.
+"""Tiny QLoRA runs of the real stack: transformers, accelerate, peft and trl, unpatched but for the shim.
 
-    accelerate launch --config_file tests/fsdp/fsdp2.yaml tests/fsdp/cpu_fsdp.py tests/fsdp/train.py --out r.json --dir DIR
+    accelerate launch --config_file tests/fsdp/fsdp2.yaml tests/fsdp/cpu_fsdp.py tests/fsdp/train.py \\
+        --only trainer,sft --model MODEL --dir DIR --out r.json
 
 Without a launcher it is the one process that the others are compared with. Scenarios raise where something is wrong.
 """
@@ -17,6 +18,11 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from bitshard import fsdp
+from bitshard.functional import dequantize_4bit
+from bitshard.linear import Linear4bit
+from bitshard.shard import PackedShard
+from bitshard.tensor import Params4bit
 from common import Spy, hostile_values, plant
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -31,12 +37,6 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-
-from bitshard import fsdp
-from bitshard.functional import dequantize_4bit
-from bitshard.linear import Linear4bit
-from bitshard.shard import PackedShard
-from bitshard.tensor import Params4bit
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))
@@ -126,7 +126,7 @@ def spies(model):
 
 
 def check_sharded(model, args):
-    """The base is DTensors (FSDP2) or flat parameters (FSDP1) of 1/N; DDP, which looks the same otherwise, fails here."""
+    """The base is DTensors (FSDP2) or flat parameters (FSDP1) of 1/N: DDP, otherwise alike, fails here."""
     if WORLD == 1:
         return fsdp.describe(model)
     share = fsdp.measure(model)
@@ -153,7 +153,7 @@ def check_exact(watched):
 
 
 def fit(args, model, name, fault=False, trainer_class=Trainer, **options):
-    """Train; (trainer, result). The bytes that every forward sees are those quantized, and the base is sharded after it."""
+    """Train; (trainer, result). Every forward must see the bytes that were quantized, and the base be sharded."""
     watched = spies(model)
     if fault:
         plant(next(m for m in model.modules() if isinstance(m, Linear4bit)).weight.data.as_subclass(torch.Tensor))
@@ -325,7 +325,7 @@ def run_merge(args):
 
 
 def run_save_pretrained(args):
-    """A checkpoint written from the sharded model is a plain 4-bit one in the declared uint8, and trains sharded again."""
+    """A checkpoint written from the sharded model is a plain one in the declared uint8, and trains again."""
     trainer, result = fit(args, lora(load(args)), "save", max_steps=1)
     folder = os.path.join(args.dir, "saved_base")
     full = fsdp.full_state_dict(trainer.model)
@@ -349,7 +349,7 @@ def run_save_pretrained(args):
 
 
 def run_fp16(args):
-    """fp16 mixed precision (parameters, gradients and their sum in fp16) with a scaled loss, over a base in fp32 words."""
+    """fp16 mixed precision, gradients and their sum included, with a scaled loss, over a base in fp32 words."""
     policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
     model = lora(load(args))
     watched = spies(model)
@@ -380,10 +380,10 @@ def run_fp16(args):
 
 
 def run_orig_params(args):
-    """accelerate's FSDP1 with use_orig_params, bf16 base and LoRA in one flat parameter: the damage must not pass unseen.
+    """accelerate's FSDP1 with use_orig_params, bf16 base and LoRA in one flat parameter: damage must be seen.
 
-    accelerate casts that flat parameter to fp32 and FSDP1 casts it back, which rewrites NaN patterns. (Trainer would give
-    LoRA units of its own; plain accelerate does not.)
+    accelerate casts that flat parameter to fp32 and FSDP1 casts it back, which rewrites NaN patterns. (Trainer would
+    give LoRA units of its own; plain accelerate does not.)
     """
     accelerator = Accelerator()
     assert accelerator.mixed_precision == "bf16" and accelerator.state.fsdp_plugin.use_orig_params
