@@ -307,6 +307,11 @@ def test_bad_state_dicts(name):
         assert torch.equal(module(x), y), "a refused dict must change nothing of the weight"
 
 
+def test_dense_weights_for_a_quantized_layer():
+    with pytest.raises(RuntimeError, match=r"dense weight \[96, 130\].*before that moves"):
+        layer().load_state_dict(nn.Linear(130, 96).state_dict())
+
+
 def test_bytes_without_statistics_must_be_the_same_bytes():
     module = layer()
     assert not any(module.load_state_dict({k: v for k, v in module.state_dict().items() if k in ("weight", "bias")}))

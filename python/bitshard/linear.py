@@ -192,6 +192,7 @@ class Linear4bit(nn.Linear):
             )
             missing_keys.extend(key for key in absent if key != name)
             return
+        self.verified_state = None  # what is copied into a view of FSDP1's flat parameter is checked again
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _load_packed(
@@ -210,6 +211,11 @@ class Linear4bit(nn.Linear):
         weight = self.weight
         device = data.device if weight.is_meta else weight.device
         try:
+            if not statistics and tuple(data.shape) == (self.out_features, self.in_features):
+                raise ValueError(
+                    f"a dense weight {list(data.shape)} of {dtype_name(data.dtype)} for a layer that is quantized "
+                    "already: load it into a new layer before that moves to a device"
+                )
             if not statistics:
                 verify(data.to(device), self.quant_state, name)
                 return
