@@ -56,8 +56,15 @@ def config_4bit(storage="uint8", nested=True, quant_type="nf4", compute="bfloat1
     )
 
 
-def load(path, *, dtype=torch.bfloat16, **options):
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config_4bit(**options), dtype=dtype)
+def load(path, *, dtype=torch.bfloat16, device="cpu", **options):
+    """A quantized model. Without a device map transformers takes the GPU where there is one."""
+    return AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=config_4bit(**options), dtype=dtype, device_map={"": device}
+    )
+
+
+def load_prequantized(path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, device_map={"": "cpu"})
 
 
 def layers_4bit(model):
@@ -70,6 +77,11 @@ def packed_bytes(model):
         name: module.weight.detach().as_subclass(torch.Tensor).contiguous().view(torch.uint8).flatten().clone()
         for name, module in layers_4bit(model).items()
     }
+
+
+def without_peft_names(packed):
+    """The names of the layers before peft wrapped the model."""
+    return {name.removeprefix("base_model.model.").removesuffix(".base_layer"): data for name, data in packed.items()}
 
 
 def assert_same_bytes(left, right):
@@ -85,7 +97,7 @@ def tokens(batch=2, length=12):
 
 @torch.no_grad()
 def logits(model):
-    return model(tokens()).logits
+    return model(tokens().to(model.device)).logits
 
 
 def lora(model, **options):
@@ -97,7 +109,7 @@ def lora(model, **options):
 
 def train(model, steps=8, lr=5e-3):
     """Losses of a few AdamW steps on one batch."""
-    ids = tokens(4, 16)
+    ids = tokens(4, 16).to(model.device)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     losses = []
     model.train()
@@ -207,7 +219,10 @@ def test_conv1d_models_are_transposed(tmp_path):
 def test_8bit_loading_names_what_is_missing(dense_path):
     with pytest.raises(NotImplementedError, match="Linear8bitLt is not in bitshard yet"):
         AutoModelForCausalLM.from_pretrained(
-            dense_path, quantization_config=BitsAndBytesConfig(load_in_8bit=True), dtype=torch.bfloat16
+            dense_path,
+            quantization_config=BitsAndBytesConfig(load_in_8bit=True),
+            dtype=torch.bfloat16,
+            device_map={"": "cpu"},
         )
 
 
@@ -220,9 +235,9 @@ def test_save_and_load_quantized(dense_path, tmp_path, storage, nested):
     """Quantized on the fly, saved, loaded, saved again from the pre-quantized model, loaded again."""
     model = load(dense_path, storage=storage, nested=nested)
     model.save_pretrained(tmp_path / "first")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "first", dtype=torch.bfloat16)
+    again = load_prequantized(tmp_path / "first")
     again.save_pretrained(tmp_path / "second", save_original_format=False)
-    third = AutoModelForCausalLM.from_pretrained(tmp_path / "second", dtype=torch.bfloat16)
+    third = load_prequantized(tmp_path / "second")
     for other in (again, third):
         assert_same_bytes(packed_bytes(model), packed_bytes(other))
         assert torch.equal(logits(model), logits(other))
@@ -408,6 +423,24 @@ def test_deepcopy_of_a_model(dense_path):
     assert torch.equal(logits(model), logits(other))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("storage", FSDP_STORAGES)
+def test_on_a_gpu(dense_path, storage):
+    """Loaded where transformers puts it by itself: the bytes of the CPU, and a forward and training that agree."""
+    reference = load(dense_path, storage=storage)
+    model = AutoModelForCausalLM.from_pretrained(
+        dense_path, quantization_config=config_4bit(storage), dtype=torch.bfloat16
+    )
+    assert model.device.type == "cuda"
+    assert_same_bytes(packed_bytes(reference), {name: data.cpu() for name, data in packed_bytes(model).items()})
+    on_cpu, on_gpu = logits(reference).float(), logits(model).cpu().float()
+    assert (on_cpu - on_gpu).norm() / on_cpu.norm() < 3e-2
+    before = packed_bytes(model)
+    losses = train(lora(model))
+    assert losses[-1] < 0.9 * losses[0], losses
+    assert_same_bytes(before, without_peft_names(packed_bytes(model)))
+
+
 # ---- accelerate, Trainer ----
 
 
@@ -490,8 +523,7 @@ def test_sft_trainer(dense_path, tmp_path):
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 5 and losses[-1] < losses[0], losses
-    after = {name.removeprefix("base_model.model."): value for name, value in packed_bytes(trainer.model).items()}
-    assert_same_bytes(before, {name.removesuffix(".base_layer"): value for name, value in after.items()})
+    assert_same_bytes(before, without_peft_names(packed_bytes(trainer.model)))
 
 
 def test_trainer_optimizers_refuse_by_name(dense_path, tmp_path):

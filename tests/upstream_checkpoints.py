@@ -58,7 +58,7 @@ def save_layer(layer, x, path):
 
 def load_model(path, storage=None, nested=True):
     """A model: quantized now where `storage` is given, else as its checkpoint says."""
-    options = {"dtype": torch.bfloat16}
+    options = {"dtype": torch.bfloat16, "device_map": {"": "cpu"}}
     if storage is not None:
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
