@@ -141,53 +141,67 @@ static bsh_status launch_gemv(const bsh_linear_4bit_args *args, const bsh_cuda_c
 
 /* ---- gemm_4bit_sm90.cu ---- */
 
-enum { GEMM_ROWS = 256, GEMM_THREADS = 256, PIECE_UNITS = 4 };
+enum { PIECE_UNITS = 4 };
 
 bool bsh_gemm_sm90_takes(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32_t sm, int64_t blocksize) {
   if (sm != 90 || !is_wide(sm) || dtype == BSH_F32) return false;
   if (M < 1 || M > 64 || N % BSH_ROW_TILE || K % BSH_UNIT || blocksize % BSH_UNIT) return false;
-  return K <= INT32_MAX / BSH_ROW_TILE && N <= INT32_MAX - GEMM_ROWS && N * (K / BSH_UNIT) <= UINT32_MAX;
-}
-
-/* As many splits of K as keep all clusters of the product running at once. */
-static int32_t gemm_splits(int64_t N, int64_t K, int32_t sms) {
-  const int64_t row_blocks = ceil_div(N, GEMM_ROWS), pieces = ceil_div(K / BSH_UNIT, PIECE_UNITS);
-  int32_t splits = 1;
-  for (int32_t k = 2; k <= MAX_CLUSTER && 2 * k <= pieces; k++)
-    if (clusters_at_once(sms, k) >= row_blocks) splits = k;
-  return splits;
+  return K <= INT32_MAX / BSH_ROW_TILE && N <= INT32_MAX / 2 && N * (K / BSH_UNIT) <= UINT32_MAX;
 }
 
 #define GEMM_KERNEL(NAME, SHARED) {.fatbin = BSH_FATBIN_gemm_4bit_sm90, .name = NAME, .shared_bytes = (SHARED)}
+#define GEMM_SCALES(NAME) {GEMM_KERNEL(NAME, WIDE_SHARED), GEMM_KERNEL(NAME "_any", WIDE_SHARED)}
 #define GEMM_TOKENS(DTYPE)                                                                                             \
-  {GEMM_KERNEL("gemm_4bit_" DTYPE "_m8", WIDE_SHARED), GEMM_KERNEL("gemm_4bit_" DTYPE "_m16", WIDE_SHARED),            \
-   GEMM_KERNEL("gemm_4bit_" DTYPE "_m32", WIDE_SHARED), GEMM_KERNEL("gemm_4bit_" DTYPE "_m64", WIDE_SHARED)}
-static bsh_cuda_kernel gemm_kernels[2][4] = {GEMM_TOKENS("bf16"), GEMM_TOKENS("f16")};
+  {GEMM_SCALES("gemm_4bit_" DTYPE "_m8"), GEMM_SCALES("gemm_4bit_" DTYPE "_m16"),                                      \
+   GEMM_SCALES("gemm_4bit_" DTYPE "_m32"), GEMM_SCALES("gemm_4bit_" DTYPE "_m64")}
+static bsh_cuda_kernel gemm_kernels[2][4][2] = {GEMM_TOKENS("bf16"), GEMM_TOKENS("f16")};
 static bsh_cuda_kernel x_units_kernel = GEMM_KERNEL("x_units", 0);
 
-static bsh_status launch_gemm(const bsh_linear_4bit_args *args, const bsh_cuda_context *context) {
-  const int size = args->M <= 8 ? 0 : args->M <= 16 ? 1 : args->M <= 32 ? 2 : 3;
-  const int64_t tokens = 8 << size, padded_units = ceil_div(args->K / BSH_UNIT, PIECE_UNITS) * PIECE_UNITS;
-  const int64_t x_bytes = padded_units * tokens * BSH_UNIT * 2;
-  const int32_t splits = gemm_splits(args->N, args->K, context->sms);
-  const int64_t sum_bytes = splits > 1 ? args->N * tokens * splits * (int64_t)sizeof(float) : 0;
-  bsh_cuda_scratch scratch;
-  BSH_TRY(bsh_cuda_scratch_new(context, x_bytes + sum_bytes, &scratch));
+/* x in the kernel's order, its tickets, the partial sums: one piece of scratch memory. */
+typedef struct {
+  int64_t tokens, x_units; /* padded */
+  int64_t blocks, splits;  /* of threads; that share a row block, at most */
+  int64_t x_bytes, ticket_bytes, bytes;
+  int32_t size, warps; /* log2(tokens / 8) */
+} gemm_plan;
 
+static gemm_plan plan_gemm(int64_t M, int64_t N, int64_t K, int32_t sms) {
+  gemm_plan plan = {.size = M <= 8 ? 0 : M <= 16 ? 1 : M <= 32 ? 2 : 3};
+  plan.tokens = 8 << plan.size, plan.warps = plan.tokens == 64 ? 12 : 16;
+  const int64_t pieces = ceil_div(K / BSH_UNIT, PIECE_UNITS);
+  const int64_t all_pieces = ceil_div(N, plan.warps * BSH_ROW_TILE) * pieces;
+  plan.blocks = smaller(sms, all_pieces);
+  plan.splits = smaller(pieces / (all_pieces / plan.blocks) + 2, plan.blocks);
+  plan.x_units = pieces * PIECE_UNITS;
+  plan.x_bytes = plan.x_units * plan.tokens * BSH_UNIT * 2;
+  plan.ticket_bytes = ceil_div(N / BSH_ROW_TILE * 4, 256) * 256;
+  plan.bytes = plan.x_bytes + plan.ticket_bytes + N * plan.tokens * plan.splits * (int64_t)sizeof(float);
+  return plan;
+}
+
+static bsh_status launch_gemm(const bsh_linear_4bit_args *args, const bsh_cuda_context *context) {
+  const gemm_plan plan = plan_gemm(args->M, args->N, args->K, context->sms);
+  const bool nested_64 = !args->weight.scales.absmax && args->weight.blocksize == 64 && args->K % 256 == 0 &&
+                         aligned(args->weight.scales.absmax_code, 4);
+  bsh_cuda_scratch scratch;
+  BSH_TRY(bsh_cuda_scratch_new(context, plan.bytes, &scratch));
+  char *const memory = scratch.data;
   bsh_fused_args kernel_args = fused_args(args);
-  kernel_args.partial = scratch.data, kernel_args.k_warps = (int32_t)tokens;
-  void *arguments[] = {&kernel_args};
+  kernel_args.tickets = (uint32_t *)(memory + plan.x_bytes);
+  kernel_args.partial = (float *)(memory + plan.x_bytes + plan.ticket_bytes);
+  kernel_args.k_splits = (int32_t)plan.splits;
+
+  const int32_t tokens = (int32_t)plan.tokens;
+  void *order_arguments[] = {&kernel_args, &scratch.data, (void *)(uintptr_t)&tokens};
   const bsh_cuda_launch_shape order = {
-      .grid = {(uint32_t)ceil_div(padded_units * tokens * 8, 256), 1, 1}, .block = {256, 1, 1}, .overlap = true};
-  bsh_status status = bsh_cuda_launch(context, &x_units_kernel, &order, arguments);
+      .grid = {(uint32_t)ceil_div(plan.x_units * plan.tokens * 8, 256), 1, 1}, .block = {256, 1, 1}, .overlap = true};
+  bsh_status status = bsh_cuda_launch(context, &x_units_kernel, &order, order_arguments);
   if (status == BSH_OK) {
-    kernel_args.x = scratch.data, kernel_args.k_splits = splits;
-    kernel_args.partial = (float *)((char *)scratch.data + x_bytes);
-    const bsh_cuda_launch_shape shape = {.grid = {(uint32_t)(ceil_div(args->N, GEMM_ROWS) * splits), 1, 1},
-                                         .block = {GEMM_THREADS, 1, 1},
-                                         .cluster = (uint32_t)splits,
-                                         .overlap = true};
-    status = bsh_cuda_launch(context, &gemm_kernels[args->dtype == BSH_F16][size], &shape, arguments);
+    kernel_args.x = memory;
+    void *arguments[] = {&kernel_args};
+    const bsh_cuda_launch_shape shape = {
+        .grid = {(uint32_t)plan.blocks, 1, 1}, .block = {(uint32_t)plan.warps * 32, 1, 1}, .overlap = true};
+    status = bsh_cuda_launch(context, &gemm_kernels[args->dtype == BSH_F16][plan.size][!nested_64], &shape, arguments);
   }
   bsh_cuda_scratch_delete(&scratch);
   return status;

@@ -105,6 +105,15 @@ template <int I> __device__ __forceinline__ uint32_t decode(uint32_t word, uint3
   return pair;
 }
 
+// 8 bytes at a shared address; ordinary memory to the compiler, so the waits for asynchronous copies order it.
+__device__ __forceinline__ uint2 load_shared(uint32_t address) {
+  return *reinterpret_cast<const uint2 *>(__cvta_shared_to_generic(address));
+}
+__device__ __forceinline__ void store_shared(uint32_t address, const float *v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+               : "memory");
+}
+
 // A operands of the four k16 steps of a unit: lane (g, c) of a quad holds bytes 8c..8c+7 of rows g (`upper`) and g + 8
 // (`lower`). The order of k inside a unit is then 16c + 4 * step + {0, 1, 2, 3}: x is loaded in the same order.
 __device__ __forceinline__ void decode_unit(uint32_t (*a)[4], uint2 upper, uint2 lower, uint32_t lane_base) {
@@ -116,6 +125,17 @@ __device__ __forceinline__ void decode_unit(uint32_t (*a)[4], uint2 upper, uint2
   a[2][2] = decode<1>(upper.y, lane_base), a[2][3] = decode<1>(lower.y, lane_base);
   a[3][0] = decode<2>(upper.y, lane_base), a[3][1] = decode<2>(lower.y, lane_base);
   a[3][2] = decode<3>(upper.y, lane_base), a[3][3] = decode<3>(lower.y, lane_base);
+}
+
+// The value itself, of unknown origin to the compiler: it stays in a register instead of being computed again in a
+// loop.
+__device__ __forceinline__ uint32_t keep(uint32_t v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+template <typename P> __device__ __forceinline__ P *keep(P *p) {
+  asm volatile("" : "+l"(p));
+  return p;
 }
 
 // 16 bytes global to shared without passing registers (sm_80 on; before it, through registers).

@@ -3,9 +3,12 @@
 // W is the A operand from registers: each warp decodes its 16 rows of an m64 tile, so a code is looked up once for all
 // tokens. x is the B operand in shared memory; x_units, a small kernel in front, has put it into the order of k that
 // the packed bytes dictate (decode_unit), swizzled, tokens padded with zeros, so that a plain bulk copy brings each
-// stage. The product of one unit (64 of K) is made unscaled, then added to the sums times its fp32 scales while the
-// next one runs. A block owns 256 rows and a k_splits-th of K; the blocks of a cluster join their sums in a fixed
-// order.
+// stage. The product of one unit (64 of K) is made unscaled, then added to the sums times its fp32 scales.
+//
+// Work split: W is cut into row blocks of WARPS * 16 rows and these into pieces of 4 units of K; the blocks of threads
+// share all pieces, in order, evenly. Where several own parts of one row block, each warp leaves its sums in
+// args.partial and takes a ticket; the last one adds all parts in the order of K. The tickets decide who adds, never in
+// which order: equal inputs give equal bits.
 #include "decode.cuh"
 #include "sums.cuh"
 
@@ -16,17 +19,15 @@
 namespace bsh {
 namespace {
 
-constexpr int WARPS = 8;       // two warpgroups
 constexpr int PIECE_UNITS = 4; // a ring slot: 16 rows x 4 units of W
 
 #ifdef BSH_HAS_WGMMA
-constexpr int ROW_TILES = 2; // m64 tiles per warpgroup
-constexpr int BLOCK_ROWS = 2 * 64 * ROW_TILES;
 constexpr int PIECE_BYTES = BSH_ROW_TILE * PIECE_UNITS * 32;
-constexpr int SLOTS = 3;       // of the ring of one warp and row tile
-constexpr int STAGE_UNITS = 2; // units of x in a stage
-constexpr int STAGES = 3;
-template <int TOKENS> constexpr int STAGE_BYTES = STAGE_UNITS * TOKENS * BSH_UNIT * 2;
+constexpr int SLOTS = 3;                                            // of a warp's ring of packed bytes
+constexpr int STAGES = 3;                                           // of x
+template <int TOKENS> constexpr int WARPS = TOKENS == 64 ? 12 : 16; // 64 tokens need 168 registers
+template <int TOKENS> constexpr int STAGE_UNITS = TOKENS == 64 ? 2 : 4;
+template <int TOKENS> constexpr int STAGE_BYTES = STAGE_UNITS<TOKENS> * TOKENS * BSH_UNIT * 2;
 
 // ---- barriers and copies of the asynchronous proxy ----
 
@@ -52,31 +53,34 @@ __device__ __forceinline__ void bulk_copy(uint32_t to, const void *from, uint32_
 
 // ---- the warpgroup product ----
 
-// d[64 rows of W x N tokens] (+)= a (16 rows a warp) * x: k16 step at shared address `b` of a tile of 128-byte rows
-// with 128-byte swizzle.
+// The descriptor of x in shared memory: rows of 128 bytes with 128-byte swizzle, groups of 8 rows 1024 bytes apart.
+constexpr uint32_t OPERAND_B_HIGH = 1u << 30 | 1024 >> 4;
+__device__ __forceinline__ uint32_t operand_b(uint32_t address) { return 1u << 16 | (address & 0x3FFFF) >> 4; }
+
+// d[64 rows of W x N tokens] (+)= a (16 rows a warp) * x. b: low word of the descriptor of the x operand.
 template <typename T, int N> struct warpgroup;
 #define BSH_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define BSH_D16(i) BSH_D4(i), BSH_D4(i + 4), BSH_D4(i + 8), BSH_D4(i + 12)
-#define BSH_WARPGROUP(TYPE, PTX, N, D_LIST, D_OPERANDS, A0, A1, A2, A3, B, P)                                          \
+#define BSH_WARPGROUP(TYPE, PTX, N, D_LIST, D_OPERANDS, A0, A1, A2, A3, B, P, B_HIGH)                                  \
   template <> struct warpgroup<TYPE, N> {                                                                              \
-    static __device__ __forceinline__ void multiply(float *d, const uint32_t *a, uint64_t b, int accumulate) {         \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\n"                                                     \
+    static __device__ __forceinline__ void multiply(float *d, const uint32_t *a, uint32_t b, int accumulate) {         \
+      asm volatile("{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %" P ", 0;\nmov.b64 b, {%" B ", %" B_HIGH "};\n"    \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX "." PTX " {" D_LIST "}, {%" A0 ",%" A1        \
-                   ",%" A2 ",%" A3 "}, %" B ", p, 1, 1, 0;\n}"                                                         \
+                   ",%" A2 ",%" A3 "}, b, p, 1, 1, 0;\n}"                                                              \
                    : D_OPERANDS                                                                                        \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                             \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(OPERAND_B_HIGH));        \
     }                                                                                                                  \
   };
 #define BSH_WARPGROUP_SIZES(TYPE, PTX)                                                                                 \
-  BSH_WARPGROUP(TYPE, PTX, 8, "%0,%1,%2,%3", BSH_D4(0), "4", "5", "6", "7", "8", "9")                                  \
+  BSH_WARPGROUP(TYPE, PTX, 8, "%0,%1,%2,%3", BSH_D4(0), "4", "5", "6", "7", "8", "9", "10")                            \
   BSH_WARPGROUP(TYPE, PTX, 16, "%0,%1,%2,%3,%4,%5,%6,%7", BSH_D4(0) BSH_COMMA BSH_D4(4), "8", "9", "10", "11", "12",   \
-                "13")                                                                                                  \
+                "13", "14")                                                                                            \
   BSH_WARPGROUP(TYPE, PTX, 32, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15", BSH_D16(0), "16", "17", "18",  \
-                "19", "20", "21")                                                                                      \
+                "19", "20", "21", "22")                                                                                \
   BSH_WARPGROUP(TYPE, PTX, 64,                                                                                         \
                 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,"   \
                 "%27,%28,%29,%30,%31",                                                                                 \
-                BSH_D16(0) BSH_COMMA BSH_D16(16), "32", "33", "34", "35", "36", "37")
+                BSH_D16(0) BSH_COMMA BSH_D16(16), "32", "33", "34", "35", "36", "37", "38")
 #define BSH_COMMA ,
 BSH_WARPGROUP_SIZES(__nv_bfloat16, "bf16")
 BSH_WARPGROUP_SIZES(__half, "f16")
@@ -88,11 +92,6 @@ template <int PENDING, int N> __device__ __forceinline__ void products_wait(floa
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
-}
-
-// Shared-memory operand of the product: rows of 128 bytes, 8 rows = 1024 bytes apart, 128-byte swizzle.
-__device__ __forceinline__ uint64_t operand_b(uint32_t address) {
-  return ((uint64_t)1 << 62) | ((uint64_t)(1024 >> 4) << 32) | ((uint64_t)1 << 16) | ((address & 0x3FFFF) >> 4);
 }
 
 // ---- the stages of the kernel ----
@@ -114,65 +113,74 @@ template <int TOKENS> __device__ __forceinline__ shared_layout lay_out(char *mem
   return s;
 }
 
-// The rows of one warp: row tile t is 16 rows from row(t) on.
-struct place {
-  int lane, warp, g, c, split, first_row, begin, end; // pieces of K
-  __device__ __forceinline__ int row(int t) const {
-    return first_row + ((warp >> 2) * ROW_TILES + t) * 64 + (warp & 3) * BSH_ROW_TILE;
+// A place in the sequence of all pieces: row block and piece of K.
+struct position {
+  int block, piece;
+  __device__ __forceinline__ void step(int pieces) {
+    if (++piece == pieces) piece = 0, block++;
   }
 };
-__device__ __forceinline__ place find_place(const bsh_fused_args &args) {
-  place p;
-  p.lane = threadIdx.x & 31, p.warp = threadIdx.x >> 5, p.g = p.lane >> 2, p.c = p.lane & 3;
-  p.split = blockIdx.x % args.k_splits, p.first_row = blockIdx.x / args.k_splits * BLOCK_ROWS;
-  const int pieces = (args.K / BSH_UNIT + PIECE_UNITS - 1) / PIECE_UNITS;
-  p.begin = pieces * p.split / args.k_splits, p.end = pieces * (p.split + 1) / args.k_splits;
-  return p;
-}
 
-// The packed bytes of a warp's row tile, walking along K. Rows and columns beyond W repeat its last ones.
-struct weight_walk {
-  const uint8_t *row; // this lane's first row
-  uint32_t to, four_rows;
-  int chunk, pitch;
+// How the pieces are shared out: block of threads i takes [begin(i), begin(i + 1)).
+struct share {
+  int pieces; // per row block
+  int64_t total;
+  __device__ __forceinline__ int64_t begin(int i) const { return total * i / gridDim.x; }
+  __device__ __forceinline__ int owner(int64_t at) const { return (int)(((at + 1) * gridDim.x - 1) / total); }
+};
 
-  __device__ __forceinline__ void locate(const bsh_fused_args &args, const place &p, const char *ring, int t) {
-    const int lane_row = p.lane >> 3;
-    pitch = args.K >> 1, four_rows = pitch * 4, chunk = (p.lane & 7) * 16;
-    row = args.packed + (int64_t)(min(p.row(t), args.N - BSH_ROW_TILE) + lane_row) * pitch;
-    to = shared_address(ring) + (p.warp * ROW_TILES + t) * SLOTS * PIECE_BYTES + lane_row * 128 +
-         (chunk ^ (lane_row << 5));
+// The packed bytes of a warp's 16 rows, walking through the pieces. Rows and columns beyond W repeat its last ones.
+template <int TOKENS> struct weight_walk {
+  const uint8_t *row; // this lane's first row in the row block of the next piece
+  uint32_t to, chunk, last_chunk, four_rows;
+
+  __device__ __forceinline__ weight_walk(const bsh_fused_args &args, const char *ring) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, lane_row = lane >> 3;
+    chunk = keep((lane & 7) * 16), last_chunk = (args.K >> 1) - 16, four_rows = args.K * 2;
+    to = keep(shared_address(ring) + warp * SLOTS * PIECE_BYTES + lane_row * 128 + (chunk ^ (lane_row << 5)));
+  }
+  __device__ __forceinline__ void enter(const bsh_fused_args &args, int block) {
+    const int lane_row = (threadIdx.x & 31) >> 3, tile = block * WARPS<TOKENS> + (threadIdx.x >> 5);
+    const int first = min(tile * BSH_ROW_TILE, args.N - BSH_ROW_TILE) + lane_row;
+    row = keep(args.packed + (int64_t)first * (args.K >> 1));
   }
   __device__ __forceinline__ void start(int piece, uint32_t slot) const {
-    const uint8_t *from = row + min(piece * 128 + chunk, pitch - 16);
+    const uint8_t *from = row + min(piece * 128 + chunk, last_chunk);
 #pragma unroll
     for (int i = 0; i < 4; i++, from += four_rows) copy16(to + slot + i * 512, from);
   }
   __device__ __forceinline__ void prefetch(int piece) const {
-    const uint8_t *from = row + min(piece * 128 + chunk, pitch - 16);
+    const uint8_t *from = row + min(piece * 128 + chunk, last_chunk);
     if (chunk == 0)
 #pragma unroll
       for (int i = 0; i < 4; i++, from += four_rows) prefetch_l2(from);
   }
 };
 
-// Scales of a row tile along K: lane c of a quad holds unit c of the piece, for rows g and g + 8. Fetched a piece
-// ahead.
-struct scale_walk {
-  uint32_t raw[2];
+// Scales of a warp's 16 rows. A group is 4 pieces (ANY_SCALES: 1); lane c of a quad holds, for rows g and g + 8, the 4
+// units of piece c of the group (ANY_SCALES: unit c of the piece). Fetched a group ahead and kept raw until used.
+// NESTED_64: nested, one scale a unit, units of a row a multiple of 4.
+enum scale_kind { NESTED_64, ANY_SCALES };
+template <int TOKENS, scale_kind KIND> struct scale_walk {
+  static constexpr int GROUP = KIND == NESTED_64 ? 4 : 1; // pieces
+  static constexpr int PER_LANE = KIND == NESTED_64 ? 4 : 1;
+  uint32_t raw[2]; // 4 codes; ANY_SCALES: 1 code or the fp32 bits of a plain scale
   float second[2];
-  uint32_t first[2];
+  float scale[2][PER_LANE];
 
-  __device__ __forceinline__ void locate(const bsh_fused_args &args, const place &p, int t) {
-    const int row = min(p.row(t), args.N - BSH_ROW_TILE) + p.g;
-    first[0] = (uint32_t)row * (args.K / BSH_UNIT), first[1] = first[0] + 8 * (args.K / BSH_UNIT);
-  }
-  __device__ __forceinline__ void fetch(const bsh_fused_args &args, const place &p, int piece) {
-    const uint32_t unit = min(piece * PIECE_UNITS + p.c, args.K / BSH_UNIT - 1);
+  __device__ __forceinline__ void fetch(const bsh_fused_args &args, position at) {
+    const int units = args.K / BSH_UNIT, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int row =
+        min(at.block * (WARPS<TOKENS> * BSH_ROW_TILE) + warp * BSH_ROW_TILE, args.N - BSH_ROW_TILE) + (lane >> 2);
+    const int first = at.piece / GROUP * (GROUP * PIECE_UNITS) + (lane & 3) * PER_LANE;
+    const uint32_t unit = (uint32_t)row * units + min(first, units - PER_LANE);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const uint32_t block = (first[r] + unit) >> args.block_shift;
-      if (args.absmax) {
+      const uint32_t block = KIND == NESTED_64 ? unit + r * 8 * units : (unit + r * 8 * units) >> args.block_shift;
+      if (KIND == NESTED_64) {
+        raw[r] = *reinterpret_cast<const uint32_t *>(args.absmax_code + block);
+        second[r] = args.absmax2[block / BSH_NESTED_BLOCKSIZE];
+      } else if (args.absmax) {
         raw[r] = __float_as_uint(args.absmax[block]);
       } else {
         raw[r] = args.absmax_code[block];
@@ -180,150 +188,191 @@ struct scale_walk {
       }
     }
   }
-  __device__ __forceinline__ float resolve(const bsh_fused_args &args, const float *map, float offset, int r) const {
-    return args.absmax ? __uint_as_float(raw[r]) : nested_scale(map, raw[r], second[r], offset);
+  __device__ __forceinline__ void resolve(const bsh_fused_args &args, const float *map, float offset) {
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int i = 0; i < PER_LANE; i++)
+        if (KIND == NESTED_64) scale[r][i] = nested_scale(map, raw[r] >> (8 * i) & 255, second[r], offset);
+        else scale[r][i] = args.absmax ? __uint_as_float(raw[r]) : nested_scale(map, raw[r], second[r], offset);
+  }
+  // Scale of `unit` of the piece, rows g (r = 0) and g + 8.
+  __device__ __forceinline__ float of(int r, int piece, int unit) const {
+    return KIND == NESTED_64 ? __shfl_sync(~0u, scale[r][unit % PER_LANE], piece % GROUP, 4)
+                             : __shfl_sync(~0u, scale[r][0], unit, 4);
   }
 };
 
-// Brings stage n of this block's x. Warp 0 calls it when every warp is done with the stage that had its place.
-template <int TOKENS>
-__device__ __forceinline__ void bring_x(const bsh_fused_args &args, const place &p, const shared_layout &shared,
-                                        int n) {
-  const int slot = n % STAGES, first = p.begin * (PIECE_UNITS / STAGE_UNITS);
-  if (n >= STAGES) barrier_wait(shared.empty + 8 * slot, (n / STAGES - 1) & 1);
-  if (p.lane == 0)
-    bulk_copy(shared_address(shared.x) + slot * STAGE_BYTES<TOKENS>,
-              static_cast<const char *>(args.x) + (int64_t)(first + n) * STAGE_BYTES<TOKENS>, STAGE_BYTES<TOKENS>,
-              shared.full + 8 * slot);
-  __syncwarp();
-}
+// Brings the next stage of x into its place; warp 0 calls it once every warp is done with what was there.
+template <int TOKENS> struct x_stream {
+  const char *from;
+  uint32_t to, full, empty, parity;
+  int slot, stage, stages; // stages of a row block
+  bool refill;
 
-// sum += scales * part
-template <int TOKEN_TILES>
-__device__ __forceinline__ void add_scaled(float *sum, const float *part, float upper, float lower) {
-#pragma unroll
-  for (int i = 0; i < TOKEN_TILES * 4; i++) sum[i] += (i & 2 ? lower : upper) * part[i];
-}
-
-template <typename T, int TOKENS>
-__device__ __forceinline__ void multiply(const bsh_fused_args &args, const place &p, const shared_layout &shared) {
-  constexpr int TOKEN_TILES = TOKENS / 8, SUMS = TOKEN_TILES * 4;
-  const float offset = args.absmax ? 0.f : *args.offset;
-  const uint32_t lane_base = shared_address(shared.table) + p.lane * 4;
-  weight_walk weights[ROW_TILES];
-  scale_walk scales[ROW_TILES];
-#pragma unroll
-  for (int t = 0; t < ROW_TILES; t++) {
-    weights[t].locate(args, p, shared.ring, t), scales[t].locate(args, p, t);
-    scales[t].fetch(args, p, p.begin);
+  __device__ __forceinline__ x_stream(const bsh_fused_args &args, const shared_layout &shared, int pieces, int piece) {
+    from = static_cast<const char *>(args.x), to = shared_address(shared.x), full = shared.full, empty = shared.empty;
+    slot = 0, parity = 1, refill = false;
+    stage = piece * (PIECE_UNITS / STAGE_UNITS<TOKENS>), stages = pieces * (PIECE_UNITS / STAGE_UNITS<TOKENS>);
   }
-#pragma unroll
-  for (int i = 0; i < SLOTS - 1; i++) {
-#pragma unroll
-    for (int t = 0; t < ROW_TILES; t++)
-      if (p.begin + i < p.end) weights[t].start(p.begin + i, i * PIECE_BYTES);
-    copy_commit();
-  }
-
-  const int stages = (p.end - p.begin) * (PIECE_UNITS / STAGE_UNITS);
-  if (p.warp == 0)
-    for (int n = 0; n < min(STAGES - 1, stages); n++) bring_x<TOKENS>(args, p, shared, n);
-
-  float sum[ROW_TILES][SUMS] = {}, part[ROW_TILES][SUMS];
-  const char *const own = shared.ring + p.warp * ROW_TILES * SLOTS * PIECE_BYTES + p.g * 128 + p.c * 8;
-  uint32_t slot = 0, fill = (SLOTS - 1) * PIECE_BYTES, stage = 0, parity = 0;
-  for (int piece = p.begin; piece < p.end; piece++) {
-    float scale[ROW_TILES][2];
-    copy_wait<SLOTS - 2>();
+  __device__ __forceinline__ void bring() {
+    if (refill) barrier_wait(empty + 8 * slot, parity);
+    if ((threadIdx.x & 31) == 0)
+      bulk_copy(to + slot * STAGE_BYTES<TOKENS>, from + (int64_t)stage * STAGE_BYTES<TOKENS>, STAGE_BYTES<TOKENS>,
+                full + 8 * slot);
     __syncwarp();
-#pragma unroll
-    for (int t = 0; t < ROW_TILES; t++) {
-      if (piece + SLOTS - 1 < p.end) weights[t].start(piece + SLOTS - 1, fill);
-      scale[t][0] = scales[t].resolve(args, shared.map, offset, 0);
-      scale[t][1] = scales[t].resolve(args, shared.map, offset, 1);
-      if (piece + 1 < p.end) scales[t].fetch(args, p, piece + 1);
-    }
-    copy_commit();
-#pragma unroll
-    for (int half = 0; half < PIECE_UNITS / STAGE_UNITS; half++) {
-      const int ahead = (piece - p.begin) * (PIECE_UNITS / STAGE_UNITS) + half + STAGES - 1;
-      if (p.warp == 0 && ahead < stages) bring_x<TOKENS>(args, p, shared, ahead);
-      barrier_wait(shared.full + 8 * stage, parity);
-      const uint32_t x = shared_address(shared.x) + stage * STAGE_BYTES<TOKENS>;
-#pragma unroll
-      for (int i = 0; i < STAGE_UNITS * ROW_TILES; i++) {
-        const int t = i % ROW_TILES, in_stage = i / ROW_TILES, unit = half * STAGE_UNITS + in_stage;
-        const char *const from = own + t * SLOTS * PIECE_BYTES + slot + (((p.g & 3) ^ unit) * 32);
-        uint32_t a[4][4];
-        decode_unit(a, *reinterpret_cast<const uint2 *>(from), *reinterpret_cast<const uint2 *>(from + PIECE_BYTES / 2),
-                    lane_base);
-        products_begin();
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-          warpgroup<T, TOKENS>::multiply(part[t], a[k], operand_b(x + in_stage * TOKENS * 128 + k * 32), k > 0);
-        products_commit();
-        if (i > 0) {
-          const int before = (i - 1) % ROW_TILES, unit_before = half * STAGE_UNITS + (i - 1) / ROW_TILES;
-          products_wait<1, SUMS>(part[before]);
-          add_scaled<TOKEN_TILES>(sum[before], part[before], __shfl_sync(~0u, scale[before][0], unit_before, 4),
-                                  __shfl_sync(~0u, scale[before][1], unit_before, 4));
-        }
-      }
-      constexpr int last = ROW_TILES - 1;
-      const int unit = half * STAGE_UNITS + STAGE_UNITS - 1;
-      products_wait<0, SUMS>(part[last]);
-      if (p.lane == 0) barrier_arrive(shared.empty + 8 * stage);
-      add_scaled<TOKEN_TILES>(sum[last], part[last], __shfl_sync(~0u, scale[last][0], unit, 4),
-                              __shfl_sync(~0u, scale[last][1], unit, 4));
-      if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-    fill = slot;
-    slot = slot == (SLOTS - 1) * PIECE_BYTES ? 0 : slot + PIECE_BYTES;
+    if (++stage == stages) stage = 0;
+    if (++slot == STAGES) slot = 0, parity ^= 1, refill = true;
   }
+};
 
-#pragma unroll
-  for (int t = 0; t < ROW_TILES; t++) {
-    const int tile = p.row(t) / BSH_ROW_TILE;
-    if (p.row(t) >= args.N) continue;
-#pragma unroll
-    for (int i = 0; i < SUMS; i++) {
-      const int e = (i >> 2) * 128 + p.lane * 4 + (i & 3);
-      if (args.k_splits > 1)
-        args.partial[((int64_t)tile * args.k_splits + p.split) * (TOKEN_TILES * 128) + e] = sum[t][i];
-      else store<T>(args, element(tile, e), sum[t][i]);
-    }
-  }
+// Counts this warp among those that have left their sums: what they wrote is visible to the one that draws the last.
+__device__ __forceinline__ uint32_t take_ticket(uint32_t *counter) {
+  uint32_t ticket = 0;
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0)
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(ticket) : "l"(counter) : "memory");
+  ticket = __shfl_sync(~0u, ticket, 0);
+  __syncwarp();
+  return ticket;
 }
 
-template <typename T, int TOKENS> __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
+// The sums of a row tile: stored where this block has seen all of K, else joined by the warp that comes last.
+template <typename T, int TOKENS>
+__device__ __forceinline__ void finish_tile(const bsh_fused_args &args, const share &work, int block, bool whole,
+                                            const float *sum) {
+  constexpr int TOKEN_TILES = TOKENS / 8, TILE = TOKENS * BSH_ROW_TILE;
+  const int lane = threadIdx.x & 31, tile = block * WARPS<TOKENS> + (threadIdx.x >> 5);
+  if (tile * BSH_ROW_TILE >= args.N) return;
+  float total[TOKEN_TILES * 4];
+#pragma unroll
+  for (int i = 0; i < TOKEN_TILES * 4; i++) total[i] = sum[i];
+  if (!whole) {
+    const int64_t at = (int64_t)block * work.pieces;
+    const int first = work.owner(at), parts = work.owner(at + work.pieces - 1) - first + 1;
+    float4 *const all = reinterpret_cast<float4 *>(args.partial) + (int64_t)tile * args.k_splits * (TILE / 4) + lane;
+    float4 *const own = all + (int64_t)(blockIdx.x - first) * (TILE / 4);
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; n++)
+      own[n * 32] = make_float4(sum[4 * n], sum[4 * n + 1], sum[4 * n + 2], sum[4 * n + 3]);
+    if (take_ticket(args.tickets + tile) != (uint32_t)parts - 1) return;
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; n++) {
+      float4 t = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
+      for (int k = 0; k < parts; k++) {
+        const float4 v = __ldcg(all + (int64_t)k * (TILE / 4) + n * 32);
+        t.x += v.x, t.y += v.y, t.z += v.z, t.w += v.w;
+      }
+      total[4 * n] = t.x, total[4 * n + 1] = t.y, total[4 * n + 2] = t.z, total[4 * n + 3] = t.w;
+    }
+  }
+  store_tile<T, TOKEN_TILES>(args, tile, total);
+}
+
+template <typename T, int TOKENS, scale_kind KIND> __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
+  constexpr int SUMS = TOKENS / 2, UNITS = STAGE_UNITS<TOKENS>;
   extern __shared__ __align__(1024) char memory[];
   const shared_layout shared = lay_out<TOKENS>(memory);
-  const place p = find_place(args);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
+  share work;
+  work.pieces = (args.K / BSH_UNIT + PIECE_UNITS - 1) / PIECE_UNITS;
+  work.total = (int64_t)((args.N + WARPS<TOKENS> * BSH_ROW_TILE - 1) / (WARPS<TOKENS> * BSH_ROW_TILE)) * work.pieces;
+  const int64_t begin = work.begin(blockIdx.x);
+  const int count = (int)(work.begin(blockIdx.x + 1) - begin);
+  const position start = {(int)(begin / work.pieces), (int)(begin % work.pieces)};
 
   // Before the wait: constants, and hints about what will be read.
-  for (int t = 0; t < ROW_TILES; t++) {
-    weight_walk weights;
-    weights.locate(args, p, shared.ring, t);
-    for (int piece = p.begin; piece < min(p.begin + 4, p.end); piece++) weights.prefetch(piece);
-  }
+  weight_walk<TOKENS> weights(args, shared.ring);
+  weights.enter(args, start.block);
+  for (int i = 0; i < min(count, 4); i++) weights.prefetch(min(start.piece + i, work.pieces - 1));
   build_table<T>(shared.table, args.format);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) barrier_init(shared.full + 8 * i, 1), barrier_init(shared.empty + 8 * i, WARPS);
+    for (int i = 0; i < STAGES; i++)
+      barrier_init(shared.full + 8 * i, 1), barrier_init(shared.empty + 8 * i, WARPS<TOKENS>);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   wait_for_earlier_kernels();
   let_later_kernels_start();
-  if (args.absmax == nullptr)
-    for (int i = threadIdx.x; i < 256; i += blockDim.x) shared.map[i] = args.absmax_map[i];
+
+  position ahead = start; // the piece that the ring loads next
+  auto load_next = [&](bool there_is, uint32_t to_slot) {
+    if (there_is) weights.start(ahead.piece, to_slot);
+    copy_commit();
+    ahead.step(work.pieces);
+    if (ahead.piece == 0) weights.enter(args, ahead.block);
+  };
+#pragma unroll
+  for (int i = 0; i < SLOTS - 1; i++) load_next(i < count, i * PIECE_BYTES);
+  x_stream<TOKENS> x_in(args, shared, work.pieces, start.piece);
+  int x_left = count * (PIECE_UNITS / UNITS); // stages not yet asked for
+  if (warp == 0)
+    for (int i = 0; i < STAGES - 1 && x_left > 0; i++, x_left--) x_in.bring();
+  const float map_value = args.absmax ? 0.f : args.absmax_map[threadIdx.x & 255];
+  const float offset = args.absmax ? 0.f : *args.offset;
+  scale_walk<TOKENS, KIND> scales;
+  scales.fetch(args, start);
+  if (threadIdx.x < 256) shared.map[threadIdx.x] = map_value;
   __syncthreads();
 
-  multiply<T, TOKENS>(args, p, shared);
-  if (args.k_splits > 1) {
-    constexpr int TILE = TOKENS * BSH_ROW_TILE;
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-    const int rows = min(BLOCK_ROWS, args.N - p.first_row);
-    join_splits<T, TOKENS / 8>(args, p.first_row / BSH_ROW_TILE, p.split * blockDim.x + threadIdx.x,
-                               rows / BSH_ROW_TILE * TILE, args.k_splits * blockDim.x);
+  const uint32_t lane_base = keep(shared_address(shared.table) + lane * 4);
+  const uint32_t own = keep(shared_address(shared.ring) + warp * SLOTS * PIECE_BYTES + g * 128 + (g & 3) * 32 + c * 8);
+  const uint32_t x_base = keep(operand_b(shared_address(shared.x)));
+  float sum[SUMS] = {}, part[SUMS];
+  uint32_t slot = 0, fill = (SLOTS - 1) * PIECE_BYTES, stage = 0, parity = 0;
+  position at = start;
+  bool from_start = at.piece == 0, fresh = true;
+  for (int left = count; left > 0; left--) {
+    copy_wait<SLOTS - 2>();
+    __syncwarp();
+    load_next(left >= SLOTS, fill);
+    if (fresh || at.piece % scales.GROUP == 0) {
+      scales.resolve(args, shared.map, offset);
+      position next = {at.block, (at.piece / scales.GROUP + 1) * scales.GROUP};
+      if (next.piece >= work.pieces) next.piece = 0, next.block++;
+      scales.fetch(args, next);
+      fresh = false;
+    }
+    uint32_t a[2][4][4];
+    uint2 upper_bytes, lower_bytes; // of the unit decoded next, read one unit ahead
+    auto read_bytes = [&](int unit) {
+      const uint32_t from = (own + slot) ^ (unit * 32);
+      upper_bytes = load_shared(from), lower_bytes = load_shared(from + PIECE_BYTES / 2);
+    };
+    read_bytes(0);
+    decode_unit(a[0], upper_bytes, lower_bytes, lane_base);
+    read_bytes(1);
+#pragma unroll
+    for (int unit = 0; unit < PIECE_UNITS; unit++) {
+      if (unit % UNITS == 0) {
+        if (warp == 0 && x_left > 0) x_in.bring(), x_left--;
+        barrier_wait(shared.full + 8 * stage, parity);
+      }
+      const uint32_t x = x_base + ((stage * STAGE_BYTES<TOKENS> + unit % UNITS * (TOKENS * 128)) >> 4);
+      products_begin();
+#pragma unroll
+      for (int k = 0; k < 4; k++) warpgroup<T, TOKENS>::multiply(part, a[unit & 1][k], x + k * 2, k > 0);
+      products_commit();
+      if (unit + 1 < PIECE_UNITS) decode_unit(a[(unit + 1) & 1], upper_bytes, lower_bytes, lane_base);
+      if (unit + 2 < PIECE_UNITS) read_bytes(unit + 2);
+      const float upper = scales.of(0, at.piece, unit), lower = scales.of(1, at.piece, unit);
+      products_wait<0, SUMS>(part);
+      if (unit % UNITS == UNITS - 1) {
+        if (lane == 0) barrier_arrive(shared.empty + 8 * stage);
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+      }
+#pragma unroll
+      for (int i = 0; i < SUMS; i++) sum[i] += (i & 2 ? lower : upper) * part[i];
+    }
+    fill = slot;
+    slot = slot == (SLOTS - 1) * PIECE_BYTES ? 0 : slot + PIECE_BYTES;
+    if (at.piece + 1 == work.pieces || left == 1) {
+      finish_tile<T, TOKENS>(args, work, at.block, from_start && at.piece + 1 == work.pieces, sum);
+#pragma unroll
+      for (int i = 0; i < SUMS; i++) sum[i] = 0.f;
+      from_start = true;
+    }
+    at.step(work.pieces);
   }
 }
 #endif
@@ -332,32 +381,36 @@ template <typename T, int TOKENS> __device__ __forceinline__ void gemm(const bsh
 } // namespace bsh
 
 #ifdef BSH_HAS_WGMMA
-#define BSH_GEMM_BODY(T, TOKENS) bsh::gemm<T, TOKENS>(args);
+#define GEMM_BODY(T, TOKENS, KIND) bsh::gemm<T, TOKENS, bsh::KIND>(args);
+#define GEMM_THREADS(TOKENS) (bsh::WARPS<TOKENS> * 32)
 #else
-#define BSH_GEMM_BODY(T, TOKENS) __trap(); // the host launches these on sm_90 machine code only
+#define GEMM_BODY(T, TOKENS, KIND) __trap(); // the host launches these on sm_90 machine code only
+#define GEMM_THREADS(TOKENS) 512
 #endif
-#define GEMM(T, NAME, TOKENS)                                                                                          \
-  extern "C" __global__ void __launch_bounds__(bsh::WARPS * 32, 1) NAME(const __grid_constant__ bsh_fused_args args) { \
-    BSH_GEMM_BODY(T, TOKENS)                                                                                           \
+#define GEMM(T, NAME, TOKENS, KIND)                                                                                    \
+  extern "C" __global__ void __launch_bounds__(GEMM_THREADS(TOKENS), 1)                                                \
+      NAME(const __grid_constant__ bsh_fused_args args) {                                                              \
+    GEMM_BODY(T, TOKENS, KIND)                                                                                         \
   }
-GEMM(__nv_bfloat16, gemm_4bit_bf16_m8, 8)
-GEMM(__nv_bfloat16, gemm_4bit_bf16_m16, 16)
-GEMM(__nv_bfloat16, gemm_4bit_bf16_m32, 32)
-GEMM(__nv_bfloat16, gemm_4bit_bf16_m64, 64)
-GEMM(__half, gemm_4bit_f16_m8, 8)
-GEMM(__half, gemm_4bit_f16_m16, 16)
-GEMM(__half, gemm_4bit_f16_m32, 32)
-GEMM(__half, gemm_4bit_f16_m64, 64)
+#define GEMM_PAIR(T, NAME, TOKENS) GEMM(T, NAME, TOKENS, NESTED_64) GEMM(T, NAME##_any, TOKENS, ANY_SCALES)
+GEMM_PAIR(__nv_bfloat16, gemm_4bit_bf16_m8, 8)
+GEMM_PAIR(__nv_bfloat16, gemm_4bit_bf16_m16, 16)
+GEMM_PAIR(__nv_bfloat16, gemm_4bit_bf16_m32, 32)
+GEMM_PAIR(__nv_bfloat16, gemm_4bit_bf16_m64, 64)
+GEMM_PAIR(__half, gemm_4bit_f16_m8, 8)
+GEMM_PAIR(__half, gemm_4bit_f16_m16, 16)
+GEMM_PAIR(__half, gemm_4bit_f16_m32, 32)
+GEMM_PAIR(__half, gemm_4bit_f16_m64, 64)
 
-// x[M, K] (2-byte elements) -> [units, rounded up to PIECE_UNITS][TOKENS][64] in the layout of one stage: element
+// x[M, K] (2-byte elements) -> [units, rounded up to PIECE_UNITS][tokens][64] in the layout of one stage: element
 // 16c + 4s + 2h + e of a unit goes to 16s + 8h + 2c + e, 16-byte chunk j of token row n to chunk j ^ (n % 8). Missing
-// tokens and units are zero. partial: the result. k_warps: TOKENS.
-extern "C" __global__ void x_units(const __grid_constant__ bsh_fused_args args) {
+// tokens and units are zero. Also clears the tickets, one per 16 rows of W.
+extern "C" __global__ void x_units(const __grid_constant__ bsh_fused_args args, uint4 *out, int tokens) {
   bsh::wait_for_earlier_kernels();
   bsh::let_later_kernels_start();
-  const int tokens = args.k_warps, units = args.K / BSH_UNIT;
-  const int at = blockIdx.x * blockDim.x + threadIdx.x, chunk = at & 7, token = (at >> 3) % tokens;
-  const int unit = (at >> 3) / tokens;
+  const int units = args.K / BSH_UNIT, at = blockIdx.x * blockDim.x + threadIdx.x;
+  for (int i = at; i < args.N / BSH_ROW_TILE; i += gridDim.x * blockDim.x) args.tickets[i] = 0;
+  const int chunk = at & 7, token = (at >> 3) % tokens, unit = (at >> 3) / tokens;
   if (unit >= (units + bsh::PIECE_UNITS - 1) / bsh::PIECE_UNITS * bsh::PIECE_UNITS) return;
   uint32_t pairs[4] = {};
   if (token < args.M && unit < units) {
@@ -366,6 +419,6 @@ extern "C" __global__ void x_units(const __grid_constant__ bsh_fused_args args) 
 #pragma unroll
     for (int c = 0; c < 4; c++) pairs[c] = from[c * 8];
   }
-  reinterpret_cast<uint4 *>(args.partial)[((int64_t)unit * tokens + token) * 8 + (chunk ^ (token & 7))] =
+  out[((int64_t)unit * tokens + token) * 8 + (chunk ^ (token & 7))] =
       make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }

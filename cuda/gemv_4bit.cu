@@ -72,10 +72,10 @@ template <int PIECES> struct weight_stream {
   __device__ __forceinline__ weight_stream(const bsh_fused_args &args, const place &p, const char *ring) {
     const int pitch = args.K >> 1, row = p.lane >> 3, chunk = p.lane & 7;
     tile_bytes = pitch * BSH_ROW_TILE, four_rows = pitch * 4;
-    to = shared_address(ring) + p.warp * SLOTS * PIECE_BYTES + row * 128 + ((chunk ^ (row << 1)) << 4);
+    to = keep(shared_address(ring) + p.warp * SLOTS * PIECE_BYTES + row * 128 + ((chunk ^ (row << 1)) << 4));
 #pragma unroll
     for (int i = 0; i < PIECES; i++)
-      from[i] = args.packed + row * pitch + min(p.first_unit * 32 + i * 128 + chunk * 16, pitch - 16);
+      from[i] = keep(args.packed + row * pitch + min(p.first_unit * 32 + i * 128 + chunk * 16, pitch - 16));
   }
   __device__ __forceinline__ void start(int tile, int piece, uint32_t slot) const {
     const uint8_t *source = from[piece] + (uint64_t)(uint32_t)tile * tile_bytes;
@@ -105,7 +105,7 @@ template <int PER_LANE, scale_kind KIND> struct scale_stream {
     unit = p.first_unit + p.c * PER_LANE;
     if (KIND == NESTED_64) unit = min(unit, units - PER_LANE);
     tile_units = units * BSH_ROW_TILE, eight_rows = units * 8;
-    first = p.g * units + (KIND == NESTED_64 ? unit : 0);
+    first = keep(p.g * units + (KIND == NESTED_64 ? unit : 0));
   }
   __device__ __forceinline__ void fetch(const bsh_fused_args &args, int tile) {
 #pragma unroll
@@ -142,24 +142,30 @@ template <int PER_LANE, scale_kind KIND> struct scale_stream {
   }
 };
 
-// x of a warp's units as mma B operands: lane (g, c) holds elements 16c..16c+15 of each unit of token g; zeros
-// elsewhere.
+// x of a warp's units as mma B operands: lane (g, c) holds elements 16c..16c+15 of each unit of token g. What lies
+// beyond x is read from its last place, so that all loads are on their way together, and then made zero.
 template <int TOKEN_TILES, int UNITS>
 __device__ __forceinline__ void load_x(uint32_t (*x)[TOKEN_TILES][8], const bsh_fused_args &args, const place &p) {
   const int units = args.K / BSH_UNIT;
+  uint4 loaded[UNITS][TOKEN_TILES][2];
 #pragma unroll
-  for (int j = 0; j < UNITS; j++)
+  for (int n = 0; n < TOKEN_TILES; n++) {
+    const uint16_t *row = static_cast<const uint16_t *>(args.x) + min(n * 8 + p.g, args.M - 1) * args.ldx + p.c * 16;
 #pragma unroll
-    for (int n = 0; n < TOKEN_TILES; n++) {
-      const int token = n * 8 + p.g, unit = p.first_unit + j;
-      uint4 u = make_uint4(0, 0, 0, 0), v = u;
-      if (token < args.M && unit < units) {
-        const uint4 *from = reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.x) + token * args.ldx +
-                                                            unit * BSH_UNIT + p.c * 16);
-        u = from[0], v = from[1];
-      }
+    for (int j = 0; j < UNITS; j++) {
+      const uint4 *from = reinterpret_cast<const uint4 *>(row + min(p.first_unit + j, units - 1) * BSH_UNIT);
+      loaded[j][n][0] = from[0], loaded[j][n][1] = from[1];
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < TOKEN_TILES; n++)
+#pragma unroll
+    for (int j = 0; j < UNITS; j++) {
+      const bool there = n * 8 + p.g < args.M && p.first_unit + j < units;
+      const uint4 u = loaded[j][n][0], v = loaded[j][n][1];
       uint32_t *to = x[j][n];
-      to[0] = u.x, to[1] = u.y, to[2] = u.z, to[3] = u.w, to[4] = v.x, to[5] = v.y, to[6] = v.z, to[7] = v.w;
+      to[0] = there ? u.x : 0, to[1] = there ? u.y : 0, to[2] = there ? u.z : 0, to[3] = there ? u.w : 0;
+      to[4] = there ? v.x : 0, to[5] = there ? v.y : 0, to[6] = there ? v.z : 0, to[7] = there ? v.w : 0;
     }
 }
 
@@ -222,24 +228,23 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
     if (i / PIECES < p.steps) stream.start(p.tile(i / PIECES), i % PIECES, i * PIECE_BYTES);
     copy_commit();
   }
+  const float map_value = args.absmax == nullptr ? args.absmax_map[threadIdx.x & 255] : 0.f;
+  const float offset = args.absmax == nullptr ? *args.offset : 0.f;
   scale_stream<PIECES, KIND> scales;
   scales.locate(args, p);
   scales.fetch(args, p.tile(0));
   uint32_t x[UNITS][TOKEN_TILES][8];
   load_x<TOKEN_TILES, UNITS>(x, args, p);
-  float offset = 0.f;
-  if (args.absmax == nullptr) {
-    offset = *args.offset;
-    for (int i = threadIdx.x; i < 256; i += blockDim.x) shared.map[i] = args.absmax_map[i];
-  }
+  if (threadIdx.x < 256) shared.map[threadIdx.x] = map_value;
+  if (args.absmax == nullptr)
+    for (int i = threadIdx.x + blockDim.x; i < 256; i += blockDim.x) shared.map[i] = args.absmax_map[i];
   __syncthreads();
 
-  const uint32_t lane_base = shared_address(shared.table) + p.lane * 4;
-  const char *read[PIECE_UNITS]; // this lane's 8 bytes of unit j of row g, in slot 0
-#pragma unroll
-  for (int j = 0; j < PIECE_UNITS; j++)
-    read[j] = shared.ring + p.warp * SLOTS * PIECE_BYTES + p.g * 128 + ((p.g & 3) ^ j) * 32 + p.c * 8;
-  float *const own_sums = shared.sums + p.warp * TILE + p.lane * 4;
+  const uint32_t lane_base = keep(shared_address(shared.table) + p.lane * 4);
+  // This lane's 8 bytes of unit 0 of row g, in slot 0; unit j lies at the address ^ (32 * j).
+  const uint32_t read =
+      keep(shared_address(shared.ring) + p.warp * SLOTS * PIECE_BYTES + p.g * 128 + (p.g & 3) * 32 + p.c * 8);
+  const uint32_t own_sums = keep(shared_address(shared.sums + p.warp * TILE + p.lane * 4));
   uint32_t slot = 0, fill = (SLOTS - 1) * PIECE_BYTES;
   int half = 0, met = 0; // of the double-buffered sums; steps already met
 
@@ -257,8 +262,8 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
 #pragma unroll
       for (int j = 0; j < PIECE_UNITS; j++) {
         const int unit = piece * PIECE_UNITS + j;
-        const uint2 upper = *reinterpret_cast<const uint2 *>(read[j] + slot);
-        const uint2 lower = *reinterpret_cast<const uint2 *>(read[j] + slot + PIECE_BYTES / 2);
+        const uint32_t from = (read + slot) ^ (j * 32);
+        const uint2 upper = load_shared(from), lower = load_shared(from + PIECE_BYTES / 2);
         multiply_unit<T, TOKEN_TILES>(sum, upper, lower, x[unit],
                                       __shfl_sync(~0u, scale[0][unit % PIECES], unit / PIECES, 4),
                                       __shfl_sync(~0u, scale[1][unit % PIECES], unit / PIECES, 4), lane_base);
@@ -268,8 +273,7 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
     }
 #pragma unroll
     for (int n = 0; n < TOKEN_TILES; n++)
-      *reinterpret_cast<float4 *>(own_sums + (half * MEETING + step - met) * WARPS * TILE + n * 128) =
-          make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
+      store_shared(own_sums + ((half * MEETING + step - met) * WARPS * TILE + n * 128) * 4, sum[n]);
     if (step + 1 - met == MEETING || step + 1 == p.steps) {
       __syncthreads(); // the sums are written, and the other half has been read
       meet<T, TOKEN_TILES>(args, p, shared.sums + half * MEETING * WARPS * TILE, met, step + 1 - met);

@@ -22,6 +22,23 @@ template <typename T> __device__ __forceinline__ void store(const bsh_fused_args
   static_cast<T *>(args.y)[at.token * args.ldy + at.row] = number<T>::round(sum);
 }
 
+// A whole tile out of a warp's registers.
+template <typename T, int TOKEN_TILES>
+__device__ __forceinline__ void store_tile(const bsh_fused_args &args, int tile, const float *sum) {
+  const int lane = threadIdx.x & 31, row = tile * BSH_ROW_TILE + (lane >> 2), token = (lane & 3) * 2;
+  float bias[2] = {};
+  if (args.bias)
+#pragma unroll
+    for (int r = 0; r < 2; r++) bias[r] = number<T>::widen(static_cast<const T *>(args.bias)[row + 8 * r]);
+  T *to = static_cast<T *>(args.y) + token * args.ldy + row;
+#pragma unroll
+  for (int n = 0; n < TOKEN_TILES; n++, to += 8 * args.ldy)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (token + n * 8 + (i & 1) < args.M)
+        to[(i & 1 ? args.ldy : 0) + 8 * (i >> 1)] = number<T>::round(sum[4 * n + i] + bias[i >> 1]);
+}
+
 // Adds the k_splits sums of elements [begin, end) of the row tiles from `tile` on, `stride` apart.
 template <typename T, int TOKEN_TILES>
 __device__ __forceinline__ void join_splits(const bsh_fused_args &args, int tile, int begin, int end, int stride) {
