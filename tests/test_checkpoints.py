@@ -116,6 +116,25 @@ def test_load_state_dict_of_their_layers(folders, name):
     assert_same_entries(entries, layer.state_dict())
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_their_pickled_layers(folders, name):
+    """A whole layer written with torch.save becomes one of ours, guards against casts included."""
+    entries, results = split(folders["theirs"] / f"layer-{name}.safetensors")
+    layer = torch.load(folders["theirs"] / f"layer-{name}.pt", weights_only=False)
+    assert type(layer) is bnb.nn.Linear4bit and type(layer.weight) is bnb.nn.Params4bit
+    assert_same_entries(entries, layer.state_dict())
+    x = results["x"]
+    before = layer(x)
+    layer.to(torch.float32)
+    assert layer.weight.dtype == entries["weight"].dtype
+    assert_same_entries({k: v for k, v in entries.items() if k != "bias"}, without_bias(layer))
+    torch.testing.assert_close(layer(x), before)
+
+
+def without_bias(layer) -> dict:
+    return {key: value for key, value in layer.state_dict().items() if key != "bias"}
+
+
 @pytest.mark.parametrize(("storage", "nested"), MODELS)
 @pytest.mark.parametrize("kind", ["model", "resaved"])
 @pytest.mark.parametrize(("source", "copy"), [("theirs", "ours_from_theirs"), ("ours", "theirs_from_ours")])

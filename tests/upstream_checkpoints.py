@@ -76,10 +76,11 @@ def save_logits(model, path):
     save_file({"logits": model(torch.randint(1, 128, (2, 12))).logits}, path)
 
 
-def write(folder: Path, model_folder: Path, make=make_layer) -> None:
-    """Layers into layer-*.safetensors; models into model-*, and resaved-* from the pre-quantized form."""
+def write(folder: Path, model_folder: Path) -> None:
+    """Layers into layer-*.safetensors and layer-*.pt; models into model-*, and resaved-* from pre-quantized form."""
     for name, *case in layer_cases():
-        layer, x = make(*case)
+        layer, x = make_layer(*case)
+        torch.save(layer, folder / f"layer-{name}.pt")
         save_layer(layer, x, folder / f"layer-{name}.safetensors")
     for storage in MODEL_STORAGES:
         for nested in (False, True):

@@ -39,6 +39,10 @@ class Linear4bit(nn.Linear):
         device: where the float weight is created; it is quantized when it moves.
     """
 
+    # defaults of the class, for layers unpickled from bitsandbytes' own files
+    foreign_data = False  # somebody else has set the data of the weight since it was quantized
+    verified_state: QuantState | None = None  # the state that foreign data was checked against
+
     def __init__(
         self,
         input_features: int,
@@ -64,8 +68,6 @@ class Linear4bit(nn.Linear):
         self.quant_type = quant_type
         self.quant_storage = quant_storage
         self.quant_state: QuantState | None = None
-        self.foreign_data = False  # somebody else has set the data of the weight since it was quantized
-        self.verified_state: QuantState | None = None  # the state that foreign data was checked against
 
     def reset_parameters(self) -> None:
         """Initialize a weight that is not quantized; packed bytes are left alone."""
@@ -145,6 +147,10 @@ class Linear4bit(nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         weight = self._parameters.get("weight")
+        if not isinstance(weight, Params4bit) and getattr(weight, "quant_state", None) is not None:
+            # pickled by bitsandbytes: its weight arrives as a plain parameter with the attributes of a Params4bit
+            weight = Params4bit(weight.data, weight.requires_grad, **weight.__dict__)
+            self._parameters["weight"] = weight
         if isinstance(weight, Params4bit):
             weight.module = self
 
