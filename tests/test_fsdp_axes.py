@@ -32,6 +32,7 @@ def two(folder):
 @pytest.mark.parametrize("check", CHECKS)
 def test_two_ranks(two, check):
     for rank in two:
+        assert check in rank, f"not run: {list(rank)[-1]} failed before"
         assert "error" not in rank[check], rank[check].get("trace")
 
 

@@ -108,6 +108,8 @@ class Origin:
         chunk[: self.length].copy_(whole[self.begin : self.begin + self.length])
         chunk = chunk.to("cpu" if self.on_cpu else device)
         self.scales = chunk.pin_memory() if self.pinned else chunk
+        if whole.is_cuda:  # FSDP2 gathers on a stream of its own, and `whole` is given back here
+            whole.record_stream(torch.cuda.current_stream(whole.device))
         self.state.absmax = torch.empty_like(whole, device="meta")
         self.state.sharded = self
 

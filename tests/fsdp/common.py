@@ -56,17 +56,18 @@ def finish(results: dict, args: argparse.Namespace) -> None:
 
 
 def hostile_values(n: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """[n, k] whose NF4 bytes are uniformly random, with a run of 0xFF and of 0x7F81 at the start.
+    """[n, k] whose NF4 bytes are uniformly random, with a run of 0xFF and of 0x7F81 at the start, and scales that differ.
 
-    As bfloat16 and float16 words many of them are NaNs, signalling ones included, which only byte copies keep.
+    As bfloat16 and float16 words many of the bytes are NaNs, signalling ones included, which only byte copies keep.
     """
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 16, (n * k,), generator=generator)
     codes[:128] = 15
     codes[128:256] = torch.tensor([8, 1, 7, 15]).repeat(32)
     codes[::64] = 15  # the largest code in each block, so that quantizing gives these codes again
+    scales = 0.5 + torch.rand(-(-n * k // 64), generator=generator)
     table = torch.frombuffer(bytearray(tensor._C.table("nf4")), dtype=torch.float32)
-    return table[codes].view(n, k).to(dtype)
+    return (table[codes] * scales.repeat_interleave(64)[: n * k]).view(n, k).to(dtype)
 
 
 class Block(nn.Module):

@@ -100,6 +100,12 @@ def run_cell(version, storage, param_dtype, shape, device, world, fault=None):
     """[wrong weight bytes, wrong scale bytes] of one cell; `fault` is where to plant one, if anywhere."""
     model = build(shape, storage, device)
     spies = [Spy(block.base) for block in model]
+    for block, spy in zip(model, spies, strict=True):
+        assert (
+            len(spy.scales.unique()) > 4
+            and block.base.weight.data.as_subclass(torch.Tensor).isnan().any()
+            or (storage in (torch.uint8, torch.float32))
+        )
     reference = [
         block.base.forward(torch.ones(2, block.base.in_features, dtype=BASE_DTYPE, device=device)) for block in model
     ]

@@ -431,6 +431,8 @@ def main():
     parser.add_argument("--fsdp", type=int, default=2, help="the FSDP version this launch must use")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     results = {}
     for name in args.only.split(","):
         try:
