@@ -53,8 +53,7 @@ def one_step(actual: torch.Tensor, expected: torch.Tensor, rank: torch.Tensor) -
 
 @pytest.mark.parametrize("dtype", TORCH)
 def test_golden_4bit(golden, device, dtype, assert_equal):
-    """Packed bytes, scales and values equal bitsandbytes': always from 16-bit floats; from float32 a code may be one
-    off, in at most one of 100,000, where its approximate reciprocal decides a near-tie."""
+    """Packed bytes, scales and values equal bitsandbytes'. From float32 another GPU may give a code that is one off."""
     differ = total = 0
     for key in keys(golden, "4bit", dtype):
         _, _, name, quant_type, blocksize = key.split("/")
@@ -73,12 +72,13 @@ def test_golden_4bit(golden, device, dtype, assert_equal):
             total += x.numel()
         else:
             assert torch.equal(packed.cpu().flatten(), expected), key
-    assert differ <= total / 100_000, f"{differ} of {total} codes are one off"
+    allowed = 0 if device.type == "cpu" else total / 100_000  # reciprocals of other GPUs than the H200 differ
+    assert differ <= allowed, f"{differ} of {total} codes are one off"
 
 
 @pytest.mark.parametrize("dtype", TORCH)
 def test_golden_nested(golden, device, dtype, assert_equal):
-    """Second-level codes are at most one off, in at most one of 1,000; from the same codes, values are bit-equal."""
+    """Second-level codes and the values decoded with them equal bitsandbytes'."""
     differ = total = 0
     map = ops.table("dynamic").to(device)
     for key in keys(golden, "nested", dtype):
@@ -105,12 +105,13 @@ def test_golden_nested(golden, device, dtype, assert_equal):
             x.dtype,
         )
         assert_equal(values.flatten(), tensor(golden[f"{key}/out"], TORCH[dtype]))
-    assert differ <= total / 1_000, f"{differ} of {total} codes are one off"
+    allowed = 0 if device.type == "cpu" else total / 1_000  # reciprocals of other GPUs than the H200 differ
+    assert differ <= allowed, f"{differ} of {total} codes are one off"
 
 
 @pytest.mark.parametrize("dtype", TORCH)
 def test_golden_8bit(golden, device, dtype, assert_equal):
-    """8-bit codes are at most one off, in at most one of 10,000; values are bit-equal."""
+    """8-bit codes, scales and values equal bitsandbytes'."""
     differ = total = 0
     map = ops.table("dynamic").to(device)
     for key in keys(golden, "8bit", dtype):
@@ -123,7 +124,8 @@ def test_golden_8bit(golden, device, dtype, assert_equal):
         total += code.numel()
         values = ops.dequantize_blockwise(expected.to(device), absmax, map, ops.empty(device), int(blocksize), x.dtype)
         assert_equal(values, tensor(golden[f"{key}/out"], TORCH[dtype]))
-    assert differ <= total / 10_000, f"{differ} of {total} codes are one off"
+    allowed = 0 if device.type == "cpu" else total / 10_000  # reciprocals of other GPUs than the H200 differ
+    assert differ <= allowed, f"{differ} of {total} codes are one off"
 
 
 def test_golden_maps(golden, assert_equal):
