@@ -615,6 +615,28 @@ def test_parametrize_in_an_fsdp_launch(monkeypatch):
     assert torch.equal(saved["weight"], plain.state_dict()["weight"]) and torch.equal(module.weight, plain.weight)
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+def test_parametrize_under_fsdp2():
+    """fully_shard shards the packed bytes; forward is exact, and every entry of the state dict is a DTensor."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    module, x = Experts(), torch.randn(2, 16)
+    bnb.nn.parametrize.replace_parameter_4bit(module, "weight", compress_statistics=True)
+    expected, saved = module(x), module.state_dict()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        assert torch.equal(module(x), expected)
+        sharded = module.state_dict()
+        assert sharded.keys() == saved.keys() and all(isinstance(value, DTensor) for value in sharded.values())
+        for key in ("weight", "weight.absmax", "weight.nested_absmax"):
+            assert torch.equal(sharded[key].full_tensor(), saved[key])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_parametrize_errors():
     module = Experts()
     module.plain = torch.zeros(2)

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 
 from . import functional
 from .functional import QuantState
+from .linear import _is_dtensor
 from .tensor import Params4bit, verify
 
 
@@ -149,8 +150,14 @@ def _parametrized_state_dict_post_hook(
     if original not in state_dict:
         return
     value = state_dict.pop(original)
-    kept = value is module.parametrizations[param_name].original  # keep_vars
-    state_dict[prefix + param_name] = value.saved_data() if isinstance(value, Params4bit) and not kept else value
-    quant_state = module.parametrizations[param_name][0].quant_state
-    for key, value in quant_state.as_dict(packed=True).items():
-        state_dict[f"{prefix}{param_name}.{key}"] = value
+    packed, state = module.parametrizations[param_name].original, module.parametrizations[param_name][0].quant_state
+    if _is_dtensor(packed):
+        from . import fsdp
+
+        entries = fsdp.sharded_entries(packed, state)
+    else:
+        entries = state.as_dict(packed=True)
+        if isinstance(value, Params4bit) and value is not packed:  # the same with keep_vars
+            value = value.saved_data()
+    state_dict[prefix + param_name] = value
+    state_dict.update({f"{prefix}{param_name}.{key}": entry for key, entry in entries.items()})
