@@ -11,7 +11,6 @@ same script measures the original with PYTHONPATH set to a folder that holds it.
 import argparse
 import platform
 import sys
-import time
 from datetime import date
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -98,17 +97,15 @@ def main() -> None:
         f"{processor()}, Python {platform.python_version()}, {date.today()}",
         f"`python benchmarks/quality.py {' '.join(sys.argv[1:])}`".replace(f"{ROOT}/", ""),
         "",
-        "| weights | bits per weight | loss | above dense | s |",
-        "|---|---|---|---|---|",
+        "| weights | bits per weight | loss | above dense |",
+        "|---|---|---|---|",
     ]
     dense = None
     for name, quant_type, nested in ROWS:
-        begin = time.monotonic()
         model = load(options.model, getattr(torch, options.dtype), quant_type, nested)
         loss = mean_loss(model, ids)
         dense = loss if dense is None else dense
-        seconds = time.monotonic() - begin
-        lines.append(f"| {name} | {bits_per_weight(model):.2f} | {loss:.4f} | {loss - dense:.4f} | {seconds:.0f} |")
+        lines.append(f"| {name} | {bits_per_weight(model):.2f} | {loss:.4f} | {loss - dense:.4f} |")
         print(lines[-1], flush=True)
     print("\n".join(lines))
     if options.out:
