@@ -99,10 +99,9 @@ bsh_status bsh_cpu_set_isa(const char *name) {
   return BSH_OK;
 }
 
-/* AVX512-BF16 or AMX-BF16; the second is a name that compilers of 2022 do not know. */
 bool bsh_cpu_fast_bf16(void) {
 #if defined(__x86_64__)
-  return has_avx512() && (__builtin_cpu_supports("avx512bf16") || (cpuid(7).edx >> 22 & 1));
+  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
 #else
   return false;
 #endif

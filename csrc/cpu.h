@@ -87,7 +87,8 @@ extern const bsh_cpu_kernels bsh_cpu_avx512; /* AVX-512 F, BW, VL, DQ, VBMI */
 
 const bsh_cpu_kernels *bsh_cpu(void);
 
-/* Whether torch multiplies bf16 at least as fast as fp32 on this CPU (it has AMX). */
+/* Whether this CPU has bf16 dot products (AVX512-BF16; every CPU with AMX has it too). torch then multiplies bf16
+ * faster than fp32 (benchmarks/results), and so do we. */
 bool bsh_cpu_fast_bf16(void);
 
 #endif

@@ -15,6 +15,13 @@
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
+/* Loops over sums that must stay in registers. */
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 64")
+#endif
+
 /* ---- conversions ---------------------------------------------------------------------------------------------- */
 
 /* fp32 x 16 -> bf16 x 16, nearest even; NaN as in cpu_numerics.h. */
@@ -458,7 +465,7 @@ ALWAYS_INLINE void multiply_row(const bsh_linear_4bit_args *const args, const __
   const int shift = __builtin_ctzll((uint64_t)args->weight.blocksize);
   const uint8_t *packed = args->weight.packed + begin / 2;
   __m512 accumulators[BSH_CPU_SMALL_M * 4];
-  for (int i = 0; i < M * ways; i++) accumulators[i] = _mm512_setzero_ps();
+  UNROLL for (int i = 0; i < M * ways; i++) accumulators[i] = _mm512_setzero_ps();
   for (int64_t i = 0; i < n;) {
     float buffer[SCALES];
     const int64_t n_now = min_i64(n - i, SCALES * GROUP);
@@ -470,16 +477,15 @@ ALWAYS_INLINE void multiply_row(const bsh_linear_4bit_args *const args, const __
       const __m512 values = values_f32(units, args->weight.format, args->dtype, scale);
       __m512 w[4];
       decode_group(packed, values, w);
-      for (int j = 0; j < 4; j++)
-        for (int m = 0; m < M; m++) {
-          __m512 *const sum = &accumulators[m * ways + j % ways];
-          *sum = _mm512_fmadd_ps(w[j], _mm512_loadu_ps(x + m * GROUP + j * LANES), *sum);
-        }
+      UNROLL for (int j = 0; j < 4; j++) UNROLL for (int m = 0; m < M; m++) {
+        __m512 *const sum = &accumulators[m * ways + j % ways];
+        *sum = _mm512_fmadd_ps(w[j], _mm512_loadu_ps(x + m * GROUP + j * LANES), *sum);
+      }
     }
   }
-  for (int m = 0; m < M; m++) {
+  UNROLL for (int m = 0; m < M; m++) {
     __m512 sum = accumulators[m * ways];
-    for (int i = 1; i < ways; i++) sum = _mm512_add_ps(sum, accumulators[m * ways + i]);
+    UNROLL for (int i = 1; i < ways; i++) sum = _mm512_add_ps(sum, accumulators[m * ways + i]);
     sums[m] += _mm512_reduce_add_ps(sum);
   }
 }
@@ -511,27 +517,114 @@ static void multiply_row_any(const bsh_linear_4bit_args *const args, const __m51
   }
 }
 
-static void linear_4bit_avx512(const bsh_linear_4bit_args *const args, const int64_t row_begin, const int64_t row_end) {
-  if (!has_whole_groups(&args->weight, args->K)) {
-    linear_by_tiles(args, row_begin, row_end);
-    return;
+/* bf16 on a CPU with VDPBF16PS: products of bf16 pairs, exact in fp32, with x in its own order. */
+#define BF16_TARGET __attribute__((target("avx512bf16")))
+
+/* Columns [k0, k0 + n) of x, M rows -> out[group][m][GROUP]: rows of x a power of two apart would share cache sets. */
+static void gather_x(const bsh_linear_4bit_args *const args, const int64_t k0, const int64_t n, uint16_t *const out) {
+  for (int64_t m = 0; m < args->M; m++)
+    for (int64_t group = 0; group < n / GROUP; group++)
+      memcpy(out + (group * args->M + m) * GROUP, (const uint16_t *)args->x + m * args->ldx + k0 + group * GROUP,
+             GROUP * sizeof(uint16_t));
+}
+
+ALWAYS_INLINE BF16_TARGET __m512i values_bf16(const __m512 units, const bsh_format format, const float scale) {
+  if (__builtin_expect(!ordinary_scale(scale), 0)) return values_16bit(units, format, BSH_BF16, scale);
+  return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(units, _mm512_set1_ps(scale))));
+}
+
+/* As multiply_row. */
+ALWAYS_INLINE BF16_TARGET void multiply_row_bf16(const bsh_linear_4bit_args *const args, const __m512 units,
+                                                 const int64_t begin, const int64_t n, const uint16_t *x,
+                                                 float *const sums, const int M) {
+  const int ways = M <= 8 ? 2 : 1;
+  const int shift = __builtin_ctzll((uint64_t)args->weight.blocksize);
+  const uint8_t *const packed = args->weight.packed + begin / 2;
+  __m512 accumulators[BSH_CPU_SMALL_M * 2];
+  UNROLL for (int i = 0; i < M * ways; i++) accumulators[i] = _mm512_setzero_ps();
+  for (int64_t i = 0; i < n;) {
+    float buffer[SCALES];
+    const int64_t n_now = min_i64(n - i, SCALES * GROUP);
+    const int64_t block0 = (begin + i) >> shift;
+    const float *const scales =
+        load_scales(&args->weight.scales, block0, ((begin + i + n_now - 1) >> shift) - block0 + 1, buffer);
+    for (const int64_t end = i + n_now; i < end; i += GROUP, x += M * GROUP) {
+      const __m512i values = values_bf16(units, args->weight.format, scales[((begin + i) >> shift) - block0]);
+      const __m512i first = _mm512_permutexvar_epi16(spread16(packed + i / 2), values);
+      const __m512i second = _mm512_permutexvar_epi16(spread16(packed + i / 2 + 16), values);
+      UNROLL for (int m = 0; m < M; m++) {
+        const uint16_t *const row = x + m * GROUP;
+        __m512 *const sum = &accumulators[m * ways];
+        sum[0] = _mm512_dpbf16_ps(sum[0], (__m512bh)first, (__m512bh)_mm512_loadu_si512(row));
+        sum[ways - 1] = _mm512_dpbf16_ps(sum[ways - 1], (__m512bh)second, (__m512bh)_mm512_loadu_si512(row + 32));
+      }
+    }
   }
-  float x[X_FLOATS] __attribute__((aligned(64))), sums[TILE_ROWS * BSH_CPU_SMALL_M];
+  UNROLL for (int m = 0; m < M; m++) {
+    __m512 sum = accumulators[m * ways];
+    if (ways == 2) sum = _mm512_add_ps(sum, accumulators[m * ways + 1]);
+    sums[m] += _mm512_reduce_add_ps(sum);
+  }
+}
+
+BF16_TARGET static void multiply_row_bf16_any(const bsh_linear_4bit_args *const args, const __m512 units,
+                                              const int64_t begin, const int64_t n, const uint16_t *const x,
+                                              float *const sums) {
+  switch (args->M) {
+#define CASE(M)                                                                                                        \
+  case M:                                                                                                              \
+    multiply_row_bf16(args, units, begin, n, x, sums, M);                                                              \
+    break
+    CASE(1);
+    CASE(2);
+    CASE(3);
+    CASE(4);
+    CASE(5);
+    CASE(6);
+    CASE(7);
+    CASE(8);
+    CASE(9);
+    CASE(10);
+    CASE(11);
+    CASE(12);
+    CASE(13);
+    CASE(14);
+    CASE(15);
+    CASE(16);
+#undef CASE
+  }
+}
+
+static void linear_by_groups(const bsh_linear_4bit_args *const args, const int64_t row_begin, const int64_t row_end) {
+  union {
+    float f32[X_FLOATS];
+    uint16_t bf16[X_FLOATS];
+  } x __attribute__((aligned(64)));
+  float sums[TILE_ROWS * BSH_CPU_SMALL_M];
   const __m512 units = _mm512_loadu_ps(format_values(args->weight.format));
   const int64_t step = X_FLOATS / args->M / GROUP * GROUP;
-  int64_t permuted = -1;
+  const bool as_bf16 = args->dtype == BSH_BF16 && bsh_cpu_fast_bf16();
+  int64_t loaded = -1;
   for (int64_t row0 = row_begin; row0 < row_end; row0 += TILE_ROWS) {
     const int64_t n_rows = min_i64(TILE_ROWS, row_end - row0);
     memset(sums, 0, sizeof sums);
     for (int64_t k0 = 0; k0 < args->K; k0 += step) {
       const int64_t n = min_i64(step, args->K - k0);
-      if (permuted != k0) permute_x(args, k0, n, x);
-      permuted = k0;
-      for (int64_t r = 0; r < n_rows; r++)
-        multiply_row_any(args, units, (row0 + r) * args->K + k0, n, x, sums + r * args->M);
+      if (loaded != k0) as_bf16 ? gather_x(args, k0, n, x.bf16) : permute_x(args, k0, n, x.f32);
+      loaded = k0;
+      for (int64_t r = 0; r < n_rows; r++) {
+        const int64_t begin = (row0 + r) * args->K + k0;
+        if (as_bf16) multiply_row_bf16_any(args, units, begin, n, x.bf16, sums + r * args->M);
+        else multiply_row_any(args, units, begin, n, x.f32, sums + r * args->M);
+      }
     }
     store_rows(args, row0, n_rows, sums);
   }
+}
+
+static void linear_4bit_avx512(const bsh_linear_4bit_args *const args, const int64_t row_begin, const int64_t row_end) {
+  if (has_whole_groups(&args->weight, args->K)) linear_by_groups(args, row_begin, row_end);
+  else linear_by_tiles(args, row_begin, row_end);
 }
 
 enum { DGRAD_ROWS = 4, DGRAD_FLOATS = 8192 };
