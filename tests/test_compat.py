@@ -306,6 +306,8 @@ def test_ops_refuse_bad_arguments():
     with pytest.raises(TypeError, match="float64"):
         ops.quantize_4bit(torch.zeros(64, dtype=torch.float64), 64, "nf4", torch.uint8)
     packed, absmax = ops.quantize_4bit(torch.zeros(2, 64), 64, "nf4", torch.uint8)
+    with pytest.raises(ValueError, match=r"\[N, K\], got \[2, 1, 64\]"):
+        ops.gemm_4bit(torch.zeros(1, 64), packed, [2, 1, 64], absmax, 64, "nf4")
     with pytest.raises(ValueError, match="16 values"):
         ops.gemv_4bit(torch.zeros(1, 64), packed, [2, 64], absmax, torch.zeros(16), 64)
     with pytest.raises(ValueError, match=r"\(2, 64\).*\(2, 63\)"):

@@ -54,6 +54,12 @@ def _rows_columns(shape: Sequence[int]) -> tuple[int, int]:
     return (prod(shape[:-1]), shape[-1]) if len(shape) > 0 else (1, 1)
 
 
+def _n_k(shape: Sequence[int]) -> tuple[int, int]:
+    if len(shape) != 2:
+        raise ValueError(f"shapeB must be [N, K], got {list(shape)}")
+    return shape[0], shape[1]
+
+
 def _quantize_4bit(A, blocksize: int, quant_type: str, quant_storage: torch.dtype):
     _check_4bit(blocksize, A.dtype)
     return torch.ops.bitshard.quantize_4bit(A, blocksize, _format(quant_type), quant_storage)
@@ -112,7 +118,7 @@ def _gemm_4bit(
             raise ValueError("absmax_8bit needs absmax_code and absmax_offset")
         scales = (absmax_8bit, absmax_code, absmax, absmax_offset.float())
     bias = A.new_empty(0) if bias is None else bias
-    n, k = shapeB
+    n, k = _n_k(shapeB)
     return torch.ops.bitshard.linear_4bit(A, B, *scales, bias, blocksize, _format(quant_type), n, k)
 
 
@@ -129,7 +135,7 @@ def _gemm_4bit_fake(
     absmax_offset=None,
 ):
     _check_4bit(blocksize, A.dtype)
-    return A.new_empty((*A.shape[:-1], shapeB[0]))
+    return A.new_empty((*A.shape[:-1], _n_k(shapeB)[0]))
 
 
 def _gemv_4bit(A, B, shapeB: Sequence[int], absmax, code, blocksize: int):
@@ -143,7 +149,7 @@ def _gemv_4bit(A, B, shapeB: Sequence[int], absmax, code, blocksize: int):
 
 def _gemv_4bit_fake(A, B, shapeB: Sequence[int], absmax, code, blocksize: int):
     _check_4bit(blocksize, A.dtype)
-    return A.new_empty((*A.shape[:-1], shapeB[0]))
+    return A.new_empty((*A.shape[:-1], _n_k(shapeB)[0]))
 
 
 def _gemv_4bit_out(A, B, shapeB: Sequence[int], absmax, code, blocksize: int, out) -> None:
