@@ -151,3 +151,33 @@ def test_compiled_quantize_and_dequantize():
 
     x = torch.randn(33, 70)
     assert torch.equal(torch.compile(round_trip, fullgraph=True, backend="aot_eager")(x), round_trip(x))
+
+
+def test_transformers_llama_with_peft():
+    """transformers' own Llama with peft's LoRA on 4-bit layers, compiled whole."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, vocab_size=128, **shape))
+    for name, linear in list(model.model.layers.named_modules()):
+        if isinstance(linear, nn.Linear):
+            layer = LinearNF4(
+                linear.in_features, linear.out_features, False, torch.float32, quant_storage=torch.bfloat16
+            )
+            layer.weight.data = linear.weight.data
+            model.model.layers.set_submodule(name, layer.to("cpu"))
+    model.is_loaded_in_4bit = True
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    body = model.base_model.model.model
+    assert type(body.layers[0].self_attn.q_proj).__module__ == "peft.tuners.lora.bnb"
+    ids = torch.randint(0, 128, (2, 8))
+    results = []
+    for call in (body, torch.compile(body, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        y = call(input_ids=ids, use_cache=False).last_hidden_state
+        y.square().sum().backward()
+        results.append([y.detach(), *[p.grad for p in model.parameters() if p.grad is not None]])
+    assert len(results[0]) == 1 + 2 * 7
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.allclose(eager, compiled, atol=1e-5)
