@@ -257,15 +257,14 @@ __device__ __forceinline__ void finish_tile(const bsh_fused_args &args, const sh
       own[n * 32] = make_float4(sum[4 * n], sum[4 * n + 1], sum[4 * n + 2], sum[4 * n + 3]);
     if (take_ticket(args.tickets + tile) != (uint32_t)parts - 1) return;
 #pragma unroll
-    for (int n = 0; n < TOKEN_TILES; n++) {
-      float4 t = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
-      for (int k = 0; k < parts; k++) {
+    for (int i = 0; i < TOKEN_TILES * 4; i++) total[i] = 0.f;
+#pragma unroll 2
+    for (int k = 0; k < parts; k++)
+#pragma unroll
+      for (int n = 0; n < TOKEN_TILES; n++) {
         const float4 v = __ldcg(all + (int64_t)k * (TILE / 4) + n * 32);
-        t.x += v.x, t.y += v.y, t.z += v.z, t.w += v.w;
+        total[4 * n] += v.x, total[4 * n + 1] += v.y, total[4 * n + 2] += v.z, total[4 * n + 3] += v.w;
       }
-      total[4 * n] = t.x, total[4 * n + 1] = t.y, total[4 * n + 2] = t.z, total[4 * n + 3] = t.w;
-    }
   }
   store_tile<T, TOKEN_TILES>(args, tile, total);
 }
@@ -317,62 +316,61 @@ template <typename T, int TOKENS, scale_kind KIND> __device__ __forceinline__ vo
 
   const uint32_t lane_base = keep(shared_address(shared.table) + lane * 4);
   const uint32_t own = keep(shared_address(shared.ring) + warp * SLOTS * PIECE_BYTES + g * 128 + (g & 3) * 32 + c * 8);
-  const uint32_t x_base = keep(operand_b(shared_address(shared.x)));
+  const uint32_t x_base = operand_b(shared_address(shared.x));
   float sum[SUMS] = {}, part[SUMS];
   uint32_t slot = 0, fill = (SLOTS - 1) * PIECE_BYTES, stage = 0, parity = 0;
-  position at = start;
-  bool from_start = at.piece == 0, fresh = true;
-  for (int left = count; left > 0; left--) {
-    copy_wait<SLOTS - 2>();
-    __syncwarp();
-    load_next(left >= SLOTS, fill);
-    if (fresh || at.piece % scales.GROUP == 0) {
-      scales.resolve(args, shared.map, offset);
-      position next = {at.block, (at.piece / scales.GROUP + 1) * scales.GROUP};
-      if (next.piece >= work.pieces) next.piece = 0, next.block++;
-      scales.fetch(args, next);
-      fresh = false;
-    }
-    uint32_t a[2][4][4];
-    uint2 upper_bytes, lower_bytes; // of the unit decoded next, read one unit ahead
-    auto read_bytes = [&](int unit) {
-      const uint32_t from = (own + slot) ^ (unit * 32);
-      upper_bytes = load_shared(from), lower_bytes = load_shared(from + PIECE_BYTES / 2);
-    };
-    read_bytes(0);
-    decode_unit(a[0], upper_bytes, lower_bytes, lane_base);
-    read_bytes(1);
-#pragma unroll
-    for (int unit = 0; unit < PIECE_UNITS; unit++) {
-      if (unit % UNITS == 0) {
-        if (warp == 0 && x_left > 0) x_in.bring(), x_left--;
-        barrier_wait(shared.full + 8 * stage, parity);
+  bool fresh = true;
+  int left = count;
+  for (position at = start; left > 0; at.piece = 0, at.block++) { // the pieces of one row block
+    const bool from_start = at.piece == 0;
+    for (; at.piece < work.pieces && left > 0; at.piece++, left--) {
+      copy_wait<SLOTS - 2>();
+      __syncwarp();
+      load_next(left >= SLOTS, fill);
+      if (fresh || at.piece % scales.GROUP == 0) {
+        scales.resolve(args, shared.map, offset);
+        position next = {at.block, (at.piece / scales.GROUP + 1) * scales.GROUP};
+        if (next.piece >= work.pieces) next.piece = 0, next.block++;
+        scales.fetch(args, next);
+        fresh = false;
       }
-      const uint32_t x = x_base + ((stage * STAGE_BYTES<TOKENS> + unit % UNITS * (TOKENS * 128)) >> 4);
-      products_begin();
+      uint32_t a[2][4][4];
+      uint2 upper_bytes, lower_bytes; // of the unit decoded next, read one unit ahead
+      auto read_bytes = [&](int unit) {
+        const uint32_t from = (own + slot) ^ (unit * 32);
+        upper_bytes = load_shared(from), lower_bytes = load_shared(from + PIECE_BYTES / 2);
+      };
+      read_bytes(0);
+      decode_unit(a[0], upper_bytes, lower_bytes, lane_base);
+      read_bytes(1);
 #pragma unroll
-      for (int k = 0; k < 4; k++) warpgroup<T, TOKENS>::multiply(part, a[unit & 1][k], x + k * 2, k > 0);
-      products_commit();
-      if (unit + 1 < PIECE_UNITS) decode_unit(a[(unit + 1) & 1], upper_bytes, lower_bytes, lane_base);
-      if (unit + 2 < PIECE_UNITS) read_bytes(unit + 2);
-      const float upper = scales.of(0, at.piece, unit), lower = scales.of(1, at.piece, unit);
-      products_wait<0, SUMS>(part);
-      if (unit % UNITS == UNITS - 1) {
-        if (lane == 0) barrier_arrive(shared.empty + 8 * stage);
-        if (++stage == STAGES) stage = 0, parity ^= 1;
+      for (int unit = 0; unit < PIECE_UNITS; unit++) {
+        if (unit % UNITS == 0) {
+          if (warp == 0 && x_left > 0) x_in.bring(), x_left--;
+          barrier_wait(shared.full + 8 * stage, parity);
+        }
+        const uint32_t x = x_base + ((stage * STAGE_BYTES<TOKENS> + unit % UNITS * (TOKENS * 128)) >> 4);
+        products_begin();
+#pragma unroll
+        for (int k = 0; k < 4; k++) warpgroup<T, TOKENS>::multiply(part, a[unit & 1][k], x + k * 2, k > 0);
+        products_commit();
+        if (unit + 1 < PIECE_UNITS) decode_unit(a[(unit + 1) & 1], upper_bytes, lower_bytes, lane_base);
+        if (unit + 2 < PIECE_UNITS) read_bytes(unit + 2);
+        const float upper = scales.of(0, at.piece, unit), lower = scales.of(1, at.piece, unit);
+        products_wait<0, SUMS>(part);
+        if (unit % UNITS == UNITS - 1) {
+          if (lane == 0) barrier_arrive(shared.empty + 8 * stage);
+          if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) sum[i] += (i & 2 ? lower : upper) * part[i];
       }
-#pragma unroll
-      for (int i = 0; i < SUMS; i++) sum[i] += (i & 2 ? lower : upper) * part[i];
+      fill = slot;
+      slot = slot == (SLOTS - 1) * PIECE_BYTES ? 0 : slot + PIECE_BYTES;
     }
-    fill = slot;
-    slot = slot == (SLOTS - 1) * PIECE_BYTES ? 0 : slot + PIECE_BYTES;
-    if (at.piece + 1 == work.pieces || left == 1) {
-      finish_tile<T, TOKENS>(args, work, at.block, from_start && at.piece + 1 == work.pieces, sum);
+    finish_tile<T, TOKENS>(args, work, at.block, from_start && at.piece == work.pieces, sum);
 #pragma unroll
-      for (int i = 0; i < SUMS; i++) sum[i] = 0.f;
-      from_start = true;
-    }
-    at.step(work.pieces);
+    for (int i = 0; i < SUMS; i++) sum[i] = 0.f;
   }
 }
 #endif
