@@ -54,13 +54,26 @@ def sharded_entries(weight: DTensor, state: QuantState) -> dict[str, DTensor]:
         if name == "absmax":
             placements, size = weight.placements, state.absmax.size()
         elif name.startswith(_BLOB_PREFIX):
-            value = nn.functional.pad(value, (0, -value.numel() % _BLOB_BYTES), value=ord(" "))
+            value = _padded_blob(value)
             size = value.size()
         entries[name] = DTensor.from_local(
             value.to(device), mesh, placements, run_check=False, shape=size, stride=value.stride()
         )
         if not name.startswith(_BLOB_PREFIX):
             setattr(weight, name, entries[name])
+    return entries
+
+
+def unfilled_entries(weight: DTensor, state: QuantState) -> dict[str, DTensor]:
+    """Zeroed copies of `sharded_entries`, which torch.distributed's `set_model_state_dict` fills with what it loads.
+
+    torch finds what it can load by walking `named_buffers` and `named_parameters` of each module. What it does not fill
+    stays zero, the JSON entry included, and is known by that. The checksum of the shard is noted, for torch writes into
+    the weight itself before `load_sharded` sees anything.
+    """
+    entries = {name: torch.zeros_like(value) for name, value in sharded_entries(weight, state).items()}
+    local = weight._local_tensor
+    local.origin.before = ops.checksum(local.plain())
     return entries
 
 
@@ -106,6 +119,8 @@ def load_sharded(
     given = state_dict.get(key)
     if isinstance(given, torch.Tensor) and not isinstance(given, DTensor):
         state_dict = {**state_dict, key: _own_rows(given, weight, state, key)}
+    if _unfilled(entries):
+        entries = {}
     errors = len(error_msgs)
     nn.Module._load_from_state_dict(
         module, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -118,9 +133,10 @@ def load_sharded(
     if not entries or not all(isinstance(value, DTensor) for value in entries.values()):
         entries = _agree(entries, weight.device_mesh)
     if entries:
-        _put_entries(entries, weight, state, origin, key)
+        _put_entries(entries, weight, state, key)
     elif given is not None:
         _require_same_bytes(weight, state, key)
+    origin.before = None
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -160,6 +176,8 @@ def load_full_state_dict(
     for key, module in _packed_keys(model):
         if key in state_dict:
             state_dict[key] = _repack(state_dict[key], module.quant_state, module.weight.dtype, key)
+        for name in [name for name in state_dict if name.startswith(f"{key}.{_BLOB_PREFIX}")]:
+            state_dict[name] = _padded_blob(state_dict[name])
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast_from_rank0, strict=strict)
     set_model_state_dict(model, state_dict, options=options)
 
@@ -249,6 +267,10 @@ def _full_context(model: nn.Module) -> Any:
     return FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config)
 
 
+def _padded_blob(blob: torch.Tensor) -> torch.Tensor:
+    return nn.functional.pad(blob, (0, -blob.numel() % _BLOB_BYTES), value=ord(" "))
+
+
 def _repack(packed: torch.Tensor, state: QuantState, storage: torch.dtype, key: str) -> torch.Tensor:
     """A whole packed weight [n, 1] in another storage dtype; ValueError unless its size is that of `state`."""
     n = state.shape.numel()
@@ -319,9 +341,13 @@ def _agree(entries: dict[str, torch.Tensor], mesh: Any) -> dict[str, torch.Tenso
     return entries
 
 
-def _put_entries(
-    entries: dict[str, torch.Tensor], weight: DTensor, state: QuantState, origin: Origin, key: str
-) -> None:
+def _unfilled(entries: dict[str, torch.Tensor]) -> bool:
+    """Whether these are `unfilled_entries` that nothing was loaded into."""
+    blobs = [value for name, value in entries.items() if name.startswith(_BLOB_PREFIX)]
+    return any(isinstance(blob, DTensor) and not bool(blob.to_local().any()) for blob in blobs)
+
+
+def _put_entries(entries: dict[str, torch.Tensor], weight: DTensor, state: QuantState, key: str) -> None:
     """Write loaded scale entries into `state`. ValueError where they belong to another weight or format."""
     scales = entries.get("absmax")
     if scales is None:
@@ -338,10 +364,35 @@ def _put_entries(
         theirs, ours = getattr(loaded, name), getattr(state, name)
         if theirs != ours:
             raise ValueError(f"{key}: {name} is {theirs} in the state dict and {ours} in the model")
-    own = state.absmax if state.sharded is None else origin.own_scales
-    own.copy_(_own_scales(scales, weight))
+    own, given = state.absmax if state.sharded is None else state.sharded.own_scales, _own_scales(scales, weight)
+    prepared = weight._local_tensor.origin.before is not None
+    if prepared and given.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():
+        same = (
+            torch.equal(own, given.to(own.device)) and loaded.offset == state.offset and loaded.state2 == state.state2
+        )
+        if not _changed(weight) and _anywhere(not same, weight):
+            raise ValueError(
+                f"{key}: the state dict brings other scales but the weight stays (an adapter of another base?): "
+                "load both or neither"
+            )
+    own.copy_(given)
     state.code, state.dtype, state.offset, state.state2 = loaded.code, loaded.dtype, loaded.offset, loaded.state2
     state.checksum = None  # of the loaded bytes; the next gather computes it
+
+
+def _changed(weight: DTensor) -> bool:
+    """Whether any rank's shard has other bytes than when `unfilled_entries` noted its checksum. A collective."""
+    local = weight._local_tensor
+    return _anywhere(int(ops.checksum(local.plain())) != int(local.origin.before), weight)
+
+
+def _anywhere(flag: bool, weight: DTensor) -> bool:
+    """Whether `flag` holds on any rank of the mesh of `weight`. A collective."""
+    mesh = weight.device_mesh
+    found = torch.tensor(int(flag), device=mesh.device_type)
+    for dim in range(mesh.ndim):
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return bool(found)
 
 
 def _own_scales(scales: torch.Tensor, weight: DTensor) -> torch.Tensor:
@@ -354,8 +405,10 @@ def _own_scales(scales: torch.Tensor, weight: DTensor) -> torch.Tensor:
 
 def _require_same_bytes(weight: DTensor, state: QuantState, key: str) -> None:
     """A weight came without scales: they still fit only if its bytes are the old ones. All ranks find the same."""
-    whole = weight.full_tensor()
-    if state.checksum is not None and int(ops.checksum(whole)) == int(state.checksum):
+    if weight._local_tensor.origin.before is not None:
+        if not _changed(weight):
+            return
+    elif state.checksum is not None and int(ops.checksum(weight.full_tensor())) == int(state.checksum):
         return
     raise ValueError(
         f"{key}: a packed weight was loaded without its scales ({key}.absmax and the entries beside it), and its bytes "

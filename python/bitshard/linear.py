@@ -12,6 +12,7 @@ forward reads it from the layer and never changes a weight.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -79,7 +80,9 @@ class Linear4bit(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         state = self.quant_state
-        if state is None or self.verified_state is not state and (self.foreign_data or type(weight) is not Params4bit):
+        packed = type(weight) is Params4bit
+        doubtful = self.foreign_data or not packed
+        if state is None or packed and weight.quant_state is not state or doubtful and self.verified_state is not state:
             weight, state = self._resolve(weight)
         if not self.compute_type_is_set:
             self.set_compute_type(x)
@@ -100,9 +103,10 @@ class Linear4bit(nn.Linear):
         A weight that was put here with a state of its own brings it; bytes delivered by others are checked once per
         state.
         """
+        brought = getattr(weight, "quant_state", None) is not None
         fix_4bit_weight_quant_state_from_module(self)
         weight, state = self.weight, self.quant_state
-        if self.foreign_data or type(weight) is not Params4bit:
+        if self.foreign_data or not brought or type(weight) is not Params4bit:
             if state.absmax.device != weight.device and not state.absmax.is_meta:
                 state.to(weight.device)
             verify(weight, state, f"Linear4bit({self.in_features}, {self.out_features})")
@@ -155,6 +159,20 @@ class Linear4bit(nn.Linear):
             weight.module = self
 
     # -- state dicts --
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The module's buffers and, for a sharded weight, its scale entries, which torch.distributed's loading fills.
+
+        Only where this layer itself is asked: iterating over a whole model's buffers does not come here.
+        """
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
+        if self.quant_state is not None and _is_dtensor(self.weight):
+            from bitshard import fsdp
+
+            for name, value in fsdp.unfilled_entries(self.weight, self.quant_state).items():
+                yield f"{prefix}.weight.{name}" if prefix else f"weight.{name}", value
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if _is_dtensor(self.weight):
@@ -291,7 +309,7 @@ def fix_4bit_weight_quant_state_from_module(module: nn.Module) -> None:
         if module.quant_state is not own:
             module.quant_state = own
         return
-    if module.quant_state is None:
+    if module.quant_state is None or (isinstance(weight, Params4bit) and not weight.bnb_quantized):
         raise RuntimeError(
             f"{type(module).__name__}: the weight {list(weight.shape)} of {dtype_name(weight.dtype)} is not quantized "
             "yet: move the layer to a device first, for instance with .to('cpu') or .cuda()"

@@ -69,6 +69,7 @@ class Origin:
 
     __slots__ = (
         "attributes",
+        "before",
         "begin",
         "dtype",
         "length",
@@ -90,6 +91,9 @@ class Origin:
         self.parameter = parameter
         self.attributes = attributes
         self.on_cpu = self.pinned = False
+        self.before: torch.Tensor | None = (
+            None  # checksum of the shard when a load was prepared, see fsdp.unfilled_entries
+        )
         self.scales: torch.Tensor | None = None
         self.begin = self.length = self.total = 0
 

@@ -245,6 +245,31 @@ def check_broadcast(device, args):
     set_model_state_dict(same, dict(adapters) if rank == 0 else {}, options=lenient)
     exact(same, device, build(device))
 
+    # as accelerate saves an adapter with FULL_STATE_DICT: no frozen weights, but their scales; of this or another base
+    offload = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False, cpu_offload=True)
+    trainable = get_model_state_dict(
+        shard(build(device)),
+        options=StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True),
+    )
+    if rank == 0:
+        assert "0.base.weight" not in trainable and "0.base.weight.absmax" in trainable
+    same = shard(build(device))
+    set_model_state_dict(same, dict(trainable) if rank == 0 else {}, options=offload)
+    exact(same, device, build(device))
+    other = shard(build(device, seed=50))
+    raises(
+        (ValueError, RuntimeError),
+        "other scales",
+        lambda: set_model_state_dict(other, dict(trainable) if rank == 0 else {}, options=offload),
+    )
+    # weights without scales in a lenient load
+    other = shard(build(device, seed=50))
+    raises(
+        (ValueError, RuntimeError),
+        "without its scales",
+        lambda: set_model_state_dict(other, dict(bare) if rank == 0 else {}, options=lenient),
+    )
+
     declared = {key: value.cpu() for key, value in build(device).state_dict().items()}
     declared = {
         key: value.view(-1).view(torch.uint8)[:578].view(-1, 1) if key.endswith(".base.weight") else value

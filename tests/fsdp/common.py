@@ -56,7 +56,7 @@ def finish(results: dict, args: argparse.Namespace) -> None:
 
 
 def hostile_values(n: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """[n, k] whose NF4 bytes are uniformly random, with a run of 0xFF and of 0x7F81 at the start, and scales that differ.
+    """[n, k] whose NF4 bytes are random, with a run of 0xFF and of 0x7F81 at the start, and whose scales differ.
 
     As bfloat16 and float16 words many of the bytes are NaNs, signalling ones included, which only byte copies keep.
     """

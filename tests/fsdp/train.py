@@ -202,17 +202,26 @@ def run_torchrun(args):
     return fit(args, model, "torchrun", fsdp="full_shard auto_wrap", fsdp_config=config)[1]
 
 
-def run_resume(args):
+def run_resume(args, name="resume"):
     """Save after two of four steps, resume in a new trainer: the last losses are those of the run that went through."""
-    through = fit(args, lora(load(args)), "resume", save_strategy="steps", save_steps=2)[1]
-    checkpoint = os.path.join(args.dir, "resume", "checkpoint-2")
+    through = fit(args, lora(load(args)), name, save_strategy="steps", save_steps=2)[1]
+    checkpoint = os.path.join(args.dir, name, "checkpoint-2")
     model = lora(load(args))
-    trainer = Trainer(model=model, args=arguments(args, "resumed"), train_dataset=dataset())
+    trainer = Trainer(model=model, args=arguments(args, f"{name}d"), train_dataset=dataset())
     trainer.train(resume_from_checkpoint=checkpoint)
     check_sharded(trainer.model, args)
     resumed = losses(trainer)
     assert resumed == through["losses"][-len(resumed) :] and len(resumed) >= 2, (resumed, through)
     return through
+
+
+def run_resume_full(args):
+    """The same with FULL_STATE_DICT, Trainer's default: rank 0 broadcasts what it read."""
+    os.environ["FSDP_STATE_DICT_TYPE"] = "FULL_STATE_DICT"
+    try:
+        return run_resume(args, "resume_full")
+    finally:
+        os.environ["FSDP_STATE_DICT_TYPE"] = "SHARDED_STATE_DICT"
 
 
 def run_sft(args):
