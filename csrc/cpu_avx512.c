@@ -426,7 +426,7 @@ static void add_scaled(float *const out, const float *const a, const float scale
 /* The fast path: K a multiple of 64 and blocks of at least 64, so that 64 elements of a row share one scale and 32
  * bytes. 32 bytes are 16 lanes of 4 nibbles; nibble j of lane l is element 4 l + NIBBLE_ELEMENT[j]. x is brought into
  * that order once ("permuted"), instead of every row of W into the order of x. */
-enum { GROUP = 64, X_FLOATS = 16384 };
+enum { GROUP = 64, X_BYTES = 32 << 10 }; /* a chunk of x stays in the first-level cache */
 
 ALWAYS_INLINE bool has_whole_groups(const bsh_weight *const weight, const int64_t K) {
   return K % GROUP == 0 && weight->blocksize >= GROUP;
@@ -597,13 +597,13 @@ BF16_TARGET static void multiply_row_bf16_any(const bsh_linear_4bit_args *const 
 
 static void linear_by_groups(const bsh_linear_4bit_args *const args, const int64_t row_begin, const int64_t row_end) {
   union {
-    float f32[X_FLOATS];
-    uint16_t bf16[X_FLOATS];
+    float f32[X_BYTES / 4];
+    uint16_t bf16[X_BYTES / 2];
   } x __attribute__((aligned(64)));
   float sums[TILE_ROWS * BSH_CPU_SMALL_M];
   const __m512 units = _mm512_loadu_ps(format_values(args->weight.format));
-  const int64_t step = X_FLOATS / args->M / GROUP * GROUP;
   const bool as_bf16 = args->dtype == BSH_BF16 && bsh_cpu_fast_bf16();
+  const int64_t step = X_BYTES / (as_bf16 ? 2 : 4) / args->M / GROUP * GROUP;
   int64_t loaded = -1;
   for (int64_t row0 = row_begin; row0 < row_end; row0 += TILE_ROWS) {
     const int64_t n_rows = min_i64(TILE_ROWS, row_end - row0);

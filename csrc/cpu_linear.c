@@ -16,7 +16,7 @@
 #include "cpu.h"
 #include "cpu_numerics.h"
 
-enum { PANEL_BYTES = 2 << 20, CHUNK_BYTES = 16 << 20, WORKERS = 16, PANEL_STEP = 16 };
+enum { PANEL_BYTES = 2 << 20, CHUNK_BYTES = 16 << 20, WORKERS = 16, MIN_PANEL = 64, PANEL_STEP = 16 };
 
 /* ---- small M -------------------------------------------------------------------------------------------------- */
 
@@ -70,7 +70,9 @@ static void *allocate(const int64_t n_bytes) { return aligned_alloc(64, (size_t)
 
 static void choose_steps(product *const p) {
   const int64_t size = dtype_size(p->compute);
-  p->panel_outer = equal_step(p->outer, PANEL_BYTES / (size * p->inner));
+  const int64_t share = divide_up(p->outer, WORKERS); /* enough panels for many threads, wide enough for the GEMM */
+  p->panel_outer =
+      equal_step(p->outer, min_i64(PANEL_BYTES / (size * p->inner), share < MIN_PANEL ? MIN_PANEL : share));
   p->n_panels = divide_up(p->outer, p->panel_outer);
   p->chunk_M = p->M;
   if (!converts(p)) return;
