@@ -110,10 +110,27 @@ def test_a_weight_put_here_brings_its_state():
     module = layer()
     other = Params4bit(torch.randn(96, 130), quant_type="fp4").to("cpu")
     module.weight = other
-    fix_4bit_weight_quant_state_from_module(module)
-    assert module.quant_state is other.quant_state
     x = torch.randn(2, 130)
-    assert torch.allclose(module(x), nn.functional.linear(x, dense(module), module.bias), atol=1e-5)
+    expected = nn.functional.linear(x, functional.dequantize_4bit(other.data, other.quant_state), module.bias)
+    assert torch.allclose(module(x), expected, atol=1e-5) and module.quant_state is other.quant_state
+    module.weight = Params4bit(torch.randn(96, 130))
+    with pytest.raises(RuntimeError, match="not quantized yet"):
+        module(x)
+
+
+def test_a_weight_without_a_state_is_verified_with_the_layers():
+    module = layer(quant_storage=torch.bfloat16)
+    x = torch.randn(2, 130)
+    y, data = module(x), module.weight.data
+    module.weight = Params4bit(data, quant_storage=torch.bfloat16, bnb_quantized=True)
+    assert torch.equal(module(x), y)
+    fix_4bit_weight_quant_state_from_module(module)
+    damaged = data.clone()
+    damaged.view(torch.uint8)[3] ^= 1
+    other = layer(quant_storage=torch.bfloat16)
+    other.weight = Params4bit(damaged, quant_storage=torch.bfloat16, bnb_quantized=True)
+    with pytest.raises(ValueError, match="other bytes"):
+        other(x)
 
 
 def test_merge_like_peft():

@@ -56,8 +56,8 @@ def container_dtype(weight_dtype: torch.dtype, quant_storage: torch.dtype) -> to
     """The dtype in which packed bytes are kept in memory, for a weight of `weight_dtype` and a declared storage dtype.
 
     It is the declared one, except that an integer storage (the default, uint8) becomes the dtype of the weight in a
-    process
-    that shards: accelerate leaves integer parameters unsharded and FSDP1 refuses them. Files keep the declared dtype.
+    process that shards: accelerate leaves integer parameters unsharded and FSDP1 refuses them. Files keep the declared
+    dtype.
     """
     if quant_storage.is_floating_point or weight_dtype not in VALUE_DTYPES.values() or not fsdp_launch():
         return quant_storage
