@@ -58,11 +58,23 @@ static gemv_plan plan_gemv(int64_t M, int64_t N, int64_t K, int32_t sm, int32_t 
   return plan;
 }
 
-bool bsh_gemv_takes(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32_t sm, int64_t blocksize) {
+/* What gemv_4bit.cu takes. */
+static bool tensor_cores_take(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32_t sm, int64_t blocksize) {
   if (dtype == BSH_F32 || (dtype == BSH_BF16 && sm < 80) || sm < 75) return false;
   if (M < 1 || M > 16 || N % BSH_ROW_TILE || K % BSH_UNIT || blocksize % BSH_UNIT) return false;
   if (K > INT32_MAX / BSH_ROW_TILE || N > INT32_MAX || N * (K / BSH_UNIT) > UINT32_MAX) return false;
   return !is_wide(sm) || plan_gemv(M, N, K, sm, 1).k_splits <= MAX_CLUSTER;
+}
+
+/* What gemv_4bit_simt.cu takes: 8 rows of x a launch; two launches still read less than dequantizing does. */
+enum { SIMT_TOKENS = 8, SIMT_BLOCKSIZE = 32, SIMT_ROWS = 32, SIMT_THREADS = 256 };
+static bool simt_takes(int64_t M, int64_t N, int64_t K) {
+  return M >= 1 && M <= 2 * SIMT_TOKENS && K % SIMT_BLOCKSIZE == 0 && K <= INT32_MAX - 256 &&
+         N <= INT32_MAX - SIMT_ROWS;
+}
+
+bool bsh_gemv_takes(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32_t sm, int64_t blocksize) {
+  return tensor_cores_take(M, N, K, dtype, sm, blocksize) || simt_takes(M, N, K);
 }
 
 #define GEMV_KERNEL(NAME, SHARED) {.fatbin = BSH_FATBIN_gemv_4bit, .name = NAME, .shared_bytes = (SHARED)}
@@ -99,7 +111,7 @@ static bsh_fused_args fused_args(const bsh_linear_4bit_args *args) {
       .N = (int32_t)args->N,
       .K = (int32_t)args->K,
       .format = (int32_t)weight->format,
-      .block_shift = __builtin_ctzll((uint64_t)weight->blocksize / BSH_UNIT),
+      .block_shift = weight->blocksize < BSH_UNIT ? 0 : __builtin_ctzll((uint64_t)weight->blocksize / BSH_UNIT),
   };
 }
 
@@ -137,6 +149,30 @@ static bsh_status launch_gemv(const bsh_linear_4bit_args *args, const bsh_cuda_c
   }
   bsh_cuda_scratch_delete(&scratch);
   return status;
+}
+
+/* ---- gemv_4bit_simt.cu ---- */
+
+static bsh_status launch_simt(const bsh_linear_4bit_args *args, const bsh_cuda_context *context) {
+#define SIMT_KERNELS(DTYPE)                                                                                            \
+  {                                                                                                                    \
+    {.fatbin = BSH_FATBIN_gemv_4bit_simt, .name = "gemv_4bit_simt_" DTYPE "_plain"},                                   \
+        {.fatbin = BSH_FATBIN_gemv_4bit_simt, .name = "gemv_4bit_simt_" DTYPE "_nested"}                               \
+  }
+  static bsh_cuda_kernel kernels[3][2] = {SIMT_KERNELS("f32"), SIMT_KERNELS("f16"), SIMT_KERNELS("bf16")};
+  const int64_t itemsize = args->dtype == BSH_F32 ? 4 : 2;
+  const bsh_cuda_launch_shape shape = {
+      .grid = {(uint32_t)ceil_div(args->N, SIMT_ROWS), 1, 1}, .block = {SIMT_THREADS, 1, 1}, .overlap = true};
+  bsh_fused_args kernel_args = fused_args(args);
+  kernel_args.block_shift = __builtin_ctzll((uint64_t)args->weight.blocksize / SIMT_BLOCKSIZE);
+  void *arguments[] = {&kernel_args};
+  for (int64_t m = 0; m < args->M; m += SIMT_TOKENS) {
+    kernel_args.M = (int32_t)smaller(SIMT_TOKENS, args->M - m);
+    kernel_args.x = (const char *)args->x + m * args->ldx * itemsize;
+    kernel_args.y = (char *)args->y + m * args->ldy * itemsize;
+    BSH_TRY(bsh_cuda_launch(context, &kernels[args->dtype][!args->weight.scales.absmax], &shape, arguments));
+  }
+  return BSH_OK;
 }
 
 /* ---- gemm_4bit_sm90.cu ---- */
@@ -211,12 +247,14 @@ static bsh_status launch_gemm(const bsh_linear_4bit_args *args, const bsh_cuda_c
 
 bsh_status bsh_cuda_linear_4bit_fused(const bsh_linear_4bit_args *args, bsh_linear_kernel kernel,
                                       const bsh_cuda_context *context) {
-  if (!aligned(args->weight.packed, 16) || !aligned(args->x, 16) || args->ldx % 8) return BSH_NO_KERNEL;
-  if (kernel == BSH_LINEAR_GEMV &&
-      bsh_gemv_takes(args->M, args->N, args->K, args->dtype, context->sm, args->weight.blocksize))
-    return launch_gemv(args, context);
-  if (kernel == BSH_LINEAR_GEMM_SM90 &&
-      bsh_gemm_sm90_takes(args->M, args->N, args->K, args->dtype, context->sm, args->weight.blocksize))
+  const int64_t itemsize = args->dtype == BSH_F32 ? 4 : 2, blocksize = args->weight.blocksize;
+  if (!aligned(args->weight.packed, 4) || !aligned(args->x, 16) || args->ldx * itemsize % 16) return BSH_NO_KERNEL;
+  const bool bulk = aligned(args->weight.packed, 16); /* 16-byte copies of packed rows */
+  if (kernel == BSH_LINEAR_GEMM_SM90 && bulk &&
+      bsh_gemm_sm90_takes(args->M, args->N, args->K, args->dtype, context->sm, blocksize))
     return launch_gemm(args, context);
-  return BSH_NO_KERNEL;
+  if (kernel != BSH_LINEAR_GEMV) return BSH_NO_KERNEL;
+  if (bulk && tensor_cores_take(args->M, args->N, args->K, args->dtype, context->sm, blocksize))
+    return launch_gemv(args, context);
+  return simt_takes(args->M, args->N, args->K) ? launch_simt(args, context) : BSH_NO_KERNEL;
 }

@@ -26,7 +26,7 @@ typedef struct {
   int64_t ldx, ldy;
   int32_t M, N, K;
   int32_t format;      /* bsh_format */
-  int32_t block_shift; /* log2(blocksize / 64) */
+  int32_t block_shift; /* log2(blocksize / 64); gemv_4bit_simt: log2(blocksize / 32) */
   int32_t k_splits;    /* thread blocks that share the K of a row tile (gemm_4bit_sm90: at most) */
   int32_t k_warps;     /* warps of a thread block that share its part of K */
   int32_t row_groups;  /* groups of k_warps warps, each on its own row tiles */
@@ -35,7 +35,7 @@ typedef struct {
 #ifndef __CUDACC__
 #include <stdbool.h>
 
-/* What select.c may give to gemv_4bit.cu and to gemm_4bit_sm90.cu. Pure. */
+/* What select.c may give to gemv_4bit.cu or gemv_4bit_simt.cu, and to gemm_4bit_sm90.cu. Pure. */
 bool bsh_gemv_takes(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32_t sm, int64_t blocksize);
 bool bsh_gemm_sm90_takes(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32_t sm, int64_t blocksize);
 #endif

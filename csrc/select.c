@@ -15,12 +15,15 @@ const char *bsh_linear_kernel_name(const bsh_linear_kernel kernel) {
   return "unknown";
 }
 
+enum { GEMM_SM90_WEIGHTS = 80000000 };
+
 bsh_linear_kernel bsh_select_linear_4bit(const int64_t M, const int64_t N, const int64_t K, const bsh_dtype dtype,
                                          const int sm, const int sms, const int64_t blocksize, const bool nested) {
   (void)sms, (void)nested;
-  if (bsh_gemv_takes(M, N, K, dtype, sm, blocksize)) return BSH_LINEAR_GEMV;
-  if (bsh_gemm_sm90_takes(M, N, K, dtype, sm, blocksize)) return BSH_LINEAR_GEMM_SM90;
-  return BSH_LINEAR_DENSE;
+  /* benchmarks/results/small_m_h200_202611.md: from 9 rows on, large weights are faster on warpgroup instructions. */
+  const bool wide_product = M > 16 || (M > 8 && N * K >= GEMM_SM90_WEIGHTS);
+  if (wide_product && bsh_gemm_sm90_takes(M, N, K, dtype, sm, blocksize)) return BSH_LINEAR_GEMM_SM90;
+  return bsh_gemv_takes(M, N, K, dtype, sm, blocksize) ? BSH_LINEAR_GEMV : BSH_LINEAR_DENSE;
 }
 
 int64_t bsh_panel_lines(const int64_t n_lines, const int64_t line, const int64_t itemsize,
