@@ -218,6 +218,8 @@ class PackedShard(torch.Tensor):
         origin = self.origin
         if scales_dtype is not None:
             origin.state.absmax = outputs[1].view(-1).view(scales_dtype)[: origin.total]
+        if out is not None and origin.state.checksum is not None:
+            return None
         whole = outputs[0].view(-1).view(dtype)[: origin.size.numel()].view(origin.size)
         if origin.state.checksum is None:
             origin.state.checksum = ops.checksum(whole)

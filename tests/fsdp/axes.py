@@ -169,12 +169,15 @@ ENTRIES = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", "
 
 
 def check_torch_save(device, args):
-    """A sharded state dict survives torch.save and torch.load(weights_only=True)."""
+    """A sharded state dict survives torch.save and torch.load(weights_only=True), DTensors and local tensors alike."""
+    saved, other = shard(build(device)).state_dict(), shard(build(device, seed=50))
     file = io.BytesIO()
-    torch.save({key: value.to_local() for key, value in shard(build(device)).state_dict().items()}, file)
+    torch.save([saved, {key: value.to_local() for key, value in saved.items()}], file)
     file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    assert all(type(value) is torch.Tensor for value in loaded.values())
+    sharded, local = torch.load(file, weights_only=True)
+    assert all(type(value) is torch.Tensor for value in local.values())
+    other.load_state_dict(sharded)
+    exact(other, device, build(device))
 
 
 def check_full_state_dict(device, args):
