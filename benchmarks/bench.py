@@ -253,7 +253,7 @@ Limits in the same run: copy {t["copy"]:.1f} GB/s (read + written), read {t["rea
 {markdown_table(second, matmul_rows(t, size))}
 
 - instruction set: {core.isa()}; flags: {" ".join(flags)}
-- bitshard {core.version}, commit {commit()}; upstream {UPSTREAM}
+- bitshard {core.version}, commit {commit("csrc/cpu*")}; upstream {UPSTREAM}
 - torch {torch.__version__}, Python {sys.version.split()[0]}
 - command: `python benchmarks/bench.py --threads {arguments.threads} --size {size} --rounds {arguments.rounds}`
 """

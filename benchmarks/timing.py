@@ -64,15 +64,17 @@ def cpu_name_and_flags() -> tuple[str, list[str]]:
     return fields.get("model name", platform.processor() or platform.machine()), flags
 
 
-def commit() -> str:
-    """Short hash of the checkout, marked where files under version control differ from it."""
+def commit(*sources: str) -> str:
+    """Short hash of the checkout, marked where `sources` (git pathspecs) differ from it."""
     git = ["git", "-C", str(ROOT)]
     try:
         name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno", "csrc"], capture_output=True, text=True).stdout
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "-uno", "--", *sources], capture_output=True, text=True
+        ).stdout
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return name.strip() + (" with changes in csrc/" if changed.strip() else "")
+    return name.strip() + (" with uncommitted changes" if changed.strip() else "")
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:

@@ -32,8 +32,8 @@ bsh_status bsh_cpu_dequantize_4bit(const bsh_dequantize_4bit_args *args);
 bsh_status bsh_cpu_quantize_blockwise(const bsh_quantize_blockwise_args *args);
 bsh_status bsh_cpu_dequantize_blockwise(const bsh_dequantize_blockwise_args *args);
 
-/* M up to 16 decodes tile by tile and allocates nothing. Larger M goes through panels of W and `gemm`, with at most
- * 40 MiB of workspace. */
+/* M up to 16 decodes as it multiplies and allocates nothing. Larger M goes through panels of W and `gemm`, with at most
+ * 60 MiB of workspace (cpu_linear.c). */
 bsh_status bsh_cpu_linear_4bit(const bsh_linear_4bit_args *args, const bsh_cpu_gemm *gemm);
 bsh_status bsh_cpu_linear_4bit_dgrad(const bsh_linear_4bit_dgrad_args *args, const bsh_cpu_gemm *gemm);
 

@@ -426,6 +426,7 @@ static void add_scaled(float *const out, const float *const a, const float scale
 /* The fast path: K a multiple of 64 and blocks of at least 64, so that 64 elements of a row share one scale and 32
  * bytes. 32 bytes are 16 lanes of 4 nibbles; nibble j of lane l is element 4 l + NIBBLE_ELEMENT[j]. x is brought into
  * that order once ("permuted"), instead of every row of W into the order of x. */
+enum { PREFETCH_BYTES = 2048 }; /* ahead in the packed weight: hardware prefetchers stop at the end of a page */
 enum { GROUP = 64, X_BYTES = 32 << 10 }; /* a chunk of x stays in the first-level cache */
 
 ALWAYS_INLINE bool has_whole_groups(const bsh_weight *const weight, const int64_t K) {
@@ -457,6 +458,21 @@ static void permute_x(const bsh_linear_4bit_args *const args, const int64_t k0, 
     }
 }
 
+/* Adds the sum of the lanes of v[m] to sums[m], m < 16: a transposition by halves instead of 16 reductions. */
+ALWAYS_INLINE void add_lane_sums(const __m512 v[16], const __mmask16 mask, float *const sums) {
+  __m512 pairs[8], fours[4], halves[2];
+  UNROLL for (int i = 0; i < 8; i++) pairs[i] =
+      _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+  UNROLL for (int i = 0; i < 4; i++) fours[i] = _mm512_add_ps(_mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0x44),
+                                                              _mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0xEE));
+  UNROLL for (int i = 0; i < 2; i++) halves[i] =
+      _mm512_add_ps(_mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0x88),
+                    _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0xDD));
+  const __m512 all =
+      _mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88), _mm512_shuffle_f32x4(halves[0], halves[1], 0xDD));
+  _mm512_mask_storeu_ps(sums, mask, _mm512_add_ps(_mm512_maskz_loadu_ps(mask, sums), all));
+}
+
 /* One row of W times M rows of x over n columns: adds to sums[m]. */
 ALWAYS_INLINE void multiply_row(const bsh_linear_4bit_args *const args, const __m512 units, const int64_t begin,
                                 const int64_t n, const float *x, float *const sums, const int M) {
@@ -483,11 +499,12 @@ ALWAYS_INLINE void multiply_row(const bsh_linear_4bit_args *const args, const __
       }
     }
   }
-  UNROLL for (int m = 0; m < M; m++) {
-    __m512 sum = accumulators[m * ways];
-    UNROLL for (int i = 1; i < ways; i++) sum = _mm512_add_ps(sum, accumulators[m * ways + i]);
-    sums[m] += _mm512_reduce_add_ps(sum);
+  __m512 totals[16];
+  UNROLL for (int m = 0; m < 16; m++) {
+    totals[m] = m < M ? accumulators[m * ways] : _mm512_setzero_ps();
+    UNROLL for (int i = 1; m < M && i < ways; i++) totals[m] = _mm512_add_ps(totals[m], accumulators[m * ways + i]);
   }
+  add_lane_sums(totals, first_lanes(M), sums);
 }
 
 static void multiply_row_any(const bsh_linear_4bit_args *const args, const __m512 units, const int64_t begin,
@@ -530,7 +547,8 @@ static void gather_x(const bsh_linear_4bit_args *const args, const int64_t k0, c
 
 ALWAYS_INLINE BF16_TARGET __m512i values_bf16(const __m512 units, const bsh_format format, const float scale) {
   if (__builtin_expect(!ordinary_scale(scale), 0)) return values_16bit(units, format, BSH_BF16, scale);
-  return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(units, _mm512_set1_ps(scale))));
+  const __m512 values = _mm512_mul_ps(units, _mm512_set1_ps(scale));
+  return (__m512i)_mm512_cvtne2ps_pbh(values, values);
 }
 
 /* As multiply_row. */
@@ -549,6 +567,7 @@ ALWAYS_INLINE BF16_TARGET void multiply_row_bf16(const bsh_linear_4bit_args *con
     const float *const scales =
         load_scales(&args->weight.scales, block0, ((begin + i + n_now - 1) >> shift) - block0 + 1, buffer);
     for (const int64_t end = i + n_now; i < end; i += GROUP, x += M * GROUP) {
+      _mm_prefetch((const char *)packed + i / 2 + PREFETCH_BYTES, _MM_HINT_T0);
       const __m512i values = values_bf16(units, args->weight.format, scales[((begin + i) >> shift) - block0]);
       const __m512i first = _mm512_permutexvar_epi16(spread16(packed + i / 2), values);
       const __m512i second = _mm512_permutexvar_epi16(spread16(packed + i / 2 + 16), values);
@@ -560,11 +579,12 @@ ALWAYS_INLINE BF16_TARGET void multiply_row_bf16(const bsh_linear_4bit_args *con
       }
     }
   }
-  UNROLL for (int m = 0; m < M; m++) {
-    __m512 sum = accumulators[m * ways];
-    if (ways == 2) sum = _mm512_add_ps(sum, accumulators[m * ways + 1]);
-    sums[m] += _mm512_reduce_add_ps(sum);
+  __m512 totals[16];
+  UNROLL for (int m = 0; m < 16; m++) {
+    totals[m] = m < M ? accumulators[m * ways] : _mm512_setzero_ps();
+    if (m < M && ways == 2) totals[m] = _mm512_add_ps(totals[m], accumulators[m * ways + 1]);
   }
+  add_lane_sums(totals, first_lanes(M), sums);
 }
 
 BF16_TARGET static void multiply_row_bf16_any(const bsh_linear_4bit_args *const args, const __m512 units,

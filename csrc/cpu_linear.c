@@ -10,13 +10,14 @@
  * A thread decodes a panel and multiplies it itself (the GEMM, called by a worker, stays on that thread): the panel is
  * read from the cache of the core that wrote it, twice as fast as from another core's, and no sum depends on the number
  * of threads. Panels are fp32, unless this CPU multiplies bf16 faster and x is bf16. Workspace: at most CHUNK_BYTES for
- * converted rows of x, and WORKERS times PANEL_BYTES for panels and result tiles. */
+ * converted rows of x, and for each of at most WORKERS threads PANEL_BYTES for a panel and half of that for a tile of
+ * the result: 60 MiB in all, while a panel of PANEL_STEP fits (inner sizes up to 32,768). */
 #include <stdlib.h>
 
 #include "cpu.h"
 #include "cpu_numerics.h"
 
-enum { PANEL_BYTES = 2 << 20, CHUNK_BYTES = 16 << 20, WORKERS = 16, MIN_PANEL = 64, PANEL_STEP = 16 };
+enum { PANEL_BYTES = 2 << 20, CHUNK_BYTES = 12 << 20, WORKERS = 16, MIN_PANEL = 64, PANEL_STEP = 16 };
 
 /* ---- small M -------------------------------------------------------------------------------------------------- */
 
@@ -58,9 +59,10 @@ typedef struct {
   float *tile;
 } workspace;
 
-/* Steps of equal length, none above `most` but for rounding up to PANEL_STEP. */
+/* Steps of equal length: multiples of PANEL_STEP, none above `most` unless that is less than PANEL_STEP. */
 static int64_t equal_step(const int64_t total, const int64_t most) {
-  const int64_t step = divide_up(total, divide_up(total, most < PANEL_STEP ? PANEL_STEP : most));
+  const int64_t limit = most < PANEL_STEP ? PANEL_STEP : most / PANEL_STEP * PANEL_STEP;
+  const int64_t step = divide_up(total, divide_up(total, limit));
   return min_i64(total, divide_up(step, PANEL_STEP) * PANEL_STEP);
 }
 
