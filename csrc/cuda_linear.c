@@ -182,7 +182,8 @@ enum { PIECE_UNITS = 4 };
 bool bsh_gemm_sm90_takes(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32_t sm, int64_t blocksize) {
   if (sm != 90 || !is_wide(sm) || dtype == BSH_F32) return false;
   if (M < 1 || M > 64 || N % BSH_ROW_TILE || K % BSH_UNIT || blocksize % BSH_UNIT) return false;
-  return K <= INT32_MAX / BSH_ROW_TILE && N <= INT32_MAX / 2 && N * (K / BSH_UNIT) <= UINT32_MAX;
+  /* 32-bit block indices; fewer than 2^22 pieces of 192 x 256 weights, times up to 512 multiprocessors. */
+  return K <= INT32_MAX / BSH_ROW_TILE && N <= INT32_MAX / 2 && N * (K / BSH_UNIT) <= INT32_MAX;
 }
 
 #define GEMM_KERNEL(NAME, SHARED) {.fatbin = BSH_FATBIN_gemm_4bit_sm90, .name = NAME, .shared_bytes = (SHARED)}

@@ -121,12 +121,13 @@ struct position {
   }
 };
 
-// How the pieces are shared out: block of threads i takes [begin(i), begin(i + 1)).
+// How the pieces are shared out: block of threads i takes [begin(i), begin(i + 1)). The host keeps total * gridDim.x
+// below 2^31.
 struct share {
   int pieces; // per row block
-  int64_t total;
-  __device__ __forceinline__ int64_t begin(int i) const { return total * i / gridDim.x; }
-  __device__ __forceinline__ int owner(int64_t at) const { return (int)(((at + 1) * gridDim.x - 1) / total); }
+  uint32_t total;
+  __device__ __forceinline__ uint32_t begin(uint32_t i) const { return total * i / gridDim.x; }
+  __device__ __forceinline__ int owner(uint32_t at) const { return ((at + 1) * gridDim.x - 1) / total; }
 };
 
 // The packed bytes of a warp's 16 rows, walking through the pieces. Rows and columns beyond W repeat its last ones.
@@ -237,37 +238,42 @@ __device__ __forceinline__ uint32_t take_ticket(uint32_t *counter) {
   return ticket;
 }
 
-// The sums of a row tile: stored where this block has seen all of K, else joined by the warp that comes last.
-template <typename T, int TOKENS>
-__device__ __forceinline__ void finish_tile(const bsh_fused_args &args, const share &work, int block, bool whole,
-                                            const float *sum) {
-  constexpr int TOKEN_TILES = TOKENS / 8, TILE = TOKENS * BSH_ROW_TILE;
-  const int lane = threadIdx.x & 31, tile = block * WARPS<TOKENS> + (threadIdx.x >> 5);
-  if (tile * BSH_ROW_TILE >= args.N) return;
-  float total[TOKEN_TILES * 4];
+// The parts of a row block: which blocks of threads own some, and where their sums of this warp's tile lie.
+template <int TOKENS> struct joint {
+  static constexpr int TILE = TOKENS * BSH_ROW_TILE;
+  int tile, first, parts;
+  float4 *sums; // this lane's, of part 0; TILE / 4 from one part to the next
+
+  __device__ __forceinline__ joint(const bsh_fused_args &args, const share &work, int block) {
+    const uint32_t at = (uint32_t)block * work.pieces;
+    tile = block * WARPS<TOKENS> + (threadIdx.x >> 5);
+    first = work.owner(at), parts = work.owner(at + work.pieces - 1) - first + 1;
+    sums = reinterpret_cast<float4 *>(args.partial) + (int64_t)tile * args.k_splits * (TILE / 4) + (threadIdx.x & 31);
+  }
+  __device__ __forceinline__ void leave(const bsh_fused_args &args, const float *sum) const {
+    if (tile * BSH_ROW_TILE >= args.N) return;
+    float4 *const own = sums + (int)(blockIdx.x - first) * (TILE / 4);
 #pragma unroll
-  for (int i = 0; i < TOKEN_TILES * 4; i++) total[i] = sum[i];
-  if (!whole) {
-    const int64_t at = (int64_t)block * work.pieces;
-    const int first = work.owner(at), parts = work.owner(at + work.pieces - 1) - first + 1;
-    float4 *const all = reinterpret_cast<float4 *>(args.partial) + (int64_t)tile * args.k_splits * (TILE / 4) + lane;
-    float4 *const own = all + (int64_t)(blockIdx.x - first) * (TILE / 4);
-#pragma unroll
-    for (int n = 0; n < TOKEN_TILES; n++)
+    for (int n = 0; n < TOKENS / 8; n++)
       own[n * 32] = make_float4(sum[4 * n], sum[4 * n + 1], sum[4 * n + 2], sum[4 * n + 3]);
-    if (take_ticket(args.tickets + tile) != (uint32_t)parts - 1) return;
-#pragma unroll
-    for (int i = 0; i < TOKEN_TILES * 4; i++) total[i] = 0.f;
+  }
+  // Whether this warp is the last to have left its sums.
+  __device__ __forceinline__ bool is_last(const bsh_fused_args &args) const {
+    return tile * BSH_ROW_TILE < args.N && take_ticket(args.tickets + tile) == (uint32_t)parts - 1;
+  }
+  // Adds all parts, in the order of K, and stores the tile.
+  template <typename T> __device__ __forceinline__ void join(const bsh_fused_args &args) const {
+    float total[TOKENS / 2] = {};
 #pragma unroll 2
     for (int k = 0; k < parts; k++)
 #pragma unroll
-      for (int n = 0; n < TOKEN_TILES; n++) {
-        const float4 v = __ldcg(all + (int64_t)k * (TILE / 4) + n * 32);
+      for (int n = 0; n < TOKENS / 8; n++) {
+        const float4 v = __ldcg(sums + k * (TILE / 4) + n * 32);
         total[4 * n] += v.x, total[4 * n + 1] += v.y, total[4 * n + 2] += v.z, total[4 * n + 3] += v.w;
       }
+    store_tile<T, TOKENS / 8>(args, tile, total);
   }
-  store_tile<T, TOKEN_TILES>(args, tile, total);
-}
+};
 
 template <typename T, int TOKENS, scale_kind KIND> __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
   constexpr int SUMS = TOKENS / 2, UNITS = STAGE_UNITS<TOKENS>;
@@ -276,9 +282,9 @@ template <typename T, int TOKENS, scale_kind KIND> __device__ __forceinline__ vo
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
   share work;
   work.pieces = (args.K / BSH_UNIT + PIECE_UNITS - 1) / PIECE_UNITS;
-  work.total = (int64_t)((args.N + WARPS<TOKENS> * BSH_ROW_TILE - 1) / (WARPS<TOKENS> * BSH_ROW_TILE)) * work.pieces;
-  const int64_t begin = work.begin(blockIdx.x);
-  const int count = (int)(work.begin(blockIdx.x + 1) - begin);
+  work.total = (args.N + WARPS<TOKENS> * BSH_ROW_TILE - 1) / (WARPS<TOKENS> * BSH_ROW_TILE) * work.pieces;
+  const uint32_t begin = work.begin(blockIdx.x);
+  const int count = work.begin(blockIdx.x + 1) - begin;
   const position start = {(int)(begin / work.pieces), (int)(begin % work.pieces)};
 
   // Before the wait: constants, and hints about what will be read.
@@ -320,7 +326,7 @@ template <typename T, int TOKENS, scale_kind KIND> __device__ __forceinline__ vo
   float sum[SUMS] = {}, part[SUMS];
   uint32_t slot = 0, fill = (SLOTS - 1) * PIECE_BYTES, stage = 0, parity = 0;
   bool fresh = true;
-  int left = count;
+  int left = count, first_shared = -1, last_shared = -1;          // row blocks of which others own parts
   for (position at = start; left > 0; at.piece = 0, at.block++) { // the pieces of one row block
     const bool from_start = at.piece == 0;
     for (; at.piece < work.pieces && left > 0; at.piece++, left--) {
@@ -368,10 +374,20 @@ template <typename T, int TOKENS, scale_kind KIND> __device__ __forceinline__ vo
       fill = slot;
       slot = slot == (SLOTS - 1) * PIECE_BYTES ? 0 : slot + PIECE_BYTES;
     }
-    finish_tile<T, TOKENS>(args, work, at.block, from_start && at.piece == work.pieces, sum);
+    if (from_start && at.piece == work.pieces) {
+      const int tile = at.block * WARPS<TOKENS> + warp;
+      if (tile * BSH_ROW_TILE < args.N) store_tile<T, TOKENS / 8>(args, tile, sum);
+    } else { // its first or its last row block
+      joint<TOKENS>(args, work, at.block).leave(args, sum);
+      (at.block == start.block ? first_shared : last_shared) = at.block;
+    }
 #pragma unroll
     for (int i = 0; i < SUMS; i++) sum[i] = 0.f;
   }
+  const bool join_first = first_shared >= 0 && joint<TOKENS>(args, work, first_shared).is_last(args);
+  const bool join_last = last_shared >= 0 && joint<TOKENS>(args, work, last_shared).is_last(args);
+  if (join_first) joint<TOKENS>(args, work, first_shared).template join<T>(args);
+  if (join_last) joint<TOKENS>(args, work, last_shared).template join<T>(args);
 }
 #endif
 
