@@ -49,7 +49,7 @@ def alone(folder):
 @pytest.fixture(scope="module")
 def fsdp2(folder):
     """accelerate launch with FSDP2."""
-    accelerate_launch("fsdp2.yaml", "train.py", *options(folder, "fsdp2", FSDP2))
+    accelerate_launch("fsdp2.yaml", "train.py", *options(folder, "fsdp2", FSDP2), timeout=480)
     return results(folder, "fsdp2")
 
 
