@@ -1,0 +1,132 @@
+"""PackedShard in one process: what its hooks hand over and take back, for many sizes, and what it refuses."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from bitshard import _C
+from bitshard.linear import Linear4bit
+from bitshard.shard import PackedShard
+from bitshard.tensor import Params4bit
+
+STORAGES = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Mesh:
+    """As much of a DeviceMesh as the hooks ask."""
+
+    def __init__(self, world, rank):
+        self.world, self.rank = world, rank
+
+    def size(self):
+        return self.world
+
+    def get_local_rank(self):
+        return self.rank
+
+
+def quantized(n, k, storage, nested=True):
+    torch.manual_seed(0)
+    layer = Linear4bit(k, n, bias=False, quant_type="nf4", quant_storage=storage, compress_statistics=nested)
+    return layer.to("cpu")
+
+
+def shards(layers, world):
+    """The shard of each rank (one layer each), made as FSDP2 makes it: new_zeros of the padded size, copy, narrow."""
+    made = []
+    for rank, layer in enumerate(layers):
+        weight = layer.weight
+        begin, length = _C.rank_slice(weight.size(0), world, rank)
+        padded = weight.new_zeros(-(-weight.size(0) // world), 1)
+        assert type(padded) is PackedShard
+        padded.narrow(0, 0, length).copy_(weight.data.as_subclass(torch.Tensor)[begin : begin + length])
+        made.append(padded.narrow(0, 0, length))
+    return made
+
+
+def gather(made, world):
+    """What every rank gets: the inputs of all ranks, side by side, and the metadata of rank 0."""
+    inputs = [shard.fsdp_pre_all_gather(Mesh(world, rank)) for rank, shard in enumerate(made)]
+    parts = [part for part, _ in inputs]
+    assert all(data.dtype == torch.uint8 for part in parts for data in part)
+    assert len({tuple(data.shape for data in part) for part in parts}) == 1, "unequal inputs hang a collective"
+    return tuple(torch.cat(data) for data in zip(*parts, strict=True)), inputs[0][1]
+
+
+def same_bytes(a, b):
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
+@pytest.mark.parametrize("nested", (True, False))
+@pytest.mark.parametrize("shape", ((96, 64), (35, 33), (1, 1), (1, 129), (7, 3)), ids=str)
+@pytest.mark.parametrize("world", (1, 2, 3, 5))
+def test_gathered_is_what_was_quantized(storage, nested, shape, world):
+    reference = quantized(*shape, storage, nested)
+    packed, absmax = reference.weight.data.clone().as_subclass(torch.Tensor), reference.quant_state.absmax.clone()
+    made = shards([quantized(*shape, storage, nested) for _ in range(world)], world)
+    outputs, metadata = gather(made, world)
+    for shard in made:
+        origin = shard.origin
+        assert (origin.state.sharded is None) == (world == 1)
+        if world > 1:
+            assert origin.state.absmax.is_meta and origin.scales.numel() == -(-absmax.numel() // world)
+        whole, inner = shard.fsdp_post_all_gather(outputs, metadata, torch.float16)
+        assert type(whole) is Params4bit and whole.quant_state is origin.state
+        assert whole.size() == packed.size() and same_bytes(whole.data.as_subclass(torch.Tensor), packed)
+        assert same_bytes(origin.state.absmax, absmax)
+        assert all(a is b for a, b in zip(inner, outputs, strict=True))
+        assert shard.fsdp_post_all_gather(outputs, metadata, torch.float16, out=whole) is None
+
+
+def test_torch_accepts_the_hook_with_one_argument():
+    """torch tells the forms apart by the number of arguments; this one has no size check on padded ranks."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    shard = shards([quantized(8, 8, torch.bfloat16)], 1)[0]
+    assert list(inspect.signature(shard.fsdp_pre_all_gather).parameters) == ["mesh"]
+    source = inspect.getsource(FSDPParam.all_gather_inputs.fget)
+    assert "num_fn_params not in (1, 5)" in source
+
+
+def test_casts_and_arithmetic_raise():
+    shard = shards([quantized(8, 64, torch.bfloat16)], 1)[0]
+    for cast in (shard.float, shard.half, lambda: shard.to(torch.int16), lambda: shard.copy_(torch.zeros(128, 1))):
+        with pytest.raises(TypeError, match="would cast packed 4-bit"):
+            cast()
+    for compute in (lambda: shard + 1, lambda: shard.mul_(2), lambda: shard.sum(), lambda: torch.relu(shard)):
+        with pytest.raises(ValueError, match="can be moved, not computed with"):
+            compute()
+
+
+def test_moves_keep_the_class_and_pickles_are_plain():
+    shard = shards([quantized(8, 64, torch.bfloat16)], 1)[0]
+    for moved in (
+        shard.detach(),
+        shard.clone(),
+        shard[3:],
+        shard.view(-1),
+        shard.to("cpu", copy=True),
+        shard.split(7)[1],
+    ):
+        assert type(moved) is PackedShard and moved.origin is shard.origin
+    assert type(copy.deepcopy(shard)) is PackedShard
+    loaded = pickle.loads(pickle.dumps(shard))
+    assert type(loaded) is torch.Tensor and same_bytes(loaded, shard.plain())
+    assert "of (128, 1)" in repr(shard[:3])
+
+
+def test_scales_on_meta_cannot_be_cut():
+    layer = quantized(8, 64, torch.bfloat16)
+    layer.quant_state.absmax = layer.quant_state.absmax.to("meta")
+    shard = layer.weight.new_zeros(64, 1)
+    with pytest.raises(ValueError, match="meta device"):
+        shard.fsdp_pre_all_gather(Mesh(2, 0))
+
+
+def test_a_replicated_weight_is_refused():
+    shard = shards([quantized(8, 64, torch.bfloat16)], 1)[0]
+    with pytest.raises(ValueError, match="128 rows where this mesh expects 64"):
+        shard.fsdp_pre_all_gather(Mesh(2, 0))
