@@ -1,6 +1,7 @@
 """Start worker scripts on several processes of this machine's CPU."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,15 @@ def launch(world: int, script: str, *args: str, timeout: int = 240) -> str:
 def accelerate_launch(config: str, script: str, *args: str, timeout: int = 240) -> str:
     """Run a script of this folder under `accelerate launch`, through the shim that makes FSDP real on a CPU."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(WORKERS / config)]
+    command += ["--main_process_port", str(free_port())]
     return run([*command, str(WORKERS / "cpu_fsdp.py"), str(WORKERS / script), *args], timeout)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now, so that two runs on one machine do not meet."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def run(command: list[str], timeout: int) -> str:
