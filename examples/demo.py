@@ -125,7 +125,7 @@ def train(run: str, job: Plan, model: Path, text: Path, folder: Path) -> list[di
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     else:
         command += ["-m", "accelerate.commands.launch", "--config_file", str(EXAMPLES / f"{run.lower()}.yaml")]
-        command += ["--num_processes", str(job.processes), "--mixed_precision", precision]
+        command += ["--num_processes", str(job.processes), "--mixed_precision", precision, "--main_process_port", "0"]
     if run == "FSDP1" and cpu:  # its whole state dict frees parameters that are on the CPU already, so nothing is saved
         command += ["--fsdp_state_dict_type", "SHARDED_STATE_DICT"]
     subprocess.run(command + arguments, env=environment, check=True)
@@ -187,8 +187,9 @@ def plot(reports: dict[str, list[dict]], title: str, file: Path) -> None:
 
 def summary(reports: dict[str, list[dict]], quality: dict[str, float], samples: dict[str, str], bound: float) -> str:
     """All tables as text."""
+    agreement = f"largest relative difference at one step: {spread(reports):.1e} (bound {bound:.0e})"
     parts = {
-        "Training loss": f"{loss_table(reports)}\nlargest difference: {spread(reports):.1e} (bound {bound:.0e})",
+        "Training loss": f"{loss_table(reports)}\n{agreement}",
         "Memory": "\n".join([memory_table(reports), *(f"{run}: {reports[run][0]['proof']}" for run in RUNS)]),
         "Held-out loss": "\n".join(f"{name:12}{value:8.4f}" for name, value in quality.items()),
         "Sample": "\n".join(f"{name}: {value}" for name, value in samples.items()),

@@ -61,7 +61,7 @@ def test_one_process_and_fsdp2_train_alike(job):
 
     (alone,) = run(job, "alone", [sys.executable], "--batch", "2")
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(EXAMPLES / "fsdp2.yaml")]
-    sharded = run(job, "fsdp2", launcher)
+    sharded = run(job, "fsdp2", [*launcher, "--main_process_port", "0"])
     assert [report["sharding"] for report in (alone, *sharded)] == ["none", "FSDP2", "FSDP2"]
     assert len(alone["losses"]) == 2
     for report in sharded:
