@@ -62,7 +62,7 @@ static gemv_plan plan_gemv(int64_t M, int64_t N, int64_t K, int32_t sm, int32_t 
 static bool tensor_cores_take(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32_t sm, int64_t blocksize) {
   if (dtype == BSH_F32 || (dtype == BSH_BF16 && sm < 80) || sm < 75) return false;
   if (M < 1 || M > 16 || N % BSH_ROW_TILE || K % BSH_UNIT || blocksize % BSH_UNIT) return false;
-  if (K > INT32_MAX / BSH_ROW_TILE || N > INT32_MAX || N * (K / BSH_UNIT) > UINT32_MAX) return false;
+  if (K > INT32_MAX / BSH_ROW_TILE || N > INT32_MAX / 16 || N * (K / BSH_UNIT) > UINT32_MAX) return false;
   return !is_wide(sm) || plan_gemv(M, N, K, sm, 1).k_splits <= MAX_CLUSTER;
 }
 

@@ -257,20 +257,29 @@ template <int TOKENS> struct joint {
     for (int n = 0; n < TOKENS / 8; n++)
       own[n * 32] = make_float4(sum[4 * n], sum[4 * n + 1], sum[4 * n + 2], sum[4 * n + 3]);
   }
-  // Whether this warp is the last to have left its sums.
+  // Whether this warp is the last to have left its sums; the vote tells the compiler that all lanes agree.
   __device__ __forceinline__ bool is_last(const bsh_fused_args &args) const {
-    return tile * BSH_ROW_TILE < args.N && take_ticket(args.tickets + tile) == (uint32_t)parts - 1;
+    return __any_sync(~0u, tile * BSH_ROW_TILE < args.N && take_ticket(args.tickets + tile) == (uint32_t)parts - 1);
   }
   // Adds all parts, in the order of K, and stores the tile.
   template <typename T> __device__ __forceinline__ void join(const bsh_fused_args &args) const {
+    constexpr int BATCH = TOKENS == 64 ? 2 : TOKENS == 32 ? 4 : 8; // parts whose loads are on their way together
     float total[TOKENS / 2] = {};
-#pragma unroll 2
-    for (int k = 0; k < parts; k++)
+    for (int k0 = 0; k0 < parts; k0 += BATCH) {
+      float4 v[BATCH][TOKENS / 8];
 #pragma unroll
-      for (int n = 0; n < TOKENS / 8; n++) {
-        const float4 v = __ldcg(sums + k * (TILE / 4) + n * 32);
-        total[4 * n] += v.x, total[4 * n + 1] += v.y, total[4 * n + 2] += v.z, total[4 * n + 3] += v.w;
-      }
+      for (int k = 0; k < BATCH; k++)
+#pragma unroll
+        for (int n = 0; n < TOKENS / 8; n++)
+          v[k][n] = k0 + k < parts ? __ldcg(sums + (k0 + k) * (TILE / 4) + n * 32) : make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int k = 0; k < BATCH; k++)
+#pragma unroll
+        for (int n = 0; n < TOKENS / 8; n++) {
+          total[4 * n] += v[k][n].x, total[4 * n + 1] += v[k][n].y;
+          total[4 * n + 2] += v[k][n].z, total[4 * n + 3] += v[k][n].w;
+        }
+    }
     store_tile<T, TOKENS / 8>(args, tile, total);
   }
 };
@@ -326,7 +335,7 @@ template <typename T, int TOKENS, scale_kind KIND> __device__ __forceinline__ vo
   float sum[SUMS] = {}, part[SUMS];
   uint32_t slot = 0, fill = (SLOTS - 1) * PIECE_BYTES, stage = 0, parity = 0;
   bool fresh = true;
-  int left = count, first_shared = -1, last_shared = -1;          // row blocks of which others own parts
+  int left = count;
   for (position at = start; left > 0; at.piece = 0, at.block++) { // the pieces of one row block
     const bool from_start = at.piece == 0;
     for (; at.piece < work.pieces && left > 0; at.piece++, left--) {
@@ -377,17 +386,14 @@ template <typename T, int TOKENS, scale_kind KIND> __device__ __forceinline__ vo
     if (from_start && at.piece == work.pieces) {
       const int tile = at.block * WARPS<TOKENS> + warp;
       if (tile * BSH_ROW_TILE < args.N) store_tile<T, TOKENS / 8>(args, tile, sum);
-    } else { // its first or its last row block
-      joint<TOKENS>(args, work, at.block).leave(args, sum);
-      (at.block == start.block ? first_shared : last_shared) = at.block;
+    } else {
+      const joint<TOKENS> shared_block(args, work, at.block);
+      shared_block.leave(args, sum);
+      if (shared_block.is_last(args)) shared_block.template join<T>(args);
     }
 #pragma unroll
     for (int i = 0; i < SUMS; i++) sum[i] = 0.f;
   }
-  const bool join_first = first_shared >= 0 && joint<TOKENS>(args, work, first_shared).is_last(args);
-  const bool join_last = last_shared >= 0 && joint<TOKENS>(args, work, last_shared).is_last(args);
-  if (join_first) joint<TOKENS>(args, work, first_shared).template join<T>(args);
-  if (join_last) joint<TOKENS>(args, work, last_shared).template join<T>(args);
 }
 #endif
 

@@ -53,9 +53,9 @@ template <int UNITS> __device__ __forceinline__ place find_place(const bsh_fused
   place p;
   p.lane = threadIdx.x & 31, p.warp = threadIdx.x >> 5, p.g = p.lane >> 2, p.c = p.lane & 3;
   p.split = blockIdx.x % args.k_splits;
-  const int teams = gridDim.x / args.k_splits, team = blockIdx.x / args.k_splits;
-  const int tiles = args.N / BSH_ROW_TILE;
-  p.tile_begin = (int)((int64_t)tiles * team / teams), p.tile_end = (int)((int64_t)tiles * (team + 1) / teams);
+  const uint32_t teams = gridDim.x / args.k_splits, team = blockIdx.x / args.k_splits;
+  const uint32_t tiles = args.N / BSH_ROW_TILE; // the host keeps tiles * teams below 2^32
+  p.tile_begin = tiles * team / teams, p.tile_end = tiles * (team + 1) / teams;
   p.row_groups = args.row_groups;
   p.group = p.warp / args.k_warps;
   p.first_unit = (p.split * args.k_warps + p.warp - p.group * args.k_warps) * UNITS;
