@@ -40,12 +40,21 @@ def test_no_check_is_missing(two):
     assert set(two[0]) == set(CHECKS)
 
 
+def test_one_rank(folder):
+    """fully_shard on one process: nothing is gathered, everything else is the same."""
+    checks = [
+        name for name in CHECKS if name not in ("freed_after_use", "describe", "fsdp1_state_dicts", "loss_curves")
+    ]
+    for name, result in results(1, folder, "--only", ",".join(checks))[0].items():
+        assert "error" not in result, f"{name}: {result['trace']}"
+
+
 def test_three_ranks(two, folder):
     """Uneven everywhere; DCP also reads what two ranks wrote."""
     ranks = results(3, folder, "--only", ",".join(THREE_RANKS))
     for rank in ranks:
         assert {name: rank[name].get("error") for name in rank} == dict.fromkeys(THREE_RANKS)
-    assert ranks[0]["dcp"]["ok"] == 2
+    assert ranks[0]["dcp"]["ok"] >= 2
 
 
 def test_hybrid_sharding_on_four_ranks(folder):

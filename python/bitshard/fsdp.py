@@ -155,6 +155,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     for key, value in state_dict.items():
         if isinstance(value, DTensor):
             value = value.full_tensor()
+            value = value.plain() if isinstance(value, PackedShard) else value  # nothing was gathered on one rank
         if keep and isinstance(value, torch.Tensor):
             value = value.cpu()
             full[key] = _repack(value, *storages[key], key) if key in storages else value

@@ -169,7 +169,8 @@ class PackedShard(torch.Tensor):
         with no_dispatch():
             out = func(*args, **kwargs)
         if func not in _LAYOUT:
-            return args[0] if func._schema.name.endswith("_") else out
+            # an in-place op returns its first argument; collectives, named alike, return more
+            return args[0] if func.namespace == "aten" and func._schema.name.endswith("_") else out
         if func is aten._pin_memory.default:
             shard.origin.pinned = True
         if func is aten._to_copy.default and out.device.type == "cpu" != shard.device.type:
