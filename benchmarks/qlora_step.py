@@ -2,8 +2,8 @@
 
     python benchmarks/qlora_step.py --upstream FOLDER_OF_UPSTREAM [--out RESULT.md]
 
-Random weights, bf16 LoRA of rank 16 on all seven linears, gradient checkpointing, fused AdamW, batch 1. Every case runs in a
-process of its own, the cases in turn, `--rounds` times; the table gives the best round's median step.
+Random weights, bf16 LoRA of rank 16 on all seven linears, gradient checkpointing, fused AdamW, batch 1. Every case runs
+in a process of its own, the cases in turn, `--rounds` times; the table gives the best round's median step.
 """
 
 import argparse
