@@ -15,6 +15,11 @@ const char *bsh_linear_kernel_name(const bsh_linear_kernel kernel) {
   return "unknown";
 }
 
+/* What the fused kernels take (cuda_linear.c decides, from the same numbers):
+ *   gemv_4bit       M <= 16. Tensor cores: 16-bit x (bf16 from sm_80 on), N % 16 == 0, K % 64 == 0, blocksize >= 64.
+ *                   Else, fp32 included, without them: K % 32 == 0, any N and blocksize.
+ *   gemm_4bit_sm90  M <= 64 on sm_90: 16-bit x, N % 16 == 0, K % 64 == 0, blocksize >= 64.
+ * Everything else, and arguments that are not 16-byte aligned, goes by dequantized panels. */
 enum { GEMM_SM90_WEIGHTS = 80000000 };
 
 bsh_linear_kernel bsh_select_linear_4bit(const int64_t M, const int64_t N, const int64_t K, const bsh_dtype dtype,
