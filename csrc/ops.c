@@ -48,19 +48,25 @@ static bsh_status same_device(const bsh_call *const call, const bsh_tensor *cons
                   other->device_index);
 }
 
-/* Tensor argument `index` with a given dtype and number of elements, on the device of `like`. */
+/* The data of a tensor that must have a given dtype and number of elements and lie on the device of `like`. */
+static bsh_status data_of(const bsh_call *const call, const bsh_tensor *const tensor, const char *const argument,
+                          const int32_t dtype, const int64_t numel, const bsh_tensor *const like, void **const data) {
+  if (tensor->dtype != dtype)
+    return bsh_fail(BSH_BAD_DTYPE, "%s: %s has ScalarType %" PRId32 ", expected %" PRId32, call->op, argument,
+                    tensor->dtype, dtype);
+  if (tensor->numel != numel)
+    return bsh_fail(BSH_BAD_SHAPE, "%s: %s has %" PRId64 " elements, expected %" PRId64, call->op, argument,
+                    tensor->numel, numel);
+  *data = tensor->data;
+  return same_device(call, tensor, argument, like, "the data");
+}
+
+/* The same for tensor argument `index`. */
 static bsh_status vector(bsh_call *const call, const int index, const char *const argument, const int32_t dtype,
                          const int64_t numel, const bsh_tensor *const like, void **const data) {
   bsh_tensor tensor;
   BSH_TRY(bsh_call_tensor(call, index, &tensor));
-  if (tensor.dtype != dtype)
-    return bsh_fail(BSH_BAD_DTYPE, "%s: %s has ScalarType %" PRId32 ", expected %" PRId32, call->op, argument,
-                    tensor.dtype, dtype);
-  if (tensor.numel != numel)
-    return bsh_fail(BSH_BAD_SHAPE, "%s: %s has %" PRId64 " elements, expected %" PRId64, call->op, argument,
-                    tensor.numel, numel);
-  *data = tensor.data;
-  return same_device(call, &tensor, argument, like, "the data");
+  return data_of(call, &tensor, argument, dtype, numel, like, data);
 }
 
 static bsh_status optional_offset(bsh_call *const call, const int index, const bsh_tensor *const like,
@@ -69,7 +75,7 @@ static bsh_status optional_offset(bsh_call *const call, const int index, const b
   BSH_TRY(bsh_call_tensor(call, index, &tensor));
   *offset = NULL;
   if (tensor.numel == 0) return BSH_OK;
-  return vector(call, index, "offset", bsh_torch.aoti_torch_dtype_float32(), 1, like, (void **)(uintptr_t)offset);
+  return data_of(call, &tensor, "offset", bsh_torch.aoti_torch_dtype_float32(), 1, like, (void **)(uintptr_t)offset);
 }
 
 /* The four scale tensors that follow `packed` at stack[first + 1 ..]. */
@@ -78,9 +84,9 @@ static bsh_status read_scales(bsh_call *const call, const int first, const bsh_t
   const int32_t f32 = bsh_torch.aoti_torch_dtype_float32();
   bsh_tensor absmax;
   BSH_TRY(bsh_call_tensor(call, first + 1, &absmax));
-  if (absmax.dtype == f32) return vector(call, first + 1, "absmax", f32, n_blocks, packed, (void **)&scales->absmax);
-  BSH_TRY(vector(call, first + 1, "absmax", bsh_torch.aoti_torch_dtype_uint8(), n_blocks, packed,
-                 (void **)&scales->absmax_code));
+  if (absmax.dtype == f32) return data_of(call, &absmax, "absmax", f32, n_blocks, packed, (void **)&scales->absmax);
+  BSH_TRY(data_of(call, &absmax, "absmax", bsh_torch.aoti_torch_dtype_uint8(), n_blocks, packed,
+                  (void **)&scales->absmax_code));
   BSH_TRY(vector(call, first + 2, "absmax_map", f32, 256, packed, (void **)&scales->absmax_map));
   BSH_TRY(vector(call, first + 3, "absmax2", f32, bsh_block_count(n_blocks, BSH_NESTED_BLOCKSIZE), packed,
                  (void **)&scales->absmax2));
@@ -182,7 +188,7 @@ static bsh_status dequantize_blockwise(bsh_call *const call) {
   BSH_TRY(bsh_check_blocksize(call->op, args.blocksize, BSH_MAX_BLOCKSIZE_8BIT));
   BSH_TRY(bsh_compute_dtype(call->op, "dtype", torch_dtype, &args.dtype));
   BSH_TRY(bsh_call_tensor(call, 0, &code));
-  BSH_TRY(vector(call, 0, "code", bsh_torch.aoti_torch_dtype_uint8(), code.numel, &code, (void **)&args.code));
+  BSH_TRY(data_of(call, &code, "code", bsh_torch.aoti_torch_dtype_uint8(), code.numel, &code, (void **)&args.code));
   BSH_TRY(vector(call, 1, "absmax", f32, bsh_block_count(code.numel, args.blocksize), &code, (void **)&args.absmax));
   BSH_TRY(vector(call, 2, "map", f32, 256, &code, (void **)&args.map));
   BSH_TRY(optional_offset(call, 3, &code, &args.offset));
@@ -229,7 +235,7 @@ static bsh_status linear_4bit(bsh_call *const call) {
   BSH_TRY(read_activation(call, "x", K, &x, &args.dtype, &args.M));
   BSH_TRY(same_device(call, &x, "x", &packed, "packed"));
   BSH_TRY(bsh_call_tensor(call, 6, &bias));
-  if (bias.numel != 0) BSH_TRY(vector(call, 6, "bias", x.dtype, N, &packed, (void **)&args.bias));
+  if (bias.numel != 0) BSH_TRY(data_of(call, &bias, "bias", x.dtype, N, &packed, (void **)&args.bias));
   BSH_TRY(new_activation(call, &x, N, &y));
   if (y.numel == 0) return BSH_OK;
   args.x = x.data;
