@@ -35,46 +35,80 @@ SHAPES = {  # name: (N, K)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 TRAINING_ROWS = (1024, 2048, 4096, 8192)
 COLD_BYTES = 500 << 20  # a rotation moves more than the L2 can hold
+MIN_CALLS = 12  # per graph: the start of a graph costs some microseconds
 BITS_PER_WEIGHT = 4 + (1 + 4 / 256) * 8 / 64  # nested NF4, blocksize 64
 
 
 # ---- timing ---------------------------------------------------------------------------------------------------------
 
 
-def graph_time(calls: list[Callable[[], object]], replays: int = 5) -> float:
-    """GPU microseconds per call: all calls captured in one graph, median over replays."""
-    keep: list[object] = []  # results live as long as the graph: no memory is reused inside it
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        keep.extend(call() for call in calls)
-    graph.replay()
-    times = []
-    for _ in range(replays):
+class Replay:
+    """Calls captured in one CUDA graph, each at least MIN_CALLS / len(calls) times."""
+
+    def __init__(self, calls: list[Callable[[], object]]):
+        calls = calls * -(-MIN_CALLS // len(calls))
+        self.count, self.times = len(calls), []
+        self.keep: list[object] = []  # results live as long as the graph: no memory is reused inside it
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            calls[0]()
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.keep.extend(call() for call in calls)
+        self.graph.replay()
+
+    def run(self) -> None:
+        """One timed replay."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        graph.replay()
+        self.graph.replay()
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
+        self.times.append(start.elapsed_time(end) * 1e3 / self.count)
 
 
-def event_time(call: Callable[[int], object], repeats: int = 9) -> float:
-    """GPU microseconds per call(i), one pair of events around each, queued without waiting; median."""
-    for i in range(3):
-        call(i)
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for i, (start, end) in enumerate(events):
-        start.record()
-        call(i)
-        end.record()
+def graph_times(subjects: dict[str, list[Callable[[], object]]], replays: int = 5) -> dict[str, float]:
+    """GPU microseconds per call of each subject: the graphs take turns, so that all see the same clocks; medians."""
+    graphs = {name: Replay(calls) for name, calls in subjects.items()}
+    for _ in range(replays):
+        for graph in graphs.values():
+            graph.run()
+    return {name: statistics.median(graph.times) for name, graph in graphs.items()}
+
+
+def graph_time(calls: list[Callable[[], object]]) -> float:
+    return graph_times({"": calls})[""]
+
+
+def event_times(subjects: dict[str, Callable[[int], object]], repeats: int = 9) -> dict[str, float]:
+    """GPU microseconds per call(i) of each subject in turn, events around each, without waiting; medians."""
+    for call in subjects.values():
+        for i in range(3):
+            call(i)
+    pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in subjects}
+    for i in range(repeats):
+        for name, call in subjects.items():
+            pairs[name].append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            pairs[name][-1][0].record()
+            call(i)
+            pairs[name][-1][1].record()
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) * 1e3 for start, end in events)
+    return {name: statistics.median(a.elapsed_time(b) * 1e3 for a, b in made) for name, made in pairs.items()}
+
+
+def queue_time(calls: list[Callable[[], object]]) -> float:
+    """GPU microseconds per call, queued behind a long wait so that the host is ahead as far as the calls allow."""
+    calls[0]()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(50_000_000)
+    start.record()
+    keep = [call() for call in calls]
+    end.record()
+    torch.cuda.synchronize()
+    del keep
+    return start.elapsed_time(end) * 1e3 / len(calls)
 
 
 def host_time(call: Callable[[], object], repeats: int = 3000) -> float:
@@ -97,19 +131,16 @@ class Ours:
     """One quantized weight and the calls on it."""
 
     def __init__(self, w: torch.Tensor, nested: bool):
-        from bitshard import functional
+        from bitshard import autograd, functional
 
         self.packed, self.state = functional.quantize_4bit(w, quant_type="nf4", compress_statistics=nested)
+        self.matmul, self.decode = autograd.matmul_4bit, functional.dequantize_4bit
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
-        from bitshard.autograd import matmul_4bit
-
-        return matmul_4bit(x, self.packed, self.state)
+        return self.matmul(x, self.packed, self.state)
 
     def dequantize(self) -> torch.Tensor:
-        from bitshard import functional
-
-        return functional.dequantize_4bit(self.packed, self.state)
+        return self.decode(self.packed, self.state)
 
     @staticmethod
     def quantize(w: torch.Tensor) -> object:
@@ -118,23 +149,18 @@ class Ours:
         return functional.quantize_4bit(w, quant_type="nf4", compress_statistics=True)
 
 
-class Upstream:
+class Upstream(Ours):
     """The same for upstream bitsandbytes."""
 
     def __init__(self, w: torch.Tensor, nested: bool):
-        import bitsandbytes.functional as F
-
-        self.packed, self.state = F.quantize_4bit(w, quant_type="nf4", compress_statistics=nested)
-
-    def linear(self, x: torch.Tensor) -> torch.Tensor:
         import bitsandbytes as bnb
 
-        return bnb.matmul_4bit(x, self.packed.t(), self.state)
+        packed, self.state = bnb.functional.quantize_4bit(w, quant_type="nf4", compress_statistics=nested)
+        self.packed, self.row = packed, packed.t()
+        self.matmul, self.decode = bnb.matmul_4bit, bnb.functional.dequantize_4bit
 
-    def dequantize(self) -> torch.Tensor:
-        import bitsandbytes.functional as F
-
-        return F.dequantize_4bit(self.packed, self.state)
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        return self.matmul(x, self.row, self.state)
 
     @staticmethod
     def quantize(w: torch.Tensor) -> object:
@@ -191,42 +217,44 @@ def measure_blocks(shape: tuple[int, int], subjects: dict[str, type]) -> dict:
             made = [subject(w, nested) for w in weights]
             key = f"dequantize {'nested' if nested else 'plain'}"
             row[f"{key} {name}"] = graph_time([m.dequantize for m in made])
-        row[f"quantize nested {name}"] = graph_time([partial(subject.quantize, w) for w in weights])
+        quantize = [partial(subject.quantize, w) for w in weights]
+        # upstream copies its table from the host in every call, which no graph captures
+        row[f"quantize nested {name}"] = graph_time(quantize) if subject is Ours else queue_time(quantize)
     return row
 
 
 def measure_linear(shape: tuple[int, int], rows: tuple[int, ...], subjects: dict[str, type]) -> list[dict]:
     N, K = shape
-    results = {M: {"M": M, "N": N, "K": K} for M in rows}
+    made: dict[str, list] = {}
     for name, subject in subjects.items():
-        for nested in (True, False) if subject is not Dense else (False,):
+        for nested in (True, False) if subject is Ours else (True,):
             weights = random_weights(N, K, N * K * (2 if subject is Dense else BITS_PER_WEIGHT / 8), most=48)
-            made = [subject(w, nested) for w in weights]
-            label = name + ("" if subject is Dense else " nested" if nested else " plain")
-            for M in rows if nested or subject is Dense else [M for M in rows if M <= 64]:
-                x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
-                used = made[: max(2, min(len(made), int(4e13 / (M * N * K)) + 1))]  # at most about 0.1 s of products
-                results[M][label] = graph_time([partial(m.linear, x) for m in used])
-            del weights, made
-    return list(results.values())
+            label = name if subject is Dense else f"{name} {'nested' if nested else 'plain'}"
+            made[label] = [subject(w, nested) for w in weights]
+    results = []
+    for M in rows:
+        x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+        most = max(2, int(2e13 / (M * N * K)) + 1)  # at most about 50 ms of products
+        calls = {label: [partial(m.linear, x) for m in subject[:most]] for label, subject in made.items()}
+        results.append({"M": M, "N": N, "K": K, **graph_times(calls)})
+    return results
 
 
 def measure_training(shape: tuple[int, int], rows: tuple[int, ...], subjects: dict[str, type]) -> list[dict]:
     N, K = shape
-    results = {M: {"M": M, "N": N, "K": K} for M in rows}
     weights = [torch.randn(N, K, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(3)]
-    for name, subject in subjects.items():
-        made = [subject(w, True) for w in weights]
-        for M in rows:
-            x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            dy = torch.randn(M, N, device="cuda", dtype=torch.bfloat16)
+    made = {name: [subject(w, True) for w in weights] for name, subject in subjects.items()}
+    results = []
+    for M in rows:
+        x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        dy = torch.randn(M, N, device="cuda", dtype=torch.bfloat16)
 
-            def step(i: int) -> None:
-                x.grad = None  # noqa: B023
-                made[i % 3].linear(x).backward(dy)  # noqa: B023
+        def step(name: str, i: int) -> None:
+            x.grad = None  # noqa: B023
+            made[name][i % 3].linear(x).backward(dy)  # noqa: B023
 
-            results[M][name] = event_time(step)
-    return list(results.values())
+        results.append({"M": M, "N": N, "K": K, **event_times({name: partial(step, name) for name in made})})
+    return results
 
 
 def measure_host(subjects: dict[str, type]) -> dict[str, float]:

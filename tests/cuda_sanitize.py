@@ -1,10 +1,12 @@
 """A short list of calls that runs every CUDA kernel once, for compute-sanitizer.
 
-Usage: compute-sanitizer --tool memcheck|racecheck python tests/cuda_sanitize.py
-A workspace of 1 MiB makes small weights take several panels.
+Usage: compute-sanitizer --tool memcheck|racecheck python tests/cuda_sanitize.py [float32|float16|bfloat16 ...]
+A workspace of 1 MiB makes small weights take several panels. With PYTORCH_NO_CUDA_MEMORY_CACHING=1 every tensor is an
+allocation of its own, and memcheck sees what passes its end.
 """
 
 import os
+import sys
 
 os.environ["BITSHARD_WORKSPACE_MB"] = "1"
 
@@ -49,9 +51,9 @@ def products(N: int, K: int, dtype: torch.dtype, nested: bool, format: int, rows
         assert (dx - dy.double() @ decoded).norm() < 0.02 * dx.norm(), (N, K, M, dtype)
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     torch.manual_seed(0)
-    for dtype in DTYPES:
+    for dtype in [getattr(torch, name) for name in names] or DTYPES:
         for format in (0, 1):
             for n, start, blocksize in ((8192, 0, 64), (8191, 0, 32), (5000, 1, 64), (9000, 0, 4096)):
                 blocks(torch.randn(n + start, device="cuda").to(dtype)[start:], blocksize, format)
@@ -64,4 +66,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -419,7 +419,7 @@ def test_out_of_memory_and_the_call_after():
     try:
         with pytest.raises(torch.OutOfMemoryError):  # uses up what lies free in torch's pool
             while True:
-                filler.append(torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))
+                filler.append(torch.empty(2 << 20, dtype=torch.uint8, device="cuda"))
         with pytest.raises(RuntimeError, match=r"linear_4bit: out of memory.* bytes .*cuda:0"):
             big.linear(x_big)
         with pytest.raises(RuntimeError, match="dequantize_4bit: out of memory"):

@@ -1,0 +1,66 @@
+"""csrc/select.c, the one chooser of CUDA kernels: pure, so it is tested without a GPU.
+
+`python tests/test_select.py` prints the table: for each shape and GPU the rows of x at which the kernel changes.
+"""
+
+import pytest
+from bitshard import _C
+
+F32, F16, BF16 = 0, 1, 2
+NAMES = {"gemv_4bit", "gemm_4bit_sm90", "dense"}
+SHAPES = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (8192, 28672))
+GPUS = {"T4": (75, 40), "A100": (80, 108), "RTX 4090": (89, 128), "H200": (90, 132), "B200": (100, 148)}
+ROWS = (*range(1, 130), 256, 512, 1024, 4096, 65536)
+
+
+def select(
+    M: int, N: int, K: int, dtype: int = BF16, gpu: str = "H200", blocksize: int = 64, nested: bool = True
+) -> str:
+    return _C.select_linear_4bit(M, N, K, dtype, *GPUS[gpu], blocksize, nested)
+
+
+def changes(N: int, K: int, dtype: int, gpu: str) -> list[tuple[int, str]]:
+    """(M, kernel) wherever the kernel differs from that of one row fewer."""
+    chosen = [(M, select(M, N, K, dtype, gpu)) for M in ROWS]
+    return [pair for i, pair in enumerate(chosen) if i == 0 or pair[1] != chosen[i - 1][1]]
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["float32", "float16", "bfloat16"])
+def test_each_kernel_has_one_range_of_rows(gpu, dtype):
+    """Every choice is known, no kernel comes back after another took over, and many rows go to the vendor GEMM."""
+    for N, K in SHAPES:
+        names = [name for _, name in changes(N, K, dtype, gpu)]
+        assert set(names) <= NAMES and len(names) == len(set(names)), (N, K, names)
+        assert names[-1] == "dense", (N, K, names)
+        if gpu != "H200":
+            assert "gemm_4bit_sm90" not in names, (N, K, names)
+
+
+def test_one_row_is_fused():
+    for gpu in GPUS:
+        assert select(1, 4096, 4096, F16, gpu) == "gemv_4bit", gpu
+    assert select(1, 4096, 4096, BF16, "H200") == "gemv_4bit"
+
+
+def test_bf16_has_no_tensor_cores_on_sm_75():
+    assert select(16, 4096, 4096, BF16, "T4") != "gemm_4bit_sm90"
+    assert select(16, 4096, 4096, F16, "T4") == "gemv_4bit"
+
+
+def test_what_no_kernel_takes_is_dense():
+    """Odd sizes, huge sizes, several thousand rows."""
+    assert select(3, 98, 130) == "dense"
+    assert select(4096, 4096, 4096) == "dense"
+    assert select(1 << 40, 4096, 4096) == "dense"
+    assert select(16, 1 << 20, 1 << 20, F16, "T4") in NAMES
+
+
+def test_the_choice_is_the_same_every_time():
+    assert all(select(M, 4096, 4096) == select(M, 4096, 4096) for M in ROWS)
+
+
+if __name__ == "__main__":
+    for gpu in GPUS:
+        for N, K in SHAPES:
+            print(f"{gpu:9} {N:>5} x {K:<5}", ", ".join(f"M >= {M}: {name}" for M, name in changes(N, K, BF16, gpu)))
