@@ -1,4 +1,4 @@
-/* select.c - see select.h. The limits come from benchmarks/results/ (cuda_*_h200.md). */
+/* select.c - see select.h. The limits come from benchmarks/results/*_h200_202611.md. */
 #include "select.h"
 
 #include "cuda_linear.h"
