@@ -1,4 +1,4 @@
-/* select.c - see select.h. The limits come from benchmarks/results/*_h200_202611.md. */
+/* select.c - see select.h. The limits come from the H200 files of benchmarks/results. */
 #include "select.h"
 
 #include "cuda_linear.h"

@@ -459,7 +459,13 @@ __device__ __forceinline__ uint64_t load_word(const uint8_t *bytes, int64_t n_by
 // ---- entry points: <op>[_any]_<dtype>[_<variant>] -------------------------------------------------------------------
 
 #define BSH_KERNEL extern "C" __global__ void __launch_bounds__(32 * bsh::kWarps)
-#define BSH_BUSY_KERNEL extern "C" __global__ void __launch_bounds__(32 * bsh::kWarps, 6) /* blocks per SM */
+/* 6 blocks per SM where it holds 2048 threads, else 4. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 800 && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
+#define BSH_BLOCKS_PER_SM 4
+#else
+#define BSH_BLOCKS_PER_SM 6
+#endif
+#define BSH_BUSY_KERNEL extern "C" __global__ void __launch_bounds__(32 * bsh::kWarps, BSH_BLOCKS_PER_SM)
 #define BSH_DTYPES(X) X(f32, float) X(f16, __half) X(bf16, __nv_bfloat16)
 
 #define BSH_ENTRIES(name, T)                                                                                           \
