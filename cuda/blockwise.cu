@@ -8,8 +8,8 @@
 
 namespace bsh {
 
-constexpr int kWarps = 8;        // warps per block of threads, all kernels
-constexpr int kWarpTile = 1024;  // elements per warp, fast kernels
+constexpr int kWarps = 8;       // warps per block of threads, all kernels
+constexpr int kWarpTile = 1024; // elements per warp, fast kernels
 
 __device__ __forceinline__ int64_t global_warp() { return (int64_t)blockIdx.x * kWarps + threadIdx.x / 32; }
 
@@ -275,8 +275,7 @@ template <typename T, int kFormat> __device__ __forceinline__ void quantize_4bit
     const float inverse = reciprocal(absmax[i]);
     uint32_t codes = 0; // the first of a pair goes to the high nibble
 #pragma unroll
-    for (int k = 0; k < kWidth; k++)
-      codes = encoder.add_code(codes, multiply_flush(inverse, x[i].get(k)), 4 * (k ^ 1));
+    for (int k = 0; k < kWidth; k++) codes = encoder.add_code(codes, multiply_flush(inverse, x[i].get(k)), 4 * (k ^ 1));
     uint8_t *const out = a.packed + (first + i * kSpan) / 2;
     if constexpr (kWidth == 8) *reinterpret_cast<uint32_t *>(out) = codes;
     else *reinterpret_cast<uint16_t *>(out) = (uint16_t)codes;
@@ -381,7 +380,8 @@ template <typename T> __device__ __forceinline__ void quantize_blockwise(const b
 
 // ---- dequantize_blockwise -------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float decode_8bit(const float *map, uint32_t code, float absmax, bool shifted, float offset) {
+__device__ __forceinline__ float decode_8bit(const float *map, uint32_t code, float absmax, bool shifted,
+                                             float offset) {
   const float value = multiply_flush(map[code], absmax);
   return shifted ? __fadd_rn(value, offset) : value;
 }
@@ -469,10 +469,10 @@ __device__ __forceinline__ uint64_t load_word(const uint8_t *bytes, int64_t n_by
 #define BSH_DTYPES(X) X(f32, float) X(f16, __half) X(bf16, __nv_bfloat16)
 
 #define BSH_ENTRIES(name, T)                                                                                           \
-  BSH_BUSY_KERNEL dequantize_4bit_##name##_plain(const __grid_constant__ bsh_dequantize_4bit_args a) {                      \
+  BSH_BUSY_KERNEL dequantize_4bit_##name##_plain(const __grid_constant__ bsh_dequantize_4bit_args a) {                 \
     bsh::dequantize_4bit<T, false>(a);                                                                                 \
   }                                                                                                                    \
-  BSH_BUSY_KERNEL dequantize_4bit_##name##_nested(const __grid_constant__ bsh_dequantize_4bit_args a) {                     \
+  BSH_BUSY_KERNEL dequantize_4bit_##name##_nested(const __grid_constant__ bsh_dequantize_4bit_args a) {                \
     bsh::dequantize_4bit<T, true>(a);                                                                                  \
   }                                                                                                                    \
   BSH_KERNEL dequantize_4bit_any_##name(const __grid_constant__ bsh_dequantize_4bit_args a) {                          \

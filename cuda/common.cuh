@@ -58,8 +58,12 @@ template <> __device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float l
 }
 
 template <typename T> struct PairOf;
-template <> struct PairOf<__half> { using type = __half2; };
-template <> struct PairOf<__nv_bfloat16> { using type = __nv_bfloat162; };
+template <> struct PairOf<__half> {
+  using type = __half2;
+};
+template <> struct PairOf<__nv_bfloat16> {
+  using type = __nv_bfloat162;
+};
 
 // The 16 / sizeof(T) values of one 16-byte access.
 template <typename T> struct Vector {
@@ -70,8 +74,8 @@ template <typename T> struct Vector {
 
   __device__ __forceinline__ void load(const T *source) {
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-        : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
-        : "l"(source)); // volatile: stays behind wait_for_earlier_kernels
+                 : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
+                 : "l"(source)); // volatile: stays behind wait_for_earlier_kernels
   }
 
   // Largest magnitude: NaN is passed over (-kLargest if there is nothing else), denormals count as zero.
@@ -83,8 +87,8 @@ template <typename T> struct Vector {
     } else {
       using Pair = typename PairOf<T>::type;
       const Pair *const pairs = reinterpret_cast<const Pair *>(&raw);
-      const Pair pair = __hmax2(__hmax2(__habs2(pairs[0]), __habs2(pairs[1])),
-                                __hmax2(__habs2(pairs[2]), __habs2(pairs[3])));
+      const Pair pair =
+          __hmax2(__hmax2(__habs2(pairs[0]), __habs2(pairs[1])), __hmax2(__habs2(pairs[2]), __habs2(pairs[3])));
       result = absmax_step(absmax_step(result, to_float(pair.x)), to_float(pair.y));
     }
     return result;
