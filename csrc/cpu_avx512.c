@@ -507,29 +507,18 @@ ALWAYS_INLINE void multiply_row(const bsh_linear_4bit_args *const args, const __
   add_lane_sums(totals, first_lanes(M), sums);
 }
 
+/* X(M) for every M of a small product: the kernels below are compiled once for each. */
+#define EACH_M(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15) X(16)
+_Static_assert(BSH_CPU_SMALL_M == 16, "EACH_M lists every small M");
+
 static void multiply_row_any(const bsh_linear_4bit_args *const args, const __m512 units, const int64_t begin,
                              const int64_t n, const float *const x, float *const sums) {
   switch (args->M) {
 #define CASE(M)                                                                                                        \
   case M:                                                                                                              \
     multiply_row(args, units, begin, n, x, sums, M);                                                                   \
-    break
-    CASE(1);
-    CASE(2);
-    CASE(3);
-    CASE(4);
-    CASE(5);
-    CASE(6);
-    CASE(7);
-    CASE(8);
-    CASE(9);
-    CASE(10);
-    CASE(11);
-    CASE(12);
-    CASE(13);
-    CASE(14);
-    CASE(15);
-    CASE(16);
+    break;
+    EACH_M(CASE)
 #undef CASE
   }
 }
@@ -594,23 +583,8 @@ BF16_TARGET static void multiply_row_bf16_any(const bsh_linear_4bit_args *const 
 #define CASE(M)                                                                                                        \
   case M:                                                                                                              \
     multiply_row_bf16(args, units, begin, n, x, sums, M);                                                              \
-    break
-    CASE(1);
-    CASE(2);
-    CASE(3);
-    CASE(4);
-    CASE(5);
-    CASE(6);
-    CASE(7);
-    CASE(8);
-    CASE(9);
-    CASE(10);
-    CASE(11);
-    CASE(12);
-    CASE(13);
-    CASE(14);
-    CASE(15);
-    CASE(16);
+    break;
+    EACH_M(CASE)
 #undef CASE
   }
 }
