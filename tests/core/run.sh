@@ -11,7 +11,7 @@ mkdir -p "$build"
 flags="-std=gnu11 -g -O1 -Wall -Wextra -Werror -ffp-contract=off -fno-strict-aliasing -pthread -I$root/csrc ${CFLAGS-}"
 sanitize="-fsanitize=address,undefined -fno-sanitize-recover=all"
 # gcc 13's stack for use-after-return checks aligns frames to less than 64 bytes: aligned AVX-512 loads fault on it.
-export ASAN_OPTIONS="detect_stack_use_after_return=0${ASAN_OPTIONS+:$ASAN_OPTIONS}"
+${CC:-gcc} --version | grep -q clang || export ASAN_OPTIONS="detect_stack_use_after_return=0${ASAN_OPTIONS+:$ASAN_OPTIONS}"
 isa_flags() { # the same as ISA_FLAGS in setup.py
   case $1 in
     cpu_avx2) echo "-mavx2 -mfma -mf16c" ;;
