@@ -6,10 +6,11 @@ import pytest
 from fsdp.launch import launch
 
 CHECKS = (
-    "offload checkpointing no_reshard freed_after_use hsdp eval_modes sharded_state_dict torch_save full_state_dict "
-    "torch_full_state_dict broadcast contradictions dcp loss_curves resume casts_raise fp16 describe fsdp1_state_dicts"
+    "offload checkpointing no_reshard freed_after_use assign assign_misfits dequantize hsdp eval_modes "
+    "sharded_state_dict torch_save full_state_dict torch_full_state_dict broadcast contradictions dcp loss_curves "
+    "resume casts_raise fp16 describe fsdp1_state_dicts"
 ).split()
-THREE_RANKS = ("sharded_state_dict", "full_state_dict", "broadcast", "dcp", "offload")
+THREE_RANKS = ("sharded_state_dict", "full_state_dict", "broadcast", "dcp", "offload", "assign", "dequantize")
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import pytest
 from fsdp.launch import WORKERS, accelerate_launch, launch, run
 
 BASELINE = "trainer trainer_bf16 sft dora kbit fp16".split()
-FSDP2 = [*BASELINE, *"planted resume resume_full adapter merge save_pretrained".split()]
-FSDP1 = "trainer trainer_bf16 sft planted".split()
+FSDP2 = [*BASELINE, *"planted resume resume_full adapter merge merge_dora save_pretrained".split()]
+FSDP1 = "trainer trainer_bf16 sft dora planted merge_fsdp1".split()
 BOUNDS = {"trainer": 1e-5, "dora": 1e-5, "trainer_bf16": 2e-3, "sft": 2e-3, "kbit": 2e-3, "fp16": 5e-3}
 BASE_BYTES = 21888  # packed bytes of the tiny model's 14 linears; 684 scales
 
@@ -70,7 +70,7 @@ def test_fsdp2_gives_the_losses_of_one_process(alone, fsdp2, scenario):
     assert gap(alone[scenario]["losses"], fsdp2[scenario]["losses"]) <= BOUNDS[scenario]
 
 
-@pytest.mark.parametrize("scenario", ("trainer", "trainer_bf16", "sft"))
+@pytest.mark.parametrize("scenario", ("trainer", "trainer_bf16", "sft", "dora"))
 def test_fsdp1_gives_the_losses_of_one_process(alone, fsdp1, scenario):
     assert gap(alone[scenario]["losses"], fsdp1[scenario]["losses"]) <= BOUNDS[scenario]
 
@@ -88,8 +88,8 @@ def test_default_uint8_storage_is_sharded(fsdp1, fsdp2):
     assert "FSDP1 over 2 ranks" in fsdp1["trainer"]["report"]
 
 
-@pytest.mark.parametrize("scenario", ("resume", "resume_full", "adapter", "merge", "save_pretrained"))
-def test_fsdp2_saves_and_resumes(fsdp2, scenario):
+@pytest.mark.parametrize("scenario", ("resume", "resume_full", "adapter", "merge", "merge_dora", "save_pretrained"))
+def test_fsdp2_saves_resumes_and_merges(fsdp2, scenario):
     """The scenario's own assertions hold; see tests/fsdp/train.py."""
     assert "FSDP2 over 2 ranks" in fsdp2[scenario]["report"]
 
@@ -99,8 +99,8 @@ def test_a_saved_base_trains_again(alone, fsdp2):
     assert gap(alone["trainer"]["losses"][:2], fsdp2["save_pretrained"]["losses"]) <= BOUNDS["trainer"]
 
 
-def test_merging_a_sharded_model_raises(fsdp2):
-    assert "full_state_dict" in fsdp2["merge"]["merge_error"]
+def test_merging_under_fsdp1_raises(fsdp1):
+    assert "full_state_dict" in fsdp1["merge_fsdp1"]["error_seen"]
 
 
 def test_bare_torchrun_shards_default_storage(folder, alone):

@@ -17,16 +17,143 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_map
 
-from bitshard import _C, ops, tensor
+from bitshard import _C, functional, ops, tensor
 from bitshard.shard import Origin, PackedShard
 from bitshard.state import QuantState
+from bitshard.tensor import Params4bit
 
 # The JSON entry of a state dict is padded with spaces to a multiple of this: its length depends on the digits of the
 # offset, and torch.distributed.checkpoint loads into tensors of the saved size only. JSON ignores the spaces.
 _BLOB_BYTES = 512
 _BLOB_PREFIX = "quant_state.bitsandbytes__"
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # in module names, not in state dicts
+
+
+def _entry(name: str) -> property:
+    """An entry of the state dict as an attribute: torch.distributed resolves the key "weight.absmax" with getattr."""
+    return property(lambda weight: sharded_entries(weight, state_of(weight))[name])
+
+
+class ShardedWeight(DTensor):
+    """The registered weight of a layer that FSDP2 sharded, to foreign code a Params4bit that answers for all ranks.
+
+    It is FSDP2's own DTensor around a `PackedShard`; the layer gives it this class when FSDP2 registers it, and the
+    attributes of the Params4bit it was cut from. peft and transformers ask for the name of the class, dequantize by
+    `dequantize_4bit(weight.data, weight.quant_state)`, and rebuild a weight from `weight.__dict__`.
+    """
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        args, kwargs = tree_map(_as_dtensor, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @property
+    def quant_state(self) -> QuantState:
+        """The state of the whole weight; its `absmax` is real only while the weight is gathered."""
+        return state_of(self)
+
+    absmax = _entry("absmax")
+    quant_map = _entry("quant_map")
+    nested_absmax = _entry("nested_absmax")
+    nested_quant_map = _entry("nested_quant_map")
+
+
+ShardedWeight.__name__ = "Params4bit"
+
+
+def _as_dtensor(value: Any) -> Any:
+    if type(value) is not ShardedWeight:
+        return value
+    return DTensor(value._local_tensor, value._spec, requires_grad=value.requires_grad)
+
+
+def state_of(weight: DTensor) -> QuantState:
+    """The quantization state of a sharded packed weight."""
+    return weight._local_tensor.origin.state
+
+
+def adopt_shard(module: nn.Module, weight: DTensor) -> None:
+    """FSDP2 registers `weight` as the sharded weight of a 4-bit module: make it answer as a Params4bit does."""
+    local = weight._local_tensor
+    if not isinstance(local, PackedShard):
+        return  # being loaded (`load_sharded`), or sharded before it was quantized
+    attributes = {name: value for name, value in local.origin.attributes.items() if name != "quant_state"}
+    weight.__class__ = ShardedWeight
+    weight.__dict__.update(attributes, module=module)
+    module.__dict__["sharded_weight"] = weight
+
+
+def dequantize(weight: DTensor, state: QuantState) -> DTensor:
+    """Numbers [N, K] of a sharded packed weight, whole on every rank (`Replicate()`). A collective.
+
+    It gathers this one weight and its scales; the result is no parameter and holds what every rank computed alike.
+    """
+    _cut(weight)
+    mesh = weight.device_mesh
+    own = state.clone()
+    if state.sharded is not None:
+        chunk = DTensor.from_local(
+            state.sharded.own_scales,
+            mesh,
+            weight.placements,
+            run_check=False,
+            shape=state.absmax.size(),
+            stride=state.absmax.stride(),
+        )
+        own.absmax, own.sharded = chunk.full_tensor(), None
+    packed = whole(weight)
+    values = functional.dequantize_4bit(packed, own.to(packed.device))
+    return DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def whole(tensor: DTensor) -> torch.Tensor:
+    """All of a DTensor as a plain tensor on every rank, on the device of its mesh. A collective unless replicated."""
+    device = tensor.device_mesh.device_type
+    gathered = (tensor if tensor.device.type == device else tensor.to(device)).full_tensor()
+    return gathered.plain() if isinstance(gathered, PackedShard) else gathered  # nothing was gathered on one rank
+
+
+def write(module: nn.Module, new: Params4bit) -> None:
+    """`module.weight = new` for a sharded module: every rank keeps its part of the packed bytes and of the scales.
+
+    All ranks must bring the same weight, quantized as the old one was (ValueError otherwise). FSDP2's parameters and
+    the state stay the objects they are; what is gathered at the moment is overwritten too.
+    """
+    weight = module.sharded_weight
+    _cut(weight)
+    state, theirs = state_of(weight), new.quant_state
+    module.quant_state = state  # quantizing `new` has put its own here
+    weight.__dict__["bnb_quantized"] = True  # peft clears it in the attributes that it rebuilds a weight from
+    if theirs is None or not new.bnb_quantized:
+        raise ValueError(
+            f"weight = {list(new.shape)}: a 4-bit layer that is sharded by FSDP2 takes a quantized weight only; move "
+            "the new one to a device first"
+        )
+    for name in ("shape", "blocksize", "quant_type", "nested"):
+        found, expected = getattr(theirs, name), getattr(state, name)
+        if found != expected:
+            raise ValueError(
+                f"weight with {name} {found} for a 4-bit layer that is sharded by FSDP2 with {name} {expected}: only a "
+                "weight that was quantized in the same way can take the place of a sharded one"
+            )
+    packed = tensor.repack(new.saved_data(), weight.dtype, state.shape.numel())
+    begin, length = _C.rank_slice(packed.size(0), *_shard_world(weight))
+    weight._local_tensor.plain().copy_(packed[begin : begin + length])
+    gathered = module._parameters["weight"]
+    if type(gathered) is Params4bit:
+        gathered.bnb_quantized = True
+        gathered.data.as_subclass(torch.Tensor).copy_(packed)
+    if state.sharded is None or type(gathered) is Params4bit:
+        state.absmax.copy_(theirs.absmax)
+    if state.sharded is not None:
+        begin, length = state.sharded.begin, state.sharded.length
+        state.sharded.own_scales.copy_(theirs.absmax[begin : begin + length])
+    device = state.code.device
+    state.dtype, state.checksum = theirs.dtype, ops.checksum(packed).to(device)
+    if state.nested:
+        state.offset, state.state2 = theirs.offset.to(device), theirs.state2.to(device)
 
 
 def save_sharded(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -39,15 +166,13 @@ def save_sharded(module: nn.Module, destination: dict[str, Any], prefix: str, ke
 def sharded_entries(weight: DTensor, state: QuantState) -> dict[str, DTensor]:
     """The scale entries of a sharded packed weight by name (without "weight."): DTensors over what this rank keeps.
 
-    The scales are cut here if no gather has done it. Each entry is also set as an attribute of `weight`, because
-    torch.distributed resolves the key "weight.absmax" with getattr.
+    The scales are cut here if no gather has done it.
     """
     _cut(weight)
     mesh, device = weight.device_mesh, weight._local_tensor.device
     own = state.clone()
     if state.sharded is not None:
         own.absmax, own.sharded = state.sharded.own_scales, None
-    weight.quant_state = _StateOfShard(state)
     entries = {}
     for name, value in own.as_dict(packed=True).items():
         placements, size = [Replicate()] * mesh.ndim, value.size()
@@ -59,8 +184,6 @@ def sharded_entries(weight: DTensor, state: QuantState) -> dict[str, DTensor]:
         entries[name] = DTensor.from_local(
             value.to(device), mesh, placements, run_check=False, shape=size, stride=value.stride()
         )
-        if not name.startswith(_BLOB_PREFIX):
-            setattr(weight, name, entries[name])
     return entries
 
 
@@ -75,21 +198,6 @@ def unfilled_entries(weight: DTensor, state: QuantState) -> dict[str, DTensor]:
     local = weight._local_tensor
     local.origin.before = ops.checksum(local.plain())
     return entries
-
-
-class _StateOfShard:
-    """What a sharded weight answers for `quant_state`: the JSON entries by name, and why there is nothing else."""
-
-    def __init__(self, state: QuantState):
-        self._state = state
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("bitsandbytes__"):
-            return getattr(self._state, name)
-        raise AttributeError(
-            f"quant_state.{name}: this 4-bit weight is sharded by FSDP2 and cannot be dequantized or merged as it is. "
-            "Merge in one process, with the saved adapter, or after bitshard.fsdp.full_state_dict(model)."
-        )
 
 
 def load_sharded(
@@ -127,7 +235,7 @@ def load_sharded(
     )
     unexpected_keys[:] = [name for name in unexpected_keys if not name.startswith(start)]
     weight = module.weight
-    _restore_shard(weight, origin, key)
+    _restore_shard(module, origin, key)
     if len(error_msgs) > errors or (given is None and not entries):
         return
     if not entries or not all(isinstance(value, DTensor) for value in entries.values()):
@@ -211,7 +319,8 @@ def measure(model: nn.Module) -> Share:
     share = Share()
     flat = _flat_shares(model)
     for _, module in packed_modules(model):
-        weight, state = module.weight, module.quant_state
+        weight, state = getattr(module, "sharded_weight", None), module.quant_state
+        weight = module.weight if weight is None else weight
         ranks = 1
         if isinstance(weight, DTensor):
             _cut(weight)
@@ -314,8 +423,9 @@ def _own_rows(packed: torch.Tensor, weight: DTensor, state: QuantState, key: str
     )
 
 
-def _restore_shard(weight: DTensor, origin: Origin, key: str) -> None:
+def _restore_shard(module: nn.Module, origin: Origin, key: str) -> None:
     """After a load that replaced the parameter (`assign=True`): give its local tensor the hooks again."""
+    weight = module.weight
     local = weight._local_tensor
     if isinstance(local, PackedShard) and local.origin is origin:
         return
@@ -326,6 +436,7 @@ def _restore_shard(weight: DTensor, origin: Origin, key: str) -> None:
         )
     plain = local.plain() if isinstance(local, PackedShard) else local
     weight._local_tensor = PackedShard.wrap(plain, origin)
+    adopt_shard(module, weight)
 
 
 def _agree(entries: dict[str, torch.Tensor], mesh: Any) -> dict[str, torch.Tensor]:

@@ -48,6 +48,11 @@ __all__ = [
     "unpack_tensor_to_dict",
 ]
 
+# What an op overload calls, without the Python frame around it. Dynamo traces the overload only.
+_dequantize_4bit = ops.dequantize_4bit._op
+_linear_4bit = ops.linear_4bit._op
+_linear_4bit_dgrad = ops.linear_4bit_dgrad._op
+
 _tables: dict[tuple[str, torch.device], Tensor] = {}
 
 
@@ -98,6 +103,12 @@ def check_packed(packed: Tensor, state: QuantState, where: str) -> None:
         raise ValueError(
             f"{where}: packed weight has {packed.numel()} elements of {dtype_name(packed.dtype)}, but "
             f"{list(state.shape)} needs {expected}. Is it sharded, or was it cast to another dtype?"
+        )
+    if n > 0 and packed.untyped_storage().nbytes() == 0:
+        raise ValueError(
+            f"{where}: FSDP1 has freed this packed weight of {list(state.shape)}, as it does after a module's forward, "
+            "so it cannot be dequantized or merged here. Merge in one process with the saved adapter, load "
+            "bitshard.fsdp.full_state_dict(model) into a model that is not sharded, or use FSDP2 (fsdp_version: 2)."
         )
     n_blocks = _C.block_count(n, state.blocksize)
     if state.absmax.numel() != n_blocks:
@@ -215,22 +226,31 @@ def dequantize_4bit(
         out: tensor that receives the result, optional.
 
     Returns:
-        tensor of quant_state.shape and quant_state.dtype.
+        tensor of quant_state.shape and quant_state.dtype; a replicated DTensor where A is a shard (FSDP2).
     """
+    if type(A) is not Tensor and hasattr(A, "device_mesh"):
+        from bitshard import fsdp
+
+        return fsdp.dequantize(A, quant_state)
     if quant_state is None:
         if absmax is None or out is None:
             raise ValueError("dequantize_4bit requires both absmax and out when quant_state is not provided")
         blocksize = 64 if blocksize is None else blocksize
         quant_state = QuantState(absmax, out.shape, None, blocksize, quant_type, out.dtype)
+    op = ops.dequantize_4bit if torch.compiler.is_dynamo_compiling() else _dequantize_4bit
     shape = quant_state.shape
     try:
         rows, columns = shape if len(shape) == 2 else (math.prod(shape[:-1]), shape[-1] if shape else 1)
         absmax, absmax_map, absmax2, offset = quant_state.scales()
-        with torch._C.DisableTorchFunctionSubclass():
-            values = ops.dequantize_4bit(
-                A, absmax, absmax_map, absmax2, offset,
-                quant_state.blocksize, ops.FORMATS[quant_state.quant_type], rows, columns, quant_state.dtype,
-            )  # fmt: skip
+        arguments = (
+            A, absmax, absmax_map, absmax2, offset,
+            quant_state.blocksize, ops.FORMATS[quant_state.quant_type], rows, columns, quant_state.dtype,
+        )  # fmt: skip
+        if type(A) is Tensor:
+            values = op(*arguments)
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                values = op(*arguments)
     except (RuntimeError, TypeError, KeyError) as error:
         check_packed(A, quant_state, "dequantize_4bit")
         if quant_state.dtype not in VALUE_DTYPES.values():
@@ -240,7 +260,8 @@ def dequantize_4bit(
         values = values.view(shape)
     if out is not None:
         values = out.copy_(values)
-    return values.t() if A.dim() == 2 and A.shape[0] == 1 and A.shape[1] > 1 and len(shape) == 2 else values
+    row = A.dim() == 2 and A.size(0) == 1 and A.size(1) > 1
+    return values.t() if row and len(shape) == 2 else values
 
 
 def dequantize_fp4(A, quant_state=None, absmax=None, out=None, blocksize=None):
@@ -264,18 +285,31 @@ def linear_4bit(x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | Non
     Returns:
         [..., N] of the dtype of x.
     """
+    op = ops.linear_4bit if torch.compiler.is_dynamo_compiling() else _linear_4bit
     try:
         absmax, absmax_map, absmax2, offset = state.scales()
         N, K = state.shape
-        if bias is None:
-            bias = ops.empty(absmax.device)
+        none = ops.empty(absmax.device) if bias is None else bias
+        arguments = (
+            x, packed, absmax, absmax_map, absmax2, offset, none, state.blocksize, ops.FORMATS[state.quant_type], N, K
+        )  # fmt: skip
+        if type(packed) is Tensor and type(x) is Tensor:
+            return op(*arguments)
         with torch._C.DisableTorchFunctionSubclass():
-            return ops.linear_4bit(
-                x, packed, absmax, absmax_map, absmax2, offset, bias,
-                state.blocksize, ops.FORMATS[state.quant_type], N, K,
-            )  # fmt: skip
+            return op(*arguments)
     except (RuntimeError, TypeError, KeyError, AttributeError) as error:
         explain_linear(error, x, packed, state, bias)
+
+
+def linear_4bit_dgrad(dy: Tensor, packed: Tensor, state: QuantState) -> Tensor:
+    """dx = dy W for the weight of `linear_4bit`: dy [..., N] -> [..., K], dtype of dy."""
+    op = ops.linear_4bit_dgrad if torch.compiler.is_dynamo_compiling() else _linear_4bit_dgrad
+    absmax, absmax_map, absmax2, offset = state.scales()
+    N, K = state.shape
+    with torch._C.DisableTorchFunctionSubclass():
+        return op(
+            dy, packed, absmax, absmax_map, absmax2, offset, state.blocksize, ops.FORMATS[state.quant_type], N, K
+        )  # fmt: skip
 
 
 def explain_linear(error: Exception, x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None) -> NoReturn:

@@ -43,6 +43,7 @@ class Linear4bit(nn.Linear):
     # defaults of the class, for layers unpickled from bitsandbytes' own files
     foreign_data = False  # somebody else has set the data of the weight since it was quantized
     verified_state: QuantState | None = None  # the state that foreign data was checked against
+    sharded_weight: Tensor | None = None  # what FSDP2 registers as the weight between forwards
 
     def __init__(
         self,
@@ -78,7 +79,8 @@ class Linear4bit(nn.Linear):
     # -- forward --
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
+        parameters = self._parameters  # read directly, for attributes come through nn.Module's __getattr__
+        weight = parameters["weight"] if "weight" in parameters else self.weight
         state = self.quant_state
         packed = type(weight) is Params4bit
         doubtful = self.foreign_data or not packed
@@ -91,7 +93,7 @@ class Linear4bit(nn.Linear):
         compute_dtype = self.compute_dtype or dtype
         if dtype is not compute_dtype:
             x = x.to(compute_dtype)
-        bias = self.bias
+        bias = parameters["bias"] if "bias" in parameters else self.bias
         if bias is not None and bias.dtype is not compute_dtype:
             bias = bias.to(compute_dtype)
         y = matmul_4bit(x, weight, state, bias=bias)
@@ -124,6 +126,59 @@ class Linear4bit(nn.Linear):
                 self.compute_dtype,
                 what,
             )
+
+    # -- what takes the weight's place --
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and self.__dict__.get("quant_state") is not None:
+            self._set_weight(value)
+        else:
+            super().__setattr__(name, value)
+
+    def _set_weight(self, value: Any) -> None:
+        """`layer.weight = value` where there is a quantized weight already.
+
+        FSDP2 puts its shard here and, while it is gathered, the whole weight; FSDP1 a view of its flat parameter. A new
+        quantized weight for a layer that FSDP2 sharded is written into the shards of all ranks, for FSDP2 would drop it
+        with its next gather: a collective, to which every rank brings the same weight.
+        """
+        if type(value) is Params4bit:
+            if self.sharded_weight is None:
+                return super().__setattr__("weight", value)
+            from bitshard import fsdp
+
+            if value.quant_state is fsdp.state_of(self.sharded_weight):
+                self._parameters["weight"] = value
+                return None
+            return fsdp.write(self, value)
+        if _is_dtensor(value):
+            from bitshard import fsdp
+
+            fsdp.adopt_shard(self, value)
+        elif type(value) is Tensor and "weight" not in self._parameters and _is_flat_view(value, self.quant_state):
+            self.__dict__["weight"] = self._packed_view(value)
+            self.foreign_data = True
+            return None
+        elif self.sharded_weight is not None and value is not None:
+            raise ValueError(
+                f"weight = {list(value.shape)} of {dtype_name(value.dtype)}: this 4-bit layer is sharded by FSDP2 and "
+                "takes a quantized Params4bit only, which it writes into its shards"
+            )
+        return super().__setattr__("weight", value)
+
+    def _packed_view(self, view: Tensor) -> Params4bit:
+        """FSDP1's view of its flat parameter as a weight of this layer: foreign code dequantizes nothing else."""
+        state = self.quant_state
+        return Params4bit(
+            view,
+            quant_state=state,
+            blocksize=state.blocksize,
+            compress_statistics=state.nested,
+            quant_type=state.quant_type,
+            quant_storage=self.quant_storage,
+            module=self,
+            bnb_quantized=True,
+        )
 
     # -- moves --
 
@@ -258,7 +313,7 @@ class Linear4bit(nn.Linear):
         """Take over a packed weight; the parameter object stays where it can."""
         weight = self._parameters.get("weight")
         n = new.quant_state.shape.numel()
-        if isinstance(weight, nn.Parameter) and _is_flat_view(weight, n):
+        if isinstance(weight, nn.Parameter) and _is_flat_view(weight, new.quant_state):
             with torch.no_grad():
                 weight.copy_(repack(new.data, weight.dtype, n))
             new.quant_state.checksum = ops.checksum(weight.detach())
@@ -276,11 +331,11 @@ class Linear4bit(nn.Linear):
         self.compress_statistics = new.compress_statistics
 
 
-def _is_flat_view(weight: Tensor, n: int) -> bool:
-    """Whether `weight` is FSDP1's view of its flat parameter that holds n packed codes: it must be written in place."""
+def _is_flat_view(weight: Tensor, state: QuantState) -> bool:
+    """Whether `weight` can be FSDP1's view of its flat parameter: a plain packed column of the size of `state`."""
     if isinstance(weight, Params4bit) or weight.is_meta:
         return False
-    return list(weight.shape) == [_C.storage_elements(n, weight.element_size()), 1]
+    return list(weight.shape) == [_C.storage_elements(state.shape.numel(), weight.element_size()), 1]
 
 
 def _is_dtensor(weight: Any) -> bool:

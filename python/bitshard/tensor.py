@@ -137,7 +137,8 @@ class Params4bit(torch.nn.Parameter):
     After: packed bytes [n, 1] of the container dtype (see `container_dtype`) and `quant_state`.
 
     Args:
-        data: float32, float16 or bfloat16 [N, K], or packed bytes together with `quant_state`.
+        data: float32, float16 or bfloat16 [N, K], or packed bytes together with `quant_state`. A DTensor (a sum of
+            sharded weights, say) is gathered: every rank quantizes the same numbers.
         quant_state: the state of packed `data`. Data that cannot be the packed form of it counts as not quantized.
         blocksize: elements per scale; 64 if None.
         compress_statistics: quantize the scales too.
@@ -171,6 +172,10 @@ class Params4bit(torch.nn.Parameter):
         **kwargs: Any,
     ) -> Params4bit:
         data = torch.empty(0) if data is None else data
+        if hasattr(data, "device_mesh"):
+            from bitshard import fsdp
+
+            data = fsdp.whole(data)
         blocksize = 64 if blocksize is None else blocksize
         functional.check_format(quant_type, blocksize)
         functional.check_storage(quant_storage)

@@ -23,7 +23,7 @@ from bitshard.functional import dequantize_4bit
 from bitshard.linear import Linear4bit
 from bitshard.shard import PackedShard
 from bitshard.tensor import Params4bit
-from common import Spy, hostile_values, plant
+from common import Spy, as_bytes, hostile_values, plant, wrong_bytes
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -313,24 +313,63 @@ def run_adapter(args):
     return {**result, "merge_gap": gap}
 
 
-def run_merge(args):
-    """merge_and_unload of a sharded model raises and names what to do; gathered first, it merges (see run_adapter)."""
-    trainer, result = fit(args, lora(load(args)), "merge", max_steps=2)
+def merge_all_ways(model, safe):
+    """peft's merging, unpatched: merged and taken out again, then merged for good; the model without its adapter."""
+    model.merge_adapter(safe_merge=safe)
+    model.unmerge_adapter()
+    return model.merge_and_unload(safe_merge=safe)
+
+
+def run_merge(args, name="merge", safe=False, **options):
+    """Merging into the sharded base gives every byte that merging in one process gives, and stays sharded."""
+    trainer, result = fit(args, lora(load(args), **options), name, max_steps=2)
     full = fsdp.full_state_dict(trainer.model)
+    rows = torch.tensor(dataset()["input_ids"][:2], device=trainer.accelerator.device)
+    trainer.model.eval()
+    with torch.no_grad():
+        trainer.model(input_ids=rows)  # leaves what is no part of a decoder layer gathered
+    merged = merge_all_ways(trainer.model, safe)
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    check_sharded(trainer.model, args)
+    with torch.no_grad():
+        found = trainer.model(input_ids=rows).logits
+    saved = fsdp.full_state_dict(merged)
     if RANK == 0:
-        whole = lora(load(args))
+        whole = lora(load(args), **options)
         missing, unexpected = whole.load_state_dict(full, strict=False)
         assert not missing and not unexpected, (missing, unexpected)
-        merged = whole.merge_and_unload()
-        assert not any("lora" in name for name, _ in merged.named_parameters())
-        assert all(m.quant_state is not None for m in merged.modules() if isinstance(m, Linear4bit))
-    barrier()
-    try:
-        trainer.model.merge_and_unload()
-    except Exception as error:
-        result["merge_error"] = f"{type(error).__name__}: {error}"
+        before = {key: value for key, value in whole.state_dict().items() if key.endswith("base_layer.weight")}
+        whole = merge_all_ways(whole, safe).eval()
+        for key, value in whole.state_dict().items():
+            assert saved[key].dtype == value.dtype, key
+            if "quant_state" not in key:  # JSON with padding
+                assert wrong_bytes(as_bytes(saved[key]), as_bytes(value)) == 0, key
+        changed = [key for key, value in before.items() if not value.equal(saved[unwrapped(key)])]
+        assert len(changed) == 14, changed
+        with torch.no_grad():
+            assert torch.equal(found, whole(input_ids=rows).logits)
     barrier()
     return result
+
+
+def run_merge_dora(args):
+    """The same with DoRA, whose merging dequantizes the base once more, and with `safe_merge`."""
+    return run_merge(args, "merge_dora", safe=True, use_dora=True)
+
+
+def run_merge_fsdp1(args):
+    """FSDP1 has freed what peft would read: an error that names the ways that work (a dense model fails there too)."""
+    trainer, result = fit(args, lora(load(args)), "merge", max_steps=1)
+    try:
+        trainer.model.merge_and_unload()
+    except ValueError as error:
+        return {**result, "error_seen": str(error)}
+    raise AssertionError("merged")
+
+
+def unwrapped(key):
+    """A key of the base model's state dict out of peft's."""
+    return key.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def run_save_pretrained(args):
@@ -339,11 +378,7 @@ def run_save_pretrained(args):
     folder = os.path.join(args.dir, "saved_base")
     full = fsdp.full_state_dict(trainer.model)
     if RANK == 0:
-        base = {
-            key.removeprefix("base_model.model.").replace(".base_layer.", "."): value
-            for key, value in full.items()
-            if "lora_" not in key
-        }
+        base = {unwrapped(key): value for key, value in full.items() if "lora_" not in key}
         assert {value.dtype for key, value in base.items() if key.endswith("_proj.weight")} == {torch.uint8}
         load(args).save_pretrained(folder, state_dict=base)
     barrier()
