@@ -22,14 +22,19 @@ int64_t bsh_cuda_workspace_bytes(void) {
 
 bsh_status bsh_cuda_scratch_new(const bsh_cuda_context *const context, const int64_t n_bytes,
                                 bsh_cuda_scratch *const scratch) {
+  return bsh_cuda_scratch_of(context, n_bytes, bsh_torch.aoti_torch_dtype_uint8(), 1, scratch);
+}
+
+bsh_status bsh_cuda_scratch_of(const bsh_cuda_context *const context, const int64_t n, const int32_t torch_dtype,
+                               const int64_t itemsize, bsh_cuda_scratch *const scratch) {
   const int64_t stride = 1;
   AtenTensorHandle tensor = NULL;
   *scratch = (bsh_cuda_scratch){0};
-  if (bsh_torch.aoti_torch_empty_strided(1, &n_bytes, &stride, bsh_torch.aoti_torch_dtype_uint8(),
-                                         bsh_torch.aoti_torch_device_type_cuda(), context->device, &tensor))
+  if (bsh_torch.aoti_torch_empty_strided(1, &n, &stride, torch_dtype, bsh_torch.aoti_torch_device_type_cuda(),
+                                         context->device, &tensor))
     return bsh_fail(BSH_OUT_OF_MEMORY,
                     "%s: out of memory: could not allocate %" PRId64 " bytes of workspace on cuda:%d", context->op,
-                    n_bytes, (int)context->device);
+                    n * itemsize, (int)context->device);
   scratch->handle = tensor;
   if (bsh_torch.aoti_torch_get_data_ptr(tensor, &scratch->data) == 0) return BSH_OK;
   bsh_cuda_scratch_delete(scratch);

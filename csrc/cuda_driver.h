@@ -13,15 +13,23 @@
 
 #include "status.h"
 
+/* torch's tensors behind the pointers of a product's arguments, for its GEMM. */
+typedef struct {
+  void *x;    /* contiguous [M, columns], any leading sizes: x, or dy of the input gradient */
+  void *y;    /* the same of the result */
+  void *bias; /* NULL without */
+} bsh_torch_operands;
+
 /* One op call on one device: made by bsh_cuda_enter, closed by bsh_cuda_leave. */
 typedef struct {
   const char *op;   /* for messages */
   int64_t sizes[3]; /* for messages: M, N, K of a product, or n and zeros */
   int32_t device;
-  int32_t sm;   /* compute capability, 10 * major + minor */
-  int32_t sms;  /* multiprocessors */
-  void *stream; /* torch's current stream of the device, a CUstream */
-  void *guard;  /* torch's device guard where another device was current, else NULL */
+  int32_t sm;                         /* compute capability, 10 * major + minor */
+  int32_t sms;                        /* multiprocessors */
+  void *stream;                       /* torch's current stream of the device, a CUstream */
+  void *guard;                        /* torch's device guard where another device was current, else NULL */
+  const bsh_torch_operands *operands; /* of a product, else NULL */
 } bsh_cuda_context;
 
 /* Makes `device` current in this thread (its primary context; a fresh thread has none) and takes its current stream. */
@@ -69,6 +77,9 @@ typedef struct {
   void *handle;
 } bsh_cuda_scratch;
 bsh_status bsh_cuda_scratch_new(const bsh_cuda_context *context, int64_t n_bytes, bsh_cuda_scratch *scratch);
+/* The same, with a handle that torch takes for n elements of a dtype (torch's number) of `itemsize` bytes. */
+bsh_status bsh_cuda_scratch_of(const bsh_cuda_context *context, int64_t n, int32_t torch_dtype, int64_t itemsize,
+                               bsh_cuda_scratch *scratch);
 void bsh_cuda_scratch_delete(bsh_cuda_scratch *scratch);
 
 /* Bytes the dequantized panels of one call may take: BITSHARD_WORKSPACE_MB, 64 MiB by default. Read once. */

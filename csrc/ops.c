@@ -28,12 +28,15 @@
   X(linear_4bit_dgrad, 6, "(Tensor dy, " WEIGHT_ARGUMENTS ", int blocksize, int format, int N, int K) -> Tensor")      \
   X(checksum, 1, "(Tensor packed) -> Tensor")
 
-/* Leaves the op: computes with args on the device of `like`. The sizes are for messages. */
+/* Leaves the op: computes with args on the device of `like`. The sizes are for messages, the operands for products. */
 #define COMPUTE(name, like, size0, size1, size2, ...)                                                                  \
+  COMPUTE_PRODUCT(name, like, NULL, size0, size1, size2, __VA_ARGS__)
+#define COMPUTE_PRODUCT(name, like, tensors, size0, size1, size2, ...)                                                 \
   do {                                                                                                                 \
     if (!bsh_on_cuda(like)) return bsh_cpu_##name(__VA_ARGS__);                                                        \
     bsh_cuda_context context;                                                                                          \
     BSH_TRY(bsh_cuda_enter(&context, #name, (like)->device_index, size0, size1, size2));                               \
+    context.operands = tensors;                                                                                        \
     const bsh_status computed = bsh_cuda_##name(&args, &context);                                                      \
     bsh_cuda_leave(&context);                                                                                          \
     return computed;                                                                                                   \
@@ -240,7 +243,8 @@ static bsh_status linear_4bit(bsh_call *const call) {
   if (y.numel == 0) return BSH_OK;
   args.x = x.data;
   args.y = y.data;
-  COMPUTE(linear_4bit, &x, args.M, N, K, &args, &cpu_gemm);
+  const bsh_torch_operands operands = {x.handle, y.handle, args.bias != NULL ? bias.handle : NULL};
+  COMPUTE_PRODUCT(linear_4bit, &x, &operands, args.M, N, K, &args, &cpu_gemm);
 }
 
 static bsh_status linear_4bit_dgrad(bsh_call *const call) {
@@ -254,7 +258,8 @@ static bsh_status linear_4bit_dgrad(bsh_call *const call) {
   if (dx.numel == 0) return BSH_OK;
   args.dy = dy.data;
   args.dx = dx.data;
-  COMPUTE(linear_4bit_dgrad, &dy, args.M, N, K, &args, &cpu_gemm);
+  const bsh_torch_operands operands = {.x = dy.handle, .y = dx.handle};
+  COMPUTE_PRODUCT(linear_4bit_dgrad, &dy, &operands, args.M, N, K, &args, &cpu_gemm);
 }
 
 /* ---- checksum ---- */

@@ -40,6 +40,9 @@ typedef void (*bsh_boxed_kernel)(StableIValue *stack, uint64_t n_arguments, uint
   X(AOTITorchError, aoti_torch_create_tensor_from_blob,                                                                \
     (void *data, int64_t dim, const int64_t *sizes, const int64_t *strides, int64_t offset, int32_t dtype,             \
      int32_t device_type, int32_t device_index, AtenTensorHandle *tensor))                                             \
+  X(AOTITorchError, aoti_torch__reinterpret_tensor,                                                                    \
+    (AtenTensorHandle self, int64_t dim, const int64_t *sizes, const int64_t *strides, int64_t offset_increment,       \
+     AtenTensorHandle *tensor))                                                                                        \
   X(AOTITorchError, aoti_torch_copy_, (AtenTensorHandle self, AtenTensorHandle source, int32_t non_blocking))          \
   X(AOTITorchError, aoti_torch_zero_, (AtenTensorHandle self))                                                         \
   X(AOTITorchError, aoti_torch_delete_tensor_object, (AtenTensorHandle tensor))                                        \

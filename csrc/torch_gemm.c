@@ -34,6 +34,14 @@ bsh_status bsh_torch_cpu_gemm(void *const context, const bsh_dtype dtype, void *
                   wrap(a, m, k, lda, 1, dtype, cpu, 0), wrap(b, k, n, ldb_row, ldb_col, dtype, cpu, 0));
 }
 
+/* Views for one product; unlike tensors over foreign memory they cost no question to the driver. */
+static AtenTensorHandle view(const bsh_torch_matrix *const matrix) {
+  const int64_t sizes[2] = {matrix->rows, matrix->columns}, strides[2] = {matrix->row_stride, matrix->column_stride};
+  AtenTensorHandle tensor = NULL;
+  bsh_torch.aoti_torch__reinterpret_tensor(matrix->tensor, 2, sizes, strides, matrix->offset, &tensor);
+  return tensor;
+}
+
 /* addmm reads the bias as a 1-D tensor and adds it in the product's epilogue where cuBLASLt can. */
 static bsh_status multiply_add(const AtenTensorHandle c, const AtenTensorHandle bias, const AtenTensorHandle a,
                                const AtenTensorHandle b) {
@@ -47,18 +55,11 @@ static bsh_status multiply_add(const AtenTensorHandle c, const AtenTensorHandle 
                 : BSH_OK;
 }
 
-bsh_status bsh_torch_cuda_gemm(const int32_t device, const bsh_dtype dtype, void *const c, const int64_t ldc,
-                               const void *const a, const int64_t lda, const void *const b, const int64_t ldb_row,
-                               const int64_t ldb_col, const void *const bias, const int64_t m, const int64_t n,
-                               const int64_t k) {
-  const int32_t cuda = bsh_torch.aoti_torch_device_type_cuda();
-  const AtenTensorHandle c_handle = wrap(c, m, n, ldc, 1, dtype, cuda, device);
-  const AtenTensorHandle a_handle = wrap(a, m, k, lda, 1, dtype, cuda, device);
-  const AtenTensorHandle b_handle = wrap(b, k, n, ldb_row, ldb_col, dtype, cuda, device);
-  if (bias == NULL) return multiply(bsh_torch.aoti_torch_cuda_mm_out, c_handle, a_handle, b_handle);
+bsh_status bsh_torch_cuda_gemm(const bsh_torch_matrix *const c, const bsh_torch_matrix *const a,
+                               const bsh_torch_matrix *const b, void *const bias, const int64_t bias_offset) {
+  if (bias == NULL) return multiply(bsh_torch.aoti_torch_cuda_mm_out, view(c), view(a), view(b));
   const int64_t stride = 1;
-  AtenTensorHandle bias_handle = NULL;
-  bsh_torch.aoti_torch_create_tensor_from_blob((void *)(uintptr_t)bias, 1, &n, &stride, 0, bsh_torch_dtype(dtype), cuda,
-                                               device, &bias_handle);
-  return multiply_add(c_handle, bias_handle, a_handle, b_handle);
+  AtenTensorHandle slice = NULL;
+  bsh_torch.aoti_torch__reinterpret_tensor(bias, 1, &c->columns, &stride, bias_offset, &slice);
+  return multiply_add(view(c), slice, view(a), view(b));
 }

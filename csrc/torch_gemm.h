@@ -1,4 +1,4 @@
-/* torch_gemm.h - torch's own matrix product, called on raw memory. */
+/* torch_gemm.h - torch's own matrix product: on raw memory (CPU), on parts of tensors (CUDA). */
 #ifndef BSH_TORCH_GEMM_H
 #define BSH_TORCH_GEMM_H
 
@@ -10,9 +10,16 @@
 bsh_status bsh_torch_cpu_gemm(void *context, bsh_dtype dtype, void *c, int64_t ldc, const void *a, int64_t lda,
                               const void *b, int64_t ldb_row, int64_t ldb_col, int64_t m, int64_t n, int64_t k);
 
-/* c = a b + bias (bias [n], or NULL) on a CUDA device and torch's current stream of it. */
-bsh_status bsh_torch_cuda_gemm(int32_t device, bsh_dtype dtype, void *c, int64_t ldc, const void *a, int64_t lda,
-                               const void *b, int64_t ldb_row, int64_t ldb_col, const void *bias, int64_t m, int64_t n,
-                               int64_t k);
+/* A matrix inside a torch tensor: element (i, j) lies offset + i * row_stride + j * column_stride elements behind the
+ * tensor's first. */
+typedef struct {
+  void *tensor; /* AtenTensorHandle, borrowed */
+  int64_t offset, rows, columns, row_stride, column_stride;
+} bsh_torch_matrix;
+
+/* c = a b + bias on a CUDA device and torch's current stream of it, all of one dtype. bias: NULL or a tensor of which
+ * c->columns elements from bias_offset on are added to every row. */
+bsh_status bsh_torch_cuda_gemm(const bsh_torch_matrix *c, const bsh_torch_matrix *a, const bsh_torch_matrix *b,
+                               void *bias, int64_t bias_offset);
 
 #endif

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitshard import functional, ops
+from bitshard import functional
 from bitshard.state import QuantState
 
 
@@ -33,16 +33,18 @@ class MatMul4Bit(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
         needs_x, _, _, needs_bias, _ = ctx.needs_input_grad
         state = ctx.state
-        N, K = state.shape
         dx = dbias = None
         if needs_x:
-            with torch._C.DisableTorchFunctionSubclass():
-                dx = ops.linear_4bit_dgrad(
-                    dy, ctx.packed, *state.scales(), state.blocksize, ops.FORMATS[state.quant_type], N, K
-                )
+            dx = functional.linear_4bit_dgrad(dy, ctx.packed, state)
         if needs_bias:
-            dbias = dy.reshape(-1, N).sum(0, dtype=ctx.bias_dtype)
+            dbias = dy.reshape(-1, state.shape[0]).sum(0, dtype=ctx.bias_dtype)
         return dx, None, None, dbias, None
+
+
+# What `MatMul4Bit.apply` calls in the end; its wrapper in Python, which costs more than the rest of the bookkeeping,
+# serves functorch and Dynamo (tested for below) and removes wrappers that functorch left behind (`_unwrap` does).
+_apply = super(torch.autograd.Function, MatMul4Bit).apply
+_unwrap = torch._C._functorch.unwrap_if_dead
 
 
 def matmul_4bit(
@@ -71,10 +73,15 @@ def matmul_4bit(
     if quant_state.shape is None or len(quant_state.shape) != 2:
         raise ValueError(f"matmul_4bit: quant_state.shape must be [N, K], got {quant_state.shape}")
     N, K = quant_state.shape
-    if A.shape[-1] != K and A.shape[-1] == N:
+    width = A.size(-1)
+    if width != K and width == N:
         return _matmul_transposed(A, B, quant_state, out, bias)
     if torch.is_grad_enabled() and (A.requires_grad or (bias is not None and bias.requires_grad)):
-        return MatMul4Bit.apply(A, B, out, bias, quant_state)
+        if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
+            return MatMul4Bit.apply(A, B, out, bias, quant_state)
+        if bias is not None:
+            bias = _unwrap(bias)
+        return _apply(_unwrap(A), B, out, bias, quant_state)
     y = functional.linear_4bit(A, B, quant_state, bias)
     return y if out is None else out.copy_(y)
 
