@@ -152,6 +152,54 @@ def test_state_moves():
     assert state.moved(torch.device("cpu")) is state and state.moved(torch.device("meta")) is state
 
 
+@pytest.mark.parametrize("quant_type", cases.FORMATS)
+def test_code_is_an_ordinary_attribute(quant_type, tmp_path):
+    """`code` is copied from a shared table when first read; nobody who reads, writes or moves it can tell."""
+    packed, state = functional.quantize_4bit(weight(), compress_statistics=True, quant_type=quant_type)
+    _, other = functional.quantize_4bit(weight(), compress_statistics=True, quant_type=quant_type)
+    values = functional.dequantize_4bit(packed, state)
+    tables = (functional.get_4bit_type(quant_type, "cpu"), functional.create_dynamic_map())
+    copies = [
+        copy.deepcopy(state),
+        copy.copy(state),
+        state.clone().to("cpu"),
+        pickle.loads(pickle.dumps(state)),
+        QuantState.from_dict(state.clone().as_dict(packed=True), "cpu"),
+    ]
+    torch.save(state, tmp_path / "state.pt")
+    with torch.serialization.safe_globals([QuantState]):
+        copies.append(torch.load(tmp_path / "state.pt", weights_only=True))
+    for one in (state, *copies):
+        for holder, table in zip((one, one.state2), tables, strict=True):
+            assert holder.code is holder.code and torch.equal(holder.code, table) and not holder.code.is_inference()
+    assert state.code.data_ptr() != other.code.data_ptr() and copies[1].code is state.code, "a shallow copy shares"
+    # what is written to one state's code counts for it, and for it alone
+    state.state2.code.mul_(2)
+    copies[0].state2.code = copies[0].state2.code * 2
+    assert not torch.equal(functional.dequantize_4bit(packed, state), values)
+    assert torch.equal(functional.dequantize_4bit(packed, state), functional.dequantize_4bit(packed, copies[0]))
+    for one in (other, *copies[3:]):
+        assert torch.equal(functional.dequantize_4bit(packed, one), values)
+    state.code = None
+    assert state.code is None and torch.equal(functional._table(quant_type, torch.device("cpu")), tables[0])
+
+
+def test_code_read_in_inference_mode():
+    _, state = functional.quantize_4bit(weight(), compress_statistics=True)
+    with torch.inference_mode():
+        assert not state.code.is_inference() and not state.state2.code.is_inference()
+    entries = state.as_dict(packed=True)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in entries.values()}) == len(entries)
+
+
+def test_pickled_by_bitsandbytes():
+    """Its QuantState has no methods for pickling: the attributes are the state."""
+    packed, state = functional.quantize_4bit(weight(), compress_statistics=True)
+    again = QuantState.__new__(QuantState)
+    again.__setstate__({"code": state.code, "absmax": state.absmax, "shape": state.shape, "quant_type": "fp4"})
+    assert torch.equal(again.code, state.code) and again.shape == state.shape
+
+
 def test_sharded_state_is_not_copied_as_if_whole():
     _, state = functional.quantize_nf4(weight())
     state.sharded = object()

@@ -57,7 +57,7 @@ _tables: dict[tuple[str, torch.device], Tensor] = {}
 
 
 def _table(name: str, device: torch.device) -> Tensor:
-    """A table of the C core on `device`. Shared: never write to it, never hand it out."""
+    """A table of the C core on `device`. Shared: never write to it, never hand it out but as a `shared_code`."""
     key = (name, device)
     table = _tables.get(key)
     if table is None:
@@ -177,11 +177,11 @@ def quantize_4bit(
     state = QuantState(
         absmax=scales,
         shape=A.shape,
-        code=get_4bit_type(quant_type, device=A.device),
         blocksize=blocksize,
         quant_type=quant_type,
         dtype=A.dtype,
     )
+    state.shared_code = _table(quant_type, A.device)
     if compress_statistics:
         _nest(state)
     if absmax is not None:
@@ -195,7 +195,8 @@ def _nest(state: QuantState) -> None:
     offset = state.absmax.mean() if state.absmax.numel() else state.absmax.new_zeros(())
     state.absmax, absmax2 = ops.quantize_blockwise(state.absmax, code, offset, NESTED_BLOCKSIZE)
     state.offset = offset
-    state.state2 = QuantState(absmax=absmax2, code=code.clone(), blocksize=NESTED_BLOCKSIZE, dtype=torch.float32)
+    state.state2 = QuantState(absmax=absmax2, blocksize=NESTED_BLOCKSIZE, dtype=torch.float32)
+    state.state2.shared_code = code
     state.nested = True
 
 

@@ -59,6 +59,8 @@ class QuantState:
 
     checksum: Tensor | None = None
     sharded: Any = None
+    shared_code: Tensor | None = None  # a table of all states: what `code` becomes a copy of when it is asked for
+    _code: Tensor | None = None
 
     def __init__(
         self,
@@ -80,6 +82,18 @@ class QuantState:
         self.offset = offset
         self.state2 = state2
         self.nested = state2 is not None
+
+    @property
+    def code(self) -> Tensor | None:
+        """float32 value of each code. Copied from `shared_code` when first read, so that quantizing copies nothing."""
+        if self._code is None and self.shared_code is not None:
+            self.code = _copy_of(self.shared_code)
+        return self._code
+
+    @code.setter
+    def code(self, value: Tensor | None) -> None:
+        self._code = value
+        self.shared_code = None
 
     def __getattr__(self, name: str) -> Any:
         # torch's state-dict code resolves the key "X.weight.quant_state.bitsandbytes__nf4" by attribute access.
@@ -105,7 +119,12 @@ class QuantState:
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_whole("copied or pickled")
-        return self.__dict__.copy()
+        private = ("_code", "shared_code")  # files hold the plain attribute, as bitsandbytes' own do
+        return {"code": self.code, **{name: value for name, value in self.__dict__.items() if name not in private}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({name: value for name, value in state.items() if name != "code"})
+        self.code = state.get("code")
 
     def __copy__(self) -> QuantState:
         return self.clone()
@@ -124,8 +143,11 @@ class QuantState:
         if state2 is None:
             none = ops.empty(absmax.device)
             return absmax, none, none, none
+        code = state2.shared_code
+        if code is None:
+            code = state2.code
         offset = self.offset
-        return absmax, state2.code, state2.absmax, offset if offset.dtype is torch.float32 else offset.float()
+        return absmax, code, state2.absmax, offset if offset.dtype is torch.float32 else offset.float()
 
     def to(self, device: torch.device | str | int) -> QuantState:
         """Move every tensor to `device`, in place, and return self. On the meta device the statistics stay real."""
@@ -136,7 +158,7 @@ class QuantState:
             self.sharded.to(device)
         else:
             self.absmax = self.absmax.to(device)
-        for name in ("code", "offset", "checksum"):
+        for name in ("_code", "shared_code", "offset", "checksum"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, tensor.to(device))
@@ -198,6 +220,13 @@ class QuantState:
             return _read_8bit(cls, entries, device)
         state = _read_4bit(cls, entries)
         return state.to(device)
+
+
+def _copy_of(table: Tensor) -> Tensor:
+    if torch.compiler.is_dynamo_compiling():
+        return table.clone()
+    with torch.inference_mode(False):
+        return table.clone()
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
