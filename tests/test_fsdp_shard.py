@@ -130,3 +130,31 @@ def test_a_replicated_weight_is_refused():
     shard = shards([quantized(8, 64, torch.bfloat16)], 1)[0]
     with pytest.raises(ValueError, match="128 rows where this mesh expects 64"):
         shard.fsdp_pre_all_gather(Mesh(2, 0))
+
+
+def test_ordinary_use_warns_of_nothing(caplog):
+    """Only a process that accelerate told to shard, and that has others beside it, learns that uint8 stays whole."""
+    layer = quantized(8, 64, torch.uint8)
+    layer.to(torch.bfloat16)
+    assert not layer.weight.is_floating_point() and not caplog.records
+
+
+def test_views_of_a_flat_parameter_are_packed_weights():
+    """FSDP1 sets plain views; peft's DoRA dequantizes nothing but a Params4bit. What does not fit stays as it is."""
+    layer = quantized(8, 64, torch.bfloat16)
+    x = torch.randn(2, 64)
+    expected = layer(x)
+    flat = layer.weight.data.as_subclass(torch.Tensor).clone()
+    del layer.weight
+    layer.weight = flat.view(-1, 1)
+    assert type(layer.weight) is Params4bit and layer.weight.data_ptr() == flat.data_ptr()
+    assert layer.weight.quant_state is layer.quant_state and "weight" not in dict(layer.named_parameters())
+    assert torch.equal(layer(x), expected)
+    flat.view(torch.uint8)[0] ^= 1
+    layer.weight = flat.view(-1, 1)
+    layer.verified_state = None
+    with pytest.raises(ValueError, match="checksum"):
+        layer(x)
+    layer.weight = flat.float().view(-1, 1)
+    with pytest.raises(ValueError, match="128, 1. of float32"):
+        layer(x)

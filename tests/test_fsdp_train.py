@@ -7,8 +7,8 @@ import pytest
 from fsdp.launch import WORKERS, accelerate_launch, launch, run
 
 BASELINE = "trainer trainer_bf16 sft dora kbit fp16".split()
-FSDP2 = [*BASELINE, *"planted resume resume_full adapter merge merge_dora save_pretrained".split()]
-FSDP1 = "trainer trainer_bf16 sft dora planted merge_fsdp1".split()
+FSDP2 = [*BASELINE, *"planted resume resume_full adapter merge merge_dora save_pretrained loaded_early".split()]
+FSDP1 = "fp32_base trainer trainer_bf16 sft dora planted merge_fsdp1".split()  # fp32_base makes the first Accelerator
 BOUNDS = {"trainer": 1e-5, "dora": 1e-5, "trainer_bf16": 2e-3, "sft": 2e-3, "kbit": 2e-3, "fp16": 5e-3}
 BASE_BYTES = 21888  # packed bytes of the tiny model's 14 linears; 684 scales
 
@@ -101,6 +101,18 @@ def test_a_saved_base_trains_again(alone, fsdp2):
 
 def test_merging_under_fsdp1_raises(fsdp1):
     assert "full_state_dict" in fsdp1["merge_fsdp1"]["error_seen"]
+
+
+def test_a_base_of_another_dtype_than_fsdp1_computes_in_raises(fsdp1):
+    assert "dtype= of from_pretrained" in fsdp1["fp32_base"]["error_seen"]
+
+
+def test_weights_loaded_before_the_launch_are_warned_of_once(alone, fsdp2):
+    """accelerate leaves their 14 uint8 parameters whole on every rank."""
+    found = fsdp2["loaded_early"]
+    assert "not sharded" in found["report"] and len(found["messages"]) == 1
+    assert "loaded before this process was known to shard" in found["messages"][0]
+    assert gap(alone["trainer"]["losses"][:2], found["losses"]) <= BOUNDS["trainer"]
 
 
 def test_bare_torchrun_shards_default_storage(folder, alone):

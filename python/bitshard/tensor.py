@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -23,6 +25,8 @@ from torch import Tensor
 
 from bitshard import _C, functional, ops
 from bitshard.state import VALUE_DTYPES, QuantState, dtype_name
+
+logger = logging.getLogger(__name__)
 
 _plain = torch._C.DisableTorchFunctionSubclass
 _module_move = False
@@ -42,9 +46,13 @@ def module_move() -> Iterator[None]:
 # ---- the container ----
 
 
+def _accelerate_fsdp() -> bool:
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "y", "on", "t")
+
+
 def fsdp_launch() -> bool:
     """Whether this process is to shard: accelerate's FSDP switch, several torchrun processes, or a group of them."""
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "y", "on", "t"):
+    if _accelerate_fsdp():
         return True
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size() > 1
@@ -62,6 +70,17 @@ def container_dtype(weight_dtype: torch.dtype, quant_storage: torch.dtype) -> to
     if quant_storage.is_floating_point or weight_dtype not in VALUE_DTYPES.values() or not fsdp_launch():
         return quant_storage
     return weight_dtype
+
+
+@functools.cache
+def _warn_unsharded(container: torch.dtype) -> None:
+    """Once per process."""
+    logger.warning(
+        "These 4-bit weights are kept as %s, because they were loaded before this process was known to shard, and "
+        "accelerate leaves integer weights whole on every rank: nothing of them will be sharded. Load the model in the "
+        "launched process (accelerate launch, torchrun), or set bnb_4bit_quant_storage to the dtype of the model.",
+        dtype_name(container),
+    )
 
 
 def repack(packed: Tensor, dtype: torch.dtype, n: int) -> Tensor:
@@ -464,6 +483,17 @@ def _new_zeros(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return PackedShard(out, weight.quant_state, weight.size(), like=weight)
 
 
+def _is_floating_point(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """What accelerate asks to decide whether FSDP2 may shard a weight (so does `Module.to`, which does not matter)."""
+    weight = args[0]
+    answer = func(*args, **kwargs)
+    if not answer and not _module_move and _accelerate_fsdp() and getattr(weight, "bnb_quantized", False):
+        group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if group and torch.distributed.get_world_size() > 1:
+            _warn_unsharded(weight.dtype)
+    return answer
+
+
 def _cast(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """half(), float(), type(dtype) and their like."""
     weight = args[0]
@@ -521,6 +551,7 @@ def _handlers() -> dict[Any, Any]:
         table[func] = _keep_class
     table[torch.as_strided] = table[torch.Tensor.as_strided] = _keep_class
     table[torch.Tensor.to] = _to
+    table[torch.is_floating_point] = table[torch.Tensor.is_floating_point] = _is_floating_point
     table[torch.empty_like] = _empty_like
     table[torch.Tensor.new_zeros] = _new_zeros
     table[torch.Tensor.data.__set__] = _set_data

@@ -9,6 +9,7 @@ Without a launcher it is the one process that the others are compared with. Scen
 import argparse
 import gc
 import json
+import logging
 import os
 import sys
 import traceback
@@ -16,15 +17,16 @@ import traceback
 import datasets
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState
 from bitshard import fsdp
 from bitshard.functional import dequantize_4bit
 from bitshard.linear import Linear4bit
 from bitshard.shard import PackedShard
 from bitshard.tensor import Params4bit
-from common import Spy, as_bytes, hostile_values, plant, wrong_bytes
+from common import Spy, as_bytes, hostile_values, no_launch, plant, wrong_bytes
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from peft.utils.other import fsdp_auto_wrap_policy
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -190,6 +192,37 @@ def run_planted(args):
         return {"error_seen": str(error)}
 
 
+def run_loaded_early(args):
+    """Loaded before the process was known to shard, default storage stays uint8 and accelerate shards nothing of it."""
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("bitshard.tensor").addHandler(handler)
+    with no_launch():
+        model = lora(load(args))
+    trainer = Trainer(model=model, args=arguments(args, "early", max_steps=2), train_dataset=dataset())
+    trainer.train()
+    return {"losses": losses(trainer), "report": fsdp.describe(trainer.model), "messages": messages}
+
+
+def run_fp32_base(args):
+    """Loaded in fp32 and wrapped by accelerate's FSDP1 in bf16 mixed precision: an error that names the way out.
+
+    (Trainer refuses bf16=True on a CPU; what it would do is done here: peft's wrap policy, then prepare.)
+    """
+    plugin = FullyShardedDataParallelPlugin()
+    accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
+    model = lora(load(args))
+    plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)
+    model = accelerator.prepare(model)
+    rows = torch.tensor(dataset()["input_ids"][:2], device=accelerator.device)
+    try:
+        model(input_ids=rows, labels=rows)
+    except (TypeError, ValueError) as error:
+        return {"error_seen": f"{type(error).__name__}: {error}"}
+    raise AssertionError("a forward on cast weights")
+
+
 def run_torchrun(args):
     """Bare torchrun: FSDP comes from TrainingArguments, which tell accelerate only after the model was loaded."""
     assert "ACCELERATE_USE_FSDP" not in os.environ
@@ -330,10 +363,10 @@ def run_merge(args, name="merge", safe=False, **options):
         trainer.model(input_ids=rows)  # leaves what is no part of a decoder layer gathered
     merged = merge_all_ways(trainer.model, safe)
     assert not any("lora" in name for name, _ in merged.named_parameters())
-    check_sharded(trainer.model, args)
     with torch.no_grad():
         found = trainer.model(input_ids=rows).logits
     saved = fsdp.full_state_dict(merged)
+    check_sharded(trainer.model, args)
     if RANK == 0:
         whole = lora(load(args), **options)
         missing, unexpected = whole.load_state_dict(full, strict=False)
