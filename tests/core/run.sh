@@ -15,12 +15,12 @@ ${CC:-gcc} --version | grep -q clang || export ASAN_OPTIONS="detect_stack_use_af
 isa_flags() { # the same as ISA_FLAGS in setup.py
   case $1 in
     cpu_avx2) echo "-mavx2 -mfma -mf16c" ;;
-    cpu_avx512) echo "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mfma -mf16c" ;;
+    cpu_avx512*) echo "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mfma -mf16c" ;;
   esac
 }
 
 sources="status packed cpu cpu_linear cpu_scalar"
-case $(uname -m) in x86_64) sources="$sources cpu_avx2 cpu_avx512" ;; esac
+case $(uname -m) in x86_64) sources="$sources cpu_avx2 cpu_avx512 cpu_avx512_linear" ;; esac
 objects=
 for name in $sources; do
   # shellcheck disable=SC2046,SC2086

@@ -125,6 +125,17 @@ static void settle(owned_weight *const w) {
       (bsh_scales){.absmax_code = w->absmax_code, .absmax_map = w->map, .absmax2 = w->absmax2, .offset = &w->offset};
 }
 
+/* Some scales as only a checkpoint has them: zero, denormal, tiny, negative. */
+static void set_odd_scales(uint64_t *const state, owned_weight *const w) {
+  static const float odd[] = {0.0f, 0x1p-140f, 0x1p-110f, -0.04f};
+  const int64_t blocks = bsh_block_count(w->weight.n, w->weight.blocksize);
+  for (int64_t b = 0; b < blocks; b++)
+    if (random_below(state, 16) == 0) w->absmax[b] = odd[random_below(state, 4)];
+  for (int64_t b = 0; b < bsh_block_count(blocks, 256); b++)
+    if (random_below(state, 2)) w->absmax2[b] = -w->absmax2[b];
+  if (random_below(state, 2)) w->offset = 0;
+}
+
 static void free_weight(owned_weight *const w) {
   free(w->packed);
   free(w->absmax);
@@ -399,11 +410,11 @@ static void check_gradient(const char *const what, const linear_case *const c, c
     }
 }
 
-static void compare_linear(uint64_t *const state, const int64_t M, const int64_t N, const int64_t K,
-                           const int64_t blocksize) {
+static void compare_linear(uint64_t *const state, const bsh_dtype dtype, const int64_t M, const int64_t N,
+                           const int64_t K, const int64_t blocksize) {
   owned_weight w = make_weight(state, N * K, blocksize, (bsh_format)random_below(state, 2), random_below(state, 2));
   settle(&w);
-  const bsh_dtype dtype = (bsh_dtype)random_below(state, 3);
+  if (random_below(state, 2)) set_odd_scales(state, &w);
   const int64_t ldx = K + random_below(state, 5), ldy = N + random_below(state, 5), size = dtype_size(dtype);
   const int64_t y_bytes = M * ldy * size, dx_bytes = M * ldx * size;
   void *const x = make_input(state, M * ldx, dtype, false), *const dy = make_input(state, M * ldy, dtype, false);
@@ -496,9 +507,14 @@ int main(const int argc, char **const argv) {
     compare_dequantize_4bit(&state, 1 + random_below(&state, 40), random_below(&state, 700), blocksize);
     compare_dequantize_4bit(&state, 1, n, blocksize);
     const int64_t K = round % 2 ? 64 * (1 + random_below(&state, 12)) : random_below(&state, 700);
-    compare_linear(&state, random_below(&state, 20), random_below(&state, 70), K, blocksize);
+    const bsh_dtype dtype = (bsh_dtype)random_below(&state, 3);
+    compare_linear(&state, dtype, random_below(&state, 20), random_below(&state, 70), K, blocksize);
   }
-  for (int M = 1; M <= 16; M++) compare_linear(&state, M, 5, 1088, 64);
+  for (int M = 1; M <= 16; M++)
+    for (bsh_dtype dtype = BSH_F32; dtype <= BSH_BF16; dtype++) compare_linear(&state, dtype, M, 5, 1088, 64);
+  compare_linear(&state, BSH_BF16, 3, 517, 64, 64); /* more rows, then more columns, than a kernel takes at a time */
+  compare_linear(&state, BSH_BF16, 2, 9, 8384, 64);
+  compare_linear(&state, BSH_BF16, 13, 6, 4288, 128);
   checksums(&state);
   printf("test_cpu: ok (seed %" PRIu64 ", %d rounds,", check_seed, rounds);
   for (int i = 0; i < n_isas; i++) printf(" %s", isas[i]);
