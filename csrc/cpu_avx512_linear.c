@@ -31,7 +31,6 @@ static void add_scaled(float *const out, const float *const a, const float scale
 /* The fast path: K a multiple of 64 and blocks of at least 64, so that 64 elements of a row share one scale and 32
  * bytes. 32 bytes are 16 lanes of 4 nibbles; nibble j of lane l is element 4 l + NIBBLE_ELEMENT[j]. x is brought into
  * that order once ("permuted"), instead of every row of W into the order of x. */
-
 enum { GROUP = 64, X_BYTES = 32 << 10 }; /* a chunk of x stays in the first-level cache */
 
 ALWAYS_INLINE bool has_whole_groups(const bsh_weight *const weight, const int64_t K) {
@@ -150,23 +149,24 @@ static void linear_by_groups(const bsh_linear_4bit_args *const args, const int64
   }
 }
 
-/* ---- linear_4bit in bf16, on a CPU with VDPBF16PS ------------------------------------------------------------------
+/* ---- linear_4bit in bf16, on a CPU with VDPBF16PS ----------------------------------------------------------------
  *
- * Products of bf16 pairs, exact in fp32. Four rows of W ("a quad") at a time share every load of x. Their groups are
- * decoded in registers for the first FUSED_M rows of x and kept on the stack for the others, TILE_M at most at a time:
- * as many sums as there are registers. One sum per element of y and chunk of columns, in the order of the groups,
- * whatever the quad, so that threads may split the rows anywhere. */
+ * Products of bf16 pairs, exact in fp32. Four rows of W ("a quad") at a time share every load of x. They are decoded in
+ * registers, in their own turn for the first FUSED_M rows of x and kept on the stack for the others, TILE_M rows at a
+ * time: as many sums as there are registers. A sum runs over the groups of a chunk of columns in order, whatever quad
+ * its row is in, so that threads may split the rows anywhere. */
 #define BF16_TARGET __attribute__((target("avx512bf16")))
 
 enum { QUAD = 4, FUSED_M = 4, TILE_M = 6, BLOCK_ROWS = 256 };
-enum { X_ELEMENTS = 32 << 10, W_COLUMNS = 2048 };
+enum { X_ELEMENTS = 32 << 10, W_COLUMNS = SCALES * GROUP };
 
+/* On the stack of a thread: 114 KiB. */
 typedef struct {
   __m512i unit_bytes[4][4];     /* byte b of the 256 units of nested scales, flushed */
   uint16_t x[X_ELEMENTS];       /* [tile][group][row of the tile][GROUP] */
   uint16_t w[QUAD * W_COLUMNS]; /* [group][half][row of the quad][GROUP / 2] */
   float scales[QUAD][SCALES];
-  float sums[BLOCK_ROWS * BSH_CPU_SMALL_M]; /* [quad][tile][row of the tile][row of the quad] */
+  float sums[BLOCK_ROWS * BSH_CPU_SMALL_M]; /* [quad][row of x][row of the quad] */
 } workspace;
 
 /* Four rows of W, n_groups groups of each. */
@@ -202,6 +202,7 @@ ALWAYS_INLINE void load_codes(const uint8_t *const packed, __m512i codes[2]) {
   codes[1] = _mm512_srlv_epi16(words, nibble_shift(1));
 }
 
+/* Columns [k0, k0 + n) of some rows of x -> out[group][row][half][lane], in the order of load_codes. */
 static void arrange_x(const bsh_linear_4bit_args *const args, const tile rows, const int64_t k0, const int64_t n,
                       uint16_t *const out) {
   int16_t element[2][32];
@@ -220,6 +221,7 @@ static void arrange_x(const bsh_linear_4bit_args *const args, const tile rows, c
   }
 }
 
+/* For nested_scales. */
 static void split_units(const bsh_scales *const scales, __m512i bytes[4][4]) {
   if (scales->absmax) return;
   for (int i = 0; i < 16; i++) {
@@ -281,6 +283,7 @@ static void prefetch_scales(const bsh_weight *const weight, const int64_t begin,
   for (int64_t i = 0; i < (n >> shift) * size; i += 64) _mm_prefetch(all + (begin >> shift) * size + i, _MM_HINT_T1);
 }
 
+/* ordinary_scale of each. */
 static bool all_ordinary(const float *const scales, const int64_t n) {
   __mmask16 odd = 0;
   for (int64_t i = 0; i < n; i += 16) {
@@ -343,7 +346,8 @@ ALWAYS_INLINE BF16_TARGET void multiply_decoded(const uint16_t *w, const int64_t
                                                 float *const sums, const int T) {
   __m512 acc[QUAD * TILE_M];
   UNROLL for (int i = 0; i < QUAD * T; i++) acc[i] = _mm512_setzero_ps();
-  for (int64_t g = 0; g < n_groups; g++, x += T * GROUP, w += QUAD * GROUP) UNROLL for (int h = 0; h < 2; h++) {
+  for (int64_t g = 0; g < n_groups; g++, x += T * GROUP, w += QUAD * GROUP) {
+    UNROLL for (int h = 0; h < 2; h++) {
       __m512bh rows[QUAD];
       UNROLL for (int r = 0; r < QUAD; r++) rows[r] = (__m512bh)_mm512_load_si512(w + (h * QUAD + r) * 32);
       UNROLL for (int t = 0; t < T; t++) {
@@ -351,6 +355,7 @@ ALWAYS_INLINE BF16_TARGET void multiply_decoded(const uint16_t *w, const int64_t
         UNROLL for (int r = 0; r < QUAD; r++) acc[t * QUAD + r] = _mm512_dpbf16_ps(acc[t * QUAD + r], rows[r], half);
       }
     }
+  }
   add_quad_sums(acc, sums, T);
 }
 
@@ -427,10 +432,11 @@ static void store_sums(const bsh_linear_4bit_args *const args, const int64_t row
   }
 }
 
+/* Chunks of columns within blocks of rows: x is brought into order once for each. */
 static void linear_bf16(const bsh_linear_4bit_args *const args, const int64_t row_begin, const int64_t row_end) {
   workspace own __attribute__((aligned(64)));
   split_units(&args->weight.scales, own.unit_bytes);
-  const int64_t step = min_i64(X_ELEMENTS / args->M / GROUP * GROUP, args->M <= FUSED_M ? SCALES * GROUP : W_COLUMNS);
+  const int64_t step = min_i64(X_ELEMENTS / args->M / GROUP * GROUP, W_COLUMNS);
   int64_t loaded = -1;
   for (int64_t row0 = row_begin; row0 < row_end; row0 += BLOCK_ROWS) {
     const int64_t n_rows = min_i64(BLOCK_ROWS, row_end - row0);
