@@ -7,8 +7,13 @@ import pytest
 from fsdp.launch import WORKERS, accelerate_launch, launch, run
 
 BASELINE = "trainer trainer_bf16 sft dora kbit fp16".split()
-FSDP2 = [*BASELINE, *"planted resume resume_full adapter merge merge_dora save_pretrained loaded_early".split()]
-FSDP1 = "fp32_base trainer trainer_bf16 sft dora planted merge_fsdp1".split()  # fp32_base makes the first Accelerator
+# save_state and fp32_base come first: they make an Accelerator of their own
+FSDP2 = [
+    "save_state",
+    *BASELINE,
+    *"planted resume resume_full adapter merge merge_dora save_pretrained loaded_early".split(),
+]
+FSDP1 = "fp32_base trainer trainer_bf16 sft dora planted merge_fsdp1".split()
 BOUNDS = {"trainer": 1e-5, "dora": 1e-5, "trainer_bf16": 2e-3, "sft": 2e-3, "kbit": 2e-3, "fp16": 5e-3}
 BASE_BYTES = 21888  # packed bytes of the tiny model's 14 linears; 684 scales
 
@@ -88,7 +93,9 @@ def test_default_uint8_storage_is_sharded(fsdp1, fsdp2):
     assert "FSDP1 over 2 ranks" in fsdp1["trainer"]["report"]
 
 
-@pytest.mark.parametrize("scenario", ("resume", "resume_full", "adapter", "merge", "merge_dora", "save_pretrained"))
+@pytest.mark.parametrize(
+    "scenario", ("save_state", "resume", "resume_full", "adapter", "merge", "merge_dora", "save_pretrained")
+)
 def test_fsdp2_saves_resumes_and_merges(fsdp2, scenario):
     """The scenario's own assertions hold; see tests/fsdp/train.py."""
     assert "FSDP2 over 2 ranks" in fsdp2[scenario]["report"]

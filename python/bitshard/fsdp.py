@@ -42,12 +42,33 @@ class ShardedWeight(DTensor):
     It is FSDP2's own DTensor around a `PackedShard`; the layer gives it this class when FSDP2 registers it, and the
     attributes of the Params4bit it was cut from. peft and transformers ask for the name of the class, dequantize by
     `dequantize_4bit(weight.data, weight.quant_state)`, and rebuild a weight from `weight.__dict__`.
+
+    Gathered (`full_tensor`, torch's full state dicts) it is a plain tensor in the declared `quant_storage`.
     """
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         args, kwargs = tree_map(_as_dtensor, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+    def redistribute(self, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
+        """As of any DTensor; made whole on every rank, in the declared storage: that is what files get."""
+        out = _as_dtensor(self).redistribute(device_mesh, placements, **options)
+        origin = self._local_tensor.origin
+        storage = origin.attributes.get("quant_storage", origin.dtype)
+        if storage is origin.dtype or not all(placement.is_replicate() for placement in out.placements):
+            return out
+        packed = tensor.repack(whole(out), storage, origin.state.shape.numel())
+        return DTensor.from_local(packed, out.device_mesh, out.placements, run_check=False)
+
+    def to(self, *args: Any, **kwargs: Any) -> DTensor:
+        """Moved to another device it still gathers as above."""
+        moved = super().to(*args, **kwargs)
+        moved.__class__ = ShardedWeight
+        return moved
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as_dtensor(self).__reduce_ex__(protocol)
 
     @property
     def quant_state(self) -> QuantState:
@@ -94,16 +115,8 @@ def dequantize(weight: DTensor, state: QuantState) -> DTensor:
     mesh = weight.device_mesh
     own = state.clone()
     if state.sharded is not None:
-        chunk = DTensor.from_local(
-            state.sharded.own_scales,
-            mesh,
-            weight.placements,
-            run_check=False,
-            shape=state.absmax.size(),
-            stride=state.absmax.stride(),
-        )
-        own.absmax, own.sharded = chunk.full_tensor(), None
-    packed = whole(weight)
+        own.absmax, own.sharded = _like(state.sharded.own_scales, weight, state.absmax.size()).full_tensor(), None
+    packed = whole(_as_dtensor(weight))
     values = functional.dequantize_4bit(packed, own.to(packed.device))
     return DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
@@ -157,8 +170,14 @@ def write(module: nn.Module, new: Params4bit) -> None:
 
 
 def save_sharded(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-    """`_save_to_state_dict` of a 4-bit module whose weight is a DTensor: DTensor entries in the container's dtype."""
+    """`_save_to_state_dict` of a 4-bit module whose weight is a DTensor: DTensor entries in the container's dtype.
+
+    The entry of the weight is a `ShardedWeight`, which gathers into the declared storage.
+    """
     nn.Module._save_to_state_dict(module, destination, prefix, keep_vars)
+    destination[f"{prefix}weight"].__class__ = ShardedWeight
+    origin = module.weight._local_tensor.origin
+    origin.before = origin.loaded = None  # torch asks for what it could load before it saves, too
     for name, value in sharded_entries(module.weight, module.quant_state).items():
         destination[f"{prefix}weight.{name}"] = value
 
@@ -225,7 +244,10 @@ def load_sharded(
     start = f"{key}."
     entries = {name.removeprefix(start): value for name, value in state_dict.items() if name.startswith(start)}
     given = state_dict.get(key)
-    if isinstance(given, torch.Tensor) and not isinstance(given, DTensor):
+    if origin.loaded is not None:
+        elements = _C.storage_elements(state.shape.numel(), origin.loaded.element_size())
+        given, origin.loaded = _like(origin.loaded, weight, torch.Size((elements, 1))), None
+    if isinstance(given, torch.Tensor):
         state_dict = {**state_dict, key: _own_rows(given, weight, state, key)}
     if _unfilled(entries):
         entries = {}
@@ -252,8 +274,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     `quant_storage`, all scales. The other ranks get an empty dict. A collective.
 
     `unsharded_model.save_pretrained(path, state_dict=...)` writes a checkpoint of it that bitsandbytes loads too.
-    (torch's `get_model_state_dict(full_state_dict=True)` keeps the container's dtype instead, for torch's functions can
-    load nothing else back into a sharded model.)
+    (torch's `get_model_state_dict(full_state_dict=True)` gives the same under FSDP2, with padded JSON entries.)
     """
     storages = {key: (module.quant_state, module.quant_storage) for key, module in _packed_keys(model)}
     keep = not dist.is_initialized() or dist.get_rank() == 0
@@ -414,13 +435,24 @@ def _cut(weight: DTensor) -> None:
 
 
 def _own_rows(packed: torch.Tensor, weight: DTensor, state: QuantState, key: str) -> DTensor:
-    """This rank's rows of a whole packed tensor of any storage dtype, as a DTensor like `weight`."""
-    whole = _repack(packed, state, weight.dtype, key)
-    begin, length = _C.rank_slice(whole.size(0), *_shard_world(weight))
-    rows = whole[begin : begin + length].to(weight._local_tensor.device)
-    return DTensor.from_local(
-        rows, weight.device_mesh, weight.placements, run_check=False, shape=weight.size(), stride=weight.stride()
-    )
+    """This rank's rows of a packed tensor of any storage dtype, as a DTensor like `weight`.
+
+    A DTensor of another storage is cut at other bytes, so it is gathered first.
+    """
+    if isinstance(packed, DTensor):
+        packed = _as_dtensor(packed)
+        if packed.dtype is weight.dtype:
+            return packed
+        packed = whole(packed)
+    packed = _repack(packed, state, weight.dtype, key)
+    begin, length = _C.rank_slice(packed.size(0), *_shard_world(weight))
+    return _like(packed[begin : begin + length].to(weight._local_tensor.device), weight, weight.size())
+
+
+def _like(local: torch.Tensor, weight: DTensor, size: torch.Size) -> DTensor:
+    """This rank's part of a column or vector of `size`, placed as `weight` is."""
+    stride = (1,) * len(size)
+    return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False, shape=size, stride=stride)
 
 
 def _restore_shard(module: nn.Module, origin: Origin, key: str) -> None:
@@ -520,7 +552,7 @@ def _require_same_bytes(weight: DTensor, state: QuantState, key: str) -> None:
     if weight._local_tensor.origin.before is not None:
         if not _changed(weight):
             return
-    elif state.checksum is not None and int(ops.checksum(weight.full_tensor())) == int(state.checksum):
+    elif state.checksum is not None and int(ops.checksum(whole(_as_dtensor(weight)))) == int(state.checksum):
         return
     raise ValueError(
         f"{key}: a packed weight was loaded without its scales ({key}.absmax and the entries beside it), and its bytes "

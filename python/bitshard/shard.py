@@ -73,6 +73,7 @@ class Origin:
         "begin",
         "dtype",
         "length",
+        "loaded",
         "on_cpu",
         "parameter",
         "pinned",
@@ -91,9 +92,10 @@ class Origin:
         self.parameter = parameter
         self.attributes = attributes
         self.on_cpu = self.pinned = False
-        self.before: torch.Tensor | None = (
-            None  # checksum of the shard when a load was prepared, see fsdp.unfilled_entries
-        )
+        # between torch's preparing of a load (fsdp.unfilled_entries) and its end (fsdp.load_sharded): the checksum that
+        # the shard had, and a part of the weight in the declared storage, which is cut elsewhere than the shard
+        self.before: torch.Tensor | None = None
+        self.loaded: torch.Tensor | None = None
         self.scales: torch.Tensor | None = None
         self.begin = self.length = self.total = 0
 
@@ -116,6 +118,13 @@ class Origin:
             whole.record_stream(torch.cuda.current_stream(whole.device))
         self.state.absmax = torch.empty_like(whole, device="meta")
         self.state.sharded = self
+
+    def takes(self, data: torch.Tensor) -> bool:
+        """Whether `data`, copied to a shard, is a part in the declared storage that torch loads: to be gathered first.
+
+        Only `set_model_state_dict(broadcast_from_rank0=True)` loads so, after asking for `fsdp.unfilled_entries`.
+        """
+        return self.before is not None and data.dtype is self.attributes.get("quant_storage") is not self.dtype
 
     @property
     def own_scales(self) -> torch.Tensor:
@@ -165,6 +174,9 @@ class PackedShard(torch.Tensor):
         shard = _first_shard(args) if args else None
         if shard is None:
             shard = _first_shard(tuple(kwargs.values()))
+        if func is aten.copy_.default and shard.origin.takes(args[1]):
+            shard.origin.loaded = args[1].clone()
+            return args[0]
         _check_allowed(func, shard, args, kwargs)
         with no_dispatch():
             out = func(*args, **kwargs)

@@ -279,15 +279,23 @@ def only_base(state_dict):
 
 
 def check_torch_full_state_dict(device, args):
-    """torch's: whole tensors in the container's dtype, which torch loads back into a sharded model."""
-    model = shard(build(device))
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    for layer, name in zip(layers(build(device)), ("0", "1"), strict=True):
-        assert torch.equal(as_bytes(full[f"{name}.base.weight"]), as_bytes(layer.weight))
-        assert torch.equal(full[f"{name}.base.weight.absmax"].cpu(), layer.quant_state.absmax.cpu())
-    other = shard(build(device, seed=50))
-    set_model_state_dict(other, dict(full), options=StateDictOptions(full_state_dict=True))
-    exact(other, device, build(device))
+    """torch's: whole tensors in the declared storage, on every rank, which torch loads back into a sharded model."""
+    reference = build(device).state_dict()
+    assert reference["0.base.weight"].dtype == torch.uint8
+    for run_first in (False, True):
+        model = shard(build(device))
+        if run_first:
+            model(batch(device))
+        gathered = {key: value.full_tensor() for key, value in model.state_dict().items()}
+        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        assert set(full) == set(gathered) == set(reference)
+        for key, value in padded(reference).items():
+            for found in (full[key], gathered[key]):
+                assert found.dtype == value.dtype and torch.equal(as_bytes(found), as_bytes(value)), key
+                assert found.shape == value.shape, key
+        other = shard(build(device, seed=50))
+        set_model_state_dict(other, dict(full), options=StateDictOptions(full_state_dict=True))
+        exact(other, device, build(device))
 
 
 def check_broadcast(device, args):
@@ -342,13 +350,19 @@ def check_broadcast(device, args):
         lambda: set_model_state_dict(other, dict(bare) if rank == 0 else {}, options=lenient),
     )
 
-    if dist.get_world_size() == 1:
-        return  # one process keeps uint8 as it is
+    # what an unsharded model of the declared storage saves: its bytes are cut elsewhere than the container's words
     declared = {key: value.cpu() for key, value in build(device).state_dict().items()}
     assert declared["0.base.weight"].dtype == torch.uint8
-    other = shard(build(device, seed=50))
-    whole = StateDictOptions(full_state_dict=True)
-    raises((TypeError, RuntimeError), "", lambda: set_model_state_dict(other, declared, options=whole))
+    for how in (StateDictOptions(full_state_dict=True), options):
+        other = shard(build(device, seed=50))
+        set_model_state_dict(other, padded(declared) if rank == 0 or how is not options else {}, options=how)
+        exact(other, device, build(device))
+        assert layers(other)[0].weight._local_tensor.origin.loaded is None
+
+
+def padded(state_dict):
+    """JSON entries in the length that a sharded model gives them."""
+    return {key: fsdp._padded_blob(value) if "bitsandbytes__" in key else value for key, value in state_dict.items()}
 
 
 def check_contradictions(device, args):

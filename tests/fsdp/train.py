@@ -192,6 +192,42 @@ def run_planted(args):
         return {"error_seen": str(error)}
 
 
+def run_save_state(args):
+    """accelerate's own save_state and load_state with FULL_STATE_DICT, base and all, into a base with other bytes.
+
+    rank 0 broadcasts a file in the declared uint8 to shards in a container of the model's dtype.
+    """
+    os.environ["FSDP_STATE_DICT_TYPE"] = "FULL_STATE_DICT"
+    accelerator = Accelerator()
+    os.environ["FSDP_STATE_DICT_TYPE"] = "SHARDED_STATE_DICT"
+    rows = torch.tensor(dataset()["input_ids"][:2], device=accelerator.device)
+    folder = os.path.join(args.dir, "state")
+    found = []
+    for fault in (False, True):
+        model = lora(load(args))
+        for layer in model.modules():
+            if fault and isinstance(layer, Linear4bit):
+                plant(layer.weight.data.as_subclass(torch.Tensor))
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if fault:
+            accelerator.load_state(folder)
+        else:
+            model(input_ids=rows, labels=rows).loss.backward()
+            optimizer.step()
+            accelerator.save_state(folder)
+        with torch.no_grad():
+            found.append(float(model(input_ids=rows, labels=rows).loss))
+        report = check_sharded(model, args)
+        accelerator._models.clear()
+        accelerator._optimizers.clear()
+    if RANK == 0:
+        saved = torch.load(os.path.join(folder, "pytorch_model_fsdp.bin"), weights_only=True)
+        assert {value.dtype for key, value in saved.items() if key.endswith("base_layer.weight")} == {torch.uint8}
+    assert found[0] == found[1], found
+    return {"losses": found, "report": report}
+
+
 def run_loaded_early(args):
     """Loaded before the process was known to shard, default storage stays uint8 and accelerate shards nothing of it."""
     messages = []
