@@ -416,20 +416,18 @@ static void add_quad(const bsh_linear_4bit_args *const args, workspace *const ow
 /* Adds bias, rounds, and writes the sums of n_rows rows of W. */
 static void store_sums(const bsh_linear_4bit_args *const args, const int64_t row0, const int64_t n_rows,
                        const float *const sums) {
-  for (int64_t i = 0; i < count_tiles(args->M); i++) {
-    const tile rows = get_tile(args->M, i);
-    for (int64_t m = rows.begin; m < rows.begin + rows.n; m++)
-      for (int64_t r = 0; r < n_rows; r += 16) {
-        const __mmask16 mask = first_lanes(n_rows - r);
-        const float *const from = sums + r * args->M + m * QUAD;
-        __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(from));
-        v = _mm512_insertf32x4(v, _mm_loadu_ps(from + QUAD * args->M), 1);
-        v = _mm512_insertf32x4(v, _mm_loadu_ps(from + 2 * QUAD * args->M), 2);
-        v = _mm512_insertf32x4(v, _mm_loadu_ps(from + 3 * QUAD * args->M), 3);
-        if (args->bias) v = _mm512_add_ps(v, load16(args->bias, BSH_BF16, row0 + r, mask));
-        store16(args->y, BSH_BF16, m * args->ldy + row0 + r, mask, v);
-      }
-  }
+  const int64_t quad_sums = QUAD * args->M;
+  for (int64_t m = 0; m < args->M; m++)
+    for (int64_t r = 0; r < n_rows; r += 16) {
+      const __mmask16 mask = first_lanes(n_rows - r);
+      const float *const from = sums + r / QUAD * quad_sums + m * QUAD;
+      __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(from));
+      v = _mm512_insertf32x4(v, _mm_loadu_ps(from + quad_sums), 1);
+      v = _mm512_insertf32x4(v, _mm_loadu_ps(from + 2 * quad_sums), 2);
+      v = _mm512_insertf32x4(v, _mm_loadu_ps(from + 3 * quad_sums), 3);
+      if (args->bias) v = _mm512_add_ps(v, load16(args->bias, BSH_BF16, row0 + r, mask));
+      store16(args->y, BSH_BF16, m * args->ldy + row0 + r, mask, v);
+    }
 }
 
 /* Chunks of columns within blocks of rows: x is brought into order once for each. */
