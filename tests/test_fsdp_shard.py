@@ -158,3 +158,24 @@ def test_views_of_a_flat_parameter_are_packed_weights():
     layer.weight = flat.float().view(-1, 1)
     with pytest.raises(ValueError, match="128, 1. of float32"):
         layer(x)
+
+
+def test_a_new_weight_is_written_into_a_view_of_a_flat_parameter():
+    """As peft's merging assigns it. FSDP1 sets its views again and again, so nothing else would last."""
+    layer, other = quantized(8, 64, torch.bfloat16), quantized(8, 64, torch.uint8)
+    values = torch.randn(8, 64)
+    other.weight = Params4bit(values, quant_type="nf4", module=other).to("cpu")
+    flat = layer.weight.data.as_subclass(torch.Tensor).clone()
+    del layer.weight
+    layer.weight = flat.view(-1, 1)
+    view = layer.weight
+    layer.weight = view.to("cpu")
+    assert layer.weight is view and "weight" not in dict(layer.named_parameters())
+    layer.weight = Params4bit(values, **{**view.__dict__, "bnb_quantized": False}).to("cpu")
+    assert layer.weight is view and view.quant_state is layer.quant_state and view.bnb_quantized
+    layer.weight = flat.view(-1, 1)
+    x = torch.randn(2, 64)
+    assert torch.equal(layer(x), other(x))
+    with pytest.raises(ValueError, match="4, 64. for a layer of .8, 64"):
+        layer.weight = Params4bit(values[:4], quant_type="nf4", module=layer).to("cpu")
+    assert torch.equal(layer(x), other(x))

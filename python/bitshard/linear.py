@@ -140,10 +140,16 @@ class Linear4bit(nn.Linear):
 
         FSDP2 puts its shard here and, while it is gathered, the whole weight; FSDP1 a view of its flat parameter. A new
         quantized weight for a layer that FSDP2 sharded is written into the shards of all ranks, for FSDP2 would drop it
-        with its next gather: a collective, to which every rank brings the same weight.
+        with its next gather: a collective, to which every rank brings the same weight. So is one for a view of FSDP1,
+        which lasts where FSDP1 shards nothing; elsewhere the next forward misses it (`verify`).
         """
         if type(value) is Params4bit:
+            view = self.__dict__.get("weight")
+            if view is value:
+                return None
             if self.sharded_weight is None:
+                if type(view) is Params4bit and value.bnb_quantized:
+                    return self._overwrite(view, value)
                 return super().__setattr__("weight", value)
             from bitshard import fsdp
 
@@ -312,13 +318,8 @@ class Linear4bit(nn.Linear):
     def _adopt(self, new: Params4bit) -> None:
         """Take over a packed weight; the parameter object stays where it can."""
         weight = self._parameters.get("weight")
-        n = new.quant_state.shape.numel()
         if isinstance(weight, nn.Parameter) and _is_flat_view(weight, new.quant_state):
-            with torch.no_grad():
-                weight.copy_(repack(new.data, weight.dtype, n))
-            new.quant_state.checksum = ops.checksum(weight.detach())
-            self.quant_state = new.quant_state
-            return
+            return self._overwrite(weight, new)
         if isinstance(weight, Params4bit) and not weight.is_meta and weight.dtype is new.dtype:
             with torch._C.DisableTorchFunctionSubclass():
                 weight.data = new.data
@@ -329,6 +330,25 @@ class Linear4bit(nn.Linear):
         weight._set_state(new.quant_state)
         self.quant_type, self.quant_storage = new.quant_type, new.quant_storage
         self.compress_statistics = new.compress_statistics
+
+    def _overwrite(self, view: Tensor, new: Params4bit) -> None:
+        """Write a packed weight into FSDP1's view of its flat parameter, which must stay where it is."""
+        state = new.quant_state
+        with torch._C.DisableTorchFunctionSubclass():
+            packed = repack(new.data, view.dtype, state.shape.numel())
+            if packed.shape != view.shape:
+                old = self.quant_state = getattr(
+                    view, "quant_state", self.quant_state
+                )  # quantizing has put its own here
+                raise ValueError(
+                    f"weight = packed {list(state.shape)} for a layer of {list(old.shape)}: FSDP1 holds it in a flat "
+                    "parameter, where only a weight of the same size can take its place"
+                )
+            view.data.copy_(packed)
+            state.checksum = ops.checksum(packed)
+        self.quant_state = state
+        if type(view) is Params4bit:
+            view.quant_state, view.bnb_quantized = state, True
 
 
 def _is_flat_view(weight: Tensor, state: QuantState) -> bool:
