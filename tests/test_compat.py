@@ -625,10 +625,11 @@ def test_parametrize_under_fsdp2():
     from torch.distributed.tensor import DTensor
 
     module, x = Experts(), torch.randn(2, 16)
-    bnb.nn.parametrize.replace_parameter_4bit(module, "weight", compress_statistics=True)
-    expected, saved = module(x), module.state_dict()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
+        bnb.nn.parametrize.replace_parameter_4bit(module, "weight", compress_statistics=True)
+        expected, saved = module(x), module.state_dict()
+        assert saved["weight"].dtype == torch.uint8
         fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
         assert torch.equal(module(x), expected)
         sharded = module.state_dict()

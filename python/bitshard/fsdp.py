@@ -175,11 +175,17 @@ def save_sharded(module: nn.Module, destination: dict[str, Any], prefix: str, ke
     The entry of the weight is a `ShardedWeight`, which gathers into the declared storage.
     """
     nn.Module._save_to_state_dict(module, destination, prefix, keep_vars)
-    destination[f"{prefix}weight"].__class__ = ShardedWeight
+    state_dict_entry(destination[f"{prefix}weight"])
     origin = module.weight._local_tensor.origin
     origin.before = origin.loaded = None  # torch asks for what it could load before it saves, too
     for name, value in sharded_entries(module.weight, module.quant_state).items():
         destination[f"{prefix}weight.{name}"] = value
+
+
+def state_dict_entry(weight: DTensor) -> DTensor:
+    """`weight` as a state dict holds it: it gathers into the declared storage."""
+    weight.__class__ = ShardedWeight
+    return weight
 
 
 def sharded_entries(weight: DTensor, state: QuantState) -> dict[str, DTensor]:

@@ -155,6 +155,7 @@ def _parametrized_state_dict_post_hook(
         from . import fsdp
 
         entries = fsdp.sharded_entries(packed, state)
+        value = fsdp.state_dict_entry(value)
     else:
         entries = state.as_dict(packed=True)
         if isinstance(value, Params4bit) and value is not packed:  # the same with keep_vars

@@ -51,13 +51,13 @@ def _accelerate_fsdp() -> bool:
 
 
 def fsdp_launch() -> bool:
-    """Whether this process is to shard: accelerate's FSDP switch, several torchrun processes, or a group of them."""
-    if _accelerate_fsdp():
+    """Whether this process may be one that shards: accelerate's FSDP switch, torchrun's environment, a process group.
+
+    One rank counts too: torch before 2.12 shards no integers there either.
+    """
+    if _accelerate_fsdp() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
         return True
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size() > 1
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    return "RANK" in os.environ and world_size.isdecimal() and int(world_size) > 1
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def container_dtype(weight_dtype: torch.dtype, quant_storage: torch.dtype) -> torch.dtype:
