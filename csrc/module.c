@@ -8,6 +8,7 @@
 
 #include "cpu.h"
 #include "cuda_driver.h"
+#include "direct.h"
 #include "ops.h"
 #include "packed.h"
 #include "select.h"
@@ -132,6 +133,16 @@ static PyMethodDef methods[] = {
     {"cuda_state", cuda_state, METH_NOARGS, "cuda_state(): what the CUDA half was built for and what the driver says."},
     {"select_linear_4bit", select_linear_4bit, METH_VARARGS,
      "select_linear_4bit(M, N, K, dtype, sm, sms, blocksize, nested): name of the CUDA kernel that would run."},
+    {"configure_direct", bsh_direct_configure, METH_VARARGS,
+     "configure_direct(exchange, tensor, weights, watchers, profiler, grad_enabled): whether direct calls are "
+     "possible."},
+    {"linear_4bit", (PyCFunction)(void (*)(void))bsh_direct_linear_4bit, METH_FASTCALL,
+     "linear_4bit(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K): y, or None if the op "
+     "must do it."},
+    {"dequantize_4bit", (PyCFunction)(void (*)(void))bsh_direct_dequantize_4bit, METH_FASTCALL,
+     "dequantize_4bit(packed, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, dtype): the "
+     "values, "
+     "or None if the op must do it."},
     {NULL, NULL, 0, NULL},
 };
 

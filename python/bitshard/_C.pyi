@@ -1,5 +1,11 @@
 """The C core: importing it registers torch.ops.bitshard.*; torch must be imported first."""
 
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
 version: str
 
 def packed_bytes(n: int, /) -> int:
@@ -31,3 +37,45 @@ def cuda_state() -> dict[str, bool | int | str]:
 
 def select_linear_4bit(M: int, N: int, K: int, dtype: int, sm: int, sms: int, blocksize: int, nested: bool, /) -> str:
     """Name of the CUDA kernel that linear_4bit would run for these numbers; dtype 0 float32, 1 float16, 2 bfloat16."""
+
+def configure_direct(
+    exchange: object,
+    tensor: type,
+    weights: tuple[type, ...],
+    watchers: tuple[Callable[[], int], ...],
+    profiler: ModuleType,
+    grad_enabled: Callable[[], bool],
+    /,
+) -> bool:
+    """Let `linear_4bit` and `dequantize_4bit` below read tensors; whether this torch's exchange table can be used."""
+
+def linear_4bit(
+    x: Tensor,
+    packed: Tensor,
+    absmax: Tensor,
+    absmax_map: Tensor,
+    absmax2: Tensor,
+    offset: Tensor,
+    bias: Tensor | None,
+    blocksize: int,
+    format: int,
+    N: int,
+    K: int,
+    /,
+) -> Tensor | None:
+    """The op of this name around torch's dispatcher; None where it cannot: take the op."""
+
+def dequantize_4bit(
+    packed: Tensor,
+    absmax: Tensor,
+    absmax_map: Tensor,
+    absmax2: Tensor,
+    offset: Tensor,
+    blocksize: int,
+    format: int,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    /,
+) -> Tensor | None:
+    """The op of this name around torch's dispatcher; None where it cannot: take the op."""

@@ -15,6 +15,7 @@ try:
     from bitshard.state import QuantState
     from bitshard.tensor import Params4bit
 
+    functional.enable_direct_calls(Params4bit)
     __version__ = _C.version
 except ImportError:
     # `python -m bitshard` says what is wrong, so it must get past this.

@@ -73,7 +73,7 @@ def matmul_4bit(
     if quant_state.shape is None or len(quant_state.shape) != 2:
         raise ValueError(f"matmul_4bit: quant_state.shape must be [N, K], got {quant_state.shape}")
     N, K = quant_state.shape
-    width = A.size(-1)
+    width = A.shape[-1]
     if width != K and width == N:
         return _matmul_transposed(A, B, quant_state, out, bias)
     if torch.is_grad_enabled() and (A.requires_grad or (bias is not None and bias.requires_grad)):

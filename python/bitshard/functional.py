@@ -48,10 +48,29 @@ __all__ = [
     "unpack_tensor_to_dict",
 ]
 
+# ---- around torch's dispatcher ----
+
 # What an op overload calls, without the Python frame around it. Dynamo traces the overload only.
 _dequantize_4bit = ops.dequantize_4bit._op
 _linear_4bit = ops.linear_4bit._op
 _linear_4bit_dgrad = ops.linear_4bit_dgrad._op
+
+
+def enable_direct_calls(*weights: type) -> bool:
+    """Let small products and dequantization go around the dispatcher (csrc/direct.h), where this torch allows it.
+
+    `weights` are the classes, beside plain tensors and parameters, that a packed weight may have.
+    """
+    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    watchers = (torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack, torch._C._is_tracing)
+    classes = (Tensor, torch.nn.Parameter, *weights)
+    profiler = torch.autograd.profiler
+    return exchange is not None and _C.configure_direct(
+        exchange, Tensor, classes, watchers, profiler, torch.is_grad_enabled
+    )
+
+
+# ---- tables ----
 
 _tables: dict[tuple[str, torch.device], Tensor] = {}
 
@@ -238,20 +257,24 @@ def dequantize_4bit(
             raise ValueError("dequantize_4bit requires both absmax and out when quant_state is not provided")
         blocksize = 64 if blocksize is None else blocksize
         quant_state = QuantState(absmax, out.shape, None, blocksize, quant_type, out.dtype)
-    op = ops.dequantize_4bit if torch.compiler.is_dynamo_compiling() else _dequantize_4bit
     shape = quant_state.shape
     try:
         rows, columns = shape if len(shape) == 2 else (math.prod(shape[:-1]), shape[-1] if shape else 1)
         absmax, absmax_map, absmax2, offset = quant_state.scales()
-        arguments = (
-            A, absmax, absmax_map, absmax2, offset,
-            quant_state.blocksize, ops.FORMATS[quant_state.quant_type], rows, columns, quant_state.dtype,
-        )  # fmt: skip
-        if type(A) is Tensor:
-            values = op(*arguments)
-        else:
+        blocksize, format = quant_state.blocksize, ops.FORMATS[quant_state.quant_type]
+        op, values = ops.dequantize_4bit, None
+        if not torch.compiler.is_dynamo_compiling():
+            op = _dequantize_4bit
+            values = _C.dequantize_4bit(
+                A, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, quant_state.dtype
+            )
+            if values is not None and out is None and len(shape) == 2:
+                return values
+        if values is None:
             with torch._C.DisableTorchFunctionSubclass():
-                values = op(*arguments)
+                values = op(
+                    A, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, quant_state.dtype
+                )  # fmt: skip
     except (RuntimeError, TypeError, KeyError) as error:
         check_packed(A, quant_state, "dequantize_4bit")
         if quant_state.dtype not in VALUE_DTYPES.values():
@@ -286,18 +309,19 @@ def linear_4bit(x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | Non
     Returns:
         [..., N] of the dtype of x.
     """
-    op = ops.linear_4bit if torch.compiler.is_dynamo_compiling() else _linear_4bit
     try:
         absmax, absmax_map, absmax2, offset = state.scales()
         N, K = state.shape
+        blocksize, format = state.blocksize, ops.FORMATS[state.quant_type]
+        op = ops.linear_4bit
+        if not torch.compiler.is_dynamo_compiling():
+            op = _linear_4bit
+            y = _C.linear_4bit(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K)
+            if y is not None:
+                return y
         none = ops.empty(absmax.device) if bias is None else bias
-        arguments = (
-            x, packed, absmax, absmax_map, absmax2, offset, none, state.blocksize, ops.FORMATS[state.quant_type], N, K
-        )  # fmt: skip
-        if type(packed) is Tensor and type(x) is Tensor:
-            return op(*arguments)
         with torch._C.DisableTorchFunctionSubclass():
-            return op(*arguments)
+            return op(x, packed, absmax, absmax_map, absmax2, offset, none, blocksize, format, N, K)
     except (RuntimeError, TypeError, KeyError, AttributeError) as error:
         explain_linear(error, x, packed, state, bias)
 

@@ -1,0 +1,227 @@
+"""Calls around torch's dispatcher (csrc/direct.c) give the op's bits, and step aside for whoever watches there."""
+
+import sys
+
+import cases
+import pytest
+import torch
+from bitshard import _C, autograd, functional, ops
+from bitshard.tensor import Params4bit
+
+N, K = 48, 96
+
+
+def made(nested=True, quant_type="nf4", storage=torch.uint8, blocksize=64):
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(1))
+    return functional.quantize_4bit(
+        w, blocksize=blocksize, compress_statistics=nested, quant_type=quant_type, quant_storage=storage
+    )
+
+
+def direct(x, packed, state, bias=None):
+    n, k = state.shape
+    return _C.linear_4bit(x, packed, *state.scales(), bias, state.blocksize, ops.FORMATS[state.quant_type], n, k)
+
+
+def direct_values(packed, state, dtype=torch.float32):
+    n, k = state.shape
+    return _C.dequantize_4bit(packed, *state.scales(), state.blocksize, ops.FORMATS[state.quant_type], n, k, dtype)
+
+
+def op(x, packed, state, bias=None):
+    n, k = state.shape
+    bias = ops.empty(x.device) if bias is None else bias
+    return ops.linear_4bit(
+        x, packed, *state.scales(), bias, state.blocksize, ops.FORMATS[state.quant_type], n, k
+    )  # fmt: skip
+
+
+def same(a, b):
+    return a.dtype is b.dtype and a.shape == b.shape and a.stride() == b.stride() and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("storage", cases.STORAGES)
+@pytest.mark.parametrize("quant_type", cases.FORMATS)
+@pytest.mark.parametrize("nested", [False, True])
+def test_same_bits(dtype, storage, quant_type, nested):
+    packed, state = made(nested, quant_type, storage)
+    bias = torch.randn(N).to(dtype)
+    for shape in ((K,), (1, K), (5, K), (2, 3, K), (2, 1, 2, K), (64, K)):
+        x = torch.randn(shape).to(dtype)
+        assert same(direct(x, packed, state), op(x, packed, state))
+        assert same(direct(x, packed, state, bias), op(x, packed, state, bias))
+    weight = Params4bit(packed, quant_state=state, bnb_quantized=True)
+    assert same(direct(x, weight, state), op(x, packed, state))
+    arguments = (*state.scales(), state.blocksize, ops.FORMATS[quant_type], N, K, dtype)
+    assert same(direct_values(weight, state, dtype), ops.dequantize_4bit(packed, *arguments))
+
+
+def test_is_taken(monkeypatch):
+    """The public functions use it, for a product also under autograd."""
+    packed, state = made()
+    x = torch.randn(3, K)
+    y, values = functional.linear_4bit(x, packed, state), functional.dequantize_4bit(packed, state)
+
+    def no_op(*arguments):
+        raise AssertionError("the op was called")
+
+    monkeypatch.setattr(functional, "_linear_4bit", no_op)
+    monkeypatch.setattr(functional, "_dequantize_4bit", no_op)
+    assert same(autograd.matmul_4bit(x, packed, state), y)
+    assert same(autograd.matmul_4bit(x.requires_grad_(), packed, state).detach(), y)
+    assert same(functional.dequantize_4bit(packed, state), values)
+    with torch.inference_mode():
+        assert functional.linear_4bit(x, packed, state).is_inference()
+
+
+class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class FunctionMode(torch.overrides.TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_watchers_see_the_ops():
+    packed, state = made()
+    x = torch.randn(2, K)
+    y = functional.linear_4bit(x, packed, state)
+    with Mode() as mode:
+        assert same(functional.linear_4bit(x, packed, state), y)
+        functional.dequantize_4bit(packed, state)
+    assert ops.linear_4bit in mode.seen and ops.dequantize_4bit in mode.seen
+    with FunctionMode() as function_mode:
+        functional.linear_4bit(x, packed, state)
+    assert any("linear_4bit" in str(func) for func in function_mode.seen)
+    with torch.profiler.profile() as profile:
+        functional.linear_4bit(x, packed, state)
+    assert "bitshard::linear_4bit" in {event.key for event in profile.key_averages()}
+    traced = torch.jit.trace(lambda x: functional.linear_4bit(x, packed, state), (x,), check_trace=False)
+    assert "bitshard::linear_4bit" in str(traced.graph)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        assert isinstance(functional.linear_4bit(fake.from_tensor(x), packed, state), torch._subclasses.FakeTensor)
+
+
+def test_gradients_are_not_cut():
+    """Without autograd.py the op warns in backward; a result that just has no gradient would say nothing."""
+    packed, state = made()
+    for x, bias in (
+        (torch.randn(2, K, requires_grad=True), None),
+        (torch.randn(2, K), torch.zeros(N).requires_grad_()),
+    ):
+        assert direct(x, packed, state, bias) is None
+        assert functional.linear_4bit(x, packed, state, bias).requires_grad
+        with torch.no_grad():
+            assert direct(x, packed, state, bias) is not None
+
+
+def test_functorch():
+    packed, state = made()
+    x = torch.randn(3, 2, K)
+    seen = []
+
+    def call(x):
+        seen.append(direct(x, packed, state))
+        return x
+
+    torch.vmap(call)(x)
+    assert seen == [None], "a batched tensor has no memory of its own"
+
+
+def negated(x):
+    return torch._neg_view(x)
+
+
+DECLINED = {
+    "a transposed x": lambda x, packed, state: (torch.randn(K, 3).t(), packed, state),
+    "a negated view": lambda x, packed, state: (negated(x), packed, state),
+    "many rows": lambda x, packed, state: (torch.randn(65, K), packed, state),
+    "no rows": lambda x, packed, state: (torch.randn(0, K), packed, state),
+    "float64": lambda x, packed, state: (x.double(), packed, state),
+    "another width": lambda x, packed, state: (torch.randn(2, K + 1), packed, state),
+    "no dimensions": lambda x, packed, state: (torch.tensor(1.0), packed, state),
+    "a subclass": lambda x, packed, state: (x.as_subclass(torch.nn.Buffer), packed, state),
+    "a short weight": lambda x, packed, state: (x, packed[:-1], state),
+    "a weight in int32": lambda x, packed, state: (x, packed.flatten().view(torch.int32), state),
+    "no tensor": lambda x, packed, state: (None, packed, state),
+    "x on the meta device": lambda x, packed, state: (x.to("meta"), packed, state),
+    "a sparse x": lambda x, packed, state: (x.to_sparse(), packed, state),
+}
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_declined(name):
+    """None, no exception and nothing left of one: what to say is the op's business."""
+    packed, state = made()
+    assert direct(*DECLINED[name](torch.randn(2, K), packed, state)) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: setattr(state, "absmax", state.absmax[:-1]),
+        lambda state: setattr(state, "absmax", state.absmax.to(torch.int16)),
+        lambda state: setattr(state, "absmax", state.absmax.to("meta")),
+        lambda state: setattr(state, "offset", state.offset.repeat(2)),
+        lambda state: setattr(state.state2, "code", state.state2.code[:255]),
+        lambda state: setattr(state.state2, "absmax", state.state2.absmax.repeat(2)),
+        lambda state: setattr(state, "blocksize", 48),
+        lambda state: setattr(state, "blocksize", 128),
+        lambda state: setattr(state, "shape", torch.Size([N, K + 2])),
+        lambda state: setattr(state, "shape", (-N, -K)),
+        lambda state: setattr(state, "shape", (2**62, 8)),
+        lambda state: setattr(state, "shape", (2.5, K)),
+    ],
+)
+def test_damaged_states_are_declined(change):
+    packed, state = made()
+    change(state)
+    assert direct(torch.randn(2, K), packed, state) is None
+    assert direct_values(packed, state) is None
+
+
+def test_freed_storage_is_declined():
+    """FSDP frees storages that Python still holds; a view behind an offset then has an address close to zero."""
+    packed, state = made()
+    flat = torch.cat([torch.zeros(4096, dtype=torch.uint8), packed.flatten()])
+    view = flat[4096:].view(-1, 1)
+    x = torch.randn(2, K)
+    assert direct(x, view, state) is not None and direct_values(view, state) is not None
+    flat.untyped_storage().resize_(0)
+    assert direct(x, view, state) is None and direct_values(view, state) is None
+    with pytest.raises(ValueError, match="freed"):
+        functional.linear_4bit(x, view, state)
+
+
+def test_a_row_of_codes_is_transposed():
+    packed, state = made()
+    assert direct_values(packed.t(), state) is None
+    assert torch.equal(functional.dequantize_4bit(packed.t(), state), functional.dequantize_4bit(packed, state).t())
+
+
+def test_negated_view_has_the_right_sign():
+    packed, state = made()
+    x = torch.randn(2, K)
+    assert torch.equal(functional.linear_4bit(negated(x), packed, state), functional.linear_4bit(-x, packed, state))
+
+
+def test_nothing_leaks():
+    packed, state = made()
+    x, bias = torch.randn(2, K), torch.randn(N)
+    sys_refs = [sys.getrefcount(t) for t in (x, bias, packed, state.absmax)]
+    for _ in range(100):
+        direct(x, packed, state, bias), direct(x, packed[:-1], state), direct_values(packed, state)
+    assert [sys.getrefcount(t) for t in (x, bias, packed, state.absmax)] == sys_refs
