@@ -4,9 +4,10 @@
 
 bitshard (through its façade), upstream and plain torch run the same code in processes of their own, one at a time, case
 by case in turn, --rounds times; a number is the median over rounds of a round's median. Weights are rotated over enough
-copies (128 MB) that no case reads them from the last-level cache only because it read them just before. Without
---upstream its wheel is fetched with pip into a temporary folder. Writes a Markdown table and a plot into
-benchmarks/results.
+copies (128 MB) that no case reads them from the last-level cache only because it read them just before. What returns or
+needs a whole decoded weight spends much of its time on page faults of fresh memory: a second table has those cases with
+a malloc that keeps what is freed. Without --upstream its wheel is fetched with pip into a temporary folder. Writes a
+Markdown table and a plot into benchmarks/results.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from timing import ROOT, Contestant, commit, cpu_name_and_flags, markdown_table,
 UPSTREAM = "bitsandbytes==0.50.2"
 M_VALUES = (1, 4, 16, 64, 256)
 ROTATE_BYTES = 128 << 20
+WARM = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}  # glibc: freed memory stays, and stays mapped
 
 
 # ---- what a contestant runs ------------------------------------------------------------------------------------------
@@ -135,13 +137,13 @@ def torch_cases(size: int):
     return answer
 
 
-def contestant(kind: str, arguments, upstream: str) -> Contestant:
+def contestant(kind: str, arguments, upstream: str, warm: bool = False) -> Contestant:
     paths = {
         "bitshard": [str(ROOT / "python"), str(ROOT / "python" / "bitsandbytes" / "src")],
         "upstream": [upstream],
         "torch": [],
     }
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths[kind])}
+    environment = {**os.environ, **(WARM if warm else {}), "PYTHONPATH": os.pathsep.join(paths[kind])}
     command = [sys.executable, __file__, "--contestant", kind]
     command += ["--threads", str(arguments.threads), "--size", str(arguments.size)]
     return Contestant(command, environment)
@@ -165,6 +167,7 @@ def cases() -> list[dict]:
 def compare(arguments, upstream: str) -> dict:
     """{(op, M, nested, contestant): ms}, and the limits under "copy" and "read" in GB/s; medians over rounds."""
     players = {kind: contestant(kind, arguments, upstream) for kind in ("bitshard", "upstream", "torch")}
+    players |= {f"{kind} warm": contestant(kind, arguments, upstream, warm=True) for kind in ("bitshard", "upstream")}
     for kind, folder in (("bitshard", str(ROOT)), ("upstream", upstream)):
         about = players[kind].ask(op="about")
         if not Path(about["file"]).resolve().is_relative_to(Path(folder).resolve()):
@@ -180,7 +183,7 @@ def compare(arguments, upstream: str) -> dict:
             note(limit, players["torch"].ask(op=limit)["gb_s"])
         for case in cases():
             key = tuple(case.values())
-            for kind in ("bitshard", "upstream"):
+            for kind in ("bitshard", "upstream", *(("bitshard warm", "upstream warm") if has_warm(case) else ())):
                 note((*key, kind), players[kind].ask(**case)["ms"])
             if case["M"] and not case["nested"] and case["op"] != "module":
                 for dtype in ("bf16", "fp32"):
@@ -190,6 +193,19 @@ def compare(arguments, upstream: str) -> dict:
     for player in players.values():
         player.close()
     return {key: statistics.median(values) for key, values in times.items()}
+
+
+def has_warm(case: dict) -> bool:
+    return case["op"] not in ("quantize", "module")
+
+
+def warm_rows(t: dict) -> list[list[str]]:
+    rows = []
+    for case in filter(has_warm, cases()):
+        ours, theirs = (t[(*case.values(), f"{kind} warm")] for kind in ("bitshard", "upstream"))
+        name = f"{case['op']}{' nested' if case['nested'] else ''}"
+        rows.append([name, str(case["M"] or "-"), f"{ours:.2f}", f"{theirs:.2f}", f"{theirs / ours:.1f}x"])
+    return rows
 
 
 def moved_bytes(op: str, size: int, nested: bool) -> int:
@@ -251,6 +267,11 @@ Limits in the same run: copy {t["copy"]:.1f} GB/s (read + written), read {t["rea
 {markdown_table(first, elementwise_rows(t, size))}
 
 {markdown_table(second, matmul_rows(t, size))}
+
+The same with warm memory ({" ".join(f"{k}={v}" for k, v in WARM.items())}), without the page faults of a
+decoded weight. With glibc's defaults they are paid in every call, and their price varies with the state of the machine.
+
+{markdown_table(["op", "M", "bitshard ms", "upstream ms", "faster"], warm_rows(t))}
 
 - instruction set: {core.isa()}; flags: {" ".join(flags)}
 - bitshard {core.version}, commit {commit("csrc/cpu*")}; upstream {UPSTREAM}
