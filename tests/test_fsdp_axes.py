@@ -8,7 +8,7 @@ from fsdp.launch import launch
 CHECKS = (
     "offload checkpointing no_reshard freed_after_use assign assign_misfits dequantize hsdp eval_modes "
     "sharded_state_dict torch_save full_state_dict torch_full_state_dict broadcast contradictions dcp loss_curves "
-    "resume casts_raise fp16 describe fsdp1_state_dicts"
+    "resume casts_raise fp16 describe fsdp1_options fsdp1_state_dicts"
 ).split()
 THREE_RANKS = ("sharded_state_dict", "full_state_dict", "broadcast", "dcp", "offload", "assign", "dequantize")
 
@@ -43,9 +43,7 @@ def test_no_check_is_missing(two):
 
 def test_one_rank(folder):
     """fully_shard on one process: nothing is gathered, everything else is the same."""
-    checks = [
-        name for name in CHECKS if name not in ("freed_after_use", "describe", "fsdp1_state_dicts", "loss_curves")
-    ]
+    checks = [name for name in CHECKS if name not in ("freed_after_use", "describe", "loss_curves")]
     for name, result in results(1, folder, "--only", ",".join(checks))[0].items():
         assert "error" not in result, f"{name}: {result['trace']}"
 
@@ -59,6 +57,7 @@ def test_three_ranks(two, folder):
 
 
 def test_hybrid_sharding_on_four_ranks(folder):
-    """Two replicas of two shards."""
-    for rank in results(4, folder, "--only", "hsdp"):
-        assert "error" not in rank["hsdp"], rank["hsdp"].get("trace")
+    """Two replicas of two shards, of FSDP2 and of FSDP1."""
+    for rank in results(4, folder, "--only", "hsdp,fsdp1_options"):
+        for name in ("hsdp", "fsdp1_options"):
+            assert "error" not in rank[name], rank[name].get("trace")

@@ -31,9 +31,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffload,
     CPUOffloadPolicy,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
+    ShardingStrategy,
     StateDictType,
     fully_shard,
 )
@@ -551,6 +553,24 @@ def check_describe(device, args):
     flat = fsdp.describe(shard_fsdp1(build(device, shape=(96, 64)), None, device))
     assert f"FSDP1 over {world} ranks" in flat and "(whole)" in flat, flat
     return line
+
+
+def check_fsdp1_options(device, args):
+    """FSDP1's sharding strategies, activation checkpointing and, with GPUs (torch wants one), CPU offload."""
+    world = dist.get_world_size()
+    cases = [{"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, {"sharding_strategy": ShardingStrategy.NO_SHARD}]
+    if world % 2 == 0:
+        mesh = init_device_mesh(device.type, (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        cases += [{"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}]
+        cases += [{"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2, "device_mesh": mesh}]
+    if device.type == "cuda":
+        cases += [{"cpu_offload": CPUOffload(offload_params=True)}]
+    for options in cases:
+        exact(shard_fsdp1(build(device), None, device, **options), device, build(device), steps=3)
+    model = build(device)
+    for i, block in enumerate(model):
+        model[i] = checkpoint_wrapper(block)
+    exact(shard_fsdp1(model, None, device), device, build(device), steps=3)
 
 
 def check_fsdp1_state_dicts(device, args):

@@ -55,15 +55,15 @@ def shard_fsdp2(model, param_dtype):
     return model
 
 
-def shard_fsdp1(model, param_dtype, device):
+def shard_fsdp1(model, param_dtype, device, **options):
     wrap = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Linear4bit))
     return FullyShardedDataParallel(
         model,
         auto_wrap_policy=wrap,
         mixed_precision=MixedPrecision(param_dtype=param_dtype) if param_dtype else None,
-        sharding_strategy=ShardingStrategy.FULL_SHARD,
         device_id=device,
         use_orig_params=False,
+        **{"sharding_strategy": ShardingStrategy.FULL_SHARD, **options},
     )
 
 
