@@ -31,6 +31,9 @@ _BLOB_PREFIX = "quant_state.bitsandbytes__"
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # in module names, not in state dicts
 
 
+_SAME_WEIGHT = {torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
+
+
 def _entry(name: str) -> property:
     """An entry of the state dict as an attribute: torch.distributed resolves the key "weight.absmax" with getattr."""
     return property(lambda weight: sharded_entries(weight, state_of(weight))[name])
@@ -49,7 +52,10 @@ class ShardedWeight(DTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         args, kwargs = tree_map(_as_dtensor, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func in _SAME_WEIGHT and isinstance(out._local_tensor, PackedShard):
+            out.__class__ = ShardedWeight
+        return out
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
         """As of any DTensor; made whole on every rank, in the declared storage: that is what files get."""
@@ -61,11 +67,10 @@ class ShardedWeight(DTensor):
         packed = tensor.repack(whole(out), storage, origin.state.shape.numel())
         return DTensor.from_local(packed, out.device_mesh, out.placements, run_check=False)
 
-    def to(self, *args: Any, **kwargs: Any) -> DTensor:
-        """Moved to another device it still gathers as above."""
-        moved = super().to(*args, **kwargs)
-        moved.__class__ = ShardedWeight
-        return moved
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        """The bytes are copied; state, scales and layer stay those of this weight."""
+        copy = self.detach().clone()
+        return nn.Parameter(copy, requires_grad=False) if isinstance(self, nn.Parameter) else copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _as_dtensor(self).__reduce_ex__(protocol)
@@ -175,7 +180,6 @@ def save_sharded(module: nn.Module, destination: dict[str, Any], prefix: str, ke
     The entry of the weight is a `ShardedWeight`, which gathers into the declared storage.
     """
     nn.Module._save_to_state_dict(module, destination, prefix, keep_vars)
-    state_dict_entry(destination[f"{prefix}weight"])
     origin = module.weight._local_tensor.origin
     origin.before = origin.loaded = None  # torch asks for what it could load before it saves, too
     for name, value in sharded_entries(module.weight, module.quant_state).items():
@@ -183,7 +187,7 @@ def save_sharded(module: nn.Module, destination: dict[str, Any], prefix: str, ke
 
 
 def state_dict_entry(weight: DTensor) -> DTensor:
-    """`weight` as a state dict holds it: it gathers into the declared storage."""
+    """The weight of another module than `Linear4bit` as a state dict holds it: it gathers into the declared storage."""
     weight.__class__ = ShardedWeight
     return weight
 

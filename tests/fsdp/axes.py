@@ -5,6 +5,7 @@
 Every check raises where something is not exact; its error text becomes the result. NCCL with GPUs, else gloo.
 """
 
+import copy
 import functools
 import io
 import os
@@ -240,8 +241,19 @@ ENTRIES = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", "
 
 
 def check_torch_save(device, args):
-    """A sharded state dict survives torch.save and torch.load(weights_only=True), DTensors and local tensors alike."""
-    saved, other = shard(build(device)).state_dict(), shard(build(device, seed=50))
+    """A sharded state dict survives torch.save and torch.load(weights_only=True), DTensors and local tensors alike.
+
+    Copies of it and parameters made of its entries still hold shards, apart from those of the model.
+    """
+    model, other = shard(build(device)), shard(build(device, seed=50))
+    saved = model.state_dict()
+    for copied in (copy.deepcopy(saved), {key: nn.Parameter(value.clone(), False) for key, value in saved.items()}):
+        key = "0.base.weight"
+        assert isinstance(copied[key]._local_tensor, PackedShard) and type(copied[key]) is type(saved[key])
+        assert copied[key]._local_tensor.data_ptr() != saved[key]._local_tensor.data_ptr()
+        other.load_state_dict(copied)
+        exact(other, device, build(device))
+        other = shard(build(device, seed=50))
     file = io.BytesIO()
     torch.save([saved, {key: value.to_local() for key, value in saved.items()}], file)
     file.seek(0)
