@@ -80,6 +80,15 @@ def test_fsdp1_gives_the_losses_of_one_process(alone, fsdp1, scenario):
     assert gap(alone[scenario]["losses"], fsdp1[scenario]["losses"]) <= BOUNDS[scenario]
 
 
+def test_other_fsdp2_options_give_the_same(folder, alone):
+    """Efficient loading, whole state dicts, and layers that stay gathered after forward (and are merged so)."""
+    names = ["save_state", "trainer", "resume_full", "merge"]
+    accelerate_launch("fsdp2_options.yaml", "train.py", *options(folder, "options", names))
+    found = results(folder, "options")
+    assert gap(alone["trainer"]["losses"], found["trainer"]["losses"]) <= BOUNDS["trainer"]
+    assert all("(1/2.00)" in found[name]["report"] for name in names)
+
+
 def test_a_planted_fault_leaves_the_curve(alone, fsdp1, fsdp2):
     assert gap(alone["trainer"]["losses"], fsdp2["planted"]["losses"]) > BOUNDS["trainer"]
     assert "checksum" in fsdp1["planted"]["error_seen"]

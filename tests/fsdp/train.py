@@ -140,8 +140,9 @@ def check_sharded(model, args):
         assert share.own_packed <= -(-share.packed // WORLD) + 4 * share.weights, share
         assert share.own_scales <= share.scales / WORLD + share.weights, share
         for layer in layers:
-            assert isinstance(layer.weight, DTensor) and isinstance(layer.weight._local_tensor, PackedShard)
-            assert layer.weight._local_tensor.size(0) <= -(-layer.weight.size(0) // WORLD)
+            weight = layer.sharded_weight  # `weight` itself, unless it stays gathered after forward
+            assert isinstance(weight, DTensor) and isinstance(weight._local_tensor, PackedShard)
+            assert weight._local_tensor.size(0) <= -(-weight.size(0) // WORLD)
     else:
         for unit in FullyShardedDataParallel.fsdp_modules(model):
             flat = unit._flat_param
