@@ -1,38 +1,49 @@
 /* cuda_linear.c - how the fused linear kernels are cut into thread blocks, and their launches. */
 #include "cuda_linear.h"
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
-#include <string.h>
 
 #include "cuda_ops.h"
+#include "select.h"
 
 #ifndef BSH_CUDA_ARCHS
-#define BSH_CUDA_ARCHS "90,100" /* a build without kernels chooses like one with all of them */
+#define BSH_CUDA_ARCHS "75,80,90a,100,120,compute_120" /* a build without kernels chooses like one with all of them */
 #endif
 
 static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* What this build's kernels were compiled for as the driver loads them on GPU `sm`; the last answer is kept. */
+static bsh_kernel_image image_for(int32_t sm) {
+  static _Atomic(uint32_t) last; /* sm << 16 | arch << 1 | this_gpu_only */
+  const uint32_t known = atomic_load_explicit(&last, memory_order_relaxed);
+  if (known >> 16 == (uint32_t)sm) return (bsh_kernel_image){(int32_t)(known >> 1 & 0x7FFF), known & 1};
+  const bsh_kernel_image image = bsh_image_for(BSH_CUDA_ARCHS, sm);
+  if (sm > 0 && sm < 0x8000)
+    atomic_store_explicit(&last, (uint32_t)sm << 16 | (uint32_t)image.arch << 1 | image.this_gpu_only,
+                          memory_order_relaxed);
+  return image;
+}
+
 /* ---- gemv_4bit.cu ---- */
 
-enum { WIDE_SHARED = 224 * 1024, MAX_CLUSTER = 8 };
+enum { WIDE_SHARED = 224 * 1024, MAX_CLUSTER = 8, MAX_TOKENS = 64 };
 
 /* How one product is cut; the words are those of bsh_fused_args. */
 typedef struct {
   int32_t token_tiles, units; /* template arguments of the kernel: tokens / 8, units of K per warp */
+  int32_t token_groups;       /* of token_tiles * 8 tokens, each with blocks of its own */
   int32_t k_splits, k_warps, row_groups;
-  int32_t teams; /* groups of k_splits blocks */
+  int32_t teams; /* groups of k_splits blocks, for each token group */
 } gemv_plan;
 
-/* Kernels made for 227 KiB of shared memory, clusters and dependent launch: machine code for this very GPU generation
- * was built in. PTX of an older one, compiled by the driver, has none of them. */
-static bool is_wide(int32_t sm) {
-  if (sm == 90) return strstr(BSH_CUDA_ARCHS, "90") != NULL;
-  return sm >= 100 && sm < 110 && strstr(BSH_CUDA_ARCHS, "100") != NULL;
-}
+/* Kernels made for 227 KiB of shared memory, clusters and dependent launch (WIDE in cuda/decode.cuh). */
+static bool is_wide(int32_t arch) { return arch >= 90 && arch < 120; }
 
-static int32_t gemv_warps(int32_t sm) { return is_wide(sm) ? 16 : sm >= 80 ? 8 : 4; }
+/* WARPS in gemv_4bit.cu. */
+static int32_t gemv_warps(int32_t arch) { return is_wide(arch) ? 16 : arch >= 80 ? 8 : 4; }
 
 /* Clusters of k blocks, one block per multiprocessor, that run at once. A cluster lies in one GPC; an H200 has 132
  * multiprocessors in GPCs of 14 to 18. A guess too high costs a second wave, nothing else. */
@@ -46,24 +57,36 @@ static int64_t teams_at_once(int64_t sms, int64_t k_splits, bool wide) {
   return sms / k_splits > 0 ? sms / k_splits : 1;
 }
 
-static gemv_plan plan_gemv(int64_t M, int64_t N, int64_t K, int32_t sm, int32_t sms) {
-  const int64_t units = K / BSH_UNIT, tiles = N / BSH_ROW_TILE, warps = gemv_warps(sm);
-  gemv_plan plan = {.token_tiles = M <= 8 ? 1 : 2};
+/* Groups of 16 tokens decode W again for each group, yet beat 32 tokens a block where blocks have 16 warps: x of 32
+ * tokens takes the registers of 8 of them (benchmarks/results/small_m_h200_202611.md). */
+static int32_t gemv_token_tiles(int64_t M, int32_t arch) {
+  if (M <= 8) return 1;
+  return M <= 16 || is_wide(arch) || arch < 80 ? 2 : 4;
+}
+
+static gemv_plan plan_gemv(int64_t M, int64_t N, int64_t K, int32_t arch, int32_t sms) {
+  const int64_t units = K / BSH_UNIT, tiles = N / BSH_ROW_TILE, warps = gemv_warps(arch);
+  gemv_plan plan = {.token_tiles = gemv_token_tiles(M, arch)};
+  plan.token_groups = (int32_t)ceil_div(M, plan.token_tiles * 8);
   plan.units = plan.token_tiles == 1 && units > 4 * warps ? 8 : 4;
   const int64_t all_warps = ceil_div(units, plan.units);
   plan.k_splits = (int32_t)ceil_div(all_warps, warps);
   plan.k_warps = (int32_t)ceil_div(all_warps, plan.k_splits);
-  plan.row_groups = (int32_t)(warps / plan.k_warps);
-  plan.teams = (int32_t)smaller(teams_at_once(sms, plan.k_splits, is_wide(sm)), ceil_div(tiles, plan.row_groups));
+  const int64_t most = teams_at_once(sms, plan.k_splits, is_wide(arch)) / plan.token_groups;
+  const int64_t teams = most > 0 ? most : 1;
+  plan.row_groups = (int32_t)smaller(warps / plan.k_warps, ceil_div(tiles, teams));
+  plan.teams = (int32_t)smaller(teams, ceil_div(tiles, plan.row_groups));
   return plan;
 }
 
 /* What gemv_4bit.cu takes. */
 static bool tensor_cores_take(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32_t sm, int64_t blocksize) {
-  if (dtype == BSH_F32 || (dtype == BSH_BF16 && sm < 80) || sm < 75) return false;
-  if (M < 1 || M > 16 || N % BSH_ROW_TILE || K % BSH_UNIT || blocksize % BSH_UNIT) return false;
+  const int32_t arch = image_for(sm).arch;
+  if (dtype == BSH_F32 || arch < 75 || (dtype == BSH_BF16 && arch < 80)) return false;
+  if (is_wide(arch) && !is_wide(sm)) return false; /* the memory is missing */
+  if (M < 1 || M > MAX_TOKENS || N % BSH_ROW_TILE || K % BSH_UNIT || blocksize % BSH_UNIT) return false;
   if (K > INT32_MAX / BSH_ROW_TILE || N > INT32_MAX / 16 || N * (K / BSH_UNIT) > UINT32_MAX) return false;
-  return !is_wide(sm) || plan_gemv(M, N, K, sm, 1).k_splits <= MAX_CLUSTER;
+  return !is_wide(arch) || plan_gemv(M, N, K, arch, 1).k_splits <= MAX_CLUSTER;
 }
 
 /* What gemv_4bit_simt.cu takes: 8 rows of x a launch; two launches still read less than dequantizing does. */
@@ -81,16 +104,18 @@ bool bsh_gemv_takes(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32_t sm
 #define GEMV_SCALES(NAME, SHARED) {GEMV_KERNEL(NAME, SHARED), GEMV_KERNEL(NAME "_any", SHARED)}
 #define GEMV_SHAPES(DTYPE, SHARED)                                                                                     \
   {GEMV_SCALES("gemv_4bit_" DTYPE "_m8_k4", SHARED), GEMV_SCALES("gemv_4bit_" DTYPE "_m8_k8", SHARED),                 \
-   GEMV_SCALES("gemv_4bit_" DTYPE "_m16_k4", SHARED)}
+   GEMV_SCALES("gemv_4bit_" DTYPE "_m16_k4", SHARED), GEMV_SCALES("gemv_4bit_" DTYPE "_m32_k4", SHARED_80_M32)}
 #define GEMV_DTYPES(SHARED) {GEMV_SHAPES("bf16", SHARED), GEMV_SHAPES("f16", SHARED)}
 
 /* Table + map + sums + rings, as gemv_4bit.cu lays them out: [sm_75, sm_80.., wide][dtype][shape][any scales] */
 enum { SHARED_75 = 32768 + 1024 + 8192 + 4 * 2 * 2048, SHARED_80 = 32768 + 1024 + 16384 + 8 * 3 * 2048 };
-static bsh_cuda_kernel gemv_kernels[3][2][3][2] = {GEMV_DTYPES(SHARED_75), GEMV_DTYPES(SHARED_80),
+enum { SHARED_80_M32 = 32768 + 1024 + 32768 + 8 * 2 * 2048 }; /* only sm_80.. has this form */
+static bsh_cuda_kernel gemv_kernels[3][2][4][2] = {GEMV_DTYPES(SHARED_75), GEMV_DTYPES(SHARED_80),
                                                    GEMV_DTYPES(WIDE_SHARED)};
-static bsh_cuda_kernel join_kernels[2][2] = {
-    {GEMV_KERNEL("join_splits_bf16_m8", 0), GEMV_KERNEL("join_splits_bf16_m16", 0)},
-    {GEMV_KERNEL("join_splits_f16_m8", 0), GEMV_KERNEL("join_splits_f16_m16", 0)}};
+#define JOIN_KERNELS(DTYPE)                                                                                            \
+  {GEMV_KERNEL("join_splits_" DTYPE "_m8", 0), GEMV_KERNEL("join_splits_" DTYPE "_m16", 0),                            \
+   GEMV_KERNEL("join_splits_" DTYPE "_m32", 0)}
+static bsh_cuda_kernel join_kernels[2][3] = {JOIN_KERNELS("bf16"), JOIN_KERNELS("f16")}; /* [dtype][token tiles / 2] */
 
 static bsh_fused_args fused_args(const bsh_linear_4bit_args *args) {
   const bsh_weight *weight = &args->weight;
@@ -118,8 +143,9 @@ static bsh_fused_args fused_args(const bsh_linear_4bit_args *args) {
 static bool aligned(const void *p, uintptr_t bytes) { return (uintptr_t)p % bytes == 0; }
 
 static bsh_status launch_gemv(const bsh_linear_4bit_args *args, const bsh_cuda_context *context) {
-  const int dtype = args->dtype == BSH_F16, generation = is_wide(context->sm) ? 2 : context->sm >= 80;
-  const gemv_plan plan = plan_gemv(args->M, args->N, args->K, context->sm, context->sms);
+  const int32_t arch = image_for(context->sm).arch;
+  const int dtype = args->dtype == BSH_F16, generation = is_wide(arch) ? 2 : arch >= 80;
+  const gemv_plan plan = plan_gemv(args->M, args->N, args->K, arch, context->sms);
   const bool nested_64 =
       !args->weight.scales.absmax && args->weight.blocksize == 64 &&
       (plan.units == 4 || (args->K / BSH_UNIT % 2 == 0 && aligned(args->weight.scales.absmax_code, 2)));
@@ -128,13 +154,13 @@ static bsh_status launch_gemv(const bsh_linear_4bit_args *args, const bsh_cuda_c
 
   bsh_cuda_scratch scratch = {0};
   if (plan.k_splits > 1) {
-    const int64_t sums = args->N * plan.token_tiles * 8 * plan.k_splits;
+    const int64_t sums = args->N * plan.token_groups * plan.token_tiles * 8 * plan.k_splits;
     BSH_TRY(bsh_cuda_scratch_new(context, sums * (int64_t)sizeof(float), &scratch));
     kernel_args.partial = scratch.data;
   }
-  const int shape_index = plan.token_tiles == 2 ? 2 : plan.units == 8;
+  const int shape_index = plan.token_tiles == 1 ? plan.units == 8 : plan.token_tiles == 2 ? 2 : 3;
   const bsh_cuda_launch_shape shape = {
-      .grid = {(uint32_t)(plan.teams * plan.k_splits), 1, 1},
+      .grid = {(uint32_t)(plan.teams * plan.k_splits), (uint32_t)plan.token_groups, 1},
       .block = {(uint32_t)(32 * plan.k_warps * plan.row_groups), 1, 1},
       .cluster = generation == 2 ? (uint32_t)plan.k_splits : 1,
       .overlap = generation == 2,
@@ -143,9 +169,10 @@ static bsh_status launch_gemv(const bsh_linear_4bit_args *args, const bsh_cuda_c
   bsh_status status =
       bsh_cuda_launch(context, &gemv_kernels[generation][dtype][shape_index][!nested_64], &shape, arguments);
   if (status == BSH_OK && plan.k_splits > 1 && generation != 2) {
-    const bsh_cuda_launch_shape join = {.grid = {(uint32_t)ceil_div(args->N * plan.token_tiles * 8, 256), 1, 1},
-                                        .block = {256, 1, 1}};
-    status = bsh_cuda_launch(context, &join_kernels[dtype][plan.token_tiles - 1], &join, arguments);
+    const bsh_cuda_launch_shape join = {
+        .grid = {(uint32_t)ceil_div(args->N * plan.token_tiles * 8, 256), (uint32_t)plan.token_groups, 1},
+        .block = {256, 1, 1}};
+    status = bsh_cuda_launch(context, &join_kernels[dtype][plan.token_tiles / 2], &join, arguments);
   }
   bsh_cuda_scratch_delete(&scratch);
   return status;
@@ -180,8 +207,9 @@ static bsh_status launch_simt(const bsh_linear_4bit_args *args, const bsh_cuda_c
 enum { PIECE_UNITS = 4 };
 
 bool bsh_gemm_sm90_takes(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32_t sm, int64_t blocksize) {
-  if (sm != 90 || !is_wide(sm) || dtype == BSH_F32) return false;
-  if (M < 1 || M > 64 || N % BSH_ROW_TILE || K % BSH_UNIT || blocksize % BSH_UNIT) return false;
+  const bsh_kernel_image image = image_for(sm);
+  if (sm != 90 || image.arch != 90 || !image.this_gpu_only || dtype == BSH_F32) return false;
+  if (M < 1 || M > MAX_TOKENS || N % BSH_ROW_TILE || K % BSH_UNIT || blocksize % BSH_UNIT) return false;
   /* 32-bit block indices; fewer than 2^22 pieces of 192 x 256 weights, times up to 512 multiprocessors. */
   return K <= INT32_MAX / BSH_ROW_TILE && N <= INT32_MAX / 2 && N * (K / BSH_UNIT) <= INT32_MAX;
 }
@@ -189,9 +217,14 @@ bool bsh_gemm_sm90_takes(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32
 #define GEMM_KERNEL(NAME, SHARED) {.fatbin = BSH_FATBIN_gemm_4bit_sm90, .name = NAME, .shared_bytes = (SHARED)}
 #define GEMM_SCALES(NAME) {GEMM_KERNEL(NAME, WIDE_SHARED), GEMM_KERNEL(NAME "_any", WIDE_SHARED)}
 #define GEMM_TOKENS(DTYPE)                                                                                             \
-  {GEMM_SCALES("gemm_4bit_" DTYPE "_m8"), GEMM_SCALES("gemm_4bit_" DTYPE "_m16"),                                      \
-   GEMM_SCALES("gemm_4bit_" DTYPE "_m32"), GEMM_SCALES("gemm_4bit_" DTYPE "_m64")}
-static bsh_cuda_kernel gemm_kernels[2][4][2] = {GEMM_TOKENS("bf16"), GEMM_TOKENS("f16")};
+  {                                                                                                                    \
+    {GEMM_SCALES("gemm_4bit_" DTYPE "_m16"), GEMM_SCALES("gemm_4bit_" DTYPE "_m16")},                                  \
+        {GEMM_SCALES("gemm_4bit_" DTYPE "_m32"), GEMM_SCALES("gemm_4bit_" DTYPE "_m32_p2")}, {                         \
+      GEMM_SCALES("gemm_4bit_" DTYPE "_m64"), GEMM_SCALES("gemm_4bit_" DTYPE "_m64_p2")                                \
+    }                                                                                                                  \
+  }
+/* [dtype][tokens][two parts of K][any scales] */
+static bsh_cuda_kernel gemm_kernels[2][3][2][2] = {GEMM_TOKENS("bf16"), GEMM_TOKENS("f16")};
 static bsh_cuda_kernel x_units_kernel = GEMM_KERNEL("x_units", 0);
 
 /* x in the kernel's order, its tickets, the partial sums: one piece of scratch memory. */
@@ -199,17 +232,35 @@ typedef struct {
   int64_t tokens, x_units; /* padded */
   int64_t blocks, splits;  /* of threads; that share a row block, at most */
   int64_t x_bytes, ticket_bytes, bytes;
-  int32_t size, warps; /* log2(tokens / 8) */
+  int32_t size;           /* log2(tokens / 16) */
+  int32_t k_parts, warps; /* template arguments of the kernel */
+  int32_t row_tiles;      /* of a row block */
 } gemm_plan;
 
+enum { TWO_PARTS_WEIGHTS_32 = 64000000, TWO_PARTS_WEIGHTS_64 = 40000000 };
+
+/* Two parts of K in a block of threads halve its rows. Then every block has one share of one row block, whole or cut
+ * along K, and as few rows as the multiprocessors allow. For larger weights, sharing all pieces out evenly is faster
+ * (benchmarks/results/small_m_h200_202611.md). */
+static bool two_parts(int64_t M, int64_t N, int64_t K, int32_t sms) {
+  if (M <= 16 || N > (int64_t)sms * 8 * BSH_ROW_TILE) return false;
+  return N * K <= (M <= 32 ? TWO_PARTS_WEIGHTS_32 : TWO_PARTS_WEIGHTS_64);
+}
+
 static gemm_plan plan_gemm(int64_t M, int64_t N, int64_t K, int32_t sms) {
-  gemm_plan plan = {.size = M <= 8 ? 0 : M <= 16 ? 1 : M <= 32 ? 2 : 3};
-  plan.tokens = 8 << plan.size, plan.warps = plan.tokens == 64 ? 12 : 16;
-  const int64_t pieces = ceil_div(K / BSH_UNIT, PIECE_UNITS);
-  const int64_t all_pieces = ceil_div(N, plan.warps * BSH_ROW_TILE) * pieces;
-  plan.blocks = smaller(sms, all_pieces);
+  gemm_plan plan = {.size = M <= 16 ? 0 : M <= 32 ? 1 : 2, .k_parts = two_parts(M, N, K, sms) ? 2 : 1};
+  plan.tokens = 16 << plan.size, plan.warps = plan.tokens == 64 && plan.k_parts == 1 ? 12 : 16;
+  const int64_t pieces = ceil_div(K / BSH_UNIT, PIECE_UNITS * plan.k_parts), tiles = N / BSH_ROW_TILE;
+  plan.row_tiles = plan.warps / plan.k_parts;
+  int64_t shares = 1; /* of a row block, two parts */
+  if (plan.k_parts == 2) {
+    shares = smaller(sms / ceil_div(tiles, plan.row_tiles), pieces);
+    plan.row_tiles = (int32_t)smaller(plan.row_tiles, ceil_div(tiles, sms / shares));
+  }
+  const int64_t row_blocks = ceil_div(tiles, plan.row_tiles), all_pieces = row_blocks * pieces;
+  plan.blocks = plan.k_parts == 2 ? row_blocks * shares : smaller(sms, all_pieces);
   plan.splits = smaller(pieces / (all_pieces / plan.blocks) + 2, plan.blocks);
-  plan.x_units = pieces * PIECE_UNITS;
+  plan.x_units = pieces * PIECE_UNITS * plan.k_parts;
   plan.x_bytes = plan.x_units * plan.tokens * BSH_UNIT * 2;
   plan.ticket_bytes = ceil_div(N / BSH_ROW_TILE * 4, 256) * 256;
   plan.bytes = plan.x_bytes + plan.ticket_bytes + N * plan.tokens * plan.splits * (int64_t)sizeof(float);
@@ -226,10 +277,10 @@ static bsh_status launch_gemm(const bsh_linear_4bit_args *args, const bsh_cuda_c
   bsh_fused_args kernel_args = fused_args(args);
   kernel_args.tickets = (uint32_t *)(memory + plan.x_bytes);
   kernel_args.partial = (float *)(memory + plan.x_bytes + plan.ticket_bytes);
-  kernel_args.k_splits = (int32_t)plan.splits;
+  kernel_args.k_splits = (int32_t)plan.splits, kernel_args.row_groups = plan.row_tiles;
 
-  const int32_t tokens = (int32_t)plan.tokens;
-  void *order_arguments[] = {&kernel_args, &scratch.data, (void *)(uintptr_t)&tokens};
+  int32_t tokens = (int32_t)plan.tokens, x_units = (int32_t)plan.x_units;
+  void *order_arguments[] = {&kernel_args, &scratch.data, &tokens, &x_units};
   const bsh_cuda_launch_shape order = {
       .grid = {(uint32_t)ceil_div(plan.x_units * plan.tokens * 8, 256), 1, 1}, .block = {256, 1, 1}, .overlap = true};
   bsh_status status = bsh_cuda_launch(context, &x_units_kernel, &order, order_arguments);
@@ -238,7 +289,8 @@ static bsh_status launch_gemm(const bsh_linear_4bit_args *args, const bsh_cuda_c
     void *arguments[] = {&kernel_args};
     const bsh_cuda_launch_shape shape = {
         .grid = {(uint32_t)plan.blocks, 1, 1}, .block = {(uint32_t)plan.warps * 32, 1, 1}, .overlap = true};
-    status = bsh_cuda_launch(context, &gemm_kernels[args->dtype == BSH_F16][plan.size][!nested_64], &shape, arguments);
+    status = bsh_cuda_launch(context, &gemm_kernels[args->dtype == BSH_F16][plan.size][plan.k_parts - 1][!nested_64],
+                             &shape, arguments);
   }
   bsh_cuda_scratch_delete(&scratch);
   return status;

@@ -21,7 +21,7 @@ typedef struct {
   const void *x;
   const void *bias; /* or NULL */
   void *y;
-  float *partial;    /* scratch of split K: f32 [row tiles][k_splits][tokens * 16], or NULL */
+  float *partial;    /* scratch of split K: f32 [token groups][row tiles][k_splits][tokens * 16], or NULL */
   uint32_t *tickets; /* gemm_4bit_sm90: [row tiles], 0 at the start */
   int64_t ldx, ldy;
   int32_t M, N, K;
@@ -29,7 +29,7 @@ typedef struct {
   int32_t block_shift; /* log2(blocksize / 64); gemv_4bit_simt: log2(blocksize / 32) */
   int32_t k_splits;    /* thread blocks that share the K of a row tile (gemm_4bit_sm90: at most) */
   int32_t k_warps;     /* warps of a thread block that share its part of K */
-  int32_t row_groups;  /* groups of k_warps warps, each on its own row tiles */
+  int32_t row_groups;  /* groups of k_warps warps, each on its own row tiles; gemm_4bit_sm90: row tiles of a block */
 } bsh_fused_args;
 
 #ifndef __CUDACC__

@@ -119,6 +119,15 @@ static PyObject *select_linear_4bit(PyObject *const module, PyObject *const args
       bsh_linear_kernel_name(bsh_select_linear_4bit(M, N, K, (bsh_dtype)dtype, sm, sms, blocksize, nested != 0)));
 }
 
+static PyObject *kernel_image(PyObject *const module, PyObject *const args) {
+  (void)module;
+  const char *architectures;
+  int sm;
+  if (!PyArg_ParseTuple(args, "si", &architectures, &sm)) return NULL;
+  const bsh_kernel_image image = bsh_image_for(architectures, sm);
+  return Py_BuildValue("iO", (int)image.arch, image.this_gpu_only ? Py_True : Py_False);
+}
+
 static PyMethodDef methods[] = {
     {"packed_bytes", packed_bytes, METH_VARARGS, "packed_bytes(n): bytes of n 4-bit codes."},
     {"storage_elements", storage_elements, METH_VARARGS,
@@ -133,6 +142,8 @@ static PyMethodDef methods[] = {
     {"cuda_state", cuda_state, METH_NOARGS, "cuda_state(): what the CUDA half was built for and what the driver says."},
     {"select_linear_4bit", select_linear_4bit, METH_VARARGS,
      "select_linear_4bit(M, N, K, dtype, sm, sms, blocksize, nested): name of the CUDA kernel that would run."},
+    {"kernel_image", kernel_image, METH_VARARGS,
+     "kernel_image(architectures, sm): (architecture, for this GPU only) of the kernels that would be loaded there."},
     {"configure_direct", bsh_direct_configure, METH_VARARGS,
      "configure_direct(exchange, tensor, weights, watchers, profiler, grad_enabled): whether direct calls are "
      "possible."},

@@ -1,6 +1,9 @@
 /* select.c - see select.h. The limits come from the H200 files of benchmarks/results. */
 #include "select.h"
 
+#include <stdlib.h>
+#include <string.h>
+
 #include "cuda_linear.h"
 
 const char *bsh_linear_kernel_name(const bsh_linear_kernel kernel) {
@@ -16,19 +19,65 @@ const char *bsh_linear_kernel_name(const bsh_linear_kernel kernel) {
 }
 
 /* What the fused kernels take (cuda_linear.c decides, from the same numbers):
- *   gemv_4bit       M <= 16. Tensor cores: 16-bit x (bf16 from sm_80 on), N % 16 == 0, K % 64 == 0, blocksize >= 64.
- *                   Else, fp32 included, without them: K % 32 == 0, any N and blocksize.
+ *   gemv_4bit       Tensor cores, M <= 64: 16-bit x (bf16 from sm_80 on), N % 16 == 0, K % 64 == 0, blocksize >= 64.
+ *                   Else, fp32 included, without them, M <= 16: K % 32 == 0, any N and blocksize.
  *   gemm_4bit_sm90  M <= 64 on sm_90: 16-bit x, N % 16 == 0, K % 64 == 0, blocksize >= 64.
  * Everything else, and arguments that are not 16-byte aligned, goes by dequantized panels. */
-enum { GEMM_SM90_WEIGHTS = 80000000 };
+
+/* Weights from which gemm_4bit_sm90 is faster than gemv_4bit: rows of benchmarks/results/small_m_h200_202611.md. */
+static int64_t gemm_sm90_weights(const int64_t M) {
+  if (M <= 8) return INT64_MAX;
+  if (M <= 16) return 80000000; /* slower at 67 M, faster at 235 M */
+  return M <= 32 ? 20000000 : 9000000;
+}
+
+/* Whether gemv_4bit is faster than panels for fp32 x: 8 rows a pass over W on the ordinary cores. Same file. */
+static bool few_f32_rows(const int64_t M, const int64_t weights) {
+  if (M <= 2) return true;
+  return weights >= (M <= 8 ? 10000000 : 40000000);
+}
 
 bsh_linear_kernel bsh_select_linear_4bit(const int64_t M, const int64_t N, const int64_t K, const bsh_dtype dtype,
                                          const int sm, const int sms, const int64_t blocksize, const bool nested) {
   (void)sms, (void)nested;
-  /* benchmarks/results/small_m_h200_202611.md: from 9 rows on, large weights are faster on warpgroup instructions. */
-  const bool wide_product = M > 16 || (M > 8 && N * K >= GEMM_SM90_WEIGHTS);
-  if (wide_product && bsh_gemm_sm90_takes(M, N, K, dtype, sm, blocksize)) return BSH_LINEAR_GEMM_SM90;
-  return bsh_gemv_takes(M, N, K, dtype, sm, blocksize) ? BSH_LINEAR_GEMV : BSH_LINEAR_DENSE;
+  const bool gemv = bsh_gemv_takes(M, N, K, dtype, sm, blocksize) && (dtype != BSH_F32 || few_f32_rows(M, N * K));
+  if (bsh_gemm_sm90_takes(M, N, K, dtype, sm, blocksize) && (!gemv || N * K >= gemm_sm90_weights(M)))
+    return BSH_LINEAR_GEMM_SM90;
+  return gemv ? BSH_LINEAR_GEMV : BSH_LINEAR_DENSE;
+}
+
+/* One entry of the list: [compute_]<number>[a|f], up to a comma or the end. */
+typedef struct {
+  int32_t arch;
+  bool ptx, this_gpu_only;
+} image_entry;
+
+static image_entry parse_entry(const char *text) {
+  image_entry entry = {.ptx = strncmp(text, "compute_", 8) == 0};
+  char *end;
+  entry.arch = (int32_t)strtol(text + (entry.ptx ? 8 : 0), &end, 10);
+  entry.this_gpu_only = *end == 'a';
+  return entry;
+}
+
+static bool loads(const image_entry entry, const int32_t sm) {
+  if (entry.this_gpu_only) return entry.arch == sm;
+  return entry.arch <= sm && (entry.ptx || entry.arch / 10 == sm / 10);
+}
+
+bsh_kernel_image bsh_image_for(const char *architectures, const int32_t sm) {
+  bsh_kernel_image best = {0};
+  bool best_is_ptx = true;
+  for (const char *at = architectures; at != NULL; at = strchr(at, ',')) {
+    at += *at == ',';
+    const image_entry entry = parse_entry(at);
+    if (entry.arch <= 0 || !loads(entry, sm)) continue;
+    const bool better =
+        best.arch == 0 || entry.ptx < best_is_ptx || (entry.ptx == best_is_ptx && entry.arch > best.arch);
+    if (better) best = (bsh_kernel_image){entry.arch, entry.this_gpu_only}, best_is_ptx = entry.ptx;
+    else if (entry.ptx == best_is_ptx && entry.arch == best.arch) best.this_gpu_only &= entry.this_gpu_only;
+  }
+  return best;
 }
 
 int64_t bsh_panel_lines(const int64_t n_lines, const int64_t line, const int64_t itemsize,

@@ -20,6 +20,15 @@ bsh_linear_kernel bsh_select_linear_4bit(int64_t M, int64_t N, int64_t K, bsh_dt
 /* "gemv_4bit", "gemm_4bit_sm90", "dense". */
 const char *bsh_linear_kernel_name(bsh_linear_kernel kernel);
 
+/* Which of a build's kernel images the driver loads on a GPU. `architectures`: what the build was made for, as nvcc
+ * numbers it: "80,90a,compute_80". Machine code is taken before PTX: the newest of the GPU's major version, not above
+ * it; else the newest PTX not above it. Code for 90a and the like has instructions of that one GPU generation. */
+typedef struct {
+  int32_t arch;       /* 10 * major + minor that the image was compiled for, 0: none loads */
+  bool this_gpu_only; /* of an architecture with an "a", no plain one beside it */
+} bsh_kernel_image;
+bsh_kernel_image bsh_image_for(const char *architectures, int32_t sm);
+
 /* Lines of W (rows forward, columns backward; each `line` elements of `itemsize` bytes) to dequantize at a time, so
  * that a panel takes at most workspace_bytes: all n_lines, or the most that fit as a multiple of 1024, 256 or 64, the
  * widths at which the vendor GEMM loses least; at least one line. */

@@ -5,10 +5,14 @@
 // the packed bytes dictate (decode_unit), swizzled, tokens padded with zeros, so that a plain bulk copy brings each
 // stage. The product of one unit (64 of K) is made unscaled, then added to the sums times its fp32 scales.
 //
-// Work split: W is cut into row blocks of WARPS * 16 rows and these into pieces of 4 units of K; the blocks of threads
-// share all pieces, in order, evenly. Where several own parts of one row block, each warp leaves its sums in
+// Work split: W is cut into row blocks, one row tile a warp, and these into pieces of 4 units of K; the blocks of
+// threads share all pieces, in order, evenly. Where several own parts of one row block, each warp leaves its sums in
 // args.partial and takes a ticket; the last one adds all parts in the order of K. The tickets decide who adds, never in
 // which order: equal inputs give equal bits.
+//
+// K_PARTS = 2: half of the warps take the first half of K, the others the second, so that row blocks are half as high.
+// The host then gives each block of threads one share of one row block and may leave row tiles of a block empty: few
+// rows are spread over all multiprocessors. The halves are added in shared memory.
 #include "decode.cuh"
 #include "sums.cuh"
 
@@ -23,11 +27,16 @@ constexpr int PIECE_UNITS = 4; // a ring slot: 16 rows x 4 units of W
 
 #ifdef BSH_HAS_WGMMA
 constexpr int PIECE_BYTES = BSH_ROW_TILE * PIECE_UNITS * 32;
-constexpr int SLOTS = 3;                                            // of a warp's ring of packed bytes
-constexpr int STAGES = 3;                                           // of x
-template <int TOKENS> constexpr int WARPS = TOKENS == 64 ? 12 : 16; // 64 tokens need 168 registers
-template <int TOKENS> constexpr int STAGE_UNITS = TOKENS == 64 ? 2 : 4;
-template <int TOKENS> constexpr int STAGE_BYTES = STAGE_UNITS<TOKENS> * TOKENS * BSH_UNIT * 2;
+constexpr int SLOTS = 3;  // of a warp's ring of packed bytes
+constexpr int STAGES = 3; // of x
+// K_PARTS: parts of K that the warpgroups of a block work on at the same time. 64 tokens with decoding one unit ahead
+// need 168 registers.
+template <int TOKENS, int K_PARTS> constexpr bool AHEAD = TOKENS < 64 || K_PARTS == 1;
+template <int TOKENS, int K_PARTS> constexpr int WARPS = AHEAD<TOKENS, K_PARTS> && TOKENS == 64 ? 12 : 16;
+template <int TOKENS, int K_PARTS> constexpr int ROW_WARPS = WARPS<TOKENS, K_PARTS> / K_PARTS;
+template <int TOKENS, int K_PARTS> constexpr int STAGE_UNITS = (TOKENS == 64 ? 2 : 4) / K_PARTS; // of each part
+template <int TOKENS, int K_PARTS> constexpr int PART_BYTES = STAGE_UNITS<TOKENS, K_PARTS> * TOKENS * BSH_UNIT * 2;
+template <int TOKENS, int K_PARTS> constexpr int STAGE_BYTES = PART_BYTES<TOKENS, K_PARTS> * K_PARTS;
 
 // ---- barriers and copies of the asynchronous proxy ----
 
@@ -43,9 +52,11 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
                "r"(parity)
                : "memory");
 }
-// Announces and starts a copy of `bytes` bytes; the barrier completes when they have arrived.
-__device__ __forceinline__ void bulk_copy(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier) {
+// Announces `bytes` bytes; the barrier completes when they have arrived.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk_copy(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
@@ -72,7 +83,6 @@ template <typename T, int N> struct warpgroup;
     }                                                                                                                  \
   };
 #define BSH_WARPGROUP_SIZES(TYPE, PTX)                                                                                 \
-  BSH_WARPGROUP(TYPE, PTX, 8, "%0,%1,%2,%3", BSH_D4(0), "4", "5", "6", "7", "8", "9", "10")                            \
   BSH_WARPGROUP(TYPE, PTX, 16, "%0,%1,%2,%3,%4,%5,%6,%7", BSH_D4(0) BSH_COMMA BSH_D4(4), "8", "9", "10", "11", "12",   \
                 "13", "14")                                                                                            \
   BSH_WARPGROUP(TYPE, PTX, 32, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15", BSH_D16(0), "16", "17", "18",  \
@@ -102,8 +112,8 @@ struct shared_layout {
   float *map;
   uint32_t full, empty; // addresses of STAGES barriers each
 };
-template <int TOKENS> __device__ __forceinline__ shared_layout lay_out(char *memory) {
-  static_assert(2048 + STAGES * STAGE_BYTES<TOKENS> <= 63 * 1024, "the x stages must end below the table");
+template <int TOKENS, int K_PARTS> __device__ __forceinline__ shared_layout lay_out(char *memory) {
+  static_assert(2048 + STAGES * STAGE_BYTES<TOKENS, K_PARTS> <= 63 * 1024, "the x stages must end below the table");
   shared_layout s;
   s.table = memory + (65536 - (shared_address(memory) & 65535));
   s.ring = s.table + TABLE_BYTES;
@@ -131,7 +141,7 @@ struct share {
 };
 
 // The packed bytes of a warp's 16 rows, walking through the pieces. Rows and columns beyond W repeat its last ones.
-template <int TOKENS> struct weight_walk {
+template <int ROW_WARPS> struct weight_walk {
   const uint8_t *row; // this lane's first row in the row block of the next piece
   uint32_t to, chunk, last_chunk, four_rows;
 
@@ -141,7 +151,7 @@ template <int TOKENS> struct weight_walk {
     to = keep(shared_address(ring) + warp * SLOTS * PIECE_BYTES + lane_row * 128 + (chunk ^ (lane_row << 5)));
   }
   __device__ __forceinline__ void enter(const bsh_fused_args &args, int block) {
-    const int lane_row = (threadIdx.x & 31) >> 3, tile = block * WARPS<TOKENS> + (threadIdx.x >> 5);
+    const int lane_row = (threadIdx.x & 31) >> 3, tile = block * args.row_groups + (threadIdx.x >> 5) % ROW_WARPS;
     const int first = min(tile * BSH_ROW_TILE, args.N - BSH_ROW_TILE) + lane_row;
     row = keep(args.packed + (int64_t)first * (args.K >> 1));
   }
@@ -162,7 +172,7 @@ template <int TOKENS> struct weight_walk {
 // units of piece c of the group (ANY_SCALES: unit c of the piece). Fetched a group ahead and kept raw until used.
 // NESTED_64: nested, one scale a unit, units of a row a multiple of 4.
 enum scale_kind { NESTED_64, ANY_SCALES };
-template <int TOKENS, scale_kind KIND> struct scale_walk {
+template <int ROW_WARPS, scale_kind KIND> struct scale_walk {
   static constexpr int GROUP = KIND == NESTED_64 ? 4 : 1; // pieces
   static constexpr int PER_LANE = KIND == NESTED_64 ? 4 : 1;
   uint32_t raw[2]; // 4 codes; ANY_SCALES: 1 code or the fp32 bits of a plain scale
@@ -170,9 +180,8 @@ template <int TOKENS, scale_kind KIND> struct scale_walk {
   float scale[2][PER_LANE];
 
   __device__ __forceinline__ void fetch(const bsh_fused_args &args, position at) {
-    const int units = args.K / BSH_UNIT, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int row =
-        min(at.block * (WARPS<TOKENS> * BSH_ROW_TILE) + warp * BSH_ROW_TILE, args.N - BSH_ROW_TILE) + (lane >> 2);
+    const int units = args.K / BSH_UNIT, lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) % ROW_WARPS;
+    const int row = min((at.block * args.row_groups + warp) * BSH_ROW_TILE, args.N - BSH_ROW_TILE) + (lane >> 2);
     const int first = at.piece / GROUP * (GROUP * PIECE_UNITS) + (lane & 3) * PER_LANE;
     const uint32_t unit = (uint32_t)row * units + min(first, units - PER_LANE);
 #pragma unroll
@@ -205,22 +214,29 @@ template <int TOKENS, scale_kind KIND> struct scale_walk {
 };
 
 // Brings the next stage of x into its place; warp 0 calls it once every warp is done with what was there.
-template <int TOKENS> struct x_stream {
+template <int TOKENS, int K_PARTS> struct x_stream {
   const char *from;
   uint32_t to, full, empty, parity;
   int slot, stage, stages; // stages of a row block
+  uint32_t part_bytes;     // from one part of K to the next in x
   bool refill;
 
   __device__ __forceinline__ x_stream(const bsh_fused_args &args, const shared_layout &shared, int pieces, int piece) {
     from = static_cast<const char *>(args.x), to = shared_address(shared.x), full = shared.full, empty = shared.empty;
     slot = 0, parity = 1, refill = false;
-    stage = piece * (PIECE_UNITS / STAGE_UNITS<TOKENS>), stages = pieces * (PIECE_UNITS / STAGE_UNITS<TOKENS>);
+    constexpr int STEPS = PIECE_UNITS / STAGE_UNITS<TOKENS, K_PARTS>;
+    stage = piece * STEPS, stages = pieces * STEPS, part_bytes = pieces * (PIECE_UNITS * TOKENS * BSH_UNIT * 2);
   }
   __device__ __forceinline__ void bring() {
     if (refill) barrier_wait(empty + 8 * slot, parity);
-    if ((threadIdx.x & 31) == 0)
-      bulk_copy(to + slot * STAGE_BYTES<TOKENS>, from + (int64_t)stage * STAGE_BYTES<TOKENS>, STAGE_BYTES<TOKENS>,
-                full + 8 * slot);
+    constexpr int BYTES = PART_BYTES<TOKENS, K_PARTS>;
+    if ((threadIdx.x & 31) == 0) {
+      barrier_expect(full + 8 * slot, BYTES * K_PARTS);
+#pragma unroll
+      for (int k = 0; k < K_PARTS; k++)
+        bulk_copy(to + (slot * K_PARTS + k) * BYTES, from + (int64_t)stage * BYTES + k * part_bytes, BYTES,
+                  full + 8 * slot);
+    }
     __syncwarp();
     if (++stage == stages) stage = 0;
     if (++slot == STAGES) slot = 0, parity ^= 1, refill = true;
@@ -239,14 +255,14 @@ __device__ __forceinline__ uint32_t take_ticket(uint32_t *counter) {
 }
 
 // The parts of a row block: which blocks of threads own some, and where their sums of this warp's tile lie.
-template <int TOKENS> struct joint {
+template <int TOKENS, int ROW_WARPS> struct joint {
   static constexpr int TILE = TOKENS * BSH_ROW_TILE;
   int tile, first, parts;
   float4 *sums; // this lane's, of part 0; TILE / 4 from one part to the next
 
   __device__ __forceinline__ joint(const bsh_fused_args &args, const share &work, int block) {
     const uint32_t at = (uint32_t)block * work.pieces;
-    tile = block * WARPS<TOKENS> + (threadIdx.x >> 5);
+    tile = block * args.row_groups + (threadIdx.x >> 5) % ROW_WARPS;
     first = work.owner(at), parts = work.owner(at + work.pieces - 1) - first + 1;
     sums = reinterpret_cast<float4 *>(args.partial) + (int64_t)tile * args.k_splits * (TILE / 4) + (threadIdx.x & 31);
   }
@@ -284,26 +300,55 @@ template <int TOKENS> struct joint {
   }
 };
 
-template <typename T, int TOKENS, scale_kind KIND> __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
-  constexpr int SUMS = TOKENS / 2, UNITS = STAGE_UNITS<TOKENS>;
+// Adds the sums of the other parts of K to those of the first one's warps, in the order of K. The block is done with
+// its only row block, so the rings are free.
+template <int TOKENS, int K_PARTS> __device__ __forceinline__ void add_parts(float *sum, char *ring) {
+  constexpr int ROW_WARPS = bsh::ROW_WARPS<TOKENS, K_PARTS>, N = TOKENS / 8;
+  const int warp = threadIdx.x >> 5, part = warp / ROW_WARPS;
+  float4 *const own = reinterpret_cast<float4 *>(ring) + (warp % ROW_WARPS) * (N * 32) + (threadIdx.x & 31);
+  copy_wait<0>();
+  __syncthreads();
+  if (part > 0)
+#pragma unroll
+    for (int n = 0; n < N; n++)
+      own[((part - 1) * ROW_WARPS * N + n) * 32] =
+          make_float4(sum[4 * n], sum[4 * n + 1], sum[4 * n + 2], sum[4 * n + 3]);
+  __syncthreads();
+  if (part > 0) return;
+#pragma unroll
+  for (int k = 0; k + 1 < K_PARTS; k++)
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      const float4 v = own[(k * ROW_WARPS * N + n) * 32];
+      sum[4 * n] += v.x, sum[4 * n + 1] += v.y, sum[4 * n + 2] += v.z, sum[4 * n + 3] += v.w;
+    }
+}
+
+template <typename T, int TOKENS, int K_PARTS, scale_kind KIND>
+__device__ __forceinline__ void gemm(const bsh_fused_args &args) {
+  constexpr int SUMS = TOKENS / 2, UNITS = STAGE_UNITS<TOKENS, K_PARTS>, WARPS = bsh::WARPS<TOKENS, K_PARTS>;
+  constexpr int ROW_WARPS = bsh::ROW_WARPS<TOKENS, K_PARTS>;
+  constexpr bool AHEAD = bsh::AHEAD<TOKENS, K_PARTS>;
   extern __shared__ __align__(1024) char memory[];
-  const shared_layout shared = lay_out<TOKENS>(memory);
+  const shared_layout shared = lay_out<TOKENS, K_PARTS>(memory);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
   share work;
-  work.pieces = (args.K / BSH_UNIT + PIECE_UNITS - 1) / PIECE_UNITS;
-  work.total = (args.N + WARPS<TOKENS> * BSH_ROW_TILE - 1) / (WARPS<TOKENS> * BSH_ROW_TILE) * work.pieces;
+  work.pieces = (args.K / BSH_UNIT + PIECE_UNITS * K_PARTS - 1) / (PIECE_UNITS * K_PARTS); // of a part of K
+  const int rows = args.row_groups * BSH_ROW_TILE;
+  work.total = (args.N + rows - 1) / rows * work.pieces;
+  const bool idle = K_PARTS > 1 && warp % ROW_WARPS >= args.row_groups; // takes part in the products, with any operand
+  const int base = K_PARTS == 1 ? 0 : warp / ROW_WARPS * work.pieces;   // this warp's part of K: its first piece
   const uint32_t begin = work.begin(blockIdx.x);
   const int count = work.begin(blockIdx.x + 1) - begin;
   const position start = {(int)(begin / work.pieces), (int)(begin % work.pieces)};
 
   // Before the wait: constants, and hints about what will be read.
-  weight_walk<TOKENS> weights(args, shared.ring);
+  weight_walk<ROW_WARPS> weights(args, shared.ring);
   weights.enter(args, start.block);
-  for (int i = 0; i < min(count, 4); i++) weights.prefetch(min(start.piece + i, work.pieces - 1));
+  for (int i = 0; i < min(count, 4); i++) weights.prefetch(base + min(start.piece + i, work.pieces - 1));
   build_table<T>(shared.table, args.format);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++)
-      barrier_init(shared.full + 8 * i, 1), barrier_init(shared.empty + 8 * i, WARPS<TOKENS>);
+    for (int i = 0; i < STAGES; i++) barrier_init(shared.full + 8 * i, 1), barrier_init(shared.empty + 8 * i, WARPS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   wait_for_earlier_kernels();
@@ -311,28 +356,30 @@ template <typename T, int TOKENS, scale_kind KIND> __device__ __forceinline__ vo
 
   position ahead = start; // the piece that the ring loads next
   auto load_next = [&](bool there_is, uint32_t to_slot) {
-    if (there_is) weights.start(ahead.piece, to_slot);
+    if (there_is && !idle) weights.start(base + ahead.piece, to_slot);
     copy_commit();
     ahead.step(work.pieces);
     if (ahead.piece == 0) weights.enter(args, ahead.block);
   };
 #pragma unroll
   for (int i = 0; i < SLOTS - 1; i++) load_next(i < count, i * PIECE_BYTES);
-  x_stream<TOKENS> x_in(args, shared, work.pieces, start.piece);
+  x_stream<TOKENS, K_PARTS> x_in(args, shared, work.pieces, start.piece);
   int x_left = count * (PIECE_UNITS / UNITS); // stages not yet asked for
   if (warp == 0)
     for (int i = 0; i < STAGES - 1 && x_left > 0; i++, x_left--) x_in.bring();
   const float map_value = args.absmax ? 0.f : args.absmax_map[threadIdx.x & 255];
   const float offset = args.absmax ? 0.f : *args.offset;
-  scale_walk<TOKENS, KIND> scales;
-  scales.fetch(args, start);
+  scale_walk<ROW_WARPS, KIND> scales;
+  scales.fetch(args, {start.block, base + start.piece});
   if (threadIdx.x < 256) shared.map[threadIdx.x] = map_value;
   __syncthreads();
 
   const uint32_t lane_base = keep(shared_address(shared.table) + lane * 4);
   const uint32_t own = keep(shared_address(shared.ring) + warp * SLOTS * PIECE_BYTES + g * 128 + (g & 3) * 32 + c * 8);
-  const uint32_t x_base = operand_b(shared_address(shared.x));
+  const uint32_t x_base =
+      operand_b(shared_address(shared.x) + (K_PARTS == 1 ? 0 : warp / ROW_WARPS * PART_BYTES<TOKENS, K_PARTS>));
   float sum[SUMS] = {}, part[SUMS];
+  uint32_t a[AHEAD ? 2 : 1][4][4] = {};
   uint32_t slot = 0, fill = (SLOTS - 1) * PIECE_BYTES, stage = 0, parity = 0;
   bool fresh = true;
   int left = count;
@@ -342,36 +389,41 @@ template <typename T, int TOKENS, scale_kind KIND> __device__ __forceinline__ vo
       copy_wait<SLOTS - 2>();
       __syncwarp();
       load_next(left >= SLOTS, fill);
-      if (fresh || at.piece % scales.GROUP == 0) {
+      const int piece = base + at.piece;
+      if (fresh || piece % scales.GROUP == 0) {
         scales.resolve(args, shared.map, offset);
-        position next = {at.block, (at.piece / scales.GROUP + 1) * scales.GROUP};
-        if (next.piece >= work.pieces) next.piece = 0, next.block++;
+        position next = {at.block, (piece / scales.GROUP + 1) * scales.GROUP};
+        if (next.piece >= base + work.pieces) next.piece = base, next.block++;
         scales.fetch(args, next);
         fresh = false;
       }
-      uint32_t a[2][4][4];
       uint2 upper_bytes, lower_bytes; // of the unit decoded next, read one unit ahead
       auto read_bytes = [&](int unit) {
         const uint32_t from = (own + slot) ^ (unit * 32);
         upper_bytes = load_shared(from), lower_bytes = load_shared(from + PIECE_BYTES / 2);
       };
       read_bytes(0);
-      decode_unit(a[0], upper_bytes, lower_bytes, lane_base);
-      read_bytes(1);
+      if (AHEAD && !idle) decode_unit(a[0], upper_bytes, lower_bytes, lane_base), read_bytes(1);
 #pragma unroll
       for (int unit = 0; unit < PIECE_UNITS; unit++) {
         if (unit % UNITS == 0) {
           if (warp == 0 && x_left > 0) x_in.bring(), x_left--;
           barrier_wait(shared.full + 8 * stage, parity);
         }
-        const uint32_t x = x_base + ((stage * STAGE_BYTES<TOKENS> + unit % UNITS * (TOKENS * 128)) >> 4);
+        if (!AHEAD && !idle) {
+          decode_unit(a[0], upper_bytes, lower_bytes, lane_base);
+          if (unit + 1 < PIECE_UNITS) read_bytes(unit + 1);
+        }
+        const uint32_t x = x_base + ((stage * STAGE_BYTES<TOKENS, K_PARTS> + unit % UNITS * (TOKENS * 128)) >> 4);
         products_begin();
 #pragma unroll
-        for (int k = 0; k < 4; k++) warpgroup<T, TOKENS>::multiply(part, a[unit & 1][k], x + k * 2, k > 0);
+        for (int k = 0; k < 4; k++) warpgroup<T, TOKENS>::multiply(part, a[AHEAD ? unit & 1 : 0][k], x + k * 2, k > 0);
         products_commit();
-        if (unit + 1 < PIECE_UNITS) decode_unit(a[(unit + 1) & 1], upper_bytes, lower_bytes, lane_base);
-        if (unit + 2 < PIECE_UNITS) read_bytes(unit + 2);
-        const float upper = scales.of(0, at.piece, unit), lower = scales.of(1, at.piece, unit);
+        if (AHEAD && unit + 1 < PIECE_UNITS && !idle) {
+          decode_unit(a[(unit + 1) & 1], upper_bytes, lower_bytes, lane_base);
+          if (unit + 2 < PIECE_UNITS) read_bytes(unit + 2);
+        }
+        const float upper = scales.of(0, piece, unit), lower = scales.of(1, piece, unit);
         products_wait<0, SUMS>(part);
         if (unit % UNITS == UNITS - 1) {
           if (lane == 0) barrier_arrive(shared.empty + 8 * stage);
@@ -383,11 +435,15 @@ template <typename T, int TOKENS, scale_kind KIND> __device__ __forceinline__ vo
       fill = slot;
       slot = slot == (SLOTS - 1) * PIECE_BYTES ? 0 : slot + PIECE_BYTES;
     }
+    if (K_PARTS > 1) {
+      add_parts<TOKENS, K_PARTS>(sum, shared.ring);
+      if (warp >= ROW_WARPS || idle) return;
+    }
     if (from_start && at.piece == work.pieces) {
-      const int tile = at.block * WARPS<TOKENS> + warp;
+      const int tile = at.block * args.row_groups + warp;
       if (tile * BSH_ROW_TILE < args.N) store_tile<T, TOKENS / 8>(args, tile, sum);
     } else {
-      const joint<TOKENS> shared_block(args, work, at.block);
+      const joint<TOKENS, ROW_WARPS> shared_block(args, work, at.block);
       shared_block.leave(args, sum);
       if (shared_block.is_last(args)) shared_block.template join<T>(args);
     }
@@ -401,37 +457,38 @@ template <typename T, int TOKENS, scale_kind KIND> __device__ __forceinline__ vo
 } // namespace bsh
 
 #ifdef BSH_HAS_WGMMA
-#define GEMM_BODY(T, TOKENS, KIND) bsh::gemm<T, TOKENS, bsh::KIND>(args);
-#define GEMM_THREADS(TOKENS) (bsh::WARPS<TOKENS> * 32)
+#define GEMM_BODY(T, TOKENS, K_PARTS, KIND) bsh::gemm<T, TOKENS, K_PARTS, bsh::KIND>(args);
+#define GEMM_THREADS(TOKENS, K_PARTS) (bsh::WARPS<TOKENS, K_PARTS> * 32)
 #else
-#define GEMM_BODY(T, TOKENS, KIND) __trap(); // the host launches these on sm_90 machine code only
-#define GEMM_THREADS(TOKENS) 512
+#define GEMM_BODY(T, TOKENS, K_PARTS, KIND) __trap(); // the host launches these on sm_90 machine code only
+#define GEMM_THREADS(TOKENS, K_PARTS) 512
 #endif
-#define GEMM(T, NAME, TOKENS, KIND)                                                                                    \
-  extern "C" __global__ void __launch_bounds__(GEMM_THREADS(TOKENS), 1)                                                \
+#define GEMM(T, NAME, TOKENS, K_PARTS, KIND)                                                                           \
+  extern "C" __global__ void __launch_bounds__(GEMM_THREADS(TOKENS, K_PARTS), 1)                                       \
       NAME(const __grid_constant__ bsh_fused_args args) {                                                              \
-    GEMM_BODY(T, TOKENS, KIND)                                                                                         \
+    GEMM_BODY(T, TOKENS, K_PARTS, KIND)                                                                                \
   }
-#define GEMM_PAIR(T, NAME, TOKENS) GEMM(T, NAME, TOKENS, NESTED_64) GEMM(T, NAME##_any, TOKENS, ANY_SCALES)
-GEMM_PAIR(__nv_bfloat16, gemm_4bit_bf16_m8, 8)
-GEMM_PAIR(__nv_bfloat16, gemm_4bit_bf16_m16, 16)
-GEMM_PAIR(__nv_bfloat16, gemm_4bit_bf16_m32, 32)
-GEMM_PAIR(__nv_bfloat16, gemm_4bit_bf16_m64, 64)
-GEMM_PAIR(__half, gemm_4bit_f16_m8, 8)
-GEMM_PAIR(__half, gemm_4bit_f16_m16, 16)
-GEMM_PAIR(__half, gemm_4bit_f16_m32, 32)
-GEMM_PAIR(__half, gemm_4bit_f16_m64, 64)
+#define GEMM_PAIR(T, NAME, TOKENS, K_PARTS)                                                                            \
+  GEMM(T, NAME, TOKENS, K_PARTS, NESTED_64) GEMM(T, NAME##_any, TOKENS, K_PARTS, ANY_SCALES)
+#define GEMM_SIZES(T, NAME)                                                                                            \
+  GEMM_PAIR(T, NAME##_m16, 16, 1)                                                                                      \
+  GEMM_PAIR(T, NAME##_m32, 32, 1)                                                                                      \
+  GEMM_PAIR(T, NAME##_m64, 64, 1)                                                                                      \
+  GEMM_PAIR(T, NAME##_m32_p2, 32, 2)                                                                                   \
+  GEMM_PAIR(T, NAME##_m64_p2, 64, 2)
+GEMM_SIZES(__nv_bfloat16, gemm_4bit_bf16)
+GEMM_SIZES(__half, gemm_4bit_f16)
 
 // x[M, K] (2-byte elements) -> [units, rounded up to PIECE_UNITS][tokens][64] in the layout of one stage: element
 // 16c + 4s + 2h + e of a unit goes to 16s + 8h + 2c + e, 16-byte chunk j of token row n to chunk j ^ (n % 8). Missing
 // tokens and units are zero. Also clears the tickets, one per 16 rows of W.
-extern "C" __global__ void x_units(const __grid_constant__ bsh_fused_args args, uint4 *out, int tokens) {
+extern "C" __global__ void x_units(const __grid_constant__ bsh_fused_args args, uint4 *out, int tokens, int all_units) {
   bsh::wait_for_earlier_kernels();
   bsh::let_later_kernels_start();
   const int units = args.K / BSH_UNIT, at = blockIdx.x * blockDim.x + threadIdx.x;
   for (int i = at; i < args.N / BSH_ROW_TILE; i += gridDim.x * blockDim.x) args.tickets[i] = 0;
   const int chunk = at & 7, token = (at >> 3) % tokens, unit = (at >> 3) / tokens;
-  if (unit >= (units + bsh::PIECE_UNITS - 1) / bsh::PIECE_UNITS * bsh::PIECE_UNITS) return;
+  if (unit >= all_units) return;
   uint32_t pairs[4] = {};
   if (token < args.M && unit < units) {
     const uint32_t *from = reinterpret_cast<const uint32_t *>(static_cast<const uint16_t *>(args.x) + token * args.ldx +

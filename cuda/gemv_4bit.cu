@@ -1,13 +1,14 @@
-// gemv_4bit.cu - y[M, N] = x[M, K] W^T + bias for M <= 16, W decoded on the way to the tensor cores.
+// gemv_4bit.cu - y[M, N] = x[M, K] W^T + bias for few rows of x, W decoded on the way to the tensor cores.
 //
-// W is the mma A operand (16 rows), tokens are its n8. A warp owns UNITS units of K for the whole kernel, keeps x for
-// them in registers and walks over row tiles of 16; k_warps warps span the block's part of K, row_groups groups of them
-// take different row tiles. The packed bytes come through a ring in shared memory that belongs to one warp, so the
-// stream has no block barrier. Codes go to the tensor cores unscaled; the fp32 sums of a unit are multiplied by its
-// fp32 scale. The warps' sums meet in shared memory every TILES_PER_MEETING row tiles and are added in a fixed order.
-// Where K is longer than a block holds, k_splits blocks share a row tile: their sums meet in args.partial, behind a
-// cluster barrier (sm_90 on) or in a second kernel, again in a fixed order. Nothing is added atomically: equal inputs
-// give equal bits.
+// W is the mma A operand (16 rows), tokens are its n8. A thread block takes 8, 16 or 32 tokens (8 * TOKEN_TILES; 32 not
+// where WIDE); blockIdx.y counts such groups of tokens, each of which decodes W for itself. A warp owns UNITS units of
+// K for the whole kernel, keeps x for them in registers and walks over row tiles of 16; k_warps warps span the block's
+// part of K, row_groups groups of them take different row tiles. The packed bytes come through a ring in shared memory
+// that belongs to one warp, so the stream has no block barrier. Codes go to the tensor cores unscaled; the fp32 sums of
+// a unit are multiplied by its fp32 scale. The warps' sums meet in shared memory every TILES_PER_MEETING row tiles and
+// are added in a fixed order. Where K is longer than a block holds, k_splits blocks share a row tile: their sums meet
+// in args.partial, behind a cluster barrier (sm_90 on) or in a second kernel, again in a fixed order. Nothing is added
+// atomically: equal inputs give equal bits.
 #include "decode.cuh"
 #include "sums.cuh"
 
@@ -15,8 +16,8 @@ namespace bsh {
 namespace {
 
 constexpr int WARPS = WIDE ? 16 : ARCH >= 800 ? 8 : 4;
-constexpr int SLOTS = ARCH >= 800 ? 3 : 2; // of a warp's ring
-constexpr int PIECE_UNITS = 4;             // a ring slot: 16 rows x 4 units
+template <int TOKEN_TILES> constexpr int SLOTS = ARCH >= 800 && TOKEN_TILES < 4 ? 3 : 2; // of a warp's ring
+constexpr int PIECE_UNITS = 4; // a ring slot: 16 rows x 4 units
 constexpr int PIECE_BYTES = BSH_ROW_TILE * PIECE_UNITS * 32;
 constexpr int MAP_BYTES = 1024;
 template <int TOKEN_TILES> constexpr int TILES_PER_MEETING = TOKEN_TILES == 1 && ARCH >= 800 ? 2 : 1;
@@ -65,7 +66,7 @@ template <int UNITS> __device__ __forceinline__ place find_place(const bsh_fused
 
 // The packed bytes of a warp: pieces of 16 rows x 128 bytes, 16-byte chunks swizzled so that reading 32 bytes of each
 // of 8 rows has no bank conflict. Columns beyond W repeat its last bytes (their x is zero).
-template <int PIECES> struct weight_stream {
+template <int PIECES, int SLOTS> struct weight_stream {
   const uint8_t *from[PIECES]; // this lane's first 16 bytes of a piece in row tile 0
   uint32_t to, tile_bytes, four_rows;
 
@@ -143,14 +144,16 @@ template <int PER_LANE, scale_kind KIND> struct scale_stream {
 };
 
 // x of a warp's units as mma B operands: lane (g, c) holds elements 16c..16c+15 of each unit of token g. What lies
-// beyond x is read from its last place, so that all loads are on their way together, and then made zero.
+// beyond x is read from its last place, so that all loads are on their way together. Units beyond K are then made zero;
+// sums of tokens beyond M are never stored.
 template <int TOKEN_TILES, int UNITS>
 __device__ __forceinline__ void load_x(uint32_t (*x)[TOKEN_TILES][8], const bsh_fused_args &args, const place &p) {
   const int units = args.K / BSH_UNIT;
   uint4 loaded[UNITS][TOKEN_TILES][2];
 #pragma unroll
   for (int n = 0; n < TOKEN_TILES; n++) {
-    const uint16_t *row = static_cast<const uint16_t *>(args.x) + min(n * 8 + p.g, args.M - 1) * args.ldx + p.c * 16;
+    const uint16_t *row = static_cast<const uint16_t *>(args.x) +
+                          min(first_token<TOKEN_TILES>() + n * 8 + p.g, args.M - 1) * args.ldx + p.c * 16;
 #pragma unroll
     for (int j = 0; j < UNITS; j++) {
       const uint4 *from = reinterpret_cast<const uint4 *>(row + min(p.first_unit + j, units - 1) * BSH_UNIT);
@@ -161,12 +164,18 @@ __device__ __forceinline__ void load_x(uint32_t (*x)[TOKEN_TILES][8], const bsh_
   for (int n = 0; n < TOKEN_TILES; n++)
 #pragma unroll
     for (int j = 0; j < UNITS; j++) {
-      const bool there = n * 8 + p.g < args.M && p.first_unit + j < units;
       const uint4 u = loaded[j][n][0], v = loaded[j][n][1];
       uint32_t *to = x[j][n];
-      to[0] = there ? u.x : 0, to[1] = there ? u.y : 0, to[2] = there ? u.z : 0, to[3] = there ? u.w : 0;
-      to[4] = there ? v.x : 0, to[5] = there ? v.y : 0, to[6] = there ? v.z : 0, to[7] = there ? v.w : 0;
+      to[0] = u.x, to[1] = u.y, to[2] = u.z, to[3] = u.w, to[4] = v.x, to[5] = v.y, to[6] = v.z, to[7] = v.w;
     }
+  if (p.first_unit + UNITS <= units) return;
+#pragma unroll
+  for (int j = 0; j < UNITS; j++)
+    if (p.first_unit + j >= units)
+#pragma unroll
+      for (int n = 0; n < TOKEN_TILES; n++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[j][n][i] = 0;
 }
 
 // sum += scale * (one unit of 16 rows) * x
@@ -192,7 +201,10 @@ template <typename T, int TOKEN_TILES>
 __device__ __forceinline__ void meet(const bsh_fused_args &args, const place &p, const float *sums, int step,
                                      int steps) {
   constexpr int TILE = TOKEN_TILES * 128, MEETING = TILES_PER_MEETING<TOKEN_TILES>;
-  for (int o = threadIdx.x; o < MEETING * p.row_groups * TILE; o += blockDim.x) {
+  int o = threadIdx.x;
+  if (TOKEN_TILES == 2 && step & 1) // 256 sums a meeting: the halves of the block in turn
+    o = o < blockDim.x / 2 ? o + blockDim.x / 2 : o - blockDim.x / 2;
+  for (; o < MEETING * p.row_groups * TILE; o += blockDim.x) {
     const int e = o % TILE, s = o / TILE % MEETING, group = o / (TILE * MEETING);
     const int tile = p.tile_begin + (step + s) * p.row_groups + group;
     if (s >= steps || tile >= p.tile_end) continue;
@@ -202,20 +214,22 @@ __device__ __forceinline__ void meet(const bsh_fused_args &args, const place &p,
     for (int w = 0; w < WARPS; w++)
       if (w < args.k_warps) v[w & 3] += from[w * TILE];
     const float sum = (v[0] + v[1]) + (v[2] + v[3]);
-    if (args.k_splits > 1) args.partial[((int64_t)tile * args.k_splits + p.split) * TILE + e] = sum;
-    else store<T>(args, element(tile, e), sum);
+    if (args.k_splits > 1)
+      args.partial[((int64_t)(blockIdx.y * (args.N / BSH_ROW_TILE) + tile) * args.k_splits + p.split) * TILE + e] = sum;
+    else store<T>(args, element(tile, first_token<TOKEN_TILES>(), e), sum);
   }
 }
 
 template <typename T, int TOKEN_TILES, int UNITS, scale_kind KIND>
 __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
   constexpr int PIECES = UNITS / PIECE_UNITS, MEETING = TILES_PER_MEETING<TOKEN_TILES>, TILE = TOKEN_TILES * 128;
+  constexpr int SLOTS = bsh::SLOTS<TOKEN_TILES>;
   extern __shared__ __align__(1024) char memory[];
   const shared_layout shared = lay_out<TOKEN_TILES>(memory);
   const place p = find_place<UNITS>(args);
 
   // Before the wait: constants, and hints about what will be read.
-  const weight_stream<PIECES> stream(args, p, shared.ring);
+  const weight_stream<PIECES, SLOTS> stream(args, p, shared.ring);
 #pragma unroll
   for (int i = 0; i < 4; i++)
     if (i / PIECES < p.steps) stream.prefetch(p.tile(i / PIECES), i % PIECES);
@@ -243,6 +257,7 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
   const uint32_t lane_base = keep(shared_address(shared.table) + p.lane * 4);
   // This lane's 8 bytes of unit 0 of row g, in slot 0; unit j lies at the address ^ (32 * j).
   const uint32_t read =
+
       keep(shared_address(shared.ring) + p.warp * SLOTS * PIECE_BYTES + p.g * 128 + (p.g & 3) * 32 + p.c * 8);
   const uint32_t own_sums = keep(shared_address(shared.sums + p.warp * TILE + p.lane * 4));
   uint32_t slot = 0, fill = (SLOTS - 1) * PIECE_BYTES;
@@ -292,23 +307,26 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
 } // namespace
 } // namespace bsh
 
-// gemv_4bit_<dtype>_m<tokens>_k<units per warp>[_any]; launched with WARPS * 32 threads or fewer.
+// gemv_4bit_<dtype>_m<tokens>_k<units per warp>[_any]; launched with WARPS * 32 threads or fewer. The host starts m32
+// with kernels for sm_80 to sm_89 and sm_120 only: elsewhere its body would only cost compile time.
 #define GEMV(T, NAME, TOKEN_TILES, UNITS, KIND)                                                                        \
   extern "C" __global__ void __launch_bounds__(bsh::WARPS * 32, 1) NAME(const __grid_constant__ bsh_fused_args args) { \
-    bsh::gemv<T, TOKEN_TILES, UNITS, bsh::KIND>(args);                                                                 \
+    if constexpr (TOKEN_TILES < 4 || (bsh::ARCH >= 800 && !bsh::WIDE))                                                 \
+      bsh::gemv<T, TOKEN_TILES, UNITS, bsh::KIND>(args);                                                               \
+    else __trap();                                                                                                     \
   }
 #define GEMV_PAIR(T, NAME, TOKEN_TILES, UNITS)                                                                         \
   GEMV(T, NAME, TOKEN_TILES, UNITS, NESTED_64) GEMV(T, NAME##_any, TOKEN_TILES, UNITS, ANY_SCALES)
 #define JOIN(T, NAME, TOKEN_TILES)                                                                                     \
   extern "C" __global__ void NAME(const __grid_constant__ bsh_fused_args args) { bsh::join<T, TOKEN_TILES>(args); }
 
-GEMV_PAIR(__nv_bfloat16, gemv_4bit_bf16_m8_k4, 1, 4)
-GEMV_PAIR(__nv_bfloat16, gemv_4bit_bf16_m8_k8, 1, 8)
-GEMV_PAIR(__nv_bfloat16, gemv_4bit_bf16_m16_k4, 2, 4)
-GEMV_PAIR(__half, gemv_4bit_f16_m8_k4, 1, 4)
-GEMV_PAIR(__half, gemv_4bit_f16_m8_k8, 1, 8)
-GEMV_PAIR(__half, gemv_4bit_f16_m16_k4, 2, 4)
-JOIN(__nv_bfloat16, join_splits_bf16_m8, 1)
-JOIN(__nv_bfloat16, join_splits_bf16_m16, 2)
-JOIN(__half, join_splits_f16_m8, 1)
-JOIN(__half, join_splits_f16_m16, 2)
+#define GEMV_SIZES(T, DTYPE)                                                                                           \
+  GEMV_PAIR(T, gemv_4bit_##DTYPE##_m8_k4, 1, 4)                                                                        \
+  GEMV_PAIR(T, gemv_4bit_##DTYPE##_m8_k8, 1, 8)                                                                        \
+  GEMV_PAIR(T, gemv_4bit_##DTYPE##_m16_k4, 2, 4)                                                                       \
+  GEMV_PAIR(T, gemv_4bit_##DTYPE##_m32_k4, 4, 4)                                                                       \
+  JOIN(T, join_splits_##DTYPE##_m8, 1)                                                                                 \
+  JOIN(T, join_splits_##DTYPE##_m16, 2)                                                                                \
+  JOIN(T, join_splits_##DTYPE##_m32, 4)
+GEMV_SIZES(__nv_bfloat16, bf16)
+GEMV_SIZES(__half, f16)

@@ -8,12 +8,16 @@
 
 namespace bsh {
 
-// Element e of a tile's sums, in mma accumulator order [token tile][lane][4].
+// The first token of this thread block: blockIdx.y counts groups of tokens.
+template <int TOKEN_TILES> __device__ __forceinline__ int first_token() { return blockIdx.y * (TOKEN_TILES * 8); }
+
+// Element e of a tile's sums, in mma accumulator order [token tile][lane][4]. first_token: of the tile.
 struct element {
   int row, token;
-  __device__ __forceinline__ element(int tile, int e) {
+  __device__ __forceinline__ element(int tile, int first_token, int e) {
     const int i = e & 3, lane = (e >> 2) & 31;
-    row = tile * BSH_ROW_TILE + (lane >> 2) + 8 * (i >> 1), token = (e >> 7) * 8 + (lane & 3) * 2 + (i & 1);
+    row = tile * BSH_ROW_TILE + (lane >> 2) + 8 * (i >> 1);
+    token = first_token + (e >> 7) * 8 + (lane & 3) * 2 + (i & 1);
   }
 };
 template <typename T> __device__ __forceinline__ void store(const bsh_fused_args &args, element at, float sum) {
@@ -39,17 +43,18 @@ __device__ __forceinline__ void store_tile(const bsh_fused_args &args, int tile,
         to[(i & 1 ? args.ldy : 0) + 8 * (i >> 1)] = number<T>::round(sum[4 * n + i] + bias[i >> 1]);
 }
 
-// Adds the k_splits sums of elements [begin, end) of the row tiles from `tile` on, `stride` apart.
+// Adds the k_splits sums of elements [begin, end) of the row tiles from `tile` on, `stride` apart. args.partial goes
+// through the row tiles of the first group of tokens, then through those of the next.
 template <typename T, int TOKEN_TILES>
 __device__ __forceinline__ void join_splits(const bsh_fused_args &args, int tile, int begin, int end, int stride) {
   constexpr int TILE = TOKEN_TILES * 128;
   for (int o = begin; o < end; o += stride) {
     const int e = o % TILE, t = tile + o / TILE;
-    const float *from = args.partial + (int64_t)t * args.k_splits * TILE + e;
+    const float *from = args.partial + (int64_t)(blockIdx.y * (args.N / BSH_ROW_TILE) + t) * args.k_splits * TILE + e;
     float sum = 0.f;
 #pragma unroll 1
     for (int k = 0; k < args.k_splits; k++) sum += __ldcg(from + k * TILE);
-    store<T>(args, element(t, e), sum);
+    store<T>(args, element(t, first_token<TOKEN_TILES>(), e), sum);
   }
 }
 

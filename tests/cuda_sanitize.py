@@ -11,7 +11,7 @@ import sys
 os.environ["BITSHARD_WORKSPACE_MB"] = "1"
 
 import torch
-from bitshard import ops
+from bitshard import _C, ops
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -51,6 +51,31 @@ def products(N: int, K: int, dtype: torch.dtype, nested: bool, format: int, rows
         assert (dx - dy.double() @ decoded).norm() < 0.02 * dx.norm(), (N, K, M, dtype)
 
 
+def few_rows(dtype: torch.dtype) -> None:
+    """Each form of the fused kernels with tensor cores; prints what the chooser gives.
+
+    On sm_90: gemv_4bit m8_k4, m8_k8, m16_k4, with groups of tokens and with K split by a cluster; gemm_4bit_sm90 m16,
+    m32, m64, m32_p2 and m64_p2 with shared row blocks. A build for compute_80 gives gemv_4bit m32_k4 and join_splits,
+    one for compute_75 the forms of sm_75.
+    """
+    properties = torch.cuda.get_device_properties(0)
+    gpu = (10 * properties.major + properties.minor, properties.multi_processor_count)
+    for N, K, rows in (
+        (64, 1024, (8, 16, 24, 33)),
+        (64, 8192, (8, 16, 32)),
+        (16, 20480, (8, 16, 64)),
+        (4112, 2304, (48, 64)),
+        (2576, 7808, (17, 32)),
+        (9984, 4160, (64,)),
+        (16912, 4096, (32,)),
+        (20480, 4096, (16,)),
+    ):
+        for nested in (True, False) if N * K < 40e6 else (True,):
+            products(N, K, dtype, nested, 0, rows)
+        for M in rows:
+            print(N, K, M, _C.select_linear_4bit(M, N, K, DTYPES.index(dtype), *gpu, 64, True), flush=True)
+
+
 def main(names: list[str]) -> None:
     torch.manual_seed(0)
     for dtype in [getattr(torch, name) for name in names] or DTYPES:
@@ -60,6 +85,8 @@ def main(names: list[str]) -> None:
         for nested in (True, False):
             products(384, 1024, dtype, nested, 0, (1, 4, 8, 13, 16, 24, 32, 64, 100))
         products(1024, 2048, dtype, True, 1, (1, 7, 64))
+        if dtype != torch.float32:
+            few_rows(dtype)
         products(98, 130, dtype, True, 0, (3,))
     torch.cuda.synchronize()
     print("every kernel ran")

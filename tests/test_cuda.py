@@ -1,6 +1,8 @@
 """The CUDA backend: bits of upstream, accuracy of the products, and how it behaves as a guest of torch.
 
-Needs a GPU. BITSHARD_UPSTREAM=<folder holding upstream's bitsandbytes> also compares large random tensors with it.
+Needs a GPU. A build for PTX only (BITSHARD_CUDA_ARCHS=compute_80 or compute_75) runs the forms of the fused kernels
+that older GPUs take, on any newer one. BITSHARD_UPSTREAM=<folder holding upstream's bitsandbytes> also compares large
+random tensors with it.
 Everything goes through bitshard.ops, the ops of the C core.
 """
 
@@ -230,6 +232,21 @@ def test_products_against_fp64(dtype, N, K, blocksize, nested):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])
+@pytest.mark.parametrize("N, K", [(4112, 2560), (2560, 8256), (6144, 6912), (16912, 4096), (20480, 4096), (48, 29440)])
+def test_products_of_large_weights_with_few_rows(dtype, N, K, nested):
+    """Sizes that between them take every fused form: groups of tokens, rows or K shared by blocks, two parts of K."""
+    weight = Weight(N, K, dtype, nested, "nf4")
+    exact = weight.dequantize(torch.float32).double()
+    for M in (3, 8, 11, 16, 17, 32, 33, 47, 64):
+        x, bias = (torch.randn(*shape, device="cuda", dtype=dtype) for shape in ((M, K), (N,)))
+        expected = x.double() @ exact.T + bias.double()
+        y = weight.linear(x, bias)
+        assert relative_error(y, expected) < EPSILON[dtype] / 2, M
+        assert torch.equal(y, weight.linear(x, bias)), M
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rows_do_not_depend_on_how_many_there_are(dtype):
     """Whatever kernel M selects, one row's result stays within rounding of itself; two runs give equal bits."""
     weight = Weight(1024, 4096, dtype)
@@ -388,6 +405,47 @@ def test_dependent_launches_see_what_came_before():
     for _ in range(50):
         packed, absmax = ops.quantize_4bit(expected, 64, 0, torch.uint8)
         assert not same_bits(ops.dequantize_4bit(packed, absmax, *arguments), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_direct_calls(dtype):
+    """_C's functions around the dispatcher: the bits of the ops, on the current stream, in graphs, nothing kept."""
+    weight = Weight(512, 1024, dtype)
+    bias = torch.randn(512, device="cuda", dtype=dtype)
+    numbers = (weight.blocksize, weight.format, weight.N, weight.K)
+    for M in (1, 3, 8, 16):
+        x = torch.randn(M, 1024, device="cuda", dtype=dtype)
+        for b in (None, bias):
+            assert not same_bits(_C.linear_4bit(x, weight.packed, *weight.scales, b, *numbers), weight.linear(x, b))
+    for out in DTYPES.values():
+        assert not same_bits(_C.dequantize_4bit(weight.packed, *weight.scales, *numbers, out), weight.dequantize(out))
+    many, cpu = torch.randn(65, 1024, device="cuda", dtype=dtype), torch.randn(1, 1024, dtype=dtype)
+    for unfit in (many, cpu, many[:3].t()):
+        assert _C.linear_4bit(unfit, weight.packed, *weight.scales, None, *numbers) is None
+
+    new_x = torch.randn_like(x)
+    expected = weight.linear(new_x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        x.copy_(new_x)
+        y = _C.linear_4bit(x, weight.packed, *weight.scales, None, *numbers)
+    assert not stream.query(), "the call waited for the GPU"
+    stream.synchronize()
+    assert not same_bits(y, expected)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = _C.linear_4bit(x, weight.packed, *weight.scales, None, *numbers)
+    x.neg_()
+    graph.replay()
+    assert not same_bits(y, weight.linear(x))
+
+    before = torch.cuda.memory_allocated()
+    for _ in range(200):
+        _C.linear_4bit(x, weight.packed, *weight.scales, bias, *numbers)
+    assert torch.cuda.memory_allocated() == before
 
 
 def test_tensor_on_another_device_than_its_weight():

@@ -48,6 +48,49 @@ def test_bf16_has_no_tensor_cores_on_sm_75():
     assert select(16, 4096, 4096, F16, "T4") == "gemv_4bit"
 
 
+def test_small_weights_are_fused_up_to_64_rows():
+    """By groups of tokens in gemv_4bit where there is no wgmma kernel; on an H200 for small weights only."""
+    for gpu in ("A100", "RTX 4090", "B200"):
+        assert {select(M, 14336, 4096, BF16, gpu) for M in range(1, 65)} == {"gemv_4bit"}, gpu
+    assert {select(M, 1024, 4096) for M in range(1, 65)} == {"gemv_4bit"}
+    assert select(32, 4096, 4096) == "gemv_4bit" and select(33, 4096, 4096) == "gemm_4bit_sm90"
+    assert select(16, 14336, 4096) == "gemv_4bit" and select(17, 14336, 4096) == "gemm_4bit_sm90"
+    assert select(8, 28672, 8192) == "gemv_4bit" and select(9, 28672, 8192) == "gemm_4bit_sm90"
+    assert select(65, 4096, 4096) == "dense"
+
+
+def test_fp32_rows_go_where_they_are_faster():
+    assert [select(M, 1024, 4096, F32) for M in (1, 2, 3)] == ["gemv_4bit", "gemv_4bit", "dense"]
+    assert [select(M, 4096, 4096, F32) for M in (8, 9)] == ["gemv_4bit", "dense"]
+    assert [select(M, 14336, 4096, F32) for M in (16, 17)] == ["gemv_4bit", "dense"]
+
+
+@pytest.mark.parametrize(
+    "architectures, sm, image",
+    [
+        ("80,90a,compute_80", 90, (90, True)),
+        ("80,90", 90, (90, False)),  # plain sm_90 code: no wgmma
+        ("80,90,90a", 90, (90, False)),  # which of the two loads is the driver's choice
+        ("80,compute_90", 90, (90, False)),  # PTX counts by what it was compiled for
+        ("80,compute_90a", 90, (90, True)),
+        ("compute_80", 90, (80, False)),
+        ("75,compute_75", 89, (75, False)),
+        ("80,90a,compute_80", 89, (80, False)),
+        ("80,86,compute_89", 89, (86, False)),  # machine code before PTX
+        ("80,90a,compute_80", 100, (80, False)),
+        ("80,90,compute_90", 100, (90, False)),
+        ("100", 103, (100, False)),
+        ("100a,compute_80", 103, (80, False)),
+        ("80,90", 100, (0, False)),
+        ("190a,compute_900", 90, (0, False)),
+        ("80", 75, (0, False)),
+        ("", 90, (0, False)),
+    ],
+)
+def test_the_image_that_loads(architectures, sm, image):
+    assert _C.kernel_image(architectures, sm) == image
+
+
 def test_what_no_kernel_takes_is_dense():
     """Odd sizes, huge sizes, several thousand rows."""
     assert select(3, 98, 130) == "dense"
