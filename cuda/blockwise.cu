@@ -289,14 +289,15 @@ template <typename T, int kFormat> __device__ __forceinline__ void quantize_4bit
 // and a tie goes to the even index. A NaN compares false throughout: index 0.
 struct SearchTable {
   float tree[128];       // [1 .. 127]: children of node i are 2 i and 2 i + 1
-  float2 midpoints[128]; // of entry 2 j: with entry 2 j - 1 (entry 0: itself) and with entry 2 j + 1
+  float2 midpoints[128]; // of entry 2 j: with entry 2 j - 1 (entry 0: nothing is below) and with entry 2 j + 1
 };
 
 __device__ __forceinline__ void fill_search_table(SearchTable &table, const float *map) {
   const int i = threadIdx.x % 128;
   if (threadIdx.x < 128) {
     const float entry = map[2 * i], before = map[max(2 * i - 1, 0)], after = map[2 * i + 1];
-    table.midpoints[i] = make_float2(multiply_flush(before + entry, 0.5f), multiply_flush(after + entry, 0.5f));
+    const float lower = i == 0 ? -INFINITY : multiply_flush(before + entry, 0.5f);
+    table.midpoints[i] = make_float2(lower, multiply_flush(after + entry, 0.5f));
   } else if (i > 0) {
     const int level = 31 - __clz(i), position = i - (1 << level);
     table.tree[i] = map[2 * (((2 * position + 1) << (6 - level)) - 1) + 1];
@@ -304,23 +305,49 @@ __device__ __forceinline__ void fill_search_table(SearchTable &table, const floa
 }
 
 __device__ __forceinline__ uint32_t search(const SearchTable &table, float v) {
-  int node = 1;
+  const char *const tree = reinterpret_cast<const char *>(table.tree);
+  uint32_t node = 4; // as an offset in bytes: a level then takes four instructions
 #pragma unroll
-  for (int level = 0; level < 7; level++) node = 2 * node + (v > table.tree[node]);
-  const float2 midpoint = table.midpoints[node - 128];
-  const int even = 2 * (node - 128);
-  return even + (v > midpoint.y) - (v < midpoint.x && even > 0);
+  for (int level = 0; level < 7; level++) {
+    const bool above = v > *reinterpret_cast<const float *>(tree + node);
+    node += node;
+    if (above) node += 4;
+  }
+  const char *const midpoints = reinterpret_cast<const char *>(table.midpoints) - 1024;
+  const float2 midpoint = *reinterpret_cast<const float2 *>(midpoints + 2 * node);
+  return node / 2 - 256 + (v > midpoint.y) - (v < midpoint.x);
 }
 
-// One warp per block. Lane l holds elements l, l + 32, ... of a chunk of 256; blocks of one chunk are read once.
+// One warp per block, in chunks of 256 elements; blocks of one chunk are read once. A whole chunk of aligned memory
+// moves 16 bytes of x at a time, anything else element by element.
 template <typename T> struct Chunk {
-  static constexpr int kPerLane = 8, kElements = 32 * kPerLane;
+  static constexpr int kPerLane = 8, kElements = 32 * kPerLane, kWide = 16 / sizeof(T);
   float values[kPerLane];
 
-  __device__ __forceinline__ void load(const T *x, int first, int length, float offset) {
+  static __device__ __forceinline__ bool is_wide(int first, int length, bool aligned) {
+    return aligned && first + kElements <= length;
+  }
+
+  // Element of the chunk that values[k] is.
+  static __device__ __forceinline__ int wide_index(int k) {
+    return k / kWide * 32 * kWide + (int)threadIdx.x % 32 * kWide + k % kWide;
+  }
+  static __device__ __forceinline__ int narrow_index(int k) { return 32 * k + (int)threadIdx.x % 32; }
+
+  __device__ __forceinline__ void load(const T *x, int first, int length, float offset, bool aligned) {
+    if (is_wide(first, length, aligned)) {
+#pragma unroll
+      for (int k = 0; k < kPerLane; k += kWide) {
+        Vector<T> vector;
+        vector.load(x + first + wide_index(k));
+#pragma unroll
+        for (int j = 0; j < kWide; j++) values[k + j] = __fsub_rn(vector.get(j), offset);
+      }
+      return;
+    }
 #pragma unroll
     for (int k = 0; k < kPerLane; k++) {
-      const int i = first + 32 * k + (int)threadIdx.x % 32;
+      const int i = first + narrow_index(k);
       values[k] = i < length ? __fsub_rn(to_float(x[i]), offset) : __int_as_float(0x7FFFFFFF); // no magnitude
     }
   }
@@ -331,14 +358,23 @@ template <typename T> struct Chunk {
     return result;
   }
 
-  __device__ __forceinline__ void encode(const SearchTable &table, float inverse, uint8_t *code, int first,
-                                         int length) const {
+  __device__ __forceinline__ void encode(const SearchTable &table, float inverse, uint8_t *code, int first, int length,
+                                         bool aligned) const {
     uint32_t found[kPerLane]; // all searches side by side
 #pragma unroll
     for (int k = 0; k < kPerLane; k++) found[k] = search(table, multiply_flush(inverse, values[k]));
+    if (is_wide(first, length, aligned)) {
+#pragma unroll
+      for (int k = 0; k < kPerLane; k += 4) {
+        const uint32_t low = __byte_perm(found[k], found[k + 1], 0x0040);
+        const uint32_t high = __byte_perm(found[k + 2], found[k + 3], 0x0040);
+        *reinterpret_cast<uint32_t *>(code + first + wide_index(k)) = __byte_perm(low, high, 0x5410);
+      }
+      return;
+    }
 #pragma unroll
     for (int k = 0; k < kPerLane; k++) {
-      const int i = first + 32 * k + (int)threadIdx.x % 32;
+      const int i = first + narrow_index(k);
       if (i < length) code[i] = (uint8_t)found[k];
     }
   }
@@ -348,13 +384,14 @@ template <typename T> __device__ __forceinline__ void quantize_blockwise(const b
   constexpr int kChunk = Chunk<T>::kElements;
   __shared__ SearchTable table;
   const int64_t n_blocks = (a.n + a.blocksize - 1) / a.blocksize, stride = (int64_t)gridDim.x * kWarps;
+  const bool aligned = reinterpret_cast<uintptr_t>(a.x) % 16 == 0 && reinterpret_cast<uintptr_t>(a.code) % 4 == 0;
   wait_for_earlier_kernels();
   const float offset = a.offset == nullptr ? 0.0f : *a.offset;
   int64_t block = global_warp();
   Chunk<T> chunk;
   const auto load = [&](int first) {
     const int64_t begin = block * a.blocksize;
-    chunk.load(static_cast<const T *>(a.x) + begin, first, (int)min(a.blocksize, a.n - begin), offset);
+    chunk.load(static_cast<const T *>(a.x) + begin, first, (int)min(a.blocksize, a.n - begin), offset, aligned);
   };
   if (block < n_blocks) load(0);
   fill_search_table(table, a.map);
@@ -371,7 +408,7 @@ template <typename T> __device__ __forceinline__ void quantize_blockwise(const b
     if (threadIdx.x % 32 == 0) a.absmax[block] = absmax;
     for (int first = 0; first < length; first += kChunk) {
       if (length > kChunk) load(first);
-      chunk.encode(table, inverse, a.code + block * a.blocksize, first, length);
+      chunk.encode(table, inverse, a.code + block * a.blocksize, first, length, aligned);
     }
     block += stride;
     if (block < n_blocks) load(0);
