@@ -9,6 +9,8 @@ file has them.
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_map
 
 from bitshard import _C, functional, ops, tensor
 from bitshard.shard import Origin, PackedShard
@@ -31,7 +32,18 @@ _BLOB_PREFIX = "quant_state.bitsandbytes__"
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # in module names, not in state dicts
 
 
-_SAME_WEIGHT = {torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
+def _keeping_class(name: str) -> Callable[..., DTensor]:
+    """A method of DTensor whose result, still a packed shard, answers as `ShardedWeight` too.
+
+    (`__torch_dispatch__` cannot see to that: torch 2.10 and 2.11 pass over it in subclasses of DTensor.)
+    """
+    method = getattr(DTensor, name)
+
+    @functools.wraps(method)
+    def call(weight: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+        return state_dict_entry(method(weight, *args, **kwargs))
+
+    return call
 
 
 def _entry(name: str) -> property:
@@ -49,13 +61,10 @@ class ShardedWeight(DTensor):
     Gathered (`full_tensor`, torch's full state dicts) it is a plain tensor in the declared `quant_storage`.
     """
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        args, kwargs = tree_map(_as_dtensor, (args, kwargs or {}))
-        out = func(*args, **kwargs)
-        if func in _SAME_WEIGHT and isinstance(out._local_tensor, PackedShard):
-            out.__class__ = ShardedWeight
-        return out
+    detach = _keeping_class("detach")
+    clone = _keeping_class("clone")
+    to = _keeping_class("to")
+    cpu = _keeping_class("cpu")
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
         """As of any DTensor; made whole on every rank, in the declared storage: that is what files get."""
@@ -187,8 +196,9 @@ def save_sharded(module: nn.Module, destination: dict[str, Any], prefix: str, ke
 
 
 def state_dict_entry(weight: DTensor) -> DTensor:
-    """The weight of another module than `Linear4bit` as a state dict holds it: it gathers into the declared storage."""
-    weight.__class__ = ShardedWeight
+    """`weight` as a state dict holds it: it gathers into the declared storage."""
+    if isinstance(weight._local_tensor, PackedShard):
+        weight.__class__ = ShardedWeight
     return weight
 
 
@@ -453,10 +463,28 @@ def _own_rows(packed: torch.Tensor, weight: DTensor, state: QuantState, key: str
         packed = _as_dtensor(packed)
         if packed.dtype is weight.dtype:
             return packed
-        packed = whole(packed)
+        packed = (
+            whole(packed) if packed.placements != weight.placements else _whole_of_parts(packed, weight, state, key)
+        )
     packed = _repack(packed, state, weight.dtype, key)
     begin, length = _C.rank_slice(packed.size(0), *_shard_world(weight))
     return _like(packed[begin : begin + length].to(weight._local_tensor.device), weight, weight.size())
+
+
+def _whole_of_parts(packed: DTensor, weight: DTensor, state: QuantState, key: str) -> torch.Tensor:
+    """Every rank's part of a packed tensor of another storage than the container's, gathered. A collective.
+
+    The size that `packed` states does not count: torch may state that of the model's weight. ValueError on all ranks
+    where any part is not what this model's weight would be cut into.
+    """
+    elements = _C.storage_elements(state.shape.numel(), packed.element_size())
+    local, (_, length) = packed.to_local(), _C.rank_slice(elements, *_shard_world(weight))
+    if _anywhere(local.size(0) != length, weight):
+        raise ValueError(
+            f"{key}: {local.size(0)} elements of {packed.dtype} for this rank, where shape {list(state.shape)} packs "
+            f"into {elements}, of which {length} for this rank"
+        )
+    return whole(_like(local, weight, torch.Size((elements, 1))))
 
 
 def _like(local: torch.Tensor, weight: DTensor, size: torch.Size) -> DTensor:

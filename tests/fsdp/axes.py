@@ -14,7 +14,7 @@ import traceback
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bitshard import fsdp
+from bitshard import _C, fsdp
 from bitshard.functional import dequantize_4bit
 from bitshard.linear import Linear4bit
 from bitshard.shard import PackedShard
@@ -372,6 +372,16 @@ def check_broadcast(device, args):
         set_model_state_dict(other, padded(declared) if rank == 0 or how is not options else {}, options=how)
         exact(other, device, build(device))
         assert layers(other)[0].weight._local_tensor.origin.loaded is None
+        weight = layers(other)[0].weight  # and as some versions of torch hand it over: parts that state another size
+        begin, length = _C.rank_slice(578, *fsdp._shard_world(weight))
+        part = declared["0.base.weight"][begin : begin + length].to(device)
+        other = shard(build(device, seed=50))
+        saved = shard(build(device)).state_dict()
+        other.load_state_dict({**saved, "0.base.weight": fsdp._like(part, weight, weight.size())})
+        exact(other, device, build(device))
+        short = {**padded(declared), "0.base.weight": declared["0.base.weight"][:-1]}
+        load = functools.partial(set_model_state_dict, options=how)
+        raises((ValueError, RuntimeError), "0.base.weight|578", functools.partial(load, other, short))
 
 
 def padded(state_dict):
