@@ -234,13 +234,12 @@ typedef struct {
   int64_t x_bytes, ticket_bytes, bytes;
   int32_t size;           /* log2(tokens / 16) */
   int32_t k_parts, warps; /* template arguments of the kernel */
-  int32_t row_tiles;      /* of a row block */
 } gemm_plan;
 
 enum { TWO_PARTS_WEIGHTS_32 = 64000000, TWO_PARTS_WEIGHTS_64 = 40000000 };
 
 /* Two parts of K in a block of threads halve its rows. Then every block has one share of one row block, whole or cut
- * along K, and as few rows as the multiprocessors allow. For larger weights, sharing all pieces out evenly is faster
+ * along K. For larger weights, sharing all pieces out evenly is faster
  * (benchmarks/results/small_m_h200_202611.md). */
 static bool two_parts(int64_t M, int64_t N, int64_t K, int32_t sms) {
   if (M <= 16 || N > (int64_t)sms * 8 * BSH_ROW_TILE) return false;
@@ -250,14 +249,10 @@ static bool two_parts(int64_t M, int64_t N, int64_t K, int32_t sms) {
 static gemm_plan plan_gemm(int64_t M, int64_t N, int64_t K, int32_t sms) {
   gemm_plan plan = {.size = M <= 16 ? 0 : M <= 32 ? 1 : 2, .k_parts = two_parts(M, N, K, sms) ? 2 : 1};
   plan.tokens = 16 << plan.size, plan.warps = plan.tokens == 64 && plan.k_parts == 1 ? 12 : 16;
-  const int64_t pieces = ceil_div(K / BSH_UNIT, PIECE_UNITS * plan.k_parts), tiles = N / BSH_ROW_TILE;
-  plan.row_tiles = plan.warps / plan.k_parts;
-  int64_t shares = 1; /* of a row block, two parts */
-  if (plan.k_parts == 2) {
-    shares = smaller(sms / ceil_div(tiles, plan.row_tiles), pieces);
-    plan.row_tiles = (int32_t)smaller(plan.row_tiles, ceil_div(tiles, sms / shares));
-  }
-  const int64_t row_blocks = ceil_div(tiles, plan.row_tiles), all_pieces = row_blocks * pieces;
+  const int64_t pieces = ceil_div(K / BSH_UNIT, PIECE_UNITS * plan.k_parts),
+                rows = plan.warps / plan.k_parts * BSH_ROW_TILE;
+  const int64_t row_blocks = ceil_div(N, rows), all_pieces = row_blocks * pieces;
+  const int64_t shares = smaller(sms / row_blocks, pieces); /* of a row block, two parts: at least 1 */
   plan.blocks = plan.k_parts == 2 ? row_blocks * shares : smaller(sms, all_pieces);
   plan.splits = smaller(pieces / (all_pieces / plan.blocks) + 2, plan.blocks);
   plan.x_units = pieces * PIECE_UNITS * plan.k_parts;
@@ -277,7 +272,7 @@ static bsh_status launch_gemm(const bsh_linear_4bit_args *args, const bsh_cuda_c
   bsh_fused_args kernel_args = fused_args(args);
   kernel_args.tickets = (uint32_t *)(memory + plan.x_bytes);
   kernel_args.partial = (float *)(memory + plan.x_bytes + plan.ticket_bytes);
-  kernel_args.k_splits = (int32_t)plan.splits, kernel_args.row_groups = plan.row_tiles;
+  kernel_args.k_splits = (int32_t)plan.splits;
 
   int32_t tokens = (int32_t)plan.tokens, x_units = (int32_t)plan.x_units;
   void *order_arguments[] = {&kernel_args, &scratch.data, &tokens, &x_units};

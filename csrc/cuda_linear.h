@@ -29,7 +29,7 @@ typedef struct {
   int32_t block_shift; /* log2(blocksize / 64); gemv_4bit_simt: log2(blocksize / 32) */
   int32_t k_splits;    /* thread blocks that share the K of a row tile (gemm_4bit_sm90: at most) */
   int32_t k_warps;     /* warps of a thread block that share its part of K */
-  int32_t row_groups;  /* groups of k_warps warps, each on its own row tiles; gemm_4bit_sm90: row tiles of a block */
+  int32_t row_groups;  /* groups of k_warps warps, each on its own row tiles */
 } bsh_fused_args;
 
 #ifndef __CUDACC__

@@ -11,8 +11,7 @@
 // which order: equal inputs give equal bits.
 //
 // K_PARTS = 2: half of the warps take the first half of K, the others the second, so that row blocks are half as high.
-// The host then gives each block of threads one share of one row block and may leave row tiles of a block empty: few
-// rows are spread over all multiprocessors. The halves are added in shared memory.
+// The host then gives each block of threads one share of one row block, and the halves are added in shared memory.
 #include "decode.cuh"
 #include "sums.cuh"
 
@@ -23,9 +22,8 @@
 namespace bsh {
 namespace {
 
-constexpr int PIECE_UNITS = 4; // a ring slot: 16 rows x 4 units of W
-
 #ifdef BSH_HAS_WGMMA
+constexpr int PIECE_UNITS = 4; // a ring slot: 16 rows x 4 units of W
 constexpr int PIECE_BYTES = BSH_ROW_TILE * PIECE_UNITS * 32;
 constexpr int SLOTS = 3;  // of a warp's ring of packed bytes
 constexpr int STAGES = 3; // of x
@@ -151,7 +149,7 @@ template <int ROW_WARPS> struct weight_walk {
     to = keep(shared_address(ring) + warp * SLOTS * PIECE_BYTES + lane_row * 128 + (chunk ^ (lane_row << 5)));
   }
   __device__ __forceinline__ void enter(const bsh_fused_args &args, int block) {
-    const int lane_row = (threadIdx.x & 31) >> 3, tile = block * args.row_groups + (threadIdx.x >> 5) % ROW_WARPS;
+    const int lane_row = (threadIdx.x & 31) >> 3, tile = block * ROW_WARPS + (threadIdx.x >> 5) % ROW_WARPS;
     const int first = min(tile * BSH_ROW_TILE, args.N - BSH_ROW_TILE) + lane_row;
     row = keep(args.packed + (int64_t)first * (args.K >> 1));
   }
@@ -179,14 +177,18 @@ template <int ROW_WARPS, scale_kind KIND> struct scale_walk {
   float second[2];
   float scale[2][PER_LANE];
 
-  __device__ __forceinline__ void fetch(const bsh_fused_args &args, position at) {
+  // Block of this lane's first scale, rows g (r = 0) and g + 8.
+  static __device__ __forceinline__ uint32_t block(const bsh_fused_args &args, position at, int r) {
     const int units = args.K / BSH_UNIT, lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) % ROW_WARPS;
-    const int row = min((at.block * args.row_groups + warp) * BSH_ROW_TILE, args.N - BSH_ROW_TILE) + (lane >> 2);
+    const int row = min((at.block * ROW_WARPS + warp) * BSH_ROW_TILE, args.N - BSH_ROW_TILE) + (lane >> 2);
     const int first = at.piece / GROUP * (GROUP * PIECE_UNITS) + (lane & 3) * PER_LANE;
-    const uint32_t unit = (uint32_t)row * units + min(first, units - PER_LANE);
+    const uint32_t unit = (uint32_t)(row + r * 8) * units + min(first, units - PER_LANE);
+    return KIND == NESTED_64 ? unit : unit >> args.block_shift;
+  }
+  __device__ __forceinline__ void fetch(const bsh_fused_args &args, position at) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const uint32_t block = KIND == NESTED_64 ? unit + r * 8 * units : (unit + r * 8 * units) >> args.block_shift;
+      const uint32_t block = scale_walk::block(args, at, r);
       if (KIND == NESTED_64) {
         raw[r] = *reinterpret_cast<const uint32_t *>(args.absmax_code + block);
         second[r] = args.absmax2[block / BSH_NESTED_BLOCKSIZE];
@@ -262,7 +264,7 @@ template <int TOKENS, int ROW_WARPS> struct joint {
 
   __device__ __forceinline__ joint(const bsh_fused_args &args, const share &work, int block) {
     const uint32_t at = (uint32_t)block * work.pieces;
-    tile = block * args.row_groups + (threadIdx.x >> 5) % ROW_WARPS;
+    tile = block * ROW_WARPS + (threadIdx.x >> 5) % ROW_WARPS;
     first = work.owner(at), parts = work.owner(at + work.pieces - 1) - first + 1;
     sums = reinterpret_cast<float4 *>(args.partial) + (int64_t)tile * args.k_splits * (TILE / 4) + (threadIdx.x & 31);
   }
@@ -334,10 +336,8 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
   share work;
   work.pieces = (args.K / BSH_UNIT + PIECE_UNITS * K_PARTS - 1) / (PIECE_UNITS * K_PARTS); // of a part of K
-  const int rows = args.row_groups * BSH_ROW_TILE;
-  work.total = (args.N + rows - 1) / rows * work.pieces;
-  const bool idle = K_PARTS > 1 && warp % ROW_WARPS >= args.row_groups; // takes part in the products, with any operand
-  const int base = K_PARTS == 1 ? 0 : warp / ROW_WARPS * work.pieces;   // this warp's part of K: its first piece
+  work.total = (args.N + ROW_WARPS * BSH_ROW_TILE - 1) / (ROW_WARPS * BSH_ROW_TILE) * work.pieces;
+  const int base = K_PARTS == 1 ? 0 : warp / ROW_WARPS * work.pieces; // this warp's part of K: its first piece
   const uint32_t begin = work.begin(blockIdx.x);
   const int count = work.begin(blockIdx.x + 1) - begin;
   const position start = {(int)(begin / work.pieces), (int)(begin % work.pieces)};
@@ -356,7 +356,7 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
 
   position ahead = start; // the piece that the ring loads next
   auto load_next = [&](bool there_is, uint32_t to_slot) {
-    if (there_is && !idle) weights.start(base + ahead.piece, to_slot);
+    if (there_is) weights.start(base + ahead.piece, to_slot);
     copy_commit();
     ahead.step(work.pieces);
     if (ahead.piece == 0) weights.enter(args, ahead.block);
@@ -379,7 +379,6 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
   const uint32_t x_base =
       operand_b(shared_address(shared.x) + (K_PARTS == 1 ? 0 : warp / ROW_WARPS * PART_BYTES<TOKENS, K_PARTS>));
   float sum[SUMS] = {}, part[SUMS];
-  uint32_t a[AHEAD ? 2 : 1][4][4] = {};
   uint32_t slot = 0, fill = (SLOTS - 1) * PIECE_BYTES, stage = 0, parity = 0;
   bool fresh = true;
   int left = count;
@@ -397,20 +396,21 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
         scales.fetch(args, next);
         fresh = false;
       }
+      uint32_t a[AHEAD ? 2 : 1][4][4];
       uint2 upper_bytes, lower_bytes; // of the unit decoded next, read one unit ahead
       auto read_bytes = [&](int unit) {
         const uint32_t from = (own + slot) ^ (unit * 32);
         upper_bytes = load_shared(from), lower_bytes = load_shared(from + PIECE_BYTES / 2);
       };
       read_bytes(0);
-      if (AHEAD && !idle) decode_unit(a[0], upper_bytes, lower_bytes, lane_base), read_bytes(1);
+      if (AHEAD) decode_unit(a[0], upper_bytes, lower_bytes, lane_base), read_bytes(1);
 #pragma unroll
       for (int unit = 0; unit < PIECE_UNITS; unit++) {
         if (unit % UNITS == 0) {
           if (warp == 0 && x_left > 0) x_in.bring(), x_left--;
           barrier_wait(shared.full + 8 * stage, parity);
         }
-        if (!AHEAD && !idle) {
+        if (!AHEAD) {
           decode_unit(a[0], upper_bytes, lower_bytes, lane_base);
           if (unit + 1 < PIECE_UNITS) read_bytes(unit + 1);
         }
@@ -419,7 +419,7 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
 #pragma unroll
         for (int k = 0; k < 4; k++) warpgroup<T, TOKENS>::multiply(part, a[AHEAD ? unit & 1 : 0][k], x + k * 2, k > 0);
         products_commit();
-        if (AHEAD && unit + 1 < PIECE_UNITS && !idle) {
+        if (AHEAD && unit + 1 < PIECE_UNITS) {
           decode_unit(a[(unit + 1) & 1], upper_bytes, lower_bytes, lane_base);
           if (unit + 2 < PIECE_UNITS) read_bytes(unit + 2);
         }
@@ -437,10 +437,10 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
     }
     if (K_PARTS > 1) {
       add_parts<TOKENS, K_PARTS>(sum, shared.ring);
-      if (warp >= ROW_WARPS || idle) return;
+      if (warp >= ROW_WARPS) return;
     }
     if (from_start && at.piece == work.pieces) {
-      const int tile = at.block * args.row_groups + warp;
+      const int tile = at.block * ROW_WARPS + warp;
       if (tile * BSH_ROW_TILE < args.N) store_tile<T, TOKENS / 8>(args, tile, sum);
     } else {
       const joint<TOKENS, ROW_WARPS> shared_block(args, work, at.block);
@@ -479,7 +479,7 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
 GEMM_SIZES(__nv_bfloat16, gemm_4bit_bf16)
 GEMM_SIZES(__half, gemm_4bit_f16)
 
-// x[M, K] (2-byte elements) -> [units, rounded up to PIECE_UNITS][tokens][64] in the layout of one stage: element
+// x[M, K] (2-byte elements) -> [all_units][tokens][64] in the layout of one stage: element
 // 16c + 4s + 2h + e of a unit goes to 16s + 8h + 2c + e, 16-byte chunk j of token row n to chunk j ^ (n % 8). Missing
 // tokens and units are zero. Also clears the tickets, one per 16 rows of W.
 extern "C" __global__ void x_units(const __grid_constant__ bsh_fused_args args, uint4 *out, int tokens, int all_units) {
