@@ -337,9 +337,8 @@ class Linear4bit(nn.Linear):
         with torch._C.DisableTorchFunctionSubclass():
             packed = repack(new.data, view.dtype, state.shape.numel())
             if packed.shape != view.shape:
-                old = self.quant_state = getattr(
-                    view, "quant_state", self.quant_state
-                )  # quantizing has put its own here
+                # quantizing has put its own state on the layer: back to that of the bytes that stay
+                old = self.quant_state = getattr(view, "quant_state", self.quant_state)
                 raise ValueError(
                     f"weight = packed {list(state.shape)} for a layer of {list(old.shape)}: FSDP1 holds it in a flat "
                     "parameter, where only a weight of the same size can take its place"
