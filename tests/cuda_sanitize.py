@@ -31,15 +31,19 @@ def blocks(x: Tensor, blocksize: int, format: int) -> None:
     ops.checksum(packed)
 
 
-def products(N: int, K: int, dtype: torch.dtype, nested: bool, format: int, rows: tuple[int, ...]) -> None:
-    w = torch.randn(N, K, device="cuda", dtype=dtype)
+def quantized(N: int, K: int, dtype: torch.dtype, nested: bool, format: int) -> tuple[Tensor, list[Tensor]]:
+    """A random W [N, K]: packed codes, and the four scale arguments of the ops."""
     none, map = torch.empty(0, device="cuda"), ops.table("dynamic").cuda()
-    packed, absmax = ops.quantize_4bit(w, 64, format, torch.uint8)
-    scales = [absmax, none, none, none]
-    if nested:
-        offset = absmax.mean()
-        code, absmax2 = ops.quantize_blockwise(absmax, map, offset, 256)
-        scales = [code, map, absmax2, offset]
+    packed, absmax = ops.quantize_4bit(torch.randn(N, K, device="cuda", dtype=dtype), 64, format, torch.uint8)
+    if not nested:
+        return packed, [absmax, none, none, none]
+    offset = absmax.mean()
+    code, absmax2 = ops.quantize_blockwise(absmax, map, offset, 256)
+    return packed, [code, map, absmax2, offset]
+
+
+def products(N: int, K: int, dtype: torch.dtype, nested: bool, format: int, rows: tuple[int, ...]) -> None:
+    packed, scales = quantized(N, K, dtype, nested, format)
     decoded = ops.dequantize_4bit(packed, *scales, 64, format, N, K, dtype).double()
     for M in rows:
         x, dy = (torch.randn(M, width, device="cuda", dtype=dtype) for width in (K, N))
@@ -70,10 +74,16 @@ def few_rows(dtype: torch.dtype) -> None:
         (16912, 4096, (32,)),
         (20480, 4096, (16,)),
     ):
-        for nested in (True, False) if N * K < 40e6 else (True,):
-            products(N, K, dtype, nested, 0, rows)
-        for M in rows:
-            print(N, K, M, _C.select_linear_4bit(M, N, K, DTYPES.index(dtype), *gpu, 64, True), flush=True)
+        for nested in (True, False):
+            packed, scales = quantized(N, K, dtype, nested, 0)
+            decoded = ops.dequantize_4bit(packed, *scales, 64, 0, N, K, dtype)
+            for M in rows:
+                x, bias = torch.randn(M, K, device="cuda", dtype=dtype), torch.randn(N, device="cuda", dtype=dtype)
+                y = ops.linear_4bit(x, packed, *scales, bias, 64, 0, N, K)
+                some = torch.randint(N, (48,), device="cuda")  # columns of y: the whole product takes too long here
+                exact = x.double() @ decoded[some].double().T + bias[some].double()
+                assert (y[:, some].double() - exact).norm() < 0.02 * exact.norm(), (N, K, M, dtype)
+                print(N, K, M, _C.select_linear_4bit(M, N, K, DTYPES.index(dtype), *gpu, 64, True), flush=True)
 
 
 def main(names: list[str]) -> None:
