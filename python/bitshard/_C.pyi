@@ -36,8 +36,8 @@ def cuda_state() -> dict[str, bool | int | str]:
     """built (kernels are in this build), architectures, driver (version number, 0 if none), error (empty if none)."""
 
 def kernel_image(architectures: str, sm: int, /) -> tuple[int, bool]:
-    """Of a build for `architectures` ("80,90a,compute_80"), what a GPU `sm` loads: 10 * major + minor that it was compiled
-    for (0: nothing loads), and whether it is code for this one GPU generation ("90a")."""
+    """Of a build for `architectures` ("80,90a,compute_80"), what a GPU `sm` loads: 10 * major + minor that it was
+    compiled for (0: nothing loads), and whether it is code for this one GPU generation ("90a")."""
 
 def select_linear_4bit(M: int, N: int, K: int, dtype: int, sm: int, sms: int, blocksize: int, nested: bool, /) -> str:
     """Name of the CUDA kernel that linear_4bit would run for these numbers; dtype 0 float32, 1 float16, 2 bfloat16."""
