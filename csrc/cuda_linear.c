@@ -209,7 +209,7 @@ enum { PIECE_UNITS = 4 };
 bool bsh_gemm_sm90_takes(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32_t sm, int64_t blocksize) {
   const bsh_kernel_image image = image_for(sm);
   if (sm != 90 || image.arch != 90 || !image.this_gpu_only || dtype == BSH_F32) return false;
-  if (M < 1 || M > MAX_TOKENS || N % BSH_ROW_TILE || K % BSH_UNIT || blocksize % BSH_UNIT) return false;
+  if (M < 1 || M > BSH_GEMM_SM90_ROWS || N % BSH_ROW_TILE || K % BSH_UNIT || blocksize % BSH_UNIT) return false;
   /* 32-bit block indices; fewer than 2^22 pieces of 192 x 256 weights, times up to 512 multiprocessors. */
   return K <= INT32_MAX / BSH_ROW_TILE && N <= INT32_MAX / 2 && N * (K / BSH_UNIT) <= INT32_MAX;
 }
@@ -291,6 +291,19 @@ static bsh_status launch_gemm(const bsh_linear_4bit_args *args, const bsh_cuda_c
   return status;
 }
 
+/* A launch takes MAX_TOKENS rows of x; more go one after the other. */
+static bsh_status launch_gemm_slices(const bsh_linear_4bit_args *args, const bsh_cuda_context *context) {
+  const int64_t itemsize = 2;
+  bsh_linear_4bit_args slice = *args;
+  for (int64_t m = 0; m < args->M; m += MAX_TOKENS) {
+    slice.M = smaller(MAX_TOKENS, args->M - m);
+    slice.x = (const char *)args->x + m * args->ldx * itemsize;
+    slice.y = (char *)args->y + m * args->ldy * itemsize;
+    BSH_TRY(launch_gemm(&slice, context));
+  }
+  return BSH_OK;
+}
+
 /* ---- the door ---- */
 
 bsh_status bsh_cuda_linear_4bit_fused(const bsh_linear_4bit_args *args, bsh_linear_kernel kernel,
@@ -300,7 +313,7 @@ bsh_status bsh_cuda_linear_4bit_fused(const bsh_linear_4bit_args *args, bsh_line
   const bool bulk = aligned(args->weight.packed, 16); /* 16-byte copies of packed rows */
   if (kernel == BSH_LINEAR_GEMM_SM90 && bulk &&
       bsh_gemm_sm90_takes(args->M, args->N, args->K, args->dtype, context->sm, blocksize))
-    return launch_gemm(args, context);
+    return launch_gemm_slices(args, context);
   if (kernel != BSH_LINEAR_GEMV) return BSH_NO_KERNEL;
   if (bulk && tensor_cores_take(args->M, args->N, args->K, args->dtype, context->sm, blocksize))
     return launch_gemv(args, context);

@@ -21,7 +21,7 @@ const char *bsh_linear_kernel_name(const bsh_linear_kernel kernel) {
 /* What the fused kernels take (cuda_linear.c decides, from the same numbers):
  *   gemv_4bit       Tensor cores, M <= 64: 16-bit x (bf16 from sm_80 on), N % 16 == 0, K % 64 == 0, blocksize >= 64.
  *                   Else, fp32 included, without them, M <= 16: K % 32 == 0, any N and blocksize.
- *   gemm_4bit_sm90  M <= 64 on sm_90: 16-bit x, N % 16 == 0, K % 64 == 0, blocksize >= 64.
+ *   gemm_4bit_sm90  M <= 512, 64 rows a launch, on sm_90: 16-bit x, N % 16 == 0, K % 64 == 0, blocksize >= 64.
  * Everything else, and arguments that are not 16-byte aligned, goes by dequantized panels. */
 
 /* Weights from which gemm_4bit_sm90 is faster than gemv_4bit: rows of benchmarks/results/small_m_h200_202611.md. */
@@ -29,6 +29,13 @@ static int64_t gemm_sm90_weights(const int64_t M) {
   if (M <= 8) return INT64_MAX;
   if (M <= 16) return 80000000; /* slower at 67 M, faster at 235 M */
   return M <= 32 ? 20000000 : 9000000;
+}
+
+/* Rows up to which launches of gemm_4bit_sm90 for 64 rows each are faster than panels. Same file. */
+static int64_t gemm_sm90_rows(const int64_t weights) {
+  if (weights >= 150000000) return 320;
+  if (weights >= 64000000) return 192;
+  return weights >= 40000000 ? 128 : 64;
 }
 
 /* Whether gemv_4bit is faster than panels for fp32 x: 8 rows a pass over W on the ordinary cores. Same file. */
@@ -41,8 +48,8 @@ bsh_linear_kernel bsh_select_linear_4bit(const int64_t M, const int64_t N, const
                                          const int sm, const int sms, const int64_t blocksize, const bool nested) {
   (void)sms, (void)nested;
   const bool gemv = bsh_gemv_takes(M, N, K, dtype, sm, blocksize) && (dtype != BSH_F32 || few_f32_rows(M, N * K));
-  if (bsh_gemm_sm90_takes(M, N, K, dtype, sm, blocksize) && (!gemv || N * K >= gemm_sm90_weights(M)))
-    return BSH_LINEAR_GEMM_SM90;
+  const bool gemm = bsh_gemm_sm90_takes(M, N, K, dtype, sm, blocksize) && M <= gemm_sm90_rows(N * K);
+  if (gemm && (!gemv || N * K >= gemm_sm90_weights(M))) return BSH_LINEAR_GEMM_SM90;
   return gemv ? BSH_LINEAR_GEMV : BSH_LINEAR_DENSE;
 }
 

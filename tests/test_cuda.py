@@ -238,7 +238,7 @@ def test_products_of_large_weights_with_few_rows(dtype, N, K, nested):
     """Sizes that between them take every fused form: groups of tokens, rows or K shared by blocks, two parts of K."""
     weight = Weight(N, K, dtype, nested, "nf4")
     exact = weight.dequantize(torch.float32).double()
-    for M in (3, 8, 11, 16, 17, 32, 33, 47, 64):
+    for M in (3, 8, 11, 16, 17, 32, 33, 47, 64, 65, 128):  # two launches of gemm_4bit_sm90 from 40 M weights on
         x, bias = (torch.randn(*shape, device="cuda", dtype=dtype) for shape in ((M, K), (N,)))
         expected = x.double() @ exact.T + bias.double()
         y = weight.linear(x, bias)
@@ -263,12 +263,13 @@ def test_never_holds_a_whole_dequantized_weight(dtype):
     """28672 x 8192 forward and backward: at most 64 MiB beside the result, and the numbers of the whole product."""
     N, K = LLAMA
     weight = Weight(N, K, dtype)
-    x, dy = (torch.randn(128, width, device="cuda", dtype=dtype) for width in (K, N))
+    M = 384  # panels
+    x, dy = (torch.randn(M, width, device="cuda", dtype=dtype) for width in (K, N))
     weight.linear(x), weight.dgrad(dy)  # the vendor library allocates its own workspace once
     torch.cuda.synchronize()
     for product, argument, result_bytes in (
-        (weight.linear, x, 128 * N * dtype.itemsize),
-        (weight.dgrad, dy, 128 * K * dtype.itemsize),
+        (weight.linear, x, M * N * dtype.itemsize),
+        (weight.dgrad, dy, M * K * dtype.itemsize),
     ):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
