@@ -414,14 +414,18 @@ def test_direct_calls(dtype):
     weight = Weight(512, 1024, dtype)
     bias = torch.randn(512, device="cuda", dtype=dtype)
     numbers = (weight.blocksize, weight.format, weight.N, weight.K)
-    for M in (1, 3, 8, 16):
+    for M in (16, 8, 3, 2, 1):
         x = torch.randn(M, 1024, device="cuda", dtype=dtype)
         for b in (None, bias):
-            assert not same_bits(_C.linear_4bit(x, weight.packed, *weight.scales, b, *numbers), weight.linear(x, b))
+            y = _C.linear_4bit(x, weight.packed, *weight.scales, b, *numbers)
+            if dtype is torch.float32 and M > 2:
+                assert y is None, "products by panels are the op's"
+            else:
+                assert not same_bits(y, weight.linear(x, b))
     for out in DTYPES.values():
         assert not same_bits(_C.dequantize_4bit(weight.packed, *weight.scales, *numbers, out), weight.dequantize(out))
     many, cpu = torch.randn(65, 1024, device="cuda", dtype=dtype), torch.randn(1, 1024, dtype=dtype)
-    for unfit in (many, cpu, many[:3].t()):
+    for unfit in (many, cpu, many[:2].t()):
         assert _C.linear_4bit(unfit, weight.packed, *weight.scales, None, *numbers) is None
 
     new_x = torch.randn_like(x)

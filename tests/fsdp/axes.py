@@ -155,10 +155,12 @@ def check_assign(device, args):
             new = Params4bit(values, **{**weight.__dict__, "bnb_quantized": False}).to(weight.device)
             layer.weight = new
             assert layer.weight is weight, "FSDP2 would drop any other weight with its next gather"
-        like = build(device, seed=50)
+        # the mean of the scales differs in its last place between CPU and GPU: quantize where the new weights were
+        like = build(weight.device, seed=50).to(device)
         for layer, other in zip(layers(model), layers(like), strict=True):
             state, wanted_state = layer.quant_state, other.quant_state
-            assert state.offset == wanted_state.offset and state.state2 == wanted_state.state2
+            assert float(state.offset) == float(wanted_state.offset)
+            assert torch.equal(state.state2.absmax.cpu(), wanted_state.state2.absmax.cpu())
             assert int(state.checksum) == int(other.quant_state.checksum)
         exact(model, device, like, steps=3)
 
