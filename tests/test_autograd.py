@@ -10,6 +10,7 @@ from bitshard import functional, matmul_4bit
 from bitshard.autograd import MatMul4Bit
 from bitshard.linear import LinearNF4
 from bitshard.tensor import Params4bit
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -52,6 +53,26 @@ def test_gradients(dtype, nested, needs, shape):
     expected = run(lambda x, b: torch.nn.functional.linear(x, dense, b), x, bias, grad)
     for actual, wanted in zip(ours, expected, strict=True):
         assert close(actual, wanted, dtype)
+
+
+@pytest.mark.parametrize("rows", [3, 20])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_forward_mode(rows, requires_grad):
+    """Tangents of x and bias pass through as they do through the dense product, or raise; none is dropped."""
+    packed, state = weight()
+    dense = functional.dequantize_4bit(packed, state)
+    x, dx = (torch.randn(rows, 130) for _ in range(2))
+    bias, dbias = (torch.randn(96) for _ in range(2))
+    x.requires_grad_(requires_grad)
+    for moves_x, moves_bias in ((True, True), (True, False), (False, True)):
+        with forward_ad.dual_level():
+            dual_x = forward_ad.make_dual(x, dx) if moves_x else x
+            dual_bias = forward_ad.make_dual(bias, dbias) if moves_bias else bias
+            y = forward_ad.unpack_dual(matmul_4bit(dual_x, packed, state, bias=dual_bias))
+            wanted = forward_ad.unpack_dual(torch.nn.functional.linear(dual_x, dense, dual_bias))
+            assert close(y.primal, wanted.primal, torch.float32) and close(y.tangent, wanted.tangent, torch.float32)
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.jvp(lambda x: matmul_4bit(x, packed, state), (x.detach(),), (dx,))
 
 
 @pytest.mark.filterwarnings("ignore:Input #")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from bitshard import functional
 from bitshard.state import QuantState
@@ -27,6 +28,7 @@ class MatMul4Bit(torch.autograd.Function):
         ctx.state = quant_state
         ctx.bias_dtype = None if bias is None else bias.dtype
         y = functional.linear_4bit(A, B, quant_state, bias)
+        ctx.y_shape = y.shape
         return y if out is None else out.copy_(y)
 
     @staticmethod
@@ -39,6 +41,17 @@ class MatMul4Bit(torch.autograd.Function):
         if needs_bias:
             dbias = dy.reshape(-1, state.shape[0]).sum(0, dtype=ctx.bias_dtype)
         return dx, None, None, dbias, None
+
+
+class MatMul4BitForwardMode(MatMul4Bit):
+    """The same with forward-mode derivatives; apart, for Dynamo traces no Function that has them."""
+
+    @staticmethod
+    def jvp(ctx: Any, dA: Tensor | None, dB: None, dout: None, dbias: Tensor | None, dstate: None) -> Tensor:
+        """dy = dA W^T + dbias: the product is linear in both."""
+        if dA is not None:
+            return functional.linear_4bit(dA, ctx.packed, ctx.state, dbias)
+        return dbias.expand(ctx.y_shape).contiguous()
 
 
 # What `MatMul4Bit.apply` calls in the end; its wrapper in Python, which costs more than the rest of the bookkeeping,
@@ -76,6 +89,8 @@ def matmul_4bit(
     width = A.shape[-1]
     if width != K and width == N:
         return _matmul_transposed(A, B, quant_state, out, bias)
+    if not torch.compiler.is_dynamo_compiling() and forward_ad._current_level >= 0:  # tangents need no requires_grad
+        return MatMul4BitForwardMode.apply(A, B, out, bias, quant_state)
     if torch.is_grad_enabled() and (A.requires_grad or (bias is not None and bias.requires_grad)):
         if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
             return MatMul4Bit.apply(A, B, out, bias, quant_state)
