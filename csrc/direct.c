@@ -107,9 +107,6 @@ static bool wants_gradient(PyObject *const tensor) {
   return truth(PyObject_GetAttr(tensor, python.requires_grad)) && truth(PyObject_CallNoArgs(python.grad_enabled));
 }
 
-/* A lazily negated tensor, whose memory holds other numbers. */
-static bool negated(PyObject *const tensor) { return truth(PyObject_CallMethodObjArgs(tensor, python.is_neg, NULL)); }
-
 /* ---- reading arguments: false where the op must decide ---- */
 
 enum { MAX_DIM = 8 };
@@ -137,8 +134,12 @@ static bool contiguous(const dl_tensor *const t) {
   return true;
 }
 
+/* A lazily negated tensor, whose memory holds other numbers. */
+static bool negated(PyObject *const tensor) { return truth(PyObject_CallMethodObjArgs(tensor, python.is_neg, NULL)); }
+
 static bool read_tensor(PyObject *const object, plain *const tensor) {
   dl_tensor t = {0};
+  if (negated(object)) return false;
   if (exchange->describe(object, &t) != 0) {
     PyErr_Clear();
     return false;
@@ -293,7 +294,7 @@ static bool read_linear(PyObject *const *const objects, bsh_linear_4bit_args *co
   PyObject *const bias = objects[6];
   if (bias != Py_None && (!read_vector(bias, x->type, args->N, x, (void **)&args->bias) || wants_gradient(bias)))
     return false;
-  return !wants_gradient(objects[0]) && !negated(objects[0]) && !watched();
+  return !wants_gradient(objects[0]) && !watched();
 }
 
 PyObject *bsh_direct_linear_4bit(PyObject *const module, PyObject *const *const args, const Py_ssize_t n_args) {

@@ -230,3 +230,17 @@ def test_nothing_leaks():
     for _ in range(100):
         direct(x, packed, state, bias), direct(x, packed[:-1], state), direct_values(packed, state)
     assert [sys.getrefcount(t) for t in (x, bias, packed, state.absmax)] == sys_refs
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_lazily_negated_tensors_take_the_op(nested):
+    """Their memory holds other numbers than they stand for; whichever argument it is, the op's result comes out."""
+    packed, state = made(nested)
+    x, bias = torch.randn(3, K), torch.randn(N)
+    assert direct(torch._neg_view(x), packed, state) is None
+    assert direct(x, packed, state, torch._neg_view(bias)) is None
+    wanted = functional.linear_4bit(x, packed, state, -bias)
+    assert same(functional.linear_4bit(x, packed, state, torch._neg_view(bias)), wanted)
+    if not nested:
+        state.absmax = torch._neg_view(state.absmax)
+        assert direct(x, packed, state) is None and direct_values(packed, state) is None

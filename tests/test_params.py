@@ -181,6 +181,14 @@ FORBIDDEN = {
     "kaiming": lambda w: nn.init.kaiming_uniform_(w),
     "zeros_": lambda w: nn.init.zeros_(w),
     "keyword": lambda w: torch.add(input=w, other=1),
+    "copy_": lambda w: w.copy_(torch.zeros(w.shape, dtype=torch.float64)),
+    "item": lambda w: w.__setitem__(0, 1.0),
+    "nan_to_num_": lambda w: w.nan_to_num_(),
+    "floor_": lambda w: w.floor_(),
+    "sin_": lambda w: torch.sin_(w),
+    "random_": lambda w: w.random_(),
+    "triu_": lambda w: w.triu_(),
+    "foreach": lambda w: torch._foreach_mul_([w], 2.0),
 }
 
 

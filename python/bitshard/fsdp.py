@@ -293,7 +293,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """The whole state dict on rank 0's CPU, as a checkpoint file has it: plain tensors, packed weights in the declared
     `quant_storage`, all scales. The other ranks get an empty dict. A collective.
 
-    `unsharded_model.save_pretrained(path, state_dict=...)` writes a checkpoint of it that bitsandbytes loads too.
+    A model that is not sharded writes a checkpoint of it that bitsandbytes loads too: `load_state_dict(full)`, then
+    `save_pretrained(path)`, whose own `state_dict=` transformers ignores for quantized models.
     (torch's `get_model_state_dict(full_state_dict=True)` gives the same under FSDP2, with padded JSON entries.)
     """
     storages = {key: (module.quant_state, module.quant_storage) for key, module in _packed_keys(model)}

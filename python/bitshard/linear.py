@@ -226,10 +226,11 @@ class Linear4bit(nn.Linear):
     ) -> Iterator[tuple[str, Tensor]]:
         """The module's buffers and, for a sharded weight, its scale entries, which torch.distributed's loading fills.
 
-        Only where this layer itself is asked: iterating over a whole model's buffers does not come here.
+        Only where this layer's own buffers are asked for, as that loading does; `fully_shard` compares the names of all
+        buffers before and after.
         """
         yield from super().named_buffers(prefix, recurse, remove_duplicate)
-        if self.quant_state is not None and _is_dtensor(self.weight):
+        if not recurse and self.quant_state is not None and _is_dtensor(self.weight):
             from bitshard import fsdp
 
             for name, value in fsdp.unfilled_entries(self.weight, self.quant_state).items():

@@ -22,6 +22,9 @@ aten = torch.ops.aten
 # Ops that move or rearrange whole storage elements: a result of the shard's own dtype is a PackedShard again.
 _LAYOUT = {
     aten.alias.default,
+    aten.narrow.default,  # reached under inference_mode only, like chunk and reshape
+    aten.chunk.default,
+    aten.reshape.default,
     aten.as_strided.default,
     aten.cat.default,
     aten.clone.default,

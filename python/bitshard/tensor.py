@@ -1,9 +1,9 @@
 """Params4bit: a parameter that holds the packed bytes of a 4-bit weight, and the guards around those bytes.
 
 The bytes sit in a column [n, 1] of some storage dtype, zero-padded to whole elements. Where that dtype is a float,
-torch and training code take them for numbers; every way to turn them into other numbers (a cast, arithmetic, an
-assignment of another dtype) raises here, for the damage would go unseen. A dtype move of a whole module leaves them as
-they are.
+torch and training code take them for numbers; casts, arithmetic, in-place functions and assignments of another dtype
+raise here, for the damage would go unseen. A dtype move of a whole module leaves the bytes as they are. Copies and
+views other than `chunk`, `split`, `detach` and `as_strided` are plain tensors, which nothing guards.
 
 `__dict__` of a Params4bit holds constructor keywords only, because transformers, accelerate and peft rebuild a weight
 by `Params4bit(data, requires_grad=False, **old.__dict__)`.
@@ -517,6 +517,22 @@ def _arithmetic(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
+def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """copy_ and w[...] = value: into packed bytes only bytes of the same dtype."""
+    weight, value = _packed_among(args[:1]), kwargs.get("src", args[-1])
+    if weight is not None and (not isinstance(value, Tensor) or value.dtype is not weight.dtype):
+        raise _cast_error(weight, func.__name__)
+    return func(*args, **kwargs)
+
+
+def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """torch._foreach_..._: arithmetic over lists."""
+    for tensors in args:
+        if isinstance(tensors, (list, tuple)) and _packed_among(tensors) is not None:
+            return _arithmetic(func, tuple(tensors), {})  # raises
+    return func(*args, **kwargs)
+
+
 def _to(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """torch.Tensor.to(weight, ...), which does not find the method of the class."""
     return args[0].to(*args[1:], **kwargs) if isinstance(args[0], Params4bit) else func(*args, **kwargs)
@@ -528,6 +544,13 @@ _ARITHMETIC = (
     "addcdiv matmul mm mv bmm addmm addmv baddbmm einsum tensordot dot outer linear sum mean std var norm softmax relu "
     "sigmoid tanh normal uniform exponential bernoulli erfinv zero fill"
 ).split()
+
+
+# In-place functions of a tensor that change no byte. Those that do raise, but for copies of the same dtype.
+_IN_PLACE = frozenset(
+    "as_strided_ detach_ rename_ requires_grad_ resize_ resize_as_ set_ share_memory_ squeeze_ swapaxes_ swapdims_ t_ "
+    "transpose_ unsqueeze_".split()
+)
 
 
 def _functions(name: str) -> Iterator[Any]:
@@ -547,6 +570,15 @@ def _handlers() -> dict[Any, Any]:
     )
     table.update(dict.fromkeys((getattr(torch.Tensor, name) for name in _CASTS), _cast))
     table.update({func: _arithmetic for name, func in vars(torch.nn.init).items() if re.match(r"[a-z].*_$", name)})
+    for name in dir(torch.Tensor):
+        if re.match(r"[a-z]\w*_$", name) and name not in _IN_PLACE:
+            for space in (torch.Tensor, torch):
+                if hasattr(space, name):
+                    table.setdefault(getattr(space, name), _arithmetic)
+    table[torch.Tensor.copy_] = table[torch.Tensor.__setitem__] = _copy
+    for name in dir(torch):
+        if re.match(r"_foreach_\w+_$", name) and name != "_foreach_copy_":
+            table[getattr(torch, name)] = _foreach
     for func in (torch.chunk, torch.split, torch.Tensor.chunk, torch.Tensor.split, torch.Tensor.detach, torch.detach):
         table[func] = _keep_class
     table[torch.as_strided] = table[torch.Tensor.as_strided] = _keep_class

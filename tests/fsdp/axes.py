@@ -127,6 +127,27 @@ def check_freed_after_use(device, args):
         raises(ValueError, "full_state_dict", layer.quant_state.as_dict)
 
 
+def check_single_layers(device, args):
+    """`fully_shard` of the 4-bit layers themselves, whose units then hold nothing else."""
+    model, alone = build(device), build(device)
+    for layer in layers(model):
+        fully_shard(layer)
+    fully_shard(model)
+    for _ in range(2):
+        y = model(batch(device))
+        assert torch.equal(y, alone(batch(device)))
+        y.float().sum().backward()
+    assert all(isinstance(layer.weight, DTensor) for layer in layers(model))
+
+
+def check_inference_mode(device, args):
+    """A first forward under inference_mode, where composite ops reach the shards whole."""
+    model, alone = shard(build(device)), build(device)
+    with torch.inference_mode():
+        for _ in range(2):
+            assert torch.equal(model(batch(device)), alone(batch(device)))
+
+
 def check_assign(device, args):
     """`layer.weight = new`, as peft's merging does it, replaces the shards of every rank and nothing else.
 

@@ -450,7 +450,12 @@ def run_save_pretrained(args):
     if RANK == 0:
         base = {unwrapped(key): value for key, value in full.items() if "lora_" not in key}
         assert {value.dtype for key, value in base.items() if key.endswith("_proj.weight")} == {torch.uint8}
-        load(args).save_pretrained(folder, state_dict=base)
+        unsharded = load(args)
+        for module in unsharded.modules():
+            if isinstance(module, Linear4bit):
+                plant(module.weight.data)  # other bytes, so that only what was loaded can be right
+        unsharded.load_state_dict(base)
+        unsharded.save_pretrained(folder)
     barrier()
     again = AutoModelForCausalLM.from_pretrained(folder, device_map={"": device_name()})
     for (name, a), (_, b) in zip(again.named_modules(), load(args).named_modules(), strict=True):
