@@ -178,6 +178,16 @@ static bsh_status launch_gemv(const bsh_linear_4bit_args *args, const bsh_cuda_c
   return status;
 }
 
+/* Rows [m, m + most) of the product, or what is left of them. */
+static bsh_linear_4bit_args slice_of(const bsh_linear_4bit_args *args, int64_t m, int64_t most) {
+  const int64_t itemsize = args->dtype == BSH_F32 ? 4 : 2;
+  bsh_linear_4bit_args slice = *args;
+  slice.M = smaller(most, args->M - m);
+  slice.x = (const char *)args->x + m * args->ldx * itemsize;
+  slice.y = (char *)args->y + m * args->ldy * itemsize;
+  return slice;
+}
+
 /* ---- gemv_4bit_simt.cu ---- */
 
 static bsh_status launch_simt(const bsh_linear_4bit_args *args, const bsh_cuda_context *context) {
@@ -187,16 +197,13 @@ static bsh_status launch_simt(const bsh_linear_4bit_args *args, const bsh_cuda_c
         {.fatbin = BSH_FATBIN_gemv_4bit_simt, .name = "gemv_4bit_simt_" DTYPE "_nested"}                               \
   }
   static bsh_cuda_kernel kernels[3][2] = {SIMT_KERNELS("f32"), SIMT_KERNELS("f16"), SIMT_KERNELS("bf16")};
-  const int64_t itemsize = args->dtype == BSH_F32 ? 4 : 2;
   const bsh_cuda_launch_shape shape = {
       .grid = {(uint32_t)ceil_div(args->N, SIMT_ROWS), 1, 1}, .block = {SIMT_THREADS, 1, 1}, .overlap = true};
-  bsh_fused_args kernel_args = fused_args(args);
-  kernel_args.block_shift = __builtin_ctzll((uint64_t)args->weight.blocksize / SIMT_BLOCKSIZE);
-  void *arguments[] = {&kernel_args};
   for (int64_t m = 0; m < args->M; m += SIMT_TOKENS) {
-    kernel_args.M = (int32_t)smaller(SIMT_TOKENS, args->M - m);
-    kernel_args.x = (const char *)args->x + m * args->ldx * itemsize;
-    kernel_args.y = (char *)args->y + m * args->ldy * itemsize;
+    const bsh_linear_4bit_args slice = slice_of(args, m, SIMT_TOKENS);
+    bsh_fused_args kernel_args = fused_args(&slice);
+    kernel_args.block_shift = __builtin_ctzll((uint64_t)args->weight.blocksize / SIMT_BLOCKSIZE);
+    void *arguments[] = {&kernel_args};
     BSH_TRY(bsh_cuda_launch(context, &kernels[args->dtype][!args->weight.scales.absmax], &shape, arguments));
   }
   return BSH_OK;
@@ -209,7 +216,7 @@ enum { PIECE_UNITS = 4 };
 bool bsh_gemm_sm90_takes(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32_t sm, int64_t blocksize) {
   const bsh_kernel_image image = image_for(sm);
   if (sm != 90 || image.arch != 90 || !image.this_gpu_only || dtype == BSH_F32) return false;
-  if (M < 1 || M > BSH_GEMM_SM90_ROWS || N % BSH_ROW_TILE || K % BSH_UNIT || blocksize % BSH_UNIT) return false;
+  if (M < 1 || N % BSH_ROW_TILE || K % BSH_UNIT || blocksize % BSH_UNIT) return false;
   /* 32-bit block indices; fewer than 2^22 pieces of 192 x 256 weights, times up to 512 multiprocessors. */
   return K <= INT32_MAX / BSH_ROW_TILE && N <= INT32_MAX / 2 && N * (K / BSH_UNIT) <= INT32_MAX;
 }
@@ -293,12 +300,8 @@ static bsh_status launch_gemm(const bsh_linear_4bit_args *args, const bsh_cuda_c
 
 /* A launch takes MAX_TOKENS rows of x; more go one after the other. */
 static bsh_status launch_gemm_slices(const bsh_linear_4bit_args *args, const bsh_cuda_context *context) {
-  const int64_t itemsize = 2;
-  bsh_linear_4bit_args slice = *args;
   for (int64_t m = 0; m < args->M; m += MAX_TOKENS) {
-    slice.M = smaller(MAX_TOKENS, args->M - m);
-    slice.x = (const char *)args->x + m * args->ldx * itemsize;
-    slice.y = (char *)args->y + m * args->ldy * itemsize;
+    const bsh_linear_4bit_args slice = slice_of(args, m, MAX_TOKENS);
     BSH_TRY(launch_gemm(&slice, context));
   }
   return BSH_OK;

@@ -35,8 +35,6 @@ typedef struct {
 #ifndef __CUDACC__
 #include <stdbool.h>
 
-enum { BSH_GEMM_SM90_ROWS = 512 }; /* most rows of x for gemm_4bit_sm90: eight launches of 64 */
-
 /* What select.c may give to gemv_4bit.cu or gemv_4bit_simt.cu, and to gemm_4bit_sm90.cu. Pure. */
 bool bsh_gemv_takes(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32_t sm, int64_t blocksize);
 bool bsh_gemm_sm90_takes(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32_t sm, int64_t blocksize);

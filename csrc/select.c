@@ -21,7 +21,7 @@ const char *bsh_linear_kernel_name(const bsh_linear_kernel kernel) {
 /* What the fused kernels take (cuda_linear.c decides, from the same numbers):
  *   gemv_4bit       Tensor cores, M <= 64: 16-bit x (bf16 from sm_80 on), N % 16 == 0, K % 64 == 0, blocksize >= 64.
  *                   Else, fp32 included, without them, M <= 16: K % 32 == 0, any N and blocksize.
- *   gemm_4bit_sm90  M <= 512, 64 rows a launch, on sm_90: 16-bit x, N % 16 == 0, K % 64 == 0, blocksize >= 64.
+ *   gemm_4bit_sm90  Any M, 64 rows a launch, on sm_90: 16-bit x, N % 16 == 0, K % 64 == 0, blocksize >= 64.
  * Everything else, and arguments that are not 16-byte aligned, goes by dequantized panels. */
 
 /* Weights from which gemm_4bit_sm90 is faster than gemv_4bit: rows of benchmarks/results/small_m_h200_202611.md. */

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,13 +158,11 @@ def write(module: nn.Module, new: Params4bit) -> None:
             f"weight = {list(new.shape)}: a 4-bit layer that is sharded by FSDP2 takes a quantized weight only; move "
             "the new one to a device first"
         )
-    for name in ("shape", "blocksize", "quant_type", "nested"):
-        found, expected = getattr(theirs, name), getattr(state, name)
-        if found != expected:
-            raise ValueError(
-                f"weight with {name} {found} for a 4-bit layer that is sharded by FSDP2 with {name} {expected}: only a "
-                "weight that was quantized in the same way can take the place of a sharded one"
-            )
+    for name, found, expected in _differences(theirs, state):
+        raise ValueError(
+            f"weight with {name} {found} for a 4-bit layer that is sharded by FSDP2 with {name} {expected}: only a "
+            "weight that was quantized in the same way can take the place of a sharded one"
+        )
     packed = tensor.repack(new.saved_data(), weight.dtype, state.shape.numel())
     begin, length = _C.rank_slice(packed.size(0), *_shard_world(weight))
     weight._local_tensor.plain().copy_(packed[begin : begin + length])
@@ -181,6 +179,13 @@ def write(module: nn.Module, new: Params4bit) -> None:
     state.dtype, state.checksum = theirs.dtype, ops.checksum(packed).to(device)
     if state.nested:
         state.offset, state.state2 = theirs.offset.to(device), theirs.state2.to(device)
+
+
+def _differences(theirs: QuantState, ours: QuantState) -> Iterator[tuple[str, Any, Any]]:
+    """(name, theirs, ours) of what two states must agree in for one's bytes and scales to take the other's place."""
+    for name in ("shape", "blocksize", "quant_type", "nested"):
+        if getattr(theirs, name) != getattr(ours, name):
+            yield name, getattr(theirs, name), getattr(ours, name)
 
 
 def save_sharded(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -304,8 +309,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         state_dict = model.state_dict()
     for key, value in state_dict.items():
         if isinstance(value, DTensor):
-            value = value.full_tensor()
-            value = value.plain() if isinstance(value, PackedShard) else value  # nothing was gathered on one rank
+            value = whole(value)
         if keep and isinstance(value, torch.Tensor):
             value = value.cpu()
             full[key] = _repack(value, *storages[key], key) if key in storages else value
@@ -543,10 +547,8 @@ def _put_entries(entries: dict[str, torch.Tensor], weight: DTensor, state: Quant
     small = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in entries.items()}
     small["absmax"] = torch.empty(scales.shape, dtype=scales.dtype)
     loaded = QuantState.from_dict(small, device=weight._local_tensor.device)
-    for name in ("shape", "blocksize", "quant_type", "nested"):
-        theirs, ours = getattr(loaded, name), getattr(state, name)
-        if theirs != ours:
-            raise ValueError(f"{key}: {name} is {theirs} in the state dict and {ours} in the model")
+    for name, theirs, ours in _differences(loaded, state):
+        raise ValueError(f"{key}: {name} is {theirs} in the state dict and {ours} in the model")
     own, given = state.absmax if state.sharded is None else state.sharded.own_scales, _own_scales(scales, weight)
     prepared = weight._local_tensor.origin.before is not None
     if prepared and given.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():

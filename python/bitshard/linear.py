@@ -162,7 +162,8 @@ class Linear4bit(nn.Linear):
 
             fsdp.adopt_shard(self, value)
         elif type(value) is Tensor and "weight" not in self._parameters and _is_flat_view(value, self.quant_state):
-            self.__dict__["weight"] = self._packed_view(value)
+            # FSDP1's view of its flat parameter, as a weight of this layer: foreign code dequantizes nothing else
+            self.__dict__["weight"] = Params4bit.of_state(value, self.quant_state, self.quant_storage, self)
             self.foreign_data = True
             return None
         elif self.sharded_weight is not None and value is not None:
@@ -171,20 +172,6 @@ class Linear4bit(nn.Linear):
                 "takes a quantized Params4bit only, which it writes into its shards"
             )
         return super().__setattr__("weight", value)
-
-    def _packed_view(self, view: Tensor) -> Params4bit:
-        """FSDP1's view of its flat parameter as a weight of this layer: foreign code dequantizes nothing else."""
-        state = self.quant_state
-        return Params4bit(
-            view,
-            quant_state=state,
-            blocksize=state.blocksize,
-            compress_statistics=state.nested,
-            quant_type=state.quant_type,
-            quant_storage=self.quant_storage,
-            module=self,
-            bnb_quantized=True,
-        )
 
     # -- moves --
 

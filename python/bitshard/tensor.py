@@ -57,6 +57,10 @@ def fsdp_launch() -> bool:
     """
     if _accelerate_fsdp() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
         return True
+    return _process_group()
+
+
+def _process_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -224,6 +228,20 @@ class Params4bit(torch.nn.Parameter):
     # -- making one --
 
     @classmethod
+    def of_state(cls, packed: Tensor, state: QuantState, quant_storage: torch.dtype, module: Any) -> Params4bit:
+        """`packed` as a quantized weight with the settings that `state` was made with; nothing is checked or copied."""
+        return cls(
+            packed,
+            quant_state=state,
+            blocksize=state.blocksize,
+            compress_statistics=state.nested,
+            quant_type=state.quant_type,
+            quant_storage=quant_storage,
+            module=module,
+            bnb_quantized=True,
+        )
+
+    @classmethod
     def from_prequantized(
         cls,
         data: Tensor,
@@ -240,16 +258,7 @@ class Params4bit(torch.nn.Parameter):
         state = QuantState.from_dict(quantized_stats, device=device)
         packed = data.detach().to(device)
         functional.check_packed(packed, state, "from_prequantized")
-        self = cls(
-            packed,
-            quant_state=state,
-            blocksize=state.blocksize,
-            compress_statistics=state.nested,
-            quant_type=state.quant_type,
-            quant_storage=data.dtype,
-            module=module,
-            bnb_quantized=True,
-        )
+        self = cls.of_state(packed, state, data.dtype, module)
         container = container_dtype(state.dtype, data.dtype)
         self._install(repack(packed.as_subclass(Tensor), container, state.shape.numel()), state)
         self.requires_grad = requires_grad
@@ -488,8 +497,7 @@ def _is_floating_point(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     weight = args[0]
     answer = func(*args, **kwargs)
     if not answer and not _module_move and _accelerate_fsdp() and getattr(weight, "bnb_quantized", False):
-        group = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if group and torch.distributed.get_world_size() > 1:
+        if _process_group() and torch.distributed.get_world_size() > 1:
             _warn_unsharded(weight.dtype)
     return answer
 
