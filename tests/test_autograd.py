@@ -85,6 +85,28 @@ def test_gradcheck():
     )
 
 
+@pytest.mark.filterwarnings("ignore:Input #")
+def test_higher_derivatives():
+    """Gradient penalties, Hessians: those of the dense product, to the third derivative."""
+    packed, state = weight()
+    dense = functional.dequantize_4bit(packed, state)
+    x, bias = torch.randn(3, 130), torch.randn(96)
+
+    def derivatives(product):
+        at, b = x.clone().requires_grad_(), bias.clone().requires_grad_()
+        first = torch.autograd.grad(product(at, b).pow(4).mean(), (at, b), create_graph=True)
+        second = torch.autograd.grad(sum(g.square().mean() for g in first), (at, b), create_graph=True)
+        third = torch.autograd.grad(sum(g.square().mean() for g in second), (at, b))
+        return [*first, *second, *third]
+
+    ours = derivatives(lambda x, b: matmul_4bit(x, packed, state, bias=b))
+    expected = derivatives(lambda x, b: torch.nn.functional.linear(x, dense, b))
+    for actual, wanted in zip(ours, expected, strict=True):
+        assert wanted.abs().max() > 0 and torch.allclose(
+            actual, wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max())
+        )
+
+
 def test_expanded_gradient():
     packed, state = weight()
     x = torch.randn(4, 130, requires_grad=True)

@@ -37,10 +37,26 @@ class MatMul4Bit(torch.autograd.Function):
         state = ctx.state
         dx = dbias = None
         if needs_x:
-            dx = functional.linear_4bit_dgrad(dy, ctx.packed, state)
+            again = torch.is_grad_enabled() and dy.requires_grad  # create_graph=True: a derivative of dx is wanted
+            product = MatMul4BitInputGradient.apply if again else functional.linear_4bit_dgrad
+            dx = product(dy, ctx.packed, state)
         if needs_bias:
             dbias = dy.reshape(-1, state.shape[0]).sum(0, dtype=ctx.bias_dtype)
         return dx, None, None, dbias, None
+
+
+class MatMul4BitInputGradient(torch.autograd.Function):
+    """dx [..., K] = dy [..., N] W, differentiable in dy: second and higher derivatives of `matmul_4bit`."""
+
+    @staticmethod
+    def forward(ctx: Any, dy: Tensor, packed: Tensor, state: QuantState) -> Tensor:
+        ctx.packed = packed
+        ctx.state = state
+        return functional.linear_4bit_dgrad(dy, packed, state)
+
+    @staticmethod
+    def backward(ctx: Any, ddx: Tensor) -> tuple[Tensor, None, None]:
+        return matmul_4bit(ddx, ctx.packed, ctx.state), None, None
 
 
 class MatMul4BitForwardMode(MatMul4Bit):
