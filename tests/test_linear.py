@@ -49,6 +49,20 @@ def test_dtypes(compute, dtype):
     assert module.bias.dtype is torch.float32, "forward changed the bias"
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_an_x_of_no_floats_raises(dtype):
+    with pytest.raises(TypeError, match=str(dtype).removeprefix("torch.")):
+        layer(compute_dtype=torch.float32)(torch.ones(2, 130).to(dtype))
+
+
+@pytest.mark.parametrize("shape", [(2, 129), (2, 96), (96,), (2, 0), ()])
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_x_of_another_width_raises(shape, bias):
+    """Also where it is N wide, which `matmul_4bit` still takes for bare weights quantized as [K, N]."""
+    with pytest.raises(ValueError, match=r"does not fit .*\[96, 130\]"):
+        layer(bias=bias)(torch.ones(shape))
+
+
 def test_float16_warning(caplog):
     with caplog.at_level(logging.WARNING, logger="bitshard.linear"):
         layer()(torch.randn(4, 130).half())

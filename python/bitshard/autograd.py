@@ -102,7 +102,10 @@ def matmul_4bit(
     if quant_state.shape is None or len(quant_state.shape) != 2:
         raise ValueError(f"matmul_4bit: quant_state.shape must be [N, K], got {quant_state.shape}")
     N, K = quant_state.shape
-    width = A.shape[-1]
+    try:
+        width = A.shape[-1]
+    except IndexError:
+        raise ValueError(f"matmul_4bit: x of shape [] does not fit a weight of shape {[N, K]}") from None
     if width != K and width == N:
         return _matmul_transposed(A, B, quant_state, out, bias)
     if not torch.compiler.is_dynamo_compiling() and forward_ad._current_level >= 0:  # tangents need no requires_grad
@@ -118,7 +121,11 @@ def matmul_4bit(
 
 
 def _matmul_transposed(A: Tensor, B: Tensor, state: QuantState, out: Tensor | None, bias: Tensor | None) -> Tensor:
-    """A W + bias for a weight that was quantized as [K, N], which old releases allowed."""
+    """A W + bias for a weight that was quantized as [K, N], which old releases allowed; no layer does."""
+    if getattr(B, "module", None) is not None:
+        raise ValueError(
+            f"matmul_4bit: x of shape {list(A.shape)} does not fit the weight of a layer, of shape {list(state.shape)}"
+        )
     warnings.warn(
         f"matmul_4bit: the weight was quantized from a [K, N] tensor ({list(state.shape)}). Re-quantize from the "
         "weight in [N, K] (out_features, in_features) orientation. This will be an error in a future version.",

@@ -92,6 +92,8 @@ class Linear4bit(nn.Linear):
         dtype = x.dtype
         compute_dtype = self.compute_dtype or dtype
         if dtype is not compute_dtype:
+            if not dtype.is_floating_point:
+                raise TypeError(f"Linear4bit: x is {dtype_name(dtype)}, expected a floating-point dtype")
             x = x.to(compute_dtype)
         bias = parameters["bias"] if "bias" in parameters else self.bias
         if bias is not None and bias.dtype is not compute_dtype:
