@@ -259,7 +259,7 @@ def test_state_dict_round_trip(dense_path):
     fresh = load(dense_path)
     with torch.no_grad():
         for module in layers_4bit(fresh).values():
-            module.weight.data.zero_()
+            module.weight.data.view(torch.uint8).zero_()
     fresh.load_state_dict(state)
     assert_same_bytes(packed_bytes(model), packed_bytes(fresh))
     assert torch.equal(logits(model), logits(fresh))

@@ -128,7 +128,7 @@ def test_module_to_meta_and_to_empty():
     layer.to_empty(device="cpu")
     assert type(layer.weight) is Params4bit and layer.weight.shape == saved["weight"].shape
     with torch.no_grad():
-        layer.weight.data.zero_()
+        layer.weight.data.view(torch.uint8).zero_()
         layer.bias.copy_(saved["bias"])
     with pytest.raises(ValueError, match="other bytes.*checksum"):
         layer(x)
@@ -189,6 +189,19 @@ FORBIDDEN = {
     "random_": lambda w: w.random_(),
     "triu_": lambda w: w.triu_(),
     "foreach": lambda w: torch._foreach_mul_([w], 2.0),
+    "xor": lambda w: w.__ixor__(1),
+    "out": lambda w: torch.cumsum(torch.ones(w.shape, dtype=w.dtype), 0, out=w),
+    "data mul_": lambda w: w.data.mul_(2),
+    "data iadd": lambda w: w.data.__iadd__(1),
+    "data lerp_": lambda w: w.data.lerp_(torch.zeros_like(w.data), 0.5),
+    "data normal_": lambda w: w.data.normal_(std=0.02),
+    "data init": lambda w: nn.init.zeros_(w.data),
+    "data item": lambda w: w.data.__setitem__(0, 1.0),
+    "data copy_": lambda w: w.data.copy_(torch.zeros(w.shape, dtype=torch.float64)),
+    "data foreach": lambda w: torch._foreach_mul_([w.data], 2.0),
+    "data out": lambda w: torch.mul(torch.ones(w.shape, dtype=w.dtype), 2, out=w.data),
+    "data detach": lambda w: w.data.detach().zero_(),
+    "data of a parameter": lambda w: nn.Parameter(w.data, requires_grad=False).zero_(),
 }
 
 
@@ -219,6 +232,29 @@ def test_data_setter():
     flat = weight.data.flatten()[:100]
     weight.data = flat  # FSDP1 with use_orig_params does this
     assert weight.data_ptr() == flat.data_ptr()
+
+
+def test_data_is_plain_but_for_in_place_functions():
+    """Results, copies, views and pickles of `.data` are plain tensors; bytes of the same dtype may be written."""
+    weight = quantized()
+    data, bytes_ = weight.data, raw(weight)
+    for plain in (data.clone(), data.view(-1), data.t(), data.float(), copy.deepcopy(data), data[:5]):
+        assert type(plain) is torch.Tensor
+    for loaded in (load(save(data), weights_only=True), pickle.loads(pickle.dumps(data))):
+        assert type(loaded) is torch.Tensor and torch.equal(loaded.view(torch.uint8).flatten(), bytes_)
+    other = quantized()
+    other.data.copy_(weight.data)
+    other.data[:3] = weight.data[:3]
+    torch._foreach_copy_([other.data], [weight.data])
+    assert torch.equal(raw(other), bytes_) and torch.equal(values(other), values(weight))
+    state = weight.quant_state
+    assert torch.equal(
+        functional.linear_4bit(dense(2), data, state), functional.linear_4bit(dense(2), data.clone(), state)
+    )
+    rebuilt = Params4bit(data, requires_grad=False, **weight.__dict__)
+    assert type(rebuilt) is Params4bit and torch.equal(raw(rebuilt), bytes_)
+    assert type(nn.Parameter(data, requires_grad=False).detach()) is type(data)
+    assert type(Params4bit(dense()).data) is torch.Tensor
 
 
 def test_inspection_is_allowed():

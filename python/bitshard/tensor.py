@@ -1,9 +1,9 @@
 """Params4bit: a parameter that holds the packed bytes of a 4-bit weight, and the guards around those bytes.
 
 The bytes sit in a column [n, 1] of some storage dtype, zero-padded to whole elements. Where that dtype is a float,
-torch and training code take them for numbers; casts, arithmetic, in-place functions and assignments of another dtype
-raise here, for the damage would go unseen. A dtype move of a whole module leaves the bytes as they are. Copies and
-views other than `chunk`, `split`, `detach` and `as_strided` are plain tensors, which nothing guards.
+torch and training code take them for numbers; casts, arithmetic, in-place functions (of `.data` too) and assignments of
+another dtype raise here, for the damage would go unseen. A dtype move of a whole module leaves the bytes as they are.
+Copies and views other than `chunk`, `split`, `detach` and `as_strided` are plain tensors, which nothing guards.
 
 `__dict__` of a Params4bit holds constructor keywords only, because transformers, accelerate and peft rebuild a weight
 by `Params4bit(data, requires_grad=False, **old.__dict__)`.
@@ -297,6 +297,11 @@ class Params4bit(torch.nn.Parameter):
         new.__dict__.update(self.__dict__)
         return new
 
+    def _plain_data(self) -> Tensor:
+        """`self.data` without the guard of `PackedData`."""
+        with _plain():
+            return self.data
+
     # -- copies --
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Params4bit:
@@ -308,14 +313,14 @@ class Params4bit(torch.nn.Parameter):
         return new
 
     def __copy__(self) -> Params4bit:
-        return self._like(self.data).requires_grad_(self.requires_grad)
+        return self._like(self._plain_data()).requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         state = {**self.__dict__, "module": None}
-        return _rebuild, (type(self), self.data, self.requires_grad), state
+        return _rebuild, (type(self), self._plain_data(), self.requires_grad), state
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "data": self.data, "requires_grad": self.requires_grad}
+        return {**self.__dict__, "data": self._plain_data(), "requires_grad": self.requires_grad}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
@@ -361,9 +366,7 @@ class Params4bit(torch.nn.Parameter):
 
     def saved_data(self) -> Tensor:
         """What files get: the packed bytes as a plain tensor of `quant_storage`; else the data as it is."""
-        with _plain():
-            data = self.data
-        state = self.quant_state
+        data, state = self._plain_data(), self.quant_state
         if not self.bnb_quantized or state is None or data.dtype is self.quant_storage:
             return data
         n = state.shape.numel()
@@ -377,7 +380,32 @@ class Params4bit(torch.nn.Parameter):
         with _plain():
             if handler is not None:
                 return handler(func, args, kwargs)
-            return func(*args, **kwargs)
+            return func(*args, **_checked_out(func, kwargs))
+
+
+class PackedData(Tensor):
+    """What `.data` of a packed weight gives: its bytes as a plain tensor, but in-place functions of it raise.
+
+    `for p in model.parameters(): p.data.mul_(decay)` and `module.weight.data.normal_()` are how training code writes
+    into weights. Copies of the same dtype may be written; results, copies, pickles and views are plain tensors.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        handler = _IN_PLACE_HANDLERS.get(func)
+        with _plain():
+            if handler is not None:
+                return handler(func, args, kwargs)
+            out = func(*args, **_checked_out(func, kwargs))
+            return out.as_subclass(cls) if func is Tensor.detach else out  # nn.Parameter(data) asks for the same class
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.clone())
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        with _plain():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 def _rebuild(cls: type[Params4bit], data: Tensor, requires_grad: bool) -> Params4bit:
@@ -415,11 +443,24 @@ def _cast_error(weight: Tensor, what: str) -> TypeError:
     )
 
 
-def _packed_among(values: Any) -> Params4bit | None:
+def _packed_among(values: Any) -> Params4bit | PackedData | None:
     for value in values:
-        if isinstance(value, Params4bit) and value.bnb_quantized:
+        if isinstance(value, PackedData) or (isinstance(value, Params4bit) and value.bnb_quantized):
             return value
     return None
+
+
+def _checked_out(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`kwargs`, unless `out=` in them is a packed weight: ValueError."""
+    out = kwargs.get("out")
+    if out is not None:
+        _arithmetic_error(func, _packed_among(out if isinstance(out, (tuple, list)) else (out,)))
+    return kwargs
+
+
+def _get_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    data = func(*args, **kwargs)
+    return data.as_subclass(PackedData) if type(data) is Tensor and _packed_among(args) is not None else data
 
 
 def _set_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -516,13 +557,16 @@ def _cast(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _arithmetic(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    weight = _packed_among((*args, *kwargs.values()))
+    _arithmetic_error(func, _packed_among((*args, *kwargs.values())))
+    return func(*args, **kwargs)
+
+
+def _arithmetic_error(func: Any, weight: Tensor | None) -> None:
     if weight is not None:  # a TypeError would reach the user as "unsupported operand"
         raise ValueError(
             f"{getattr(func, '__name__', func)}: a 4-bit weight of container dtype {dtype_name(weight.dtype)} holds "
             "packed bytes, not numbers. Use dequantize_4bit(weight.data, weight.quant_state), or matmul_4bit."
         )
-    return func(*args, **kwargs)
 
 
 def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -536,8 +580,8 @@ def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """torch._foreach_..._: arithmetic over lists."""
     for tensors in args:
-        if isinstance(tensors, (list, tuple)) and _packed_among(tensors) is not None:
-            return _arithmetic(func, tuple(tensors), {})  # raises
+        if isinstance(tensors, (list, tuple)):
+            _arithmetic_error(func, _packed_among(tensors))
     return func(*args, **kwargs)
 
 
@@ -569,24 +613,28 @@ def _functions(name: str) -> Iterator[Any]:
                 yield func
 
 
+def _in_place_handlers() -> dict[Any, Any]:
+    table: dict[Any, Any] = {}
+    for name in dir(torch.Tensor):
+        if re.match(r"[a-z]\w*_$", name) and name not in _IN_PLACE:
+            table.update({getattr(space, name): _arithmetic for space in (Tensor, torch) if hasattr(space, name)})
+        elif re.match(r"__i[a-z]+__$", name) and hasattr(Tensor, f"{name[:2]}{name[3:]}"):  # __iadd__, not __init__
+            table[getattr(Tensor, name)] = _arithmetic
+    table.update({func: _arithmetic for name, func in vars(torch.nn.init).items() if re.match(r"[a-z].*_$", name)})
+    for name in dir(torch):
+        if re.match(r"_foreach_\w+_$", name) and name != "_foreach_copy_":
+            table[getattr(torch, name)] = _foreach
+    table[Tensor.copy_] = table[Tensor.__setitem__] = _copy
+    return table
+
+
 def _handlers() -> dict[Any, Any]:
     table: dict[Any, Any] = {}
     for name in _ARITHMETIC:
         table.update(dict.fromkeys(_functions(name), _arithmetic))
-    table.update(
-        dict.fromkeys((torch.Tensor.__truediv__, torch.Tensor.__rtruediv__, torch.Tensor.__itruediv__), _arithmetic)
-    )
+    table.update(dict.fromkeys((torch.Tensor.__truediv__, torch.Tensor.__rtruediv__), _arithmetic))
+    table.update(_IN_PLACE_HANDLERS)
     table.update(dict.fromkeys((getattr(torch.Tensor, name) for name in _CASTS), _cast))
-    table.update({func: _arithmetic for name, func in vars(torch.nn.init).items() if re.match(r"[a-z].*_$", name)})
-    for name in dir(torch.Tensor):
-        if re.match(r"[a-z]\w*_$", name) and name not in _IN_PLACE:
-            for space in (torch.Tensor, torch):
-                if hasattr(space, name):
-                    table.setdefault(getattr(space, name), _arithmetic)
-    table[torch.Tensor.copy_] = table[torch.Tensor.__setitem__] = _copy
-    for name in dir(torch):
-        if re.match(r"_foreach_\w+_$", name) and name != "_foreach_copy_":
-            table[getattr(torch, name)] = _foreach
     for func in (torch.chunk, torch.split, torch.Tensor.chunk, torch.Tensor.split, torch.Tensor.detach, torch.detach):
         table[func] = _keep_class
     table[torch.as_strided] = table[torch.Tensor.as_strided] = _keep_class
@@ -594,9 +642,11 @@ def _handlers() -> dict[Any, Any]:
     table[torch.is_floating_point] = table[torch.Tensor.is_floating_point] = _is_floating_point
     table[torch.empty_like] = _empty_like
     table[torch.Tensor.new_zeros] = _new_zeros
+    table[torch.Tensor.data.__get__] = _get_data
     table[torch.Tensor.data.__set__] = _set_data
     return table
 
 
+_IN_PLACE_HANDLERS = _in_place_handlers()
 _HANDLERS = _handlers()
 torch.serialization.add_safe_globals([Params4bit, QuantState, _rebuild])
