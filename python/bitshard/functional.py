@@ -208,10 +208,51 @@ def quantize_4bit(
     return (packed if out is None else out.copy_(packed)), state
 
 
+def _mean(scales: Tensor) -> Tensor:
+    """Mean of float32 scales [n], float32 []; 0 of none. The same for any number of threads, which torch's is not.
+
+    On the CPU up to 7,680 scales are added in the order of torch's reduction on a GPU, which one thread block does
+    then, so that the offset has bitsandbytes' bits; more are added in float64.
+    """
+    n = scales.numel()
+    if n == 0:
+        return scales.new_zeros(())
+    if scales.device.type != "cpu":
+        return scales.mean()
+    return (_sum_of_one_block(scales) if n <= 7680 else _sum_of_rows(scales).float()) * (1 / n)
+
+
+def _sum_of_one_block(x: Tensor) -> Tensor:
+    """Sum of float32 [n], 0 < n <= 7680: thread t of w takes element t, t + w, ... (beyond 128: groups of four)."""
+    lanes = 4 if x.numel() > 128 else 1
+    groups = x.numel() // lanes
+    width = min(1 << (groups.bit_length() - 1), 512)
+    rest = x[groups * lanes :]
+    rows = torch.nn.functional.pad(x[: groups * lanes], (0, -groups % width * lanes)).view(-1, width, lanes)
+    sums = rows[0]
+    for row in rows[1:]:
+        sums = sums + row
+    first, *others = sums.unbind(1)
+    sums = first + torch.nn.functional.pad(rest, (0, width - rest.numel()))
+    for other in others:
+        sums = sums + other
+    while sums.numel() > 1:
+        half = sums.numel() // 2
+        sums = sums[:half] + sums[half:]
+    return sums[0]
+
+
+def _sum_of_rows(x: Tensor) -> Tensor:
+    """Sum of [n], float64 []: of rows of 1,024 until torch adds the rest with one thread (below 32,768 elements)."""
+    while x.numel() >= 32768:
+        x = torch.nn.functional.pad(x, (0, -x.numel() % 1024)).view(-1, 1024).sum(1, dtype=torch.float64)
+    return x.sum(dtype=torch.float64)
+
+
 def _nest(state: QuantState) -> None:
     """Quantize the scales of a 4-bit state to 8 bits: absmax - mean, dynamic map, blocks of 256."""
     code = _table("dynamic", state.absmax.device)
-    offset = state.absmax.mean() if state.absmax.numel() else state.absmax.new_zeros(())
+    offset = _mean(state.absmax)
     state.absmax, absmax2 = ops.quantize_blockwise(state.absmax, code, offset, NESTED_BLOCKSIZE)
     state.offset = offset
     state.state2 = QuantState(absmax=absmax2, blocksize=NESTED_BLOCKSIZE, dtype=torch.float32)
@@ -399,7 +440,7 @@ def quantize_blockwise(
     codes, scales = ops.quantize_blockwise(A, map, ops.empty(A.device), blocksize)
     state = QuantState(absmax=scales, code=code.to(A.device, copy=True), blocksize=blocksize, dtype=A.dtype)
     if nested:
-        state.offset = scales.mean()
+        state.offset = _mean(scales)
         state.absmax, state.state2 = quantize_blockwise(scales - state.offset, blocksize=blocksize)
         state.nested = True
     if absmax is not None:
