@@ -428,6 +428,16 @@ def test_from_prequantized_bad_sizes():
         Params4bit.from_prequantized(weight.data.long(), entries, device="cpu")
 
 
+@pytest.mark.parametrize("shape", [(130, 96), (48, 260), (96 * 130,), (2, 48, 130)])
+def test_from_prequantized_for_another_layer(shape):
+    """As many weights in another shape would load, and give a wrong product or a late error."""
+    weight = Params4bit(dense().reshape(shape), quant_type="nf4").to("cpu")
+    entries = weight.quant_state.as_dict(packed=True)
+    with pytest.raises(ValueError, match=r"does not fit a layer of \[96, 130\]"):
+        Params4bit.from_prequantized(weight.data, entries, device="cpu", module=LinearNF4(130, 96, device="meta"))
+    assert Params4bit.from_prequantized(weight.data, entries, device="cpu").quant_state.shape == shape
+
+
 # ---- the container under FSDP launches ----
 
 

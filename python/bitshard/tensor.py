@@ -253,9 +253,13 @@ class Params4bit(torch.nn.Parameter):
     ) -> Params4bit:
         """A weight from checkpoint entries: packed `data` and its statistics (see `QuantState.from_dict`).
 
-        `quant_storage` becomes the dtype of `data`. TypeError or ValueError where data and statistics do not fit.
+        `quant_storage` becomes the dtype of `data`. TypeError or ValueError where data, statistics and the linear layer
+        `module` do not fit.
         """
         state = QuantState.from_dict(quantized_stats, device=device)
+        layer = [getattr(module, name, None) for name in ("out_features", "in_features")]
+        if None not in layer and list(state.shape) != layer:
+            raise ValueError(f"from_prequantized: shape {list(state.shape)} does not fit a layer of {layer}")
         packed = data.detach().to(device)
         functional.check_packed(packed, state, "from_prequantized")
         self = cls.of_state(packed, state, data.dtype, module)
