@@ -23,12 +23,17 @@ def everywhere(cells, name):
     return [rank[name] for rank in cells[1]["ranks"]]
 
 
+def exact(result):
+    """No byte wrong; and with words changed afterwards weight, scales and output were all seen to be wrong."""
+    return type(result) is list and result[:2] == [0, 0] and result[2] > 0 and result[3] > 0 and result[4] == 0
+
+
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_fsdp2_is_exact_in_every_cell(cells, storage, split):
     for param_dtype in PARAM_DTYPES:
         name = f"fsdp2 {storage} {param_dtype} {split}"
-        assert all(counts == [0, 0] for counts in everywhere(cells, name)), (name, everywhere(cells, name))
+        assert all(exact(result) for result in everywhere(cells, name)), (name, everywhere(cells, name))
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -38,7 +43,7 @@ def test_fsdp2_true_uint8(cells, split):
     for param_dtype in PARAM_DTYPES:
         for result in everywhere(cells, f"fsdp2 true-uint8 {param_dtype} {split}"):
             if major_minor >= NEWEST_UINT8:
-                assert result == [0, 0]
+                assert exact(result), result
             else:
                 assert "can require gradients" in result
 
@@ -50,7 +55,7 @@ def test_fsdp1_is_exact_or_names_the_setting(cells, storage, split):
     for param_dtype in PARAM_DTYPES:
         for result in everywhere(cells, f"fsdp1 {storage} {param_dtype} {split}"):
             if param_dtype in ("none", container):
-                assert result == [0, 0], (param_dtype, result)
+                assert exact(result), (param_dtype, result)
             else:
                 assert result.startswith("ValueError") and "param_dtype" in result, result
                 assert "bnb_4bit_quant_storage" in result
