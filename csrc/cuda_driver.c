@@ -22,7 +22,7 @@ int64_t bsh_cuda_workspace_bytes(void) {
 
 bsh_status bsh_cuda_scratch_new(const bsh_cuda_context *const context, const int64_t n_bytes,
                                 bsh_cuda_scratch *const scratch) {
-  return bsh_cuda_scratch_of(context, n_bytes, bsh_torch.aoti_torch_dtype_uint8(), 1, scratch);
+  return bsh_cuda_scratch_of(context, n_bytes, bsh_torch.dtype_uint8, 1, scratch);
 }
 
 bsh_status bsh_cuda_scratch_of(const bsh_cuda_context *const context, const int64_t n, const int32_t torch_dtype,
@@ -30,8 +30,8 @@ bsh_status bsh_cuda_scratch_of(const bsh_cuda_context *const context, const int6
   const int64_t stride = 1;
   AtenTensorHandle tensor = NULL;
   *scratch = (bsh_cuda_scratch){0};
-  if (bsh_torch.aoti_torch_empty_strided(1, &n, &stride, torch_dtype, bsh_torch.aoti_torch_device_type_cuda(),
-                                         context->device, &tensor))
+  if (bsh_torch.aoti_torch_empty_strided(1, &n, &stride, torch_dtype, bsh_torch.device_type_cuda, context->device,
+                                         &tensor))
     return bsh_fail(BSH_OUT_OF_MEMORY,
                     "%s: out of memory: could not allocate %" PRId64 " bytes of workspace on cuda:%d", context->op,
                     n * itemsize, (int)context->device);

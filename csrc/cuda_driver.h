@@ -13,9 +13,11 @@
 
 #include "status.h"
 
-/* torch's tensors behind the pointers of a product's arguments, for its GEMM. */
+/* How a product is multiplied where no fused kernel takes it: by torch, on the tensors behind the pointers of the
+ * arguments, or by cuBLAS on those pointers. */
 typedef struct {
-  void *x;    /* contiguous [M, columns], any leading sizes: x, or dy of the input gradient */
+  bool cublas;
+  void *x;    /* contiguous [M, columns], any leading sizes: x, or dy of the input gradient; NULL: not by torch */
   void *y;    /* the same of the result */
   void *bias; /* NULL without */
 } bsh_torch_operands;
@@ -82,7 +84,8 @@ bsh_status bsh_cuda_scratch_of(const bsh_cuda_context *context, int64_t n, int32
                                bsh_cuda_scratch *scratch);
 void bsh_cuda_scratch_delete(bsh_cuda_scratch *scratch);
 
-/* Bytes the dequantized panels of one call may take: BITSHARD_WORKSPACE_MB, 64 MiB by default. Read once. */
+/* Bytes a dequantized panel, and what cuBLAS gets beside it, may take in one call: BITSHARD_WORKSPACE_MB, 64 MiB by
+ * default. Read once. */
 int64_t bsh_cuda_workspace_bytes(void);
 
 /* For Python's cuda_state(). */

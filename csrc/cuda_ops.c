@@ -124,6 +124,7 @@ bsh_status bsh_cuda_linear_4bit(const bsh_linear_4bit_args *const args, const bs
     const bsh_status status = bsh_cuda_linear_4bit_fused(args, kernel, context);
     if (status != BSH_NO_KERNEL) return status;
   }
-  if (context->operands == NULL) return bsh_fail(BSH_NO_KERNEL, "%s: no fused kernel", context->op);
+  if (!context->operands->cublas && context->operands->x == NULL)
+    return bsh_fail(BSH_NO_KERNEL, "%s: no fused kernel", context->op);
   return bsh_cuda_linear_4bit_dense(args, context);
 }

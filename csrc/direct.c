@@ -4,14 +4,11 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "cpu.h"
-#include "cuda_ops.h"
-#include "packed.h"
-#include "torch_gemm.h"
+#include "ops.h"
 
 /* ---- DLPack 1.x, as far as it is used here ---- */
 
-enum { DL_CPU = 1, DL_CUDA = 2, DL_MAJOR = 1 };
+enum { DL_CPU = 1, DL_CUDA = 2, DL_FLOAT = 2, DL_MAJOR = 1 };
 #define DL_TYPE(code, bits) ((code) << 8 | (bits))
 enum {
   DL_I8 = DL_TYPE(0, 8),
@@ -51,7 +48,9 @@ static const dl_exchange *exchange;
 static struct {
   PyObject *tensor;   /* the class of plain tensors */
   PyObject *weights;  /* tuple of the classes a packed weight may have */
+  PyObject *dtypes;   /* tuple of torch.float32, float16, bfloat16: by bsh_dtype */
   PyObject *watchers; /* tuple of callables: whether a mode or tracer is active */
+  PyObject *settings; /* tuple of (callable, what it gives where products are torch's default), ... by bsh_dtype */
   PyObject *profiler; /* module with the flag _is_profiler_enabled */
   PyObject *grad_enabled;
   PyObject *profiler_flag, *requires_grad, *is_neg, *new_empty_strided, *dtype_keyword; /* interned names */
@@ -59,17 +58,17 @@ static struct {
 
 PyObject *bsh_direct_configure(PyObject *const module, PyObject *const args) {
   (void)module;
-  PyObject *capsule, *tensor, *weights, *watchers, *profiler, *grad_enabled;
-  if (!PyArg_ParseTuple(args, "OOO!O!OO", &capsule, &tensor, &PyTuple_Type, &weights, &PyTuple_Type, &watchers,
-                        &profiler, &grad_enabled))
+  PyObject *capsule, *tensor, *weights, *dtypes, *watchers, *settings, *profiler, *grad_enabled;
+  if (!PyArg_ParseTuple(args, "OOO!O!O!O!OO", &capsule, &tensor, &PyTuple_Type, &weights, &PyTuple_Type, &dtypes,
+                        &PyTuple_Type, &watchers, &PyTuple_Type, &settings, &profiler, &grad_enabled))
     return NULL;
   const dl_exchange *const table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
   if (table == NULL) return NULL;
   if (table->header.major != DL_MAJOR || table->describe == NULL) Py_RETURN_FALSE;
-  PyObject *const all[] = {tensor, weights, watchers, profiler, grad_enabled};
+  PyObject *const all[] = {tensor, weights, dtypes, watchers, settings, profiler, grad_enabled};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) Py_INCREF(all[i]);
-  python.tensor = tensor, python.weights = weights, python.watchers = watchers;
-  python.profiler = profiler, python.grad_enabled = grad_enabled;
+  python.tensor = tensor, python.weights = weights, python.dtypes = dtypes, python.watchers = watchers;
+  python.settings = settings, python.profiler = profiler, python.grad_enabled = grad_enabled;
   python.profiler_flag = PyUnicode_InternFromString("_is_profiler_enabled");
   python.requires_grad = PyUnicode_InternFromString("requires_grad");
   python.is_neg = PyUnicode_InternFromString("is_neg");
@@ -94,7 +93,18 @@ static bool watched(void) {
   return truth(PyObject_GetAttr(python.profiler, python.profiler_flag));
 }
 
-static bool plain_tensor(PyObject *const object) { return (PyObject *)Py_TYPE(object) == python.tensor; }
+/* Nobody has changed what torch's products of this dtype do. */
+static bool default_products(const bsh_dtype dtype) {
+  PyObject *const settings = PyTuple_GetItem(python.settings, (Py_ssize_t)dtype);
+  for (Py_ssize_t i = 0; i + 1 < PyTuple_Size(settings); i += 2) {
+    PyObject *const value = PyObject_CallNoArgs(PyTuple_GetItem(settings, i));
+    const int same = value != NULL ? PyObject_RichCompareBool(value, PyTuple_GetItem(settings, i + 1), Py_EQ) : -1;
+    Py_XDECREF(value);
+    if (same < 0) PyErr_Clear();
+    if (same != 1) return false;
+  }
+  return true;
+}
 
 static bool weight_class(PyObject *const object) {
   for (Py_ssize_t i = 0; i < PyTuple_Size(python.weights); i++)
@@ -107,19 +117,31 @@ static bool wants_gradient(PyObject *const tensor) {
   return truth(PyObject_GetAttr(tensor, python.requires_grad)) && truth(PyObject_CallNoArgs(python.grad_enabled));
 }
 
-/* ---- reading arguments: false where the op must decide ---- */
+/* ---- a call ---- */
 
-enum { MAX_DIM = 8 };
+enum { MAX_ARGUMENTS = 11, NONE = -1 };
+
+/* What is particular to an op; its arguments are those of its schema. */
+typedef struct {
+  const char *name;
+  bsh_status (*op)(bsh_call *call);
+  int n_tensors, n_arguments;
+  int weight; /* index of the packed codes */
+  int like;   /* index of a plain tensor, whose class and device the result gets */
+  int bias;   /* index, or NONE */
+  int dtype;  /* index of a torch.dtype, or NONE */
+} direct_op;
 
 typedef struct {
-  void *data;
-  const int64_t *shape; /* [ndim], borrowed */
-  int64_t numel;
-  int64_t itemsize; /* bytes */
-  int32_t ndim;
-  int32_t type; /* DL_... */
-  int32_t device_type, device;
-} plain;
+  bsh_call call; /* first: what bsh_caller's functions get */
+  const direct_op *what;
+  PyObject *const *objects;
+  PyObject *made;
+  PyThreadState *released; /* while computing */
+  StableIValue integers[MAX_ARGUMENTS];
+} direct_call;
+
+/* ---- tensors: BSH_NO_KERNEL where the op must decide ---- */
 
 /* A freed storage leaves a null pointer, or what a view's offset adds to it. Real addresses lie far above; one that
  * does not costs a detour through the op. */
@@ -137,107 +159,67 @@ static bool contiguous(const dl_tensor *const t) {
 /* A lazily negated tensor, whose memory holds other numbers. */
 static bool negated(PyObject *const tensor) { return truth(PyObject_CallMethodObjArgs(tensor, python.is_neg, NULL)); }
 
-static bool read_tensor(PyObject *const object, plain *const tensor) {
-  dl_tensor t = {0};
-  if (negated(object)) return false;
-  if (exchange->describe(object, &t) != 0) {
-    PyErr_Clear();
-    return false;
+/* torch's number of a storage or compute dtype. */
+static bool torch_dtype(const dl_tensor *const t, int32_t *const dtype) {
+  switch (DL_TYPE(t->type_code, t->bits)) {
+  case DL_U8:
+    *dtype = bsh_torch.dtype_uint8;
+    return true;
+  case DL_I8:
+    *dtype = bsh_torch.dtype_int8;
+    return true;
+  case DL_F16:
+    *dtype = bsh_torch.dtype_float16;
+    return true;
+  case DL_BF16:
+    *dtype = bsh_torch.dtype_bfloat16;
+    return true;
+  case DL_F32:
+    *dtype = bsh_torch.dtype_float32;
+    return true;
+  case DL_F64:
+    *dtype = bsh_torch.dtype_float64;
+    return true;
   }
-  if (t.ndim > MAX_DIM || t.lanes != 1 || t.byte_offset != 0 || t.bits % 8 != 0 || !contiguous(&t)) return false;
-  *tensor = (plain){.data = t.data,
-                    .numel = 1,
-                    .ndim = t.ndim,
-                    .shape = t.shape,
-                    .itemsize = t.bits / 8,
-                    .type = DL_TYPE(t.type_code, t.bits),
-                    .device_type = t.device_type,
-                    .device = t.device_id};
-  for (int32_t i = 0; i < t.ndim; i++) tensor->numel *= t.shape[i];
-  return tensor->numel > 0 && plausible(t.data) && (t.device_type == DL_CPU || t.device_type == DL_CUDA);
-}
-
-static bool read_vector(PyObject *const object, const int32_t type, const int64_t numel, const plain *const like,
-                        void **const data) {
-  plain tensor;
-  if (!read_tensor(object, &tensor) || tensor.type != type || tensor.numel != numel) return false;
-  *data = tensor.data;
-  return tensor.device_type == like->device_type && tensor.device == like->device;
-}
-
-static bool read_dtype(const plain *const tensor, bsh_dtype *const dtype) {
-  if (tensor->type != DL_F32 && tensor->type != DL_F16 && tensor->type != DL_BF16) return false;
-  *dtype = tensor->type == DL_F32 ? BSH_F32 : tensor->type == DL_F16 ? BSH_F16 : BSH_BF16;
-  return true;
-}
-
-static bool is_storage(const int32_t type) {
-  return type == DL_U8 || type == DL_I8 || type == DL_BF16 || type == DL_F16 || type == DL_F32 || type == DL_F64;
-}
-
-static bool read_int(PyObject *const object, int64_t *const value) {
-  *value = PyLong_AsLongLong(object);
-  if (*value != -1 || PyErr_Occurred() == NULL) return true;
-  PyErr_Clear();
   return false;
 }
 
-/* packed, absmax, absmax_map, absmax2, offset at objects[0 .. 5): a weight of n elements on the device of `like`. */
-static bool read_weight(PyObject *const *const objects, const int64_t n, const plain *const like,
-                        bsh_weight *const weight) {
-  plain packed, absmax;
-  if (bsh_check_blocksize("", weight->blocksize, BSH_MAX_BLOCKSIZE) != BSH_OK) return false;
-  if (weight->format != BSH_NF4 && weight->format != BSH_FP4) return false;
-  if (!read_tensor(objects[0], &packed) || !is_storage(packed.type) || packed.device_type != like->device_type ||
-      packed.device != like->device)
-    return false;
-  if (bsh_check_packed_bytes("", packed.numel * packed.itemsize, packed.itemsize, n) != BSH_OK) return false;
-  weight->packed = packed.data;
-  weight->n = n;
-  const int64_t n_blocks = bsh_block_count(n, weight->blocksize);
-  bsh_scales *const scales = &weight->scales;
-  if (!read_tensor(objects[1], &absmax)) return false;
-  if (absmax.type == DL_F32) return read_vector(objects[1], DL_F32, n_blocks, like, (void **)&scales->absmax);
-  return read_vector(objects[1], DL_U8, n_blocks, like, (void **)&scales->absmax_code) &&
-         read_vector(objects[2], DL_F32, 256, like, (void **)&scales->absmax_map) &&
-         read_vector(objects[3], DL_F32, bsh_block_count(n_blocks, BSH_NESTED_BLOCKSIZE), like,
-                     (void **)&scales->absmax2) &&
-         read_vector(objects[4], DL_F32, 1, like, (void **)&scales->offset);
+static bool torch_device(const dl_tensor *const t, int32_t *const type) {
+  *type = t->device_type == DL_CUDA ? bsh_torch.device_type_cuda : bsh_torch.device_type_cpu;
+  return t->device_type == DL_CUDA || t->device_type == DL_CPU;
 }
 
-static bool read_format(PyObject *const *const objects, bsh_weight *const weight) {
-  int64_t format = 0;
-  if (!read_int(objects[0], &weight->blocksize) || !read_int(objects[1], &format)) return false;
-  weight->format = (bsh_format)format;
-  return format == BSH_NF4 || format == BSH_FP4;
+static bsh_status describe(PyObject *const object, bsh_tensor *const tensor) {
+  dl_tensor t = {0};
+  *tensor = (bsh_tensor){.numel = 1};
+  if (exchange->describe(object, &t) != 0) {
+    PyErr_Clear();
+    return BSH_NO_KERNEL;
+  }
+  if (t.lanes != 1 || t.byte_offset != 0 || t.ndim > BSH_MAX_DIM || !contiguous(&t) || !plausible(t.data) ||
+      !torch_dtype(&t, &tensor->dtype) || !torch_device(&t, &tensor->device_type))
+    return BSH_NO_KERNEL;
+  if (t.type_code >= DL_FLOAT && negated(object)) return BSH_NO_KERNEL;
+  for (int32_t i = 0; i < t.ndim; i++) tensor->numel *= t.shape[i];
+  tensor->data = t.data;
+  tensor->dim = t.ndim;
+  tensor->sizes = t.shape;
+  tensor->itemsize = t.bits / 8;
+  tensor->device_index = t.device_id;
+  return tensor->numel > 0 ? BSH_OK : BSH_NO_KERNEL;
 }
 
-/* ---- computing, without the GIL: a launch waits where the queue of the GPU is full ---- */
-
-static const bsh_cpu_gemm cpu_gemm = {.mm = bsh_torch_cpu_gemm};
-
-static bsh_status compute_linear(const bsh_linear_4bit_args *const args, const plain *const x) {
-  if (x->device_type == DL_CPU) return bsh_cpu_linear_4bit(args, &cpu_gemm);
-  bsh_cuda_context context;
-  BSH_TRY(bsh_cuda_enter(&context, "linear_4bit", x->device, args->M, args->N, args->K));
-  const bsh_status status = bsh_cuda_linear_4bit(args, &context);
-  bsh_cuda_leave(&context);
-  return status;
+static bsh_status read_tensor(bsh_call *const call, const int index, bsh_tensor *const tensor) {
+  PyObject *const object = ((direct_call *)call)->objects[index];
+  if (object != Py_None) return describe(object, tensor);
+  *tensor = (bsh_tensor){0};
+  return BSH_OK;
 }
 
-static bsh_status compute_dequantize(const bsh_dequantize_4bit_args *const args, const plain *const out) {
-  if (out->device_type == DL_CPU) return bsh_cpu_dequantize_4bit(args);
-  bsh_cuda_context context;
-  BSH_TRY(bsh_cuda_enter(&context, "dequantize_4bit", out->device, args->n_rows, args->columns, 0));
-  const bsh_status status = bsh_cuda_dequantize_4bit(args, &context);
-  bsh_cuda_leave(&context);
-  return status;
-}
-
-/* ---- results ---- */
-
-static PyObject *call_with_dtype(PyObject *const like, PyObject *const shape, PyObject *const strides,
-                                 PyObject *const dtype) {
+/* like.new_empty_strided(shape, strides[, dtype=dtype]) */
+static PyObject *new_empty_strided(PyObject *const like, PyObject *const shape, PyObject *const strides,
+                                   PyObject *const dtype) {
+  if (dtype == NULL) return PyObject_CallMethodObjArgs(like, python.new_empty_strided, shape, strides, NULL);
   PyObject *const method = PyObject_GetAttr(like, python.new_empty_strided);
   PyObject *const arguments = PyTuple_Pack(2, shape, strides), *const keywords = PyDict_New();
   PyObject *made = NULL;
@@ -248,96 +230,114 @@ static PyObject *call_with_dtype(PyObject *const like, PyObject *const shape, Py
   return made;
 }
 
-/* like.new_empty_strided(sizes, contiguous strides[, dtype=dtype]), or NULL without exception. */
-static PyObject *new_tensor(PyObject *const like, const int32_t ndim, const int64_t *const sizes,
-                            PyObject *const dtype) {
-  PyObject *const shape = PyTuple_New(ndim), *const strides = PyTuple_New(ndim);
+static bsh_status new_output(bsh_call *const call, const bsh_tensor *const like, const int64_t dim,
+                             const int64_t *const sizes, const int32_t dtype, bsh_tensor *const output) {
+  direct_call *const direct = (direct_call *)call;
+  const direct_op *const what = direct->what;
+  (void)like, (void)dtype; /* of direct->objects, where the op has them from */
+  PyObject *const shape = PyTuple_New((Py_ssize_t)dim), *const strides = PyTuple_New((Py_ssize_t)dim);
   int64_t step = 1;
-  for (int32_t i = ndim - 1; i >= 0 && shape != NULL && strides != NULL; i--) {
-    PyTuple_SetItem(shape, i, PyLong_FromLongLong(sizes[i]));
-    PyTuple_SetItem(strides, i, PyLong_FromLongLong(step));
+  for (int64_t i = dim - 1; i >= 0 && shape != NULL && strides != NULL; i--) {
+    PyTuple_SetItem(shape, (Py_ssize_t)i, PyLong_FromLongLong(sizes[i]));
+    PyTuple_SetItem(strides, (Py_ssize_t)i, PyLong_FromLongLong(step));
     step *= sizes[i];
   }
-  PyObject *made = NULL;
-  if (shape != NULL && strides != NULL && dtype == NULL)
-    made = PyObject_CallMethodObjArgs(like, python.new_empty_strided, shape, strides, NULL);
-  else if (shape != NULL && strides != NULL) made = call_with_dtype(like, shape, strides, dtype);
+  if (shape != NULL && strides != NULL)
+    direct->made = new_empty_strided(direct->objects[what->like], shape, strides,
+                                     what->dtype != NONE ? direct->objects[what->dtype] : NULL);
   Py_XDECREF(shape), Py_XDECREF(strides);
-  if (made == NULL) PyErr_Clear();
-  return made;
+  return direct->made != NULL ? describe(direct->made, output) : BSH_OUT_OF_MEMORY;
 }
 
-/* `made` where the computation succeeded, else None. */
-static PyObject *result(PyObject *const made, const bsh_status status) {
-  if (status == BSH_OK) return made;
-  Py_DECREF(made);
+static bsh_status settle_product(bsh_call *const call, const bsh_dtype dtype, const bool cuda) {
+  if (!cuda) return BSH_OK;
+  call->cublas = bsh_torch.has_cublas && dtype != BSH_F32 && default_products(dtype);
+  return call->cublas ? BSH_OK : BSH_NO_KERNEL;
+}
+
+/* A launch waits where the queue of the GPU is full. */
+static void release_gil(bsh_call *const call) { ((direct_call *)call)->released = PyEval_SaveThread(); }
+
+static const bsh_caller caller = {
+    .tensor = read_tensor, .output = new_output, .product = settle_product, .compute = release_gil};
+
+/* ---- the functions ---- */
+
+static bool read_integer(PyObject *const object, StableIValue *const integer) {
+  const long long value = PyLong_AsLongLong(object);
+  *integer = (StableIValue)value;
+  return value != -1 || PyErr_Occurred() == NULL;
+}
+
+static bool read_dtype(PyObject *const object, StableIValue *const number) {
+  for (int dtype = BSH_F32; dtype <= BSH_BF16; dtype++)
+    if (object == PyTuple_GetItem(python.dtypes, dtype)) {
+      *number = (StableIValue)bsh_torch_dtype((bsh_dtype)dtype);
+      return true;
+    }
+  return false;
+}
+
+static bool takes(direct_call *const direct) {
+  const direct_op *const what = direct->what;
+  PyObject *const *const objects = direct->objects;
+  if ((PyObject *)Py_TYPE(objects[what->like]) != python.tensor || !weight_class(objects[what->weight])) return false;
+  for (int i = what->n_tensors; i < what->n_arguments; i++)
+    if (!(i == what->dtype ? read_dtype : read_integer)(objects[i], &direct->integers[i])) return false;
+  const bool bias = what->bias != NONE && objects[what->bias] != Py_None;
+  return !wants_gradient(objects[0]) && !(bias && wants_gradient(objects[what->bias])) && !watched();
+}
+
+/* The result, or None. */
+static PyObject *call_op(const direct_op *const what, PyObject *const *const objects, const Py_ssize_t n_objects) {
+  direct_call direct = {.what = what, .objects = objects};
+  direct.call = (bsh_call){.op = what->name, .caller = &caller, .stack = direct.integers, .n_tensors = what->n_tensors};
+  bsh_status status = BSH_NO_KERNEL;
+  if (exchange != NULL && n_objects == what->n_arguments && takes(&direct)) status = what->op(&direct.call);
+  if (direct.released != NULL) PyEval_RestoreThread(direct.released);
+  if (status == BSH_OK) return direct.made;
+  Py_XDECREF(direct.made);
+  PyErr_Clear();
   Py_RETURN_NONE;
 }
 
-/* ---- the two functions ---- */
+#define ARGUMENTS PyObject *const module, PyObject *const *const objects, const Py_ssize_t n_objects
 
-enum { LINEAR_ARGUMENTS = 11, MAX_ROWS = 64, DEQUANTIZE_ARGUMENTS = 10 };
-
-static bool read_linear(PyObject *const *const objects, bsh_linear_4bit_args *const args, plain *const x) {
-  int64_t n = 0;
-  if (!plain_tensor(objects[0]) || !weight_class(objects[1]) || !read_tensor(objects[0], x) || x->ndim == 0)
-    return false;
-  if (!read_dtype(x, &args->dtype) || !read_format(objects + 7, &args->weight)) return false;
-  if (!read_int(objects[9], &args->N) || !read_int(objects[10], &args->K) || args->N <= 0 || args->K <= 0) return false;
-  args->M = x->numel / args->K;
-  args->ldx = args->K;
-  args->ldy = args->N;
-  args->x = x->data;
-  if (x->shape[x->ndim - 1] != args->K || args->M > MAX_ROWS) return false;
-  if (bsh_checked_product("", args->N, args->K, &n) != BSH_OK || !read_weight(objects + 1, n, x, &args->weight))
-    return false;
-  PyObject *const bias = objects[6];
-  if (bias != Py_None && (!read_vector(bias, x->type, args->N, x, (void **)&args->bias) || wants_gradient(bias)))
-    return false;
-  return !wants_gradient(objects[0]) && !watched();
-}
-
-PyObject *bsh_direct_linear_4bit(PyObject *const module, PyObject *const *const args, const Py_ssize_t n_args) {
+PyObject *bsh_direct_linear_4bit(ARGUMENTS) {
+  static const direct_op what = {.name = "linear_4bit",
+                                 .op = bsh_op_linear_4bit,
+                                 .n_tensors = 7,
+                                 .n_arguments = 11,
+                                 .weight = 1,
+                                 .like = 0,
+                                 .bias = 6,
+                                 .dtype = NONE};
   (void)module;
-  bsh_linear_4bit_args linear = {0};
-  plain x, y;
-  if (exchange == NULL || n_args != LINEAR_ARGUMENTS || !read_linear(args, &linear, &x)) Py_RETURN_NONE;
-  int64_t sizes[MAX_DIM];
-  for (int32_t i = 0; i < x.ndim; i++) sizes[i] = x.shape[i];
-  sizes[x.ndim - 1] = linear.N;
-  PyObject *const made = new_tensor(args[0], x.ndim, sizes, NULL);
-  if (made == NULL) Py_RETURN_NONE;
-  if (!read_tensor(made, &y)) return result(made, BSH_NO_KERNEL);
-  linear.y = y.data;
-  PyThreadState *const thread = PyEval_SaveThread();
-  const bsh_status status = compute_linear(&linear, &x);
-  PyEval_RestoreThread(thread);
-  return result(made, status);
+  return call_op(&what, objects, n_objects);
 }
 
-/* bitsandbytes gives the transposed result for packed codes [1, n]. */
-static bool is_row(const plain *const packed) {
-  return packed->ndim == 2 && packed->shape[0] == 1 && packed->shape[1] > 1;
-}
-
-PyObject *bsh_direct_dequantize_4bit(PyObject *const module, PyObject *const *const args, const Py_ssize_t n_args) {
+PyObject *bsh_direct_linear_4bit_dgrad(ARGUMENTS) {
+  static const direct_op what = {.name = "linear_4bit_dgrad",
+                                 .op = bsh_op_linear_4bit_dgrad,
+                                 .n_tensors = 6,
+                                 .n_arguments = 10,
+                                 .weight = 1,
+                                 .like = 0,
+                                 .bias = NONE,
+                                 .dtype = NONE};
   (void)module;
-  bsh_dequantize_4bit_args dequantize = {0};
-  plain packed, out;
-  int64_t sizes[2], n = 0;
-  if (exchange == NULL || n_args != DEQUANTIZE_ARGUMENTS || !weight_class(args[0]) || !plain_tensor(args[1]) ||
-      !read_tensor(args[0], &packed) || !read_format(args + 5, &dequantize.weight) || !read_int(args[7], &sizes[0]) ||
-      !read_int(args[8], &sizes[1]) || bsh_checked_product("", sizes[0], sizes[1], &n) != BSH_OK || n == 0 ||
-      !read_weight(args, n, &packed, &dequantize.weight) || is_row(&packed) || wants_gradient(args[0]) || watched())
-    Py_RETURN_NONE;
-  PyObject *const made = new_tensor(args[1], 2, sizes, args[9]);
-  if (made == NULL) Py_RETURN_NONE;
-  if (!read_tensor(made, &out) || !read_dtype(&out, &dequantize.dtype)) return result(made, BSH_BAD_DTYPE);
-  dequantize.out = out.data;
-  dequantize.n_rows = sizes[0];
-  dequantize.columns = dequantize.n_columns = dequantize.ld = sizes[1];
-  PyThreadState *const thread = PyEval_SaveThread();
-  const bsh_status status = compute_dequantize(&dequantize, &out);
-  PyEval_RestoreThread(thread);
-  return result(made, status);
+  return call_op(&what, objects, n_objects);
+}
+
+PyObject *bsh_direct_dequantize_4bit(ARGUMENTS) {
+  static const direct_op what = {.name = "dequantize_4bit",
+                                 .op = bsh_op_dequantize_4bit,
+                                 .n_tensors = 5,
+                                 .n_arguments = 10,
+                                 .weight = 0,
+                                 .like = 1,
+                                 .bias = NONE,
+                                 .dtype = 9};
+  (void)module;
+  return call_op(&what, objects, n_objects);
 }

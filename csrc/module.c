@@ -145,11 +145,14 @@ static PyMethodDef methods[] = {
     {"kernel_image", kernel_image, METH_VARARGS,
      "kernel_image(architectures, sm): (architecture, for this GPU only) of the kernels that would be loaded there."},
     {"configure_direct", bsh_direct_configure, METH_VARARGS,
-     "configure_direct(exchange, tensor, weights, watchers, profiler, grad_enabled): whether direct calls are "
-     "possible."},
+     "configure_direct(exchange, tensor, weights, dtypes, watchers, settings, profiler, grad_enabled): whether direct "
+     "calls are possible."},
     {"linear_4bit", (PyCFunction)(void (*)(void))bsh_direct_linear_4bit, METH_FASTCALL,
      "linear_4bit(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K): y, or None if the op "
      "must do it."},
+    {"linear_4bit_dgrad", (PyCFunction)(void (*)(void))bsh_direct_linear_4bit_dgrad, METH_FASTCALL,
+     "linear_4bit_dgrad(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K): dx, or None if the "
+     "op must do it."},
     {"dequantize_4bit", (PyCFunction)(void (*)(void))bsh_direct_dequantize_4bit, METH_FASTCALL,
      "dequantize_4bit(packed, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, dtype): the "
      "values, "

@@ -1,8 +1,8 @@
 /* ops.c - every torch op of bitshard: unpack the stack, check what would corrupt memory, allocate, compute.
  *
- * An op is a function `bsh_status name(bsh_call *)` and one line of BSH_OPS; the boxed kernel around it owns the only
- * exit, bsh_call_finish. "None" is an empty tensor; formats are bsh_format numbers. Python has checked what a user gets
- * wrong (functional.py); what is refused here would read or write out of bounds. */
+ * An op is a function `bsh_status bsh_op_name(bsh_call *)` and one line of BSH_OPS; the boxed kernel around it owns the
+ * only exit, bsh_call_finish. "None" is an empty tensor; formats are bsh_format numbers. Python has checked what a user
+ * gets wrong (functional.py); what is refused here would read or write out of bounds. */
 #include "ops.h"
 
 #include <inttypes.h>
@@ -33,6 +33,7 @@
   COMPUTE_PRODUCT(name, like, NULL, size0, size1, size2, __VA_ARGS__)
 #define COMPUTE_PRODUCT(name, like, tensors, size0, size1, size2, ...)                                                 \
   do {                                                                                                                 \
+    bsh_call_compute(call);                                                                                            \
     if (!bsh_on_cuda(like)) return bsh_cpu_##name(__VA_ARGS__);                                                        \
     bsh_cuda_context context;                                                                                          \
     BSH_TRY(bsh_cuda_enter(&context, #name, (like)->device_index, size0, size1, size2));                               \
@@ -78,18 +79,17 @@ static bsh_status optional_offset(bsh_call *const call, const int index, const b
   BSH_TRY(bsh_call_tensor(call, index, &tensor));
   *offset = NULL;
   if (tensor.numel == 0) return BSH_OK;
-  return data_of(call, &tensor, "offset", bsh_torch.aoti_torch_dtype_float32(), 1, like, (void **)(uintptr_t)offset);
+  return data_of(call, &tensor, "offset", bsh_torch.dtype_float32, 1, like, (void **)(uintptr_t)offset);
 }
 
 /* The four scale tensors that follow `packed` at stack[first + 1 ..]. */
 static bsh_status read_scales(bsh_call *const call, const int first, const bsh_tensor *const packed,
                               const int64_t n_blocks, bsh_scales *const scales) {
-  const int32_t f32 = bsh_torch.aoti_torch_dtype_float32();
+  const int32_t f32 = bsh_torch.dtype_float32;
   bsh_tensor absmax;
   BSH_TRY(bsh_call_tensor(call, first + 1, &absmax));
   if (absmax.dtype == f32) return data_of(call, &absmax, "absmax", f32, n_blocks, packed, (void **)&scales->absmax);
-  BSH_TRY(data_of(call, &absmax, "absmax", bsh_torch.aoti_torch_dtype_uint8(), n_blocks, packed,
-                  (void **)&scales->absmax_code));
+  BSH_TRY(data_of(call, &absmax, "absmax", bsh_torch.dtype_uint8, n_blocks, packed, (void **)&scales->absmax_code));
   BSH_TRY(vector(call, first + 2, "absmax_map", f32, 256, packed, (void **)&scales->absmax_map));
   BSH_TRY(vector(call, first + 3, "absmax2", f32, bsh_block_count(n_blocks, BSH_NESTED_BLOCKSIZE), packed,
                  (void **)&scales->absmax2));
@@ -121,7 +121,7 @@ static bsh_status read_weight(bsh_call *const call, const int first, const int i
 
 /* ---- 4-bit blocks ---- */
 
-static bsh_status quantize_4bit(bsh_call *const call) {
+static bsh_status bsh_op_quantize_4bit(bsh_call *const call) {
   const int64_t blocksize = bsh_call_int(call, 1), format = bsh_call_int(call, 2);
   const int32_t storage = bsh_call_dtype(call, 3);
   const int64_t itemsize = bsh_itemsize(storage);
@@ -136,7 +136,7 @@ static bsh_status quantize_4bit(bsh_call *const call) {
   const int64_t packed_sizes[2] = {bsh_storage_elements(x.numel, itemsize), 1};
   const int64_t n_blocks = bsh_block_count(x.numel, blocksize);
   BSH_TRY(bsh_call_output(call, &x, 2, packed_sizes, storage, &packed));
-  BSH_TRY(bsh_call_output(call, &x, 1, &n_blocks, bsh_torch.aoti_torch_dtype_float32(), &absmax));
+  BSH_TRY(bsh_call_output(call, &x, 1, &n_blocks, bsh_torch.dtype_float32, &absmax));
   if (packed_sizes[0] * itemsize != bsh_packed_bytes(x.numel) && bsh_torch.aoti_torch_zero_(packed.handle))
     return bsh_fail(BSH_TORCH_ERROR, "%s: could not zero the padding", call->op);
   if (x.numel == 0) return BSH_OK;
@@ -150,7 +150,7 @@ static bsh_status quantize_4bit(bsh_call *const call) {
   COMPUTE(quantize_4bit, &x, x.numel, 0, 0, &args);
 }
 
-static bsh_status dequantize_4bit(bsh_call *const call) {
+bsh_status bsh_op_dequantize_4bit(bsh_call *const call) {
   const int64_t sizes[2] = {bsh_call_int(call, 7), bsh_call_int(call, 8)};
   const int32_t torch_dtype = bsh_call_dtype(call, 9);
   bsh_tensor packed, out;
@@ -165,17 +165,17 @@ static bsh_status dequantize_4bit(bsh_call *const call) {
 
 /* ---- 8-bit blocks ---- */
 
-static bsh_status quantize_blockwise(bsh_call *const call) {
+static bsh_status bsh_op_quantize_blockwise(bsh_call *const call) {
   bsh_quantize_blockwise_args args = {.blocksize = bsh_call_int(call, 3)};
   bsh_tensor x, code, absmax;
   BSH_TRY(bsh_check_blocksize(call->op, args.blocksize, BSH_MAX_BLOCKSIZE_8BIT));
   BSH_TRY(bsh_call_tensor(call, 0, &x));
   BSH_TRY(bsh_compute_dtype(call->op, "x", x.dtype, &args.dtype));
-  BSH_TRY(vector(call, 1, "map", bsh_torch.aoti_torch_dtype_float32(), 256, &x, (void **)&args.map));
+  BSH_TRY(vector(call, 1, "map", bsh_torch.dtype_float32, 256, &x, (void **)&args.map));
   BSH_TRY(optional_offset(call, 2, &x, &args.offset));
   const int64_t n_blocks = bsh_block_count(x.numel, args.blocksize);
-  BSH_TRY(bsh_call_output(call, &x, x.dim, x.sizes, bsh_torch.aoti_torch_dtype_uint8(), &code));
-  BSH_TRY(bsh_call_output(call, &x, 1, &n_blocks, bsh_torch.aoti_torch_dtype_float32(), &absmax));
+  BSH_TRY(bsh_call_output(call, &x, x.dim, x.sizes, bsh_torch.dtype_uint8, &code));
+  BSH_TRY(bsh_call_output(call, &x, 1, &n_blocks, bsh_torch.dtype_float32, &absmax));
   if (x.numel == 0) return BSH_OK;
   args.x = x.data;
   args.code = code.data;
@@ -184,14 +184,14 @@ static bsh_status quantize_blockwise(bsh_call *const call) {
   COMPUTE(quantize_blockwise, &x, x.numel, 0, 0, &args);
 }
 
-static bsh_status dequantize_blockwise(bsh_call *const call) {
-  const int32_t f32 = bsh_torch.aoti_torch_dtype_float32(), torch_dtype = bsh_call_dtype(call, 5);
+static bsh_status bsh_op_dequantize_blockwise(bsh_call *const call) {
+  const int32_t f32 = bsh_torch.dtype_float32, torch_dtype = bsh_call_dtype(call, 5);
   bsh_dequantize_blockwise_args args = {.blocksize = bsh_call_int(call, 4)};
   bsh_tensor code, out;
   BSH_TRY(bsh_check_blocksize(call->op, args.blocksize, BSH_MAX_BLOCKSIZE_8BIT));
   BSH_TRY(bsh_compute_dtype(call->op, "dtype", torch_dtype, &args.dtype));
   BSH_TRY(bsh_call_tensor(call, 0, &code));
-  BSH_TRY(data_of(call, &code, "code", bsh_torch.aoti_torch_dtype_uint8(), code.numel, &code, (void **)&args.code));
+  BSH_TRY(data_of(call, &code, "code", bsh_torch.dtype_uint8, code.numel, &code, (void **)&args.code));
   BSH_TRY(vector(call, 1, "absmax", f32, bsh_block_count(code.numel, args.blocksize), &code, (void **)&args.absmax));
   BSH_TRY(vector(call, 2, "map", f32, 256, &code, (void **)&args.map));
   BSH_TRY(optional_offset(call, 3, &code, &args.offset));
@@ -228,9 +228,11 @@ static bsh_status new_activation(bsh_call *const call, const bsh_tensor *const x
   return bsh_call_output(call, x, x->dim, sizes, x->dtype, y);
 }
 
+enum { MAX_FUSED_ROWS = 64 }; /* beyond, most products go by panels */
+
 static const bsh_cpu_gemm cpu_gemm = {.mm = bsh_torch_cpu_gemm};
 
-static bsh_status linear_4bit(bsh_call *const call) {
+bsh_status bsh_op_linear_4bit(bsh_call *const call) {
   const int64_t N = bsh_call_int(call, 9), K = bsh_call_int(call, 10);
   bsh_linear_4bit_args args = {.N = N, .K = K, .ldx = K, .ldy = N};
   bsh_tensor x, packed, bias, y;
@@ -239,38 +241,40 @@ static bsh_status linear_4bit(bsh_call *const call) {
   BSH_TRY(same_device(call, &x, "x", &packed, "packed"));
   BSH_TRY(bsh_call_tensor(call, 6, &bias));
   if (bias.numel != 0) BSH_TRY(data_of(call, &bias, "bias", x.dtype, N, &packed, (void **)&args.bias));
+  if (args.M > MAX_FUSED_ROWS) BSH_TRY(bsh_call_product(call, args.dtype, bsh_on_cuda(&x)));
   BSH_TRY(new_activation(call, &x, N, &y));
   if (y.numel == 0) return BSH_OK;
   args.x = x.data;
   args.y = y.data;
-  const bsh_torch_operands operands = {x.handle, y.handle, args.bias != NULL ? bias.handle : NULL};
+  const bsh_torch_operands operands = {call->cublas, x.handle, y.handle, args.bias != NULL ? bias.handle : NULL};
   COMPUTE_PRODUCT(linear_4bit, &x, &operands, args.M, N, K, &args, &cpu_gemm);
 }
 
-static bsh_status linear_4bit_dgrad(bsh_call *const call) {
+bsh_status bsh_op_linear_4bit_dgrad(bsh_call *const call) {
   const int64_t N = bsh_call_int(call, 8), K = bsh_call_int(call, 9);
   bsh_linear_4bit_dgrad_args args = {.N = N, .K = K, .lddy = N, .lddx = K};
   bsh_tensor dy, packed, dx;
   BSH_TRY(read_weight(call, 1, 6, N, K, &packed, &args.weight));
   BSH_TRY(read_activation(call, "dy", N, &dy, &args.dtype, &args.M));
   BSH_TRY(same_device(call, &dy, "dy", &packed, "packed"));
+  BSH_TRY(bsh_call_product(call, args.dtype, bsh_on_cuda(&dy)));
   BSH_TRY(new_activation(call, &dy, K, &dx));
   if (dx.numel == 0) return BSH_OK;
   args.dy = dy.data;
   args.dx = dx.data;
-  const bsh_torch_operands operands = {.x = dy.handle, .y = dx.handle};
+  const bsh_torch_operands operands = {call->cublas, dy.handle, dx.handle, NULL};
   COMPUTE_PRODUCT(linear_4bit_dgrad, &dy, &operands, args.M, N, K, &args, &cpu_gemm);
 }
 
 /* ---- checksum ---- */
 
-static bsh_status checksum(bsh_call *const call) {
+static bsh_status bsh_op_checksum(bsh_call *const call) {
   bsh_tensor packed, sum;
   BSH_TRY(bsh_call_tensor(call, 0, &packed));
   if (packed.itemsize == 0)
     return bsh_fail(BSH_BAD_DTYPE, "checksum: packed has ScalarType %" PRId32 ", which is no quant_storage",
                     packed.dtype);
-  BSH_TRY(bsh_call_output(call, &packed, 0, NULL, bsh_torch.aoti_torch_dtype_int64(), &sum));
+  BSH_TRY(bsh_call_output(call, &packed, 0, NULL, bsh_torch.dtype_int64, &sum));
   const int64_t n_bytes = packed.numel * packed.itemsize;
   if (!bsh_on_cuda(&packed)) {
     *(uint64_t *)sum.data = bsh_cpu_checksum(packed.data, n_bytes);
@@ -288,8 +292,8 @@ static bsh_status checksum(bsh_call *const call) {
 #define BOXED(name, tensors, schema)                                                                                   \
   static void name##_boxed(StableIValue *const stack, const uint64_t n_arguments, const uint64_t n_outputs) {          \
     (void)n_arguments, (void)n_outputs;                                                                                \
-    bsh_call call = {.op = #name, .stack = stack, .n_tensors = tensors};                                               \
-    bsh_call_finish(&call, name(&call));                                                                               \
+    bsh_call call = {.op = #name, .caller = &bsh_dispatcher, .stack = stack, .n_tensors = tensors};                    \
+    bsh_call_finish(&call, bsh_op_##name(&call));                                                                      \
   }
 BSH_OPS(BOXED)
 #undef BOXED

@@ -2,7 +2,14 @@
 #ifndef BSH_OPS_H
 #define BSH_OPS_H
 
+#include "tensor.h"
+
 /* Registers every op for CPU and, where torch has it, CUDA; once per process. NULL, or a text that says what failed. */
 const char *bsh_ops_register(void);
+
+/* The ops that direct.c calls too: arguments as in their schemas (ops.c). */
+bsh_status bsh_op_dequantize_4bit(bsh_call *call);
+bsh_status bsh_op_linear_4bit(bsh_call *call);
+bsh_status bsh_op_linear_4bit_dgrad(bsh_call *call);
 
 #endif

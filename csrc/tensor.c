@@ -11,10 +11,10 @@
   } while (0)
 
 int64_t bsh_itemsize(const int32_t dtype) {
-  if (dtype == bsh_torch.aoti_torch_dtype_uint8() || dtype == bsh_torch.aoti_torch_dtype_int8()) return 1;
-  if (dtype == bsh_torch.aoti_torch_dtype_bfloat16() || dtype == bsh_torch.aoti_torch_dtype_float16()) return 2;
-  if (dtype == bsh_torch.aoti_torch_dtype_float32()) return 4;
-  if (dtype == bsh_torch.aoti_torch_dtype_float64() || dtype == bsh_torch.aoti_torch_dtype_int64()) return 8;
+  if (dtype == bsh_torch.dtype_uint8 || dtype == bsh_torch.dtype_int8) return 1;
+  if (dtype == bsh_torch.dtype_bfloat16 || dtype == bsh_torch.dtype_float16) return 2;
+  if (dtype == bsh_torch.dtype_float32) return 4;
+  if (dtype == bsh_torch.dtype_float64 || dtype == bsh_torch.dtype_int64) return 8;
   return 0;
 }
 
@@ -30,9 +30,9 @@ bsh_status bsh_compute_dtype(const char *const op, const char *const argument, c
 }
 
 int32_t bsh_torch_dtype(const bsh_dtype compute) {
-  if (compute == BSH_F32) return bsh_torch.aoti_torch_dtype_float32();
-  if (compute == BSH_F16) return bsh_torch.aoti_torch_dtype_float16();
-  return bsh_torch.aoti_torch_dtype_bfloat16();
+  if (compute == BSH_F32) return bsh_torch.dtype_float32;
+  if (compute == BSH_F16) return bsh_torch.dtype_float16;
+  return bsh_torch.dtype_bfloat16;
 }
 
 static bsh_status describe(const char *const op, const AtenTensorHandle handle, bsh_tensor *const tensor) {
@@ -103,13 +103,26 @@ static bsh_status make_contiguous(bsh_call *const call, bsh_tensor *const tensor
   return BSH_OK;
 }
 
-bsh_status bsh_call_tensor(bsh_call *const call, const int index, bsh_tensor *const tensor) {
+static bsh_status stack_tensor(bsh_call *const call, const int index, bsh_tensor *const tensor) {
   bool contiguous = true;
   const AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)call->stack[index];
   BSH_TRY(describe(call->op, handle, tensor));
   TORCH_TRY(call->op, bsh_torch.aoti_torch_is_contiguous(handle, &contiguous));
   if (contiguous) BSH_TRY(check_storage(call->op, tensor));
   return contiguous ? BSH_OK : make_contiguous(call, tensor);
+}
+
+static bsh_status stack_output(bsh_call *const call, const bsh_tensor *const like, const int64_t dim,
+                               const int64_t *const sizes, const int32_t dtype, bsh_tensor *const output) {
+  BSH_TRY(bsh_tensor_new(call->op, like, dim, sizes, dtype, output));
+  call->outputs[call->n_outputs++] = *output;
+  return BSH_OK;
+}
+
+const bsh_caller bsh_dispatcher = {.tensor = stack_tensor, .output = stack_output};
+
+bsh_status bsh_call_tensor(bsh_call *const call, const int index, bsh_tensor *const tensor) {
+  return call->caller->tensor(call, index, tensor);
 }
 
 int64_t bsh_call_int(const bsh_call *const call, const int index) { return (int64_t)call->stack[index]; }
@@ -120,9 +133,15 @@ bsh_status bsh_call_output(bsh_call *const call, const bsh_tensor *const like, c
                            const int64_t *const sizes, const int32_t dtype, bsh_tensor *const output) {
   if (dim > BSH_MAX_DIM)
     return bsh_fail(BSH_BAD_SHAPE, "%s: %" PRId64 " dimensions, at most %d are supported", call->op, dim, BSH_MAX_DIM);
-  BSH_TRY(bsh_tensor_new(call->op, like, dim, sizes, dtype, output));
-  call->outputs[call->n_outputs++] = *output;
-  return BSH_OK;
+  return call->caller->output(call, like, dim, sizes, dtype, output);
+}
+
+bsh_status bsh_call_product(bsh_call *const call, const bsh_dtype dtype, const bool cuda) {
+  return call->caller->product != NULL ? call->caller->product(call, dtype, cuda) : BSH_OK;
+}
+
+void bsh_call_compute(bsh_call *const call) {
+  if (call->caller->compute != NULL) call->caller->compute(call);
 }
 
 void bsh_call_finish(bsh_call *const call, const bsh_status status) {

@@ -1,5 +1,8 @@
 /* tensor.h - torch tensors as C sees them, and the bookkeeping of one op call.
  *
+ * An op reads its arguments and makes its results through bsh_call, whoever called: torch's dispatcher (tensor.c) or
+ * Python around it (direct.c).
+ *
  * A boxed kernel owns one handle per tensor argument and must hand back owned handles. bsh_call keeps every handle of a
  * call in one place, so that leaving an op early never leaks: bsh_call_finish deletes them and moves the outputs out.
  */
@@ -11,7 +14,7 @@
 #include "torch_abi.h"
 
 typedef struct {
-  AtenTensorHandle handle;
+  AtenTensorHandle handle; /* NULL in a direct call */
   void *data;
   int64_t numel;
   int64_t dim;
@@ -24,17 +27,32 @@ typedef struct {
 
 enum { BSH_MAX_TENSORS = 8, BSH_MAX_TEMPORARIES = 8, BSH_MAX_OUTPUTS = 2, BSH_MAX_DIM = 16 };
 
+typedef struct bsh_call bsh_call;
+
+/* Who called. */
 typedef struct {
+  bsh_status (*tensor)(bsh_call *call, int index, bsh_tensor *tensor);
+  bsh_status (*output)(bsh_call *call, const bsh_tensor *like, int64_t dim, const int64_t *sizes, int32_t dtype,
+                       bsh_tensor *output);
+  bsh_status (*product)(bsh_call *call, bsh_dtype dtype, bool cuda); /* NULL: torch multiplies */
+  void (*compute)(bsh_call *call);                                   /* NULL: nothing to do */
+} bsh_caller;
+
+extern const bsh_caller bsh_dispatcher;
+
+struct bsh_call {
   const char *op;
-  StableIValue *stack;
-  int n_tensors; /* every op takes its tensors first: stack[0 .. n_tensors) */
+  const bsh_caller *caller;
+  StableIValue *stack; /* integers, and of the dispatcher handles */
+  int n_tensors;       /* every op takes its tensors first: stack[0 .. n_tensors) */
   int n_temporaries;
   int n_outputs;
+  bool cublas; /* cuBLAS multiplies, not torch */
   AtenTensorHandle temporaries[BSH_MAX_TEMPORARIES];
   bsh_tensor outputs[BSH_MAX_OUTPUTS];
-} bsh_call;
+};
 
-/* Tensor argument `index`, described; a copy made contiguous where it is not. */
+/* Tensor argument `index`, described and contiguous: the dispatcher's are copied where they are not. */
 bsh_status bsh_call_tensor(bsh_call *call, int index, bsh_tensor *tensor);
 
 /* Argument `index` as int64 / ScalarType. */
@@ -45,7 +63,14 @@ int32_t bsh_call_dtype(const bsh_call *call, int index);
 bsh_status bsh_call_output(bsh_call *call, const bsh_tensor *like, int64_t dim, const int64_t *sizes, int32_t dtype,
                            bsh_tensor *output);
 
-/* Releases everything; on success moves the outputs to the stack, else raises RuntimeError with the status message. */
+/* Settles who multiplies dequantized panels, before the result is made; BSH_NO_KERNEL where nobody can. */
+bsh_status bsh_call_product(bsh_call *call, bsh_dtype dtype, bool cuda);
+
+/* After everything was read and made, before the computation. */
+void bsh_call_compute(bsh_call *call);
+
+/* The end of a call by the dispatcher. Releases everything; on success moves the outputs to the stack, else raises
+ * RuntimeError with the status message. */
 void bsh_call_finish(bsh_call *call, bsh_status status);
 
 /* A new contiguous tensor; the caller owns the handle. */
@@ -62,7 +87,7 @@ bsh_status bsh_compute_dtype(const char *op, const char *argument, int32_t dtype
 int32_t bsh_torch_dtype(bsh_dtype compute);
 
 static inline bool bsh_on_cuda(const bsh_tensor *const tensor) {
-  return tensor->device_type == bsh_torch.aoti_torch_device_type_cuda();
+  return tensor->device_type == bsh_torch.device_type_cuda;
 }
 
 #endif

@@ -21,15 +21,21 @@ static bool find(void *const library, const char *const name, void *const slot, 
   return symbol != NULL;
 }
 
-static bool load_cuda(void) {
-  void *const library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
-  if (library == NULL) return false;
-#define FIND(result, name, parameters)                                                                                 \
+#define FIND_OPTIONAL(result, name, parameters)                                                                        \
   if (!find(library, #name, &bsh_torch.name, sizeof bsh_torch.name)) return false;
-  BSH_TORCH_CUDA_FUNCTIONS(FIND)
-#undef FIND
+
+static bool load_cuda(void *const library) {
+  if (library == NULL) return false;
+  BSH_TORCH_CUDA_FUNCTIONS(FIND_OPTIONAL)
   return true;
 }
+
+/* dlsym looks through the libraries that `library` is linked to as well. */
+static bool load_cublas(void *const library) {
+  BSH_CUBLAS_FUNCTIONS(FIND_OPTIONAL)
+  return true;
+}
+#undef FIND_OPTIONAL
 
 const char *bsh_torch_load(void) {
   void *const library = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY);
@@ -38,6 +44,14 @@ const char *bsh_torch_load(void) {
   if (!find(library, #name, &bsh_torch.name, sizeof bsh_torch.name)) return missing(#name);
   BSH_TORCH_CPU_FUNCTIONS(FIND)
 #undef FIND
-  bsh_torch.has_cuda = load_cuda();
+  int32_t (*number)(void);
+#define ASK(name)                                                                                                      \
+  if (!find(library, "aoti_torch_" #name, &number, sizeof number)) return missing("aoti_torch_" #name);                \
+  bsh_torch.name = number();
+  BSH_TORCH_NUMBERS(ASK)
+#undef ASK
+  void *const cuda = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
+  bsh_torch.has_cuda = load_cuda(cuda);
+  bsh_torch.has_cublas = bsh_torch.has_cuda && load_cublas(cuda);
   return NULL;
 }

@@ -50,16 +50,19 @@ typedef void (*bsh_boxed_kernel)(StableIValue *stack, uint64_t n_arguments, uint
   X(AOTITorchError, torch_parallel_for,                                                                                \
     (int64_t begin, int64_t end, int64_t grain_size, void (*body)(int64_t begin, int64_t end, void *context),          \
      void *context))                                                                                                   \
-  X(void, aoti_torch_check, (bool condition, const char *function, const char *file, uint32_t line, const char *text)) \
-  X(int32_t, aoti_torch_device_type_cpu, (void))                                                                       \
-  X(int32_t, aoti_torch_device_type_cuda, (void))                                                                      \
-  X(int32_t, aoti_torch_dtype_float64, (void))                                                                         \
-  X(int32_t, aoti_torch_dtype_float32, (void))                                                                         \
-  X(int32_t, aoti_torch_dtype_float16, (void))                                                                         \
-  X(int32_t, aoti_torch_dtype_bfloat16, (void))                                                                        \
-  X(int32_t, aoti_torch_dtype_uint8, (void))                                                                           \
-  X(int32_t, aoti_torch_dtype_int8, (void))                                                                            \
-  X(int32_t, aoti_torch_dtype_int64, (void))
+  X(void, aoti_torch_check, (bool condition, const char *function, const char *file, uint32_t line, const char *text))
+
+/* X(name): torch's number of a device type or dtype, which the function aoti_torch_<name> gives. */
+#define BSH_TORCH_NUMBERS(X)                                                                                           \
+  X(device_type_cpu)                                                                                                   \
+  X(device_type_cuda)                                                                                                  \
+  X(dtype_float64)                                                                                                     \
+  X(dtype_float32)                                                                                                     \
+  X(dtype_float16)                                                                                                     \
+  X(dtype_bfloat16)                                                                                                    \
+  X(dtype_uint8)                                                                                                       \
+  X(dtype_int8)                                                                                                        \
+  X(dtype_int64)
 
 /* In libtorch_cuda; absent in CPU-only builds of torch. */
 #define BSH_TORCH_CUDA_FUNCTIONS(X)                                                                                    \
@@ -71,13 +74,38 @@ typedef void (*bsh_boxed_kernel)(StableIValue *stack, uint64_t n_arguments, uint
   X(AOTITorchError, aoti_torch_create_cuda_guard, (int32_t device_index, void **guard))                                \
   X(AOTITorchError, aoti_torch_delete_cuda_guard, (void *guard))
 
+/* In libtorch_cuda and the cuBLAS it is linked to; without them torch's own product is called. A status of 0 is
+ * success; void * stands for handles, descriptions and device addresses. */
+#define BSH_CUBLAS_FUNCTIONS(X)                                                                                        \
+  X(AOTITorchError, torch_get_current_cuda_blas_handle, (void **handle))                                               \
+  X(int, cublasLtMatmulDescCreate, (void **operation, int compute_type, int scale_type))                               \
+  X(int, cublasLtMatmulDescSetAttribute, (void *operation, int attribute, const void *value, size_t bytes))            \
+  X(int, cublasLtMatmulDescDestroy, (void *operation))                                                                 \
+  X(int, cublasLtMatrixLayoutCreate, (void **layout, int type, uint64_t rows, uint64_t columns, int64_t ld))           \
+  X(int, cublasLtMatrixLayoutDestroy, (void *layout))                                                                  \
+  X(int, cublasLtMatmulPreferenceCreate, (void **preference))                                                          \
+  X(int, cublasLtMatmulPreferenceSetAttribute, (void *preference, int attribute, const void *value, size_t bytes))     \
+  X(int, cublasLtMatmulPreferenceDestroy, (void *preference))                                                          \
+  X(int, cublasLtMatmulAlgoGetHeuristic,                                                                               \
+    (void *handle, void *operation, void *a, void *b, void *c, void *d, void *preference, int asked, void *results,    \
+     int *found))                                                                                                      \
+  X(int, cublasLtMatmul,                                                                                               \
+    (void *handle, void *operation, const void *alpha, const void *a, void *a_layout, const void *b, void *b_layout,   \
+     const void *beta, const void *c, void *c_layout, void *d, void *d_layout, const void *algorithm, void *workspace, \
+     size_t workspace_bytes, void *stream))
+
 #define BSH_DECLARE_POINTER(result, name, parameters) result(*name) parameters;
+#define BSH_DECLARE_NUMBER(name) int32_t name;
 typedef struct {
   BSH_TORCH_CPU_FUNCTIONS(BSH_DECLARE_POINTER)
   BSH_TORCH_CUDA_FUNCTIONS(BSH_DECLARE_POINTER)
-  bool has_cuda; /* libtorch_cuda is loaded and has every function above */
+  BSH_CUBLAS_FUNCTIONS(BSH_DECLARE_POINTER)
+  BSH_TORCH_NUMBERS(BSH_DECLARE_NUMBER)
+  bool has_cuda;   /* libtorch_cuda is loaded and has every function of its list */
+  bool has_cublas; /* and of cuBLAS' list */
 } bsh_torch_api;
 #undef BSH_DECLARE_POINTER
+#undef BSH_DECLARE_NUMBER
 
 extern bsh_torch_api bsh_torch;
 

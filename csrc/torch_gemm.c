@@ -29,7 +29,7 @@ bsh_status bsh_torch_cpu_gemm(void *const context, const bsh_dtype dtype, void *
                               const void *const a, const int64_t lda, const void *const b, const int64_t ldb_row,
                               const int64_t ldb_col, const int64_t m, const int64_t n, const int64_t k) {
   (void)context;
-  const int32_t cpu = bsh_torch.aoti_torch_device_type_cpu();
+  const int32_t cpu = bsh_torch.device_type_cpu;
   return multiply(bsh_torch.aoti_torch_cpu_mm_out, wrap(c, m, n, ldc, 1, dtype, cpu, 0),
                   wrap(a, m, k, lda, 1, dtype, cpu, 0), wrap(b, k, n, ldb_row, ldb_col, dtype, cpu, 0));
 }
@@ -56,10 +56,10 @@ static bsh_status multiply_add(const AtenTensorHandle c, const AtenTensorHandle 
 }
 
 bsh_status bsh_torch_cuda_gemm(const bsh_torch_matrix *const c, const bsh_torch_matrix *const a,
-                               const bsh_torch_matrix *const b, void *const bias, const int64_t bias_offset) {
+                               const bsh_torch_matrix *const b, const bsh_torch_matrix *const bias) {
   if (bias == NULL) return multiply(bsh_torch.aoti_torch_cuda_mm_out, view(c), view(a), view(b));
   const int64_t stride = 1;
   AtenTensorHandle slice = NULL;
-  bsh_torch.aoti_torch__reinterpret_tensor(bias, 1, &c->columns, &stride, bias_offset, &slice);
+  bsh_torch.aoti_torch__reinterpret_tensor(bias->tensor, 1, &bias->columns, &stride, bias->offset, &slice);
   return multiply_add(view(c), slice, view(a), view(b));
 }

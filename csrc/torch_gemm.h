@@ -13,13 +13,14 @@ bsh_status bsh_torch_cpu_gemm(void *context, bsh_dtype dtype, void *c, int64_t l
 /* A matrix inside a torch tensor: element (i, j) lies offset + i * row_stride + j * column_stride elements behind the
  * tensor's first. */
 typedef struct {
-  void *tensor; /* AtenTensorHandle, borrowed */
+  void *tensor;     /* AtenTensorHandle, borrowed; NULL for cuBLAS */
+  const void *data; /* of the tensor */
   int64_t offset, rows, columns, row_stride, column_stride;
 } bsh_torch_matrix;
 
-/* c = a b + bias on a CUDA device and torch's current stream of it, all of one dtype. bias: NULL or a tensor of which
- * c->columns elements from bias_offset on are added to every row. */
+/* c = a b + bias on a CUDA device and torch's current stream of it, all of one dtype. bias: NULL or one row, which is
+ * added to every row. */
 bsh_status bsh_torch_cuda_gemm(const bsh_torch_matrix *c, const bsh_torch_matrix *a, const bsh_torch_matrix *b,
-                               void *bias, int64_t bias_offset);
+                               const bsh_torch_matrix *bias);
 
 #endif

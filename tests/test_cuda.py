@@ -62,6 +62,12 @@ class Weight:
     def dgrad(self, dy: Tensor) -> Tensor:
         return ops.linear_4bit_dgrad(dy, self.packed, *self.scales, self.blocksize, self.format, self.N, self.K)
 
+    def direct_linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        return _C.linear_4bit(x, self.packed, *self.scales, bias, self.blocksize, self.format, self.N, self.K)
+
+    def direct_dgrad(self, dy: Tensor) -> Tensor | None:
+        return _C.linear_4bit_dgrad(dy, self.packed, *self.scales, self.blocksize, self.format, self.N, self.K)
+
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected).norm() / expected.norm()).item()
@@ -267,13 +273,15 @@ def test_never_holds_a_whole_dequantized_weight(dtype):
     x, dy = (torch.randn(M, width, device="cuda", dtype=dtype) for width in (K, N))
     weight.linear(x), weight.dgrad(dy)  # the vendor library allocates its own workspace once
     torch.cuda.synchronize()
-    for product, argument, result_bytes in (
-        (weight.linear, x, M * N * dtype.itemsize),
-        (weight.dgrad, dy, M * K * dtype.itemsize),
-    ):
+    y_bytes, dx_bytes = M * N * dtype.itemsize, M * K * dtype.itemsize
+    products = [(weight.linear, x, y_bytes), (weight.dgrad, dy, dx_bytes)]
+    if dtype is torch.bfloat16:
+        products += [(weight.direct_linear, x, y_bytes), (weight.direct_dgrad, dy, dx_bytes)]
+    for product, argument, result_bytes in products:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         y = product(argument)
+        assert y is not None
         assert torch.cuda.max_memory_allocated() - before <= (64 << 20) + result_bytes + (1 << 20)
         del y
     whole = weight.dequantize()
@@ -424,9 +432,9 @@ def test_direct_calls(dtype):
                 assert not same_bits(y, weight.linear(x, b))
     for out in DTYPES.values():
         assert not same_bits(_C.dequantize_4bit(weight.packed, *weight.scales, *numbers, out), weight.dequantize(out))
-    many, cpu = torch.randn(65, 1024, device="cuda", dtype=dtype), torch.randn(1, 1024, dtype=dtype)
-    for unfit in (many, cpu, many[:2].t()):
-        assert _C.linear_4bit(unfit, weight.packed, *weight.scales, None, *numbers) is None
+    cpu = torch.randn(2, 1024, dtype=dtype)
+    for unfit in (cpu, cpu.cuda().t()):
+        assert weight.direct_linear(unfit) is None
 
     new_x = torch.randn_like(x)
     expected = weight.linear(new_x)
@@ -450,6 +458,100 @@ def test_direct_calls(dtype):
     before = torch.cuda.memory_allocated()
     for _ in range(200):
         _C.linear_4bit(x, weight.packed, *weight.scales, bias, *numbers)
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("N, K", [(512, 1024), (100, 96), (1024, 4096), (14336, 4096)])
+def test_direct_products_by_panels(dtype, N, K):
+    """cuBLAS without torch's product: within the same bound, with and without bias, also where pointers are odd."""
+    weight = Weight(N, K, dtype)
+    w, bias = weight.dequantize(torch.float32).double(), torch.randn(N, device="cuda", dtype=dtype)
+    for M in (65, 300, 1000):
+        x, dy = (torch.randn(M, width, device="cuda", dtype=dtype) for width in (K, N))
+        odd = torch.randn(M * K + 1, device="cuda", dtype=dtype)[1:].view(M, K)
+        for argument in (x, odd):
+            for b in (None, bias):
+                expected = argument.double() @ w.T + (0 if b is None else b.double())
+                assert relative_error(weight.direct_linear(argument, b), expected) < EPSILON[dtype]
+        assert relative_error(weight.direct_dgrad(dy), dy.double() @ w) < EPSILON[dtype]
+    odd_bias = torch.randn(N + 1, device="cuda", dtype=dtype)[1:]
+    y = weight.direct_linear(x, odd_bias)
+    assert y is None or relative_error(y, x.double() @ w.T + odd_bias.double()) < EPSILON[dtype]
+
+
+def test_direct_products_of_more_shapes_than_are_kept():
+    """Every row count has an algorithm of its own; later ones take the places of earlier ones, from many threads."""
+    weight = Weight(512, 1024)
+    w, wrong = weight.dequantize(torch.float32).double(), []
+
+    def work(seed: int) -> None:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for M in [*range(65, 265), *range(65, 265, 7)]:
+                x = torch.randn(M, 1024, device="cuda", dtype=torch.bfloat16, generator=generator)
+                if not relative_error(weight.direct_linear(x), x.double() @ w.T) < EPSILON[x.dtype]:
+                    wrong.append((seed, M))
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_direct_products_keep_to_torchs_settings(monkeypatch):
+    """What cuBLAS is called with are the defaults; under any other setting the op asks torch."""
+    weight, x, dy = problem()
+    half = Weight(512, 1024, torch.float16)
+    matmul = torch.backends.cuda.matmul
+    assert weight.direct_linear(x) is not None and weight.direct_dgrad(dy) is not None
+    assert half.direct_linear(x.half()) is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(matmul, "allow_bf16_reduced_precision_reduction", False)
+        assert weight.direct_linear(x) is None and weight.direct_dgrad(dy) is None
+        assert half.direct_linear(x.half()) is not None
+    for name, value in (("allow_fp16_reduced_precision_reduction", False), ("allow_fp16_accumulation", True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(matmul, name, value)
+            assert half.direct_linear(x.half()) is None and half.direct_dgrad(dy.half()) is None
+            assert weight.direct_linear(x) is not None
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert weight.direct_linear(x) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert weight.direct_linear(x) is not None and half.direct_linear(x.half()) is not None
+    fp32 = Weight(512, 1024, torch.float32)
+    assert fp32.direct_linear(x.float()) is None and fp32.direct_dgrad(dy.float()) is None
+
+
+def test_direct_products_in_graphs_and_on_streams():
+    weight, x, dy = problem()
+    expected, gradient = weight.direct_linear(x), weight.direct_dgrad(dy)
+    stream = torch.cuda.Stream()
+    late = torch.empty_like(x)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        late.copy_(x)
+        y = weight.direct_linear(late)
+    assert not stream.query(), "the call waited for the GPU"
+    stream.synchronize()
+    assert not same_bits(y, expected)
+    graph = torch.cuda.CUDAGraph()
+    late, later = torch.zeros_like(x), torch.zeros_like(dy)
+    with torch.cuda.graph(graph):
+        y, dx = weight.direct_linear(late), weight.direct_dgrad(later)
+    late.copy_(x), later.copy_(dy)
+    graph.replay()
+    assert not same_bits(y, expected) and not same_bits(dx, gradient)
+    before = torch.cuda.memory_allocated()
+    for _ in range(100):
+        weight.direct_linear(x), weight.direct_dgrad(dy)
     assert torch.cuda.memory_allocated() == before
 
 

@@ -33,6 +33,11 @@ def direct_values(packed, state, dtype=torch.float32):
     return _C.dequantize_4bit(packed, *state.scales(), state.blocksize, ops.FORMATS[state.quant_type], n, k, dtype)
 
 
+def direct_dgrad(dy, packed, state):
+    n, k = state.shape
+    return _C.linear_4bit_dgrad(dy, packed, *state.scales(), state.blocksize, ops.FORMATS[state.quant_type], n, k)
+
+
 def op(x, packed, state, bias=None):
     n, k = state.shape
     bias = ops.empty(x.device) if bias is None else bias
@@ -52,30 +57,39 @@ def same(a, b):
 def test_same_bits(dtype, storage, quant_type, nested):
     packed, state = made(nested, quant_type, storage)
     bias = torch.randn(N).to(dtype)
-    for shape in ((K,), (1, K), (5, K), (2, 3, K), (2, 1, 2, K), (64, K)):
+    for shape in ((K,), (1, K), (5, K), (2, 3, K), (2, 1, 2, K), (64, K), (2, 50, K)):
         x = torch.randn(shape).to(dtype)
         assert same(direct(x, packed, state), op(x, packed, state))
         assert same(direct(x, packed, state, bias), op(x, packed, state, bias))
     weight = Params4bit(packed, quant_state=state, bnb_quantized=True)
     assert same(direct(x, weight, state), op(x, packed, state))
-    arguments = (*state.scales(), state.blocksize, ops.FORMATS[quant_type], N, K, dtype)
-    assert same(direct_values(weight, state, dtype), ops.dequantize_4bit(packed, *arguments))
+    arguments = (*state.scales(), state.blocksize, ops.FORMATS[quant_type], N, K)
+    assert same(direct_values(weight, state, dtype), ops.dequantize_4bit(packed, *arguments, dtype))
+    for shape in ((N,), (3, N), (2, 50, N)):
+        dy = torch.randn(shape).to(dtype)
+        assert same(direct_dgrad(dy, weight, state), ops.linear_4bit_dgrad(dy, packed, *arguments))
 
 
 def test_is_taken(monkeypatch):
     """The public functions use it, for a product also under autograd."""
     packed, state = made()
-    x = torch.randn(3, K)
+    x, dy = torch.randn(3, K), torch.randn(3, N)
     y, values = functional.linear_4bit(x, packed, state), functional.dequantize_4bit(packed, state)
+    dx = functional.linear_4bit_dgrad(dy, packed, state)
 
     def no_op(*arguments):
         raise AssertionError("the op was called")
 
     monkeypatch.setattr(functional, "_linear_4bit", no_op)
     monkeypatch.setattr(functional, "_dequantize_4bit", no_op)
+    monkeypatch.setattr(functional, "_linear_4bit_dgrad", no_op)
     assert same(autograd.matmul_4bit(x, packed, state), y)
-    assert same(autograd.matmul_4bit(x.requires_grad_(), packed, state).detach(), y)
+    product = autograd.matmul_4bit(x.requires_grad_(), packed, state)
+    assert same(product.detach(), y)
+    product.backward(dy)
+    assert same(x.grad, dx)
     assert same(functional.dequantize_4bit(packed, state), values)
+    x = x.detach()
     with torch.inference_mode():
         assert functional.linear_4bit(x, packed, state).is_inference()
 
@@ -113,7 +127,9 @@ def test_watchers_see_the_ops():
     assert any("linear_4bit" in str(func) for func in function_mode.seen)
     with torch.profiler.profile() as profile:
         functional.linear_4bit(x, packed, state)
-    assert "bitshard::linear_4bit" in {event.key for event in profile.key_averages()}
+        functional.linear_4bit_dgrad(y, packed, state)
+    names = {event.key for event in profile.key_averages()}
+    assert {"bitshard::linear_4bit", "bitshard::linear_4bit_dgrad"} <= names
     traced = torch.jit.trace(lambda x: functional.linear_4bit(x, packed, state), (x,), check_trace=False)
     assert "bitshard::linear_4bit" in str(traced.graph)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as fake:
@@ -131,6 +147,9 @@ def test_gradients_are_not_cut():
         assert functional.linear_4bit(x, packed, state, bias).requires_grad
         with torch.no_grad():
             assert direct(x, packed, state, bias) is not None
+    dy = torch.randn(2, N, requires_grad=True)
+    assert direct_dgrad(dy, packed, state) is None
+    assert functional.linear_4bit_dgrad(dy, packed, state).requires_grad
 
 
 def test_functorch():
@@ -153,7 +172,6 @@ def negated(x):
 DECLINED = {
     "a transposed x": lambda x, packed, state: (torch.randn(K, 3).t(), packed, state),
     "a negated view": lambda x, packed, state: (negated(x), packed, state),
-    "many rows": lambda x, packed, state: (torch.randn(65, K), packed, state),
     "no rows": lambda x, packed, state: (torch.randn(0, K), packed, state),
     "float64": lambda x, packed, state: (x.double(), packed, state),
     "another width": lambda x, packed, state: (torch.randn(2, K + 1), packed, state),
@@ -172,6 +190,8 @@ def test_declined(name):
     """None, no exception and nothing left of one: what to say is the op's business."""
     packed, state = made()
     assert direct(*DECLINED[name](torch.randn(2, K), packed, state)) is None
+    state.shape = (K, N)  # of the transposed weight: what was x is dy
+    assert direct_dgrad(*DECLINED[name](torch.randn(2, K), packed, state)) is None
 
 
 @pytest.mark.parametrize(
@@ -195,6 +215,7 @@ def test_damaged_states_are_declined(change):
     packed, state = made()
     change(state)
     assert direct(torch.randn(2, K), packed, state) is None
+    assert direct_dgrad(torch.randn(2, N), packed, state) is None
     assert direct_values(packed, state) is None
 
 
@@ -213,7 +234,7 @@ def test_freed_storage_is_declined():
 
 def test_a_row_of_codes_is_transposed():
     packed, state = made()
-    assert direct_values(packed.t(), state) is None
+    assert same(direct_values(packed.t(), state), direct_values(packed, state)), "as from the op"
     assert torch.equal(functional.dequantize_4bit(packed.t(), state), functional.dequantize_4bit(packed, state).t())
 
 
@@ -229,6 +250,7 @@ def test_nothing_leaks():
     sys_refs = [sys.getrefcount(t) for t in (x, bias, packed, state.absmax)]
     for _ in range(100):
         direct(x, packed, state, bias), direct(x, packed[:-1], state), direct_values(packed, state)
+        direct_dgrad(bias, packed, state), direct_dgrad(bias, packed[:-1], state)
     assert [sys.getrefcount(t) for t in (x, bias, packed, state.absmax)] == sys_refs
 
 

@@ -46,12 +46,15 @@ def configure_direct(
     exchange: object,
     tensor: type,
     weights: tuple[type, ...],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     watchers: tuple[Callable[[], int], ...],
+    settings: tuple[tuple[object, ...], tuple[object, ...], tuple[object, ...]],
     profiler: ModuleType,
     grad_enabled: Callable[[], bool],
     /,
 ) -> bool:
-    """Let `linear_4bit` and `dequantize_4bit` below read tensors; whether this torch's exchange table can be used."""
+    """Let the functions below read tensors; whether this torch's exchange table can be used. dtypes: float32, float16,
+    bfloat16; settings: for each of them callable, expected value, callable, expected value, ..."""
 
 def linear_4bit(
     x: Tensor,
@@ -61,6 +64,21 @@ def linear_4bit(
     absmax2: Tensor,
     offset: Tensor,
     bias: Tensor | None,
+    blocksize: int,
+    format: int,
+    N: int,
+    K: int,
+    /,
+) -> Tensor | None:
+    """The op of this name around torch's dispatcher; None where it cannot: take the op."""
+
+def linear_4bit_dgrad(
+    dy: Tensor,
+    packed: Tensor,
+    absmax: Tensor,
+    absmax_map: Tensor,
+    absmax2: Tensor,
+    offset: Tensor,
     blocksize: int,
     format: int,
     N: int,

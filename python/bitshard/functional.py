@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -56,17 +57,29 @@ _linear_4bit = ops.linear_4bit._op
 _linear_4bit_dgrad = ops.linear_4bit_dgrad._op
 
 
+def _allowed(reduction: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
+    """`reduction` and what it gives by default: since torch 2.9 two flags, before one."""
+    return reduction, (True, True) if isinstance(reduction(), tuple) else True
+
+
 def enable_direct_calls(*weights: type) -> bool:
-    """Let small products and dequantization go around the dispatcher (csrc/direct.h), where this torch allows it.
+    """Let products and dequantization go around the dispatcher (csrc/direct.h), where this torch allows it.
 
     `weights` are the classes, beside plain tensors and parameters, that a packed weight may have.
     """
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     watchers = (torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack, torch._C._is_tracing)
     classes = (Tensor, torch.nn.Parameter, *weights)
+    default = (torch._C._get_deterministic_algorithms, False)
+    accumulation = (torch._C._get_cublas_allow_fp16_accumulation, False)
+    settings = (
+        (),
+        (*default, *accumulation, *_allowed(torch._C._get_cublas_allow_fp16_reduced_precision_reduction)),
+        (*default, *_allowed(torch._C._get_cublas_allow_bf16_reduced_precision_reduction)),
+    )
     profiler = torch.autograd.profiler
     return exchange is not None and _C.configure_direct(
-        exchange, Tensor, classes, watchers, profiler, torch.is_grad_enabled
+        exchange, Tensor, classes, tuple(VALUE_DTYPES.values()), watchers, settings, profiler, torch.is_grad_enabled
     )
 
 
@@ -309,8 +322,6 @@ def dequantize_4bit(
             values = _C.dequantize_4bit(
                 A, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, quant_state.dtype
             )
-            if values is not None and out is None and len(shape) == 2:
-                return values
         if values is None:
             with torch._C.DisableTorchFunctionSubclass():
                 values = op(
@@ -369,13 +380,17 @@ def linear_4bit(x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | Non
 
 def linear_4bit_dgrad(dy: Tensor, packed: Tensor, state: QuantState) -> Tensor:
     """dx = dy W for the weight of `linear_4bit`: dy [..., N] -> [..., K], dtype of dy."""
-    op = ops.linear_4bit_dgrad if torch.compiler.is_dynamo_compiling() else _linear_4bit_dgrad
     absmax, absmax_map, absmax2, offset = state.scales()
     N, K = state.shape
+    blocksize, format = state.blocksize, ops.FORMATS[state.quant_type]
+    op = ops.linear_4bit_dgrad
+    if not torch.compiler.is_dynamo_compiling():
+        op = _linear_4bit_dgrad
+        dx = _C.linear_4bit_dgrad(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K)
+        if dx is not None:
+            return dx
     with torch._C.DisableTorchFunctionSubclass():
-        return op(
-            dy, packed, absmax, absmax_map, absmax2, offset, state.blocksize, ops.FORMATS[state.quant_type], N, K
-        )  # fmt: skip
+        return op(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K)
 
 
 def explain_linear(error: Exception, x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None) -> NoReturn:
