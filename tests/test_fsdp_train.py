@@ -11,9 +11,9 @@ BASELINE = "trainer trainer_bf16 sft dora kbit fp16".split()
 FSDP2 = [
     "save_state",
     *BASELINE,
-    *"planted resume resume_full adapter merge merge_dora save_pretrained loaded_early".split(),
+    *"planted planted_bf16 resume resume_full adapter merge merge_dora save_pretrained loaded_early".split(),
 ]
-FSDP1 = "fp32_base trainer trainer_bf16 sft dora planted merge_fsdp1".split()
+FSDP1 = "fp32_base trainer trainer_bf16 sft dora planted planted_bf16 merge_fsdp1".split()
 BOUNDS = {"trainer": 1e-5, "dora": 1e-5, "trainer_bf16": 2e-3, "sft": 2e-3, "kbit": 2e-3, "fp16": 5e-3}
 BASE_BYTES = 21888  # packed bytes of the tiny model's 14 linears; 684 scales
 
@@ -89,9 +89,10 @@ def test_other_fsdp2_options_give_the_same(folder, alone):
     assert all("(1/2.00)" in found[name]["report"] for name in names)
 
 
-def test_a_planted_fault_leaves_the_curve(alone, fsdp1, fsdp2):
-    assert gap(alone["trainer"]["losses"], fsdp2["planted"]["losses"]) > BOUNDS["trainer"]
-    assert "checksum" in fsdp1["planted"]["error_seen"]
+@pytest.mark.parametrize(("scenario", "fault"), [("trainer", "planted"), ("trainer_bf16", "planted_bf16")])
+def test_a_planted_fault_leaves_the_curve(alone, fsdp1, fsdp2, scenario, fault):
+    assert gap(alone[scenario]["losses"], fsdp2[fault]["losses"]) > BOUNDS[scenario]
+    assert "checksum" in fsdp1[fault]["error_seen"]
 
 
 def test_default_uint8_storage_is_sharded(fsdp1, fsdp2):
@@ -131,10 +132,13 @@ def test_weights_loaded_before_the_launch_are_warned_of_once(alone, fsdp2):
     assert gap(alone["trainer"]["losses"][:2], found["losses"]) <= BOUNDS["trainer"]
 
 
-def test_bare_torchrun_shards_default_storage(folder, alone):
-    launch(2, "cpu_fsdp.py", str(WORKERS / "train.py"), *options(folder, "torchrun", ["torchrun"]))
-    found = results(folder, "torchrun")["torchrun"]
-    assert "FSDP2 over 2 ranks" in found["report"] and "(1/2.00)" in found["report"]
+@pytest.mark.parametrize("version", [1, 2])
+def test_bare_torchrun_shards_default_storage(folder, alone, version):
+    name = f"torchrun{version}"
+    arguments = ["--fsdp", str(version), *options(folder, name, ["torchrun"])]
+    launch(2, "cpu_fsdp.py", str(WORKERS / "train.py"), *arguments)
+    found = results(folder, name)["torchrun"]
+    assert f"FSDP{version} over 2 ranks" in found["report"]
     assert gap(alone["trainer"]["losses"], found["losses"]) <= BOUNDS["trainer"]
 
 

@@ -44,6 +44,7 @@ class Linear4bit(nn.Linear):
     foreign_data = False  # somebody else has set the data of the weight since it was quantized
     verified_state: QuantState | None = None  # the state that foreign data was checked against
     sharded_weight: Tensor | None = None  # what FSDP2 registers as the weight between forwards
+    original_parameters = False  # FSDP1 with use_orig_params, which looks for the very tensors that it put here
 
     def __init__(
         self,
@@ -149,6 +150,10 @@ class Linear4bit(nn.Linear):
             view = self.__dict__.get("weight")
             if view is value:
                 return None
+            if getattr(value, "_fsdp_flattened", False):
+                # FSDP1 with use_orig_params puts its own parameter back, whose bytes are the layer's, merged ones too
+                self.original_parameters, value.quant_state = True, self.quant_state
+                return super().__setattr__("weight", value)
             if self.sharded_weight is None:
                 if type(view) is Params4bit and value.bnb_quantized:
                     return self._overwrite(view, value)
@@ -164,9 +169,11 @@ class Linear4bit(nn.Linear):
 
             fsdp.adopt_shard(self, value)
         elif type(value) is Tensor and "weight" not in self._parameters and _is_flat_view(value, self.quant_state):
-            # FSDP1's view of its flat parameter, as a weight of this layer: foreign code dequantizes nothing else
-            self.__dict__["weight"] = Params4bit.of_state(value, self.quant_state, self.quant_storage, self)
             self.foreign_data = True
+            if not self.original_parameters:
+                # FSDP1's view of its flat parameter, as a weight of this layer: foreign code dequantizes nothing else
+                value = Params4bit.of_state(value, self.quant_state, self.quant_storage, self)
+            self.__dict__["weight"] = value
             return None
         elif self.sharded_weight is not None and value is not None:
             raise ValueError(
@@ -308,7 +315,9 @@ class Linear4bit(nn.Linear):
     def _adopt(self, new: Params4bit) -> None:
         """Take over a packed weight; the parameter object stays where it can."""
         weight = self._parameters.get("weight")
-        if isinstance(weight, nn.Parameter) and _is_flat_view(weight, new.quant_state):
+        if getattr(weight, "_fsdp_flattened", False) or (
+            isinstance(weight, nn.Parameter) and _is_flat_view(weight, new.quant_state)
+        ):
             return self._overwrite(weight, new)
         if isinstance(weight, Params4bit) and not weight.is_meta and weight.dtype is new.dtype:
             with torch._C.DisableTorchFunctionSubclass():

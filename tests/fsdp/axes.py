@@ -610,8 +610,10 @@ def check_fsdp1_options(device, args):
         cases += [{"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2, "device_mesh": mesh}]
     if device.type == "cuda":
         cases += [{"cpu_offload": CPUOffload(offload_params=True)}]
-    for options in cases:
-        exact(shard_fsdp1(build(device), None, device, **options), device, build(device), steps=3)
+    for options in cases + [{}]:
+        for orig in (False, True):  # accelerate's FSDP1 plugin has use_orig_params on by default
+            model = shard_fsdp1(build(device), None, device, use_orig_params=orig, **options)
+            exact(model, device, build(device), steps=3)
     model = build(device)
     for i, block in enumerate(model):
         model[i] = checkpoint_wrapper(block)
@@ -619,21 +621,28 @@ def check_fsdp1_options(device, args):
 
 
 def check_fsdp1_state_dicts(device, args):
-    """FSDP1's full and sharded dicts hold the scales and load into other weights; ours has the declared storage."""
-    model = shard_fsdp1(build(device), None, device)
+    """FSDP1's full and sharded dicts hold the scales and load into other weights, that have run forward or not.
+
+    Ours has the declared storage.
+    """
     reference = build(device)
-    for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
-        other = shard_fsdp1(build(device, seed=50), None, device)
-        with FullyShardedDataParallel.state_dict_type(model, kind):
-            saved = model.state_dict()
-        assert {f"0.base.weight{end}" for end in ENTRIES} <= set(saved)
-        with FullyShardedDataParallel.state_dict_type(other, kind):
-            other.load_state_dict(saved)
-        exact(other, device, reference)
-    full = fsdp.full_state_dict(model)
-    if dist.get_rank() == 0:
-        for key, value in reference.state_dict().items():
-            assert full[key].dtype == value.dtype and torch.equal(as_bytes(full[key]), as_bytes(value)), key
+    for orig in (False, True):
+        model = shard_fsdp1(build(device), None, device, use_orig_params=orig)
+        for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+            for before in (False, True):
+                other = shard_fsdp1(build(device, seed=50), None, device, use_orig_params=orig)
+                if before:
+                    other(batch(device))
+                with FullyShardedDataParallel.state_dict_type(model, kind):
+                    saved = model.state_dict()
+                assert {f"0.base.weight{end}" for end in ENTRIES} <= set(saved)
+                with FullyShardedDataParallel.state_dict_type(other, kind):
+                    other.load_state_dict(saved)
+                exact(other, device, reference)
+        full = fsdp.full_state_dict(model)
+        if dist.get_rank() == 0:
+            for key, value in reference.state_dict().items():
+                assert full[key].dtype == value.dtype and torch.equal(as_bytes(full[key]), as_bytes(value)), key
 
 
 CHECKS = {name.removeprefix("check_"): function for name, function in globals().items() if name.startswith("check_")}

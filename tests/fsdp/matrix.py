@@ -63,8 +63,7 @@ def shard_fsdp1(model, param_dtype, device, **options):
         auto_wrap_policy=wrap,
         mixed_precision=MixedPrecision(param_dtype=param_dtype) if param_dtype else None,
         device_id=device,
-        use_orig_params=False,
-        **{"sharding_strategy": ShardingStrategy.FULL_SHARD, **options},
+        **{"sharding_strategy": ShardingStrategy.FULL_SHARD, "use_orig_params": False, **options},
     )
 
 

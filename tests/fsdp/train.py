@@ -158,8 +158,9 @@ def check_exact(watched):
 def fit(args, model, name, fault=False, trainer_class=Trainer, **options):
     """Train; (trainer, result). Every forward must see the bytes that were quantized, and the base be sharded."""
     watched = spies(model)
-    if fault:
-        plant(next(m for m in model.modules() if isinstance(m, Linear4bit)).weight.data.as_subclass(torch.Tensor))
+    for layer in model.modules():
+        if fault and isinstance(layer, Linear4bit):
+            plant(layer.weight.data)
     trainer = trainer_class(model=model, args=arguments(args, name, **options), train_dataset=dataset())
     trainer.train()
     line = check_sharded(trainer.model, args)
@@ -187,8 +188,17 @@ def run_trainer_bf16(args):
 
 def run_planted(args):
     """One packed word in 1,000 changed before training; FSDP1's weights are checked, so there it raises."""
+    return planted(args, torch.float32)
+
+
+def run_planted_bf16(args):
+    """The same in bf16, whose bound is wider."""
+    return planted(args, torch.bfloat16)
+
+
+def planted(args, dtype):
     try:
-        return fit(args, lora(load(args)), "planted", fault=True)[1]
+        return fit(args, lora(load(args, dtype)), "planted", fault=True)[1]
     except ValueError as error:
         return {"error_seen": str(error)}
 
@@ -264,11 +274,11 @@ def run_torchrun(args):
     """Bare torchrun: FSDP comes from TrainingArguments, which tell accelerate only after the model was loaded."""
     assert "ACCELERATE_USE_FSDP" not in os.environ
     model = lora(load(args))
-    config = {
-        "version": args.fsdp,
-        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-        "reshard_after_forward": True,
-    }
+    config = {"version": args.fsdp, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    if args.fsdp == 2:
+        config["reshard_after_forward"] = True
+    else:  # the default of FSDP1, true, wants a GPU
+        config.update(reshard_after_forward="full_shard", cpu_ram_efficient_loading=False, sync_module_states=False)
     return fit(args, model, "torchrun", fsdp="full_shard auto_wrap", fsdp_config=config)[1]
 
 
