@@ -7,7 +7,7 @@ import pickle
 import cases
 import pytest
 import torch
-from bitshard import functional, ops
+from bitshard import functional, matmul_4bit, ops
 from bitshard.state import QuantState, pack_dict_to_tensor, unpack_tensor_to_dict
 
 
@@ -50,6 +50,42 @@ def test_outputs_given():
     assert torch.equal(
         functional.dequantize_blockwise(code, absmax=state8.absmax), functional.dequantize_blockwise(code, state8)
     )
+
+
+@pytest.mark.parametrize(
+    ("call", "good"),
+    [
+        (lambda w, out: functional.quantize_nf4(w, out=out, quant_storage=torch.bfloat16), (3072, torch.bfloat16)),
+        (lambda w, out: functional.quantize_nf4(w, absmax=out), (195, torch.float32)),
+        (lambda w, out: functional.dequantize_nf4(*functional.quantize_nf4(w), out=out), (12480, torch.float32)),
+        (lambda w, out: functional.quantize_blockwise(w, out=out), (12480, torch.uint8)),
+        (lambda w, out: functional.quantize_blockwise(w, absmax=out), (4, torch.float32)),
+        (
+            lambda w, out: functional.dequantize_blockwise(*functional.quantize_blockwise(w), out=out),
+            (1, torch.float32),
+        ),
+        (lambda w, out: gemv(w, out), (96, torch.float32)),
+        (lambda w, out: matmul(w, out), (96, torch.float32)),
+    ],
+)
+def test_outputs_that_do_not_fit(call, good):
+    """Packed bytes cast into another dtype, or scales broadcast over more places, would be damage without a word."""
+    numel, dtype = good
+    other = torch.float16 if dtype is not torch.float16 else torch.float32
+    with pytest.raises(TypeError, match="is float16, expected"):
+        call(weight(), torch.empty(numel, 1, dtype=other))
+    with pytest.raises(ValueError, match="shape"):
+        call(weight(), torch.empty(numel + 1, 7, dtype=dtype))
+
+
+def gemv(w, out):
+    packed, state = functional.quantize_nf4(w)
+    return functional.gemv_4bit(torch.randn(1, 130), packed, out=out, state=state)
+
+
+def matmul(w, out):
+    packed, state = functional.quantize_nf4(w)
+    return matmul_4bit(torch.randn(1, 130, requires_grad=True), packed, state, out=out)
 
 
 def test_row_vector_gives_the_transpose():

@@ -63,6 +63,16 @@ def test_an_x_of_another_width_raises(shape, bias):
         layer(bias=bias)(torch.ones(shape))
 
 
+@pytest.mark.parametrize("rows", [1, 100])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_weight_on_the_meta_device_raises(rows, bias):
+    """A result on the device of x would be uninitialized memory."""
+    module = layer(bias=bias).to("meta")
+    with pytest.raises(ValueError, match="x is on cpu, the weight on meta"):
+        module(torch.randn(rows, 130))
+    assert module(torch.empty(rows, 130, device="meta")).is_meta
+
+
 def test_float16_warning(caplog):
     with caplog.at_level(logging.WARNING, logger="bitshard.linear"):
         layer()(torch.randn(4, 130).half())

@@ -165,6 +165,17 @@ def _check_values(x: Tensor, what: str) -> None:
         raise ValueError(f"{what} only supports 16/32-bit floats, but got {x.dtype}")
 
 
+def into(out: Tensor | None, values: Tensor, what: str) -> Tensor:
+    """`values`, in `out` where there is one: TypeError or ValueError unless it has the dtype and shape of `values`."""
+    if out is None:
+        return values
+    if out.dtype is not values.dtype:
+        raise TypeError(f"{what} is {dtype_name(out.dtype)}, expected {dtype_name(values.dtype)}")
+    if out.shape != values.shape:
+        raise ValueError(f"{what} has shape {list(out.shape)}, expected {list(values.shape)}")
+    return out.copy_(values)
+
+
 def _check_8bit(blocksize: int, code: Tensor) -> None:
     if blocksize <= 0:
         raise ValueError(f"blocksize must be positive, got {blocksize}")
@@ -216,9 +227,8 @@ def quantize_4bit(
     state.shared_code = _table(quant_type, A.device)
     if compress_statistics:
         _nest(state)
-    if absmax is not None:
-        state.absmax = absmax.copy_(state.absmax)
-    return (packed if out is None else out.copy_(packed)), state
+    state.absmax = into(absmax, state.absmax, "absmax")
+    return into(out, packed, "out"), state
 
 
 def _mean(scales: Tensor) -> Tensor:
@@ -334,8 +344,7 @@ def dequantize_4bit(
         raise
     if len(shape) != 2:
         values = values.view(shape)
-    if out is not None:
-        values = out.copy_(values)
+    values = into(out, values, "out")
     row = A.dim() == 2 and A.size(0) == 1 and A.size(1) > 1
     return values.t() if row and len(shape) == 2 else values
 
@@ -395,14 +404,14 @@ def linear_4bit_dgrad(dy: Tensor, packed: Tensor, state: QuantState) -> Tensor:
 
 def explain_linear(error: Exception, x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None) -> NoReturn:
     """Raise what is wrong with the arguments of `linear_4bit`, which the op has refused with `error`."""
+    if x.device != packed.device:
+        raise ValueError(f"linear_4bit: x is on {x.device}, the weight on {packed.device}") from error
     check_packed(packed, state, "linear_4bit")
     N, K = state.shape
     if x.dtype not in VALUE_DTYPES.values():
         raise TypeError(f"linear_4bit: x is {x.dtype}, expected float32, float16 or bfloat16") from error
     if x.dim() == 0 or x.shape[-1] != K:
         raise ValueError(f"linear_4bit: x of shape {list(x.shape)} does not fit a weight of shape {[N, K]}") from error
-    if x.device != packed.device:
-        raise ValueError(f"linear_4bit: x is on {x.device}, the weight on {packed.device}") from error
     if bias is not None and bias.numel() not in (0, N):
         raise ValueError(f"linear_4bit: bias has {bias.numel()} elements, the weight {N} rows") from error
     if bias is not None and bias.numel() and bias.dtype is not x.dtype:
@@ -422,7 +431,7 @@ def gemv_4bit(
     if state is None:
         raise ValueError("state cannot be None. gemv_4bit() requires the state from quantize_4bit()")
     y = linear_4bit(A, B, state)
-    return y if out is None else out.copy_(y)
+    return into(out, y, "out")
 
 
 # ---- 8-bit blocks ----
@@ -458,9 +467,8 @@ def quantize_blockwise(
         state.offset = _mean(scales)
         state.absmax, state.state2 = quantize_blockwise(scales - state.offset, blocksize=blocksize)
         state.nested = True
-    if absmax is not None:
-        state.absmax = absmax.copy_(state.absmax)
-    return (codes if out is None else out.copy_(codes)), state
+    state.absmax = into(absmax, state.absmax, "absmax")
+    return into(out, codes, "out"), state
 
 
 def dequantize_blockwise(
@@ -504,7 +512,7 @@ def dequantize_blockwise(
     values = ops.dequantize_blockwise(
         A, scales.to(torch.float32), map, ops.empty(A.device), quant_state.blocksize, quant_state.dtype
     )
-    return values if out is None else out.copy_(values)
+    return into(out, values, "out")
 
 
 # ---- maps ----

@@ -75,14 +75,21 @@ def _(code: Tensor, absmax: Tensor, map: Tensor, offset: Tensor, blocksize: int,
     return code.new_empty(code.shape, dtype=dtype)
 
 
+def _check_device(op: str, x: Tensor, packed: Tensor) -> None:
+    """A real x and a weight on the meta device come here, too: a result on the device of x would be uninitialized."""
+    torch._check(x.device == packed.device, lambda: f"{op}: the activation is on {x.device}, packed on {packed.device}")
+
+
 @torch.library.register_fake("bitshard::linear_4bit")
 def _(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K) -> Tensor:
+    _check_device("linear_4bit", x, packed)
     torch._check(x.shape[-1] == K, lambda: f"linear_4bit: x has {x.shape[-1]} columns, the weight needs {K}")
     return x.new_empty((*x.shape[:-1], N))
 
 
 @torch.library.register_fake("bitshard::linear_4bit_dgrad")
 def _(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K) -> Tensor:
+    _check_device("linear_4bit_dgrad", dy, packed)
     torch._check(dy.shape[-1] == N, lambda: f"linear_4bit_dgrad: dy has {dy.shape[-1]} columns, the weight needs {N}")
     return dy.new_empty((*dy.shape[:-1], K))
 
