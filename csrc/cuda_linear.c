@@ -150,7 +150,12 @@ static bsh_status launch_gemv(const bsh_linear_4bit_args *args, const bsh_cuda_c
       !args->weight.scales.absmax && args->weight.blocksize == 64 &&
       (plan.units == 4 || (args->K / BSH_UNIT % 2 == 0 && aligned(args->weight.scales.absmax_code, 2)));
   bsh_fused_args kernel_args = fused_args(args);
+  const int32_t tiles = (int32_t)(args->N / BSH_ROW_TILE), team_tiles = tiles / plan.teams;
   kernel_args.k_splits = plan.k_splits, kernel_args.k_warps = plan.k_warps, kernel_args.row_groups = plan.row_groups;
+  kernel_args.group_of_warp = (int32_t)ceil_div(1 << 16, plan.k_warps);
+  kernel_args.team_tiles = team_tiles, kernel_args.longer_teams = tiles % plan.teams;
+  kernel_args.steps = (int32_t)ceil_div(team_tiles, plan.row_groups);
+  kernel_args.longer_steps = (int32_t)ceil_div(team_tiles + 1, plan.row_groups);
 
   bsh_cuda_scratch scratch = {0};
   if (plan.k_splits > 1) {
@@ -211,7 +216,7 @@ static bsh_status launch_simt(const bsh_linear_4bit_args *args, const bsh_cuda_c
 
 /* ---- gemm_4bit_sm90.cu ---- */
 
-enum { PIECE_UNITS = 4 };
+enum { PIECE_UNITS = 4, X_WARPS = 4 };
 
 bool bsh_gemm_sm90_takes(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32_t sm, int64_t blocksize) {
   const bsh_kernel_image image = image_for(sm);
@@ -240,7 +245,10 @@ typedef struct {
   int64_t blocks, splits;  /* of threads; that share a row block, at most */
   int64_t x_bytes, ticket_bytes, bytes;
   int32_t size;           /* log2(tokens / 16) */
-  int32_t k_parts, warps; /* template arguments of the kernel */
+  int32_t k_parts, warps; /* template arguments of the kernel; warps: those that multiply */
+  int32_t row_tiles;      /* of a row block */
+  bool own_x;             /* the kernel orders x itself (OWN_X) */
+  bool alone;             /* every row block has one block of threads: nothing to join */
 } gemm_plan;
 
 enum { TWO_PARTS_WEIGHTS_32 = 64000000, TWO_PARTS_WEIGHTS_64 = 40000000 };
@@ -253,44 +261,64 @@ static bool two_parts(int64_t M, int64_t N, int64_t K, int32_t sms) {
   return N * K <= (M <= 32 ? TWO_PARTS_WEIGHTS_32 : TWO_PARTS_WEIGHTS_64);
 }
 
+/* Row tiles of a row block. A kernel that orders x itself takes as few as leave each multiprocessor one row block. */
+static int64_t row_tiles_of(int64_t tiles, int64_t most, bool own_x, int32_t sms) {
+  if (!own_x || 2 * ceil_div(tiles, most) <= sms) return most;
+  return ceil_div(tiles, sms);
+}
+
 static gemm_plan plan_gemm(int64_t M, int64_t N, int64_t K, int32_t sms) {
   gemm_plan plan = {.size = M <= 16 ? 0 : M <= 32 ? 1 : 2, .k_parts = two_parts(M, N, K, sms) ? 2 : 1};
   plan.tokens = 16 << plan.size, plan.warps = plan.tokens == 64 && plan.k_parts == 1 ? 12 : 16;
-  const int64_t pieces = ceil_div(K / BSH_UNIT, PIECE_UNITS * plan.k_parts),
-                rows = plan.warps / plan.k_parts * BSH_ROW_TILE;
-  const int64_t row_blocks = ceil_div(N, rows), all_pieces = row_blocks * pieces;
+  plan.own_x = plan.tokens == 32 && plan.k_parts == 2;
+  const int64_t tiles = N / BSH_ROW_TILE, pieces = ceil_div(K / BSH_UNIT, PIECE_UNITS * plan.k_parts);
+  plan.row_tiles = (int32_t)row_tiles_of(tiles, plan.warps / plan.k_parts, plan.own_x, sms);
+  const int64_t row_blocks = ceil_div(tiles, plan.row_tiles), all_pieces = row_blocks * pieces;
   const int64_t shares = smaller(sms / row_blocks, pieces); /* of a row block, two parts: at least 1 */
   plan.blocks = plan.k_parts == 2 ? row_blocks * shares : smaller(sms, all_pieces);
+  plan.alone = plan.k_parts == 2 && shares == 1;
   plan.splits = smaller(pieces / (all_pieces / plan.blocks) + 2, plan.blocks);
   plan.x_units = pieces * PIECE_UNITS * plan.k_parts;
-  plan.x_bytes = plan.x_units * plan.tokens * BSH_UNIT * 2;
-  plan.ticket_bytes = ceil_div(N / BSH_ROW_TILE * 4, 256) * 256;
-  plan.bytes = plan.x_bytes + plan.ticket_bytes + N * plan.tokens * plan.splits * (int64_t)sizeof(float);
+  plan.x_bytes = plan.own_x ? 0 : plan.x_units * plan.tokens * BSH_UNIT * 2;
+  plan.ticket_bytes = ceil_div(tiles * 4, 256) * 256;
+  plan.bytes = plan.x_bytes;
+  if (!plan.alone) plan.bytes += plan.ticket_bytes + N * plan.tokens * plan.splits * (int64_t)sizeof(float);
   return plan;
+}
+
+/* The kernel in front: x in order, and the tickets cleared; only the latter where the product orders x itself. */
+static bsh_status launch_x_units(const gemm_plan *plan, bsh_fused_args *kernel_args, void *x,
+                                 const bsh_cuda_context *context) {
+  int32_t tokens = plan->own_x ? 0 : (int32_t)plan->tokens, x_units = (int32_t)plan->x_units;
+  void *arguments[] = {kernel_args, &x, &tokens, &x_units};
+  const bsh_cuda_launch_shape shape = {
+      .grid = {(uint32_t)(tokens == 0 ? 1 : ceil_div(plan->x_units * plan->tokens * 8, 256)), 1, 1},
+      .block = {256, 1, 1},
+      .overlap = true};
+  return bsh_cuda_launch(context, &x_units_kernel, &shape, arguments);
 }
 
 static bsh_status launch_gemm(const bsh_linear_4bit_args *args, const bsh_cuda_context *context) {
   const gemm_plan plan = plan_gemm(args->M, args->N, args->K, context->sms);
   const bool nested_64 = !args->weight.scales.absmax && args->weight.blocksize == 64 && args->K % 256 == 0 &&
                          aligned(args->weight.scales.absmax_code, 4);
-  bsh_cuda_scratch scratch;
-  BSH_TRY(bsh_cuda_scratch_new(context, plan.bytes, &scratch));
+  bsh_cuda_scratch scratch = {0};
+  if (plan.bytes > 0) BSH_TRY(bsh_cuda_scratch_new(context, plan.bytes, &scratch));
   char *const memory = scratch.data;
   bsh_fused_args kernel_args = fused_args(args);
-  kernel_args.tickets = (uint32_t *)(memory + plan.x_bytes);
-  kernel_args.partial = (float *)(memory + plan.x_bytes + plan.ticket_bytes);
-  kernel_args.k_splits = (int32_t)plan.splits;
-
-  int32_t tokens = (int32_t)plan.tokens, x_units = (int32_t)plan.x_units;
-  void *order_arguments[] = {&kernel_args, &scratch.data, &tokens, &x_units};
-  const bsh_cuda_launch_shape order = {
-      .grid = {(uint32_t)ceil_div(plan.x_units * plan.tokens * 8, 256), 1, 1}, .block = {256, 1, 1}, .overlap = true};
-  bsh_status status = bsh_cuda_launch(context, &x_units_kernel, &order, order_arguments);
+  kernel_args.k_splits = (int32_t)plan.splits, kernel_args.row_tiles = plan.row_tiles;
+  if (!plan.alone) {
+    kernel_args.tickets = (uint32_t *)(memory + plan.x_bytes);
+    kernel_args.partial = (float *)(memory + plan.x_bytes + plan.ticket_bytes);
+  }
+  bsh_status status = BSH_OK;
+  if (!plan.own_x || !plan.alone) status = launch_x_units(&plan, &kernel_args, memory, context);
   if (status == BSH_OK) {
-    kernel_args.x = memory;
+    if (!plan.own_x) kernel_args.x = memory;
     void *arguments[] = {&kernel_args};
+    const uint32_t warps = (uint32_t)plan.warps + (plan.own_x ? X_WARPS : 0);
     const bsh_cuda_launch_shape shape = {
-        .grid = {(uint32_t)plan.blocks, 1, 1}, .block = {(uint32_t)plan.warps * 32, 1, 1}, .overlap = true};
+        .grid = {(uint32_t)plan.blocks, 1, 1}, .block = {warps * 32, 1, 1}, .overlap = true};
     status = bsh_cuda_launch(context, &gemm_kernels[args->dtype == BSH_F16][plan.size][plan.k_parts - 1][!nested_64],
                              &shape, arguments);
   }

@@ -30,6 +30,13 @@ typedef struct {
   int32_t k_splits;    /* thread blocks that share the K of a row tile (gemm_4bit_sm90: at most) */
   int32_t k_warps;     /* warps of a thread block that share its part of K */
   int32_t row_groups;  /* groups of k_warps warps, each on its own row tiles */
+  int32_t row_tiles;   /* gemm_4bit_sm90 that orders x itself: row tiles of a row block */
+  /* gemv_4bit: what a block would otherwise find by division before its first load. A team: k_splits blocks that share
+   * row tiles. */
+  int32_t group_of_warp; /* ceil(2^16 / k_warps): warp w is in group w * group_of_warp >> 16 */
+  int32_t team_tiles;    /* row tiles of a team; the first longer_teams teams have one more */
+  int32_t longer_teams;
+  int32_t steps, longer_steps; /* ceil(row tiles / row_groups) of either kind of team */
 } bsh_fused_args;
 
 #ifndef __CUDACC__

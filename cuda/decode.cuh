@@ -96,18 +96,26 @@ template <typename T> __device__ __forceinline__ void build_table(char *table, i
   }
 }
 
-// Operand register of byte I of `word`. lane_base: shared address of the table + 4 * lane.
-template <int I> __device__ __forceinline__ uint32_t decode(uint32_t word, uint32_t lane_base) {
-  uint32_t address, pair;
+// pair = the operand register of byte I of `word`. lane_base: shared address of the table + 4 * lane. SOME: only where
+// `wanted`, else what is there stays.
+template <int I, bool SOME>
+__device__ __forceinline__ void decode(uint32_t &pair, uint32_t word, uint32_t lane_base, bool wanted) {
+  uint32_t address;
   if (WIDE) address = __byte_perm(word, lane_base, 0x7604 | (I << 4));
   else address = lane_base + ((I == 0 ? word << 7 : word >> (8 * I - 7)) & 0x7F80);
-  asm("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(address));
-  return pair;
+  if (SOME)
+    asm("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p ld.shared.u32 %0, [%1];\n}"
+        : "+r"(pair)
+        : "r"(address), "r"((uint32_t)wanted));
+  else asm("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(address));
 }
 
 // 8 bytes at a shared address; ordinary memory to the compiler, so the waits for asynchronous copies order it.
 __device__ __forceinline__ uint2 load_shared(uint32_t address) {
   return *reinterpret_cast<const uint2 *>(__cvta_shared_to_generic(address));
+}
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 __device__ __forceinline__ void store_shared(uint32_t address, const float *v) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
@@ -116,15 +124,17 @@ __device__ __forceinline__ void store_shared(uint32_t address, const float *v) {
 
 // A operands of the four k16 steps of a unit: lane (g, c) of a quad holds bytes 8c..8c+7 of rows g (`upper`) and g + 8
 // (`lower`). The order of k inside a unit is then 16c + 4 * step + {0, 1, 2, 3}: x is loaded in the same order.
-__device__ __forceinline__ void decode_unit(uint32_t (*a)[4], uint2 upper, uint2 lower, uint32_t lane_base) {
-  a[0][0] = decode<0>(upper.x, lane_base), a[0][1] = decode<0>(lower.x, lane_base);
-  a[0][2] = decode<1>(upper.x, lane_base), a[0][3] = decode<1>(lower.x, lane_base);
-  a[1][0] = decode<2>(upper.x, lane_base), a[1][1] = decode<2>(lower.x, lane_base);
-  a[1][2] = decode<3>(upper.x, lane_base), a[1][3] = decode<3>(lower.x, lane_base);
-  a[2][0] = decode<0>(upper.y, lane_base), a[2][1] = decode<0>(lower.y, lane_base);
-  a[2][2] = decode<1>(upper.y, lane_base), a[2][3] = decode<1>(lower.y, lane_base);
-  a[3][0] = decode<2>(upper.y, lane_base), a[3][1] = decode<2>(lower.y, lane_base);
-  a[3][2] = decode<3>(upper.y, lane_base), a[3][3] = decode<3>(lower.y, lane_base);
+template <bool SOME = false>
+__device__ __forceinline__ void decode_unit(uint32_t (*a)[4], uint2 upper, uint2 lower, uint32_t lane_base,
+                                            bool wanted = true) {
+#pragma unroll
+  for (int k = 0; k < 4; k += 2) {
+    const uint32_t u = k ? upper.y : upper.x, l = k ? lower.y : lower.x;
+    decode<0, SOME>(a[k][0], u, lane_base, wanted), decode<0, SOME>(a[k][1], l, lane_base, wanted);
+    decode<1, SOME>(a[k][2], u, lane_base, wanted), decode<1, SOME>(a[k][3], l, lane_base, wanted);
+    decode<2, SOME>(a[k + 1][0], u, lane_base, wanted), decode<2, SOME>(a[k + 1][1], l, lane_base, wanted);
+    decode<3, SOME>(a[k + 1][2], u, lane_base, wanted), decode<3, SOME>(a[k + 1][3], l, lane_base, wanted);
+  }
 }
 
 // The value itself, of unknown origin to the compiler: it stays in a register instead of being computed again in a

@@ -1,9 +1,10 @@
 // gemm_4bit_sm90.cu - y[M, N] = x[M, K] W^T + bias for M <= 64 on Hopper's warpgroup tensor-core instructions (sm_90a).
 //
 // W is the A operand from registers: each warp decodes its 16 rows of an m64 tile, so a code is looked up once for all
-// tokens. x is the B operand in shared memory; x_units, a small kernel in front, has put it into the order of k that
-// the packed bytes dictate (decode_unit), swizzled, tokens padded with zeros, so that a plain bulk copy brings each
-// stage. The product of one unit (64 of K) is made unscaled, then added to the sums times its fp32 scales.
+// tokens. x is the B operand in shared memory, in the order of k that the packed bytes dictate (decode_unit), swizzled,
+// tokens padded with zeros. x_units, a small kernel in front, has put it so, and a plain bulk copy brings each stage;
+// or (OWN_X) four more warps do it, which saves the kernel but costs shared-memory cycles. The product of one unit (64
+// of K) is made unscaled, then added to the sums times its fp32 scales.
 //
 // Work split: W is cut into row blocks, one row tile a warp, and these into pieces of 4 units of K; the blocks of
 // threads share all pieces, in order, evenly. Where several own parts of one row block, each warp leaves its sums in
@@ -11,7 +12,9 @@
 // which order: equal inputs give equal bits.
 //
 // K_PARTS = 2: half of the warps take the first half of K, the others the second, so that row blocks are half as high.
-// The host then gives each block of threads one share of one row block, and the halves are added in shared memory.
+// The host then gives each block of threads one share of one row block, and the halves are added in shared memory. With
+// OWN_X it also chooses how many row tiles a row block has, so that all multiprocessors get one; the warps left over
+// decode nothing.
 #include "decode.cuh"
 #include "sums.cuh"
 
@@ -35,6 +38,10 @@ template <int TOKENS, int K_PARTS> constexpr int ROW_WARPS = WARPS<TOKENS, K_PAR
 template <int TOKENS, int K_PARTS> constexpr int STAGE_UNITS = (TOKENS == 64 ? 2 : 4) / K_PARTS; // of each part
 template <int TOKENS, int K_PARTS> constexpr int PART_BYTES = STAGE_UNITS<TOKENS, K_PARTS> * TOKENS * BSH_UNIT * 2;
 template <int TOKENS, int K_PARTS> constexpr int STAGE_BYTES = PART_BYTES<TOKENS, K_PARTS> * K_PARTS;
+template <int TOKENS, int K_PARTS> constexpr bool OWN_X = TOKENS == 32 && K_PARTS == 2;
+constexpr int X_WARPS = 4;
+template <int TOKENS, int K_PARTS>
+constexpr int THREADS = (WARPS<TOKENS, K_PARTS> + (OWN_X<TOKENS, K_PARTS> ? X_WARPS : 0)) * 32;
 
 // ---- barriers and copies of the asynchronous proxy ----
 
@@ -138,8 +145,20 @@ struct share {
   __device__ __forceinline__ int owner(uint32_t at) const { return ((at + 1) * gridDim.x - 1) / total; }
 };
 
+// The row tiles of a row block and the one of this warp among them; a warp left over has none.
+template <int TOKENS, int K_PARTS> struct row_tiles {
+  int count, own;
+  bool active;
+  __device__ __forceinline__ explicit row_tiles(const bsh_fused_args &args) {
+    constexpr int ROW_WARPS = bsh::ROW_WARPS<TOKENS, K_PARTS>;
+    count = OWN_X<TOKENS, K_PARTS> ? args.row_tiles : ROW_WARPS;
+    own = (threadIdx.x >> 5) % ROW_WARPS, active = !OWN_X<TOKENS, K_PARTS> || own < count;
+  }
+  __device__ __forceinline__ int tile(int block) const { return block * count + own; }
+};
+
 // The packed bytes of a warp's 16 rows, walking through the pieces. Rows and columns beyond W repeat its last ones.
-template <int ROW_WARPS> struct weight_walk {
+struct weight_walk {
   const uint8_t *row; // this lane's first row in the row block of the next piece
   uint32_t to, chunk, last_chunk, four_rows;
 
@@ -148,8 +167,8 @@ template <int ROW_WARPS> struct weight_walk {
     chunk = keep((lane & 7) * 16), last_chunk = (args.K >> 1) - 16, four_rows = args.K * 2;
     to = keep(shared_address(ring) + warp * SLOTS * PIECE_BYTES + lane_row * 128 + (chunk ^ (lane_row << 5)));
   }
-  __device__ __forceinline__ void enter(const bsh_fused_args &args, int block) {
-    const int lane_row = (threadIdx.x & 31) >> 3, tile = block * ROW_WARPS + (threadIdx.x >> 5) % ROW_WARPS;
+  __device__ __forceinline__ void enter(const bsh_fused_args &args, int tile) {
+    const int lane_row = (threadIdx.x & 31) >> 3;
     const int first = min(tile * BSH_ROW_TILE, args.N - BSH_ROW_TILE) + lane_row;
     row = keep(args.packed + (int64_t)first * (args.K >> 1));
   }
@@ -170,25 +189,25 @@ template <int ROW_WARPS> struct weight_walk {
 // units of piece c of the group (ANY_SCALES: unit c of the piece). Fetched a group ahead and kept raw until used.
 // NESTED_64: nested, one scale a unit, units of a row a multiple of 4.
 enum scale_kind { NESTED_64, ANY_SCALES };
-template <int ROW_WARPS, scale_kind KIND> struct scale_walk {
+template <scale_kind KIND> struct scale_walk {
   static constexpr int GROUP = KIND == NESTED_64 ? 4 : 1; // pieces
   static constexpr int PER_LANE = KIND == NESTED_64 ? 4 : 1;
   uint32_t raw[2]; // 4 codes; ANY_SCALES: 1 code or the fp32 bits of a plain scale
   float second[2];
   float scale[2][PER_LANE];
 
-  // Block of this lane's first scale, rows g (r = 0) and g + 8.
-  static __device__ __forceinline__ uint32_t block(const bsh_fused_args &args, position at, int r) {
-    const int units = args.K / BSH_UNIT, lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) % ROW_WARPS;
-    const int row = min((at.block * ROW_WARPS + warp) * BSH_ROW_TILE, args.N - BSH_ROW_TILE) + (lane >> 2);
-    const int first = at.piece / GROUP * (GROUP * PIECE_UNITS) + (lane & 3) * PER_LANE;
+  // Block of this lane's first scale, rows g (r = 0) and g + 8 of the tile.
+  static __device__ __forceinline__ uint32_t block(const bsh_fused_args &args, int tile, int piece, int r) {
+    const int units = args.K / BSH_UNIT, lane = threadIdx.x & 31;
+    const int row = min(tile * BSH_ROW_TILE, args.N - BSH_ROW_TILE) + (lane >> 2);
+    const int first = piece / GROUP * (GROUP * PIECE_UNITS) + (lane & 3) * PER_LANE;
     const uint32_t unit = (uint32_t)(row + r * 8) * units + min(first, units - PER_LANE);
     return KIND == NESTED_64 ? unit : unit >> args.block_shift;
   }
-  __device__ __forceinline__ void fetch(const bsh_fused_args &args, position at) {
+  __device__ __forceinline__ void fetch(const bsh_fused_args &args, int tile, int piece) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const uint32_t block = scale_walk::block(args, at, r);
+      const uint32_t block = scale_walk::block(args, tile, piece, r);
       if (KIND == NESTED_64) {
         raw[r] = *reinterpret_cast<const uint32_t *>(args.absmax_code + block);
         second[r] = args.absmax2[block / BSH_NESTED_BLOCKSIZE];
@@ -245,6 +264,48 @@ template <int TOKENS, int K_PARTS> struct x_stream {
   }
 };
 
+// OWN_X: the warps that put x in order. Element 16c + 4s + 2h + e of a unit goes to 16s + 8h + 2c + e, 16-byte chunk j
+// of token row n to chunk j ^ (n % 8). Thread t takes chunk t % 8 of the token rows t / 8 + 16 i of a stage.
+template <int TOKENS, int K_PARTS>
+__device__ __forceinline__ void order_x(const bsh_fused_args &args, const shared_layout &shared, int pieces, int piece,
+                                        int stages_left) {
+  constexpr int UNITS = STAGE_UNITS<TOKENS, K_PARTS>, GROUPS = TOKENS / 16, STEPS = PIECE_UNITS / UNITS;
+  constexpr int LOADS = K_PARTS * UNITS * GROUPS, ROWS_BYTES = 16 * 128;
+  const int t = threadIdx.x % (X_WARPS * 32), chunk = t & 7, row = t >> 3, units = args.K / BSH_UNIT;
+  const uint16_t *from[GROUPS];
+  uint32_t to[4]; // of the four pairs of 16 bytes
+#pragma unroll
+  for (int i = 0; i < GROUPS; i++)
+    from[i] = static_cast<const uint16_t *>(args.x) + min(i * 16 + row, args.M - 1) * args.ldx + chunk * 8;
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    to[i] = shared_address(shared.x) + row * 128 + (chunk >> 1) * 4 + ((((chunk & 1) * 4 + i) ^ (row & 7)) << 4);
+  uint32_t parity = 1;
+  int stage = piece * STEPS, slot = 0;
+  for (bool refill = false; stages_left > 0; stages_left--) {
+    uint4 v[LOADS];
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+      const int unit = i / (GROUPS * UNITS) * pieces * PIECE_UNITS + stage * UNITS + i / GROUPS % UNITS;
+      v[i] = make_uint4(0, 0, 0, 0);
+      if (unit < units && i % GROUPS * 16 + row < args.M)
+        v[i] = *reinterpret_cast<const uint4 *>(from[i % GROUPS] + unit * BSH_UNIT);
+    }
+    if (refill) barrier_wait(shared.empty + 8 * slot, parity);
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+      const uint32_t at = slot * STAGE_BYTES<TOKENS, K_PARTS> + i * ROWS_BYTES;
+      store_shared(to[0] + at, v[i].x), store_shared(to[1] + at, v[i].y);
+      store_shared(to[2] + at, v[i].z), store_shared(to[3] + at, v[i].w);
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // the products read through the asynchronous proxy
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) barrier_arrive(shared.full + 8 * slot);
+    if (++stage == pieces * STEPS) stage = 0;
+    if (++slot == STAGES) slot = 0, parity ^= 1, refill = true;
+  }
+}
+
 // Counts this warp among those that have left their sums: what they wrote is visible to the one that draws the last.
 __device__ __forceinline__ uint32_t take_ticket(uint32_t *counter) {
   uint32_t ticket = 0;
@@ -257,14 +318,13 @@ __device__ __forceinline__ uint32_t take_ticket(uint32_t *counter) {
 }
 
 // The parts of a row block: which blocks of threads own some, and where their sums of this warp's tile lie.
-template <int TOKENS, int ROW_WARPS> struct joint {
+template <int TOKENS> struct joint {
   static constexpr int TILE = TOKENS * BSH_ROW_TILE;
   int tile, first, parts;
   float4 *sums; // this lane's, of part 0; TILE / 4 from one part to the next
 
-  __device__ __forceinline__ joint(const bsh_fused_args &args, const share &work, int block) {
+  __device__ __forceinline__ joint(const bsh_fused_args &args, const share &work, int block, int tile) : tile(tile) {
     const uint32_t at = (uint32_t)block * work.pieces;
-    tile = block * ROW_WARPS + (threadIdx.x >> 5) % ROW_WARPS;
     first = work.owner(at), parts = work.owner(at + work.pieces - 1) - first + 1;
     sums = reinterpret_cast<float4 *>(args.partial) + (int64_t)tile * args.k_splits * (TILE / 4) + (threadIdx.x & 31);
   }
@@ -302,6 +362,11 @@ template <int TOKENS, int ROW_WARPS> struct joint {
   }
 };
 
+// A barrier of the warps that multiply.
+template <int TOKENS, int K_PARTS> __device__ __forceinline__ void products_meet() {
+  asm volatile("bar.sync 1, %0;" ::"n"(WARPS<TOKENS, K_PARTS> * 32) : "memory");
+}
+
 // Adds the sums of the other parts of K to those of the first one's warps, in the order of K. The block is done with
 // its only row block, so the rings are free.
 template <int TOKENS, int K_PARTS> __device__ __forceinline__ void add_parts(float *sum, char *ring) {
@@ -309,13 +374,13 @@ template <int TOKENS, int K_PARTS> __device__ __forceinline__ void add_parts(flo
   const int warp = threadIdx.x >> 5, part = warp / ROW_WARPS;
   float4 *const own = reinterpret_cast<float4 *>(ring) + (warp % ROW_WARPS) * (N * 32) + (threadIdx.x & 31);
   copy_wait<0>();
-  __syncthreads();
+  products_meet<TOKENS, K_PARTS>();
   if (part > 0)
 #pragma unroll
     for (int n = 0; n < N; n++)
       own[((part - 1) * ROW_WARPS * N + n) * 32] =
           make_float4(sum[4 * n], sum[4 * n + 1], sum[4 * n + 2], sum[4 * n + 3]);
-  __syncthreads();
+  products_meet<TOKENS, K_PARTS>();
   if (part > 0) return;
 #pragma unroll
   for (int k = 0; k + 1 < K_PARTS; k++)
@@ -330,54 +395,62 @@ template <typename T, int TOKENS, int K_PARTS, scale_kind KIND>
 __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
   constexpr int SUMS = TOKENS / 2, UNITS = STAGE_UNITS<TOKENS, K_PARTS>, WARPS = bsh::WARPS<TOKENS, K_PARTS>;
   constexpr int ROW_WARPS = bsh::ROW_WARPS<TOKENS, K_PARTS>;
-  constexpr bool AHEAD = bsh::AHEAD<TOKENS, K_PARTS>;
+  constexpr bool AHEAD = bsh::AHEAD<TOKENS, K_PARTS>, OWN_X = bsh::OWN_X<TOKENS, K_PARTS>;
   extern __shared__ __align__(1024) char memory[];
   const shared_layout shared = lay_out<TOKENS, K_PARTS>(memory);
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
+  // The shuffle tells the compiler that all lanes agree.
+  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), g = lane >> 2, c = lane & 3;
+  const row_tiles<TOKENS, K_PARTS> rows(args);
   share work;
   work.pieces = (args.K / BSH_UNIT + PIECE_UNITS * K_PARTS - 1) / (PIECE_UNITS * K_PARTS); // of a part of K
-  work.total = (args.N + ROW_WARPS * BSH_ROW_TILE - 1) / (ROW_WARPS * BSH_ROW_TILE) * work.pieces;
+  work.total = (args.N / BSH_ROW_TILE + rows.count - 1) / rows.count * work.pieces;
   const int base = K_PARTS == 1 ? 0 : warp / ROW_WARPS * work.pieces; // this warp's part of K: its first piece
   const uint32_t begin = work.begin(blockIdx.x);
   const int count = work.begin(blockIdx.x + 1) - begin;
   const position start = {(int)(begin / work.pieces), (int)(begin % work.pieces)};
 
   // Before the wait: constants, and hints about what will be read.
-  weight_walk<ROW_WARPS> weights(args, shared.ring);
-  weights.enter(args, start.block);
-  for (int i = 0; i < min(count, 4); i++) weights.prefetch(base + min(start.piece + i, work.pieces - 1));
+  weight_walk weights(args, shared.ring);
+  weights.enter(args, rows.tile(start.block));
+  if (warp < WARPS)
+    for (int i = 0; i < min(count, OWN_X ? 2 : 4); i++) weights.prefetch(base + min(start.piece + i, work.pieces - 1));
   build_table<T>(shared.table, args.format);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) barrier_init(shared.full + 8 * i, 1), barrier_init(shared.empty + 8 * i, WARPS);
+    for (int i = 0; i < STAGES; i++)
+      barrier_init(shared.full + 8 * i, OWN_X ? X_WARPS : 1), barrier_init(shared.empty + 8 * i, WARPS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  if (OWN_X) __syncthreads();
   wait_for_earlier_kernels();
   let_later_kernels_start();
+  if (OWN_X && warp >= WARPS)
+    return order_x<TOKENS, K_PARTS>(args, shared, work.pieces, start.piece, count * (PIECE_UNITS / UNITS));
 
   position ahead = start; // the piece that the ring loads next
   auto load_next = [&](bool there_is, uint32_t to_slot) {
-    if (there_is) weights.start(base + ahead.piece, to_slot);
+    if (there_is && rows.active) weights.start(base + ahead.piece, to_slot);
     copy_commit();
     ahead.step(work.pieces);
-    if (ahead.piece == 0) weights.enter(args, ahead.block);
+    if (ahead.piece == 0) weights.enter(args, rows.tile(ahead.block));
   };
 #pragma unroll
   for (int i = 0; i < SLOTS - 1; i++) load_next(i < count, i * PIECE_BYTES);
   x_stream<TOKENS, K_PARTS> x_in(args, shared, work.pieces, start.piece);
   int x_left = count * (PIECE_UNITS / UNITS); // stages not yet asked for
-  if (warp == 0)
+  if (!OWN_X && warp == 0)
     for (int i = 0; i < STAGES - 1 && x_left > 0; i++, x_left--) x_in.bring();
   const float map_value = args.absmax ? 0.f : args.absmax_map[threadIdx.x & 255];
   const float offset = args.absmax ? 0.f : *args.offset;
-  scale_walk<ROW_WARPS, KIND> scales;
-  scales.fetch(args, {start.block, base + start.piece});
+  scale_walk<KIND> scales;
+  scales.fetch(args, rows.tile(start.block), base + start.piece);
   if (threadIdx.x < 256) shared.map[threadIdx.x] = map_value;
-  __syncthreads();
+  products_meet<TOKENS, K_PARTS>();
 
   const uint32_t lane_base = keep(shared_address(shared.table) + lane * 4);
   const uint32_t own = keep(shared_address(shared.ring) + warp * SLOTS * PIECE_BYTES + g * 128 + (g & 3) * 32 + c * 8);
   const uint32_t x_base =
       operand_b(shared_address(shared.x) + (K_PARTS == 1 ? 0 : warp / ROW_WARPS * PART_BYTES<TOKENS, K_PARTS>));
+  uint32_t a[AHEAD ? 2 : 1][4][4] = {};
   float sum[SUMS] = {}, part[SUMS];
   uint32_t slot = 0, fill = (SLOTS - 1) * PIECE_BYTES, stage = 0, parity = 0;
   bool fresh = true;
@@ -393,25 +466,24 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
         scales.resolve(args, shared.map, offset);
         position next = {at.block, (piece / scales.GROUP + 1) * scales.GROUP};
         if (next.piece >= base + work.pieces) next.piece = base, next.block++;
-        scales.fetch(args, next);
+        scales.fetch(args, rows.tile(next.block), next.piece);
         fresh = false;
       }
-      uint32_t a[AHEAD ? 2 : 1][4][4];
       uint2 upper_bytes, lower_bytes; // of the unit decoded next, read one unit ahead
       auto read_bytes = [&](int unit) {
         const uint32_t from = (own + slot) ^ (unit * 32);
         upper_bytes = load_shared(from), lower_bytes = load_shared(from + PIECE_BYTES / 2);
       };
       read_bytes(0);
-      if (AHEAD) decode_unit(a[0], upper_bytes, lower_bytes, lane_base), read_bytes(1);
+      if (AHEAD) decode_unit<OWN_X>(a[0], upper_bytes, lower_bytes, lane_base, rows.active), read_bytes(1);
 #pragma unroll
       for (int unit = 0; unit < PIECE_UNITS; unit++) {
         if (unit % UNITS == 0) {
-          if (warp == 0 && x_left > 0) x_in.bring(), x_left--;
+          if (!OWN_X && warp == 0 && x_left > 0) x_in.bring(), x_left--;
           barrier_wait(shared.full + 8 * stage, parity);
         }
         if (!AHEAD) {
-          decode_unit(a[0], upper_bytes, lower_bytes, lane_base);
+          decode_unit<OWN_X>(a[0], upper_bytes, lower_bytes, lane_base, rows.active);
           if (unit + 1 < PIECE_UNITS) read_bytes(unit + 1);
         }
         const uint32_t x = x_base + ((stage * STAGE_BYTES<TOKENS, K_PARTS> + unit % UNITS * (TOKENS * 128)) >> 4);
@@ -420,7 +492,7 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
         for (int k = 0; k < 4; k++) warpgroup<T, TOKENS>::multiply(part, a[AHEAD ? unit & 1 : 0][k], x + k * 2, k > 0);
         products_commit();
         if (AHEAD && unit + 1 < PIECE_UNITS) {
-          decode_unit(a[(unit + 1) & 1], upper_bytes, lower_bytes, lane_base);
+          decode_unit<OWN_X>(a[(unit + 1) & 1], upper_bytes, lower_bytes, lane_base, rows.active);
           if (unit + 2 < PIECE_UNITS) read_bytes(unit + 2);
         }
         const float upper = scales.of(0, piece, unit), lower = scales.of(1, piece, unit);
@@ -440,10 +512,10 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
       if (warp >= ROW_WARPS) return;
     }
     if (from_start && at.piece == work.pieces) {
-      const int tile = at.block * ROW_WARPS + warp;
-      if (tile * BSH_ROW_TILE < args.N) store_tile<T, TOKENS / 8>(args, tile, sum);
-    } else {
-      const joint<TOKENS, ROW_WARPS> shared_block(args, work, at.block);
+      const int tile = rows.tile(at.block);
+      if (rows.active && tile * BSH_ROW_TILE < args.N) store_tile<T, TOKENS / 8>(args, tile, sum);
+    } else { // OWN_X: row blocks are shared only where every warp has a tile
+      const joint<TOKENS> shared_block(args, work, at.block, rows.tile(at.block));
       shared_block.leave(args, sum);
       if (shared_block.is_last(args)) shared_block.template join<T>(args);
     }
@@ -458,7 +530,7 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
 
 #ifdef BSH_HAS_WGMMA
 #define GEMM_BODY(T, TOKENS, K_PARTS, KIND) bsh::gemm<T, TOKENS, K_PARTS, bsh::KIND>(args);
-#define GEMM_THREADS(TOKENS, K_PARTS) (bsh::WARPS<TOKENS, K_PARTS> * 32)
+#define GEMM_THREADS(TOKENS, K_PARTS) (bsh::THREADS<TOKENS, K_PARTS>)
 #else
 #define GEMM_BODY(T, TOKENS, K_PARTS, KIND) __trap(); // the host launches these on sm_90 machine code only
 #define GEMM_THREADS(TOKENS, K_PARTS) 512
@@ -479,14 +551,14 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
 GEMM_SIZES(__nv_bfloat16, gemm_4bit_bf16)
 GEMM_SIZES(__half, gemm_4bit_f16)
 
-// x[M, K] (2-byte elements) -> [all_units][tokens][64] in the layout of one stage: element
-// 16c + 4s + 2h + e of a unit goes to 16s + 8h + 2c + e, 16-byte chunk j of token row n to chunk j ^ (n % 8). Missing
-// tokens and units are zero. Also clears the tickets, one per 16 rows of W.
+// x[M, K] (2-byte elements) -> [all_units][tokens][64] in the layout of one stage, as order_x makes it. Missing tokens
+// and units are zero. Also clears the tickets, one per 16 rows of W; with tokens = 0 nothing else.
 extern "C" __global__ void x_units(const __grid_constant__ bsh_fused_args args, uint4 *out, int tokens, int all_units) {
   bsh::wait_for_earlier_kernels();
   bsh::let_later_kernels_start();
   const int units = args.K / BSH_UNIT, at = blockIdx.x * blockDim.x + threadIdx.x;
   for (int i = at; i < args.N / BSH_ROW_TILE; i += gridDim.x * blockDim.x) args.tickets[i] = 0;
+  if (tokens == 0) return;
   const int chunk = at & 7, token = (at >> 3) % tokens, unit = (at >> 3) / tokens;
   if (unit >= all_units) return;
   uint32_t pairs[4] = {};

@@ -53,14 +53,18 @@ struct place {
 template <int UNITS> __device__ __forceinline__ place find_place(const bsh_fused_args &args) {
   place p;
   p.lane = threadIdx.x & 31, p.warp = threadIdx.x >> 5, p.g = p.lane >> 2, p.c = p.lane & 3;
-  p.split = blockIdx.x % args.k_splits;
-  const uint32_t teams = gridDim.x / args.k_splits, team = blockIdx.x / args.k_splits;
-  const uint32_t tiles = args.N / BSH_ROW_TILE; // the host keeps tiles * teams below 2^32
-  p.tile_begin = tiles * team / teams, p.tile_end = tiles * (team + 1) / teams;
-  p.row_groups = args.row_groups;
-  p.group = p.warp / args.k_warps;
+  int team = blockIdx.x;
+  p.split = 0;
+  if (args.k_splits > 1) team = blockIdx.x / args.k_splits, p.split = blockIdx.x - team * args.k_splits;
+  const bool longer = team < args.longer_teams;
+  p.tile_begin = team * args.team_tiles + min(team, args.longer_teams);
+  p.tile_end = p.tile_begin + args.team_tiles + longer;
+  p.row_groups = args.row_groups, p.steps = longer ? args.longer_steps : args.steps;
+  p.group = p.warp * args.group_of_warp >> 16;
   p.first_unit = (p.split * args.k_warps + p.warp - p.group * args.k_warps) * UNITS;
-  p.steps = (p.tile_end - p.tile_begin + p.row_groups - 1) / p.row_groups;
+  if (UNITS == 4) // with 8, registers are scarce and the compiler does better by computing these again
+    p.tile_begin = keep(p.tile_begin), p.tile_end = keep(p.tile_end), p.steps = keep(p.steps),
+    p.first_unit = keep(p.first_unit);
   return p;
 }
 

@@ -59,8 +59,8 @@ def few_rows(dtype: torch.dtype) -> None:
     """Each form of the fused kernels with tensor cores; prints what the chooser gives.
 
     On sm_90: gemv_4bit m8_k4, m8_k8, m16_k4, with groups of tokens and with K split by a cluster; gemm_4bit_sm90 m16,
-    m32, m64, m32_p2 and m64_p2 with shared row blocks. A build for compute_80 gives gemv_4bit m32_k4 and join_splits,
-    one for compute_75 the forms of sm_75.
+    m32, m64, m64_p2 with shared row blocks and m32_p2 with and without. A build for compute_80 gives gemv_4bit m32_k4
+    and join_splits, one for compute_75 the forms of sm_75.
     """
     properties = torch.cuda.get_device_properties(0)
     gpu = (10 * properties.major + properties.minor, properties.multi_processor_count)
@@ -70,6 +70,7 @@ def few_rows(dtype: torch.dtype) -> None:
         (16, 20480, (8, 16, 64)),
         (4112, 2304, (48, 64)),
         (2576, 7808, (17, 32)),
+        (8560, 2304, (17, 32)),
         (9984, 4160, (64,)),
         (16912, 4096, (32,)),
         (20480, 4096, (16,)),

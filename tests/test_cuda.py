@@ -239,7 +239,9 @@ def test_products_against_fp64(dtype, N, K, blocksize, nested):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])
-@pytest.mark.parametrize("N, K", [(4112, 2560), (2560, 8256), (6144, 6912), (16912, 4096), (20480, 4096), (48, 29440)])
+@pytest.mark.parametrize(
+    "N, K", [(4112, 2560), (2560, 8256), (6144, 6912), (8560, 2304), (16912, 4096), (20480, 4096), (48, 29440)]
+)
 def test_products_of_large_weights_with_few_rows(dtype, N, K, nested):
     """Sizes that between them take every fused form: groups of tokens, rows or K shared by blocks, two parts of K."""
     weight = Weight(N, K, dtype, nested, "nf4")
