@@ -7,12 +7,13 @@ import subprocess
 import sys
 
 import bitshard
+import pytest
 
 PACKAGE = pathlib.Path(bitshard.__file__).parent
 
 
-def report(folder: pathlib.Path) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
+def report(folder: pathlib.Path, **variables: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(folder), **variables}
     command = [sys.executable, "-m", "bitshard"]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
@@ -22,6 +23,39 @@ def test_sound_installation():
     assert not ran.stderr and f"C core        {bitshard.__version__}" in ran.stdout
     assert f"usable: {', '.join(bitshard._C.isas())}" in ran.stdout
     assert ("Nothing is wrong." in ran.stdout) is (ran.returncode == 0)
+
+
+def test_import_leaves_cuda_alone():
+    """Neither the driver is loaded nor torch's CUDA initialized by an import."""
+    code = (
+        "import torch; maps = lambda: 'libcuda.so' in open('/proc/self/maps').read(); before = maps();"
+        "import bitshard, bitsandbytes; print(maps() == before, torch.cuda.is_initialized())"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.stdout == "True False\n", ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("isa", bitshard._C.isas())
+def test_isa_of_the_environment(isa):
+    assert f"CPU kernels   {isa} (usable:" in report(PACKAGE.parent, BITSHARD_ISA=isa).stdout
+
+
+def test_unknown_isa():
+    """The report names the variable, and not a new installation, as what to mend."""
+    ran = report(PACKAGE.parent, BITSHARD_ISA="neon")
+    assert ran.returncode == 1 and "unknown instruction set" in ran.stdout
+    assert "To mend: unset BITSHARD_ISA\n" in ran.stdout
+
+
+def test_original_bitsandbytes_is_active(tmp_path):
+    """An original on the path takes the façade's place, and transformers then does not use bitshard."""
+    (tmp_path / "bitsandbytes").mkdir()
+    (tmp_path / "bitsandbytes" / "__init__.py").touch()
+    (tmp_path / "bitsandbytes-0.50.2.dist-info").mkdir()
+    (tmp_path / "bitsandbytes-0.50.2.dist-info" / "METADATA").write_text("Name: bitsandbytes\nVersion: 0.50.2\n")
+    ran = report(tmp_path)
+    assert ran.returncode == 1 and "0.50.2: upstream, so bitshard is not used" in ran.stdout
+    assert "To mend: pip install" in ran.stdout and "./python/bitsandbytes" in ran.stdout
 
 
 def test_broken_core(tmp_path):

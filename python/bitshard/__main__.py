@@ -45,7 +45,9 @@ def _core() -> tuple[list[tuple[str, str]], str | None]:
 
         from bitshard import _C
     except ImportError as error:
-        return [("C core", f"cannot be imported: {error}")], rebuild
+        causes = {"BITSHARD_ISA": "unset BITSHARD_ISA", "needs torch >= 2.10": "pip install 'torch>=2.10'"}
+        mends = [mend for cause, mend in causes.items() if cause in str(error)]
+        return [("C core", f"cannot be imported: {error}")], (mends or [rebuild])[0]
     usable = ", ".join(_C.isas())
     rows = [("C core", _C.version), ("CPU kernels", f"{_C.isa()} (usable: {usable}; BITSHARD_ISA= lowers it)")]
     cuda = _C.cuda_state()
