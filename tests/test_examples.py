@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,15 +44,27 @@ def job(tmp_path_factory):
     return folder
 
 
+def start(command, folder=None):
+    """Output of a command, without GPUs; AssertionError where it fails."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def launch(version):
+    """The command of `accelerate launch` with an example's config."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    return [*command, "--config_file", str(EXAMPLES / f"fsdp{version}.yaml")]
+
+
 def run(job, name, launcher, *options):
     """Run examples/observe.py, which runs examples/qlora.py; return the reports of its processes."""
     reports = job / name
     command = [*launcher, str(EXAMPLES / "observe.py"), str(reports), "--model", str(job / "model")]
     command += ["--text", str(job / "text.txt"), "--output", str(reports), "--steps", "2", "--length", "32"]
     command += ["--lr", "1e-2", "--dtype", "float32", *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    start(command)
     return [json.loads(file.read_text()) for file in sorted(reports.glob("rank*.json"))]
 
 
@@ -60,8 +73,7 @@ def test_one_process_and_fsdp2_train_alike(job):
     from safetensors.torch import load_file
 
     (alone,) = run(job, "alone", [sys.executable], "--batch", "2")
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(EXAMPLES / "fsdp2.yaml")]
-    sharded = run(job, "fsdp2", [*launcher, "--main_process_port", "0"])
+    sharded = run(job, "fsdp2", launch(2))
     assert [report["sharding"] for report in (alone, *sharded)] == ["none", "FSDP2", "FSDP2"]
     assert len(alone["losses"]) == 2
     for report in sharded:
@@ -71,6 +83,24 @@ def test_one_process_and_fsdp2_train_alike(job):
         adapter = load_file(job / name / "adapter_model.safetensors")
         trained = [tensor for key, tensor in adapter.items() if "lora_B" in key]
         assert len(trained) == 14 and all(tensor.abs().max() > 0 for tensor in trained)
+
+
+def test_the_readme_as_written(job):
+    """Its example and the line that proves sharding, with another model, data and fewer steps, on two processes."""
+    blocks = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL)
+    data = "import datasets\nrows = [list(range(24))] * 32\n"
+    data += "my_dataset = datasets.Dataset.from_dict({'input_ids': rows, 'labels': rows})\n"
+    script = data + "\n".join(blocks)
+    for written, here in (
+        ('"meta-llama/Llama-3.1-8B"', repr(str(job / "model"))),
+        ("max_steps=100", "max_steps=2, report_to=[]"),
+    ):
+        assert script.count(written) == 1
+        script = script.replace(written, here)
+    (job / "train.py").write_text(script)
+    output = start([*launch(2), str(EXAMPLES / "cpu_fsdp.py"), "train.py"], job)
+    assert output.count("4-bit base sharded by FSDP2 over 2 ranks: 14 weights, ") == 2 and "(1/2.00)" in output
+    assert (job / "out" / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.parametrize("version", [1, 2])
