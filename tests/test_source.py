@@ -3,6 +3,8 @@
 import pathlib
 import re
 import subprocess
+import sys
+import tarfile
 
 import bitshard
 import pytest
@@ -85,6 +87,19 @@ def test_no_leftovers():
         path for path in files() if path.suffix in (".py", ".c", ".h", ".cu", ".cuh") and path.name != "test_source.py"
     ]
     assert not {str(path): note.search(read(path)).group() for path in code if note.search(read(path))}
+
+
+def test_source_distribution_is_whole(tmp_path):
+    """Everything that a build needs is in the sdist."""
+    pytest.importorskip("setuptools")
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path), "sdist", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (archive,) = tmp_path.glob("bitshard-*.tar.gz")
+    with tarfile.open(archive) as names:
+        packed = {name.partition("/")[2] for name in names.getnames()}
+    needed = [path.relative_to(ROOT).as_posix() for path in files()]
+    needed = [name for name in needed if name.startswith(("csrc/", "cuda/", "python/bitshard/"))]
+    assert len(needed) > 40 and not set(needed) - packed and {"setup.py", "pyproject.toml", "LICENSE"} <= packed
 
 
 def test_arrows_point_down():
