@@ -56,7 +56,6 @@ _BYTES = {
     aten.set_.source_Storage_storage_offset,
     aten.set_.source_Tensor,
     aten.view.dtype,
-    aten.zero_.default,
 }
 _COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional"}
 
