@@ -554,8 +554,8 @@ GEMM_SIZES(__half, gemm_4bit_f16)
 // x[M, K] (2-byte elements) -> [all_units][tokens][64] in the layout of one stage, as order_x makes it. Missing tokens
 // and units are zero. Also clears the tickets, one per 16 rows of W; with tokens = 0 nothing else.
 extern "C" __global__ void x_units(const __grid_constant__ bsh_fused_args args, uint4 *out, int tokens, int all_units) {
+  bsh::let_later_kernels_start(); // the product waits for this kernel, which waits for those before it
   bsh::wait_for_earlier_kernels();
-  bsh::let_later_kernels_start();
   const int units = args.K / BSH_UNIT, at = blockIdx.x * blockDim.x + threadIdx.x;
   for (int i = at; i < args.N / BSH_ROW_TILE; i += gridDim.x * blockDim.x) args.tickets[i] = 0;
   if (tokens == 0) return;
