@@ -7,8 +7,8 @@ from fsdp.launch import launch
 
 CHECKS = (
     "offload checkpointing no_reshard freed_after_use single_layers inference_mode assign assign_misfits dequantize "
-    "hsdp eval_modes sharded_state_dict torch_save full_state_dict torch_full_state_dict broadcast contradictions dcp "
-    "loss_curves resume casts_raise fp16 describe fsdp1_options fsdp1_state_dicts"
+    "replicated hsdp eval_modes sharded_state_dict torch_save full_state_dict torch_full_state_dict broadcast "
+    "contradictions dcp loss_curves resume casts_raise fp16 describe fsdp1_options fsdp1_state_dicts"
 ).split()
 THREE_RANKS = (
     "inference_mode",

@@ -19,7 +19,7 @@ from bitshard.functional import dequantize_4bit
 from bitshard.linear import Linear4bit
 from bitshard.shard import PackedShard
 from bitshard.tensor import Params4bit
-from common import Block, Spy, as_bytes, finish, gathered_dtypes, hostile_values, plant, start
+from common import STORAGES, Block, Spy, as_bytes, finish, gathered_dtypes, hostile_values, plant, start
 from matrix import BASE_DTYPE, shard_fsdp1
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -41,6 +41,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 SHAPE = (35, 33)
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -215,6 +216,21 @@ def check_dequantize(device, args):
                 expected = dequantize_4bit(alone.weight.data, alone.quant_state)
                 assert torch.equal(values.to_local(), expected) and values.size() == expected.size()
             model(batch(device)).float().sum().backward()
+
+
+def check_replicated(device, args):
+    """DDP, and weights that fully_shard or FSDP1 is told to ignore, are whole and exact on every rank."""
+
+    def ignoring(wrap, name):
+        model = build(device)
+        return wrap(model, **{name: {layer.weight for layer in layers(model)}})
+
+    wholes = [DistributedDataParallel(build(device, storage=storage)) for storage in STORAGES.values()]
+    wholes.append(ignoring(fully_shard, "ignored_params"))
+    wholes.append(ignoring(functools.partial(FullyShardedDataParallel, device_id=device), "ignored_states"))
+    for i, model in enumerate(wholes):
+        exact(model, device, build(device, storage=[*STORAGES.values(), torch.uint8, torch.uint8][i]))
+        assert "not sharded" in fsdp.describe(model)
 
 
 def check_hsdp(device, args):
