@@ -78,6 +78,23 @@ def test_outputs_that_do_not_fit(call, good):
         call(weight(), torch.empty(numel + 1, 7, dtype=dtype))
 
 
+def test_scales_on_the_meta_device_raise():
+    """As FSDP2 leaves them between gathers: a result would be uninitialized memory."""
+    for nested in (False, True):
+        packed, state = functional.quantize_nf4(weight(), compress_statistics=nested)
+        state.absmax = state.absmax.to("meta")
+        for call in (
+            lambda p=packed, s=state: functional.dequantize_4bit(p, s),
+            lambda p=packed, s=state: functional.linear_4bit(torch.randn(2, 130), p, s),
+            lambda p=packed, s=state: matmul_4bit(torch.randn(99, 130), p, s),
+        ):
+            with pytest.raises(ValueError, match="on cpu, its scales are on meta"):
+                call()
+    code, state = functional.quantize_blockwise(weight())
+    with pytest.raises(RuntimeError, match="tensors on cpu and meta"):
+        functional.dequantize_blockwise(code, absmax=state.absmax.to("meta"))
+
+
 def gemv(w, out):
     packed, state = functional.quantize_nf4(w)
     return functional.gemv_4bit(torch.randn(1, 130), packed, out=out, state=state)

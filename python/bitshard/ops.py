@@ -51,6 +51,13 @@ def table(name: str) -> Tensor:
     return torch.frombuffer(bytearray(_C.table(name)), dtype=torch.float32) + 0.0
 
 
+def _check_devices(op: str, real: Tensor, *others: Tensor) -> None:
+    """A call with any tensor on the meta device comes to the fake; a result on a real one would be uninitialized."""
+    for other in others:
+        if other.device != real.device and not real.is_meta:
+            raise RuntimeError(f"{op}: tensors on {real.device} and {other.device}")
+
+
 @torch.library.register_fake("bitshard::quantize_4bit")
 def _(x: Tensor, blocksize: int, format: int, storage: torch.dtype) -> tuple[Tensor, Tensor]:
     n = x.numel()
@@ -61,35 +68,35 @@ def _(x: Tensor, blocksize: int, format: int, storage: torch.dtype) -> tuple[Ten
 
 @torch.library.register_fake("bitshard::dequantize_4bit")
 def _(packed, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, dtype) -> Tensor:
+    _check_devices("dequantize_4bit", packed, absmax, absmax_map, absmax2, offset)
     return packed.new_empty((rows, columns), dtype=dtype)
 
 
 @torch.library.register_fake("bitshard::quantize_blockwise")
 def _(x: Tensor, map: Tensor, offset: Tensor, blocksize: int) -> tuple[Tensor, Tensor]:
+    _check_devices("quantize_blockwise", x, map, offset)
     n_blocks = (x.numel() + blocksize - 1) // blocksize
     return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty((n_blocks,), dtype=torch.float32)
 
 
 @torch.library.register_fake("bitshard::dequantize_blockwise")
 def _(code: Tensor, absmax: Tensor, map: Tensor, offset: Tensor, blocksize: int, dtype: torch.dtype) -> Tensor:
+    _check_devices("dequantize_blockwise", code, absmax, map, offset)
     return code.new_empty(code.shape, dtype=dtype)
-
-
-def _check_device(op: str, x: Tensor, packed: Tensor) -> None:
-    """A real x and a weight on the meta device come here, too: a result on the device of x would be uninitialized."""
-    torch._check(x.device == packed.device, lambda: f"{op}: the activation is on {x.device}, packed on {packed.device}")
 
 
 @torch.library.register_fake("bitshard::linear_4bit")
 def _(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K) -> Tensor:
-    _check_device("linear_4bit", x, packed)
+    _check_devices("linear_4bit", x, packed, absmax, absmax_map, absmax2, offset, bias)
+    _check_devices("linear_4bit", packed, x)
     torch._check(x.shape[-1] == K, lambda: f"linear_4bit: x has {x.shape[-1]} columns, the weight needs {K}")
     return x.new_empty((*x.shape[:-1], N))
 
 
 @torch.library.register_fake("bitshard::linear_4bit_dgrad")
 def _(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K) -> Tensor:
-    _check_device("linear_4bit_dgrad", dy, packed)
+    _check_devices("linear_4bit_dgrad", dy, packed, absmax, absmax_map, absmax2, offset)
+    _check_devices("linear_4bit_dgrad", packed, dy)
     torch._check(dy.shape[-1] == N, lambda: f"linear_4bit_dgrad: dy has {dy.shape[-1]} columns, the weight needs {N}")
     return dy.new_empty((*dy.shape[:-1], K))
 
