@@ -11,10 +11,11 @@ BASELINE = "trainer trainer_bf16 sft dora kbit fp16".split()
 FSDP2 = [
     "save_state",
     *BASELINE,
-    *"planted planted_bf16 resume resume_full adapter merge merge_dora save_pretrained loaded_early".split(),
+    *"resume resume_full adapter merge merge_dora save_pretrained loaded_early".split(),
 ]
-FSDP1 = "fp32_base trainer trainer_bf16 sft dora planted planted_bf16 merge_fsdp1".split()
-BOUNDS = {"trainer": 1e-5, "dora": 1e-5, "trainer_bf16": 2e-3, "sft": 2e-3, "kbit": 2e-3, "fp16": 5e-3}
+FSDP1 = "fp32_base trainer trainer_bf16 sft dora planted merge_fsdp1".split()
+# relative, of each loss; a planted fault makes 4e-3 or more
+BOUNDS = {"trainer": 1e-5, "dora": 1e-5, "trainer_bf16": 1e-3, "sft": 1e-3, "kbit": 1e-3, "fp16": 1e-3}
 BASE_BYTES = 21888  # packed bytes of the tiny model's 14 linears; 684 scales
 
 
@@ -49,6 +50,13 @@ def alone(folder):
     """One process."""
     run([sys.executable, str(WORKERS / "train.py"), *options(folder, "alone", BASELINE)], 240)
     return results(folder, "alone", 1)
+
+
+@pytest.fixture(scope="module")
+def broken(folder):
+    """The same with one packed word in 1,000 changed."""
+    run([sys.executable, str(WORKERS / "train.py"), "--plant", *options(folder, "broken", BASELINE)], 240)
+    return results(folder, "broken", 1)
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +97,15 @@ def test_other_fsdp2_options_give_the_same(folder, alone):
     assert all("(1/2.00)" in found[name]["report"] for name in names)
 
 
-@pytest.mark.parametrize(("scenario", "fault"), [("trainer", "planted"), ("trainer_bf16", "planted_bf16")])
-def test_a_planted_fault_leaves_the_curve(alone, fsdp1, fsdp2, scenario, fault):
-    assert gap(alone[scenario]["losses"], fsdp2[fault]["losses"]) > BOUNDS[scenario]
-    assert "checksum" in fsdp1[fault]["error_seen"]
+@pytest.mark.parametrize("scenario", BASELINE)
+def test_a_planted_fault_leaves_the_curve(broken, fsdp1, fsdp2, scenario):
+    for sharded in (fsdp1, fsdp2):
+        if scenario in sharded:
+            assert gap(broken[scenario]["losses"], sharded[scenario]["losses"]) > BOUNDS[scenario]
+
+
+def test_a_planted_fault_raises_under_fsdp1(fsdp1):
+    assert "checksum" in fsdp1["planted"]["error_seen"]
 
 
 def test_default_uint8_storage_is_sharded(fsdp1, fsdp2):
