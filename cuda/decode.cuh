@@ -85,11 +85,11 @@ __device__ __forceinline__ float code_value(int format, int code) {
   return format == BSH_FP4 ? pick(code, BSH_FP4_VALUES) : pick(code, BSH_NF4_VALUES);
 }
 
-// Fills the pair table; the first `threads` threads of the block, whole warps, then a barrier by the caller.
-template <typename T> __device__ __forceinline__ void build_table(char *table, int format, int threads) {
+// Fills the pair table; all warps of the block, then a barrier by the caller.
+template <typename T> __device__ __forceinline__ void build_table(char *table, int format) {
   const float value = code_value(format, threadIdx.x & 15);
-  for (int i = threadIdx.x; i < 256 * 8; i += threads) {
-    const int byte = i >> 3; // whole warps take part in the shuffles
+  for (int i = threadIdx.x; i < 256 * 8; i += blockDim.x) {
+    const int byte = i >> 3; // blockDim is a multiple of 32: whole warps take part in the shuffles
     const float first = __shfl_sync(~0u, value, byte >> 4), second = __shfl_sync(~0u, value, byte & 15);
     const uint32_t pair = number<T>::pair(first, second);
     *reinterpret_cast<uint4 *>(table + byte * TABLE_ROW + (i & 7) * 16) = make_uint4(pair, pair, pair, pair);

@@ -409,25 +409,22 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
   const int count = work.begin(blockIdx.x + 1) - begin;
   const position start = {(int)(begin / work.pieces), (int)(begin % work.pieces)};
 
+  // Before the wait: constants, and hints about what will be read.
+  weight_walk weights(args, shared.ring);
+  weights.enter(args, rows.tile(start.block));
+  if (warp < WARPS)
+    for (int i = 0; i < min(count, OWN_X ? 2 : 4); i++) weights.prefetch(base + min(start.piece + i, work.pieces - 1));
+  build_table<T>(shared.table, args.format);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++)
       barrier_init(shared.full + 8 * i, OWN_X ? X_WARPS : 1), barrier_init(shared.empty + 8 * i, WARPS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  if (OWN_X) {
-    __syncthreads(); // the barriers are there
-    if (warp >= WARPS) {
-      wait_for_earlier_kernels();
-      return order_x<TOKENS, K_PARTS>(args, shared, work.pieces, start.piece, count * (PIECE_UNITS / UNITS));
-    }
-  }
-  // Before the wait: constants, and hints about what will be read.
-  weight_walk weights(args, shared.ring);
-  weights.enter(args, rows.tile(start.block));
-  for (int i = 0; i < min(count, OWN_X ? 2 : 4); i++) weights.prefetch(base + min(start.piece + i, work.pieces - 1));
-  build_table<T>(shared.table, args.format, WARPS * 32);
+  if (OWN_X) __syncthreads();
   wait_for_earlier_kernels();
   let_later_kernels_start();
+  if (OWN_X && warp >= WARPS)
+    return order_x<TOKENS, K_PARTS>(args, shared, work.pieces, start.piece, count * (PIECE_UNITS / UNITS));
 
   position ahead = start; // the piece that the ring loads next
   auto load_next = [&](bool there_is, uint32_t to_slot) {

@@ -237,7 +237,7 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
 #pragma unroll
   for (int i = 0; i < 4; i++)
     if (i / PIECES < p.steps) stream.prefetch(p.tile(i / PIECES), i % PIECES);
-  build_table<T>(shared.table, args.format, blockDim.x);
+  build_table<T>(shared.table, args.format);
   wait_for_earlier_kernels();
   let_later_kernels_start();
 
