@@ -248,7 +248,7 @@ typedef struct {
   int32_t k_parts, warps; /* template arguments of the kernel; warps: those that multiply */
   int32_t row_tiles;      /* of a row block */
   bool own_x;             /* the kernel orders x itself (OWN_X) */
-  bool alone;             /* every row block has one block of threads: nothing to join */
+  bool alone;             /* own_x, and every row block has one block of threads: no kernel in front, nothing to join */
 } gemm_plan;
 
 enum { TWO_PARTS_WEIGHTS_32 = 64000000, TWO_PARTS_WEIGHTS_64 = 40000000 };
@@ -276,7 +276,7 @@ static gemm_plan plan_gemm(int64_t M, int64_t N, int64_t K, int32_t sms) {
   const int64_t row_blocks = ceil_div(tiles, plan.row_tiles), all_pieces = row_blocks * pieces;
   const int64_t shares = smaller(sms / row_blocks, pieces); /* of a row block, two parts: at least 1 */
   plan.blocks = plan.k_parts == 2 ? row_blocks * shares : smaller(sms, all_pieces);
-  plan.alone = plan.k_parts == 2 && shares == 1;
+  plan.alone = plan.own_x && shares == 1;
   plan.splits = smaller(pieces / (all_pieces / plan.blocks) + 2, plan.blocks);
   plan.x_units = pieces * PIECE_UNITS * plan.k_parts;
   plan.x_bytes = plan.own_x ? 0 : plan.x_units * plan.tokens * BSH_UNIT * 2;
@@ -312,7 +312,7 @@ static bsh_status launch_gemm(const bsh_linear_4bit_args *args, const bsh_cuda_c
     kernel_args.partial = (float *)(memory + plan.x_bytes + plan.ticket_bytes);
   }
   bsh_status status = BSH_OK;
-  if (!plan.own_x || !plan.alone) status = launch_x_units(&plan, &kernel_args, memory, context);
+  if (!plan.alone) status = launch_x_units(&plan, &kernel_args, memory, context);
   if (status == BSH_OK) {
     if (!plan.own_x) kernel_args.x = memory;
     void *arguments[] = {&kernel_args};

@@ -19,7 +19,7 @@ isa_flags() { # the same as ISA_FLAGS in setup.py
   esac
 }
 
-sources="status packed cpu cpu_linear cpu_scalar"
+sources="status packed cpu cpu_linear cpu_scalar cuda_linear select"
 case $(uname -m) in x86_64) sources="$sources cpu_avx2 cpu_avx512 cpu_avx512_linear" ;; esac
 objects=
 for name in $sources; do
@@ -27,7 +27,7 @@ for name in $sources; do
   ${CC:-gcc} $flags $sanitize $(isa_flags "$name") -c "$root/csrc/$name.c" -o "$build/$name.o"
   objects="$objects $build/$name.o"
 done
-for test in test_packed test_cpu; do
+for test in test_packed test_cpu test_launch; do
   # shellcheck disable=SC2086
   ${CC:-gcc} $flags $sanitize "$root/tests/core/$test.c" $objects -lm -o "$build/$test"
   "$build/$test" "$seed" "$rounds"
