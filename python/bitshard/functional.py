@@ -344,7 +344,8 @@ def dequantize_4bit(
         raise
     if len(shape) != 2:
         values = values.view(shape)
-    values = into(out, values, "out")
+    if out is not None:
+        values = into(out, values, "out")
     row = A.dim() == 2 and A.size(0) == 1 and A.size(1) > 1
     return values.t() if row and len(shape) == 2 else values
 
