@@ -12,6 +12,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "arithmetic.h"
 #include "kernels.h"
 
 static inline uint32_t float_bits(const float value) {
@@ -64,8 +65,6 @@ static inline uint16_t f32_to_f16(const float value) {
   const float shifted = bits_float(magnitude) * 0x1p24f + 0x1p23f; /* the sum rounds to the spacing of fp16 denormals */
   return (uint16_t)(sign | (float_bits(shifted) & 0x7FFFu));
 }
-
-static inline int64_t dtype_size(const bsh_dtype dtype) { return dtype == BSH_F32 ? 4 : 2; }
 
 static inline float load_f32(const void *const x, const bsh_dtype dtype, const int64_t i) {
   if (dtype == BSH_F32) return ((const float *)x)[i];
@@ -128,9 +127,5 @@ static inline void block_values(const bsh_format format, const bsh_dtype dtype, 
 static inline uint8_t packed_code(const uint8_t *const packed, const int64_t i) {
   return i % 2 ? packed[i / 2] & 15 : packed[i / 2] >> 4;
 }
-
-static inline int64_t min_i64(const int64_t a, const int64_t b) { return a < b ? a : b; }
-
-static inline int64_t divide_up(const int64_t a, const int64_t b) { return a / b + (a % b != 0); }
 
 #endif

@@ -2,12 +2,11 @@
  *
  * Forward takes panels of rows of W, the input gradient panels of columns: each panel gives its own columns of the
  * result, written once. Nothing is accumulated over panels, so the rounding is that of the whole GEMM. */
+#include "arithmetic.h"
 #include "cublas.h"
 #include "cuda_ops.h"
 #include "tensor.h"
 #include "torch_gemm.h"
-
-static int64_t itemsize_of(const bsh_dtype dtype) { return dtype == BSH_F32 ? 4 : 2; }
 
 /* Memory for a panel and, as far as the bound allows, behind it for cuBLAS. */
 typedef struct {
@@ -16,13 +15,11 @@ typedef struct {
   int64_t workspace_bytes;
 } panel_memory;
 
-static int64_t smaller(const int64_t a, const int64_t b) { return a < b ? a : b; }
-
 static bsh_status new_panel(const bsh_cuda_context *const context, const int64_t n, const bsh_dtype dtype,
                             panel_memory *const panel) {
-  const int64_t itemsize = itemsize_of(dtype), bytes = (n * itemsize + 255) / 256 * 256;
+  const int64_t itemsize = dtype_size(dtype), bytes = divide_up(n * itemsize, 256) * 256;
   const int64_t left = (bsh_cuda_workspace_bytes() - bytes) / 256 * 256;
-  panel->workspace_bytes = context->operands->cublas && left > 0 ? smaller(left, BSH_CUBLAS_WORKSPACE) : 0;
+  panel->workspace_bytes = context->operands->cublas && left > 0 ? min_i64(left, BSH_CUBLAS_WORKSPACE) : 0;
   const int64_t all = (bytes + panel->workspace_bytes) / itemsize;
   BSH_TRY(bsh_cuda_scratch_of(context, all, bsh_torch_dtype(dtype), itemsize, &panel->scratch));
   panel->data = panel->scratch.data;
@@ -41,7 +38,7 @@ static bsh_status multiply(const bsh_cuda_context *const context, const bsh_dtyp
 }
 
 bsh_status bsh_cuda_linear_4bit_dense(const bsh_linear_4bit_args *const args, const bsh_cuda_context *const context) {
-  const int64_t M = args->M, N = args->N, K = args->K, itemsize = itemsize_of(args->dtype);
+  const int64_t M = args->M, N = args->N, K = args->K, itemsize = dtype_size(args->dtype);
   const int64_t lines = bsh_panel_lines(N, K, itemsize, bsh_cuda_workspace_bytes());
   const bsh_torch_operands *const operands = context->operands;
   const bsh_torch_matrix x = {operands->x, args->x, 0, M, K, K, 1};
@@ -49,7 +46,7 @@ bsh_status bsh_cuda_linear_4bit_dense(const bsh_linear_4bit_args *const args, co
   BSH_TRY(new_panel(context, lines * K, args->dtype, &panel));
   bsh_status status = BSH_OK;
   for (int64_t row = 0; row < N && status == BSH_OK; row += lines) {
-    const int64_t n_rows = smaller(lines, N - row);
+    const int64_t n_rows = min_i64(lines, N - row);
     const bsh_dequantize_4bit_args rectangle = {.weight = args->weight,
                                                 .out = panel.data,
                                                 .columns = K,
@@ -71,7 +68,7 @@ bsh_status bsh_cuda_linear_4bit_dense(const bsh_linear_4bit_args *const args, co
 
 bsh_status bsh_cuda_linear_4bit_dgrad(const bsh_linear_4bit_dgrad_args *const args,
                                       const bsh_cuda_context *const context) {
-  const int64_t M = args->M, N = args->N, K = args->K, itemsize = itemsize_of(args->dtype);
+  const int64_t M = args->M, N = args->N, K = args->K, itemsize = dtype_size(args->dtype);
   const int64_t lines = bsh_panel_lines(K, N, itemsize, bsh_cuda_workspace_bytes());
   const bsh_torch_operands *const operands = context->operands;
   const bsh_torch_matrix dy = {operands->x, args->dy, 0, M, N, N, 1};
@@ -79,7 +76,7 @@ bsh_status bsh_cuda_linear_4bit_dgrad(const bsh_linear_4bit_dgrad_args *const ar
   BSH_TRY(new_panel(context, lines * N, args->dtype, &panel));
   bsh_status status = BSH_OK;
   for (int64_t column = 0; column < K && status == BSH_OK; column += lines) {
-    const int64_t n_columns = smaller(lines, K - column);
+    const int64_t n_columns = min_i64(lines, K - column);
     const bsh_dequantize_4bit_args rectangle = {.weight = args->weight,
                                                 .out = panel.data,
                                                 .columns = K,

@@ -5,15 +5,13 @@
 #include <stdbool.h>
 #include <stddef.h>
 
+#include "arithmetic.h"
 #include "cuda_ops.h"
 #include "select.h"
 
 #ifndef BSH_CUDA_ARCHS
 #define BSH_CUDA_ARCHS "75,80,90a,100,120,compute_120" /* a build without kernels chooses like one with all of them */
 #endif
-
-static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* What this build's kernels were compiled for as the driver loads them on GPU `sm`; the last answer is kept. */
 static bsh_kernel_image image_for(int32_t sm) {
@@ -67,15 +65,15 @@ static int32_t gemv_token_tiles(int64_t M, int32_t arch) {
 static gemv_plan plan_gemv(int64_t M, int64_t N, int64_t K, int32_t arch, int32_t sms) {
   const int64_t units = K / BSH_UNIT, tiles = N / BSH_ROW_TILE, warps = gemv_warps(arch);
   gemv_plan plan = {.token_tiles = gemv_token_tiles(M, arch)};
-  plan.token_groups = (int32_t)ceil_div(M, plan.token_tiles * 8);
+  plan.token_groups = (int32_t)divide_up(M, plan.token_tiles * 8);
   plan.units = plan.token_tiles == 1 && units > 4 * warps ? 8 : 4;
-  const int64_t all_warps = ceil_div(units, plan.units);
-  plan.k_splits = (int32_t)ceil_div(all_warps, warps);
-  plan.k_warps = (int32_t)ceil_div(all_warps, plan.k_splits);
+  const int64_t all_warps = divide_up(units, plan.units);
+  plan.k_splits = (int32_t)divide_up(all_warps, warps);
+  plan.k_warps = (int32_t)divide_up(all_warps, plan.k_splits);
   const int64_t most = teams_at_once(sms, plan.k_splits, is_wide(arch)) / plan.token_groups;
   const int64_t teams = most > 0 ? most : 1;
-  plan.row_groups = (int32_t)smaller(warps / plan.k_warps, ceil_div(tiles, teams));
-  plan.teams = (int32_t)smaller(teams, ceil_div(tiles, plan.row_groups));
+  plan.row_groups = (int32_t)min_i64(warps / plan.k_warps, divide_up(tiles, teams));
+  plan.teams = (int32_t)min_i64(teams, divide_up(tiles, plan.row_groups));
   return plan;
 }
 
@@ -140,8 +138,6 @@ static bsh_fused_args fused_args(const bsh_linear_4bit_args *args) {
   };
 }
 
-static bool aligned(const void *p, uintptr_t bytes) { return (uintptr_t)p % bytes == 0; }
-
 static bsh_status launch_gemv(const bsh_linear_4bit_args *args, const bsh_cuda_context *context) {
   const int32_t arch = image_for(context->sm).arch;
   const int dtype = args->dtype == BSH_F16, generation = is_wide(arch) ? 2 : arch >= 80;
@@ -152,10 +148,10 @@ static bsh_status launch_gemv(const bsh_linear_4bit_args *args, const bsh_cuda_c
   bsh_fused_args kernel_args = fused_args(args);
   const int32_t tiles = (int32_t)(args->N / BSH_ROW_TILE), team_tiles = tiles / plan.teams;
   kernel_args.k_splits = plan.k_splits, kernel_args.k_warps = plan.k_warps, kernel_args.row_groups = plan.row_groups;
-  kernel_args.group_of_warp = (int32_t)ceil_div(1 << 16, plan.k_warps);
+  kernel_args.group_of_warp = (int32_t)divide_up(1 << 16, plan.k_warps);
   kernel_args.team_tiles = team_tiles, kernel_args.longer_teams = tiles % plan.teams;
-  kernel_args.steps = (int32_t)ceil_div(team_tiles, plan.row_groups);
-  kernel_args.longer_steps = (int32_t)ceil_div(team_tiles + 1, plan.row_groups);
+  kernel_args.steps = (int32_t)divide_up(team_tiles, plan.row_groups);
+  kernel_args.longer_steps = (int32_t)divide_up(team_tiles + 1, plan.row_groups);
 
   bsh_cuda_scratch scratch = {0};
   if (plan.k_splits > 1) {
@@ -175,7 +171,7 @@ static bsh_status launch_gemv(const bsh_linear_4bit_args *args, const bsh_cuda_c
       bsh_cuda_launch(context, &gemv_kernels[generation][dtype][shape_index][!nested_64], &shape, arguments);
   if (status == BSH_OK && plan.k_splits > 1 && generation != 2) {
     const bsh_cuda_launch_shape join = {
-        .grid = {(uint32_t)ceil_div(args->N * plan.token_tiles * 8, 256), (uint32_t)plan.token_groups, 1},
+        .grid = {(uint32_t)divide_up(args->N * plan.token_tiles * 8, 256), (uint32_t)plan.token_groups, 1},
         .block = {256, 1, 1}};
     status = bsh_cuda_launch(context, &join_kernels[dtype][plan.token_tiles / 2], &join, arguments);
   }
@@ -185,9 +181,9 @@ static bsh_status launch_gemv(const bsh_linear_4bit_args *args, const bsh_cuda_c
 
 /* Rows [m, m + most) of the product, or what is left of them. */
 static bsh_linear_4bit_args slice_of(const bsh_linear_4bit_args *args, int64_t m, int64_t most) {
-  const int64_t itemsize = args->dtype == BSH_F32 ? 4 : 2;
+  const int64_t itemsize = dtype_size(args->dtype);
   bsh_linear_4bit_args slice = *args;
-  slice.M = smaller(most, args->M - m);
+  slice.M = min_i64(most, args->M - m);
   slice.x = (const char *)args->x + m * args->ldx * itemsize;
   slice.y = (char *)args->y + m * args->ldy * itemsize;
   return slice;
@@ -203,7 +199,7 @@ static bsh_status launch_simt(const bsh_linear_4bit_args *args, const bsh_cuda_c
   }
   static bsh_cuda_kernel kernels[3][2] = {SIMT_KERNELS("f32"), SIMT_KERNELS("f16"), SIMT_KERNELS("bf16")};
   const bsh_cuda_launch_shape shape = {
-      .grid = {(uint32_t)ceil_div(args->N, SIMT_ROWS), 1, 1}, .block = {SIMT_THREADS, 1, 1}, .overlap = true};
+      .grid = {(uint32_t)divide_up(args->N, SIMT_ROWS), 1, 1}, .block = {SIMT_THREADS, 1, 1}, .overlap = true};
   for (int64_t m = 0; m < args->M; m += SIMT_TOKENS) {
     const bsh_linear_4bit_args slice = slice_of(args, m, SIMT_TOKENS);
     bsh_fused_args kernel_args = fused_args(&slice);
@@ -215,8 +211,6 @@ static bsh_status launch_simt(const bsh_linear_4bit_args *args, const bsh_cuda_c
 }
 
 /* ---- gemm_4bit_sm90.cu ---- */
-
-enum { PIECE_UNITS = 4, X_WARPS = 4 };
 
 bool bsh_gemm_sm90_takes(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32_t sm, int64_t blocksize) {
   const bsh_kernel_image image = image_for(sm);
@@ -263,24 +257,24 @@ static bool two_parts(int64_t M, int64_t N, int64_t K, int32_t sms) {
 
 /* Row tiles of a row block. A kernel that orders x itself takes as few as leave each multiprocessor one row block. */
 static int64_t row_tiles_of(int64_t tiles, int64_t most, bool own_x, int32_t sms) {
-  if (!own_x || 2 * ceil_div(tiles, most) <= sms) return most;
-  return ceil_div(tiles, sms);
+  if (!own_x || 2 * divide_up(tiles, most) <= sms) return most;
+  return divide_up(tiles, sms);
 }
 
 static gemm_plan plan_gemm(int64_t M, int64_t N, int64_t K, int32_t sms) {
   gemm_plan plan = {.size = M <= 16 ? 0 : M <= 32 ? 1 : 2, .k_parts = two_parts(M, N, K, sms) ? 2 : 1};
   plan.tokens = 16 << plan.size, plan.warps = plan.tokens == 64 && plan.k_parts == 1 ? 12 : 16;
   plan.own_x = plan.tokens == 32 && plan.k_parts == 2;
-  const int64_t tiles = N / BSH_ROW_TILE, pieces = ceil_div(K / BSH_UNIT, PIECE_UNITS * plan.k_parts);
+  const int64_t tiles = N / BSH_ROW_TILE, pieces = divide_up(K / BSH_UNIT, BSH_PIECE_UNITS * plan.k_parts);
   plan.row_tiles = (int32_t)row_tiles_of(tiles, plan.warps / plan.k_parts, plan.own_x, sms);
-  const int64_t row_blocks = ceil_div(tiles, plan.row_tiles), all_pieces = row_blocks * pieces;
-  const int64_t shares = smaller(sms / row_blocks, pieces); /* of a row block, two parts: at least 1 */
-  plan.blocks = plan.k_parts == 2 ? row_blocks * shares : smaller(sms, all_pieces);
+  const int64_t row_blocks = divide_up(tiles, plan.row_tiles), all_pieces = row_blocks * pieces;
+  const int64_t shares = min_i64(sms / row_blocks, pieces); /* of a row block, two parts: at least 1 */
+  plan.blocks = plan.k_parts == 2 ? row_blocks * shares : min_i64(sms, all_pieces);
   plan.alone = plan.own_x && shares == 1;
-  plan.splits = smaller(pieces / (all_pieces / plan.blocks) + 2, plan.blocks);
-  plan.x_units = pieces * PIECE_UNITS * plan.k_parts;
+  plan.splits = min_i64(pieces / (all_pieces / plan.blocks) + 2, plan.blocks);
+  plan.x_units = pieces * BSH_PIECE_UNITS * plan.k_parts;
   plan.x_bytes = plan.own_x ? 0 : plan.x_units * plan.tokens * BSH_UNIT * 2;
-  plan.ticket_bytes = ceil_div(tiles * 4, 256) * 256;
+  plan.ticket_bytes = divide_up(tiles * 4, 256) * 256;
   plan.bytes = plan.x_bytes;
   if (!plan.alone) plan.bytes += plan.ticket_bytes + N * plan.tokens * plan.splits * (int64_t)sizeof(float);
   return plan;
@@ -292,7 +286,7 @@ static bsh_status launch_x_units(const gemm_plan *plan, bsh_fused_args *kernel_a
   int32_t tokens = plan->own_x ? 0 : (int32_t)plan->tokens, x_units = (int32_t)plan->x_units;
   void *arguments[] = {kernel_args, &x, &tokens, &x_units};
   const bsh_cuda_launch_shape shape = {
-      .grid = {(uint32_t)(tokens == 0 ? 1 : ceil_div(plan->x_units * plan->tokens * 8, 256)), 1, 1},
+      .grid = {(uint32_t)(tokens == 0 ? 1 : divide_up(plan->x_units * plan->tokens * 8, 256)), 1, 1},
       .block = {256, 1, 1},
       .overlap = true};
   return bsh_cuda_launch(context, &x_units_kernel, &shape, arguments);
@@ -316,7 +310,7 @@ static bsh_status launch_gemm(const bsh_linear_4bit_args *args, const bsh_cuda_c
   if (status == BSH_OK) {
     if (!plan.own_x) kernel_args.x = memory;
     void *arguments[] = {&kernel_args};
-    const uint32_t warps = (uint32_t)plan.warps + (plan.own_x ? X_WARPS : 0);
+    const uint32_t warps = (uint32_t)plan.warps + (plan.own_x ? BSH_X_WARPS : 0);
     const bsh_cuda_launch_shape shape = {
         .grid = {(uint32_t)plan.blocks, 1, 1}, .block = {warps * 32, 1, 1}, .overlap = true};
     status = bsh_cuda_launch(context, &gemm_kernels[args->dtype == BSH_F16][plan.size][plan.k_parts - 1][!nested_64],
@@ -339,7 +333,7 @@ static bsh_status launch_gemm_slices(const bsh_linear_4bit_args *args, const bsh
 
 bsh_status bsh_cuda_linear_4bit_fused(const bsh_linear_4bit_args *args, bsh_linear_kernel kernel,
                                       const bsh_cuda_context *context) {
-  const int64_t itemsize = args->dtype == BSH_F32 ? 4 : 2, blocksize = args->weight.blocksize;
+  const int64_t itemsize = dtype_size(args->dtype), blocksize = args->weight.blocksize;
   if (!aligned(args->weight.packed, 4) || !aligned(args->x, 16) || args->ldx * itemsize % 16) return BSH_NO_KERNEL;
   const bool bulk = aligned(args->weight.packed, 16); /* 16-byte copies of packed rows */
   if (kernel == BSH_LINEAR_GEMM_SM90 && bulk &&

@@ -1,7 +1,8 @@
 /* cuda_linear.h - what the fused linear kernels are told; one layout for the C host and the CUDA files.
  *
  * A unit is 64 consecutive elements of a row of W: 32 packed bytes, one mma group, at most one block scale. A row tile
- * is 16 rows of W. K is a multiple of 64, so a row has K / 64 units. */
+ * is 16 rows of W. A piece is what a warp's ring takes at a time: a row tile by 4 units. K is a multiple of 64, so a
+ * row has K / 64 units. X_WARPS: of a gemm_4bit_sm90 that orders x itself. */
 #ifndef BSH_CUDA_LINEAR_H
 #define BSH_CUDA_LINEAR_H
 
@@ -9,7 +10,7 @@
 
 #include "kernels.h"
 
-enum { BSH_UNIT = 64, BSH_ROW_TILE = 16 };
+enum { BSH_UNIT = 64, BSH_ROW_TILE = 16, BSH_PIECE_UNITS = 4, BSH_X_WARPS = 4 };
 
 typedef struct {
   const uint8_t *packed;

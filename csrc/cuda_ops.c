@@ -1,6 +1,8 @@
 /* cuda_ops.c - chooses and launches the kernels of cuda/blockwise.cu, and the path of linear_4bit. */
 #include "cuda_ops.h"
 
+#include "arithmetic.h"
+
 enum { THREADS = 256, WARPS = THREADS / 32, WARP_TILE = 1024, BLOCKS_PER_SM = 16, VECTOR_BYTES = 16 };
 enum { SEARCH_BLOCKS_PER_SM = 4 }; /* blocks that fill a search table first: as many as run at once */
 
@@ -11,12 +13,6 @@ enum { SEARCH_BLOCKS_PER_SM = 4 }; /* blocks that fill a search table first: as 
       {.fatbin = BSH_FATBIN_blockwise, .name = prefix "f16" suffix},                                                   \
       {.fatbin = BSH_FATBIN_blockwise, .name = prefix "bf16" suffix},                                                  \
   }
-
-static int64_t divide_up(const int64_t a, const int64_t b) { return a / b + (a % b != 0); }
-
-static int64_t itemsize_of(const bsh_dtype dtype) { return dtype == BSH_F32 ? 4 : 2; }
-
-static bool aligned(const void *const pointer, const uintptr_t bytes) { return (uintptr_t)pointer % bytes == 0; }
 
 /* Launches `blocks` blocks of THREADS threads; the only kernel parameter is the argument struct. */
 static bsh_status launch(const bsh_cuda_context *const context, bsh_cuda_kernel *const kernel, const int64_t blocks,
@@ -30,8 +26,7 @@ static bsh_status launch(const bsh_cuda_context *const context, bsh_cuda_kernel 
 
 /* Blocks for a kernel whose threads loop over `n` elements. */
 static int64_t looping_blocks(const bsh_cuda_context *const context, const int64_t n) {
-  const int64_t all = divide_up(n, THREADS), most = (int64_t)context->sms * BLOCKS_PER_SM;
-  return all < most ? all : most;
+  return min_i64(divide_up(n, THREADS), (int64_t)context->sms * BLOCKS_PER_SM);
 }
 
 /* ---- dequantize_4bit ---- */
@@ -60,7 +55,7 @@ bsh_status bsh_cuda_dequantize_4bit(const bsh_dequantize_4bit_args *const args, 
   static bsh_cuda_kernel plain[DTYPES] = BY_DTYPE("dequantize_4bit_", "_plain");
   static bsh_cuda_kernel nested[DTYPES] = BY_DTYPE("dequantize_4bit_", "_nested");
   static bsh_cuda_kernel any[DTYPES] = BY_DTYPE("dequantize_4bit_any_", "");
-  const int64_t span = 32 * VECTOR_BYTES / itemsize_of(args->dtype);
+  const int64_t span = 32 * VECTOR_BYTES / dtype_size(args->dtype);
   bsh_dequantize_4bit_args tiled = *args;
   flatten(&tiled, span);
   if (!fast_dequantize(&tiled, span))
@@ -88,7 +83,7 @@ bsh_status bsh_cuda_quantize_blockwise(const bsh_quantize_blockwise_args *const 
   static bsh_cuda_kernel kernels[DTYPES] = BY_DTYPE("quantize_blockwise_", "");
   const int64_t all = divide_up(divide_up(args->n, args->blocksize), WARPS);
   const int64_t most = (int64_t)context->sms * SEARCH_BLOCKS_PER_SM;
-  return launch(context, &kernels[args->dtype], all < most ? all : most, args);
+  return launch(context, &kernels[args->dtype], min_i64(all, most), args);
 }
 
 bsh_status bsh_cuda_dequantize_blockwise(const bsh_dequantize_blockwise_args *const args,

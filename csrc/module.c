@@ -154,8 +154,7 @@ static PyMethodDef methods[] = {
      "linear_4bit_dgrad(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K): dx, or None if the "
      "op must do it."},
     {"dequantize_4bit", (PyCFunction)(void (*)(void))bsh_direct_dequantize_4bit, METH_FASTCALL,
-     "dequantize_4bit(packed, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, dtype): the "
-     "values, "
+     "dequantize_4bit(packed, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, dtype): values, "
      "or None if the op must do it."},
     {NULL, NULL, 0, NULL},
 };

@@ -228,7 +228,9 @@ static bsh_status new_activation(bsh_call *const call, const bsh_tensor *const x
   return bsh_call_output(call, x, x->dim, sizes, x->dtype, y);
 }
 
-enum { MAX_FUSED_ROWS = 64 }; /* beyond, most products go by panels */
+/* Beyond, most products go by panels; who multiplies those is settled in advance. A smaller one that needs them too is
+ * left to the dispatcher by direct calls. */
+enum { MAX_FUSED_ROWS = 64 };
 
 static const bsh_cpu_gemm cpu_gemm = {.mm = bsh_torch_cpu_gemm};
 

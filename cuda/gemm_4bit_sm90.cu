@@ -26,10 +26,9 @@ namespace bsh {
 namespace {
 
 #ifdef BSH_HAS_WGMMA
-constexpr int PIECE_UNITS = 4; // a ring slot: 16 rows x 4 units of W
-constexpr int PIECE_BYTES = BSH_ROW_TILE * PIECE_UNITS * 32;
-constexpr int SLOTS = 3;  // of a warp's ring of packed bytes
-constexpr int STAGES = 3; // of x
+constexpr int PIECE_BYTES = BSH_ROW_TILE * BSH_PIECE_UNITS * 32; // a ring slot
+constexpr int SLOTS = 3;                                         // of a warp's ring of packed bytes
+constexpr int STAGES = 3;                                        // of x
 // K_PARTS: parts of K that the warpgroups of a block work on at the same time. 64 tokens with decoding one unit ahead
 // need 168 registers.
 template <int TOKENS, int K_PARTS> constexpr bool AHEAD = TOKENS < 64 || K_PARTS == 1;
@@ -39,9 +38,8 @@ template <int TOKENS, int K_PARTS> constexpr int STAGE_UNITS = (TOKENS == 64 ? 2
 template <int TOKENS, int K_PARTS> constexpr int PART_BYTES = STAGE_UNITS<TOKENS, K_PARTS> * TOKENS * BSH_UNIT * 2;
 template <int TOKENS, int K_PARTS> constexpr int STAGE_BYTES = PART_BYTES<TOKENS, K_PARTS> * K_PARTS;
 template <int TOKENS, int K_PARTS> constexpr bool OWN_X = TOKENS == 32 && K_PARTS == 2;
-constexpr int X_WARPS = 4;
 template <int TOKENS, int K_PARTS>
-constexpr int THREADS = (WARPS<TOKENS, K_PARTS> + (OWN_X<TOKENS, K_PARTS> ? X_WARPS : 0)) * 32;
+constexpr int THREADS = (WARPS<TOKENS, K_PARTS> + (OWN_X<TOKENS, K_PARTS> ? BSH_X_WARPS : 0)) * 32;
 
 // ---- barriers and copies of the asynchronous proxy ----
 
@@ -200,7 +198,7 @@ template <scale_kind KIND> struct scale_walk {
   static __device__ __forceinline__ uint32_t block(const bsh_fused_args &args, int tile, int piece, int r) {
     const int units = args.K / BSH_UNIT, lane = threadIdx.x & 31;
     const int row = min(tile * BSH_ROW_TILE, args.N - BSH_ROW_TILE) + (lane >> 2);
-    const int first = piece / GROUP * (GROUP * PIECE_UNITS) + (lane & 3) * PER_LANE;
+    const int first = piece / GROUP * (GROUP * BSH_PIECE_UNITS) + (lane & 3) * PER_LANE;
     const uint32_t unit = (uint32_t)(row + r * 8) * units + min(first, units - PER_LANE);
     return KIND == NESTED_64 ? unit : unit >> args.block_shift;
   }
@@ -245,8 +243,8 @@ template <int TOKENS, int K_PARTS> struct x_stream {
   __device__ __forceinline__ x_stream(const bsh_fused_args &args, const shared_layout &shared, int pieces, int piece) {
     from = static_cast<const char *>(args.x), to = shared_address(shared.x), full = shared.full, empty = shared.empty;
     slot = 0, parity = 1, refill = false;
-    constexpr int STEPS = PIECE_UNITS / STAGE_UNITS<TOKENS, K_PARTS>;
-    stage = piece * STEPS, stages = pieces * STEPS, part_bytes = pieces * (PIECE_UNITS * TOKENS * BSH_UNIT * 2);
+    constexpr int STEPS = BSH_PIECE_UNITS / STAGE_UNITS<TOKENS, K_PARTS>;
+    stage = piece * STEPS, stages = pieces * STEPS, part_bytes = pieces * (BSH_PIECE_UNITS * TOKENS * BSH_UNIT * 2);
   }
   __device__ __forceinline__ void bring() {
     if (refill) barrier_wait(empty + 8 * slot, parity);
@@ -269,9 +267,9 @@ template <int TOKENS, int K_PARTS> struct x_stream {
 template <int TOKENS, int K_PARTS>
 __device__ __forceinline__ void order_x(const bsh_fused_args &args, const shared_layout &shared, int pieces, int piece,
                                         int stages_left) {
-  constexpr int UNITS = STAGE_UNITS<TOKENS, K_PARTS>, GROUPS = TOKENS / 16, STEPS = PIECE_UNITS / UNITS;
+  constexpr int UNITS = STAGE_UNITS<TOKENS, K_PARTS>, GROUPS = TOKENS / 16, STEPS = BSH_PIECE_UNITS / UNITS;
   constexpr int LOADS = K_PARTS * UNITS * GROUPS, ROWS_BYTES = 16 * 128;
-  const int t = threadIdx.x % (X_WARPS * 32), chunk = t & 7, row = t >> 3, units = args.K / BSH_UNIT;
+  const int t = threadIdx.x % (BSH_X_WARPS * 32), chunk = t & 7, row = t >> 3, units = args.K / BSH_UNIT;
   const uint16_t *from[GROUPS];
   uint32_t to[4]; // of the four pairs of 16 bytes
 #pragma unroll
@@ -286,7 +284,7 @@ __device__ __forceinline__ void order_x(const bsh_fused_args &args, const shared
     uint4 v[LOADS];
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
-      const int unit = i / (GROUPS * UNITS) * pieces * PIECE_UNITS + stage * UNITS + i / GROUPS % UNITS;
+      const int unit = i / (GROUPS * UNITS) * pieces * BSH_PIECE_UNITS + stage * UNITS + i / GROUPS % UNITS;
       v[i] = make_uint4(0, 0, 0, 0);
       if (unit < units && i % GROUPS * 16 + row < args.M)
         v[i] = *reinterpret_cast<const uint4 *>(from[i % GROUPS] + unit * BSH_UNIT);
@@ -402,7 +400,7 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), g = lane >> 2, c = lane & 3;
   const row_tiles<TOKENS, K_PARTS> rows(args);
   share work;
-  work.pieces = (args.K / BSH_UNIT + PIECE_UNITS * K_PARTS - 1) / (PIECE_UNITS * K_PARTS); // of a part of K
+  work.pieces = (args.K / BSH_UNIT + BSH_PIECE_UNITS * K_PARTS - 1) / (BSH_PIECE_UNITS * K_PARTS); // of a part of K
   work.total = (args.N / BSH_ROW_TILE + rows.count - 1) / rows.count * work.pieces;
   const int base = K_PARTS == 1 ? 0 : warp / ROW_WARPS * work.pieces; // this warp's part of K: its first piece
   const uint32_t begin = work.begin(blockIdx.x);
@@ -417,14 +415,14 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
   build_table<T>(shared.table, args.format);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++)
-      barrier_init(shared.full + 8 * i, OWN_X ? X_WARPS : 1), barrier_init(shared.empty + 8 * i, WARPS);
+      barrier_init(shared.full + 8 * i, OWN_X ? BSH_X_WARPS : 1), barrier_init(shared.empty + 8 * i, WARPS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   if (OWN_X) __syncthreads();
   wait_for_earlier_kernels();
   let_later_kernels_start();
   if (OWN_X && warp >= WARPS)
-    return order_x<TOKENS, K_PARTS>(args, shared, work.pieces, start.piece, count * (PIECE_UNITS / UNITS));
+    return order_x<TOKENS, K_PARTS>(args, shared, work.pieces, start.piece, count * (BSH_PIECE_UNITS / UNITS));
 
   position ahead = start; // the piece that the ring loads next
   auto load_next = [&](bool there_is, uint32_t to_slot) {
@@ -436,7 +434,7 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
 #pragma unroll
   for (int i = 0; i < SLOTS - 1; i++) load_next(i < count, i * PIECE_BYTES);
   x_stream<TOKENS, K_PARTS> x_in(args, shared, work.pieces, start.piece);
-  int x_left = count * (PIECE_UNITS / UNITS); // stages not yet asked for
+  int x_left = count * (BSH_PIECE_UNITS / UNITS); // stages not yet asked for
   if (!OWN_X && warp == 0)
     for (int i = 0; i < STAGES - 1 && x_left > 0; i++, x_left--) x_in.bring();
   const float map_value = args.absmax ? 0.f : args.absmax_map[threadIdx.x & 255];
@@ -477,23 +475,23 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
       read_bytes(0);
       if (AHEAD) decode_unit<OWN_X>(a[0], upper_bytes, lower_bytes, lane_base, rows.active), read_bytes(1);
 #pragma unroll
-      for (int unit = 0; unit < PIECE_UNITS; unit++) {
+      for (int unit = 0; unit < BSH_PIECE_UNITS; unit++) {
         if (unit % UNITS == 0) {
           if (!OWN_X && warp == 0 && x_left > 0) x_in.bring(), x_left--;
           barrier_wait(shared.full + 8 * stage, parity);
         }
         if (!AHEAD) {
           decode_unit<OWN_X>(a[0], upper_bytes, lower_bytes, lane_base, rows.active);
-          if (unit + 1 < PIECE_UNITS) read_bytes(unit + 1);
+          if (unit + 1 < BSH_PIECE_UNITS) read_bytes(unit + 1);
         }
         const uint32_t x = x_base + ((stage * STAGE_BYTES<TOKENS, K_PARTS> + unit % UNITS * (TOKENS * 128)) >> 4);
         products_begin();
 #pragma unroll
         for (int k = 0; k < 4; k++) warpgroup<T, TOKENS>::multiply(part, a[AHEAD ? unit & 1 : 0][k], x + k * 2, k > 0);
         products_commit();
-        if (AHEAD && unit + 1 < PIECE_UNITS) {
+        if (AHEAD && unit + 1 < BSH_PIECE_UNITS) {
           decode_unit<OWN_X>(a[(unit + 1) & 1], upper_bytes, lower_bytes, lane_base, rows.active);
-          if (unit + 2 < PIECE_UNITS) read_bytes(unit + 2);
+          if (unit + 2 < BSH_PIECE_UNITS) read_bytes(unit + 2);
         }
         const float upper = scales.of(0, piece, unit), lower = scales.of(1, piece, unit);
         products_wait<0, SUMS>(part);

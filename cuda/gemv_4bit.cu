@@ -17,8 +17,7 @@ namespace {
 
 constexpr int WARPS = WIDE ? 16 : ARCH >= 800 ? 8 : 4;
 template <int TOKEN_TILES> constexpr int SLOTS = ARCH >= 800 && TOKEN_TILES < 4 ? 3 : 2; // of a warp's ring
-constexpr int PIECE_UNITS = 4; // a ring slot: 16 rows x 4 units
-constexpr int PIECE_BYTES = BSH_ROW_TILE * PIECE_UNITS * 32;
+constexpr int PIECE_BYTES = BSH_ROW_TILE * BSH_PIECE_UNITS * 32;                         // a ring slot
 constexpr int MAP_BYTES = 1024;
 template <int TOKEN_TILES> constexpr int TILES_PER_MEETING = TOKEN_TILES == 1 && ARCH >= 800 ? 2 : 1;
 
@@ -226,7 +225,7 @@ __device__ __forceinline__ void meet(const bsh_fused_args &args, const place &p,
 
 template <typename T, int TOKEN_TILES, int UNITS, scale_kind KIND>
 __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
-  constexpr int PIECES = UNITS / PIECE_UNITS, MEETING = TILES_PER_MEETING<TOKEN_TILES>, TILE = TOKEN_TILES * 128;
+  constexpr int PIECES = UNITS / BSH_PIECE_UNITS, MEETING = TILES_PER_MEETING<TOKEN_TILES>, TILE = TOKEN_TILES * 128;
   constexpr int SLOTS = bsh::SLOTS<TOKEN_TILES>;
   extern __shared__ __align__(1024) char memory[];
   const shared_layout shared = lay_out<TOKEN_TILES>(memory);
@@ -261,7 +260,6 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
   const uint32_t lane_base = keep(shared_address(shared.table) + p.lane * 4);
   // This lane's 8 bytes of unit 0 of row g, in slot 0; unit j lies at the address ^ (32 * j).
   const uint32_t read =
-
       keep(shared_address(shared.ring) + p.warp * SLOTS * PIECE_BYTES + p.g * 128 + (p.g & 3) * 32 + p.c * 8);
   const uint32_t own_sums = keep(shared_address(shared.sums + p.warp * TILE + p.lane * 4));
   uint32_t slot = 0, fill = (SLOTS - 1) * PIECE_BYTES;
@@ -279,8 +277,8 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
       if (step + ahead / PIECES < p.steps) stream.start(p.tile(step + ahead / PIECES), ahead % PIECES, fill);
       copy_commit();
 #pragma unroll
-      for (int j = 0; j < PIECE_UNITS; j++) {
-        const int unit = piece * PIECE_UNITS + j;
+      for (int j = 0; j < BSH_PIECE_UNITS; j++) {
+        const int unit = piece * BSH_PIECE_UNITS + j;
         const uint32_t from = (read + slot) ^ (j * 32);
         const uint2 upper = load_shared(from), lower = load_shared(from + PIECE_BYTES / 2);
         multiply_unit<T, TOKEN_TILES>(sum, upper, lower, x[unit],

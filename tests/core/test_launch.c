@@ -3,12 +3,11 @@
  * again. */
 #include "check.h"
 
+#include "arithmetic.h"
 #include "cuda_linear.h"
 #include "cuda_ops.h"
 
 uint64_t check_seed;
-
-enum { PIECE_UNITS = 4 };
 
 /* Scratch memory of the call under test; addresses only, nothing is written there. */
 static char *const scratch_begin = (char *)0x7000000000;
@@ -42,7 +41,6 @@ static void check_inside(const char *const name, const bsh_fused_args *const arg
         scratch_bytes);
 }
 
-static int64_t ceil_div(const int64_t a, const int64_t b) { return (a + b - 1) / b; }
 static int64_t number_after(const char *const name, const char *const mark) {
   const char *const at = strstr(name, mark);
   return at != NULL ? strtol(at + strlen(mark), NULL, 10) : 0;
@@ -58,8 +56,8 @@ static void check_gemv(const char *const name, const bsh_fused_args *const args,
   CHECK(args->team_tiles * teams + args->longer_teams == tiles && args->longer_teams < teams && args->team_tiles > 0,
         SHAPE ": %d tiles, %d of %" PRId64 " teams with one more", SHAPE_OF(name, args), args->team_tiles,
         args->longer_teams, teams);
-  CHECK(args->steps == ceil_div(args->team_tiles, args->row_groups) &&
-            args->longer_steps == ceil_div(args->team_tiles + 1, args->row_groups),
+  CHECK(args->steps == divide_up(args->team_tiles, args->row_groups) &&
+            args->longer_steps == divide_up(args->team_tiles + 1, args->row_groups),
         SHAPE, SHAPE_OF(name, args));
   CHECK(warps == args->k_warps * args->row_groups && warps <= 16, SHAPE ": %" PRId64 " warps", SHAPE_OF(name, args),
         warps);
@@ -96,8 +94,8 @@ static void check_gemm(const char *const name, const bsh_fused_args *const args,
   const int64_t tokens = number_after(name, "_m"), k_parts = strstr(name, "_p2") != NULL ? 2 : 1;
   const bool own_x = tokens == 32 && k_parts == 2;
   const int64_t warps = tokens == 64 && k_parts == 1 ? 12 : 16, tiles = args->N / BSH_ROW_TILE;
-  const int64_t row_tiles = own_x ? args->row_tiles : warps / k_parts, row_blocks = ceil_div(tiles, row_tiles);
-  const int64_t pieces = ceil_div(args->K / BSH_UNIT, PIECE_UNITS * k_parts), total = row_blocks * pieces;
+  const int64_t row_tiles = own_x ? args->row_tiles : warps / k_parts, row_blocks = divide_up(tiles, row_tiles);
+  const int64_t pieces = divide_up(args->K / BSH_UNIT, BSH_PIECE_UNITS * k_parts), total = row_blocks * pieces;
   const int64_t blocks = shape->grid[0];
   CHECK(tokens >= args->M && shape->block[0] == (uint32_t)(warps + (own_x ? 4 : 0)) * 32, SHAPE, SHAPE_OF(name, args));
   CHECK(blocks > 0 && blocks <= sms && total * blocks < INT32_MAX, SHAPE ": %" PRId64 " blocks", SHAPE_OF(name, args),
