@@ -379,12 +379,7 @@ class Params4bit(torch.nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        handler = _HANDLERS.get(func)
-        with _plain():
-            if handler is not None:
-                return handler(func, args, kwargs)
-            return func(*args, **_checked_out(func, kwargs))
+        return _guarded(_HANDLERS, func, args, kwargs or {})
 
 
 class PackedData(Tensor):
@@ -396,13 +391,8 @@ class PackedData(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        handler = _IN_PLACE_HANDLERS.get(func)
-        with _plain():
-            if handler is not None:
-                return handler(func, args, kwargs)
-            out = func(*args, **_checked_out(func, kwargs))
-            return out.as_subclass(cls) if func is Tensor.detach else out  # nn.Parameter(data) asks for the same class
+        out = _guarded(_IN_PLACE_HANDLERS, func, args, kwargs or {})
+        return out.as_subclass(cls) if func is Tensor.detach else out  # nn.Parameter(data) asks for the same class
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), self.clone())
@@ -452,6 +442,15 @@ def _packed_among(values: Any) -> Params4bit | PackedData | None:
         if isinstance(value, PackedData) or (isinstance(value, Params4bit) and value.bnb_quantized):
             return value
     return None
+
+
+def _guarded(handlers: dict[Any, Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """`func` on plain tensors, by its handler where it has one."""
+    handler = handlers.get(func)
+    with _plain():
+        if handler is not None:
+            return handler(func, args, kwargs)
+        return func(*args, **_checked_out(func, kwargs))
 
 
 def _checked_out(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
