@@ -236,8 +236,10 @@ static bsh_cuda_kernel x_units_kernel = GEMM_KERNEL("x_units", 0);
 /* x in the kernel's order, its tickets, the partial sums: one piece of scratch memory. */
 typedef struct {
   int64_t tokens, x_units; /* padded */
-  int64_t blocks, splits;  /* of threads; that share a row block, at most */
   int64_t x_bytes, ticket_bytes, bytes;
+  int32_t grid[2];        /* blocks of threads: that share `pieces`, and how often (two parts of K: row blocks) */
+  int32_t pieces, splits; /* splits: blocks of threads that share a row block, at most */
+  int32_t tickets;        /* one for each row tile and part of K */
   int32_t size;           /* log2(tokens / 16) */
   int32_t k_parts, warps; /* template arguments of the kernel; warps: those that multiply */
   int32_t row_tiles;      /* of a row block */
@@ -268,13 +270,20 @@ static gemm_plan plan_gemm(int64_t M, int64_t N, int64_t K, int32_t sms) {
   const int64_t tiles = N / BSH_ROW_TILE, pieces = divide_up(K / BSH_UNIT, BSH_PIECE_UNITS * plan.k_parts);
   plan.row_tiles = (int32_t)row_tiles_of(tiles, plan.warps / plan.k_parts, plan.own_x, sms);
   const int64_t row_blocks = divide_up(tiles, plan.row_tiles), all_pieces = row_blocks * pieces;
-  const int64_t shares = min_i64(sms / row_blocks, pieces); /* of a row block, two parts: at least 1 */
-  plan.blocks = plan.k_parts == 2 ? row_blocks * shares : min_i64(sms, all_pieces);
-  plan.alone = plan.own_x && shares == 1;
-  plan.splits = min_i64(pieces / (all_pieces / plan.blocks) + 2, plan.blocks);
+  if (plan.k_parts == 2) { /* at most as many row blocks as multiprocessors */
+    const int32_t shares = (int32_t)min_i64(sms / row_blocks, pieces);
+    plan.grid[0] = shares, plan.grid[1] = (int32_t)row_blocks;
+    plan.pieces = (int32_t)pieces, plan.splits = shares;
+  } else {
+    const int64_t blocks = min_i64(sms, all_pieces);
+    plan.grid[0] = (int32_t)blocks, plan.grid[1] = 1;
+    plan.pieces = (int32_t)all_pieces, plan.splits = (int32_t)min_i64(pieces / (all_pieces / blocks) + 2, blocks);
+  }
+  plan.alone = plan.own_x && plan.grid[0] == 1;
   plan.x_units = pieces * BSH_PIECE_UNITS * plan.k_parts;
   plan.x_bytes = plan.own_x ? 0 : plan.x_units * plan.tokens * BSH_UNIT * 2;
-  plan.ticket_bytes = divide_up(tiles * 4, 256) * 256;
+  plan.tickets = (int32_t)tiles * plan.k_parts;
+  plan.ticket_bytes = divide_up(plan.tickets * (int64_t)sizeof(uint32_t), 256) * 256;
   plan.bytes = plan.x_bytes;
   if (!plan.alone) plan.bytes += plan.ticket_bytes + N * plan.tokens * plan.splits * (int64_t)sizeof(float);
   return plan;
@@ -283,8 +292,8 @@ static gemm_plan plan_gemm(int64_t M, int64_t N, int64_t K, int32_t sms) {
 /* The kernel in front: x in order, and the tickets cleared; only the latter where the product orders x itself. */
 static bsh_status launch_x_units(const gemm_plan *plan, bsh_fused_args *kernel_args, void *x,
                                  const bsh_cuda_context *context) {
-  int32_t tokens = plan->own_x ? 0 : (int32_t)plan->tokens, x_units = (int32_t)plan->x_units;
-  void *arguments[] = {kernel_args, &x, &tokens, &x_units};
+  int32_t tokens = plan->own_x ? 0 : (int32_t)plan->tokens, x_units = (int32_t)plan->x_units, tickets = plan->tickets;
+  void *arguments[] = {kernel_args, &x, &tokens, &x_units, &tickets};
   const bsh_cuda_launch_shape shape = {
       .grid = {(uint32_t)(tokens == 0 ? 1 : divide_up(plan->x_units * plan->tokens * 8, 256)), 1, 1},
       .block = {256, 1, 1},
@@ -300,7 +309,8 @@ static bsh_status launch_gemm(const bsh_linear_4bit_args *args, const bsh_cuda_c
   if (plan.bytes > 0) BSH_TRY(bsh_cuda_scratch_new(context, plan.bytes, &scratch));
   char *const memory = scratch.data;
   bsh_fused_args kernel_args = fused_args(args);
-  kernel_args.k_splits = (int32_t)plan.splits, kernel_args.row_tiles = plan.row_tiles;
+  kernel_args.k_splits = plan.splits, kernel_args.row_tiles = plan.row_tiles;
+  kernel_args.block_pieces = plan.pieces / plan.grid[0], kernel_args.more_pieces = plan.pieces % plan.grid[0];
   if (!plan.alone) {
     kernel_args.tickets = (uint32_t *)(memory + plan.x_bytes);
     kernel_args.partial = (float *)(memory + plan.x_bytes + plan.ticket_bytes);
@@ -312,7 +322,7 @@ static bsh_status launch_gemm(const bsh_linear_4bit_args *args, const bsh_cuda_c
     void *arguments[] = {&kernel_args};
     const uint32_t warps = (uint32_t)plan.warps + (plan.own_x ? BSH_X_WARPS : 0);
     const bsh_cuda_launch_shape shape = {
-        .grid = {(uint32_t)plan.blocks, 1, 1}, .block = {warps * 32, 1, 1}, .overlap = true};
+        .grid = {(uint32_t)plan.grid[0], (uint32_t)plan.grid[1], 1}, .block = {warps * 32, 1, 1}, .overlap = true};
     status = bsh_cuda_launch(context, &gemm_kernels[args->dtype == BSH_F16][plan.size][plan.k_parts - 1][!nested_64],
                              &shape, arguments);
   }
@@ -336,7 +346,8 @@ bsh_status bsh_cuda_linear_4bit_fused(const bsh_linear_4bit_args *args, bsh_line
   const int64_t itemsize = dtype_size(args->dtype), blocksize = args->weight.blocksize;
   if (!aligned(args->weight.packed, 4) || !aligned(args->x, 16) || args->ldx * itemsize % 16) return BSH_NO_KERNEL;
   const bool bulk = aligned(args->weight.packed, 16); /* 16-byte copies of packed rows */
-  if (kernel == BSH_LINEAR_GEMM_SM90 && bulk &&
+  const bool pairs = aligned(args->y, 4) && args->ldy * itemsize % 4 == 0;
+  if (kernel == BSH_LINEAR_GEMM_SM90 && bulk && pairs &&
       bsh_gemm_sm90_takes(args->M, args->N, args->K, args->dtype, context->sm, blocksize))
     return launch_gemm_slices(args, context);
   if (kernel != BSH_LINEAR_GEMV) return BSH_NO_KERNEL;

@@ -23,7 +23,7 @@ typedef struct {
   const void *bias; /* or NULL */
   void *y;
   float *partial;    /* scratch of split K: f32 [token groups][row tiles][k_splits][tokens * 16], or NULL */
-  uint32_t *tickets; /* gemm_4bit_sm90: [row tiles], 0 at the start */
+  uint32_t *tickets; /* gemm_4bit_sm90: [row tiles][parts of K], 0 at the start */
   int64_t ldx, ldy;
   int32_t M, N, K;
   int32_t format;      /* bsh_format */
@@ -31,9 +31,12 @@ typedef struct {
   int32_t k_splits;    /* thread blocks that share the K of a row tile (gemm_4bit_sm90: at most) */
   int32_t k_warps;     /* warps of a thread block that share its part of K */
   int32_t row_groups;  /* groups of k_warps warps, each on its own row tiles */
-  int32_t row_tiles;   /* gemm_4bit_sm90 that orders x itself: row tiles of a row block */
-  /* gemv_4bit: what a block would otherwise find by division before its first load. A team: k_splits blocks that share
-   * row tiles. */
+  /* What a block would otherwise find by division before its first load.
+   * gemm_4bit_sm90: */
+  int32_t row_tiles;    /* of a row block, where the kernel orders x itself */
+  int32_t block_pieces; /* of each of the gridDim.x blocks of threads; more_pieces of them have one more */
+  int32_t more_pieces;
+  /* gemv_4bit; a team: k_splits blocks that share row tiles. */
   int32_t group_of_warp; /* ceil(2^16 / k_warps): warp w is in group w * group_of_warp >> 16 */
   int32_t team_tiles;    /* row tiles of a team; the first longer_teams teams have one more */
   int32_t longer_teams;

@@ -12,9 +12,9 @@
 // which order: equal inputs give equal bits.
 //
 // K_PARTS = 2: half of the warps take the first half of K, the others the second, so that row blocks are half as high.
-// The host then gives each block of threads one share of one row block, and the halves are added in shared memory. With
-// OWN_X it also chooses how many row tiles a row block has, so that all multiprocessors get one; the warps left over
-// decode nothing.
+// Each block of threads then has one share of one row block, and the two warps of a row tile finish half of the tokens
+// each. With OWN_X the host also chooses how many row tiles a row block has, so that all multiprocessors get one; the
+// warps left over decode nothing.
 #include "decode.cuh"
 #include "sums.cuh"
 
@@ -34,6 +34,8 @@ constexpr int STAGES = 3;                                        // of x
 template <int TOKENS, int K_PARTS> constexpr bool AHEAD = TOKENS < 64 || K_PARTS == 1;
 template <int TOKENS, int K_PARTS> constexpr int WARPS = AHEAD<TOKENS, K_PARTS> && TOKENS == 64 ? 12 : 16;
 template <int TOKENS, int K_PARTS> constexpr int ROW_WARPS = WARPS<TOKENS, K_PARTS> / K_PARTS;
+template <int TOKENS, int K_PARTS>
+constexpr int OWN_TOKENS = TOKENS / K_PARTS; // whose sums a warp completes and stores
 template <int TOKENS, int K_PARTS> constexpr int STAGE_UNITS = (TOKENS == 64 ? 2 : 4) / K_PARTS; // of each part
 template <int TOKENS, int K_PARTS> constexpr int PART_BYTES = STAGE_UNITS<TOKENS, K_PARTS> * TOKENS * BSH_UNIT * 2;
 template <int TOKENS, int K_PARTS> constexpr int STAGE_BYTES = PART_BYTES<TOKENS, K_PARTS> * K_PARTS;
@@ -55,14 +57,21 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
                "r"(parity)
                : "memory");
 }
-// Announces `bytes` bytes; the barrier completes when they have arrived.
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void bulk_copy(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
+// Announces `bytes` bytes; the barrier completes when they have arrived. Only where `wanted`, without a branch: behind
+// one that lanes may take differently, the compiler gives up uniform registers, in which the products want addresses.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes, bool wanted) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n"
+               "@p mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;\n}" ::"r"(barrier),
+               "r"(bytes), "r"((uint32_t)wanted)
                : "memory");
+}
+__device__ __forceinline__ void bulk_copy(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier,
+                                          bool wanted) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %4, 0;\n"
+      "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "r"((uint32_t)wanted)
+      : "memory");
 }
 
 // ---- the warpgroup product ----
@@ -129,18 +138,34 @@ template <int TOKENS, int K_PARTS> __device__ __forceinline__ shared_layout lay_
 // A place in the sequence of all pieces: row block and piece of K.
 struct position {
   int block, piece;
-  __device__ __forceinline__ void step(int pieces) {
-    if (++piece == pieces) piece = 0, block++;
-  }
 };
 
-// How the pieces are shared out: block of threads i takes [begin(i), begin(i + 1)). The host keeps total * gridDim.x
-// below 2^31.
-struct share {
-  int pieces; // per row block
-  uint32_t total;
-  __device__ __forceinline__ uint32_t begin(uint32_t i) const { return total * i / gridDim.x; }
-  __device__ __forceinline__ int owner(uint32_t at) const { return ((at + 1) * gridDim.x - 1) / total; }
+// How pieces are shared out: block of threads i = blockIdx.x takes [begin(i), begin(i + 1)) of all pieces of all row
+// blocks (K_PARTS = 1) or of those of row block blockIdx.y (2). The host has divided: `each`, and `more` to spread. It
+// keeps all pieces * gridDim.x below 2^31.
+template <int K_PARTS> struct share {
+  int pieces; // of a row block, of one part of K
+  uint32_t each, more;
+
+  __device__ __forceinline__ explicit share(const bsh_fused_args &args)
+      : pieces((args.K / BSH_UNIT + BSH_PIECE_UNITS * K_PARTS - 1) / (BSH_PIECE_UNITS * K_PARTS)),
+        each(args.block_pieces), more(args.more_pieces) {}
+  __device__ __forceinline__ uint32_t begin(uint32_t i) const {
+    return i * each + (more > 0 ? i * more / gridDim.x : 0);
+  }
+  __device__ __forceinline__ position start() const {
+    const int at = begin(blockIdx.x);
+    if (K_PARTS == 2) return {(int)blockIdx.y, at};
+    return {at / pieces, at % pieces};
+  }
+  // Which blocks of threads own the first and the last piece of a row block.
+  __device__ __forceinline__ int first_owner(int block) const { return K_PARTS == 2 ? 0 : owner(block * pieces); }
+  __device__ __forceinline__ int last_owner(int block) const {
+    return K_PARTS == 2 ? gridDim.x - 1 : owner(block * pieces + pieces - 1);
+  }
+  __device__ __forceinline__ int owner(uint32_t at) const {
+    return ((at + 1) * gridDim.x - 1) / (each * gridDim.x + more);
+  }
 };
 
 // The row tiles of a row block and the one of this warp among them; a warp left over has none.
@@ -249,14 +274,12 @@ template <int TOKENS, int K_PARTS> struct x_stream {
   __device__ __forceinline__ void bring() {
     if (refill) barrier_wait(empty + 8 * slot, parity);
     constexpr int BYTES = PART_BYTES<TOKENS, K_PARTS>;
-    if ((threadIdx.x & 31) == 0) {
-      barrier_expect(full + 8 * slot, BYTES * K_PARTS);
+    const bool first_lane = (threadIdx.x & 31) == 0;
+    barrier_expect(full + 8 * slot, BYTES * K_PARTS, first_lane);
 #pragma unroll
-      for (int k = 0; k < K_PARTS; k++)
-        bulk_copy(to + (slot * K_PARTS + k) * BYTES, from + (int64_t)stage * BYTES + k * part_bytes, BYTES,
-                  full + 8 * slot);
-    }
-    __syncwarp();
+    for (int k = 0; k < K_PARTS; k++)
+      bulk_copy(to + (slot * K_PARTS + k) * BYTES, from + (int64_t)stage * BYTES + k * part_bytes, BYTES,
+                full + 8 * slot, first_lane);
     if (++stage == stages) stage = 0;
     if (++slot == STAGES) slot = 0, parity ^= 1, refill = true;
   }
@@ -315,48 +338,60 @@ __device__ __forceinline__ uint32_t take_ticket(uint32_t *counter) {
   return ticket;
 }
 
-// The parts of a row block: which blocks of threads own some, and where their sums of this warp's tile lie.
-template <int TOKENS> struct joint {
-  static constexpr int TILE = TOKENS * BSH_ROW_TILE;
-  int tile, first, parts;
+// Stores a warp's tokens of a tile. In the loop over row blocks, shuffles would cost uniform registers
+// (barrier_expect).
+template <typename T, int TOKENS, int K_PARTS>
+__device__ __forceinline__ void store(const bsh_fused_args &args, int tile, int token, const float *sum) {
+  constexpr int TILES = OWN_TOKENS<TOKENS, K_PARTS> / 8;
+  if (K_PARTS == 2) store_tile_pairs<T, TILES>(args, tile, token, sum);
+  else store_tile<T, TILES>(args, tile, token, sum);
+}
+
+// The parts of a row block: which blocks of threads own some, and where their sums of this warp's tokens and tile lie.
+template <int TOKENS, int K_PARTS> struct joint {
+  static constexpr int TILE = TOKENS * BSH_ROW_TILE, OWN = OWN_TOKENS<TOKENS, K_PARTS>;
+  int tile, token, first, parts;
   float4 *sums; // this lane's, of part 0; TILE / 4 from one part to the next
 
-  __device__ __forceinline__ joint(const bsh_fused_args &args, const share &work, int block, int tile) : tile(tile) {
-    const uint32_t at = (uint32_t)block * work.pieces;
-    first = work.owner(at), parts = work.owner(at + work.pieces - 1) - first + 1;
-    sums = reinterpret_cast<float4 *>(args.partial) + (int64_t)tile * args.k_splits * (TILE / 4) + (threadIdx.x & 31);
+  __device__ __forceinline__ joint(const bsh_fused_args &args, const share<K_PARTS> &work, int block, int tile,
+                                   int token)
+      : tile(tile), token(token) {
+    first = work.first_owner(block), parts = work.last_owner(block) - first + 1;
+    sums = reinterpret_cast<float4 *>(args.partial) + (int64_t)tile * args.k_splits * (TILE / 4) +
+           token * (BSH_ROW_TILE / 4) + (threadIdx.x & 31);
   }
   __device__ __forceinline__ void leave(const bsh_fused_args &args, const float *sum) const {
     if (tile * BSH_ROW_TILE >= args.N) return;
     float4 *const own = sums + (int)(blockIdx.x - first) * (TILE / 4);
 #pragma unroll
-    for (int n = 0; n < TOKENS / 8; n++)
+    for (int n = 0; n < OWN / 8; n++)
       own[n * 32] = make_float4(sum[4 * n], sum[4 * n + 1], sum[4 * n + 2], sum[4 * n + 3]);
   }
   // Whether this warp is the last to have left its sums; the vote tells the compiler that all lanes agree.
   __device__ __forceinline__ bool is_last(const bsh_fused_args &args) const {
-    return __any_sync(~0u, tile * BSH_ROW_TILE < args.N && take_ticket(args.tickets + tile) == (uint32_t)parts - 1);
+    uint32_t *const counter = args.tickets + tile * K_PARTS + token / OWN;
+    return __any_sync(~0u, tile * BSH_ROW_TILE < args.N && take_ticket(counter) == (uint32_t)parts - 1);
   }
   // Adds all parts, in the order of K, and stores the tile.
   template <typename T> __device__ __forceinline__ void join(const bsh_fused_args &args) const {
-    constexpr int BATCH = TOKENS == 64 ? 2 : TOKENS == 32 ? 4 : 8; // parts whose loads are on their way together
-    float total[TOKENS / 2] = {};
+    constexpr int BATCH = 128 / OWN; // parts whose loads are on their way together
+    float total[OWN / 2] = {};
     for (int k0 = 0; k0 < parts; k0 += BATCH) {
-      float4 v[BATCH][TOKENS / 8];
+      float4 v[BATCH][OWN / 8];
 #pragma unroll
       for (int k = 0; k < BATCH; k++)
 #pragma unroll
-        for (int n = 0; n < TOKENS / 8; n++)
+        for (int n = 0; n < OWN / 8; n++)
           v[k][n] = k0 + k < parts ? __ldcg(sums + (k0 + k) * (TILE / 4) + n * 32) : make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
       for (int k = 0; k < BATCH; k++)
 #pragma unroll
-        for (int n = 0; n < TOKENS / 8; n++) {
+        for (int n = 0; n < OWN / 8; n++) {
           total[4 * n] += v[k][n].x, total[4 * n + 1] += v[k][n].y;
           total[4 * n + 2] += v[k][n].z, total[4 * n + 3] += v[k][n].w;
         }
     }
-    store_tile<T, TOKENS / 8>(args, tile, total);
+    store<T, TOKENS, K_PARTS>(args, tile, token, total);
   }
 };
 
@@ -365,47 +400,50 @@ template <int TOKENS, int K_PARTS> __device__ __forceinline__ void products_meet
   asm volatile("bar.sync 1, %0;" ::"n"(WARPS<TOKENS, K_PARTS> * 32) : "memory");
 }
 
-// Adds the sums of the other parts of K to those of the first one's warps, in the order of K. The block is done with
-// its only row block, so the rings are free.
-template <int TOKENS, int K_PARTS> __device__ __forceinline__ void add_parts(float *sum, char *ring) {
-  constexpr int ROW_WARPS = bsh::ROW_WARPS<TOKENS, K_PARTS>, N = TOKENS / 8;
-  const int warp = threadIdx.x >> 5, part = warp / ROW_WARPS;
-  float4 *const own = reinterpret_cast<float4 *>(ring) + (warp % ROW_WARPS) * (N * 32) + (threadIdx.x & 31);
+// Two parts of K: the two warps of a row tile exchange halves of their sums through their rings, which they are done
+// with. Then the first OWN_TOKENS / 2 sums are complete: of the first half of the tokens in the first part's warp, of
+// the second half in the other's.
+template <int TOKENS> __device__ __forceinline__ void add_parts(float *sum, char *ring) {
+  constexpr int ROW_WARPS = bsh::ROW_WARPS<TOKENS, 2>, HALF = TOKENS / 4, RING = SLOTS * PIECE_BYTES / 16;
+  static_assert(HALF * 32 * sizeof(float) <= RING * 16, "half of the sums must fit in a ring");
+  const int warp = threadIdx.x >> 5;
+  const bool second = warp >= ROW_WARPS;
+  float4 *const given = reinterpret_cast<float4 *>(ring) + warp * RING + (threadIdx.x & 31);
+  const float4 *const taken = given + (second ? -ROW_WARPS : ROW_WARPS) * RING;
   copy_wait<0>();
-  products_meet<TOKENS, K_PARTS>();
-  if (part > 0)
+  __syncwarp();
 #pragma unroll
-    for (int n = 0; n < N; n++)
-      own[((part - 1) * ROW_WARPS * N + n) * 32] =
-          make_float4(sum[4 * n], sum[4 * n + 1], sum[4 * n + 2], sum[4 * n + 3]);
-  products_meet<TOKENS, K_PARTS>();
-  if (part > 0) return;
+  for (int i = 0; i < HALF; i += 4) {
+    float v[4];
 #pragma unroll
-  for (int k = 0; k + 1 < K_PARTS; k++)
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-      const float4 v = own[(k * ROW_WARPS * N + n) * 32];
-      sum[4 * n] += v.x, sum[4 * n + 1] += v.y, sum[4 * n + 2] += v.z, sum[4 * n + 3] += v.w;
+    for (int j = 0; j < 4; j++) {
+      v[j] = second ? sum[i + j] : sum[HALF + i + j];
+      sum[i + j] = second ? sum[HALF + i + j] : sum[i + j];
     }
+    given[i * 8] = make_float4(v[0], v[1], v[2], v[3]);
+  }
+  asm volatile("bar.sync %0, 64;" ::"r"(2 + warp % ROW_WARPS) : "memory"); // barrier 1 is products_meet's
+#pragma unroll
+  for (int i = 0; i < HALF; i += 4) {
+    const float4 v = taken[i * 8];
+    sum[i] += v.x, sum[i + 1] += v.y, sum[i + 2] += v.z, sum[i + 3] += v.w;
+  }
 }
 
 template <typename T, int TOKENS, int K_PARTS, scale_kind KIND>
 __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
   constexpr int SUMS = TOKENS / 2, UNITS = STAGE_UNITS<TOKENS, K_PARTS>, WARPS = bsh::WARPS<TOKENS, K_PARTS>;
-  constexpr int ROW_WARPS = bsh::ROW_WARPS<TOKENS, K_PARTS>;
+  constexpr int ROW_WARPS = bsh::ROW_WARPS<TOKENS, K_PARTS>, OWN = OWN_TOKENS<TOKENS, K_PARTS>;
   constexpr bool AHEAD = bsh::AHEAD<TOKENS, K_PARTS>, OWN_X = bsh::OWN_X<TOKENS, K_PARTS>;
   extern __shared__ __align__(1024) char memory[];
   const shared_layout shared = lay_out<TOKENS, K_PARTS>(memory);
   // The shuffle tells the compiler that all lanes agree.
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), g = lane >> 2, c = lane & 3;
   const row_tiles<TOKENS, K_PARTS> rows(args);
-  share work;
-  work.pieces = (args.K / BSH_UNIT + BSH_PIECE_UNITS * K_PARTS - 1) / (BSH_PIECE_UNITS * K_PARTS); // of a part of K
-  work.total = (args.N / BSH_ROW_TILE + rows.count - 1) / rows.count * work.pieces;
+  const share<K_PARTS> work(args);
   const int base = K_PARTS == 1 ? 0 : warp / ROW_WARPS * work.pieces; // this warp's part of K: its first piece
-  const uint32_t begin = work.begin(blockIdx.x);
-  const int count = work.begin(blockIdx.x + 1) - begin;
-  const position start = {(int)(begin / work.pieces), (int)(begin % work.pieces)};
+  const int count = work.begin(blockIdx.x + 1) - work.begin(blockIdx.x);
+  const position start = work.start();
 
   // Before the wait: constants, and hints about what will be read.
   weight_walk weights(args, shared.ring);
@@ -428,14 +466,16 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
   auto load_next = [&](bool there_is, uint32_t to_slot) {
     if (there_is && rows.active) weights.start(base + ahead.piece, to_slot);
     copy_commit();
-    ahead.step(work.pieces);
-    if (ahead.piece == 0) weights.enter(args, rows.tile(ahead.block));
+    if (++ahead.piece < work.pieces || K_PARTS == 2) return; // two parts of K: one row block, and no piece beyond it
+    ahead.piece = 0, ahead.block++;
+    weights.enter(args, rows.tile(ahead.block));
   };
 #pragma unroll
   for (int i = 0; i < SLOTS - 1; i++) load_next(i < count, i * PIECE_BYTES);
+  const bool brings_x = !OWN_X && __any_sync(~0u, threadIdx.x < 32); // the vote: all lanes agree
   x_stream<TOKENS, K_PARTS> x_in(args, shared, work.pieces, start.piece);
   int x_left = count * (BSH_PIECE_UNITS / UNITS); // stages not yet asked for
-  if (!OWN_X && warp == 0)
+  if (brings_x)
     for (int i = 0; i < STAGES - 1 && x_left > 0; i++, x_left--) x_in.bring();
   const float map_value = args.absmax ? 0.f : args.absmax_map[threadIdx.x & 255];
   const float offset = args.absmax ? 0.f : *args.offset;
@@ -463,7 +503,7 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
       if (fresh || piece % scales.GROUP == 0) {
         scales.resolve(args, shared.map, offset);
         position next = {at.block, (piece / scales.GROUP + 1) * scales.GROUP};
-        if (next.piece >= base + work.pieces) next.piece = base, next.block++;
+        if (K_PARTS == 1 && next.piece >= work.pieces) next.piece = 0, next.block++;
         scales.fetch(args, rows.tile(next.block), next.piece);
         fresh = false;
       }
@@ -477,7 +517,7 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
 #pragma unroll
       for (int unit = 0; unit < BSH_PIECE_UNITS; unit++) {
         if (unit % UNITS == 0) {
-          if (!OWN_X && warp == 0 && x_left > 0) x_in.bring(), x_left--;
+          if (brings_x && x_left > 0) x_in.bring(), x_left--;
           barrier_wait(shared.full + 8 * stage, parity);
         }
         if (!AHEAD) {
@@ -505,18 +545,17 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
       fill = slot;
       slot = slot == (SLOTS - 1) * PIECE_BYTES ? 0 : slot + PIECE_BYTES;
     }
-    if (K_PARTS > 1) {
-      add_parts<TOKENS, K_PARTS>(sum, shared.ring);
-      if (warp >= ROW_WARPS) return;
-    }
+    if constexpr (K_PARTS == 2) add_parts<TOKENS>(sum, shared.ring);
+    const int tile = rows.tile(at.block), token = K_PARTS == 2 && warp >= ROW_WARPS ? OWN : 0;
     if (from_start && at.piece == work.pieces) {
-      const int tile = rows.tile(at.block);
-      if (rows.active && tile * BSH_ROW_TILE < args.N) store_tile<T, TOKENS / 8>(args, tile, sum);
+      const bool stores = rows.active && tile * BSH_ROW_TILE < args.N;
+      if (K_PARTS == 2 ? __any_sync(~0u, stores) : stores) store<T, TOKENS, K_PARTS>(args, tile, token, sum);
     } else { // OWN_X: row blocks are shared only where every warp has a tile
-      const joint<TOKENS> shared_block(args, work, at.block, rows.tile(at.block));
+      const joint<TOKENS, K_PARTS> shared_block(args, work, at.block, tile, token);
       shared_block.leave(args, sum);
       if (shared_block.is_last(args)) shared_block.template join<T>(args);
     }
+    if (K_PARTS == 2) return; // its only row block; the compiler sees that the shuffles of store are not in a loop
 #pragma unroll
     for (int i = 0; i < SUMS; i++) sum[i] = 0.f;
   }
@@ -550,12 +589,13 @@ GEMM_SIZES(__nv_bfloat16, gemm_4bit_bf16)
 GEMM_SIZES(__half, gemm_4bit_f16)
 
 // x[M, K] (2-byte elements) -> [all_units][tokens][64] in the layout of one stage, as order_x makes it. Missing tokens
-// and units are zero. Also clears the tickets, one per 16 rows of W; with tokens = 0 nothing else.
-extern "C" __global__ void x_units(const __grid_constant__ bsh_fused_args args, uint4 *out, int tokens, int all_units) {
+// and units are zero. Also clears the tickets; with tokens = 0 nothing else.
+extern "C" __global__ void x_units(const __grid_constant__ bsh_fused_args args, uint4 *out, int tokens, int all_units,
+                                   int tickets) {
   bsh::let_later_kernels_start(); // the product waits for this kernel, which waits for those before it
   bsh::wait_for_earlier_kernels();
   const int units = args.K / BSH_UNIT, at = blockIdx.x * blockDim.x + threadIdx.x;
-  for (int i = at; i < args.N / BSH_ROW_TILE; i += gridDim.x * blockDim.x) args.tickets[i] = 0;
+  for (int i = at; i < tickets; i += gridDim.x * blockDim.x) args.tickets[i] = 0;
   if (tokens == 0) return;
   const int chunk = at & 7, token = (at >> 3) % tokens, unit = (at >> 3) / tokens;
   if (unit >= all_units) return;

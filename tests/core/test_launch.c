@@ -13,7 +13,8 @@ uint64_t check_seed;
 static char *const scratch_begin = (char *)0x7000000000;
 static int64_t scratch_bytes;
 static const bsh_linear_4bit_args *product;
-static bool tickets_cleared, x_ordered;
+static int64_t tickets_cleared;
+static bool x_ordered;
 static int64_t rows_done; /* of x */
 static int launches;
 
@@ -70,8 +71,8 @@ static void check_gemv(const char *const name, const bsh_fused_args *const args,
 
 static void check_x_units(const char *const name, const bsh_fused_args *const args, void **const arguments) {
   const int64_t tokens = *(int32_t *)arguments[2], units = *(int32_t *)arguments[3];
-  check_inside(name, args, args->tickets, args->N / BSH_ROW_TILE * 4);
-  tickets_cleared = true;
+  tickets_cleared = *(int32_t *)arguments[4];
+  check_inside(name, args, args->tickets, tickets_cleared * 4);
   if (tokens == 0) return;
   CHECK(tokens >= args->M && units * BSH_UNIT >= args->K, SHAPE, SHAPE_OF(name, args));
   CHECK(args->x == product->x || rows_done > 0, SHAPE, SHAPE_OF(name, args));
@@ -82,10 +83,10 @@ static void check_x_units(const char *const name, const bsh_fused_args *const ar
 
 /* The blocks of threads that own pieces of a row block leave their sums side by side. */
 static void check_joint(const char *const name, const bsh_fused_args *const args, const int64_t parts,
-                        const int64_t last_tile, const int64_t tokens) {
+                        const int64_t last_tile, const int64_t tokens, const int64_t k_parts) {
   CHECK(parts <= args->k_splits, SHAPE ": %" PRId64 " parts, room for %d", SHAPE_OF(name, args), parts, args->k_splits);
-  CHECK(tickets_cleared, SHAPE, SHAPE_OF(name, args));
-  check_inside(name, args, args->tickets, (last_tile + 1) * 4);
+  CHECK(tickets_cleared >= (last_tile + 1) * k_parts, SHAPE ": %" PRId64 " tickets cleared", SHAPE_OF(name, args),
+        tickets_cleared);
   check_inside(name, args, args->partial, (last_tile * args->k_splits + parts) * tokens * BSH_ROW_TILE * 4);
 }
 
@@ -96,26 +97,28 @@ static void check_gemm(const char *const name, const bsh_fused_args *const args,
   const int64_t warps = tokens == 64 && k_parts == 1 ? 12 : 16, tiles = args->N / BSH_ROW_TILE;
   const int64_t row_tiles = own_x ? args->row_tiles : warps / k_parts, row_blocks = divide_up(tiles, row_tiles);
   const int64_t pieces = divide_up(args->K / BSH_UNIT, BSH_PIECE_UNITS * k_parts), total = row_blocks * pieces;
-  const int64_t blocks = shape->grid[0];
+  const int64_t blocks = shape->grid[0], sharing = k_parts == 2 ? pieces : total; /* blocks that share pieces */
   CHECK(tokens >= args->M && shape->block[0] == (uint32_t)(warps + (own_x ? 4 : 0)) * 32, SHAPE, SHAPE_OF(name, args));
-  CHECK(blocks > 0 && blocks <= sms && total * blocks < INT32_MAX, SHAPE ": %" PRId64 " blocks", SHAPE_OF(name, args),
-        blocks);
+  CHECK(blocks > 0 && blocks * shape->grid[1] <= sms && total * blocks < INT32_MAX, SHAPE ": %" PRId64 " x %u blocks",
+        SHAPE_OF(name, args), blocks, shape->grid[1]);
+  CHECK(shape->grid[1] == (k_parts == 2 ? row_blocks : 1), SHAPE ": %u", SHAPE_OF(name, args), shape->grid[1]);
   CHECK(row_tiles > 0 && row_tiles <= warps / k_parts, SHAPE ": %" PRId64 " row tiles", SHAPE_OF(name, args),
         row_tiles);
   CHECK(own_x ? (const char *)args->x != scratch_begin : x_ordered && (const char *)args->x == scratch_begin, SHAPE,
         SHAPE_OF(name, args));
-  for (int64_t i = 0; i < blocks; i++) {
-    const int64_t begin = total * i / blocks, end = total * (i + 1) / blocks;
-    CHECK(end > begin && (k_parts == 1 || begin / pieces == (end - 1) / pieces),
-          SHAPE ": block %" PRId64 " has pieces %" PRId64 " to %" PRId64, SHAPE_OF(name, args), i, begin, end);
-  }
+  CHECK(args->block_pieces * blocks + args->more_pieces == sharing && args->more_pieces < blocks &&
+            args->block_pieces > 0,
+        SHAPE ": %d pieces a block, %d more", SHAPE_OF(name, args), args->block_pieces, args->more_pieces);
   for (int64_t b = 0; b < row_blocks; b++) {
-    const int64_t first = ((b * pieces + 1) * blocks - 1) / total, last = ((b + 1) * pieces * blocks - 1) / total;
+    const int64_t begin = k_parts == 2 ? 0 : b * pieces, end_piece = begin + pieces;
+    const int64_t first = ((begin + 1) * blocks - 1) / sharing, last = (end_piece * blocks - 1) / sharing;
     if (first == last) continue;
     CHECK(!own_x || row_tiles == warps / k_parts, SHAPE, SHAPE_OF(name, args)); /* no warp without a tile joins */
     const int64_t end = (b + 1) * row_tiles;
-    check_joint(name, args, last - first + 1, (end < tiles ? end : tiles) - 1, tokens);
+    check_joint(name, args, last - first + 1, (end < tiles ? end : tiles) - 1, tokens, k_parts);
   }
+  CHECK(aligned(args->y, 4) && args->ldy % 2 == 0, SHAPE, SHAPE_OF(name, args)); /* two rows of W a store */
+  tickets_cleared = 0, x_ordered = false;                                        /* the next slice wants its own */
 }
 
 bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kernel *const kernel,
@@ -138,7 +141,7 @@ bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kerne
 static void launch(const bsh_linear_4bit_args *const args, const bsh_linear_kernel kernel, const int32_t sm,
                    const int32_t sms) {
   const bsh_cuda_context context = {.op = "linear_4bit", .sm = sm, .sms = sms};
-  product = args, rows_done = 0, tickets_cleared = x_ordered = false, scratch_bytes = 0;
+  product = args, rows_done = 0, tickets_cleared = 0, x_ordered = false, scratch_bytes = 0;
   const bsh_status status = bsh_cuda_linear_4bit_fused(args, kernel, &context);
   const int64_t rows = status == BSH_OK ? args->M : 0;
   CHECK(rows_done == rows, "M %" PRId64 " N %" PRId64 " K %" PRId64 ": %" PRId64 " rows done", args->M, args->N,
@@ -148,18 +151,20 @@ static void launch(const bsh_linear_4bit_args *const args, const bsh_linear_kern
 static void products(uint64_t *const state, const int rounds) {
   static const int32_t gpus[][2] = {{90, 132}, {90, 132}, {90, 132}, {90, 114},
                                     {90, 78},  {80, 108}, {75, 40},  {89, 128}};
-  void *const aligned = (void *)0x1000;
+  void *const memory = (void *)0x1000;
   for (int round = 0; round < rounds; round++) {
     const int32_t *const gpu = gpus[random_below(state, 8)];
     const bool plain = random_below(state, 2);
-    bsh_linear_4bit_args args = {.x = aligned, .y = aligned, .dtype = random_below(state, 2) ? BSH_BF16 : BSH_F16};
+    bsh_linear_4bit_args args = {.x = memory, .y = memory, .dtype = random_below(state, 2) ? BSH_BF16 : BSH_F16};
     args.M = 1 + random_below(state, random_below(state, 2) ? 64 : 300);
     args.N = BSH_ROW_TILE * (1 + random_below(state, random_below(state, 4) ? 1100 : 10000));
     args.K = BSH_UNIT * (1 + random_below(state, random_below(state, 4) ? 150 : 500));
     args.ldx = args.K, args.ldy = args.N;
-    args.weight = (bsh_weight){.packed = aligned, .n = args.N * args.K, .blocksize = 64, .format = BSH_NF4};
-    if (plain) args.weight.scales.absmax = aligned;
-    else args.weight.scales.absmax_code = aligned;
+    if (random_below(state, 16) == 0) args.y = (char *)memory + 2;
+    if (random_below(state, 16) == 0) args.ldy++;
+    args.weight = (bsh_weight){.packed = memory, .n = args.N * args.K, .blocksize = 64, .format = BSH_NF4};
+    if (plain) args.weight.scales.absmax = memory;
+    else args.weight.scales.absmax_code = memory;
     launch(&args, BSH_LINEAR_GEMV, gpu[0], gpu[1]);
     launch(&args, BSH_LINEAR_GEMM_SM90, gpu[0], gpu[1]);
   }
