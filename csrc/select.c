@@ -27,8 +27,8 @@ const char *bsh_linear_kernel_name(const bsh_linear_kernel kernel) {
 /* Weights from which gemm_4bit_sm90 is faster than gemv_4bit: rows of benchmarks/results/small_m_h200_202611.md. */
 static int64_t gemm_sm90_weights(const int64_t M) {
   if (M <= 8) return INT64_MAX;
-  if (M <= 16) return 80000000; /* slower at 67 M, faster at 235 M */
-  return M <= 32 ? 16000000 : 9000000;
+  if (M <= 16) return 70000000; /* slower at 68 M, faster at 71 M */
+  return M <= 32 ? 16000000 : 12000000;
 }
 
 /* Rows up to which launches of gemm_4bit_sm90 for 64 rows each are faster than panels. Same file. */

@@ -55,6 +55,7 @@ def test_small_weights_are_fused_up_to_64_rows():
     assert {select(M, 1024, 4096) for M in range(1, 65)} == {"gemv_4bit"}
     assert select(32, 3584, 4096) == "gemv_4bit" and select(33, 3584, 4096) == "gemm_4bit_sm90"
     assert select(16, 4096, 4096) == "gemv_4bit" and select(17, 4096, 4096) == "gemm_4bit_sm90"
+    assert select(64, 3072, 3072) == "gemv_4bit" and select(16, 13824, 5120) == "gemm_4bit_sm90"
     assert select(16, 14336, 4096) == "gemv_4bit" and select(17, 14336, 4096) == "gemm_4bit_sm90"
     assert select(8, 28672, 8192) == "gemv_4bit" and select(9, 28672, 8192) == "gemm_4bit_sm90"
     assert select(65, 4096, 4096) == "dense"
