@@ -233,67 +233,72 @@ bool bsh_gemm_sm90_takes(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32
 static bsh_cuda_kernel gemm_kernels[2][3][2][2] = {GEMM_TOKENS("bf16"), GEMM_TOKENS("f16")};
 static bsh_cuda_kernel x_units_kernel = GEMM_KERNEL("x_units", 0);
 
-/* x in the kernel's order, its tickets, the partial sums: one piece of scratch memory. */
+/* x in the kernel's order, its counters, the partial sums: one piece of scratch memory. */
 typedef struct {
   int64_t tokens, x_units; /* padded */
-  int64_t x_bytes, ticket_bytes, bytes;
+  int64_t x_bytes, counter_bytes, bytes;
   int32_t grid[2];        /* blocks of threads: that share `pieces`, and how often (two parts of K: row blocks) */
-  int32_t pieces, splits; /* splits: blocks of threads that share a row block, at most */
-  int32_t tickets;        /* one for each row tile and part of K */
+  int32_t pieces, splits; /* splits: blocks of threads that leave sums of a row block, at most */
+  int32_t counters;       /* one for each row tile and part of K, if any leave sums */
   int32_t size;           /* log2(tokens / 16) */
   int32_t k_parts, warps; /* template arguments of the kernel; warps: those that multiply */
   int32_t row_tiles;      /* of a row block */
   bool own_x;             /* the kernel orders x itself (OWN_X) */
-  bool alone;             /* own_x, and every row block has one block of threads: no kernel in front, nothing to join */
+  bool alone;             /* own_x, and nothing to join: no kernel in front */
 } gemm_plan;
 
-enum { TWO_PARTS_WEIGHTS_32 = 64000000, TWO_PARTS_WEIGHTS_64 = 40000000 };
-
-/* Two parts of K in a block of threads halve its rows. Then every block has one share of one row block, whole or cut
- * along K. For larger weights, sharing all pieces out evenly is faster
- * (benchmarks/results/small_m_h200_202611.md). */
-static bool two_parts(int64_t M, int64_t N, int64_t K, int32_t sms) {
-  if (M <= 16 || N > (int64_t)sms * 8 * BSH_ROW_TILE) return false;
-  return N * K <= (M <= 32 ? TWO_PARTS_WEIGHTS_32 : TWO_PARTS_WEIGHTS_64);
+/* Row tiles of a row block: one for each warp, or, for two parts of K, as few as leave each multiprocessor one row
+ * block where it would have no more anyway. */
+static int64_t row_tiles_of(int64_t tiles, int64_t warps, int64_t k_parts, int32_t sms) {
+  const int64_t most = warps / k_parts;
+  if (k_parts == 1 || 2 * divide_up(tiles, most) <= sms) return most;
+  return divide_up(tiles, sms);
 }
 
-/* Row tiles of a row block. A kernel that orders x itself takes as few as leave each multiprocessor one row block. */
-static int64_t row_tiles_of(int64_t tiles, int64_t most, bool own_x, int32_t sms) {
-  if (!own_x || 2 * divide_up(tiles, most) <= sms) return most;
-  return divide_up(tiles, sms);
+enum { GEMM_WARPS = 16, TWO_PARTS_32 = 70000000, TWO_PARTS_64 = 40000000, TWO_PARTS_64_BUSY = 90000000 }; /* weights */
+
+/* Two parts of K in a block of threads halve its rows. Then every block has one share of one row block, whole or cut
+ * along K. For larger weights, sharing all pieces out evenly is faster; at 64 rows that depends on whether 5 of 6 warps
+ * would get rows (benchmarks/results/small_m_h200_202611.md). */
+static bool two_parts(int64_t M, int64_t N, int64_t K, int32_t sms) {
+  const int64_t tiles = N / BSH_ROW_TILE;
+  if (M <= 16 || tiles > (int64_t)sms * GEMM_WARPS / 2) return false;
+  if (M <= 32) return N * K <= TWO_PARTS_32;
+  if (N * K <= TWO_PARTS_64) return true;
+  const int64_t row_blocks = divide_up(tiles, row_tiles_of(tiles, GEMM_WARPS, 2, sms));
+  return N * K <= TWO_PARTS_64_BUSY && 6 * tiles * (sms / row_blocks) >= 5 * sms * GEMM_WARPS / 2;
 }
 
 static gemm_plan plan_gemm(int64_t M, int64_t N, int64_t K, int32_t sms) {
   gemm_plan plan = {.size = M <= 16 ? 0 : M <= 32 ? 1 : 2, .k_parts = two_parts(M, N, K, sms) ? 2 : 1};
-  plan.tokens = 16 << plan.size, plan.warps = plan.tokens == 64 && plan.k_parts == 1 ? 12 : 16;
+  plan.tokens = 16 << plan.size, plan.warps = plan.tokens == 64 && plan.k_parts == 1 ? 12 : GEMM_WARPS;
   plan.own_x = plan.tokens == 32 && plan.k_parts == 2;
   const int64_t tiles = N / BSH_ROW_TILE, pieces = divide_up(K / BSH_UNIT, BSH_PIECE_UNITS * plan.k_parts);
-  plan.row_tiles = (int32_t)row_tiles_of(tiles, plan.warps / plan.k_parts, plan.own_x, sms);
+  plan.row_tiles = (int32_t)row_tiles_of(tiles, plan.warps, plan.k_parts, sms);
   const int64_t row_blocks = divide_up(tiles, plan.row_tiles), all_pieces = row_blocks * pieces;
   if (plan.k_parts == 2) { /* at most as many row blocks as multiprocessors */
     const int32_t shares = (int32_t)min_i64(sms / row_blocks, pieces);
     plan.grid[0] = shares, plan.grid[1] = (int32_t)row_blocks;
-    plan.pieces = (int32_t)pieces, plan.splits = shares;
+    plan.pieces = (int32_t)pieces, plan.splits = shares > 1 ? shares : 0;
   } else {
     const int64_t blocks = min_i64(sms, all_pieces);
     plan.grid[0] = (int32_t)blocks, plan.grid[1] = 1;
-    plan.pieces = (int32_t)all_pieces, plan.splits = (int32_t)min_i64(pieces / (all_pieces / blocks) + 2, blocks);
+    plan.pieces = (int32_t)all_pieces, plan.splits = (int32_t)min_i64(pieces / (all_pieces / blocks) + 1, blocks - 1);
   }
-  plan.alone = plan.own_x && plan.grid[0] == 1;
+  plan.alone = plan.own_x && plan.splits == 0;
   plan.x_units = pieces * BSH_PIECE_UNITS * plan.k_parts;
   plan.x_bytes = plan.own_x ? 0 : plan.x_units * plan.tokens * BSH_UNIT * 2;
-  plan.tickets = (int32_t)tiles * plan.k_parts;
-  plan.ticket_bytes = divide_up(plan.tickets * (int64_t)sizeof(uint32_t), 256) * 256;
-  plan.bytes = plan.x_bytes;
-  if (!plan.alone) plan.bytes += plan.ticket_bytes + N * plan.tokens * plan.splits * (int64_t)sizeof(float);
+  plan.counters = plan.splits > 0 ? (int32_t)tiles * plan.k_parts : 0;
+  plan.counter_bytes = divide_up(plan.counters * (int64_t)sizeof(uint32_t), 256) * 256;
+  plan.bytes = plan.x_bytes + plan.counter_bytes + N * plan.tokens * plan.splits * (int64_t)sizeof(float);
   return plan;
 }
 
-/* The kernel in front: x in order, and the tickets cleared; only the latter where the product orders x itself. */
+/* The kernel in front: x in order, and the counters cleared; only the latter where the product orders x itself. */
 static bsh_status launch_x_units(const gemm_plan *plan, bsh_fused_args *kernel_args, void *x,
                                  const bsh_cuda_context *context) {
-  int32_t tokens = plan->own_x ? 0 : (int32_t)plan->tokens, x_units = (int32_t)plan->x_units, tickets = plan->tickets;
-  void *arguments[] = {kernel_args, &x, &tokens, &x_units, &tickets};
+  int32_t tokens = plan->own_x ? 0 : (int32_t)plan->tokens, x_units = (int32_t)plan->x_units, counters = plan->counters;
+  void *arguments[] = {kernel_args, &x, &tokens, &x_units, &counters};
   const bsh_cuda_launch_shape shape = {
       .grid = {(uint32_t)(tokens == 0 ? 1 : divide_up(plan->x_units * plan->tokens * 8, 256)), 1, 1},
       .block = {256, 1, 1},
@@ -312,8 +317,8 @@ static bsh_status launch_gemm(const bsh_linear_4bit_args *args, const bsh_cuda_c
   kernel_args.k_splits = plan.splits, kernel_args.row_tiles = plan.row_tiles;
   kernel_args.block_pieces = plan.pieces / plan.grid[0], kernel_args.more_pieces = plan.pieces % plan.grid[0];
   if (!plan.alone) {
-    kernel_args.tickets = (uint32_t *)(memory + plan.x_bytes);
-    kernel_args.partial = (float *)(memory + plan.x_bytes + plan.ticket_bytes);
+    kernel_args.counters = (uint32_t *)(memory + plan.x_bytes);
+    kernel_args.partial = (float *)(memory + plan.x_bytes + plan.counter_bytes);
   }
   bsh_status status = BSH_OK;
   if (!plan.alone) status = launch_x_units(&plan, &kernel_args, memory, context);

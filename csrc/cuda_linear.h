@@ -22,18 +22,18 @@ typedef struct {
   const void *x;
   const void *bias; /* or NULL */
   void *y;
-  float *partial;    /* scratch of split K: f32 [token groups][row tiles][k_splits][tokens * 16], or NULL */
-  uint32_t *tickets; /* gemm_4bit_sm90: [row tiles][parts of K], 0 at the start */
+  float *partial;     /* scratch of split K: f32 [token groups][row tiles][k_splits][tokens * 16], or NULL */
+  uint32_t *counters; /* gemm_4bit_sm90: [row tiles][parts of K], 0 at the start */
   int64_t ldx, ldy;
   int32_t M, N, K;
   int32_t format;      /* bsh_format */
   int32_t block_shift; /* log2(blocksize / 64); gemv_4bit_simt: log2(blocksize / 32) */
-  int32_t k_splits;    /* thread blocks that share the K of a row tile (gemm_4bit_sm90: at most) */
+  int32_t k_splits;    /* thread blocks that share the K of a row tile (gemm_4bit_sm90: that leave sums, at most) */
   int32_t k_warps;     /* warps of a thread block that share its part of K */
   int32_t row_groups;  /* groups of k_warps warps, each on its own row tiles */
   /* What a block would otherwise find by division before its first load.
    * gemm_4bit_sm90: */
-  int32_t row_tiles;    /* of a row block, where the kernel orders x itself */
+  int32_t row_tiles;    /* of a row block, two parts of K */
   int32_t block_pieces; /* of each of the gridDim.x blocks of threads; more_pieces of them have one more */
   int32_t more_pieces;
   /* gemv_4bit; a team: k_splits blocks that share row tiles. */

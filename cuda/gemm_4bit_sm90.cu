@@ -7,14 +7,15 @@
 // of K) is made unscaled, then added to the sums times its fp32 scales.
 //
 // Work split: W is cut into row blocks, one row tile a warp, and these into pieces of 4 units of K; the blocks of
-// threads share all pieces, in order, evenly. Where several own parts of one row block, each warp leaves its sums in
-// args.partial and takes a ticket; the last one adds all parts in the order of K. The tickets decide who adds, never in
-// which order: equal inputs give equal bits.
+// threads share all pieces, in order, evenly. Where several own parts of one row block, the owner of its last piece
+// waits until the others have left their sums in args.partial and adds all in the order of K: equal inputs give equal
+// bits. It is the one that started last, so those it waits for are running or done; and a block of threads begins with
+// its last row block, so that what others wait for is left early and what it waits for is needed late.
 //
 // K_PARTS = 2: half of the warps take the first half of K, the others the second, so that row blocks are half as high.
 // Each block of threads then has one share of one row block, and the two warps of a row tile finish half of the tokens
-// each. With OWN_X the host also chooses how many row tiles a row block has, so that all multiprocessors get one; the
-// warps left over decode nothing.
+// each. The host also chooses how many row tiles a row block has, so that all multiprocessors get one; the warps left
+// over decode nothing.
 #include "decode.cuh"
 #include "sums.cuh"
 
@@ -135,9 +136,9 @@ template <int TOKENS, int K_PARTS> __device__ __forceinline__ shared_layout lay_
   return s;
 }
 
-// A place in the sequence of all pieces: row block and piece of K.
-struct position {
-  int block, piece;
+// Pieces [piece, end) of a row block.
+struct stretch {
+  int block, piece, end;
 };
 
 // How pieces are shared out: block of threads i = blockIdx.x takes [begin(i), begin(i + 1)) of all pieces of all row
@@ -145,26 +146,27 @@ struct position {
 // keeps all pieces * gridDim.x below 2^31.
 template <int K_PARTS> struct share {
   int pieces; // of a row block, of one part of K
-  uint32_t each, more;
+  int each, more, begin, count;
 
-  __device__ __forceinline__ explicit share(const bsh_fused_args &args)
-      : pieces((args.K / BSH_UNIT + BSH_PIECE_UNITS * K_PARTS - 1) / (BSH_PIECE_UNITS * K_PARTS)),
-        each(args.block_pieces), more(args.more_pieces) {}
-  __device__ __forceinline__ uint32_t begin(uint32_t i) const {
-    return i * each + (more > 0 ? i * more / gridDim.x : 0);
+  __device__ __forceinline__ explicit share(const bsh_fused_args &args) {
+    pieces = (args.K / BSH_UNIT + BSH_PIECE_UNITS * K_PARTS - 1) / (BSH_PIECE_UNITS * K_PARTS);
+    each = args.block_pieces, more = args.more_pieces;
+    begin = begin_of(blockIdx.x), count = begin_of(blockIdx.x + 1) - begin;
   }
-  __device__ __forceinline__ position start() const {
-    const int at = begin(blockIdx.x);
-    if (K_PARTS == 2) return {(int)blockIdx.y, at};
-    return {at / pieces, at % pieces};
+  __device__ __forceinline__ int begin_of(uint32_t i) const { return i * each + (more > 0 ? i * more / gridDim.x : 0); }
+  __device__ __forceinline__ stretch first() const {
+    if (K_PARTS == 2) return {(int)blockIdx.y, begin, begin + count};
+    const int last = begin + count - 1, block = last / pieces;
+    return {block, max(begin - block * pieces, 0), last - block * pieces + 1};
   }
-  // Which blocks of threads own the first and the last piece of a row block.
-  __device__ __forceinline__ int first_owner(int block) const { return K_PARTS == 2 ? 0 : owner(block * pieces); }
-  __device__ __forceinline__ int last_owner(int block) const {
-    return K_PARTS == 2 ? gridDim.x - 1 : owner(block * pieces + pieces - 1);
+  __device__ __forceinline__ stretch after(stretch at) const { // may be none of this block's, but is one of W's
+    const int block = max(at.block - 1, 0);
+    return {block, max(begin - block * pieces, 0), pieces};
   }
-  __device__ __forceinline__ int owner(uint32_t at) const {
-    return ((at + 1) * gridDim.x - 1) / (each * gridDim.x + more);
+  // K_PARTS = 1: blocks of threads that own earlier pieces of a row block.
+  __device__ __forceinline__ int earlier_owners(int block) const {
+    const uint32_t at = block * pieces;
+    return blockIdx.x - ((at + 1) * gridDim.x - 1) / (each * gridDim.x + more);
   }
 };
 
@@ -174,8 +176,8 @@ template <int TOKENS, int K_PARTS> struct row_tiles {
   bool active;
   __device__ __forceinline__ explicit row_tiles(const bsh_fused_args &args) {
     constexpr int ROW_WARPS = bsh::ROW_WARPS<TOKENS, K_PARTS>;
-    count = OWN_X<TOKENS, K_PARTS> ? args.row_tiles : ROW_WARPS;
-    own = (threadIdx.x >> 5) % ROW_WARPS, active = !OWN_X<TOKENS, K_PARTS> || own < count;
+    count = K_PARTS == 2 ? args.row_tiles : ROW_WARPS;
+    own = (threadIdx.x >> 5) % ROW_WARPS, active = K_PARTS == 1 || own < count;
   }
   __device__ __forceinline__ int tile(int block) const { return block * count + own; }
 };
@@ -259,28 +261,37 @@ template <scale_kind KIND> struct scale_walk {
 
 // Brings the next stage of x into its place; warp 0 calls it once every warp is done with what was there.
 template <int TOKENS, int K_PARTS> struct x_stream {
+  static constexpr int STEPS = BSH_PIECE_UNITS / STAGE_UNITS<TOKENS, K_PARTS>; // stages of a piece
+  const share<K_PARTS> &work;
+  stretch at; // of the next stage
   const char *from;
   uint32_t to, full, empty, parity;
-  int slot, stage, stages; // stages of a row block
-  uint32_t part_bytes;     // from one part of K to the next in x
+  int slot, step, left;
+  uint32_t part_bytes; // from one part of K to the next in x
   bool refill;
 
-  __device__ __forceinline__ x_stream(const bsh_fused_args &args, const shared_layout &shared, int pieces, int piece) {
+  __device__ __forceinline__ x_stream(const bsh_fused_args &args, const shared_layout &shared,
+                                      const share<K_PARTS> &work)
+      : work(work), at(work.first()) {
     from = static_cast<const char *>(args.x), to = shared_address(shared.x), full = shared.full, empty = shared.empty;
-    slot = 0, parity = 1, refill = false;
-    constexpr int STEPS = BSH_PIECE_UNITS / STAGE_UNITS<TOKENS, K_PARTS>;
-    stage = piece * STEPS, stages = pieces * STEPS, part_bytes = pieces * (BSH_PIECE_UNITS * TOKENS * BSH_UNIT * 2);
+    slot = 0, parity = 1, refill = false, step = 0, left = work.count * STEPS;
+    part_bytes = work.pieces * (BSH_PIECE_UNITS * TOKENS * BSH_UNIT * 2);
   }
   __device__ __forceinline__ void bring() {
+    if (left == 0) return;
     if (refill) barrier_wait(empty + 8 * slot, parity);
     constexpr int BYTES = PART_BYTES<TOKENS, K_PARTS>;
     const bool first_lane = (threadIdx.x & 31) == 0;
     barrier_expect(full + 8 * slot, BYTES * K_PARTS, first_lane);
 #pragma unroll
     for (int k = 0; k < K_PARTS; k++)
-      bulk_copy(to + (slot * K_PARTS + k) * BYTES, from + (int64_t)stage * BYTES + k * part_bytes, BYTES,
-                full + 8 * slot, first_lane);
-    if (++stage == stages) stage = 0;
+      bulk_copy(to + (slot * K_PARTS + k) * BYTES, from + (int64_t)(at.piece * STEPS + step) * BYTES + k * part_bytes,
+                BYTES, full + 8 * slot, first_lane);
+    left--;
+    if (++step == STEPS) {
+      step = 0, at.piece++;
+      if (K_PARTS == 1 && at.piece == at.end) at = work.after(at);
+    }
     if (++slot == STAGES) slot = 0, parity ^= 1, refill = true;
   }
 };
@@ -327,17 +338,6 @@ __device__ __forceinline__ void order_x(const bsh_fused_args &args, const shared
   }
 }
 
-// Counts this warp among those that have left their sums: what they wrote is visible to the one that draws the last.
-__device__ __forceinline__ uint32_t take_ticket(uint32_t *counter) {
-  uint32_t ticket = 0;
-  __syncwarp();
-  if ((threadIdx.x & 31) == 0)
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(ticket) : "l"(counter) : "memory");
-  ticket = __shfl_sync(~0u, ticket, 0);
-  __syncwarp();
-  return ticket;
-}
-
 // Stores a warp's tokens of a tile. In the loop over row blocks, shuffles would cost uniform registers
 // (barrier_expect).
 template <typename T, int TOKENS, int K_PARTS>
@@ -347,42 +347,49 @@ __device__ __forceinline__ void store(const bsh_fused_args &args, int tile, int 
   else store_tile<T, TILES>(args, tile, token, sum);
 }
 
-// The parts of a row block: which blocks of threads own some, and where their sums of this warp's tokens and tile lie.
+// Sums of a row block that several blocks of threads own: where those of this warp's tokens and tile lie.
 template <int TOKENS, int K_PARTS> struct joint {
   static constexpr int TILE = TOKENS * BSH_ROW_TILE, OWN = OWN_TOKENS<TOKENS, K_PARTS>;
-  int tile, token, first, parts;
-  float4 *sums; // this lane's, of part 0; TILE / 4 from one part to the next
+  int tile, token;
+  float4 *sums;      // this lane's, of the first owner; TILE / 4 from one owner to the next
+  uint32_t *counter; // of owners that have left their sums
 
-  __device__ __forceinline__ joint(const bsh_fused_args &args, const share<K_PARTS> &work, int block, int tile,
-                                   int token)
-      : tile(tile), token(token) {
-    first = work.first_owner(block), parts = work.last_owner(block) - first + 1;
+  __device__ __forceinline__ joint(const bsh_fused_args &args, int tile, int token) : tile(tile), token(token) {
     sums = reinterpret_cast<float4 *>(args.partial) + (int64_t)tile * args.k_splits * (TILE / 4) +
            token * (BSH_ROW_TILE / 4) + (threadIdx.x & 31);
+    counter = args.counters + tile * K_PARTS + token / OWN;
   }
-  __device__ __forceinline__ void leave(const bsh_fused_args &args, const float *sum) const {
-    if (tile * BSH_ROW_TILE >= args.N) return;
-    float4 *const own = sums + (int)(blockIdx.x - first) * (TILE / 4);
+  // Leaves the sums of owner `owner`; how many had left theirs before.
+  __device__ __forceinline__ uint32_t leave(const float *sum, int owner) const {
+    float4 *const own = sums + owner * (TILE / 4);
 #pragma unroll
     for (int n = 0; n < OWN / 8; n++)
       own[n * 32] = make_float4(sum[4 * n], sum[4 * n + 1], sum[4 * n + 2], sum[4 * n + 3]);
+    __syncwarp();
+    uint32_t before = 0;
+    asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %2, 0;\n@p atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;\n}"
+                 : "+r"(before)
+                 : "l"(counter), "r"(threadIdx.x & 31)
+                 : "memory");
+    return before;
   }
-  // Whether this warp is the last to have left its sums; the vote tells the compiler that all lanes agree.
-  __device__ __forceinline__ bool is_last(const bsh_fused_args &args) const {
-    uint32_t *const counter = args.tickets + tile * K_PARTS + token / OWN;
-    return __any_sync(~0u, tile * BSH_ROW_TILE < args.N && take_ticket(counter) == (uint32_t)parts - 1);
+  __device__ __forceinline__ void wait_for(int owners) const {
+    uint32_t arrived;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
+    while (!__all_sync(~0u, arrived >= (uint32_t)owners));
   }
-  // Adds all parts, in the order of K, and stores the tile.
-  template <typename T> __device__ __forceinline__ void join(const bsh_fused_args &args) const {
-    constexpr int BATCH = 128 / OWN; // parts whose loads are on their way together
+  // Adds the sums of the first `owners` owners and then `last`, if given, in the order of K, and stores the result.
+  template <typename T>
+  __device__ __forceinline__ void join(const bsh_fused_args &args, int owners, const float *last) const {
+    constexpr int BATCH = 128 / OWN; // owners whose loads are on their way together
     float total[OWN / 2] = {};
-    for (int k0 = 0; k0 < parts; k0 += BATCH) {
+    for (int k0 = 0; k0 < owners; k0 += BATCH) {
       float4 v[BATCH][OWN / 8];
 #pragma unroll
       for (int k = 0; k < BATCH; k++)
 #pragma unroll
         for (int n = 0; n < OWN / 8; n++)
-          v[k][n] = k0 + k < parts ? __ldcg(sums + (k0 + k) * (TILE / 4) + n * 32) : make_float4(0.f, 0.f, 0.f, 0.f);
+          v[k][n] = k0 + k < owners ? __ldcg(sums + (k0 + k) * (TILE / 4) + n * 32) : make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
       for (int k = 0; k < BATCH; k++)
 #pragma unroll
@@ -391,9 +398,47 @@ template <int TOKENS, int K_PARTS> struct joint {
           total[4 * n + 2] += v[k][n].z, total[4 * n + 3] += v[k][n].w;
         }
     }
+    if (last)
+#pragma unroll
+      for (int i = 0; i < OWN / 2; i++) total[i] += last[i];
     store<T, TOKENS, K_PARTS>(args, tile, token, total);
   }
 };
+
+// What becomes of a warp's sums of the pieces [from, at.end): stored, left for others, or joined with what others left.
+// The votes tell the compiler that all lanes agree.
+template <typename T, int TOKENS>
+__device__ __forceinline__ void finish(const bsh_fused_args &args, const share<1> &work, stretch at, int from, int tile,
+                                       const float *sum) {
+  const bool exists = tile * BSH_ROW_TILE < args.N;
+  const bool leaves = __any_sync(~0u, at.end < work.pieces), joins = __any_sync(~0u, from > 0);
+  if (leaves || joins) {
+    const joint<TOKENS, 1> others(args, tile, 0);
+    const int earlier = work.earlier_owners(at.block);
+    if (__any_sync(~0u, exists && leaves)) {
+      others.leave(sum, earlier);
+    } else if (__any_sync(~0u, exists)) {
+      others.wait_for(earlier);
+      others.template join<T>(args, earlier, sum);
+    }
+  } else if (exists) {
+    store<T, TOKENS, 1>(args, tile, 0, sum);
+  }
+}
+
+// The same for two parts of K. The owners of a row block reach its end together: the last one joins, so that nobody
+// waits and the work is spread.
+template <typename T, int TOKENS>
+__device__ __forceinline__ void finish_part(const bsh_fused_args &args, const row_tiles<TOKENS, 2> &rows,
+                                            const float *sum) {
+  const int tile = rows.tile(blockIdx.y), token = threadIdx.x / 32 < ROW_WARPS<TOKENS, 2> ? 0 : OWN_TOKENS<TOKENS, 2>;
+  if (!__any_sync(~0u, rows.active && tile * BSH_ROW_TILE < args.N)) return;
+  if (gridDim.x == 1) return store<T, TOKENS, 2>(args, tile, token, sum);
+  const joint<TOKENS, 2> others(args, tile, token);
+  const uint32_t before = others.leave(sum, blockIdx.x);
+  __syncwarp();
+  if (__any_sync(~0u, before == gridDim.x - 1)) others.template join<T>(args, gridDim.x, nullptr);
+}
 
 // A barrier of the warps that multiply.
 template <int TOKENS, int K_PARTS> __device__ __forceinline__ void products_meet() {
@@ -433,7 +478,7 @@ template <int TOKENS> __device__ __forceinline__ void add_parts(float *sum, char
 template <typename T, int TOKENS, int K_PARTS, scale_kind KIND>
 __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
   constexpr int SUMS = TOKENS / 2, UNITS = STAGE_UNITS<TOKENS, K_PARTS>, WARPS = bsh::WARPS<TOKENS, K_PARTS>;
-  constexpr int ROW_WARPS = bsh::ROW_WARPS<TOKENS, K_PARTS>, OWN = OWN_TOKENS<TOKENS, K_PARTS>;
+  constexpr int ROW_WARPS = bsh::ROW_WARPS<TOKENS, K_PARTS>;
   constexpr bool AHEAD = bsh::AHEAD<TOKENS, K_PARTS>, OWN_X = bsh::OWN_X<TOKENS, K_PARTS>;
   extern __shared__ __align__(1024) char memory[];
   const shared_layout shared = lay_out<TOKENS, K_PARTS>(memory);
@@ -442,14 +487,14 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
   const row_tiles<TOKENS, K_PARTS> rows(args);
   const share<K_PARTS> work(args);
   const int base = K_PARTS == 1 ? 0 : warp / ROW_WARPS * work.pieces; // this warp's part of K: its first piece
-  const int count = work.begin(blockIdx.x + 1) - work.begin(blockIdx.x);
-  const position start = work.start();
+  const stretch start = work.first();
 
   // Before the wait: constants, and hints about what will be read.
   weight_walk weights(args, shared.ring);
   weights.enter(args, rows.tile(start.block));
   if (warp < WARPS)
-    for (int i = 0; i < min(count, OWN_X ? 2 : 4); i++) weights.prefetch(base + min(start.piece + i, work.pieces - 1));
+    for (int i = 0; i < min(work.count, OWN_X ? 2 : 4); i++)
+      weights.prefetch(base + min(start.piece + i, work.pieces - 1));
   build_table<T>(shared.table, args.format);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++)
@@ -460,23 +505,22 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
   wait_for_earlier_kernels();
   let_later_kernels_start();
   if (OWN_X && warp >= WARPS)
-    return order_x<TOKENS, K_PARTS>(args, shared, work.pieces, start.piece, count * (BSH_PIECE_UNITS / UNITS));
+    return order_x<TOKENS, K_PARTS>(args, shared, work.pieces, start.piece, work.count * (BSH_PIECE_UNITS / UNITS));
 
-  position ahead = start; // the piece that the ring loads next
+  stretch ahead = start; // the piece that the ring loads next
   auto load_next = [&](bool there_is, uint32_t to_slot) {
     if (there_is && rows.active) weights.start(base + ahead.piece, to_slot);
     copy_commit();
-    if (++ahead.piece < work.pieces || K_PARTS == 2) return; // two parts of K: one row block, and no piece beyond it
-    ahead.piece = 0, ahead.block++;
+    if (++ahead.piece < ahead.end || K_PARTS == 2) return; // two parts of K: one row block
+    ahead = work.after(ahead);
     weights.enter(args, rows.tile(ahead.block));
   };
 #pragma unroll
-  for (int i = 0; i < SLOTS - 1; i++) load_next(i < count, i * PIECE_BYTES);
+  for (int i = 0; i < SLOTS - 1; i++) load_next(i < work.count, i * PIECE_BYTES);
   const bool brings_x = !OWN_X && __any_sync(~0u, threadIdx.x < 32); // the vote: all lanes agree
-  x_stream<TOKENS, K_PARTS> x_in(args, shared, work.pieces, start.piece);
-  int x_left = count * (BSH_PIECE_UNITS / UNITS); // stages not yet asked for
+  x_stream<TOKENS, K_PARTS> x_in(args, shared, work);
   if (brings_x)
-    for (int i = 0; i < STAGES - 1 && x_left > 0; i++, x_left--) x_in.bring();
+    for (int i = 0; i < STAGES - 1; i++) x_in.bring();
   const float map_value = args.absmax ? 0.f : args.absmax_map[threadIdx.x & 255];
   const float offset = args.absmax ? 0.f : *args.offset;
   scale_walk<KIND> scales;
@@ -491,37 +535,35 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
   uint32_t a[AHEAD ? 2 : 1][4][4] = {};
   float sum[SUMS] = {}, part[SUMS];
   uint32_t slot = 0, fill = (SLOTS - 1) * PIECE_BYTES, stage = 0, parity = 0;
-  bool fresh = true;
-  int left = count;
-  for (position at = start; left > 0; at.piece = 0, at.block++) { // the pieces of one row block
-    const bool from_start = at.piece == 0;
-    for (; at.piece < work.pieces && left > 0; at.piece++, left--) {
+  int left = work.count;
+  for (stretch at = start; left > 0; at = work.after(at)) {
+    const int from = at.piece;
+    for (; at.piece < at.end; at.piece++, left--) {
       copy_wait<SLOTS - 2>();
       __syncwarp();
       load_next(left >= SLOTS, fill);
       const int piece = base + at.piece;
-      if (fresh || piece % scales.GROUP == 0) {
+      if (at.piece == from || piece % scales.GROUP == 0) {
         scales.resolve(args, shared.map, offset);
-        position next = {at.block, (piece / scales.GROUP + 1) * scales.GROUP};
-        if (K_PARTS == 1 && next.piece >= work.pieces) next.piece = 0, next.block++;
+        stretch next = {at.block, (piece / scales.GROUP + 1) * scales.GROUP, 0};
+        if (K_PARTS == 1 && next.piece >= at.end) next = work.after(at);
         scales.fetch(args, rows.tile(next.block), next.piece);
-        fresh = false;
       }
       uint2 upper_bytes, lower_bytes; // of the unit decoded next, read one unit ahead
       auto read_bytes = [&](int unit) {
-        const uint32_t from = (own + slot) ^ (unit * 32);
-        upper_bytes = load_shared(from), lower_bytes = load_shared(from + PIECE_BYTES / 2);
+        const uint32_t bytes = (own + slot) ^ (unit * 32);
+        upper_bytes = load_shared(bytes), lower_bytes = load_shared(bytes + PIECE_BYTES / 2);
       };
       read_bytes(0);
-      if (AHEAD) decode_unit<OWN_X>(a[0], upper_bytes, lower_bytes, lane_base, rows.active), read_bytes(1);
+      if (AHEAD) decode_unit<K_PARTS == 2>(a[0], upper_bytes, lower_bytes, lane_base, rows.active), read_bytes(1);
 #pragma unroll
       for (int unit = 0; unit < BSH_PIECE_UNITS; unit++) {
         if (unit % UNITS == 0) {
-          if (brings_x && x_left > 0) x_in.bring(), x_left--;
+          if (brings_x) x_in.bring();
           barrier_wait(shared.full + 8 * stage, parity);
         }
         if (!AHEAD) {
-          decode_unit<OWN_X>(a[0], upper_bytes, lower_bytes, lane_base, rows.active);
+          decode_unit<K_PARTS == 2>(a[0], upper_bytes, lower_bytes, lane_base, rows.active);
           if (unit + 1 < BSH_PIECE_UNITS) read_bytes(unit + 1);
         }
         const uint32_t x = x_base + ((stage * STAGE_BYTES<TOKENS, K_PARTS> + unit % UNITS * (TOKENS * 128)) >> 4);
@@ -530,7 +572,7 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
         for (int k = 0; k < 4; k++) warpgroup<T, TOKENS>::multiply(part, a[AHEAD ? unit & 1 : 0][k], x + k * 2, k > 0);
         products_commit();
         if (AHEAD && unit + 1 < BSH_PIECE_UNITS) {
-          decode_unit<OWN_X>(a[(unit + 1) & 1], upper_bytes, lower_bytes, lane_base, rows.active);
+          decode_unit<K_PARTS == 2>(a[(unit + 1) & 1], upper_bytes, lower_bytes, lane_base, rows.active);
           if (unit + 2 < BSH_PIECE_UNITS) read_bytes(unit + 2);
         }
         const float upper = scales.of(0, piece, unit), lower = scales.of(1, piece, unit);
@@ -545,17 +587,12 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
       fill = slot;
       slot = slot == (SLOTS - 1) * PIECE_BYTES ? 0 : slot + PIECE_BYTES;
     }
-    if constexpr (K_PARTS == 2) add_parts<TOKENS>(sum, shared.ring);
-    const int tile = rows.tile(at.block), token = K_PARTS == 2 && warp >= ROW_WARPS ? OWN : 0;
-    if (from_start && at.piece == work.pieces) {
-      const bool stores = rows.active && tile * BSH_ROW_TILE < args.N;
-      if (K_PARTS == 2 ? __any_sync(~0u, stores) : stores) store<T, TOKENS, K_PARTS>(args, tile, token, sum);
-    } else { // OWN_X: row blocks are shared only where every warp has a tile
-      const joint<TOKENS, K_PARTS> shared_block(args, work, at.block, tile, token);
-      shared_block.leave(args, sum);
-      if (shared_block.is_last(args)) shared_block.template join<T>(args);
+    if constexpr (K_PARTS == 2) {
+      add_parts<TOKENS>(sum, shared.ring);
+      return finish_part<T, TOKENS>(args, rows, sum); // not in a loop, so that its shuffles cost no uniform registers
+    } else {
+      finish<T, TOKENS>(args, work, at, from, rows.tile(at.block), sum);
     }
-    if (K_PARTS == 2) return; // its only row block; the compiler sees that the shuffles of store are not in a loop
 #pragma unroll
     for (int i = 0; i < SUMS; i++) sum[i] = 0.f;
   }
@@ -589,13 +626,13 @@ GEMM_SIZES(__nv_bfloat16, gemm_4bit_bf16)
 GEMM_SIZES(__half, gemm_4bit_f16)
 
 // x[M, K] (2-byte elements) -> [all_units][tokens][64] in the layout of one stage, as order_x makes it. Missing tokens
-// and units are zero. Also clears the tickets; with tokens = 0 nothing else.
+// and units are zero. Also clears the counters; with tokens = 0 nothing else.
 extern "C" __global__ void x_units(const __grid_constant__ bsh_fused_args args, uint4 *out, int tokens, int all_units,
-                                   int tickets) {
+                                   int counters) {
   bsh::let_later_kernels_start(); // the product waits for this kernel, which waits for those before it
   bsh::wait_for_earlier_kernels();
   const int units = args.K / BSH_UNIT, at = blockIdx.x * blockDim.x + threadIdx.x;
-  for (int i = at; i < tickets; i += gridDim.x * blockDim.x) args.tickets[i] = 0;
+  for (int i = at; i < counters; i += gridDim.x * blockDim.x) args.counters[i] = 0;
   if (tokens == 0) return;
   const int chunk = at & 7, token = (at >> 3) % tokens, unit = (at >> 3) / tokens;
   if (unit >= all_units) return;

@@ -13,7 +13,7 @@ uint64_t check_seed;
 static char *const scratch_begin = (char *)0x7000000000;
 static int64_t scratch_bytes;
 static const bsh_linear_4bit_args *product;
-static int64_t tickets_cleared;
+static int64_t counters_cleared;
 static bool x_ordered;
 static int64_t rows_done; /* of x */
 static int launches;
@@ -71,13 +71,13 @@ static void check_gemv(const char *const name, const bsh_fused_args *const args,
 
 static void check_x_units(const char *const name, const bsh_fused_args *const args, void **const arguments) {
   const int64_t tokens = *(int32_t *)arguments[2], units = *(int32_t *)arguments[3];
-  tickets_cleared = *(int32_t *)arguments[4];
-  check_inside(name, args, args->tickets, tickets_cleared * 4);
+  counters_cleared = *(int32_t *)arguments[4];
+  check_inside(name, args, args->counters, counters_cleared * 4);
   if (tokens == 0) return;
   CHECK(tokens >= args->M && units * BSH_UNIT >= args->K, SHAPE, SHAPE_OF(name, args));
   CHECK(args->x == product->x || rows_done > 0, SHAPE, SHAPE_OF(name, args));
   check_inside(name, args, *(void **)arguments[1], tokens * units * BSH_UNIT * 2);
-  CHECK(*(char **)arguments[1] + tokens * units * BSH_UNIT * 2 <= (char *)args->tickets, SHAPE, SHAPE_OF(name, args));
+  CHECK(*(char **)arguments[1] + tokens * units * BSH_UNIT * 2 <= (char *)args->counters, SHAPE, SHAPE_OF(name, args));
   x_ordered = true;
 }
 
@@ -85,8 +85,8 @@ static void check_x_units(const char *const name, const bsh_fused_args *const ar
 static void check_joint(const char *const name, const bsh_fused_args *const args, const int64_t parts,
                         const int64_t last_tile, const int64_t tokens, const int64_t k_parts) {
   CHECK(parts <= args->k_splits, SHAPE ": %" PRId64 " parts, room for %d", SHAPE_OF(name, args), parts, args->k_splits);
-  CHECK(tickets_cleared >= (last_tile + 1) * k_parts, SHAPE ": %" PRId64 " tickets cleared", SHAPE_OF(name, args),
-        tickets_cleared);
+  CHECK(counters_cleared >= (last_tile + 1) * k_parts, SHAPE ": %" PRId64 " counters cleared", SHAPE_OF(name, args),
+        counters_cleared);
   check_inside(name, args, args->partial, (last_tile * args->k_splits + parts) * tokens * BSH_ROW_TILE * 4);
 }
 
@@ -95,7 +95,7 @@ static void check_gemm(const char *const name, const bsh_fused_args *const args,
   const int64_t tokens = number_after(name, "_m"), k_parts = strstr(name, "_p2") != NULL ? 2 : 1;
   const bool own_x = tokens == 32 && k_parts == 2;
   const int64_t warps = tokens == 64 && k_parts == 1 ? 12 : 16, tiles = args->N / BSH_ROW_TILE;
-  const int64_t row_tiles = own_x ? args->row_tiles : warps / k_parts, row_blocks = divide_up(tiles, row_tiles);
+  const int64_t row_tiles = k_parts == 2 ? args->row_tiles : warps / k_parts, row_blocks = divide_up(tiles, row_tiles);
   const int64_t pieces = divide_up(args->K / BSH_UNIT, BSH_PIECE_UNITS * k_parts), total = row_blocks * pieces;
   const int64_t blocks = shape->grid[0], sharing = k_parts == 2 ? pieces : total; /* blocks that share pieces */
   CHECK(tokens >= args->M && shape->block[0] == (uint32_t)(warps + (own_x ? 4 : 0)) * 32, SHAPE, SHAPE_OF(name, args));
@@ -113,12 +113,11 @@ static void check_gemm(const char *const name, const bsh_fused_args *const args,
     const int64_t begin = k_parts == 2 ? 0 : b * pieces, end_piece = begin + pieces;
     const int64_t first = ((begin + 1) * blocks - 1) / sharing, last = (end_piece * blocks - 1) / sharing;
     if (first == last) continue;
-    CHECK(!own_x || row_tiles == warps / k_parts, SHAPE, SHAPE_OF(name, args)); /* no warp without a tile joins */
-    const int64_t end = (b + 1) * row_tiles;
-    check_joint(name, args, last - first + 1, (end < tiles ? end : tiles) - 1, tokens, k_parts);
+    const int64_t end = (b + 1) * row_tiles, leaving = last - first + (k_parts == 2); /* one part: not the last owner */
+    check_joint(name, args, leaving, (end < tiles ? end : tiles) - 1, tokens, k_parts);
   }
   CHECK(aligned(args->y, 4) && args->ldy % 2 == 0, SHAPE, SHAPE_OF(name, args)); /* two rows of W a store */
-  tickets_cleared = 0, x_ordered = false;                                        /* the next slice wants its own */
+  counters_cleared = 0, x_ordered = false;                                       /* the next slice wants its own */
 }
 
 bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kernel *const kernel,
@@ -141,7 +140,7 @@ bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kerne
 static void launch(const bsh_linear_4bit_args *const args, const bsh_linear_kernel kernel, const int32_t sm,
                    const int32_t sms) {
   const bsh_cuda_context context = {.op = "linear_4bit", .sm = sm, .sms = sms};
-  product = args, rows_done = 0, tickets_cleared = 0, x_ordered = false, scratch_bytes = 0;
+  product = args, rows_done = 0, counters_cleared = 0, x_ordered = false, scratch_bytes = 0;
   const bsh_status status = bsh_cuda_linear_4bit_fused(args, kernel, &context);
   const int64_t rows = status == BSH_OK ? args->M : 0;
   CHECK(rows_done == rows, "M %" PRId64 " N %" PRId64 " K %" PRId64 ": %" PRId64 " rows done", args->M, args->N,
