@@ -592,9 +592,9 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
       return finish_part<T, TOKENS>(args, rows, sum); // not in a loop, so that its shuffles cost no uniform registers
     } else {
       finish<T, TOKENS>(args, work, at, from, rows.tile(at.block), sum);
-    }
 #pragma unroll
-    for (int i = 0; i < SUMS; i++) sum[i] = 0.f;
+      for (int i = 0; i < SUMS; i++) sum[i] = 0.f;
+    }
   }
 }
 #endif
