@@ -34,8 +34,8 @@ static int64_t gemm_sm90_weights(const int64_t M) {
 /* Rows up to which launches of gemm_4bit_sm90 for 64 rows each are faster than panels. Same file. */
 static int64_t gemm_sm90_rows(const int64_t weights) {
   if (weights >= 150000000) return 256;
-  if (weights >= 64000000) return 192;
-  return weights >= 40000000 ? 128 : 64;
+  if (weights >= 40000000) return 192;
+  return weights >= 30000000 ? 128 : 64;
 }
 
 /* Whether gemv_4bit is faster than panels for fp32 x: 8 rows a pass over W on the ordinary cores. Same file. */

@@ -296,34 +296,38 @@ template <int TOKENS, int K_PARTS> struct x_stream {
   }
 };
 
-// OWN_X: the warps that put x in order. Element 16c + 4s + 2h + e of a unit goes to 16s + 8h + 2c + e, 16-byte chunk j
-// of token row n to chunk j ^ (n % 8). Thread t takes chunk t % 8 of the token rows t / 8 + 16 i of a stage.
-template <int TOKENS, int K_PARTS>
-__device__ __forceinline__ void order_x(const bsh_fused_args &args, const shared_layout &shared, int pieces, int piece,
-                                        int stages_left) {
-  constexpr int UNITS = STAGE_UNITS<TOKENS, K_PARTS>, GROUPS = TOKENS / 16, STEPS = BSH_PIECE_UNITS / UNITS;
-  constexpr int LOADS = K_PARTS * UNITS * GROUPS, ROWS_BYTES = 16 * 128;
-  const int t = threadIdx.x % (BSH_X_WARPS * 32), chunk = t & 7, row = t >> 3, units = args.K / BSH_UNIT;
+// OWN_X: how the last warps put x in order. Element 16c + 4s + 2h + e of a unit goes to 16s + 8h + 2c + e, 16-byte
+// chunk j of token row n to chunk j ^ (n % 8). Thread t takes chunk t % 8 of the token rows t / 8 + 16 i of a stage.
+template <int TOKENS, int K_PARTS> struct x_order {
+  static constexpr int UNITS = STAGE_UNITS<TOKENS, K_PARTS>, GROUPS = TOKENS / 16, ROWS_BYTES = 16 * 128;
+  static constexpr int LOADS = K_PARTS * UNITS * GROUPS;
   const uint16_t *from[GROUPS];
-  uint32_t to[4]; // of the four pairs of 16 bytes
+  uint32_t to[4], full, empty, parity; // to: of the four pairs of 16 bytes
+  int units, part_units, rows, slot;   // rows: of x, counted from this thread's first one
+  bool refill;
+
+  __device__ __forceinline__ x_order(const bsh_fused_args &args, const shared_layout &shared, int pieces) {
+    const int t = threadIdx.x % (BSH_X_WARPS * 32), chunk = t & 7, row = t >> 3;
+    full = shared.full, empty = shared.empty, parity = 1, slot = 0, refill = false;
+    units = args.K / BSH_UNIT, part_units = pieces * BSH_PIECE_UNITS, rows = args.M - row;
 #pragma unroll
-  for (int i = 0; i < GROUPS; i++)
-    from[i] = static_cast<const uint16_t *>(args.x) + min(i * 16 + row, args.M - 1) * args.ldx + chunk * 8;
+    for (int i = 0; i < GROUPS; i++)
+      from[i] = static_cast<const uint16_t *>(args.x) + min(i * 16 + row, args.M - 1) * args.ldx + chunk * 8;
 #pragma unroll
-  for (int i = 0; i < 4; i++)
-    to[i] = shared_address(shared.x) + row * 128 + (chunk >> 1) * 4 + ((((chunk & 1) * 4 + i) ^ (row & 7)) << 4);
-  uint32_t parity = 1;
-  int stage = piece * STEPS, slot = 0;
-  for (bool refill = false; stages_left > 0; stages_left--) {
-    uint4 v[LOADS];
+    for (int i = 0; i < 4; i++)
+      to[i] = shared_address(shared.x) + row * 128 + (chunk >> 1) * 4 + ((((chunk & 1) * 4 + i) ^ (row & 7)) << 4);
+  }
+  __device__ __forceinline__ void load(uint4 *v, int stage) const {
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
-      const int unit = i / (GROUPS * UNITS) * pieces * BSH_PIECE_UNITS + stage * UNITS + i / GROUPS % UNITS;
+      const int unit = i / (GROUPS * UNITS) * part_units + stage * UNITS + i / GROUPS % UNITS;
       v[i] = make_uint4(0, 0, 0, 0);
-      if (unit < units && i % GROUPS * 16 + row < args.M)
+      if (unit < units && i % GROUPS * 16 < rows)
         v[i] = *reinterpret_cast<const uint4 *>(from[i % GROUPS] + unit * BSH_UNIT);
     }
-    if (refill) barrier_wait(shared.empty + 8 * slot, parity);
+  }
+  __device__ __forceinline__ void store(const uint4 *v) {
+    if (refill) barrier_wait(empty + 8 * slot, parity);
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
       const uint32_t at = slot * STAGE_BYTES<TOKENS, K_PARTS> + i * ROWS_BYTES;
@@ -332,11 +336,22 @@ __device__ __forceinline__ void order_x(const bsh_fused_args &args, const shared
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // the products read through the asynchronous proxy
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) barrier_arrive(shared.full + 8 * slot);
-    if (++stage == pieces * STEPS) stage = 0;
+    if ((threadIdx.x & 31) == 0) barrier_arrive(full + 8 * slot);
     if (++slot == STAGES) slot = 0, parity ^= 1, refill = true;
   }
-}
+  // Stages [first, end), the next one asked for before this one is written.
+  __device__ __forceinline__ void run(int first, int end) {
+    uint4 v[2][LOADS];
+    load(v[0], first);
+    for (int stage = first; stage < end; stage += 2) {
+      if (stage + 1 < end) load(v[1], stage + 1);
+      store(v[0]);
+      if (stage + 1 == end) return;
+      if (stage + 2 < end) load(v[0], stage + 2);
+      store(v[1]);
+    }
+  }
+};
 
 // Stores a warp's tokens of a tile. In the loop over row blocks, shuffles would cost uniform registers
 // (barrier_expect).
@@ -504,8 +519,11 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
   if (OWN_X) __syncthreads();
   wait_for_earlier_kernels();
   let_later_kernels_start();
-  if (OWN_X && warp >= WARPS)
-    return order_x<TOKENS, K_PARTS>(args, shared, work.pieces, start.piece, work.count * (BSH_PIECE_UNITS / UNITS));
+  if constexpr (OWN_X)
+    if (warp >= WARPS) {
+      constexpr int STEPS = BSH_PIECE_UNITS / UNITS; // stages of a piece
+      return x_order<TOKENS, K_PARTS>(args, shared, work.pieces).run(start.piece * STEPS, start.end * STEPS);
+    }
 
   stretch ahead = start; // the piece that the ring loads next
   auto load_next = [&](bool there_is, uint32_t to_slot) {
@@ -625,7 +643,7 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
 GEMM_SIZES(__nv_bfloat16, gemm_4bit_bf16)
 GEMM_SIZES(__half, gemm_4bit_f16)
 
-// x[M, K] (2-byte elements) -> [all_units][tokens][64] in the layout of one stage, as order_x makes it. Missing tokens
+// x[M, K] (2-byte elements) -> [all_units][tokens][64] in the layout of one stage, as x_order makes it. Missing tokens
 // and units are zero. Also clears the counters; with tokens = 0 nothing else.
 extern "C" __global__ void x_units(const __grid_constant__ bsh_fused_args args, uint4 *out, int tokens, int all_units,
                                    int counters) {
