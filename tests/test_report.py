@@ -12,14 +12,15 @@ import pytest
 PACKAGE = pathlib.Path(bitshard.__file__).parent
 
 
-def report(folder: pathlib.Path, **variables: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(folder), **variables}
+def report(*first: pathlib.Path, **variables: str) -> subprocess.CompletedProcess:
+    """What the command says where the folders `first` come before the one of the tested package."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*first, PACKAGE.parent])), **variables}
     command = [sys.executable, "-m", "bitshard"]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
 
 def test_sound_installation():
-    ran = report(PACKAGE.parent)
+    ran = report()
     assert not ran.stderr and f"C core        {bitshard.__version__}" in ran.stdout
     assert f"usable: {', '.join(bitshard._C.isas())}" in ran.stdout
     assert ("Nothing is wrong." in ran.stdout) is (ran.returncode == 0)
@@ -37,12 +38,12 @@ def test_import_leaves_cuda_alone():
 
 @pytest.mark.parametrize("isa", bitshard._C.isas())
 def test_isa_of_the_environment(isa):
-    assert f"CPU kernels   {isa} (usable:" in report(PACKAGE.parent, BITSHARD_ISA=isa).stdout
+    assert f"CPU kernels   {isa} (usable:" in report(BITSHARD_ISA=isa).stdout
 
 
 def test_unknown_isa():
     """The report names the variable, and not a new installation, as what to mend."""
-    ran = report(PACKAGE.parent, BITSHARD_ISA="neon")
+    ran = report(BITSHARD_ISA="neon")
     assert ran.returncode == 1 and "unknown instruction set" in ran.stdout
     assert "To mend: unset BITSHARD_ISA\n" in ran.stdout
 
