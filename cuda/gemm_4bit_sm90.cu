@@ -9,8 +9,10 @@
 // Work split: W is cut into row blocks, one row tile a warp, and these into pieces of 4 units of K; the blocks of
 // threads share all pieces, in order, evenly. Where several own parts of one row block, the owner of its last piece
 // waits until the others have left their sums in args.partial and adds all in the order of K: equal inputs give equal
-// bits. It is the one that started last, so those it waits for are running or done; and a block of threads begins with
-// its last row block, so that what others wait for is left early and what it waits for is needed late.
+// bits. A block of threads begins with its last row block, so that what others wait for is left early and what it waits
+// for is needed late. It waits for blocks of lower index only. There are no more blocks than multiprocessors, so all
+// run at once unless other work holds some; and blocks start in the order of their index, so that even then those it
+// waits for have started.
 //
 // K_PARTS = 2: half of the warps take the first half of K, the others the second, so that row blocks are half as high.
 // Each block of threads then has one share of one row block, and the two warps of a row tile finish half of the tokens
