@@ -59,7 +59,7 @@ def few_rows(dtype: torch.dtype) -> None:
     """Each form of the fused kernels with tensor cores; prints what the chooser gives.
 
     On sm_90: gemv_4bit m8_k4, m8_k8, m16_k4, with groups of tokens and with K split by a cluster; gemm_4bit_sm90 m16,
-    m32, m64, m64_p2 with shared row blocks and m32_p2 with and without. A build for compute_80 gives gemv_4bit m32_k4
+    m32, m64 with shared row blocks, m32_p2 and m64_p2 with and without. A build for compute_80 gives gemv_4bit m32_k4
     and join_splits, one for compute_75 the forms of sm_75.
     """
     properties = torch.cuda.get_device_properties(0)
@@ -68,7 +68,7 @@ def few_rows(dtype: torch.dtype) -> None:
         (64, 1024, (8, 16, 24, 33)),
         (64, 8192, (8, 16, 32)),
         (16, 20480, (8, 16, 64)),
-        (4112, 2304, (48, 64)),
+        (4112, 3072, (48, 64)),
         (2576, 7808, (17, 32)),
         (8560, 2304, (17, 32, 64)),
         (9984, 4160, (64,)),
