@@ -90,6 +90,30 @@ static void check_joint(const char *const name, const bsh_fused_args *const args
   check_inside(name, args, args->partial, (last_tile * args->k_splits + parts) * tokens * BSH_ROW_TILE * 4);
 }
 
+static int64_t first_piece(const bsh_fused_args *const args, const int64_t blocks, const int64_t i) {
+  return i * args->block_pieces + i * args->more_pieces / blocks;
+}
+
+/* One part of K: the blocks of threads, in the order of their index, walk through their pieces as the kernel does, last
+ * row block first. leaving[b]: owners of row block b that leave their sums; its last owner then finds them all. */
+static void check_walk(const char *const name, const bsh_fused_args *const args, const int64_t blocks,
+                       const int64_t pieces, const int64_t row_blocks, int64_t *const leaving) {
+  const int64_t total = row_blocks * pieces;
+  int64_t walked = 0;
+  for (int64_t i = 0; i < blocks; i++) {
+    const int64_t begin = first_piece(args, blocks, i);
+    for (int64_t from, to = first_piece(args, blocks, i + 1); to > begin; to = from) {
+      const int64_t b = (to - 1) / pieces, earlier = i - ((b * pieces + 1) * blocks - 1) / total;
+      CHECK(to <= total && earlier == leaving[b], SHAPE ": block %" PRId64 " comes as owner %" PRId64 " after %" PRId64,
+            SHAPE_OF(name, args), i, earlier, leaving[b]);
+      from = b * pieces > begin ? b * pieces : begin;
+      walked += to - from;
+      if (to < (b + 1) * pieces) leaving[b]++;
+    }
+  }
+  CHECK(walked == total, SHAPE ": %" PRId64 " pieces", SHAPE_OF(name, args), walked);
+}
+
 static void check_gemm(const char *const name, const bsh_fused_args *const args,
                        const bsh_cuda_launch_shape *const shape, const int32_t sms) {
   const int64_t tokens = number_after(name, "_m"), k_parts = strstr(name, "_p2") != NULL ? 2 : 1;
@@ -109,13 +133,14 @@ static void check_gemm(const char *const name, const bsh_fused_args *const args,
   CHECK(args->block_pieces * blocks + args->more_pieces == sharing && args->more_pieces < blocks &&
             args->block_pieces > 0,
         SHAPE ": %d pieces a block, %d more", SHAPE_OF(name, args), args->block_pieces, args->more_pieces);
+  int64_t *const leaving = calloc((size_t)row_blocks, sizeof *leaving); /* owners of a row block that leave sums */
+  if (k_parts == 1) check_walk(name, args, blocks, pieces, row_blocks, leaving);
   for (int64_t b = 0; b < row_blocks; b++) {
-    const int64_t begin = k_parts == 2 ? 0 : b * pieces, end_piece = begin + pieces;
-    const int64_t first = ((begin + 1) * blocks - 1) / sharing, last = (end_piece * blocks - 1) / sharing;
-    if (first == last) continue;
-    const int64_t end = (b + 1) * row_tiles, leaving = last - first + (k_parts == 2); /* one part: not the last owner */
-    check_joint(name, args, leaving, (end < tiles ? end : tiles) - 1, tokens, k_parts);
+    if (k_parts == 2 && blocks > 1) leaving[b] = blocks;
+    const int64_t end = (b + 1) * row_tiles;
+    if (leaving[b] > 0) check_joint(name, args, leaving[b], (end < tiles ? end : tiles) - 1, tokens, k_parts);
   }
+  free(leaving);
   CHECK(aligned(args->y, 4) && args->ldy % 2 == 0, SHAPE, SHAPE_OF(name, args)); /* two rows of W a store */
   counters_cleared = 0, x_ordered = false;                                       /* the next slice wants its own */
 }
