@@ -406,6 +406,23 @@ def test_streams_side_by_side():
     assert all(torch.equal(a, b) for result in results for a, b in zip(result, expected, strict=True))
 
 
+def test_products_side_by_side():
+    """Products whose blocks of threads wait for each other's sums, in streams that share the multiprocessors."""
+    cases = []
+    for N, K, M in ((9984, 4160, 64), (20480, 4096, 16), (11008, 4096, 64), (20480, 4096, 32)):
+        weight, x = Weight(N, K), torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+        cases.append((weight, x, weight.linear(x)))
+    torch.cuda.synchronize()
+    streams, wrong = [torch.cuda.Stream() for _ in cases], []
+    for turn in range(20):
+        for i, stream in enumerate(streams):
+            weight, x, expected = cases[(i + turn) % len(cases)]
+            with torch.cuda.stream(stream):
+                wrong.append((weight.linear(x) != expected).any())
+    torch.cuda.synchronize()
+    assert not torch.stack(wrong).any()
+
+
 def test_dependent_launches_see_what_came_before():
     """Overlapping launches wait for the kernel that writes their input: chains of quantize and dequantize."""
     x = torch.randn(1 << 22, device="cuda", dtype=torch.bfloat16)
