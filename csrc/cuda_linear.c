@@ -233,7 +233,8 @@ bool bsh_gemm_sm90_takes(int64_t M, int64_t N, int64_t K, bsh_dtype dtype, int32
 static bsh_cuda_kernel gemm_kernels[2][3][2][2] = {GEMM_TOKENS("bf16"), GEMM_TOKENS("f16")};
 static bsh_cuda_kernel x_units_kernel = GEMM_KERNEL("x_units", 0);
 
-/* x in the kernel's order, its counters, the partial sums: one piece of scratch memory. */
+/* x in the kernel's order, its counters, the partial sums: one piece of scratch memory. Where a product that orders x
+ * itself has nothing to join, there is none of it, and no kernel in front. */
 typedef struct {
   int64_t tokens, x_units; /* padded */
   int64_t x_bytes, counter_bytes, bytes;
@@ -244,7 +245,6 @@ typedef struct {
   int32_t k_parts, warps; /* template arguments of the kernel; warps: those that multiply */
   int32_t row_tiles;      /* of a row block */
   bool own_x;             /* the kernel orders x itself (OWN_X) */
-  bool alone;             /* own_x, and nothing to join: no kernel in front */
 } gemm_plan;
 
 /* Row tiles of a row block: one for each warp, or, for two parts of K, as few as leave each multiprocessor one row
@@ -285,7 +285,6 @@ static gemm_plan plan_gemm(int64_t M, int64_t N, int64_t K, int32_t sms) {
     plan.grid[0] = (int32_t)blocks, plan.grid[1] = 1;
     plan.pieces = (int32_t)all_pieces, plan.splits = (int32_t)min_i64(pieces / (all_pieces / blocks) + 1, blocks - 1);
   }
-  plan.alone = plan.own_x && plan.splits == 0;
   plan.x_units = pieces * BSH_PIECE_UNITS * plan.k_parts;
   plan.x_bytes = plan.own_x ? 0 : plan.x_units * plan.tokens * BSH_UNIT * 2;
   plan.counters = plan.splits > 0 ? (int32_t)tiles * plan.k_parts : 0;
@@ -311,19 +310,19 @@ static bsh_status launch_gemm(const bsh_linear_4bit_args *args, const bsh_cuda_c
   const bool nested_64 = !args->weight.scales.absmax && args->weight.blocksize == 64 && args->K % 256 == 0 &&
                          aligned(args->weight.scales.absmax_code, 4);
   bsh_cuda_scratch scratch = {0};
-  if (plan.bytes > 0) BSH_TRY(bsh_cuda_scratch_new(context, plan.bytes, &scratch));
-  char *const memory = scratch.data;
+  bsh_status status = BSH_OK;
   bsh_fused_args kernel_args = fused_args(args);
   kernel_args.k_splits = plan.splits, kernel_args.row_tiles = plan.row_tiles;
   kernel_args.block_pieces = plan.pieces / plan.grid[0], kernel_args.more_pieces = plan.pieces % plan.grid[0];
-  if (!plan.alone) {
+  if (plan.bytes > 0) {
+    BSH_TRY(bsh_cuda_scratch_new(context, plan.bytes, &scratch));
+    char *const memory = scratch.data;
     kernel_args.counters = (uint32_t *)(memory + plan.x_bytes);
     kernel_args.partial = (float *)(memory + plan.x_bytes + plan.counter_bytes);
+    status = launch_x_units(&plan, &kernel_args, memory, context);
   }
-  bsh_status status = BSH_OK;
-  if (!plan.alone) status = launch_x_units(&plan, &kernel_args, memory, context);
   if (status == BSH_OK) {
-    if (!plan.own_x) kernel_args.x = memory;
+    if (!plan.own_x) kernel_args.x = scratch.data;
     void *arguments[] = {&kernel_args};
     const uint32_t warps = (uint32_t)plan.warps + (plan.own_x ? BSH_X_WARPS : 0);
     const bsh_cuda_launch_shape shape = {
