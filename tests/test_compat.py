@@ -599,7 +599,7 @@ def test_parametrize_sees_damaged_bytes():
     damaged = packed.data.clone()
     damaged[5] ^= 1
     other = copied.parametrizations["weight"].original
-    copied.parametrizations["weight"][0].foreign_data = True
+    copied.parametrizations["weight"].packed_weight.foreign = True
     other.data = damaged
     with pytest.raises(ValueError, match="checksum"):
         _ = copied.weight

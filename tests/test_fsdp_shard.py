@@ -72,7 +72,7 @@ def test_gathered_is_what_was_quantized(storage, nested, shape, world):
         origin = shard.origin
         assert (origin.state.sharded is None) == (world == 1)
         if world > 1:
-            assert origin.state.absmax.is_meta and origin.scales.numel() == -(-absmax.numel() // world)
+            assert origin.state.absmax.is_meta and origin.state.sharded.scales.numel() == -(-absmax.numel() // world)
         whole, inner = shard.fsdp_post_all_gather(outputs, metadata, torch.float16)
         assert type(whole) is Params4bit and whole.quant_state is origin.state
         assert whole.size() == packed.size() and same_bytes(whole.data.as_subclass(torch.Tensor), packed)
@@ -152,7 +152,7 @@ def test_views_of_a_flat_parameter_are_packed_weights():
     assert torch.equal(layer(x), expected)
     flat.view(torch.uint8)[0] ^= 1
     layer.weight = flat.view(-1, 1)
-    layer.verified_state = None
+    layer.packed_weight.checked = None
     with pytest.raises(ValueError, match="checksum"):
         layer(x)
     layer.weight = flat.float().view(-1, 1)

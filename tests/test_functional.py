@@ -7,7 +7,7 @@ import pickle
 import cases
 import pytest
 import torch
-from bitshard import functional, matmul_4bit, ops
+from bitshard import functional, maps, matmul_4bit, ops
 from bitshard.state import QuantState, pack_dict_to_tensor, unpack_tensor_to_dict
 
 
@@ -233,7 +233,7 @@ def test_code_is_an_ordinary_attribute(quant_type, tmp_path):
     for one in (other, *copies[3:]):
         assert torch.equal(functional.dequantize_4bit(packed, one), values)
     state.code = None
-    assert state.code is None and torch.equal(functional._table(quant_type, torch.device("cpu")), tables[0])
+    assert state.code is None and torch.equal(maps.table(quant_type, torch.device("cpu")), tables[0])
 
 
 def test_code_read_in_inference_mode():
@@ -271,7 +271,7 @@ def test_blob():
 def test_contexts_leave_nothing_behind():
     """Tables made under a fake mode, inference mode or a default device stay usable outside."""
     w = weight()
-    functional._tables.clear()
+    maps._tables.clear()
     ops._empty.clear()
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         functional.quantize_nf4(w, compress_statistics=True)
@@ -279,9 +279,7 @@ def test_contexts_leave_nothing_behind():
     with torch.inference_mode():
         functional.quantize_nf4(w, compress_statistics=True)
         ops.empty(torch.device("cpu"))
-    assert all(
-        type(t) is torch.Tensor and not t.is_inference() for t in (*functional._tables.values(), *ops._empty.values())
-    )
+    assert all(type(t) is torch.Tensor and not t.is_inference() for t in (*maps._tables.values(), *ops._empty.values()))
     with torch.device("meta"):
         packed, state = functional.quantize_nf4(w, compress_statistics=True)
         assert QuantState.from_dict(state.as_dict(packed=True), "cpu") == state

@@ -174,14 +174,14 @@ def as_fsdp1_view(module: Linear4bit, data: torch.Tensor) -> None:
 
 
 def test_plain_views_are_verified_once(monkeypatch):
-    import bitshard.linear
+    import bitshard.holder
 
     module = layer(quant_storage=torch.bfloat16)
     x = torch.randn(2, 130)
     y = module(x)
     data = module.weight.data.clone()
     calls = []
-    monkeypatch.setattr(bitshard.linear, "verify", lambda *args: calls.append(args))
+    monkeypatch.setattr(bitshard.holder, "verify", lambda *args: calls.append(args))
     for _ in range(3):
         as_fsdp1_view(module, data.clone())
         assert torch.equal(module(x), y)
@@ -220,7 +220,8 @@ def test_foreign_data_is_verified():
     x = torch.randn(2, 130)
     y, data = module(x), module.weight.data.clone()
     module.weight.data = data.clone()
-    assert module.foreign_data and torch.equal(module(x), y) and module.verified_state is module.quant_state
+    held = module.packed_weight
+    assert held.foreign and torch.equal(module(x), y) and held.checked is module.quant_state
     other = layer(quant_storage=torch.bfloat16)
     damaged = data.clone()
     damaged.view(torch.uint8)[0] ^= 1
@@ -269,7 +270,7 @@ def test_state_dict(storage, nested, assign):
         assert not result.missing_keys and not result.unexpected_keys
         assert fresh.quant_state == module.quant_state and fresh.quant_state is fresh.weight.quant_state
         assert fresh.weight.module is fresh and fresh.quant_storage is storage and fresh.quant_type == "nf4"
-        assert torch.equal(fresh(x), module(x)) and not fresh.foreign_data
+        assert torch.equal(fresh(x), module(x)) and not fresh.packed_weight.foreign
     meta = LinearNF4(130, 96, device="meta")
     meta.load_state_dict(loaded, assign=True)
     assert torch.equal(meta(x), module(x))

@@ -10,9 +10,10 @@ import cases
 import pytest
 import torch
 from bitshard import _C, functional, ops
+from bitshard.container import container_dtype, fsdp_launch, repack
 from bitshard.linear import LinearNF4
 from bitshard.state import QuantState
-from bitshard.tensor import Params4bit, container_dtype, fsdp_launch, repack, verify
+from bitshard.tensor import Params4bit, verify
 from torch import nn
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

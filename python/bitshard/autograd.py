@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from bitshard import functional
+from bitshard.checks import into
 from bitshard.state import QuantState
 
 
@@ -29,7 +30,7 @@ class MatMul4Bit(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         y = functional.linear_4bit(A, B, quant_state, bias)
         ctx.y_shape = y.shape
-        return y if out is None else functional.into(out, y, "out")
+        return y if out is None else into(out, y, "out")
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
@@ -117,7 +118,7 @@ def matmul_4bit(
             bias = _unwrap(bias)
         return _apply(_unwrap(A), B, out, bias, quant_state)
     y = functional.linear_4bit(A, B, quant_state, bias)
-    return y if out is None else functional.into(out, y, "out")
+    return y if out is None else into(out, y, "out")
 
 
 def _matmul_transposed(A: Tensor, B: Tensor, state: QuantState, out: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -134,4 +135,4 @@ def _matmul_transposed(A: Tensor, B: Tensor, state: QuantState, out: Tensor | No
     )
     weight = functional.dequantize_4bit(B.reshape(-1, 1), state).to(A.dtype)
     y = torch.nn.functional.linear(A, weight.t(), bias)
-    return y if out is None else functional.into(out, y, "out")
+    return y if out is None else into(out, y, "out")

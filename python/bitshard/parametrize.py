@@ -4,6 +4,8 @@ The packed bytes are registered as `Params4bit`; `torch.nn.utils.parametrize` de
 the parameter. State dicts carry the keys of a `Linear4bit`: `name`, `name.absmax`, `name.quant_map`, ...
 """
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Any, Literal
 
@@ -11,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from . import functional
-from .functional import QuantState
-from .linear import _is_dtensor
-from .tensor import Params4bit, verify
+from bitshard import functional, gather
+from bitshard.holder import HoldsPackedWeight, PackedWeight
+from bitshard.state import QuantState
+from bitshard.tensor import Params4bit
 
 
 class Bnb4bitParametrization(nn.Module):
@@ -26,23 +28,32 @@ class Bnb4bitParametrization(nn.Module):
 
     def __init__(self, quant_state: QuantState) -> None:
         super().__init__()
-        self.quant_state = quant_state
-        self.foreign_data = False  # somebody else has set the packed bytes since they were quantized
-        self.verified_state: QuantState | None = None  # the state that foreign bytes were checked against
+        self.packed_weight = PackedWeight(self, "original", quant_state.shape)
+        self.packed_weight.state = quant_state
+
+    @property
+    def quant_state(self) -> QuantState:
+        """The quantization state of the weight."""
+        return self.packed_weight.state
 
     @torch.no_grad()
     def forward(self, quantized_param: torch.Tensor) -> torch.Tensor:
         """Dequantize [n, 1] packed bytes to `quant_state.shape` in `quant_state.dtype`; no gradient flows through.
 
-        ValueError where the bytes are not those that were quantized (see `bitshard.tensor.verify`).
+        A shard of FSDP2, read between forwards, is gathered by all ranks together. ValueError where the bytes are not
+        those that were quantized (see `bitshard.tensor.verify`).
         """
-        state = self.quant_state
-        if state.absmax.device != quantized_param.device and not state.absmax.is_meta:
-            state.to(quantized_param.device)
-        if self.verified_state is not state and (self.foreign_data or type(quantized_param) is not Params4bit):
-            verify(quantized_param, state, f"4-bit parameter of shape {list(state.shape)}")
-            self.verified_state = state
+        held = self.packed_weight
+        state = held.state
+        if gather.is_dtensor(quantized_param):
+            return functional.dequantize_4bit(quantized_param, state)
+        if getattr(quantized_param, "quant_state", None) is not state or (held.foreign and held.checked is not state):
+            quantized_param, state = held.ready(quantized_param)
         return functional.dequantize_4bit(quantized_param, state)
+
+
+class PackedParametrizationList(HoldsPackedWeight, parametrize.ParametrizationList):
+    """torch's container of one parametrized weight, which registers the packed bytes as `original`."""
 
 
 def _parameter(module: nn.Module, param_name: str) -> nn.Parameter:
@@ -55,11 +66,21 @@ def _parameter(module: nn.Module, param_name: str) -> nn.Parameter:
 
 
 def _replace(module: nn.Module, param_name: str, packed: Params4bit) -> None:
-    parametrization = Bnb4bitParametrization(packed.quant_state)
-    packed.module = parametrization  # its state follows the weight's
     setattr(module, param_name, packed)
-    parametrize.register_parametrization(module, param_name, parametrization, unsafe=True)
+    parametrize.register_parametrization(module, param_name, Bnb4bitParametrization(packed.quant_state), unsafe=True)
     _register_parametrization_hooks(module, param_name)
+
+
+def _hold(module: nn.Module, param_name: str) -> None:
+    """Let the container of a parametrized weight hold it as `Linear4bit` does its weight."""
+    owner = module.parametrizations[param_name]
+    held, packed = owner[0].packed_weight, owner.original
+    owner.__class__ = PackedParametrizationList
+    held.owner, owner.packed_weight = owner, held
+    if isinstance(packed, Params4bit):
+        packed.module = owner
+        owner.quant_type, owner.quant_storage = packed.quant_type, packed.quant_storage
+        owner.compress_statistics = packed.compress_statistics
 
 
 def replace_parameter_4bit(
@@ -131,9 +152,18 @@ def _register_parametrization_hooks(module: nn.Module, param_name: str) -> None:
     The closing hook must run also when forward ends in an exception: recomputation under activation checkpointing stops
     early by one, and a cache left on would keep every dequantized weight alive.
     """
+    _hold(module, param_name)
     module.register_forward_pre_hook(_enable_parametrization_cache)
     module.register_forward_hook(_disable_parametrization_cache, always_call=True)
     module.register_state_dict_post_hook(partial(_parametrized_state_dict_post_hook, param_name=param_name))
+    module.register_load_state_dict_pre_hook(partial(_before_loading, param_name=param_name))
+    module.register_load_state_dict_post_hook(partial(_after_loading, param_name=param_name))
+
+
+def _rename(state_dict: dict[str, Any], old: str, new: str) -> None:
+    """Give the entry `old` and those below it, `old.absmax` and so on, the name `new`."""
+    for key in [key for key in state_dict if key == old or key.startswith(f"{old}.")]:
+        state_dict[f"{new}{key.removeprefix(old)}"] = state_dict.pop(key)
 
 
 def _parametrized_state_dict_post_hook(
@@ -146,19 +176,17 @@ def _parametrized_state_dict_post_hook(
     **kwargs: Any,
 ) -> None:
     """Save the packed bytes under the parameter's own name and the quantization state beside them."""
-    original = f"{prefix}parametrizations.{param_name}.original"
-    if original not in state_dict:
-        return
-    value = state_dict.pop(original)
-    packed, state = module.parametrizations[param_name].original, module.parametrizations[param_name][0].quant_state
-    if _is_dtensor(packed):
-        from . import fsdp
+    _rename(state_dict, f"{prefix}parametrizations.{param_name}.original", f"{prefix}{param_name}")
 
-        entries = fsdp.sharded_entries(packed, state)
-        value = fsdp.state_dict_entry(value)
-    else:
-        entries = state.as_dict(packed=True)
-        if isinstance(value, Params4bit) and value is not packed:  # the same with keep_vars
-            value = value.saved_data()
-    state_dict[prefix + param_name] = value
-    state_dict.update({f"{prefix}{param_name}.{key}": entry for key, entry in entries.items()})
+
+def _before_loading(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *arguments: Any, param_name: str
+) -> None:
+    """Let the container find what was saved under the parameter's own name."""
+    _rename(state_dict, f"{prefix}{param_name}", f"{prefix}parametrizations.{param_name}.original")
+
+
+def _after_loading(module: nn.Module, incompatible_keys: Any, *, param_name: str) -> None:
+    """Name what is missing as state dicts do."""
+    missing, container = incompatible_keys.missing_keys, f"parametrizations.{param_name}.original"
+    missing[:] = [f"{key.removesuffix(container)}{param_name}" if key.endswith(container) else key for key in missing]

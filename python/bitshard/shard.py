@@ -60,30 +60,48 @@ _BYTES = {
 _COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional"}
 
 
-class Origin:
-    """What all tensors cut from one packed weight share: state, whole size, this rank's chunk of the scales.
+class ShardedScales:
+    """This rank's chunk of the block scales of one weight: scales `begin` to `begin + length` of `total`.
 
-    `scales` is None until the chunk was cut, and stays None on one rank (there the state keeps its whole `absmax`).
-    Afterwards it is [ceil(S / N)] of the dtype of `absmax`, zero-padded, of which `length` entries, from `begin` of
-    `total` on, are real; `state.absmax` is then a tensor without data (meta device) until a gather puts the gathered
-    scales there.
+    `scales` is the chunk, [ceil(total / world)] of the dtype of `absmax`, zero-padded after `length` entries. While it
+    exists, `absmax` of the quantization state has data only between a gather and the freeing of what was gathered.
     """
 
-    __slots__ = (
-        "attributes",
-        "before",
-        "begin",
-        "dtype",
-        "length",
-        "loaded",
-        "on_cpu",
-        "parameter",
-        "pinned",
-        "scales",
-        "size",
-        "state",
-        "total",
-    )
+    __slots__ = ("begin", "length", "scales", "total")
+
+    def __init__(self, absmax: torch.Tensor, world: int, rank: int):
+        self.total = absmax.numel()
+        self.begin, self.length = _C.rank_slice(self.total, world, rank)
+        self.scales = absmax.new_zeros(-(-self.total // world))
+        self.own.copy_(self.part(absmax))
+
+    @property
+    def own(self) -> torch.Tensor:
+        """The real scales, [length], without the padding; writes go through to `scales`."""
+        return self.scales[: self.length]
+
+    def part(self, absmax: torch.Tensor) -> torch.Tensor:
+        """This rank's part [length] of whole scales [total]."""
+        return absmax.view(-1)[self.begin : self.begin + self.length]
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the chunk."""
+        self.scales = self.scales.to(device)
+
+
+class Origin:
+    """What all tensors cut from one packed weight share: state and whole size, and what its shards are being given.
+
+    Attributes:
+        state: the `QuantState` of the whole weight; its `sharded` is this rank's chunk of the scales once they are cut.
+        size: size of the whole packed weight, [n, 1].
+        dtype: dtype of the container.
+        parameter, attributes: class and `__dict__` of the parameter that forward sees after a gather.
+        on_cpu, pinned: where FSDP2 keeps the shards, and so the chunk of the scales.
+        load: the state dict that is being loaded into the shards (`bitshard.sharding.load.PendingLoad`), else None.
+    """
+
+    __slots__ = ("attributes", "dtype", "load", "on_cpu", "parameter", "pinned", "size", "state")
 
     def __init__(
         self, state: Any, size: torch.Size, dtype: torch.dtype, parameter: type | None, attributes: dict[str, Any]
@@ -94,49 +112,30 @@ class Origin:
         self.parameter = parameter
         self.attributes = attributes
         self.on_cpu = self.pinned = False
-        # between torch's preparing of a load (fsdp.unfilled_entries) and its end (fsdp.load_sharded): the checksum that
-        # the shard had, and a part of the weight in the declared storage, which is cut elsewhere than the shard
-        self.before: torch.Tensor | None = None
-        self.loaded: torch.Tensor | None = None
-        self.scales: torch.Tensor | None = None
-        self.begin = self.length = self.total = 0
+        self.load: Any = None
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The declared storage dtype, which files have."""
+        return self.attributes.get("quant_storage", self.dtype)
 
     def cut(self, world: int, rank: int, device: torch.device) -> None:
         """Keep only this rank's chunk of the scales. Later calls, and one rank alone, change nothing."""
-        if self.scales is not None or world == 1:
+        if self.state.sharded is not None or world == 1:
             return
         whole = self.state.absmax
         if whole.is_meta:
             raise ValueError(
                 f"{whole.numel()} scales on the meta device cannot be sharded: load the 4-bit weights first"
             )
-        self.total = whole.numel()
-        self.begin, self.length = _C.rank_slice(self.total, world, rank)
-        chunk = whole.new_zeros(-(-self.total // world))
-        chunk[: self.length].copy_(whole[self.begin : self.begin + self.length])
-        chunk = chunk.to("cpu" if self.on_cpu else device)
-        self.scales = chunk.pin_memory() if self.pinned else chunk
+        sharded = ShardedScales(whole, world, rank)
+        sharded.to("cpu" if self.on_cpu else device)
+        if self.pinned:
+            sharded.scales = sharded.scales.pin_memory()
         if whole.is_cuda:  # FSDP2 gathers on a stream of its own, and `whole` is given back here
             whole.record_stream(torch.cuda.current_stream(whole.device))
         self.state.absmax = torch.empty_like(whole, device="meta")
-        self.state.sharded = self
-
-    def takes(self, data: torch.Tensor) -> bool:
-        """Whether `data`, copied to a shard, is a part in the declared storage that torch loads: to be gathered first.
-
-        Only `set_model_state_dict(broadcast_from_rank0=True)` loads so, after asking for `fsdp.unfilled_entries`.
-        """
-        return self.before is not None and data.dtype is self.attributes.get("quant_storage") is not self.dtype
-
-    @property
-    def own_scales(self) -> torch.Tensor:
-        """This rank's real scales, [length], without the padding; writes go through to `scales`."""
-        return self.scales[: self.length]
-
-    def to(self, device: torch.device | str) -> None:
-        """Move this rank's chunk of the scales."""
-        if self.scales is not None:
-            self.scales = self.scales.to(device)
+        self.state.sharded = sharded
 
 
 class PackedShard(torch.Tensor):
@@ -176,8 +175,8 @@ class PackedShard(torch.Tensor):
         shard = _first_shard(args) if args else None
         if shard is None:
             shard = _first_shard(tuple(kwargs.values()))
-        if func is aten.copy_.default and shard.origin.takes(args[1]):
-            shard.origin.loaded = args[1].clone()
+        load = shard.origin.load
+        if load is not None and func is aten.copy_.default and load.take(args[1]):
             return args[0]
         _check_allowed(func, shard, args, kwargs)
         with no_dispatch():
@@ -220,7 +219,7 @@ class PackedShard(torch.Tensor):
         if world == 1:
             return (data,), (self.dtype, None)
         origin.cut(world, mesh.get_local_rank(), self.device)
-        scales = origin.scales.to(self.device, non_blocking=True)
+        scales = origin.state.sharded.scales.to(self.device, non_blocking=True)
         return (data, scales.view(torch.uint8)), (self.dtype, scales.dtype)
 
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
@@ -232,7 +231,7 @@ class PackedShard(torch.Tensor):
         dtype, scales_dtype = metadata
         origin = self.origin
         if scales_dtype is not None:
-            origin.state.absmax = outputs[1].view(-1).view(scales_dtype)[: origin.total]
+            origin.state.absmax = outputs[1].view(-1).view(scales_dtype)[: origin.state.sharded.total]
         if out is not None and origin.state.checksum is not None:
             return None
         whole = outputs[0].view(-1).view(dtype)[: origin.size.numel()].view(origin.size)

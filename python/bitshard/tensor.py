@@ -11,94 +11,18 @@ by `Params4bit(data, requires_grad=False, **old.__dict__)`.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
-import logging
-import os
-import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bitshard import _C, functional, ops
+from bitshard import _C, functional, gather, guards, ops
+from bitshard.checks import check_format, check_packed, check_storage
+from bitshard.container import accelerate_fsdp, container_dtype, process_group, repack, warn_unsharded
+from bitshard.guards import Packed, PackedData, cast_error, guarded, in_module_move, packed_among, plain
+from bitshard.shard import PackedShard
 from bitshard.state import VALUE_DTYPES, QuantState, dtype_name
-
-logger = logging.getLogger(__name__)
-
-_plain = torch._C.DisableTorchFunctionSubclass
-_module_move = False
-
-
-@contextlib.contextmanager
-def module_move() -> Iterator[None]:
-    """While a module moves its parameters (`Module._apply`), dtype changes do not concern packed weights."""
-    global _module_move
-    before, _module_move = _module_move, True
-    try:
-        yield
-    finally:
-        _module_move = before
-
-
-# ---- the container ----
-
-
-def _accelerate_fsdp() -> bool:
-    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "y", "on", "t")
-
-
-def fsdp_launch() -> bool:
-    """Whether this process may be one that shards: accelerate's FSDP switch, torchrun's environment, a process group.
-
-    One rank counts too: torch before 2.12 shards no integers there either.
-    """
-    if _accelerate_fsdp() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
-        return True
-    return _process_group()
-
-
-def _process_group() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def container_dtype(weight_dtype: torch.dtype, quant_storage: torch.dtype) -> torch.dtype:
-    """The dtype in which packed bytes are kept in memory, for a weight of `weight_dtype` and a declared storage dtype.
-
-    It is the declared one, except that an integer storage (the default, uint8) becomes the dtype of the weight in a
-    process that shards: accelerate leaves integer parameters unsharded and FSDP1 refuses them. Files keep the declared
-    dtype.
-    """
-    if quant_storage.is_floating_point or weight_dtype not in VALUE_DTYPES.values() or not fsdp_launch():
-        return quant_storage
-    return weight_dtype
-
-
-@functools.cache
-def _warn_unsharded(container: torch.dtype) -> None:
-    """Once per process."""
-    logger.warning(
-        "These 4-bit weights are kept as %s, because they were loaded before this process was known to shard, and "
-        "accelerate leaves integer weights whole on every rank: nothing of them will be sharded. Load the model in the "
-        "launched process (accelerate launch, torchrun), or set bnb_4bit_quant_storage to the dtype of the model.",
-        dtype_name(container),
-    )
-
-
-def repack(packed: Tensor, dtype: torch.dtype, n: int) -> Tensor:
-    """The same packed bytes of n codes as a column of another storage dtype, zero-padded to whole elements of it."""
-    if packed.dtype is dtype:
-        return packed.reshape(-1, 1)
-    data = packed.detach().contiguous().flatten().view(torch.uint8)
-    n_bytes = _C.storage_elements(n, dtype.itemsize) * dtype.itemsize
-    if n_bytes > data.numel():
-        data = torch.cat([data, data.new_zeros(n_bytes - data.numel())])
-    elif n_bytes < data.numel():
-        data = data[:n_bytes].clone()
-    return data.view(dtype).view(-1, 1)
-
 
 # ---- trust ----
 
@@ -124,7 +48,7 @@ def verify(weight: Tensor, state: QuantState, where: str) -> None:
         )
     if state.checksum is None:
         return
-    with _plain():
+    with plain():
         found = int(ops.checksum(weight.detach()))
     if found != int(state.checksum):
         raise ValueError(
@@ -153,7 +77,7 @@ def _proxy(name: str, *path: str) -> property:
     return property(read, doc=f"`quant_state.{'.'.join(path)}`")
 
 
-class Params4bit(torch.nn.Parameter):
+class Params4bit(Packed, torch.nn.Parameter):
     """A linear layer's weight, quantized to 4 bits when it first moves to a device.
 
     Before: float data [N, K]. `.to(device)`, `.cuda()` or `.cpu()` then quantize in place and return self.
@@ -195,13 +119,11 @@ class Params4bit(torch.nn.Parameter):
         **kwargs: Any,
     ) -> Params4bit:
         data = torch.empty(0) if data is None else data
-        if hasattr(data, "device_mesh"):
-            from bitshard import fsdp
-
-            data = fsdp.whole(data)
+        if gather.is_dtensor(data):
+            data = gather.whole(data)
         blocksize = 64 if blocksize is None else blocksize
-        functional.check_format(quant_type, blocksize)
-        functional.check_storage(quant_storage)
+        check_format(quant_type, blocksize)
+        check_storage(quant_storage)
         self = torch.Tensor._make_subclass(cls, data, requires_grad)
         self.__dict__.update(
             quant_state=quant_state,
@@ -261,7 +183,7 @@ class Params4bit(torch.nn.Parameter):
         if None not in layer and list(state.shape) != layer:
             raise ValueError(f"from_prequantized: shape {list(state.shape)} does not fit a layer of {layer}")
         packed = data.detach().to(device)
-        functional.check_packed(packed, state, "from_prequantized")
+        check_packed(packed, state, "from_prequantized")
         self = cls.of_state(packed, state, data.dtype, module)
         container = container_dtype(state.dtype, data.dtype)
         self._install(repack(packed.as_subclass(Tensor), container, state.shape.numel()), state)
@@ -284,16 +206,29 @@ class Params4bit(torch.nn.Parameter):
     def _install(self, packed: Tensor, state: QuantState) -> None:
         """Take over packed bytes and their state; from here on they are what `verify` compares with."""
         state.checksum = ops.checksum(packed)
-        with _plain():
+        with plain():
             self.data = packed
         self.bnb_quantized = True
         self._set_state(state)
 
     def _set_state(self, state: QuantState | None) -> None:
+        """The bytes are those of `state`: tell the layer, too."""
         self.quant_state = state
-        if self.module is not None:
+        held = self._holder()
+        if held is not None:
+            held.follow(state)
+        elif self.module is not None:
             self.module.quant_state = state
-            self.module.foreign_data = False
+
+    def _delivered(self) -> None:
+        """Somebody else has set the bytes: the layer checks them before it uses them."""
+        held = self._holder()
+        if held is not None:
+            held.delivered()
+
+    def _holder(self) -> Any:
+        """The `bitshard.holder.PackedWeight` of the layer; None where there is no layer, or a foreign one."""
+        return getattr(self.module, "packed_weight", None)
 
     def _like(self, data: Tensor) -> Params4bit:
         """Another piece or view of this weight, with the same attributes."""
@@ -303,13 +238,13 @@ class Params4bit(torch.nn.Parameter):
 
     def _plain_data(self) -> Tensor:
         """`self.data` without the guard of `PackedData`."""
-        with _plain():
+        with plain():
             return self.data
 
     # -- copies --
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Params4bit:
-        with _plain():
+        with plain():
             new = torch.Tensor._make_subclass(type(self), self.data.clone(), self.requires_grad)
         memo[id(self)] = new
         for name, value in self.__dict__.items():
@@ -329,7 +264,7 @@ class Params4bit(torch.nn.Parameter):
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         data, requires_grad = state.pop("data", None), state.pop("requires_grad", None)
-        with _plain():
+        with plain():
             if data is not None:
                 self.data = data
             if requires_grad is not None:
@@ -344,14 +279,14 @@ class Params4bit(torch.nn.Parameter):
         if not self.bnb_quantized:
             if device is not None and device.type != "meta":
                 return self._quantize(device)
-            with _plain():
+            with plain():
                 data = torch.Tensor.to(self.data, device=device, dtype=dtype, non_blocking=non_blocking)
             return self if data.data_ptr() == self.data.data_ptr() and not data.is_meta else self._like(data)
-        if dtype is not None and dtype is not self.dtype and not _module_move:
-            raise _cast_error(self, f"to({dtype_name(dtype)})")
+        if dtype is not None and dtype is not self.dtype and not in_module_move():
+            raise cast_error(self, f"to({dtype_name(dtype)})")
         if device is None or device == self.device:
             return self
-        with _plain():
+        with plain():
             new = self._like(torch.Tensor.to(self.data, device=device, non_blocking=non_blocking))
         new.quant_state = None if self.quant_state is None else self.quant_state.moved(new.device)
         return new.requires_grad_(self.requires_grad)
@@ -379,27 +314,7 @@ class Params4bit(torch.nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        return _guarded(_HANDLERS, func, args, kwargs or {})
-
-
-class PackedData(Tensor):
-    """What `.data` of a packed weight gives: its bytes as a plain tensor, but in-place functions of it raise.
-
-    `for p in model.parameters(): p.data.mul_(decay)` and `module.weight.data.normal_()` are how training code writes
-    into weights. Copies of the same dtype may be written; results, copies, pickles and views are plain tensors.
-    """
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        out = _guarded(_IN_PLACE_HANDLERS, func, args, kwargs or {})
-        return out.as_subclass(cls) if func is Tensor.detach else out  # nn.Parameter(data) asks for the same class
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return memo.setdefault(id(self), self.clone())
-
-    def __reduce_ex__(self, protocol: int) -> tuple:
-        with _plain():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+        return guarded(_HANDLERS, func, args, kwargs or {})
 
 
 def _rebuild(cls: type[Params4bit], data: Tensor, requires_grad: bool) -> Params4bit:
@@ -429,41 +344,9 @@ def _may_be_packed(data: Tensor, state: QuantState | None) -> bool:
 # ---- what torch functions do with it; called with the class's own __torch_function__ off ----
 
 
-def _cast_error(weight: Tensor, what: str) -> TypeError:
-    return TypeError(
-        f"{what}: this 4-bit weight holds packed bytes in a {dtype_name(weight.dtype)} container; a cast would destroy "
-        "them. Choose the container with bnb_4bit_quant_storage when the model is loaded; for numbers use "
-        "dequantize_4bit(weight.data, weight.quant_state)."
-    )
-
-
-def _packed_among(values: Any) -> Params4bit | PackedData | None:
-    for value in values:
-        if isinstance(value, PackedData) or (isinstance(value, Params4bit) and value.bnb_quantized):
-            return value
-    return None
-
-
-def _guarded(handlers: dict[Any, Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """`func` on plain tensors, by its handler where it has one."""
-    handler = handlers.get(func)
-    with _plain():
-        if handler is not None:
-            return handler(func, args, kwargs)
-        return func(*args, **_checked_out(func, kwargs))
-
-
-def _checked_out(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`kwargs`, unless `out=` in them is a packed weight: ValueError."""
-    out = kwargs.get("out")
-    if out is not None:
-        _arithmetic_error(func, _packed_among(out if isinstance(out, (tuple, list)) else (out,)))
-    return kwargs
-
-
 def _get_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     data = func(*args, **kwargs)
-    return data.as_subclass(PackedData) if type(data) is Tensor and _packed_among(args) is not None else data
+    return data.as_subclass(PackedData) if type(data) is Tensor and packed_among(args) is not None else data
 
 
 def _set_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -497,15 +380,14 @@ def _follow_data(weight: Params4bit, data: Tensor) -> None:
         if data.quant_state is not weight.quant_state:
             foreign = data.quant_state.checksum is None
             weight._set_state(data.quant_state)
-            if foreign and weight.module is not None:
-                weight.module.foreign_data = True
+            if foreign:
+                weight._delivered()
         return
     state = weight.quant_state
     whole = data.dim() == 2 and not data.is_meta  # FSDP1 with offload also assigns flat shards, on the CPU
     if state is not None and whole and not state.absmax.is_meta and state.absmax.device != data.device:
         weight._set_state(state.moved(data.device))
-    if weight.module is not None:
-        weight.module.foreign_data = True
+    weight._delivered()
 
 
 def _keep_class(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -521,8 +403,8 @@ def _empty_like(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     weight = args[0] if args else kwargs["input"]
     if not isinstance(weight, Params4bit) or out.dtype is not weight.dtype:
         return out
-    if weight.module is not None and weight.bnb_quantized:
-        weight.module.foreign_data = True
+    if weight.bnb_quantized:
+        weight._delivered()
     return weight._like(out)
 
 
@@ -531,8 +413,6 @@ def _new_zeros(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
     if not (isinstance(weight, Params4bit) and weight.bnb_quantized) or out.dtype is not weight.dtype:
         return out
-    from bitshard.shard import PackedShard
-
     return PackedShard(out, weight.quant_state, weight.size(), like=weight)
 
 
@@ -540,52 +420,10 @@ def _is_floating_point(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """What accelerate asks to decide whether FSDP2 may shard a weight (so does `Module.to`, which does not matter)."""
     weight = args[0]
     answer = func(*args, **kwargs)
-    if not answer and not _module_move and _accelerate_fsdp() and getattr(weight, "bnb_quantized", False):
-        if _process_group() and torch.distributed.get_world_size() > 1:
-            _warn_unsharded(weight.dtype)
+    if not answer and not in_module_move() and accelerate_fsdp() and getattr(weight, "bnb_quantized", False):
+        if process_group() and torch.distributed.get_world_size() > 1:
+            warn_unsharded(weight.dtype)
     return answer
-
-
-def _cast(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """half(), float(), type(dtype) and their like."""
-    weight = args[0]
-    if isinstance(weight, Params4bit) and weight.bnb_quantized:
-        if _module_move:
-            return weight
-        out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and out.dtype is not weight.dtype:
-            raise _cast_error(weight, getattr(func, "__name__", "cast"))
-        return weight if isinstance(out, Tensor) else out
-    return func(*args, **kwargs)
-
-
-def _arithmetic(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    _arithmetic_error(func, _packed_among((*args, *kwargs.values())))
-    return func(*args, **kwargs)
-
-
-def _arithmetic_error(func: Any, weight: Tensor | None) -> None:
-    if weight is not None:  # a TypeError would reach the user as "unsupported operand"
-        raise ValueError(
-            f"{getattr(func, '__name__', func)}: a 4-bit weight of container dtype {dtype_name(weight.dtype)} holds "
-            "packed bytes, not numbers. Use dequantize_4bit(weight.data, weight.quant_state), or matmul_4bit."
-        )
-
-
-def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """copy_ and w[...] = value: into packed bytes only bytes of the same dtype."""
-    weight, value = _packed_among(args[:1]), kwargs.get("src", args[-1])
-    if weight is not None and (not isinstance(value, Tensor) or value.dtype is not weight.dtype):
-        raise _cast_error(weight, func.__name__)
-    return func(*args, **kwargs)
-
-
-def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """torch._foreach_..._: arithmetic over lists."""
-    for tensors in args:
-        if isinstance(tensors, (list, tuple)):
-            _arithmetic_error(func, _packed_among(tensors))
-    return func(*args, **kwargs)
 
 
 def _to(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -593,51 +431,8 @@ def _to(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return args[0].to(*args[1:], **kwargs) if isinstance(args[0], Params4bit) else func(*args, **kwargs)
 
 
-_CASTS = ("half", "float", "double", "bfloat16", "char", "short", "int", "long", "bool", "type", "type_as")
-_ARITHMETIC = (
-    "add sub rsub mul div true_divide floor_divide remainder pow neg abs sqrt rsqrt exp log round clamp lerp addcmul "
-    "addcdiv matmul mm mv bmm addmm addmv baddbmm einsum tensordot dot outer linear sum mean std var norm softmax relu "
-    "sigmoid tanh normal uniform exponential bernoulli erfinv zero fill"
-).split()
-
-
-# In-place functions of a tensor that change no byte. Those that do raise, but for copies of the same dtype.
-_IN_PLACE = frozenset(
-    "as_strided_ detach_ rename_ requires_grad_ resize_ resize_as_ set_ share_memory_ squeeze_ swapaxes_ swapdims_ t_ "
-    "transpose_ unsqueeze_".split()
-)
-
-
-def _functions(name: str) -> Iterator[Any]:
-    for space in (torch, torch.Tensor, torch.nn.functional):
-        for form in (name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__"):
-            func = getattr(space, form, None)
-            if func is not None:
-                yield func
-
-
-def _in_place_handlers() -> dict[Any, Any]:
-    table: dict[Any, Any] = {}
-    for name in dir(torch.Tensor):
-        if re.match(r"[a-z]\w*_$", name) and name not in _IN_PLACE:
-            table.update({getattr(space, name): _arithmetic for space in (Tensor, torch) if hasattr(space, name)})
-        elif re.match(r"__i[a-z]+__$", name) and hasattr(Tensor, f"{name[:2]}{name[3:]}"):  # __iadd__, not __init__
-            table[getattr(Tensor, name)] = _arithmetic
-    table.update({func: _arithmetic for name, func in vars(torch.nn.init).items() if re.match(r"[a-z].*_$", name)})
-    for name in dir(torch):
-        if re.match(r"_foreach_\w+_$", name) and name != "_foreach_copy_":
-            table[getattr(torch, name)] = _foreach
-    table[Tensor.copy_] = table[Tensor.__setitem__] = _copy
-    return table
-
-
 def _handlers() -> dict[Any, Any]:
-    table: dict[Any, Any] = {}
-    for name in _ARITHMETIC:
-        table.update(dict.fromkeys(_functions(name), _arithmetic))
-    table.update(dict.fromkeys((torch.Tensor.__truediv__, torch.Tensor.__rtruediv__), _arithmetic))
-    table.update(_IN_PLACE_HANDLERS)
-    table.update(dict.fromkeys((getattr(torch.Tensor, name) for name in _CASTS), _cast))
+    table: dict[Any, Any] = dict(guards.HANDLERS)
     for func in (torch.chunk, torch.split, torch.Tensor.chunk, torch.Tensor.split, torch.Tensor.detach, torch.detach):
         table[func] = _keep_class
     table[torch.as_strided] = table[torch.Tensor.as_strided] = _keep_class
@@ -650,6 +445,5 @@ def _handlers() -> dict[Any, Any]:
     return table
 
 
-_IN_PLACE_HANDLERS = _in_place_handlers()
 _HANDLERS = _handlers()
 torch.serialization.add_safe_globals([Params4bit, QuantState, _rebuild])

@@ -14,10 +14,11 @@ import traceback
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bitshard import _C, fsdp
+from bitshard import _C, fsdp, gather
 from bitshard.functional import dequantize_4bit
 from bitshard.linear import Linear4bit
 from bitshard.shard import PackedShard
+from bitshard.sharding import entries
 from bitshard.tensor import Params4bit
 from common import STORAGES, Block, Spy, as_bytes, finish, gathered_dtypes, hostile_values, plant, start
 from matrix import BASE_DTYPE, shard_fsdp1
@@ -410,13 +411,13 @@ def check_broadcast(device, args):
         other = shard(build(device, seed=50))
         set_model_state_dict(other, padded(declared) if rank == 0 or how is not options else {}, options=how)
         exact(other, device, build(device))
-        assert layers(other)[0].weight._local_tensor.origin.loaded is None
+        assert layers(other)[0].weight._local_tensor.origin.load is None
         weight = layers(other)[0].weight  # and as some versions of torch hand it over: parts that state another size
-        begin, length = _C.rank_slice(578, *fsdp._shard_world(weight))
+        begin, length = _C.rank_slice(578, *gather.shard_world(weight))
         part = declared["0.base.weight"][begin : begin + length].to(device)
         other = shard(build(device, seed=50))
         saved = shard(build(device)).state_dict()
-        other.load_state_dict({**saved, "0.base.weight": fsdp._like(part, weight, weight.size())})
+        other.load_state_dict({**saved, "0.base.weight": gather.like(part, weight, weight.size())})
         exact(other, device, build(device))
         short = {**padded(declared), "0.base.weight": declared["0.base.weight"][:-1]}
         load = functools.partial(set_model_state_dict, options=how)
@@ -425,7 +426,7 @@ def check_broadcast(device, args):
 
 def padded(state_dict):
     """JSON entries in the length that a sharded model gives them."""
-    return {key: fsdp._padded_blob(value) if "bitsandbytes__" in key else value for key, value in state_dict.items()}
+    return {key: entries.padded_blob(value) if "bitsandbytes__" in key else value for key, value in state_dict.items()}
 
 
 def check_contradictions(device, args):

@@ -10,7 +10,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from bitshard import tensor
+from bitshard import container, tensor
 from bitshard.linear import Linear4bit
 from bitshard.shard import PackedShard
 from torch import nn
@@ -148,12 +148,12 @@ def gathered_dtypes():
 @contextlib.contextmanager
 def no_launch():
     """As in a process that was not started to shard: integer storage stays integer."""
-    launch = tensor.fsdp_launch
-    tensor.fsdp_launch = lambda: False
+    launch = container.fsdp_launch
+    container.fsdp_launch = lambda: False
     try:
         yield
     finally:
-        tensor.fsdp_launch = launch
+        container.fsdp_launch = launch
 
 
 def plant(words: torch.Tensor) -> None:

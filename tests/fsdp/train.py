@@ -150,7 +150,7 @@ def check_sharded(model, args):
         assert share.own_packed <= -(-share.packed // WORLD) + 4 * share.weights, share
         assert share.own_scales <= share.scales / WORLD + share.weights, share
         for layer in layers:
-            weight = layer.sharded_weight  # `weight` itself, unless it stays gathered after forward
+            weight = layer.packed_weight.shard  # `weight` itself, unless it stays gathered after forward
             assert isinstance(weight, DTensor) and isinstance(weight._local_tensor, PackedShard)
             assert weight._local_tensor.size(0) <= -(-weight.size(0) // WORLD)
     else:
@@ -243,7 +243,7 @@ def run_loaded_early(args):
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("bitshard.tensor").addHandler(handler)
+    logging.getLogger("bitshard.container").addHandler(handler)
     with no_launch():
         model = lora(load(args))
     trainer = Trainer(model=model, args=arguments(args, "early", max_steps=2), train_dataset=dataset())

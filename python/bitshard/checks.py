@@ -1,0 +1,104 @@
+"""What a caller can get wrong about formats, packed weights, scales and results: an exception with the numbers.
+
+The ops (csrc/ops.c) check again only what would corrupt memory.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from bitshard import _C, ops
+from bitshard.state import (
+    BLOCKSIZES,
+    BLOCKSIZES_8BIT,
+    NESTED_BLOCKSIZE,
+    STORAGE_DTYPES,
+    VALUE_DTYPES,
+    QuantState,
+    dtype_name,
+)
+
+
+def check_storage(quant_storage: torch.dtype) -> None:
+    """TypeError unless packed codes can be held in `quant_storage`."""
+    if quant_storage not in STORAGE_DTYPES:
+        names = ", ".join(dtype_name(dtype) for dtype in STORAGE_DTYPES)
+        raise TypeError(f"quant_storage is {quant_storage}, supported are {names}")
+
+
+def check_format(quant_type: str, blocksize: int) -> None:
+    """ValueError unless the 4-bit format and the block size exist."""
+    if quant_type not in ops.FORMATS:
+        raise ValueError(f"quant_type is {quant_type!r}, expected 'nf4' or 'fp4'")
+    if blocksize not in BLOCKSIZES:
+        raise ValueError(f"invalid blocksize {blocksize}: expected one of {BLOCKSIZES}")
+
+
+def check_packed(packed: Tensor, state: QuantState, where: str) -> None:
+    """TypeError or ValueError unless `packed` has as many bytes, and `state` as many scales, as `state.shape` needs."""
+    if not isinstance(state, QuantState):
+        raise TypeError(f"{where}: expected a QuantState, got {type(state).__name__}")
+    if state.shape is None or state.quant_type not in ops.FORMATS:
+        raise ValueError(
+            f"{where}: quant_state is of type {state.quant_type!r} and shape {state.shape}, not a 4-bit state"
+        )
+    check_format(state.quant_type, state.blocksize)
+    if packed.dtype not in STORAGE_DTYPES:
+        raise TypeError(f"{where}: packed weight is {packed.dtype}, which is no storage dtype")
+    n = math.prod(state.shape)
+    expected = _C.storage_elements(n, packed.element_size())
+    if packed.numel() != expected:
+        raise ValueError(
+            f"{where}: packed weight has {packed.numel()} elements of {dtype_name(packed.dtype)}, but "
+            f"{list(state.shape)} needs {expected}. Is it sharded, or was it cast to another dtype?"
+        )
+    if n > 0 and packed.untyped_storage().nbytes() == 0:
+        raise ValueError(
+            f"{where}: FSDP1 has freed this packed weight of {list(state.shape)}, as it does after a module's forward, "
+            "so it cannot be dequantized or merged here. Merge in one process with the saved adapter, load "
+            "bitshard.fsdp.full_state_dict(model) into a model that is not sharded, or use FSDP2 (fsdp_version: 2)."
+        )
+    n_blocks = _C.block_count(n, state.blocksize)
+    if state.absmax.numel() != n_blocks:
+        raise ValueError(
+            f"{where}: absmax has {state.absmax.numel()} scales, but {list(state.shape)} with blocksize "
+            f"{state.blocksize} needs {n_blocks}"
+        )
+    if state.absmax.dtype is not (torch.uint8 if state.nested else torch.float32):
+        raise TypeError(f"{where}: absmax is {state.absmax.dtype}, expected {'uint8' if state.nested else 'float32'}")
+    if state.nested and state.state2.blocksize != NESTED_BLOCKSIZE:
+        raise ValueError(
+            f"{where}: nested blocksize {state.state2.blocksize} is not supported, only {NESTED_BLOCKSIZE}"
+        )
+    if state.absmax.device != packed.device:
+        raise ValueError(f"{where}: packed weight is on {packed.device}, its scales are on {state.absmax.device}")
+
+
+def check_values(x: Tensor, what: str) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{what} must be a tensor, got {type(x).__name__}")
+    if x.dtype not in VALUE_DTYPES.values():
+        raise ValueError(f"{what} only supports 16/32-bit floats, but got {x.dtype}")
+
+
+def into(out: Tensor | None, values: Tensor, what: str) -> Tensor:
+    """`values`, in `out` where there is one: TypeError or ValueError unless it has the dtype and shape of `values`."""
+    if out is None:
+        return values
+    if out.dtype is not values.dtype:
+        raise TypeError(f"{what} is {dtype_name(out.dtype)}, expected {dtype_name(values.dtype)}")
+    if out.shape != values.shape:
+        raise ValueError(f"{what} has shape {list(out.shape)}, expected {list(values.shape)}")
+    return out.copy_(values)
+
+
+def check_8bit(blocksize: int, code: Tensor) -> None:
+    if blocksize <= 0:
+        raise ValueError(f"blocksize must be positive, got {blocksize}")
+    if blocksize not in BLOCKSIZES_8BIT:
+        raise ValueError(f"invalid blocksize {blocksize}: expected one of {BLOCKSIZES_8BIT}")
+    if code.numel() != 256:
+        raise ValueError(f"code must have 256 values, got {code.numel()}")

@@ -1,0 +1,95 @@
+"""Packed weights and scales in the hands of torch.distributed: parts as DTensors, parts made whole, flags agreed on.
+
+torch.distributed is imported where a DTensor is met, for a process that shards nothing needs none of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitshard import _C
+from bitshard.shard import PackedShard
+from bitshard.state import QuantState
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether `value` is a DTensor."""
+    return hasattr(value, "device_mesh")
+
+
+def plain(weight: Any) -> Any:
+    """A DTensor over the same shard without what a subclass adds (`bitshard.sharding.face.ShardedWeight`)."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(weight._local_tensor, weight._spec, requires_grad=weight.requires_grad)
+
+
+def like(local: Tensor, weight: Any, size: torch.Size) -> Any:
+    """This rank's part of a column or vector of `size` as a DTensor, placed as the DTensor `weight` is."""
+    from torch.distributed.tensor import DTensor
+
+    stride = (1,) * len(size)
+    return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False, shape=size, stride=stride)
+
+
+def replicated(values: Tensor, mesh: Any) -> Any:
+    """`values`, which every rank of `mesh` computed alike, as a DTensor."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def shard_world(weight: Any) -> tuple[int, int]:
+    """(world, rank) of the mesh dimension over which `weight` is sharded; (1, 0) if none."""
+    dims = [i for i, placement in enumerate(weight.placements) if placement.is_shard()]
+    if len(dims) > 1:
+        raise ValueError(f"packed 4-bit weights are sharded over one mesh dimension, not over {weight.placements}")
+    if not dims:
+        return 1, 0
+    return weight.device_mesh.size(dims[0]), weight.device_mesh.get_local_rank(dims[0])
+
+
+def own_rows(packed: Tensor, weight: Any) -> Tensor:
+    """The rows of a whole packed weight [n, 1] that this rank keeps where `weight` is placed."""
+    begin, length = _C.rank_slice(packed.size(0), *shard_world(weight))
+    return packed[begin : begin + length]
+
+
+def anywhere(flag: bool, weight: Any) -> bool:
+    """Whether `flag` holds on any rank of the mesh of `weight`. A collective."""
+    mesh = weight.device_mesh
+    found = torch.tensor(int(flag), device=mesh.device_type)
+    for dim in range(mesh.ndim):
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
+    return bool(found)
+
+
+def whole(tensor: Any) -> Tensor:
+    """All of a DTensor as a plain tensor on every rank, on the device of its mesh. A collective unless replicated."""
+    device = tensor.device_mesh.device_type
+    gathered = (tensor if tensor.device.type == device else tensor.to(device)).full_tensor()
+    return gathered.plain() if isinstance(gathered, PackedShard) else gathered  # nothing was gathered on one rank
+
+
+def cut(weight: Any) -> None:
+    """Cut the scales of a sharded packed weight to this rank's chunk if that has not happened yet."""
+    local = weight._local_tensor
+    if not isinstance(local, PackedShard):
+        raise TypeError(
+            f"the 4-bit weight is sharded as {type(local).__name__}, not as PackedShard: was it quantized when "
+            "fully_shard was called?"
+        )
+    local.origin.cut(*shard_world(weight), local.device)
+
+
+def gathered(weight: Any, state: QuantState) -> tuple[Tensor, QuantState]:
+    """Bytes and state of one sharded packed weight, whole on every rank. A collective."""
+    cut(weight)
+    own = state.clone()
+    if state.sharded is not None:
+        own.absmax, own.sharded = like(state.sharded.own, weight, state.absmax.size()).full_tensor(), None
+    packed = whole(plain(weight))
+    return packed, own.to(packed.device)

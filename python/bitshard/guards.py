@@ -1,0 +1,193 @@
+"""Guards around packed bytes: the functions of torch that would cast them, compute with them or overwrite them raise.
+
+A packed weight answers torch's functions through two tables of handlers: the one here, of what raises for any tensor of
+packed bytes, and the parameter's own (`bitshard.tensor`), of what gives a packed weight again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitshard.state import dtype_name
+
+plain = torch._C.DisableTorchFunctionSubclass
+_module_move = False
+
+
+@contextlib.contextmanager
+def module_move() -> Iterator[None]:
+    """While a module moves its parameters (`Module._apply`), dtype changes do not concern packed weights."""
+    global _module_move
+    before, _module_move = _module_move, True
+    try:
+        yield
+    finally:
+        _module_move = before
+
+
+def in_module_move() -> bool:
+    """Whether a module is moving its parameters now."""
+    return _module_move
+
+
+class Packed:
+    """Marks tensor classes that may hold packed bytes; an object of them does where `bnb_quantized`."""
+
+    bnb_quantized: bool = False
+
+
+class PackedData(Packed, Tensor):
+    """What `.data` of a packed weight gives: its bytes as a plain tensor, but in-place functions of it raise.
+
+    `for p in model.parameters(): p.data.mul_(decay)` and `module.weight.data.normal_()` are how training code writes
+    into weights. Copies of the same dtype may be written; results, copies, pickles and views are plain tensors.
+    """
+
+    bnb_quantized = True
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        out = guarded(IN_PLACE, func, args, kwargs or {})
+        return out.as_subclass(cls) if func is Tensor.detach else out  # nn.Parameter(data) asks for the same class
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.clone())
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        with plain():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+# ---- what torch functions do with packed bytes; called with the class's own __torch_function__ off ----
+
+
+def cast_error(weight: Tensor, what: str) -> TypeError:
+    return TypeError(
+        f"{what}: this 4-bit weight holds packed bytes in a {dtype_name(weight.dtype)} container; a cast would destroy "
+        "them. Choose the container with bnb_4bit_quant_storage when the model is loaded; for numbers use "
+        "dequantize_4bit(weight.data, weight.quant_state)."
+    )
+
+
+def packed_among(values: Any) -> Packed | None:
+    for value in values:
+        if isinstance(value, Packed) and value.bnb_quantized:
+            return value
+    return None
+
+
+def guarded(handlers: dict[Any, Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """`func` on plain tensors, by its handler where it has one."""
+    handler = handlers.get(func)
+    with plain():
+        if handler is not None:
+            return handler(func, args, kwargs)
+        return func(*args, **_checked_out(func, kwargs))
+
+
+def _checked_out(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`kwargs`, unless `out=` in them is a packed weight: ValueError."""
+    out = kwargs.get("out")
+    if out is not None:
+        _arithmetic_error(func, packed_among(out if isinstance(out, (tuple, list)) else (out,)))
+    return kwargs
+
+
+def _cast(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """half(), float(), type(dtype) and their like."""
+    weight = args[0]
+    if isinstance(weight, Packed) and weight.bnb_quantized:
+        if _module_move:
+            return weight
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and out.dtype is not weight.dtype:
+            raise cast_error(weight, getattr(func, "__name__", "cast"))
+        return weight if isinstance(out, Tensor) else out
+    return func(*args, **kwargs)
+
+
+def _arithmetic(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    _arithmetic_error(func, packed_among((*args, *kwargs.values())))
+    return func(*args, **kwargs)
+
+
+def _arithmetic_error(func: Any, weight: Tensor | None) -> None:
+    if weight is not None:  # a TypeError would reach the user as "unsupported operand"
+        raise ValueError(
+            f"{getattr(func, '__name__', func)}: a 4-bit weight of container dtype {dtype_name(weight.dtype)} holds "
+            "packed bytes, not numbers. Use dequantize_4bit(weight.data, weight.quant_state), or matmul_4bit."
+        )
+
+
+def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """copy_ and w[...] = value: into packed bytes only bytes of the same dtype."""
+    weight, value = packed_among(args[:1]), kwargs.get("src", args[-1])
+    if weight is not None and (not isinstance(value, Tensor) or value.dtype is not weight.dtype):
+        raise cast_error(weight, func.__name__)
+    return func(*args, **kwargs)
+
+
+def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """torch._foreach_..._: arithmetic over lists."""
+    for tensors in args:
+        if isinstance(tensors, (list, tuple)):
+            _arithmetic_error(func, packed_among(tensors))
+    return func(*args, **kwargs)
+
+
+_CASTS = ("half", "float", "double", "bfloat16", "char", "short", "int", "long", "bool", "type", "type_as")
+_ARITHMETIC = (
+    "add sub rsub mul div true_divide floor_divide remainder pow neg abs sqrt rsqrt exp log round clamp lerp addcmul "
+    "addcdiv matmul mm mv bmm addmm addmv baddbmm einsum tensordot dot outer linear sum mean std var norm softmax relu "
+    "sigmoid tanh normal uniform exponential bernoulli erfinv zero fill"
+).split()
+
+
+# In-place functions of a tensor that change no byte. Those that do raise, but for copies of the same dtype.
+_IN_PLACE = frozenset(
+    "as_strided_ detach_ rename_ requires_grad_ resize_ resize_as_ set_ share_memory_ squeeze_ swapaxes_ swapdims_ t_ "
+    "transpose_ unsqueeze_".split()
+)
+
+
+def _functions(name: str) -> Iterator[Any]:
+    for space in (torch, torch.Tensor, torch.nn.functional):
+        for form in (name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__"):
+            func = getattr(space, form, None)
+            if func is not None:
+                yield func
+
+
+def _in_place_handlers() -> dict[Any, Any]:
+    table: dict[Any, Any] = {}
+    for name in dir(torch.Tensor):
+        if re.match(r"[a-z]\w*_$", name) and name not in _IN_PLACE:
+            table.update({getattr(space, name): _arithmetic for space in (Tensor, torch) if hasattr(space, name)})
+        elif re.match(r"__i[a-z]+__$", name) and hasattr(Tensor, f"{name[:2]}{name[3:]}"):  # __iadd__, not __init__
+            table[getattr(Tensor, name)] = _arithmetic
+    table.update({func: _arithmetic for name, func in vars(torch.nn.init).items() if re.match(r"[a-z].*_$", name)})
+    for name in dir(torch):
+        if re.match(r"_foreach_\w+_$", name) and name != "_foreach_copy_":
+            table[getattr(torch, name)] = _foreach
+    table[Tensor.copy_] = table[Tensor.__setitem__] = _copy
+    return table
+
+
+def _handlers() -> dict[Any, Any]:
+    table: dict[Any, Any] = {}
+    for name in _ARITHMETIC:
+        table.update(dict.fromkeys(_functions(name), _arithmetic))
+    table.update(dict.fromkeys((torch.Tensor.__truediv__, torch.Tensor.__rtruediv__), _arithmetic))
+    table.update(IN_PLACE)
+    table.update(dict.fromkeys((getattr(torch.Tensor, name) for name in _CASTS), _cast))
+    return table
+
+
+IN_PLACE = _in_place_handlers()
+HANDLERS = _handlers()

@@ -1,0 +1,444 @@
+"""A layer's packed weight, wherever FSDP has put it: which bytes and state a forward uses, and what may take its place.
+
+FSDP puts other tensors in the place of the weight that was quantized. `Place` says in one word what is there now; the
+layer asks its `PackedWeight` and never looks at types itself. A layer class becomes one that holds a packed weight by
+deriving from `HoldsPackedWeight` first and from a torch module second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitshard import _C, gather, ops
+from bitshard.container import repack
+from bitshard.guards import module_move
+from bitshard.state import QuantState, dtype_name
+from bitshard.tensor import Params4bit, verify
+
+_SETTINGS = ("quant_type", "quant_storage", "compress_statistics")  # of a weight, which its layer repeats
+
+
+class Place(enum.Enum):
+    """Where a layer's packed weight is."""
+
+    FLOAT = "not quantized yet"
+    WHOLE = "whole"
+    VIEW = "FSDP1 view"
+    SHARD = "FSDP2 shard"
+    GATHERED = "gathered"
+
+
+class PackedWeight:
+    """The packed weight of one layer.
+
+    Attributes:
+        owner: the module that registers the parameter.
+        name: the parameter's name in it.
+        shape: shape of the weight that was quantized, None before it is known.
+        state: its quantization state; None before it is quantized.
+        shard: what FSDP2 registers as the weight between forwards, once it has.
+        flat: FSDP1 with use_orig_params, which looks for the very tensors that it put here.
+        foreign: somebody else has set the bytes since they were quantized or loaded.
+        checked: the state that foreign bytes were last compared with.
+    """
+
+    def __init__(self, owner: nn.Module, name: str, shape: tuple[int, ...] | None = None):
+        self.owner = owner
+        self.name = name
+        self.shape = None if shape is None else torch.Size(shape)
+        self.state: QuantState | None = None
+        self.shard: Tensor | None = None
+        self.flat = False
+        self.foreign = False
+        self.checked: QuantState | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
+        """Of a copied layer. The copy of a shard keeps its state, for scales that were cut cannot be copied apart."""
+        new = memo[id(self)] = copy.copy(self)
+        new.owner = copy.deepcopy(self.owner, memo)
+        if self.shard is None:
+            new.state, new.checked = copy.deepcopy((self.state, self.checked), memo)
+        else:
+            from bitshard.sharding import face
+
+            new.shard = copy.deepcopy(self.shard, memo)
+            face.adopt(new.shard, new.owner)
+        return new
+
+    # -- where it is --
+
+    @property
+    def weight(self) -> Any:
+        """What is in the weight's place now."""
+        return getattr(self.owner, self.name)
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The declared storage dtype, which files have."""
+        return self.owner.quant_storage
+
+    @property
+    def place(self) -> Place:
+        """Where the weight is now."""
+        registered = self.owner._parameters.get(self.name)
+        if gather.is_dtensor(registered):
+            return Place.SHARD
+        if self.state is None or getattr(registered, "bnb_quantized", True) is False:
+            return Place.FLOAT
+        if self.shard is not None:
+            return Place.GATHERED
+        return Place.VIEW if registered is None or self.flat or _is_flat_view(registered, self.state) else Place.WHOLE
+
+    # -- for a forward --
+
+    def ready(self, weight: Tensor) -> tuple[Tensor, QuantState]:
+        """The weight and state for a forward that found `weight`, where they are not simply the layer's own.
+
+        A weight that was put here with a state of its own brings it; bytes delivered by others are checked once per
+        state (`verify`). RuntimeError or ValueError where there is no state, or the weight is no packed column.
+        """
+        brought = getattr(weight, "quant_state", None) is not None
+        self.reconcile(weight)
+        state = self.state
+        if self.foreign or not brought or type(weight) is not Params4bit:
+            if self.checked is state and type(weight) is not Params4bit:
+                return weight, state
+            if state.absmax.device != weight.device and not state.absmax.is_meta:
+                state.to(weight.device)
+            verify(weight, state, f"{type(self.owner).__name__}{self._sizes()}")
+            self.checked = state
+        return weight, state
+
+    def _sizes(self) -> str:
+        return "" if self.shape is None else str(tuple(reversed(self.shape)))
+
+    def reconcile(self, weight: Tensor) -> None:
+        """Bring the states of holder and weight together again after something has replaced either.
+
+        A weight with a state of its own gives it to the holder. A plain tensor (FSDP1's view of the flat parameter)
+        gets nothing. RuntimeError or ValueError where there is no state, or the weight is no packed column.
+        """
+        owner = type(self.owner).__name__
+        if gather.is_dtensor(weight):
+            raise ValueError(
+                f"{owner}: the weight is still sharded (DTensor {list(weight.shape)}): call the module that FSDP2 "
+                "wrapped, or unshard() it first"
+            )
+        own = getattr(weight, "quant_state", None)
+        if own is not None:
+            self.state = own
+            return
+        if self.state is None or (isinstance(weight, Params4bit) and not weight.bnb_quantized):
+            raise RuntimeError(
+                f"{owner}: the weight {list(weight.shape)} of {dtype_name(weight.dtype)} is not quantized yet: move "
+                "the layer to a device first, for instance with .to('cpu') or .cuda()"
+            )
+        if weight.dim() != 2 or weight.shape[1] != 1:
+            raise ValueError(
+                f"{owner}: the weight has shape {list(weight.shape)}, expected a packed column [n, 1]. Is it a shard "
+                "of FSDP? Call the module that FSDP wrapped."
+            )
+        if isinstance(weight, Params4bit):
+            weight.quant_state = self.state
+
+    # -- what the weight tells (see Params4bit) --
+
+    def follow(self, state: QuantState | None) -> None:
+        """The weight was quantized, loaded or moved by us: `state` is that of its bytes."""
+        self.state, self.foreign = state, False
+
+    def delivered(self) -> None:
+        """Somebody else has set the bytes of the weight."""
+        self.foreign = True
+
+    # -- what takes the weight's place --
+
+    def put(self, value: Any) -> bool:
+        """`layer.weight = value` where there is a quantized weight already; True unless `value` is to be registered.
+
+        FSDP2 puts its shard here and, while it is gathered, the whole weight; FSDP1 a view of its flat parameter. A new
+        quantized weight for a layer that FSDP2 sharded is written into the shards of all ranks, for FSDP2 would drop it
+        with its next gather: a collective, to which every rank brings the same weight. So is one for a view of FSDP1,
+        which lasts where FSDP1 shards nothing; elsewhere the next forward misses it (`verify`).
+        """
+        if type(value) is Params4bit:
+            return self._put_packed(value)
+        if gather.is_dtensor(value):
+            from bitshard.sharding import face
+
+            if face.adopt(value, self.owner):
+                self.shard = value
+            return False
+        if type(value) is Tensor and self.name not in self.owner._parameters and _is_flat_view(value, self.state):
+            return self._put_view(value)
+        if self.shard is not None and value is not None:
+            raise ValueError(
+                f"weight = {list(value.shape)} of {dtype_name(value.dtype)}: this 4-bit layer is sharded by FSDP2 and "
+                "takes a quantized Params4bit only, which it writes into its shards"
+            )
+        return False
+
+    def _put_view(self, view: Tensor) -> bool:
+        """FSDP1's view of its flat parameter, a plain tensor; as a packed weight foreign code dequantizes it, too."""
+        self.foreign = True
+        if not self.flat:
+            view = Params4bit.of_state(view, self.state, self.storage, self.owner)
+        self.owner.__dict__[self.name] = view
+        return True
+
+    def _put_packed(self, value: Params4bit) -> bool:
+        view = self.owner.__dict__.get(self.name)
+        if view is value:
+            return True
+        if getattr(value, "_fsdp_flattened", False):
+            # FSDP1 with use_orig_params puts its own parameter back, whose bytes are the layer's, merged ones too
+            self.flat, value.quant_state = True, self.state
+            return False
+        if self.shard is not None:
+            self._put_gathered(value)
+            return True
+        if type(view) is Params4bit and value.bnb_quantized:
+            self._overwrite(view, value)
+            return True
+        return False
+
+    def _put_gathered(self, value: Params4bit) -> None:
+        """The whole weight from FSDP2, which has the state of the shard, or a new one for the shards of all ranks."""
+        state = self.shard.quant_state
+        if value.quant_state is state:
+            self.owner._parameters[self.name] = value
+            return
+        from bitshard.sharding.write import write
+
+        gathered = self.owner._parameters[self.name]
+        self.state = state  # quantizing the new weight has put its own here
+        write(self.shard, gathered if type(gathered) is Params4bit else None, value)
+
+    def _overwrite(self, view: Tensor, new: Params4bit) -> None:
+        """Write a packed weight into FSDP1's view of its flat parameter, which must stay where it is."""
+        state = new.quant_state
+        with torch._C.DisableTorchFunctionSubclass():
+            packed = repack(new.data, view.dtype, state.shape.numel())
+            if packed.shape != view.shape:
+                # quantizing has put its own state on the layer: back to that of the bytes that stay
+                old = self.state = getattr(view, "quant_state", self.state)
+                raise ValueError(
+                    f"weight = packed {list(state.shape)} for a layer of {list(old.shape)}: FSDP1 holds it in a flat "
+                    "parameter, where only a weight of the same size can take its place"
+                )
+            view.data.copy_(packed)
+            state.checksum = ops.checksum(packed)
+        self.state = state
+        if type(view) is Params4bit:
+            view.quant_state, view.bnb_quantized = state, True
+
+    def take(self, new: Params4bit) -> None:
+        """Take over a weight that was loaded packed; the parameter object stays where it can."""
+        weight = self.owner._parameters.get(self.name)
+        if getattr(weight, "_fsdp_flattened", False) or (
+            isinstance(weight, nn.Parameter) and _is_flat_view(weight, new.quant_state)
+        ):
+            return self._overwrite(weight, new)
+        if isinstance(weight, Params4bit) and not weight.is_meta and weight.dtype is new.dtype:
+            with torch._C.DisableTorchFunctionSubclass():
+                weight.data = new.data
+            weight.__dict__.update(new.__dict__)
+        else:
+            setattr(self.owner, self.name, new)
+            weight = new
+        weight.module = self.owner
+        weight.quant_state = new.quant_state
+        self.follow(new.quant_state)
+        for setting in _SETTINGS:
+            setattr(self.owner, setting, getattr(new, setting))
+
+    # -- moves --
+
+    @contextlib.contextmanager
+    def moving(self, fn: Any) -> Iterator[None]:
+        """While `fn` is applied to the owner's tensors: dtype moves leave packed bytes alone.
+
+        A sharded weight stays out of it unless the device changes, which a probe shows that no dtype move concerns.
+        """
+        registered = self.owner._parameters
+        weight = registered.get(self.name)
+        if isinstance(weight, Params4bit) and not weight.bnb_quantized:
+            weight.module = self.owner
+            if weight.is_meta:  # accelerate rebuilds a weight without its settings there
+                for setting in _SETTINGS:
+                    setattr(weight, setting, getattr(self.owner, setting))
+        stays = self.place is Place.SHARD and _keeps_device(fn, weight.device)
+        if stays:
+            registered[self.name] = None
+        try:
+            with module_move():
+                yield
+        finally:
+            if stays:
+                registered[self.name] = weight
+
+    # -- state dicts --
+
+    def unfilled(self) -> dict[str, Tensor]:
+        """What torch.distributed's loading fills beside the weight: the scale entries of a shard, by name."""
+        if self.place is not Place.SHARD or self.state is None:
+            return {}
+        from bitshard.sharding.load import PendingLoad
+
+        return PendingLoad.begin(self.weight).handed
+
+    def save(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Complete what nn.Module has saved of the owner: packed bytes as files have them, and the scale entries.
+
+        Of a shard the entries are DTensors, in the container's dtype; the weight gathers into the declared storage.
+        """
+        key, place = f"{prefix}{self.name}", self.place
+        if place is Place.SHARD:
+            from bitshard.sharding import entries
+
+            destination.update({f"{key}.{name}": value for name, value in entries.sharded_entries(self.weight).items()})
+            return
+        weight, state = self.weight, self.state
+        if isinstance(weight, Params4bit):
+            state = weight.quant_state
+            if not keep_vars:
+                destination[key] = weight.saved_data()
+        if state is not None:  # FSDP1's view of the flat parameter goes out as it is, for FSDP1 splits it again
+            for name, value in state.as_dict(packed=True).items():
+                destination[f"{key}.{name}"] = value if keep_vars else value.detach()
+
+    def load(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> set[str] | None:
+        """Load the weight; the keys that nn.Module is to pass over then, None where it has loaded the owner, too."""
+        key = f"{prefix}{self.name}"
+        if self.place is Place.SHARD:
+            from bitshard.sharding.load import PendingLoad
+
+            arguments = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+            PendingLoad.of(self.weight, state_dict, key).finish(self.owner, self.name, state_dict, prefix, *arguments)
+            return None
+        statistics = {name: value for name, value in state_dict.items() if name.startswith(f"{key}.")}
+        if not statistics and not getattr(self.weight, "bnb_quantized", False):
+            self.checked = None  # what is copied into a view of FSDP1's flat parameter is checked again
+            return set()
+        try:
+            self._load_packed(state_dict.get(key), statistics, key, missing_keys)
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"{key}: {error}")
+        return {key, *statistics}
+
+    def _load_packed(self, data: Tensor | None, statistics: dict[str, Any], key: str, missing_keys: list[str]) -> None:
+        """Replace the weight in place by packed entries. Bytes without statistics must be the bytes already here."""
+        if data is None:
+            missing_keys.append(key)
+            return
+        device = data.device if self.weight.is_meta else self.weight.device
+        if not statistics and data.shape == self.shape:
+            raise ValueError(
+                f"a dense weight {list(data.shape)} of {dtype_name(data.dtype)} for a layer that is quantized "
+                "already: load it into a new layer before that moves to a device"
+            )
+        if not statistics:
+            return verify(data.to(device), self.state, key)
+        new = Params4bit.from_prequantized(data, statistics, device=device)
+        if new.quant_state.shape != self.shape:
+            raise ValueError(f"shape {list(new.quant_state.shape)} does not fit a layer of {list(self.shape)}")
+        self.take(new)
+
+
+def _is_flat_view(weight: Tensor, state: QuantState) -> bool:
+    """Whether `weight` can be FSDP1's view of its flat parameter: a plain packed column of the size of `state`."""
+    if isinstance(weight, Params4bit) or weight.is_meta:
+        return False
+    return list(weight.shape) == [_C.storage_elements(state.shape.numel(), weight.element_size()), 1]
+
+
+def _keeps_device(fn: Any, device: torch.device) -> bool:
+    return fn(torch.empty(0, dtype=torch.uint8, device=device)).device == device
+
+
+class HoldsPackedWeight(nn.Module):
+    """A module whose parameter `packed_weight.name` may be a packed 4-bit weight. Derive from this before the module.
+
+    `packed_weight` is set by the class that derives, once the parameter is there. The weight's state is readable and
+    settable as `quant_state`, for foreign code does both.
+    """
+
+    packed_weight: PackedWeight
+
+    @property
+    def quant_state(self) -> QuantState | None:
+        """The quantization state of the weight; None before it is quantized."""
+        return self.packed_weight.state
+
+    @quant_state.setter
+    def quant_state(self, state: QuantState | None) -> None:
+        self.packed_weight.state = state
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        held = self.__dict__.get("packed_weight")
+        if held is None or name != held.name or held.state is None or not held.put(value):
+            super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        held = self.__dict__.get("packed_weight")
+        if held is not None and held.owner is not self:  # copy.copy, which shares what it finds
+            held = copy.copy(held)
+            held.owner, self.packed_weight = self, held
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        with self.packed_weight.moving(fn):
+            return super()._apply(fn, recurse)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The module's buffers and, for a sharded weight, its scale entries, which torch.distributed's loading fills.
+
+        Only where this layer's own buffers are asked for, as that loading does; `fully_shard` compares the names of all
+        buffers before and after.
+        """
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
+        if not recurse:
+            key = f"{prefix}.{self.packed_weight.name}" if prefix else self.packed_weight.name
+            for name, value in self.packed_weight.unfilled().items():
+                yield f"{key}.{name}", value
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        self.packed_weight.save(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        arguments = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        taken = self.packed_weight.load(state_dict, prefix, *arguments)
+        if taken is None:
+            return
+        rest = {key: value for key, value in state_dict.items() if key not in taken}
+        absent: list[str] = []
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, absent, unexpected_keys, error_msgs)
+        missing_keys.extend(key for key in absent if key not in taken)

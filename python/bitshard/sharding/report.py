@@ -1,0 +1,95 @@
+"""What each rank keeps of a model's 4-bit base: as numbers, and as one line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from bitshard import gather
+
+
+def holders(model: nn.Module) -> list[tuple[str, Any]]:
+    """(name of its owner, holder) of every quantized weight of `model`, sharded or not (`bitshard.holder`)."""
+    # wrappers of FSDP1 hand on the attributes of what they wrap, so only a module's own attributes count
+    found = [(name, vars(module).get("packed_weight"), module) for name, module in model.named_modules()]
+    return [(name, held) for name, held, module in found if held and held.owner is module and held.state]
+
+
+@dataclass
+class Share:
+    """What this process keeps of a model's 4-bit base, in bytes: `own_packed` of `packed`, `own_scales` of `scales`.
+
+    `scales` counts the first level (`absmax`); the second is 64 times smaller and whole everywhere.
+    """
+
+    weights: int = 0
+    packed: int = 0
+    own_packed: int = 0
+    scales: int = 0
+    own_scales: int = 0
+    fsdp: str = ""
+    ranks: int = 1
+
+
+def measure(model: nn.Module) -> Share:
+    """Count what this rank keeps of the 4-bit base between forwards. No communication."""
+    share = Share()
+    flat = _flat_shares(model)
+    for _, held in holders(model):
+        weight = held.weight if held.shard is None else held.shard
+        ranks = 1
+        if isinstance(weight, DTensor):
+            gather.cut(weight)
+            share.fsdp, ranks = "FSDP2", gather.shard_world(weight)[0]
+            packed, own = weight.numel() * weight.element_size(), weight._local_tensor.numel() * weight.element_size()
+        elif id(held.owner) in flat:
+            packed, own, ranks = flat[id(held.owner)]
+            share.fsdp = "FSDP1"
+        else:
+            packed = own = weight.numel() * weight.element_size()
+        state = held.state
+        kept = state.absmax if state.sharded is None else state.sharded.scales
+        share.weights += 1
+        share.packed, share.own_packed = share.packed + packed, share.own_packed + own
+        share.scales += state.absmax.numel() * state.absmax.element_size()
+        share.own_scales += kept.numel() * kept.element_size()
+        share.ranks = max(share.ranks, ranks)
+    return share
+
+
+def describe(model: nn.Module) -> str:
+    """One line that says whether the 4-bit base of `model` is sharded, and what this rank keeps of it."""
+    share = measure(model)
+    if share.weights == 0:
+        return "no 4-bit weights in this model"
+    if share.ranks == 1:
+        return (
+            f"4-bit base not sharded: {share.weights} weights, all {share.packed:,} bytes and {share.scales:,} bytes "
+            "of scales in this process"
+        )
+    scales = "sharded" if share.own_scales < share.scales else "whole"
+    return (
+        f"4-bit base sharded by {share.fsdp} over {share.ranks} ranks: {share.weights} weights, "
+        f"{share.own_packed:,} of {share.packed:,} bytes (1/{share.packed / max(share.own_packed, 1):.2f}) and "
+        f"{share.own_scales:,} of {share.scales:,} bytes of scales ({scales}) on this rank"
+    )
+
+
+def _flat_shares(model: nn.Module) -> dict[int, tuple[int, int, int]]:
+    """FSDP1: id(owner) -> (bytes of its packed weight, of which in this rank's flat parameter, ranks)."""
+    shares = {}
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        handle = unit._handle
+        if handle is None:
+            continue
+        flat, ranks = handle.flat_param, handle.world_size if handle.uses_sharded_strategy else 1
+        for info, numel, own in zip(flat._param_infos, flat._numels, flat._shard_param_infos, strict=True):
+            held = vars(info.module).get("packed_weight")
+            if held is not None and held.name == info.param_name and held.state is not None:
+                kept = own.numel_in_shard or 0 if ranks > 1 else numel
+                shares[id(info.module)] = (numel * flat.element_size(), kept * flat.element_size(), ranks)
+    return shares

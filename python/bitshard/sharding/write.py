@@ -1,0 +1,50 @@
+"""A new weight in place of a sharded one, as peft's merging assigns it."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from bitshard import gather, ops
+from bitshard.container import repack
+from bitshard.sharding.entries import differences, state_of
+from bitshard.state import QuantState
+from bitshard.tensor import Params4bit
+
+
+def write(weight: DTensor, gathered: Params4bit | None, new: Params4bit) -> None:
+    """Every rank keeps its part of the packed bytes and of the scales of `new`, which all ranks bring alike.
+
+    FSDP2's `weight` and its state stay the objects they are; `gathered`, where FSDP2 has made the weight whole at the
+    moment, is overwritten too. ValueError unless `new` was quantized as the old weight was.
+    """
+    gather.cut(weight)
+    state, theirs = state_of(weight), new.quant_state
+    weight.__dict__["bnb_quantized"] = True  # peft clears it in the attributes that it rebuilds a weight from
+    _check_fits(new, state)
+    packed = repack(new.saved_data(), weight.dtype, state.shape.numel())
+    weight._local_tensor.plain().copy_(gather.own_rows(packed, weight))
+    if gathered is not None:
+        gathered.bnb_quantized = True
+        gathered.data.as_subclass(torch.Tensor).copy_(packed)
+    if state.sharded is None or gathered is not None:
+        state.absmax.copy_(theirs.absmax)
+    if state.sharded is not None:
+        state.sharded.own.copy_(state.sharded.part(theirs.absmax))
+    device = state.code.device
+    state.dtype, state.checksum = theirs.dtype, ops.checksum(packed).to(device)
+    if state.nested:
+        state.offset, state.state2 = theirs.offset.to(device), theirs.state2.to(device)
+
+
+def _check_fits(new: Params4bit, state: QuantState) -> None:
+    if new.quant_state is None or not new.bnb_quantized:
+        raise ValueError(
+            f"weight = {list(new.shape)}: a 4-bit layer that is sharded by FSDP2 takes a quantized weight only; move "
+            "the new one to a device first"
+        )
+    for name, found, expected in differences(new.quant_state, state):
+        raise ValueError(
+            f"weight with {name} {found} for a 4-bit layer that is sharded by FSDP2 with {name} {expected}: only a "
+            "weight that was quantized in the same way can take the place of a sharded one"
+        )
