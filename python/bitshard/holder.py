@@ -435,6 +435,10 @@ class HoldsPackedWeight(nn.Module):
         error_msgs: list[str],
     ) -> None:
         arguments = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if self.packed_weight.place is Place.GATHERED:
+            # FSDP2's hook puts the shard back; nn.Module calls it, as often as one likes, but only after this
+            for hook in self._load_state_dict_pre_hooks.values():
+                hook(state_dict, prefix, *arguments)
         taken = self.packed_weight.load(state_dict, prefix, *arguments)
         if taken is None:
             return
