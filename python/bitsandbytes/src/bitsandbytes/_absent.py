@@ -3,21 +3,34 @@
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+INT8 = (
+    "In place of load_in_8bit=True choose load_in_4bit=True, or 16 bits: dtype=torch.bfloat16 without a "
+    "quantization_config; in place of a checkpoint saved in 8 bits, its 16-bit version."
+)
+EMBEDDINGS = "Leave embeddings in 16 bits, as torch.nn.Embedding."
+OPTIMIZERS = (
+    "Choose optim='adamw_torch_fused' or optim='adamw_torch' (torch.optim.AdamW); "
+    "for small states optim='adafactor', or optim='adamw_torch_8bit' with torchao."
+)
+BACK = "The original has it: pip install --force-reinstall --no-deps bitsandbytes==0.50.2"
 
-def refuse(name: str) -> NoReturn:
-    """Raise the error of an absent name; `name` is its full dotted path."""
-    raise NotImplementedError(
-        f"{name} is not in bitshard yet, which has the 4-bit and blockwise half of bitsandbytes. "
-        "Choose an option that does without it (for optimizers: optim='adamw_torch'), "
-        "or go back to the original: pip install --force-reinstall --no-deps bitsandbytes==0.50.2"
-    )
+
+def refuse(name: str, advice: str = "") -> NoReturn:
+    """Raise the error of an absent name: `name` is its full dotted path, `advice` what to use instead."""
+    reason = f"{name} is not in bitshard yet, which has the 4-bit and blockwise half of bitsandbytes."
+    raise NotImplementedError(" ".join(filter(None, (reason, advice, BACK))))
 
 
-def absent_function(module: str, name: str) -> Callable[..., NoReturn]:
+def optimizer_advice(optim: str, cls: str) -> str:
+    """Advice for an algorithm that the Trainer offers as `optim`, and PyTorch as `torch.optim.<cls>`."""
+    return f"Choose optim={optim!r} (torch.optim.{cls}), whose state is in 32 bits."
+
+
+def absent_function(module: str, name: str, advice: str = "") -> Callable[..., NoReturn]:
     """A function named `name` in `module` that raises NotImplementedError whatever it is called with."""
 
     def function(*args: Any, **kwargs: Any) -> NoReturn:
-        refuse(f"{module}.{name}")
+        refuse(f"{module}.{name}", advice)
 
     function.__module__ = module
     function.__name__ = function.__qualname__ = name
@@ -28,5 +41,17 @@ def absent_function(module: str, name: str) -> Callable[..., NoReturn]:
 class Absent:
     """Base of absent classes; construction raises NotImplementedError with the name of the class."""
 
+    _advice = ""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        refuse(f"{cls.__module__}.{cls.__qualname__}")
+        ours = next(base for base in cls.__mro__ if base.__module__.split(".")[0] == "bitsandbytes")
+        refuse(f"{ours.__module__}.{ours.__qualname__}", cls._advice)
+
+
+class AbsentInstance(Absent):
+    """Absent class of which upstream makes one instance, by `get_instance`."""
+
+    @classmethod
+    def get_instance(cls) -> NoReturn:
+        """Raises NotImplementedError."""
+        cls()

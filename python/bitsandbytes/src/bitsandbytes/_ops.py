@@ -12,6 +12,11 @@ import bitshard  # noqa: F401  (loads torch.ops.bitshard)
 import torch
 from bitshard.functional import get_4bit_type
 
+from ._absent import INT8, OPTIMIZERS, absent_function
+
+register_fake = torch.library.register_fake
+register_kernel = torch.library.register_kernel
+
 _FORMATS = {"nf4": 0, "fp4": 1}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -248,3 +253,39 @@ _define(
     _dequantize_blockwise_out,
     _dequantize_blockwise_out_fake,
 )
+
+
+_ABSENT = {
+    INT8: (
+        "int8_double_quant(Tensor A, float threshold=0.0) -> (Tensor, Tensor, Tensor, Tensor, Tensor?)",
+        "int8_linear_matmul(Tensor A, Tensor B) -> Tensor",
+        "int8_linear_matmul.out(Tensor A, Tensor B, Tensor! out) -> ()",
+        "int8_mixed_scaled_mm(Tensor A, Tensor CA, Tensor CB, Tensor SCA, Tensor SCB, Tensor? outlier_cols=None,"
+        " Tensor? bias=None) -> (Tensor, Tensor?)",
+        "int8_mm_dequant(Tensor A, Tensor row_stats, Tensor col_stats, ScalarType? dtype=None, Tensor? bias=None)"
+        " -> Tensor",
+        "int8_scaled_mm(Tensor A, Tensor B, Tensor row_stats, Tensor col_stats, Tensor? bias=None,"
+        " ScalarType? dtype=None) -> Tensor",
+        "int8_vectorwise_dequant(Tensor A, Tensor stats) -> Tensor",
+        "int8_vectorwise_quant(Tensor A, float threshold=0.0) -> (Tensor, Tensor, Tensor?)",
+    ),
+    OPTIMIZERS: (
+        "optimizer_update_32bit(str optimizer_name, Tensor(a0!) g, Tensor(a1!) p, Tensor(a2!) state1,"
+        " Tensor(a3!)? state2, Tensor(a4!)? unorm_vec, float max_unorm, float param_norm, float beta1, float beta2,"
+        " float beta3, float alpha, float eps, float weight_decay, int step, float lr, float gnorm_scale,"
+        " bool skip_zeros=False) -> ()",
+        "optimizer_update_8bit_blockwise(str optimizer_name, Tensor(a0!) g, Tensor(a1!) p, Tensor(a2!) state1,"
+        " Tensor(a3!)? state2, float beta1, float beta2, float beta3, float alpha, float eps, int step, float lr,"
+        " Tensor(a4!) qmap1, Tensor(a5!)? qmap2, Tensor(a6!) absmax1, Tensor(a7!)? absmax2, float weight_decay,"
+        " float gnorm_scale, bool skip_zeros=False) -> ()",
+    ),
+}
+
+# One kernel for all devices, which is the fake too: a program with such an op is refused when it is traced.
+for _advice, _schemas in _ABSENT.items():
+    for _schema in _schemas:
+        _name = _schema.split("(")[0]
+        _library.define(_schema)
+        _kernel = absent_function("torch.ops.bitsandbytes", _name, _advice)
+        _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"bitsandbytes::{_name}", _kernel, lib=_library)

@@ -1,6 +1,7 @@
 """Quantization functions and the quantization state."""
 
 import ctypes
+from collections.abc import Iterable
 
 import torch
 from bitshard.functional import (
@@ -23,25 +24,36 @@ from bitshard.functional import (
     unpack_tensor_to_dict,
 )
 
-from ._absent import absent_function
+from ._absent import INT8, OPTIMIZERS, AbsentInstance, absent_function
 from .cextension import lib
 
-ABSENT = (
-    "batched_igemm",
-    "check_matmul",
-    "get_paged",
-    "igemm",
-    "int8_double_quant",
-    "int8_linear_matmul",
-    "int8_mm_dequant",
-    "int8_vectorwise_dequant",
-    "int8_vectorwise_quant",
-    "optimizer_update_32bit",
-    "optimizer_update_8bit_blockwise",
-    "prefetch_tensor",
-)
+ABSENT = {
+    INT8: (
+        "batched_igemm",
+        "check_matmul",
+        "igemm",
+        "int8_double_quant",
+        "int8_linear_matmul",
+        "int8_mm_dequant",
+        "int8_vectorwise_dequant",
+        "int8_vectorwise_quant",
+    ),
+    OPTIMIZERS: (
+        "elementwise_func",
+        "fill",
+        "get_paged",
+        "optimizer_update_32bit",
+        "optimizer_update_8bit_blockwise",
+        "prefetch_tensor",
+    ),
+}
+ABSENT_NAMES = [name for names in ABSENT.values() for name in names]
 
 __all__ = [
+    "C",
+    "CUBLAS_Context",
+    "FIRST_CUDA_DEVICE",
+    "GlobalPageManager",
     "QuantState",
     "create_dynamic_map",
     "create_fp8_map",
@@ -55,17 +67,54 @@ __all__ = [
     "get_4bit_type",
     "get_ptr",
     "has_avx512bf16",
+    "is_on_gpu",
     "lib",
+    "name2qmap",
     "pack_dict_to_tensor",
     "quantize_4bit",
     "quantize_blockwise",
     "quantize_fp4",
     "quantize_nf4",
     "unpack_tensor_to_dict",
-    *ABSENT,
+    *ABSENT_NAMES,
 ]
 
-globals().update({name: absent_function(__name__, name) for name in ABSENT})
+C = 127.0
+FIRST_CUDA_DEVICE = torch.device("cuda", index=0)
+name2qmap: dict[str, torch.Tensor] = {}
+
+globals().update({name: absent_function(__name__, name, advice) for advice, names in ABSENT.items() for name in names})
+
+
+class GlobalPageManager(AbsentInstance):
+    """The tensors in paged memory."""
+
+    _advice = OPTIMIZERS
+
+
+class CUBLAS_Context(AbsentInstance):
+    """Handles of cuBLAS for int8."""
+
+    _advice = INT8
+
+
+def is_on_gpu(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """True; RuntimeError where the tensors are on several devices. None and paged tensors are passed over."""
+    devices = {tensor.device for tensor in tensors if tensor is not None and not getattr(tensor, "is_paged", False)}
+    if len(devices) > 1:
+        raise RuntimeError(f"Input tensors need to be on the same device, got {sorted(map(str, devices))}")
+    return True
+
+
+def _cuda_device_of(a: torch.Tensor) -> torch.cuda.device_of:
+    """Context in which the GPU of `a` is the current one."""
+    return torch.cuda.device_of(a)
+
+
+def _get_tensor_stream(tensor: torch.Tensor) -> ctypes.c_void_p:
+    """torch's stream on the GPU of `tensor`, for tensors of the CPU on the current GPU."""
+    index = tensor.device.index if tensor.device.type == "cuda" else torch.cuda.current_device()
+    return ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(index))
 
 
 def get_ptr(A: torch.Tensor | None) -> ctypes.c_void_p | None:

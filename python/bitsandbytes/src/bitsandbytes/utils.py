@@ -1,26 +1,49 @@
 """Helpers around state dicts and models."""
 
+import logging
+import shlex
+import subprocess
 from collections.abc import Callable, Sequence
 
 import torch
 from bitshard.functional import pack_dict_to_tensor, unpack_tensor_to_dict
 
-from ._absent import Absent, absent_function
+from ._absent import INT8, AbsentInstance, absent_function
 
 ABSENT = ("find_outlier_dims", "outlier_hook")
 
-__all__ = ["OutlierTracer", "pack_dict_to_tensor", "replace_linear", "sync_gpu", "unpack_tensor_to_dict", *ABSENT]
+__all__ = [
+    "INVERSE_LINEAR_8BIT_WEIGHTS_FORMAT_MAPPING",
+    "LINEAR_8BIT_WEIGHTS_FORMAT_MAPPING",
+    "OutlierTracer",
+    "execute_and_return",
+    "logger",
+    "pack_dict_to_tensor",
+    "replace_linear",
+    "sync_gpu",
+    "unpack_tensor_to_dict",
+    *ABSENT,
+]
 
-globals().update({name: absent_function(__name__, name) for name in ABSENT})
+logger = logging.getLogger(__name__)
+INVERSE_LINEAR_8BIT_WEIGHTS_FORMAT_MAPPING = dict(enumerate(("row", "col32", "col_turing", "col_ampere")))
+LINEAR_8BIT_WEIGHTS_FORMAT_MAPPING = {
+    name: number for number, name in INVERSE_LINEAR_8BIT_WEIGHTS_FORMAT_MAPPING.items()
+}
+
+globals().update({name: absent_function(__name__, name, INT8) for name in ABSENT})
 
 
-class OutlierTracer(Absent):
+class OutlierTracer(AbsentInstance):
     """Part of LLM.int8."""
 
-    @classmethod
-    def get_instance(cls) -> "OutlierTracer":
-        """Raises NotImplementedError."""
-        return cls()
+    _advice = INT8
+
+
+def execute_and_return(command_string: str) -> tuple[str, str]:
+    """Run a command without a shell; what it printed to stdout and to stderr, stripped."""
+    done = subprocess.run(shlex.split(command_string), capture_output=True, text=True, encoding="utf-8")
+    return done.stdout.strip(), done.stderr.strip()
 
 
 def replace_linear(

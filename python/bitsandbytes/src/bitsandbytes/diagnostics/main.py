@@ -1,5 +1,53 @@
 """What `python -m bitsandbytes` prints: bitshard's own report."""
 
+import importlib.metadata
+import platform
+
+import torch
 from bitshard.__main__ import main
 
-__all__ = ["main"]
+from .. import __version__ as bnb_version
+from ..autograd._functions import matmul_4bit
+from ..consts import PACKAGE_GITHUB_URL
+from ..cuda_specs import get_cuda_specs
+from ..functional import dequantize_4bit, quantize_4bit
+from .cuda import print_diagnostics
+from .utils import print_dedented, print_header
+
+__all__ = [
+    "PACKAGE_GITHUB_URL",
+    "bnb_version",
+    "get_cuda_specs",
+    "get_package_version",
+    "main",
+    "print_dedented",
+    "print_diagnostics",
+    "print_header",
+    "sanity_check",
+    "show_environment",
+]
+
+
+def sanity_check() -> None:
+    """Multiply by a quantized weight on the GPU: AssertionError where that is wrong, torch's error without a GPU."""
+    weight, x = torch.randn(64, 64, device="cuda"), torch.randn(2, 64, device="cuda")
+    packed, state = quantize_4bit(weight, quant_type="nf4")
+    product, expected = matmul_4bit(x, packed.t(), state), x @ dequantize_4bit(packed, state).t()
+    torch.testing.assert_close(product, expected, rtol=1e-2, atol=1e-2)
+
+
+def get_package_version(name: str) -> str:
+    """Version of an installed distribution, or "not found"."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not found"
+
+
+def show_environment() -> None:
+    """Print the versions of the system, Python, torch, CUDA and related packages."""
+    print(f"Platform: {platform.platform()}")
+    print(f"Python: {platform.python_version()}")
+    print(f"PyTorch: {torch.__version__}, CUDA {torch.version.cuda or 'N/A'}")
+    for name in ("bitshard", "accelerate", "diffusers", "numpy", "peft", "safetensors", "transformers", "trl"):
+        print(f"  {name}: {get_package_version(name)}")

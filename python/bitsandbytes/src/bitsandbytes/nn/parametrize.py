@@ -10,8 +10,11 @@ from bitshard.parametrize import (
     replace_parameter_4bit_prequantized,
 )
 
+from .. import functional as F
+
 __all__ = [
     "Bnb4bitParametrization",
+    "F",
     "_disable_parametrization_cache",
     "_enable_parametrization_cache",
     "_parametrized_state_dict_post_hook",

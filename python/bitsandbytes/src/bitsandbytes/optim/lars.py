@@ -2,7 +2,7 @@
 
 from torch.optim import Optimizer
 
-from .._absent import Absent
+from .._absent import OPTIMIZERS, Absent
 from .optimizer import Optimizer1State
 
 
@@ -20,3 +20,5 @@ class LARS32bit(Optimizer1State):
 
 class PytorchLARS(Absent, Optimizer):
     """LARS without quantized state."""
+
+    _advice = OPTIMIZERS

@@ -1,0 +1,1 @@
+"""No kernels: those of bitshard are in C and CUDA."""

@@ -1,0 +1,1 @@
+"""No kernels: bitshard does not run on Intel GPUs."""
