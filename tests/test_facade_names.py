@@ -14,6 +14,7 @@ import torch
 import upstream
 import upstream_names
 from bitsandbytes import _absent
+from bitshard import _C
 
 LIST = json.loads(upstream_names.FILE.read_text(encoding="utf-8"))
 CUDA_BUILD = hasattr(torch._C, "_cuda_getCurrentRawStream")
@@ -167,8 +168,8 @@ def test_cuda_version(monkeypatch, version, text):
 @pytest.mark.parametrize("built", [False, True])
 def test_library_paths(monkeypatch, built):
     """One C core for every version of CUDA; where it has no kernels the path is of no file."""
-    ext, core = bnb.cextension, bnb.cextension.bitshard._C
-    monkeypatch.setattr(core, "cuda_state", lambda: {"built": built})
+    ext = bnb.cextension
+    monkeypatch.setattr(_C, "cuda_state", lambda: {"built": built})
     monkeypatch.setattr(torch.version, "cuda", "12.4")
     specs = bnb.cuda_specs.CUDASpecs((9, 0), "124", (12, 4))
     assert specs.has_imma and not bnb.cuda_specs.CUDASpecs((7, 0), "124", (12, 4)).has_imma
@@ -182,7 +183,8 @@ def test_library_paths(monkeypatch, built):
 def test_native_library_classes():
     """Callers ask by isinstance whether the library is there, and whether it is one for CUDA."""
     ext = bnb.cextension
-    assert ext.get_native_library() is ext.lib is bnb.functional.lib and isinstance(ext.lib, ext.BNBNativeLibrary)
+    assert isinstance(ext.get_native_library(), ext.BNBNativeLibrary) and isinstance(ext.lib, ext.BNBNativeLibrary)
+    assert bnb.functional.lib is bnb.backends.cpu.ops.lib is ext.lib
     assert not isinstance(ext.lib, (ext.ErrorHandlerMockBNBNativeLibrary, ext.XpuBNBNativeLibrary))
     assert isinstance(ext.lib, ext.CudaBNBNativeLibrary) == torch.cuda.is_available()
 

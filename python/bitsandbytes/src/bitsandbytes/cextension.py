@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-import bitshard._C
 import torch
+from bitshard import _C
 
 from ._absent import Absent, absent_function
 from .consts import DYNAMIC_LIBRARY_SUFFIX, PACKAGE_DIR
@@ -82,8 +82,8 @@ def get_native_library() -> BNBNativeLibrary:
 
 def get_cuda_bnb_library_path(cuda_specs: CUDASpecs) -> Path:
     """bitshard's C core, which serves every version of CUDA; a file that does not exist where it has no kernels."""
-    if bitshard._C.cuda_state()["built"]:
-        return Path(bitshard._C.__file__)
+    if _C.cuda_state()["built"]:
+        return Path(_C.__file__)
     return PACKAGE_DIR / f"libbitsandbytes_cuda{cuda_specs.cuda_version_string}{DYNAMIC_LIBRARY_SUFFIX}"
 
 
@@ -95,7 +95,7 @@ def get_xpu_bnb_library_path() -> Path:
 def get_available_cuda_binary_versions() -> list[str]:
     """The version of torch's CUDA, as "12.4", where bitshard has kernels for it."""
     version = get_cuda_version_tuple()
-    return [f"{version[0]}.{version[1]}"] if version and bitshard._C.cuda_state()["built"] else []
+    return [f"{version[0]}.{version[1]}"] if version and _C.cuda_state()["built"] else []
 
 
 def parse_cuda_version(version_str: str) -> str:
