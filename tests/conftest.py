@@ -8,6 +8,7 @@ from bitshard import _C
 
 # Variables of accelerate and torchrun that change the container of packed bytes.
 LAUNCHER = ("ACCELERATE_USE_FSDP", "RANK", "WORLD_SIZE", "LOCAL_RANK", "FSDP_VERSION", "ACCELERATE_MIXED_PRECISION")
+LAUNCHER += ("ACCELERATE_USE_DEEPSPEED", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
 @pytest.fixture(autouse=True)

@@ -137,22 +137,26 @@ def test_a_base_of_another_dtype_than_fsdp1_computes_in_raises(fsdp1):
     assert "dtype= of from_pretrained" in fsdp1["fp32_base"]["error_seen"]
 
 
-def test_weights_loaded_before_the_launch_are_warned_of_once(alone, fsdp2):
-    """accelerate leaves their 14 uint8 parameters whole on every rank."""
+def test_weights_loaded_before_the_launch_are_sharded(alone, fsdp2):
+    """accelerate would leave their 14 uint8 parameters whole on every rank."""
     found = fsdp2["loaded_early"]
-    assert "not sharded" in found["report"] and len(found["messages"]) == 1
-    assert "loaded before this process was known to shard" in found["messages"][0]
+    assert "FSDP2 over 2 ranks" in found["report"]
     assert gap(alone["trainer"]["losses"][:2], found["losses"]) <= BOUNDS["trainer"]
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_bare_torchrun_shards_default_storage(folder, alone, version):
     name = f"torchrun{version}"
-    arguments = ["--fsdp", str(version), *options(folder, name, ["torchrun"])]
+    arguments = ["--fsdp", str(version), *options(folder, name, ["torchrun_late", "torchrun"])]
     launch(2, "cpu_fsdp.py", str(WORKERS / "train.py"), *arguments)
-    found = results(folder, name)["torchrun"]
-    assert f"FSDP{version} over 2 ranks" in found["report"]
-    assert gap(alone["trainer"]["losses"], found["losses"]) <= BOUNDS["trainer"]
+    found = results(folder, name)
+    sharded = ["torchrun", "torchrun_late"] if version == 2 else ["torchrun"]
+    for scenario in sharded:
+        assert f"FSDP{version} over 2 ranks" in found[scenario]["report"]
+        assert gap(alone["trainer"]["losses"], found[scenario]["losses"]) <= BOUNDS["trainer"]
+    if version == 1:
+        assert "FSDP1" in found["torchrun_late"]["error_seen"]
+        assert "bnb_4bit_quant_storage" in found["torchrun_late"]["error_seen"]
 
 
 def test_damage_by_use_orig_params_raises(folder):

@@ -6,12 +6,13 @@ import io
 import pickle
 import weakref
 
+import bitshard.tensor
 import cases
 import pytest
 import torch
 from bitshard import _C, functional, ops
 from bitshard.container import container_dtype, fsdp_launch, repack
-from bitshard.linear import LinearNF4
+from bitshard.linear import Linear4bit, LinearNF4
 from bitshard.state import QuantState
 from bitshard.tensor import Params4bit, verify
 from torch import nn
@@ -457,10 +458,12 @@ def test_container_dtype(monkeypatch):
         ({"ACCELERATE_USE_FSDP": "true"}, True),
         ({"ACCELERATE_USE_FSDP": "1"}, True),
         ({"ACCELERATE_USE_FSDP": "false"}, False),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, True),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, True),
-        ({"WORLD_SIZE": "2"}, False),
-        ({"RANK": "0"}, False),
+        ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, True),
+        ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "False"}, True),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, False),
+        ({"RANK": "1", "WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}, True),
+        ({"RANK": "1", "WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"}, False),
+        ({"ACCELERATE_USE_DEEPSPEED": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, False),
     ],
 )
 def test_fsdp_launch(monkeypatch, environment, expected):
@@ -494,6 +497,83 @@ def test_repack(n):
         packed = repack(data, dtype, n)
         assert packed.dtype is dtype and packed.shape == (_C.storage_elements(n, dtype.itemsize), 1)
         assert torch.equal(repack(packed, torch.uint8, n), data)
+
+
+# ---- what others ask and set ----
+
+
+def test_same_bytes_in_another_dtype():
+    """A view of a weight's own memory as its `.data` is let through, both ways; another address or size is not."""
+    weight = quantized(torch.uint8)
+    expected, address = values(weight), weight.data_ptr()
+    for dtype in (torch.bfloat16, torch.float32, torch.uint8):
+        weight.data = weight.data.reshape(-1).view(dtype).reshape(-1, 1)
+        weight.quant_storage = dtype
+        assert weight.dtype is dtype and weight.data_ptr() == address and torch.equal(values(weight), expected)
+    flat = weight.data.reshape(-1)
+    for foreign in (flat.clone().view(torch.bfloat16).view(-1, 1), flat[:-2].view(torch.bfloat16).view(-1, 1)):
+        with pytest.raises(TypeError, match="packed bytes in a uint8 container"):
+            weight.data = foreign
+
+
+@pytest.mark.parametrize("storage", cases.STORAGES, ids=str)
+def test_packed_bytes_are_not_trained(storage):
+    """In every container, and whoever asks: peft copies the layers of modules_to_save and wants their gradients."""
+    module = Linear4bit(130, 96, quant_type="nf4", quant_storage=storage).to("cpu")
+    weight = module.weight
+    for ask in (
+        lambda: weight.requires_grad_(True),
+        lambda: weight.requires_grad_(),
+        lambda: setattr(weight, "requires_grad", True),
+        lambda: module.requires_grad_(True),
+        lambda: Params4bit(weight.data, requires_grad=True, **weight.__dict__),
+        lambda: Params4bit(torch.randn(8, 64), requires_grad=True, quant_storage=storage).to("cpu"),
+    ):
+        with pytest.raises(RuntimeError, match="llm_int8_skip_modules.*modules_to_save"):
+            ask()
+        assert not weight.requires_grad
+    weight.requires_grad = False
+    assert not weight.requires_grad_(False).requires_grad and Params4bit(torch.randn(2, 2), True).requires_grad
+
+
+@pytest.mark.parametrize("container", [torch.uint8, torch.float32])
+def test_reductions_tell_of_the_bytes(monkeypatch, caplog, container):
+    """As of a weight of bitsandbytes, whatever the container; one warning says what they are."""
+    expected = quantized(torch.uint8).data
+    monkeypatch.setattr(bitshard.tensor, "_warned_of_bytes", False)
+    if container is torch.float32:
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    weight = quantized(torch.uint8)
+    assert weight.dtype is container and weight.quant_storage is torch.uint8
+    assert int(weight.sum()) == int(torch.sum(weight)) == int(expected.sum())
+    assert not weight.isnan().any() and torch.isnan(weight).shape == expected.shape
+    with pytest.raises(RuntimeError):
+        expected.mean()
+    with pytest.raises(RuntimeError):
+        weight.mean()
+    assert len(caplog.records) == 1 and "packed bytes" in caplog.text
+    floats = Params4bit(dense(), quant_type="nf4", quant_storage=torch.float32).to("cpu")
+    for reduce in (torch.Tensor.norm, torch.norm, torch.mean, torch.linalg.vector_norm):
+        found, same = reduce(floats), reduce(floats.data)
+        assert torch.equal(found, same) or (found.isnan() and same.isnan())
+    for compute in (lambda: weight + 1, lambda: weight.half(), lambda: weight.lerp(weight, 0.1)):
+        with pytest.raises((TypeError, ValueError)):
+            compute()
+
+
+def test_a_weight_made_without_its_constructor():
+    packed = quantized(torch.uint8).data.as_subclass(torch.Tensor)
+    made = torch.Tensor._make_subclass(Params4bit, packed)
+    assert type(made.data) is torch.Tensor and made.data.data_ptr() == packed.data_ptr()
+    assert not made.bnb_quantized and made.quant_state is None and made.module is None
+    assert torch.equal(made.clone(), packed) and made.detach().shape == packed.shape
+
+
+def test_a_shard_that_is_wrapped_again_stays_itself():
+    """Patches of FSDP2 hand our own shard to the constructor."""
+    weight = quantized(torch.uint8)
+    shard = weight.new_zeros(24, 1)
+    assert Params4bit(data=shard, requires_grad=False, **weight.__dict__) is shard
 
 
 # ---- verify ----

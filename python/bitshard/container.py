@@ -2,58 +2,50 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
 
 import torch
 from torch import Tensor
 
 from bitshard import _C
-from bitshard.state import VALUE_DTYPES, QuantState, dtype_name
-
-logger = logging.getLogger(__name__)
+from bitshard.state import VALUE_DTYPES, QuantState
 
 
-def accelerate_fsdp() -> bool:
-    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "y", "on", "t")
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "").lower() in ("1", "true", "yes", "y", "on", "t")
 
 
 def fsdp_launch() -> bool:
-    """Whether this process may be one that shards: accelerate's FSDP switch, torchrun's environment, a process group.
+    """Whether FSDP shards in this process, as far as the environment tells.
 
-    One rank counts too: torch before 2.12 shards no integers there either.
+    accelerate's switch does, and so does a variable that `TrainingArguments(fsdp=...)` sets, to true or false, when
+    it is made. That a process was launched says nothing: DDP and DeepSpeed shard no packed weight.
     """
-    if accelerate_fsdp() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
-        return True
-    return process_group()
+    if _flag("ACCELERATE_USE_DEEPSPEED"):
+        return False
+    return _flag("ACCELERATE_USE_FSDP") or "FSDP_CPU_RAM_EFFICIENT_LOADING" in os.environ
 
 
-def process_group() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+def sharding_begins() -> bool:
+    """Whether accelerate is about to shard the weights of this process: its switch, and a process group."""
+    distributed = torch.distributed
+    return _flag("ACCELERATE_USE_FSDP") and distributed.is_available() and distributed.is_initialized()
 
 
 def container_dtype(weight_dtype: torch.dtype, quant_storage: torch.dtype) -> torch.dtype:
     """The dtype in which packed bytes are kept in memory, for a weight of `weight_dtype` and a declared storage dtype.
 
-    It is the declared one, except that an integer storage (the default, uint8) becomes the dtype of the weight in a
-    process that shards: accelerate leaves integer parameters unsharded and FSDP1 refuses them. Files keep the declared
-    dtype.
+    It is the declared one, except that an integer storage (the default, uint8) becomes the dtype of the weight where
+    FSDP shards: accelerate leaves integer parameters unsharded and FSDP1 refuses them. Files keep the declared dtype.
     """
-    if quant_storage.is_floating_point or weight_dtype not in VALUE_DTYPES.values() or not fsdp_launch():
-        return quant_storage
+    return shardable_dtype(weight_dtype, quant_storage) if fsdp_launch() else quant_storage
+
+
+def shardable_dtype(weight_dtype: torch.dtype, container: torch.dtype) -> torch.dtype:
+    """The container that FSDP can shard: a float one as it is, else the dtype of the weight, where that can be one."""
+    if container.is_floating_point or weight_dtype not in VALUE_DTYPES.values():
+        return container
     return weight_dtype
-
-
-@functools.cache
-def warn_unsharded(container: torch.dtype) -> None:
-    """Once per process."""
-    logger.warning(
-        "These 4-bit weights are kept as %s, because they were loaded before this process was known to shard, and "
-        "accelerate leaves integer weights whole on every rank: nothing of them will be sharded. Load the model in the "
-        "launched process (accelerate launch, torchrun), or set bnb_4bit_quant_storage to the dtype of the model.",
-        dtype_name(container),
-    )
 
 
 def repack(packed: Tensor, dtype: torch.dtype, n: int) -> Tensor:

@@ -75,6 +75,14 @@ def cast_error(weight: Tensor, what: str) -> TypeError:
     )
 
 
+def grad_error() -> RuntimeError:
+    return RuntimeError(
+        "requires_grad: packed 4-bit weights are bytes and have no gradient. To train such a layer in full leave it "
+        "unquantized: name it in llm_int8_skip_modules of BitsAndBytesConfig when the model is loaded, above all where "
+        "peft's modules_to_save names it (as it does by itself for the classifiers of SEQ_CLS and TOKEN_CLS)"
+    )
+
+
 def packed_among(values: Any) -> Packed | None:
     for value in values:
         if isinstance(value, Packed) and value.bnb_quantized:
@@ -144,9 +152,10 @@ def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 _CASTS = ("half", "float", "double", "bfloat16", "char", "short", "int", "long", "bool", "type", "type_as")
 _ARITHMETIC = (
     "add sub rsub mul div true_divide floor_divide remainder pow neg abs sqrt rsqrt exp log round clamp lerp addcmul "
-    "addcdiv matmul mm mv bmm addmm addmv baddbmm einsum tensordot dot outer linear sum mean std var norm softmax relu "
+    "addcdiv matmul mm mv bmm addmm addmv baddbmm einsum tensordot dot outer linear softmax relu "
     "sigmoid tanh normal uniform exponential bernoulli erfinv zero fill"
 ).split()
+_REDUCTIONS = "sum mean std var norm isnan".split()  # asked by code that watches parameters, not by code that uses them
 
 
 # In-place functions of a tensor that change no byte. Those that do raise, but for copies of the same dtype.
@@ -177,6 +186,13 @@ def _in_place_handlers() -> dict[Any, Any]:
             table[getattr(torch, name)] = _foreach
     table[Tensor.copy_] = table[Tensor.__setitem__] = _copy
     return table
+
+
+def reductions() -> list[Any]:
+    """Functions of torch that tell of a tensor's values in a few numbers."""
+    spaces = (torch, torch.Tensor)
+    found = [getattr(space, name) for name in _REDUCTIONS for space in spaces if hasattr(space, name)]
+    return [*found, torch.linalg.norm, torch.linalg.vector_norm]
 
 
 def _handlers() -> dict[Any, Any]:

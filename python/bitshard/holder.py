@@ -175,7 +175,10 @@ class PackedWeight:
 
             if face.adopt(value, self.owner):
                 self.shard = value
-            return False
+            self.owner._parameters[self.name] = (
+                value  # as FSDP2 does; patches of it leave a DTensor that is no Parameter
+            )
+            return True
         if type(value) is Tensor and self.name not in self.owner._parameters and _is_flat_view(value, self.state):
             return self._put_view(value)
         if self.shard is not None and value is not None:

@@ -12,6 +12,8 @@ by `Params4bit(data, requires_grad=False, **old.__dict__)`.
 from __future__ import annotations
 
 import copy
+import logging
+import sys
 from typing import Any
 
 import torch
@@ -19,10 +21,12 @@ from torch import Tensor
 
 from bitshard import _C, functional, gather, guards, ops
 from bitshard.checks import check_format, check_packed, check_storage
-from bitshard.container import accelerate_fsdp, container_dtype, process_group, repack, warn_unsharded
-from bitshard.guards import Packed, PackedData, cast_error, guarded, in_module_move, packed_among, plain
+from bitshard.container import container_dtype, repack, shardable_dtype, sharding_begins
+from bitshard.guards import Packed, PackedData, cast_error, grad_error, guarded, in_module_move, packed_among, plain
 from bitshard.shard import PackedShard
 from bitshard.state import VALUE_DTYPES, QuantState, dtype_name
+
+logger = logging.getLogger(__name__)
 
 # ---- trust ----
 
@@ -85,7 +89,8 @@ class Params4bit(Packed, torch.nn.Parameter):
 
     Args:
         data: float32, float16 or bfloat16 [N, K], or packed bytes together with `quant_state`. A DTensor (a sum of
-            sharded weights, say) is gathered: every rank quantizes the same numbers.
+            sharded weights, say) is gathered: every rank quantizes the same numbers. A `PackedShard`, which patches of
+            FSDP2 wrap once more, is itself the result.
         quant_state: the state of packed `data`. Data that cannot be the packed form of it counts as not quantized.
         blocksize: elements per scale; 64 if None.
         compress_statistics: quantize the scales too.
@@ -97,13 +102,13 @@ class Params4bit(Packed, torch.nn.Parameter):
     Other keywords are ignored: foreign code passes whatever it finds in `__dict__`.
     """
 
-    quant_state: QuantState | None
-    blocksize: int
-    compress_statistics: bool
-    quant_type: str
-    quant_storage: torch.dtype
-    module: Any
-    bnb_quantized: bool
+    # what a weight has that foreign code made with `torch.Tensor._make_subclass`
+    quant_state: QuantState | None = None
+    blocksize: int = 64
+    compress_statistics: bool = True
+    quant_type: str = "fp4"
+    quant_storage: torch.dtype = torch.uint8
+    module: Any = None
 
     def __new__(
         cls,
@@ -119,11 +124,16 @@ class Params4bit(Packed, torch.nn.Parameter):
         **kwargs: Any,
     ) -> Params4bit:
         data = torch.empty(0) if data is None else data
+        if type(data) is PackedShard:
+            return data
         if gather.is_dtensor(data):
             data = gather.whole(data)
         blocksize = 64 if blocksize is None else blocksize
         check_format(quant_type, blocksize)
         check_storage(quant_storage)
+        packed = bool(bnb_quantized) and _may_be_packed(data, quant_state)
+        if packed and requires_grad:
+            raise grad_error()
         self = torch.Tensor._make_subclass(cls, data, requires_grad)
         self.__dict__.update(
             quant_state=quant_state,
@@ -132,7 +142,7 @@ class Params4bit(Packed, torch.nn.Parameter):
             quant_type=quant_type,
             quant_storage=quant_storage,
             module=module,
-            bnb_quantized=bool(bnb_quantized) and _may_be_packed(data, quant_state),
+            bnb_quantized=packed,
         )
         return self
 
@@ -207,6 +217,8 @@ class Params4bit(Packed, torch.nn.Parameter):
         """Take over packed bytes and their state; from here on they are what `verify` compares with."""
         state.checksum = ops.checksum(packed)
         with plain():
+            if self.requires_grad:
+                raise grad_error()
             self.data = packed
         self.bnb_quantized = True
         self._set_state(state)
@@ -303,6 +315,15 @@ class Params4bit(Packed, torch.nn.Parameter):
         """`to("xpu")`, which has no kernels: packed weights can only be kept there."""
         return self.to("xpu" if device is None else device, non_blocking=non_blocking)
 
+    def _enter_float_container(self) -> bool:
+        """Present the bytes in the container that FSDP shards, before it does; whether that could be."""
+        state, data = self.quant_state, self._plain_data()
+        if state is None or shardable_dtype(state.dtype, data.dtype) is data.dtype:
+            return False
+        with plain():
+            self.data = repack(data, state.dtype, state.shape.numel())
+        return True
+
     def saved_data(self) -> Tensor:
         """What files get: the packed bytes as a plain tensor of `quant_storage`; else the data as it is."""
         data, state = self._plain_data(), self.quant_state
@@ -352,6 +373,9 @@ def _get_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
 def _set_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     weight, data = args
     if weight.bnb_quantized:
+        if _same_memory(weight, data):
+            func(weight, data)
+            return
         if data.dtype is not weight.dtype:
             raise TypeError(
                 f".data = {dtype_name(data.dtype)}: this 4-bit weight holds packed bytes in a "
@@ -372,6 +396,21 @@ def _set_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     func(weight, data)
     if weight.bnb_quantized:
         _follow_data(weight, data)
+
+
+def _same_memory(weight: Params4bit, data: Tensor) -> bool:
+    """Whether `data` is the bytes of `weight` in another dtype: a column of them all, at the same address."""
+    n_bytes = weight.numel() * weight.element_size()
+    return (
+        data.dtype is not weight.dtype
+        and not torch.compiler.is_compiling()
+        and data.dim() == 2
+        and data.size(1) == 1
+        and data.numel() * data.element_size() == n_bytes > 0
+        and data.is_contiguous()
+        and data.device == weight.device
+        and data.data_ptr() == weight.data_ptr() != 0
+    )
 
 
 def _follow_data(weight: Params4bit, data: Tensor) -> None:
@@ -417,13 +456,65 @@ def _new_zeros(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _is_floating_point(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """What accelerate asks to decide whether FSDP2 may shard a weight (so does `Module.to`, which does not matter)."""
+    """What FSDP asks of a weight to decide whether it can shard it (so does `Module.to`, which does not matter).
+
+    Where accelerate is about to shard, a weight that was loaded before that was known enters a float container now;
+    accelerate would leave it whole on every rank. ValueError where FSDP1 asks before it flattens.
+    """
     weight = args[0]
     answer = func(*args, **kwargs)
-    if not answer and not in_module_move() and accelerate_fsdp() and getattr(weight, "bnb_quantized", False):
-        if process_group() and torch.distributed.get_world_size() > 1:
-            warn_unsharded(weight.dtype)
-    return answer
+    if answer or in_module_move() or packed_among(args) is None or torch.compiler.is_compiling():
+        return answer
+    if _fsdp1_flattens():
+        raise ValueError(
+            f"FSDP1 cannot shard 4-bit weights that are kept as {dtype_name(weight.dtype)}: load the model with "
+            "bnb_4bit_quant_storage= the dtype of the model, or after TrainingArguments(fsdp=...) or `accelerate "
+            "launch` have told this process that FSDP shards; or use FSDP2 (fully_shard)"
+        )
+    return sharding_begins() and isinstance(weight, Params4bit) and weight._enter_float_container()
+
+
+def _fsdp1_flattens() -> bool:
+    """Whether FSDP1's check of the tensors that it flattens is what is asking."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in (__name__, guards.__name__):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_validate_tensors_to_flatten"
+
+
+def _set_requires_grad(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """weight.requires_grad = ... and weight.requires_grad_(...)."""
+    wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+    if wanted and args[0].bnb_quantized:
+        raise grad_error()
+    return func(*args, **kwargs)
+
+
+def _reduce(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """sum(), norm() and their like, of the bytes in the declared storage, as of bitsandbytes' weights."""
+    if packed_among((*args, *kwargs.values())) is None:
+        return func(*args, **kwargs)
+    _warn_of_bytes(getattr(func, "__name__", "a reduction"))
+    return func(*(_as_saved(arg) for arg in args), **{name: _as_saved(arg) for name, arg in kwargs.items()})
+
+
+def _as_saved(value: Any) -> Any:
+    return value.saved_data() if isinstance(value, Params4bit) and value.bnb_quantized else value
+
+
+def _warn_of_bytes(name: str) -> None:
+    """Once per process."""
+    global _warned_of_bytes
+    if not _warned_of_bytes:
+        _warned_of_bytes = True
+        logger.warning(
+            "%s of a 4-bit weight tells of its packed bytes, not of the weight. For that use "
+            "dequantize_4bit(weight.data, weight.quant_state).",
+            name,
+        )
+
+
+_warned_of_bytes = False
 
 
 def _to(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -438,6 +529,8 @@ def _handlers() -> dict[Any, Any]:
     table[torch.as_strided] = table[torch.Tensor.as_strided] = _keep_class
     table[torch.Tensor.to] = _to
     table[torch.is_floating_point] = table[torch.Tensor.is_floating_point] = _is_floating_point
+    table.update(dict.fromkeys(guards.reductions(), _reduce))
+    table[torch.Tensor.requires_grad_] = table[torch.Tensor.requires_grad.__set__] = _set_requires_grad
     table[torch.empty_like] = _empty_like
     table[torch.Tensor.new_zeros] = _new_zeros
     table[torch.Tensor.data.__get__] = _get_data

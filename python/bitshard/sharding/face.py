@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from bitshard import gather
 from bitshard.container import repack
+from bitshard.guards import grad_error
 from bitshard.shard import PackedShard
 from bitshard.sharding.entries import sharded_entries, state_of
 from bitshard.state import QuantState
@@ -58,6 +59,12 @@ class ShardedWeight(DTensor):
             return out
         packed = repack(gather.whole(out), origin.storage, origin.state.shape.numel())
         return DTensor.from_local(packed, out.device_mesh, out.placements, run_check=False)
+
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        """Only to turn it off: packed bytes have no gradient."""
+        if requires_grad:
+            raise grad_error()
+        return super().requires_grad_(False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         """The bytes are copied; state, scales and layer stay those of this weight."""
