@@ -1,4 +1,4 @@
-"""FSDP2 one option at a time, and the state dicts: tests/fsdp/axes.py on two, three and four processes."""
+"""FSDP2 one option at a time, and the state dicts: tests/fsdp/run_checks.py on one to four processes."""
 
 import json
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 def results(world, folder, *options):
     out = folder / f"axes{world}.json"
-    print(launch(world, "axes.py", "--out", str(out), "--dir", str(folder), *options))
+    print(launch(world, "run_checks.py", "--out", str(out), "--dir", str(folder), *options))
     return json.loads(out.read_text())["ranks"]
 
 

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import datetime
+import functools
 import json
 import os
 import sys
@@ -14,17 +15,18 @@ from bitshard import tensor
 from bitshard.linear import Linear4bit
 from bitshard.shard import PackedShard
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 STORAGES = {"uint8": torch.uint8, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PARAM_DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SIGNAL = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # which TrainingArguments(fsdp=...) sets, to true or false
+BASE_DTYPE = torch.bfloat16
 EVEN = (96, 64)  # 3072 packed bytes and 96 scales: whole elements on 1, 2 and 3 ranks in every dtype
 UNEVEN = (35, 33)  # 578 packed bytes (289 or 145 elements), 19 scales: never even on 2 or 3 ranks
 
 
 def start() -> tuple[torch.device, argparse.Namespace]:
-    """Join the process group (NCCL with GPUs, else gloo), read the options, and let this be a process that shards."""
-    os.environ[SIGNAL] = "false"
+    """Join the process group (NCCL with GPUs, else gloo) and read the options."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", help="JSON result file, written by rank 0")
     parser.add_argument("--only", default="", help="comma-separated names of the checks to run; all by default")
@@ -97,6 +99,17 @@ class Block(nn.Module):
         return self.base(x) + (x.to(self.down.dtype) @ self.down @ self.up).to(x.dtype)
 
 
+def shard_fsdp1(model, param_dtype, device, **options):
+    wrap = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Linear4bit))
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=wrap,
+        mixed_precision=MixedPrecision(param_dtype=param_dtype) if param_dtype else None,
+        device_id=device,
+        **{"sharding_strategy": ShardingStrategy.FULL_SHARD, "use_orig_params": False, **options},
+    )
+
+
 def as_bytes(data: torch.Tensor) -> torch.Tensor:
     """The storage of a tensor as plain uint8 [bytes] on the CPU."""
     return data.detach().as_subclass(torch.Tensor).contiguous().view(-1).view(torch.uint8).cpu().clone()
@@ -149,13 +162,13 @@ def gathered_dtypes():
 
 @contextlib.contextmanager
 def no_launch():
-    """As in a process that nothing has told to shard: integer storage stays integer."""
-    names = (SIGNAL, "ACCELERATE_USE_FSDP")
-    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    """As in a process that was not started to shard: integer storage stays integer."""
+    launch = tensor.fsdp_launch
+    tensor.fsdp_launch = lambda: False
     try:
         yield
     finally:
-        os.environ.update(before)
+        tensor.fsdp_launch = launch
 
 
 def plant(words: torch.Tensor) -> None:

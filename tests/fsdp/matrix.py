@@ -16,6 +16,7 @@ import torch.distributed as dist
 from bitshard import fsdp
 from bitshard.linear import Linear4bit
 from common import (
+    BASE_DTYPE,
     EVEN,
     PARAM_DTYPES,
     STORAGES,
@@ -26,20 +27,12 @@ from common import (
     gathered_dtypes,
     no_launch,
     plant,
+    shard_fsdp1,
     start,
 )
 from torch import nn
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
-from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-
-BASE_DTYPE = torch.bfloat16
 
 
 def build(shape, storage, device):
@@ -54,17 +47,6 @@ def shard_fsdp2(model, param_dtype):
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     return model
-
-
-def shard_fsdp1(model, param_dtype, device, **options):
-    wrap = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Linear4bit))
-    return FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=wrap,
-        mixed_precision=MixedPrecision(param_dtype=param_dtype) if param_dtype else None,
-        device_id=device,
-        **{"sharding_strategy": ShardingStrategy.FULL_SHARD, "use_orig_params": False, **options},
-    )
 
 
 def check_shares(model, version, world):
