@@ -5,20 +5,20 @@ import json
 import pytest
 from fsdp.launch import launch
 
-CHECKS = (
-    "offload checkpointing no_reshard freed_after_use single_layers inference_mode assign assign_misfits dequantize "
-    "replicated hsdp eval_modes sharded_state_dict torch_save full_state_dict torch_full_state_dict broadcast "
-    "contradictions dcp loss_curves resume casts_raise fp16 describe fsdp1_options fsdp1_state_dicts"
+BROADCAST = (
+    "broadcast_whole broadcast_without_scales broadcast_adapters broadcast_scales_of_a_base broadcast_declared "
+    "broadcast_parts broadcast_short"
 ).split()
+CHECKS = (
+    *"offload checkpointing no_reshard freed_after_use single_layers inference_mode eval_modes hsdp".split(),
+    *"assign assign_misfits dequantize describe replicated".split(),
+    *"sharded_state_dict torch_save contradictions full_state_dict torch_full_state_dict".split(),
+    *BROADCAST,
+    *"dcp resume loss_curves casts_raise fp16 fsdp1_options fsdp1_state_dicts".split(),
+)
 THREE_RANKS = (
-    "inference_mode",
-    "sharded_state_dict",
-    "full_state_dict",
-    "broadcast",
-    "dcp",
-    "offload",
-    "assign",
-    "dequantize",
+    *"inference_mode sharded_state_dict full_state_dict dcp offload assign dequantize".split(),
+    *BROADCAST,
 )
 
 

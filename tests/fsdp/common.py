@@ -11,7 +11,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from bitshard import tensor
+from bitshard import ops, tensor
 from bitshard.linear import Linear4bit
 from bitshard.shard import PackedShard
 from torch import nn
@@ -70,7 +70,7 @@ def hostile_values(n: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.T
     codes[128:256] = torch.tensor([8, 1, 7, 15]).repeat(32)
     codes[::64] = 15  # the largest code in each block, so that quantizing gives these codes again
     scales = 0.5 + torch.rand(-(-n * k // 64), generator=generator)
-    table = torch.frombuffer(bytearray(tensor._C.table("nf4")), dtype=torch.float32)
+    table = ops.table("nf4")
     return (table[codes] * scales.repeat_interleave(64)[: n * k]).view(n, k).to(dtype)
 
 
@@ -113,6 +113,12 @@ def shard_fsdp1(model, param_dtype, device, **options):
 def as_bytes(data: torch.Tensor) -> torch.Tensor:
     """The storage of a tensor as plain uint8 [bytes] on the CPU."""
     return data.detach().as_subclass(torch.Tensor).contiguous().view(-1).view(torch.uint8).cpu().clone()
+
+
+def kept_scales(layer: Linear4bit) -> torch.Tensor:
+    """The first-level scales that this rank keeps between forwards: its chunk, padded, or all where they are whole."""
+    state = layer.quant_state
+    return state.absmax if state.sharded is None else state.sharded.scales
 
 
 class Spy:

@@ -25,6 +25,7 @@ from common import (
     Spy,
     finish,
     gathered_dtypes,
+    kept_scales,
     no_launch,
     plant,
     shard_fsdp1,
@@ -70,9 +71,7 @@ def check_shares(model, version, world):
                 assert isinstance(module.weight, DTensor)
                 rows = -(-module.weight.size(0) // world)
                 assert module.weight._local_tensor.size(0) <= rows
-                origin = module.quant_state.sharded
-                assert (origin is None) == (world == 1)
-                assert world == 1 or origin.scales.numel() == -(-origin.total // world)
+                assert kept_scales(module).numel() == -(-module.quant_state.absmax.numel() // world)
     else:
         assert share.fsdp == "FSDP1"
         assert largest <= -(-share.packed // world) + 2 * 4 * world, (counts, share)
@@ -124,13 +123,12 @@ def run_cell(version, storage, param_dtype, shape, device, world, fault=None):
 
 def planted_later(model, layer, version, spy, outputs, shape):
     """[wrong weight bytes, wrong scale bytes, equal outputs] of a layer after faults in what each rank keeps of it."""
-    state = layer.quant_state
     if version == 2:
         plant(layer.weight._local_tensor.plain())
     else:
         unit = next(unit for unit in FullyShardedDataParallel.fsdp_modules(model) if unit.module is layer)
         plant(unit._flat_param.data)
-    plant(state.absmax if state.sharded is None else state.sharded.scales)
+    plant(kept_scales(layer))
     spy.seen.clear()
     outputs.clear()
     with torch.no_grad():

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from bitshard import fsdp
 from bitshard.linear import Linear4bit
 from checks.common import batch, build, exact, layers, raises, shard
+from common import kept_scales
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -19,7 +20,7 @@ def check_offload(device, args):
         exact(model, device, build(device), steps=3)
         for layer in layers(model):
             assert layer.weight._local_tensor.device.type == "cpu"
-            assert dist.get_world_size() == 1 or layer.quant_state.sharded.scales.device.type == "cpu"
+            assert dist.get_world_size() == 1 or kept_scales(layer).device.type == "cpu"
 
 
 def check_checkpointing(device, args):
