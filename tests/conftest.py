@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from bitshard import _C
+from helpers.bytes import as_bytes, same_bytes
 
 # Variables of accelerate and torchrun that change the container of packed bytes.
 LAUNCHER = ("ACCELERATE_USE_FSDP", "RANK", "WORLD_SIZE", "LOCAL_RANK", "FSDP_VERSION", "ACCELERATE_MIXED_PRECISION")
@@ -43,9 +44,9 @@ def assert_equal():
 
     def check(actual: torch.Tensor, expected: torch.Tensor) -> None:
         assert actual.shape == expected.shape and actual.dtype == expected.dtype, (actual.shape, actual.dtype)
-        actual, expected = actual.detach().cpu().contiguous(), expected.detach().cpu().contiguous()
-        views = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-        bad = actual.view(views[actual.itemsize]) != expected.view(views[expected.itemsize])
-        assert not bad.any(), report(actual, expected, bad)
+        if not same_bytes(actual, expected):
+            actual, expected = actual.detach().cpu(), expected.detach().cpu()
+            bad = (as_bytes(actual) != as_bytes(expected)).view(*actual.shape, actual.itemsize).any(-1)
+            raise AssertionError(report(actual, expected, bad))
 
     return check

@@ -16,6 +16,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import upstream  # noqa: E402
 import upstream_checkpoints as cases  # noqa: E402
+from helpers.bytes import same_bytes  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 SCRIPT = Path(cases.__file__)
@@ -63,8 +64,7 @@ def assert_same_entries(left: dict, right: dict) -> None:
         if "bitsandbytes__" in key:
             assert json.loads(bytes(left[key].tolist())) == json.loads(bytes(right[key].tolist())), key
             continue
-        assert left[key].dtype == right[key].dtype and left[key].shape == right[key].shape, key
-        assert torch.equal(left[key].contiguous().view(torch.uint8), right[key].contiguous().view(torch.uint8)), key
+        assert same_bytes(left[key], right[key]), key
 
 
 def split(path: Path) -> tuple[dict, dict]:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from bitshard import _C, ops
+from helpers.bytes import same_bytes
 from torch import Tensor
 
 if not torch.cuda.is_available():
@@ -73,13 +74,6 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
-def same_bits(a: Tensor, b: Tensor) -> int:
-    """Number of elements whose bits differ."""
-    view = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[a.itemsize]
-    assert a.dtype == b.dtype and a.numel() == b.numel()
-    return int((a.flatten().view(view) != b.flatten().view(view)).sum())
-
-
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
@@ -96,7 +90,7 @@ class Golden:
     def compare(self, actual: Tensor, key: str) -> None:
         expected = self.tensor(key, actual.dtype)
         self.compared += 1
-        if actual.numel() != expected.numel() or same_bits(actual, expected):
+        if not same_bytes(actual.flatten(), expected.flatten()):
             self.wrong.append(key)
 
 
@@ -162,17 +156,17 @@ def test_beyond_two_to_the_31_elements(quant_type):
         part = slice(begin, min(begin + piece + 4096, n))
         small, small_absmax = ops.quantize_4bit(x[part].clone(), 64, format, torch.uint8)
         length = part.stop - begin
-        assert not same_bits(small, packed[begin // 2 : begin // 2 + small.numel()])
-        assert not same_bits(small_absmax, absmax[begin // 64 : begin // 64 + small_absmax.numel()])
+        assert same_bytes(small, packed[begin // 2 : begin // 2 + small.numel()])
+        assert same_bytes(small_absmax, absmax[begin // 64 : begin // 64 + small_absmax.numel()])
         decoded = ops.dequantize_4bit(
             small, small_absmax, empty(), empty(), empty(), 64, format, 1, length, torch.bfloat16
         )
-        assert not same_bits(decoded, out[part].clone())
+        assert same_bytes(decoded.flatten(), out[part])
         small, small_absmax = ops.quantize_blockwise(x[part].clone(), ops.table("dynamic").cuda(), empty(), 256)
-        assert not same_bits(small, code[part].clone())
-        assert not same_bits(
+        assert same_bytes(small, code[part])
+        assert same_bytes(
             ops.dequantize_blockwise(small, small_absmax, ops.table("dynamic").cuda(), empty(), 256, torch.bfloat16),
-            back[part].clone(),
+            back[part],
         )
     assert int(ops.checksum(packed)) == int(ops.checksum(packed.cpu()))
 
@@ -186,11 +180,11 @@ def test_equals_the_cpu(dtype, n):
         for blocksize in (32, 64, 1024, 4096):
             host = ops.quantize_4bit(x, blocksize, format, torch.uint8)
             device = ops.quantize_4bit(x.cuda(), blocksize, format, torch.uint8)
-            assert not same_bits(host[0], device[0].cpu()) and not same_bits(host[1], device[1].cpu())
+            assert same_bytes(host[0], device[0].cpu()) and same_bytes(host[1], device[1].cpu())
             none = torch.empty(0)
             decoded = ops.dequantize_4bit(*host, none, none, none, blocksize, format, 1, n, dtype)
             again = ops.dequantize_4bit(*device, empty(), empty(), empty(), blocksize, format, 1, n, dtype)
-            assert not same_bits(decoded, again.cpu())
+            assert same_bytes(decoded, again.cpu())
     storage = ops.quantize_4bit(x.cuda(), 64, 0, torch.bfloat16)[0]
     assert int(ops.checksum(storage)) == int(ops.checksum(storage.cpu()))
 
@@ -203,17 +197,17 @@ def test_misaligned_views(dtype):
         view = buffer[start : start + 66_000]
         aligned, absmax = ops.quantize_4bit(view.clone(), 64, 0, torch.uint8)
         packed, absmax_view = ops.quantize_4bit(view, 64, 0, torch.uint8)
-        assert not same_bits(aligned, packed) and not same_bits(absmax, absmax_view)
+        assert same_bytes(aligned, packed) and same_bytes(absmax, absmax_view)
         shifted = torch.empty(aligned.numel() + 8, dtype=torch.uint8, device="cuda")[start:][: aligned.numel()]
         shifted.copy_(aligned.flatten())
         arguments = (absmax, empty(), empty(), empty(), 64, 0, 1, 66_000, dtype)
-        assert not same_bits(ops.dequantize_4bit(shifted, *arguments), ops.dequantize_4bit(aligned, *arguments))
+        assert same_bytes(ops.dequantize_4bit(shifted, *arguments), ops.dequantize_4bit(aligned, *arguments))
         assert int(ops.checksum(shifted)) == int(ops.checksum(aligned))
         map = ops.table("dynamic").cuda()
         code, scale = ops.quantize_blockwise(view, map, empty(), 256)
         moved = torch.empty(code.numel() + 8, dtype=torch.uint8, device="cuda")[start:][: code.numel()].copy_(code)
         decoded = ops.dequantize_blockwise(moved, scale, map, empty(), 256, dtype)
-        assert not same_bits(decoded, ops.dequantize_blockwise(code, scale, map, empty(), 256, dtype))
+        assert same_bytes(decoded, ops.dequantize_blockwise(code, scale, map, empty(), 256, dtype))
 
 
 # ---- products -------------------------------------------------------------------------------------------------------
@@ -432,7 +426,7 @@ def test_dependent_launches_see_what_came_before():
     torch.cuda.synchronize()
     for _ in range(50):
         packed, absmax = ops.quantize_4bit(expected, 64, 0, torch.uint8)
-        assert not same_bits(ops.dequantize_4bit(packed, absmax, *arguments), expected)
+        assert same_bytes(ops.dequantize_4bit(packed, absmax, *arguments), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -448,9 +442,9 @@ def test_direct_calls(dtype):
             if dtype is torch.float32 and M > 2:
                 assert y is None, "products by panels are the op's"
             else:
-                assert not same_bits(y, weight.linear(x, b))
+                assert same_bytes(y, weight.linear(x, b))
     for out in DTYPES.values():
-        assert not same_bits(_C.dequantize_4bit(weight.packed, *weight.scales, *numbers, out), weight.dequantize(out))
+        assert same_bytes(_C.dequantize_4bit(weight.packed, *weight.scales, *numbers, out), weight.dequantize(out))
     cpu = torch.randn(2, 1024, dtype=dtype)
     for unfit in (cpu, cpu.cuda().t()):
         assert weight.direct_linear(unfit) is None
@@ -465,14 +459,14 @@ def test_direct_calls(dtype):
         y = _C.linear_4bit(x, weight.packed, *weight.scales, None, *numbers)
     assert not stream.query(), "the call waited for the GPU"
     stream.synchronize()
-    assert not same_bits(y, expected)
+    assert same_bytes(y, expected)
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = _C.linear_4bit(x, weight.packed, *weight.scales, None, *numbers)
     x.neg_()
     graph.replay()
-    assert not same_bits(y, weight.linear(x))
+    assert same_bytes(y, weight.linear(x))
 
     before = torch.cuda.memory_allocated()
     for _ in range(200):
@@ -560,14 +554,14 @@ def test_direct_products_in_graphs_and_on_streams():
         y = weight.direct_linear(late)
     assert not stream.query(), "the call waited for the GPU"
     stream.synchronize()
-    assert not same_bits(y, expected)
+    assert same_bytes(y, expected)
     graph = torch.cuda.CUDAGraph()
     late, later = torch.zeros_like(x), torch.zeros_like(dy)
     with torch.cuda.graph(graph):
         y, dx = weight.direct_linear(late), weight.direct_dgrad(later)
     late.copy_(x), later.copy_(dy)
     graph.replay()
-    assert not same_bits(y, expected) and not same_bits(dx, gradient)
+    assert same_bytes(y, expected) and same_bytes(dx, gradient)
     before = torch.cuda.memory_allocated()
     for _ in range(100):
         weight.direct_linear(x), weight.direct_dgrad(dy)

@@ -10,6 +10,7 @@ from bitshard import _C
 from bitshard.linear import Linear4bit
 from bitshard.shard import PackedShard
 from bitshard.tensor import Params4bit
+from helpers.bytes import same_bytes
 
 STORAGES = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -55,10 +56,6 @@ def gather(made, world):
     return tuple(torch.cat(data) for data in zip(*parts, strict=True)), inputs[0][1]
 
 
-def same_bytes(a, b):
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
 @pytest.mark.parametrize("nested", (True, False))
 @pytest.mark.parametrize("shape", ((96, 64), (35, 33), (1, 1), (1, 129), (7, 3)), ids=str)
@@ -75,7 +72,7 @@ def test_gathered_is_what_was_quantized(storage, nested, shape, world):
             assert origin.state.absmax.is_meta and origin.state.sharded.scales.numel() == -(-absmax.numel() // world)
         whole, inner = shard.fsdp_post_all_gather(outputs, metadata, torch.float16)
         assert type(whole) is Params4bit and whole.quant_state is origin.state
-        assert whole.size() == packed.size() and same_bytes(whole.data.as_subclass(torch.Tensor), packed)
+        assert same_bytes(whole, packed)
         assert same_bytes(origin.state.absmax, absmax)
         assert all(a is b for a, b in zip(inner, outputs, strict=True))
         assert shard.fsdp_post_all_gather(outputs, metadata, torch.float16, out=whole) is None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from bitshard import functional, maps, matmul_4bit, ops
 from bitshard.state import QuantState, pack_dict_to_tensor, unpack_tensor_to_dict
+from helpers.bytes import as_bytes
 
 
 def weight(N=96, K=130, dtype=torch.float32, seed=0):
@@ -32,7 +33,7 @@ def test_round_trip(quant_type, storage, nested):
     assert values.dtype is w.dtype and values.shape == w.shape
     assert (values.float() - w.float()).abs().mean() < {"nf4": 0.08, "fp4": 0.11}[quant_type]
     plain, _ = functional.quantize_4bit(w, compress_statistics=nested, quant_type=quant_type)
-    assert torch.equal(packed.flatten().view(torch.uint8)[: plain.numel()], plain.flatten())
+    assert torch.equal(as_bytes(packed)[: plain.numel()], as_bytes(plain))
 
 
 def test_outputs_given():

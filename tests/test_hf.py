@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 peft = pytest.importorskip("peft", reason="peft is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
+from helpers.bytes import as_bytes, same_bytes, wrong_bytes  # noqa: E402
 from peft.utils.integrations import dequantize_module_weight  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM  # noqa: E402
@@ -73,10 +74,7 @@ def layers_4bit(model):
 
 def packed_bytes(model):
     """Packed bytes of every 4-bit layer, whatever container they are in."""
-    return {
-        name: module.weight.detach().as_subclass(torch.Tensor).contiguous().view(torch.uint8).flatten().clone()
-        for name, module in layers_4bit(model).items()
-    }
+    return {name: as_bytes(module.weight) for name, module in layers_4bit(model).items()}
 
 
 def without_peft_names(packed):
@@ -87,7 +85,7 @@ def without_peft_names(packed):
 def assert_same_bytes(left, right):
     assert left.keys() == right.keys() and len(left) > 0
     for name in left:
-        assert torch.equal(left[name], right[name]), name
+        assert same_bytes(left[name], right[name]), name
 
 
 def tokens(batch=2, length=12):
@@ -149,7 +147,7 @@ def test_from_pretrained_bytes(dense_path, dense, storage, nested):
         )
         assert module.weight.dtype == getattr(torch, storage) and type(module.weight).__name__ == "Params4bit"
         assert module.weight.quant_state == state and module.quant_state is module.weight.quant_state
-        stored = module.weight.detach().as_subclass(torch.Tensor).view(torch.uint8).flatten()
+        stored = as_bytes(module.weight)
         assert torch.equal(stored[: packed.numel()], packed.flatten()) and not stored[packed.numel() :].any()
     assert torch.equal(model.lm_head.weight, dense.lm_head.weight)
 
@@ -212,7 +210,7 @@ def test_conv1d_models_are_transposed(tmp_path):
     packed, _ = bnb.functional.quantize_4bit(
         source.transformer.h[0].attn.c_attn.weight.T.contiguous(), compress_statistics=True, quant_type="nf4"
     )
-    assert torch.equal(layer.weight.data.view(torch.uint8), packed)
+    assert wrong_bytes(layer.weight, packed) == 0
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
 
 
@@ -371,7 +369,7 @@ def test_merge(dense_path, storage, use_dora):
                 packed, _ = bnb.functional.quantize_4bit(
                     merged, compress_statistics=True, quant_type="nf4", quant_storage=base.quant_storage
                 )
-                expected[name.removeprefix("base_model.model.")] = packed.view(torch.uint8).flatten()
+                expected[name.removeprefix("base_model.model.")] = as_bytes(packed)
     merged = model.merge_and_unload()
     if expected:
         assert_same_bytes(expected, packed_bytes(merged))
@@ -432,7 +430,7 @@ def test_on_a_gpu(dense_path, storage):
         dense_path, quantization_config=config_4bit(storage), dtype=torch.bfloat16
     )
     assert model.device.type == "cuda"
-    assert_same_bytes(packed_bytes(reference), {name: data.cpu() for name, data in packed_bytes(model).items()})
+    assert_same_bytes(packed_bytes(reference), packed_bytes(model))
     on_cpu, on_gpu = logits(reference).float(), logits(model).cpu().float()
     assert (on_cpu - on_gpu).norm() / on_cpu.norm() < 3e-2
     before = packed_bytes(model)
@@ -453,7 +451,7 @@ def test_accelerate_sets_tensors(dense):
     set_module_tensor_to_device(layer, "weight", "cpu", value=weight)
     # accelerate casts the value to the dtype that the layer has on the meta device
     packed, state = bnb.functional.quantize_4bit(weight.float(), compress_statistics=True, quant_type="nf4")
-    assert torch.equal(layer.weight.data.view(torch.uint8), packed) and layer.weight.quant_state == state
+    assert wrong_bytes(layer.weight, packed) == 0 and layer.weight.quant_state == state
     set_module_tensor_to_device(layer, "weight", "meta")
     assert layer.weight.device.type == "meta"
     assert state == layer.quant_state, "the scales stay on the module and stay real"

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,9 @@ from bitshard.shard import PackedShard
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+
+sys.path.append(str(Path(__file__).parents[1]))  # a worker starts in this folder, and helpers/ is beside it
+from helpers.bytes import as_bytes, same_bytes, wrong_bytes  # noqa: E402, F401
 
 STORAGES = {"uint8": torch.uint8, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PARAM_DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -110,11 +114,6 @@ def shard_fsdp1(model, param_dtype, device, **options):
     )
 
 
-def as_bytes(data: torch.Tensor) -> torch.Tensor:
-    """The storage of a tensor as plain uint8 [bytes] on the CPU."""
-    return data.detach().as_subclass(torch.Tensor).contiguous().view(-1).view(torch.uint8).cpu().clone()
-
-
 def kept_scales(layer: Linear4bit) -> torch.Tensor:
     """The first-level scales that this rank keeps between forwards: its chunk, padded, or all where they are whole."""
     state = layer.quant_state
@@ -135,18 +134,14 @@ class Spy:
         """After the layer's forward: (wrong weight bytes, wrong scale bytes)."""
         self.seen.append(
             (
-                wrong_bytes(as_bytes(layer.weight), self.weight),
-                wrong_bytes(as_bytes(layer.quant_state.absmax), self.scales),
+                wrong_bytes(layer.weight, self.weight),
+                wrong_bytes(layer.quant_state.absmax, self.scales),
             )
         )
 
     def wrong(self) -> list[int]:
         """The largest counts of all forwards; -1 where a size differed."""
         return [max((abs(counts[i]) for counts in self.seen), default=-1) for i in (0, 1)]
-
-
-def wrong_bytes(got: torch.Tensor, expected: torch.Tensor) -> int:
-    return int((got != expected).sum()) if got.numel() == expected.numel() else max(got.numel(), expected.numel())
 
 
 @contextlib.contextmanager

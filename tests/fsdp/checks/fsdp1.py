@@ -1,10 +1,9 @@
 """FSDP1: its options and its state dicts."""
 
-import torch
 import torch.distributed as dist
 from bitshard import fsdp
 from checks.common import ENTRIES, batch, build, exact
-from common import as_bytes, shard_fsdp1
+from common import same_bytes, shard_fsdp1
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy, StateDictType
@@ -52,4 +51,4 @@ def check_fsdp1_state_dicts(device, args):
         full = fsdp.full_state_dict(model)
         if dist.get_rank() == 0:
             for key, value in reference.state_dict().items():
-                assert full[key].dtype == value.dtype and torch.equal(as_bytes(full[key]), as_bytes(value)), key
+                assert same_bytes(full[key], value), key

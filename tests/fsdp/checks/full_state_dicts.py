@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from bitshard import fsdp
 from checks.common import batch, build, exact, layers, padded, shard
-from common import as_bytes
+from common import as_bytes, same_bytes
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 
@@ -30,7 +30,7 @@ def check_full_state_dict(device, args):
         whole = build(device, seed=50, storage=storage)
         whole.load_state_dict(full)
         for layer, original in zip(layers(whole), layers(build(device, storage=storage)), strict=True):
-            assert torch.equal(as_bytes(layer.weight), as_bytes(original.weight))
+            assert same_bytes(layer.weight, original.weight)
 
 
 def only_base(state_dict):
@@ -50,8 +50,7 @@ def check_torch_full_state_dict(device, args):
         assert set(full) == set(gathered) == set(reference)
         for key, value in padded(reference).items():
             for found in (full[key], gathered[key]):
-                assert found.dtype == value.dtype and torch.equal(as_bytes(found), as_bytes(value)), key
-                assert found.shape == value.shape, key
+                assert same_bytes(found, value), key
         other = shard(build(device, seed=50))
         set_model_state_dict(other, dict(full), options=StateDictOptions(full_state_dict=True))
         exact(other, device, build(device))

@@ -1,0 +1,27 @@
+"""Comparing tensors by their bytes, as packed words must be: NaN equals NaN of the same bits, 0.0 is not -0.0."""
+
+import torch
+from torch import Tensor
+
+
+def as_bytes(data: Tensor) -> Tensor:
+    """A copy of the elements of a tensor of any class and dtype, in order, as plain uint8 [bytes] on the CPU."""
+    return on_device(data).cpu().clone()
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have one dtype, one shape and equal bytes. Classes, strides and devices do not count."""
+    if a.dtype is not b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(on_device(a), on_device(b).to(a.device))
+
+
+def wrong_bytes(got: Tensor, expected: Tensor) -> int:
+    """How many bytes of `got` are not those of `expected`, whatever their dtypes; the larger size if sizes differ."""
+    got, expected = as_bytes(got), as_bytes(expected)
+    return int((got != expected).sum()) if got.numel() == expected.numel() else max(got.numel(), expected.numel())
+
+
+def on_device(data: Tensor) -> Tensor:
+    """The bytes [bytes] where the tensor is; a view of it if it is contiguous."""
+    return data.detach().as_subclass(Tensor).contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,57 @@
+"""The comparisons that other tests trust (tests/helpers): what they must tell apart, and what they must not."""
+
+import pytest
+import torch
+from helpers.bytes import as_bytes, same_bytes, wrong_bytes
+
+NAN = torch.tensor([0x7F81, 0x7FC0], dtype=torch.int16).view(torch.bfloat16)  # signalling, quiet
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "a, b, equal",
+    [
+        (NAN, NAN.clone(), True),
+        (NAN, NAN.flip(0), False),
+        (torch.tensor(0.0), torch.tensor(-0.0), False),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int32), False),
+        (torch.zeros(2), torch.zeros(2, 1), False),
+        (torch.zeros(2), torch.zeros(3), False),
+        (torch.ones(2).as_subclass(Subclass), torch.ones(2), True),
+        (torch.arange(6).view(2, 3).t(), torch.tensor([[0, 3], [1, 4], [2, 5]]), True),
+        (torch.zeros(0, 3), torch.zeros(0, 3), True),
+    ],
+)
+def test_same_bytes(a, b, equal, assert_equal):
+    """And `assert_equal` says the same; of NaNs, zeros, dtypes, shapes, classes, strides and nothing."""
+    assert same_bytes(a, b) is equal and same_bytes(b, a) is equal
+    if equal:
+        assert_equal(a, b)
+    else:
+        with pytest.raises(AssertionError):
+            assert_equal(a, b)
+
+
+def test_wrong_bytes():
+    """Counts single bytes in any dtype, and never finds tensors of two sizes equal."""
+    words = torch.arange(1000).to(torch.float32)
+    damaged = words.clone()
+    damaged.view(torch.uint8)[[5, 1234]] ^= 1
+    assert wrong_bytes(damaged, words) == 2 and wrong_bytes(words.view(torch.uint8), words) == 0
+    assert wrong_bytes(words[:0], words) == wrong_bytes(words, words[:0]) == 4000
+
+
+def test_as_bytes_is_a_copy():
+    data = torch.zeros(3, dtype=torch.int16)
+    as_bytes(data).fill_(7)
+    assert not data.any() and as_bytes(data[1:]).tolist() == [0] * 4
+
+
+def test_a_report_names_the_first_wrong_element(assert_equal):
+    wrong = torch.zeros(2, 3)
+    wrong[1, 0] = wrong[1, 2] = 5
+    with pytest.raises(AssertionError, match=r"2 of 6 wrong, first at \(1, 0\): tensor\(5.\), expected tensor\(0.\)"):
+        assert_equal(wrong, torch.zeros(2, 3))
