@@ -21,14 +21,6 @@ static PyObject *raise_status(PyObject *const type) {
 
 /* ---- sizes ---- */
 
-static PyObject *packed_bytes(PyObject *const module, PyObject *const args) {
-  (void)module;
-  long long n;
-  if (!PyArg_ParseTuple(args, "L", &n)) return NULL;
-  if (n < 0) return PyErr_Format(PyExc_ValueError, "n is %lld, expected >= 0", n);
-  return PyLong_FromLongLong(bsh_packed_bytes(n));
-}
-
 static PyObject *storage_elements(PyObject *const module, PyObject *const args) {
   (void)module;
   long long n, itemsize;
@@ -129,7 +121,6 @@ static PyObject *kernel_image(PyObject *const module, PyObject *const args) {
 }
 
 static PyMethodDef methods[] = {
-    {"packed_bytes", packed_bytes, METH_VARARGS, "packed_bytes(n): bytes of n 4-bit codes."},
     {"storage_elements", storage_elements, METH_VARARGS,
      "storage_elements(n, itemsize): storage elements that hold n 4-bit codes, zero-padded."},
     {"block_count", block_count, METH_VARARGS, "block_count(n, blocksize): blocks of n elements."},

@@ -2,9 +2,8 @@
 #include "packed.h"
 
 #include <inttypes.h>
-#include <string.h>
 
-static int64_t divide_up(const int64_t a, const int64_t b) { return a / b + (a % b != 0); }
+#include "arithmetic.h"
 
 int64_t bsh_packed_bytes(const int64_t n) { return divide_up(n, 2); }
 
@@ -19,11 +18,6 @@ bsh_slice bsh_rank_slice(const int64_t total, const int64_t world, const int64_t
   if (chunk == 0 || rank >= divide_up(total, chunk)) return (bsh_slice){.begin = total, .length = 0};
   const int64_t begin = rank * chunk;
   return (bsh_slice){.begin = begin, .length = chunk < total - begin ? chunk : total - begin};
-}
-
-void bsh_zero_padding(uint8_t *const bytes, const int64_t n_bytes, const int64_t n) {
-  const int64_t used = bsh_packed_bytes(n);
-  if (n_bytes > used) memset(bytes + used, 0, (size_t)(n_bytes - used));
 }
 
 bsh_status bsh_check_blocksize(const char *const op, const int64_t blocksize, const int64_t largest) {

@@ -29,9 +29,6 @@ int64_t bsh_block_count(int64_t n, int64_t blocksize);
  * last ranks shorter or empty. */
 bsh_slice bsh_rank_slice(int64_t total, int64_t world, int64_t rank);
 
-/* Zeroes bytes [packed bytes of n, n_bytes) of a storage buffer. */
-void bsh_zero_padding(uint8_t *bytes, int64_t n_bytes, int64_t n);
-
 /* A power of two from 32 to `largest`, or BSH_BAD_VALUE. */
 bsh_status bsh_check_blocksize(const char *op, int64_t blocksize, int64_t largest);
 

@@ -9,7 +9,7 @@
 
 typedef enum {
   BSH_LINEAR_GEMV,      /* gemv_4bit.cu: few rows, any dtype, any sm */
-  BSH_LINEAR_GEMM_SM90, /* gemm_4bit_sm90.cu: fused, M up to 64, sm_90 */
+  BSH_LINEAR_GEMM_SM90, /* gemm_4bit_sm90.cu: fused, 64 rows a launch, sm_90 */
   BSH_LINEAR_DENSE,     /* dequantize by panels, then the vendor GEMM */
 } bsh_linear_kernel;
 

@@ -1,7 +1,8 @@
 /* status.h - how inner code reports trouble.
  *
- * Inner functions return a bsh_status and leave the words in a thread-local buffer; only the edge (finish() in
- * ops.c) turns them into an exception. Messages say which op, which argument, what was expected and what came. */
+ * Inner functions return a bsh_status and leave the words in a thread-local buffer; only the edge turns them into an
+ * exception: bsh_call_finish (tensor.c) for an op, module.c for Python. A direct call (direct.c) raises nothing and
+ * leaves the words to the op. Messages say which op, which argument, what was expected and what came. */
 #ifndef BSH_STATUS_H
 #define BSH_STATUS_H
 

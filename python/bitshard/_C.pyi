@@ -8,9 +8,6 @@ from torch import Tensor
 
 version: str
 
-def packed_bytes(n: int, /) -> int:
-    """Bytes of n 4-bit codes: ceil(n / 2)."""
-
 def storage_elements(n: int, itemsize: int, /) -> int:
     """Whole storage elements of `itemsize` bytes that hold n 4-bit codes."""
 
@@ -27,7 +24,7 @@ def isa() -> str:
     """Instruction set of the CPU kernels in use: "scalar", "avx2" or "avx512"."""
 
 def isas() -> tuple[str, ...]:
-    """Instruction sets usable on this CPU, best first."""
+    """Instruction sets usable on this CPU, worst first."""
 
 def set_isa(name: str, /) -> None:
     """Use the CPU kernels of another instruction set of `isas()`; ValueError for any other name."""

@@ -1,4 +1,4 @@
-/* test_packed.c - byte counts, padding, size checks and rank slices of packed.c, against counting by hand. */
+/* test_packed.c - byte counts, size checks and rank slices of packed.c, against counting by hand. */
 #include "check.h"
 
 #include "packed.h"
@@ -35,17 +35,6 @@ static void rank_slices(uint64_t *const state) {
   }
 }
 
-static void padding(uint64_t *const state) {
-  for (int round = 0; round < 200; round++) {
-    const int64_t n = random_below(state, 100), used = bsh_packed_bytes(n);
-    const int64_t n_bytes = bsh_storage_elements(n, 8) * 8;
-    uint8_t *const bytes = buffer(n_bytes);
-    bsh_zero_padding(bytes, n_bytes, n);
-    for (int64_t i = 0; i < n_bytes; i++) CHECK(bytes[i] == (i < used ? 0xA5 : 0), "n %" PRId64 " byte %" PRId64, n, i);
-    free(bytes);
-  }
-}
-
 static void refusals(void) {
   static const int64_t bad[] = {-64, 0, 1, 16, 31, 33, 48, 96, 8192, INT64_MAX, INT64_MIN};
   for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++)
@@ -71,7 +60,6 @@ int main(const int argc, char **const argv) {
   uint64_t state = check_seed;
   sizes(&state);
   rank_slices(&state);
-  padding(&state);
   refusals();
   printf("test_packed: ok (seed %" PRIu64 ")\n", check_seed);
 }
