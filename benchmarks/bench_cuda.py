@@ -22,16 +22,9 @@ from pathlib import Path
 
 import torch
 
-SHAPES = {  # name: (N, K)
-    "8B q, o": (4096, 4096),
-    "8B k, v": (1024, 4096),
-    "8B gate, up": (14336, 4096),
-    "8B down": (4096, 14336),
-    "70B q, o": (8192, 8192),
-    "70B k, v": (1024, 8192),
-    "70B gate, up": (28672, 8192),
-    "70B down": (8192, 28672),
-}
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from cases import MODEL_LINEAR as SHAPES  # noqa: E402
+
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 TRAINING_ROWS = (1024, 2048, 4096, 8192)
 COLD_BYTES = 500 << 20  # a rotation moves more than the L2 can hold

@@ -12,10 +12,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from bitshard import _C, autograd, functional
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from cases import MODEL_LINEAR  # noqa: E402
 
 COPY_BANDWIDTH = 4.27e12
 ROTATION_BYTES = 400e6
@@ -82,7 +87,7 @@ def measure(N: int, K: int, rows: list[int]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,2,4,8,16,32,64")
-    parser.add_argument("--shapes", default="4096x4096,14336x4096,4096x14336,8192x8192,28672x8192")
+    parser.add_argument("--shapes", default=",".join(f"{N}x{K}" for N, K in MODEL_LINEAR.values()))
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, kernels for {_C.cuda_state()['architectures']}")
     print("| N x K | M | kernel | floor us | us | share | bf16 F.linear us | times faster | error | rounded |")

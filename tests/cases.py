@@ -24,9 +24,17 @@ LINEAR = (
     (130, 48, 128),
 )
 
-# (N, K) of the layers of Llama-like models, for benchmarks.
-MODEL_LINEAR = ((4096, 4096), (14336, 4096), (28672, 8192))
-MODEL_M = (1, 4, 16, 64, 256)
+# (N, K) of the layers of Llama 3: what the choice of kernels is tested on and the GPU benchmarks measure.
+MODEL_LINEAR = {
+    "8B q, o": (4096, 4096),
+    "8B k, v": (1024, 4096),
+    "8B gate, up": (14336, 4096),
+    "8B down": (4096, 14336),
+    "70B q, o": (8192, 8192),
+    "70B k, v": (1024, 8192),
+    "70B gate, up": (28672, 8192),
+    "70B down": (8192, 28672),
+}
 
 # Largest error of linear_4bit and linear_4bit_dgrad against fp64 with the decoded weight, in units of the rounding of
 # the dtype times sqrt(sum of squared products): fp32 accumulation of up to 514 terms, one rounding to the dtype.

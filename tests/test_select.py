@@ -8,12 +8,13 @@ wherever they lie; the boundaries are searched for, not written down.
 
 import random
 
+import cases
 import pytest
 from bitshard import _C
 
 F32, F16, BF16 = 0, 1, 2
 NAMES = {"gemv_4bit", "gemm_4bit_sm90", "dense"}
-SHAPES = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (8192, 28672))
+SHAPES = tuple(cases.MODEL_LINEAR.values())
 SWEEP = sorted({*SHAPES, *((16 * round(1.1**i), 4096) for i in range(30, 90))}, key=lambda s: s[0] * s[1])  # to 318 M
 GPUS = {"T4": (75, 40), "A100": (80, 108), "RTX 4090": (89, 128), "H200": (90, 132), "B200": (100, 148)}
 OLDER = ("A100", "RTX 4090", "B200")  # with bf16 on tensor cores, without wgmma
