@@ -33,7 +33,7 @@ def start() -> tuple[torch.device, argparse.Namespace]:
     """Join the process group (NCCL with GPUs, else gloo) and read the options."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", help="JSON result file, written by rank 0")
-    parser.add_argument("--only", default="", help="comma-separated names of the checks to run; all by default")
+    parser.add_argument("--only", default="", help="comma-separated names of checks or of files of checks; else all")
     parser.add_argument("--dir", default=tempfile.gettempdir(), help="folder for checkpoints, shared by the ranks")
     args = parser.parse_args()
     torch.set_num_threads(1)
