@@ -25,12 +25,14 @@ from helpers.bytes import as_bytes, same_bytes, wrong_bytes  # noqa: E402, F401
 STORAGES = {"uint8": torch.uint8, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PARAM_DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BASE_DTYPE = torch.bfloat16
+SIGNAL = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # which TrainingArguments(fsdp=...) sets, to true or false
 EVEN = (96, 64)  # 3072 packed bytes and 96 scales: whole elements on 1, 2 and 3 ranks in every dtype
 UNEVEN = (35, 33)  # 578 packed bytes (289 or 145 elements), 19 scales: never even on 2 or 3 ranks
 
 
 def start() -> tuple[torch.device, argparse.Namespace]:
-    """Join the process group (NCCL with GPUs, else gloo) and read the options."""
+    """Join the process group (NCCL with GPUs, else gloo), read the options, and let this be a process that shards."""
+    os.environ[SIGNAL] = "false"
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", help="JSON result file, written by rank 0")
     parser.add_argument("--only", default="", help="comma-separated names of checks or of files of checks; else all")
@@ -163,13 +165,13 @@ def gathered_dtypes():
 
 @contextlib.contextmanager
 def no_launch():
-    """As in a process that was not started to shard: integer storage stays integer."""
-    launch = tensor.fsdp_launch
-    tensor.fsdp_launch = lambda: False
+    """As in a process that nothing has told to shard: integer storage stays integer."""
+    names = (SIGNAL, "ACCELERATE_USE_FSDP")
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
     finally:
-        tensor.fsdp_launch = launch
+        os.environ.update(before)
 
 
 def plant(words: torch.Tensor) -> None:

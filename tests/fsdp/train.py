@@ -9,7 +9,6 @@ Without a launcher it is the one process that the others are compared with. Scen
 import argparse
 import gc
 import json
-import logging
 import os
 import sys
 import traceback
@@ -24,7 +23,7 @@ from bitshard.functional import dequantize_4bit
 from bitshard.linear import Linear4bit
 from bitshard.shard import PackedShard
 from bitshard.tensor import Params4bit
-from common import Spy, hostile_values, no_launch, plant, wrong_bytes
+from common import SIGNAL, Spy, hostile_values, no_launch, plant, wrong_bytes
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from peft.utils.other import fsdp_auto_wrap_policy
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -150,7 +149,7 @@ def check_sharded(model, args):
         assert share.own_packed <= -(-share.packed // WORLD) + 4 * share.weights, share
         assert share.own_scales <= share.scales / WORLD + share.weights, share
         for layer in layers:
-            weight = layer.sharded_weight  # `weight` itself, unless it stays gathered after forward
+            weight = layer.packed_weight.shard  # `weight` itself, unless it stays gathered after forward
             assert isinstance(weight, DTensor) and isinstance(weight._local_tensor, PackedShard)
             assert weight._local_tensor.size(0) <= -(-weight.size(0) // WORLD)
     else:
@@ -239,16 +238,13 @@ def run_save_state(args):
 
 
 def run_loaded_early(args):
-    """Loaded before the process was known to shard, default storage stays uint8 and accelerate shards nothing of it."""
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("bitshard.tensor").addHandler(handler)
+    """Loaded before the process is known to shard, default storage is uint8 until accelerate asks what it can shard."""
     with no_launch():
         model = lora(load(args))
+    assert {m.weight.dtype for m in model.modules() if isinstance(m, Linear4bit)} == {torch.uint8}
     trainer = Trainer(model=model, args=arguments(args, "early", max_steps=2), train_dataset=dataset())
     trainer.train()
-    return {"losses": losses(trainer), "report": fsdp.describe(trainer.model), "messages": messages}
+    return {"losses": losses(trainer), "report": check_sharded(trainer.model, args)}
 
 
 def run_fp32_base(args):
@@ -269,16 +265,32 @@ def run_fp32_base(args):
     raise AssertionError("a forward on cast weights")
 
 
-def run_torchrun(args):
-    """Bare torchrun: FSDP comes from TrainingArguments, which tell accelerate only after the model was loaded."""
-    assert "ACCELERATE_USE_FSDP" not in os.environ
-    model = lora(load(args))
+def run_torchrun(args, late=False):
+    """Bare torchrun: FSDP comes from TrainingArguments, made before the model is loaded, or (`late`) after."""
+    for name in (SIGNAL, "ACCELERATE_USE_FSDP"):  # of a scenario before this
+        os.environ.pop(name, None)
     config = {"version": args.fsdp, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
     if args.fsdp == 2:
         config["reshard_after_forward"] = True
     else:  # the default of FSDP1, true, wants a GPU
         config.update(reshard_after_forward="full_shard", cpu_ram_efficient_loading=False, sync_module_states=False)
-    return fit(args, model, "torchrun", fsdp="full_shard auto_wrap", fsdp_config=config)[1]
+    options = {"fsdp": "full_shard auto_wrap", "fsdp_config": config}
+    if not late:
+        arguments(args, "torchrun", **options)
+    model = lora(load(args))
+    dtypes = {module.weight.dtype for module in model.modules() if isinstance(module, Linear4bit)}
+    assert dtypes == {torch.uint8 if late else torch.float32}, dtypes
+    trainer = Trainer(model=model, args=arguments(args, "torchrun", **options), train_dataset=dataset())
+    trainer.train()
+    return {"losses": losses(trainer), "report": check_sharded(trainer.model, args)}
+
+
+def run_torchrun_late(args):
+    """FSDP2 shards what was loaded before; FSDP1 says what to set."""
+    try:
+        return run_torchrun(args, late=True)
+    except ValueError as error:
+        return {"error_seen": str(error)}
 
 
 def run_resume(args, name="resume"):
