@@ -25,8 +25,12 @@ bsh_status bsh_cuda_scratch_new(const bsh_cuda_context *const context, const int
   return bsh_cuda_scratch_of(context, n_bytes, bsh_torch.dtype_uint8, 1, scratch);
 }
 
+static bsh_status raw_scratch(const bsh_cuda_context *context, int64_t n_bytes, bsh_cuda_scratch *scratch);
+static void raw_scratch_delete(const bsh_cuda_scratch *scratch);
+
 bsh_status bsh_cuda_scratch_of(const bsh_cuda_context *const context, const int64_t n, const int32_t torch_dtype,
                                const int64_t itemsize, bsh_cuda_scratch *const scratch) {
+  if (context->raw) return raw_scratch(context, n * itemsize, scratch);
   const int64_t stride = 1;
   AtenTensorHandle tensor = NULL;
   *scratch = (bsh_cuda_scratch){0};
@@ -43,6 +47,7 @@ bsh_status bsh_cuda_scratch_of(const bsh_cuda_context *const context, const int6
 
 void bsh_cuda_scratch_delete(bsh_cuda_scratch *const scratch) {
   if (scratch->handle != NULL) bsh_torch.aoti_torch_delete_tensor_object(scratch->handle);
+  else if (scratch->data != NULL) raw_scratch_delete(scratch);
   *scratch = (bsh_cuda_scratch){0};
 }
 
@@ -59,6 +64,19 @@ bsh_status bsh_cuda_enter(bsh_cuda_context *const context, const char *const op,
 }
 
 void bsh_cuda_leave(bsh_cuda_context *const context) { (void)context; }
+
+bool bsh_cuda_owns(const void *const pointer) {
+  (void)pointer;
+  return false;
+}
+
+static bsh_status raw_scratch(const bsh_cuda_context *const context, const int64_t n_bytes,
+                              bsh_cuda_scratch *const scratch) {
+  (void)n_bytes, (void)scratch;
+  return bsh_fail(BSH_NO_KERNEL, "%s: %s", context->op, no_kernels);
+}
+
+static void raw_scratch_delete(const bsh_cuda_scratch *const scratch) { (void)scratch; }
 
 bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kernel *const kernel,
                            const bsh_cuda_launch_shape *const shape, void **const arguments) {
@@ -102,6 +120,16 @@ enum { MAX_DEVICES = 64, STATIC_SHARED_LIMIT = 48 << 10 };
     (CUfunction_attribute attribute, int value, CUkernel kernel, CUdevice device))                                     \
   X(launch, "cuLaunchKernelEx", (const CUlaunchConfig *config, CUfunction function, void **arguments, void **extra))   \
   X(memset, "cuMemsetD8Async", (CUdeviceptr data, unsigned char value, size_t n_bytes, CUstream stream))               \
+  X(pointer_attributes, "cuPointerGetAttributes",                                                                      \
+    (unsigned n, CUpointer_attribute *attributes, void **values, CUdeviceptr pointer))                                 \
+  X(pool_create, "cuMemPoolCreate", (CUmemoryPool * pool, const CUmemPoolProps *properties))                           \
+  X(pool_attribute, "cuMemPoolSetAttribute", (CUmemoryPool pool, CUmemPool_attribute attribute, void *value))          \
+  X(pool_allocate, "cuMemAllocFromPoolAsync",                                                                          \
+    (CUdeviceptr * data, size_t n_bytes, CUmemoryPool pool, CUstream stream))                                          \
+  X(pool_free, "cuMemFreeAsync", (CUdeviceptr data, CUstream stream))                                                  \
+  X(is_capturing, "cuStreamIsCapturing", (CUstream stream, CUstreamCaptureStatus * status))                            \
+  X(copy_to_host, "cuMemcpyDtoHAsync_v2", (void *copy, CUdeviceptr data, size_t n_bytes, CUstream stream))             \
+  X(wait, "cuStreamSynchronize", (CUstream stream))                                                                    \
   X(error_name, "cuGetErrorName", (CUresult result, const char **text))                                                \
   X(error_text, "cuGetErrorString", (CUresult result, const char **text))
 
@@ -110,6 +138,7 @@ typedef struct {
   CUdevice device;
   int32_t sm;
   int32_t sms;
+  CUmemoryPool pool; /* scratch memory of raw calls, NULL before the first */
 } device_info;
 
 #define DECLARE(name, symbol, parameters) CUresult(*name) parameters;
@@ -235,6 +264,21 @@ static bsh_status make_current(bsh_cuda_context *const context, const CUcontext 
   return driver_failed(context, "making the device current", result);
 }
 
+/* Fills the context from its device; *current: what is current in this thread. */
+static bsh_status use_device(bsh_cuda_context *const context, CUcontext *const current) {
+  const int32_t device = context->device;
+  if (device < 0 || device >= MAX_DEVICES)
+    return bsh_fail(BSH_BAD_DEVICE, "%s: cuda:%d is beyond the %d devices supported", context->op, (int)device,
+                    MAX_DEVICES);
+  *current = NULL;
+  CUresult result = prepare_device(device);
+  if (result == CUDA_SUCCESS) result = driver.get_current(current);
+  if (result != CUDA_SUCCESS) return driver_failed(context, "preparing the device", result);
+  context->sm = devices[device].sm;
+  context->sms = devices[device].sms;
+  return BSH_OK;
+}
+
 bsh_status bsh_cuda_enter(bsh_cuda_context *const context, const char *const op, const int32_t device,
                           const int64_t size0, const int64_t size1, const int64_t size2) {
   char text[160];
@@ -244,14 +288,8 @@ bsh_status bsh_cuda_enter(bsh_cuda_context *const context, const char *const op,
                     (int)device);
   const char *const error = load_driver(text, sizeof text);
   if (error != NULL) return bsh_fail(BSH_CUDA_ERROR, "%s: %s", op, error);
-  if (device < 0 || device >= MAX_DEVICES)
-    return bsh_fail(BSH_BAD_DEVICE, "%s: cuda:%d is beyond the %d devices supported", op, (int)device, MAX_DEVICES);
-  CUcontext current = NULL;
-  CUresult result = prepare_device(device);
-  if (result == CUDA_SUCCESS) result = driver.get_current(&current);
-  if (result != CUDA_SUCCESS) return driver_failed(context, "preparing the device", result);
-  context->sm = devices[device].sm;
-  context->sms = devices[device].sms;
+  CUcontext current;
+  BSH_TRY(use_device(context, &current));
   if (current != devices[device].primary) BSH_TRY(make_current(context, devices[device].primary));
   if (bsh_torch.aoti_torch_get_current_cuda_stream(device, &context->stream) == 0) return BSH_OK;
   bsh_cuda_leave(context);
@@ -260,7 +298,126 @@ bsh_status bsh_cuda_enter(bsh_cuda_context *const context, const char *const op,
 
 void bsh_cuda_leave(bsh_cuda_context *const context) {
   if (context->guard != NULL) bsh_torch.aoti_torch_delete_cuda_guard(context->guard);
+  if (context->switched) driver.set_current(context->previous);
   context->guard = NULL;
+  context->switched = false;
+}
+
+/* ---- calls with addresses instead of tensors ---- */
+
+/* Where an address points: type 0 is memory that CUDA does not know. */
+typedef struct {
+  unsigned type; /* a CUmemorytype */
+  int device;
+  unsigned managed; /* reached from everywhere */
+} place;
+
+static CUresult find_place(const void *const pointer, place *const found) {
+  CUpointer_attribute attributes[] = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+                                      CU_POINTER_ATTRIBUTE_IS_MANAGED};
+  void *values[] = {&found->type, &found->device, &found->managed};
+  *found = (place){0};
+  return driver.pointer_attributes(3, attributes, values, (CUdeviceptr)(uintptr_t)pointer);
+}
+
+static bsh_status place_of(const bsh_cuda_context *const context, const char *const argument, const void *const pointer,
+                           place *const found) {
+  const CUresult result = find_place(pointer, found);
+  if (result != CUDA_SUCCESS) return driver_failed(context, argument, result);
+  if (found->type != 0) return BSH_OK;
+  return bsh_fail(BSH_BAD_DEVICE, "%s: %s (%p) is no address that a GPU reaches", context->op, argument, pointer);
+}
+
+bsh_status bsh_cuda_check_pointer(const bsh_cuda_context *const context, const char *const argument,
+                                  const void *const pointer) {
+  place found;
+  BSH_TRY(place_of(context, argument, pointer, &found));
+  if (found.type != CU_MEMORYTYPE_DEVICE || found.managed || found.device == context->device) return BSH_OK;
+  return bsh_fail(BSH_BAD_DEVICE, "%s: %s is on cuda:%d, the output on cuda:%d", context->op, argument, found.device,
+                  (int)context->device);
+}
+
+bsh_status bsh_cuda_enter_raw(bsh_cuda_context *const context, const char *const op, const char *const argument,
+                              const void *const out, void *const stream, const int64_t size0, const int64_t size1,
+                              const int64_t size2) {
+  char text[160];
+  place found;
+  CUcontext current;
+  *context = (bsh_cuda_context){.op = op, .sizes = {size0, size1, size2}, .stream = stream, .raw = true};
+  const char *const error = load_driver(text, sizeof text);
+  if (error != NULL) return bsh_fail(BSH_CUDA_ERROR, "%s: %s", op, error);
+  BSH_TRY(place_of(context, argument, out, &found));
+  context->device = found.device;
+  BSH_TRY(use_device(context, &current));
+  if (current == devices[found.device].primary) return BSH_OK;
+  const CUresult result = driver.set_current(devices[found.device].primary);
+  if (result != CUDA_SUCCESS) return driver_failed(context, "making the device current", result);
+  context->previous = current;
+  context->switched = true;
+  return BSH_OK;
+}
+
+void *bsh_cuda_torch_stream(const bsh_cuda_context *const context) {
+  void *stream = NULL;
+  if (!bsh_torch.has_cuda || bsh_torch.aoti_torch_get_current_cuda_stream(context->device, &stream)) return NULL;
+  return stream;
+}
+
+bsh_status bsh_cuda_read(const bsh_cuda_context *const context, const char *const argument, const void *const data,
+                         void *const copy, const int64_t n_bytes) {
+  CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
+  CUresult result = driver.is_capturing(context->stream, &capture);
+  if (result == CUDA_SUCCESS && capture != CU_STREAM_CAPTURE_STATUS_NONE)
+    return bsh_fail(BSH_NO_KERNEL, "%s: %s cannot be read while a CUDA graph is captured", context->op, argument);
+  if (result == CUDA_SUCCESS)
+    result = driver.copy_to_host(copy, (CUdeviceptr)(uintptr_t)data, (size_t)n_bytes, context->stream);
+  if (result == CUDA_SUCCESS) result = driver.wait(context->stream);
+  return result == CUDA_SUCCESS ? BSH_OK : driver_failed(context, argument, result);
+}
+
+bool bsh_cuda_owns(const void *const pointer) {
+  char text[160];
+  place found;
+  if (!atomic_load_explicit(&driver_ready, memory_order_acquire)) {
+    void *const library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+    if (library == NULL) return false;
+    dlclose(library);
+  }
+  if (load_driver(text, sizeof text) != NULL || find_place(pointer, &found) != CUDA_SUCCESS) return false;
+  return found.type == CU_MEMORYTYPE_DEVICE && !found.managed;
+}
+
+/* A pool of our own: the device's would give its memory back at every wait of the host. Keeps what a call may take. */
+static CUresult find_pool(const int32_t device, CUmemoryPool *const pool) {
+  pthread_mutex_lock(&lock);
+  CUresult result = CUDA_SUCCESS;
+  CUmemoryPool *const kept = &devices[device].pool;
+  if (*kept == NULL) {
+    const CUmemPoolProps properties = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED,
+                                       .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}};
+    uint64_t bytes = (uint64_t)bsh_cuda_workspace_bytes();
+    result = driver.pool_create(kept, &properties);
+    if (result == CUDA_SUCCESS) driver.pool_attribute(*kept, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &bytes);
+  }
+  *pool = *kept;
+  pthread_mutex_unlock(&lock);
+  return result;
+}
+
+static bsh_status raw_scratch(const bsh_cuda_context *const context, const int64_t n_bytes,
+                              bsh_cuda_scratch *const scratch) {
+  CUmemoryPool pool;
+  CUdeviceptr data = 0;
+  *scratch = (bsh_cuda_scratch){.stream = context->stream};
+  CUresult result = find_pool(context->device, &pool);
+  if (result == CUDA_SUCCESS) result = driver.pool_allocate(&data, (size_t)n_bytes, pool, context->stream);
+  if (result != CUDA_SUCCESS) return driver_failed(context, "allocating workspace", result);
+  scratch->data = (void *)(uintptr_t)data;
+  return BSH_OK;
+}
+
+static void raw_scratch_delete(const bsh_cuda_scratch *const scratch) {
+  driver.pool_free((CUdeviceptr)(uintptr_t)scratch->data, scratch->stream);
 }
 
 /* ---- kernels ---- */

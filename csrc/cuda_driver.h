@@ -1,8 +1,9 @@
 /* cuda_driver.h - the CUDA driver API, found with dlopen, and the one way to launch a kernel.
  *
  * No CUDA runtime is linked: kernels travel inside the extension as one fatbin per file of cuda/ and are loaded on
- * first use. Nothing here waits for the GPU. A build without nvcc (BSH_NO_CUDA) has the same functions; they fail with
- * a text that says so. All functions are safe to call from any thread and inside the capture of a CUDA graph. */
+ * first use. Nothing but bsh_cuda_read waits for the GPU. A build without nvcc (BSH_NO_CUDA) has the same functions;
+ * they fail with a text that says so. All functions are safe to call from any thread and inside the capture of a CUDA
+ * graph. */
 #ifndef BSH_CUDA_DRIVER_H
 #define BSH_CUDA_DRIVER_H
 
@@ -32,12 +33,35 @@ typedef struct {
   void *stream;                       /* torch's current stream of the device, a CUstream */
   void *guard;                        /* torch's device guard where another device was current, else NULL */
   const bsh_torch_operands *operands; /* of a product, else NULL */
+  bool raw;                           /* a call without torch: made by bsh_cuda_enter_raw */
+  bool switched;                      /* raw: `previous`, a CUcontext or NULL, was current before */
+  void *previous;
 } bsh_cuda_context;
 
 /* Makes `device` current in this thread (its primary context; a fresh thread has none) and takes its current stream. */
 bsh_status bsh_cuda_enter(bsh_cuda_context *context, const char *op, int32_t device, int64_t size0, int64_t size1,
                           int64_t size2);
 void bsh_cuda_leave(bsh_cuda_context *context);
+
+/* The same for a call that has addresses and no tensors: `out`, called `argument` in messages, says which device, and
+ * `stream`, a CUstream, is taken as it is. Scratch memory is then the driver's, in the order of that stream: a block of
+ * torch's would belong to torch's current stream. BSH_BAD_DEVICE where no GPU reaches `out`. */
+bsh_status bsh_cuda_enter_raw(bsh_cuda_context *context, const char *op, const char *argument, const void *out,
+                              void *stream, int64_t size0, int64_t size1, int64_t size2);
+
+/* BSH_BAD_DEVICE unless the device of the context reaches `pointer`: its own memory, managed or pinned memory. */
+bsh_status bsh_cuda_check_pointer(const bsh_cuda_context *context, const char *argument, const void *pointer);
+
+/* Torch's current stream of the device, or the default stream where torch has no CUDA. */
+void *bsh_cuda_torch_stream(const bsh_cuda_context *context);
+
+/* Copies n_bytes from the device and waits for the stream, the only function here that waits. An error during the
+ * capture of a CUDA graph. */
+bsh_status bsh_cuda_read(const bsh_cuda_context *context, const char *argument, const void *data, void *copy,
+                         int64_t n_bytes);
+
+/* Whether `pointer` is memory of a GPU that the CPU cannot read. Loads no driver that is not loaded. */
+bool bsh_cuda_owns(const void *pointer);
 
 /* The fatbins: one per file of cuda/, symbol bsh_fatbin_<stem>. */
 #define BSH_FATBINS(X) X(blockwise) X(gemv_4bit) X(gemv_4bit_simt) X(gemm_4bit_sm90)
@@ -75,8 +99,9 @@ bsh_status bsh_cuda_zero(const bsh_cuda_context *context, void *data, int64_t n_
  * it in torch.cuda's statistics and gives it back on torch.cuda.empty_cache(). Freeing does not wait: the block is
  * reused only by later work of the same stream. */
 typedef struct {
-  void *data; /* 512-byte aligned */
-  void *handle;
+  void *data;   /* 256-byte aligned */
+  void *handle; /* torch's tensor; NULL: of the driver, ordered in `stream` */
+  void *stream;
 } bsh_cuda_scratch;
 bsh_status bsh_cuda_scratch_new(const bsh_cuda_context *context, int64_t n_bytes, bsh_cuda_scratch *scratch);
 /* The same, with a handle that torch takes for n elements of a dtype (torch's number) of `itemsize` bytes. */
