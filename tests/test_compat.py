@@ -200,7 +200,7 @@ def test_optimizers_are_classes_and_refuse(module, name):
         ("Optimizer2State", lambda: bnb.optim.optimizer.Optimizer2State("adam", [torch.zeros(1)])),
         ("int8_vectorwise_quant", lambda: bnb.functional.int8_vectorwise_quant(torch.zeros(8, 8))),
         ("int8_vectorwise_dequant", lambda: bnb.functional.int8_vectorwise_dequant(torch.zeros(8, 8), None)),
-        ("cdequantize_blockwise_fp32", lambda: bnb.functional.lib.cdequantize_blockwise_fp32()),
+        ("cadam32bit_grad_fp32", lambda: bnb.functional.lib.cadam32bit_grad_fp32()),
     ],
 )
 def test_absent_names_raise_their_own_name(name, call):
