@@ -610,9 +610,10 @@ def test_cuda_mistakes(which, arguments, words):
 
 @needs_gpu
 def test_cpu_functions_refuse_gpu_memory():
-    x, absmax, code = on_gpu(256, torch.float32), filled(4, torch.float32), filled(256, torch.uint8)
+    map, x = dynamic_map(), on_gpu(256, torch.float32)
+    absmax, code = filled(4, torch.float32), filled(256, torch.uint8)
     with pytest.raises(RuntimeError, match="A .* is memory of a GPU"):
-        pointers = map_pointers(dynamic_map(), x, absmax, code)
+        pointers = map_pointers(map, x, absmax, code)
         lib.cquantize_blockwise_cpu_fp32(*pointers, ct.c_longlong(64), ct.c_longlong(256))
     assert bool((code == FILL).all())
 
