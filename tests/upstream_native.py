@@ -75,7 +75,8 @@ def call_cpu(folder: Path) -> None:
     sizes = (ct.c_longlong(64), ct.c_longlong(n))
     made = {"code": torch.empty(n, dtype=torch.uint8), "absmax": torch.empty(n // 64), "values": torch.empty(n)}
     made.update(nf4=torch.empty(n), fp4=torch.empty(n))
-    lib.cquantize_blockwise_cpu_fp32(*map(pointer, (given["map"], given["x"], made["absmax"], made["code"])), *sizes)
+    scratch = given["map"].clone()  # its first entry is set to -1
+    lib.cquantize_blockwise_cpu_fp32(*map(pointer, (scratch, given["x"], made["absmax"], made["code"])), *sizes)
     lib.cdequantize_blockwise_cpu_fp32(
         *map(pointer, (given["map"], given["code"], given["absmax"], made["values"])), *sizes
     )

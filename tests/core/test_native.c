@@ -342,11 +342,12 @@ int main(const int argc, char **const argv) {
   map = buffer(sizeof map_bits);
   memcpy(map, map_bits, sizeof map_bits);
   for (int round = 0; round < rounds; round++) {
-    const bsh_dtype dtype = (bsh_dtype)random_below(&state, 3);
+    const bsh_dtype dtype = (bsh_dtype)(round % 3);
+    const bsh_format format = round / 3 % 2 ? BSH_FP4 : BSH_NF4;
     const int64_t n = 1 + random_below(&state, 3000), blocksize = 32 << random_below(&state, 8);
     eight_bits(&state, dtype, n, blocksize);
-    four_bits(&state, dtype, random_below(&state, 2) ? BSH_FP4 : BSH_NF4, 1 + random_below(&state, 5), n, blocksize);
-    products(&state, random_below(&state, 2) ? BSH_FP4 : BSH_NF4, random_below(&state, 2), random_below(&state, 2));
+    four_bits(&state, dtype, format, 1 + random_below(&state, 5), n, blocksize);
+    products(&state, format, round % 2, round / 2 % 2);
   }
   mistakes(&state);
   free(map);
