@@ -49,17 +49,23 @@ def answer(call) -> str:
     return ""
 
 
+def cpu_library() -> bnb.cextension.BNBNativeLibrary:
+    """The CPU library, also where the package has loaded another."""
+    place = Path(bnb.__file__).parent / "libbitsandbytes_cpu.so"
+    return bnb.cextension.BNBNativeLibrary(ct.CDLL(str(place)))
+
+
 def describe() -> dict:
-    library = bnb.cextension.lib
+    library, cpu = bnb.cextension.lib, cpu_library()
     facts = {
         "unknown": [hasattr(library, "cnonsense"), answer(library.cnonsense), answer(library["cnonsense"])],
         "kept": library.cnonsense is library.cnonsense,
         "compiled_with_cuda": library.compiled_with_cuda,
         "same": bnb.functional.lib is library,
         "tables": {name: bnb.functional.get_4bit_type(name, device="cpu").tolist() for name in ("nf4", "fp4")},
-        "avx512": [bool(library.has_avx512f_cpu()), bool(library.has_avx512bf16_cpu())],
-        "cpu_argtypes": library.cdequantize_blockwise_cpu_nf4_fp32.argtypes,
-        "cpu_restype": library.cdequantize_blockwise_cpu_nf4_fp32.restype.__name__,
+        "avx512": [bool(cpu.has_avx512f_cpu()), bool(cpu.has_avx512bf16_cpu())],
+        "cpu_argtypes": cpu.cdequantize_blockwise_cpu_nf4_fp32.argtypes,
+        "cpu_restype": cpu.cdequantize_blockwise_cpu_nf4_fp32.restype.__name__,
     }
     functions = cuda_functions()
     facts["argtypes"] = {name: [t.__name__ for t in function.argtypes] for name, function in functions.items()}
@@ -70,7 +76,7 @@ def describe() -> dict:
 def call_cpu(folder: Path) -> None:
     """Quantize x by the map, and dequantize both forms."""
     given = load_file(folder / "inputs.safetensors")
-    pointer, lib, n = bnb.functional.get_ptr, bnb.cextension.lib, given["x"].numel()
+    pointer, lib, n = bnb.functional.get_ptr, cpu_library(), given["x"].numel()
     rows, columns = given["shape"].tolist()
     sizes = (ct.c_longlong(64), ct.c_longlong(n))
     made = {"code": torch.empty(n, dtype=torch.uint8), "absmax": torch.empty(n // 64), "values": torch.empty(n)}
