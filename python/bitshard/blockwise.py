@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitshard import _C, ops
+from bitshard import ops
 from bitshard.checks import check_8bit, check_values, into
 from bitshard.maps import table
 from bitshard.state import QuantState
@@ -117,7 +117,7 @@ def dequantize_blockwise(
     scales = quant_state.absmax
     if quant_state.nested:
         scales = dequantize_blockwise(scales, quant_state.state2) + quant_state.offset
-    n_blocks = _C.block_count(A.numel(), quant_state.blocksize)
+    n_blocks = ops.block_count(A.numel(), quant_state.blocksize)
     if scales.numel() != n_blocks:
         raise ValueError(
             f"dequantize_blockwise: absmax has {scales.numel()} scales, {A.numel()} codes with blocksize "

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from bitshard import _C, ops
+from bitshard import ops
 from bitshard.state import (
     BLOCKSIZES,
     BLOCKSIZES_8BIT,
@@ -49,7 +49,7 @@ def check_packed(packed: Tensor, state: QuantState, where: str) -> None:
     if packed.dtype not in STORAGE_DTYPES:
         raise TypeError(f"{where}: packed weight is {packed.dtype}, which is no storage dtype")
     n = math.prod(state.shape)
-    expected = _C.storage_elements(n, packed.element_size())
+    expected = ops.storage_elements(n, packed.element_size())
     if packed.numel() != expected:
         raise ValueError(
             f"{where}: packed weight has {packed.numel()} elements of {dtype_name(packed.dtype)}, but "
@@ -61,7 +61,7 @@ def check_packed(packed: Tensor, state: QuantState, where: str) -> None:
             "so it cannot be dequantized or merged here. Merge in one process with the saved adapter, load "
             "bitshard.fsdp.full_state_dict(model) into a model that is not sharded, or use FSDP2 (fsdp_version: 2)."
         )
-    n_blocks = _C.block_count(n, state.blocksize)
+    n_blocks = ops.block_count(n, state.blocksize)
     if state.absmax.numel() != n_blocks:
         raise ValueError(
             f"{where}: absmax has {state.absmax.numel()} scales, but {list(state.shape)} with blocksize "

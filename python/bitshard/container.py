@@ -7,7 +7,7 @@ import os
 import torch
 from torch import Tensor
 
-from bitshard import _C
+from bitshard import ops
 from bitshard.state import VALUE_DTYPES, QuantState
 
 
@@ -53,7 +53,7 @@ def repack(packed: Tensor, dtype: torch.dtype, n: int) -> Tensor:
     if packed.dtype is dtype:
         return packed.reshape(-1, 1)
     data = packed.detach().contiguous().flatten().view(torch.uint8)
-    n_bytes = _C.storage_elements(n, dtype.itemsize) * dtype.itemsize
+    n_bytes = ops.storage_elements(n, dtype.itemsize) * dtype.itemsize
     if n_bytes > data.numel():
         data = torch.cat([data, data.new_zeros(n_bytes - data.numel())])
     elif n_bytes < data.numel():
@@ -64,7 +64,7 @@ def repack(packed: Tensor, dtype: torch.dtype, n: int) -> Tensor:
 def repack_whole(packed: Tensor, state: QuantState, dtype: torch.dtype, key: str) -> Tensor:
     """`repack` of a whole weight [n, 1]; ValueError that names `key` unless its size is that of `state`."""
     n = state.shape.numel()
-    expected = _C.storage_elements(n, packed.element_size())
+    expected = ops.storage_elements(n, packed.element_size())
     if packed.numel() != expected:
         raise ValueError(
             f"{key}: {packed.numel()} elements of {packed.dtype} where shape {list(state.shape)} packs into {expected}"

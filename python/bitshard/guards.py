@@ -42,14 +42,12 @@ class Packed:
     bnb_quantized: bool = False
 
 
-class PackedData(Packed, Tensor):
+class PackedData(Tensor):
     """What `.data` of a packed weight gives: its bytes as a plain tensor, but in-place functions of it raise.
 
     `for p in model.parameters(): p.data.mul_(decay)` and `module.weight.data.normal_()` are how training code writes
     into weights. Copies of the same dtype may be written; results, copies, pickles and views are plain tensors.
     """
-
-    bnb_quantized = True
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -83,9 +81,10 @@ def grad_error() -> RuntimeError:
     )
 
 
-def packed_among(values: Any) -> Packed | None:
+def packed_among(values: Any) -> Tensor | None:
     for value in values:
-        if isinstance(value, Packed) and value.bnb_quantized:
+        # the attribute of a PackedData is not asked, for Dynamo cannot
+        if isinstance(value, PackedData) or (isinstance(value, Packed) and value.bnb_quantized):
             return value
     return None
 

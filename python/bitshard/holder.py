@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import _C, gather, ops
+from bitshard import gather, ops
 from bitshard.container import repack
 from bitshard.guards import module_move
 from bitshard.state import QuantState, dtype_name
@@ -112,12 +112,24 @@ class PackedWeight:
                 return weight, state
             if state.absmax.device != weight.device and not state.absmax.is_meta:
                 state.to(weight.device)
-            verify(weight, state, f"{type(self.owner).__name__}{self._sizes()}")
-            self.checked = state
+            self._verify(weight, state)
         return weight, state
 
-    def _sizes(self) -> str:
-        return "" if self.shape is None else str(tuple(reversed(self.shape)))
+    def _verify(self, weight: Tensor, state: QuantState) -> None:
+        """Check delivered bytes.
+
+        torch.export traces with other tensors in the places of parameters, without their bytes. What it exports are the
+        parameters themselves: ValueError where others have written them since they were last checked.
+        """
+        where = f"{type(self.owner).__name__} with a weight of {list(state.shape)}"
+        if not torch.compiler.is_exporting():
+            verify(weight, state, where)
+            self.checked = state
+        elif self.foreign and self.checked is not state:
+            raise ValueError(
+                f"{where}: its packed bytes were set by other code, and torch.export has no bytes to check. Call the "
+                "module once before it is exported."
+            )
 
     def reconcile(self, weight: Tensor) -> None:
         """Bring the states of holder and weight together again after something has replaced either.
@@ -368,7 +380,7 @@ def _is_flat_view(weight: Tensor, state: QuantState) -> bool:
     """Whether `weight` can be FSDP1's view of its flat parameter: a plain packed column of the size of `state`."""
     if isinstance(weight, Params4bit) or weight.is_meta:
         return False
-    return list(weight.shape) == [_C.storage_elements(state.shape.numel(), weight.element_size()), 1]
+    return list(weight.shape) == [ops.storage_elements(state.shape.numel(), weight.element_size()), 1]
 
 
 def _keeps_device(fn: Any, device: torch.device) -> bool:

@@ -43,6 +43,16 @@ def empty(device: torch.device) -> Tensor:
     return tensor
 
 
+def storage_elements(n: int, itemsize: int) -> int:
+    """Elements of `itemsize` bytes that hold n 4-bit codes: `_C.storage_elements`, where torch may be tracing."""
+    return ((n + 1) // 2 + itemsize - 1) // itemsize
+
+
+def block_count(n: int, blocksize: int) -> int:
+    """Blocks of n elements, the last one short: `_C.block_count`, where torch may be tracing."""
+    return (n + blocksize - 1) // blocksize
+
+
 def table(name: str) -> Tensor:
     """float32 table of the C core on the CPU: "nf4" [16], "fp4" [16] or "dynamic" [256].
 
@@ -61,9 +71,8 @@ def _check_devices(op: str, real: Tensor, *others: Tensor) -> None:
 @torch.library.register_fake("bitshard::quantize_4bit")
 def _(x: Tensor, blocksize: int, format: int, storage: torch.dtype) -> tuple[Tensor, Tensor]:
     n = x.numel()
-    itemsize = storage.itemsize
-    packed = x.new_empty((((n + 1) // 2 + itemsize - 1) // itemsize, 1), dtype=storage)
-    return packed, x.new_empty(((n + blocksize - 1) // blocksize,), dtype=torch.float32)
+    packed = x.new_empty((storage_elements(n, storage.itemsize), 1), dtype=storage)
+    return packed, x.new_empty((block_count(n, blocksize),), dtype=torch.float32)
 
 
 @torch.library.register_fake("bitshard::dequantize_4bit")
@@ -75,7 +84,7 @@ def _(packed, absmax, absmax_map, absmax2, offset, blocksize, format, rows, colu
 @torch.library.register_fake("bitshard::quantize_blockwise")
 def _(x: Tensor, map: Tensor, offset: Tensor, blocksize: int) -> tuple[Tensor, Tensor]:
     _check_devices("quantize_blockwise", x, map, offset)
-    n_blocks = (x.numel() + blocksize - 1) // blocksize
+    n_blocks = block_count(x.numel(), blocksize)
     return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty((n_blocks,), dtype=torch.float32)
 
 

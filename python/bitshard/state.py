@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitshard import _C, ops
+from bitshard import ops
 
 STORAGE_DTYPES = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 VALUE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -87,7 +87,8 @@ class QuantState:
     def code(self) -> Tensor | None:
         """float32 value of each code. Copied from `shared_code` when first read, so that quantizing copies nothing."""
         if self._code is None and self.shared_code is not None:
-            self.code = _copy_of(self.shared_code)
+            # not by the setter, which Dynamo of older torch (2.10) does not call
+            self._code, self.shared_code = _copy_of(self.shared_code), None
         return self._code
 
     @code.setter
@@ -411,7 +412,7 @@ def _read_nested(
         finite = False
     if not finite:
         raise ValueError(f"quantization state: nested_offset is {_short(offset)}, expected a finite float32")
-    n_blocks2 = _C.block_count(n_blocks, blocksize)
+    n_blocks2 = ops.block_count(n_blocks, blocksize)
     why = f"one per {blocksize} of {n_blocks} scales"
     absmax = _vector(entries, "nested_absmax", (torch.float32,), n_blocks2, why)
     code = _vector(entries, "nested_quant_map", (torch.float32,), 256, "a map of 256 values")
@@ -441,7 +442,7 @@ def _read_4bit(cls: type[QuantState], entries: dict[str, Any]) -> QuantState:
     if blocksize not in BLOCKSIZES:
         raise ValueError(f"quantization state: blocksize is {_short(blocksize)}, expected one of {BLOCKSIZES}")
     shape = _shape(entries)
-    n_blocks = _C.block_count(math.prod(shape), blocksize)
+    n_blocks = ops.block_count(math.prod(shape), blocksize)
     nested = _check_nested_names(entries)
     absmax_dtype = torch.uint8 if nested else torch.float32
     why = f"{'nested' if nested else 'plain'} scales of shape {list(shape)} with blocksize {blocksize}"

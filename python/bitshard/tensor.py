@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitshard import _C, functional, gather, guards, ops
+from bitshard import functional, gather, guards, ops
 from bitshard.checks import check_format, check_packed, check_storage
 from bitshard.container import container_dtype, repack, shardable_dtype, sharding_begins
 from bitshard.guards import Packed, PackedData, cast_error, grad_error, guarded, in_module_move, packed_among, plain
@@ -38,7 +38,7 @@ def verify(weight: Tensor, state: QuantState, where: str) -> None:
     ValueError naming the setting to change.
     """
     n = state.shape.numel()
-    expected = _C.storage_elements(n, weight.element_size())
+    expected = ops.storage_elements(n, weight.element_size())
     advice = (
         "The packed bytes were cast or rewritten on their way here. Under FSDP1 give the mixed precision policy a "
         "param_dtype equal to the storage dtype (bnb_4bit_quant_storage, and dtype= of from_pretrained, all the "
@@ -68,20 +68,32 @@ def _proxy(name: str, *path: str) -> property:
     """A read-only attribute of the quantization state: torch's state-dict code walks keys by getattr."""
 
     def read(self: Params4bit) -> Any:
-        value = self.__dict__.get("quant_state")
+        value = state = self.quant_state
         for step in path:
             if value is not None:
                 value = getattr(value, step)
-        if value is None and (
-            name not in ("offset", "state2", "nested_offset") or self.__dict__.get("quant_state") is None
-        ):
+        if value is None and (name not in ("offset", "state2", "nested_offset") or state is None):
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
         return value
 
     return property(read, doc=f"`quant_state.{'.'.join(path)}`")
 
 
-class Params4bit(Packed, torch.nn.Parameter):
+def _class_of(weight: Tensor) -> type:
+    return type(weight)
+
+
+class _Params4bitMeta(type(torch.nn.Parameter)):
+    """Lets Dynamo trace `weight.__class__`, which peft reads in every forward of DoRA.
+
+    Of a class with `__torch_function__` it traces no `__class__` but one that is a property, whose getter it then looks
+    up as `Params4bit.__class__.fget`, and `Params4bit.__class__` is this class.
+    """
+
+    fget = staticmethod(_class_of)
+
+
+class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
     """A linear layer's weight, quantized to 4 bits when it first moves to a device.
 
     Before: float data [N, K]. `.to(device)`, `.cuda()` or `.cpu()` then quantize in place and return self.
@@ -145,6 +157,8 @@ class Params4bit(Packed, torch.nn.Parameter):
             bnb_quantized=packed,
         )
         return self
+
+    __class__ = property(_class_of, object.__dict__["__class__"].__set__)  # for Dynamo, see _Params4bitMeta
 
     absmax = _proxy("absmax", "absmax")
     code = _proxy("code", "code")
@@ -287,6 +301,8 @@ class Params4bit(Packed, torch.nn.Parameter):
 
     def to(self, *args: Any, **kwargs: Any) -> Params4bit:
         """Quantize in place (first move to a real device), or move packed bytes and their state. See the class."""
+        if torch.compiler.is_dynamo_compiling() and self.bnb_quantized and _is_device(self.device, args, kwargs):
+            return self
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         if not self.bnb_quantized:
             if device is not None and device.type != "meta":
@@ -330,12 +346,17 @@ class Params4bit(Packed, torch.nn.Parameter):
         if not self.bnb_quantized or state is None or data.dtype is self.quant_storage:
             return data
         n = state.shape.numel()
-        whole = data.numel() == _C.storage_elements(n, data.element_size())
+        whole = data.numel() == ops.storage_elements(n, data.element_size())
         return repack(data, self.quant_storage, n) if whole else data
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         return guarded(_HANDLERS, func, args, kwargs or {})
+
+
+def _is_device(device: torch.device, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether the arguments of `to` are `device`, as in peft's DoRA: Dynamo of torch 2.10 cannot trace the parser."""
+    return len(args) == 1 and not kwargs and isinstance(args[0], torch.device) and args[0] == device
 
 
 def _rebuild(cls: type[Params4bit], data: Tensor, requires_grad: bool) -> Params4bit:
@@ -351,7 +372,7 @@ def _may_be_packed(data: Tensor, state: QuantState | None) -> bool:
     if state is None or state.shape is None or data.numel() == 0:
         return True
     n = state.shape.numel()
-    expected = _C.storage_elements(n, data.element_size())
+    expected = ops.storage_elements(n, data.element_size())
     if data.numel() == expected:
         return True
     if data.dtype in VALUE_DTYPES.values() and data.numel() == n:
@@ -367,7 +388,14 @@ def _may_be_packed(data: Tensor, state: QuantState | None) -> bool:
 
 def _get_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     data = func(*args, **kwargs)
-    return data.as_subclass(PackedData) if type(data) is Tensor and packed_among(args) is not None else data
+    if type(data) is not Tensor or packed_among(args) is None:
+        return data
+    return _traced(data) if torch.compiler.is_dynamo_compiling() else data.as_subclass(PackedData)
+
+
+def _traced(piece: Tensor) -> PackedData:
+    """Bytes of a weight in a graph of Dynamo, guarded; not from their source, of which Dynamo makes no subclass."""
+    return piece.detach().as_subclass(PackedData)
 
 
 def _set_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -386,11 +414,11 @@ def _set_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         if (
             data.dim() > 1
             and state is not None
-            and data.numel() != _C.storage_elements(state.shape.numel(), data.element_size())
+            and data.numel() != ops.storage_elements(state.shape.numel(), data.element_size())
         ):
             raise ValueError(
                 f".data = {list(data.shape)}: this 4-bit weight of {list(state.shape)} packs into "
-                f"{_C.storage_elements(state.shape.numel(), data.element_size())} elements. Assign a new Params4bit "
+                f"{ops.storage_elements(state.shape.numel(), data.element_size())} elements. Assign a new Params4bit "
                 "instead."
             )
     func(weight, data)
@@ -434,7 +462,12 @@ def _keep_class(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
     if not isinstance(weight, Params4bit):
         return out
-    return tuple(weight._like(piece) for piece in out) if isinstance(out, (tuple, list)) else weight._like(out)
+    like = weight._like
+    if torch.compiler.is_dynamo_compiling():  # which gives attributes to no tensor that a graph makes
+        if not weight.bnb_quantized:
+            return out
+        like = _traced
+    return tuple(like(piece) for piece in out) if isinstance(out, (tuple, list)) else like(out)
 
 
 def _empty_like(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

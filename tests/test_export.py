@@ -1,0 +1,188 @@
+"""torch.export of 4-bit models, saved and loaded again, and AOTInductor packages of them."""
+
+import io
+import warnings
+
+import pytest
+import torch
+from bitshard.linear import LinearNF4
+from bitshard.parametrize import replace_parameter_4bit
+from torch import nn
+from torch.export import Dim, export
+
+STRICT = [pytest.param(True, id="strict"), pytest.param(False, id="non-strict")]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def saved_and_loaded(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file)
+
+
+def ops_of(program: torch.export.ExportedProgram) -> list[str]:
+    """Names of the ops in the program, subgraphs included."""
+    graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    return [str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function"]
+
+
+# ---- layers ----
+
+
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        LinearNF4(70, 96, compute_dtype=torch.float32, compress_statistics=True),
+        nn.GELU(),
+        LinearNF4(96, 33, bias=False, compute_dtype=torch.float32, compress_statistics=False),
+    )
+    return model.to("cpu").eval()
+
+
+@pytest.mark.parametrize("strict", STRICT)
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+def test_layer(strict, compute, storage):
+    torch.manual_seed(0)
+    layer = LinearNF4(70, 33, compute_dtype=compute, quant_storage=storage).to("cpu")
+    x = torch.randn(3, 70)
+    program = export(layer, (x,), strict=strict)
+    assert ops_of(program).count("bitshard.linear_4bit.default") == 1
+    assert layer.packed_weight.checked is None, "no bytes were seen"
+    for found in (program.module(), saved_and_loaded(program).module()):
+        assert torch.equal(found(x), layer(x))
+
+
+@pytest.mark.parametrize("strict", STRICT)
+def test_bytes_of_others_are_checked_first(strict):
+    """Bytes that other code assigned are not exported before a forward has compared them with their checksum."""
+    torch.manual_seed(0)
+    layer = LinearNF4(70, 33, compute_dtype=torch.float32).to("cpu")
+    x = torch.randn(3, 70)
+    layer.weight.data = layer.weight.data.clone()
+    error, text = (torch._dynamo.exc.Unsupported, "Observed exception") if strict else (ValueError, "before it is exp")
+    with pytest.raises(error, match=text):
+        export(layer, (x,), strict=strict)
+    expected = layer(x)
+    assert torch.equal(export(layer, (x,), strict=strict).module()(x), expected)
+
+
+@pytest.mark.parametrize("strict", STRICT)
+def test_parameter_of_another_module(strict):
+    """Weights that a parametrization dequantizes stay packed in the program."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.w = nn.Parameter(torch.randn(3, 32, 64), requires_grad=False)
+
+        def forward(self, x):
+            return torch.einsum("bk,enk->ben", x, self.w) + self.w.sum()
+
+    model = Experts()
+    replace_parameter_4bit(model, "w")
+    x = torch.randn(2, 64)
+    program = export(model, (x,), strict=strict)
+    assert ops_of(program).count("bitshard.dequantize_4bit.default") == 1
+    assert torch.equal(saved_and_loaded(program).module()(x), model(x))
+
+
+def test_aotinductor_package(tmp_path):
+    """Compiled ahead for any batch; the product runs as the same op, the biggest batch by panels."""
+    model = stack()
+    with torch.no_grad():
+        program = export(model, (torch.randn(5, 70),), dynamic_shapes={"input": {0: Dim("rows", min=2, max=256)}})
+        if torch.__version__ < "2.13":  # 2.10 takes no subclass among the constants
+            for name, value in program.state_dict.items():
+                with torch._C.DisableTorchFunctionSubclass():
+                    program.state_dict[name] = nn.Parameter(value.detach().as_subclass(torch.Tensor), False)
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+        compiled = torch._inductor.aoti_load_package(package)
+        for rows in (2, 5, 100):
+            x = torch.randn(rows, 70)
+            assert torch.allclose(compiled(x), model(x), atol=1e-5, rtol=1e-5), rows
+
+
+# ---- models ----
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of a tiny Llama: in fp32, and quantized by save_pretrained of the loaded 4-bit model."""
+    transformers = pytest.importorskip("transformers")
+    dense, packed = tmp_path_factory.mktemp("dense"), tmp_path_factory.mktemp("packed")
+    transformers.set_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=48,
+        intermediate_size=104,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(dense)
+    quantized(dense).save_pretrained(packed)
+    return {"on the fly": dense, "pre-quantized": packed}
+
+
+def quantized(folder) -> nn.Module:
+    import transformers
+
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=config, device_map={"": "cpu"}
+    )
+
+
+class Logits(nn.Module):
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids):
+        return self.model(input_ids=input_ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize(
+    ("strict", "source"),
+    [(True, "on the fly"), (False, "pre-quantized"), (False, "on the fly"), (True, "pre-quantized")],
+)
+def test_model(folders, strict, source):
+    """A loaded model, for any batch and length: eager's logits, before and after the program was saved."""
+    import transformers
+
+    folder = folders[source]
+    if source == "on the fly":
+        model = Logits(quantized(folder)).eval()
+    else:
+        model = Logits(transformers.AutoModelForCausalLM.from_pretrained(folder, device_map={"": "cpu"})).eval()
+    ids = torch.randint(3, 96, (2, 12))
+    length = (
+        Dim("length", min=3, max=60) if torch.__version__ >= "2.13" else Dim.AUTO
+    )  # 2.10 cannot prove its own guard
+    dims = {"input_ids": {0: Dim("batch", min=2, max=16), 1: length}}
+    with torch.no_grad():
+        program = export(model, (ids,), strict=strict, dynamic_shapes=dims)
+        assert ops_of(program).count("bitshard.linear_4bit.default") == 7
+        packed = {name: value for name, value in program.state_dict.items() if name.endswith("_proj.weight")}
+        assert len(packed) == 7 and {value.dtype for value in packed.values()} == {torch.uint8}
+        for found in (program.module(), saved_and_loaded(program).module()):
+            for shape in ((2, 12), (3, 7), (5, 20)):
+                ids = torch.randint(3, 96, shape)
+                assert torch.equal(found(ids), model(ids))
