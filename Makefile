@@ -1,6 +1,7 @@
 # make demo [QUICK=1] [MODEL=FOLDER]   the main job: QLoRA in one process, under FSDP1 and under FSDP2
 # make test [TESTS=...]                the whole test suite, or what TESTS names
 # make lint                            layout and lint of Python, C and CUDA
+# make tools-tests                     axolotl, unsloth, deepspeed, lightning, diffusers and others as they are, from PyPI
 # make dev                             editable installs: Python edits count at once, `make test` rebuilds the C core
 #
 # Each makes .venv/ first, from constraints.txt. PYTHON=... uses the environment of another interpreter as it is, which
@@ -30,13 +31,18 @@ upstream :=
 endif
 pip := $(python) -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo test lint dev given
+.PHONY: demo test tools-tests lint dev given
 
 demo: $(ready)
 	$(python) examples/demo.py $(if $(QUICK),--quick) $(if $(MODEL),--model $(MODEL))
 
 test: $(ready) $(upstream)
 	$(python) -m pytest $(TESTS)
+
+# The pins are in tests/tools/fetch.py; .cache/tools is filled once. No part of `make test`.
+tools-tests: $(ready) $(upstream)
+	$(python) tests/tools/fetch.py
+	$(python) -m pytest tests/tools -o python_files='try_*.py'
 
 lint: $(tools)
 	$(python) -m ruff check .
