@@ -6,16 +6,24 @@ import sys
 import pytest
 from fsdp.launch import WORKERS, accelerate_launch, launch, run
 
-BASELINE = "trainer trainer_bf16 sft dora kbit fp16".split()
+BASELINE = "trainer trainer_bf16 sft sft_dora dora kbit fp16".split()
 # save_state and fp32_base come first: they make an Accelerator of their own
 FSDP2 = [
     "save_state",
     *BASELINE,
     *"resume resume_full adapter merge merge_dora save_pretrained loaded_early".split(),
 ]
-FSDP1 = "fp32_base trainer trainer_bf16 sft dora planted merge_fsdp1".split()
+FSDP1 = "fp32_base trainer trainer_bf16 sft sft_dora dora planted merge_fsdp1".split()
 # relative, of each loss; a planted fault makes 4e-3 or more
-BOUNDS = {"trainer": 1e-5, "dora": 1e-5, "trainer_bf16": 1e-3, "sft": 1e-3, "kbit": 1e-3, "fp16": 1e-3}
+BOUNDS = {
+    "trainer": 1e-5,
+    "dora": 1e-5,
+    "trainer_bf16": 1e-3,
+    "sft": 1e-3,
+    "sft_dora": 1e-3,
+    "kbit": 1e-3,
+    "fp16": 1e-3,
+}
 BASE_BYTES = 21888  # packed bytes of the tiny model's 14 linears; 684 scales
 
 
@@ -83,9 +91,16 @@ def test_fsdp2_gives_the_losses_of_one_process(alone, fsdp2, scenario):
     assert gap(alone[scenario]["losses"], fsdp2[scenario]["losses"]) <= BOUNDS[scenario]
 
 
-@pytest.mark.parametrize("scenario", ("trainer", "trainer_bf16", "sft", "dora"))
+@pytest.mark.parametrize("scenario", ("trainer", "trainer_bf16", "sft", "sft_dora", "dora"))
 def test_fsdp1_gives_the_losses_of_one_process(alone, fsdp1, scenario):
     assert gap(alone[scenario]["losses"], fsdp1[scenario]["losses"]) <= BOUNDS[scenario]
+
+
+def test_what_is_trained_gets_one_dtype_only_where_fsdp2_needs_it(alone, fsdp1, fsdp2):
+    for found in (alone, fsdp1, fsdp2):
+        assert found["sft"]["dtypes"] == ["bfloat16"]
+    assert alone["sft_dora"]["dtypes"] == ["bfloat16", "float32"]
+    assert fsdp2["sft_dora"]["dtypes"] == ["float32"]
 
 
 def test_other_fsdp2_options_give_the_same(folder, alone):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitshard import functional, gather, guards, ops
+from bitshard import adapters, functional, gather, guards, ops
 from bitshard.checks import check_format, check_packed, check_storage
 from bitshard.container import container_dtype, repack, shardable_dtype, sharding_begins
 from bitshard.guards import Packed, PackedData, cast_error, grad_error, guarded, in_module_move, packed_among, plain
@@ -496,7 +496,10 @@ def _is_floating_point(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """
     weight = args[0]
     answer = func(*args, **kwargs)
-    if answer or in_module_move() or packed_among(args) is None or torch.compiler.is_compiling():
+    if in_module_move() or packed_among(args) is None or torch.compiler.is_compiling():
+        return answer
+    adapters.before_fsdp2()
+    if answer:
         return answer
     if _fsdp1_flattens():
         raise ValueError(

@@ -315,13 +315,13 @@ def run_resume_full(args):
         os.environ["FSDP_STATE_DICT_TYPE"] = "SHARDED_STATE_DICT"
 
 
-def run_sft(args):
-    """TRL's SFTTrainer with a peft_config, in bf16."""
+def run_sft(args, name="sft", **lora_options):
+    """TRL's SFTTrainer with a peft_config, in bf16, which trl casts LoRA to."""
     from trl import SFTConfig, SFTTrainer
 
     model = load(args, torch.bfloat16)
     watched = spies(model)
-    plain = arguments(args, "sft")
+    plain = arguments(args, name)
     config = SFTConfig(
         output_dir=plain.output_dir,
         per_device_train_batch_size=plain.per_device_train_batch_size,
@@ -343,12 +343,22 @@ def run_sft(args):
     )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.model)
     trainer = SFTTrainer(
-        model=model, args=config, train_dataset=text, processing_class=tokenizer, peft_config=LoraConfig(**LORA)
+        model=model,
+        args=config,
+        train_dataset=text,
+        processing_class=tokenizer,
+        peft_config=LoraConfig(**LORA, **lora_options),
     )
     trainer.train()
     line = check_sharded(trainer.model, args)
     check_exact(watched)
-    return {"losses": losses(trainer), "report": line}
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in trainer.model.parameters() if p.requires_grad})
+    return {"losses": losses(trainer), "dtypes": dtypes, "report": line}
+
+
+def run_sft_dora(args):
+    """The same with DoRA, whose magnitudes trl keeps in fp32."""
+    return run_sft(args, "sft_dora", use_dora=True)
 
 
 def run_dora(args):

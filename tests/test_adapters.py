@@ -1,0 +1,64 @@
+"""Trainable parameters of two dtypes around 4-bit layers, as accelerate finds them before FSDP2 shards a model."""
+
+import pytest
+import torch
+from bitshard.linear import Linear4bit
+from torch import nn
+
+
+class Adapted(nn.Module):
+    """A 4-bit layer in an adapter with a matrix and magnitudes, as DoRA has."""
+
+    def __init__(self, matrix, magnitude):
+        super().__init__()
+        layer = Linear4bit(32, 16, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+        self.base_layer = layer.to("cpu")
+        self.lora_A = nn.Linear(32, 4, bias=False, dtype=matrix)
+        self.magnitude = nn.Parameter(torch.rand(16, dtype=magnitude))
+
+
+def model_of(matrix, magnitude):
+    torch.manual_seed(0)
+    model = nn.Sequential(Adapted(matrix, magnitude), nn.Linear(4, 4, dtype=torch.bfloat16))
+    model.append(nn.Linear(4, 4, dtype=torch.float16).requires_grad_(False))
+    return model
+
+
+def another_function(model):
+    for param in model.parameters():
+        assert param.requires_grad or param.is_floating_point() is not None
+
+
+def fsdp2_prepare_model(model):
+    """Asks what accelerate's function of this name asks."""
+    for name, param in model.named_parameters():
+        assert name and (param.requires_grad or param.is_floating_point() is not None)
+
+
+def dtypes(model):
+    return [parameter.dtype for name, parameter in model.named_parameters() if "base_layer" not in name]
+
+
+def test_an_adapter_of_two_dtypes_gets_the_wider_one(caplog):
+    model = model_of(torch.bfloat16, torch.float32)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    fsdp2_prepare_model(model)
+    assert dtypes(model) == [torch.float32] * 4 + [torch.float16] * 2
+    assert model[0].base_layer.weight.dtype is torch.uint8
+    assert all(torch.equal(before[name].to(parameter.dtype), parameter) for name, parameter in model.named_parameters())
+    assert caplog.text.count("bfloat16 and float32") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_adapter_of_one_dtype_stays(dtype, caplog):
+    model = model_of(dtype, dtype)
+    before = dtypes(model)
+    fsdp2_prepare_model(model)
+    assert dtypes(model) == before and not caplog.text
+
+
+def test_nobody_else_who_asks_changes_an_adapter(caplog):
+    model = model_of(torch.bfloat16, torch.float32)
+    before = dtypes(model)
+    another_function(model)
+    assert dtypes(model) == before and not caplog.text
