@@ -46,6 +46,12 @@ def group():
     torch.distributed.destroy_process_group()
 
 
+@pytest.fixture(autouse=True)
+def shards(monkeypatch):
+    """A process that FSDP shards: torch before 2.12 takes no uint8."""
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
+
+
 def shard(module):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

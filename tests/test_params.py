@@ -12,6 +12,7 @@ import pytest
 import torch
 from bitshard import _C, functional, ops
 from bitshard.container import container_dtype, fsdp_launch, repack
+from bitshard.guards import Packed
 from bitshard.linear import Linear4bit, LinearNF4
 from bitshard.state import QuantState
 from bitshard.tensor import Params4bit, verify
@@ -567,6 +568,12 @@ def test_a_weight_made_without_its_constructor():
     assert type(made.data) is torch.Tensor and made.data.data_ptr() == packed.data_ptr()
     assert not made.bnb_quantized and made.quant_state is None and made.module is None
     assert torch.equal(made.clone(), packed) and made.detach().shape == packed.shape
+
+
+def test_guards_are_not_where_others_delete_them():
+    """unsloth takes `__torch_function__` out of the class's own attributes."""
+    assert "__torch_function__" not in vars(Params4bit)
+    assert Params4bit.__torch_function__.__func__ is vars(Packed)["__torch_function__"].__func__
 
 
 def test_a_shard_that_is_wrapped_again_stays_itself():

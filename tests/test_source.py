@@ -24,6 +24,8 @@ LAYERS = [
     "direct",
     "shard",
     "gather",
+    "adapters",
+    "inventory",
     "blockwise",
     "functional",
     "guards",

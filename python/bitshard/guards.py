@@ -37,9 +37,17 @@ def in_module_move() -> bool:
 
 
 class Packed:
-    """Marks tensor classes that may hold packed bytes; an object of them does where `bnb_quantized`."""
+    """Marks tensor classes that may hold packed bytes, and guards them; an object of them does where `bnb_quantized`.
+
+    `__torch_function__` is here and not in `Params4bit` because unsloth deletes the one that it finds there.
+    """
 
     bnb_quantized: bool = False
+    handlers: dict[Any, Any]  # what answers the functions of torch
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return guarded(cls.handlers, func, args, kwargs or {})
 
 
 class PackedData(Tensor):

@@ -47,6 +47,7 @@ class PackedWeight:
         flat: FSDP1 with use_orig_params, which looks for the very tensors that it put here.
         foreign: somebody else has set the bytes since they were quantized or loaded.
         checked: the state that foreign bytes were last compared with.
+        reported: the log has told what of the model is 4-bit (`bitshard.inventory`).
     """
 
     def __init__(self, owner: nn.Module, name: str, shape: tuple[int, ...] | None = None):
@@ -58,6 +59,7 @@ class PackedWeight:
         self.flat = False
         self.foreign = False
         self.checked: QuantState | None = None
+        self.reported = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
         """Of a copied layer. The copy of a shard keeps its state, for scales that were cut cannot be copied apart."""

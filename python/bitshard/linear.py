@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitshard import inventory
 from bitshard.autograd import matmul_4bit
 from bitshard.holder import HoldsPackedWeight, PackedWeight
 from bitshard.state import dtype_name
@@ -84,6 +85,8 @@ class Linear4bit(HoldsPackedWeight, nn.Linear):
             or (held.foreign and held.checked is not state)
         ):
             weight, state = held.ready(weight)
+        if not held.reported and not torch.compiler.is_compiling():
+            inventory.report(self)
         if not self.compute_type_is_set:
             self.set_compute_type(x)
             self.compute_type_is_set = True

@@ -22,7 +22,7 @@ from torch import Tensor
 from bitshard import adapters, functional, gather, guards, ops
 from bitshard.checks import check_format, check_packed, check_storage
 from bitshard.container import container_dtype, repack, shardable_dtype, sharding_begins
-from bitshard.guards import Packed, PackedData, cast_error, grad_error, guarded, in_module_move, packed_among, plain
+from bitshard.guards import Packed, PackedData, cast_error, grad_error, in_module_move, packed_among, plain
 from bitshard.shard import PackedShard
 from bitshard.state import VALUE_DTYPES, QuantState, dtype_name
 
@@ -349,10 +349,6 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
         whole = data.numel() == ops.storage_elements(n, data.element_size())
         return repack(data, self.quant_storage, n) if whole else data
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        return guarded(_HANDLERS, func, args, kwargs or {})
-
 
 def _is_device(device: torch.device, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether the arguments of `to` are `device`, as in peft's DoRA: Dynamo of torch 2.10 cannot trace the parser."""
@@ -574,5 +570,5 @@ def _handlers() -> dict[Any, Any]:
     return table
 
 
-_HANDLERS = _handlers()
+Params4bit.handlers = _handlers()
 torch.serialization.add_safe_globals([Params4bit, QuantState, _rebuild])

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from bitshard import gather
-
-
-def holders(model: nn.Module) -> list[tuple[str, Any]]:
-    """(name of its owner, holder) of every quantized weight of `model`, sharded or not (`bitshard.holder`)."""
-    # wrappers of FSDP1 hand on the attributes of what they wrap, so only a module's own attributes count
-    found = [(name, vars(module).get("packed_weight"), module) for name, module in model.named_modules()]
-    return [(name, held) for name, held, module in found if held and held.owner is module and held.state]
+from bitshard.inventory import holders
 
 
 @dataclass

@@ -1,0 +1,105 @@
+"""What of a model is 4-bit: one line at its first forward, for what is left out (experts, head) is left out silently.
+
+transformers quantizes `nn.Linear` layers only. The experts of Mixtral, Qwen3-MoE or gpt-oss are parameters of other
+modules and stay in 16 bits, most of such a model.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+logger = logging.getLogger("bitshard")
+
+_ADVICE = (
+    " Less than half of this model is 4-bit: bitsandbytes' format of linear layers is all that load_in_4bit gives. For "
+    "expert weights see bitsandbytes.nn.parametrize.replace_parameter_4bit; for layers left out see "
+    "llm_int8_skip_modules."
+)
+
+
+def holders(model: nn.Module) -> list[tuple[str, Any]]:
+    """(name of its owner, holder) of every quantized weight of `model`, sharded or not (`bitshard.holder`)."""
+    # wrappers of FSDP1 hand on the attributes of what they wrap, so only a module's own attributes count
+    found = [(name, vars(module).get("packed_weight"), module) for name, module in model.named_modules()]
+    return [(name, held) for name, held, module in found if held and held.owner is module and held.state]
+
+
+def take(model: nn.Module) -> tuple[int, int, Counter]:
+    """(weights, their elements, elements of the other parameters by kind) of `model`, whole ones under FSDP, too."""
+    held = {id(held): held for _, held in holders(model)}
+    packed = {(id(held.owner), held.name) for held in held.values()}
+    others: Counter = Counter()
+    for module, name, elements in _parameters(model):
+        if (id(module), name) not in packed:
+            others[_kind(model, module, name)] += elements
+    return len(held), sum(held.state.shape.numel() for held in held.values()), others
+
+
+def line(model: nn.Module) -> tuple[str, float]:
+    """The line about `model`, and the 4-bit share of its elements."""
+    weights, elements, others = take(model)
+    total = elements + sum(others.values())
+    share = elements / max(total, 1)
+    rest = ", ".join(f"{kind} {count / total:.1%}" for kind, count in others.most_common() if count > 0)
+    text = f"4-bit: {weights} weights, {elements:,} of {total:,} elements ({share:.1%})"
+    return f"{text}; not 4-bit: {rest}." if rest else f"{text}.", share
+
+
+def report(layer: nn.Module) -> None:
+    """Log the line about the model whose forward has come to `layer`: as a warning where less than half is 4-bit."""
+    model = _model_of(layer)
+    for _, held in holders(model):
+        held.reported = True
+    text, share = line(model)
+    logger.log(logging.INFO if share >= 0.5 else logging.WARNING, "%s", text + ("" if share >= 0.5 else _ADVICE))
+
+
+def _model_of(layer: nn.Module) -> nn.Module:
+    """The outermost module in whose forward, as the stack has it, `layer` is being called; else `layer`."""
+    model, frame = layer, sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and module is not model and any(part is layer for part in module.modules()):
+            model = module
+        frame = frame.f_back
+    return model
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, int]]:
+    """(module, name in it, elements) of every parameter once, those in FSDP1's flat parameters included."""
+    seen = set()
+    for module in model.modules():
+        flat = getattr(vars(module).get("_handle"), "flat_param", None)
+        if flat is not None:
+            for info, elements in zip(flat._param_infos, flat._numels, strict=True):
+                seen.add((id(info.module), info.param_name))
+                yield info.module, info.param_name, elements
+            seen.add(id(flat))
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in seen or (id(module), name) in seen:
+                continue
+            seen.add(id(parameter))
+            yield module, name, parameter.numel()
+
+
+def _kind(model: nn.Module, module: nn.Module, name: str) -> str:
+    """In what a reader would look for a parameter that is not 4-bit."""
+    parameter = getattr(module, name, None)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if isinstance(module, nn.Embedding):
+        return "embeddings"
+    if module is head or "head" in type(module).__name__.lower():
+        return "head"
+    if isinstance(parameter, torch.Tensor) and parameter.dim() > 2 and not isinstance(module, nn.modules.conv._ConvNd):
+        return "experts"
+    if isinstance(parameter, torch.Tensor) and parameter.requires_grad:
+        return "trained"
+    return "linear layers" if isinstance(module, nn.Linear) else "others"

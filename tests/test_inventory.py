@@ -1,0 +1,89 @@
+"""The line that says what of a model is 4-bit."""
+
+import logging
+
+import pytest
+import torch
+from bitshard import inventory
+from bitshard.linear import Linear4bit
+from bitshard.parametrize import replace_parameter_4bit
+from torch import nn
+
+
+def quantized(k, n):
+    return Linear4bit(k, n, bias=False, quant_type="nf4").to("cpu")
+
+
+class Model(nn.Module):
+    """A 4-bit layer, an embedding tied to nothing, 16-bit experts and a head."""
+
+    def __init__(self, experts=0, layers=1):
+        super().__init__()
+        self.embed = nn.Embedding(10, 64)
+        self.layers = nn.ModuleList(quantized(64, 64) for _ in range(layers))
+        self.experts = nn.Module()
+        self.experts.up = nn.Parameter(torch.randn(experts, 8, 16))
+        self.lm_head = nn.Linear(64, 10, bias=False)
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
+
+
+@pytest.fixture
+def told(caplog):
+    caplog.set_level(logging.INFO, logger="bitshard")
+    return lambda: [(record.levelno, record.getMessage()) for record in caplog.records if record.name == "bitshard"]
+
+
+def test_line_at_the_first_forward_only(told):
+    model = Model(layers=3)
+    for layer in model.layers:
+        assert not layer.packed_weight.reported
+    for _ in range(2):
+        model(torch.arange(4))
+    (level, text), *more = told()
+    assert level == logging.INFO and not more
+    assert text == "4-bit: 3 weights, 12,288 of 13,568 elements (90.6%); not 4-bit: embeddings 4.7%, head 4.7%."
+
+
+def test_a_warning_where_less_than_half_is_4_bit(told):
+    model = nn.Sequential(Model(experts=64))  # in a wrapper, as DDP is one
+    model(torch.arange(4))
+    ((level, text),) = told()
+    assert level == logging.WARNING and "(30.2%)" in text and "experts 60.4%" in text
+    assert "replace_parameter_4bit" in text
+
+
+def test_experts_count_where_they_are_4_bit():
+    model = Model(experts=64)
+    replace_parameter_4bit(model.experts, "up")
+    weights, elements, others = inventory.take(model)
+    assert (weights, elements) == (2, 64 * 64 + 64 * 8 * 16) and "experts" not in others
+
+
+def test_tied_weights_count_once():
+    model = Model()
+    model.lm_head.weight = model.embed.weight
+    assert sum(inventory.take(model)[2].values()) == 640
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+@pytest.mark.parametrize("orig", [False, True])
+def test_the_same_under_fsdp1(told, monkeypatch, orig):
+    """Whose flat parameters hold several weights in one."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = Model(layers=3).requires_grad_(False)
+        FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=orig)(torch.arange(4))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert [text.partition(";")[0] for _, text in told()] == ["4-bit: 3 weights, 12,288 of 13,568 elements (90.6%)"]
