@@ -62,3 +62,12 @@ def test_nobody_else_who_asks_changes_an_adapter(caplog):
     before = dtypes(model)
     another_function(model)
     assert dtypes(model) == before and not caplog.text
+
+
+def test_modules_around_several_layers_are_no_adapters(caplog):
+    """Their units may be of one dtype each, so that FSDP2 takes them."""
+    model = nn.Sequential(model_of(torch.bfloat16, torch.bfloat16)[0].base_layer, nn.Linear(4, 4, dtype=torch.bfloat16))
+    model.append(Linear4bit(32, 16, bias=False, quant_type="nf4").to("cpu")).append(nn.Linear(4, 4))
+    before = [parameter.dtype for parameter in model.parameters()]
+    fsdp2_prepare_model(model)
+    assert [parameter.dtype for parameter in model.parameters()] == before and not caplog.text

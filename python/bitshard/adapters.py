@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from bitshard import gather
+from bitshard.guards import Packed
 from bitshard.state import dtype_name
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,8 @@ def before_fsdp2() -> None:
     """Called while foreign code asks about a packed weight.
 
     Where that is accelerate, looking through a model before FSDP2 shards it, and the adapter around this weight has
-    several dtypes, the trainable parameters of that model get one.
+    several dtypes, the trainable parameters of that model get one. The module around a 4-bit layer is its adapter where
+    it holds no other; it lies within one unit of FSDP2, so that torch would have raised.
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("bitshard."):
@@ -37,8 +39,8 @@ def before_fsdp2() -> None:
     model, name = frame.f_locals.get("model"), frame.f_locals.get("name")
     if not isinstance(model, nn.Module) or not isinstance(name, str):
         return
-    layer = name.rpartition(".")[0]
-    if len(dtypes(trainable(model.get_submodule(layer.rpartition(".")[0])))) > 1:
+    adapter = model.get_submodule(".".join(name.split(".")[:-2]))
+    if sum(isinstance(p, Packed) for p in adapter.parameters()) == 1 and len(dtypes(trainable(adapter))) > 1:
         unify(model)
 
 
