@@ -45,7 +45,7 @@ def test_fsdp2_true_uint8(cells, split):
             if major_minor >= NEWEST_UINT8:
                 assert exact(result), result
             else:
-                assert "can require gradients" in result
+                assert result.startswith("ValueError: FSDP2 of torch") and "bnb_4bit_quant_storage" in result
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -576,6 +576,14 @@ def test_guards_are_not_where_others_delete_them():
     assert Params4bit.__torch_function__.__func__ is vars(Packed)["__torch_function__"].__func__
 
 
+def test_fsdp2_of_older_torch_names_the_setting(monkeypatch):
+    """Which shards no integers: its own error names nothing that a user could change."""
+    monkeypatch.setattr(bitshard.tensor, "_FSDP2_TAKES_INTEGERS", False)
+    with pytest.raises(ValueError, match="FSDP2 of torch .* shards no uint8.*bnb_4bit_quant_storage"):
+        quantized(torch.uint8).new_zeros(24, 1)
+    assert quantized(torch.bfloat16).new_zeros(24, 1).shape == (24, 1)
+
+
 def test_a_shard_that_is_wrapped_again_stays_itself():
     """Patches of FSDP2 hand our own shard to the constructor."""
     weight = quantized(torch.uint8)

@@ -477,11 +477,21 @@ def _empty_like(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _new_zeros(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What FSDP2 makes its shards with."""
     weight = args[0]
     out = func(*args, **kwargs)
     if not (isinstance(weight, Params4bit) and weight.bnb_quantized) or out.dtype is not weight.dtype:
         return out
+    if not (weight.dtype.is_floating_point or _FSDP2_TAKES_INTEGERS):
+        raise ValueError(
+            f"FSDP2 of torch {torch.__version__} shards no {dtype_name(weight.dtype)} (2.12 and later do): load the "
+            "model with bnb_4bit_quant_storage= the dtype of the model, or after TrainingArguments(fsdp=...) or "
+            "`accelerate launch` have told this process that FSDP shards"
+        )
     return PackedShard(out, weight.quant_state, weight.size(), like=weight)
+
+
+_FSDP2_TAKES_INTEGERS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
 
 
 def _is_floating_point(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
