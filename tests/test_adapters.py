@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bitshard.linear import Linear4bit
+from bitshard.nn.linear import Linear4bit
 from torch import nn
 
 

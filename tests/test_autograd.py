@@ -8,7 +8,7 @@ import pytest
 import torch
 from bitshard import functional, matmul_4bit
 from bitshard.autograd import MatMul4Bit
-from bitshard.linear import LinearNF4
+from bitshard.nn.linear import LinearNF4
 from bitshard.tensor import Params4bit
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint

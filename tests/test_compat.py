@@ -7,7 +7,7 @@ import inspect
 
 import bitsandbytes as bnb
 import bitshard.functional
-import bitshard.linear
+import bitshard.nn.linear
 import bitshard.tensor
 import pytest
 import torch
@@ -148,7 +148,7 @@ def test_facade_is_bitshard():
     assert bnb.__version__.endswith("+bitshard." + importlib.metadata.version("bitshard"))
     assert bnb.__version__ == importlib.metadata.version("bitsandbytes")
     assert bnb.nn.Params4bit is bnb.nn.modules.Params4bit is bitshard.tensor.Params4bit
-    assert bnb.nn.Linear4bit is bnb.nn.modules.Linear4bit is bitshard.linear.Linear4bit
+    assert bnb.nn.Linear4bit is bnb.nn.modules.Linear4bit is bitshard.nn.linear.Linear4bit
     assert bnb.functional.QuantState is bitshard.functional.QuantState
     assert bnb.matmul_4bit is bnb.autograd._functions.matmul_4bit
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from bitshard import functional, ops
-from bitshard.linear import LinearNF4
+from bitshard.nn.linear import LinearNF4
 from torch import nn
 
 NAMES = (

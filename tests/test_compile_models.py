@@ -6,7 +6,7 @@ import pytest
 import torch
 from bitshard import functional
 from bitshard.autograd import matmul_4bit
-from bitshard.linear import LinearNF4
+from bitshard.nn.linear import LinearNF4
 from bitshard.tensor import PackedData, Params4bit
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend

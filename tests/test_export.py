@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 import torch
-from bitshard.linear import LinearNF4
-from bitshard.parametrize import replace_parameter_4bit
+from bitshard.nn.linear import LinearNF4
+from bitshard.nn.parametrize import replace_parameter_4bit
 from torch import nn
 from torch.export import Dim, export
 

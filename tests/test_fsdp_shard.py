@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from bitshard import _C
-from bitshard.linear import Linear4bit
+from bitshard.nn.linear import Linear4bit
 from bitshard.shard import PackedShard
 from bitshard.tensor import Params4bit
 from helpers.bytes import same_bytes

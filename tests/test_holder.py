@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from bitshard import fsdp
-from bitshard.holder import Place
-from bitshard.linear import Linear4bit
-from bitshard.parametrize import replace_parameter_4bit
+from bitshard.nn.holder import Place
+from bitshard.nn.linear import Linear4bit
+from bitshard.nn.parametrize import replace_parameter_4bit
 from torch import nn
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")

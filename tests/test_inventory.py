@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 from bitshard import inventory
-from bitshard.linear import Linear4bit
-from bitshard.parametrize import replace_parameter_4bit
+from bitshard.nn.linear import Linear4bit
+from bitshard.nn.parametrize import replace_parameter_4bit
 from torch import nn
 
 

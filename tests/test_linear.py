@@ -7,7 +7,7 @@ import cases
 import pytest
 import torch
 from bitshard import functional
-from bitshard.linear import Linear4bit, LinearFP4, LinearNF4, fix_4bit_weight_quant_state_from_module
+from bitshard.nn.linear import Linear4bit, LinearFP4, LinearNF4, fix_4bit_weight_quant_state_from_module
 from bitshard.tensor import Params4bit
 from torch import nn
 
@@ -74,7 +74,7 @@ def test_a_weight_on_the_meta_device_raises(rows, bias):
 
 
 def test_float16_warning(caplog):
-    with caplog.at_level(logging.WARNING, logger="bitshard.linear"):
+    with caplog.at_level(logging.WARNING, logger="bitshard.nn.linear"):
         layer()(torch.randn(4, 130).half())
     assert "slow" in caplog.text
 
@@ -174,14 +174,14 @@ def as_fsdp1_view(module: Linear4bit, data: torch.Tensor) -> None:
 
 
 def test_plain_views_are_verified_once(monkeypatch):
-    import bitshard.holder
+    import bitshard.nn.holder
 
     module = layer(quant_storage=torch.bfloat16)
     x = torch.randn(2, 130)
     y = module(x)
     data = module.weight.data.clone()
     calls = []
-    monkeypatch.setattr(bitshard.holder, "verify", lambda *args: calls.append(args))
+    monkeypatch.setattr(bitshard.nn.holder, "verify", lambda *args: calls.append(args))
     for _ in range(3):
         as_fsdp1_view(module, data.clone())
         assert torch.equal(module(x), y)

@@ -13,7 +13,7 @@ import torch
 from bitshard import _C, functional, ops
 from bitshard.container import container_dtype, fsdp_launch, repack
 from bitshard.guards import Packed
-from bitshard.linear import Linear4bit, LinearNF4
+from bitshard.nn.linear import Linear4bit, LinearNF4
 from bitshard.state import QuantState
 from bitshard.tensor import Params4bit, verify
 from torch import nn

@@ -33,9 +33,7 @@ LAYERS = [
     "sharding",
     "fsdp",
     "autograd",
-    "holder",
-    "linear",
-    "parametrize",
+    "nn",
     "bitshard",
     "__main__",
 ]

@@ -9,9 +9,9 @@ import sys
 try:
     import torch  # noqa: F401  (the C core looks up libtorch, which must be loaded)
 
-    from bitshard import _C, autograd, direct, functional, linear, ops, state, tensor
+    from bitshard import _C, autograd, direct, functional, nn, ops, state, tensor
     from bitshard.autograd import matmul_4bit
-    from bitshard.linear import Linear4bit, LinearFP4, LinearNF4
+    from bitshard.nn.linear import Linear4bit, LinearFP4, LinearNF4
     from bitshard.state import QuantState
     from bitshard.tensor import PackedData, Params4bit
 
@@ -30,8 +30,8 @@ __all__ = [
     "QuantState",
     "autograd",
     "functional",
-    "linear",
     "matmul_4bit",
+    "nn",
     "ops",
     "state",
     "tensor",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitshard import _C
+from bitshard import ops
 from bitshard.shard import PackedShard
 from bitshard.state import QuantState
 
@@ -54,7 +54,7 @@ def shard_world(weight: Any) -> tuple[int, int]:
 
 def own_rows(packed: Tensor, weight: Any) -> Tensor:
     """The rows of a whole packed weight [n, 1] that this rank keeps where `weight` is placed."""
-    begin, length = _C.rank_slice(packed.size(0), *shard_world(weight))
+    begin, length = ops.rank_slice(packed.size(0), *shard_world(weight))
     return packed[begin : begin + length]
 
 

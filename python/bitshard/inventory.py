@@ -25,7 +25,7 @@ _ADVICE = (
 
 
 def holders(model: nn.Module) -> list[tuple[str, Any]]:
-    """(name of its owner, holder) of every quantized weight of `model`, sharded or not (`bitshard.holder`)."""
+    """(name of its owner, holder) of every quantized weight of `model`, sharded or not (`bitshard.nn.holder`)."""
     # wrappers of FSDP1 hand on the attributes of what they wrap, so only a module's own attributes count
     found = [(name, vars(module).get("packed_weight"), module) for name, module in model.named_modules()]
     return [(name, held) for name, held, module in found if held and held.owner is module and held.state]

@@ -27,6 +27,8 @@ linear_4bit = torch.ops.bitshard.linear_4bit.default
 linear_4bit_dgrad = torch.ops.bitshard.linear_4bit_dgrad.default
 checksum = torch.ops.bitshard.checksum.default
 
+rank_slice = _C.rank_slice
+
 _empty: dict[torch.device, Tensor] = {}
 
 

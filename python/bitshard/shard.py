@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._mode_utils import no_dispatch
 
-from bitshard import _C, ops
+from bitshard import ops
 
 aten = torch.ops.aten
 
@@ -71,7 +71,7 @@ class ShardedScales:
 
     def __init__(self, absmax: torch.Tensor, world: int, rank: int):
         self.total = absmax.numel()
-        self.begin, self.length = _C.rank_slice(self.total, world, rank)
+        self.begin, self.length = ops.rank_slice(self.total, world, rank)
         self.scales = absmax.new_zeros(-(-self.total // world))
         self.own.copy_(self.part(absmax))
 

@@ -253,7 +253,7 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
             held.delivered()
 
     def _holder(self) -> Any:
-        """The `bitshard.holder.PackedWeight` of the layer; None where there is no layer, or a foreign one."""
+        """The `bitshard.nn.holder.PackedWeight` of the layer; None where there is no layer, or a foreign one."""
         return getattr(self.module, "packed_weight", None)
 
     def _like(self, data: Tensor) -> Params4bit:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bitshard import ops, tensor
-from bitshard.linear import Linear4bit
+from bitshard.nn.linear import Linear4bit
 from bitshard.shard import PackedShard
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy

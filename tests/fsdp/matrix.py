@@ -14,7 +14,7 @@ import traceback
 import torch
 import torch.distributed as dist
 from bitshard import fsdp
-from bitshard.linear import Linear4bit
+from bitshard.nn.linear import Linear4bit
 from common import (
     BASE_DTYPE,
     EVEN,

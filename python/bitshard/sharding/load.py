@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from bitshard import _C, gather, ops
+from bitshard import gather, ops
 from bitshard.container import repack_whole
 from bitshard.shard import PackedShard
 from bitshard.sharding.entries import BLOB_PREFIX, differences, sharded_entries
@@ -137,7 +137,7 @@ class PendingLoad:
         ranks where any part is not what this model's weight would be cut into.
         """
         elements = ops.storage_elements(self.state.shape.numel(), packed.element_size())
-        local, (_, length) = packed.to_local(), _C.rank_slice(elements, *gather.shard_world(self.weight))
+        local, (_, length) = packed.to_local(), ops.rank_slice(elements, *gather.shard_world(self.weight))
         if gather.anywhere(local.size(0) != length, self.weight):
             raise ValueError(
                 f"{key}: {local.size(0)} elements of {packed.dtype} for this rank, where shape "

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from bitshard.linear import Linear4bit
+from bitshard.nn.linear import Linear4bit
 from common import BASE_DTYPE, Block, Spy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions

@@ -5,7 +5,7 @@ import functools
 import torch
 import torch.distributed as dist
 from bitshard import fsdp
-from bitshard.linear import Linear4bit
+from bitshard.nn.linear import Linear4bit
 from checks.common import batch, build, exact, layers, raises, shard
 from common import kept_scales
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

@@ -4,7 +4,7 @@ import logging
 from typing import TypeVar
 
 import torch
-from bitshard.linear import Linear4bit, LinearFP4, LinearNF4, fix_4bit_weight_quant_state_from_module
+from bitshard.nn.linear import Linear4bit, LinearFP4, LinearNF4, fix_4bit_weight_quant_state_from_module
 from bitshard.tensor import Params4bit
 
 from .._absent import EMBEDDINGS, INT8, Absent, absent_function

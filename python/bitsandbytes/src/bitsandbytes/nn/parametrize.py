@@ -1,6 +1,6 @@
 """4-bit parameters of modules that are not linear layers."""
 
-from bitshard.parametrize import (
+from bitshard.nn.parametrize import (
     Bnb4bitParametrization,
     _disable_parametrization_cache,
     _enable_parametrization_cache,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from bitshard import functional, gather
-from bitshard.holder import HoldsPackedWeight, PackedWeight
+from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
 from bitshard.state import QuantState
 from bitshard.tensor import Params4bit
 

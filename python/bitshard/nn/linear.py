@@ -6,7 +6,7 @@
     y = layer(x)                                       # x [..., K] -> y [..., N]
 
 What FSDP puts in the weight's place, and which state belongs to it, is the business of the layer's holder
-(bitshard/holder.py); forward asks it and never changes a weight.
+(bitshard/nn/holder.py); forward asks it and never changes a weight.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bitshard import inventory
 from bitshard.autograd import matmul_4bit
-from bitshard.holder import HoldsPackedWeight, PackedWeight
+from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
 from bitshard.state import dtype_name
 from bitshard.tensor import Params4bit
 
