@@ -536,3 +536,43 @@ def test_trainer_optimizers_refuse_by_name(dense_path, tmp_path):
     )
     with pytest.raises(NotImplementedError, match="AdamW is not in bitshard yet.*adamw_torch"):
         trainer.train()
+
+
+# ---- what is not trained ----
+
+
+@pytest.mark.parametrize("launch", [{}, {"ACCELERATE_USE_FSDP": "true"}], ids=["one process", "FSDP"])
+def test_modules_to_save_on_a_quantized_layer_raise(tmp_path, monkeypatch, launch):
+    """peft adds the classifier to modules_to_save by itself: a quantized one would be called trainable and stay."""
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, num_labels=3
+    )
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path)
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
+
+    def adapted(skip):
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(
+            tmp_path,
+            device_map={"": "cpu"},
+            quantization_config=BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skip),
+        )
+        return peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"], task_type="SEQ_CLS"))
+
+    with pytest.raises(RuntimeError, match="llm_int8_skip_modules.*modules_to_save"):
+        adapted(["pooler"])
+    model = adapted(["classifier"])
+    assert any(p.requires_grad for name, p in model.named_parameters() if "classifier.modules_to_save" in name)
+
+
+def test_a_cast_of_fp32_parameters_in_a_launched_process(dense_path, monkeypatch):
+    """As scripts write it. Under DDP and DeepSpeed packed bytes are uint8, and so nobody takes them for fp32."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    model = load(dense_path, dtype=torch.float32)
+    before = packed_bytes(model)
+    for parameter in model.parameters():
+        if parameter.dtype is torch.float32:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    assert_same_bytes(packed_bytes(model), before)
+    assert {module.weight.dtype for module in layers_4bit(model).values()} == {torch.uint8}
