@@ -580,6 +580,15 @@ def test_parametrize_dequantizes_once_per_forward(monkeypatch):
     assert parametrize._cache_enabled == 0 and parametrize._cache == {}
 
 
+def test_parametrize_hooks_alone():
+    """On a module that has no parametrization yet, as bitsandbytes' own tests register them."""
+    module = nn.Linear(4, 4)
+    bnb.nn.parametrize._register_parametrization_hooks(module, "weight")
+    module(torch.ones(1, 4))
+    module.load_state_dict(module.state_dict())
+    assert parametrize._cache_enabled == 0
+
+
 def test_parametrize_survives_dtype_moves():
     module = Experts()
     bnb.nn.parametrize.replace_parameter_4bit(module, "weight")

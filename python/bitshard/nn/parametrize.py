@@ -152,7 +152,8 @@ def _register_parametrization_hooks(module: nn.Module, param_name: str) -> None:
     The closing hook must run also when forward ends in an exception: recomputation under activation checkpointing stops
     early by one, and a cache left on would keep every dequantized weight alive.
     """
-    _hold(module, param_name)
+    if parametrize.is_parametrized(module, param_name):
+        _hold(module, param_name)
     module.register_forward_pre_hook(_enable_parametrization_cache)
     module.register_forward_hook(_disable_parametrization_cache, always_call=True)
     module.register_state_dict_post_hook(partial(_parametrized_state_dict_post_hook, param_name=param_name))
@@ -183,7 +184,8 @@ def _before_loading(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, *arguments: Any, param_name: str
 ) -> None:
     """Let the container find what was saved under the parameter's own name."""
-    _rename(state_dict, f"{prefix}{param_name}", f"{prefix}parametrizations.{param_name}.original")
+    if parametrize.is_parametrized(module, param_name):
+        _rename(state_dict, f"{prefix}{param_name}", f"{prefix}parametrizations.{param_name}.original")
 
 
 def _after_loading(module: nn.Module, incompatible_keys: Any, *, param_name: str) -> None:
