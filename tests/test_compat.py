@@ -627,8 +627,9 @@ def test_parametrize_in_an_fsdp_launch(monkeypatch):
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
-def test_parametrize_under_fsdp2():
+def test_parametrize_under_fsdp2(monkeypatch):
     """fully_shard shards the packed bytes; forward is exact, and every entry of the state dict is a DTensor."""
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # torch before 2.12 shards no uint8
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor

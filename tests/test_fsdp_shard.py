@@ -4,6 +4,7 @@ import copy
 import inspect
 import pickle
 
+import bitshard.tensor
 import pytest
 import torch
 from bitshard import _C
@@ -13,6 +14,12 @@ from bitshard.tensor import Params4bit
 from helpers.bytes import same_bytes
 
 STORAGES = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def integers(monkeypatch):
+    """These tests do by themselves what FSDP2 does, with integers too, which FSDP2 of older torch refuses."""
+    monkeypatch.setattr(bitshard.tensor, "_FSDP2_TAKES_INTEGERS", True)
 
 
 class Mesh:
