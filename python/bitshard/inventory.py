@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import nn
 
 logger = logging.getLogger("bitshard")
@@ -36,9 +36,10 @@ def take(model: nn.Module) -> tuple[int, int, Counter]:
     held = {id(held): held for _, held in holders(model)}
     packed = {(id(held.owner), held.name) for held in held.values()}
     others: Counter = Counter()
+    paths, head = {id(module): path for path, module in model.named_modules()}, _head(model)
     for module, name, elements in _parameters(model):
         if (id(module), name) not in packed:
-            others[_kind(model, module, name)] += elements
+            others[_kind(module, name, paths.get(id(module), ""), head)] += elements
     return len(held), sum(held.state.shape.numel() for held in held.values()), others
 
 
@@ -53,10 +54,12 @@ def line(model: nn.Module) -> tuple[str, float]:
 
 
 def report(layer: nn.Module) -> None:
-    """Log the line about the model whose forward has come to `layer`: as a warning where less than half is 4-bit."""
+    """Log the line about the model whose forward has come to `layer`, on rank 0; a warning below one half."""
     model = _model_of(layer)
     for _, held in holders(model):
         held.reported = True
+    if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
+        return
     text, share = line(model)
     logger.log(logging.INFO if share >= 0.5 else logging.WARNING, "%s", text + ("" if share >= 0.5 else _ADVICE))
 
@@ -87,19 +90,25 @@ def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, int]]:
             if parameter is None or id(parameter) in seen or (id(module), name) in seen:
                 continue
             seen.add(id(parameter))
-            yield module, name, parameter.numel()
+            yield module, name, getattr(parameter, "ds_numel", parameter.numel())  # DeepSpeed ZeRO-3 empties parameters
 
 
-def _kind(model: nn.Module, module: nn.Module, name: str) -> str:
+def _kind(module: nn.Module, name: str, path: str, head: nn.Module | None) -> str:
     """In what a reader would look for a parameter that is not 4-bit."""
-    parameter = getattr(module, name, None)
-    head = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(module, nn.Embedding):
         return "embeddings"
     if module is head or "head" in type(module).__name__.lower():
         return "head"
-    if isinstance(parameter, torch.Tensor) and parameter.dim() > 2 and not isinstance(module, nn.modules.conv._ConvNd):
+    if "expert" in f"{path} {type(module).__name__}".lower():
         return "experts"
-    if isinstance(parameter, torch.Tensor) and parameter.requires_grad:
+    if getattr(getattr(module, name, None), "requires_grad", False):
         return "trained"
     return "linear layers" if isinstance(module, nn.Linear) else "others"
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    """The output embeddings, where a model of transformers says which they are."""
+    try:
+        return model.get_output_embeddings()
+    except Exception:  # not every model has them, and a line in the log is no reason to stop a forward
+        return None
