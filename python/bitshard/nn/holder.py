@@ -189,9 +189,8 @@ class PackedWeight:
 
             if face.adopt(value, self.owner):
                 self.shard = value
-            self.owner._parameters[self.name] = (
-                value  # as FSDP2 does; patches of it leave a DTensor that is no Parameter
-            )
+            # directly, as FSDP2 registers it elsewhere: patches of it leave a DTensor that is no Parameter
+            self.owner._parameters[self.name] = value
             return True
         if type(value) is Tensor and self.name not in self.owner._parameters and _is_flat_view(value, self.state):
             return self._put_view(value)
