@@ -108,7 +108,7 @@ def test_cpu_signatures_are_upstreams(described):
 
 
 def test_names_are_upstreams(described):
-    """Upstream's libraries export every name; of its CPU names two are not here: they take weights in another order."""
+    """Upstream's libraries export every name."""
     folder = upstream.folder() / "bitsandbytes"
     cpu = (folder / "libbitsandbytes_cpu.so").read_bytes()
     cuda = next(folder.glob("libbitsandbytes_cuda1*.so")).read_bytes()
@@ -206,6 +206,55 @@ def test_cpu_calls_are_upstreams(described, tmp_path):
     for quant_type in ("nf4", "fp4"):
         ours = dequantized(packed, absmax, 64, quant_type, rows, columns, torch.float32).flatten()
         torch.testing.assert_close(theirs[quant_type], ours, rtol=1e-2, atol=1e-6)
+    state = bnb.functional.QuantState(absmax, torch.Size([32, x.numel() // 32]), None, 64, "nf4", torch.float32)
+    reordered, state = bnb.functional._convert_weight_packed_for_cpu(packed, state)
+    assert torch.equal(reordered, theirs["reordered"]) and torch.equal(state.absmax, theirs["reordered_absmax"])
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize(("M", "N", "K", "blocksize"), [(1, 32, 64, 64), (3, 96, 256, 32), (20, 64, 384, 128)])
+def test_cpu_gemv(M, N, K, blocksize, quant_type, nested):
+    """The product of a reordered weight; x and out in rows further apart than their width. And the way back."""
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(N)) * 0.05
+    storage = torch.bfloat16 if nested else torch.uint8
+    packed, state = bnb.functional.quantize_4bit(
+        w, blocksize=blocksize, quant_type=quant_type, compress_statistics=nested, quant_storage=storage
+    )
+    before, original = bnb.functional.dequantize_4bit(packed, state), packed.clone()
+    reordered, state = bnb.functional._convert_weight_packed_for_cpu(packed, state)
+    with pytest.raises((TypeError, ValueError)):
+        bnb.functional.dequantize_4bit(reordered, state)
+    x = torch.randn(M, K + 8, generator=torch.Generator().manual_seed(M)).bfloat16()
+    out = torch.full((M, N + 4), 7.0, dtype=torch.bfloat16)
+    sizes, rest = (M, N, K), (blocksize, x.stride(0), out.stride(0))
+    pointers = [tensor.data_ptr() for tensor in (x, reordered, state.absmax, out)]
+    lib[f"gemv_4bit_inference_cpu_{quant_type}_bf16"](
+        *map(ct.c_longlong, sizes), *map(ct.c_void_p, pointers), *map(ct.c_longlong, rest)
+    )
+    scales = state.absmax.t().reshape(-1).float().contiguous()
+    data = original.reshape(-1).view(torch.uint8)[: N * K // 2]
+    decoded = dequantized(data, scales, blocksize, quant_type, N, K, torch.bfloat16).double()
+    expected, bound = x[:, :K].double() @ decoded.T, (x[:, :K].double().square() @ decoded.square().T).sqrt()
+    assert ((out[:, :N].double() - expected).abs() <= LINEAR_BOUND[torch.bfloat16] * bound).all()
+    assert (out[:, N:] == 7).all()
+    back, state = bnb.functional._convert_weight_packed_for_cpu_inverse(reordered, state)
+    assert torch.equal(back.view(torch.uint8), original.view(torch.uint8)) and state.dtype is torch.float32
+    torch.testing.assert_close(bnb.functional.dequantize_4bit(back, state), before, rtol=0.02, atol=2e-3)
+
+
+def test_cpu_gemv_mistakes():
+    x = torch.ones(1, 64, dtype=torch.bfloat16)
+    out, w = torch.ones(1, 32, dtype=torch.bfloat16), torch.zeros(32, 32, dtype=torch.uint8)
+    absmax = torch.ones(1, 32, dtype=torch.bfloat16)
+    for change, words in (({1: 33}, "N = 33"), ({2: 96}, "K = 96"), ({7: 48}, "K = 64"), ({4: None}, "w is NULL")):
+        call = [1, 32, 64, x.data_ptr(), w.data_ptr(), absmax.data_ptr(), out.data_ptr(), 64, 64, 32]
+        for position, value in change.items():
+            call[position] = value
+        typed = [(ct.c_void_p if 3 <= i <= 6 else ct.c_longlong)(value) for i, value in enumerate(call)]
+        with pytest.raises(RuntimeError, match=words):
+            lib.gemv_4bit_inference_cpu_nf4_bf16(*typed)
+        assert (out == 1).all()
 
 
 def test_cpu_calls_without_elements():

@@ -90,6 +90,10 @@ def call_cpu(folder: Path) -> None:
         function = lib[f"cdequantize_blockwise_cpu_{name}_fp32"]
         addresses = map(pointer, (given["packed"], given["absmax"], made[name]))
         function(*addresses, ct.c_longlong(64), ct.c_longlong(rows), ct.c_longlong(columns))
+    functional = bnb.functional
+    state = functional.QuantState(given["absmax"].clone(), torch.Size([32, n // 32]), None, 64, "nf4", torch.float32)
+    made["reordered"], state = functional._convert_weight_packed_for_cpu(given["packed"], state)
+    made["reordered_absmax"] = state.absmax
     save_file(made, folder / "outputs.safetensors")
 
 

@@ -130,12 +130,46 @@ def has_avx512bf16() -> bool:
 def _convert_weight_packed_for_cpu(
     qweight: torch.Tensor, quant_state: QuantState, block_n: int = 32
 ) -> tuple[torch.Tensor, QuantState]:
-    """Both as they are: packed weights have one layout on every processor."""
-    return qweight, quant_state
+    """The form that `lib.gemv_4bit_inference_cpu_*` takes, which nothing else here reads: codes in groups of 32 rows.
+
+    Packed codes of W [N, K] -> uint8 [N, K / 2]; the scales of `quant_state`, which is changed in place, become
+    bfloat16 [K / blocksize, N], nested ones too. ValueError where block_n does not divide N, or the blocksize K.
+    """
+    N, K = quant_state.shape
+    if N % block_n or K % quant_state.blocksize:
+        raise ValueError(f"[{N}, {K}] with blocksize {quant_state.blocksize} is not whole in groups of {block_n} rows")
+    scales = quant_state.absmax
+    if quant_state.nested:
+        scales = dequantize_blockwise(scales, quant_state.state2) + quant_state.offset
+    quant_state.original_dtype, quant_state.original_nested = quant_state.dtype, quant_state.nested
+    quant_state.original_storage_type, quant_state.original_qshape = qweight.dtype, qweight.shape
+    quant_state.nested, quant_state.state2, quant_state.dtype = False, None, torch.bfloat16
+    quant_state.absmax = scales.view(N, -1).t().to(torch.bfloat16).contiguous()
+    quant_state.packing_format_for_cpu = True
+    data = qweight.reshape(-1).view(torch.uint8)[: N * K // 2]
+    codes = torch.stack([data >> 4, data & 15], -1).view(N // block_n, block_n, K // 2, 2)
+    low, high = codes.transpose(1, 2).reshape(-1, 2, 32).unbind(1)
+    return (high << 4 | low).view(N, K // 2), quant_state
 
 
 def _convert_weight_packed_for_cpu_inverse(
     packed_weight: torch.Tensor, quant_state: QuantState, block_n: int = 32
 ) -> tuple[torch.Tensor, QuantState]:
-    """Both as they are: packed weights have one layout on every processor."""
-    return packed_weight, quant_state
+    """The codes of `_convert_weight_packed_for_cpu` as they were; scales stay rounded, nested ones are nested again.
+
+    ValueError for a state that was not converted.
+    """
+    if not getattr(quant_state, "packing_format_for_cpu", False):
+        raise ValueError("this weight is not in the form of _convert_weight_packed_for_cpu")
+    N, K = quant_state.shape
+    codes = torch.stack([packed_weight.view(-1, 32) & 15, packed_weight.view(-1, 32) >> 4], 1)
+    codes = codes.view(N // block_n, K // 2, block_n, 2).transpose(1, 2).reshape(-1, 2)
+    data = (codes[:, 0] << 4 | codes[:, 1]).view(quant_state.original_storage_type).reshape(quant_state.original_qshape)
+    quant_state.absmax = quant_state.absmax.t().reshape(-1).float()
+    if quant_state.original_nested:
+        quant_state.offset = quant_state.absmax.mean()
+        scales = quant_state.absmax - quant_state.offset
+        quant_state.absmax, quant_state.state2 = quantize_blockwise(scales, blocksize=256)
+        quant_state.nested = True
+    quant_state.dtype, quant_state.packing_format_for_cpu = quant_state.original_dtype, False
+    return data, quant_state
