@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 
 import torch
 from torch import nn
 
 from bitshard import gather
-from bitshard.guards import Packed
+from bitshard.guards import Packed, asker
 from bitshard.state import dtype_name
 
 logger = logging.getLogger(__name__)
@@ -31,9 +30,7 @@ def before_fsdp2() -> None:
     several dtypes, the trainable parameters of that model get one. The module around a 4-bit layer is its adapter where
     it holds no other; it lies within one unit of FSDP2, so that torch would have raised.
     """
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("bitshard."):
-        frame = frame.f_back
+    frame = asker()
     if frame is None or frame.f_code.co_name != "fsdp2_prepare_model":
         return
     model, name = frame.f_locals.get("model"), frame.f_locals.get("name")

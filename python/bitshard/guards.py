@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -34,6 +36,14 @@ def module_move() -> Iterator[None]:
 def in_module_move() -> bool:
     """Whether a module is moving its parameters now."""
     return _module_move
+
+
+def asker() -> FrameType | None:
+    """The frame of the foreign code whose question about a weight is being answered."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("bitshard."):
+        frame = frame.f_back
+    return frame
 
 
 class Packed:

@@ -55,6 +55,7 @@ def line(model: nn.Module) -> tuple[str, float]:
 
 def report(layer: nn.Module) -> None:
     """Log the line about the model whose forward has come to `layer`, on rank 0; a warning below one half."""
+    layer.packed_weight.reported = True  # also a replica of DataParallel, whose holder names the original as its owner
     model = _model_of(layer)
     for _, held in holders(model):
         held.reported = True

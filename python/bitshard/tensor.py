@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from bitshard import adapters, functional, gather, guards, ops
 from bitshard.checks import check_format, check_packed, check_storage
 from bitshard.container import container_dtype, repack, shardable_dtype, sharding_begins
-from bitshard.guards import Packed, PackedData, cast_error, grad_error, in_module_move, packed_among, plain
+from bitshard.guards import Packed, PackedData, asker, cast_error, grad_error, in_module_move, packed_among, plain
 from bitshard.shard import PackedShard
 from bitshard.state import VALUE_DTYPES, QuantState, dtype_name
 
@@ -518,9 +517,7 @@ def _is_floating_point(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 def _fsdp1_flattens() -> bool:
     """Whether FSDP1's check of the tensors that it flattens is what is asking."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") in (__name__, guards.__name__):
-        frame = frame.f_back
+    frame = asker()
     return frame is not None and frame.f_code.co_name == "_validate_tensors_to_flatten"
 
 
