@@ -14,7 +14,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-TOKENS = 96
+from helpers.llama import TOKENS, load_4bit, save_llama  # noqa: E402
+
 ADAPTERS = {"lora": {"init_lora_weights": False}, "dora": {"use_dora": True}}
 
 
@@ -30,32 +31,13 @@ def fresh_dynamo():
 def folder(tmp_path_factory):
     """A saved Llama of one layer with odd sizes, in fp32."""
     target = tmp_path_factory.mktemp("llama")
-    transformers.set_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=TOKENS,
-        hidden_size=48,
-        intermediate_size=104,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.1,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(target)
+    save_llama(target)
     return target
 
 
 def with_adapter(folder, name: str) -> nn.Module:
     """The model as a QLoRA script loads it: NF4, nested scales, an adapter on every linear layer."""
-    config = transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, quantization_config=config, device_map={"": "cpu"}
-    )
+    model = load_4bit(folder)
     transformers.set_seed(3)
     settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", **ADAPTERS[name])
     return peft.get_peft_model(model, settings)

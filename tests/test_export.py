@@ -137,36 +137,13 @@ def test_aotinductor_package(tmp_path):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Folders of a tiny Llama: in fp32, and quantized by save_pretrained of the loaded 4-bit model."""
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
+    from helpers.llama import load_4bit, save_llama
+
     dense, packed = tmp_path_factory.mktemp("dense"), tmp_path_factory.mktemp("packed")
-    transformers.set_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=96,
-        hidden_size=48,
-        intermediate_size=104,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.1,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(dense)
-    quantized(dense).save_pretrained(packed)
+    save_llama(dense)
+    load_4bit(dense).save_pretrained(packed)
     return {"on the fly": dense, "pre-quantized": packed}
-
-
-def quantized(folder) -> nn.Module:
-    import transformers
-
-    config = transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, quantization_config=config, device_map={"": "cpu"}
-    )
 
 
 class Logits(nn.Module):
@@ -185,10 +162,11 @@ class Logits(nn.Module):
 def test_model(folders, strict, source):
     """A loaded model, for any batch and length: eager's logits, before and after the program was saved."""
     import transformers
+    from helpers.llama import load_4bit
 
     folder = folders[source]
     if source == "on the fly":
-        model = Logits(quantized(folder)).eval()
+        model = Logits(load_4bit(folder)).eval()
     else:
         model = Logits(transformers.AutoModelForCausalLM.from_pretrained(folder, device_map={"": "cpu"})).eval()
     ids = torch.randint(3, 96, (2, 12))

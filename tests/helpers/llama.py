@@ -1,0 +1,35 @@
+"""A tiny Llama on disk, and loaded in 4 bits as a QLoRA script loads it."""
+
+import torch
+import transformers
+
+TOKENS = 96
+
+
+def save_llama(folder) -> None:
+    """One layer with odd sizes and random weights, in fp32."""
+    transformers.set_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=TOKENS,
+        hidden_size=48,
+        intermediate_size=104,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def load_4bit(folder) -> torch.nn.Module:
+    """NF4 with nested scales, computing in fp32 on the CPU."""
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=config, device_map={"": "cpu"}
+    )
