@@ -75,6 +75,14 @@ def fsdp2(folder):
 
 
 @pytest.fixture(scope="module")
+def cut(folder):
+    """The same with efficient loading: each rank keeps its part of every model, the first one and later ones."""
+    names = [*BASELINE, "resume"]
+    accelerate_launch("fsdp2_cut.yaml", "train.py", *options(folder, "cut", names), timeout=480, BITSHARD_CUT="1")
+    return results(folder, "cut")
+
+
+@pytest.fixture(scope="module")
 def fsdp1(folder):
     """accelerate launch with FSDP1."""
     accelerate_launch("fsdp1.yaml", "train.py", "--fsdp", "1", *options(folder, "fsdp1", FSDP1))
@@ -89,6 +97,17 @@ def gap(a, b):
 @pytest.mark.parametrize("scenario", BASELINE)
 def test_fsdp2_gives_the_losses_of_one_process(alone, fsdp2, scenario):
     assert gap(alone[scenario]["losses"], fsdp2[scenario]["losses"]) <= BOUNDS[scenario]
+
+
+@pytest.mark.parametrize("scenario", BASELINE)
+def test_weights_loaded_in_parts_give_the_losses_of_one_process(alone, broken, cut, scenario):
+    assert gap(alone[scenario]["losses"], cut[scenario]["losses"]) <= BOUNDS[scenario]
+    assert gap(broken[scenario]["losses"], cut[scenario]["losses"]) > BOUNDS[scenario]
+
+
+def test_a_run_on_parts_resumes(fsdp2, cut):
+    assert "FSDP2 over 2 ranks" in cut["resume"]["report"]
+    assert gap(fsdp2["resume"]["losses"], cut["resume"]["losses"]) <= BOUNDS["trainer"]
 
 
 @pytest.mark.parametrize("scenario", ("trainer", "trainer_bf16", "sft", "sft_dora", "dora"))

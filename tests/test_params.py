@@ -11,8 +11,9 @@ import cases
 import pytest
 import torch
 from bitshard import _C, functional, ops
-from bitshard.container import container_dtype, fsdp_launch, repack
+from bitshard.container import container_dtype, repack
 from bitshard.guards import Packed
+from bitshard.launch import fsdp_launch
 from bitshard.nn.linear import Linear4bit, LinearNF4
 from bitshard.state import QuantState
 from bitshard.tensor import Params4bit, verify

@@ -2,34 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
-from bitshard import ops
+from bitshard import launch, ops
 from bitshard.state import VALUE_DTYPES, QuantState
-
-
-def _flag(name: str) -> bool:
-    return os.environ.get(name, "").lower() in ("1", "true", "yes", "y", "on", "t")
-
-
-def fsdp_launch() -> bool:
-    """Whether FSDP shards in this process, as far as the environment tells.
-
-    accelerate's switch does, and so does a variable that `TrainingArguments(fsdp=...)` sets, to true or false, when
-    it is made. That a process was launched says nothing: DDP and DeepSpeed shard no packed weight.
-    """
-    if _flag("ACCELERATE_USE_DEEPSPEED"):
-        return False
-    return _flag("ACCELERATE_USE_FSDP") or "FSDP_CPU_RAM_EFFICIENT_LOADING" in os.environ
-
-
-def sharding_begins() -> bool:
-    """Whether accelerate is about to shard the weights of this process: its switch, and a process group."""
-    distributed = torch.distributed
-    return _flag("ACCELERATE_USE_FSDP") and distributed.is_available() and distributed.is_initialized()
 
 
 def container_dtype(weight_dtype: torch.dtype, quant_storage: torch.dtype) -> torch.dtype:
@@ -38,7 +15,8 @@ def container_dtype(weight_dtype: torch.dtype, quant_storage: torch.dtype) -> to
     It is the declared one, except that an integer storage (the default, uint8) becomes the dtype of the weight where
     FSDP shards: accelerate leaves integer parameters unsharded and FSDP1 refuses them. Files keep the declared dtype.
     """
-    return shardable_dtype(weight_dtype, quant_storage) if fsdp_launch() else quant_storage
+    shards = launch.fsdp_launch() or launch.cuts()
+    return shardable_dtype(weight_dtype, quant_storage) if shards else quant_storage
 
 
 def shardable_dtype(weight_dtype: torch.dtype, container: torch.dtype) -> torch.dtype:

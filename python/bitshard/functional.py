@@ -134,11 +134,14 @@ def dequantize_4bit(
         out: tensor that receives the result, optional.
 
     Returns:
-        tensor of quant_state.shape and quant_state.dtype; a replicated DTensor where A is a shard (FSDP2).
+        tensor of quant_state.shape and quant_state.dtype; a replicated DTensor where A is a shard (FSDP2). Of a shard,
+        and of a weight that was loaded in parts, this is a collective of all ranks.
     """
     if type(A) is not Tensor and gather.is_dtensor(A):
         packed, whole_state = gather.gathered(A, quant_state)
         return gather.replicated(dequantize_4bit(packed, whole_state), A.device_mesh)
+    if quant_state is not None and quant_state.part is not None:
+        return dequantize_4bit(*quant_state.part.gathered())
     if quant_state is None:
         if absmax is None or out is None:
             raise ValueError("dequantize_4bit requires both absmax and out when quant_state is not provided")

@@ -205,6 +205,11 @@ def _in_place_handlers() -> dict[Any, Any]:
     return table
 
 
+def casts() -> list[Any]:
+    """Functions of a tensor that give it another dtype, `to` apart."""
+    return [getattr(torch.Tensor, name) for name in _CASTS]
+
+
 def reductions() -> list[Any]:
     """Functions of torch that tell of a tensor's values in a few numbers."""
     spaces = (torch, torch.Tensor)
@@ -218,7 +223,7 @@ def _handlers() -> dict[Any, Any]:
         table.update(dict.fromkeys(_functions(name), _arithmetic))
     table.update(dict.fromkeys((torch.Tensor.__truediv__, torch.Tensor.__rtruediv__), _arithmetic))
     table.update(IN_PLACE)
-    table.update(dict.fromkeys((getattr(torch.Tensor, name) for name in _CASTS), _cast))
+    table.update(dict.fromkeys(casts(), _cast))
     return table
 
 

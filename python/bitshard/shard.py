@@ -65,14 +65,17 @@ class ShardedScales:
 
     `scales` is the chunk, [ceil(total / world)] of the dtype of `absmax`, zero-padded after `length` entries. While it
     exists, `absmax` of the quantization state has data only between a gather and the freeing of what was gathered.
+    `checksum` is that of the whole scales, where ranks have made their chunks each for itself: what was gathered is
+    compared with it (`bitshard.tensor.verify`). None elsewhere.
     """
 
-    __slots__ = ("begin", "length", "scales", "total")
+    __slots__ = ("begin", "checksum", "length", "scales", "total")
 
     def __init__(self, absmax: torch.Tensor, world: int, rank: int):
         self.total = absmax.numel()
         self.begin, self.length = ops.rank_slice(self.total, world, rank)
         self.scales = absmax.new_zeros(-(-self.total // world))
+        self.checksum: torch.Tensor | None = None
         self.own.copy_(self.part(absmax))
 
     @property
@@ -120,8 +123,12 @@ class Origin:
         return self.attributes.get("quant_storage", self.dtype)
 
     def cut(self, world: int, rank: int, device: torch.device) -> None:
-        """Keep only this rank's chunk of the scales. Later calls, and one rank alone, change nothing."""
-        if self.state.sharded is not None or world == 1:
+        """Keep only this rank's chunk of the scales, where the shard is kept. Later calls change nothing."""
+        if self.state.sharded is not None:
+            if self.on_cpu and self.state.sharded.scales.device.type != "cpu":  # cut before there was a shard
+                self._settle(device)
+            return
+        if world == 1:
             return
         whole = self.state.absmax
         if whole.is_meta:
@@ -129,13 +136,18 @@ class Origin:
                 f"{whole.numel()} scales on the meta device cannot be sharded: load the 4-bit weights first"
             )
         sharded = ShardedScales(whole, world, rank)
-        sharded.to("cpu" if self.on_cpu else device)
-        if self.pinned:
-            sharded.scales = sharded.scales.pin_memory()
         if whole.is_cuda:  # FSDP2 gathers on a stream of its own, and `whole` is given back here
             whole.record_stream(torch.cuda.current_stream(whole.device))
         self.state.absmax = torch.empty_like(whole, device="meta")
         self.state.sharded = sharded
+        self._settle(device)
+
+    def _settle(self, device: torch.device) -> None:
+        """Bring the chunk of the scales to where the shards are: `device`, or with offloading the CPU."""
+        sharded = self.state.sharded
+        sharded.to("cpu" if self.on_cpu else device)
+        if self.pinned:
+            sharded.scales = sharded.scales.pin_memory()
 
 
 class PackedShard(torch.Tensor):

@@ -51,6 +51,8 @@ class QuantState:
         checksum: int64 [], checksum of the packed bytes, or None where unknown. Never saved.
         sharded: the rank's part of the scales where FSDP2 cut them, else None. Then `absmax` is real only while
             gathered.
+        part: the rank's part of the packed bytes of a weight that was loaded in parts and is not sharded yet
+            (`bitshard.parts.KeptPart`), else None.
     """
 
     valid_quant_types = ("fp4", "nf4")
@@ -59,6 +61,7 @@ class QuantState:
 
     checksum: Tensor | None = None
     sharded: Any = None
+    part: Any = None
     shared_code: Tensor | None = None  # a table of all states: what `code` becomes a copy of when it is asked for
     _code: Tensor | None = None
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitshard import adapters, functional, gather, guards, ops
+from bitshard import adapters, functional, gather, guards, launch, ops, parts
 from bitshard.checks import check_format, check_packed, check_storage
-from bitshard.container import container_dtype, repack, shardable_dtype, sharding_begins
+from bitshard.container import container_dtype, repack, shardable_dtype
 from bitshard.guards import Packed, PackedData, asker, cast_error, grad_error, in_module_move, packed_among, plain
 from bitshard.shard import PackedShard
 from bitshard.state import VALUE_DTYPES, QuantState, dtype_name
@@ -44,6 +44,13 @@ def verify(weight: Tensor, state: QuantState, where: str) -> None:
         "same), and with accelerate set fsdp_use_orig_params: false or a wrap policy that keeps LoRA apart; or use "
         "FSDP2 (fsdp_version: 2)."
     )
+    loaded_in_parts = state.sharded is not None and state.sharded.checksum is not None
+    if loaded_in_parts:
+        advice = (
+            "The ranks kept their parts of it while they loaded it, and these do not fit together: the ranks read "
+            "different files, or FSDP2 shards over another mesh than that of all ranks in their order. Set "
+            "BITSHARD_CUT=0 to load whole weights."
+        )
     if weight.numel() != expected:
         raise ValueError(
             f"{where}: the 4-bit weight arrived as {list(weight.shape)} of {dtype_name(weight.dtype)}, but "
@@ -58,6 +65,10 @@ def verify(weight: Tensor, state: QuantState, where: str) -> None:
             f"{where}: the 4-bit weight arrived as {list(weight.shape)} of {dtype_name(weight.dtype)} with other bytes "
             f"than it was quantized to (checksum {found:#x}, expected {int(state.checksum):#x}). {advice}"
         )
+    if loaded_in_parts and not state.absmax.is_meta:
+        found = int(ops.checksum(state.absmax))
+        if found != int(state.sharded.checksum):
+            raise ValueError(f"{where}: the 4-bit weight of {list(state.shape)} arrived with other scales. {advice}")
 
 
 # ---- the parameter ----
@@ -228,13 +239,22 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
 
     def _install(self, packed: Tensor, state: QuantState) -> None:
         """Take over packed bytes and their state; from here on they are what `verify` compares with."""
+        launch.loading()
         state.checksum = ops.checksum(packed)
+        held = self._holder()
+        keeps_part = held is not None and held.state is None and launch.cuts()
+        if keeps_part:
+            parts.KeptPart(packed, state)
+            packed = parts.hollow(packed, packed.device)
         with plain():
             if self.requires_grad:
                 raise grad_error()
             self.data = packed
         self.bnb_quantized = True
         self._set_state(state)
+        if keeps_part:
+            self.__class__ = PartedParams4bit
+            self._delivered()  # the first forward compares what was gathered with what was quantized
 
     def _set_state(self, state: QuantState | None) -> None:
         """The bytes are those of `state`: tell the layer, too."""
@@ -347,6 +367,62 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
         n = state.shape.numel()
         whole = data.numel() == ops.storage_elements(n, data.element_size())
         return repack(data, self.quant_storage, n) if whole else data
+
+
+class PartedParams4bit(Params4bit):
+    """A weight of which this rank keeps only its part, until `fully_shard` takes it (`bitshard.parts`).
+
+    Foreign code sees a Params4bit of the whole size. What would read its bytes raises ValueError.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        handler = PARTED.get(func)
+        if handler is None and func not in parts.HARMLESS:
+            weight = next((value for value in (*args, *kwargs.values()) if isinstance(value, cls)), None)
+            raise parts.unreadable(getattr(func, "__name__", str(func)), "unknown" if weight is None else weight._shape)
+        return guards.guarded(PARTED, func, args, kwargs)
+
+    @property
+    def _shape(self) -> list[int]:
+        """Shape of the weight that was quantized."""
+        return list(self.quant_state.shape)
+
+    def to(self, *args: Any, **kwargs: Any) -> Params4bit:
+        """Move this rank's part."""
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype is not None and dtype is not self.dtype and not in_module_move():
+            raise cast_error(self, f"to({dtype_name(dtype)})")
+        if device is None or device == self.device:
+            return self
+        if device.type == "meta":
+            raise parts.unreadable("to(meta)", self._shape)
+        self.quant_state.part.move(device)
+        with plain():
+            return self._like(parts.hollow(self.data, device))
+
+    def saved_data(self) -> Tensor:
+        """The weight itself: a state dict may hold it, as long as nobody reads it."""
+        return self.detach()
+
+    def _enter_float_container(self) -> bool:
+        return False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Params4bit:
+        with plain():
+            new = self._like(parts.hollow(self.data, self.device))
+        memo[id(self)] = new
+        return new
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        raise parts.unreadable("pickling", self._shape)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Params4bit(this rank's part of {self._shape}, {self.dtype}, {self.device})"
+
+
+PartedParams4bit.__name__ = "Params4bit"
 
 
 def _is_device(device: torch.device, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -481,16 +557,58 @@ def _new_zeros(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
     if not (isinstance(weight, Params4bit) and weight.bnb_quantized) or out.dtype is not weight.dtype:
         return out
+    _require_shardable(weight)
+    launch.note_sharding()
+    return PackedShard(out, weight.quant_state, weight.size(), like=weight)
+
+
+def _require_shardable(weight: Params4bit) -> None:
     if not (weight.dtype.is_floating_point or _FSDP2_TAKES_INTEGERS):
         raise ValueError(
             f"FSDP2 of torch {torch.__version__} shards no {dtype_name(weight.dtype)} (2.12 and later do): load the "
             "model with bnb_4bit_quant_storage= the dtype of the model, or after TrainingArguments(fsdp=...) or "
             "`accelerate launch` have told this process that FSDP shards"
         )
-    return PackedShard(out, weight.quant_state, weight.size(), like=weight)
 
 
 _FSDP2_TAKES_INTEGERS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
+
+
+def _parted_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """`.data` of a weight that is not there: what it is like, on the meta device, and nothing to read."""
+    return torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+
+
+def _set_parted_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    weight, data = args
+    if type(data) is not PartedParams4bit or data.quant_state is not weight.quant_state:
+        raise parts.unreadable(".data =", weight._shape)
+    func(weight, data)
+
+
+def _cast_parted(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    if in_module_move():
+        return args[0]
+    raise parts.unreadable(getattr(func, "__name__", "cast"), args[0]._shape)
+
+
+def _chunk_parted(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """torch.chunk, by which FSDP2 finds out what a rank keeps; once more, for the sizes only, when it has it."""
+    weight, count = args[0], args[1] if len(args) > 1 else kwargs["chunks"]
+    part = weight.quant_state.part
+    sizes = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+    return sizes.chunk(count) if part is None else part.chunks(count)
+
+
+def _new_zeros_parted(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What FSDP2 makes its shards with, and then copies this rank's chunk into."""
+    weight = args[0]
+    out = func(*args, **kwargs)
+    if out.dtype is not weight.dtype or weight.quant_state.part is None:
+        raise parts.unreadable("new_zeros", weight._shape)
+    _require_shardable(weight)
+    launch.note_sharding()
+    return PackedShard.wrap(out, weight.quant_state.part.hand_over(Params4bit, dict(weight.__dict__)))
 
 
 def _is_floating_point(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -512,7 +630,7 @@ def _is_floating_point(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
             "bnb_4bit_quant_storage= the dtype of the model, or after TrainingArguments(fsdp=...) or `accelerate "
             "launch` have told this process that FSDP shards; or use FSDP2 (fully_shard)"
         )
-    return sharding_begins() and isinstance(weight, Params4bit) and weight._enter_float_container()
+    return launch.sharding_begins() and isinstance(weight, Params4bit) and weight._enter_float_container()
 
 
 def _fsdp1_flattens() -> bool:
@@ -561,6 +679,34 @@ def _to(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return args[0].to(*args[1:], **kwargs) if isinstance(args[0], Params4bit) else func(*args, **kwargs)
 
 
+def _numel(func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
+    """The number of elements; while parts are kept, those of this rank where transformers asks what to reserve.
+
+    It allocates the size of all weights at once, to warm the allocator up, before it loads them: more than a small GPU
+    has.
+    """
+    weight = args[0]
+    n = func(*args, **kwargs)
+    if not weight.is_meta or not isinstance(weight, Params4bit) or torch.compiler.is_compiling() or not launch.cuts():
+        return n
+    frame = asker()
+    reserves = frame is not None and frame.f_code.co_name == "get_total_byte_count"
+    return -(-n // launch.world()) if reserves else n
+
+
+def _parted_handlers() -> dict[Any, Any]:
+    table = {func: _chunk_parted for func in (torch.chunk, torch.Tensor.chunk)}
+    table.update(dict.fromkeys((torch.Tensor.detach, torch.detach), _keep_class))
+    table[torch.Tensor.to] = _to
+    table.update(dict.fromkeys(guards.casts(), _cast_parted))
+    table[torch.is_floating_point] = table[torch.Tensor.is_floating_point] = _is_floating_point
+    table[torch.Tensor.requires_grad_] = table[torch.Tensor.requires_grad.__set__] = _set_requires_grad
+    table[torch.Tensor.new_zeros] = _new_zeros_parted
+    table[torch.Tensor.data.__get__] = _parted_data
+    table[torch.Tensor.data.__set__] = _set_parted_data
+    return table
+
+
 def _handlers() -> dict[Any, Any]:
     table: dict[Any, Any] = dict(guards.HANDLERS)
     for func in (torch.chunk, torch.split, torch.Tensor.chunk, torch.Tensor.split, torch.Tensor.detach, torch.detach):
@@ -571,11 +717,13 @@ def _handlers() -> dict[Any, Any]:
     table.update(dict.fromkeys(guards.reductions(), _reduce))
     table[torch.Tensor.requires_grad_] = table[torch.Tensor.requires_grad.__set__] = _set_requires_grad
     table[torch.empty_like] = _empty_like
+    table[torch.Tensor.numel] = table[torch.numel] = _numel
     table[torch.Tensor.new_zeros] = _new_zeros
     table[torch.Tensor.data.__get__] = _get_data
     table[torch.Tensor.data.__set__] = _set_data
     return table
 
 
+PARTED = _parted_handlers()
 Params4bit.handlers = _handlers()
 torch.serialization.add_safe_globals([Params4bit, QuantState, _rebuild])

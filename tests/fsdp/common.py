@@ -122,12 +122,24 @@ def kept_scales(layer: Linear4bit) -> torch.Tensor:
     return state.absmax if state.sharded is None else state.sharded.scales
 
 
+def whole_bytes(layer: Linear4bit) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes of the packed weight and of its scales; of a weight loaded in parts a collective.
+
+    The parts are those of what was quantized, by the checksum that was taken of it.
+    """
+    weight, state = layer.weight, layer.quant_state
+    if state.part is not None:
+        weight, state = state.part.gathered()
+        assert int(ops.checksum(weight)) == int(layer.quant_state.checksum)
+        assert int(ops.checksum(state.absmax)) == int(layer.quant_state.sharded.checksum)
+    return as_bytes(weight), as_bytes(state.absmax)
+
+
 class Spy:
     """Compares what a `Linear4bit` sees in forward, byte by byte, with what it was quantized to."""
 
     def __init__(self, layer: Linear4bit):
-        self.weight = as_bytes(layer.weight)
-        self.scales = as_bytes(layer.quant_state.absmax)
+        self.weight, self.scales = whole_bytes(layer)
         self.weight_dtype = layer.weight.dtype
         self.seen: list[tuple[int, int]] = []
         layer.register_forward_hook(self.look)

@@ -582,6 +582,8 @@ def main():
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if WORLD > 1 and os.environ.get("BITSHARD_CUT") == "1":  # weights are cut where the process group is there
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     results = {}
     for name in args.only.split(","):
         try:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import gather, ops
+from bitshard import gather, ops, parts
 from bitshard.container import repack
 from bitshard.guards import module_move
 from bitshard.state import QuantState, dtype_name
@@ -30,6 +30,7 @@ class Place(enum.Enum):
 
     FLOAT = "not quantized yet"
     WHOLE = "whole"
+    PART = "this rank's part, before fully_shard"
     VIEW = "FSDP1 view"
     SHARD = "FSDP2 shard"
     GATHERED = "gathered"
@@ -62,9 +63,11 @@ class PackedWeight:
         self.reported = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
-        """Of a copied layer. The copy of a shard keeps its state, for scales that were cut cannot be copied apart."""
+        """Of a copied layer. The copy of a shard or part keeps its state, for scales that were cut stay one."""
         new = memo[id(self)] = copy.copy(self)
         new.owner = copy.deepcopy(self.owner, memo)
+        if self.place is Place.PART:
+            return new
         if self.shard is None:
             new.state, new.checked = copy.deepcopy((self.state, self.checked), memo)
         else:
@@ -96,6 +99,8 @@ class PackedWeight:
             return Place.FLOAT
         if self.shard is not None:
             return Place.GATHERED
+        if self.state.part is not None:
+            return Place.PART
         return Place.VIEW if registered is None or self.flat or _is_flat_view(registered, self.state) else Place.WHOLE
 
     # -- for a forward --
@@ -148,6 +153,8 @@ class PackedWeight:
         own = getattr(weight, "quant_state", None)
         if own is not None:
             self.state = own
+            if own.part is not None:
+                raise parts.unreadable(owner, own.shape)
             return
         if self.state is None or (isinstance(weight, Params4bit) and not weight.bnb_quantized):
             raise RuntimeError(
@@ -322,6 +329,8 @@ class PackedWeight:
             destination.update({f"{key}.{name}": value for name, value in entries.sharded_entries(self.weight).items()})
             return
         weight, state = self.weight, self.state
+        if place is Place.PART:  # accelerate asks for a state dict before it shards, and does not use it
+            return
         if isinstance(weight, Params4bit):
             state = weight.quant_state
             if not keep_vars:
@@ -348,6 +357,9 @@ class PackedWeight:
             arguments = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
             PendingLoad.of(self.weight, state_dict, key).finish(self.owner, self.name, state_dict, prefix, *arguments)
             return None
+        if self.place is Place.PART:
+            error_msgs.append(str(parts.unreadable(f"loading {key}", self.state.shape)))
+            return {name for name in state_dict if name == key or name.startswith(f"{key}.")}
         statistics = {name: value for name, value in state_dict.items() if name.startswith(f"{key}.")}
         if not statistics and not getattr(self.weight, "bnb_quantized", False):
             self.checked = None  # what is copied into a view of FSDP1's flat parameter is checked again

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import inventory
+from bitshard import inventory, launch
 from bitshard.autograd import matmul_4bit
 from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
 from bitshard.state import dtype_name
@@ -65,6 +65,8 @@ class Linear4bit(HoldsPackedWeight, nn.Linear):
         self.quant_type = quant_type
         self.quant_storage = quant_storage
         self.packed_weight = PackedWeight(self, "weight", (output_features, input_features))
+        if self.weight.is_meta:
+            launch.layer_waits(input_features * output_features)
 
     def reset_parameters(self) -> None:
         """Initialize a weight that is not quantized; packed bytes are left alone."""

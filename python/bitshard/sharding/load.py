@@ -184,6 +184,8 @@ class PendingLoad:
         own, given = state.absmax if state.sharded is None else state.sharded.own, self._own_scales(scales)
         self._require_other_bytes(own, given, loaded, key)
         own.copy_(given)
+        if state.sharded is not None:
+            state.sharded.checksum = None
         state.code, state.dtype, state.offset, state.state2 = loaded.code, loaded.dtype, loaded.offset, loaded.state2
         state.checksum = None  # of the loaded bytes; the next gather computes it
 

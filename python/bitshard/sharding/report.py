@@ -45,6 +45,9 @@ def measure(model: nn.Module) -> Share:
         else:
             packed = own = weight.numel() * weight.element_size()
         state = held.state
+        if state.part is not None:
+            share.fsdp, ranks = "loading", state.part.world
+            own = state.part.rows.numel() * weight.element_size()
         kept = state.absmax if state.sharded is None else state.sharded.scales
         share.weights += 1
         share.packed, share.own_packed = share.packed + packed, share.own_packed + own
@@ -64,9 +67,10 @@ def describe(model: nn.Module) -> str:
             f"4-bit base not sharded: {share.weights} weights, all {share.packed:,} bytes and {share.scales:,} bytes "
             "of scales in this process"
         )
+    how = "loaded in parts, not sharded yet," if share.fsdp == "loading" else f"sharded by {share.fsdp}"
     scales = "sharded" if share.own_scales < share.scales else "whole"
     return (
-        f"4-bit base sharded by {share.fsdp} over {share.ranks} ranks: {share.weights} weights, "
+        f"4-bit base {how} over {share.ranks} ranks: {share.weights} weights, "
         f"{share.own_packed:,} of {share.packed:,} bytes (1/{share.packed / max(share.own_packed, 1):.2f}) and "
         f"{share.own_scales:,} of {share.scales:,} bytes of scales ({scales}) on this rank"
     )

@@ -31,6 +31,7 @@ def write(weight: DTensor, gathered: Params4bit | None, new: Params4bit) -> None
         state.absmax.copy_(theirs.absmax)
     if state.sharded is not None:
         state.sharded.own.copy_(state.sharded.part(theirs.absmax))
+        state.sharded.checksum = None
     device = state.code.device
     state.dtype, state.checksum = theirs.dtype, ops.checksum(packed).to(device)
     if state.nested:

@@ -1,0 +1,112 @@
+"""What the environment of this process says about sharding, and what follows for loading.
+
+Three questions, each with one answer here: does FSDP shard in this process (`fsdp_launch`), does it begin now
+(`sharding_begins`), and does each rank keep only its part of a 4-bit weight that is being loaded (`cuts`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+logger = logging.getLogger("bitshard")
+
+_TRUE, _FALSE = ("1", "true", "yes", "y", "on", "t"), ("0", "false", "no", "n", "off", "f")
+# accelerate's mesh dimensions beside the one that FSDP shards over
+_OTHER_DIMS = ("DP_REPLICATE", "TP", "CP", "SP")
+_READ_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers' switch
+
+_sharded = False  # a 4-bit weight of this process has been sharded by FSDP2
+_turned_off_read_ahead = False
+_waiting_elements = 0  # of 4-bit layers that were built on the meta device
+_warned_of_fsdp1 = False
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "").lower() in _TRUE
+
+
+def world() -> int:
+    """Processes of the default process group; 1 where there is none."""
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def fsdp_launch() -> bool:
+    """Whether FSDP shards in this process, as far as the environment tells.
+
+    accelerate's switch does, and so does a variable that `TrainingArguments(fsdp=...)` sets, to true or false, when
+    it is made. That a process was launched says nothing: DDP and DeepSpeed shard no packed weight.
+    """
+    if _flag("ACCELERATE_USE_DEEPSPEED"):
+        return False
+    return _flag("ACCELERATE_USE_FSDP") or "FSDP_CPU_RAM_EFFICIENT_LOADING" in os.environ
+
+
+def sharding_begins() -> bool:
+    """Whether accelerate is about to shard the weights of this process: its switch, and a process group."""
+    distributed = torch.distributed
+    return _flag("ACCELERATE_USE_FSDP") and distributed.is_available() and distributed.is_initialized()
+
+
+def cuts() -> bool:
+    """Whether each rank keeps only its part of a 4-bit weight that is being loaded: what `fully_shard` will leave it.
+
+    So it is where accelerate's FSDP2 shards over all processes, its efficient loading is on, the process group is
+    there, and no model has been sharded yet: a later one (to merge, to evaluate on rank 0) is whole. `BITSHARD_CUT=0`
+    and `=1` override all but the process group. ValueError for any other value of it.
+    """
+    asked = os.environ.get("BITSHARD_CUT", "").lower()
+    if asked and asked not in (*_TRUE, *_FALSE):
+        raise ValueError(f"BITSHARD_CUT={asked}: expected 0 (whole weights), 1 (parts), or nothing")
+    if asked in _FALSE or world() == 1:
+        return False
+    if asked:
+        return True
+    return not _sharded and _accelerate_fsdp2() and _flag("FSDP_CPU_RAM_EFFICIENT_LOADING")
+
+
+def _accelerate_fsdp2() -> bool:
+    """Whether accelerate's FSDP2 shards over all processes."""
+    if not (_flag("ACCELERATE_USE_FSDP") and fsdp_launch() and os.environ.get("FSDP_VERSION") == "2"):
+        return False
+    return all(os.environ.get(f"PARALLELISM_CONFIG_{dim}_SIZE", "1") == "1" for dim in _OTHER_DIMS)
+
+
+def note_sharding() -> None:
+    """FSDP2 has taken a packed weight: models that are loaded from now on are whole."""
+    global _sharded, _turned_off_read_ahead
+    _sharded = True
+    if _turned_off_read_ahead:
+        _turned_off_read_ahead = False
+        os.environ.pop(_READ_AHEAD, None)
+
+
+def layer_waits(elements: int) -> None:
+    """A 4-bit layer with a weight of `elements` was built on the meta device, as transformers does before it loads.
+
+    transformers' threads read pre-quantized files ahead, onto the GPU, as fast as the disk allows: the whole model may
+    be there before the first weight is cut. Its own switch turns that off while parts are kept, unless it is set.
+    """
+    global _waiting_elements, _turned_off_read_ahead
+    _waiting_elements += elements
+    if not _turned_off_read_ahead and _READ_AHEAD not in os.environ and cuts():
+        os.environ[_READ_AHEAD] = "1"
+        _turned_off_read_ahead = True
+
+
+def loading() -> None:
+    """The first weights arrive: under accelerate's FSDP1, which wants them whole, say once what that takes."""
+    global _warned_of_fsdp1
+    if _warned_of_fsdp1 or not sharding_begins() or os.environ.get("FSDP_VERSION", "1") != "1" or world() == 1:
+        return
+    _warned_of_fsdp1 = True
+    if torch.distributed.get_rank() == 0 and _waiting_elements > 0:
+        logger.warning(
+            "FSDP1 takes a model that is whole on every GPU: about %.2f GiB of 4-bit weights and scales, and all other "
+            "weights, until it is sharded. With FSDP2 (fsdp_version: 2) and fsdp_cpu_ram_efficient_loading: true each "
+            "rank keeps only its part of the 4-bit weights from loading on.",
+            _waiting_elements * (0.5 + 1 / 64) / 2**30,
+        )

@@ -1,0 +1,150 @@
+"""A 4-bit weight of which a rank keeps only its part, from loading until `fully_shard` takes it.
+
+Each rank quantizes the whole weight, one at a time, and keeps the chunk of bytes and of scales that `fully_shard` over
+all processes will leave it. What stands for the weight meanwhile (`bitshard.tensor.PartedParams4bit`) has its size,
+dtype and device, and a storage of 0 bytes. No communication, and nothing private of torch: FSDP2 asks a parameter for
+`chunk(world)` and takes its own chunk, then for `new_zeros`, which gives the `PackedShard` as ever.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitshard import ops
+from bitshard.shard import Origin, ShardedScales
+from bitshard.state import QuantState
+
+_ADVICE = (
+    "Prepare the model first (Trainer.train, accelerator.prepare: FSDP2 gathers it then), or set BITSHARD_CUT=0, with "
+    "which every rank loads whole weights, as it does for models that are loaded after the first one was sharded"
+)
+_TIMEOUT_S = 30
+
+# What may be asked of a weight that is not there: what it is like, and what moves no byte.
+_ATTRIBUTES = (
+    "device dtype grad is_cpu is_cuda is_leaf is_meta is_mps is_xpu is_xla is_mkldnn is_sparse is_sparse_csr "
+    "is_quantized is_nested layout names ndim requires_grad shape _backward_hooks grad_fn itemsize nbytes _version "
+    "output_nr"
+).split()
+_METHODS = (
+    "contiguous data_ptr detach dim element_size is_complex is_contiguous is_floating_point numel nelement ndimension "
+    "requires_grad_ size storage_offset stride untyped_storage __len__ __hash__ is_same_size is_inference is_shared "
+    "register_hook is_pinned"
+).split()
+
+
+def _harmless() -> frozenset[Any]:
+    found = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(Tensor, name)}
+    found |= {getattr(space, name) for space in (Tensor, torch) for name in _METHODS if hasattr(space, name)}
+    return frozenset(found | {Tensor.grad.__set__, torch._has_compatible_shallow_copy_type})
+
+
+HARMLESS = _harmless()
+
+
+def unreadable(what: str, shape: Any) -> ValueError:
+    """The error for reading a weight of `shape` that is not there."""
+    return ValueError(
+        f"{what}: this rank keeps only its part of this 4-bit weight of {list(shape)} since it was loaded, for FSDP2 "
+        f"shards in this process. {_ADVICE}."
+    )
+
+
+def hollow(like: Tensor, device: torch.device | str) -> Tensor:
+    """A plain tensor of the size and dtype of `like` on `device` that has no memory behind it."""
+    out = torch.empty(like.size(), dtype=like.dtype, device=device)
+    out.untyped_storage().resize_(0)
+    return out
+
+
+class KeptPart:
+    """This rank's part of a packed weight [n, 1] that was whole for a moment.
+
+    Attributes:
+        state: the `QuantState` of the whole weight, whose `part` this is and whose scales are cut.
+        size: size of the whole packed weight, [n, 1].
+        dtype: of the container.
+        rows: this rank's ceil(n / world) or fewer rows.
+        world, rank: of the default process group.
+    """
+
+    __slots__ = ("dtype", "rank", "rows", "size", "state", "world")
+
+    def __init__(self, packed: Tensor, state: QuantState):
+        distributed = torch.distributed
+        self.state, self.size, self.dtype = state, packed.size(), packed.dtype
+        self.world, self.rank = distributed.get_world_size(), distributed.get_rank()
+        begin, length = ops.rank_slice(packed.size(0), self.world, self.rank)
+        self.rows = packed[begin : begin + length].clone()
+        sharded = ShardedScales(state.absmax, self.world, self.rank)
+        sharded.checksum = ops.checksum(state.absmax)
+        state.absmax = torch.empty_like(state.absmax, device="meta")
+        state.sharded, state.part = sharded, self
+
+    def chunks(self, count: int) -> tuple[Tensor, ...]:
+        """What torch.chunk(weight, count) gives FSDP2: this rank's rows, and tensors without data for the others."""
+        if count != self.world:
+            raise ValueError(
+                f"this 4-bit weight of {list(self.state.shape)} was loaded in parts for {self.world} ranks and is "
+                f"sharded over {count}: for FSDP2 over a part of the ranks (hybrid sharding) set BITSHARD_CUT=0"
+            )
+        chunks = torch.empty(self.size, dtype=self.dtype, device="meta").chunk(count)
+        return tuple(self.rows if rank == self.rank else chunk for rank, chunk in enumerate(chunks))
+
+    def hand_over(self, parameter: type, attributes: dict[str, Any]) -> Origin:
+        """FSDP2 makes its shard: the origin of it, for which this rank's part is kept here no longer."""
+        origin = Origin(self.state, self.size, self.dtype, parameter, attributes)
+        self.state.part = None
+        return origin
+
+    def move(self, device: torch.device | str) -> None:
+        """Move the part with its scales."""
+        self.rows = self.rows.to(device)
+        self.state.to(device)
+
+    def gathered(self) -> tuple[Tensor, QuantState]:
+        """Packed bytes and state, whole on every rank. A collective of all processes, which are waited for first."""
+        self._meet()
+        device = self._collective_device()
+        itemsize, world = self.rows.element_size(), self.world
+        own = torch.zeros(-(-self.size[0] // world) * itemsize, dtype=torch.uint8, device=device)
+        own[: self.rows.numel() * itemsize] = self.rows.view(-1).view(torch.uint8).to(device)
+        chunk = self.state.sharded.scales.to(device)
+        packed, scales = own.new_empty(world * own.numel()), chunk.new_empty(world * chunk.numel())
+        torch.distributed.all_gather_into_tensor(packed, own)
+        torch.distributed.all_gather_into_tensor(scales, chunk)
+        state = self.state.clone()
+        state.absmax, state.sharded, state.part = scales[: self.state.sharded.total], None, None
+        return packed.view(self.dtype)[: self.size[0]].view(self.size).to(self.rows.device), state.to(self.rows.device)
+
+    def _collective_device(self) -> torch.device:
+        """Where the process group takes tensors from."""
+        if self.rows.device.type == "cpu" and "gloo" not in torch.distributed.get_backend():
+            return torch.device("cuda", torch.cuda.current_device())
+        return self.rows.device
+
+    def _meet(self) -> None:
+        """Wait until all ranks are here; ValueError after a while, for a lone rank would wait in the collective."""
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        global _meetings
+        _meetings += 1
+        seconds = float(os.environ.get("BITSHARD_CUT_TIMEOUT", _TIMEOUT_S))
+        store, key = _get_default_store(), f"bitshard/parts/{_meetings}"
+        if store.add(key, 1) == self.world:
+            store.set(f"{key}/all", "1")
+        try:
+            store.wait([f"{key}/all"], datetime.timedelta(seconds=seconds))
+        except Exception as error:
+            store.add(key, -(2**40))  # whoever comes later must not find all ranks here
+            raise unreadable(
+                f"only some of the {self.world} ranks came to gather it in {seconds:g} s", self.state.shape
+            ) from error
+
+
+_meetings = 0  # of this rank so far; all ranks count alike
