@@ -91,12 +91,12 @@ def quantize_4bit(
     )
     state.shared_code = table(quant_type, A.device)
     if compress_statistics:
-        _nest(state)
+        nest(state)
     state.absmax = into(absmax, state.absmax, "absmax")
     return into(out, packed, "out"), state
 
 
-def _nest(state: QuantState) -> None:
+def nest(state: QuantState) -> None:
     """Quantize the scales of a 4-bit state to 8 bits: absmax - mean, dynamic map, blocks of 256."""
     code = table("dynamic", state.absmax.device)
     offset = mean(state.absmax)

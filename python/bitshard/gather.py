@@ -5,6 +5,7 @@ torch.distributed is imported where a DTensor is met, for a process that shards 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -36,10 +37,40 @@ def like(local: Tensor, weight: Any, size: torch.Size) -> Any:
 
 
 def replicated(values: Tensor, mesh: Any) -> Any:
-    """`values`, which every rank of `mesh` computed alike, as a DTensor."""
+    """`values`, which every rank of `mesh` computed alike, as a DTensor that plain tensors may be combined with."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    return DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    out = DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    out.__class__ = _numbers_class()
+    return out
+
+
+@functools.cache
+def _numbers_class() -> type:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    class Numbers(DTensor):
+        """What dequantizing a sharded weight gives: whole on every rank, and so are plain tensors beside it.
+
+        peft adds the product of its adapter's matrices to it: DTensors where the adapter is sharded, plain tensors
+        where every rank has all of it.
+        """
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            mesh = next((value.device_mesh for value in args if isinstance(value, Numbers)), None)
+
+            def beside(value: Any) -> Any:
+                if mesh is None or not isinstance(value, Tensor) or is_dtensor(value):
+                    return value
+                return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*map(beside, args), **(kwargs or {}))
+
+    return Numbers
 
 
 def shard_world(weight: Any) -> tuple[int, int]:

@@ -56,7 +56,7 @@ def line(model: nn.Module) -> tuple[str, float]:
 def report(layer: nn.Module) -> None:
     """Log the line about the model whose forward has come to `layer`, on rank 0; a warning below one half."""
     layer.packed_weight.reported = True  # also a replica of DataParallel, whose holder names the original as its owner
-    model = _model_of(layer)
+    model = model_of(layer)
     for _, held in holders(model):
         held.reported = True
     if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
@@ -65,7 +65,7 @@ def report(layer: nn.Module) -> None:
     logger.log(logging.INFO if share >= 0.5 else logging.WARNING, "%s", text + ("" if share >= 0.5 else _ADVICE))
 
 
-def _model_of(layer: nn.Module) -> nn.Module:
+def model_of(layer: nn.Module) -> nn.Module:
     """The outermost module in whose forward, as the stack has it, `layer` is being called; else `layer`."""
     model, frame = layer, sys._getframe(1)
     while frame is not None:

@@ -71,12 +71,18 @@ class ShardedScales:
 
     __slots__ = ("begin", "checksum", "length", "scales", "total")
 
-    def __init__(self, absmax: torch.Tensor, world: int, rank: int):
-        self.total = absmax.numel()
-        self.begin, self.length = ops.rank_slice(self.total, world, rank)
-        self.scales = absmax.new_zeros(-(-self.total // world))
+    def __init__(self, chunk: torch.Tensor, total: int, world: int, rank: int):
+        self.total = total
+        self.begin, self.length = ops.rank_slice(total, world, rank)
+        self.scales = chunk.new_zeros(-(-total // world))
         self.checksum: torch.Tensor | None = None
-        self.own.copy_(self.part(absmax))
+        self.own.copy_(chunk.view(-1))
+
+    @classmethod
+    def cut(cls, absmax: torch.Tensor, world: int, rank: int) -> ShardedScales:
+        """This rank's chunk of whole scales."""
+        begin, length = ops.rank_slice(absmax.numel(), world, rank)
+        return cls(absmax.view(-1)[begin : begin + length], absmax.numel(), world, rank)
 
     @property
     def own(self) -> torch.Tensor:
@@ -135,7 +141,7 @@ class Origin:
             raise ValueError(
                 f"{whole.numel()} scales on the meta device cannot be sharded: load the 4-bit weights first"
             )
-        sharded = ShardedScales(whole, world, rank)
+        sharded = ShardedScales.cut(whole, world, rank)
         if whole.is_cuda:  # FSDP2 gathers on a stream of its own, and `whole` is given back here
             whole.record_stream(torch.cuda.current_stream(whole.device))
         self.state.absmax = torch.empty_like(whole, device="meta")

@@ -210,8 +210,12 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
         """A weight from checkpoint entries: packed `data` and its statistics (see `QuantState.from_dict`).
 
         `quant_storage` becomes the dtype of `data`. TypeError or ValueError where data, statistics and the linear layer
-        `module` do not fit.
+        `module` do not fit. For a layer that FSDP2 has sharded before its weight came, all of them are this rank's
+        parts, and so is the result (a `PackedShard`).
         """
+        held = getattr(module, "packed_weight", None)
+        if held is not None and held.awaited is not None:
+            return held.awaited.take_packed(data.detach(), quantized_stats, device)
         state = QuantState.from_dict(quantized_stats, device=device)
         layer = [getattr(module, name, None) for name in ("out_features", "in_features")]
         if None not in layer and list(state.shape) != layer:
@@ -319,12 +323,20 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
     # -- moves --
 
     def to(self, *args: Any, **kwargs: Any) -> Params4bit:
-        """Quantize in place (first move to a real device), or move packed bytes and their state. See the class."""
+        """Quantize in place (first move to a real device), or move packed bytes and their state. See the class.
+
+        Rows of a weight that FSDP2 has sharded already give this rank's `PackedShard`.
+        """
         if torch.compiler.is_dynamo_compiling() and self.bnb_quantized and _is_device(self.device, args, kwargs):
             return self
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         if not self.bnb_quantized:
             if device is not None and device.type != "meta":
+                held = self._holder()
+                if held is not None and held.awaited is not None:
+                    with plain():
+                        rows = torch.Tensor.to(self.data, device=device, dtype=dtype, non_blocking=non_blocking)
+                    return held.awaited.quantize(rows.as_subclass(Tensor))
                 return self._quantize(device)
             with plain():
                 data = torch.Tensor.to(self.data, device=device, dtype=dtype, non_blocking=non_blocking)

@@ -29,6 +29,7 @@ class Place(enum.Enum):
     """Where a layer's packed weight is."""
 
     FLOAT = "not quantized yet"
+    AWAITED = "sharded by FSDP2, its rows still to come"
     WHOLE = "whole"
     PART = "this rank's part, before fully_shard"
     VIEW = "FSDP1 view"
@@ -44,10 +45,12 @@ class PackedWeight:
         name: the parameter's name in it.
         shape: shape of the weight that was quantized, None before it is known.
         state: its quantization state; None before it is quantized.
+        awaited: what FSDP2 sharded before it was quantized (`bitshard.sharding.rows.AwaitedRows`), else None.
         shard: what FSDP2 registers as the weight between forwards, once it has.
         flat: FSDP1 with use_orig_params, which looks for the very tensors that it put here.
         foreign: somebody else has set the bytes since they were quantized or loaded.
         checked: the state that foreign bytes were last compared with.
+        unwatched: loaded into shards, and no forward with gradients has been seen (`bitshard.sharding.late_adapters`).
         reported: the log has told what of the model is 4-bit (`bitshard.inventory`).
     """
 
@@ -56,10 +59,12 @@ class PackedWeight:
         self.name = name
         self.shape = None if shape is None else torch.Size(shape)
         self.state: QuantState | None = None
+        self.awaited: Any = None
         self.shard: Tensor | None = None
         self.flat = False
         self.foreign = False
         self.checked: QuantState | None = None
+        self.unwatched = False
         self.reported = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
@@ -94,7 +99,7 @@ class PackedWeight:
         """Where the weight is now."""
         registered = self.owner._parameters.get(self.name)
         if gather.is_dtensor(registered):
-            return Place.SHARD
+            return Place.SHARD if self.awaited is None else Place.AWAITED
         if self.state is None or getattr(registered, "bnb_quantized", True) is False:
             return Place.FLOAT
         if self.shard is not None:
@@ -159,7 +164,8 @@ class PackedWeight:
         if self.state is None or (isinstance(weight, Params4bit) and not weight.bnb_quantized):
             raise RuntimeError(
                 f"{owner}: the weight {list(weight.shape)} of {dtype_name(weight.dtype)} is not quantized yet: move "
-                "the layer to a device first, for instance with .to('cpu') or .cuda()"
+                "the layer to a device first, for instance with .to('cpu') or .cuda(); where fully_shard came before "
+                "the weights, call bitshard.fsdp.quantize(model) after loading them"
             )
         if weight.dim() != 2 or weight.shape[1] != 1:
             raise ValueError(
@@ -168,6 +174,12 @@ class PackedWeight:
             )
         if isinstance(weight, Params4bit):
             weight.quant_state = self.state
+
+    def watch(self) -> None:
+        """In the first forward with gradients: see to it that a backward warns of adapters that nobody averages."""
+        from bitshard.sharding import late_adapters
+
+        late_adapters.watch(self.owner)
 
     # -- what the weight tells (see Params4bit) --
 
@@ -182,13 +194,20 @@ class PackedWeight:
     # -- what takes the weight's place --
 
     def put(self, value: Any) -> bool:
-        """`layer.weight = value` where there is a quantized weight already; True unless `value` is to be registered.
+        """`layer.weight = value` for a quantized weight or a DTensor; True unless `value` is to be registered.
 
         FSDP2 puts its shard here and, while it is gathered, the whole weight; FSDP1 a view of its flat parameter. A new
         quantized weight for a layer that FSDP2 sharded is written into the shards of all ranks, for FSDP2 would drop it
         with its next gather: a collective, to which every rank brings the same weight. So is one for a view of FSDP1,
         which lasts where FSDP1 shards nothing; elsewhere the next forward misses it (`verify`).
         """
+        if self.state is None:
+            if not gather.is_dtensor(value):
+                return False
+            from bitshard.sharding.rows import AwaitedRows
+
+            AwaitedRows.adopt(self, value)
+            return True
         if type(value) is Params4bit:
             return self._put_packed(value)
         if gather.is_dtensor(value):
@@ -328,6 +347,10 @@ class PackedWeight:
 
             destination.update({f"{key}.{name}": value for name, value in entries.sharded_entries(self.weight).items()})
             return
+        if place is Place.AWAITED:
+            self.awaited.key = key
+            destination[key] = self.awaited.entry()
+            return
         weight, state = self.weight, self.state
         if place is Place.PART:  # accelerate asks for a state dict before it shards, and does not use it
             return
@@ -360,6 +383,8 @@ class PackedWeight:
         if self.place is Place.PART:
             error_msgs.append(str(parts.unreadable(f"loading {key}", self.state.shape)))
             return {name for name in state_dict if name == key or name.startswith(f"{key}.")}
+        if self.place is Place.AWAITED:
+            return set()
         statistics = {name: value for name, value in state_dict.items() if name.startswith(f"{key}.")}
         if not statistics and not getattr(self.weight, "bnb_quantized", False):
             self.checked = None  # what is copied into a view of FSDP1's flat parameter is checked again
@@ -420,7 +445,7 @@ class HoldsPackedWeight(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = self.__dict__.get("packed_weight")
-        if held is None or name != held.name or held.state is None or not held.put(value):
+        if held is None or name != held.name or not held.put(value):
             super().__setattr__(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -89,6 +89,8 @@ class Linear4bit(HoldsPackedWeight, nn.Linear):
             weight, state = held.ready(weight)
         if not held.reported and not torch.compiler.is_compiling():
             inventory.report(self)
+        if held.unwatched and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            held.watch()
         if not self.compute_type_is_set:
             self.set_compute_type(x)
             self.compute_type_is_set = True

@@ -1,0 +1,57 @@
+"""FSDP2's own record of a parameter: the one place that touches private parts of torch.
+
+Tried with torch 2.11 and 2.13. Used are `FSDPParam.__init__` with its arguments by name, the attributes of the same
+names that it keeps, `_module_info`, `_post_load_hook_handle`, `_unsharded_param`, `sharded_param` and
+`reset_sharded_param`. `tests/test_fsdp_parts.py` goes through all of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+
+def record_of(module: nn.Module, name: str) -> Any:
+    """FSDP2's record (FSDPParam) of the parameter `name` of `module`; None if it has none.
+
+    It is found in the hook that the record registers with its module; nothing public leads from a layer to it.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    for hook in module._load_state_dict_post_hooks.values():
+        for cell in getattr(hook, "__closure__", None) or ():
+            found = cell.cell_contents
+            if isinstance(found, FSDPParam) and found._module_info.param_name == name:
+                return found
+    return None
+
+
+def start_over(record: Any, weight: nn.Parameter) -> None:
+    """Let the record begin again with `weight` in the place of the parameter that it was made for.
+
+    Its constructor runs with the arguments that it was called with, so all sizes are right; it registers its shard of
+    `weight` in the module. RuntimeError where this torch has another constructor.
+    """
+    try:
+        offload = CPUOffloadPolicy(pin_memory=record.pin_memory) if record.offload_to_cpu else OffloadPolicy()
+        arguments = {
+            "param": weight,
+            "module_info": record._module_info,
+            "mesh_info": record.mesh_info,
+            "post_forward_mesh_info": record.post_forward_mesh_info,
+            "device": record.device,
+            "shard_placement_fn": None,
+            "mp_policy": record.mp_policy,
+            "offload_policy": offload,
+        }
+        record._post_load_hook_handle.remove()
+        vars(record).pop("_unsharded_param", None)  # dense, where a forward was tried before the weight was quantized
+        record.__init__(**arguments)
+    except (AttributeError, TypeError) as error:
+        raise RuntimeError(
+            f"FSDP2 of torch {torch.__version__} keeps its parameters otherwise than 2.11 to 2.13 do ({error}): a "
+            "4-bit model cannot be loaded into shards there. Load it as accelerate does, before fully_shard."
+        ) from error

@@ -1,0 +1,306 @@
+"""4-bit weights that are loaded into a model that `fully_shard` has sharded already: no rank ever holds a whole one.
+
+transformers' `from_pretrained(..., distributed_config=DistributedConfig(fsdp_size=N))` shards the model while it is on
+the meta device, before anything is quantized, and gives every rank its rows [N / world, K] of each weight. When they
+come, float or packed, every rank makes its part of the packed weight of them, with the bytes and scales that quantizing
+the whole weight gives, and FSDP2's parameter of [N, K] becomes one of the packed column [n, 1], as if the weight had
+been quantized before `fully_shard`. From there on nothing differs from a model that was loaded whole.
+
+Loading is a collective: all ranks bring the rows of the same weights in the same order. Before each weight the ranks
+tell each other what they bring and what went wrong, so that all raise or none does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from bitshard import functional, gather, ops
+from bitshard.container import repack, shardable_dtype
+from bitshard.shard import PackedShard, ShardedScales
+from bitshard.sharding.entries import BLOB_PREFIX
+from bitshard.sharding.record import record_of, start_over
+from bitshard.state import VALUE_DTYPES, QuantState, dtype_name, unpack_tensor_to_dict
+from bitshard.tensor import Params4bit
+
+_KEPT = ("blocksize", "_is_hf_initialized")  # of the weight that FSDP2 took, for the one that is made of its rows
+
+_out_of_step: str | None = None  # the ranks of this process have lost each other while loading: why
+
+
+class AwaitedRows:
+    """A float weight [N, K] of a 4-bit layer that FSDP2 sharded; this rank's rows of it are still to come.
+
+    Attributes:
+        held: the layer's `PackedWeight`.
+        weight: what is registered: FSDP2's DTensor, or one that a loader has put in its place.
+        key: name of the weight in the model's state dict, once one was asked for.
+    """
+
+    def __init__(self, held: Any, weight: DTensor, key: str):
+        self.held = held
+        self.weight = weight
+        self.key = key
+
+    # -- before they come --
+
+    @classmethod
+    def adopt(cls, held: Any, weight: DTensor) -> None:
+        """FSDP2 registers `weight` for a layer that is not quantized, or a loader assigns its rows to it.
+
+        ValueError for a weight that is not sharded by rows.
+        """
+        if any(placement.is_shard() and placement.dim != 0 for placement in weight.placements):
+            raise ValueError(
+                f"4-bit weights are sharded by rows, not {weight.placements}: tensor parallelism cannot have them"
+            )
+        owner = held.owner
+        before = owner._parameters.get(held.name)
+        owner._parameters[held.name] = weight
+        if isinstance(before, (Params4bit, DTensor)):
+            # What transformers rebuilds the weight from: Params4bit(rows, requires_grad=False, **old_weight.__dict__)
+            weight.__dict__.update({name: value for name, value in vars(before).items() if name in _KEPT})
+        weight.__dict__.update(
+            compress_statistics=owner.compress_statistics,
+            quant_type=owner.quant_type,
+            quant_storage=owner.quant_storage,
+            module=owner,
+        )
+        held.awaited = cls(held, weight, held.name if held.awaited is None else held.awaited.key)
+        record = record_of(owner, held.name)  # None while FSDP2 is making it
+        if record is not None and record.sharded_param is not weight and not weight._local_tensor.is_meta:
+            held.awaited.quantize(weight._local_tensor)
+
+    def entry(self) -> DTensor:
+        """The weight in a state dict.
+
+        On the meta device this is asked for by transformers, which reads from each entry how the tensors of the
+        checkpoint are split: by their first dimension, each by its own size. An entry of one dimension [N] says that
+        for all of them, dense [N, K] and packed [n, 1] weights, scales [S] and the JSON entry (beside an entry of two
+        dimensions it takes those of one for members of a list of experts, and gives them to one rank only).
+        """
+        local = self.weight._local_tensor
+        if not local.is_meta:
+            return self.weight.detach()
+        return gather.like(local.new_empty(local.size(0)), self.weight, self.weight.size()[:1])
+
+    # -- when they come --
+
+    @torch.no_grad()
+    def quantize(self, rows: Tensor) -> PackedShard:
+        """Quantize this rank's float `rows` [r, K]; its shard, which is registered too. A collective.
+
+        Each rank quantizes its own rows where a shard of the packed column holds exactly the blocks of these rows. For
+        nested scales the first level is gathered: its mean, and the second-level blocks of 256 scales, span the ranks.
+        Where the rows are split unevenly or inside a block, the weight is gathered for a moment and every rank
+        quantizes all of it.
+        """
+        self._agree(lambda: self._check_rows(rows))
+        owner, blocksize = self.held.owner, self.weight.__dict__.get("blocksize", 64)
+        world, rank = gather.shard_world(self.weight)
+        container = shardable_dtype(rows.dtype, owner.quant_storage)
+        (N, K), device = self.weight.size(), rows.device
+        quantize = _quantizer(owner.quant_type, blocksize, container)
+        if not _splits_whole_blocks(N, K, world, blocksize, container):
+            values = gather.whole(_placed(rows, self.weight)).to(device)
+            packed, state = quantize(values, owner.compress_statistics)
+            begin, length = ops.rank_slice(packed.size(0), world, rank)
+            return self._install(packed[begin : begin + length].clone(), state, None)
+        packed, state = quantize(rows, False)
+        own, state.shape = state.absmax, torch.Size((N, K))
+        if owner.compress_statistics:
+            total = torch.Size((ops.block_count(N * K, blocksize),))
+            state.absmax = gather.whole(gather.like(own, self.weight, total)).to(device)
+            functional.nest(state)
+            own = None
+        return self._install(packed, state, own)
+
+    @torch.no_grad()
+    def take_packed(self, data: Tensor, entries: dict[str, Any], device: Any) -> PackedShard:
+        """Take over this rank's parts of a packed weight and of all its entries from a checkpoint. A collective."""
+        parts = {name.removeprefix(f"{self.held.name}."): value for name, value in entries.items()}
+        scales = parts.pop("absmax", None)
+        small = self._agree(lambda: _check_parts(data, scales, parts))
+        world, rank = gather.shard_world(self.weight)
+        total = ops.block_count(self.weight.numel(), _blocksize(small, self.key))
+        scales = scales.to(device)
+        # of the scales only their number is read; the values are this rank's
+        state = self._read({**small, "absmax": torch.empty(total, dtype=scales.dtype)}, device)
+        elements = ops.storage_elements(self.weight.numel(), data.element_size())
+        (begin, length), (_, n_scales) = ops.rank_slice(elements, world, rank), ops.rank_slice(total, world, rank)
+        self._agree(lambda: self._check_lengths(data, length, scales, n_scales))
+        data = data.to(device).reshape(-1, 1)
+        container = shardable_dtype(state.dtype, data.dtype)
+        self.held.owner.quant_storage = data.dtype
+        if container is data.dtype:
+            return self._install(data, state, scales)
+        if elements % world == 0 and (length * data.element_size()) % container.itemsize == 0:
+            return self._install(data.view(-1).view(container).view(-1, 1), state, scales)
+        column = torch.Size((elements, 1))
+        whole = repack(gather.whole(gather.like(data, self.weight, column)).to(device), container, self.weight.numel())
+        begin, length = ops.rank_slice(whole.size(0), world, rank)
+        return self._install(whole[begin : begin + length].clone(), state, scales)
+
+    def _install(self, packed: Tensor, state: QuantState, own_scales: Tensor | None) -> PackedShard:
+        """Make `packed` [rows, 1], this rank's part of a packed column, the sharded weight of the layer.
+
+        `own_scales` is this rank's chunk of the scales; None where `state` has all of them.
+        """
+        held, owner, awaited = self.held, self.held.owner, self.weight
+        record = record_of(owner, held.name)
+        if record is None:
+            raise ValueError(f"{self.key}: FSDP2 does not know this weight, whose rows have come, (any more)")
+        total = ops.block_count(state.shape.numel(), state.blocksize)
+        world, rank = gather.shard_world(awaited)
+        if own_scales is not None and world == 1:
+            state.absmax, own_scales = own_scales, None
+        if own_scales is not None:
+            state.sharded = ShardedScales(own_scales, total, world, rank)
+            state.absmax = torch.empty(total, dtype=own_scales.dtype, device="meta")
+        n = ops.storage_elements(state.shape.numel(), packed.element_size())
+        column = torch.empty(n, 1, dtype=packed.dtype, device="meta")
+        held.awaited, held.state, held.unwatched = None, state, True
+        start_over(record, Params4bit.of_state(column, state, owner.quant_storage, owner))
+        sharded = owner._parameters[held.name]  # FSDP2's DTensor of the packed column, on the meta device
+        origin = sharded._local_tensor.origin
+        origin.on_cpu = record.offload_to_cpu
+        origin.cut(world, rank, packed.device)
+        weight = nn.Parameter(gather.like(PackedShard.wrap(packed, origin), sharded, sharded.size()), False)
+        if awaited.__dict__.get("_is_hf_initialized"):
+            weight._is_hf_initialized = True
+        setattr(owner, held.name, weight)
+        record.reset_sharded_param()  # takes the new tensor over: pads it, pins it where it is offloaded
+        return owner._parameters[held.name]._local_tensor
+
+    # -- what the ranks tell each other --
+
+    def _agree(self, prepare: Callable[[], tuple[Any, dict[str, Tensor]]]) -> dict[str, Tensor]:
+        """Run `prepare` on every rank: (facts that all must share, small entries that are split among the ranks).
+
+        The small entries, whole, come back. ValueError on all ranks where one rank's `prepare` raises, where the facts
+        differ, or where the ranks are not at the same weight, after which no rank loads any more.
+        """
+        global _out_of_step
+        if _out_of_step is not None:
+            raise ValueError(f"{self.key}: not loaded, for the ranks lost each other before: {_out_of_step}")
+        facts, small, failure = None, {}, None
+        try:
+            facts, small = prepare()
+        except (RuntimeError, TypeError, ValueError) as error:
+            failure = f"{type(error).__name__}: {error}"
+        group = _shard_group(self.weight)
+        boxes: list[Any] = [(self.key, facts, failure, {name: value.cpu() for name, value in small.items()})]
+        if group is not None:
+            box, boxes = boxes[0], [None] * dist.get_world_size(group)
+            dist.all_gather_object(boxes, box, group)
+        keys, every, failures, pieces = zip(*boxes, strict=True)
+        if len(set(keys)) > 1:
+            at = ", ".join(f"rank {rank} {key}" for rank, key in enumerate(keys))
+            _out_of_step = f"they came with different weights ({at}), so one of them has failed to read its rows of one"
+            raise ValueError(f"{self.key}: {_out_of_step}; see its own error")
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise ValueError(f"{self.key}: rank {rank} of {len(boxes)} cannot load it: {failure}")
+        if any(other != facts for other in every):
+            raise ValueError(
+                f"{self.key}: the ranks bring different things, do they read the same files? {list(every)}"
+            )
+        return {name: torch.cat([piece[name] for piece in pieces]) for name in small}
+
+    def _check_rows(self, rows: Tensor) -> tuple[Any, dict[str, Tensor]]:
+        expected = self.weight._local_tensor.size()
+        if rows.size() != expected:
+            raise ValueError(f"rows of {list(rows.shape)}, expected {list(expected)} of {list(self.weight.size())}")
+        if rows.dtype not in VALUE_DTYPES.values():
+            raise TypeError(f"rows of {rows.dtype}, expected float32, float16 or bfloat16")
+        return dtype_name(rows.dtype), {}
+
+    def _check_lengths(self, data: Tensor, length: int, scales: Tensor, n_scales: int) -> tuple[Any, dict[str, Tensor]]:
+        where = f"of a weight of {list(self.weight.size())}"
+        if data.numel() != length:
+            raise ValueError(f"{data.numel()} elements of {data.dtype} {where} for this rank, expected {length}")
+        if scales.numel() != n_scales:
+            raise ValueError(f"{scales.numel()} scales {where} for this rank, expected {n_scales}")
+        return None, {}
+
+    def _read(self, entries: dict[str, Tensor], device: Any) -> QuantState:
+        """The state that the entries say, all ranks the same; ValueError unless it is that of this weight."""
+        try:
+            state = QuantState.from_dict(entries, device=device)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self.key}: {error}") from error
+        if list(state.shape) != list(self.weight.size()):
+            raise ValueError(
+                f"{self.key}: packed weight of shape {list(state.shape)} for a layer of {list(self.weight.size())}"
+            )
+        return state
+
+
+def quantize(model: nn.Module) -> int:
+    """Quantize every 4-bit layer of `model` that was sharded and loaded before it was quantized; how many.
+
+    A collective. Loaders that assign weights (transformers with a `DistributedConfig`, `load_state_dict(assign=True)`
+    of DTensors) need no call. Those that write into the sharded weights do: `model.to_empty(...)`, then
+    torch.distributed.checkpoint or `set_model_state_dict`. ValueError where no rows have been loaded yet.
+    """
+    waiting = [(name, vars(module).get("packed_weight")) for name, module in model.named_modules()]
+    waiting = [(name, held) for name, held in waiting if held is not None and held.awaited is not None]
+    for name, held in waiting:
+        held.awaited.key = f"{name}.{held.name}" if name else held.name
+        weight = held.owner._parameters[held.name]
+        if not isinstance(weight, DTensor) or weight._local_tensor.is_meta:
+            raise ValueError(f"{held.awaited.key}: no rows have been loaded yet, or the weight is gathered now")
+        held.awaited.quantize(weight._local_tensor)
+    return len(waiting)
+
+
+def _quantizer(quant_type: str, blocksize: int, container: torch.dtype) -> Callable[..., tuple[Tensor, QuantState]]:
+    def call(values: Tensor, nested: bool) -> tuple[Tensor, QuantState]:
+        return functional.quantize_4bit(values, None, None, blocksize, nested, quant_type, container)
+
+    return call
+
+
+def _splits_whole_blocks(N: int, K: int, world: int, blocksize: int, container: torch.dtype) -> bool:
+    """Whether each rank's rows are whole blocks, and the very bytes of its chunk of the packed column."""
+    return N % world == 0 and (N // world * K) % math.lcm(blocksize, 2 * container.itemsize) == 0
+
+
+def _check_parts(data: Tensor, scales: Any, parts: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    if not isinstance(scales, Tensor):
+        raise ValueError(f"absmax is missing beside {sorted(parts)}")
+    for name, value in parts.items():
+        if not isinstance(value, Tensor) or value.dim() != 1:
+            raise TypeError(f"{name}: expected a vector, got {getattr(value, 'shape', type(value).__name__)}")
+    return (dtype_name(data.dtype), dtype_name(scales.dtype), sorted(parts)), parts
+
+
+def _blocksize(small: dict[str, Tensor], key: str) -> int:
+    blobs = [value for name, value in small.items() if name.startswith(BLOB_PREFIX)]
+    if len(blobs) != 1:
+        raise ValueError(f"{key}: expected one quant_state entry beside the packed weight, got {sorted(small)}")
+    try:
+        blocksize = unpack_tensor_to_dict(blobs[0]).get("blocksize")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{key}: {error}") from error
+    if type(blocksize) is not int or blocksize <= 0:
+        raise ValueError(f"{key}: blocksize is {str(blocksize)[:60]!r}")
+    return blocksize
+
+
+def _placed(rows: Tensor, weight: DTensor) -> DTensor:
+    return DTensor.from_local(
+        rows, weight.device_mesh, weight.placements, run_check=False, shape=weight.size(), stride=weight.stride()
+    )
+
+
+def _shard_group(weight: DTensor) -> Any:
+    """The process group over which `weight` is sharded; None if it is not."""
+    dims = [i for i, placement in enumerate(weight.placements) if placement.is_shard()]
+    return weight.device_mesh.get_group(dims[0]) if dims else None
