@@ -1,0 +1,134 @@
+"""What the environment says about sharding, and what loading does about it; no process group needed."""
+
+import logging
+import os
+
+import pytest
+import torch
+from bitshard import launch
+from bitshard.nn.linear import Linear4bit
+from torch import nn
+
+CUT = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+READ_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"
+
+
+@pytest.fixture
+def two(monkeypatch):
+    """A process of two in which nothing was sharded yet; a function that sets its environment."""
+    for name in (*CUT, READ_AHEAD, "BITSHARD_CUT", "ACCELERATE_USE_DEEPSPEED"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launch, "world", lambda: 2)
+    for name in ("_sharded", "_turned_off_read_ahead", "_warned_of_fsdp1"):
+        monkeypatch.setattr(launch, name, False)
+    monkeypatch.setattr(launch, "_waiting_elements", 0)
+
+    def environment(**values):
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return environment
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    (
+        ({}, False),
+        (CUT, True),
+        ({**CUT, "FSDP_VERSION": "1"}, False),
+        ({**CUT, "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}, False),
+        ({**CUT, "ACCELERATE_USE_FSDP": "false"}, False),
+        ({**CUT, "ACCELERATE_USE_DEEPSPEED": "true"}, False),
+        ({**CUT, "BITSHARD_CUT": "0"}, False),
+        ({"BITSHARD_CUT": "1"}, True),
+        ({**CUT, "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, False),
+        ({**CUT, "PARALLELISM_CONFIG_TP_SIZE": "1"}, True),
+    ),
+)
+def test_who_keeps_parts(two, environment, expected):
+    two(**environment)
+    assert launch.cuts() is expected
+
+
+def test_one_process_keeps_whole_weights(two, monkeypatch):
+    two(**CUT, BITSHARD_CUT="1")
+    monkeypatch.setattr(launch, "world", lambda: 1)
+    assert not launch.cuts()
+
+
+def test_models_are_whole_once_one_was_sharded(two):
+    two(**CUT)
+    launch.note_sharding()
+    assert not launch.cuts()
+    two(BITSHARD_CUT="1")
+    assert launch.cuts()
+
+
+def test_a_value_that_says_nothing_raises(two):
+    two(BITSHARD_CUT="maybe")
+    with pytest.raises(ValueError, match="BITSHARD_CUT=maybe"):
+        launch.cuts()
+
+
+def meta_layer():
+    with torch.device("meta"):
+        return Linear4bit(64, 32)
+
+
+def test_reading_ahead_is_off_while_parts_are_kept(two):
+    two(**CUT)
+    meta_layer()
+    assert os.environ[READ_AHEAD] == "1"
+    launch.note_sharding()
+    assert READ_AHEAD not in os.environ
+
+
+def test_a_users_choice_of_reading_ahead_stays(two):
+    two(**CUT, **{READ_AHEAD: "0"})
+    meta_layer()
+    launch.note_sharding()
+    assert os.environ[READ_AHEAD] == "0"
+
+
+def test_reading_ahead_stays_on_elsewhere(two):
+    meta_layer()
+    assert READ_AHEAD not in os.environ
+
+
+def test_transformers_reserves_the_size_of_a_part(two):
+    """Its `caching_allocator_warmup` would allocate the whole 4-bit model on each GPU."""
+    from transformers import BitsAndBytesConfig, LlamaConfig
+    from transformers.modeling_utils import get_total_byte_count
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+    class Model(nn.Module):
+        all_tied_weights_keys = {}
+        config = LlamaConfig()
+
+        def __init__(self):
+            super().__init__()
+            self.layer = meta_layer()
+            self.norm = nn.Parameter(torch.empty(10, dtype=torch.bfloat16, device="meta"))
+
+        def get_parameter_or_buffer(self, name):
+            return self.get_parameter(name)
+
+    quantizer = Bnb4BitHfQuantizer(BitsAndBytesConfig(load_in_4bit=True), pre_quantized=False)
+    model, gpu = Model(), torch.device("cuda", 0)
+    where = dict.fromkeys(("layer.weight", "norm"), gpu)
+    assert get_total_byte_count(model, where, quantizer)[gpu] == 64 * 32 / 2 + 20
+    two(**CUT)
+    assert get_total_byte_count(model, where, quantizer)[gpu] == 64 * 32 / 2 / 2 + 20
+    assert model.layer.weight.numel() == 64 * 32  # whoever else asks
+
+
+def test_fsdp1_is_told_what_it_takes(two, monkeypatch, caplog):
+    two(ACCELERATE_USE_FSDP="true", FSDP_VERSION="1")
+    monkeypatch.setattr(launch, "sharding_begins", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(launch, "_waiting_elements", 2**33)
+    with caplog.at_level(logging.WARNING, "bitshard"):
+        for _ in range(2):
+            Linear4bit(64, 32).to("cpu")
+    (record,) = caplog.records
+    assert "4.12 GiB" in record.getMessage() and "fsdp_version: 2" in record.getMessage()
