@@ -6,9 +6,19 @@ can load them back in place; `full_state_dict` writes whole tensors in the decla
 file has them.
 """
 
+from bitshard.sharding.in_place import gather_in_place
 from bitshard.sharding.late_adapters import shard_adapters
 from bitshard.sharding.report import Share, describe, measure
 from bitshard.sharding.rows import quantize
 from bitshard.sharding.state_dicts import full_state_dict, load_full_state_dict
 
-__all__ = ["Share", "describe", "full_state_dict", "load_full_state_dict", "measure", "quantize", "shard_adapters"]
+__all__ = [
+    "Share",
+    "describe",
+    "full_state_dict",
+    "gather_in_place",
+    "load_full_state_dict",
+    "measure",
+    "quantize",
+    "shard_adapters",
+]

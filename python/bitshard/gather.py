@@ -98,6 +98,13 @@ def anywhere(flag: bool, weight: Any) -> bool:
     return bool(found)
 
 
+def all_gather(out: Tensor, own: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """Fill `out` [world * n] with every rank's `own` [n]; the work to wait for with `async_op`."""
+    distributed = torch.distributed
+    function = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor  # its older name
+    return function(out, own, group=group, async_op=async_op)
+
+
 def whole(tensor: Any) -> Tensor:
     """All of a DTensor as a plain tensor on every rank, on the device of its mesh. A collective unless replicated."""
     device = tensor.device_mesh.device_type

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitshard import ops
+from bitshard import gather, ops
 from bitshard.shard import Origin, ShardedScales
 from bitshard.state import QuantState
 
@@ -116,8 +116,8 @@ class KeptPart:
         own[: self.rows.numel() * itemsize] = self.rows.view(-1).view(torch.uint8).to(device)
         chunk = self.state.sharded.scales.to(device)
         packed, scales = own.new_empty(world * own.numel()), chunk.new_empty(world * chunk.numel())
-        torch.distributed.all_gather_into_tensor(packed, own)
-        torch.distributed.all_gather_into_tensor(scales, chunk)
+        gather.all_gather(packed, own)
+        gather.all_gather(scales, chunk)
         state = self.state.clone()
         state.absmax, state.sharded, state.part = scales[: self.state.sharded.total], None, None
         return packed.view(self.dtype)[: self.size[0]].view(self.size).to(self.rows.device), state.to(self.rows.device)

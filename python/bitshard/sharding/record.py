@@ -1,16 +1,18 @@
 """FSDP2's own record of a parameter: the one place that touches private parts of torch.
 
 Tried with torch 2.11 and 2.13. Used are `FSDPParam.__init__` with its arguments by name, the attributes of the same
-names that it keeps, `_module_info`, `_post_load_hook_handle`, `_unsharded_param`, `sharded_param` and
-`reset_sharded_param`. `tests/test_fsdp_parts.py` goes through all of it.
+names that it keeps, `_module_info`, `_post_load_hook_handle`, `_unsharded_param`, `sharded_param`,
+`reset_sharded_param`, and for `gathered_output` the tensors that FSDP2 copies a gathered unit into.
+`tests/test_fsdp_parts.py` goes through all of it.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 
@@ -55,3 +57,18 @@ def start_over(record: Any, weight: nn.Parameter) -> None:
             f"FSDP2 of torch {torch.__version__} keeps its parameters otherwise than 2.11 to 2.13 do ({error}): a "
             "4-bit model cannot be loaded into shards there. Load it as accelerate does, before fully_shard."
         ) from error
+
+
+def gathered_output(record: Any, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """The tensor [numel] that FSDP2 would copy this parameter into when its unit has been gathered, allocated.
+
+    Under a version counter of its own, for its values are no news to autograd. None where the parameter is gathered
+    otherwise, with other parameters or by hooks of its own.
+    """
+    world = record.mesh_info.shard_mesh_size
+    if numel != math.prod(record.padded_sharded_param_size) * world or not dtype.is_floating_point:
+        return None
+    record.init_all_gather_outputs([numel // world], [dtype], world, device)
+    record.alloc_all_gather_outputs()
+    outputs = record.all_gather_outputs
+    return outputs[0].data if len(outputs) == 1 and outputs[0].dtype is dtype else None
