@@ -4,12 +4,12 @@
     python benchmarks/loading.py run DIR --way native --from packed --out RESULTS
     python benchmarks/loading.py all DIR --old FOLDER --upstream FOLDER --out RESULTS [--cap GIB]
 
-Ways: `native` is `from_pretrained(distributed_config=...)` under torchrun; `cut` is accelerate's FSDP2, where each rank
-keeps its part of every weight while it loads; `whole` the same with whole weights until accelerate shards them; `single`
-one process with the whole model, to compare logits with. DIR/packed has uint8 storage; DIR/packed16 is the same in
-bfloat16 storage, without which accelerate leaves upstream's weights whole on every rank. --old and --upstream name folders
-with packages to be measured in the place of the installed ones (a checkout with its core built in place, or unpacked
-wheels).
+Ways: `native` is `from_pretrained(distributed_config=...)` under torchrun; `cut` is accelerate's FSDP2, where each
+rank keeps its part of every weight while it loads; `whole` the same with whole weights until accelerate shards them;
+`single` one process with the whole model, to compare logits with. DIR/packed has uint8 storage, DIR/packed16 the same
+weights in bfloat16, without which accelerate leaves upstream's weights whole on every rank. --old and --upstream name
+folders with packages to be measured in the place of the installed ones (a checkout with its core built in place, or
+unpacked wheels).
 
 --cap is for machines with larger GPUs than are to be shown: it limits torch's allocator and makes
 `torch.cuda.mem_get_info` answer the limit. Without a GPU everything runs on the CPU (`make --shape tiny`).
@@ -502,7 +502,7 @@ def run(arguments: argparse.Namespace, package: str, way: str, source: str, stor
     command = [sys.executable] if way == "single" else command
     command += [__file__, "rank", arguments.directory, "--way", way, "--from", source, "--storage", storage]
     command += ["--record", str(out / f"{name}.rank"), "--cap", str(arguments.cap)]
-    cut = {} if way == "cut" else {"BITSHARD_CUT": "0"}
+    cut = {"BITSHARD_CUT": "0"} if way == "whole" else {}
     error = launch(command, out / f"{name}.log", arguments.timeout, PYTHONPATH=package_path(folder), **cut)
     result = collect(out, name, error)
     print(row(result), flush=True)
