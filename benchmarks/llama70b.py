@@ -89,7 +89,7 @@ def load_layerwise(options: argparse.Namespace, dtype):
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
-    model.model.rotary_emb = LlamaRotaryEmbedding(config=config, device=device)
+    model.model.rotary_emb = LlamaRotaryEmbedding(config=config).to(device)
     model.requires_grad_(False)
     model.is_loaded_in_4bit = True
     files = json.loads(Path(options.folder, "model.safetensors.index.json").read_text())["weight_map"]
@@ -176,11 +176,12 @@ def split_vocabulary(base, size: int):
     import torch
     import torch.distributed as dist
 
-    world, rank = dist.get_world_size(), dist.get_rank()
+    group = base.lm_head.weight.device_mesh.get_group()  # FSDP2's own: one communicator, one order of collectives
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
 
     def gathered(x):
         out = x.new_empty(world * x.size(0), *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous())
+        dist.all_gather_into_tensor(out, x.contiguous(), group)
         return out
 
     def own_rows(module):
@@ -197,7 +198,7 @@ def split_vocabulary(base, size: int):
             inside = (local >= 0) & (local < self.rows.size(0))
             found = self.rows[local.clamp(0, self.rows.size(0) - 1)] * inside[:, None]
             out = found.new_empty(ids.numel(), found.size(1))
-            dist.reduce_scatter_tensor(out, found)  # one of the terms is not zero: exact
+            dist.reduce_scatter_tensor(out, found, group=group)  # one of the terms is not zero: exact
             return out.view(*ids.shape, -1)
 
     class CrossEntropy(torch.autograd.Function):
@@ -210,20 +211,20 @@ def split_vocabulary(base, size: int):
                 part = slice(begin, begin + size)
                 logits = (states[part] @ rows.T).float()
                 top = logits.amax(1)
-                dist.all_reduce(top, dist.ReduceOp.MAX)
+                dist.all_reduce(top, dist.ReduceOp.MAX, group)
                 logits -= top[:, None]
                 local = targets[part] - first
                 inside = (local >= 0) & (local < rows.size(0))
                 local = local.clamp(0, rows.size(0) - 1)[:, None]
                 target = logits.gather(1, local)[:, 0] * inside
                 sums = torch.stack([target, logits.exp_().sum(1)])
-                dist.all_reduce(sums)
+                dist.all_reduce(sums, group=group)
                 losses[part] = sums[1].log() - sums[0]
                 logits /= sums[1][:, None]
                 logits.scatter_add_(1, local, -inside[:, None].to(logits.dtype))
                 gradient[part] = (logits.to(rows.dtype) @ rows).float()
             own = gradient.new_empty(hidden.shape)
-            dist.reduce_scatter_tensor(own, gradient)
+            dist.reduce_scatter_tensor(own, gradient, group=group)
             ctx.save_for_backward((own / labels.numel()).to(hidden.dtype))
             return losses.chunk(world)[rank].mean()
 
@@ -331,7 +332,7 @@ def rank(options: argparse.Namespace) -> None:
     if options.cap and record.cuda:
         loading.cap_gpu(options.cap)
     if options.snapshot and record.cuda:
-        torch.cuda.memory._record_memory_history(max_entries=2_000_000, stacks="python")
+        torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=2_000_000)
     generator = torch.Generator().manual_seed(record.values["rank"])
     vocabulary = AutoConfig.from_pretrained(options.folder).vocab_size
     ids = torch.randint(0, vocabulary, (options.batch, options.tokens), generator=generator)

@@ -154,7 +154,31 @@ def table(shape: tuple, options: argparse.Namespace) -> str:
     ]
     lines[-1] += " (beyond the limit the allocator gives memory back and asks again, which costs time)."
     lines.append("Driver, kernels and NCCL are not in it: `train` measures them as memory outside torch.")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *variants(shape, options)])
+
+
+def variants(shape: tuple, options: argparse.Namespace) -> list[str]:
+    """The most that is allocated at once, for one change after the other."""
+    changes: dict[str, dict] = {
+        "as asked": {},
+        "loss in chunks": {"loss": "chunked"},
+        "offloaded activations": {"offload_activations": True},
+        "both": {"loss": "chunked", "offload_activations": True},
+        "split vocabulary": {"vocabulary": "split"},
+        "split vocabulary, offloaded activations": {"vocabulary": "split", "offload_activations": True},
+        "offloaded weights": {"offload_weights": True},
+        "offloaded weights, loss in chunks": {"offload_weights": True, "loss": "chunked"},
+        "4 ranks": {"ranks": 4},
+    }
+    tokens = (512, 1024, 2048, 4096)
+    lines = ["| most at once, tokens of a sequence: | " + " | ".join(map(str, tokens)) + " |", "|---|---|---|---|---|"]
+    for name, change in changes.items():
+        cells = []
+        for length in tokens:
+            moments = Parts(shape, argparse.Namespace(**{**vars(options), **change, "tokens": length})).moments()
+            cells.append(f"{max(main + gather for main, gather in moments.values()) / GIB:.1f}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
 
 
 # ---- a snapshot of the allocator ------------------------------------------------------------------------------------

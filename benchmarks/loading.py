@@ -13,7 +13,8 @@ unpacked wheels).
 
 --cap is for machines with larger GPUs than are to be shown: it limits torch's allocator and makes
 `torch.cuda.mem_get_info` answer the limit. Without a GPU everything runs on the CPU (`make --shape tiny`).
-Every result is a JSON file in RESULTS; a run that is there is not made again.
+Every result is a JSON file in RESULTS; a run that is there is not made again. Files that were just made are read from
+the page cache: the seconds are those of a fast disk.
 """
 
 import argparse
@@ -103,7 +104,9 @@ def write_part(folder: Path, shape: tuple, kind: str, part: int, parts: int) -> 
     import torch
     from safetensors.torch import save_file
 
-    device = f"cuda:{part % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(part % torch.cuda.device_count())
     for layer in range(part, shape[2] + 1, parts):
         path = folder / f"model-{layer + 1:05d}-of-{shape[2] + 1:05d}.safetensors"
         if path.exists():
@@ -185,7 +188,7 @@ def host_memory() -> dict[str, float]:
 
 
 class HostPeak(threading.Thread):
-    """The largest private memory of this process since `reset`, looked at every 20 ms."""
+    """The largest private memory of this process since `reset`, looked at every 20 ms, or less often where that is slow."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -197,8 +200,9 @@ class HostPeak(threading.Thread):
 
     def run(self) -> None:
         while True:
+            started = time.perf_counter()
             self.value = max(self.value, host_memory()["private"])
-            time.sleep(0.02)
+            time.sleep(max(0.02, 20 * (time.perf_counter() - started)))
 
 
 def cap_gpu(gib: float) -> None:
