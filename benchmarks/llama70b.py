@@ -148,7 +148,7 @@ class ChunkedHead:
     """In the place of `lm_head.forward`: the mean loss instead of logits, which exist for `size` tokens at a time."""
 
     def __init__(self, head, size: int):
-        self.head, self.size, self.labels = head, size, None
+        self.logits, self.size, self.labels = head.forward, size, None
         head.forward = self
 
     def __call__(self, hidden):
@@ -157,14 +157,13 @@ class ChunkedHead:
         hidden, labels = hidden[:, :-1].flatten(0, 1), self.labels[:, 1:].flatten()
         total = 0
         for some, targets in zip(hidden.split(self.size), labels.split(self.size), strict=True):
-            total = total + checkpoint(summed_loss, some, self.head.weight, targets, use_reentrant=False)
+            total = total + checkpoint(self.summed, some, targets, use_reentrant=False)
         return total / labels.numel()
 
+    def summed(self, hidden, labels):
+        from torch.nn import functional
 
-def summed_loss(hidden, weight, labels):
-    from torch.nn import functional
-
-    return functional.cross_entropy(functional.linear(hidden, weight).float(), labels, reduction="sum")
+        return functional.cross_entropy(self.logits(hidden).float(), labels, reduction="sum")
 
 
 def split_vocabulary(base, size: int):
@@ -321,7 +320,7 @@ def rank(options: argparse.Namespace) -> None:
     import torch
     from transformers import AutoConfig
 
-    options.folder = str(Path(options.directory, "packed"))
+    options.folder = str(Path(options.directory, "packed-head" if options.head == "4bit" else "packed"))
     options.hidden = AutoConfig.from_pretrained(options.folder).hidden_size
     options.accelerator = loading.start_process_group(options.load != "cut")
     loading.synchronize()
@@ -382,6 +381,7 @@ def train(options: argparse.Namespace) -> None:
     name = options.name or "-".join(
         [options.load, f"{options.batch}x{options.tokens}", options.lora_dtype, options.loss]
         + ["split"] * (options.vocabulary == "split")
+        + ["head4bit"] * (options.head == "4bit")
         + ["activations"] * options.offload_activations
         + ["weights"] * options.offload_weights
         + ([Path(options.package).name] if options.package else [])
@@ -431,6 +431,7 @@ def parse() -> argparse.Namespace:
     command.add_argument("directory")
     command.add_argument("--shape", choices=loading.SHAPES, default="70b")
     command.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    command.add_argument("--kinds", default="packed,packed-head", help="the second shares the files of all layers")
     command.add_argument("--jobs", type=int, default=4, help="processes, which take the GPUs in turn")
     for name in ("train", "rank", "sum"):
         command = commands.add_parser(name, **({"help": "one launch"} if name == "train" else {}))
@@ -443,6 +444,7 @@ def parse() -> argparse.Namespace:
         command.add_argument(
             "--vocabulary", default="gathered", choices=["gathered", "split"], help="see split_vocabulary"
         )
+        command.add_argument("--head", default="bf16", choices=["bf16", "4bit"], help="4bit: of DIR/packed-head")
         command.add_argument("--offload-activations", action="store_true")
         command.add_argument("--offload-weights", action="store_true")
         command.add_argument("--load", default="native", choices=["native", "cut", "layerwise"])
@@ -462,8 +464,10 @@ def parse() -> argparse.Namespace:
         if name == "rank":
             command.add_argument("--record", required=True)
     options = parser.parse_args()
-    if getattr(options, "vocabulary", "") == "split" and options.load != "native":
-        parser.error("--vocabulary split needs --load native")
+    if getattr(options, "vocabulary", "") == "split" and (options.load, options.head) != ("native", "bf16"):
+        parser.error("--vocabulary split needs --load native and --head bf16")
+    if getattr(options, "head", "") == "4bit" and options.load == "layerwise":
+        parser.error("--load layerwise has no 4-bit head")
     return options
 
 
@@ -472,7 +476,7 @@ def main() -> None:
     if options.command == "make":
         shape = list(loading.SHAPES[options.shape])
         shape[2] = options.layers or shape[2]
-        loading.make(Path(options.directory), tuple(shape), ["packed"], options.jobs)
+        loading.make(Path(options.directory), tuple(shape), options.kinds.split(","), options.jobs)
     elif options.command == "rank":
         options.record += os.environ.get("RANK", "0") + ".json"
         rank(options)

@@ -43,13 +43,17 @@ class Parts:
         return self.L * self.P / 64 / 256 * 4
 
     def matrix(self) -> float:
-        """V H 2: the embeddings, or the head, whole in bf16."""
+        """V H 2: the embeddings, whole in bf16."""
         return self.V * self.H * 2
 
+    def head(self) -> float:
+        """V H 2: as large; in 4 bits V H / 2 + V H / 64."""
+        return self.V * self.H * (0.5 + 1 / 64) if self.options.head == "4bit" else self.matrix()
+
     def vocabulary(self) -> float:
-        """2 V H 2 / N: embeddings and head, sharded."""
+        """(V H 2 + head) / N: embeddings and head, sharded."""
         on_gpu = 1 if self.options.vocabulary == "split" else self.on_gpu
-        return 2 * self.matrix() / self.N * on_gpu
+        return (self.matrix() + self.head()) / self.N * on_gpu
 
     def norms(self) -> float:
         """(2 L + 1) H 2 / N."""
@@ -100,17 +104,18 @@ class Parts:
         which includes the loss. The head stays gathered until its backward. In backward the next unit is gathered while
         one is computed; behind the first layer that is the embedding, in vain.
         """
-        gathered = 0 if self.options.vocabulary == "split" else self.matrix()
+        split = self.options.vocabulary == "split"
+        embeddings, head = (0, 0) if split else (self.matrix(), self.head())
         always = self.resident() + self.adapters() + self.adam() + WORKSPACE + CUBLAS
         layer, kept, grads = self.layer(), self.checkpoints(), self.adapters()
         late = self.logits(in_backward=True)
         return {
-            "embeddings gathered": (always + gathered, gathered),
+            "embeddings gathered": (always + embeddings, embeddings),
             "last layer forward": (always + kept + layer + self.recomputed(), layer),
-            "loss": (always + kept + gathered + self.logits(in_backward=False), gathered or layer),
-            "backward of the loss": (always + kept + gathered + late, 0),
+            "loss": (always + kept + head + self.logits(in_backward=False), head or layer),
+            "backward of the loss": (always + kept + head + late, 0),
             "backward of the last layer": (always + kept + layer + self.recomputed(), layer),
-            "backward of the first layer": (always + grads + layer + self.recomputed(), max(layer, gathered)),
+            "backward of the first layer": (always + grads + layer + self.recomputed(), max(layer, embeddings)),
             "AdamW": (always + grads, 0),
         }
 
@@ -127,7 +132,8 @@ def table(shape: tuple, options: argparse.Namespace) -> str:
         "adapters, sharded": parts.adapters,
         "their gradients, sharded": parts.adapters,
         "AdamW, sharded": parts.adam,
-        "embeddings, or head, gathered": parts.matrix,
+        "embeddings, gathered": parts.matrix,
+        "head, gathered": parts.head,
         "one decoder layer, gathered": parts.layer,
         "inputs of the layers": parts.checkpoints,
         "one layer recomputed": parts.recomputed,
@@ -164,6 +170,9 @@ def variants(shape: tuple, options: argparse.Namespace) -> list[str]:
         "loss in chunks": {"loss": "chunked"},
         "offloaded activations": {"offload_activations": True},
         "both": {"loss": "chunked", "offload_activations": True},
+        "4-bit head": {"head": "4bit"},
+        "4-bit head, loss in chunks": {"head": "4bit", "loss": "chunked"},
+        "4-bit head, both": {"head": "4bit", "loss": "chunked", "offload_activations": True},
         "split vocabulary": {"vocabulary": "split"},
         "split vocabulary, offloaded activations": {"vocabulary": "split", "offload_activations": True},
         "offloaded weights": {"offload_weights": True},

@@ -38,7 +38,7 @@ SHAPES = {  # hidden, intermediate, layers, heads, key and value heads, vocabula
     "70b": (8192, 28672, 80, 64, 8, 128256),
     "tiny": (128, 384, 3, 4, 2, 512),
 }
-STORAGES = {"bf16": None, "packed": "uint8", "packed16": "bfloat16"}
+STORAGES = {"bf16": None, "packed": "uint8", "packed16": "bfloat16", "packed-head": "uint8"}  # the last: a 4-bit head
 
 
 # ---- checkpoints of random weights ----------------------------------------------------------------------------------
@@ -86,7 +86,10 @@ def file_of_layer(layer: int, shape: tuple, kind: str, device: str) -> dict:
     tensors = {}
     if layer == layers:
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
-            tensors[name] = random_weight(name, (vocabulary, hidden), device).cpu()
+            tensors[name] = random_weight(name, (vocabulary, hidden), device)
+        if kind == "packed-head":
+            tensors.update(quantized("lm_head.weight", tensors.pop("lm_head.weight"), STORAGES[kind]))
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         tensors["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
         return tensors
     for short, size in linears(hidden, intermediate, heads, kv_heads).items():
@@ -110,6 +113,10 @@ def write_part(folder: Path, shape: tuple, kind: str, part: int, parts: int) -> 
     for layer in range(part, shape[2] + 1, parts):
         path = folder / f"model-{layer + 1:05d}-of-{shape[2] + 1:05d}.safetensors"
         if path.exists():
+            continue
+        twin = folder.parent / "packed" / path.name
+        if kind == "packed-head" and layer < shape[2] and twin.exists():
+            path.hardlink_to(twin)
             continue
         started = time.perf_counter()
         tensors = file_of_layer(layer, shape, kind, device)
@@ -146,6 +153,7 @@ def write_config(folder: Path, shape: tuple, kind: str) -> None:
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
             bnb_4bit_quant_storage=getattr(torch, STORAGES[kind]),
+            llm_int8_skip_modules=[] if kind == "packed-head" else None,
         ).to_dict()
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     names = {}
@@ -188,7 +196,7 @@ def host_memory() -> dict[str, float]:
 
 
 class HostPeak(threading.Thread):
-    """The largest private memory of this process since `reset`, looked at every 20 ms, or less often where that is slow."""
+    """The largest private memory of this process since `reset`, looked at every 20 ms or less often if that is slow."""
 
     def __init__(self):
         super().__init__(daemon=True)
