@@ -259,6 +259,11 @@ def at_peak(snapshot: dict, device: int = 0, largest: int = 25) -> str:
     for size, stream in replay.segments.values():
         by_stream[stream] += size
     lines += [f"stream {stream:#x}: {size / mib:.0f} MiB reserved" for stream, size in by_stream.most_common()]
+    found = gaps(replay)
+    lines += ["", "Largest segments: MiB reserved, MiB in use, MiB of the largest gap, stream"]
+    for start, (total, stream) in sorted(replay.segments.items(), key=lambda segment: -segment[1][0])[:largest]:
+        free = [gap[0] for gap in found if gap[5] == start] or [0]
+        lines.append(f"{total / mib:9.1f} {(total - sum(free)) / mib:9.1f} {max(free) / mib:9.1f}  {stream:#x}")
     by_place, count = Counter(), Counter()
     for size, place in replay.blocks.values():
         by_place[place] += size
@@ -266,14 +271,14 @@ def at_peak(snapshot: dict, device: int = 0, largest: int = 25) -> str:
     lines += ["", "In use, by place of allocation:"]
     lines += [f"{size / mib:9.1f} MiB in {count[place]:5d}  {place}" for place, size in by_place.most_common(largest)]
     lines += ["", "Largest gaps, each with the block before and behind it in its segment:"]
-    for size, stream, total, before, behind in sorted(gaps(replay), key=lambda gap: -gap[0])[:largest]:
+    for size, stream, total, before, behind, _ in sorted(found, key=lambda gap: -gap[0])[:largest]:
         lines.append(f"{size / mib:9.1f} MiB of a segment of {total / mib:.1f}, stream {stream:#x}")
         lines += [f"{'':14}before: {before}", f"{'':14}behind: {behind}"]
     return "\n".join(lines) + "\n"
 
 
-def gaps(replay: Replay) -> list[tuple[int, int, int, str, str]]:
-    """(bytes, stream, bytes of the segment, block before, block behind) of each stretch that is not in use."""
+def gaps(replay: Replay) -> list[tuple[int, int, int, str, str, int]]:
+    """(bytes, stream, bytes of the segment, block before, block behind, segment) of each stretch that is not in use."""
     found = []
     addresses = sorted(replay.blocks)
     for start, (total, stream) in replay.segments.items():
@@ -283,8 +288,8 @@ def gaps(replay: Replay) -> list[tuple[int, int, int, str, str]]:
             size, place = replay.blocks[address]
             described = f"{size / 2**20:.1f} MiB, {place}"
             if address > end:
-                found.append((address - end, stream, total, before, described))
+                found.append((address - end, stream, total, before, described, start))
             end, before = address + size, described
         if end < start + total:
-            found.append((start + total - end, stream, total, before, "end of the segment"))
+            found.append((start + total - end, stream, total, before, "end of the segment", start))
     return found
