@@ -67,11 +67,6 @@ def add_adapters(model, dtype):
     return model
 
 
-def shard_adapters(model) -> None:
-    """The one line of bitshard in a native script: from bitshard.fsdp import shard_adapters."""
-    loading.adapters_sharder()(model)
-
-
 def load_layerwise(options: argparse.Namespace, dtype):
     """Read, adapt and shard one layer at a time, with calls that upstream has too. Returns the sharded model."""
     import bitsandbytes as bnb
@@ -289,6 +284,8 @@ def build(options: argparse.Namespace, record: loading.Record):
         if options.load != "layerwise":
             model = add_adapters(base, dtype)
         if options.load == "native":
+            from bitshard.fsdp import shard_adapters
+
             shard_adapters(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=torch.cuda.is_available() and not options.offload_weights)

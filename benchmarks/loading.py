@@ -303,21 +303,6 @@ def end_of_rank(status: int = 0) -> None:
 # ---- one rank -------------------------------------------------------------------------------------------------------
 
 
-def adapters_sharder():
-    """`shard_adapters` of the installed package; None where it has none, as upstream."""
-    try:
-        import bitshard
-        import bitshard.fsdp
-
-        if not hasattr(bitshard.fsdp, "shard_adapters"):
-            import bitshard.load
-
-            return bitshard.load.shard_adapters
-        return bitshard.fsdp.shard_adapters
-    except (ImportError, AttributeError):
-        return None
-
-
 def load(folder: str, source: str, way: str, storage: str):
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -386,7 +371,9 @@ def rank(arguments: argparse.Namespace) -> None:
         with record.phase("prepare"):
             model = get_peft_model(model, lora)
             if way == "native":
-                adapters_sharder()(model)
+                from bitshard.fsdp import shard_adapters
+
+                shard_adapters(model)
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
             if accelerator is not None:
                 model, optimizer = accelerator.prepare(model, optimizer)
