@@ -36,7 +36,7 @@ def load_native(options: argparse.Namespace):
     from transformers import AutoModelForCausalLM, LlamaForCausalLM
     from transformers.distributed import DistributedConfig
 
-    if options.vocabulary == "split":  # a unit of its own, so that the last norm can be gathered without the head
+    if options.vocabulary != "gathered":  # a unit of its own, so that the last norm can be gathered without the head
         LlamaForCausalLM._fsdp_plan = {"lm_head": "free_full_weight"}
     return AutoModelForCausalLM.from_pretrained(
         options.folder,
@@ -284,9 +284,11 @@ def build(options: argparse.Namespace, record: loading.Record):
         if options.load != "layerwise":
             model = add_adapters(base, dtype)
         if options.load == "native":
-            from bitshard.fsdp import shard_adapters
+            from bitshard.fsdp import gather_in_place, shard_adapters
 
             shard_adapters(model)
+            if options.vocabulary == "inplace":
+                gather_in_place(base)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=torch.cuda.is_available() and not options.offload_weights)
         if accelerator is not None:
@@ -377,7 +379,7 @@ def train(options: argparse.Namespace) -> None:
     out = Path(options.out)
     name = options.name or "-".join(
         [options.load, f"{options.batch}x{options.tokens}", options.lora_dtype, options.loss]
-        + ["split"] * (options.vocabulary == "split")
+        + [options.vocabulary] * (options.vocabulary != "gathered")
         + ["head4bit"] * (options.head == "4bit")
         + ["activations"] * options.offload_activations
         + ["weights"] * options.offload_weights
@@ -439,7 +441,10 @@ def parse() -> argparse.Namespace:
         command.add_argument("--loss", default="plain", choices=["plain", "chunked"])
         command.add_argument("--chunk", type=int, default=128, help="tokens whose logits exist at a time")
         command.add_argument(
-            "--vocabulary", default="gathered", choices=["gathered", "split"], help="see split_vocabulary"
+            "--vocabulary",
+            default="gathered",
+            choices=["gathered", "inplace", "split"],
+            help="how embeddings and head come to the tokens: see bitshard.fsdp.gather_in_place, split_vocabulary",
         )
         command.add_argument("--head", default="bf16", choices=["bf16", "4bit"], help="4bit: of DIR/packed-head")
         command.add_argument("--offload-activations", action="store_true")
@@ -461,8 +466,8 @@ def parse() -> argparse.Namespace:
         if name == "rank":
             command.add_argument("--record", required=True)
     options = parser.parse_args()
-    if getattr(options, "vocabulary", "") == "split" and (options.load, options.head) != ("native", "bf16"):
-        parser.error("--vocabulary split needs --load native and --head bf16")
+    if getattr(options, "vocabulary", "gathered") != "gathered" and (options.load, options.head) != ("native", "bf16"):
+        parser.error("--vocabulary split and inplace need --load native and --head bf16")
     if getattr(options, "head", "") == "4bit" and options.load == "layerwise":
         parser.error("--load layerwise has no 4-bit head")
     return options

@@ -104,8 +104,10 @@ class Parts:
         which includes the loss. The head stays gathered until its backward. In backward the next unit is gathered while
         one is computed; behind the first layer that is the embedding, in vain.
         """
-        split = self.options.vocabulary == "split"
+        split, in_place = (self.options.vocabulary == word for word in ("split", "inplace"))
         embeddings, head = (0, 0) if split else (self.matrix(), self.head())
+        if in_place:
+            return self._moments_in_place()
         always = self.resident() + self.adapters() + self.adam() + WORKSPACE + CUBLAS
         layer, kept, grads = self.layer(), self.checkpoints(), self.adapters()
         late = self.logits(in_backward=True)
@@ -116,6 +118,22 @@ class Parts:
             "backward of the loss": (always + kept + head + late, 0),
             "backward of the last layer": (always + kept + layer + self.recomputed(), layer),
             "backward of the first layer": (always + grads + layer + self.recomputed(), max(layer, embeddings)),
+            "AdamW": (always + grads, 0),
+        }
+
+    def _moments_in_place(self) -> dict[str, tuple[float, float]]:
+        """The same with `gather_in_place` and a head in a unit of its own that is freed after its forward."""
+        always = self.resident() + self.adapters() + self.adam() + WORKSPACE + CUBLAS
+        layer, kept, grads = self.layer(), self.checkpoints(), self.adapters()
+        logits = self.T * self.V * 2 if self.options.loss == "plain" else 0
+        return {
+            "embeddings gathered": (always + self.matrix(), layer),
+            "last layer forward": (always + kept + layer + self.recomputed(), layer),
+            "head forward": (always + kept + self.head() + logits, layer),
+            "loss": (always + kept + self.logits(in_backward=False), layer),
+            "backward of the loss": (always + kept + self.head() + self.logits(in_backward=True), 0),
+            "backward of the last layer": (always + kept + layer + self.recomputed(), layer),
+            "backward of the first layer": (always + grads + layer + self.recomputed() + self.matrix(), layer),
             "AdamW": (always + grads, 0),
         }
 
@@ -170,6 +188,9 @@ def variants(shape: tuple, options: argparse.Namespace) -> list[str]:
         "loss in chunks": {"loss": "chunked"},
         "offloaded activations": {"offload_activations": True},
         "both": {"loss": "chunked", "offload_activations": True},
+        "vocabulary gathered in place": {"vocabulary": "inplace"},
+        "gathered in place, loss in chunks": {"vocabulary": "inplace", "loss": "chunked"},
+        "gathered in place, both": {"vocabulary": "inplace", "loss": "chunked", "offload_activations": True},
         "4-bit head": {"head": "4bit"},
         "4-bit head, loss in chunks": {"head": "4bit", "loss": "chunked"},
         "4-bit head, both": {"head": "4bit", "loss": "chunked", "offload_activations": True},

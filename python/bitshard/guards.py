@@ -46,6 +46,16 @@ def asker() -> FrameType | None:
     return frame
 
 
+def transformers_reserves() -> bool:
+    """Whether transformers is asking, which allocates the sum of all sizes at once, to warm the allocator up.
+
+    It does so before it loads, and counts whole weights also where a rank keeps a part (5.17 counts DTensors whole,
+    too): more than a small GPU has.
+    """
+    frame = asker()
+    return frame is not None and frame.f_code.co_name == "get_total_byte_count"
+
+
 class Packed:
     """Marks tensor classes that may hold packed bytes, and guards them; an object of them does where `bnb_quantized`.
 

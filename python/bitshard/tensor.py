@@ -692,18 +692,12 @@ def _to(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _numel(func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
-    """The number of elements; while parts are kept, those of this rank where transformers asks what to reserve.
-
-    It allocates the size of all weights at once, to warm the allocator up, before it loads them: more than a small GPU
-    has.
-    """
+    """The number of elements; while parts are kept, those of this rank where transformers asks what to reserve."""
     weight = args[0]
     n = func(*args, **kwargs)
     if not weight.is_meta or not isinstance(weight, Params4bit) or torch.compiler.is_compiling() or not launch.cuts():
         return n
-    frame = asker()
-    reserves = frame is not None and frame.f_code.co_name == "get_total_byte_count"
-    return -(-n // launch.world()) if reserves else n
+    return -(-n // launch.world()) if guards.transformers_reserves() else n
 
 
 def _parted_handlers() -> dict[Any, Any]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bitshard import functional, gather, ops
+from bitshard import functional, gather, guards, ops
 from bitshard.container import repack, shardable_dtype
 from bitshard.shard import PackedShard, ShardedScales
 from bitshard.sharding.entries import BLOB_PREFIX
@@ -32,6 +32,14 @@ from bitshard.tensor import Params4bit
 _KEPT = ("blocksize", "_is_hf_initialized")  # of the weight that FSDP2 took, for the one that is made of its rows
 
 _out_of_step: str | None = None  # the ranks of this process have lost each other while loading: why
+
+
+class _AwaitedWeight(DTensor):
+    """FSDP2's DTensor [N, K] on the meta device, which counts its own rows where transformers asks what to reserve."""
+
+    def numel(self) -> int:
+        """The number of elements."""
+        return self._local_tensor.numel() if guards.transformers_reserves() else super().numel()
 
 
 class AwaitedRows:
@@ -72,6 +80,8 @@ class AwaitedRows:
             quant_storage=owner.quant_storage,
             module=owner,
         )
+        if weight._local_tensor.is_meta:
+            weight.__class__ = _AwaitedWeight
         held.awaited = cls(held, weight, held.name if held.awaited is None else held.awaited.key)
         record = record_of(owner, held.name)  # None while FSDP2 is making it
         if record is not None and record.sharded_param is not weight and not weight._local_tensor.is_meta:
