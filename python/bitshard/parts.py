@@ -9,6 +9,7 @@ dtype and device, and a storage of 0 bytes. No communication, and nothing privat
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 from typing import Any
 
@@ -70,14 +71,16 @@ class KeptPart:
         size: size of the whole packed weight, [n, 1].
         dtype: of the container.
         rows: this rank's ceil(n / world) or fewer rows.
+        number: how many weights this rank had kept parts of before: the same on all ranks.
         world, rank: of the default process group.
     """
 
-    __slots__ = ("dtype", "rank", "rows", "size", "state", "world")
+    __slots__ = ("dtype", "number", "rank", "rows", "size", "state", "world")
 
     def __init__(self, packed: Tensor, state: QuantState):
         distributed = torch.distributed
         self.state, self.size, self.dtype = state, packed.size(), packed.dtype
+        self.number = next(_numbers)
         self.world, self.rank = distributed.get_world_size(), distributed.get_rank()
         begin, length = ops.rank_slice(packed.size(0), self.world, self.rank)
         self.rows = packed[begin : begin + length].clone()
@@ -129,22 +132,30 @@ class KeptPart:
         return self.rows.device
 
     def _meet(self) -> None:
-        """Wait until all ranks are here; ValueError after a while, for a lone rank would wait in the collective."""
+        """Wait at the process group's store until all ranks have come to gather this very weight.
+
+        ValueError on all that came where not all do within a while: a lone rank would wait in the collective. A meeting
+        ends once, as met or failed, by whoever is first to say so; the next call is the next meeting.
+        """
         from torch.distributed.distributed_c10d import _get_default_store
 
-        global _meetings
-        _meetings += 1
+        store, meeting = _get_default_store(), 0
+        while store.check([self._key(meeting, "end")]):
+            meeting += 1
+        end = self._key(meeting, "end")
+        if store.add(self._key(meeting, "here"), 1) == self.world:
+            store.compare_set(end, "", "met")
         seconds = float(os.environ.get("BITSHARD_CUT_TIMEOUT", _TIMEOUT_S))
-        store, key = _get_default_store(), f"bitshard/parts/{_meetings}"
-        if store.add(key, 1) == self.world:
-            store.set(f"{key}/all", "1")
         try:
-            store.wait([f"{key}/all"], datetime.timedelta(seconds=seconds))
-        except Exception as error:
-            store.add(key, -(2**40))  # whoever comes later must not find all ranks here
-            raise unreadable(
-                f"only some of the {self.world} ranks came to gather it in {seconds:g} s", self.state.shape
-            ) from error
+            store.wait([end], datetime.timedelta(seconds=seconds))
+        except RuntimeError:  # DistStoreError
+            store.compare_set(end, "", "failed")
+        if store.get(end) != b"met":
+            what = f"only some of the {self.world} ranks came to gather it in {seconds:g} s"
+            raise unreadable(what, self.state.shape)
+
+    def _key(self, meeting: int, what: str) -> str:
+        return f"bitshard/parts/{self.number}/{meeting}/{what}"
 
 
-_meetings = 0  # of this rank so far; all ranks count alike
+_numbers = itertools.count()

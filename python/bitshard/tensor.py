@@ -231,6 +231,9 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
     def _quantize(self, device: torch.device | str | int) -> Params4bit:
         """Quantize the float data in place, on `device`."""
         values = self.data.to(device)
+        held = self._holder()
+        if held is not None and held.state is None and held.shape not in (None, values.shape):
+            raise ValueError(f"a weight of {list(values.shape)} for a layer of {list(held.shape)}")
         packed, state = functional.quantize_4bit(
             values,
             blocksize=self.blocksize,
@@ -567,8 +570,12 @@ def _new_zeros(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What FSDP2 makes its shards with."""
     weight = args[0]
     out = func(*args, **kwargs)
-    if not (isinstance(weight, Params4bit) and weight.bnb_quantized) or out.dtype is not weight.dtype:
+    if not isinstance(weight, Params4bit) or out.dtype is not weight.dtype:
         return out
+    if not weight.bnb_quantized:
+        # transformers gives the meta weight of a packed checkpoint the dtype of the bytes to come, which not every
+        # FSDP2 takes. A weight that awaits its rows needs none of its own.
+        return out.bfloat16() if weight.is_meta and not weight.dtype.is_floating_point else out
     _require_shardable(weight)
     launch.note_sharding()
     return PackedShard(out, weight.quant_state, weight.size(), like=weight)

@@ -48,13 +48,15 @@ class AwaitedRows:
     Attributes:
         held: the layer's `PackedWeight`.
         weight: what is registered: FSDP2's DTensor, or one that a loader has put in its place.
+        dtype: of the layer's weight before; transformers casts what it reads to it, so of packed bytes it is theirs.
         key: name of the weight in the model's state dict, once one was asked for.
     """
 
-    def __init__(self, held: Any, weight: DTensor, key: str):
+    def __init__(self, held: Any, weight: DTensor, dtype: torch.dtype):
         self.held = held
         self.weight = weight
-        self.key = key
+        self.dtype = dtype
+        self.key = held.name
 
     # -- before they come --
 
@@ -82,7 +84,10 @@ class AwaitedRows:
         )
         if weight._local_tensor.is_meta:
             weight.__class__ = _AwaitedWeight
-        held.awaited = cls(held, weight, held.name if held.awaited is None else held.awaited.key)
+        earlier = held.awaited
+        held.awaited = cls(held, weight, getattr(before, "dtype", weight.dtype))
+        if earlier is not None:
+            held.awaited.key, held.awaited.dtype = earlier.key, earlier.dtype
         record = record_of(owner, held.name)  # None while FSDP2 is making it
         if record is not None and record.sharded_param is not weight and not weight._local_tensor.is_meta:
             held.awaited.quantize(weight._local_tensor)
@@ -98,7 +103,7 @@ class AwaitedRows:
         local = self.weight._local_tensor
         if not local.is_meta:
             return self.weight.detach()
-        return gather.like(local.new_empty(local.size(0)), self.weight, self.weight.size()[:1])
+        return gather.like(local.new_empty(local.size(0), dtype=self.dtype), self.weight, self.weight.size()[:1])
 
     # -- when they come --
 
