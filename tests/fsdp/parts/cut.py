@@ -1,6 +1,6 @@
 """Weights of which a rank keeps only its part while they are loaded, until accelerate shards them.
 
-    accelerate launch --config_file tests/fsdp/fsdp2_options.yaml tests/fsdp/cpu_fsdp.py tests/fsdp/parts/cut.py \\
+    accelerate launch --config_file tests/fsdp/fsdp2_cut.yaml tests/fsdp/cpu_fsdp.py tests/fsdp/parts/cut.py \\
         --dir DIR --out DIR/cut
 
 DIR is that of alone.py. The checks that load models come before the first that shards one, after which models are
@@ -14,7 +14,6 @@ import os
 import time
 
 import faults
-import qlora
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -94,14 +93,12 @@ def live_bytes():
 
 
 def check_memory(folder):
-    """A rank keeps ceil(n / world) rows and scales of a weight, and nothing of the rest."""
-    model_of(folder), whole_of(folder)  # what the first of a process leaves behind is not a model's
-    before = live_bytes()
+    """A rank keeps ceil(n / world) rows and scales of a weight, and nothing of the rest but small entries."""
     whole = whole_of(folder)
-    taken = live_bytes() - before
     packed = sum(layer.weight.nbytes for layer in linears(whole).values())
     scales = sum(layer.quant_state.absmax.nbytes for layer in linears(whole).values())
-    others = taken - packed - scales
+    others = sum(p.nbytes for name, p in whole.named_parameters() if name.removesuffix(".weight") not in linears(whole))
+    model_of(folder)  # what the first of a process leaves behind is not a model's
     before = live_bytes()
     model = model_of(folder)
     assert is_cut(model)
@@ -109,7 +106,8 @@ def check_memory(folder):
     for layer, full in zip(linears(model).values(), linears(whole).values(), strict=True):
         assert layer.weight.shape == full.weight.shape and layer.weight.dtype is full.weight.dtype
         assert layer.quant_state.sharded.own.numel() <= -(-full.quant_state.absmax.numel() // world())
-    assert abs(kept - (packed + scales) / world()) < 16 * LAYERS + 0.05 * packed, (kept, packed, scales, others)
+    small = 1152 * LAYERS  # code tables, which a state may have for itself, the second level, checksums
+    assert 0 <= kept - int((packed + scales) / world() * 0.99) < small, (kept, packed, scales, others)
     return {"kept": kept, "packed": packed, "scales": scales}
 
 
@@ -266,14 +264,14 @@ def check_model(accelerator, cell, packed, folder):
 def check_other_mesh(folder):
     """Hybrid sharding has other parts."""
     mesh = init_device_mesh("cpu", (world(), 1), mesh_dim_names=("replicate", "shard"))
+    texts = []
     for other in (mesh, mesh["shard"]):
         with environment(BITSHARD_CUT="1"):
             model = model_of(folder)
         assert is_cut(model)
-        text = refused(
-            lambda model=model, other=other: fully_shard(model.model.layers[0], mesh=other), "BITSHARD_CUT=0"
-        )
-    return text
+        shard = functools.partial(fully_shard, model.model.layers[0], mesh=other)
+        texts.append(refused(shard, "BITSHARD_CUT=0"))
+    return texts
 
 
 def check_hybrid_of_accelerate(folder):

@@ -94,9 +94,8 @@ def check_planted(folder):
         layer.weight._local_tensor.plain().view(-1).view(torch.uint8)[7] ^= 0x55
     assert not same_bytes(logits(model), expected["logits"])
     full = fsdp.full_state_dict(model)
-    assert rank() or differing(full, expected["state_dict"]) == [f"{name}.weight"], differing(
-        full, expected["state_dict"]
-    )
+    wrong = differing(full, expected["state_dict"]) if rank() == 0 else [f"{name}.weight"]
+    assert wrong == [f"{name}.weight"], wrong
 
 
 def expected_losses(folder, name):
