@@ -15,10 +15,12 @@ def launch(world: int, script: str, *args: str, timeout: int = 240, **environmen
     return run([*command, str(WORKERS / script), *args], timeout, **environment)
 
 
-def accelerate_launch(config: str, script: str, *args: str, timeout: int = 240, **environment: str) -> str:
+def accelerate_launch(
+    config: str, script: str, *args: str, world: int = 2, timeout: int = 240, **environment: str
+) -> str:
     """Run a script of this folder under `accelerate launch`, through the shim that makes FSDP real on a CPU."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(WORKERS / config)]
-    command += ["--main_process_port", str(free_port())]
+    command += ["--num_processes", str(world), "--main_process_port", str(free_port())]
     return run([*command, str(WORKERS / "cpu_fsdp.py"), str(WORKERS / script), *args], timeout, **environment)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from shared import logged, name_of
+from shared import logged, name_of, quantization
 
 PACKED = name_of("uint8", True, "fp32")
 WEIGHT = "model.layers.1.mlp.up_proj.weight"  # [173, 96]: its rows are gathered before they are quantized
@@ -30,14 +30,16 @@ def long_header(data):
     return struct.pack("<Q", len(data)) + data[8:]
 
 
-def rows_missing(tensors):
-    for key in (WEIGHT, EVEN):
-        tensors[key] = tensors[key][:-2].contiguous()
+def rows_missing(key):
+    return lambda tensors: tensors.update({key: tensors[key][:-2].contiguous()})
 
 
-def columns_missing(tensors):
-    for key in (WEIGHT, EVEN):
-        tensors[key] = tensors[key][:, :-32].contiguous()
+def columns_missing(key):
+    return lambda tensors: tensors.update({key: tensors[key][:, :-32].contiguous()})
+
+
+def transposed(tensors):
+    tensors[WEIGHT] = tensors[WEIGHT].T.contiguous()
 
 
 def bytes_missing(tensors):
@@ -67,8 +69,11 @@ BYTES = {
     "long_header": (PACKED, long_header, ["eader"]),
 }
 TENSORS = {
-    "rows_missing": ("dense", rows_missing, [WEIGHT, EVEN]),
-    "columns_missing": ("dense", columns_missing, [WEIGHT, EVEN]),
+    "rows_missing": ("dense", rows_missing(WEIGHT), [WEIGHT, "[173, 96]"]),
+    "rows_missing_even": ("dense", rows_missing(EVEN), [EVEN, "[96, 96]"]),
+    "columns_missing": ("dense", columns_missing(WEIGHT), [WEIGHT, "[173, 96]"]),
+    "columns_missing_even": ("dense", columns_missing(EVEN), [EVEN, "[96, 96]"]),
+    "transposed": ("dense", transposed, [WEIGHT, "[173, 96]"]),
     "bytes_missing": (PACKED, bytes_missing, [WEIGHT]),
     "no_absmax": (PACKED, without("absmax"), [WEIGHT, "absmax"]),
     "no_nested_absmax": (PACKED, without("nested_absmax"), [WEIGHT, "nested_absmax"]),
@@ -105,16 +110,22 @@ def make(folder):
 
 
 def must_fail(name, load):
-    """`load(path, packed)` of the faulty files must raise; error and log must name what is wrong. The text of both."""
+    """`load(options)` of the faulty files must raise; error and log must name what is wrong.
+
+    Of dense files twice, for nested and for plain scales. The texts.
+    """
     source, _, words = FAULTS[name]
-    with logged("transformers") as messages:
-        try:
-            load(name, source == PACKED)
-        except Exception as error:
-            text = "\n".join([f"{type(error).__name__}: {error}", *messages])
-        else:
-            raise AssertionError(f"loaded files with this fault: {name}\n" + "\n".join(messages))
-    missing = [word for word in words if word not in text]
-    assert not missing, f"{missing} not in: {text}"
-    assert "Timeout" not in text and "Timed out" not in text, text
-    return text[:2000]
+    texts = []
+    for options in [{"nested": True}, {"nested": False}] if source == "dense" else [None]:
+        with logged("transformers") as messages:
+            try:
+                load({} if options is None else {"quantization_config": quantization(**options)})
+            except Exception as error:
+                text = "\n".join([f"{type(error).__name__}: {error}", *messages])
+            else:
+                raise AssertionError(f"loaded files with this fault: {name}, {options}")
+        missing = [word for word in words if word not in text]
+        assert not missing, f"{missing} not in: {text}"
+        assert "imed out" not in text, text
+        texts.append(text[:2000])
+    return texts

@@ -26,7 +26,6 @@ from shared import (
     logged,
     logits,
     name_of,
-    quantization,
     rank,
     run,
     same_bytes,
@@ -156,10 +155,8 @@ def check_merge(shard, folder):
 def check_fault(name, folder):
     """All ranks have the faulty files: each ends with an error that names the fault, and none waits for another."""
 
-    def attempt(name, packed):
-        options = {} if packed else {"quantization_config": quantization()}
-        config = DistributedConfig(**sizes())
-        return load_from(faults.folder_of(folder, name), distributed_config=config, **options)
+    def attempt(options):
+        return load_from(faults.folder_of(folder, name), distributed_config=DistributedConfig(**sizes()), **options)
 
     return faults.must_fail(name, attempt)
 
