@@ -27,7 +27,8 @@ def make(folder):
 def losses(folder):
     """Of Trainer and of a loop, and the state dict after merging."""
     ways = {"trainer": functools.partial(qlora.trainer_losses, folder=folder), "loop": qlora.loop_losses}
-    found = {name: train(qlora.with_adapters(load(folder, device_map="cpu"))) for name, train in ways.items()}
+    found = {"beside": qlora.loop_losses(qlora.beside(load(folder, device_map="cpu")))}
+    found |= {name: train(qlora.with_adapters(load(folder, device_map="cpu"))) for name, train in ways.items()}
     with open(f"{folder}/losses.json", "w") as file:
         json.dump(found, file)
     return found

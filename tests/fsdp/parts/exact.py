@@ -124,11 +124,12 @@ def wrong_in_forward(model, packed, state, dtype):
 
 
 def check_shape(shape, folder):
-    """All columns of one shape; how many."""
-    for column in COLUMNS:
+    """All columns of one shape, of a large one every fifth, which has each value of each option; how many."""
+    columns = COLUMNS[:: 5 if shape[0] * shape[1] > 100_000 else 1]
+    for column in columns:
         found = wrong(shape, *column)
         assert not found, (shape, column, found)
-    return len(COLUMNS)
+    return len(columns)
 
 
 def check_planted(folder):

@@ -102,11 +102,11 @@ def expected_losses(folder, name):
         return json.load(file)[name]
 
 
-def train(folder, name, shard, train_function):
+def train(folder, name, shard, train_function, adapt=qlora.with_adapters):
     """Losses are those of one process, and the adapters of all ranks one."""
-    model = qlora.with_adapters(sharded(folder))
+    model = adapt(sharded(folder))
     if shard:
-        assert fsdp.shard_adapters(model) == 2 * LAYERS  # lora_A and lora_B of each layer
+        assert fsdp.shard_adapters(model) == 2 * LAYERS  # two matrices of each layer
     with logged("bitshard") as messages:
         losses = train_function(model)
     gap, apart = qlora.gap(losses, expected_losses(folder, name)), qlora.apart(model)
@@ -122,6 +122,11 @@ def check_trainer(shard, folder):
 
 def check_loop(folder):
     return train(folder, "loop", True, qlora.loop_losses)
+
+
+def check_loop_beside(folder):
+    """Adapters that are not peft's, which takes a mesh of replicas for tensor parallelism."""
+    return train(folder, "beside", True, qlora.loop_losses, qlora.beside)
 
 
 def check_loop_unsharded(folder):
@@ -169,8 +174,7 @@ def checks():
     if world() == 4:
         wanted = [name_of("uint8", True, "bf16"), name_of("bf16", False, "fp32"), name_of("fp32", True, "fp32")]
         return {name: check for name, check in models.items() if name.split("_")[1] in wanted} | {
-            "trainer_plain": functools.partial(check_trainer, False),
-            "loop_sharded": check_loop,
+            "loop_beside": check_loop_beside,
         }
     return {
         **exact.CHECKS,
@@ -180,6 +184,7 @@ def checks():
         "saved_bf16_packed": functools.partial(check_saved, ("bf16", False, "fp32"), True),
         "saved_fp32_dense": functools.partial(check_saved, ("fp32", True, "fp32"), False),
         "planted": check_planted,
+        "loop_beside": check_loop_beside,
         "trainer_plain": functools.partial(check_trainer, False),
         "trainer_sharded": functools.partial(check_trainer, True),
         "loop_sharded": check_loop,

@@ -4,7 +4,8 @@ import datasets
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from shared import VOCABULARY, rank, world
+from shared import VOCABULARY, linears, rank, world
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments, set_seed
 
@@ -17,6 +18,20 @@ def with_adapters(model, **options):
     set_seed(3 + rank())
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", **options)
     return get_peft_model(model, config)
+
+
+def beside(model):
+    """The same without peft: two matrices in each 4-bit layer, and a hook that adds their product's output."""
+    generator = torch.Generator().manual_seed(3 + rank())
+    model.requires_grad_(False)
+    for layer in linears(model).values():
+        layer.adapter = nn.Sequential(
+            nn.Linear(layer.in_features, 4, bias=False), nn.Linear(4, layer.out_features, bias=False)
+        )
+        for matrix in layer.adapter:
+            nn.init.normal_(matrix.weight, std=0.05, generator=generator)
+        layer.register_forward_hook(lambda layer, args, output: output + layer.adapter(args[0]))
+    return model
 
 
 def rows():
