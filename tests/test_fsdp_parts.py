@@ -145,6 +145,7 @@ def test_no_check_is_missing(native2, native3, native4, cut2, cut3):
         ("native", "row_missing", "model.layers.1.mlp.up_proj.weight: rank 0 of 2 cannot load it"),
         ("cut", "truncated", "SafetensorError: Error while deserializing header: incomplete metadata"),
     ],
+    ids=["native-truncated", "native-no_absmax", "native-row_missing", "cut-truncated"],
 )
 def test_a_rank_that_fails_alone_ends_the_others(folder, way, fault, words):
     """Its own error is in the output, and the launch is over before the others' patience is."""
