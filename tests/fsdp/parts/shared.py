@@ -25,6 +25,8 @@ TOKENS = torch.arange(48).view(2, 24) * 7 % VOCABULARY
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "uint8": torch.uint8}
 # (storage, nested scales, dtype of the model)
 CELLS = list(itertools.product(("uint8", "bf16", "fp32"), (False, True), ("bf16", "fp32")))
+EVERY = [(cell, packed) for cell in CELLS for packed in (False, True)]  # from dense and from packed files
+HALF = [(cell, bool((i + i // 2) % 2)) for i, cell in enumerate(CELLS)]  # each storage and level from either once
 LAYERS = 14  # 4-bit ones
 GROUP_TIMEOUT = 25  # seconds that a rank waits for the others in a collective
 
