@@ -258,6 +258,15 @@ def offloaded_activations(shape: tuple[int, ...]):
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
+def offload_dense(base) -> None:
+    """Bring what is not packed to the host, where FSDP2 wants what it offloads: transformers loads it on the GPU."""
+    from torch.distributed.tensor import DTensor
+
+    for module in base.modules():
+        if any(isinstance(p, DTensor) and p.device.type != "cpu" for p in module.parameters(recurse=False)):
+            module.to("cpu")
+
+
 # ---- one rank -------------------------------------------------------------------------------------------------------
 
 
@@ -274,6 +283,8 @@ def build(options: argparse.Namespace, record: loading.Record):
     else:
         with record.phase("load"):
             base = load_native(options) if options.load == "native" else load_cut(options)
+    if options.offload_weights and options.load == "native":
+        offload_dense(base)
     if options.vocabulary == "split":
         head = split_vocabulary(base, options.chunk)
     elif options.loss == "chunked":

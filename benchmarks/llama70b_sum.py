@@ -133,7 +133,7 @@ class Parts:
             "loss": (always + kept + self.logits(in_backward=False), layer),
             "backward of the loss": (always + kept + self.head() + self.logits(in_backward=True), 0),
             "backward of the last layer": (always + kept + layer + self.recomputed(), layer),
-            "backward of the first layer": (always + grads + layer + self.recomputed() + self.matrix(), layer),
+            "backward of the first layer": (always + grads + layer + self.recomputed(), layer),
             "AdamW": (always + grads, 0),
         }
 

@@ -214,7 +214,7 @@ class PackedWeight:
             from bitshard.sharding import face
 
             if face.adopt(value, self.owner):
-                self.shard = value
+                value = self.shard = face.settled(value, self.owner)
             # directly, as FSDP2 registers it elsewhere: patches of it leave a DTensor that is no Parameter
             self.owner._parameters[self.name] = value
             return True

@@ -103,6 +103,15 @@ def adopt(weight: DTensor, module: nn.Module) -> bool:
     return True
 
 
+def settled(weight: DTensor, module: nn.Module) -> DTensor:
+    """The adopted `weight`, on the CPU where FSDP2 keeps it there: loaders bring it to the device of the mesh."""
+    if not weight._local_tensor.origin.on_cpu or weight.device.type == "cpu":
+        return weight
+    moved = nn.Parameter(DTensor(weight._local_tensor.cpu(), weight._spec, requires_grad=False), requires_grad=False)
+    adopt(moved, module)
+    return moved
+
+
 def as_entry(weight: DTensor) -> DTensor:
     """`weight` as a state dict holds it: it gathers into the declared storage."""
     if isinstance(weight._local_tensor, PackedShard):

@@ -35,6 +35,8 @@ def gather_in_place(model: nn.Module) -> int:
             record = record_of(*own[0]) if len(own) == 1 else None
             if record is not None:
                 unit.set_custom_all_gather(InPlaceAllGather(record))
+                if isinstance(unit, nn.Embedding) and not unit.weight.requires_grad:
+                    unit.set_unshard_in_backward(False)  # its backward needs no weight
                 count += 1
     return count
 
