@@ -90,9 +90,16 @@ def layer_waits(elements: int) -> None:
     transformers' threads read pre-quantized files ahead, onto the GPU, as fast as the disk allows: the whole model may
     be there before the first weight is cut. Its own switch turns that off while parts are kept, unless it is set.
     """
-    global _waiting_elements, _turned_off_read_ahead
+    global _waiting_elements
     _waiting_elements += elements
-    if not _turned_off_read_ahead and _READ_AHEAD not in os.environ and cuts():
+    if not _turned_off_read_ahead and cuts():
+        read_in_order()
+
+
+def read_in_order() -> None:
+    """Turn transformers' reading ahead off until a weight has been sharded, unless the environment says otherwise."""
+    global _turned_off_read_ahead
+    if _READ_AHEAD not in os.environ:
         os.environ[_READ_AHEAD] = "1"
         _turned_off_read_ahead = True
 

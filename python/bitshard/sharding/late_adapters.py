@@ -41,9 +41,11 @@ def shard_adapters(model: nn.Module, **options: Any) -> int:
     units = late_modules(model)
     for modules in units:
         for parameter in (p for module in modules for p in module.parameters(recurse=False)):
+            values = parameter.data.to(mesh.device_type)  # on the host where peft found offloaded weights there
             for dim in range(mesh.ndim):
                 group = mesh.get_group(dim)
-                dist.broadcast(parameter.data, dist.get_global_rank(group, 0), group=group)
+                dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
+            parameter.data = values
         fully_shard(modules, mesh=mesh, **options)
     return sum(map(len, units))
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bitshard import functional, gather, guards, ops
+from bitshard import functional, gather, guards, launch, ops
 from bitshard.container import repack, shardable_dtype
 from bitshard.shard import PackedShard, ShardedScales
 from bitshard.sharding.entries import BLOB_PREFIX
@@ -103,6 +103,9 @@ class AwaitedRows:
         local = self.weight._local_tensor
         if not local.is_meta:
             return self.weight.detach()
+        record = record_of(self.held.owner, self.held.name)
+        if record is not None and record.offload_to_cpu:
+            launch.read_in_order()  # or all rows come to the GPU before the first of them go to the host
         return gather.like(local.new_empty(local.size(0), dtype=self.dtype), self.weight, self.weight.size()[:1])
 
     # -- when they come --
