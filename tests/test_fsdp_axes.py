@@ -10,14 +10,15 @@ BROADCAST = (
     "broadcast_parts broadcast_short"
 ).split()
 CHECKS = (
-    *"offload checkpointing no_reshard freed_after_use single_layers inference_mode eval_modes hsdp".split(),
+    *"offload checkpointing gather_in_place no_reshard freed_after_use single_layers".split(),
+    *"inference_mode eval_modes hsdp".split(),
     *"assign assign_misfits dequantize describe replicated".split(),
     *"sharded_state_dict torch_save contradictions full_state_dict torch_full_state_dict".split(),
     *BROADCAST,
     *"dcp resume loss_curves casts_raise fp16 fsdp1_options fsdp1_state_dicts".split(),
 )
 THREE_RANKS = (
-    *"inference_mode sharded_state_dict full_state_dict dcp offload assign dequantize".split(),
+    *"gather_in_place inference_mode sharded_state_dict full_state_dict dcp offload assign dequantize".split(),
     *BROADCAST,
 )
 

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from bitshard import launch
+from bitshard import functional, launch
 from bitshard.nn.linear import Linear4bit
 from torch import nn
 
@@ -120,6 +120,21 @@ def test_transformers_reserves_the_size_of_a_part(two):
     two(**CUT)
     assert get_total_byte_count(model, where, quantizer)[gpu] == 64 * 32 / 2 / 2 + 20
     assert model.layer.weight.numel() == 64 * 32  # whoever else asks
+
+
+def test_out_of_memory_says_what_a_shard_needs(two, monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("out of memory, tried to allocate 2 GiB.")
+
+    meta_layer()
+    monkeypatch.setattr(launch, "_waiting_elements", 2**33)
+    monkeypatch.setattr(functional, "quantize_4bit", full)
+    with pytest.raises(torch.OutOfMemoryError, match=r"tried to allocate 2 GiB.*4.12 GiB, 2.06 for each of 2 ranks"):
+        Linear4bit(64, 32).to("cpu")
+    launch.note_sharding()
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        Linear4bit(64, 32).to("cpu")
+    assert "ranks" not in str(error.value)  # nothing is being loaded any more
 
 
 def test_fsdp1_is_told_what_it_takes(two, monkeypatch, caplog):

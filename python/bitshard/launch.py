@@ -6,8 +6,10 @@ Three questions, each with one answer here: does FSDP shard in this process (`fs
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 
 import torch
 
@@ -77,8 +79,8 @@ def _accelerate_fsdp2() -> bool:
 
 def note_sharding() -> None:
     """FSDP2 has taken a packed weight: models that are loaded from now on are whole."""
-    global _sharded, _turned_off_read_ahead
-    _sharded = True
+    global _sharded, _turned_off_read_ahead, _waiting_elements
+    _sharded, _waiting_elements = True, 0
     if _turned_off_read_ahead:
         _turned_off_read_ahead = False
         os.environ.pop(_READ_AHEAD, None)
@@ -104,6 +106,27 @@ def read_in_order() -> None:
         _turned_off_read_ahead = True
 
 
+@contextlib.contextmanager
+def counting_memory() -> Iterator[None]:
+    """While a 4-bit weight is loaded: running out of memory says how much all of them need."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if _waiting_elements == 0:
+            raise
+        whole = _packed_gib(_waiting_elements)
+        raise torch.OutOfMemoryError(
+            f"{error} It ran out while the 4-bit weights of a model were loaded: with their scales these are "
+            f"{whole:.2f} GiB, {whole / world():.2f} for each of {world()} ranks where they are sharded, beside what "
+            "stays in 16 bits. docs/fsdp.md of bitshard has the ways to load a rank's part only."
+        ) from error
+
+
+def _packed_gib(elements: int) -> float:
+    """GiB of 4-bit weights of so many elements with nested scales."""
+    return elements * (0.5 + 1 / 64) / 2**30
+
+
 def loading() -> None:
     """The first weights arrive: under accelerate's FSDP1, which wants them whole, say once what that takes."""
     global _warned_of_fsdp1
@@ -115,5 +138,5 @@ def loading() -> None:
             "FSDP1 takes a model that is whole on every GPU: about %.2f GiB of 4-bit weights and scales, and all other "
             "weights, until it is sharded. With FSDP2 (fsdp_version: 2) and fsdp_cpu_ram_efficient_loading: true each "
             "rank keeps only its part of the 4-bit weights from loading on.",
-            _waiting_elements * (0.5 + 1 / 64) / 2**30,
+            _packed_gib(_waiting_elements),
         )

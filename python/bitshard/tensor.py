@@ -213,9 +213,16 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
         `module` do not fit. For a layer that FSDP2 has sharded before its weight came, all of them are this rank's
         parts, and so is the result (a `PackedShard`).
         """
-        held = getattr(module, "packed_weight", None)
-        if held is not None and held.awaited is not None:
-            return held.awaited.take_packed(data.detach(), quantized_stats, device)
+        with launch.counting_memory():
+            held = getattr(module, "packed_weight", None)
+            if held is not None and held.awaited is not None:
+                return held.awaited.take_packed(data.detach(), quantized_stats, device)
+            return cls._from_prequantized(data, quantized_stats, requires_grad, device, module)
+
+    @classmethod
+    def _from_prequantized(
+        cls, data: Tensor, quantized_stats: dict[str, Any], requires_grad: bool, device: Any, module: Any
+    ) -> Params4bit:
         state = QuantState.from_dict(quantized_stats, device=device)
         layer = [getattr(module, name, None) for name in ("out_features", "in_features")]
         if None not in layer and list(state.shape) != layer:
@@ -335,12 +342,13 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         if not self.bnb_quantized:
             if device is not None and device.type != "meta":
-                held = self._holder()
-                if held is not None and held.awaited is not None:
+                with launch.counting_memory():
+                    held = self._holder()
+                    if held is None or held.awaited is None:
+                        return self._quantize(device)
                     with plain():
                         rows = torch.Tensor.to(self.data, device=device, dtype=dtype, non_blocking=non_blocking)
                     return held.awaited.quantize(rows.as_subclass(Tensor))
-                return self._quantize(device)
             with plain():
                 data = torch.Tensor.to(self.data, device=device, dtype=dtype, non_blocking=non_blocking)
             return self if data.data_ptr() == self.data.data_ptr() and not data.is_meta else self._like(data)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from bitshard import fsdp
 from bitshard.nn.linear import Linear4bit
+from bitshard.sharding.in_place import InPlaceAllGather
 from checks.common import batch, build, exact, layers, raises, shard
 from common import kept_scales
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -33,6 +34,64 @@ def check_checkpointing(device, args):
     for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None)
         assert a.grad is None or torch.equal(a.grad.to_local(), b.grad.to_local())
+
+
+class Vocabulary(torch.nn.Module):
+    """Embeddings and a head around a layer: two units of one parameter, of rows that no world divides."""
+
+    def __init__(self, trained):
+        super().__init__()
+        self.embeddings, self.layer = torch.nn.Embedding(37, 16), torch.nn.Linear(16, 16)
+        self.head = torch.nn.Linear(16, 37, bias=False)
+        self.embeddings.requires_grad_(trained)
+        self.head.requires_grad_(trained)
+
+    def forward(self, ids):
+        return self.head(torch.relu(self.layer(self.embeddings(ids))))
+
+
+def vocabulary_losses(device, trained, reshard, in_place):
+    """Losses of three steps; and in how many forwards of embeddings and head the weight was where it was gathered."""
+    torch.manual_seed(0)
+    model = Vocabulary(trained).to(device)
+    for unit in (model.embeddings, model.layer, model.head):
+        fully_shard(unit, reshard_after_forward=reshard)
+    fully_shard(model)
+    outputs, found = [], []
+    if in_place:
+        assert fsdp.gather_in_place(model) == 2
+        allocate = InPlaceAllGather.allocate
+
+        def spy(comm, size, **options):
+            out = allocate(comm, size, **options)
+            outputs.append(out.data_ptr())
+            return out
+
+        InPlaceAllGather.allocate = spy
+        for unit in (model.embeddings, model.head):
+            unit.register_forward_hook(lambda unit, *_: found.append(unit.weight.data_ptr() in outputs))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    losses = []
+    for step in range(3):
+        ids = (torch.arange(12).view(2, 6) + dist.get_rank() + step).to(device)
+        loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if in_place:
+        InPlaceAllGather.allocate = allocate
+    return losses, found
+
+
+def check_gather_in_place(device, args):
+    """Units of one parameter, gathered without a second copy: the same losses, the weight is the gathered buffer."""
+    for trained in (True, False):
+        for reshard in (True, False):
+            expected, _ = vocabulary_losses(device, trained, reshard, False)
+            losses, found = vocabulary_losses(device, trained, reshard, True)
+            assert losses == expected, (losses, expected)
+            assert dist.get_world_size() == 1 or (len(found) == 6 and all(found)), found
 
 
 def check_no_reshard(device, args):
