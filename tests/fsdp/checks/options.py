@@ -69,7 +69,7 @@ def vocabulary_losses(device, trained, reshard, in_place):
 
         InPlaceAllGather.allocate = spy
         for unit in (model.embeddings, model.head):
-            unit.register_forward_hook(lambda unit, *_: found.append(unit.weight.data_ptr() in outputs))
+            unit.register_forward_pre_hook(lambda unit, *_: found.append(unit.weight.data_ptr() in outputs))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     losses = []
     for step in range(3):
