@@ -10,6 +10,7 @@ import torch
 from bitshard import _C
 from bitshard.nn.linear import Linear4bit
 from bitshard.shard import PackedShard
+from bitshard.sharding.record import record_of, start_over
 from bitshard.tensor import Params4bit
 from helpers.bytes import same_bytes
 
@@ -183,3 +184,26 @@ def test_a_new_weight_is_written_into_a_view_of_a_flat_parameter():
     with pytest.raises(ValueError, match="4, 64. for a layer of .8, 64"):
         layer.weight = Params4bit(values[:4], quant_type="nf4", module=layer).to("cpu")
     assert torch.equal(layer(x), other(x))
+
+
+class OtherRecord:
+    """FSDP2's record of a parameter in a torch that keeps other attributes, or has another constructor."""
+
+    offload_to_cpu = pin_memory = False
+    _module_info = mesh_info = post_forward_mesh_info = device = None
+
+    class _post_load_hook_handle:
+        remove = staticmethod(lambda: None)
+
+
+@pytest.mark.parametrize("missing", ["attribute", "argument"])
+def test_a_torch_that_keeps_parameters_otherwise_is_named(missing):
+    record = OtherRecord()
+    if missing == "argument":
+        record.mp_policy = None
+    with pytest.raises(RuntimeError, match="FSDP2 of torch .* keeps its parameters otherwise"):
+        start_over(record, torch.nn.Parameter(torch.empty(2, 1)))
+
+
+def test_a_parameter_that_fsdp2_does_not_have():
+    assert record_of(quantized(8, 64, torch.uint8), "weight") is None

@@ -31,6 +31,8 @@ from bitshard.tensor import Params4bit
 
 _KEPT = ("blocksize", "_is_hf_initialized")  # of the weight that FSDP2 took, for the one that is made of its rows
 
+_Brought = tuple[Any, Any, dict[str, Tensor]]
+
 _out_of_step: str | None = None  # the ranks of this process have lost each other while loading: why
 
 
@@ -144,15 +146,14 @@ class AwaitedRows:
         """Take over this rank's parts of a packed weight and of all its entries from a checkpoint. A collective."""
         parts = {name.removeprefix(f"{self.held.name}."): value for name, value in entries.items()}
         scales = parts.pop("absmax", None)
-        small = self._agree(lambda: _check_parts(data, scales, parts))
+        small, sizes = self._agree(lambda: _check_parts(data, scales, parts))
         world, rank = gather.shard_world(self.weight)
         total = ops.block_count(self.weight.numel(), _blocksize(small, self.key))
-        scales = scales.to(device)
+        elements = ops.storage_elements(self.weight.numel(), data.element_size())
+        self._check_sizes(sizes, elements, total)
+        scales, length = scales.to(device), data.numel()
         # of the scales only their number is read; the values are this rank's
         state = self._read({**small, "absmax": torch.empty(total, dtype=scales.dtype)}, device)
-        elements = ops.storage_elements(self.weight.numel(), data.element_size())
-        (begin, length), (_, n_scales) = ops.rank_slice(elements, world, rank), ops.rank_slice(total, world, rank)
-        self._agree(lambda: self._check_lengths(data, length, scales, n_scales))
         data = data.to(device).reshape(-1, 1)
         container = shardable_dtype(state.dtype, data.dtype)
         self.held.owner.quant_storage = data.dtype
@@ -198,26 +199,27 @@ class AwaitedRows:
 
     # -- what the ranks tell each other --
 
-    def _agree(self, prepare: Callable[[], tuple[Any, dict[str, Tensor]]]) -> dict[str, Tensor]:
-        """Run `prepare` on every rank: (facts that all must share, small entries that are split among the ranks).
+    def _agree(self, prepare: Callable[[], _Brought]) -> tuple[dict[str, Tensor], list[Any]]:
+        """Run `prepare` on every rank: (facts that all must share, what else each brings, small entries in parts).
 
-        The small entries, whole, come back. ValueError on all ranks where one rank's `prepare` raises, where the facts
-        differ, or where the ranks are not at the same weight, after which no rank loads any more.
+        The small entries, whole, and what each rank brings come back. ValueError on all ranks where one rank's
+        `prepare` raises, where the facts differ, or where the ranks are not at the same weight, after which no rank
+        loads any more.
         """
         global _out_of_step
         if _out_of_step is not None:
             raise ValueError(f"{self.key}: not loaded, for the ranks lost each other before: {_out_of_step}")
-        facts, small, failure = None, {}, None
+        facts, own, small, failure = None, None, {}, None
         try:
-            facts, small = prepare()
+            facts, own, small = prepare()
         except (RuntimeError, TypeError, ValueError) as error:
             failure = f"{type(error).__name__}: {error}"
         group = _shard_group(self.weight)
-        boxes: list[Any] = [(self.key, facts, failure, {name: value.cpu() for name, value in small.items()})]
+        boxes: list[Any] = [(self.key, facts, failure, own, {name: value.cpu() for name, value in small.items()})]
         if group is not None:
             box, boxes = boxes[0], [None] * dist.get_world_size(group)
             dist.all_gather_object(boxes, box, group)
-        keys, every, failures, pieces = zip(*boxes, strict=True)
+        keys, every, failures, brought, pieces = zip(*boxes, strict=True)
         if len(set(keys)) > 1:
             at = ", ".join(f"rank {rank} {key}" for rank, key in enumerate(keys))
             _out_of_step = f"they came with different weights ({at}), so one of them has failed to read its rows of one"
@@ -229,23 +231,26 @@ class AwaitedRows:
             raise ValueError(
                 f"{self.key}: the ranks bring different things, do they read the same files? {list(every)}"
             )
-        return {name: torch.cat([piece[name] for piece in pieces]) for name in small}
+        return {name: torch.cat([piece[name] for piece in pieces]) for name in small}, list(brought)
 
-    def _check_rows(self, rows: Tensor) -> tuple[Any, dict[str, Tensor]]:
+    def _check_rows(self, rows: Tensor) -> _Brought:
         expected = self.weight._local_tensor.size()
         if rows.size() != expected:
             raise ValueError(f"rows of {list(rows.shape)}, expected {list(expected)} of {list(self.weight.size())}")
         if rows.dtype not in VALUE_DTYPES.values():
             raise TypeError(f"rows of {rows.dtype}, expected float32, float16 or bfloat16")
-        return dtype_name(rows.dtype), {}
+        return dtype_name(rows.dtype), None, {}
 
-    def _check_lengths(self, data: Tensor, length: int, scales: Tensor, n_scales: int) -> tuple[Any, dict[str, Tensor]]:
-        where = f"of a weight of {list(self.weight.size())}"
-        if data.numel() != length:
-            raise ValueError(f"{data.numel()} elements of {data.dtype} {where} for this rank, expected {length}")
-        if scales.numel() != n_scales:
-            raise ValueError(f"{scales.numel()} scales {where} for this rank, expected {n_scales}")
-        return None, {}
+    def _check_sizes(self, sizes: list[tuple[int, int]], elements: int, total: int) -> None:
+        """ValueError on all ranks unless every rank brings its part of `elements` packed ones and of `total` scales."""
+        for rank, (length, n_scales) in enumerate(sizes):
+            for found, whole, what in ((length, elements, "packed elements"), (n_scales, total, "scales")):
+                expected = ops.rank_slice(whole, len(sizes), rank)[1]
+                if found != expected:
+                    raise ValueError(
+                        f"{self.key}: rank {rank} of {len(sizes)} brings {found} {what} of a weight of "
+                        f"{list(self.weight.size())}, expected {expected}"
+                    )
 
     def _read(self, entries: dict[str, Tensor], device: Any) -> QuantState:
         """The state that the entries say, all ranks the same; ValueError unless it is that of this weight."""
@@ -290,13 +295,13 @@ def _splits_whole_blocks(N: int, K: int, world: int, blocksize: int, container: 
     return N % world == 0 and (N // world * K) % math.lcm(blocksize, 2 * container.itemsize) == 0
 
 
-def _check_parts(data: Tensor, scales: Any, parts: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+def _check_parts(data: Tensor, scales: Any, parts: dict[str, Any]) -> _Brought:
     if not isinstance(scales, Tensor):
         raise ValueError(f"absmax is missing beside {sorted(parts)}")
     for name, value in parts.items():
         if not isinstance(value, Tensor) or value.dim() != 1:
             raise TypeError(f"{name}: expected a vector, got {getattr(value, 'shape', type(value).__name__)}")
-    return (dtype_name(data.dtype), dtype_name(scales.dtype), sorted(parts)), parts
+    return (dtype_name(data.dtype), dtype_name(scales.dtype), sorted(parts)), (data.numel(), scales.numel()), parts
 
 
 def _blocksize(small: dict[str, Tensor], key: str) -> int:
