@@ -122,16 +122,23 @@ class Parts:
         }
 
     def _moments_in_place(self) -> dict[str, tuple[float, float]]:
-        """The same with `gather_in_place` and a head in a unit of its own that is freed after its forward."""
+        """The same with `gather_in_place` and a head in a unit of its own that is freed after its forward.
+
+        The last norm's gather has freed the last layer's flat buffer before the head comes, and the head comes back
+        when the gradient of the logits is there: until then the loss has no head beside it.
+        """
         always = self.resident() + self.adapters() + self.adam() + WORKSPACE + CUBLAS
         layer, kept, grads = self.layer(), self.checkpoints(), self.adapters()
-        logits = self.T * self.V * 2 if self.options.loss == "plain" else 0
+        plain = self.options.loss == "plain"
+        logits = self.T * self.V * 2 if plain else self.logits(in_backward=True)
+        beside = 0 if plain else self.head()  # chunks are computed while the head is there
         return {
-            "embeddings gathered": (always + self.matrix(), layer),
+            "embeddings gathered": (always + self.matrix(), 0),
             "last layer forward": (always + kept + layer + self.recomputed(), layer),
-            "head forward": (always + kept + self.head() + logits, layer),
-            "loss": (always + kept + self.logits(in_backward=False), layer),
-            "backward of the loss": (always + kept + self.head() + self.logits(in_backward=True), 0),
+            "head forward": (always + kept + self.head() + logits, 0),
+            "loss": (always + kept + beside + self.logits(in_backward=False), 0),
+            "backward of the loss": (always + kept + beside + self.logits(in_backward=True), 0),
+            "head backward": (always + kept + self.head() + logits, 0),
             "backward of the last layer": (always + kept + layer + self.recomputed(), layer),
             "backward of the first layer": (always + grads + layer + self.recomputed(), layer),
             "AdamW": (always + grads, 0),
