@@ -32,6 +32,7 @@ LAYERS = [
     "guards",
     "adapters",
     "tensor",
+    "parted",
     "sharding",
     "fsdp",
     "autograd",

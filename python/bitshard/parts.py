@@ -1,7 +1,7 @@
 """A 4-bit weight of which a rank keeps only its part, from loading until `fully_shard` takes it.
 
 Each rank quantizes the whole weight, one at a time, and keeps the chunk of bytes and of scales that `fully_shard` over
-all processes will leave it. What stands for the weight meanwhile (`bitshard.tensor.PartedParams4bit`) has its size,
+all processes will leave it. What stands for the weight meanwhile (`bitshard.parted`) has its size,
 dtype and device, and a storage of 0 bytes. No communication, and nothing private of torch: FSDP2 asks a parameter for
 `chunk(world)` and takes its own chunk, then for `new_zeros`, which gives the `PackedShard` as ever.
 """
@@ -46,6 +46,7 @@ def _harmless() -> frozenset[Any]:
 
 
 HARMLESS = _harmless()
+stand_in: Any = None  # class of what stands for such a weight; `bitshard.parted` sets it
 
 
 def unreadable(what: str, shape: Any) -> ValueError:

@@ -267,7 +267,7 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
         self.bnb_quantized = True
         self._set_state(state)
         if keeps_part:
-            self.__class__ = PartedParams4bit
+            self.__class__ = parts.stand_in
             self._delivered()  # the first forward compares what was gathered with what was quantized
 
     def _set_state(self, state: QuantState | None) -> None:
@@ -390,62 +390,6 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
         n = state.shape.numel()
         whole = data.numel() == ops.storage_elements(n, data.element_size())
         return repack(data, self.quant_storage, n) if whole else data
-
-
-class PartedParams4bit(Params4bit):
-    """A weight of which this rank keeps only its part, until `fully_shard` takes it (`bitshard.parts`).
-
-    Foreign code sees a Params4bit of the whole size. What would read its bytes raises ValueError.
-    """
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        handler = PARTED.get(func)
-        if handler is None and func not in parts.HARMLESS:
-            weight = next((value for value in (*args, *kwargs.values()) if isinstance(value, cls)), None)
-            raise parts.unreadable(getattr(func, "__name__", str(func)), "unknown" if weight is None else weight._shape)
-        return guards.guarded(PARTED, func, args, kwargs)
-
-    @property
-    def _shape(self) -> list[int]:
-        """Shape of the weight that was quantized."""
-        return list(self.quant_state.shape)
-
-    def to(self, *args: Any, **kwargs: Any) -> Params4bit:
-        """Move this rank's part."""
-        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        if dtype is not None and dtype is not self.dtype and not in_module_move():
-            raise cast_error(self, f"to({dtype_name(dtype)})")
-        if device is None or device == self.device:
-            return self
-        if device.type == "meta":
-            raise parts.unreadable("to(meta)", self._shape)
-        self.quant_state.part.move(device)
-        with plain():
-            return self._like(parts.hollow(self.data, device))
-
-    def saved_data(self) -> Tensor:
-        """The weight itself: a state dict may hold it, as long as nobody reads it."""
-        return self.detach()
-
-    def _enter_float_container(self) -> bool:
-        return False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Params4bit:
-        with plain():
-            new = self._like(parts.hollow(self.data, self.device))
-        memo[id(self)] = new
-        return new
-
-    def __reduce_ex__(self, protocol: int) -> tuple:
-        raise parts.unreadable("pickling", self._shape)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"Params4bit(this rank's part of {self._shape}, {self.dtype}, {self.device})"
-
-
-PartedParams4bit.__name__ = "Params4bit"
 
 
 def _is_device(device: torch.device, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -584,12 +528,13 @@ def _new_zeros(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         # transformers gives the meta weight of a packed checkpoint the dtype of the bytes to come, which not every
         # FSDP2 takes. A weight that awaits its rows needs none of its own.
         return out.bfloat16() if weight.is_meta and not weight.dtype.is_floating_point else out
-    _require_shardable(weight)
+    require_shardable(weight)
     launch.note_sharding()
     return PackedShard(out, weight.quant_state, weight.size(), like=weight)
 
 
-def _require_shardable(weight: Params4bit) -> None:
+def require_shardable(weight: Params4bit) -> None:
+    """ValueError where the FSDP2 of this torch cannot shard the container's dtype."""
     if not (weight.dtype.is_floating_point or _FSDP2_TAKES_INTEGERS):
         raise ValueError(
             f"FSDP2 of torch {torch.__version__} shards no {dtype_name(weight.dtype)} (2.12 and later do): load the "
@@ -599,43 +544,6 @@ def _require_shardable(weight: Params4bit) -> None:
 
 
 _FSDP2_TAKES_INTEGERS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
-
-
-def _parted_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """`.data` of a weight that is not there: what it is like, on the meta device, and nothing to read."""
-    return torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
-
-
-def _set_parted_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    weight, data = args
-    if type(data) is not PartedParams4bit or data.quant_state is not weight.quant_state:
-        raise parts.unreadable(".data =", weight._shape)
-    func(weight, data)
-
-
-def _cast_parted(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    if in_module_move():
-        return args[0]
-    raise parts.unreadable(getattr(func, "__name__", "cast"), args[0]._shape)
-
-
-def _chunk_parted(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """torch.chunk, by which FSDP2 finds out what a rank keeps; once more, for the sizes only, when it has it."""
-    weight, count = args[0], args[1] if len(args) > 1 else kwargs["chunks"]
-    part = weight.quant_state.part
-    sizes = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-    return sizes.chunk(count) if part is None else part.chunks(count)
-
-
-def _new_zeros_parted(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What FSDP2 makes its shards with, and then copies this rank's chunk into."""
-    weight = args[0]
-    out = func(*args, **kwargs)
-    if out.dtype is not weight.dtype or weight.quant_state.part is None:
-        raise parts.unreadable("new_zeros", weight._shape)
-    _require_shardable(weight)
-    launch.note_sharding()
-    return PackedShard.wrap(out, weight.quant_state.part.hand_over(Params4bit, dict(weight.__dict__)))
 
 
 def _is_floating_point(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -715,19 +623,6 @@ def _numel(func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
     return -(-n // launch.world()) if guards.transformers_reserves() else n
 
 
-def _parted_handlers() -> dict[Any, Any]:
-    table = {func: _chunk_parted for func in (torch.chunk, torch.Tensor.chunk)}
-    table.update(dict.fromkeys((torch.Tensor.detach, torch.detach), _keep_class))
-    table[torch.Tensor.to] = _to
-    table.update(dict.fromkeys(guards.casts(), _cast_parted))
-    table[torch.is_floating_point] = table[torch.Tensor.is_floating_point] = _is_floating_point
-    table[torch.Tensor.requires_grad_] = table[torch.Tensor.requires_grad.__set__] = _set_requires_grad
-    table[torch.Tensor.new_zeros] = _new_zeros_parted
-    table[torch.Tensor.data.__get__] = _parted_data
-    table[torch.Tensor.data.__set__] = _set_parted_data
-    return table
-
-
 def _handlers() -> dict[Any, Any]:
     table: dict[Any, Any] = dict(guards.HANDLERS)
     for func in (torch.chunk, torch.split, torch.Tensor.chunk, torch.Tensor.split, torch.Tensor.detach, torch.detach):
@@ -745,6 +640,5 @@ def _handlers() -> dict[Any, Any]:
     return table
 
 
-PARTED = _parted_handlers()
 Params4bit.handlers = _handlers()
 torch.serialization.add_safe_globals([Params4bit, QuantState, _rebuild])

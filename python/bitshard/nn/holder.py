@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from bitshard import gather, ops, parts
 from bitshard.container import repack
 from bitshard.guards import module_move
+from bitshard.parted import PartedParams4bit
 from bitshard.state import QuantState, dtype_name
 from bitshard.tensor import Params4bit, verify
 
@@ -104,7 +105,7 @@ class PackedWeight:
             return Place.FLOAT
         if self.shard is not None:
             return Place.GATHERED
-        if self.state.part is not None:
+        if isinstance(registered, PartedParams4bit):
             return Place.PART
         return Place.VIEW if registered is None or self.flat or _is_flat_view(registered, self.state) else Place.WHOLE
 

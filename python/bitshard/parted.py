@@ -1,0 +1,137 @@
+"""What stands for a 4-bit weight of which this rank keeps only its part: a Params4bit that nobody may read.
+
+Which weights these are decides `bitshard.launch`; what is kept, `bitshard.parts`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitshard import guards, launch, parts
+from bitshard.guards import cast_error, guarded, in_module_move, plain
+from bitshard.shard import PackedShard
+from bitshard.state import dtype_name
+from bitshard.tensor import Params4bit, require_shardable
+
+
+class PartedParams4bit(Params4bit):
+    """A weight of which this rank keeps only its part, until `fully_shard` takes it (`bitshard.parts`).
+
+    Foreign code sees a Params4bit of the whole size. What would read its bytes raises ValueError.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        handler = HANDLERS.get(func)
+        if handler is None and func not in parts.HARMLESS:
+            raise parts.unreadable(getattr(func, "__name__", str(func)), _first((args, *kwargs.values()))._shape)
+        return guarded(HANDLERS, func, args, kwargs)
+
+    @property
+    def _shape(self) -> list[int]:
+        """Shape of the weight that was quantized."""
+        return list(self.quant_state.shape)
+
+    def to(self, *args: Any, **kwargs: Any) -> Params4bit:
+        """Move this rank's part."""
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype is not None and dtype is not self.dtype and not in_module_move():
+            raise cast_error(self, f"to({dtype_name(dtype)})")
+        if device is None or device == self.device:
+            return self
+        if device.type == "meta":
+            raise parts.unreadable("to(meta)", self._shape)
+        self.quant_state.part.move(device)
+        with plain():
+            return self._like(parts.hollow(self.data, device))
+
+    def saved_data(self) -> Tensor:
+        """The weight itself: a state dict may hold it, as long as nobody reads it."""
+        return self.detach()
+
+    def _enter_float_container(self) -> bool:
+        return False  # it was loaded into one
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Params4bit:
+        with plain():
+            new = self._like(parts.hollow(self.data, self.device))
+        memo[id(self)] = new
+        return new
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        raise parts.unreadable("pickling", self._shape)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Params4bit(this rank's part of {self._shape}, {self.dtype}, {self.device})"
+
+
+def _first(values: Any) -> PartedParams4bit | None:
+    """The first such weight among arguments, in lists too."""
+    for value in values:
+        if isinstance(value, PartedParams4bit):
+            return value
+        found = _first(value) if isinstance(value, (list, tuple)) else None
+        if found is not None:
+            return found
+    return None
+
+
+# ---- what torch functions do with it; called with the class's own __torch_function__ off ----
+
+
+def _get_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """`.data` of a weight that is not there: what it is like, on the meta device, and nothing to read."""
+    return torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+
+
+def _set_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    weight, data = args
+    if type(data) is not PartedParams4bit or data.quant_state is not weight.quant_state:
+        raise parts.unreadable(".data =", weight._shape)
+    func(weight, data)
+
+
+def _cast(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    if in_module_move():
+        return args[0]
+    raise parts.unreadable(getattr(func, "__name__", "cast"), args[0]._shape)
+
+
+def _chunk(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """torch.chunk, by which FSDP2 finds out what a rank keeps; once more, for the sizes only, when it has it."""
+    weight, count = args[0], args[1] if len(args) > 1 else kwargs["chunks"]
+    part = weight.quant_state.part
+    sizes = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+    return sizes.chunk(count) if part is None else part.chunks(count)
+
+
+def _new_zeros(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What FSDP2 makes its shards with, and then copies this rank's chunk into."""
+    weight = args[0]
+    out = func(*args, **kwargs)
+    if out.dtype is not weight.dtype or weight.quant_state.part is None:
+        raise parts.unreadable("new_zeros", weight._shape)
+    require_shardable(weight)
+    launch.note_sharding()
+    return PackedShard.wrap(out, weight.quant_state.part.hand_over(Params4bit, dict(weight.__dict__)))
+
+
+def _handlers() -> dict[Any, Any]:
+    table = {func: _chunk for func in (torch.chunk, torch.Tensor.chunk)}
+    table.update(dict.fromkeys(guards.casts(), _cast))
+    table[torch.Tensor.new_zeros] = _new_zeros
+    table[torch.Tensor.data.__get__] = _get_data
+    table[torch.Tensor.data.__set__] = _set_data
+    as_whole = (torch.Tensor.detach, torch.detach, torch.Tensor.to, torch.is_floating_point)
+    as_whole += (torch.Tensor.is_floating_point, torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)
+    table.update({func: Params4bit.handlers[func] for func in as_whole})
+    return table
+
+
+HANDLERS = _handlers()
+PartedParams4bit.__name__ = "Params4bit"
+parts.stand_in = PartedParams4bit
