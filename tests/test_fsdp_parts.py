@@ -36,7 +36,8 @@ THREE = [*EXACT, *HALF, SAVED[0], "planted", *TRAINED, "fault_rows_missing", "fa
 HYBRID = [name for name in MODELS if name.split("_")[1] in ("uint8-nested-bf16", "bf16-plain-fp32", "fp32-nested-fp32")]
 HYBRID += ["loop_beside"]
 BEFORE = (
-    "memory reads_raise lone_reads_raise dequantize late_dequantize dora other_weights lone_dequantize dora_again "
+    "memory reads_raise state_dicts lone_reads_raise dequantize late_dequantize dora other_weights lone_dequantize "
+    "dora_again "
     "switched_off without_efficient_loading hybrid_of_accelerate"
 ).split()
 CUT = [*BEFORE, *FAULTS, "first_models", "later_model", *MODELS, "other_mesh", "planted", "different_files"]

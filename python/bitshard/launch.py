@@ -134,9 +134,11 @@ def loading() -> None:
         return
     _warned_of_fsdp1 = True
     if torch.distributed.get_rank() == 0 and _waiting_elements > 0:
-        logger.warning(
+        needed = _packed_gib(_waiting_elements)
+        logger.log(
+            logging.WARNING if needed >= 1 else logging.INFO,
             "FSDP1 takes a model that is whole on every GPU: about %.2f GiB of 4-bit weights and scales, and all other "
             "weights, until it is sharded. With FSDP2 (fsdp_version: 2) and fsdp_cpu_ram_efficient_loading: true each "
             "rank keeps only its part of the 4-bit weights from loading on.",
-            _packed_gib(_waiting_elements),
+            needed,
         )

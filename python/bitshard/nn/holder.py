@@ -382,8 +382,12 @@ class PackedWeight:
             PendingLoad.of(self.weight, state_dict, key).finish(self.owner, self.name, state_dict, prefix, *arguments)
             return None
         if self.place is Place.PART:
-            error_msgs.append(str(parts.unreadable(f"loading {key}", self.state.shape)))
-            return {name for name in state_dict if name == key or name.startswith(f"{key}.")}
+            given = {name for name in state_dict if name == key or name.startswith(f"{key}.")}
+            if given:
+                error_msgs.append(str(parts.unreadable(f"loading {key}", self.state.shape)))
+            elif strict:
+                missing_keys.append(key)
+            return {key, *given}
         if self.place is Place.AWAITED:
             return set()
         statistics = {name: value for name, value in state_dict.items() if name.startswith(f"{key}.")}

@@ -126,6 +126,29 @@ def check_reads_raise(folder):
     return seen
 
 
+def check_state_dicts(folder):
+    """An adapter loads beside weights that are not there, as `PeftModel.from_pretrained` does; the base does not."""
+    model = get_peft_model(model_of(folder), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    state_dict = model.state_dict()
+    adapter = {name: torch.ones_like(value) for name, value in state_dict.items() if "lora_" in name}
+    missing, unexpected = model.load_state_dict(adapter, strict=False)
+    assert not unexpected and all(bool((p == 1).all()) for name, p in model.named_parameters() if "lora_" in name)
+    (name,) = (name for name in state_dict if name.endswith("layers.0.mlp.up_proj.base_layer.weight"))
+    whole = whole_of(folder).state_dict()["model.layers.0.mlp.up_proj.weight"]
+    refused(lambda: model.load_state_dict({name: whole}, strict=False), *REFUSAL, kinds=RuntimeError)
+    refused(lambda: model.load_state_dict({}), name, kinds=RuntimeError)
+    for read in (
+        lambda: torch.save(state_dict, os.devnull),
+        lambda: torch.cat([state_dict[name], state_dict[name]]),
+        lambda: state_dict[name].half(),
+        lambda: state_dict[name].to("meta"),
+        lambda: state_dict[name].cpu().numpy(),
+    ):
+        refused(read, *REFUSAL, kinds=ValueError)
+    assert repr(state_dict[name]).startswith("Params4bit(this rank's part of [")
+    assert "loaded in parts, not sharded yet" in fsdp.describe(model)
+
+
 def check_lone_reads_raise(folder):
     """Each rank alone: none of these waits."""
     model = model_of(folder)
@@ -328,6 +351,7 @@ def checks():
     return {
         "memory": check_memory,
         "reads_raise": check_reads_raise,
+        "state_dicts": check_state_dicts,
         "lone_reads_raise": check_lone_reads_raise,
         "dequantize": check_dequantize,
         "late_dequantize": check_late_dequantize,
