@@ -72,6 +72,7 @@ class AwaitedRows:
             raise ValueError(
                 f"4-bit weights are sharded by rows, not {weight.placements}: tensor parallelism cannot have them"
             )
+        global _out_of_step
         owner = held.owner
         before = owner._parameters.get(held.name)
         owner._parameters[held.name] = weight
@@ -86,6 +87,7 @@ class AwaitedRows:
         )
         if weight._local_tensor.is_meta:
             weight.__class__ = _AwaitedWeight
+            _out_of_step = None  # another model, to which all ranks have come
         earlier = held.awaited
         held.awaited = cls(held, weight, getattr(before, "dtype", weight.dtype))
         if earlier is not None:
