@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from bitshard import gather
 from bitshard.shard import PackedShard
-from bitshard.sharding.record import gathered_output, record_of
+from bitshard.sharding.record import gathered_output, only_record
 
 
 def gather_in_place(model: nn.Module) -> int:
@@ -30,14 +29,13 @@ def gather_in_place(model: nn.Module) -> int:
     """
     count = 0
     for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            own = _own_parameters(unit)
-            record = record_of(*own[0]) if len(own) == 1 else None
-            if record is not None:
-                unit.set_custom_all_gather(InPlaceAllGather(record))
-                if isinstance(unit, nn.Embedding) and not unit.weight.requires_grad:
-                    unit.set_unshard_in_backward(False)  # its backward needs no weight
-                count += 1
+        record = only_record(unit) if isinstance(unit, FSDPModule) else None
+        if record is None or isinstance(record.sharded_param._local_tensor, PackedShard):  # which has scales, too
+            continue
+        unit.set_custom_all_gather(InPlaceAllGather(record))
+        if isinstance(unit, nn.Embedding) and not unit.weight.requires_grad:
+            unit.set_unshard_in_backward(False)  # its backward needs no weight
+        count += 1
     return count
 
 
@@ -72,17 +70,3 @@ class InPlaceAllGather:
     ) -> dist.Work | None:
         """Gather."""
         return gather.all_gather(output_tensor, input_tensor, group, async_op)
-
-
-def _own_parameters(unit: nn.Module) -> list[tuple[nn.Module, str]]:
-    """(module, name) of the sharded parameters of `unit` that no unit within it has; packed weights count."""
-    found = []
-    for name, parameter in unit.named_parameters(recurse=False):
-        if isinstance(parameter, DTensor):
-            found.append((unit, name))
-            if isinstance(parameter._local_tensor, PackedShard):
-                found.append((unit, name))  # twice, for it is gathered with its scales
-    for child in unit.children():
-        if not isinstance(child, FSDPModule):
-            found += _own_parameters(child)
-    return found

@@ -2,7 +2,8 @@
 
 Tried with torch 2.11 and 2.13. Used are `FSDPParam.__init__` with its arguments by name, the attributes of the same
 names that it keeps, `_module_info`, `_post_load_hook_handle`, `_unsharded_param`, `sharded_param`,
-`reset_sharded_param`, and for `gathered_output` the tensors that FSDP2 copies a gathered unit into.
+`reset_sharded_param`; for `only_record` the groups of a unit, and for `gathered_output` the tensors that FSDP2 copies
+a gathered unit into.
 `tests/test_fsdp_parts.py` goes through all of it.
 """
 
@@ -29,6 +30,14 @@ def record_of(module: nn.Module, name: str) -> Any:
             if isinstance(found, FSDPParam) and found._module_info.param_name == name:
                 return found
     return None
+
+
+def only_record(unit: nn.Module) -> Any:
+    """The record of the one parameter that this unit of FSDP2 has; None if it has another number of them."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]  # older torch
+    records = [record for group in groups if group is not None for record in group.fsdp_params]
+    return records[0] if len(records) == 1 else None
 
 
 def start_over(record: Any, weight: nn.Parameter) -> None:
