@@ -30,11 +30,14 @@ C_FLAGS = [
     "-ffp-contract=off",  # the formats are defined by separately rounded products and sums
     "-fno-strict-aliasing",
 ]
+AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
 AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi", "-mfma", "-mf16c"]
 ISA_FLAGS = {
-    "cpu_avx2.c": ["-mavx2", "-mfma", "-mf16c"],
+    "cpu_avx2.c": AVX2_FLAGS,
+    "cpu_avx2_optimizer.c": AVX2_FLAGS,
     "cpu_avx512.c": AVX512_FLAGS,
     "cpu_avx512_linear.c": AVX512_FLAGS,
+    "cpu_avx512_optimizer.c": AVX512_FLAGS,
 }
 NVCC_FLAGS = ["-std=c++17", "-O3", "--ftz=false", "--prec-div=true", "--fmad=true"]
 ARCHITECTURES_DEFAULT = "80,90a,compute_80"

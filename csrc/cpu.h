@@ -37,6 +37,10 @@ bsh_status bsh_cpu_dequantize_blockwise(const bsh_dequantize_blockwise_args *arg
 bsh_status bsh_cpu_linear_4bit(const bsh_linear_4bit_args *args, const bsh_cpu_gemm *gemm);
 bsh_status bsh_cpu_linear_4bit_dgrad(const bsh_linear_4bit_dgrad_args *args, const bsh_cpu_gemm *gemm);
 
+/* One step in place. The norm that max_unorm needs is added in double, in an order that depends on n alone. */
+bsh_status bsh_cpu_optimizer_32bit(const bsh_optimizer_32bit_args *args);
+bsh_status bsh_cpu_optimizer_8bit_blockwise(const bsh_optimizer_8bit_blockwise_args *args);
+
 /* Bytes, zero-padded to 8, as little-endian words w_i: sum mod 2^64 of mix(w_i + (i + 1) * 0x9E3779B97F4A7C15) with
  * mix(z): z ^= z >> 32; z *= 0xD6E8FEB86659FD93; z ^= z >> 32. Equal on CPU and CUDA. */
 uint64_t bsh_cpu_checksum(const uint8_t *bytes, int64_t n_bytes);
@@ -65,6 +69,48 @@ typedef struct {
   bool wide, stream;
 } bsh_decode_run;
 
+/* Single-threaded optimizers of one instruction set (cpu_*_optimizer.c), equal bit for bit. */
+typedef struct {
+  void (*optimizer_32bit)(const bsh_optimizer_32bit_args *args, int64_t begin, int64_t end);
+  void (*optimizer_squares)(const bsh_optimizer_32bit_args *args, int64_t begin, int64_t end, float *out);
+  void (*optimizer_8bit_blockwise)(const bsh_optimizer_8bit_blockwise_args *args, int64_t block_begin,
+                                   int64_t block_end);
+} bsh_cpu_optimizers;
+
+extern const bsh_cpu_optimizers bsh_cpu_scalar_optimizers;
+#if defined(__x86_64__)
+extern const bsh_cpu_optimizers bsh_cpu_avx2_optimizers;
+extern const bsh_cpu_optimizers bsh_cpu_avx512_optimizers;
+#endif
+
+/* Code of a state for v = state / absmax: the nearest entry of the map, and with keep_sign its neighbour where that has
+ * the other sign (the neighbour of 255 is 0): a small negative moment does not become zero. */
+uint8_t bsh_cpu_encode_state(const float *map, bool keep_sign, float v, float state);
+
+/* The codes and the scale of a block of n new states. */
+void bsh_cpu_requantize(const float *states, int64_t n, const float *map, bool keep_sign, uint8_t *code, float *absmax);
+
+/* bsh_cpu_encode_state as a table. |v|, raised to 2^-24 and lowered to 1, falls into a cell by its exponent and the
+ * first 7 bits of its mantissa; cells of negative v follow those of positive ones. A cell holds
+ *   code of its least |v| | (change of the code + 1) << 8 | threshold << 10
+ * where the change applies from the threshold (16 bits of mantissa) on. */
+enum {
+  BSH_SEARCH_LEAST = 103 << 23, /* bits of 2^-24 */
+  BSH_SEARCH_MOST = 127 << 23,  /* bits of 1 */
+  BSH_SEARCH_SHIFT = 16,
+  BSH_SEARCH_CELLS = ((BSH_SEARCH_MOST - BSH_SEARCH_LEAST) >> BSH_SEARCH_SHIFT) + 1
+};
+
+typedef struct {
+  float map[256];
+  bool filled, keep_sign;
+  bool usable; /* every cell has one threshold at most */
+  uint32_t cells[2 * BSH_SEARCH_CELLS];
+} bsh_state_search;
+
+/* The table of a map, kept by each thread for the last maps it saw; NULL where the map has none. */
+const bsh_state_search *bsh_find_state_search(const float *map, bool keep_sign);
+
 /* Single-threaded kernels of one instruction set. */
 typedef struct {
   const char *isa;
@@ -77,6 +123,7 @@ typedef struct {
                             int64_t column_end); /* same */
   void (*to_f32)(const void *x, bsh_dtype dtype, float *out, int64_t n);
   void (*from_f32)(const float *x, bsh_dtype dtype, void *out, int64_t n);
+  const bsh_cpu_optimizers *optimizers;
 } bsh_cpu_kernels;
 
 extern const bsh_cpu_kernels bsh_cpu_scalar;

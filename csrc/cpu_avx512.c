@@ -286,4 +286,5 @@ const bsh_cpu_kernels bsh_cpu_avx512 = {
     .linear_4bit_dgrad = bsh_cpu_avx512_linear_4bit_dgrad,
     .to_f32 = convert_to_f32,
     .from_f32 = convert_from_f32,
+    .optimizers = &bsh_cpu_avx512_optimizers,
 };

@@ -105,6 +105,17 @@ static inline float absmax_step(const float absmax, const float value) {
   return magnitude > absmax ? magnitude : absmax;
 }
 
+/* Nearest entry of a 256-entry map. Seven halvings against entries of odd index leave an entry of even index between
+ * two odd ones; the midpoints decide, and a tie goes to the even index. A NaN compares false throughout: index 0. */
+static inline uint8_t encode_8bit(const float *const map, const float v) {
+  int odd = 127;
+  for (int step = 64; step > 1; step /= 2) odd += v > map[odd] ? step : -step;
+  const int even = odd + (v > map[odd] ? 1 : -1);
+  if (v > map[even]) return (uint8_t)(even + (v > flush_denormal((map[even] + map[even + 1]) * 0.5f)));
+  if (even == 0) return 0;
+  return (uint8_t)(even - (v < flush_denormal((map[even] + map[even - 1]) * 0.5f)));
+}
+
 /* Scale of block `b`. */
 static inline float block_scale(const bsh_scales *const scales, const int64_t b) {
   if (scales->absmax) return scales->absmax[b];

@@ -67,17 +67,6 @@ static void decode_4bit_scalar(const bsh_decode_run *const run) {
 
 /* ---- quantize_blockwise, dequantize_blockwise ----------------------------------------------------------------- */
 
-/* Nearest entry of a 256-entry map. Seven halvings against entries of odd index leave an entry of even index between
- * two odd ones; the midpoints decide, and a tie goes to the even index. A NaN compares false throughout: index 0. */
-static uint8_t encode_8bit(const float *const map, const float v) {
-  int odd = 127;
-  for (int step = 64; step > 1; step /= 2) odd += v > map[odd] ? step : -step;
-  const int even = odd + (v > map[odd] ? 1 : -1);
-  if (v > map[even]) return (uint8_t)(even + (v > flush_denormal((map[even] + map[even + 1]) * 0.5f)));
-  if (even == 0) return 0;
-  return (uint8_t)(even - (v < flush_denormal((map[even] + map[even - 1]) * 0.5f)));
-}
-
 static void quantize_blockwise_scalar(const bsh_quantize_blockwise_args *const args, const int64_t block_begin,
                                       const int64_t block_end) {
   const float offset = args->offset ? args->offset[0] : 0.0f;
@@ -165,4 +154,5 @@ const bsh_cpu_kernels bsh_cpu_scalar = {
     .linear_4bit_dgrad = linear_4bit_dgrad_scalar,
     .to_f32 = to_f32_scalar,
     .from_f32 = from_f32_scalar,
+    .optimizers = &bsh_cpu_scalar_optimizers,
 };

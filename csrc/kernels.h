@@ -7,6 +7,7 @@
 #ifndef BSH_KERNELS_H
 #define BSH_KERNELS_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "formats.h"
@@ -102,5 +103,62 @@ typedef struct {
   int64_t lddy, lddx;
   bsh_dtype dtype;
 } bsh_linear_4bit_dgrad_args;
+
+/* Optimizers by the formulas of optimizer.h. LAMB is Adam and LARS is momentum with max_unorm. */
+typedef enum {
+  BSH_ADAM = 0,
+  BSH_MOMENTUM = 1,
+  BSH_RMSPROP = 2,
+  BSH_ADAGRAD = 3,
+  BSH_LION = 4,
+  BSH_ADEMAMIX = 5,
+  BSH_N_OPTIMIZERS = 6
+} bsh_optimizer;
+
+/* The numbers of one step, the same for all elements. Made by bsh_step_numbers_of (optimizer_ops.c). */
+typedef struct {
+  float beta1, beta2, beta3;
+  float rest1, rest2, rest3; /* 1 - beta */
+  float lr, alpha, eps, weight_decay, gnorm_scale;
+  float stored_lr;                /* lr rounded to `round` */
+  float decay;                    /* 1 - lr * weight_decay, one rounding */
+  float correction1, correction2; /* 1 - beta1^step, sqrt(1 - beta2^step) */
+  float inverse1, inverse2;       /* 1 / (1 - beta1^step), 1 / (1 - beta2^step) */
+  float step_size;                /* -lr * correction2 / correction1 * update_scale */
+  float scaled_eps;               /* eps * correction2 */
+  float update_scale;             /* what max_unorm leaves of an update */
+  bsh_dtype round;                /* what parts of a step round to: the dtype of p and g; fp32 where they differ */
+  bool first;                     /* step 1 */
+  bool skip_zeros;                /* an element whose gradient is zero stays as it is */
+} bsh_step_numbers;
+
+/* p and its states [n] after a step with gradient g. state2 is NULL for one state. AdEMAMix: state1 is [2, n].
+ * unorm: f32 [1], squared norm of the update before it is scaled; NULL without max_unorm. */
+typedef struct {
+  const void *g;
+  void *p;
+  float *state1, *state2;
+  float *unorm;
+  float max_unorm, param_norm;
+  int64_t n;
+  bsh_dtype g_dtype, p_dtype;
+  bsh_optimizer algorithm;
+  bsh_step_numbers numbers;
+} bsh_optimizer_32bit_args;
+
+/* The same with states as codes u8 [n] of a map f32 [256] and scales f32 [n_blocks]. AdEMAMix: state1 [2, n],
+ * absmax1 [2, n_blocks]. */
+typedef struct {
+  const void *g;
+  void *p;
+  uint8_t *state1, *state2;
+  const float *map1, *map2;
+  float *absmax1, *absmax2;
+  int64_t n;
+  int64_t blocksize; /* a power of two, 32 to 4096 */
+  bsh_dtype g_dtype, p_dtype;
+  bsh_optimizer algorithm;
+  bsh_step_numbers numbers;
+} bsh_optimizer_8bit_blockwise_args;
 
 #endif

@@ -14,6 +14,9 @@
 #include "torch_gemm.h"
 
 #define WEIGHT_ARGUMENTS "Tensor packed, Tensor absmax, Tensor absmax_map, Tensor absmax2, Tensor offset"
+#define STEP_ARGUMENTS                                                                                                 \
+  "int algorithm, float lr, float beta1, float beta2, float beta3, float alpha, float eps, float weight_decay, int "   \
+  "step"
 
 /* X(name, tensors among the arguments, schema without the name) */
 #define BSH_OPS(X)                                                                                                     \
@@ -26,7 +29,13 @@
   X(linear_4bit, 7,                                                                                                    \
     "(Tensor x, " WEIGHT_ARGUMENTS ", Tensor bias, int blocksize, int format, int N, int K) -> Tensor")                \
   X(linear_4bit_dgrad, 6, "(Tensor dy, " WEIGHT_ARGUMENTS ", int blocksize, int format, int N, int K) -> Tensor")      \
-  X(checksum, 1, "(Tensor packed) -> Tensor")
+  X(checksum, 1, "(Tensor packed) -> Tensor")                                                                          \
+  X(optimizer_32bit, 5,                                                                                                \
+    "(Tensor g, Tensor(a!) p, Tensor(b!) state1, Tensor(c!) state2, Tensor(d!) unorm, " STEP_ARGUMENTS                 \
+    ", float max_unorm, float param_norm, float gnorm_scale, bool skip_zeros) -> ()")                                  \
+  X(optimizer_8bit_blockwise, 8,                                                                                       \
+    "(Tensor g, Tensor(a!) p, Tensor(b!) state1, Tensor(c!) state2, Tensor qmap1, Tensor qmap2, Tensor(d!) absmax1, "  \
+    "Tensor(e!) absmax2, " STEP_ARGUMENTS ", float gnorm_scale, bool skip_zeros, int blocksize) -> ()")
 
 /* Leaves the op: computes with args on the device of `like`. The sizes are for messages, the operands for products. */
 #define COMPUTE(name, like, size0, size1, size2, ...)                                                                  \

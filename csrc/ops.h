@@ -12,4 +12,8 @@ bsh_status bsh_op_dequantize_4bit(bsh_call *call);
 bsh_status bsh_op_linear_4bit(bsh_call *call);
 bsh_status bsh_op_linear_4bit_dgrad(bsh_call *call);
 
+/* optimizer_ops.c. */
+bsh_status bsh_op_optimizer_32bit(bsh_call *call);
+bsh_status bsh_op_optimizer_8bit_blockwise(bsh_call *call);
+
 #endif

@@ -112,6 +112,19 @@ static bsh_status stack_tensor(bsh_call *const call, const int index, bsh_tensor
   return contiguous ? BSH_OK : make_contiguous(call, tensor);
 }
 
+static bsh_status stack_in_place(bsh_call *const call, const int index, const char *const argument,
+                                 bsh_tensor *const tensor) {
+  bool contiguous = true;
+  const AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)call->stack[index];
+  BSH_TRY(describe(call->op, handle, tensor));
+  TORCH_TRY(call->op, bsh_torch.aoti_torch_is_contiguous(handle, &contiguous));
+  if (contiguous) return check_storage(call->op, tensor);
+  return bsh_fail(BSH_BAD_SHAPE,
+                  "%s: %s, %" PRId64 " elements in %" PRId64
+                  " dimensions, is not contiguous: it is changed in place and a copy would be lost",
+                  call->op, argument, tensor->numel, tensor->dim);
+}
+
 static bsh_status stack_output(bsh_call *const call, const bsh_tensor *const like, const int64_t dim,
                                const int64_t *const sizes, const int32_t dtype, bsh_tensor *const output) {
   BSH_TRY(bsh_tensor_new(call->op, like, dim, sizes, dtype, output));
@@ -119,13 +132,26 @@ static bsh_status stack_output(bsh_call *const call, const bsh_tensor *const lik
   return BSH_OK;
 }
 
-const bsh_caller bsh_dispatcher = {.tensor = stack_tensor, .output = stack_output};
+const bsh_caller bsh_dispatcher = {.tensor = stack_tensor, .in_place = stack_in_place, .output = stack_output};
 
 bsh_status bsh_call_tensor(bsh_call *const call, const int index, bsh_tensor *const tensor) {
   return call->caller->tensor(call, index, tensor);
 }
 
+bsh_status bsh_call_in_place(bsh_call *const call, const int index, const char *const argument,
+                             bsh_tensor *const tensor) {
+  return call->caller->in_place(call, index, argument, tensor);
+}
+
 int64_t bsh_call_int(const bsh_call *const call, const int index) { return (int64_t)call->stack[index]; }
+
+float bsh_call_float(const bsh_call *const call, const int index) {
+  double value = 0;
+  memcpy(&value, &call->stack[index], sizeof value);
+  return (float)value;
+}
+
+bool bsh_call_bool(const bsh_call *const call, const int index) { return (call->stack[index] & 0xFF) != 0; }
 
 int32_t bsh_call_dtype(const bsh_call *const call, const int index) { return (int32_t)call->stack[index]; }
 

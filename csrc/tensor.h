@@ -32,6 +32,7 @@ typedef struct bsh_call bsh_call;
 /* Who called. */
 typedef struct {
   bsh_status (*tensor)(bsh_call *call, int index, bsh_tensor *tensor);
+  bsh_status (*in_place)(bsh_call *call, int index, const char *argument, bsh_tensor *tensor); /* the dispatcher only */
   bsh_status (*output)(bsh_call *call, const bsh_tensor *like, int64_t dim, const int64_t *sizes, int32_t dtype,
                        bsh_tensor *output);
   bsh_status (*product)(bsh_call *call, bsh_dtype dtype, bool cuda); /* NULL: torch multiplies */
@@ -43,7 +44,7 @@ extern const bsh_caller bsh_dispatcher;
 struct bsh_call {
   const char *op;
   const bsh_caller *caller;
-  StableIValue *stack; /* integers, and of the dispatcher handles */
+  StableIValue *stack; /* numbers, and of the dispatcher handles */
   int n_tensors;       /* every op takes its tensors first: stack[0 .. n_tensors) */
   int n_temporaries;
   int n_outputs;
@@ -55,8 +56,13 @@ struct bsh_call {
 /* Tensor argument `index`, described and contiguous: the dispatcher's are copied where they are not. */
 bsh_status bsh_call_tensor(bsh_call *call, int index, bsh_tensor *tensor);
 
-/* Argument `index` as int64 / ScalarType. */
+/* Tensor argument `index` that the op changes: BSH_BAD_SHAPE naming `argument` where it is not contiguous. */
+bsh_status bsh_call_in_place(bsh_call *call, int index, const char *argument, bsh_tensor *tensor);
+
+/* Argument `index` as int64 / float (a double, rounded to fp32) / bool / ScalarType. */
 int64_t bsh_call_int(const bsh_call *call, int index);
+float bsh_call_float(const bsh_call *call, int index);
+bool bsh_call_bool(const bsh_call *call, int index);
 int32_t bsh_call_dtype(const bsh_call *call, int index);
 
 /* A new contiguous output on the device of `like`, appended to the outputs. */

@@ -100,3 +100,72 @@ def checksum(packed: Tensor) -> int:
         total += z ^ z >> 32
     total &= mask
     return total - 2**64 if total >> 63 else total
+
+
+def moments(name: str, g: Tensor, s1: Tensor, s2: Tensor, s3: Tensor, h: dict) -> tuple[Tensor, Tensor, Tensor]:
+    """New states of an optimizer from gradients g, float64: first and second moment, and AdEMAMix's slow one."""
+    if name == "momentum":
+        return (g if h["step"] == 1 else h["beta1"] * s1 + g), s2, s3
+    if name == "adagrad":
+        return s1 + g * g, s2, s3
+    if name == "rmsprop":
+        return h["beta1"] * s1 + (1 - h["beta1"]) * g * g, s2, s3
+    if name == "lion":
+        return h["beta2"] * s1 + (1 - h["beta2"]) * g, s2, s3
+    s1 = h["beta1"] * s1 + (1 - h["beta1"]) * g
+    s2 = h["beta2"] * s2 + (1 - h["beta2"]) * g * g
+    return s1, s2, h["beta3"] * s3 + (1 - h["beta3"]) * g if name == "ademamix" else s3
+
+
+def direction(name: str, g: Tensor, old: Tensor, s1: Tensor, s2: Tensor, s3: Tensor, h: dict) -> Tensor:
+    """What lr multiplies, float64, after the states are new; `old` is the first moment before."""
+    if name == "momentum":
+        return s1
+    if name in ("rmsprop", "adagrad"):
+        return g / (s1.sqrt() + h["eps"])
+    if name == "lion":
+        return (h["beta1"] * old + (1 - h["beta1"]) * g).sign()
+    first, second = s1 / (1 - h["beta1"] ** h["step"]), s2 / (1 - h["beta2"] ** h["step"])
+    slow = h["alpha"] * s3 if name == "ademamix" else 0
+    return (first + slow) / (second.sqrt() + h["eps"])
+
+
+def optimizer_step(name: str, g: Tensor, p: Tensor, states: tuple[Tensor, ...], h: dict, unorm: float = 0.0):
+    """p and the three states after a step, float64. `unorm`: norm of the update where max_unorm bounds it."""
+    coupled = name in ("momentum", "rmsprop", "adagrad")
+    scaled = g * h["gnorm_scale"]
+    scaled = scaled + h["weight_decay"] * p if coupled and h["weight_decay"] else scaled  # + 0 would lose the sign of 0
+    new = moments(name, scaled, *states, h)
+    bound = h["max_unorm"] * h["param_norm"] + (0 if name == "adam" else h["eps"])
+    scale = bound / unorm if unorm > bound else 1.0
+    decay = 1 if coupled else 1 - h["lr"] * h["weight_decay"]
+    x = h["lr"] * scale * direction(name, scaled, states[0], *new, h)
+    p_new = p * decay - x if name == "lion" else (p - x) * decay
+    keep = (g == 0) & h["skip_zeros"]
+    return torch.where(keep, p, p_new), *(torch.where(keep, a, b) for a, b in zip(states, new, strict=True))
+
+
+def optimizer_32bit(name: str, g: Tensor, p: Tensor, states: tuple[Tensor, ...], h: dict):
+    """p, the three states, and the squared norm of the update, float64."""
+    g, p, *states = (x.double() for x in (g, p, *states))
+    scaled = g * h["gnorm_scale"]
+    update = direction(name, scaled, states[0], *moments(name, scaled, *states, h), h)
+    squared = (update**2).sum().item()
+    bounded = h["max_unorm"] > 0 and name in ("adam", "momentum", "rmsprop")
+    return *optimizer_step(name, g, p, states, h, math.sqrt(squared) if bounded else 0.0), squared
+
+
+def state_codes(state: Tensor, map: Tensor, keep_sign: bool, blocksize: int) -> tuple[Tensor, Tensor]:
+    """Codes [n] int64 and absmax float32 [n_blocks] of new states; a small first moment keeps its sign."""
+    codes, absmax = quantize_blockwise(state, map, None, blocksize)
+    codes = torch.where(absmax.repeat_interleave(blocksize)[: state.numel()] == 0, 0, codes)
+    wrong = keep_sign & (map[codes].signbit() != state.signbit())
+    return (codes + torch.where(wrong, torch.where(state > 0, 1, -1), 0)) % 256, absmax
+
+
+def optimizer_8bit_blockwise(name: str, g: Tensor, p: Tensor, states: tuple[Tensor, ...], h: dict):
+    """p and the three decoded states, float64. Where g is no number, p stays and the states are zero."""
+    g, p, *states = (x.double() for x in (g, p, *states))
+    good = g.isfinite()
+    p_new, *new = optimizer_step(name, torch.where(good, g, 0), p, states, h)
+    return torch.where(good, p_new, p), *(torch.where(good, state, 0) for state in new)

@@ -5,16 +5,9 @@ import re
 import bitsandbytes as bnb
 import pytest
 import torch
-from bitsandbytes import _absent
 from torch._subclasses import FakeTensorMode
 
-OPTIMIZERS = [  # all of the Trainer's that are bitsandbytes'
-    *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"),
-    *("ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"),
-    *("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"),
-    *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
-]
-ADVICE = {"int8": "load_in_4bit=True", "optimizer": "optim='adamw_torch", "embedding": "torch.nn.Embedding"}
+ADVICE = {"int8": "load_in_4bit=True", "embedding": "torch.nn.Embedding"}
 
 
 def advice(error) -> set[str]:
@@ -35,10 +28,6 @@ def advice(error) -> set[str]:
         ("int8", lambda: bnb.functional.int8_vectorwise_quant(torch.zeros(8, 8))),
         ("int8", lambda: bnb.utils.OutlierTracer.get_instance()),
         ("int8", lambda: bnb.nn.modules.maybe_rearrange_weight({}, "", {}, True, [], [], [])),
-        ("optimizer", lambda: bnb.optim.PagedAdamW8bit([torch.zeros(1)])),
-        ("optimizer", lambda: bnb.optim.PytorchLARS([torch.zeros(1)])),
-        ("optimizer", lambda: bnb.optim.GlobalOptimManager.get_instance()),
-        ("optimizer", lambda: bnb.functional.get_paged(4)),
         ("embedding", lambda: bnb.nn.StableEmbedding(8, 8)),
         ("embedding", lambda: bnb.nn.EmbeddingNF4(8, 8)),
     ],
@@ -47,24 +36,6 @@ def test_advice_fits(family, call):
     with pytest.raises(NotImplementedError) as error:
         call()
     assert advice(error) == {family}
-
-
-@pytest.mark.parametrize(("name", "optim"), [("RMSprop", "rmsprop"), ("Adagrad32bit", "adagrad"), ("SGD8bit", "sgd")])
-def test_the_same_algorithm_where_pytorch_has_it(name, optim):
-    with pytest.raises(NotImplementedError, match=f"optim='{optim}'") as error:
-        getattr(bnb.optim, name)([torch.zeros(1)], lr=0.1)
-    assert advice(error) == set()
-
-
-def test_advised_names_exist():
-    """Every `optim=` in an advice is one of the Trainer's and does not come from bitsandbytes; so for torch.optim."""
-    training_args = pytest.importorskip("transformers.training_args", reason="transformers is not installed")
-    known = {item.value for item in training_args.OptimizerNames}
-    assert set(OPTIMIZERS) <= known
-    texts = [_absent.OPTIMIZERS, *(getattr(bnb.optim, name)._advice for name in ("RMSprop", "Adagrad", "SGD"))]
-    advised = set(re.findall(r"optim='(\w+)'", " ".join(texts)))
-    assert advised <= known and not advised & set(OPTIMIZERS) and {"adamw_torch", "rmsprop", "sgd"} <= advised
-    assert all(hasattr(torch.optim, name) for name in re.findall(r"torch\.optim\.(\w+)", " ".join(texts)))
 
 
 def test_subclasses_of_others_name_the_absent_class():
@@ -76,7 +47,6 @@ def test_subclasses_of_others_name_the_absent_class():
 
 def absent_op_calls():
     ops, a = torch.ops.bitsandbytes, torch.zeros(4, 4)
-    numbers_32, numbers_8 = [0.0] * 8 + [1, 0.1, 1.0], [0.9] * 5 + [1, 0.1]
     return {
         "int8_double_quant": lambda: ops.int8_double_quant(a),
         "int8_linear_matmul": lambda: ops.int8_linear_matmul(a, a),
@@ -86,10 +56,6 @@ def absent_op_calls():
         "int8_scaled_mm": lambda: ops.int8_scaled_mm(a, a, a, a),
         "int8_vectorwise_dequant": lambda: ops.int8_vectorwise_dequant(a, a),
         "int8_vectorwise_quant": lambda: ops.int8_vectorwise_quant(a),
-        "optimizer_update_32bit": lambda: ops.optimizer_update_32bit("adam", a, a, a, a, None, *numbers_32),
-        "optimizer_update_8bit_blockwise": lambda: ops.optimizer_update_8bit_blockwise(
-            "adam", a, a, a, a, *numbers_8, a, a, a, a, 0.0, 1.0
-        ),
     }
 
 
@@ -97,7 +63,6 @@ def absent_op_calls():
 @pytest.mark.parametrize("mode", ["eager", "fake"])
 def test_absent_ops_refuse(name, mode):
     """Called, and traced: a compiled program is refused when it is compiled."""
-    family = "optimizer" if name.startswith("optimizer") else "int8"
     expected = pytest.raises(NotImplementedError, match=rf"torch\.ops\.bitsandbytes\.{re.escape(name)} is not in bitsh")
     if mode == "eager":
         with expected as error:
@@ -105,7 +70,7 @@ def test_absent_ops_refuse(name, mode):
     else:
         with FakeTensorMode(), expected as error:
             absent_op_calls()[name]()
-    assert advice(error) == {family}
+    assert advice(error) == {"int8"}
 
 
 # ---- transformers: what has happened when it refuses ----
@@ -133,29 +98,3 @@ def test_load_in_8bit_refuses_before_weights_are_read(tmp_path, saved_in_8_bits)
     with pytest.raises(NotImplementedError, match=r"bitsandbytes\.nn\.modules\.Linear8bitLt") as error:
         transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, device_map="cpu", **options)
     assert advice(error) == {"int8"}
-
-
-@pytest.fixture(scope="module")
-def llama():
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    return transformers.LlamaForCausalLM(tiny(transformers))
-
-
-@pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_trainer_refuses_before_the_first_step(tmp_path, llama, optim):
-    """TrainingArguments and Trainer import nothing of bitsandbytes; `train` makes the optimizer before any forward."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    arguments = transformers.TrainingArguments(tmp_path, optim=optim, use_cpu=True, report_to=[], max_steps=1)
-    data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}]
-    trainer = transformers.Trainer(llama, arguments, train_dataset=data)
-    forwards = []
-    handle = llama.register_forward_pre_hook(lambda *_: forwards.append(1))
-    try:
-        with pytest.raises(NotImplementedError, match=r"bitsandbytes\.optim\.") as error:
-            trainer.train()
-    finally:
-        handle.remove()
-    assert forwards == []
-    assert ("optim='rmsprop'" in str(error.value)) == optim.startswith("rmsprop")
-    assert advice(error) == (set() if optim.startswith("rmsprop") else {"optimizer"})

@@ -14,6 +14,8 @@ NAMES = (
     "linear_4bit",
     "linear_4bit_dgrad",
     "checksum",
+    "optimizer_32bit",
+    "optimizer_8bit_blockwise",
 )
 
 
@@ -24,6 +26,7 @@ def arguments(name: str, nested: bool, dtype: torch.dtype) -> tuple:
     packed, state = functional.quantize_nf4(w, compress_statistics=nested, quant_storage=torch.bfloat16)
     map, none = ops.table("dynamic"), ops.empty(w.device)
     code, absmax = ops.quantize_blockwise(w, map, none, 256)
+    numbers = (0, 1e-3, 0.9, 0.999, 0.0, 0.0, 1e-8, 0.01, 2)
     return {
         "quantize_4bit": (w, 64, 0, torch.float32),
         "dequantize_4bit": (packed, *state.scales(), 64, 0, N, K, dtype),
@@ -32,6 +35,11 @@ def arguments(name: str, nested: bool, dtype: torch.dtype) -> tuple:
         "linear_4bit": (torch.randn(2, 3, K).to(dtype), packed, *state.scales(), none, 64, 0, N, K),
         "linear_4bit_dgrad": (torch.randn(2, 3, N).to(dtype), packed, *state.scales(), 64, 0, N, K),
         "checksum": (packed,),
+        "optimizer_32bit": (w, *(w.float() ** 2 for _ in range(3)), none, *numbers, 0.0, 0.0, 1.0, False),
+        "optimizer_8bit_blockwise": (
+            *(w, w.clone(), code, code.clone(), map, map.abs(), absmax, absmax.clone()),
+            *(*numbers, 1.0, False, 256),
+        ),
     }[name]
 
 

@@ -524,20 +524,6 @@ def test_sft_trainer(dense_path, tmp_path):
     assert_same_bytes(before, without_peft_names(packed_bytes(trainer.model)))
 
 
-def test_trainer_optimizers_refuse_by_name(dense_path, tmp_path):
-    arguments = transformers.TrainingArguments(
-        output_dir=tmp_path, max_steps=1, optim="adamw_bnb_8bit", report_to=[], use_cpu=True, disable_tqdm=True
-    )
-    ids = tokens(2, 8)
-    trainer = transformers.Trainer(
-        model=lora(load(dense_path)),
-        args=arguments,
-        train_dataset=[{"input_ids": row, "labels": row} for row in ids],
-    )
-    with pytest.raises(NotImplementedError, match="AdamW is not in bitshard yet.*adamw_torch"):
-        trainer.train()
-
-
 # ---- what is not trained ----
 
 

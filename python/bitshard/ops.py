@@ -18,6 +18,17 @@ except ImportError as error:
     ) from error
 
 FORMATS = {"nf4": 0, "fp4": 1}
+# Formulas of csrc/optimizer.h by bitsandbytes' names. LAMB and LARS are Adam and momentum with max_unorm.
+OPTIMIZERS = {
+    "adam": 0,
+    "momentum": 1,
+    "rmsprop": 2,
+    "adagrad": 3,
+    "lion": 4,
+    "ademamix": 5,
+    "lamb": 0,
+    "lars": 1,
+}
 
 quantize_4bit = torch.ops.bitshard.quantize_4bit.default
 dequantize_4bit = torch.ops.bitshard.dequantize_4bit.default
@@ -26,6 +37,8 @@ dequantize_blockwise = torch.ops.bitshard.dequantize_blockwise.default
 linear_4bit = torch.ops.bitshard.linear_4bit.default
 linear_4bit_dgrad = torch.ops.bitshard.linear_4bit_dgrad.default
 checksum = torch.ops.bitshard.checksum.default
+optimizer_32bit = torch.ops.bitshard.optimizer_32bit.default
+optimizer_8bit_blockwise = torch.ops.bitshard.optimizer_8bit_blockwise.default
 
 rank_slice = _C.rank_slice
 
@@ -115,3 +128,19 @@ def _(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K) 
 @torch.library.register_fake("bitshard::checksum")
 def _(packed: Tensor) -> Tensor:
     return packed.new_empty((), dtype=torch.int64)
+
+
+@torch.library.register_fake("bitshard::optimizer_32bit")
+def _(g: Tensor, p: Tensor, state1: Tensor, state2: Tensor, unorm: Tensor, algorithm: int, *numbers) -> None:
+    _check_step("optimizer_32bit", g, p, state1, state2, unorm)
+
+
+@torch.library.register_fake("bitshard::optimizer_8bit_blockwise")
+def _(g, p, state1, state2, qmap1, qmap2, absmax1, absmax2, algorithm: int, *numbers) -> None:
+    _check_step("optimizer_8bit_blockwise", g, p, state1, state2, qmap1, qmap2, absmax1, absmax2)
+
+
+def _check_step(op: str, g: Tensor, p: Tensor, *others: Tensor) -> None:
+    _check_devices(op, g, p, *others)
+    _check_devices(op, p, g)
+    torch._check(p.numel() == g.numel(), lambda: f"{op}: p has {p.numel()} elements, expected {g.numel()}")

@@ -14,13 +14,13 @@ sanitize="-fsanitize=address,undefined -fno-sanitize-recover=all"
 ${CC:-gcc} --version | grep -q clang || export ASAN_OPTIONS="detect_stack_use_after_return=0${ASAN_OPTIONS+:$ASAN_OPTIONS}"
 isa_flags() { # the same as ISA_FLAGS in setup.py
   case $1 in
-    cpu_avx2) echo "-mavx2 -mfma -mf16c" ;;
+    cpu_avx2*) echo "-mavx2 -mfma -mf16c" ;;
     cpu_avx512*) echo "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mfma -mf16c" ;;
   esac
 }
 
-sources="status packed cpu cpu_linear cpu_scalar cuda_linear cuda_ops select native native_cpu native_cuda"
-case $(uname -m) in x86_64) sources="$sources cpu_avx2 cpu_avx512 cpu_avx512_linear" ;; esac
+sources="status packed cpu cpu_linear cpu_optimizer cpu_scalar cpu_scalar_optimizer cuda_linear cuda_ops select native native_cpu native_cuda"
+case $(uname -m) in x86_64) sources="$sources cpu_avx2 cpu_avx2_optimizer cpu_avx512 cpu_avx512_linear cpu_avx512_optimizer" ;; esac
 for name in $sources; do
   # shellcheck disable=SC2046,SC2086
   ${CC:-gcc} $flags $sanitize $(isa_flags "$name") -c "$root/csrc/$name.c" -o "$build/$name.o"

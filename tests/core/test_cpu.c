@@ -460,6 +460,127 @@ static void compare_linear(uint64_t *const state, const bsh_dtype dtype, const i
   free_weight(&w);
 }
 
+/* ---- optimizers -------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+  int64_t n, first, blocks; /* elements, of state1, scales of state1 */
+  void *g, *p;
+  float *state1, *state2, *absmax1, *absmax2;
+  uint8_t *code1, *code2;
+} optimizer_data;
+
+static const bsh_step_numbers step_numbers = {.beta1 = 0.9f,
+                                              .beta2 = 0.99f,
+                                              .beta3 = 0.999f,
+                                              .rest1 = 0.1f,
+                                              .rest2 = 0.01f,
+                                              .rest3 = 0.001f,
+                                              .lr = 0.01f,
+                                              .alpha = 3.0f,
+                                              .eps = 1e-8f,
+                                              .weight_decay = 0.1f,
+                                              .gnorm_scale = 0.5f,
+                                              .stored_lr = 0.01f,
+                                              .decay = 0.999f,
+                                              .correction1 = 0.19f,
+                                              .correction2 = 0.14f,
+                                              .inverse1 = 5.0f,
+                                              .inverse2 = 50.0f,
+                                              .step_size = -0.0074f,
+                                              .scaled_eps = 1.4e-9f,
+                                              .update_scale = 1.0f};
+
+/* The same data for the same seed, in buffers that end where the tensor does. */
+static optimizer_data make_data(uint64_t seed, const bsh_optimizer_8bit_blockwise_args *const args,
+                                const bool hostile) {
+  const int64_t moments = args->algorithm == BSH_ADEMAMIX ? 2 : 1, n_blocks = bsh_block_count(args->n, args->blocksize);
+  optimizer_data d = {.n = args->n, .first = moments * args->n, .blocks = moments * n_blocks};
+  d.g = make_input(&seed, d.n, args->g_dtype, hostile);
+  d.p = make_input(&seed, d.n, args->p_dtype, false);
+  d.state1 = make_input(&seed, d.first, BSH_F32, hostile);
+  d.state2 = make_input(&seed, d.n, BSH_F32, false);
+  d.absmax1 = make_input(&seed, d.blocks, BSH_F32, hostile);
+  d.absmax2 = make_input(&seed, n_blocks, BSH_F32, hostile);
+  d.code1 = buffer(d.first);
+  d.code2 = buffer(d.n);
+  for (int64_t i = 0; i < d.first; i++) d.code1[i] = (uint8_t)random_bits(&seed);
+  for (int64_t i = 0; i < d.n; i++) d.code2[i] = (uint8_t)random_bits(&seed);
+  return d;
+}
+
+static void free_data(const optimizer_data *const d) {
+  free(d->g), free(d->p), free(d->state1), free(d->state2), free(d->absmax1), free(d->absmax2), free(d->code1);
+  free(d->code2);
+}
+
+static optimizer_data stepped(const uint64_t seed, bsh_optimizer_8bit_blockwise_args blocks, const bool hostile,
+                              float *const unorm) {
+  const optimizer_data d = make_data(seed, &blocks, hostile);
+  blocks.g = d.g, blocks.p = d.p, blocks.state1 = d.code1, blocks.state2 = d.code2;
+  blocks.absmax1 = d.absmax1, blocks.absmax2 = d.absmax2;
+  const bsh_optimizer_32bit_args floats = {.g = d.g,
+                                           .p = d.p,
+                                           .state1 = d.state1,
+                                           .state2 = d.state2,
+                                           .unorm = blocks.algorithm <= BSH_RMSPROP ? unorm : NULL,
+                                           .max_unorm = 0.1f,
+                                           .param_norm = 2.0f,
+                                           .n = d.n,
+                                           .g_dtype = blocks.g_dtype,
+                                           .p_dtype = blocks.p_dtype,
+                                           .algorithm = blocks.algorithm,
+                                           .numbers = blocks.numbers};
+  CHECK(bsh_cpu_optimizer_32bit(&floats) == BSH_OK, "32-bit step");
+  CHECK(bsh_cpu_optimizer_8bit_blockwise(&blocks) == BSH_OK, "8-bit step");
+  return d;
+}
+
+static void compare_data(const char *const what, const optimizer_data *const a, const optimizer_data *const b,
+                         const bsh_dtype p_dtype, const int64_t blocksize) {
+  check_same_bytes(what, a->p, b->p, a->n * dtype_size(p_dtype));
+  check_same_bytes(what, a->state1, b->state1, 4 * a->first);
+  check_same_bytes(what, a->state2, b->state2, 4 * a->n);
+  check_same_bytes(what, a->code1, b->code1, a->first);
+  check_same_bytes(what, a->code2, b->code2, a->n);
+  check_same_bytes(what, a->absmax1, b->absmax1, 4 * a->blocks);
+  check_same_bytes(what, a->absmax2, b->absmax2, 4 * bsh_block_count(a->n, blocksize));
+}
+
+/* Both steps, one after the other on the same p: every instruction set with three threads against scalar with one. */
+static void compare_optimizers(uint64_t *const state, const int64_t n, const int64_t blocksize, const int round) {
+  float map[256], unsigned_map[256];
+  memcpy(map, dynamic_bits, sizeof map);
+  for (int i = 0; i < 256; i++)
+    unsigned_map[i] = round % 3 ? (float)i / 255.0f : fabsf(map[i]); /* the latter unsorted */
+  bsh_optimizer_8bit_blockwise_args args = {.map1 = map,
+                                            .map2 = unsigned_map,
+                                            .n = n,
+                                            .blocksize = blocksize,
+                                            .g_dtype = (bsh_dtype)random_below(state, 3),
+                                            .p_dtype = (bsh_dtype)random_below(state, 3),
+                                            .algorithm = (bsh_optimizer)(round % BSH_N_OPTIMIZERS),
+                                            .numbers = step_numbers};
+  args.numbers.round = args.g_dtype == args.p_dtype ? args.p_dtype : BSH_F32;
+  args.numbers.first = random_below(state, 4) == 0;
+  args.numbers.skip_zeros = random_below(state, 4) == 0;
+  const uint64_t seed = random_bits(state);
+  const bool hostile = random_below(state, 2);
+  float unorm = 0, other_unorm = 0;
+  use("scalar", 1);
+  const optimizer_data expected = stepped(seed, args, hostile, &unorm);
+  for (int i = 0; i < n_isas; i++) {
+    char what[128];
+    snprintf(what, sizeof what, "optimizer %d %s %s %s n %" PRId64 " blocksize %" PRId64, (int)args.algorithm, isas[i],
+             dtype_names[args.g_dtype], dtype_names[args.p_dtype], n, blocksize);
+    use(isas[i], 3);
+    const optimizer_data found = stepped(seed, args, hostile, &other_unorm);
+    compare_data(what, &found, &expected, args.p_dtype, blocksize);
+    CHECK(float_bits(unorm) == float_bits(other_unorm) || isnan(unorm), "%s: norm", what);
+    free_data(&found);
+  }
+  free_data(&expected);
+}
+
 /* ---- checksum ---------------------------------------------------------------------------------------------------- */
 
 static void checksums(uint64_t *const state) {
@@ -506,6 +627,7 @@ int main(const int argc, char **const argv) {
     compare_blockwise(&state, n, blocksize);
     compare_dequantize_4bit(&state, 1 + random_below(&state, 40), random_below(&state, 700), blocksize);
     compare_dequantize_4bit(&state, 1, n, blocksize);
+    compare_optimizers(&state, n, blocksize, round);
     const int64_t K = round % 2 ? 64 * (1 + random_below(&state, 12)) : random_below(&state, 700);
     const bsh_dtype dtype = (bsh_dtype)random_below(&state, 3);
     compare_linear(&state, dtype, random_below(&state, 20), random_below(&state, 70), K, blocksize, round % 3 == 0);

@@ -8,22 +8,13 @@ INT8 = (
     "quantization_config; in place of a checkpoint saved in 8 bits, its 16-bit version."
 )
 EMBEDDINGS = "Leave embeddings in 16 bits, as torch.nn.Embedding."
-OPTIMIZERS = (
-    "Choose optim='adamw_torch_fused' or optim='adamw_torch' (torch.optim.AdamW); "
-    "for small states optim='adafactor', or optim='adamw_torch_8bit' with torchao."
-)
 BACK = "The original has it: pip install --force-reinstall --no-deps bitsandbytes==0.50.2"
 
 
 def refuse(name: str, advice: str = "") -> NoReturn:
     """Raise the error of an absent name: `name` is its full dotted path, `advice` what to use instead."""
-    reason = f"{name} is not in bitshard yet, which has the 4-bit and blockwise half of bitsandbytes."
+    reason = f"{name} is not in bitshard yet, which has the 4-bit half of bitsandbytes and its optimizers."
     raise NotImplementedError(" ".join(filter(None, (reason, advice, BACK))))
-
-
-def optimizer_advice(optim: str, cls: str) -> str:
-    """Advice for an algorithm that the Trainer offers as `optim`, and PyTorch as `torch.optim.<cls>`."""
-    return f"Choose optim={optim!r} (torch.optim.{cls}), whose state is in 32 bits."
 
 
 def absent_function(module: str, name: str, advice: str = "") -> Callable[..., NoReturn]:

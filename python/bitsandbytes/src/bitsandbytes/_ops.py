@@ -11,8 +11,9 @@ from math import prod
 import bitshard  # noqa: F401  (loads torch.ops.bitshard)
 import torch
 from bitshard.functional import get_4bit_type
+from bitshard.optim.update import update_8bit_blockwise, update_32bit
 
-from ._absent import INT8, OPTIMIZERS, absent_function
+from ._absent import INT8, absent_function
 
 register_fake = torch.library.register_fake
 register_kernel = torch.library.register_kernel
@@ -255,6 +256,33 @@ _define(
 )
 
 
+def _optimizer_fake(optimizer_name: str, g, p, *others, **options) -> None:
+    if g.numel() != p.numel():
+        raise ValueError(f"g and p must have the same number of elements, got {g.numel()} and {p.numel()}")
+    _check_float(g.dtype)
+    _check_float(p.dtype)
+
+
+_define(
+    "optimizer_update_32bit",
+    "(str optimizer_name, Tensor(a0!) g, Tensor(a1!) p, Tensor(a2!) state1,"
+    " Tensor(a3!)? state2, Tensor(a4!)? unorm_vec, float max_unorm, float param_norm, float beta1, float beta2,"
+    " float beta3, float alpha, float eps, float weight_decay, int step, float lr, float gnorm_scale,"
+    " bool skip_zeros=False) -> ()",
+    update_32bit,
+    _optimizer_fake,
+)
+_define(
+    "optimizer_update_8bit_blockwise",
+    "(str optimizer_name, Tensor(a0!) g, Tensor(a1!) p, Tensor(a2!) state1,"
+    " Tensor(a3!)? state2, float beta1, float beta2, float beta3, float alpha, float eps, int step, float lr,"
+    " Tensor(a4!) qmap1, Tensor(a5!)? qmap2, Tensor(a6!) absmax1, Tensor(a7!)? absmax2, float weight_decay,"
+    " float gnorm_scale, bool skip_zeros=False) -> ()",
+    update_8bit_blockwise,
+    _optimizer_fake,
+)
+
+
 _ABSENT = {
     INT8: (
         "int8_double_quant(Tensor A, float threshold=0.0) -> (Tensor, Tensor, Tensor, Tensor, Tensor?)",
@@ -268,16 +296,6 @@ _ABSENT = {
         " ScalarType? dtype=None) -> Tensor",
         "int8_vectorwise_dequant(Tensor A, Tensor stats) -> Tensor",
         "int8_vectorwise_quant(Tensor A, float threshold=0.0) -> (Tensor, Tensor, Tensor?)",
-    ),
-    OPTIMIZERS: (
-        "optimizer_update_32bit(str optimizer_name, Tensor(a0!) g, Tensor(a1!) p, Tensor(a2!) state1,"
-        " Tensor(a3!)? state2, Tensor(a4!)? unorm_vec, float max_unorm, float param_norm, float beta1, float beta2,"
-        " float beta3, float alpha, float eps, float weight_decay, int step, float lr, float gnorm_scale,"
-        " bool skip_zeros=False) -> ()",
-        "optimizer_update_8bit_blockwise(str optimizer_name, Tensor(a0!) g, Tensor(a1!) p, Tensor(a2!) state1,"
-        " Tensor(a3!)? state2, float beta1, float beta2, float beta3, float alpha, float eps, int step, float lr,"
-        " Tensor(a4!) qmap1, Tensor(a5!)? qmap2, Tensor(a6!) absmax1, Tensor(a7!)? absmax2, float weight_decay,"
-        " float gnorm_scale, bool skip_zeros=False) -> ()",
     ),
 }
 

@@ -23,31 +23,22 @@ from bitshard.functional import (
     quantize_nf4,
     unpack_tensor_to_dict,
 )
+from bitshard.optim import paged, update
+from bitshard.optim.paged import GlobalPageManager, elementwise_func, fill, prefetch_tensor
 
-from ._absent import INT8, OPTIMIZERS, AbsentInstance, absent_function
+from ._absent import INT8, AbsentInstance, absent_function
 from .cextension import lib
 
-ABSENT = {
-    INT8: (
-        "batched_igemm",
-        "check_matmul",
-        "igemm",
-        "int8_double_quant",
-        "int8_linear_matmul",
-        "int8_mm_dequant",
-        "int8_vectorwise_dequant",
-        "int8_vectorwise_quant",
-    ),
-    OPTIMIZERS: (
-        "elementwise_func",
-        "fill",
-        "get_paged",
-        "optimizer_update_32bit",
-        "optimizer_update_8bit_blockwise",
-        "prefetch_tensor",
-    ),
-}
-ABSENT_NAMES = [name for names in ABSENT.values() for name in names]
+ABSENT_NAMES = [
+    "batched_igemm",
+    "check_matmul",
+    "igemm",
+    "int8_double_quant",
+    "int8_linear_matmul",
+    "int8_mm_dequant",
+    "int8_vectorwise_dequant",
+    "int8_vectorwise_quant",
+]
 
 __all__ = [
     "C",
@@ -63,14 +54,20 @@ __all__ = [
     "dequantize_blockwise",
     "dequantize_fp4",
     "dequantize_nf4",
+    "elementwise_func",
+    "fill",
     "gemv_4bit",
     "get_4bit_type",
+    "get_paged",
     "get_ptr",
     "has_avx512bf16",
     "is_on_gpu",
     "lib",
     "name2qmap",
+    "optimizer_update_32bit",
+    "optimizer_update_8bit_blockwise",
     "pack_dict_to_tensor",
+    "prefetch_tensor",
     "quantize_4bit",
     "quantize_blockwise",
     "quantize_fp4",
@@ -83,13 +80,7 @@ C = 127.0
 FIRST_CUDA_DEVICE = torch.device("cuda", index=0)
 name2qmap: dict[str, torch.Tensor] = {}
 
-globals().update({name: absent_function(__name__, name, advice) for advice, names in ABSENT.items() for name in names})
-
-
-class GlobalPageManager(AbsentInstance):
-    """The tensors in paged memory."""
-
-    _advice = OPTIMIZERS
+globals().update({name: absent_function(__name__, name, INT8) for name in ABSENT_NAMES})
 
 
 class CUBLAS_Context(AbsentInstance):
@@ -104,6 +95,69 @@ def is_on_gpu(tensors: Iterable[torch.Tensor | None]) -> bool:
     if len(devices) > 1:
         raise RuntimeError(f"Input tensors need to be on the same device, got {sorted(map(str, devices))}")
     return True
+
+
+def get_paged(
+    *shape: int, dtype: torch.dtype = torch.float32, device: torch.device = FIRST_CUDA_DEVICE
+) -> torch.Tensor:
+    """Zeros on the host, pinned where there is a GPU; see `bitshard.optim.paged`."""
+    return paged.get_paged(*shape, dtype=dtype, device=device)
+
+
+def optimizer_update_32bit(
+    optimizer_name: str,
+    g: torch.Tensor,
+    p: torch.Tensor,
+    state1: torch.Tensor,
+    beta1: float,
+    eps: float,
+    step: int,
+    lr: float,
+    state2: torch.Tensor | None = None,
+    beta2: float = 0.0,
+    beta3: float = 0.0,
+    alpha: float = 0.0,
+    weight_decay: float = 0.0,
+    gnorm_scale: float = 1.0,
+    unorm_vec: torch.Tensor | None = None,
+    max_unorm: float = 0.0,
+    skip_zeros: bool = False,
+) -> None:
+    """Update p [n] and its float32 state by the gradient g [n] in place; see `bitshard.optim.update`."""
+    is_on_gpu([g, p, state1, state2, unorm_vec])
+    p = p.detach()
+    param_norm = float(torch.linalg.vector_norm(p, dtype=torch.float32)) if max_unorm > 0.0 else 0.0
+    numbers = (beta1, beta2, beta3, alpha, eps, weight_decay, step, lr, gnorm_scale, skip_zeros)
+    update.update_32bit(optimizer_name, g.detach(), p, state1, state2, unorm_vec, max_unorm, param_norm, *numbers)
+
+
+def optimizer_update_8bit_blockwise(
+    optimizer_name: str,
+    g: torch.Tensor,
+    p: torch.Tensor,
+    state1: torch.Tensor,
+    state2: torch.Tensor | None,
+    beta1: float,
+    beta2: float,
+    beta3: float,
+    alpha: float,
+    eps: float,
+    step: int,
+    lr: float,
+    qmap1: torch.Tensor,
+    qmap2: torch.Tensor | None,
+    absmax1: torch.Tensor,
+    absmax2: torch.Tensor | None,
+    weight_decay: float = 0.0,
+    gnorm_scale: float = 1.0,
+    skip_zeros: bool = False,
+) -> None:
+    """Update p [n] and its 8-bit state by the gradient g [n] in place; see `bitshard.optim.update`."""
+    is_on_gpu([p, g, state1, state2, qmap1, qmap2, absmax1, absmax2])
+    numbers = (beta1, beta2, beta3, alpha, eps, step, lr, qmap1, qmap2, absmax1, absmax2, weight_decay)
+    update.update_8bit_blockwise(
+        optimizer_name, g.detach(), p.detach(), state1, state2, *numbers, gnorm_scale, skip_zeros
+    )
 
 
 def _cuda_device_of(a: torch.Tensor) -> torch.cuda.device_of:

@@ -1,4 +1,4 @@
-"""Optimizers: importable and usable in `isinstance`; construction raises NotImplementedError."""
+"""Optimizers with 8-bit and 32-bit state."""
 
 from .adagrad import Adagrad, Adagrad8bit, Adagrad32bit
 from .adam import Adam, Adam8bit, Adam32bit, PagedAdam, PagedAdam8bit, PagedAdam32bit

@@ -1,10 +1,10 @@
-"""Base classes of the optimizers; construction raises NotImplementedError."""
+"""Base classes of the optimizers, and settings of single parameters."""
 
 import logging
 
-from torch.optim import Optimizer
+from bitshard.optim.base import Optimizer1State, Optimizer2State, Optimizer8bit
+from bitshard.optim.config import GlobalOptimManager, MockArgs
 
-from .._absent import OPTIMIZERS, Absent, AbsentInstance
 from ..utils import sync_gpu
 
 __all__ = [
@@ -18,29 +18,3 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-
-class MockArgs(Absent):
-    """Settings of an optimizer."""
-
-    _advice = OPTIMIZERS
-
-
-class GlobalOptimManager(AbsentInstance):
-    """Registry of optimizer settings per parameter."""
-
-    _advice = OPTIMIZERS
-
-
-class Optimizer8bit(Absent, Optimizer):
-    """Optimizer whose state is quantized."""
-
-    _advice = OPTIMIZERS
-
-
-class Optimizer1State(Optimizer8bit):
-    """Optimizer with one state tensor per parameter."""
-
-
-class Optimizer2State(Optimizer8bit):
-    """Optimizer with two state tensors per parameter."""

@@ -1,0 +1,381 @@
+"""The base classes of all optimizers: state in 8 or 32 bits, on this rank's shard, updated by the ops of the C core.
+
+A step looks at all parameters first and raises before it changes any. State of a parameter: "step", "state1" and for
+two-state algorithms "state2", float32 or uint8 in the shape of this rank's part (AdEMAMix's state1 with a leading 2);
+for uint8 also "qmap1" [256], "absmax1" [blocks of 256] and the same for state2; "unorm_vec" [1] where updates are
+bounded by max_unorm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitshard.gather import is_dtensor
+from bitshard.maps import create_dynamic_map
+from bitshard.optim import entries, layout
+from bitshard.optim.config import GlobalOptimManager, MockArgs
+from bitshard.optim.paged import GlobalPageManager, prefetch_tensor, say_without_gpu
+from bitshard.optim.update import algorithm, check_parameter, update_8bit_blockwise, update_32bit
+
+DTYPES = {32: torch.float32, 8: torch.uint8}
+
+
+class Optimizer8bit(torch.optim.Optimizer):
+    """Base of all optimizers; `Optimizer1State` and `Optimizer2State` know the algorithms."""
+
+    _FSDP_WRAPPED_QUANT_STATE_KEY = entries.WRAPPED
+    _states = 0
+
+    def __init__(self, params: Iterable, defaults: dict[str, Any], optim_bits: int = 32, is_paged: bool = False):
+        super().__init__(params, defaults)
+        self.initialized = False
+        self.name2qmap: dict[str, Tensor] = {}
+        self.is_paged = is_paged
+        self.page_mng = GlobalPageManager.get_instance()
+        self.mng = GlobalOptimManager.get_instance()
+        self.non_castable_tensor_keys = set(entries.HIDDEN)
+        if optim_bits == 8:
+            self.fill_qmap()
+
+    def fill_qmap(self) -> None:
+        """The maps of 8-bit state: "dynamic" for signed values, "udynamic" for values from 0 on."""
+        self.name2qmap["dynamic"] = create_dynamic_map(signed=True)
+        self.name2qmap["udynamic"] = create_dynamic_map(signed=False)
+
+    # ---- state dicts ----
+
+    def _lead(self) -> int:
+        """1 where state1 is a pair of tensors, else 0."""
+        return int(getattr(self, "optimizer_name", "") == "ademamix")
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; quantized state of each parameter stands in a dict of its own, and of a DTensor as DTensors."""
+        saved = super().state_dict()
+        params = dict(enumerate(chain.from_iterable(group["params"] for group in self.param_groups)))
+        saved["state"] = {
+            key: entries.to_entries(value, params[key], self._lead()) if key in params and value else value
+            for key, value in saved["state"].items()
+        }
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
+        """Take a state dict: one of this class, or of bitsandbytes, of one process or of this mesh of ranks.
+
+        Everything is checked before anything changes. ValueError or TypeError for a state dict of another optimizer,
+        dtype, shape or blocksize.
+        """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        groups, saved = self.param_groups, state_dict["param_groups"]
+        entries.check_groups(groups, saved, set(self.defaults) & {"lr", "betas", "eps", "weight_decay"})
+        params = list(chain.from_iterable(group["params"] for group in groups))
+        by_id = dict(zip(chain.from_iterable(group["params"] for group in saved), params, strict=True))
+        places = {id(p): index for index, p in enumerate(params)}
+        state = defaultdict(dict)
+        for key, value in state_dict["state"].items():
+            if key not in by_id:
+                state[key] = value
+                continue
+            p = by_id[key]
+            try:
+                state[p] = entries.from_entries(value, p, self._states, self._lead(), move_to_device)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"state of {_describe(p, places[id(p)])}: {error}") from error
+        merged = [{**other, "params": group["params"]} for group, other in zip(groups, saved, strict=True)]
+        self.__setstate__({"state": state, "param_groups": merged})
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def to_gpu(self) -> None:
+        """Move state that is not paged to the devices of its parameters, where those are not the CPU."""
+        for p in chain.from_iterable(group["params"] for group in self.param_groups):
+            if p.device.type == "cpu":
+                continue
+            for key, value in self.state.get(p, {}).items():
+                if isinstance(value, Tensor) and not getattr(value, "is_paged", False):
+                    self.state[p][key] = value.to(p.device)
+
+    # ---- settings ----
+
+    def check_overrides(self) -> None:
+        """Find the parameters of `GlobalOptimManager.register_module_override` among those of this optimizer."""
+        own = {id(p) for group in self.param_groups for p in group["params"]}
+        for module, name, config in self.mng.module_weight_config_triple:
+            p = getattr(module, name, None)
+            if p is not None and id(p) in own:
+                self.mng.pid2config[id(p)] = config
+
+    def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+        """The settings of one parameter: its group's and the optimizer's, and over them its own."""
+        config = {key: group[key] for key in ("betas", "eps", "weight_decay", "lr")}
+        config |= {"alpha": group.get("alpha", 0.0), "t_alpha": group.get("t_alpha"), "t_beta3": group.get("t_beta3")}
+        config |= {key: getattr(self.args, key) for key in ("optim_bits", "min_8bit_size", "max_unorm", "skip_zeros")}
+        config |= self.mng.index2config.get((gindex, pindex), {})
+        return config | self.mng.pid2config.get(id(group["params"][pindex]), {})
+
+    # ---- a step ----
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; the result of `closure`, which computes the loss and the gradients anew.
+
+        TypeError, ValueError or NotImplementedError before any parameter is changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.initialized:
+            self.check_overrides()
+            self.to_gpu()
+            self.initialized = True
+        work = [
+            (group, p, gindex, pindex)
+            for gindex, group in enumerate(self.param_groups)
+            for pindex, p in enumerate(group["params"])
+            if p.grad is not None
+        ]
+        for group, p, gindex, pindex in work:
+            self._check(group, p, gindex, pindex)
+        for group, p, gindex, pindex in work:
+            if not self.state[p]:
+                self.init_state(group, p, gindex, pindex)
+        for group, p, gindex, pindex in work:
+            self.prefetch_state(p)
+            self.update_step(group, p, gindex, pindex)
+        return loss
+
+    def _check(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+        """Raise what the update of this parameter would, with its place."""
+        try:
+            part = layout.local(p)
+            check_parameter(part, self._gradient(p))
+            state1 = self.state.get(p, {}).get("state1")
+            if state1 is None:
+                self._state_dtype(p, self.get_config(gindex, pindex, group))
+            elif state1.numel() != part.numel() * (1 + self._lead()) or (
+                state1.device != part.device and not getattr(state1, "is_paged", False)
+            ):
+                raise ValueError(f"the state is {tuple(state1.shape)} on {state1.device}")
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise type(error)(f"{_describe(p, pindex, gindex)}: {error}") from error
+
+    @staticmethod
+    def _gradient(p: Tensor) -> Tensor:
+        """This rank's part of the gradient; ValueError where it is placed otherwise than its parameter."""
+        if is_dtensor(p) != is_dtensor(p.grad) or (
+            is_dtensor(p) and (p.grad.placements != p.placements or p.grad.device_mesh != p.device_mesh)
+        ):
+            seen = [str(getattr(tensor, "placements", "no DTensor")) for tensor in (p, p.grad)]
+            raise ValueError(f"the parameter is placed {seen[0]}, its gradient {seen[1]}")
+        return layout.local(p.grad)
+
+    def _state_dtype(self, p: Tensor, config: dict[str, Any]) -> torch.dtype:
+        """float32, or uint8 for optim_bits 8 where the whole parameter has min_8bit_size elements or more."""
+        if config["optim_bits"] not in DTYPES:
+            raise NotImplementedError(f"Amount of optimizer bits not supported: {config['optim_bits']}")
+        return DTYPES[32 if p.numel() < config["min_8bit_size"] else config["optim_bits"]]
+
+    def init_state(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+        """Make the state of one parameter."""
+        raise NotImplementedError("init_state method needs to be overridden")
+
+    def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+        """Update one parameter that has a gradient and state."""
+        raise NotImplementedError("The update_step method needs to be overridden")
+
+    def get_state_buffer(self, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Zeros in the shape of this rank's part of p, contiguous."""
+        part = layout.local(p)
+        if self.is_paged and part.device.type == "cpu":
+            say_without_gpu()
+        return torch.zeros(part.shape, dtype=dtype, device=part.device)
+
+    def prefetch_state(self, p: Tensor) -> None:
+        """Start to bring paged state of one parameter to its device."""
+        if self.is_paged:
+            for key in ("state1", "state2"):
+                if getattr(self.state[p].get(key), "is_paged", False):
+                    prefetch_tensor(self.state[p][key])
+
+
+class _Stateful(Optimizer8bit):
+    """What optimizers with one and with two states have in common: arguments, state, update."""
+
+    def _set_up(
+        self, name: str, params: Iterable, group: dict[str, Any], args: Any, bits: int, paged: bool, **own: Any
+    ):
+        """Check and keep the arguments of an optimizer; `own` are settings that `args` replaces."""
+        for key, text in (("lr", "learning rate"), ("eps", "epsilon value")):
+            if not 0.0 <= group[key]:
+                raise ValueError(f"Invalid {text}: {group[key]}")
+        for index, beta in enumerate(group["betas"]):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+        if not 0.0 <= group["weight_decay"]:
+            raise ValueError(f"Invalid weight_decay value: {group['weight_decay']}")
+        algorithm(name)
+        Optimizer8bit.__init__(self, params, group, bits, paged)
+        self.args = MockArgs({"optim_bits": bits, **own}) if args is None else args
+        self.optimizer_name = name
+
+    @torch.no_grad()
+    def init_state(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+        """Zeros, in the dtype that the settings and the size of the whole parameter ask for."""
+        config = self.get_config(gindex, pindex, group)
+        dtype, state = self._state_dtype(p, config), {"step": 0}
+        for n, key in enumerate(("dynamic", "udynamic")[: self._states], 1):
+            lead = self._lead() if n == 1 else 0
+            buffer = [self.get_state_buffer(p, dtype=dtype) for _ in range(1 + lead)]
+            state[f"state{n}"] = torch.stack(buffer) if lead else buffer[0]
+            if dtype == torch.uint8:
+                state[f"qmap{n}"] = self._map(key, buffer[0].device)
+                state[f"absmax{n}"] = entries.new_scales(p, lead)
+        if config["max_unorm"] > 0.0:
+            state["unorm_vec"] = torch.zeros((1,), device=layout.local(p).device)
+        self.state[p].update(state)
+
+    def _map(self, name: str, device: torch.device) -> Tensor:
+        if name not in self.name2qmap:
+            self.fill_qmap()
+        self.name2qmap[name] = self.name2qmap[name].to(device)
+        return self.name2qmap[name]
+
+    @torch.no_grad()
+    def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+        """Update this rank's part of one parameter, which has a gradient, and its state."""
+        state, config = self.state[p], self.get_config(gindex, pindex, group)
+        part, gradient = layout.local(p), self._gradient(p)
+        step = int(state["step"]) + 1
+        betas, alpha = schedule(config, step)
+        numbers = (*betas, alpha, config["eps"])
+        state1, state2 = state["state1"], state.get("state2")
+        if state1.dtype == torch.uint8:
+            if part.numel():
+                maps = (state["qmap1"], state.get("qmap2"), state["absmax1"], state.get("absmax2"))
+                numbers = (*numbers, step, config["lr"], *maps, config["weight_decay"], 1.0, config["skip_zeros"])
+                update_8bit_blockwise(self.optimizer_name, gradient, part, state1, state2, *numbers)
+        else:
+            bound = self._bound(p, config, state, numbers, step)
+            numbers = (*numbers, bound["weight_decay"], step, bound["lr"], 1.0, config["skip_zeros"])
+            limits = (bound["unorm"], bound["max_unorm"], bound["param_norm"])
+            if part.numel():
+                update_32bit(self.optimizer_name, gradient, part, state1, state2, *limits, *numbers)
+        state["step"] = step
+
+    def _bound(self, p: Tensor, config: dict[str, Any], state: dict, numbers: tuple, step: int) -> dict[str, Any]:
+        """What bounds the norm of an update: limits for the op, and the step size it takes.
+
+        The op sees one shard, and the bound is of the whole parameter: for a sharded one the update is tried on copies,
+        its norm summed over the ranks, and the step made shorter instead.
+        """
+        bound = {"weight_decay": config["weight_decay"], "lr": config["lr"]}
+        bound |= {"unorm": None, "max_unorm": 0.0, "param_norm": 0.0}
+        if config["max_unorm"] <= 0.0:
+            return bound
+        part = layout.local(p)
+        squares = torch.linalg.vector_norm(part, dtype=torch.float32).square()
+        limit = float(layout.global_norm(squares, p))
+        if "unorm_vec" not in state:
+            state["unorm_vec"] = torch.zeros((1,), device=part.device)
+        whole = {"unorm": state["unorm_vec"], "max_unorm": config["max_unorm"], "param_norm": limit}
+        if not layout.is_split(p):
+            return bound | whole
+        if part.numel():
+            copies = [part.clone(), state["state1"].clone(), state["state2"].clone() if "state2" in state else None]
+            numbers = (*numbers, config["weight_decay"], step, 0.0, 1.0, config["skip_zeros"])
+            limits = (state["unorm_vec"], config["max_unorm"], limit)
+            update_32bit(self.optimizer_name, self._gradient(p), *copies, *limits, *numbers)
+        norm = float(layout.global_norm(state["unorm_vec"], p))
+        limit = config["max_unorm"] * limit + (config["eps"] if self._states == 1 else 0.0)
+        if norm <= limit:
+            return bound
+        ratio = limit / norm
+        decoupled = self.optimizer_name in ("adam", "lamb", "ademamix", "lion")
+        decay = config["weight_decay"] / ratio if decoupled and ratio > 0.0 else config["weight_decay"]
+        return bound | {"lr": float(config["lr"]) * ratio, "weight_decay": decay}
+
+
+class Optimizer2State(_Stateful):
+    """Optimizers with two states a parameter: Adam, LAMB, AdEMAMix."""
+
+    _states = 2
+
+    def __init__(
+        self,
+        optimizer_name: str,
+        params: Iterable,
+        lr: float = 1e-3,
+        betas: tuple[float, ...] | str = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        optim_bits: int = 32,
+        args: Any = None,
+        min_8bit_size: int = 4096,
+        max_unorm: float = 0.0,
+        skip_zeros: bool = False,
+        is_paged: bool = False,
+        alpha: float = 0.0,
+        t_alpha: int | None = None,
+        t_beta3: int | None = None,
+    ):
+        """`args`, if given, has optim_bits, min_8bit_size, max_unorm and skip_zeros in place of the arguments."""
+        if isinstance(betas, str):
+            betas = [float(beta) for beta in betas.strip("() ").split(",")]
+        group = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        group |= {"alpha": alpha, "t_alpha": t_alpha, "t_beta3": t_beta3}
+        own = {"min_8bit_size": min_8bit_size, "max_unorm": max_unorm, "skip_zeros": skip_zeros}
+        self._set_up(optimizer_name, params, group, args, optim_bits, is_paged, **own)
+
+
+class Optimizer1State(_Stateful):
+    """Optimizers with one state a parameter: Lion, RMSprop, Adagrad, SGD, LARS."""
+
+    _states = 1
+
+    def __init__(
+        self,
+        optimizer_name: str,
+        params: Iterable,
+        lr: float = 1e-3,
+        betas: tuple[float, ...] = (0.9, 0.0),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        optim_bits: int = 32,
+        args: Any = None,
+        min_8bit_size: int = 4096,
+        max_unorm: float = 0.0,
+        skip_zeros: bool = False,
+        is_paged: bool = False,
+    ):
+        """`args`, if given, has optim_bits, min_8bit_size, max_unorm and skip_zeros in place of the arguments."""
+        group = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        own = {"min_8bit_size": min_8bit_size, "max_unorm": max_unorm, "skip_zeros": skip_zeros}
+        self._set_up(optimizer_name, params, group, args, optim_bits, is_paged, **own)
+
+
+def schedule(config: dict[str, Any], step: int) -> tuple[tuple[float, float, float], float]:
+    """((beta1, beta2, beta3), alpha) of a step: AdEMAMix warms beta3 up over t_beta3 steps and alpha over t_alpha.
+
+    Source: "The AdEMAMix Optimizer" (arXiv 2409.03137), section 3.
+    """
+    beta1, beta2, beta3 = (*config["betas"], 0.0, 0.0)[:3]
+    alpha = config.get("alpha", 0.0)
+    if config.get("t_alpha"):
+        alpha = min(step * alpha / config["t_alpha"], alpha)
+    if config.get("t_beta3"):
+        first, last, done = math.log(beta1), math.log(beta3), step / config["t_beta3"]
+        beta3 = min(math.exp(first * last / ((1 - done) * last + done * first)), beta3)
+    return (beta1, beta2, beta3), alpha
+
+
+def _describe(p: Tensor, pindex: int, gindex: int | None = None) -> str:
+    group = "" if gindex is None else f" of group {gindex}"
+    return f"parameter {pindex}{group} ({p.dtype} {tuple(p.shape)} on {p.device})"

@@ -1,0 +1,160 @@
+"""One parameter's update: the ops of the C core behind bitsandbytes' names of algorithms, arguments checked.
+
+State is updated in place, in the order of the parameter's elements. A parameter that is not contiguous is updated
+through a contiguous copy that is written back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bitshard import ops
+from bitshard.optim.layout import BLOCKSIZE
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def algorithm(name: str) -> int:
+    """Number of an algorithm for the ops; ValueError for an unknown name."""
+    if name not in ops.OPTIMIZERS:
+        raise ValueError(f"Unsupported optimizer name: {name}. Supported optimizers: {list(ops.OPTIMIZERS)}")
+    return ops.OPTIMIZERS[name]
+
+
+def check_device(device: torch.device) -> None:
+    """NotImplementedError where there is no kernel."""
+    if device.type != "cpu":
+        kind = device.type.upper()
+        raise NotImplementedError(f"optimizer kernels for {kind} are not there yet: use optim='adamw_torch_fused'")
+
+
+def check_parameter(p: Tensor, g: Tensor) -> None:
+    """TypeError or ValueError where a local parameter and its gradient cannot be used."""
+    for name, tensor in (("parameter", p), ("gradient", g)):
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"the {name} is sparse ({tensor.layout}), which these optimizers do not take")
+        if tensor.dtype not in FLOATS:
+            raise TypeError(f"the {name} is {tensor.dtype}; float32, float16 and bfloat16 are supported")
+    if p.device != g.device:
+        raise ValueError(f"the parameter is on {p.device}, its gradient on {g.device}")
+    if p.numel() != g.numel():
+        raise ValueError(f"the parameter has shape {tuple(p.shape)}, its gradient {tuple(g.shape)}")
+    if not p.is_contiguous() and torch._debug_has_internal_overlap(p) == 1:
+        raise ValueError(f"elements of the parameter share memory (stride {p.stride()}): it cannot be updated in place")
+    check_device(p.device)
+
+
+def _write_back(p: Tensor, work: Tensor) -> None:
+    """`p` has changed, by way of `work`; autograd, which sees no kernel, is told."""
+    if work is not p:
+        p.copy_(work)
+    elif not p.is_inference():
+        torch.autograd.graph.increment_version(p)
+
+
+def _none(tensor: Tensor | None, device: torch.device) -> Tensor:
+    return ops.empty(device) if tensor is None else tensor
+
+
+def update_32bit(
+    name: str,
+    g: Tensor,
+    p: Tensor,
+    state1: Tensor,
+    state2: Tensor | None,
+    unorm: Tensor | None,
+    max_unorm: float,
+    param_norm: float,
+    beta1: float,
+    beta2: float,
+    beta3: float,
+    alpha: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    lr: float,
+    gnorm_scale: float = 1.0,
+    skip_zeros: bool = False,
+) -> None:
+    """Update p [n] and its float32 state by the gradient g [n] in place.
+
+    state1 [n], AdEMAMix's [2, n]; state2 [n] or None; unorm [1] takes the sum of squares of the update where
+    max_unorm > 0, which bounds the update's norm by max_unorm * param_norm. Errors as `check_parameter`.
+    """
+    check_parameter(p, g)
+    work = p if p.is_contiguous() else p.contiguous()
+    ops.optimizer_32bit(
+        g.contiguous(),
+        work,
+        state1,
+        _none(state2, p.device),
+        _none(unorm, p.device),
+        algorithm(name),
+        float(lr),
+        float(beta1),
+        float(beta2),
+        float(beta3),
+        float(alpha),
+        float(eps),
+        float(weight_decay),
+        int(step),
+        float(max_unorm),
+        float(param_norm),
+        float(gnorm_scale),
+        bool(skip_zeros),
+    )
+    _write_back(p, work)
+
+
+def update_8bit_blockwise(
+    name: str,
+    g: Tensor,
+    p: Tensor,
+    state1: Tensor,
+    state2: Tensor | None,
+    beta1: float,
+    beta2: float,
+    beta3: float,
+    alpha: float,
+    eps: float,
+    step: int,
+    lr: float,
+    qmap1: Tensor,
+    qmap2: Tensor | None,
+    absmax1: Tensor,
+    absmax2: Tensor | None,
+    weight_decay: float = 0.0,
+    gnorm_scale: float = 1.0,
+    skip_zeros: bool = False,
+) -> None:
+    """Update p [n] and its 8-bit state by the gradient g [n] in place.
+
+    state1 uint8 [n] with scales absmax1 [ceil(n / 256)] and map qmap1 [256], AdEMAMix's with a leading 2 in the first
+    two; state2 the same or None. Errors as `check_parameter`.
+    """
+    check_parameter(p, g)
+    work = p if p.is_contiguous() else p.contiguous()
+    ops.optimizer_8bit_blockwise(
+        g.contiguous(),
+        work,
+        state1,
+        _none(state2, p.device),
+        qmap1,
+        _none(qmap2, p.device),
+        absmax1,
+        _none(absmax2, p.device),
+        algorithm(name),
+        float(lr),
+        float(beta1),
+        float(beta2),
+        float(beta3),
+        float(alpha),
+        float(eps),
+        float(weight_decay),
+        int(step),
+        float(gnorm_scale),
+        bool(skip_zeros),
+        BLOCKSIZE,
+    )
+    _write_back(p, work)

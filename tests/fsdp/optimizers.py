@@ -1,0 +1,325 @@
+"""Optimizers on sharded parameters, and under Trainer. Launched by tests/test_fsdp_optim.py.
+
+    torchrun --nproc-per-node 2 tests/fsdp/optimizers.py --out r.json --dir FOLDER
+
+Each check raises where something is not exact, or where bad input is taken.
+"""
+
+import traceback
+from copy import deepcopy
+
+import bitsandbytes as bnb
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from common import finish, start
+from helpers.optim import CLASSES, gradients, make, same_state
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+# On two ranks: rows of whole blocks, even and uneven; equal shards of whole blocks; an empty shard; then blocks of the
+# shards alone; small ones that stay in 32 bits.
+ALIGNED = [(6, 256), (5, 512), (64, 64), (1, 4096)]
+SHAPES = [*ALIGNED, (41, 100), (5,), ()]
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=False)
+
+
+class Parameters(nn.Module):
+    """Parameters of given shapes; FSDP2 does not take a 0-dim one, which stays as it is."""
+
+    def __init__(self, shapes, dtype=torch.float32):
+        super().__init__()
+        for index, shape in enumerate(shapes):
+            generator = torch.Generator().manual_seed(index)
+            self.register_parameter(f"p{index}", nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+
+
+def sharded(shapes, dtype=torch.float32):
+    module = Parameters(shapes, dtype)
+    return fully_shard(module, ignored_params={p for p in module.parameters() if p.dim() == 0})
+
+
+def whole(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def set_gradients(module, step):
+    """The same gradients whether the parameters are sharded or not."""
+    for p, gradient in zip(module.parameters(), gradients(module.parameters(), step), strict=True):
+        p.grad = distribute_tensor(gradient, p.device_mesh, p.placements) if isinstance(p, DTensor) else gradient
+
+
+def run(module, optimizer, steps):
+    """Parameters after some steps."""
+    for step in steps:
+        set_gradients(module, step)
+        optimizer.step()
+    return [whole(p).detach().clone() for p in module.parameters()]
+
+
+def equal(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def check_steps(device, args):
+    """The steps of one process: exact where blocks are the same, norms that are bounded within rounding.
+
+    Where the blocks are the shard's own, exactly those of a process that has this rank's part alone.
+    """
+    for name in CLASSES:
+        one, many = Parameters(SHAPES), sharded(SHAPES)
+        parts = nn.ParameterList(nn.Parameter(local(p).clone()) for p in many.parameters())
+        optimizer = make(name, many.parameters())
+        left, right = run(one, make(name, one.parameters()), range(3)), run(many, optimizer, range(3))
+        alone = make(name, parts, min_8bit_size=1)
+        for step in range(3):
+            set_gradients(many, step)
+            for part, p in zip(parts, many.parameters(), strict=True):
+                part.grad = local(p.grad).clone()
+            alone.step()
+        for index, (shape, p) in enumerate(zip(SHAPES, many.parameters(), strict=True)):
+            quantized = optimizer.state[p]["state1"].dtype == torch.uint8
+            bounded = name.startswith(("LAMB", "LARS")) and not quantized
+            if bounded:
+                torch.testing.assert_close(left[index], right[index], rtol=1e-5, atol=1e-6)
+            else:
+                assert torch.equal(left[index], right[index]) or (quantized and shape not in ALIGNED), (name, shape)
+            if quantized:
+                assert torch.equal(parts[index], local(p)), (name, shape)
+    return len(CLASSES)
+
+
+def local(p):
+    return p.to_local().detach() if isinstance(p, DTensor) else p.detach()
+
+
+def check_size_decides(device, args):
+    """8 bits from 4096 elements on, of the whole parameter; an empty shard has empty state."""
+    module = sharded([(1, 4096), (2, 2048), (4, 1000)])
+    optimizer = bnb.optim.AdamW8bit(module.parameters())
+    run(module, optimizer, range(1))
+    states = [optimizer.state[p] for p in module.parameters()]
+    assert [state["state1"].dtype for state in states] == [torch.uint8, torch.uint8, torch.float32]
+    local = (1 if dist.get_rank() == 0 else 0, 4096)
+    assert tuple(states[0]["state1"].shape) == local and states[0]["absmax1"].numel() == local[0] * 16
+    return "ok"
+
+
+def check_checkpoints(device, args):
+    """torch.distributed.checkpoint, and whole dicts from rank 0: the steps go on as if nothing had been."""
+    for name in ("AdamW8bit", "AdEMAMix8bit", "Lion8bit", "AdamW32bit"):
+        through = sharded(SHAPES)
+        optimizer = make(name, through.parameters())
+        run(through, optimizer, range(2))
+        saved = get_optimizer_state_dict(through, optimizer)
+        folder = f"{args.dir}/{name}"
+        dcp.save(saved, checkpoint_id=folder)
+        full = deepcopy(get_optimizer_state_dict(through, optimizer, options=WHOLE))  # plain tensors share memory
+        values = [whole(p).detach().clone() for p in through.parameters()]
+        expected = run(through, optimizer, range(2, 4))
+        for way in ("dcp", "whole", "broadcast"):
+            other = sharded(SHAPES)
+            set_values(other, values)
+            resumed = make(name, other.parameters())
+            options = None
+            if way == "dcp":
+                taken = get_optimizer_state_dict(other, resumed)
+                dcp.load(taken, checkpoint_id=folder)
+            elif way == "whole":
+                taken, options = full, WHOLE
+            else:
+                taken = full if dist.get_rank() == 0 else {}
+                options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_optimizer_state_dict(other, resumed, taken, options=options)
+            assert equal(run(other, resumed, range(2, 4)), expected), (name, way)
+    return "ok"
+
+
+def check_resharding(device, args):
+    """torch.distributed.checkpoint from N shards into one that every rank has: exact where the blocks are the same."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    for name in ("AdamW8bit", "AdEMAMix8bit"):
+        many, copies = sharded(ALIGNED), fully_shard(Parameters(ALIGNED), mesh=mesh)
+        here, there = make(name, many.parameters()), make(name, copies.parameters())
+        run(many, here, range(2))
+        folder = f"{args.dir}/resharding-{name}"
+        dcp.save(get_optimizer_state_dict(many, here), checkpoint_id=folder)
+        taken = get_optimizer_state_dict(copies, there)
+        dcp.load(taken, checkpoint_id=folder)
+        set_optimizer_state_dict(copies, there, taken)
+        set_values(copies, [whole(p).detach() for p in many.parameters()])
+        assert equal(run(copies, there, range(2, 4)), run(many, here, range(2, 4))), name
+    return "ok"
+
+
+def set_values(module, values):
+    with torch.no_grad():
+        for p, value in zip(module.parameters(), values, strict=True):
+            p.copy_(distribute_tensor(value, p.device_mesh, p.placements) if isinstance(p, DTensor) else value)
+
+
+def by_index(full, module):
+    """A whole state dict with names as one of one process, with numbers."""
+    names = [name for name, _ in module.named_parameters()]
+    groups = [{**group, "params": [names.index(name) for name in group["params"]]} for group in full["param_groups"]]
+    return {"state": {names.index(name): value for name, value in full["state"].items()}, "param_groups": groups}
+
+
+def check_other_numbers_of_ranks(device, args):
+    """From two ranks to one and back: exact where the blocks are the same, else the values within a step of the map."""
+    for name in ("AdamW8bit", "AdEMAMix8bit", "AdamW32bit"):
+        many, one = sharded(SHAPES), Parameters(SHAPES)
+        here, there = make(name, many.parameters()), make(name, one.parameters())
+        run(many, here, range(2))
+        run(one, there, range(2))
+        full = by_index(get_optimizer_state_dict(many, here, options=WHOLE), many)
+        alone = make(name, one.parameters())
+        alone.load_state_dict(full)
+        back = make(name, many.parameters())
+        back.load_state_dict(there.state_dict())
+        for shape, p, q in zip(SHAPES, one.parameters(), many.parameters(), strict=True):
+            exact = shape in ALIGNED or "8bit" not in name
+            same_state(alone.state[p], there.state[p], exact, f"{name} {shape} to one")
+            same_state(back.state[q], here.state[q], exact, f"{name} {shape} to two")
+        again = make(name, many.parameters())
+        again.load_state_dict(full)
+        for q in many.parameters():
+            same_state(again.state[q], here.state[q], True, f"{name} {tuple(q.shape)} whole to two")
+    return "ok"
+
+
+def check_other_meshes(device, args):
+    """Columns over the ranks; replicas; gradients placed otherwise are refused, and nothing changes."""
+    world = dist.get_world_size()
+    flat, replicas = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (world, 1))
+    for mesh, placements in ((flat, [Shard(1)]), (replicas, replicas_of(world))):
+        value = torch.randn(16, 512, generator=torch.Generator().manual_seed(0))
+        p, one = nn.Parameter(distribute_tensor(value, mesh, placements)), nn.Parameter(value.clone())
+        optimizer, alone = make("AdamW8bit", [p]), make("AdamW8bit", [one])
+        for step in range(2):
+            (one.grad,) = gradients([one], step)
+            p.grad = distribute_tensor(one.grad, mesh, placements)
+            optimizer.step()
+            alone.step()
+        saved = optimizer.state_dict()
+        other = make("AdamW8bit", [p])
+        other.load_state_dict(saved)
+        same_state(other.state[p], optimizer.state[p], True, str(placements))
+        torch.testing.assert_close(p.full_tensor(), one, rtol=1e-3, atol=1e-4)
+        if placements != [Shard(1)]:
+            assert torch.equal(p.full_tensor(), one)
+    p = nn.Parameter(distribute_tensor(value, flat, [Shard(0)]))
+    other = nn.Parameter(distribute_tensor(value, flat, [Shard(0)]))
+    optimizer = make("AdamW8bit", [other, p])
+    other.grad = distribute_tensor(value, flat, [Shard(0)])
+    p.grad = distribute_tensor(value, flat, [Shard(1)])
+    before = other.to_local().clone()
+    refuses(lambda: optimizer.step(), "placed")
+    assert torch.equal(before, other.to_local()) and not optimizer.state
+    return "ok"
+
+
+def replicas_of(world):
+    from torch.distributed.tensor import Replicate
+
+    return [Replicate(), Shard(0)]
+
+
+def refuses(call, text):
+    try:
+        call()
+    except (ValueError, TypeError) as error:
+        assert text in str(error), error
+        return
+    raise AssertionError(f"not refused: {text}")
+
+
+def check_refused(device, args):
+    """DTensors where none are wanted, and scales that are of another way of sharding."""
+    many, one = sharded([(41, 100)]), Parameters([(41, 100)])
+    here, there = make("AdamW8bit", many.parameters()), make("AdamW8bit", one.parameters())
+    run(many, here, range(1))
+    saved = here.state_dict()
+    refuses(lambda: there.load_state_dict(saved), "is a DTensor and its parameter is not")
+    hidden = saved["state"][0]["__bnb_optimizer_quant_state__"]
+    hidden["absmax1"] = whole(hidden["absmax1"])[:, :-1]
+    before = {key: value for key, value in here.state[next(many.parameters())].items()}
+    refuses(lambda: here.load_state_dict(saved), "none of blocks of 256")
+    assert here.state[next(many.parameters())] == before
+    return "ok"
+
+
+def check_fsdp1(device, args):
+    """FSDP1's whole dict: the steps go on as if nothing had been.
+
+    With use_orig_params an algorithm of one entry: on a CPU torch gathers all of a parameter's into one buffer, and the
+    last is what all of them show, torch.optim.AdamW's too.
+    """
+    cases = [(name, False) for name in ("AdamW8bit", "AdEMAMix8bit", "AdamW32bit", "Lion8bit")]
+    for name, orig in [*cases, ("Lion32bit", True)]:
+        models = [flattened(orig) for _ in range(2)]
+        optimizers = [make(name, model.parameters(), min_8bit_size=1) for model in models]
+        steps(models[0], optimizers[0], range(2))
+        saved = deepcopy(FullyShardedDataParallel.optim_state_dict(models[0], optimizers[0]))
+        expected = steps(models[0], optimizers[0], range(2, 4))
+        steps(models[1], optimizers[1], range(2))
+        optimizers[1] = make(name, models[1].parameters(), min_8bit_size=1)
+        taken = FullyShardedDataParallel.optim_state_dict_to_load(models[1], optimizers[1], saved)
+        optimizers[1].load_state_dict(taken)
+        assert steps(models[1], optimizers[1], range(2, 4)) == expected, (name, orig)
+    return "ok"
+
+
+def flattened(orig):
+    """Two layers in one flat parameter of 7,303 elements: padded on two ranks, whose parts begin within blocks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(67, 106), nn.Linear(106, 1, bias=False))
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=orig)
+
+
+def steps(model, optimizer, numbers):
+    """Losses of some steps."""
+    losses = []
+    for number in numbers:
+        x = torch.randn(8, 67, generator=torch.Generator().manual_seed(number))
+        loss = (model(x) - x[:, :1]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+CHECKS = (
+    check_steps,
+    check_size_decides,
+    check_checkpoints,
+    check_resharding,
+    check_other_numbers_of_ranks,
+    check_other_meshes,
+    check_refused,
+    check_fsdp1,
+)
+
+
+def main():
+    device, args = start()
+    results = {}
+    for check in CHECKS:
+        name = check.__name__.removeprefix("check_")
+        if args.only and name not in args.only.split(","):
+            continue
+        try:
+            results[name] = {"ok": check(device, args)}
+        except Exception as error:
+            results[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-3000:]}
+            print(f"rank {dist.get_rank()} {name} {results[name]['trace']}", flush=True)
+            break  # collectives of the ranks may be out of step
+    finish(results, args)
+
+
+if __name__ == "__main__":
+    main()
