@@ -6,7 +6,8 @@ import os
 import pytest
 import torch
 from bitshard import functional, launch
-from bitshard.nn.linear import Linear4bit
+from bitshard.nn.linear import Linear4bit, LinearNF4
+from bitshard.tensor import Params4bit
 from torch import nn
 
 CUT = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
@@ -130,6 +131,17 @@ def test_out_of_memory_says_what_a_shard_needs(two, monkeypatch):
     monkeypatch.setattr(launch, "_waiting_elements", 2**33)
     monkeypatch.setattr(functional, "quantize_4bit", full)
     with pytest.raises(torch.OutOfMemoryError, match=r"tried to allocate 2 GiB.*4.12 GiB, 2.06 for each of 2 ranks"):
+        Linear4bit(64, 32).to("cpu")
+    quantized = LinearNF4(64, 32, quant_storage=torch.float32)
+    monkeypatch.undo()
+    state = quantized.to("cpu").quant_state
+    column = torch.empty(256, 1, device="meta")
+    monkeypatch.setattr(launch, "world", lambda: 2)
+    monkeypatch.setattr(launch, "_waiting_elements", 2**33)
+    monkeypatch.setattr(functional, "quantize_4bit", full)
+    # the first weight of a model that was sharded first: the others are still to come
+    Params4bit.of_state(column, state, torch.float32, None).new_zeros(128, 1)
+    with pytest.raises(torch.OutOfMemoryError, match="2.06 for each of 2 ranks"):
         Linear4bit(64, 32).to("cpu")
     launch.note_sharding()
     with pytest.raises(torch.OutOfMemoryError) as error:

@@ -77,10 +77,15 @@ def _accelerate_fsdp2() -> bool:
     return all(os.environ.get(f"PARALLELISM_CONFIG_{dim}_SIZE", "1") == "1" for dim in _OTHER_DIMS)
 
 
-def note_sharding() -> None:
-    """FSDP2 has taken a packed weight: models that are loaded from now on are whole."""
+def note_sharding(loading: bool = False) -> None:
+    """FSDP2 has taken a packed weight: models that are loaded from now on are whole.
+
+    `loading`: the model was sharded first and its other weights are still to come, so what waits goes on counting.
+    """
     global _sharded, _turned_off_read_ahead, _waiting_elements
-    _sharded, _waiting_elements = True, 0
+    _sharded = True
+    if not loading:
+        _waiting_elements = 0
     if _turned_off_read_ahead:
         _turned_off_read_ahead = False
         os.environ.pop(_READ_AHEAD, None)

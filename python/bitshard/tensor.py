@@ -529,7 +529,7 @@ def _new_zeros(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         # FSDP2 takes. A weight that awaits its rows needs none of its own.
         return out.bfloat16() if weight.is_meta and not weight.dtype.is_floating_point else out
     require_shardable(weight)
-    launch.note_sharding()
+    launch.note_sharding(loading=weight.is_meta)
     return PackedShard(out, weight.quant_state, weight.size(), like=weight)
 
 
