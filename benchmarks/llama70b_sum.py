@@ -29,6 +29,8 @@ class Parts:
         self.A = RANK * sum(rows + columns for rows, columns in sizes)  # adapter numbers of a layer
         self.lora_bytes = 4 if options.lora_dtype == "float32" else 2
         self.on_gpu = 0 if options.offload_weights else 1
+        # `shard_adapters` shards on the mesh's devices, behind a loading that left the weights on the host.
+        self.adapters_on_gpu = 1 if options.load == "native" else self.on_gpu
 
     def packed(self) -> float:
         """L P / 2 / N: two weights in a byte."""
@@ -61,7 +63,7 @@ class Parts:
 
     def adapters(self) -> float:
         """L A b / N, A = 16 times the rows and columns of a layer: the LoRA matrices; the gradients are as large."""
-        return self.L * self.A * self.lora_bytes / self.N * self.on_gpu
+        return self.L * self.A * self.lora_bytes / self.N * self.adapters_on_gpu
 
     def adam(self) -> float:
         """2 L A b / N: both moments, in the dtype of the adapters, from the first step on."""
