@@ -64,7 +64,7 @@ bsh_status bsh_cuda_read(const bsh_cuda_context *context, const char *argument, 
 bool bsh_cuda_owns(const void *pointer);
 
 /* The fatbins: one per file of cuda/, symbol bsh_fatbin_<stem>. */
-#define BSH_FATBINS(X) X(blockwise) X(gemv_4bit) X(gemv_4bit_simt) X(gemm_4bit_sm90)
+#define BSH_FATBINS(X) X(blockwise) X(gemv_4bit) X(gemv_4bit_simt) X(gemm_4bit_sm90) X(optimizer)
 #define BSH_FATBIN_INDEX(stem) BSH_FATBIN_##stem,
 typedef enum { BSH_FATBINS(BSH_FATBIN_INDEX) BSH_FATBIN_COUNT } bsh_fatbin;
 #undef BSH_FATBIN_INDEX

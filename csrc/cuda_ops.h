@@ -17,6 +17,12 @@ bsh_status bsh_cuda_dequantize_blockwise(const bsh_dequantize_blockwise_args *ar
 /* *sum (on the device) = position-dependent 64-bit sum of n_bytes bytes, the same as bsh_cpu_checksum's. */
 bsh_status bsh_cuda_checksum(const uint8_t *bytes, int64_t n_bytes, uint64_t *sum, const bsh_cuda_context *context);
 
+/* One step of all parameters of a list (cuda_optimizer.c). */
+bsh_status bsh_cuda_optimizer_step(const bsh_step_list *list, const bsh_cuda_context *context);
+
+/* *unorm (on the device) = squared norm of the update of the only parameter of a list, by Adam, momentum or RMSprop. */
+bsh_status bsh_cuda_optimizer_norm(const bsh_step_list *list, float *unorm, const bsh_cuda_context *context);
+
 /* y = x W^T + bias by the kernel that bsh_select_linear_4bit names. */
 bsh_status bsh_cuda_linear_4bit(const bsh_linear_4bit_args *args, const bsh_cuda_context *context);
 

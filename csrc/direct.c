@@ -47,7 +47,7 @@ static const dl_exchange *exchange;
 /* Set once by Python, kept for the process. */
 static struct {
   PyObject *tensor;   /* the class of plain tensors */
-  PyObject *weights;  /* tuple of the classes a packed weight may have */
+  PyObject *weights;  /* tuple of the classes a packed weight may have; plain tensors and parameters come first */
   PyObject *dtypes;   /* tuple of torch.float32, float16, bfloat16: by bsh_dtype */
   PyObject *watchers; /* tuple of callables: whether a mode or tracer is active */
   PyObject *settings; /* tuple of (callable, what it gives where products are torch's default), ... by bsh_dtype */
@@ -189,7 +189,14 @@ static bool torch_device(const dl_tensor *const t, int32_t *const type) {
   return t->device_type == DL_CUDA || t->device_type == DL_CPU;
 }
 
-static bsh_status describe(PyObject *const object, bsh_tensor *const tensor) {
+bool bsh_direct_possible(void) { return exchange != NULL && !watched(); }
+
+bool bsh_direct_is_plain(PyObject *const object) {
+  return (PyObject *)Py_TYPE(object) == python.tensor ||
+         (PyObject *)Py_TYPE(object) == PyTuple_GetItem(python.weights, 1);
+}
+
+bsh_status bsh_direct_describe(PyObject *const object, bsh_tensor *const tensor) {
   dl_tensor t = {0};
   *tensor = (bsh_tensor){.numel = 1};
   if (exchange->describe(object, &t) != 0) {
@@ -211,7 +218,7 @@ static bsh_status describe(PyObject *const object, bsh_tensor *const tensor) {
 
 static bsh_status read_tensor(bsh_call *const call, const int index, bsh_tensor *const tensor) {
   PyObject *const object = ((direct_call *)call)->objects[index];
-  if (object != Py_None) return describe(object, tensor);
+  if (object != Py_None) return bsh_direct_describe(object, tensor);
   *tensor = (bsh_tensor){0};
   return BSH_OK;
 }
@@ -246,7 +253,7 @@ static bsh_status new_output(bsh_call *const call, const bsh_tensor *const like,
     direct->made = new_empty_strided(direct->objects[what->like], shape, strides,
                                      what->dtype != NONE ? direct->objects[what->dtype] : NULL);
   Py_XDECREF(shape), Py_XDECREF(strides);
-  return direct->made != NULL ? describe(direct->made, output) : BSH_OUT_OF_MEMORY;
+  return direct->made != NULL ? bsh_direct_describe(direct->made, output) : BSH_OUT_OF_MEMORY;
 }
 
 static bsh_status settle_product(bsh_call *const call, const bsh_dtype dtype, const bool cuda) {

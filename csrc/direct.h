@@ -11,6 +11,9 @@
 #define BSH_DIRECT_H
 
 #include <Python.h>
+#include <stdbool.h>
+
+#include "tensor.h"
 
 /* configure(exchange, tensor, weights, dtypes, watchers, settings, profiler, grad_enabled):
  * torch.Tensor.__dlpack_c_exchange_api__, the class Tensor, the classes of packed weights, torch.float32, float16 and
@@ -29,5 +32,14 @@ PyObject *bsh_direct_dequantize_4bit(PyObject *module, PyObject *const *args, Py
 
 /* linear_4bit_dgrad(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K): dx [..., K], or None. */
 PyObject *bsh_direct_linear_4bit_dgrad(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+
+/* For other calls around the dispatcher (optimizer_list.c). Whether they are possible, and nobody watches it. */
+bool bsh_direct_possible(void);
+
+/* Whether an object is a tensor or parameter of no subclass. */
+bool bsh_direct_is_plain(PyObject *object);
+
+/* A contiguous tensor with elements, without a handle; BSH_NO_KERNEL where the op must decide. */
+bsh_status bsh_direct_describe(PyObject *object, bsh_tensor *tensor);
 
 #endif

@@ -161,4 +161,28 @@ typedef struct {
   bsh_step_numbers numbers;
 } bsh_optimizer_8bit_blockwise_args;
 
+/* What the CUDA kernels of optimizer.cu update in one launch, a kernel parameter of 30 KB (32,764 bytes are the most):
+ * parameters of the same dtypes with the same numbers. The blocks of all of them are numbered through. */
+enum { BSH_STEP_BLOCK = 256, BSH_STEP_TENSORS = 504 };
+
+typedef struct {
+  const void *g;
+  void *p;
+  void *state1, *state2;    /* f32 [n] or codes u8 [n]; AdEMAMix: state1 is [2, n] */
+  float *absmax1, *absmax2; /* f32 [n_blocks] of codes, else NULL; AdEMAMix: absmax1 is [2, n_blocks] */
+  int64_t n;
+} bsh_step_tensor;
+
+typedef struct {
+  bsh_step_numbers numbers;
+  bsh_optimizer algorithm;
+  bsh_dtype g_dtype, p_dtype;
+  const float *map1, *map2; /* f32 [256] of codes, else NULL */
+  const float *unorm;       /* as in bsh_optimizer_32bit_args, of the only tensor; NULL without max_unorm */
+  float max_unorm, param_norm;
+  uint32_t n_tensors;
+  uint32_t first[BSH_STEP_TENSORS + 1]; /* number of each tensor's first block; behind the last one, of all */
+  bsh_step_tensor tensors[BSH_STEP_TENSORS];
+} bsh_step_list;
+
 #endif

@@ -9,6 +9,7 @@
 #include "cpu.h"
 #include "cuda_driver.h"
 #include "direct.h"
+#include "optimizer_list.h"
 #include "ops.h"
 #include "packed.h"
 #include "select.h"
@@ -147,6 +148,9 @@ static PyMethodDef methods[] = {
     {"dequantize_4bit", (PyCFunction)(void (*)(void))bsh_direct_dequantize_4bit, METH_FASTCALL,
      "dequantize_4bit(packed, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, dtype): values, "
      "or None if the op must do it."},
+    {"optimizer_steps", bsh_optimizer_steps, METH_O,
+     "optimizer_steps([(settings, parameters), ...]): one step of all parameters; whether it was done, else the ops "
+     "must do it."},
     {NULL, NULL, 0, NULL},
 };
 

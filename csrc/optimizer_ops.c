@@ -3,51 +3,26 @@
  *
  * Everything is checked before anything is written: a call that is refused has changed nothing. */
 #include <inttypes.h>
-#include <math.h>
 
-#include "cpu.h"
-#include "cpu_numerics.h"
 #include "ops.h"
+#include "optimizer_step.h"
 #include "packed.h"
 
-/* ---- numbers ---- */
-
-/* Arguments from `algorithm` at stack[first] to `step`. */
-static bsh_status read_numbers(const bsh_call *const call, const int first, bsh_optimizer *const algorithm,
-                               bsh_step_numbers *const k) {
-  const int64_t number = bsh_call_int(call, first), step = bsh_call_int(call, first + 8);
-  if (number < 0 || number >= BSH_N_OPTIMIZERS)
-    return bsh_fail(BSH_BAD_VALUE, "%s: there is no algorithm %" PRId64 ": they are numbered 0 to %d", call->op, number,
-                    BSH_N_OPTIMIZERS - 1);
-  if (step < 1) return bsh_fail(BSH_BAD_VALUE, "%s: step is %" PRId64 ": the first step is 1", call->op, step);
-  *algorithm = (bsh_optimizer)number;
-  *k = (bsh_step_numbers){.lr = bsh_call_float(call, first + 1),
-                          .beta1 = bsh_call_float(call, first + 2),
-                          .beta2 = bsh_call_float(call, first + 3),
-                          .beta3 = bsh_call_float(call, first + 4),
-                          .alpha = bsh_call_float(call, first + 5),
-                          .eps = bsh_call_float(call, first + 6),
-                          .weight_decay = bsh_call_float(call, first + 7),
-                          .update_scale = 1.0f,
-                          .first = step == 1};
-  const double unbiased1 = 1.0 - pow(k->beta1, (double)step), unbiased2 = 1.0 - pow(k->beta2, (double)step);
-  k->correction1 = (float)unbiased1;
-  k->correction2 = (float)sqrt(unbiased2);
-  k->inverse1 = (float)(1.0 / unbiased1);
-  k->inverse2 = (float)(1.0 / unbiased2);
-  return BSH_OK;
-}
-
-/* The rest of the numbers, once the dtypes, gnorm_scale and skip_zeros are known. */
-static void derive_numbers(bsh_step_numbers *const k, const bsh_dtype g_dtype, const bsh_dtype p_dtype) {
-  k->round = g_dtype == p_dtype ? p_dtype : BSH_F32;
-  k->rest1 = 1.0f - k->beta1;
-  k->rest2 = 1.0f - k->beta2;
-  k->rest3 = 1.0f - k->beta3;
-  k->decay = fmaf(-k->lr, k->weight_decay, 1.0f);
-  k->step_size = -k->lr * k->correction2 / k->correction1;
-  k->scaled_eps = k->eps * k->correction2;
-  k->stored_lr = round_to_dtype(k->lr, k->round);
+/* Arguments from `algorithm` at stack[first] to `step`, and gnorm_scale and skip_zeros from stack[last] on. */
+static bsh_status read_settings(const bsh_call *const call, const int first, const int last,
+                                bsh_step_settings *const settings) {
+  *settings = (bsh_step_settings){.algorithm = bsh_call_int(call, first),
+                                  .step = bsh_call_int(call, first + 8),
+                                  .lr = bsh_call_float(call, first + 1),
+                                  .beta1 = bsh_call_float(call, first + 2),
+                                  .beta2 = bsh_call_float(call, first + 3),
+                                  .beta3 = bsh_call_float(call, first + 4),
+                                  .alpha = bsh_call_float(call, first + 5),
+                                  .eps = bsh_call_float(call, first + 6),
+                                  .weight_decay = bsh_call_float(call, first + 7),
+                                  .gnorm_scale = bsh_call_float(call, last),
+                                  .skip_zeros = bsh_call_bool(call, last + 1)};
+  return bsh_step_check(call->op, settings);
 }
 
 /* ---- tensors ---- */
@@ -96,19 +71,15 @@ static bsh_status read_vector(bsh_call *const call, const int index, const char 
 static bsh_status read_second(bsh_call *const call, const int index, const char *const argument, const bool in_place,
                               const bsh_optimizer algorithm, const int32_t dtype, const int64_t numel,
                               const bsh_tensor *const g, void **const data) {
-  if (algorithm == BSH_ADAM || algorithm == BSH_ADEMAMIX)
-    return read_vector(call, index, argument, in_place, dtype, numel, g, data);
+  if (bsh_has_second_state(algorithm)) return read_vector(call, index, argument, in_place, dtype, numel, g, data);
   bsh_tensor tensor;
   *data = NULL;
   BSH_TRY(bsh_call_tensor(call, index, &tensor));
   return check_numel(call, &tensor, argument, 0);
 }
 
-static int64_t n_first_moments(const bsh_optimizer algorithm) { return algorithm == BSH_ADEMAMIX ? 2 : 1; }
-
-static bsh_status no_cuda_yet(const bsh_call *const call) {
-  return bsh_fail(BSH_NO_KERNEL,
-                  "%s: optimizer kernels for CUDA are not there yet: keep parameters and states on the CPU", call->op);
+static int32_t device_of(const bsh_tensor *const tensor) {
+  return bsh_on_cuda(tensor) ? tensor->device_index : BSH_ON_CPU;
 }
 
 /* ---- the ops ---- */
@@ -126,33 +97,35 @@ static bsh_status read_norm(bsh_call *const call, const bsh_tensor *const g, bsh
 bsh_status bsh_op_optimizer_32bit(bsh_call *const call) {
   const int32_t f32 = bsh_torch.dtype_float32;
   bsh_optimizer_32bit_args args = {0};
+  bsh_step_settings settings;
   bsh_tensor g, p;
   int64_t n_first = 0;
-  BSH_TRY(read_numbers(call, 5, &args.algorithm, &args.numbers));
+  BSH_TRY(read_settings(call, 5, 16, &settings));
+  args.algorithm = (bsh_optimizer)settings.algorithm;
   BSH_TRY(read_pair(call, &g, &p, &args.g_dtype, &args.p_dtype));
-  BSH_TRY(bsh_checked_product(call->op, n_first_moments(args.algorithm), g.numel, &n_first));
+  BSH_TRY(bsh_checked_product(call->op, bsh_first_moments(args.algorithm), g.numel, &n_first));
   BSH_TRY(read_vector(call, 2, "state1", true, f32, n_first, &g, (void **)&args.state1));
   BSH_TRY(read_second(call, 3, "state2", true, args.algorithm, f32, g.numel, &g, (void **)&args.state2));
   BSH_TRY(read_norm(call, &g, &args));
   if (g.numel == 0) return BSH_OK;
-  args.numbers.gnorm_scale = bsh_call_float(call, 16);
-  args.numbers.skip_zeros = bsh_call_bool(call, 17);
-  derive_numbers(&args.numbers, args.g_dtype, args.p_dtype);
+  args.numbers = bsh_step_numbers_of(&settings, args.g_dtype, args.p_dtype);
   args.g = g.data;
   args.p = p.data;
   args.n = g.numel;
-  return bsh_on_cuda(&g) ? no_cuda_yet(call) : bsh_cpu_optimizer_32bit(&args);
+  return bsh_step_32bit(call->op, &args, device_of(&g));
 }
 
 bsh_status bsh_op_optimizer_8bit_blockwise(bsh_call *const call) {
   const int32_t f32 = bsh_torch.dtype_float32, u8 = bsh_torch.dtype_uint8;
   bsh_optimizer_8bit_blockwise_args args = {.blocksize = bsh_call_int(call, 19)};
+  bsh_step_settings settings;
   bsh_tensor g, p;
   int64_t n_first = 0;
-  BSH_TRY(read_numbers(call, 8, &args.algorithm, &args.numbers));
+  BSH_TRY(read_settings(call, 8, 17, &settings));
+  args.algorithm = (bsh_optimizer)settings.algorithm;
   BSH_TRY(bsh_check_blocksize(call->op, args.blocksize, BSH_MAX_BLOCKSIZE));
   BSH_TRY(read_pair(call, &g, &p, &args.g_dtype, &args.p_dtype));
-  const int64_t n_blocks = bsh_block_count(g.numel, args.blocksize), n_moments = n_first_moments(args.algorithm);
+  const int64_t n_blocks = bsh_block_count(g.numel, args.blocksize), n_moments = bsh_first_moments(args.algorithm);
   BSH_TRY(bsh_checked_product(call->op, n_moments, g.numel, &n_first));
   BSH_TRY(read_vector(call, 2, "state1", true, u8, n_first, &g, (void **)&args.state1));
   BSH_TRY(read_second(call, 3, "state2", true, args.algorithm, u8, g.numel, &g, (void **)&args.state2));
@@ -161,11 +134,9 @@ bsh_status bsh_op_optimizer_8bit_blockwise(bsh_call *const call) {
   BSH_TRY(read_vector(call, 6, "absmax1", true, f32, n_moments * n_blocks, &g, (void **)&args.absmax1));
   BSH_TRY(read_second(call, 7, "absmax2", true, args.algorithm, f32, n_blocks, &g, (void **)&args.absmax2));
   if (g.numel == 0) return BSH_OK;
-  args.numbers.gnorm_scale = bsh_call_float(call, 17);
-  args.numbers.skip_zeros = bsh_call_bool(call, 18);
-  derive_numbers(&args.numbers, args.g_dtype, args.p_dtype);
+  args.numbers = bsh_step_numbers_of(&settings, args.g_dtype, args.p_dtype);
   args.g = g.data;
   args.p = p.data;
   args.n = g.numel;
-  return bsh_on_cuda(&g) ? no_cuda_yet(call) : bsh_cpu_optimizer_8bit_blockwise(&args);
+  return bsh_step_8bit_blockwise(call->op, &args, device_of(&g));
 }

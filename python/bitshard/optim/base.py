@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from bitshard.maps import create_dynamic_map
 from bitshard.optim import entries, layout
 from bitshard.optim.config import GlobalOptimManager, MockArgs
 from bitshard.optim.paged import GlobalPageManager, prefetch_tensor, say_without_gpu
-from bitshard.optim.update import algorithm, check_parameter, update_8bit_blockwise, update_32bit
+from bitshard.optim.update import algorithm, check_parameter, update_8bit_blockwise, update_32bit, update_all
 
 DTYPES = {32: torch.float32, 8: torch.uint8}
+STEP = 8  # place of the step in the settings of `update_all`
 
 
 class Optimizer8bit(torch.optim.Optimizer):
@@ -37,6 +39,7 @@ class Optimizer8bit(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.initialized = False
         self.name2qmap: dict[str, Tensor] = {}
+        self._maps: list[Tensor] = []  # all that are in use, each once
         self.is_paged = is_paged
         self.page_mng = GlobalPageManager.get_instance()
         self.mng = GlobalOptimManager.get_instance()
@@ -142,15 +145,34 @@ class Optimizer8bit(torch.optim.Optimizer):
             for pindex, p in enumerate(group["params"])
             if p.grad is not None
         ]
-        for group, p, gindex, pindex in work:
+        new = [item for item in work if not self.state.get(item[1])]
+        for group, p, gindex, pindex in new:
             self._check(group, p, gindex, pindex)
-        for group, p, gindex, pindex in work:
-            if not self.state[p]:
-                self.init_state(group, p, gindex, pindex)
-        for group, p, gindex, pindex in work:
+        for group, p, gindex, pindex in new:
+            self.init_state(group, p, gindex, pindex)
+        self._update(work)
+        return loss
+
+    def _update(self, work: list[tuple]) -> None:
+        """Update all parameters: what can be in one call, the others one by one."""
+        batches, single = self._batches(work)
+        for group, p, gindex, pindex in single:
+            self._check(group, p, gindex, pindex)
+        if batches and update_all([(settings, list(map(itemgetter(0), found))) for settings, found in batches.items()]):
+            for settings, found in batches.items():
+                for _, state in found:
+                    state["step"] = settings[STEP]
+        elif batches:
+            single = work
+            for group, p, gindex, pindex in single:
+                self._check(group, p, gindex, pindex)
+        for group, p, gindex, pindex in single:
             self.prefetch_state(p)
             self.update_step(group, p, gindex, pindex)
-        return loss
+
+    def _batches(self, work: list[tuple]) -> tuple[dict[tuple, list[tuple]], list[tuple]]:
+        """({settings: [(parameter as for `update_all`, its state)]}, work that must be done one by one)."""
+        return {}, work
 
     def _check(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
         """Raise what the update of this parameter would, with its place."""
@@ -241,6 +263,61 @@ class _Stateful(Optimizer8bit):
         if config["max_unorm"] > 0.0:
             state["unorm_vec"] = torch.zeros((1,), device=layout.local(p).device)
         self.state[p].update(state)
+
+    def _batches(self, work: list[tuple]) -> tuple[dict[tuple, list[tuple]], list[tuple]]:
+        """As above; one by one go what is bounded by max_unorm, paged or empty, and what a subclass updates."""
+        if type(self).update_step is not _Stateful.update_step:
+            return {}, work
+        common = not (self.mng.pid2config or self.mng.index2config)
+        batches, single, settings = {}, [], {}
+        for item in work:
+            group, p, gindex, pindex = item
+            state = self.state[p]
+            key = (gindex if common else (gindex, pindex), state["step"])
+            if key not in settings:
+                settings[key] = self._settings(self.get_config(gindex, pindex, group), int(key[1]) + 1)
+            parameter = None if settings[key] is None else self._parameter(p, state)
+            if parameter is None:
+                single.append(item)
+            else:
+                batches.setdefault(settings[key], []).append((parameter, state))
+        return batches, single
+
+    def _settings(self, config: dict[str, Any], step: int) -> tuple | None:
+        """What `update_all` must know of a step; None where it cannot do it."""
+        if config["max_unorm"] > 0.0:
+            return None
+        (beta1, beta2, beta3), alpha = schedule(config, step)
+        numbers = (float(config["lr"]), float(beta1), float(beta2), float(beta3), float(alpha), float(config["eps"]))
+        number = algorithm(self.optimizer_name)
+        return (number, *numbers, float(config["weight_decay"]), step, 1.0, bool(config["skip_zeros"]))
+
+    def _parameter(self, p: Tensor, state: dict[str, Any]) -> tuple | None:
+        """A parameter as `update_all` takes it; None where it must be looked at closely."""
+        g = p.grad
+        if is_dtensor(p):
+            if not is_dtensor(g) or p.placements != g.placements or p.device_mesh != g.device_mesh:
+                return None
+            p, g = p._local_tensor, g._local_tensor
+        state1 = state["state1"]
+        if not p.numel() or getattr(state1, "is_paged", False):
+            return None
+        if state1.dtype != torch.uint8:
+            return (g, p, state1, state.get("state2"), None, None, None, None)
+        maps = [self._shared_map(state, key) for key in ("qmap1", "qmap2")]
+        return (g, p, state1, state.get("state2"), *maps, state["absmax1"], state.get("absmax2"))
+
+    def _shared_map(self, state: dict[str, Any], key: str) -> Tensor | None:
+        """The map of a state; where an equal one is known, that one takes its place, for one launch serves one map."""
+        found = state.get(key)
+        if found is None or any(found is known for known in self._maps):
+            return found
+        for known in self._maps:
+            if known.device == found.device and torch.equal(known, found):
+                state[key] = known
+                return known
+        self._maps.append(found)
+        return found
 
     def _map(self, name: str, device: torch.device) -> Tensor:
         if name not in self.name2qmap:

@@ -1,4 +1,4 @@
-"""One parameter's update: the ops of the C core behind bitsandbytes' names of algorithms, arguments checked.
+"""Updates of one parameter and of many: the C core behind bitsandbytes' names of algorithms, arguments checked.
 
 State is updated in place, in the order of the parameter's elements. A parameter that is not contiguous is updated
 through a contiguous copy that is written back.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitshard import ops
+from bitshard import _C, ops
 from bitshard.optim.layout import BLOCKSIZE
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -24,7 +24,7 @@ def algorithm(name: str) -> int:
 
 def check_device(device: torch.device) -> None:
     """NotImplementedError where there is no kernel."""
-    if device.type != "cpu":
+    if device.type not in ("cpu", "cuda"):
         kind = device.type.upper()
         raise NotImplementedError(f"optimizer kernels for {kind} are not there yet: use optim='adamw_torch_fused'")
 
@@ -55,6 +55,20 @@ def _write_back(p: Tensor, work: Tensor) -> None:
 
 def _none(tensor: Tensor | None, device: torch.device) -> Tensor:
     return ops.empty(device) if tensor is None else tensor
+
+
+def update_all(batches: list[tuple[tuple, list[tuple]]]) -> bool:
+    """Update many parameters in one call; False where nothing was done and each must be updated by itself.
+
+    batches: (settings, parameters). settings: (algorithm's number, lr, beta1, beta2, beta3, alpha, eps, weight_decay,
+    step, gnorm_scale, skip_zeros); a parameter: (g, p, state1, state2, qmap1, qmap2, absmax1, absmax2), None for what
+    it does not have, in the shapes of `update_32bit` and `update_8bit_blockwise`. RuntimeError where a GPU fails.
+    """
+    if not _C.optimizer_steps(batches):
+        return False
+    for _, parameters in batches:
+        torch.autograd.graph.increment_version([entry[1] for entry in parameters if not entry[1].is_inference()])
+    return True
 
 
 def update_32bit(

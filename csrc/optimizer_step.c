@@ -1,0 +1,187 @@
+/* optimizer_step.c - see optimizer_step.h. */
+#include "optimizer_step.h"
+
+#include <inttypes.h>
+#include <math.h>
+
+#include "arithmetic.h"
+#include "cpu.h"
+#include "cpu_numerics.h"
+#include "cuda_ops.h"
+#include "packed.h"
+
+/* ---- numbers ---- */
+
+bsh_status bsh_step_check(const char *const op, const bsh_step_settings *const settings) {
+  if (settings->algorithm < 0 || settings->algorithm >= BSH_N_OPTIMIZERS)
+    return bsh_fail(BSH_BAD_VALUE, "%s: there is no algorithm %" PRId64 ": they are numbered 0 to %d", op,
+                    settings->algorithm, BSH_N_OPTIMIZERS - 1);
+  if (settings->step >= 1) return BSH_OK;
+  return bsh_fail(BSH_BAD_VALUE, "%s: step is %" PRId64 ": the first step is 1", op, settings->step);
+}
+
+bsh_step_numbers bsh_step_numbers_of(const bsh_step_settings *const s, const bsh_dtype g_dtype,
+                                     const bsh_dtype p_dtype) {
+  const double unbiased1 = 1.0 - pow(s->beta1, (double)s->step), unbiased2 = 1.0 - pow(s->beta2, (double)s->step);
+  const bsh_dtype round = g_dtype == p_dtype ? p_dtype : BSH_F32;
+  const float correction1 = (float)unbiased1, correction2 = (float)sqrt(unbiased2);
+  return (bsh_step_numbers){
+      .beta1 = s->beta1,
+      .beta2 = s->beta2,
+      .beta3 = s->beta3,
+      .rest1 = 1.0f - s->beta1,
+      .rest2 = 1.0f - s->beta2,
+      .rest3 = 1.0f - s->beta3,
+      .lr = s->lr,
+      .alpha = s->alpha,
+      .eps = s->eps,
+      .weight_decay = s->weight_decay,
+      .gnorm_scale = s->gnorm_scale,
+      .stored_lr = round_to_dtype(s->lr, round),
+      .decay = fmaf(-s->lr, s->weight_decay, 1.0f),
+      .correction1 = correction1,
+      .correction2 = correction2,
+      .inverse1 = (float)(1.0 / unbiased1),
+      .inverse2 = (float)(1.0 / unbiased2),
+      .step_size = -s->lr * correction2 / correction1,
+      .scaled_eps = s->eps * correction2,
+      .update_scale = 1.0f,
+      .round = round,
+      .first = s->step == 1,
+      .skip_zeros = s->skip_zeros,
+  };
+}
+
+int64_t bsh_first_moments(const bsh_optimizer algorithm) { return algorithm == BSH_ADEMAMIX ? 2 : 1; }
+
+bool bsh_has_second_state(const bsh_optimizer algorithm) { return algorithm == BSH_ADAM || algorithm == BSH_ADEMAMIX; }
+
+/* ---- lists for a GPU ---- */
+
+static int64_t blocks_of(const bsh_step_tensor *const tensor) { return divide_up(tensor->n, BSH_STEP_BLOCK); }
+
+/* False where the list is full. */
+static bool append(bsh_step_list *const list, const bsh_step_tensor *const tensor) {
+  const int64_t end = list->first[list->n_tensors] + blocks_of(tensor);
+  if (list->n_tensors == BSH_STEP_TENSORS || end > UINT32_MAX) return false;
+  list->tensors[list->n_tensors++] = *tensor;
+  list->first[list->n_tensors] = (uint32_t)end;
+  return true;
+}
+
+static bsh_status too_large(const char *const op, const int64_t n) {
+  return bsh_fail(BSH_BAD_SHAPE, "%s: tensor too large: %" PRId64 " elements", op, n);
+}
+
+/* ---- one parameter ---- */
+
+/* Launches `list`, whose update is bounded where unorm is not NULL. */
+static bsh_status launch(const char *const op, bsh_step_list *const list, float *const unorm, const int32_t device) {
+  bsh_cuda_context context;
+  BSH_TRY(bsh_cuda_enter(&context, op, device, list->tensors[0].n, list->n_tensors, 0));
+  bsh_status status = unorm != NULL ? bsh_cuda_optimizer_norm(list, unorm, &context) : BSH_OK;
+  list->unorm = unorm;
+  if (status == BSH_OK) status = bsh_cuda_optimizer_step(list, &context);
+  bsh_cuda_leave(&context);
+  return status;
+}
+
+bsh_status bsh_step_32bit(const char *const op, const bsh_optimizer_32bit_args *const args, const int32_t device) {
+  if (device == BSH_ON_CPU) return bsh_cpu_optimizer_32bit(args);
+  bsh_step_list list = {.numbers = args->numbers,
+                        .algorithm = args->algorithm,
+                        .g_dtype = args->g_dtype,
+                        .p_dtype = args->p_dtype,
+                        .max_unorm = args->max_unorm,
+                        .param_norm = args->param_norm};
+  const bsh_step_tensor tensor = {
+      .g = args->g, .p = args->p, .state1 = args->state1, .state2 = args->state2, .n = args->n};
+  return append(&list, &tensor) ? launch(op, &list, args->unorm, device) : too_large(op, args->n);
+}
+
+bsh_status bsh_step_8bit_blockwise(const char *const op, const bsh_optimizer_8bit_blockwise_args *const args,
+                                   const int32_t device) {
+  if (device == BSH_ON_CPU) return bsh_cpu_optimizer_8bit_blockwise(args);
+  if (args->blocksize != BSH_STEP_BLOCK)
+    return bsh_fail(BSH_NO_KERNEL, "%s: blocksize is %" PRId64 ": on a GPU it must be %d", op, args->blocksize,
+                    BSH_STEP_BLOCK);
+  bsh_step_list list = {.numbers = args->numbers,
+                        .algorithm = args->algorithm,
+                        .g_dtype = args->g_dtype,
+                        .p_dtype = args->p_dtype,
+                        .map1 = args->map1,
+                        .map2 = args->map2};
+  const bsh_step_tensor tensor = {.g = args->g,
+                                  .p = args->p,
+                                  .state1 = args->state1,
+                                  .state2 = args->state2,
+                                  .absmax1 = args->absmax1,
+                                  .absmax2 = args->absmax2,
+                                  .n = args->n};
+  return append(&list, &tensor) ? launch(op, &list, NULL, device) : too_large(op, args->n);
+}
+
+/* ---- many parameters ---- */
+
+static bsh_status step_on_cpu(const bsh_step_item *const item) {
+  const bsh_step_tensor *const t = &item->tensor;
+  const bsh_optimizer algorithm = (bsh_optimizer)item->settings->algorithm;
+  const bsh_step_numbers numbers = bsh_step_numbers_of(item->settings, item->g_dtype, item->p_dtype);
+  if (item->map1 == NULL)
+    return bsh_cpu_optimizer_32bit(&(bsh_optimizer_32bit_args){.g = t->g,
+                                                               .p = t->p,
+                                                               .state1 = t->state1,
+                                                               .state2 = t->state2,
+                                                               .n = t->n,
+                                                               .g_dtype = item->g_dtype,
+                                                               .p_dtype = item->p_dtype,
+                                                               .algorithm = algorithm,
+                                                               .numbers = numbers});
+  return bsh_cpu_optimizer_8bit_blockwise(&(bsh_optimizer_8bit_blockwise_args){.g = t->g,
+                                                                               .p = t->p,
+                                                                               .state1 = t->state1,
+                                                                               .state2 = t->state2,
+                                                                               .map1 = item->map1,
+                                                                               .map2 = item->map2,
+                                                                               .absmax1 = t->absmax1,
+                                                                               .absmax2 = t->absmax2,
+                                                                               .n = t->n,
+                                                                               .blocksize = BSH_STEP_BLOCK,
+                                                                               .g_dtype = item->g_dtype,
+                                                                               .p_dtype = item->p_dtype,
+                                                                               .algorithm = algorithm,
+                                                                               .numbers = numbers});
+}
+
+/* Whether one launch can update both. */
+static bool alike(const bsh_step_item *const a, const bsh_step_item *const b) {
+  return a->settings == b->settings && a->device == b->device && a->g_dtype == b->g_dtype && a->p_dtype == b->p_dtype &&
+         a->map1 == b->map1 && a->map2 == b->map2;
+}
+
+/* items[0] and what is like it behind, as much as a list holds. */
+static bsh_status step_on_gpu(const char *const op, bsh_step_item *const items, const int64_t n_items) {
+  bsh_step_list list = {.numbers = bsh_step_numbers_of(items->settings, items->g_dtype, items->p_dtype),
+                        .algorithm = (bsh_optimizer)items->settings->algorithm,
+                        .g_dtype = items->g_dtype,
+                        .p_dtype = items->p_dtype,
+                        .map1 = items->map1,
+                        .map2 = items->map2};
+  if (!append(&list, &items->tensor)) return too_large(op, items->tensor.n);
+  int64_t taken[BSH_STEP_TENSORS] = {0}; /* items[0] first */
+  for (int64_t i = 1; i < n_items && list.n_tensors < BSH_STEP_TENSORS; i++)
+    if (!items[i].done && alike(items, items + i) && append(&list, &items[i].tensor)) taken[list.n_tensors - 1] = i;
+  BSH_TRY(launch(op, &list, NULL, items->device));
+  for (uint32_t t = 0; t < list.n_tensors; t++) items[taken[t]].done = true;
+  return BSH_OK;
+}
+
+bsh_status bsh_step_items(const char *const op, bsh_step_item *const items, const int64_t n_items) {
+  for (int64_t i = 0; i < n_items; i++) {
+    if (items[i].done) continue;
+    if (items[i].device == BSH_ON_CPU) BSH_TRY(step_on_cpu(items + i));
+    else BSH_TRY(step_on_gpu(op, items + i, n_items - i));
+    items[i].done = true;
+  }
+  return BSH_OK;
+}
