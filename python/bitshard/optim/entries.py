@@ -33,10 +33,13 @@ HIDDEN = {
 HIDDEN.add("unorm_vec")
 
 
-def to_entries(state: dict[str, Any], p: Tensor, lead: int) -> dict[str, Any]:
-    """Entries for the state of `p`; a DTensor's values and scales become DTensors. Shares memory with the state."""
+def to_entries(state: dict[str, Any], p: Tensor, lead: int, bits: int) -> dict[str, Any]:
+    """Entries for the state of `p`; a DTensor's values and scales become DTensors. Shares memory with the state.
+
+    `bits` are what the settings ask for; a small part of a parameter is in 32 all the same.
+    """
     if flat.is_flat(p) and "state1" in state:
-        return flat.to_entries(state, lead)
+        return flat.to_entries(state, lead, bits)
     entries = {key: value for key, value in state.items() if key not in HIDDEN}
     hidden = {key: _entry(key, value, p, lead) for key, value in state.items() if key in HIDDEN}
     return {**entries, WRAPPED: hidden} if hidden else entries
@@ -64,7 +67,7 @@ def from_entries(entries: dict[str, Any], p: Tensor, states: int, lead: int, mov
     entries = {key: value for key, value in entries.items() if key != WRAPPED} | wrapped
     if not entries:
         return {}
-    if flat.is_flat(p):
+    if flat.is_flat(p) or flat.is_saved(entries):
         entries = flat.from_entries(entries, states, lead)
     _check_names(entries, states)
     state = {key: _copy(value, p, move) for key, value in entries.items() if key not in HIDDEN}
