@@ -19,7 +19,13 @@ from helpers.optim import CLASSES, gradients, make, same_state, values_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    StateDictType,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 # On two ranks: rows of whole blocks, even and uneven; equal shards of whole blocks; an empty shard; then blocks of the
@@ -146,7 +152,7 @@ def check_resharding(device, args):
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
     for name in ("AdamW8bit", "AdEMAMix8bit", "Lion8bit", "AdamW32bit"):
         models = [sharded(SHAPES), on_mesh(SHAPES, mesh)]
-        optimizers = [make(name, model.parameters()) for model in models]
+        optimizers = [make(name, model.parameters(), min_8bit_size=1) for model in models]
         for source, target in ((0, 1), (1, 0)):
             run(models[source], optimizers[source], range(2))
             for way in WAYS:
@@ -345,31 +351,117 @@ def check_refused(device, args):
 
 
 def check_fsdp1(device, args):
-    """FSDP1's whole dict: the steps go on as if nothing had been.
+    """FSDP1's dicts, whole and sharded: the steps go on as if nothing had been.
 
-    With use_orig_params an algorithm of one entry: on a CPU torch gathers all of a parameter's into one buffer, and the
-    last is what all of them show, torch.optim.AdamW's too.
+    The whole one stays where it is: with offload_to_cpu, use_orig_params and no GPU torch 2.13 hands out views of one
+    buffer that the next entry overwrites (`_allgather_orig_param_states`), for torch.optim.AdamW too.
     """
-    cases = [(name, False) for name in ("AdamW8bit", "AdEMAMix8bit", "AdamW32bit", "Lion8bit")]
-    for name, orig in [*cases, ("Lion32bit", True)]:
-        models = [flattened(orig) for _ in range(2)]
-        optimizers = [make(name, model.parameters(), min_8bit_size=1) for model in models]
-        steps(models[0], optimizers[0], range(2))
-        saved = deepcopy(FullyShardedDataParallel.optim_state_dict(models[0], optimizers[0]))
-        expected = steps(models[0], optimizers[0], range(2, 4))
-        steps(models[1], optimizers[1], range(2))
-        optimizers[1] = make(name, models[1].parameters(), min_8bit_size=1)
-        taken = FullyShardedDataParallel.optim_state_dict_to_load(models[1], optimizers[1], saved)
-        optimizers[1].load_state_dict(taken)
-        assert steps(models[1], optimizers[1], range(2, 4)) == expected, (name, orig)
-    return "ok"
+    ways = ((False, "whole", 1), (True, "whole", 1), (True, "sharded", 1), (True, "whole", 3500))
+    for name in CLASSES:
+        for orig, kind, size in ways:  # 3500: the first layer's weight is 8 bits on one rank and 32 on the other
+            models = [flattened(orig) for _ in range(2)]
+            optimizers = [make(name, model.parameters(), min_8bit_size=size) for model in models]
+            for model in models:
+                set_kind(model, kind)
+            steps(models[0], optimizers[0], range(2))
+            saved = deepcopy(FullyShardedDataParallel.optim_state_dict(models[0], optimizers[0]))
+            expected = steps(models[0], optimizers[0], range(2, 4))
+            steps(models[1], optimizers[1], range(2))
+            optimizers[1] = make(name, models[1].parameters(), min_8bit_size=size)
+            taken = FullyShardedDataParallel.optim_state_dict_to_load(models[1], optimizers[1], saved)
+            optimizers[1].load_state_dict(taken)
+            assert steps(models[1], optimizers[1], range(2, 4)) == expected, (name, orig, kind, size)
+            if kind == "whole" and name in ELSEWHERE:
+                into_one_process(name, saved, size)
+                if dist.get_rank() == 0:
+                    torch.save(saved, f"{args.dir}/fsdp1-{name}-{orig}-{size}.pt")
+    return len(CLASSES)
+
+
+ELSEWHERE = ("AdamW8bit", "AdEMAMix8bit", "Lion8bit", "AdamW32bit")
+
+
+def into_one_process(name, saved, size):
+    """FSDP1's whole dict in an optimizer of a model that is not sharded; its values are the same, or near."""
+    torch.manual_seed(0)
+    model = layers()
+    optimizer = make(name, model.parameters(), min_8bit_size=size)
+    optimizer.load_state_dict(by_index(saved, model))
+    for key, p in model.named_parameters():
+        state = optimizer.state[p]
+        for n in (1, 2):
+            for index, (values, scales) in enumerate(pairs_of(state, n, n == 1 and "AdEMAMix" in name)):
+                near(values, scales, in_flat(saved["state"][key], n, index, name), (name, key, n))
+
+
+def pairs_of(state, n, paired):
+    """(values, scales of their blocks) of a state that is not sharded; two of AdEMAMix's first."""
+    if f"state{n}" not in state:
+        return []
+    values, absmax = values_of(state, n), state.get(f"absmax{n}")
+    scales = torch.zeros_like(values)
+    if absmax is not None:
+        size = values.numel() if absmax.dim() == 1 else values[0].numel()
+        scales = absmax.repeat_interleave(256, -1)[..., :size].reshape(values.shape)
+    return list(zip(values, scales, strict=True)) if paired else [(values, scales)]
+
+
+def in_flat(entries, n, index, name):
+    """float32 values of what `bitshard.optim.flat` wrote."""
+    end = f"{n}_{index}" if n == 1 and name.startswith("AdEMAMix") else f"{n}"
+    value, scale = entries[f"state{end}"], entries.get(f"absmax{end}")
+    if scale is None:
+        return value
+    map = bnb.functional.create_dynamic_map(signed=n == 1)
+    return torch.where(scale < 0, value, map[value.clamp(0, 255).long()] * scale)
+
+
+def near(values, scales, expected, what):
+    error = (values - expected.view(values.shape)).abs()
+    assert (error <= scales * (0.5 * 0.9 / 64) * 1.00001).all(), (what, float(error.max()))
+
+
+def check_fsdp1_elsewhere(device, args):
+    """What another number of ranks wrote in `check_fsdp1`; three steps on, losses near those of one process."""
+    files = sorted(Path(args.dir).glob("fsdp1-*.pt"))
+    for file in files:
+        _, name, orig, size = file.stem.split("-")
+        saved, model = torch.load(file, weights_only=True), flattened(orig == "True")
+        set_kind(model, "whole")
+        steps(model, make(name, model.parameters()), range(1))
+        optimizer = make(name, model.parameters(), min_8bit_size=int(size))
+        taken = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, deepcopy(saved))
+        optimizer.load_state_dict(taken)
+        again = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        for key, entries in again["state"].items():
+            for n in (1, 2):
+                for index in range(2 if n == 1 and "AdEMAMix" in name else 1):
+                    if any(entry.startswith(f"state{n}") for entry in entries):
+                        found, old = (in_flat(e, n, index, name) for e in (entries, saved["state"][key]))
+                        end = f"{n}_{index}" if "AdEMAMix" in name and n == 1 else f"{n}"
+                        scales = entries.get(f"absmax{end}", torch.zeros(()))
+                        near(found, scales.clamp(min=0), old, (file.stem, key, n))
+        assert all(loss < 100 for loss in steps(model, optimizer, range(3)))
+    return len(files)
+
+
+def set_kind(model, kind):
+    """What FSDP1's `optim_state_dict` makes: a whole dict, or a sharded one."""
+    if kind == "whole":
+        options = (StateDictType.FULL_STATE_DICT, None, FullOptimStateDictConfig(offload_to_cpu=False))
+    else:
+        options = (StateDictType.SHARDED_STATE_DICT, None, ShardedOptimStateDictConfig(offload_to_cpu=False))
+    FullyShardedDataParallel.set_state_dict_type(model, *options)
 
 
 def flattened(orig):
     """Two layers in one flat parameter of 7,303 elements: padded on two ranks, whose parts begin within blocks."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(67, 106), nn.Linear(106, 1, bias=False))
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=orig)
+    return FullyShardedDataParallel(layers(), device_id=torch.device("cpu"), use_orig_params=orig)
+
+
+def layers():
+    return nn.Sequential(nn.Linear(67, 106), nn.Linear(106, 1, bias=False))
 
 
 def steps(model, optimizer, numbers):
@@ -395,6 +487,7 @@ CHECKS = (
     check_other_meshes,
     check_refused,
     check_fsdp1,
+    check_fsdp1_elsewhere,
 )
 
 
