@@ -9,7 +9,7 @@ from helpers.optim import TRAINER_NAMES
 
 def test_optimizers_on_shards(tmp_path):
     """Every check of tests/fsdp/optimizers.py on two ranks; then three ranks go on with what those saved."""
-    for world, checks, count in ((2, (), 10), (3, ("--only", "elsewhere,fsdp1_elsewhere"), 2)):
+    for world, checks, count in ((2, (), 11), (3, ("--only", "elsewhere,fsdp1_elsewhere"), 2)):
         launch(world, "optimizers.py", "--dir", str(tmp_path), "--out", str(tmp_path / "r"), *checks)
         for rank in json.loads((tmp_path / "r").read_text())["ranks"]:
             failed = {name: result["trace"] for name, result in rank.items() if "error" in result}

@@ -230,8 +230,6 @@ def own_codes(codes: Tensor, absmax: Tensor, qmap: Tensor, p: Tensor, lead: int,
     part, split = own_part(codes, p, lead, name), is_dtensor(absmax)
     if split:
         absmax = _own_scales(absmax, p, lead, name)
-    elif is_dtensor(codes):
-        raise ValueError(f"{name} is a DTensor, and its scales are none")
     elif absmax.dim() not in (lead + 1, lead + 2) or tuple(absmax.shape[:lead]) != (2,) * lead:
         raise ValueError(f"{name}: scales of shape {tuple(absmax.shape)} are none of blocks of {BLOCKSIZE}")
     if not lead:
@@ -277,20 +275,26 @@ def _of_whole(codes: Tensor, absmax: Tensor, qmap: Tensor, p: Tensor, part: Tens
             raise ValueError(_not_of(absmax, codes, name))
         if start is not None:
             return of_rows(part, absmax[slices[0]], qmap, name)
-        codes, absmax = of_rows(codes, absmax, qmap, name)
+        codes, absmax = of_rows(_whole(codes, name), absmax, qmap, name)
     elif absmax.dim() == 2 and tuple(absmax.shape) != (rows, row // BLOCKSIZE):
         raise ValueError(_not_of(absmax, codes, name))
     absmax, blocks = absmax.reshape(-1), ops.block_count(n, BLOCKSIZE)
     if absmax.numel() != blocks:
         raise ValueError(f"{name}: {absmax.numel()} scales, {blocks} blocks of {BLOCKSIZE}")
     if start is None:
-        return _quantize(_dequantize(codes, absmax, qmap).view(codes.shape)[slices], qmap, part.shape)
+        return _quantize(_dequantize(_whole(codes, name), absmax, qmap).view(codes.shape)[slices], qmap, part.shape)
     first, shift = divmod(start, BLOCKSIZE)
     absmax = absmax[first : ops.block_count(start + part.numel(), BLOCKSIZE)]
     if shift == 0 or part.numel() == 0:
         return part, absmax[: ops.block_count(part.numel(), BLOCKSIZE)]
-    codes = codes.reshape(-1)[start - shift : start + part.numel()]
+    codes = _whole(codes, name).reshape(-1)[start - shift : start + part.numel()]
     return _quantize(_dequantize(codes, absmax, qmap)[shift:], qmap, part.shape)
+
+
+def _whole(codes: Tensor, name: str) -> Tensor:
+    if is_dtensor(codes):
+        raise ValueError(f"{name} is a DTensor and its scales are none: codes of other ranks are needed")
+    return codes
 
 
 def _not_of(absmax: Tensor, codes: Tensor, name: str) -> str:
