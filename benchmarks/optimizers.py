@@ -281,7 +281,7 @@ def text(found: dict, versions: dict, options) -> str:
         "",
         f'"one parameter" has {size} elements, "448 adapters" are a LoRA of rank 16 of an 8B Llama (41,943,040).',
     ]
-    lines += ["B/element: bytes that a step must move."]
+    lines += ["(41,943,040 elements). B/element: bytes that a step must move."]
     if cuda:
         lines += ["Step: on the device, queued behind a sleeping kernel, median. Host: until step() returns, median."]
     else:
