@@ -7,17 +7,26 @@ Each check raises where something is not exact, or where bad input is taken.
 
 import traceback
 from copy import deepcopy
+from math import prod
+from pathlib import Path
 
 import bitsandbytes as bnb
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import finish, start
-from helpers.optim import CLASSES, gradients, make, same_state
+from helpers.optim import CLASSES, gradients, make, same_state, values_of
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    StateDictType,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 # On two ranks: rows of whole blocks, even and uneven; equal shards of whole blocks; an empty shard; then blocks of the
@@ -139,20 +148,128 @@ def check_checkpoints(device, args):
 
 
 def check_resharding(device, args):
-    """torch.distributed.checkpoint from N shards into one that every rank has: exact where the blocks are the same."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
-    for name in ("AdamW8bit", "AdEMAMix8bit"):
-        many, copies = sharded(ALIGNED), fully_shard(Parameters(ALIGNED), mesh=mesh)
-        here, there = make(name, many.parameters()), make(name, copies.parameters())
-        run(many, here, range(2))
-        folder = f"{args.dir}/resharding-{name}"
-        dcp.save(get_optimizer_state_dict(many, here), checkpoint_id=folder)
-        taken = get_optimizer_state_dict(copies, there)
-        dcp.load(taken, checkpoint_id=folder)
-        set_optimizer_state_dict(copies, there, taken)
-        set_values(copies, [whole(p).detach() for p in many.parameters()])
-        assert equal(run(copies, there, range(2, 4)), run(many, here, range(2, 4))), name
+    """Between N shards and a shard that every rank has whole, both ways, by every way that torch knows."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+    for name in ("AdamW8bit", "AdEMAMix8bit", "Lion8bit", "AdamW32bit"):
+        models = [sharded(SHAPES), on_mesh(SHAPES, mesh)]
+        optimizers = [make(name, model.parameters()) for model in models]
+        for source, target in ((0, 1), (1, 0)):
+            run(models[source], optimizers[source], range(2))
+            for way in WAYS:
+                other = (sharded(SHAPES), on_mesh(SHAPES, mesh))[target]
+                resumed = make(name, other.parameters())
+                folder = f"{args.dir}/resharding-{name}-{source}"
+                hand_over(models[source], optimizers[source], other, resumed, way, folder)
+                found, expected = states_of(other, resumed), states_of(models[source], optimizers[source])
+                same_values(found, expected, f"{name} {way} from {source}")
+            states = states_of(models[source], optimizers[source])
+            if dist.get_rank() == 0:
+                torch.save(states, f"{args.dir}/from-{source}-{name}.pt")
     return "ok"
+
+
+def check_elsewhere(device, args):
+    """What another number of ranks wrote in `check_resharding`: by torch.distributed.checkpoint into these shards."""
+    folders = sorted(Path(args.dir).glob("resharding-*-0"))
+    for folder in folders:
+        name = folder.name.split("-")[1]
+        other = sharded(SHAPES)
+        resumed = make(name, other.parameters())
+        taken = get_optimizer_state_dict(other, resumed)
+        dcp.load(taken, checkpoint_id=folder)
+        set_optimizer_state_dict(other, resumed, taken)
+        rows = [shape for shape in SHAPES if prod(shape[1:]) % 256 == 0]
+        same_values(states_of(other, resumed), torch.load(f"{args.dir}/from-0-{name}.pt"), name, rows)
+        assert all(torch.isfinite(p).all() for p in run(other, resumed, range(2, 4))), name
+    return len(folders)
+
+
+def check_other_bits(device, args):
+    """State that was saved in 8 bits and is wanted in 32, or the reverse: never codes as values.
+
+    A whole dict may stay in 8 bits, as in one process; else all ranks refuse it.
+    """
+    for small, way in ((1, "dcp"), (1, "whole"), (1, "broadcast"), (10**6, "dcp")):
+        models = [sharded([(6, 256), (41, 100)]) for _ in range(2)]
+        sizes = zip(models, (small, 4000), strict=True)
+        optimizers = [make("AdamW8bit", model.parameters(), min_8bit_size=size) for model, size in sizes]
+        run(models[0], optimizers[0], range(2))
+        try:
+            hand_over(models[0], optimizers[0], models[1], optimizers[1], way, f"{args.dir}/bits-{small}-{way}")
+        except (ValueError, CheckpointException) as error:
+            text = "saved in 8 bits, and this optimizer" if small == 1 else "Missing key in checkpoint"
+            assert text in str(error), error
+            continue
+        assert way != "dcp", "not refused"
+        found, expected = (states_of(*pair) for pair in zip(models[::-1], optimizers[::-1], strict=True))
+        same_values(found, expected, way, [(6, 256), (41, 100)])
+    return "ok"
+
+
+WAYS = ("dcp", "whole", "broadcast")
+
+
+def on_mesh(shapes, mesh):
+    module = Parameters(shapes)
+    return fully_shard(module, mesh=mesh, ignored_params={p for p in module.parameters() if p.dim() == 0})
+
+
+def hand_over(model, optimizer, other, resumed, way, folder):
+    """The state of one optimizer to another one, as a training script does it."""
+    options = None
+    if way == "dcp":
+        dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=folder)
+        taken = get_optimizer_state_dict(other, resumed)
+        dcp.load(taken, checkpoint_id=folder)
+    else:
+        taken = deepcopy(get_optimizer_state_dict(model, optimizer, options=WHOLE))
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=way == "broadcast")
+        taken = taken if way == "whole" or dist.get_rank() == 0 else {}
+    set_optimizer_state_dict(other, resumed, taken, options=options)
+
+
+def states_of(model, optimizer):
+    """For each parameter {"step", n: (values, scale of each value's block, scales of 8 bits?)}, whole."""
+    found = []
+    for p in model.parameters():
+        state = optimizer.state[p]
+        entry = {"step": state["step"]}
+        for n in (1, 2):
+            if f"state{n}" not in state:
+                continue
+            values = values_of(state, n)
+            scales = torch.zeros_like(values)
+            if f"absmax{n}" in state:
+                size = local(p).numel()
+                scales = state[f"absmax{n}"].repeat_interleave(256, -1)[..., :size].reshape(values.shape)
+            entry[n] = tuple(whole_of(value, p) for value in (values, scales))
+        found.append(entry)
+    return found
+
+
+def whole_of(value, p):
+    """A local tensor in the shape of this rank's part of `p`, or a pair of them, from all ranks."""
+    if not isinstance(p, DTensor):
+        return value
+    if value.dim() > p.dim():
+        return torch.stack([whole_of(part, p) for part in value])
+    return DTensor.from_local(value, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()).full_tensor()
+
+
+def same_values(found, expected, what, exact=ALIGNED):
+    """Equal for shapes in `exact`; else each value within half of the map's widest step, times its block's scale.
+
+    The step is 0.9 / 64, near the largest value of a block.
+    """
+    for left, right in zip(found, expected, strict=True):
+        assert left.keys() == right.keys() and left["step"] == right["step"], what
+        for n in set(left) - {"step"}:
+            values, scales = left[n]
+            error = (values - right[n][0]).abs()
+            shape = tuple(values.shape[-2:])
+            bound = 0.0 if shape in exact else scales * (0.5 * 0.9 / 64) * 1.00001
+            assert (error <= bound).all(), (what, shape, n, float((error - bound).max()))
 
 
 def set_values(module, values):
@@ -245,7 +362,8 @@ def check_refused(device, args):
     saved = here.state_dict()
     refuses(lambda: there.load_state_dict(saved), "is a DTensor and its parameter is not")
     hidden = saved["state"][0]["__bnb_optimizer_quant_state__"]
-    hidden["absmax1"] = whole(hidden["absmax1"])[:, :-1]
+    cut = whole(hidden["absmax1"])[:, :-1]
+    hidden["absmax1"] = cut
     before = {key: value for key, value in here.state[next(many.parameters())].items()}
     refuses(lambda: here.load_state_dict(saved), "none of blocks of 256")
     assert here.state[next(many.parameters())] == before
@@ -253,31 +371,117 @@ def check_refused(device, args):
 
 
 def check_fsdp1(device, args):
-    """FSDP1's whole dict: the steps go on as if nothing had been.
+    """FSDP1's dicts, whole and sharded: the steps go on as if nothing had been.
 
-    With use_orig_params an algorithm of one entry: on a CPU torch gathers all of a parameter's into one buffer, and the
-    last is what all of them show, torch.optim.AdamW's too.
+    The whole one stays where it is: with offload_to_cpu, use_orig_params and no GPU torch 2.13 hands out views of one
+    buffer that the next entry overwrites (`_allgather_orig_param_states`), for torch.optim.AdamW too.
     """
-    cases = [(name, False) for name in ("AdamW8bit", "AdEMAMix8bit", "AdamW32bit", "Lion8bit")]
-    for name, orig in [*cases, ("Lion32bit", True)]:
-        models = [flattened(orig) for _ in range(2)]
-        optimizers = [make(name, model.parameters(), min_8bit_size=1) for model in models]
-        steps(models[0], optimizers[0], range(2))
-        saved = deepcopy(FullyShardedDataParallel.optim_state_dict(models[0], optimizers[0]))
-        expected = steps(models[0], optimizers[0], range(2, 4))
-        steps(models[1], optimizers[1], range(2))
-        optimizers[1] = make(name, models[1].parameters(), min_8bit_size=1)
-        taken = FullyShardedDataParallel.optim_state_dict_to_load(models[1], optimizers[1], saved)
-        optimizers[1].load_state_dict(taken)
-        assert steps(models[1], optimizers[1], range(2, 4)) == expected, (name, orig)
-    return "ok"
+    ways = ((False, "whole", 1), (True, "whole", 1), (True, "sharded", 1), (True, "whole", 3500))
+    for name in CLASSES:
+        for orig, kind, size in ways:  # 3500: the first layer's weight is 8 bits on one rank and 32 on the other
+            models = [flattened(orig) for _ in range(2)]
+            optimizers = [make(name, model.parameters(), min_8bit_size=size) for model in models]
+            for model in models:
+                set_kind(model, kind)
+            steps(models[0], optimizers[0], range(2))
+            saved = deepcopy(FullyShardedDataParallel.optim_state_dict(models[0], optimizers[0]))
+            expected = steps(models[0], optimizers[0], range(2, 4))
+            steps(models[1], optimizers[1], range(2))
+            optimizers[1] = make(name, models[1].parameters(), min_8bit_size=size)
+            taken = FullyShardedDataParallel.optim_state_dict_to_load(models[1], optimizers[1], saved)
+            optimizers[1].load_state_dict(taken)
+            assert steps(models[1], optimizers[1], range(2, 4)) == expected, (name, orig, kind, size)
+            if kind == "whole" and name in ELSEWHERE:
+                into_one_process(name, saved, size)
+                if dist.get_rank() == 0:
+                    torch.save(saved, f"{args.dir}/fsdp1-{name}-{orig}-{size}.pt")
+    return len(CLASSES)
+
+
+ELSEWHERE = ("AdamW8bit", "AdEMAMix8bit", "Lion8bit", "AdamW32bit")
+
+
+def into_one_process(name, saved, size):
+    """FSDP1's whole dict in an optimizer of a model that is not sharded; its values are the same, or near."""
+    torch.manual_seed(0)
+    model = layers()
+    optimizer = make(name, model.parameters(), min_8bit_size=size)
+    optimizer.load_state_dict(by_index(saved, model))
+    for key, p in model.named_parameters():
+        state = optimizer.state[p]
+        for n in (1, 2):
+            for index, (values, scales) in enumerate(pairs_of(state, n, n == 1 and "AdEMAMix" in name)):
+                near(values, scales, in_flat(saved["state"][key], n, index, name), (name, key, n))
+
+
+def pairs_of(state, n, paired):
+    """(values, scales of their blocks) of a state that is not sharded; two of AdEMAMix's first."""
+    if f"state{n}" not in state:
+        return []
+    values, absmax = values_of(state, n), state.get(f"absmax{n}")
+    scales = torch.zeros_like(values)
+    if absmax is not None:
+        size = values.numel() if absmax.dim() == 1 else values[0].numel()
+        scales = absmax.repeat_interleave(256, -1)[..., :size].reshape(values.shape)
+    return list(zip(values, scales, strict=True)) if paired else [(values, scales)]
+
+
+def in_flat(entries, n, index, name):
+    """float32 values of what `bitshard.optim.flat` wrote."""
+    end = f"{n}_{index}" if n == 1 and name.startswith("AdEMAMix") else f"{n}"
+    value, scale = entries[f"state{end}"], entries.get(f"absmax{end}")
+    if scale is None:
+        return value
+    map = bnb.functional.create_dynamic_map(signed=n == 1)
+    return torch.where(scale < 0, value, map[value.clamp(0, 255).long()] * scale)
+
+
+def near(values, scales, expected, what):
+    error = (values - expected.view(values.shape)).abs()
+    assert (error <= scales * (0.5 * 0.9 / 64) * 1.00001).all(), (what, float(error.max()))
+
+
+def check_fsdp1_elsewhere(device, args):
+    """What another number of ranks wrote in `check_fsdp1`; three steps on, losses near those of one process."""
+    files = sorted(Path(args.dir).glob("fsdp1-*.pt"))
+    for file in files:
+        _, name, orig, size = file.stem.split("-")
+        saved, model = torch.load(file, weights_only=True), flattened(orig == "True")
+        set_kind(model, "whole")
+        steps(model, make(name, model.parameters()), range(1))
+        optimizer = make(name, model.parameters(), min_8bit_size=int(size))
+        taken = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, deepcopy(saved))
+        optimizer.load_state_dict(taken)
+        again = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        for key, entries in again["state"].items():
+            for n in (1, 2):
+                for index in range(2 if n == 1 and "AdEMAMix" in name else 1):
+                    if any(entry.startswith(f"state{n}") for entry in entries):
+                        found, old = (in_flat(e, n, index, name) for e in (entries, saved["state"][key]))
+                        end = f"{n}_{index}" if "AdEMAMix" in name and n == 1 else f"{n}"
+                        scales = entries.get(f"absmax{end}", torch.zeros(()))
+                        near(found, scales.clamp(min=0), old, (file.stem, key, n))
+        assert all(loss < 100 for loss in steps(model, optimizer, range(3)))
+    return len(files)
+
+
+def set_kind(model, kind):
+    """What FSDP1's `optim_state_dict` makes: a whole dict, or a sharded one."""
+    if kind == "whole":
+        options = (StateDictType.FULL_STATE_DICT, None, FullOptimStateDictConfig(offload_to_cpu=False))
+    else:
+        options = (StateDictType.SHARDED_STATE_DICT, None, ShardedOptimStateDictConfig(offload_to_cpu=False))
+    FullyShardedDataParallel.set_state_dict_type(model, *options)
 
 
 def flattened(orig):
     """Two layers in one flat parameter of 7,303 elements: padded on two ranks, whose parts begin within blocks."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(67, 106), nn.Linear(106, 1, bias=False))
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=orig)
+    return FullyShardedDataParallel(layers(), device_id=torch.device("cpu"), use_orig_params=orig)
+
+
+def layers():
+    return nn.Sequential(nn.Linear(67, 106), nn.Linear(106, 1, bias=False))
 
 
 def steps(model, optimizer, numbers):
@@ -298,10 +502,13 @@ CHECKS = (
     check_size_decides,
     check_checkpoints,
     check_resharding,
+    check_elsewhere,
+    check_other_bits,
     check_other_numbers_of_ranks,
     check_other_meshes,
     check_refused,
     check_fsdp1,
+    check_fsdp1_elsewhere,
 )
 
 

@@ -58,12 +58,19 @@ class Optimizer8bit(torch.optim.Optimizer):
         """1 where state1 is a pair of tensors, else 0."""
         return int(getattr(self, "optimizer_name", "") == "ademamix")
 
+    def _bits(self, group: dict[str, Any], gindex: int, pindex: int) -> int:
+        """What the settings of a parameter ask for."""
+        return self.get_config(gindex, pindex, group)["optim_bits"] if hasattr(self, "args") else 32
+
     def state_dict(self) -> dict[str, Any]:
         """As torch's; quantized state of each parameter stands in a dict of its own, and of a DTensor as DTensors."""
         saved = super().state_dict()
-        params = dict(enumerate(chain.from_iterable(group["params"] for group in self.param_groups)))
+        places = [(group, g, i) for g, group in enumerate(self.param_groups) for i in range(len(group["params"]))]
+        params = {key: (group["params"][i], self._bits(group, g, i)) for key, (group, g, i) in enumerate(places)}
         saved["state"] = {
-            key: entries.to_entries(value, params[key], self._lead()) if key in params and value else value
+            key: entries.to_entries(value, params[key][0], self._lead(), params[key][1])
+            if key in params and value
+            else value
             for key, value in saved["state"].items()
         }
         return saved

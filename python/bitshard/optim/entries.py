@@ -31,14 +31,22 @@ HIDDEN = {
     "absmax2",
 }
 HIDDEN.add("unorm_vec")
+BITS = "state_bits"  # beside the HIDDEN of a DTensor
 
 
-def to_entries(state: dict[str, Any], p: Tensor, lead: int) -> dict[str, Any]:
-    """Entries for the state of `p`; a DTensor's values and scales become DTensors. Shares memory with the state."""
+def to_entries(state: dict[str, Any], p: Tensor, lead: int, bits: int) -> dict[str, Any]:
+    """Entries for the state of `p`; a DTensor's values and scales become DTensors. Shares memory with the state.
+
+    A DTensor's also say whether the state is in 8 or 32 bits: torch.distributed copies codes into a float32 tensor
+    without a word.
+    `bits` are what the settings ask for; a small part of a parameter is in 32 all the same.
+    """
     if flat.is_flat(p) and "state1" in state:
-        return flat.to_entries(state, lead)
+        return flat.to_entries(state, lead, bits)
     entries = {key: value for key, value in state.items() if key not in HIDDEN}
     hidden = {key: _entry(key, value, p, lead) for key, value in state.items() if key in HIDDEN}
+    if is_dtensor(p) and isinstance(state.get("state1"), Tensor):
+        hidden[BITS] = 8 if state["state1"].dtype == torch.uint8 else 32
     return {**entries, WRAPPED: hidden} if hidden else entries
 
 
@@ -64,9 +72,10 @@ def from_entries(entries: dict[str, Any], p: Tensor, states: int, lead: int, mov
     entries = {key: value for key, value in entries.items() if key != WRAPPED} | wrapped
     if not entries:
         return {}
-    if flat.is_flat(p):
+    if flat.is_flat(p) or flat.is_saved(entries):
         entries = flat.from_entries(entries, states, lead)
     _check_names(entries, states)
+    _check_bits(entries.pop(BITS, None), entries)
     state = {key: _copy(value, p, move) for key, value in entries.items() if key not in HIDDEN}
     state["step"] = _step(entries["step"])
     for n in range(1, states + 1):
@@ -102,6 +111,18 @@ def _check_names(entries: dict[str, Any], states: int) -> None:
     }
     if len(kinds) != 1 or not kinds <= {torch.float32, torch.uint8}:
         raise TypeError(f"state1 and state2 must both be float32, or both uint8, got {[str(kind) for kind in kinds]}")
+
+
+def _check_bits(bits: Any, entries: dict[str, Any]) -> None:
+    """ValueError where codes of 8 bits have become float32."""
+    scales = [key for key in ("absmax1", "absmax2", "qmap1", "qmap2") if entries.get(key) is not None]
+    if entries["state1"].dtype == torch.float32 and (bits not in (None, 32) or scales):
+        raise ValueError(
+            "the state was saved in 8 bits, and this optimizer keeps it in 32: give it the optim_bits and "
+            "min_8bit_size of the one that saved it"
+        )
+    if entries["state1"].dtype == torch.uint8 and bits not in (None, 8):
+        raise ValueError(f"the state is in 8 bits, and {BITS} beside it is {bits!r}")
 
 
 def _values(entries: dict[str, Any], n: int, p: Tensor, lead: int, move: bool) -> dict[str, Any]:

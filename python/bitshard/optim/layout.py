@@ -2,20 +2,24 @@
 
 What a state dict has for a parameter of global shape S, n elements, blocks of 256 along the flattened shard:
 
-    state1, state2   S, or (2, *S) for AdEMAMix        placed as the parameter is
-    absmax           one process, as in bitsandbytes   [blocks]
-                     rows of whole blocks              [rows, blocks of a row]          placed as the parameter is
-                     equal shards of whole blocks      [blocks of all shards]           Shard(0)
-                     other shards of rows              [shards, blocks of the largest]  a row a rank, padded with zeros
-    shards that are not rows          [shards, blocks of the largest, 1]
+    state1, state2   S, or (2, *S) for AdEMAMix             placed as the parameter is
+    absmax           one process, as in bitsandbytes        [blocks]
+                     shards of rows, rows of whole blocks   [rows, blocks of a row]      placed as the parameter is
+                     shards of other rows                   [rows, 1 + blocks that a row can touch], the same;
+                                                            first how far into its block a row begins (`by_rows`)
+                     shards that are not rows               [shards, blocks of the largest, 1], a row a rank
 
-In the first three the scales are those of the whole parameter in order, so they fit every number of ranks; the others
-fit the ranks that wrote them. AdEMAMix's absmax1 has a leading 2 in each.
+AdEMAMix's absmax1 has a leading 2 in each. But for the last the form does not depend on the number of ranks, so that
+torch.distributed.checkpoint hands each of another number what belongs to its rows. The state arrives exactly where its
+blocks begin at the same elements: float32 always; 8 bits on the same number of ranks, with rows of whole blocks (a
+multiple of 256 elements), and wherever the new shards and the old ones begin at multiples of 256. Else 8-bit values
+are quantized again in blocks of the new shard: each is off by at most half a step of its map, 0.9 / 128 of the largest
+value in its block. No rank asks another one.
 """
 
 from __future__ import annotations
 
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -65,22 +69,72 @@ def scale_shape(p: Tensor) -> tuple[int, ...]:
     """Shape of a scale tensor in a state dict, without AdEMAMix's leading 2; see the module's table."""
     if not is_dtensor(p) or not shard_dims(p):
         return (ops.block_count(p.numel(), BLOCKSIZE),)
-    rows, row = rows_per_shard(p), prod(p.shape[1:])
-    shards = prod(p.device_mesh.size(dim) for dim in shard_dims(p))
-    largest = ops.block_count(largest_shard(p), BLOCKSIZE)
-    if rows is None:
-        return (shards, largest, 1)
-    if row > 0 and row % BLOCKSIZE == 0:
-        return (p.shape[0], row // BLOCKSIZE)
-    if rows * shards == p.shape[0] and rows * row % BLOCKSIZE == 0:
-        return (p.numel() // BLOCKSIZE,)
-    return (shards, largest)
+    if rows_per_shard(p) is None:
+        shards = prod(p.device_mesh.size(dim) for dim in shard_dims(p))
+        return (shards, ops.block_count(largest_shard(p), BLOCKSIZE), 1)
+    row = prod(p.shape[1:])
+    return (p.shape[0], row // BLOCKSIZE if row % BLOCKSIZE == 0 else 1 + touched(row))
 
 
-def blocks_are_global(p: Tensor) -> bool:
-    """Whether the blocks of all shards are those of the whole parameter: each shard begins with a block."""
-    shape = scale_shape(p)
-    return len(shape) == 1 or (len(shape) == 2 and prod(p.shape[1:]) % BLOCKSIZE == 0 and shape[0] == p.shape[0])
+def touched(row: int) -> int:
+    """How many blocks a row of this many elements can touch, in a shard that begins with a row."""
+    return (BLOCKSIZE - gcd(row, BLOCKSIZE) + row - 1) // BLOCKSIZE + 1
+
+
+def by_rows(absmax: Tensor, rows: int, row: int) -> Tensor:
+    """Scales [..., blocks] of a shard of `rows` rows as [..., rows, 1 + touched(row)].
+
+    A row has the place of its first element in its block, 0 to 255, and the scales of the blocks that it touches,
+    zeros behind them.
+    """
+    first = torch.arange(rows, device=absmax.device) * row
+    index = first.div(BLOCKSIZE, rounding_mode="floor")[:, None] + torch.arange(touched(row), device=absmax.device)
+    used = index <= (first + row - 1).div(BLOCKSIZE, rounding_mode="floor")[:, None]
+    scales = (
+        absmax[..., index.where(used, torch.zeros_like(index))] * used
+        if rows
+        else absmax.new_zeros((*absmax.shape[:-1], *index.shape))
+    )
+    phase = (first % BLOCKSIZE).to(absmax.dtype)[:, None].expand(*absmax.shape[:-1], rows, 1)
+    return torch.cat([phase, scales], -1)
+
+
+def of_rows(codes: Tensor, table: Tensor, qmap: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of a shard from its codes, rows first, and what `by_rows` made of the scales of these rows.
+
+    The codes themselves where rows begin at the same places in blocks as they do here, else quantized again.
+    ValueError where a place is none.
+    """
+    rows, blocks = table.shape[0], ops.block_count(codes.numel(), BLOCKSIZE)
+    if blocks == 0:
+        return codes, table.new_zeros((0,))
+    row = codes.numel() // rows
+    place, scales = table[:, 0], table[:, 1:]
+    if not ((place >= 0) & (place <= scales.shape[1] * BLOCKSIZE - row) & (place == place.floor())).all():
+        raise ValueError(f"{name}: the places of rows in blocks are no whole numbers from 0 to {BLOCKSIZE - 1}")
+    first = torch.arange(rows, device=table.device) * row
+    if not torch.equal(place.long(), first % BLOCKSIZE):
+        return _quantize(_of_places(codes.reshape(rows, row), place.long(), scales, qmap), qmap, codes.shape)
+    index = first.div(BLOCKSIZE, rounding_mode="floor")[:, None] + torch.arange(scales.shape[1], device=table.device)
+    used = index <= (first + row - 1).div(BLOCKSIZE, rounding_mode="floor")[:, None]
+    return codes, table.new_zeros((blocks,)).index_put((index[used],), scales[used])
+
+
+def _of_places(codes: Tensor, place: Tensor, scales: Tensor, qmap: Tensor) -> Tensor:
+    """float32 values of codes [rows, row]; some rows at a time, for the place of each element takes eight bytes."""
+    values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    step = torch.arange(codes.shape[1], device=codes.device)
+    some = max(1, 2**22 // codes.shape[1])
+    for begin in range(0, codes.shape[0], some):
+        part = slice(begin, begin + some)
+        block = (place[part, None] + step).div(BLOCKSIZE, rounding_mode="floor")
+        values[part] = qmap[codes[part].int()] * scales[part].gather(1, block)
+    return values
+
+
+def _quantize(values: Tensor, qmap: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    codes, scales = ops.quantize_blockwise(values.contiguous(), qmap, ops.empty(qmap.device), BLOCKSIZE)
+    return codes.view(shape), scales
 
 
 def placed(value: Tensor, p: Tensor, shape: tuple[int, ...], lead: int, along_rows: bool) -> Tensor:
@@ -121,13 +175,14 @@ def scales_to_entry(absmax: Tensor, p: Tensor) -> Tensor:
     """absmax1 or absmax2 of this rank, [blocks] or [2, blocks], as an entry of a state dict."""
     if not is_dtensor(p):
         return absmax
-    lead, shape = absmax.dim() - 1, scale_shape(p)
-    front = tuple(absmax.shape[:lead])
-    if not blocks_are_global(p):
+    front, shape, part = tuple(absmax.shape[:-1]), scale_shape(p), local(p)
+    if len(shape) == 3:
         absmax = torch.nn.functional.pad(absmax, (0, shape[1] - absmax.shape[-1])).view(*front, 1, *shape[1:])
+    elif len(shape) == 2 and prod(p.shape[1:]) % BLOCKSIZE == 0:
+        absmax = absmax.view(*front, part.shape[0], shape[1])
     elif len(shape) == 2:
-        absmax = absmax.view(*front, -1, shape[1])
-    return placed(absmax, p, (*front, *shape), lead, along_rows=True)
+        absmax = by_rows(absmax, part.shape[0], prod(p.shape[1:]))
+    return placed(absmax, p, (*front, *shape), len(front), along_rows=True)
 
 
 def own_part(value: Tensor, p: Tensor, lead: int, name: str) -> Tensor:
@@ -172,67 +227,81 @@ def own_codes(codes: Tensor, absmax: Tensor, qmap: Tensor, p: Tensor, lead: int,
     Entries are DTensors of this mesh, or whole tensors that any number of ranks wrote. ValueError where the scales
     are not those of blocks of 256.
     """
-    part = own_part(codes, p, lead, name)
-    blocks = ops.block_count(part[0].numel() if lead else part.numel(), BLOCKSIZE)
-    if is_dtensor(absmax):
-        return part, _own_scales(absmax, p, lead, blocks, name)
-    front = (2,) * lead
-    if tuple(absmax.shape[:lead]) != front or absmax.dim() - lead not in (1, 2):
+    part, split = own_part(codes, p, lead, name), is_dtensor(absmax)
+    if split:
+        absmax = _own_scales(absmax, p, lead, name)
+    elif absmax.dim() not in (lead + 1, lead + 2) or tuple(absmax.shape[:lead]) != (2,) * lead:
         raise ValueError(f"{name}: scales of shape {tuple(absmax.shape)} are none of blocks of {BLOCKSIZE}")
     if not lead:
-        return _own_codes(codes, absmax, qmap, p, part, blocks, name)
-    pairs = [_own_codes(codes[i], absmax[i], qmap, p, part[i], blocks, name) for i in range(2)]
+        return _of_shard(part, absmax, qmap, p, name) if split else _of_whole(codes, absmax, qmap, p, part, name)
+    pairs = [
+        _of_shard(part[i], absmax[i], qmap, p, name)
+        if split
+        else _of_whole(codes[i], absmax[i], qmap, p, part[i], name)
+        for i in range(2)
+    ]
     return torch.stack([pair[0] for pair in pairs]), torch.stack([pair[1] for pair in pairs])
 
 
-def _own_scales(absmax: Tensor, p: Tensor, lead: int, blocks: int, name: str) -> Tensor:
-    """Scales from a DTensor that `scales_to_entry` made for the same parameter."""
+def _own_scales(absmax: Tensor, p: Tensor, lead: int, name: str) -> Tensor:
+    """The local part of a DTensor that `scales_to_entry` made for a parameter of this shape."""
     shape = (*(2,) * lead, *scale_shape(p))
     if tuple(absmax.shape) != shape:
         raise ValueError(f"{name}: scales of shape {tuple(absmax.shape)}, the parameter's have {shape}")
-    zeros = absmax._local_tensor.new_zeros((*shape[:lead], blocks))
+    zeros = absmax._local_tensor.new_zeros((*shape[:lead], ops.block_count(local(p).numel(), BLOCKSIZE)))
     like = scales_to_entry(zeros, p) if is_dtensor(p) else p
     found = _of_same_mesh(absmax, like, name)
-    return found.reshape(*shape[:lead], -1)[..., :blocks].contiguous()
-
-
-def _own_codes(codes, absmax, qmap, p, part, blocks: int, name: str) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of this rank from whole tensors."""
-    n = codes.numel()
-    row = n // codes.shape[0] if codes.dim() and codes.shape[0] else 0
-    total = ops.block_count(n, BLOCKSIZE)
-    whole_rows = row > 0 and row % BLOCKSIZE == 0 and tuple(absmax.shape) == (codes.shape[0], row // BLOCKSIZE)
-    if absmax.dim() == 1 or whole_rows:
-        if absmax.numel() != total:
-            raise ValueError(f"{name}: {absmax.numel()} scales, {total} blocks of {BLOCKSIZE}")
-        sizes, scales = [n], [absmax.reshape(-1)]
-    else:
-        sizes, scales = _parts(codes, absmax, row, name)
-    start = _start(p)
-    if start is not None and len(sizes) == 1 and start % BLOCKSIZE == 0:
-        return part, scales[0][start // BLOCKSIZE :][:blocks].clone()
-    if not is_split(p) and all(size % BLOCKSIZE == 0 for size in sizes[:-1]):
-        return part, torch.cat(scales)
-    if start is not None and (index := _same_part(sizes, start, part.numel())) is not None:
-        return part, scales[index].clone()
-    values = _dequantize(codes, sizes, scales, qmap)[own_slices(p)]
-    return ops.quantize_blockwise(values.contiguous(), qmap, ops.empty(qmap.device), BLOCKSIZE)
-
-
-def _parts(codes: Tensor, absmax: Tensor, row: int, name: str) -> tuple[list[int], list[Tensor]]:
-    """(elements, scales) of each shard that wrote a padded row of scales."""
-    shards = absmax.shape[0]
-    rows = -(-codes.shape[0] // max(shards, 1)) if codes.dim() else 0
-    left, sizes = codes.numel(), []
-    for _ in range(shards):
-        sizes.append(min(left, rows * row))
-        left -= sizes[-1]
-    if left or absmax.shape[1] != ops.block_count(rows * row, BLOCKSIZE):
+    if found.shape != like._local_tensor.shape:
         raise ValueError(
-            f"{name}: scales of shape {tuple(absmax.shape)} are none of blocks of {BLOCKSIZE} of a parameter of shape "
-            f"{tuple(codes.shape)}"
+            f"{name}: this rank's scales have shape {tuple(found.shape)}, expected {tuple(like._local_tensor.shape)}"
         )
-    return sizes, [absmax[i, : ops.block_count(size, BLOCKSIZE)] for i, size in enumerate(sizes)]
+    return found
+
+
+def _of_shard(part: Tensor, absmax: Tensor, qmap: Tensor, p: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of this rank from its parts of both."""
+    if absmax.dim() == 2 and prod(p.shape[1:]) % BLOCKSIZE:
+        return of_rows(part, absmax, qmap, name)
+    return part, absmax.reshape(-1)[: ops.block_count(part.numel(), BLOCKSIZE)]
+
+
+def _of_whole(codes: Tensor, absmax: Tensor, qmap: Tensor, p: Tensor, part: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of this rank from whole tensors."""
+    n, rows = codes.numel(), codes.shape[0] if codes.dim() else 1
+    row = n // max(rows, 1)
+    start, slices = _start(p), own_slices(p)
+    if absmax.dim() == 2 and row % BLOCKSIZE:
+        if tuple(absmax.shape) != (rows, 1 + touched(row)):
+            raise ValueError(_not_of(absmax, codes, name))
+        if start is not None:
+            return of_rows(part, absmax[slices[0]], qmap, name)
+        codes, absmax = of_rows(_whole(codes, name), absmax, qmap, name)
+    elif absmax.dim() == 2 and tuple(absmax.shape) != (rows, row // BLOCKSIZE):
+        raise ValueError(_not_of(absmax, codes, name))
+    absmax, blocks = absmax.reshape(-1), ops.block_count(n, BLOCKSIZE)
+    if absmax.numel() != blocks:
+        raise ValueError(f"{name}: {absmax.numel()} scales, {blocks} blocks of {BLOCKSIZE}")
+    if start is None:
+        return _quantize(_dequantize(_whole(codes, name), absmax, qmap).view(codes.shape)[slices], qmap, part.shape)
+    first, shift = divmod(start, BLOCKSIZE)
+    absmax = absmax[first : ops.block_count(start + part.numel(), BLOCKSIZE)]
+    if shift == 0 or part.numel() == 0:
+        return part, absmax[: ops.block_count(part.numel(), BLOCKSIZE)]
+    codes = _whole(codes, name).reshape(-1)[start - shift : start + part.numel()]
+    return _quantize(_dequantize(codes, absmax, qmap)[shift:], qmap, part.shape)
+
+
+def _whole(codes: Tensor, name: str) -> Tensor:
+    if is_dtensor(codes):
+        raise ValueError(f"{name} is a DTensor and its scales are none: codes of other ranks are needed")
+    return codes
+
+
+def _not_of(absmax: Tensor, codes: Tensor, name: str) -> str:
+    return (
+        f"{name}: scales of shape {tuple(absmax.shape)} are none of blocks of {BLOCKSIZE} of a parameter of shape "
+        f"{tuple(codes.shape)}"
+    )
 
 
 def _start(p: Tensor) -> int | None:
@@ -242,24 +311,10 @@ def _start(p: Tensor) -> int | None:
     return own_slices(p)[0].start * prod(p.shape[1:]) if rows_per_shard(p) is not None else None
 
 
-def _same_part(sizes: list[int], start: int, size: int) -> int | None:
-    """Which of the shards that wrote the entries is this rank's."""
-    begin = 0
-    for index, other in enumerate(sizes):
-        if (begin, other) == (start, size):
-            return index
-        begin += other
-    return None
-
-
-def _dequantize(codes: Tensor, sizes: list[int], scales: list[Tensor], qmap: Tensor) -> Tensor:
-    """float32 values of whole codes whose shards had blocks of their own."""
-    none, parts = ops.empty(qmap.device), codes.reshape(-1).split(sizes)
-    values = [
-        ops.dequantize_blockwise(part.contiguous(), scale.contiguous(), qmap, none, BLOCKSIZE, torch.float32)
-        for part, scale in zip(parts, scales, strict=True)
-    ]
-    return torch.cat(values).view(codes.shape)
+def _dequantize(codes: Tensor, scales: Tensor, qmap: Tensor) -> Tensor:
+    """float32 values of codes, flat."""
+    codes, none = codes.reshape(-1).contiguous(), ops.empty(qmap.device)
+    return ops.dequantize_blockwise(codes, scales.contiguous(), qmap, none, BLOCKSIZE, torch.float32)
 
 
 def global_norm(square: Tensor, p: Tensor) -> Tensor:
