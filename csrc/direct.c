@@ -156,8 +156,9 @@ static bool contiguous(const dl_tensor *const t) {
   return true;
 }
 
-/* A lazily negated tensor, whose memory holds other numbers. */
-static bool negated(PyObject *const tensor) { return truth(PyObject_CallMethodObjArgs(tensor, python.is_neg, NULL)); }
+bool bsh_direct_is_negated(PyObject *const tensor) {
+  return truth(PyObject_CallMethodObjArgs(tensor, python.is_neg, NULL));
+}
 
 /* torch's number of a storage or compute dtype. */
 static bool torch_dtype(const dl_tensor *const t, int32_t *const dtype) {
@@ -206,7 +207,6 @@ bsh_status bsh_direct_describe(PyObject *const object, bsh_tensor *const tensor)
   if (t.lanes != 1 || t.byte_offset != 0 || t.ndim > BSH_MAX_DIM || !contiguous(&t) || !plausible(t.data) ||
       !torch_dtype(&t, &tensor->dtype) || !torch_device(&t, &tensor->device_type))
     return BSH_NO_KERNEL;
-  if (t.type_code >= DL_FLOAT && negated(object)) return BSH_NO_KERNEL;
   for (int32_t i = 0; i < t.ndim; i++) tensor->numel *= t.shape[i];
   tensor->data = t.data;
   tensor->dim = t.ndim;
@@ -216,9 +216,16 @@ bsh_status bsh_direct_describe(PyObject *const object, bsh_tensor *const tensor)
   return tensor->numel > 0 ? BSH_OK : BSH_NO_KERNEL;
 }
 
+/* A tensor of floating-point numbers may be lazily negated. */
+static bsh_status describe_values(PyObject *const object, bsh_tensor *const tensor) {
+  BSH_TRY(bsh_direct_describe(object, tensor));
+  const bool codes = tensor->dtype == bsh_torch.dtype_uint8 || tensor->dtype == bsh_torch.dtype_int8;
+  return !codes && bsh_direct_is_negated(object) ? BSH_NO_KERNEL : BSH_OK;
+}
+
 static bsh_status read_tensor(bsh_call *const call, const int index, bsh_tensor *const tensor) {
   PyObject *const object = ((direct_call *)call)->objects[index];
-  if (object != Py_None) return bsh_direct_describe(object, tensor);
+  if (object != Py_None) return describe_values(object, tensor);
   *tensor = (bsh_tensor){0};
   return BSH_OK;
 }

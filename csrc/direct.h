@@ -42,4 +42,7 @@ bool bsh_direct_is_plain(PyObject *object);
 /* A contiguous tensor with elements, without a handle; BSH_NO_KERNEL where the op must decide. */
 bsh_status bsh_direct_describe(PyObject *object, bsh_tensor *tensor);
 
+/* Whether a tensor is lazily negated: its memory holds other numbers. */
+bool bsh_direct_is_negated(PyObject *tensor);
+
 #endif

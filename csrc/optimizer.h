@@ -39,11 +39,12 @@ STEP_FUNCTION value first_moment(const value s, const value g, const float beta,
   return v_fma(s, v_set(beta), v_mul(v_set(rest), g));
 }
 
-/* s * beta + g^2 * rest. */
-STEP_FUNCTION value second_moment(const bsh_optimizer algorithm, const value s, const value g, const float beta,
-                                  const float rest, const bool blockwise) {
+/* s * beta + g^2 * rest. bitsandbytes' blockwise kernels fuse another sum where p and g have 16 bits. */
+STEP_FUNCTION value second_moment(const bsh_step_numbers *const k, const bsh_optimizer algorithm, const value s,
+                                  const value g, const float beta, const float rest, const bool blockwise) {
   if (blockwise && algorithm == BSH_RMSPROP) return v_fma(v_set(rest), v_mul(g, g), v_mul(s, v_set(beta)));
-  if (blockwise) return v_fma(g, v_mul(v_set(rest), g), v_mul(s, v_set(beta)));
+  if (blockwise && k->round == BSH_F32) return v_fma(g, v_mul(v_set(rest), g), v_mul(s, v_set(beta)));
+  if (blockwise) return v_fma(s, v_set(beta), v_mul(g, v_mul(v_set(rest), g)));
   if (algorithm == BSH_ADAM) return v_fma(s, v_set(beta), v_mul(v_set(rest), v_mul(g, g)));
   return v_fma(s, v_set(beta), v_mul(v_mul(v_set(rest), g), g));
 }
@@ -87,7 +88,9 @@ STEP_FUNCTION void lion_update(const bsh_step_numbers *const k, const value g, s
                                const bool blockwise) {
   const value direction = v_sign(first_moment(e->s1, g, k->beta1, k->rest1, blockwise));
   const value p = v_round(k->round, decayed(k, e->p));
-  e->p = moved(p, blockwise ? k->stored_lr : k->lr, direction);
+  if (!blockwise && k->round == BSH_F32 && k->weight_decay > 0.0f)
+    e->p = v_fma(e->p, v_set(k->decay), v_mul(v_set(-k->lr), direction)); /* there decay and update are one sum */
+  else e->p = moved(p, blockwise ? k->stored_lr : k->lr, direction);
   e->s1 = v_flush(first_moment(e->s1, g, k->beta2, k->rest2, blockwise));
 }
 
@@ -99,6 +102,7 @@ STEP_FUNCTION value step_gradient(const bsh_step_numbers *const k, const bsh_opt
   value g = v_mul(e->g, v_set(k->gnorm_scale));
   if (!blockwise) g = v_round(k->round, g);
   if (!decay || !has_coupled_decay(algorithm) || !(k->weight_decay > 0.0f)) return g;
+  if (!blockwise && k->round == BSH_F32) return v_fma(e->g, v_set(k->gnorm_scale), v_mul(e->p, v_set(k->weight_decay)));
   g = v_fma(e->p, v_set(k->weight_decay), g);
   return blockwise ? g : v_round(k->round, g);
 }
@@ -106,11 +110,11 @@ STEP_FUNCTION value step_gradient(const bsh_step_numbers *const k, const bsh_opt
 STEP_FUNCTION void update_states(const bsh_step_numbers *const k, const bsh_optimizer algorithm, const value g,
                                  step_element *const e, const bool blockwise) {
   if (algorithm == BSH_MOMENTUM) e->s1 = v_flush(momentum(k, e->s1, g));
-  if (algorithm == BSH_RMSPROP) e->s1 = v_flush(second_moment(algorithm, e->s1, g, k->beta1, k->rest1, blockwise));
+  if (algorithm == BSH_RMSPROP) e->s1 = v_flush(second_moment(k, algorithm, e->s1, g, k->beta1, k->rest1, blockwise));
   if (algorithm == BSH_ADAGRAD) e->s1 = v_flush(v_fma(g, g, e->s1));
   if (!has_two_moments(algorithm)) return;
   e->s1 = v_flush(first_moment(e->s1, g, k->beta1, k->rest1, blockwise));
-  e->s2 = v_flush(second_moment(algorithm, e->s2, g, k->beta2, k->rest2, blockwise));
+  e->s2 = v_flush(second_moment(k, algorithm, e->s2, g, k->beta2, k->rest2, blockwise));
   if (algorithm == BSH_ADEMAMIX) e->s3 = v_flush(first_moment(e->s3, g, k->beta3, k->rest3, blockwise));
 }
 
@@ -123,10 +127,9 @@ STEP_FUNCTION void update_parameter(const bsh_step_numbers *const k, const bsh_o
   if (algorithm == BSH_ADAGRAD) e->p = moved(e->p, k->lr, root_ratio(k, g, e->s1));
 }
 
-/* One step of e. Blockwise states live in blocks that one infinity would wipe out: there an element whose gradient is
- * infinite or NaN keeps its parameter and loses its states. 32-bit states take what comes. */
-STEP_FUNCTION void step(const bsh_step_numbers *const k, const bsh_optimizer algorithm, step_element *const e,
-                        const bool blockwise) {
+/* One step of e, whose gradient is finite or whose states are not blockwise. */
+STEP_FUNCTION void step_of_finite(const bsh_step_numbers *const k, const bsh_optimizer algorithm, step_element *const e,
+                                  const bool blockwise) {
   const step_element old = *e;
   const value g = step_gradient(k, algorithm, e, true, blockwise);
   if (algorithm == BSH_LION) {
@@ -135,12 +138,19 @@ STEP_FUNCTION void step(const bsh_step_numbers *const k, const bsh_optimizer alg
     update_states(k, algorithm, g, e, blockwise);
     update_parameter(k, algorithm, g, e, blockwise);
   }
-  if (k->skip_zeros) {
-    e->p = v_if_zero(old.g, old.p, e->p);
-    e->s1 = v_if_zero(old.g, old.s1, e->s1);
-    e->s2 = v_if_zero(old.g, old.s2, e->s2);
-    e->s3 = v_if_zero(old.g, old.s3, e->s3);
-  }
+  if (!k->skip_zeros) return;
+  e->p = v_if_zero(old.g, old.p, e->p);
+  e->s1 = v_if_zero(old.g, old.s1, e->s1);
+  e->s2 = v_if_zero(old.g, old.s2, e->s2);
+  e->s3 = v_if_zero(old.g, old.s3, e->s3);
+}
+
+/* One step of e. Blockwise states live in blocks that one infinity would wipe out: there an element whose gradient is
+ * infinite or NaN keeps its parameter and loses its states. 32-bit states take what comes. */
+STEP_FUNCTION void step(const bsh_step_numbers *const k, const bsh_optimizer algorithm, step_element *const e,
+                        const bool blockwise) {
+  const step_element old = *e;
+  step_of_finite(k, algorithm, e, blockwise);
   if (!blockwise) return;
   e->p = v_if_finite(old.g, e->p, old.p);
   e->s1 = v_if_finite(old.g, e->s1, v_set(0.0f));
@@ -156,10 +166,10 @@ STEP_FUNCTION value update_square(const bsh_step_numbers *const k, const bsh_opt
   value update = v_set(0.0f);
   if (algorithm == BSH_MOMENTUM) update = momentum(k, e->s1, g);
   if (algorithm == BSH_RMSPROP)
-    update = root_ratio(k, g, second_moment(algorithm, e->s1, g, k->beta1, k->rest1, false));
+    update = root_ratio(k, g, second_moment(k, algorithm, e->s1, g, k->beta1, k->rest1, false));
   if (algorithm == BSH_ADAM) {
     const value s1 = v_mul(first_moment(e->s1, g, k->beta1, k->rest1, false), v_set(k->inverse1));
-    const value s2 = v_mul(second_moment(algorithm, e->s2, g, k->beta2, k->rest2, false), v_set(k->inverse2));
+    const value s2 = v_mul(second_moment(k, algorithm, e->s2, g, k->beta2, k->rest2, false), v_set(k->inverse2));
     update = root_ratio(k, s1, s2);
   }
   return v_mul(update, update);

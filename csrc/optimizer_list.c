@@ -40,28 +40,50 @@ static bool read_settings(PyObject *const tuple, bsh_step_settings *const s) {
   return false;
 }
 
-/* A plain contiguous tensor; with `like` on its device. */
-static bool read_tensor(PyObject *const object, const bsh_tensor *const like, bsh_tensor *const tensor) {
-  if (!bsh_direct_is_plain(object) || bsh_direct_describe(object, tensor) != BSH_OK) return false;
-  return like == NULL || (tensor->device_type == like->device_type && tensor->device_index == like->device_index);
+static bool same_device(const bsh_tensor *const a, const bsh_tensor *const b) {
+  return a->device_type == b->device_type && a->device_index == b->device_index;
 }
 
-/* NULL in `data` where the tuple has None, which must be so without `expected`. */
+/* NULL in `data` where the tuple has None, which must be so without `expected`. States are nobody's views: they are not
+ * asked whether they are lazily negated. */
 static bool read_vector(PyObject *const tuple, const Py_ssize_t index, const bool expected, const int32_t dtype,
                         const int64_t numel, const bsh_tensor *const like, void **const data) {
   PyObject *const object = PyTuple_GetItem(tuple, index);
   bsh_tensor tensor;
   *data = NULL;
   if (!expected) return object == Py_None;
-  if (!read_tensor(object, like, &tensor) || tensor.dtype != dtype || tensor.numel != numel) return false;
+  if (!bsh_direct_is_plain(object) || bsh_direct_describe(object, &tensor) != BSH_OK) return false;
   *data = tensor.data;
+  return tensor.dtype == dtype && tensor.numel == numel && same_device(&tensor, like);
+}
+
+/* A map, which parameters share: known from the one before. */
+typedef struct {
+  PyObject *object; /* borrowed from a tuple of the same call */
+  const float *data;
+  bsh_tensor like;
+} known_map;
+
+static bool read_map(PyObject *const tuple, const Py_ssize_t index, const bool expected, const bsh_tensor *const like,
+                     known_map *const known, const float **const data) {
+  PyObject *const object = PyTuple_GetItem(tuple, index);
+  if (expected && object == known->object && same_device(like, &known->like)) {
+    *data = known->data;
+    return true;
+  }
+  if (!read_vector(tuple, index, expected, bsh_torch.dtype_float32, 256, like, (void **)(uintptr_t)data)) return false;
+  *known = (known_map){.object = object, .data = *data, .like = *like};
   return true;
+}
+
+static bool read_gradient(PyObject *const object, bsh_tensor *const tensor) {
+  return bsh_direct_is_plain(object) && bsh_direct_describe(object, tensor) == BSH_OK && !bsh_direct_is_negated(object);
 }
 
 static bool read_pair(PyObject *const tuple, bsh_tensor *const g, bsh_step_item *const item) {
   bsh_tensor p;
-  if (!read_tensor(PyTuple_GetItem(tuple, G), NULL, g)) return false;
-  if (!read_tensor(PyTuple_GetItem(tuple, P), g, &p) || p.numel != g->numel) return false;
+  if (!read_gradient(PyTuple_GetItem(tuple, G), g) || !read_gradient(PyTuple_GetItem(tuple, P), &p)) return false;
+  if (p.numel != g->numel || !same_device(&p, g)) return false;
   if (bsh_compute_dtype(op, "g", g->dtype, &item->g_dtype) != BSH_OK) return false;
   if (bsh_compute_dtype(op, "p", p.dtype, &item->p_dtype) != BSH_OK) return false;
   item->tensor.g = g->data;
@@ -71,22 +93,21 @@ static bool read_pair(PyObject *const tuple, bsh_tensor *const g, bsh_step_item 
   return true;
 }
 
-/* False: this parameter is nothing for this function. */
-static bool read_item(PyObject *const tuple, const bsh_step_settings *const settings, bsh_step_item *const item) {
-  const int32_t f32 = bsh_torch.dtype_float32, u8 = bsh_torch.dtype_uint8;
-  bsh_tensor g, state1;
+/* False: this parameter is nothing for this function. States with a scale are codes. */
+static bool read_item(PyObject *const tuple, const bsh_step_settings *const settings, known_map known[2],
+                      bsh_step_item *const item) {
+  bsh_tensor g;
   *item = (bsh_step_item){.settings = settings};
   if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != N_TENSORS || !read_pair(tuple, &g, item)) return false;
-  if (!read_tensor(PyTuple_GetItem(tuple, STATE1), &g, &state1)) return false;
   const bsh_optimizer algorithm = (bsh_optimizer)settings->algorithm;
-  const bool codes = state1.dtype == u8, second = bsh_has_second_state(algorithm);
+  const bool codes = PyTuple_GetItem(tuple, ABSMAX1) != Py_None, second = bsh_has_second_state(algorithm);
   const int64_t n = g.numel, moments = bsh_first_moments(algorithm), n_blocks = bsh_block_count(n, BSH_STEP_BLOCK);
-  const int32_t dtype = codes ? u8 : f32;
+  const int32_t f32 = bsh_torch.dtype_float32, dtype = codes ? bsh_torch.dtype_uint8 : f32;
   bsh_step_tensor *const t = &item->tensor;
   return read_vector(tuple, STATE1, true, dtype, moments * n, &g, &t->state1) &&
          read_vector(tuple, STATE2, second, dtype, n, &g, &t->state2) &&
-         read_vector(tuple, MAP1, codes, f32, 256, &g, (void **)(uintptr_t)&item->map1) &&
-         read_vector(tuple, MAP2, codes && second, f32, 256, &g, (void **)(uintptr_t)&item->map2) &&
+         read_map(tuple, MAP1, codes, &g, known, &item->map1) &&
+         read_map(tuple, MAP2, codes && second, &g, known + 1, &item->map2) &&
          read_vector(tuple, ABSMAX1, codes, f32, moments * n_blocks, &g, (void **)&t->absmax1) &&
          read_vector(tuple, ABSMAX2, codes && second, f32, n_blocks, &g, (void **)&t->absmax2);
 }
@@ -125,11 +146,13 @@ static bool allocate(PyObject *const batches, request *const r) {
 /* False: an exception, or without one a parameter that is nothing for this function. */
 static bool read_batches(PyObject *const batches, request *const r) {
   Py_ssize_t n = 0;
+  known_map known[2] = {{0}};
   for (Py_ssize_t i = 0; i < r->n_batches; i++) {
     PyObject *const parameters = parameters_of(batches, i);
     if (!read_settings(PyTuple_GetItem(PyList_GetItem(batches, i), 0), r->settings + i)) return false;
-    for (Py_ssize_t j = 0; j < PyList_Size(parameters); j++)
-      if (n == r->n_items || !read_item(PyList_GetItem(parameters, j), r->settings + i, r->items + n++)) return false;
+    for (Py_ssize_t j = 0; j < PyList_Size(parameters); j++, n++)
+      if (n == r->n_items || !read_item(PyList_GetItem(parameters, j), r->settings + i, known, r->items + n))
+        return false;
   }
   r->n_items = n;
   return true;

@@ -52,9 +52,10 @@ STEP_FUNCTION value v_flush(value a) { return a; }
 STEP_FUNCTION value v_if_zero(value g, value a, value b) { return g == 0.0f ? a : b; }
 STEP_FUNCTION value v_if_finite(value g, value a, value b) { return fabsf(g) <= FLT_MAX ? a : b; }
 
+// By way of a pair: that conversion is four times as fast.
 STEP_FUNCTION value v_round(bsh_dtype dtype, value a) {
-  if (dtype == BSH_F16) return __half2float(__float2half_rn(a));
-  if (dtype == BSH_BF16) return __bfloat162float(__float2bfloat16_rn(a));
+  if (dtype == BSH_F16) return __low2float(__floats2half2_rn(a, 0.0f));
+  if (dtype == BSH_BF16) return __uint_as_float(pack_pair<__nv_bfloat16>(a, 0.0f) << 16);
   return a;
 }
 
@@ -67,30 +68,45 @@ __device__ __forceinline__ bool is_negative(float a) { return __float_as_uint(a)
 // bitsandbytes' search, for any map: seven halvings against entries of odd index leave one of even index, the midpoints
 // decide, and a tie goes to the even index; a NaN is 0. With keep_sign a code whose entry has not the sign of the state
 // is moved by one, beyond either end too, where it wraps.
-__device__ __noinline__ uint32_t encode_any(const float *map, bool keep_sign, float v, float state) {
+template <typename T>
+__device__ __noinline__ uint32_t encode_any(const T &tables, bool keep_sign, float v, float state) {
+  const auto map = [&](int i) { return tables.map((uint32_t)i & 255); };
   int odd = 127;
-  for (int step = 64; step > 1; step /= 2) odd += v > map[odd] ? step : -step;
-  const int even = odd + (v > map[odd] ? 1 : -1);
+  for (int step = 64; step > 1; step /= 2) odd += v > map(odd) ? step : -step;
+  const int even = odd + (v > map(odd) ? 1 : -1);
   int code = even;
-  if (v > map[even]) code += v > v_mul(v_add(map[even], map[even + 1]), 0.5f);
-  else if (even > 0) code -= v < v_mul(v_add(map[even], map[even - 1]), 0.5f);
-  if (keep_sign && is_negative(map[code]) != is_negative(state)) code += state > 0.0f ? 1 : -1;
+  if (v > map(even)) code += v > v_mul(v_add(map(even), map(even + 1)), 0.5f);
+  else if (even > 0) code -= v < v_mul(v_add(map(even), map(even - 1)), 0.5f);
+  if (keep_sign && is_negative(map(code)) != is_negative(state)) code += state > 0.0f ? 1 : -1;
   return (uint32_t)code & 255;
 }
 
-// The code of a magnitude in one load: magnitudes from 2^-24 to 1 in cells of the upper kBits bits of the mantissa, of
-// which none has more than one threshold. Cell: code of its least magnitude | threshold in the cell << 8, beyond which
-// the code is one more (positive) or one less (negative). A map of which that is not true is searched by encode_any.
+// The code of a number in one load: magnitudes from 2^-24 to 1 in cells of the upper kBits bits of the mantissa, of
+// which none has more than one threshold. A cell and the bits of a magnitude of it add up to a number whose upper byte
+// is the code: what lies between is chosen so that the sum carries (or, of a negative number, borrows) from the
+// threshold on. A map of which that is not true is searched by encode_any.
+constexpr int kStepThreads = 1024; // 32 warps share the tables of codes
+
 template <bool kSigned> struct StateCodes {
   // The signed map has half as many entries of each sign.
   static constexpr int kBits = kSigned ? 6 : 7, kShift = 23 - kBits, kOctaves = 24;
   static constexpr int kCells = (kOctaves << kBits) + 1, kSigns = kSigned ? 2 : 1;
   static constexpr uint32_t kOne = 127u << 23, kLeast = kOne - ((uint32_t)kOctaves << 23), kInside = (1u << kShift) - 1;
-  static constexpr uint32_t kNever = 1u << (kShift + 1);
+  static constexpr uint32_t kNever = 1u << 20; // more than a cell has, less than the byte below the code
 
-  float map[256];
-  float bounds[256]; // least number with a code of i + 1 or more; [255] is infinite
+#if __CUDA_ARCH__ >= 800
+  static constexpr int kCopies = BSH_STEP_COPIES;
+#else
+  static constexpr int kCopies = BSH_STEP_COPIES_SM75;
+#endif
+
+  float maps[256 * kCopies]; // entry i of copy c is maps[i * kCopies + c]: with 32 copies no two lanes share a bank
+  float bounds[256];         // least number with a code of i + 1 or more; [255] is infinite
   uint32_t cells[kSigns * kCells];
+
+  __device__ __forceinline__ float map(uint32_t code) const {
+    return maps[code * kCopies + (kCopies == 1 ? 0 : threadIdx.x % 32)];
+  }
 
   // How many bounds are <= v: the code of v, before its sign is looked at.
   __device__ __forceinline__ int count(float v) const {
@@ -106,7 +122,7 @@ template <bool kSigned> struct StateCodes {
   }
 
   __device__ __forceinline__ int with_sign(int code, bool negative) const {
-    return kSigned && is_negative(map[code & 255]) != negative ? code + (negative ? -1 : 1) : code;
+    return kSigned && is_negative(map(code & 255)) != negative ? code + (negative ? -1 : 1) : code;
   }
 
   // Whether v lies beyond code `code`, further from zero.
@@ -115,58 +131,100 @@ template <bool kSigned> struct StateCodes {
     return code < 255 && bounds[code] <= v;
   }
 
-  // The cell of magnitudes `first` to `last`. False: it has several thresholds.
-  __device__ __forceinline__ bool describe(uint32_t first, uint32_t last, bool negative, uint32_t &cell) const {
-    const int away = negative ? -1 : 1, begin = count(signed_of(first, negative));
-    const bool moves = is_beyond(begin, signed_of(last, negative), negative);
-    const int end = moves ? begin + away : begin;
-    const int code = with_sign(begin, negative), change = with_sign(end, negative) - code;
-    uint32_t from = kNever;
-    if (change != 0) {
-      const uint32_t bound = __float_as_uint(bounds[negative ? end : begin]) & 0x7FFFFFFFu;
-      from = bound + negative - first; // least magnitude on its far side
+  // Magnitudes `first` to `last`, of which the first has code `begin`, before its sign is looked at.
+  struct Stretch {
+    int end;       // the same of the last
+    uint32_t from; // the magnitude above `first` from which the code is another, or kNever
+    uint32_t cell;
+    bool fits; // no more than one threshold
+
+    __device__ __forceinline__ Stretch(const StateCodes &tables, uint32_t first, uint32_t last, bool negative,
+                                       int begin) {
+      const int away = negative ? -1 : 1;
+      const float edge = signed_of(last, negative);
+      end = tables.is_beyond(begin, edge, negative) ? begin + away : begin;
+      const int code = tables.with_sign(begin, negative), change = tables.with_sign(end, negative) - code;
+      const uint32_t bound = __float_as_uint(tables.bounds[negative ? end : begin & 255]) & 0x7FFFFFFFu;
+      from = change == 0 ? kNever : bound + negative - first; // bound: the least magnitude on its far side
+      // Of a negative number the magnitude m comes as ~m = -m - 1.
+      cell = ((uint32_t)code << 24) + (negative ? first + from : (1u << 24) - first - from);
+      fits = (change == 0 || change == away) && !(end != begin && tables.is_beyond(end, edge, negative));
     }
-    cell = (uint32_t)code | from << 8;
-    return (change == 0 || change == away) && !(moves && is_beyond(end, signed_of(last, negative), negative));
+  };
+
+  __device__ __forceinline__ Stretch stretch(uint32_t first, uint32_t last, bool negative) const {
+    return Stretch(*this, first, last, negative, count(signed_of(first, negative)));
   }
 
-  // Nothing changes from 0 to the first cell, and from 1 to what a quotient can be rounded up to.
-  __device__ __forceinline__ bool flat_ends(bool negative) const {
-    uint32_t low, high;
-    return describe(0, kLeast, negative, low) && low >> 8 == kNever && describe(kOne, kOne + 64, negative, high) &&
-           high >> 8 == kNever;
+  __device__ __forceinline__ bool is_flat(uint32_t first, uint32_t last, bool negative) const {
+    const Stretch found = stretch(first, last, negative);
+    return found.fits && found.from == kNever;
   }
 
-  // By all threads of a block, from map[256] in global memory. Whether `encode` may be used.
-  __device__ __forceinline__ bool fill(const float *source) {
-    for (int i = threadIdx.x; i < 256; i += blockDim.x) map[i] = source[i];
-    __syncthreads();
-    bool fits = true;
+  // bounds, from map. False: not every map has them.
+  __device__ __forceinline__ bool fill_bounds() {
+    bool fits = kSigned || map(0) >= 0.0f; // then the code of all below zero is that of zero
     for (int i = threadIdx.x; i < 256; i += blockDim.x) {
-      const float middle = i < 255 ? v_mul(v_add(map[i], map[min(i + 1, 255)]), 0.5f) : INFINITY;
-      fits = fits && fabsf(map[i]) <= FLT_MAX && (i == 255 || map[i] < map[min(i + 1, 255)]);
+      const float entry = map(i), next = map(min(i + 1, 255));
+      const float middle = i < 255 ? v_mul(v_add(entry, next), 0.5f) : INFINITY;
+      fits = fits && fabsf(entry) <= FLT_MAX && (i == 255 || entry < next);
       fits = fits && fabsf(middle) >= FLT_MIN;                        // its neighbours are normal too
       bounds[i] = i % 2 == 0 ? nextafterf(middle, INFINITY) : middle; // a tie goes to the even index
     }
-    __syncthreads();
-    for (int i = threadIdx.x; i < kSigns * kCells; i += blockDim.x) {
-      const bool negative = i >= kCells;
-      const uint32_t cell = negative ? i - kCells : i, first = kLeast + (cell << kShift);
-      fits = describe(first, cell == kCells - 1 ? first : first + kInside, negative, cells[i]) && fits;
-      if (cell == 0) fits = flat_ends(negative) && fits;
+    return fits;
+  }
+
+  // `n` cells of one sign from `cell` on: the code at the end of one is known at the beginning of the next.
+  __device__ __forceinline__ bool fill_cells(int cell, int n, bool negative) {
+    const int away = negative ? -1 : 1;
+    uint32_t first = kLeast + ((uint32_t)cell << kShift);
+    int code = count(signed_of(first, negative));
+    bool fits = true;
+    for (int i = 0; i < n; i++, first += kInside + 1) {
+      const float edge = signed_of(first, negative);
+      if (is_beyond(code, edge, negative)) code += away;
+      const Stretch found(*this, first, first + kInside, negative, code);
+      fits = fits && found.fits && !is_beyond(code, edge, negative);
+      cells[(negative ? kCells : 0) + cell + i] = found.cell;
+      code = found.end;
     }
+    return fits;
+  }
+
+  // The cell that begins at 1, in which only 1 is, and what is rounded up from it; below the first cell nothing
+  // changes.
+  __device__ __forceinline__ bool fill_end(bool negative) {
+    cells[(negative ? kCells : 0) + kCells - 1] = stretch(kOne, kOne, negative).cell;
+    return is_flat(kOne, kOne + 64, negative) && is_flat(0, kLeast, negative);
+  }
+
+  // By all kStepThreads threads, from map[256] in global memory. Whether `encode` may be used.
+  __device__ __forceinline__ bool fill(const float *source) {
+    constexpr int kEach = kSigns * (kCells - 1) / kStepThreads, kPerSign = kStepThreads / kSigns;
+    static_assert(kEach * kStepThreads == kSigns * (kCells - 1), "every thread fills as many cells");
+    for (int i = threadIdx.x; i < 256 * kCopies; i += kStepThreads) maps[i] = source[i / kCopies];
+    __syncthreads();
+    bool fits = fill_bounds();
+    __syncthreads();
+    const int t = threadIdx.x;
+    fits = fill_cells(t % kPerSign * kEach, kEach, t >= kPerSign) && fits;
+    if (t % kPerSign == 32) fits = fill_end(t >= kPerSign) && fits; // in a warp of its own for each sign
     return __syncthreads_and(fits);
   }
 
-  // v in [-1, 1], signed only with kSigned.
+  // The code in the upper byte; |v| <= 1 but for rounding.
   __device__ __forceinline__ uint32_t encode(float v) const {
-    const uint32_t bits = __float_as_uint(v), magnitude = min(max(bits & 0x7FFFFFFFu, kLeast), kOne);
-    const uint32_t sign = kSigned ? bits >> 31 : 0;
-    const uint32_t cell = cells[((magnitude - kLeast) >> kShift) + sign * kCells];
-    const bool beyond = (magnitude & kInside) >= cell >> 8;
-    return cell + (beyond ? 1 - 2 * (int)sign : 0); // the caller takes the lowest byte
+    const uint32_t magnitude = __float_as_uint(fmaxf(kSigned ? fabsf(v) : v, 0x1p-24f));
+    const uint32_t negative = kSigned ? (uint32_t)((int32_t)__float_as_uint(v) >> 31) : 0; // all bits
+    const uint32_t cell = (magnitude >> kShift) + (negative & kCells);
+    return cells[(int)cell - (int)(kLeast >> kShift)] + (magnitude ^ negative);
   }
 };
+
+// The upper bytes of four words.
+__device__ __forceinline__ uint32_t upper_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return __byte_perm(__byte_perm(a, b, 0x0073), __byte_perm(c, d, 0x0073), 0x5410);
+}
 
 // ---- a block of 256 elements in a warp ------------------------------------------------------------------------------
 
@@ -189,80 +247,90 @@ template <int kWide> __device__ __forceinline__ int element_of(int k) {
   return k / kWide * 32 * kWide + (int)(threadIdx.x % 32) * kWide + k % kWide;
 }
 
-// Where a block lies: whole and aligned, or element by element.
-struct Span {
+// Where a block lies: kWhole has 256 elements, and what is loaded in one go is aligned; any other goes element by
+// element.
+template <bool kWhole> struct Span {
   int64_t begin;
-  int n;      // elements, at most 256
-  bool whole; // 256, and what is loaded in one go is aligned
+  int n; // elements, at most 256
+
+  __device__ __forceinline__ bool has(int i) const { return kWhole || i < n; }
 };
 
-template <typename T, int kWide> __device__ __forceinline__ void load(const T *source, const Span &span, T (&out)[8]) {
+template <typename T, int kWide, bool kWhole>
+__device__ __forceinline__ void load(const T *source, const Span<kWhole> &span, T (&out)[8]) {
   constexpr int kStep = kWide * sizeof(T) > 16 ? 16 / sizeof(T) : kWide;
   using W = typename Word<kStep * sizeof(T)>::type;
   const T *const block = source + span.begin;
-  if (span.whole) {
+  if constexpr (kWhole) {
 #pragma unroll
     for (int k = 0; k < kPerLane; k += kStep)
       *reinterpret_cast<W *>(out + k) = *reinterpret_cast<const W *>(block + element_of<kWide>(k));
-    return;
-  }
+  } else {
 #pragma unroll
-  for (int k = 0; k < kPerLane; k++) {
-    const int i = element_of<kWide>(k);
-    out[k] = i < span.n ? block[i] : T(0.0f);
+    for (int k = 0; k < kPerLane; k++) out[k] = span.has(element_of<kWide>(k)) ? block[element_of<kWide>(k)] : T(0.0f);
   }
 }
 
-template <typename T, int kWide> __device__ __forceinline__ void store(T *target, const Span &span, const T (&in)[8]) {
+template <typename T, int kWide, bool kWhole>
+__device__ __forceinline__ void store(T *target, const Span<kWhole> &span, const T (&in)[8]) {
   constexpr int kStep = kWide * sizeof(T) > 16 ? 16 / sizeof(T) : kWide;
   using W = typename Word<kStep * sizeof(T)>::type;
   T *const block = target + span.begin;
-  if (span.whole) {
+  if constexpr (kWhole) {
 #pragma unroll
     for (int k = 0; k < kPerLane; k += kStep)
       *reinterpret_cast<W *>(block + element_of<kWide>(k)) = *reinterpret_cast<const W *>(in + k);
-    return;
-  }
+  } else {
 #pragma unroll
-  for (int k = 0; k < kPerLane; k++) {
-    const int i = element_of<kWide>(k);
-    if (i < span.n) block[i] = in[k];
+    for (int k = 0; k < kPerLane; k++)
+      if (span.has(element_of<kWide>(k))) block[element_of<kWide>(k)] = in[k];
   }
 }
 
-template <typename T, int kWide>
-__device__ __forceinline__ void load_floats(const void *source, const Span &span, float (&out)[kPerLane]) {
-  alignas(16) T raw[kPerLane];
-  load<T, kWide>(static_cast<const T *>(source), span, raw);
+template <typename T, int kWide, typename S>
+__device__ __forceinline__ void load_floats(const void *source, const S &span, float (&out)[kPerLane]) {
+  if constexpr (sizeof(T) == 4) {
+    load<T, kWide>(static_cast<const T *>(source), span, out);
+  } else {
+    alignas(16) T raw[kPerLane];
+    load<T, kWide>(static_cast<const T *>(source), span, raw);
 #pragma unroll
-  for (int k = 0; k < kPerLane; k++) out[k] = to_float(raw[k]);
+    for (int k = 0; k < kPerLane; k++) out[k] = to_float(raw[k]);
+  }
 }
 
-template <typename T, int kWide>
-__device__ __forceinline__ void store_floats(void *target, const Span &span, const float (&in)[kPerLane]) {
-  alignas(16) T raw[kPerLane];
+template <typename T, int kWide, typename S>
+__device__ __forceinline__ void store_floats(void *target, const S &span, const float (&in)[kPerLane]) {
+  if constexpr (sizeof(T) == 4) {
+    store<T, kWide>(static_cast<T *>(target), span, in);
+  } else {
+    alignas(16) T raw[kPerLane];
 #pragma unroll
-  for (int k = 0; k < kPerLane; k++) from_float(in[k], raw + k);
-  store<T, kWide>(static_cast<T *>(target), span, raw);
+    for (int k = 0; k < kPerLane; k++) from_float(in[k], raw + k);
+    store<T, kWide>(static_cast<T *>(target), span, raw);
+  }
 }
 
-// Gradients and parameters: both of kRound, or with BSH_F32 of any dtypes.
-template <bsh_dtype kRound> struct Floats {
-  static constexpr int kWide = kRound == BSH_F32 ? 4 : 8;
+// Gradients and parameters: of one dtype, or of two that are only known when the kernel runs.
+enum Pair { kF32, kF16, kBF16, kMixed };
 
-  static __device__ __forceinline__ void get(bsh_dtype dtype, const void *source, const Span &span, float (&out)[8]) {
-    if (kRound == BSH_BF16 || (kRound == BSH_F32 && dtype == BSH_BF16))
+template <Pair kPair> struct Floats {
+  static constexpr int kWide = kPair == kF32 || kPair == kMixed ? 4 : 8;
+  static constexpr bsh_dtype kRound = kPair == kF16 ? BSH_F16 : kPair == kBF16 ? BSH_BF16 : BSH_F32;
+
+  template <typename S>
+  static __device__ __forceinline__ void get(bsh_dtype dtype, const void *source, const S &span, float (&out)[8]) {
+    if (kPair == kBF16 || (kPair == kMixed && dtype == BSH_BF16))
       return load_floats<__nv_bfloat16, kWide>(source, span, out);
-    if (kRound == BSH_F16 || (kRound == BSH_F32 && dtype == BSH_F16))
-      return load_floats<__half, kWide>(source, span, out);
+    if (kPair == kF16 || (kPair == kMixed && dtype == BSH_F16)) return load_floats<__half, kWide>(source, span, out);
     load_floats<float, 4>(source, span, out);
   }
 
-  static __device__ __forceinline__ void put(bsh_dtype dtype, void *target, const Span &span, const float (&in)[8]) {
-    if (kRound == BSH_BF16 || (kRound == BSH_F32 && dtype == BSH_BF16))
+  template <typename S>
+  static __device__ __forceinline__ void put(bsh_dtype dtype, void *target, const S &span, const float (&in)[8]) {
+    if (kPair == kBF16 || (kPair == kMixed && dtype == BSH_BF16))
       return store_floats<__nv_bfloat16, kWide>(target, span, in);
-    if (kRound == BSH_F16 || (kRound == BSH_F32 && dtype == BSH_F16))
-      return store_floats<__half, kWide>(target, span, in);
+    if (kPair == kF16 || (kPair == kMixed && dtype == BSH_F16)) return store_floats<__half, kWide>(target, span, in);
     store_floats<float, 4>(target, span, in);
   }
 };
@@ -282,25 +350,42 @@ __device__ __forceinline__ int find_tensor(const bsh_step_list &list, uint32_t n
   return low;
 }
 
-__device__ __forceinline__ Span span_of(const bsh_step_list &list, const bsh_step_tensor &tensor, uint32_t block,
-                                        int state_bytes) {
-  Span span;
-  span.begin = (int64_t)block * kStepBlock;
-  span.n = (int)min(tensor.n - span.begin, (int64_t)kStepBlock);
-  span.whole = span.n == kStepBlock && aligned_to(16, tensor.g, tensor.p) &&
-               aligned_to(state_bytes, tensor.state1, tensor.state2);
-  if (list.algorithm == BSH_ADEMAMIX && tensor.n % 8 != 0) span.whole = false; // the slow moment begins at n
-  return span;
-}
+// Block `number` of a list.
+struct Place {
+  const bsh_step_tensor *tensor;
+  uint32_t block, n_blocks; // of the tensor
+
+  __device__ __forceinline__ Place(const bsh_step_list &list, uint32_t number, int t) {
+    tensor = list.tensors + t;
+    block = number - list.first[t];
+    n_blocks = list.first[t + 1] - list.first[t];
+  }
+
+  template <bool kWhole> __device__ __forceinline__ Span<kWhole> span() const {
+    const int64_t begin = (int64_t)block * kStepBlock;
+    return {begin, (int)min(tensor->n - begin, (int64_t)kStepBlock)};
+  }
+
+  // Whether a lane's elements can be moved together: states by `state_bytes`. The slow moment of AdEMAMix begins at n.
+  template <bsh_optimizer kAlgorithm> __device__ __forceinline__ bool is_whole(int state_bytes) const {
+    return (int64_t)(block + 1) * kStepBlock <= tensor->n && aligned_to(16, tensor->g, tensor->p) &&
+           aligned_to(state_bytes, tensor->state1, tensor->state2) &&
+           (kAlgorithm != BSH_ADEMAMIX || tensor->n % 8 == 0);
+  }
+};
 
 // ---- the kernels ----------------------------------------------------------------------------------------------------
 
-constexpr int kStepThreads = 1024; // 32 warps share the tables of codes
-
-// numbers, with the rounding as a constant, and with what max_unorm leaves of the update.
-template <bsh_dtype kRound> __device__ __forceinline__ bsh_step_numbers numbers_of(const bsh_step_list &list) {
+// numbers, with the rounding as a constant, and with what max_unorm leaves of the update. Decoupled decay is by 1 where
+// there is none, which spares a question for each element and changes nothing.
+template <bsh_optimizer kAlgorithm, Pair kPair>
+__device__ __forceinline__ bsh_step_numbers numbers_of(const bsh_step_list &list) {
   bsh_step_numbers k = list.numbers;
-  k.round = kRound;
+  k.round = Floats<kPair>::kRound;
+  if (!has_coupled_decay(kAlgorithm)) {
+    k.decay = k.weight_decay > 0.0f ? k.decay : 1.0f;
+    k.weight_decay = 1.0f;
+  }
   if (list.unorm == nullptr) return k;
   const float norm = sqrtf(*list.unorm);
   const float most = list.algorithm == BSH_ADAM ? __fmul_rn(list.max_unorm, list.param_norm)
@@ -310,15 +395,23 @@ template <bsh_dtype kRound> __device__ __forceinline__ bsh_step_numbers numbers_
   return k;
 }
 
-// The block that a warp is at, and the next one.
+// The blocks of a warp, one after the other: a block of threads has a stretch of them, its warps take them in turn.
 struct Blocks {
-  uint32_t number, end, stride;
+  const bsh_step_list &list;
+  uint32_t number, end;
+  int t; // tensor of block `number`
 
-  __device__ __forceinline__ explicit Blocks(const bsh_step_list &list)
-      : number(blockIdx.x * (kStepThreads / 32) + threadIdx.x / 32), end(list.first[list.n_tensors]),
-        stride(gridDim.x * (kStepThreads / 32)) {}
+  __device__ __forceinline__ explicit Blocks(const bsh_step_list &list) : list(list) {
+    const uint32_t all = list.first[list.n_tensors], share = (all + gridDim.x - 1) / gridDim.x;
+    number = min(blockIdx.x * share, all) + threadIdx.x / 32;
+    end = min(all, (blockIdx.x + 1) * share);
+    t = find_tensor(list, number);
+  }
   __device__ __forceinline__ bool more() const { return number < end; }
-  __device__ __forceinline__ void next() { number += stride; }
+  __device__ __forceinline__ void next() {
+    number += kStepThreads / 32;
+    while (number < end && list.first[t + 1] <= number) t++;
+  }
 };
 
 template <bsh_optimizer kAlgorithm> struct Moments {
@@ -328,27 +421,36 @@ template <bsh_optimizer kAlgorithm> struct Moments {
 
 // 8 elements of each kind in a lane.
 struct Elements {
-  float g[kPerLane], p[kPerLane], s1[kPerLane], s2[kPerLane], s3[kPerLane];
+  alignas(16) float g[kPerLane], p[kPerLane], s1[kPerLane], s2[kPerLane], s3[kPerLane];
 
   template <bsh_optimizer kAlgorithm> __device__ __forceinline__ step_element at(int i) const {
     return {g[i], p[i], s1[i], Moments<kAlgorithm>::kTwo ? s2[i] : 0.0f, Moments<kAlgorithm>::kThree ? s3[i] : 0.0f};
   }
 
-  template <bsh_optimizer kAlgorithm, bool kBlockwise>
+  // Whether all gradients of the warp are numbers.
+  __device__ __forceinline__ bool finite() const {
+    float zero = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPerLane; i++) zero = v_fma(g[i], 0.0f, zero);
+    return __all_sync(kAllLanes, zero == 0.0f);
+  }
+
+  template <bsh_optimizer kAlgorithm, bool kBlockwise, bool kFinite>
   __device__ __forceinline__ void update(const bsh_step_numbers &k) {
 #pragma unroll
     for (int i = 0; i < kPerLane; i++) {
       step_element e = at<kAlgorithm>(i);
-      step(&k, kAlgorithm, &e, kBlockwise);
+      if (kFinite) step_of_finite(&k, kAlgorithm, &e, kBlockwise);
+      else step(&k, kAlgorithm, &e, kBlockwise);
       p[i] = e.p, s1[i] = e.s1, s2[i] = e.s2, s3[i] = e.s3;
     }
   }
 };
 
-template <bsh_optimizer kAlgorithm, bsh_dtype kRound>
-__device__ __forceinline__ void load_32bit(const bsh_step_list &list, const bsh_step_tensor &tensor, const Span &span,
-                                           Elements &e) {
-  using IO = Floats<kRound>;
+template <bsh_optimizer kAlgorithm, Pair kPair, bool kWhole>
+__device__ __forceinline__ void load_32bit(const bsh_step_list &list, const bsh_step_tensor &tensor,
+                                           const Span<kWhole> &span, Elements &e) {
+  using IO = Floats<kPair>;
   IO::get(list.g_dtype, tensor.g, span, e.g);
   IO::get(list.p_dtype, tensor.p, span, e.p);
   const float *const state1 = static_cast<const float *>(tensor.state1);
@@ -357,106 +459,176 @@ __device__ __forceinline__ void load_32bit(const bsh_step_list &list, const bsh_
   if (Moments<kAlgorithm>::kThree) load<float, IO::kWide>(state1 + tensor.n, span, e.s3);
 }
 
-template <bsh_optimizer kAlgorithm, bsh_dtype kRound>
-__device__ __forceinline__ void step_32bit(const bsh_step_list &list) {
-  using IO = Floats<kRound>;
+template <bsh_optimizer kAlgorithm, Pair kPair, bool kWhole>
+__device__ __forceinline__ void block_32bit(const bsh_step_list &list, const Place &place, const bsh_step_numbers &k) {
+  using IO = Floats<kPair>;
+  const bsh_step_tensor &tensor = *place.tensor;
+  const auto span = place.span<kWhole>();
+  float *const state1 = static_cast<float *>(tensor.state1);
+  Elements e;
+  load_32bit<kAlgorithm, kPair>(list, tensor, span, e);
+  e.update<kAlgorithm, false, true>(k);
+  IO::put(list.p_dtype, tensor.p, span, e.p);
+  store<float, IO::kWide>(state1, span, e.s1);
+  if (Moments<kAlgorithm>::kTwo) store<float, IO::kWide>(static_cast<float *>(tensor.state2), span, e.s2);
+  if (Moments<kAlgorithm>::kThree) store<float, IO::kWide>(state1 + tensor.n, span, e.s3);
+}
+
+// A block of any kind: for the few that are not whole, and for skip_zeros.
+template <bsh_optimizer kAlgorithm, Pair kPair>
+__device__ __noinline__ void any_block_32bit(const bsh_step_list &list, uint32_t number, int t) {
+  block_32bit<kAlgorithm, kPair, false>(list, Place(list, number, t), numbers_of<kAlgorithm, kPair>(list));
+}
+
+template <bsh_optimizer kAlgorithm, Pair kPair> __device__ __forceinline__ void step_32bit(const bsh_step_list &list) {
   wait_for_earlier_kernels();
-  const bsh_step_numbers k = numbers_of<kRound>(list);
+  bsh_step_numbers k = numbers_of<kAlgorithm, kPair>(list);
+  k.skip_zeros = false;
   for (Blocks blocks(list); blocks.more(); blocks.next()) {
-    const int t = find_tensor(list, blocks.number);
-    const bsh_step_tensor &tensor = list.tensors[t];
-    const Span span = span_of(list, tensor, blocks.number - list.first[t], 16);
-    float *const state1 = static_cast<float *>(tensor.state1);
-    Elements e;
-    load_32bit<kAlgorithm, kRound>(list, tensor, span, e);
-    e.update<kAlgorithm, false>(k);
-    IO::put(list.p_dtype, tensor.p, span, e.p);
-    store<float, IO::kWide>(state1, span, e.s1);
-    if (Moments<kAlgorithm>::kTwo) store<float, IO::kWide>(static_cast<float *>(tensor.state2), span, e.s2);
-    if (Moments<kAlgorithm>::kThree) store<float, IO::kWide>(state1 + tensor.n, span, e.s3);
+    const Place place(list, blocks.number, blocks.t);
+    if (place.is_whole<kAlgorithm>(16) && !list.numbers.skip_zeros)
+      block_32bit<kAlgorithm, kPair, true>(list, place, k);
+    else any_block_32bit<kAlgorithm, kPair>(list, blocks.number, blocks.t);
   }
 }
 
 // ---- 8-bit states ----
 
-template <int kWide>
-__device__ __forceinline__ void load_codes(const uint8_t *codes, const Span &span, const float *map, float scale,
+template <int kWide, typename S, typename T>
+__device__ __forceinline__ void load_codes(const uint8_t *codes, const S &span, const T &tables, float scale,
                                            float (&states)[kPerLane]) {
   alignas(8) uint8_t raw[kPerLane];
   load<uint8_t, kWide>(codes, span, raw);
-#pragma unroll
-  for (int k = 0; k < kPerLane; k++) states[k] = v_mul(map[raw[k]], scale);
-}
-
-// Whether all states of this lane can be encoded by the table, if the scale can: finite, and not negative where the
-// table has one sign.
-template <bool kSigned> __device__ __forceinline__ bool ordinary(const float (&states)[kPerLane]) {
-  float zero = 0.0f;
-  uint32_t signs = 0;
+  const uint32_t *const words = reinterpret_cast<const uint32_t *>(raw);
 #pragma unroll
   for (int k = 0; k < kPerLane; k++) {
-    zero = v_fma(states[k], 0.0f, zero);
-    if (!kSigned) signs |= __float_as_uint(states[k]);
+    const uint32_t code = __byte_perm(words[k / 4], 0, 0x4440 + k % 4);
+    states[k] = span.has(element_of<kWide>(k)) ? v_mul(tables.map(code), scale) : 0.0f;
   }
-  return zero == 0.0f && (kSigned || signs >> 31 == 0);
+}
+
+// Larger of two magnitudes; a NaN stays one where the GPU can do that at once.
+__device__ __forceinline__ float largest(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float result;
+  asm("max.NaN.ftz.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(fabsf(b)));
+  return result;
+#else
+  return a != a || b != b ? __int_as_float(0x7FFFFFFF) : fmaxf(a, fabsf(b));
+#endif
+}
+
+__device__ __forceinline__ float warp_largest(float most) {
+#if __CUDA_ARCH__ >= 800
+  return __uint_as_float(__reduce_max_sync(kAllLanes, __float_as_uint(most))); // bits of magnitudes, NaN above all
+#else
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) most = largest(most, __shfl_xor_sync(kAllLanes, most, d));
+  return most;
+#endif
+}
+
+// New scale and codes by the search for any map and any states: NaN are passed over for the scale.
+template <bool kSigned>
+__device__ __noinline__ uint2 encode_block(const StateCodes<kSigned> &tables, const float *states, float *scale) {
+  float most = 0.0f;
+  for (int k = 0; k < kPerLane; k++) most = absmax_step(most, states[k]);
+  *scale = most = warp_largest(most);
+  const float inverse = reciprocal(most);
+  uint32_t words[2] = {0, 0};
+  for (int k = 0; k < kPerLane; k++)
+    words[k / 4] |= encode_any(tables, kSigned, v_mul(inverse, states[k]), states[k]) << 8 * (k % 4);
+  return make_uint2(words[0], words[1]);
 }
 
 // New scale and codes of a block. Elements beyond its end are zero.
-template <bool kSigned, int kWide>
+template <bool kSigned, int kWide, typename S>
 __device__ __forceinline__ void store_codes(const StateCodes<kSigned> &tables, bool usable, uint8_t *codes,
-                                            float *scale, const Span &span, const float (&states)[kPerLane]) {
+                                            float *scale, const S &span, const float (&states)[kPerLane]) {
   float most = 0.0f;
 #pragma unroll
-  for (int k = 0; k < kPerLane; k++) most = absmax_step(most, states[k]);
+  for (int k = 0; k < kPerLane; k++) most = largest(most, states[k]);
+  most = warp_largest(most);
+  alignas(8) uint32_t words[2];
+  if (usable && most > 0.0f && most <= FLT_MAX) {
+    const float inverse = reciprocal(most);
+    uint32_t found[kPerLane];
 #pragma unroll
-  for (int d = 16; d > 0; d /= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, d));
-  const float inverse = reciprocal(most);
-  alignas(8) uint8_t raw[kPerLane];
-  if (usable && most > 0.0f && ordinary<kSigned>(states)) {
-#pragma unroll
-    for (int k = 0; k < kPerLane; k++) raw[k] = (uint8_t)tables.encode(v_mul(inverse, states[k]));
+    for (int k = 0; k < kPerLane; k++) found[k] = tables.encode(v_mul(inverse, states[k]));
+    words[0] = upper_bytes(found[0], found[1], found[2], found[3]);
+    words[1] = upper_bytes(found[4], found[5], found[6], found[7]);
   } else {
+    float copies[kPerLane];
 #pragma unroll
-    for (int k = 0; k < kPerLane; k++)
-      raw[k] = (uint8_t)encode_any(tables.map, kSigned, v_mul(inverse, states[k]), states[k]);
+    for (int k = 0; k < kPerLane; k++) copies[k] = states[k];
+    float without_nan;
+    const uint2 found = encode_block(tables, copies, &without_nan);
+    words[0] = found.x, words[1] = found.y, most = without_nan;
   }
-  store<uint8_t, kWide>(codes, span, raw);
+  store<uint8_t, kWide>(codes, span, reinterpret_cast<const uint8_t (&)[kPerLane]>(words));
   if (threadIdx.x % 32 == 0) *scale = most;
 }
 
-template <bsh_optimizer kAlgorithm, bsh_dtype kRound>
-__device__ __forceinline__ void step_8bit(const bsh_step_list &list) {
-  using IO = Floats<kRound>;
+template <bool kTwo> struct Tables {
+  StateCodes<true> first;
+};
+template <> struct Tables<true> {
+  StateCodes<true> first;
+  StateCodes<false> second;
+};
+static_assert(sizeof(StateCodes<true>) <= BSH_STEP_TABLE_BYTES(StateCodes<true>::kCopies) &&
+                  sizeof(StateCodes<false>) <= BSH_STEP_TABLE_BYTES(StateCodes<false>::kCopies),
+              "shared memory that the host asks for");
+
+// False: nothing was written, for kWhole takes no gradients that are not numbers.
+template <bsh_optimizer kAlgorithm, Pair kPair, bool kWhole, typename T>
+__device__ __forceinline__ bool block_8bit(const bsh_step_list &list, const Place &place, const bsh_step_numbers &k,
+                                           const T &tables, bool usable1, bool usable2) {
+  using IO = Floats<kPair>;
   constexpr bool kTwo = Moments<kAlgorithm>::kTwo, kThree = Moments<kAlgorithm>::kThree;
-  __shared__ StateCodes<true> codes_of_map1;
-  __shared__ StateCodes<!kTwo> codes_of_map2; // without a second moment not used, and not there
+  const bsh_step_tensor &tensor = *place.tensor;
+  const auto span = place.span<kWhole>();
+  uint8_t *const codes1 = static_cast<uint8_t *>(tensor.state1), *const codes2 = static_cast<uint8_t *>(tensor.state2);
+  float *const scale1 = tensor.absmax1 + place.block, *const scale2 = tensor.absmax2 + place.block;
+  Elements e;
+  IO::get(list.g_dtype, tensor.g, span, e.g);
+  IO::get(list.p_dtype, tensor.p, span, e.p);
+  load_codes<IO::kWide>(codes1, span, tables.first, *scale1, e.s1);
+  if constexpr (kTwo) load_codes<IO::kWide>(codes2, span, tables.second, *scale2, e.s2);
+  if constexpr (kThree) load_codes<IO::kWide>(codes1 + tensor.n, span, tables.first, scale1[place.n_blocks], e.s3);
+  if (kWhole && !e.finite()) return false;
+  e.update<kAlgorithm, true, kWhole>(k);
+  IO::put(list.p_dtype, tensor.p, span, e.p);
+  store_codes<true, IO::kWide>(tables.first, usable1, codes1, scale1, span, e.s1);
+  if constexpr (kTwo) store_codes<false, IO::kWide>(tables.second, usable2, codes2, scale2, span, e.s2);
+  if constexpr (kThree)
+    store_codes<true, IO::kWide>(tables.first, usable1, codes1 + tensor.n, scale1 + place.n_blocks, span, e.s3);
+  return true;
+}
+
+template <bsh_optimizer kAlgorithm, Pair kPair, typename T>
+__device__ __noinline__ void any_block_8bit(const bsh_step_list &list, uint32_t number, int t, const T &tables,
+                                            bool usable1, bool usable2) {
+  const bsh_step_numbers k = numbers_of<kAlgorithm, kPair>(list);
+  block_8bit<kAlgorithm, kPair, false>(list, Place(list, number, t), k, tables, usable1, usable2);
+}
+
+template <bsh_optimizer kAlgorithm, Pair kPair> __device__ __forceinline__ void step_8bit(const bsh_step_list &list) {
+  constexpr bool kTwo = Moments<kAlgorithm>::kTwo;
+  extern __shared__ float4 shared[];
+  Tables<kTwo> &tables = *reinterpret_cast<Tables<kTwo> *>(shared);
   wait_for_earlier_kernels();
-  const bsh_step_numbers k = numbers_of<kRound>(list);
-  const bool usable1 = codes_of_map1.fill(list.map1);
+  bsh_step_numbers k = numbers_of<kAlgorithm, kPair>(list);
+  k.skip_zeros = false;
+  const bool usable1 = tables.first.fill(list.map1);
   bool usable2 = false;
-  if constexpr (kTwo) usable2 = codes_of_map2.fill(list.map2);
+  if constexpr (kTwo) usable2 = tables.second.fill(list.map2);
   for (Blocks blocks(list); blocks.more(); blocks.next()) {
-    const int t = find_tensor(list, blocks.number);
-    const bsh_step_tensor &tensor = list.tensors[t];
-    const uint32_t block = blocks.number - list.first[t], n_blocks = list.first[t + 1] - list.first[t];
-    const Span span = span_of(list, tensor, block, IO::kWide);
-    uint8_t *const codes1 = static_cast<uint8_t *>(tensor.state1), *const codes2 =
-                                                                       static_cast<uint8_t *>(tensor.state2);
-    Elements e;
-    IO::get(list.g_dtype, tensor.g, span, e.g);
-    IO::get(list.p_dtype, tensor.p, span, e.p);
-    load_codes<IO::kWide>(codes1, span, codes_of_map1.map, tensor.absmax1[block], e.s1);
-    if constexpr (kTwo) load_codes<IO::kWide>(codes2, span, codes_of_map2.map, tensor.absmax2[block], e.s2);
-    if constexpr (kThree)
-      load_codes<IO::kWide>(codes1 + tensor.n, span, codes_of_map1.map, tensor.absmax1[n_blocks + block], e.s3);
-    e.update<kAlgorithm, true>(k);
-    IO::put(list.p_dtype, tensor.p, span, e.p);
-    store_codes<true, IO::kWide>(codes_of_map1, usable1, codes1, tensor.absmax1 + block, span, e.s1);
-    if constexpr (kTwo)
-      store_codes<false, IO::kWide>(codes_of_map2, usable2, codes2, tensor.absmax2 + block, span, e.s2);
-    if constexpr (kThree)
-      store_codes<true, IO::kWide>(codes_of_map1, usable1, codes1 + tensor.n, tensor.absmax1 + n_blocks + block, span,
-                                   e.s3);
+    const Place place(list, blocks.number, blocks.t);
+    if (place.is_whole<kAlgorithm>(Floats<kPair>::kWide) && !list.numbers.skip_zeros &&
+        block_8bit<kAlgorithm, kPair, true>(list, place, k, tables, usable1, usable2))
+      continue;
+    any_block_8bit<kAlgorithm, kPair>(list, blocks.number, blocks.t, tables, usable1, usable2);
   }
 }
 
@@ -482,14 +654,14 @@ template <bsh_optimizer kAlgorithm> __device__ __forceinline__ void squares(cons
   double sum = 0;
   wait_for_earlier_kernels();
   for (Blocks blocks(list); blocks.more(); blocks.next()) {
-    const Span span = span_of(list, list.tensors[0], blocks.number, 16);
+    const auto span = Place(list, blocks.number, blocks.t).span<false>();
     Elements e;
-    load_32bit<kAlgorithm, BSH_F32>(list, list.tensors[0], span, e);
+    load_32bit<kAlgorithm, kMixed>(list, list.tensors[0], span, e);
 #pragma unroll
     for (int i = 0; i < kPerLane; i++) {
       const step_element element = e.at<kAlgorithm>(i);
       const float square = update_square(&list.numbers, kAlgorithm, &element);
-      if (element_of<4>(i) < span.n) sum += (double)square;
+      if (span.has(element_of<4>(i))) sum += (double)square;
     }
   }
   sum_of_block(sum, sums + blockIdx.x);
@@ -502,20 +674,20 @@ template <bsh_optimizer kAlgorithm> __device__ __forceinline__ void squares(cons
     bsh::__VA_ARGS__(list);                                                                                            \
   }
 
-#define BSH_BY_DTYPE(name, algorithm)                                                                                  \
-  BSH_KERNEL(optimizer_32bit_##name##_f32, bsh::kStepThreads, step_32bit<algorithm, BSH_F32>)                          \
-  BSH_KERNEL(optimizer_32bit_##name##_f16, bsh::kStepThreads, step_32bit<algorithm, BSH_F16>)                          \
-      BSH_KERNEL(optimizer_32bit_##name##_bf16, bsh::kStepThreads, step_32bit<algorithm, BSH_BF16>)                    \
-          BSH_KERNEL(optimizer_8bit_##name##_f32, bsh::kStepThreads, step_8bit<algorithm, BSH_F32>)                    \
-              BSH_KERNEL(optimizer_8bit_##name##_f16, bsh::kStepThreads, step_8bit<algorithm, BSH_F16>)                \
-                  BSH_KERNEL(optimizer_8bit_##name##_bf16, bsh::kStepThreads, step_8bit<algorithm, BSH_BF16>)
+#define BSH_BY_DTYPE(kind, name, algorithm)                                                                            \
+  BSH_KERNEL(optimizer_##kind##_##name##_f32, bsh::kStepThreads, step_##kind<algorithm, bsh::kF32>)                    \
+  BSH_KERNEL(optimizer_##kind##_##name##_f16, bsh::kStepThreads, step_##kind<algorithm, bsh::kF16>)                    \
+  BSH_KERNEL(optimizer_##kind##_##name##_bf16, bsh::kStepThreads, step_##kind<algorithm, bsh::kBF16>)                  \
+  BSH_KERNEL(optimizer_##kind##_##name##_mixed, bsh::kStepThreads, step_##kind<algorithm, bsh::kMixed>)
 
-BSH_BY_DTYPE(adam, BSH_ADAM)
-BSH_BY_DTYPE(momentum, BSH_MOMENTUM)
-BSH_BY_DTYPE(rmsprop, BSH_RMSPROP)
-BSH_BY_DTYPE(adagrad, BSH_ADAGRAD)
-BSH_BY_DTYPE(lion, BSH_LION)
-BSH_BY_DTYPE(ademamix, BSH_ADEMAMIX)
+#define BSH_BY_BITS(name, algorithm) BSH_BY_DTYPE(32bit, name, algorithm) BSH_BY_DTYPE(8bit, name, algorithm)
+
+BSH_BY_BITS(adam, BSH_ADAM)
+BSH_BY_BITS(momentum, BSH_MOMENTUM)
+BSH_BY_BITS(rmsprop, BSH_RMSPROP)
+BSH_BY_BITS(adagrad, BSH_ADAGRAD)
+BSH_BY_BITS(lion, BSH_LION)
+BSH_BY_BITS(ademamix, BSH_ADEMAMIX)
 
 #define BSH_SQUARES(name, algorithm)                                                                                   \
   extern "C" __global__ void __launch_bounds__(bsh::kStepThreads, 1)                                                   \

@@ -12,6 +12,7 @@ os.environ["BITSHARD_WORKSPACE_MB"] = "1"
 
 import torch
 from bitshard import _C, ops
+from bitshard.optim.base import Optimizer1State, Optimizer2State
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -87,9 +88,30 @@ def few_rows(dtype: torch.dtype) -> None:
                 print(N, K, M, _C.select_linear_4bit(M, N, K, DTYPES.index(dtype), *gpu, 64, True), flush=True)
 
 
+def optimizers(dtype: torch.dtype) -> None:
+    """Every algorithm and kind of state, several parameters in a launch: whole blocks, tails, views off alignment."""
+    for name in sorted(set(ops.OPTIMIZERS) - {"lamb", "lars"}):
+        for bits in (8, 32):
+            optimizer = Optimizer2State if name in ("adam", "ademamix") else Optimizer1State
+            betas = (0.9, 0.999, 0.9999) if name == "ademamix" else (0.9, 0.999)
+            for max_unorm in (0.0, 0.1):
+                params = [
+                    torch.randn(n + 1, device="cuda").to(dtype)[s:][:n] for n, s in ((1024, 0), (1001, 0), (257, 1))
+                ]
+                for p in params:
+                    p.grad = torch.randn_like(p)
+                    p.grad[3::7] = 0
+                options = {"betas": betas, "optim_bits": bits, "min_8bit_size": 1, "max_unorm": max_unorm}
+                it = optimizer(name, params, lr=1e-3, weight_decay=0.01, **options)
+                for _ in range(2):
+                    it.step()
+                assert all(bool(p.isfinite().all()) for p in params), (name, bits, dtype)
+
+
 def main(names: list[str]) -> None:
     torch.manual_seed(0)
     for dtype in [getattr(torch, name) for name in names] or DTYPES:
+        optimizers(dtype)
         for format in (0, 1):
             for n, start, blocksize in ((8192, 0, 64), (8191, 0, 32), (5000, 1, 64), (9000, 0, 4096)):
                 blocks(torch.randn(n + start, device="cuda").to(dtype)[start:], blocksize, format)

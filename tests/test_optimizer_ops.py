@@ -41,10 +41,20 @@ def first_moments(name: str) -> int:
     return 2 if name == "ademamix" else 1
 
 
+def call(op, device, g: torch.Tensor, tensors: tuple[torch.Tensor, ...], *numbers) -> None:
+    """The op on copies on the device, which are copied back; on the CPU on the tensors themselves."""
+    there = [tensor.to(device) for tensor in tensors]
+    op(g.to(device), *there, *numbers)
+    for tensor, result in zip(tensors, there, strict=True):
+        if tensor is not result:
+            tensor.copy_(result)
+
+
 class Float:
     """A parameter with 32-bit states."""
 
-    def __init__(self, name: str, p: torch.Tensor, seed: int = 1):
+    def __init__(self, name: str, p: torch.Tensor, seed: int = 1, device="cpu"):
+        self.device = device
         generator = torch.Generator().manual_seed(seed)
         n = p.numel()
         squared = name in ("rmsprop", "adagrad")
@@ -63,7 +73,8 @@ class Float:
     def step(self, g: torch.Tensor, h: dict) -> None:
         order = ("lr", "beta1", "beta2", "beta3", "alpha", "eps", "weight_decay", "step")
         rest = ("max_unorm", "param_norm", "gnorm_scale", "skip_zeros")
-        ops.optimizer_32bit(g, *self.tensors(), ops.OPTIMIZERS[self.name], *(h[key] for key in order + rest))
+        algorithm = ops.OPTIMIZERS[self.name]
+        call(ops.optimizer_32bit, self.device, g, self.tensors(), algorithm, *(h[key] for key in order + rest))
 
 
 def split(name: str, state1: torch.Tensor, state2: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
@@ -75,7 +86,8 @@ def split(name: str, state1: torch.Tensor, state2: torch.Tensor, n: int) -> tupl
 class Blocks:
     """A parameter with 8-bit states; random codes."""
 
-    def __init__(self, name: str, p: torch.Tensor, blocksize: int = 256, seed: int = 1):
+    def __init__(self, name: str, p: torch.Tensor, blocksize: int = 256, seed: int = 1, device="cpu"):
+        self.device = device
         generator = torch.Generator().manual_seed(seed)
         n, k, two = p.numel(), first_moments(name), name in TWO_MOMENTS
         blocks = ops.block_count(n, blocksize)
@@ -113,8 +125,8 @@ class Blocks:
 
     def step(self, g: torch.Tensor, h: dict) -> None:
         order = ("lr", "beta1", "beta2", "beta3", "alpha", "eps", "weight_decay", "step", "gnorm_scale", "skip_zeros")
-        algorithm = ops.OPTIMIZERS[self.name]
-        ops.optimizer_8bit_blockwise(g, *self.tensors(), algorithm, *(h[key] for key in order), self.blocksize)
+        op, numbers = ops.optimizer_8bit_blockwise, [h[key] for key in order]
+        call(op, self.device, g, self.tensors(), ops.OPTIMIZERS[self.name], *numbers, self.blocksize)
 
 
 VARIANTS = {
@@ -155,7 +167,7 @@ def test_32bit(name, g_dtype, p_dtype, device):
     variants = VARIANTS | (BOUNDED if name in ("adam", "momentum", "rmsprop") else {})
     for (label, h), n in itertools.product(variants.items(), SIZES):
         g, p = inputs(n, g_dtype, p_dtype)
-        it = Float(name, p)
+        it = Float(name, p, device=device)
         expected_p, *expected, squared = reference.optimizer_32bit(name, g, p, it.states(), h)
         it.step(g, h)
         rounded = UNIT[g_dtype] if g_dtype is p_dtype else 0  # of g, where something was done to it
@@ -173,7 +185,7 @@ def test_8bit(name, g_dtype, p_dtype, device):
     differ = total = 0
     for (label, h), n in itertools.product(VARIANTS.items(), SIZES):
         g, p = inputs(n, g_dtype, p_dtype)
-        it = Blocks(name, p)
+        it = Blocks(name, p, device=device)
         expected_p, *expected = reference.optimizer_8bit_blockwise(name, g, p, it.states(), h)
         it.step(g, h)
         expected = [state for state, used in zip(expected, (True, name in TWO_MOMENTS, True), strict=True) if used]
@@ -191,7 +203,7 @@ def test_8bit(name, g_dtype, p_dtype, device):
 def test_it_trains(name, kind, device):
     """200 steps take a quadratic to less than a twentieth of where it began."""
     target = torch.randn(1000, generator=torch.Generator().manual_seed(3))
-    it = kind(name, torch.zeros(1000))
+    it = kind(name, torch.zeros(1000), device=device)
     for tensor in it.tensors()[1:]:
         if tensor.dtype is torch.uint8 or tensor.numel() not in (256, 0):
             tensor.zero_()
@@ -302,11 +314,11 @@ def test_bad_gradients_stay_where_they_are(name, device):
     g, p = inputs(1000, torch.float32, torch.float32)
     bad = torch.zeros(1000, dtype=torch.bool)
     bad[[3, 255, 256, 700]] = True
-    it = Blocks(name, p)
+    it = Blocks(name, p, device=device)
     it.step(torch.where(bad, float("nan"), g), numbers())
     assert it.p.isfinite().all() and torch.equal(it.p[bad], p[bad])
     assert all((state[bad] == 0).all() and state.isfinite().all() for state in it.states())
-    clean, it = Float(name, p), Float(name, p)
+    clean, it = Float(name, p, device=device), Float(name, p, device=device)
     clean.step(g, numbers())
     it.step(torch.where(bad, float("inf"), g), numbers())
     assert torch.equal(it.p[~bad], clean.p[~bad]) and not it.states()[0][bad].isfinite().any()
@@ -329,8 +341,8 @@ def test_small_moments_keep_their_sign(name):
 @pytest.mark.parametrize("kind", [Float, Blocks])
 @pytest.mark.parametrize("name", NAMES)
 def test_no_elements_and_no_dimensions(name, kind, device):
-    kind(name, torch.empty(0)).step(torch.empty(0), numbers())
-    it, flat = kind(name, torch.tensor([0.5])), kind(name, torch.tensor([0.5]))
+    kind(name, torch.empty(0), device=device).step(torch.empty(0), numbers())
+    it, flat = kind(name, torch.tensor([0.5]), device=device), kind(name, torch.tensor([0.5]), device=device)
     it.p = torch.tensor(0.5)
     it.step(torch.tensor(0.25), numbers())
     flat.step(torch.tensor([0.25]), numbers())
@@ -341,7 +353,7 @@ def test_no_elements_and_no_dimensions(name, kind, device):
 def test_zeros_are_skipped(kind, device):
     """With skip_zeros an element without gradient keeps p and its states; without it, momentum moves it."""
     g, p = inputs(1000, torch.float32, torch.float32)
-    kept, moved = kind("adam", p), kind("adam", p)
+    kept, moved = kind("adam", p, device=device), kind("adam", p, device=device)
     before = [state.clone() for state in kept.states()]
     kept.step(g, numbers(skip_zeros=True, weight_decay=0.1))
     moved.step(g, numbers(weight_decay=0.1))
@@ -355,7 +367,7 @@ def test_zeros_are_skipped(kind, device):
 def test_gradient_is_only_read(device):
     g, p = inputs(1000, torch.float32, torch.float32)
     view = g.repeat_interleave(2)[::2]  # not contiguous
-    before, it, plain = g.clone(), Blocks("adam", p), Blocks("adam", p)
+    before, it, plain = g.clone(), Blocks("adam", p, device=device), Blocks("adam", p, device=device)
     it.step(view, numbers(gnorm_scale=0.5))
     plain.step(g, numbers(gnorm_scale=0.5))
     assert torch.equal(g, before) and torch.equal(it.p, plain.p)
@@ -486,12 +498,63 @@ def test_leak(name, fails):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("kind", [Float, Blocks])
-def test_cuda_is_refused(kind):
+def test_blocks_of_a_gpu_have_256_elements():
     g, p = inputs(1000, torch.float32, torch.float32)
-    it = kind("adam", p)
-    for key, tensor in vars(it).items():
-        if isinstance(tensor, torch.Tensor):
-            setattr(it, key, tensor.cuda())
-    with pytest.raises(RuntimeError, match="optimizer kernels for CUDA are not there yet"):
-        it.step(g.cuda(), numbers())
+    it = Blocks("adam", p, blocksize=512, device="cuda")
+    with pytest.raises(RuntimeError, match="blocksize is 512: on a GPU it must be 256"):
+        it.step(g, numbers())
+
+
+# ---- codes on a GPU ----
+
+
+def near_thresholds(map: torch.Tensor) -> torch.Tensor:
+    """The middles between entries and their neighbours, and entries, all in [-1, 1]."""
+    middles = (map[1:] + map[:-1]) * 0.5
+    up, down = torch.nextafter(middles, torch.tensor(2.0)), torch.nextafter(middles, torch.tensor(-2.0))
+    found = torch.cat([middles, up, down, map, torch.tensor([0.0, -0.0, 2.0**-24, -(2.0**-24), 1e-30, -1e-30])])
+    return found[(found.abs() <= 1) & ((found.abs() >= 2.0**-126) | (found == 0))]  # a GPU knows no denormals
+
+
+def other_maps() -> dict[str, torch.Tensor]:
+    found = {"dynamic": maps.create_dynamic_map(), "linear": maps.create_linear_map(), "equal": torch.zeros(256)}
+    found |= {"unsigned": maps.create_dynamic_map(signed=False), "unsorted": found["linear"].flip(0)}
+    found["no zero"] = torch.cat([torch.linspace(-1, -1e-3, 128), torch.linspace(1e-3, 1, 128)])
+    found["nan"] = found["dynamic"].clone()
+    found["nan"][100] = float("nan")
+    return found
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("map", ["dynamic", "linear", "equal", "unsigned", "unsorted", "no zero", "nan"])
+def test_codes_of_a_gpu(map):
+    """Every code that the CPU gives: at thresholds and beside them, random states, blocks of zeros, NaN, infinities.
+
+    Momentum's first step and Adam with betas of 0 take the gradient itself and its square for states, and blocks with
+    a largest magnitude of 1 divide by 1.
+    """
+    values = other_maps()[map]
+    states = torch.cat([near_thresholds(values.nan_to_num()), near_thresholds(maps.create_dynamic_map())])
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(200_000, generator=generator).clamp(-1, 1) * torch.rand(200_000, generator=generator) ** 8
+    g = torch.cat([states, states.abs().sqrt(), random])
+    g = torch.nn.functional.pad(g, (0, -g.numel() % 255)).view(-1, 255)
+    g = torch.nn.functional.pad(g, (1, 0), value=1.0).flatten()
+    g = torch.cat([g, torch.zeros(256), hostile(1000, torch.float32)])
+    for name, h in (("momentum", numbers(step=1)), ("adam", numbers(beta1=0.0, beta2=0.0)), ("ademamix", numbers())):
+        results = []
+        for device in ("cpu", "cuda"):
+            it = Blocks(name, torch.zeros(g.numel()), device=device)
+            it.qmap1, it.qmap2 = values, values if name != "momentum" else it.qmap2
+            if name == "ademamix":
+                it.qmap2 = maps.create_dynamic_map(signed=False)
+            it.step(g, h)
+            results.append(it.tensors()[1:])
+        if name == "ademamix":  # scales of any kind: the reciprocal of the GPU is approximate
+            wrong = sum(int((a != b).sum()) for a, b in zip(*results, strict=True) if a.dtype is torch.uint8)
+            assert wrong <= 1e-3 * g.numel()
+        else:
+            whole = g.numel() - 1000  # behind them scales are no powers of two
+            for a, b in zip(*results, strict=True):
+                a, b = (a[:whole], b[:whole]) if a.numel() == g.numel() else (a[: whole // 256], b[: whole // 256])
+                assert same_bytes(a, b)

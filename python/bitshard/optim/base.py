@@ -39,7 +39,7 @@ class Optimizer8bit(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.initialized = False
         self.name2qmap: dict[str, Tensor] = {}
-        self._maps: list[Tensor] = []  # all that are in use, each once
+        self._maps: dict[int, Tensor] = {}  # by id: all that are in use, each once
         self.is_paged = is_paged
         self.page_mng = GlobalPageManager.get_instance()
         self.mng = GlobalOptimManager.get_instance()
@@ -152,17 +152,20 @@ class Optimizer8bit(torch.optim.Optimizer):
             for pindex, p in enumerate(group["params"])
             if p.grad is not None
         ]
-        new = [item for item in work if not self.state.get(item[1])]
-        for group, p, gindex, pindex in new:
-            self._check(group, p, gindex, pindex)
-        for group, p, gindex, pindex in new:
-            self.init_state(group, p, gindex, pindex)
-        self._update(work)
+        states = [self.state.get(item[1]) for item in work]
+        if not all(states):
+            new = [item for item, state in zip(work, states, strict=True) if not state]
+            for group, p, gindex, pindex in new:
+                self._check(group, p, gindex, pindex)
+            for group, p, gindex, pindex in new:
+                self.init_state(group, p, gindex, pindex)
+            states = [self.state[item[1]] for item in work]
+        self._update(work, states)
         return loss
 
-    def _update(self, work: list[tuple]) -> None:
+    def _update(self, work: list[tuple], states: list[dict]) -> None:
         """Update all parameters: what can be in one call, the others one by one."""
-        batches, single = self._batches(work)
+        batches, single = self._batches(work, states)
         for group, p, gindex, pindex in single:
             self._check(group, p, gindex, pindex)
         if batches and update_all([(settings, list(map(itemgetter(0), found))) for settings, found in batches.items()]):
@@ -177,7 +180,7 @@ class Optimizer8bit(torch.optim.Optimizer):
             self.prefetch_state(p)
             self.update_step(group, p, gindex, pindex)
 
-    def _batches(self, work: list[tuple]) -> tuple[dict[tuple, list[tuple]], list[tuple]]:
+    def _batches(self, work: list[tuple], states: list[dict]) -> tuple[dict[tuple, list[tuple]], list[tuple]]:
         """({settings: [(parameter as for `update_all`, its state)]}, work that must be done one by one)."""
         return {}, work
 
@@ -271,23 +274,28 @@ class _Stateful(Optimizer8bit):
             state["unorm_vec"] = torch.zeros((1,), device=layout.local(p).device)
         self.state[p].update(state)
 
-    def _batches(self, work: list[tuple]) -> tuple[dict[tuple, list[tuple]], list[tuple]]:
+    def _batches(self, work: list[tuple], states: list[dict]) -> tuple[dict[tuple, list[tuple]], list[tuple]]:
         """As above; one by one go what is bounded by max_unorm, paged or empty, and what a subclass updates."""
         if type(self).update_step is not _Stateful.update_step:
             return {}, work
         common = not (self.mng.pid2config or self.mng.index2config)
-        batches, single, settings = {}, [], {}
-        for item in work:
+        single, found = [], {}
+        for item, state in zip(work, states, strict=True):
             group, p, gindex, pindex = item
-            state = self.state[p]
             key = (gindex if common else (gindex, pindex), state["step"])
-            if key not in settings:
-                settings[key] = self._settings(self.get_config(gindex, pindex, group), int(key[1]) + 1)
-            parameter = None if settings[key] is None else self._parameter(p, state)
+            batch = found.get(key)
+            if batch is None:
+                settings = self._settings(self.get_config(gindex, pindex, group), int(key[1]) + 1)
+                batch = found[key] = (settings, [])
+            parameter = None if batch[0] is None else self._parameter(p, state)
             if parameter is None:
                 single.append(item)
             else:
-                batches.setdefault(settings[key], []).append((parameter, state))
+                batch[1].append((parameter, state))
+        batches: dict[tuple, list[tuple]] = {}
+        for settings, parameters in found.values():
+            if parameters:
+                batches.setdefault(settings, []).extend(parameters)
         return batches, single
 
     def _settings(self, config: dict[str, Any], step: int) -> tuple | None:
@@ -302,28 +310,31 @@ class _Stateful(Optimizer8bit):
     def _parameter(self, p: Tensor, state: dict[str, Any]) -> tuple | None:
         """A parameter as `update_all` takes it; None where it must be looked at closely."""
         g = p.grad
-        if is_dtensor(p):
+        if type(p) is not torch.nn.Parameter and is_dtensor(p):
             if not is_dtensor(g) or p.placements != g.placements or p.device_mesh != g.device_mesh:
                 return None
             p, g = p._local_tensor, g._local_tensor
         state1 = state["state1"]
-        if not p.numel() or getattr(state1, "is_paged", False):
+        if not p.numel() or (self.is_paged and getattr(state1, "is_paged", False)):
             return None
-        if state1.dtype != torch.uint8:
+        qmap1 = state.get("qmap1")
+        if qmap1 is None:
             return (g, p, state1, state.get("state2"), None, None, None, None)
-        maps = [self._shared_map(state, key) for key in ("qmap1", "qmap2")]
-        return (g, p, state1, state.get("state2"), *maps, state["absmax1"], state.get("absmax2"))
+        qmap2 = state.get("qmap2")
+        if id(qmap1) not in self._maps:
+            qmap1 = self._share_map(state, "qmap1")
+        if qmap2 is not None and id(qmap2) not in self._maps:
+            qmap2 = self._share_map(state, "qmap2")
+        return (g, p, state1, state.get("state2"), qmap1, qmap2, state["absmax1"], state.get("absmax2"))
 
-    def _shared_map(self, state: dict[str, Any], key: str) -> Tensor | None:
+    def _share_map(self, state: dict[str, Any], key: str) -> Tensor:
         """The map of a state; where an equal one is known, that one takes its place, for one launch serves one map."""
-        found = state.get(key)
-        if found is None or any(found is known for known in self._maps):
-            return found
-        for known in self._maps:
+        found = state[key]
+        for known in self._maps.values():
             if known.device == found.device and torch.equal(known, found):
                 state[key] = known
                 return known
-        self._maps.append(found)
+        self._maps[id(found)] = found
         return found
 
     def _map(self, name: str, device: torch.device) -> Tensor:

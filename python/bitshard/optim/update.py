@@ -66,8 +66,11 @@ def update_all(batches: list[tuple[tuple, list[tuple]]]) -> bool:
     """
     if not _C.optimizer_steps(batches):
         return False
-    for _, parameters in batches:
-        torch.autograd.graph.increment_version([entry[1] for entry in parameters if not entry[1].is_inference()])
+    changed = [entry[1] for _, parameters in batches for entry in parameters]
+    try:
+        torch.autograd.graph.increment_version(changed)
+    except RuntimeError:  # of inference tensors, which have none
+        torch.autograd.graph.increment_version([p for p in changed if not p.is_inference()])
     return True
 
 
