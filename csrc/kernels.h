@@ -163,11 +163,7 @@ typedef struct {
 
 /* What the CUDA kernels of optimizer.cu update in one launch, a kernel parameter of 30 KB (32,764 bytes are the most):
  * parameters of the same dtypes with the same numbers. The blocks of all of them are numbered through. */
-enum { BSH_STEP_BLOCK = 256, BSH_STEP_TENSORS = 504 };
-
-/* Shared memory of the tables of one map: `copies` of it, one for each bank where there is room, and 14 KiB. */
-enum { BSH_STEP_COPIES = 32, BSH_STEP_COPIES_SM75 = 1 };
-#define BSH_STEP_TABLE_BYTES(copies) ((copies) * 1024 + 14 * 1024)
+enum { BSH_STEP_BLOCK = 256, BSH_STEP_TENSORS = 504, BSH_STEP_THREADS = 1024 };
 
 typedef struct {
   const void *g;

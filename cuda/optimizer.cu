@@ -70,7 +70,7 @@ __device__ __forceinline__ bool is_negative(float a) { return __float_as_uint(a)
 // is moved by one, beyond either end too, where it wraps.
 template <typename T>
 __device__ __noinline__ uint32_t encode_any(const T &tables, bool keep_sign, float v, float state) {
-  const auto map = [&](int i) { return tables.map((uint32_t)i & 255); };
+  const auto map = [&](int i) { return tables.map[i & 255]; };
   int odd = 127;
   for (int step = 64; step > 1; step /= 2) odd += v > map(odd) ? step : -step;
   const int even = odd + (v > map(odd) ? 1 : -1);
@@ -85,7 +85,7 @@ __device__ __noinline__ uint32_t encode_any(const T &tables, bool keep_sign, flo
 // which none has more than one threshold. A cell and the bits of a magnitude of it add up to a number whose upper byte
 // is the code: what lies between is chosen so that the sum carries (or, of a negative number, borrows) from the
 // threshold on. A map of which that is not true is searched by encode_any.
-constexpr int kStepThreads = 1024; // 32 warps share the tables of codes
+constexpr int kStepThreads = BSH_STEP_THREADS; // 32 warps share the tables of codes
 
 template <bool kSigned> struct StateCodes {
   // The signed map has half as many entries of each sign.
@@ -94,19 +94,9 @@ template <bool kSigned> struct StateCodes {
   static constexpr uint32_t kOne = 127u << 23, kLeast = kOne - ((uint32_t)kOctaves << 23), kInside = (1u << kShift) - 1;
   static constexpr uint32_t kNever = 1u << 20; // more than a cell has, less than the byte below the code
 
-#if __CUDA_ARCH__ >= 800
-  static constexpr int kCopies = BSH_STEP_COPIES;
-#else
-  static constexpr int kCopies = BSH_STEP_COPIES_SM75;
-#endif
-
-  float maps[256 * kCopies]; // entry i of copy c is maps[i * kCopies + c]: with 32 copies no two lanes share a bank
-  float bounds[256];         // least number with a code of i + 1 or more; [255] is infinite
+  float map[256];
+  float bounds[256]; // least number with a code of i + 1 or more; [255] is infinite
   uint32_t cells[kSigns * kCells];
-
-  __device__ __forceinline__ float map(uint32_t code) const {
-    return maps[code * kCopies + (kCopies == 1 ? 0 : threadIdx.x % 32)];
-  }
 
   // How many bounds are <= v: the code of v, before its sign is looked at.
   __device__ __forceinline__ int count(float v) const {
@@ -122,7 +112,7 @@ template <bool kSigned> struct StateCodes {
   }
 
   __device__ __forceinline__ int with_sign(int code, bool negative) const {
-    return kSigned && is_negative(map(code & 255)) != negative ? code + (negative ? -1 : 1) : code;
+    return kSigned && is_negative(map[code & 255]) != negative ? code + (negative ? -1 : 1) : code;
   }
 
   // Whether v lies beyond code `code`, further from zero.
@@ -163,9 +153,9 @@ template <bool kSigned> struct StateCodes {
 
   // bounds, from map. False: not every map has them.
   __device__ __forceinline__ bool fill_bounds() {
-    bool fits = kSigned || map(0) >= 0.0f; // then the code of all below zero is that of zero
+    bool fits = kSigned || map[0] >= 0.0f; // then the code of all below zero is that of zero
     for (int i = threadIdx.x; i < 256; i += blockDim.x) {
-      const float entry = map(i), next = map(min(i + 1, 255));
+      const float entry = map[i], next = map[min(i + 1, 255)];
       const float middle = i < 255 ? v_mul(v_add(entry, next), 0.5f) : INFINITY;
       fits = fits && fabsf(entry) <= FLT_MAX && (i == 255 || entry < next);
       fits = fits && fabsf(middle) >= FLT_MIN;                        // its neighbours are normal too
@@ -202,7 +192,7 @@ template <bool kSigned> struct StateCodes {
   __device__ __forceinline__ bool fill(const float *source) {
     constexpr int kEach = kSigns * (kCells - 1) / kStepThreads, kPerSign = kStepThreads / kSigns;
     static_assert(kEach * kStepThreads == kSigns * (kCells - 1), "every thread fills as many cells");
-    for (int i = threadIdx.x; i < 256 * kCopies; i += kStepThreads) maps[i] = source[i / kCopies];
+    if (threadIdx.x < 256) map[threadIdx.x] = source[threadIdx.x];
     __syncthreads();
     bool fits = fill_bounds();
     __syncthreads();
@@ -503,7 +493,7 @@ __device__ __forceinline__ void load_codes(const uint8_t *codes, const S &span, 
 #pragma unroll
   for (int k = 0; k < kPerLane; k++) {
     const uint32_t code = __byte_perm(words[k / 4], 0, 0x4440 + k % 4);
-    states[k] = span.has(element_of<kWide>(k)) ? v_mul(tables.map(code), scale) : 0.0f;
+    states[k] = span.has(element_of<kWide>(k)) ? v_mul(tables.map[code], scale) : 0.0f;
   }
 }
 
@@ -576,10 +566,6 @@ template <> struct Tables<true> {
   StateCodes<true> first;
   StateCodes<false> second;
 };
-static_assert(sizeof(StateCodes<true>) <= BSH_STEP_TABLE_BYTES(StateCodes<true>::kCopies) &&
-                  sizeof(StateCodes<false>) <= BSH_STEP_TABLE_BYTES(StateCodes<false>::kCopies),
-              "shared memory that the host asks for");
-
 // False: nothing was written, for kWhole takes no gradients that are not numbers.
 template <bsh_optimizer kAlgorithm, Pair kPair, bool kWhole, typename T>
 __device__ __forceinline__ bool block_8bit(const bsh_step_list &list, const Place &place, const bsh_step_numbers &k,
@@ -615,8 +601,7 @@ __device__ __noinline__ void any_block_8bit(const bsh_step_list &list, uint32_t 
 
 template <bsh_optimizer kAlgorithm, Pair kPair> __device__ __forceinline__ void step_8bit(const bsh_step_list &list) {
   constexpr bool kTwo = Moments<kAlgorithm>::kTwo;
-  extern __shared__ float4 shared[];
-  Tables<kTwo> &tables = *reinterpret_cast<Tables<kTwo> *>(shared);
+  __shared__ Tables<kTwo> tables;
   wait_for_earlier_kernels();
   bsh_step_numbers k = numbers_of<kAlgorithm, kPair>(list);
   k.skip_zeros = false;
