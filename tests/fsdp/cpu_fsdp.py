@@ -13,6 +13,7 @@ import sys
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 
 
 def use_cpu(state):
@@ -23,6 +24,8 @@ def use_cpu(state):
 if not torch.cuda.is_available():
     PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
     PartialState.set_device = use_cpu
+    for config in (FullStateDictConfig, FullOptimStateDictConfig):
+        config.offload_to_cpu = property(lambda self: False, lambda self, value: None)
 
 sys.argv = sys.argv[1:]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0] or ".")
