@@ -104,6 +104,26 @@ static bsh_status read_second(bsh_call *const call, const int index, const char 
   return check_numel(call, &tensor, argument, 0);
 }
 
+typedef struct {
+  const char *argument;
+  const void *data; /* NULL where there is none */
+  int64_t bytes;
+} span;
+
+/* The first n_changed of n spans are written to: none of them may share memory with another, for kernels read and write
+ * several elements at a time. */
+static bsh_status check_apart(const bsh_call *const call, const span *const spans, const int n_changed, const int n) {
+  for (int i = 0; i < n_changed; i++) {
+    for (int j = i + 1; j < n; j++) {
+      const uintptr_t a = (uintptr_t)spans[i].data, b = (uintptr_t)spans[j].data;
+      if (!a || !b || a + (uintptr_t)spans[i].bytes <= b || b + (uintptr_t)spans[j].bytes <= a) continue;
+      return bsh_fail(BSH_BAD_VALUE, "%s: %s and %s share memory, and %s is changed in place", call->op,
+                      spans[i].argument, spans[j].argument, spans[i].argument);
+    }
+  }
+  return BSH_OK;
+}
+
 static int64_t n_first_moments(const bsh_optimizer algorithm) { return algorithm == BSH_ADEMAMIX ? 2 : 1; }
 
 static bsh_status no_cuda_yet(const bsh_call *const call) {
@@ -141,6 +161,12 @@ bsh_status bsh_op_optimizer_32bit(bsh_call *const call) {
   args.g = g.data;
   args.p = p.data;
   args.n = g.numel;
+  const span spans[] = {{"p", p.data, p.numel * dtype_size(args.p_dtype)},
+                        {"state1", args.state1, n_first * 4},
+                        {"state2", args.state2, g.numel * 4},
+                        {"unorm", args.unorm, 4},
+                        {"g", g.data, g.numel * dtype_size(args.g_dtype)}};
+  BSH_TRY(check_apart(call, spans, 4, 5));
   return bsh_on_cuda(&g) ? no_cuda_yet(call) : bsh_cpu_optimizer_32bit(&args);
 }
 
@@ -167,5 +193,14 @@ bsh_status bsh_op_optimizer_8bit_blockwise(bsh_call *const call) {
   args.g = g.data;
   args.p = p.data;
   args.n = g.numel;
+  const span spans[] = {{"p", p.data, p.numel * dtype_size(args.p_dtype)},
+                        {"state1", args.state1, n_first},
+                        {"state2", args.state2, g.numel},
+                        {"absmax1", args.absmax1, n_moments * n_blocks * 4},
+                        {"absmax2", args.absmax2, n_blocks * 4},
+                        {"g", g.data, g.numel * dtype_size(args.g_dtype)},
+                        {"qmap1", args.map1, 256 * 4},
+                        {"qmap2", args.map2, 256 * 4}};
+  BSH_TRY(check_apart(call, spans, 5, 8));
   return bsh_on_cuda(&g) ? no_cuda_yet(call) : bsh_cpu_optimizer_8bit_blockwise(&args);
 }
