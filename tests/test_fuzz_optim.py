@@ -262,10 +262,10 @@ def test_damaged_calls(kind):
         taken += 1
         if len(strided(tensors)) == len(tensors):
             op(*own.values())
-            assert all(same_bytes(t, u) for t, u in zip(a.values(), own.values(), strict=True) if t is not u), {
-                key: value if not isinstance(value, torch.Tensor) else (value.dtype, tuple(value.shape))
-                for key, value in a.items()
-            }
+            left, right = ([v for v in it.values() if isinstance(v, torch.Tensor)] for it in (a, own))
+            alone = [not any(overlaps(t, u) for u in tensors if u is not t) for t in left]  # unorm is not always used
+            shapes = {key: (v.dtype, tuple(v.shape)) for key, v in a.items() if isinstance(v, torch.Tensor)}
+            assert all(same_bytes(t, u) for t, u, one in zip(left, right, alone, strict=True) if one), shapes
     assert taken > 500 and refused > 500, (taken, refused)
 
 
