@@ -5,8 +5,8 @@ not collect it.
     python tests/run_upstream_suite.py --optim PATH [pytest options]      # needs the package lion-pytorch
 
 PATH is a checkout of bitsandbytes 0.50.2 (a tag or commit near it), whose `tests/` are run against the `bitsandbytes`
-that this Python imports: 1,308 of them pass, as on the original's own CPU build. Of the optimizers' tests none may fail;
-on a CPU they skip the paged ones, and everywhere LARS, momentum and RMSprop in bfloat16. Nothing is written to the
+that this Python imports: 1,308 of them pass, as on the original's own CPU build. Of the optimizers' tests none may
+fail; on a CPU they skip paged ones, and everywhere LARS, momentum and RMSprop in bfloat16. Nothing is written to the
 checkout.
 """
 

@@ -4,7 +4,9 @@
 
 accelerate follows an FSDP config only where it finds an accelerator; on a CPU it drops the config without a word and
 runs DDP, which looks right and shards nothing. Three things change that: the gloo backend, a distributed type that FSDP
-may follow, and the CPU as the device. With a GPU this file does nothing but run the script.
+may follow, and the CPU as the device. A fourth lets FSDP1 write whole state dicts: "offloading" to the CPU, where they
+are already, torch 2.13 frees the storage that it then reads, and hands out one buffer for all states of a parameter.
+With a GPU this file does nothing but run the script.
 """
 
 import runpy
