@@ -474,15 +474,15 @@ def test_bad_state_dicts_change_nothing(kind):
     [
         ("AdamW8bit", "Lion8bit", "this algorithm has one state"),
         ("Lion32bit", "AdamW32bit", "no state2"),
-        ("AdamW32bit", "AdEMAMix", "state1 has shape"),
-        ("AdEMAMix8bit", "AdamW8bit", "state1 has shape"),
+        ("AdamW32bit", "AdEMAMix", "2 betas, this optimizer 3"),
+        ("AdEMAMix8bit", "AdamW8bit", "3 betas, this optimizer 2"),
     ],
 )
 def test_state_dicts_of_other_algorithms(source, target, text):
     params = [parameter(64, 100)]
     optimizer = make(source, params)
     train(optimizer, params, range(1))
-    with pytest.raises(ValueError, match=rf"state of parameter 0 .*{text}"):
+    with pytest.raises(ValueError, match=text):
         make(target, params).load_state_dict(optimizer.state_dict())
 
 
