@@ -8,16 +8,19 @@ file has them.
 
 from bitshard.sharding.in_place import gather_in_place
 from bitshard.sharding.late_adapters import shard_adapters
+from bitshard.sharding.planner import LoadPlanner, load_checkpoint
 from bitshard.sharding.report import Share, describe, measure
 from bitshard.sharding.rows import quantize
 from bitshard.sharding.save import save_pretrained
 from bitshard.sharding.state_dicts import full_state_dict, load_full_state_dict
 
 __all__ = [
+    "LoadPlanner",
     "Share",
     "describe",
     "full_state_dict",
     "gather_in_place",
+    "load_checkpoint",
     "load_full_state_dict",
     "measure",
     "quantize",

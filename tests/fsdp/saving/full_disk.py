@@ -1,25 +1,21 @@
 """Saving where a disk is full: all ranks raise, and what was there before is there still.
 
-    torchrun --nproc-per-node 2 tests/fsdp/cpu_fsdp.py tests/fsdp/saving/faults.py --dir DIR --out DIR/faults
-
-`--only killed_<rank>` saves a good checkpoint and then another over it, in which that rank is killed.
+The checks run in streamed.py's launch.
 """
 
 import contextlib
 import errno
-import functools
 import os
-import signal
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from bitshard import fsdp
-from bitshard.sharding import save
+from bitshard.sharding.files import CheckpointFiles
 from models import CELLS, LIMIT, reference
-from shared import linears, rank, refused, run, start
-from streamed import assert_same, target_of, whole
+from shared import rank, refused
+from ways import assert_same, target_of, whole
 
 
 @contextlib.contextmanager
@@ -74,16 +70,16 @@ def check_no_room(folder):
     """A disk that has too little room is known before anything is gathered."""
     model = whole(folder, CELLS[0], lambda model: model)
     target = target_of(folder, "no-room")
-    usage = save.CheckpointFiles._require_room
+    usage = CheckpointFiles._require_room
 
     def no_room(files, needed):
         return usage(files, 1 << 60)
 
-    save.CheckpointFiles._require_room = no_room
+    CheckpointFiles._require_room = no_room
     try:
         text = refused(lambda: fsdp.save_pretrained(model, target), "do not fit on the disk", kinds=OSError)
     finally:
-        save.CheckpointFiles._require_room = usage
+        CheckpointFiles._require_room = usage
     dist.barrier()
     assert list(Path(target).iterdir()) == []
     return text
@@ -95,30 +91,4 @@ def check_unwritable(folder):
     refused(lambda: fsdp.save_pretrained(model, f"{folder}/dense/config.json/x"), "config.json", kinds=OSError)
 
 
-def check_killed(victim, folder):
-    """In the middle of a save over a good checkpoint a rank is killed; the others end."""
-    model = whole(folder, CELLS[0], lambda model: model)
-    target = target_of(folder, f"killed-{victim}")
-    fsdp.save_pretrained(model, target, max_shard_size=LIMIT)
-    for layer in linears(model).values():
-        layer.weight._local_tensor.plain().view(-1).view(torch.uint8)[::7] ^= 0x11
-        layer.packed_weight.state.checksum = None
-    gathered, pieces = save._whole, [0]
-
-    def dies(piece):
-        pieces[0] += 1
-        if rank() == victim and pieces[0] == 9:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return gathered(piece)
-
-    save._whole = dies
-    fsdp.save_pretrained(model, target, max_shard_size=LIMIT)
-    print("saved without a rank", flush=True)
-
-
 CHECKS = {"full_disk": check_full_disk, "no_room": check_no_room, "unwritable": check_unwritable}
-
-if __name__ == "__main__":
-    arguments = start()
-    killed = {f"killed_{victim}": functools.partial(check_killed, victim) for victim in (0, 1)}
-    run(killed if arguments.only else CHECKS, arguments)
