@@ -63,7 +63,7 @@ def make_wide(folder):
         vocab_size=128,
         hidden_size=384,
         intermediate_size=768,
-        num_hidden_layers=6,
+        num_hidden_layers=5,
         num_attention_heads=4,
         num_key_value_heads=4,
         tie_word_embeddings=False,

@@ -50,11 +50,6 @@ def native_sharded(folder, cell, adapt):
     return model
 
 
-def replicas(folder, cell, adapt):
-    """Two replicas of two shards."""
-    return adapt(load(folder, *cell, distributed_config=DistributedConfig(fsdp_size=2, dp_replicate_size=2)))
-
-
 def fsdp1(folder, cell, adapt, orig=False):
     """FSDP1: a unit for each decoder layer, and for each module with what is trained."""
     with environment(**{SIGNAL: "false"}):
@@ -77,7 +72,7 @@ def fsdp1_orig(folder, cell, adapt):
     return fsdp1(folder, cell, adapt, orig=True)
 
 
-WAYS = {way.__name__: way for way in (whole, cut, parts, native, native_sharded, replicas, fsdp1, fsdp1_orig)}
+WAYS = {way.__name__: way for way in (whole, cut, parts, native, native_sharded, fsdp1, fsdp1_orig)}
 
 
 def target_of(folder, name):
