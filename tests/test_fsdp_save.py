@@ -17,6 +17,12 @@ from fsdp.launch import WORKERS, launch, run
 from helpers.bytes import same_bytes
 from safetensors.torch import load_file
 
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("peft", reason="peft is not installed")
+
+from peft import LoraConfig, get_peft_model  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
 SAVING = WORKERS / "saving"
 LIMIT = 240
 WAYS = "whole cut native native_sharded fsdp1 fsdp1_orig parts".split()
@@ -180,3 +186,22 @@ def test_a_tensor_that_two_modules_share_is_saved_once(tmp_path):
     assert {key: value.dtype for key, value in found.items()} == dict.fromkeys(
         ("0.weight", "0.bias", "1.bias"), torch.bfloat16
     )
+
+
+def test_tied_embeddings(tmp_path):
+    """Saved once, as transformers does; twice, and no longer tied, where peft has trained a copy of the head."""
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "theirs")
+    fsdp.save_pretrained(model, tmp_path / "ours")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["default"].weight.add_(1)
+    fsdp.save_pretrained(model, tmp_path / "base")
+    assert (tmp_path / "base" / "model.safetensors").read_bytes() == (tmp_path / "ours/model.safetensors").read_bytes()
+    fsdp.save_pretrained(model, tmp_path / "merged", merge=True)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.equal(loaded.lm_head.weight, loaded.model.embed_tokens.weight + 1)

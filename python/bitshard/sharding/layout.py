@@ -67,9 +67,8 @@ class Piece:
                 found[self.name_of(name)] = Entry(dtype, tuple(self.held.state.shape))
             else:
                 entry = self.flat.get(name) or _entry(self.tensor(name))
-                if dtype is not None and entry.dtype.is_floating_point:
-                    entry.dtype = dtype
-                found[self.name_of(name)] = entry
+                cast = dtype is not None and entry.dtype.is_floating_point
+                found[self.name_of(name)] = Entry(dtype, entry.shape) if cast else entry
         if self.held is not None and dtype is None:
             found.update(self._scale_entries())
         return found

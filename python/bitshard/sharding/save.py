@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from bitshard import functional, gather
+from bitshard.inventory import holders
 from bitshard.sharding import layout, merging
 from bitshard.sharding.files import CheckpointFiles, Entry, byte_count
 from bitshard.sharding.layout import Piece
@@ -67,13 +68,17 @@ def save_pretrained(
         ValueError: arguments that cannot be, or that the ranks do not share; weights that are not quantized yet; bytes
             that are not those that were quantized.
     """
-    _check(dtype, max_shard_size)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # what a forward has left gathered is of FSDP2's param_dtype
-    pieces = layout.pieces(model, merge)
-    entries = {key: entry for piece in pieces for key, entry in piece.entries(dtype).items()}
-    ranks = _Ranks(any(map(_is_sharded, pieces)))
+    ranks, pieces, entries, error = _Ranks(_is_sharded(model)), [], {}, None
+    try:
+        _check(dtype, max_shard_size)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what a forward has left gathered is of FSDP2's param_dtype
+        pieces = layout.pieces(model, merge)
+        entries = {key: entry for piece in pieces for key, entry in piece.entries(dtype).items()}
+    except Exception as failure:
+        error = failure
+    ranks.agree(error)
     ranks.require_same(hashlib.sha256(repr((entries, dtype, merge, max_shard_size)).encode()).hexdigest())
     if not ranks.collective and ranks.rank > 0:
         return
@@ -82,7 +87,7 @@ def save_pretrained(
             writer.write(lambda piece=piece, tensors=tensors: _converted(piece, tensors, dtype))
             tensors.clear()
         parameters = sum(math.prod(_shape(piece, name)) for piece in pieces for name in piece.names)
-        writer.finish(lambda: _configs(model, dtype, pieces), parameters)
+        writer.finish(lambda: _configs(model, dtype, pieces, entries), parameters)
 
 
 def _check(dtype: torch.dtype | None, max_shard_size: int | str) -> None:
@@ -91,11 +96,10 @@ def _check(dtype: torch.dtype | None, max_shard_size: int | str) -> None:
     byte_count(max_shard_size)
 
 
-def _is_sharded(piece: Piece) -> bool:
-    held = piece.held
-    if piece.unit is not None or (held is not None and (held.shard is not None or held.state.part is not None)):
+def _is_sharded(model: nn.Module) -> bool:
+    if FullyShardedDataParallel.fsdp_modules(model) or any(map(gather.is_dtensor, model.parameters())):
         return True
-    return any(gather.is_dtensor(piece.tensor(name)) for name in piece.names)
+    return any(held.shard is not None or held.state.part is not None for _, held in holders(model))
 
 
 def _shape(piece: Piece, name: str) -> Any:
@@ -237,7 +241,9 @@ def _verify(packed: Tensor, state: Any, kept: Any, key: str) -> None:
     verify(packed, known, key)
 
 
-def _configs(model: nn.Module, dtype: torch.dtype | None, pieces: list[Piece]) -> dict[str, bytes]:
+def _configs(
+    model: nn.Module, dtype: torch.dtype | None, pieces: list[Piece], entries: dict[str, Entry]
+) -> dict[str, bytes]:
     """The files beside the weights that transformers writes: name -> content. Only for a model with a config."""
     inner = layout.unwrapped(model)
     if not hasattr(getattr(inner, "config", None), "save_pretrained"):
@@ -247,6 +253,8 @@ def _configs(model: nn.Module, dtype: torch.dtype | None, pieces: list[Piece]) -
     config.architectures = [type(inner).__name__.removeprefix("FSDP")]
     if dtype is not None and hasattr(config, "quantization_config"):
         del config.quantization_config
+    if getattr(config, "tie_word_embeddings", False) and entries.keys() & set(getattr(inner, "_tied_weights_keys", None) or ()):
+        config.tie_word_embeddings = False  # peft has trained a copy of one of the two
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         if getattr(inner, "generation_config", None) is not None and inner.can_generate():

@@ -50,7 +50,8 @@ def load_full_state_dict(
 ) -> None:
     """Load whole tensors, packed in any storage dtype, into a model sharded by FSDP2 or FSDP1. A collective.
 
-    Every rank has `state_dict`, or under FSDP2 with `broadcast_from_rank0` rank 0 alone. ValueError for sizes that do not fit.
+    Every rank has `state_dict`, or under FSDP2 with `broadcast_from_rank0` rank 0 alone. ValueError for sizes that do
+    not fit.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 

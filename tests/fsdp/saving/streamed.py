@@ -67,6 +67,7 @@ def check_misuse(folder):
     refused(lambda: save(merge=True), "no adapters")
     refused(lambda: save(dtype=torch.uint8), "dtype=torch.uint8")
     refused(lambda: save(max_shard_size="5 apples"), "5 apples")
+    refused(lambda: save(merge=rank() == 1), "no adapters")  # on one rank only
     refused(lambda: save(max_shard_size="5GB" if rank() else "6GB"), "different things")
     assert not Path(target).exists()
 
