@@ -253,7 +253,8 @@ def _configs(
     config.architectures = [type(inner).__name__.removeprefix("FSDP")]
     if dtype is not None and hasattr(config, "quantization_config"):
         del config.quantization_config
-    if getattr(config, "tie_word_embeddings", False) and entries.keys() & set(getattr(inner, "_tied_weights_keys", None) or ()):
+    tied = set(getattr(inner, "_tied_weights_keys", None) or ())
+    if getattr(config, "tie_word_embeddings", False) and entries.keys() & tied:
         config.tie_word_embeddings = False  # peft has trained a copy of one of the two
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
