@@ -44,7 +44,8 @@ def load(
             themselves, other models stay dense.
         dtype: of everything that is not packed, and of the container of what is; None: what the config says.
         adapters: a config of peft, or a function that is called with each unit of `units` before it is sharded. All
-            that was loaded is then frozen. After a config the model is what `model.add_adapter(config)` makes of it.
+            that was loaded is then frozen. After a config the model is what `model.add_adapter(config)` makes of it,
+            with adapters of the model's dtype.
         units: the modules of a model on the meta device that are sharded by themselves; default: as above. One inside
             another is sharded first, and loaded with it.
         build: makes the model from the config and `dtype`; default: `AutoModelForCausalLM.from_config`.
@@ -59,7 +60,7 @@ def load(
         raise ValueError("load: there is no process group; start the script with torchrun and call init_process_group")
     skeleton, reader = together("load", lambda: begin(source, files, quantization_config, dtype, build, device))
     found = skeleton.units() if units is None else units(skeleton.model)
-    adapt = _adapter(adapters, found)
+    adapt = _adapter(adapters, found, skeleton.dtype)
     for unit in shown(outermost(found), progress):
         together(f"load: {unit_name(skeleton.model, unit)}", lambda unit=unit: _fill(skeleton, unit, reader, adapt))
         for inner in _inside_out(unit, found):
@@ -162,11 +163,11 @@ def shown(units: list[nn.Module], progress: bool) -> Iterable[nn.Module]:
 # ---- adapters ----
 
 
-def _adapter(adapters: Any, units: list[nn.Module]) -> Any:
+def _adapter(adapters: Any, units: list[nn.Module], dtype: torch.dtype) -> Any:
     if adapters is None:
         return None
     if not callable(adapters):
-        return _Peft(adapters, units)
+        return _Peft(adapters, units, dtype)
 
     def adapt(unit: nn.Module) -> None:
         _freeze(unit)
@@ -183,8 +184,8 @@ class _Peft:
             inside units.
     """
 
-    def __init__(self, config: Any, units: list[nn.Module]):
-        self.config = copy.copy(config)
+    def __init__(self, config: Any, units: list[nn.Module], dtype: torch.dtype):
+        self.config, self.dtype = copy.copy(config), dtype
         if config.target_modules == "all-linear":
             names = {name for unit in units for name, part in unit.named_modules() if isinstance(part, nn.Linear)}
             self.config.target_modules = {name.rpartition(".")[2] for name in names}
@@ -195,3 +196,6 @@ class _Peft:
         _freeze(unit)
         if any(isinstance(module, nn.Linear) for module in unit.modules()):
             inject_adapter_in_model(copy.copy(self.config), unit)
+            for parameter in unit.parameters():
+                if parameter.requires_grad:  # of another dtype where the files were quantized in another
+                    parameter.data = parameter.data.to(self.dtype)
