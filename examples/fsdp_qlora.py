@@ -190,10 +190,10 @@ def load_with_transformers(options: argparse.Namespace) -> nn.Module:
         options.model,
         dtype=dtype_of(options),
         quantization_config=quantization(options),
-        device_map={"": device()},
+        device_map={"": "cpu" if on_host else device()},
     )
     del os.environ["BITSHARD_CUT"]
-    return model.to("cpu") if on_host else model
+    return model
 
 
 def without_weights(options: argparse.Namespace) -> nn.Module:
@@ -382,7 +382,7 @@ def train(options: argparse.Namespace) -> list[float]:
     """Load, shard, train and save; the loss of each step. There must be a process group."""
     reason = impossible(options)
     if reason:
-        sys.exit(f"fsdp_qlora: {reason}")
+        sys.exit(f"fsdp_qlora: {reason}" if dist.get_rank() == 0 else 1)
     model = load(options)
     model.config.use_cache = False
     if options.checkpointing:
@@ -416,16 +416,15 @@ def trained_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, whole.detach().cpu()
         return
     for path, unit in model.named_modules():
-        flat = [parameter for parameter in unit.parameters(recurse=False) if parameter.requires_grad]
-        if not flat or not isinstance(unit, FullyShardedDataParallel):
+        if not isinstance(unit, FullyShardedDataParallel):
+            continue
+        if not any(parameter.requires_grad for parameter in unit.module.parameters(recurse=False)):  # its flat one
             continue
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
             for name, parameter in unit.module.named_parameters():
                 if "_flat_param" not in name:  # of a unit inside
-                    yield (
-                        f"{path}.{name}".replace("_fsdp_wrapped_module.", "").lstrip("."),
-                        parameter.detach().cpu().clone(),
-                    )
+                    whole = f"{path}.{name}".replace("_fsdp_wrapped_module.", "").lstrip(".")
+                    yield whole.replace("._fsdp_wrapped_module", ""), parameter.detach().cpu().clone()
 
 
 def save(model: nn.Module, options: argparse.Namespace) -> None:
@@ -434,17 +433,21 @@ def save(model: nn.Module, options: argparse.Namespace) -> None:
     tensors = {}
     for name, tensor in trained_tensors(model):
         if dist.get_rank() == 0:
-            inner = name.replace("_fsdp_wrapped_module.", "").removeprefix("base_model.model.")
-            tensors[inner if full else f"base_model.model.{inner.replace('.default', '')}"] = tensor
+            tensors[name if full else name_in_file(name)] = tensor
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / ("model.safetensors" if full else "adapter_model.safetensors"), {"format": "pt"})
         if full:
             AutoConfig.from_pretrained(options.model).save_pretrained(folder)
         else:
-            config = model.peft_config["default"]
-            config.save_pretrained(folder)
+            model.peft_config["default"].save_pretrained(folder)
     dist.barrier()
+
+
+def name_in_file(name: str) -> str:
+    """Of an adapter's tensor, as peft saves it."""
+    name = name.removeprefix("base_model.model.").replace(".default", "")
+    return "base_model.model." + name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
 def report(line: str) -> None:
@@ -455,6 +458,7 @@ def report(line: str) -> None:
 
 def main() -> None:
     """Join the process group that torchrun describes, or one of one process, and train."""
+    options = parse()  # before there is a group, in which rank 0 alone would write the tiny model
     for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("MASTER_ADDR", "localhost")):
         os.environ.setdefault(name, str(value))
     os.environ.setdefault("MASTER_PORT", "29511")
@@ -463,7 +467,7 @@ def main() -> None:
     else:
         cpu_fsdp.send_states()
     dist.init_process_group("cpu:gloo,cuda:nccl" if CUDA else "gloo")  # norms of offloaded gradients meet on the CPU
-    losses = train(parse())
+    losses = train(options)
     report(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     cpu_fsdp.leave()
 

@@ -17,9 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 def make(folder: Path) -> tuple[Path, Path]:
-    """Folder of the model and file of the text below `folder`, made on the first call."""
+    """Folder of the model and file of the text below `folder`, made on the first call.
+
+    Every process of a launch may call it, before it joins a process group, in which transformers saves on rank 0 only.
+    """
     if not folder.exists():
-        part = folder.with_name(f"{folder.name}.{os.getpid()}")  # every process of a launch may be here
+        part = folder.with_name(f"{folder.name}.{os.getpid()}")
         write(part)
         try:
             part.rename(folder)  # fails where another one was faster
