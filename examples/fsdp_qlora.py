@@ -118,22 +118,22 @@ def impossible(options: argparse.Namespace) -> str | None:
 
 
 def load(options: argparse.Namespace) -> nn.Module:
-    """The model with its adapters; sharded already with --low-memory under FSDP2."""
+    """The model with its adapters; with --low-memory under FSDP2 sharded already."""
     torch.manual_seed(options.seed)  # the adapters' random matrices, the same on every process
-    if options.low_memory and options.fsdp == 2 and options.train_type != "hf_qlora":
-        return load_by_units(options)
-    whole = not options.low_memory or options.fsdp == 2
     if options.train_type == "hf_qlora":
-        model = load_with_transformers(options) if whole or dist.get_rank() == 0 else without_weights(options)
-        if not whole:
-            bitshard.fsdp.send_quant_states(model)
-    elif whole:
+        model = load_with_transformers(options)
+    elif not options.low_memory:
         model = load_whole(options)
+    elif options.fsdp == 2:
+        return load_by_units(options)
     else:
         settings = {"dtype": dtype_of(options), "quantization_config": quantization(options)}
         model = bitshard.fsdp.load_on_rank0(options.model, **settings)
-    if options.train_type == "full":
-        return model
+    return model if options.train_type == "full" else with_adapters(model, options)
+
+
+def with_adapters(model: nn.Module, options: argparse.Namespace) -> nn.Module:
+    """peft's model, with adapters of the dtype that everything else has: one unit of FSDP1 has one dtype."""
     model = get_peft_model(model, lora(options), autocast_adapter_dtype=False)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -184,15 +184,20 @@ def quantize(model: nn.Module, options: argparse.Namespace) -> None:
 
 def load_with_transformers(options: argparse.Namespace) -> nn.Module:
     """`from_pretrained`; with --low-memory each rank keeps its part (FSDP2), or rank 0 has all of it on the host."""
-    os.environ["BITSHARD_CUT"] = "1" if options.low_memory and options.fsdp == 2 else "0"
-    on_host = options.low_memory and options.fsdp == 1
-    model = AutoModelForCausalLM.from_pretrained(
-        options.model,
-        dtype=dtype_of(options),
-        quantization_config=quantization(options),
-        device_map={"": "cpu" if on_host else device()},
-    )
-    del os.environ["BITSHARD_CUT"]
+    one_reads = options.low_memory and options.fsdp == 1
+    if one_reads and dist.get_rank() > 0:
+        model = without_weights(options)
+    else:
+        os.environ["BITSHARD_CUT"] = str(int(options.low_memory and options.fsdp == 2))
+        model = AutoModelForCausalLM.from_pretrained(
+            options.model,
+            dtype=dtype_of(options),
+            quantization_config=quantization(options),
+            device_map={"": "cpu" if one_reads else device()},
+        )
+        del os.environ["BITSHARD_CUT"]
+    if one_reads:
+        bitshard.fsdp.send_quant_states(model)
     return model
 
 
@@ -336,6 +341,8 @@ def batches(options: argparse.Namespace) -> Iterator[torch.Tensor]:
     ids = AutoTokenizer.from_pretrained(options.model)(Path(options.text).read_text(encoding="utf-8"), verbose=False)
     rows = torch.tensor(ids["input_ids"])
     rows = rows[: len(rows) // options.length * options.length].view(-1, options.length)
+    if not len(rows):
+        sys.exit(f"fsdp_qlora: {options.text} has fewer than --length {options.length} tokens")
     world, rank, number = dist.get_world_size(), dist.get_rank(), 0
     while True:
         first = (number * world + rank) * options.batch
@@ -385,6 +392,9 @@ def train(options: argparse.Namespace) -> list[float]:
         sys.exit(f"fsdp_qlora: {reason}" if dist.get_rank() == 0 else 1)
     model = load(options)
     model.config.use_cache = False
+    for layer in model.modules():
+        if isinstance(layer, bnb.nn.Linear4bit):  # 4-bit files name a dtype of their own
+            layer.compute_dtype = PRECISIONS[options.precision].compute
     if options.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = shard(model, options).train()

@@ -7,6 +7,7 @@ import json
 import sys
 
 import pytest
+from bitshard import fsdp as bitshard_fsdp
 from fsdp.launch import WORKERS, launch, run
 from test_fsdp_parts import CELLS, FAULTS, HALF, LIMIT, MODELS, options
 
@@ -35,3 +36,9 @@ def test_all_checks_ran(found):
 def test_loaded_unit_by_unit(found, name):
     for rank, results in enumerate(found):
         assert "error" not in results[name], f"rank {rank}: {results[name]['trace']}"
+
+
+@pytest.mark.parametrize("load", [bitshard_fsdp.load, bitshard_fsdp.load_on_rank0])
+def test_without_a_process_group_it_says_so(load, tmp_path):
+    with pytest.raises(ValueError, match="no process group"):
+        load(tmp_path)
