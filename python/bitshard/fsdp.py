@@ -9,10 +9,12 @@ file has them.
 from bitshard.sharding.in_place import gather_in_place
 from bitshard.sharding.late_adapters import shard_adapters
 from bitshard.sharding.planner import LoadPlanner, load_checkpoint
+from bitshard.sharding.rank0 import load_on_rank0, materialize, send_quant_states
 from bitshard.sharding.report import Share, describe, measure
 from bitshard.sharding.rows import quantize
 from bitshard.sharding.save import save_pretrained
 from bitshard.sharding.state_dicts import full_state_dict, load_full_state_dict
+from bitshard.sharding.units import load
 
 __all__ = [
     "LoadPlanner",
@@ -20,10 +22,14 @@ __all__ = [
     "describe",
     "full_state_dict",
     "gather_in_place",
+    "load",
     "load_checkpoint",
     "load_full_state_dict",
+    "load_on_rank0",
+    "materialize",
     "measure",
     "quantize",
     "save_pretrained",
+    "send_quant_states",
     "shard_adapters",
 ]

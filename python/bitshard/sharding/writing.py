@@ -25,8 +25,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bitshard.sharding.reading import INDEX
+
 _PARTIAL = ".bitshard-partial"
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 # safetensors' names, from the first in a file to the last
 _DTYPES = {
     torch.int64: "I64",
@@ -234,10 +236,10 @@ class CheckpointFiles:
         others = {name: data for name, data in others.items() if not self._holds(name, data)}
         single = len(self.files) == 1
         if not single:
-            others[_INDEX] = self._index(parameters)
+            others[INDEX] = self._index(parameters)
         for name, data in others.items():
             _write_file(self.folder / f"{name}{_PARTIAL}", data)
-        last = _SINGLE if single else _INDEX
+        last = _SINGLE if single else INDEX
         for name in [*(file.name for file in self.files), *others]:
             if name != last:
                 self._rename(name)
@@ -257,10 +259,10 @@ class CheckpointFiles:
 
     def _earlier(self) -> list[str]:
         """Files of the checkpoint that the folder has now. Of two, as readers do, the one in a single file first."""
-        names = [name for name in (_SINGLE, _INDEX) if (self.folder / name).is_file()]
-        if _INDEX in names:
+        names = [name for name in (_SINGLE, INDEX) if (self.folder / name).is_file()]
+        if INDEX in names:
             try:
-                listed = json.loads((self.folder / _INDEX).read_bytes())["weight_map"].values()
+                listed = json.loads((self.folder / INDEX).read_bytes())["weight_map"].values()
                 names += sorted({name for name in listed if re.fullmatch(r"model[\w.-]*\.safetensors", name)})
             except (ValueError, KeyError, AttributeError, TypeError):
                 pass  # no index that anybody can read, so nothing is known to belong to it
