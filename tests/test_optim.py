@@ -364,11 +364,14 @@ def bad_gradients():
     elsewhere.grad = torch.zeros(4, device="meta")
     shared = nn.Parameter(torch.zeros(1).expand(4))
     shared.grad = torch.ones(4)
+    own = nn.Parameter(torch.ones(4))
+    own.grad = own.detach()
     return {
         "sparse": (sparse, TypeError, "sparse"),
         "float64": (double, TypeError, "float64"),
         "device": (elsewhere, NotImplementedError, "optimizer kernels for META are not there yet"),
         "overlap": (shared, ValueError, "share memory"),
+        "gradient": (own, ValueError, "its gradient share memory"),
     }
 
 
@@ -385,6 +388,18 @@ def test_nothing_changes_where_one_parameter_is_bad(kind, name):
     with pytest.raises(error, match=rf"parameter 1 of group 1 .*{text}"):
         optimizer.step()
     assert torch.equal(good, before) and not optimizer.state
+
+
+def test_a_gradient_that_becomes_the_parameter_is_refused():
+    """Found in the call that updates all parameters: those before it keep their values, too."""
+    good, p = parameter(4), parameter(10)
+    optimizer = bnb.optim.AdamW32bit([good, p])
+    train(optimizer, [good, p], range(1))
+    p.grad, good.grad = p.detach(), torch.ones(4)
+    before = good.detach().clone()
+    with pytest.raises(ValueError, match=r"parameter 1 of group 0 .*share memory"):
+        optimizer.step()
+    assert torch.equal(good, before)
 
 
 def test_a_state_that_no_longer_fits_is_refused():
