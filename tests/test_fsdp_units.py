@@ -13,7 +13,7 @@ from test_fsdp_parts import CELLS, FAULTS, HALF, LIMIT, MODELS, options
 
 PARTS = WORKERS / "parts"
 CHECKS = ["memory", *MODELS, *(name.replace("model", "rank0") for name in HALF)]
-CHECKS += "adapters_lora adapters_dora rank0_lora rank0_dora own_units dense_and_tied missing".split()
+CHECKS += "adapters_lora adapters_dora rank0_lora rank0_dora own_units dense_and_tied saved saved_rank0 missing".split()
 CHECKS += [*FAULTS, "fault_rank0_bytes", "fault_rank0_rows", "lone_faults"]
 
 

@@ -6,6 +6,7 @@ DIR is that of alone.py.
 """
 
 import functools
+from pathlib import Path
 
 import faults
 import torch
@@ -141,6 +142,19 @@ def check_dense_and_tied(folder):
     assert same_bytes(logits(wrap(model)), logits(whole))
 
 
+def check_saved(how, folder):
+    """What `save_pretrained` writes of it, before a forward and behind one, is what one process saves."""
+    cell = ("uint8", True, "fp32")
+    model = by_units(folder, *cell, how=how).requires_grad_(False)
+    model = wrap(model) if how is fsdp.load_on_rank0 else model
+    for moment in ("before", "behind"):
+        target = Path(folder, f"saved-{how.__name__}-{moment}")
+        fsdp.save_pretrained(model, target, progress=False)
+        expected = {path.name: path.read_bytes() for path in Path(folder, name_of(*cell)).iterdir()}
+        assert rank() or {path.name: path.read_bytes() for path in target.iterdir()} == expected, moment
+        logits(model)
+
+
 # ---- memory ----
 
 
@@ -245,6 +259,8 @@ CHECKS = {
     **{f"rank0_{name}": functools.partial(check_adapters_of_rank0, name == "dora") for name in ("lora", "dora")},
     "own_units": check_own_units,
     "dense_and_tied": check_dense_and_tied,
+    "saved": functools.partial(check_saved, fsdp.load),
+    "saved_rank0": functools.partial(check_saved, fsdp.load_on_rank0),
     "missing": check_missing,
     **{f"fault_{name}": functools.partial(check_fault, name, fsdp.load) for name in faults.FAULTS},
     "fault_rank0_bytes": functools.partial(check_fault, "bytes_missing", fsdp.load_on_rank0),
