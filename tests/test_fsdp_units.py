@@ -3,27 +3,21 @@
 The worker is tests/fsdp/parts/units.py, whose models alone.py makes.
 """
 
-import json
-import sys
-
 import pytest
 from bitshard import fsdp as bitshard_fsdp
-from fsdp.launch import WORKERS, launch, run
-from test_fsdp_parts import CELLS, FAULTS, HALF, LIMIT, MODELS, options
+from fsdp.launch import launch
+from test_fsdp_parts import CELLS, FAULTS, HALF, LIMIT, MODELS, options, passed, results
 
-PARTS = WORKERS / "parts"
 CHECKS = ["memory", *MODELS, *(name.replace("model", "rank0") for name in HALF)]
 CHECKS += "adapters_lora adapters_dora rank0_lora rank0_dora own_units dense_and_tied saved saved_rank0 missing".split()
 CHECKS += [*FAULTS, "fault_rank0_bytes", "fault_rank0_rows", "lone_faults"]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(parts_folder):
     """The results of both ranks."""
-    folder = tmp_path_factory.mktemp("units")
-    run([sys.executable, str(PARTS / "alone.py"), *options(folder, "alone"), "--only", "make"], LIMIT)
-    launch(2, "parts/units.py", *options(folder, "units"), timeout=LIMIT)
-    return [json.loads((folder / f"units.{rank}").read_text()) for rank in range(2)]
+    launch(2, "parts/units.py", *options(parts_folder, "units"), timeout=LIMIT)
+    return results(parts_folder, "units", 2)
 
 
 def test_all_checks_ran(found):
@@ -34,8 +28,7 @@ def test_all_checks_ran(found):
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_loaded_unit_by_unit(found, name):
-    for rank, results in enumerate(found):
-        assert "error" not in results[name], f"rank {rank}: {results[name]['trace']}"
+    passed(found, name)
 
 
 @pytest.mark.parametrize("load", [bitshard_fsdp.load, bitshard_fsdp.load_on_rank0])
