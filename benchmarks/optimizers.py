@@ -279,7 +279,7 @@ def text(found: dict, versions: dict, options) -> str:
     lines += [f"Command: `{command}`"]
     lines += [
         "",
-        f'"one parameter" has {size} elements, "448 adapters" are a LoRA of rank 16 of an 8B Llama (41,943,040).',
+        f'"one parameter" has {size} elements, "448 adapters" are a LoRA of rank 16 of an 8B Llama',
     ]
     lines += ["(41,943,040 elements). B/element: bytes that a step must move."]
     if cuda:

@@ -4,6 +4,7 @@
  * Everything is checked before anything is written: a call that is refused has changed nothing. */
 #include <inttypes.h>
 
+#include "arithmetic.h"
 #include "ops.h"
 #include "optimizer_step.h"
 #include "packed.h"
@@ -112,6 +113,12 @@ bsh_status bsh_op_optimizer_32bit(bsh_call *const call) {
   args.g = g.data;
   args.p = p.data;
   args.n = g.numel;
+  const bsh_span spans[] = {{"p", p.data, p.numel * dtype_size(args.p_dtype)},
+                            {"state1", args.state1, n_first * 4},
+                            {"state2", args.state2, g.numel * 4},
+                            {"unorm", args.unorm, 4},
+                            {"g", g.data, g.numel * dtype_size(args.g_dtype)}};
+  BSH_TRY(bsh_check_apart(call->op, spans, 4, 5));
   return bsh_step_32bit(call->op, &args, device_of(&g));
 }
 
@@ -138,5 +145,14 @@ bsh_status bsh_op_optimizer_8bit_blockwise(bsh_call *const call) {
   args.g = g.data;
   args.p = p.data;
   args.n = g.numel;
+  const bsh_span spans[] = {{"p", p.data, p.numel * dtype_size(args.p_dtype)},
+                            {"state1", args.state1, n_first},
+                            {"state2", args.state2, g.numel},
+                            {"absmax1", args.absmax1, n_moments * n_blocks * 4},
+                            {"absmax2", args.absmax2, n_blocks * 4},
+                            {"g", g.data, g.numel * dtype_size(args.g_dtype)},
+                            {"qmap1", args.map1, 256 * 4},
+                            {"qmap2", args.map2, 256 * 4}};
+  BSH_TRY(bsh_check_apart(call->op, spans, 5, 8));
   return bsh_step_8bit_blockwise(call->op, &args, device_of(&g));
 }

@@ -56,6 +56,22 @@ int64_t bsh_first_moments(const bsh_optimizer algorithm) { return algorithm == B
 
 bool bsh_has_second_state(const bsh_optimizer algorithm) { return algorithm == BSH_ADAM || algorithm == BSH_ADEMAMIX; }
 
+/* ---- memory ---- */
+
+static bool apart(const bsh_span *const a, const bsh_span *const b) {
+  const uintptr_t from_a = (uintptr_t)a->data, from_b = (uintptr_t)b->data;
+  return !from_a || !from_b || from_a + (uintptr_t)a->bytes <= from_b || from_b + (uintptr_t)b->bytes <= from_a;
+}
+
+bsh_status bsh_check_apart(const char *const op, const bsh_span *const spans, const int n_changed, const int n) {
+  for (int i = 0; i < n_changed; i++)
+    for (int j = i + 1; j < n; j++)
+      if (!apart(spans + i, spans + j))
+        return bsh_fail(BSH_BAD_VALUE, "%s: %s and %s share memory, and %s is changed in place", op, spans[i].argument,
+                        spans[j].argument, spans[i].argument);
+  return BSH_OK;
+}
+
 /* ---- lists for a GPU ---- */
 
 static int64_t blocks_of(const bsh_step_tensor *const tensor) { return divide_up(tensor->n, BSH_STEP_BLOCK); }

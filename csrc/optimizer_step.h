@@ -22,6 +22,17 @@ bsh_step_numbers bsh_step_numbers_of(const bsh_step_settings *settings, bsh_dtyp
 int64_t bsh_first_moments(bsh_optimizer algorithm);
 bool bsh_has_second_state(bsh_optimizer algorithm);
 
+/* Memory of an argument. */
+typedef struct {
+  const char *argument;
+  const void *data; /* NULL where there is none */
+  int64_t bytes;
+} bsh_span;
+
+/* BSH_BAD_VALUE where one of the first n_changed of n spans, which are written to, shares memory with another: kernels
+ * read and write several elements at a time. */
+bsh_status bsh_check_apart(const char *op, const bsh_span *spans, int n_changed, int n);
+
 enum { BSH_ON_CPU = -1 };
 
 /* One parameter. `device` is a GPU or BSH_ON_CPU. Blocks of a GPU have 256 elements: else BSH_NO_KERNEL. */

@@ -23,6 +23,13 @@ def install() -> None:
     PartialState._prepare_backend = lambda *args, **kwargs: backend_and_type
 
 
+def send_states() -> None:
+    """Let torch's FSDP1 send weights between CPU processes (`sync_module_states`), which it keeps for GPUs."""
+    from torch.distributed.fsdp import _init_utils
+
+    _init_utils._check_module_states_for_sync_module_states = lambda states: None
+
+
 def leave() -> None:
     """End the process at once. In torch 2.13 gloo's thread may free the last collective's tensors while Python shuts
     down, which aborts a process whose work is done.

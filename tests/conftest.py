@@ -1,6 +1,7 @@
 """Fixtures: the instruction sets and devices that this machine can run, small threads, no environment of a launcher."""
 
 import os
+import sys
 
 import pytest
 import torch
@@ -30,6 +31,17 @@ def device(request):
     _C.set_isa(request.param.removeprefix("cpu-"))
     yield torch.device("cpu")
     _C.set_isa(before)
+
+
+@pytest.fixture(scope="session")
+def parts_folder(tmp_path_factory):
+    """The models of tests/fsdp/parts/alone.py, and what one process makes of them."""
+    from fsdp.launch import WORKERS, run
+
+    folder = tmp_path_factory.mktemp("parts")
+    command = [sys.executable, str(WORKERS / "parts" / "alone.py")]
+    run([*command, "--dir", str(folder), "--out", str(folder / "alone")], 240)
+    return folder
 
 
 def report(actual: torch.Tensor, expected: torch.Tensor, bad: torch.Tensor) -> str:

@@ -38,10 +38,12 @@ def test_trainer_in_one_process(in_one_process):
     )
 
 
-def test_trainer_under_fsdp2(tmp_path, in_one_process):
-    """All names in one launch, resumed from whole and from sharded state dicts."""
-    accelerate_launch("fsdp2.yaml", "optim_trainer.py", str(tmp_path / "r"), str(tmp_path / "runs"))
+@pytest.mark.parametrize("version", [1, 2])
+def test_trainer_under_fsdp(tmp_path, in_one_process, version):
+    """All names in one launch, resumed from whole state dicts and under FSDP2 from sharded ones too."""
+    accelerate_launch(f"fsdp{version}.yaml", "optim_trainer.py", str(tmp_path / "r"), str(tmp_path / "runs"))
     results = [json.loads((tmp_path / f"r.{rank}").read_text()) for rank in range(2)]
     assert results[0] == results[1] and list(results[0]) == TRAINER_NAMES, results[0]
     for name, losses in results[0].items():
-        assert losses == pytest.approx(in_one_process[name], rel=1e-5), name
+        bound = 1e-5 if version == 2 or "8bit" not in name else 1e-3  # FSDP1's blocks are of its flat parameters
+        assert losses == pytest.approx(in_one_process[name], rel=bound), name

@@ -5,11 +5,10 @@ The workers are in tests/fsdp/parts: native.py under torchrun, cut.py under acce
 
 import inspect
 import json
-import sys
 import time
 
 import pytest
-from fsdp.launch import WORKERS, accelerate_launch, launch, run
+from fsdp.launch import WORKERS, accelerate_launch, launch
 
 PARTS = WORKERS / "parts"
 SHAPES = "256x256 128x256 98x256 97x100 5x64 2x96 512x688 96x688 96x720 1x64 6x33 768x1536".split()
@@ -47,11 +46,9 @@ LIMIT = 240  # seconds; a rank waits 25 s for the others, so nothing here comes 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(parts_folder):
     """The models of alone.py, and what one process makes of them."""
-    folder = tmp_path_factory.mktemp("parts")
-    run([sys.executable, str(PARTS / "alone.py"), *options(folder, "alone")], LIMIT)
-    return folder
+    return parts_folder
 
 
 def options(folder, name):

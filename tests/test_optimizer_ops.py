@@ -460,6 +460,55 @@ def test_wrong_blocksizes_are_refused(blocksize):
         it.step(g, numbers())
 
 
+LIST_SETTINGS = (ops.OPTIMIZERS["adam"], 1e-3, 0.9, 0.999, 0.0, 0.0, 1e-8, 0.0, 1, 1.0, False)
+LIST_BYTES = {  # of each tensor of a parameter of 300 elements, in two blocks
+    "blocks": {
+        "p": 1200,
+        "state1": 300,
+        "state2": 300,
+        "absmax1": 8,
+        "absmax2": 8,
+        "g": 1200,
+        "map1": 1024,
+        "map2": 1024,
+    },
+    "float": {"p": 1200, "state1": 1200, "state2": 1200, "g": 1200},
+}
+
+
+def list_parameter(kind: str, memory: torch.Tensor, begins: dict[str, int]) -> tuple:
+    """(g, p, state1, state2, map1, map2, absmax1, absmax2) in `memory`, each from its byte on."""
+    found = {}
+    for name, size in LIST_BYTES[kind].items():
+        part = memory[begins[name] : begins[name] + size]
+        found[name] = part if kind == "blocks" and name.startswith("state") else part.view(torch.float32)
+    return tuple(map(found.get, ("g", "p", "state1", "state2", "map1", "map2", "absmax1", "absmax2")))
+
+
+@pytest.mark.parametrize("kind", LIST_BYTES)
+def test_many_at_once_leave_overlapping_tensors_to_the_ops(kind):
+    """Where one that is written ends four bytes behind the begin of another nothing is done; beside it all is."""
+    sizes, begins, end = LIST_BYTES[kind], {}, 0
+    for name, size in sizes.items():
+        begins[name], end = end, end + (size + 7) // 8 * 8
+    memory = torch.zeros(end + 4096, dtype=torch.uint8)
+    parameter = list_parameter(kind, memory, begins)
+    assert _C.optimizer_steps([(LIST_SETTINGS, [parameter])])
+    before = memory.clone()
+    read = {"g", "map1", "map2"}
+    for one, other in itertools.permutations(sizes, 2):
+        if {one, other} <= read:
+            continue
+        changed = begins | {one: end}
+        changed[other] = end + sizes[one] - 4  # the last element of one
+        parameter = list_parameter(kind, memory, changed)
+        assert not _C.optimizer_steps([(LIST_SETTINGS, [parameter])]), (one, other)
+        assert torch.equal(memory, before)
+        changed[other] += 4
+        apart = list_parameter(kind, memory.clone(), changed)
+        assert _C.optimizer_steps([(LIST_SETTINGS, [apart])]), (one, other)
+
+
 # ---- leaks ----
 
 NUMBERS = (0, 1e-3, 0.9, 0.999, 0.0, 0.0, 1e-8, 0.01, 2)

@@ -1,4 +1,4 @@
-"""4-bit weights in sharded models, what a user calls: a line that proves the sharding, and whole state dicts.
+"""4-bit weights in sharded models, what a user calls: a line that proves the sharding, state dicts and checkpoints.
 
 Under FSDP2 a registered weight is a DTensor around a `PackedShard`. Its state dict entries are DTensors only: the
 packed weight and its scales `Shard(0)`, everything small `Replicate()`. They keep the container's dtype, so that torch
@@ -8,17 +8,28 @@ file has them.
 
 from bitshard.sharding.in_place import gather_in_place
 from bitshard.sharding.late_adapters import shard_adapters
+from bitshard.sharding.planner import LoadPlanner, load_checkpoint
+from bitshard.sharding.rank0 import load_on_rank0, materialize, send_quant_states
 from bitshard.sharding.report import Share, describe, measure
 from bitshard.sharding.rows import quantize
+from bitshard.sharding.save import save_pretrained
 from bitshard.sharding.state_dicts import full_state_dict, load_full_state_dict
+from bitshard.sharding.units import load
 
 __all__ = [
+    "LoadPlanner",
     "Share",
     "describe",
     "full_state_dict",
     "gather_in_place",
+    "load",
+    "load_checkpoint",
     "load_full_state_dict",
+    "load_on_rank0",
+    "materialize",
     "measure",
     "quantize",
+    "save_pretrained",
+    "send_quant_states",
     "shard_adapters",
 ]

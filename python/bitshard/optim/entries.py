@@ -72,6 +72,8 @@ def from_entries(entries: dict[str, Any], p: Tensor, states: int, lead: int, mov
     entries = {key: value for key, value in entries.items() if key != WRAPPED} | wrapped
     if not entries:
         return {}
+    for key, value in entries.items():
+        _check_tensor(key, value, p)
     if flat.is_flat(p) or flat.is_saved(entries):
         entries = flat.from_entries(entries, states, lead)
     _check_names(entries, states)
@@ -85,6 +87,16 @@ def from_entries(entries: dict[str, Any], p: Tensor, states: int, lead: int, mov
     return state
 
 
+def _check_tensor(key: Any, value: Any, p: Tensor) -> None:
+    """TypeError or ValueError for a tensor that nothing can be read from."""
+    if not isinstance(value, Tensor):
+        return
+    if value.layout is not torch.strided:
+        raise TypeError(f"{key} is sparse ({value.layout})")
+    if value.is_meta and not layout.local(p).is_meta:
+        raise ValueError(f"{key} is on the meta device, which has no values")
+
+
 def _copy(value: Any, p: Tensor, move: bool) -> Any:
     if not isinstance(value, Tensor):
         return deepcopy(value)
@@ -94,8 +106,8 @@ def _copy(value: Any, p: Tensor, move: bool) -> Any:
 def _step(value: Any) -> int:
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 0:
-        raise ValueError(f"step must be a whole number from 0 on, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**62 or value != int(value):
+        raise ValueError(f"step must be a whole number from 0 on, got {str(value)[:40]!r}")
     return int(value)
 
 
@@ -153,10 +165,15 @@ def _vector(entries: dict[str, Any], key: str, size: int, p: Tensor, move: bool)
 
 
 def check_groups(groups: list[dict], saved: Any, needed: set[str]) -> None:
-    """ValueError where saved parameter groups are of other parameters, or lack a setting of this optimizer."""
+    """ValueError where saved parameter groups are of other parameters, or lack a setting of this optimizer.
+
+    TypeError or ValueError where a setting is none.
+    """
     if not isinstance(saved, (list, tuple)) or len(groups) != len(saved):
         raise ValueError("loaded state dict has a different number of parameter groups")
     for index, (group, other) in enumerate(zip(groups, saved, strict=True)):
+        if not isinstance(other, dict) or not isinstance(other.get("params"), (list, tuple)):
+            raise TypeError(f"loaded parameter group {index} is no dict with a list of parameters")
         if len(group["params"]) != len(other["params"]):
             raise ValueError(
                 "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: group "
@@ -166,6 +183,25 @@ def check_groups(groups: list[dict], saved: Any, needed: set[str]) -> None:
             raise ValueError(
                 f"loaded parameter group {index} has no {', '.join(sorted(missing))}: it is of another optimizer"
             )
+        for key in needed:
+            _check_setting(index, key, other[key])
+        if "betas" in needed and len(other["betas"]) != len(group["betas"]):
+            raise ValueError(
+                f"loaded parameter group {index} has {len(other['betas'])} betas, this optimizer {len(group['betas'])}"
+            )
+
+
+def _check_setting(index: int, key: str, value: Any) -> None:
+    """A number from 0 on; betas are several, and below 1."""
+    if (key == "betas") != isinstance(value, (list, tuple)):
+        raise TypeError(f"loaded parameter group {index}: {key} is a {type(value).__name__}")
+    for number in value if key == "betas" else (value,):
+        if isinstance(number, Tensor) and number.numel() == 1 and not number.is_meta:
+            number = number.item()
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise TypeError(f"loaded parameter group {index}: {key} has a {type(number).__name__}, not a number")
+        if not 0 <= number < (1.0 if key == "betas" else float("inf")):
+            raise ValueError(f"loaded parameter group {index}: {key} is {number:g}")
 
 
 def new_scales(p: Tensor, lead: int) -> Tensor:

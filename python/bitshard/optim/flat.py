@@ -2,9 +2,10 @@
 
 FSDP1 gathers, splits and pads such tensors itself, and takes nothing else that differs between ranks. So the two means
 of AdEMAMix are two entries, codes are float32, for it flattens no integers, and a scale stands at each element of its
-block; the maps are left out. It also wants the same entries of all ranks, while each decides by the size of its own
-part what is in 8 bits: where 8 bits were asked for, float32 state has the scale -1 (`PLAIN`) at each element. Padding
-comes back as zeros, and stands for zero.
+block; the maps are left out. The step is a tensor without dimensions: loading from rank 0 FSDP1 takes no numbers. It
+also wants the same entries of all ranks, while each decides by the size of its own part what is in 8 bits: where 8 bits
+were asked for, float32 state has the scale -1 (`PLAIN`) at each element. Padding comes back as zeros, and stands for
+zero.
 
 On the number of ranks that saved it the state is exactly what it was. On another one the parts begin elsewhere: where
 blocks differ, values are quantized again, with the error that `layout` states.
@@ -38,7 +39,7 @@ def is_saved(entries: dict[str, Any]) -> bool:
 
 def to_entries(state: dict[str, Any], lead: int, bits: int) -> dict[str, Any]:
     """Entries of the elements' shape, and the step; `bits` are those that the settings ask for."""
-    entries = {"step": state["step"]}
+    entries = {"step": torch.tensor(state["step"], dtype=torch.int64)}
     for n in (1, 2):
         if (value := state.get(f"state{n}")) is None:
             continue

@@ -42,7 +42,17 @@ def check_parameter(p: Tensor, g: Tensor) -> None:
         raise ValueError(f"the parameter has shape {tuple(p.shape)}, its gradient {tuple(g.shape)}")
     if not p.is_contiguous() and torch._debug_has_internal_overlap(p) == 1:
         raise ValueError(f"elements of the parameter share memory (stride {p.stride()}): it cannot be updated in place")
+    if _overlap(p, g):
+        raise ValueError("the parameter and its gradient share memory: it cannot be updated in place")
     check_device(p.device)
+
+
+def _overlap(p: Tensor, g: Tensor) -> bool:
+    """Whether two contiguous tensors have bytes in common; of others the kernels get copies."""
+    if p.is_meta or not p.numel() or not (p.is_contiguous() and g.is_contiguous()):
+        return False
+    p_begin, g_begin = p.data_ptr(), g.data_ptr()
+    return p_begin < g_begin + g.nbytes and g_begin < p_begin + p.nbytes
 
 
 def _write_back(p: Tensor, work: Tensor) -> None:

@@ -26,8 +26,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """The whole state dict on rank 0's CPU, as a checkpoint file has it: plain tensors, packed weights in the declared
     `quant_storage`, all scales. The other ranks get an empty dict. A collective.
 
-    A model that is not sharded writes a checkpoint of it that bitsandbytes loads too: `load_state_dict(full)`, then
-    `save_pretrained(path)`, whose own `state_dict=` transformers ignores for quantized models.
+    `bitshard.fsdp.save_pretrained` writes the same into files without ever holding all of it.
     (torch's `get_model_state_dict(full_state_dict=True)` gives the same under FSDP2, with padded JSON entries.)
     """
     storages = {key: (held.state, held.storage) for key, held in _keys(model).items()}
@@ -49,9 +48,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 def load_full_state_dict(
     model: nn.Module, state_dict: dict[str, Any], *, broadcast_from_rank0: bool = False, strict: bool = True
 ) -> None:
-    """Load whole tensors, packed in any storage dtype, into a model sharded by FSDP2. A collective.
+    """Load whole tensors, packed in any storage dtype, into a model sharded by FSDP2 or FSDP1. A collective.
 
-    Every rank has `state_dict`, or with `broadcast_from_rank0` rank 0 alone. ValueError for sizes that do not fit.
+    Every rank has `state_dict`, or under FSDP2 with `broadcast_from_rank0` rank 0 alone. ValueError for sizes that do
+    not fit.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 

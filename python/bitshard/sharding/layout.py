@@ -1,0 +1,203 @@
+"""What a checkpoint of a model holds, module by module, wherever FSDP and peft have put its tensors.
+
+A `Piece` is one module with tensors of its own. Its key is the one of the model without wrappers: of FSDP1, of
+activation checkpointing, of torch.compile, of peft. An adapter is no part of a checkpoint; with `merge` its layer is
+part of the piece of the layer that it adapts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from bitshard import ops
+from bitshard.container import repack
+from bitshard.sharding.entries import BLOB_PREFIX
+from bitshard.sharding.writing import Entry
+from bitshard.state import QuantState
+
+_INNER = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")  # names under which wrappers keep a module
+_FLAT = "_flat_param"  # under which FSDP1 registers its flat parameter
+_PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.(\w+)\.original$")  # saved under the parameter's own name
+
+
+@dataclass
+class Piece:
+    """One module and its tensors.
+
+    Attributes:
+        key: of the module in the checkpoint, with a dot behind it.
+        module: the module.
+        names: its parameters and saved buffers; those of FSDP1's flat parameter, too.
+        held: the holder of its 4-bit weight (`bitshard.nn.holder.PackedWeight`), else None.
+        tuner: peft's layer around it whose adapters are to be merged, else None.
+        unit: FSDP1's unit that has its tensors, else None.
+        flat: of FSDP1: name -> what an unsharded parameter would be.
+    """
+
+    key: str
+    module: nn.Module
+    names: list[str]
+    held: Any = None
+    tuner: nn.Module | None = None
+    unit: Any = None
+    flat: dict[str, Entry] = field(default_factory=dict)
+
+    def name_of(self, name: str) -> str:
+        """Key of one of its tensors."""
+        return _PARAMETRIZED.sub(r"\1\2", self.key + name)
+
+    def is_packed(self, name: str) -> bool:
+        """Whether `name` is the 4-bit weight."""
+        return self.held is not None and self.held.name == name
+
+    def entries(self, dtype: torch.dtype | None) -> dict[str, Entry]:
+        """What the checkpoint has of it: 4-bit as it is, or with `dtype` every float tensor in that."""
+        found = {}
+        for name in self.names:
+            if self.is_packed(name) and dtype is None:
+                found[self.name_of(name)] = _packed_entry(self.held)
+            elif self.is_packed(name):
+                found[self.name_of(name)] = Entry(dtype, tuple(self.held.state.shape))
+            else:
+                entry = self.flat.get(name) or _entry(self.tensor(name))
+                cast = dtype is not None and entry.dtype.is_floating_point
+                found[self.name_of(name)] = Entry(dtype, entry.shape) if cast else entry
+        if self.held is not None and dtype is None:
+            found.update(self._scale_entries())
+        return found
+
+    def _scale_entries(self) -> dict[str, Entry]:
+        """Scales and what is beside them. Merging changes the length of the JSON entry."""
+        state = self.held.state.clone()
+        state.sharded = state.part = None
+        key = self.name_of(self.held.name)
+        found = {f"{key}.{name}": _entry(value) for name, value in state.as_dict(packed=True).items()}
+        for name, entry in found.items():
+            entry.late = self.tuner is not None and BLOB_PREFIX in name
+        return found
+
+    def tensor(self, name: str) -> Any:
+        """Parameter or buffer `name`, as it is now: whole, a DTensor, or FSDP1's view."""
+        for table in (self.module._parameters, self.module._buffers):
+            if table.get(name) is not None:
+                return table[name]
+        return getattr(self.module, name)
+
+
+def _entry(tensor: Tensor) -> Entry:
+    return Entry(tensor.dtype, tuple(tensor.shape))
+
+
+def _packed_entry(held: Any) -> Entry:
+    return Entry(held.storage, (ops.storage_elements(held.state.shape.numel(), held.storage.itemsize), 1))
+
+
+def packed_tensors(key: str, packed: Tensor, state: QuantState, storage: torch.dtype) -> dict[str, Tensor]:
+    """The entries of a whole 4-bit weight as a checkpoint file has them."""
+    small = {f"{key}.{name}": value for name, value in state.as_dict(packed=True).items()}
+    return {key: repack(packed, storage, state.shape.numel()), **small}
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside of wrappers: of FSDP1, DDP, activation checkpointing, torch.compile, and peft's model."""
+    while True:
+        inner = next((module._modules[name] for name in _INNER if name in module._modules), None)
+        if inner is None and isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            inner = module.module
+        if inner is None and hasattr(module, "get_base_model"):
+            inner = module.get_base_model()
+        if inner is None:
+            return module
+        module = inner
+
+
+def is_tuner(module: nn.Module) -> bool:
+    """Whether this is a layer of peft around a layer of the model."""
+    return "base_layer" in module._modules and hasattr(module, "merged_adapters")
+
+
+def pieces(model: nn.Module, merge: bool) -> list[Piece]:
+    """All pieces of `model` in the order of its state dict, each tensor once.
+
+    ValueError with `merge` for a model without adapters that could be merged.
+    """
+    walk = _Walk(model, merge)
+    found = list(walk.below(model, "", None))
+    if merge and not walk.tuners:
+        raise ValueError("merge=True: this model has no adapters of peft")
+    return found
+
+
+class _Walk:
+    """One walk through the modules of a model."""
+
+    def __init__(self, model: nn.Module, merge: bool):
+        self.merge = merge
+        self.flat = _flat_parameters(model)
+        self.ignored = set(getattr(unwrapped(model), "_keys_to_ignore_on_save", None) or ())
+        self.seen: set[int] = set()
+        self.tuners = 0
+
+    def below(self, module: nn.Module, key: str, tuner: nn.Module | None) -> Iterator[Piece]:
+        """The pieces of `module`, whose key is `key`, and of all in it; `tuner` is peft's layer around it."""
+        module = unwrapped(module)
+        if is_tuner(module):
+            if tuner is not None:
+                raise ValueError(f"{key}: one layer of peft around another cannot be saved")
+            self.tuners += 1
+            yield from self.below(module._modules["base_layer"], key, module if self.merge else None)
+            return
+        if {"original_module", "modules_to_save"} <= set(module._modules):
+            self.tuners += 1
+            yield from self.below(_chosen(module, self.merge), key, None)
+            return
+        piece = self._piece(module, key, tuner)
+        if piece is not None:
+            yield piece
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from self.below(child, f"{key}{name}.", None)
+
+    def _piece(self, module: nn.Module, key: str, tuner: nn.Module | None) -> Piece | None:
+        unit, entries = self.flat.get(id(module), (None, {}))
+        names = []
+        for name, tensor in module._parameters.items():
+            if tensor is not None and name != _FLAT and id(tensor) not in self.seen:
+                self.seen.add(id(tensor))
+                names.append(name)
+        names += [name for name in entries if name not in names]
+        unsaved = module._non_persistent_buffers_set
+        names += [name for name, tensor in module._buffers.items() if tensor is not None and name not in unsaved]
+        names = [name for name in names if f"{key}{name}" not in self.ignored]
+        held = vars(module).get("packed_weight")
+        held = held if held is not None and held.owner is module and held.name in names else None
+        if held is not None and (held.state is None or held.place.name in ("FLOAT", "AWAITED")):
+            raise ValueError(f"{key}{held.name}: this 4-bit weight is not quantized yet, so it cannot be saved")
+        return Piece(key, module, names, held, tuner, unit, entries) if names else None
+
+
+def _chosen(wrapper: nn.Module, merge: bool) -> nn.Module:
+    """Of a module that peft trains whole: the trained copy, or without `merge` the original."""
+    copies = wrapper._modules["modules_to_save"]
+    active = [name for name in getattr(wrapper, "active_adapters", ()) if name in copies]
+    return copies[active[0]] if merge and active else wrapper._modules["original_module"]
+
+
+def _flat_parameters(model: nn.Module) -> dict[int, tuple[Any, dict[str, Entry]]]:
+    """FSDP1: id(module) -> (unit, what its parameters are when they are whole)."""
+    found: dict[int, tuple[Any, dict[str, Entry]]] = {}
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        if unit._handle is None:
+            continue
+        flat = unit._handle.flat_param
+        for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
+            entries = found.setdefault(id(info.module), (unit, {}))[1]
+            entries[info.param_name] = Entry(flat.dtype, tuple(shape))
+    return found

@@ -1,0 +1,102 @@
+"""Adapters of peft merged into one layer at a time, beside the model: what the model holds stays as it is.
+
+peft merges in place, into its base layer. Here it merges into a copy of its layer that shares the adapter's tensors,
+whole ones, and has a base layer of its own; so the bytes are those that peft gives in one process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from bitshard import functional
+from bitshard.sharding.layout import unwrapped
+from bitshard.state import QuantState
+from bitshard.tensor import Params4bit
+
+
+def merged_4bit(
+    tuner: nn.Module, adapter: dict[int, Tensor], weight: Params4bit, others: dict[str, Tensor], name: str
+) -> tuple[Params4bit, dict[str, Tensor]]:
+    """A 4-bit weight with the adapters of `tuner` in it, quantized again, and the other tensors of its layer.
+
+    Args:
+        tuner: peft's layer.
+        adapter: id of a tensor in it -> the whole of it.
+        weight: the whole weight.
+        others: bias and whatever the layer has, by name.
+        name: of the weight in its layer.
+    """
+    base = nn.Module()
+    base.register_parameter(name, weight)
+    for other, tensor in others.items():
+        base.register_parameter(other, nn.Parameter(tensor.clone(), requires_grad=False))
+    _copy(tuner, adapter, base).merge()
+    return getattr(base, name), {other: getattr(base, other).data for other in others}
+
+
+def merged_values(
+    tuner: nn.Module, adapter: dict[int, Tensor], packed: Tensor, state: QuantState, others: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The values of a 4-bit weight with the adapters of `tuner` added, not quantized again, and the other tensors.
+
+    ValueError for adapters other than LoRA and its variants.
+    """
+    values, base = functional.dequantize_4bit(packed, state), nn.Module()
+    base.register_buffer("weight", values)
+    layer = _copy(tuner, adapter, base)
+    if not hasattr(layer, "lora_A"):
+        raise ValueError(f"dtype= with merge=True: {type(tuner).__name__} of peft is no LoRA; leave out dtype")
+    names = [name for name in layer.active_adapters if name in layer.lora_A and name not in layer.merged_adapters]
+    for name in names:
+        variant = layer.lora_variant.get(name)
+        if variant is None:
+            values = values + layer.get_delta_weight(name)
+        else:
+            values = variant.merge_safe(layer, name, values)
+        base.weight = values  # the next adapter finds this one merged, as in peft's own merging
+        layer.merged_adapters.append(name)
+        if layer.lora_bias.get(name):
+            others = {**others, "bias": others["bias"] + layer.lora_B[name].bias * layer.scaling[name]}
+    return values, others
+
+
+def merged_dense(tuner: nn.Module, adapter: dict[int, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a layer that is not 4-bit with the adapters of `tuner` in them."""
+    base = _shallow(unwrapped(tuner._modules["base_layer"]))
+    for name, tensor in tensors.items():
+        table = base._buffers if name in base._buffers else base._parameters
+        base.__dict__.pop(name, None)
+        table[name] = tensor.clone() if table is base._buffers else nn.Parameter(tensor.clone(), requires_grad=False)
+    _copy(tuner, adapter, base).merge()
+    return {name: getattr(base, name).data for name in tensors}
+
+
+def adapter_tensors(module: nn.Module) -> list[Any]:
+    """All parameters and buffers of peft's layer but those of its base layer."""
+    found = [tensor for table in (module._parameters, module._buffers) for tensor in table.values()]
+    for name, child in module._modules.items():
+        if name != "base_layer" and child is not None:
+            found.extend(adapter_tensors(child))
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _copy(module: nn.Module, whole: dict[int, Tensor], base: nn.Module) -> nn.Module:
+    """peft's layer over whole tensors, around `base`."""
+    # (no function inside a function, whose circle of references would keep the tensors)
+    new = _shallow(unwrapped(module))
+    for table in (new._parameters, new._buffers):
+        table.update({name: whole.get(id(tensor), tensor) for name, tensor in table.items()})
+    for name, child in new._modules.items():
+        if child is not None:
+            new._modules[name] = base if name == "base_layer" else _copy(child, whole, base)
+    return new
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    """Another module of the same tensors and children. What it notes in its lists and dicts is its own."""
+    new = object.__new__(type(module))
+    for name, value in vars(module).items():
+        new.__dict__[name] = value.copy() if isinstance(value, (dict, list, set)) else value
+    return new

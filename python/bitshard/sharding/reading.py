@@ -1,0 +1,93 @@
+"""The safetensors files of a checkpoint: which tensor is where, of what shape, and the tensor itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+_SHOWN = 5  # of the complaints in an error
+
+
+class Checkpoint:
+    """The tensors of a folder of safetensors files, or of a list of files; read one at a time.
+
+    Attributes:
+        where: the folder, or the first file, for messages.
+        files: name of a tensor -> its file.
+    """
+
+    def __init__(self, source: str | Path | Iterable[str | Path]):
+        self._open: dict[Path, Any] = {}
+        if isinstance(source, (str, Path)):
+            self.where = Path(source)
+            self.files = _indexed(self.where) or self._named(sorted(self.where.glob("*.safetensors")))
+        else:
+            paths = [Path(path) for path in source]
+            self.where = paths[0] if paths else Path()
+            self.files = self._named(paths)
+        if not self.files:
+            raise ValueError(f"{self.where}: no safetensors files there")
+        self._beside: dict[str, list[str]] = {}
+        for name in self.files:
+            layer, dot, entry = name.partition(".weight.")
+            if dot:
+                self._beside.setdefault(f"{layer}.weight", []).append(entry)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def entries(self, name: str) -> list[str]:
+        """Names of the entries beside a packed weight ("absmax", "quant_map", ...); empty for a dense one."""
+        return self._beside.get(name, [])
+
+    def shape(self, name: str) -> list[int]:
+        """Shape of a tensor, read from the header of its file."""
+        return list(self._handle(self.files[name]).get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, on the CPU; it may be the file itself, mapped into memory."""
+        return self._handle(self.files[name]).get_tensor(name)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._open.clear()
+
+    def _named(self, paths: list[Path]) -> dict[str, Path]:
+        return {name: path for path in paths for name in self._handle(path).keys()}
+
+    def _handle(self, path: Path) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        if path not in self._open:
+            try:
+                self._open[path] = safe_open(str(path), "pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{path}: cannot be read as safetensors ({error})") from error
+        return self._open[path]
+
+
+def _indexed(folder: Path) -> dict[str, Path]:
+    """{tensor: file} as the index of `folder` says; empty where it has none. ValueError for files that are absent."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder")
+    if not (folder / INDEX).is_file():
+        return {}
+    names = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    files = sorted(set(names.values()))
+    absent = [file for file in files if not (folder / file).is_file()]
+    if absent:
+        raise ValueError(
+            f"{folder}: {len(absent)} of {len(files)} files that its index names are absent: {some(absent)}"
+        )
+    return {name: folder / file for name, file in names.items()}
+
+
+def some(complaints: list[str]) -> str:
+    """The first of them, and how many more there are."""
+    rest = len(complaints) - _SHOWN
+    return "; ".join(complaints[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")

@@ -1,0 +1,338 @@
+"""A checkpoint of safetensors files out of a sharded model, one layer at a time.
+
+Every rank gathers one layer; rank 0 makes the tensors of the files from it and writes them, and the layer is given back
+before the next one is gathered. After each the ranks tell each other whether all went well, so that all raise or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from bitshard import functional, gather
+from bitshard.inventory import holders
+from bitshard.sharding import layout, merging
+from bitshard.sharding.layout import Piece
+from bitshard.sharding.writing import CheckpointFiles, Entry, byte_count
+from bitshard.state import VALUE_DTYPES, dtype_name
+from bitshard.tensor import Params4bit, verify
+
+_PATIENCE_S = 2  # a bar is shown for what takes longer
+
+
+@torch.no_grad()
+def save_pretrained(
+    model: nn.Module,
+    folder: str | os.PathLike,
+    *,
+    dtype: torch.dtype | None = None,
+    merge: bool = False,
+    max_shard_size: int | str = "50GB",
+    progress: bool = True,
+) -> None:
+    """Write `model` as a checkpoint that bitsandbytes, transformers and others read, whatever way it is sharded.
+
+    4-bit weights are written as they are, each with its scales, as one process that has the whole model writes them. No
+    rank ever holds more than one layer beside its shard: under FSDP2 one module with tensors of its own (a linear
+    layer, an embedding), under FSDP1 one unit. Rank 0 writes. The model stays as it is, so this may be called in the
+    middle of training. For a sharded model it is a collective: call it on every rank.
+
+    Files get their names when all of them are whole and on the disk, the index last; until then, and where a rank
+    fails or is killed, a checkpoint that `folder` had before stays what it was.
+
+    Args:
+        model: sharded by FSDP2 or FSDP1, loaded in parts, or whole; with or without adapters of peft. An adapter is no
+            part of the checkpoint (`model.save_pretrained` of peft writes it).
+        folder: made if need be. Rank 0 needs it, the others do not.
+        dtype: None: 4-bit weights stay 4-bit, all others as they are. float32, bfloat16 or float16: 4-bit weights are
+            dequantized, and all float tensors have this dtype.
+        merge: add the active adapters to the weights. 4-bit weights are quantized again, as peft's `merge_and_unload`
+            does; with `dtype` they are not, so nothing is lost.
+        max_shard_size: the most bytes of a file, as a number or "5GB".
+        progress: show a bar on rank 0 where it takes longer than 2 seconds.
+
+    Raises, on all ranks of a sharded model where one rank fails:
+        OSError: the disk is full, or cannot be written.
+        ValueError: arguments that cannot be, or that the ranks do not share; weights that are not quantized yet; bytes
+            that are not those that were quantized.
+    """
+    ranks, pieces, entries, error = _Ranks(_is_sharded(model)), [], {}, None
+    try:
+        _check(dtype, max_shard_size)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what a forward has left gathered is of FSDP2's param_dtype
+        pieces = layout.pieces(model, merge)
+        entries = {key: entry for piece in pieces for key, entry in piece.entries(dtype).items()}
+    except Exception as failure:
+        error = failure
+    ranks.agree(error)
+    ranks.require_same(hashlib.sha256(repr((entries, dtype, merge, max_shard_size)).encode()).hexdigest())
+    if not ranks.collective and ranks.rank > 0:
+        return
+    with _Writer(ranks, folder, entries, max_shard_size, progress) as writer:
+        for piece, tensors in _gathered(model, pieces):
+            writer.write(lambda piece=piece, tensors=tensors: _converted(piece, tensors, dtype))
+            tensors.clear()
+        parameters = sum(math.prod(_shape(piece, name)) for piece in pieces for name in piece.names)
+        writer.finish(lambda: _configs(model, dtype, pieces, entries), parameters)
+
+
+def _check(dtype: torch.dtype | None, max_shard_size: int | str) -> None:
+    if dtype is not None and dtype not in VALUE_DTYPES.values():
+        raise ValueError(f"dtype={dtype}: expected None (4-bit) or one of {sorted(VALUE_DTYPES)}")
+    byte_count(max_shard_size)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    if FullyShardedDataParallel.fsdp_modules(model) or any(map(gather.is_dtensor, model.parameters())):
+        return True
+    return any(held.shard is not None or held.state.part is not None for _, held in holders(model))
+
+
+def _shape(piece: Piece, name: str) -> Any:
+    """Shape of the weight that a tensor stands for."""
+    if piece.is_packed(name):
+        return piece.held.state.shape
+    return piece.flat[name].shape if name in piece.flat else piece.tensor(name).shape
+
+
+# ---- what the ranks do together ----
+
+
+class _Ranks:
+    """The ranks that save together: those of the default process group for a sharded model, else this one alone."""
+
+    def __init__(self, sharded: bool):
+        there = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if there else 0
+        self.world = dist.get_world_size() if there else 1
+        self.collective = sharded and self.world > 1
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise on all ranks what went wrong on one of them."""
+        if self.collective and self._anywhere(error is not None):
+            failure = None if error is None else (f"{type(error).__name__}: {error}", getattr(error, "errno", None))
+            failures = self._everyone(failure)
+            if error is None:
+                rank, (text, number) = next((rank, found) for rank, found in enumerate(failures) if found)
+                text = f"rank {rank} of {self.world} could not save: {text}"
+                raise ValueError(text) if number is None else OSError(number, text)
+        if error is not None:
+            raise error
+
+    def require_same(self, facts: Any) -> None:
+        """ValueError on all ranks unless they were called for the same."""
+        if self.collective and len(set(self._everyone(facts))) > 1:
+            raise ValueError("the ranks were called to save different things: arguments or models differ")
+
+    def _anywhere(self, flag: bool) -> bool:
+        device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else "cpu"
+        found = torch.tensor(int(flag), device=device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found)
+
+    def _everyone(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value)
+        return found
+
+
+def _gathered(model: nn.Module, pieces: list[Piece]) -> Iterator[tuple[Piece, dict[Any, Any]]]:
+    """Each piece with its tensors, whole: by name, by id those of the adapter, and (bytes, state) of a 4-bit weight.
+
+    Collectives; a unit of FSDP1 is whole while its pieces are handed out.
+    """
+    units: dict[int, tuple[Any, list[Piece]]] = {}
+    if isinstance(model, FullyShardedDataParallel):
+        units[id(model)] = (model, [])  # first, for FSDP1 takes the first unit that it is asked for as the root
+    for piece in pieces:
+        units.setdefault(id(piece.unit), (piece.unit, []))[1].append(piece)
+    for summoned, group in units.values():
+        with _summoned(summoned):
+            for piece in group:
+                with contextlib.ExitStack() as stack:
+                    for unit in [] if piece.tuner is None else FullyShardedDataParallel.fsdp_modules(piece.tuner):
+                        if unit is not piece.unit:
+                            stack.enter_context(_summoned(unit))
+                    yield piece, _whole(piece)
+
+
+def _summoned(unit: Any) -> Any:
+    """While this is open the parameters of a unit of FSDP1 are whole."""
+    if unit is None:
+        return contextlib.nullcontext()
+    return FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False)
+
+
+def _whole(piece: Piece) -> dict[Any, Any]:
+    tensors: dict[Any, Any] = {}
+    for name in piece.names:
+        if piece.is_packed(name):
+            tensors[name] = _whole_packed(piece)
+        else:
+            tensors[name] = _whole_tensor(piece.tensor(name))
+    if piece.tuner is not None:
+        for tensor in merging.adapter_tensors(piece.tuner):
+            tensors[id(tensor)] = _whole_tensor(tensor)
+    return tensors
+
+
+def _whole_tensor(tensor: Any) -> Tensor:
+    return gather.whole(tensor) if gather.is_dtensor(tensor) else tensor.detach()
+
+
+def _whole_packed(piece: Piece) -> tuple[Tensor, Any]:
+    held = piece.held
+    if held.shard is not None:
+        return gather.gathered(held.shard, held.state)
+    if held.state.part is not None:
+        return held.state.part.gathered()
+    weight = piece.tensor(held.name)
+    return weight.detach().as_subclass(Tensor), held.state
+
+
+# ---- what rank 0 does ----
+
+
+def _converted(piece: Piece, tensors: dict[Any, Any], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors of a piece as the checkpoint has them."""
+    others = {name: tensors[name] for name in piece.names if not piece.is_packed(name)}
+    adapter = {key: tensor for key, tensor in tensors.items() if isinstance(key, int)}
+    found: dict[str, Tensor] = {}
+    if piece.held is not None:
+        name, (packed, state) = piece.held.name, tensors[piece.held.name]
+        key = piece.name_of(name)
+        _verify(packed, state, piece.held.state, key)
+        if dtype is not None:
+            if piece.tuner is None:
+                values = functional.dequantize_4bit(packed, state)
+            else:
+                values, others = merging.merged_values(piece.tuner, adapter, packed, state, others)
+            found[key] = values.to(dtype)
+        else:
+            if piece.tuner is not None:
+                weight = Params4bit.of_state(packed, state, piece.held.storage, None)
+                weight, others = merging.merged_4bit(piece.tuner, adapter, weight, others, name)
+                packed, state = weight.saved_data(), weight.quant_state
+            found.update(layout.packed_tensors(key, packed, state, piece.held.storage))
+    elif piece.tuner is not None:
+        others = merging.merged_dense(piece.tuner, adapter, others)
+    found.update({piece.name_of(name): tensor for name, tensor in others.items()})
+    return found
+
+
+def _verify(packed: Tensor, state: Any, kept: Any, key: str) -> None:
+    """ValueError unless these are the bytes that were quantized."""
+    known = state.clone()
+    known.sharded = kept.sharded
+    verify(packed, known, key)
+
+
+def _configs(
+    model: nn.Module, dtype: torch.dtype | None, pieces: list[Piece], entries: dict[str, Entry]
+) -> dict[str, bytes]:
+    """The files beside the weights that transformers writes: name -> content. Only for a model with a config."""
+    inner = layout.unwrapped(model)
+    if not hasattr(getattr(inner, "config", None), "save_pretrained"):
+        return {}
+    config = copy.deepcopy(inner.config)
+    config.dtype = dtype_name(dtype or _dtype_of(pieces))
+    config.architectures = [type(inner).__name__.removeprefix("FSDP")]
+    if dtype is not None and hasattr(config, "quantization_config"):
+        del config.quantization_config
+    tied = set(getattr(inner, "_tied_weights_keys", None) or ())
+    if getattr(config, "tie_word_embeddings", False) and entries.keys() & tied:
+        config.tie_word_embeddings = False  # peft has trained a copy of one of the two
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        if getattr(inner, "generation_config", None) is not None and inner.can_generate():
+            inner.generation_config.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+def _dtype_of(pieces: list[Piece]) -> torch.dtype:
+    """Of the first float tensor, which is what transformers says of a model."""
+    for piece in pieces:
+        for name in piece.names:
+            found = piece.held.state.dtype if piece.is_packed(name) else piece.entries(None)[piece.name_of(name)].dtype
+            if found.is_floating_point:
+                return found
+    return torch.float32
+
+
+class _Writer:
+    """The files on rank 0, nothing on the others; each step ends in agreement."""
+
+    def __init__(
+        self,
+        ranks: _Ranks,
+        folder: str | os.PathLike,
+        entries: dict[str, Entry],
+        max_shard_size: int | str,
+        progress: bool,
+    ):
+        self.ranks, self.entries = ranks, entries
+        self.arguments = (folder, entries, max_shard_size)
+        self.progress = progress
+        self.files: CheckpointFiles | None = None
+        self.bar: Any = None
+
+    def __enter__(self) -> _Writer:
+        self._step(self._open)
+        return self
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        if kind is not None and self.files is not None:
+            self.files.abort()
+
+    def _open(self) -> None:
+        self.files = CheckpointFiles(*self.arguments)
+        if self.progress:
+            with contextlib.suppress(ImportError):
+                from tqdm.auto import tqdm
+
+                total = sum(entry.nbytes for entry in self.entries.values())
+                self.bar = tqdm(total=total, unit="B", unit_scale=True, desc="Saving", delay=_PATIENCE_S)
+
+    def write(self, convert: Any) -> None:
+        """Write what `convert` gives on rank 0."""
+
+        def put() -> None:
+            for key, tensor in convert().items():
+                entry = self.entries[key]
+                if entry.dtype.is_floating_point and not entry.late and tensor.is_floating_point():
+                    tensor = tensor.to(entry.dtype)
+                self.files.write(key, tensor.as_subclass(Tensor).detach().cpu())
+                if self.bar is not None:
+                    self.bar.update(entry.nbytes)
+
+        self._step(put)
+
+    def finish(self, configs: Any, parameters: int) -> None:
+        """Give the files their names."""
+        self._step(lambda: self.files.finish(configs(), parameters))
+
+    def _step(self, action: Any) -> None:
+        """Run `action` on rank 0; every rank raises where it failed."""
+        error = None
+        if self.ranks.rank == 0:
+            try:
+                action()
+            except Exception as failure:
+                error = failure
+        self.ranks.agree(error)

@@ -1,0 +1,232 @@
+"""A model of transformers on the meta device, and how its parts are filled from files.
+
+A unit is what is filled at once: a decoder layer, the embeddings, what is left. Dense weights of 4-bit layers are
+quantized as they come, packed ones taken over; the packed bytes are kept in a container of the model's dtype, which
+both versions of FSDP shard.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitshard.container import repack
+from bitshard.guards import plain
+from bitshard.sharding.reading import Checkpoint, some
+from bitshard.state import VALUE_DTYPES, dtype_name
+from bitshard.tensor import Params4bit
+
+Slot = tuple[nn.Module, str, str]  # module, name of a parameter or buffer in it, key in the state dict
+
+
+class Skeleton:
+    """A model without weights, and what fills it.
+
+    Args:
+        config: of transformers; it is copied. With a `quantization_config` inside, the files hold packed weights.
+        quantization_config: a `BitsAndBytesConfig` for files of 16 or 32 bits; None leaves the model dense.
+        dtype: of everything that is not packed; None: what the config says, else float32.
+        build: makes the model from the config and dtype; None: the causal language model of the config.
+
+    Attributes:
+        model: on the meta device, but for the buffers that no file has.
+        dtype, device: what is filled gets them.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        quantization_config: Any,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        build: Callable[..., nn.Module] | None = None,
+    ):
+        config = copy.deepcopy(config)
+        self.dtype = dtype or getattr(config, "dtype", None) or torch.float32
+        if self.dtype not in VALUE_DTYPES.values():
+            raise TypeError(f"load: dtype={dtype_name(self.dtype)}, expected float32, float16 or bfloat16")
+        self.device = device
+        self.quantizer = _quantizer(config, quantization_config)
+        with torch.device("meta"):
+            self.model = (build or _causal)(config, dtype=self.dtype)
+        if self.quantizer is not None:
+            self.quantizer.preprocess_model(model=self.model, dtype=self.dtype, device_map=None)
+        for module, name, _ in _slots(self.model):  # the biases of the new 4-bit layers are of torch's default dtype
+            tensor = _get((module, name, ""))
+            if tensor.is_floating_point() and not _is_4bit(module, name):
+                tensor.data = tensor.data.to(self.dtype)
+        _compute_buffers(self.model, device)
+        # id of a tensor on the meta device -> itself, so that the id stays its own, and every place that it has
+        self._places: dict[int, tuple[Tensor, list[Slot]]] = {}
+        for slot in _slots(self.model):
+            self._places.setdefault(id(_get(slot)), (_get(slot), []))[1].append(slot)
+
+    # -- what there is to fill --
+
+    def units(self) -> list[nn.Module]:
+        """The embeddings, then each layer that transformers would not split. Tied embeddings are no unit."""
+        kinds = set(getattr(self.model, "_no_split_modules", None) or ())
+        found: list[nn.Module] = []
+        embedding = getattr(self.model, "get_input_embeddings", lambda: None)()
+        if embedding is not None and all(len(self._places[id(p)][1]) == 1 for p in embedding.parameters()):
+            found.append(embedding)
+        inside: set[nn.Module] = set()
+        for module in self.model.modules():
+            if type(module).__name__ in kinds and module not in inside:
+                found.append(module)
+                inside.update(module.modules())
+        return found
+
+    def check(self, files: Checkpoint) -> None:
+        """ValueError that names those which the files lack or have otherwise."""
+        complaints = []
+        for tensor, slots in self._places.values():
+            key = next((key for _, _, key in slots if key in files), None)
+            if key is None:
+                complaints.append(f"{slots[0][2]} is missing")
+            elif not files.entries(key) and files.shape(key) != list(tensor.shape):
+                complaints.append(f"{key} is {files.shape(key)}, expected {list(tensor.shape)}")
+            elif files.entries(key) and not _is_4bit(*slots[0][:2]):
+                complaints.append(f"{key} is packed, for a layer that is not 4-bit")
+        if complaints:
+            raise ValueError(
+                f"{len(complaints)} of {len(self._places)} tensors of {files.where} do not fit: {some(complaints)}"
+            )
+
+    # -- filling it --
+
+    @torch.no_grad()
+    def fill(self, unit: nn.Module, files: Checkpoint) -> list[Params4bit]:
+        """Give `unit` its weights, those that it shares with others to them, too; the 4-bit ones.
+
+        What is filled already, or was added by others, stays as it is.
+        """
+        packed = []
+        for module, name, _ in list(_slots(unit)):
+            old = _get((module, name, ""))
+            known, slots = self._places.get(id(old), (None, []))
+            if known is not old:
+                continue
+            key = next(key for _, _, key in slots if key in files)
+            new = self._read(old, module, name, key, files)
+            for module, name, _ in slots:
+                _put(module, name, new)
+            if isinstance(new, Params4bit):
+                packed.append(new)
+        return packed
+
+    def _read(self, old: Tensor, module: nn.Module, name: str, key: str, files: Checkpoint) -> Tensor:
+        try:
+            values = files.read(key)
+            if _is_4bit(module, name):
+                return self._packed(old, values, module, key, files)
+            dtype = self.dtype if values.is_floating_point() else values.dtype
+            values = values.to(self.device, dtype, copy=True)
+            return nn.Parameter(values, old.requires_grad) if isinstance(old, nn.Parameter) else values
+        except (TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ValueError(f"{key}: {error}") from error
+
+    def _packed(self, old: Tensor, values: Tensor, layer: Any, key: str, files: Checkpoint) -> Params4bit:
+        """A 4-bit weight of `layer` from float values [N, K] or from packed bytes and the entries beside them."""
+        entries = {name: files.read(f"{key}.{name}") for name in files.entries(key)}
+        if entries:
+            weight = Params4bit.from_prequantized(values, entries, device=self.device, module=layer)
+        else:
+            if values.dtype not in VALUE_DTYPES.values():
+                raise TypeError(f"weights of {dtype_name(values.dtype)}, expected float32, float16 or bfloat16")
+            settings = {**old.__dict__, "module": layer}
+            weight = Params4bit(values.to(self.device, self.dtype), requires_grad=False, **settings).to(self.device)
+        return contained(weight, self.dtype)
+
+    def done(self) -> nn.Module:
+        """The model, all of whose units are filled."""
+        if self.quantizer is not None:
+            self.quantizer.postprocess_model(self.model)
+        return self.model
+
+
+def contained(weight: Params4bit, dtype: torch.dtype) -> Params4bit:
+    """`weight` with its packed bytes in a container of `dtype`; files keep the declared storage."""
+    if weight.quant_state.part is None:  # of which this rank has kept its part already
+        with plain():
+            weight.data = repack(weight.data, dtype, weight.quant_state.shape.numel())
+    return weight
+
+
+def packed_layers(module: nn.Module) -> Iterator[Any]:
+    """The layers of `module` whose weight is 4-bit or will be."""
+    for layer in module.modules():
+        held = vars(layer).get("packed_weight")
+        if held is not None and held.owner is layer:
+            yield layer
+
+
+def _slots(model: nn.Module) -> Iterator[Slot]:
+    """The parameters and saved buffers of `model`, one that is shared in each of its places."""
+    for path, module in model.named_modules():
+        for name, value in [*module._parameters.items(), *module._buffers.items()]:
+            if value is not None and name not in module._non_persistent_buffers_set:
+                yield module, name, f"{path}.{name}" if path else name
+
+
+def _get(slot: Slot) -> Tensor:
+    module, name, _ = slot
+    return module._parameters[name] if name in module._parameters else module._buffers[name]
+
+
+def _put(module: nn.Module, name: str, value: Tensor) -> None:
+    if isinstance(value, Params4bit):
+        module.packed_weight.take(value)
+        return
+    (module._parameters if name in module._parameters else module._buffers)[name] = value
+
+
+def _is_4bit(module: nn.Module, name: str) -> bool:
+    held = vars(module).get("packed_weight")
+    return held is not None and held.name == name
+
+
+def _causal(config: Any, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _quantizer(config: Any, quantization_config: Any) -> Any:
+    """The quantizer of transformers that makes 4-bit layers; None for a dense model. The config loses its own."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    own = getattr(config, "quantization_config", None)
+    if own is not None and quantization_config is not None:
+        raise ValueError("load: the files are quantized already, so quantization_config must be None")
+    if own is not None:
+        del config.quantization_config
+    settings = own if own is not None else quantization_config
+    if settings is None:
+        return None
+    quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=own is not None)
+    if not getattr(quantizer.quantization_config, "load_in_4bit", False):
+        raise ValueError(f"load: expected 4-bit weights of bitsandbytes, got {quantizer.quantization_config.to_dict()}")
+    return quantizer
+
+
+def _compute_buffers(model: nn.Module, device: torch.device) -> None:
+    """Give the buffers that no file has (frequencies of rotary embeddings) the values that their model computes."""
+    for path, module in model.named_modules():
+        names = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
+        if not names:
+            continue
+        for name in names:
+            empty = torch.empty_like(module._buffers[name], device=device)
+            module._buffers[name] = empty.fill_(torch.nan) if empty.is_floating_point() else empty
+        with torch.no_grad():
+            model._init_weights(module)
+        for name in names:
+            if module._buffers[name].isnan().any():
+                raise ValueError(f"load: {type(model).__name__} does not compute its buffer {path}.{name}")
