@@ -78,8 +78,8 @@ def test_slots_are_within_the_budget(monkeypatch):
     monkeypatch.setattr(paging, "LEAST_SLOT", 4 * 2**20)
     big = [268_000_000]
     assert paging.slot_room(big, [8], 256 * 2**20) == 64 * 2**20
-    assert 32 * 2**20 <= paging.slot_room(big, [2], 256 * 2**20) <= 33 * 2**20
-    assert paging.slot_room([100_000] * 100, [2], 256 * 2**20) == 4 * 2**20
+    assert 31 * 2**20 <= paging.slot_room(big, [2], 256 * 2**20) <= 33 * 2**20
+    assert paging.slot_room([100_000] * 100, [2] * 100, 256 * 2**20) == 4 * 2**20
     assert paging.slot_room([100_000], [12], 1) == 12 * 256
 
 
@@ -135,11 +135,14 @@ def test_budget_bounds_the_buffer(monkeypatch):
 def test_neighbours_are_one_copy(monkeypatch):
     """Small states that stand one behind another on the host move at once."""
     monkeypatch.setenv("BITSHARD_PAGING_MB", "64")
-    ours, _, params, _ = pair("AdamW8bit", shapes=[(300, 20)] * 40)
-    train(ours, params, range(1))
+    monkeypatch.setattr(paging, "LEAST_SLOT", 2**18)
+    ours, theirs, params, others = pair("AdamW8bit", shapes=[(300, 20)] * 40)
+    train(ours, params, range(2))
+    train(theirs, others, range(2))
+    assert_same(ours, theirs)
     (pager,) = ours.paging._pagers.values()
-    assert sum(len(slot.parts) for slot in pager.slots) >= 40
-    assert sum(len(slot.copies) for slot in pager.slots) <= 3 * len(pager.slots)
+    assert [len(slot.parts) for slot in pager.slots] == [22, 19]  # one parameter is cut
+    assert [len(slot.copies) for slot in pager.slots] == [2, 2]
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdEMAMix32bit"])
@@ -268,7 +271,7 @@ def test_failure_in_the_middle_says_what_was_done(monkeypatch):
 
     def fails(batches):
         calls.append(1)
-        if len(calls) == 41:
+        if len(calls) == len(next(iter(ours.paging._pagers.values())).slots) * 4 // 5:
             raise RuntimeError("the device is gone")
         return real(batches)
 

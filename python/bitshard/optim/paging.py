@@ -75,7 +75,7 @@ def plan(sizes: list[int], widths: list[int], room: int) -> list[list[Chunk]]:
         begin = 0
         while begin < n:
             blocks = left // (BLOCKSIZE * width)
-            if blocks == 0:
+            if blocks <= 0:
                 slots.append([])
                 left, blocks = room, max(1, room // (BLOCKSIZE * width))
             end = min(n, begin + blocks * BLOCKSIZE)
@@ -116,7 +116,7 @@ class Pages:
         if self._arena is None or self._used + size > self._arena.numel():
             self._size = min(2 * self._size, LARGEST_ARENA)
             rounded = max(self._size, 1 << (size - 1).bit_length())
-            self._arena, self._used = host_bytes(rounded if device.type == "cuda" else size, device), 0
+            self._arena, self._used = host_bytes(rounded, device), 0
         start = self._arena.data_ptr() + self._used
         memory = (ctypes.c_char * size).from_address(start)
         memory.arena = self._arena
