@@ -22,7 +22,6 @@ MIB = 2**20
 
 
 def build(name: str, params: list, paged: bool):
-    """The class of the façade; 32-bit AdEMAMix and the like by name."""
     return getattr(bnb.optim, ("Paged" if paged else "") + name)(params, lr=1e-3, weight_decay=1e-2)
 
 
@@ -171,9 +170,7 @@ def measure(name: str, shapes: list, dtype, paged: bool) -> dict:
 
 def speed() -> None:
     plain = link()
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, link {plain:.1f} GB/s in both directions together\n"
-    )
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, link {plain:.1f} GB/s both ways together\n")
     columns = ["case", "optimizer", "paged ms", "unpaged ms", "host ms", "link GB/s", "of the link"]
     columns += ["device MiB paged", "device MiB unpaged"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")

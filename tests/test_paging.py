@@ -2,6 +2,8 @@
 
 import copy
 import io
+import random
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -196,6 +198,82 @@ def test_scheduled_rates_and_versions():
         known = slots
         for optimizer in (ours, theirs):
             optimizer.param_groups[0]["lr"] *= 0.5
+    assert_same(ours, theirs)
+
+
+# ---- the order of streams ----
+
+
+class Streams:
+    """`_Lanes` whose streams run what they have as late as they may, in any order that their events allow."""
+
+    cuda = False
+
+    def __init__(self, seed):
+        self.random, self.kept = random.Random(seed), None
+        self.fetch, self.keep, self.updates = queues = ([], [], [])
+        self.queues, self.ran, self.lane = queues, [0, 0, 0], self.updates
+
+    @contextmanager
+    def on(self, lane):
+        before, self.lane = self.lane, lane
+        yield
+        self.lane = before
+
+    def current(self):
+        return self.updates
+
+    def mark(self, lane):
+        return self.queues.index(next(q for q in self.queues if q is lane)), len(lane)
+
+    def wait(self, lane, event):
+        if event is not None:
+            lane.append(event)
+
+    end, finish = paging._Lanes.end, lambda self: self.kept and self.drain()
+
+    def drain(self):
+        """Run all; a stream stands still at an event until what the event is behind has run."""
+        while any(ran < len(queue) for ran, queue in zip(self.ran, self.queues, strict=True)):
+            ready = [queue[ran : ran + 1] for ran, queue in zip(self.ran, self.queues, strict=True)]
+            free = [i for i, work in enumerate(ready) if work and self.passes(work[0])]
+            number = self.random.choice(free)
+            work = self.queues[number][self.ran[number]]
+            if callable(work):
+                work()
+            self.ran[number] += 1
+
+    def passes(self, work):
+        return callable(work) or self.ran[work[0]] >= work[1]
+
+
+class Late:
+    """A tensor that is copied to when the streams come to it."""
+
+    def __init__(self, tensor, streams):
+        self.tensor, self.streams = tensor, streams
+
+    def copy_(self, other, non_blocking=False):
+        self.streams.lane.append(lambda: self.tensor.copy_(other.tensor))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_streams_wait_for_one_another(monkeypatch, seed):
+    """Three steps queued at once, run in some order that the events allow: the result is that of unpaged state."""
+    ours, theirs, params, others = pair("AdamW8bit")
+    train(ours, params, range(1))
+    train(theirs, others, range(4))
+    (pager,) = ours.paging._pagers.values()
+    pager.lanes = streams = Streams(seed)
+    pager.slots = [
+        paging._Slot(slot.parts, [tuple(Late(tensor, streams) for tensor in copy) for copy in slot.copies])
+        for slot in pager.slots
+    ]
+    real = paging._update_slot
+    monkeypatch.setattr(paging, "_update_slot", lambda *given: streams.updates.append(lambda: real(*given)))
+    train(ours, params, range(1, 4))
+    assert streams.ran == [0, 0, 0] and len(streams.updates) >= 3 * len(pager.slots)
+    ours.paging.finish()
     assert_same(ours, theirs)
 
 
