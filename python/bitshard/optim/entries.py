@@ -44,7 +44,9 @@ def to_entries(state: dict[str, Any], p: Tensor, lead: int, bits: int) -> dict[s
     `bits` are what the settings ask for; a small part of a parameter is in 32 all the same.
     """
     if flat.is_flat(p) and "state1" in state:
-        return flat.to_entries(state, lead, bits)
+        device = layout.local(p).device  # FSDP1 gathers there what is in paged memory
+        tensors = {key: value.detach().to(device) for key, value in state.items() if isinstance(value, Tensor)}
+        return flat.to_entries(state | tensors, lead, bits)
     entries = {key: value for key, value in state.items() if key not in HIDDEN}
     hidden = {key: _entry(key, value, p, lead) for key, value in state.items() if key in HIDDEN}
     if is_dtensor(p) and isinstance(state.get("state1"), Tensor):
