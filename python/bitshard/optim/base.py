@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bitshard.gather import is_dtensor
 from bitshard.maps import create_dynamic_map
-from bitshard.optim import entries, layout
+from bitshard.optim import entries, layout, paging
 from bitshard.optim.config import GlobalOptimManager, MockArgs
 from bitshard.optim.paged import GlobalPageManager, prefetch_tensor, say_without_gpu
 from bitshard.optim.update import algorithm, check_parameter, update_8bit_blockwise, update_32bit, update_all
@@ -41,6 +41,7 @@ class Optimizer8bit(torch.optim.Optimizer):
         self.name2qmap: dict[str, Tensor] = {}
         self._maps: dict[int, Tensor] = {}  # by id: all that are in use, each once
         self.is_paged = is_paged
+        self.paging = paging.Paging()
         self.page_mng = GlobalPageManager.get_instance()
         self.mng = GlobalOptimManager.get_instance()
         self.non_castable_tensor_keys = set(entries.HIDDEN)
@@ -63,7 +64,11 @@ class Optimizer8bit(torch.optim.Optimizer):
         return self.get_config(gindex, pindex, group)["optim_bits"] if hasattr(self, "args") else 32
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; quantized state of each parameter stands in a dict of its own, and of a DTensor as DTensors."""
+        """As torch's; quantized state of each parameter stands in a dict of its own, and of a DTensor as DTensors.
+
+        Paged state is shared with the optimizer as other state is: the next step changes it.
+        """
+        self.paging.finish()
         saved = super().state_dict()
         places = [(group, g, i) for g, group in enumerate(self.param_groups) for i in range(len(group["params"]))]
         params = {key: (group["params"][i], self._bits(group, g, i)) for key, (group, g, i) in enumerate(places)}
@@ -83,6 +88,7 @@ class Optimizer8bit(torch.optim.Optimizer):
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
+        self.paging.finish()
         groups, saved = self.param_groups, state_dict["param_groups"]
         entries.check_groups(groups, saved, set(self.defaults) & {"lr", "betas", "eps", "weight_decay"})
         params = list(chain.from_iterable(group["params"] for group in groups))
@@ -95,21 +101,30 @@ class Optimizer8bit(torch.optim.Optimizer):
                 continue
             p = by_id[key]
             try:
-                state[p] = entries.from_entries(value, p, self._states, self._lead(), move_to_device)
+                state[p] = entries.from_entries(value, p, self._states, self._lead(), move_to_device, self._page(p))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"state of {_describe(p, places[id(p)])}: {error}") from error
         merged = [{**other, "params": group["params"]} for group, other in zip(groups, saved, strict=True)]
         self.__setstate__({"state": state, "param_groups": merged})
+        self.paging.forget()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
+    def _page(self, p: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """What copies a state of `p` to paged memory; None where it is not paged."""
+        part = layout.local(p)
+        return (lambda value: self.paging.move(value, part)) if self.is_paged and paging.applies(part) else None
+
     def to_gpu(self) -> None:
-        """Move state that is not paged to the devices of its parameters, where those are not the CPU."""
+        """Move state to the devices of its parameters, where those are not the CPU, and paged state to the host."""
         for p in chain.from_iterable(group["params"] for group in self.param_groups):
-            if p.device.type == "cpu":
-                continue
+            page = self._page(p)
             for key, value in self.state.get(p, {}).items():
-                if isinstance(value, Tensor) and not getattr(value, "is_paged", False):
+                if not isinstance(value, Tensor) or paging.is_paged(value):
+                    continue
+                if page and key in ("state1", "state2"):
+                    self.state[p][key] = page(value)
+                elif p.device.type != "cpu":
                     self.state[p][key] = value.to(p.device)
 
     # ---- settings ----
@@ -164,25 +179,31 @@ class Optimizer8bit(torch.optim.Optimizer):
         return loss
 
     def _update(self, work: list[tuple], states: list[dict]) -> None:
-        """Update all parameters: what can be in one call, the others one by one."""
-        batches, single = self._batches(work, states)
-        for group, p, gindex, pindex in single:
+        """Update all parameters: what can be in one call, then what is paged, the others one by one."""
+        batches, single, paged = self._batches(work, states)
+        for group, p, gindex, pindex in chain(single, (item for item, _, _ in paged)):
             self._check(group, p, gindex, pindex)
+        stream = self.paging.prepare([(settings, parameter) for _, settings, parameter in paged]) if paged else None
         if batches and update_all([(settings, list(map(itemgetter(0), found))) for settings, found in batches.items()]):
             for settings, found in batches.items():
                 for _, state in found:
                     state["step"] = settings[STEP]
         elif batches:
-            single = work
+            streamed = {id(item[1]) for item, _, _ in paged}
+            single = [item for item in work if id(item[1]) not in streamed]
             for group, p, gindex, pindex in single:
                 self._check(group, p, gindex, pindex)
+        if stream:
+            stream(lambda i: self.state[paged[i][0][1]].update(step=paged[i][1][STEP]))
         for group, p, gindex, pindex in single:
             self.prefetch_state(p)
-            self.update_step(group, p, gindex, pindex)
+            with self.paging.whole(self.state[p], layout.local(p).device):
+                self.update_step(group, p, gindex, pindex)
 
-    def _batches(self, work: list[tuple], states: list[dict]) -> tuple[dict[tuple, list[tuple]], list[tuple]]:
-        """({settings: [(parameter as for `update_all`, its state)]}, work that must be done one by one)."""
-        return {}, work
+    def _batches(self, work: list[tuple], states: list[dict]) -> tuple[dict[tuple, list[tuple]], list, list[tuple]]:
+        """({settings: [(parameter as for `update_all`, its state)]}, work that must be done one by one, [(work,
+        settings, parameter)] with paged state)."""
+        return {}, work, []
 
     def _check(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
         """Raise what the update of this parameter would, with its place."""
@@ -193,9 +214,11 @@ class Optimizer8bit(torch.optim.Optimizer):
             if state1 is None:
                 self._state_dtype(p, self.get_config(gindex, pindex, group))
             elif state1.numel() != part.numel() * (1 + self._lead()) or (
-                state1.device != part.device and not getattr(state1, "is_paged", False)
+                state1.device != part.device and not paging.is_paged(state1)
             ):
                 raise ValueError(f"the state is {tuple(state1.shape)} on {state1.device}")
+            elif paging.is_paged(state1):
+                paging.check_state(self.state[p], part.numel(), self._lead())
         except (TypeError, ValueError, NotImplementedError) as error:
             raise type(error)(f"{_describe(p, pindex, gindex)}: {error}") from error
 
@@ -223,18 +246,20 @@ class Optimizer8bit(torch.optim.Optimizer):
         """Update one parameter that has a gradient and state."""
         raise NotImplementedError("The update_step method needs to be overridden")
 
-    def get_state_buffer(self, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Zeros in the shape of this rank's part of p, contiguous."""
+    def get_state_buffer(self, p: Tensor, dtype: torch.dtype = torch.float32, lead: int = 0) -> Tensor:
+        """Zeros in the shape of this rank's part of p, with a leading 2 for `lead` 1; paged where the optimizer is."""
         part = layout.local(p)
+        if self.is_paged and paging.applies(part):
+            return self.paging.zeros(part, lead, dtype)
         if self.is_paged and part.device.type == "cpu":
             say_without_gpu()
-        return torch.zeros(part.shape, dtype=dtype, device=part.device)
+        return torch.zeros((*(2,) * lead, *part.shape), dtype=dtype, device=part.device)
 
     def prefetch_state(self, p: Tensor) -> None:
-        """Start to bring paged state of one parameter to its device."""
+        """Start to bring paged state of one parameter to its device; nothing where a step streams it."""
         if self.is_paged:
             for key in ("state1", "state2"):
-                if getattr(self.state[p].get(key), "is_paged", False):
+                if paging.is_paged(self.state[p].get(key)):
                     prefetch_tensor(self.state[p][key])
 
 
@@ -265,21 +290,21 @@ class _Stateful(Optimizer8bit):
         dtype, state = self._state_dtype(p, config), {"step": 0}
         for n, key in enumerate(("dynamic", "udynamic")[: self._states], 1):
             lead = self._lead() if n == 1 else 0
-            buffer = [self.get_state_buffer(p, dtype=dtype) for _ in range(1 + lead)]
-            state[f"state{n}"] = torch.stack(buffer) if lead else buffer[0]
+            pair = {"lead": lead} if lead else {}  # subclasses have a `get_state_buffer` without it
+            state[f"state{n}"] = self.get_state_buffer(p, dtype=dtype, **pair)
             if dtype == torch.uint8:
-                state[f"qmap{n}"] = self._map(key, buffer[0].device)
+                state[f"qmap{n}"] = self._map(key, layout.local(p).device)
                 state[f"absmax{n}"] = entries.new_scales(p, lead)
         if config["max_unorm"] > 0.0:
             state["unorm_vec"] = torch.zeros((1,), device=layout.local(p).device)
         self.state[p].update(state)
 
-    def _batches(self, work: list[tuple], states: list[dict]) -> tuple[dict[tuple, list[tuple]], list[tuple]]:
-        """As above; one by one go what is bounded by max_unorm, paged or empty, and what a subclass updates."""
+    def _batches(self, work: list[tuple], states: list[dict]) -> tuple[dict[tuple, list[tuple]], list, list[tuple]]:
+        """As above; one by one go what is bounded by max_unorm or empty, and what a subclass updates."""
         if type(self).update_step is not _Stateful.update_step:
-            return {}, work
+            return {}, work, []
         common = not (self.mng.pid2config or self.mng.index2config)
-        single, found = [], {}
+        single, found, paged = [], {}, []
         for item, state in zip(work, states, strict=True):
             group, p, gindex, pindex = item
             key = (gindex if common else (gindex, pindex), state["step"])
@@ -290,13 +315,15 @@ class _Stateful(Optimizer8bit):
             parameter = None if batch[0] is None else self._parameter(p, state)
             if parameter is None:
                 single.append(item)
+            elif self.is_paged and paging.is_paged(parameter[2]):
+                paged.append((item, batch[0], parameter))
             else:
                 batch[1].append((parameter, state))
         batches: dict[tuple, list[tuple]] = {}
         for settings, parameters in found.values():
             if parameters:
                 batches.setdefault(settings, []).extend(parameters)
-        return batches, single
+        return batches, single, paged
 
     def _settings(self, config: dict[str, Any], step: int) -> tuple | None:
         """What `update_all` must know of a step; None where it cannot do it."""
@@ -315,7 +342,7 @@ class _Stateful(Optimizer8bit):
                 return None
             p, g = p._local_tensor, g._local_tensor
         state1 = state["state1"]
-        if not p.numel() or (self.is_paged and getattr(state1, "is_paged", False)):
+        if not p.numel():
             return None
         qmap1 = state.get("qmap1")
         if qmap1 is None:
@@ -346,6 +373,10 @@ class _Stateful(Optimizer8bit):
     @torch.no_grad()
     def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
         """Update this rank's part of one parameter, which has a gradient, and its state."""
+        with self.paging.whole(self.state[p], layout.local(p).device):
+            self._update_whole(group, p, gindex, pindex)
+
+    def _update_whole(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
         state, config = self.state[p], self.get_config(gindex, pindex, group)
         part, gradient = layout.local(p), self._gradient(p)
         step = int(state["step"]) + 1

@@ -6,6 +6,7 @@ FSDP1 does not take them for tensors of the parameter's shape.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -31,6 +32,7 @@ HIDDEN = {
     "absmax2",
 }
 HIDDEN.add("unorm_vec")
+Page = Callable[[Tensor], Tensor]  # copies a state to paged memory
 BITS = "state_bits"  # beside the HIDDEN of a DTensor
 
 
@@ -42,7 +44,9 @@ def to_entries(state: dict[str, Any], p: Tensor, lead: int, bits: int) -> dict[s
     `bits` are what the settings ask for; a small part of a parameter is in 32 all the same.
     """
     if flat.is_flat(p) and "state1" in state:
-        return flat.to_entries(state, lead, bits)
+        device = layout.local(p).device  # FSDP1 gathers there what is in paged memory
+        tensors = {key: value.detach().to(device) for key, value in state.items() if isinstance(value, Tensor)}
+        return flat.to_entries(state | tensors, lead, bits)
     entries = {key: value for key, value in state.items() if key not in HIDDEN}
     hidden = {key: _entry(key, value, p, lead) for key, value in state.items() if key in HIDDEN}
     if is_dtensor(p) and isinstance(state.get("state1"), Tensor):
@@ -54,14 +58,22 @@ def _entry(key: str, value: Any, p: Tensor, lead: int) -> Any:
     if not isinstance(value, Tensor) or is_dtensor(value):
         return value
     if key in ("state1", "state2"):
-        return layout.values_to_entry(value, p, lead if key == "state1" else 0)
+        return layout.values_to_entry(value.detach(), p, lead if key == "state1" else 0)
     return layout.scales_to_entry(value, p) if key in ("absmax1", "absmax2") else value
 
 
-def from_entries(entries: dict[str, Any], p: Tensor, states: int, lead: int, move: bool) -> dict[str, Any]:
+def from_entries(
+    entries: dict[str, Any],
+    p: Tensor,
+    states: int,
+    lead: int,
+    move: bool,
+    page: Page | None = None,
+) -> dict[str, Any]:
     """The state of `p` from entries, in memory of its own; on the device of `p` where `move` is true.
 
-    `states` is how many the algorithm has, `lead` 1 where the first is AdEMAMix's pair. TypeError or ValueError for
+    `states` is how many the algorithm has, `lead` 1 where the first is AdEMAMix's pair; `page` copies state1 and state2
+    to paged memory, where they stay. TypeError or ValueError for
     entries of another algorithm, dtype, shape or blocksize.
     """
     if not isinstance(entries, dict):
@@ -81,7 +93,7 @@ def from_entries(entries: dict[str, Any], p: Tensor, states: int, lead: int, mov
     state = {key: _copy(value, p, move) for key, value in entries.items() if key not in HIDDEN}
     state["step"] = _step(entries["step"])
     for n in range(1, states + 1):
-        state |= _values(entries, n, p, lead if n == 1 else 0, move)
+        state |= _values(entries, n, p, lead if n == 1 else 0, move, page)
     if "unorm_vec" in entries:
         state["unorm_vec"] = _vector(entries, "unorm_vec", 1, p, move)
     return state
@@ -137,20 +149,22 @@ def _check_bits(bits: Any, entries: dict[str, Any]) -> None:
         raise ValueError(f"the state is in 8 bits, and {BITS} beside it is {bits!r}")
 
 
-def _values(entries: dict[str, Any], n: int, p: Tensor, lead: int, move: bool) -> dict[str, Any]:
+def _values(entries: dict[str, Any], n: int, p: Tensor, lead: int, move: bool, page: Page | None) -> dict[str, Any]:
     """state<n> of this rank, with its map and scales where it is in 8 bits."""
     name, value = f"state{n}", entries[f"state{n}"]
     device = layout.local(p).device if move else layout.local(value).device
+    keep = page or (lambda part: part.to(device, copy=True, memory_format=torch.contiguous_format))
     if value.dtype == torch.float32:
         part = layout.own_part(value, p, lead, name)
-        return {name: part.to(device, copy=True, memory_format=torch.contiguous_format)}
+        return {name: keep(part)}
     absmax = entries.get(f"absmax{n}")
     if not isinstance(absmax, Tensor) or absmax.dtype != torch.float32:
         raise ValueError(f"{name} is in 8 bits and has no float32 absmax{n}: only blocks of 256 are supported")
-    qmap = _vector(entries, f"qmap{n}", 256, p, False)
-    codes, scales = layout.own_codes(value, absmax, qmap.to(layout.local(value).device), p, lead, name)
-    codes = codes.to(device, copy=True, memory_format=torch.contiguous_format)
-    return {name: codes, f"qmap{n}": qmap.to(device), f"absmax{n}": scales.to(device, copy=True)}
+    qmap, beside = _vector(entries, f"qmap{n}", 256, p, False), layout.local(value).device
+    if not is_dtensor(absmax):
+        absmax = absmax.to(beside)
+    codes, scales = layout.own_codes(value, absmax, qmap.to(beside), p, lead, name)
+    return {name: keep(codes), f"qmap{n}": qmap.to(device), f"absmax{n}": scales.to(device, copy=True)}
 
 
 def _vector(entries: dict[str, Any], key: str, size: int, p: Tensor, move: bool) -> Tensor:

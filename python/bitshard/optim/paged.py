@@ -47,9 +47,22 @@ def say_without_gpu() -> None:
         )
 
 
+def host_bytes(size: int, device: torch.device | None = None) -> Tensor:
+    """uint8 zeros on the host, pinned where there is a GPU and `device` is not the CPU. RuntimeError if it fails."""
+    pin = torch.cuda.is_available() and (device is None or torch.device(device).type != "cpu")
+    try:
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=pin)
+    except RuntimeError as error:
+        kind = "pinned host memory" if pin else "host memory"
+        raise RuntimeError(f"no {size / 2**30:.2f} GiB of {kind} for paged tensors: {error}") from error
+
+
 def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
-    """A tensor of zeros on the host, pinned where there is a GPU, with `is_paged` and the index of `device`."""
-    tensor = torch.zeros(prod(shape), dtype=dtype, pin_memory=torch.cuda.is_available()).view(shape)
+    """A tensor of zeros on the host, pinned where there is a GPU, with `is_paged` and the index of `device`.
+
+    RuntimeError, which says how many GiB, where there is no such memory.
+    """
+    tensor = host_bytes(prod(shape) * dtype.itemsize).view(dtype).view(shape)
     tensor.is_paged = True
     tensor.page_deviceid = None if device is None else torch.device(device).index
     return tensor

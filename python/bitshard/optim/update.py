@@ -84,6 +84,20 @@ def update_all(batches: list[tuple[tuple, list[tuple]]]) -> bool:
     return True
 
 
+def update_one(settings: tuple, parameter: tuple) -> None:
+    """Update one parameter, given as for `update_all`, by its op. Errors as `check_parameter`."""
+    number, lr, beta1, beta2, beta3, alpha, eps, weight_decay, step, gnorm_scale, skip_zeros = settings
+    g, p, state1, state2, qmap1, qmap2, absmax1, absmax2 = parameter
+    name = next(name for name, known in ops.OPTIMIZERS.items() if known == number)
+    betas = (beta1, beta2, beta3, alpha, eps)
+    if qmap1 is None:
+        rest = (weight_decay, step, lr, gnorm_scale, skip_zeros)
+        update_32bit(name, g, p, state1, state2, None, 0.0, 0.0, *betas, *rest)
+        return
+    maps = (qmap1, qmap2, absmax1, absmax2)
+    update_8bit_blockwise(name, g, p, state1, state2, *betas, step, lr, *maps, weight_decay, gnorm_scale, skip_zeros)
+
+
 def update_32bit(
     name: str,
     g: Tensor,
