@@ -63,8 +63,8 @@ def exact() -> None:
     elements = sum(torch.Size(shape).numel() for shape in shapes)
     for name in NAMES:
         for label, dtype in DTYPES.items():
-            limit = elements * STATES[name] / 3.5 / MIB
-            os.environ["BITSHARD_PAGING_MB"] = f"{limit:.3f}"
+            limit = round(elements * STATES[name] / 3.5 / MIB, 3)
+            os.environ["BITSHARD_PAGING_MB"] = str(limit)
             ours, theirs = parameters(shapes, dtype), parameters(shapes, dtype)
             paged, plain = build(name, ours, True), build(name, theirs, False)
             for step in range(STEPS):
