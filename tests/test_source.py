@@ -245,3 +245,23 @@ def test_imports_go_one_way():
 def test_layers_name_what_there_is():
     names = {*module_files(), "_C"}
     assert len(set(LAYERS)) == len(LAYERS) and set(LAYERS) <= names
+
+
+def messages() -> str:
+    """All string constants of the package, the parts of an f-string or of neighbours joined."""
+    found = []
+    for path in sorted((ROOT / "python" / "bitshard").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_documented_errors_are_raised():
+    """Every phrase in the first column of docs/errors.md stands in the source."""
+    rows = [line for line in (ROOT / "docs" / "errors.md").read_text().splitlines() if line.startswith("| `")]
+    phrases = [phrase for row in rows for phrase in re.findall("`([^`]+)`", row.split(" | ")[0])]
+    known = messages()
+    assert len(phrases) > 15 and not [phrase for phrase in phrases if phrase not in known]
