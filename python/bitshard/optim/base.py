@@ -246,8 +246,12 @@ class Optimizer8bit(torch.optim.Optimizer):
         """Update one parameter that has a gradient and state."""
         raise NotImplementedError("The update_step method needs to be overridden")
 
-    def get_state_buffer(self, p: Tensor, dtype: torch.dtype = torch.float32, lead: int = 0) -> Tensor:
-        """Zeros in the shape of this rank's part of p, with a leading 2 for `lead` 1; paged where the optimizer is."""
+    def get_state_buffer(self, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Zeros in the shape of this rank's part of p, contiguous; paged where the optimizer is."""
+        return self._buffer(p, dtype, 0)
+
+    def _buffer(self, p: Tensor, dtype: torch.dtype, lead: int) -> Tensor:
+        """The same, with a leading 2 for `lead` 1."""
         part = layout.local(p)
         if self.is_paged and paging.applies(part):
             return self.paging.zeros(part, lead, dtype)
@@ -290,8 +294,7 @@ class _Stateful(Optimizer8bit):
         dtype, state = self._state_dtype(p, config), {"step": 0}
         for n, key in enumerate(("dynamic", "udynamic")[: self._states], 1):
             lead = self._lead() if n == 1 else 0
-            pair = {"lead": lead} if lead else {}  # subclasses have a `get_state_buffer` without it
-            state[f"state{n}"] = self.get_state_buffer(p, dtype=dtype, **pair)
+            state[f"state{n}"] = self._buffer(p, dtype, 1) if lead else self.get_state_buffer(p, dtype=dtype)
             if dtype == torch.uint8:
                 state[f"qmap{n}"] = self._map(key, layout.local(p).device)
                 state[f"absmax{n}"] = entries.new_scales(p, lead)
