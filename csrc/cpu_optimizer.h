@@ -40,7 +40,7 @@ STEP_FUNCTION step_element load_element(const bsh_optimizer algorithm, const bsh
                                         const int64_t i) {
   step_element e = {load_values(args->g, args->g_dtype, i), load_values(args->p, args->p_dtype, i),
                     load_values(args->state1, BSH_F32, i), v_set(0.0f), v_set(0.0f)};
-  if (has_two_moments(algorithm)) e.s2 = load_values(args->state2, BSH_F32, i);
+  if (BSH_HAS_SECOND_STATE(algorithm)) e.s2 = load_values(args->state2, BSH_F32, i);
   if (algorithm == BSH_ADEMAMIX) e.s3 = load_values(args->state1, BSH_F32, args->n + i);
   return e;
 }
@@ -54,7 +54,7 @@ STEP_FUNCTION void step_32bit(const bsh_optimizer algorithm, const bsh_optimizer
     step(&numbers, algorithm, &e, false);
     store_values(args->p, args->p_dtype, i, e.p);
     store_values(args->state1, BSH_F32, i, e.s1);
-    if (has_two_moments(algorithm)) store_values(args->state2, BSH_F32, i, e.s2);
+    if (BSH_HAS_SECOND_STATE(algorithm)) store_values(args->state2, BSH_F32, i, e.s2);
     if (algorithm == BSH_ADEMAMIX) store_values(args->state1, BSH_F32, args->n + i, e.s3);
   }
   if (i < end) bsh_cpu_scalar_optimizers.optimizer_32bit(args, i, end);
@@ -97,7 +97,7 @@ STEP_FUNCTION void step_block(const bsh_optimizer algorithm, const bsh_optimizer
   const bsh_dtype g_dtype = args->g_dtype, p_dtype = args->p_dtype;
   const bsh_step_numbers numbers = tables->numbers;
   const int64_t slow_b = b + divide_up(args->n, args->blocksize);
-  const bool two = has_two_moments(algorithm), three = algorithm == BSH_ADEMAMIX;
+  const bool two = BSH_HAS_SECOND_STATE(algorithm), three = algorithm == BSH_ADEMAMIX;
   const void *const g = args->g;
   void *const p = args->p;
   uint8_t *const code1 = args->state1 + begin, *const code2 = two ? args->state2 + begin : NULL;
@@ -127,7 +127,7 @@ STEP_FUNCTION void step_8bit(const bsh_optimizer algorithm, const bsh_optimizer_
                              const int64_t block_begin, const int64_t block_end) {
   block_tables tables = {.numbers = args->numbers, .search1 = find_search(args->map1, true)};
   flush_map(args->map1, tables.map1);
-  if (has_two_moments(algorithm)) {
+  if (BSH_HAS_SECOND_STATE(algorithm)) {
     tables.search2 = find_search(args->map2, false);
     flush_map(args->map2, tables.map2);
   }

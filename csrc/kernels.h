@@ -115,7 +115,10 @@ typedef enum {
   BSH_N_OPTIMIZERS = 6
 } bsh_optimizer;
 
-/* The numbers of one step, the same for all elements. Made by bsh_step_numbers_of (optimizer_ops.c). */
+/* Whether there is a second state; the slow moment of AdEMAMix is the second half of the first. */
+#define BSH_HAS_SECOND_STATE(algorithm) ((algorithm) == BSH_ADAM || (algorithm) == BSH_ADEMAMIX)
+
+/* The numbers of one step, the same for all elements. Made in optimizer_step.c. */
 typedef struct {
   float beta1, beta2, beta3;
   float rest1, rest2, rest3; /* 1 - beta */

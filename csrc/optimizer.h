@@ -23,10 +23,6 @@ typedef struct {
   value g, p, s1, s2, s3; /* s3: the slow moment of AdEMAMix */
 } step_element;
 
-STEP_FUNCTION bool has_two_moments(const bsh_optimizer algorithm) {
-  return algorithm == BSH_ADAM || algorithm == BSH_ADEMAMIX;
-}
-
 /* Weight decay as part of the gradient. */
 STEP_FUNCTION bool has_coupled_decay(const bsh_optimizer algorithm) {
   return algorithm == BSH_MOMENTUM || algorithm == BSH_RMSPROP || algorithm == BSH_ADAGRAD;
@@ -112,7 +108,7 @@ STEP_FUNCTION void update_states(const bsh_step_numbers *const k, const bsh_opti
   if (algorithm == BSH_MOMENTUM) e->s1 = v_flush(momentum(k, e->s1, g));
   if (algorithm == BSH_RMSPROP) e->s1 = v_flush(second_moment(k, algorithm, e->s1, g, k->beta1, k->rest1, blockwise));
   if (algorithm == BSH_ADAGRAD) e->s1 = v_flush(v_fma(g, g, e->s1));
-  if (!has_two_moments(algorithm)) return;
+  if (!BSH_HAS_SECOND_STATE(algorithm)) return;
   e->s1 = v_flush(first_moment(e->s1, g, k->beta1, k->rest1, blockwise));
   e->s2 = v_flush(second_moment(k, algorithm, e->s2, g, k->beta2, k->rest2, blockwise));
   if (algorithm == BSH_ADEMAMIX) e->s3 = v_flush(first_moment(e->s3, g, k->beta3, k->rest3, blockwise));

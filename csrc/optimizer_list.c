@@ -3,7 +3,6 @@
  * Tensors are read as in direct.c. Everything is read and checked before anything is written. */
 #include "optimizer_list.h"
 
-#include "arithmetic.h"
 #include "direct.h"
 #include "optimizer_step.h"
 #include "packed.h"
@@ -94,31 +93,14 @@ static bool read_pair(PyObject *const tuple, bsh_tensor *const g, bsh_step_item 
   return true;
 }
 
-/* Whether what a step of this parameter writes shares memory with nothing else of it. */
-static bool is_apart(const bsh_step_item *const item) {
-  const bsh_step_tensor *const t = &item->tensor;
-  const int64_t moments = bsh_first_moments((bsh_optimizer)item->settings->algorithm);
-  const int64_t state_bytes = t->absmax1 != NULL ? t->n : t->n * 4;
-  const int64_t absmax_bytes = bsh_block_count(t->n, BSH_STEP_BLOCK) * 4;
-  const bsh_span spans[] = {{"p", t->p, t->n * dtype_size(item->p_dtype)},
-                            {"state1", t->state1, moments * state_bytes},
-                            {"state2", t->state2, state_bytes},
-                            {"absmax1", t->absmax1, moments * absmax_bytes},
-                            {"absmax2", t->absmax2, absmax_bytes},
-                            {"g", t->g, t->n * dtype_size(item->g_dtype)},
-                            {"qmap1", item->map1, 256 * 4},
-                            {"qmap2", item->map2, 256 * 4}};
-  return t->n == 0 || bsh_check_apart(op, spans, 5, 8) == BSH_OK;
-}
-
 /* False: this parameter is nothing for this function. States with a scale are codes. */
 static bool read_item(PyObject *const tuple, const bsh_step_settings *const settings, known_map known[2],
                       bsh_step_item *const item) {
   bsh_tensor g;
-  *item = (bsh_step_item){.settings = settings};
+  *item = (bsh_step_item){.settings = settings, .blocksize = BSH_STEP_BLOCK};
   if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != N_TENSORS || !read_pair(tuple, &g, item)) return false;
   const bsh_optimizer algorithm = (bsh_optimizer)settings->algorithm;
-  const bool codes = PyTuple_GetItem(tuple, ABSMAX1) != Py_None, second = bsh_has_second_state(algorithm);
+  const bool codes = PyTuple_GetItem(tuple, ABSMAX1) != Py_None, second = BSH_HAS_SECOND_STATE(algorithm);
   const int64_t n = g.numel, moments = bsh_first_moments(algorithm), n_blocks = bsh_block_count(n, BSH_STEP_BLOCK);
   const int32_t f32 = bsh_torch.dtype_float32, dtype = codes ? bsh_torch.dtype_uint8 : f32;
   bsh_step_tensor *const t = &item->tensor;
@@ -127,7 +109,8 @@ static bool read_item(PyObject *const tuple, const bsh_step_settings *const sett
          read_map(tuple, MAP1, codes, &g, known, &item->map1) &&
          read_map(tuple, MAP2, codes && second, &g, known + 1, &item->map2) &&
          read_vector(tuple, ABSMAX1, codes, f32, moments * n_blocks, &g, (void **)&t->absmax1) &&
-         read_vector(tuple, ABSMAX2, codes && second, f32, n_blocks, &g, (void **)&t->absmax2) && is_apart(item);
+         read_vector(tuple, ABSMAX2, codes && second, f32, n_blocks, &g, (void **)&t->absmax2) &&
+         bsh_step_apart(op, item) == BSH_OK;
 }
 
 /* ---- all batches ---- */

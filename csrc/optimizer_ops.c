@@ -4,7 +4,6 @@
  * Everything is checked before anything is written: a call that is refused has changed nothing. */
 #include <inttypes.h>
 
-#include "arithmetic.h"
 #include "ops.h"
 #include "optimizer_step.h"
 #include "packed.h"
@@ -44,14 +43,18 @@ static bsh_status check_numel(const bsh_call *const call, const bsh_tensor *cons
 }
 
 /* g at stack[0] and p at stack[1]. */
-static bsh_status read_pair(bsh_call *const call, bsh_tensor *const g, bsh_tensor *const p, bsh_dtype *const g_dtype,
-                            bsh_dtype *const p_dtype) {
+static bsh_status read_pair(bsh_call *const call, bsh_tensor *const g, bsh_step_item *const item) {
+  bsh_tensor p;
   BSH_TRY(bsh_call_tensor(call, 0, g));
-  BSH_TRY(bsh_call_in_place(call, 1, "p", p));
-  BSH_TRY(bsh_compute_dtype(call->op, "g", g->dtype, g_dtype));
-  BSH_TRY(bsh_compute_dtype(call->op, "p", p->dtype, p_dtype));
-  BSH_TRY(check_numel(call, p, "p", g->numel));
-  return check_device(call, p, "p", g);
+  BSH_TRY(bsh_call_in_place(call, 1, "p", &p));
+  BSH_TRY(bsh_compute_dtype(call->op, "g", g->dtype, &item->g_dtype));
+  BSH_TRY(bsh_compute_dtype(call->op, "p", p.dtype, &item->p_dtype));
+  BSH_TRY(check_numel(call, &p, "p", g->numel));
+  item->tensor.g = g->data;
+  item->tensor.p = p.data;
+  item->tensor.n = g->numel;
+  item->device = bsh_on_cuda(g) ? g->device_index : BSH_ON_CPU;
+  return check_device(call, &p, "p", g);
 }
 
 /* Tensor argument `index` of a given dtype and number of elements on the device of g; changed in place or only read. */
@@ -72,87 +75,66 @@ static bsh_status read_vector(bsh_call *const call, const int index, const char 
 static bsh_status read_second(bsh_call *const call, const int index, const char *const argument, const bool in_place,
                               const bsh_optimizer algorithm, const int32_t dtype, const int64_t numel,
                               const bsh_tensor *const g, void **const data) {
-  if (bsh_has_second_state(algorithm)) return read_vector(call, index, argument, in_place, dtype, numel, g, data);
+  if (BSH_HAS_SECOND_STATE(algorithm)) return read_vector(call, index, argument, in_place, dtype, numel, g, data);
   bsh_tensor tensor;
   *data = NULL;
   BSH_TRY(bsh_call_tensor(call, index, &tensor));
   return check_numel(call, &tensor, argument, 0);
 }
 
-static int32_t device_of(const bsh_tensor *const tensor) {
-  return bsh_on_cuda(tensor) ? tensor->device_index : BSH_ON_CPU;
-}
-
 /* ---- the ops ---- */
 
+static bsh_status step(const bsh_call *const call, bsh_step_item *const item) {
+  if (item->tensor.n == 0) return BSH_OK;
+  BSH_TRY(bsh_step_apart(call->op, item));
+  return bsh_step_items(call->op, item, 1);
+}
+
 /* max_unorm bounds the updates of Adam, momentum and RMSprop, where bitsandbytes' kernels apply it. */
-static bsh_status read_norm(bsh_call *const call, const bsh_tensor *const g, bsh_optimizer_32bit_args *const args) {
-  const bsh_optimizer algorithm = args->algorithm;
-  args->max_unorm = bsh_call_float(call, 14);
-  args->param_norm = bsh_call_float(call, 15);
-  if (!(args->max_unorm > 0.0f)) return BSH_OK;
+static bsh_status read_norm(bsh_call *const call, const bsh_tensor *const g, bsh_step_item *const item) {
+  const int64_t algorithm = item->settings->algorithm;
+  item->max_unorm = bsh_call_float(call, 14);
+  item->param_norm = bsh_call_float(call, 15);
+  if (!(item->max_unorm > 0.0f)) return BSH_OK;
   if (algorithm != BSH_ADAM && algorithm != BSH_MOMENTUM && algorithm != BSH_RMSPROP) return BSH_OK;
-  return read_vector(call, 4, "unorm", true, bsh_torch.dtype_float32, 1, g, (void **)&args->unorm);
+  return read_vector(call, 4, "unorm", true, bsh_torch.dtype_float32, 1, g, (void **)&item->unorm);
 }
 
 bsh_status bsh_op_optimizer_32bit(bsh_call *const call) {
   const int32_t f32 = bsh_torch.dtype_float32;
-  bsh_optimizer_32bit_args args = {0};
   bsh_step_settings settings;
-  bsh_tensor g, p;
+  bsh_step_item item = {.settings = &settings};
+  bsh_step_tensor *const t = &item.tensor;
+  bsh_tensor g;
   int64_t n_first = 0;
   BSH_TRY(read_settings(call, 5, 16, &settings));
-  args.algorithm = (bsh_optimizer)settings.algorithm;
-  BSH_TRY(read_pair(call, &g, &p, &args.g_dtype, &args.p_dtype));
-  BSH_TRY(bsh_checked_product(call->op, bsh_first_moments(args.algorithm), g.numel, &n_first));
-  BSH_TRY(read_vector(call, 2, "state1", true, f32, n_first, &g, (void **)&args.state1));
-  BSH_TRY(read_second(call, 3, "state2", true, args.algorithm, f32, g.numel, &g, (void **)&args.state2));
-  BSH_TRY(read_norm(call, &g, &args));
-  if (g.numel == 0) return BSH_OK;
-  args.numbers = bsh_step_numbers_of(&settings, args.g_dtype, args.p_dtype);
-  args.g = g.data;
-  args.p = p.data;
-  args.n = g.numel;
-  const bsh_span spans[] = {{"p", p.data, p.numel * dtype_size(args.p_dtype)},
-                            {"state1", args.state1, n_first * 4},
-                            {"state2", args.state2, g.numel * 4},
-                            {"unorm", args.unorm, 4},
-                            {"g", g.data, g.numel * dtype_size(args.g_dtype)}};
-  BSH_TRY(bsh_check_apart(call->op, spans, 4, 5));
-  return bsh_step_32bit(call->op, &args, device_of(&g));
+  const bsh_optimizer algorithm = (bsh_optimizer)settings.algorithm;
+  BSH_TRY(read_pair(call, &g, &item));
+  BSH_TRY(bsh_checked_product(call->op, bsh_first_moments(algorithm), g.numel, &n_first));
+  BSH_TRY(read_vector(call, 2, "state1", true, f32, n_first, &g, &t->state1));
+  BSH_TRY(read_second(call, 3, "state2", true, algorithm, f32, g.numel, &g, &t->state2));
+  BSH_TRY(read_norm(call, &g, &item));
+  return step(call, &item);
 }
 
 bsh_status bsh_op_optimizer_8bit_blockwise(bsh_call *const call) {
   const int32_t f32 = bsh_torch.dtype_float32, u8 = bsh_torch.dtype_uint8;
-  bsh_optimizer_8bit_blockwise_args args = {.blocksize = bsh_call_int(call, 19)};
   bsh_step_settings settings;
-  bsh_tensor g, p;
+  bsh_step_item item = {.settings = &settings, .blocksize = bsh_call_int(call, 19)};
+  bsh_step_tensor *const t = &item.tensor;
+  bsh_tensor g;
   int64_t n_first = 0;
   BSH_TRY(read_settings(call, 8, 17, &settings));
-  args.algorithm = (bsh_optimizer)settings.algorithm;
-  BSH_TRY(bsh_check_blocksize(call->op, args.blocksize, BSH_MAX_BLOCKSIZE));
-  BSH_TRY(read_pair(call, &g, &p, &args.g_dtype, &args.p_dtype));
-  const int64_t n_blocks = bsh_block_count(g.numel, args.blocksize), n_moments = bsh_first_moments(args.algorithm);
+  const bsh_optimizer algorithm = (bsh_optimizer)settings.algorithm;
+  BSH_TRY(bsh_check_blocksize(call->op, item.blocksize, BSH_MAX_BLOCKSIZE));
+  BSH_TRY(read_pair(call, &g, &item));
+  const int64_t n_blocks = bsh_block_count(g.numel, item.blocksize), n_moments = bsh_first_moments(algorithm);
   BSH_TRY(bsh_checked_product(call->op, n_moments, g.numel, &n_first));
-  BSH_TRY(read_vector(call, 2, "state1", true, u8, n_first, &g, (void **)&args.state1));
-  BSH_TRY(read_second(call, 3, "state2", true, args.algorithm, u8, g.numel, &g, (void **)&args.state2));
-  BSH_TRY(read_vector(call, 4, "qmap1", false, f32, 256, &g, (void **)(uintptr_t)&args.map1));
-  BSH_TRY(read_second(call, 5, "qmap2", false, args.algorithm, f32, 256, &g, (void **)(uintptr_t)&args.map2));
-  BSH_TRY(read_vector(call, 6, "absmax1", true, f32, n_moments * n_blocks, &g, (void **)&args.absmax1));
-  BSH_TRY(read_second(call, 7, "absmax2", true, args.algorithm, f32, n_blocks, &g, (void **)&args.absmax2));
-  if (g.numel == 0) return BSH_OK;
-  args.numbers = bsh_step_numbers_of(&settings, args.g_dtype, args.p_dtype);
-  args.g = g.data;
-  args.p = p.data;
-  args.n = g.numel;
-  const bsh_span spans[] = {{"p", p.data, p.numel * dtype_size(args.p_dtype)},
-                            {"state1", args.state1, n_first},
-                            {"state2", args.state2, g.numel},
-                            {"absmax1", args.absmax1, n_moments * n_blocks * 4},
-                            {"absmax2", args.absmax2, n_blocks * 4},
-                            {"g", g.data, g.numel * dtype_size(args.g_dtype)},
-                            {"qmap1", args.map1, 256 * 4},
-                            {"qmap2", args.map2, 256 * 4}};
-  BSH_TRY(bsh_check_apart(call->op, spans, 5, 8));
-  return bsh_step_8bit_blockwise(call->op, &args, device_of(&g));
+  BSH_TRY(read_vector(call, 2, "state1", true, u8, n_first, &g, &t->state1));
+  BSH_TRY(read_second(call, 3, "state2", true, algorithm, u8, g.numel, &g, &t->state2));
+  BSH_TRY(read_vector(call, 4, "qmap1", false, f32, 256, &g, (void **)(uintptr_t)&item.map1));
+  BSH_TRY(read_second(call, 5, "qmap2", false, algorithm, f32, 256, &g, (void **)(uintptr_t)&item.map2));
+  BSH_TRY(read_vector(call, 6, "absmax1", true, f32, n_moments * n_blocks, &g, (void **)&t->absmax1));
+  BSH_TRY(read_second(call, 7, "absmax2", true, algorithm, f32, n_blocks, &g, (void **)&t->absmax2));
+  return step(call, &item);
 }

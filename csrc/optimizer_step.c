@@ -20,10 +20,10 @@ bsh_status bsh_step_check(const char *const op, const bsh_step_settings *const s
   return bsh_fail(BSH_BAD_VALUE, "%s: step is %" PRId64 ": the first step is 1", op, settings->step);
 }
 
-bsh_step_numbers bsh_step_numbers_of(const bsh_step_settings *const s, const bsh_dtype g_dtype,
-                                     const bsh_dtype p_dtype) {
+static bsh_step_numbers numbers_of(const bsh_step_item *const item) {
+  const bsh_step_settings *const s = item->settings;
   const double unbiased1 = 1.0 - pow(s->beta1, (double)s->step), unbiased2 = 1.0 - pow(s->beta2, (double)s->step);
-  const bsh_dtype round = g_dtype == p_dtype ? p_dtype : BSH_F32;
+  const bsh_dtype round = item->g_dtype == item->p_dtype ? item->p_dtype : BSH_F32;
   const float correction1 = (float)unbiased1, correction2 = (float)sqrt(unbiased2);
   return (bsh_step_numbers){
       .beta1 = s->beta1,
@@ -54,42 +54,89 @@ bsh_step_numbers bsh_step_numbers_of(const bsh_step_settings *const s, const bsh
 
 int64_t bsh_first_moments(const bsh_optimizer algorithm) { return algorithm == BSH_ADEMAMIX ? 2 : 1; }
 
-bool bsh_has_second_state(const bsh_optimizer algorithm) { return algorithm == BSH_ADAM || algorithm == BSH_ADEMAMIX; }
-
 /* ---- memory ---- */
 
-static bool apart(const bsh_span *const a, const bsh_span *const b) {
+typedef struct {
+  const char *argument;
+  const void *data; /* NULL where there is none */
+  int64_t bytes;
+} span;
+
+static bool apart(const span *const a, const span *const b) {
   const uintptr_t from_a = (uintptr_t)a->data, from_b = (uintptr_t)b->data;
   return !from_a || !from_b || from_a + (uintptr_t)a->bytes <= from_b || from_b + (uintptr_t)b->bytes <= from_a;
 }
 
-bsh_status bsh_check_apart(const char *const op, const bsh_span *const spans, const int n_changed, const int n) {
-  for (int i = 0; i < n_changed; i++)
-    for (int j = i + 1; j < n; j++)
+bsh_status bsh_step_apart(const char *const op, const bsh_step_item *const item) {
+  const bsh_step_tensor *const t = &item->tensor;
+  const int64_t moments = bsh_first_moments((bsh_optimizer)item->settings->algorithm);
+  const int64_t state_bytes = item->map1 != NULL ? t->n : t->n * 4;
+  const int64_t absmax_bytes = item->map1 != NULL ? bsh_block_count(t->n, item->blocksize) * 4 : 0;
+  const span spans[] = {{"p", t->p, t->n * dtype_size(item->p_dtype)},
+                        {"state1", t->state1, moments * state_bytes},
+                        {"state2", t->state2, state_bytes},
+                        {"absmax1", t->absmax1, moments * absmax_bytes},
+                        {"absmax2", t->absmax2, absmax_bytes},
+                        {"unorm", item->unorm, 4},
+                        {"g", t->g, t->n * dtype_size(item->g_dtype)},
+                        {"qmap1", item->map1, 256 * 4},
+                        {"qmap2", item->map2, 256 * 4}};
+  enum { N_CHANGED = 6, N_SPANS = sizeof spans / sizeof *spans };
+  for (int i = 0; i < N_CHANGED; i++)
+    for (int j = i + 1; j < N_SPANS; j++)
       if (!apart(spans + i, spans + j))
         return bsh_fail(BSH_BAD_VALUE, "%s: %s and %s share memory, and %s is changed in place", op, spans[i].argument,
                         spans[j].argument, spans[i].argument);
   return BSH_OK;
 }
 
-/* ---- lists for a GPU ---- */
+/* ---- on the CPU ---- */
 
-static int64_t blocks_of(const bsh_step_tensor *const tensor) { return divide_up(tensor->n, BSH_STEP_BLOCK); }
+static bsh_status step_32bit(const bsh_step_item *const item) {
+  const bsh_step_tensor *const t = &item->tensor;
+  return bsh_cpu_optimizer_32bit(&(bsh_optimizer_32bit_args){.g = t->g,
+                                                             .p = t->p,
+                                                             .state1 = t->state1,
+                                                             .state2 = t->state2,
+                                                             .unorm = item->unorm,
+                                                             .max_unorm = item->max_unorm,
+                                                             .param_norm = item->param_norm,
+                                                             .n = t->n,
+                                                             .g_dtype = item->g_dtype,
+                                                             .p_dtype = item->p_dtype,
+                                                             .algorithm = (bsh_optimizer)item->settings->algorithm,
+                                                             .numbers = numbers_of(item)});
+}
+
+static bsh_status step_8bit_blockwise(const bsh_step_item *const item) {
+  const bsh_step_tensor *const t = &item->tensor;
+  return bsh_cpu_optimizer_8bit_blockwise(
+      &(bsh_optimizer_8bit_blockwise_args){.g = t->g,
+                                           .p = t->p,
+                                           .state1 = t->state1,
+                                           .state2 = t->state2,
+                                           .map1 = item->map1,
+                                           .map2 = item->map2,
+                                           .absmax1 = t->absmax1,
+                                           .absmax2 = t->absmax2,
+                                           .n = t->n,
+                                           .blocksize = item->blocksize,
+                                           .g_dtype = item->g_dtype,
+                                           .p_dtype = item->p_dtype,
+                                           .algorithm = (bsh_optimizer)item->settings->algorithm,
+                                           .numbers = numbers_of(item)});
+}
+
+/* ---- on a GPU ---- */
 
 /* False where the list is full. */
 static bool append(bsh_step_list *const list, const bsh_step_tensor *const tensor) {
-  const int64_t end = list->first[list->n_tensors] + blocks_of(tensor);
+  const int64_t end = list->first[list->n_tensors] + divide_up(tensor->n, BSH_STEP_BLOCK);
   if (list->n_tensors == BSH_STEP_TENSORS || end > UINT32_MAX) return false;
   list->tensors[list->n_tensors++] = *tensor;
   list->first[list->n_tensors] = (uint32_t)end;
   return true;
 }
-
-static bsh_status too_large(const char *const op, const int64_t n) {
-  return bsh_fail(BSH_BAD_SHAPE, "%s: tensor too large: %" PRId64 " elements", op, n);
-}
-
-/* ---- one parameter ---- */
 
 /* Launches `list`, whose update is bounded where unorm is not NULL. */
 static bsh_status launch(const char *const op, bsh_step_list *const list, float *const unorm, const int32_t device) {
@@ -102,92 +149,31 @@ static bsh_status launch(const char *const op, bsh_step_list *const list, float 
   return status;
 }
 
-bsh_status bsh_step_32bit(const char *const op, const bsh_optimizer_32bit_args *const args, const int32_t device) {
-  if (device == BSH_ON_CPU) return bsh_cpu_optimizer_32bit(args);
-  bsh_step_list list = {.numbers = args->numbers,
-                        .algorithm = args->algorithm,
-                        .g_dtype = args->g_dtype,
-                        .p_dtype = args->p_dtype,
-                        .max_unorm = args->max_unorm,
-                        .param_norm = args->param_norm};
-  const bsh_step_tensor tensor = {
-      .g = args->g, .p = args->p, .state1 = args->state1, .state2 = args->state2, .n = args->n};
-  return append(&list, &tensor) ? launch(op, &list, args->unorm, device) : too_large(op, args->n);
-}
-
-bsh_status bsh_step_8bit_blockwise(const char *const op, const bsh_optimizer_8bit_blockwise_args *const args,
-                                   const int32_t device) {
-  if (device == BSH_ON_CPU) return bsh_cpu_optimizer_8bit_blockwise(args);
-  if (args->blocksize != BSH_STEP_BLOCK)
-    return bsh_fail(BSH_NO_KERNEL, "%s: blocksize is %" PRId64 ": on a GPU it must be %d", op, args->blocksize,
-                    BSH_STEP_BLOCK);
-  bsh_step_list list = {.numbers = args->numbers,
-                        .algorithm = args->algorithm,
-                        .g_dtype = args->g_dtype,
-                        .p_dtype = args->p_dtype,
-                        .map1 = args->map1,
-                        .map2 = args->map2};
-  const bsh_step_tensor tensor = {.g = args->g,
-                                  .p = args->p,
-                                  .state1 = args->state1,
-                                  .state2 = args->state2,
-                                  .absmax1 = args->absmax1,
-                                  .absmax2 = args->absmax2,
-                                  .n = args->n};
-  return append(&list, &tensor) ? launch(op, &list, NULL, device) : too_large(op, args->n);
-}
-
-/* ---- many parameters ---- */
-
-static bsh_status step_on_cpu(const bsh_step_item *const item) {
-  const bsh_step_tensor *const t = &item->tensor;
-  const bsh_optimizer algorithm = (bsh_optimizer)item->settings->algorithm;
-  const bsh_step_numbers numbers = bsh_step_numbers_of(item->settings, item->g_dtype, item->p_dtype);
-  if (item->map1 == NULL)
-    return bsh_cpu_optimizer_32bit(&(bsh_optimizer_32bit_args){.g = t->g,
-                                                               .p = t->p,
-                                                               .state1 = t->state1,
-                                                               .state2 = t->state2,
-                                                               .n = t->n,
-                                                               .g_dtype = item->g_dtype,
-                                                               .p_dtype = item->p_dtype,
-                                                               .algorithm = algorithm,
-                                                               .numbers = numbers});
-  return bsh_cpu_optimizer_8bit_blockwise(&(bsh_optimizer_8bit_blockwise_args){.g = t->g,
-                                                                               .p = t->p,
-                                                                               .state1 = t->state1,
-                                                                               .state2 = t->state2,
-                                                                               .map1 = item->map1,
-                                                                               .map2 = item->map2,
-                                                                               .absmax1 = t->absmax1,
-                                                                               .absmax2 = t->absmax2,
-                                                                               .n = t->n,
-                                                                               .blocksize = BSH_STEP_BLOCK,
-                                                                               .g_dtype = item->g_dtype,
-                                                                               .p_dtype = item->p_dtype,
-                                                                               .algorithm = algorithm,
-                                                                               .numbers = numbers});
-}
-
-/* Whether one launch can update both. */
+/* Whether one launch can update both. A bounded update is launched alone. */
 static bool alike(const bsh_step_item *const a, const bsh_step_item *const b) {
   return a->settings == b->settings && a->device == b->device && a->g_dtype == b->g_dtype && a->p_dtype == b->p_dtype &&
-         a->map1 == b->map1 && a->map2 == b->map2;
+         a->map1 == b->map1 && a->map2 == b->map2 && a->unorm == NULL && b->unorm == NULL;
 }
 
 /* items[0] and what is like it behind, as much as a list holds. */
 static bsh_status step_on_gpu(const char *const op, bsh_step_item *const items, const int64_t n_items) {
-  bsh_step_list list = {.numbers = bsh_step_numbers_of(items->settings, items->g_dtype, items->p_dtype),
+  if (items->map1 != NULL && items->blocksize != BSH_STEP_BLOCK)
+    return bsh_fail(BSH_NO_KERNEL, "%s: blocksize is %" PRId64 ": on a GPU it must be %d", op, items->blocksize,
+                    BSH_STEP_BLOCK);
+  bsh_step_list list = {.numbers = numbers_of(items),
                         .algorithm = (bsh_optimizer)items->settings->algorithm,
                         .g_dtype = items->g_dtype,
                         .p_dtype = items->p_dtype,
                         .map1 = items->map1,
-                        .map2 = items->map2};
-  if (!append(&list, &items->tensor)) return too_large(op, items->tensor.n);
+                        .map2 = items->map2,
+                        .max_unorm = items->max_unorm,
+                        .param_norm = items->param_norm};
+  if (!append(&list, &items->tensor))
+    return bsh_fail(BSH_BAD_SHAPE, "%s: tensor too large: %" PRId64 " elements", op, items->tensor.n);
   int64_t taken[BSH_STEP_TENSORS] = {0}; /* items[0] first */
   for (int64_t i = 1; i < n_items && list.n_tensors < BSH_STEP_TENSORS; i++)
     if (!items[i].done && alike(items, items + i) && append(&list, &items[i].tensor)) taken[list.n_tensors - 1] = i;
-  BSH_TRY(launch(op, &list, NULL, items->device));
+  BSH_TRY(launch(op, &list, items->unorm, items->device));
   for (uint32_t t = 0; t < list.n_tensors; t++) items[taken[t]].done = true;
   return BSH_OK;
 }
@@ -195,8 +181,8 @@ static bsh_status step_on_gpu(const char *const op, bsh_step_item *const items, 
 bsh_status bsh_step_items(const char *const op, bsh_step_item *const items, const int64_t n_items) {
   for (int64_t i = 0; i < n_items; i++) {
     if (items[i].done) continue;
-    if (items[i].device == BSH_ON_CPU) BSH_TRY(step_on_cpu(items + i));
-    else BSH_TRY(step_on_gpu(op, items + i, n_items - i));
+    if (items[i].device != BSH_ON_CPU) BSH_TRY(step_on_gpu(op, items + i, n_items - i));
+    else BSH_TRY(items[i].map1 != NULL ? step_8bit_blockwise(items + i) : step_32bit(items + i));
     items[i].done = true;
   }
   return BSH_OK;

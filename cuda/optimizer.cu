@@ -1,7 +1,7 @@
 // optimizer.cu - the optimizers of optimizer.h for all parameters of a bsh_step_list in one launch.
 //
-// A warp takes a block of 256 elements at a time, 8 in each lane, whichever parameter it belongs to; blocks of all
-// parameters are dealt to the warps in turn.
+// A warp takes a block of 256 elements at a time, 8 in each lane, whichever parameter it belongs to. The blocks of all
+// parameters are numbered through: each block of threads has a stretch of them.
 //
 //   g, p, states (16-byte loads) -> step() -> p
 //   8-bit states: codes -> map in shared memory x scale -> step() -> largest magnitude of the warp -> new codes and
@@ -81,12 +81,12 @@ __device__ __noinline__ uint32_t encode_any(const T &tables, bool keep_sign, flo
   return (uint32_t)code & 255;
 }
 
+constexpr int kStepThreads = BSH_STEP_THREADS; // 32 warps share the tables of codes
+
 // The code of a number in one load: magnitudes from 2^-24 to 1 in cells of the upper kBits bits of the mantissa, of
 // which none has more than one threshold. A cell and the bits of a magnitude of it add up to a number whose upper byte
 // is the code: what lies between is chosen so that the sum carries (or, of a negative number, borrows) from the
 // threshold on. A map of which that is not true is searched by encode_any.
-constexpr int kStepThreads = BSH_STEP_THREADS; // 32 warps share the tables of codes
-
 template <bool kSigned> struct StateCodes {
   // The signed map has half as many entries of each sign.
   static constexpr int kBits = kSigned ? 6 : 7, kShift = 23 - kBits, kOctaves = 24;
@@ -405,7 +405,7 @@ struct Blocks {
 };
 
 template <bsh_optimizer kAlgorithm> struct Moments {
-  static constexpr bool kTwo = kAlgorithm == BSH_ADAM || kAlgorithm == BSH_ADEMAMIX;
+  static constexpr bool kTwo = BSH_HAS_SECOND_STATE(kAlgorithm);
   static constexpr bool kThree = kAlgorithm == BSH_ADEMAMIX; // the slow one: the second half of state1
 };
 
@@ -566,6 +566,7 @@ template <> struct Tables<true> {
   StateCodes<true> first;
   StateCodes<false> second;
 };
+
 // False: nothing was written, for kWhole takes no gradients that are not numbers.
 template <bsh_optimizer kAlgorithm, Pair kPair, bool kWhole, typename T>
 __device__ __forceinline__ bool block_8bit(const bsh_step_list &list, const Place &place, const bsh_step_numbers &k,
@@ -592,6 +593,7 @@ __device__ __forceinline__ bool block_8bit(const bsh_step_list &list, const Plac
   return true;
 }
 
+// A block of any kind, and of gradients that are not numbers.
 template <bsh_optimizer kAlgorithm, Pair kPair, typename T>
 __device__ __noinline__ void any_block_8bit(const bsh_step_list &list, uint32_t number, int t, const T &tables,
                                             bool usable1, bool usable2) {
@@ -654,16 +656,17 @@ template <bsh_optimizer kAlgorithm> __device__ __forceinline__ void squares(cons
 
 } // namespace bsh
 
-#define BSH_KERNEL(name, threads, ...)                                                                                 \
-  extern "C" __global__ void __launch_bounds__(threads, 1) name(const __grid_constant__ bsh_step_list list) {          \
+#define BSH_KERNEL(name, ...)                                                                                          \
+  extern "C" __global__ void __launch_bounds__(bsh::kStepThreads, 1)                                                   \
+      name(const __grid_constant__ bsh_step_list list) {                                                               \
     bsh::__VA_ARGS__(list);                                                                                            \
   }
 
 #define BSH_BY_DTYPE(kind, name, algorithm)                                                                            \
-  BSH_KERNEL(optimizer_##kind##_##name##_f32, bsh::kStepThreads, step_##kind<algorithm, bsh::kF32>)                    \
-  BSH_KERNEL(optimizer_##kind##_##name##_f16, bsh::kStepThreads, step_##kind<algorithm, bsh::kF16>)                    \
-  BSH_KERNEL(optimizer_##kind##_##name##_bf16, bsh::kStepThreads, step_##kind<algorithm, bsh::kBF16>)                  \
-  BSH_KERNEL(optimizer_##kind##_##name##_mixed, bsh::kStepThreads, step_##kind<algorithm, bsh::kMixed>)
+  BSH_KERNEL(optimizer_##kind##_##name##_f32, step_##kind<algorithm, bsh::kF32>)                                       \
+  BSH_KERNEL(optimizer_##kind##_##name##_f16, step_##kind<algorithm, bsh::kF16>)                                       \
+  BSH_KERNEL(optimizer_##kind##_##name##_bf16, step_##kind<algorithm, bsh::kBF16>)                                     \
+  BSH_KERNEL(optimizer_##kind##_##name##_mixed, step_##kind<algorithm, bsh::kMixed>)
 
 #define BSH_BY_BITS(name, algorithm) BSH_BY_DTYPE(32bit, name, algorithm) BSH_BY_DTYPE(8bit, name, algorithm)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import upstream
 import upstream_optim as cases
-from bitshard.optim import paged
+from bitshard.optim import paged, update
 from bitshard.optim.base import schedule
 from helpers.bytes import same_bytes
 from helpers.optim import CLASSES, PAGED, gradients, make, values_of
@@ -17,6 +17,7 @@ from torch import nn
 
 HIDDEN = "__bnb_optimizer_quant_state__"
 NAMES = [name for name, _, _ in cases.cases()]
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def parameter(*shape, dtype=torch.float32, seed=0):
@@ -28,6 +29,30 @@ def train(optimizer, params, steps):
         for p, gradient in zip(params, gradients(params, step), strict=True):
             p.grad = gradient
         optimizer.step()
+
+
+# ---- one call for all parameters ----
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if not name.startswith(("LAMB", "LARS"))])
+def test_one_call_for_all_is_as_one_by_one(name, monkeypatch):
+    """Of all dtypes and sizes, in two groups with numbers of their own, one parameter without a gradient at first."""
+    results, done = [], []
+    real = update._C.optimizer_steps
+    for together in (True, False):
+        call = (lambda batches: done.append(real(batches)) or done[-1]) if together else (lambda batches: False)
+        monkeypatch.setattr(update, "_C", type("C", (), {"optimizer_steps": staticmethod(call)}))
+        shapes = [(64, 100), (33, 129), (7,), (), (16, 256), (8, 512)]
+        params = [parameter(*shape, dtype=DTYPES[i % 3], seed=i) for i, shape in enumerate(shapes)]
+        optimizer = make(name, params[:4])
+        optimizer.add_param_group({"params": params[4:], "lr": 3e-3, "weight_decay": 0.0})
+        for step in range(3):
+            for p, g in zip(params, gradients(params, step), strict=True):
+                p.grad = None if p is params[1] and step == 0 else g
+            optimizer.step()
+        results.append({"params": [p.detach() for p in params], **optimizer.state_dict()})
+    assert done == [True] * 3
+    assert_same(*results)
 
 
 # ---- state dicts in both directions ----
