@@ -98,6 +98,19 @@ def anywhere(flag: bool, weight: Any) -> bool:
     return bool(found)
 
 
+def everyone(value: Any, group: Any = None) -> list[Any]:
+    """What every rank of `group`, or of the default one, has brought, by rank; without a process group [value].
+
+    A collective. Any object that can be pickled.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return [value]
+    brought: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(brought, value, group)
+    return brought
+
+
 def all_gather(out: Tensor, own: Tensor, group: Any = None, async_op: bool = False) -> Any:
     """Fill `out` [world * n] with every rank's `own` [n]; the work to wait for with `async_op`."""
     distributed = torch.distributed

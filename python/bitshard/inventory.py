@@ -24,11 +24,17 @@ _ADVICE = (
 )
 
 
-def holders(model: nn.Module) -> list[tuple[str, Any]]:
-    """(name of its owner, holder) of every quantized weight of `model`, sharded or not (`bitshard.nn.holder`)."""
+def holder_of(module: nn.Module) -> Any:
+    """The holder of the 4-bit weight of `module` itself (`bitshard.nn.holder`), quantized or not; None without one."""
     # wrappers of FSDP1 hand on the attributes of what they wrap, so only a module's own attributes count
-    found = [(name, vars(module).get("packed_weight"), module) for name, module in model.named_modules()]
-    return [(name, held) for name, held, module in found if held and held.owner is module and held.state]
+    held = vars(module).get("packed_weight")
+    return held if held is not None and held.owner is module else None
+
+
+def holders(model: nn.Module) -> list[tuple[str, Any]]:
+    """(name of its owner, holder) of every quantized weight of `model`, sharded or not."""
+    found = [(name, holder_of(module)) for name, module in model.named_modules()]
+    return [(name, held) for name, held in found if held and held.state]
 
 
 def take(model: nn.Module) -> tuple[int, int, Counter]:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from bitshard import ops
 from bitshard.container import repack
+from bitshard.inventory import holder_of
 from bitshard.sharding.entries import BLOB_PREFIX
 from bitshard.sharding.writing import Entry
 from bitshard.state import QuantState
@@ -176,8 +177,8 @@ class _Walk:
         unsaved = module._non_persistent_buffers_set
         names += [name for name, tensor in module._buffers.items() if tensor is not None and name not in unsaved]
         names = [name for name in names if f"{key}{name}" not in self.ignored]
-        held = vars(module).get("packed_weight")
-        held = held if held is not None and held.owner is module and held.name in names else None
+        held = holder_of(module)
+        held = held if held is not None and held.name in names else None
         if held is not None and (held.state is None or held.place.name in ("FLOAT", "AWAITED")):
             raise ValueError(f"{key}{held.name}: this 4-bit weight is not quantized yet, so it cannot be saved")
         return Piece(key, module, names, held, tuner, unit, entries) if names else None

@@ -238,8 +238,7 @@ def _agree(entries: dict[str, torch.Tensor], mesh: Any) -> dict[str, torch.Tenso
     """The entries of a rank that has some, on all ranks of `mesh`; empty if no rank has any."""
     for dim in reversed(range(mesh.ndim)):
         group = mesh.get_group(dim)
-        have = [False] * dist.get_world_size(group)
-        dist.all_gather_object(have, bool(entries), group)
+        have = gather.everyone(bool(entries), group)
         if all(have) or not any(have):
             continue
         box = [{name: value.cpu() for name, value in entries.items() if not isinstance(value, DTensor)}]

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -217,10 +216,8 @@ class AwaitedRows:
         except (RuntimeError, TypeError, ValueError) as error:
             failure = f"{type(error).__name__}: {error}"
         group = _shard_group(self.weight)
-        boxes: list[Any] = [(self.key, facts, failure, own, {name: value.cpu() for name, value in small.items()})]
-        if group is not None:
-            box, boxes = boxes[0], [None] * dist.get_world_size(group)
-            dist.all_gather_object(boxes, box, group)
+        box = (self.key, facts, failure, own, {name: value.cpu() for name, value in small.items()})
+        boxes = [box] if group is None else gather.everyone(box, group)
         keys, every, failures, brought, pieces = zip(*boxes, strict=True)
         if len(set(keys)) > 1:
             at = ", ".join(f"rank {rank} {key}" for rank, key in enumerate(keys))

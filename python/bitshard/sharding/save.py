@@ -125,7 +125,7 @@ class _Ranks:
         """Raise on all ranks what went wrong on one of them."""
         if self.collective and self._anywhere(error is not None):
             failure = None if error is None else (f"{type(error).__name__}: {error}", getattr(error, "errno", None))
-            failures = self._everyone(failure)
+            failures = gather.everyone(failure)
             if error is None:
                 rank, (text, number) = next((rank, found) for rank, found in enumerate(failures) if found)
                 text = f"rank {rank} of {self.world} could not save: {text}"
@@ -135,7 +135,7 @@ class _Ranks:
 
     def require_same(self, facts: Any) -> None:
         """ValueError on all ranks unless they were called for the same."""
-        if self.collective and len(set(self._everyone(facts))) > 1:
+        if self.collective and len(set(gather.everyone(facts))) > 1:
             raise ValueError("the ranks were called to save different things: arguments or models differ")
 
     def _anywhere(self, flag: bool) -> bool:
@@ -143,11 +143,6 @@ class _Ranks:
         found = torch.tensor(int(flag), device=device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return bool(found)
-
-    def _everyone(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value)
-        return found
 
 
 def _gathered(model: nn.Module, pieces: list[Piece]) -> Iterator[tuple[Piece, dict[Any, Any]]]:

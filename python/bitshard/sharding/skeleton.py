@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from bitshard.container import repack
 from bitshard.guards import plain
+from bitshard.inventory import holder_of
 from bitshard.sharding.reading import Checkpoint, some
 from bitshard.state import VALUE_DTYPES, dtype_name
 from bitshard.tensor import Params4bit
@@ -161,10 +162,7 @@ def contained(weight: Params4bit, dtype: torch.dtype) -> Params4bit:
 
 def packed_layers(module: nn.Module) -> Iterator[Any]:
     """The layers of `module` whose weight is 4-bit or will be."""
-    for layer in module.modules():
-        held = vars(layer).get("packed_weight")
-        if held is not None and held.owner is layer:
-            yield layer
+    return (layer for layer in module.modules() if holder_of(layer) is not None)
 
 
 def _slots(model: nn.Module) -> Iterator[Slot]:
@@ -188,7 +186,7 @@ def _put(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _is_4bit(module: nn.Module, name: str) -> bool:
-    held = vars(module).get("packed_weight")
+    held = holder_of(module)
     return held is not None and held.name == name
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
+
+from bitshard.gather import everyone
 
 Done = TypeVar("Done")
 
@@ -22,10 +23,7 @@ def together(what: str, action: Callable[[], tuple[Done, Any]]) -> Done:
         done, facts = action()
     except Exception as error:  # whatever it is, the others wait
         failure, cause = f"{type(error).__name__}: {error}", error
-    brought: list[Any] = [(failure, facts)]
-    if dist.is_available() and dist.is_initialized():
-        box, brought = brought[0], [None] * dist.get_world_size()
-        dist.all_gather_object(brought, box)
+    brought = everyone((failure, facts))
     if isinstance(cause, torch.OutOfMemoryError):
         raise cause
     for rank, (failure, _) in enumerate(brought):
