@@ -75,6 +75,8 @@ def check(name, folder):
     assert (torch.uint8 in dtypes) == ("8bit" in name), dtypes
     resumed = train(name, folder, os.path.join(folder, f"checkpoint-{SAVED}"))[1]
     assert resumed[-1] == losses[-1] and len(losses) == STEPS, (name, resumed, losses)
+    if WORLD > 1:
+        torch.distributed.barrier()  # the other rank's Trainer may still list the folder
     if RANK == 0:
         shutil.rmtree(folder, ignore_errors=True)
     return losses

@@ -30,8 +30,8 @@ HIDDEN = {
     "gnorm_vec",
     "absmax1",
     "absmax2",
+    "unorm_vec",
 }
-HIDDEN.add("unorm_vec")
 Page = Callable[[Tensor], Tensor]  # copies a state to paged memory
 BITS = "state_bits"  # beside the HIDDEN of a DTensor
 
@@ -73,8 +73,8 @@ def from_entries(
     """The state of `p` from entries, in memory of its own; on the device of `p` where `move` is true.
 
     `states` is how many the algorithm has, `lead` 1 where the first is AdEMAMix's pair; `page` copies state1 and state2
-    to paged memory, where they stay. TypeError or ValueError for
-    entries of another algorithm, dtype, shape or blocksize.
+    to paged memory, where they stay. TypeError or ValueError for entries of another algorithm, dtype, shape or
+    blocksize.
     """
     if not isinstance(entries, dict):
         raise TypeError(f"the state is a {type(entries).__name__}, not a dict")
