@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,24 +84,6 @@ def test_one_process_and_fsdp2_train_alike(job):
         adapter = load_file(job / name / "adapter_model.safetensors")
         trained = [tensor for key, tensor in adapter.items() if "lora_B" in key]
         assert len(trained) == 14 and all(tensor.abs().max() > 0 for tensor in trained)
-
-
-def test_the_readme_as_written(job):
-    """Its example and the line that proves sharding, with another model, data and fewer steps, on two processes."""
-    blocks = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL)
-    data = "import datasets\nrows = [list(range(24))] * 32\n"
-    data += "my_dataset = datasets.Dataset.from_dict({'input_ids': rows, 'labels': rows})\n"
-    script = data + "\n".join(blocks)
-    for written, here in (
-        ('"meta-llama/Llama-3.1-8B"', repr(str(job / "model"))),
-        ("max_steps=100", "max_steps=2, report_to=[]"),
-    ):
-        assert script.count(written) == 1
-        script = script.replace(written, here)
-    (job / "train.py").write_text(script)
-    output = start([*launch(2), str(EXAMPLES / "cpu_fsdp.py"), "train.py"], job)
-    assert output.count("4-bit base sharded by FSDP2 over 2 ranks: 14 weights, ") == 2 and "(1/2.00)" in output
-    assert (job / "out" / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.parametrize("version", [1, 2])
