@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from peft.tuners.lora import bnb
-from torch import nn
+from torch import Tensor, nn
 
+from bitshard import gather
 from bitshard.lora import layer as fused
 from bitshard.nn.linear import Linear4bit as Base
 from bitshard.state import dtype_name
@@ -80,13 +81,19 @@ def parts(layer: nn.Module) -> dict[str, nn.Module]:
 def of_tensors(layer: nn.Module) -> str | None:
     """What is unusual about A, B and the bias."""
     found = parts(layer)
-    A, B = (fused.weight_of(vars(found[role])) for role in "AB")
+    A, B = (_weight(found[role]) for role in "AB")
     if A is None or B is None:
         return "A or B has a bias, or a weight that is no plain tensor"
     if A.dtype is not B.dtype or A.dtype not in fused.DTYPES:
         return f"A is {dtype_name(A.dtype)} and B {dtype_name(B.dtype)}"
     bias = found["base layer"].bias
     return "the bias of its base layer is trained" if bias is not None and bias.requires_grad else None
+
+
+def _weight(linear: nn.Module) -> Tensor | None:
+    """Its weight as a forward finds it, or what FSDP2 will have gathered by then."""
+    sharded = linear._parameters.get("weight")
+    return sharded if gather.is_dtensor(sharded) else fused.weight_of(vars(linear))
 
 
 def of_process() -> str | None:
