@@ -231,6 +231,8 @@ def test_no_more_is_saved_than_peft_saves(mix, trained):
     assert mine[0] <= other[0] and mine[1] <= other[1] and mine[0] > 0, (mine, other)
     if mix in SAME:
         assert mine == other
+    elif mix[0] != "fp32" and mix[2] == "fp32" and not autocast and trained != "B":
+        assert mine[0] == other[0] - x.nbytes  # x is kept, not its cast copy
 
 
 @pytest.mark.parametrize("mix", [SAME[0], SAME[1], MIXED[0], AUTOCAST[0]])
@@ -254,6 +256,31 @@ def test_gradient_checkpointing(mix, reentrant):
     assert len(calls) == 4
     for mine, other in zip(found, run(fused_copy(wrapped), x, dy, autocast), strict=True):
         assert torch.equal(mine, other)
+
+
+def test_selective_checkpointing():
+    """Its dispatch modes keep or compute again what they see: peft's way, in forward and again in backward."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def policy(context, op, *args, **kwargs):
+        keep = op in (torch.ops.aten.mm.default, torch.ops.bitshard.linear_4bit.default)
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    theirs = model([(128, 128)] * 2)
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    class Checkpointed(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
+
+    x, dy = torch.randn(5, 128), torch.randn(5, 128)
+    with fused_calls() as calls:
+        assert all(map(torch.equal, run(Checkpointed(fused_copy(theirs)), x, dy), run(theirs, x, dy)))
+    assert not calls
 
 
 def test_backward_under_autocast():
@@ -426,7 +453,7 @@ STATES = {
     "several adapters": ({}, several, "2 adapters are active"),
     "no adapter": ({}, lambda wrapped: layer_of(wrapped).set_adapter("nobody"), "it has no weights of the active"),
     "DoRA": ({"use_dora": True}, None, "Dora"),
-    "lora_bias": ({"lora_bias": True}, None, "lora_bias"),
+    "lora_bias": ({"lora_bias": True}, None, "A or B has a bias"),
     "dropout": ({"lora_dropout": 0.3}, None, "dropout, which training needs"),
     "another dropout": ({}, other_dropout, "its dropout is a AlphaDropout"),
     "scale 0": ({}, scale(0.0), "its scale is 0, infinite or no number"),
@@ -438,8 +465,8 @@ STATES = {
     "parametrized": ({}, parametrized, "its A is a ParametrizedLinear"),
     "weight norm": ({}, weight_norm, "hooks on its B"),
     "quantized A": ({}, quantized, "its A is a LinearNF4"),
-    "parameter of another class": ({}, tensor_subclass, "A or B has a bias, or a weight that is no plain tensor"),
-    "bias on A": ({}, bias_on_a, "A or B has a bias, or a weight that is no plain tensor"),
+    "parameter of another class": ({}, tensor_subclass, "A or B is no plain tensor"),
+    "bias on A": ({}, bias_on_a, "A or B has a bias"),
     "compiled inside": (
         {},
         lambda wrapped: layer_of(wrapped).base_layer.compile(backend="eager"),

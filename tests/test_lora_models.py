@@ -141,6 +141,15 @@ def test_layers_that_are_added_later(folder):
     assert str(lora.fuse(wrapped)) == "2 LoRA layers: 2 fused" and outputs(wrapped)[1] == 2
 
 
+def test_adapters_of_transformers(folder):
+    """`model.add_adapter` of transformers, without a model of peft around."""
+    wrapped = load_4bit(folder)
+    wrapped.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    assert str(lora.fuse(wrapped)) == "2 LoRA layers: 2 fused" and outputs(wrapped)[1] == 2
+    wrapped.disable_adapters()
+    assert outputs(wrapped)[1] == 0
+
+
 def test_the_classes_and_names_are_those_of_peft(folder):
     theirs, ours = adapted(folder), adapted(folder, fuse=True)
     assert repr(theirs) == repr(ours)

@@ -38,6 +38,7 @@ def _own(cls: type) -> Any:
 # What is gone around. Where somebody replaces one of these, the replacement is called.
 FORWARD, BASE_FORWARD, LINEAR_FORWARD, LINEAR = _own(Peft), _own(Base), _own(nn.Linear), torch._C._nn.linear
 BASES = frozenset((Base, LinearNF4, LinearFP4))
+DROPOUTS = frozenset((nn.Identity, nn.Dropout))
 TENSORS = frozenset((Tensor, nn.Parameter))
 DTYPES = frozenset(VALUE_DTYPES.values())
 
@@ -106,11 +107,10 @@ def choose(layer: nn.Module) -> tuple[Tensor, Tensor, Base, float] | None:
         name = name[0]
     scale = mine["scaling"].get(name)
     if (
-        type(layer) is Peft
+        not isinstance(layer, Linear4bit)  # accelerate's hooks keep this forward when the layer is peft's again
         or mine["_disable_adapters"]
         or mine["merged_adapters"]
         or name in mine["lora_variant"]
-        or mine["lora_bias"].get(name)
         or (type(scale) is not float and type(scale) is not int)
         or not 0 < abs(scale) < float("inf")
     ):
@@ -120,7 +120,12 @@ def choose(layer: nn.Module) -> tuple[Tensor, Tensor, Base, float] | None:
     A = children["lora_A"].__dict__["_modules"].get(name)
     B = children["lora_B"].__dict__["_modules"].get(name)
     dropout = children["lora_dropout"].__dict__["_modules"].get(name)
-    if type(A) is not nn.Linear or type(B) is not nn.Linear or type(base) not in BASES:
+    if (
+        type(A) is not nn.Linear
+        or type(B) is not nn.Linear
+        or type(base) not in BASES
+        or type(dropout) not in DROPOUTS
+    ):
         return None
     ours, theirs, basics, drops = A.__dict__, B.__dict__, base.__dict__, dropout.__dict__
     for part in (ours, theirs, basics, drops):
@@ -133,9 +138,7 @@ def choose(layer: nn.Module) -> tuple[Tensor, Tensor, Base, float] | None:
             or "_compiled_call_impl" in part
         ):
             return None
-    if type(dropout) is not nn.Identity and not (
-        type(dropout) is nn.Dropout and (drops["p"] == 0.0 or not drops["training"])
-    ):
+    if type(dropout) is nn.Dropout and drops["p"] != 0.0 and drops["training"]:
         return None
     A, B = weight_of(ours), weight_of(theirs)
     return None if A is None or B is None else (A, B, base, scale)

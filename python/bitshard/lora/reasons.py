@@ -11,7 +11,7 @@ from bitshard.nn.linear import Linear4bit as Base
 from bitshard.state import dtype_name
 
 # What peft's layer keeps in its `__dict__`, and `layer.choose` reads there.
-ATTRIBUTES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant", "lora_bias")
+ATTRIBUTES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant")
 ATTRIBUTES += ("cast_input_dtype_enabled",)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -49,8 +49,6 @@ def of_adapter(layer: nn.Module) -> str | None:
         return "it has no weights of the active adapter"
     if name in layer.lora_variant:
         return type(layer.lora_variant[name]).__name__.removesuffix("LinearVariant")
-    if layer.lora_bias.get(name):
-        return "lora_bias"
     scale = layer.scaling[name]
     if type(scale) not in (float, int) or not 0 < abs(scale) < float("inf"):
         return "its scale is 0, infinite or no number"
@@ -60,7 +58,7 @@ def of_adapter(layer: nn.Module) -> str | None:
 def of_parts(layer: nn.Module) -> str | None:
     """What is around or in the place of the four modules whose forward is gone around."""
     for role, part in parts(layer).items():
-        expected = {"dropout": (nn.Identity, nn.Dropout), "base layer": tuple(fused.BASES)}.get(role, (nn.Linear,))
+        expected = {"dropout": fused.DROPOUTS, "base layer": fused.BASES}.get(role, (nn.Linear,))
         if type(part) not in expected:
             return f"its {role} is a {type(part).__name__}"
         if any(getattr(part, hooks) for hooks in _HOOKS):
@@ -82,8 +80,10 @@ def of_tensors(layer: nn.Module) -> str | None:
     """What is unusual about A, B and the bias."""
     found = parts(layer)
     A, B = (_weight(found[role]) for role in "AB")
+    if any(found[role].bias is not None for role in "AB"):
+        return "A or B has a bias"
     if A is None or B is None:
-        return "A or B has a bias, or a weight that is no plain tensor"
+        return "A or B is no plain tensor"
     if A.dtype is not B.dtype or A.dtype not in fused.DTYPES:
         return f"A is {dtype_name(A.dtype)} and B {dtype_name(B.dtype)}"
     bias = found["base layer"].bias
