@@ -120,12 +120,7 @@ def choose(layer: nn.Module) -> tuple[Tensor, Tensor, Base, float] | None:
     A = children["lora_A"].__dict__["_modules"].get(name)
     B = children["lora_B"].__dict__["_modules"].get(name)
     dropout = children["lora_dropout"].__dict__["_modules"].get(name)
-    if (
-        type(A) is not nn.Linear
-        or type(B) is not nn.Linear
-        or type(base) not in BASES
-        or type(dropout) not in DROPOUTS
-    ):
+    if type(A) is not nn.Linear or type(B) is not nn.Linear or type(base) not in BASES or type(dropout) not in DROPOUTS:
         return None
     ours, theirs, basics, drops = A.__dict__, B.__dict__, base.__dict__, dropout.__dict__
     for part in (ours, theirs, basics, drops):
