@@ -305,6 +305,15 @@ def test_the_packed_weight_is_not_saved():
     assert len(seen) == 4 and layers(wrapped)[0].base_layer.weight.data_ptr() not in seen
 
 
+def test_saved_tensors_on_the_host():
+    """torch's offloading of what is saved: x, A, B and x A^T come back, the packed weight was never gone."""
+    theirs = model()
+    x, dy = torch.randn(5, 128), torch.randn(5, 96)
+    with torch.autograd.graph.save_on_cpu(), fused_calls() as calls:
+        found = run(fused_copy(theirs), x, dy)
+    assert calls == ["trained"] and close(found, run(theirs, x, dy))
+
+
 def test_results_may_be_changed_in_place():
     """y is no view of anything, so that `y += residual` works, as behind peft's layer."""
     wrapped = fused_copy(model())

@@ -1,7 +1,7 @@
 """LoRA on 4-bit weights in few launches: `fuse(model)` behind peft's `get_peft_model`, `unfuse(model)` to undo it.
 
     model = get_peft_model(model, LoraConfig(target_modules="all-linear", lora_dropout=0.0))
-    print(bitshard.lora.fuse(model))        # 224 LoRA layers on 4-bit weights: 224 fused
+    print(bitshard.lora.fuse(model))        # 224 LoRA layers: 224 fused
 
 A fused layer computes y = W x + bias + s B (A x) and its gradients as one autograd function (`bitshard.lora.product`).
 Parameters, names, files, `isinstance` and all functions of peft stay as they are. What a call cannot do as peft does,
