@@ -10,8 +10,8 @@ goes peft's way: several active adapters, DoRA and other variants, dropout in tr
 derivatives, dispatch and function modes. That is decided in each call, so adapters may be added, switched, merged and
 deleted as before.
 
-The A's of layers that share their input (q, k, v) are not multiplied together: they are parameters of their own, so that
-one product needs a copy of them and a split of its result, which cost the host more than the two products it saves.
+The A's of layers that share their input (q, k, v) are not multiplied together: they are parameters of their own, so
+that one product needs a copy of them and a split of its result, which cost the host more than the products it saves.
 """
 
 from __future__ import annotations
