@@ -70,11 +70,14 @@ def run(job, name, launcher, *options):
 
 
 def test_one_process_and_fsdp2_train_alike(job):
-    """Same losses, the base halved, and an adapter that has learned something in the output folder of both."""
+    """Same losses, the base halved, and an adapter that has learned something in the output folder of both.
+
+    One with peft's layers, the other with fused ones.
+    """
     from safetensors.torch import load_file
 
     (alone,) = run(job, "alone", [sys.executable], "--batch", "2")
-    sharded = run(job, "fsdp2", launch(2))
+    sharded = run(job, "fsdp2", launch(2), "--fuse")
     assert [report["sharding"] for report in (alone, *sharded)] == ["none", "FSDP2", "FSDP2"]
     assert len(alone["losses"]) == 2
     for report in sharded:
@@ -267,7 +270,10 @@ def test_sft_trains_alike_under_both_versions(tmp_path):
         command = [*launch(version), "--fsdp_state_dict_type", state_dicts, str(EXAMPLES / "cpu_fsdp.py")]
         command += [str(tmp_path / "proof.py"), str(EXAMPLES / "sft.py"), "--tiny", "--output", str(out)]
         command += ["--steps", "3", "--length", "32", "--lr", "1e-2", "--rank", "4", "--accumulate", "2"]
-        assert f"4-bit base sharded by FSDP{version} over 2 ranks: 14 weights" in start(command)
+        command += ["--fuse"] if version == 2 else []
+        output = start(command)
+        assert f"4-bit base sharded by FSDP{version} over 2 ranks: 14 weights" in output
+        assert ("14 LoRA layers: 14 fused" in output) is (version == 2)
         history = json.loads((out / "trainer_state.json").read_text())["log_history"]
         losses[version] = [entry["loss"] for entry in history if "loss" in entry]
     assert len(losses[1]) == 3 and losses[2][-1] < losses[2][0]
