@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import upstream
 from fsdp.launch import launch, run
 
@@ -84,6 +85,7 @@ def test_python_blocks_have_a_test():
         "README.md": 2,
         "fsdp.md": 7,
         "llama70b.md": 1,
+        "lora.md": 1,
     }
 
 
@@ -213,6 +215,18 @@ def test_blocks_of_fsdp(tmp_path):
     output = launch(2, "documented.py", str(ROOT / "docs" / "fsdp.md"), str(tmp_path))
     ran = {int(number) for number in re.findall(r"^BLOCK (\d+) ran$", output, re.MULTILINE)}
     assert ran == set(range(len(python_blocks(ROOT / "docs" / "fsdp.md"))))
+
+
+def test_the_lines_of_lora(model, capsys):
+    """docs/lora.md: all layers of a model are fused, and said to be."""
+    import bitshard.lora
+    from peft import LoraConfig, get_peft_model
+
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, quantization_config=config)
+    scope = {"bitshard": bitshard, "LoraConfig": LoraConfig, "get_peft_model": get_peft_model, "model": loaded}
+    exec(python_blocks(ROOT / "docs" / "lora.md")[0], scope)
+    assert capsys.readouterr().out == "14 LoRA layers: 14 fused\n"
 
 
 def test_the_script_for_70b(model, tmp_path):
