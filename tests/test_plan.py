@@ -1,9 +1,9 @@
-"""csrc/select.c, the one chooser of CUDA kernels: pure, so it is tested without a GPU.
+"""csrc/plan*.c, from the facts of a product to kernels and launches: pure, so it is tested without a GPU.
 
 The rows and sizes at which kernels change are measured (benchmarks/results) and may move. Tested is what must hold
 wherever they lie; the boundaries are searched for, not written down.
 
-`python tests/test_select.py` prints the table: for each shape and GPU the rows of x at which the kernel changes.
+`python tests/test_plan.py` prints the table: for each shape and GPU the rows of x at which the kernel changes.
 """
 
 import random
@@ -13,7 +13,8 @@ import pytest
 from bitshard import _C
 
 F32, F16, BF16 = 0, 1, 2
-NAMES = {"gemv_4bit", "gemm_4bit_sm90", "dense"}
+NAMES = {"gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "panels"}
+TENSOR_CORES = NAMES - {"gemv_4bit_simt"}
 SHAPES = tuple(cases.MODEL_LINEAR.values())
 SWEEP = sorted({*SHAPES, *((16 * round(1.1**i), 4096) for i in range(30, 90))}, key=lambda s: s[0] * s[1])  # to 318 M
 GPUS = {"T4": (75, 40), "A100": (80, 108), "RTX 4090": (89, 128), "H200": (90, 132), "B200": (100, 148)}
@@ -36,7 +37,7 @@ wgmma = pytest.mark.skipif(image("H200") != (90, True), reason="this build has n
 def select(
     M: int, N: int, K: int, dtype: int = BF16, gpu: str = "H200", blocksize: int = 64, nested: bool = True
 ) -> str:
-    return _C.select_linear_4bit(M, N, K, dtype, *GPUS[gpu], blocksize, nested)
+    return _C.plan_linear_4bit(M, N, K, dtype, *GPUS[gpu], blocksize=blocksize, nested=nested)["kernel"]
 
 
 def changes(N: int, K: int, dtype: int, gpu: str) -> list[tuple[int, str]]:
@@ -47,7 +48,7 @@ def changes(N: int, K: int, dtype: int, gpu: str) -> list[tuple[int, str]]:
 
 def last_fused(N: int, K: int, dtype: int = BF16, gpu: str = "H200", blocksize: int = 64) -> int:
     """The most rows that do not go to the vendor GEMM; 0 if one row does."""
-    return max((M for M in range(1, 513) if select(M, N, K, dtype, gpu, blocksize) != "dense"), default=0)
+    return max((M for M in range(1, 513) if select(M, N, K, dtype, gpu, blocksize) != "panels"), default=0)
 
 
 def first_gemm(N: int, K: int) -> float:
@@ -62,15 +63,16 @@ def test_each_kernel_has_one_range_of_rows(gpu, dtype):
     for N, K in SWEEP:
         names = [name for _, name in changes(N, K, dtype, gpu)]
         assert set(names) <= NAMES and len(names) == len(set(names)), (N, K, names)
-        assert names[0] == "gemv_4bit" and names[-1] == "dense", (N, K, names)
+        assert names[0].startswith("gemv_4bit") and names[-1] == "panels", (N, K, names)
 
 
 @wgmma
 def test_every_kernel_is_chosen_somewhere():
     """gemm_4bit_sm90 on the one GPU whose instructions it needs, and there the earlier the larger the weight."""
     chosen = {gpu: {select(M, N, K, BF16, gpu) for N, K in SWEEP for M in ROWS} for gpu in GPUS}
-    assert chosen.pop("H200") == NAMES
-    assert set().union(*chosen.values()) == NAMES - {"gemm_4bit_sm90"}
+    assert chosen.pop("H200") == TENSOR_CORES
+    assert chosen.pop("T4") == {"gemv_4bit_simt", "panels"}  # no bf16 on its tensor cores
+    assert set().union(*chosen.values()) == TENSOR_CORES - {"gemm_4bit_sm90"}
     assert first_gemm(*SWEEP[0]) > first_gemm(*SWEEP[-1])
 
 
@@ -83,7 +85,7 @@ def takes(name: str, M: int, N: int, K: int, dtype: int, gpu: str, blocksize: in
     whole_units = has_tensor_cores(gpu, dtype) and N % 16 == 0 and K % 64 == 0 and blocksize % 64 == 0
     if name == "gemm_4bit_sm90":
         return image(gpu) == (90, True) and whole_units
-    return name == "dense" or (whole_units and M <= 64) or (K % 32 == 0 and M <= 16)
+    return name == "panels" or (whole_units and M <= 64 if name == "gemv_4bit" else K % 32 == 0 and M <= 16)
 
 
 def test_no_kernel_gets_what_it_cannot_take():
@@ -95,7 +97,7 @@ def test_no_kernel_gets_what_it_cannot_take():
         product = (M, N, K, draw.choice((F32, F16, BF16)), gpu, blocksize)
         name = select(*product)
         assert takes(name, *product), (name, product)
-        fused += name != "dense"
+        fused += name != "panels"
     assert fused > 3000
 
 
@@ -131,12 +133,12 @@ def test_what_tensor_cores_cannot_take_is_fused_for_few_rows(gpu):
     assert max(few) < most if has_tensor_cores(gpu, F16) else few == {most}
 
 
-def test_what_no_kernel_takes_is_dense():
+def test_what_no_kernel_takes_goes_by_panels():
     """K that is no whole number of the smallest blocks, and sizes beyond 32-bit indices."""
     for K in (1, 31, 33, 130):
         assert last_fused(98, K) == last_fused(96, K, F32) == 0, K
     for M, N, K in ((1 << 40, 4096, 4096), (1, 1 << 33, 4096), (1, 4096, 1 << 33)):
-        assert {select(M, N, K, dtype, gpu) for dtype in (F32, F16, BF16) for gpu in GPUS} == {"dense"}, (M, N, K)
+        assert {select(M, N, K, dtype, gpu) for dtype in (F32, F16, BF16) for gpu in GPUS} == {"panels"}, (M, N, K)
     # the weights of one product may be more than that; then tensor cores, whose index counts blocks, leave it
     assert 0 < last_fused(1 << 20, 1 << 20, F16, "A100") < last_fused(1 << 10, 1 << 10, F16, "A100")
 
