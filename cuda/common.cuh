@@ -112,11 +112,18 @@ template <> __device__ __forceinline__ float Vector<__nv_bfloat16>::get(int i) c
   return __uint_as_float(i % 2 ? pair & 0xFFFF0000u : pair << 16);
 }
 
-// fp32 scale of block `b`; nested scales are two roundings, no FMA.
-template <bool kNested> __device__ __forceinline__ float block_scale(const bsh_scales &scales, int64_t b) {
-  if constexpr (!kNested) return scales.absmax[b];
+// The two forms of a nested scale, two roundings each, no FMA. This one has the bits of dequantize_4bit, which flushes
+// denormal products as upstream does: fp32 scale of block `b`.
+template <bool NESTED> __device__ __forceinline__ float block_scale(const bsh_scales &scales, int64_t b) {
+  if constexpr (!NESTED) return scales.absmax[b];
   const float unit = scales.absmax_map[scales.absmax_code[b]];
   return __fadd_rn(multiply_flush(unit, scales.absmax2[b / BSH_NESTED_BLOCKSIZE]), *scales.offset);
+}
+
+// For the kernels that scale sums on tensor cores, which round otherwise anyway: denormal products stay what they are.
+// unit: the map's value of a code.
+__device__ __forceinline__ float scale_with_denormals(float unit, float absmax2, float offset) {
+  return __fadd_rn(__fmul_rn(unit, absmax2), offset);
 }
 
 // Programmatic dependent launch (sm_90 and newer): nothing that an earlier kernel wrote or still reads may be touched

@@ -198,7 +198,7 @@ struct weight_walk {
   __device__ __forceinline__ void start(int piece, uint32_t slot) const {
     const uint8_t *from = row + min(piece * 128 + chunk, last_chunk);
 #pragma unroll
-    for (int i = 0; i < 4; i++, from += four_rows) copy16(to + slot + i * 512, from);
+    for (int i = 0; i < 4; i++, from += four_rows) cp_async_16(to + slot + i * 512, from);
   }
   __device__ __forceinline__ void prefetch(int piece) const {
     const uint8_t *from = row + min(piece * 128 + chunk, last_chunk);
@@ -211,7 +211,6 @@ struct weight_walk {
 // Scales of a warp's 16 rows. A group is 4 pieces (ANY_SCALES: 1); lane c of a quad holds, for rows g and g + 8, the 4
 // units of piece c of the group (ANY_SCALES: unit c of the piece). Fetched a group ahead and kept raw until used.
 // NESTED_64: nested, one scale a unit, units of a row a multiple of 4.
-enum scale_kind { NESTED_64, ANY_SCALES };
 template <scale_kind KIND> struct scale_walk {
   static constexpr int GROUP = KIND == NESTED_64 ? 4 : 1; // pieces
   static constexpr int PER_LANE = KIND == NESTED_64 ? 4 : 1;
@@ -247,8 +246,8 @@ template <scale_kind KIND> struct scale_walk {
     for (int r = 0; r < 2; r++)
 #pragma unroll
       for (int i = 0; i < PER_LANE; i++)
-        if (KIND == NESTED_64) scale[r][i] = nested_scale(map, raw[r] >> (8 * i) & 255, second[r], offset);
-        else scale[r][i] = args.absmax ? __uint_as_float(raw[r]) : nested_scale(map, raw[r], second[r], offset);
+        if (KIND == NESTED_64) scale[r][i] = scale_with_denormals(map[raw[r] >> (8 * i) & 255], second[r], offset);
+        else scale[r][i] = args.absmax ? __uint_as_float(raw[r]) : scale_with_denormals(map[raw[r]], second[r], offset);
   }
   // Scale of `unit` of the piece, rows g (r = 0) and g + 8.
   __device__ __forceinline__ float of(int r, int piece, int unit) const {
@@ -329,8 +328,8 @@ template <int TOKENS, int K_PARTS> struct x_order {
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
       const uint32_t at = slot * STAGE_BYTES<TOKENS, K_PARTS> + i * ROWS_BYTES;
-      store_shared(to[0] + at, v[i].x), store_shared(to[1] + at, v[i].y);
-      store_shared(to[2] + at, v[i].z), store_shared(to[3] + at, v[i].w);
+      st_shared(to[0] + at, v[i].x), st_shared(to[1] + at, v[i].y);
+      st_shared(to[2] + at, v[i].z), st_shared(to[3] + at, v[i].w);
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // the products read through the asynchronous proxy
     __syncwarp();
@@ -468,7 +467,7 @@ template <int TOKENS> __device__ __forceinline__ void add_parts(float *sum, char
   const bool second = warp >= ROW_WARPS;
   float4 *const given = reinterpret_cast<float4 *>(ring) + warp * RING + (threadIdx.x & 31);
   const float4 *const taken = given + (second ? -ROW_WARPS : ROW_WARPS) * RING;
-  copy_wait<0>();
+  cp_async_wait<0>();
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < HALF; i += 4) {
@@ -526,7 +525,7 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
   stretch ahead = start; // the piece that the ring loads next
   auto load_next = [&](bool there_is, uint32_t to_slot) {
     if (there_is && rows.active) weights.start(base + ahead.piece, to_slot);
-    copy_commit();
+    cp_async_commit();
     if (++ahead.piece < ahead.end || K_PARTS == 2) return; // two parts of K: one row block
     ahead = work.after(ahead);
     weights.enter(args, rows.tile(ahead.block));
@@ -555,7 +554,7 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
   for (stretch at = start; left > 0; at = work.after(at)) {
     const int from = at.piece;
     for (; at.piece < at.end; at.piece++, left--) {
-      copy_wait<SLOTS - 2>();
+      cp_async_wait<SLOTS - 2>();
       __syncwarp();
       load_next(left >= SLOTS, fill);
       const int piece = base + at.piece;
@@ -568,7 +567,7 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
       uint2 upper_bytes, lower_bytes; // of the unit decoded next, read one unit ahead
       auto read_bytes = [&](int unit) {
         const uint32_t bytes = (own + slot) ^ (unit * 32);
-        upper_bytes = load_shared(bytes), lower_bytes = load_shared(bytes + PIECE_BYTES / 2);
+        upper_bytes = ld_shared(bytes), lower_bytes = ld_shared(bytes + PIECE_BYTES / 2);
       };
       read_bytes(0);
       if (AHEAD) decode_unit<K_PARTS == 2>(a[0], upper_bytes, lower_bytes, lane_base, rows.active), read_bytes(1);

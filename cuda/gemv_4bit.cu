@@ -83,7 +83,7 @@ template <int PIECES, int SLOTS> struct weight_stream {
   __device__ __forceinline__ void start(int tile, int piece, uint32_t slot) const {
     const uint8_t *source = from[piece] + (uint64_t)(uint32_t)tile * tile_bytes;
 #pragma unroll
-    for (int i = 0; i < 4; i++, source += four_rows) copy16(to + slot + i * 512, source);
+    for (int i = 0; i < 4; i++, source += four_rows) cp_async_16(to + slot + i * 512, source);
   }
   __device__ __forceinline__ void prefetch(int tile, int piece) const {
     const uint8_t *source = from[piece] + (uint64_t)(uint32_t)tile * tile_bytes;
@@ -96,7 +96,6 @@ template <int PIECES, int SLOTS> struct weight_stream {
 // Scales of one row tile and a warp's units: lane c of a quad holds units c * PER_LANE .. of rows g and g + 8. Fetched
 // a tile ahead; what arrives is kept raw until it is used, so that nobody waits for it. NESTED_64: nested, one scale a
 // unit, PER_LANE divides the units of a row; its two codes lie in raw[.][0].
-enum scale_kind { NESTED_64, ANY_SCALES };
 template <int PER_LANE, scale_kind KIND> struct scale_stream {
   uint32_t raw[2][PER_LANE]; // an 8-bit code, or the fp32 bits of a plain scale
   float second[2][PER_LANE];
@@ -139,9 +138,9 @@ template <int PER_LANE, scale_kind KIND> struct scale_stream {
 #pragma unroll
       for (int i = 0; i < PER_LANE; i++)
         if (KIND == NESTED_64)
-          scale[r][i] = nested_scale(map, i ? raw[r][0] >> 8 : raw[r][0] & 255, second[r][0], offset);
+          scale[r][i] = scale_with_denormals(map[i ? raw[r][0] >> 8 : raw[r][0] & 255], second[r][0], offset);
         else if (args.absmax) scale[r][i] = __uint_as_float(raw[r][i]);
-        else scale[r][i] = nested_scale(map, raw[r][i], second[r][i], offset);
+        else scale[r][i] = scale_with_denormals(map[raw[r][i]], second[r][i], offset);
   }
 };
 
@@ -190,7 +189,7 @@ __device__ __forceinline__ void multiply_unit(float (*sum)[4], uint2 upper, uint
 #pragma unroll
   for (int k = 0; k < 4; k++)
 #pragma unroll
-    for (int n = 0; n < TOKEN_TILES; n++) number<T>::mma(part[n], a[k], x[n][2 * k], x[n][2 * k + 1]);
+    for (int n = 0; n < TOKEN_TILES; n++) mma_m16n8k16<T>(part[n], a[k], x[n][2 * k], x[n][2 * k + 1]);
 #pragma unroll
   for (int n = 0; n < TOKEN_TILES; n++) {
     sum[n][0] += scale_upper * part[n][0], sum[n][1] += scale_upper * part[n][1];
@@ -243,7 +242,7 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
 #pragma unroll
   for (int i = 0; i < SLOTS - 1; i++) {
     if (i / PIECES < p.steps) stream.start(p.tile(i / PIECES), i % PIECES, i * PIECE_BYTES);
-    copy_commit();
+    cp_async_commit();
   }
   const float map_value = args.absmax == nullptr ? args.absmax_map[threadIdx.x & 255] : 0.f;
   const float offset = args.absmax == nullptr ? *args.offset : 0.f;
@@ -271,16 +270,16 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
     if (step + 1 < p.steps) scales.fetch(args, p.tile(step + 1));
 #pragma unroll
     for (int piece = 0; piece < PIECES; piece++) {
-      copy_wait<SLOTS - 2>();
+      cp_async_wait<SLOTS - 2>();
       __syncwarp();
       const int ahead = piece + SLOTS - 1; // SLOTS - 1 pieces ahead
       if (step + ahead / PIECES < p.steps) stream.start(p.tile(step + ahead / PIECES), ahead % PIECES, fill);
-      copy_commit();
+      cp_async_commit();
 #pragma unroll
       for (int j = 0; j < BSH_PIECE_UNITS; j++) {
         const int unit = piece * BSH_PIECE_UNITS + j;
         const uint32_t from = (read + slot) ^ (j * 32);
-        const uint2 upper = load_shared(from), lower = load_shared(from + PIECE_BYTES / 2);
+        const uint2 upper = ld_shared(from), lower = ld_shared(from + PIECE_BYTES / 2);
         multiply_unit<T, TOKEN_TILES>(sum, upper, lower, x[unit],
                                       __shfl_sync(~0u, scale[0][unit % PIECES], unit / PIECES, 4),
                                       __shfl_sync(~0u, scale[1][unit % PIECES], unit / PIECES, 4), lane_base);
@@ -290,7 +289,7 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
     }
 #pragma unroll
     for (int n = 0; n < TOKEN_TILES; n++)
-      store_shared(own_sums + ((half * MEETING + step - met) * WARPS * TILE + n * 128) * 4, sum[n]);
+      st_shared(own_sums + ((half * MEETING + step - met) * WARPS * TILE + n * 128) * 4, sum[n]);
     if (step + 1 - met == MEETING || step + 1 == p.steps) {
       __syncthreads(); // the sums are written, and the other half has been read
       meet<T, TOKEN_TILES>(args, p, shared.sums + half * MEETING * WARPS * TILE, met, step + 1 - met);
