@@ -2,7 +2,7 @@
 #pragma once
 
 #include "scheduler_sm90.cuh"
-#include "sums.cuh"
+#include "epilogue.cuh"
 
 #ifdef BSH_HAS_WGMMA
 namespace bsh {
@@ -10,16 +10,16 @@ namespace {
 
 // Stores a warp's tokens of a tile. In the loop over row blocks, shuffles would cost uniform registers
 // (mbarrier_expect).
-template <typename T, int TOKENS, int K_PARTS>
+template <typename T, typename FORM>
 __device__ __forceinline__ void store(const bsh_fused_args &args, int tile, int token, const float *sum) {
-  constexpr int TILES = OWN_TOKENS<TOKENS, K_PARTS> / 8;
-  if (K_PARTS == 2) store_tile_pairs<T, TILES>(args, tile, token, sum);
+  constexpr int TILES = FORM::OWN_TOKENS / 8;
+  if (FORM::K_PARTS == 2) store_tile_pairs<T, TILES>(args, tile, token, sum);
   else store_tile<T, TILES>(args, tile, token, sum);
 }
 
 // Sums of a row block that several blocks of threads own: where those of this warp's tokens and tile lie.
-template <int TOKENS, int K_PARTS> struct fixup {
-  static constexpr int TILE = TOKENS * BSH_ROW_TILE, OWN = OWN_TOKENS<TOKENS, K_PARTS>;
+template <typename FORM> struct fixup {
+  static constexpr int TILE = FORM::TOKENS * BSH_ROW_TILE, OWN = FORM::OWN_TOKENS;
   int tile, token;
   float4 *sums;      // this lane's, of the first owner; TILE / 4 from one owner to the next
   uint32_t *counter; // of owners that have left their sums
@@ -27,7 +27,7 @@ template <int TOKENS, int K_PARTS> struct fixup {
   __device__ __forceinline__ fixup(const bsh_fused_args &args, int tile, int token) : tile(tile), token(token) {
     sums = reinterpret_cast<float4 *>(args.partial) + (int64_t)tile * args.cut.k_splits * (TILE / 4) +
            token * (BSH_ROW_TILE / 4) + (threadIdx.x & 31);
-    counter = args.counters + tile * K_PARTS + token / OWN;
+    counter = args.counters + tile * FORM::K_PARTS + token / OWN;
   }
   // Leaves the sums of owner `owner`; how many had left theirs before.
   __device__ __forceinline__ uint32_t leave(const float *sum, int owner) const {
@@ -64,19 +64,19 @@ template <int TOKENS, int K_PARTS> struct fixup {
     if (last)
 #pragma unroll
       for (int i = 0; i < OWN / 2; i++) total[i] += last[i];
-    store<T, TOKENS, K_PARTS>(args, tile, token, total);
+    store<T, FORM>(args, tile, token, total);
   }
 };
 
 // What becomes of a warp's sums of the pieces [from, at.end): stored, left for others, or joined with what others left.
 // The votes tell the compiler that all lanes agree.
-template <typename T, int TOKENS>
-__device__ __forceinline__ void epilogue(const bsh_fused_args &args, const scheduler<1> &work, work_range at, int from,
-                                         int tile, const float *sum) {
+template <typename T, typename FORM>
+__device__ __forceinline__ void epilogue(const bsh_fused_args &args, const scheduler<FORM> &work, work_range at,
+                                         int from, int tile, const float *sum) {
   const bool exists = tile * BSH_ROW_TILE < args.N;
   const bool leaves = __any_sync(~0u, at.end < work.pieces), joins = __any_sync(~0u, from > 0);
   if (leaves || joins) {
-    const fixup<TOKENS, 1> others(args, tile, 0);
+    const fixup<FORM> others(args, tile, 0);
     const int earlier = work.earlier_owners(at.block);
     if (__any_sync(~0u, exists && leaves)) {
       others.leave(sum, earlier);
@@ -85,19 +85,19 @@ __device__ __forceinline__ void epilogue(const bsh_fused_args &args, const sched
       others.template join<T>(args, earlier, sum);
     }
   } else if (exists) {
-    store<T, TOKENS, 1>(args, tile, 0, sum);
+    store<T, FORM>(args, tile, 0, sum);
   }
 }
 
 // The same for two parts of K. The owners of a row block reach its end together: the last one joins, so that nobody
 // waits and the work is spread.
-template <typename T, int TOKENS>
-__device__ __forceinline__ void epilogue_of_parts(const bsh_fused_args &args, const row_block<TOKENS, 2> &rows,
+template <typename T, typename FORM>
+__device__ __forceinline__ void epilogue_of_parts(const bsh_fused_args &args, const row_block<FORM> &rows,
                                                   const float *sum) {
-  const int tile = rows.tile(blockIdx.y), token = threadIdx.x / 32 < ROW_WARPS<TOKENS, 2> ? 0 : OWN_TOKENS<TOKENS, 2>;
+  const int tile = rows.tile(blockIdx.y), token = threadIdx.x / 32 < FORM::ROW_WARPS ? 0 : FORM::OWN_TOKENS;
   if (!__any_sync(~0u, rows.active && tile * BSH_ROW_TILE < args.N)) return;
-  if (gridDim.x == 1) return store<T, TOKENS, 2>(args, tile, token, sum);
-  const fixup<TOKENS, 2> others(args, tile, token);
+  if (gridDim.x == 1) return store<T, FORM>(args, tile, token, sum);
+  const fixup<FORM> others(args, tile, token);
   const uint32_t before = others.leave(sum, blockIdx.x);
   __syncwarp();
   if (__any_sync(~0u, before == gridDim.x - 1)) others.template join<T>(args, gridDim.x, nullptr);
@@ -106,8 +106,8 @@ __device__ __forceinline__ void epilogue_of_parts(const bsh_fused_args &args, co
 // Two parts of K: the two warps of a row tile exchange halves of their sums through their rings, which they are done
 // with. Then the first OWN_TOKENS / 2 sums are complete: of the first half of the tokens in the first part's warp, of
 // the second half in the other's.
-template <int TOKENS> __device__ __forceinline__ void add_parts(float *sum, char *ring) {
-  constexpr int ROW_WARPS = bsh::ROW_WARPS<TOKENS, 2>, HALF = TOKENS / 4, RING = SLOTS * PIECE_BYTES / 16;
+template <typename FORM> __device__ __forceinline__ void add_parts(float *sum, char *ring) {
+  constexpr int ROW_WARPS = FORM::ROW_WARPS, HALF = FORM::TOKENS / 4, RING = SLOTS * PIECE_BYTES / 16;
   static_assert(HALF * 32 * sizeof(float) <= RING * 16, "half of the sums must fit in a ring");
   const int warp = threadIdx.x >> 5;
   const bool second = warp >= ROW_WARPS;

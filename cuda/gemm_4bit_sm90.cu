@@ -1,5 +1,20 @@
 // gemm_4bit_sm90.cu - y[M, N] = x[M, K] W^T + bias for M <= 64 on Hopper's wgmma tensor-core instructions (sm_90a).
 //
+//   W, packed [N, K / 2]                          x [M, K]
+//     | cp.async: 16 rows x 256 of K a warp         | x_units, the kernel in front
+//     v                                             v
+//   ring of 3 slots, one for each warp            x in the kernel's order [unit][token][64]
+//     | 8 bytes of two rows a lane                  | cp.async.bulk, 3 stages  (OWN_X: x -> four more warps -> stages)
+//     v                                             v
+//   table of pairs -> A operand, registers        B operand, shared memory
+//     '----------------------.  .-------------------'
+//                            v  v
+//          four wgmma m64 n16|32|64 k16 for a unit: part, fp32 registers
+//                             | x scale of row and unit
+//                             v
+//          sum, fp32 registers, until the row block ends --> y
+//                                                        '-> args.partial --> its last owner adds all --> y
+//
 // W is the A operand from registers: each warp decodes its 16 rows of an m64 tile, so a code is looked up once for all
 // tokens. x is the B operand in shared memory, in the order of k that the packed bytes dictate (decode_unit), swizzled,
 // tokens padded with zeros. x_units, a small kernel in front, has put it so, and a plain bulk copy brings each stage;
@@ -15,7 +30,7 @@
 // waits for have started.
 //
 // K_PARTS = 2: half of the warps take the first half of K, the others the second, so that row blocks are half as high.
-// Each block of threads then has one share of one row block, and the two warps of a row tile epilogue half of the
+// Each block of threads then has one share of one row block, and the two warps of a row tile finish half of the
 // tokens each. The host also chooses how many row tiles a row block has, so that all multiprocessors get one; the warps
 // left over decode nothing.
 #include "epilogue_sm90.cuh"
@@ -26,21 +41,18 @@ namespace {
 
 #ifdef BSH_HAS_WGMMA
 // A barrier of the warps that multiply.
-template <int TOKENS, int K_PARTS> __device__ __forceinline__ void consumers_meet() {
-  named_barrier<WARPS<TOKENS, K_PARTS> * BSH_WARP>(1);
-}
+template <typename FORM> __device__ __forceinline__ void consumers_meet() { named_barrier<FORM::WARPS * BSH_WARP>(1); }
 
-template <typename T, int TOKENS, int K_PARTS, scale_kind KIND>
-__device__ __forceinline__ void gemm(const bsh_fused_args &args) {
-  constexpr int SUMS = TOKENS / 2, UNITS = STAGE_UNITS<TOKENS, K_PARTS>, WARPS = bsh::WARPS<TOKENS, K_PARTS>;
-  constexpr int ROW_WARPS = bsh::ROW_WARPS<TOKENS, K_PARTS>;
-  constexpr bool AHEAD = bsh::AHEAD<TOKENS, K_PARTS>, OWN_X = bsh::OWN_X<TOKENS, K_PARTS>;
+template <typename T, typename FORM, scale_kind KIND> __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
+  constexpr int TOKENS = FORM::TOKENS, K_PARTS = FORM::K_PARTS;
+  constexpr int SUMS = TOKENS / 2, UNITS = FORM::STAGE_UNITS, WARPS = FORM::WARPS, ROW_WARPS = FORM::ROW_WARPS;
+  constexpr bool AHEAD = FORM::AHEAD, OWN_X = FORM::OWN_X;
   extern __shared__ __align__(1024) char memory[];
-  const shared_layout shared = lay_out<TOKENS, K_PARTS>(memory);
+  const shared_layout shared = lay_out<FORM>(memory);
   // The shuffle tells the compiler that all lanes agree.
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), g = lane >> 2, c = lane & 3;
-  const row_block<TOKENS, K_PARTS> rows(args);
-  const scheduler<K_PARTS> work(args);
+  const row_block<FORM> rows(args);
+  const scheduler<FORM> work(args);
   const int base = K_PARTS == 1 ? 0 : warp / ROW_WARPS * work.pieces; // this warp's part of K: its first piece
   const work_range start = work.first();
 
@@ -62,7 +74,7 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
   if constexpr (OWN_X)
     if (warp >= WARPS) {
       constexpr int STEPS = BSH_PIECE_UNITS / UNITS; // stages of a piece
-      return x_producer<TOKENS, K_PARTS>(args, shared, work.pieces).run(start.piece * STEPS, start.end * STEPS);
+      return x_producer<FORM>(args, shared, work.pieces).run(start.piece * STEPS, start.end * STEPS);
     }
 
   work_range ahead = start; // the piece that the ring loads next
@@ -76,7 +88,7 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
 #pragma unroll
   for (int i = 0; i < SLOTS - 1; i++) load_next(i < work.count, i * PIECE_BYTES);
   const bool brings_x = !OWN_X && __any_sync(~0u, threadIdx.x < 32); // the vote: all lanes agree
-  x_loader<TOKENS, K_PARTS> x_in(args, shared, work);
+  x_loader<FORM> x_in(args, shared, work);
   if (brings_x)
     for (int i = 0; i < STAGES - 1; i++) x_in.bring();
   const float map_value = args.absmax ? 0.f : args.absmax_map[threadIdx.x & 255];
@@ -84,12 +96,12 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
   scale_loader<KIND> scales;
   scales.fetch(args, rows.tile(start.block), base + start.piece);
   if (threadIdx.x < 256) shared.map[threadIdx.x] = map_value;
-  consumers_meet<TOKENS, K_PARTS>();
+  consumers_meet<FORM>();
 
   const uint32_t lane_base = keep(shared_address(shared.table) + lane * 4);
   const uint32_t own = keep(shared_address(shared.ring) + warp * SLOTS * PIECE_BYTES + g * 128 + (g & 3) * 32 + c * 8);
   const uint32_t x_base =
-      wgmma_descriptor(shared_address(shared.x) + (K_PARTS == 1 ? 0 : warp / ROW_WARPS * PART_BYTES<TOKENS, K_PARTS>));
+      wgmma_descriptor(shared_address(shared.x) + (K_PARTS == 1 ? 0 : warp / ROW_WARPS * FORM::PART_BYTES));
   uint32_t a[AHEAD ? 2 : 1][4][4] = {};
   float sum[SUMS] = {}, part[SUMS];
   uint32_t slot = 0, fill = (SLOTS - 1) * PIECE_BYTES, stage = 0, parity = 0;
@@ -124,7 +136,7 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
           decode_unit<K_PARTS == 2>(a[0], upper_bytes, lower_bytes, lane_base, rows.active);
           if (unit + 1 < BSH_PIECE_UNITS) read_bytes(unit + 1);
         }
-        const uint32_t x = x_base + ((stage * STAGE_BYTES<TOKENS, K_PARTS> + unit % UNITS * (TOKENS * 128)) >> 4);
+        const uint32_t x = x_base + ((stage * FORM::STAGE_BYTES + unit % UNITS * (TOKENS * 128)) >> 4);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; k++) wgmma<T, TOKENS>::mma_async(part, a[AHEAD ? unit & 1 : 0][k], x + k * 2, k > 0);
@@ -146,11 +158,10 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
       slot = slot == (SLOTS - 1) * PIECE_BYTES ? 0 : slot + PIECE_BYTES;
     }
     if constexpr (K_PARTS == 2) {
-      add_parts<TOKENS>(sum, shared.ring);
-      return epilogue_of_parts<T, TOKENS>(args, rows,
-                                          sum); // not in a loop, so that its shuffles cost no uniform registers
+      add_parts<FORM>(sum, shared.ring);
+      return epilogue_of_parts<T, FORM>(args, rows, sum); // out of the loop: its shuffles cost no uniform registers
     } else {
-      epilogue<T, TOKENS>(args, work, at, from, rows.tile(at.block), sum);
+      epilogue<T, FORM>(args, work, at, from, rows.tile(at.block), sum);
 #pragma unroll
       for (int i = 0; i < SUMS; i++) sum[i] = 0.f;
     }
@@ -162,7 +173,7 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
 } // namespace bsh
 
 #ifdef BSH_HAS_WGMMA
-#define GEMM_BODY(T, TOKENS, K_PARTS, KIND) bsh::gemm<T, TOKENS, K_PARTS, bsh::KIND>(args);
+#define GEMM_BODY(T, TOKENS, K_PARTS, KIND) bsh::gemm<T, bsh::gemm_form<TOKENS, K_PARTS>, bsh::KIND>(args);
 #else
 #define GEMM_BODY(T, TOKENS, K_PARTS, KIND) __trap(); // the host launches these on sm_90 machine code only
 #endif

@@ -1,5 +1,17 @@
 // gemv_4bit.cu - y[M, N] = x[M, K] W^T + bias for few rows of x, W decoded on the way to the tensor cores.
 //
+//   W, packed [N, K / 2]                          x [M, K]
+//     | cp.async: 16 rows x 256 of K                | once
+//     v                                             v
+//   ring of 2 or 3 slots, one for each warp       registers: the warp's UNITS of K of 8 to 32 tokens
+//     | 8 bytes of two rows a lane                  |
+//     v                                             v
+//   table of pairs -> A operand -----> mma m16n8k16, four a unit
+//                                         | x scale of row and unit
+//                                         v
+//   warp's sums -> shared memory -> added over the k_warps of a block --> y
+//                                                                     '-> args.partial -> added over k_splits --> y
+//
 // W is the mma A operand (16 rows), tokens are its n8. A thread block takes 8, 16 or 32 tokens (8 * TOKEN_TILES; 32 not
 // where WIDE); blockIdx.y counts such groups of tokens, each of which decodes W for itself. A warp owns UNITS units of
 // K for the whole kernel, keeps x for them in registers and walks over row tiles of 16; k_warps warps span the block's
@@ -12,7 +24,7 @@
 #include "gemv_4bit.h"
 
 #include "decode.cuh"
-#include "sums.cuh"
+#include "epilogue.cuh"
 
 namespace bsh {
 namespace {
@@ -68,11 +80,11 @@ template <int UNITS> __device__ __forceinline__ place find_place(const bsh_fused
 
 // The packed bytes of a warp: pieces of 16 rows x 128 bytes, 16-byte chunks swizzled so that reading 32 bytes of each
 // of 8 rows has no bank conflict. Columns beyond W repeat its last bytes (their x is zero).
-template <int PIECES, int SLOTS> struct weight_stream {
+template <int PIECES, int SLOTS> struct weight_loader {
   const uint8_t *from[PIECES]; // this lane's first 16 bytes of a piece in row tile 0
   uint32_t to, tile_bytes, four_rows;
 
-  __device__ __forceinline__ weight_stream(const bsh_fused_args &args, const place &p, const char *ring) {
+  __device__ __forceinline__ weight_loader(const bsh_fused_args &args, const place &p, const char *ring) {
     const int pitch = args.K >> 1, row = p.lane >> 3, chunk = p.lane & 7;
     tile_bytes = pitch * BSH_ROW_TILE, four_rows = pitch * 4;
     to = keep(shared_address(ring) + p.warp * SLOTS * PIECE_BYTES + row * 128 + ((chunk ^ (row << 1)) << 4));
@@ -96,7 +108,7 @@ template <int PIECES, int SLOTS> struct weight_stream {
 // Scales of one row tile and a warp's units: lane c of a quad holds units c * PER_LANE .. of rows g and g + 8. Fetched
 // a tile ahead; what arrives is kept raw until it is used, so that nobody waits for it. NESTED_64: nested, one scale a
 // unit, PER_LANE divides the units of a row; its two codes lie in raw[.][0].
-template <int PER_LANE, scale_kind KIND> struct scale_stream {
+template <int PER_LANE, scale_kind KIND> struct scale_loader {
   uint32_t raw[2][PER_LANE]; // an 8-bit code, or the fp32 bits of a plain scale
   float second[2][PER_LANE];
   uint32_t first, tile_units, eight_rows; // unit index in W of row g; steps of it
@@ -231,7 +243,7 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
   const place p = find_place<UNITS>(args);
 
   // Before the wait: constants, and hints about what will be read.
-  const weight_stream<PIECES, SLOTS> stream(args, p, shared.ring);
+  const weight_loader<PIECES, SLOTS> stream(args, p, shared.ring);
 #pragma unroll
   for (int i = 0; i < 4; i++)
     if (i / PIECES < p.steps) stream.prefetch(p.tile(i / PIECES), i % PIECES);
@@ -246,7 +258,7 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
   }
   const float map_value = args.absmax == nullptr ? args.absmax_map[threadIdx.x & 255] : 0.f;
   const float offset = args.absmax == nullptr ? *args.offset : 0.f;
-  scale_stream<PIECES, KIND> scales;
+  scale_loader<PIECES, KIND> scales;
   scales.locate(args, p);
   scales.fetch(args, p.tile(0));
   uint32_t x[UNITS][TOKEN_TILES][8];
@@ -298,7 +310,7 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
   }
 #if __CUDA_ARCH__ >= 900
   if (args.cut.k_splits > 1) {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+    cluster_sync();
     join_splits<T, TOKEN_TILES>(args, p.tile_begin, p.split * blockDim.x + threadIdx.x,
                                 (p.tile_end - p.tile_begin) * TILE, args.cut.k_splits * blockDim.x);
   }

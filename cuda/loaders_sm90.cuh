@@ -84,9 +84,9 @@ template <scale_kind KIND> struct scale_loader {
 };
 
 // Brings the next stage of x into its place; warp 0 calls it once every warp is done with what was there.
-template <int TOKENS, int K_PARTS> struct x_loader {
-  static constexpr int STEPS = BSH_PIECE_UNITS / STAGE_UNITS<TOKENS, K_PARTS>; // stages of a piece
-  const scheduler<K_PARTS> &work;
+template <typename FORM> struct x_loader {
+  static constexpr int STEPS = BSH_PIECE_UNITS / FORM::STAGE_UNITS; // stages of a piece
+  const scheduler<FORM> &work;
   work_range at; // of the next stage
   const char *from;
   uint32_t to, full, empty, parity;
@@ -95,27 +95,27 @@ template <int TOKENS, int K_PARTS> struct x_loader {
   bool refill;
 
   __device__ __forceinline__ x_loader(const bsh_fused_args &args, const shared_layout &shared,
-                                      const scheduler<K_PARTS> &work)
+                                      const scheduler<FORM> &work)
       : work(work), at(work.first()) {
     from = static_cast<const char *>(args.x), to = shared_address(shared.x), full = shared.full, empty = shared.empty;
     slot = 0, parity = 1, refill = false, step = 0, left = work.count * STEPS;
-    part_bytes = work.pieces * (BSH_PIECE_UNITS * TOKENS * BSH_UNIT * 2);
+    part_bytes = work.pieces * (BSH_PIECE_UNITS * FORM::TOKENS * BSH_UNIT * 2);
   }
   __device__ __forceinline__ void bring() {
     if (left == 0) return;
     if (refill) mbarrier_wait(empty + 8 * slot, parity);
-    constexpr int BYTES = PART_BYTES<TOKENS, K_PARTS>;
+    constexpr int BYTES = FORM::PART_BYTES;
     const bool first_lane = (threadIdx.x & 31) == 0;
-    mbarrier_expect(full + 8 * slot, BYTES * K_PARTS, first_lane);
+    mbarrier_expect(full + 8 * slot, BYTES * FORM::K_PARTS, first_lane);
 #pragma unroll
-    for (int k = 0; k < K_PARTS; k++)
-      cp_async_bulk(to + (slot * K_PARTS + k) * BYTES,
+    for (int k = 0; k < FORM::K_PARTS; k++)
+      cp_async_bulk(to + (slot * FORM::K_PARTS + k) * BYTES,
                     from + (int64_t)(at.piece * STEPS + step) * BYTES + k * part_bytes, BYTES, full + 8 * slot,
                     first_lane);
     left--;
     if (++step == STEPS) {
       step = 0, at.piece++;
-      if (K_PARTS == 1 && at.piece == at.end) at = work.after(at);
+      if (FORM::K_PARTS == 1 && at.piece == at.end) at = work.after(at);
     }
     if (++slot == STAGES) slot = 0, parity ^= 1, refill = true;
   }
@@ -123,9 +123,9 @@ template <int TOKENS, int K_PARTS> struct x_loader {
 
 // OWN_X: how the last warps put x in order. Element 16c + 4s + 2h + e of a unit goes to 16s + 8h + 2c + e, 16-byte
 // chunk j of token row n to chunk j ^ (n % 8). Thread t takes chunk t % 8 of the token rows t / 8 + 16 i of a stage.
-template <int TOKENS, int K_PARTS> struct x_producer {
-  static constexpr int UNITS = STAGE_UNITS<TOKENS, K_PARTS>, GROUPS = TOKENS / 16, ROWS_BYTES = 16 * 128;
-  static constexpr int LOADS = K_PARTS * UNITS * GROUPS;
+template <typename FORM> struct x_producer {
+  static constexpr int UNITS = FORM::STAGE_UNITS, GROUPS = FORM::TOKENS / 16, ROWS_BYTES = 16 * 128;
+  static constexpr int LOADS = FORM::K_PARTS * UNITS * GROUPS;
   const uint16_t *from[GROUPS];
   uint32_t to[4], full, empty, parity; // to: of the four pairs of 16 bytes
   int units, part_units, rows, slot;   // rows: of x, counted from this thread's first one
@@ -155,7 +155,7 @@ template <int TOKENS, int K_PARTS> struct x_producer {
     if (refill) mbarrier_wait(empty + 8 * slot, parity);
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
-      const uint32_t at = slot * STAGE_BYTES<TOKENS, K_PARTS> + i * ROWS_BYTES;
+      const uint32_t at = slot * FORM::STAGE_BYTES + i * ROWS_BYTES;
       st_shared(to[0] + at, v[i].x), st_shared(to[1] + at, v[i].y);
       st_shared(to[2] + at, v[i].z), st_shared(to[3] + at, v[i].w);
     }

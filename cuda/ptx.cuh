@@ -65,6 +65,15 @@ template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
 // prefetched before an earlier kernel writes it is still right when it is read.
 __device__ __forceinline__ void prefetch_l2(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
+// ---- clusters ----
+
+// All threads of the cluster; what they wrote before is seen by all after it.
+__device__ __forceinline__ void cluster_sync() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
 // ---- products ----
 
 // d[16 x 8] += a[16 x 16] b[16 x 8], a and b of T, d fp32. Lane (g, c) = (lane / 4, lane % 4) holds of d rows g, g, g +

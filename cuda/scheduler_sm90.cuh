@@ -15,18 +15,18 @@ struct work_range {
 // How pieces are shared out: block of threads i = blockIdx.x takes [begin(i), begin(i + 1)) of all pieces of all row
 // blocks (K_PARTS = 1) or of those of row block blockIdx.y (2). The host has divided: `each`, and `more` to spread. It
 // keeps all pieces * gridDim.x below 2^31.
-template <int K_PARTS> struct scheduler {
+template <typename FORM> struct scheduler {
   int pieces; // of a row block, of one part of K
   int each, more, begin, count;
 
   __device__ __forceinline__ explicit scheduler(const bsh_fused_args &args) {
-    pieces = (args.K / BSH_UNIT + BSH_PIECE_UNITS * K_PARTS - 1) / (BSH_PIECE_UNITS * K_PARTS);
+    pieces = (args.K / BSH_UNIT + BSH_PIECE_UNITS * FORM::K_PARTS - 1) / (BSH_PIECE_UNITS * FORM::K_PARTS);
     each = args.cut.block_pieces, more = args.cut.more_pieces;
     begin = begin_of(blockIdx.x), count = begin_of(blockIdx.x + 1) - begin;
   }
   __device__ __forceinline__ int begin_of(uint32_t i) const { return i * each + (more > 0 ? i * more / gridDim.x : 0); }
   __device__ __forceinline__ work_range first() const {
-    if (K_PARTS == 2) return {(int)blockIdx.y, begin, begin + count};
+    if (FORM::K_PARTS == 2) return {(int)blockIdx.y, begin, begin + count};
     const int last = begin + count - 1, block = last / pieces;
     return {block, max(begin - block * pieces, 0), last - block * pieces + 1};
   }
@@ -42,13 +42,13 @@ template <int K_PARTS> struct scheduler {
 };
 
 // The row tiles of a row block and the one of this warp among them; a warp left over has none.
-template <int TOKENS, int K_PARTS> struct row_block {
+template <typename FORM> struct row_block {
   int count, own;
   bool active;
   __device__ __forceinline__ explicit row_block(const bsh_fused_args &args) {
-    constexpr int ROW_WARPS = bsh::ROW_WARPS<TOKENS, K_PARTS>;
-    count = K_PARTS == 2 ? args.cut.row_tiles : ROW_WARPS;
-    own = (threadIdx.x >> 5) % ROW_WARPS, active = K_PARTS == 1 || own < count;
+    constexpr int ROW_WARPS = FORM::ROW_WARPS;
+    count = FORM::K_PARTS == 2 ? args.cut.row_tiles : ROW_WARPS;
+    own = (threadIdx.x >> 5) % ROW_WARPS, active = FORM::K_PARTS == 1 || own < count;
   }
   __device__ __forceinline__ int tile(int block) const { return block * count + own; }
 };

@@ -1,4 +1,4 @@
-// sums.cuh - from fp32 sums in tensor-core accumulator order to y: bias, rounding, and joining of split K.
+// epilogue.cuh - from fp32 sums in tensor-core accumulator order to y: bias, rounding, and joining of split K.
 //
 // A tile is 16 rows of W by 8 * TOKEN_TILES tokens; its sums lie as [token tile][lane][4], the order in which lane (g,
 // c) of m16n8 holds rows g, g, g + 8, g + 8 and tokens 2c, 2c + 1, 2c, 2c + 1.
