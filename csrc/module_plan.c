@@ -114,7 +114,9 @@ static bool read_facts(PyObject *const args, PyObject *const keywords, bsh_facts
 
 /* ---- what is answered ---- */
 
+/* None for no kernel. */
 static PyObject *launch_dict(const bsh_planned_launch *const launch) {
+  if (launch->kernel == NULL) Py_RETURN_NONE;
   const bsh_cuda_launch_shape *const shape = &launch->shape;
   return Py_BuildValue("{s:s,s:(III),s:I,s:I,s:i}", "entry", launch->kernel->name, "grid", shape->grid[0],
                        shape->grid[1], shape->grid[2], "block", shape->block[0], "cluster",
@@ -153,9 +155,10 @@ PyObject *bsh_module_plan(PyObject *const module, PyObject *const args, PyObject
   if (done && plan.n_slices > 0) done = append(slices, slice_dict(&plan.slice, plan.n_slices));
   if (done && plan.rest.rows > 0) done = append(slices, slice_dict(&plan.rest, 1));
   if (done)
-    return Py_BuildValue("{s:s,s:s,s:L,s:L,s:L,s:N}", "kernel", bsh_linear_kernel_name(plan.kernel), "vendor",
+    return Py_BuildValue("{s:s,s:s,s:L,s:L,s:N,s:L,s:N}", "kernel", bsh_linear_kernel_name(plan.kernel), "vendor",
                          vendors[plan.vendor], "scratch_bytes", (long long)plan.scratch_bytes, "panel_lines",
-                         (long long)plan.panel_lines, "vendor_bytes", (long long)plan.vendor_bytes, "slices", slices);
+                         (long long)plan.panel_lines, "panel", launch_dict(&plan.panel), "vendor_bytes",
+                         (long long)plan.vendor_bytes, "slices", slices);
   Py_XDECREF(slices);
   return NULL;
 }

@@ -8,8 +8,10 @@
 #include <string.h>
 
 #include "arithmetic.h"
+#include "blockwise.h"
 #include "cublas.h"
 #include "gemv_4bit.h"
+#include "plan_dequantize.h"
 #include "plan_kernel.h"
 
 #define KERNEL_NAME(name) #name,
@@ -102,6 +104,21 @@ static int64_t panel_lines(const int64_t n_lines, const int64_t line_bytes, cons
   return 1;
 }
 
+/* The first of the panels: rows of W, for the input gradient columns. */
+static bsh_planned_launch dequantize_panel(const bsh_facts *const facts, const int64_t lines) {
+  const bool forward = facts->direction == BSH_FORWARD;
+  const char *const address = (const char *)(uintptr_t)facts->packed_alignment; /* one of that alignment */
+  bsh_dequantize_4bit_args args = {.out = (void *)BSH_VECTOR_BYTES, .columns = facts->K, .dtype = facts->dtype};
+  args.n_rows = forward ? lines : facts->N;
+  args.n_columns = args.ld = forward ? facts->K : lines;
+  args.weight = (bsh_weight){.packed = (const uint8_t *)address, .n = facts->N * facts->K};
+  args.weight.blocksize = facts->blocksize;
+  args.weight.scales.absmax = facts->nested ? NULL : (const float *)address;
+  const bsh_dequantize_plan plan = bsh_plan_dequantize_4bit(&args, facts->sms);
+  return (bsh_planned_launch){
+      plan.kernel, {.grid = {(uint32_t)plan.blocks, 1, 1}, .block = {BSH_BLOCK_THREADS, 1, 1}, .overlap = true}};
+}
+
 static void plan_panels(const bsh_facts *const facts, bsh_plan *const plan) {
   enum { ALIGNMENT = 256 }; /* bytes, of what lies in the scratch memory */
   const bool forward = facts->direction == BSH_FORWARD;
@@ -110,6 +127,7 @@ static void plan_panels(const bsh_facts *const facts, bsh_plan *const plan) {
   plan->vendor = facts->vendor;
   plan->panel_lines = panel_lines(n_lines, line_bytes, facts->workspace_bytes);
   plan->panel_bytes = divide_up(plan->panel_lines * line_bytes, ALIGNMENT) * ALIGNMENT;
+  plan->panel = dequantize_panel(facts, plan->panel_lines);
   const int64_t left = (facts->workspace_bytes - plan->panel_bytes) / ALIGNMENT * ALIGNMENT;
   if (facts->vendor == BSH_VENDOR_CUBLAS && left > 0) plan->vendor_bytes = min_i64(left, BSH_CUBLAS_WORKSPACE);
   plan->scratch_bytes = plan->panel_bytes + plan->vendor_bytes;

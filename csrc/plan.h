@@ -81,9 +81,10 @@ typedef struct {
   bsh_fused_slice slice;
   bsh_fused_slice rest; /* the rows left over; rest.rows = 0: none */
   /* Panels: */
-  int64_t panel_lines;  /* of W: rows forward, columns for the input gradient */
-  int64_t panel_bytes;  /* a multiple of 256 */
-  int64_t vendor_bytes; /* behind the panel */
+  int64_t panel_lines;      /* of W: rows forward, columns for the input gradient */
+  int64_t panel_bytes;      /* a multiple of 256 */
+  bsh_planned_launch panel; /* how a whole one is dequantized */
+  int64_t vendor_bytes;     /* behind the panel */
 } bsh_plan;
 
 /* BSH_NO_KERNEL, saying why and for which numbers, where nothing computes this or the forced kernel cannot. M, N and K

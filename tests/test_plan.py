@@ -148,7 +148,7 @@ def test_what_no_kernel_takes_goes_by_panels():
 
 
 # For a person to check: per product the bytes of scratch memory, then the launches, each entry[grid threads, cluster of
-# blocks if there are clusters, KiB of dynamic shared memory if any]; 3 * (...): for as many slices of x.
+# blocks if there are clusters, KiB of dynamic shared memory if any]; 3 * (...): for as many slices of x. dx: gradient.
 EVERY = "75,80,86,89,90a,100,120,compute_120"
 CARDS = GPUS | {"H100": (90, 132), "3090": (86, 82), "4090": (89, 128), "L40S": (89, 142), "5090": (120, 170)}
 PLANS = """
@@ -160,10 +160,10 @@ H100 bf16 28672 x 8192  M 16 3939328 x_units[64x1 256] gemm_4bit_bf16_m16[132x1 
 H100 bf16 28672 x 8192  M 32 7871488 x_units[128x1 256] gemm_4bit_bf16_m32[132x1 512 224K]
 H100 bf16 14336 x 4096  M 64  524288 x_units[128x1 256] gemm_4bit_bf16_m64_p2[1x128 512 224K]
 H100 bf16 28672 x 8192  M 192 8395776 3 * (x_units[256x1 256] gemm_4bit_bf16_m64[132x1 384 224K])
-H100 bf16 28672 x 8192  M 257 67108864 panels of 4096
+H100 bf16 28672 x 8192  M 257 67108864 panels of 4096: dequantize_4bit_bf16_nested[4096x1 256]
 H100 f32   4096 x 4096  M 2        0 gemv_4bit_simt_f32_nested[128x1 256]
 H100 bf16  1001 x 4096  M 4        0 gemv_4bit_simt_bf16_nested[32x1 256]
-H100 bf16  1024 x 4100  M 4  8396800 panels of 1024
+H100 bf16  1024 x 4100  M 4  8396800 panels of 1024: dequantize_4bit_bf16_nested[513x1 256]
 H100 bf16   512 x 40960 M 16       0 2 * (gemv_4bit_simt_bf16_nested[16x1 256])
 B200 bf16 14336 x 4096  M 64       0 gemv_4bit_bf16_m16_k4[37x4 512 224K]
 A100 bf16 14336 x 4096  M 1        0 gemv_4bit_bf16_m8_k8[108x1 256 97K]
@@ -171,14 +171,16 @@ A100 bf16 14336 x 4096  M 64 7340032 gemv_4bit_bf16_m32_k4[54x2 256 97K] join_sp
 A100 bf16  4096 x 14336 M 4   524288 gemv_4bit_bf16_m8_k8[108x1 224 97K] join_splits_bf16_m8[128x1 256]
 3090 f16   4096 x 4096  M 32 1048576 gemv_4bit_f16_m32_k4[82x1 256 97K] join_splits_f16_m32[512x1 256]
 4090 bf16 14336 x 4096  M 8        0 gemv_4bit_bf16_m8_k8[128x1 256 97K]
-4090 bf16 14336 x 4096  M 65 67108864 panels of 8192
+4090 bf16 14336 x 4096  M 65 67108864 panels of 8192: dequantize_4bit_bf16_nested[4096x1 256]
 L40S bf16  8192 x 8192  M 16 2097152 gemv_4bit_bf16_m16_k4[140x1 256 97K] join_splits_bf16_m16[512x1 256]
 5090 bf16  4096 x 14336 M 1   524288 gemv_4bit_bf16_m8_k8[168x1 224 97K] join_splits_bf16_m8[128x1 256]
 T4   f16   4096 x 4096  M 1   262144 gemv_4bit_f16_m8_k8[40x1 128 53K] join_splits_f16_m8[128x1 256]
 T4   f16   4096 x 4096  M 16 1048576 gemv_4bit_f16_m16_k4[40x1 128 57K] join_splits_f16_m16[256x1 256]
+H100 bf16 28672 x 8192  dx M 512 58720256 panels of 1024: dequantize_4bit_bf16_nested[3584x1 256]
+T4   f16   4096 x 4096  dx M 1 33554432 panels of 4096: dequantize_4bit_f16_nested[2048x1 256]
 T4   bf16  4096 x 4096  M 4        0 gemv_4bit_simt_bf16_nested[128x1 256]
 """
-ROW = re.compile(r"(\S+) +(\S+) +(\d+) x (\d+) +M (\d+) +(\d+) (.+)")
+ROW = re.compile(r"(\S+) +(\S+) +(\d+) x (\d+) +(dx )?M (\d+) +(\d+) (.+)")
 
 
 def launch_text(launch: dict) -> str:
@@ -189,7 +191,7 @@ def launch_text(launch: dict) -> str:
 
 def plan_text(plan: dict) -> str:
     if plan["kernel"] == "panels":
-        return f"panels of {plan['panel_lines']}"
+        return f"panels of {plan['panel_lines']}: {launch_text(plan['panel'])}"
     (part,) = plan["slices"]
     text = " ".join(map(launch_text, part["launches"]))
     return text if part["times"] == 1 else f"{part['times']} * ({text})"
@@ -197,9 +199,10 @@ def plan_text(plan: dict) -> str:
 
 @pytest.mark.parametrize("row", PLANS.strip().splitlines())
 def test_plans(row):
-    gpu, dtype, N, K, M, scratch, text = ROW.fullmatch(row).groups()
+    gpu, dtype, N, K, gradient, M, scratch, text = ROW.fullmatch(row).groups()
     number = {"f32": F32, "f16": F16, "bf16": BF16}[dtype]
-    plan = _C.plan_linear_4bit(int(M), int(N), int(K), number, *CARDS[gpu], architectures=EVERY)
+    sizes = (int(M), int(N), int(K), number, *CARDS[gpu])
+    plan = _C.plan_linear_4bit(*sizes, gradient=gradient is not None, architectures=EVERY)
     assert (plan["scratch_bytes"], plan_text(plan)) == (int(scratch), text)
 
 

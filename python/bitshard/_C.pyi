@@ -69,9 +69,9 @@ def plan_linear_4bit(
 
     Keys: kernel ("gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90" or "panels"); scratch_bytes (at any one time); vendor
     (whose product follows each panel, "" where fused); panel_lines (rows, with `gradient` columns, of W in a panel);
-    vendor_bytes (of scratch_bytes, for cuBLAS); slices (of panels none), a list of dicts: rows (of x), times,
-    scratch_bytes, launches (a list of dicts: entry, the name in the image; grid; block, threads; cluster; shared_bytes,
-    dynamic).
+    panel (the launch that dequantizes a whole one, or None); vendor_bytes (of scratch_bytes, for cuBLAS); slices (of
+    panels none), a list of dicts: rows (of x), times, scratch_bytes, launches (a list). A launch is a dict: entry, the
+    name in the image; grid; block, in threads; cluster; shared_bytes, dynamic.
 
     ValueError, saying why, where nothing computes this or `kernel` cannot."""
 

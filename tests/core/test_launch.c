@@ -267,6 +267,8 @@ bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kerne
   launches++;
   check_limits(name, shape, context->sm);
   if (strncmp(name, "dequantize_4bit", 15) == 0) {
+    CHECK(lines_done > 0 || (kernel == plan.panel.kernel && shape->grid[0] == plan.panel.shape.grid[0]),
+          "%s: %u blocks, not as planned", name, shape->grid[0]);
     check_dequantize(arguments[0], strstr(name, "f32") != NULL ? 4 : 2);
     return BSH_OK;
   }
