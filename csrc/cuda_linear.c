@@ -31,7 +31,7 @@ bsh_status bsh_cuda_plan_linear_4bit(const char *const op, const bsh_linear_4bit
                                      const int32_t sms, const bsh_vendor vendor, bsh_plan *const plan) {
   bsh_facts facts = facts_of(&args->weight, sm, sms, vendor, BSH_FORWARD);
   facts.M = args->M, facts.N = args->N, facts.K = args->K, facts.dtype = args->dtype;
-  facts.bias = args->bias != NULL;
+  facts.bias_alignment = args->bias != NULL ? alignment(args->bias) : 0;
   facts.x_alignment = row_alignment(args->x, args->ldx, args->dtype);
   facts.y_alignment = row_alignment(args->y, args->ldy, args->dtype);
   return bsh_plan_linear_4bit(op, &facts, plan);

@@ -49,7 +49,7 @@ static bool check_facts(const bsh_facts *const f) {
   }
   if (f->M < 1 || f->N < 1 || f->K < 1 || f->sms < 1 || f->workspace_bytes < 1 || !is_power_of_two(f->x_alignment) ||
       !is_power_of_two(f->y_alignment) || !is_power_of_two(f->packed_alignment) ||
-      !is_power_of_two(f->code_alignment)) {
+      !is_power_of_two(f->code_alignment) || (f->bias_alignment != 0 && !is_power_of_two(f->bias_alignment))) {
     PyErr_SetString(PyExc_ValueError, "M, N, K, sms and workspace must be positive, alignments 1, 2, 4, 8 or 16");
     return false;
   }
@@ -71,26 +71,23 @@ static bool read_facts(PyObject *const args, PyObject *const keywords, bsh_facts
                                       "blocksize",
                                       "nested",
                                       "format",
-                                      "bias",
                                       "gradient",
                                       "x_alignment",
                                       "y_alignment",
                                       "packed_alignment",
                                       "code_alignment",
+                                      "bias_alignment",
                                       "vendor",
                                       "workspace",
                                       "kernel",
                                       "architectures",
                                       NULL};
   long long M, N, K, blocksize = 64, workspace = 64 << 20;
-  int dtype, sm, sms, nested = 1, format = BSH_NF4, bias = 0, gradient = 0, x = 16, y = 16, packed = 16, codes = 16;
+  int dtype, sm, sms, nested = 1, format = BSH_NF4, gradient = 0, x = 16, y = 16, packed = 16, codes = 16, bias = 0;
   const char *vendor = "torch", *kernel = NULL, *architectures = NULL;
-  if (!PyArg_ParseTupleAndKeywords(args, keywords,
-                                   "LLLiii|$Lpippiiiis"
-                                   "Lzz",
-                                   (char **)(uintptr_t)names, &M, &N, &K, &dtype, &sm, &sms, &blocksize, &nested,
-                                   &format, &bias, &gradient, &x, &y, &packed, &codes, &vendor, &workspace, &kernel,
-                                   &architectures))
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "LLLiii|$LpipiiiiisLzz", (char **)(uintptr_t)names, &M, &N, &K,
+                                   &dtype, &sm, &sms, &blocksize, &nested, &format, &gradient, &x, &y, &packed, &codes,
+                                   &bias, &vendor, &workspace, &kernel, &architectures))
     return false;
   *facts = (bsh_facts){.M = M,
                        .N = N,
@@ -101,11 +98,11 @@ static bool read_facts(PyObject *const args, PyObject *const keywords, bsh_facts
                        .dtype = (bsh_dtype)dtype,
                        .format = (bsh_format)format,
                        .nested = nested != 0,
-                       .bias = bias != 0,
                        .x_alignment = x,
                        .y_alignment = y,
                        .packed_alignment = packed,
                        .code_alignment = codes,
+                       .bias_alignment = bias,
                        .sm = sm,
                        .sms = sms,
                        .image = architectures != NULL ? bsh_image_for(architectures, sm) : bsh_image_here(sm)};

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "arithmetic.h"
+#include "cublas.h"
 #include "cuda_linear.h"
 #include "cuda_ops.h"
 #include "native.h"
@@ -144,9 +145,10 @@ BSH_NATIVE_DTYPES(DEQUANTIZE_FP4)
 
 /* ---- products ---- */
 
-/* cuBLAS multiplies dequantized 16-bit panels, nobody fp32 ones: a fused kernel takes those, some rows at a time. */
+/* cuBLAS multiplies dequantized 16-bit panels, nobody fp32 ones and those with an odd bias: a fused kernel takes them,
+ * some rows at a time. */
 static bsh_status multiply(const bsh_linear_4bit_args *const args, const bsh_cuda_context *const context) {
-  const bool cublas = bsh_torch.has_cublas && args->dtype != BSH_F32;
+  const bool cublas = bsh_torch.has_cublas && args->dtype != BSH_F32 && aligned(args->bias, BSH_CUBLAS_BIAS_ALIGNMENT);
   const bsh_torch_operands none = {0};
   bsh_plan plan;
   BSH_TRY(bsh_cuda_plan_linear_4bit(context->op, args, context->sm, context->sms,

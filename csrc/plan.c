@@ -26,7 +26,9 @@ static const bsh_fused_kernel *const fused[BSH_LINEAR_panels] = {
 };
 
 static const char *panels_refuse(const bsh_facts *const facts) {
-  return facts->vendor == BSH_VENDOR_NONE ? "no vendor's product" : NULL;
+  if (facts->vendor == BSH_VENDOR_NONE) return "no vendor's product";
+  const bool odd_bias = facts->bias_alignment > 0 && facts->bias_alignment < BSH_CUBLAS_BIAS_ALIGNMENT;
+  return facts->vendor == BSH_VENDOR_CUBLAS && odd_bias ? "the bias is not 16-byte aligned for cuBLAS" : NULL;
 }
 
 static const char *refuses(const bsh_linear_kernel kernel, const bsh_facts *const facts) {

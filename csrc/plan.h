@@ -44,9 +44,10 @@ typedef struct {
   bsh_direction direction;
   bsh_dtype dtype;
   bsh_format format;
-  bool nested, bias;
-  /* Bytes, powers of two up to 16, that addresses are multiples of: of all rows of x and of y, of packed, of codes. */
-  int32_t x_alignment, y_alignment, packed_alignment, code_alignment;
+  bool nested;
+  /* Bytes, powers of two up to 16, that addresses are multiples of: of all rows of x and of y, of packed, of codes, of
+   * the bias (0: none). */
+  int32_t x_alignment, y_alignment, packed_alignment, code_alignment, bias_alignment;
   int32_t sm, sms; /* the GPU: 10 * major + minor, multiprocessors */
   bsh_kernel_image image;
   bsh_vendor vendor;

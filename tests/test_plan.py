@@ -278,6 +278,7 @@ def test_the_next_best_kernel(M, facts, kernel):
             {"K": 130, "vendor": ""},
             "gemv_4bit_simt: K is no multiple of 32; gemm_4bit_sm90: K is no multiple of 64; panels",
         ),
+        ({"K": 130, "vendor": "cublas", "bias_alignment": 2}, "panels: the bias is not 16-byte aligned for cuBLAS"),
         ({"kernel": "gemv"}, "no kernel 'gemv'"),
         ({"vendor": "nvidia"}, "no vendor 'nvidia'"),
         ({"x_alignment": 6}, "alignments 1, 2, 4, 8 or 16"),

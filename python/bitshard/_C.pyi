@@ -49,12 +49,12 @@ def plan_linear_4bit(
     blocksize: int = 64,
     nested: bool = True,
     format: int = 0,
-    bias: bool = False,
     gradient: bool = False,
     x_alignment: int = 16,
     y_alignment: int = 16,
     packed_alignment: int = 16,
     code_alignment: int = 16,
+    bias_alignment: int = 0,
     vendor: str = "torch",
     workspace: int = 67108864,
     kernel: str | None = None,
@@ -63,9 +63,10 @@ def plan_linear_4bit(
     """How a GPU (sm: 10 * major + minor, sms: multiprocessors) computes y = x W^T + bias; `gradient`: dx = dy W.
 
     dtype: 0 float32, 1 float16, 2 bfloat16. format: 0 NF4, 1 FP4. Alignments: bytes, up to 16, that all rows of x (dy)
-    and of y (dx), packed and the codes of nested scales begin at multiples of. vendor: who multiplies panels, "torch"
-    (the ops), "cublas" (calls around the dispatcher) or "" (nobody). workspace: bytes of a panel and, with cuBLAS, of
-    its scratch memory. kernel: this one and no other. architectures: of another build than this ("80,90a,compute_80").
+    and of y (dx), packed, the codes of nested scales and the bias (0: there is none) begin at multiples of. vendor: who
+    multiplies panels, "torch" (the ops), "cublas" (calls around the dispatcher) or "" (nobody). workspace: bytes of a
+    panel and, with cuBLAS, of its scratch memory. kernel: this one and no other. architectures: of another build than
+    this ("80,90a,compute_80").
 
     Keys: kernel ("gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90" or "panels"); scratch_bytes (at any one time); vendor
     (whose product follows each panel, "" where fused); panel_lines (rows, with `gradient` columns, of W in a panel);
