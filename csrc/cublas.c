@@ -10,7 +10,7 @@
 enum { OPERATION_TRANSPOSE = 1, TYPE_F32 = 0, TYPE_F16 = 2, TYPE_BF16 = 14, COMPUTE_F32 = 68 };
 enum { DESC_TRANSPOSE_A = 3, DESC_EPILOGUE = 7, DESC_BIAS = 8, EPILOGUE_BIAS = 4 };
 enum { PREFERENCE_WORKSPACE = 1, PREFERENCE_ALIGNMENT_A = 5, MATRICES = 4 };
-enum { MAX_DEVICES = 64, PLANS = 64, MAX_ALIGNMENT = 256, BIAS_ALIGNMENT = 16 };
+enum { MAX_DEVICES = 64, PLANS = 64, MAX_ALIGNMENT = 256 };
 
 typedef struct {
   uint64_t words[8];
@@ -140,7 +140,7 @@ bsh_status bsh_cublas_gemm(const bsh_cuda_context *const context, const bsh_dtyp
   description d = {0};
   algorithm found;
   int failed = -1;
-  if (context->device < MAX_DEVICES && (uintptr_t)row % BIAS_ALIGNMENT == 0 && describe(&p, row, &d) &&
+  if (context->device < MAX_DEVICES && (uintptr_t)row % BSH_CUBLAS_BIAS_ALIGNMENT == 0 && describe(&p, row, &d) &&
       find(&p, &d, &handle, &found))
     failed = bsh_torch.cublasLtMatmul(handle, d.operation, &one, first(b), d.b, first(a), d.a, &zero, first(c), d.c,
                                       first(c), d.c, &found, workspace, (size_t)workspace_bytes, context->stream);

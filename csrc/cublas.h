@@ -9,6 +9,7 @@
 #include "torch_gemm.h"
 
 enum { BSH_CUBLAS_WORKSPACE = 16 << 20 }; /* bytes it can use: sums of a product cut along its terms */
+enum { BSH_CUBLAS_BIAS_ALIGNMENT = 16 };  /* bytes */
 
 /* c = a b + bias of fp16 or bf16, sums in fp32, on context's device and stream. Rows of c and a are contiguous, rows or
  * columns of b. bias: NULL or one row. workspace: on the device, 256-byte aligned. BSH_NO_KERNEL where cuBLAS cannot.

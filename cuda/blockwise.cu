@@ -1,17 +1,22 @@
 // blockwise.cu - quantize and dequantize 4-bit and 8-bit blocks, and the checksum: everything bound by memory.
 //
+//   quantize     x, 16 bytes a lane and step -> largest magnitude of the block (shuffles) -> absmax
+//                  '-> x 1 / absmax -> code: threshold of its bin -> packed
+//   dequantize   packed -> value of the code (shuffle table) x scale, nested or not -> out, 16 bytes a lane and step
+//
 // The fast kernels give a warp a tile of 1024 elements: 16 bytes of the wide tensor per lane and step, so that every
 // access is coalesced, and all loads of a warp are in flight before the first use. The grid covers the tensor once. A
 // tile cut by an end of the tensor, and the *_any kernels, which take any alignment, go one element (or one block) at a
-// time. Host side: csrc/cuda_ops.c.
+// time. Host side: csrc/cuda_blockwise.c.
+#include "blockwise.h"
+
 #include "common.cuh"
 
 namespace bsh {
 
-constexpr int kWarps = 8;       // warps per block of threads, all kernels
-constexpr int kWarpTile = 1024; // elements per warp, fast kernels
+constexpr int WARPS = BSH_BLOCK_WARPS, WARP_TILE = BSH_WARP_TILE;
 
-__device__ __forceinline__ int64_t global_warp() { return (int64_t)blockIdx.x * kWarps + threadIdx.x / 32; }
+__device__ __forceinline__ int64_t global_warp() { return (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; }
 
 __device__ __forceinline__ int log2_of(int64_t power_of_two) { return __ffsll(power_of_two) - 1; }
 
@@ -23,24 +28,24 @@ __device__ __forceinline__ void dequantize_element(const bsh_dequantize_4bit_arg
   const int64_t block = element >> log2_of(a.weight.blocksize);
   if (element >= a.weight.n) return;
   const int byte = a.weight.packed[element / 2]; // the first of a pair is in the high nibble
-  const float unit = kValues[a.weight.format][element % 2 ? byte & 15 : byte >> 4];
+  const float unit = VALUES[a.weight.format][element % 2 ? byte & 15 : byte >> 4];
   const bool nested = a.weight.scales.absmax == nullptr;
   const float scale = nested ? block_scale<true>(a.weight.scales, block) : block_scale<false>(a.weight.scales, block);
   from_float(multiply_flush(unit, scale), static_cast<T *>(a.out) + row * a.ld + column);
 }
 
-// A warp tile is kSteps rows of kSpan columns. Lane l fetches the scale of one block of the tile: of row l / kPerRow,
-// the (l % kPerRow)-th block from the left; a span holds at most kPerRow blocks of 32. Needs, besides alignment, that a
-// span starts at a block border or lies inside one block (csrc/cuda_ops.c checks).
-template <typename T> struct DequantizeTile {
-  static constexpr int kWidth = Vector<T>::kWidth, kSpan = 32 * kWidth, kSteps = kWarpTile / kSpan;
-  static constexpr int kPerRow = 32 / kSteps;
+// A warp tile is STEPS rows of SPAN columns. Lane l fetches the scale of one block of the tile: of row l / PER_ROW,
+// the (l % PER_ROW)-th block from the left; a span holds at most PER_ROW blocks of 32. Needs, besides alignment, that a
+// span starts at a block border or lies inside one block (csrc/cuda_blockwise.c checks).
+template <typename T> struct dequantize_tile {
+  static constexpr int WIDTH = vector16<T>::WIDTH, SPAN = 32 * WIDTH, STEPS = WARP_TILE / SPAN;
+  static constexpr int PER_ROW = 32 / STEPS;
 };
 
-// kWidth codes, the first in the lowest nibble pair's high nibble.
-template <int kWidth> __device__ __forceinline__ uint32_t load_codes(const uint8_t *source) {
+// WIDTH codes, the first in the lowest nibble pair's high nibble.
+template <int WIDTH> __device__ __forceinline__ uint32_t load_codes(const uint8_t *source) {
   uint32_t codes;
-  if constexpr (kWidth == 8) {
+  if constexpr (WIDTH == 8) {
     asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(codes) : "l"(source));
   } else {
     uint16_t half;
@@ -50,42 +55,41 @@ template <int kWidth> __device__ __forceinline__ uint32_t load_codes(const uint8
   return codes;
 }
 
-template <typename T, bool kNested> __device__ __forceinline__ void dequantize_4bit(const bsh_dequantize_4bit_args &a) {
-  using Tile = DequantizeTile<T>;
-  constexpr int kWidth = Tile::kWidth, kSpan = Tile::kSpan, kSteps = Tile::kSteps, kPerRow = Tile::kPerRow;
+template <typename T, bool NESTED> __device__ __forceinline__ void dequantize_4bit(const bsh_dequantize_4bit_args &a) {
+  using tile = dequantize_tile<T>;
+  constexpr int WIDTH = tile::WIDTH, SPAN = tile::SPAN, STEPS = tile::STEPS, PER_ROW = tile::PER_ROW;
   const int lane = threadIdx.x % 32;
   const int shift = log2_of(a.weight.blocksize);
-  const float unit = kValues[a.weight.format][lane % 16];
-  const uint32_t spans = (uint32_t)((a.n_columns + kSpan - 1) / kSpan);
+  const float unit = VALUES[a.weight.format][lane % 16];
+  const uint32_t spans = (uint32_t)((a.n_columns + SPAN - 1) / SPAN);
   const uint32_t warp = (uint32_t)global_warp();
-  const int64_t row = (int64_t)(warp / spans) * kSteps;
-  const int64_t column = (int64_t)(warp % spans) * kSpan;
+  const int64_t row = (int64_t)(warp / spans) * STEPS;
+  const int64_t column = (int64_t)(warp % spans) * SPAN;
   const int64_t corner = (a.row0 + row) * a.columns + a.column0 + column;
   wait_for_earlier_kernels();
-  if (row + kSteps > a.n_rows || column + kSpan > a.n_columns ||
-      corner + (kSteps - 1) * a.columns + kSpan > a.weight.n) {
-    const int64_t right = min(column + kSpan, a.n_columns);
-    for (int64_t r = row; r < min(row + kSteps, a.n_rows); r++)
+  if (row + STEPS > a.n_rows || column + SPAN > a.n_columns || corner + (STEPS - 1) * a.columns + SPAN > a.weight.n) {
+    const int64_t right = min(column + SPAN, a.n_columns);
+    for (int64_t r = row; r < min(row + STEPS, a.n_rows); r++)
       for (int64_t c = column + lane; c < right; c += 32) dequantize_element<T>(a, r, c);
     return;
   }
 
-  const uint8_t *const source = a.weight.packed + (corner + lane * kWidth) / 2;
-  uint32_t codes[kSteps];
+  const uint8_t *const source = a.weight.packed + (corner + lane * WIDTH) / 2;
+  uint32_t codes[STEPS];
 #pragma unroll
-  for (int i = 0; i < kSteps; i++) codes[i] = load_codes<kWidth>(source + i * (a.columns / 2));
-  const int64_t scaled = corner + (lane / kPerRow) * a.columns + min((lane % kPerRow) << shift, kSpan - 1);
-  const float scales = block_scale<kNested>(a.weight.scales, scaled >> shift);
+  for (int i = 0; i < STEPS; i++) codes[i] = load_codes<WIDTH>(source + i * (a.columns / 2));
+  const int64_t scaled = corner + (lane / PER_ROW) * a.columns + min((lane % PER_ROW) << shift, SPAN - 1);
+  const float scales = block_scale<NESTED>(a.weight.scales, scaled >> shift);
 
-  T *const out = static_cast<T *>(a.out) + row * a.ld + column + lane * kWidth;
+  T *const out = static_cast<T *>(a.out) + row * a.ld + column + lane * WIDTH;
 #pragma unroll
-  for (int i = 0; i < kSteps; i++) {
-    const float scale = __shfl_sync(kAllLanes, scales, i * kPerRow + ((lane * kWidth) >> shift));
-    float values[kWidth];
+  for (int i = 0; i < STEPS; i++) {
+    const float scale = __shfl_sync(ALL_LANES, scales, i * PER_ROW + ((lane * WIDTH) >> shift));
+    float values[WIDTH];
 #pragma unroll
-    for (int k = 0; k < kWidth; k++)
-      values[k] = multiply_flush(__shfl_sync(kAllLanes, unit, codes[i] >> (4 * (k ^ 1)), 16), scale);
-    Vector<T> packed;
+    for (int k = 0; k < WIDTH; k++)
+      values[k] = multiply_flush(__shfl_sync(ALL_LANES, unit, codes[i] >> (4 * (k ^ 1)), 16), scale);
+    vector16<T> packed;
     packed.set(values);
     __stcs(reinterpret_cast<uint4 *>(out + i * a.ld), packed.raw);
   }
@@ -104,13 +108,13 @@ template <typename T> __device__ __forceinline__ void dequantize_4bit_any(const 
 // each with one threshold at most: code = thresholds of lower bins + (v > threshold of this bin). The bin is the
 // rounded 15 v, taken from the low bits of 15 v + 15 + 1.5 * 2^23; rounding is monotonic, so a threshold in another bin
 // lies on the right side of v. The low bits of a NaN are 31, a bin of its own with code 0.
-constexpr int kBins = 32, kNanBin = 31;
-constexpr float kBinBias = 12582912.0f;
-constexpr uint32_t kNoThreshold = 0x7F800000u;
+constexpr int BINS = 32, NAN_BIN = 31;
+constexpr float BIN_BIAS = 12582912.0f;
+constexpr uint32_t NO_THRESHOLD = 0x7F800000u;
 
-template <int kFormat> struct Bins {
-  static constexpr float kScale = kFormat == BSH_FP4 ? 14.0f : 15.0f;
-  static constexpr int kFirst = kFormat == BSH_FP4 ? 0 : -15; // bin of entry 0
+template <int FORMAT> struct bins {
+  static constexpr float SCALE = FORMAT == BSH_FP4 ? 14.0f : 15.0f;
+  static constexpr int FIRST = FORMAT == BSH_FP4 ? 0 : -15; // bin of entry 0
 };
 
 constexpr double value_of_bits(uint32_t bits) {
@@ -119,27 +123,27 @@ constexpr double value_of_bits(uint32_t bits) {
   return bits >> 31 ? -value : value; // magnitudes below 1 only
 }
 
-template <int kFormat> constexpr int bin_of(uint32_t bits) {
-  const double scaled = value_of_bits(bits) * Bins<kFormat>::kScale;
+template <int FORMAT> constexpr int bin_of(uint32_t bits) {
+  const double scaled = value_of_bits(bits) * bins<FORMAT>::SCALE;
   return (int)(scaled < 0 ? scaled - 0.5 : scaled + 0.5);
 }
 
-struct BinTable {
-  uint32_t threshold[kBins]; // fp32 bits
-  uint32_t below[kBins];     // thresholds of lower bins
+struct bin_table {
+  uint32_t threshold[BINS]; // fp32 bits
+  uint32_t below[BINS];     // thresholds of lower bins
   bool unique;
 };
 
-template <int kFormat, int kCount> constexpr BinTable make_bins(const uint32_t (&thresholds)[kCount]) {
-  BinTable table{};
+template <int FORMAT, int COUNT> constexpr bin_table make_bins(const uint32_t (&thresholds)[COUNT]) {
+  bin_table table{};
   table.unique = true;
-  for (int entry = 0; entry < kBins; entry++) {
-    const int bin = entry + Bins<kFormat>::kFirst;
-    table.threshold[entry] = kNoThreshold;
+  for (int entry = 0; entry < BINS; entry++) {
+    const int bin = entry + bins<FORMAT>::FIRST;
+    table.threshold[entry] = NO_THRESHOLD;
     int inside = 0;
-    for (int i = 0; i < kCount && entry != kNanBin; i++) {
-      if (bin_of<kFormat>(thresholds[i]) < bin) table.below[entry]++;
-      if (bin_of<kFormat>(thresholds[i]) != bin) continue;
+    for (int i = 0; i < COUNT && entry != NAN_BIN; i++) {
+      if (bin_of<FORMAT>(thresholds[i]) < bin) table.below[entry]++;
+      if (bin_of<FORMAT>(thresholds[i]) != bin) continue;
       table.threshold[entry] = thresholds[i];
       inside++;
     }
@@ -148,11 +152,11 @@ template <int kFormat, int kCount> constexpr BinTable make_bins(const uint32_t (
   return table;
 }
 
-constexpr uint32_t kNf4Thresholds[15] = {BSH_NF4_THRESHOLD_BITS};
-constexpr uint32_t kFp4Thresholds[7] = {BSH_FP4_THRESHOLD_BITS};
-static_assert(make_bins<BSH_NF4>(kNf4Thresholds).unique && make_bins<BSH_FP4>(kFp4Thresholds).unique,
+constexpr uint32_t NF4_THRESHOLDS[15] = {BSH_NF4_THRESHOLD_BITS};
+constexpr uint32_t FP4_THRESHOLDS[7] = {BSH_FP4_THRESHOLD_BITS};
+static_assert(make_bins<BSH_NF4>(NF4_THRESHOLDS).unique && make_bins<BSH_FP4>(FP4_THRESHOLDS).unique,
               "a bin holds two thresholds");
-__device__ constexpr BinTable kBinTables[2] = {make_bins<BSH_NF4>(kNf4Thresholds), make_bins<BSH_FP4>(kFp4Thresholds)};
+__device__ constexpr bin_table BIN_TABLES[2] = {make_bins<BSH_NF4>(NF4_THRESHOLDS), make_bins<BSH_FP4>(FP4_THRESHOLDS)};
 
 constexpr uint32_t order_nibbles() {
   constexpr uint32_t order[8] = {BSH_FP4_ORDER};
@@ -160,50 +164,50 @@ constexpr uint32_t order_nibbles() {
   for (int i = 0; i < 8; i++) nibbles |= order[i] << (4 * i);
   return nibbles;
 }
-constexpr uint32_t kFp4Order = order_nibbles();
+constexpr uint32_t FP4_ORDER = order_nibbles();
 
 // Encodes with one bin per lane; all lanes of the warp take part in every call.
-template <int kFormat> struct Encoder {
+template <int FORMAT> struct code_encoder {
   float threshold;
   uint32_t below;
 
-  __device__ __forceinline__ Encoder() {
-    threshold = __uint_as_float(kBinTables[kFormat].threshold[threadIdx.x % kBins]);
-    below = kBinTables[kFormat].below[threadIdx.x % kBins];
+  __device__ __forceinline__ code_encoder() {
+    threshold = __uint_as_float(BIN_TABLES[FORMAT].threshold[threadIdx.x % BINS]);
+    below = BIN_TABLES[FORMAT].below[threadIdx.x % BINS];
   }
 
   // codes + (code of v << shift), for v = x / absmax or NaN.
   __device__ __forceinline__ uint32_t add_code(uint32_t codes, float v, int shift) const {
-    const float position = kFormat == BSH_FP4 ? fabsf(v) : v;
-    const int bin = __float_as_int(__fmaf_rn(position, Bins<kFormat>::kScale, kBinBias - Bins<kFormat>::kFirst));
-    const float nearest = __shfl_sync(kAllLanes, threshold, bin);
-    const uint32_t lower = __shfl_sync(kAllLanes, below, bin);
-    if constexpr (kFormat == BSH_NF4) {
+    const float position = FORMAT == BSH_FP4 ? fabsf(v) : v;
+    const int bin = __float_as_int(__fmaf_rn(position, bins<FORMAT>::SCALE, BIN_BIAS - bins<FORMAT>::FIRST));
+    const float nearest = __shfl_sync(ALL_LANES, threshold, bin);
+    const uint32_t lower = __shfl_sync(ALL_LANES, below, bin);
+    if constexpr (FORMAT == BSH_NF4) {
       codes += lower << shift;
       asm("{ .reg .pred above; setp.gt.f32 above, %1, %2; @above add.u32 %0, %0, %3; }"
           : "+r"(codes)
           : "f"(v), "f"(nearest), "r"(1u << shift));
       return codes;
     }
-    const uint32_t code = (kFp4Order >> (4 * (lower + (position > nearest))) & 7u) | (v < 0.0f ? 8u : 0u);
+    const uint32_t code = (FP4_ORDER >> (4 * (lower + (position > nearest))) & 7u) | (v < 0.0f ? 8u : 0u);
     return codes + (code << shift);
   }
 };
 
 __device__ __forceinline__ float warp_absmax(float absmax) {
 #pragma unroll
-  for (int d = 16; d > 0; d /= 2) absmax = fmaxf(absmax, __shfl_xor_sync(kAllLanes, absmax, d));
+  for (int d = 16; d > 0; d /= 2) absmax = fmaxf(absmax, __shfl_xor_sync(ALL_LANES, absmax, d));
   return absmax;
 }
 
 // One block by one warp, twice over its elements. What is missing of a short block counts as zeros.
-template <typename T, int kFormat>
-__device__ void quantize_block(const bsh_quantize_4bit_args &a, const Encoder<kFormat> &encoder, int64_t block) {
+template <typename T, int FORMAT>
+__device__ void quantize_block(const bsh_quantize_4bit_args &a, const code_encoder<FORMAT> &encoder, int64_t block) {
   const int lane = threadIdx.x % 32;
   const int64_t begin = block * a.blocksize;
   const T *const x = static_cast<const T *>(a.x) + begin;
   const int length = (int)min(a.blocksize, a.n - begin);
-  float absmax = length < a.blocksize ? 0.0f : -kLargest;
+  float absmax = length < a.blocksize ? 0.0f : -LARGEST;
   for (int i = lane; i < length; i += 32) absmax = absmax_step(absmax, to_float(x[i]));
   absmax = warp_absmax(absmax);
   const float inverse = reciprocal(absmax);
@@ -217,67 +221,67 @@ __device__ void quantize_block(const bsh_quantize_4bit_args &a, const Encoder<kF
   }
 }
 
-template <typename T, int kFormat> __device__ __forceinline__ void quantize_4bit_any(const bsh_quantize_4bit_args &a) {
-  const Encoder<kFormat> encoder;
+template <typename T, int FORMAT> __device__ __forceinline__ void quantize_4bit_any(const bsh_quantize_4bit_args &a) {
+  const code_encoder<FORMAT> encoder;
   const int64_t block = global_warp();
   wait_for_earlier_kernels();
-  if (block * a.blocksize < a.n) quantize_block<T, kFormat>(a, encoder, block);
+  if (block * a.blocksize < a.n) quantize_block<T, FORMAT>(a, encoder, block);
 }
 
-// A block is a group of neighbouring lanes in one step (blocksize <= kSpan) or some neighbouring steps.
-template <typename T, int kFormat> __device__ __forceinline__ void quantize_4bit(const bsh_quantize_4bit_args &a) {
-  constexpr int kWidth = Vector<T>::kWidth, kSpan = 32 * kWidth, kSteps = kWarpTile / kSpan;
+// A block is a group of neighbouring lanes in one step (blocksize <= SPAN) or some neighbouring steps.
+template <typename T, int FORMAT> __device__ __forceinline__ void quantize_4bit(const bsh_quantize_4bit_args &a) {
+  constexpr int WIDTH = vector16<T>::WIDTH, SPAN = 32 * WIDTH, STEPS = WARP_TILE / SPAN;
   const int lane = threadIdx.x % 32;
   const int shift = log2_of(a.blocksize);
-  const int block_lanes = (int)a.blocksize / kWidth, block_steps = (int)a.blocksize / kSpan;
-  const int64_t tile = global_warp() * kWarpTile, first = tile + lane * kWidth;
-  const Encoder<kFormat> encoder;
+  const int block_lanes = (int)a.blocksize / WIDTH, block_steps = (int)a.blocksize / SPAN;
+  const int64_t tile = global_warp() * WARP_TILE, first = tile + lane * WIDTH;
+  const code_encoder<FORMAT> encoder;
   wait_for_earlier_kernels();
-  if (tile + kWarpTile > a.n) {
-    for (int64_t block = tile >> shift; block << shift < a.n; block++) quantize_block<T, kFormat>(a, encoder, block);
+  if (tile + WARP_TILE > a.n) {
+    for (int64_t block = tile >> shift; block << shift < a.n; block++) quantize_block<T, FORMAT>(a, encoder, block);
     return;
   }
 
-  Vector<T> x[kSteps];
+  vector16<T> x[STEPS];
 #pragma unroll
-  for (int i = 0; i < kSteps; i++) x[i].load(static_cast<const T *>(a.x) + first + i * kSpan);
+  for (int i = 0; i < STEPS; i++) x[i].load(static_cast<const T *>(a.x) + first + i * SPAN);
 
-  float absmax[kSteps];
+  float absmax[STEPS];
 #pragma unroll
-  for (int i = 0; i < kSteps; i++) {
+  for (int i = 0; i < STEPS; i++) {
     absmax[i] = x[i].absmax();
 #pragma unroll
     for (int d = 1; d < 32; d *= 2)
-      if (d < block_lanes) absmax[i] = fmaxf(absmax[i], __shfl_xor_sync(kAllLanes, absmax[i], d));
+      if (d < block_lanes) absmax[i] = fmaxf(absmax[i], __shfl_xor_sync(ALL_LANES, absmax[i], d));
   }
 #pragma unroll
-  for (int d = 1; d < kSteps; d *= 2) {
+  for (int d = 1; d < STEPS; d *= 2) {
     if (d >= block_steps) break;
-    float partner[kSteps];
+    float partner[STEPS];
 #pragma unroll
-    for (int i = 0; i < kSteps; i++) partner[i] = absmax[i ^ d];
+    for (int i = 0; i < STEPS; i++) partner[i] = absmax[i ^ d];
 #pragma unroll
-    for (int i = 0; i < kSteps; i++) absmax[i] = fmaxf(absmax[i], partner[i]);
+    for (int i = 0; i < STEPS; i++) absmax[i] = fmaxf(absmax[i], partner[i]);
   }
 
   // Lane l stores the scale of block l of the tile, which starts in step `step` at lane `source`.
-  const int step = (lane << shift) / kSpan, source = (lane << shift) % kSpan / kWidth;
+  const int step = (lane << shift) / SPAN, source = (lane << shift) % SPAN / WIDTH;
   float scale = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kSteps; i++) {
-    const float candidate = __shfl_sync(kAllLanes, absmax[i], source);
+  for (int i = 0; i < STEPS; i++) {
+    const float candidate = __shfl_sync(ALL_LANES, absmax[i], source);
     if (i == step) scale = candidate;
   }
-  if (lane << shift < kWarpTile) a.absmax[(tile >> shift) + lane] = scale;
+  if (lane << shift < WARP_TILE) a.absmax[(tile >> shift) + lane] = scale;
 
 #pragma unroll
-  for (int i = 0; i < kSteps; i++) {
+  for (int i = 0; i < STEPS; i++) {
     const float inverse = reciprocal(absmax[i]);
     uint32_t codes = 0; // the first of a pair goes to the high nibble
 #pragma unroll
-    for (int k = 0; k < kWidth; k++) codes = encoder.add_code(codes, multiply_flush(inverse, x[i].get(k)), 4 * (k ^ 1));
-    uint8_t *const out = a.packed + (first + i * kSpan) / 2;
-    if constexpr (kWidth == 8) *reinterpret_cast<uint32_t *>(out) = codes;
+    for (int k = 0; k < WIDTH; k++) codes = encoder.add_code(codes, multiply_flush(inverse, x[i].get(k)), 4 * (k ^ 1));
+    uint8_t *const out = a.packed + (first + i * SPAN) / 2;
+    if constexpr (WIDTH == 8) *reinterpret_cast<uint32_t *>(out) = codes;
     else *reinterpret_cast<uint16_t *>(out) = (uint16_t)codes;
   }
 }
@@ -287,12 +291,12 @@ template <typename T, int kFormat> __device__ __forceinline__ void quantize_4bit
 // Nearest of 256 ascending entries. Seven comparisons with entries of odd index (a tree in breadth-first order, so that
 // its upper levels are free of bank conflicts) leave one entry of even index; the midpoints to its neighbours decide,
 // and a tie goes to the even index. A NaN compares false throughout: index 0.
-struct SearchTable {
+struct search_table {
   float tree[128];       // [1 .. 127]: children of node i are 2 i and 2 i + 1
   float2 midpoints[128]; // of entry 2 j: with entry 2 j - 1 (entry 0: nothing is below) and with entry 2 j + 1
 };
 
-__device__ __forceinline__ void fill_search_table(SearchTable &table, const float *map) {
+__device__ __forceinline__ void fill_search_table(search_table &table, const float *map) {
   const int i = threadIdx.x % 128;
   if (threadIdx.x < 128) {
     const float entry = map[2 * i], before = map[max(2 * i - 1, 0)], after = map[2 * i + 1];
@@ -304,7 +308,7 @@ __device__ __forceinline__ void fill_search_table(SearchTable &table, const floa
   }
 }
 
-__device__ __forceinline__ uint32_t search(const SearchTable &table, float v) {
+__device__ __forceinline__ uint32_t search(const search_table &table, float v) {
   const char *const tree = reinterpret_cast<const char *>(table.tree);
   uint32_t node = 4; // as an offset in bytes: a level then takes four instructions
 #pragma unroll
@@ -320,33 +324,33 @@ __device__ __forceinline__ uint32_t search(const SearchTable &table, float v) {
 
 // One warp per block, in chunks of 256 elements; blocks of one chunk are read once. A whole chunk of aligned memory
 // moves 16 bytes of x at a time, anything else element by element.
-template <typename T> struct Chunk {
-  static constexpr int kPerLane = 8, kElements = 32 * kPerLane, kWide = 16 / sizeof(T);
-  float values[kPerLane];
+template <typename T> struct block_chunk {
+  static constexpr int PER_LANE = 8, ELEMENTS = 32 * PER_LANE, PER_LOAD = 16 / sizeof(T);
+  float values[PER_LANE];
 
   static __device__ __forceinline__ bool is_wide(int first, int length, bool aligned) {
-    return aligned && first + kElements <= length;
+    return aligned && first + ELEMENTS <= length;
   }
 
   // Element of the chunk that values[k] is.
   static __device__ __forceinline__ int wide_index(int k) {
-    return k / kWide * 32 * kWide + (int)threadIdx.x % 32 * kWide + k % kWide;
+    return k / PER_LOAD * 32 * PER_LOAD + (int)threadIdx.x % 32 * PER_LOAD + k % PER_LOAD;
   }
   static __device__ __forceinline__ int narrow_index(int k) { return 32 * k + (int)threadIdx.x % 32; }
 
   __device__ __forceinline__ void load(const T *x, int first, int length, float offset, bool aligned) {
     if (is_wide(first, length, aligned)) {
 #pragma unroll
-      for (int k = 0; k < kPerLane; k += kWide) {
-        Vector<T> vector;
+      for (int k = 0; k < PER_LANE; k += PER_LOAD) {
+        vector16<T> vector;
         vector.load(x + first + wide_index(k));
 #pragma unroll
-        for (int j = 0; j < kWide; j++) values[k + j] = __fsub_rn(vector.get(j), offset);
+        for (int j = 0; j < PER_LOAD; j++) values[k + j] = __fsub_rn(vector.get(j), offset);
       }
       return;
     }
 #pragma unroll
-    for (int k = 0; k < kPerLane; k++) {
+    for (int k = 0; k < PER_LANE; k++) {
       const int i = first + narrow_index(k);
       values[k] = i < length ? __fsub_rn(to_float(x[i]), offset) : __int_as_float(0x7FFFFFFF); // no magnitude
     }
@@ -354,18 +358,18 @@ template <typename T> struct Chunk {
 
   __device__ __forceinline__ float absmax(float result) const {
 #pragma unroll
-    for (int k = 0; k < kPerLane; k++) result = absmax_step(result, values[k]);
+    for (int k = 0; k < PER_LANE; k++) result = absmax_step(result, values[k]);
     return result;
   }
 
-  __device__ __forceinline__ void encode(const SearchTable &table, float inverse, uint8_t *code, int first, int length,
+  __device__ __forceinline__ void encode(const search_table &table, float inverse, uint8_t *code, int first, int length,
                                          bool aligned) const {
-    uint32_t found[kPerLane]; // all searches side by side
+    uint32_t found[PER_LANE]; // all searches side by side
 #pragma unroll
-    for (int k = 0; k < kPerLane; k++) found[k] = search(table, multiply_flush(inverse, values[k]));
+    for (int k = 0; k < PER_LANE; k++) found[k] = search(table, multiply_flush(inverse, values[k]));
     if (is_wide(first, length, aligned)) {
 #pragma unroll
-      for (int k = 0; k < kPerLane; k += 4) {
+      for (int k = 0; k < PER_LANE; k += 4) {
         const uint32_t low = __byte_perm(found[k], found[k + 1], 0x0040);
         const uint32_t high = __byte_perm(found[k + 2], found[k + 3], 0x0040);
         *reinterpret_cast<uint32_t *>(code + first + wide_index(k)) = __byte_perm(low, high, 0x5410);
@@ -373,7 +377,7 @@ template <typename T> struct Chunk {
       return;
     }
 #pragma unroll
-    for (int k = 0; k < kPerLane; k++) {
+    for (int k = 0; k < PER_LANE; k++) {
       const int i = first + narrow_index(k);
       if (i < length) code[i] = (uint8_t)found[k];
     }
@@ -381,14 +385,14 @@ template <typename T> struct Chunk {
 };
 
 template <typename T> __device__ __forceinline__ void quantize_blockwise(const bsh_quantize_blockwise_args &a) {
-  constexpr int kChunk = Chunk<T>::kElements;
-  __shared__ SearchTable table;
-  const int64_t n_blocks = (a.n + a.blocksize - 1) / a.blocksize, stride = (int64_t)gridDim.x * kWarps;
+  constexpr int CHUNK = block_chunk<T>::ELEMENTS;
+  __shared__ search_table table;
+  const int64_t n_blocks = (a.n + a.blocksize - 1) / a.blocksize, stride = (int64_t)gridDim.x * WARPS;
   const bool aligned = reinterpret_cast<uintptr_t>(a.x) % 16 == 0 && reinterpret_cast<uintptr_t>(a.code) % 4 == 0;
   wait_for_earlier_kernels();
   const float offset = a.offset == nullptr ? 0.0f : *a.offset;
   int64_t block = global_warp();
-  Chunk<T> chunk;
+  block_chunk<T> chunk;
   const auto load = [&](int first) {
     const int64_t begin = block * a.blocksize;
     chunk.load(static_cast<const T *>(a.x) + begin, first, (int)min(a.blocksize, a.n - begin), offset, aligned);
@@ -398,16 +402,16 @@ template <typename T> __device__ __forceinline__ void quantize_blockwise(const b
   __syncthreads();
   while (block < n_blocks) {
     const int length = (int)min(a.blocksize, a.n - block * a.blocksize);
-    float absmax = chunk.absmax(length < a.blocksize ? 0.0f : -kLargest);
-    for (int first = kChunk; first < length; first += kChunk) {
+    float absmax = chunk.absmax(length < a.blocksize ? 0.0f : -LARGEST);
+    for (int first = CHUNK; first < length; first += CHUNK) {
       load(first);
       absmax = chunk.absmax(absmax);
     }
     absmax = warp_absmax(absmax);
     const float inverse = reciprocal(absmax);
     if (threadIdx.x % 32 == 0) a.absmax[block] = absmax;
-    for (int first = 0; first < length; first += kChunk) {
-      if (length > kChunk) load(first);
+    for (int first = 0; first < length; first += CHUNK) {
+      if (length > CHUNK) load(first);
       chunk.encode(table, inverse, a.code + block * a.blocksize, first, length, aligned);
     }
     block += stride;
@@ -424,25 +428,25 @@ __device__ __forceinline__ float decode_8bit(const float *map, uint32_t code, fl
 }
 
 template <typename T> __device__ __forceinline__ void dequantize_blockwise(const bsh_dequantize_blockwise_args &a) {
-  constexpr int kWidth = Vector<T>::kWidth, kSpan = 32 * kWidth, kSteps = kWarpTile / kSpan;
+  constexpr int WIDTH = vector16<T>::WIDTH, SPAN = 32 * WIDTH, STEPS = WARP_TILE / SPAN;
   __shared__ float map[256];
   const int shift = log2_of(a.blocksize);
-  const int64_t tile = global_warp() * kWarpTile + (threadIdx.x % 32) * kWidth;
+  const int64_t tile = global_warp() * WARP_TILE + (threadIdx.x % 32) * WIDTH;
   wait_for_earlier_kernels();
   map[threadIdx.x] = a.map[threadIdx.x];
   const bool shifted = a.offset != nullptr;
   const float offset = shifted ? *a.offset : 0.0f;
-  uint8_t codes[kSteps][kWidth];
-  float absmax[kSteps];
+  uint8_t codes[STEPS][WIDTH];
+  float absmax[STEPS];
 #pragma unroll
-  for (int i = 0; i < kSteps; i++) {
-    const int64_t first = tile + i * kSpan;
+  for (int i = 0; i < STEPS; i++) {
+    const int64_t first = tile + i * SPAN;
     const uint8_t *const source = a.code + first;
     absmax[i] = first < a.n ? a.absmax[first >> shift] : 0.0f;
-    if (first + kWidth > a.n) {
+    if (first + WIDTH > a.n) {
 #pragma unroll
-      for (int k = 0; k < kWidth; k++) codes[i][k] = first + k < a.n ? source[k] : 0;
-    } else if constexpr (kWidth == 8) {
+      for (int k = 0; k < WIDTH; k++) codes[i][k] = first + k < a.n ? source[k] : 0;
+    } else if constexpr (WIDTH == 8) {
       *reinterpret_cast<uint2 *>(codes[i]) = *reinterpret_cast<const uint2 *>(source);
     } else {
       *reinterpret_cast<uint32_t *>(codes[i]) = *reinterpret_cast<const uint32_t *>(source);
@@ -450,18 +454,18 @@ template <typename T> __device__ __forceinline__ void dequantize_blockwise(const
   }
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kSteps; i++) {
-    const int64_t first = tile + i * kSpan;
+  for (int i = 0; i < STEPS; i++) {
+    const int64_t first = tile + i * SPAN;
     T *const out = static_cast<T *>(a.out) + first;
-    float values[kWidth];
+    float values[WIDTH];
 #pragma unroll
-    for (int k = 0; k < kWidth; k++) values[k] = decode_8bit(map, codes[i][k], absmax[i], shifted, offset);
-    Vector<T> packed;
+    for (int k = 0; k < WIDTH; k++) values[k] = decode_8bit(map, codes[i][k], absmax[i], shifted, offset);
+    vector16<T> packed;
     packed.set(values);
-    if (first + kWidth <= a.n) *reinterpret_cast<uint4 *>(out) = packed.raw;
+    if (first + WIDTH <= a.n) *reinterpret_cast<uint4 *>(out) = packed.raw;
     else
 #pragma unroll
-      for (int k = 0; k < kWidth; k++)
+      for (int k = 0; k < WIDTH; k++)
         if (first + k < a.n) from_float(values[k], out + k);
   }
 }
@@ -495,14 +499,14 @@ __device__ __forceinline__ uint64_t load_word(const uint8_t *bytes, int64_t n_by
 
 // ---- entry points: <op>[_any]_<dtype>[_<variant>] -------------------------------------------------------------------
 
-#define BSH_KERNEL extern "C" __global__ void __launch_bounds__(32 * bsh::kWarps)
+#define BSH_KERNEL extern "C" __global__ void __launch_bounds__(32 * bsh::WARPS)
 /* 6 blocks per SM where it holds 2048 threads, else 4. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 800 && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
 #define BSH_BLOCKS_PER_SM 4
 #else
 #define BSH_BLOCKS_PER_SM 6
 #endif
-#define BSH_BUSY_KERNEL extern "C" __global__ void __launch_bounds__(32 * bsh::kWarps, BSH_BLOCKS_PER_SM)
+#define BSH_BUSY_KERNEL extern "C" __global__ void __launch_bounds__(32 * bsh::WARPS, BSH_BLOCKS_PER_SM)
 #define BSH_DTYPES(X) X(f32, float) X(f16, __half) X(bf16, __nv_bfloat16)
 
 #define BSH_ENTRIES(name, T)                                                                                           \
@@ -541,16 +545,16 @@ BSH_DTYPES(BSH_ENTRIES)
 
 // *sum must be 0. Integer addition: any order of the atomics gives the same sum.
 BSH_KERNEL checksum(const uint8_t *bytes, int64_t n_bytes, unsigned long long *sum) {
-  __shared__ unsigned long long partial[bsh::kWarps];
+  __shared__ unsigned long long partial[bsh::WARPS];
   const bool aligned = reinterpret_cast<uintptr_t>(bytes) % 8 == 0;
   const int64_t n_words = (n_bytes + 7) / 8;
   unsigned long long mine = 0;
   for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n_words; i += (int64_t)gridDim.x * blockDim.x)
     mine += bsh::mix_word(bsh::load_word(bytes, n_bytes, i, aligned), i);
-  for (int d = 16; d > 0; d /= 2) mine += __shfl_xor_sync(bsh::kAllLanes, mine, d);
+  for (int d = 16; d > 0; d /= 2) mine += __shfl_xor_sync(bsh::ALL_LANES, mine, d);
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = mine;
   __syncthreads();
   if (threadIdx.x != 0) return;
-  for (int w = 1; w < bsh::kWarps; w++) mine += partial[w];
+  for (int w = 1; w < bsh::WARPS; w++) mine += partial[w];
   atomicAdd(sum, mine);
 }

@@ -13,11 +13,11 @@
 
 namespace bsh {
 
-constexpr unsigned kAllLanes = 0xFFFFFFFFu;
-constexpr float kLargest = 3.40282346638528859812e38f;
+constexpr unsigned ALL_LANES = 0xFFFFFFFFu, kAllLanes = ALL_LANES; // the latter: optimizer.cu
+constexpr float LARGEST = 3.40282346638528859812e38f;
 
 // Value of each code, [format][code].
-__device__ const float kValues[2][16] = {{BSH_NF4_VALUES}, {BSH_FP4_VALUES}};
+__device__ const float VALUES[2][16] = {{BSH_NF4_VALUES}, {BSH_FP4_VALUES}};
 
 __device__ __forceinline__ float multiply_flush(float a, float b) {
   float product;
@@ -57,17 +57,17 @@ template <> __device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float l
   return *reinterpret_cast<const uint32_t *>(&pair);
 }
 
-template <typename T> struct PairOf;
-template <> struct PairOf<__half> {
+template <typename T> struct pair_of;
+template <> struct pair_of<__half> {
   using type = __half2;
 };
-template <> struct PairOf<__nv_bfloat16> {
+template <> struct pair_of<__nv_bfloat16> {
   using type = __nv_bfloat162;
 };
 
 // The 16 / sizeof(T) values of one 16-byte access.
-template <typename T> struct Vector {
-  static constexpr int kWidth = 16 / sizeof(T);
+template <typename T> struct vector16 {
+  static constexpr int WIDTH = 16 / sizeof(T);
   uint4 raw;
 
   __device__ __forceinline__ float get(int i) const { return to_float(reinterpret_cast<const T *>(&raw)[i]); }
@@ -78,23 +78,23 @@ template <typename T> struct Vector {
                  : "l"(source)); // volatile: stays behind wait_for_earlier_kernels
   }
 
-  // Largest magnitude: NaN is passed over (-kLargest if there is nothing else), denormals count as zero.
+  // Largest magnitude: NaN is passed over (-LARGEST if there is nothing else), denormals count as zero.
   __device__ __forceinline__ float absmax() const {
-    float result = -kLargest;
+    float result = -LARGEST;
     if constexpr (sizeof(T) == 4) {
 #pragma unroll
-      for (int i = 0; i < kWidth; i++) result = absmax_step(result, get(i));
+      for (int i = 0; i < WIDTH; i++) result = absmax_step(result, get(i));
     } else {
-      using Pair = typename PairOf<T>::type;
-      const Pair *const pairs = reinterpret_cast<const Pair *>(&raw);
-      const Pair pair =
+      using pair_type = typename pair_of<T>::type;
+      const pair_type *const pairs = reinterpret_cast<const pair_type *>(&raw);
+      const pair_type pair =
           __hmax2(__hmax2(__habs2(pairs[0]), __habs2(pairs[1])), __hmax2(__habs2(pairs[2]), __habs2(pairs[3])));
       result = absmax_step(absmax_step(result, to_float(pair.x)), to_float(pair.y));
     }
     return result;
   }
 
-  __device__ __forceinline__ void set(const float (&values)[kWidth]) {
+  __device__ __forceinline__ void set(const float (&values)[WIDTH]) {
     uint32_t *const words = reinterpret_cast<uint32_t *>(&raw);
     if constexpr (sizeof(T) == 4) {
 #pragma unroll
@@ -107,16 +107,23 @@ template <typename T> struct Vector {
 };
 
 // A bf16 is the upper half of an fp32.
-template <> __device__ __forceinline__ float Vector<__nv_bfloat16>::get(int i) const {
+template <> __device__ __forceinline__ float vector16<__nv_bfloat16>::get(int i) const {
   const uint32_t pair = reinterpret_cast<const uint32_t *>(&raw)[i / 2];
   return __uint_as_float(i % 2 ? pair & 0xFFFF0000u : pair << 16);
 }
 
-// fp32 scale of block `b`; nested scales are two roundings, no FMA.
-template <bool kNested> __device__ __forceinline__ float block_scale(const bsh_scales &scales, int64_t b) {
-  if constexpr (!kNested) return scales.absmax[b];
+// The two forms of a nested scale, two roundings each, no FMA. This one has the bits of dequantize_4bit, which flushes
+// denormal products as upstream does: fp32 scale of block `b`.
+template <bool NESTED> __device__ __forceinline__ float block_scale(const bsh_scales &scales, int64_t b) {
+  if constexpr (!NESTED) return scales.absmax[b];
   const float unit = scales.absmax_map[scales.absmax_code[b]];
   return __fadd_rn(multiply_flush(unit, scales.absmax2[b / BSH_NESTED_BLOCKSIZE]), *scales.offset);
+}
+
+// For the kernels that scale sums on tensor cores, which round otherwise anyway: denormal products stay what they are.
+// unit: the map's value of a code.
+__device__ __forceinline__ float scale_with_denormals(float unit, float absmax2, float offset) {
+  return __fadd_rn(__fmul_rn(unit, absmax2), offset);
 }
 
 // Programmatic dependent launch (sm_90 and newer): nothing that an earlier kernel wrote or still reads may be touched

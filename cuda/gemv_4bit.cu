@@ -1,5 +1,17 @@
 // gemv_4bit.cu - y[M, N] = x[M, K] W^T + bias for few rows of x, W decoded on the way to the tensor cores.
 //
+//   W, packed [N, K / 2]                          x [M, K]
+//     | cp.async: 16 rows x 256 of K                | once
+//     v                                             v
+//   ring of 2 or 3 slots, one for each warp       registers: the warp's UNITS of K of 8 to 32 tokens
+//     | 8 bytes of two rows a lane                  |
+//     v                                             v
+//   table of pairs -> A operand -----> mma m16n8k16, four a unit
+//                                         | x scale of row and unit
+//                                         v
+//   warp's sums -> shared memory -> added over the k_warps of a block --> y
+//                                                                     '-> args.partial -> added over k_splits --> y
+//
 // W is the mma A operand (16 rows), tokens are its n8. A thread block takes 8, 16 or 32 tokens (8 * TOKEN_TILES; 32 not
 // where WIDE); blockIdx.y counts such groups of tokens, each of which decodes W for itself. A warp owns UNITS units of
 // K for the whole kernel, keeps x for them in registers and walks over row tiles of 16; k_warps warps span the block's
@@ -9,33 +21,32 @@
 // are added in a fixed order. Where K is longer than a block holds, k_splits blocks share a row tile: their sums meet
 // in args.partial, behind a cluster barrier (sm_90 on) or in a second kernel, again in a fixed order. Nothing is added
 // atomically: equal inputs give equal bits.
+#include "gemv_4bit.h"
+
 #include "decode.cuh"
-#include "sums.cuh"
+#include "epilogue.cuh"
 
 namespace bsh {
 namespace {
 
-constexpr int WARPS = WIDE ? 16 : ARCH >= 800 ? 8 : 4;
-template <int TOKEN_TILES> constexpr int SLOTS = ARCH >= 800 && TOKEN_TILES < 4 ? 3 : 2; // of a warp's ring
-constexpr int PIECE_BYTES = BSH_ROW_TILE * BSH_PIECE_UNITS * 32;                         // a ring slot
-constexpr int MAP_BYTES = 1024;
-template <int TOKEN_TILES> constexpr int TILES_PER_MEETING = TOKEN_TILES == 1 && ARCH >= 800 ? 2 : 1;
+constexpr int WARPS = bsh_gemv_warps(ARCH);
+constexpr int PIECE_BYTES = BSH_PIECE_BYTES;                                        // a ring slot
+template <int TOKEN_TILES> constexpr int SLOTS = bsh_gemv_slots(ARCH, TOKEN_TILES); // of a warp's ring
+template <int TOKEN_TILES> constexpr int TILES_PER_MEETING = bsh_gemv_meeting(ARCH, TOKEN_TILES);
 
-// Shared memory. WIDE: [map, sums] below 64 KiB, the table at 64 KiB, the rings at 128 KiB (csrc/cuda_linear.c asks for
-// 224 KiB). Else: [table, map, sums, rings].
 struct shared_layout {
   char *table, *ring;
   float *map, *sums;
 };
 template <int TOKEN_TILES> __device__ __forceinline__ shared_layout lay_out(char *memory) {
-  constexpr int sums_bytes = 2 * TILES_PER_MEETING<TOKEN_TILES> * WARPS * TOKEN_TILES * 512;
-  static_assert(!WIDE || MAP_BYTES + sums_bytes <= 63 * 1024, "the sums must end below the table");
+  constexpr int sums_bytes = bsh_gemv_sums_bytes(ARCH, TOKEN_TILES);
+  static_assert(!WIDE || BSH_MAP_BYTES + sums_bytes <= 63 * 1024, "the sums must end below the table");
   shared_layout s;
-  char *const low = memory + (WIDE ? 0 : TABLE_BYTES);
-  s.table = WIDE ? memory + (65536 - (shared_address(memory) & 65535)) : memory;
+  char *const low = memory + (WIDE ? 0 : bsh_table_bytes(ARCH));
+  s.table = WIDE ? wide_table(memory) : memory;
   s.map = reinterpret_cast<float *>(low);
-  s.sums = reinterpret_cast<float *>(low + MAP_BYTES);
-  s.ring = WIDE ? s.table + TABLE_BYTES : low + MAP_BYTES + sums_bytes;
+  s.sums = reinterpret_cast<float *>(low + BSH_MAP_BYTES);
+  s.ring = WIDE ? wide_ring(s.table) : low + BSH_MAP_BYTES + sums_bytes;
   return s;
 }
 
@@ -54,13 +65,13 @@ template <int UNITS> __device__ __forceinline__ place find_place(const bsh_fused
   p.lane = threadIdx.x & 31, p.warp = threadIdx.x >> 5, p.g = p.lane >> 2, p.c = p.lane & 3;
   int team = blockIdx.x;
   p.split = 0;
-  if (args.k_splits > 1) team = blockIdx.x / args.k_splits, p.split = blockIdx.x - team * args.k_splits;
-  const bool longer = team < args.longer_teams;
-  p.tile_begin = team * args.team_tiles + min(team, args.longer_teams);
-  p.tile_end = p.tile_begin + args.team_tiles + longer;
-  p.row_groups = args.row_groups, p.steps = longer ? args.longer_steps : args.steps;
-  p.group = p.warp * args.group_of_warp >> 16;
-  p.first_unit = (p.split * args.k_warps + p.warp - p.group * args.k_warps) * UNITS;
+  if (args.cut.k_splits > 1) team = blockIdx.x / args.cut.k_splits, p.split = blockIdx.x - team * args.cut.k_splits;
+  const bool longer = team < args.cut.longer_teams;
+  p.tile_begin = team * args.cut.team_tiles + min(team, args.cut.longer_teams);
+  p.tile_end = p.tile_begin + args.cut.team_tiles + longer;
+  p.row_groups = args.cut.row_groups, p.steps = longer ? args.cut.longer_steps : args.cut.steps;
+  p.group = p.warp * args.cut.group_of_warp >> 16;
+  p.first_unit = (p.split * args.cut.k_warps + p.warp - p.group * args.cut.k_warps) * UNITS;
   if (UNITS == 4) // with 8, registers are scarce and the compiler does better by computing these again
     p.tile_begin = keep(p.tile_begin), p.tile_end = keep(p.tile_end), p.steps = keep(p.steps),
     p.first_unit = keep(p.first_unit);
@@ -69,11 +80,11 @@ template <int UNITS> __device__ __forceinline__ place find_place(const bsh_fused
 
 // The packed bytes of a warp: pieces of 16 rows x 128 bytes, 16-byte chunks swizzled so that reading 32 bytes of each
 // of 8 rows has no bank conflict. Columns beyond W repeat its last bytes (their x is zero).
-template <int PIECES, int SLOTS> struct weight_stream {
+template <int PIECES, int SLOTS> struct weight_loader {
   const uint8_t *from[PIECES]; // this lane's first 16 bytes of a piece in row tile 0
   uint32_t to, tile_bytes, four_rows;
 
-  __device__ __forceinline__ weight_stream(const bsh_fused_args &args, const place &p, const char *ring) {
+  __device__ __forceinline__ weight_loader(const bsh_fused_args &args, const place &p, const char *ring) {
     const int pitch = args.K >> 1, row = p.lane >> 3, chunk = p.lane & 7;
     tile_bytes = pitch * BSH_ROW_TILE, four_rows = pitch * 4;
     to = keep(shared_address(ring) + p.warp * SLOTS * PIECE_BYTES + row * 128 + ((chunk ^ (row << 1)) << 4));
@@ -84,7 +95,7 @@ template <int PIECES, int SLOTS> struct weight_stream {
   __device__ __forceinline__ void start(int tile, int piece, uint32_t slot) const {
     const uint8_t *source = from[piece] + (uint64_t)(uint32_t)tile * tile_bytes;
 #pragma unroll
-    for (int i = 0; i < 4; i++, source += four_rows) copy16(to + slot + i * 512, source);
+    for (int i = 0; i < 4; i++, source += four_rows) cp_async_16(to + slot + i * 512, source);
   }
   __device__ __forceinline__ void prefetch(int tile, int piece) const {
     const uint8_t *source = from[piece] + (uint64_t)(uint32_t)tile * tile_bytes;
@@ -97,8 +108,7 @@ template <int PIECES, int SLOTS> struct weight_stream {
 // Scales of one row tile and a warp's units: lane c of a quad holds units c * PER_LANE .. of rows g and g + 8. Fetched
 // a tile ahead; what arrives is kept raw until it is used, so that nobody waits for it. NESTED_64: nested, one scale a
 // unit, PER_LANE divides the units of a row; its two codes lie in raw[.][0].
-enum scale_kind { NESTED_64, ANY_SCALES };
-template <int PER_LANE, scale_kind KIND> struct scale_stream {
+template <int PER_LANE, scale_kind KIND> struct scale_loader {
   uint32_t raw[2][PER_LANE]; // an 8-bit code, or the fp32 bits of a plain scale
   float second[2][PER_LANE];
   uint32_t first, tile_units, eight_rows; // unit index in W of row g; steps of it
@@ -140,9 +150,9 @@ template <int PER_LANE, scale_kind KIND> struct scale_stream {
 #pragma unroll
       for (int i = 0; i < PER_LANE; i++)
         if (KIND == NESTED_64)
-          scale[r][i] = nested_scale(map, i ? raw[r][0] >> 8 : raw[r][0] & 255, second[r][0], offset);
+          scale[r][i] = scale_with_denormals(map[i ? raw[r][0] >> 8 : raw[r][0] & 255], second[r][0], offset);
         else if (args.absmax) scale[r][i] = __uint_as_float(raw[r][i]);
-        else scale[r][i] = nested_scale(map, raw[r][i], second[r][i], offset);
+        else scale[r][i] = scale_with_denormals(map[raw[r][i]], second[r][i], offset);
   }
 };
 
@@ -191,7 +201,7 @@ __device__ __forceinline__ void multiply_unit(float (*sum)[4], uint2 upper, uint
 #pragma unroll
   for (int k = 0; k < 4; k++)
 #pragma unroll
-    for (int n = 0; n < TOKEN_TILES; n++) number<T>::mma(part[n], a[k], x[n][2 * k], x[n][2 * k + 1]);
+    for (int n = 0; n < TOKEN_TILES; n++) mma_m16n8k16<T>(part[n], a[k], x[n][2 * k], x[n][2 * k + 1]);
 #pragma unroll
   for (int n = 0; n < TOKEN_TILES; n++) {
     sum[n][0] += scale_upper * part[n][0], sum[n][1] += scale_upper * part[n][1];
@@ -211,14 +221,15 @@ __device__ __forceinline__ void meet(const bsh_fused_args &args, const place &p,
     const int e = o % TILE, s = o / TILE % MEETING, group = o / (TILE * MEETING);
     const int tile = p.tile_begin + (step + s) * p.row_groups + group;
     if (s >= steps || tile >= p.tile_end) continue;
-    const float *from = sums + (s * WARPS + group * args.k_warps) * TILE + e;
+    const float *from = sums + (s * WARPS + group * args.cut.k_warps) * TILE + e;
     float v[4] = {};
 #pragma unroll
     for (int w = 0; w < WARPS; w++)
-      if (w < args.k_warps) v[w & 3] += from[w * TILE];
+      if (w < args.cut.k_warps) v[w & 3] += from[w * TILE];
     const float sum = (v[0] + v[1]) + (v[2] + v[3]);
-    if (args.k_splits > 1)
-      args.partial[((int64_t)(blockIdx.y * (args.N / BSH_ROW_TILE) + tile) * args.k_splits + p.split) * TILE + e] = sum;
+    if (args.cut.k_splits > 1)
+      args.partial[((int64_t)(blockIdx.y * (args.N / BSH_ROW_TILE) + tile) * args.cut.k_splits + p.split) * TILE + e] =
+          sum;
     else store<T>(args, element(tile, first_token<TOKEN_TILES>(), e), sum);
   }
 }
@@ -232,7 +243,7 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
   const place p = find_place<UNITS>(args);
 
   // Before the wait: constants, and hints about what will be read.
-  const weight_stream<PIECES, SLOTS> stream(args, p, shared.ring);
+  const weight_loader<PIECES, SLOTS> stream(args, p, shared.ring);
 #pragma unroll
   for (int i = 0; i < 4; i++)
     if (i / PIECES < p.steps) stream.prefetch(p.tile(i / PIECES), i % PIECES);
@@ -243,11 +254,11 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
 #pragma unroll
   for (int i = 0; i < SLOTS - 1; i++) {
     if (i / PIECES < p.steps) stream.start(p.tile(i / PIECES), i % PIECES, i * PIECE_BYTES);
-    copy_commit();
+    cp_async_commit();
   }
   const float map_value = args.absmax == nullptr ? args.absmax_map[threadIdx.x & 255] : 0.f;
   const float offset = args.absmax == nullptr ? *args.offset : 0.f;
-  scale_stream<PIECES, KIND> scales;
+  scale_loader<PIECES, KIND> scales;
   scales.locate(args, p);
   scales.fetch(args, p.tile(0));
   uint32_t x[UNITS][TOKEN_TILES][8];
@@ -271,16 +282,16 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
     if (step + 1 < p.steps) scales.fetch(args, p.tile(step + 1));
 #pragma unroll
     for (int piece = 0; piece < PIECES; piece++) {
-      copy_wait<SLOTS - 2>();
+      cp_async_wait<SLOTS - 2>();
       __syncwarp();
       const int ahead = piece + SLOTS - 1; // SLOTS - 1 pieces ahead
       if (step + ahead / PIECES < p.steps) stream.start(p.tile(step + ahead / PIECES), ahead % PIECES, fill);
-      copy_commit();
+      cp_async_commit();
 #pragma unroll
       for (int j = 0; j < BSH_PIECE_UNITS; j++) {
         const int unit = piece * BSH_PIECE_UNITS + j;
         const uint32_t from = (read + slot) ^ (j * 32);
-        const uint2 upper = load_shared(from), lower = load_shared(from + PIECE_BYTES / 2);
+        const uint2 upper = ld_shared(from), lower = ld_shared(from + PIECE_BYTES / 2);
         multiply_unit<T, TOKEN_TILES>(sum, upper, lower, x[unit],
                                       __shfl_sync(~0u, scale[0][unit % PIECES], unit / PIECES, 4),
                                       __shfl_sync(~0u, scale[1][unit % PIECES], unit / PIECES, 4), lane_base);
@@ -290,7 +301,7 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
     }
 #pragma unroll
     for (int n = 0; n < TOKEN_TILES; n++)
-      store_shared(own_sums + ((half * MEETING + step - met) * WARPS * TILE + n * 128) * 4, sum[n]);
+      st_shared(own_sums + ((half * MEETING + step - met) * WARPS * TILE + n * 128) * 4, sum[n]);
     if (step + 1 - met == MEETING || step + 1 == p.steps) {
       __syncthreads(); // the sums are written, and the other half has been read
       meet<T, TOKEN_TILES>(args, p, shared.sums + half * MEETING * WARPS * TILE, met, step + 1 - met);
@@ -298,10 +309,10 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
     }
   }
 #if __CUDA_ARCH__ >= 900
-  if (args.k_splits > 1) {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  if (args.cut.k_splits > 1) {
+    cluster_sync();
     join_splits<T, TOKEN_TILES>(args, p.tile_begin, p.split * blockDim.x + threadIdx.x,
-                                (p.tile_end - p.tile_begin) * TILE, args.k_splits * blockDim.x);
+                                (p.tile_end - p.tile_begin) * TILE, args.cut.k_splits * blockDim.x);
   }
 #endif
 }
@@ -313,22 +324,19 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
 // with kernels for sm_80 to sm_89 and sm_120 only: elsewhere its body would only cost compile time.
 #define GEMV(T, NAME, TOKEN_TILES, UNITS, KIND)                                                                        \
   extern "C" __global__ void __launch_bounds__(bsh::WARPS * 32, 1) NAME(const __grid_constant__ bsh_fused_args args) { \
-    if constexpr (TOKEN_TILES < 4 || (bsh::ARCH >= 800 && !bsh::WIDE))                                                 \
+    if constexpr (TOKEN_TILES < 4 || (bsh::ARCH >= 80 && !bsh::WIDE))                                                  \
       bsh::gemv<T, TOKEN_TILES, UNITS, bsh::KIND>(args);                                                               \
     else __trap();                                                                                                     \
   }
 #define GEMV_PAIR(T, NAME, TOKEN_TILES, UNITS)                                                                         \
   GEMV(T, NAME, TOKEN_TILES, UNITS, NESTED_64) GEMV(T, NAME##_any, TOKEN_TILES, UNITS, ANY_SCALES)
+#define GEMV_BF16(FORM, TOKEN_TILES, UNITS) GEMV_PAIR(__nv_bfloat16, gemv_4bit_bf16_##FORM, TOKEN_TILES, UNITS)
+#define GEMV_F16(FORM, TOKEN_TILES, UNITS) GEMV_PAIR(__half, gemv_4bit_f16_##FORM, TOKEN_TILES, UNITS)
 #define JOIN(T, NAME, TOKEN_TILES)                                                                                     \
   extern "C" __global__ void NAME(const __grid_constant__ bsh_fused_args args) { bsh::join<T, TOKEN_TILES>(args); }
-
-#define GEMV_SIZES(T, DTYPE)                                                                                           \
-  GEMV_PAIR(T, gemv_4bit_##DTYPE##_m8_k4, 1, 4)                                                                        \
-  GEMV_PAIR(T, gemv_4bit_##DTYPE##_m8_k8, 1, 8)                                                                        \
-  GEMV_PAIR(T, gemv_4bit_##DTYPE##_m16_k4, 2, 4)                                                                       \
-  GEMV_PAIR(T, gemv_4bit_##DTYPE##_m32_k4, 4, 4)                                                                       \
-  JOIN(T, join_splits_##DTYPE##_m8, 1)                                                                                 \
-  JOIN(T, join_splits_##DTYPE##_m16, 2)                                                                                \
-  JOIN(T, join_splits_##DTYPE##_m32, 4)
-GEMV_SIZES(__nv_bfloat16, bf16)
-GEMV_SIZES(__half, f16)
+#define JOIN_BF16(FORM, TOKEN_TILES) JOIN(__nv_bfloat16, join_splits_bf16_##FORM, TOKEN_TILES)
+#define JOIN_F16(FORM, TOKEN_TILES) JOIN(__half, join_splits_f16_##FORM, TOKEN_TILES)
+BSH_GEMV_FORMS(GEMV_BF16)
+BSH_GEMV_JOINS(JOIN_BF16)
+BSH_GEMV_FORMS(GEMV_F16)
+BSH_GEMV_JOINS(JOIN_F16)

@@ -1,15 +1,21 @@
 // gemv_4bit_simt.cu - y[M, N] = x[M, K] W^T + bias for M <= 8 without tensor cores: fp32 x, and what gemv_4bit.cu does
 // not take (blocks of 32, N not a multiple of 16, bf16 before sm_80).
 //
+//   a lane: 4 bytes of each of 4 rows of W -> shuffle table, x scale, rounded to T      8 elements of each row of x
+//             '-------------------> sum[4 rows][8 tokens] += w * x, fp32 <-----------------'   256 of K a step
+//   behind K: the sums of 32 lanes, in a fixed order -> + bias -> y
+//
 // W is decoded exactly as dequantize_4bit does it (one fp32 product, one rounding to T), and every product with x is an
 // fp32 FMA. A warp owns 4 rows of W and walks along K, 8 elements a lane and step; its lanes' sums are added at the end
 // in a fixed order.
+#include "gemv_4bit_simt.h"
+
 #include "decode.cuh"
 
 namespace bsh {
 namespace {
 
-constexpr int WARPS = 8, ROWS = 4, TOKENS = 8, STEP = 256; // elements of K per step of a warp
+constexpr int WARPS = BSH_SIMT_WARPS, ROWS = BSH_SIMT_ROWS, TOKENS = BSH_SIMT_TOKENS, STEP = BSH_SIMT_STEP;
 
 // 8 weights of one row: bytes of `word` in order, first of a pair in the high nibble. value: the format's value of code
 // lane % 16. All lanes take part.
@@ -17,7 +23,7 @@ template <typename T> __device__ __forceinline__ void decode_word(float *w, uint
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const int shift = 8 * (i >> 1) + (i & 1 ? 0 : 4);
-    const float code = __shfl_sync(kAllLanes, value, (word >> shift) & 15, 16);
+    const float code = __shfl_sync(ALL_LANES, value, (word >> shift) & 15, 16);
     T rounded;
     from_float(multiply_flush(code, scale), &rounded);
     w[i] = to_float(rounded);
@@ -26,11 +32,11 @@ template <typename T> __device__ __forceinline__ void decode_word(float *w, uint
 
 template <typename T> __device__ __forceinline__ void load_x(float *x, const T *from) {
 #pragma unroll
-  for (int i = 0; i < 8; i += Vector<T>::kWidth) {
-    Vector<T> v;
+  for (int i = 0; i < 8; i += vector16<T>::WIDTH) {
+    vector16<T> v;
     v.raw = *reinterpret_cast<const uint4 *>(from + i);
 #pragma unroll
-    for (int j = 0; j < Vector<T>::kWidth; j++) x[i + j] = v.get(j);
+    for (int j = 0; j < vector16<T>::WIDTH; j++) x[i + j] = v.get(j);
   }
 }
 
@@ -72,7 +78,7 @@ template <typename T, bool NESTED> __device__ __forceinline__ void gemv(const bs
     for (int t = 0; t < TOKENS; t++) {
       float total = sum[r][t];
 #pragma unroll
-      for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(kAllLanes, total, step);
+      for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(ALL_LANES, total, step);
       if (lane != t || t >= args.M || row + r >= args.N) continue;
       if (args.bias) total += to_float(static_cast<const T *>(args.bias)[row + r]);
       from_float(total, static_cast<T *>(args.y) + t * args.ldy + row + r);

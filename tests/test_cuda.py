@@ -285,6 +285,73 @@ def test_never_holds_a_whole_dequantized_weight(dtype):
     assert relative_error(weight.dgrad(dy), (dy @ whole).double()) < EPSILON[dtype]
 
 
+@pytest.fixture
+def force():
+    """_C.force_kernel; what it forced ends with the test."""
+    yield _C.force_kernel
+    for op in ("linear_4bit", "linear_4bit_dgrad"):
+        _C.force_kernel(op, None)
+
+
+def plan_here(M: int, weight: Weight, **facts) -> dict:
+    properties = torch.cuda.get_device_properties(0)
+    gpu = (10 * properties.major + properties.minor, properties.multi_processor_count)
+    number = list(DTYPES.values()).index(weight.dtype)
+    return _C.plan_linear_4bit(M, weight.N, weight.K, number, *gpu, blocksize=weight.blocksize, **facts)
+
+
+@pytest.mark.parametrize("kernel", ["gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "panels"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_forced_kernels(kernel, dtype, force):
+    """Each of them, for more rows than one launch takes too: slices and what is left over."""
+    weight = Weight(1040, 4096, dtype)
+    exact = weight.dequantize(torch.float32).double()
+    try:
+        plan_here(1, weight, kernel=kernel)
+    except ValueError as refused:
+        pytest.skip(str(refused))
+    force("linear_4bit", kernel)
+    for M in (1, 9, 33, 64, 65, 200):
+        x, bias = (torch.randn(*shape, device="cuda", dtype=dtype) for shape in ((M, 4096), (1040,)))
+        expected = x.double() @ exact.T + bias.double()
+        assert relative_error(weight.linear(x, bias), expected) < EPSILON[dtype], M
+        assert relative_error(weight.direct_linear(x, bias), expected) < EPSILON[dtype], M
+
+
+def test_a_forced_kernel_that_cannot(force):
+    weight, x = Weight(98, 192), torch.randn(3, 192, device="cuda", dtype=torch.bfloat16)
+    y = weight.linear(x)
+    force("linear_4bit", "gemv_4bit")
+    with pytest.raises(
+        RuntimeError, match="cannot multiply M = 3, N = 98, K = 192 of bfloat16.*N is no multiple of 16"
+    ):
+        weight.linear(x)
+    assert weight.direct_linear(x) is None
+    force("linear_4bit", None)
+    assert same_bytes(weight.linear(x), y)
+
+
+def test_direct_products_that_nothing_fuses_are_planned_once():
+    """Few rows by panels: around the dispatcher too, and nothing is allocated where they are declined."""
+    weight = Weight(100, 130)
+    exact = weight.dequantize(torch.float32).double()
+    x = torch.randn(5, 130, device="cuda", dtype=torch.bfloat16)
+    assert plan_here(5, weight)["kernel"] == "panels"
+    assert relative_error(weight.direct_linear(x), x.double() @ exact.T) < EPSILON[x.dtype]
+    odd_bias = torch.randn(101, device="cuda", dtype=x.dtype)[1:]
+    torch.use_deterministic_algorithms(True)
+    try:
+        for bias in (None, odd_bias):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            assert weight.direct_linear(x, bias) is None
+            assert torch.cuda.max_memory_allocated() == before
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert weight.direct_linear(x, odd_bias) is None
+    assert relative_error(weight.linear(x, odd_bias), x.double() @ exact.T + odd_bias.double()) < EPSILON[x.dtype]
+
+
 # ---- a guest of torch -----------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-// sums.cuh - from fp32 sums in tensor-core accumulator order to y: bias, rounding, and joining of split K.
+// epilogue.cuh - from fp32 sums in tensor-core accumulator order to y: bias, rounding, and joining of split K.
 //
 // A tile is 16 rows of W by 8 * TOKEN_TILES tokens; its sums lie as [token tile][lane][4], the order in which lane (g,
 // c) of m16n8 holds rows g, g, g + 8, g + 8 and tokens 2c, 2c + 1, 2c, 2c + 1.
@@ -22,8 +22,8 @@ struct element {
 };
 template <typename T> __device__ __forceinline__ void store(const bsh_fused_args &args, element at, float sum) {
   if (at.token >= args.M) return;
-  if (args.bias) sum += number<T>::widen(static_cast<const T *>(args.bias)[at.row]);
-  static_cast<T *>(args.y)[at.token * args.ldy + at.row] = number<T>::round(sum);
+  if (args.bias) sum += to_float(static_cast<const T *>(args.bias)[at.row]);
+  from_float(sum, static_cast<T *>(args.y) + at.token * args.ldy + at.row);
 }
 
 // A tile from token `first` on, out of a warp's registers.
@@ -33,14 +33,14 @@ __device__ __forceinline__ void store_tile(const bsh_fused_args &args, int tile,
   float bias[2] = {};
   if (args.bias)
 #pragma unroll
-    for (int r = 0; r < 2; r++) bias[r] = number<T>::widen(static_cast<const T *>(args.bias)[row + 8 * r]);
+    for (int r = 0; r < 2; r++) bias[r] = to_float(static_cast<const T *>(args.bias)[row + 8 * r]);
   T *to = static_cast<T *>(args.y) + token * args.ldy + row;
 #pragma unroll
   for (int n = 0; n < TOKEN_TILES; n++, to += 8 * args.ldy)
 #pragma unroll
     for (int i = 0; i < 4; i++)
       if (token + n * 8 + (i & 1) < args.M)
-        to[(i & 1 ? args.ldy : 0) + 8 * (i >> 1)] = number<T>::round(sum[4 * n + i] + bias[i >> 1]);
+        from_float(sum[4 * n + i] + bias[i >> 1], to + (i & 1 ? args.ldy : 0) + 8 * (i >> 1));
 }
 
 // The same with half as many stores: lanes of rows g and g ^ 1 swap, so that each has two rows of one token. y and ldy
@@ -52,14 +52,14 @@ __device__ __forceinline__ void store_tile_pairs(const bsh_fused_args &args, int
   float bias[2] = {};
   if (args.bias)
 #pragma unroll
-    for (int r = 0; r < 2; r++) bias[r] = number<T>::widen(static_cast<const T *>(args.bias)[row + 8 * r]);
+    for (int r = 0; r < 2; r++) bias[r] = to_float(static_cast<const T *>(args.bias)[row + 8 * r]);
   T *to = static_cast<T *>(args.y) + token * args.ldy + (row - odd);
 #pragma unroll
   for (int n = 0; n < TOKEN_TILES; n++, to += 8 * args.ldy)
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float *const tokens = sum + 4 * n + 2 * r;
-      const uint32_t own = number<T>::pair(tokens[0] + bias[r], tokens[1] + bias[r]);
+      const uint32_t own = pack_pair<T>(tokens[0] + bias[r], tokens[1] + bias[r]);
       const uint32_t other = __shfl_xor_sync(~0u, own, 4);
       const uint32_t rows = odd ? __byte_perm(other, own, 0x7632) : __byte_perm(own, other, 0x5410);
       if (token + n * 8 < args.M) *reinterpret_cast<uint32_t *>(to + 8 * r) = rows;
@@ -73,10 +73,11 @@ __device__ __forceinline__ void join_splits(const bsh_fused_args &args, int tile
   constexpr int TILE = TOKEN_TILES * 128;
   for (int o = begin; o < end; o += stride) {
     const int e = o % TILE, t = tile + o / TILE;
-    const float *from = args.partial + (int64_t)(blockIdx.y * (args.N / BSH_ROW_TILE) + t) * args.k_splits * TILE + e;
+    const float *from =
+        args.partial + (int64_t)(blockIdx.y * (args.N / BSH_ROW_TILE) + t) * args.cut.k_splits * TILE + e;
     float sum = 0.f;
 #pragma unroll 1
-    for (int k = 0; k < args.k_splits; k++) sum += __ldcg(from + k * TILE);
+    for (int k = 0; k < args.cut.k_splits; k++) sum += __ldcg(from + k * TILE);
     store<T>(args, element(t, first_token<TOKEN_TILES>(), e), sum);
   }
 }
