@@ -14,8 +14,8 @@
 #define EXPORT __attribute__((visibility("default")))
 
 /* Runs a kernel of cuda/<file>.cu; 0, or 1 where it failed. */
-typedef int (*gpu_launch)(const char *file, const char *kernel, const uint32_t *grid, const uint32_t *block, uint32_t cluster,
-                          uint32_t shared, void **arguments);
+typedef int (*gpu_launch)(const char *file, const char *kernel, const uint32_t *grid, const uint32_t *block,
+                          uint32_t cluster, uint32_t shared, void **arguments);
 
 EXPORT struct {
   gpu_launch launch;
@@ -35,7 +35,8 @@ bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kerne
 #define NAME(stem) #stem,
   static const char *const files[] = {BSH_FATBINS(NAME)};
   const uint32_t cluster = shape->cluster > 1 ? shape->cluster : 1;
-  if (gpu_state.launch(files[kernel->fatbin], kernel->name, shape->grid, shape->block, cluster, (uint32_t)shape->shared_bytes, arguments))
+  if (gpu_state.launch(files[kernel->fatbin], kernel->name, shape->grid, shape->block, cluster,
+                       (uint32_t)shape->shared_bytes, arguments))
     return bsh_fail(BSH_CUDA_ERROR, "%s: %s failed", context->op, kernel->name);
   return BSH_OK;
 }
@@ -173,14 +174,20 @@ void bsh_cuda_leave(bsh_cuda_context *const context) { (void)context; }
 EXPORT int gpu_optimizer_step(const bsh_step_tensor *const tensors, const int64_t n_tensors, const int64_t *const what,
                               const float *const numbers, const float *const map1, const float *const map2,
                               float *const unorm) {
-  const bsh_step_settings settings = {
-      what[0], what[1], numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6], numbers[7],
-      what[2] != 0};
+  const bsh_step_settings settings = {what[0],    what[1],    numbers[0], numbers[1], numbers[2],  numbers[3],
+                                      numbers[4], numbers[5], numbers[6], numbers[7], what[2] != 0};
   bsh_step_item *const items = calloc((size_t)n_tensors, sizeof *items);
   for (int64_t i = 0; i < n_tensors; i++)
-    items[i] = (bsh_step_item){.tensor = tensors[i], .settings = &settings, .map1 = map1, .map2 = map2,
-                               .blocksize = BSH_STEP_BLOCK, .unorm = unorm, .max_unorm = numbers[8],
-                               .param_norm = numbers[9], .g_dtype = (bsh_dtype)what[3], .p_dtype = (bsh_dtype)what[4]};
+    items[i] = (bsh_step_item){.tensor = tensors[i],
+                               .settings = &settings,
+                               .map1 = map1,
+                               .map2 = map2,
+                               .blocksize = BSH_STEP_BLOCK,
+                               .unorm = unorm,
+                               .max_unorm = numbers[8],
+                               .param_norm = numbers[9],
+                               .g_dtype = (bsh_dtype)what[3],
+                               .p_dtype = (bsh_dtype)what[4]};
   const bsh_status status = bsh_step_items("optimizer_step", items, n_tensors);
   free(items);
   return status;

@@ -28,7 +28,9 @@ C_FLAGS += ("-Wall", "-Wextra", "-Wno-unused-function", "-Wno-unused-variable", 
 C_FLAGS += ("-Werror=implicit-function-declaration", "-Wl,-z,defs")
 # Instructions of one generation of GPUs come with its "a".
 TARGETS = {75: "compute_75", 80: "compute_80", 90: "compute_90a"}
-HOST = "status packed cuda_linear cuda_fused cuda_panels cuda_blockwise cuda_optimizer optimizer_step plan images".split()
+HOST = (
+    "status packed cuda_linear cuda_fused cuda_panels cuda_blockwise cuda_optimizer optimizer_step plan images".split()
+)
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 RANGES, LONGEST = 64, 1 << 15
 POINTER, LONG = ctypes.c_void_p, ctypes.c_int64
@@ -67,7 +69,10 @@ def ptx_of(source: str, sm: int) -> Path:
     flags = ["-std=c++17", "-O3", "--ftz=false", "--prec-div=true", "--fmad=true", "-I", str(ROOT / "csrc")]
     command = [nvcc(), *flags, f"-arch={TARGETS[sm]}", "-ptx", str(ROOT / "cuda" / f"{source}.cu")]
     return built(
-        f"{source}-sm{sm}.ptx", [ROOT / "cuda" / f"{source}.cu", *headers], flags, lambda to: run([*command, "-o", str(to)])
+        f"{source}-sm{sm}.ptx",
+        [ROOT / "cuda" / f"{source}.cu", *headers],
+        flags,
+        lambda to: run([*command, "-o", str(to)]),
     )
 
 
@@ -82,7 +87,21 @@ def kernel_of(stem: str, kernel: str, sm: int) -> tuple[ctypes.CDLL, list[int]]:
     def make(to: Path) -> None:
         source = to.with_suffix(".c")
         source.write_text(translate.translate(text, [kernel]))
-        run(["gcc", *C_FLAGS, "-I", str(HERE), "-I", str(ROOT / "csrc"), str(HERE / machine[0]), str(source), "-lm", "-o", str(to)])
+        run(
+            [
+                "gcc",
+                *C_FLAGS,
+                "-I",
+                str(HERE),
+                "-I",
+                str(ROOT / "csrc"),
+                str(HERE / machine[0]),
+                str(source),
+                "-lm",
+                "-o",
+                str(to),
+            ]
+        )
         source.unlink()
 
     library = ctypes.CDLL(str(built(f"{kernel}-sm{sm}.so", [ptx, *machine], list(C_FLAGS), make)))
@@ -308,11 +327,15 @@ class Gpu:
         self.call("linear_4bit", args, forced, ctypes.byref(chosen), tensors=[*tensors, x, bias, y])
         return y, chosen.value.decode()
 
-    def linear_4bit_dgrad(self, dy, packed, scales, blocksize: int, fmt: int, N: int, K: int, kernel: str | None = None):
+    def linear_4bit_dgrad(
+        self, dy, packed, scales, blocksize: int, fmt: int, N: int, K: int, kernel: str | None = None
+    ):
         """dx [M, K], and the kernel that was planned."""
         weight, tensors = self.weight(packed, scales, blocksize, fmt, N * K)
         dx = torch.full((dy.shape[0], K), torch.nan, dtype=dy.dtype)
-        args = LinearGradient(weight, dy.data_ptr(), dx.data_ptr(), dy.shape[0], N, K, dy.stride(0), K, DTYPES[dy.dtype])
+        args = LinearGradient(
+            weight, dy.data_ptr(), dx.data_ptr(), dy.shape[0], N, K, dy.stride(0), K, DTYPES[dy.dtype]
+        )
         chosen = ctypes.c_char_p()
         forced = kernel.encode() if kernel else None
         self.call("linear_4bit_dgrad", args, forced, ctypes.byref(chosen), tensors=[*tensors, dy, dx])

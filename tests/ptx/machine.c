@@ -110,10 +110,10 @@ uint8_t *ptx_shared(ptx_thread *const t, const uint64_t address, const uint32_t 
   return (t->cta + (int64_t)rank - (int64_t)t->cta->rank)->shared + place;
 }
 
-/* Memory of the launch, of the CTA, the stack, the parameters, or a table of the kernel's, which only loads may touch. */
+/* Memory of the launch, of the CTA, the stack, the parameters, or a table of the kernel's, which only loads may touch.
+ */
 uint8_t *ptx_generic(ptx_thread *const t, const uint64_t address, const uint32_t size, const bool write) {
-  const bool known = in_ranges(t->run, address, size) ||
-                     inside(t->cta->shared, t->cta->shared_size, address, size) ||
+  const bool known = in_ranges(t->run, address, size) || inside(t->cta->shared, t->cta->shared_size, address, size) ||
                      inside(t->stack, STACK, address, size) ||
                      (!write && (inside(t->run->parameters, 1 << 15, address, size) || in_tables(address, size)));
   if (address % size != 0 || !known) bad_access(t, "generic", address, size, write);
@@ -128,25 +128,28 @@ static ptx_exchange *exchange_of(ptx_thread *const t, const uint32_t mask) {
 }
 
 /* Bring n words, wait for all lanes of the mask; what they brought, by lane. */
-static uint32_t (*gather(ptx_thread *const t, uint32_t mask, const uint32_t *const words, const uint32_t n))[PTX_DEPOSIT] {
-  const uint64_t threads = t->run->block[0] * t->run->block[1] * t->run->block[2];
-  const uint64_t first = t->index / PTX_WARP * PTX_WARP;
-  if (threads - first < PTX_WARP) mask &= (1u << (threads - first)) - 1;
-  ptx_exchange *const e = exchange_of(t, mask);
-  uint32_t(*const deposits)[PTX_DEPOSIT] = e->deposits[e->generation & 1];
-  const uint32_t lane = t->index % PTX_WARP, generation = e->generation;
-  for (uint32_t i = 0; i < n; i++) deposits[lane][i] = words[i];
-  e->arrived |= 1u << lane;
-  if ((e->arrived & mask) == mask) {
-    e->arrived = 0;
-    e->generation++;
-  } else {
-    ptx_wait(t, &e->generation, generation);
-  }
-  return deposits;
-}
+static uint32_t (*gather(ptx_thread *const t, uint32_t mask, const uint32_t *const words, const uint32_t n))
+    [PTX_DEPOSIT] {
+      const uint64_t threads = t->run->block[0] * t->run->block[1] * t->run->block[2];
+      const uint64_t first = t->index / PTX_WARP * PTX_WARP;
+      if (threads - first < PTX_WARP) mask &= (1u << (threads - first)) - 1;
+      ptx_exchange *const e = exchange_of(t, mask);
+      uint32_t (*const deposits)[PTX_DEPOSIT] = e->deposits[e->generation & 1];
+      const uint32_t lane = t->index % PTX_WARP, generation = e->generation;
+      for (uint32_t i = 0; i < n; i++) deposits[lane][i] = words[i];
+      e->arrived |= 1u << lane;
+      if ((e->arrived & mask) == mask) {
+        e->arrived = 0;
+        e->generation++;
+      } else {
+        ptx_wait(t, &e->generation, generation);
+      }
+      return deposits;
+    }
 
-void ptx_meet(ptx_thread *const t, const uint32_t mask) { gather(t, mask, NULL, 0); }
+void ptx_meet(ptx_thread *const t, const uint32_t mask) {
+  gather(t, mask, NULL, 0);
+}
 
 uint32_t ptx_shfl(ptx_thread *const t, const int way, const uint32_t value, const uint32_t b, const uint32_t c,
                   const uint32_t mask, uint32_t *const good) {
@@ -161,14 +164,14 @@ uint32_t ptx_shfl(ptx_thread *const t, const int way, const uint32_t value, cons
                              : (int32_t)((lane & segment) | (by & ~segment));
     valid = from <= top;
   }
-  uint32_t(*const all)[PTX_DEPOSIT] = gather(t, mask, &value, 1);
+  uint32_t (*const all)[PTX_DEPOSIT] = gather(t, mask, &value, 1);
   if (good != NULL) *good = valid;
   if (valid && !(mask >> from & 1)) ptx_fail(t, "a shuffle reads a lane that is not in its mask");
   return valid ? all[from][0] : value;
 }
 
 uint32_t ptx_vote_ballot(ptx_thread *const t, const uint32_t value, const uint32_t mask) {
-  uint32_t(*const all)[PTX_DEPOSIT] = gather(t, mask, &value, 1);
+  uint32_t (*const all)[PTX_DEPOSIT] = gather(t, mask, &value, 1);
   uint32_t votes = 0;
   for (uint32_t i = 0; i < PTX_WARP; i++) votes |= (mask >> i & 1) && all[i][0] ? 1u << i : 0;
   return votes;
@@ -183,7 +186,7 @@ uint32_t ptx_vote_all(ptx_thread *const t, const uint32_t value, const uint32_t 
 }
 
 uint32_t ptx_redux_max_u32(ptx_thread *const t, const uint32_t value, const uint32_t mask) {
-  uint32_t(*const all)[PTX_DEPOSIT] = gather(t, mask, &value, 1);
+  uint32_t (*const all)[PTX_DEPOSIT] = gather(t, mask, &value, 1);
   uint32_t most = 0;
   for (uint32_t i = 0; i < PTX_WARP; i++)
     if ((mask >> i & 1) && all[i][0] > most) most = all[i][0];
@@ -191,7 +194,7 @@ uint32_t ptx_redux_max_u32(ptx_thread *const t, const uint32_t value, const uint
 }
 
 uint32_t ptx_redux_add_u32(ptx_thread *const t, const uint32_t value, const uint32_t mask) {
-  uint32_t(*const all)[PTX_DEPOSIT] = gather(t, mask, &value, 1);
+  uint32_t (*const all)[PTX_DEPOSIT] = gather(t, mask, &value, 1);
   uint32_t sum = 0;
   for (uint32_t i = 0; i < PTX_WARP; i++) sum += mask >> i & 1 ? all[i][0] : 0;
   return sum;
@@ -264,8 +267,8 @@ static float element_a(uint32_t (*const all)[PTX_DEPOSIT], const uint32_t row, c
   return number(all[lane][which], k & 1, bf16);
 }
 
-static float element_b(uint32_t (*const all)[PTX_DEPOSIT], const uint32_t k, const uint32_t column, const uint32_t place,
-                       const bool bf16) {
+static float element_b(uint32_t (*const all)[PTX_DEPOSIT], const uint32_t k, const uint32_t column,
+                       const uint32_t place, const bool bf16) {
   return number(all[column * 4 + k % 8 / 2][place + k / 8], k & 1, bf16);
 }
 
@@ -273,7 +276,7 @@ static float element_b(uint32_t (*const all)[PTX_DEPOSIT], const uint32_t k, con
 static void mma(ptx_thread *const t, const uint32_t *const in, uint32_t *const out, const uint32_t depth,
                 const bool bf16) {
   const uint32_t place_b = depth / 4, place_c = place_b + depth / 8;
-  uint32_t(*const all)[PTX_DEPOSIT] = gather(t, ~0u, in, place_c + 4);
+  uint32_t (*const all)[PTX_DEPOSIT] = gather(t, ~0u, in, place_c + 4);
   const uint32_t lane = t->index % PTX_WARP;
   for (uint32_t i = 0; i < 4; i++) {
     const uint32_t row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
@@ -298,7 +301,7 @@ void ptx_mma_m16n8k8_f16(ptx_thread *const t, const uint32_t *const in, uint32_t
 void ptx_ldmatrix(ptx_thread *const t, const uint64_t address, const uint32_t matrices, const bool transposed,
                   uint32_t *const out) {
   const uint32_t word = (uint32_t)address, lane = t->index % PTX_WARP;
-  uint32_t(*const all)[PTX_DEPOSIT] = gather(t, ~0u, &word, 1);
+  uint32_t (*const all)[PTX_DEPOSIT] = gather(t, ~0u, &word, 1);
   for (uint32_t m = 0; m < matrices; m++) {
     uint16_t half[2];
     for (uint32_t i = 0; i < 2; i++) {
@@ -309,7 +312,8 @@ void ptx_ldmatrix(ptx_thread *const t, const uint64_t address, const uint32_t ma
   }
 }
 
-/* Element (column n, k) of a K-major tile: rows of 32, 64 or 128 bytes, 8 of them contiguous, `stride` between eights. */
+/* Element (column n, k) of a K-major tile: rows of 32, 64 or 128 bytes, 8 of them contiguous, `stride` between eights.
+ */
 static float element_tile(ptx_thread *const t, const uint64_t descriptor, const uint32_t n, const uint32_t k,
                           const bool bf16) {
   static const uint32_t row_bytes[] = {16, 128, 64, 32};
@@ -528,8 +532,8 @@ static bool make(residents *const r, ptx_run *const run) {
     cta->warps = zeroed(r->warps * sizeof *cta->warps);
     cta->groups = zeroed(r->groups * sizeof *cta->groups);
     cta->threads = zeroed(r->threads * sizeof *cta->threads);
-    uint8_t *const stacks = mmap(NULL, r->threads * STACK, PROT_READ | PROT_WRITE,
-                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    uint8_t *const stacks =
+        mmap(NULL, r->threads * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (stacks == MAP_FAILED) return false;
     for (uint64_t j = 0; j < r->threads; j++) cta->threads[j].stack = stacks + j * STACK;
   }

@@ -1,14 +1,14 @@
 /* machine.h - a GPU as far as this project's kernels see one, to run them without a GPU.
  *
- * Each CUDA thread is a fiber with its own stack; one runs at a time and gives way only where it must wait: a barrier, an
- * exchange within its warp, a lock. The order in which threads go on is drawn from a seed, so that a missing barrier has
- * a chance to show. Copies that a GPU makes in the background (cp.async, bulk copies, wgmma) are made as late as the
- * program allows: a result that is read, or a source that is overwritten, before its wait is wrong here too.
- * Every access to memory is checked: inside what the launch was given, and aligned.
+ * Each CUDA thread is a fiber with its own stack; one runs at a time and gives way only where it must wait: a barrier,
+ * an exchange within its warp, a lock. The order in which threads go on is drawn from a seed, so that a missing barrier
+ * has a chance to show. Copies that a GPU makes in the background (cp.async, bulk copies, wgmma) are made as late as
+ * the program allows: a result that is read, or a source that is overwritten, before its wait is wrong here too. Every
+ * access to memory is checked: inside what the launch was given, and aligned.
  *
  * Rounding is IEEE's with fused operations where PTX has them; rcp.approx is the H200's (csrc/cpu_numerics.h) and
- * sqrt.approx the rounded root. Products of matrices are summed in double and rounded once, which no GPU does: compare them
- * within a bound. */
+ * sqrt.approx the rounded root. Products of matrices are summed in double and rounded once, which no GPU does: compare
+ * them within a bound. */
 #ifndef PTX_MACHINE_H
 #define PTX_MACHINE_H
 
@@ -326,7 +326,7 @@ static inline uint32_t ptx_neg_f16x2(const uint32_t a) { return a ^ 0x80008000u;
   PTX_INT2(sub, u, bits, uint, a - b)                                                                                  \
   PTX_INT2(mul_lo, s, bits, uint, a *b)                                                                                \
   PTX_INT2(mul_lo, u, bits, uint, a *b)                                                                                \
-  PTX_INT2(div, u, bits, uint, b == 0 ? (uint##bits##_t)-1 : a / b)                                                    \
+  PTX_INT2(div, u, bits, uint, b == 0 ? (uint##bits##_t) - 1 : a / b)                                                  \
   PTX_INT2(div, s, bits, int, b == 0 ? -1 : a / b)                                                                     \
   PTX_INT2(rem, u, bits, uint, b == 0 ? a : a % b)                                                                     \
   PTX_INT2(rem, s, bits, int, b == 0 ? a : a % b)                                                                      \
@@ -354,7 +354,7 @@ PTX_INTS(u16, s16, 16)
   PTX_INT2(and, b##bits, bits, uint, a &b)                                                                             \
   PTX_INT2(or, b##bits, bits, uint, a | b)                                                                             \
   PTX_INT2(xor, b##bits, bits, uint, a ^ b)                                                                            \
-  static inline uint##bits##_t ptx_not_b##bits(const uint##bits##_t a) { return (uint##bits##_t)~a; }                  \
+  static inline uint##bits##_t ptx_not_b##bits(const uint##bits##_t a) { return (uint##bits##_t) ~a; }                 \
   static inline uint##bits##_t ptx_shl_b##bits(const uint##bits##_t a, const uint32_t n) {                             \
     return n >= bits ? 0 : (uint##bits##_t)(a << n);                                                                   \
   }                                                                                                                    \
@@ -389,9 +389,7 @@ static inline uint64_t ptx_mad_wide_u32(const uint32_t a, const uint32_t b, cons
 static inline uint64_t ptx_mad_wide_s32(const uint32_t a, const uint32_t b, const uint64_t c) {
   return ptx_mul_wide_s32(a, b) + c;
 }
-static inline uint32_t ptx_mul_hi_u32(const uint32_t a, const uint32_t b) {
-  return (uint32_t)((uint64_t)a * b >> 32);
-}
+static inline uint32_t ptx_mul_hi_u32(const uint32_t a, const uint32_t b) { return (uint32_t)((uint64_t)a * b >> 32); }
 static inline uint32_t ptx_mul_hi_s32(const uint32_t a, const uint32_t b) {
   return (uint32_t)((int64_t)(int32_t)a * (int32_t)b >> 32);
 }

@@ -15,10 +15,19 @@ from dataclasses import dataclass, field
 
 SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
 WIDTHS = {"pred": "uint32_t", "b8": "uint8_t", "b16": "uint16_t", "b32": "uint32_t", "f32": "uint32_t"}
-WIDTHS |= {"b64": "uint64_t", "f64": "uint64_t", "s32": "uint32_t", "u32": "uint32_t", "u64": "uint64_t", "s64": "uint64_t"}
+WIDTHS |= {
+    "b64": "uint64_t",
+    "f64": "uint64_t",
+    "s32": "uint32_t",
+    "u32": "uint32_t",
+    "u64": "uint64_t",
+    "s64": "uint64_t",
+}
 WIDTHS |= {"u16": "uint16_t", "s16": "uint16_t", "f16": "uint16_t", "f16x2": "uint32_t"}
 HEAD = re.compile(r"(?:\.visible\s+|\.weak\s+)?\.(entry|func)\s+(?:\(([^)]*)\)\s*)?([\w$]+)\s*\(([^)]*)\)[^{;]*([{;])")
-VARIABLE = re.compile(r"\.(global|shared|const|local)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(\[(\d*)\])?(?:\s*=\s*(.*))?$", re.S)
+VARIABLE = re.compile(
+    r"\.(global|shared|const|local)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(\[(\d*)\])?(?:\s*=\s*(.*))?$", re.S
+)
 SPECIAL = {
     "%tid": "t->tid[{}]",
     "%ntid": "t->run->block[{}]",
@@ -87,7 +96,9 @@ def parameters_of(text: str) -> dict[str, int]:
     """{name: bytes} in order."""
     found = {}
     for declaration in filter(None, (part.strip() for part in text.split(","))):
-        kind, name, count = re.fullmatch(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?", declaration).groups()
+        kind, name, count = re.fullmatch(
+            r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?", declaration
+        ).groups()
         found[name] = size_of(kind) * int(count or 1)
     return found
 
@@ -118,7 +129,7 @@ def variables_of(text: str) -> dict[str, tuple[str, int, str]]:
 
 
 def statements(body: str):
-    """"{", "}", (label,) and statements, in order."""
+    """ "{", "}", (label,) and statements, in order."""
     at = 0
     while True:
         at += len(body[at:]) - len(body[at:].lstrip())
@@ -354,7 +365,9 @@ class Translator:
         code += f"{{ const uint8_t *from = {self.pointer(space, operands[1], one * len(names), 0)}; "
         for i, register in enumerate(names):
             if register != "_":
-                code += f"{self.value(register)} = ptx_get_{'s' if kind[0] == 's' else 'u'}{8 * one}(from + {i * one}); "
+                code += (
+                    f"{self.value(register)} = ptx_get_{'s' if kind[0] == 's' else 'u'}{8 * one}(from + {i * one}); "
+                )
         return code + "}"
 
     def do_st(self, parts, operands):
@@ -369,7 +382,10 @@ class Translator:
 
     def do_atom(self, parts, operands):
         space = next((s for s in ("global", "shared") if s in parts), "generic")
-        operation, kind = next(p for p in parts if p in ("add", "exch", "max", "min", "or", "and", "cas", "inc")), parts[-1]
+        operation, kind = (
+            next(p for p in parts if p in ("add", "exch", "max", "min", "or", "and", "cas", "inc")),
+            parts[-1],
+        )
         pointer = self.pointer(space, operands[1], size_of(kind), 1)
         values = ", ".join(self.value(operand) for operand in operands[2:])
         return f"{self.value(operands[0])} = ptx_atom_{operation}_{kind}({pointer}, {values});"
@@ -452,7 +468,9 @@ class Translator:
         target, _, good = operands[0].partition("|")
         leader = f"{self.value(target)} = " if target != "_" else ""
         mask = self.value(operands[1])
-        return f"{leader}__builtin_ctz({mask}); {self.value(good)} = (t->index & 31) == (uint32_t)__builtin_ctz({mask});"
+        return (
+            f"{leader}__builtin_ctz({mask}); {self.value(good)} = (t->index & 31) == (uint32_t)__builtin_ctz({mask});"
+        )
 
     def do_bar(self, parts, operands):
         if parts[1] == "warp":
@@ -507,9 +525,7 @@ class Translator:
             raise ValueError(".".join(parts))
         if rest[0] == "bulk":
             to, source, size, barrier = operands
-            return (
-                f"ptx_bulk_copy(t, {self.address(to)}, {self.address(source)}, {self.value(size)}, {self.address(barrier)});"
-            )
+            return f"ptx_bulk_copy(t, {self.address(to)}, {self.address(source)}, {self.value(size)}, {self.address(barrier)});"
         size = self.value(operands[2])
         taken = self.value(operands[3]) if len(operands) > 3 else size
         return f"ptx_copy(t, {self.address(operands[0])}, {self.address(operands[1])}, {size}, {taken});"
