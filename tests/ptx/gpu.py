@@ -1,8 +1,8 @@
 """The project's CUDA kernels on a machine without a GPU: `Gpu` has the ops on CPU tensors.
 
-nvcc makes PTX of cuda/, translate.py makes C of the kernels that are launched, gcc compiles them over machine.c. The way
-to a launch (plans, cuts, scratch memory) is the product's own C code, over driver.c in the place of CUDA's driver. Built
-files are kept in .cache/ptx, by what they were built from.
+nvcc makes PTX of cuda/, translate.py makes C of the kernels that are launched, gcc compiles them over machine.c. The
+way to a launch (plans, cuts, scratch memory) is the product's own C code, over driver.c in the place of CUDA's driver.
+Built files are kept in .cache/ptx, by what they were built from.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 from functools import cache
@@ -300,8 +299,10 @@ class Gpu:
         skip_zeros: bool = False,
         unorm: Tensor | None = None,
     ) -> None:
-        """In place, one launch for all that are alike. Each parameter: g, p, state1 and, where they are, state2, absmax1,
-        absmax2; numbers as in driver.c."""
+        """In place, one launch for all that are alike.
+
+        Each parameter: g, p, state1 and, where they are, state2, absmax1, absmax2; `numbers` as in driver.c.
+        """
         names = ("g", "p", "state1", "state2", "absmax1", "absmax2")
         tensors = (StepTensor * len(parameters))()
         for one, p in zip(tensors, parameters, strict=True):

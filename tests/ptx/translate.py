@@ -2,9 +2,9 @@
 
     python tests/ptx/translate.py FILE.ptx KERNEL ... > FILE.c
 
-What nvcc makes of a kernel, inline assembly included, is what runs; registers keep bits without a type, an instruction
-`fma.rn.f32 d, a, b, c` becomes `d = ptx_fma_rn_f32(a, b, c)`, so an instruction that the machine has not is named by the
-C compiler. Only what is particular in its operands is spelled out here: memory, branches, comparisons, vectors, collectives.
+What nvcc makes of a kernel, inline assembly included, is what runs. Registers keep bits without a type; an instruction
+`fma.rn.f32 d, a, b, c` becomes `d = ptx_fma_rn_f32(a, b, c)`, so the C compiler names one that the machine has not. Only
+what is particular in its operands is spelled out here: memory, branches, comparisons, vectors, exchanges.
 """
 
 from __future__ import annotations
@@ -524,8 +524,8 @@ class Translator:
         if rest[0] == "mbarrier":
             raise ValueError(".".join(parts))
         if rest[0] == "bulk":
-            to, source, size, barrier = operands
-            return f"ptx_bulk_copy(t, {self.address(to)}, {self.address(source)}, {self.value(size)}, {self.address(barrier)});"
+            to, source, barrier = (self.address(operands[i]) for i in (0, 1, 3))
+            return f"ptx_bulk_copy(t, {to}, {source}, {self.value(operands[2])}, {barrier});"
         size = self.value(operands[2])
         taken = self.value(operands[3]) if len(operands) > 3 else size
         return f"ptx_copy(t, {self.address(operands[0])}, {self.address(operands[1])}, {size}, {taken});"
