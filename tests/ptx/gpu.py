@@ -7,6 +7,7 @@ Built files are kept in .cache/ptx, by what they were built from.
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import hashlib
 import os
@@ -27,9 +28,8 @@ C_FLAGS += ("-Wall", "-Wextra", "-Wno-unused-function", "-Wno-unused-variable", 
 C_FLAGS += ("-Werror=implicit-function-declaration", "-Wl,-z,defs")
 # Instructions of one generation of GPUs come with its "a".
 TARGETS = {75: "compute_75", 80: "compute_80", 90: "compute_90a"}
-HOST = (
-    "status packed cuda_linear cuda_fused cuda_panels cuda_blockwise cuda_optimizer optimizer_step plan images".split()
-)
+HOST = ("status", "packed", "cuda_linear", "cuda_fused", "cuda_panels", "cuda_blockwise", "cuda_optimizer")
+HOST += ("optimizer_step", "plan", "images")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 RANGES, LONGEST = 64, 1 << 15
 POINTER, LONG = ctypes.c_void_p, ctypes.c_int64
@@ -61,18 +61,35 @@ def run(command: list[str]) -> None:
     assert done.returncode == 0, f"{' '.join(command[:3])} ...\n{done.stdout}{done.stderr[-4000:]}"
 
 
+def nvcc_flags() -> list[str]:
+    """Those of setup.py."""
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    named = (node for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "NVCC_FLAGS")
+    return ast.literal_eval(next(named).value)
+
+
 @cache
 def ptx_of(source: str, sm: int) -> Path:
     """PTX of cuda/<source>.cu for a GPU."""
     headers = sorted([*(ROOT / "cuda").glob("*.*h"), *(ROOT / "csrc").glob("*.h")])
-    flags = ["-std=c++17", "-O3", "--ftz=false", "--prec-div=true", "--fmad=true", "-I", str(ROOT / "csrc")]
-    command = [nvcc(), *flags, f"-arch={TARGETS[sm]}", "-ptx", str(ROOT / "cuda" / f"{source}.cu")]
-    return built(
-        f"{source}-sm{sm}.ptx",
-        [ROOT / "cuda" / f"{source}.cu", *headers],
-        flags,
-        lambda to: run([*command, "-o", str(to)]),
-    )
+    flags = [*nvcc_flags(), f"-arch={TARGETS[sm]}", "-ptx"]
+    file = ROOT / "cuda" / f"{source}.cu"
+    command = [nvcc(), *flags, "-I", str(ROOT / "csrc"), str(file)]
+    return built(f"{source}-sm{sm}.ptx", [file, *headers], flags, lambda to: run([*command, "-o", str(to)]))
+
+
+def compiled(text: str, kernel: str, name: str, sources: list[Path]) -> ctypes.CDLL:
+    """A kernel of a PTX text over the machine."""
+    machine = [HERE / "machine.c", HERE / "machine.h", HERE / "translate.py", ROOT / "csrc" / "cpu_numerics.h"]
+
+    def make(to: Path) -> None:
+        source = to.with_suffix(".c")
+        source.write_text(translate.translate(text, [kernel]))
+        command = ["gcc", *C_FLAGS, "-I", str(HERE), "-I", str(ROOT / "csrc"), str(HERE / "machine.c"), str(source)]
+        run([*command, "-lm", "-o", str(to)])
+        source.unlink()
+
+    return ctypes.CDLL(str(built(f"{name}.so", [*sources, *machine], list(C_FLAGS), make)))
 
 
 @cache
@@ -81,30 +98,7 @@ def kernel_of(stem: str, kernel: str, sm: int) -> tuple[ctypes.CDLL, list[int]]:
     ptx = ptx_of(stem, sm)
     text = translate.without_comments(ptx.read_text())
     sizes = list(translate.functions_of(text)[kernel].parameters.values())
-    machine = [HERE / "machine.c", HERE / "machine.h", HERE / "translate.py", ROOT / "csrc" / "cpu_numerics.h"]
-
-    def make(to: Path) -> None:
-        source = to.with_suffix(".c")
-        source.write_text(translate.translate(text, [kernel]))
-        run(
-            [
-                "gcc",
-                *C_FLAGS,
-                "-I",
-                str(HERE),
-                "-I",
-                str(ROOT / "csrc"),
-                str(HERE / machine[0]),
-                str(source),
-                "-lm",
-                "-o",
-                str(to),
-            ]
-        )
-        source.unlink()
-
-    library = ctypes.CDLL(str(built(f"{kernel}-sm{sm}.so", [ptx, *machine], list(C_FLAGS), make)))
-    return library, sizes
+    return compiled(text, kernel, f"{kernel}-sm{sm}", [ptx]), sizes
 
 
 @cache
@@ -184,6 +178,28 @@ LAUNCH = ctypes.CFUNCTYPE(
 )
 
 
+def block_of(sizes: list[int], arguments) -> ctypes.Array:
+    """A kernel's parameters, of these sizes at these addresses, as a launch has them."""
+    block, place = ctypes.create_string_buffer(LONGEST), 0
+    for i, size in enumerate(sizes):
+        align = min(size & -size, 8)
+        place = -(-place // align) * align
+        ctypes.memmove(ctypes.addressof(block) + place, arguments[i], size)
+        place += size
+    return block
+
+
+def start(library, name: bytes, parameters, grid, block, shared, cluster, resident, seed, ranges) -> str:
+    """Runs a kernel; "", or what went wrong. ranges: (begin, end) of the memory that it may touch."""
+    sizes = ctypes.c_uint64 * 3
+    one = Run(name, ctypes.addressof(parameters), sizes(*grid[:3]), sizes(*block[:3]))
+    one.shared, one.cluster, one.resident, one.seed = shared, cluster, resident, seed
+    one.n_ranges = len(ranges)
+    for i, (begin, end) in enumerate(ranges):
+        one.ranges[i][0], one.ranges[i][1] = begin, end
+    return one.error.decode() if library.ptx_launch(ctypes.byref(one)) else ""
+
+
 class Gpu:
     """A GPU of compute capability `sm` with `sms` multiprocessors; `launches` lists the kernels that ran.
 
@@ -202,32 +218,19 @@ class Gpu:
         self.callback = LAUNCH(self.launch)
 
     def launch(self, stem, name, grid, block, cluster, shared, arguments) -> int:
-        """Runs one kernel."""
+        """The driver's callback: runs one kernel."""
         try:
             library, sizes = kernel_of(stem.decode(), name.decode(), self.sm)
-            block_of_parameters = ctypes.create_string_buffer(LONGEST)
-            place = 0
-            for i, size in enumerate(sizes):
-                align = min(size & -size, 8)
-                place = -(-place // align) * align
-                ctypes.memmove(ctypes.addressof(block_of_parameters) + place, arguments[i], size)
-                place += size
+            self.launches.append(name.decode())
             ranges = [(t.data_ptr(), t.data_ptr() + t.untyped_storage().nbytes()) for t in self.tensors if t.numel()]
             if self.state.scratch_end:
                 ranges.append((self.state.scratch_begin, self.state.scratch_end))
-            one = Run(name, ctypes.addressof(block_of_parameters), (ctypes.c_uint64 * 3)(*grid[:3]))
-            one.block, one.shared, one.cluster, one.seed = (ctypes.c_uint64 * 3)(*block[:3]), shared, cluster, self.seed
-            one.resident, one.n_ranges = min(grid[0] * grid[1] * grid[2], 4 * self.sms), len(ranges)
-            for i, (begin, end) in enumerate(ranges):
-                one.ranges[i][0], one.ranges[i][1] = begin, end
-            self.launches.append(name.decode())
-            if library.ptx_launch(ctypes.byref(one)):
-                self.error = one.error.decode()
-                return 1
+            resident = min(grid[0] * grid[1] * grid[2], 4 * self.sms)
+            parameters = block_of(sizes, arguments)
+            self.error = start(library, name, parameters, grid, block, shared, cluster, resident, self.seed, ranges)
         except BaseException as error:  # nothing may pass through C
             self.error = f"{type(error).__name__}: {error}"
-            return 1
-        return 0
+        return bool(self.error)
 
     def call(self, op: str, args: ctypes.Structure, *more, tensors: list[Tensor | None]) -> None:
         """Runs an op with `args`; the launches may touch `tensors` only."""

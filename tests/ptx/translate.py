@@ -3,8 +3,8 @@
     python tests/ptx/translate.py FILE.ptx KERNEL ... > FILE.c
 
 What nvcc makes of a kernel, inline assembly included, is what runs. Registers keep bits without a type; an instruction
-`fma.rn.f32 d, a, b, c` becomes `d = ptx_fma_rn_f32(a, b, c)`, so the C compiler names one that the machine has not. Only
-what is particular in its operands is spelled out here: memory, branches, comparisons, vectors, exchanges.
+`fma.rn.f32 d, a, b, c` becomes `d = ptx_fma_rn_f32(a, b, c)`, and the C compiler names one that the machine has not.
+Only what is particular in its operands is spelled out here: memory, branches, comparisons, vectors, exchanges.
 """
 
 from __future__ import annotations
