@@ -1,0 +1,346 @@
+"""The project's CUDA kernels on a machine without a GPU: `Gpu` has the ops on CPU tensors.
+
+nvcc makes PTX of cuda/, translate.py makes C of the kernels that are launched, gcc compiles them over machine.c. The
+way to a launch (plans, cuts, scratch memory) is the product's own C code, over driver.c in the place of CUDA's driver.
+Built files are kept in .cache/ptx, by what they were built from.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import translate
+
+HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
+BUILT = ROOT / ".cache" / "ptx"
+C_FLAGS = ("-std=gnu11", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing")
+C_FLAGS += ("-Wall", "-Wextra", "-Wno-unused-function", "-Wno-unused-variable", "-Wno-unused-label")
+C_FLAGS += ("-Werror=implicit-function-declaration", "-Wl,-z,defs")
+# Instructions of one generation of GPUs come with its "a".
+TARGETS = {75: "compute_75", 80: "compute_80", 90: "compute_90a"}
+HOST = ("status", "packed", "cuda_linear", "cuda_fused", "cuda_panels", "cuda_blockwise", "cuda_optimizer")
+HOST += ("optimizer_step", "plan", "images")
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+RANGES, LONGEST = 64, 1 << 15
+POINTER, LONG = ctypes.c_void_p, ctypes.c_int64
+
+
+def nvcc() -> str | None:
+    """Path of nvcc, as setup.py looks for it; None without."""
+    found = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    return found if os.path.exists(found) else None
+
+
+def built(name: str, sources: list[Path], command: list[str], make) -> Path:
+    """`make(path)` once for these sources and this command; the file."""
+    digest = hashlib.sha256(repr(command).encode())
+    for source in sources:
+        digest.update(source.read_bytes())
+    stem, dot, suffix = name.rpartition(".")
+    path = BUILT / f"{stem}-{digest.hexdigest()[:16]}{dot}{suffix}"
+    if not path.exists():
+        BUILT.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{os.getpid()}-{path.name}")
+        make(part)
+        part.rename(path)
+    return path
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command[:3])} ...\n{done.stdout}{done.stderr[-4000:]}"
+
+
+def nvcc_flags() -> list[str]:
+    """Those of setup.py."""
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    named = (node for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "NVCC_FLAGS")
+    return ast.literal_eval(next(named).value)
+
+
+@cache
+def ptx_of(source: str, sm: int) -> Path:
+    """PTX of cuda/<source>.cu for a GPU."""
+    headers = sorted([*(ROOT / "cuda").glob("*.*h"), *(ROOT / "csrc").glob("*.h")])
+    flags = [*nvcc_flags(), f"-arch={TARGETS[sm]}", "-ptx"]
+    file = ROOT / "cuda" / f"{source}.cu"
+    command = [nvcc(), *flags, "-I", str(ROOT / "csrc"), str(file)]
+    return built(f"{source}-sm{sm}.ptx", [file, *headers], flags, lambda to: run([*command, "-o", str(to)]))
+
+
+def compiled(text: str, kernel: str, name: str, sources: list[Path]) -> ctypes.CDLL:
+    """A kernel of a PTX text over the machine."""
+    machine = [HERE / "machine.c", HERE / "machine.h", HERE / "translate.py", ROOT / "csrc" / "cpu_numerics.h"]
+
+    def make(to: Path) -> None:
+        source = to.with_suffix(".c")
+        source.write_text(translate.translate(text, [kernel]))
+        command = ["gcc", *C_FLAGS, "-I", str(HERE), "-I", str(ROOT / "csrc"), str(HERE / "machine.c"), str(source)]
+        run([*command, "-lm", "-o", str(to)])
+        source.unlink()
+
+    return ctypes.CDLL(str(built(f"{name}.so", [*sources, *machine], list(C_FLAGS), make)))
+
+
+@cache
+def kernel_of(stem: str, kernel: str, sm: int) -> tuple[ctypes.CDLL, list[int]]:
+    """A kernel of cuda/<stem>.cu, compiled, and the sizes of its parameters."""
+    ptx = ptx_of(stem, sm)
+    text = translate.without_comments(ptx.read_text())
+    sizes = list(translate.functions_of(text)[kernel].parameters.values())
+    return compiled(text, kernel, f"{kernel}-sm{sm}", [ptx]), sizes
+
+
+@cache
+def host() -> ctypes.CDLL:
+    """The product's code between ops and launches, over driver.c."""
+    names = [*HOST, *(path.stem for path in (ROOT / "csrc").glob("plan_*.c"))]
+    sources = [HERE / "driver.c", *(ROOT / "csrc" / f"{name}.c" for name in sorted(names))]
+    headers = sorted([*(ROOT / "cuda").glob("*.h"), *(ROOT / "csrc").glob("*.h")])
+    command = ["gcc", *C_FLAGS, "-I", str(ROOT / "csrc"), "-I", str(ROOT / "cuda"), *map(str, sources), "-lm"]
+    path = built("host.so", [*sources, *headers], list(C_FLAGS), lambda to: run([*command, "-o", str(to)]))
+    library = ctypes.CDLL(str(path))
+    library.gpu_error.restype = ctypes.c_char_p
+    library.gpu_size.restype = LONG
+    return library
+
+
+class Run(ctypes.Structure):
+    """ptx_run of machine.h."""
+
+    _fields_ = [
+        ("kernel", ctypes.c_char_p),
+        ("parameters", POINTER),
+        ("grid", ctypes.c_uint64 * 3),
+        ("block", ctypes.c_uint64 * 3),
+        ("shared", ctypes.c_uint64),
+        ("cluster", ctypes.c_uint64),
+        ("resident", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("n_ranges", ctypes.c_uint64),
+        ("ranges", (ctypes.c_uint64 * 2) * RANGES),
+        ("error", ctypes.c_char * 512),
+    ]
+
+
+def struct(name: str, fields: str) -> type[ctypes.Structure]:
+    """A struct of kernels.h: names of pointers with "*" in front, of 32-bit values with "-", else 64 bits."""
+    types = {"*": POINTER, "-": ctypes.c_int32}
+    members = [(field.lstrip("*-"), types.get(field[0], LONG)) for field in fields.split() if field != "weight"]
+    if "weight" in fields.split():
+        members.insert(0, ("weight", Weight))
+    return type(name, (ctypes.Structure,), {"_fields_": members})
+
+
+Weight = struct("Weight", "*packed *absmax *absmax_code *absmax_map *absmax2 *offset n blocksize -format")
+Quantize = struct("Quantize", "*x *packed *absmax n blocksize -dtype -format")
+Dequantize = struct("Dequantize", "weight *out columns row0 n_rows column0 n_columns ld -dtype")
+QuantizeBlockwise = struct("QuantizeBlockwise", "*x *map *offset *code *absmax n blocksize -dtype")
+DequantizeBlockwise = struct("DequantizeBlockwise", "*code *absmax *map *offset *out n blocksize -dtype")
+Linear = struct("Linear", "weight *x *bias *y M N K ldx ldy -dtype")
+LinearGradient = struct("LinearGradient", "weight *dy *dx M N K lddy lddx -dtype")
+StepTensor = struct("StepTensor", "*g *p *state1 *state2 *absmax1 *absmax2 n")
+STRUCTS = (Weight, Quantize, Dequantize, QuantizeBlockwise, DequantizeBlockwise, Linear, LinearGradient, StepTensor)
+
+
+class State(ctypes.Structure):
+    """gpu_state of driver.c."""
+
+    _fields_ = [
+        ("launch", POINTER),
+        ("sm", ctypes.c_int32),
+        ("sms", ctypes.c_int32),
+        ("workspace_bytes", LONG),
+        ("scratch_begin", ctypes.c_uint64),
+        ("scratch_end", ctypes.c_uint64),
+    ]
+
+
+LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_char_p,
+    ctypes.POINTER(ctypes.c_uint32),
+    ctypes.POINTER(ctypes.c_uint32),
+    ctypes.c_uint32,
+    ctypes.c_uint32,
+    ctypes.POINTER(POINTER),
+)
+
+
+def block_of(sizes: list[int], arguments) -> ctypes.Array:
+    """A kernel's parameters, of these sizes at these addresses, as a launch has them."""
+    block, place = ctypes.create_string_buffer(LONGEST), 0
+    for i, size in enumerate(sizes):
+        align = min(size & -size, 8)
+        place = -(-place // align) * align
+        ctypes.memmove(ctypes.addressof(block) + place, arguments[i], size)
+        place += size
+    return block
+
+
+def start(library, name: bytes, parameters, grid, block, shared, cluster, resident, seed, ranges) -> str:
+    """Runs a kernel; "", or what went wrong. ranges: (begin, end) of the memory that it may touch."""
+    sizes = ctypes.c_uint64 * 3
+    one = Run(name, ctypes.addressof(parameters), sizes(*grid[:3]), sizes(*block[:3]))
+    one.shared, one.cluster, one.resident, one.seed = shared, cluster, resident, seed
+    one.n_ranges = len(ranges)
+    for i, (begin, end) in enumerate(ranges):
+        one.ranges[i][0], one.ranges[i][1] = begin, end
+    return one.error.decode() if library.ptx_launch(ctypes.byref(one)) else ""
+
+
+class Gpu:
+    """A GPU of compute capability `sm` with `sms` multiprocessors; `launches` lists the kernels that ran.
+
+    `seed`: 0 runs threads in order, another number draws one. RuntimeError with block and thread where a kernel touches
+    memory that its op does not own, waits for ever, or traps.
+    """
+
+    def __init__(self, sm: int = 90, sms: int = 4, seed: int = 0, workspace_bytes: int = 64 << 20):
+        self.sm, self.sms, self.seed, self.workspace_bytes = sm, sms, seed, workspace_bytes
+        self.launches: list[str] = []
+        self.tensors: list[Tensor] = []
+        self.error = ""
+        library = host()
+        assert [library.gpu_size(i) for i in range(len(STRUCTS))] == [ctypes.sizeof(one) for one in STRUCTS]
+        self.state = State.in_dll(library, "gpu_state")
+        self.callback = LAUNCH(self.launch)
+
+    def launch(self, stem, name, grid, block, cluster, shared, arguments) -> int:
+        """The driver's callback: runs one kernel."""
+        try:
+            library, sizes = kernel_of(stem.decode(), name.decode(), self.sm)
+            self.launches.append(name.decode())
+            ranges = [(t.data_ptr(), t.data_ptr() + t.untyped_storage().nbytes()) for t in self.tensors if t.numel()]
+            if self.state.scratch_end:
+                ranges.append((self.state.scratch_begin, self.state.scratch_end))
+            resident = min(grid[0] * grid[1] * grid[2], 4 * self.sms)
+            parameters = block_of(sizes, arguments)
+            self.error = start(library, name, parameters, grid, block, shared, cluster, resident, self.seed, ranges)
+        except BaseException as error:  # nothing may pass through C
+            self.error = f"{type(error).__name__}: {error}"
+        return bool(self.error)
+
+    def call(self, op: str, args: ctypes.Structure, *more, tensors: list[Tensor | None]) -> None:
+        """Runs an op with `args`; the launches may touch `tensors` only."""
+        self.tensors = [tensor for tensor in tensors if tensor is not None]
+        self.launches, self.error = [], ""
+        self.state.launch = ctypes.cast(self.callback, POINTER)
+        self.state.sm, self.state.sms, self.state.workspace_bytes = self.sm, self.sms, self.workspace_bytes
+        if getattr(host(), f"gpu_{op}")(ctypes.byref(args), *more):
+            raise RuntimeError(self.error or host().gpu_error().decode())
+
+    # ---- ops; arguments as in python/bitshard/ops.py ----
+
+    @staticmethod
+    def weight(packed, scales, blocksize: int, fmt: int, n: int) -> tuple[Weight, list[Tensor]]:
+        absmax, absmax_map, absmax2, offset = scales
+        if absmax_map is None:
+            pointers = (absmax.data_ptr(), None, None, None, None)
+        else:
+            pointers = (None, absmax.data_ptr(), absmax_map.data_ptr(), absmax2.data_ptr(), offset.data_ptr())
+        return Weight(packed.data_ptr(), *pointers, n, blocksize, fmt), [packed, absmax, absmax_map, absmax2, offset]
+
+    def quantize_4bit(self, x: Tensor, blocksize: int, fmt: int) -> tuple[Tensor, Tensor]:
+        packed = torch.empty((x.numel() + 1) // 2, dtype=torch.uint8)
+        absmax = torch.empty(-(-x.numel() // blocksize), dtype=torch.float32)
+        args = Quantize(x.data_ptr(), packed.data_ptr(), absmax.data_ptr(), x.numel(), blocksize, DTYPES[x.dtype], fmt)
+        self.call("quantize_4bit", args, tensors=[x, packed, absmax])
+        return packed, absmax
+
+    def dequantize_4bit(self, packed, scales, blocksize: int, fmt: int, n: int, dtype: torch.dtype) -> Tensor:
+        weight, tensors = self.weight(packed, scales, blocksize, fmt, n)
+        out = torch.empty(n, dtype=dtype)
+        args = Dequantize(weight, out.data_ptr(), n, 0, 1, 0, n, n, DTYPES[dtype])
+        self.call("dequantize_4bit", args, tensors=[*tensors, out])
+        return out
+
+    def quantize_blockwise(self, x: Tensor, values: Tensor, blocksize: int, offset: Tensor | None = None):
+        code = torch.empty(x.numel(), dtype=torch.uint8)
+        absmax = torch.empty(-(-x.numel() // blocksize), dtype=torch.float32)
+        place = None if offset is None else offset.data_ptr()
+        pointers = (x.data_ptr(), values.data_ptr(), place, code.data_ptr(), absmax.data_ptr())
+        args = QuantizeBlockwise(*pointers, x.numel(), blocksize, DTYPES[x.dtype])
+        self.call("quantize_blockwise", args, tensors=[x, values, offset, code, absmax])
+        return code, absmax
+
+    def dequantize_blockwise(self, code, absmax, values, blocksize: int, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(code.numel(), dtype=dtype)
+        pointers = (code.data_ptr(), absmax.data_ptr(), values.data_ptr(), None, out.data_ptr())
+        args = DequantizeBlockwise(*pointers, code.numel(), blocksize, DTYPES[dtype])
+        self.call("dequantize_blockwise", args, tensors=[code, absmax, values, out])
+        return out
+
+    def checksum(self, data: Tensor) -> int:
+        total = torch.zeros(1, dtype=torch.int64)
+        self.tensors, self.error = [data, total], ""
+        self.state.launch = ctypes.cast(self.callback, POINTER)
+        self.state.sm, self.state.sms = self.sm, self.sms
+        n = data.numel() * data.element_size()
+        if host().gpu_checksum(POINTER(data.data_ptr()), LONG(n), POINTER(total.data_ptr())):
+            raise RuntimeError(self.error or host().gpu_error().decode())
+        return total.item()
+
+    def optimizer_step(
+        self,
+        algorithm: int,
+        step: int,
+        parameters: list[dict[str, Tensor]],
+        maps: tuple[Tensor, Tensor] | None,
+        numbers: list[float],
+        skip_zeros: bool = False,
+        unorm: Tensor | None = None,
+    ) -> None:
+        """In place, one launch for all that are alike.
+
+        Each parameter: g, p, state1 and, where they are, state2, absmax1, absmax2; `numbers` as in driver.c.
+        """
+        names = ("g", "p", "state1", "state2", "absmax1", "absmax2")
+        tensors = (StepTensor * len(parameters))()
+        for one, p in zip(tensors, parameters, strict=True):
+            for name in names:
+                setattr(one, name, p[name].data_ptr() if p.get(name) is not None else None)
+            one.n = p["p"].numel()
+        first = parameters[0]
+        what = (LONG * 5)(algorithm, step, skip_zeros, DTYPES[first["g"].dtype], DTYPES[first["p"].dtype])
+        places = [None if maps is None else POINTER(one.data_ptr()) for one in (maps or (None, None))]
+        more = (LONG(len(parameters)), what, (ctypes.c_float * 10)(*numbers), *places)
+        place = None if unorm is None else POINTER(unorm.data_ptr())
+        touched = [p.get(name) for p in parameters for name in names]
+        self.call("optimizer_step", tensors, *more, place, tensors=[*touched, *(maps or ()), unorm])
+
+    def linear_4bit(self, x, packed, scales, bias, blocksize: int, fmt: int, N: int, K: int, kernel: str | None = None):
+        """y [M, N], and the kernel that was planned."""
+        weight, tensors = self.weight(packed, scales, blocksize, fmt, N * K)
+        y = torch.full((x.shape[0], N), torch.nan, dtype=x.dtype)
+        place = None if bias is None else bias.data_ptr()
+        args = Linear(weight, x.data_ptr(), place, y.data_ptr(), x.shape[0], N, K, x.stride(0), N, DTYPES[x.dtype])
+        chosen = ctypes.c_char_p()
+        forced = kernel.encode() if kernel else None
+        self.call("linear_4bit", args, forced, ctypes.byref(chosen), tensors=[*tensors, x, bias, y])
+        return y, chosen.value.decode()
+
+    def linear_4bit_dgrad(
+        self, dy, packed, scales, blocksize: int, fmt: int, N: int, K: int, kernel: str | None = None
+    ):
+        """dx [M, K], and the kernel that was planned."""
+        weight, tensors = self.weight(packed, scales, blocksize, fmt, N * K)
+        dx = torch.full((dy.shape[0], K), torch.nan, dtype=dy.dtype)
+        args = LinearGradient(
+            weight, dy.data_ptr(), dx.data_ptr(), dy.shape[0], N, K, dy.stride(0), K, DTYPES[dy.dtype]
+        )
+        chosen = ctypes.c_char_p()
+        forced = kernel.encode() if kernel else None
+        self.call("linear_4bit_dgrad", args, forced, ctypes.byref(chosen), tensors=[*tensors, dy, dx])
+        return dx, chosen.value.decode()
