@@ -30,7 +30,7 @@ BYTES_4BIT = 0.5 + 1 / 64 + 4 / 64 / 256  # of a weight, nested scales, blocksiz
 # What an H200 measured (benchmarks/results): how long a call in a graph takes to begin and end, the parts of the data
 # sheet's bandwidth and tensor rate that a copy and a large product reach, the gap between panels, and the clocks a warp
 # takes for 1,024 weights in gemv_4bit's sm_80 form (by tokens of a block) and in gemv_4bit_simt (by rows of x).
-START_US, COPY, PRODUCT, GAP_US = 3.5, 0.89, 0.75, 2.3
+START_US, COPY, PRODUCT, GAP_US = 3.5, 0.89, 0.72, 2.3
 WAIT_GEMV = {8: 640, 16: 640, 32: 900}
 WAIT_SIMT = {1: 2475, 2: 2475, 4: 3880, 8: 5610}
 LOAD_LATENCY = 150  # clocks more for 1,024 weights where loads pass registers (sm_75 has no asynchronous copies)
@@ -127,7 +127,7 @@ class Counts:
 
     @functools.cache  # noqa: B019 - lives as long as the program
     def of(self, sm: int, name: str, rows: int = 8) -> sass.Count | None:
-        """None where the build has no machine code for `sm`. rows: of x, gemv_4bit_simt."""
+        """None where the build has no machine code of it for `sm`. rows: of x, gemv_4bit_simt."""
         if (sm, name) not in self.found:
             return None
         kernel, image = self.found[sm, name]
@@ -136,6 +136,8 @@ class Counts:
         if "simt" in name:
             return sass.loop_count(kernel, image, sass.FFMA, 32 * rows)[0]
         count, products = sass.loop_count(kernel, image, sass.HMMA)
+        if products == 0:
+            return None  # an empty shell, which the host does not start there
         tokens = int(name.split("_m")[1].split("_")[0])
         weights = products * 16 * (8 if sm < 80 else 16) * 8 // tokens
         return count * (1024 / weights)
@@ -163,6 +165,17 @@ class Estimate:
     @property
     def us(self) -> float:
         return max(self.bytes, self.instructions, self.waiting) + self.more
+
+
+def waiting_clocks(form: int, tokens: int) -> float:
+    """Of a multiprocessor, for 1,024 weights, gemv_4bit: what its warps take that wait for themselves.
+
+    0 for the form of sm_90, whose times are measured.
+    """
+    if form == WIDE:
+        return 0
+    warp = WAIT_GEMV[tokens] + (LOAD_LATENCY if form == TURING else 0)
+    return warp / (4 if form == TURING else 8)
 
 
 def bytes_us(card: Card, n_bytes: float) -> float:
@@ -211,11 +224,7 @@ def linear(card: Card, counts: Counts, M: int, N: int, K: int, dtype: int, choic
     else:
         count = counts.of(card.sm, f"gemv_4bit_{letters}_{choice.form}")
         tokens = int(choice.form[1:].split("_")[0])
-        form = generation(card.sm)
-        # the form with 16 warps of sm_90 is bound by memory up to 8 rows and was measured as it is
-        wait = (
-            0 if form == WIDE else (WAIT_GEMV[tokens] + LOAD_LATENCY * (form == TURING)) / (4 if form == TURING else 8)
-        )
+        wait = waiting_clocks(generation(card.sm), tokens)
     issue = clocks_us(card, weights, clocks(count, card.sm)) * choice.groups if count else 0
     waiting = clocks_us(card, weights, wait) * choice.groups
     return Estimate(bytes_us(card, n_bytes), issue, waiting, START_US)
@@ -225,7 +234,7 @@ def linear(card: Card, counts: Counts, M: int, N: int, K: int, dtype: int, choic
 
 ESTIMATED = ("RTX 4090", "RTX 3090", "T4")
 ESTIMATED_ROWS = (1, 8, 16, 32, 64, 256, 1024, 4096)
-ESTIMATED_SHAPES = ((4096, 4096), (14336, 4096), (8192, 8192))
+ESTIMATED_SHAPES = ((4096, 4096), (14336, 4096))
 COUNTED = (
     ("gemv_4bit_f16_m8_k4", 8),
     ("gemv_4bit_f16_m8_k8", 8),
@@ -247,21 +256,25 @@ def count_rows(counts: Counts) -> list[list[str]]:
     for name, M in COUNTED:
         cells = []
         for sm in COUNTED_SMS:
-            form = generation(sm)
-            absent = "_m32" in name and form != NARROW
-            count = None if absent else counts.of(sm, name, M)
+            count = counts.of(sm, name, M)
             cells.append(f"{count.all:.0f} / {clocks(count, sm):.0f}" if count else "-")
         rows.append([name + (f", {M} rows" if "simt" in name else ""), *cells])
     return rows
 
 
-def needed_row() -> list[str]:
-    """Clocks in which memory brings the bytes of 1,024 weights to a multiprocessor, by card."""
-    cells = []
-    for card in CARDS.values():
-        seconds = 1024 * BYTES_4BIT / (COPY * card.bandwidth) * card.sms
-        cells.append(f"{seconds * card.clock:.0f}")
-    return cells
+def needed_rows(counts: Counts) -> list[list[str]]:
+    """Clocks of a multiprocessor for 1,024 weights: in which memory brings them, and what gemv_4bit takes."""
+    rows = []
+    for name, card in CARDS.items():
+        form = generation(card.sm)
+        brought = 1024 * BYTES_4BIT / (COPY * card.bandwidth) * card.sms * card.clock
+        cells = [name, f"{brought:.0f}"]
+        for tokens in (8, 16, 32):
+            count = counts.of(card.sm, f"gemv_4bit_f16_m{tokens}_k{8 if tokens == 8 else 4}")
+            waits = "" if form == WIDE else f" / {waiting_clocks(form, tokens):.0f}"
+            cells.append(f"{clocks(count, card.sm):.0f}{waits}" if count else "-")
+        rows.append(cells)
+    return rows
 
 
 def estimate_rows(counts: Counts, name: str) -> list[list[str]]:
@@ -278,7 +291,7 @@ def estimate_rows(counts: Counts, name: str) -> list[list[str]]:
             if choice.kernel == "panels":
                 most = "panels"
             cells = [f"{N} x {K}", str(M), choice.kernel, f"{ours.us:.0f}", most, f"{theirs.us:.0f}"]
-            rows.append([*cells, f"{theirs.us / ours.us:.1f}", f"{theirs.us / gradient.us:.2f}"])
+            rows.append([*cells, f"{theirs.us / ours.us:.2f}", f"{theirs.us / gradient.us:.2f}"])
     return rows
 
 
@@ -308,7 +321,10 @@ H200_GEMV = {
     (8192, 8192): {1: 13.76, 8: 14.36, 16: 19.62},
     (28672, 8192): {1: 36.63, 8: 38.28},
 }
-H200_SM80_FORM = {(14336, 4096): {32: 29.8, 64: 50.6}, (8192, 8192): {32: 32.3, 64: 56.5}}
+H200_SM80_FORM = {  # tokens of a block
+    16: {(14336, 4096): {32: 39.3, 64: 71.5}, (8192, 8192): {32: 44.3, 64: 81.6}},
+    32: {(14336, 4096): {32: 29.8, 64: 50.6}, (8192, 8192): {32: 32.3, 64: 56.5}},
+}
 H200_SIMT = {(1024, 4096): {1: 23.0}, (4096, 4096): {1: 23.0}, (14336, 4096): {1: 46.9, 4: 69.3, 8: 97.8}}
 H200_DENSE = {(4096, 4096): 13.3, (14336, 4096): 30.4, (8192, 8192): 34.1, (28672, 8192): 108.6}  # one row
 H200_BLOCKS = {16777216: (12.7, 23.6), 58720256: (38.6, 53.0), 234881024: (146.0, 171.7)}  # dequantize, quantize
@@ -322,11 +338,12 @@ def check_rows(counts: Counts) -> list[list[str]]:
         for M, us in times.items():
             choice = Choice("gemv_4bit", f"m{8 if M <= 8 else 16}_k{8 if M <= 8 and K > 4096 else 4}")
             pairs.append((f"gemv_4bit {N} x {K}, {M} rows", linear(card, counts, M, N, K, BF16, choice), us))
-    for (N, K), times in H200_SM80_FORM.items():
-        for M, us in times.items():
-            older = dataclasses.replace(card, sm=80)  # its machine code, on the H200's multiprocessors
-            choice = Choice("gemv_4bit", "m32_k4", M // 32)
-            pairs.append((f"its sm_80 form, {N} x {K}, {M} rows", linear(older, counts, M, N, K, BF16, choice), us))
+    older = dataclasses.replace(card, sm=80)  # its machine code, on the H200's multiprocessors
+    for tokens, shapes in H200_SM80_FORM.items():
+        for (N, K), times in shapes.items():
+            for M, us in times.items():
+                e = linear(older, counts, M, N, K, BF16, Choice("gemv_4bit", f"m{tokens}_k4", M // tokens))
+                pairs.append((f"its sm_80 form, {N} x {K}, {M} rows by {tokens}", e, us))
     for (N, K), times in H200_SIMT.items():
         for M, us in times.items():
             e = linear(card, counts, M, N, K, F32, Choice("gemv_4bit_simt"))
@@ -348,7 +365,8 @@ def main() -> None:
     print(markdown_table(["GPU", "is", "default build", "all architectures"], image_rows()), "\n")
     print(markdown_table(["GPU", "x", "N x K", "rows of x"], plan_rows()), "\n")
     print(markdown_table(["kernel", *(f"sm_{sm}" for sm in COUNTED_SMS)], count_rows(counts)), "\n")
-    print(markdown_table([*CARDS], [needed_row()]), "\n")
+    header = ["GPU", "memory", "to 8 rows", "to 16", "to 32"]
+    print(markdown_table(header, needed_rows(counts)), "\n")
     header = ["N x K", "rows", "kernel", "us", "bound by", "16-bit us", "times faster", "gradient"]
     for name in ESTIMATED:
         print(f"{name}, estimated, not measured\n\n{markdown_table(header, estimate_rows(counts, name))}\n")

@@ -96,6 +96,39 @@ def test_figures_of_cards():
         assert 30 < card.tensor / card.bandwidth < 500
 
 
+def documented(header: str) -> list[list[str]]:
+    """Rows of the table of docs/cards.md whose header begins so."""
+    lines = (ROOT / "docs/cards.md").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith(header))
+    end = next(i for i in range(at, len(lines)) if not lines[i].startswith("|"))
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[at + 2 : end]]
+
+
+def test_documented_figures():
+    """docs/cards.md names the figures that the estimate uses."""
+    rows = {row[0]: list(map(float, row[1:7])) for row in documented("| GPU | multiprocessors |")}
+    for name, card in CARDS.items():
+        (found,) = [numbers for known, numbers in rows.items() if known == name or known.startswith(f"{name} SXM")]
+        expected = [
+            card.sms,
+            card.clock / 1e9,
+            card.bandwidth / 1e9,
+            card.tensor / 1e12,
+            card.l2 / 1e6,
+            card.memory / 1e9,
+        ]
+        assert found == pytest.approx(expected), name
+
+
+@pytest.mark.skipif(
+    image("T4")[0] != 75 or image("RTX 5090")[0] != 120, reason="this build is not for all of the cards"
+)
+def test_documented_plan():
+    """`python benchmarks/cards.py` prints what docs/cards.md should say."""
+    assert documented("| GPU | is |") == bench.image_rows()
+    assert documented("| GPU | x | N x K |") == bench.plan_rows()
+
+
 def test_the_program_prints_all_tables():
     command = [sys.executable, str(ROOT / "benchmarks/cards.py")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
