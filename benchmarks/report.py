@@ -289,7 +289,7 @@ def on_gpu(calls: list[Callable[[], object]], seconds: float) -> float:
     with torch.cuda.stream(stream):
         calls[0]()
     torch.cuda.synchronize()
-    once = between_events(calls[-1])
+    once = max(1.0, between_events(calls[-1]))
     count = max(2, min(96, int(10_000 / once), 4 * len(calls)))  # 10 ms a graph
 
     def work() -> None:
@@ -367,7 +367,7 @@ class Times:
         """A step of 8-bit AdamW, and a copy of as many bytes; milliseconds."""
         from bitshard.optim.base import Optimizer2State
 
-        n = min(self.scope.elements, self.memory // 16)
+        n = min(self.scope.elements, self.memory // 24)
         p = torch.nn.Parameter(self.tensor(n))
         p.grad = self.tensor(n) * 1e-2
         made = Optimizer2State("adam", [p], 1e-5, (0.9, 0.999), 1e-8, 0.01, optim_bits=8)
@@ -403,7 +403,7 @@ class Layer:
 
     def rows(self, M: int) -> dict[str, float]:
         """Microseconds of both products, 4-bit and dense."""
-        if 2 * M * (self.N + self.K) * 3 > self.times.memory:
+        if 2 * M * (self.N + self.K) * 3 > self.times.memory // 2:
             raise MemoryError(f"{M} rows need more than the {self.times.memory >> 20} MiB that are used here")
         x, dy = self.times.tensor(M, self.K), self.times.tensor(M, self.N)
         return {
@@ -427,7 +427,7 @@ def on_device(device: torch.device) -> Iterator[None]:
 def measure(device: torch.device, scope: Scope) -> dict:
     """Everything, as JSON can hold it."""
     begin = time.monotonic()
-    kinds = dict.fromkeys((sixteen_bits(device), torch.float16, torch.float32))
+    kinds = dict.fromkeys((sixteen_bits(device), *cases.DTYPES))
     run = Run(5 + len(kinds) + len(scope.shapes) * (2 + len(scope.rows)), scope.seconds)
     result: dict = {"date": f"{datetime.date.today():%Y-%m-%d}", "device": device.type}
     with on_device(device):
