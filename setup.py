@@ -73,7 +73,8 @@ def compile_fatbin(nvcc: str, source: Path, folder: Path) -> Path:
     """nvcc's fatbin of one source; reused where source, headers, flags and compiler are unchanged."""
     command = [nvcc, *NVCC_FLAGS, *map(gencode, architectures()), "-I", str(ROOT / "csrc"), "-fatbin", str(source)]
     digest = hashlib.sha256(repr(command).encode())
-    for file in (source, *sorted(source.parent.glob("*.cuh")), *sorted((ROOT / "csrc").glob("*.h"))):
+    headers = (path for folder in ("cuda", "csrc") for path in (ROOT / folder).glob("*.*h"))
+    for file in (source, *sorted(headers)):
         digest.update(file.read_bytes())
     fatbin = folder / f"{source.stem}-{digest.hexdigest()[:16]}.fatbin"
     if not fatbin.exists():
@@ -108,6 +109,7 @@ class BuildExtension(build_ext):
         nvcc = find_nvcc()
         self.compiler.src_extensions.append(".S")
         sources = [Path(source) for source in ext.sources]
+        include_dirs = [*self.include_dirs, str(ROOT / "csrc"), str(ROOT / "cuda")]  # cuda: sizes of kernels
         macros = [("BSH_VERSION", f'"{VERSION}"'), ("_GNU_SOURCE", None)]
         macros += [("Py_LIMITED_API", "0x030a0000")] if ABI3 else []
         extra_flags = ["-Werror"] if os.environ.get("BITSHARD_WERROR") == "1" else []
@@ -115,10 +117,9 @@ class BuildExtension(build_ext):
         if nvcc:
             macros.append(("BSH_CUDA_ARCHS", f'"{",".join(architectures())}"'))
             sources.append(self.embed_cuda(nvcc, temporary))
-            include_dirs = [*self.include_dirs, *cuda_include(nvcc)]
+            include_dirs += cuda_include(nvcc)
         else:
             macros.append(("BSH_NO_CUDA", None))
-            include_dirs = self.include_dirs
             print("bitshard: nvcc not found or switched off: this build is CPU-only", file=sys.stderr)
 
         def compile_one(source: Path) -> str:

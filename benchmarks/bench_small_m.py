@@ -75,7 +75,7 @@ def measure(N: int, K: int, rows: list[int]) -> None:
         floor = (weight_bytes + 2 * M * (N + K)) / COPY_BANDWIDTH * 1e6
         properties = torch.cuda.get_device_properties(0)
         sm, sms = 10 * properties.major + properties.minor, properties.multi_processor_count
-        kernel = _C.select_linear_4bit(M, N, K, 2, sm, sms, 64, True)
+        kernel = _C.plan_linear_4bit(M, N, K, 2, sm, sms)["kernel"]
         error, rounded = errors(x, *weights[0])
         print(
             f"| {N}x{K} | {M} | {kernel} | {floor:.2f} | {ours:.2f} | {floor / ours:.2f} | {linear:.1f} "

@@ -57,10 +57,19 @@ static const char no_kernels[] = "this build of bitshard has no CUDA kernels: nv
                                  "installed; install the CUDA toolkit and "
                                  "reinstall bitshard";
 
+static bsh_status no_cuda(const char *const op, const int32_t device) {
+  return bsh_fail(BSH_NO_KERNEL, "%s: tensor on cuda:%d, but %s", op, (int)device, no_kernels);
+}
+
+bsh_status bsh_cuda_gpu(const char *const op, const int32_t device, int32_t *const sm, int32_t *const sms) {
+  *sm = *sms = 0;
+  return no_cuda(op, device);
+}
+
 bsh_status bsh_cuda_enter(bsh_cuda_context *const context, const char *const op, const int32_t device,
                           const int64_t size0, const int64_t size1, const int64_t size2) {
   *context = (bsh_cuda_context){.op = op, .device = device, .sizes = {size0, size1, size2}};
-  return bsh_fail(BSH_NO_KERNEL, "%s: tensor on cuda:%d, but %s", op, (int)device, no_kernels);
+  return no_cuda(op, device);
 }
 
 void bsh_cuda_leave(bsh_cuda_context *const context) { (void)context; }
@@ -264,30 +273,48 @@ static bsh_status make_current(bsh_cuda_context *const context, const CUcontext 
   return driver_failed(context, "making the device current", result);
 }
 
-/* Fills the context from its device; *current: what is current in this thread. */
-static bsh_status use_device(bsh_cuda_context *const context, CUcontext *const current) {
+/* Fills the context from its device. */
+static bsh_status know_device(bsh_cuda_context *const context) {
   const int32_t device = context->device;
   if (device < 0 || device >= MAX_DEVICES)
     return bsh_fail(BSH_BAD_DEVICE, "%s: cuda:%d is beyond the %d devices supported", context->op, (int)device,
                     MAX_DEVICES);
-  *current = NULL;
-  CUresult result = prepare_device(device);
-  if (result == CUDA_SUCCESS) result = driver.get_current(current);
+  const CUresult result = prepare_device(device);
   if (result != CUDA_SUCCESS) return driver_failed(context, "preparing the device", result);
   context->sm = devices[device].sm;
   context->sms = devices[device].sms;
   return BSH_OK;
 }
 
-bsh_status bsh_cuda_enter(bsh_cuda_context *const context, const char *const op, const int32_t device,
-                          const int64_t size0, const int64_t size1, const int64_t size2) {
+/* The same; *current: what is current in this thread. */
+static bsh_status use_device(bsh_cuda_context *const context, CUcontext *const current) {
+  *current = NULL;
+  BSH_TRY(know_device(context));
+  const CUresult result = driver.get_current(current);
+  return result == CUDA_SUCCESS ? BSH_OK : driver_failed(context, "preparing the device", result);
+}
+
+static bsh_status need_driver(const char *const op, const int32_t device) {
   char text[160];
-  *context = (bsh_cuda_context){.op = op, .device = device, .sizes = {size0, size1, size2}};
   if (!bsh_torch.has_cuda)
     return bsh_fail(BSH_CUDA_ERROR, "%s: tensor on cuda:%d, but libtorch_cuda lacks functions bitshard needs", op,
                     (int)device);
   const char *const error = load_driver(text, sizeof text);
-  if (error != NULL) return bsh_fail(BSH_CUDA_ERROR, "%s: %s", op, error);
+  return error == NULL ? BSH_OK : bsh_fail(BSH_CUDA_ERROR, "%s: %s", op, error);
+}
+
+bsh_status bsh_cuda_gpu(const char *const op, const int32_t device, int32_t *const sm, int32_t *const sms) {
+  bsh_cuda_context context = {.op = op, .device = device};
+  BSH_TRY(need_driver(op, device));
+  BSH_TRY(know_device(&context));
+  *sm = context.sm, *sms = context.sms;
+  return BSH_OK;
+}
+
+bsh_status bsh_cuda_enter(bsh_cuda_context *const context, const char *const op, const int32_t device,
+                          const int64_t size0, const int64_t size1, const int64_t size2) {
+  *context = (bsh_cuda_context){.op = op, .device = device, .sizes = {size0, size1, size2}};
+  BSH_TRY(need_driver(op, device));
   CUcontext current;
   BSH_TRY(use_device(context, &current));
   if (current != devices[device].primary) BSH_TRY(make_current(context, devices[device].primary));
@@ -446,10 +473,10 @@ static CUresult find_kernel(bsh_cuda_kernel *const kernel) {
 }
 
 /* Allows blocks of more than 48 KiB of dynamic shared memory, once per device. */
-static CUresult raise_shared_limit(bsh_cuda_kernel *const kernel, const int32_t device) {
+static CUresult raise_shared_limit(bsh_cuda_kernel *const kernel, const int32_t shared_bytes, const int32_t device) {
   const uint64_t bit = UINT64_C(1) << device;
-  if (kernel->shared_bytes <= STATIC_SHARED_LIMIT || (atomic_load(&kernel->raised) & bit)) return CUDA_SUCCESS;
-  const CUresult result = driver.kernel_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel->shared_bytes,
+  if (shared_bytes <= STATIC_SHARED_LIMIT || (atomic_load(&kernel->raised) & bit)) return CUDA_SUCCESS;
+  const CUresult result = driver.kernel_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes,
                                                   atomic_load(&kernel->handle), devices[device].device);
   if (result == CUDA_SUCCESS) atomic_fetch_or(&kernel->raised, bit);
   return result;
@@ -459,7 +486,7 @@ bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kerne
                            const bsh_cuda_launch_shape *const shape, void **const arguments) {
   CUresult result = CUDA_SUCCESS;
   if (atomic_load_explicit(&kernel->handle, memory_order_acquire) == NULL) result = find_kernel(kernel);
-  if (result == CUDA_SUCCESS) result = raise_shared_limit(kernel, context->device);
+  if (result == CUDA_SUCCESS) result = raise_shared_limit(kernel, shape->shared_bytes, context->device);
   if (result != CUDA_SUCCESS) return load_failed(context, kernel->name, result);
   CUlaunchAttribute attributes[2];
   CUlaunchConfig config = {.gridDimX = shape->grid[0],
@@ -468,7 +495,7 @@ bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kerne
                            .blockDimX = shape->block[0],
                            .blockDimY = shape->block[1],
                            .blockDimZ = shape->block[2],
-                           .sharedMemBytes = (unsigned)kernel->shared_bytes,
+                           .sharedMemBytes = (unsigned)shape->shared_bytes,
                            .hStream = context->stream,
                            .attrs = attributes};
   if (shape->cluster > 1) {

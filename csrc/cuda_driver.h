@@ -14,29 +14,22 @@
 
 #include "status.h"
 
-/* How a product is multiplied where no fused kernel takes it: by torch, on the tensors behind the pointers of the
- * arguments, or by cuBLAS on those pointers. */
-typedef struct {
-  bool cublas;
-  void *x;    /* contiguous [M, columns], any leading sizes: x, or dy of the input gradient; NULL: not by torch */
-  void *y;    /* the same of the result */
-  void *bias; /* NULL without */
-} bsh_torch_operands;
-
 /* One op call on one device: made by bsh_cuda_enter, closed by bsh_cuda_leave. */
 typedef struct {
   const char *op;   /* for messages */
   int64_t sizes[3]; /* for messages: M, N, K of a product, or n and zeros */
   int32_t device;
-  int32_t sm;                         /* compute capability, 10 * major + minor */
-  int32_t sms;                        /* multiprocessors */
-  void *stream;                       /* torch's current stream of the device, a CUstream */
-  void *guard;                        /* torch's device guard where another device was current, else NULL */
-  const bsh_torch_operands *operands; /* of a product, else NULL */
-  bool raw;                           /* a call without torch: made by bsh_cuda_enter_raw */
-  bool switched;                      /* raw: `previous`, a CUcontext or NULL, was current before */
+  int32_t sm;    /* compute capability, 10 * major + minor */
+  int32_t sms;   /* multiprocessors */
+  void *stream;  /* torch's current stream of the device, a CUstream */
+  void *guard;   /* torch's device guard where another device was current, else NULL */
+  bool raw;      /* a call without torch: made by bsh_cuda_enter_raw */
+  bool switched; /* raw: `previous`, a CUcontext or NULL, was current before */
   void *previous;
 } bsh_cuda_context;
+
+/* sm and sms of a device, without entering it. */
+bsh_status bsh_cuda_gpu(const char *op, int32_t device, int32_t *sm, int32_t *sms);
 
 /* Makes `device` current in this thread (its primary context; a fresh thread has none) and takes its current stream. */
 bsh_status bsh_cuda_enter(bsh_cuda_context *context, const char *op, int32_t device, int64_t size0, int64_t size1,
@@ -74,17 +67,18 @@ typedef enum { BSH_FATBINS(BSH_FATBIN_INDEX) BSH_FATBIN_COUNT } bsh_fatbin;
 typedef struct {
   bsh_fatbin fatbin;
   const char *name;         /* extern "C" name in the .cu file */
-  int32_t shared_bytes;     /* dynamic shared memory of a block; above 48 KiB the limit is raised per device */
   _Atomic(void *) handle;   /* CUkernel: valid in every context */
-  _Atomic(uint64_t) raised; /* devices, as bits, on which the limit was raised */
+  _Atomic(uint64_t) raised; /* devices, as bits, on which the limit of shared memory was raised */
 } bsh_cuda_kernel;
 
 typedef struct {
   uint32_t grid[3];
   uint32_t block[3];
-  uint32_t cluster; /* blocks per cluster along x; 0 or 1: none */
-  bool overlap;     /* programmatic dependent launch: the kernel must execute griddepcontrol.wait before it touches
-                       anything an earlier kernel may have written, or may still read */
+  uint32_t cluster;     /* blocks per cluster along x; 0 or 1: none */
+  int32_t shared_bytes; /* dynamic shared memory of a block, for a kernel the same in all launches on a device; above
+                           48 KiB the limit is raised once */
+  bool overlap;         /* programmatic dependent launch: the kernel must execute griddepcontrol.wait before it touches
+                           anything an earlier kernel may have written, or may still read */
 } bsh_cuda_launch_shape;
 
 /* Launches on context->stream. arguments[i] points to the i-th kernel parameter. */

@@ -1,4 +1,5 @@
-/* cuda_ops.h - the ops on CUDA: device pointers and sizes in, kernels enqueued on context->stream.
+/* cuda_ops.h - blocks and optimizers on CUDA (products: cuda_linear.h): device pointers and sizes in, kernels enqueued
+ * on context->stream.
  *
  * Nothing here waits for the GPU. All pointers of the argument structs are device pointers of context->device. */
 #ifndef BSH_CUDA_OPS_H
@@ -6,7 +7,6 @@
 
 #include "cuda_driver.h"
 #include "kernels.h"
-#include "select.h"
 #include "status.h"
 
 bsh_status bsh_cuda_quantize_4bit(const bsh_quantize_4bit_args *args, const bsh_cuda_context *context);
@@ -22,19 +22,5 @@ bsh_status bsh_cuda_optimizer_step(const bsh_step_list *list, const bsh_cuda_con
 
 /* *unorm (on the device) = squared norm of the update of the only parameter of a list, by Adam, momentum or RMSprop. */
 bsh_status bsh_cuda_optimizer_norm(const bsh_step_list *list, float *unorm, const bsh_cuda_context *context);
-
-/* y = x W^T + bias by the kernel that bsh_select_linear_4bit names. */
-bsh_status bsh_cuda_linear_4bit(const bsh_linear_4bit_args *args, const bsh_cuda_context *context);
-
-/* dx = dy W. */
-bsh_status bsh_cuda_linear_4bit_dgrad(const bsh_linear_4bit_dgrad_args *args, const bsh_cuda_context *context);
-
-/* The parts of linear_4bit. Fused (cuda_linear.c): decode and multiply in one kernel; `kernel` is any but
- * BSH_LINEAR_DENSE. BSH_NO_KERNEL where it cannot take these arguments (alignment): the caller then goes dense. */
-bsh_status bsh_cuda_linear_4bit_fused(const bsh_linear_4bit_args *args, bsh_linear_kernel kernel,
-                                      const bsh_cuda_context *context);
-
-/* Dense (cuda_dense.c): W by panels of rows into scratch memory, then torch's GEMM per panel. Any arguments. */
-bsh_status bsh_cuda_linear_4bit_dense(const bsh_linear_4bit_args *args, const bsh_cuda_context *context);
 
 #endif

@@ -263,17 +263,19 @@ static bsh_status new_output(bsh_call *const call, const bsh_tensor *const like,
   return direct->made != NULL ? bsh_direct_describe(direct->made, output) : BSH_OUT_OF_MEMORY;
 }
 
-static bsh_status settle_product(bsh_call *const call, const bsh_dtype dtype, const bool cuda) {
-  if (!cuda) return BSH_OK;
-  call->cublas = bsh_torch.has_cublas && dtype != BSH_F32 && default_products(dtype);
-  return call->cublas ? BSH_OK : BSH_NO_KERNEL;
+static bsh_status may_multiply(bsh_call *const call, const bsh_dtype dtype) {
+  (void)call;
+  return bsh_torch.has_cublas && dtype != BSH_F32 && default_products(dtype) ? BSH_OK : BSH_NO_KERNEL;
 }
 
 /* A launch waits where the queue of the GPU is full. */
 static void release_gil(bsh_call *const call) { ((direct_call *)call)->released = PyEval_SaveThread(); }
 
-static const bsh_caller caller = {
-    .tensor = read_tensor, .output = new_output, .product = settle_product, .compute = release_gil};
+static const bsh_caller caller = {.tensor = read_tensor,
+                                  .output = new_output,
+                                  .vendor = BSH_VENDOR_CUBLAS,
+                                  .may_multiply = may_multiply,
+                                  .compute = release_gil};
 
 /* ---- the functions ---- */
 

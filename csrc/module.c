@@ -9,10 +9,11 @@
 #include "cpu.h"
 #include "cuda_driver.h"
 #include "direct.h"
+#include "module_plan.h"
 #include "optimizer_list.h"
 #include "ops.h"
 #include "packed.h"
-#include "select.h"
+#include "plan.h"
 #include "torch_abi.h"
 
 static PyObject *raise_status(PyObject *const type) {
@@ -100,27 +101,6 @@ static PyObject *cuda_state(PyObject *const module, PyObject *const unused) {
                        state.architectures, "driver", state.driver, "error", state.error);
 }
 
-static PyObject *select_linear_4bit(PyObject *const module, PyObject *const args) {
-  (void)module;
-  long long M, N, K, blocksize;
-  int dtype, sm, sms, nested;
-  if (!PyArg_ParseTuple(args, "LLLiiiLp", &M, &N, &K, &dtype, &sm, &sms, &blocksize, &nested)) return NULL;
-  if (dtype < BSH_F32 || dtype > BSH_BF16)
-    return PyErr_Format(PyExc_ValueError, "dtype %d is none of float32 (%d), float16 (%d), bfloat16 (%d)", dtype,
-                        BSH_F32, BSH_F16, BSH_BF16);
-  return PyUnicode_FromString(
-      bsh_linear_kernel_name(bsh_select_linear_4bit(M, N, K, (bsh_dtype)dtype, sm, sms, blocksize, nested != 0)));
-}
-
-static PyObject *kernel_image(PyObject *const module, PyObject *const args) {
-  (void)module;
-  const char *architectures;
-  int sm;
-  if (!PyArg_ParseTuple(args, "si", &architectures, &sm)) return NULL;
-  const bsh_kernel_image image = bsh_image_for(architectures, sm);
-  return Py_BuildValue("iO", (int)image.arch, image.this_gpu_only ? Py_True : Py_False);
-}
-
 static PyMethodDef methods[] = {
     {"storage_elements", storage_elements, METH_VARARGS,
      "storage_elements(n, itemsize): storage elements that hold n 4-bit codes, zero-padded."},
@@ -132,9 +112,11 @@ static PyMethodDef methods[] = {
     {"isas", isas, METH_NOARGS, "isas(): instruction sets usable on this CPU, worst first."},
     {"set_isa", set_isa, METH_VARARGS, "set_isa(name): use the CPU kernels of another instruction set of isas()."},
     {"cuda_state", cuda_state, METH_NOARGS, "cuda_state(): what the CUDA half was built for and what the driver says."},
-    {"select_linear_4bit", select_linear_4bit, METH_VARARGS,
-     "select_linear_4bit(M, N, K, dtype, sm, sms, blocksize, nested): name of the CUDA kernel that would run."},
-    {"kernel_image", kernel_image, METH_VARARGS,
+    {"plan_linear_4bit", (PyCFunction)(void (*)(void))bsh_module_plan, METH_VARARGS | METH_KEYWORDS,
+     "plan_linear_4bit(M, N, K, dtype, sm, sms, *, ...): how a GPU would compute the product, a dict."},
+    {"force_kernel", bsh_module_force_kernel, METH_VARARGS,
+     "force_kernel(op, name): every later product of linear_4bit or linear_4bit_dgrad on a GPU by this kernel."},
+    {"kernel_image", bsh_module_kernel_image, METH_VARARGS,
      "kernel_image(architectures, sm): (architecture, for this GPU only) of the kernels that would be loaded there."},
     {"configure_direct", bsh_direct_configure, METH_VARARGS,
      "configure_direct(exchange, tensor, weights, dtypes, watchers, settings, profiler, grad_enabled): whether direct "
@@ -157,6 +139,7 @@ static PyMethodDef methods[] = {
 static int execute(PyObject *const module) {
   const char *trouble = bsh_torch_load();
   if (trouble == NULL && bsh_cpu_set_isa(NULL) != BSH_OK) trouble = bsh_status_message();
+  if (trouble == NULL && bsh_read_forced_kernels() != BSH_OK) trouble = bsh_status_message();
   if (trouble == NULL) trouble = bsh_ops_register();
   if (trouble != NULL) {
     PyErr_SetString(PyExc_ImportError, trouble);

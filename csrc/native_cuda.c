@@ -144,32 +144,14 @@ BSH_NATIVE_DTYPES(DEQUANTIZE_FP4)
 
 /* ---- products ---- */
 
-enum { F32_ROWS = 16 }; /* of x, for one call of the fused kernels */
-
-static bsh_status multiply_f32(const bsh_linear_4bit_args *const args, const bsh_cuda_context *const context) {
-  const bsh_weight *const weight = &args->weight;
-  if (!bsh_gemv_takes(1, args->N, args->K, BSH_F32, context->sm, weight->blocksize) || !aligned(args->x, 16) ||
-      !aligned(weight->packed, 4))
-    return bsh_fail(BSH_NO_KERNEL,
-                    "%s: no fp32 kernel for K = %" PRId64 ", A at %p, B at %p: K must be a multiple of 32, the "
-                    "addresses of 16 and 4 bytes",
-                    context->op, args->K, args->x, (const void *)weight->packed);
-  for (int64_t m = 0; m < args->M; m += F32_ROWS) {
-    bsh_linear_4bit_args rows = *args;
-    rows.M = min_i64(F32_ROWS, args->M - m);
-    rows.x = (const float *)args->x + m * args->ldx;
-    rows.y = (float *)args->y + m * args->ldy;
-    BSH_TRY(bsh_cuda_linear_4bit_fused(&rows, BSH_LINEAR_GEMV, context));
-  }
-  return BSH_OK;
-}
-
-/* cuBLAS multiplies dequantized 16-bit panels, nobody fp32 ones: the fused kernels take those, some rows at a time. */
-static bsh_status multiply(const bsh_linear_4bit_args *const args, bsh_cuda_context *const context) {
-  static const bsh_torch_operands cublas = {.cublas = true}, nobody = {.cublas = false};
-  if (args->dtype == BSH_F32) return multiply_f32(args, context);
-  context->operands = bsh_torch.has_cublas ? &cublas : &nobody;
-  return bsh_cuda_linear_4bit(args, context);
+/* cuBLAS multiplies dequantized 16-bit panels, nobody fp32 ones: a fused kernel takes those, some rows at a time. */
+static bsh_status multiply(const bsh_linear_4bit_args *const args, const bsh_cuda_context *const context) {
+  const bool cublas = bsh_torch.has_cublas && args->dtype != BSH_F32;
+  const bsh_torch_operands none = {0};
+  bsh_plan plan;
+  BSH_TRY(bsh_cuda_plan_linear_4bit(context->op, args, context->sm, context->sms,
+                                    cublas ? BSH_VENDOR_CUBLAS : BSH_VENDOR_NONE, &plan));
+  return bsh_cuda_linear_4bit(args, &plan, &none, context);
 }
 
 static bsh_status check_product(const char *const op, const int64_t M, const int64_t N, const int64_t K,

@@ -8,6 +8,7 @@
 #include <inttypes.h>
 
 #include "cpu.h"
+#include "cuda_linear.h"
 #include "cuda_ops.h"
 #include "packed.h"
 #include "tensor.h"
@@ -37,17 +38,14 @@
     "(Tensor g, Tensor(a!) p, Tensor(b!) state1, Tensor(c!) state2, Tensor qmap1, Tensor qmap2, Tensor(d!) absmax1, "  \
     "Tensor(e!) absmax2, " STEP_ARGUMENTS ", float gnorm_scale, bool skip_zeros, int blocksize) -> ()")
 
-/* Leaves the op: computes with args on the device of `like`. The sizes are for messages, the operands for products. */
-#define COMPUTE(name, like, size0, size1, size2, ...)                                                                  \
-  COMPUTE_PRODUCT(name, like, NULL, size0, size1, size2, __VA_ARGS__)
-#define COMPUTE_PRODUCT(name, like, tensors, size0, size1, size2, ...)                                                 \
+/* Leaves the op: computes with args on the device of `like`. The sizes are for messages. */
+#define COMPUTE(name, like, size0, size1, size2, args)                                                                 \
   do {                                                                                                                 \
     bsh_call_compute(call);                                                                                            \
-    if (!bsh_on_cuda(like)) return bsh_cpu_##name(__VA_ARGS__);                                                        \
+    if (!bsh_on_cuda(like)) return bsh_cpu_##name(args);                                                               \
     bsh_cuda_context context;                                                                                          \
     BSH_TRY(bsh_cuda_enter(&context, #name, (like)->device_index, size0, size1, size2));                               \
-    context.operands = tensors;                                                                                        \
-    const bsh_status computed = bsh_cuda_##name(&args, &context);                                                      \
+    const bsh_status computed = bsh_cuda_##name(args, &context);                                                       \
     bsh_cuda_leave(&context);                                                                                          \
     return computed;                                                                                                   \
   } while (0)
@@ -237,44 +235,73 @@ static bsh_status new_activation(bsh_call *const call, const bsh_tensor *const x
   return bsh_call_output(call, x, x->dim, sizes, x->dtype, y);
 }
 
-/* Beyond, most products go by panels; who multiplies those is settled in advance. A smaller one that needs them too is
- * left to the dispatcher by direct calls. */
-enum { MAX_FUSED_ROWS = 64 };
-
 static const bsh_cpu_gemm cpu_gemm = {.mm = bsh_torch_cpu_gemm};
+
+/* Only then the result is made: where panels would be multiplied by nobody, nothing was allocated. */
+static bsh_status plan_forward(bsh_call *const call, const bsh_tensor *const x, const bsh_linear_4bit_args *const args,
+                               bsh_plan *const plan) {
+  int32_t sm, sms;
+  if (!bsh_on_cuda(x) || args->M == 0 || args->N == 0) return BSH_OK;
+  BSH_TRY(bsh_cuda_gpu(call->op, x->device_index, &sm, &sms));
+  BSH_TRY(bsh_cuda_plan_linear_4bit(call->op, args, sm, sms, call->caller->vendor, plan));
+  return plan->vendor != BSH_VENDOR_NONE ? bsh_call_may_multiply(call, args->dtype) : BSH_OK;
+}
+
+static bsh_status plan_dgrad(bsh_call *const call, const bsh_tensor *const dy,
+                             const bsh_linear_4bit_dgrad_args *const args, bsh_plan *const plan) {
+  int32_t sm, sms;
+  if (!bsh_on_cuda(dy) || args->M == 0 || args->K == 0) return BSH_OK;
+  BSH_TRY(bsh_cuda_gpu(call->op, dy->device_index, &sm, &sms));
+  BSH_TRY(bsh_cuda_plan_linear_4bit_dgrad(call->op, args, sm, sms, call->caller->vendor, plan));
+  return plan->vendor != BSH_VENDOR_NONE ? bsh_call_may_multiply(call, args->dtype) : BSH_OK;
+}
 
 bsh_status bsh_op_linear_4bit(bsh_call *const call) {
   const int64_t N = bsh_call_int(call, 9), K = bsh_call_int(call, 10);
   bsh_linear_4bit_args args = {.N = N, .K = K, .ldx = K, .ldy = N};
   bsh_tensor x, packed, bias, y;
+  bsh_plan plan;
   BSH_TRY(read_weight(call, 1, 7, N, K, &packed, &args.weight));
   BSH_TRY(read_activation(call, "x", K, &x, &args.dtype, &args.M));
   BSH_TRY(same_device(call, &x, "x", &packed, "packed"));
   BSH_TRY(bsh_call_tensor(call, 6, &bias));
   if (bias.numel != 0) BSH_TRY(data_of(call, &bias, "bias", x.dtype, N, &packed, (void **)&args.bias));
-  if (args.M > MAX_FUSED_ROWS) BSH_TRY(bsh_call_product(call, args.dtype, bsh_on_cuda(&x)));
+  args.x = x.data;
+  BSH_TRY(plan_forward(call, &x, &args, &plan));
   BSH_TRY(new_activation(call, &x, N, &y));
   if (y.numel == 0) return BSH_OK;
-  args.x = x.data;
   args.y = y.data;
-  const bsh_torch_operands operands = {call->cublas, x.handle, y.handle, args.bias != NULL ? bias.handle : NULL};
-  COMPUTE_PRODUCT(linear_4bit, &x, &operands, args.M, N, K, &args, &cpu_gemm);
+  bsh_call_compute(call);
+  if (!bsh_on_cuda(&x)) return bsh_cpu_linear_4bit(&args, &cpu_gemm);
+  const bsh_torch_operands operands = {x.handle, y.handle, args.bias != NULL ? bias.handle : NULL};
+  bsh_cuda_context context;
+  BSH_TRY(bsh_cuda_enter(&context, call->op, x.device_index, args.M, N, K));
+  const bsh_status computed = bsh_cuda_linear_4bit(&args, &plan, &operands, &context);
+  bsh_cuda_leave(&context);
+  return computed;
 }
 
 bsh_status bsh_op_linear_4bit_dgrad(bsh_call *const call) {
   const int64_t N = bsh_call_int(call, 8), K = bsh_call_int(call, 9);
   bsh_linear_4bit_dgrad_args args = {.N = N, .K = K, .lddy = N, .lddx = K};
   bsh_tensor dy, packed, dx;
+  bsh_plan plan;
   BSH_TRY(read_weight(call, 1, 6, N, K, &packed, &args.weight));
   BSH_TRY(read_activation(call, "dy", N, &dy, &args.dtype, &args.M));
   BSH_TRY(same_device(call, &dy, "dy", &packed, "packed"));
-  BSH_TRY(bsh_call_product(call, args.dtype, bsh_on_cuda(&dy)));
+  args.dy = dy.data;
+  BSH_TRY(plan_dgrad(call, &dy, &args, &plan));
   BSH_TRY(new_activation(call, &dy, K, &dx));
   if (dx.numel == 0) return BSH_OK;
-  args.dy = dy.data;
   args.dx = dx.data;
-  const bsh_torch_operands operands = {call->cublas, dy.handle, dx.handle, NULL};
-  COMPUTE_PRODUCT(linear_4bit_dgrad, &dy, &operands, args.M, N, K, &args, &cpu_gemm);
+  bsh_call_compute(call);
+  if (!bsh_on_cuda(&dy)) return bsh_cpu_linear_4bit_dgrad(&args, &cpu_gemm);
+  const bsh_torch_operands operands = {dy.handle, dx.handle, NULL};
+  bsh_cuda_context context;
+  BSH_TRY(bsh_cuda_enter(&context, call->op, dy.device_index, args.M, N, K));
+  const bsh_status computed = bsh_cuda_linear_4bit_dgrad(&args, &plan, &operands, &context);
+  bsh_cuda_leave(&context);
+  return computed;
 }
 
 /* ---- checksum ---- */

@@ -132,7 +132,8 @@ static bsh_status stack_output(bsh_call *const call, const bsh_tensor *const lik
   return BSH_OK;
 }
 
-const bsh_caller bsh_dispatcher = {.tensor = stack_tensor, .in_place = stack_in_place, .output = stack_output};
+const bsh_caller bsh_dispatcher = {
+    .tensor = stack_tensor, .in_place = stack_in_place, .output = stack_output, .vendor = BSH_VENDOR_TORCH};
 
 bsh_status bsh_call_tensor(bsh_call *const call, const int index, bsh_tensor *const tensor) {
   return call->caller->tensor(call, index, tensor);
@@ -162,8 +163,8 @@ bsh_status bsh_call_output(bsh_call *const call, const bsh_tensor *const like, c
   return call->caller->output(call, like, dim, sizes, dtype, output);
 }
 
-bsh_status bsh_call_product(bsh_call *const call, const bsh_dtype dtype, const bool cuda) {
-  return call->caller->product != NULL ? call->caller->product(call, dtype, cuda) : BSH_OK;
+bsh_status bsh_call_may_multiply(bsh_call *const call, const bsh_dtype dtype) {
+  return call->caller->may_multiply != NULL ? call->caller->may_multiply(call, dtype) : BSH_OK;
 }
 
 void bsh_call_compute(bsh_call *const call) {

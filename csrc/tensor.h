@@ -10,6 +10,7 @@
 #define BSH_TENSOR_H
 
 #include "kernels.h"
+#include "plan.h"
 #include "status.h"
 #include "torch_abi.h"
 
@@ -35,8 +36,10 @@ typedef struct {
   bsh_status (*in_place)(bsh_call *call, int index, const char *argument, bsh_tensor *tensor); /* the dispatcher only */
   bsh_status (*output)(bsh_call *call, const bsh_tensor *like, int64_t dim, const int64_t *sizes, int32_t dtype,
                        bsh_tensor *output);
-  bsh_status (*product)(bsh_call *call, bsh_dtype dtype, bool cuda); /* NULL: torch multiplies */
-  void (*compute)(bsh_call *call);                                   /* NULL: nothing to do */
+  bsh_vendor vendor; /* who multiplies panels on CUDA */
+  /* BSH_NO_KERNEL where that one must not multiply this call; NULL: always may. */
+  bsh_status (*may_multiply)(bsh_call *call, bsh_dtype dtype);
+  void (*compute)(bsh_call *call); /* NULL: nothing to do */
 } bsh_caller;
 
 extern const bsh_caller bsh_dispatcher;
@@ -48,7 +51,6 @@ struct bsh_call {
   int n_tensors;       /* every op takes its tensors first: stack[0 .. n_tensors) */
   int n_temporaries;
   int n_outputs;
-  bool cublas; /* cuBLAS multiplies, not torch */
   AtenTensorHandle temporaries[BSH_MAX_TEMPORARIES];
   bsh_tensor outputs[BSH_MAX_OUTPUTS];
 };
@@ -69,8 +71,8 @@ int32_t bsh_call_dtype(const bsh_call *call, int index);
 bsh_status bsh_call_output(bsh_call *call, const bsh_tensor *like, int64_t dim, const int64_t *sizes, int32_t dtype,
                            bsh_tensor *output);
 
-/* Settles who multiplies dequantized panels, before the result is made; BSH_NO_KERNEL where nobody can. */
-bsh_status bsh_call_product(bsh_call *call, bsh_dtype dtype, bool cuda);
+/* Where a plan has panels: BSH_NO_KERNEL if the caller's vendor must not multiply them. Before the result is made. */
+bsh_status bsh_call_may_multiply(bsh_call *call, bsh_dtype dtype);
 
 /* After everything was read and made, before the computation. */
 void bsh_call_compute(bsh_call *call);

@@ -3,13 +3,14 @@
 // The fast kernels give a warp a tile of 1024 elements: 16 bytes of the wide tensor per lane and step, so that every
 // access is coalesced, and all loads of a warp are in flight before the first use. The grid covers the tensor once. A
 // tile cut by an end of the tensor, and the *_any kernels, which take any alignment, go one element (or one block) at a
-// time. Host side: csrc/cuda_ops.c.
+// time. Host side: csrc/cuda_blockwise.c.
+#include "blockwise.h"
+
 #include "common.cuh"
 
 namespace bsh {
 
-constexpr int kWarps = 8;       // warps per block of threads, all kernels
-constexpr int kWarpTile = 1024; // elements per warp, fast kernels
+constexpr int kWarps = BSH_BLOCK_WARPS, kWarpTile = BSH_WARP_TILE;
 
 __device__ __forceinline__ int64_t global_warp() { return (int64_t)blockIdx.x * kWarps + threadIdx.x / 32; }
 
@@ -31,7 +32,7 @@ __device__ __forceinline__ void dequantize_element(const bsh_dequantize_4bit_arg
 
 // A warp tile is kSteps rows of kSpan columns. Lane l fetches the scale of one block of the tile: of row l / kPerRow,
 // the (l % kPerRow)-th block from the left; a span holds at most kPerRow blocks of 32. Needs, besides alignment, that a
-// span starts at a block border or lies inside one block (csrc/cuda_ops.c checks).
+// span starts at a block border or lies inside one block (csrc/cuda_blockwise.c checks).
 template <typename T> struct DequantizeTile {
   static constexpr int kWidth = Vector<T>::kWidth, kSpan = 32 * kWidth, kSteps = kWarpTile / kSpan;
   static constexpr int kPerRow = 32 / kSteps;

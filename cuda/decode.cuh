@@ -7,23 +7,25 @@
 #pragma once
 
 #include "common.cuh"
-#include "cuda_linear.h"
+#include "fused.h"
 
 namespace bsh {
 
 #if defined(__CUDA_ARCH__)
-constexpr int ARCH = __CUDA_ARCH__;
+constexpr int ARCH = __CUDA_ARCH__ / 10; // 10 * major + minor
 #else
 constexpr int ARCH = 0;
 #endif
-
-// 227 KiB of shared memory: table rows lie 256 bytes apart at a multiple of 64 KiB, so that one byte permutation builds
-// an address (row in byte 1, lane in byte 0). Elsewhere rows lie 128 bytes apart and an address takes two instructions.
-constexpr bool WIDE = ARCH >= 900 && ARCH < 1200;
-constexpr int TABLE_ROW = WIDE ? 256 : 128;
-constexpr int TABLE_BYTES = 256 * TABLE_ROW;
+constexpr bool WIDE = bsh_is_wide(ARCH);
+constexpr int TABLE_ROW = bsh_table_row(ARCH);
 
 __device__ __forceinline__ uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+// Where the table and the rings begin in shared memory (WIDE).
+__device__ __forceinline__ char *wide_table(char *memory) {
+  return memory + (BSH_WIDE_TABLE_AT - (shared_address(memory) & (BSH_WIDE_TABLE_AT - 1)));
+}
+__device__ __forceinline__ char *wide_ring(char *table) { return table + (BSH_WIDE_RING_AT - BSH_WIDE_TABLE_AT); }
 
 // T pairs and the m16n8k16 product, fp32 accumulators.
 template <typename T> struct number;

@@ -18,6 +18,8 @@
 // Each block of threads then has one share of one row block, and the two warps of a row tile finish half of the tokens
 // each. The host also chooses how many row tiles a row block has, so that all multiprocessors get one; the warps left
 // over decode nothing.
+#include "gemm_4bit_sm90.h"
+
 #include "decode.cuh"
 #include "sums.cuh"
 
@@ -29,22 +31,16 @@ namespace bsh {
 namespace {
 
 #ifdef BSH_HAS_WGMMA
-constexpr int PIECE_BYTES = BSH_ROW_TILE * BSH_PIECE_UNITS * 32; // a ring slot
-constexpr int SLOTS = 3;                                         // of a warp's ring of packed bytes
-constexpr int STAGES = 3;                                        // of x
-// K_PARTS: parts of K that the warpgroups of a block work on at the same time. 64 tokens with decoding one unit ahead
-// need 168 registers.
-template <int TOKENS, int K_PARTS> constexpr bool AHEAD = TOKENS < 64 || K_PARTS == 1;
-template <int TOKENS, int K_PARTS> constexpr int WARPS = AHEAD<TOKENS, K_PARTS> && TOKENS == 64 ? 12 : 16;
+constexpr int PIECE_BYTES = BSH_PIECE_BYTES, SLOTS = BSH_GEMM_SLOTS, STAGES = BSH_GEMM_STAGES;
+template <int TOKENS, int K_PARTS> constexpr bool AHEAD = bsh_gemm_ahead(TOKENS, K_PARTS);
+template <int TOKENS, int K_PARTS> constexpr int WARPS = bsh_gemm_warps(TOKENS, K_PARTS);
 template <int TOKENS, int K_PARTS> constexpr int ROW_WARPS = WARPS<TOKENS, K_PARTS> / K_PARTS;
 template <int TOKENS, int K_PARTS>
 constexpr int OWN_TOKENS = TOKENS / K_PARTS; // whose sums a warp completes and stores
-template <int TOKENS, int K_PARTS> constexpr int STAGE_UNITS = (TOKENS == 64 ? 2 : 4) / K_PARTS; // of each part
-template <int TOKENS, int K_PARTS> constexpr int PART_BYTES = STAGE_UNITS<TOKENS, K_PARTS> * TOKENS * BSH_UNIT * 2;
-template <int TOKENS, int K_PARTS> constexpr int STAGE_BYTES = PART_BYTES<TOKENS, K_PARTS> * K_PARTS;
-template <int TOKENS, int K_PARTS> constexpr bool OWN_X = TOKENS == 32 && K_PARTS == 2;
-template <int TOKENS, int K_PARTS>
-constexpr int THREADS = (WARPS<TOKENS, K_PARTS> + (OWN_X<TOKENS, K_PARTS> ? BSH_X_WARPS : 0)) * 32;
+template <int TOKENS, int K_PARTS> constexpr int STAGE_UNITS = bsh_gemm_stage_units(TOKENS, K_PARTS); // of each part
+template <int TOKENS, int K_PARTS> constexpr int PART_BYTES = bsh_gemm_part_bytes(TOKENS, K_PARTS);
+template <int TOKENS, int K_PARTS> constexpr int STAGE_BYTES = bsh_gemm_stage_bytes(TOKENS, K_PARTS);
+template <int TOKENS, int K_PARTS> constexpr bool OWN_X = bsh_gemm_own_x(TOKENS, K_PARTS);
 
 // ---- barriers and copies of the asynchronous proxy ----
 
@@ -128,13 +124,13 @@ struct shared_layout {
   uint32_t full, empty; // addresses of STAGES barriers each
 };
 template <int TOKENS, int K_PARTS> __device__ __forceinline__ shared_layout lay_out(char *memory) {
-  static_assert(2048 + STAGES * STAGE_BYTES<TOKENS, K_PARTS> <= 63 * 1024, "the x stages must end below the table");
+  static_assert(BSH_GEMM_X_AT + STAGES * STAGE_BYTES<TOKENS, K_PARTS> <= 63 * 1024, "x must end below the table");
   shared_layout s;
-  s.table = memory + (65536 - (shared_address(memory) & 65535));
-  s.ring = s.table + TABLE_BYTES;
+  s.table = wide_table(memory);
+  s.ring = wide_ring(s.table);
   s.full = shared_address(memory), s.empty = s.full + 8 * STAGES;
-  s.map = reinterpret_cast<float *>(memory + 1024);
-  s.x = memory + 2048;
+  s.map = reinterpret_cast<float *>(memory + BSH_GEMM_MAP_AT);
+  s.x = memory + BSH_GEMM_X_AT;
   return s;
 }
 
@@ -152,7 +148,7 @@ template <int K_PARTS> struct share {
 
   __device__ __forceinline__ explicit share(const bsh_fused_args &args) {
     pieces = (args.K / BSH_UNIT + BSH_PIECE_UNITS * K_PARTS - 1) / (BSH_PIECE_UNITS * K_PARTS);
-    each = args.block_pieces, more = args.more_pieces;
+    each = args.cut.block_pieces, more = args.cut.more_pieces;
     begin = begin_of(blockIdx.x), count = begin_of(blockIdx.x + 1) - begin;
   }
   __device__ __forceinline__ int begin_of(uint32_t i) const { return i * each + (more > 0 ? i * more / gridDim.x : 0); }
@@ -178,7 +174,7 @@ template <int TOKENS, int K_PARTS> struct row_tiles {
   bool active;
   __device__ __forceinline__ explicit row_tiles(const bsh_fused_args &args) {
     constexpr int ROW_WARPS = bsh::ROW_WARPS<TOKENS, K_PARTS>;
-    count = K_PARTS == 2 ? args.row_tiles : ROW_WARPS;
+    count = K_PARTS == 2 ? args.cut.row_tiles : ROW_WARPS;
     own = (threadIdx.x >> 5) % ROW_WARPS, active = K_PARTS == 1 || own < count;
   }
   __device__ __forceinline__ int tile(int block) const { return block * count + own; }
@@ -309,7 +305,7 @@ template <int TOKENS, int K_PARTS> struct x_order {
   bool refill;
 
   __device__ __forceinline__ x_order(const bsh_fused_args &args, const shared_layout &shared, int pieces) {
-    const int t = threadIdx.x % (BSH_X_WARPS * 32), chunk = t & 7, row = t >> 3;
+    const int t = threadIdx.x % (BSH_GEMM_X_WARPS * 32), chunk = t & 7, row = t >> 3;
     full = shared.full, empty = shared.empty, parity = 1, slot = 0, refill = false;
     units = args.K / BSH_UNIT, part_units = pieces * BSH_PIECE_UNITS, rows = args.M - row;
 #pragma unroll
@@ -372,7 +368,7 @@ template <int TOKENS, int K_PARTS> struct joint {
   uint32_t *counter; // of owners that have left their sums
 
   __device__ __forceinline__ joint(const bsh_fused_args &args, int tile, int token) : tile(tile), token(token) {
-    sums = reinterpret_cast<float4 *>(args.partial) + (int64_t)tile * args.k_splits * (TILE / 4) +
+    sums = reinterpret_cast<float4 *>(args.partial) + (int64_t)tile * args.cut.k_splits * (TILE / 4) +
            token * (BSH_ROW_TILE / 4) + (threadIdx.x & 31);
     counter = args.counters + tile * K_PARTS + token / OWN;
   }
@@ -515,7 +511,7 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
   build_table<T>(shared.table, args.format);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++)
-      barrier_init(shared.full + 8 * i, OWN_X ? BSH_X_WARPS : 1), barrier_init(shared.empty + 8 * i, WARPS);
+      barrier_init(shared.full + 8 * i, OWN_X ? BSH_GEMM_X_WARPS : 1), barrier_init(shared.empty + 8 * i, WARPS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   if (OWN_X) __syncthreads();
@@ -624,26 +620,20 @@ __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
 
 #ifdef BSH_HAS_WGMMA
 #define GEMM_BODY(T, TOKENS, K_PARTS, KIND) bsh::gemm<T, TOKENS, K_PARTS, bsh::KIND>(args);
-#define GEMM_THREADS(TOKENS, K_PARTS) (bsh::THREADS<TOKENS, K_PARTS>)
 #else
 #define GEMM_BODY(T, TOKENS, K_PARTS, KIND) __trap(); // the host launches these on sm_90 machine code only
-#define GEMM_THREADS(TOKENS, K_PARTS) 512
 #endif
 #define GEMM(T, NAME, TOKENS, K_PARTS, KIND)                                                                           \
-  extern "C" __global__ void __launch_bounds__(GEMM_THREADS(TOKENS, K_PARTS), 1)                                       \
+  extern "C" __global__ void __launch_bounds__(bsh_gemm_threads(TOKENS, K_PARTS), 1)                                   \
       NAME(const __grid_constant__ bsh_fused_args args) {                                                              \
     GEMM_BODY(T, TOKENS, K_PARTS, KIND)                                                                                \
   }
 #define GEMM_PAIR(T, NAME, TOKENS, K_PARTS)                                                                            \
   GEMM(T, NAME, TOKENS, K_PARTS, NESTED_64) GEMM(T, NAME##_any, TOKENS, K_PARTS, ANY_SCALES)
-#define GEMM_SIZES(T, NAME)                                                                                            \
-  GEMM_PAIR(T, NAME##_m16, 16, 1)                                                                                      \
-  GEMM_PAIR(T, NAME##_m32, 32, 1)                                                                                      \
-  GEMM_PAIR(T, NAME##_m64, 64, 1)                                                                                      \
-  GEMM_PAIR(T, NAME##_m32_p2, 32, 2)                                                                                   \
-  GEMM_PAIR(T, NAME##_m64_p2, 64, 2)
-GEMM_SIZES(__nv_bfloat16, gemm_4bit_bf16)
-GEMM_SIZES(__half, gemm_4bit_f16)
+#define GEMM_BF16(FORM, TOKENS, K_PARTS) GEMM_PAIR(__nv_bfloat16, gemm_4bit_bf16_##FORM, TOKENS, K_PARTS)
+#define GEMM_F16(FORM, TOKENS, K_PARTS) GEMM_PAIR(__half, gemm_4bit_f16_##FORM, TOKENS, K_PARTS)
+BSH_GEMM_FORMS(GEMM_BF16)
+BSH_GEMM_FORMS(GEMM_F16)
 
 // x[M, K] (2-byte elements) -> [all_units][tokens][64] in the layout of one stage, as x_order makes it. Missing tokens
 // and units are zero. Also clears the counters; with tokens = 0 nothing else.

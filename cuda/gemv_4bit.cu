@@ -9,33 +9,32 @@
 // are added in a fixed order. Where K is longer than a block holds, k_splits blocks share a row tile: their sums meet
 // in args.partial, behind a cluster barrier (sm_90 on) or in a second kernel, again in a fixed order. Nothing is added
 // atomically: equal inputs give equal bits.
+#include "gemv_4bit.h"
+
 #include "decode.cuh"
 #include "sums.cuh"
 
 namespace bsh {
 namespace {
 
-constexpr int WARPS = WIDE ? 16 : ARCH >= 800 ? 8 : 4;
-template <int TOKEN_TILES> constexpr int SLOTS = ARCH >= 800 && TOKEN_TILES < 4 ? 3 : 2; // of a warp's ring
-constexpr int PIECE_BYTES = BSH_ROW_TILE * BSH_PIECE_UNITS * 32;                         // a ring slot
-constexpr int MAP_BYTES = 1024;
-template <int TOKEN_TILES> constexpr int TILES_PER_MEETING = TOKEN_TILES == 1 && ARCH >= 800 ? 2 : 1;
+constexpr int WARPS = bsh_gemv_warps(ARCH);
+constexpr int PIECE_BYTES = BSH_PIECE_BYTES;                                        // a ring slot
+template <int TOKEN_TILES> constexpr int SLOTS = bsh_gemv_slots(ARCH, TOKEN_TILES); // of a warp's ring
+template <int TOKEN_TILES> constexpr int TILES_PER_MEETING = bsh_gemv_meeting(ARCH, TOKEN_TILES);
 
-// Shared memory. WIDE: [map, sums] below 64 KiB, the table at 64 KiB, the rings at 128 KiB (csrc/cuda_linear.c asks for
-// 224 KiB). Else: [table, map, sums, rings].
 struct shared_layout {
   char *table, *ring;
   float *map, *sums;
 };
 template <int TOKEN_TILES> __device__ __forceinline__ shared_layout lay_out(char *memory) {
-  constexpr int sums_bytes = 2 * TILES_PER_MEETING<TOKEN_TILES> * WARPS * TOKEN_TILES * 512;
-  static_assert(!WIDE || MAP_BYTES + sums_bytes <= 63 * 1024, "the sums must end below the table");
+  constexpr int sums_bytes = bsh_gemv_sums_bytes(ARCH, TOKEN_TILES);
+  static_assert(!WIDE || BSH_MAP_BYTES + sums_bytes <= 63 * 1024, "the sums must end below the table");
   shared_layout s;
-  char *const low = memory + (WIDE ? 0 : TABLE_BYTES);
-  s.table = WIDE ? memory + (65536 - (shared_address(memory) & 65535)) : memory;
+  char *const low = memory + (WIDE ? 0 : bsh_table_bytes(ARCH));
+  s.table = WIDE ? wide_table(memory) : memory;
   s.map = reinterpret_cast<float *>(low);
-  s.sums = reinterpret_cast<float *>(low + MAP_BYTES);
-  s.ring = WIDE ? s.table + TABLE_BYTES : low + MAP_BYTES + sums_bytes;
+  s.sums = reinterpret_cast<float *>(low + BSH_MAP_BYTES);
+  s.ring = WIDE ? wide_ring(s.table) : low + BSH_MAP_BYTES + sums_bytes;
   return s;
 }
 
@@ -54,13 +53,13 @@ template <int UNITS> __device__ __forceinline__ place find_place(const bsh_fused
   p.lane = threadIdx.x & 31, p.warp = threadIdx.x >> 5, p.g = p.lane >> 2, p.c = p.lane & 3;
   int team = blockIdx.x;
   p.split = 0;
-  if (args.k_splits > 1) team = blockIdx.x / args.k_splits, p.split = blockIdx.x - team * args.k_splits;
-  const bool longer = team < args.longer_teams;
-  p.tile_begin = team * args.team_tiles + min(team, args.longer_teams);
-  p.tile_end = p.tile_begin + args.team_tiles + longer;
-  p.row_groups = args.row_groups, p.steps = longer ? args.longer_steps : args.steps;
-  p.group = p.warp * args.group_of_warp >> 16;
-  p.first_unit = (p.split * args.k_warps + p.warp - p.group * args.k_warps) * UNITS;
+  if (args.cut.k_splits > 1) team = blockIdx.x / args.cut.k_splits, p.split = blockIdx.x - team * args.cut.k_splits;
+  const bool longer = team < args.cut.longer_teams;
+  p.tile_begin = team * args.cut.team_tiles + min(team, args.cut.longer_teams);
+  p.tile_end = p.tile_begin + args.cut.team_tiles + longer;
+  p.row_groups = args.cut.row_groups, p.steps = longer ? args.cut.longer_steps : args.cut.steps;
+  p.group = p.warp * args.cut.group_of_warp >> 16;
+  p.first_unit = (p.split * args.cut.k_warps + p.warp - p.group * args.cut.k_warps) * UNITS;
   if (UNITS == 4) // with 8, registers are scarce and the compiler does better by computing these again
     p.tile_begin = keep(p.tile_begin), p.tile_end = keep(p.tile_end), p.steps = keep(p.steps),
     p.first_unit = keep(p.first_unit);
@@ -211,14 +210,15 @@ __device__ __forceinline__ void meet(const bsh_fused_args &args, const place &p,
     const int e = o % TILE, s = o / TILE % MEETING, group = o / (TILE * MEETING);
     const int tile = p.tile_begin + (step + s) * p.row_groups + group;
     if (s >= steps || tile >= p.tile_end) continue;
-    const float *from = sums + (s * WARPS + group * args.k_warps) * TILE + e;
+    const float *from = sums + (s * WARPS + group * args.cut.k_warps) * TILE + e;
     float v[4] = {};
 #pragma unroll
     for (int w = 0; w < WARPS; w++)
-      if (w < args.k_warps) v[w & 3] += from[w * TILE];
+      if (w < args.cut.k_warps) v[w & 3] += from[w * TILE];
     const float sum = (v[0] + v[1]) + (v[2] + v[3]);
-    if (args.k_splits > 1)
-      args.partial[((int64_t)(blockIdx.y * (args.N / BSH_ROW_TILE) + tile) * args.k_splits + p.split) * TILE + e] = sum;
+    if (args.cut.k_splits > 1)
+      args.partial[((int64_t)(blockIdx.y * (args.N / BSH_ROW_TILE) + tile) * args.cut.k_splits + p.split) * TILE + e] =
+          sum;
     else store<T>(args, element(tile, first_token<TOKEN_TILES>(), e), sum);
   }
 }
@@ -298,10 +298,10 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
     }
   }
 #if __CUDA_ARCH__ >= 900
-  if (args.k_splits > 1) {
+  if (args.cut.k_splits > 1) {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
     join_splits<T, TOKEN_TILES>(args, p.tile_begin, p.split * blockDim.x + threadIdx.x,
-                                (p.tile_end - p.tile_begin) * TILE, args.k_splits * blockDim.x);
+                                (p.tile_end - p.tile_begin) * TILE, args.cut.k_splits * blockDim.x);
   }
 #endif
 }
@@ -313,22 +313,19 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
 // with kernels for sm_80 to sm_89 and sm_120 only: elsewhere its body would only cost compile time.
 #define GEMV(T, NAME, TOKEN_TILES, UNITS, KIND)                                                                        \
   extern "C" __global__ void __launch_bounds__(bsh::WARPS * 32, 1) NAME(const __grid_constant__ bsh_fused_args args) { \
-    if constexpr (TOKEN_TILES < 4 || (bsh::ARCH >= 800 && !bsh::WIDE))                                                 \
+    if constexpr (TOKEN_TILES < 4 || (bsh::ARCH >= 80 && !bsh::WIDE))                                                  \
       bsh::gemv<T, TOKEN_TILES, UNITS, bsh::KIND>(args);                                                               \
     else __trap();                                                                                                     \
   }
 #define GEMV_PAIR(T, NAME, TOKEN_TILES, UNITS)                                                                         \
   GEMV(T, NAME, TOKEN_TILES, UNITS, NESTED_64) GEMV(T, NAME##_any, TOKEN_TILES, UNITS, ANY_SCALES)
+#define GEMV_BF16(FORM, TOKEN_TILES, UNITS) GEMV_PAIR(__nv_bfloat16, gemv_4bit_bf16_##FORM, TOKEN_TILES, UNITS)
+#define GEMV_F16(FORM, TOKEN_TILES, UNITS) GEMV_PAIR(__half, gemv_4bit_f16_##FORM, TOKEN_TILES, UNITS)
 #define JOIN(T, NAME, TOKEN_TILES)                                                                                     \
   extern "C" __global__ void NAME(const __grid_constant__ bsh_fused_args args) { bsh::join<T, TOKEN_TILES>(args); }
-
-#define GEMV_SIZES(T, DTYPE)                                                                                           \
-  GEMV_PAIR(T, gemv_4bit_##DTYPE##_m8_k4, 1, 4)                                                                        \
-  GEMV_PAIR(T, gemv_4bit_##DTYPE##_m8_k8, 1, 8)                                                                        \
-  GEMV_PAIR(T, gemv_4bit_##DTYPE##_m16_k4, 2, 4)                                                                       \
-  GEMV_PAIR(T, gemv_4bit_##DTYPE##_m32_k4, 4, 4)                                                                       \
-  JOIN(T, join_splits_##DTYPE##_m8, 1)                                                                                 \
-  JOIN(T, join_splits_##DTYPE##_m16, 2)                                                                                \
-  JOIN(T, join_splits_##DTYPE##_m32, 4)
-GEMV_SIZES(__nv_bfloat16, bf16)
-GEMV_SIZES(__half, f16)
+#define JOIN_BF16(FORM, TOKEN_TILES) JOIN(__nv_bfloat16, join_splits_bf16_##FORM, TOKEN_TILES)
+#define JOIN_F16(FORM, TOKEN_TILES) JOIN(__half, join_splits_f16_##FORM, TOKEN_TILES)
+BSH_GEMV_FORMS(GEMV_BF16)
+BSH_GEMV_JOINS(JOIN_BF16)
+BSH_GEMV_FORMS(GEMV_F16)
+BSH_GEMV_JOINS(JOIN_F16)

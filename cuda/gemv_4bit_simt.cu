@@ -4,12 +4,14 @@
 // W is decoded exactly as dequantize_4bit does it (one fp32 product, one rounding to T), and every product with x is an
 // fp32 FMA. A warp owns 4 rows of W and walks along K, 8 elements a lane and step; its lanes' sums are added at the end
 // in a fixed order.
+#include "gemv_4bit_simt.h"
+
 #include "decode.cuh"
 
 namespace bsh {
 namespace {
 
-constexpr int WARPS = 8, ROWS = 4, TOKENS = 8, STEP = 256; // elements of K per step of a warp
+constexpr int WARPS = BSH_SIMT_WARPS, ROWS = BSH_SIMT_ROWS, TOKENS = BSH_SIMT_TOKENS, STEP = BSH_SIMT_STEP;
 
 // 8 weights of one row: bytes of `word` in order, first of a pair in the high nibble. value: the format's value of code
 // lane % 16. All lanes take part.

@@ -73,10 +73,11 @@ __device__ __forceinline__ void join_splits(const bsh_fused_args &args, int tile
   constexpr int TILE = TOKEN_TILES * 128;
   for (int o = begin; o < end; o += stride) {
     const int e = o % TILE, t = tile + o / TILE;
-    const float *from = args.partial + (int64_t)(blockIdx.y * (args.N / BSH_ROW_TILE) + t) * args.k_splits * TILE + e;
+    const float *from =
+        args.partial + (int64_t)(blockIdx.y * (args.N / BSH_ROW_TILE) + t) * args.cut.k_splits * TILE + e;
     float sum = 0.f;
 #pragma unroll 1
-    for (int k = 0; k < args.k_splits; k++) sum += __ldcg(from + k * TILE);
+    for (int k = 0; k < args.cut.k_splits; k++) sum += __ldcg(from + k * TILE);
     store<T>(args, element(t, first_token<TOKEN_TILES>(), e), sum);
   }
 }

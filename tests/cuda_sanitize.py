@@ -85,7 +85,7 @@ def few_rows(dtype: torch.dtype) -> None:
                 some = torch.randint(N, (48,), device="cuda")  # columns of y: the whole product takes too long here
                 exact = x.double() @ decoded[some].double().T + bias[some].double()
                 assert (y[:, some].double() - exact).norm() < 0.02 * exact.norm(), (N, K, M, dtype)
-                print(N, K, M, _C.select_linear_4bit(M, N, K, DTYPES.index(dtype), *gpu, 64, True), flush=True)
+                print(N, K, M, _C.plan_linear_4bit(M, N, K, DTYPES.index(dtype), *gpu)["kernel"], flush=True)
 
 
 def optimizers(dtype: torch.dtype) -> None:

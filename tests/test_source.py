@@ -229,10 +229,7 @@ def test_relative_imports_of_packages():
 
 def test_no_modules_import_each_other():
     """No circle of any length, imports inside functions included."""
-    graph = import_graph()
-    reached = {name: reachable(graph, name) for name in graph}
-    circles = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph}
-    assert circles == {frozenset()}, [sorted(circle) for circle in circles if circle]
+    assert not circles_of(import_graph())
 
 
 def test_imports_go_one_way():
@@ -245,6 +242,81 @@ def test_imports_go_one_way():
 def test_layers_name_what_there_is():
     names = {*module_files(), "_C"}
     assert len(set(LAYERS)) == len(LAYERS) and set(LAYERS) <= names
+
+
+# ---- the C core ----
+
+FUNCTION = re.compile(
+    r"^(?!static|typedef|extern|return|else)[A-Za-z_][\w *]*?[ *](bsh_\w+)\([^;{}]*\) *\{", re.MULTILINE
+)
+VARIABLE = re.compile(
+    r"^(?!static|typedef|extern|return)[A-Za-z_][\w *]*?[ *](bsh_\w+)(?:\[\w*\])* *[=;]", re.MULTILINE
+)
+
+
+def code_of(path: pathlib.Path) -> str:
+    """C without comments and strings."""
+    return re.sub(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"', " ", read(path), flags=re.DOTALL)
+
+
+def unit_of(path: pathlib.Path) -> str:
+    """A file by its stem; the CPU's table of kernels and the kernels in it, which use each other's helpers, are one."""
+    return "cpu" if path.stem.startswith("cpu") else path.stem
+
+
+def call_graph(sources: list[tuple[str, str]]) -> dict[str, set[str]]:
+    """{unit: units whose functions and variables it names} of (unit, code) pairs."""
+    owner = {name: unit for unit, code in sources for name in FUNCTION.findall(code) + VARIABLE.findall(code)}
+    graph = {unit: set() for unit, _ in sources}
+    for unit, code in sources:
+        graph[unit] |= {owner[name] for name in re.findall(r"\bbsh_\w+", code) if name in owner} - {unit}
+    return graph
+
+
+def core_graph() -> dict[str, set[str]]:
+    return call_graph([(unit_of(path), code_of(path)) for path in sorted((ROOT / "csrc").glob("*.c"))])
+
+
+def circles_of(graph: dict[str, set[str]]) -> list[list[str]]:
+    reached = {name: reachable(graph, name) for name in graph}
+    circles = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph}
+    return sorted(sorted(circle) for circle in circles if circle)
+
+
+def test_a_circle_of_c_files_is_found():
+    low = "const int bsh_table[2] = {1, 2};\nint bsh_low(\n    int a) {\n  return a;\n}\n"
+    high = "int bsh_high(void) { return bsh_low(1) + bsh_table[0]; }\nstatic int bsh_own(void) { return 0; }\n"
+    assert call_graph([("low", low), ("high", high)]) == {"low": set(), "high": {"low"}}
+    back = "int bsh_declared(void);\nvoid *bsh_back(void) { return bsh_high; }\n"
+    assert circles_of(call_graph([("low", low + back), ("high", high)])) == [["high", "low"]]
+    assert not circles_of(call_graph([("low", low), ("high", high), ("top", back)]))
+
+
+def test_no_c_files_call_each_other():
+    graph = core_graph()
+    assert len(graph) > 20 and "cuda_driver" in graph["cuda_fused"]
+    assert not circles_of(graph)
+
+
+def test_arrows_of_the_c_core_go_down():
+    """ops -> plan -> launch -> driver: a plan is arithmetic, and what launches it does not know who asked."""
+    graph = core_graph()
+    kernels = {name for name in graph if name.startswith("plan_")}
+    assert reachable(graph, "plan") == kernels | {"status"} and not set().union(*(graph[name] for name in kernels))
+    below = reachable(graph, "cuda_linear")
+    assert {"plan", "cuda_fused", "cuda_panels", "cuda_driver"} <= below
+    assert not below & {"ops", "direct", "native_cuda", "module"}
+    assert reachable(graph, "cuda_driver") == {"status", "torch_abi"}
+
+
+def test_no_headers_include_each_other():
+    headers = {path.name: path for folder in ("csrc", "cuda") for path in (ROOT / folder).glob("*.*h")}
+    graph = {
+        name: {found for found in re.findall(r'^#include "([^"]+)"', read(path), re.MULTILINE) if found in headers}
+        for name, path in headers.items()
+    }
+    assert len(graph) > 30 and "kernels.h" in graph["fused.h"]
+    assert not circles_of(graph)
 
 
 def messages() -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +37,48 @@ def kernel_image(architectures: str, sm: int, /) -> tuple[int, bool]:
     """Of a build for `architectures` ("80,90a,compute_80"), what a GPU `sm` loads: 10 * major + minor that it was
     compiled for (0: nothing loads), and whether it is code for this one GPU generation ("90a")."""
 
-def select_linear_4bit(M: int, N: int, K: int, dtype: int, sm: int, sms: int, blocksize: int, nested: bool, /) -> str:
-    """Name of the CUDA kernel that linear_4bit would run for these numbers; dtype 0 float32, 1 float16, 2 bfloat16."""
+def plan_linear_4bit(
+    M: int,
+    N: int,
+    K: int,
+    dtype: int,
+    sm: int,
+    sms: int,
+    /,
+    *,
+    blocksize: int = 64,
+    nested: bool = True,
+    format: int = 0,
+    bias: bool = False,
+    gradient: bool = False,
+    x_alignment: int = 16,
+    y_alignment: int = 16,
+    packed_alignment: int = 16,
+    code_alignment: int = 16,
+    vendor: str = "torch",
+    workspace: int = 67108864,
+    kernel: str | None = None,
+    architectures: str | None = None,
+) -> dict[str, Any]:
+    """How a GPU (sm: 10 * major + minor, sms: multiprocessors) computes y = x W^T + bias; `gradient`: dx = dy W.
+
+    dtype: 0 float32, 1 float16, 2 bfloat16. format: 0 NF4, 1 FP4. Alignments: bytes, up to 16, that all rows of x (dy)
+    and of y (dx), packed and the codes of nested scales begin at multiples of. vendor: who multiplies panels, "torch"
+    (the ops), "cublas" (calls around the dispatcher) or "" (nobody). workspace: bytes of a panel and, with cuBLAS, of
+    its scratch memory. kernel: this one and no other. architectures: of another build than this ("80,90a,compute_80").
+
+    Keys: kernel ("gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90" or "panels"); scratch_bytes (at any one time); vendor
+    (whose product follows each panel, "" where fused); panel_lines (rows, with `gradient` columns, of W in a panel);
+    vendor_bytes (of scratch_bytes, for cuBLAS); slices (of panels none), a list of dicts: rows (of x), times,
+    scratch_bytes, launches (a list of dicts: entry, the name in the image; grid; block, threads; cluster; shared_bytes,
+    dynamic).
+
+    ValueError, saying why, where nothing computes this or `kernel` cannot."""
+
+def force_kernel(op: str, name: str | None, /) -> None:
+    """Every later product of op "linear_4bit" or "linear_4bit_dgrad" on a GPU by the kernel of this name, as
+    BITSHARD_LINEAR_4BIT and BITSHARD_LINEAR_4BIT_DGRAD do from the start; None: by the plan's choice. A product that
+    the kernel cannot take raises RuntimeError. For tests and benchmarks."""
 
 def configure_direct(
     exchange: object,

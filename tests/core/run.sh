@@ -8,7 +8,7 @@ seed=${2:-$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}
 rounds=${3:-60}
 mkdir -p "$build"
 
-flags="-std=gnu11 -g -O1 -Wall -Wextra -Werror -ffp-contract=off -fno-strict-aliasing -pthread -I$root/csrc ${CFLAGS-}"
+flags="-std=gnu11 -g -O1 -Wall -Wextra -Werror -ffp-contract=off -fno-strict-aliasing -pthread -I$root/csrc -I$root/cuda ${CFLAGS-}"
 sanitize="-fsanitize=address,undefined -fno-sanitize-recover=all"
 # gcc 13's stack for use-after-return checks aligns frames to less than 64 bytes: aligned AVX-512 loads fault on it.
 ${CC:-gcc} --version | grep -q clang || export ASAN_OPTIONS="detect_stack_use_after_return=0${ASAN_OPTIONS+:$ASAN_OPTIONS}"
@@ -19,7 +19,7 @@ isa_flags() { # the same as ISA_FLAGS in setup.py
   esac
 }
 
-sources="status packed cpu cpu_linear cpu_optimizer cpu_scalar cpu_scalar_optimizer cuda_linear cuda_ops cuda_optimizer optimizer_step select native native_cpu native_cuda"
+sources="status packed cpu cpu_linear cpu_optimizer cpu_scalar cpu_scalar_optimizer cuda_linear cuda_fused cuda_panels cuda_blockwise cuda_optimizer optimizer_step plan plan_gemv_4bit plan_gemv_4bit_simt plan_gemm_4bit_sm90 images native native_cpu native_cuda"
 case $(uname -m) in x86_64) sources="$sources cpu_avx2 cpu_avx2_optimizer cpu_avx512 cpu_avx512_linear cpu_avx512_optimizer" ;; esac
 for name in $sources; do
   # shellcheck disable=SC2046,SC2086

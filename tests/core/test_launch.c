@@ -1,35 +1,57 @@
-/* test_launch.c - how csrc/cuda_linear.c cuts products into launches, without a GPU: the driver is replaced by
- * functions that check what a kernel would do with its arguments. What a kernel computes from them is written down here
- * again. */
+/* test_launch.c - how products are planned (csrc/plan*.c) and launched (cuda_linear.c, cuda_fused.c, cuda_panels.c),
+ * without a GPU: the driver and the vendors' products are replaced by functions that check what a GPU would do with
+ * their arguments. What a kernel computes from its arguments is written down here again; its sizes come from its
+ * header. */
 #include "check.h"
 
 #include "arithmetic.h"
+#include "blockwise.h"
+#include "cublas.h"
 #include "cuda_linear.h"
 #include "cuda_ops.h"
+#include "gemm_4bit_sm90.h"
+#include "gemv_4bit.h"
+#include "gemv_4bit_simt.h"
+#include "tensor.h"
+#include "torch_gemm.h"
 
 uint64_t check_seed;
 
 /* Scratch memory of the call under test; addresses only, nothing is written there. */
 static char *const scratch_begin = (char *)0x7000000000;
 static int64_t scratch_bytes;
-static const bsh_linear_4bit_args *product;
+static bsh_plan plan;
+static const void *x_of_product;
 static int64_t counters_cleared;
 static bool x_ordered;
-static int64_t rows_done; /* of x */
-static int launches;
+static int64_t rows_done;           /* of x, by a fused kernel */
+static int64_t dequantized;         /* lines of W in the panel */
+static int64_t lines_done, n_lines; /* of W, by panels */
+static int launches, by_kernel[BSH_LINEAR_COUNT][2];
 
 bsh_status bsh_cuda_scratch_new(const bsh_cuda_context *const context, const int64_t n_bytes,
                                 bsh_cuda_scratch *const scratch) {
   (void)context;
-  CHECK(n_bytes > 0, "%" PRId64 " bytes of scratch", n_bytes);
+  CHECK(n_bytes > 0 && n_bytes <= plan.scratch_bytes && scratch_bytes == 0, "%" PRId64 " bytes of scratch", n_bytes);
   scratch_bytes = n_bytes;
   *scratch = (bsh_cuda_scratch){.data = scratch_begin};
   return BSH_OK;
+}
+bsh_status bsh_cuda_scratch_of(const bsh_cuda_context *const context, const int64_t n, const int32_t torch_dtype,
+                               const int64_t itemsize, bsh_cuda_scratch *const scratch) {
+  (void)torch_dtype;
+  return bsh_cuda_scratch_new(context, n * itemsize, scratch);
 }
 void bsh_cuda_scratch_delete(bsh_cuda_scratch *const scratch) {
   *scratch = (bsh_cuda_scratch){0};
   scratch_bytes = 0;
 }
+bsh_status bsh_cuda_zero(const bsh_cuda_context *const context, void *const data, const int64_t n_bytes) {
+  (void)context, (void)data, (void)n_bytes;
+  return BSH_OK;
+}
+int64_t bsh_cuda_workspace_bytes(void) { return 64 << 20; }
+int32_t bsh_torch_dtype(const bsh_dtype dtype) { return (int32_t)dtype; }
 
 #define SHAPE "%s: M %d N %d K %d"
 #define SHAPE_OF(name, args) name, (args)->M, (args)->N, (args)->K
@@ -42,31 +64,72 @@ static void check_inside(const char *const name, const bsh_fused_args *const arg
         scratch_bytes);
 }
 
-static int64_t number_after(const char *const name, const char *const mark) {
-  const char *const at = strstr(name, mark);
-  return at != NULL ? strtol(at + strlen(mark), NULL, 10) : 0;
+/* ---- what GPUs can do ---- */
+
+/* Dynamic shared memory of a block, threads of it, and blocks of a cluster, at most. */
+static void check_limits(const char *const name, const bsh_cuda_launch_shape *const shape, const int32_t sm) {
+  static const int32_t kib[][2] = {{75, 64}, {80, 163}, {86, 99}, {89, 99}, {90, 227}, {100, 227}, {120, 99}};
+  int i = 0;
+  while (kib[i][0] != sm) i++;
+  const uint32_t *const grid = shape->grid, threads = shape->block[0] * shape->block[1] * shape->block[2];
+  CHECK(shape->shared_bytes <= kib[i][1] * 1024, "%s: %d bytes of shared memory on sm_%d", name,
+        (int)shape->shared_bytes, (int)sm);
+  CHECK(threads > 0 && threads <= 1024 && threads % BSH_WARP == 0, "%s: %u threads", name, threads);
+  CHECK(grid[0] > 0 && grid[0] <= INT32_MAX && grid[1] > 0 && grid[1] < 65536 && grid[2] == 1, "%s: grid %u x %u", name,
+        grid[0], grid[1]);
+  CHECK(shape->cluster <= 1 || (sm >= 90 && shape->cluster <= 8 && grid[0] % shape->cluster == 0),
+        "%s: clusters of %u on sm_%d", name, shape->cluster, (int)sm);
 }
 
+/* The numbers of a form in the name of a kernel: <prefix>_<dtype>_<form>[_any]. */
+typedef struct {
+  const char *name;
+  int64_t first, second;
+} form;
+
+static form form_of(const char *const kernel, const char *const prefix, const form *const forms, const int n_forms) {
+  const char *const dtype = kernel + strlen(prefix) + 1, *const begin = strchr(dtype, '_') + 1;
+  for (int i = 0; i < n_forms; i++) {
+    const size_t length = strlen(forms[i].name);
+    if (strncmp(begin, forms[i].name, length) == 0 && (begin[length] == 0 || strcmp(begin + length, "_any") == 0))
+      return forms[i];
+  }
+  CHECK(false, "%s has no known form", kernel);
+  return forms[0];
+}
+#define FORM(name, first, second) {#name, first, second},
+
+/* ---- what the kernels do with their arguments ---- */
+
 static void check_gemv(const char *const name, const bsh_fused_args *const args,
-                       const bsh_cuda_launch_shape *const shape) {
-  const int64_t tokens = number_after(name, "_m"), units = number_after(name, "_k"), tiles = args->N / BSH_ROW_TILE;
-  const int64_t teams = shape->grid[0] / args->k_splits, warps = shape->block[0] / 32;
-  CHECK(teams * args->k_splits == shape->grid[0] && (shape->cluster <= 1 || (int)shape->cluster == args->k_splits),
-        SHAPE, SHAPE_OF(name, args));
+                       const bsh_cuda_launch_shape *const shape, const int32_t sm) {
+  static const form forms[] = {BSH_GEMV_FORMS(FORM)};
+  const form known = form_of(name, "gemv_4bit", forms, sizeof forms / sizeof *forms);
+  const int64_t tokens = 8 * known.first, units = known.second, tiles = args->N / BSH_ROW_TILE;
+  const int32_t arch = bsh_image_here(sm).arch;
+  const bsh_fused_cut *const cut = &args->cut;
+  const int64_t teams = shape->grid[0] / cut->k_splits, warps = shape->block[0] / BSH_WARP;
+  CHECK(teams * cut->k_splits == shape->grid[0] && (shape->cluster <= 1 || (int)shape->cluster == cut->k_splits), SHAPE,
+        SHAPE_OF(name, args));
   CHECK(tokens * shape->grid[1] >= args->M && tokens * (shape->grid[1] - 1) < args->M, SHAPE, SHAPE_OF(name, args));
-  CHECK(args->team_tiles * teams + args->longer_teams == tiles && args->longer_teams < teams && args->team_tiles > 0,
-        SHAPE ": %d tiles, %d of %" PRId64 " teams with one more", SHAPE_OF(name, args), args->team_tiles,
-        args->longer_teams, teams);
-  CHECK(args->steps == divide_up(args->team_tiles, args->row_groups) &&
-            args->longer_steps == divide_up(args->team_tiles + 1, args->row_groups),
+  CHECK(cut->team_tiles * teams + cut->longer_teams == tiles && cut->longer_teams < teams && cut->team_tiles > 0,
+        SHAPE ": %d tiles, %d of %" PRId64 " teams with one more", SHAPE_OF(name, args), cut->team_tiles,
+        cut->longer_teams, teams);
+  CHECK(cut->steps == divide_up(cut->team_tiles, cut->row_groups) &&
+            cut->longer_steps == divide_up(cut->team_tiles + 1, cut->row_groups),
         SHAPE, SHAPE_OF(name, args));
-  CHECK(warps == args->k_warps * args->row_groups && warps <= 16, SHAPE ": %" PRId64 " warps", SHAPE_OF(name, args),
-        warps);
+  CHECK(warps == cut->k_warps * cut->row_groups && warps <= bsh_gemv_warps(arch), SHAPE ": %" PRId64 " warps",
+        SHAPE_OF(name, args), warps);
   for (int64_t w = 0; w < warps; w++)
-    CHECK(w * args->group_of_warp >> 16 == w / args->k_warps, SHAPE ": warp %" PRId64, SHAPE_OF(name, args), w);
-  CHECK(args->k_splits * args->k_warps * units * BSH_UNIT >= args->K, SHAPE, SHAPE_OF(name, args));
-  if (args->k_splits > 1)
-    check_inside(name, args, args->partial, shape->grid[1] * tiles * args->k_splits * tokens * BSH_ROW_TILE * 4);
+    CHECK(w * cut->group_of_warp >> 16 == w / cut->k_warps, SHAPE ": warp %" PRId64, SHAPE_OF(name, args), w);
+  CHECK(cut->k_splits * cut->k_warps * units * BSH_UNIT >= args->K, SHAPE, SHAPE_OF(name, args));
+  /* Its rings end where the shared memory does, its sums where they begin or, with wide kernels, the table does. */
+  const int64_t rings = bsh_gemv_warps(arch) * bsh_gemv_slots(arch, (int32_t)known.first) * BSH_PIECE_BYTES;
+  const int64_t low = BSH_MAP_BYTES + bsh_gemv_sums_bytes(arch, (int32_t)known.first);
+  CHECK(shape->shared_bytes == rings + (bsh_is_wide(arch) ? 2 << 16 : (32 << 10) + low) && low <= 63 << 10,
+        SHAPE ": %d bytes of shared memory", SHAPE_OF(name, args), (int)shape->shared_bytes);
+  if (cut->k_splits > 1)
+    check_inside(name, args, args->partial, shape->grid[1] * tiles * cut->k_splits * tokens * BSH_ROW_TILE * 4);
 }
 
 static void check_x_units(const char *const name, const bsh_fused_args *const args, void **const arguments) {
@@ -75,7 +138,7 @@ static void check_x_units(const char *const name, const bsh_fused_args *const ar
   check_inside(name, args, args->counters, counters_cleared * 4);
   if (tokens == 0) return;
   CHECK(tokens >= args->M && units * BSH_UNIT >= args->K, SHAPE, SHAPE_OF(name, args));
-  CHECK(args->x == product->x || rows_done > 0, SHAPE, SHAPE_OF(name, args));
+  CHECK(args->x == x_of_product || rows_done > 0, SHAPE, SHAPE_OF(name, args));
   check_inside(name, args, *(void **)arguments[1], tokens * units * BSH_UNIT * 2);
   CHECK(*(char **)arguments[1] + tokens * units * BSH_UNIT * 2 <= (char *)args->counters, SHAPE, SHAPE_OF(name, args));
   x_ordered = true;
@@ -84,14 +147,15 @@ static void check_x_units(const char *const name, const bsh_fused_args *const ar
 /* The blocks of threads that own pieces of a row block leave their sums side by side. */
 static void check_joint(const char *const name, const bsh_fused_args *const args, const int64_t parts,
                         const int64_t last_tile, const int64_t tokens, const int64_t k_parts) {
-  CHECK(parts <= args->k_splits, SHAPE ": %" PRId64 " parts, room for %d", SHAPE_OF(name, args), parts, args->k_splits);
+  CHECK(parts <= args->cut.k_splits, SHAPE ": %" PRId64 " parts, room for %d", SHAPE_OF(name, args), parts,
+        args->cut.k_splits);
   CHECK(counters_cleared >= (last_tile + 1) * k_parts, SHAPE ": %" PRId64 " counters cleared", SHAPE_OF(name, args),
         counters_cleared);
-  check_inside(name, args, args->partial, (last_tile * args->k_splits + parts) * tokens * BSH_ROW_TILE * 4);
+  check_inside(name, args, args->partial, (last_tile * args->cut.k_splits + parts) * tokens * BSH_ROW_TILE * 4);
 }
 
 static int64_t first_piece(const bsh_fused_args *const args, const int64_t blocks, const int64_t i) {
-  return i * args->block_pieces + i * args->more_pieces / blocks;
+  return i * args->cut.block_pieces + i * args->cut.more_pieces / blocks;
 }
 
 /* One part of K: the blocks of threads, in the order of their index, walk through their pieces as the kernel does, last
@@ -116,13 +180,17 @@ static void check_walk(const char *const name, const bsh_fused_args *const args,
 
 static void check_gemm(const char *const name, const bsh_fused_args *const args,
                        const bsh_cuda_launch_shape *const shape, const int32_t sms) {
-  const int64_t tokens = number_after(name, "_m"), k_parts = strstr(name, "_p2") != NULL ? 2 : 1;
-  const bool own_x = tokens == 32 && k_parts == 2;
-  const int64_t warps = tokens == 64 && k_parts == 1 ? 12 : 16, tiles = args->N / BSH_ROW_TILE;
-  const int64_t row_tiles = k_parts == 2 ? args->row_tiles : warps / k_parts, row_blocks = divide_up(tiles, row_tiles);
+  static const form forms[] = {BSH_GEMM_FORMS(FORM)};
+  const form known = form_of(name, "gemm_4bit", forms, sizeof forms / sizeof *forms);
+  const int64_t tokens = known.first, k_parts = known.second, tiles = args->N / BSH_ROW_TILE;
+  const int64_t warps = bsh_gemm_warps((int32_t)tokens, (int32_t)k_parts);
+  const bool own_x = bsh_gemm_own_x((int32_t)tokens, (int32_t)k_parts);
+  const int64_t row_tiles = k_parts == 2 ? args->cut.row_tiles : warps / k_parts,
+                row_blocks = divide_up(tiles, row_tiles);
   const int64_t pieces = divide_up(args->K / BSH_UNIT, BSH_PIECE_UNITS * k_parts), total = row_blocks * pieces;
   const int64_t blocks = shape->grid[0], sharing = k_parts == 2 ? pieces : total; /* blocks that share pieces */
-  CHECK(tokens >= args->M && shape->block[0] == (uint32_t)(warps + (own_x ? 4 : 0)) * 32, SHAPE, SHAPE_OF(name, args));
+  CHECK(tokens >= args->M && shape->block[0] == (uint32_t)(warps + (own_x ? BSH_GEMM_X_WARPS : 0)) * BSH_WARP, SHAPE,
+        SHAPE_OF(name, args));
   CHECK(blocks > 0 && blocks * shape->grid[1] <= sms && total * blocks < INT32_MAX, SHAPE ": %" PRId64 " x %u blocks",
         SHAPE_OF(name, args), blocks, shape->grid[1]);
   CHECK(shape->grid[1] == (k_parts == 2 ? row_blocks : 1), SHAPE ": %u", SHAPE_OF(name, args), shape->grid[1]);
@@ -130,9 +198,9 @@ static void check_gemm(const char *const name, const bsh_fused_args *const args,
         row_tiles);
   CHECK(own_x ? (const char *)args->x != scratch_begin : x_ordered && (const char *)args->x == scratch_begin, SHAPE,
         SHAPE_OF(name, args));
-  CHECK(args->block_pieces * blocks + args->more_pieces == sharing && args->more_pieces < blocks &&
-            args->block_pieces > 0,
-        SHAPE ": %d pieces a block, %d more", SHAPE_OF(name, args), args->block_pieces, args->more_pieces);
+  CHECK(args->cut.block_pieces * blocks + args->cut.more_pieces == sharing && args->cut.more_pieces < blocks &&
+            args->cut.block_pieces > 0,
+        SHAPE ": %d pieces a block, %d more", SHAPE_OF(name, args), args->cut.block_pieces, args->cut.more_pieces);
   int64_t *const leaving = calloc((size_t)row_blocks, sizeof *leaving); /* owners of a row block that leave sums */
   if (k_parts == 1) check_walk(name, args, blocks, pieces, row_blocks, leaving);
   for (int64_t b = 0; b < row_blocks; b++) {
@@ -141,64 +209,197 @@ static void check_gemm(const char *const name, const bsh_fused_args *const args,
     if (leaving[b] > 0) check_joint(name, args, leaving[b], (end < tiles ? end : tiles) - 1, tokens, k_parts);
   }
   free(leaving);
+  CHECK(shape->shared_bytes >= (2 << 16) + warps * BSH_GEMM_SLOTS * BSH_PIECE_BYTES &&
+            BSH_GEMM_X_AT + BSH_GEMM_STAGES * bsh_gemm_stage_bytes((int32_t)tokens, (int32_t)k_parts) <= 63 << 10,
+        SHAPE ": %d bytes of shared memory", SHAPE_OF(name, args), (int)shape->shared_bytes);
   CHECK(aligned(args->y, 4) && args->ldy % 2 == 0, SHAPE, SHAPE_OF(name, args)); /* two rows of W a store */
   counters_cleared = 0, x_ordered = false;                                       /* the next slice wants its own */
+}
+
+static void check_simt(const char *const name, const bsh_fused_args *const args,
+                       const bsh_cuda_launch_shape *const shape) {
+  const int64_t rows = shape->block[0] / BSH_WARP * BSH_SIMT_ROWS; /* of W, of a block */
+  CHECK(args->M <= BSH_SIMT_TOKENS && shape->grid[0] * rows >= args->N && (shape->grid[0] - 1) * rows < args->N, SHAPE,
+        SHAPE_OF(name, args));
+  CHECK(shape->block[0] == BSH_SIMT_WARPS * BSH_WARP && shape->shared_bytes == 0, SHAPE, SHAPE_OF(name, args));
+}
+
+/* Lines that lie one behind the other come as one stretch, cut into rows that end with the weight. */
+static void check_dequantize(const bsh_dequantize_4bit_args *const args, const int64_t itemsize) {
+  const int64_t left = args->weight.n - args->row0 * args->columns - args->column0;
+  const int64_t elements = left < args->n_rows * args->ld ? left : args->n_rows * args->ld;
+  CHECK(args->out == scratch_begin && elements * itemsize <= plan.panel_bytes && plan.panel_bytes <= scratch_bytes,
+        "a panel of %" PRId64 " elements in %" PRId64 " bytes", elements, plan.panel_bytes);
+  dequantized = plan.panel_lines < n_lines - lines_done ? plan.panel_lines : n_lines - lines_done;
+}
+
+static bsh_status check_product(const bsh_torch_matrix *const c, const bsh_torch_matrix *const b) {
+  CHECK(dequantized > 0 && c->offset == lines_done && c->columns == dequantized && b->data == scratch_begin,
+        "columns %" PRId64 " to %" PRId64 " of %" PRId64 " behind %" PRId64, c->offset, c->offset + c->columns, n_lines,
+        lines_done);
+  lines_done += c->columns, dequantized = 0;
+  return BSH_OK;
+}
+
+bsh_status bsh_torch_cuda_gemm(const bsh_torch_matrix *const c, const bsh_torch_matrix *const a,
+                               const bsh_torch_matrix *const b, const bsh_torch_matrix *const bias) {
+  (void)a, (void)bias;
+  CHECK(plan.vendor == BSH_VENDOR_TORCH && plan.vendor_bytes == 0, "torch multiplies");
+  return check_product(c, b);
+}
+
+bsh_status bsh_cublas_gemm(const bsh_cuda_context *const context, const bsh_dtype dtype,
+                           const bsh_torch_matrix *const c, const bsh_torch_matrix *const a,
+                           const bsh_torch_matrix *const b, const bsh_torch_matrix *const bias, void *const workspace,
+                           const int64_t workspace_bytes) {
+  (void)context, (void)dtype, (void)a, (void)bias;
+  const char *const begin = workspace;
+  CHECK(plan.vendor == BSH_VENDOR_CUBLAS && begin >= scratch_begin + b->rows * b->columns * dtype_size(dtype) &&
+            begin + workspace_bytes <= scratch_begin + scratch_bytes,
+        "%" PRId64 " bytes behind a panel", workspace_bytes);
+  return check_product(c, b);
 }
 
 bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kernel *const kernel,
                            const bsh_cuda_launch_shape *const shape, void **const arguments) {
   const bsh_fused_args *const args = arguments[0];
+  const char *const name = kernel->name;
   launches++;
-  if (strcmp(kernel->name, "x_units") == 0) {
-    check_x_units(kernel->name, args, arguments);
+  check_limits(name, shape, context->sm);
+  if (strncmp(name, "dequantize_4bit", 15) == 0) {
+    check_dequantize(arguments[0], strstr(name, "f32") != NULL ? 4 : 2);
     return BSH_OK;
   }
-  if (strncmp(kernel->name, "join_splits", 11) == 0) return BSH_OK;
-  if (strncmp(kernel->name, "gemv_4bit_simt", 14) != 0) {
-    if (strncmp(kernel->name, "gemv_4bit", 9) == 0) check_gemv(kernel->name, args, shape);
-    else check_gemm(kernel->name, args, shape, context->sms);
+  if (strcmp(name, "x_units") == 0) {
+    check_x_units(name, args, arguments);
+    return BSH_OK;
   }
+  if (strncmp(name, "join_splits", 11) == 0) return BSH_OK;
+  if (strncmp(name, "gemv_4bit_simt", 14) == 0) check_simt(name, args, shape);
+  else if (strncmp(name, "gemv_4bit", 9) == 0) check_gemv(name, args, shape, context->sm);
+  else check_gemm(name, args, shape, context->sms);
   rows_done += args->M;
   return BSH_OK;
 }
 
-static void launch(const bsh_linear_4bit_args *const args, const bsh_linear_kernel kernel, const int32_t sm,
-                   const int32_t sms) {
+/* ---- products ---- */
+
+static void forget(const void *const x, const int64_t lines) {
+  x_of_product = x, n_lines = lines;
+  rows_done = lines_done = dequantized = counters_cleared = scratch_bytes = 0, x_ordered = false;
+}
+
+static void check_done(const char *const op, const int64_t M, const int64_t N, const int64_t K,
+                       const bsh_direction direction) {
+  const bool panels = plan.kernel == BSH_LINEAR_panels;
+  by_kernel[plan.kernel][direction]++;
+  CHECK(panels ? lines_done == n_lines && rows_done == 0 : lines_done == 0 && rows_done == M,
+        "%s: M %" PRId64 " N %" PRId64 " K %" PRId64 " by %s: %" PRId64 " rows, %" PRId64 " lines done", op, M, N, K,
+        bsh_linear_kernel_name(plan.kernel), rows_done, lines_done);
+  CHECK(!panels || plan.scratch_bytes <= bsh_cuda_workspace_bytes() || plan.panel_lines == 1,
+        "%" PRId64 " bytes of scratch", plan.scratch_bytes);
+}
+
+/* By the kernel of this name, or NULL. Whether there is a plan. */
+static bool forward(const bsh_linear_4bit_args *const args, const char *const name, const bsh_vendor vendor,
+                    const int32_t sm, const int32_t sms) {
   const bsh_cuda_context context = {.op = "linear_4bit", .sm = sm, .sms = sms};
-  product = args, rows_done = 0, counters_cleared = 0, x_ordered = false, scratch_bytes = 0;
-  const bsh_status status = bsh_cuda_linear_4bit_fused(args, kernel, &context);
-  const int64_t rows = status == BSH_OK ? args->M : 0;
-  CHECK(rows_done == rows, "M %" PRId64 " N %" PRId64 " K %" PRId64 ": %" PRId64 " rows done", args->M, args->N,
-        args->K, rows_done);
+  const bsh_torch_operands operands = {(void *)8, (void *)8, (void *)8};
+  CHECK(bsh_force_kernel(BSH_FORWARD, name) == BSH_OK, "%s", bsh_status_message());
+  const bsh_status status = bsh_cuda_plan_linear_4bit("linear_4bit", args, sm, sms, vendor, &plan);
+  CHECK(status == BSH_OK || (status == BSH_NO_KERNEL && (name != NULL || vendor == BSH_VENDOR_NONE)), "%s",
+        bsh_status_message());
+  if (status != BSH_OK) return false;
+  CHECK(name == NULL || strcmp(name, bsh_linear_kernel_name(plan.kernel)) == 0, "%s was forced", name);
+  forget(args->x, args->N);
+  CHECK(bsh_cuda_linear_4bit(args, &plan, &operands, &context) == BSH_OK, "%s", bsh_status_message());
+  check_done("linear_4bit", args->M, args->N, args->K, BSH_FORWARD);
+  return true;
+}
+
+static void gradient(const bsh_linear_4bit_args *const args, const bsh_vendor vendor, const int32_t sm,
+                     const int32_t sms) {
+  const bsh_linear_4bit_dgrad_args back = {.weight = args->weight,
+                                           .dy = args->y,
+                                           .dx = (void *)(uintptr_t)args->x,
+                                           .M = args->M,
+                                           .N = args->N,
+                                           .K = args->K,
+                                           .lddy = args->N,
+                                           .lddx = args->K,
+                                           .dtype = args->dtype};
+  const bsh_cuda_context context = {.op = "linear_4bit_dgrad", .sm = sm, .sms = sms};
+  const bsh_torch_operands operands = {(void *)8, (void *)8, NULL};
+  CHECK(bsh_cuda_plan_linear_4bit_dgrad("linear_4bit_dgrad", &back, sm, sms, vendor, &plan) == BSH_OK, "%s",
+        bsh_status_message());
+  forget(back.dy, args->K);
+  CHECK(bsh_cuda_linear_4bit_dgrad(&back, &plan, &operands, &context) == BSH_OK, "%s", bsh_status_message());
+  check_done("linear_4bit_dgrad", args->M, args->N, args->K, BSH_INPUT_GRADIENT);
+}
+
+static bsh_linear_4bit_args random_product(uint64_t *const state) {
+  char *const memory = (char *)0x1000;
+  const bool plain = random_below(state, 2), odd = random_below(state, 8) == 0;
+  bsh_linear_4bit_args args = {.x = memory, .y = memory, .dtype = (bsh_dtype)random_below(state, 3)};
+  args.M = 1 + random_below(state, random_below(state, 2) ? 64 : 300);
+  args.N = BSH_ROW_TILE * (1 + random_below(state, random_below(state, 4) ? 1100 : 10000)) - odd;
+  args.K = BSH_UNIT * (1 + random_below(state, random_below(state, 4) ? 150 : 500)) - 32 * odd;
+  args.ldx = args.K, args.ldy = args.N;
+  args.bias = random_below(state, 2) ? memory : NULL;
+  args.weight = (bsh_weight){.packed = (uint8_t *)memory, .n = args.N * args.K, .format = BSH_NF4};
+  args.weight.blocksize = random_below(state, 4) ? 64 : 32 << random_below(state, 8);
+  if (plain) args.weight.scales.absmax = (float *)memory;
+  else args.weight.scales.absmax_code = (uint8_t *)memory + random_below(state, 5);
+  if (random_below(state, 16) == 0) args.y = memory + 2 * dtype_size(args.dtype) / 2;
+  if (random_below(state, 16) == 0) args.x = memory + 8;
+  if (random_below(state, 16) == 0) args.weight.packed += 1 << random_below(state, 4);
+  return args;
 }
 
 static void products(uint64_t *const state, const int rounds) {
-  static const int32_t gpus[][2] = {{90, 132}, {90, 132}, {90, 132}, {90, 114},
-                                    {90, 78},  {80, 108}, {75, 40},  {89, 128}};
-  void *const memory = (void *)0x1000;
+  static const int32_t gpus[][2] = {{90, 132}, {90, 132}, {90, 132}, {90, 114},  {90, 78},  {80, 108},
+                                    {75, 40},  {89, 128}, {86, 82},  {100, 148}, {120, 170}};
   for (int round = 0; round < rounds; round++) {
-    const int32_t *const gpu = gpus[random_below(state, 8)];
-    const bool plain = random_below(state, 2);
-    bsh_linear_4bit_args args = {.x = memory, .y = memory, .dtype = random_below(state, 2) ? BSH_BF16 : BSH_F16};
-    args.M = 1 + random_below(state, random_below(state, 2) ? 64 : 300);
-    args.N = BSH_ROW_TILE * (1 + random_below(state, random_below(state, 4) ? 1100 : 10000));
-    args.K = BSH_UNIT * (1 + random_below(state, random_below(state, 4) ? 150 : 500));
-    args.ldx = args.K, args.ldy = args.N;
-    if (random_below(state, 16) == 0) args.y = (char *)memory + 2;
-    if (random_below(state, 16) == 0) args.ldy++;
-    args.weight = (bsh_weight){.packed = memory, .n = args.N * args.K, .blocksize = 64, .format = BSH_NF4};
-    if (plain) args.weight.scales.absmax = memory;
-    else args.weight.scales.absmax_code = memory;
-    launch(&args, BSH_LINEAR_GEMV, gpu[0], gpu[1]);
-    launch(&args, BSH_LINEAR_GEMM_SM90, gpu[0], gpu[1]);
+    const int32_t *const gpu = gpus[random_below(state, 11)];
+    const bsh_linear_4bit_args args = random_product(state);
+    const bsh_vendor vendor = random_below(state, 2) ? BSH_VENDOR_TORCH : BSH_VENDOR_CUBLAS;
+    int taken = 0;
+    for (int kernel = 0; kernel < BSH_LINEAR_COUNT; kernel++)
+      taken += forward(&args, bsh_linear_kernel_name((bsh_linear_kernel)kernel), vendor, gpu[0], gpu[1]);
+    CHECK(taken > 0 && forward(&args, NULL, vendor, gpu[0], gpu[1]), "panels take anything");
+    CHECK(forward(&args, NULL, BSH_VENDOR_NONE, gpu[0], gpu[1]) == (taken > 1), "%d kernels take it", taken);
+    gradient(&args, vendor, gpu[0], gpu[1]);
   }
+}
+
+/* A result that lies elsewhere than planned is refused: the kernels would store beyond what the GPU can. */
+static void another_address(void) {
+  char *const memory = (char *)0x1000;
+  bsh_linear_4bit_args args = {.x = memory, .M = 1, .N = 4096, .K = 4096, .ldx = 4096, .ldy = 4096, .dtype = BSH_BF16};
+  args.weight = (bsh_weight){.packed = (uint8_t *)memory, .n = 1 << 24, .blocksize = 64};
+  const bsh_cuda_context context = {.op = "linear_4bit", .sm = 90, .sms = 132};
+  const bsh_torch_operands none = {0};
+  CHECK(bsh_cuda_plan_linear_4bit("linear_4bit", &args, 90, 132, BSH_VENDOR_TORCH, &plan) == BSH_OK, "%s",
+        bsh_status_message());
+  const int before = launches;
+  args.y = memory + 2;
+  CHECK(bsh_cuda_linear_4bit(&args, &plan, &none, &context) == BSH_BAD_VALUE && launches == before, "y moved");
+}
+
+static void wrong_names(void) {
+  CHECK(bsh_force_kernel(BSH_FORWARD, "gemv") == BSH_BAD_VALUE, "gemv is no kernel");
+  CHECK(bsh_forced_kernel(BSH_FORWARD) == BSH_LINEAR_COUNT, "nothing is forced");
 }
 
 int main(const int argc, char **const argv) {
   check_seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
   const int rounds = argc > 2 ? atoi(argv[2]) : 60;
   uint64_t state = check_seed;
-  products(&state, 300 * rounds);
+  products(&state, 100 * rounds);
+  another_address();
+  wrong_names();
+  for (int kernel = 0; kernel < BSH_LINEAR_COUNT; kernel++)
+    CHECK(by_kernel[kernel][BSH_FORWARD] > rounds, "%s", bsh_linear_kernel_name((bsh_linear_kernel)kernel));
   printf("test_launch: ok, seed %" PRIu64 ", %d launches\n", check_seed, launches);
   return 0;
 }

@@ -1,9 +1,10 @@
-/* cuda_ops.c - chooses and launches the kernels of cuda/blockwise.cu, and the path of linear_4bit. */
+/* cuda_blockwise.c - chooses and launches the kernels of cuda/blockwise.cu. */
 #include "cuda_ops.h"
 
 #include "arithmetic.h"
+#include "blockwise.h"
 
-enum { THREADS = 256, WARPS = THREADS / 32, WARP_TILE = 1024, BLOCKS_PER_SM = 16, VECTOR_BYTES = 16 };
+enum { BLOCKS_PER_SM = 16 };       /* for kernels whose threads loop */
 enum { SEARCH_BLOCKS_PER_SM = 4 }; /* blocks that fill a search table first: as many as run at once */
 
 #define DTYPES 3 /* kernels below are indexed by bsh_dtype: f32, f16, bf16 */
@@ -14,19 +15,20 @@ enum { SEARCH_BLOCKS_PER_SM = 4 }; /* blocks that fill a search table first: as 
       {.fatbin = BSH_FATBIN_blockwise, .name = prefix "bf16" suffix},                                                  \
   }
 
-/* Launches `blocks` blocks of THREADS threads; the only kernel parameter is the argument struct. */
+/* Launches `blocks` blocks of BSH_BLOCK_THREADS threads; the only kernel parameter is the argument struct. */
 static bsh_status launch(const bsh_cuda_context *const context, bsh_cuda_kernel *const kernel, const int64_t blocks,
                          const void *const args) {
   if (blocks > INT32_MAX)
     return bsh_fail(BSH_BAD_SHAPE, "%s: tensor too large: %lld blocks of threads", context->op, (long long)blocks);
-  const bsh_cuda_launch_shape shape = {.grid = {(uint32_t)blocks, 1, 1}, .block = {THREADS, 1, 1}, .overlap = true};
+  const bsh_cuda_launch_shape shape = {
+      .grid = {(uint32_t)blocks, 1, 1}, .block = {BSH_BLOCK_THREADS, 1, 1}, .overlap = true};
   void *arguments[] = {(void *)(uintptr_t)args};
   return bsh_cuda_launch(context, kernel, &shape, arguments);
 }
 
 /* Blocks for a kernel whose threads loop over `n` elements. */
 static int64_t looping_blocks(const bsh_cuda_context *const context, const int64_t n) {
-  return min_i64(divide_up(n, THREADS), (int64_t)context->sms * BLOCKS_PER_SM);
+  return min_i64(divide_up(n, BSH_BLOCK_THREADS), (int64_t)context->sms * BLOCKS_PER_SM);
 }
 
 /* ---- dequantize_4bit ---- */
@@ -47,7 +49,7 @@ static void flatten(bsh_dequantize_4bit_args *const args, const int64_t span) {
 static bool fast_dequantize(const bsh_dequantize_4bit_args *const args, const int64_t span) {
   const int64_t width = span / 32, blocksize = args->weight.blocksize;
   const int64_t border = blocksize < span ? blocksize : span;
-  return aligned(args->weight.packed, 4) && aligned(args->out, VECTOR_BYTES) && args->columns % border == 0 &&
+  return aligned(args->weight.packed, 4) && aligned(args->out, BSH_VECTOR_BYTES) && args->columns % border == 0 &&
          args->column0 % border == 0 && args->ld % width == 0;
 }
 
@@ -55,14 +57,14 @@ bsh_status bsh_cuda_dequantize_4bit(const bsh_dequantize_4bit_args *const args, 
   static bsh_cuda_kernel plain[DTYPES] = BY_DTYPE("dequantize_4bit_", "_plain");
   static bsh_cuda_kernel nested[DTYPES] = BY_DTYPE("dequantize_4bit_", "_nested");
   static bsh_cuda_kernel any[DTYPES] = BY_DTYPE("dequantize_4bit_any_", "");
-  const int64_t span = 32 * VECTOR_BYTES / dtype_size(args->dtype);
+  const int64_t span = 32 * BSH_VECTOR_BYTES / dtype_size(args->dtype);
   bsh_dequantize_4bit_args tiled = *args;
   flatten(&tiled, span);
   if (!fast_dequantize(&tiled, span))
     return launch(context, &any[args->dtype], looping_blocks(context, args->n_rows * args->n_columns), args);
-  const int64_t warps = divide_up(tiled.n_rows, WARP_TILE / span) * divide_up(tiled.n_columns, span);
+  const int64_t warps = divide_up(tiled.n_rows, BSH_WARP_TILE / span) * divide_up(tiled.n_columns, span);
   bsh_cuda_kernel *const kernel = args->weight.scales.absmax != NULL ? plain : nested;
-  return launch(context, &kernel[args->dtype], divide_up(warps, WARPS), &tiled);
+  return launch(context, &kernel[args->dtype], divide_up(warps, BSH_BLOCK_WARPS), &tiled);
 }
 
 /* ---- quantize_4bit ---- */
@@ -71,9 +73,10 @@ bsh_status bsh_cuda_quantize_4bit(const bsh_quantize_4bit_args *const args, cons
   static bsh_cuda_kernel fast[2][DTYPES] = {BY_DTYPE("quantize_4bit_", "_nf4"), BY_DTYPE("quantize_4bit_", "_fp4")};
   static bsh_cuda_kernel any[2][DTYPES] = {BY_DTYPE("quantize_4bit_any_", "_nf4"),
                                            BY_DTYPE("quantize_4bit_any_", "_fp4")};
-  if (args->blocksize <= WARP_TILE && aligned(args->x, VECTOR_BYTES) && aligned(args->packed, 4))
-    return launch(context, &fast[args->format][args->dtype], divide_up(args->n, WARPS * WARP_TILE), args);
-  return launch(context, &any[args->format][args->dtype], divide_up(divide_up(args->n, args->blocksize), WARPS), args);
+  if (args->blocksize <= BSH_WARP_TILE && aligned(args->x, BSH_VECTOR_BYTES) && aligned(args->packed, 4))
+    return launch(context, &fast[args->format][args->dtype], divide_up(args->n, BSH_BLOCK_WARPS * BSH_WARP_TILE), args);
+  return launch(context, &any[args->format][args->dtype],
+                divide_up(divide_up(args->n, args->blocksize), BSH_BLOCK_WARPS), args);
 }
 
 /* ---- 8-bit blocks ---- */
@@ -81,7 +84,7 @@ bsh_status bsh_cuda_quantize_4bit(const bsh_quantize_4bit_args *const args, cons
 bsh_status bsh_cuda_quantize_blockwise(const bsh_quantize_blockwise_args *const args,
                                        const bsh_cuda_context *const context) {
   static bsh_cuda_kernel kernels[DTYPES] = BY_DTYPE("quantize_blockwise_", "");
-  const int64_t all = divide_up(divide_up(args->n, args->blocksize), WARPS);
+  const int64_t all = divide_up(divide_up(args->n, args->blocksize), BSH_BLOCK_WARPS);
   const int64_t most = (int64_t)context->sms * SEARCH_BLOCKS_PER_SM;
   return launch(context, &kernels[args->dtype], min_i64(all, most), args);
 }
@@ -90,8 +93,8 @@ bsh_status bsh_cuda_dequantize_blockwise(const bsh_dequantize_blockwise_args *co
                                          const bsh_cuda_context *const context) {
   static bsh_cuda_kernel fast[DTYPES] = BY_DTYPE("dequantize_blockwise_", "");
   static bsh_cuda_kernel any[DTYPES] = BY_DTYPE("dequantize_blockwise_any_", "");
-  if (aligned(args->code, 8) && aligned(args->out, VECTOR_BYTES))
-    return launch(context, &fast[args->dtype], divide_up(args->n, WARPS * WARP_TILE), args);
+  if (aligned(args->code, 8) && aligned(args->out, BSH_VECTOR_BYTES))
+    return launch(context, &fast[args->dtype], divide_up(args->n, BSH_BLOCK_WARPS * BSH_WARP_TILE), args);
   return launch(context, &any[args->dtype], looping_blocks(context, args->n), args);
 }
 
@@ -103,23 +106,7 @@ bsh_status bsh_cuda_checksum(const uint8_t *const bytes, const int64_t n_bytes, 
   BSH_TRY(bsh_cuda_zero(context, sum, sizeof *sum));
   if (n_bytes == 0) return BSH_OK;
   const bsh_cuda_launch_shape shape = {.grid = {(uint32_t)looping_blocks(context, divide_up(n_bytes, 8)), 1, 1},
-                                       .block = {THREADS, 1, 1}};
+                                       .block = {BSH_BLOCK_THREADS, 1, 1}};
   void *arguments[] = {(void *)(uintptr_t)&bytes, (void *)(uintptr_t)&n_bytes, (void *)(uintptr_t)&sum};
   return bsh_cuda_launch(context, &kernel, &shape, arguments);
-}
-
-/* ---- linear_4bit ---- */
-
-bsh_status bsh_cuda_linear_4bit(const bsh_linear_4bit_args *const args, const bsh_cuda_context *const context) {
-  const bsh_weight *const weight = &args->weight;
-  const bsh_linear_kernel kernel =
-      bsh_select_linear_4bit(args->M, args->N, args->K, args->dtype, context->sm, context->sms, weight->blocksize,
-                             weight->scales.absmax == NULL);
-  if (kernel != BSH_LINEAR_DENSE) {
-    const bsh_status status = bsh_cuda_linear_4bit_fused(args, kernel, context);
-    if (status != BSH_NO_KERNEL) return status;
-  }
-  if (!context->operands->cublas && context->operands->x == NULL)
-    return bsh_fail(BSH_NO_KERNEL, "%s: no fused kernel", context->op);
-  return bsh_cuda_linear_4bit_dense(args, context);
 }

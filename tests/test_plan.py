@@ -1,0 +1,360 @@
+"""csrc/plan*.c, from the facts of a product to kernels and launches: pure, so it is tested without a GPU.
+
+The rows and sizes at which kernels change are measured (benchmarks/results) and may move. Tested is what must hold
+wherever they lie; the boundaries are searched for, not written down.
+
+`python tests/test_plan.py` prints the table: for each shape and GPU the rows of x at which the kernel changes.
+"""
+
+import os
+import random
+import re
+import subprocess
+import sys
+
+import cases
+import pytest
+from bitshard import _C
+
+F32, F16, BF16 = 0, 1, 2
+NAMES = {"gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "panels"}
+TENSOR_CORES = NAMES - {"gemv_4bit_simt"}
+SHAPES = tuple(cases.MODEL_LINEAR.values())
+SWEEP = sorted({*SHAPES, *((16 * round(1.1**i), 4096) for i in range(30, 90))}, key=lambda s: s[0] * s[1])  # to 318 M
+GPUS = {"T4": (75, 40), "A100": (80, 108), "RTX 4090": (89, 128), "H200": (90, 132), "B200": (100, 148)}
+OLDER = ("A100", "RTX 4090", "B200")  # with bf16 on tensor cores, without wgmma
+ROWS = (*range(1, 130), 192, 193, 256, 257, 512, 1024, 4096, 65536)
+
+
+STATE = _C.cuda_state()
+BUILD = STATE["architectures"] if STATE["built"] else "75,80,90a,100,120,compute_120"  # without kernels: as with all
+
+
+def image(gpu: str) -> tuple[int, bool]:
+    """(architecture, for this GPU only) of the kernels that this build has for a GPU: by them it chooses."""
+    return _C.kernel_image(BUILD, GPUS[gpu][0])
+
+
+wgmma = pytest.mark.skipif(image("H200") != (90, True), reason="this build has no kernels of sm_90a")
+
+
+def select(
+    M: int, N: int, K: int, dtype: int = BF16, gpu: str = "H200", blocksize: int = 64, nested: bool = True
+) -> str:
+    return _C.plan_linear_4bit(M, N, K, dtype, *GPUS[gpu], blocksize=blocksize, nested=nested)["kernel"]
+
+
+def changes(N: int, K: int, dtype: int, gpu: str) -> list[tuple[int, str]]:
+    """(M, kernel) wherever the kernel differs from that of one row fewer."""
+    chosen = [(M, select(M, N, K, dtype, gpu)) for M in ROWS]
+    return [pair for i, pair in enumerate(chosen) if i == 0 or pair[1] != chosen[i - 1][1]]
+
+
+def last_fused(N: int, K: int, dtype: int = BF16, gpu: str = "H200", blocksize: int = 64) -> int:
+    """The most rows that do not go to the vendor GEMM; 0 if one row does."""
+    return max((M for M in range(1, 513) if select(M, N, K, dtype, gpu, blocksize) != "panels"), default=0)
+
+
+def first_gemm(N: int, K: int) -> float:
+    """The fewest rows of bf16 that an H200 gives to gemm_4bit_sm90."""
+    return min((M for M in range(1, 513) if select(M, N, K) == "gemm_4bit_sm90"), default=float("inf"))
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["float32", "float16", "bfloat16"])
+def test_each_kernel_has_one_range_of_rows(gpu, dtype):
+    """One row is fused, no kernel comes back after another took over, and many rows go to the vendor GEMM."""
+    for N, K in SWEEP:
+        names = [name for _, name in changes(N, K, dtype, gpu)]
+        assert set(names) <= NAMES and len(names) == len(set(names)), (N, K, names)
+        assert names[0].startswith("gemv_4bit") and names[-1] == "panels", (N, K, names)
+
+
+@wgmma
+def test_every_kernel_is_chosen_somewhere():
+    """gemm_4bit_sm90 on the one GPU whose instructions it needs, and there the earlier the larger the weight."""
+    chosen = {gpu: {select(M, N, K, BF16, gpu) for N, K in SWEEP for M in ROWS} for gpu in GPUS}
+    assert chosen.pop("H200") == TENSOR_CORES
+    assert chosen.pop("T4") == {"gemv_4bit_simt", "panels"}  # no bf16 on its tensor cores
+    assert set().union(*chosen.values()) == TENSOR_CORES - {"gemm_4bit_sm90"}
+    assert first_gemm(*SWEEP[0]) > first_gemm(*SWEEP[-1])
+
+
+def has_tensor_cores(gpu: str, dtype: int) -> bool:
+    return dtype != F32 and image(gpu)[0] >= (80 if dtype == BF16 else 75)
+
+
+def takes(name: str, M: int, N: int, K: int, dtype: int, gpu: str, blocksize: int) -> bool:
+    """Whether a kernel can compute this, by what its .cu file says it reads."""
+    whole_units = has_tensor_cores(gpu, dtype) and N % 16 == 0 and K % 64 == 0 and blocksize % 64 == 0
+    if name == "gemm_4bit_sm90":
+        return image(gpu) == (90, True) and whole_units
+    return name == "panels" or (whole_units and M <= 64 if name == "gemv_4bit" else K % 32 == 0 and M <= 16)
+
+
+def test_no_kernel_gets_what_it_cannot_take():
+    """Random products, most of them just beside what a kernel takes; on none of them a choice that would be refused."""
+    draw, fused = random.Random(0), 0
+    for _ in range(20_000):
+        M, gpu, blocksize = draw.choice((*range(1, 70), 128, 200)), draw.choice(list(GPUS)), draw.choice((32, 64, 256))
+        N, K = (draw.randint(1, 900) * draw.choice((1, 8, 16)), draw.randint(1, 300) * draw.choice((1, 32, 64)))
+        product = (M, N, K, draw.choice((F32, F16, BF16)), gpu, blocksize)
+        name = select(*product)
+        assert takes(name, *product), (name, product)
+        fused += name != "panels"
+    assert fused > 3000
+
+
+@wgmma
+def test_larger_weights_are_fused_for_more_rows():
+    """Reading 4 bits a weight instead of 16 pays for longer, and the wgmma kernel takes over earlier."""
+    for dtype in (F32, BF16):
+        most = [last_fused(N, K, dtype) for N, K in SWEEP]
+        assert most == sorted(most) and most[0] < most[-1], (dtype, most)
+    first = [first_gemm(N, K) for N, K in SWEEP]
+    assert first == sorted(first, reverse=True), first
+
+
+def test_without_wgmma_all_weights_are_fused_for_as_many_rows():
+    """gemv_4bit to its end on tensor cores, a range that neither the shape nor the GPU changes."""
+    most = {last_fused(N, K, dtype, gpu) for N, K in SWEEP for gpu in OLDER for dtype in (F16, BF16)}
+    assert len(most) == 1 and most == {last_fused(1024, 4096, BF16, "H200")}
+
+
+def test_bf16_has_no_tensor_cores_on_sm_75():
+    """There it is fused for no more rows than where K leaves half a unit, which tensor cores cannot take; fp16 is."""
+    without, most = last_fused(4096, 4096 + 32, F16, "T4"), last_fused(4096, 4096, F16, "T4")
+    assert 0 < without == last_fused(4096, 4096, BF16, "T4")
+    assert most > without if has_tensor_cores("T4", F16) else most == without
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_what_tensor_cores_cannot_take_is_fused_for_few_rows(gpu):
+    """Half units of K, rows of W that fill no tile and blocks of 32: the ordinary cores, the same rows for each."""
+    few = {last_fused(4096, 4128, F16, gpu), last_fused(4097, 4096, F16, gpu), last_fused(4096, 4096, F16, gpu, 32)}
+    most = last_fused(4096, 4096, F16, gpu)
+    assert len(few) == 1 and min(few) > 0
+    assert max(few) < most if has_tensor_cores(gpu, F16) else few == {most}
+
+
+def test_what_no_kernel_takes_goes_by_panels():
+    """K that is no whole number of the smallest blocks, and sizes beyond 32-bit indices."""
+    for K in (1, 31, 33, 130):
+        assert last_fused(98, K) == last_fused(96, K, F32) == 0, K
+    for M, N, K in ((1 << 40, 4096, 4096), (1, 1 << 33, 4096), (1, 4096, 1 << 33)):
+        assert {select(M, N, K, dtype, gpu) for dtype in (F32, F16, BF16) for gpu in GPUS} == {"panels"}, (M, N, K)
+    # the weights of one product may be more than that; then tensor cores, whose index counts blocks, leave it
+    assert 0 < last_fused(1 << 20, 1 << 20, F16, "A100") < last_fused(1 << 10, 1 << 10, F16, "A100")
+
+
+# For a person to check: per product the bytes of scratch memory, then the launches, each entry[grid threads, cluster of
+# blocks if there are clusters, KiB of dynamic shared memory if any]; 3 * (...): for as many slices of x.
+EVERY = "75,80,86,89,90a,100,120,compute_120"
+CARDS = GPUS | {"H100": (90, 132), "3090": (86, 82), "4090": (89, 128), "L40S": (89, 142), "5090": (120, 170)}
+PLANS = """
+H100 bf16  4096 x 4096  M 1        0 gemv_4bit_bf16_m8_k4[132x1 512 224K]
+H100 bf16  4096 x 14336 M 8   262144 gemv_4bit_bf16_m8_k8[132x1 448 c2 224K]
+H100 bf16 14336 x 4096  M 16       0 gemv_4bit_bf16_m16_k4[132x1 512 224K]
+H100 f16   4096 x 4096  M 32 2099200 x_units[1x1 256] gemm_4bit_f16_m32_p2[4x32 640 224K]
+H100 bf16 28672 x 8192  M 16 3939328 x_units[64x1 256] gemm_4bit_bf16_m16[132x1 512 224K]
+H100 bf16 28672 x 8192  M 32 7871488 x_units[128x1 256] gemm_4bit_bf16_m32[132x1 512 224K]
+H100 bf16 14336 x 4096  M 64  524288 x_units[128x1 256] gemm_4bit_bf16_m64_p2[1x128 512 224K]
+H100 bf16 28672 x 8192  M 192 8395776 3 * (x_units[256x1 256] gemm_4bit_bf16_m64[132x1 384 224K])
+H100 bf16 28672 x 8192  M 257 67108864 panels of 4096
+H100 f32   4096 x 4096  M 2        0 gemv_4bit_simt_f32_nested[128x1 256]
+H100 bf16  1001 x 4096  M 4        0 gemv_4bit_simt_bf16_nested[32x1 256]
+H100 bf16  1024 x 4100  M 4  8396800 panels of 1024
+H100 bf16   512 x 40960 M 16       0 2 * (gemv_4bit_simt_bf16_nested[16x1 256])
+B200 bf16 14336 x 4096  M 64       0 gemv_4bit_bf16_m16_k4[37x4 512 224K]
+A100 bf16 14336 x 4096  M 1        0 gemv_4bit_bf16_m8_k8[108x1 256 97K]
+A100 bf16 14336 x 4096  M 64 7340032 gemv_4bit_bf16_m32_k4[54x2 256 97K] join_splits_bf16_m32[1792x2 256]
+A100 bf16  4096 x 14336 M 4   524288 gemv_4bit_bf16_m8_k8[108x1 224 97K] join_splits_bf16_m8[128x1 256]
+3090 f16   4096 x 4096  M 32 1048576 gemv_4bit_f16_m32_k4[82x1 256 97K] join_splits_f16_m32[512x1 256]
+4090 bf16 14336 x 4096  M 8        0 gemv_4bit_bf16_m8_k8[128x1 256 97K]
+4090 bf16 14336 x 4096  M 65 67108864 panels of 8192
+L40S bf16  8192 x 8192  M 16 2097152 gemv_4bit_bf16_m16_k4[140x1 256 97K] join_splits_bf16_m16[512x1 256]
+5090 bf16  4096 x 14336 M 1   524288 gemv_4bit_bf16_m8_k8[168x1 224 97K] join_splits_bf16_m8[128x1 256]
+T4   f16   4096 x 4096  M 1   262144 gemv_4bit_f16_m8_k8[40x1 128 53K] join_splits_f16_m8[128x1 256]
+T4   f16   4096 x 4096  M 16 1048576 gemv_4bit_f16_m16_k4[40x1 128 57K] join_splits_f16_m16[256x1 256]
+T4   bf16  4096 x 4096  M 4        0 gemv_4bit_simt_bf16_nested[128x1 256]
+"""
+ROW = re.compile(r"(\S+) +(\S+) +(\d+) x (\d+) +M (\d+) +(\d+) (.+)")
+
+
+def launch_text(launch: dict) -> str:
+    (x, y, _), cluster, shared = launch["grid"], launch["cluster"], launch["shared_bytes"]
+    more = (f" c{cluster}" if cluster > 1 else "") + (f" {shared // 1024}K" if shared else "")
+    return f"{launch['entry']}[{x}x{y} {launch['block']}{more}]"
+
+
+def plan_text(plan: dict) -> str:
+    if plan["kernel"] == "panels":
+        return f"panels of {plan['panel_lines']}"
+    (part,) = plan["slices"]
+    text = " ".join(map(launch_text, part["launches"]))
+    return text if part["times"] == 1 else f"{part['times']} * ({text})"
+
+
+@pytest.mark.parametrize("row", PLANS.strip().splitlines())
+def test_plans(row):
+    gpu, dtype, N, K, M, scratch, text = ROW.fullmatch(row).groups()
+    number = {"f32": F32, "f16": F16, "bf16": BF16}[dtype]
+    plan = _C.plan_linear_4bit(int(M), int(N), int(K), number, *CARDS[gpu], architectures=EVERY)
+    assert (plan["scratch_bytes"], plan_text(plan)) == (int(scratch), text)
+
+
+def test_rows_left_over_have_a_slice_of_their_own():
+    """200 rows are three slices of 64 and one of 8, which takes the smaller kernel."""
+    plan = _C.plan_linear_4bit(200, 28672, 8192, BF16, 90, 132, architectures=EVERY)
+    assert [(part["rows"], part["times"]) for part in plan["slices"]] == [(64, 3), (8, 1)]
+    assert [part["launches"][-1]["entry"][-4:] for part in plan["slices"]] == ["_m64", "_m16"]
+    assert plan["scratch_bytes"] == max(part["scratch_bytes"] for part in plan["slices"])
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("vendor", ["torch", "cublas"])
+def test_scratch_memory_is_bounded(gradient, vendor):
+    """64 MiB beside the result, for every shape of the models and any number of rows; with cuBLAS its own included."""
+    most = 0
+    for N, K in SHAPES:
+        for M in ROWS:
+            for gpu in GPUS:
+                plan = _C.plan_linear_4bit(M, N, K, BF16, *GPUS[gpu], gradient=gradient, vendor=vendor)
+                assert plan["scratch_bytes"] <= 64 << 20, (M, N, K, gpu)
+                assert (plan["vendor"] == vendor) == (plan["kernel"] == "panels") and plan["panel_lines"] <= max(N, K)
+                most = max(most, plan["scratch_bytes"])
+    assert most > 32 << 20
+    small = _C.plan_linear_4bit(512, 28672, 8192, BF16, 90, 132, gradient=gradient, vendor=vendor, workspace=8 << 20)
+    assert small["scratch_bytes"] <= 8 << 20 and small["panel_lines"] % 64 == 0
+    least = _C.plan_linear_4bit(512, 28672, 8192, BF16, 90, 132, gradient=gradient, vendor=vendor, workspace=1)
+    assert least["panel_lines"] == 1 and least["vendor_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    "M, facts, kernel",
+    [
+        (4, {}, "gemv_4bit"),
+        (4, {"y_alignment": 2}, "gemv_4bit"),  # it stores single elements
+        (4, {"packed_alignment": 4}, "gemv_4bit_simt"),
+        (4, {"packed_alignment": 2}, "panels"),
+        (4, {"x_alignment": 8}, "panels"),
+        (48, {}, "gemm_4bit_sm90"),
+        (48, {"y_alignment": 2}, "gemv_4bit"),  # the next best, not panels
+        (48, {"packed_alignment": 8}, "panels"),
+        (100, {"y_alignment": 2}, "panels"),
+        (48, {"gradient": True}, "panels"),
+        (400, {"vendor": ""}, "gemm_4bit_sm90"),  # nobody multiplies panels: in slices
+        (400, {"vendor": "", "y_alignment": 2}, "gemv_4bit"),
+        (400, {"vendor": "", "packed_alignment": 4}, "gemv_4bit_simt"),
+        (48, {"kernel": "panels"}, "panels"),
+        (400, {"kernel": "gemv_4bit"}, "gemv_4bit"),
+        (4, {"kernel": "gemv_4bit_simt"}, "gemv_4bit_simt"),
+    ],
+)
+def test_the_next_best_kernel(M, facts, kernel):
+    assert _C.plan_linear_4bit(M, 14336, 4096, BF16, 90, 132, architectures=EVERY, **facts)["kernel"] == kernel
+
+
+@pytest.mark.parametrize(
+    "facts, words",
+    [
+        ({"kernel": "gemm_4bit_sm90", "sm": 89}, "forced cannot multiply M = 48, N = 4096, K = 4096 of bfloat16"),
+        ({"kernel": "gemm_4bit_sm90", "sm": 89}, "on sm_89: gemm_4bit_sm90: needs sm_90a code on sm_90"),
+        ({"kernel": "gemm_4bit_sm90", "architectures": "80,90"}, "needs sm_90a code on sm_90"),
+        ({"kernel": "gemv_4bit", "N": 4097}, "gemv_4bit: N is no multiple of 16"),
+        ({"kernel": "gemv_4bit", "K": 4128}, "K is no multiple of 64"),
+        ({"kernel": "gemv_4bit", "blocksize": 32}, "the blocksize is below 64"),
+        ({"kernel": "gemv_4bit", "dtype": F32}, "of float32 in blocks of 64"),
+        ({"kernel": "gemv_4bit", "packed_alignment": 4}, "packed is not 16-byte aligned"),
+        ({"kernel": "gemv_4bit", "gradient": True}, "linear_4bit_dgrad: the kernel that was forced"),
+        ({"kernel": "gemv_4bit", "K": 1 << 20}, "K is longer than a cluster of blocks holds"),
+        ({"kernel": "gemv_4bit_simt", "x_alignment": 8}, "rows of x are not 16-byte aligned"),
+        ({"kernel": "panels", "vendor": ""}, "panels: no vendor's product"),
+        ({"K": 130, "vendor": ""}, "nothing multiplies M = 48, N = 4096, K = 130"),
+        (
+            {"K": 130, "vendor": ""},
+            "gemv_4bit_simt: K is no multiple of 32; gemm_4bit_sm90: K is no multiple of 64; panels",
+        ),
+        ({"kernel": "gemv"}, "no kernel 'gemv'"),
+        ({"vendor": "nvidia"}, "no vendor 'nvidia'"),
+        ({"x_alignment": 6}, "alignments 1, 2, 4, 8 or 16"),
+        ({"N": 1 << 40, "K": 1 << 40}, "is not a tensor shape"),
+    ],
+)
+def test_what_cannot_be_planned(facts, words):
+    """Which kernel, for which numbers, and why not."""
+    sizes = {"M": 48, "N": 4096, "K": 4096, "dtype": BF16, "sm": 90, "sms": 132}
+    positional = [facts.get(name, value) for name, value in sizes.items()]
+    rest = {name: value for name, value in facts.items() if name not in sizes}
+    with pytest.raises(ValueError, match=re.escape(words)):
+        _C.plan_linear_4bit(*positional, **{"architectures": EVERY, **rest})
+
+
+@pytest.fixture
+def unforced():
+    yield
+    for op in ("linear_4bit", "linear_4bit_dgrad"):
+        _C.force_kernel(op, None)
+
+
+def test_forcing_a_kernel(unforced):
+    """A plan that names none takes the forced one; each direction has its own, and CPU products know of none."""
+    _C.force_kernel("linear_4bit", "panels")
+    assert select(1, 4096, 4096) == "panels"
+    assert (
+        _C.plan_linear_4bit(1, 4096, 4096, BF16, 90, 132, kernel="gemv_4bit", architectures=EVERY)["kernel"]
+        == "gemv_4bit"
+    )
+    _C.force_kernel("linear_4bit_dgrad", "gemv_4bit_simt")
+    with pytest.raises(ValueError, match="gemv_4bit_simt: no input gradient"):
+        _C.plan_linear_4bit(1, 4096, 4096, BF16, 90, 132, gradient=True)
+    _C.force_kernel("linear_4bit", None)
+    assert select(1, 4096, 4096) == "gemv_4bit"
+    for op, name in (("linear_4bit", "dense"), ("quantize_4bit", "panels")):
+        with pytest.raises(ValueError, match=f"'{name if op == 'linear_4bit' else op}'"):
+            _C.force_kernel(op, name)
+
+
+def in_fresh_process(code: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, timeout=300
+    )
+
+
+def test_forcing_by_the_environment():
+    code = "import torch; from bitshard import _C; print(_C.plan_linear_4bit(1, 4096, 4096, 2, 90, 132)['kernel'])"
+    assert in_fresh_process(code, BITSHARD_LINEAR_4BIT="gemv_4bit_simt").stdout == "gemv_4bit_simt\n"
+    wrong = in_fresh_process(code, BITSHARD_LINEAR_4BIT_DGRAD="fast")
+    assert wrong.returncode != 0 and "no kernel 'fast': expected gemv_4bit, " in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    "architectures, sm, image",
+    [
+        ("80,90a,compute_80", 90, (90, True)),
+        ("80,90", 90, (90, False)),  # plain sm_90 code: no wgmma
+        ("80,90,90a", 90, (90, False)),  # which of the two loads is the driver's choice
+        ("80,compute_90", 90, (90, False)),  # PTX counts by what it was compiled for
+        ("80,compute_90a", 90, (90, True)),
+        ("compute_80", 90, (80, False)),
+        ("75,compute_75", 89, (75, False)),
+        ("80,90a,compute_80", 89, (80, False)),
+        ("80,86,compute_89", 89, (86, False)),  # machine code before PTX
+        ("80,90a,compute_80", 100, (80, False)),
+        ("80,90,compute_90", 100, (90, False)),
+        ("100", 103, (100, False)),
+        ("100a,compute_80", 103, (80, False)),
+        ("80,90", 100, (0, False)),
+        ("190a,compute_900", 90, (0, False)),
+        ("80", 75, (0, False)),
+        ("", 90, (0, False)),
+    ],
+)
+def test_the_image_that_loads(architectures, sm, image):
+    assert _C.kernel_image(architectures, sm) == image
+
+
+if __name__ == "__main__":
+    for gpu in GPUS:
+        for N, K in SHAPES:
+            print(f"{gpu:9} {N:>5} x {K:<5}", ", ".join(f"M >= {M}: {name}" for M, name in changes(N, K, BF16, gpu)))
