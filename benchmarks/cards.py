@@ -2,8 +2,8 @@
 
     python benchmarks/cards.py [--kernels FILE]     prints the tables of docs/cards.md
 
-All is read from the built extension: the choice from its chooser, instructions from its machine code. One built for
-BITSHARD_CUDA_ARCHS=all has machine code for all of these cards; --kernels names another build's _C.abi3.so for it.
+All is read from the built extension: the plan of a product, for a build with all architectures, and instructions from
+machine code. For the latter on all of these cards --kernels names an _C.abi3.so built for BITSHARD_CUDA_ARCHS=all.
 docs/cards.md says how the estimate is made and how far it is from what an H200 measured.
 """
 
@@ -21,7 +21,7 @@ from timing import markdown_table
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from cases import MODEL_LINEAR  # noqa: E402
 from helpers import cubins, sass  # noqa: E402
-from helpers.cards import CARDS, NARROW, TURING, WIDE, Card, generation  # noqa: E402
+from helpers.cards import CARDS, Card  # noqa: E402
 
 F32, F16, BF16 = 0, 1, 2  # as the C core counts
 ROWS = (*range(1, 130), 192, 193, 256, 257, 512, 1024, 4096)
@@ -40,47 +40,40 @@ PANEL_BYTES = 64 << 20
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
 
+DEFAULT_BUILD, WHOLE_BUILD = "80,90a,compute_80", "75,80,86,89,90a,100,120,compute_120"  # of setup.py
+
+
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One product on one card. kernel: file in cuda/, or "panels"; form: of gemv_4bit, tokens and units of K a warp."""
+    """One product on one card: the kernel's name in the plan, its entry in the machine code, blocks of threads.
+
+    groups: how often W is decoded. busy: the part of the multiprocessors that have a block.
+    """
 
     kernel: str
-    form: str = ""
-    groups: int = 1  # how often W is decoded
+    entry: str = ""
+    groups: int = 1
+    busy: float = 1.0
 
 
-def choose(card: Card, M: int, N: int, K: int, dtype: int) -> Choice:
-    """What the C core chooses, blocksize 64, nested. The one place here that asks it.
-
-    The core names gemv_4bit and gemv_4bit_simt alike, and no forms: these are told apart as csrc/cuda_linear.c does it.
-    """
-    name = _C.select_linear_4bit(M, N, K, dtype, card.sm, card.sms, 64, True)
-    if name == "dense":
-        return Choice("panels")
-    if name == "gemm_4bit_sm90":
-        return Choice(name, groups=-(-M // 64))
-    arch = _C.kernel_image(architectures(), card.sm)[0]
-    if dtype == F32 or arch < (80 if dtype == BF16 else 75):
-        return Choice("gemv_4bit_simt", groups=-(-M // 8))
-    form = generation(arch)
-    tokens = 8 if M <= 8 else 32 if M > 16 and form == NARROW else 16
-    warps = {WIDE: 16, NARROW: 8, TURING: 4}[form]
-    units = 8 if tokens == 8 and K // 64 > 4 * warps else 4
-    return Choice("gemv_4bit", f"m{tokens}_k{units}", -(-M // tokens))
-
-
-def architectures() -> str:
-    state = _C.cuda_state()
-    return state["architectures"] if state["built"] else "75,80,90a,100,120,compute_120"  # without kernels: as with all
+def choose(card: Card, M: int, N: int, K: int, dtype: int, architectures: str | None = WHOLE_BUILD) -> Choice:
+    """What the C core plans, blocksize 64, nested. architectures None: of this build."""
+    plan = _C.plan_linear_4bit(M, N, K, dtype, card.sm, card.sms, architectures=architectures)
+    if not plan["slices"]:
+        return Choice(plan["kernel"])
+    first = plan["slices"][0]
+    (product,) = [launch for launch in first["launches"] if launch["entry"].startswith(("gemv_4bit", "gemm_4bit"))]
+    across, groups = product["grid"][:2]
+    if plan["kernel"] != "gemv_4bit":
+        groups = sum(part["times"] for part in plan["slices"])
+        return Choice(plan["kernel"], product["entry"], groups, min(1.0, across / card.sms))
+    return Choice(plan["kernel"], product["entry"], groups, min(1.0, across * groups / card.sms))
 
 
 def changes(card: Card, N: int, K: int, dtype: int) -> list[tuple[int, str]]:
     """(rows, kernel) wherever the kernel differs from that of fewer rows."""
     chosen = [(M, choose(card, M, N, K, dtype).kernel) for M in ROWS]
     return [pair for i, pair in enumerate(chosen) if i == 0 or pair[1] != chosen[i - 1][1]]
-
-
-DEFAULT_BUILD, WHOLE_BUILD = "80,90a,compute_80", "75,80,86,89,90a,100,120,compute_120"  # of setup.py
 
 
 def image_rows() -> list[list[str]]:
@@ -167,15 +160,14 @@ class Estimate:
         return max(self.bytes, self.instructions, self.waiting) + self.more
 
 
-def waiting_clocks(form: int, tokens: int) -> float:
+def waiting_clocks(sm: int, tokens: int) -> float:
     """Of a multiprocessor, for 1,024 weights, gemv_4bit: what its warps take that wait for themselves.
 
     0 for the form of sm_90, whose times are measured.
     """
-    if form == WIDE:
+    if 90 <= sm < 120:
         return 0
-    warp = WAIT_GEMV[tokens] + (LOAD_LATENCY if form == TURING else 0)
-    return warp / (4 if form == TURING else 8)
+    return (WAIT_GEMV[tokens] + LOAD_LATENCY) / 4 if sm < 80 else WAIT_GEMV[tokens] / 8
 
 
 def bytes_us(card: Card, n_bytes: float) -> float:
@@ -215,19 +207,17 @@ def linear(card: Card, counts: Counts, M: int, N: int, K: int, dtype: int, choic
         return panels(card, counts, M, N, K, dtype)
     if choice.kernel == "gemm_4bit_sm90":
         return None
-    letters = {F32: "f32", F16: "f16", BF16: "bf16"}[dtype]
     if choice.kernel == "gemv_4bit_simt":
         rows = min(M, 8)
-        count = counts.of(card.sm, f"gemv_4bit_simt_{letters}_nested", rows)
+        count = counts.of(card.sm, choice.entry, rows)
         blocks = min(2, max(1, N // 32 / card.sms))  # of 8 warps, on a multiprocessor
-        wait = WAIT_SIMT[min(n for n in WAIT_SIMT if n >= rows)] / (8 * blocks) * max(1, card.sms / (N / 32))
+        wait = WAIT_SIMT[min(n for n in WAIT_SIMT if n >= rows)] / (8 * blocks)
     else:
-        count = counts.of(card.sm, f"gemv_4bit_{letters}_{choice.form}")
-        tokens = int(choice.form[1:].split("_")[0])
-        wait = waiting_clocks(generation(card.sm), tokens)
-    issue = clocks_us(card, weights, clocks(count, card.sm)) * choice.groups if count else 0
-    waiting = clocks_us(card, weights, wait) * choice.groups
-    return Estimate(bytes_us(card, n_bytes), issue, waiting, START_US)
+        count = counts.of(card.sm, choice.entry)
+        wait = waiting_clocks(card.sm, int(choice.entry.split("_m")[1].split("_")[0]))
+    work = weights * choice.groups / choice.busy
+    issue = clocks_us(card, work, clocks(count, card.sm)) if count else 0
+    return Estimate(bytes_us(card, n_bytes), issue, clocks_us(card, work, wait), START_US)
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -266,12 +256,11 @@ def needed_rows(counts: Counts) -> list[list[str]]:
     """Clocks of a multiprocessor for 1,024 weights: in which memory brings them, and what gemv_4bit takes."""
     rows = []
     for name, card in CARDS.items():
-        form = generation(card.sm)
         brought = 1024 * BYTES_4BIT / (COPY * card.bandwidth) * card.sms * card.clock
         cells = [name, f"{brought:.0f}"]
         for tokens in (8, 16, 32):
             count = counts.of(card.sm, f"gemv_4bit_f16_m{tokens}_k{8 if tokens == 8 else 4}")
-            waits = "" if form == WIDE else f" / {waiting_clocks(form, tokens):.0f}"
+            waits = "" if waiting_clocks(card.sm, tokens) == 0 else f" / {waiting_clocks(card.sm, tokens):.0f}"
             cells.append(f"{clocks(count, card.sm):.0f}{waits}" if count else "-")
         rows.append(cells)
     return rows
@@ -306,7 +295,7 @@ def other_rows(counts: Counts) -> list[list[str]]:
                 numbers = [f"{e.bytes:.0f}", f"{e.instructions:.0f}", "-", f"{e.us:.0f}"]
                 rows.append([name, f"{op}, {label}", *numbers])
         for M in (1, 8):
-            e = linear(card, counts, M, N, K, F32, Choice("gemv_4bit_simt"))
+            e = linear(card, counts, M, N, K, F32, choose(card, M, N, K, F32))
             numbers = [f"{e.bytes:.0f}", f"{e.instructions:.0f}", f"{e.waiting:.0f}", f"{e.us:.0f}"]
             rows.append([name, f"gemv_4bit_simt, float32, {M} rows", *numbers])
     return rows
@@ -336,17 +325,18 @@ def check_rows(counts: Counts) -> list[list[str]]:
     card, pairs = CARDS["H200"], []
     for (N, K), times in H200_GEMV.items():
         for M, us in times.items():
-            choice = Choice("gemv_4bit", f"m{8 if M <= 8 else 16}_k{8 if M <= 8 and K > 4096 else 4}")
+            choice = choose(card, M, N, K, BF16)
             pairs.append((f"gemv_4bit {N} x {K}, {M} rows", linear(card, counts, M, N, K, BF16, choice), us))
     older = dataclasses.replace(card, sm=80)  # its machine code, on the H200's multiprocessors
     for tokens, shapes in H200_SM80_FORM.items():
         for (N, K), times in shapes.items():
             for M, us in times.items():
-                e = linear(older, counts, M, N, K, BF16, Choice("gemv_4bit", f"m{tokens}_k4", M // tokens))
+                choice = Choice("gemv_4bit", f"gemv_4bit_bf16_m{tokens}_k4", M // tokens)
+                e = linear(older, counts, M, N, K, BF16, choice)
                 pairs.append((f"its sm_80 form, {N} x {K}, {M} rows by {tokens}", e, us))
     for (N, K), times in H200_SIMT.items():
         for M, us in times.items():
-            e = linear(card, counts, M, N, K, F32, Choice("gemv_4bit_simt"))
+            e = linear(card, counts, M, N, K, F32, choose(card, M, N, K, F32))
             pairs.append((f"gemv_4bit_simt {N} x {K}, float32, {M} rows", e, us))
     pairs += [(f"16-bit linear {N} x {K}, 1 row", dense(card, 1, N, K), us) for (N, K), us in H200_DENSE.items()]
     for weights, times in H200_BLOCKS.items():
@@ -361,7 +351,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", default=_C.__file__, help="a built extension to count instructions in")
     counts = Counts(parser.parse_args().kernels)
-    print(f"kernels for {architectures()}\n")
     print(markdown_table(["GPU", "is", "default build", "all architectures"], image_rows()), "\n")
     print(markdown_table(["GPU", "x", "N x K", "rows of x"], plan_rows()), "\n")
     print(markdown_table(["kernel", *(f"sm_{sm}" for sm in COUNTED_SMS)], count_rows(counts)), "\n")

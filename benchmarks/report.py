@@ -476,7 +476,7 @@ def kernel_name(device: torch.device, M: int, N: int, K: int) -> str:
         return "-"
     properties = torch.cuda.get_device_properties(device)
     card = Card(10 * properties.major + properties.minor, properties.multi_processor_count, 0, 0, 0, 0, 0)
-    return choose(card, M, N, K, F16 if sixteen_bits(device) is torch.float16 else BF16).kernel
+    return choose(card, M, N, K, F16 if sixteen_bits(device) is torch.float16 else BF16, None).kernel
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ No GPU and no tools of CUDA are needed. Architectures that this build does not h
 """
 
 import dataclasses
-import functools
 import os
 import pathlib
 import re
@@ -20,7 +19,7 @@ import sys
 import pytest
 from bitshard import _C
 from helpers import cards, cubins
-from helpers.cards import LIMITS, Launch, blocks_at_once, is_launched, launch_of
+from helpers.cards import ALONE, LIMITS, Launch, blocks_at_once, expected, launch_of
 from helpers.cubins import MACHINE_CODE, PTX, Kernel
 
 FILE = pathlib.Path(os.environ.get("BITSHARD_KERNELS", _C.__file__))
@@ -31,7 +30,10 @@ NAMES = frozenset(name for image in CODE for name in cubins.kernels(image))
 
 if not IMAGES:
     pytest.skip("bitshard was built without nvcc: there are no kernels to read", allow_module_level=True)
+# (architecture in the build, GPU that loads it): code of sm_80 also runs on cards with less memory.
+LOADED = [(arch, sm) for arch in ARCHS for sm in LIMITS if _C.kernel_image(arch, sm)[0]]
 by_arch = pytest.mark.parametrize("arch", ARCHS)
+by_gpu = pytest.mark.parametrize("arch, sm", LOADED, ids=[f"{arch}-on-{sm}" for arch, sm in LOADED])
 needs_code = pytest.mark.skipif(
     not CODE, reason="only PTX in this build: registers are known once a driver compiles it"
 )
@@ -48,24 +50,14 @@ EXCEPTIONS = (
 LOCAL_ACCESS = (0x183, 0x187)  # LDL, STL: low nine bits of an instruction
 
 
-@functools.cache
-def requested() -> dict[str, tuple[int, ...]]:
-    return cubins.requested_shared(FILE, NAMES)
-
-
 def kernels_of(arch: str) -> list[tuple[cubins.Image, Kernel]]:
-    """Those of an architecture that the host starts there."""
-    images = [image for image in CODE if image.name == arch]
-    pairs = [(image, kernel) for image in images for kernel in cubins.kernels(image).values()]
-    return [(image, kernel) for image, kernel in pairs if is_launched(kernel.name, image)]
+    return [(image, k) for image in CODE if image.name == arch for k in cubins.kernels(image).values()]
 
 
-def launches(arch: str) -> list[tuple[Kernel, Launch]]:
-    return [(kernel, launch_of(kernel, image, requested()[kernel.name])) for image, kernel in kernels_of(arch)]
-
-
-def limits_of(arch: str) -> cards.Limits:
-    return LIMITS[int(arch.rstrip("af"))]
+def launches(arch: str, sm: int) -> list[tuple[Kernel, Launch]]:
+    """What the host starts on a GPU `sm` of the kernels of one architecture, each with its largest block."""
+    pairs = [(kernel, launch_of(kernel, image, sm)) for image, kernel in kernels_of(arch)]
+    return [(kernel, launch) for kernel, launch in pairs if launch is not None]
 
 
 def too_large(pairs: list[tuple[Kernel, Launch]], limits: cards.Limits) -> dict[str, Launch]:
@@ -95,14 +87,16 @@ def test_images_are_those_of_the_build():
 def test_the_host_names_every_kernel(arch):
     """Each architecture has the same kernels, those that the host's table names."""
     found = [name for image in CODE if image.name == arch for name in cubins.kernels(image)]
-    assert len(found) == len(set(found)) and set(found) == set(requested())
+    assert len(found) == len(set(found)) and set(found) == cubins.named_by_host(FILE, NAMES)
 
 
-def test_table_of_the_host():
-    """Shared memory that it asks for: whole units of 128 bytes, at most a Hopper block's, for some kernels none."""
-    sizes = {size for places in requested().values() for size in places}
-    assert 0 in sizes and max(sizes) <= LIMITS[90].shared_block and not {size for size in sizes if size % 128}
-    assert len({size for size in sizes if size}) > 1
+@needs_code
+@by_gpu
+def test_plans_start_every_kernel(arch, sm):
+    """Products of the sweep start all kernels that are there for them, but for empty shells of other architectures."""
+    started = {kernel.name for kernel, _ in launches(arch, sm) if not ALONE.match(kernel.name)}
+    there = [(image, kernel) for image, kernel in kernels_of(arch) if not ALONE.match(kernel.name)]
+    assert started == {kernel.name for image, kernel in there if expected(kernel.name, image)}
 
 
 @needs_code
@@ -128,19 +122,20 @@ def test_cuobjdump_reads_the_same(arch, tmp_path):
 
 
 @needs_code
-@by_arch
-def test_every_kernel_fits(arch):
-    """One block at least, as the host starts it, on a multiprocessor of that architecture."""
-    pairs = launches(arch)
+@by_gpu
+def test_every_kernel_fits(arch, sm):
+    """One block at least, as the host starts it, on a multiprocessor of each GPU that loads it."""
+    pairs = launches(arch, sm)
     assert len(pairs) > 80
-    assert not too_large(pairs, limits_of(arch))
+    assert not too_large(pairs, LIMITS[sm])
+    assert all(launch.threads <= (kernel.max_threads or cards.BLOCK_THREADS) for kernel, launch in pairs)
 
 
 @needs_code
 @by_arch
 def test_no_local_memory(arch):
     """No spills and no arrays in memory, but for EXCEPTIONS."""
-    for image, kernel in kernels_of(arch):
+    for image, kernel in [(image, k) for image, k in kernels_of(arch) if expected(k.name, image)]:
         allowed = [(0, 0)]
         allowed += [(n, k) for names, only, n, k in EXCEPTIONS if re.match(names, kernel.name) and only in ("", arch)]
         bytes_, accesses = max(allowed)
@@ -148,13 +143,13 @@ def test_no_local_memory(arch):
 
 
 @needs_code
-@by_arch
-def test_kernels_bound_by_memory_have_company(arch):
+@by_gpu
+def test_kernels_bound_by_memory_have_company(arch, sm):
     """Dequantizing and quantizing hide the latency of memory by blocks beside each other: 768 threads at least."""
-    pairs = [(k, launch) for k, launch in launches(arch) if re.match(r"(?:de)?quantize_(?:4bit|blockwise)_b?f", k.name)]
-    alone = {
-        k.name: n for k, launch in pairs if (n := blocks_at_once(k, launch, limits_of(arch))) * launch.threads < 768
-    }
+    pairs = [
+        (k, launch) for k, launch in launches(arch, sm) if re.match(r"(?:de)?quantize_(?:4bit|blockwise)_b?f", k.name)
+    ]
+    alone = {k.name: n for k, launch in pairs if (n := blocks_at_once(k, launch, LIMITS[sm])) * launch.threads < 768}
     assert len(pairs) >= 18 and not alone
 
 
@@ -168,10 +163,10 @@ def test_ptx(name):
 
 
 @needs_code
-@by_arch
-def test_a_smaller_gpu_is_too_small(arch):
+@by_gpu
+def test_a_smaller_gpu_is_too_small(arch, sm):
     """Half the shared memory, a third of the registers of a block, fewer threads: each is found."""
-    pairs, limits = launches(arch), limits_of(arch)
+    pairs, limits = launches(arch, sm), LIMITS[sm]
     half = dataclasses.replace(limits, shared_block=limits.shared_block // 2)
     assert any(name.startswith("gemv_4bit_f16") for name in too_large(pairs, half))
     assert any(name.startswith("optimizer_8bit") for name in too_large(pairs, dataclasses.replace(limits, threads=512)))
@@ -238,10 +233,11 @@ def cell(pairs: list[tuple[Kernel, Launch]], limits: cards.Limits) -> str:
 
 
 def table() -> str:
-    pairs = {arch: launches(arch) for arch in ARCHS}
+    sms = {arch: int(arch.rstrip("af")) for arch in ARCHS}
+    pairs = {arch: launches(arch, sm) for arch, sm in sms.items()}
     lines = ["| kernels | " + " | ".join(f"sm_{arch}" for arch in ARCHS) + " |", "|---" * (len(ARCHS) + 1) + "|"]
     for group, names in GROUPS.items():
-        cells = [cell([p for p in pairs[arch] if re.match(names, p[0].name)], limits_of(arch)) for arch in ARCHS]
+        cells = [cell([p for p in pairs[arch] if re.match(names, p[0].name)], LIMITS[sms[arch]]) for arch in ARCHS]
         lines.append(f"| {group.strip()} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -5,8 +5,11 @@ data sheets and architecture white papers, named in docs/cards.md.
 """
 
 import dataclasses
+import functools
+import itertools
 import re
 
+from bitshard import _C
 from helpers.cubins import Image, Kernel
 
 REGISTERS, REGISTERS_OF_THREAD, REGISTER_UNIT = (
@@ -78,29 +81,48 @@ class Launch:
     shared: int
 
 
-WIDE, NARROW, TURING = range(2, -1, -1)  # the forms of gemv_4bit.cu, in the order of the host's table
+ALONE = re.compile(r"(?:de)?quantize_|checksum|optimizer_")  # entries that no plan names; no dynamic shared memory
+SHAPES = ((4096, 4096), (1024, 8192), (14336, 4096), (28672, 8192), (48, 128), (272, 448), (97, 96), (64, 32))  # N, K
+ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 200)
 
 
-def generation(arch: int) -> int:
-    """Which form of gemv_4bit.cu machine code of `arch` is: WIDE has 224 KiB of shared memory and clusters."""
-    return WIDE if 90 <= arch < 120 else NARROW if arch >= 80 else TURING
-
-
-def is_launched(name: str, image: Image) -> bool:
-    """Whether the host starts kernel `name` where it has loaded `image`; others may be empty shells."""
-    form = generation(image.arch)
+def expected(name: str, image: Image) -> bool:
+    """Whether the host starts an entry where it has loaded `image`; those that it does not may be empty shells."""
+    wide = 90 <= image.arch < 120  # 224 KiB of shared memory, clusters
     if name.startswith(("gemm_4bit", "x_units")):
         return (image.arch, image.only) == (90, True)
     if re.match(r"gemv_4bit_(?:bf16|f16)_m|join_splits_", name):
-        tensor_cores = form != TURING or "_bf16_" not in name
-        return tensor_cores and (form == NARROW or "_m32" not in name) and not (form == WIDE and "join" in name)
+        tensor_cores = image.arch >= (80 if "_bf16_" in name else 75)
+        return (
+            tensor_cores and ("_m32" not in name or (image.arch >= 80 and not wide)) and not (wide and "join" in name)
+        )
     return True
 
 
-def launch_of(kernel: Kernel, image: Image, requested: tuple[int, ...]) -> Launch:
-    """The largest block with which the host starts a kernel. requested: its dynamic shared memory, for each form."""
-    threads = kernel.max_threads or 256  # join_splits and x_units have no __launch_bounds__
-    return Launch(threads, requested[generation(image.arch) if len(set(requested)) > 1 else 0])
+@functools.cache
+def planned(sm: int, architectures: str) -> dict[str, Launch]:
+    """The largest block of each entry that products start on a GPU `sm`, from a build for `architectures`."""
+    found: dict[str, Launch] = {}
+    kernels = (None, "gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90")
+    axes = (ROWS, SHAPES, range(3), (40, 132), (32, 64, 128), (False, True), kernels)
+    for M, (N, K), dtype, sms, blocksize, nested, kernel in itertools.product(*axes):
+        settings = {"blocksize": blocksize, "nested": nested, "kernel": kernel, "architectures": architectures}
+        try:
+            plan = _C.plan_linear_4bit(M, N, K, dtype, sm, sms, **settings)
+        except ValueError:
+            continue  # the forced kernel does not take it
+        for launch in (launch for part in plan["slices"] for launch in part["launches"]):
+            known = found.get(launch["entry"], Launch(0, 0))
+            threads, shared = max(known.threads, launch["block"]), max(known.shared, launch["shared_bytes"])
+            found[launch["entry"]] = Launch(threads, shared)
+    return found
+
+
+def launch_of(kernel: Kernel, image: Image, sm: int) -> Launch | None:
+    """The largest block with which the host starts a kernel of `image` on a GPU `sm`; None: it does not."""
+    if ALONE.match(kernel.name):
+        return Launch(kernel.max_threads or BLOCK_THREADS, 0)
+    return planned(sm, image.name).get(kernel.name)
 
 
 def registers_of_block(kernel: Kernel, threads: int) -> int:

@@ -17,7 +17,7 @@ COMPRESSED, ONE_GPU_ONLY = 0xA000, 1 << 20  # flags of an entry
 MAX_THREADS, FRAME_SIZE, MIN_STACK_SIZE, REGCOUNT = 0x05, 0x11, 0x12, 0x2F  # attributes
 SIZED = 4  # how an attribute's value is given: a size and that many bytes; else it is the two bytes of the size
 RESERVED_SHARED = 1024  # of every block from sm_80 on; machine code of sm_90 and newer counts it where it is used
-NOBITS, FUNCTION, RELATIVE = 8, 2, 8  # ELF: type of a section, of a symbol, of a relocation (x86-64)
+NOBITS, RELOCATIONS, FUNCTION, RELATIVE = 8, 4, 2, 8  # ELF: types of sections, of a symbol, of a relocation (x86-64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,32 +158,21 @@ def kernels(image: Image) -> dict[str, Kernel]:
 
 
 @functools.cache
-def requested_shared(path: str | pathlib.Path, names: frozenset[str]) -> dict[str, tuple[int, ...]]:
-    """Bytes of dynamic shared memory in the host's table of kernels, for each place that names one, in their order.
+def named_by_host(path: str | pathlib.Path, names: frozenset[str]) -> set[str]:
+    """Those of `names` that the data of the extension points to, as its objects bsh_cuda_kernel do.
 
-    A place is a bsh_cuda_kernel (csrc/cuda_driver.h) in the data of the extension: int32 fatbin, name, int32 bytes. The
-    name is an address, so the dynamic linker has a relocation for it, by which it is found.
+    Such a pointer is an address, for which the dynamic linker has a relocation; by these they are found.
     """
     blob = pathlib.Path(path).read_bytes()
     (offset,) = struct.unpack_from("<Q", blob, 0x28)
     width, count = struct.unpack_from("<HH", blob, 0x3A)
     rows = [struct.unpack_from("<IIQQQQIIQQ", blob, offset + i * width) for i in range(count)]
-
-    def at(address: int) -> int:
-        """Place in the file of an address; -1 where it has none."""
-        for _, kind, _, begin, start, size, *_ in rows:
-            if begin and kind != NOBITS and begin <= address < begin + size:
-                return start + address - begin
-        return -1
-
-    found: dict[str, list[int]] = {}
+    found = set()
     for _, kind, _, _, start, size, *_ in rows:
-        if kind != 4:  # relocations with addends
-            continue
-        for entry in range(start, start + size, 24):
-            place, info, addend = struct.unpack_from("<QQq", blob, entry)
-            text, data = (at(addend), at(place)) if info & 0xFFFFFFFF == RELATIVE else (-1, -1)
-            name = blob[text : blob.find(b"\0", text, text + 80)].decode("latin1") if text >= 0 else ""
-            if name in names and data >= 0:
-                found.setdefault(name, []).append((place, struct.unpack_from("<i", blob, data + 8)[0]))
-    return {name: tuple(size for _, size in sorted(places)) for name, places in found.items()}
+        for entry in range(start, start + size, 24) if kind == RELOCATIONS else ():
+            _, info, address = struct.unpack_from("<QQq", blob, entry)
+            section = next((row for row in rows if row[3] and row[3] <= address < row[3] + row[5]), None)
+            if info & 0xFFFFFFFF == RELATIVE and section is not None and section[1] != NOBITS:
+                at = section[4] + address - section[3]
+                found.add(blob[at : blob.find(b"\0", at, at + 80)].decode("latin1"))
+    return found & names
