@@ -31,7 +31,10 @@ NAMES = frozenset(name for image in CODE for name in cubins.kernels(image))
 
 if not IMAGES:
     pytest.skip("bitshard was built without nvcc: there are no kernels to read", allow_module_level=True)
+# (architecture in the build, GPU that loads it): code of sm_80 also runs on cards with less memory.
+LOADED = [(arch, sm) for arch in ARCHS for sm in LIMITS if _C.kernel_image(arch, sm)[0]]
 by_arch = pytest.mark.parametrize("arch", ARCHS)
+by_gpu = pytest.mark.parametrize("arch, sm", LOADED, ids=[f"{arch}-on-{sm}" for arch, sm in LOADED])
 needs_code = pytest.mark.skipif(
     not CODE, reason="only PTX in this build: registers are known once a driver compiles it"
 )
@@ -128,12 +131,12 @@ def test_cuobjdump_reads_the_same(arch, tmp_path):
 
 
 @needs_code
-@by_arch
-def test_every_kernel_fits(arch):
-    """One block at least, as the host starts it, on a multiprocessor of that architecture."""
+@by_gpu
+def test_every_kernel_fits(arch, sm):
+    """One block at least, as the host starts it, on a multiprocessor of each GPU that loads it."""
     pairs = launches(arch)
     assert len(pairs) > 80
-    assert not too_large(pairs, limits_of(arch))
+    assert not too_large(pairs, LIMITS[sm])
 
 
 @needs_code
@@ -148,13 +151,11 @@ def test_no_local_memory(arch):
 
 
 @needs_code
-@by_arch
-def test_kernels_bound_by_memory_have_company(arch):
+@by_gpu
+def test_kernels_bound_by_memory_have_company(arch, sm):
     """Dequantizing and quantizing hide the latency of memory by blocks beside each other: 768 threads at least."""
     pairs = [(k, launch) for k, launch in launches(arch) if re.match(r"(?:de)?quantize_(?:4bit|blockwise)_b?f", k.name)]
-    alone = {
-        k.name: n for k, launch in pairs if (n := blocks_at_once(k, launch, limits_of(arch))) * launch.threads < 768
-    }
+    alone = {k.name: n for k, launch in pairs if (n := blocks_at_once(k, launch, LIMITS[sm])) * launch.threads < 768}
     assert len(pairs) >= 18 and not alone
 
 
