@@ -1,6 +1,7 @@
 """Times of the CPU ops beside upstream bitsandbytes' CPU build, torch's own linears, and the memory limits.
 
     python benchmarks/bench.py [--upstream FOLDER_WITH_UPSTREAM_BITSANDBYTES] [--threads 2] [--size 4096]
+    python benchmarks/bench.py --report [FILE] [--device cuda:0] [--quick]
 
 bitshard (through its façade), upstream and plain torch run the same code in processes of their own, one at a time, case
 by case in turn, --rounds times; a number is the median over rounds of a round's median. Weights are rotated over enough
@@ -8,6 +9,9 @@ copies (128 MB) that no case reads them from the last-level cache only because i
 needs a whole decoded weight spends much of its time on page faults of fresh memory: a second table has those cases with
 a malloc that keeps what is freed. Without --upstream its wheel is fetched with pip into a temporary folder. Writes a
 Markdown table and a plot into benchmarks/results.
+
+--report is something else: one file about this GPU (or this CPU) to send in, made in less than three minutes: what it
+is, whether results are exact on it, and times (report.py).
 """
 
 from __future__ import annotations
@@ -316,12 +320,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--report", nargs="?", const="", metavar="FILE", help="write one file about this machine's GPU")
+    parser.add_argument("--device", help="of --report: cuda, cuda:1, cpu; the first GPU if left out")
+    parser.add_argument("--quick", action="store_true", help="of --report: small sizes, to see that it runs")
     parser.add_argument("--contestant", choices=("bitshard", "upstream", "torch"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse()
+    if arguments.report is not None:
+        import report as machine_report
+
+        path = machine_report.write(arguments.report or None, arguments.device, arguments.quick)
+        print(f"written to {path}\n{machine_report.SEND}")
+        return
     if arguments.contestant:
         import torch
 

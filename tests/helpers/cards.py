@@ -1,0 +1,141 @@
+"""What GPUs hold: limits of each architecture, figures of the cards that people own, and how the host launches there.
+
+Limits: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". Figures of cards: the vendor's
+data sheets and architecture white papers, named in docs/cards.md.
+"""
+
+import dataclasses
+import functools
+import itertools
+import re
+
+from bitshard import _C
+from helpers.cubins import Image, Kernel
+
+REGISTERS, REGISTERS_OF_THREAD, REGISTER_UNIT = (
+    65536,
+    255,
+    256,
+)  # of a multiprocessor and block; a warp gets whole units
+BLOCK_THREADS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Of one architecture. shared_block: with the opt-in; shared_reserved: taken from shared_sm by every block."""
+
+    threads: int
+    blocks: int
+    shared_sm: int
+    shared_block: int
+    shared_reserved: int = 1024
+
+
+KIB = 1024
+LIMITS = {
+    75: Limits(1024, 16, 64 * KIB, 64 * KIB, 0),
+    80: Limits(2048, 32, 164 * KIB, 163 * KIB),
+    86: Limits(1536, 16, 100 * KIB, 99 * KIB),
+    87: Limits(1536, 16, 164 * KIB, 163 * KIB),
+    89: Limits(1536, 24, 100 * KIB, 99 * KIB),
+    90: Limits(2048, 32, 228 * KIB, 227 * KIB),
+    100: Limits(2048, 32, 228 * KIB, 227 * KIB),
+    103: Limits(2048, 32, 228 * KIB, 227 * KIB),
+    120: Limits(1536, 24, 100 * KIB, 99 * KIB),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """clock: Hz, boost; bandwidth: bytes/s; tensor: FLOP/s, 16-bit factors, fp32 sums, dense; l2, memory: bytes."""
+
+    sm: int
+    sms: int
+    clock: float
+    bandwidth: float
+    tensor: float
+    l2: float
+    memory: float
+
+
+CARDS = {
+    "T4": Card(75, 40, 1.59e9, 320e9, 65e12, 4e6, 16e9),
+    "RTX 3090": Card(86, 82, 1.695e9, 936e9, 71e12, 6e6, 24e9),
+    "A100": Card(80, 108, 1.41e9, 2039e9, 312e12, 40e6, 80e9),
+    "RTX 4090": Card(89, 128, 2.52e9, 1008e9, 165.2e12, 72e6, 24e9),
+    "L40S": Card(89, 142, 2.52e9, 864e9, 362e12, 96e6, 48e9),
+    "RTX 5090": Card(120, 170, 2.407e9, 1792e9, 209.5e12, 96e6, 32e9),
+    "H100": Card(90, 132, 1.98e9, 3350e9, 989e12, 50e6, 80e9),
+    "H200": Card(90, 132, 1.98e9, 4800e9, 989e12, 50e6, 141e9),
+}
+
+
+# ---- what a block takes ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Of one block: threads and bytes of dynamic shared memory."""
+
+    threads: int
+    shared: int
+
+
+ALONE = re.compile(r"(?:de)?quantize_|checksum|optimizer_")  # entries that no plan names; no dynamic shared memory
+SHAPES = ((4096, 4096), (1024, 8192), (14336, 4096), (28672, 8192), (48, 128), (272, 448), (97, 96), (64, 32))  # N, K
+ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 200)
+
+
+def expected(name: str, image: Image) -> bool:
+    """Whether the host starts an entry where it has loaded `image`; those that it does not may be empty shells."""
+    wide = 90 <= image.arch < 120  # 224 KiB of shared memory, clusters
+    if name.startswith(("gemm_4bit", "x_units")):
+        return (image.arch, image.only) == (90, True)
+    if re.match(r"gemv_4bit_(?:bf16|f16)_m|join_splits_", name):
+        tensor_cores = image.arch >= (80 if "_bf16_" in name else 75)
+        return (
+            tensor_cores and ("_m32" not in name or (image.arch >= 80 and not wide)) and not (wide and "join" in name)
+        )
+    return True
+
+
+@functools.cache
+def planned(sm: int, architectures: str) -> dict[str, Launch]:
+    """The largest block of each entry that products start on a GPU `sm`, from a build for `architectures`."""
+    found: dict[str, Launch] = {}
+    kernels = (None, "gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90")
+    axes = (ROWS, SHAPES, range(3), (40, 132), (32, 64, 128), (False, True), kernels)
+    for M, (N, K), dtype, sms, blocksize, nested, kernel in itertools.product(*axes):
+        settings = {"blocksize": blocksize, "nested": nested, "kernel": kernel, "architectures": architectures}
+        try:
+            plan = _C.plan_linear_4bit(M, N, K, dtype, sm, sms, **settings)
+        except ValueError:
+            continue  # the forced kernel does not take it
+        for launch in (launch for part in plan["slices"] for launch in part["launches"]):
+            known = found.get(launch["entry"], Launch(0, 0))
+            threads, shared = max(known.threads, launch["block"]), max(known.shared, launch["shared_bytes"])
+            found[launch["entry"]] = Launch(threads, shared)
+    return found
+
+
+def launch_of(kernel: Kernel, image: Image, sm: int) -> Launch | None:
+    """The largest block with which the host starts a kernel of `image` on a GPU `sm`; None: it does not."""
+    if ALONE.match(kernel.name):
+        return Launch(kernel.max_threads or BLOCK_THREADS, 0)
+    return planned(sm, image.name).get(kernel.name)
+
+
+def registers_of_block(kernel: Kernel, threads: int) -> int:
+    """Registers that a block occupies: each warp's are rounded up."""
+    of_warp = -(-kernel.registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
+    return of_warp * -(-threads // 32)
+
+
+def blocks_at_once(kernel: Kernel, launch: Launch, limits: Limits) -> int:
+    """Blocks that a multiprocessor holds; 0 where a launch would fail."""
+    shared = kernel.shared + launch.shared
+    if shared > limits.shared_block or kernel.registers > REGISTERS_OF_THREAD or launch.threads > BLOCK_THREADS:
+        return 0
+    by_shared = limits.shared_sm // (shared + limits.shared_reserved) if shared else limits.blocks
+    by_registers = REGISTERS // registers_of_block(kernel, launch.threads)
+    return min(by_shared, by_registers, limits.threads // launch.threads, limits.blocks)
