@@ -3,14 +3,15 @@
     python examples/qlora.py --model FOLDER_OR_NAME --text FILE
     accelerate launch --config_file examples/fsdp2.yaml examples/qlora.py --model FOLDER_OR_NAME --text FILE
 
-Nothing here knows about sharding or about the package behind `import bitsandbytes`: the launch config decides the
-first, pip the second. To launch it without a GPU go through examples/cpu_fsdp.py, which says why.
+Nothing but `--fuse` knows about sharding or about the package behind `import bitsandbytes`: the launch config decides
+the first, pip the second. To launch it without a GPU go through examples/cpu_fsdp.py, which says why.
 """
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import bitshard.lora
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
@@ -40,6 +41,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--quant-storage", default="bfloat16", help="dtype that carries the packed bytes")
     parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--fuse", action="store_true", help="LoRA layers in few launches: bitshard.lora.fuse")
     return parser.parse_args(argv)
 
 
@@ -83,8 +85,11 @@ def main(argv: Sequence[str] | None = None) -> Trainer:
         ),
     )
     lora = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(model, lora)
+    if options.fuse:
+        print(bitshard.lora.fuse(model))
     trainer = Trainer(
-        model=get_peft_model(model, lora),
+        model=model,
         args=training,
         train_dataset=cut(tokenizer, Path(options.text).read_text(encoding="utf-8"), options.length),
         data_collator=default_data_collator,

@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import bitshard.lora
 import tiny
 import torch
 from datasets import Dataset
@@ -33,6 +34,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=512, help="tokens per sequence, at most")
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--rank", type=int, default=16, help="rank of the LoRA matrices")
+    parser.add_argument("--fuse", action="store_true", help="LoRA layers in few launches: bitshard.lora.fuse")
     options = parser.parse_args(argv)
     if options.tiny:
         options.model, options.data = map(str, tiny.make(Path(options.output, "tiny")))
@@ -93,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> SFTTrainer:
             task_type="CAUSAL_LM",
         ),
     )
+    if options.fuse:
+        print(bitshard.lora.fuse(trainer.model))
     trainer.train()
     trainer.save_model()
     trainer.save_state()  # trainer_state.json has the losses

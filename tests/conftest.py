@@ -44,6 +44,21 @@ def parts_folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def planted(monkeypatch):
+    """planted(): from now on fused LoRA layers have a scale that is wrong by a fiftieth in every product with B."""
+    from bitshard.lora import layer, product
+
+    plain, scaled = product.product, product.scaled
+
+    def plant() -> None:
+        for module in (product, layer):
+            monkeypatch.setattr(module, "product", lambda *args: plain(*args[:6], 1.02 * args[6], *args[7:]))
+        monkeypatch.setattr(product, "scaled", lambda left, right, scale: scaled(left, right, 1.02 * scale))
+
+    return plant
+
+
 def report(actual: torch.Tensor, expected: torch.Tensor, bad: torch.Tensor) -> str:
     """How many elements are bad, and the first of them with its place and both values."""
     index = tuple(int(i) for i in torch.nonzero(bad)[0])

@@ -38,6 +38,7 @@ LAYERS = [
     "fsdp",
     "autograd",
     "nn",
+    "lora",
     "bitshard",
     "__main__",
 ]

@@ -62,15 +62,16 @@ def describe(model: nn.Module) -> str:
     share = measure(model)
     if share.weights == 0:
         return "no 4-bit weights in this model"
+    weights = f"{share.weights} weight{'' if share.weights == 1 else 's'}"
     if share.ranks == 1:
         return (
-            f"4-bit base not sharded: {share.weights} weights, all {share.packed:,} bytes and {share.scales:,} bytes "
+            f"4-bit base not sharded: {weights}, all {share.packed:,} bytes and {share.scales:,} bytes "
             "of scales in this process"
         )
     how = "loaded in parts, not sharded yet," if share.fsdp == "loading" else f"sharded by {share.fsdp}"
     scales = "sharded" if share.own_scales < share.scales else "whole"
     return (
-        f"4-bit base {how} over {share.ranks} ranks: {share.weights} weights, "
+        f"4-bit base {how} over {share.ranks} ranks: {weights}, "
         f"{share.own_packed:,} of {share.packed:,} bytes (1/{share.packed / max(share.own_packed, 1):.2f}) and "
         f"{share.own_scales:,} of {share.scales:,} bytes of scales ({scales}) on this rank"
     )

@@ -1,0 +1,129 @@
+"""LoRA on 4-bit weights in few launches: `fuse(model)` behind peft's `get_peft_model`, `unfuse(model)` to undo it.
+
+    model = get_peft_model(model, LoraConfig(target_modules="all-linear", lora_dropout=0.0))
+    print(bitshard.lora.fuse(model))        # 224 LoRA layers: 224 fused
+
+A fused layer computes y = W x + bias + s B (A x) and its gradients as one autograd function (`bitshard.lora.product`).
+Parameters, names, files, `isinstance` and all functions of peft stay as they are. What a call cannot do as peft does,
+goes peft's way: several active adapters, DoRA and other variants, dropout in training, merged or disabled adapters,
+`adapter_names`, a trained bias, hooks on the modules inside, a replaced forward, torch.compile, functorch, forward-mode
+derivatives, dispatch and function modes. That is decided in each call, so adapters may be added, switched, merged and
+deleted as before.
+
+The A's of layers that share their input (q, k, v) are not multiplied together: they are parameters of their own, so
+that one product needs a copy of them and a split of its result, which cost the host more than the products it saves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `fuse` found; prints as one line.
+
+    Attributes:
+        fused: names of the layers whose next call is fused.
+        left: {name: why its next call in training is peft's} of the other LoRA layers.
+    """
+
+    fused: tuple[str, ...] = ()
+    left: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """How many layers are left to peft for each reason, most first."""
+        return dict(Counter(self.left.values()).most_common())
+
+    def __str__(self) -> str:
+        line = f"{len(self.fused) + len(self.left)} LoRA layers: {len(self.fused)} fused"
+        if self.left:
+            line += f", {len(self.left)} left to peft ({'; '.join(f'{n}: {why}' for why, n in self.reasons.items())})"
+        return line
+
+
+def fuse(model: nn.Module) -> Report:
+    """Let the LoRA layers of `model` on 4-bit weights compute their output and gradients as one autograd function.
+
+    Args:
+        model: one of peft's, or any module with LoRA layers of peft inside, before or after FSDP has sharded it. Call
+            it again for layers that were added since.
+
+    Returns:
+        the Report.
+
+    TypeError where `model` is no module; ValueError where it has no LoRA layers, or none on 4-bit weights.
+    """
+    found = _layers(model, "fuse")
+    from bitshard.lora import layer as fused
+    from bitshard.lora import reasons
+
+    able = [layer for layer in found.values() if reasons.never(layer) is None]
+    if not able:
+        why = "; ".join(sorted({reasons.never(layer) for layer in found.values()}))
+        raise ValueError(
+            f"bitshard.lora.fuse: none of the {len(found)} LoRA layers of this {type(model).__name__} can be fused "
+            f"({why}). Load the model with load_in_4bit=True, and bitshard's bitsandbytes installed."
+        )
+    for layer in able:
+        if type(layer) is fused.Peft:
+            layer.__class__ = fused.Linear4bit
+    return report(model)
+
+
+def unfuse(model: nn.Module) -> int:
+    """Undo `fuse`: every layer is peft's own again. The number of layers that were fused; 0 is no error."""
+    found = _layers(model, "unfuse", False)
+    if not found:
+        return 0
+    from bitshard.lora import layer as fused
+
+    layers = [layer for layer in found.values() if isinstance(layer, fused.Linear4bit)]
+    for layer in layers:
+        layer.__class__ = _without(type(layer), fused.Linear4bit, fused.Peft)
+    return len(layers)
+
+
+def report(model: nn.Module) -> Report:
+    """Which LoRA layers of `model` are fused now, and why the others' next call in training would be peft's."""
+    found = _layers(model, "report")
+    from bitshard.lora import layer as fused
+    from bitshard.lora import reasons
+
+    left = {}
+    for name, layer in found.items():
+        why = reasons.why(layer)
+        if why is None and not isinstance(layer, fused.Linear4bit):
+            why = "fuse has not been called"
+        if why is not None:
+            left[name] = why
+    return Report(tuple(name for name in found if name not in left), left)
+
+
+def _layers(model: nn.Module, caller: str, needed: bool = True) -> dict[str, nn.Module]:
+    """The LoRA layers of `model` by name; raises where they are `needed` and there are none."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"bitshard.lora.{caller}: model is a {type(model).__name__}, expected a torch module")
+    try:
+        from peft.tuners.lora import LoraLayer
+    except ImportError as error:
+        raise ImportError(f"bitshard.lora.{caller} is for models of peft, which is not installed") from error
+    found = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    if needed and not found:
+        raise ValueError(
+            f"bitshard.lora.{caller}: this {type(model).__name__} has no LoRA layers; call it behind "
+            "peft.get_peft_model(model, LoraConfig(...)) or PeftModel.from_pretrained"
+        )
+    return found
+
+
+def _without(cls: type, old: type, new: type) -> type:
+    """`cls` with `new` in the place of its base `old`; classes that FSDP2 has derived are derived anew."""
+    if cls is old:
+        return new
+    bases = tuple(_without(base, old, new) if issubclass(base, old) else base for base in cls.__bases__)
+    return type(cls.__name__, bases, {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")})

@@ -1,0 +1,159 @@
+"""y = W x + bias + s B (A x) with W in 4 bits and its gradients, as one autograd function.
+
+Every sum is the accumulation of a product (`addmm_` with beta = 1) and every scale its factor (alpha), so that no pass
+over y, dy or dx is of their own. Dtypes: `compute` is that of the product with W, `factor` that of the products with A
+and B, x and y have a third. Where they are one, nothing is cast; elsewhere sums are float32 and rounded once.
+
+Saved for backward are x, A, B and x A^T, what peft's layer saves. A and B go through `save_for_backward`, for FSDP,
+checkpointing and offloading know tensors that are saved so; the packed weight does not (see `bitshard.autograd`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from bitshard.autograd import MatMul4BitInputGradient
+from bitshard.functional import linear_4bit, linear_4bit_dgrad
+from bitshard.state import QuantState
+
+_ignored: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # what `addmm` with beta = 0 does not read
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x [..., K] as [rows, K]: a view where x is contiguous."""
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+
+
+def scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """scale left [m, k] right [k, n] in one product."""
+    if scale == 1.0:
+        return torch.mm(left, right)
+    key = (left.device, left.dtype)
+    ignored = _ignored.get(key)
+    if ignored is None:
+        ignored = _ignored[key] = torch.zeros((), device=key[0], dtype=key[1])
+    return torch.addmm(ignored, left, right, beta=0, alpha=scale)
+
+
+def product(
+    x: Tensor,
+    A: Tensor,
+    B: Tensor,
+    packed: Tensor,
+    state: QuantState,
+    bias: Tensor | None,
+    scale: float,
+    compute: torch.dtype,
+    factor: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(y, and what its gradients need: x, A and B as they were multiplied, x A^T [rows, r]); no gradient.
+
+    Args:
+        x: [..., K]. A: [r, K]. B: [N, r]. packed, state: of W [N, K]. bias: [N] of `compute`, or None.
+        scale: s, finite and not 0.
+        compute, factor: dtypes of the products, see above.
+    """
+    dtype = x.dtype
+    if dtype is compute and dtype is factor and A.dtype is dtype:
+        y = linear_4bit(x, packed, state, bias)
+        xa = linear(rows_of(x), A)
+        rows_of(y).addmm_(xa, B.t(), alpha=scale)
+        return y, x, A, B, xa
+    total = dtype if dtype is compute and dtype is factor else torch.float32
+    y = linear_4bit(x.to(compute), packed, state, bias).to(total)
+    x, A, B = x.to(factor), A.to(factor), B.to(factor)
+    xa = linear(rows_of(x), A)
+    rows_of(y).addmm_(xa.to(total), B.t().to(total), alpha=scale)
+    return y.to(dtype), x, A, B, xa
+
+
+class LoraLinear4Bit(torch.autograd.Function):
+    """`product` with the gradients dx = dy W + s (dy B) A, dA = s (dy B)^T x, dB = s dy^T (x A^T)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        A: Tensor,
+        B: Tensor,
+        packed: Tensor,
+        state: QuantState,
+        bias: Tensor | None,
+        scale: float,
+        compute: torch.dtype,
+        factor: torch.dtype,
+    ) -> Tensor:
+        needs_x, needs_a, needs_b = ctx.needs_input_grad[:3]
+        y, used_x, used_a, used_b, xa = product(x, A, B, packed, state, bias, scale, compute, factor)
+        if used_x is not x and x.element_size() <= used_x.element_size():
+            used_x = x
+        ctx.rest = (packed, state, scale, compute, factor, x.dtype, A.dtype, B.dtype)
+        ctx.cast = used_x is not x or used_a is not A or used_b is not B
+        ctx.save_for_backward(used_x if needs_a else None, used_a, used_b, xa if needs_b else None)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad
+        packed, state, scale, compute, factor, dtype, a_dtype, b_dtype = ctx.rest
+        if torch.is_grad_enabled():
+            return _differentiable(ctx, dy)
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(dy.device.type):
+            with torch.autocast(dy.device.type, enabled=False):
+                return LoraLinear4Bit.backward(ctx, dy)
+        x, A, B, xa = ctx.saved_tensors
+        dx = dxa = dA = dB = None
+        rows = rows_of(dy)
+        plain = dtype is compute and dtype is factor
+        if not plain:
+            rows = rows.to(factor)
+        if needs[0] or needs[1]:
+            dxa = scaled(rows, B, scale)
+        if needs[2]:
+            dB = scaled(rows.t(), xa, scale)
+            if b_dtype is not factor:
+                dB = dB.to(b_dtype)
+        if needs[1]:
+            if x.dtype is not factor:
+                x = x.to(factor)
+            dA = torch.mm(dxa.t(), rows_of(x))
+            if a_dtype is not factor:
+                dA = dA.to(a_dtype)
+        if needs[0]:
+            if plain:
+                dx = linear_4bit_dgrad(dy, packed, state)
+                rows_of(dx).addmm_(dxa, A)
+            else:
+                dx = linear_4bit_dgrad(dy.to(compute), packed, state).to(torch.float32)
+                rows_of(dx).addmm_(dxa.to(torch.float32), A.to(torch.float32))
+                dx = dx.to(dtype)
+        return dx, dA, dB, None, None, None, None, None, None
+
+
+def _differentiable(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients as functions of dy, x, A and B that can be derived again (create_graph=True)."""
+    x, A, B, xa = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    packed, state, scale, compute, factor = ctx.rest[:5]
+    if ctx.cast or (x is None and needs[0] and needs[2]):
+        raise RuntimeError(
+            "LoraLinear4Bit: a fused layer has no second derivatives where dtypes differ or A is frozen; call "
+            "bitshard.lora.unfuse(model) before the forward"
+        )
+    dx = dA = dB = None
+    rows = rows_of(dy).to(factor)
+    dxa = scale * (rows @ B)
+    if x is not None:
+        x = rows_of(x).to(factor)
+    if needs[2]:
+        dB = scale * rows.t() @ (xa if x is None else x @ A.t())
+    if needs[1]:
+        dA = dxa.t() @ x
+    if needs[0]:
+        base = MatMul4BitInputGradient.apply(dy.to(compute), packed, state)
+        dx = (base + (dxa @ A).view(base.shape)).to(dy.dtype)
+    return dx, dA, dB, None, None, None, None, None, None

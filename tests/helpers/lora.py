@@ -1,0 +1,98 @@
+"""LoRA layers of peft on 4-bit weights, alone: peft's, their fused copies, and what float64 makes of both."""
+
+import contextlib
+import copy
+
+import bitsandbytes as bnb
+import peft
+import torch
+from bitshard import functional, lora
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def model(
+    shapes=((96, 128),),
+    compute=torch.float32,
+    adapter=torch.float32,
+    bias=True,
+    base_dtype=None,
+    seed=0,
+    **options,
+):
+    """A Sequential of `Linear4bit` [N, K] under one LoRA adapter whose A and B are random, of dtype `adapter`."""
+    torch.manual_seed(seed)
+    options = {"r": 8, "lora_alpha": 12, **options}
+    layers = [bnb.nn.Linear4bit(k, n, bias=bias, compute_dtype=compute, quant_type="nf4") for n, k in shapes]
+    base = torch.nn.Sequential(*layers).to("cpu")
+    base.is_loaded_in_4bit = True
+    config = peft.LoraConfig(target_modules=[str(i) for i in range(len(shapes))], **options)
+    wrapped = peft.get_peft_model(base.requires_grad_(False), config)
+    randomize(wrapped, adapter)
+    return wrapped
+
+
+def randomize(wrapped, dtype=None):
+    """Give every A and B values such that the adapter's part of y is about as large as the weight's."""
+    for layer in layers(wrapped):
+        for part in (layer.lora_A, layer.lora_B):
+            for linear in part.values():
+                values = torch.randn(linear.weight.shape) / linear.in_features**0.5
+                linear.weight.data = values.to(linear.weight.dtype if dtype is None else dtype)
+
+
+def layers(wrapped):
+    """The LoRA layers of a model."""
+    return [module for module in wrapped.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
+
+
+def fused_copy(wrapped):
+    """A copy of a model of peft, fused."""
+    twin = copy.deepcopy(wrapped)
+    lora.fuse(twin)
+    return twin
+
+
+def run(wrapped, x, dy, autocast=None):
+    """[y, dx, dA and dB of each layer] of a model under the output gradient dy."""
+    x = x.detach().clone().requires_grad_()
+    wrapped.zero_grad()
+    with torch.autocast("cpu", dtype=autocast) if autocast else contextlib.nullcontext():
+        y = wrapped(x)
+    y.backward(dy)
+    trained = [p.grad.clone() for p in wrapped.parameters() if p.grad is not None]
+    return [y.detach(), x.grad, *trained]
+
+
+def exact(layer, x, dy):
+    """What `run` gives for one layer, in float64, from the decoded weight."""
+    base = layer.base_layer
+    weight = functional.dequantize_4bit(base.weight.data, base.quant_state).double()
+    (name,) = layer.active_adapters
+    x, A, B = (
+        tensor.detach().double().requires_grad_()
+        for tensor in (x, layer.lora_A[name].weight, layer.lora_B[name].weight)
+    )
+    bias = None if base.bias is None else base.bias.detach().double()
+    y = torch.nn.functional.linear(x, weight, bias) + layer.scaling[name] * (x @ A.t()) @ B.t()
+    y.backward(dy.double())
+    return [y.detach(), x.grad, A.grad, B.grad]
+
+
+def error(actual, expected):
+    """The relative error of a tensor in the Frobenius norm."""
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+@contextlib.contextmanager
+def fused_calls():
+    """The number of calls that were fused, while this is open: a list that grows by one element with each."""
+    from bitshard.lora import layer
+
+    calls, apply, product = [], layer._apply, layer.product
+    layer._apply = lambda *args: (calls.append("trained"), apply(*args))[1]
+    layer.product = lambda *args: (calls.append("no gradient"), product(*args))[1]
+    try:
+        yield calls
+    finally:
+        layer._apply, layer.product = apply, product
