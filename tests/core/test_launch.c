@@ -352,7 +352,7 @@ static bsh_linear_4bit_args random_product(uint64_t *const state) {
   args.weight.blocksize = random_below(state, 4) ? 64 : 32 << random_below(state, 8);
   if (plain) args.weight.scales.absmax = (float *)memory;
   else args.weight.scales.absmax_code = (uint8_t *)memory + random_below(state, 5);
-  if (random_below(state, 16) == 0) args.y = memory + 2 * dtype_size(args.dtype) / 2;
+  if (random_below(state, 16) == 0) args.y = memory + dtype_size(args.dtype);
   if (random_below(state, 16) == 0) args.x = memory + 8;
   if (random_below(state, 16) == 0) args.weight.packed += 1 << random_below(state, 4);
   return args;
