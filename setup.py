@@ -40,7 +40,7 @@ ISA_FLAGS = {
     "cpu_avx512_optimizer.c": AVX512_FLAGS,
 }
 NVCC_FLAGS = ["-std=c++17", "-O3", "--ftz=false", "--prec-div=true", "--fmad=true"]
-ARCHITECTURES_DEFAULT = "80,90a,compute_80"
+ARCHITECTURES_DEFAULT = "75,80,90a,compute_80"  # a T4 has no newer card's code to fall back on
 ARCHITECTURES_ALL = "75,80,86,89,90a,100,120,compute_120"
 
 

@@ -40,7 +40,7 @@ PANEL_BYTES = 64 << 20
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
 
-DEFAULT_BUILD, WHOLE_BUILD = "80,90a,compute_80", "75,80,86,89,90a,100,120,compute_120"  # of setup.py
+DEFAULT_BUILD, WHOLE_BUILD = "75,80,90a,compute_80", "75,80,86,89,90a,100,120,compute_120"  # of setup.py
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,10 +65,10 @@ def test_wgmma_on_hopper_only():
 
 
 def test_images_of_the_builds():
-    """A default build has nothing for a T4, sm_80's code for Ampere and Ada, PTX for a 5090."""
+    """A default build has sm_80's code for Ampere and Ada, PTX for a 5090."""
     found = {row[0]: tuple(row[2:]) for row in bench.image_rows()}
     assert found == {
-        "T4": ("none", "75"),
+        "T4": ("75", "75"),
         "RTX 3090": ("80", "86"),
         "A100": ("80", "80"),
         "RTX 4090": ("80", "89"),
