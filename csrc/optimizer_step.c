@@ -128,8 +128,8 @@ static bsh_optimizer_8bit_blockwise_args args_8bit(const bsh_step_item *const it
                                              .numbers = *numbers};
 }
 
-/* Elements that stay together: a multiple of every blocksize. A thread takes at least GRAIN runs. */
-enum { RUN = BSH_MAX_BLOCKSIZE, GRAIN = 4 };
+/* RUN elements of a parameter stay together, a multiple of every blocksize; a thread takes at least GRAIN elements. */
+enum { RUN = BSH_MAX_BLOCKSIZE, GRAIN = 4 * RUN };
 
 /* Parameters of one loop: the items, whose 8-bit states have the same maps. */
 typedef struct {
@@ -212,8 +212,9 @@ static int64_t batch_size(const bsh_step_item *const items, const int64_t n_item
 
 static void step_batch(bsh_step_item *const items, const int64_t n_items) {
   const float *map1 = NULL, *map2 = NULL;
-  int64_t runs = 0;
+  int64_t runs = 0, elements = 1;
   for (int64_t i = 0; i < n_items; i++) {
+    elements += items[i].tensor.n;
     runs += divide_up(items[i].tensor.n, RUN);
     items[i].end = runs;
     if (items[i].map1 != NULL) map1 = items[i].map1;
@@ -223,7 +224,7 @@ static void step_batch(bsh_step_item *const items, const int64_t n_items) {
                      .n_items = n_items,
                      .search1 = map1 != NULL ? bsh_state_search_get(map1, true) : NULL,
                      .search2 = map2 != NULL ? bsh_state_search_get(map2, false) : NULL};
-  bsh_parallel_for(0, runs, GRAIN, step_batch_runs, &batch);
+  bsh_parallel_for(0, runs, divide_up(GRAIN * runs, elements), step_batch_runs, &batch);
   bsh_state_search_put(batch.search1);
   bsh_state_search_put(batch.search2);
   for (int64_t i = 0; i < n_items; i++) items[i].done = true;
