@@ -19,11 +19,12 @@ typedef struct {
     value beta1, beta2, beta3, rest1, rest2, rest3, lr, alpha, eps, weight_decay, gnorm_scale, decay;
     value correction1, correction2, inverse1, inverse2, step_size, scaled_eps;
   } values;
-  float lr, stored_lr, update_scale, weight_decay;
+  float lr, stored_lr, update_scale;
   bsh_dtype round;
-  bool first, skip_zeros;
+  bool decays, first, skip_zeros;
 } step_numbers;
 #define NUMBER(k, name) ((k)->values.name)
+#define DECAYS(k) ((k)->decays)
 #endif
 
 #include "optimizer.h"
@@ -57,7 +58,7 @@ STEP_FUNCTION step_numbers spread(const bsh_step_numbers *const k) {
                         .lr = k->lr,
                         .stored_lr = k->stored_lr,
                         .update_scale = k->update_scale,
-                        .weight_decay = k->weight_decay,
+                        .decays = k->weight_decay > 0.0f,
                         .round = k->round,
                         .first = k->first,
                         .skip_zeros = k->skip_zeros};

@@ -35,7 +35,8 @@ enum { N_RUNS = 4, RUN_GAP = 16 };
 typedef enum { ALL_F32 = BSH_F32, ALL_F16 = BSH_F16, ALL_BF16 = BSH_BF16, MIXED } kind;
 
 static kind kind_of(const bsh_optimizer_8bit_blockwise_args *const args) {
-  return args->g_dtype == args->p_dtype && !args->numbers.skip_zeros ? (kind)args->p_dtype : MIXED;
+  const bool usual = args->g_dtype == args->p_dtype && !args->numbers.skip_zeros && args->numbers.gnorm_scale == 1.0f;
+  return usual ? (kind)args->p_dtype : MIXED;
 }
 
 STEP_FUNCTION step_numbers numbers_of(const bsh_optimizer_8bit_blockwise_args *const args, const kind kind) {
@@ -43,6 +44,7 @@ STEP_FUNCTION step_numbers numbers_of(const bsh_optimizer_8bit_blockwise_args *c
   if (kind == MIXED) return k;
   k.round = (bsh_dtype)kind;
   k.skip_zeros = false;
+  k.values.gnorm_scale = v_set(1.0f);
   return k;
 }
 

@@ -19,9 +19,10 @@
 
 #include "kernels.h"
 
-/* A number of the step as a value. A form that keeps values of them defines this, and step_numbers, itself. */
+/* A number of the step as a value. A form that keeps values of them defines these, and step_numbers, itself. */
 #ifndef NUMBER
 #define NUMBER(k, name) v_set((k)->name)
+#define DECAYS(k) ((k)->weight_decay > 0.0f)
 typedef bsh_step_numbers step_numbers;
 #endif
 
@@ -59,7 +60,7 @@ STEP_FUNCTION value momentum(const step_numbers *const k, const value s, const v
 
 /* Decay of what the update left, which is rounded first. */
 STEP_FUNCTION value decayed(const step_numbers *const k, const value p) {
-  return k->weight_decay > 0.0f ? v_mul(v_round(k->round, p), NUMBER(k, decay)) : p;
+  return DECAYS(k) ? v_mul(v_round(k->round, p), NUMBER(k, decay)) : p;
 }
 
 /* p - amount * x. */
@@ -92,7 +93,7 @@ STEP_FUNCTION void lion_update(const step_numbers *const k, const value g, step_
                                const bool blockwise) {
   const value direction = v_sign(first_moment(e->s1, g, NUMBER(k, beta1), NUMBER(k, rest1), blockwise));
   const value p = v_round(k->round, decayed(k, e->p));
-  if (!blockwise && k->round == BSH_F32 && k->weight_decay > 0.0f)
+  if (!blockwise && k->round == BSH_F32 && DECAYS(k))
     e->p = v_fma(e->p, NUMBER(k, decay), v_mul(v_set(-k->lr), direction)); /* there decay and update are one sum */
   else e->p = moved(p, blockwise ? k->stored_lr : k->lr, direction);
   e->s1 = v_flush(first_moment(e->s1, g, NUMBER(k, beta2), NUMBER(k, rest2), blockwise));
@@ -105,7 +106,7 @@ STEP_FUNCTION value step_gradient(const step_numbers *const k, const bsh_optimiz
                                   const step_element *const e, const bool decay, const bool blockwise) {
   value g = v_mul(e->g, NUMBER(k, gnorm_scale));
   if (!blockwise) g = v_round(k->round, g);
-  if (!decay || !has_coupled_decay(algorithm) || !(k->weight_decay > 0.0f)) return g;
+  if (!decay || !has_coupled_decay(algorithm) || !DECAYS(k)) return g;
   if (!blockwise && k->round == BSH_F32)
     return v_fma(e->g, NUMBER(k, gnorm_scale), v_mul(e->p, NUMBER(k, weight_decay)));
   g = v_fma(e->p, NUMBER(k, weight_decay), g);

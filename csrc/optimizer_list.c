@@ -54,8 +54,7 @@ static bool read_vector(PyObject *const tuple, const Py_ssize_t index, const boo
   if (!expected) return object == Py_None;
   if (!bsh_direct_is_plain(object) || bsh_direct_describe(object, &tensor) != BSH_OK) return false;
   *data = tensor.data;
-  return tensor.dtype == dtype && tensor.numel == numel &&
-         (paged ? !bsh_on_cuda(&tensor) : same_device(&tensor, like));
+  return tensor.dtype == dtype && tensor.numel == numel && (paged ? !bsh_on_cuda(&tensor) : same_device(&tensor, like));
 }
 
 /* A map, which parameters share: known from the one before. */
@@ -72,7 +71,8 @@ static bool read_map(PyObject *const tuple, const Py_ssize_t index, const bool e
     *data = known->data;
     return true;
   }
-  if (!read_vector(tuple, index, expected, false, bsh_torch.dtype_float32, 256, like, (void **)(uintptr_t)data)) return false;
+  if (!read_vector(tuple, index, expected, false, bsh_torch.dtype_float32, 256, like, (void **)(uintptr_t)data))
+    return false;
   *known = (known_map){.object = object, .data = *data, .like = *like};
   return true;
 }
