@@ -128,7 +128,7 @@ def on_cpu(step, copy: Copy, budget: float) -> dict:
 def host_on_cpu(library: str, name: str, dtype: str) -> dict:
     """Seconds of a step over small parameters, and of torch's fused AdamW over the same."""
     small, fused = (prepared(*who, "small", dtype, "cpu")[0] for who in ((library, name), ("torch", "AdamW fused")))
-    steps, others = in_turn(small.step, fused.step, 0.0, 100)
+    steps, others = in_turn(small.step, fused.step, 0.5, 10)
     return {"host": min(steps), "fused": min(others)}
 
 
