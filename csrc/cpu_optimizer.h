@@ -4,7 +4,8 @@
  *   LANES                             numbers in a value
  *   load_values(x, dtype, i)          x[i ...] as fp32
  *   store_values(out, dtype, i, v)    out[i ...], rounded; NaN as in cpu_numerics.h
- * What does not fill a value is left to the scalar form. The algorithm is a constant in each loop; dtypes are not. */
+ * What does not fill a value is left to the scalar form. The algorithm is a constant in each loop; dtypes are not.
+ * 8-bit states: cpu_optimizer_blocks.h. */
 #ifndef BSH_CPU_OPTIMIZER_H
 #define BSH_CPU_OPTIMIZER_H
 

@@ -2,14 +2,17 @@
  *
  * Included by each instruction set behind cpu_optimizer.h, which defines before
  *   peak                               unsigned integers of 32 bits, as many as a value has lanes
- *   p_zero()  p_magnitude(p, v)        the larger of p and the bits of v without sign, by lane
+ *   p_zero()  p_bits(p, v)  p_magnitude(p, v)  the larger of p and the bits of v, all or without the sign; by lane
  *   reduce_peak(p)                     the largest lane
- *   write_run(values, n, out, dtype)   fp32 rounded, NaN as in cpu_numerics.h; n is a multiple of LANES, as below
- *   all_lanes()                        a mask for decode_values
+ *   load_plain(x)  store_plain(out, v) fp32 as it is
+ *   all_lanes()                        a mask for what gathers
  *   decode_values(map, code, all)      map[code[0 ... LANES - 1]]
- *   encode_run(search, inverse, states, n, code)  codes of n states
+ *   encode_values(cells, inverse, states, code, all)  codes of LANES states by cpu_state_search.h
+ *   encode_unit(...)                   the same of UNIT * LANES
+ *   write_run(values, n, out, dtype)   fp32 rounded, NaN as in cpu_numerics.h; n is a multiple of LANES
  *
- * A block is computed whole before anything of it is written: what is not ordinary is then left to the scalar form. */
+ * All new states of a block are known before anything of it is written. Where one is infinite or NaN, which it is where
+ * a gradient is, or where a state without sign has one, the block is left to the scalar form. */
 #ifndef BSH_CPU_OPTIMIZER_BLOCKS_H
 #define BSH_CPU_OPTIMIZER_BLOCKS_H
 
@@ -26,17 +29,18 @@ typedef struct {
   uint32_t most; /* bits of the largest magnitude; more than those of infinity for a NaN */
 } block_states;
 
-/* A block takes part in a loop of a few KiB: gradient, parameter and up to three states. The arrays of a block of 256
- * are apart by no multiple of 4 KiB, where a load would seem to need the store before it. */
+/* Arrays of a block: what becomes its parameters, and up to three states. Those of a block of 256 are apart by no
+ * multiple of 4 KiB, where a load would seem to need the store before it. */
 enum { N_RUNS = 4, RUN_GAP = 16 };
 
-/* What is constant in a loop beside the algorithm: the dtype of g and p where they have one and zeros are not skipped.
- */
+/* What is constant in a loop beside the algorithm: the dtype of g and p where they have one, gradients are not scaled
+ * and zeros are not skipped. */
 typedef enum { ALL_F32 = BSH_F32, ALL_F16 = BSH_F16, ALL_BF16 = BSH_BF16, MIXED } kind;
 
 static kind kind_of(const bsh_optimizer_8bit_blockwise_args *const args) {
-  const bool usual = args->g_dtype == args->p_dtype && !args->numbers.skip_zeros && args->numbers.gnorm_scale == 1.0f;
-  return usual ? (kind)args->p_dtype : MIXED;
+  const bsh_step_numbers *const k = &args->numbers;
+  const bool one_dtype = args->g_dtype == args->p_dtype && k->round == args->p_dtype;
+  return one_dtype && !k->skip_zeros && k->gnorm_scale == 1.0f ? (kind)args->p_dtype : MIXED;
 }
 
 STEP_FUNCTION step_numbers numbers_of(const bsh_optimizer_8bit_blockwise_args *const args, const kind kind) {
