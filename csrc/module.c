@@ -133,6 +133,9 @@ static PyMethodDef methods[] = {
     {"optimizer_steps", bsh_optimizer_steps, METH_O,
      "optimizer_steps([(settings, parameters), ...]): one step of all parameters; whether it was done, else the ops "
      "must do it."},
+    {"optimizer_fits", bsh_optimizer_fits, METH_O,
+     "optimizer_fits([(settings, parameters), ...]): whether a step of these could be done if their paged states were "
+     "where the parameters are."},
     {NULL, NULL, 0, NULL},
 };
 

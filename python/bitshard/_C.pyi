@@ -141,5 +141,8 @@ def dequantize_4bit(
 ) -> Tensor | None:
     """The op of this name around torch's dispatcher; None where it cannot: take the op."""
 
+def optimizer_fits(batches: list[tuple[tuple, list[tuple]]], /) -> bool:
+    """Whether a step of these could be done if their states, which are on the CPU, were where the parameters are."""
+
 def optimizer_steps(batches: list[tuple[tuple, list[tuple]]], /) -> bool:
     """One step of many parameters around torch's dispatcher (csrc/optimizer_list.h); False: take the ops."""
