@@ -53,7 +53,8 @@ static struct {
   PyObject *settings; /* tuple of (callable, what it gives where products are torch's default), ... by bsh_dtype */
   PyObject *profiler; /* module with the flag _is_profiler_enabled */
   PyObject *grad_enabled;
-  PyObject *profiler_flag, *requires_grad, *is_neg, *new_empty_strided, *dtype_keyword; /* interned names */
+  PyObject *profiler_flag, *requires_grad, *dtype_keyword; /* interned names */
+  PyObject *is_neg, *new_empty_strided;                    /* methods of the class */
 } python;
 
 PyObject *bsh_direct_configure(PyObject *const module, PyObject *const args) {
@@ -71,10 +72,10 @@ PyObject *bsh_direct_configure(PyObject *const module, PyObject *const args) {
   python.settings = settings, python.profiler = profiler, python.grad_enabled = grad_enabled;
   python.profiler_flag = PyUnicode_InternFromString("_is_profiler_enabled");
   python.requires_grad = PyUnicode_InternFromString("requires_grad");
-  python.is_neg = PyUnicode_InternFromString("is_neg");
-  python.new_empty_strided = PyUnicode_InternFromString("new_empty_strided");
   python.dtype_keyword = PyUnicode_InternFromString("dtype");
-  if (python.dtype_keyword == NULL) return NULL;
+  python.is_neg = PyObject_GetAttrString(tensor, "is_neg");
+  python.new_empty_strided = PyObject_GetAttrString(tensor, "new_empty_strided");
+  if (python.dtype_keyword == NULL || python.is_neg == NULL || python.new_empty_strided == NULL) return NULL;
   exchange = table;
   Py_RETURN_TRUE;
 }
@@ -113,9 +114,9 @@ static bool weight_class(PyObject *const object) {
 }
 
 bool bsh_direct_wants_gradient(PyObject *const *const tensors, const int n_tensors) {
+  if (!truth(PyObject_CallNoArgs(python.grad_enabled))) return false;
   for (int i = 0; i < n_tensors; i++)
-    if (tensors[i] != Py_None && truth(PyObject_GetAttr(tensors[i], python.requires_grad)))
-      return truth(PyObject_CallNoArgs(python.grad_enabled));
+    if (tensors[i] != Py_None && truth(PyObject_GetAttr(tensors[i], python.requires_grad))) return true;
   return false;
 }
 
@@ -135,7 +136,7 @@ static bool contiguous(const dl_tensor *const t) {
 }
 
 bool bsh_direct_is_negated(PyObject *const tensor) {
-  return truth(PyObject_CallMethodObjArgs(tensor, python.is_neg, NULL));
+  return truth(PyObject_CallFunctionObjArgs(python.is_neg, tensor, NULL));
 }
 
 /* torch's number of a storage or compute dtype. */
@@ -213,14 +214,13 @@ static bsh_status read_tensor(bsh_call *const call, const int index, bsh_tensor 
 /* like.new_empty_strided(shape, strides[, dtype=dtype]) */
 static PyObject *new_empty_strided(PyObject *const like, PyObject *const shape, PyObject *const strides,
                                    PyObject *const dtype) {
-  if (dtype == NULL) return PyObject_CallMethodObjArgs(like, python.new_empty_strided, shape, strides, NULL);
-  PyObject *const method = PyObject_GetAttr(like, python.new_empty_strided);
-  PyObject *const arguments = PyTuple_Pack(2, shape, strides), *const keywords = PyDict_New();
+  PyObject *const method = python.new_empty_strided;
+  if (dtype == NULL) return PyObject_CallFunctionObjArgs(method, like, shape, strides, NULL);
+  PyObject *const arguments = PyTuple_Pack(3, like, shape, strides), *const keywords = PyDict_New();
   PyObject *made = NULL;
-  if (method != NULL && arguments != NULL && keywords != NULL &&
-      PyDict_SetItem(keywords, python.dtype_keyword, dtype) == 0)
+  if (arguments != NULL && keywords != NULL && PyDict_SetItem(keywords, python.dtype_keyword, dtype) == 0)
     made = PyObject_Call(method, arguments, keywords);
-  Py_XDECREF(method), Py_XDECREF(arguments), Py_XDECREF(keywords);
+  Py_XDECREF(arguments), Py_XDECREF(keywords);
   return made;
 }
 
