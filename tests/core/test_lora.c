@@ -143,7 +143,7 @@ static int product(void *handle, void *o, const void *alpha, const void *a, void
   const layout *const la = a_layout, *const lb = b_layout, *const lc = c_layout;
   const bool ta = op->transpose[0], tb = op->transpose[1];
   const shape s = shape_of(o, la, lb, lc);
-  const float scale = *(const float *)alpha, keep = *(const float *)beta;
+  const float factor = *(const float *)alpha, keep = *(const float *)beta;
   CHECK(handle == (void *)0x42 && on == stream && c == d && c_layout == d_layout, "handle, stream or result");
   CHECK(workspace == scratch_memory && (int64_t)workspace_bytes <= scratch_size, "%zu bytes", workspace_bytes);
   CHECK(op->compute_type == 68 && op->scale_type == 0 && memcmp(algorithm, &s, sizeof s) == 0, "algorithm");
@@ -158,7 +158,7 @@ static int product(void *handle, void *o, const void *alpha, const void *a, void
         sum += (double)value_at(a, ta ? k + i * s.ld_a : i + k * s.ld_a, s.type) *
                value_at(b, tb ? j + k * s.ld_b : k + j * s.ld_b, s.type);
       const float before = keep != 0 ? keep * value_at(d, i + j * s.ld_c, s.type) : 0;
-      put_value(d, i + j * s.ld_c, s.type, (float)(scale * sum) + before);
+      put_value(d, i + j * s.ld_c, s.type, (float)(factor * sum) + before);
     }
   return 0;
 }
@@ -229,51 +229,73 @@ static void round_values(const numbers n, const int type) {
 
 static void zero(const numbers n) { memset(n.values, 0, (size_t)(8 * n.rows * n.columns)); }
 
+typedef struct {
+  numbers x, dy, A, B, y, xa, dx, dA, dB, dxa;
+  bsh_lora_args args;
+  int type;
+} layer;
+
+static const bsh_cuda_context context = {.op = "lora_4bit", .stream = (void *)0x51, .sm = 90, .sms = 132};
+static const double scale = 1.75;
+
+static layer new_layer(uint64_t *const state, const int64_t M, const int64_t N, const int64_t K, const int64_t r,
+                       const bool half) {
+  const int type = half ? 2 : 14;
+  layer l = {.type = type};
+  numbers *const of_x[] = {&l.x, &l.dx}, *const of_y[] = {&l.y, &l.dy}, *const of_A[] = {&l.A, &l.dA},
+                 *const of_B[] = {&l.B, &l.dB}, *const inner[] = {&l.xa, &l.dxa};
+  for (int i = 0; i < 2; i++) {
+    *of_x[i] = numbers_of(state, M, K, type), *of_y[i] = numbers_of(state, M, N, type);
+    *of_A[i] = numbers_of(state, r, K, type), *of_B[i] = numbers_of(state, N, r, type);
+    *inner[i] = numbers_of(state, M, r, type);
+  }
+  l.args = (bsh_lora_args){.A = l.A.data, .B = l.B.data, .M = M, .N = N, .K = K, .r = r, .scale = scale};
+  l.args.dtype = half ? BSH_F16 : BSH_BF16;
+  return l;
+}
+
+static void delete_layer(layer *const l) {
+  const numbers all[] = {l->x, l->dy, l->A, l->B, l->y, l->xa, l->dx, l->dA, l->dB, l->dxa};
+  for (size_t i = 0; i < sizeof all / sizeof *all; i++) forget(all[i]);
+  CHECK(open_scratch == 0 && open_objects == 0, "%d blocks and %d objects are left", open_scratch, open_objects);
+}
+
+static void check_forward(layer *const l) {
+  bsh_lora_args args = l->args;
+  args.x = l->x.data, args.xa = l->xa.data, args.y = l->y.data;
+  CHECK(bsh_cuda_lora(&args, &context) == BSH_OK, "forward");
+  zero(l->xa), add(l->xa, 1, l->x, false, l->A, true);
+  check_close("xa", l->xa, l->type), round_values(l->xa, l->type);
+  add(l->y, scale, l->xa, false, l->B, true), check_close("y", l->y, l->type);
+}
+
+/* needs: 1 dx, 2 dA, 4 dB. What is not needed stays as it was. */
+static void check_backward(layer *const l, const int needs) {
+  const bool x = needs & 1, A = needs & 2, B = needs & 4;
+  const int before = multiplied;
+  bsh_lora_args args = l->args;
+  args.dy = l->dy.data, args.x = A ? l->x.data : NULL, args.xa = B ? l->xa.data : NULL;
+  args.dx = x ? l->dx.data : NULL, args.dA = A ? l->dA.data : NULL, args.dB = B ? l->dB.data : NULL;
+  CHECK(bsh_cuda_lora_backward(&args, &context) == BSH_OK, "backward");
+  CHECK(multiplied - before == (x || A) + x + A + B, "%d products for %d", multiplied - before, needs);
+  zero(l->dxa), add(l->dxa, scale, l->dy, false, l->B, false), round_values(l->dxa, l->type);
+  if (x) add(l->dx, 1, l->dxa, false, l->A, false);
+  if (A) zero(l->dA), add(l->dA, 1, l->dxa, true, l->x, false);
+  if (B) zero(l->dB), add(l->dB, scale, l->dy, true, l->xa, false);
+  check_close("dx", l->dx, l->type), check_close("dA", l->dA, l->type), check_close("dB", l->dB, l->type);
+}
+
 static void check_layer(uint64_t *const state, const int64_t M, const int64_t N, const int64_t K, const int64_t r,
                         const bool half, const int needs) {
-  const int type = half ? 2 : 14;
-  const bsh_cuda_context context = {.op = "lora_4bit", .stream = stream, .sm = 90, .sms = 132};
-  const numbers x = numbers_of(state, M, K, type), dy = numbers_of(state, M, N, type),
-                A = numbers_of(state, r, K, type), B = numbers_of(state, N, r, type), y = numbers_of(state, M, N, type),
-                xa = numbers_of(state, M, r, type), dx = numbers_of(state, M, K, type),
-                dA = numbers_of(state, r, K, type), dB = numbers_of(state, N, r, type),
-                dxa = numbers_of(state, M, r, type);
-  bsh_lora_args args = {.x = x.data,
-                        .A = A.data,
-                        .B = B.data,
-                        .xa = xa.data,
-                        .y = y.data,
-                        .M = M,
-                        .N = N,
-                        .K = K,
-                        .r = r,
-                        .scale = 1.75,
-                        .dtype = half ? BSH_F16 : BSH_BF16};
-  CHECK(bsh_cuda_lora(&args, &context) == BSH_OK, "forward");
-  zero(xa), add(xa, 1, x, false, A, true);
-  check_close("xa", xa, type), round_values(xa, type);
-  add(y, 1.75, xa, false, B, true), check_close("y", y, type);
-  args.y = NULL, args.dy = dy.data;
-  args.dx = needs & 1 ? dx.data : NULL, args.dA = needs & 2 ? dA.data : NULL, args.dB = needs & 4 ? dB.data : NULL;
-  args.x = needs & 2 ? x.data : NULL, args.xa = needs & 4 ? xa.data : NULL;
-  const int before = multiplied;
-  CHECK(bsh_cuda_lora_backward(&args, &context) == BSH_OK, "backward");
-  CHECK(multiplied - before == ((needs & 3) != 0) + (needs & 1) + (needs >> 1 & 1) + (needs >> 2), "%d products",
-        multiplied - before);
-  zero(dxa), add(dxa, 1.75, dy, false, B, false), round_values(dxa, type);
-  if (needs & 1) add(dx, 1, dxa, false, A, false);
-  if (needs & 2) zero(dA), add(dA, 1, dxa, true, x, false);
-  if (needs & 4) zero(dB), add(dB, 1.75, dy, true, xa, false);
-  check_close("dx", dx, type), check_close("dA", dA, type), check_close("dB", dB, type);
-  CHECK(open_scratch == 0 && open_objects == 0, "%d blocks and %d objects are left", open_scratch, open_objects);
-  const numbers all[] = {x, dy, A, B, y, xa, dx, dA, dB, dxa};
-  for (size_t i = 0; i < sizeof all / sizeof *all; i++) forget(all[i]);
+  layer l = new_layer(state, M, N, K, r, half);
+  check_forward(&l);
+  check_backward(&l, needs);
+  delete_layer(&l);
 }
 
 /* Every product fails in turn: the rest is not done and nothing is left. */
 static void check_failures(void) {
   uint16_t memory[64] = {0};
-  const bsh_cuda_context context = {.op = "lora_4bit", .stream = stream};
   bsh_lora_args args = {.x = memory,
                         .dy = memory,
                         .A = memory,
