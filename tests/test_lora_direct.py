@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from bitshard import _C, functional, ops  # noqa: E402
 from helpers.direct import calls_directly, noting  # noqa: E402
-from helpers.lora import DTYPES, fused_calls, fused_copy, layers, model, run  # noqa: E402
+from helpers.lora import DTYPES, error, exact, fused_calls, fused_copy, layers, model, run  # noqa: E402
 
 NAMES = ("lora_4bit", "lora_4bit_backward")
 N, K, RANK, SCALE = 40, 96, 4, 1.5
@@ -79,6 +79,22 @@ def test_the_bits_are_those_of_torch(dtype, shape, taken, monkeypatch):
         found = run(wrapped, x, dy)
         assert taken == list(NAMES)
         assert same(found, by_python(monkeypatch, wrapped, x, dy)), (rank, scale)
+
+
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows, rank", [(1, 16), (7, 17), (300, 8), (64, 1)])
+def test_errors_against_float64(device, dtype, rows, rank, taken):
+    """Taken, and no larger than 1.02 (y) and 1.1 (gradients) times peft's; on a GPU the products are cuBLAS'."""
+    theirs = model([(200, 320)], dtype, dtype, r=rank, lora_alpha=1.7 * rank).to(device)
+    ours = fused_copy(theirs)
+    x, dy = (torch.randn(rows, width).to(device, dtype) for width in (320, 200))
+    expected = exact(layers(theirs)[0], x, dy)
+    found = [run(wrapped, x, dy) for wrapped in (ours, theirs)]
+    assert taken == list(NAMES)
+    for i, values in enumerate(zip(*found, expected, strict=True)):
+        mine, other = (error(value, values[-1]) for value in values[:2])
+        assert mine <= (1.02 if i == 0 else 1.1) * other, (i, mine, other)
 
 
 @pytest.mark.parametrize("needs", [n for n in itertools.product([True, False], repeat=3) if any(n)])
