@@ -68,11 +68,14 @@ def nvcc_flags() -> list[str]:
     return ast.literal_eval(next(named).value)
 
 
+NVCC_FLAGS = nvcc_flags()  # here, since Python 3.11 does not parse in two threads at a time
+
+
 @cache
 def ptx_of(source: str, sm: int) -> Path:
     """PTX of cuda/<source>.cu for a GPU."""
     headers = sorted([*(ROOT / "cuda").glob("*.*h"), *(ROOT / "csrc").glob("*.h")])
-    flags = [*nvcc_flags(), f"-arch={TARGETS[sm]}", "-ptx"]
+    flags = [*NVCC_FLAGS, f"-arch={TARGETS[sm]}", "-ptx"]
     file = ROOT / "cuda" / f"{source}.cu"
     command = [nvcc(), *flags, "-I", str(ROOT / "csrc"), str(file)]
     return built(f"{source}-sm{sm}.ptx", [file, *headers], flags, lambda to: run([*command, "-o", str(to)]))
