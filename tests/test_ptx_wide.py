@@ -5,9 +5,11 @@ allows.
 """
 
 import functools
+import itertools
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -24,6 +26,16 @@ BF16, F16 = torch.bfloat16, torch.float16
 NONE = ops.empty(torch.device("cpu"))
 FORWARD_BOUND, GRADIENT_BOUND = 1.02, 1.1
 SAMPLING = 1.03  # a ratio of errors of a few thousand elements
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """All kernels that run here, on all cores."""
+    ptx_gpu.ptx_of(KERNEL, 90)
+    names = [f"gemm_wide_{way}_m128" for way in ("bf16", "f16", "dgrad_bf16", "dgrad_f16")]
+    names += ["gemm_wide_bf16_m256", "gemm_wide_dgrad_bf16_m256", "clear_flags"]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(ptx_gpu.kernel_of, itertools.repeat(KERNEL), names, itertools.repeat(90)))
 
 
 def weight(N: int, K: int, dtype: torch.dtype, fmt: int, blocksize: int, nested: bool):
@@ -170,15 +182,20 @@ def test_faults_show(fault, tmp_path, monkeypatch):
     monkeypatch.setattr(ptx_gpu, "BUILT", tmp_path)
     monkeypatch.setattr(ptx_gpu, "ptx_of", lambda source, sm: tmp_path / "one.ptx")
     monkeypatch.setattr(ptx_gpu, "kernel_of", functools.cache(ptx_gpu.kernel_of.__wrapped__))
+    assert any(goes_wrong(N, seed) for N in (768, 256) for seed in (1, 2))
+
+
+def goes_wrong(N: int, seed: int) -> bool:
+    """768: tiles shared by two pairs one after the other; 256: one that both scatter at the same time."""
     torch.manual_seed(0)
-    packed, scales, w = weight(768, 1024, BF16, 0, 64, True)
+    packed, scales, w = weight(N, 1024, BF16, 0, 64, True)
     x = torch.randn(20, 1024).to(BF16)
     try:
-        y = multiply(Gpu(90, 4, 1), x, packed, scales, None, 64, 0, 768, 1024, False)
+        y = multiply(Gpu(90, 4, seed), x, packed, scales, None, 64, 0, N, 1024, False)
     except RuntimeError as error:
         assert "block (" in str(error) or "wait for one another" in str(error)
-    else:
-        assert not error_ratio(y, x, w, None, False) < 1.1  # NaN too
+        return True
+    return not error_ratio(y, x, w, None, False) < 1.1  # NaN too
 
 
 ONE_KERNEL = """
