@@ -48,7 +48,7 @@ template <typename T, int TOKENS_, bool GRADIENT_> struct wide_form {
   static __device__ __forceinline__ float alpha(int format) {
     if (MODE == EXACT) return 1.f;
     if (format == BSH_FP4) return 3.f; // multiples of 1/64: exact
-    return MODE == SPLIT && !IS_HALF<T> ? 1.4370059967041016f : 1.677689552307129f;
+    return MODE == SPLIT && !IS_HALF<T> ? 1.3743000030517578f : 1.6384999752044678f;
   }
 };
 
