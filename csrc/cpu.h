@@ -10,6 +10,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "cpu_state_search.h"
 #include "kernels.h"
 #include "status.h"
 
@@ -69,12 +70,13 @@ typedef struct {
   bool wide, stream;
 } bsh_decode_run;
 
-/* Single-threaded optimizers of one instruction set (cpu_*_optimizer.c), equal bit for bit. */
+/* Single-threaded optimizers of one instruction set (cpu_*_optimizer.c), equal bit for bit. search1 and search2 are of
+ * map1 and map2; NULL where there is none. */
 typedef struct {
   void (*optimizer_32bit)(const bsh_optimizer_32bit_args *args, int64_t begin, int64_t end);
   void (*optimizer_squares)(const bsh_optimizer_32bit_args *args, int64_t begin, int64_t end, float *out);
-  void (*optimizer_8bit_blockwise)(const bsh_optimizer_8bit_blockwise_args *args, int64_t block_begin,
-                                   int64_t block_end);
+  void (*optimizer_8bit_blockwise)(const bsh_optimizer_8bit_blockwise_args *args, const bsh_state_search *search1,
+                                   const bsh_state_search *search2, int64_t block_begin, int64_t block_end);
 } bsh_cpu_optimizers;
 
 extern const bsh_cpu_optimizers bsh_cpu_scalar_optimizers;
@@ -89,27 +91,6 @@ uint8_t bsh_cpu_encode_state(const float *map, bool keep_sign, float v, float st
 
 /* The codes and the scale of a block of n new states. */
 void bsh_cpu_requantize(const float *states, int64_t n, const float *map, bool keep_sign, uint8_t *code, float *absmax);
-
-/* bsh_cpu_encode_state as a table. |v|, raised to 2^-24 and lowered to 1, falls into a cell by its exponent and the
- * first 7 bits of its mantissa; cells of negative v follow those of positive ones. A cell holds
- *   code of its least |v| | (change of the code + 1) << 8 | threshold << 10
- * where the change applies from the threshold (16 bits of mantissa) on. */
-enum {
-  BSH_SEARCH_LEAST = 103 << 23, /* bits of 2^-24 */
-  BSH_SEARCH_MOST = 127 << 23,  /* bits of 1 */
-  BSH_SEARCH_SHIFT = 16,
-  BSH_SEARCH_CELLS = ((BSH_SEARCH_MOST - BSH_SEARCH_LEAST) >> BSH_SEARCH_SHIFT) + 1
-};
-
-typedef struct {
-  float map[256];
-  bool filled, keep_sign;
-  bool usable; /* every cell has one threshold at most */
-  uint32_t cells[2 * BSH_SEARCH_CELLS];
-} bsh_state_search;
-
-/* The table of a map, kept by each thread for the last maps it saw; NULL where the map has none. */
-const bsh_state_search *bsh_find_state_search(const float *map, bool keep_sign);
 
 /* Single-threaded kernels of one instruction set. */
 typedef struct {

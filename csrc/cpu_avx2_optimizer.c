@@ -32,7 +32,12 @@ STEP_FUNCTION value v_round(const bsh_dtype dtype, const value a) {
   if (dtype == BSH_F32) return a;
   if (dtype == BSH_F16)
     return _mm256_cvtph_ps(_mm256_cvtps_ph(canonical_nan(a), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(to_bf16(a)), 16));
+  const __m256i bits = _mm256_castps_si256(a);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
+  const value upper = _mm256_castsi256_ps(_mm256_and_si256(rounded, _mm256_set1_epi32((int)0xFFFF0000)));
+  const value nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FFF0000));
+  return _mm256_blendv_ps(upper, nan, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
 }
 
 STEP_FUNCTION value load_values(const void *const x, const bsh_dtype dtype, const int64_t i) {
@@ -43,59 +48,67 @@ STEP_FUNCTION void store_values(void *const out, const bsh_dtype dtype, const in
   store8(out, dtype, i, v);
 }
 
-STEP_FUNCTION value map_values(const float *const map, const uint8_t *const code, const int64_t i) {
-  return _mm256_i32gather_ps(map, _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(code + i))), 4);
+#include "cpu_optimizer.h"
+
+/* ---- 8-bit states ------------------------------------------------------------------------------------------------ */
+
+typedef __m256i peak;
+
+STEP_FUNCTION peak p_zero(void) { return _mm256_setzero_si256(); }
+STEP_FUNCTION peak p_bits(const peak p, const value v) { return _mm256_max_epu32(p, _mm256_castps_si256(v)); }
+STEP_FUNCTION peak p_magnitude(const peak p, const value v) { return p_bits(p, _mm256_andnot_ps(v_set(-0.0f), v)); }
+STEP_FUNCTION uint32_t reduce_peak(const peak p) { return reduce_max(p); }
+
+STEP_FUNCTION value load_plain(const float *const x) { return _mm256_loadu_ps(x); }
+STEP_FUNCTION void store_plain(float *const out, const value v) { _mm256_storeu_ps(out, v); }
+
+/* Of a gather: see cpu_avx512_optimizer.c. */
+typedef __m256i lanes;
+
+STEP_FUNCTION lanes all_lanes(void) {
+  lanes all = _mm256_set1_epi32(-1);
+  __asm__("" : "+x"(all));
+  return all;
 }
 
-#define find_search bsh_find_state_search
-
-/* Largest magnitude of n states as a number without sign; NaN counts as more than infinity. */
-STEP_FUNCTION float largest_magnitude(const float *const states, const int64_t n) {
-  __m256i most = _mm256_setzero_si256();
-  for (int64_t i = 0; i < n; i += LANES)
-    most = _mm256_max_epu32(
-        most, _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(states + i)), _mm256_set1_epi32(0x7FFFFFFF)));
-  return bits_float(reduce_max(most));
+STEP_FUNCTION value decode_values(const float *const map, const uint8_t *const code, const lanes all) {
+  const __m256i index = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)code));
+  return _mm256_mask_i32gather_ps(_mm256_setzero_ps(), map, index, _mm256_castsi256_ps(all), 4);
 }
 
-/* Codes in the lanes; bits above the eighth are not defined. */
-STEP_FUNCTION __m256i encode8(const bsh_state_search *const search, const value v) {
-  const __m256i bits = _mm256_castps_si256(v);
-  const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF));
-  const __m256i within = _mm256_min_epu32(_mm256_max_epu32(magnitude, _mm256_set1_epi32(BSH_SEARCH_LEAST)),
-                                          _mm256_set1_epi32(BSH_SEARCH_MOST));
-  const __m256i offset = _mm256_sub_epi32(within, _mm256_set1_epi32(BSH_SEARCH_LEAST));
-  const __m256i negative = _mm256_and_si256(_mm256_srai_epi32(bits, 31), _mm256_set1_epi32(BSH_SEARCH_CELLS));
-  const __m256i index = _mm256_add_epi32(_mm256_srli_epi32(offset, BSH_SEARCH_SHIFT), negative);
-  const __m256i cell = _mm256_i32gather_epi32((const int *)search->cells, index, 4);
-  const __m256i rest = _mm256_and_si256(within, _mm256_set1_epi32((1 << BSH_SEARCH_SHIFT) - 1));
-  const __m256i before = _mm256_cmpgt_epi32(_mm256_srli_epi32(cell, 10), rest);
-  const __m256i change =
-      _mm256_sub_epi32(_mm256_and_si256(_mm256_srli_epi32(cell, 8), _mm256_set1_epi32(3)), _mm256_set1_epi32(1));
-  return _mm256_add_epi32(cell, _mm256_andnot_si256(before, change));
+static void write_run(const float *const values, const int64_t n, void *const out, const bsh_dtype dtype) {
+  for (int64_t i = 0; i < n; i += LANES) store_values(out, dtype, i, load_plain(values + i));
 }
 
-STEP_FUNCTION void store_codes(uint8_t *const code, const __m256i codes) {
-  const __m256i bytes = _mm256_and_si256(codes, _mm256_set1_epi32(0xFF));
-  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+/* Codes of 8 states in the lanes: cpu_state_search.h. */
+STEP_FUNCTION __m256i search8(const uint32_t *const cells, const value v, const lanes all) {
+  const __m256i bits = _mm256_castps_si256(v), index = _mm256_srli_epi32(bits, 16);
+  const __m256i cell = _mm256_mask_i32gather_epi32(_mm256_setzero_si256(), (const int *)cells, index, all, 4);
+  const __m256i sum = _mm256_add_epi32(cell, bits);
+  const __m256i code = _mm256_xor_si256(_mm256_srli_epi32(sum, 16), _mm256_srli_epi32(sum, 24));
+  return _mm256_and_si256(code, _mm256_set1_epi32(0xFF));
+}
+
+enum { UNIT = 4 };
+
+STEP_FUNCTION void encode_unit(const uint32_t *const cells, const value inverse, const float *const states,
+                               uint8_t *const code, const lanes all) {
+  __m256i codes[UNIT];
+  for (int j = 0; j < UNIT; j++) codes[j] = search8(cells, v_mul(inverse, load_plain(states + j * LANES)), all);
+  const __m256i bytes =
+      _mm256_packus_epi16(_mm256_packus_epi32(codes[0], codes[1]), _mm256_packus_epi32(codes[2], codes[3]));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256((__m256i *)code, _mm256_permutevar8x32_epi32(bytes, order));
+}
+
+STEP_FUNCTION void encode_values(const uint32_t *const cells, const value inverse, const float *const states,
+                                 uint8_t *const code, const lanes all) {
+  const __m256i codes = search8(cells, v_mul(inverse, load_plain(states)), all);
+  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
   _mm_storel_epi64((__m128i *)code, _mm_packus_epi16(words, words));
 }
 
-/* One block: where it has a NaN, an infinity or nothing but tiny states, or where the map has no table, in plain C. */
-static void requantize(const bsh_state_search *const search, const float *const states, const int64_t n,
-                       const float *const map, const bool keep_sign, uint8_t *const code, float *const absmax) {
-  const float most = largest_magnitude(states, n);
-  if (search == NULL || !ordinary_absmax(most)) {
-    bsh_cpu_requantize(states, n, map, keep_sign, code, absmax);
-    return;
-  }
-  const value inverse = v_set(reciprocal(most));
-  *absmax = most;
-  for (int64_t i = 0; i < n; i += LANES)
-    store_codes(code + i, encode8(search, _mm256_mul_ps(inverse, _mm256_loadu_ps(states + i))));
-}
-
-#include "cpu_optimizer.h"
+#include "cpu_optimizer_blocks.h"
 
 const bsh_cpu_optimizers bsh_cpu_avx2_optimizers = {
     .optimizer_32bit = optimizer_32bit,

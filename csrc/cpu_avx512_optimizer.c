@@ -1,5 +1,6 @@
 /* cpu_avx512_optimizer.c - the optimizers with AVX-512, 16 elements at a time. */
 #include "cpu_avx512.h"
+#include "cpu_state_search.h"
 
 #define STEP_FUNCTION ALWAYS_INLINE
 #define LANES 16
@@ -28,11 +29,20 @@ STEP_FUNCTION value v_if_finite(const value g, const value a, const value b) {
   return _mm512_mask_mov_ps(b, _mm512_cmp_ps_mask(_mm512_abs_ps(g), v_set(FLT_MAX), _CMP_LE_OQ), a);
 }
 
+/* As bf16 in the upper half of each lane, nearest even; what is below is not defined, and NaN become anything. */
+STEP_FUNCTION __m512i round_bf16(const value a) {
+  const __m512i bits = _mm512_castps_si512(a);
+  const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+  return _mm512_add_epi32(bits, _mm512_mask_mov_epi32(_mm512_set1_epi32(0x7FFF), odd, _mm512_set1_epi32(0x8000)));
+}
+
 STEP_FUNCTION value v_round(const bsh_dtype dtype, const value a) {
   if (dtype == BSH_F32) return a;
   if (dtype == BSH_F16)
     return _mm512_cvtph_ps(_mm512_cvtps_ph(canonical_nan(a), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(to_bf16(a)), 16));
+  const __mmask16 number = _mm512_cmp_ps_mask(a, a, _CMP_ORD_Q);
+  return _mm512_castsi512_ps(
+      _mm512_mask_and_epi32(_mm512_set1_epi32(0x7FFF0000), number, round_bf16(a), _mm512_set1_epi32((int)0xFFFF0000)));
 }
 
 STEP_FUNCTION value load_values(const void *const x, const bsh_dtype dtype, const int64_t i) {
@@ -43,52 +53,90 @@ STEP_FUNCTION void store_values(void *const out, const bsh_dtype dtype, const in
   store16(out, dtype, i, 0xFFFF, v);
 }
 
-STEP_FUNCTION value map_values(const float *const map, const uint8_t *const code, const int64_t i) {
-  return _mm512_i32gather_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(code + i))), map, 4);
-}
-
-#define find_search bsh_find_state_search
-
-/* Largest magnitude of n states as a number without sign; NaN counts as more than infinity. */
-STEP_FUNCTION float largest_magnitude(const float *const states, const int64_t n) {
-  __m512i most = _mm512_setzero_si512();
-  for (int64_t i = 0; i < n; i += LANES)
-    most = _mm512_max_epu32(most, _mm512_castps_si512(_mm512_abs_ps(_mm512_loadu_ps(states + i))));
-  return bits_float(_mm512_reduce_max_epu32(most));
-}
-
-STEP_FUNCTION __m128i encode16(const bsh_state_search *const search, const value v) {
-  const __m512i bits = _mm512_castps_si512(v);
-  const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7FFFFFFF));
-  const __m512i within = _mm512_min_epu32(_mm512_max_epu32(magnitude, _mm512_set1_epi32(BSH_SEARCH_LEAST)),
-                                          _mm512_set1_epi32(BSH_SEARCH_MOST));
-  const __m512i offset = _mm512_sub_epi32(within, _mm512_set1_epi32(BSH_SEARCH_LEAST));
-  const __m512i positive = _mm512_srli_epi32(offset, BSH_SEARCH_SHIFT);
-  const __m512i index =
-      _mm512_mask_add_epi32(positive, _mm512_movepi32_mask(bits), positive, _mm512_set1_epi32(BSH_SEARCH_CELLS));
-  const __m512i cell = _mm512_i32gather_epi32(index, search->cells, 4);
-  const __m512i rest = _mm512_and_si512(within, _mm512_set1_epi32((1 << BSH_SEARCH_SHIFT) - 1));
-  const __mmask16 beyond = _mm512_cmpge_epu32_mask(rest, _mm512_srli_epi32(cell, 10));
-  const __m512i change =
-      _mm512_sub_epi32(_mm512_and_si512(_mm512_srli_epi32(cell, 8), _mm512_set1_epi32(3)), _mm512_set1_epi32(1));
-  return _mm512_cvtepi32_epi8(_mm512_mask_add_epi32(cell, beyond, cell, change));
-}
-
-/* One block: where it has a NaN, an infinity or nothing but tiny states, or where the map has no table, in plain C. */
-static void requantize(const bsh_state_search *const search, const float *const states, const int64_t n,
-                       const float *const map, const bool keep_sign, uint8_t *const code, float *const absmax) {
-  const float most = largest_magnitude(states, n);
-  if (search == NULL || !ordinary_absmax(most)) {
-    bsh_cpu_requantize(states, n, map, keep_sign, code, absmax);
-    return;
-  }
-  const value inverse = v_set(reciprocal(most));
-  *absmax = most;
-  for (int64_t i = 0; i < n; i += LANES)
-    _mm_storeu_si128((__m128i *)(code + i), encode16(search, _mm512_mul_ps(inverse, _mm512_loadu_ps(states + i))));
-}
-
 #include "cpu_optimizer.h"
+
+/* ---- 8-bit states ------------------------------------------------------------------------------------------------ */
+
+typedef __m512i peak;
+
+STEP_FUNCTION peak p_zero(void) { return _mm512_setzero_si512(); }
+STEP_FUNCTION peak p_bits(const peak p, const value v) { return _mm512_max_epu32(p, _mm512_castps_si512(v)); }
+STEP_FUNCTION peak p_magnitude(const peak p, const value v) {
+  return _mm512_max_epu32(p, _mm512_castps_si512(_mm512_abs_ps(v)));
+}
+STEP_FUNCTION uint32_t reduce_peak(const peak p) { return _mm512_reduce_max_epu32(p); }
+
+STEP_FUNCTION value load_plain(const float *const x) { return _mm512_loadu_ps(x); }
+STEP_FUNCTION void store_plain(float *const out, const value v) { _mm512_storeu_ps(out, v); }
+
+/* Of a gather. A compiler that knows that all are set leaves the register it gathers into as it is, and the gather
+ * waits for what that held before. */
+typedef __mmask16 lanes;
+
+STEP_FUNCTION lanes all_lanes(void) {
+  lanes all = 0xFFFF;
+  __asm__("" : "+Yk"(all));
+  return all;
+}
+
+STEP_FUNCTION value decode_values(const float *const map, const uint8_t *const code, const lanes all) {
+  const __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)code));
+  return _mm512_mask_i32gather_ps(_mm512_setzero_ps(), all, index, map, 4);
+}
+
+/* The upper halves of the lanes of a, then of b. */
+STEP_FUNCTION __m512i upper_halves(const __m512i a, const __m512i b) {
+  const __m512i ramp = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25,
+                                        23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+  return _mm512_permutex2var_epi16(a, ramp, b);
+}
+
+static void write_bf16(const float *const values, const int64_t n, uint16_t *const out) {
+  for (int64_t i = 0; i < n; i += 2 * LANES) {
+    const value a = _mm512_loadu_ps(values + i), b = _mm512_loadu_ps(values + i + LANES);
+    const __mmask32 nan =
+        _mm512_kunpackw(_mm512_cmp_ps_mask(b, b, _CMP_UNORD_Q), _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q));
+    const __m512i words = upper_halves(round_bf16(a), round_bf16(b));
+    _mm512_mask_storeu_epi16(out + i, n - i < 2 * LANES ? 0xFFFF : 0xFFFFFFFF,
+                             _mm512_mask_mov_epi16(words, nan, _mm512_set1_epi16(0x7FFF)));
+  }
+}
+
+static void write_run(const float *const values, const int64_t n, void *const out, const bsh_dtype dtype) {
+  if (dtype == BSH_BF16) write_bf16(values, n, out);
+  else if (dtype == BSH_F16) convert_from_f32(values, BSH_F16, out, n);
+  else convert_from_f32(values, BSH_F32, out, n);
+}
+
+/* Sums with the cells of 16 states: cpu_state_search.h. */
+STEP_FUNCTION __m512i search16(const uint32_t *const cells, const value v, const lanes all) {
+  const __m512i bits = _mm512_castps_si512(v), index = _mm512_srli_epi32(bits, 16);
+  return _mm512_add_epi32(_mm512_mask_i32gather_epi32(_mm512_setzero_si512(), all, index, cells, 4), bits);
+}
+
+/* The lower byte of each word without the sign that is in the upper one, which is cleared. */
+STEP_FUNCTION __m512i without_sign(const __m512i words) {
+  return _mm512_ternarylogic_epi32(words, _mm512_srli_epi16(words, 8), _mm512_set1_epi16(0xFF), 0x28); /* (a ^ b) & c */
+}
+
+enum { UNIT = 4 };
+
+STEP_FUNCTION void encode_unit(const uint32_t *const cells, const value inverse, const float *const states,
+                               uint8_t *const code, const lanes all) {
+  __m512i sums[UNIT];
+  for (int j = 0; j < UNIT; j++) sums[j] = search16(cells, v_mul(inverse, load_plain(states + j * LANES)), all);
+  const __m512i bytes =
+      _mm512_packus_epi16(without_sign(upper_halves(sums[0], sums[1])), without_sign(upper_halves(sums[2], sums[3])));
+  _mm512_storeu_si512(code, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), bytes));
+}
+
+STEP_FUNCTION void encode_values(const uint32_t *const cells, const value inverse, const float *const states,
+                                 uint8_t *const code, const lanes all) {
+  const __m512i sums = search16(cells, v_mul(inverse, load_plain(states)), all);
+  _mm_storeu_si128((__m128i *)code, _mm512_cvtepi32_epi8(without_sign(_mm512_srli_epi32(sums, 16))));
+}
+
+#include "cpu_optimizer_blocks.h"
 
 const bsh_cpu_optimizers bsh_cpu_avx512_optimizers = {
     .optimizer_32bit = optimizer_32bit,

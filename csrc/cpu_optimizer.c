@@ -1,17 +1,16 @@
 /* cpu_optimizer.c - optimizer steps on the CPU: threads, the norm of an update, and tables that encode states. */
+#include <pthread.h>
+
 #include "cpu.h"
 #include "cpu_numerics.h"
+#include "cpu_state_search.h"
 
 enum { RUN = 16384 }; /* elements that a thread takes at least */
 
 /* ---- tables of codes -------------------------------------------------------------------------------------------- */
 
-static float from_magnitude(const uint32_t magnitude, const bool negative) {
-  return bits_float(magnitude | (negative ? 0x80000000u : 0u));
-}
-
 static uint8_t encode_magnitude(const bsh_state_search *const search, const uint32_t magnitude, const bool negative) {
-  const float v = from_magnitude(magnitude, negative);
+  const float v = bits_float(magnitude | (negative ? 0x80000000u : 0u));
   return bsh_cpu_encode_state(search->map, search->keep_sign, v, v);
 }
 
@@ -28,24 +27,17 @@ static uint32_t find_threshold(const bsh_state_search *const search, const uint3
   return found;
 }
 
-static bool fill_cell(bsh_state_search *const search, const uint32_t i, const bool negative) {
-  const uint32_t first = BSH_SEARCH_LEAST + (i << BSH_SEARCH_SHIFT);
-  const uint32_t last = i + 1 == BSH_SEARCH_CELLS ? first : first + (1u << BSH_SEARCH_SHIFT) - 1;
+/* Cells [i, last_i] alike; false where they have more than one threshold, or several cells one. */
+static bool fill_cells(bsh_state_search *const search, const uint32_t i, const uint32_t last_i, const bool negative) {
+  const uint32_t first = i << 16, last = (last_i << 16) + 0xFFFF;
   const int code = encode_magnitude(search, first, negative);
   const int change = encode_magnitude(search, last, negative) - code;
-  if (change < -1 || change > 1) return false;
-  const uint32_t threshold = change == 0 ? 0 : find_threshold(search, first, last, negative) - first;
-  search->cells[i + (negative ? BSH_SEARCH_CELLS : 0)] = (uint32_t)code | (uint32_t)(change + 1) << 8 | threshold << 10;
+  if (change != 0 && (i != last_i || change != (negative ? -1 : 1))) return false;
+  const uint32_t rest = change == 0 ? 0 : 0x10000 - (find_threshold(search, first, last, negative) - first);
+  const uint32_t base = negative ? 0xFF000000u + ((255 - (uint32_t)code) << 16) : (uint32_t)code << 16;
+  for (uint32_t cell = i + (negative ? BSH_SEARCH_SIGN : 0), n = last_i - i + 1; n > 0; n--, cell++)
+    search->cells[cell] = base + rest - (cell << 16);
   return true;
-}
-
-/* Zero and all that is less than the first cell have its code, and v rounded up beyond 1 the code of 1. Infinite v
- * never come to the table. */
-static bool ends_are_flat(const bsh_state_search *const search, const bool negative) {
-  const uint8_t least = encode_magnitude(search, BSH_SEARCH_LEAST, negative);
-  const uint8_t most = encode_magnitude(search, BSH_SEARCH_MOST, negative);
-  return encode_magnitude(search, 0, negative) == least && encode_magnitude(search, 0x00800000u, negative) == least &&
-         encode_magnitude(search, 0x7F7FFFFFu, negative) == most;
 }
 
 /* Codes then grow with v, which finding a threshold by halving relies on. */
@@ -55,26 +47,58 @@ static bool is_ascending(const float *const map) {
   return fabsf(map[0]) <= FLT_MAX && fabsf(map[255]) <= FLT_MAX;
 }
 
-static bool fill_search(bsh_state_search *const search) {
+static bool fill_table(bsh_state_search *const search) {
   if (!is_ascending(search->map)) return false;
   for (int negative = 0; negative < 2; negative++) {
-    if (!ends_are_flat(search, negative)) return false;
-    for (uint32_t i = 0; i < BSH_SEARCH_CELLS; i++)
-      if (!fill_cell(search, i, negative)) return false;
+    if (!fill_cells(search, 0, BSH_SEARCH_LEAST - 1, negative)) return false;
+    for (uint32_t i = BSH_SEARCH_LEAST; i <= BSH_SEARCH_MOST; i++)
+      if (!fill_cells(search, i, i, negative)) return false;
   }
   return true;
 }
 
-const bsh_state_search *bsh_find_state_search(const float *const map, const bool keep_sign) {
-  static _Thread_local bsh_state_search kept[2]; /* by keep_sign: one of each, as an optimizer has one or two maps */
-  bsh_state_search *const search = &kept[keep_sign];
-  if (!search->filled || memcmp(search->map, map, sizeof search->map) != 0) {
-    memcpy(search->map, map, sizeof search->map);
-    search->keep_sign = keep_sign;
-    search->usable = fill_search(search);
-    search->filled = true;
+static void fill_search(bsh_state_search *const search, const float *const map, const bool keep_sign) {
+  memcpy(search->map, map, sizeof search->map);
+  search->keep_sign = keep_sign;
+  search->least = FLT_MAX;
+  for (int i = 0; i < 256; i++) {
+    const float value = search->flushed[i] = flush_denormal(map[i]), magnitude = fabsf(value);
+    if (magnitude > 0.0f && magnitude < search->least) search->least = magnitude;
   }
-  return search->usable ? search : NULL;
+  search->usable = fill_table(search);
+}
+
+enum { N_SEARCHES = 8 }; /* maps that are known at a time: an optimizer has two */
+static pthread_mutex_t search_lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* The table of this map, else the one that was not used for longest, filled anew; NULL where all are in use. */
+static bsh_state_search *find_search(const float *const map, const bool keep_sign) {
+  static bsh_state_search searches[N_SEARCHES];
+  bsh_state_search *oldest = NULL;
+  for (bsh_state_search *s = searches; s < searches + N_SEARCHES; s++) {
+    if (s->last_use > 0 && s->keep_sign == keep_sign && memcmp(s->map, map, sizeof s->map) == 0) return s;
+    if (s->users == 0 && (oldest == NULL || s->last_use < oldest->last_use)) oldest = s;
+  }
+  if (oldest != NULL) fill_search(oldest, map, keep_sign);
+  return oldest;
+}
+
+const bsh_state_search *bsh_state_search_get(const float *const map, const bool keep_sign) {
+  static int64_t uses;
+  pthread_mutex_lock(&search_lock);
+  bsh_state_search *const search = find_search(map, keep_sign);
+  if (search != NULL) search->last_use = ++uses;
+  const bool usable = search != NULL && search->usable;
+  if (usable) search->users++;
+  pthread_mutex_unlock(&search_lock);
+  return usable ? search : NULL;
+}
+
+void bsh_state_search_put(const bsh_state_search *const search) {
+  if (search == NULL) return;
+  pthread_mutex_lock(&search_lock);
+  ((bsh_state_search *)(uintptr_t)search)->users--;
+  pthread_mutex_unlock(&search_lock);
 }
 
 /* ---- 32-bit states ---------------------------------------------------------------------------------------------- */
@@ -135,12 +159,23 @@ bsh_status bsh_cpu_optimizer_32bit(const bsh_optimizer_32bit_args *const args) {
 
 /* ---- 8-bit states ----------------------------------------------------------------------------------------------- */
 
+typedef struct {
+  const bsh_optimizer_8bit_blockwise_args *args;
+  const bsh_state_search *search1, *search2;
+} blocks_task;
+
 static void step_8bit_blocks(const int64_t begin, const int64_t end, void *const ctx) {
-  bsh_cpu()->optimizers->optimizer_8bit_blockwise(ctx, begin, end);
+  const blocks_task *const task = ctx;
+  bsh_cpu()->optimizers->optimizer_8bit_blockwise(task->args, task->search1, task->search2, begin, end);
 }
 
 bsh_status bsh_cpu_optimizer_8bit_blockwise(const bsh_optimizer_8bit_blockwise_args *const args) {
-  bsh_optimizer_8bit_blockwise_args copy = *args;
-  bsh_parallel_for(0, divide_up(args->n, args->blocksize), RUN / args->blocksize, step_8bit_blocks, &copy);
+  const bool two = BSH_HAS_SECOND_STATE(args->algorithm);
+  blocks_task task = {.args = args,
+                      .search1 = bsh_state_search_get(args->map1, true),
+                      .search2 = two ? bsh_state_search_get(args->map2, false) : NULL};
+  bsh_parallel_for(0, divide_up(args->n, args->blocksize), RUN / args->blocksize, step_8bit_blocks, &task);
+  bsh_state_search_put(task.search1);
+  bsh_state_search_put(task.search2);
   return BSH_OK;
 }

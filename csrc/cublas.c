@@ -8,9 +8,9 @@
 
 /* Values of cublasLt.h and library_types.h. */
 enum { OPERATION_TRANSPOSE = 1, TYPE_F32 = 0, TYPE_F16 = 2, TYPE_BF16 = 14, COMPUTE_F32 = 68 };
-enum { DESC_TRANSPOSE_A = 3, DESC_EPILOGUE = 7, DESC_BIAS = 8, EPILOGUE_BIAS = 4 };
+enum { DESC_TRANSPOSE_A = 3, DESC_TRANSPOSE_B = 4, DESC_EPILOGUE = 7, DESC_BIAS = 8, EPILOGUE_BIAS = 4 };
 enum { PREFERENCE_WORKSPACE = 1, PREFERENCE_ALIGNMENT_A = 5, MATRICES = 4 };
-enum { MAX_DEVICES = 64, PLANS = 64, MAX_ALIGNMENT = 256 };
+enum { MAX_DEVICES = 64, PLANS = 256, MAX_ALIGNMENT = 256 };
 
 typedef struct {
   uint64_t words[8];
@@ -25,11 +25,13 @@ typedef struct {
   int reserved[4];
 } heuristic;
 
-/* One product as cuBLAS sees it. It stores by columns, so its matrices are the transposes: c^T = b^T a^T. */
+/* One product as cuBLAS sees it. It stores by columns, so its matrices are the transposes: c^T = b^T a^T. Factors of
+ * the product and of c have no part in the choice of an algorithm. */
 typedef struct {
   int64_t device, dtype, bias;
-  int64_t transpose; /* b^T is stored by rows */
-  int64_t m, n, k;   /* c^T [m, n], k terms */
+  int64_t transpose_b; /* b^T is stored by rows */
+  int64_t transpose_a; /* a^T is */
+  int64_t m, n, k;     /* c^T [m, n], k terms */
   int64_t ld_b, ld_a, ld_c;
   int64_t alignment; /* bytes, of all pointers and columns */
   int64_t workspace; /* bytes */
@@ -47,11 +49,17 @@ static void *first(const bsh_torch_matrix *const matrix) {
   return (char *)(uintptr_t)matrix->data + 2 * matrix->offset;
 }
 
+/* A matrix of one row or column can be both; its strides then say how it lies. */
+static bool by_columns(const bsh_torch_matrix *const matrix) {
+  return matrix->row_stride == 1 && matrix->column_stride >= matrix->rows;
+}
+
 static product product_of(const bsh_dtype dtype, const bsh_torch_matrix *const c, const bsh_torch_matrix *const a,
                           const bsh_torch_matrix *const b) {
-  product p = {.dtype = dtype, .transpose = b->row_stride == 1};
+  product p = {.dtype = dtype, .transpose_b = by_columns(b), .transpose_a = by_columns(a)};
   p.m = c->columns, p.n = c->rows, p.k = a->columns;
-  p.ld_b = p.transpose ? b->column_stride : b->row_stride, p.ld_a = a->row_stride, p.ld_c = c->row_stride;
+  p.ld_b = p.transpose_b ? b->column_stride : b->row_stride;
+  p.ld_a = p.transpose_a ? a->column_stride : a->row_stride, p.ld_c = c->row_stride;
   const uintptr_t bits = (uintptr_t)first(a) | (uintptr_t)first(b) | (uintptr_t)first(c) |
                          (uintptr_t)(2 * (p.ld_a | p.ld_b | p.ld_c)) | MAX_ALIGNMENT;
   p.alignment = (int64_t)(bits & -bits);
@@ -86,11 +94,12 @@ static bool describe(const product *const p, const void *const bias, description
   const int32_t transpose = OPERATION_TRANSPOSE, epilogue = EPILOGUE_BIAS;
   const uint64_t m = (uint64_t)p->m, n = (uint64_t)p->n, k = (uint64_t)p->k;
   return !bsh_torch.cublasLtMatmulDescCreate(&d->operation, COMPUTE_F32, TYPE_F32) &&
-         (!p->transpose || set(d->operation, DESC_TRANSPOSE_A, &transpose, sizeof transpose)) &&
+         (!p->transpose_b || set(d->operation, DESC_TRANSPOSE_A, &transpose, sizeof transpose)) &&
+         (!p->transpose_a || set(d->operation, DESC_TRANSPOSE_B, &transpose, sizeof transpose)) &&
          (!p->bias || (set(d->operation, DESC_EPILOGUE, &epilogue, sizeof epilogue) &&
                        set(d->operation, DESC_BIAS, &bias, sizeof bias))) &&
-         !bsh_torch.cublasLtMatrixLayoutCreate(&d->b, type, p->transpose ? k : m, p->transpose ? m : k, p->ld_b) &&
-         !bsh_torch.cublasLtMatrixLayoutCreate(&d->a, type, k, n, p->ld_a) &&
+         !bsh_torch.cublasLtMatrixLayoutCreate(&d->b, type, p->transpose_b ? k : m, p->transpose_b ? m : k, p->ld_b) &&
+         !bsh_torch.cublasLtMatrixLayoutCreate(&d->a, type, p->transpose_a ? n : k, p->transpose_a ? k : n, p->ld_a) &&
          !bsh_torch.cublasLtMatrixLayoutCreate(&d->c, type, m, n, p->ld_c);
 }
 
@@ -128,22 +137,41 @@ static bool find(const product *const p, const description *const d, void **cons
   return good;
 }
 
-bsh_status bsh_cublas_gemm(const bsh_cuda_context *const context, const bsh_dtype dtype,
+typedef struct {
+  float alpha, beta;
+  const void *bias; /* NULL or one row */
+} factors;
+
+static bsh_status multiply(const bsh_cuda_context *const context, const bsh_dtype dtype,
                            const bsh_torch_matrix *const c, const bsh_torch_matrix *const a,
-                           const bsh_torch_matrix *const b, const bsh_torch_matrix *const bias, void *const workspace,
+                           const bsh_torch_matrix *const b, const factors *const f, void *const workspace,
                            const int64_t workspace_bytes) {
-  const float one = 1.0f, zero = 0.0f;
-  const void *const row = bias != NULL ? first(bias) : NULL;
   product p = product_of(dtype, c, a, b);
-  p.device = context->device, p.bias = bias != NULL, p.workspace = workspace_bytes;
+  p.device = context->device, p.bias = f->bias != NULL, p.workspace = workspace_bytes;
   void *handle = NULL;
   description d = {0};
   algorithm found;
   int failed = -1;
-  if (context->device < MAX_DEVICES && (uintptr_t)row % BSH_CUBLAS_BIAS_ALIGNMENT == 0 && describe(&p, row, &d) &&
-      find(&p, &d, &handle, &found))
-    failed = bsh_torch.cublasLtMatmul(handle, d.operation, &one, first(b), d.b, first(a), d.a, &zero, first(c), d.c,
-                                      first(c), d.c, &found, workspace, (size_t)workspace_bytes, context->stream);
+  if (context->device < MAX_DEVICES && (uintptr_t)f->bias % BSH_CUBLAS_BIAS_ALIGNMENT == 0 &&
+      describe(&p, f->bias, &d) && find(&p, &d, &handle, &found))
+    failed = bsh_torch.cublasLtMatmul(handle, d.operation, &f->alpha, first(b), d.b, first(a), d.a, &f->beta, first(c),
+                                      d.c, first(c), d.c, &found, workspace, (size_t)workspace_bytes, context->stream);
   destroy(&d);
   return failed == 0 ? BSH_OK : bsh_fail(BSH_NO_KERNEL, "%s: cuBLAS failed with status %d", context->op, failed);
+}
+
+bsh_status bsh_cublas_gemm(const bsh_cuda_context *const context, const bsh_dtype dtype,
+                           const bsh_torch_matrix *const c, const bsh_torch_matrix *const a,
+                           const bsh_torch_matrix *const b, const bsh_torch_matrix *const bias, void *const workspace,
+                           const int64_t workspace_bytes) {
+  const factors f = {.alpha = 1.0f, .bias = bias != NULL ? first(bias) : NULL};
+  return multiply(context, dtype, c, a, b, &f, workspace, workspace_bytes);
+}
+
+bsh_status bsh_cublas_gemm_add(const bsh_cuda_context *const context, const bsh_dtype dtype,
+                               const bsh_torch_matrix *const c, const bsh_torch_matrix *const a,
+                               const bsh_torch_matrix *const b, const double alpha, const double beta,
+                               void *const workspace, const int64_t workspace_bytes) {
+  const factors f = {.alpha = (float)alpha, .beta = (float)beta};
+  return multiply(context, dtype, c, a, b, &f, workspace, workspace_bytes);
 }

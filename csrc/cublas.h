@@ -18,4 +18,9 @@ bsh_status bsh_cublas_gemm(const bsh_cuda_context *context, bsh_dtype dtype, con
                            const bsh_torch_matrix *a, const bsh_torch_matrix *b, const bsh_torch_matrix *bias,
                            void *workspace, int64_t workspace_bytes);
 
+/* c = alpha a b + beta c in the same way; rows or columns of a are contiguous too. */
+bsh_status bsh_cublas_gemm_add(const bsh_cuda_context *context, bsh_dtype dtype, const bsh_torch_matrix *c,
+                               const bsh_torch_matrix *a, const bsh_torch_matrix *b, double alpha, double beta,
+                               void *workspace, int64_t workspace_bytes);
+
 #endif

@@ -1,9 +1,9 @@
 /* direct.c - see direct.h. */
 #include "direct.h"
 
-#include <stdbool.h>
 #include <stdint.h>
 
+#include "direct_call.h"
 #include "ops.h"
 
 /* ---- DLPack 1.x, as far as it is used here ---- */
@@ -53,7 +53,8 @@ static struct {
   PyObject *settings; /* tuple of (callable, what it gives where products are torch's default), ... by bsh_dtype */
   PyObject *profiler; /* module with the flag _is_profiler_enabled */
   PyObject *grad_enabled;
-  PyObject *profiler_flag, *requires_grad, *is_neg, *new_empty_strided, *dtype_keyword; /* interned names */
+  PyObject *profiler_flag, *requires_grad, *dtype_keyword; /* interned names */
+  PyObject *is_neg, *new_empty_strided;                    /* methods of the class */
 } python;
 
 PyObject *bsh_direct_configure(PyObject *const module, PyObject *const args) {
@@ -71,10 +72,10 @@ PyObject *bsh_direct_configure(PyObject *const module, PyObject *const args) {
   python.settings = settings, python.profiler = profiler, python.grad_enabled = grad_enabled;
   python.profiler_flag = PyUnicode_InternFromString("_is_profiler_enabled");
   python.requires_grad = PyUnicode_InternFromString("requires_grad");
-  python.is_neg = PyUnicode_InternFromString("is_neg");
-  python.new_empty_strided = PyUnicode_InternFromString("new_empty_strided");
   python.dtype_keyword = PyUnicode_InternFromString("dtype");
-  if (python.dtype_keyword == NULL) return NULL;
+  python.is_neg = PyObject_GetAttrString(tensor, "is_neg");
+  python.new_empty_strided = PyObject_GetAttrString(tensor, "new_empty_strided");
+  if (python.dtype_keyword == NULL || python.is_neg == NULL || python.new_empty_strided == NULL) return NULL;
   exchange = table;
   Py_RETURN_TRUE;
 }
@@ -93,8 +94,8 @@ static bool watched(void) {
   return truth(PyObject_GetAttr(python.profiler, python.profiler_flag));
 }
 
-/* Nobody has changed what torch's products of this dtype do. */
-static bool default_products(const bsh_dtype dtype) {
+bool bsh_direct_default_products(const bsh_dtype dtype) {
+  if (!bsh_torch.has_cublas || dtype == BSH_F32) return false;
   PyObject *const settings = PyTuple_GetItem(python.settings, (Py_ssize_t)dtype);
   for (Py_ssize_t i = 0; i + 1 < PyTuple_Size(settings); i += 2) {
     PyObject *const value = PyObject_CallNoArgs(PyTuple_GetItem(settings, i));
@@ -112,34 +113,12 @@ static bool weight_class(PyObject *const object) {
   return false;
 }
 
-/* With gradients on, the op gives a result that raises in backward. */
-static bool wants_gradient(PyObject *const tensor) {
-  return truth(PyObject_GetAttr(tensor, python.requires_grad)) && truth(PyObject_CallNoArgs(python.grad_enabled));
+bool bsh_direct_wants_gradient(PyObject *const *const tensors, const int n_tensors) {
+  if (!truth(PyObject_CallNoArgs(python.grad_enabled))) return false;
+  for (int i = 0; i < n_tensors; i++)
+    if (tensors[i] != Py_None && truth(PyObject_GetAttr(tensors[i], python.requires_grad))) return true;
+  return false;
 }
-
-/* ---- a call ---- */
-
-enum { MAX_ARGUMENTS = 11, NONE = -1 };
-
-/* What is particular to an op; its arguments are those of its schema. */
-typedef struct {
-  const char *name;
-  bsh_status (*op)(bsh_call *call);
-  int n_tensors, n_arguments;
-  int weight; /* index of the packed codes */
-  int like;   /* index of a plain tensor, whose class and device the result gets */
-  int bias;   /* index, or NONE */
-  int dtype;  /* index of a torch.dtype, or NONE */
-} direct_op;
-
-typedef struct {
-  bsh_call call; /* first: what bsh_caller's functions get */
-  const direct_op *what;
-  PyObject *const *objects;
-  PyObject *made;
-  PyThreadState *released; /* while computing */
-  StableIValue integers[MAX_ARGUMENTS];
-} direct_call;
 
 /* ---- tensors: BSH_NO_KERNEL where the op must decide ---- */
 
@@ -157,7 +136,7 @@ static bool contiguous(const dl_tensor *const t) {
 }
 
 bool bsh_direct_is_negated(PyObject *const tensor) {
-  return truth(PyObject_CallMethodObjArgs(tensor, python.is_neg, NULL));
+  return truth(PyObject_CallFunctionObjArgs(python.is_neg, tensor, NULL));
 }
 
 /* torch's number of a storage or compute dtype. */
@@ -189,6 +168,8 @@ static bool torch_device(const dl_tensor *const t, int32_t *const type) {
   *type = t->device_type == DL_CUDA ? bsh_torch.device_type_cuda : bsh_torch.device_type_cpu;
   return t->device_type == DL_CUDA || t->device_type == DL_CPU;
 }
+
+bool bsh_direct_known(void) { return exchange != NULL; }
 
 bool bsh_direct_possible(void) { return exchange != NULL && !watched(); }
 
@@ -224,7 +205,7 @@ static bsh_status describe_values(PyObject *const object, bsh_tensor *const tens
 }
 
 static bsh_status read_tensor(bsh_call *const call, const int index, bsh_tensor *const tensor) {
-  PyObject *const object = ((direct_call *)call)->objects[index];
+  PyObject *const object = ((bsh_direct_call *)call)->objects[index];
   if (object != Py_None) return describe_values(object, tensor);
   *tensor = (bsh_tensor){0};
   return BSH_OK;
@@ -233,43 +214,50 @@ static bsh_status read_tensor(bsh_call *const call, const int index, bsh_tensor 
 /* like.new_empty_strided(shape, strides[, dtype=dtype]) */
 static PyObject *new_empty_strided(PyObject *const like, PyObject *const shape, PyObject *const strides,
                                    PyObject *const dtype) {
-  if (dtype == NULL) return PyObject_CallMethodObjArgs(like, python.new_empty_strided, shape, strides, NULL);
-  PyObject *const method = PyObject_GetAttr(like, python.new_empty_strided);
-  PyObject *const arguments = PyTuple_Pack(2, shape, strides), *const keywords = PyDict_New();
+  PyObject *const method = python.new_empty_strided;
+  if (dtype == NULL) return PyObject_CallFunctionObjArgs(method, like, shape, strides, NULL);
+  PyObject *const arguments = PyTuple_Pack(3, like, shape, strides), *const keywords = PyDict_New();
   PyObject *made = NULL;
-  if (method != NULL && arguments != NULL && keywords != NULL &&
-      PyDict_SetItem(keywords, python.dtype_keyword, dtype) == 0)
+  if (arguments != NULL && keywords != NULL && PyDict_SetItem(keywords, python.dtype_keyword, dtype) == 0)
     made = PyObject_Call(method, arguments, keywords);
-  Py_XDECREF(method), Py_XDECREF(arguments), Py_XDECREF(keywords);
+  Py_XDECREF(arguments), Py_XDECREF(keywords);
   return made;
 }
 
-static bsh_status new_output(bsh_call *const call, const bsh_tensor *const like, const int64_t dim,
-                             const int64_t *const sizes, const int32_t dtype, bsh_tensor *const output) {
-  direct_call *const direct = (direct_call *)call;
-  const direct_op *const what = direct->what;
-  (void)like, (void)dtype; /* of direct->objects, where the op has them from */
+PyObject *bsh_direct_new(PyObject *const like, PyObject *const dtype, const int64_t dim, const int64_t *const sizes) {
   PyObject *const shape = PyTuple_New((Py_ssize_t)dim), *const strides = PyTuple_New((Py_ssize_t)dim);
+  PyObject *made = NULL;
   int64_t step = 1;
   for (int64_t i = dim - 1; i >= 0 && shape != NULL && strides != NULL; i--) {
     PyTuple_SetItem(shape, (Py_ssize_t)i, PyLong_FromLongLong(sizes[i]));
     PyTuple_SetItem(strides, (Py_ssize_t)i, PyLong_FromLongLong(step));
     step *= sizes[i];
   }
-  if (shape != NULL && strides != NULL)
-    direct->made = new_empty_strided(direct->objects[what->like], shape, strides,
-                                     what->dtype != NONE ? direct->objects[what->dtype] : NULL);
+  if (shape != NULL && strides != NULL) made = new_empty_strided(like, shape, strides, dtype);
   Py_XDECREF(shape), Py_XDECREF(strides);
-  return direct->made != NULL ? bsh_direct_describe(direct->made, output) : BSH_OUT_OF_MEMORY;
+  return made;
+}
+
+static bsh_status new_output(bsh_call *const call, const bsh_tensor *const like, const int64_t dim,
+                             const int64_t *const sizes, const int32_t dtype, bsh_tensor *const output) {
+  bsh_direct_call *const direct = (bsh_direct_call *)call;
+  const bsh_direct_op *const what = direct->what;
+  (void)like, (void)dtype; /* of direct->objects, where the op has them from */
+  direct->made = bsh_direct_new(direct->objects[what->like],
+                                what->dtype != BSH_DIRECT_NONE ? direct->objects[what->dtype] : NULL, dim, sizes);
+  if (direct->made == NULL) return BSH_OUT_OF_MEMORY;
+  BSH_TRY(bsh_direct_describe(direct->made, output));
+  direct->result = output->data;
+  return BSH_OK;
 }
 
 static bsh_status may_multiply(bsh_call *const call, const bsh_dtype dtype) {
   (void)call;
-  return bsh_torch.has_cublas && dtype != BSH_F32 && default_products(dtype) ? BSH_OK : BSH_NO_KERNEL;
+  return bsh_direct_default_products(dtype) ? BSH_OK : BSH_NO_KERNEL;
 }
 
 /* A launch waits where the queue of the GPU is full. */
-static void release_gil(bsh_call *const call) { ((direct_call *)call)->released = PyEval_SaveThread(); }
+static void release_gil(bsh_call *const call) { ((bsh_direct_call *)call)->released = PyEval_SaveThread(); }
 
 static const bsh_caller caller = {.tensor = read_tensor,
                                   .output = new_output,
@@ -294,23 +282,35 @@ static bool read_dtype(PyObject *const object, StableIValue *const number) {
   return false;
 }
 
-static bool takes(direct_call *const direct) {
-  const direct_op *const what = direct->what;
+static bool takes(bsh_direct_call *const direct) {
+  const bsh_direct_op *const what = direct->what;
   PyObject *const *const objects = direct->objects;
   if ((PyObject *)Py_TYPE(objects[what->like]) != python.tensor || !weight_class(objects[what->weight])) return false;
   for (int i = what->n_tensors; i < what->n_arguments; i++)
     if (!(i == what->dtype ? read_dtype : read_integer)(objects[i], &direct->integers[i])) return false;
-  const bool bias = what->bias != NONE && objects[what->bias] != Py_None;
-  return !wants_gradient(objects[0]) && !(bias && wants_gradient(objects[what->bias])) && !watched();
+  PyObject *const inputs[] = {objects[0], what->bias != BSH_DIRECT_NONE ? objects[what->bias] : Py_None};
+  return !bsh_direct_wants_gradient(inputs, 2) && !watched();
+}
+
+bsh_status bsh_direct_begin(bsh_direct_call *const direct, const bsh_direct_op *const what,
+                            PyObject *const *const objects) {
+  direct->what = what, direct->objects = objects;
+  direct->call =
+      (bsh_call){.op = what->name, .caller = &caller, .stack = direct->integers, .n_tensors = what->n_tensors};
+  return takes(direct) ? what->op(&direct->call) : BSH_NO_KERNEL;
+}
+
+void bsh_direct_end(bsh_direct_call *const direct) {
+  if (direct->released != NULL) PyEval_RestoreThread(direct->released);
+  direct->released = NULL;
 }
 
 /* The result, or None. */
-static PyObject *call_op(const direct_op *const what, PyObject *const *const objects, const Py_ssize_t n_objects) {
-  direct_call direct = {.what = what, .objects = objects};
-  direct.call = (bsh_call){.op = what->name, .caller = &caller, .stack = direct.integers, .n_tensors = what->n_tensors};
+static PyObject *call_op(const bsh_direct_op *const what, PyObject *const *const objects, const Py_ssize_t n_objects) {
+  bsh_direct_call direct = {0};
   bsh_status status = BSH_NO_KERNEL;
-  if (exchange != NULL && n_objects == what->n_arguments && takes(&direct)) status = what->op(&direct.call);
-  if (direct.released != NULL) PyEval_RestoreThread(direct.released);
+  if (n_objects == what->n_arguments && bsh_direct_known()) status = bsh_direct_begin(&direct, what, objects);
+  bsh_direct_end(&direct);
   if (status == BSH_OK) return direct.made;
   Py_XDECREF(direct.made);
   PyErr_Clear();
@@ -319,41 +319,43 @@ static PyObject *call_op(const direct_op *const what, PyObject *const *const obj
 
 #define ARGUMENTS PyObject *const module, PyObject *const *const objects, const Py_ssize_t n_objects
 
+const bsh_direct_op bsh_direct_op_linear_4bit = {.name = "linear_4bit",
+                                                 .op = bsh_op_linear_4bit,
+                                                 .n_tensors = 7,
+                                                 .n_arguments = 11,
+                                                 .weight = 1,
+                                                 .like = 0,
+                                                 .bias = 6,
+                                                 .dtype = BSH_DIRECT_NONE};
+
 PyObject *bsh_direct_linear_4bit(ARGUMENTS) {
-  static const direct_op what = {.name = "linear_4bit",
-                                 .op = bsh_op_linear_4bit,
-                                 .n_tensors = 7,
-                                 .n_arguments = 11,
-                                 .weight = 1,
-                                 .like = 0,
-                                 .bias = 6,
-                                 .dtype = NONE};
   (void)module;
-  return call_op(&what, objects, n_objects);
+  return call_op(&bsh_direct_op_linear_4bit, objects, n_objects);
 }
 
+const bsh_direct_op bsh_direct_op_linear_4bit_dgrad = {.name = "linear_4bit_dgrad",
+                                                       .op = bsh_op_linear_4bit_dgrad,
+                                                       .n_tensors = 6,
+                                                       .n_arguments = 10,
+                                                       .weight = 1,
+                                                       .like = 0,
+                                                       .bias = BSH_DIRECT_NONE,
+                                                       .dtype = BSH_DIRECT_NONE};
+
 PyObject *bsh_direct_linear_4bit_dgrad(ARGUMENTS) {
-  static const direct_op what = {.name = "linear_4bit_dgrad",
-                                 .op = bsh_op_linear_4bit_dgrad,
-                                 .n_tensors = 6,
-                                 .n_arguments = 10,
-                                 .weight = 1,
-                                 .like = 0,
-                                 .bias = NONE,
-                                 .dtype = NONE};
   (void)module;
-  return call_op(&what, objects, n_objects);
+  return call_op(&bsh_direct_op_linear_4bit_dgrad, objects, n_objects);
 }
 
 PyObject *bsh_direct_dequantize_4bit(ARGUMENTS) {
-  static const direct_op what = {.name = "dequantize_4bit",
-                                 .op = bsh_op_dequantize_4bit,
-                                 .n_tensors = 5,
-                                 .n_arguments = 10,
-                                 .weight = 0,
-                                 .like = 1,
-                                 .bias = NONE,
-                                 .dtype = 9};
+  static const bsh_direct_op what = {.name = "dequantize_4bit",
+                                     .op = bsh_op_dequantize_4bit,
+                                     .n_tensors = 5,
+                                     .n_arguments = 10,
+                                     .weight = 0,
+                                     .like = 1,
+                                     .bias = BSH_DIRECT_NONE,
+                                     .dtype = 9};
   (void)module;
   return call_op(&what, objects, n_objects);
 }

@@ -9,10 +9,12 @@
 #include "cpu.h"
 #include "cuda_driver.h"
 #include "direct.h"
+#include "direct_lora.h"
 #include "module_plan.h"
 #include "optimizer_list.h"
 #include "ops.h"
 #include "packed.h"
+#include "plain_modules.h"
 #include "plan.h"
 #include "torch_abi.h"
 
@@ -130,9 +132,22 @@ static PyMethodDef methods[] = {
     {"dequantize_4bit", (PyCFunction)(void (*)(void))bsh_direct_dequantize_4bit, METH_FASTCALL,
      "dequantize_4bit(packed, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, dtype): values, "
      "or None if the op must do it."},
+    {"lora_4bit", (PyCFunction)(void (*)(void))bsh_direct_lora_4bit, METH_FASTCALL,
+     "lora_4bit(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K, A, B, scale): (y, xa), "
+     "or "
+     "None if Python must do it."},
+    {"lora_4bit_backward", (PyCFunction)(void (*)(void))bsh_direct_lora_4bit_backward, METH_FASTCALL,
+     "lora_4bit_backward(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K, x, A, B, xa, scale, "
+     "needs_x): (dx, dA, dB), or None if Python must do it."},
+    {"plain_modules", (PyCFunction)(void (*)(void))bsh_plain_modules, METH_FASTCALL,
+     "plain_modules(dict, ...): of modules given by their __dict__, whether none has hooks, its own forward, or was "
+     "compiled."},
     {"optimizer_steps", bsh_optimizer_steps, METH_O,
      "optimizer_steps([(settings, parameters), ...]): one step of all parameters; whether it was done, else the ops "
      "must do it."},
+    {"optimizer_fits", bsh_optimizer_fits, METH_O,
+     "optimizer_fits([(settings, parameters), ...]): whether a step of these could be done if their paged states were "
+     "where the parameters are."},
     {NULL, NULL, 0, NULL},
 };
 

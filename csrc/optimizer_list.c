@@ -45,16 +45,16 @@ static bool same_device(const bsh_tensor *const a, const bsh_tensor *const b) {
 }
 
 /* NULL in `data` where the tuple has None, which must be so without `expected`. States are nobody's views: they are not
- * asked whether they are lazily negated. */
-static bool read_vector(PyObject *const tuple, const Py_ssize_t index, const bool expected, const int32_t dtype,
-                        const int64_t numel, const bsh_tensor *const like, void **const data) {
+ * asked whether they are lazily negated. Paged ones are on the CPU. */
+static bool read_vector(PyObject *const tuple, const Py_ssize_t index, const bool expected, const bool paged,
+                        const int32_t dtype, const int64_t numel, const bsh_tensor *const like, void **const data) {
   PyObject *const object = PyTuple_GetItem(tuple, index);
   bsh_tensor tensor;
   *data = NULL;
   if (!expected) return object == Py_None;
   if (!bsh_direct_is_plain(object) || bsh_direct_describe(object, &tensor) != BSH_OK) return false;
   *data = tensor.data;
-  return tensor.dtype == dtype && tensor.numel == numel && same_device(&tensor, like);
+  return tensor.dtype == dtype && tensor.numel == numel && (paged ? !bsh_on_cuda(&tensor) : same_device(&tensor, like));
 }
 
 /* A map, which parameters share: known from the one before. */
@@ -71,7 +71,8 @@ static bool read_map(PyObject *const tuple, const Py_ssize_t index, const bool e
     *data = known->data;
     return true;
   }
-  if (!read_vector(tuple, index, expected, bsh_torch.dtype_float32, 256, like, (void **)(uintptr_t)data)) return false;
+  if (!read_vector(tuple, index, expected, false, bsh_torch.dtype_float32, 256, like, (void **)(uintptr_t)data))
+    return false;
   *known = (known_map){.object = object, .data = *data, .like = *like};
   return true;
 }
@@ -94,8 +95,8 @@ static bool read_pair(PyObject *const tuple, bsh_tensor *const g, bsh_step_item 
 }
 
 /* False: this parameter is nothing for this function. States with a scale are codes. */
-static bool read_item(PyObject *const tuple, const bsh_step_settings *const settings, known_map known[2],
-                      bsh_step_item *const item) {
+static bool read_item(PyObject *const tuple, const bsh_step_settings *const settings, const bool paged,
+                      known_map known[2], bsh_step_item *const item) {
   bsh_tensor g;
   *item = (bsh_step_item){.settings = settings, .blocksize = BSH_STEP_BLOCK};
   if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != N_TENSORS || !read_pair(tuple, &g, item)) return false;
@@ -104,12 +105,12 @@ static bool read_item(PyObject *const tuple, const bsh_step_settings *const sett
   const int64_t n = g.numel, moments = bsh_first_moments(algorithm), n_blocks = bsh_block_count(n, BSH_STEP_BLOCK);
   const int32_t f32 = bsh_torch.dtype_float32, dtype = codes ? bsh_torch.dtype_uint8 : f32;
   bsh_step_tensor *const t = &item->tensor;
-  return read_vector(tuple, STATE1, true, dtype, moments * n, &g, &t->state1) &&
-         read_vector(tuple, STATE2, second, dtype, n, &g, &t->state2) &&
+  return read_vector(tuple, STATE1, true, paged, dtype, moments * n, &g, &t->state1) &&
+         read_vector(tuple, STATE2, second, paged, dtype, n, &g, &t->state2) &&
          read_map(tuple, MAP1, codes, &g, known, &item->map1) &&
          read_map(tuple, MAP2, codes && second, &g, known + 1, &item->map2) &&
-         read_vector(tuple, ABSMAX1, codes, f32, moments * n_blocks, &g, (void **)&t->absmax1) &&
-         read_vector(tuple, ABSMAX2, codes && second, f32, n_blocks, &g, (void **)&t->absmax2) &&
+         read_vector(tuple, ABSMAX1, codes, false, f32, moments * n_blocks, &g, (void **)&t->absmax1) &&
+         read_vector(tuple, ABSMAX2, codes && second, false, f32, n_blocks, &g, (void **)&t->absmax2) &&
          bsh_step_apart(op, item) == BSH_OK;
 }
 
@@ -145,14 +146,14 @@ static bool allocate(PyObject *const batches, request *const r) {
 }
 
 /* False: an exception, or without one a parameter that is nothing for this function. */
-static bool read_batches(PyObject *const batches, request *const r) {
+static bool read_batches(PyObject *const batches, const bool paged, request *const r) {
   Py_ssize_t n = 0;
   known_map known[2] = {{0}};
   for (Py_ssize_t i = 0; i < r->n_batches; i++) {
     PyObject *const parameters = parameters_of(batches, i);
     if (!read_settings(PyTuple_GetItem(PyList_GetItem(batches, i), 0), r->settings + i)) return false;
     for (Py_ssize_t j = 0; j < PyList_Size(parameters); j++, n++)
-      if (n == r->n_items || !read_item(PyList_GetItem(parameters, j), r->settings + i, known, r->items + n))
+      if (n == r->n_items || !read_item(PyList_GetItem(parameters, j), r->settings + i, paged, known, r->items + n))
         return false;
   }
   r->n_items = n;
@@ -171,17 +172,27 @@ static PyObject *step(const request *const r) {
                       r->n_items);
 }
 
-PyObject *bsh_optimizer_steps(PyObject *const module, PyObject *const batches) {
-  (void)module;
+/* Reads all, and updates it unless it is paged. */
+static PyObject *read_and_step(PyObject *const batches, const bool paged) {
   if (!PyList_Check(batches)) return PyErr_Format(PyExc_TypeError, "%s: batches are no list", op);
   if (!bsh_direct_possible()) Py_RETURN_FALSE;
   request r = {0};
   PyObject *result = NULL;
   if (allocate(batches, &r)) {
-    if (read_batches(batches, &r)) result = step(&r);
+    if (read_batches(batches, paged, &r)) result = paged ? Py_NewRef(Py_True) : step(&r);
     else if (!PyErr_Occurred()) result = Py_NewRef(Py_False);
   }
   PyMem_Free(r.settings);
   PyMem_Free(r.items);
   return result;
+}
+
+PyObject *bsh_optimizer_steps(PyObject *const module, PyObject *const batches) {
+  (void)module;
+  return read_and_step(batches, false);
+}
+
+PyObject *bsh_optimizer_fits(PyObject *const module, PyObject *const batches) {
+  (void)module;
+  return read_and_step(batches, true);
 }

@@ -13,4 +13,8 @@
  * updated. */
 PyObject *bsh_optimizer_steps(PyObject *module, PyObject *batches);
 
+/* optimizer_fits(batches): whether optimizer_steps would update these parameters if their states, which are in the
+ * memory of the host, were on the device of the parameters. Changes nothing. */
+PyObject *bsh_optimizer_fits(PyObject *module, PyObject *batches);
+
 #endif

@@ -3,6 +3,7 @@
 
 #include <inttypes.h>
 #include <math.h>
+#include <stdlib.h>
 
 #include "arithmetic.h"
 #include "cpu.h"
@@ -92,39 +93,155 @@ bsh_status bsh_step_apart(const char *const op, const bsh_step_item *const item)
 
 /* ---- on the CPU ---- */
 
-static bsh_status step_32bit(const bsh_step_item *const item) {
+static bsh_optimizer_32bit_args args_32bit(const bsh_step_item *const item, const bsh_step_numbers *const numbers) {
   const bsh_step_tensor *const t = &item->tensor;
-  return bsh_cpu_optimizer_32bit(&(bsh_optimizer_32bit_args){.g = t->g,
-                                                             .p = t->p,
-                                                             .state1 = t->state1,
-                                                             .state2 = t->state2,
-                                                             .unorm = item->unorm,
-                                                             .max_unorm = item->max_unorm,
-                                                             .param_norm = item->param_norm,
-                                                             .n = t->n,
-                                                             .g_dtype = item->g_dtype,
-                                                             .p_dtype = item->p_dtype,
-                                                             .algorithm = (bsh_optimizer)item->settings->algorithm,
-                                                             .numbers = numbers_of(item)});
+  return (bsh_optimizer_32bit_args){.g = t->g,
+                                    .p = t->p,
+                                    .state1 = t->state1,
+                                    .state2 = t->state2,
+                                    .unorm = item->unorm,
+                                    .max_unorm = item->max_unorm,
+                                    .param_norm = item->param_norm,
+                                    .n = t->n,
+                                    .g_dtype = item->g_dtype,
+                                    .p_dtype = item->p_dtype,
+                                    .algorithm = (bsh_optimizer)item->settings->algorithm,
+                                    .numbers = *numbers};
 }
 
-static bsh_status step_8bit_blockwise(const bsh_step_item *const item) {
+static bsh_optimizer_8bit_blockwise_args args_8bit(const bsh_step_item *const item,
+                                                   const bsh_step_numbers *const numbers) {
   const bsh_step_tensor *const t = &item->tensor;
-  return bsh_cpu_optimizer_8bit_blockwise(
-      &(bsh_optimizer_8bit_blockwise_args){.g = t->g,
-                                           .p = t->p,
-                                           .state1 = t->state1,
-                                           .state2 = t->state2,
-                                           .map1 = item->map1,
-                                           .map2 = item->map2,
-                                           .absmax1 = t->absmax1,
-                                           .absmax2 = t->absmax2,
-                                           .n = t->n,
-                                           .blocksize = item->blocksize,
-                                           .g_dtype = item->g_dtype,
-                                           .p_dtype = item->p_dtype,
-                                           .algorithm = (bsh_optimizer)item->settings->algorithm,
-                                           .numbers = numbers_of(item)});
+  return (bsh_optimizer_8bit_blockwise_args){.g = t->g,
+                                             .p = t->p,
+                                             .state1 = t->state1,
+                                             .state2 = t->state2,
+                                             .map1 = item->map1,
+                                             .map2 = item->map2,
+                                             .absmax1 = t->absmax1,
+                                             .absmax2 = t->absmax2,
+                                             .n = t->n,
+                                             .blocksize = item->blocksize,
+                                             .g_dtype = item->g_dtype,
+                                             .p_dtype = item->p_dtype,
+                                             .algorithm = (bsh_optimizer)item->settings->algorithm,
+                                             .numbers = *numbers};
+}
+
+/* RUN elements of a parameter stay together, a multiple of every blocksize; a thread takes at least GRAIN elements. */
+enum { RUN = BSH_MAX_BLOCKSIZE, GRAIN = 4 * RUN };
+
+/* Parameters of one loop: the items, whose 8-bit states have the same maps. */
+typedef struct {
+  const bsh_step_item *items;
+  int64_t n_items;
+  const bsh_state_search *search1, *search2;
+} cpu_batch;
+
+static void step_runs(const cpu_batch *const batch, const bsh_step_item *const item,
+                      const bsh_step_numbers *const numbers, const int64_t begin, const int64_t end) {
+  const bsh_cpu_optimizers *const optimizers = bsh_cpu()->optimizers;
+  const int64_t n = item->tensor.n;
+  if (item->map1 == NULL) {
+    const bsh_optimizer_32bit_args args = args_32bit(item, numbers);
+    optimizers->optimizer_32bit(&args, begin * RUN, min_i64(end * RUN, n));
+    return;
+  }
+  const bsh_optimizer_8bit_blockwise_args args = args_8bit(item, numbers);
+  const int64_t blocks = RUN / item->blocksize, last = min_i64(end * blocks, divide_up(n, item->blocksize));
+  optimizers->optimizer_8bit_blockwise(&args, batch->search1, batch->search2, begin * blocks, last);
+}
+
+static int64_t first_item(const cpu_batch *const batch, const int64_t run) {
+  int64_t below = -1, found = batch->n_items - 1; /* items[found].end > run */
+  while (found - below > 1) {
+    const int64_t middle = below + (found - below) / 2;
+    if (batch->items[middle].end > run) found = middle;
+    else below = middle;
+  }
+  return found;
+}
+
+static void step_batch_runs(const int64_t begin, const int64_t end, void *const ctx) {
+  const cpu_batch *const batch = ctx;
+  const bsh_step_item *item = batch->items + first_item(batch, begin), *known = NULL;
+  bsh_step_numbers numbers = {0};
+  for (int64_t run = begin; run < end; item++) {
+    if (item->tensor.n == 0) continue;
+    if (known == NULL || known->settings != item->settings || known->g_dtype != item->g_dtype ||
+        known->p_dtype != item->p_dtype)
+      numbers = numbers_of(item);
+    known = item;
+    const int64_t first = item->end - divide_up(item->tensor.n, RUN), last = min_i64(end, item->end);
+    step_runs(batch, item, &numbers, run - first, last - first);
+    run = last;
+  }
+}
+
+static int compare_addresses(const void *const a, const void *const b) {
+  const uintptr_t first = (uintptr_t)((const span *)a)->data, second = (uintptr_t)((const span *)b)->data;
+  return (first > second) - (first < second);
+}
+
+/* Whether no two parameters share memory: then their order does not matter. False also where that cannot be told. */
+static bool are_apart(const bsh_step_item *const items, const int64_t n_items) {
+  span *const spans = calloc((size_t)n_items, sizeof *spans);
+  bool result = spans != NULL;
+  for (int64_t i = 0; i < n_items && result; i++)
+    spans[i] = (span){.data = items[i].tensor.p, .bytes = items[i].tensor.n * dtype_size(items[i].p_dtype)};
+  if (result) qsort(spans, (size_t)n_items, sizeof *spans, compare_addresses);
+  for (int64_t i = 1; i < n_items && result; i++) result = apart(spans + i - 1, spans + i);
+  free(spans);
+  return result;
+}
+
+/* How many items from the first on one loop can update. */
+static int64_t batch_size(const bsh_step_item *const items, const int64_t n_items) {
+  const bsh_step_item *mapped = NULL; /* the first with maps: they are looked up once */
+  int64_t n = 0;
+  for (; n < n_items; n++) {
+    const bsh_step_item *const item = items + n;
+    if (item->done || item->device != BSH_ON_CPU || item->unorm != NULL) break;
+    if (item->map1 == NULL) continue;
+    if (mapped == NULL) mapped = item;
+    if (item->map1 != mapped->map1 || (item->map2 != NULL && mapped->map2 != NULL && item->map2 != mapped->map2)) break;
+    if (item->map2 != NULL) mapped = item;
+  }
+  return n > 1 && !are_apart(items, n) ? 1 : n;
+}
+
+static void step_batch(bsh_step_item *const items, const int64_t n_items) {
+  const float *map1 = NULL, *map2 = NULL;
+  int64_t runs = 0, elements = 1;
+  for (int64_t i = 0; i < n_items; i++) {
+    elements += items[i].tensor.n;
+    runs += divide_up(items[i].tensor.n, RUN);
+    items[i].end = runs;
+    if (items[i].map1 != NULL) map1 = items[i].map1;
+    if (items[i].map2 != NULL) map2 = items[i].map2;
+  }
+  cpu_batch batch = {.items = items,
+                     .n_items = n_items,
+                     .search1 = map1 != NULL ? bsh_state_search_get(map1, true) : NULL,
+                     .search2 = map2 != NULL ? bsh_state_search_get(map2, false) : NULL};
+  bsh_parallel_for(0, runs, divide_up(GRAIN * runs, elements), step_batch_runs, &batch);
+  bsh_state_search_put(batch.search1);
+  bsh_state_search_put(batch.search2);
+  for (int64_t i = 0; i < n_items; i++) items[i].done = true;
+}
+
+/* items[0] and what can go with it. */
+static bsh_status step_on_cpu(bsh_step_item *const items, const int64_t n_items) {
+  const int64_t n = batch_size(items, n_items);
+  if (n > 0) {
+    step_batch(items, n);
+    return BSH_OK;
+  }
+  const bsh_step_numbers numbers = numbers_of(items);
+  const bsh_optimizer_32bit_args args = args_32bit(items, &numbers); /* with a norm, which 8-bit states do not have */
+  BSH_TRY(bsh_cpu_optimizer_32bit(&args));
+  items->done = true;
+  return BSH_OK;
 }
 
 /* ---- on a GPU ---- */
@@ -182,8 +299,7 @@ bsh_status bsh_step_items(const char *const op, bsh_step_item *const items, cons
   for (int64_t i = 0; i < n_items; i++) {
     if (items[i].done) continue;
     if (items[i].device != BSH_ON_CPU) BSH_TRY(step_on_gpu(op, items + i, n_items - i));
-    else BSH_TRY(items[i].map1 != NULL ? step_8bit_blockwise(items + i) : step_32bit(items + i));
-    items[i].done = true;
+    else BSH_TRY(step_on_cpu(items + i, n_items - i));
   }
   return BSH_OK;
 }

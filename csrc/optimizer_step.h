@@ -30,6 +30,7 @@ typedef struct {
   float max_unorm, param_norm;
   bsh_dtype g_dtype, p_dtype;
   int32_t device; /* a GPU or BSH_ON_CPU */
+  int64_t end;    /* used by bsh_step_items: runs of elements of this one and of those before it */
   bool done;
 } bsh_step_item;
 
@@ -37,8 +38,8 @@ typedef struct {
  * several elements at a time. */
 bsh_status bsh_step_apart(const char *op, const bsh_step_item *item);
 
-/* All items, those alike in few launches. Sets `done`: on an error they tell which parameters were updated.
- * BSH_NO_KERNEL for another blocksize on a GPU. */
+/* All items, those alike in few launches, on the CPU in one parallel loop. Sets `done`: on an error they tell which
+ * parameters were updated. BSH_NO_KERNEL for another blocksize on a GPU. */
 bsh_status bsh_step_items(const char *op, bsh_step_item *items, int64_t n_items);
 
 #endif

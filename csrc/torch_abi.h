@@ -47,6 +47,9 @@ typedef void (*bsh_boxed_kernel)(StableIValue *stack, uint64_t n_arguments, uint
   X(AOTITorchError, aoti_torch_zero_, (AtenTensorHandle self))                                                         \
   X(AOTITorchError, aoti_torch_delete_tensor_object, (AtenTensorHandle tensor))                                        \
   X(AOTITorchError, aoti_torch_cpu_mm_out, (AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat2))       \
+  X(AOTITorchError, aoti_torch_cpu_addmm_out,                                                                          \
+    (AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat1, AtenTensorHandle mat2, double beta,           \
+     double alpha))                                                                                                    \
   X(AOTITorchError, torch_parallel_for,                                                                                \
     (int64_t begin, int64_t end, int64_t grain_size, void (*body)(int64_t begin, int64_t end, void *context),          \
      void *context))                                                                                                   \

@@ -1,6 +1,7 @@
 /* torch_gemm.c - see torch_gemm.h. */
 #include "torch_gemm.h"
 
+#include "arithmetic.h"
 #include "tensor.h"
 
 typedef AOTITorchError (*mm_out)(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat2);
@@ -32,6 +33,26 @@ bsh_status bsh_torch_cpu_gemm(void *const context, const bsh_dtype dtype, void *
   const int32_t cpu = bsh_torch.device_type_cpu;
   return multiply(bsh_torch.aoti_torch_cpu_mm_out, wrap(c, m, n, ldc, 1, dtype, cpu, 0),
                   wrap(a, m, k, lda, 1, dtype, cpu, 0), wrap(b, k, n, ldb_row, ldb_col, dtype, cpu, 0));
+}
+
+static AtenTensorHandle wrap_matrix(const bsh_torch_matrix *const matrix, const bsh_dtype dtype) {
+  const char *const first = (const char *)matrix->data + matrix->offset * dtype_size(dtype);
+  return wrap(first, matrix->rows, matrix->columns, matrix->row_stride, matrix->column_stride, dtype,
+              bsh_torch.device_type_cpu, 0);
+}
+
+bsh_status bsh_torch_cpu_gemm_add(const bsh_dtype dtype, const bsh_torch_matrix *const c,
+                                  const bsh_torch_matrix *const a, const bsh_torch_matrix *const b, const double alpha,
+                                  const double beta) {
+  const AtenTensorHandle handles[] = {wrap_matrix(c, dtype), wrap_matrix(a, dtype), wrap_matrix(b, dtype)};
+  bool failed = handles[0] == NULL || handles[1] == NULL || handles[2] == NULL;
+  if (!failed && alpha == 1.0 && beta == 0.0)
+    failed = bsh_torch.aoti_torch_cpu_mm_out(handles[0], handles[1], handles[2]) != 0;
+  else if (!failed)
+    failed = bsh_torch.aoti_torch_cpu_addmm_out(handles[0], handles[0], handles[1], handles[2], beta, alpha) != 0;
+  for (int i = 0; i < 3; i++)
+    if (handles[i] != NULL) bsh_torch.aoti_torch_delete_tensor_object(handles[i]);
+  return failed ? bsh_fail(BSH_TORCH_ERROR, "torch's matrix product failed (its own text is on stderr)") : BSH_OK;
 }
 
 /* Views for one product; unlike tensors over foreign memory they cost no question to the driver. */

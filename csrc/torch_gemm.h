@@ -18,6 +18,11 @@ typedef struct {
   int64_t offset, rows, columns, row_stride, column_stride;
 } bsh_torch_matrix;
 
+/* c = alpha a b + beta c, all of one dtype on the CPU, by torch's own product: the bits are those of torch.addmm. Of
+ * the matrices, `tensor` is not used. With beta 0, c is not read. */
+bsh_status bsh_torch_cpu_gemm_add(bsh_dtype dtype, const bsh_torch_matrix *c, const bsh_torch_matrix *a,
+                                  const bsh_torch_matrix *b, double alpha, double beta);
+
 /* c = a b + bias on a CUDA device and torch's current stream of it, all of one dtype. bias: NULL or one row, which is
  * added to every row. */
 bsh_status bsh_torch_cuda_gemm(const bsh_torch_matrix *c, const bsh_torch_matrix *a, const bsh_torch_matrix *b,

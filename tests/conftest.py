@@ -1,5 +1,6 @@
 """Fixtures: the instruction sets and devices that this machine can run, small threads, no environment of a launcher."""
 
+import contextlib
 import os
 import sys
 
@@ -45,18 +46,12 @@ def parts_folder(tmp_path_factory):
 
 
 @pytest.fixture
-def planted(monkeypatch):
+def planted():
     """planted(): from now on fused LoRA layers have a scale that is wrong by a fiftieth in every product with B."""
-    from bitshard.lora import layer, product
+    from helpers.lora import wrong_scale
 
-    plain, scaled = product.product, product.scaled
-
-    def plant() -> None:
-        for module in (product, layer):
-            monkeypatch.setattr(module, "product", lambda *args: plain(*args[:6], 1.02 * args[6], *args[7:]))
-        monkeypatch.setattr(product, "scaled", lambda left, right, scale: scaled(left, right, 1.02 * scale))
-
-    return plant
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(wrong_scale())
 
 
 def report(actual: torch.Tensor, expected: torch.Tensor, bad: torch.Tensor) -> str:

@@ -1,12 +1,14 @@
 """Optimizer steps of bitshard beside those of bitsandbytes' CUDA library, in one process, on the same gradients.
 
-    PYTHONPATH=FOLDER_OF_UPSTREAM python tests/cuda_optim.py compare [ELEMENTS]   # a table of what differs, 100 steps
+    PYTHONPATH=FOLDER_OF_UPSTREAM python tests/cuda_optim.py compare [ELEMENTS] [--only "adam 8,lion"] [--steps 20]
     PYTHONPATH=FOLDER_OF_UPSTREAM python tests/cuda_optim.py golden FILE.npz      # bitsandbytes' states, for the CPU
 
-Upstream must come before the façade on the path. `golden` is what tests/golden/optimizers.npz was made with.
+Upstream must come before the façade on the path. `compare` prints a table of what differs, each row as soon as it is
+known; `--only` names rows by the words they begin with, with commas between. `golden` is what
+tests/golden/optimizers.npz was made with.
 """
 
-import sys
+import argparse
 
 import numpy
 import torch
@@ -124,17 +126,24 @@ def cases():
                     yield name, bits, label, dtype
 
 
-def compare(n: int) -> None:
+def is_wanted(row: str, only: str) -> bool:
+    """Whether a row begins with one of the texts of `only`; all do where there is none."""
+    return not only or any(f"{row} ".startswith(f"{text.strip()} ") for text in only.split(","))
+
+
+def compare(n: int, only: str = "", steps: int = STEPS) -> None:
     from bitsandbytes import functional as theirs
 
     maps = (theirs.create_dynamic_map().cuda(), theirs.create_dynamic_map(signed=False).cuda())
     columns = ["state1", "state2", "absmax1", "absmax2", "p"]
-    print(f"{n} elements, {STEPS} steps of each\n")
+    print(f"{n} elements, {steps} steps of each\n")
     print(f"| algorithm | state | dtype | {' | '.join(columns)} | p: most apart, in lr |\n|{'---|' * 9}")
     for name, bits, label, dtype in cases():
+        if not is_wanted(f"{name} {bits} {label}", only):
+            continue
         size = whole_blocks(name, n)
         states = [State(name, bits, parameter(size).to("cuda", dtype), maps) for _ in range(2)]
-        for step in range(1, STEPS + 1):
+        for step in range(1, steps + 1):
             g = gradient(size, step).to("cuda", dtype)
             for state, library in zip(states, (Ours, theirs), strict=True):
                 state.step(library, g.clone(), step)
@@ -162,7 +171,15 @@ def golden(file: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "golden":
-        golden(sys.argv[2])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    rows = commands.add_parser("compare")
+    rows.add_argument("elements", type=int, nargs="?", default=1_000_003)
+    rows.add_argument("--only", default="")
+    rows.add_argument("--steps", type=int, default=STEPS)
+    commands.add_parser("golden").add_argument("file")
+    options = parser.parse_args()
+    if options.command == "golden":
+        golden(options.file)
     else:
-        compare(int(sys.argv[2]) if len(sys.argv) > 2 else 1_000_003)
+        compare(options.elements, options.only, options.steps)

@@ -1,14 +1,16 @@
 """Paged optimizers on a GPU: bit-equal to unpaged ones where states are three times the buffer, then their speed.
 
-    python tests/cuda_paged.py [exact] [speed]     # both by default; speed prints a Markdown table
+    python tests/cuda_paged.py [exact] [speed] [--only "AdamW8bit bf16,pause"] [--times 5]
 
-Nothing of it is in the table without having run: an inequality ends the script. "Link": pinned memory copied in both
-directions at once, 64 MiB at a time, bytes of both directions over the time.
+Both by default; speed prints a Markdown table. `--only` names what runs by texts in its line, with commas between.
+Each line is printed as soon as it is known. Nothing of it is in the table without having run: an inequality ends the
+script. "Link": pinned memory copied in both directions at once, 64 MiB at a time, bytes of both directions over the
+time.
 """
 
+import argparse
 import gc
 import os
-import sys
 import time
 
 import bitsandbytes as bnb
@@ -57,12 +59,19 @@ def compare(ours, theirs, what: str) -> None:
             assert torch.equal(p, q), what
 
 
-def exact() -> None:
+def is_wanted(line: str, only: str) -> bool:
+    """Whether one of the texts of `only` is in it; all are wanted where there is none."""
+    return not only or any(text.strip() in line for text in only.split(","))
+
+
+def exact(options) -> None:
     """Large, odd and small parameters; states at least three times the buffer; a state dict between steps."""
     shapes = [(3001, 4099), (1024, 4096), (7,), (99_999,), (100_003,), (4096, 1024), (333, 777)] + [(16, 14336)] * 20
     elements = sum(torch.Size(shape).numel() for shape in shapes)
     for name in NAMES:
         for label, dtype in DTYPES.items():
+            if not is_wanted(f"{name} {label}", options.only):
+                continue
             limit = round(elements * STATES[name] / 3.5 / MIB, 3)
             os.environ["BITSHARD_PAGING_MB"] = str(limit)
             ours, theirs = parameters(shapes, dtype), parameters(shapes, dtype)
@@ -85,8 +94,9 @@ def exact() -> None:
                 flush=True,
             )
             del ours, theirs, paged, plain, saved
-    unsynchronized()
-    os.environ.pop("BITSHARD_PAGING_MB")
+    if is_wanted("steps without a pause", options.only):
+        unsynchronized()
+    os.environ.pop("BITSHARD_PAGING_MB", None)
 
 
 def unsynchronized() -> None:
@@ -104,7 +114,7 @@ def unsynchronized() -> None:
                 os.environ["BITSHARD_PAGING_MB"] = "16"  # another buffer
         made.append(optimizer)
     compare(*made, "steps without a pause")
-    print("steps without a pause: equal")
+    print("steps without a pause: equal", flush=True)
 
 
 # ---- speed ----
@@ -155,7 +165,7 @@ def timed(optimizer, times: int) -> tuple[float, float]:
     return whole, min(host)
 
 
-def measure(name: str, shapes: list, dtype, paged: bool) -> dict:
+def measure(name: str, shapes: list, dtype, paged: bool, times: int) -> dict:
     params = parameters(shapes, dtype)
     set_gradients(params, 0)
     gc.collect()
@@ -163,12 +173,12 @@ def measure(name: str, shapes: list, dtype, paged: bool) -> dict:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     optimizer = build(name, params, paged)
-    seconds, host = timed(optimizer, 10)
+    seconds, host = timed(optimizer, times)
     peak = torch.cuda.max_memory_allocated() - before
     return {"seconds": seconds, "host": host, "peak": peak, "moved": 2 * paged_bytes(optimizer)}
 
 
-def speed() -> None:
+def speed(options) -> None:
     plain = link()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, link {plain:.1f} GB/s both ways together\n")
     columns = ["case", "optimizer", "paged ms", "unpaged ms", "host ms", "link GB/s", "of the link"]
@@ -177,7 +187,9 @@ def speed() -> None:
     for case, shapes in (("one of 268M", [(2**14, 2**14)]), ("448 adapters", adapters())):
         for name in NAMES:
             for label, dtype in DTYPES.items():
-                paged, whole = (measure(name, shapes, dtype, paged) for paged in (True, False))
+                if not is_wanted(f"{case}, {name} {label}", options.only):
+                    continue
+                paged, whole = (measure(name, shapes, dtype, paged, options.times) for paged in (True, False))
                 rate = paged["moved"] / paged["seconds"] / 1e9
                 cells = [f"{case}, {label}", name, *(f"{1e3 * found['seconds']:.2f}" for found in (paged, whole))]
                 cells += [f"{1e3 * paged['host']:.2f}", f"{rate:.1f}", f"{rate / plain:.2f}"]
@@ -187,5 +199,13 @@ def speed() -> None:
 
 
 if __name__ == "__main__":
-    for part in sys.argv[1:] or ("exact", "speed"):
-        {"exact": exact, "speed": speed}[part]()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="exact | speed", help="default: both")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--times", type=int, default=5, help="steps of each kind that are timed")
+    chosen = parser.parse_args()
+    functions = {"exact": exact, "speed": speed}
+    if unknown := set(chosen.parts) - set(functions):
+        parser.error(f"{', '.join(sorted(unknown))}: expected exact or speed")
+    for part in chosen.parts or functions:
+        functions[part](chosen)

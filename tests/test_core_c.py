@@ -13,5 +13,5 @@ CORE = Path(__file__).parent / "core"
 def test_core(tmp_path):
     run = subprocess.run([CORE / "run.sh", tmp_path], capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stdout + run.stderr
-    for name in ("test_packed", "test_cpu", "test_launch", "test_ops", "test_steps", "test_native"):
+    for name in ("test_packed", "test_cpu", "test_launch", "test_ops", "test_lora", "test_steps", "test_native"):
         assert f"{name}: ok" in run.stdout, run.stdout

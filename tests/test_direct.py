@@ -9,16 +9,9 @@ import torch
 from bitshard import _C, autograd, functional, ops
 from bitshard.tensor import Params4bit
 from helpers.bytes import same_bytes
+from helpers.direct import HAS_TABLE, HIGH, calls_directly, noting
 
 N, K = 48, 96
-HAS_TABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
-# csrc/direct.c takes an address below 2^40 for that of a freed storage. There lies malloc's memory in an interpreter
-# that is not position-independent; mapped memory never does.
-HIGH = torch.empty(16384, dtype=torch.uint8).data_ptr() >> 40 != 0
-calls_directly = pytest.mark.skipif(
-    not HAS_TABLE or not HIGH,
-    reason="direct calls leave low addresses to the ops" if HAS_TABLE else "this torch has no exchange table",
-)
 
 
 def made(nested=True, quant_type="nf4", storage=torch.uint8, blocksize=64):
@@ -92,17 +85,6 @@ def test_same_bits(dtype, storage, quant_type, nested):
     for shape in ((N,), (3, N), (2, 50, N)):
         dy = torch.randn(shape).to(dtype)
         assert same(direct_dgrad(dy, weight, state), ops.linear_4bit_dgrad(dy, packed, *arguments))
-
-
-def noting(taken, name, function):
-    """A function of the C core that notes its name where it does not decline, which leaves the work to the op."""
-
-    def call(*arguments):
-        result = function(*arguments)
-        taken.extend([name] if result is not None else [])
-        return result
-
-    return call
 
 
 @calls_directly

@@ -116,9 +116,12 @@ def test_op_by_op(monkeypatch, name, possible):
     ours, theirs, params, others = pair(name)
     train(theirs, others, range(2))
     calls = []
-    real = update._C.optimizer_steps
-    stand_in = type("C", (), {"optimizer_steps": lambda self, batches: calls.append(1) or (possible and real(batches))})
-    monkeypatch.setattr(update, "_C", stand_in())
+    real = update._C
+    functions = {
+        "optimizer_steps": lambda self, batches: calls.append(1) or (possible and real.optimizer_steps(batches)),
+        "optimizer_fits": lambda self, batches: possible and real.optimizer_fits(batches),
+    }
+    monkeypatch.setattr(update, "_C", type("C", (), functions)())
     train(ours, params, range(2))
     assert len(calls) > 8
     assert_same(ours, theirs)
@@ -382,6 +385,47 @@ def test_bad_states_and_gradients_are_seen_before_anything_changes():
     with pytest.raises(TypeError, match="parameter 2 of group 0"):
         ours.step()
     assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+
+
+def test_what_fits_is_checked_at_once(monkeypatch):
+    """In C; what it declines is looked at parameter by parameter, for reasons and for what it does not know."""
+    ours, theirs, params, others = pair("AdamW8bit", min_8bit_size=200)
+    train(ours, params, range(1))
+    train(theirs, others, range(1))
+    checked = []
+    check = type(ours)._check
+    monkeypatch.setattr(
+        type(ours), "_check", lambda self, group, p, *place: checked.append(p) or check(self, group, p, *place)
+    )
+    train(ours, params, range(1, 2))
+    small = [p for p in params if not paging.is_paged(ours.state[p]["state1"])]
+    assert not checked and len(small) == 1
+    params[2].grad = params[2].grad.t().contiguous().t()
+    ours.step()
+    assert len(checked) == len(params) - len(small)
+    train(theirs, others, range(1, 2))
+    theirs.step()
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("state1", torch.zeros(8, dtype=torch.uint8)),
+        ("state2", torch.zeros(4096)),
+        ("state2", None),
+        ("absmax1", torch.zeros(16, dtype=torch.float64)),
+        ("absmax2", torch.zeros(17)),
+        ("qmap1", torch.zeros(255)),
+    ],
+)
+def test_what_does_not_fit(key, value):
+    ours, _, params, _ = pair("AdamW8bit", min_8bit_size=200)
+    train(ours, params, range(1))
+    state, settings = ours.state[params[4]], ours._settings(ours.get_config(0, 4, ours.param_groups[0]), 2)
+    assert update.fits([(settings, [ours._parameter(params[4], state)])])
+    state[key] = value
+    assert not update.fits([(settings, [ours._parameter(params[4], state)])])
 
 
 def test_no_memory_to_pin(monkeypatch):

@@ -127,6 +127,51 @@ def linear_4bit_dgrad(
 ) -> Tensor | None:
     """The op of this name around torch's dispatcher; None where it cannot: take the op."""
 
+def lora_4bit(
+    x: Tensor,
+    packed: Tensor,
+    absmax: Tensor,
+    absmax_map: Tensor,
+    absmax2: Tensor,
+    offset: Tensor,
+    bias: Tensor | None,
+    blocksize: int,
+    format: int,
+    N: int,
+    K: int,
+    A: Tensor,
+    B: Tensor,
+    scale: float,
+    /,
+) -> tuple[Tensor, Tensor] | None:
+    """(y = W x + bias + scale B (A x) [..., N], x A^T [M, r]) around torch's dispatcher, for contiguous tensors of one
+    dtype and device, no gradient; None where it cannot: do it in Python. A: [r, K], B: [N, r], M: rows of x."""
+
+def lora_4bit_backward(
+    dy: Tensor,
+    packed: Tensor,
+    absmax: Tensor,
+    absmax_map: Tensor,
+    absmax2: Tensor,
+    offset: Tensor,
+    blocksize: int,
+    format: int,
+    N: int,
+    K: int,
+    x: Tensor | None,
+    A: Tensor,
+    B: Tensor,
+    xa: Tensor | None,
+    scale: float,
+    needs_x: bool,
+    /,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
+    """The gradients (dx, dA, dB) of `lora_4bit` in the same way, for dy [..., N] and xa = x A^T. dx is None unless
+    needs_x, dA where x is None, dB where xa is."""
+
+def plain_modules(*modules: dict[str, object]) -> bool:
+    """Of torch modules given by their __dict__: whether none has hooks, a forward of its own, or was compiled."""
+
 def dequantize_4bit(
     packed: Tensor,
     absmax: Tensor,
@@ -141,6 +186,9 @@ def dequantize_4bit(
     /,
 ) -> Tensor | None:
     """The op of this name around torch's dispatcher; None where it cannot: take the op."""
+
+def optimizer_fits(batches: list[tuple[tuple, list[tuple]]], /) -> bool:
+    """Whether a step of these could be done if their states, which are on the CPU, were where the parameters are."""
 
 def optimizer_steps(batches: list[tuple[tuple, list[tuple]]], /) -> bool:
     """One step of many parameters around torch's dispatcher (csrc/optimizer_list.h); False: take the ops."""

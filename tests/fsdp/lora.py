@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 import transformers
 from bitshard import lora
-from bitshard.lora import layer, product
 from common import finish, start
 from helpers.llama import TOKENS
-from helpers.lora import fused_calls, layers, randomize
+from helpers.lora import fused_calls, layers, randomize, wrong_scale
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
@@ -105,18 +104,6 @@ SCENARIOS = {
     "fsdp1_bf16": (functools.partial(fsdp1, mixed_precision=BF16), torch.bfloat16, True),
     "fsdp1_trainer": (as_trainer_wraps, torch.float32, True),
 }
-
-
-@contextlib.contextmanager
-def wrong_scale():
-    """As the fixture `planted` of conftest.py."""
-    plain, scaled = product.product, product.scaled
-    product.product = layer.product = lambda *args: plain(*args[:6], 1.02 * args[6], *args[7:])
-    product.scaled = lambda left, right, scale: scaled(left, right, 1.02 * scale)
-    try:
-        yield
-    finally:
-        product.product, layer.product, product.scaled = plain, plain, scaled
 
 
 def train(args, name, kind):

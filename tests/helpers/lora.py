@@ -96,3 +96,20 @@ def fused_calls():
         yield calls
     finally:
         layer._apply, layer.product = apply, product
+
+
+@contextlib.contextmanager
+def wrong_scale():
+    """While this is open, fused layers have a scale that is wrong by a fiftieth in every product with B."""
+    from bitshard import _C
+    from bitshard.lora import layer, product
+
+    plain, scaled, backward = product.product, product.scaled, _C.lora_4bit_backward
+    product.product = layer.product = lambda *args: plain(*args[:6], 1.02 * args[6], *args[7:])
+    product.scaled = lambda left, right, scale: scaled(left, right, 1.02 * scale)
+    _C.lora_4bit_backward = lambda *args: backward(*args[:14], 1.02 * args[14], args[15])
+    try:
+        yield
+    finally:
+        product.product, layer.product, product.scaled = plain, plain, scaled
+        _C.lora_4bit_backward = backward

@@ -3,7 +3,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cpu.h"
 #include "cpu_numerics.h"
+#include "cpu_state_search.h"
 #include "cublas.h"
 #include "cuda_linear.h"
 #include "cuda_ops.h"
@@ -203,12 +205,15 @@ EXPORT int gpu_optimizer_step(const bsh_step_tensor *const tensors, const int64_
   return status;
 }
 
-/* CPU kernels are in no step here. */
+/* No step here is on the CPU. */
 bsh_status bsh_cpu_optimizer_32bit(const bsh_optimizer_32bit_args *const args) {
   (void)args;
   return bsh_fail(BSH_NO_KERNEL, "a step on the CPU");
 }
-bsh_status bsh_cpu_optimizer_8bit_blockwise(const bsh_optimizer_8bit_blockwise_args *const args) {
-  (void)args;
-  return bsh_fail(BSH_NO_KERNEL, "a step on the CPU");
+bsh_parallel_for_function bsh_parallel_for;
+const bsh_cpu_kernels *bsh_cpu(void) { return NULL; }
+const bsh_state_search *bsh_state_search_get(const float *const map, const bool keep_sign) {
+  (void)map, (void)keep_sign;
+  return NULL;
 }
+void bsh_state_search_put(const bsh_state_search *const search) { (void)search; }

@@ -11,6 +11,7 @@ Attributes are read from `__dict__`, for nn.Module's `__getattr__` costs more th
 from __future__ import annotations
 
 import sys
+from math import inf
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 
-from bitshard import inventory
+from bitshard import _C, inventory
 from bitshard.lora.product import LoraLinear4Bit, product
 from bitshard.nn.linear import Linear4bit as Base
 from bitshard.nn.linear import LinearFP4, LinearNF4
@@ -49,6 +50,7 @@ _transforms, _tracing = torch._C._are_functorch_transforms_active, torch._C._get
 _autocast = torch._C._is_any_autocast_enabled
 _apply = super(torch.autograd.Function, LoraLinear4Bit).apply  # see bitshard.autograd
 _unwrap = torch._C._functorch.unwrap_if_dead
+_plain_modules = _C.plain_modules
 
 
 class Linear4bit(Peft):
@@ -112,7 +114,8 @@ def choose(layer: nn.Module) -> tuple[Tensor, Tensor, Base, float] | None:
         or mine["merged_adapters"]
         or name in mine["lora_variant"]
         or (type(scale) is not float and type(scale) is not int)
-        or not 0 < abs(scale) < float("inf")
+        or not -inf < scale < inf
+        or scale == 0
     ):
         return None
     children = mine["_modules"]
@@ -122,17 +125,9 @@ def choose(layer: nn.Module) -> tuple[Tensor, Tensor, Base, float] | None:
     dropout = children["lora_dropout"].__dict__["_modules"].get(name)
     if type(A) is not nn.Linear or type(B) is not nn.Linear or type(base) not in BASES or type(dropout) not in DROPOUTS:
         return None
-    ours, theirs, basics, drops = A.__dict__, B.__dict__, base.__dict__, dropout.__dict__
-    for part in (ours, theirs, basics, drops):
-        if (
-            part["_forward_hooks"]
-            or part["_forward_pre_hooks"]
-            or part["_backward_hooks"]
-            or part["_backward_pre_hooks"]
-            or "forward" in part
-            or "_compiled_call_impl" in part
-        ):
-            return None
+    ours, theirs, drops = A.__dict__, B.__dict__, dropout.__dict__
+    if not _plain_modules(ours, theirs, base.__dict__, drops):
+        return None
     if type(dropout) is nn.Dropout and drops["p"] != 0.0 and drops["training"]:
         return None
     A, B = weight_of(ours), weight_of(theirs)

@@ -2,7 +2,8 @@
 
 Every sum is the accumulation of a product (`addmm_` with beta = 1) and every scale its factor (alpha), so that no pass
 over y, dy or dx is of their own. Dtypes: `compute` is that of the product with W, `factor` that of the products with A
-and B, x and y have a third. Where they are one, nothing is cast; elsewhere sums are float32 and rounded once.
+and B, x and y have a third. Where they are one, nothing is cast, and all products of a call are one call of the C core
+(csrc/direct_lora.c), which declines by None what the lines behind it do. Elsewhere sums are float32 and rounded once.
 
 Saved for backward are x, A, B and x A^T, what peft's layer saves. A and B go through `save_for_backward`, for FSDP,
 checkpointing and offloading know tensors that are saved so; the packed weight does not (see `bitshard.autograd`).
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from bitshard import _C, ops
 from bitshard.autograd import MatMul4BitInputGradient
 from bitshard.functional import linear_4bit, linear_4bit_dgrad
 from bitshard.state import QuantState
@@ -59,6 +61,17 @@ def product(
     """
     dtype = x.dtype
     if dtype is compute and dtype is factor and A.dtype is dtype:
+        try:
+            absmax, absmax_map, absmax2, offset = state.scales()
+            N, K = state.shape
+            blocksize, format = state.blocksize, ops.FORMATS[state.quant_type]
+            made = _C.lora_4bit(
+                x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K, A, B, scale
+            )
+        except (RuntimeError, TypeError, KeyError, AttributeError):  # `linear_4bit` explains it
+            made = None
+        if made is not None:
+            return made[0], x, A, B, made[1]
         y = linear_4bit(x, packed, state, bias)
         xa = linear(rows_of(x), A)
         rows_of(y).addmm_(xa, B.t(), alpha=scale)
@@ -106,9 +119,20 @@ class LoraLinear4Bit(torch.autograd.Function):
             with torch.autocast(dy.device.type, enabled=False):
                 return LoraLinear4Bit.backward(ctx, dy)
         x, A, B, xa = ctx.saved_tensors
+        plain = dtype is compute and dtype is factor
+        if plain and a_dtype is dtype and not torch.compiler.is_dynamo_compiling():
+            absmax, absmax_map, absmax2, offset = state.scales()
+            N, K = state.shape
+            blocksize, format = state.blocksize, ops.FORMATS[state.quant_type]
+            read_x, read_xa = x if needs[1] else None, xa if needs[2] else None
+            made = _C.lora_4bit_backward(
+                dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K,
+                read_x, A, B, read_xa, scale, needs[0],
+            )  # fmt: skip
+            if made is not None:
+                return *made, None, None, None, None, None, None
         dx = dxa = dA = dB = None
         rows = rows_of(dy)
-        plain = dtype is compute and dtype is factor
         if not plain:
             rows = rows.to(factor)
         if needs[0] or needs[1]:

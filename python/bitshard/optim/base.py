@@ -23,7 +23,7 @@ from bitshard.maps import create_dynamic_map
 from bitshard.optim import entries, layout, paging
 from bitshard.optim.config import GlobalOptimManager, MockArgs
 from bitshard.optim.paged import GlobalPageManager, prefetch_tensor, say_without_gpu
-from bitshard.optim.update import algorithm, check_parameter, update_8bit_blockwise, update_32bit, update_all
+from bitshard.optim.update import algorithm, check_parameter, fits, update_8bit_blockwise, update_32bit, update_all
 
 DTYPES = {32: torch.float32, 8: torch.uint8}
 STEP = 8  # place of the step in the settings of `update_all`
@@ -181,7 +181,8 @@ class Optimizer8bit(torch.optim.Optimizer):
     def _update(self, work: list[tuple], states: list[dict]) -> None:
         """Update all parameters: what can be in one call, then what is paged, the others one by one."""
         batches, single, paged = self._batches(work, states)
-        for group, p, gindex, pindex in chain(single, (item for item, _, _ in paged)):
+        unknown = paged if paged and not fits([(settings, [parameter]) for _, settings, parameter in paged]) else []
+        for group, p, gindex, pindex in chain(single, (item for item, _, _ in unknown)):
             self._check(group, p, gindex, pindex)
         stream = self.paging.prepare([(settings, parameter) for _, settings, parameter in paged]) if paged else None
         if batches and update_all([(settings, list(map(itemgetter(0), found))) for settings, found in batches.items()]):

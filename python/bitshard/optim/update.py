@@ -84,6 +84,14 @@ def update_all(batches: list[tuple[tuple, list[tuple]]]) -> bool:
     return True
 
 
+def fits(batches: list[tuple[tuple, list[tuple]]]) -> bool:
+    """Whether `update_all` would update these, whose states are paged, where a step has copied those to the device.
+
+    False says nothing about what is wrong, or whether something is: then `check_parameter` and others tell.
+    """
+    return _C.optimizer_fits(batches)
+
+
 def update_one(settings: tuple, parameter: tuple) -> None:
     """Update one parameter, given as for `update_all`, by its op. Errors as `check_parameter`."""
     number, lr, beta1, beta2, beta3, alpha, eps, weight_decay, step, gnorm_scale, skip_zeros = settings

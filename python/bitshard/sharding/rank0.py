@@ -43,7 +43,7 @@ def load_on_rank0(
         device: where rank 0 quantizes; default: the current GPU, or the CPU.
         source, files, quantization_config, dtype, build, progress: as `load`.
 
-    ValueError on all ranks where rank 0 cannot read its files. A collective: all ranks call it.
+    ValueError or OSError on all ranks where rank 0 cannot read its files. A collective: all ranks call it.
     """
     if not dist.is_initialized():
         raise ValueError("load_on_rank0: there is no process group; start the script with torchrun")

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
@@ -25,11 +24,13 @@ from bitshard import functional, gather
 from bitshard.inventory import holders
 from bitshard.sharding import layout, merging
 from bitshard.sharding.layout import Piece
+from bitshard.sharding.together import Ranks
 from bitshard.sharding.writing import CheckpointFiles, Entry, byte_count
 from bitshard.state import VALUE_DTYPES, dtype_name
 from bitshard.tensor import Params4bit, verify
 
 _PATIENCE_S = 2  # a bar is shown for what takes longer
+_WHAT = "save_pretrained"
 
 
 @torch.no_grad()
@@ -68,18 +69,19 @@ def save_pretrained(
         ValueError: arguments that cannot be, or that the ranks do not share; weights that are not quantized yet; bytes
             that are not those that were quantized.
     """
-    ranks, pieces, entries, error = _Ranks(_is_sharded(model)), [], {}, None
-    try:
+    ranks = Ranks(alone=not _is_sharded(model))
+
+    def look() -> tuple[tuple[list[Piece], dict[str, Entry]], str]:
         _check(dtype, max_shard_size)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # what a forward has left gathered is of FSDP2's param_dtype
         pieces = layout.pieces(model, merge)
         entries = {key: entry for piece in pieces for key, entry in piece.entries(dtype).items()}
-    except Exception as failure:
-        error = failure
-    ranks.agree(error)
-    ranks.require_same(hashlib.sha256(repr((entries, dtype, merge, max_shard_size)).encode()).hexdigest())
+        facts = repr((entries, dtype, merge, max_shard_size)).encode()
+        return (pieces, entries), hashlib.sha256(facts).hexdigest()[:16]
+
+    pieces, entries = ranks.together(_WHAT, look)
     if not ranks.collective and ranks.rank > 0:
         return
     with _Writer(ranks, folder, entries, max_shard_size, progress) as writer:
@@ -109,40 +111,7 @@ def _shape(piece: Piece, name: str) -> Any:
     return piece.flat[name].shape if name in piece.flat else piece.tensor(name).shape
 
 
-# ---- what the ranks do together ----
-
-
-class _Ranks:
-    """The ranks that save together: those of the default process group for a sharded model, else this one alone."""
-
-    def __init__(self, sharded: bool):
-        there = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if there else 0
-        self.world = dist.get_world_size() if there else 1
-        self.collective = sharded and self.world > 1
-
-    def agree(self, error: Exception | None) -> None:
-        """Raise on all ranks what went wrong on one of them."""
-        if self.collective and self._anywhere(error is not None):
-            failure = None if error is None else (f"{type(error).__name__}: {error}", getattr(error, "errno", None))
-            failures = gather.everyone(failure)
-            if error is None:
-                rank, (text, number) = next((rank, found) for rank, found in enumerate(failures) if found)
-                text = f"rank {rank} of {self.world} could not save: {text}"
-                raise ValueError(text) if number is None else OSError(number, text)
-        if error is not None:
-            raise error
-
-    def require_same(self, facts: Any) -> None:
-        """ValueError on all ranks unless they were called for the same."""
-        if self.collective and len(set(gather.everyone(facts))) > 1:
-            raise ValueError("the ranks were called to save different things: arguments or models differ")
-
-    def _anywhere(self, flag: bool) -> bool:
-        device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else "cpu"
-        found = torch.tensor(int(flag), device=device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return bool(found)
+# ---- what all ranks do ----
 
 
 def _gathered(model: nn.Module, pieces: list[Piece]) -> Iterator[tuple[Piece, dict[Any, Any]]]:
@@ -273,7 +242,7 @@ class _Writer:
 
     def __init__(
         self,
-        ranks: _Ranks,
+        ranks: Ranks,
         folder: str | os.PathLike,
         entries: dict[str, Entry],
         max_shard_size: int | str,
@@ -324,10 +293,4 @@ class _Writer:
 
     def _step(self, action: Any) -> None:
         """Run `action` on rank 0; every rank raises where it failed."""
-        error = None
-        if self.ranks.rank == 0:
-            try:
-                action()
-            except Exception as failure:
-                error = failure
-        self.ranks.agree(error)
+        self.ranks.together(_WHAT, lambda: (action() if self.ranks.rank == 0 else None, None))

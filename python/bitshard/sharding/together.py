@@ -6,31 +6,55 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from bitshard.gather import everyone
 
 Done = TypeVar("Done")
 
 
-def together(what: str, action: Callable[[], tuple[Done, Any]]) -> Done:
-    """Run `action` on every rank: what it did, and facts about it that all must share.
+class Ranks:
+    """The ranks that do something together: those of the default process group, or with `alone` this one by itself.
 
-    ValueError on all ranks where one rank's `action` raises, with that rank's error, or where the facts differ. A
-    collective of the default process group, where there is one: a rank that dies is seen by its timeout.
+    Where there is no group of several, an action's error is raised as it is.
     """
-    done, facts, failure, cause = None, None, None, None
-    try:
-        done, facts = action()
-    except Exception as error:  # whatever it is, the others wait
-        failure, cause = f"{type(error).__name__}: {error}", error
-    brought = everyone((failure, facts))
-    if isinstance(cause, torch.OutOfMemoryError):
-        raise cause
-    for rank, (failure, _) in enumerate(brought):
-        if failure is not None:
-            raise ValueError(f"{what}: rank {rank} of {len(brought)}: {failure}") from cause
-    if any(other != facts for _, other in brought):
-        raise ValueError(
-            f"{what}: the ranks bring different things, do they read the same files? {[other for _, other in brought]}"
-        )
-    return done
+
+    def __init__(self, alone: bool = False):
+        there = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if there else 0
+        self.world = dist.get_world_size() if there else 1
+        self.collective = self.world > 1 and not alone
+
+    def together(self, what: str, action: Callable[[], tuple[Done, Any]]) -> Done:
+        """Run `action` on every rank: what it did, and facts about it that all must share.
+
+        Where it raises on one rank, all raise the same: OSError where that rank's error has a number, as of a full
+        disk, else ValueError, saying `what`, which rank and why; a rank that is out of memory raises that. ValueError
+        on all ranks where the facts differ. A collective: a rank that dies is seen by its timeout.
+        """
+        if not self.collective:
+            return action()[0]
+        done, facts, failure, cause = None, None, None, None
+        try:
+            done, facts = action()
+        except Exception as error:  # whatever it is, the others wait
+            failure, cause = (f"{type(error).__name__}: {error}", getattr(error, "errno", None)), error
+        brought = everyone((failure, facts))
+        if isinstance(cause, torch.OutOfMemoryError):
+            raise cause
+        for rank, (failure, _) in enumerate(brought):
+            if failure is not None:
+                text, number = failure
+                text = f"{what}: rank {rank} of {self.world}: {text}"
+                raise (ValueError(text) if number is None else OSError(number, text)) from cause
+        if any(other != facts for _, other in brought):
+            raise ValueError(
+                f"{what}: the ranks bring different things, do all have the same files and arguments? "
+                f"{[other for _, other in brought]}"
+            )
+        return done
+
+
+def together(what: str, action: Callable[[], tuple[Done, Any]]) -> Done:
+    """Run `action` on all ranks of the default process group: `Ranks.together`."""
+    return Ranks().together(what, action)

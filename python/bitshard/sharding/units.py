@@ -53,8 +53,8 @@ def load(
         progress: show a bar on rank 0.
         options: for `fully_shard`: `mesh`, `mp_policy`, `offload_policy`, `reshard_after_forward`.
 
-    ValueError on all ranks, with the names, where one of them cannot read its files, or tensors are missing or of other
-    shapes. A collective: all ranks call it.
+    ValueError or OSError on all ranks, with the names, where one of them cannot read its files, or tensors are missing
+    or of other shapes. A collective: all ranks call it.
     """
     if not dist.is_initialized():
         raise ValueError("load: there is no process group; start the script with torchrun and call init_process_group")
