@@ -93,6 +93,14 @@ bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kerne
   return bsh_fail(BSH_NO_KERNEL, "%s: no kernel %s: %s", context->op, kernel->name, no_kernels);
 }
 
+bool bsh_cuda_has_tensor_maps(void) { return false; }
+
+bsh_status bsh_cuda_tensor_map(const bsh_cuda_context *const context, const bsh_map_of *const what,
+                               bsh_tensor_map *const map) {
+  (void)what, (void)map;
+  return bsh_fail(BSH_NO_KERNEL, "%s: %s", context->op, no_kernels);
+}
+
 bsh_status bsh_cuda_zero(const bsh_cuda_context *const context, void *const data, const int64_t n_bytes) {
   (void)data, (void)n_bytes;
   return bsh_fail(BSH_NO_KERNEL, "%s: %s", context->op, no_kernels);
@@ -153,6 +161,10 @@ typedef struct {
 #define DECLARE(name, symbol, parameters) CUresult(*name) parameters;
 static struct {
   DRIVER_FUNCTIONS(DECLARE)
+  CUresult (*tensor_map)(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *data,
+                         const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
+                         const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                         CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill); /* or NULL */
 } driver;
 #undef DECLARE
 
@@ -210,6 +222,8 @@ static const char *load_driver_locked(char *const text, const size_t size) {
   } while (0);
   DRIVER_FUNCTIONS(LOOK_UP)
 #undef LOOK_UP
+  void *const tensor_map = dlsym(library, "cuTensorMapEncodeTiled");
+  memcpy(&driver.tensor_map, &tensor_map, sizeof tensor_map);
   const CUresult result = driver.init(0);
   if (result != CUDA_SUCCESS) {
     snprintf(text, size, "cuInit: %s (%s)", result_text(result), result_name(result));
@@ -509,6 +523,33 @@ bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kerne
   result =
       driver.launch(&config, (CUfunction)atomic_load_explicit(&kernel->handle, memory_order_relaxed), arguments, NULL);
   return result == CUDA_SUCCESS ? BSH_OK : load_failed(context, kernel->name, result);
+}
+
+/* Of a driver that is not loaded nothing is known. */
+bool bsh_cuda_has_tensor_maps(void) {
+  return atomic_load_explicit(&driver_ready, memory_order_acquire) && driver.tensor_map != NULL;
+}
+
+bsh_status bsh_cuda_tensor_map(const bsh_cuda_context *const context, const bsh_map_of *const what,
+                               bsh_tensor_map *const map) {
+  static const CUtensorMapDataType types[] = {
+      [BSH_MAP_U8] = CU_TENSOR_MAP_DATA_TYPE_UINT8,
+      [BSH_MAP_F16] = CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      [BSH_MAP_BF16] = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+  };
+  const int32_t box_bytes = what->box_columns * (what->type == BSH_MAP_U8 ? 1 : 2);
+  const cuuint64_t sizes[] = {(cuuint64_t)what->columns, (cuuint64_t)what->rows};
+  const cuuint64_t strides[] = {(cuuint64_t)what->row_bytes};
+  const cuuint32_t box[] = {(cuuint32_t)what->box_columns, (cuuint32_t)what->box_rows}, steps[] = {1, 1};
+  CUtensorMap made;
+  const CUresult result = driver.tensor_map(&made, types[what->type], 2, (void *)(uintptr_t)what->data, sizes, strides,
+                                            box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                            box_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+                                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) return driver_failed(context, "describing a matrix to the GPU", result);
+  _Static_assert(sizeof made == sizeof *map, "a tensor map has 128 bytes");
+  memcpy(map, &made, sizeof made);
+  return BSH_OK;
 }
 
 bsh_status bsh_cuda_zero(const bsh_cuda_context *const context, void *const data, const int64_t n_bytes) {

@@ -13,6 +13,7 @@
 #include <stdint.h>
 
 #include "status.h"
+#include "tensor_map.h"
 
 /* One op call on one device: made by bsh_cuda_enter, closed by bsh_cuda_leave. */
 typedef struct {
@@ -57,7 +58,7 @@ bsh_status bsh_cuda_read(const bsh_cuda_context *context, const char *argument, 
 bool bsh_cuda_owns(const void *pointer);
 
 /* The fatbins: one per file of cuda/, symbol bsh_fatbin_<stem>. */
-#define BSH_FATBINS(X) X(blockwise) X(gemv_4bit) X(gemv_4bit_simt) X(gemm_4bit_sm90) X(optimizer)
+#define BSH_FATBINS(X) X(blockwise) X(gemv_4bit) X(gemv_4bit_simt) X(gemm_4bit_sm90) X(gemm_4bit_sm90_wide) X(optimizer)
 #define BSH_FATBIN_INDEX(stem) BSH_FATBIN_##stem,
 typedef enum { BSH_FATBINS(BSH_FATBIN_INDEX) BSH_FATBIN_COUNT } bsh_fatbin;
 #undef BSH_FATBIN_INDEX
@@ -84,6 +85,10 @@ typedef struct {
 /* Launches on context->stream. arguments[i] points to the i-th kernel parameter. */
 bsh_status bsh_cuda_launch(const bsh_cuda_context *context, bsh_cuda_kernel *kernel, const bsh_cuda_launch_shape *shape,
                            void **arguments);
+
+/* Whether the driver makes tensor maps; and one. */
+bool bsh_cuda_has_tensor_maps(void);
+bsh_status bsh_cuda_tensor_map(const bsh_cuda_context *context, const bsh_map_of *what, bsh_tensor_map *map);
 
 /* Sets n_bytes bytes at a device address to 0, on context->stream. */
 bsh_status bsh_cuda_zero(const bsh_cuda_context *context, void *data, int64_t n_bytes);

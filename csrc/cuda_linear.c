@@ -3,6 +3,7 @@
 
 #include "arithmetic.h"
 #include "cuda_fused.h"
+#include "cuda_wide.h"
 
 /* Bytes, a power of two up to 16, that all rows of a matrix begin at multiples of. */
 static int32_t row_alignment(const void *const data, const int64_t ld, const bsh_dtype dtype) {
@@ -23,6 +24,7 @@ static bsh_facts facts_of(const bsh_weight *const weight, const int32_t sm, cons
                      .sm = sm,
                      .sms = sms,
                      .image = bsh_image_here(sm),
+                     .tensor_maps = bsh_cuda_has_tensor_maps(),
                      .vendor = vendor,
                      .forced = bsh_forced_kernel(direction)};
 }
@@ -47,16 +49,34 @@ bsh_status bsh_cuda_plan_linear_4bit_dgrad(const char *const op, const bsh_linea
   return bsh_plan_linear_4bit(op, &facts, plan);
 }
 
+/* A fused kernel stores as the plan says that it may. */
+static bsh_status check_result(const void *const y, const int64_t ldy, const bsh_dtype dtype,
+                               const bsh_plan *const plan, const bsh_cuda_context *const context) {
+  if (row_alignment(y, ldy, dtype) >= plan->y_alignment) return BSH_OK;
+  return bsh_fail(BSH_BAD_VALUE, "%s: the result lies at %p, planned was a multiple of %d bytes", context->op, y,
+                  (int)plan->y_alignment);
+}
+
 bsh_status bsh_cuda_linear_4bit(const bsh_linear_4bit_args *const args, const bsh_plan *const plan,
                                 const bsh_torch_operands *const operands, const bsh_cuda_context *const context) {
   if (plan->kernel == BSH_LINEAR_panels) return bsh_cuda_panels(args, plan, operands, context);
-  if (row_alignment(args->y, args->ldy, args->dtype) < plan->y_alignment)
-    return bsh_fail(BSH_BAD_VALUE, "%s: the result lies at %p, planned was a multiple of %d bytes", context->op,
-                    args->y, (int)plan->y_alignment);
+  BSH_TRY(check_result(args->y, args->ldy, args->dtype, plan, context));
+  if (plan->kernel == BSH_LINEAR_gemm_4bit_sm90_wide) return bsh_cuda_wide(args, BSH_FORWARD, plan, context);
   return bsh_cuda_fused(args, plan, context);
 }
 
 bsh_status bsh_cuda_linear_4bit_dgrad(const bsh_linear_4bit_dgrad_args *const args, const bsh_plan *const plan,
                                       const bsh_torch_operands *const operands, const bsh_cuda_context *const context) {
-  return bsh_cuda_panels_dgrad(args, plan, operands, context);
+  if (plan->kernel == BSH_LINEAR_panels) return bsh_cuda_panels_dgrad(args, plan, operands, context);
+  BSH_TRY(check_result(args->dx, args->lddx, args->dtype, plan, context));
+  const bsh_linear_4bit_args turned = {.weight = args->weight,
+                                       .x = args->dy,
+                                       .y = args->dx,
+                                       .M = args->M,
+                                       .N = args->N,
+                                       .K = args->K,
+                                       .ldx = args->lddy,
+                                       .ldy = args->lddx,
+                                       .dtype = args->dtype};
+  return bsh_cuda_wide(&turned, BSH_INPUT_GRADIENT, plan, context);
 }

@@ -81,13 +81,15 @@ static bool read_facts(PyObject *const args, PyObject *const keywords, bsh_facts
                                       "workspace",
                                       "kernel",
                                       "architectures",
+                                      "tensor_maps",
                                       NULL};
   long long M, N, K, blocksize = 64, workspace = 64 << 20;
-  int dtype, sm, sms, nested = 1, format = BSH_NF4, gradient = 0, x = 16, y = 16, packed = 16, codes = 16, bias = 0;
+  int dtype, sm, sms, nested = 1, format = BSH_NF4, gradient = 0, x = 16, y = 16, packed = 16, codes = 16, bias = 0,
+                      maps = 1;
   const char *vendor = "torch", *kernel = NULL, *architectures = NULL;
-  if (!PyArg_ParseTupleAndKeywords(args, keywords, "LLLiii|$LpipiiiiisLzz", (char **)(uintptr_t)names, &M, &N, &K,
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "LLLiii|$LpipiiiiisLzzp", (char **)(uintptr_t)names, &M, &N, &K,
                                    &dtype, &sm, &sms, &blocksize, &nested, &format, &gradient, &x, &y, &packed, &codes,
-                                   &bias, &vendor, &workspace, &kernel, &architectures))
+                                   &bias, &vendor, &workspace, &kernel, &architectures, &maps))
     return false;
   *facts = (bsh_facts){.M = M,
                        .N = N,
@@ -105,6 +107,7 @@ static bool read_facts(PyObject *const args, PyObject *const keywords, bsh_facts
                        .bias_alignment = bias,
                        .sm = sm,
                        .sms = sms,
+                       .tensor_maps = maps != 0,
                        .image = architectures != NULL ? bsh_image_for(architectures, sm) : bsh_image_here(sm)};
   return read_vendor(vendor, &facts->vendor) && read_kernel(kernel, facts) && check_facts(facts);
 }

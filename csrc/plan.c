@@ -23,6 +23,7 @@ static const bsh_fused_kernel *const fused[BSH_LINEAR_panels] = {
     [BSH_LINEAR_gemv_4bit] = &bsh_plan_gemv_4bit,
     [BSH_LINEAR_gemv_4bit_simt] = &bsh_plan_gemv_4bit_simt,
     [BSH_LINEAR_gemm_4bit_sm90] = &bsh_plan_gemm_4bit_sm90,
+    [BSH_LINEAR_gemm_4bit_sm90_wide] = &bsh_plan_gemm_4bit_sm90_wide,
 };
 
 static const char *panels_refuse(const bsh_facts *const facts) {
@@ -59,10 +60,23 @@ static int64_t simt_rows(const bsh_dtype dtype, const int64_t weights) {
   return weights >= 10000000 ? 8 : 2;
 }
 
+/* gemm_4bit_sm90_wide has run on no GPU yet, only on the machine of tests/ptx: it is taken where it is forced. */
+enum { WIDE_BY_DEFAULT = false };
+
+/* Rows from which it would be faster than anything else, forward and for the input gradient: what a prototype of it
+ * measured on an H200 says (docs/design.md). */
+static bool wide(const bsh_facts *const facts) {
+  enum { FORWARD_ROWS = 96, GRADIENT_ROWS = 96, LEAST_WEIGHTS = 16000000 };
+  const int64_t rows = facts->direction == BSH_FORWARD ? FORWARD_ROWS : GRADIENT_ROWS;
+  return WIDE_BY_DEFAULT && facts->M >= rows && facts->N * facts->K >= LEAST_WEIGHTS &&
+         !refuses(BSH_LINEAR_gemm_4bit_sm90_wide, facts);
+}
+
 /* The fastest of what takes the product. Where none is faster than panels, panels. */
 static bsh_linear_kernel choose(const bsh_facts *const facts) {
   const int64_t M = facts->M, weights = facts->N * facts->K;
   bsh_linear_kernel best = BSH_LINEAR_panels;
+  if (wide(facts)) return BSH_LINEAR_gemm_4bit_sm90_wide;
   if (M <= BSH_GEMV_TOKENS && !refuses(BSH_LINEAR_gemv_4bit, facts)) best = BSH_LINEAR_gemv_4bit;
   else if (M <= simt_rows(facts->dtype, weights) && !refuses(BSH_LINEAR_gemv_4bit_simt, facts))
     best = BSH_LINEAR_gemv_4bit_simt;
@@ -147,7 +161,7 @@ static void list_reasons(const bsh_facts *const facts, char *const text, const s
 
 static bsh_status cannot(const char *const op, const bsh_facts *const facts) {
   static const char *const dtypes[] = {"float32", "float16", "bfloat16"};
-  char reasons[320];
+  char reasons[400];
   list_reasons(facts, reasons, sizeof reasons);
   return bsh_fail(
       BSH_NO_KERNEL,
@@ -175,7 +189,8 @@ bsh_status bsh_force_kernel(const bsh_direction direction, const char *const nam
   if (name == NULL) kernel = BSH_LINEAR_COUNT;
   while (kernel < BSH_LINEAR_COUNT && strcmp(names[kernel], name) != 0) kernel++;
   if (name != NULL && kernel == BSH_LINEAR_COUNT)
-    return bsh_fail(BSH_BAD_VALUE, "no kernel '%s': expected gemv_4bit, gemv_4bit_simt, gemm_4bit_sm90 or panels",
+    return bsh_fail(BSH_BAD_VALUE,
+                    "no kernel '%s': expected gemv_4bit, gemv_4bit_simt, gemm_4bit_sm90, gemm_4bit_sm90_wide or panels",
                     name);
   atomic_store_explicit(&forced_kernels[direction], kernel, memory_order_relaxed);
   return BSH_OK;

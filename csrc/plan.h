@@ -16,13 +16,14 @@
 
 #include "cuda_driver.h"
 #include "fused.h"
+#include "gemm_4bit_sm90_wide.h"
 #include "images.h"
 #include "kernels.h"
 #include "status.h"
 
 /* X(name): every way to multiply, panels last. Panels: W dequantized into bounded scratch memory a panel at a time, and
  * the vendor's product of each. The others decode and multiply in one kernel. */
-#define BSH_LINEAR_KERNELS(X) X(gemv_4bit) X(gemv_4bit_simt) X(gemm_4bit_sm90) X(panels)
+#define BSH_LINEAR_KERNELS(X) X(gemv_4bit) X(gemv_4bit_simt) X(gemm_4bit_sm90) X(gemm_4bit_sm90_wide) X(panels)
 #define BSH_LINEAR_INDEX(name) BSH_LINEAR_##name,
 typedef enum { BSH_LINEAR_KERNELS(BSH_LINEAR_INDEX) BSH_LINEAR_COUNT } bsh_linear_kernel;
 #undef BSH_LINEAR_INDEX
@@ -50,6 +51,7 @@ typedef struct {
   int32_t x_alignment, y_alignment, packed_alignment, code_alignment, bias_alignment;
   int32_t sm, sms; /* the GPU: 10 * major + minor, multiprocessors */
   bsh_kernel_image image;
+  bool tensor_maps; /* the driver makes them */
   bsh_vendor vendor;
   bsh_linear_kernel forced; /* or BSH_LINEAR_COUNT: the plan chooses */
 } bsh_facts;
@@ -70,6 +72,7 @@ typedef struct {
   int64_t counters_at, partial_at;   /* bytes */
   bool orders_x;                     /* `before` writes x to the scratch memory, and the kernel reads it there */
   int32_t tokens, x_units, counters; /* of `before`: rows and units that it writes, counters that it clears */
+  bsh_gemm_wide_cut wide;            /* gemm_4bit_sm90_wide, in the place of cut */
 } bsh_fused_slice;
 
 typedef struct {

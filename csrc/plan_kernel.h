@@ -13,9 +13,10 @@ typedef struct {
   void (*cut)(const bsh_facts *facts, bsh_fused_slice *slice);
 } bsh_fused_kernel;
 
-extern const bsh_fused_kernel bsh_plan_gemv_4bit, bsh_plan_gemv_4bit_simt, bsh_plan_gemm_4bit_sm90;
+extern const bsh_fused_kernel bsh_plan_gemv_4bit, bsh_plan_gemv_4bit_simt, bsh_plan_gemm_4bit_sm90,
+    bsh_plan_gemm_4bit_sm90_wide;
 
-/* What all of today's refuse. */
+/* What all for few rows refuse. */
 static inline const char *bsh_fused_refuses(const bsh_facts *const facts) {
   if (facts->direction != BSH_FORWARD) return "no input gradient";
   if (facts->x_alignment < 16) return "rows of x are not 16-byte aligned";

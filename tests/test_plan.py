@@ -17,7 +17,7 @@ import pytest
 from bitshard import _C
 
 F32, F16, BF16 = 0, 1, 2
-NAMES = {"gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "panels"}
+NAMES = {"gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "panels"}  # gemm_4bit_sm90_wide: forced only
 TENSOR_CORES = NAMES - {"gemv_4bit_simt"}
 SHAPES = tuple(cases.MODEL_LINEAR.values())
 SWEEP = sorted({*SHAPES, *((16 * round(1.1**i), 4096) for i in range(30, 90))}, key=lambda s: s[0] * s[1])  # to 318 M
@@ -233,6 +233,20 @@ def test_scratch_memory_is_bounded(gradient, vendor):
     assert least["panel_lines"] == 1 and least["vendor_bytes"] == 0
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+def test_the_wide_kernel_keeps_its_scratch_small(gradient):
+    """64 MiB at most for any number of rows; none where no tile is shared."""
+    most, facts = 0, {"gradient": gradient, "kernel": "gemm_4bit_sm90_wide", "architectures": EVERY}
+    for N, K in ((28672, 8192), (8192, 28672), (14336, 4096), (4096, 4096), (200, 64), (1 << 17, 4096)):
+        for M in (1, 128, 129, 256, 300, 512, 2048, 4000, 1 << 16, 100_000):
+            plan = _C.plan_linear_4bit(M, N, K, BF16, 90, 132, **facts)
+            entries = [launch["entry"] for part in plan["slices"] for launch in part["launches"]]
+            assert (plan["scratch_bytes"] > 0) == ("clear_flags" in entries), (M, N, K)
+            assert sum(part["rows"] * part["times"] for part in plan["slices"]) == M
+            most = max(most, plan["scratch_bytes"])
+    assert 16 << 20 < most <= 64 << 20
+
+
 @pytest.mark.parametrize(
     "M, facts, kernel",
     [
@@ -252,6 +266,9 @@ def test_scratch_memory_is_bounded(gradient, vendor):
         (48, {"kernel": "panels"}, "panels"),
         (400, {"kernel": "gemv_4bit"}, "gemv_4bit"),
         (4, {"kernel": "gemv_4bit_simt"}, "gemv_4bit_simt"),
+        (400, {"kernel": "gemm_4bit_sm90_wide"}, "gemm_4bit_sm90_wide"),
+        (400, {"kernel": "gemm_4bit_sm90_wide", "gradient": True, "y_alignment": 2}, "gemm_4bit_sm90_wide"),
+        (400, {"tensor_maps": False}, "panels"),
     ],
 )
 def test_the_next_best_kernel(M, facts, kernel):
@@ -264,6 +281,12 @@ def test_the_next_best_kernel(M, facts, kernel):
         ({"kernel": "gemm_4bit_sm90", "sm": 89}, "forced cannot multiply M = 48, N = 4096, K = 4096 of bfloat16"),
         ({"kernel": "gemm_4bit_sm90", "sm": 89}, "on sm_89: gemm_4bit_sm90: needs sm_90a code on sm_90"),
         ({"kernel": "gemm_4bit_sm90", "architectures": "80,90"}, "needs sm_90a code on sm_90"),
+        ({"kernel": "gemm_4bit_sm90_wide", "sm": 89}, "needs sm_90a code on sm_90"),
+        ({"kernel": "gemm_4bit_sm90_wide", "tensor_maps": False}, "the driver makes no tensor maps"),
+        ({"kernel": "gemm_4bit_sm90_wide", "gradient": True, "x_alignment": 8}, "rows of x are not 16-byte aligned"),
+        ({"kernel": "gemm_4bit_sm90_wide", "blocksize": 32}, "the blocksize is below 64"),
+        ({"kernel": "gemm_4bit_sm90_wide", "dtype": F32}, "no float32"),
+        ({"kernel": "gemm_4bit_sm90_wide", "sms": 1}, "fewer than 2 multiprocessors"),
         ({"kernel": "gemv_4bit", "N": 4097}, "gemv_4bit: N is no multiple of 16"),
         ({"kernel": "gemv_4bit", "K": 4128}, "K is no multiple of 64"),
         ({"kernel": "gemv_4bit", "blocksize": 32}, "the blocksize is below 64"),
@@ -276,7 +299,8 @@ def test_the_next_best_kernel(M, facts, kernel):
         ({"K": 130, "vendor": ""}, "nothing multiplies M = 48, N = 4096, K = 130"),
         (
             {"K": 130, "vendor": ""},
-            "gemv_4bit_simt: K is no multiple of 32; gemm_4bit_sm90: K is no multiple of 64; panels",
+            "gemv_4bit_simt: K is no multiple of 32; gemm_4bit_sm90: K is no multiple of 64; "
+            "gemm_4bit_sm90_wide: K is no multiple of 64; panels",
         ),
         ({"K": 130, "vendor": "cublas", "bias_alignment": 2}, "panels: the bias is not 16-byte aligned for cuBLAS"),
         ({"kernel": "gemv"}, "no kernel 'gemv'"),

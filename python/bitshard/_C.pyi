@@ -59,6 +59,7 @@ def plan_linear_4bit(
     workspace: int = 67108864,
     kernel: str | None = None,
     architectures: str | None = None,
+    tensor_maps: bool = True,
 ) -> dict[str, Any]:
     """How a GPU (sm: 10 * major + minor, sms: multiprocessors) computes y = x W^T + bias; `gradient`: dx = dy W.
 
@@ -66,13 +67,13 @@ def plan_linear_4bit(
     and of y (dx), packed, the codes of nested scales and the bias (0: there is none) begin at multiples of. vendor: who
     multiplies panels, "torch" (the ops), "cublas" (calls around the dispatcher) or "" (nobody). workspace: bytes of a
     panel and, with cuBLAS, of its scratch memory. kernel: this one and no other. architectures: of another build than
-    this ("80,90a,compute_80").
+    this ("80,90a,compute_80"). tensor_maps: the driver makes them.
 
-    Keys: kernel ("gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90" or "panels"); scratch_bytes (at any one time); vendor
-    (whose product follows each panel, "" where fused); panel_lines (rows, with `gradient` columns, of W in a panel);
-    panel (the launch that dequantizes a whole one, or None); vendor_bytes (of scratch_bytes, for cuBLAS); slices (of
-    panels none), a list of dicts: rows (of x), times, scratch_bytes, launches (a list). A launch is a dict: entry, the
-    name in the image; grid; block, in threads; cluster; shared_bytes, dynamic.
+    Keys: kernel ("gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "gemm_4bit_sm90_wide" or "panels"); scratch_bytes (at
+    any one time); vendor (whose product follows each panel, "" where fused); panel_lines (rows, for `gradient` columns,
+    of W in a panel); panel (the launch that dequantizes a whole one, or None); vendor_bytes (of scratch_bytes, for
+    cuBLAS); slices (of panels none), a list of dicts: rows (of x), times, scratch_bytes, launches (a list). A launch is
+    a dict: entry, the name in the image; grid; block, in threads; cluster; shared_bytes, dynamic.
 
     ValueError, saying why, where nothing computes this or `kernel` cannot."""
 

@@ -19,7 +19,7 @@ isa_flags() { # the same as ISA_FLAGS in setup.py
   esac
 }
 
-sources="status packed cpu cpu_linear cpu_optimizer cpu_scalar cpu_scalar_optimizer cuda_linear cuda_fused cuda_panels cuda_blockwise cuda_optimizer optimizer_step optimizer_ops ops tensor lora cublas plan plan_dequantize plan_gemv_4bit plan_gemv_4bit_simt plan_gemm_4bit_sm90 images native native_cpu native_cuda"
+sources="status packed cpu cpu_linear cpu_optimizer cpu_scalar cpu_scalar_optimizer cuda_linear cuda_fused cuda_wide cuda_panels cuda_blockwise cuda_optimizer optimizer_step optimizer_ops ops tensor lora cublas plan plan_dequantize plan_gemv_4bit plan_gemv_4bit_simt plan_gemm_4bit_sm90 plan_gemm_4bit_sm90_wide images native native_cpu native_cuda"
 case $(uname -m) in x86_64) sources="$sources cpu_avx2 cpu_avx2_optimizer cpu_avx512 cpu_avx512_linear cpu_avx512_optimizer" ;; esac
 for name in $sources; do
   # shellcheck disable=SC2046,SC2086

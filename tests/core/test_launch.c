@@ -10,6 +10,7 @@
 #include "cuda_linear.h"
 #include "cuda_ops.h"
 #include "gemm_4bit_sm90.h"
+#include "gemm_4bit_sm90_wide.h"
 #include "gemv_4bit.h"
 #include "gemv_4bit_simt.h"
 #include "tensor.h"
@@ -24,7 +25,10 @@ static bsh_plan plan;
 static const void *x_of_product;
 static int64_t counters_cleared;
 static bool x_ordered;
-static int64_t rows_done;           /* of x, by a fused kernel */
+static int64_t rows_done; /* of x, by a fused kernel */
+static bool no_tensor_maps;
+static bsh_map_of maps[2]; /* the last two: of x, of W */
+static const uint32_t *flags_cleared;
 static int64_t dequantized;         /* lines of W in the panel */
 static int64_t lines_done, n_lines; /* of W, by panels */
 static int launches, by_kernel[BSH_LINEAR_COUNT][2];
@@ -48,6 +52,20 @@ void bsh_cuda_scratch_delete(bsh_cuda_scratch *const scratch) {
 }
 bsh_status bsh_cuda_zero(const bsh_cuda_context *const context, void *const data, const int64_t n_bytes) {
   (void)context, (void)data, (void)n_bytes;
+  return BSH_OK;
+}
+bool bsh_cuda_has_tensor_maps(void) { return !no_tensor_maps; }
+bsh_status bsh_cuda_tensor_map(const bsh_cuda_context *const context, const bsh_map_of *const what,
+                               bsh_tensor_map *const map) {
+  (void)context, (void)map;
+  const int32_t bytes = what->box_columns * (what->type == BSH_MAP_U8 ? 1 : 2);
+  CHECK(((uintptr_t)what->data | (uintptr_t)what->row_bytes) % 16 == 0 && what->row_bytes < (INT64_C(1) << 40),
+        "rows of a map are %" PRId64 " bytes apart from %p on", what->row_bytes, what->data);
+  CHECK(what->rows > 0 && what->columns > 0 && what->rows <= UINT32_MAX && what->columns <= UINT32_MAX,
+        "a map of %" PRId64 " x %" PRId64, what->rows, what->columns);
+  CHECK(what->box_rows > 0 && what->box_rows <= 256 && (bytes == 64 || bytes == 128), "boxes of %d x %d",
+        (int)what->box_rows, (int)what->box_columns);
+  maps[0] = maps[1], maps[1] = *what;
   return BSH_OK;
 }
 int64_t bsh_cuda_workspace_bytes(void) { return 64 << 20; }
@@ -224,6 +242,64 @@ static void check_simt(const char *const name, const bsh_fused_args *const args,
   CHECK(shape->block[0] == BSH_SIMT_WARPS * BSH_WARP && shape->shared_bytes == 0, SHAPE, SHAPE_OF(name, args));
 }
 
+/* The pairs walk through their stretches as the kernel does: every piece of every tile once, a tile's end by the pair
+ * that finds all others' sums, and those by pairs of lower index or of the same cluster. */
+static void check_stretches(const bsh_gemm_wide_cut *const cut, const int64_t pairs) {
+  const int64_t total = (int64_t)cut->shared * cut->pieces;
+  int64_t walked = 0, whole = 0;
+  for (int64_t i = 0; i < pairs; i++) {
+    if (i < cut->sharing) {
+      const int64_t begin = i * total / cut->sharing, end = (i + 1) * total / cut->sharing;
+      CHECK(end > begin, "pair %" PRId64 " of %d that share %" PRId64 " pieces has none", i, cut->sharing, total);
+      CHECK(cut->scatter == 0 || begin / cut->pieces == (end - 1) / cut->pieces, "pair %" PRId64 " scatters two tiles",
+            i);
+      CHECK(cut->scatter == 0 || begin / cut->pieces == i / cut->scatter, "pair %" PRId64 " of another tile", i);
+      walked += end - begin;
+    }
+    for (int64_t tile = cut->shared + i; tile < cut->tiles; tile += pairs) whole++;
+  }
+  CHECK(walked == total && cut->shared + whole == cut->tiles, "%" PRId64 " of %" PRId64 " pieces, %" PRId64 " tiles",
+        walked, total, whole);
+}
+
+static void check_wide(const char *const name, void **const arguments, const bsh_cuda_launch_shape *const shape,
+                       const int32_t sms) {
+  const bsh_gemm_wide_args *const args = arguments[2];
+  const bsh_gemm_wide_cut *const cut = &args->cut;
+  const bool forward = strstr(name, "dgrad") == NULL;
+  const int64_t rows = forward ? args->N : args->K, depth = forward ? args->K : args->N;
+  const int64_t pairs = shape->grid[0] / BSH_GEMM_WIDE_PAIR, blocks = (int64_t)cut->sharing * BSH_GEMM_WIDE_PAIR;
+  CHECK(strstr(name, cut->tokens == 256 ? "_m256" : "_m128") != NULL &&
+            (strstr(name, "_f16") != NULL) == (maps[0].type == BSH_MAP_F16),
+        "%s for tiles of %d tokens", name, cut->tokens);
+  CHECK(shape->grid[0] <= (uint32_t)sms && shape->grid[0] % BSH_GEMM_WIDE_PAIR == 0 &&
+            shape->cluster == (uint32_t)(BSH_GEMM_WIDE_PAIR * (cut->scatter > 0 ? cut->scatter : 1)),
+        SHAPE ": %u blocks in clusters of %u", SHAPE_OF(name, args), shape->grid[0], shape->cluster);
+  CHECK(shape->block[0] == BSH_GEMM_WIDE_THREADS && shape->shared_bytes == bsh_gemm_wide_shared_bytes(cut->tokens),
+        SHAPE ": %d bytes of shared memory", SHAPE_OF(name, args), (int)shape->shared_bytes);
+  CHECK((int64_t)cut->token_tiles * cut->tokens >= args->M && (int64_t)(cut->token_tiles - 1) * cut->tokens < args->M &&
+            cut->tiles == divide_up(rows, 256) * cut->token_tiles && cut->pieces == divide_up(depth, 128),
+        SHAPE ": %d tiles of %d pieces", SHAPE_OF(name, args), cut->tiles, cut->pieces);
+  check_stretches(cut, pairs);
+  CHECK(maps[0].rows == args->M && maps[0].columns == depth && maps[0].box_rows * 2 == cut->tokens &&
+            maps[0].box_columns == 64 && maps[1].rows == args->N && maps[1].columns == args->K / 2 &&
+            maps[1].box_rows == 128 && maps[1].box_columns == 64 && maps[1].row_bytes == args->K / 2,
+        SHAPE ": maps", SHAPE_OF(name, args));
+  CHECK(!args->store_fours || (aligned(args->y, 8) && args->ldy % 4 == 0 && rows % 4 == 0), SHAPE ": stores of 8 bytes",
+        SHAPE_OF(name, args));
+  CHECK(!args->code_pairs ||
+            (args->absmax == NULL && args->block_shift == 0 && args->K % 128 == 0 && aligned(args->absmax_code, 2)),
+        SHAPE ": pairs of codes", SHAPE_OF(name, args));
+  if (blocks == 0) return;
+  CHECK(flags_cleared == args->flags && counters_cleared == blocks * BSH_GEMM_WIDE_CONSUMERS &&
+            (char *)(args->flags + counters_cleared) <= (char *)args->partial && aligned(args->partial, 16),
+        SHAPE ": %" PRId64 " flags cleared", SHAPE_OF(name, args), counters_cleared);
+  const int64_t begin = (char *)args->partial - scratch_begin;
+  CHECK(begin + blocks * bsh_gemm_wide_partial_bytes(cut->tokens) <= scratch_bytes && scratch_bytes <= 64 << 20,
+        SHAPE ": %" PRId64 " bytes of scratch", SHAPE_OF(name, args), scratch_bytes);
+  counters_cleared = 0, flags_cleared = NULL; /* the next slice wants its own */
+}
+
 /* Lines that lie one behind the other come as one stretch, cut into rows that end with the weight. */
 static void check_dequantize(const bsh_dequantize_4bit_args *const args, const int64_t itemsize) {
   const int64_t left = args->weight.n - args->row0 * args->columns - args->column0;
@@ -277,6 +353,15 @@ bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kerne
     return BSH_OK;
   }
   if (strncmp(name, "join_splits", 11) == 0) return BSH_OK;
+  if (strcmp(name, "clear_flags") == 0) {
+    flags_cleared = *(uint32_t **)arguments[0], counters_cleared = *(int32_t *)arguments[1];
+    return BSH_OK;
+  }
+  if (strncmp(name, "gemm_wide", 9) == 0) {
+    check_wide(name, arguments, shape, context->sms);
+    rows_done += ((const bsh_gemm_wide_args *)arguments[2])->M;
+    return BSH_OK;
+  }
   if (strncmp(name, "gemv_4bit_simt", 14) == 0) check_simt(name, args, shape);
   else if (strncmp(name, "gemv_4bit", 9) == 0) check_gemv(name, args, shape, context->sm);
   else check_gemm(name, args, shape, context->sms);
@@ -319,8 +404,9 @@ static bool forward(const bsh_linear_4bit_args *const args, const char *const na
   return true;
 }
 
-static void gradient(const bsh_linear_4bit_args *const args, const bsh_vendor vendor, const int32_t sm,
-                     const int32_t sms) {
+/* By the kernel of this name, or NULL. */
+static void gradient(const bsh_linear_4bit_args *const args, const char *const name, const bsh_vendor vendor,
+                     const int32_t sm, const int32_t sms) {
   const bsh_linear_4bit_dgrad_args back = {.weight = args->weight,
                                            .dy = args->y,
                                            .dx = (void *)(uintptr_t)args->x,
@@ -332,8 +418,10 @@ static void gradient(const bsh_linear_4bit_args *const args, const bsh_vendor ve
                                            .dtype = args->dtype};
   const bsh_cuda_context context = {.op = "linear_4bit_dgrad", .sm = sm, .sms = sms};
   const bsh_torch_operands operands = {(void *)8, (void *)8, NULL};
-  CHECK(bsh_cuda_plan_linear_4bit_dgrad("linear_4bit_dgrad", &back, sm, sms, vendor, &plan) == BSH_OK, "%s",
-        bsh_status_message());
+  CHECK(bsh_force_kernel(BSH_INPUT_GRADIENT, name) == BSH_OK, "%s", bsh_status_message());
+  const bsh_status status = bsh_cuda_plan_linear_4bit_dgrad("linear_4bit_dgrad", &back, sm, sms, vendor, &plan);
+  CHECK(status == BSH_OK || (status == BSH_NO_KERNEL && name != NULL), "%s", bsh_status_message());
+  if (status != BSH_OK) return;
   forget(back.dy, args->K);
   CHECK(bsh_cuda_linear_4bit_dgrad(&back, &plan, &operands, &context) == BSH_OK, "%s", bsh_status_message());
   check_done("linear_4bit_dgrad", args->M, args->N, args->K, BSH_INPUT_GRADIENT);
@@ -365,12 +453,14 @@ static void products(uint64_t *const state, const int rounds) {
     const int32_t *const gpu = gpus[random_below(state, 11)];
     const bsh_linear_4bit_args args = random_product(state);
     const bsh_vendor vendor = random_below(state, 2) ? BSH_VENDOR_TORCH : BSH_VENDOR_CUBLAS;
-    int taken = 0;
+    int taken = 0, wide = 0;
     for (int kernel = 0; kernel < BSH_LINEAR_COUNT; kernel++)
-      taken += forward(&args, bsh_linear_kernel_name((bsh_linear_kernel)kernel), vendor, gpu[0], gpu[1]);
+      if (forward(&args, bsh_linear_kernel_name((bsh_linear_kernel)kernel), vendor, gpu[0], gpu[1]))
+        taken++, wide += kernel == BSH_LINEAR_gemm_4bit_sm90_wide;
     CHECK(taken > 0 && forward(&args, NULL, vendor, gpu[0], gpu[1]), "panels take anything");
-    CHECK(forward(&args, NULL, BSH_VENDOR_NONE, gpu[0], gpu[1]) == (taken > 1), "%d kernels take it", taken);
-    gradient(&args, vendor, gpu[0], gpu[1]);
+    CHECK(forward(&args, NULL, BSH_VENDOR_NONE, gpu[0], gpu[1]) == (taken > 1 + wide), "%d kernels take it", taken);
+    gradient(&args, NULL, vendor, gpu[0], gpu[1]);
+    gradient(&args, "gemm_4bit_sm90_wide", vendor, gpu[0], gpu[1]);
   }
 }
 
@@ -388,6 +478,22 @@ static void another_address(void) {
   CHECK(bsh_cuda_linear_4bit(&args, &plan, &none, &context) == BSH_BAD_VALUE && launches == before, "y moved");
 }
 
+/* Where the driver makes no tensor maps, panels take over; forced, the refusal says why. */
+static void old_driver(void) {
+  char *const memory = (char *)0x1000;
+  bsh_linear_4bit_args args = {
+      .x = memory, .y = memory, .M = 256, .N = 4096, .K = 4096, .ldx = 4096, .ldy = 4096, .dtype = BSH_BF16};
+  args.weight = (bsh_weight){.packed = (uint8_t *)memory, .n = 1 << 24, .blocksize = 64};
+  no_tensor_maps = true;
+  CHECK(!forward(&args, "gemm_4bit_sm90_wide", BSH_VENDOR_TORCH, 90, 132) &&
+            strstr(bsh_status_message(), "no tensor maps") != NULL,
+        "%s", bsh_status_message());
+  CHECK(forward(&args, NULL, BSH_VENDOR_TORCH, 90, 132), "panels");
+  no_tensor_maps = false;
+  CHECK(forward(&args, "gemm_4bit_sm90_wide", BSH_VENDOR_TORCH, 90, 132), "%s", bsh_status_message());
+  CHECK(forward(&args, NULL, BSH_VENDOR_TORCH, 90, 132) && plan.kernel == BSH_LINEAR_panels, "not by default");
+}
+
 static void wrong_names(void) {
   CHECK(bsh_force_kernel(BSH_FORWARD, "gemv") == BSH_BAD_VALUE, "gemv is no kernel");
   CHECK(bsh_forced_kernel(BSH_FORWARD) == BSH_LINEAR_COUNT, "nothing is forced");
@@ -399,9 +505,11 @@ int main(const int argc, char **const argv) {
   uint64_t state = check_seed;
   products(&state, 100 * rounds);
   another_address();
+  old_driver();
   wrong_names();
   for (int kernel = 0; kernel < BSH_LINEAR_COUNT; kernel++)
     CHECK(by_kernel[kernel][BSH_FORWARD] > rounds, "%s", bsh_linear_kernel_name((bsh_linear_kernel)kernel));
+  CHECK(by_kernel[BSH_LINEAR_gemm_4bit_sm90_wide][BSH_INPUT_GRADIENT] > rounds, "gradients");
   printf("test_launch: ok, seed %" PRIu64 ", %d launches\n", check_seed, launches);
   return 0;
 }

@@ -76,6 +76,12 @@ bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kerne
   (void)context, (void)shape, (void)arguments;
   return note(strncmp(kernel->name, "dequantize", 10) == 0 ? "dequantize" : "fused", BSH_CUDA_ERROR);
 }
+bool bsh_cuda_has_tensor_maps(void) { return true; }
+bsh_status bsh_cuda_tensor_map(const bsh_cuda_context *const context, const bsh_map_of *const what,
+                               bsh_tensor_map *const map) {
+  (void)context, (void)what, (void)map;
+  return BSH_OK;
+}
 bsh_status bsh_cuda_zero(const bsh_cuda_context *const context, void *const data, const int64_t n_bytes) {
   (void)context, (void)data, (void)n_bytes;
   return BSH_OK;

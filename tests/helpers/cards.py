@@ -89,7 +89,7 @@ ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 200)
 def expected(name: str, image: Image) -> bool:
     """Whether the host starts an entry where it has loaded `image`; those that it does not may be empty shells."""
     wide = 90 <= image.arch < 120  # 224 KiB of shared memory, clusters
-    if name.startswith(("gemm_4bit", "x_units")):
+    if name.startswith(("gemm_4bit", "gemm_wide", "x_units", "clear_flags")):
         return (image.arch, image.only) == (90, True)
     if re.match(r"gemv_4bit_(?:bf16|f16)_m|join_splits_", name):
         tensor_cores = image.arch >= (80 if "_bf16_" in name else 75)
@@ -103,10 +103,18 @@ def expected(name: str, image: Image) -> bool:
 def planned(sm: int, architectures: str) -> dict[str, Launch]:
     """The largest block of each entry that products start on a GPU `sm`, from a build for `architectures`."""
     found: dict[str, Launch] = {}
-    kernels = (None, "gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90")
-    axes = (ROWS, SHAPES, range(3), (40, 132), (32, 64, 128), (False, True), kernels)
-    for M, (N, K), dtype, sms, blocksize, nested, kernel in itertools.product(*axes):
-        settings = {"blocksize": blocksize, "nested": nested, "kernel": kernel, "architectures": architectures}
+    kernels = (None, "gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "gemm_4bit_sm90_wide")
+    axes = (ROWS, SHAPES, range(3), (40, 132), (32, 64, 128), (False, True), kernels, (False, True))
+    for M, (N, K), dtype, sms, blocksize, nested, kernel, gradient in itertools.product(*axes):
+        if gradient and kernel != "gemm_4bit_sm90_wide":
+            continue
+        settings = {
+            "gradient": gradient,
+            "blocksize": blocksize,
+            "nested": nested,
+            "kernel": kernel,
+            "architectures": architectures,
+        }
         try:
             plan = _C.plan_linear_4bit(M, N, K, dtype, sm, sms, **settings)
         except ValueError:

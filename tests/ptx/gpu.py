@@ -28,7 +28,7 @@ C_FLAGS += ("-Wall", "-Wextra", "-Wno-unused-function", "-Wno-unused-variable", 
 C_FLAGS += ("-Werror=implicit-function-declaration", "-Wl,-z,defs")
 # Instructions of one generation of GPUs come with its "a".
 TARGETS = {75: "compute_75", 80: "compute_80", 90: "compute_90a"}
-HOST = ("status", "packed", "cuda_linear", "cuda_fused", "cuda_panels", "cuda_blockwise", "cuda_optimizer")
+HOST = ("status", "packed", "cuda_linear", "cuda_fused", "cuda_wide", "cuda_panels", "cuda_blockwise", "cuda_optimizer")
 HOST += ("optimizer_step", "plan", "images")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 RANGES, LONGEST = 64, 1 << 15
@@ -83,7 +83,8 @@ def ptx_of(source: str, sm: int) -> Path:
 
 def compiled(text: str, kernel: str, name: str, sources: list[Path]) -> ctypes.CDLL:
     """A kernel of a PTX text over the machine."""
-    machine = [HERE / "machine.c", HERE / "machine.h", HERE / "translate.py", ROOT / "csrc" / "cpu_numerics.h"]
+    machine = [HERE / "machine.c", HERE / "machine.h", HERE / "translate.py"]
+    machine += [ROOT / "csrc" / "cpu_numerics.h", ROOT / "csrc" / "tensor_map.h"]
 
     def make(to: Path) -> None:
         source = to.with_suffix(".c")

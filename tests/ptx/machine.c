@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
-enum { STACK = 256 << 10, BULK_COPIES = 4096, SPINS = 20000 };
+enum { STACK = 256 << 10, BULK_COPIES = 4096, SPINS = 20000, LATE = 50 };
 
 /* ---- fibers ---- */
 
@@ -96,8 +96,15 @@ static bool in_tables(const uint64_t address, const uint32_t size) {
   return false;
 }
 
+/* Whether memory of the launch is there. An earlier kernel may still write it until the thread has waited for that. */
+static bool reaches(ptx_thread *const t, const uint64_t address, const uint32_t size) {
+  if (!in_ranges(t->run, address, size)) return false;
+  if (ptx_overlaps && !t->waited) ptx_fail(t, "global memory is touched before griddepcontrol.wait");
+  return true;
+}
+
 uint8_t *ptx_global(ptx_thread *const t, const uint64_t address, const uint32_t size, const bool write) {
-  const bool known = in_ranges(t->run, address, size) || (!write && in_tables(address, size));
+  const bool known = reaches(t, address, size) || (!write && in_tables(address, size));
   if (address % size != 0 || !known) bad_access(t, "global", address, size, write);
   return (uint8_t *)(uintptr_t)address;
 }
@@ -113,7 +120,7 @@ uint8_t *ptx_shared(ptx_thread *const t, const uint64_t address, const uint32_t 
 /* Memory of the launch, of the CTA, the stack, the parameters, or a table of the kernel's, which only loads may touch.
  */
 uint8_t *ptx_generic(ptx_thread *const t, const uint64_t address, const uint32_t size, const bool write) {
-  const bool known = in_ranges(t->run, address, size) || inside(t->cta->shared, t->cta->shared_size, address, size) ||
+  const bool known = reaches(t, address, size) || inside(t->cta->shared, t->cta->shared_size, address, size) ||
                      inside(t->stack, STACK, address, size) ||
                      (!write && (inside(t->run->parameters, 1 << 15, address, size) || in_tables(address, size)));
   if (address % size != 0 || !known) bad_access(t, "generic", address, size, write);
@@ -485,9 +492,58 @@ void ptx_bulk_copy(ptx_thread *const t, const uint64_t to, const uint64_t from, 
   if (size % 16 != 0 || to % 16 != 0 || from % 16 != 0) ptx_fail(t, "a bulk copy of no whole number of 16 bytes");
   if (size == 0) return;
   ptx_shared(t, to + size - 1, 1, true);
-  if (!in_ranges(t->run, from, size)) bad_access(t, "global, bulk,", from, size, false);
-  machine.bulk[machine.n_bulk++] = (ptx_bulk){ptx_shared(t, to, 16, true), (const uint8_t *)(uintptr_t)from,
-                                              (uint64_t *)mbarrier_at(t, barrier), size};
+  if (!reaches(t, from, size)) bad_access(t, "global, bulk,", from, size, false);
+  machine.bulk[machine.n_bulk++] = (ptx_bulk){
+      ptx_shared(t, to, 16, true), (const uint8_t *)(uintptr_t)from, (uint64_t *)mbarrier_at(t, barrier), size, {0}};
+}
+
+static uint32_t box_row_bytes(const bsh_map_of *const map) {
+  return (uint32_t)map->box_columns * (map->type == BSH_MAP_U8 ? 1 : 2);
+}
+
+/* Row i of a box: the bytes of it that the matrix has, and where they are. */
+static uint32_t row_of_box(const ptx_box *const box, const uint32_t i, const uint8_t **const from) {
+  const bsh_map_of *const map = box->map;
+  const int64_t row = box->row + (int64_t)i, left = map->columns - box->column;
+  if (row < 0 || row >= map->rows || box->column < 0 || left <= 0) return 0;
+  const int64_t item = map->type == BSH_MAP_U8 ? 1 : 2, n = left < map->box_columns ? left : map->box_columns;
+  *from = (const uint8_t *)map->data + row * map->row_bytes + box->column * item;
+  return (uint32_t)(n * item);
+}
+
+void ptx_tensor_copy(ptx_thread *const t, const uint64_t to, const uint64_t map, const uint32_t column,
+                     const uint32_t row, const uint64_t barrier, const uint32_t blocks) {
+  const ptx_box box = {(const bsh_map_of *)(uintptr_t)map, (int32_t)column, (int32_t)row};
+  const uint32_t bytes = box_row_bytes(box.map), size = bytes * (uint32_t)box.map->box_rows;
+  if (to % (8 * bytes) != 0) ptx_fail(t, "a box does not begin where its swizzle does");
+  for (uint32_t i = 0; i < (uint32_t)box.map->box_rows; i++) {
+    const uint8_t *from = NULL;
+    const uint32_t n = row_of_box(&box, i, &from);
+    if (n > 0 && !reaches(t, (uint64_t)(uintptr_t)from, n))
+      bad_access(t, "global, tensor,", (uint64_t)(uintptr_t)from, n, false);
+  }
+  for (uint32_t rank = 0; blocks >> rank; rank++) {
+    if (!(blocks >> rank & 1)) continue;
+    if (machine.n_bulk == BULK_COPIES) ptx_fail(t, "too many pending bulk copies");
+    const uint64_t there = (uint64_t)rank << 24;
+    ptx_shared(t, there | ((to & 0xFFFFFF) + size - 1), 1, true);
+    machine.bulk[machine.n_bulk++] = (ptx_bulk){ptx_shared(t, there | (to & 0xFFFFFF), 16, true), NULL,
+                                                (uint64_t *)mbarrier_at(t, there | (barrier & 0xFFFFFF)), size, box};
+  }
+}
+
+/* 16-byte chunk c of row r goes to chunk c ^ r % 8 where rows have 128 bytes, c ^ r / 2 % 4 where they have 64. `to` is
+ * aligned to 8 rows. What the matrix has not is 0. */
+static void finish_box(const ptx_bulk *const c) {
+  const uint32_t bytes = box_row_bytes(c->box.map);
+  for (uint32_t i = 0; i < (uint32_t)c->box.map->box_rows; i++) {
+    const uint8_t *from = NULL;
+    const uint32_t n = row_of_box(&c->box, i, &from);
+    for (uint32_t b = 0; b < bytes; b++) {
+      const uint32_t place = i * bytes + b;
+      c->to[place ^ ((place >> 7 & (bytes / 16 - 1)) << 4)] = b < n ? from[b] : 0;
+    }
+  }
 }
 
 static uint64_t draw(void) {
@@ -502,7 +558,8 @@ static void finish_bulk(void) {
   const uint32_t which = machine.random ? (uint32_t)(draw() % machine.n_bulk) : 0;
   const ptx_bulk c = machine.bulk[which];
   machine.bulk[which] = machine.bulk[--machine.n_bulk];
-  memcpy(c.to, c.from, c.size);
+  if (c.box.map != NULL) finish_box(&c);
+  else memcpy(c.to, c.from, c.size);
   mbarrier *const b = (mbarrier *)c.barrier;
   b->bytes -= (int32_t)c.size;
   complete(b);
@@ -571,7 +628,7 @@ static void start(const residents *const r, ptx_run *const run, const uint64_t s
       t->tid[0] = j % run->block[0];
       t->tid[1] = j / run->block[0] % run->block[1];
       t->tid[2] = j / run->block[0] / run->block[1];
-      t->waiting = NULL, t->done = t->spinning = false, t->n_copies = t->copy_group = 0;
+      t->waiting = NULL, t->done = t->spinning = t->waited = false, t->n_copies = t->copy_group = 0;
       prepare(t);
     }
   }
@@ -610,7 +667,7 @@ static bool cluster_ended(const residents *const r, const ptx_run *const run, co
 
 static void work(const residents *const r, ptx_run *const run) {
   const uint64_t total = run->grid[0] * run->grid[1] * run->grid[2] / run->cluster, slots = r->n / run->cluster;
-  uint64_t next = 0, ended = 0, idle = 0;
+  uint64_t next = 0, ended = 0, idle = 0, since_bulk = 0;
   bool *const busy = zeroed(slots);
   while (ended < total && !machine.failed) {
     bool moved = false;
@@ -620,7 +677,9 @@ static void work(const residents *const r, ptx_run *const run) {
       for (uint64_t c = 0; c < run->cluster; c++) moved |= turns(r, &r->ctas[slot * run->cluster + c]);
       if (cluster_ended(r, run, slot)) busy[slot] = false, ended++, moved = true;
     }
-    if (machine.n_bulk > 0 && (!moved || (machine.random && draw() % 4 == 0))) finish_bulk(), moved = true;
+    /* Threads that look at a flag together move without end: copies are late, but they come. */
+    const bool due = !moved || ++since_bulk == LATE || (machine.random && draw() % 4 == 0);
+    if (machine.n_bulk > 0 && due) finish_bulk(), moved = true, since_bulk = 0;
     idle = moved ? 0 : idle + 1;
     if (idle == SPINS) {
       snprintf(run->error, sizeof run->error, "%s: all threads wait for one another", run->kernel);

@@ -18,6 +18,7 @@
 #include <string.h>
 
 #include "cpu_numerics.h"
+#include "tensor_map.h"
 
 enum {
   PTX_WARP = 32,
@@ -88,11 +89,18 @@ typedef struct {
   uint32_t arrived, generation;
 } ptx_warpgroup;
 
+/* A box of a matrix: `from` is the map, `to` and `barrier` are addresses in shared memory. */
+typedef struct {
+  const bsh_map_of *map;
+  int32_t column, row;
+} ptx_box;
+
 typedef struct {
   uint8_t *to;
   const uint8_t *from;
   uint64_t *barrier;
   uint32_t size;
+  ptx_box box; /* map NULL: `size` bytes in a row */
 } ptx_bulk;
 
 typedef struct {
@@ -121,7 +129,7 @@ struct ptx_thread {
   uint32_t index;          /* in the CTA */
   const uint32_t *waiting; /* goes on when this is not `for_change` any more */
   uint32_t for_change;
-  bool done, spinning;
+  bool done, spinning, waited; /* waited: for earlier kernels */
   ptx_copy_of copies[PTX_COPIES];
   uint32_t n_copies, copy_group;
 };
@@ -135,6 +143,7 @@ typedef struct {
 extern const ptx_entry ptx_entries[];
 extern const ptx_table ptx_tables[];
 extern const uint32_t ptx_static_shared;
+extern const bool ptx_overlaps; /* the kernel waits for earlier ones itself */
 
 /* ---- waiting and failing ---- */
 
@@ -307,6 +316,24 @@ PTX_HALF2(add_rn, a + b)
 PTX_HALF2(sub, a - b)
 PTX_HALF2(mul, a *b)
 PTX_HALF2(mul_rn, a *b)
+/* To fp32 so that a second rounding, to fewer bits, is as if it were the only one: what is lost makes the last bit
+ * odd. */
+static inline float ptx_round_to_odd(const double value) {
+  const float near = (float)value;
+  if ((double)near == value || isnan(near) || isinf(near) || (float_bits(near) & 1)) return near;
+  return nextafterf(near, (double)near < value ? INFINITY : -INFINITY);
+}
+#define PTX_FMA_PAIR(type, widen, narrow)                                                                              \
+  static inline uint32_t ptx_fma_rn_##type(const uint32_t x, const uint32_t y, const uint32_t z) {                     \
+    uint32_t out = 0;                                                                                                  \
+    for (int i = 0; i < 32; i += 16) {                                                                                 \
+      const double a = widen((uint16_t)(x >> i)), b = widen((uint16_t)(y >> i)), c = widen((uint16_t)(z >> i));        \
+      out |= (uint32_t)narrow(ptx_round_to_odd(fma(a, b, c))) << i;                                                    \
+    }                                                                                                                  \
+    return out;                                                                                                        \
+  }
+PTX_FMA_PAIR(bf16x2, bf16_to_f32, f32_to_bf16)
+PTX_FMA_PAIR(f16x2, f16_to_f32, f32_to_f16)
 static inline uint32_t ptx_abs_bf16x2(const uint32_t a) { return a & 0x7FFF7FFFu; }
 static inline uint32_t ptx_abs_f16x2(const uint32_t a) { return a & 0x7FFF7FFFu; }
 static inline uint32_t ptx_neg_bf16x2(const uint32_t a) { return a ^ 0x80008000u; }
@@ -521,6 +548,12 @@ void ptx_copy(ptx_thread *t, uint64_t to, uint64_t from, uint32_t size, uint32_t
 void ptx_copy_commit(ptx_thread *t);
 void ptx_copy_wait(ptx_thread *t, uint32_t pending);
 void ptx_bulk_copy(ptx_thread *t, uint64_t to, uint64_t from, uint32_t size, uint64_t barrier);
+/* To the blocks of the cluster in `blocks`, at the same place of each. A map is a bsh_map_of here. */
+void ptx_tensor_copy(ptx_thread *t, uint64_t to, uint64_t map, uint32_t column, uint32_t row, uint64_t barrier,
+                     uint32_t blocks);
+static inline uint32_t ptx_mapa_shared_cluster_u32(const uint32_t address, const uint32_t rank) {
+  return (address & 0xFFFFFF) | rank << 24;
+}
 void ptx_mbarrier_init(ptx_thread *t, uint64_t address, uint32_t arrivals);
 void ptx_mbarrier_arrive(ptx_thread *t, uint64_t address, uint32_t bytes);
 void ptx_mbarrier_expect(ptx_thread *t, uint64_t address, uint32_t bytes);

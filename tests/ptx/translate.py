@@ -407,7 +407,10 @@ class Translator:
     def do_prefetch(self, parts, operands):
         return ";"
 
-    do_prefetchu = do_griddepcontrol = do_fence = do_membar = do_setmaxnreg = do_nanosleep = do_discard = do_prefetch
+    do_prefetchu = do_fence = do_membar = do_setmaxnreg = do_nanosleep = do_discard = do_prefetch
+
+    def do_griddepcontrol(self, parts, operands):
+        return "t->waited = true;" if parts[1] == "wait" else ";"
 
     # -- plain operands of an unusual shape --
 
@@ -523,6 +526,15 @@ class Translator:
             return f"ptx_copy_wait(t, {self.value(operands[0]) if operands else 0});"
         if rest[0] == "mbarrier":
             raise ValueError(".".join(parts))
+        if rest[:2] == ["bulk", "prefetch"]:
+            return ";"
+        if rest[:2] == ["bulk", "tensor"]:
+            to, source, barrier = operands[:3]
+            name, place = operands_of(source.strip("[]"))
+            column, row = (self.value(one) for one in operands_of(place.strip("{}")))
+            blocks = self.value(operands[3]) if len(operands) > 3 else "1u << t->cta->rank"
+            where = f"{self.address(to)}, {self.value(name)}, {column}, {row}, {self.address(barrier)}, {blocks}"
+            return f"ptx_tensor_copy(t, {where});"
         if rest[0] == "bulk":
             to, source, barrier = (self.address(operands[i]) for i in (0, 1, 3))
             return f"ptx_bulk_copy(t, {to}, {source}, {self.value(operands[2])}, {barrier});"
@@ -585,6 +597,8 @@ def translate(text: str, kernels: list[str]) -> str:
     out.append(f"const ptx_entry ptx_entries[] = {{{names}, {{0}}}};")
     out.append(f"const ptx_table ptx_tables[] = {{{', '.join([*tables, '{0}'])}}};")
     out.append("const uint32_t ptx_static_shared = STATIC_SHARED;")
+    waits = any("t->waited = true" in line for function in done for line in function.lines)
+    out.append(f"const bool ptx_overlaps = {str(waits).lower()};")
     return "\n".join(out) + "\n"
 
 

@@ -1,0 +1,174 @@
+// decode_sm90_wide.cuh - packed bytes and scales of W to wgmma's A operand, W or W^T, for gemm_4bit_sm90_wide.cu.
+//
+// A stage of W is 128 rows of W by 64 packed bytes (128 columns), with 64-byte swizzle, in both directions:
+//   forward: 128 rows of A x 128 of depth;   gradient: 128 of depth x 128 rows of A.
+// Decoded is a group of 32 of depth at a time, 8 operand registers a thread; g = lane / 4, t = lane % 4. wgmma wants
+// (k, k + 1) of operand row g or g + 8 in a register. Which rows of A are these is free: they are neighbours, rows 4g +
+// 2 half and 4g + 2 half + 1 of a span of 32 rows that two warps (half = 0, 1) share, so that sums are neighbours in y.
+//   forward: a pair (k, k + 1) is a packed byte. The order of k is that of x, so lane t needs byte t of every 32-bit
+//     word of its rows: 2 LDS.128 (4 lanes read the same 16 bytes), and a PRMT selector that depends on the lane picks
+//     byte t while it builds the table's address.
+//   gradient: a byte is a pair of rows of A at one n. ldmatrix.trans of 16-bit units gives lane (g, t) the bytes (n,
+//   2g),
+//     (n, 2g + 1), (n + 1, 2g), (n + 1, 2g + 1), n = 8i + 2t; of each two the warp uses one, the other warp of the span
+//     the other. Two looked-up pairs are interleaved to (n, n + 1) of one row of A and of the next.
+// The table has the pairs of all 256 bytes, one copy a bank, in rows 256 bytes apart, so that one byte permutation is
+// the address and the table's base an immediate. The upper 128 bytes of its rows serve the epilogue.
+#pragma once
+
+#include "gemm_4bit_sm90_wide.h"
+
+#include "decode.cuh"
+#include "ptx_sm90_cluster.cuh"
+
+#ifdef BSH_HAS_WGMMA
+namespace bsh {
+namespace {
+
+constexpr int TABLE_AT = BSH_GEMM_WIDE_TABLE_AT;
+
+// How W is rounded (docs/numerics.md). ALPHA scales the 16 values to where they lie near numbers of the table's type.
+//   HALF:  fp16(value * ALPHA), widened, * (scale / ALPHA) in fp32, rounded to T
+//   EXACT: fp32 value * fp32 scale, rounded to T
+//   SPLIT: T(value * ALPHA) * (scale / ALPHA as a sum of two T), rounded to T
+enum decode_mode { HALF, EXACT, SPLIT };
+template <typename T> constexpr bool IS_HALF = false;
+template <> constexpr bool IS_HALF<__half> = true;
+template <typename T, bool GRADIENT> constexpr decode_mode MODE_OF = GRADIENT ? SPLIT : IS_HALF<T> ? EXACT : HALF;
+
+template <typename T, int TOKENS_, bool GRADIENT_> struct wide_form {
+  static constexpr int TOKENS = TOKENS_, SUMS = TOKENS / 2; // of a thread
+  static constexpr bool GRADIENT = GRADIENT_;
+  static constexpr decode_mode MODE = MODE_OF<T, GRADIENT>;
+  static constexpr int X_STAGES = bsh_gemm_wide_x_stages(TOKENS), X_BYTES = bsh_gemm_wide_x_bytes(TOKENS);
+  static constexpr int STAGES = BSH_GEMM_WIDE_STAGES;
+  static constexpr int W_AT = bsh_gemm_wide_w_at(TOKENS), SCALES_AT = bsh_gemm_wide_scales_at(TOKENS);
+  static constexpr int MAP_AT = bsh_gemm_wide_map_at(TOKENS), BARRIERS_AT = bsh_gemm_wide_barriers_at(TOKENS);
+  // What the 16 values are multiplied with before they are rounded to the table's type.
+  static __device__ __forceinline__ float alpha(int format) {
+    if (MODE == EXACT) return 1.f;
+    if (format == BSH_FP4) return 3.f; // multiples of 1/64: exact
+    return MODE == SPLIT && !IS_HALF<T> ? 1.3743000030517578f : 1.6384999752044678f;
+  }
+};
+
+// Fills the table, by the 256 threads that multiply; a barrier by the caller.
+template <typename T, typename FORM> __device__ __forceinline__ void build_wide_table(char *table, int format) {
+  const float value = code_value(format, threadIdx.x & 15) * FORM::alpha(format);
+  for (int i = threadIdx.x; i < 256 * 8; i += BSH_GEMM_WIDE_CONSUMERS * BSH_WARP) { // 16 bytes of a row
+    const int byte = i >> 3;
+    const float first = __shfl_sync(~0u, value, byte >> 4), second = __shfl_sync(~0u, value, byte & 15);
+    uint32_t low = pack_pair<T>(first, second), high = low;
+    if (FORM::MODE == HALF) low = high = pack_pair<__half>(first, second);
+    if (FORM::MODE == EXACT) low = __float_as_uint(first), high = __float_as_uint(second);
+    *reinterpret_cast<uint4 *>(table + byte * 256 + (i & 7) * 16) = make_uint4(low, high, low, high);
+  }
+}
+
+// Where the scale of row r (0..63) and the first unit of a stage of W goes, in bytes: in the order in which lanes read.
+// That of row r + 64 lies 256 bytes further, that of the second unit 512. SPLIT: the second word of the sum lies 16
+// bytes behind the first.
+template <typename FORM> __device__ __forceinline__ int scale_place(int r) {
+  if (!FORM::GRADIENT) return r * 4;
+  return (r >> 5) * 128 + (r >> 1 & 3) * 32 + (r >> 3 & 3) * 4 + (r & 1) * 2; // group, t
+}
+template <typename T, typename FORM> __device__ __forceinline__ void put_scale(char *at, float scale) {
+  if (FORM::MODE != SPLIT) {
+    *reinterpret_cast<float *>(at) = scale;
+    return;
+  }
+  T high, low;
+  from_float(scale, &high);
+  from_float(scale - to_float(high), &low);
+  *reinterpret_cast<T *>(at) = high, *reinterpret_cast<T *>(at + 16) = low;
+}
+
+// Group q (0..3) of the piece in stage `s` becomes a[8], two k16 steps, in three steps that the main loop spreads over
+// three iterations, so that no latency shows: bytes(), lookup() and values().
+template <typename T, typename FORM> struct decoder {
+  static constexpr bool GRADIENT = FORM::GRADIENT;
+  static constexpr decode_mode MODE = FORM::MODE;
+  uint32_t weights, scales, lane_base, select[2];
+  uint32_t raw[GRADIENT ? 4 : 8];
+  uint32_t scale[GRADIENT ? 8 : 2];
+  uint32_t found[MODE == EXACT ? 16 : 8]; // forward [row 0, 1][word], gradient [j][n, n + 1]
+
+  // base: shared address of the table less BSH_GEMM_WIDE_TABLE_AT. warp: of the 8 that multiply.
+  __device__ __forceinline__ decoder(uint32_t base, int warp, int lane) {
+    const int g = lane >> 2, t = lane & 3, span = warp >> 1, half = warp & 1;
+    lane_base = base + (MODE == EXACT ? (lane & 15) * 8 : lane * 4); // EXACT: 16 copies, half a warp at a time
+    if (!GRADIENT) {
+      const int row = span * 32 + 4 * g + 2 * half;
+      weights = base + FORM::W_AT + row * 64 + ((row >> 1 & 3) << 4);
+      scales = base + FORM::SCALES_AT + row * 4;
+      select[0] = 0x7604 | t << 4, select[1] = 0;
+    } else {
+      weights = base + FORM::W_AT + lane * 64 + ((span ^ (lane >> 1 & 3)) << 4);
+      scales = base + FORM::SCALES_AT + (span >> 1) * 512 + t * 32;
+      select[0] = 0x7604 | half << 4, select[1] = 0x7604 | (2 + half) << 4;
+    }
+    select[0] = keep(select[0]), select[1] = keep(select[1]); // out of uniform registers, which the products need
+  }
+
+  __device__ __forceinline__ void bytes(int s, int q) {
+    if (GRADIENT) {
+      ldmatrix_x4_trans(raw, weights + s * BSH_GEMM_WIDE_W_BYTES + q * 2048);
+    } else {
+      const uint32_t at = (weights + s * BSH_GEMM_WIDE_W_BYTES) ^ (q << 4);
+      const uint4 r0 = ld_shared_16(at), r1 = ld_shared_16(at + 64);
+      raw[0] = r0.x, raw[1] = r0.y, raw[2] = r0.z, raw[3] = r0.w;
+      raw[4] = r1.x, raw[5] = r1.y, raw[6] = r1.z, raw[7] = r1.w;
+    }
+  }
+
+  __device__ __forceinline__ void lookup(int s, int q) {
+    const uint32_t at = scales + s * BSH_GEMM_WIDE_SCALE_BYTES;
+    if (GRADIENT) {
+      const uint4 high = ld_shared_16(at + q * 128), low = ld_shared_16(at + q * 128 + 16);
+      scale[0] = high.x, scale[1] = high.y, scale[2] = high.z, scale[3] = high.w;
+      scale[4 % SCALES] = low.x, scale[5 % SCALES] = low.y, scale[6 % SCALES] = low.z, scale[7 % SCALES] = low.w;
+    } else if (q % 2 == 0) {
+      const uint2 rows = ld_shared_8(at + (q >> 1) * 512);
+      scale[0] = rows.x, scale[1] = rows.y;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const uint32_t word = GRADIENT ? raw[i >> 1] : raw[i];
+      const uint32_t address = __byte_perm(word, lane_base, GRADIENT ? select[i & 1] : select[0]);
+      if (MODE == EXACT)
+        asm("ld.shared.v2.u32 {%0, %1}, [%2 + %3];"
+            : "=r"(found[2 * i % FOUND]), "=r"(found[(2 * i + 1) % FOUND])
+            : "r"(address), "n"(TABLE_AT));
+      else asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(found[i]) : "r"(address), "n"(TABLE_AT));
+    }
+  }
+
+  __device__ __forceinline__ void values(uint32_t *a) const {
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      if (GRADIENT) {
+        const uint32_t first = __byte_perm(found[2 * j], found[2 * j + 1], 0x5410);
+        const uint32_t second = __byte_perm(found[2 * j], found[2 * j + 1], 0x7632);
+        const uint32_t high = scale[j % SCALES], low = scale[(4 + j) % SCALES];
+        a[2 * j] = fma_pair<T>(first, high, mul_pair<T>(first, low));
+        a[2 * j + 1] = fma_pair<T>(second, high, mul_pair<T>(second, low));
+      } else {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int i = h * 4 + j;
+          const float by = __uint_as_float(scale[h]);
+          const float2 v = MODE == EXACT ? make_float2(__uint_as_float(found[2 * i % FOUND]),
+                                                       __uint_as_float(found[(2 * i + 1) % FOUND]))
+                                         : __half22float2(*reinterpret_cast<const __half2 *>(&found[i]));
+          a[2 * j + h] = pack_pair<T>(v.x * by, v.y * by);
+        }
+      }
+  }
+
+private:
+  static constexpr int SCALES = GRADIENT ? 8 : 2, FOUND = MODE == EXACT ? 16 : 8;
+};
+
+} // namespace
+} // namespace bsh
+#endif

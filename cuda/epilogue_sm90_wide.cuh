@@ -1,0 +1,156 @@
+// epilogue_sm90_wide.cuh - from a thread's sums to y: stored, left for other pairs of thread blocks, or joined with
+// theirs. Sums are added in the order of depth, so equal inputs give equal bits.
+//
+// sum[4j + e], e = 0, 1: token 8j + 2t + e of the first of the thread's two rows of A; e = 2, 3: of the second.
+#pragma once
+
+#include "decode_sm90_wide.cuh"
+#include "scheduler_sm90_wide.cuh"
+
+#ifdef BSH_HAS_WGMMA
+namespace bsh {
+namespace {
+
+// Four rows of one token: `left` of them exist.
+template <typename T>
+__device__ __forceinline__ void store_four(const bsh_gemm_wide_args &args, T *y, uint32_t first, uint32_t second,
+                                           int left) {
+  if (args.store_fours) {
+    *reinterpret_cast<uint2 *>(y) = make_uint2(first, second);
+    return;
+  }
+  uint16_t *const to = reinterpret_cast<uint16_t *>(y);
+  to[0] = (uint16_t)first;
+  if (left > 1) to[1] = (uint16_t)(first >> 16);
+  if (left > 2) to[2] = (uint16_t)second;
+  if (left > 3) to[3] = (uint16_t)(second >> 16);
+}
+
+// Stores the complete sums of the 8-token groups J0 .. J0 + GROUPS. The two warps of a span exchange halves of their
+// tokens through the unused halves of the table's rows, so that a thread has four neighbours of y.
+template <typename T, typename FORM, int J0, int GROUPS>
+__device__ __forceinline__ void store_sums(const bsh_gemm_wide_args &args, const wide_place &place, char *memory,
+                                           int tile, const float *sum) {
+  constexpr int UPPER = 2 * GROUPS; // from a sum of the first half of the tokens to that of the second
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, half = warp & 1;
+  const int rows = FORM::GRADIENT ? args.K : args.N;
+  const int row = place.row(args.cut, tile) + (warp >> 1) * 32 + 4 * g;
+  const int token = place.token<FORM::TOKENS>(args.cut, tile) + J0 * 8 + 2 * t;
+  T *const y = static_cast<T *>(args.y) + token * args.ldy + row;
+  const int left = row < rows ? args.M - token : 0; // tokens
+  float bias[2] = {0.f, 0.f};
+  if (!FORM::GRADIENT && args.bias)
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      bias[i] = to_float(static_cast<const T *>(args.bias)[min(row + 2 * half + i, rows - 1)]);
+  const uint32_t own =
+      shared_address(memory) + BSH_GEMM_WIDE_TABLE_AT + warp * (32 * 256) + 128 + lane * 4; // 32 rows of 256 bytes
+  const uint32_t other = own + (half ? -32 * 256 : 32 * 256);
+  auto pair = [&](int i) { return pack_pair<T>(sum[i] + bias[0], sum[i + 2] + bias[1]); };
+  named_barrier<2 * BSH_WARP>(3 + (warp >> 1));
+#pragma unroll
+  for (int i = 0; i < GROUPS; i++) {
+    const int u = 4 * (J0 + (i >> 1)) + (i & 1);
+    st_shared(own + i * 256, half ? pair(u) : pair(u + UPPER));
+  }
+  named_barrier<2 * BSH_WARP>(3 + (warp >> 1));
+#pragma unroll
+  for (int i = 0; i < GROUPS; i++) {
+    const int u = 4 * (J0 + (i >> 1)) + (i & 1), at = half * (GROUPS * 4) + 8 * (i >> 1) + (i & 1);
+    const uint32_t got = ld_shared_4(other + i * 256), kept = half ? pair(u + UPPER) : pair(u);
+    if (at < left) store_four(args, y + at * args.ldy, half ? got : kept, half ? kept : got, rows - row);
+  }
+}
+
+// Sums that pair `other` leaves, of this thread, one float4 each 8 tokens; and its flag, of this warp.
+template <typename FORM>
+__device__ __forceinline__ float4 *sums_of(const bsh_gemm_wide_args &args, const wide_place &place, int other) {
+  return reinterpret_cast<float4 *>(args.partial) + (int64_t)place.block_of(other) * (FORM::TOKENS / 8 * 256) +
+         threadIdx.x;
+}
+__device__ __forceinline__ uint32_t *flag_of(const bsh_gemm_wide_args &args, const wide_place &place, int other) {
+  return args.flags + place.block_of(other) * BSH_GEMM_WIDE_CONSUMERS + (threadIdx.x >> 5);
+}
+__device__ __forceinline__ void leave(float4 *to, const float *sum, int j) {
+  __stcg(to + j * 256, make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]));
+}
+__device__ __forceinline__ void raise_flag(const bsh_gemm_wide_args &args, const wide_place &place) {
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0) store_release(flag_of(args, place, place.pair), 1);
+}
+__device__ __forceinline__ void wait_for_flag(const bsh_gemm_wide_args &args, const wide_place &place, int other) {
+  const uint32_t *const flag = flag_of(args, place, other);
+  while (!__all_sync(~0u, load_acquire(flag))) {
+  }
+}
+
+// A stretch that is not the whole tile: left for the pair that has the tile's end, or joined with what earlier pairs
+// left. It waits for pairs of lower index only, which leave theirs before they wait for anything.
+template <typename T, typename FORM>
+__device__ __forceinline__ void share_sums(const bsh_gemm_wide_args &args, const wide_place &place,
+                                           const wide_scheduler &work, char *memory, float *sum) {
+  constexpr int GROUPS = FORM::TOKENS / 8;
+  if (work.to < args.cut.pieces) {
+    float4 *const to = sums_of<FORM>(args, place, place.pair);
+#pragma unroll
+    for (int j = 0; j < GROUPS; j++) leave(to, sum, j);
+    return raise_flag(args, place);
+  }
+  if (work.from > 0)
+    for (int other = place.pair - 1;; other--) {
+      wait_for_flag(args, place, other);
+      const float4 *const from = sums_of<FORM>(args, place, other);
+#pragma unroll
+      for (int j = 0; j < GROUPS; j++) {
+        const float4 v = __ldcg(from + j * 256);
+        sum[4 * j] += v.x, sum[4 * j + 1] += v.y, sum[4 * j + 2] += v.z, sum[4 * j + 3] += v.w;
+      }
+      if (work.begin_of(other) <= work.tile * args.cut.pieces) break;
+    }
+  store_sums<T, FORM, 0, GROUPS>(args, place, memory, work.tile, sum);
+}
+
+// SHARES pairs have equal parts of one tile: each leaves what the others own, then joins and stores its own part of the
+// tokens. They wait for one another: they are one cluster, so all of them run.
+template <typename T, typename FORM, int SHARES, int OWN>
+__device__ __forceinline__ void join_own(const bsh_gemm_wide_args &args, const wide_place &place, int me, int tile,
+                                         char *memory, float *sum) {
+  constexpr int GROUPS = FORM::TOKENS / 8 / SHARES;
+  if (me == OWN) {
+#pragma unroll
+    for (int q = 0; q < SHARES; q++)
+      if (q != OWN) wait_for_flag(args, place, place.pair - OWN + q);
+#pragma unroll
+    for (int j = OWN * GROUPS; j < (OWN + 1) * GROUPS; j++) {
+      float4 v[SHARES];
+#pragma unroll
+      for (int q = 0; q < SHARES; q++)
+        v[q] = q == OWN ? make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3])
+                        : __ldcg(sums_of<FORM>(args, place, place.pair - OWN + q) + j * 256);
+      float4 total = v[0];
+#pragma unroll
+      for (int q = 1; q < SHARES; q++) total.x += v[q].x, total.y += v[q].y, total.z += v[q].z, total.w += v[q].w;
+      sum[4 * j] = total.x, sum[4 * j + 1] = total.y, sum[4 * j + 2] = total.z, sum[4 * j + 3] = total.w;
+    }
+    store_sums<T, FORM, OWN * GROUPS, GROUPS>(args, place, memory, tile, sum);
+  }
+  if constexpr (OWN + 1 < SHARES) join_own<T, FORM, SHARES, OWN + 1>(args, place, me, tile, memory, sum);
+}
+template <typename T, typename FORM, int SHARES>
+__device__ __forceinline__ void scatter_sums(const bsh_gemm_wide_args &args, const wide_place &place, int tile,
+                                             char *memory, float *sum) {
+  constexpr int GROUPS = FORM::TOKENS / 8 / SHARES;
+  const int me = place.pair % SHARES;
+  float4 *const to = sums_of<FORM>(args, place, place.pair);
+#pragma unroll
+  for (int own = 0; own < SHARES; own++)
+    if (own != me)
+#pragma unroll
+      for (int j = own * GROUPS; j < (own + 1) * GROUPS; j++) leave(to, sum, j);
+  raise_flag(args, place);
+  join_own<T, FORM, SHARES, 0>(args, place, me, tile, memory, sum);
+}
+
+} // namespace
+} // namespace bsh
+#endif

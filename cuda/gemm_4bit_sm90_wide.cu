@@ -1,0 +1,190 @@
+// gemm_4bit_sm90_wide.cu - y[M, N] = x[M, K] W^T + bias and dx[M, K] = dy[M, N] W in one pass over the packed W, for
+// many rows, on Hopper's wgmma, tensor copies and clusters (sm_90a).
+//
+//   x (dy) [M, depth]            W, packed [N, K / 2]         scales
+//      | tensor copies,             | tensor copies              | two warps: nested to fp32,
+//      | half of the tokens by      | 128 rows x 64 bytes        | in the order in which they
+//      | each block of a pair,      v                            v are read
+//      | for both                  ring of 3 pieces           ring of 3 pieces
+//      v                            |                            |
+//   ring of 64 of depth:            |  pair table in shared memory (decode_sm90_wide.cuh)
+//   B operand of wgmma              v                            v
+//      |                         A operand in registers: W or W^T, rounded to T with its scale
+//      v                            v
+//   wgmma m64 n128/n256 k16, fp32 sums in registers over all of depth
+//      |
+//      v
+//   y, or args.partial, which the pair with the tile's end adds (epilogue_sm90_wide.cuh)
+//
+// Operands are swapped: C^T[rows, tokens] = A x^T with A = W or W^T, decoded by the warp that multiplies it. A thread
+// block is two warpgroups that multiply, 64 rows of A each, and one that brings: warp 8 x, warps 9 and 10 scales, warp
+// 11 packed W. Two blocks with the same tokens and neighbouring rows are a pair in a cluster. Decoding a group of 32 of
+// depth is spread over three iterations, and its product is issued while the one before runs.
+//
+// W, its scales and x are read behind wait_for_earlier_kernels, since a kernel before may write any of them (an
+// all-gather writes W); only hints go ahead.
+#include "epilogue_sm90_wide.cuh"
+#include "loaders_sm90_wide.cuh"
+#include "wgmma_sm90.cuh"
+
+namespace bsh {
+namespace {
+
+#ifdef BSH_HAS_WGMMA
+enum { X_WARP = 8, SCALE_WARP = 9, W_WARP = 11 };
+enum { PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232 };
+
+template <typename T, typename FORM>
+__device__ __forceinline__ void produce(const bsh_gemm_wide_args &args, const bsh_tensor_map *x_map,
+                                        const bsh_tensor_map *w_map, char *memory, uint32_t base,
+                                        const wide_place &place, int warp, int lane) {
+  if (warp == X_WARP) {
+    if (lane != 0) return;
+    wait_for_earlier_kernels();
+    load_x<FORM>(args, x_map, base, place);
+  } else if (warp == W_WARP) {
+    if (lane != 0) return;
+    prefetch_w<FORM>(args, w_map, place);
+    wait_for_earlier_kernels();
+    load_w<FORM>(args, w_map, base, place);
+  } else {
+    wait_for_earlier_kernels();
+    load_scales<T, FORM>(args, memory, base, place, (warp - SCALE_WARP) * BSH_WARP + lane);
+  }
+}
+
+template <typename T, typename FORM>
+__device__ __forceinline__ void consume(const bsh_gemm_wide_args &args, char *memory, uint32_t base,
+                                        const wide_place &place, int warp, int lane) {
+  // Sets of operand registers. With four, a product is issued while the one before it runs, and only then the next
+  // one's operands are made: decoding has the time of two products. Two words a scale leave registers for two.
+  constexpr int SETS = FORM::MODE == SPLIT ? 2 : 4;
+  const wide_barriers<FORM> barriers(base);
+  // In both blocks of the pair: lane i frees a stage of x for block i.
+  const uint32_t x_empty = map_to_rank(barriers.x_empty, place.first + (lane & 1));
+  const uint64_t x_descriptor = wgmma_descriptor_64(base + BSH_GEMM_WIDE_X_AT);
+  decoder<T, FORM> decode(base, warp, lane);
+  wide_scheduler work(args.cut, place.pair);
+  float sum[FORM::SUMS];
+  uint32_t a[SETS][8];
+  int x_stage = 0, stage = 0;
+  uint32_t x_parity = 0, parity = 0;
+  auto release_x = [&](int s) {
+    if (lane < BSH_GEMM_WIDE_PAIR) mbarrier_arrive_there(x_empty + 8 * s);
+  };
+  while (work.next()) {
+#pragma unroll
+    for (int i = 0; i < FORM::SUMS; i++) sum[i] = 0.f;
+    mbarrier_wait(barriers.w_full + 8 * stage, parity);
+    decode.bytes(stage, 0);
+    decode.lookup(stage, 0);
+    decode.bytes(stage, 1);
+    decode.values(a[0]);
+    decode.lookup(stage, 1);
+    decode.bytes(stage, 2);
+    int before = -1; // the stage of x that the last product but one has read
+    for (int p = work.from; p < work.to; p++) {
+      const bool more = p + 1 < work.to;
+      const int next_stage = stage + 1 == FORM::STAGES ? 0 : stage + 1;
+      const uint32_t next_parity = stage + 1 == FORM::STAGES ? parity ^ 1 : parity;
+#pragma unroll
+      for (int q = 0; q < 4; q++) {
+        if (q % 2 == 0) mbarrier_wait(barriers.x_full + 8 * x_stage, x_parity);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+          wgmma_add<T, FORM::TOKENS>::mma_async(sum, a[q % SETS] + 4 * k,
+                                                x_descriptor + ((x_stage * FORM::X_BYTES) >> 4) + (q % 2) * 4 + k * 2);
+        wgmma_commit();
+        auto decode_ahead = [&]() {
+          if (q < 3 || more) decode.values(a[(q + 1) % SETS]); // group q + 1
+          if (q == 2) {
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(barriers.w_empty + 8 * stage);
+          }
+          if (q < 2) decode.lookup(stage, q + 2); // group q + 2
+          else if (more) decode.lookup(next_stage, q - 2);
+          if (q == 0) decode.bytes(stage, 3); // group q + 3
+          else if (more) {
+            if (q == 1) mbarrier_wait(barriers.w_full + 8 * next_stage, next_parity);
+            decode.bytes(next_stage, q - 1);
+          }
+        };
+        if (SETS == 4) decode_ahead();
+        wgmma_wait<1>(); // the product before this one is done with its operands
+        if (q % 2 == 0) {
+          if (before >= 0) release_x(before);
+        } else {
+          before = x_stage;
+          if (++x_stage == FORM::X_STAGES) x_stage = 0, x_parity ^= 1;
+        }
+        if (SETS == 2) decode_ahead();
+      }
+      stage = next_stage, parity = next_parity;
+    }
+    wgmma_wait<0>();
+    release_x(before);
+    if (args.cut.scatter == 2) scatter_sums<T, FORM, 2>(args, place, work.tile, memory, sum);
+    else if (args.cut.scatter == 4) scatter_sums<T, FORM, 4>(args, place, work.tile, memory, sum);
+    else share_sums<T, FORM>(args, place, work, memory, sum);
+  }
+}
+
+template <typename T, typename FORM>
+__device__ __forceinline__ void gemm_wide(const bsh_tensor_map &x_map, const bsh_tensor_map &w_map,
+                                          const bsh_gemm_wide_args &args) {
+  extern __shared__ __align__(1024) char dynamic[];
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+  // The shared window: above bit 24, the block's rank in its cluster. Places in it are constants.
+  const uint32_t base = shared_address(dynamic) & 0xFF000000;
+  char *const memory = dynamic - (shared_address(dynamic) & 0xFFFFFF);
+  if ((shared_address(dynamic) & 0xFFFFFF) > BSH_GEMM_WIDE_TABLE_AT) __trap();
+  let_later_kernels_start();
+  if (threadIdx.x == X_WARP * BSH_WARP) prefetch_map(&x_map);
+  if (threadIdx.x == W_WARP * BSH_WARP) prefetch_map(&w_map);
+  const wide_place place;
+  if (threadIdx.x == 0) wide_barriers<FORM>(base).init();
+  __syncthreads();
+  cluster_meet();
+  if (warp >= BSH_GEMM_WIDE_CONSUMERS) {
+    give_registers<PRODUCER_REGISTERS>();
+    produce<T, FORM>(args, &x_map, &w_map, memory, base, place, warp, lane);
+  } else {
+    take_registers<CONSUMER_REGISTERS>();
+    build_wide_table<T, FORM>(memory + BSH_GEMM_WIDE_TABLE_AT, args.format);
+    named_barrier<BSH_GEMM_WIDE_CONSUMERS * BSH_WARP>(1);
+    wait_for_earlier_kernels();
+    consume<T, FORM>(args, memory, base, place, warp, lane);
+  }
+  __syncwarp();
+  cluster_meet(); // nobody ends while a block of its cluster may still write here
+}
+#endif
+
+} // namespace
+} // namespace bsh
+
+#ifdef BSH_HAS_WGMMA
+#define GEMM_WIDE_BODY(T, TOKENS, GRADIENT) bsh::gemm_wide<T, bsh::wide_form<T, TOKENS, GRADIENT>>(x_map, w_map, args);
+#else
+#define GEMM_WIDE_BODY(T, TOKENS, GRADIENT) __trap(); // the host launches these on sm_90 machine code only
+#endif
+#define GEMM_WIDE(T, NAME, TOKENS, GRADIENT)                                                                           \
+  extern "C" __global__ void __launch_bounds__(BSH_GEMM_WIDE_THREADS, 1)                                               \
+      NAME(const __grid_constant__ bsh_tensor_map x_map, const __grid_constant__ bsh_tensor_map w_map,                 \
+           const __grid_constant__ bsh_gemm_wide_args args) {                                                          \
+    GEMM_WIDE_BODY(T, TOKENS, GRADIENT)                                                                                \
+  }
+#define GEMM_WIDE_FORM(FORM, TOKENS)                                                                                   \
+  GEMM_WIDE(__nv_bfloat16, gemm_wide_bf16_##FORM, TOKENS, false)                                                       \
+  GEMM_WIDE(__half, gemm_wide_f16_##FORM, TOKENS, false)                                                               \
+  GEMM_WIDE(__nv_bfloat16, gemm_wide_dgrad_bf16_##FORM, TOKENS, true)                                                  \
+  GEMM_WIDE(__half, gemm_wide_dgrad_f16_##FORM, TOKENS, true)
+BSH_GEMM_WIDE_FORMS(GEMM_WIDE_FORM)
+
+// In front of a product that shares tiles: clears its flags.
+extern "C" __global__ void clear_flags(uint32_t *flags, int n) {
+  bsh::let_later_kernels_start(); // the product waits for this kernel, which waits for those before it
+  bsh::wait_for_earlier_kernels();
+  for (int i = threadIdx.x; i < n; i += blockDim.x) flags[i] = 0;
+}

@@ -1,0 +1,172 @@
+// loaders_sm90_wide.cuh - the producer warps of gemm_4bit_sm90_wide.cu: x, packed W and scales to shared memory.
+#pragma once
+
+#include "decode_sm90_wide.cuh"
+#include "scheduler_sm90_wide.cuh"
+
+#ifdef BSH_HAS_WGMMA
+namespace bsh {
+namespace {
+
+// Barriers: of a stage of x or W, `full` and `empty`.
+template <typename FORM> struct wide_barriers {
+  uint32_t x_full, x_empty, w_full, w_empty;
+  __device__ __forceinline__ explicit wide_barriers(uint32_t base) {
+    x_full = base + FORM::BARRIERS_AT, x_empty = x_full + 8 * FORM::X_STAGES;
+    w_full = x_empty + 8 * FORM::X_STAGES, w_empty = w_full + 8 * FORM::STAGES;
+  }
+  // One thread. A stage of x is filled by both blocks of the pair and emptied by the consumers of both; one of W is
+  // filled by a copy and two warps of scales.
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < FORM::X_STAGES; i++)
+      mbarrier_init(x_full + 8 * i, 1), mbarrier_init(x_empty + 8 * i, BSH_GEMM_WIDE_CONSUMERS * BSH_GEMM_WIDE_PAIR);
+    for (int i = 0; i < FORM::STAGES; i++)
+      mbarrier_init(w_full + 8 * i, 3), mbarrier_init(w_empty + 8 * i, BSH_GEMM_WIDE_CONSUMERS);
+    fence_mbarrier_init();
+  }
+};
+
+// A ring of stages, as a producer goes round: parity 1 passes the first time.
+template <int STAGES> struct wide_ring {
+  int stage = 0;
+  uint32_t parity = 1;
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+// One thread: each block of a pair brings half of the tokens to both.
+template <typename FORM>
+__device__ __forceinline__ void load_x(const bsh_gemm_wide_args &args, const bsh_tensor_map *map, uint32_t base,
+                                       const wide_place &place) {
+  const wide_barriers<FORM> barriers(base);
+  wide_scheduler work(args.cut, place.pair);
+  wide_ring<FORM::X_STAGES> ring;
+  constexpr int OWN_TOKENS = FORM::TOKENS / BSH_GEMM_WIDE_PAIR;
+  while (work.next()) {
+    const int token = place.token<FORM::TOKENS>(args.cut, work.tile) + place.rank * OWN_TOKENS;
+    for (int k = work.from * 2; k < work.to * 2; k++, ring.advance()) {
+      mbarrier_wait(barriers.x_empty + 8 * ring.stage, ring.parity);
+      mbarrier_expect(barriers.x_full + 8 * ring.stage, FORM::X_BYTES, true);
+      tensor_copy_to(base + BSH_GEMM_WIDE_X_AT + ring.stage * FORM::X_BYTES +
+                         place.rank * (FORM::X_BYTES / BSH_GEMM_WIDE_PAIR),
+                     map, k * BSH_UNIT, token, barriers.x_full + 8 * ring.stage, 3u << place.first);
+    }
+  }
+}
+
+// Column and row of the packed bytes of a piece.
+template <typename FORM>
+__device__ __forceinline__ int2 packed_at(const bsh_gemm_wide_args &args, const wide_place &place, int tile,
+                                          int piece) {
+  const int row = place.row(args.cut, tile), depth = piece * BSH_GEMM_WIDE_PIECE;
+  return FORM::GRADIENT ? make_int2(row / 2, depth) : make_int2(depth / 2, row);
+}
+
+// One thread. Up to STAGES pieces of the first stretch.
+template <typename FORM>
+__device__ __forceinline__ void prefetch_w(const bsh_gemm_wide_args &args, const bsh_tensor_map *map,
+                                           const wide_place &place) {
+  wide_scheduler work(args.cut, place.pair);
+  if (!work.next()) return;
+#pragma unroll 1
+  for (int p = work.from; p < min(work.to, work.from + FORM::STAGES); p++) {
+    const int2 at = packed_at<FORM>(args, place, work.tile, p);
+    tensor_prefetch_l2(map, at.x, at.y);
+  }
+}
+template <typename FORM>
+__device__ __forceinline__ void load_w(const bsh_gemm_wide_args &args, const bsh_tensor_map *map, uint32_t base,
+                                       const wide_place &place) {
+  const wide_barriers<FORM> barriers(base);
+  wide_scheduler work(args.cut, place.pair);
+  wide_ring<FORM::STAGES> ring;
+  while (work.next())
+    for (int p = work.from; p < work.to; p++, ring.advance()) {
+      const int2 at = packed_at<FORM>(args, place, work.tile, p);
+      mbarrier_wait(barriers.w_empty + 8 * ring.stage, ring.parity);
+      mbarrier_expect(barriers.w_full + 8 * ring.stage, BSH_GEMM_WIDE_W_BYTES, true);
+      tensor_copy(base + FORM::W_AT + ring.stage * BSH_GEMM_WIDE_W_BYTES, map, at.x, at.y,
+                  barriers.w_full + 8 * ring.stage);
+    }
+}
+
+// 64 lanes: the scales of a piece, of 2 rows of W each, 2 units of a row. Fetched a piece ahead and kept raw until
+// used.
+template <typename FORM> struct wide_scales {
+  uint32_t codes[2];  // of the two units, one byte each; bits 16 and 17: W has them, else they count 0
+  float second[2][2]; // absmax2, or the plain scale
+
+  __device__ __forceinline__ void fetch(const bsh_gemm_wide_args &args, const wide_place &place, int lane, int tile,
+                                        int piece) {
+    const int row = place.row(args.cut, tile), depth = piece * BSH_GEMM_WIDE_PIECE;
+    const int first = FORM::GRADIENT ? depth : row, column = FORM::GRADIENT ? row : depth;
+    const int units = args.K / BSH_UNIT, unit = column / BSH_UNIT;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int r = first + i * 64 + lane;
+      const uint32_t at = (uint32_t)min(r, args.N - 1) * units + min(unit, (units - 1) & ~1); // `unit` is even
+      const uint32_t next = at + (unit + 1 < units);
+      const uint32_t there = r < args.N ? (unit < units ? 1u << 16 : 0) | (unit + 1 < units ? 1u << 17 : 0) : 0;
+      if (args.code_pairs) {
+        codes[i] = there | *reinterpret_cast<const uint16_t *>(args.absmax_code + at);
+        second[i][0] = second[i][1] = args.absmax2[at / BSH_NESTED_BLOCKSIZE];
+      } else {
+        const uint32_t blocks[2] = {at >> args.block_shift, next >> args.block_shift};
+        codes[i] = there;
+#pragma unroll
+        for (int b = 0; b < 2; b++)
+          if (args.absmax) {
+            second[i][b] = args.absmax[blocks[b]];
+          } else {
+            codes[i] |= (uint32_t)args.absmax_code[blocks[b]] << (8 * b);
+            second[i][b] = args.absmax2[blocks[b] / BSH_NESTED_BLOCKSIZE];
+          }
+      }
+    }
+  }
+  __device__ __forceinline__ float of(const bsh_gemm_wide_args &args, const float *map, float offset, int i,
+                                      int b) const {
+    if (!(codes[i] >> (16 + b) & 1)) return 0.f;
+    return args.absmax ? second[i][b] : scale_with_denormals(map[codes[i] >> (8 * b) & 255], second[i][b], offset);
+  }
+};
+
+template <typename T, typename FORM>
+__device__ __forceinline__ void load_scales(const bsh_gemm_wide_args &args, char *memory, uint32_t base,
+                                            const wide_place &place, int lane) {
+  const wide_barriers<FORM> barriers(base);
+  float *const map = reinterpret_cast<float *>(memory + FORM::MAP_AT);
+  const float inverse_alpha = 1.f / FORM::alpha(args.format);
+  const bool nested = !args.absmax;
+  const float offset = nested ? *args.offset : 0.f;
+  wide_scheduler work(args.cut, place.pair);
+  wide_ring<FORM::STAGES> ring;
+  wide_scales<FORM> scales;
+  bool more = work.next();
+  int piece = work.from;
+  if (more) scales.fetch(args, place, lane, work.tile, piece);
+  if (nested)
+#pragma unroll
+    for (int i = 0; i < 256; i += 64) map[i + lane] = args.absmax_map[i + lane];
+  named_barrier<64>(2);
+  char *const own = memory + FORM::SCALES_AT + scale_place<FORM>(lane);
+  while (more) {
+    float v[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i >> 1][i & 1] = scales.of(args, map, offset, i >> 1, i & 1) * inverse_alpha;
+    if (++piece == work.to) more = work.next(), piece = work.from;
+    if (more) scales.fetch(args, place, lane, work.tile, piece);
+    mbarrier_wait(barriers.w_empty + 8 * ring.stage, ring.parity);
+    char *const to = own + ring.stage * BSH_GEMM_WIDE_SCALE_BYTES;
+#pragma unroll
+    for (int i = 0; i < 4; i++) put_scale<T, FORM>(to + (i >> 1) * 256 + (i & 1) * 512, v[i >> 1][i & 1]);
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(barriers.w_full + 8 * ring.stage);
+    ring.advance();
+  }
+}
+
+} // namespace
+} // namespace bsh
+#endif
