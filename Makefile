@@ -8,7 +8,7 @@
 # needs bitshard, its bitsandbytes, transformers, peft, accelerate, trl, datasets, matplotlib, gguf and pytest in it.
 
 # Threads that wait for others of their process spin. On a machine whose cores are busy each then waits for one that is
-# not running: a step of the demo takes 35 times as long. 10,000 rounds are some 20 us (libgomp's default: 300,000).
+# not running: a step of the demo takes 35 times as long, with this twice. 10,000 rounds are some 20 us (default: 300,000).
 export GOMP_SPINCOUNT ?= 10000
 
 PYTHON ?=
