@@ -61,7 +61,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--only", nargs="*", default=["fsdp_qlora", "sft", "two_gpus"])
+    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--worker", choices=["one", "two"], help="be a process of the first part")
     options = parser.parse_args()
     if not (options.model or options.tiny):
@@ -86,14 +86,7 @@ def worker(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     cuda, two = torch.cuda.is_available(), options.worker == "two"
-    for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("MASTER_ADDR", "localhost")):
-        os.environ.setdefault(name, str(value))
-    os.environ.setdefault("MASTER_PORT", "29512")
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:
-        cpu_fsdp.send_states()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    fsdp_qlora.join()
     file, found = options.out / f"fsdp_qlora.{options.worker}.json", {}
     lines = {name: line for name, (line, _) in PLAIN.items()} if two else ALONE
     common = f"--model {options.model} --text {options.out}/text.txt --steps {options.steps} --length {options.length}"
@@ -187,6 +180,9 @@ def two_gpus_part(options: argparse.Namespace) -> dict:
     return found
 
 
+PARTS = {"fsdp_qlora": fsdp_qlora_part, "sft": sft_part, "two_gpus": two_gpus_part}
+
+
 # ---- what is written ----
 
 
@@ -235,7 +231,7 @@ def main() -> None:
     parts = {}
     for part in options.only:
         print(f"== {part}", flush=True)
-        parts[part] = globals()[f"{part}_part"](options)
+        parts[part] = PARTS[part](options)
         (options.out / "table.md").write_text(table(parts))
         (options.out / "result.json").write_text(json.dumps(parts, indent=1))
         plot(part, parts[part], options.out / f"{part}.png")

@@ -466,9 +466,8 @@ def report(line: str) -> None:
         print(line, flush=True)
 
 
-def main() -> None:
-    """Join the process group that torchrun describes, or one of one process, and train."""
-    options = parse()  # before there is a group, in which rank 0 alone would write the tiny model
+def join() -> None:
+    """Join the process group that torchrun describes, or one of one process."""
     for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("MASTER_ADDR", "localhost")):
         os.environ.setdefault(name, str(value))
     os.environ.setdefault("MASTER_PORT", "29511")
@@ -477,6 +476,12 @@ def main() -> None:
     else:
         cpu_fsdp.send_states()
     dist.init_process_group("cpu:gloo,cuda:nccl" if CUDA else "gloo")  # norms of offloaded gradients meet on the CPU
+
+
+def main() -> None:
+    """Train in the group that `join` joins."""
+    options = parse()  # before there is a group, in which rank 0 alone would write the tiny model
+    join()
     losses = train(options)
     report(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     cpu_fsdp.leave()
