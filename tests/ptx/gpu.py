@@ -236,13 +236,14 @@ class Gpu:
             self.error = f"{type(error).__name__}: {error}"
         return bool(self.error)
 
-    def call(self, op: str, args: ctypes.Structure, *more, tensors: list[Tensor | None]) -> None:
-        """Runs an op with `args`; the launches may touch `tensors` only."""
+    def call(self, op: str, args, *more, tensors: list[Tensor | None]) -> None:
+        """Runs an op of driver.c, a struct by its address; the launches may touch `tensors` only."""
         self.tensors = [tensor for tensor in tensors if tensor is not None]
         self.launches, self.error = [], ""
         self.state.launch = ctypes.cast(self.callback, POINTER)
         self.state.sm, self.state.sms, self.state.workspace_bytes = self.sm, self.sms, self.workspace_bytes
-        if getattr(host(), f"gpu_{op}")(ctypes.byref(args), *more):
+        first = ctypes.byref(args) if isinstance(args, ctypes.Structure) else args
+        if getattr(host(), f"gpu_{op}")(first, *more):
             raise RuntimeError(self.error or host().gpu_error().decode())
 
     # ---- ops; arguments as in python/bitshard/ops.py ----
@@ -288,12 +289,9 @@ class Gpu:
 
     def checksum(self, data: Tensor) -> int:
         total = torch.zeros(1, dtype=torch.int64)
-        self.tensors, self.error = [data, total], ""
-        self.state.launch = ctypes.cast(self.callback, POINTER)
-        self.state.sm, self.state.sms = self.sm, self.sms
         n = data.numel() * data.element_size()
-        if host().gpu_checksum(POINTER(data.data_ptr()), LONG(n), POINTER(total.data_ptr())):
-            raise RuntimeError(self.error or host().gpu_error().decode())
+        more = (LONG(n), POINTER(total.data_ptr()))
+        self.call("checksum", POINTER(data.data_ptr()), *more, tensors=[data, total])
         return total.item()
 
     def optimizer_step(
