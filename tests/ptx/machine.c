@@ -352,11 +352,8 @@ static void multiply(ptx_thread *const t, const ptx_product *const p) {
     }
 }
 
-/* The four warps of a warpgroup come together; true in the one that is last, which `then` ends. */
-static bool last_of_group(ptx_thread *const t, ptx_warpgroup *const g) {
-  (void)t;
-  return ++g->arrived == 128;
-}
+/* The four warps of a warpgroup come together; true in the one that is last, which calls group_done. */
+static bool last_of_group(ptx_warpgroup *const g) { return ++g->arrived == 128; }
 
 static void group_done(ptx_warpgroup *const g) {
   g->arrived = 0;
@@ -377,7 +374,7 @@ static void wgmma(ptx_thread *const t, const uint32_t columns, uint32_t *const *
   p->b = b, p->columns = columns, p->keep = keep, p->bf16 = bf16, p->group = g->group;
   for (uint32_t i = 0; i < columns / 2; i++) p->d[me][i] = d[i];
   memcpy(p->a[me], a, sizeof p->a[me]);
-  if (!last_of_group(t, g)) {
+  if (!last_of_group(g)) {
     ptx_wait(t, &g->generation, generation);
     return;
   }
@@ -398,7 +395,7 @@ void ptx_wgmma_f16(ptx_thread *const t, const uint32_t columns, uint32_t *const 
 void ptx_wgmma_commit(ptx_thread *const t) {
   ptx_warpgroup *const g = group_of(t);
   const uint32_t generation = g->generation;
-  if (!last_of_group(t, g)) {
+  if (!last_of_group(g)) {
     ptx_wait(t, &g->generation, generation);
     return;
   }
@@ -410,7 +407,7 @@ void ptx_wgmma_commit(ptx_thread *const t) {
 void ptx_wgmma_wait(ptx_thread *const t, const uint32_t pending) {
   ptx_warpgroup *const g = group_of(t);
   const uint32_t generation = g->generation;
-  if (!last_of_group(t, g)) {
+  if (!last_of_group(g)) {
     ptx_wait(t, &g->generation, generation);
     return;
   }
