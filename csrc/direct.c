@@ -53,23 +53,25 @@ static struct {
   PyObject *settings; /* tuple of (callable, what it gives where products are torch's default), ... by bsh_dtype */
   PyObject *profiler; /* module with the flag _is_profiler_enabled */
   PyObject *grad_enabled;
+  PyObject *storage_address; /* callable: where a tensor's storage begins, 0 where it has no memory */
   PyObject *profiler_flag, *requires_grad, *dtype_keyword; /* interned names */
   PyObject *is_neg, *new_empty_strided;                    /* methods of the class */
 } python;
 
 PyObject *bsh_direct_configure(PyObject *const module, PyObject *const args) {
   (void)module;
-  PyObject *capsule, *tensor, *weights, *dtypes, *watchers, *settings, *profiler, *grad_enabled;
-  if (!PyArg_ParseTuple(args, "OOO!O!O!O!OO", &capsule, &tensor, &PyTuple_Type, &weights, &PyTuple_Type, &dtypes,
-                        &PyTuple_Type, &watchers, &PyTuple_Type, &settings, &profiler, &grad_enabled))
+  PyObject *capsule, *tensor, *weights, *dtypes, *watchers, *settings, *profiler, *grad_enabled, *address;
+  if (!PyArg_ParseTuple(args, "OOO!O!O!O!OOO", &capsule, &tensor, &PyTuple_Type, &weights, &PyTuple_Type, &dtypes,
+                        &PyTuple_Type, &watchers, &PyTuple_Type, &settings, &profiler, &grad_enabled, &address))
     return NULL;
   const dl_exchange *const table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
   if (table == NULL) return NULL;
   if (table->header.major != DL_MAJOR || table->describe == NULL) Py_RETURN_FALSE;
-  PyObject *const all[] = {tensor, weights, dtypes, watchers, settings, profiler, grad_enabled};
+  PyObject *const all[] = {tensor, weights, dtypes, watchers, settings, profiler, grad_enabled, address};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) Py_INCREF(all[i]);
   python.tensor = tensor, python.weights = weights, python.dtypes = dtypes, python.watchers = watchers;
   python.settings = settings, python.profiler = profiler, python.grad_enabled = grad_enabled;
+  python.storage_address = address;
   python.profiler_flag = PyUnicode_InternFromString("_is_profiler_enabled");
   python.requires_grad = PyUnicode_InternFromString("requires_grad");
   python.dtype_keyword = PyUnicode_InternFromString("dtype");
@@ -122,9 +124,15 @@ bool bsh_direct_wants_gradient(PyObject *const *const tensors, const int n_tenso
 
 /* ---- tensors: BSH_NO_KERNEL where the op must decide ---- */
 
-/* A freed storage leaves a null pointer, or what a view's offset adds to it. Real addresses lie far above; one that
- * does not costs a detour through the op. */
-static bool plausible(const void *const data) { return (uintptr_t)data >> 40 != 0; }
+/* A freed storage leaves a null pointer, or what a view's offset adds to it. Above 2^40 bytes no offset reaches. Below
+ * lies the heap of an interpreter that is not position-independent, so there torch is asked where the storage is. */
+static bool has_memory(PyObject *const object, const dl_tensor *const t) {
+  if (t->data == NULL || (uintptr_t)t->data >> 40 != 0) return t->data != NULL;
+  PyObject *const address = PyObject_CallFunctionObjArgs(python.storage_address, object, NULL);
+  if (address != NULL) return truth(address);
+  PyErr_Clear();
+  return false;
+}
 
 static bool contiguous(const dl_tensor *const t) {
   int64_t step = 1;
@@ -185,8 +193,8 @@ bsh_status bsh_direct_describe(PyObject *const object, bsh_tensor *const tensor)
     PyErr_Clear();
     return BSH_NO_KERNEL;
   }
-  if (t.lanes != 1 || t.byte_offset != 0 || t.ndim > BSH_MAX_DIM || !contiguous(&t) || !plausible(t.data) ||
-      !torch_dtype(&t, &tensor->dtype) || !torch_device(&t, &tensor->device_type))
+  if (t.lanes != 1 || t.byte_offset != 0 || t.ndim > BSH_MAX_DIM || !contiguous(&t) ||
+      !torch_dtype(&t, &tensor->dtype) || !torch_device(&t, &tensor->device_type) || !has_memory(object, &t))
     return BSH_NO_KERNEL;
   for (int32_t i = 0; i < t.ndim; i++) tensor->numel *= t.shape[i];
   tensor->data = t.data;

@@ -1,6 +1,5 @@
 """Calls around torch's dispatcher (csrc/direct.c) give the op's bits, and step aside for whoever watches there."""
 
-import mmap
 import sys
 
 import cases
@@ -9,7 +8,7 @@ import torch
 from bitshard import _C, autograd, functional, ops
 from bitshard.tensor import Params4bit
 from helpers.bytes import same_bytes
-from helpers.direct import HAS_TABLE, HIGH, calls_directly, noting
+from helpers.direct import HAS_TABLE, at_low_address, calls_directly, noting
 
 N, K = 48, 96
 
@@ -48,20 +47,12 @@ def same(a, b):
     return same_bytes(a, b) and a.stride() == b.stride()
 
 
-def mapped(tensor):
-    """A copy in memory that was mapped for it, at a high address in every process."""
-    memory = torch.frombuffer(mmap.mmap(-1, max(tensor.nbytes, 1)), dtype=torch.uint8)[: tensor.nbytes]
-    return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-
 @pytest.mark.skipif(not HAS_TABLE and torch.__version__ < "2.13", reason="this torch has no exchange table")
 def test_direct_calls_are_possible():
-    """With every torch that has the table, also where the memory of this process hides it from the tests below."""
+    """With every torch that has the table."""
     packed, state = made(nested=False)
-    x, packed, state.absmax = mapped(torch.randn(3, K)), mapped(packed), mapped(state.absmax)
+    x = torch.randn(3, K)
     y, values = direct(x, packed, state), direct_values(packed, state)
-    if y is None and not HIGH and torch.__version__ < "2.13":
-        pytest.skip("direct calls leave low addresses to the ops, and some tensors of this process lie there")
     assert y is not None and same(y, op(x, packed, state))
     assert values is not None and same(values, functional.dequantize_4bit(packed, state))
 
@@ -237,17 +228,40 @@ def test_damaged_states_are_declined(change):
 
 
 @calls_directly
-def test_freed_storage_is_declined():
-    """FSDP frees storages that Python still holds; a view behind an offset then has an address close to zero."""
+@pytest.mark.parametrize("offset", [0, 4096, 1 << 32])
+@pytest.mark.parametrize("plain", [True, False])
+def test_freed_storage_is_declined(plain, offset):
+    """FSDP frees storages that Python still holds; the address of a view is then its offset alone."""
     packed, state = made()
-    flat = torch.cat([torch.zeros(4096, dtype=torch.uint8), packed.flatten()])
-    view = flat[4096:].view(-1, 1)
     x = torch.randn(2, K)
-    assert direct(x, view, state) is not None and direct_values(view, state) is not None
+    flat = torch.empty(offset + packed.numel(), dtype=torch.uint8)  # only what is written takes memory
+    flat[offset:] = packed.flatten()
+    view = flat[offset:].view(-1, 1)
+    weight = view if plain else Params4bit(view, quant_state=state, bnb_quantized=True)
+    assert direct(x, weight, state) is not None and direct_values(weight, state) is not None
     flat.untyped_storage().resize_(0)
-    assert direct(x, view, state) is None and direct_values(view, state) is None
+    assert weight.data_ptr() == offset
+    assert direct(x, weight, state) is None and direct_values(weight, state) is None
     with pytest.raises(ValueError, match="freed"):
         functional.linear_4bit(x, view, state)
+
+
+@calls_directly
+@pytest.mark.parametrize("plain", [True, False])
+def test_low_addresses_are_memory_too(plain):
+    """They are told from those of freed storages, with a view's offset and without."""
+    packed, state = made(nested=False)
+    x, dy, bias = torch.randn(3, K), torch.randn(3, N), torch.randn(N)
+    y, values = op(x, packed, state, bias), functional.dequantize_4bit(packed, state)
+    dx = functional.linear_4bit_dgrad(dy, packed, state)
+    for skipped in (0, 64):
+        flat = at_low_address(torch.cat([torch.zeros(skipped, dtype=torch.uint8), packed.flatten()]))
+        view = flat[skipped:].view(-1, 1)
+        weight = view if plain else Params4bit(view, quant_state=state, bnb_quantized=True)
+        state.absmax = at_low_address(state.absmax)
+        assert weight.data_ptr() >> 40 == 0 and weight.storage_offset() == skipped
+        assert same(direct(at_low_address(x), weight, state, at_low_address(bias)), y)
+        assert same(direct_values(weight, state), values) and same(direct_dgrad(at_low_address(dy), weight, state), dx)
 
 
 @calls_directly

@@ -91,10 +91,12 @@ def configure_direct(
     settings: tuple[tuple[object, ...], tuple[object, ...], tuple[object, ...]],
     profiler: ModuleType,
     grad_enabled: Callable[[], bool],
+    storage_address: Callable[[Tensor], int],
     /,
 ) -> bool:
     """Let the functions below read tensors; whether this torch's exchange table can be used. dtypes: float32, float16,
-    bfloat16; settings: for each of them callable, expected value, callable, expected value, ..."""
+    bfloat16; settings: for each of them callable, expected value, callable, expected value, ...; storage_address: 0 of
+    a freed one."""
 
 def linear_4bit(
     x: Tensor,

@@ -33,6 +33,7 @@ def enable_direct_calls(*weights: type) -> bool:
         (*default, *_allowed(torch._C._get_cublas_allow_bf16_reduced_precision_reduction)),
     )
     profiler = torch.autograd.profiler
+    dtypes, grad_enabled = tuple(VALUE_DTYPES.values()), torch.is_grad_enabled
     return exchange is not None and _C.configure_direct(
-        exchange, Tensor, classes, tuple(VALUE_DTYPES.values()), watchers, settings, profiler, torch.is_grad_enabled
+        exchange, Tensor, classes, dtypes, watchers, settings, profiler, grad_enabled, torch._C._data_address
     )

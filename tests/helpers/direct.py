@@ -1,16 +1,14 @@
-"""Whether this process can call around torch's dispatcher, and which calls did."""
+"""Whether this process can call around torch's dispatcher, which calls did, and memory at low addresses."""
+
+import ctypes
+import itertools
+import mmap
 
 import pytest
 import torch
 
 HAS_TABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
-# csrc/direct.c takes an address below 2^40 for that of a freed storage. There lies malloc's memory in an interpreter
-# that is not position-independent; mapped memory never does.
-HIGH = torch.empty(16384, dtype=torch.uint8).data_ptr() >> 40 != 0
-calls_directly = pytest.mark.skipif(
-    not HAS_TABLE or not HIGH,
-    reason="direct calls leave low addresses to the ops" if HAS_TABLE else "this torch has no exchange table",
-)
+calls_directly = pytest.mark.skipif(not HAS_TABLE, reason="this torch has no exchange table")
 
 
 def noting(taken, name, function):
@@ -22,3 +20,25 @@ def noting(taken, name, function):
         return result
 
     return call
+
+
+_LOW = itertools.count(1 << 36, 1 << 24)
+_MAP_FIXED_NOREPLACE = 0x100000
+
+
+def at_low_address(tensor):
+    """A copy on the CPU below 2^40, where the heap of an interpreter lies that is not position-independent.
+
+    Its 16 MiB of addresses are never unmapped.
+    """
+    assert tensor.nbytes <= 1 << 24
+    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
+    place = ctypes.CDLL(None).mmap
+    place.restype, place.argtypes = (
+        ctypes.c_ssize_t,
+        [ctypes.c_size_t, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long],
+    )
+    address = place(next(_LOW), tensor.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, kind, -1, 0)
+    memory = torch.frombuffer((ctypes.c_ubyte * tensor.nbytes).from_address(address), dtype=tensor.dtype)
+    assert memory.data_ptr() == address and 0 < address < 1 << 40
+    return memory.view(tensor.shape).copy_(tensor)
