@@ -428,10 +428,12 @@ def test_what_does_not_fit(key, value):
     assert not update.fits([(settings, [ours._parameter(params[4], state)])])
 
 
-def test_no_memory_to_pin(monkeypatch):
+@pytest.mark.parametrize("gpu, kind", [(True, "pinned host memory"), (False, "host memory")])
+def test_no_memory_to_pin(monkeypatch, gpu, kind):
     def fails(*args, **options):
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch, "zeros", fails)
-    with pytest.raises(RuntimeError, match=r"no 3\.00 GiB of host memory for paged tensors: CUDA error"):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    with pytest.raises(RuntimeError, match=rf"no 3\.00 GiB of {kind} for paged tensors: CUDA error"):
         paged.host_bytes(3 * 2**30)
