@@ -5,6 +5,7 @@ torch.distributed is imported where a DTensor is met, for a process that shards 
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -71,6 +72,38 @@ def _numbers_class() -> type:
                 return func(*map(beside, args), **(kwargs or {}))
 
     return Numbers
+
+
+def without_gaps(tensor: Any) -> Any:
+    """`tensor`, a DTensor, which when gathered gives a tensor that lies contiguously in memory.
+
+    Before torch 2.13 what is sharded unevenly and not along its first dimension keeps the gaps of its padding.
+    `set_optimizer_state_dict` with broadcast_from_rank0 then sends gaps and all to ranks that read none, and with gloo
+    nobody notices.
+    """
+    tensor.__class__ = _without_gaps_class()
+    return tensor
+
+
+@functools.cache
+def _without_gaps_class() -> type:
+    from torch.distributed.tensor import DTensor
+
+    class WithoutGaps(DTensor):
+        """A DTensor that is redistributed into contiguous memory."""
+
+        def redistribute(self, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
+            """As of any DTensor."""
+            out = plain(self).redistribute(device_mesh, placements, **options)
+            return DTensor(out._local_tensor.contiguous(), out._spec, requires_grad=False)
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+            return without_gaps(copy.deepcopy(plain(self), memo))
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return plain(self).__reduce_ex__(protocol)
+
+    return WithoutGaps
 
 
 def shard_world(weight: Any) -> tuple[int, int]:

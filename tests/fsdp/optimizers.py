@@ -5,6 +5,7 @@
 Each check raises where something is not exact, or where bad input is taken.
 """
 
+import pickle
 import traceback
 from copy import deepcopy
 from math import prod
@@ -127,7 +128,10 @@ def check_checkpoints(device, args):
         saved = get_optimizer_state_dict(through, optimizer)
         folder = f"{args.dir}/{name}"
         dcp.save(saved, checkpoint_id=folder)
-        full = deepcopy(get_optimizer_state_dict(through, optimizer, options=WHOLE))  # plain tensors share memory
+        full = get_optimizer_state_dict(through, optimizer, options=WHOLE)
+        assert all(tensor.is_contiguous() for tensor in tensors_of(full)), name
+        full = deepcopy(full)  # plain tensors share memory
+        check_copies(saved, full)
         values = [whole(p).detach().clone() for p in through.parameters()]
         expected = run(through, optimizer, range(2, 4))
         for way in ("dcp", "whole", "broadcast"):
@@ -146,6 +150,25 @@ def check_checkpoints(device, args):
             set_optimizer_state_dict(other, resumed, taken, options=options)
             assert equal(run(other, resumed, range(2, 4)), expected), (name, way)
     return "ok"
+
+
+def check_copies(saved, full):
+    """A sharded state dict that is copied is gathered as it was; pickled it needs nothing of ours."""
+    copied = deepcopy(saved)
+    for entry, copy in zip(tensors_of(saved), tensors_of(copied), strict=True):
+        assert type(copy) is type(entry) and (
+            local(copy).data_ptr() != local(entry).data_ptr() or not local(copy).numel()
+        )
+        assert type(pickle.loads(pickle.dumps(entry))) in (torch.Tensor, DTensor)
+    gathered = [whole(tensor) for tensor in tensors_of(copied)]
+    assert equal(gathered, tensors_of(full)) and all(tensor.is_contiguous() for tensor in gathered)
+
+
+def tensors_of(value):
+    """All tensors in dicts of dicts."""
+    if isinstance(value, dict):
+        return [tensor for part in value.values() for tensor in tensors_of(part)]
+    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def check_resharding(device, args):

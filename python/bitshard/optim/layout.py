@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bitshard import ops
-from bitshard.gather import is_dtensor
+from bitshard.gather import is_dtensor, without_gaps
 
 BLOCKSIZE = 256
 
@@ -152,7 +152,9 @@ def placed(value: Tensor, p: Tensor, shape: tuple[int, ...], lead: int, along_ro
         else:
             placements.append(_shifted(placement, lead))
     stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-    return DTensor.from_local(value, p.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    mesh, size = p.device_mesh, torch.Size(shape)
+    entry = DTensor.from_local(value, mesh, placements, run_check=False, shape=size, stride=stride)
+    return without_gaps(entry) if any(where.is_shard() and where.dim > 0 for where in placements) else entry
 
 
 def _shifted(placement, lead: int):
