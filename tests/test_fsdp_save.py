@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import upstream
 from bitshard import fsdp
 from bitshard.nn.linear import Linear4bit
@@ -138,6 +139,17 @@ def test_a_killed_rank_leaves_the_last_good_checkpoint(tmp_path, what):
         with pytest.raises(ValueError, match=r"step-2: rank 0 cannot load it: .*\.metadata"):
             fsdp.load_checkpoint({"model": dict(found)}, tmp_path / "step-2")
     assert found.keys() == good.keys() and all(same_bytes(found[key], good[key]) for key in good)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_without_an_index_nothing_is_loaded(tmp_path, damage):
+    """The message names the file and says what is wrong with it."""
+    dcp.save({"w": torch.zeros(4)}, checkpoint_id=tmp_path)
+    index = tmp_path / ".metadata"
+    index.unlink() if damage == "missing" else index.write_bytes(index.read_bytes()[:9])
+    why = {"missing": "FileNotFoundError: ", "cut": "EOFError|UnpicklingError"}[damage]
+    with pytest.raises(ValueError, match=rf"rank 0 cannot load it: its \.metadata cannot be read: ({why})"):
+        fsdp.load_checkpoint({"w": torch.ones(4)}, tmp_path)
 
 
 def test_the_original_bitsandbytes_reads_what_shards_wrote(folder, streamed2, tmp_path):

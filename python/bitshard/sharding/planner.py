@@ -108,15 +108,35 @@ def load_checkpoint(state_dict: dict[str, Any], folder: str | os.PathLike, **opt
 
     ValueError on all ranks that names what is missing, ends early or has another shape.
     """
+    reader = _Reader(folder)
     try:
-        dcp.load(state_dict, storage_reader=_Reader(folder), planner=LoadPlanner(**options))
+        dcp.load(state_dict, storage_reader=reader, planner=LoadPlanner(**options))
     except CheckpointException as error:  # which is no Exception, so scripts do not see it
         rank, (failure, _) = min(error.failures.items())
-        raise ValueError(f"{folder}: rank {rank} cannot load it: {type(failure).__name__}: {failure}") from error
+        reason = f"{type(failure).__name__}: {failure}"
+        if str(failure).startswith("metadata is None"):  # before torch 2.12 that is all it says
+            reason = f"its .metadata cannot be read: {reader.unread or failure}"
+        raise ValueError(f"{folder}: rank {rank} cannot load it: {reason}") from error
 
 
 class _Reader(dcp.FileSystemReader):
-    """A reader that finds out before it reads whether all files are as long as they were."""
+    """A reader that finds out before it reads whether all files are as long as they were.
+
+    Attributes:
+        unread: why this rank has no metadata, or "".
+    """
+
+    unread = ""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata of all ranks; asked for those of one rank, which torch tries next, it still knows why."""
+        try:
+            metadata = super().read_metadata(*args, **kwargs)
+        except Exception as error:
+            self.unread = self.unread or f"{type(error).__name__}: {error}"
+            raise
+        self.unread = ""
+        return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
