@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from bitshard import tensor
 from fsdp.launch import launch
 
 STORAGES = ("uint8", "bf16", "fp16", "fp32")
@@ -38,8 +39,9 @@ def test_fsdp2_is_exact_in_every_cell(cells, storage, split):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_fsdp2_true_uint8(cells, split):
-    """uint8 that stays uint8: exact where torch shards integers at all."""
+    """uint8 that stays uint8: exact where torch shards integers at all, which is also what other tests go by."""
     major_minor = tuple(int(part) for part in cells[1]["torch"].split(".")[:2])
+    assert tensor._FSDP2_TAKES_INTEGERS == (major_minor >= NEWEST_UINT8)
     for param_dtype in PARAM_DTYPES:
         for result in everywhere(cells, f"fsdp2 true-uint8 {param_dtype} {split}"):
             if major_minor >= NEWEST_UINT8:

@@ -175,6 +175,10 @@ def gathered_dtypes():
         PackedShard.fsdp_pre_all_gather = hook
 
 
+# uint8, or where FSDP2 of this torch does not shard it another container than that of a model in float32
+BYTES = torch.uint8 if tensor._FSDP2_TAKES_INTEGERS else torch.bfloat16
+
+
 @contextlib.contextmanager
 def no_launch():
     """As in a process that nothing has told to shard: integer storage stays integer."""

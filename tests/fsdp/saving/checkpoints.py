@@ -4,7 +4,8 @@
 
 DIR is shared by launches on 2, 1 and 4 ranks, in this order: each trains, saves, and goes on from what all have saved.
 What is whole keeps its bytes in the declared storage, uint8; what is sharded in that of the model, or on 4 ranks in
-uint8 too. `--only killed_streamed` and `killed_dcp` end with a rank that is killed while it saves.
+uint8 too (in bfloat16 where torch shards no uint8). `--only killed_streamed` and `killed_dcp` end with a rank that is
+killed while it saves.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bitshard import fsdp  # noqa: E402
 from bitshard.sharding import save  # noqa: E402
 from checks.common import ENTRIES, build, raises, shard  # noqa: E402
-from common import as_bytes, finish, no_launch, same_bytes, shard_fsdp1, start  # noqa: E402
+from common import BYTES, as_bytes, finish, no_launch, same_bytes, shard_fsdp1, start  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch.distributed.checkpoint.state_dict import (  # noqa: E402
     StateDictOptions,
@@ -59,9 +60,9 @@ def fsdp2():
 
 
 def fsdp2_bytes():
-    """Bytes in uint8."""
+    """Bytes in uint8, or bfloat16."""
     with no_launch():
-        return shard(new())
+        return shard(new(storage=BYTES))
 
 
 def replicas():
@@ -312,9 +313,7 @@ def check_fault(fault, folder):
 
 def check_default_planner(folder):
     """Without our planner another container is refused, on all ranks and by name, and never cast."""
-    with no_launch():
-        model = shard(new())
-    state = {"model": model.state_dict()}
+    state = {"model": fsdp2_bytes().state_dict()}
     try:
         dcp.load(state, checkpoint_id=f"{folder}/dcp-fsdp2-2")
     except BaseException as error:
@@ -353,7 +352,7 @@ def check_streamed(form, folder):
     target = empty(f"{folder}/streamed-{name_of(form)}")
     fsdp.save_pretrained(start_of(form), target)
     with no_launch():
-        expected = new(seed=0).state_dict()
+        expected = new(seed=0, storage=BYTES if form is fsdp2_bytes else torch.uint8).state_dict()
     found = load_file(f"{target}/model.safetensors")
     assert found.keys() == expected.keys() and all(same_bytes(found[key], expected[key]) for key in expected)
 

@@ -5,18 +5,21 @@ import shutil
 import torch
 import torch.distributed as dist
 from bitshard import fsdp
+from common import BYTES, SIGNAL
 from models import differing_files, tensors_of
 from shared import environment, load, rank, same_bytes, world
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers.distributed import DistributedConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-SIGNAL = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # FSDP shards in this process
+# What tells this process that FSDP shards, so that uint8 gets a container of the model's dtype: where it needs one
+TOLD = {} if BYTES is torch.uint8 else {SIGNAL: "false"}
 
 
 def whole(folder, cell, adapt):
     """Loaded whole, then sharded by FSDP2."""
-    return shard(adapt(load(folder, *cell, device_map="cpu")))
+    with environment(**TOLD):
+        return shard(adapt(load(folder, *cell, device_map="cpu")))
 
 
 def shard(model):
