@@ -215,7 +215,7 @@ def test_demo(model, tmp_path):
 def test_blocks_of_fsdp(tmp_path):
     """Every block of docs/fsdp.md on two processes; the worker fails where it leaves one out."""
     output = launch(2, "documented.py", str(ROOT / "docs" / "fsdp.md"), str(tmp_path))
-    ran = {int(number) for number in re.findall(r"^BLOCK (\d+) ran$", output, re.MULTILINE)}
+    ran = {int(number) for number in re.findall(r"BLOCK (\d+) ran", output)}  # a rank's output may be inside another's
     assert ran == set(range(len(python_blocks(ROOT / "docs" / "fsdp.md"))))
 
 
