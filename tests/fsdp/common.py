@@ -31,7 +31,7 @@ UNEVEN = (35, 33)  # 578 packed bytes (289 or 145 elements), 19 scales: never ev
 
 
 def start() -> tuple[torch.device, argparse.Namespace]:
-    """Join the process group (NCCL with GPUs, else gloo), read the options, and let this be a process that shards."""
+    """Join the process group (NCCL for tensors on GPUs, gloo for others) and read the options; this process shards."""
     os.environ[SIGNAL] = "false"
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", help="JSON result file, written by rank 0")
@@ -43,9 +43,8 @@ def start() -> tuple[torch.device, argparse.Namespace]:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=int(os.environ.get("BITSHARD_TEST_TIMEOUT", 60)))
-    )
+    timeout = datetime.timedelta(seconds=int(os.environ.get("BITSHARD_TEST_TIMEOUT", 60)))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
     return device, args
 
 

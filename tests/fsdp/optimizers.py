@@ -59,7 +59,8 @@ def whole(value):
 def set_gradients(module, step):
     """The same gradients whether the parameters are sharded or not."""
     for p, gradient in zip(module.parameters(), gradients(module.parameters(), step), strict=True):
-        p.grad = distribute_tensor(gradient, p.device_mesh, p.placements) if isinstance(p, DTensor) else gradient
+        sharded = isinstance(p, DTensor)
+        p.grad = distribute_tensor(gradient, p.device_mesh, p.placements) if sharded else gradient.to(p.device)
 
 
 def run(module, optimizer, steps):
@@ -80,7 +81,7 @@ def check_steps(device, args):
     Where the blocks are the shard's own, exactly those of a process that has this rank's part alone.
     """
     for name in CLASSES:
-        one, many = Parameters(SHAPES), sharded(SHAPES)
+        one, many = Parameters(SHAPES).to(device), sharded(SHAPES)
         parts = nn.ParameterList(nn.Parameter(local(p).clone()) for p in many.parameters())
         optimizer = make(name, many.parameters())
         left, right = run(one, make(name, one.parameters()), range(3)), run(many, optimizer, range(3))
@@ -174,7 +175,7 @@ def tensors_of(value):
 def check_resharding(device, args):
     """Between N shards and a shard that every rank has whole, both ways, by every way that torch knows."""
     world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device.type, (world, 1), mesh_dim_names=("replicate", "shard"))
     for name in ("AdamW8bit", "AdEMAMix8bit", "Lion8bit", "AdamW32bit"):
         models = [sharded(SHAPES), on_mesh(SHAPES, mesh)]
         optimizers = [make(name, model.parameters()) for model in models]
@@ -335,13 +336,13 @@ def check_other_numbers_of_ranks(device, args):
 def check_other_meshes(device, args):
     """Columns over the ranks; replicas; gradients placed otherwise are refused, and nothing changes."""
     world = dist.get_world_size()
-    flat, replicas = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (world, 1))
+    flat, replicas = init_device_mesh(device.type, (world,)), init_device_mesh(device.type, (world, 1))
     for mesh, placements in ((flat, [Shard(1)]), (replicas, replicas_of(world))):
         value = torch.randn(16, 512, generator=torch.Generator().manual_seed(0))
-        p, one = nn.Parameter(distribute_tensor(value, mesh, placements)), nn.Parameter(value.clone())
+        p, one = nn.Parameter(distribute_tensor(value, mesh, placements)), nn.Parameter(value.clone().to(device))
         optimizer, alone = make("AdamW8bit", [p]), make("AdamW8bit", [one])
         for step in range(2):
-            (one.grad,) = gradients([one], step)
+            one.grad = gradients([one], step)[0].to(device)
             p.grad = distribute_tensor(one.grad, mesh, placements)
             optimizer.step()
             alone.step()
@@ -501,7 +502,8 @@ def set_kind(model, kind):
 def flattened(orig):
     """Two layers in one flat parameter of 7,303 elements: padded on two ranks, whose parts begin within blocks."""
     torch.manual_seed(0)
-    return FullyShardedDataParallel(layers(), device_id=torch.device("cpu"), use_orig_params=orig)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return FullyShardedDataParallel(layers(), device_id=device, use_orig_params=orig)
 
 
 def layers():
@@ -512,7 +514,7 @@ def steps(model, optimizer, numbers):
     """Losses of some steps."""
     losses = []
     for number in numbers:
-        x = torch.randn(8, 67, generator=torch.Generator().manual_seed(number))
+        x = torch.randn(8, 67, generator=torch.Generator().manual_seed(number)).to(next(model.parameters()).device)
         loss = (model(x) - x[:, :1]).square().mean()
         loss.backward()
         optimizer.step()
