@@ -1,4 +1,5 @@
-"""Time of one QLoRA step of a Llama-3-8B-shaped model on one GPU: bitshard, upstream bitsandbytes, and bf16 LoRA.
+"""Time of one QLoRA step of a Llama-3-8B-shaped model on one GPU: bitshard, with `bitshard.lora.fuse` and without,
+upstream bitsandbytes, and bf16 LoRA.
 
     python benchmarks/qlora_step.py --upstream FOLDER_OF_UPSTREAM [--out RESULT.md]
 
@@ -37,7 +38,7 @@ def quantize(model) -> None:
                 quant_type="nf4",
             )
         new.weight = bnb.nn.Params4bit(
-            module.weight.data.cpu(), requires_grad=False, compress_statistics=True, quant_type="nf4", module=new
+            module.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4", module=new
         ).to("cuda")
         model.model.set_submodule(name, new)
     model.is_loaded_in_4bit = True
@@ -74,6 +75,10 @@ def build(mode: str, layers: int):
     for parameter in model.parameters():
         if parameter.requires_grad:  # peft leaves adapters of uint8 weights in float32; TRL casts them like this
             parameter.data = parameter.data.to(torch.bfloat16)
+    if mode == "fused":
+        from bitshard import lora as fused
+
+        print(fused.fuse(model), file=sys.stderr)
     model.train()
     return model
 
@@ -117,7 +122,7 @@ def run_case(mode: str, tokens: int, steps: int, layers: int) -> dict:
 
 
 def in_process(mode: str, tokens: int, arguments: argparse.Namespace) -> dict:
-    path = {"bitshard": OURS, "upstream": arguments.upstream, "bf16": ""}[mode]
+    path = {"bitshard": OURS, "fused": OURS, "upstream": arguments.upstream, "bf16": ""}[mode]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))}
     command = [sys.executable, __file__, "--case", mode, str(tokens), "--steps", str(arguments.steps)]
     command += ["--layers", str(arguments.layers)]
@@ -155,7 +160,7 @@ def main() -> None:
         print(json.dumps(run_case(arguments.case[0], int(arguments.case[1]), arguments.steps, arguments.layers)))
         return
     best: dict[tuple[str, int], dict] = {}
-    modes = ["bitshard", *(["upstream"] if arguments.upstream else []), "bf16"]
+    modes = ["bitshard", "fused", *(["upstream"] if arguments.upstream else []), "bf16"]
     for tokens in map(int, arguments.tokens.split(",")):
         for _ in range(arguments.rounds):
             for mode in modes:
