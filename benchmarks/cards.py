@@ -10,8 +10,10 @@ docs/cards.md says how the estimate is made and how far it is from what an H200 
 from __future__ import annotations
 
 import argparse
+import bisect
 import dataclasses
 import functools
+import itertools
 import sys
 from pathlib import Path
 
@@ -24,7 +26,8 @@ from helpers import cubins, sass  # noqa: E402
 from helpers.cards import CARDS, Card  # noqa: E402
 
 F32, F16, BF16 = 0, 1, 2  # as the C core counts
-ROWS = (*range(1, 130), 192, 193, 256, 257, 512, 1024, 4096)
+# Rows of x at which the plan is asked; changes between them are searched for. A tile more begins at 64 i + 1 rows.
+ROWS = sorted({*range(1, 130), *range(136, 4097, 8), *range(129, 4097, 64)})
 BYTES_4BIT = 0.5 + 1 / 64 + 4 / 64 / 256  # of a weight, nested scales, blocksize 64
 
 # What an H200 measured (benchmarks/results): how long a call in a graph takes to begin and end, the parts of the data
@@ -56,13 +59,15 @@ class Choice:
     busy: float = 1.0
 
 
-def choose(card: Card, M: int, N: int, K: int, dtype: int, architectures: str | None = WHOLE_BUILD) -> Choice:
+def choose(
+    card: Card, M: int, N: int, K: int, dtype: int, architectures: str | None = WHOLE_BUILD, gradient: bool = False
+) -> Choice:
     """What the C core plans, blocksize 64, nested. architectures None: of this build."""
-    plan = _C.plan_linear_4bit(M, N, K, dtype, card.sm, card.sms, architectures=architectures)
+    plan = _C.plan_linear_4bit(M, N, K, dtype, card.sm, card.sms, architectures=architectures, gradient=gradient)
     if not plan["slices"]:
         return Choice(plan["kernel"])
     first = plan["slices"][0]
-    (product,) = [launch for launch in first["launches"] if launch["entry"].startswith(("gemv_4bit", "gemm_4bit"))]
+    (product,) = [launch for launch in first["launches"] if launch["entry"].startswith(("gemv_4bit", "gemm_"))]
     across, groups = product["grid"][:2]
     if plan["kernel"] != "gemv_4bit":
         groups = sum(part["times"] for part in plan["slices"])
@@ -70,10 +75,17 @@ def choose(card: Card, M: int, N: int, K: int, dtype: int, architectures: str | 
     return Choice(plan["kernel"], product["entry"], groups, min(1.0, across * groups / card.sms))
 
 
-def changes(card: Card, N: int, K: int, dtype: int) -> list[tuple[int, str]]:
-    """(rows, kernel) wherever the kernel differs from that of fewer rows."""
-    chosen = [(M, choose(card, M, N, K, dtype).kernel) for M in ROWS]
-    return [pair for i, pair in enumerate(chosen) if i == 0 or pair[1] != chosen[i - 1][1]]
+def changes(card: Card, N: int, K: int, dtype: int, gradient: bool = False) -> list[tuple[int, str]]:
+    """(rows, kernel) wherever the kernel differs from that of one row fewer, to 4,096 rows."""
+
+    def kernel(M: int) -> str:
+        return choose(card, M, N, K, dtype, gradient=gradient).kernel
+
+    found = [(ROWS[0], kernel(ROWS[0]))]
+    for low, high in itertools.pairwise(ROWS):
+        if (name := kernel(high)) != found[-1][1]:
+            found.append((bisect.bisect(range(low + 1, high), False, key=lambda M: kernel(M) == name) + low + 1, name))
+    return found
 
 
 def image_rows() -> list[list[str]]:
@@ -85,20 +97,30 @@ def image_rows() -> list[list[str]]:
     return rows
 
 
-def words(found: list[tuple[int, str]]) -> str:
+def in_turns(found: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Panels and the one pass that is estimated beside them may take turns: then from the second turn on as one."""
+    names = [name for _, name in found]
+    twice = [i for i, name in enumerate(names) if names.count(name) > 1]
+    if not twice:
+        return found
+    return [*found[: twice[0] + 1], (found[twice[0] + 1][0], "either of the two")]
+
+
+def words(changes: list[tuple[int, str]]) -> str:
     """ "gemv_4bit to 64, panels"."""
+    found = in_turns(changes)
     ends = [f" to {following[0] - 1}" for following in found[1:]] + [""]
     return ", ".join(name + end for (_, name), end in zip(found, ends, strict=True))
 
 
-def plan_rows() -> list[list[str]]:
+def plan_rows(gradient: bool = False) -> list[list[str]]:
     """A row for cards and shapes that are treated alike."""
     alike: dict[tuple, list[str]] = {}
     for name, card in CARDS.items():
         for label, dtype in (("bfloat16", BF16), ("float16", F16), ("float32", F32)):
             plans: dict[str, list[str]] = {}
             for N, K in MODEL_LINEAR.values():
-                plans.setdefault(words(changes(card, N, K, dtype)), []).append(f"{N} x {K}")
+                plans.setdefault(words(changes(card, N, K, dtype, gradient)), []).append(f"{N} x {K}")
             for plan, shapes in plans.items():
                 key = (label, "all" if len(plans) == 1 else ", ".join(shapes), plan)
                 alike.setdefault(key, []).append(name)
@@ -193,7 +215,7 @@ def blockwise(card: Card, counts: Counts, weights: int, op: str, dtype: int) -> 
 
 
 def panels(card: Card, counts: Counts, M: int, N: int, K: int, dtype: int) -> Estimate:
-    """W dequantized and multiplied panel by panel: the input gradient of any M, and the product of many rows."""
+    """W dequantized and multiplied panel by panel: gradients and products of many rows where no kernel takes them."""
     decoded = blockwise(card, counts, N * K, "dequantize_4bit", dtype).us - START_US
     gaps = -(-2 * N * K // PANEL_BYTES) * GAP_US
     product = dense(card, M, N, K)
@@ -201,11 +223,11 @@ def panels(card: Card, counts: Counts, M: int, N: int, K: int, dtype: int) -> Es
 
 
 def linear(card: Card, counts: Counts, M: int, N: int, K: int, dtype: int, choice: Choice) -> Estimate | None:
-    """None where nothing here counts the kernel: gemm_4bit_sm90, whose times are measured."""
+    """None where nothing here counts the kernel: gemm_4bit_sm90 and _wide, whose times are measured."""
     weights, n_bytes = N * K, N * K * BYTES_4BIT + 2 * M * (N + K)
     if choice.kernel == "panels":
         return panels(card, counts, M, N, K, dtype)
-    if choice.kernel == "gemm_4bit_sm90":
+    if choice.kernel.startswith("gemm_4bit_sm90"):
         return None
     if choice.kernel == "gemv_4bit_simt":
         rows = min(M, 8)
@@ -353,6 +375,7 @@ def main() -> None:
     counts = Counts(parser.parse_args().kernels)
     print(markdown_table(["GPU", "is", "default build", "all architectures"], image_rows()), "\n")
     print(markdown_table(["GPU", "x", "N x K", "rows of x"], plan_rows()), "\n")
+    print(markdown_table(["GPU", "dy", "N x K", "rows of dy"], plan_rows(gradient=True)), "\n")
     print(markdown_table(["kernel", *(f"sm_{sm}" for sm in COUNTED_SMS)], count_rows(counts)), "\n")
     header = ["GPU", "memory", "to 8 rows", "to 16", "to 32"]
     print(markdown_table(header, needed_rows(counts)), "\n")

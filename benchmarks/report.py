@@ -470,13 +470,13 @@ def measure_layer(run: Run, times: Times, N: int, K: int, index: int) -> dict:
     return found
 
 
-def kernel_name(device: torch.device, M: int, N: int, K: int) -> str:
+def kernel_name(device: torch.device, M: int, N: int, K: int, gradient: bool = False) -> str:
     """The kernel that the core chooses, without a word where it is a CPU's."""
     if device.type != "cuda":
         return "-"
     properties = torch.cuda.get_device_properties(device)
     card = Card(10 * properties.major + properties.minor, properties.multi_processor_count, 0, 0, 0, 0, 0)
-    return choose(card, M, N, K, F16 if sixteen_bits(device) is torch.float16 else BF16, None).kernel
+    return choose(card, M, N, K, F16 if sixteen_bits(device) is torch.float16 else BF16, None, gradient).kernel
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
@@ -530,10 +530,10 @@ def linear_rows(result: dict, device: torch.device) -> list[list[str]]:
         N, K = layer["N"], layer["K"]
         for M, found in layer["rows"].items():
             found = found or {}
-            cells = [f"{N} x {K}", str(M), kernel_name(device, M, N, K)]
+            cells = [f"{N} x {K}", str(M)]
             for ours, theirs in (("linear", "dense"), ("gradient", "dense gradient")):
                 a, b = found.get(ours), found.get(theirs)
-                cells += [number(a), number(b), over(b, a)]
+                cells += [kernel_name(device, M, N, K, ours == "gradient"), number(a), number(b), over(b, a)]
             rows.append(cells)
     return rows
 
@@ -562,7 +562,7 @@ def markdown(result: dict, device: torch.device) -> str:
     limits = ", ".join(f"{key} {value:.1f}" for key, value in (result["limits"] or {}).items()) or "not measured"
     host = ", ".join(f"{key} {value:.1f}" for key, value in (result["host"] or {}).items()) or "not measured"
     header = ["N x K", "rows", "kernel", "forward us", "F.linear us", "times faster"]
-    header += ["gradient us", "mm us", "times faster"]
+    header += ["kernel", "gradient us", "mm us", "times faster"]
     parts = [
         f"# bitshard on {name}, {result['date']}",
         SEND,

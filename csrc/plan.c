@@ -2,6 +2,7 @@
 #include "plan.h"
 
 #include <inttypes.h>
+#include <math.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -60,16 +61,24 @@ static int64_t simt_rows(const bsh_dtype dtype, const int64_t weights) {
   return weights >= 10000000 ? 8 : 2;
 }
 
-/* gemm_4bit_sm90_wide has run on no GPU yet, only on the machine of tests/ptx: it is taken where it is forced. */
-enum { WIDE_BY_DEFAULT = false };
+/* Nanoseconds by panels on an H200 (benchmarks/results/wide_h200_202611.md): every weight is dequantized, then comes
+ * the vendor's product, at the speed of its tensor cores, which are fewer on smaller cards, or of its memory, and not
+ * below what a launch takes. */
+static double panels_nanoseconds(const bsh_facts *const facts) {
+  const double begin = 1500, weights_per_ns = 1180, bytes_per_ns = 4200, least = 5000;
+  const double flops_per_ns = 680e3 / 132 * facts->sms;
+  const double weights = (double)facts->N * (double)facts->K;
+  const double product = fmax(2 * weights * (double)facts->M / flops_per_ns, 2 * weights / bytes_per_ns);
+  return begin + weights / weights_per_ns + fmax(product, least);
+}
 
-/* Rows from which it would be faster than anything else, forward and for the input gradient: what a prototype of it
- * measured on an H200 says (docs/design.md). */
+/* gemm_4bit_sm90_wide where it is faster than panels, and forward where gemm_4bit_sm90, 64 rows at a time, takes a
+ * second look at W. */
 static bool wide(const bsh_facts *const facts) {
-  enum { FORWARD_ROWS = 96, GRADIENT_ROWS = 96, LEAST_WEIGHTS = 16000000 };
-  const int64_t rows = facts->direction == BSH_FORWARD ? FORWARD_ROWS : GRADIENT_ROWS;
-  return WIDE_BY_DEFAULT && facts->M >= rows && facts->N * facts->K >= LEAST_WEIGHTS &&
-         !refuses(BSH_LINEAR_gemm_4bit_sm90_wide, facts);
+  enum { GEMM_SM90_ROWS = 64 };
+  if (facts->direction == BSH_FORWARD && facts->M <= GEMM_SM90_ROWS) return false;
+  return !refuses(BSH_LINEAR_gemm_4bit_sm90_wide, facts) &&
+         (facts->vendor == BSH_VENDOR_NONE || bsh_plan_wide_nanoseconds(facts) < panels_nanoseconds(facts));
 }
 
 /* The fastest of what takes the product. Where none is faster than panels, panels. */
@@ -84,12 +93,13 @@ static bsh_linear_kernel choose(const bsh_facts *const facts) {
   return gemm && !refuses(BSH_LINEAR_gemm_4bit_sm90, facts) ? BSH_LINEAR_gemm_4bit_sm90 : best;
 }
 
-/* The same where panels cannot be multiplied: many rows by a fused kernel, if one takes them. */
+/* The same where panels cannot be multiplied: any number of rows by a fused kernel, if one takes them. */
 static bsh_linear_kernel choose_without_vendor(const bsh_facts *const facts) {
-  static const bsh_linear_kernel order[] = {BSH_LINEAR_gemm_4bit_sm90, BSH_LINEAR_gemv_4bit, BSH_LINEAR_gemv_4bit_simt};
+  static const bsh_linear_kernel order[] = {BSH_LINEAR_gemm_4bit_sm90, BSH_LINEAR_gemv_4bit,
+                                            BSH_LINEAR_gemm_4bit_sm90_wide, BSH_LINEAR_gemv_4bit_simt};
   const bsh_linear_kernel best = choose(facts);
   if (best != BSH_LINEAR_panels || facts->vendor != BSH_VENDOR_NONE) return best;
-  for (int i = 0; i < 3; i++)
+  for (int i = 0; i < 4; i++)
     if (!refuses(order[i], facts)) return order[i];
   return BSH_LINEAR_panels;
 }

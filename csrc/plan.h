@@ -41,7 +41,7 @@ typedef enum {
 typedef struct {
   int64_t M, N, K;
   int64_t blocksize;
-  int64_t workspace_bytes; /* that a panel and the vendor's scratch memory may take together */
+  int64_t workspace_bytes; /* that a panel and the vendor's scratch memory, or the sums of shared tiles, may take */
   bsh_direction direction;
   bsh_dtype dtype;
   bsh_format format;

@@ -16,6 +16,9 @@ typedef struct {
 extern const bsh_fused_kernel bsh_plan_gemv_4bit, bsh_plan_gemv_4bit_simt, bsh_plan_gemm_4bit_sm90,
     bsh_plan_gemm_4bit_sm90_wide;
 
+/* How long gemm_4bit_sm90_wide would take for a product that it does not refuse, nanoseconds on an H200. */
+double bsh_plan_wide_nanoseconds(const bsh_facts *facts);
+
 /* What all for few rows refuse. */
 static inline const char *bsh_fused_refuses(const bsh_facts *const facts) {
   if (facts->direction != BSH_FORWARD) return "no input gradient";

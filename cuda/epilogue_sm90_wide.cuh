@@ -26,16 +26,16 @@ __device__ __forceinline__ void store_four(const bsh_gemm_wide_args &args, T *y,
   if (left > 3) to[3] = (uint16_t)(second >> 16);
 }
 
-// Stores the complete sums of the 8-token groups J0 .. J0 + GROUPS. The two warps of a span exchange halves of their
-// tokens through the unused halves of the table's rows, so that a thread has four neighbours of y.
-template <typename T, typename FORM, int J0, int GROUPS>
+// Stores complete sums: of GROUPS groups of 8 tokens from group `first` on. The two warps of a span exchange halves of
+// their tokens through the unused halves of the table's rows, so that a thread has four neighbours of y.
+template <typename T, typename FORM, int GROUPS>
 __device__ __forceinline__ void store_sums(const bsh_gemm_wide_args &args, const wide_place &place, char *memory,
-                                           int tile, const float *sum) {
+                                           int tile, int first, const float *sum) {
   constexpr int UPPER = 2 * GROUPS; // from a sum of the first half of the tokens to that of the second
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, half = warp & 1;
   const int rows = FORM::GRADIENT ? args.K : args.N;
   const int row = place.row(args.cut, tile) + (warp >> 1) * 32 + 4 * g;
-  const int token = place.token<FORM::TOKENS>(args.cut, tile) + J0 * 8 + 2 * t;
+  const int token = place.token<FORM::TOKENS>(args.cut, tile) + first * 8 + 2 * t;
   T *const y = static_cast<T *>(args.y) + token * args.ldy + row;
   const int left = row < rows ? args.M - token : 0; // tokens
   float bias[2] = {0.f, 0.f};
@@ -50,13 +50,13 @@ __device__ __forceinline__ void store_sums(const bsh_gemm_wide_args &args, const
   named_barrier<2 * BSH_WARP>(3 + (warp >> 1));
 #pragma unroll
   for (int i = 0; i < GROUPS; i++) {
-    const int u = 4 * (J0 + (i >> 1)) + (i & 1);
+    const int u = 4 * (i >> 1) + (i & 1);
     st_shared(own + i * 256, half ? pair(u) : pair(u + UPPER));
   }
   named_barrier<2 * BSH_WARP>(3 + (warp >> 1));
 #pragma unroll
   for (int i = 0; i < GROUPS; i++) {
-    const int u = 4 * (J0 + (i >> 1)) + (i & 1), at = half * (GROUPS * 4) + 8 * (i >> 1) + (i & 1);
+    const int u = 4 * (i >> 1) + (i & 1), at = half * (GROUPS * 4) + 8 * (i >> 1) + (i & 1);
     const uint32_t got = ld_shared_4(other + i * 256), kept = half ? pair(u + UPPER) : pair(u);
     if (at < left) store_four(args, y + at * args.ldy, half ? got : kept, half ? kept : got, rows - row);
   }
@@ -107,48 +107,101 @@ __device__ __forceinline__ void share_sums(const bsh_gemm_wide_args &args, const
       }
       if (work.begin_of(other) <= work.tile * args.cut.pieces) break;
     }
-  store_sums<T, FORM, 0, GROUPS>(args, place, memory, work.tile, sum);
+  store_sums<T, FORM, GROUPS>(args, place, memory, work.tile, 0, sum);
 }
 
-// SHARES pairs have equal parts of one tile: each leaves what the others own, then joins and stores its own part of the
-// tokens. They wait for one another: they are one cluster, so all of them run.
-template <typename T, typename FORM, int SHARES, int OWN>
-__device__ __forceinline__ void join_own(const bsh_gemm_wide_args &args, const wide_place &place, int me, int tile,
-                                         char *memory, float *sum) {
+// ---- scatter: SHARES pairs have equal parts of one tile, and each joins and stores its own part of the tokens ----
+//
+// Each leaves what the others own and waits for what they leave, but not for long, since nothing says that they run:
+// one that is tired of it leaves its own part too and goes, and the last to come joins that as well. They meet at a
+// word of each span of rows: how many have come, and above that a bit for each that has gone.
+
+enum : uint32_t { CAME = 7, GONE = 8 };
+enum { PATIENCE = 64 }; // looks at the word: some 40 us
+
+// What the first thread of a span has, for all 64.
+__device__ __forceinline__ uint32_t for_span(char *memory, uint32_t value) {
+  const int span = threadIdx.x >> 6;
+  const uint32_t at = shared_address(memory) + BSH_GEMM_WIDE_TABLE_AT + span * (64 * 256) + 128;
+  if (threadIdx.x % (2 * BSH_WARP) == 0) st_shared(at, value);
+  named_barrier<2 * BSH_WARP>(3 + span);
+  return ld_shared_4(at);
+}
+
+// One thread, behind what its span has left. Which parts of the tokens it has to join, as bits; 0: not all have come.
+template <int SHARES> __device__ __forceinline__ uint32_t come(uint32_t *word, int me) {
+  uint32_t state = add_acq_rel(word, 1);
+  if ((state & CAME) == SHARES - 1) return 1u << me | state / GONE; // the last
+#pragma unroll 1
+  for (int i = 0; i < PATIENCE; i++)
+    if ((load_acquire(word) & CAME) == SHARES) return 1u << me;
+  return 0;
+}
+template <int SHARES> __device__ __forceinline__ uint32_t go(uint32_t *word, int me) {
+  return (or_acq_rel(word, GONE << me) & CAME) == SHARES ? 1u << me : 0;
+}
+
+template <int OWN> struct own_part {
+  static constexpr int INDEX = OWN;
+};
+// use(own_part<me>()): registers have no index that is known only here.
+template <int SHARES, int OWN = 0, typename USE> __device__ __forceinline__ void with_own(int me, USE use) {
+  if (me == OWN) use(own_part<OWN>());
+  if constexpr (OWN + 1 < SHARES) with_own<SHARES, OWN + 1>(me, use);
+}
+
+// Joins and stores part `part` of the tokens, which all pairs have left, but `me`, if any: of that it is `own`.
+template <typename T, typename FORM, int SHARES>
+__device__ __forceinline__ void join_part(const bsh_gemm_wide_args &args, const wide_place &place, int tile,
+                                          char *memory, int part, int me, const float *own) {
   constexpr int GROUPS = FORM::TOKENS / 8 / SHARES;
-  if (me == OWN) {
+  const int first = place.pair / SHARES * SHARES;
+  float total[4 * GROUPS];
+#pragma unroll
+  for (int j = 0; j < GROUPS; j++) {
+    float4 v[SHARES];
 #pragma unroll
     for (int q = 0; q < SHARES; q++)
-      if (q != OWN) wait_for_flag(args, place, place.pair - OWN + q);
+      v[q] = q == me ? make_float4(own[4 * j], own[4 * j + 1], own[4 * j + 2], own[4 * j + 3])
+                     : __ldcg(sums_of<FORM>(args, place, first + q) + (part * GROUPS + j) * 256);
 #pragma unroll
-    for (int j = OWN * GROUPS; j < (OWN + 1) * GROUPS; j++) {
-      float4 v[SHARES];
-#pragma unroll
-      for (int q = 0; q < SHARES; q++)
-        v[q] = q == OWN ? make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3])
-                        : __ldcg(sums_of<FORM>(args, place, place.pair - OWN + q) + j * 256);
-      float4 total = v[0];
-#pragma unroll
-      for (int q = 1; q < SHARES; q++) total.x += v[q].x, total.y += v[q].y, total.z += v[q].z, total.w += v[q].w;
-      sum[4 * j] = total.x, sum[4 * j + 1] = total.y, sum[4 * j + 2] = total.z, sum[4 * j + 3] = total.w;
-    }
-    store_sums<T, FORM, OWN * GROUPS, GROUPS>(args, place, memory, tile, sum);
+    for (int q = 1; q < SHARES; q++) v[0].x += v[q].x, v[0].y += v[q].y, v[0].z += v[q].z, v[0].w += v[q].w;
+    total[4 * j] = v[0].x, total[4 * j + 1] = v[0].y, total[4 * j + 2] = v[0].z, total[4 * j + 3] = v[0].w;
   }
-  if constexpr (OWN + 1 < SHARES) join_own<T, FORM, SHARES, OWN + 1>(args, place, me, tile, memory, sum);
+  store_sums<T, FORM, GROUPS>(args, place, memory, tile, part * GROUPS, total);
 }
+
 template <typename T, typename FORM, int SHARES>
 __device__ __forceinline__ void scatter_sums(const bsh_gemm_wide_args &args, const wide_place &place, int tile,
-                                             char *memory, float *sum) {
+                                             char *memory, const float *sum) {
   constexpr int GROUPS = FORM::TOKENS / 8 / SHARES;
-  const int me = place.pair % SHARES;
+  const int me = place.pair % SHARES, span = threadIdx.x >> 6;
+  const bool speaks = threadIdx.x % (2 * BSH_WARP) == 0;
+  uint32_t *const word = flag_of(args, place, place.pair - me) - (threadIdx.x >> 5 & 1); // of the span's first warp
   float4 *const to = sums_of<FORM>(args, place, place.pair);
 #pragma unroll
-  for (int own = 0; own < SHARES; own++)
-    if (own != me)
+  for (int part = 0; part < SHARES; part++)
+    if (part != me)
 #pragma unroll
-      for (int j = own * GROUPS; j < (own + 1) * GROUPS; j++) leave(to, sum, j);
-  raise_flag(args, place);
-  join_own<T, FORM, SHARES, 0>(args, place, me, tile, memory, sum);
+      for (int j = part * GROUPS; j < (part + 1) * GROUPS; j++) leave(to, sum, j);
+  named_barrier<2 * BSH_WARP>(3 + span);
+  uint32_t parts = for_span(memory, speaks ? come<SHARES>(word, me) : 0);
+  if (parts == 0) {
+    with_own<SHARES>(me, [&](auto own) {
+#pragma unroll
+      for (int j = own.INDEX * GROUPS; j < (own.INDEX + 1) * GROUPS; j++) leave(to, sum, j);
+    });
+    named_barrier<2 * BSH_WARP>(3 + span);
+    parts = for_span(memory, speaks ? go<SHARES>(word, me) : 0);
+  }
+  if (parts == 0) return;
+  with_own<SHARES>(me, [&](auto own) {
+    join_part<T, FORM, SHARES>(args, place, tile, memory, own.INDEX, own.INDEX, sum + own.INDEX * GROUPS * 4);
+  });
+  parts &= ~(1u << me);
+#pragma unroll 1
+  for (int part = 0; parts != 0; part++, parts >>= 1)
+    if (parts & 1) join_part<T, FORM, SHARES>(args, place, tile, memory, part, -1, sum);
 }
 
 } // namespace

@@ -11,7 +11,7 @@
 //   B operand of wgmma              v                            v
 //      |                         A operand in registers: W or W^T, rounded to T with its scale
 //      v                            v
-//   wgmma m64 n128/n256 k16, fp32 sums in registers over all of depth
+//   wgmma m64 n128/n192/n256 k16, fp32 sums in registers over all of depth
 //      |
 //      v
 //   y, or args.partial, which the pair with the tile's end adds (epilogue_sm90_wide.cuh)
@@ -32,7 +32,9 @@ namespace {
 
 #ifdef BSH_HAS_WGMMA
 enum { X_WARP = 8, SCALE_WARP = 9, W_WARP = 11 };
-enum { PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232 };
+// Of a thread. 256 consumers and 128 producers share what the kernel starts with, 384 times 168.
+template <typename FORM> constexpr int CONSUMER_REGISTERS = FORM::TOKENS == 256 ? 232 : 224;
+template <typename FORM> constexpr int PRODUCER_REGISTERS = 3 * 168 - 2 * CONSUMER_REGISTERS<FORM>;
 
 template <typename T, typename FORM>
 __device__ __forceinline__ void produce(const bsh_gemm_wide_args &args, const bsh_tensor_map *x_map,
@@ -61,7 +63,7 @@ __device__ __forceinline__ void consume(const bsh_gemm_wide_args &args, char *me
   constexpr int SETS = FORM::MODE == SPLIT ? 2 : 4;
   const wide_barriers<FORM> barriers(base);
   // In both blocks of the pair: lane i frees a stage of x for block i.
-  const uint32_t x_empty = map_to_rank(barriers.x_empty, place.first + (lane & 1));
+  const uint32_t x_empty = map_to_rank(barriers.x_empty, lane & 1);
   const uint64_t x_descriptor = wgmma_descriptor_64(base + BSH_GEMM_WIDE_X_AT);
   decoder<T, FORM> decode(base, warp, lane);
   wide_scheduler work(args.cut, place.pair);
@@ -147,10 +149,10 @@ __device__ __forceinline__ void gemm_wide(const bsh_tensor_map &x_map, const bsh
   __syncthreads();
   cluster_meet();
   if (warp >= BSH_GEMM_WIDE_CONSUMERS) {
-    give_registers<PRODUCER_REGISTERS>();
+    give_registers<PRODUCER_REGISTERS<FORM>>();
     produce<T, FORM>(args, &x_map, &w_map, memory, base, place, warp, lane);
   } else {
-    take_registers<CONSUMER_REGISTERS>();
+    take_registers<CONSUMER_REGISTERS<FORM>>();
     build_wide_table<T, FORM>(memory + BSH_GEMM_WIDE_TABLE_AT, args.format);
     named_barrier<BSH_GEMM_WIDE_CONSUMERS * BSH_WARP>(1);
     wait_for_earlier_kernels();

@@ -12,7 +12,7 @@
 #include "fused.h"
 
 /* X(name, tokens) */
-#define BSH_GEMM_WIDE_FORMS(X) X(m128, 128) X(m256, 256)
+#define BSH_GEMM_WIDE_FORMS(X) X(m128, 128) X(m192, 192) X(m256, 256)
 
 enum { BSH_GEMM_WIDE_PAIR = 2, BSH_GEMM_WIDE_ROWS = 128, BSH_GEMM_WIDE_PIECE = 128 };
 enum { BSH_GEMM_WIDE_CONSUMERS = 8, BSH_GEMM_WIDE_THREADS = 384 }; /* warps that multiply; threads with producers */
@@ -20,7 +20,7 @@ enum { BSH_GEMM_WIDE_STAGES = 3 };                                 /* of W and i
 enum { BSH_GEMM_WIDE_W_BYTES = BSH_GEMM_WIDE_ROWS * 64, BSH_GEMM_WIDE_SCALE_BYTES = 1024 }; /* of a stage */
 
 /* Stages of x, 64 of depth each. */
-BSH_SIZE int32_t bsh_gemm_wide_x_stages(int32_t tokens) { return tokens == 256 ? 4 : 6; }
+BSH_SIZE int32_t bsh_gemm_wide_x_stages(int32_t tokens) { return tokens == 256 ? 4 : tokens == 192 ? 5 : 6; }
 BSH_SIZE int32_t bsh_gemm_wide_x_bytes(int32_t tokens) { return tokens * BSH_UNIT * 2; }
 
 /* Shared addresses: the table of pairs at 1 KiB, where dynamic shared memory begins at the latest (the first KiB is the
@@ -46,8 +46,8 @@ BSH_SIZE int64_t bsh_gemm_wide_partial_bytes(int32_t tokens) { return (int64_t)t
 /* Which pairs do what. A tile is the 256 rows of a pair by `tokens` tokens; tiles go through the token tiles of 256
  * rows first. Pairs [0, sharing) share all pieces of the tiles [0, shared) evenly and in order, so that a pair has a
  * stretch of neighbouring pieces; then pair i takes tiles shared + i, shared + i + pairs, ... whole. scatter = 2 or 4:
- * all tiles are shared, tile i by the pairs scatter * i on, each of which joins an equal part of its tokens; these
- * pairs are one cluster. */
+ * all tiles are shared, tile i by the pairs scatter * i on, each of which joins an equal part of its tokens. A cluster
+ * is a pair: of 132 multiprocessors clusters of 4 blocks reached 120, of 8 too. */
 typedef struct {
   int32_t tokens;                     /* of a tile */
   int32_t token_tiles, tiles, pieces; /* pieces: of a tile */

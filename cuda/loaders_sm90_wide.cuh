@@ -45,12 +45,13 @@ __device__ __forceinline__ void load_x(const bsh_gemm_wide_args &args, const bsh
   constexpr int OWN_TOKENS = FORM::TOKENS / BSH_GEMM_WIDE_PAIR;
   while (work.next()) {
     const int token = place.token<FORM::TOKENS>(args.cut, work.tile) + place.rank * OWN_TOKENS;
+#pragma unroll 1
     for (int k = work.from * 2; k < work.to * 2; k++, ring.advance()) {
       mbarrier_wait(barriers.x_empty + 8 * ring.stage, ring.parity);
       mbarrier_expect(barriers.x_full + 8 * ring.stage, FORM::X_BYTES, true);
       tensor_copy_to(base + BSH_GEMM_WIDE_X_AT + ring.stage * FORM::X_BYTES +
                          place.rank * (FORM::X_BYTES / BSH_GEMM_WIDE_PAIR),
-                     map, k * BSH_UNIT, token, barriers.x_full + 8 * ring.stage, 3u << place.first);
+                     map, k * BSH_UNIT, token, barriers.x_full + 8 * ring.stage, 3);
     }
   }
 }
@@ -82,6 +83,7 @@ __device__ __forceinline__ void load_w(const bsh_gemm_wide_args &args, const bsh
   wide_scheduler work(args.cut, place.pair);
   wide_ring<FORM::STAGES> ring;
   while (work.next())
+#pragma unroll 1
     for (int p = work.from; p < work.to; p++, ring.advance()) {
       const int2 at = packed_at<FORM>(args, place, work.tile, p);
       mbarrier_wait(barriers.w_empty + 8 * ring.stage, ring.parity);
@@ -91,62 +93,59 @@ __device__ __forceinline__ void load_w(const bsh_gemm_wide_args &args, const bsh
     }
 }
 
-// 64 lanes: the scales of a piece, of 2 rows of W each, 2 units of a row. Fetched a piece ahead and kept raw until
-// used.
-template <typename FORM> struct wide_scales {
-  uint32_t codes[2];  // of the two units, one byte each; bits 16 and 17: W has them, else they count 0
-  float second[2][2]; // absmax2, or the plain scale
+// How the scales of a weight lie: nested, and both units of a piece two neighbouring codes of one block of them; plain;
+// nested otherwise.
+enum scale_kind { CODE_PAIRS, PLAIN_SCALES, CODES };
 
-  __device__ __forceinline__ void fetch(const bsh_gemm_wide_args &args, const wide_place &place, int lane, int tile,
-                                        int piece) {
-    const int row = place.row(args.cut, tile), depth = piece * BSH_GEMM_WIDE_PIECE;
-    const int first = FORM::GRADIENT ? depth : row, column = FORM::GRADIENT ? row : depth;
-    const int units = args.K / BSH_UNIT, unit = column / BSH_UNIT;
+// 64 lanes: the scales of a piece, of 2 rows of W each, 2 units of a row. Fetched a piece ahead, and what is fetched is
+// left as it is until then: any use, a shift too, would wait for it here. (CODES does, for want of registers.)
+template <typename FORM, scale_kind KIND> struct wide_scales {
+  static constexpr int BLOCKS = KIND == CODE_PAIRS ? 1 : 2; // of a row
+  uint32_t there;           // bit 2i + b: W has unit b of row i, else its scale counts 0
+  uint32_t codes[2];        // of a row: both units'
+  float second[2 * BLOCKS]; // absmax2, or the plain scale
+
+  // row: the first row of A of the tile.
+  __device__ __forceinline__ void fetch(const bsh_gemm_wide_args &args, int lane, int row, int piece) {
+    const int depth = piece * BSH_GEMM_WIDE_PIECE;
+    const int first = (FORM::GRADIENT ? depth : row) + lane, column = FORM::GRADIENT ? row : depth;
+    const int units = args.K / BSH_UNIT, unit = column / BSH_UNIT; // even
+    const uint32_t units_there = unit + 1 < units ? 3 : unit < units ? 1 : 0;
+    there = (first < args.N ? units_there : 0) | (first + 64 < args.N ? units_there << 2 : 0);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const int r = first + i * 64 + lane;
-      const uint32_t at = (uint32_t)min(r, args.N - 1) * units + min(unit, (units - 1) & ~1); // `unit` is even
-      const uint32_t next = at + (unit + 1 < units);
-      const uint32_t there = r < args.N ? (unit < units ? 1u << 16 : 0) | (unit + 1 < units ? 1u << 17 : 0) : 0;
-      if (args.code_pairs) {
-        codes[i] = there | *reinterpret_cast<const uint16_t *>(args.absmax_code + at);
-        second[i][0] = second[i][1] = args.absmax2[at / BSH_NESTED_BLOCKSIZE];
-      } else {
-        const uint32_t blocks[2] = {at >> args.block_shift, next >> args.block_shift};
-        codes[i] = there;
+      const uint32_t at = (uint32_t)min(first + i * 64, args.N - 1) * units + min(unit, (units - 1) & ~1);
+      if (KIND == CODE_PAIRS) codes[i] = *reinterpret_cast<const uint16_t *>(args.absmax_code + at);
+      if (KIND == CODES) codes[i] = 0;
 #pragma unroll
-        for (int b = 0; b < 2; b++)
-          if (args.absmax) {
-            second[i][b] = args.absmax[blocks[b]];
-          } else {
-            codes[i] |= (uint32_t)args.absmax_code[blocks[b]] << (8 * b);
-            second[i][b] = args.absmax2[blocks[b] / BSH_NESTED_BLOCKSIZE];
-          }
+      for (int b = 0; b < BLOCKS; b++) {
+        const uint32_t block = (b == 0 ? at : at + (unit + 1 < units)) >> args.block_shift;
+        if (KIND == CODES) codes[i] |= (uint32_t)args.absmax_code[block] << (8 * b);
+        second[i * BLOCKS + b] = KIND == PLAIN_SCALES ? args.absmax[block] : args.absmax2[block / BSH_NESTED_BLOCKSIZE];
       }
     }
   }
-  __device__ __forceinline__ float of(const bsh_gemm_wide_args &args, const float *map, float offset, int i,
-                                      int b) const {
-    if (!(codes[i] >> (16 + b) & 1)) return 0.f;
-    return args.absmax ? second[i][b] : scale_with_denormals(map[codes[i] >> (8 * b) & 255], second[i][b], offset);
+  __device__ __forceinline__ float of(const float *map, float offset, int i, int b) const {
+    const float own = second[i * BLOCKS + b % BLOCKS];
+    if (!(there >> (2 * i + b) & 1)) return 0.f;
+    return KIND == PLAIN_SCALES ? own : scale_with_denormals(map[codes[i] >> (8 * b) & 255], own, offset);
   }
 };
 
-template <typename T, typename FORM>
-__device__ __forceinline__ void load_scales(const bsh_gemm_wide_args &args, char *memory, uint32_t base,
-                                            const wide_place &place, int lane) {
+template <typename T, typename FORM, scale_kind KIND>
+__device__ __forceinline__ void load_scales_of(const bsh_gemm_wide_args &args, char *memory, uint32_t base,
+                                               const wide_place &place, int lane) {
   const wide_barriers<FORM> barriers(base);
   float *const map = reinterpret_cast<float *>(memory + FORM::MAP_AT);
   const float inverse_alpha = 1.f / FORM::alpha(args.format);
-  const bool nested = !args.absmax;
-  const float offset = nested ? *args.offset : 0.f;
+  const float offset = KIND == PLAIN_SCALES ? 0.f : *args.offset;
   wide_scheduler work(args.cut, place.pair);
   wide_ring<FORM::STAGES> ring;
-  wide_scales<FORM> scales;
+  wide_scales<FORM, KIND> scales;
   bool more = work.next();
-  int piece = work.from;
-  if (more) scales.fetch(args, place, lane, work.tile, piece);
-  if (nested)
+  int piece = work.from, row = place.row(args.cut, work.tile);
+  if (more) scales.fetch(args, lane, row, piece);
+  if (KIND != PLAIN_SCALES)
 #pragma unroll
     for (int i = 0; i < 256; i += 64) map[i + lane] = args.absmax_map[i + lane];
   named_barrier<64>(2);
@@ -154,9 +153,9 @@ __device__ __forceinline__ void load_scales(const bsh_gemm_wide_args &args, char
   while (more) {
     float v[2][2];
 #pragma unroll
-    for (int i = 0; i < 4; i++) v[i >> 1][i & 1] = scales.of(args, map, offset, i >> 1, i & 1) * inverse_alpha;
-    if (++piece == work.to) more = work.next(), piece = work.from;
-    if (more) scales.fetch(args, place, lane, work.tile, piece);
+    for (int i = 0; i < 4; i++) v[i >> 1][i & 1] = scales.of(map, offset, i >> 1, i & 1) * inverse_alpha;
+    if (++piece == work.to) more = work.next(), piece = work.from, row = place.row(args.cut, work.tile);
+    if (more) scales.fetch(args, lane, row, piece);
     mbarrier_wait(barriers.w_empty + 8 * ring.stage, ring.parity);
     char *const to = own + ring.stage * BSH_GEMM_WIDE_SCALE_BYTES;
 #pragma unroll
@@ -165,6 +164,13 @@ __device__ __forceinline__ void load_scales(const bsh_gemm_wide_args &args, char
     if ((threadIdx.x & 31) == 0) mbarrier_arrive(barriers.w_full + 8 * ring.stage);
     ring.advance();
   }
+}
+template <typename T, typename FORM>
+__device__ __forceinline__ void load_scales(const bsh_gemm_wide_args &args, char *memory, uint32_t base,
+                                            const wide_place &place, int lane) {
+  if (args.code_pairs) load_scales_of<T, FORM, CODE_PAIRS>(args, memory, base, place, lane);
+  else if (args.absmax) load_scales_of<T, FORM, PLAIN_SCALES>(args, memory, base, place, lane);
+  else load_scales_of<T, FORM, CODES>(args, memory, base, place, lane);
 }
 
 } // namespace

@@ -33,11 +33,6 @@ __device__ __forceinline__ void prefetch_map(const bsh_tensor_map *map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-__device__ __forceinline__ uint32_t cluster_rank() {
-  uint32_t rank;
-  asm("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
 // The address, as other blocks see it, of what lies at `address` in block `rank` of the cluster.
 __device__ __forceinline__ uint32_t map_to_rank(uint32_t address, uint32_t rank) {
   uint32_t there;
@@ -86,6 +81,17 @@ __device__ __forceinline__ uint32_t ld_shared_4(uint32_t address) {
 // All that this warp wrote before, then `value`, for other blocks.
 __device__ __forceinline__ void store_release(uint32_t *flag, uint32_t value) {
   asm volatile("fence.acq_rel.gpu;\nst.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+// One thread: the word's value before, behind all that this thread and those it has met wrote before.
+__device__ __forceinline__ uint32_t add_acq_rel(uint32_t *word, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
+  return before;
+}
+__device__ __forceinline__ uint32_t or_acq_rel(uint32_t *word, uint32_t bits) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.or.b32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(bits) : "memory");
+  return before;
 }
 
 // d = a * b + c and a * b of two 16-bit floats each, rounded once.

@@ -18,7 +18,7 @@ struct wide_scheduler {
 
   __device__ __forceinline__ wide_scheduler(const bsh_gemm_wide_cut &cut, int pair) : cut(cut) {
     whole = cut.shared + pair;
-    begin = at = 0;
+    begin = at = tile = from = to = 0;
     if (pair < cut.sharing) begin = begin_of(pair), at = begin_of(pair + 1);
   }
   __device__ __forceinline__ int begin_of(int i) const {
@@ -39,12 +39,10 @@ struct wide_scheduler {
 
 // This thread block's place.
 struct wide_place {
-  int rank;       // in its pair
-  uint32_t first; // rank in the cluster of the pair's first block
-  int pair;       // of the grid
+  int rank; // in its pair, which is a cluster
+  int pair; // of the grid
   __device__ __forceinline__ wide_place() {
     rank = blockIdx.x % BSH_GEMM_WIDE_PAIR, pair = blockIdx.x / BSH_GEMM_WIDE_PAIR;
-    first = cluster_rank() & ~1u;
   }
   // The first row of A of this block, and the first token, of a tile.
   __device__ __forceinline__ int row(const bsh_gemm_wide_cut &cut, int tile) const {

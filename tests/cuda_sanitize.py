@@ -1,4 +1,6 @@
-"""A short list of calls that runs every CUDA kernel once, for compute-sanitizer.
+"""A short list of calls that runs every CUDA kernel but gemm_4bit_sm90_wide once, for compute-sanitizer.
+
+That one, which shares no tiles in so small a workspace, has tests/cuda_wide.py.
 
 Usage: compute-sanitizer --tool memcheck|racecheck python tests/cuda_sanitize.py [float32|float16|bfloat16 ...]
 A workspace of 1 MiB makes small weights take several panels. With PYTORCH_NO_CUDA_MEMORY_CACHING=1 every tensor is an
@@ -9,6 +11,7 @@ import os
 import sys
 
 os.environ["BITSHARD_WORKSPACE_MB"] = "1"
+os.environ["BITSHARD_LINEAR_4BIT_DGRAD"] = "panels"
 
 import torch
 from bitshard import _C, ops

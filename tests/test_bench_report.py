@@ -282,6 +282,19 @@ def test_kernels_are_named(monkeypatch):
     assert names[0].startswith("gemv_4bit") and names[1] == "panels" and report.kernel_name(CPU, 1, 64, 64) == "-"
 
 
+@pytest.mark.skipif(_C.kernel_image(_C.cuda_state()["architectures"], 90) != (90, True), reason="no kernels of sm_90a")
+def test_kernels_of_hopper_are_named(monkeypatch):
+    """All that the core may choose there, forward and for the input gradient."""
+    card = Card()
+    card.install(monkeypatch)
+    card.properties.major, card.properties.minor, card.properties.multi_processor_count = 9, 0, 132
+    device = torch.device("cuda", 0)
+    names = [report.kernel_name(device, M, 28672, 8192) for M in (1, 64, 4096)]
+    assert names == ["gemv_4bit", "gemm_4bit_sm90", "gemm_4bit_sm90_wide"]
+    assert report.kernel_name(device, 1, 28672, 8192, gradient=True) == "gemm_4bit_sm90_wide"
+    assert report.kernel_name(device, 1, 1024, 4096, gradient=True) == "panels"
+
+
 def test_without_nvidia_smi(monkeypatch):
     Card().install(monkeypatch)
 

@@ -1,5 +1,7 @@
 """benchmarks/cards.py: the plan for GPUs that nobody tried here, and the counting behind its estimate."""
 
+import functools
+import itertools
 import pathlib
 import re
 import shutil
@@ -24,8 +26,13 @@ MODERN = ("RTX 3090", "A100", "RTX 4090", "L40S", "RTX 5090")
 by_sm = pytest.mark.parametrize("sm", SMS)
 
 
-def plan(name: str, dtype: int) -> list[list[tuple[int, str]]]:
-    return [bench.changes(CARDS[name], N, K, dtype) for N, K in SHAPES]
+MANY_ROWS = {"gemm_4bit_sm90_wide", "panels"}
+HOPPER = ("H100", "H200")
+
+
+@functools.cache
+def plan(name: str, dtype: int, gradient: bool = False) -> list[list[tuple[int, str]]]:
+    return [bench.changes(CARDS[name], N, K, dtype, gradient) for N, K in SHAPES]
 
 
 # ---- which kernel takes which product ----
@@ -34,17 +41,26 @@ def plan(name: str, dtype: int) -> list[list[tuple[int, str]]]:
 @pytest.mark.parametrize("name", CARDS)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["float32", "float16", "bfloat16"])
 def test_few_rows_are_fused_and_many_go_to_the_vendor(name, dtype):
-    """For every layer of Llama 3 on every card, each kernel in one range of rows."""
+    """For every layer of Llama 3 on every card, each kernel for few rows in one range; on Hopper 16 bits in one pass.
+
+    The input gradient is for many rows from the first on.
+    """
+    one_pass = name in HOPPER and dtype != F32
     for changes in plan(name, dtype):
         names = [kernel for _, kernel in changes]
-        assert names[0].startswith("gemv_4bit") and names[-1] == "panels" and len(names) == len(set(names)), changes
-        assert names.count("panels") == 1 and changes[-1][0] <= 257
+        few = list(itertools.takewhile(lambda kernel: kernel not in MANY_ROWS, names))
+        many = names[len(few) :]
+        assert few[0].startswith("gemv_4bit") and len(few) == len(set(few)) and changes[len(few)][0] <= 257, changes
+        assert many == ["panels"] or (one_pass and set(many) <= MANY_ROWS), changes
+    chosen = {kernel for changes in plan(name, dtype, gradient=True) for _, kernel in changes}
+    assert chosen == (MANY_ROWS if one_pass else {"panels"})
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["float32", "float16", "bfloat16"])
 def test_cards_of_one_kind_have_one_plan(dtype):
     """sm_80 to sm_89 and sm_120 alike: 16 bits to 64 rows on tensor cores. H100 as H200."""
-    assert plan("H100", dtype) == plan("H200", dtype)
+    for gradient in (False, True):
+        assert plan("H100", dtype, gradient) == plan("H200", dtype, gradient)
     plans = [plan(name, dtype) for name in MODERN]
     assert all(found == plans[0] for found in plans)
     if dtype != F32:
@@ -61,7 +77,34 @@ def test_wgmma_on_hopper_only():
     chosen = {
         name: {kernel for dtype in (F16, BF16) for found in plan(name, dtype) for _, kernel in found} for name in CARDS
     }
-    assert {name for name, kernels in chosen.items() if "gemm_4bit_sm90" in kernels} == {"H100", "H200"}
+    for wgmma in ("gemm_4bit_sm90", "gemm_4bit_sm90_wide"):
+        assert {name for name, kernels in chosen.items() if wgmma in kernels} == set(HOPPER), wgmma
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=["float16", "bfloat16"])
+def test_changes_are_found_to_the_row(dtype):
+    """Between the rows that are asked for: kernel by kernel the same as row by row."""
+    for (N, K), gradient in itertools.product(((1024, 8192), (4096, 4096)), (False, True)):
+        names = [bench.choose(CARDS["H100"], M, N, K, dtype, gradient=gradient).kernel for M in range(1, 1100)]
+        expected = [(M, name) for M, name in enumerate(names, 1) if M == 1 or name != names[M - 2]]
+        assert [pair for pair in bench.changes(CARDS["H100"], N, K, dtype, gradient) if pair[0] < 1100] == expected
+
+
+def test_kernels_that_take_turns():
+    """Of an alternation the table says the first part."""
+    found = [(1, "a"), (65, "panels"), (100, "wide")]
+    assert bench.words(found) == "a to 64, panels to 99, wide"
+    assert bench.words([*found, (200, "panels"), (300, "wide")]) == "a to 64, panels to 99, either of the two"
+    assert bench.words([(1, "wide"), (257, "panels"), (512, "wide")]) == "wide to 256, either of the two"
+
+
+def test_what_the_wide_kernel_does():
+    """Its entry, once over W, on all pairs of multiprocessors; nothing here estimates its time."""
+    card = CARDS["H100"]
+    for gradient in (False, True):
+        choice = bench.choose(card, 2048, 28672, 8192, BF16, gradient=gradient)
+        assert choice.kernel == "gemm_4bit_sm90_wide" and choice.entry.endswith("bf16_m256") and choice.groups == 1
+        assert choice.busy == 1.0 and bench.linear(card, COUNTS, 2048, 28672, 8192, BF16, choice) is None
 
 
 def test_images_of_the_builds():
@@ -117,6 +160,7 @@ def test_documented_plan():
     """`python benchmarks/cards.py` prints what docs/cards.md should say."""
     assert documented("| GPU | is |") == bench.image_rows()
     assert documented("| GPU | x | N x K |") == bench.plan_rows()
+    assert documented("| GPU | dy | N x K |") == bench.plan_rows(gradient=True)
 
 
 def test_the_program_prints_all_tables():
@@ -124,7 +168,8 @@ def test_the_program_prints_all_tables():
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert not ran.returncode, ran.stderr
     assert ran.stdout.count("estimated, not measured") == len(bench.ESTIMATED)
-    for word in (*CARDS, "gemv_4bit_simt", "quantize_4bit", "panels", "on an H200"):
+    kernels = ("gemv_4bit_simt", "quantize_4bit", "panels", "gemm_4bit_sm90_wide")
+    for word in (*CARDS, *kernels, "rows of dy", "on an H200"):
         assert word in ran.stdout, word
 
 

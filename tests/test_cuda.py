@@ -249,9 +249,10 @@ def test_products_of_large_weights_with_few_rows(dtype, N, K, nested):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_do_not_depend_on_how_many_there_are(dtype):
+@pytest.mark.parametrize("N", [1024, 8192])
+def test_rows_do_not_depend_on_how_many_there_are(dtype, N):
     """Whatever kernel M selects, one row's result stays within rounding of itself; two runs give equal bits."""
-    weight = Weight(1024, 4096, dtype)
+    weight = Weight(N, 4096, dtype)
     x = torch.randn(512, 4096, device="cuda", dtype=dtype)
     whole = weight.linear(x).double()
     for M in (1, 2, 3, 4, 8, 9, 16, 32, 48, 64, 65, 128, 256, 511):
@@ -260,12 +261,30 @@ def test_rows_do_not_depend_on_how_many_there_are(dtype):
         assert torch.equal(y, weight.linear(x[:M])), M
 
 
+@pytest.fixture
+def force():
+    """_C.force_kernel; what it forced ends with the test."""
+    yield _C.force_kernel
+    for op in ("linear_4bit", "linear_4bit_dgrad"):
+        _C.force_kernel(op, None)
+
+
+@pytest.fixture
+def panels(force):
+    """Every product by panels, whatever else would take it."""
+    for op in ("linear_4bit", "linear_4bit_dgrad"):
+        force(op, "panels")
+
+
+@pytest.mark.parametrize("kernel", [None, "panels"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_never_holds_a_whole_dequantized_weight(dtype):
+def test_never_holds_a_whole_dequantized_weight(dtype, kernel, force):
     """28672 x 8192 forward and backward: at most 64 MiB beside the result, and the numbers of the whole product."""
+    for op in ("linear_4bit", "linear_4bit_dgrad"):
+        force(op, kernel)
     N, K = LLAMA
     weight = Weight(N, K, dtype)
-    M = 384  # panels
+    M = 384  # panels, or one pass on Hopper
     x, dy = (torch.randn(M, width, device="cuda", dtype=dtype) for width in (K, N))
     weight.linear(x), weight.dgrad(dy)  # the vendor library allocates its own workspace once
     torch.cuda.synchronize()
@@ -285,14 +304,6 @@ def test_never_holds_a_whole_dequantized_weight(dtype):
     assert relative_error(weight.dgrad(dy), (dy @ whole).double()) < EPSILON[dtype]
 
 
-@pytest.fixture
-def force():
-    """_C.force_kernel; what it forced ends with the test."""
-    yield _C.force_kernel
-    for op in ("linear_4bit", "linear_4bit_dgrad"):
-        _C.force_kernel(op, None)
-
-
 def plan_here(M: int, weight: Weight, **facts) -> dict:
     properties = torch.cuda.get_device_properties(0)
     gpu = (10 * properties.major + properties.minor, properties.multi_processor_count)
@@ -300,7 +311,7 @@ def plan_here(M: int, weight: Weight, **facts) -> dict:
     return _C.plan_linear_4bit(M, weight.N, weight.K, number, *gpu, blocksize=weight.blocksize, **facts)
 
 
-@pytest.mark.parametrize("kernel", ["gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "panels"])
+@pytest.mark.parametrize("kernel", ["gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "gemm_4bit_sm90_wide", "panels"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_forced_kernels(kernel, dtype, force):
     """Each of them, for more rows than one launch takes too: slices and what is left over."""
@@ -316,6 +327,23 @@ def test_forced_kernels(kernel, dtype, force):
         expected = x.double() @ exact.T + bias.double()
         assert relative_error(weight.linear(x, bias), expected) < EPSILON[dtype], M
         assert relative_error(weight.direct_linear(x, bias), expected) < EPSILON[dtype], M
+
+
+@pytest.mark.parametrize("kernel", ["gemm_4bit_sm90_wide", "panels"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_forced_kernels_of_the_input_gradient(kernel, dtype, force):
+    weight = Weight(1040, 4096, dtype)
+    exact = weight.dequantize(torch.float32).double()
+    try:
+        plan_here(1, weight, kernel=kernel, gradient=True)
+    except ValueError as refused:
+        pytest.skip(str(refused))
+    force("linear_4bit_dgrad", kernel)
+    for M in (1, 65, 150, 200, 300):
+        dy = torch.randn(M, 1040, device="cuda", dtype=dtype)
+        assert relative_error(weight.dgrad(dy), dy.double() @ exact) < EPSILON[dtype], M
+        assert same_bytes(weight.dgrad(dy), weight.dgrad(dy)), M
+        assert relative_error(weight.direct_dgrad(dy), dy.double() @ exact) < EPSILON[dtype], M
 
 
 def test_a_forced_kernel_that_cannot(force):
@@ -543,7 +571,7 @@ def test_direct_calls(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("N, K", [(512, 1024), (100, 96), (1024, 4096), (14336, 4096)])
-def test_direct_products_by_panels(dtype, N, K):
+def test_direct_products_by_panels(dtype, N, K, panels):
     """cuBLAS without torch's product: within the same bound, with and without bias, also where pointers are odd."""
     weight = Weight(N, K, dtype)
     w, bias = weight.dequantize(torch.float32).double(), torch.randn(N, device="cuda", dtype=dtype)
@@ -556,11 +584,13 @@ def test_direct_products_by_panels(dtype, N, K):
                 assert relative_error(weight.direct_linear(argument, b), expected) < EPSILON[dtype]
         assert relative_error(weight.direct_dgrad(dy), dy.double() @ w) < EPSILON[dtype]
     odd_bias = torch.randn(N + 1, device="cuda", dtype=dtype)[1:]
+    assert weight.direct_linear(x, odd_bias) is None
+    _C.force_kernel("linear_4bit", None)
     y = weight.direct_linear(x, odd_bias)
     assert y is None or relative_error(y, x.double() @ w.T + odd_bias.double()) < EPSILON[dtype]
 
 
-def test_direct_products_of_more_shapes_than_are_kept():
+def test_direct_products_of_more_shapes_than_are_kept(panels):
     """Every row count has an algorithm of its own; later ones take the places of earlier ones, from many threads."""
     weight = Weight(512, 1024)
     w, wrong = weight.dequantize(torch.float32).double(), []
@@ -583,7 +613,7 @@ def test_direct_products_of_more_shapes_than_are_kept():
     assert not wrong
 
 
-def test_direct_products_keep_to_torchs_settings(monkeypatch):
+def test_direct_products_keep_to_torchs_settings(monkeypatch, panels):
     """What cuBLAS is called with are the defaults; under any other setting the op asks torch."""
     weight, x, dy = problem()
     half = Weight(512, 1024, torch.float16)

@@ -205,6 +205,7 @@ GROUPS = {
     "the same, two parts of K ": r"gemm_4bit_b?f16_m64_p2",
     "x_units": r"x_units",
     "gemm_4bit_sm90_wide, 128 tokens": r"gemm_wide_.*m128",
+    "gemm_4bit_sm90_wide, 192 tokens": r"gemm_wide_.*m192",
     "gemm_4bit_sm90_wide, 256 tokens": r"gemm_wide_.*m256",
     "clear_flags": r"clear_flags",
     "dequantize_4bit": r"dequantize_4bit_b?f",

@@ -6,6 +6,7 @@ wherever they lie; the boundaries are searched for, not written down.
 `python tests/test_plan.py` prints the table: for each shape and GPU the rows of x at which the kernel changes.
 """
 
+import itertools
 import os
 import random
 import re
@@ -17,7 +18,9 @@ import pytest
 from bitshard import _C
 
 F32, F16, BF16 = 0, 1, 2
-NAMES = {"gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "panels"}  # gemm_4bit_sm90_wide: forced only
+WIDE = "gemm_4bit_sm90_wide"
+NAMES = {"gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", WIDE, "panels"}
+MANY_ROWS = {WIDE, "panels"}
 TENSOR_CORES = NAMES - {"gemv_4bit_simt"}
 SHAPES = tuple(cases.MODEL_LINEAR.values())
 SWEEP = sorted({*SHAPES, *((16 * round(1.1**i), 4096) for i in range(30, 90))}, key=lambda s: s[0] * s[1])  # to 318 M
@@ -38,21 +41,20 @@ def image(gpu: str) -> tuple[int, bool]:
 wgmma = pytest.mark.skipif(image("H200") != (90, True), reason="this build has no kernels of sm_90a")
 
 
-def select(
-    M: int, N: int, K: int, dtype: int = BF16, gpu: str = "H200", blocksize: int = 64, nested: bool = True
-) -> str:
-    return _C.plan_linear_4bit(M, N, K, dtype, *GPUS[gpu], blocksize=blocksize, nested=nested)["kernel"]
+def select(M: int, N: int, K: int, dtype: int = BF16, gpu: str = "H200", blocksize: int = 64, **facts) -> str:
+    return _C.plan_linear_4bit(M, N, K, dtype, *GPUS[gpu], blocksize=blocksize, **facts)["kernel"]
 
 
-def changes(N: int, K: int, dtype: int, gpu: str) -> list[tuple[int, str]]:
+def changes(N: int, K: int, dtype: int, gpu: str, **facts) -> list[tuple[int, str]]:
     """(M, kernel) wherever the kernel differs from that of one row fewer."""
-    chosen = [(M, select(M, N, K, dtype, gpu)) for M in ROWS]
+    chosen = [(M, select(M, N, K, dtype, gpu, **facts)) for M in ROWS]
     return [pair for i, pair in enumerate(chosen) if i == 0 or pair[1] != chosen[i - 1][1]]
 
 
-def last_fused(N: int, K: int, dtype: int = BF16, gpu: str = "H200", blocksize: int = 64) -> int:
-    """The most rows that do not go to the vendor GEMM; 0 if one row does."""
-    return max((M for M in range(1, 513) if select(M, N, K, dtype, gpu, blocksize) != "panels"), default=0)
+def last_fused(N: int, K: int, dtype: int = BF16, gpu: str = "H200", blocksize: int = 64, **facts) -> int:
+    """The most rows that a kernel for few rows takes; 0 if it does not take one row."""
+    rows = (M for M in range(1, 513) if select(M, N, K, dtype, gpu, blocksize, **facts) not in MANY_ROWS)
+    return max(rows, default=0)
 
 
 def first_gemm(N: int, K: int) -> float:
@@ -63,54 +65,94 @@ def first_gemm(N: int, K: int) -> float:
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["float32", "float16", "bfloat16"])
 def test_each_kernel_has_one_range_of_rows(gpu, dtype):
-    """One row is fused, no kernel comes back after another took over, and many rows go to the vendor GEMM."""
+    """One row is fused, no kernel for few rows comes back after another took over, and many rows go to the vendor GEMM.
+
+    With wgmma panels and gemm_4bit_sm90_wide take turns while the weight is small: its time has steps, a tile of rows
+    each.
+    """
     for N, K in SWEEP:
         names = [name for _, name in changes(N, K, dtype, gpu)]
-        assert set(names) <= NAMES and len(names) == len(set(names)), (N, K, names)
-        assert names[0].startswith("gemv_4bit") and names[-1] == "panels", (N, K, names)
+        few = list(itertools.takewhile(lambda name: name not in MANY_ROWS, names))
+        many = names[len(few) :]
+        assert few[0].startswith("gemv_4bit") and set(few) <= NAMES and len(few) == len(set(few)), (N, K, names)
+        assert many and set(many) <= MANY_ROWS, (N, K, names)
+        assert many == ["panels"] or has_wide(gpu, dtype), (N, K, names)
+
+
+@wgmma
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=["float16", "bfloat16"])
+def test_many_rows_of_large_weights_go_in_one_pass(dtype, gradient):
+    """On Hopper, from the 65th row on forward and from the first on for the gradient; a small weight by panels."""
+    few = [] if gradient else range(1, 65)
+    for N, K in ((28672, 8192), (8192, 28672)):
+        some = (*range(len(few) + 1, 257), 384, 512)
+        assert {select(M, N, K, dtype, gradient=gradient) for M in some} == {WIDE}, (N, K)
+    for N, K in SWEEP:
+        assert WIDE not in {select(M, N, K, dtype, gradient=gradient) for M in few}, (N, K)
+        if N * K > 50_000_000:
+            assert {select(M, N, K, dtype, gradient=gradient) for M in (65, 128, 256, 512)} == {WIDE}, (N, K)
+    assert {select(M, 1024, 4096, dtype, gradient=gradient) for M in range(65, 513)} == {"panels"}
 
 
 @wgmma
 def test_every_kernel_is_chosen_somewhere():
-    """gemm_4bit_sm90 on the one GPU whose instructions it needs, and there the earlier the larger the weight."""
+    """gemm_4bit_sm90 and _wide on the one GPU whose instructions they need, the former the earlier the larger the
+    weight; the latter alone knows the input gradient."""
     chosen = {gpu: {select(M, N, K, BF16, gpu) for N, K in SWEEP for M in ROWS} for gpu in GPUS}
     assert chosen.pop("H200") == TENSOR_CORES
     assert chosen.pop("T4") == {"gemv_4bit_simt", "panels"}  # no bf16 on its tensor cores
-    assert set().union(*chosen.values()) == TENSOR_CORES - {"gemm_4bit_sm90"}
+    assert set().union(*chosen.values()) == TENSOR_CORES - {"gemm_4bit_sm90", WIDE}
     assert first_gemm(*SWEEP[0]) > first_gemm(*SWEEP[-1])
+    for gpu in GPUS:
+        back = {select(M, N, K, BF16, gpu, gradient=True) for N, K in SWEEP for M in ROWS}
+        assert back == (MANY_ROWS if gpu == "H200" else {"panels"}), gpu
 
 
 def has_tensor_cores(gpu: str, dtype: int) -> bool:
     return dtype != F32 and image(gpu)[0] >= (80 if dtype == BF16 else 75)
 
 
-def takes(name: str, M: int, N: int, K: int, dtype: int, gpu: str, blocksize: int) -> bool:
+def has_wide(gpu: str, dtype: int) -> bool:
+    return image(gpu) == (90, True) and dtype != F32
+
+
+def takes(name: str, gradient: bool, M: int, N: int, K: int, dtype: int, gpu: str, blocksize: int) -> bool:
     """Whether a kernel can compute this, by what its .cu file says it reads."""
-    whole_units = has_tensor_cores(gpu, dtype) and N % 16 == 0 and K % 64 == 0 and blocksize % 64 == 0
+    whole_units = has_tensor_cores(gpu, dtype) and K % 64 == 0 and blocksize % 64 == 0
+    if name in MANY_ROWS:
+        return name == "panels" or (has_wide(gpu, dtype) and whole_units)
     if name == "gemm_4bit_sm90":
-        return image(gpu) == (90, True) and whole_units
-    return name == "panels" or (whole_units and M <= 64 if name == "gemv_4bit" else K % 32 == 0 and M <= 16)
+        return image(gpu) == (90, True) and whole_units and N % 16 == 0 and not gradient
+    few = whole_units and N % 16 == 0 and M <= 64 if name == "gemv_4bit" else K % 32 == 0 and M <= 16
+    return few and not gradient
 
 
 def test_no_kernel_gets_what_it_cannot_take():
     """Random products, most of them just beside what a kernel takes; on none of them a choice that would be refused."""
-    draw, fused = random.Random(0), 0
+    draw, fused, wide = random.Random(0), 0, {False: 0, True: 0}
     for _ in range(20_000):
         M, gpu, blocksize = draw.choice((*range(1, 70), 128, 200)), draw.choice(list(GPUS)), draw.choice((32, 64, 256))
         N, K = (draw.randint(1, 900) * draw.choice((1, 8, 16)), draw.randint(1, 300) * draw.choice((1, 32, 64)))
-        product = (M, N, K, draw.choice((F32, F16, BF16)), gpu, blocksize)
-        name = select(*product)
-        assert takes(name, *product), (name, product)
-        fused += name != "panels"
+        product, gradient = (M, N, K, draw.choice((F32, F16, BF16)), gpu, blocksize), draw.random() < 0.2
+        name = select(*product, gradient=gradient)
+        assert takes(name, gradient, *product), (name, product)
+        fused += name not in MANY_ROWS
+        wide[gradient] += name == WIDE
     assert fused > 3000
+    assert min(wide.values()) > 10 or not has_wide("H200", BF16)
 
 
 @wgmma
 def test_larger_weights_are_fused_for_more_rows():
-    """Reading 4 bits a weight instead of 16 pays for longer, and the wgmma kernel takes over earlier."""
-    for dtype in (F32, BF16):
-        most = [last_fused(N, K, dtype) for N, K in SWEEP]
+    """Reading 4 bits a weight instead of 16 pays for longer, and the wgmma kernels take over earlier.
+
+    tensor_maps: without them there is no gemm_4bit_sm90_wide, and gemm_4bit_sm90 goes on in slices.
+    """
+    for dtype, tensor_maps in ((F32, True), (BF16, False)):
+        most = [last_fused(N, K, dtype, tensor_maps=tensor_maps) for N, K in SWEEP]
         assert most == sorted(most) and most[0] < most[-1], (dtype, most)
+    assert {last_fused(N, K, BF16) for N, K in SWEEP} == {64}  # and where there is, it follows
     first = [first_gemm(N, K) for N, K in SWEEP]
     assert first == sorted(first, reverse=True), first
 
@@ -141,14 +183,19 @@ def test_what_no_kernel_takes_goes_by_panels():
     """K that is no whole number of the smallest blocks, and sizes beyond 32-bit indices."""
     for K in (1, 31, 33, 130):
         assert last_fused(98, K) == last_fused(96, K, F32) == 0, K
-    for M, N, K in ((1 << 40, 4096, 4096), (1, 1 << 33, 4096), (1, 4096, 1 << 33)):
-        assert {select(M, N, K, dtype, gpu) for dtype in (F32, F16, BF16) for gpu in GPUS} == {"panels"}, (M, N, K)
+    for M, N, K in ((1, 1 << 33, 4096), (1, 4096, 1 << 33), (1 << 20, 1 << 33, 64), (1 << 20, 64, 1 << 33)):
+        for gradient in (False, True):
+            chosen = {select(M, N, K, dtype, gpu, gradient=gradient) for dtype in (F32, F16, BF16) for gpu in GPUS}
+            assert chosen == {"panels"}, (M, N, K, gradient)
+    assert {select(1 << 40, 4096, 4096, F32, gpu) for gpu in GPUS} == {"panels"}
+    assert {select(1 << 40, 4096, 4096, BF16, gpu) for gpu in OLDER} == {"panels"}
     # the weights of one product may be more than that; then tensor cores, whose index counts blocks, leave it
     assert 0 < last_fused(1 << 20, 1 << 20, F16, "A100") < last_fused(1 << 10, 1 << 10, F16, "A100")
 
 
 # For a person to check: per product the bytes of scratch memory, then the launches, each entry[grid threads, cluster of
-# blocks if there are clusters, KiB of dynamic shared memory if any]; 3 * (...): for as many slices of x. dx: gradient.
+# blocks if there are clusters, KiB of dynamic shared memory if any]; 3 * (...): for as many slices of x. dx: gradient;
+# by: that kernel is forced.
 EVERY = "75,80,86,89,90a,100,120,compute_120"
 CARDS = GPUS | {"H100": (90, 132), "3090": (86, 82), "4090": (89, 128), "L40S": (89, 142), "5090": (120, 170)}
 PLANS = """
@@ -159,8 +206,15 @@ H100 f16   4096 x 4096  M 32 2099200 x_units[1x1 256] gemm_4bit_f16_m32_p2[4x32 
 H100 bf16 28672 x 8192  M 16 3939328 x_units[64x1 256] gemm_4bit_bf16_m16[132x1 512 224K]
 H100 bf16 28672 x 8192  M 32 7871488 x_units[128x1 256] gemm_4bit_bf16_m32[132x1 512 224K]
 H100 bf16 14336 x 4096  M 64  524288 x_units[128x1 256] gemm_4bit_bf16_m64_p2[1x128 512 224K]
-H100 bf16 28672 x 8192  M 192 8395776 3 * (x_units[256x1 256] gemm_4bit_bf16_m64[132x1 384 224K])
-H100 bf16 28672 x 8192  M 257 67108864 panels of 4096: dequantize_4bit_bf16_nested[4096x1 256]
+H100 bf16 28672 x 8192  M 192 by gemm_4bit_sm90 8395776 3 * (x_units[256x1 256] gemm_4bit_bf16_m64[132x1 384 224K])
+H100 bf16 28672 x 8192  M 257 by panels 67108864 panels of 4096: dequantize_4bit_bf16_nested[4096x1 256]
+H100 bf16  4096 x 4096  M 100 8392704 clear_flags[1x1 256] gemm_wide_bf16_m128[128x1 384 c2 189K]
+H100 bf16 28672 x 8192  M 192 12980480 clear_flags[1x1 256] gemm_wide_bf16_m192[132x1 384 c2 213K]
+H100 f16  14336 x 4096  M 1024 17305856 clear_flags[1x1 256] gemm_wide_f16_m256[132x1 384 c2 221K]
+H100 bf16 16384 x 4096  M 256      0 gemm_wide_bf16_m256[128x1 384 c2 221K]
+H100 bf16  4096 x 14336 dx M 1     0 gemm_wide_dgrad_bf16_m128[112x1 384 c2 189K]
+H100 bf16  8192 x 8192  dx M 256 16781312 clear_flags[1x1 256] gemm_wide_dgrad_bf16_m256[128x1 384 c2 221K]
+H100 bf16  1024 x 4096  dx M 128 8388608 panels of 4096: dequantize_4bit_bf16_nested[512x1 256]
 H100 f32   4096 x 4096  M 2        0 gemv_4bit_simt_f32_nested[128x1 256]
 H100 bf16  1001 x 4096  M 4        0 gemv_4bit_simt_bf16_nested[32x1 256]
 H100 bf16  1024 x 4100  M 4  8396800 panels of 1024: dequantize_4bit_bf16_nested[513x1 256]
@@ -176,11 +230,11 @@ L40S bf16  8192 x 8192  M 16 2097152 gemv_4bit_bf16_m16_k4[140x1 256 97K] join_s
 5090 bf16  4096 x 14336 M 1   524288 gemv_4bit_bf16_m8_k8[168x1 224 97K] join_splits_bf16_m8[128x1 256]
 T4   f16   4096 x 4096  M 1   262144 gemv_4bit_f16_m8_k8[40x1 128 53K] join_splits_f16_m8[128x1 256]
 T4   f16   4096 x 4096  M 16 1048576 gemv_4bit_f16_m16_k4[40x1 128 57K] join_splits_f16_m16[256x1 256]
-H100 bf16 28672 x 8192  dx M 512 58720256 panels of 1024: dequantize_4bit_bf16_nested[3584x1 256]
+H100 bf16 28672 x 8192  dx M 512 by panels 58720256 panels of 1024: dequantize_4bit_bf16_nested[3584x1 256]
 T4   f16   4096 x 4096  dx M 1 33554432 panels of 4096: dequantize_4bit_f16_nested[2048x1 256]
 T4   bf16  4096 x 4096  M 4        0 gemv_4bit_simt_bf16_nested[128x1 256]
 """
-ROW = re.compile(r"(\S+) +(\S+) +(\d+) x (\d+) +(dx )?M (\d+) +(\d+) (.+)")
+ROW = re.compile(r"(\S+) +(\S+) +(\d+) x (\d+) +(dx )?M (\d+) +(?:by (\S+) +)?(\d+) (.+)")
 
 
 def launch_text(launch: dict) -> str:
@@ -199,18 +253,69 @@ def plan_text(plan: dict) -> str:
 
 @pytest.mark.parametrize("row", PLANS.strip().splitlines())
 def test_plans(row):
-    gpu, dtype, N, K, gradient, M, scratch, text = ROW.fullmatch(row).groups()
+    gpu, dtype, N, K, gradient, M, kernel, scratch, text = ROW.fullmatch(row).groups()
     number = {"f32": F32, "f16": F16, "bf16": BF16}[dtype]
     sizes = (int(M), int(N), int(K), number, *CARDS[gpu])
-    plan = _C.plan_linear_4bit(*sizes, gradient=gradient is not None, architectures=EVERY)
+    plan = _C.plan_linear_4bit(*sizes, gradient=gradient is not None, kernel=kernel, architectures=EVERY)
     assert (plan["scratch_bytes"], plan_text(plan)) == (int(scratch), text)
+
+
+def wide_launch(M: int, N: int, K: int, sms: int = 132, **facts) -> dict:
+    """The product of the first slice, by gemm_4bit_sm90_wide."""
+    plan = _C.plan_linear_4bit(M, N, K, BF16, 90, sms, kernel=WIDE, architectures=EVERY, **facts)
+    assert sum(part["rows"] * part["times"] for part in plan["slices"]) == M
+    return plan["slices"][0]["launches"][-1]
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("N, K", [(28672, 8192), (8192, 28672)])
+def test_the_form_that_pads_least(N, K, gradient):
+    """Tiles of 128, 192 or 256 tokens, whichever holds the rows of x with the least work."""
+    rows = {128: (1, 64, 100, 128), 192: (129, 150, 192, 257, 300, 384), 256: (193, 250, 256, 500, 512, 2048, 65536)}
+    for tokens, some in rows.items():
+        for M in some:
+            entry = wide_launch(M, N, K, gradient=gradient)["entry"]
+            assert entry == f"gemm_wide_{'dgrad_' * gradient}bf16_m{tokens}", M
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("sms", [132, 114, 78, 3, 2])
+def test_the_wide_kernel_on_smaller_cards(sms, gradient):
+    """Pairs of blocks, as many as there are pairs of multiprocessors at most; chosen there, too."""
+    for (N, K), M in itertools.product((*SHAPES, (200, 64), (1000, 320)), (1, 100, 160, 256, 300, 1000, 4096)):
+        launch = wide_launch(M, N, K, sms, gradient=gradient)
+        assert 0 < launch["grid"][0] <= sms and launch["grid"][0] % 2 == 0 and launch["grid"][1:] == (1, 1), (M, N, K)
+        assert (launch["cluster"], launch["block"]) == (2, 384)
+    if sms > 3:
+        for M in (100, 256, 1024):
+            plan = _C.plan_linear_4bit(M, 28672, 8192, BF16, 90, sms, gradient=gradient, architectures=EVERY)
+            assert plan["kernel"] == WIDE, M
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+def test_huge_products_are_estimated(gradient):
+    """The largest M, N and K that indices allow: an estimate that overflowed would leave the kernel in no form."""
+    side = (1 << 31) // 1024 - 64
+    for M, N, K in ((1 << 40, 4096, 4096), (1 << 20, side, 1 << 16), (1 << 20, 1 << 10, side), (1 << 36, 1 << 9, side)):
+        plan = _C.plan_linear_4bit(M, N, K, BF16, 90, 132, gradient=gradient, architectures=EVERY)
+        assert plan["kernel"] in MANY_ROWS and plan["scratch_bytes"] <= 64 << 20, (M, N, K)
+        assert wide_launch(M, N, K, gradient=gradient)["grid"] == (132, 1, 1)
+    assert select(1 << 40, 28672, 8192, gradient=gradient, architectures=EVERY) in MANY_ROWS
+    for N, K in ((1 << 22, 64), (64, 1 << 22), (side, 1 << 18)):  # beyond what an index reaches
+        with pytest.raises(ValueError, match="W is too large for 32-bit indices"):
+            _C.plan_linear_4bit(256, N, K, BF16, 90, 132, kernel=WIDE, gradient=gradient, architectures=EVERY)
+        assert select(256, N, K, gradient=gradient, architectures=EVERY) != WIDE
 
 
 def test_rows_left_over_have_a_slice_of_their_own():
     """200 rows are three slices of 64 and one of 8, which takes the smaller kernel."""
-    plan = _C.plan_linear_4bit(200, 28672, 8192, BF16, 90, 132, architectures=EVERY)
+    plan = _C.plan_linear_4bit(200, 28672, 8192, BF16, 90, 132, kernel="gemm_4bit_sm90", architectures=EVERY)
     assert [(part["rows"], part["times"]) for part in plan["slices"]] == [(64, 3), (8, 1)]
     assert [part["launches"][-1]["entry"][-4:] for part in plan["slices"]] == ["_m64", "_m16"]
+    assert plan["scratch_bytes"] == max(part["scratch_bytes"] for part in plan["slices"])
+    plan = _C.plan_linear_4bit((2 << 16) + 100, 28672, 8192, BF16, 90, 132, kernel=WIDE, architectures=EVERY)
+    assert [(part["rows"], part["times"]) for part in plan["slices"]] == [(1 << 16, 2), (100, 1)]
+    assert [part["launches"][-1]["entry"][-5:] for part in plan["slices"]] == ["_m256", "_m128"]
     assert plan["scratch_bytes"] == max(part["scratch_bytes"] for part in plan["slices"])
 
 
@@ -227,10 +332,30 @@ def test_scratch_memory_is_bounded(gradient, vendor):
                 assert (plan["vendor"] == vendor) == (plan["kernel"] == "panels") and plan["panel_lines"] <= max(N, K)
                 most = max(most, plan["scratch_bytes"])
     assert most > 32 << 20
-    small = _C.plan_linear_4bit(512, 28672, 8192, BF16, 90, 132, gradient=gradient, vendor=vendor, workspace=8 << 20)
+    sizes, by = (512, 28672, 8192, BF16, 90, 132), {"gradient": gradient, "vendor": vendor, "kernel": "panels"}
+    small = _C.plan_linear_4bit(*sizes, **by, workspace=8 << 20)
     assert small["scratch_bytes"] <= 8 << 20 and small["panel_lines"] % 64 == 0
-    least = _C.plan_linear_4bit(512, 28672, 8192, BF16, 90, 132, gradient=gradient, vendor=vendor, workspace=1)
+    least = _C.plan_linear_4bit(*sizes, **by, workspace=1)
     assert least["panel_lines"] == 1 and least["vendor_bytes"] == 0
+
+
+def entries(plan: dict) -> list[str]:
+    return [launch["entry"] for part in plan["slices"] for launch in part["launches"]]
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("kernel", [None, WIDE])
+def test_the_wide_kernel_keeps_to_the_workspace(gradient, kernel):
+    """A small one leaves no room for the sums of shared tiles: they are computed whole then, forced or not."""
+    facts = {"gradient": gradient, "kernel": kernel, "architectures": EVERY}
+    sizes = list(itertools.product(SHAPES, (100, 160, 256, 300, 512, 1000, 4096)))
+    shared = {}
+    for workspace in (64 << 20, 8 << 20, 1 << 20, 1):
+        plans = [_C.plan_linear_4bit(M, N, K, BF16, 90, 132, workspace=workspace, **facts) for (N, K), M in sizes]
+        wide = [plan for plan in plans if plan["kernel"] == WIDE]
+        assert wide and all(plan["scratch_bytes"] <= workspace for plan in wide)
+        shared[workspace] = sum("clear_flags" in entries(plan) for plan in wide)
+    assert shared[64 << 20] > shared[8 << 20] >= shared[1 << 20] == shared[1] == 0
 
 
 @pytest.mark.parametrize("gradient", [False, True])
@@ -240,8 +365,7 @@ def test_the_wide_kernel_keeps_its_scratch_small(gradient):
     for N, K in ((28672, 8192), (8192, 28672), (14336, 4096), (4096, 4096), (200, 64), (1 << 17, 4096)):
         for M in (1, 128, 129, 256, 300, 512, 2048, 4000, 1 << 16, 100_000):
             plan = _C.plan_linear_4bit(M, N, K, BF16, 90, 132, **facts)
-            entries = [launch["entry"] for part in plan["slices"] for launch in part["launches"]]
-            assert (plan["scratch_bytes"] > 0) == ("clear_flags" in entries), (M, N, K)
+            assert (plan["scratch_bytes"] > 0) == ("clear_flags" in entries(plan)), (M, N, K)
             assert sum(part["rows"] * part["times"] for part in plan["slices"]) == M
             most = max(most, plan["scratch_bytes"])
     assert 16 << 20 < most <= 64 << 20
@@ -258,10 +382,20 @@ def test_the_wide_kernel_keeps_its_scratch_small(gradient):
         (48, {}, "gemm_4bit_sm90"),
         (48, {"y_alignment": 2}, "gemv_4bit"),  # the next best, not panels
         (48, {"packed_alignment": 8}, "panels"),
-        (100, {"y_alignment": 2}, "panels"),
-        (48, {"gradient": True}, "panels"),
-        (400, {"vendor": ""}, "gemm_4bit_sm90"),  # nobody multiplies panels: in slices
-        (400, {"vendor": "", "y_alignment": 2}, "gemv_4bit"),
+        (100, {"y_alignment": 2}, WIDE),
+        (100, {"tensor_maps": False}, "gemm_4bit_sm90"),
+        (100, {"tensor_maps": False, "y_alignment": 2}, "panels"),
+        (400, {}, WIDE),
+        (48, {"gradient": True}, WIDE),
+        (48, {"gradient": True, "x_alignment": 8}, "panels"),
+        (48, {"gradient": True, "tensor_maps": False}, "panels"),
+        (48, {"N": 14335}, "panels"),
+        (48, {"N": 14335, "vendor": ""}, WIDE),  # nobody multiplies panels
+        (8, {"N": 14335, "vendor": ""}, "gemv_4bit_simt"),
+        (1, {"gradient": True, "vendor": ""}, WIDE),
+        (400, {"vendor": ""}, WIDE),
+        (400, {"vendor": "", "tensor_maps": False}, "gemm_4bit_sm90"),  # in slices
+        (400, {"vendor": "", "tensor_maps": False, "y_alignment": 2}, "gemv_4bit"),
         (400, {"vendor": "", "packed_alignment": 4}, "gemv_4bit_simt"),
         (48, {"kernel": "panels"}, "panels"),
         (400, {"kernel": "gemv_4bit"}, "gemv_4bit"),
@@ -272,7 +406,8 @@ def test_the_wide_kernel_keeps_its_scratch_small(gradient):
     ],
 )
 def test_the_next_best_kernel(M, facts, kernel):
-    assert _C.plan_linear_4bit(M, 14336, 4096, BF16, 90, 132, architectures=EVERY, **facts)["kernel"] == kernel
+    sizes, rest = (facts.get("N", 14336), 4096), {name: value for name, value in facts.items() if name != "N"}
+    assert _C.plan_linear_4bit(M, *sizes, BF16, 90, 132, architectures=EVERY, **rest)["kernel"] == kernel
 
 
 @pytest.mark.parametrize(

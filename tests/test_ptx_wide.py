@@ -33,7 +33,8 @@ def compiled():
     """All kernels that run here, on all cores."""
     ptx_gpu.ptx_of(KERNEL, 90)
     names = [f"gemm_wide_{way}_m128" for way in ("bf16", "f16", "dgrad_bf16", "dgrad_f16")]
-    names += ["gemm_wide_bf16_m256", "gemm_wide_dgrad_bf16_m256", "clear_flags"]
+    names += [f"gemm_wide_{way}_{form}" for way in ("bf16", "dgrad_bf16") for form in ("m192", "m256")]
+    names += ["clear_flags"]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(ptx_gpu.kernel_of, itertools.repeat(KERNEL), names, itertools.repeat(90)))
 
@@ -76,32 +77,36 @@ def error_ratio(y, x, w, bias, gradient: bool) -> float:
     return ((y.double() - exact).norm() / (rounded.double() - exact).norm()).item()
 
 
-# dtype, M, N, K, format, blocksize, nested, bias, gradient, multiprocessors, seed
+# dtype, M, N, K, format, blocksize, nested, bias, gradient, multiprocessors, seed, tokens of a tile, tiles are shared
 CASES = [
-    (BF16, 100, 512, 256, 0, 64, True, True, False, 8, 1),  # two pairs a tile scatter its tokens, in a cluster of 4
-    (BF16, 70, 250, 576, 0, 64, True, False, False, 8, 2),  # four; N and K ragged
-    (BF16, 40, 1283, 192, 1, 64, True, True, False, 4, 3),  # 6 tiles shared by 2 pairs; y of odd width
-    (BF16, 5, 700, 320, 0, 256, False, False, False, 4, 4),  # plain scales, blocks beyond a row
-    (BF16, 300, 520, 192, 1, 128, True, True, False, 4, 5),  # 256 tokens a tile, ragged M
-    (BF16, 300, 300, 64, 0, 64, True, False, False, 8, 6),  # less than a piece of depth
-    (F16, 30, 300, 320, 0, 64, True, True, False, 6, 7),
-    (BF16, 100, 256, 512, 0, 64, True, False, True, 8, 8),  # scatter
-    (BF16, 33, 328, 1216, 0, 64, True, False, True, 4, 9),  # 5 tiles shared by 2 pairs
-    (BF16, 300, 200, 320, 1, 128, False, False, True, 4, 10),
-    (F16, 70, 264, 320, 0, 64, True, False, True, 6, 11),
+    (BF16, 100, 512, 1280, 0, 64, True, True, False, 8, 1, 128, True),  # two pairs a tile scatter its tokens
+    (BF16, 70, 250, 1088, 0, 64, True, False, False, 8, 2, 128, True),  # four; N and K ragged
+    (BF16, 40, 1283, 192, 1, 64, True, True, False, 4, 3, 128, False),  # y of odd width
+    (BF16, 5, 1270, 896, 0, 256, False, False, False, 4, 4, 128, True),  # in order; plain scales, blocks beyond a row
+    (BF16, 300, 520, 192, 1, 128, True, True, False, 4, 5, 192, False),  # ragged M
+    (BF16, 150, 250, 1536, 0, 64, True, True, False, 4, 12, 192, True),
+    (BF16, 230, 500, 192, 1, 128, True, True, False, 4, 5, 256, False),
+    (BF16, 250, 300, 64, 0, 64, True, False, False, 4, 6, 256, False),  # less than a piece of depth
+    (F16, 30, 300, 320, 0, 64, True, True, False, 6, 7, 128, False),
+    (BF16, 100, 1400, 512, 0, 64, True, False, True, 8, 8, 128, True),
+    (BF16, 33, 712, 1216, 0, 64, True, False, True, 4, 9, 128, True),
+    (BF16, 300, 200, 320, 1, 128, False, False, True, 4, 10, 192, False),
+    (BF16, 250, 200, 320, 1, 64, True, False, True, 4, 13, 256, False),
+    (F16, 70, 264, 320, 0, 64, True, False, True, 6, 11, 128, False),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)).replace("torch.", ""))
 def test_wide_keeps_the_error_rule(case):
-    dtype, M, N, K, fmt, blocksize, nested, with_bias, gradient, sms, seed = case
+    dtype, M, N, K, fmt, blocksize, nested, with_bias, gradient, sms, seed, tokens, shared = case
     torch.manual_seed(seed)
     packed, scales, w = weight(N, K, dtype, fmt, blocksize, nested)
     x = torch.randn(M, (N if gradient else K) + 8).to(dtype)[:, :-8]
     bias = torch.randn(N).to(dtype) if with_bias else None
     gpu = Gpu(90, sms, seed)
     y = multiply(gpu, x, packed, scales, bias, blocksize, fmt, N, K, gradient)
-    assert gpu.launches[-1].startswith("gemm_wide")
+    assert gpu.launches[-1].startswith("gemm_wide") and gpu.launches[-1].endswith(f"_m{tokens}")
+    assert ("clear_flags" in gpu.launches) == shared
     bound = (GRADIENT_BOUND if gradient else FORWARD_BOUND) * SAMPLING
     assert error_ratio(y, x, w, bias, gradient) < bound
 
@@ -118,14 +123,33 @@ def test_wide_with_hostile_scales(gradient):
     assert error_ratio(y, x, w, None, gradient) < (GRADIENT_BOUND if gradient else FORWARD_BOUND) * SAMPLING
 
 
-@pytest.mark.parametrize(("N", "sms"), [(256, 8), (1280, 4)])
-def test_wide_gives_equal_bits(N, sms):
-    """Whatever the order in which threads run, and where copies come late; scattered and shared tiles."""
+@pytest.mark.parametrize(("N", "K", "sms"), [(256, 1024, 8), (1280, 896, 4), (768, 1920, 10)])
+def test_wide_gives_equal_bits(N, K, sms):
+    """Whatever the order in which threads run, and where copies come late; tiles scattered, shared, and shared by more.
+
+    Three tiles on five pairs: the second is joined of the parts of three pairs.
+    """
     torch.manual_seed(0)
-    packed, scales, _ = weight(N, 512, BF16, 0, 64, True)
-    x = torch.randn(20, 512).to(BF16)
-    results = [multiply(Gpu(90, sms, seed), x, packed, scales, None, 64, 0, N, 512, False) for seed in (0, 1, 2)]
+    packed, scales, w = weight(N, K, BF16, 0, 64, True)
+    x = torch.randn(20, K).to(BF16)
+    gpus = [Gpu(90, sms, seed) for seed in (0, 1, 2)]
+    results = [multiply(gpu, x, packed, scales, None, 64, 0, N, K, False) for gpu in gpus]
     assert all(torch.equal(one, results[0]) for one in results[1:])
+    assert error_ratio(results[0], x, w, None, False) < FORWARD_BOUND * SAMPLING
+    assert "clear_flags" in gpus[0].launches  # tiles are shared
+
+
+@pytest.mark.parametrize(("N", "K", "sms"), [(256, 1024, 8), (1280, 896, 4)])
+@pytest.mark.parametrize("at_once", [2, 6])
+def test_wide_waits_for_nobody_who_does_not_run(N, K, sms, at_once):
+    """Other work holds most of the GPU: who shares a tile gives up waiting, and the last to come joins for it."""
+    torch.manual_seed(0)
+    packed, scales, _ = weight(N, K, BF16, 0, 64, True)
+    x = torch.randn(20, K).to(BF16)
+    gpus = [Gpu(90, sms, seed, at_once=blocks) for seed, blocks in ((0, 0), (0, at_once), (1, at_once))]
+    alone, *others = (multiply(gpu, x, packed, scales, None, 64, 0, N, K, False) for gpu in gpus)
+    assert all(torch.equal(one, alone) for one in others)
+    assert "clear_flags" in gpus[0].launches
 
 
 def test_wide_keeps_columns_of_y_apart():
@@ -188,10 +212,10 @@ def test_faults_show(fault, tmp_path, monkeypatch):
 def goes_wrong(N: int, seed: int) -> bool:
     """768: tiles shared by two pairs one after the other; 256: one that both scatter at the same time."""
     torch.manual_seed(0)
-    packed, scales, w = weight(N, 1024, BF16, 0, 64, True)
-    x = torch.randn(20, 1024).to(BF16)
+    packed, scales, w = weight(N, 1280, BF16, 0, 64, True)
+    x = torch.randn(20, 1280).to(BF16)
     try:
-        y = multiply(Gpu(90, 4, seed), x, packed, scales, None, 64, 0, N, 1024, False)
+        y = multiply(Gpu(90, 4, seed), x, packed, scales, None, 64, 0, N, 1280, False)
     except RuntimeError as error:
         assert "block (" in str(error) or "wait for one another" in str(error)
         return True

@@ -66,8 +66,9 @@ def plan_linear_4bit(
     dtype: 0 float32, 1 float16, 2 bfloat16. format: 0 NF4, 1 FP4. Alignments: bytes, up to 16, that all rows of x (dy)
     and of y (dx), packed, the codes of nested scales and the bias (0: there is none) begin at multiples of. vendor: who
     multiplies panels, "torch" (the ops), "cublas" (calls around the dispatcher) or "" (nobody). workspace: bytes of a
-    panel and, with cuBLAS, of its scratch memory. kernel: this one and no other. architectures: of another build than
-    this ("80,90a,compute_80"). tensor_maps: the driver makes them.
+    panel and, with cuBLAS, of its scratch memory, or of sums that gemm_4bit_sm90_wide shares between thread blocks.
+    kernel: this one and no other. architectures: of another build than this ("80,90a,compute_80"). tensor_maps: the
+    driver makes them.
 
     Keys: kernel ("gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "gemm_4bit_sm90_wide" or "panels"); scratch_bytes (at
     any one time); vendor (whose product follows each panel, "" where fused); panel_lines (rows, for `gradient` columns,

@@ -27,6 +27,7 @@ static int64_t counters_cleared;
 static bool x_ordered;
 static int64_t rows_done; /* of x, by a fused kernel */
 static bool no_tensor_maps;
+static int64_t workspace = 64 << 20;
 static bsh_map_of maps[2]; /* the last two: of x, of W */
 static const uint32_t *flags_cleared;
 static int64_t dequantized;         /* lines of W in the panel */
@@ -68,7 +69,7 @@ bsh_status bsh_cuda_tensor_map(const bsh_cuda_context *const context, const bsh_
   maps[0] = maps[1], maps[1] = *what;
   return BSH_OK;
 }
-int64_t bsh_cuda_workspace_bytes(void) { return 64 << 20; }
+int64_t bsh_cuda_workspace_bytes(void) { return workspace; }
 int32_t bsh_torch_dtype(const bsh_dtype dtype) { return (int32_t)dtype; }
 
 #define SHAPE "%s: M %d N %d K %d"
@@ -116,6 +117,7 @@ static form form_of(const char *const kernel, const char *const prefix, const fo
   return forms[0];
 }
 #define FORM(name, first, second) {#name, first, second},
+#define WIDE_FORM(name, tokens) {#name, tokens, 0},
 
 /* ---- what the kernels do with their arguments ---- */
 
@@ -243,7 +245,7 @@ static void check_simt(const char *const name, const bsh_fused_args *const args,
 }
 
 /* The pairs walk through their stretches as the kernel does: every piece of every tile once, a tile's end by the pair
- * that finds all others' sums, and those by pairs of lower index or of the same cluster. */
+ * that finds all others' sums: those of pairs of lower index or, scattered, of the pairs that share the tile. */
 static void check_stretches(const bsh_gemm_wide_cut *const cut, const int64_t pairs) {
   const int64_t total = (int64_t)cut->shared * cut->pieces;
   int64_t walked = 0, whole = 0;
@@ -269,11 +271,12 @@ static void check_wide(const char *const name, void **const arguments, const bsh
   const bool forward = strstr(name, "dgrad") == NULL;
   const int64_t rows = forward ? args->N : args->K, depth = forward ? args->K : args->N;
   const int64_t pairs = shape->grid[0] / BSH_GEMM_WIDE_PAIR, blocks = (int64_t)cut->sharing * BSH_GEMM_WIDE_PAIR;
-  CHECK(strstr(name, cut->tokens == 256 ? "_m256" : "_m128") != NULL &&
-            (strstr(name, "_f16") != NULL) == (maps[0].type == BSH_MAP_F16),
+  static const form forms[] = {BSH_GEMM_WIDE_FORMS(WIDE_FORM)};
+  const form known = form_of(name, forward ? "gemm_wide" : "gemm_wide_dgrad", forms, sizeof forms / sizeof *forms);
+  CHECK(cut->tokens == known.first && (strstr(name, "_f16") != NULL) == (maps[0].type == BSH_MAP_F16),
         "%s for tiles of %d tokens", name, cut->tokens);
   CHECK(shape->grid[0] <= (uint32_t)sms && shape->grid[0] % BSH_GEMM_WIDE_PAIR == 0 &&
-            shape->cluster == (uint32_t)(BSH_GEMM_WIDE_PAIR * (cut->scatter > 0 ? cut->scatter : 1)),
+            shape->cluster == BSH_GEMM_WIDE_PAIR,
         SHAPE ": %u blocks in clusters of %u", SHAPE_OF(name, args), shape->grid[0], shape->cluster);
   CHECK(shape->block[0] == BSH_GEMM_WIDE_THREADS && shape->shared_bytes == bsh_gemm_wide_shared_bytes(cut->tokens),
         SHAPE ": %d bytes of shared memory", SHAPE_OF(name, args), (int)shape->shared_bytes);
@@ -295,7 +298,7 @@ static void check_wide(const char *const name, void **const arguments, const bsh
             (char *)(args->flags + counters_cleared) <= (char *)args->partial && aligned(args->partial, 16),
         SHAPE ": %" PRId64 " flags cleared", SHAPE_OF(name, args), counters_cleared);
   const int64_t begin = (char *)args->partial - scratch_begin;
-  CHECK(begin + blocks * bsh_gemm_wide_partial_bytes(cut->tokens) <= scratch_bytes && scratch_bytes <= 64 << 20,
+  CHECK(begin + blocks * bsh_gemm_wide_partial_bytes(cut->tokens) <= scratch_bytes && scratch_bytes <= workspace,
         SHAPE ": %" PRId64 " bytes of scratch", SHAPE_OF(name, args), scratch_bytes);
   counters_cleared = 0, flags_cleared = NULL; /* the next slice wants its own */
 }
@@ -404,8 +407,8 @@ static bool forward(const bsh_linear_4bit_args *const args, const char *const na
   return true;
 }
 
-/* By the kernel of this name, or NULL. */
-static void gradient(const bsh_linear_4bit_args *const args, const char *const name, const bsh_vendor vendor,
+/* By the kernel of this name, or NULL. Whether there is a plan. */
+static bool gradient(const bsh_linear_4bit_args *const args, const char *const name, const bsh_vendor vendor,
                      const int32_t sm, const int32_t sms) {
   const bsh_linear_4bit_dgrad_args back = {.weight = args->weight,
                                            .dy = args->y,
@@ -420,11 +423,13 @@ static void gradient(const bsh_linear_4bit_args *const args, const char *const n
   const bsh_torch_operands operands = {(void *)8, (void *)8, NULL};
   CHECK(bsh_force_kernel(BSH_INPUT_GRADIENT, name) == BSH_OK, "%s", bsh_status_message());
   const bsh_status status = bsh_cuda_plan_linear_4bit_dgrad("linear_4bit_dgrad", &back, sm, sms, vendor, &plan);
-  CHECK(status == BSH_OK || (status == BSH_NO_KERNEL && name != NULL), "%s", bsh_status_message());
-  if (status != BSH_OK) return;
+  CHECK(status == BSH_OK || (status == BSH_NO_KERNEL && (name != NULL || vendor == BSH_VENDOR_NONE)), "%s",
+        bsh_status_message());
+  if (status != BSH_OK) return false;
   forget(back.dy, args->K);
   CHECK(bsh_cuda_linear_4bit_dgrad(&back, &plan, &operands, &context) == BSH_OK, "%s", bsh_status_message());
   check_done("linear_4bit_dgrad", args->M, args->N, args->K, BSH_INPUT_GRADIENT);
+  return true;
 }
 
 static bsh_linear_4bit_args random_product(uint64_t *const state) {
@@ -453,15 +458,18 @@ static void products(uint64_t *const state, const int rounds) {
     const int32_t *const gpu = gpus[random_below(state, 11)];
     const bsh_linear_4bit_args args = random_product(state);
     const bsh_vendor vendor = random_below(state, 2) ? BSH_VENDOR_TORCH : BSH_VENDOR_CUBLAS;
-    int taken = 0, wide = 0;
+    int taken = 0;
+    workspace = random_below(state, 4) ? 64 << 20 : 1 << (20 + random_below(state, 6));
     for (int kernel = 0; kernel < BSH_LINEAR_COUNT; kernel++)
-      if (forward(&args, bsh_linear_kernel_name((bsh_linear_kernel)kernel), vendor, gpu[0], gpu[1]))
-        taken++, wide += kernel == BSH_LINEAR_gemm_4bit_sm90_wide;
+      if (forward(&args, bsh_linear_kernel_name((bsh_linear_kernel)kernel), vendor, gpu[0], gpu[1])) taken++;
     CHECK(taken > 0 && forward(&args, NULL, vendor, gpu[0], gpu[1]), "panels take anything");
-    CHECK(forward(&args, NULL, BSH_VENDOR_NONE, gpu[0], gpu[1]) == (taken > 1 + wide), "%d kernels take it", taken);
-    gradient(&args, NULL, vendor, gpu[0], gpu[1]);
-    gradient(&args, "gemm_4bit_sm90_wide", vendor, gpu[0], gpu[1]);
+    CHECK(forward(&args, NULL, BSH_VENDOR_NONE, gpu[0], gpu[1]) == (taken > 1), "%d kernels take it", taken);
+    CHECK(gradient(&args, NULL, vendor, gpu[0], gpu[1]), "panels take any gradient");
+    gradient(&args, "panels", vendor, gpu[0], gpu[1]);
+    const bool wide = gradient(&args, "gemm_4bit_sm90_wide", vendor, gpu[0], gpu[1]);
+    CHECK(gradient(&args, NULL, BSH_VENDOR_NONE, gpu[0], gpu[1]) == wide, "one kernel knows the gradient");
   }
+  workspace = 64 << 20;
 }
 
 /* A result that lies elsewhere than planned is refused: the kernels would store beyond what the GPU can. */
@@ -478,20 +486,23 @@ static void another_address(void) {
   CHECK(bsh_cuda_linear_4bit(&args, &plan, &none, &context) == BSH_BAD_VALUE && launches == before, "y moved");
 }
 
-/* Where the driver makes no tensor maps, panels take over; forced, the refusal says why. */
+/* Many rows of a large weight; where the driver makes no tensor maps, panels take over; forced, the refusal says why.
+ */
 static void old_driver(void) {
   char *const memory = (char *)0x1000;
   bsh_linear_4bit_args args = {
-      .x = memory, .y = memory, .M = 256, .N = 4096, .K = 4096, .ldx = 4096, .ldy = 4096, .dtype = BSH_BF16};
-  args.weight = (bsh_weight){.packed = (uint8_t *)memory, .n = 1 << 24, .blocksize = 64};
+      .x = memory, .y = memory, .M = 256, .N = 8192, .K = 8192, .ldx = 8192, .ldy = 8192, .dtype = BSH_BF16};
+  args.weight = (bsh_weight){.packed = (uint8_t *)memory, .n = 1 << 26, .blocksize = 64};
   no_tensor_maps = true;
   CHECK(!forward(&args, "gemm_4bit_sm90_wide", BSH_VENDOR_TORCH, 90, 132) &&
             strstr(bsh_status_message(), "no tensor maps") != NULL,
         "%s", bsh_status_message());
-  CHECK(forward(&args, NULL, BSH_VENDOR_TORCH, 90, 132), "panels");
+  CHECK(forward(&args, NULL, BSH_VENDOR_TORCH, 90, 132) && plan.kernel == BSH_LINEAR_panels, "panels");
+  CHECK(gradient(&args, NULL, BSH_VENDOR_TORCH, 90, 132) && plan.kernel == BSH_LINEAR_panels, "panels");
   no_tensor_maps = false;
-  CHECK(forward(&args, "gemm_4bit_sm90_wide", BSH_VENDOR_TORCH, 90, 132), "%s", bsh_status_message());
-  CHECK(forward(&args, NULL, BSH_VENDOR_TORCH, 90, 132) && plan.kernel == BSH_LINEAR_panels, "not by default");
+  CHECK(forward(&args, NULL, BSH_VENDOR_TORCH, 90, 132) && plan.kernel == BSH_LINEAR_gemm_4bit_sm90_wide, "by default");
+  CHECK(gradient(&args, NULL, BSH_VENDOR_TORCH, 90, 132) && plan.kernel == BSH_LINEAR_gemm_4bit_sm90_wide,
+        "by default");
 }
 
 static void wrong_names(void) {

@@ -192,17 +192,23 @@ int main(const int argc, char **const argv) {
   expect(run(&around, forward, 64, 14336, 4096), BSH_OK, "gpu output compute enter scratch fused fused leave");
   expect(run(&dispatcher, forward, 3, 98, 130), BSH_OK, "gpu output enter scratch dequantize torch leave");
   expect(run(&around, forward, 3, 98, 130), BSH_OK, "gpu ask output compute enter scratch dequantize cublas leave");
-  expect(run(&dispatcher, gradient, 1, 4096, 4096), BSH_OK, "gpu output enter scratch dequantize torch leave");
-  expect(run(&around, gradient, 1, 4096, 4096), BSH_OK, "gpu ask output compute enter scratch dequantize cublas leave");
+  expect(run(&dispatcher, gradient, 1, 98, 130), BSH_OK, "gpu output enter scratch dequantize torch leave");
+  expect(run(&around, gradient, 1, 98, 130), BSH_OK, "gpu ask output compute enter scratch dequantize cublas leave");
+  for (int direction = 0; direction < 2; direction++) {
+    const bsh_direction which = (bsh_direction)direction;
+    expect(run(&dispatcher, which, 256, 8192, 8192), BSH_OK, "gpu output enter scratch fused fused leave");
+    expect(run(&around, which, 256, 8192, 8192), BSH_OK, "gpu output compute enter scratch fused fused leave");
+  }
   expect(run(&dispatcher, forward, 0, 98, 130), BSH_OK, "output");
   expect(run(&around, gradient, 0, 98, 130), BSH_OK, "output");
 
   /* What is declined or cannot be has allocated nothing. */
   declines = true;
   expect(run(&around, forward, 3, 98, 130), BSH_NO_KERNEL, "gpu ask");
-  expect(run(&around, forward, 1000, 4096, 4096), BSH_NO_KERNEL, "gpu ask");
-  expect(run(&around, gradient, 3, 4096, 4096), BSH_NO_KERNEL, "gpu ask");
+  expect(run(&around, forward, 1000, 98, 130), BSH_NO_KERNEL, "gpu ask");
+  expect(run(&around, gradient, 3, 98, 130), BSH_NO_KERNEL, "gpu ask");
   expect(run(&around, forward, 1, 4096, 4096), BSH_OK, "gpu output compute enter fused leave");
+  expect(run(&around, gradient, 3, 8192, 8192), BSH_OK, "gpu output compute enter scratch fused fused leave");
   declines = false;
   CHECK(bsh_force_kernel(forward, "gemv_4bit") == BSH_OK, "%s", bsh_status_message());
   expect(run(&dispatcher, forward, 3, 98, 130), BSH_NO_KERNEL, "gpu");
@@ -230,6 +236,9 @@ int main(const int argc, char **const argv) {
     }
   fails_at = "fused";
   expect(run(&around, forward, 64, 14336, 4096), BSH_CUDA_ERROR, "gpu output compute enter scratch fused leave");
+  expect(run(&around, gradient, 3, 8192, 8192), BSH_CUDA_ERROR, "gpu output compute enter scratch fused leave");
+  fails_at = "scratch";
+  expect(run(&around, gradient, 3, 8192, 8192), BSH_OUT_OF_MEMORY, "gpu output compute enter scratch leave");
   printf("test_ops: ok\n");
   return 0;
 }

@@ -83,7 +83,7 @@ class Launch:
 
 ALONE = re.compile(r"(?:de)?quantize_|checksum|optimizer_")  # entries that no plan names; no dynamic shared memory
 SHAPES = ((4096, 4096), (1024, 8192), (14336, 4096), (28672, 8192), (48, 128), (272, 448), (97, 96), (64, 32))  # N, K
-ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 200)
+ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 160, 200)
 
 
 def expected(name: str, image: Image) -> bool:
@@ -106,7 +106,7 @@ def planned(sm: int, architectures: str) -> dict[str, Launch]:
     kernels = (None, "gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "gemm_4bit_sm90_wide")
     axes = (ROWS, SHAPES, range(3), (40, 132), (32, 64, 128), (False, True), kernels, (False, True))
     for M, (N, K), dtype, sms, blocksize, nested, kernel, gradient in itertools.product(*axes):
-        if gradient and kernel != "gemm_4bit_sm90_wide":
+        if gradient and kernel not in (None, "gemm_4bit_sm90_wide"):
             continue
         settings = {
             "gradient": gradient,

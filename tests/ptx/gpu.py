@@ -207,12 +207,14 @@ def start(library, name: bytes, parameters, grid, block, shared, cluster, reside
 class Gpu:
     """A GPU of compute capability `sm` with `sms` multiprocessors; `launches` lists the kernels that ran.
 
-    `seed`: 0 runs threads in order, another number draws one. RuntimeError with block and thread where a kernel touches
+    `seed`: 0 runs threads in order, another number draws one. `at_once`: blocks of threads that run, the first to begin
+    with. RuntimeError with block and thread where a kernel touches
     memory that its op does not own, waits for ever, or traps.
     """
 
-    def __init__(self, sm: int = 90, sms: int = 4, seed: int = 0, workspace_bytes: int = 64 << 20):
+    def __init__(self, sm: int = 90, sms: int = 4, seed: int = 0, workspace_bytes: int = 64 << 20, at_once: int = 0):
         self.sm, self.sms, self.seed, self.workspace_bytes = sm, sms, seed, workspace_bytes
+        self.at_once = at_once or 4 * sms
         self.launches: list[str] = []
         self.tensors: list[Tensor] = []
         self.error = ""
@@ -229,7 +231,7 @@ class Gpu:
             ranges = [(t.data_ptr(), t.data_ptr() + t.untyped_storage().nbytes()) for t in self.tensors if t.numel()]
             if self.state.scratch_end:
                 ranges.append((self.state.scratch_begin, self.state.scratch_end))
-            resident = min(grid[0] * grid[1] * grid[2], 4 * self.sms)
+            resident = min(grid[0] * grid[1] * grid[2], self.at_once)
             parameters = block_of(sizes, arguments)
             self.error = start(library, name, parameters, grid, block, shared, cluster, resident, self.seed, ranges)
         except BaseException as error:  # nothing may pass through C
