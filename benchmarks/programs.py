@@ -4,8 +4,9 @@
     python benchmarks/programs.py --tiny --out RESULTS --steps 3          # on two CPU processes, to try it
 
 The text is Python's own documentation. RESULTS gets table.md, which grows with every part, result.json and a plot for
-each part; --only names parts (fsdp_qlora, sft, two_gpus). Each part ends where its losses are further from those of one
-process than BOUNDS, which is what tells a sharded run that is right from one that trains something else.
+each part; --only names parts (fsdp_qlora, sft, two_gpus). --resume keeps the runs that RESULTS has from a call that was
+cut off. Each part ends where its losses are further from those of one process than BOUNDS, which is what tells a
+sharded run that is right from one that trains something else.
 """
 
 import argparse
@@ -62,6 +63,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--resume", action="store_true", help="keep the runs that RESULTS has")
     parser.add_argument("--worker", choices=["one", "two"], help="be a process of the first part")
     options = parser.parse_args()
     if not (options.model or options.tiny):
@@ -87,13 +89,15 @@ def worker(options: argparse.Namespace) -> None:
 
     cuda, two = torch.cuda.is_available(), options.worker == "two"
     fsdp_qlora.join()
-    file, found = options.out / f"fsdp_qlora.{options.worker}.json", {}
+    file = options.out / f"fsdp_qlora.{options.worker}.json"
+    found = json.loads(file.read_text()) if options.resume and file.exists() else {}
+    dist.barrier()  # behind this rank 0 writes the file
     lines = {name: line for name, (line, _) in PLAIN.items()} if two else ALONE
     common = f"--model {options.model} --text {options.out}/text.txt --steps {options.steps} --length {options.length}"
     for name, line in lines.items():
         run = fsdp_qlora.parse(f"{common} {line} {'' if two else '--fsdp 0 --batch 2'}".split())
-        if fsdp_qlora.impossible(run):
-            continue  # offloading without a GPU
+        if name in found or fsdp_qlora.impossible(run):  # offloading without a GPU
+            continue
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -109,7 +113,7 @@ def worker(options: argparse.Namespace) -> None:
 def fsdp_qlora_part(options: argparse.Namespace) -> dict:
     """{name: losses, seconds, peak, gap and bound} of the plain loop."""
     here = [str(Path(__file__).resolve()), "--model", str(options.model), "--out", str(options.out)]
-    here += ["--steps", str(options.steps), "--length", str(options.length)]
+    here += ["--steps", str(options.steps), "--length", str(options.length), *["--resume"] * options.resume]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} if not has_gpus() else None
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     subprocess.run([sys.executable, *here, "--worker", "one"], check=True, env=environment)
@@ -133,6 +137,9 @@ def compared(losses: list[float], expected: list[float], precision: str) -> dict
 def launched(options: argparse.Namespace, name: str, version: int, *more: str) -> dict:
     """examples/sft.py under `accelerate launch`; version 0: in one process."""
     out, cuda = options.out / name.replace(" ", "-"), has_gpus()
+    kept = out / "run.json"
+    if options.resume and kept.exists():
+        return json.loads(kept.read_text())
     command, environment = [sys.executable], dict(os.environ)
     if version:
         command += ["-m", "accelerate.commands.launch", "--config_file", str(EXAMPLES / f"fsdp{version}.yaml")]
@@ -149,7 +156,9 @@ def launched(options: argparse.Namespace, name: str, version: int, *more: str) -
     subprocess.run([*command, "--batch", "1" if version else "2", *more], check=True, env=environment)
     history = json.loads((out / "trainer_state.json").read_text())["log_history"]
     losses = [entry["loss"] for entry in history if "loss" in entry]
-    return {"losses": losses, "seconds": time.monotonic() - begin, "peak_gib": None}
+    found = {"losses": losses, "seconds": time.monotonic() - begin, "peak_gib": None}
+    kept.write_text(json.dumps(found))
+    return found
 
 
 def sft_part(options: argparse.Namespace) -> dict:
