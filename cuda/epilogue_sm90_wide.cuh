@@ -130,7 +130,7 @@ __device__ __forceinline__ uint32_t for_span(char *memory, uint32_t value) {
 
 // One thread, behind what its span has left. Which parts of the tokens it has to join, as bits; 0: not all have come.
 template <int SHARES> __device__ __forceinline__ uint32_t come(uint32_t *word, int me) {
-  uint32_t state = add_acq_rel(word, 1);
+  const uint32_t state = count_acq_rel(word, 0);
   if ((state & CAME) == SHARES - 1) return 1u << me | state / GONE; // the last
 #pragma unroll 1
   for (int i = 0; i < PATIENCE; i++)

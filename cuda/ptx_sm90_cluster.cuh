@@ -83,11 +83,6 @@ __device__ __forceinline__ void store_release(uint32_t *flag, uint32_t value) {
   asm volatile("fence.acq_rel.gpu;\nst.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 // One thread: the word's value before, behind all that this thread and those it has met wrote before.
-__device__ __forceinline__ uint32_t add_acq_rel(uint32_t *word, uint32_t value) {
-  uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
-  return before;
-}
 __device__ __forceinline__ uint32_t or_acq_rel(uint32_t *word, uint32_t bits) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.or.b32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(bits) : "memory");

@@ -59,8 +59,8 @@ def whole(value):
 def set_gradients(module, step):
     """The same gradients whether the parameters are sharded or not."""
     for p, gradient in zip(module.parameters(), gradients(module.parameters(), step), strict=True):
-        sharded = isinstance(p, DTensor)
-        p.grad = distribute_tensor(gradient, p.device_mesh, p.placements) if sharded else gradient.to(p.device)
+        in_parts = isinstance(p, DTensor)
+        p.grad = distribute_tensor(gradient, p.device_mesh, p.placements) if in_parts else gradient.to(p.device)
 
 
 def run(module, optimizer, steps):
