@@ -300,6 +300,10 @@ def build(options: argparse.Namespace, record: loading.Record):
             shard_adapters(model)
             if options.vocabulary == "inplace":
                 gather_in_place(base)
+        if options.fuse:
+            from bitshard import lora
+
+            print(lora.fuse(model), flush=True)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=torch.cuda.is_available() and not options.offload_weights)
         if accelerator is not None:
@@ -394,6 +398,7 @@ def train(options: argparse.Namespace) -> None:
         + ["head4bit"] * (options.head == "4bit")
         + ["activations"] * options.offload_activations
         + ["weights"] * options.offload_weights
+        + ["fused"] * options.fuse
         + ([Path(options.package).name] if options.package else [])
     )
     if (out / f"{name}.json").exists() and not options.again:
@@ -466,6 +471,7 @@ def parse() -> argparse.Namespace:
             command.add_argument("--fit", type=float, default=23.5, help="GiB for torch on a GPU")
             continue
         command.add_argument("directory")
+        command.add_argument("--fuse", action="store_true", help="bitshard.lora.fuse on the sharded model")
         command.add_argument("--steps", type=int, default=5)
         command.add_argument("--cap", type=float, default=0, help="GiB that torch may reserve on a GPU")
         command.add_argument("--snapshot", help="write here how the memory of rank 0 lay at the peak")

@@ -22,7 +22,9 @@ CELLS = [
 MODELS = [f"model_{cell}_{files}" for cell in CELLS for files in ("dense", "packed")]
 HALF = [f"model_{cell}_{'packed' if (i + i // 2) % 2 else 'dense'}" for i, cell in enumerate(CELLS)]
 SAVED = [f"saved_{name}" for name in ("uint8_dense", "uint8_packed", "bf16_packed", "fp32_dense")]
-TRAINED = "loop_beside trainer_plain trainer_sharded loop_sharded loop_unsharded merge_plain merge_sharded".split()
+TRAINED = (
+    "loop_beside trainer_plain trainer_sharded loop_sharded loop_fused loop_unsharded merge_plain merge_sharded"
+).split()
 FAULTS = [
     f"fault_{name}"
     for name in (

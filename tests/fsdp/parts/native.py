@@ -13,7 +13,7 @@ import faults
 import qlora
 import torch
 import torch.distributed as dist
-from bitshard import fsdp
+from bitshard import fsdp, lora
 from safetensors.torch import load_file
 from shared import (
     EVERY,
@@ -102,11 +102,16 @@ def expected_losses(folder, name):
         return json.load(file)[name]
 
 
-def train(folder, name, shard, train_function, adapt=qlora.with_adapters):
+def train(folder, name, shard, train_function, adapt=qlora.with_adapters, fuse=False):
     """Losses are those of one process, and the adapters of all ranks one."""
     model = adapt(sharded(folder))
     if shard:
         assert fsdp.shard_adapters(model) == 2 * LAYERS  # two matrices of each layer
+    if fuse:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+        report = lora.fuse(model)
+        assert len(report.fused) == LAYERS and not report.left, str(report)
     with logged("bitshard") as messages:
         losses = train_function(model)
     gap, apart = qlora.gap(losses, expected_losses(folder, name)), qlora.apart(model)
@@ -122,6 +127,11 @@ def check_trainer(shard, folder):
 
 def check_loop(folder):
     return train(folder, "loop", True, qlora.loop_losses)
+
+
+def check_loop_fused(folder):
+    """LoRA layers that are fused behind `shard_adapters`, with gradient checkpointing."""
+    return train(folder, "loop", True, qlora.loop_losses, fuse=True)
 
 
 def check_loop_beside(folder):
@@ -195,6 +205,7 @@ def checks():
         "trainer_plain": functools.partial(check_trainer, False),
         "trainer_sharded": functools.partial(check_trainer, True),
         "loop_sharded": check_loop,
+        "loop_fused": check_loop_fused,
         "loop_unsharded": check_loop_unsharded,
         "merge_plain": functools.partial(check_merge, False),
         "merge_sharded": functools.partial(check_merge, True),
