@@ -21,6 +21,7 @@ import bitshard.fsdp
 import qlora
 import tiny
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -102,9 +103,20 @@ def build(options: argparse.Namespace) -> Trainer:
     )
 
 
+def start_scaling(accelerator: Accelerator) -> None:
+    """Let float16 resume: to load an optimizer under FSDP2, accelerate steps it once, with zeros in its gradients.
+
+    A scaler of the loss that has not scaled anything yet ends in an AssertionError there ("_scale is None").
+    """
+    if accelerator.scaler is not None:
+        accelerator.scaler.scale(torch.zeros((), device=accelerator.device))
+
+
 def work(options: argparse.Namespace) -> None:
     """Train; rank 0 writes what happened, all save the adapter."""
     trainer = build(options)
+    if options.resume:
+        start_scaling(trainer.accelerator)
     trainer.train(resume_from_checkpoint=options.resume)
     share = bitshard.fsdp.measure(trainer.model)
     if WORLD > 1 and (share.fsdp != "FSDP2" or share.own_packed > 0.6 * share.packed):

@@ -297,3 +297,27 @@ def test_two_gpus_train_as_one_does(tmp_path):
         "pytorch_model_fsdp_0",
     ]
     assert (tmp_path / "resumed" / "adapter_model.safetensors").exists()
+
+
+def test_float16_resumes(monkeypatch):
+    """accelerate's optimizer steps before anything was scaled: refused without `start_scaling`; no value changes."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import accelerate
+    import fsdp2_two_gpus
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = torch.nn.Linear(8, 8)
+    accelerator = accelerate.Accelerator(cpu=True)
+    before = model.weight.detach().clone()
+    for started in (False, True):
+        accelerator.scaler = torch.amp.GradScaler("cpu")
+        inner = torch.optim.AdamW(model.parameters(), lr=1.0)
+        optimizer = accelerate.optimizer.AcceleratedOptimizer(inner, scaler=accelerator.scaler)
+        if started:
+            fsdp2_two_gpus.start_scaling(accelerator)
+            assert len(get_optimizer_state_dict(model, optimizer)["state"]) == 2
+        else:
+            with pytest.raises(AssertionError, match="_scale is None"):
+                get_optimizer_state_dict(model, optimizer)
+            model.zero_grad()
+    assert torch.equal(model.weight, before) and accelerator.scaler.get_scale() == 2.0**16

@@ -37,14 +37,20 @@ SHAPES = [*ALIGNED, (41, 100), (5,), ()]
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=False)
 
 
+def here():
+    """The device of this rank."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 class Parameters(nn.Module):
-    """Parameters of given shapes; FSDP2 does not take a 0-dim one, which stays as it is."""
+    """Parameters of given shapes on this rank's device; FSDP2 does not take a 0-dim one, which stays as it is."""
 
     def __init__(self, shapes, dtype=torch.float32):
         super().__init__()
         for index, shape in enumerate(shapes):
             generator = torch.Generator().manual_seed(index)
-            self.register_parameter(f"p{index}", nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+            value = torch.randn(shape, generator=generator).to(here(), dtype)
+            self.register_parameter(f"p{index}", nn.Parameter(value))
 
 
 def sharded(shapes, dtype=torch.float32):
@@ -81,7 +87,7 @@ def check_steps(device, args):
     Where the blocks are the shard's own, exactly those of a process that has this rank's part alone.
     """
     for name in CLASSES:
-        one, many = Parameters(SHAPES).to(device), sharded(SHAPES)
+        one, many = Parameters(SHAPES), sharded(SHAPES)
         parts = nn.ParameterList(nn.Parameter(local(p).clone()) for p in many.parameters())
         optimizer = make(name, many.parameters())
         left, right = run(one, make(name, one.parameters()), range(3)), run(many, optimizer, range(3))
@@ -205,7 +211,8 @@ def check_elsewhere(device, args):
         dcp.load(taken, checkpoint_id=folder)
         set_optimizer_state_dict(other, resumed, taken)
         rows = [shape for shape in SHAPES if prod(shape[1:]) % 256 == 0]
-        same_values(states_of(other, resumed), torch.load(f"{args.dir}/from-0-{name}.pt"), name, rows)
+        expected = torch.load(f"{args.dir}/from-0-{name}.pt", map_location=device)
+        same_values(states_of(other, resumed), expected, name, rows)
         assert all(torch.isfinite(p).all() for p in run(other, resumed, range(2, 4))), name
     return len(folders)
 
@@ -314,10 +321,10 @@ def check_other_numbers_of_ranks(device, args):
     """From two ranks to one and back: exact where the blocks are the same, else the values within a step of the map."""
     for name in ("AdamW8bit", "AdEMAMix8bit", "AdamW32bit"):
         many, one = sharded(SHAPES), Parameters(SHAPES)
-        here, there = make(name, many.parameters()), make(name, one.parameters())
-        run(many, here, range(2))
+        own, there = make(name, many.parameters()), make(name, one.parameters())
+        run(many, own, range(2))
         run(one, there, range(2))
-        full = by_index(get_optimizer_state_dict(many, here, options=WHOLE), many)
+        full = by_index(get_optimizer_state_dict(many, own, options=WHOLE), many)
         alone = make(name, one.parameters())
         alone.load_state_dict(full)
         back = make(name, many.parameters())
@@ -325,11 +332,11 @@ def check_other_numbers_of_ranks(device, args):
         for shape, p, q in zip(SHAPES, one.parameters(), many.parameters(), strict=True):
             exact = shape in ALIGNED or "8bit" not in name
             same_state(alone.state[p], there.state[p], exact, f"{name} {shape} to one")
-            same_state(back.state[q], here.state[q], exact, f"{name} {shape} to two")
+            same_state(back.state[q], own.state[q], exact, f"{name} {shape} to two")
         again = make(name, many.parameters())
         again.load_state_dict(full)
         for q in many.parameters():
-            same_state(again.state[q], here.state[q], True, f"{name} {tuple(q.shape)} whole to two")
+            same_state(again.state[q], own.state[q], True, f"{name} {tuple(q.shape)} whole to two")
     return "ok"
 
 
@@ -382,16 +389,16 @@ def refuses(call, text):
 def check_refused(device, args):
     """DTensors where none are wanted, and scales that are of another way of sharding."""
     many, one = sharded([(41, 100)]), Parameters([(41, 100)])
-    here, there = make("AdamW8bit", many.parameters()), make("AdamW8bit", one.parameters())
-    run(many, here, range(1))
-    saved = here.state_dict()
+    own, there = make("AdamW8bit", many.parameters()), make("AdamW8bit", one.parameters())
+    run(many, own, range(1))
+    saved = own.state_dict()
     refuses(lambda: there.load_state_dict(saved), "is a DTensor and its parameter is not")
     hidden = saved["state"][0]["__bnb_optimizer_quant_state__"]
     cut = whole(hidden["absmax1"])[:, :-1]
     hidden["absmax1"] = cut
-    before = {key: value for key, value in here.state[next(many.parameters())].items()}
-    refuses(lambda: here.load_state_dict(saved), "none of blocks of 256")
-    assert here.state[next(many.parameters())] == before
+    before = {key: value for key, value in own.state[next(many.parameters())].items()}
+    refuses(lambda: own.load_state_dict(saved), "none of blocks of 256")
+    assert own.state[next(many.parameters())] == before
     return "ok"
 
 
@@ -457,7 +464,7 @@ def in_flat(entries, n, index, name):
     value, scale = entries[f"state{end}"], entries.get(f"absmax{end}")
     if scale is None:
         return value
-    map = bnb.functional.create_dynamic_map(signed=n == 1)
+    map = bnb.functional.create_dynamic_map(signed=n == 1).to(value.device)
     return torch.where(scale < 0, value, map[value.clamp(0, 255).long()] * scale)
 
 
@@ -471,7 +478,7 @@ def check_fsdp1_elsewhere(device, args):
     files = sorted(Path(args.dir).glob("fsdp1-*.pt"))
     for file in files:
         _, name, orig, size = file.stem.split("-")
-        saved, model = torch.load(file, weights_only=True), flattened(orig == "True")
+        saved, model = torch.load(file, weights_only=True, map_location=device), flattened(orig == "True")
         set_kind(model, "whole")
         steps(model, make(name, model.parameters()), range(1))
         optimizer = make(name, model.parameters(), min_8bit_size=int(size))
@@ -502,12 +509,11 @@ def set_kind(model, kind):
 def flattened(orig):
     """Two layers in one flat parameter of 7,303 elements: padded on two ranks, whose parts begin within blocks."""
     torch.manual_seed(0)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return FullyShardedDataParallel(layers(), device_id=device, use_orig_params=orig)
+    return FullyShardedDataParallel(layers(), device_id=here(), use_orig_params=orig)
 
 
 def layers():
-    return nn.Sequential(nn.Linear(67, 106), nn.Linear(106, 1, bias=False))
+    return nn.Sequential(nn.Linear(67, 106), nn.Linear(106, 1, bias=False)).to(here())
 
 
 def steps(model, optimizer, numbers):
