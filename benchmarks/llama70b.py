@@ -347,7 +347,8 @@ def rank(options: argparse.Namespace) -> None:
     if options.snapshot and record.cuda:
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=2_000_000)
     generator = torch.Generator().manual_seed(record.values["rank"])
-    vocabulary = AutoConfig.from_pretrained(options.folder).vocab_size
+    config = AutoConfig.from_pretrained(options.folder)
+    vocabulary, record.values["layers"] = config.vocab_size, config.num_hidden_layers
     ids = torch.randint(0, vocabulary, (options.batch, options.tokens), generator=generator)
     ids = ids.to("cuda" if record.cuda else "cpu")
     try:
@@ -361,6 +362,8 @@ def rank(options: argparse.Namespace) -> None:
         times = [phase["seconds"] for name, phase in record.values["phases"].items() if name.startswith("step")]
         record.values["step_s"] = statistics.median(times[2:] or times)
         record.values["tokens_per_s"] = world * ids.numel() / record.values["step_s"]
+        if options.whose:
+            count(record, options.whose, lambda: step(model, optimizer, head, backward, ids, options))
     except Exception as error:
         record.write()
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -369,6 +372,21 @@ def rank(options: argparse.Namespace) -> None:
     record.write()
     show_memory(options, record)
     loading.end_of_rank()
+
+
+def count(record: loading.Record, steps: int, one) -> None:
+    """Whose the host's time of some more steps is, rank 0's."""
+    import whose
+
+    begin = time.perf_counter()
+    with whose.watching() as found:
+        for _ in range(steps):
+            one()
+    seconds = (time.perf_counter() - begin) / steps
+    text = whose.table(found, seconds, record.values["layers"])
+    record.values["whose"] = {"seconds": seconds, "table": text, "bitshard": whose.functions(found, "bitshard", 20)}
+    if record.values["rank"] == 0:
+        print(f"{steps} steps that are watched:\n{text}\nbitshard: {record.values['whose']['bitshard']}", flush=True)
 
 
 def show_memory(options: argparse.Namespace, record: loading.Record) -> None:
@@ -473,6 +491,7 @@ def parse() -> argparse.Namespace:
         command.add_argument("directory")
         command.add_argument("--fuse", action="store_true", help="bitshard.lora.fuse on the sharded model")
         command.add_argument("--steps", type=int, default=5)
+        command.add_argument("--whose", type=int, default=0, help="more steps, to count whose the host's time is")
         command.add_argument("--cap", type=float, default=0, help="GiB that torch may reserve on a GPU")
         command.add_argument("--snapshot", help="write here how the memory of rank 0 lay at the peak")
         command.add_argument("--package", help="folder with packages instead of the installed ones")

@@ -39,6 +39,7 @@ DTYPE = torch.float16 if CUDA else torch.float32  # a T4 has no bfloat16, and no
 # Largest relative difference between the losses of one and of two GPUs at one step. float32: the order of sums over
 # ranks. float16: gradients that are summed with 11 bits.
 AGREEMENT = {torch.float32: 1e-5, torch.float16: 1e-2}
+FIRST_SCALE = 2.0**12  # of float16's loss; it doubles every 2,000 steps without an overflow
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -103,20 +104,23 @@ def build(options: argparse.Namespace) -> Trainer:
     )
 
 
-def start_scaling(accelerator: Accelerator) -> None:
-    """Let float16 resume: to load an optimizer under FSDP2, accelerate steps it once, with zeros in its gradients.
+def scale_losses(accelerator: Accelerator) -> None:
+    """Let float16 begin, and resume, without a step that is lost.
 
-    A scaler of the loss that has not scaled anything yet ends in an AssertionError there ("_scale is None").
+    torch's first scale of 2^16 overflows gradients of float16 that are summed over ranks, and each overflow skips a
+    step. And to load an optimizer under FSDP2, accelerate steps it once, with zeros in its gradients, where a scaler
+    that has scaled nothing yet ends in an AssertionError ("_scale is None").
     """
-    if accelerator.scaler is not None:
-        accelerator.scaler.scale(torch.zeros((), device=accelerator.device))
+    scaler = accelerator.scaler
+    if scaler is not None:
+        scaler.load_state_dict({**scaler.state_dict(), "scale": FIRST_SCALE})
+        scaler.scale(torch.zeros((), device=accelerator.device))
 
 
 def work(options: argparse.Namespace) -> None:
     """Train; rank 0 writes what happened, all save the adapter."""
     trainer = build(options)
-    if options.resume:
-        start_scaling(trainer.accelerator)
+    scale_losses(trainer.accelerator)
     trainer.train(resume_from_checkpoint=options.resume)
     share = bitshard.fsdp.measure(trainer.model)
     if WORLD > 1 and (share.fsdp != "FSDP2" or share.own_packed > 0.6 * share.packed):

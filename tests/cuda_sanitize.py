@@ -3,10 +3,12 @@
 That one, which shares no tiles in so small a workspace, has tests/cuda_wide.py.
 
 Usage: compute-sanitizer --tool memcheck|racecheck python tests/cuda_sanitize.py [float32|float16|bfloat16 ...]
+`optimizers` in the place of dtypes runs those kernels alone, with gradients and parameters of two dtypes, too.
 A workspace of 1 MiB makes small weights take several panels. With PYTORCH_NO_CUDA_MEMORY_CACHING=1 every tensor is an
 allocation of its own, and memcheck sees what passes its end.
 """
 
+import itertools
 import os
 import sys
 
@@ -14,8 +16,10 @@ os.environ["BITSHARD_WORKSPACE_MB"] = "1"
 os.environ["BITSHARD_LINEAR_4BIT_DGRAD"] = "panels"
 
 import torch
+from bitsandbytes import functional
 from bitshard import _C, ops
 from bitshard.optim.base import Optimizer1State, Optimizer2State
+from cuda_optim import NAMES, Ours, State
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -111,8 +115,27 @@ def optimizers(dtype: torch.dtype) -> None:
                 assert all(bool(p.isfinite().all()) for p in params), (name, bits, dtype)
 
 
+def mixed_optimizers() -> None:
+    """Every algorithm, in 8 and 32 bits, where gradient and parameter are of two dtypes."""
+    maps = tuple(functional.create_dynamic_map(signed).cuda() for signed in (True, False))
+    for name, (p_dtype, g_dtype), bits in itertools.product(NAMES, itertools.permutations(DTYPES, 2), (8, 32)):
+        for n, start in ((1024, 0), (1001, 0), (257, 1)):
+            p = torch.randn(n + start, device="cuda").to(p_dtype)[start:]
+            state = State(name, bits, p, maps)
+            for step in (1, 2):
+                state.step(Ours, torch.randn(n, device="cuda").to(g_dtype), step)
+            assert bool(p.isfinite().all()), (name, bits, p_dtype, g_dtype)
+
+
 def main(names: list[str]) -> None:
     torch.manual_seed(0)
+    if names == ["optimizers"]:
+        for dtype in DTYPES:
+            optimizers(dtype)
+        mixed_optimizers()
+        torch.cuda.synchronize()
+        print("every optimizer kernel ran")
+        return
     for dtype in [getattr(torch, name) for name in names] or DTYPES:
         optimizers(dtype)
         for format in (0, 1):

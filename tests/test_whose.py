@@ -1,0 +1,47 @@
+"""benchmarks/whose.py: looks at what runs go to the owner of the innermost file, in autograd's thread too."""
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import whose  # noqa: E402
+
+
+def played(path: str, source: str) -> dict:
+    """The names of a module that says it lies at `path`."""
+    names = {"time": time}
+    exec(compile(source, path, "exec"), names)  # noqa: S102
+    return names
+
+
+SPIN = "def spin(seconds):\n    end = time.monotonic() + seconds\n    while time.monotonic() < end: pass\n"
+
+
+def test_looks_go_to_the_innermost_owner():
+    peft = played("/site/peft/layer.py", SPIN)["spin"]
+    torch_nn = played("/site/torch/nn/modules/linear.py", "def forward(inner):\n    return inner()\n")["forward"]
+    transformers = played("/site/transformers/llama.py", "def layer(call, inner):\n    call(inner)\n")["layer"]
+    own = sys.getswitchinterval()
+    with whose.watching() as found:
+        transformers(torch_nn, lambda: peft(0.4))
+        transformers(torch_nn, lambda: time.sleep(0.2))
+    seen = {name: sum(n for (who, _), n in found.items() if who == name) for name in ("peft", "transformers")}
+    assert seen["peft"] > seen["transformers"] > 0 and found["peft", "layer.py:spin"] == seen["peft"]
+    assert sys.getswitchinterval() == own and "spin" in whose.functions(found, "peft")
+    lines = whose.table(found, 0.6, 3).splitlines()
+    assert "peft" in lines[2] and lines[-1].endswith("| 600.0 | 200000 |")
+
+
+def test_a_thread_that_python_started_does_not_count():
+    spin = played("/site/peft/layer.py", SPIN)["spin"]
+    waiting = played("/site/torch/autograd/graph.py", SPIN)["spin"]
+    beside = threading.Thread(target=spin, args=(0.3,))
+    with whose.watching() as found:
+        beside.start()
+        waiting(0.3)
+        beside.join()
+    names = {name for name, _ in found}
+    assert "autograd's engine" in names and "peft" not in names, found
