@@ -10,7 +10,7 @@
 // The arithmetic is that of bitsandbytes' CUDA build: every operation flushes denormals, and quotients and roots are
 // the GPU's approximations. What stays the same in a step (1 - beta^t and what follows from it) comes rounded once from
 // the host, where bitsandbytes takes approximations of the GPU too.
-#include "common.cuh"
+#include "ptx.cuh"
 
 #include <float.h>
 
@@ -81,11 +81,19 @@ __device__ __noinline__ uint32_t encode_any(const T &tables, bool keep_sign, flo
   return (uint32_t)code & 255;
 }
 
+// The bytes that kSelect takes from two words, of four words: 0x73 their upper ones, 0xFB copies of their signs.
+template <int kSelect> __device__ __forceinline__ uint32_t byte_of_each(const uint32_t (&words)[4]) {
+  uint32_t low, high;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(low) : "r"(words[0]), "r"(words[1]), "n"(kSelect));
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(high) : "r"(words[2]), "r"(words[3]), "n"(kSelect));
+  return __byte_perm(low, high, 0x5410);
+}
+
 constexpr int kStepThreads = BSH_STEP_THREADS; // 32 warps share the tables of codes
 
 // The code of a number in one load: magnitudes from 2^-24 to 1 in cells of the upper kBits bits of the mantissa, of
 // which none has more than one threshold. A cell and the bits of a magnitude of it add up to a number whose upper byte
-// is the code: what lies between is chosen so that the sum carries (or, of a negative number, borrows) from the
+// is the code, of a negative number its complement: what lies between is chosen so that the sum carries from the
 // threshold on. A map of which that is not true is searched by encode_any.
 template <bool kSigned> struct StateCodes {
   // The signed map has half as many entries of each sign.
@@ -95,8 +103,8 @@ template <bool kSigned> struct StateCodes {
   static constexpr uint32_t kNever = 1u << 20; // more than a cell has, less than the byte below the code
 
   float map[256];
-  float bounds[256]; // least number with a code of i + 1 or more; [255] is infinite
-  uint32_t cells[kSigns * kCells];
+  float bounds[256];               // least number with a code of i + 1 or more; [255] is infinite
+  uint32_t cells[kSigns * kCells]; // those of both signs in turn
 
   // How many bounds are <= v: the code of v, before its sign is looked at.
   __device__ __forceinline__ int count(float v) const {
@@ -136,8 +144,7 @@ template <bool kSigned> struct StateCodes {
       const int code = tables.with_sign(begin, negative), change = tables.with_sign(end, negative) - code;
       const uint32_t bound = __float_as_uint(tables.bounds[negative ? end : begin & 255]) & 0x7FFFFFFFu;
       from = change == 0 ? kNever : bound + negative - first; // bound: the least magnitude on its far side
-      // Of a negative number the magnitude m comes as ~m = -m - 1.
-      cell = ((uint32_t)code << 24) + (negative ? first + from : (1u << 24) - first - from);
+      cell = ((uint32_t)(negative ? ~code : code) << 24) + (1u << 24) - first - from;
       fits = (change == 0 || change == away) && !(end != begin && tables.is_beyond(end, edge, negative));
     }
   };
@@ -175,7 +182,7 @@ template <bool kSigned> struct StateCodes {
       if (is_beyond(code, edge, negative)) code += away;
       const Stretch found(*this, first, first + kInside, negative, code);
       fits = fits && found.fits && !is_beyond(code, edge, negative);
-      cells[(negative ? kCells : 0) + cell + i] = found.cell;
+      cells[kSigns * (cell + i) + negative] = found.cell;
       code = found.end;
     }
     return fits;
@@ -184,7 +191,7 @@ template <bool kSigned> struct StateCodes {
   // The cell that begins at 1, in which only 1 is, and what is rounded up from it; below the first cell nothing
   // changes.
   __device__ __forceinline__ bool fill_end(bool negative) {
-    cells[(negative ? kCells : 0) + kCells - 1] = stretch(kOne, kOne, negative).cell;
+    cells[kSigns * (kCells - 1) + negative] = stretch(kOne, kOne, negative).cell;
     return is_flat(kOne, kOne + 64, negative) && is_flat(0, kLeast, negative);
   }
 
@@ -202,19 +209,27 @@ template <bool kSigned> struct StateCodes {
     return __syncthreads_and(fits);
   }
 
-  // The code in the upper byte; |v| <= 1 but for rounding.
+  // The code, or its complement, in the upper byte; |v| <= 1 but for rounding.
   __device__ __forceinline__ uint32_t encode(float v) const {
     const uint32_t magnitude = __float_as_uint(fmaxf(kSigned ? fabsf(v) : v, 0x1p-24f));
-    const uint32_t negative = kSigned ? (uint32_t)((int32_t)__float_as_uint(v) >> 31) : 0; // all bits
-    const uint32_t cell = (magnitude >> kShift) + (negative & kCells);
-    return cells[(int)cell - (int)(kLeast >> kShift)] + (magnitude ^ negative);
+    const uint32_t cell = magnitude >> kShift;
+    const uint32_t place = kSigned ? __funnelshift_l(__float_as_uint(v), cell, 1) : cell;
+    return cells[(int)place - kSigns * (int)(kLeast >> kShift)] + magnitude;
+  }
+
+  // The codes of four numbers.
+  __device__ __forceinline__ uint32_t encode_four(const float *v, float scale) const {
+    uint32_t found[4], bits[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      const float scaled = v_mul(scale, v[k]);
+      bits[k] = __float_as_uint(scaled);
+      found[k] = encode(scaled);
+    }
+    const uint32_t codes = byte_of_each<0x73>(found);
+    return kSigned ? codes ^ byte_of_each<0xFB>(bits) : codes;
   }
 };
-
-// The upper bytes of four words.
-__device__ __forceinline__ uint32_t upper_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  return __byte_perm(__byte_perm(a, b, 0x0073), __byte_perm(c, d, 0x0073), 0x5410);
-}
 
 // ---- a block of 256 elements in a warp ------------------------------------------------------------------------------
 
@@ -277,6 +292,21 @@ __device__ __forceinline__ void store(T *target, const Span<kWhole> &span, const
   }
 }
 
+__device__ __forceinline__ void to_floats(const __half (&raw)[kPerLane], float (&out)[kPerLane]) {
+#pragma unroll
+  for (int k = 0; k < kPerLane; k++) out[k] = to_float(raw[k]);
+}
+
+// By words, an instruction each.
+__device__ __forceinline__ void to_floats(const __nv_bfloat16 (&raw)[kPerLane], float (&out)[kPerLane]) {
+  const uint32_t *const words = reinterpret_cast<const uint32_t *>(raw);
+#pragma unroll
+  for (int k = 0; k < kPerLane; k += 2) {
+    out[k] = __uint_as_float(words[k / 2] << 16);
+    out[k + 1] = __uint_as_float(words[k / 2] & 0xFFFF0000u);
+  }
+}
+
 template <typename T, int kWide, typename S>
 __device__ __forceinline__ void load_floats(const void *source, const S &span, float (&out)[kPerLane]) {
   if constexpr (sizeof(T) == 4) {
@@ -284,8 +314,7 @@ __device__ __forceinline__ void load_floats(const void *source, const S &span, f
   } else {
     alignas(16) T raw[kPerLane];
     load<T, kWide>(static_cast<const T *>(source), span, raw);
-#pragma unroll
-    for (int k = 0; k < kPerLane; k++) out[k] = to_float(raw[k]);
+    to_floats(raw, out);
   }
 }
 
@@ -355,13 +384,6 @@ struct Place {
     const int64_t begin = (int64_t)block * kStepBlock;
     return {begin, (int)min(tensor->n - begin, (int64_t)kStepBlock)};
   }
-
-  // Whether a lane's elements can be moved together: states by `state_bytes`. The slow moment of AdEMAMix begins at n.
-  template <bsh_optimizer kAlgorithm> __device__ __forceinline__ bool is_whole(int state_bytes) const {
-    return (int64_t)(block + 1) * kStepBlock <= tensor->n && aligned_to(16, tensor->g, tensor->p) &&
-           aligned_to(state_bytes, tensor->state1, tensor->state2) &&
-           (kAlgorithm != BSH_ADEMAMIX || tensor->n % 8 == 0);
-  }
 };
 
 // ---- the kernels ----------------------------------------------------------------------------------------------------
@@ -398,9 +420,22 @@ struct Blocks {
     t = find_tensor(list, number);
   }
   __device__ __forceinline__ bool more() const { return number < end; }
-  __device__ __forceinline__ void next() {
+
+  // Whether the tensor is another one then.
+  __device__ __forceinline__ bool next() {
+    const int before = t;
     number += kStepThreads / 32;
     while (number < end && list.first[t + 1] <= number) t++;
+    return t != before;
+  }
+
+  // The number of the tensor's first block whose elements cannot be moved together by a lane, states by `state_bytes`:
+  // the last one, where it has fewer than 256, or the first one. The slow moment of AdEMAMix begins at n.
+  template <bsh_optimizer kAlgorithm> __device__ __forceinline__ uint32_t whole_until(int state_bytes) const {
+    const bsh_step_tensor &tensor = list.tensors[t];
+    const bool whole = aligned_to(16, tensor.g, tensor.p) && aligned_to(state_bytes, tensor.state1, tensor.state2) &&
+                       (kAlgorithm != BSH_ADEMAMIX || tensor.n % 8 == 0) && !list.numbers.skip_zeros;
+    return list.first[t] + (whole ? (uint32_t)(tensor.n / kStepBlock) : 0);
   }
 };
 
@@ -415,14 +450,6 @@ struct Elements {
 
   template <bsh_optimizer kAlgorithm> __device__ __forceinline__ step_element at(int i) const {
     return {g[i], p[i], s1[i], Moments<kAlgorithm>::kTwo ? s2[i] : 0.0f, Moments<kAlgorithm>::kThree ? s3[i] : 0.0f};
-  }
-
-  // Whether all gradients of the warp are numbers.
-  __device__ __forceinline__ bool finite() const {
-    float zero = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kPerLane; i++) zero = v_fma(g[i], 0.0f, zero);
-    return __all_sync(kAllLanes, zero == 0.0f);
   }
 
   template <bsh_optimizer kAlgorithm, bool kBlockwise, bool kFinite>
@@ -474,11 +501,12 @@ template <bsh_optimizer kAlgorithm, Pair kPair> __device__ __forceinline__ void 
   wait_for_earlier_kernels();
   bsh_step_numbers k = numbers_of<kAlgorithm, kPair>(list);
   k.skip_zeros = false;
-  for (Blocks blocks(list); blocks.more(); blocks.next()) {
-    const Place place(list, blocks.number, blocks.t);
-    if (place.is_whole<kAlgorithm>(16) && !list.numbers.skip_zeros)
-      block_32bit<kAlgorithm, kPair, true>(list, place, k);
+  Blocks blocks(list);
+  uint32_t whole = blocks.whole_until<kAlgorithm>(16);
+  while (blocks.more()) {
+    if (blocks.number < whole) block_32bit<kAlgorithm, kPair, true>(list, Place(list, blocks.number, blocks.t), k);
     else any_block_32bit<kAlgorithm, kPair>(list, blocks.number, blocks.t);
+    if (blocks.next()) whole = blocks.whole_until<kAlgorithm>(16);
   }
 }
 
@@ -531,22 +559,23 @@ __device__ __noinline__ uint2 encode_block(const StateCodes<kSigned> &tables, co
   return make_uint2(words[0], words[1]);
 }
 
-// New scale and codes of a block. Elements beyond its end are zero.
-template <bool kSigned, int kWide, typename S>
-__device__ __forceinline__ void store_codes(const StateCodes<kSigned> &tables, bool usable, uint8_t *codes,
-                                            float *scale, const S &span, const float (&states)[kPerLane]) {
+// The largest magnitude of a block, or a NaN of it.
+__device__ __forceinline__ float largest_of(const float (&states)[kPerLane]) {
   float most = 0.0f;
 #pragma unroll
   for (int k = 0; k < kPerLane; k++) most = largest(most, states[k]);
-  most = warp_largest(most);
+  return warp_largest(most);
+}
+
+// New scale and codes of a block whose largest magnitude is `most`. Elements beyond its end are zero.
+template <bool kSigned, int kWide, typename S>
+__device__ __forceinline__ void store_codes(const StateCodes<kSigned> &tables, bool usable, uint8_t *codes,
+                                            float *scale, const S &span, const float (&states)[kPerLane], float most) {
   alignas(8) uint32_t words[2];
   if (usable && most > 0.0f && most <= FLT_MAX) {
     const float inverse = reciprocal(most);
-    uint32_t found[kPerLane];
-#pragma unroll
-    for (int k = 0; k < kPerLane; k++) found[k] = tables.encode(v_mul(inverse, states[k]));
-    words[0] = upper_bytes(found[0], found[1], found[2], found[3]);
-    words[1] = upper_bytes(found[4], found[5], found[6], found[7]);
+    words[0] = tables.encode_four(states, inverse);
+    words[1] = tables.encode_four(states + 4, inverse);
   } else {
     float copies[kPerLane];
 #pragma unroll
@@ -567,7 +596,40 @@ template <> struct Tables<true> {
   StateCodes<false> second;
 };
 
-// False: nothing was written, for kWhole takes no gradients that are not numbers.
+// The line of the block that this warp takes next which this lane brings into L2: what is loaded a warp waits for, and
+// registers for more loads there are none.
+struct NextLine {
+  const uint8_t *at;
+  uint32_t step; // bytes from block to block of a warp; 0: no line
+
+  template <bsh_optimizer kAlgorithm>
+  __device__ __forceinline__ void enter(const bsh_step_list &list, const Place &place) {
+    constexpr int kLine = 128, kStates = 1 + Moments<kAlgorithm>::kTwo + Moments<kAlgorithm>::kThree;
+    const bsh_step_tensor &tensor = *place.tensor;
+    const int lane = threadIdx.x % 32, g_lines = lines_of(list.g_dtype), p_lines = lines_of(list.p_dtype);
+    int line = lane, lines = g_lines;
+    const void *from = tensor.g;
+    if (lane >= g_lines) line -= g_lines, lines = p_lines, from = tensor.p;
+    if (lane >= g_lines + p_lines) {
+      const int state = (line - p_lines) / 2;
+      line = line - p_lines - 2 * state, lines = state < kStates ? 2 : 0;
+      from = Moments<kAlgorithm>::kTwo && state == 1 ? tensor.state2 : tensor.state1;
+      if (state == 2) from = static_cast<const uint8_t *>(from) + tensor.n;
+    }
+    step = lines * kLine * (kStepThreads / 32);
+    at = static_cast<const uint8_t *>(from) + (int64_t)place.block * lines * kLine + line * kLine;
+  }
+
+  __device__ __forceinline__ void next(bool more) {
+    at += step;
+    if (more && step != 0) prefetch_l2(at);
+  }
+
+private:
+  static __device__ __forceinline__ int lines_of(bsh_dtype dtype) { return dtype == BSH_F32 ? 8 : 4; }
+};
+
+// False: nothing was written, for kWhole takes no gradients that are not numbers, which leave none in the first moment.
 template <bsh_optimizer kAlgorithm, Pair kPair, bool kWhole, typename T>
 __device__ __forceinline__ bool block_8bit(const bsh_step_list &list, const Place &place, const bsh_step_numbers &k,
                                            const T &tables, bool usable1, bool usable2) {
@@ -583,13 +645,16 @@ __device__ __forceinline__ bool block_8bit(const bsh_step_list &list, const Plac
   load_codes<IO::kWide>(codes1, span, tables.first, *scale1, e.s1);
   if constexpr (kTwo) load_codes<IO::kWide>(codes2, span, tables.second, *scale2, e.s2);
   if constexpr (kThree) load_codes<IO::kWide>(codes1 + tensor.n, span, tables.first, scale1[place.n_blocks], e.s3);
-  if (kWhole && !e.finite()) return false;
   e.update<kAlgorithm, true, kWhole>(k);
+  const float most = largest_of(e.s1);
+  if (kWhole && !(most <= FLT_MAX)) return false;
   IO::put(list.p_dtype, tensor.p, span, e.p);
-  store_codes<true, IO::kWide>(tables.first, usable1, codes1, scale1, span, e.s1);
-  if constexpr (kTwo) store_codes<false, IO::kWide>(tables.second, usable2, codes2, scale2, span, e.s2);
+  store_codes<true, IO::kWide>(tables.first, usable1, codes1, scale1, span, e.s1, most);
+  if constexpr (kTwo)
+    store_codes<false, IO::kWide>(tables.second, usable2, codes2, scale2, span, e.s2, largest_of(e.s2));
   if constexpr (kThree)
-    store_codes<true, IO::kWide>(tables.first, usable1, codes1 + tensor.n, scale1 + place.n_blocks, span, e.s3);
+    store_codes<true, IO::kWide>(tables.first, usable1, codes1 + tensor.n, scale1 + place.n_blocks, span, e.s3,
+                                 largest_of(e.s3));
   return true;
 }
 
@@ -610,12 +675,19 @@ template <bsh_optimizer kAlgorithm, Pair kPair> __device__ __forceinline__ void 
   const bool usable1 = tables.first.fill(list.map1);
   bool usable2 = false;
   if constexpr (kTwo) usable2 = tables.second.fill(list.map2);
-  for (Blocks blocks(list); blocks.more(); blocks.next()) {
+  Blocks blocks(list);
+  uint32_t whole = blocks.whole_until<kAlgorithm>(Floats<kPair>::kWide);
+  NextLine line;
+  line.enter<kAlgorithm>(list, Place(list, blocks.number, blocks.t));
+  while (blocks.more()) {
     const Place place(list, blocks.number, blocks.t);
-    if (place.is_whole<kAlgorithm>(Floats<kPair>::kWide) && !list.numbers.skip_zeros &&
-        block_8bit<kAlgorithm, kPair, true>(list, place, k, tables, usable1, usable2))
-      continue;
-    any_block_8bit<kAlgorithm, kPair>(list, blocks.number, blocks.t, tables, usable1, usable2);
+    line.next(blocks.number + kStepThreads / 32 < min(whole, blocks.end));
+    if (!(blocks.number < whole && block_8bit<kAlgorithm, kPair, true>(list, place, k, tables, usable1, usable2)))
+      any_block_8bit<kAlgorithm, kPair>(list, blocks.number, blocks.t, tables, usable1, usable2);
+    if (blocks.next()) {
+      whole = blocks.whole_until<kAlgorithm>(Floats<kPair>::kWide);
+      line.enter<kAlgorithm>(list, Place(list, blocks.number, blocks.t));
+    }
   }
 }
 
