@@ -122,13 +122,22 @@ def fsdp_qlora_part(options: argparse.Namespace) -> dict:
     found = {f"one process, {name}": run for name, run in alone.items()}
     for name, run in both.items():
         reference = PLAIN[name][1]
-        found[name] = run | compared(run["losses"], alone[reference]["losses"], reference.split()[-1])
+        found[name] = run | compared(run["losses"], found, f"one process, {reference}", reference.split()[-1])
     return found
 
 
-def compared(losses: list[float], expected: list[float], precision: str) -> dict:
-    gap = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
-    return {"gap": gap, "bound": BOUNDS[precision]}
+def compared(losses: list[float], runs: dict, reference: str, precision: str) -> dict:
+    """How far `losses` are from those of run `reference`."""
+    return {
+        "gap": max(apart(losses, runs[reference]["losses"])),
+        "bound": BOUNDS[precision],
+        "reference": reference,
+    }
+
+
+def apart(losses: list[float], expected: list[float]) -> list[float]:
+    """The relative difference of each step."""
+    return [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]
 
 
 # ---- sft.py and fsdp2_two_gpus.py: one launch for each run ----
@@ -163,12 +172,11 @@ def launched(options: argparse.Namespace, name: str, version: int, *more: str) -
 
 def sft_part(options: argparse.Namespace) -> dict:
     """SFTTrainer under both versions, and with fused LoRA layers."""
-    alone = launched(options, "sft one process", 0)
-    found = {"sft, one process": alone}
+    found = {"sft, one process": launched(options, "sft one process", 0)}
     runs = (("FSDP1", 1, ()), ("FSDP2", 2, ()), ("FSDP2, LoRA layers fused", 2, ("--fuse",)))
     for name, version, more in runs:
         run = launched(options, f"sft {name}", version, *more)
-        found[f"sft, {name}"] = run | compared(run["losses"], alone["losses"], "bf16")
+        found[f"sft, {name}"] = run | compared(run["losses"], found, "sft, one process", "bf16")
     return found
 
 
@@ -185,7 +193,9 @@ def two_gpus_part(options: argparse.Namespace) -> dict:
         "one GPU, float16": {"losses": result["one"]["losses"], "seconds": None, "peak_gib": result["one"]["peak_gib"]}
     }
     two = {"losses": result["resumed"]["losses"], "seconds": seconds, "peak_gib": result["resumed"]["peak_gib"]}
-    found["two GPUs, resumed in the middle (all three launches)"] = two | {key: result[key] for key in ("gap", "bound")}
+    found["two GPUs, resumed in the middle (all three launches)"] = (
+        two | {key: result[key] for key in ("gap", "bound")} | {"reference": "one GPU, float16"}
+    )
     return found
 
 
@@ -206,21 +216,26 @@ def table(parts: dict[str, dict]) -> str:
 
 
 def plot(part: str, runs: dict, file: Path) -> None:
-    """All curves of a part over one another."""
+    """The curves of one process, those of sharded runs dashed over them, and below how far these are apart."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure, (upper, lower) = pyplot.subplots(2, sharex=True, figsize=(10, 7), layout="constrained")
     for i, (name, run) in enumerate(runs.items()):
-        style = "-" if "gap" not in run else ("--", ":", "-.")[i % 3]
-        axes.plot(range(1, len(run["losses"]) + 1), run["losses"], style, label=name, linewidth=1.5)
-    axes.set(
-        title=f"{part}: sharded runs (dashed) over one process", xlabel="step", ylabel="training loss (nats per token)"
-    )
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(fontsize=7)
+        steps = range(1, len(run["losses"]) + 1)
+        if "reference" not in run:
+            upper.plot(steps, run["losses"], "-", color=f"C{i}", linewidth=2.5, alpha=0.6, label=name)
+            continue
+        style = {"linestyle": ("--", ":", "-.")[i % 3], "color": f"C{i % 10}", "linewidth": 1.2}
+        upper.plot(steps, run["losses"], label=name, **style)
+        lower.plot(steps, apart(run["losses"], runs[run["reference"]]["losses"]), marker=".", **style)
+        lower.axhline(run["bound"], color="gray", linewidth=0.8)
+    upper.set(title=f"{part}: one process, and sharded runs (dashed)", ylabel="training loss (nats per token)")
+    lower.set(xlabel="step", ylabel="relative difference (lines: bounds)", yscale="log")
+    lower.xaxis.get_major_locator().set_params(integer=True)
+    figure.legend(loc="outside right upper", fontsize=7)
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
 

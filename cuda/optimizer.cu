@@ -602,8 +602,11 @@ struct NextLine {
   const uint8_t *at;
   uint32_t step; // bytes from block to block of a warp; 0: no line
 
-  template <bsh_optimizer kAlgorithm>
+  // Kernels for two dtypes go without: their loads of 4 bytes each need the registers.
+  template <bsh_optimizer kAlgorithm, Pair kPair>
   __device__ __forceinline__ void enter(const bsh_step_list &list, const Place &place) {
+    at = nullptr, step = 0;
+    if (kPair == kMixed) return;
     constexpr int kLine = 128, kStates = 1 + Moments<kAlgorithm>::kTwo + Moments<kAlgorithm>::kThree;
     const bsh_step_tensor &tensor = *place.tensor;
     const int lane = threadIdx.x % 32, g_lines = lines_of(list.g_dtype), p_lines = lines_of(list.p_dtype);
@@ -678,7 +681,7 @@ template <bsh_optimizer kAlgorithm, Pair kPair> __device__ __forceinline__ void 
   Blocks blocks(list);
   uint32_t whole = blocks.whole_until<kAlgorithm>(Floats<kPair>::kWide);
   NextLine line;
-  line.enter<kAlgorithm>(list, Place(list, blocks.number, blocks.t));
+  line.enter<kAlgorithm, kPair>(list, Place(list, blocks.number, blocks.t));
   while (blocks.more()) {
     const Place place(list, blocks.number, blocks.t);
     line.next(blocks.number + kStepThreads / 32 < min(whole, blocks.end));
@@ -686,7 +689,7 @@ template <bsh_optimizer kAlgorithm, Pair kPair> __device__ __forceinline__ void 
       any_block_8bit<kAlgorithm, kPair>(list, blocks.number, blocks.t, tables, usable1, usable2);
     if (blocks.next()) {
       whole = blocks.whole_until<kAlgorithm>(Floats<kPair>::kWide);
-      line.enter<kAlgorithm>(list, Place(list, blocks.number, blocks.t));
+      line.enter<kAlgorithm, kPair>(list, Place(list, blocks.number, blocks.t));
     }
   }
 }
