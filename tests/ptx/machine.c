@@ -109,6 +109,14 @@ uint8_t *ptx_global(ptx_thread *const t, const uint64_t address, const uint32_t 
   return (uint8_t *)(uintptr_t)address;
 }
 
+/* A hint may come before the wait for earlier kernels, but what it names is memory of the launch. */
+void ptx_prefetch(ptx_thread *const t, const uint64_t address) {
+  if (in_ranges(t->run, address, 1)) return;
+  char what[80];
+  snprintf(what, sizeof what, "prefetch of global 0x%llx, which is outside", (unsigned long long)address);
+  ptx_fail(t, what);
+}
+
 /* A shared address: the rank in the cluster above bit 24, the place in that CTA's memory below. */
 uint8_t *ptx_shared(ptx_thread *const t, const uint64_t address, const uint32_t size, const bool write) {
   const uint64_t place = address & 0xFFFFFF, rank = (address >> 24) & 0xFF;

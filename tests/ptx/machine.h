@@ -155,6 +155,7 @@ void ptx_spin(ptx_thread *t); /* reads what another one writes, and may read it 
 /* ---- memory ---- */
 
 uint8_t *ptx_global(ptx_thread *t, uint64_t address, uint32_t size, bool write);
+void ptx_prefetch(ptx_thread *t, uint64_t address);
 uint8_t *ptx_shared(ptx_thread *t, uint64_t address, uint32_t size, bool write);
 uint8_t *ptx_generic(ptx_thread *t, uint64_t address, uint32_t size, bool write);
 static inline uint8_t *ptx_param(ptx_thread *t, uint64_t address, uint32_t size, bool write) {

@@ -405,9 +405,12 @@ class Translator:
         return f"{self.value(operands[0])} = {value};"
 
     def do_prefetch(self, parts, operands):
+        return f"ptx_prefetch(t, {self.address(operands[0])});" if "global" in parts else ";"
+
+    def do_fence(self, parts, operands):
         return ";"
 
-    do_prefetchu = do_fence = do_membar = do_setmaxnreg = do_nanosleep = do_discard = do_prefetch
+    do_prefetchu = do_membar = do_setmaxnreg = do_nanosleep = do_discard = do_fence
 
     def do_griddepcontrol(self, parts, operands):
         return "t->waited = true;" if parts[1] == "wait" else ";"
