@@ -5,7 +5,7 @@
 //
 //   g, p, states (16-byte loads) -> step() -> p
 //   8-bit states: codes -> map in shared memory x scale -> step() -> largest magnitude of the warp -> new codes and
-//   scale
+//   scale; meanwhile the lines of the warp's next block come into L2
 //
 // The arithmetic is that of bitsandbytes' CUDA build: every operation flushes denormals, and quotients and roots are
 // the GPU's approximations. What stays the same in a step (1 - beta^t and what follows from it) comes rounded once from
@@ -596,8 +596,8 @@ template <> struct Tables<true> {
   StateCodes<false> second;
 };
 
-// The line of the block that this warp takes next which this lane brings into L2: what is loaded a warp waits for, and
-// registers for more loads there are none.
+// The line that this lane brings into L2 of the block which its warp takes next. A warp has no registers to load that
+// block early, and waits less for what is in L2.
 struct NextLine {
   const uint8_t *at;
   uint32_t step; // bytes from block to block of a warp; 0: no line
