@@ -303,11 +303,22 @@ def parameters(name, dtype, blockwise):
     return found
 
 
+def spoil(g, huge):
+    """Blocks with a gradient that is no number, others with one whose square is none if `huge`, others as they were.
+
+    That square makes fp32 parameters so large that their bound, of approximate quotients, is not theirs any more.
+    """
+    g[260::2560], g[600::2560], g[1100::2560] = float("inf"), float("nan"), float("-inf")
+    if huge:
+        g[1300::2560] = 3e20
+
+
 @pytest.mark.parametrize("name, bits, pair", SOME)
 def test_optimizers(name, bits, pair):
     """Four steps of four parameters in one launch: states are the CPU's bit for bit, 16-bit parameters too.
 
-    fp32 parameters see the GPU's approximate roots and quotients; without decay the states do not.
+    fp32 parameters see the GPU's approximate roots and quotients; without decay the states do not. 8-bit states see
+    gradients that are no numbers, too.
     """
     gpu, none, blockwise = machine.Gpu(90, 2), torch.empty(0), bits == 8
     g_dtype, dtype = PAIRS[pair]
@@ -320,6 +331,8 @@ def test_optimizers(name, bits, pair):
         for p, q in zip(ours, theirs, strict=True):
             generator = torch.Generator().manual_seed(step)
             p["g"] = q["g"] = (torch.randn(p["p"].numel(), generator=generator) * 0.1).to(g_dtype)
+            if blockwise and step % 2 == 0:
+                spoil(p["g"], huge=dtype is not torch.float32)
             states = [q["state1"], q.get("state2", none)]
             if blockwise:
                 maps_of = [used[0], used[1] if "state2" in q else none]
