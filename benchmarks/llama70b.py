@@ -335,7 +335,8 @@ def rank(options: argparse.Namespace) -> None:
     from transformers import AutoConfig
 
     options.folder = str(Path(options.directory, "packed-head" if options.head == "4bit" else "packed"))
-    options.hidden = AutoConfig.from_pretrained(options.folder).hidden_size
+    config = AutoConfig.from_pretrained(options.folder)
+    options.hidden = config.hidden_size
     options.accelerator = loading.start_process_group(options.load != "cut")
     loading.synchronize()
     record = loading.Record(options.record)
@@ -347,9 +348,8 @@ def rank(options: argparse.Namespace) -> None:
     if options.snapshot and record.cuda:
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=2_000_000)
     generator = torch.Generator().manual_seed(record.values["rank"])
-    config = AutoConfig.from_pretrained(options.folder)
-    vocabulary, record.values["layers"] = config.vocab_size, config.num_hidden_layers
-    ids = torch.randint(0, vocabulary, (options.batch, options.tokens), generator=generator)
+    record.values["layers"] = config.num_hidden_layers
+    ids = torch.randint(0, config.vocab_size, (options.batch, options.tokens), generator=generator)
     ids = ids.to("cuda" if record.cuda else "cpu")
     try:
         model, optimizer, head, backward = build(options, record)

@@ -292,29 +292,15 @@ __device__ __forceinline__ void store(T *target, const Span<kWhole> &span, const
   }
 }
 
-__device__ __forceinline__ void to_floats(const __half (&raw)[kPerLane], float (&out)[kPerLane]) {
-#pragma unroll
-  for (int k = 0; k < kPerLane; k++) out[k] = to_float(raw[k]);
-}
-
-// By words, an instruction each.
-__device__ __forceinline__ void to_floats(const __nv_bfloat16 (&raw)[kPerLane], float (&out)[kPerLane]) {
-  const uint32_t *const words = reinterpret_cast<const uint32_t *>(raw);
-#pragma unroll
-  for (int k = 0; k < kPerLane; k += 2) {
-    out[k] = __uint_as_float(words[k / 2] << 16);
-    out[k + 1] = __uint_as_float(words[k / 2] & 0xFFFF0000u);
-  }
-}
-
 template <typename T, int kWide, typename S>
 __device__ __forceinline__ void load_floats(const void *source, const S &span, float (&out)[kPerLane]) {
   if constexpr (sizeof(T) == 4) {
     load<T, kWide>(static_cast<const T *>(source), span, out);
   } else {
-    alignas(16) T raw[kPerLane];
-    load<T, kWide>(static_cast<const T *>(source), span, raw);
-    to_floats(raw, out);
+    vector16<T> raw;
+    load<T, kWide>(static_cast<const T *>(source), span, reinterpret_cast<T(&)[kPerLane]>(raw));
+#pragma unroll
+    for (int k = 0; k < kPerLane; k++) out[k] = raw.get(k);
   }
 }
 

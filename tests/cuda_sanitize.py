@@ -16,8 +16,8 @@ os.environ["BITSHARD_WORKSPACE_MB"] = "1"
 os.environ["BITSHARD_LINEAR_4BIT_DGRAD"] = "panels"
 
 import torch
-from bitsandbytes import functional
 from bitshard import _C, ops
+from bitshard.maps import create_dynamic_map
 from bitshard.optim.base import Optimizer1State, Optimizer2State
 from cuda_optim import NAMES, Ours, State
 from torch import Tensor
@@ -117,7 +117,7 @@ def optimizers(dtype: torch.dtype) -> None:
 
 def mixed_optimizers() -> None:
     """Every algorithm, in 8 and 32 bits, where gradient and parameter are of two dtypes."""
-    maps = tuple(functional.create_dynamic_map(signed).cuda() for signed in (True, False))
+    maps = tuple(create_dynamic_map(signed).cuda() for signed in (True, False))
     for name, (p_dtype, g_dtype), bits in itertools.product(NAMES, itertools.permutations(DTYPES, 2), (8, 32)):
         for n, start in ((1024, 0), (1001, 0), (257, 1)):
             p = torch.randn(n + start, device="cuda").to(p_dtype)[start:]

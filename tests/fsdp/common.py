@@ -40,12 +40,16 @@ def start() -> tuple[torch.device, argparse.Namespace]:
     args = parser.parse_args()
     torch.set_num_threads(1)
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     timeout = datetime.timedelta(seconds=int(os.environ.get("BITSHARD_TEST_TIMEOUT", 60)))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
-    return device, args
+    return here(), args
+
+
+def here() -> torch.device:
+    """The device of this rank."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def finish(results: dict, args: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ import bitsandbytes as bnb
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import finish, start
+from common import finish, here, start
 from helpers.optim import CLASSES, gradients, make, same_state, values_of
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -35,11 +35,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 ALIGNED = [(6, 256), (5, 512), (64, 64), (1, 4096)]
 SHAPES = [*ALIGNED, (41, 100), (5,), ()]
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=False)
-
-
-def here():
-    """The device of this rank."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 class Parameters(nn.Module):
