@@ -6,7 +6,7 @@
 #include "lora.h"
 
 /* Places of arguments. */
-enum { F_X = 0, F_N = 9, F_K = 10, F_A = 11, F_B = 12, F_SCALE = 13, F_COUNT };
+enum { F_X = 0, F_N = 9, F_K = 10, F_A = 11, F_B = 12, F_SCALE = 13, F_KEEP = 14, F_COUNT };
 enum { B_DY = 0, B_N = 8, B_K = 9, B_X = 10, B_A = 11, B_B = 12, B_XA = 13, B_SCALE = 14, B_NEEDS_X = 15, B_COUNT };
 
 /* ---- reading: false where Python must decide ---- */
@@ -96,14 +96,34 @@ static bool read_forward(PyObject *const *const objects, bsh_lora_args *const lo
   return !bsh_direct_wants_gradient(factors, 2);
 }
 
+/* x A^T, of which `keep` is told. False: it has raised an exception, or none is set and it was not called. */
+static bool keep_inner(PyObject *const keep, PyObject *const xa, bsh_lora_args *const lora, const bsh_tensor *const x) {
+  if (!bsh_direct_possible()) return false;
+  PyThreadState *const released = PyEval_SaveThread();
+  const bsh_status status = compute(lora, x, false);
+  PyEval_RestoreThread(released);
+  if (status != BSH_OK) return false;
+  lora->has_xa = true;
+  PyObject *const kept = PyObject_CallFunctionObjArgs(keep, xa, NULL);
+  Py_XDECREF(kept);
+  return kept != NULL;
+}
+
 PyObject *bsh_direct_lora_4bit(PyObject *const module, PyObject *const *const objects, const Py_ssize_t n_objects) {
   (void)module;
   bsh_lora_args lora = {0};
   bsh_direct_call base = {0};
   bsh_tensor x;
-  if (n_objects != F_COUNT || !bsh_direct_known() || !read_forward(objects, &lora, &x)) return declined(NULL, 0);
+  if (n_objects < F_KEEP || n_objects > F_COUNT || !bsh_direct_known() || !read_forward(objects, &lora, &x))
+    return declined(NULL, 0);
+  PyObject *const keep = n_objects == F_COUNT && objects[F_KEEP] != Py_None ? objects[F_KEEP] : NULL;
   PyObject *const xa = new_matrix(objects[F_X], lora.M, lora.r, &lora.xa);
   if (xa == NULL) return declined(NULL, 0);
+  if (keep != NULL && !keep_inner(keep, xa, &lora, &x)) {
+    if (!PyErr_Occurred()) return declined(&xa, 1);
+    Py_DECREF(xa);
+    return NULL;
+  }
   bsh_status status = bsh_direct_begin(&base, &bsh_direct_op_linear_4bit, objects);
   lora.y = base.result;
   if (status == BSH_OK) status = compute(&lora, &x, false);

@@ -8,9 +8,10 @@
 
 #include <Python.h>
 
-/* lora_4bit(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K, A, B, scale):
+/* lora_4bit(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K, A, B, scale[, keep]):
  * (y [..., N], x A^T [M, r]), or None. The first eleven are those of linear_4bit; A [r, K], B [N, r], M the rows of x.
- * y = W x + bias + scale B (A x). */
+ * y = W x + bias + scale B (A x). keep, if any and not None, is called with x A^T before the product with W; what it
+ * raises is raised. */
 PyObject *bsh_direct_lora_4bit(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 
 /* lora_4bit_backward(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K, x, A, B, xa, scale,

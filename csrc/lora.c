@@ -32,7 +32,9 @@ static bsh_status multiply(const multiplier *const by, const bsh_torch_matrix c,
 }
 
 static bsh_status forward(const multiplier *const by, const bsh_lora_args *const l) {
-  BSH_TRY(multiply(by, matrix(l->xa, l->M, l->r), 1.0, matrix(l->x, l->M, l->K), transposed(l->A, l->r, l->K), 0.0));
+  if (!l->has_xa)
+    BSH_TRY(multiply(by, matrix(l->xa, l->M, l->r), 1.0, matrix(l->x, l->M, l->K), transposed(l->A, l->r, l->K), 0.0));
+  if (l->y == NULL) return BSH_OK;
   return multiply(by, matrix(l->y, l->M, l->N), l->scale, matrix(l->xa, l->M, l->r), transposed(l->B, l->N, l->r), 1.0);
 }
 

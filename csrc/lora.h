@@ -15,14 +15,15 @@ typedef struct {
   const void *dy; /* [M, N], of the gradients */
   const void *A;  /* [r, K] */
   const void *B;  /* [N, r] */
-  void *xa;       /* [M, r]: x A^T, made by the forward; NULL without dB */
-  void *y;        /* [M, N]: the forward adds scale xa B^T */
+  void *xa;       /* [M, r]: x A^T, made by the forward unless has_xa; NULL without dB */
+  void *y;        /* [M, N]: the forward adds scale xa B^T; NULL: it makes xa only */
   void *dx;       /* [M, K]: scale (dy B) A is added; NULL where not needed, as dA and dB */
   void *dA;       /* [r, K]: scale (dy B)^T x */
   void *dB;       /* [N, r]: scale dy^T xa */
   int64_t M, N, K, r;
   double scale;
   bsh_dtype dtype;
+  bool has_xa;
 } bsh_lora_args;
 
 /* On the CPU: by torch's product. */

@@ -133,9 +133,8 @@ static PyMethodDef methods[] = {
      "dequantize_4bit(packed, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, dtype): values, "
      "or None if the op must do it."},
     {"lora_4bit", (PyCFunction)(void (*)(void))bsh_direct_lora_4bit, METH_FASTCALL,
-     "lora_4bit(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K, A, B, scale): (y, xa), "
-     "or "
-     "None if Python must do it."},
+     "lora_4bit(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K, A, B, scale[, keep]): "
+     "(y, xa), or None if Python must do it; keep(xa) is called before the product with W."},
     {"lora_4bit_backward", (PyCFunction)(void (*)(void))bsh_direct_lora_4bit_backward, METH_FASTCALL,
      "lora_4bit_backward(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K, x, A, B, xa, scale, "
      "needs_x): (dx, dA, dB), or None if Python must do it."},

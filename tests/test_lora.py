@@ -14,9 +14,10 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from bitshard import lora  # noqa: E402
 from bitshard.lora import reasons  # noqa: E402
+from helpers.direct import noting  # noqa: E402
 from helpers.lora import DTYPES, error, exact, fused_calls, fused_copy, layers, model, randomize, run  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop  # noqa: E402
 
 # dtype of x, of the product with W, of A and B, of autocast
 SAME = [(name, name, name, None) for name in DTYPES]
@@ -235,27 +236,95 @@ def test_no_more_is_saved_than_peft_saves(mix, trained):
         assert mine[0] == other[0] - x.nbytes  # x is kept, not its cast copy
 
 
+class Checkpointed(torch.nn.Module):
+    def __init__(self, inner, **options):
+        super().__init__()
+        self.inner, self.options = inner, options
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, **self.options)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Names of the products with W that fused layers made, in their order."""
+    from bitshard import _C
+    from bitshard.lora import product
+
+    made = []
+    for where, name in ((_C, "lora_4bit"), (product, "linear_4bit")):
+        monkeypatch.setattr(where, name, noting(made, name, getattr(where, name)))
+    return made
+
+
 @pytest.mark.parametrize("mix", [SAME[0], SAME[1], MIXED[0], AUTOCAST[0]])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(mix, reentrant):
-    """Both forms give the bits that come without it; the first call of a layer included."""
+@pytest.mark.parametrize("trained", ["both", "A", "B"])
+@pytest.mark.parametrize("form", ["reentrant", "early stop", "no early stop"])
+def test_gradient_checkpointing(mix, form, trained, products):
+    """Both forms give the bits that come without it; the first call of a layer included. Where torch ends the second
+    forward with what was saved last, the last product, which nobody needs, is not made."""
     dtype, compute, adapter, autocast = (DTYPES.get(name) for name in mix)
     wrapped = model([(128, 128)] * 2, compute, adapter)
+    for layer in layers(wrapped):
+        layer.lora_A["default"].weight.requires_grad_(trained != "B")
+        layer.lora_B["default"].weight.requires_grad_(trained != "A")
     x, dy = torch.randn(5, 128).to(dtype), torch.randn(5, 128).to(dtype)
-
-    class Checkpointed(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = fused_copy(wrapped)
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=reentrant)
-
-    with fused_calls() as calls:
-        found = run(Checkpointed(), x, dy, autocast)
-    assert len(calls) == 4
+    region = Checkpointed(fused_copy(wrapped), use_reentrant=form == "reentrant")
+    with set_checkpoint_early_stop(form == "early stop"), fused_calls() as calls:
+        found = run(region, x, dy, autocast)
+    assert len(calls) == 4 and len(products) == (3 if form == "early stop" else 4)
     for mine, other in zip(found, run(fused_copy(wrapped), x, dy, autocast), strict=True):
         assert torch.equal(mine, other)
+
+
+class Differentiated(torch.nn.Module):
+    """The gradient of a layer as a part of the forward, whose second run is in a backward."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        y = self.inner(x)
+        (dx,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+        return y * dx.detach()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_backward_inside_a_checkpointed_region(early):
+    theirs = model([(128, 128)])
+    x, dy = torch.randn(5, 128), torch.randn(5, 128)
+    found = []
+    for wrapped in (fused_copy(theirs), theirs):
+        with set_checkpoint_early_stop(early), fused_calls() as calls:
+            found.append(run(Checkpointed(Differentiated(wrapped), use_reentrant=False), x, dy))
+    assert not calls and close(*found)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyError])
+@pytest.mark.parametrize("mix", [SAME[0], MIXED[0]])
+def test_a_hook_that_raises_in_a_second_forward(mix, error):
+    """Its exception is seen, it is asked once, and the next step is that of peft."""
+    dtype, compute, adapter, _ = (DTYPES.get(name) for name in mix)
+    theirs = model([(128, 96)], compute, adapter)
+    ours, asked = fused_copy(theirs), []
+
+    def pack(tensor):
+        asked.append(tensor.shape)
+        raise error("the hook's")
+
+    def hooked(x):
+        if torch._C._current_graph_task_id() == -1:
+            return ours(x)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return ours(x)
+
+    x, dy = torch.randn(5, 96).to(dtype), torch.randn(5, 128).to(dtype)
+    y = checkpoint(hooked, x.clone().requires_grad_(), use_reentrant=False)
+    with pytest.raises(error, match="the hook's"):
+        y.backward(dy)
+    assert len(asked) == 1
+    assert close(run(ours, x, dy), run(theirs, x, dy), 2e-2)
 
 
 def test_selective_checkpointing():
@@ -268,18 +337,10 @@ def test_selective_checkpointing():
 
     theirs = model([(128, 128)] * 2)
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-
-    class Checkpointed(torch.nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
-
     x, dy = torch.randn(5, 128), torch.randn(5, 128)
     with fused_calls() as calls:
-        assert all(map(torch.equal, run(Checkpointed(fused_copy(theirs)), x, dy), run(theirs, x, dy)))
+        region = Checkpointed(fused_copy(theirs), use_reentrant=False, context_fn=contexts)
+        assert all(map(torch.equal, run(region, x, dy), run(theirs, x, dy)))
     assert not calls
 
 

@@ -145,10 +145,12 @@ def lora_4bit(
     A: Tensor,
     B: Tensor,
     scale: float,
+    keep: Callable[[Tensor], object] | None = None,
     /,
 ) -> tuple[Tensor, Tensor] | None:
     """(y = W x + bias + scale B (A x) [..., N], x A^T [M, r]) around torch's dispatcher, for contiguous tensors of one
-    dtype and device, no gradient; None where it cannot: do it in Python. A: [r, K], B: [N, r], M: rows of x."""
+    dtype and device, no gradient; None where it cannot: do it in Python. A: [r, K], B: [N, r], M: rows of x. keep is
+    called with x A^T before the product with W; what it raises is raised."""
 
 def lora_4bit_backward(
     dy: Tensor,

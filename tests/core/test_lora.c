@@ -260,10 +260,14 @@ static void delete_layer(layer *const l) {
   CHECK(open_scratch == 0 && open_objects == 0, "%d blocks and %d objects are left", open_scratch, open_objects);
 }
 
-static void check_forward(layer *const l) {
+/* in_two: xa by a call of its own. */
+static void check_forward(layer *const l, const bool in_two) {
+  const int before = multiplied;
   bsh_lora_args args = l->args;
-  args.x = l->x.data, args.xa = l->xa.data, args.y = l->y.data;
-  CHECK(bsh_cuda_lora(&args, &context) == BSH_OK, "forward");
+  args.x = l->x.data, args.xa = l->xa.data;
+  if (in_two) CHECK(bsh_cuda_lora(&args, &context) == BSH_OK && multiplied == before + 1, "xa only");
+  args.has_xa = in_two, args.y = l->y.data;
+  CHECK(bsh_cuda_lora(&args, &context) == BSH_OK && multiplied == before + 2, "forward");
   zero(l->xa), add(l->xa, 1, l->x, false, l->A, true);
   check_close("xa", l->xa, l->type), round_values(l->xa, l->type);
   add(l->y, scale, l->xa, false, l->B, true), check_close("y", l->y, l->type);
@@ -288,7 +292,7 @@ static void check_backward(layer *const l, const int needs) {
 static void check_layer(uint64_t *const state, const int64_t M, const int64_t N, const int64_t K, const int64_t r,
                         const bool half, const int needs) {
   layer l = new_layer(state, M, N, K, r, half);
-  check_forward(&l);
+  check_forward(&l, needs % 2 == 0);
   check_backward(&l, needs);
   delete_layer(&l);
 }

@@ -7,10 +7,14 @@ and B, x and y have a third. Where they are one, nothing is cast, and all produc
 
 Saved for backward are x, A, B and x A^T, what peft's layer saves. A and B go through `save_for_backward`, for FSDP,
 checkpointing and offloading know tensors that are saved so; the packed weight does not (see `bitshard.autograd`).
+
+Where torch.utils.checkpoint runs a forward again for what it saves, torch's hooks are told before the product with W:
+the last of them ends that forward, and the product of the region's last layer, whose result nobody needs, is not made.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +26,7 @@ from bitshard.autograd import MatMul4BitInputGradient
 from bitshard.functional import linear_4bit, linear_4bit_dgrad
 from bitshard.state import QuantState
 
+_graph_task, _top_hooks = torch._C._current_graph_task_id, torch._C._autograd._top_saved_tensors_default_hooks
 _ignored: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # what `addmm` with beta = 0 does not read
 
 
@@ -51,6 +56,7 @@ def product(
     scale: float,
     compute: torch.dtype,
     factor: torch.dtype,
+    keep: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(y, and what its gradients need: x, A and B as they were multiplied, x A^T [rows, r]); no gradient.
 
@@ -58,28 +64,39 @@ def product(
         x: [..., K]. A: [r, K]. B: [N, r]. packed, state: of W [N, K]. bias: [N] of `compute`, or None.
         scale: s, finite and not 0.
         compute, factor: dtypes of the products, see above.
+        keep: called once with what the gradients need, before the product with W; what it raises is raised.
     """
     dtype = x.dtype
+    kept: list[Tensor] = []
+
+    def keep_inner(xa: Tensor) -> None:
+        kept.append(xa)
+        keep(x, A, B, xa)
+
     if dtype is compute and dtype is factor and A.dtype is dtype:
         try:
             absmax, absmax_map, absmax2, offset = state.scales()
             N, K = state.shape
             blocksize, format = state.blocksize, ops.FORMATS[state.quant_type]
             made = _C.lora_4bit(
-                x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K, A, B, scale
-            )
+                x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K, A, B, scale,
+                None if keep is None else keep_inner,
+            )  # fmt: skip
         except (RuntimeError, TypeError, KeyError, AttributeError):  # `linear_4bit` explains it
+            if kept:
+                raise
             made = None
         if made is not None:
             return made[0], x, A, B, made[1]
-        y = linear_4bit(x, packed, state, bias)
-        xa = linear(rows_of(x), A)
-        rows_of(y).addmm_(xa, B.t(), alpha=scale)
-        return y, x, A, B, xa
     total = dtype if dtype is compute and dtype is factor else torch.float32
-    y = linear_4bit(x.to(compute), packed, state, bias).to(total)
+    y = linear_4bit(x.to(compute), packed, state, bias).to(total) if keep is None else None
+    given = x
     x, A, B = x.to(factor), A.to(factor), B.to(factor)
-    xa = linear(rows_of(x), A)
+    xa = kept[0] if kept else linear(rows_of(x), A)
+    if keep is not None and not kept:
+        keep_inner(xa)
+    if y is None:
+        y = linear_4bit(given.to(compute), packed, state, bias).to(total)
     rows_of(y).addmm_(xa.to(total), B.t().to(total), alpha=scale)
     return y.to(dtype), x, A, B, xa
 
@@ -100,14 +117,33 @@ class LoraLinear4Bit(torch.autograd.Function):
         compute: torch.dtype,
         factor: torch.dtype,
     ) -> Tensor:
-        needs_x, needs_a, needs_b = ctx.needs_input_grad[:3]
-        y, used_x, used_a, used_b, xa = product(x, A, B, packed, state, bias, scale, compute, factor)
-        if used_x is not x and x.element_size() <= used_x.element_size():
-            used_x = x
+        _, needs_a, needs_b = ctx.needs_input_grad[:3]
+
+        def needed(used_x: Tensor, used_a: Tensor, used_b: Tensor, xa: Tensor) -> tuple[Tensor | None, ...]:
+            if used_x is not x and x.element_size() <= used_x.element_size():
+                used_x = x
+            ctx.cast = used_x is not x or used_a is not A or used_b is not B
+            return used_x if needs_a else None, used_a, used_b, xa if needs_b else None
+
+        def keep(*used: Tensor) -> None:
+            ctx.early = [None if tensor is None else pack(tensor.detach()) for tensor in needed(*used)]
+
+        hooks = _top_hooks(True) if _graph_task() != -1 else None
+        pack, ctx.unpack = hooks or (None, None)
+        y, *used = product(x, A, B, packed, state, bias, scale, compute, factor, keep if hooks else None)
         ctx.rest = (packed, state, scale, compute, factor, x.dtype, A.dtype, B.dtype)
-        ctx.cast = used_x is not x or used_a is not A or used_b is not B
-        ctx.save_for_backward(used_x if needs_a else None, used_a, used_b, xa if needs_b else None)
+        if hooks is None:
+            ctx.save_for_backward(*needed(*used))
         return y
+
+    @staticmethod
+    def saved(ctx: Any) -> tuple[Tensor | None, ...]:
+        """x, A, B and x A^T; None for what is not needed."""
+        if ctx.unpack is None:
+            return ctx.saved_tensors
+        _, needs_a, needs_b = ctx.needs_input_grad[:3]
+        there = needs_a, True, True, needs_b
+        return tuple(ctx.unpack(kept) if needed else None for kept, needed in zip(ctx.early, there, strict=True))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -118,7 +154,7 @@ class LoraLinear4Bit(torch.autograd.Function):
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(dy.device.type):
             with torch.autocast(dy.device.type, enabled=False):
                 return LoraLinear4Bit.backward(ctx, dy)
-        x, A, B, xa = ctx.saved_tensors
+        x, A, B, xa = LoraLinear4Bit.saved(ctx)
         plain = dtype is compute and dtype is factor
         if plain and a_dtype is dtype and not torch.compiler.is_dynamo_compiling():
             absmax, absmax_map, absmax2, offset = state.scales()
@@ -160,7 +196,7 @@ class LoraLinear4Bit(torch.autograd.Function):
 
 def _differentiable(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients as functions of dy, x, A and B that can be derived again (create_graph=True)."""
-    x, A, B, xa = ctx.saved_tensors
+    x, A, B, xa = LoraLinear4Bit.saved(ctx)
     needs = ctx.needs_input_grad
     packed, state, scale, compute, factor = ctx.rest[:5]
     if ctx.cast or (x is None and needs[0] and needs[2]):
