@@ -3,8 +3,10 @@ upstream bitsandbytes, and bf16 LoRA.
 
     python benchmarks/qlora_step.py --upstream FOLDER_OF_UPSTREAM [--out RESULT.md]
 
-Random weights, bf16 LoRA of rank 16 on all seven linears, gradient checkpointing, fused AdamW, batch 1. Every case runs
-in a process of its own, the cases in turn, `--rounds` times; the table gives the best round's median step.
+Random weights, bf16 LoRA of rank 16 on all seven linears, gradient checkpointing, fused AdamW, batch 1. Every case is
+a process of its own; all are alive at once and take turns of `--steps` steps, `--rounds` times. The table gives the
+median over rounds of a turn's median, and of its fastest step. A case that fails (memory, a step that cannot be
+captured) is said to have failed; its error is on standard error.
 """
 
 import argparse
@@ -65,17 +67,18 @@ def build(mode: str, layers: int):
     with torch.device("cuda"):
         model = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
-    if mode != "bf16":
+    if not mode.startswith("bf16"):
         quantize(model)
     model.requires_grad_(False)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    again = {"use_reentrant": False, "preserve_rng_state": not mode.endswith("graph")}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
     model.enable_input_require_grads()
     lora = LoraConfig(r=16, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(model, lora, autocast_adapter_dtype=False)
     for parameter in model.parameters():
         if parameter.requires_grad:  # peft leaves adapters of uint8 weights in float32; TRL casts them like this
             parameter.data = parameter.data.to(torch.bfloat16)
-    if mode == "fused":
+    if mode.startswith("fused") or mode == "before":
         from bitshard import lora as fused
 
         print(fused.fuse(model), file=sys.stderr)
@@ -83,98 +86,180 @@ def build(mode: str, layers: int):
     return model
 
 
-def run_case(mode: str, tokens: int, steps: int, layers: int) -> dict:
+def step_of(model, optimizer, ids):
+    """A training step, which leaves the last loss in its `loss`."""
+
+    def step() -> None:
+        step.loss = model(input_ids=ids, labels=ids).loss
+        step.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def captured(step):
+    """`step` as one CUDA graph."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+
+    def replay() -> None:
+        graph.replay()
+
+    replay.loss = step.loss
+    return replay
+
+
+def serve(mode: str, layers: int) -> None:
+    """One case: builds its model, then does what each line of standard input says and answers with a line of JSON:
+    "tokens N" begins with batches of N tokens, "steps N" takes N steps."""
     import torch
 
     model = build(mode, layers)
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=1e-4, fused=True)
-    ids = torch.randint(0, 128256, (1, tokens), device="cuda")
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    times, host = [], []
-    for _ in range(steps + 3):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        host.append(time.perf_counter() - start)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    version = ""
-    if mode != "bf16":
-        import bitsandbytes
-
-        version = bitsandbytes.__version__
-    return {
-        "mode": mode,
-        "tokens": tokens,
-        "step_s": statistics.median(times[3:]),
-        "host_s": statistics.median(host[3:]),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "loss": float(loss),
-        "bitsandbytes": version,
-        "torch": torch.__version__,
-        "gpu": torch.cuda.get_device_name(),
-    }
+    graph = mode.endswith("graph")
+    optimizer = torch.optim.AdamW(trainable, lr=1e-4, fused=True, capturable=graph)
+    version = "" if mode.startswith("bf16") else __import__("bitsandbytes").__version__
+    print(json.dumps({"bitsandbytes": version, "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}))
+    for line in sys.stdin:
+        sys.stdout.flush()
+        what, n = line.split()
+        if what == "tokens":
+            step = None  # a graph gives its memory back
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            step = step_of(model, optimizer, torch.randint(0, 128256, (1, int(n)), device="cuda"))
+            if graph:
+                step = captured(step)
+            for _ in range(3):
+                step()
+        times, host = [], []
+        for _ in range(int(n) if what == "steps" else 0):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            step()
+            host.append(time.perf_counter() - start)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        print(json.dumps({"times": times, "host": host, "peak_gib": peak, "loss": float(step.loss)}), flush=True)
 
 
-def in_process(mode: str, tokens: int, arguments: argparse.Namespace) -> dict:
-    path = {"bitshard": OURS, "fused": OURS, "upstream": arguments.upstream, "bf16": ""}[mode]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))}
-    command = [sys.executable, __file__, "--case", mode, str(tokens), "--steps", str(arguments.steps)]
-    command += ["--layers", str(arguments.layers)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{mode}, {tokens} tokens failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+class Case:
+    """A process that holds one case's model and takes steps when asked."""
+
+    def __init__(self, mode: str, arguments: argparse.Namespace):
+        self.mode, self.rows = mode, {}
+        path = {"upstream": arguments.upstream, "before": arguments.before}.get(mode, OURS)
+        path = "" if mode.startswith("bf16") else path
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))}
+        command = [sys.executable, "-u", __file__, "--case", mode, "--layers", str(arguments.layers)]
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def answer(self) -> dict | None:
+        """None where the process has ended."""
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else None
+
+    def ask(self, line: str) -> dict | None:
+        try:
+            print(line, file=self.process.stdin, flush=True)
+        except BrokenPipeError:
+            return None
+        return self.answer()
 
 
-def table(best: dict[tuple[str, int], dict]) -> str:
-    lines = ["| tokens | case | step ms | host ms | tok/s | against upstream | against bf16 LoRA | peak GiB |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    for (mode, tokens), row in best.items():
-        speed = [
-            best[other, tokens]["step_s"] / row["step_s"] if (other, tokens) in best else None
-            for other in ("upstream", "bf16")
-        ]
-        ratios = " | ".join("-" if ratio is None else f"{ratio:.2f}x" for ratio in speed)
-        figures = f"{row['step_s'] * 1e3:.1f} | {row['host_s'] * 1e3:.1f} | {tokens / row['step_s']:.0f}"
-        lines.append(f"| 1x{tokens} | {mode} | {figures} | {ratios} | {row['peak_gib']:.2f} |")
+def in_turn(cases: list[Case], tokens: int, rounds: int, steps: int) -> list[Case]:
+    """Fills every case's rows[tokens], the cases taking turns; those that still run. `step_s`: median over rounds of a
+    round's median, `best_s` of its fastest step."""
+    cases = [case for case in cases if case.ask(f"tokens {tokens}") is not None]
+    answers: dict[str, list[dict]] = {case.mode: [] for case in cases}
+    for number in range(rounds):
+        for case in list(cases):
+            answer = case.ask(f"steps {steps}")
+            if answer is None:
+                cases.remove(case)
+                continue
+            answers[case.mode].append(answer)
+            print(f"{tokens} {number} {case.mode} {statistics.median(answer['times']) * 1e3:.1f} ms", file=sys.stderr)
+    for case in cases:
+        found = answers[case.mode]
+        case.rows[tokens] = {
+            "step_s": statistics.median(statistics.median(answer["times"]) for answer in found),
+            "best_s": statistics.median(min(answer["times"]) for answer in found),
+            "host_s": statistics.median(statistics.median(answer["host"]) for answer in found),
+            "peak_gib": found[-1]["peak_gib"],
+            "loss": found[-1]["loss"],
+        }
+        print(json.dumps({"mode": case.mode, "tokens": tokens, **case.rows[tokens]}), flush=True)
+    return cases
+
+
+def table(cases: list[Case], tokens: list[int]) -> str:
+    lines = [
+        "| tokens | case | step ms | fastest ms | host ms | tok/s | against upstream | against bf16 LoRA | peak GiB |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    for n in tokens:
+        steps = {case.mode: case.rows[n]["step_s"] for case in cases if n in case.rows}
+        for case in cases:
+            row = case.rows.get(n)
+            if row is None:
+                lines.append(f"| 1x{n} | {case.mode} | failed | | | | | | |")
+                continue
+            against = [
+                f"{steps[other] / row['step_s']:.2f}x" if other in steps else "-" for other in ("upstream", "bf16")
+            ]
+            figures = [f"{row[name] * 1e3:.1f}" for name in ("step_s", "best_s", "host_s")]
+            figures += [f"{n / row['step_s']:.0f}", *against, f"{row['peak_gib']:.2f}"]
+            lines.append(f"| 1x{n} | {case.mode} | {' | '.join(figures)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs=2, metavar=("MODE", "TOKENS"), help="run one case in this process, print JSON")
+    parser.add_argument("--case", metavar="MODE", help="be the process of one case")
     parser.add_argument("--upstream", help="folder that contains upstream's bitsandbytes package")
+    parser.add_argument("--before", help="folder of another build of bitshard and its facade: `before`, fused")
+    parser.add_argument("--graph", action="store_true", help="also with a step as one CUDA graph")
     parser.add_argument("--tokens", default="512,2048")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4, help="of a case's turn")
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--out", help="write the table with versions and command here")
     arguments = parser.parse_args()
     if arguments.case:
-        print(json.dumps(run_case(arguments.case[0], int(arguments.case[1]), arguments.steps, arguments.layers)))
-        return
-    best: dict[tuple[str, int], dict] = {}
-    modes = ["bitshard", "fused", *(["upstream"] if arguments.upstream else []), "bf16"]
-    for tokens in map(int, arguments.tokens.split(",")):
-        for _ in range(arguments.rounds):
-            for mode in modes:
-                row = in_process(mode, tokens, arguments)
-                print(json.dumps(row), flush=True)
-                if (mode, tokens) not in best or row["step_s"] < best[mode, tokens]["step_s"]:
-                    best[mode, tokens] = row
-    text = table(best)
+        return serve(arguments.case, arguments.layers)
+    modes = (
+        ["bitshard", "fused", "bf16"] + ["upstream"] * bool(arguments.upstream) + ["before"] * bool(arguments.before)
+    )
+    modes += ["fused graph", "bf16 graph"] * arguments.graph
+    cases = [Case(mode, arguments) for mode in modes]
+    versions = {case.mode: case.answer() for case in cases}
+    tokens, alive = [int(n) for n in arguments.tokens.split(",")], cases
+    for n in tokens:
+        alive = in_turn(alive, n, arguments.rounds, arguments.steps)
+    for case in cases:
+        case.process.stdin.close()
+    text = table(cases, tokens)
     print(text)
     if arguments.out:
-        row = next(iter(best.values()))
+        row = next(filter(None, versions.values()))
         head = f"QLoRA step, Llama-3-8B shape, {arguments.layers} layers, {row['gpu']}, torch {row['torch']}"
-        versions = ", ".join(sorted({f"{r['mode']} {r['bitsandbytes']}".strip() for r in best.values()}))
-        Path(arguments.out).write_text(f"# {head}\n\n{versions}\n\nCommand: `{' '.join(sys.argv)}`\n\n{text}\n")
+        names = ", ".join(f"{mode} {found['bitsandbytes']}".strip() for mode, found in versions.items() if found)
+        turns = f"{arguments.rounds} rounds of {arguments.steps} steps"
+        Path(arguments.out).write_text(f"# {head}\n\n{names}; {turns}\n\nCommand: `{' '.join(sys.argv)}`\n\n{text}\n")
 
 
 if __name__ == "__main__":
