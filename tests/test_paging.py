@@ -260,9 +260,15 @@ class Late:
         self.streams.lane.append(lambda: self.tensor.copy_(other.tensor))
 
 
+def states(optimizer, params):
+    return [optimizer.state[p][key] for p in params for key in ("state1", "state2")]
+
+
+@pytest.mark.parametrize("queued", [True, False], ids=["steps queued at once", "steps that wait"])
 @pytest.mark.parametrize("seed", range(6))
-def test_streams_wait_for_one_another(monkeypatch, seed):
-    """Three steps queued at once, run in some order that the events allow: the result is that of unpaged state."""
+def test_streams_wait_for_one_another(monkeypatch, seed, queued):
+    """Three steps, run in some order that the events allow: the result is that of unpaged state. A step waits until the
+    host sees its state, but would not need to for the next one."""
     ours, theirs, params, others = pair("AdamW8bit")
     train(ours, params, range(1))
     train(theirs, others, range(4))
@@ -274,8 +280,13 @@ def test_streams_wait_for_one_another(monkeypatch, seed):
     ]
     real = paging._update_slot
     monkeypatch.setattr(paging, "_update_slot", lambda *given: streams.updates.append(lambda: real(*given)))
-    train(ours, params, range(1, 4))
-    assert streams.ran == [0, 0, 0] and len(streams.updates) >= 3 * len(pager.slots)
+    with monkeypatch.context() as patch:
+        if queued:
+            patch.setattr(ours.paging, "finish", lambda: None)
+        train(ours, params, range(1, 4))
+        assert len(streams.updates) >= 3 * len(pager.slots) and (streams.ran == [0, 0, 0]) == queued
+        seen = all(map(torch.equal, states(ours, params), states(theirs, others)))
+        assert seen != queued
     ours.paging.finish()
     assert_same(ours, theirs)
 

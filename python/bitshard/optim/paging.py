@@ -2,8 +2,8 @@
 
 A step cuts the states of all paged parameters into slots (`plan`) and moves each through one of `RING` places of the
 buffer: one stream copies it in, the current stream updates it, a third copies it back, so that copies both ways and
-updates overlap. Scales and maps stay on the device. When a step returns, the last copies back may still be under way:
-`Paging.finish` waits for them, and who reads such a state directly calls torch.cuda.synchronize first.
+updates overlap. Scales and maps stay on the device. A step returns when the last copies back are done, as that of
+bitsandbytes' paged optimizers does: who reads a state then, or saves it, sees what the step has written.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class _Lanes:
             lane.wait_event(event)
 
     def end(self) -> None:
-        """Mark the end of a step: the next one and `finish` wait for it."""
+        """Mark the end of a step, for which `finish` waits."""
         self.wait(self.keep, self.mark(self.current()))
         self.kept = self.mark(self.keep)
 
@@ -384,8 +384,11 @@ class Paging:
             self._pagers[device].prepare([items[index][1] for index in own])
 
         def run(done: Callable[[int], None]) -> None:
-            for device, own in places.items():
-                self._pagers[device].run([items[i] for i in own], lambda i, own=own: done(own[i]))
+            try:
+                for device, own in places.items():
+                    self._pagers[device].run([items[i] for i in own], lambda i, own=own: done(own[i]))
+            finally:
+                self.finish()
 
         return run
 
