@@ -66,12 +66,12 @@ def product(
         compute, factor: dtypes of the products, see above.
         keep: called once with what the gradients need, before the product with W; what it raises is raised.
     """
-    dtype = x.dtype
-    kept: list[Tensor] = []
+    dtype, kept, keep_inner = x.dtype, [], None
+    if keep is not None:
 
-    def keep_inner(xa: Tensor) -> None:
-        kept.append(xa)
-        keep(x, A, B, xa)
+        def keep_inner(xa: Tensor) -> None:
+            kept.append(xa)
+            keep(x, A, B, xa)
 
     if dtype is compute and dtype is factor and A.dtype is dtype:
         try:
@@ -79,8 +79,7 @@ def product(
             N, K = state.shape
             blocksize, format = state.blocksize, ops.FORMATS[state.quant_type]
             made = _C.lora_4bit(
-                x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K, A, B, scale,
-                None if keep is None else keep_inner,
+                x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K, A, B, scale, keep_inner
             )  # fmt: skip
         except (RuntimeError, TypeError, KeyError, AttributeError):  # `linear_4bit` explains it
             if kept:
@@ -93,7 +92,7 @@ def product(
     given = x
     x, A, B = x.to(factor), A.to(factor), B.to(factor)
     xa = kept[0] if kept else linear(rows_of(x), A)
-    if keep is not None and not kept:
+    if keep_inner is not None and not kept:
         keep_inner(xa)
     if y is None:
         y = linear_4bit(given.to(compute), packed, state, bias).to(total)
@@ -117,24 +116,20 @@ class LoraLinear4Bit(torch.autograd.Function):
         compute: torch.dtype,
         factor: torch.dtype,
     ) -> Tensor:
-        _, needs_a, needs_b = ctx.needs_input_grad[:3]
-
-        def needed(used_x: Tensor, used_a: Tensor, used_b: Tensor, xa: Tensor) -> tuple[Tensor | None, ...]:
-            if used_x is not x and x.element_size() <= used_x.element_size():
-                used_x = x
-            ctx.cast = used_x is not x or used_a is not A or used_b is not B
-            return used_x if needs_a else None, used_a, used_b, xa if needs_b else None
-
-        def keep(*used: Tensor) -> None:
-            ctx.early = [None if tensor is None else pack(tensor.detach()) for tensor in needed(*used)]
-
         hooks = _top_hooks(True) if _graph_task() != -1 else None
-        pack, ctx.unpack = hooks or (None, None)
-        y, *used = product(x, A, B, packed, state, bias, scale, compute, factor, keep if hooks else None)
         ctx.rest = (packed, state, scale, compute, factor, x.dtype, A.dtype, B.dtype)
         if hooks is None:
-            ctx.save_for_backward(*needed(*used))
-        return y
+            ctx.unpack = None
+            y, *used = product(x, A, B, packed, state, bias, scale, compute, factor)
+            ctx.save_for_backward(*_needed(ctx, x, A, B, *used))
+            return y
+        pack, ctx.unpack = hooks
+
+        def keep(*used: Tensor) -> None:
+            tensors = _needed(ctx, x, A, B, *used)
+            ctx.early = [None if tensor is None else pack(tensor.detach()) for tensor in tensors]
+
+        return product(x, A, B, packed, state, bias, scale, compute, factor, keep)[0]
 
     @staticmethod
     def saved(ctx: Any) -> tuple[Tensor | None, ...]:
@@ -192,6 +187,17 @@ class LoraLinear4Bit(torch.autograd.Function):
                 rows_of(dx).addmm_(dxa.to(torch.float32), A.to(torch.float32))
                 dx = dx.to(dtype)
         return dx, dA, dB, None, None, None, None, None, None
+
+
+def _needed(
+    ctx: Any, x: Tensor, A: Tensor, B: Tensor, used_x: Tensor, used_a: Tensor, used_b: Tensor, xa: Tensor
+) -> tuple[Tensor | None, ...]:
+    """What a backward reads of a call's inputs and of what it has made of them."""
+    _, needs_a, needs_b = ctx.needs_input_grad[:3]
+    if used_x is not x and x.element_size() <= used_x.element_size():
+        used_x = x
+    ctx.cast = used_x is not x or used_a is not A or used_b is not B
+    return used_x if needs_a else None, used_a, used_b, xa if needs_b else None
 
 
 def _differentiable(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
