@@ -1,0 +1,174 @@
+"""A training step's forward and backward as one CUDA graph, for batches of one shape on one GPU.
+
+    step = bitshard.graphs.CapturedStep(model, lambda batch: model(**batch).loss, batch)
+    for batch in batches:
+        loss = step(batch)                      # gradients are in p.grad, as behind loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+Launching the work of a few hundred tokens takes the host several times as long as the GPU takes to do it; a graph is
+one launch. Optimizer, clipping and schedule stay outside, so that all of them may change from step to step.
+
+A graph repeats what it has seen, on the same memory. So a call compares what can be compared with the time of capture:
+every parameter and buffer of the model and where it is, the mode of every module, what peft's layers have set. What it
+can't see must stay as it was: hooks, other attributes, what the function does beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitshard import gather
+
+DEVICE = "cuda"  # for tests
+WARM_UP = 2  # calls before the capture: libraries load kernels and take workspaces in their first ones
+PEFT = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "use_dora")
+_NAME = "bitshard.graphs.CapturedStep: "
+
+Batch = Mapping[str, Tensor]
+Body = Callable[[], list[Tensor]]
+
+
+class Graph:
+    """What `body` launches, as one launch."""
+
+    def __init__(self, body: Body):
+        self._graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                body()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+            self.results = body()
+
+    def replay(self) -> None:
+        """Fill `results` anew."""
+        self._graph.replay()
+
+
+class CapturedStep:
+    """`function(batch).backward()` as one CUDA graph.
+
+    Args:
+        model: the module whose parameters `function` trains and reads, in training mode, all on one GPU, not sharded,
+            without dropout; with gradient checkpointing, which must not preserve the state of random numbers
+            (`gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}`).
+        function: batch -> loss, a tensor of one element that depends on nothing but the batch and the model, without a
+            wait for the GPU (`.item()`, `.cpu()`) or a choice by values on it.
+        batch: {name: tensor on the GPU}, as calls will bring them: the same names, shapes, dtypes.
+
+    ValueError for a model, batch or gradient that cannot be captured; RuntimeError where the capture fails, with the
+    error of the function or of CUDA as its cause. Gradients that are there before stay as they are.
+    """
+
+    def __init__(self, model: nn.Module, function: Callable[[dict[str, Tensor]], Tensor], batch: Batch):
+        self._model, self._function = model, function
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        _check(model, self._trained, batch)
+        before = [p.grad for p in self._trained]
+        self._batch = {name: tensor.detach().clone() for name, tensor in batch.items()}
+        try:
+            self._graph = Graph(self._body)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{_NAME}the step cannot be captured ({error}). With gradient checkpointing it needs "
+                'gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}; a function that '
+                "waits for the GPU or chooses by its values can't be captured"
+            ) from error
+        finally:
+            for p, grad in zip(self._trained, before, strict=True):
+                p.grad = grad
+        self._loss, *grads = self._graph.results
+        self._grads = dict(zip(self._used, grads, strict=True))
+        self._seen = _seen(model)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """The loss of `batch`, detached; adds its gradients to `p.grad` of the model's parameters.
+
+        ValueError where the batch has other names, shapes or dtypes, RuntimeError where the model is not what it was:
+        make another CapturedStep then.
+        """
+        self._check_batch(batch)
+        if _seen(self._model) != self._seen:
+            raise RuntimeError(
+                f"{_NAME}parameters, buffers, a module's training mode or an adapter's settings are not those of "
+                "the capture; make another CapturedStep"
+            )
+        kept = self._gradients_before()
+        for name, tensor in batch.items():
+            self._batch[name].copy_(tensor, non_blocking=True)
+        self._graph.replay()
+        for p, grad in self._grads.items():
+            p.grad = grad if p not in kept else kept[p].add_(grad)
+        return self._loss.clone()
+
+    def _body(self) -> list[Tensor]:
+        """The captured work: [loss, gradients of `_used`], which are new tensors."""
+        for p in self._trained:
+            p.grad = None
+        loss = self._function(dict(self._batch))
+        loss.backward()
+        self._used = [p for p in self._trained if p.grad is not None]
+        return [loss.detach(), *(p.grad for p in self._used)]
+
+    def _gradients_before(self) -> dict[nn.Parameter, Tensor]:
+        """Gradients to add to: those of the last call, which the graph writes over, as copies."""
+        return {
+            p: p.grad.clone() if p.grad is grad or p.grad.data_ptr() == grad.data_ptr() else p.grad
+            for p, grad in self._grads.items()
+            if p.grad is not None
+        }
+
+    def _check_batch(self, batch: Batch) -> None:
+        expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._batch.items()}
+        found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()}
+        if found != expected:
+            raise ValueError(f"{_NAME}captured with {expected}, called with {found}")
+
+
+def _check(model: nn.Module, trained: list[nn.Parameter], batch: Batch) -> None:
+    """ValueError where a model or a batch cannot be captured."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    places = {tensor.device for tensor in tensors.values()} | {tensor.device for tensor in batch.values()}
+    if len(places) != 1 or next(iter(places)).type != DEVICE:
+        raise ValueError(f"{_NAME}model and batch must be on one GPU, found {sorted(map(str, places))}")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        ranks = torch.distributed.get_world_size()
+        if ranks > 1:
+            raise ValueError(f"{_NAME}this is one of {ranks} processes, whose collectives a graph would not repeat")
+    sharded = [name for name, tensor in tensors.items() if gather.is_dtensor(tensor)]
+    if sharded:
+        raise ValueError(f"{_NAME}{sharded[0]} is sharded; a graph has the memory of one process only")
+    if not trained:
+        raise ValueError(f"{_NAME}no parameter of this {type(model).__name__} requires a gradient")
+    drops = [name for name, module in model.named_modules() if "Dropout" in type(module).__name__ and module.p > 0]
+    config = getattr(model, "config", None)
+    drops += [f"config.{name}" for name, value in getattr(config, "__dict__", {}).items() if _drops(name, value)]
+    if drops and model.training:
+        raise ValueError(f"{_NAME}{drops[0]} drops at random, which a second forward would not repeat; set it to 0")
+
+
+def _drops(name: str, value: Any) -> bool:
+    return ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float) and value > 0
+
+
+def _seen(model: nn.Module) -> list[Any]:
+    """What calls compare with the time of capture."""
+    found: list[Any] = []
+    for module in model.modules():
+        mine = module.__dict__
+        for tensors in (mine["_parameters"], mine["_buffers"]):
+            found += [(id(t), t.data_ptr(), t.requires_grad) for t in tensors.values() if t is not None]
+        found.append(mine["training"])
+        held = mine.get("packed_weight")
+        if held is not None:
+            found.append(id(held.state))
+        if "_active_adapter" in mine:
+            found.append(repr([mine.get(name) for name in PEFT]))
+    return found
