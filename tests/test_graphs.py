@@ -11,22 +11,8 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from bitshard import graphs  # noqa: E402
+from helpers.graphs import Played  # noqa: E402
 from helpers.lora import fused_copy, layers, model  # noqa: E402
-
-
-class Played:
-    """Fills the same results by the same work."""
-
-    def __init__(self, body):
-        self.body, self.results, self.replays = body, body(), 0
-
-    def replay(self):
-        self.replays += 1
-        kept = [p.grad for p in self.model.parameters()] if hasattr(self, "model") else []
-        for result, new in zip(self.results, self.body(), strict=True):
-            result.copy_(new.detach())
-        for p, grad in zip(self.model.parameters() if kept else (), kept, strict=True):
-            p.grad = grad
 
 
 @pytest.fixture(autouse=True)

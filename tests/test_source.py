@@ -38,6 +38,7 @@ LAYERS = [
     "fsdp",
     "autograd",
     "nn",
+    "graphs",
     "lora",
     "bitshard",
     "__main__",

@@ -1,0 +1,16 @@
+"""A graph that is played, by calling again what it would launch, for machines without a GPU."""
+
+
+class Played:
+    """Fills the same results by the same work."""
+
+    def __init__(self, body):
+        self.body, self.results, self.replays = body, body(), 0
+
+    def replay(self):
+        self.replays += 1
+        kept = [p.grad for p in self.model.parameters()] if hasattr(self, "model") else []
+        for result, new in zip(self.results, self.body(), strict=True):
+            result.copy_(new.detach())
+        for p, grad in zip(self.model.parameters() if kept else (), kept, strict=True):
+            p.grad = grad
