@@ -104,6 +104,12 @@ def test_a_missing_barrier_shows(kernel):
     assert kernel("neighbours", 64, out, 1) == "" and out.tolist() != expected
 
 
+@pytest.mark.parametrize("first, expected", [(0, 3064), (24, 1040), (64, 0)])
+def test_votes_at_a_barrier(kernel, first, expected):
+    out = words(64)
+    assert kernel("votes", 64, out, first, seed=first) == "" and out.tolist() == [expected] * 64
+
+
 def test_a_copy_is_there_after_its_wait_only(kernel):
     values = torch.arange(5, 9, dtype=torch.int32)
     for late, expected in ((0, 7), (1, -1)):  # shared memory begins as ones
