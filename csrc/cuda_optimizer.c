@@ -20,8 +20,10 @@ bsh_status bsh_cuda_optimizer_step(const bsh_step_list *const list, const bsh_cu
                                                             BY_ALGORITHM("optimizer_8bit_")};
   const bool blockwise = list->map1 != NULL;
   const int pair = list->g_dtype == list->p_dtype ? (int)list->p_dtype : 3;
-  const bsh_cuda_launch_shape shape = {
-      .grid = {grid_of(list, context), 1, 1}, .block = {THREADS, 1, 1}, .overlap = true};
+  const bsh_cuda_launch_shape shape = {.grid = {grid_of(list, context), 1, 1},
+                                       .block = {THREADS, 1, 1},
+                                       .shared_bytes = blockwise && context->sm >= 80 ? BSH_STEP_COPIES_BYTES : 0,
+                                       .overlap = true};
   void *arguments[] = {(void *)(uintptr_t)list};
   return bsh_cuda_launch(context, &kernels[blockwise][list->algorithm][pair], &shape, arguments);
 }

@@ -167,6 +167,7 @@ typedef struct {
 /* What the CUDA kernels of optimizer.cu update in one launch, a kernel parameter of 30 KB (32,764 bytes are the most):
  * parameters of the same dtypes with the same numbers. The blocks of all of them are numbered through. */
 enum { BSH_STEP_BLOCK = 256, BSH_STEP_TENSORS = 504, BSH_STEP_THREADS = 1024 };
+enum { BSH_STEP_COPIES_BYTES = 64 << 10 }; /* dynamic shared memory of the kernels for 8-bit states, from sm_80 on */
 
 typedef struct {
   const void *g;

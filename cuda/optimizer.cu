@@ -61,175 +61,7 @@ STEP_FUNCTION value v_round(bsh_dtype dtype, value a) {
 
 #include "optimizer.h"
 
-// ---- codes of 8-bit states ------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ bool is_negative(float a) { return __float_as_uint(a) >> 31; }
-
-// bitsandbytes' search, for any map: seven halvings against entries of odd index leave one of even index, the midpoints
-// decide, and a tie goes to the even index; a NaN is 0. With keep_sign a code whose entry has not the sign of the state
-// is moved by one, beyond either end too, where it wraps.
-template <typename T>
-__device__ __noinline__ uint32_t encode_any(const T &tables, bool keep_sign, float v, float state) {
-  const auto map = [&](int i) { return tables.map[i & 255]; };
-  int odd = 127;
-  for (int step = 64; step > 1; step /= 2) odd += v > map(odd) ? step : -step;
-  const int even = odd + (v > map(odd) ? 1 : -1);
-  int code = even;
-  if (v > map(even)) code += v > v_mul(v_add(map(even), map(even + 1)), 0.5f);
-  else if (even > 0) code -= v < v_mul(v_add(map(even), map(even - 1)), 0.5f);
-  if (keep_sign && is_negative(map(code)) != is_negative(state)) code += state > 0.0f ? 1 : -1;
-  return (uint32_t)code & 255;
-}
-
-// The bytes that kSelect takes from two words, of four words: 0x73 their upper ones, 0xFB copies of their signs.
-template <int kSelect> __device__ __forceinline__ uint32_t byte_of_each(const uint32_t (&words)[4]) {
-  uint32_t low, high;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(low) : "r"(words[0]), "r"(words[1]), "n"(kSelect));
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(high) : "r"(words[2]), "r"(words[3]), "n"(kSelect));
-  return __byte_perm(low, high, 0x5410);
-}
-
-constexpr int kStepThreads = BSH_STEP_THREADS; // 32 warps share the tables of codes
-
-// The code of a number in one load: magnitudes from 2^-24 to 1 in cells of the upper kBits bits of the mantissa, of
-// which none has more than one threshold. A cell and the bits of a magnitude of it add up to a number whose upper byte
-// is the code, of a negative number its complement: what lies between is chosen so that the sum carries from the
-// threshold on. A map of which that is not true is searched by encode_any.
-template <bool kSigned> struct StateCodes {
-  // The signed map has half as many entries of each sign.
-  static constexpr int kBits = kSigned ? 6 : 7, kShift = 23 - kBits, kOctaves = 24;
-  static constexpr int kCells = (kOctaves << kBits) + 1, kSigns = kSigned ? 2 : 1;
-  static constexpr uint32_t kOne = 127u << 23, kLeast = kOne - ((uint32_t)kOctaves << 23), kInside = (1u << kShift) - 1;
-  static constexpr uint32_t kNever = 1u << 20; // more than a cell has, less than the byte below the code
-
-  float map[256];
-  float bounds[256];               // least number with a code of i + 1 or more; [255] is infinite
-  uint32_t cells[kSigns * kCells]; // those of both signs in turn
-
-  // How many bounds are <= v: the code of v, before its sign is looked at.
-  __device__ __forceinline__ int count(float v) const {
-    int found = 0;
-#pragma unroll
-    for (int step = 128; step > 0; step /= 2)
-      if (bounds[found + step - 1] <= v) found += step;
-    return found;
-  }
-
-  static __device__ __forceinline__ float signed_of(uint32_t magnitude, bool negative) {
-    return __uint_as_float(magnitude | (negative ? 0x80000000u : 0u));
-  }
-
-  __device__ __forceinline__ int with_sign(int code, bool negative) const {
-    return kSigned && is_negative(map[code & 255]) != negative ? code + (negative ? -1 : 1) : code;
-  }
-
-  // Whether v lies beyond code `code`, further from zero.
-  __device__ __forceinline__ bool is_beyond(int code, float v, bool negative) const {
-    if (negative) return code > 0 && !(bounds[code - 1] <= v);
-    return code < 255 && bounds[code] <= v;
-  }
-
-  // Magnitudes `first` to `last`, of which the first has code `begin`, before its sign is looked at.
-  struct Stretch {
-    int end;       // the same of the last
-    uint32_t from; // the magnitude above `first` from which the code is another, or kNever
-    uint32_t cell;
-    bool fits; // no more than one threshold
-
-    __device__ __forceinline__ Stretch(const StateCodes &tables, uint32_t first, uint32_t last, bool negative,
-                                       int begin) {
-      const int away = negative ? -1 : 1;
-      const float edge = signed_of(last, negative);
-      end = tables.is_beyond(begin, edge, negative) ? begin + away : begin;
-      const int code = tables.with_sign(begin, negative), change = tables.with_sign(end, negative) - code;
-      const uint32_t bound = __float_as_uint(tables.bounds[negative ? end : begin & 255]) & 0x7FFFFFFFu;
-      from = change == 0 ? kNever : bound + negative - first; // bound: the least magnitude on its far side
-      cell = ((uint32_t)(negative ? ~code : code) << 24) + (1u << 24) - first - from;
-      fits = (change == 0 || change == away) && !(end != begin && tables.is_beyond(end, edge, negative));
-    }
-  };
-
-  __device__ __forceinline__ Stretch stretch(uint32_t first, uint32_t last, bool negative) const {
-    return Stretch(*this, first, last, negative, count(signed_of(first, negative)));
-  }
-
-  __device__ __forceinline__ bool is_flat(uint32_t first, uint32_t last, bool negative) const {
-    const Stretch found = stretch(first, last, negative);
-    return found.fits && found.from == kNever;
-  }
-
-  // bounds, from map. False: not every map has them.
-  __device__ __forceinline__ bool fill_bounds() {
-    bool fits = kSigned || map[0] >= 0.0f; // then the code of all below zero is that of zero
-    for (int i = threadIdx.x; i < 256; i += blockDim.x) {
-      const float entry = map[i], next = map[min(i + 1, 255)];
-      const float middle = i < 255 ? v_mul(v_add(entry, next), 0.5f) : INFINITY;
-      fits = fits && fabsf(entry) <= FLT_MAX && (i == 255 || entry < next);
-      fits = fits && fabsf(middle) >= FLT_MIN;                        // its neighbours are normal too
-      bounds[i] = i % 2 == 0 ? nextafterf(middle, INFINITY) : middle; // a tie goes to the even index
-    }
-    return fits;
-  }
-
-  // `n` cells of one sign from `cell` on: the code at the end of one is known at the beginning of the next.
-  __device__ __forceinline__ bool fill_cells(int cell, int n, bool negative) {
-    const int away = negative ? -1 : 1;
-    uint32_t first = kLeast + ((uint32_t)cell << kShift);
-    int code = count(signed_of(first, negative));
-    bool fits = true;
-    for (int i = 0; i < n; i++, first += kInside + 1) {
-      const float edge = signed_of(first, negative);
-      if (is_beyond(code, edge, negative)) code += away;
-      const Stretch found(*this, first, first + kInside, negative, code);
-      fits = fits && found.fits && !is_beyond(code, edge, negative);
-      cells[kSigns * (cell + i) + negative] = found.cell;
-      code = found.end;
-    }
-    return fits;
-  }
-
-  // The cell that begins at 1, in which only 1 is, and what is rounded up from it; below the first cell nothing
-  // changes.
-  __device__ __forceinline__ bool fill_end(bool negative) {
-    cells[kSigns * (kCells - 1) + negative] = stretch(kOne, kOne, negative).cell;
-    return is_flat(kOne, kOne + 64, negative) && is_flat(0, kLeast, negative);
-  }
-
-  // By all kStepThreads threads, from map[256] in global memory. Whether `encode` may be used.
-  __device__ __forceinline__ bool fill(const float *source) {
-    constexpr int kEach = kSigns * (kCells - 1) / kStepThreads, kPerSign = kStepThreads / kSigns;
-    static_assert(kEach * kStepThreads == kSigns * (kCells - 1), "every thread fills as many cells");
-    if (threadIdx.x < 256) map[threadIdx.x] = source[threadIdx.x];
-    __syncthreads();
-    bool fits = fill_bounds();
-    __syncthreads();
-    const int t = threadIdx.x;
-    fits = fill_cells(t % kPerSign * kEach, kEach, t >= kPerSign) && fits;
-    if (t % kPerSign == 32) fits = fill_end(t >= kPerSign) && fits; // in a warp of its own for each sign
-    return __syncthreads_and(fits);
-  }
-
-  // The code, or its complement, in the upper byte; |v| <= 1 but for rounding.
-  __device__ __forceinline__ uint32_t encode(float v) const {
-    const uint32_t magnitude = __float_as_uint(fmaxf(kSigned ? fabsf(v) : v, 0x1p-24f));
-    const uint32_t cell = magnitude >> kShift;
-    const uint32_t place = kSigned ? __funnelshift_l(__float_as_uint(v), cell, 1) : cell;
-    return cells[(int)place - kSigns * (int)(kLeast >> kShift)] + magnitude;
-  }
-
-  // The codes of four numbers.
-  __device__ __forceinline__ uint32_t encode_four(const float *v, float scale) const {
-    uint32_t found[4], bits[4];
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-      const float scaled = v_mul(scale, v[k]);
-      bits[k] = __float_as_uint(scaled);
-      found[k] = encode(scaled);
-    }
-    const uint32_t codes = byte_of_each<0x73>(found);
-    return kSigned ? codes ^ byte_of_each<0xFB>(bits) : codes;
-  }
-};
+#include "optimizer_codes.cuh"
 
 // ---- a block of 256 elements in a warp ------------------------------------------------------------------------------
 
@@ -344,15 +176,21 @@ __device__ __forceinline__ bool aligned_to(int bytes, const void *a, const void 
   return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) & (bytes - 1)) == 0;
 }
 
-// The tensor that block `number` of the list belongs to.
+// The tensor that block `number` of the list belongs to: three rounds of loads that do not wait for each other.
 __device__ __forceinline__ int find_tensor(const bsh_step_list &list, uint32_t number) {
-  int low = 0, high = (int)list.n_tensors;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (list.first[middle] <= number) low = middle;
-    else high = middle;
+  static_assert(BSH_STEP_TENSORS <= 8 * 8 * 8, "three rounds");
+  int found = 0;
+#pragma unroll 1
+  for (int step = 64; step > 0; step /= 8) {
+    int behind = 0;
+#pragma unroll
+    for (int i = 1; i < 8; i++) {
+      const int t = found + i * step;
+      behind += t < (int)list.n_tensors && list.first[t] <= number;
+    }
+    found += behind * step;
   }
-  return low;
+  return found;
 }
 
 // Block `number` of a list.
@@ -506,8 +344,8 @@ __device__ __forceinline__ void load_codes(const uint8_t *codes, const S &span, 
   const uint32_t *const words = reinterpret_cast<const uint32_t *>(raw);
 #pragma unroll
   for (int k = 0; k < kPerLane; k++) {
-    const uint32_t code = __byte_perm(words[k / 4], 0, 0x4440 + k % 4);
-    states[k] = span.has(element_of<kWide>(k)) ? v_mul(tables.map[code], scale) : 0.0f;
+    const float entry = entry_of(tables, words[k / 4], k % 4);
+    states[k] = span.has(element_of<kWide>(k)) ? v_mul(entry, scale) : 0.0f;
   }
 }
 
@@ -574,54 +412,42 @@ __device__ __forceinline__ void store_codes(const StateCodes<kSigned> &tables, b
   if (threadIdx.x % 32 == 0) *scale = most;
 }
 
-template <bool kTwo> struct Tables {
-  StateCodes<true> first;
-};
-template <> struct Tables<true> {
-  StateCodes<true> first;
-  StateCodes<false> second;
-};
-
 // The line that this lane brings into L2 of the block which its warp takes next. A warp has no registers to load that
 // block early, and waits less for what is in L2.
-struct NextLine {
-  const uint8_t *at;
-  uint32_t step; // bytes from block to block of a warp; 0: no line
-
+template <bsh_optimizer kAlgorithm, Pair kPair> struct NextLine {
+  static constexpr int kLine = 128, kWarps = kStepThreads / 32, kFloats = kPair == kF32 ? 8 : 4; // lines of g and of p
+  static constexpr int kStates = 1 + Moments<kAlgorithm>::kTwo + Moments<kAlgorithm>::kThree;
   // Kernels for two dtypes go without: their loads of 4 bytes each need the registers.
-  template <bsh_optimizer kAlgorithm, Pair kPair>
-  __device__ __forceinline__ void enter(const bsh_step_list &list, const Place &place) {
-    at = nullptr, step = 0;
-    if (kPair == kMixed) return;
-    constexpr int kLine = 128, kStates = 1 + Moments<kAlgorithm>::kTwo + Moments<kAlgorithm>::kThree;
-    const bsh_step_tensor &tensor = *place.tensor;
-    const int lane = threadIdx.x % 32, g_lines = lines_of(list.g_dtype), p_lines = lines_of(list.p_dtype);
-    int line = lane, lines = g_lines;
-    const void *from = tensor.g;
-    if (lane >= g_lines) line -= g_lines, lines = p_lines, from = tensor.p;
-    if (lane >= g_lines + p_lines) {
-      const int state = (line - p_lines) / 2;
-      line = line - p_lines - 2 * state, lines = state < kStates ? 2 : 0;
-      from = Moments<kAlgorithm>::kTwo && state == 1 ? tensor.state2 : tensor.state1;
-      if (state == 2) from = static_cast<const uint8_t *>(from) + tensor.n;
-    }
-    step = lines * kLine * (kStepThreads / 32);
-    at = static_cast<const uint8_t *>(from) + (int64_t)place.block * lines * kLine + line * kLine;
+  static constexpr int kAll = kPair == kMixed ? 0 : 2 * kFloats + 2 * kStates;
+
+  const uint8_t *at;
+
+  __device__ __forceinline__ void enter(const bsh_step_list &list, uint32_t number, int t) {
+    if (kAll == 0) return;
+    const bsh_step_tensor &tensor = list.tensors[t];
+    const int lane = threadIdx.x % 32, state = (lane - 2 * kFloats) / 2;
+    const void *from = lane < kFloats ? tensor.g : tensor.p;
+    if (lane >= 2 * kFloats) from = Moments<kAlgorithm>::kTwo && state == 1 ? tensor.state2 : tensor.state1;
+    if (Moments<kAlgorithm>::kThree && lane >= 2 * kFloats + 4) from = static_cast<const uint8_t *>(from) + tensor.n;
+    const uint32_t line = (number - list.first[t]) * lines() + lane % lines();
+    at = static_cast<const uint8_t *>(from) + (int64_t)line * kLine;
   }
 
-  __device__ __forceinline__ void next(bool more) {
-    at += step;
-    if (more && step != 0) prefetch_l2(at);
+  __device__ __forceinline__ void next() { at += kWarps * kLine * lines(); }
+
+  __device__ __forceinline__ void prefetch(bool there) const {
+    if (there && (int)(threadIdx.x % 32) < kAll) prefetch_l2(at);
   }
 
 private:
-  static __device__ __forceinline__ int lines_of(bsh_dtype dtype) { return dtype == BSH_F32 ? 8 : 4; }
+  // Of a block, of what this lane's line is of.
+  static __device__ __forceinline__ uint32_t lines() { return threadIdx.x % 32 < 2 * kFloats ? kFloats : 2; }
 };
 
 // False: nothing was written, for kWhole takes no gradients that are not numbers, which leave none in the first moment.
 template <bsh_optimizer kAlgorithm, Pair kPair, bool kWhole, typename T>
 __device__ __forceinline__ bool block_8bit(const bsh_step_list &list, const Place &place, const bsh_step_numbers &k,
-                                           const T &tables, bool usable1, bool usable2) {
+                                           const T &tables, bool usable) {
   using IO = Floats<kPair>;
   constexpr bool kTwo = Moments<kAlgorithm>::kTwo, kThree = Moments<kAlgorithm>::kThree;
   const bsh_step_tensor &tensor = *place.tensor;
@@ -638,45 +464,47 @@ __device__ __forceinline__ bool block_8bit(const bsh_step_list &list, const Plac
   const float most = largest_of(e.s1);
   if (kWhole && !(most <= FLT_MAX)) return false;
   IO::put(list.p_dtype, tensor.p, span, e.p);
-  store_codes<true, IO::kWide>(tables.first, usable1, codes1, scale1, span, e.s1, most);
+  store_codes<true, IO::kWide>(tables.first, usable, codes1, scale1, span, e.s1, most);
   if constexpr (kTwo)
-    store_codes<false, IO::kWide>(tables.second, usable2, codes2, scale2, span, e.s2, largest_of(e.s2));
+    store_codes<false, IO::kWide>(tables.second, usable, codes2, scale2, span, e.s2, largest_of(e.s2));
   if constexpr (kThree)
-    store_codes<true, IO::kWide>(tables.first, usable1, codes1 + tensor.n, scale1 + place.n_blocks, span, e.s3,
+    store_codes<true, IO::kWide>(tables.first, usable, codes1 + tensor.n, scale1 + place.n_blocks, span, e.s3,
                                  largest_of(e.s3));
   return true;
 }
 
 // A block of any kind, and of gradients that are not numbers.
 template <bsh_optimizer kAlgorithm, Pair kPair, typename T>
-__device__ __noinline__ void any_block_8bit(const bsh_step_list &list, uint32_t number, int t, const T &tables,
-                                            bool usable1, bool usable2) {
+__device__ __noinline__ void any_block_8bit(const bsh_step_list &list, uint32_t number, const T &tables, bool usable) {
   const bsh_step_numbers k = numbers_of<kAlgorithm, kPair>(list);
-  block_8bit<kAlgorithm, kPair, false>(list, Place(list, number, t), k, tables, usable1, usable2);
+  block_8bit<kAlgorithm, kPair, false>(list, Place(list, number, find_tensor(list, number)), k, tables, usable);
 }
 
 template <bsh_optimizer kAlgorithm, Pair kPair> __device__ __forceinline__ void step_8bit(const bsh_step_list &list) {
   constexpr bool kTwo = Moments<kAlgorithm>::kTwo;
   __shared__ Tables<kTwo> tables;
   wait_for_earlier_kernels();
+  const TableFill<kTwo> maps(list);
+  Blocks blocks(list);
+  uint32_t whole = min(blocks.end, blocks.whole_until<kAlgorithm>(Floats<kPair>::kWide));
+  NextLine<kAlgorithm, kPair> line;
+  line.enter(list, blocks.number, blocks.t);
+  line.prefetch(blocks.number < whole);
   bsh_step_numbers k = numbers_of<kAlgorithm, kPair>(list);
   k.skip_zeros = false;
-  const bool usable1 = tables.first.fill(list.map1);
-  bool usable2 = false;
-  if constexpr (kTwo) usable2 = tables.second.fill(list.map2);
-  Blocks blocks(list);
-  uint32_t whole = blocks.whole_until<kAlgorithm>(Floats<kPair>::kWide);
-  NextLine line;
-  line.enter<kAlgorithm, kPair>(list, Place(list, blocks.number, blocks.t));
+  const bool usable = maps.fill(tables);
   while (blocks.more()) {
     const Place place(list, blocks.number, blocks.t);
-    line.next(blocks.number + kStepThreads / 32 < min(whole, blocks.end));
-    if (!(blocks.number < whole && block_8bit<kAlgorithm, kPair, true>(list, place, k, tables, usable1, usable2)))
-      any_block_8bit<kAlgorithm, kPair>(list, blocks.number, blocks.t, tables, usable1, usable2);
+    const bool is_whole = blocks.number < whole;
     if (blocks.next()) {
-      whole = blocks.whole_until<kAlgorithm>(Floats<kPair>::kWide);
-      line.enter<kAlgorithm, kPair>(list, Place(list, blocks.number, blocks.t));
+      whole = min(blocks.end, blocks.whole_until<kAlgorithm>(Floats<kPair>::kWide));
+      line.enter(list, blocks.number, blocks.t);
+    } else {
+      line.next();
     }
+    line.prefetch(blocks.number < whole);
+    if (!(is_whole && block_8bit<kAlgorithm, kPair, true>(list, place, k, tables, usable)))
+      any_block_8bit<kAlgorithm, kPair>(list, blocks.number - kStepThreads / 32, tables, usable);
   }
 }
 

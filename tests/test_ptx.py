@@ -104,6 +104,12 @@ def test_a_missing_barrier_shows(kernel):
     assert kernel("neighbours", 64, out, 1) == "" and out.tolist() != expected
 
 
+@pytest.mark.parametrize("first, expected", [(0, 3064), (24, 1040), (64, 0)])
+def test_votes_at_a_barrier(kernel, first, expected):
+    out = words(64)
+    assert kernel("votes", 64, out, first, seed=first) == "" and out.tolist() == [expected] * 64
+
+
 def test_a_copy_is_there_after_its_wait_only(kernel):
     values = torch.arange(5, 9, dtype=torch.int32)
     for late, expected in ((0, 7), (1, -1)):  # shared memory begins as ones
@@ -350,3 +356,34 @@ def test_optimizers(name, bits, pair):
             assert ((p.pop("p") - q["p"]).abs() <= 2.0**-22 * q["p"].abs().clamp(min=0.01)).all()
         for key in p:
             assert same(p[key], q[key]), (q["p"].numel(), key)
+
+
+def other_maps():
+    """Maps that are not bitsandbytes' own: some have one code at most in each cell of the kernel's table, some not."""
+    generator = torch.Generator().manual_seed(0)
+    minus_zero, no_zero, twice = (maps.create_dynamic_map(True) for _ in range(3))
+    minus_zero[127], no_zero[127], twice[200] = -0.0, 1e-7, twice[201]
+    uneven = torch.cat([torch.linspace(-1, -0.01, 30), torch.linspace(0.011, 1, 226)])
+    drawn = torch.rand(256, generator=generator)
+    found = {"linear": maps.create_linear_map(True), "minus zero": minus_zero, "no zero": no_zero, "twice": twice}
+    found |= {"uneven": uneven, "cubes": ((2 * drawn - 1) ** 3).sort().values, "negative": (-drawn).sort().values}
+    return found | {"positive": (2.0 ** (-20 * drawn)).sort().values}
+
+
+@pytest.mark.parametrize("case", other_maps())
+def test_maps_of_other_kinds(case):
+    gpu, none = machine.Gpu(90, 2), torch.empty(0)
+    values = other_maps()[case]
+    ours, theirs = (parameters("lion", torch.bfloat16, True) for _ in range(2))
+    for step in range(1, 4):
+        for p, q in zip(ours, theirs, strict=True):
+            generator = torch.Generator().manual_seed(step)
+            n = p["p"].numel()
+            wide = 2.0 ** torch.randint(-22, 1, (n,), generator=generator)
+            p["g"] = q["g"] = (torch.randn(n, generator=generator) * wide).bfloat16()
+            states = [q["state1"], none, values, none, q["absmax1"], none]
+            lion = NAMES.index("lion")
+            ops.optimizer_8bit_blockwise(q["g"], q["p"], *states, lion, *NUMBERS[:7], step, 1.0, False, 256)
+        gpu.optimizer_step(NAMES.index("lion"), step, ours, (values, values), NUMBERS)
+    for p, q in zip(ours, theirs, strict=True):
+        assert all(same(p[key], q[key]) for key in p), p["p"].numel()

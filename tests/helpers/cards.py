@@ -81,7 +81,8 @@ class Launch:
     shared: int
 
 
-ALONE = re.compile(r"(?:de)?quantize_|checksum|optimizer_")  # entries that no plan names; no dynamic shared memory
+ALONE = re.compile(r"(?:de)?quantize_|checksum|optimizer_")  # entries that no plan names
+STEP_COPIES = 64 * KIB  # BSH_STEP_COPIES_BYTES, dynamic shared memory of those for 8-bit states; the others have none
 SHAPES = ((4096, 4096), (1024, 8192), (14336, 4096), (28672, 8192), (48, 128), (272, 448), (97, 96), (64, 32))  # N, K
 ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 160, 200)
 
@@ -129,7 +130,8 @@ def planned(sm: int, architectures: str) -> dict[str, Launch]:
 def launch_of(kernel: Kernel, image: Image, sm: int) -> Launch | None:
     """The largest block with which the host starts a kernel of `image` on a GPU `sm`; None: it does not."""
     if ALONE.match(kernel.name):
-        return Launch(kernel.max_threads or BLOCK_THREADS, 0)
+        copies = STEP_COPIES if kernel.name.startswith("optimizer_8bit_") and sm >= 80 else 0
+        return Launch(kernel.max_threads or BLOCK_THREADS, copies)
     return planned(sm, image.name).get(kernel.name)
 
 

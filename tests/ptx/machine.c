@@ -222,12 +222,11 @@ static ptx_barrier *arrive(ptx_thread *const t, const uint32_t barrier, uint32_t
   ptx_barrier *const b = &t->cta->barriers[barrier];
   if (threads == 0) threads = (uint32_t)(t->run->block[0] * t->run->block[1] * t->run->block[2]);
   if (threads % PTX_WARP != 0 && threads != t->run->block[0]) ptx_fail(t, "a barrier of no whole number of warps");
-  b->all = b->arrived == 0 ? value : b->all & value;
-  b->any = b->arrived == 0 ? value : b->any | value;
+  b->votes = (b->arrived == 0 ? 0 : b->votes) + value;
   if (++b->arrived < threads) return b;
   b->arrived = 0;
-  b->all_before = b->all;
-  b->any_before = b->any;
+  b->votes_before = b->votes;
+  b->all_before = b->votes == threads;
   b->generation++;
   return b;
 }
@@ -253,7 +252,11 @@ uint32_t ptx_bar_red_and(ptx_thread *const t, const uint32_t barrier, const uint
 }
 
 uint32_t ptx_bar_red_or(ptx_thread *const t, const uint32_t barrier, const uint32_t threads, const uint32_t value) {
-  return pass(t, barrier, threads, value != 0)->any_before;
+  return pass(t, barrier, threads, value != 0)->votes_before != 0;
+}
+
+uint32_t ptx_bar_red_popc(ptx_thread *const t, const uint32_t barrier, const uint32_t threads, const uint32_t value) {
+  return pass(t, barrier, threads, value != 0)->votes_before;
 }
 
 /* Threads that have ended count as arrived, so the last of them is seen by the scheduler's turn. */

@@ -64,8 +64,8 @@ typedef struct {
 } ptx_warp;
 
 typedef struct {
-  uint32_t arrived, generation, all, any;
-  uint32_t all_before, any_before;
+  uint32_t arrived, generation, votes;
+  uint32_t all_before, votes_before;
 } ptx_barrier;
 
 typedef struct {
@@ -528,6 +528,7 @@ void ptx_bar_sync(ptx_thread *t, uint32_t barrier, uint32_t threads);
 void ptx_bar_arrive(ptx_thread *t, uint32_t barrier, uint32_t threads);
 uint32_t ptx_bar_red_and(ptx_thread *t, uint32_t barrier, uint32_t threads, uint32_t value);
 uint32_t ptx_bar_red_or(ptx_thread *t, uint32_t barrier, uint32_t threads, uint32_t value);
+uint32_t ptx_bar_red_popc(ptx_thread *t, uint32_t barrier, uint32_t threads, uint32_t value);
 void ptx_cluster_arrive(ptx_thread *t);
 void ptx_cluster_wait(ptx_thread *t);
 
