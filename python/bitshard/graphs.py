@@ -91,6 +91,8 @@ class CapturedStep:
     def __call__(self, batch: Batch) -> Tensor:
         """The loss of `batch`, detached; adds its gradients to `p.grad` of the model's parameters.
 
+        Where a gradient was None, it lies in memory that the next call writes over: copy what must outlive that.
+
         ValueError where the batch has other names, shapes or dtypes, RuntimeError where the model is not what it was:
         make another CapturedStep then.
         """
