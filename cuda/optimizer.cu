@@ -151,6 +151,13 @@ __device__ __forceinline__ void store_floats(void *target, const S &span, const 
 // Gradients and parameters: of one dtype, or of two that are only known when the kernel runs.
 enum Pair { kF32, kF16, kBF16, kMixed };
 
+template <Pair kPair> struct Half {
+  using type = __nv_bfloat16;
+};
+template <> struct Half<kF16> {
+  using type = __half;
+};
+
 template <Pair kPair> struct Floats {
   static constexpr int kWide = kPair == kF32 || kPair == kMixed ? 4 : 8;
   static constexpr bsh_dtype kRound = kPair == kF16 ? BSH_F16 : kPair == kBF16 ? BSH_BF16 : BSH_F32;
@@ -266,7 +273,14 @@ struct Blocks {
 template <bsh_optimizer kAlgorithm> struct Moments {
   static constexpr bool kTwo = BSH_HAS_SECOND_STATE(kAlgorithm);
   static constexpr bool kThree = kAlgorithm == BSH_ADEMAMIX; // the slow one: the second half of state1
+  static constexpr int kStates = 1 + kTwo + kThree;
 };
+
+// Whether all loads of a block go out before anything else is done, and what the next block needs while they are on
+// their way: with three states and numbers of 16 bits, from sm_80 on. Of the others, fewer loads wait, or registers do
+// not suffice.
+template <bsh_optimizer kAlgorithm, Pair kPair>
+constexpr bool kLoadsFirst = kCopies && Moments<kAlgorithm>::kThree && (kPair == kF16 || kPair == kBF16);
 
 // 8 elements of each kind in a lane.
 struct Elements {
@@ -336,18 +350,40 @@ template <bsh_optimizer kAlgorithm, Pair kPair> __device__ __forceinline__ void 
 
 // ---- 8-bit states ----
 
-template <int kWide, typename S, typename T>
-__device__ __forceinline__ void load_codes(const uint8_t *codes, const S &span, const T &tables, float scale,
-                                           float (&states)[kPerLane]) {
+// A state of a block as it is loaded.
+struct Codes {
   alignas(8) uint8_t raw[kPerLane];
-  load<uint8_t, kWide>(codes, span, raw);
-  const uint32_t *const words = reinterpret_cast<const uint32_t *>(raw);
-#pragma unroll
-  for (int k = 0; k < kPerLane; k++) {
-    const float entry = entry_of(tables, words[k / 4], k % 4);
-    states[k] = span.has(element_of<kWide>(k)) ? v_mul(entry, scale) : 0.0f;
+  float scale;
+
+  template <int kWide, typename S>
+  __device__ __forceinline__ void get(const uint8_t *codes, const float *scale_at, const S &span) {
+    load<uint8_t, kWide>(codes, span, raw);
+    scale = *scale_at;
   }
-}
+
+  template <int kWide, typename S, typename T>
+  __device__ __forceinline__ void decode(const T &tables, const S &span, float (&states)[kPerLane]) const {
+    const uint32_t *const words = reinterpret_cast<const uint32_t *>(raw);
+#pragma unroll
+    for (int k = 0; k < kPerLane; k++) {
+      const float entry = entry_of(tables, words[k / 4], k % 4);
+      states[k] = span.has(element_of<kWide>(k)) ? v_mul(entry, scale) : 0.0f;
+    }
+  }
+};
+
+// 16-bit gradients or parameters of a block as they are loaded.
+template <typename T> struct RawHalves {
+  vector16<T> values;
+
+  template <typename S> __device__ __forceinline__ void get(const void *source, const S &span) {
+    load<T, 8>(static_cast<const T *>(source), span, reinterpret_cast<T(&)[kPerLane]>(values));
+  }
+  __device__ __forceinline__ void unpack(float (&out)[kPerLane]) const {
+#pragma unroll
+    for (int k = 0; k < kPerLane; k++) out[k] = values.get(k);
+  }
+};
 
 // Larger of two magnitudes; a NaN stays one where the GPU can do that at once.
 __device__ __forceinline__ float largest(float a, float b) {
@@ -412,42 +448,90 @@ __device__ __forceinline__ void store_codes(const StateCodes<kSigned> &tables, b
   if (threadIdx.x % 32 == 0) *scale = most;
 }
 
-// The line that this lane brings into L2 of the block which its warp takes next. A warp has no registers to load that
-// block early, and waits less for what is in L2.
+// The line that this lane brings into L2 of the block that its warp takes next: of gradients, parameters, codes or
+// scales. A warp has no registers to load that block early, and waits less for what is in L2.
 template <bsh_optimizer kAlgorithm, Pair kPair> struct NextLine {
-  static constexpr int kLine = 128, kWarps = kStepThreads / 32, kFloats = kPair == kF32 ? 8 : 4; // lines of g and of p
-  static constexpr int kStates = 1 + Moments<kAlgorithm>::kTwo + Moments<kAlgorithm>::kThree;
+  static constexpr int kLine = 128, kWarps = kStepThreads / 32, kStates = Moments<kAlgorithm>::kStates;
+  static constexpr int kFloats = kPair == kF32 ? 8 : 4; // lines of a block of g, and of p
+  static constexpr int kCodesLane = 2 * kFloats, kScalesLane = kCodesLane + 2 * kStates;
   // Kernels for two dtypes go without: their loads of 4 bytes each need the registers.
-  static constexpr int kAll = kPair == kMixed ? 0 : 2 * kFloats + 2 * kStates;
+  static constexpr int kLanes = kPair == kMixed ? 0 : kScalesLane + kStates;
+  static_assert(kLanes <= 32, "a line for each lane");
 
   const uint8_t *at;
 
   __device__ __forceinline__ void enter(const bsh_step_list &list, uint32_t number, int t) {
-    if (kAll == 0) return;
+    if (kLanes == 0) return;
     const bsh_step_tensor &tensor = list.tensors[t];
-    const int lane = threadIdx.x % 32, state = (lane - 2 * kFloats) / 2;
+    const int lane = threadIdx.x % 32, state = lane < kScalesLane ? (lane - kCodesLane) / 2 : lane - kScalesLane;
+    const bool second = Moments<kAlgorithm>::kTwo && state == 1, slow = Moments<kAlgorithm>::kThree && state == 2;
     const void *from = lane < kFloats ? tensor.g : tensor.p;
-    if (lane >= 2 * kFloats) from = Moments<kAlgorithm>::kTwo && state == 1 ? tensor.state2 : tensor.state1;
-    if (Moments<kAlgorithm>::kThree && lane >= 2 * kFloats + 4) from = static_cast<const uint8_t *>(from) + tensor.n;
-    const uint32_t line = (number - list.first[t]) * lines() + lane % lines();
-    at = static_cast<const uint8_t *>(from) + (int64_t)line * kLine;
+    if (lane >= kCodesLane) from = second ? tensor.state2 : tensor.state1;
+    if (lane >= kScalesLane) from = second ? tensor.absmax2 : tensor.absmax1;
+    int64_t behind = (int64_t)(number - list.first[t]) * bytes() + (lane * kLine & (bytes() - 1));
+    if (lane >= kCodesLane && slow)
+      behind += lane < kScalesLane ? tensor.n : 4 * (int64_t)(list.first[t + 1] - list.first[t]);
+    at = static_cast<const uint8_t *>(from) + behind;
   }
 
-  __device__ __forceinline__ void next() { at += kWarps * kLine * lines(); }
+  __device__ __forceinline__ void next() { at += kWarps * bytes(); }
 
   __device__ __forceinline__ void prefetch(bool there) const {
-    if (there && (int)(threadIdx.x % 32) < kAll) prefetch_l2(at);
+    if (there && (int)(threadIdx.x % 32) < kLanes) prefetch_l2(at);
   }
 
 private:
   // Of a block, of what this lane's line is of.
-  static __device__ __forceinline__ uint32_t lines() { return threadIdx.x % 32 < 2 * kFloats ? kFloats : 2; }
+  static __device__ __forceinline__ uint32_t bytes() {
+    const int lane = threadIdx.x % 32;
+    return lane < kCodesLane ? kFloats * kLine : lane < kScalesLane ? kStepBlock : sizeof(float);
+  }
 };
 
+// The gradients, parameters and states of a block; `between` runs before they are waited for.
+template <bsh_optimizer kAlgorithm, Pair kPair, typename S, typename T, typename F>
+__device__ __forceinline__ void load_8bit(const bsh_step_list &list, const Place &place, const S &span, const T &tables,
+                                          const F &between, Elements &e) {
+  using IO = Floats<kPair>;
+  constexpr int kWide = IO::kWide;
+  const bsh_step_tensor &tensor = *place.tensor;
+  const uint8_t *const codes1 = static_cast<uint8_t *>(tensor.state1), *const codes2 =
+                                                                           static_cast<uint8_t *>(tensor.state2);
+  const float *const scale1 = tensor.absmax1 + place.block, *const scale2 = tensor.absmax2 + place.block;
+  Codes first, second, slow;
+  if constexpr (kLoadsFirst<kAlgorithm, kPair>) {
+    RawHalves<typename Half<kPair>::type> g, p;
+    g.get(tensor.g, span);
+    first.get<kWide>(codes1, scale1, span);
+    second.get<kWide>(codes2, scale2, span);
+    slow.get<kWide>(codes1 + tensor.n, scale1 + place.n_blocks, span);
+    p.get(tensor.p, span);
+    between();
+    g.unpack(e.g), p.unpack(e.p);
+    first.decode<kWide>(tables.first, span, e.s1);
+    second.decode<kWide>(tables.second, span, e.s2);
+    slow.decode<kWide>(tables.first, span, e.s3);
+    return;
+  }
+  between();
+  IO::get(list.g_dtype, tensor.g, span, e.g);
+  IO::get(list.p_dtype, tensor.p, span, e.p);
+  first.get<kWide>(codes1, scale1, span);
+  first.decode<kWide>(tables.first, span, e.s1);
+  if constexpr (Moments<kAlgorithm>::kTwo) {
+    second.get<kWide>(codes2, scale2, span);
+    second.decode<kWide>(tables.second, span, e.s2);
+  }
+  if constexpr (Moments<kAlgorithm>::kThree) {
+    slow.get<kWide>(codes1 + tensor.n, scale1 + place.n_blocks, span);
+    slow.decode<kWide>(tables.first, span, e.s3);
+  }
+}
+
 // False: nothing was written, for kWhole takes no gradients that are not numbers, which leave none in the first moment.
-template <bsh_optimizer kAlgorithm, Pair kPair, bool kWhole, typename T>
+template <bsh_optimizer kAlgorithm, Pair kPair, bool kWhole, typename T, typename F>
 __device__ __forceinline__ bool block_8bit(const bsh_step_list &list, const Place &place, const bsh_step_numbers &k,
-                                           const T &tables, bool usable) {
+                                           const T &tables, bool usable, const F &between) {
   using IO = Floats<kPair>;
   constexpr bool kTwo = Moments<kAlgorithm>::kTwo, kThree = Moments<kAlgorithm>::kThree;
   const bsh_step_tensor &tensor = *place.tensor;
@@ -455,11 +539,7 @@ __device__ __forceinline__ bool block_8bit(const bsh_step_list &list, const Plac
   uint8_t *const codes1 = static_cast<uint8_t *>(tensor.state1), *const codes2 = static_cast<uint8_t *>(tensor.state2);
   float *const scale1 = tensor.absmax1 + place.block, *const scale2 = tensor.absmax2 + place.block;
   Elements e;
-  IO::get(list.g_dtype, tensor.g, span, e.g);
-  IO::get(list.p_dtype, tensor.p, span, e.p);
-  load_codes<IO::kWide>(codes1, span, tables.first, *scale1, e.s1);
-  if constexpr (kTwo) load_codes<IO::kWide>(codes2, span, tables.second, *scale2, e.s2);
-  if constexpr (kThree) load_codes<IO::kWide>(codes1 + tensor.n, span, tables.first, scale1[place.n_blocks], e.s3);
+  load_8bit<kAlgorithm, kPair>(list, place, span, tables, between, e);
   e.update<kAlgorithm, true, kWhole>(k);
   const float most = largest_of(e.s1);
   if (kWhole && !(most <= FLT_MAX)) return false;
@@ -477,7 +557,7 @@ __device__ __forceinline__ bool block_8bit(const bsh_step_list &list, const Plac
 template <bsh_optimizer kAlgorithm, Pair kPair, typename T>
 __device__ __noinline__ void any_block_8bit(const bsh_step_list &list, uint32_t number, const T &tables, bool usable) {
   const bsh_step_numbers k = numbers_of<kAlgorithm, kPair>(list);
-  block_8bit<kAlgorithm, kPair, false>(list, Place(list, number, find_tensor(list, number)), k, tables, usable);
+  block_8bit<kAlgorithm, kPair, false>(list, Place(list, number, find_tensor(list, number)), k, tables, usable, [] {});
 }
 
 template <bsh_optimizer kAlgorithm, Pair kPair> __device__ __forceinline__ void step_8bit(const bsh_step_list &list) {
@@ -495,16 +575,25 @@ template <bsh_optimizer kAlgorithm, Pair kPair> __device__ __forceinline__ void 
   const bool usable = maps.fill(tables);
   while (blocks.more()) {
     const Place place(list, blocks.number, blocks.t);
+    const auto go_on = [&] {
+      if (blocks.next()) {
+        whole = min(blocks.end, blocks.whole_until<kAlgorithm>(Floats<kPair>::kWide));
+        line.enter(list, blocks.number, blocks.t);
+      } else {
+        line.next();
+      }
+      line.prefetch(blocks.number < whole);
+    };
     const bool is_whole = blocks.number < whole;
-    if (blocks.next()) {
-      whole = min(blocks.end, blocks.whole_until<kAlgorithm>(Floats<kPair>::kWide));
-      line.enter(list, blocks.number, blocks.t);
+    bool done = false;
+    if constexpr (kLoadsFirst<kAlgorithm, kPair>) {
+      if (is_whole) done = block_8bit<kAlgorithm, kPair, true>(list, place, k, tables, usable, go_on);
+      else go_on();
     } else {
-      line.next();
+      go_on();
+      done = is_whole && block_8bit<kAlgorithm, kPair, true>(list, place, k, tables, usable, [] {});
     }
-    line.prefetch(blocks.number < whole);
-    if (!(is_whole && block_8bit<kAlgorithm, kPair, true>(list, place, k, tables, usable)))
-      any_block_8bit<kAlgorithm, kPair>(list, blocks.number - kStepThreads / 32, tables, usable);
+    if (!done) any_block_8bit<kAlgorithm, kPair>(list, blocks.number - kStepThreads / 32, tables, usable);
   }
 }
 

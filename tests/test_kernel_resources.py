@@ -42,7 +42,8 @@ needs_code = pytest.mark.skipif(
 EXCEPTIONS = (
     # any_block_8bit, a function that takes a tensor's last block, indexes arrays as it runs; the kernel hands it those.
     (r"optimizer_8bit_", "", 288, 25),
-    (r"optimizer_8bit_ademamix_f32", "", 288, 27),
+    (r"optimizer_8bit_ademamix_f32", "", 288, 31),
+    (r"optimizer_8bit_ademamix_b?f16", "", 288, 38),  # all loads of a block go out before anything else
     # Three moments of 8 elements and 1024 threads, so 64 registers: numbers that do not change are read again.
     (r"optimizer_32bit_ademamix_", "", 80, 7),
     # 512 threads leave 128 registers; ptxas for sm_100 needs up to 4 more than for sm_90.
