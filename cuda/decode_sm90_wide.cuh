@@ -13,7 +13,8 @@
 //     (n, 2g + 1), (n + 1, 2g), (n + 1, 2g + 1), n = 8i + 2t; of each two the warp uses one, the other warp of the span
 //     the other. Two looked-up pairs are interleaved to (n, n + 1) of one row of A and of the next.
 // The table has the pairs of all 256 bytes, one copy a bank, in rows 256 bytes apart, so that one byte permutation is
-// the address and the table's base an immediate. The upper 128 bytes of its rows serve the epilogue.
+// the address and the table's base an immediate. The upper 128 bytes of its rows serve the epilogue. Some look-ups are
+// byte permutations of registers instead (value_bytes): twice the instructions, nothing of shared memory.
 #pragma once
 
 #include "gemm_4bit_sm90_wide.h"
@@ -83,19 +84,59 @@ template <typename T, typename FORM> __device__ __forceinline__ void put_scale(c
   *reinterpret_cast<T *>(at) = high, *reinterpret_cast<T *>(at + 16) = low;
 }
 
+// prmt.b32: nibbles of the selector with bit 3 repeat a byte's sign, which __byte_perm does not.
+__device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+  return d;
+}
+
+// The 16 values for byte permutations, which the code itself selects from: a permutation yields the bytes of four codes
+// below 8 (or, with their bits 3 flipped, of four others) from two registers. From the table, of pairs of values.
+struct value_bytes {
+  uint32_t low[4], high[4]; // byte i & 3 of [i >> 2]: of the value of code i
+  __device__ __forceinline__ void read(uint32_t table) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint32_t first = ld_shared_4(table + (4 * i * 17 + 1) * 256);           // values 4i, 4i + 1
+      const uint32_t second = ld_shared_4(table + (4 * i * 17 + 2 * 17 + 1) * 256); // 4i + 2, 4i + 3
+      low[i] = __byte_perm(first, second, 0x6420), high[i] = __byte_perm(first, second, 0x7531);
+    }
+  }
+  // The values of two packed bytes, those in the lower half of `bytes`: the codes' lower and upper bytes, in the order
+  // in which nibbles lie.
+  __device__ __forceinline__ uint2 find(uint32_t bytes) const {
+    const uint32_t other = bytes ^ 0x8888;
+    const uint32_t eight_on = permute(bytes, bytes << 4, 0x9D8C); // bit 3 of each code, eight times
+    return make_uint2(choose(eight_on, permute(low[2], low[3], other), permute(low[0], low[1], bytes)),
+                      choose(eight_on, permute(high[2], high[3], other), permute(high[0], high[1], bytes)));
+  }
+
+private:
+  static __device__ __forceinline__ uint32_t choose(uint32_t mask, uint32_t set, uint32_t clear) {
+    return (set & mask) | (clear & ~mask);
+  }
+};
+
 // Group q (0..3) of the piece in stage `s` becomes a[8], two k16 steps, in three steps that the main loop spreads over
 // three iterations, so that no latency shows: bytes(), lookup() and values().
 template <typename T, typename FORM> struct decoder {
   static constexpr bool GRADIENT = FORM::GRADIENT;
   static constexpr decode_mode MODE = FORM::MODE;
-  uint32_t weights, scales, lane_base, select[2];
+  // Of the four pairs of packed bytes of a group, how many are looked up by byte permutations: where shared memory has
+  // more to do than the tensor cores.
+  static constexpr int PERMUTED = MODE == SPLIT ? 2 : MODE == HALF && FORM::TOKENS == 128 ? 1 : 0;
+  uint32_t weights, scales, lane_base, select[2], select_pair;
+  value_bytes values_of; // PERMUTED
   uint32_t raw[GRADIENT ? 4 : 8];
-  uint32_t scale[GRADIENT ? 8 : 2];
-  uint32_t found[MODE == EXACT ? 16 : 8]; // forward [row 0, 1][word], gradient [j][n, n + 1]
+  uint32_t scale[GRADIENT ? 8 : 2]; // gradient: first words of n and n + 1 of j = 0..3, then second ones
+  // forward [row 0, 1][word], gradient [j][n, n + 1], where permuted [j][row of A]
+  uint32_t found[MODE == EXACT ? 16 : 8];
 
   // base: shared address of the table less BSH_GEMM_WIDE_TABLE_AT. warp: of the 8 that multiply.
   __device__ __forceinline__ decoder(uint32_t base, int warp, int lane) {
-    const int g = lane >> 2, t = lane & 3, span = warp >> 1, half = warp & 1;
+    // half: warp & 1, but not by a shuffle, so selectors stay out of uniform registers, which the products need.
+    const int g = lane >> 2, t = lane & 3, span = warp >> 1, half = threadIdx.x >> 5 & 1;
     lane_base = base + (MODE == EXACT ? (lane & 15) * 8 : lane * 4); // EXACT: 16 copies, half a warp at a time
     if (!GRADIENT) {
       const int row = span * 32 + 4 * g + 2 * half;
@@ -107,7 +148,9 @@ template <typename T, typename FORM> struct decoder {
       scales = base + FORM::SCALES_AT + (span >> 1) * 512 + t * 32;
       select[0] = 0x7604 | half << 4, select[1] = 0x7604 | (2 + half) << 4;
     }
-    select[0] = keep(select[0]), select[1] = keep(select[1]); // out of uniform registers, which the products need
+    select_pair = GRADIENT ? half | (2 + half) << 4 : t | (4 + t) << 4;
+    select[0] = keep(select[0]), select[1] = keep(select[1]), select_pair = keep(select_pair);
+    if (PERMUTED) values_of.read(lane_base + TABLE_AT);
   }
 
   __device__ __forceinline__ void bytes(int s, int q) {
@@ -125,7 +168,7 @@ template <typename T, typename FORM> struct decoder {
     const uint32_t at = scales + s * BSH_GEMM_WIDE_SCALE_BYTES;
     if (GRADIENT) {
       const uint4 high = ld_shared_16(at + q * 128), low = ld_shared_16(at + q * 128 + 16);
-      scale[0] = high.x, scale[1] = high.y, scale[2] = high.z, scale[3] = high.w;
+      scale[0] = high.x, scale[1] = high.y, scale[2 % SCALES] = high.z, scale[3 % SCALES] = high.w;
       scale[4 % SCALES] = low.x, scale[5 % SCALES] = low.y, scale[6 % SCALES] = low.z, scale[7 % SCALES] = low.w;
     } else if (q % 2 == 0) {
       const uint2 rows = ld_shared_8(at + (q >> 1) * 512);
@@ -133,8 +176,16 @@ template <typename T, typename FORM> struct decoder {
     }
 #pragma unroll
     for (int i = 0; i < 8; i++) {
+      if (i >> 1 < PERMUTED) {
+        if (i % 2 == 1) continue;
+        const uint32_t word = raw[GRADIENT ? i / 2 : i], next = GRADIENT ? 0 : raw[i + 1];
+        const uint2 bytes = values_of.find(permute(word, next, select_pair));
+        found[i] = __byte_perm(bytes.x, bytes.y, GRADIENT ? 0x7351 : 0x4051); // upper codes, or those of the first byte
+        found[i + 1] = __byte_perm(bytes.x, bytes.y, GRADIENT ? 0x6240 : 0x6273);
+        continue;
+      }
       const uint32_t word = GRADIENT ? raw[i >> 1] : raw[i];
-      const uint32_t address = __byte_perm(word, lane_base, GRADIENT ? select[i & 1] : select[0]);
+      const uint32_t address = permute(word, lane_base, GRADIENT ? select[i & 1] : select[0]);
       if (MODE == EXACT)
         asm("ld.shared.v2.u32 {%0, %1}, [%2 + %3];"
             : "=r"(found[2 * i % FOUND]), "=r"(found[(2 * i + 1) % FOUND])
@@ -147,8 +198,9 @@ template <typename T, typename FORM> struct decoder {
 #pragma unroll
     for (int j = 0; j < 4; j++)
       if (GRADIENT) {
-        const uint32_t first = __byte_perm(found[2 * j], found[2 * j + 1], 0x5410);
-        const uint32_t second = __byte_perm(found[2 * j], found[2 * j + 1], 0x7632);
+        const bool permuted = j < PERMUTED;
+        const uint32_t first = permuted ? found[2 * j] : __byte_perm(found[2 * j], found[2 * j + 1], 0x5410);
+        const uint32_t second = permuted ? found[2 * j + 1] : __byte_perm(found[2 * j], found[2 * j + 1], 0x7632);
         const uint32_t high = scale[j % SCALES], low = scale[(4 + j) % SCALES];
         a[2 * j] = fma_pair<T>(first, high, mul_pair<T>(first, low));
         a[2 * j + 1] = fma_pair<T>(second, high, mul_pair<T>(second, low));

@@ -33,7 +33,7 @@ namespace {
 #ifdef BSH_HAS_WGMMA
 enum { X_WARP = 8, SCALE_WARP = 9, W_WARP = 11 };
 // Of a thread. 256 consumers and 128 producers share what the kernel starts with, 384 times 168.
-template <typename FORM> constexpr int CONSUMER_REGISTERS = FORM::TOKENS == 256 ? 232 : 224;
+template <typename FORM> constexpr int CONSUMER_REGISTERS = FORM::TOKENS == 256 ? 232 : 208;
 template <typename FORM> constexpr int PRODUCER_REGISTERS = 3 * 168 - 2 * CONSUMER_REGISTERS<FORM>;
 
 template <typename T, typename FORM>
@@ -58,9 +58,9 @@ __device__ __forceinline__ void produce(const bsh_gemm_wide_args &args, const bs
 template <typename T, typename FORM>
 __device__ __forceinline__ void consume(const bsh_gemm_wide_args &args, char *memory, uint32_t base,
                                         const wide_place &place, int warp, int lane) {
-  // Sets of operand registers. With four, a product is issued while the one before it runs, and only then the next
-  // one's operands are made: decoding has the time of two products. Two words a scale leave registers for two.
-  constexpr int SETS = FORM::MODE == SPLIT ? 2 : 4;
+  // Sets of operand registers: a product is issued while the one before it runs, and only then the next one's operands
+  // are made, so decoding has the time of two products.
+  constexpr int SETS = 4;
   const wide_barriers<FORM> barriers(base);
   // In both blocks of the pair: lane i frees a stage of x for block i.
   const uint32_t x_empty = map_to_rank(barriers.x_empty, lane & 1);
@@ -85,8 +85,10 @@ __device__ __forceinline__ void consume(const bsh_gemm_wide_args &args, char *me
     decode.lookup(stage, 1);
     decode.bytes(stage, 2);
     int before = -1; // the stage of x that the last product but one has read
-    for (int p = work.from; p < work.to; p++) {
-      const bool more = p + 1 < work.to;
+    // By a shuffle, so that all lanes are known to go round together: else the compiler gives up uniform registers, in
+    // which the products want addresses.
+    for (int left = __shfl_sync(~0u, work.to - work.from, 0); left > 0; left--) {
+      const bool more = left > 1;
       const int next_stage = stage + 1 == FORM::STAGES ? 0 : stage + 1;
       const uint32_t next_parity = stage + 1 == FORM::STAGES ? parity ^ 1 : parity;
 #pragma unroll
@@ -98,21 +100,18 @@ __device__ __forceinline__ void consume(const bsh_gemm_wide_args &args, char *me
           wgmma_add<T, FORM::TOKENS>::mma_async(sum, a[q % SETS] + 4 * k,
                                                 x_descriptor + ((x_stage * FORM::X_BYTES) >> 4) + (q % 2) * 4 + k * 2);
         wgmma_commit();
-        auto decode_ahead = [&]() {
-          if (q < 3 || more) decode.values(a[(q + 1) % SETS]); // group q + 1
-          if (q == 2) {
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(barriers.w_empty + 8 * stage);
-          }
-          if (q < 2) decode.lookup(stage, q + 2); // group q + 2
-          else if (more) decode.lookup(next_stage, q - 2);
-          if (q == 0) decode.bytes(stage, 3); // group q + 3
-          else if (more) {
-            if (q == 1) mbarrier_wait(barriers.w_full + 8 * next_stage, next_parity);
-            decode.bytes(next_stage, q - 1);
-          }
-        };
-        if (SETS == 4) decode_ahead();
+        if (q < 3 || more) decode.values(a[(q + 1) % SETS]); // group q + 1
+        if (q == 2) {
+          __syncwarp();
+          if (lane == 0) mbarrier_arrive(barriers.w_empty + 8 * stage);
+        }
+        if (q < 2) decode.lookup(stage, q + 2); // group q + 2
+        else if (more) decode.lookup(next_stage, q - 2);
+        if (q == 0) decode.bytes(stage, 3); // group q + 3
+        else if (more) {
+          if (q == 1) mbarrier_wait(barriers.w_full + 8 * next_stage, next_parity);
+          decode.bytes(next_stage, q - 1);
+        }
         wgmma_wait<1>(); // the product before this one is done with its operands
         if (q % 2 == 0) {
           if (before >= 0) release_x(before);
@@ -120,7 +119,6 @@ __device__ __forceinline__ void consume(const bsh_gemm_wide_args &args, char *me
           before = x_stage;
           if (++x_stage == FORM::X_STAGES) x_stage = 0, x_parity ^= 1;
         }
-        if (SETS == 2) decode_ahead();
       }
       stage = next_stage, parity = next_parity;
     }

@@ -112,15 +112,36 @@ def test_wide_keeps_the_error_rule(case):
 
 
 @pytest.mark.parametrize("gradient", [False, True])
-def test_wide_with_hostile_scales(gradient):
+@pytest.mark.parametrize("small", [0, 110])
+def test_wide_with_hostile_scales(gradient, small):
+    """small: times 2^-small, scales down to 2^-130; x as much larger."""
     torch.manual_seed(0)
     N, K = 512, 384
     packed, scales, _ = weight(N, K, BF16, 0, 64, True)
     scales = hostile_scales(scales)
+    scales[2].mul_(2.0**-small)
     w = ops.dequantize_4bit(packed.view(-1, 1), *scales, 64, 0, N, K, torch.float32).reshape(N, K)
-    x = torch.randn(100, N if gradient else K).to(BF16)
+    x = (torch.randn(100, N if gradient else K) * 2.0**small).to(BF16)
     y = multiply(Gpu(90, 6, 5), x, packed, scales, None, 64, 0, N, K, gradient)
     assert error_ratio(y, x, w, None, gradient) < (GRADIENT_BOUND if gradient else FORWARD_BOUND) * SAMPLING
+
+
+@pytest.mark.parametrize(("gradient", "dtype"), [(False, BF16), (True, BF16), (True, F16)])
+@pytest.mark.parametrize("fmt", [0, 1])
+def test_wide_decodes_alike_everywhere(gradient, dtype, fmt):
+    """A byte gives the same numbers wherever it lies: some are looked up in the table, some by byte permutations.
+
+    Rows of the unit matrix show W as it is multiplied. Gradient: a row of W has all bytes; forward: each row has one.
+    """
+    N, K = (128, 512) if gradient else (256, 128)
+    packed = torch.arange(256, dtype=torch.uint8)
+    packed = packed.repeat(N) if gradient else packed.repeat_interleave(K // 2)
+    scales = (torch.full((N * K // 64,), 0.0173), None, None, None)
+    filled = [NONE if one is None else one for one in scales]
+    w = ops.dequantize_4bit(packed.view(-1, 1), *filled, 64, fmt, N, K, torch.float32).reshape(N, K)
+    y = multiply(Gpu(90, 4, 1), torch.eye(128, dtype=dtype), packed, scales, None, 64, fmt, N, K, gradient)
+    assert torch.equal(y, y[: 1 if gradient else 2].repeat(128 if gradient else 64, 1))
+    torch.testing.assert_close(y.float(), w if gradient else w.T, rtol=2**-6, atol=0)
 
 
 @pytest.mark.parametrize(("N", "K", "sms"), [(256, 1024, 8), (1280, 896, 4), (768, 1920, 10)])
