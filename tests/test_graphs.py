@@ -173,6 +173,17 @@ def test_another_batch_raises(change):
     assert step._graph.replays == 0
 
 
+def test_a_batch_holds_tensors_only():
+    ours, _ = twins()
+    (batch,) = batches(1)
+    with pytest.raises(TypeError, match="scale is a float"):
+        capture(ours, {**batch, "scale": 2.0})
+    step = capture(ours, batch)
+    with pytest.raises(TypeError, match="labels is a NoneType"):
+        step({**batch, "labels": None})
+    assert step._graph.replays == 0
+
+
 def test_what_cannot_be_captured(monkeypatch):
     ours, _ = twins()
     (batch,) = batches(1)

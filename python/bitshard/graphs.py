@@ -63,8 +63,8 @@ class CapturedStep:
             wait for the GPU (`.item()`, `.cpu()`) or a choice by values on it.
         batch: {name: tensor on the GPU}, as calls will bring them: the same names, shapes, dtypes.
 
-    ValueError for a model, batch or gradient that cannot be captured; RuntimeError where the capture fails, with the
-    error of the function or of CUDA as its cause. Gradients that are there before stay as they are.
+    TypeError for a batch with other values, ValueError for a model or batch that cannot be captured; RuntimeError where
+    the capture fails, with the error of the function or of CUDA as its cause. Gradients that are there before stay.
     """
 
     def __init__(self, model: nn.Module, function: Callable[[dict[str, Tensor]], Tensor], batch: Batch):
@@ -128,14 +128,14 @@ class CapturedStep:
         }
 
     def _check_batch(self, batch: Batch) -> None:
-        expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._batch.items()}
-        found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()}
+        expected, found = _described(self._batch), _described(batch)
         if found != expected:
             raise ValueError(f"{_NAME}captured with {expected}, called with {found}")
 
 
 def _check(model: nn.Module, trained: list[nn.Parameter], batch: Batch) -> None:
     """ValueError where a model or a batch cannot be captured."""
+    _described(batch)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     places = {tensor.device for tensor in tensors.values()} | {tensor.device for tensor in batch.values()}
     if len(places) != 1 or next(iter(places)).type != DEVICE:
@@ -149,11 +149,23 @@ def _check(model: nn.Module, trained: list[nn.Parameter], batch: Batch) -> None:
         raise ValueError(f"{_NAME}{sharded[0]} is sharded; a graph has the memory of one process only")
     if not trained:
         raise ValueError(f"{_NAME}no parameter of this {type(model).__name__} requires a gradient")
-    drops = [name for name, module in model.named_modules() if "Dropout" in type(module).__name__ and module.p > 0]
+    drops = [
+        name
+        for name, module in model.named_modules()
+        if "Dropout" in type(module).__name__ and getattr(module, "p", 0) > 0
+    ]
     config = getattr(model, "config", None)
     drops += [f"config.{name}" for name, value in getattr(config, "__dict__", {}).items() if _drops(name, value)]
     if drops and model.training:
         raise ValueError(f"{_NAME}{drops[0]} drops at random, which a second forward would not repeat; set it to 0")
+
+
+def _described(batch: Batch) -> dict[str, tuple]:
+    """{name: (shape, dtype)}; TypeError where a value is no tensor, which a graph would not see change."""
+    others = [f"{name} is a {type(value).__name__}" for name, value in batch.items() if not isinstance(value, Tensor)]
+    if others:
+        raise TypeError(f"{_NAME}a batch holds tensors only, but {', '.join(others)}")
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()}
 
 
 def _drops(name: str, value: Any) -> bool:
