@@ -134,7 +134,6 @@ def serve(mode: str, layers: int) -> None:
     version = "" if mode.startswith("bf16") else __import__("bitsandbytes").__version__
     print(json.dumps({"bitsandbytes": version, "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}))
     for line in sys.stdin:
-        sys.stdout.flush()
         what, n = line.split()
         if what == "tokens":
             step = None  # a graph gives its memory back

@@ -495,8 +495,8 @@ __device__ __forceinline__ void load_8bit(const bsh_step_list &list, const Place
   using IO = Floats<kPair>;
   constexpr int kWide = IO::kWide;
   const bsh_step_tensor &tensor = *place.tensor;
-  const uint8_t *const codes1 = static_cast<uint8_t *>(tensor.state1), *const codes2 =
-                                                                           static_cast<uint8_t *>(tensor.state2);
+  const uint8_t *const codes1 = static_cast<uint8_t *>(tensor.state1);
+  const uint8_t *const codes2 = static_cast<uint8_t *>(tensor.state2);
   const float *const scale1 = tensor.absmax1 + place.block, *const scale2 = tensor.absmax2 + place.block;
   Codes first, second, slow;
   if constexpr (kLoadsFirst<kAlgorithm, kPair>) {

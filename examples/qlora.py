@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> Trainer:
         bf16=dtype == torch.bfloat16 and torch.cuda.is_available(),  # Trainer refuses both flags without a GPU
         fp16=dtype == torch.float16 and torch.cuda.is_available(),
         gradient_checkpointing=options.gradient_checkpointing or None,
-        gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": not options.graph},
+        gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False} if options.graph else None,
         dataloader_drop_last=options.graph,  # the last batch may be smaller
         logging_steps=1,
         save_strategy="no",

@@ -48,7 +48,7 @@ def paged_bytes(optimizer) -> int:
 
 
 def compare(ours, theirs, what: str) -> None:
-    """Parameters and all of the state, through state dicts, which wait for what is under way."""
+    """Parameters and all of the state, through state dicts."""
     left, right = ours.state_dict()["state"], theirs.state_dict()["state"]
     for key in right:
         hidden = "__bnb_optimizer_quant_state__"

@@ -39,9 +39,7 @@ def loss_of(wrapped):
 
 
 def capture(wrapped, batch, function=None):
-    step = graphs.CapturedStep(wrapped, function or loss_of(wrapped), batch)
-    step._graph.model = wrapped
-    return step
+    return graphs.CapturedStep(wrapped, function or loss_of(wrapped), batch)
 
 
 def twins():

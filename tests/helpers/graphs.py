@@ -9,8 +9,9 @@ class Played:
 
     def replay(self):
         self.replays += 1
-        kept = [p.grad for p in self.model.parameters()] if hasattr(self, "model") else []
+        trained = self.body.__self__._trained
+        kept = [p.grad for p in trained]
         for result, new in zip(self.results, self.body(), strict=True):
             result.copy_(new.detach())
-        for p, grad in zip(self.model.parameters() if kept else (), kept, strict=True):
+        for p, grad in zip(trained, kept, strict=True):
             p.grad = grad

@@ -68,7 +68,6 @@ class Optimizer8bit(torch.optim.Optimizer):
 
         Paged state is shared with the optimizer as other state is: the next step changes it.
         """
-        self.paging.finish()
         saved = super().state_dict()
         places = [(group, g, i) for g, group in enumerate(self.param_groups) for i in range(len(group["params"]))]
         params = {key: (group["params"][i], self._bits(group, g, i)) for key, (group, g, i) in enumerate(places)}
@@ -88,7 +87,6 @@ class Optimizer8bit(torch.optim.Optimizer):
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        self.paging.finish()
         groups, saved = self.param_groups, state_dict["param_groups"]
         entries.check_groups(groups, saved, set(self.defaults) & {"lr", "betas", "eps", "weight_decay"})
         params = list(chain.from_iterable(group["params"] for group in groups))

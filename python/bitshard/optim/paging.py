@@ -406,8 +406,6 @@ class Paging:
     def whole(self, state: dict[str, Any], device: torch.device) -> Iterator[None]:
         """Inside, the state of one parameter is on its device as a whole; then copied back, unless this raised."""
         paged = {key: state[key] for key in ("state1", "state2") if is_paged(state.get(key))}
-        if paged:
-            self.finish()
         try:
             state.update({key: value.to(device, copy=True) for key, value in paged.items()})
             yield
