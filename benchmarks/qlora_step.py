@@ -6,7 +6,8 @@ upstream bitsandbytes, and bf16 LoRA.
 Random weights, bf16 LoRA of rank 16 on all seven linears, gradient checkpointing, fused AdamW, batch 1. Every case is
 a process of its own; all are alive at once and take turns of `--steps` steps, `--rounds` times. The table gives the
 median over rounds of a turn's median, and of its fastest step. A case that fails (memory, a step that cannot be
-captured) is said to have failed; its error is on standard error. All processes keep to the same few cores: where the
+captured) is said to have failed; its error is on standard error. Cases: bitshard, fused, bf16, upstream, before and
+before-fused (another build), each also as "... graph". All processes keep to the same few cores: where the
 host decides, processes on different ones differ by a tenth.
 """
 
@@ -80,7 +81,7 @@ def build(mode: str, layers: int):
     for parameter in model.parameters():
         if parameter.requires_grad:  # peft leaves adapters of uint8 weights in float32; TRL casts them like this
             parameter.data = parameter.data.to(torch.bfloat16)
-    if mode.startswith("fused") or mode == "before":
+    if mode.split()[0] in ("fused", "before-fused"):
         from bitshard import lora as fused
 
         print(fused.fuse(model), file=sys.stderr)
@@ -161,7 +162,11 @@ class Case:
 
     def __init__(self, mode: str, arguments: argparse.Namespace):
         self.mode, self.rows = mode, {}
-        path = {"upstream": arguments.upstream, "before": arguments.before}.get(mode, OURS)
+        path = {
+            "upstream": arguments.upstream,
+            "before": arguments.before,
+            "before-fused": arguments.before,
+        }.get(mode.split()[0], OURS)
         path = "" if mode.startswith("bf16") else path
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))}
         command = [sys.executable, "-u", __file__, "--case", mode, "--layers", str(arguments.layers)]
@@ -233,7 +238,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", metavar="MODE", help="be the process of one case")
     parser.add_argument("--upstream", help="folder that contains upstream's bitsandbytes package")
-    parser.add_argument("--before", help="folder of another build of bitshard and its facade: `before`, fused")
+    parser.add_argument("--before", help="folder of another build of bitshard and its facade")
+    parser.add_argument("--cases", help="the cases, with commas between")
     parser.add_argument("--graph", action="store_true", help="also with a step as one CUDA graph")
     parser.add_argument("--tokens", default="512,2048")
     parser.add_argument("--steps", type=int, default=4, help="of a case's turn")
@@ -243,10 +249,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.case:
         return serve(arguments.case, arguments.layers)
-    modes = (
-        ["bitshard", "fused", "bf16"] + ["upstream"] * bool(arguments.upstream) + ["before"] * bool(arguments.before)
-    )
-    modes += ["fused graph", "bf16 graph"] * arguments.graph
+    modes = ["bitshard", "fused", "bf16"] + ["upstream"] * bool(arguments.upstream)
+    modes += ["before", "before-fused"] * bool(arguments.before) + ["fused graph", "bf16 graph"] * arguments.graph
+    if arguments.cases:
+        modes = arguments.cases.split(",")
     cases = [Case(mode, arguments) for mode in modes]
     versions = {case.mode: case.answer() for case in cases}
     tokens, alive = [int(n) for n in arguments.tokens.split(",")], cases
