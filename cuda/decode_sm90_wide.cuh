@@ -32,15 +32,22 @@ constexpr int TABLE_AT = BSH_GEMM_WIDE_TABLE_AT;
 //   HALF:  fp16(value * ALPHA), widened, * (scale / ALPHA) in fp32, rounded to T
 //   EXACT: fp32 value * fp32 scale, rounded to T
 //   SPLIT: T(value * ALPHA) * (scale / ALPHA as a sum of two T), rounded to T
-enum decode_mode { HALF, EXACT, SPLIT };
+//   UNSCALED: T(value * ALPHA); sums over 64 of depth * (scale / ALPHA) in fp32
+enum decode_mode { HALF, EXACT, SPLIT, UNSCALED };
 template <typename T> constexpr bool IS_HALF = false;
 template <> constexpr bool IS_HALF<__half> = true;
-template <typename T, bool GRADIENT> constexpr decode_mode MODE_OF = GRADIENT ? SPLIT : IS_HALF<T> ? EXACT : HALF;
+// UNSCALED wants sums twice, for which 192 tokens leave no registers, and one scale for a row of A and 64 of depth,
+// which W^T does not have.
+template <typename T, int TOKENS, bool GRADIENT>
+constexpr decode_mode MODE_OF = GRADIENT        ? SPLIT
+                                : TOKENS == 128 ? UNSCALED
+                                : IS_HALF<T>    ? EXACT
+                                                : HALF;
 
 template <typename T, int TOKENS_, bool GRADIENT_> struct wide_form {
   static constexpr int TOKENS = TOKENS_, SUMS = TOKENS / 2; // of a thread
   static constexpr bool GRADIENT = GRADIENT_;
-  static constexpr decode_mode MODE = MODE_OF<T, GRADIENT>;
+  static constexpr decode_mode MODE = MODE_OF<T, TOKENS, GRADIENT>;
   static constexpr int X_STAGES = bsh_gemm_wide_x_stages(TOKENS), X_BYTES = bsh_gemm_wide_x_bytes(TOKENS);
   static constexpr int STAGES = BSH_GEMM_WIDE_STAGES;
   static constexpr int W_AT = bsh_gemm_wide_w_at(TOKENS), SCALES_AT = bsh_gemm_wide_scales_at(TOKENS);
@@ -49,7 +56,7 @@ template <typename T, int TOKENS_, bool GRADIENT_> struct wide_form {
   static __device__ __forceinline__ float alpha(int format) {
     if (MODE == EXACT) return 1.f;
     if (format == BSH_FP4) return 3.f; // multiples of 1/64: exact
-    return MODE == SPLIT && !IS_HALF<T> ? 1.3743000030517578f : 1.6384999752044678f;
+    return MODE != HALF && !IS_HALF<T> ? 1.3743000030517578f : 1.6384999752044678f;
   }
 };
 
@@ -119,13 +126,14 @@ private:
 };
 
 // Group q (0..3) of the piece in stage `s` becomes a[8], two k16 steps, in three steps that the main loop spreads over
-// three iterations, so that no latency shows: bytes(), lookup() and values().
+// three iterations, so that no latency shows: bytes(), lookup() and values(). UNSCALED looks up the operands
+// themselves.
 template <typename T, typename FORM> struct decoder {
   static constexpr bool GRADIENT = FORM::GRADIENT;
   static constexpr decode_mode MODE = FORM::MODE;
-  // Of the four pairs of packed bytes of a group, how many are looked up by byte permutations: where shared memory has
-  // more to do than the tensor cores.
-  static constexpr int PERMUTED = MODE == SPLIT ? 2 : MODE == HALF && FORM::TOKENS == 128 ? 1 : 0;
+  // Of the four pairs of packed bytes of a group of the gradient, how many are looked up by byte permutations, since
+  // shared memory has more to do than the tensor cores.
+  static constexpr int PERMUTED = MODE == SPLIT ? 2 : 0;
   uint32_t weights, scales, lane_base, select[2], select_pair;
   value_bytes values_of; // PERMUTED
   uint32_t raw[GRADIENT ? 4 : 8];
@@ -148,19 +156,20 @@ template <typename T, typename FORM> struct decoder {
       scales = base + FORM::SCALES_AT + (span >> 1) * 512 + t * 32;
       select[0] = 0x7604 | half << 4, select[1] = 0x7604 | (2 + half) << 4;
     }
-    select_pair = GRADIENT ? half | (2 + half) << 4 : t | (4 + t) << 4;
+    select_pair = half | (2 + half) << 4;
     select[0] = keep(select[0]), select[1] = keep(select[1]), select_pair = keep(select_pair);
     if (PERMUTED) values_of.read(lane_base + TABLE_AT);
   }
 
-  __device__ __forceinline__ void bytes(int s, int q) {
+  __device__ __forceinline__ void bytes(int s, int q) { bytes(s, q, raw); }
+  __device__ __forceinline__ void bytes(int s, int q, uint32_t *to) const {
     if (GRADIENT) {
-      ldmatrix_x4_trans(raw, weights + s * BSH_GEMM_WIDE_W_BYTES + q * 2048);
+      ldmatrix_x4_trans(to, weights + s * BSH_GEMM_WIDE_W_BYTES + q * 2048);
     } else {
       const uint32_t at = (weights + s * BSH_GEMM_WIDE_W_BYTES) ^ (q << 4);
       const uint4 r0 = ld_shared_16(at), r1 = ld_shared_16(at + 64);
-      raw[0] = r0.x, raw[1] = r0.y, raw[2] = r0.z, raw[3] = r0.w;
-      raw[4] = r1.x, raw[5] = r1.y, raw[6] = r1.z, raw[7] = r1.w;
+      to[0] = r0.x, to[1] = r0.y, to[2] = r0.z, to[3] = r0.w;
+      to[4] = r1.x, to[5] = r1.y, to[6] = r1.z, to[7] = r1.w;
     }
   }
 
@@ -171,26 +180,38 @@ template <typename T, typename FORM> struct decoder {
       scale[0] = high.x, scale[1] = high.y, scale[2 % SCALES] = high.z, scale[3 % SCALES] = high.w;
       scale[4 % SCALES] = low.x, scale[5 % SCALES] = low.y, scale[6 % SCALES] = low.z, scale[7 % SCALES] = low.w;
     } else if (q % 2 == 0) {
-      const uint2 rows = ld_shared_8(at + (q >> 1) * 512);
-      scale[0] = rows.x, scale[1] = rows.y;
+      const float2 rows = scales_of_rows(s, q / 2);
+      scale[0] = __float_as_uint(rows.x), scale[1] = __float_as_uint(rows.y);
     }
+    find(raw, found);
+  }
+  // Forward: the scales of the thread's two rows of A for unit 0 or 1 (64 of depth) of the piece.
+  __device__ __forceinline__ float2 scales_of_rows(int s, int unit) const {
+    const uint2 rows = ld_shared_8(scales + s * BSH_GEMM_WIDE_SCALE_BYTES + unit * 512);
+    return make_float2(__uint_as_float(rows.x), __uint_as_float(rows.y));
+  }
+
+  // UNSCALED: to[8] is the group's operand.
+  __device__ __forceinline__ void find(const uint32_t *from, uint32_t *to) const {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       if (i >> 1 < PERMUTED) {
         if (i % 2 == 1) continue;
-        const uint32_t word = raw[GRADIENT ? i / 2 : i], next = GRADIENT ? 0 : raw[i + 1];
-        const uint2 bytes = values_of.find(permute(word, next, select_pair));
-        found[i] = __byte_perm(bytes.x, bytes.y, GRADIENT ? 0x7351 : 0x4051); // upper codes, or those of the first byte
-        found[i + 1] = __byte_perm(bytes.x, bytes.y, GRADIENT ? 0x6240 : 0x6273);
+        const uint2 bytes = values_of.find(permute(from[i / 2], 0, select_pair));
+        to[i] = __byte_perm(bytes.x, bytes.y, 0x7351); // upper codes, then lower ones
+        to[i + 1] = __byte_perm(bytes.x, bytes.y, 0x6240);
         continue;
       }
-      const uint32_t word = GRADIENT ? raw[i >> 1] : raw[i];
+      const uint32_t word = GRADIENT ? from[i >> 1] : from[i];
       const uint32_t address = permute(word, lane_base, GRADIENT ? select[i & 1] : select[0]);
       if (MODE == EXACT)
         asm("ld.shared.v2.u32 {%0, %1}, [%2 + %3];"
-            : "=r"(found[2 * i % FOUND]), "=r"(found[(2 * i + 1) % FOUND])
+            : "=r"(to[2 * i % FOUND]), "=r"(to[(2 * i + 1) % FOUND])
             : "r"(address), "n"(TABLE_AT));
-      else asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(found[i]) : "r"(address), "n"(TABLE_AT));
+      else
+        asm("ld.shared.u32 %0, [%1 + %2];"
+            : "=r"(to[MODE == UNSCALED ? i % 4 * 2 + i / 4 : i])
+            : "r"(address), "n"(TABLE_AT));
     }
   }
 

@@ -9,9 +9,10 @@
 //      v                            |                            |
 //   ring of 64 of depth:            |  pair table in shared memory (decode_sm90_wide.cuh)
 //   B operand of wgmma              v                            v
-//      |                         A operand in registers: W or W^T, rounded to T with its scale
+//      |                         A operand in registers: W or W^T, rounded to T with its scale (consume), or
+//      |                            |  its values without the scale (consume_unscaled)
 //      v                            v
-//   wgmma m64 n128/n192/n256 k16, fp32 sums in registers over all of depth
+//   wgmma m64 n128/n192/n256 k16, fp32 sums in registers over all of depth; unscaled: over 64 of depth, then scaled
 //      |
 //      v
 //   y, or args.partial, which the pair with the tile's end adds (epilogue_sm90_wide.cuh)
@@ -33,7 +34,7 @@ namespace {
 #ifdef BSH_HAS_WGMMA
 enum { X_WARP = 8, SCALE_WARP = 9, W_WARP = 11 };
 // Of a thread. 256 consumers and 128 producers share what the kernel starts with, 384 times 168.
-template <typename FORM> constexpr int CONSUMER_REGISTERS = FORM::TOKENS == 256 ? 232 : 208;
+template <typename FORM> constexpr int CONSUMER_REGISTERS = FORM::TOKENS == 256 || FORM::MODE == UNSCALED ? 232 : 208;
 template <typename FORM> constexpr int PRODUCER_REGISTERS = 3 * 168 - 2 * CONSUMER_REGISTERS<FORM>;
 
 template <typename T, typename FORM>
@@ -97,8 +98,8 @@ __device__ __forceinline__ void consume(const bsh_gemm_wide_args &args, char *me
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 2; k++)
-          wgmma_add<T, FORM::TOKENS>::mma_async(sum, a[q % SETS] + 4 * k,
-                                                x_descriptor + ((x_stage * FORM::X_BYTES) >> 4) + (q % 2) * 4 + k * 2);
+          wgmma_rs<T, FORM::TOKENS>::mma_async(sum, a[q % SETS] + 4 * k,
+                                               x_descriptor + ((x_stage * FORM::X_BYTES) >> 4) + (q % 2) * 4 + k * 2);
         wgmma_commit();
         if (q < 3 || more) decode.values(a[(q + 1) % SETS]); // group q + 1
         if (q == 2) {
@@ -124,9 +125,81 @@ __device__ __forceinline__ void consume(const bsh_gemm_wide_args &args, char *me
     }
     wgmma_wait<0>();
     release_x(before);
-    if (args.cut.scatter == 2) scatter_sums<T, FORM, 2>(args, place, work.tile, memory, sum);
-    else if (args.cut.scatter == 4) scatter_sums<T, FORM, 4>(args, place, work.tile, memory, sum);
-    else share_sums<T, FORM>(args, place, work, memory, sum);
+    finish_sums<T, FORM>(args, place, work, memory, sum);
+  }
+}
+
+// The products of 64 of depth of a warpgroup run together, and only they read its operands and `part`; what they give
+// is added with the scales of the rows while the other warpgroup's run. The two take turns, each on a named barrier
+// that the other one passes without a stop, so that they don't run, and then add, at the same time. Packed bytes are in
+// registers 64 of depth before they are looked up.
+enum { FIRST_TURN = 7 }; // and 8: of the second warpgroup
+template <typename T, typename FORM>
+__device__ __forceinline__ void consume_unscaled(const bsh_gemm_wide_args &args, char *memory, uint32_t base,
+                                                 const wide_place &place, int warp, int lane) {
+  constexpr int THREADS = BSH_GEMM_WIDE_CONSUMERS * BSH_WARP;
+  const wide_barriers<FORM> barriers(base);
+  const uint32_t x_empty = map_to_rank(barriers.x_empty, lane & 1);
+  const uint64_t x_descriptor = wgmma_descriptor_64(base + BSH_GEMM_WIDE_X_AT);
+  const decoder<T, FORM> decode(base, warp, lane);
+  const int own_turn = FIRST_TURN + warp / 4, other_turn = FIRST_TURN + 1 - warp / 4;
+  wide_scheduler work(args.cut, place.pair);
+  float sum[FORM::SUMS], part[FORM::SUMS];
+  uint32_t a[2][16], raw[16]; // of a unit, 64 of depth: two groups
+  int x_stage = 0, stage = 0;
+  uint32_t x_parity = 0, parity = 0;
+  auto bytes = [&](int s, int unit) {
+    decode.bytes(s, 2 * unit, raw);
+    decode.bytes(s, 2 * unit + 1, raw + 8);
+  };
+  auto find = [&](uint32_t *to) {
+    decode.find(raw, to);
+    decode.find(raw + 8, to + 8);
+  };
+#pragma unroll
+  for (int i = 0; i < FORM::SUMS; i++) part[i] = 0.f;
+  if (own_turn != FIRST_TURN) named_barrier_arrive<THREADS>(FIRST_TURN);
+  while (work.next()) {
+#pragma unroll
+    for (int i = 0; i < FORM::SUMS; i++) sum[i] = 0.f;
+    mbarrier_wait(barriers.w_full + 8 * stage, parity);
+    bytes(stage, 0);
+    find(a[0]);
+    bytes(stage, 1);
+    for (int left = __shfl_sync(~0u, work.to - work.from, 0); left > 0; left--) {
+      const bool more = left > 1;
+      const int next_stage = stage + 1 == FORM::STAGES ? 0 : stage + 1;
+      const uint32_t next_parity = stage + 1 == FORM::STAGES ? parity ^ 1 : parity;
+#pragma unroll
+      for (int unit = 0; unit < 2; unit++) {
+        const uint64_t b = x_descriptor + ((x_stage * FORM::X_BYTES) >> 4);
+        mbarrier_wait(barriers.x_full + 8 * x_stage, x_parity);
+        named_barrier<THREADS>(own_turn);
+        wgmma_fence();
+        wgmma_rs<T, FORM::TOKENS>::template mma_async<false>(part, a[unit], b);
+#pragma unroll
+        for (int k = 1; k < 4; k++) wgmma_rs<T, FORM::TOKENS>::mma_async(part, a[unit] + 4 * k, b + k * 2);
+        wgmma_commit();
+        named_barrier_arrive<THREADS>(other_turn);
+        if (unit == 0 || more) find(a[1 - unit]);
+        const float2 scale = decode.scales_of_rows(stage, unit);
+        if (unit == 1) {
+          __syncwarp();
+          if (lane == 0) mbarrier_arrive(barriers.w_empty + 8 * stage);
+        }
+        if (more) {
+          if (unit == 0) mbarrier_wait(barriers.w_full + 8 * next_stage, next_parity);
+          bytes(next_stage, unit);
+        }
+        wgmma_wait<0>();
+        if (lane < BSH_GEMM_WIDE_PAIR) mbarrier_arrive_there(x_empty + 8 * x_stage);
+        if (++x_stage == FORM::X_STAGES) x_stage = 0, x_parity ^= 1;
+#pragma unroll
+        for (int i = 0; i < FORM::SUMS; i++) sum[i] = fmaf(part[i], i & 2 ? scale.y : scale.x, sum[i]);
+      }
+      stage = next_stage, parity = next_parity;
+    }
+    finish_sums<T, FORM>(args, place, work, memory, sum);
   }
 }
 
@@ -154,7 +227,8 @@ __device__ __forceinline__ void gemm_wide(const bsh_tensor_map &x_map, const bsh
     build_wide_table<T, FORM>(memory + BSH_GEMM_WIDE_TABLE_AT, args.format);
     named_barrier<BSH_GEMM_WIDE_CONSUMERS * BSH_WARP>(1);
     wait_for_earlier_kernels();
-    consume<T, FORM>(args, memory, base, place, warp, lane);
+    if constexpr (FORM::MODE == UNSCALED) consume_unscaled<T, FORM>(args, memory, base, place, warp, lane);
+    else consume<T, FORM>(args, memory, base, place, warp, lane);
   }
   __syncwarp();
   cluster_meet(); // nobody ends while a block of its cluster may still write here

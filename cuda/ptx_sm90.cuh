@@ -53,6 +53,10 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 template <int THREADS> __device__ __forceinline__ void named_barrier(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
+// Counts as having come there, and goes on.
+template <int THREADS> __device__ __forceinline__ void named_barrier_arrive(int id) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
 // Adds 1 for a warp, after all that it wrote before; what was there in lane 0, 0 in the others.
 __device__ __forceinline__ uint32_t count_acq_rel(uint32_t *counter, uint32_t lane) {
   uint32_t before = 0;

@@ -25,6 +25,7 @@ FORMATS = ("nf4", "fp4")
 BF16, F16 = torch.bfloat16, torch.float16
 NONE = ops.empty(torch.device("cpu"))
 FORWARD_BOUND, GRADIENT_BOUND = 1.02, 1.1
+UNSCALED_BOUND = 0.85  # forward, tiles of 128 rows: W itself is not rounded, only its 16 values
 SAMPLING = 1.03  # a ratio of errors of a few thousand elements
 
 
@@ -107,8 +108,8 @@ def test_wide_keeps_the_error_rule(case):
     y = multiply(gpu, x, packed, scales, bias, blocksize, fmt, N, K, gradient)
     assert gpu.launches[-1].startswith("gemm_wide") and gpu.launches[-1].endswith(f"_m{tokens}")
     assert ("clear_flags" in gpu.launches) == shared
-    bound = (GRADIENT_BOUND if gradient else FORWARD_BOUND) * SAMPLING
-    assert error_ratio(y, x, w, bias, gradient) < bound
+    bound = GRADIENT_BOUND if gradient else UNSCALED_BOUND if tokens == 128 else FORWARD_BOUND
+    assert error_ratio(y, x, w, bias, gradient) < bound * SAMPLING
 
 
 @pytest.mark.parametrize("gradient", [False, True])
@@ -126,7 +127,7 @@ def test_wide_with_hostile_scales(gradient, small):
     assert error_ratio(y, x, w, None, gradient) < (GRADIENT_BOUND if gradient else FORWARD_BOUND) * SAMPLING
 
 
-@pytest.mark.parametrize(("gradient", "dtype"), [(False, BF16), (True, BF16), (True, F16)])
+@pytest.mark.parametrize(("gradient", "dtype"), [(False, BF16), (False, F16), (True, BF16), (True, F16)])
 @pytest.mark.parametrize("fmt", [0, 1])
 def test_wide_decodes_alike_everywhere(gradient, dtype, fmt):
     """A byte gives the same numbers wherever it lies: some are looked up in the table, some by byte permutations.
