@@ -74,9 +74,7 @@ STEP_FUNCTION lanes all_lanes(void) {
 typedef __m256i places;
 
 STEP_FUNCTION places load_places(const uint8_t *const code) {
-  places at = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)code));
-  __asm__("" : "+x"(at)); /* here, not where it is used */
-  return at;
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)code));
 }
 
 STEP_FUNCTION value look_up(const float *const map, const places at, const lanes all) {

@@ -82,9 +82,7 @@ STEP_FUNCTION lanes all_lanes(void) {
 typedef __m512i places;
 
 STEP_FUNCTION places load_places(const uint8_t *const code) {
-  places at = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)code));
-  __asm__("" : "+v"(at)); /* here, not where it is used */
-  return at;
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)code));
 }
 
 STEP_FUNCTION value look_up(const float *const map, const places at, const lanes all) {

@@ -51,13 +51,11 @@ STEP_FUNCTION value quotient(const value a, const value number, const reciprocal
 #include "optimizer.h"
 
 #if LANES > 1
-/* Computed here, not where it is used, and no longer known to be one number. */
-STEP_FUNCTION value pin(value v) {
-  __asm__("" : "+v"(v));
+STEP_FUNCTION value keep(const float number) {
+  value v = v_set(number);
+  __asm__("" : "+v"(v)); /* no longer known to be one number */
   return v;
 }
-
-STEP_FUNCTION value keep(const float number) { return pin(v_set(number)); }
 
 STEP_FUNCTION reciprocal_of spread_reciprocal(const float number) {
   const float high = 1.0f / number;

@@ -101,9 +101,9 @@ STEP_FUNCTION void step_run(const bsh_optimizer algorithm, const kind kind,
   peak most1 = p_zero(), most2 = p_zero(), most3 = p_zero();
   places next1 = load_places(s1.code), next2 = load_places(s2.code), next3 = load_places(s3.code);
   for (int64_t i = 0; i < n; i += LANES) {
-    const places at1 = next1, at2 = next2, at3 = next3;
+    const places at1 = two ? next1 : load_places(s1.code + i), at2 = next2, at3 = next3;
     const int64_t next = i + LANES < n ? i + LANES : i;
-    next1 = load_places(s1.code + next);
+    if (two) next1 = load_places(s1.code + next);
     if (two) next2 = load_places(s2.code + next);
     if (three) next3 = load_places(s3.code + next);
     step_element e = {load_values(g, g_dtype, i), v_set(0.0f), decode(&s1, at1, all, flush), v_set(0.0f), v_set(0.0f)};
@@ -180,7 +180,7 @@ STEP_FUNCTION void close_codes(const block_states *const s, const int64_t n) {
 }
 
 STEP_FUNCTION value scaled(const code_stream *const s, const int64_t i) {
-  return pin(v_mul(s->inverse, load_plain(s->states + i)));
+  return v_mul(s->inverse, load_plain(s->states + i));
 }
 
 enum { UNIT = 4 };
@@ -219,7 +219,7 @@ typedef struct {
 STEP_FUNCTION ahead ahead_of(const finish_loop *const loop, const step_numbers *const k, const int64_t i) {
   step_element e = {.s1 = load_plain(loop->s1.states + i)};
   if (loop->three) e.s3 = load_plain(loop->s3.states + i);
-  return (ahead){.update = pin(divided_update(k, loop->algorithm, &e, load_plain(loop->out + i))),
+  return (ahead){.update = divided_update(k, loop->algorithm, &e, load_plain(loop->out + i)),
                  .v1 = scaled(&loop->s1, i),
                  .v2 = scaled(&loop->s2, i),
                  .v3 = loop->three ? scaled(&loop->s3, i) : v_set(0.0f)};
