@@ -253,25 +253,31 @@ STEP_FUNCTION void finish_unit(const finish_loop *const loop, const step_numbers
   if (loop->three) store_unit(loop->s3.code + i, pairs[0][2], pairs[1][2]);
 }
 
-STEP_FUNCTION void finish_block(const bsh_optimizer algorithm, const kind kind,
-                                const bsh_optimizer_8bit_blockwise_args *const args, const block *const block,
-                                float *const out) {
+STEP_FUNCTION finish_loop open_loop(const bsh_optimizer algorithm, const kind kind,
+                                    const bsh_optimizer_8bit_blockwise_args *const args, const block *const block,
+                                    float *const out) {
   const bool three = algorithm == BSH_ADEMAMIX;
   const bsh_dtype g_dtype = kind == MIXED ? args->g_dtype : (bsh_dtype)kind;
   const bsh_dtype p_dtype = kind == MIXED ? args->p_dtype : (bsh_dtype)kind;
-  const code_stream s1 = open_codes(block->states), s2 = open_codes(block->states + 1);
-  const finish_loop loop = {.algorithm = algorithm,
-                            .three = three,
-                            .g_dtype = g_dtype,
-                            .p_dtype = p_dtype,
-                            .g = (const char *)args->g + block->begin * dtype_size(g_dtype),
-                            .p = (const char *)args->p + block->begin * dtype_size(p_dtype),
-                            .n = block->n,
-                            .out = out,
-                            .s1 = s1,
-                            .s2 = s2,
-                            .s3 = three ? open_codes(block->states + 2) : s1,
-                            .all = all_lanes()};
+  const code_stream s1 = open_codes(block->states);
+  return (finish_loop){.algorithm = algorithm,
+                       .three = three,
+                       .g_dtype = g_dtype,
+                       .p_dtype = p_dtype,
+                       .g = (const char *)args->g + block->begin * dtype_size(g_dtype),
+                       .p = (const char *)args->p + block->begin * dtype_size(p_dtype),
+                       .n = block->n,
+                       .out = out,
+                       .s1 = s1,
+                       .s2 = open_codes(block->states + 1),
+                       .s3 = three ? open_codes(block->states + 2) : s1,
+                       .all = all_lanes()};
+}
+
+STEP_FUNCTION void finish_block(const bsh_optimizer algorithm, const kind kind,
+                                const bsh_optimizer_8bit_blockwise_args *const args, const block *const block,
+                                float *const out) {
+  const finish_loop loop = open_loop(algorithm, kind, args, block, out);
   const step_numbers k = numbers_of(args, kind);
   ahead next = ahead_of(&loop, &k, 0);
   int64_t i = 0;
@@ -279,11 +285,11 @@ STEP_FUNCTION void finish_block(const bsh_optimizer algorithm, const kind kind,
   for (; i < loop.n; i += LANES) {
     codes found[3];
     finish_values(&loop, &k, i, &next, found);
-    store_codes(s1.code + i, found[0]);
-    store_codes(s2.code + i, found[1]);
-    if (three) store_codes(loop.s3.code + i, found[2]);
+    store_codes(loop.s1.code + i, found[0]);
+    store_codes(loop.s2.code + i, found[1]);
+    if (loop.three) store_codes(loop.s3.code + i, found[2]);
   }
-  for (int state = 0; state < (three ? 3 : 2); state++) close_codes(block->states + state, loop.n);
+  for (int state = 0; state < (loop.three ? 3 : 2); state++) close_codes(block->states + state, loop.n);
 }
 
 static __attribute__((noinline)) void finish(const bsh_optimizer_8bit_blockwise_args *const args, block *const block,
@@ -336,7 +342,7 @@ static void step_8bit(const bsh_optimizer_8bit_blockwise_args *const args, const
   finish(args, blocks + (block_end + 1) % 2, runs[(block_end + 1) % 2]);
 }
 
-/* Whether quotient() may multiply. What is not so belongs to a beta2 that is none. */
+/* Whether quotient() may multiply: always so where beta2 is at least 0 and below 1. */
 static bool has_reciprocals(const bsh_optimizer_8bit_blockwise_args *const args) {
   const float number = args->numbers.correction2;
   return args->algorithm != BSH_ADEMAMIX || (number >= 0x1p-24f && number <= 1.0f);
