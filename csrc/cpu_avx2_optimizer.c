@@ -71,17 +71,23 @@ STEP_FUNCTION lanes all_lanes(void) {
   return all;
 }
 
-STEP_FUNCTION value decode_values(const float *const map, const uint8_t *const code, const lanes all) {
-  const __m256i index = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)code));
-  return _mm256_mask_i32gather_ps(_mm256_setzero_ps(), map, index, _mm256_castsi256_ps(all), 4);
+typedef __m256i places;
+
+STEP_FUNCTION places load_places(const uint8_t *const code) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)code));
+}
+
+STEP_FUNCTION value look_up(const float *const map, const places at, const lanes all) {
+  return _mm256_mask_i32gather_ps(_mm256_setzero_ps(), map, at, _mm256_castsi256_ps(all), 4);
 }
 
 static void write_run(const float *const values, const int64_t n, void *const out, const bsh_dtype dtype) {
   for (int64_t i = 0; i < n; i += LANES) store_values(out, dtype, i, load_plain(values + i));
 }
 
-/* Codes of 8 states in the lanes: cpu_state_search.h. */
-STEP_FUNCTION __m256i search8(const uint32_t *const cells, const value v, const lanes all) {
+typedef __m256i codes; /* of 8 states in the lanes: cpu_state_search.h */
+
+STEP_FUNCTION codes search(const uint32_t *const cells, const value v, const lanes all) {
   const __m256i bits = _mm256_castps_si256(v), index = _mm256_srli_epi32(bits, 16);
   const __m256i cell = _mm256_mask_i32gather_epi32(_mm256_setzero_si256(), (const int *)cells, index, all, 4);
   const __m256i sum = _mm256_add_epi32(cell, bits);
@@ -89,22 +95,15 @@ STEP_FUNCTION __m256i search8(const uint32_t *const cells, const value v, const 
   return _mm256_and_si256(code, _mm256_set1_epi32(0xFF));
 }
 
-enum { UNIT = 4 };
+STEP_FUNCTION codes join(const codes a, const codes b) { return _mm256_packus_epi32(a, b); }
 
-STEP_FUNCTION void encode_unit(const uint32_t *const cells, const value inverse, const float *const states,
-                               uint8_t *const code, const lanes all) {
-  __m256i codes[UNIT];
-  for (int j = 0; j < UNIT; j++) codes[j] = search8(cells, v_mul(inverse, load_plain(states + j * LANES)), all);
-  const __m256i bytes =
-      _mm256_packus_epi16(_mm256_packus_epi32(codes[0], codes[1]), _mm256_packus_epi32(codes[2], codes[3]));
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+STEP_FUNCTION void store_unit(uint8_t *const code, const codes first, const codes second) {
+  const __m256i bytes = _mm256_packus_epi16(first, second), order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   _mm256_storeu_si256((__m256i *)code, _mm256_permutevar8x32_epi32(bytes, order));
 }
 
-STEP_FUNCTION void encode_values(const uint32_t *const cells, const value inverse, const float *const states,
-                                 uint8_t *const code, const lanes all) {
-  const __m256i codes = search8(cells, v_mul(inverse, load_plain(states)), all);
-  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
+STEP_FUNCTION void store_codes(uint8_t *const code, const codes a) {
+  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
   _mm_storel_epi64((__m128i *)code, _mm_packus_epi16(words, words));
 }
 

@@ -79,9 +79,14 @@ STEP_FUNCTION lanes all_lanes(void) {
   return all;
 }
 
-STEP_FUNCTION value decode_values(const float *const map, const uint8_t *const code, const lanes all) {
-  const __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)code));
-  return _mm512_mask_i32gather_ps(_mm512_setzero_ps(), all, index, map, 4);
+typedef __m512i places;
+
+STEP_FUNCTION places load_places(const uint8_t *const code) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)code));
+}
+
+STEP_FUNCTION value look_up(const float *const map, const places at, const lanes all) {
+  return _mm512_mask_i32gather_ps(_mm512_setzero_ps(), all, at, map, 4);
 }
 
 /* The upper halves of the lanes of a, then of b. */
@@ -108,8 +113,9 @@ static void write_run(const float *const values, const int64_t n, void *const ou
   else convert_from_f32(values, BSH_F32, out, n);
 }
 
-/* Sums with the cells of 16 states: cpu_state_search.h. */
-STEP_FUNCTION __m512i search16(const uint32_t *const cells, const value v, const lanes all) {
+typedef __m512i codes; /* sums with the cells of 16 states: cpu_state_search.h */
+
+STEP_FUNCTION codes search(const uint32_t *const cells, const value v, const lanes all) {
   const __m512i bits = _mm512_castps_si512(v), index = _mm512_srli_epi32(bits, 16);
   return _mm512_add_epi32(_mm512_mask_i32gather_epi32(_mm512_setzero_si512(), all, index, cells, 4), bits);
 }
@@ -119,21 +125,15 @@ STEP_FUNCTION __m512i without_sign(const __m512i words) {
   return _mm512_ternarylogic_epi32(words, _mm512_srli_epi16(words, 8), _mm512_set1_epi16(0xFF), 0x28); /* (a ^ b) & c */
 }
 
-enum { UNIT = 4 };
+STEP_FUNCTION codes join(const codes a, const codes b) { return without_sign(upper_halves(a, b)); }
 
-STEP_FUNCTION void encode_unit(const uint32_t *const cells, const value inverse, const float *const states,
-                               uint8_t *const code, const lanes all) {
-  __m512i sums[UNIT];
-  for (int j = 0; j < UNIT; j++) sums[j] = search16(cells, v_mul(inverse, load_plain(states + j * LANES)), all);
-  const __m512i bytes =
-      _mm512_packus_epi16(without_sign(upper_halves(sums[0], sums[1])), without_sign(upper_halves(sums[2], sums[3])));
+STEP_FUNCTION void store_unit(uint8_t *const code, const codes first, const codes second) {
+  const __m512i bytes = _mm512_packus_epi16(first, second);
   _mm512_storeu_si512(code, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), bytes));
 }
 
-STEP_FUNCTION void encode_values(const uint32_t *const cells, const value inverse, const float *const states,
-                                 uint8_t *const code, const lanes all) {
-  const __m512i sums = search16(cells, v_mul(inverse, load_plain(states)), all);
-  _mm_storeu_si128((__m128i *)code, _mm512_cvtepi32_epi8(without_sign(_mm512_srli_epi32(sums, 16))));
+STEP_FUNCTION void store_codes(uint8_t *const code, const codes a) {
+  _mm_storeu_si128((__m128i *)code, _mm512_cvtepi32_epi8(without_sign(_mm512_srli_epi32(a, 16))));
 }
 
 #include "cpu_optimizer_blocks.h"

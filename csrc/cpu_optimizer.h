@@ -13,6 +13,11 @@
 #include "cpu_numerics.h"
 
 #if LANES > 1
+/* 1 / number as a sum, and -number: see quotient(). */
+typedef struct {
+  value high, low, negative;
+} reciprocal_of;
+
 /* The numbers of a step in every lane, once for a loop: compilers spread them anew for each element, which takes ports
  * that gathers and shuffles wait for. */
 typedef struct {
@@ -20,12 +25,27 @@ typedef struct {
     value beta1, beta2, beta3, rest1, rest2, rest3, lr, alpha, eps, weight_decay, gnorm_scale, decay;
     value correction1, correction2, inverse1, inverse2, step_size, scaled_eps;
   } values;
+  struct {
+    reciprocal_of correction2;
+  } reciprocals;
   float lr, stored_lr, update_scale;
   bsh_dtype round;
   bool decays, first, skip_zeros;
+  bool multiplies; /* where quotient() can: numbers are as it wants them */
 } step_numbers;
 #define NUMBER(k, name) ((k)->values.name)
 #define DECAYS(k) ((k)->decays)
+#define QUOTIENT(k, a, name) quotient(a, NUMBER(k, name), &(k)->reciprocals.name, (k)->multiplies)
+
+/* a / number, rounded once. A divider is busy for 10 cycles with what products take 2 for. The first quotient is within
+ * one unit of its last place, since high + low is 1 / number to 47 bits; the remainder then is a number of fp32, and
+ * with it the sum rounds as a division does, high being the nearest of 1 / number (Markstein's theorem). a: zero, or
+ * 2^-64 to 2^64, as roots are; number: 2^-24 to 1. */
+STEP_FUNCTION value quotient(const value a, const value number, const reciprocal_of *const r, const bool multiplies) {
+  if (!multiplies) return v_div(a, number);
+  const value near = v_fma(a, r->high, v_mul(a, r->low));
+  return v_fma(v_fma(near, r->negative, a), r->high, near);
+}
 #endif
 
 #include "optimizer.h"
@@ -35,6 +55,12 @@ STEP_FUNCTION value keep(const float number) {
   value v = v_set(number);
   __asm__("" : "+v"(v)); /* no longer known to be one number */
   return v;
+}
+
+STEP_FUNCTION reciprocal_of spread_reciprocal(const float number) {
+  const float high = 1.0f / number;
+  const float low = (float)((1.0 - (double)high * (double)number) / (double)number);
+  return (reciprocal_of){keep(high), keep(low), keep(-number)};
 }
 
 STEP_FUNCTION step_numbers spread(const bsh_step_numbers *const k) {
@@ -56,6 +82,7 @@ STEP_FUNCTION step_numbers spread(const bsh_step_numbers *const k) {
                                    .inverse2 = keep(k->inverse2),
                                    .step_size = keep(k->step_size),
                                    .scaled_eps = keep(k->scaled_eps)},
+                        .reciprocals = {.correction2 = spread_reciprocal(k->correction2)},
                         .lr = k->lr,
                         .stored_lr = k->stored_lr,
                         .update_scale = k->update_scale,

@@ -6,9 +6,10 @@
  *   reduce_peak(p)                     the largest lane
  *   load_plain(x)  store_plain(out, v) fp32 as it is
  *   all_lanes()                        a mask for what gathers
- *   decode_values(map, code, all)      map[code[0 ... LANES - 1]]
- *   encode_values(cells, inverse, states, code, all)  codes of LANES states by cpu_state_search.h
- *   encode_unit(...)                   the same of UNIT * LANES
+ *   places  load_places(code)          code[0 ... LANES - 1] as places in a map
+ *   look_up(map, at, all)              map[at]
+ *   codes  search(cells, v, all)       codes of LANES states by cpu_state_search.h
+ *   store_codes(code, a)  store_unit(code, join(a, b), join(c, d))  of one, of four
  *   write_run(values, n, out, dtype)   fp32 rounded, NaN as in cpu_numerics.h; n is a multiple of LANES
  *
  * All new states of a block are known before anything of it is written. Where one is infinite or NaN, which it is where
@@ -45,6 +46,7 @@ static kind kind_of(const bsh_optimizer_8bit_blockwise_args *const args) {
 
 STEP_FUNCTION step_numbers numbers_of(const bsh_optimizer_8bit_blockwise_args *const args, const kind kind) {
   step_numbers k = spread(&args->numbers);
+  k.multiplies = true;
   if (kind == MIXED) return k;
   k.round = (bsh_dtype)kind;
   k.skip_zeros = false;
@@ -76,12 +78,13 @@ STEP_FUNCTION state_stream open_stream(const block_states *const s) {
       .map = s->search->flushed, .code = s->code, .out = s->states, .scale = v_set(scale), .flush = !normal};
 }
 
-STEP_FUNCTION value decode(const state_stream *const s, const int64_t i, const lanes all, const bool flush_products) {
-  const value v = v_mul(decode_values(s->map, s->code + i, all), s->scale);
+STEP_FUNCTION value decode(const state_stream *const s, const places at, const lanes all, const bool flush_products) {
+  const value v = v_mul(look_up(s->map, at, all), s->scale);
   return flush_products ? v_flush(v) : v;
 }
 
-/* The new states, and the new parameters as fp32 of algorithms with one state. */
+/* The new states, and the new parameters as fp32 of algorithms with one state. Codes are loaded one turn ahead: gathers
+ * whose places are known do not hold up those behind them. */
 STEP_FUNCTION void step_run(const bsh_optimizer algorithm, const kind kind,
                             const bsh_optimizer_8bit_blockwise_args *const args, const int64_t begin, const int64_t n,
                             float *const out, block_states states[3]) {
@@ -96,10 +99,16 @@ STEP_FUNCTION void step_run(const bsh_optimizer algorithm, const kind kind,
   const step_numbers k = numbers_of(args, kind);
   const lanes all = all_lanes();
   peak most1 = p_zero(), most2 = p_zero(), most3 = p_zero();
+  places next1 = load_places(s1.code), next2 = load_places(s2.code), next3 = load_places(s3.code);
   for (int64_t i = 0; i < n; i += LANES) {
-    step_element e = {load_values(g, g_dtype, i), v_set(0.0f), decode(&s1, i, all, flush), v_set(0.0f), v_set(0.0f)};
-    if (two) e.s2 = decode(&s2, i, all, flush);
-    if (three) e.s3 = decode(&s3, i, all, flush);
+    const places at1 = two ? next1 : load_places(s1.code + i), at2 = next2, at3 = next3;
+    const int64_t next = i + LANES < n ? i + LANES : i;
+    if (two) next1 = load_places(s1.code + next);
+    if (two) next2 = load_places(s2.code + next);
+    if (three) next3 = load_places(s3.code + next);
+    step_element e = {load_values(g, g_dtype, i), v_set(0.0f), decode(&s1, at1, all, flush), v_set(0.0f), v_set(0.0f)};
+    if (two) e.s2 = decode(&s2, at2, all, flush);
+    if (three) e.s3 = decode(&s3, at3, all, flush);
     if (two) {
       new_states(&k, algorithm, &e, true);
       store_plain(out + i, divisor(&k, algorithm, e.s2));
@@ -153,65 +162,134 @@ typedef struct {
   const uint32_t *cells;
   const float *states;
   uint8_t *code;
-  value inverse;
-  bool zeros;
+  value inverse; /* zero where all states are */
 } code_stream;
 
-STEP_FUNCTION code_stream open_codes(const block_states *const s, const int64_t n) {
+STEP_FUNCTION code_stream open_codes(const block_states *const s) {
   const float most = bits_float(s->most);
   *s->absmax = most;
-  if (s->most == 0) encode_zeros(s, n);
   return (code_stream){.cells = s->search->cells,
                        .states = s->states,
                        .code = s->code,
-                       .inverse = v_set(reciprocal(most)),
-                       .zeros = s->most == 0};
+                       .inverse = v_set(s->most == 0 ? 0.0f : reciprocal(most))};
 }
 
-STEP_FUNCTION void write_codes(const code_stream *const s, const int64_t i, const int n_values, const lanes all) {
-  if (s->zeros) return;
-  if (n_values == UNIT) encode_unit(s->cells, s->inverse, s->states + i, s->code + i, all);
-  else encode_values(s->cells, s->inverse, s->states + i, s->code + i, all);
+/* Behind the last code. */
+STEP_FUNCTION void close_codes(const block_states *const s, const int64_t n) {
+  if (s->most == 0) encode_zeros(s, n);
 }
+
+STEP_FUNCTION value scaled(const code_stream *const s, const int64_t i) {
+  return v_mul(s->inverse, load_plain(s->states + i));
+}
+
+enum { UNIT = 4 };
 
 STEP_FUNCTION void finish_codes(const block_states *const states, const int64_t n) {
   const lanes all = all_lanes();
-  const code_stream s = open_codes(states, n);
+  const code_stream s = open_codes(states);
   int64_t i = 0;
-  for (; i + UNIT * LANES <= n; i += UNIT * LANES) write_codes(&s, i, UNIT, all);
-  for (; i < n; i += LANES) write_codes(&s, i, 1, all);
+  for (; i + UNIT * LANES <= n; i += UNIT * LANES) {
+    codes c[UNIT];
+    for (int j = 0; j < UNIT; j++) c[j] = search(s.cells, scaled(&s, i + j * LANES), all);
+    store_unit(s.code + i, join(c[0], c[1]), join(c[2], c[3]));
+  }
+  for (; i < n; i += LANES) store_codes(s.code + i, search(s.cells, scaled(&s, i), all));
+  close_codes(states, n);
 }
 
-/* Of algorithms with two states: parameters and codes in one loop, since the former wait for divisions and the latter
- * for memory. */
+/* The loop over a block of an algorithm with two states: its parameters and codes. */
+typedef struct {
+  bsh_optimizer algorithm;
+  bool three;
+  bsh_dtype g_dtype, p_dtype;
+  const char *g, *p;
+  int64_t n;
+  float *out; /* divisors, which become parameters */
+  code_stream s1, s2, s3;
+  lanes all;
+} finish_loop;
+
+/* What is computed one turn ahead: what waits for divisions and what gathers wait for. A core holds a hundred
+ * instructions that wait; those of four divided parameters alone would fill it, and keep gathers from starting. */
+typedef struct {
+  value update, v1, v2, v3;
+} ahead;
+
+STEP_FUNCTION ahead ahead_of(const finish_loop *const loop, const step_numbers *const k, const int64_t i) {
+  step_element e = {.s1 = load_plain(loop->s1.states + i)};
+  if (loop->three) e.s3 = load_plain(loop->s3.states + i);
+  return (ahead){.update = divided_update(k, loop->algorithm, &e, load_plain(loop->out + i)),
+                 .v1 = scaled(&loop->s1, i),
+                 .v2 = scaled(&loop->s2, i),
+                 .v3 = loop->three ? scaled(&loop->s3, i) : v_set(0.0f)};
+}
+
+/* Stores the parameters i ...; codes of the three states in found[0 ... 2]. */
+STEP_FUNCTION void finish_values(const finish_loop *const loop, const step_numbers *const k, const int64_t i,
+                                 ahead *const next, codes found[3]) {
+  const ahead now = *next;
+  *next = ahead_of(loop, k, i + LANES < loop->n ? i + LANES : i);
+  const value old = load_values(loop->p, loop->p_dtype, i);
+  const value p = updated_parameter(k, loop->algorithm, old, now.update);
+  store_plain(loop->out + i, k->skip_zeros ? v_if_zero(load_values(loop->g, loop->g_dtype, i), old, p) : p);
+  found[0] = search(loop->s1.cells, now.v1, loop->all);
+  found[1] = search(loop->s2.cells, now.v2, loop->all);
+  if (loop->three) found[2] = search(loop->s3.cells, now.v3, loop->all);
+}
+
+/* The same of UNIT * LANES, and stores the codes. */
+STEP_FUNCTION void finish_unit(const finish_loop *const loop, const step_numbers *const k, const int64_t i,
+                               ahead *const next) {
+  codes pairs[2][3];
+  for (int j = 0; j < 2; j++) {
+    codes a[3], b[3];
+    finish_values(loop, k, i + 2 * j * LANES, next, a);
+    finish_values(loop, k, i + (2 * j + 1) * LANES, next, b);
+    for (int state = 0; state < (loop->three ? 3 : 2); state++) pairs[j][state] = join(a[state], b[state]);
+  }
+  store_unit(loop->s1.code + i, pairs[0][0], pairs[1][0]);
+  store_unit(loop->s2.code + i, pairs[0][1], pairs[1][1]);
+  if (loop->three) store_unit(loop->s3.code + i, pairs[0][2], pairs[1][2]);
+}
+
+STEP_FUNCTION finish_loop open_loop(const bsh_optimizer algorithm, const kind kind,
+                                    const bsh_optimizer_8bit_blockwise_args *const args, const block *const block,
+                                    float *const out) {
+  const bool three = algorithm == BSH_ADEMAMIX;
+  const bsh_dtype g_dtype = kind == MIXED ? args->g_dtype : (bsh_dtype)kind;
+  const bsh_dtype p_dtype = kind == MIXED ? args->p_dtype : (bsh_dtype)kind;
+  const code_stream s1 = open_codes(block->states);
+  return (finish_loop){.algorithm = algorithm,
+                       .three = three,
+                       .g_dtype = g_dtype,
+                       .p_dtype = p_dtype,
+                       .g = (const char *)args->g + block->begin * dtype_size(g_dtype),
+                       .p = (const char *)args->p + block->begin * dtype_size(p_dtype),
+                       .n = block->n,
+                       .out = out,
+                       .s1 = s1,
+                       .s2 = open_codes(block->states + 1),
+                       .s3 = three ? open_codes(block->states + 2) : s1,
+                       .all = all_lanes()};
+}
+
 STEP_FUNCTION void finish_block(const bsh_optimizer algorithm, const kind kind,
                                 const bsh_optimizer_8bit_blockwise_args *const args, const block *const block,
                                 float *const out) {
-  const bool three = algorithm == BSH_ADEMAMIX;
-  const int64_t n = block->n;
-  const code_stream s1 = open_codes(block->states, n), s2 = open_codes(block->states + 1, n);
-  const code_stream s3 = three ? open_codes(block->states + 2, n) : s1;
-  const bsh_dtype g_dtype = kind == MIXED ? args->g_dtype : (bsh_dtype)kind;
-  const bsh_dtype p_dtype = kind == MIXED ? args->p_dtype : (bsh_dtype)kind;
-  const char *const g = (const char *)args->g + block->begin * dtype_size(g_dtype);
-  const char *const p = (const char *)args->p + block->begin * dtype_size(p_dtype);
+  const finish_loop loop = open_loop(algorithm, kind, args, block, out);
   const step_numbers k = numbers_of(args, kind);
-  const lanes all = all_lanes();
-  for (int64_t i = 0; i < n;) {
-    const int n_values = i + UNIT * LANES <= n ? UNIT : 1;
-    for (int j = 0; j < n_values; j++, i += LANES) {
-      const value old = load_values(p, p_dtype, i);
-      step_element e = {v_set(0.0f), old, load_plain(s1.states + i), v_set(0.0f), v_set(0.0f)};
-      if (three) e.s3 = load_plain(s3.states + i);
-      e.p = divided_parameter(&k, algorithm, &e, load_plain(out + i));
-      if (k.skip_zeros) e.p = v_if_zero(load_values(g, g_dtype, i), old, e.p);
-      store_plain(out + i, e.p);
-    }
-    const int64_t first = i - n_values * LANES;
-    write_codes(&s1, first, n_values, all);
-    write_codes(&s2, first, n_values, all);
-    if (three) write_codes(&s3, first, n_values, all);
+  ahead next = ahead_of(&loop, &k, 0);
+  int64_t i = 0;
+  for (; i + UNIT * LANES <= loop.n; i += UNIT * LANES) finish_unit(&loop, &k, i, &next);
+  for (; i < loop.n; i += LANES) {
+    codes found[3];
+    finish_values(&loop, &k, i, &next, found);
+    store_codes(loop.s1.code + i, found[0]);
+    store_codes(loop.s2.code + i, found[1]);
+    if (loop.three) store_codes(loop.s3.code + i, found[2]);
   }
+  for (int state = 0; state < (loop.three ? 3 : 2); state++) close_codes(block->states + state, loop.n);
 }
 
 static __attribute__((noinline)) void finish(const bsh_optimizer_8bit_blockwise_args *const args, block *const block,
@@ -264,11 +342,18 @@ static void step_8bit(const bsh_optimizer_8bit_blockwise_args *const args, const
   finish(args, blocks + (block_end + 1) % 2, runs[(block_end + 1) % 2]);
 }
 
+/* Whether quotient() may multiply: always so where beta2 is at least 0 and below 1. */
+static bool has_reciprocals(const bsh_optimizer_8bit_blockwise_args *const args) {
+  const float number = args->numbers.correction2;
+  return args->algorithm != BSH_ADEMAMIX || (number >= 0x1p-24f && number <= 1.0f);
+}
+
 static void optimizer_8bit_blockwise(const bsh_optimizer_8bit_blockwise_args *const args,
                                      const bsh_state_search *const search1, const bsh_state_search *const search2,
                                      const int64_t block_begin, const int64_t block_end) {
   const bsh_state_search *const searches[2] = {search1, search2};
-  if (search1 == NULL || (BSH_HAS_SECOND_STATE(args->algorithm) && search2 == NULL))
+  const bool searched = search1 != NULL && (search2 != NULL || !BSH_HAS_SECOND_STATE(args->algorithm));
+  if (!searched || !has_reciprocals(args))
     bsh_cpu_scalar_optimizers.optimizer_8bit_blockwise(args, search1, search2, block_begin, block_end);
   else step_8bit(args, searches, block_begin, block_end);
 }

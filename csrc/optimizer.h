@@ -26,6 +26,11 @@
 typedef bsh_step_numbers step_numbers;
 #endif
 
+/* a over a number of the step, one rounding. A form that knows a faster way defines it. */
+#ifndef QUOTIENT
+#define QUOTIENT(k, a, name) v_div(a, NUMBER(k, name))
+#endif
+
 typedef struct {
   value g, p, s1, s2, s3; /* s3: the slow moment of AdEMAMix */
 } step_element;
@@ -74,14 +79,19 @@ STEP_FUNCTION value moved_by_lr(const step_numbers *const k, const value p, cons
 /* Of Adam and AdEMAMix: what the root of the second moment makes the update smaller by. */
 STEP_FUNCTION value divisor(const step_numbers *const k, const bsh_optimizer algorithm, const value s2) {
   if (algorithm == BSH_ADAM) return v_add(v_sqrt(s2), NUMBER(k, scaled_eps));
-  return v_add(v_div(v_sqrt(s2), NUMBER(k, correction2)), NUMBER(k, eps));
+  return v_add(QUOTIENT(k, v_sqrt(s2), correction2), NUMBER(k, eps));
 }
 
-STEP_FUNCTION value divided_parameter(const step_numbers *const k, const bsh_optimizer algorithm,
-                                      const step_element *const e, const value divisor) {
-  if (algorithm == BSH_ADAM) return decayed(k, v_fma(NUMBER(k, step_size), v_div(e->s1, divisor), e->p));
-  const value mixed = v_fma(e->s3, NUMBER(k, alpha), v_div(e->s1, NUMBER(k, correction1)));
-  return decayed(k, moved(e->p, k->lr, v_div(mixed, divisor)));
+/* Their update, but for its factor. */
+STEP_FUNCTION value divided_update(const step_numbers *const k, const bsh_optimizer algorithm,
+                                   const step_element *const e, const value divisor) {
+  if (algorithm == BSH_ADAM) return v_div(e->s1, divisor);
+  return v_div(v_fma(e->s3, NUMBER(k, alpha), v_div(e->s1, NUMBER(k, correction1))), divisor);
+}
+
+STEP_FUNCTION value updated_parameter(const step_numbers *const k, const bsh_optimizer algorithm, const value p,
+                                      const value update) {
+  return decayed(k, algorithm == BSH_ADAM ? v_fma(NUMBER(k, step_size), update, p) : moved(p, k->lr, update));
 }
 
 /* Of RMSprop and Adagrad. */
@@ -127,7 +137,8 @@ STEP_FUNCTION void update_states(const step_numbers *const k, const bsh_optimize
 
 STEP_FUNCTION void update_parameter(const step_numbers *const k, const bsh_optimizer algorithm, const value g,
                                     step_element *const e, const bool blockwise) {
-  if (BSH_HAS_SECOND_STATE(algorithm)) e->p = divided_parameter(k, algorithm, e, divisor(k, algorithm, e->s2));
+  if (BSH_HAS_SECOND_STATE(algorithm))
+    e->p = updated_parameter(k, algorithm, e->p, divided_update(k, algorithm, e, divisor(k, algorithm, e->s2)));
   if (algorithm == BSH_MOMENTUM) e->p = moved_by_lr(k, e->p, e->s1, blockwise);
   if (algorithm == BSH_RMSPROP) e->p = moved_by_lr(k, e->p, root_ratio(k, g, e->s1), blockwise);
   if (algorithm == BSH_ADAGRAD) e->p = moved(e->p, k->lr, root_ratio(k, g, e->s1));
