@@ -129,11 +129,11 @@ __device__ __forceinline__ void consume(const bsh_gemm_wide_args &args, char *me
   }
 }
 
-// The products of 64 of depth of a warpgroup run together, and only they read its operands and `part`; what they give
-// is added with the scales of the rows while the other warpgroup's run. The two take turns, each on a named barrier
-// that the other one passes without a stop, so that they don't run, and then add, at the same time. Packed bytes are in
-// registers 64 of depth before they are looked up.
-enum { FIRST_TURN = 7 }; // and 8: of the second warpgroup
+// A warpgroup's products of 64 of depth go to `part`, and from there to `sum` with the scales of the rows while the
+// other warpgroup's products run. The two take turns, so that they don't both multiply and then both add: each waits at
+// a named barrier of its own, where the other one arrives without a stop. Packed bytes are read 64 of depth before they
+// are looked up.
+enum { FIRST_TURN = 7 }; // named barriers: 7 and 8; 1 to 6 are of the table, the scales and the spans
 template <typename T, typename FORM>
 __device__ __forceinline__ void consume_unscaled(const bsh_gemm_wide_args &args, char *memory, uint32_t base,
                                                  const wide_place &place, int warp, int lane) {
