@@ -255,6 +255,41 @@ def test_instruction_sets_agree(name, kind):
         assert_same(on_all(lambda p=p: kind(name, p), hostile(3000, g_dtype), h))
 
 
+def near_midpoints(number: float) -> torch.Tensor:
+    """float32 numbers whose quotients by `number` lie nearest to midpoints of neighbouring float32 numbers.
+
+    number = C 2^-s, C odd; 2 M + 1 twice such a midpoint: (2 M + 1) C = A 2^25 + r with a small r, solved modulo 2^25.
+    """
+    C = round(number * 2**24)
+    C >>= (C & -C).bit_length() - 1
+    inverse, found = pow(C, -1, 2**25), []
+    for r in range(-1999, 2000, 2):
+        odd = r * inverse % 2**25
+        A = (odd * C - r) >> 25
+        if odd >= 2**24 and 2**23 <= A < 2**24:
+            found.append(A * 2.0**-30)
+    return torch.tensor(found, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 7, 11])
+def test_quotients_of_roots_agree(step):
+    """sqrt(s2) / correction2 is rounded as by a division where that is hardest: a block for each root, p the update."""
+    roots = near_midpoints(torch.tensor((1 - 0.5**step) ** 0.5, dtype=torch.float32).item())
+    squares = roots * roots
+    for other in (squares.nextafter(torch.tensor(0.0)), squares.nextafter(torch.tensor(1.0))):
+        squares = torch.where(squares.sqrt() == roots, squares, other)
+    assert (squares.sqrt() == roots).double().mean() > 0.9 and len(roots) > 200
+
+    def make() -> Blocks:
+        it = Blocks("ademamix", torch.zeros(32 * len(roots)), blocksize=32)
+        it.state2.fill_(255)  # the map's 1, and beta2 halves it
+        it.absmax2.copy_(2 * squares)
+        return it
+
+    h = numbers(beta2=0.5, step=step, eps=0.0)
+    assert_same(on_all(make, torch.zeros(32 * len(roots)), h, steps=1))
+
+
 @pytest.mark.parametrize("name", ["adam", "momentum"])
 @pytest.mark.parametrize("kind", [Float, Blocks])
 def test_threads_and_alignment_do_not_matter(name, kind):
