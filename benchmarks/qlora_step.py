@@ -7,8 +7,8 @@ Random weights, bf16 LoRA of rank 16 on all seven linears, gradient checkpointin
 a process of its own; all are alive at once and take turns of `--steps` steps, `--rounds` times. The table gives the
 median over rounds of a turn's median, and of its fastest step. A case that fails (memory, a step that cannot be
 captured) is said to have failed; its error is on standard error. Cases: bitshard, fused, bf16, upstream, before and
-before-fused (another build), each also as "... graph". All processes keep to the same few cores: where the
-host decides, processes on different ones differ by a tenth.
+before-fused (another build, which fails where it has no fused layers), each also as "... graph". All processes keep to
+the same few cores: where the host decides, processes on different ones differ by a tenth.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def build(mode: str, layers: int):
     for parameter in model.parameters():
         if parameter.requires_grad:  # peft leaves adapters of uint8 weights in float32; TRL casts them like this
             parameter.data = parameter.data.to(torch.bfloat16)
-    if mode.split()[0] in ("fused", "before-fused"):
+    if mode.split()[0].endswith("fused"):
         from bitshard import lora as fused
 
         print(fused.fuse(model), file=sys.stderr)
@@ -162,11 +162,8 @@ class Case:
 
     def __init__(self, mode: str, arguments: argparse.Namespace):
         self.mode, self.rows = mode, {}
-        path = {
-            "upstream": arguments.upstream,
-            "before": arguments.before,
-            "before-fused": arguments.before,
-        }.get(mode.split()[0], OURS)
+        build_of = mode.split()[0].removesuffix("-fused")
+        path = {"upstream": arguments.upstream, "before": arguments.before}.get(build_of, OURS)
         path = "" if mode.startswith("bf16") else path
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))}
         command = [sys.executable, "-u", __file__, "--case", mode, "--layers", str(arguments.layers)]
