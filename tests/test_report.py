@@ -1,15 +1,19 @@
 """`python -m bitshard`: it says what is there, and also runs where the C core does not."""
 
+import importlib.metadata
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 
 import bitshard
 import pytest
+from bitshard import tried
 
 PACKAGE = pathlib.Path(bitshard.__file__).parent
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 def report(*first: pathlib.Path, **variables: str) -> subprocess.CompletedProcess:
@@ -71,3 +75,40 @@ def test_broken_core(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     ran = subprocess.run([sys.executable, "-c", "import bitshard"], capture_output=True, text=True, env=environment)
     assert ran.returncode == 1 and "python -m bitshard" in ran.stderr
+
+
+def test_the_stack_that_was_tried():
+    """Each package of the stack with the versions that the suite was run with; none of those installed lies beyond."""
+    said = report().stdout
+    for package, versions in tried.TRIED.items():
+        assert f"tried with    {package} {', '.join(versions)}\n" in said
+        assert tried.beyond(package, importlib.metadata.version(package)) is None
+
+
+def test_a_stack_beyond_what_was_tried(tmp_path):
+    """A newer or an older package is named with a warning; that alone is nothing to mend."""
+    for package, version in (("torch", "2.97.0+cpu"), ("peft", "0.3.1")):
+        (tmp_path / f"{package}-{version}.dist-info").mkdir()
+        (tmp_path / f"{package}-{version}.dist-info" / "METADATA").write_text(f"Name: {package}\nVersion: {version}\n")
+    ran, newest, oldest = report(tmp_path), tried.TRIED["torch"][-1], tried.TRIED["peft"][0]
+    assert f"Warning: 2.97.0+cpu is newer than {newest}, the newest that was tried" in ran.stdout
+    assert f"Warning: 0.3.1 is older than {oldest}, the oldest that was tried" in ran.stdout
+    assert ran.stdout.count("Warning") == 2 and ran.returncode == report().returncode
+
+
+@pytest.mark.parametrize(
+    "version, doubt",
+    [("2.10.2", None), ("2.9.1", "older"), ("2.15.3", None), ("2.16.0.dev20261101", "newer"), ("3.0", "newer")],
+)
+def test_versions_are_compared_by_two_numbers(monkeypatch, version, doubt):
+    monkeypatch.setitem(tried.TRIED, "torch", ("2.10.0", "2.15.0"))
+    said = tried.beyond("torch", version)
+    assert said is None if doubt is None else said.startswith(doubt)
+
+
+def test_the_floor_is_stated_once():
+    """What pip is told, what `make oldest` installs and what is reported are the same."""
+    stated = re.search(r"torch>=([\d.]+)", (ROOT / "pyproject.toml").read_text())[1]
+    assert tried.minor(stated) == tried.minor(tried.TRIED["torch"][0])
+    pins = dict(re.findall(r"^(\w+)==([\w.]+)$", (ROOT / "tests/oldest.txt").read_text(), re.MULTILINE))
+    assert pins == {package: versions[0] for package, versions in tried.TRIED.items()}

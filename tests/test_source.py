@@ -41,6 +41,7 @@ LAYERS = [
     "graphs",
     "lora",
     "bitshard",
+    "tried",
     "__main__",
 ]
 SOURCES = (".py", ".pyi", ".c", ".h", ".cu", ".cuh", ".sh", ".toml", ".yaml", ".md", ".txt", "Makefile", "run")

@@ -7,6 +7,8 @@ import importlib.util
 import platform
 import sys
 
+from bitshard import tried
+
 FACADE_MARK = "+bitshard"
 
 
@@ -61,6 +63,19 @@ def _core() -> tuple[list[tuple[str, str]], str | None]:
     return [*rows, ("CUDA kernels", f"{cuda['architectures']}; {state}")], None
 
 
+def _tried() -> list[tuple[str, str]]:
+    """Which versions of the stack were tried, and a warning for those installed that lie beyond them."""
+    rows = []
+    for package, versions in tried.TRIED.items():
+        version = _version(package)
+        if version is None:
+            continue
+        doubt = tried.beyond(package, version)
+        warning = f". Warning: {version} is {doubt}; `make newest` in the source tree tests it" if doubt else ""
+        rows.append(("tried with", f"{package} {', '.join(versions)}{warning}"))
+    return rows
+
+
 def main() -> int:
     """Print the report; the exit status is 1 where something is wrong."""
     rows = [
@@ -77,6 +92,7 @@ def main() -> int:
     facade_row, facade_mend = _bitsandbytes()
     rows.append(("bitsandbytes", facade_row))
     mend = mend or facade_mend
+    rows += _tried()
     for name, text in rows:
         print(f"{name:<14}{text}")
     print(f"\nTo mend: {mend}" if mend else "\nNothing is wrong.")

@@ -1,0 +1,31 @@
+"""With which versions of the stack the whole test suite was run; `make oldest`, `make test` and `make newest` run it.
+
+The first is the stated floor, the last the newest there was.
+"""
+
+from __future__ import annotations
+
+import re
+
+TRIED = {
+    "torch": ("2.10.0", "2.13.0", "2.15.0"),
+    "transformers": ("5.17.0", "5.23.0"),
+    "peft": ("0.20.0", "0.21.2"),
+    "accelerate": ("1.14.0", "1.15.0"),
+    "trl": ("1.14.0", "1.16.0"),
+}
+
+
+def minor(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version, which is how exactly versions are compared here: (2, 13) of "2.13.0+cpu"."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def beyond(package: str, version: str) -> str | None:
+    """What speaks against a version of a package of `TRIED`: that it is newer or older than all of them; else None."""
+    oldest, newest = TRIED[package][0], TRIED[package][-1]
+    if minor(version) > minor(newest):
+        return f"newer than {newest}, the newest that was tried"
+    if minor(version) < minor(oldest):
+        return f"older than {oldest}, the oldest that was tried"
+    return None
