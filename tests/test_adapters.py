@@ -1,7 +1,8 @@
-"""Trainable parameters of two dtypes around 4-bit layers, as accelerate finds them before FSDP2 shards a model."""
+"""Trainable parameters of two dtypes around 4-bit layers, as accelerate and FSDP1 find them before they shard."""
 
 import pytest
 import torch
+from bitshard import tensor
 from bitshard.nn.linear import Linear4bit
 from torch import nn
 
@@ -71,3 +72,31 @@ def test_modules_around_several_layers_are_no_adapters(caplog):
     before = [parameter.dtype for parameter in model.parameters()]
     fsdp2_prepare_model(model)
     assert [parameter.dtype for parameter in model.parameters()] == before and not caplog.text
+
+
+def _recursive_wrap(module):
+    """Asks what FSDP1's function of this name asks, of a model and then of its parts."""
+    assert sum(param.numel() for param in module.parameters()) > 0
+    for child in module.children():
+        if next(child.parameters(), None) is not None:
+            _recursive_wrap(child)
+
+
+@pytest.mark.parametrize("clips_one", [True, False])
+def test_fsdp1_of_torch_2_10_finds_one_dtype(clips_one, monkeypatch, caplog):
+    """Its clip_grad_norm_ wants one dtype among all gradients; that of later torch does not."""
+    monkeypatch.setattr(tensor, "_FSDP1_CLIPS_ONE_DTYPE", clips_one)
+    model = model_of(torch.bfloat16, torch.float32)
+    before = dtypes(model)
+    assert sum(parameter.numel() for parameter in model.parameters()) > 0 and dtypes(model) == before
+    _recursive_wrap(model)
+    assert dtypes(model) == ([torch.float32] * 4 + [torch.float16] * 2 if clips_one else before)
+    assert caplog.text.count("clips gradients of one dtype") == clips_one
+
+
+def test_fsdp1_of_torch_2_10_leaves_one_dtype(monkeypatch, caplog):
+    monkeypatch.setattr(tensor, "_FSDP1_CLIPS_ONE_DTYPE", True)
+    model = model_of(torch.bfloat16, torch.bfloat16)
+    before = dtypes(model)
+    _recursive_wrap(model)
+    assert dtypes(model) == before and not caplog.text

@@ -153,12 +153,17 @@ def first_py() -> str:
     return python_blocks(ROOT / "README.md")[0]
 
 
+def printed(out: str) -> str:
+    """What a script printed, without what gloo of torch 2.10 says of each connection."""
+    return "".join(line for line in out.splitlines(True) if not line.startswith("[Gloo] "))
+
+
 def test_first_py():
     """It is the file, and prints what the README says it prints."""
     file = ROOT / "examples" / "first.py"
     assert file.read_text(encoding="utf-8").endswith(f'"""\n\n{first_py()}')
     (shown,) = [text for language, text in blocks(ROOT / "README.md") if language == "text"]
-    assert run([*TORCHRUN, str(file)], 120) == shown
+    assert printed(run([*TORCHRUN, str(file)], 120)) == shown
 
 
 def test_bitsandbytes_prints_false(tmp_path):
@@ -169,7 +174,8 @@ def test_bitsandbytes_prints_false(tmp_path):
     (tmp_path / "first.py").write_text(script)
     place = os.pathsep.join([str(upstream.folder()), os.environ.get("PYTHONPATH", "")])
     said = "the same bits as before sharding"
-    assert run([*TORCHRUN, str(tmp_path / "first.py")], 120, PYTHONPATH=place) == f"{said}: False\n{said}: True\n"
+    out = printed(run([*TORCHRUN, str(tmp_path / "first.py")], 120, PYTHONPATH=place))
+    assert out == f"{said}: False\n{said}: True\n"
 
 
 def shim(version: int) -> list[str]:

@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+from bitshard import tensor
 from fsdp.launch import WORKERS, accelerate_launch, launch, run
 
 BASELINE = "trainer trainer_bf16 sft sft_dora dora kbit fp16".split()
@@ -115,10 +116,12 @@ def test_fsdp1_gives_the_losses_of_one_process(alone, fsdp1, scenario):
     assert gap(alone[scenario]["losses"], fsdp1[scenario]["losses"]) <= BOUNDS[scenario]
 
 
-def test_what_is_trained_gets_one_dtype_only_where_fsdp2_needs_it(alone, fsdp1, fsdp2):
+def test_what_is_trained_gets_one_dtype_only_where_fsdp_needs_it(alone, fsdp1, fsdp2):
     for found in (alone, fsdp1, fsdp2):
         assert found["sft"]["dtypes"] == ["bfloat16"]
-    assert alone["sft_dora"]["dtypes"] == ["bfloat16", "float32"]
+    both = ["bfloat16", "float32"]
+    assert alone["sft_dora"]["dtypes"] == both
+    assert fsdp1["sft_dora"]["dtypes"] == (["float32"] if tensor._FSDP1_CLIPS_ONE_DTYPE else both)
     assert fsdp2["sft_dora"]["dtypes"] == ["float32"]
 
 

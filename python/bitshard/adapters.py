@@ -4,8 +4,10 @@ FSDP2 wants one dtype among the trainable parameters of a unit. accelerate upcas
 precision, but passes over a model with 4-bit weights; and trl casts adapters of a 4-bit base to bfloat16 but keeps
 DoRA's magnitudes in float32, which bfloat16 would freeze. The first forward would raise.
 
-Nobody is patched: accelerate asks each packed weight whether it is of a float dtype, and the answer looks at who asks.
-In another release, where nobody asks so, nothing is cast and torch raises.
+FSDP1 of torch 2.10 takes several dtypes but clips gradients of one dtype only, so there it is the same.
+
+Nobody is patched: accelerate asks each packed weight whether it is of a float dtype, FSDP1 how large it is, and the
+answer looks at who asks. In another release, where nobody asks so, nothing is cast and torch raises.
 """
 
 from __future__ import annotations
@@ -34,14 +36,39 @@ def before_fsdp2() -> None:
     if frame is None or frame.f_code.co_name != "fsdp2_prepare_model":
         return
     model, name = frame.f_locals.get("model"), frame.f_locals.get("name")
-    if not isinstance(model, nn.Module) or not isinstance(name, str):
+    if isinstance(model, nn.Module) and isinstance(name, str) and mixes(model, name):
+        unify(model, "FSDP2 wants one dtype among the trainable parameters of a unit")
+
+
+def before_fsdp1(weight: torch.Tensor) -> None:
+    """Called while foreign code asks for the size of a packed weight.
+
+    Where that is FSDP1 looking through a model before it wraps a part of it, and an adapter in it has several dtypes,
+    the trainable parameters of that model get one.
+    """
+    frame = asker()
+    frame = frame.f_back if frame is not None and frame.f_code.co_name == "<genexpr>" else frame
+    if frame is None or frame.f_code.co_name != "_recursive_wrap":
         return
+    model = frame.f_locals.get("module")
+    packed = [name for name, p in model.named_parameters() if isinstance(p, Packed)] if _first(model, weight) else []
+    if any(mixes(model, name) for name in packed):
+        unify(model, f"FSDP1 of torch {torch.__version__} clips gradients of one dtype only")
+
+
+def _first(model: object, weight: torch.Tensor) -> bool:
+    """Whether `weight` is the first packed one of a module. FSDP1 asks each; one look through the module is enough."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    return next((p for p in parameters if isinstance(p, Packed)), None) is weight
+
+
+def mixes(model: nn.Module, name: str) -> bool:
+    """Whether the adapter around the 4-bit weight `name` is trained in several dtypes."""
     adapter = model.get_submodule(".".join(name.split(".")[:-2]))
-    if sum(isinstance(p, Packed) for p in adapter.parameters()) == 1 and len(dtypes(trainable(adapter))) > 1:
-        unify(model)
+    return sum(isinstance(p, Packed) for p in adapter.parameters()) == 1 and len(dtypes(trainable(adapter))) > 1
 
 
-def unify(model: nn.Module) -> None:
+def unify(model: nn.Module, why: str) -> None:
     """Cast the trainable parameters of `model` to the widest of their dtypes, in place, and say so on rank 0."""
     parameters = trainable(model)
     if any(gather.is_dtensor(parameter) for parameter in parameters):
@@ -53,8 +80,8 @@ def unify(model: nn.Module) -> None:
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0:
         logger.warning(
-            "FSDP2 wants one dtype among the trainable parameters of a unit and found %s: they are now %s, all %d, "
-            "and so is the adapter that is saved.",
+            "%s, and those of this model have %s: they are now %s, all %d, and so is the adapter that is saved.",
+            why,
             " and ".join(sorted(map(dtype_name, found))),
             dtype_name(widest),
             len(parameters),

@@ -543,7 +543,9 @@ def require_shardable(weight: Params4bit) -> None:
         )
 
 
-_FSDP2_TAKES_INTEGERS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
+_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+_FSDP2_TAKES_INTEGERS = _TORCH >= (2, 12)
+_FSDP1_CLIPS_ONE_DTYPE = _TORCH < (2, 11)  # clip_grad_norm_
 
 
 def _is_floating_point(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -618,6 +620,8 @@ def _numel(func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
     """The number of elements; while parts are kept, those of this rank where transformers asks what to reserve."""
     weight = args[0]
     n = func(*args, **kwargs)
+    if _FSDP1_CLIPS_ONE_DTYPE and not torch.compiler.is_compiling():
+        adapters.before_fsdp1(weight)
     if not weight.is_meta or not isinstance(weight, Params4bit) or torch.compiler.is_compiling() or not launch.cuts():
         return n
     return -(-n // launch.world()) if guards.transformers_reserves() else n
