@@ -17,9 +17,9 @@ OPS = sorted(name.partition("::")[2] for name in torch._C._dispatch_get_all_op_n
 LAYERS = [
     "_C",
     "ops",
+    "maps",
     "state",
     "checks",
-    "maps",
     "launch",
     "container",
     "direct",

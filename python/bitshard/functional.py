@@ -89,7 +89,7 @@ def quantize_4bit(
         quant_type=quant_type,
         dtype=A.dtype,
     )
-    state.shared_code = table(quant_type, A.device)
+    state.share(quant_type)
     if compress_statistics:
         nest(state)
     state.absmax = into(absmax, state.absmax, "absmax")
@@ -103,7 +103,7 @@ def nest(state: QuantState) -> None:
     state.absmax, absmax2 = ops.quantize_blockwise(state.absmax, code, offset, NESTED_BLOCKSIZE)
     state.offset = offset
     state.state2 = QuantState(absmax=absmax2, blocksize=NESTED_BLOCKSIZE, dtype=torch.float32)
-    state.state2.shared_code = code
+    state.state2.share("dynamic")
     state.nested = True
 
 

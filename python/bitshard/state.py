@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitshard import ops
+from bitshard import maps, ops
 
 STORAGE_DTYPES = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 VALUE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -63,6 +63,7 @@ class QuantState:
     sharded: Any = None
     part: Any = None
     shared_code: Tensor | None = None  # a table of all states: what `code` becomes a copy of when it is asked for
+    shared_name: str | None = None  # its name in the C core, by which Dynamo finds it: one input for all states
     _code: Tensor | None = None
 
     def __init__(
@@ -91,13 +92,17 @@ class QuantState:
         """float32 value of each code. Copied from `shared_code` when first read, so that quantizing copies nothing."""
         if self._code is None and self.shared_code is not None:
             # not by the setter, which Dynamo of older torch (2.10) does not call
-            self._code, self.shared_code = _copy_of(self.shared_code), None
+            self._code, self.shared_code, self.shared_name = _copy_of(self.shared_code), None, None
         return self._code
 
     @code.setter
     def code(self, value: Tensor | None) -> None:
         self._code = value
-        self.shared_code = None
+        self.shared_code = self.shared_name = None
+
+    def share(self, name: str) -> None:
+        """Let `code` be the table `name` of the C core, on the device of the scales, until it is asked for."""
+        self._code, self.shared_name, self.shared_code = None, name, maps.table(name, self.absmax.device)
 
     def __getattr__(self, name: str) -> Any:
         # torch's state-dict code resolves the key "X.weight.quant_state.bitsandbytes__nf4" by attribute access.
@@ -123,7 +128,7 @@ class QuantState:
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_whole("copied or pickled")
-        private = ("_code", "shared_code")  # files hold the plain attribute, as bitsandbytes' own do
+        private = ("_code", "shared_code", "shared_name")  # files hold the plain attribute, as bitsandbytes' own do
         return {"code": self.code, **{name: value for name, value in self.__dict__.items() if name not in private}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -147,9 +152,10 @@ class QuantState:
         if state2 is None:
             none = ops.empty(absmax.device)
             return absmax, none, none, none
-        code = state2.shared_code
-        if code is None:
-            code = state2.code
+        if torch.compiler.is_dynamo_compiling():
+            code = state2.code if state2.shared_name is None else maps.table(state2.shared_name, absmax.device)
+        else:
+            code = state2.code if state2.shared_code is None else state2.shared_code
         offset = self.offset
         return absmax, code, state2.absmax, offset if offset.dtype is torch.float32 else offset.float()
 

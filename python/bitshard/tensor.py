@@ -94,13 +94,16 @@ def _class_of(weight: Tensor) -> type:
 
 
 class _Params4bitMeta(type(torch.nn.Parameter)):
-    """Lets Dynamo trace `weight.__class__`, which peft reads in every forward of DoRA.
+    """Lets Dynamo trace `weight.__class__`, which peft reads in every forward of DoRA, and `isinstance(weight, ...)`.
 
     Of a class with `__torch_function__` it traces no `__class__` but one that is a property, whose getter it then looks
-    up as `Params4bit.__class__.fget`, and `Params4bit.__class__` is this class.
+    up as `Params4bit.__class__.fget`, and `Params4bit.__class__` is this class. And from torch 2.15 on it traces no
+    `isinstance` of a class that answers otherwise than `type` does; the hook of nn.Parameter's metaclass answers
+    otherwise for nn.Parameter only.
     """
 
     fget = staticmethod(_class_of)
+    __instancecheck__ = type.__instancecheck__
 
 
 class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
