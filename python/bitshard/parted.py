@@ -9,12 +9,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bitshard import guards, launch, parts
 from bitshard.guards import cast_error, guarded, in_module_move, plain
 from bitshard.shard import PackedShard
 from bitshard.state import dtype_name
 from bitshard.tensor import Params4bit, require_shardable
+
+
+class _NoOperator(TorchDispatchMode):
+    """While a function of torch runs with such a weight among its arguments: ValueError at its first operator.
+
+    A function that asks what a weight is like, which torch may have more of in its next release, ends without one.
+    """
+
+    def __init__(self, what: str, shape: list[int]):
+        super().__init__()
+        self.what, self.shape = what, shape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func.overloadpacket not in parts.QUESTIONS:
+            raise parts.unreadable(self.what, self.shape)
+        return func(*args, **(kwargs or {}))
 
 
 class PartedParams4bit(Params4bit):
@@ -26,10 +43,13 @@ class PartedParams4bit(Params4bit):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        handler = HANDLERS.get(func)
-        if handler is None and func not in parts.HARMLESS:
-            raise parts.unreadable(getattr(func, "__name__", str(func)), _first((args, *kwargs.values()))._shape)
-        return guarded(HANDLERS, func, args, kwargs)
+        if func in HANDLERS:
+            return guarded(HANDLERS, func, args, kwargs)
+        what, shape = getattr(func, "__name__", str(func)), _first((args, *kwargs.values()))._shape
+        if func in parts.READERS:
+            raise parts.unreadable(what, shape)
+        with _NoOperator(what, shape):
+            return guarded(HANDLERS, func, args, kwargs)
 
     @property
     def _shape(self) -> list[int]:
@@ -61,6 +81,10 @@ class PartedParams4bit(Params4bit):
             new = self._like(parts.hollow(self.data, self.device))
         memo[id(self)] = new
         return new
+
+    def set_(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Not asked for through `__torch_function__`."""
+        raise parts.unreadable("set_", self._shape)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         raise parts.unreadable("pickling", self._shape)

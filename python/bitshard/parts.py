@@ -26,26 +26,25 @@ _ADVICE = (
 )
 _TIMEOUT_S = 30
 
-# What may be asked of a weight that is not there: what it is like, and what moves no byte.
-_ATTRIBUTES = (
-    "device dtype grad is_cpu is_cuda is_leaf is_meta is_mps is_xpu is_xla is_mkldnn is_sparse is_sparse_csr "
-    "is_quantized is_nested layout names ndim requires_grad shape _backward_hooks grad_fn itemsize nbytes _version "
-    "output_nr"
+# What reads bytes without an operator of torch, by which all else that reads or writes is seen.
+_READERS = (
+    "numpy __array__ __dlpack__ __dlpack_device__ tolist apply_ map_ map2_ storage _typed_storage __repr__ __format__ "
+    "__bool__ __float__ __int__ __index__ __complex__ __contains__ __iter__ __reversed__ share_memory_ new_tensor"
 ).split()
-_METHODS = (
-    "contiguous data_ptr detach dim element_size is_complex is_contiguous is_floating_point numel nelement ndimension "
-    "requires_grad_ size storage_offset stride untyped_storage __len__ __hash__ is_same_size is_inference is_shared "
-    "register_hook is_pinned"
-).split()
+_VIEWS = "T H mT mH real imag __cuda_array_interface__".split()
 
 
-def _harmless() -> frozenset[Any]:
-    found = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(Tensor, name)}
-    found |= {getattr(space, name) for space in (Tensor, torch) for name in _METHODS if hasattr(space, name)}
-    return frozenset(found | {Tensor.grad.__set__, torch._has_compatible_shallow_copy_type})
+def _readers() -> frozenset[Any]:
+    found = {getattr(Tensor, name) for name in _READERS if hasattr(Tensor, name)}
+    for name in _VIEWS:
+        attribute = vars(Tensor).get(name) or getattr(Tensor, name, None)
+        found |= {getattr(attribute, form) for form in ("__get__", "__set__") if hasattr(attribute, form)}
+    return frozenset(found)
 
 
-HARMLESS = _harmless()
+READERS = _readers()
+# Operators that tell what a tensor is like, or give the same memory without a look at it.
+QUESTIONS = frozenset(getattr(torch.ops.aten, name) for name in ("detach", "is_pinned", "is_same_size", "is_complex"))
 stand_in: Any = None  # class of what stands for such a weight; `bitshard.parted` sets it
 
 
