@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -19,23 +20,31 @@ from torch import Tensor
 from bitshard.state import dtype_name
 
 plain = torch._C.DisableTorchFunctionSubclass
-_module_move = False
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+
+
+class _Moves(threading.local):
+    """How many modules this thread is moving, one within another."""
+
+    depth = 0
+
+
+_moves = _Moves()
 
 
 @contextlib.contextmanager
 def module_move() -> Iterator[None]:
-    """While a module moves its parameters (`Module._apply`), dtype changes do not concern packed weights."""
-    global _module_move
-    before, _module_move = _module_move, True
+    """While this thread moves a module's parameters (`Module._apply`), dtype changes do not concern packed weights."""
+    _moves.depth += 1
     try:
         yield
     finally:
-        _module_move = before
+        _moves.depth -= 1
 
 
 def in_module_move() -> bool:
-    """Whether a module is moving its parameters now."""
-    return _module_move
+    """Whether this thread is moving a module's parameters now."""
+    return _moves.depth > 0
 
 
 def asker() -> FrameType | None:
@@ -123,22 +132,27 @@ def guarded(handlers: dict[Any, Any], func: Any, args: tuple, kwargs: dict[str, 
     with plain():
         if handler is not None:
             return handler(func, args, kwargs)
-        return func(*args, **_checked_out(func, kwargs))
+        if isinstance(func, _OPERATORS) and not torch.compiler.is_dynamo_compiling():
+            _check_operator(func, args, kwargs)
+        if kwargs:
+            _check_options(func, args, kwargs)
+        return func(*args, **kwargs)
 
 
-def _checked_out(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`kwargs`, unless `out=` in them is a packed weight: ValueError."""
+def _check_options(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """ValueError where `out=` is a packed weight, or `inplace=True` means one (torch.nn.functional)."""
     out = kwargs.get("out")
     if out is not None:
         _arithmetic_error(func, packed_among(out if isinstance(out, (tuple, list)) else (out,)))
-    return kwargs
+    if kwargs.get("inplace"):
+        _arithmetic_error(func, packed_among((*args, *kwargs.values())))
 
 
 def _cast(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """half(), float(), type(dtype) and their like."""
     weight = args[0]
     if isinstance(weight, Packed) and weight.bnb_quantized:
-        if _module_move:
+        if in_module_move():
             return weight
         out = func(*args, **kwargs)
         if isinstance(out, Tensor) and out.dtype is not weight.dtype:
@@ -168,12 +182,40 @@ def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """torch._foreach_..._: arithmetic over lists."""
-    for tensors in args:
-        if isinstance(tensors, (list, tuple)):
-            _arithmetic_error(func, packed_among(tensors))
+def _write(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Functions that write into an argument, lists of tensors among them: torch._foreach_add_, torch._fused_adamw_."""
+    for value in (*args, *kwargs.values()):
+        _arithmetic_error(func, packed_among(value if isinstance(value, (list, tuple)) else (value,)))
     return func(*args, **kwargs)
+
+
+def _foreach_copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """torch._foreach_copy_(targets, sources): as `copy_` of each."""
+    targets = args[0] if args else kwargs["self"]
+    sources = args[1] if len(args) > 1 else kwargs["src"]
+    for target, source in zip(targets, sources, strict=False):
+        if packed_among((target,)) is not None and source.dtype is not target.dtype:
+            raise cast_error(target, "_foreach_copy_")
+    return func(*args, **kwargs)
+
+
+def _check_operator(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """ValueError where an operator, called as `torch.ops.space.name(...)`, writes into a packed argument."""
+    overload = getattr(func, "_schema", None)  # of an overload; a packet, which has several, is asked for each
+    for schema in [overload] if overload is not None else func._schemas.values():
+        for place, argument in enumerate(schema.arguments if schema.is_mutable else ()):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            packed = packed_among(value if isinstance(value, (list, tuple)) else (value,))
+            if packed is not None and not _copies_bytes(schema.name, packed, args):
+                _arithmetic_error(schema.name, packed)
+
+
+def _copies_bytes(operator: str, target: Tensor, args: tuple) -> bool:
+    """Whether an operator writes bytes of the same dtype: aten.copy_, or what changes no byte."""
+    name = operator.rpartition("::")[2]
+    return name in _IN_PLACE or (name == "copy_" and len(args) > 1 and args[1].dtype is target.dtype)
 
 
 _CASTS = ("half", "float", "double", "bfloat16", "char", "short", "int", "long", "bool", "type", "type_as")
@@ -187,9 +229,17 @@ _REDUCTIONS = "sum mean std var norm isnan".split()  # asked by code that watche
 
 # In-place functions of a tensor that change no byte. Those that do raise, but for copies of the same dtype.
 _IN_PLACE = frozenset(
-    "as_strided_ detach_ rename_ requires_grad_ resize_ resize_as_ set_ share_memory_ squeeze_ swapaxes_ swapdims_ t_ "
-    "transpose_ unsqueeze_".split()
+    "_coalesced_ as_strided_ detach_ rename_ requires_grad_ resize_ resize_as_ set_ share_memory_ squeeze_ swapaxes_ "
+    "swapdims_ t_ transpose_ unsqueeze_".split()
 )
+
+# Functions that write into an argument though their names do not end in "_".
+_WRITERS = (
+    "_cudnn_attention_forward_no_dropout_inplace _cummax_helper _cummin_helper _fused_moving_avg_obs_fq_helper "
+    "_flash_attention_forward_no_dropout_inplace "
+    "_native_batch_norm_legit fbgemm_linear_fp16_weight fbgemm_linear_fp16_weight_fp32_activation "
+    "fused_moving_avg_obs_fake_quant rrelu_with_noise"
+).split()
 
 
 def _functions(name: str) -> Iterator[Any]:
@@ -208,10 +258,12 @@ def _in_place_handlers() -> dict[Any, Any]:
         elif re.match(r"__i[a-z]+__$", name) and hasattr(Tensor, f"{name[:2]}{name[3:]}"):  # __iadd__, not __init__
             table[getattr(Tensor, name)] = _arithmetic
     table.update({func: _arithmetic for name, func in vars(torch.nn.init).items() if re.match(r"[a-z].*_$", name)})
-    for name in dir(torch):
-        if re.match(r"_foreach_\w+_$", name) and name != "_foreach_copy_":
-            table[getattr(torch, name)] = _foreach
+    for space in (torch, torch.nn.functional, torch._C._nn, Tensor):
+        for name in (*filter(re.compile(r"(?!__)\w+_$").match, dir(space)), *_WRITERS):
+            if hasattr(space, name) and name not in _IN_PLACE:
+                table.setdefault(getattr(space, name), _write)
     table[Tensor.copy_] = table[Tensor.__setitem__] = _copy
+    table[torch._foreach_copy_] = _foreach_copy
     return table
 
 
