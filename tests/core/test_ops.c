@@ -103,10 +103,11 @@ bsh_status bsh_torch_cuda_gemm(const bsh_torch_matrix *const c, const bsh_torch_
   CHECK(c->tensor != NULL && a->tensor != NULL, "torch multiplies tensors");
   return note("torch", BSH_TORCH_ERROR);
 }
-bsh_status bsh_torch_cpu_gemm(void *const context, const bsh_dtype dtype, void *const c, const int64_t ldc,
-                              const void *const a, const int64_t lda, const void *const b, const int64_t ldb_row,
-                              const int64_t ldb_col, const int64_t m, const int64_t n, const int64_t k) {
-  (void)context, (void)dtype, (void)c, (void)ldc, (void)a, (void)lda, (void)b, (void)ldb_row, (void)ldb_col;
+bsh_status bsh_torch_cpu_gemm(void *const context, const bsh_dtype dtype, const bool add, void *const c,
+                              const int64_t ldc, const void *const a, const int64_t lda, const void *const b,
+                              const int64_t ldb_row, const int64_t ldb_col, const int64_t m, const int64_t n,
+                              const int64_t k) {
+  (void)context, (void)dtype, (void)add, (void)c, (void)ldc, (void)a, (void)lda, (void)b, (void)ldb_row, (void)ldb_col;
   (void)m, (void)n, (void)k;
   return note("torch on the CPU", BSH_TORCH_ERROR);
 }
