@@ -133,6 +133,6 @@ def _matmul_transposed(A: Tensor, B: Tensor, state: QuantState, out: Tensor | No
         DeprecationWarning,
         stacklevel=3,
     )
-    weight = functional.dequantize_4bit(B.reshape(-1, 1), state).to(A.dtype)
+    weight = functional.dequantize_4bit(B if state.reordered else B.reshape(-1, 1), state).to(A.dtype)
     y = torch.nn.functional.linear(A, weight.t(), bias)
     return y if out is None else into(out, y, "out")

@@ -46,6 +46,11 @@ def check_packed(packed: Tensor, state: QuantState, where: str) -> None:
             f"{where}: quant_state is of type {state.quant_type!r} and shape {state.shape}, not a 4-bit state"
         )
     check_format(state.quant_type, state.blocksize)
+    if state.reordered:
+        raise ValueError(
+            f"{where}: the weight of shape {list(state.shape)} is in the form of _convert_weight_packed_for_cpu, which "
+            "functions take and layers do not: turn it back with _convert_weight_packed_for_cpu_inverse"
+        )
     if packed.dtype not in STORAGE_DTYPES:
         raise TypeError(f"{where}: packed weight is {packed.dtype}, which is no storage dtype")
     n = math.prod(state.shape)

@@ -140,6 +140,11 @@ class QuantState:
                 "Gather it first with bitshard.fsdp.full_state_dict(model)."
             )
 
+    @property
+    def reordered(self) -> bool:
+        """Whether this is a state of bitsandbytes' second form for the CPU (`bitshard.reordered`)."""
+        return self.absmax.dtype is torch.bfloat16 and self.absmax.dim() == 2
+
     def scales(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The op arguments (absmax, absmax_map, absmax2, offset); the last three are empty for plain scales."""
         absmax = self.absmax
@@ -205,6 +210,11 @@ class QuantState:
         "quant_state.bitsandbytes__nf4" (or __fp4). ValueError where FSDP2 has cut the scales among ranks.
         """
         self._check_whole("saved from here")
+        if self.reordered:
+            raise ValueError(
+                f"a weight of shape {list(self.shape)} cannot be saved as _convert_weight_packed_for_cpu made it: no "
+                "checkpoint has that form. Turn it back first, with _convert_weight_packed_for_cpu_inverse."
+            )
         tensors = {"absmax": self.absmax, "quant_map": self.code}
         if self.nested:
             tensors["nested_absmax"] = self.state2.absmax
