@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import reference
 import torch
-from bitshard import _C, blockwise, functional, ops
+from bitshard import _C, autograd, blockwise, functional, ops
+from torch.nn import functional as F
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "golden.npz"
 TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -306,6 +307,27 @@ def test_no_rows(device):
     assert functional.linear_4bit(torch.empty(0, 64, device=device), packed, state).shape == (0, 8)
     none = torch.empty(2, 0, 8, device=device)
     assert ops.linear_4bit_dgrad(none, packed, *state.scales(), 64, 0, 8, 64).shape == (2, 0, 64)
+
+
+@pytest.mark.parametrize("N, K", [(0, 64), (8, 0), (0, 0)])
+@pytest.mark.parametrize("nested", [False, True])
+def test_weights_without_rows_or_columns_multiply_like_torch(device, N, K, nested):
+    """Empty sums are the bias, or zero; the empty gradients have their shapes."""
+    packed, state, _ = packed_weight(N, K, device, "nf4", nested)
+    weight = torch.zeros(N, K, device=device)
+    assert functional.dequantize_4bit(packed, state).shape == (N, K)
+    for shape in ((K,), (1, K), (3, K), (2, 20, K), (0, K)):
+        x, other = (torch.ones(shape, device=device, requires_grad=True) for _ in range(2))
+        bias, other_bias = (torch.arange(1.0, N + 1, device=device, requires_grad=True) for _ in range(2))
+        y, expected = autograd.matmul_4bit(x, packed, state, bias=bias), F.linear(other, weight, other_bias)
+        assert y.shape == expected.shape and torch.equal(y, expected)
+        y.sum().backward(), expected.sum().backward()
+        assert torch.equal(x.grad, other.grad) and torch.equal(bias.grad, other_bias.grad)
+        assert torch.equal(functional.linear_4bit(x.detach(), packed, state), F.linear(x, weight))
+        dx = functional.linear_4bit_dgrad(torch.ones_like(y), packed, state)
+        assert dx.shape == x.shape and not dx.any()
+    with pytest.raises((RuntimeError, ValueError), match=rf"{K + 1}"):
+        functional.linear_4bit(torch.ones(2, K + 1, device=device), packed, state)
 
 
 def test_not_contiguous(device):

@@ -42,7 +42,7 @@ class MatMul4Bit(torch.autograd.Function):
             product = MatMul4BitInputGradient.apply if again else functional.linear_4bit_dgrad
             dx = product(dy, ctx.packed, state)
         if needs_bias:
-            dbias = dy.reshape(-1, state.shape[0]).sum(0, dtype=ctx.bias_dtype)
+            dbias = dy.reshape(dy.shape[:-1].numel(), state.shape[0]).sum(0, dtype=ctx.bias_dtype)
         return dx, None, None, dbias, None
 
 

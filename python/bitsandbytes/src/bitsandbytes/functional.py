@@ -203,7 +203,7 @@ def _convert_weight_packed_for_cpu(
     quant_state.original_dtype, quant_state.original_nested = quant_state.dtype, quant_state.nested
     quant_state.original_storage_type, quant_state.original_qshape = qweight.dtype, qweight.shape
     quant_state.nested, quant_state.state2, quant_state.dtype = False, None, torch.bfloat16
-    quant_state.absmax = scales.view(N, -1).t().to(torch.bfloat16).contiguous()
+    quant_state.absmax = scales.view(N, K // quant_state.blocksize).t().to(torch.bfloat16).contiguous()
     quant_state.packing_format_for_cpu = True
     return reordered.reorder_codes(qweight, N, K), quant_state
 
