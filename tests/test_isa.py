@@ -84,6 +84,22 @@ def test_nested_and_8bit_bytes_are_equal(each_isa, assert_equal, dtype):
         same(each_isa(lambda a=arguments: (ops.dequantize_4bit(*a),)), assert_equal)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_of_nan_only(each_isa, dtype):
+    """bitsandbytes' CUDA build: the scale of a whole block is where its maximum starts, of a short one 0; codes 0."""
+    n, table = 64 + 5, ops.table("dynamic")
+    x = torch.full((n,), torch.nan, dtype=dtype)
+    scales = torch.tensor([-torch.finfo(torch.float32).max, 0.0])
+    for format, first in ((0, torch.finfo(torch.float32).max), (1, -0.0)):
+        values = torch.cat([torch.full((64,), first), torch.full((5,), 0.0 if format else -0.0)]).to(dtype)
+        for isa, (packed, absmax) in each_isa(lambda f=format: ops.quantize_4bit(x, 64, f, torch.uint8)):
+            assert torch.equal(absmax, scales) and not packed.any(), isa
+            out = ops.dequantize_4bit(packed, absmax, NONE, NONE, NONE, 64, format, 1, n, dtype)[0]
+            assert torch.equal(out, values) and torch.equal(out.signbit(), values.signbit()), isa
+    for isa, (code, absmax) in each_isa(lambda: ops.quantize_blockwise(x, table, NONE, 64)):
+        assert torch.equal(absmax, scales) and not code.any(), isa
+
+
 def make_weight(N: int, K: int, nested: bool, blocksize: int = 64) -> tuple[torch.Tensor, ...]:
     """Packed weight and its scales as the ops take them: packed, absmax, absmax_map, absmax2, offset."""
     packed, absmax = ops.quantize_4bit(torch.randn(N, K) / K**0.5, blocksize, 0, torch.uint8)
