@@ -8,6 +8,7 @@ import cases
 import pytest
 import torch
 from bitshard import functional, maps, matmul_4bit, ops
+from bitshard.nn.linear import LinearNF4
 from bitshard.state import QuantState, pack_dict_to_tensor, unpack_tensor_to_dict
 from helpers.bytes import as_bytes
 
@@ -478,6 +479,28 @@ def test_bad_linear():
         functional.linear_4bit(x, packed, state, torch.zeros(96, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="state cannot be None"):
         functional.gemv_4bit(x, packed)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged, torch.sparse_coo, torch.sparse_csr])
+def test_what_is_not_dense_raises(layout):
+    """Nested and sparse x: a TypeError that says what to give, and not torch's internal one."""
+    packed, state = functional.quantize_nf4(weight())
+    if layout in (torch.strided, torch.jagged):
+        x, words = torch.nested.nested_tensor([torch.ones(2, 130), torch.ones(3, 130)], layout=layout), "nested tensor"
+    else:
+        x, words = torch.ones(2, 130).to_sparse(layout=layout), r"layout torch.sparse.*to_dense\(\)"
+    calls = (
+        lambda: functional.linear_4bit(x, packed, state),
+        lambda: functional.gemv_4bit(x, packed, state=state),
+        lambda: matmul_4bit(x, packed, state),
+        lambda: matmul_4bit(x, packed, state, bias=torch.zeros(96, requires_grad=True)),
+        lambda: LinearNF4(130, 96).to("cpu")(x),
+        lambda: functional.quantize_4bit(x),
+        lambda: functional.quantize_blockwise(x),
+    )
+    for call in calls:
+        with pytest.raises(TypeError, match=words):
+            call()
 
 
 def test_bad_blockwise():

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from bitshard import functional
-from bitshard.checks import into
+from bitshard.checks import check_dense, into
 from bitshard.state import QuantState
 
 
@@ -107,6 +107,9 @@ def matmul_4bit(
         width = A.shape[-1]
     except IndexError:
         raise ValueError(f"matmul_4bit: x of shape [] does not fit a weight of shape {[N, K]}") from None
+    except RuntimeError:  # some nested tensors have no shape
+        check_dense(A, "matmul_4bit: x")
+        raise
     if width != K and width == N:
         return _matmul_transposed(A, B, quant_state, out, bias)
     if not torch.compiler.is_dynamo_compiling() and forward_ad._current_level >= 0:  # tangents need no requires_grad

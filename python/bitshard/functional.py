@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bitshard import _C, gather, ops, reordered
 from bitshard.blockwise import dequantize_blockwise, mean, quantize_blockwise
-from bitshard.checks import check_format, check_packed, check_storage, check_values, into
+from bitshard.checks import check_dense, check_format, check_packed, check_storage, check_values, into
 from bitshard.maps import (
     create_dynamic_map,
     create_fp8_map,
@@ -237,6 +237,7 @@ def linear_4bit_dgrad(dy: Tensor, packed: Tensor, state: QuantState) -> Tensor:
 
 def explain_linear(error: Exception, x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None) -> NoReturn:
     """Raise what is wrong with the arguments of `linear_4bit`, which the op has refused with `error`."""
+    check_dense(x, "linear_4bit: x")
     if x.device != packed.device:
         raise ValueError(f"linear_4bit: x is on {x.device}, the weight on {packed.device}") from error
     check_packed(packed, state, "linear_4bit")
