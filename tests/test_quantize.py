@@ -271,6 +271,26 @@ def test_linear_4bit_dgrad(device, shape, dtype):
         assert_close(wide, reference.linear_4bit_dgrad(expanded, weight), expanded, weight)
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_sums_of_one_sign_stay_within_their_bound(device, dtype):
+    """4,096 terms of one sign: rounding the result alone exceeds what random signs are allowed (`LINEAR_BOUND`)."""
+    long, short, own = 4096, 48, device.type == "cuda"
+    for N, K in ((short, long), (long, short)):
+        w = random_weight(N * K, torch.float32, device, seed=1).view(N, K).abs() + 0.02
+        packed, state = functional.quantize_4bit(w, quant_type="nf4", blocksize=32)
+        weight = ops.dequantize_4bit(packed, *state.scales(), 32, 0, N, K, dtype).double()
+        for M in (1, 5, 16, 40):
+            x = (torch.rand(M, long, generator=torch.Generator().manual_seed(M)) + 0.5).to(device=device, dtype=dtype)
+            y = (
+                functional.linear_4bit(x, packed, state)
+                if K == long
+                else functional.linear_4bit_dgrad(x, packed, state)
+            )
+            exact = x.double() @ (weight.T if K == long else weight)
+            error = (y.double() - exact).abs()
+            assert (error <= cases.largest_error(exact, exact.abs(), long, dtype, own)).all(), (N, K, M)
+
+
 @pytest.mark.parametrize("n_bytes", [0, 1, 7, 8, 9, 63, 64, 65, 1000, 4099])
 def test_checksum(device, n_bytes):
     data = torch.randint(0, 256, (n_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(n_bytes))
