@@ -1,7 +1,7 @@
 """Builds bitshard._C: C sources as C, and cuda/*.cu into fatbins that are embedded in the extension.
 
-Needs gcc (or clang) and nothing of torch. nvcc is used where found (PATH, CUDA_HOME); without it the build goes on
-CPU-only and says so. Environment:
+Needs gcc (or clang) and nothing of torch. nvcc is used where found (PATH, CUDA_HOME, /usr/local/cuda); without it the
+build goes on CPU-only and says so. Environment:
   BITSHARD_CUDA=0            leave CUDA out even where nvcc is found
   BITSHARD_CUDA_ARCHS=all    every architecture, or a list such as 80,90a,compute_90 (compute_* embeds PTX)
   BITSHARD_WERROR=1          compiler warnings are errors

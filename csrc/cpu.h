@@ -20,11 +20,12 @@ typedef void (*bsh_range_function)(int64_t begin, int64_t end, void *ctx);
 typedef void (*bsh_parallel_for_function)(int64_t begin, int64_t end, int64_t grain, bsh_range_function fn, void *ctx);
 extern bsh_parallel_for_function bsh_parallel_for;
 
-/* The vendor GEMM: c[m, n] = a[m, k] b[k, n], all of one dtype. Rows of c are ldc and rows of a lda elements apart;
- * element (i, j) of b is b[i * ldb_row + j * ldb_col]. A NULL pointer instead of this struct means plain loops. */
+/* The vendor GEMM: c[m, n] = a[m, k] b[k, n], all of one dtype, with `add` c += a b; c is rounded once. Rows of c are
+ * ldc and rows of a lda elements apart; element (i, j) of b is b[i * ldb_row + j * ldb_col]. A NULL pointer instead of
+ * this struct means plain loops. */
 typedef struct {
-  bsh_status (*mm)(void *ctx, bsh_dtype dtype, void *c, int64_t ldc, const void *a, int64_t lda, const void *b,
-                   int64_t ldb_row, int64_t ldb_col, int64_t m, int64_t n, int64_t k);
+  bsh_status (*mm)(void *ctx, bsh_dtype dtype, bool add, void *c, int64_t ldc, const void *a, int64_t lda,
+                   const void *b, int64_t ldb_row, int64_t ldb_col, int64_t m, int64_t n, int64_t k);
   void *ctx;
 } bsh_cpu_gemm;
 

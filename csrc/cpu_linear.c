@@ -13,6 +13,7 @@
  * converted rows of x, and for each of at most WORKERS threads PANEL_BYTES for a panel and half of that for a tile of
  * the result: 60 MiB in all, while a panel of PANEL_STEP fits (inner sizes up to 32,768). */
 #include <stdlib.h>
+#include <string.h>
 
 #include "cpu.h"
 #include "cpu_numerics.h"
@@ -115,12 +116,12 @@ static void decode_panel(const product *const p, const int64_t outer0, const int
   }
 }
 
-static bsh_status plain_mm(const bsh_dtype dtype, void *const c, const int64_t ldc, const void *const a,
+static bsh_status plain_mm(const bsh_dtype dtype, const bool add, void *const c, const int64_t ldc, const void *const a,
                            const int64_t lda, const void *const b, const int64_t ldb_row, const int64_t ldb_col,
                            const int64_t m, const int64_t n, const int64_t k) {
   for (int64_t i = 0; i < m; i++)
     for (int64_t j = 0; j < n; j++) {
-      float sum = 0;
+      float sum = add ? load_f32(c, dtype, i * ldc + j) : 0;
       for (int64_t l = 0; l < k; l++)
         sum += load_f32(a, dtype, i * lda + l) * load_f32(b, dtype, l * ldb_row + j * ldb_col);
       store_f32(c, dtype, i * ldc + j, sum);
@@ -136,20 +137,27 @@ static bsh_status multiply_panel(const product *const p, const int64_t outer0, c
   void *const c = converts(p) ? (void *)own->tile : (char *)p->out + (p->m0 * p->ld_out + outer0) * size;
   const int64_t ldc = converts(p) ? outer_n : p->ld_out;
   const int64_t ldb_row = p->by_rows ? 1 : outer_n, ldb_col = p->by_rows ? p->inner : 1;
-  if (!p->gemm) return plain_mm(p->compute, c, ldc, a, lda, own->panel, ldb_row, ldb_col, p->m_n, outer_n, p->inner);
-  return p->gemm->mm(p->gemm->ctx, p->compute, c, ldc, a, lda, own->panel, ldb_row, ldb_col, p->m_n, outer_n, p->inner);
+  const bool add = p->bias && !converts(p);
+  if (!p->gemm)
+    return plain_mm(p->compute, add, c, ldc, a, lda, own->panel, ldb_row, ldb_col, p->m_n, outer_n, p->inner);
+  return p->gemm->mm(p->gemm->ctx, p->compute, add, c, ldc, a, lda, own->panel, ldb_row, ldb_col, p->m_n, outer_n,
+                     p->inner);
 }
 
-/* Bias and rounding of one panel's result: from the fp32 tile, or in place. */
+/* Where the GEMM writes the result itself, it adds to the bias: a sum with a rounded product would be rounded twice. */
+static void start_panel(const product *const p, const int64_t outer0, const int64_t outer_n) {
+  const int64_t size = dtype_size(p->dtype);
+  if (!p->bias || converts(p)) return;
+  for (int64_t m = p->m0; m < p->m0 + p->m_n; m++)
+    memcpy((char *)p->out + (m * p->ld_out + outer0) * size, (const char *)p->bias + outer0 * size,
+           (size_t)(outer_n * size));
+}
+
+/* Bias and rounding of an fp32 tile. */
 static void finish_panel(const product *const p, const int64_t outer0, const int64_t outer_n, float *tile) {
+  if (!converts(p)) return;
   for (int64_t m = p->m0; m < p->m0 + p->m_n; m++) {
     const int64_t first = m * p->ld_out + outer0;
-    if (!converts(p)) {
-      for (int64_t j = 0; p->bias && j < outer_n; j++)
-        store_f32(p->out, p->dtype, first + j,
-                  load_f32(p->out, p->dtype, first + j) + load_f32(p->bias, p->dtype, outer0 + j));
-      continue;
-    }
     for (int64_t j = 0; p->bias && j < outer_n; j++) tile[j] += load_f32(p->bias, p->dtype, outer0 + j);
     bsh_cpu()->from_f32(tile, p->dtype, (char *)p->out + first * dtype_size(p->dtype), outer_n);
     tile += outer_n;
@@ -161,6 +169,7 @@ static bsh_status run_panels(const product *const p, const int64_t begin, const 
   for (int64_t panel = begin; panel < end; panel++) {
     const int64_t outer0 = panel * p->panel_outer, outer_n = min_i64(p->panel_outer, p->outer - outer0);
     decode_panel(p, outer0, outer_n, own->panel);
+    start_panel(p, outer0, outer_n);
     BSH_TRY(multiply_panel(p, outer0, outer_n, own));
     finish_panel(p, outer0, outer_n, own->tile);
   }

@@ -136,7 +136,7 @@ static bsh_status check_product(const char *const op, const reordered *const w,
   if (args->M < 0 || w->N < 0 || w->K < 1 || w->N % GROUP != 0 || w->blocksize < 1 || w->K % w->blocksize != 0)
     return bsh_fail(BSH_BAD_SHAPE,
                     "%s: M = %" PRId64 ", N = %" PRId64 ", K = %" PRId64 ", blocksize %" PRId64
-                    ": N must be a multiple of %d and K of blocksize",
+                    ": N must be a multiple of %d, K of blocksize and above 0",
                     op, args->M, w->N, w->K, w->blocksize, GROUP);
   BSH_TRY(bsh_checked_product(op, w->N, w->K, &n));
   BSH_TRY(bsh_native_check_sizes(op, n, w->blocksize, BSH_MAX_BLOCKSIZE));
@@ -148,6 +148,7 @@ static bsh_status multiply(const char *const op, const reordered *const w, bsh_l
   BSH_TRY(check_product(op, w, args));
   const int64_t n = w->N * w->K;
   if (args->M == 0 || n == 0) return BSH_OK;
+  args->weight.n = n;
   uint8_t *const packed = malloc((size_t)(n / 2));
   float *const scales = malloc((size_t)(n / w->blocksize) * sizeof(float));
   bsh_status status = BSH_OK;
@@ -170,7 +171,7 @@ static bsh_status multiply(const char *const op, const reordered *const w, bsh_l
                                                           const uint8_t *w, const uint16_t *absmax, uint16_t *out,     \
                                                           int64_t blocksize, int64_t x_stride, int64_t out_stride) {   \
     const reordered form = {.B = w, .absmax = absmax, .N = N, .K = K, .blocksize = blocksize};                         \
-    bsh_linear_4bit_args args = {.weight = {.n = N * K, .blocksize = blocksize, .format = NUMBER},                     \
+    bsh_linear_4bit_args args = {.weight = {.blocksize = blocksize, .format = NUMBER}, /* n: once checked */           \
                                  .x = x,                                                                               \
                                  .y = out,                                                                             \
                                  .M = M,                                                                               \

@@ -216,11 +216,22 @@ static bsh_status read_activation(bsh_call *const call, const char *const argume
                                   bsh_tensor *const x, bsh_dtype *const dtype, int64_t *const M) {
   BSH_TRY(bsh_call_tensor(call, 0, x));
   BSH_TRY(bsh_compute_dtype(call->op, argument, x->dtype, dtype));
-  if (width <= 0 || x->dim < 1 || x->sizes[x->dim - 1] != width)
+  if (x->dim < 1)
+    return bsh_fail(BSH_BAD_SHAPE, "%s: %s has no dimension, the weight needs %" PRId64 " columns", call->op, argument,
+                    width);
+  if (x->sizes[x->dim - 1] != width)
     return bsh_fail(BSH_BAD_SHAPE, "%s: last dimension of %s is %" PRId64 ", the weight needs %" PRId64, call->op,
-                    argument, x->dim < 1 ? 0 : x->sizes[x->dim - 1], width);
-  *M = x->numel / width;
+                    argument, x->sizes[x->dim - 1], width);
+  *M = 1;
+  for (int64_t i = 0; i < x->dim - 1; i++) BSH_TRY(bsh_checked_product(call->op, *M, x->sizes[i], M));
   return BSH_OK;
+}
+
+/* Sums of no terms on a GPU: y [..., N] = bias, or zero. The CPU's products know it themselves. */
+static bsh_status empty_sums(const bsh_call *const call, const bsh_tensor *const y, const bsh_tensor *const bias) {
+  const AOTITorchError failed =
+      bias != NULL ? bsh_torch.aoti_torch_copy_(y->handle, bias->handle, 0) : bsh_torch.aoti_torch_zero_(y->handle);
+  return failed ? bsh_fail(BSH_TORCH_ERROR, "%s: could not fill the result of an empty sum", call->op) : BSH_OK;
 }
 
 /* The output [..., width], leading sizes those of x. */
@@ -241,7 +252,7 @@ static const bsh_cpu_gemm cpu_gemm = {.mm = bsh_torch_cpu_gemm};
 static bsh_status plan_forward(bsh_call *const call, const bsh_tensor *const x, const bsh_linear_4bit_args *const args,
                                bsh_plan *const plan) {
   int32_t sm, sms;
-  if (!bsh_on_cuda(x) || args->M == 0 || args->N == 0) return BSH_OK;
+  if (!bsh_on_cuda(x) || args->M == 0 || args->N == 0 || args->K == 0) return BSH_OK;
   BSH_TRY(bsh_cuda_gpu(call->op, x->device_index, &sm, &sms));
   BSH_TRY(bsh_cuda_plan_linear_4bit(call->op, args, sm, sms, call->caller->vendor, plan));
   return plan->vendor != BSH_VENDOR_NONE ? bsh_call_may_multiply(call, args->dtype) : BSH_OK;
@@ -250,7 +261,7 @@ static bsh_status plan_forward(bsh_call *const call, const bsh_tensor *const x, 
 static bsh_status plan_dgrad(bsh_call *const call, const bsh_tensor *const dy,
                              const bsh_linear_4bit_dgrad_args *const args, bsh_plan *const plan) {
   int32_t sm, sms;
-  if (!bsh_on_cuda(dy) || args->M == 0 || args->K == 0) return BSH_OK;
+  if (!bsh_on_cuda(dy) || args->M == 0 || args->N == 0 || args->K == 0) return BSH_OK;
   BSH_TRY(bsh_cuda_gpu(call->op, dy->device_index, &sm, &sms));
   BSH_TRY(bsh_cuda_plan_linear_4bit_dgrad(call->op, args, sm, sms, call->caller->vendor, plan));
   return plan->vendor != BSH_VENDOR_NONE ? bsh_call_may_multiply(call, args->dtype) : BSH_OK;
@@ -270,6 +281,7 @@ bsh_status bsh_op_linear_4bit(bsh_call *const call) {
   BSH_TRY(plan_forward(call, &x, &args, &plan));
   BSH_TRY(new_activation(call, &x, N, &y));
   if (y.numel == 0) return BSH_OK;
+  if (K == 0 && bsh_on_cuda(&x)) return empty_sums(call, &y, args.bias != NULL ? &bias : NULL);
   args.y = y.data;
   bsh_call_compute(call);
   if (!bsh_on_cuda(&x)) return bsh_cpu_linear_4bit(&args, &cpu_gemm);
@@ -293,6 +305,7 @@ bsh_status bsh_op_linear_4bit_dgrad(bsh_call *const call) {
   BSH_TRY(plan_dgrad(call, &dy, &args, &plan));
   BSH_TRY(new_activation(call, &dy, K, &dx));
   if (dx.numel == 0) return BSH_OK;
+  if (N == 0 && bsh_on_cuda(&dy)) return empty_sums(call, &dx, NULL);
   args.dx = dx.data;
   bsh_call_compute(call);
   if (!bsh_on_cuda(&dy)) return bsh_cpu_linear_4bit_dgrad(&args, &cpu_gemm);

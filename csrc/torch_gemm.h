@@ -5,10 +5,11 @@
 #include "kernels.h"
 #include "status.h"
 
-/* c[m, n] = a[m, k] b[k, n], all of one dtype on the CPU. Rows of c and a are ldc and lda elements apart; element
- * (i, j) of b is b[i * ldb_row + j * ldb_col]. `context` is unused. */
-bsh_status bsh_torch_cpu_gemm(void *context, bsh_dtype dtype, void *c, int64_t ldc, const void *a, int64_t lda,
-                              const void *b, int64_t ldb_row, int64_t ldb_col, int64_t m, int64_t n, int64_t k);
+/* c[m, n] = a[m, k] b[k, n], with `add` c += a b, all of one dtype on the CPU; c is rounded once. Rows of c and a are
+ * ldc and lda elements apart; element (i, j) of b is b[i * ldb_row + j * ldb_col]. `context` is unused. */
+bsh_status bsh_torch_cpu_gemm(void *context, bsh_dtype dtype, bool add, void *c, int64_t ldc, const void *a,
+                              int64_t lda, const void *b, int64_t ldb_row, int64_t ldb_col, int64_t m, int64_t n,
+                              int64_t k);
 
 /* A matrix inside a torch tensor: element (i, j) lies offset + i * row_stride + j * column_stride elements behind the
  * tensor's first. */

@@ -36,6 +36,21 @@ MODEL_LINEAR = {
     "70B down": (8192, 28672),
 }
 
-# Largest error of linear_4bit and linear_4bit_dgrad against fp64 with the decoded weight, in units of the rounding of
-# the dtype times sqrt(sum of squared products): fp32 accumulation of up to 514 terms, one rounding to the dtype.
+# What tests of random values allow linear_4bit and linear_4bit_dgrad beside one rounding of the result, in units of
+# sqrt(sum of squared products): it is narrow, and no bound where terms have one sign (`largest_error` is).
 LINEAR_BOUND = {torch.float32: 64 * 2.0**-24, torch.float16: 4 * 2.0**-11, torch.bfloat16: 4 * 2.0**-8}
+
+# Relative error of one rounding to the dtype.
+ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+def largest_error(exact: torch.Tensor, magnitude: torch.Tensor, terms: int, dtype: torch.dtype, own_weights: bool):
+    """The bound of docs/numerics.md on |y - exact| for any order of summation and any signs; float64.
+
+    exact: float64 products with the decoded weight, and the bias. magnitude: the same of the terms' magnitudes.
+    own_weights: whether the kernel may round the weight in its own way, as those on CUDA do.
+    """
+    rounding = ROUNDING[dtype]
+    of_terms = (terms + 4) * 2.0**-24 + (4 * rounding if own_weights else 0.0)
+    smallest = torch.finfo(dtype).tiny * rounding + (terms + 4) * 2.0**-126
+    return 1.01 * rounding * exact.abs() + of_terms * magnitude + smallest

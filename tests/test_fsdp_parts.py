@@ -30,7 +30,7 @@ FAULTS = [
     for name in (
         *"truncated truncated_packed absurd_header long_header rows_missing rows_missing_even columns_missing".split(),
         *"columns_missing_even transposed bytes_missing no_absmax no_nested_absmax no_quant_state scales_short".split(),
-        "nested_scales_short",
+        *"nested_scales_short nested_scale_negative scale_nan".split(),
     )
 ]
 NATIVE = [*EXACT, *MODELS, *SAVED, "planted", *TRAINED, *FAULTS, "after_faults"]

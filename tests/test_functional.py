@@ -8,6 +8,7 @@ import cases
 import pytest
 import torch
 from bitshard import functional, maps, matmul_4bit, ops
+from bitshard.nn.linear import LinearNF4
 from bitshard.state import QuantState, pack_dict_to_tensor, unpack_tensor_to_dict
 from helpers.bytes import as_bytes
 
@@ -316,6 +317,13 @@ def changed(key, value):
     return flat
 
 
+def plain_scales(place, value):
+    """Entries of plain scales, one of them changed."""
+    flat = functional.quantize_nf4(weight())[1].as_dict(packed=True)
+    flat["absmax"][place] = value
+    return flat
+
+
 nf4_map = ops.table("nf4")
 BAD_ENTRIES = {
     "no blob": (changed("quant_state.bitsandbytes__nf4", None), ValueError, "neither quant_type"),
@@ -368,6 +376,23 @@ BAD_ENTRIES = {
     "absmax is on meta": (changed("absmax", torch.zeros(195, dtype=torch.uint8, device="meta")), ValueError, "meta"),
     "absmax is sparse": (changed("absmax", torch.zeros(195, dtype=torch.uint8).to_sparse()), TypeError, "sparse"),
     "nested_absmax is long": (changed("nested_absmax", torch.zeros(2)), ValueError, "2 entries, expected 1"),
+    "nested_absmax is negative": (
+        changed("nested_absmax", torch.full((1,), -0.5)),
+        ValueError,
+        "1 of the 1 scales in nested_absmax .*below zero, the first at 0: -0.5",
+    ),
+    "nested_absmax has a NaN": (changed("nested_absmax", torch.full((1,), float("nan"))), ValueError, "at 0: nan"),
+    "nested_absmax is infinite": (changed("nested_absmax", torch.full((1,), float("inf"))), ValueError, "at 0: inf"),
+    "plain absmax has a NaN": (plain_scales(194, float("nan")), ValueError, "1 of the 195 .*absmax .*at 194: nan"),
+    "plain absmax is infinite": (plain_scales(3, -float("inf")), ValueError, "1 of the 195 .* at 3: -inf"),
+    "8-bit absmax has a NaN": (
+        {
+            **functional.quantize_blockwise(torch.ones(9))[1].as_dict(),
+            "absmax": torch.tensor([float("nan")]),
+        },
+        ValueError,
+        "1 of the 1 scales in absmax",
+    ),
     "nested map is short": (changed("nested_quant_map", torch.zeros(255)), ValueError, "255"),
     "nested map has a NaN": (changed("nested_quant_map", torch.full((256,), float("nan"))), ValueError, "finite"),
     "quant_map of another format": (changed("quant_map", ops.table("fp4")), ValueError, "16 of 16|values differ"),
@@ -413,6 +438,10 @@ def test_bad_state(name):
 
 
 def test_good_state_with_unusual_but_right_values():
+    """Plain scales may have either sign: a block of NaN gets a negative one, and values are products with it."""
+    assert QuantState.from_dict(plain_scales(3, -1.5), "cpu").absmax[3] == -1.5
+    nan, state = functional.quantize_nf4(torch.full((128,), torch.nan))
+    assert torch.equal(QuantState.from_dict(state.as_dict(packed=True), "cpu").absmax, state.absmax)
     assert QuantState.from_dict(changed("quant_map", nf4_map.bfloat16()), "cpu").code.dtype is torch.float32
     assert QuantState.from_dict(changed("absmax", entries()["absmax"].view(-1, 1)), "cpu").absmax.shape == (195,)
 
@@ -478,6 +507,28 @@ def test_bad_linear():
         functional.linear_4bit(x, packed, state, torch.zeros(96, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="state cannot be None"):
         functional.gemv_4bit(x, packed)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged, torch.sparse_coo, torch.sparse_csr])
+def test_what_is_not_dense_raises(layout):
+    """Nested and sparse x: a TypeError that says what to give, and not torch's internal one."""
+    packed, state = functional.quantize_nf4(weight())
+    if layout in (torch.strided, torch.jagged):
+        x, words = torch.nested.nested_tensor([torch.ones(2, 130), torch.ones(3, 130)], layout=layout), "nested tensor"
+    else:
+        x, words = torch.ones(2, 130).to_sparse(layout=layout), r"layout torch.sparse.*to_dense\(\)"
+    calls = (
+        lambda: functional.linear_4bit(x, packed, state),
+        lambda: functional.gemv_4bit(x, packed, state=state),
+        lambda: matmul_4bit(x, packed, state),
+        lambda: matmul_4bit(x, packed, state, bias=torch.zeros(96, requires_grad=True)),
+        lambda: LinearNF4(130, 96).to("cpu")(x),
+        lambda: functional.quantize_4bit(x),
+        lambda: functional.quantize_blockwise(x),
+    )
+    for call in calls:
+        with pytest.raises(TypeError, match=words):
+            call()
 
 
 def test_bad_blockwise():

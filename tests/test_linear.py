@@ -2,6 +2,7 @@
 
 import io
 import logging
+import warnings
 
 import cases
 import pytest
@@ -97,6 +98,23 @@ def test_no_buffers_and_frozen():
 def test_not_quantized_yet():
     with pytest.raises(RuntimeError, match=r"\[96, 130\].*not quantized yet.*\.to\("):
         LinearNF4(130, 96)(torch.randn(1, 130))
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (8, 0), (0, 0)])
+def test_layers_without_rows_or_columns(shape):
+    """Forward, backward, a state dict and a compiled program, as nn.Linear; warnings of its initialization aside."""
+    N, K = shape
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        module, other = LinearNF4(K, N).to("cpu"), LinearNF4(K, N)
+    other.load_state_dict(module.state_dict())
+    x, dy = torch.randn(3, K, requires_grad=True), torch.ones(3, N)
+    expected = module.bias.expand(3, N)
+    for forward in (module, other.to("cpu"), torch.compile(module, backend="aot_eager")):
+        x.grad = None
+        y = forward(x)
+        y.backward(dy)
+        assert torch.equal(y, expected) and torch.equal(x.grad, torch.zeros(3, K))
 
 
 def test_settings():

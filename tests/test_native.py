@@ -223,8 +223,6 @@ def test_cpu_gemv(M, N, K, blocksize, quant_type, nested):
     )
     before, original = bnb.functional.dequantize_4bit(packed, state), packed.clone()
     reordered, state = bnb.functional._convert_weight_packed_for_cpu(packed, state)
-    with pytest.raises((TypeError, ValueError)):
-        bnb.functional.dequantize_4bit(reordered, state)
     x = torch.randn(M, K + 8, generator=torch.Generator().manual_seed(M)).bfloat16()
     out = torch.full((M, N + 4), 7.0, dtype=torch.bfloat16)
     sizes, rest = (M, N, K), (blocksize, x.stride(0), out.stride(0))
@@ -247,7 +245,15 @@ def test_cpu_gemv_mistakes():
     x = torch.ones(1, 64, dtype=torch.bfloat16)
     out, w = torch.ones(1, 32, dtype=torch.bfloat16), torch.zeros(32, 32, dtype=torch.uint8)
     absmax = torch.ones(1, 32, dtype=torch.bfloat16)
-    for change, words in (({1: 33}, "N = 33"), ({2: 96}, "K = 96"), ({7: 48}, "K = 64"), ({4: None}, "w is NULL")):
+    beyond = ({1: 1 << 40, 2: 1 << 40}, "1099511627776, 1099511627776. is not a tensor shape")
+    for change, words in (
+        ({1: 33}, "N = 33"),
+        ({2: 96}, "K = 96"),
+        ({7: 48}, "K = 64"),
+        ({4: None}, "w is NULL"),
+        ({2: 0}, "K = 0"),
+        beyond,
+    ):
         call = [1, 32, 64, x.data_ptr(), w.data_ptr(), absmax.data_ptr(), out.data_ptr(), 64, 64, 32]
         for position, value in change.items():
             call[position] = value
@@ -262,6 +268,9 @@ def test_cpu_calls_without_elements():
     lib.cquantize_blockwise_cpu_fp32(None, None, None, None, ct.c_longlong(64), ct.c_longlong(0))
     lib.cdequantize_blockwise_cpu_fp16(None, None, None, None, ct.c_longlong(64), ct.c_longlong(0))
     lib.cdequantize_blockwise_cpu_nf4_bf16(None, None, None, ct.c_longlong(64), ct.c_longlong(3), ct.c_longlong(0))
+    for M, N in ((0, 32), (1, 0)):
+        sizes, rest = map(ct.c_longlong, (M, N, 64)), map(ct.c_longlong, (64, 64, 32))
+        lib.gemv_4bit_inference_cpu_nf4_bf16(*sizes, None, None, None, None, *rest)
 
 
 # (what is wrong, replaced arguments of cquantize_blockwise_cpu_fp32, words of the error)

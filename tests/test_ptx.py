@@ -173,6 +173,17 @@ def test_4bit_blocks(dtype):
         assert same(out, wanted), (fmt, n, blocksize)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_blocks_of_nan_only(dtype):
+    """The bytes of the CPU, in the wide form, in the one for any block and in a short last one."""
+    gpu, table, none = machine.Gpu(90, 2), maps.create_dynamic_map(True), torch.empty(0)
+    x = torch.full((4096 + 64 + 5,), NAN, dtype=dtype)
+    for fmt in (0, 1):
+        found, expected = gpu.quantize_4bit(x, 64, fmt), ops.quantize_4bit(x, 64, fmt, torch.uint8)
+        assert all(map(same, found, expected)), fmt
+    assert all(map(same, gpu.quantize_blockwise(x, table, 256), ops.quantize_blockwise(x, table, none, 256)))
+
+
 @pytest.mark.parametrize("sm", [90, 80])
 def test_nested_scales(sm):
     gpu = machine.Gpu(sm, 2)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import reference
 import torch
-from bitshard import _C, blockwise, functional, ops
+from bitshard import _C, autograd, blockwise, functional, ops
+from torch.nn import functional as F
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "golden.npz"
 TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -270,6 +271,26 @@ def test_linear_4bit_dgrad(device, shape, dtype):
         assert_close(wide, reference.linear_4bit_dgrad(expanded, weight), expanded, weight)
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_sums_of_one_sign_stay_within_their_bound(device, dtype):
+    """4,096 terms of one sign: rounding the result alone exceeds what random signs are allowed (`LINEAR_BOUND`)."""
+    long, short, own = 4096, 48, device.type == "cuda"
+    for N, K in ((short, long), (long, short)):
+        w = random_weight(N * K, torch.float32, device, seed=1).view(N, K).abs() + 0.02
+        packed, state = functional.quantize_4bit(w, quant_type="nf4", blocksize=32)
+        weight = ops.dequantize_4bit(packed, *state.scales(), 32, 0, N, K, dtype).double()
+        for M in (1, 5, 16, 40):
+            x = (torch.rand(M, long, generator=torch.Generator().manual_seed(M)) + 0.5).to(device=device, dtype=dtype)
+            y = (
+                functional.linear_4bit(x, packed, state)
+                if K == long
+                else functional.linear_4bit_dgrad(x, packed, state)
+            )
+            exact = x.double() @ (weight.T if K == long else weight)
+            error = (y.double() - exact).abs()
+            assert (error <= cases.largest_error(exact, exact.abs(), long, dtype, own)).all(), (N, K, M)
+
+
 @pytest.mark.parametrize("n_bytes", [0, 1, 7, 8, 9, 63, 64, 65, 1000, 4099])
 def test_checksum(device, n_bytes):
     data = torch.randint(0, 256, (n_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(n_bytes))
@@ -306,6 +327,27 @@ def test_no_rows(device):
     assert functional.linear_4bit(torch.empty(0, 64, device=device), packed, state).shape == (0, 8)
     none = torch.empty(2, 0, 8, device=device)
     assert ops.linear_4bit_dgrad(none, packed, *state.scales(), 64, 0, 8, 64).shape == (2, 0, 64)
+
+
+@pytest.mark.parametrize("N, K", [(0, 64), (8, 0), (0, 0)])
+@pytest.mark.parametrize("nested", [False, True])
+def test_weights_without_rows_or_columns_multiply_like_torch(device, N, K, nested):
+    """Empty sums are the bias, or zero; the empty gradients have their shapes."""
+    packed, state, _ = packed_weight(N, K, device, "nf4", nested)
+    weight = torch.zeros(N, K, device=device)
+    assert functional.dequantize_4bit(packed, state).shape == (N, K)
+    for shape in ((K,), (1, K), (3, K), (2, 20, K), (0, K)):
+        x, other = (torch.ones(shape, device=device, requires_grad=True) for _ in range(2))
+        bias, other_bias = (torch.arange(1.0, N + 1, device=device, requires_grad=True) for _ in range(2))
+        y, expected = autograd.matmul_4bit(x, packed, state, bias=bias), F.linear(other, weight, other_bias)
+        assert y.shape == expected.shape and torch.equal(y, expected)
+        y.sum().backward(), expected.sum().backward()
+        assert torch.equal(x.grad, other.grad) and torch.equal(bias.grad, other_bias.grad)
+        assert torch.equal(functional.linear_4bit(x.detach(), packed, state), F.linear(x, weight))
+        dx = functional.linear_4bit_dgrad(torch.ones_like(y), packed, state)
+        assert dx.shape == x.shape and not dx.any()
+    with pytest.raises((RuntimeError, ValueError), match=rf"{K + 1}"):
+        functional.linear_4bit(torch.ones(2, K + 1, device=device), packed, state)
 
 
 def test_not_contiguous(device):

@@ -28,6 +28,7 @@ LAYERS = [
     "parts",
     "inventory",
     "blockwise",
+    "reordered",
     "functional",
     "optim",
     "guards",

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from bitshard import functional
-from bitshard.checks import into
+from bitshard.checks import check_dense, into
 from bitshard.state import QuantState
 
 
@@ -42,7 +42,7 @@ class MatMul4Bit(torch.autograd.Function):
             product = MatMul4BitInputGradient.apply if again else functional.linear_4bit_dgrad
             dx = product(dy, ctx.packed, state)
         if needs_bias:
-            dbias = dy.reshape(-1, state.shape[0]).sum(0, dtype=ctx.bias_dtype)
+            dbias = dy.reshape(dy.shape[:-1].numel(), state.shape[0]).sum(0, dtype=ctx.bias_dtype)
         return dx, None, None, dbias, None
 
 
@@ -107,6 +107,9 @@ def matmul_4bit(
         width = A.shape[-1]
     except IndexError:
         raise ValueError(f"matmul_4bit: x of shape [] does not fit a weight of shape {[N, K]}") from None
+    except RuntimeError:  # some nested tensors have no shape
+        check_dense(A, "matmul_4bit: x")
+        raise
     if width != K and width == N:
         return _matmul_transposed(A, B, quant_state, out, bias)
     if not torch.compiler.is_dynamo_compiling() and forward_ad._current_level >= 0:  # tangents need no requires_grad
@@ -133,6 +136,6 @@ def _matmul_transposed(A: Tensor, B: Tensor, state: QuantState, out: Tensor | No
         DeprecationWarning,
         stacklevel=3,
     )
-    weight = functional.dequantize_4bit(B.reshape(-1, 1), state).to(A.dtype)
+    weight = functional.dequantize_4bit(B if state.reordered else B.reshape(-1, 1), state).to(A.dtype)
     y = torch.nn.functional.linear(A, weight.t(), bias)
     return y if out is None else into(out, y, "out")

@@ -46,6 +46,11 @@ def check_packed(packed: Tensor, state: QuantState, where: str) -> None:
             f"{where}: quant_state is of type {state.quant_type!r} and shape {state.shape}, not a 4-bit state"
         )
     check_format(state.quant_type, state.blocksize)
+    if state.reordered:
+        raise ValueError(
+            f"{where}: the weight of shape {list(state.shape)} is in the form of _convert_weight_packed_for_cpu, which "
+            "functions take and layers do not: turn it back with _convert_weight_packed_for_cpu_inverse"
+        )
     if packed.dtype not in STORAGE_DTYPES:
         raise TypeError(f"{where}: packed weight is {packed.dtype}, which is no storage dtype")
     n = math.prod(state.shape)
@@ -77,9 +82,21 @@ def check_packed(packed: Tensor, state: QuantState, where: str) -> None:
         raise ValueError(f"{where}: packed weight is on {packed.device}, its scales are on {state.absmax.device}")
 
 
+def check_dense(x: Tensor, what: str) -> None:
+    """TypeError for nested, sparse and opaque tensors, whose elements the ops cannot reach."""
+    if x.is_nested:
+        raise TypeError(
+            f"{what} is a nested tensor: give its rows as one tensor (x.values() of layout torch.jagged) or padded "
+            "(x.to_padded_tensor(0.0)), and nest the result"
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(f"{what} has layout {x.layout}: give it dense (x.to_dense())")
+
+
 def check_values(x: Tensor, what: str) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{what} must be a tensor, got {type(x).__name__}")
+    check_dense(x, f"what {what} was given")
     if x.dtype not in VALUE_DTYPES.values():
         raise ValueError(f"{what} only supports 16/32-bit floats, but got {x.dtype}")
 

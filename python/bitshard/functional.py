@@ -13,9 +13,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from bitshard import _C, gather, ops
+from bitshard import _C, gather, ops, reordered
 from bitshard.blockwise import dequantize_blockwise, mean, quantize_blockwise
-from bitshard.checks import check_format, check_packed, check_storage, check_values, into
+from bitshard.checks import check_dense, check_format, check_packed, check_storage, check_values, into
 from bitshard.maps import (
     create_dynamic_map,
     create_fp8_map,
@@ -158,6 +158,8 @@ def dequantize_4bit(
             values = _C.dequantize_4bit(
                 A, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, quant_state.dtype
             )
+        if values is None and quant_state.reordered:
+            return dequantize_4bit(*reordered.restored(A, quant_state), out=out)
         if values is None:
             with torch._C.DisableTorchFunctionSubclass():
                 values = op(
@@ -207,6 +209,8 @@ def linear_4bit(x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | Non
             y = _C.linear_4bit(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K)
             if y is not None:
                 return y
+        if state.reordered:
+            return linear_4bit(x, *reordered.restored(packed, state), bias)
         none = ops.empty(absmax.device) if bias is None else bias
         with torch._C.DisableTorchFunctionSubclass():
             return op(x, packed, absmax, absmax_map, absmax2, offset, none, blocksize, format, N, K)
@@ -225,12 +229,15 @@ def linear_4bit_dgrad(dy: Tensor, packed: Tensor, state: QuantState) -> Tensor:
         dx = _C.linear_4bit_dgrad(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K)
         if dx is not None:
             return dx
+    if state.reordered:
+        return linear_4bit_dgrad(dy, *reordered.restored(packed, state))
     with torch._C.DisableTorchFunctionSubclass():
         return op(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K)
 
 
 def explain_linear(error: Exception, x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None) -> NoReturn:
     """Raise what is wrong with the arguments of `linear_4bit`, which the op has refused with `error`."""
+    check_dense(x, "linear_4bit: x")
     if x.device != packed.device:
         raise ValueError(f"linear_4bit: x is on {x.device}, the weight on {packed.device}") from error
     check_packed(packed, state, "linear_4bit")

@@ -145,6 +145,11 @@ class QuantState:
                 "Gather it first with bitshard.fsdp.full_state_dict(model)."
             )
 
+    @property
+    def reordered(self) -> bool:
+        """Whether this is a state of bitsandbytes' second form for the CPU (`bitshard.reordered`)."""
+        return self.absmax.dtype is torch.bfloat16 and self.absmax.dim() == 2
+
     def scales(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The op arguments (absmax, absmax_map, absmax2, offset); the last three are empty for plain scales."""
         absmax = self.absmax
@@ -211,6 +216,11 @@ class QuantState:
         "quant_state.bitsandbytes__nf4" (or __fp4). ValueError where FSDP2 has cut the scales among ranks.
         """
         self._check_whole("saved from here")
+        if self.reordered:
+            raise ValueError(
+                f"a weight of shape {list(self.shape)} cannot be saved as _convert_weight_packed_for_cpu made it: no "
+                "checkpoint has that form. Turn it back first, with _convert_weight_packed_for_cpu_inverse."
+            )
         tensors = {"absmax": self.absmax, "quant_map": self.code}
         if self.nested:
             tensors["nested_absmax"] = self.state2.absmax
@@ -389,6 +399,19 @@ def _vector(entries: dict[str, Any], name: str, dtypes: tuple[torch.dtype, ...],
     return tensor.detach().reshape(-1)
 
 
+def check_scales(scales: Tensor, name: str, signed: bool = True) -> None:
+    """ValueError unless float32 `scales` are finite, and none below zero unless `signed`; codes may be any."""
+    if scales.dtype is not torch.float32:
+        return
+    wrong = ~torch.isfinite(scales) if signed else ~(torch.isfinite(scales) & (scales >= 0))
+    if bool(wrong.any()):
+        first = int(torch.nonzero(wrong.flatten())[0])
+        raise ValueError(
+            f"quantization state: {int(wrong.sum())} of the {scales.numel()} scales in {name} are not finite"
+            f"{'' if signed else ' or below zero'}, the first at {first}: {float(scales.flatten()[first])!r}"
+        )
+
+
 def _code_map(entries: dict[str, Any], name: str, table: Tensor) -> Tensor:
     """The values of the codes, which must be those of the format within the rounding of their dtype; float32."""
     given = _vector(entries, name, tuple(VALUE_DTYPES.values()), table.numel(), f"a map of {table.numel()} values")
@@ -424,6 +447,7 @@ def _read_nested(
     n_blocks2 = ops.block_count(n_blocks, blocksize)
     why = f"one per {blocksize} of {n_blocks} scales"
     absmax = _vector(entries, "nested_absmax", (torch.float32,), n_blocks2, why)
+    check_scales(absmax, "nested_absmax", signed=False)
     code = _vector(entries, "nested_quant_map", (torch.float32,), 256, "a map of 256 values")
     if not bool(torch.isfinite(code).all()):
         raise ValueError("quantization state: nested_quant_map holds values that are not finite")
@@ -456,6 +480,7 @@ def _read_4bit(cls: type[QuantState], entries: dict[str, Any]) -> QuantState:
     absmax_dtype = torch.uint8 if nested else torch.float32
     why = f"{'nested' if nested else 'plain'} scales of shape {list(shape)} with blocksize {blocksize}"
     absmax = _vector(entries, "absmax", (absmax_dtype,), n_blocks, why)
+    check_scales(absmax, "absmax")
     offset, state2 = _read_nested(cls, entries, n_blocks, (NESTED_BLOCKSIZE,)) if nested else (None, None)
     return cls(
         absmax=absmax.contiguous(),
@@ -478,6 +503,7 @@ def _read_8bit(cls: type[QuantState], entries: dict[str, Any], device: torch.dev
         raise ValueError(f"quantization state: shape {_short(entries['shape'])} without a quant_type")
     nested = _check_nested_names(entries)
     absmax = _vector(entries, "absmax", (torch.uint8 if nested else torch.float32,), None, "8-bit scales")
+    check_scales(absmax, "absmax")
     offset, state2 = _read_nested(cls, entries, absmax.numel(), BLOCKSIZES_8BIT) if nested else (None, None)
     code = _vector(entries, "quant_map", (torch.float32,), 256, "a map of 256 values")
     state = cls(absmax, None, code, blocksize, None, _value_dtype(entries, "dtype"), offset, state2)

@@ -103,12 +103,18 @@ bsh_status bsh_torch_cuda_gemm(const bsh_torch_matrix *const c, const bsh_torch_
   CHECK(c->tensor != NULL && a->tensor != NULL, "torch multiplies tensors");
   return note("torch", BSH_TORCH_ERROR);
 }
-bsh_status bsh_torch_cpu_gemm(void *const context, const bsh_dtype dtype, void *const c, const int64_t ldc,
-                              const void *const a, const int64_t lda, const void *const b, const int64_t ldb_row,
-                              const int64_t ldb_col, const int64_t m, const int64_t n, const int64_t k) {
-  (void)context, (void)dtype, (void)c, (void)ldc, (void)a, (void)lda, (void)b, (void)ldb_row, (void)ldb_col;
+bsh_status bsh_torch_cpu_gemm(void *const context, const bsh_dtype dtype, const bool add, void *const c,
+                              const int64_t ldc, const void *const a, const int64_t lda, const void *const b,
+                              const int64_t ldb_row, const int64_t ldb_col, const int64_t m, const int64_t n,
+                              const int64_t k) {
+  (void)context, (void)dtype, (void)add, (void)c, (void)ldc, (void)a, (void)lda, (void)b, (void)ldb_row, (void)ldb_col;
   (void)m, (void)n, (void)k;
   return note("torch on the CPU", BSH_TORCH_ERROR);
+}
+
+static AOTITorchError zero(const AtenTensorHandle tensor) {
+  CHECK(tensor != NULL, "torch fills tensors");
+  return note("zero", BSH_OK) != BSH_OK;
 }
 
 /* ---- who calls ---- */
@@ -185,6 +191,7 @@ static void expect(const bsh_status status, const bsh_status expected, const cha
 int main(const int argc, char **const argv) {
   check_seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
   const bsh_direction forward = BSH_FORWARD, gradient = BSH_INPUT_GRADIENT;
+  bsh_torch.aoti_torch_zero_ = zero;
 
   /* Planned first, allocated then, computed last; a fused product asks nobody whether it may multiply. */
   expect(run(&dispatcher, forward, 1, 4096, 4096), BSH_OK, "gpu output enter fused leave");
@@ -201,6 +208,12 @@ int main(const int argc, char **const argv) {
   }
   expect(run(&dispatcher, forward, 0, 98, 130), BSH_OK, "output");
   expect(run(&around, gradient, 0, 98, 130), BSH_OK, "output");
+  expect(run(&dispatcher, forward, 3, 98, 0), BSH_OK, "output zero");
+  expect(run(&dispatcher, gradient, 3, 0, 130), BSH_OK, "output zero");
+  for (int direction = 0; direction < 2; direction++) {
+    expect(run(&dispatcher, (bsh_direction)direction, 3, direction == BSH_FORWARD ? 0 : 98, 0), BSH_OK, "output");
+    expect(run(&dispatcher, (bsh_direction)direction, INT64_MAX, 0, 0), BSH_OK, "output");
+  }
 
   /* What is declined or cannot be has allocated nothing. */
   declines = true;

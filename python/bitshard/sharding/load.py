@@ -18,7 +18,7 @@ from bitshard import gather, ops
 from bitshard.container import repack_whole
 from bitshard.shard import PackedShard
 from bitshard.sharding.entries import BLOB_PREFIX, differences, sharded_entries
-from bitshard.state import QuantState
+from bitshard.state import QuantState, check_scales
 
 
 class PendingLoad:
@@ -182,6 +182,7 @@ class PendingLoad:
         for name, theirs, ours in differences(loaded, state):
             raise ValueError(f"{key}: {name} is {theirs} in the state dict and {ours} in the model")
         own, given = state.absmax if state.sharded is None else state.sharded.own, self._own_scales(scales)
+        self._require_finite(given, key)
         self._require_other_bytes(own, given, loaded, key)
         own.copy_(given)
         if state.sharded is not None:
@@ -190,9 +191,9 @@ class PendingLoad:
         state.checksum = None  # of the loaded bytes; the next gather computes it
 
     def _read(self, entries: dict[str, torch.Tensor], scales: torch.Tensor) -> QuantState:
-        """The loaded state, checked, with scales of no values in place of the rank's part."""
+        """The loaded state, checked, with zeros in place of the rank's part."""
         small = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in entries.items()}
-        small["absmax"] = torch.empty(scales.shape, dtype=scales.dtype)
+        small["absmax"] = torch.zeros(scales.shape, dtype=scales.dtype)
         return QuantState.from_dict(small, device=self.weight._local_tensor.device)
 
     def _own_scales(self, scales: torch.Tensor) -> torch.Tensor:
@@ -200,6 +201,12 @@ class PendingLoad:
         if isinstance(scales, DTensor):
             return scales.redistribute(self.weight.device_mesh, self.weight.placements).to_local()
         return scales.view(-1) if self.state.sharded is None else self.state.sharded.part(scales)
+
+    def _require_finite(self, given: torch.Tensor, key: str) -> None:
+        """ValueError on all ranks unless every rank's part of float32 scales is finite."""
+        if given.dtype is torch.float32 and gather.anywhere(not bool(torch.isfinite(given).all()), self.weight):
+            check_scales(given, f"this rank's part of {key}.absmax")
+            raise ValueError(f"{key}.absmax: another rank's part of the scales is not finite")
 
     def _require_other_bytes(self, own: torch.Tensor, given: torch.Tensor, loaded: QuantState, key: str) -> None:
         """ValueError on all ranks where torch delivered other scales and left the weight as it was."""

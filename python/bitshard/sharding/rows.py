@@ -25,7 +25,7 @@ from bitshard.container import repack, shardable_dtype
 from bitshard.shard import PackedShard, ShardedScales
 from bitshard.sharding.entries import BLOB_PREFIX
 from bitshard.sharding.record import record_of, start_over
-from bitshard.state import VALUE_DTYPES, QuantState, dtype_name, unpack_tensor_to_dict
+from bitshard.state import VALUE_DTYPES, QuantState, check_scales, dtype_name, unpack_tensor_to_dict
 from bitshard.tensor import Params4bit
 
 _KEPT = ("blocksize", "_is_hf_initialized")  # of the weight that FSDP2 took, for the one that is made of its rows
@@ -154,7 +154,7 @@ class AwaitedRows:
         self._check_sizes(sizes, elements, total)
         scales, length = scales.to(device), data.numel()
         # of the scales only their number is read; the values are this rank's
-        state = self._read({**small, "absmax": torch.empty(total, dtype=scales.dtype)}, device)
+        state = self._read({**small, "absmax": torch.zeros(total, dtype=scales.dtype)}, device)
         data = data.to(device).reshape(-1, 1)
         container = shardable_dtype(state.dtype, data.dtype)
         self.held.owner.quant_storage = data.dtype
@@ -297,6 +297,7 @@ def _splits_whole_blocks(N: int, K: int, world: int, blocksize: int, container: 
 def _check_parts(data: Tensor, scales: Any, parts: dict[str, Any]) -> _Brought:
     if not isinstance(scales, Tensor):
         raise ValueError(f"absmax is missing beside {sorted(parts)}")
+    check_scales(scales, "absmax")
     for name, value in parts.items():
         if not isinstance(value, Tensor) or value.dim() != 1:
             raise TypeError(f"{name}: expected a vector, got {getattr(value, 'shape', type(value).__name__)}")

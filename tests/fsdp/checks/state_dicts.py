@@ -4,6 +4,7 @@ import copy
 import io
 
 import torch
+from bitshard.nn.linear import Linear4bit
 from bitshard.shard import PackedShard
 from checks.common import ENTRIES, batch, build, exact, layers, raises, shard
 from torch import nn
@@ -59,6 +60,7 @@ def check_contradictions(device, args):
     for change, text in (
         ({f"{key}.absmax": plain[f"{key}.absmax"][:-1]}, "absmax|18|19"),
         ({f"{key}.absmax": plain[f"{key}.absmax"].float()}, "float32|uint8"),
+        ({f"{key}.nested_absmax": -plain[f"{key}.nested_absmax"]}, "nested_absmax are|below zero"),
         ({key: plain[key][:-1]}, "0.base.weight"),
         ({name: plain[name.replace("0.", "1.", 1)] for name in plain if name.startswith(f"{key}.")}, "shape"),
     ):
@@ -69,3 +71,9 @@ def check_contradictions(device, args):
         )
     missing = {name: value for name, value in saved.items() if name != f"{key}.absmax"}
     raises((ValueError, RuntimeError), "absmax", lambda: model.load_state_dict(missing))
+    flat = shard(nn.Sequential(Linear4bit(33, 35, False, None, False, "nf4", torch.float32).to(device)))
+    saved = flat.state_dict()
+    scales = saved["0.weight.absmax"].full_tensor().clone()
+    scales[-1] = torch.nan  # in one rank's part
+    raises(ValueError, "0.weight.absmax|not finite", lambda: flat.load_state_dict({**saved, "0.weight.absmax": scales}))
+    flat.load_state_dict(saved)

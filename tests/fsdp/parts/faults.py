@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from shared import logged, name_of, quantization
 
 PACKED = name_of("uint8", True, "fp32")
+PLAIN = name_of("bf16", False, "fp32")
 WEIGHT = "model.layers.1.mlp.up_proj.weight"  # [173, 96]: its rows are gathered before they are quantized
 EVEN = "model.layers.1.self_attn.q_proj.weight"  # [96, 96]: each rank quantizes its own rows
 
@@ -61,6 +62,15 @@ def nested_scales_short(tensors):
     tensors[f"{WEIGHT}.nested_absmax"] = tensors[f"{WEIGHT}.nested_absmax"][:-1].contiguous()
 
 
+def nested_scale_negative(tensors):
+    tensors[f"{WEIGHT}.nested_absmax"][0] *= -1
+
+
+def scale_nan(tensors):
+    """The last one, which the last rank reads."""
+    tensors[f"{WEIGHT}.absmax"][-1] = torch.nan
+
+
 # name: (checkpoint, fault of its bytes or of its tensors, words of the error or of what is logged with it)
 BYTES = {
     "truncated": ("dense", truncated, ["afetensor"]),
@@ -80,6 +90,8 @@ TENSORS = {
     "no_quant_state": (PACKED, without("quant_state.bitsandbytes__nf4"), [WEIGHT, "quant_state"]),
     "scales_short": (PACKED, scales_short, [WEIGHT]),
     "nested_scales_short": (PACKED, nested_scales_short, [WEIGHT]),
+    "nested_scale_negative": (PACKED, nested_scale_negative, [WEIGHT, "nested_absmax are", "below zero"]),
+    "scale_nan": (PLAIN, scale_nan, [WEIGHT, "absmax are not finite", "nan"]),
 }
 FAULTS = {**BYTES, **TENSORS}
 # of 172 rows the last of two ranks reads 86, as many as of 173

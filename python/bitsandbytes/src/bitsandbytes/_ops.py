@@ -10,6 +10,7 @@ from math import prod
 
 import bitshard  # noqa: F401  (loads torch.ops.bitshard)
 import torch
+from bitshard import reordered
 from bitshard.functional import get_4bit_type
 from bitshard.optim.update import update_8bit_blockwise, update_32bit
 
@@ -145,7 +146,10 @@ def _gemm_4bit_fake(
 
 
 def _gemv_4bit(A, B, shapeB: Sequence[int], absmax, code, blocksize: int):
-    """The format is read off `code`, which makes the host wait for a `code` on the GPU."""
+    """The format is read off `code`, which makes the host wait for a `code` on the GPU. With `absmax` in bfloat16, B
+    is as `functional._convert_weight_packed_for_cpu` gives it."""
+    if absmax.dtype is torch.bfloat16:
+        B, absmax = reordered.restore(B, absmax, *_n_k(shapeB), blocksize)
     values = code.detach().cpu().float()
     for name in _FORMATS:
         if torch.equal(values, get_4bit_type(name, device="cpu")):

@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Iterable
 
 import torch
+from bitshard import reordered
 from bitshard.functional import (
     QuantState,
     create_dynamic_map,
@@ -182,32 +183,33 @@ def has_avx512bf16() -> bool:
 
 
 def _convert_weight_packed_for_cpu(
-    qweight: torch.Tensor, quant_state: QuantState, block_n: int = 32
+    qweight: torch.Tensor, quant_state: QuantState, block_n: int = reordered.GROUP
 ) -> tuple[torch.Tensor, QuantState]:
-    """The form that `lib.gemv_4bit_inference_cpu_*` takes, which nothing else here reads: codes in groups of 32 rows.
+    """The form that `lib.gemv_4bit_inference_cpu_*` takes: codes in groups of 32 rows (`bitshard.reordered`).
 
     Packed codes of W [N, K] -> uint8 [N, K / 2]; the scales of `quant_state`, which is changed in place, become
-    bfloat16 [K / blocksize, N], nested ones too. ValueError where block_n does not divide N, or the blocksize K.
+    bfloat16 [K / blocksize, N], nested ones too. `gemv_4bit`, `matmul_4bit` and `dequantize_4bit` take the result.
+    ValueError where 32 does not divide N, or the blocksize K, and for groups of another size.
     """
     N, K = quant_state.shape
-    if N % block_n or K % quant_state.blocksize:
-        raise ValueError(f"[{N}, {K}] with blocksize {quant_state.blocksize} is not whole in groups of {block_n} rows")
+    if block_n != reordered.GROUP or N % block_n or K % quant_state.blocksize:
+        raise ValueError(
+            f"[{N}, {K}] with blocksize {quant_state.blocksize} is not whole in groups of {block_n} rows, or that is "
+            f"not {reordered.GROUP}, which alone is read"
+        )
     scales = quant_state.absmax
     if quant_state.nested:
         scales = dequantize_blockwise(scales, quant_state.state2) + quant_state.offset
     quant_state.original_dtype, quant_state.original_nested = quant_state.dtype, quant_state.nested
     quant_state.original_storage_type, quant_state.original_qshape = qweight.dtype, qweight.shape
     quant_state.nested, quant_state.state2, quant_state.dtype = False, None, torch.bfloat16
-    quant_state.absmax = scales.view(N, -1).t().to(torch.bfloat16).contiguous()
+    quant_state.absmax = scales.view(N, K // quant_state.blocksize).t().to(torch.bfloat16).contiguous()
     quant_state.packing_format_for_cpu = True
-    data = qweight.reshape(-1).view(torch.uint8)[: N * K // 2]
-    codes = torch.stack([data >> 4, data & 15], -1).view(N // block_n, block_n, K // 2, 2)
-    low, high = codes.transpose(1, 2).reshape(-1, 2, 32).unbind(1)
-    return (high << 4 | low).view(N, K // 2), quant_state
+    return reordered.reorder_codes(qweight, N, K), quant_state
 
 
 def _convert_weight_packed_for_cpu_inverse(
-    packed_weight: torch.Tensor, quant_state: QuantState, block_n: int = 32
+    packed_weight: torch.Tensor, quant_state: QuantState, block_n: int = reordered.GROUP
 ) -> tuple[torch.Tensor, QuantState]:
     """The codes of `_convert_weight_packed_for_cpu` as they were; scales stay rounded, nested ones are nested again.
 
@@ -216,10 +218,11 @@ def _convert_weight_packed_for_cpu_inverse(
     if not getattr(quant_state, "packing_format_for_cpu", False):
         raise ValueError("this weight is not in the form of _convert_weight_packed_for_cpu")
     N, K = quant_state.shape
-    codes = torch.stack([packed_weight.view(-1, 32) & 15, packed_weight.view(-1, 32) >> 4], 1)
-    codes = codes.view(N // block_n, K // 2, block_n, 2).transpose(1, 2).reshape(-1, 2)
-    data = (codes[:, 0] << 4 | codes[:, 1]).view(quant_state.original_storage_type).reshape(quant_state.original_qshape)
-    quant_state.absmax = quant_state.absmax.t().reshape(-1).float()
+    if block_n != reordered.GROUP:
+        raise ValueError(f"groups of {block_n} rows: there are none but of {reordered.GROUP}")
+    data, absmax = reordered.restore(packed_weight, quant_state.absmax, N, K, quant_state.blocksize)
+    data = data.view(-1).view(quant_state.original_storage_type).reshape(quant_state.original_qshape)
+    quant_state.absmax = absmax
     if quant_state.original_nested:
         quant_state.offset = quant_state.absmax.mean()
         scales = quant_state.absmax - quant_state.offset
