@@ -164,7 +164,8 @@ static bool read_batches(PyObject *const batches, const bool paged, request *con
 static void raise_with_done(const request *const r, PyObject *const words) {
   PyObject *const error = words != NULL ? PyObject_CallFunctionObjArgs(PyExc_RuntimeError, words, NULL) : NULL;
   PyObject *const done = error != NULL ? PyList_New(r->n_items) : NULL;
-  for (Py_ssize_t i = 0; done != NULL && i < r->n_items; i++) PyList_SetItem(done, i, PyBool_FromLong(r->items[i].done));
+  for (Py_ssize_t i = 0; done != NULL && i < r->n_items; i++)
+    PyList_SetItem(done, i, PyBool_FromLong(r->items[i].done));
   if (done != NULL && PyObject_SetAttrString(error, "done", done) == 0) PyErr_SetObject(PyExc_RuntimeError, error);
   Py_XDECREF(done);
   Py_XDECREF(error);
@@ -178,8 +179,8 @@ static PyObject *step(const request *const r) {
   if (status == BSH_OK) Py_RETURN_TRUE;
   Py_ssize_t done = 0;
   for (Py_ssize_t i = 0; i < r->n_items; i++) done += r->items[i].done;
-  PyObject *const words = PyUnicode_FromFormat("%s (%zd of %zd parameters were updated)", bsh_status_message(), done,
-                                               r->n_items);
+  PyObject *const words =
+      PyUnicode_FromFormat("%s (%zd of %zd parameters were updated)", bsh_status_message(), done, r->n_items);
   raise_with_done(r, words);
   Py_XDECREF(words);
   return NULL;
