@@ -160,6 +160,17 @@ static bool read_batches(PyObject *const batches, const bool paged, request *con
   return true;
 }
 
+/* Raises an error of `words`, whose attribute `done` is a list: which of the parameters were updated. */
+static void raise_with_done(const request *const r, PyObject *const words) {
+  PyObject *const error = words != NULL ? PyObject_CallFunctionObjArgs(PyExc_RuntimeError, words, NULL) : NULL;
+  PyObject *const done = error != NULL ? PyList_New(r->n_items) : NULL;
+  for (Py_ssize_t i = 0; done != NULL && i < r->n_items; i++)
+    PyList_SetItem(done, i, PyBool_FromLong(r->items[i].done));
+  if (done != NULL && PyObject_SetAttrString(error, "done", done) == 0) PyErr_SetObject(PyExc_RuntimeError, error);
+  Py_XDECREF(done);
+  Py_XDECREF(error);
+}
+
 static PyObject *step(const request *const r) {
   bsh_status status;
   Py_BEGIN_ALLOW_THREADS;
@@ -168,8 +179,11 @@ static PyObject *step(const request *const r) {
   if (status == BSH_OK) Py_RETURN_TRUE;
   Py_ssize_t done = 0;
   for (Py_ssize_t i = 0; i < r->n_items; i++) done += r->items[i].done;
-  return PyErr_Format(PyExc_RuntimeError, "%s (%zd of %zd parameters were updated)", bsh_status_message(), done,
-                      r->n_items);
+  PyObject *const words =
+      PyUnicode_FromFormat("%s (%zd of %zd parameters were updated)", bsh_status_message(), done, r->n_items);
+  raise_with_done(r, words);
+  Py_XDECREF(words);
+  return NULL;
 }
 
 /* Reads all, and updates it unless it is paged. */

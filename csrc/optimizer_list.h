@@ -10,7 +10,7 @@
  * either is written. settings: (algorithm, lr, beta1, beta2, beta3, alpha, eps, weight_decay, step, gnorm_scale,
  * skip_zeros). uint8 states are codes with maps and scales of blocks of 256, fp32 states have None for those; state2
  * and its are None where the algorithm has one state. RuntimeError where a GPU fails says how many parameters were
- * updated. */
+ * updated, and which in its list `done`, in the order of the batches. */
 PyObject *bsh_optimizer_steps(PyObject *module, PyObject *batches);
 
 /* optimizer_fits(batches): whether optimizer_steps would update these parameters if their states, which are in the

@@ -55,6 +55,43 @@ def test_one_call_for_all_is_as_one_by_one(name, monkeypatch):
     assert_same(*results)
 
 
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_call_that_failed_in_the_middle_goes_on_and_counts_nothing_twice(after, monkeypatch):
+    """Parameters that were updated are left out by the next step with the same gradients, and take other gradients."""
+    real, made = update._C.optimizer_steps, []
+
+    def fails(batches):
+        chunks = [(settings, chunk) for settings, own in batches for chunk in own]
+        assert not after or real([(settings, [chunk]) for settings, chunk in chunks[:after]])
+        error = RuntimeError(f"the device is gone ({after} of 4 parameters were updated)")
+        error.done = [i < after for i in range(len(chunks))]
+        raise error
+
+    for again in (True, False):
+        params, others = ([parameter(70, 60, seed=i) for i in range(4)] for _ in range(2))
+        ours, theirs = make("AdamW8bit", params, min_8bit_size=1), make("AdamW8bit", others, min_8bit_size=1)
+        train(ours, params, range(1))
+        train(theirs, others, range(2 if again else 1))
+        with monkeypatch.context() as patch:
+            patch.setattr(update, "_C", type("C", (), {"optimizer_steps": staticmethod(fails)}))
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                train(ours, params, range(1, 2))
+        assert [ours.state[p]["step"] for p in params] == [2] * after + [1] * (4 - after)
+        ours.state_dict()
+        if again:
+            ours.step()
+        else:
+            for i, (q, g) in enumerate(zip(others, gradients(params, 1), strict=True)):
+                q.grad = g if i < after else None
+            theirs.step()
+            train(ours, params, range(2, 3))
+            train(theirs, others, range(2, 3))
+        made.append((ours, theirs, params, others))
+    for ours, theirs, params, others in made:
+        assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
+        assert_same(ours.state_dict(), theirs.state_dict())
+
+
 # ---- state dicts in both directions ----
 
 

@@ -15,6 +15,7 @@ import bitsandbytes as bnb
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from bitshard.fsdp import load_checkpoint
 from common import finish, here, start
 from helpers.optim import CLASSES, gradients, make, same_state, values_of
 from torch import nn
@@ -335,6 +336,93 @@ def check_other_numbers_of_ranks(device, args):
     return "ok"
 
 
+def check_one_process_through_checkpoints(device, args):
+    """torch.distributed.checkpoint between shards and a model that is not sharded, both ways, 8 and 32 bits.
+
+    The bytes and scales that were saved where blocks are the same; the values within half a step of the map elsewhere.
+    """
+    for name in ("AdamW8bit", "AdEMAMix8bit", "Lion8bit", "AdamW32bit"):
+        models, others = ([make_one(SHAPES) for make_one in (sharded, Parameters)] for _ in range(2))
+        for source, target in ((0, 1), (1, 0)):
+            own, resumed = (make(name, model.parameters()) for model in (models[source], others[target]))
+            run(models[source], own, range(2))
+            folder = f"{args.dir}/one-{name}-{source}"
+            dcp.save(get_optimizer_state_dict(models[source], own), checkpoint_id=folder)
+            taken = get_optimizer_state_dict(others[target], resumed)
+            load_checkpoint(taken, folder)
+            set_optimizer_state_dict(others[target], resumed, taken)
+            straight = make(name, others[target].parameters())
+            straight.load_state_dict(by_index(whole_dict(models[source], own), models[source]))
+            found, expected = states_of(others[target], resumed), states_of(models[source], own)
+            same_values(found, expected, f"{name} from {source}")
+            for shape, p in zip(SHAPES, others[target].parameters(), strict=True):
+                same_state(resumed.state[p], straight.state[p], True, f"{name} {shape} from {source}")
+            if source == 0:
+                same_codes(models[0], own, others[1], resumed, f"{name} {source}")
+    return "ok"
+
+
+def whole_dict(model, optimizer):
+    return deepcopy(get_optimizer_state_dict(model, optimizer, options=WHOLE))
+
+
+def same_codes(model, own, other, resumed, what):
+    """Where this rank's shard begins with a block of the whole parameter, and ends with one, bytes and scales agree."""
+    for shape, p, q in zip(SHAPES, model.parameters(), other.parameters(), strict=True):
+        if shape not in ALIGNED or own.state[p]["state1"].dtype != torch.uint8 or not local(p).numel():
+            continue
+        begin = -(-shape[0] // dist.get_world_size()) * dist.get_rank() * prod(shape[1:])
+        end = begin + local(p).numel()
+        for n in (n for n in (1, 2) if f"state{n}" in own.state[p]):
+            codes, scales = (resumed.state[q][f"{key}{n}"] for key in ("state", "absmax"))
+            lead = codes.numel() // q.numel()
+            mine, there = own.state[p][f"state{n}"].reshape(lead, -1), codes.reshape(lead, -1)[:, begin:end]
+            assert torch.equal(mine, there), (what, shape, n)
+            assert torch.equal(
+                own.state[p][f"absmax{n}"].reshape(lead, -1),
+                scales.reshape(lead, -1)[:, begin // 256 : -(-end // 256)],
+            ), (what, shape, n)
+
+
+def check_one_process_elsewhere(device, args):
+    """What one process and two ranks wrote above, into these shards and into one process."""
+    folders = sorted(Path(args.dir).glob("one-*"))
+    rows = [shape for shape in SHAPES if prod(shape[1:]) % 256 == 0]
+    for folder in folders:
+        name, source = folder.name.split("-")[1:]
+        alone = Parameters(SHAPES)
+        first = make(name, alone.parameters())
+        run(alone, first, range(2))
+        in_parts = torch.load(f"{args.dir}/from-0-{name}.pt", map_location=device)
+        expected = in_parts if source == "0" else states_of(alone, first)
+        for make_one in (sharded, Parameters):
+            other = make_one(SHAPES)
+            resumed = make(name, other.parameters())
+            taken = get_optimizer_state_dict(other, resumed)
+            load_checkpoint(taken, folder)
+            set_optimizer_state_dict(other, resumed, taken)
+            exact = SHAPES if source == "1" and make_one is Parameters else rows
+            same_values(states_of(other, resumed), expected, folder.name, exact)
+            assert all(torch.isfinite(p).all() for p in run(other, resumed, range(2, 4))), name
+    return len(folders)
+
+
+def check_bits_of_one_process(device, args):
+    """Codes that a checkpoint holds are never taken for float32 values, nor values for codes, sharded or not."""
+    shapes = [(6, 256), (41, 100)]
+    for number, (source, target) in enumerate(((sharded, Parameters), (Parameters, sharded), (Parameters, Parameters))):
+        for small in (1, 10**6):
+            models = [source(shapes), target(shapes)]
+            sizes = zip(models, (small, 4000), strict=True)
+            optimizers = [make("AdamW8bit", model.parameters(), min_8bit_size=size) for model, size in sizes]
+            run(models[0], optimizers[0], range(2))
+            folder = f"{args.dir}/bits-of-one-{number}-{small}"
+            dcp.save(get_optimizer_state_dict(models[0], optimizers[0]), checkpoint_id=folder)
+            taken = get_optimizer_state_dict(models[1], optimizers[1])
+            refuses(lambda taken=taken, folder=folder: load_checkpoint(taken, folder), "min_8bit_size")
+    return "ok"
+
+
 def check_other_meshes(device, args):
     """Columns over the ranks; replicas; gradients placed otherwise are refused, and nothing changes."""
     world = dist.get_world_size()
@@ -532,6 +620,9 @@ CHECKS = (
     check_elsewhere,
     check_other_bits,
     check_other_numbers_of_ranks,
+    check_one_process_through_checkpoints,
+    check_one_process_elsewhere,
+    check_bits_of_one_process,
     check_other_meshes,
     check_refused,
     check_fsdp1,

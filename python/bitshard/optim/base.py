@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from itertools import chain
+from itertools import chain, compress
 from operator import itemgetter
 from typing import Any
 
@@ -22,6 +22,7 @@ from bitshard.gather import is_dtensor
 from bitshard.maps import create_dynamic_map
 from bitshard.optim import entries, layout, paging
 from bitshard.optim.config import GlobalOptimManager, MockArgs
+from bitshard.optim.failed import Failed
 from bitshard.optim.paged import GlobalPageManager, prefetch_tensor, say_without_gpu
 from bitshard.optim.update import algorithm, check_parameter, fits, update_8bit_blockwise, update_32bit, update_all
 
@@ -42,6 +43,7 @@ class Optimizer8bit(torch.optim.Optimizer):
         self._maps: dict[int, Tensor] = {}  # by id: all that are in use, each once
         self.is_paged = is_paged
         self.paging = paging.Paging()
+        self._failed = Failed()
         self.page_mng = GlobalPageManager.get_instance()
         self.mng = GlobalOptimManager.get_instance()
         self.non_castable_tensor_keys = set(entries.HIDDEN)
@@ -66,8 +68,10 @@ class Optimizer8bit(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's; quantized state of each parameter stands in a dict of its own, and of a DTensor as DTensors.
 
-        Paged state is shared with the optimizer as other state is: the next step changes it.
+        Paged state is shared with the optimizer as other state is: the next step changes it. RuntimeError where a step
+        failed and left a parameter updated in part.
         """
+        self._failed.check_whole()
         saved = super().state_dict()
         places = [(group, g, i) for g, group in enumerate(self.param_groups) for i in range(len(group["params"]))]
         params = {key: (group["params"][i], self._bits(group, g, i)) for key, (group, g, i) in enumerate(places)}
@@ -105,6 +109,7 @@ class Optimizer8bit(torch.optim.Optimizer):
         merged = [{**other, "params": group["params"]} for group, other in zip(groups, saved, strict=True)]
         self.__setstate__({"state": state, "param_groups": merged})
         self.paging.forget()
+        self._failed.forget()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -149,7 +154,8 @@ class Optimizer8bit(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; the result of `closure`, which computes the loss and the gradients anew.
 
-        TypeError, ValueError or NotImplementedError before any parameter is changed.
+        TypeError, ValueError or NotImplementedError before any parameter is changed. RuntimeError where a GPU fails:
+        then the next step with the same gradients does what is left.
         """
         loss = None
         if closure is not None:
@@ -165,6 +171,9 @@ class Optimizer8bit(torch.optim.Optimizer):
             for pindex, p in enumerate(group["params"])
             if p.grad is not None
         ]
+        starts = self._starts(work) if self._failed else {}
+        if starts:
+            work = [item for item in work if starts[item[1]] is not None]
         states = [self.state.get(item[1]) for item in work]
         if not all(states):
             new = [item for item, state in zip(work, states, strict=True) if not state]
@@ -173,31 +182,91 @@ class Optimizer8bit(torch.optim.Optimizer):
             for group, p, gindex, pindex in new:
                 self.init_state(group, p, gindex, pindex)
             states = [self.state[item[1]] for item in work]
-        self._update(work, states)
+        self._update_or_note(work, states, starts)
         return loss
 
-    def _update(self, work: list[tuple], states: list[dict]) -> None:
-        """Update all parameters: what can be in one call, then what is paged, the others one by one."""
+    def _update_or_note(self, work: list[tuple], states: list[dict], starts: dict[Tensor, int | None]) -> None:
+        """Update all parameters; where that fails, note what was updated, for the next step."""
+        before, reached = [state.get("step") for state in states], {}
+        try:
+            self._update(work, states, starts, reached)
+        except BaseException:
+            for (_, p, gindex, pindex), state, step in zip(work, states, before, strict=True):
+                if state.get("step") != step:
+                    reached.setdefault(p, layout.local(p).numel())
+                if p in reached:
+                    self._failed.note(p, _describe(p, pindex, gindex), reached[p])
+            raise
+        if self._failed:
+            self._failed.forget([*starts, *(p for _, p, _, _ in work)])
+
+    def _starts(self, work: list[tuple]) -> dict[Tensor, int | None]:
+        """Of each parameter the element that a step which failed has not updated; None where it has updated all."""
+        return {p: self._failed.end_of(p) for _, p, _, _ in work}
+
+    def _update(self, work: list[tuple], states: list[dict], starts: dict[Tensor, int | None], reached: dict) -> None:
+        """Update all parameters: what can be in one call, then what is paged, the others one by one.
+
+        `reached` takes how far a parameter has come that is not whole: {parameter: elements, or None if not known}.
+        """
         batches, single, paged = self._batches(work, states)
         unknown = paged if paged and not fits([(settings, [parameter]) for _, settings, parameter in paged]) else []
         for group, p, gindex, pindex in chain(single, (item for item, _, _ in unknown)):
             self._check(group, p, gindex, pindex)
-        stream = self.paging.prepare([(settings, parameter) for _, settings, parameter in paged]) if paged else None
-        if batches and update_all([(settings, list(map(itemgetter(0), found))) for settings, found in batches.items()]):
-            for settings, found in batches.items():
-                for _, state in found:
-                    state["step"] = settings[STEP]
-        elif batches:
-            streamed = {id(item[1]) for item, _, _ in paged}
+        streamed = {id(item[1]) for item, _, _ in paged}
+        if any(end and id(p) not in streamed for p, end in starts.items()):
+            raise RuntimeError("a step failed and left a paged parameter updated in part, which is not paged any more")
+        stream = self._stream(paged, starts, reached) if paged else None
+        if batches and not self._update_batches(batches):
             single = [item for item in work if id(item[1]) not in streamed]
             for group, p, gindex, pindex in single:
                 self._check(group, p, gindex, pindex)
         if stream:
-            stream(lambda i: self.state[paged[i][0][1]].update(step=paged[i][1][STEP]))
-        for group, p, gindex, pindex in single:
-            self.prefetch_state(p)
-            with self.paging.whole(self.state[p], layout.local(p).device):
+            stream()
+        for item in single:
+            self._update_single(item, reached)
+
+    def _stream(self, paged: list[tuple], starts: dict[Tensor, int | None], reached: dict) -> Callable[[], None]:
+        """What updates paged parameters, (work, settings, parameter); here its memory is made."""
+        run = self.paging.prepare(
+            [(settings, parameter) for _, settings, parameter in paged],
+            [starts.get(item[1]) or 0 for item, _, _ in paged],
+        )
+
+        def note(index: int, end: int | None) -> None:
+            (_, p, *_), settings, _ = paged[index]
+            if end != layout.local(p).numel():
+                reached[p] = end
+            else:
+                self.state[p]["step"] = settings[STEP]
+
+        return lambda: run(note)
+
+    @staticmethod
+    def _update_batches(batches: dict[tuple, list[tuple]]) -> bool:
+        """Update all in one call, and count their steps; False where nothing was done."""
+        own = [(settings, state) for settings, found in batches.items() for _, state in found]
+        try:
+            if not update_all([(settings, list(map(itemgetter(0), found))) for settings, found in batches.items()]):
+                return False
+        except RuntimeError as error:
+            _count_steps(compress(own, getattr(error, "done", ())))
+            raise
+        _count_steps(own)
+        return True
+
+    def _update_single(self, item: tuple, reached: dict) -> None:
+        group, p, gindex, pindex = item
+        state = self.state[p]
+        step = state.get("step")
+        self.prefetch_state(p)
+        try:
+            with self.paging.whole(state, layout.local(p).device):
                 self.update_step(group, p, gindex, pindex)
+        except BaseException:
+            if state.get("step") != step:
+                reached[p] = None  # updated, and its paged state did not come back to the host
+            raise
 
     def _batches(self, work: list[tuple], states: list[dict]) -> tuple[dict[tuple, list[tuple]], list, list[tuple]]:
         """({settings: [(parameter as for `update_all`, its state)]}, work that must be done one by one, [(work,
@@ -502,6 +571,12 @@ def schedule(config: dict[str, Any], step: int) -> tuple[tuple[float, float, flo
         first, last, done = math.log(beta1), math.log(beta3), step / config["t_beta3"]
         beta3 = min(math.exp(first * last / ((1 - done) * last + done * first)), beta3)
     return (beta1, beta2, beta3), alpha
+
+
+def _count_steps(own: Iterable[tuple[tuple, dict]]) -> None:
+    """These parameters, (settings, state), are updated."""
+    for settings, state in own:
+        state["step"] = settings[STEP]
 
 
 def _describe(p: Tensor, pindex: int, gindex: int | None = None) -> str:

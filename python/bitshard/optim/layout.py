@@ -289,7 +289,7 @@ def _of_whole(codes: Tensor, absmax: Tensor, qmap: Tensor, p: Tensor, part: Tens
     absmax = absmax[first : ops.block_count(start + part.numel(), BLOCKSIZE)]
     if shift == 0 or part.numel() == 0:
         return part, absmax[: ops.block_count(part.numel(), BLOCKSIZE)]
-    codes = _whole(codes, name).reshape(-1)[start - shift : start + part.numel()]
+    codes = torch.nn.functional.pad(part.reshape(-1), (shift, 0))  # the block's first ones are another rank's
     return _quantize(_dequantize(codes, absmax, qmap)[shift:], qmap, part.shape)
 
 

@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from math import prod
 from operator import is_
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ ON_CPU = False  # for tests: parameters on the CPU go the way of a GPU's
 
 Item = tuple[tuple, tuple]  # (settings, parameter) as `update_all` takes them
 Chunk = tuple[int, int, int]  # (index of a parameter, first element, last + 1)
+Note = Callable[[int, int | None], None]  # of a parameter so many elements are updated; None: it is not known
 
 
 def budget() -> int:
@@ -63,16 +65,17 @@ def is_paged(value: Any) -> bool:
 # ---- the plan ----
 
 
-def plan(sizes: list[int], widths: list[int], room: int) -> list[list[Chunk]]:
+def plan(sizes: list[int], widths: list[int], room: int, starts: list[int] | None = None) -> list[list[Chunk]]:
     """Slots of at most `room` bytes, each a list of chunks, in order; all elements of all parameters, each once.
 
-    sizes: elements of each parameter; widths: bytes of state an element. A chunk begins at a multiple of 256 elements
+    sizes: elements of each parameter; widths: bytes of state an element; starts: the first element of each that is
+    wanted, a multiple of 256. A chunk begins at a multiple of 256 elements
     and ends at one or at the end of its parameter. A slot of less room than one block of 256 takes one all the same.
     """
     slots: list[list[Chunk]] = []
     left = 0
     for index, (n, width) in enumerate(zip(sizes, widths, strict=True)):
-        begin = 0
+        begin = starts[index] if starts else 0
         while begin < n:
             blocks = left // (BLOCKSIZE * width)
             if blocks <= 0:
@@ -152,7 +155,6 @@ class _Part(NamedTuple):
     begin: int
     end: int
     whole: bool  # the chunk is the parameter
-    last: bool
     state1: Tensor
     state2: Tensor | None
 
@@ -219,6 +221,44 @@ class _Lanes:
             self.kept.synchronize()
 
 
+class _Progress:
+    """How far the update of some parameters has come, on the device and on the host alike.
+
+    `note(i, end)` is told that the first `end` elements of the i-th are updated, None that it is not known how many:
+    of whole ones at once, of others where the update stops.
+    """
+
+    def __init__(self, sizes: list[int], starts: list[int], note: Note):
+        self.sizes, self.ends, self._note = sizes, list(starts), note
+        self.open: list[_Part] = []  # chunks that are being updated
+        self._torn: set[int] = set()
+
+    def close(self, done: list[bool]) -> None:
+        """The open chunks are updated, or as they were."""
+        for part, is_done in zip(self.open, done, strict=True):
+            if is_done:
+                self.ends[part.index] = part.end
+                if part.end == self.sizes[part.index]:
+                    self._note(part.index, part.end)
+        self.open = []
+
+    def stop(self, answers: bool) -> str:
+        """Note what is not whole; what to say of all. Nothing is known where the device does not answer."""
+        self._torn = {part.index for part in self.open} if answers else set(range(len(self.sizes)))
+        parts = []
+        places = list(zip(self.ends, self.sizes, strict=True))
+        for index, (end, size) in enumerate(places):
+            if index in self._torn:
+                self._note(index, None)
+            elif 0 < end < size:
+                self._note(index, end)
+                parts.append(f", of one more the first {end} of {size} elements")
+        whole = sum(end == size for i, (end, size) in enumerate(places) if i not in self._torn)
+        if self._torn:
+            parts.append(f", of {len(self._torn)} it is not known")
+        return f"of {len(self.sizes)} paged parameters {whole} were updated{''.join(parts)}"
+
+
 class _Pager:
     """What one device has: its streams, its buffer, and the slots that were planned last."""
 
@@ -226,6 +266,7 @@ class _Pager:
         self.device, self.pages, self.lanes = device, pages, _Lanes(device)
         self.known: list[Any] = []  # states that the slots are of
         self.limit = 0
+        self.starts: list[int] = []
         self.slots: list[_Slot] = []
         self.buffers: list[Tensor] = []
 
@@ -234,10 +275,16 @@ class _Pager:
         self.lanes.finish()
         self.known, self.slots, self.buffers = [], [], []
 
-    def prepare(self, parameters: list[tuple]) -> None:
-        """Slots for these parameters, (g, p, state1, state2, ...) as for `update_all`; the last step's if they fit."""
+    def prepare(self, parameters: list[tuple], starts: list[int]) -> None:
+        """Slots for these parameters, (g, p, state1, state2, ...) as for `update_all`, each from an element on.
+
+        The last step's if they fit.
+        """
         states, limit = [state for parameter in parameters for state in parameter[2:4]], budget()
-        if limit == self.limit and len(states) == len(self.known) and all(map(is_, states, self.known)):
+        self.starts = starts
+        if any(starts):
+            limit = 0  # these slots are for one step
+        elif limit == self.limit and len(states) == len(self.known) and all(map(is_, states, self.known)):
             return
         self.known, self.slots = [], []
         sizes = [parameter[1].numel() for parameter in parameters]
@@ -245,8 +292,8 @@ class _Pager:
             sum(state.numel() // n * state.itemsize for state in parameter[2:4] if state is not None)
             for n, parameter in zip(sizes, parameters, strict=True)
         ]
-        room = slot_room(sizes, widths, limit)
-        chunks = plan(sizes, widths, room)
+        room = slot_room(sizes, widths, budget())
+        chunks = plan(sizes, widths, room, starts)
         self._allocate(min(RING, len(chunks)), room)
         self.slots = [self._slot(number % RING, slot, parameters) for number, slot in enumerate(chunks)]
         self.known, self.limit = states, limit
@@ -276,38 +323,53 @@ class _Pager:
                     used += size
                 states[number] = buffer[first:used].view(state.dtype)
                 used = _aligned(used)
-            parts.append(_Part(index, begin, end, end - begin == n, end == n, *states))
+            parts.append(_Part(index, begin, end, end - begin == n, *states))
         moves = [
             (copy.host[copy.start : copy.start + copy.size], buffer[copy.place : copy.place + copy.size])
             for copy in _merge(copies)
         ]
         return _Slot(parts, moves)
 
-    def run(self, items: list[Item], done: Callable[[int], None]) -> None:
-        """Update what was prepared; `done(i)` once the i-th parameter is updated. RuntimeError where a GPU fails."""
+    def run(self, items: list[Item], note: Note) -> None:
+        """Update what was prepared, and tell `note` what is done. A RuntimeError says how far it came."""
         tensors = [(g.contiguous(), p if p.is_contiguous() else p.contiguous()) for _, (g, p, *_) in items]
-        lanes, finished = self.lanes, 0
-        lanes.wait(lanes.fetch, lanes.kept)
-        kept: list[Any] = [None] * len(self.slots)
+        progress = _Progress([p.numel() for _, p in tensors], self.starts, note)
         try:
-            fetched = [self._fetch(slot, None) for slot in self.slots[:RING]]
-            for number, slot in enumerate(self.slots):
-                lanes.wait(lanes.current(), fetched[number])
-                _update_slot(slot, items, tensors)
-                kept[number] = self._keep(slot, lanes.mark(lanes.current()))
-                if number + RING < len(self.slots):
-                    fetched.append(self._fetch(self.slots[number + RING], kept[number]))
-                for part in slot.parts:
-                    if part.last:
-                        done(part.index)
-                        finished += 1
-        except RuntimeError as error:
-            raise RuntimeError(f"{error} (of paged parameters {finished} of {len(items)} were updated)") from error
-        finally:
-            for (_, work), (_, (_, p, *_)) in zip(tensors, items, strict=True):
-                if work is not p:
-                    p.copy_(work)
-            lanes.end()
+            self._stream(items, tensors, progress)
+        except BaseException as error:
+            said = progress.stop(self._answers(items, tensors))
+            if not isinstance(error, RuntimeError):
+                raise
+            raise type(error)(f"{error} ({said})") from error
+        _write_back(items, tensors)
+        self.lanes.end()
+
+    def _stream(self, items: list[Item], tensors: list[tuple[Tensor, Tensor]], progress: _Progress) -> None:
+        """All slots, one after the other. What fails before the chunks of a slot are updated has not touched them."""
+        lanes = self.lanes
+        lanes.wait(lanes.fetch, lanes.kept)
+        fetched = [self._fetch(slot, None) for slot in self.slots[:RING]]
+        for number, slot in enumerate(self.slots):
+            lanes.wait(lanes.current(), fetched[number])
+            work = _work_of(slot, items, tensors)
+            progress.open = slot.parts
+            error, done = _update_slot(work)
+            kept = self._keep(slot, lanes.mark(lanes.current()))
+            progress.close(done)
+            if error is not None:
+                raise error
+            if number + RING < len(self.slots):
+                fetched.append(self._fetch(self.slots[number + RING], kept))
+
+    def _answers(self, items: list[Item], tensors: list[tuple[Tensor, Tensor]]) -> bool:
+        """After a failure: whether what was updated has come to its place."""
+        try:
+            _write_back(items, tensors)
+            self.lanes.end()
+            self.lanes.finish()
+        except RuntimeError:
+            return False
+        return True
 
     def _fetch(self, slot: _Slot, after: Any) -> Any:
         self.lanes.wait(self.lanes.fetch, after)
@@ -324,11 +386,26 @@ class _Pager:
         return self.lanes.mark(self.lanes.keep)
 
 
-def _update_slot(slot: _Slot, items: list[Item], tensors: list[tuple[Tensor, Tensor]]) -> None:
-    """One call for all chunks of a slot."""
+def _write_back(items: list[Item], tensors: list[tuple[Tensor, Tensor]]) -> None:
+    """Parameters that were updated by way of a contiguous copy."""
+    for (_, work), (_, (_, p, *_)) in zip(tensors, items, strict=True):
+        if work is not p:
+            p.copy_(work)
+
+
+class _Work(NamedTuple):
+    """The chunks of a slot as `update_all` takes them."""
+
+    batches: dict[tuple, list[tuple]]
+    places: list[int]  # in the slot, of all chunks of all batches in order
+    written: list[tuple[Tensor, Tensor]]  # (scales, their copy, which is updated)
+
+
+def _work_of(slot: _Slot, items: list[Item], tensors: list[tuple[Tensor, Tensor]]) -> _Work:
     batches: dict[tuple, list[tuple]] = {}
+    places: dict[tuple, list[int]] = {}
     written: list[tuple[Tensor, Tensor]] = []
-    for part in slot.parts:
+    for place, part in enumerate(slot.parts):
         settings, (_, _, _, _, qmap1, qmap2, absmax1, absmax2) = items[part.index]
         g, p = tensors[part.index]
         if not part.whole:
@@ -336,12 +413,31 @@ def _update_slot(slot: _Slot, items: list[Item], tensors: list[tuple[Tensor, Ten
             absmax1, absmax2 = (_scales(table, part, written) for table in (absmax1, absmax2))
         chunk = (g, p, part.state1, part.state2, qmap1, qmap2, absmax1, absmax2)
         batches.setdefault(settings, []).append(chunk)
-    if not update_all(list(batches.items())):
-        for settings, chunks in batches.items():
-            for chunk in chunks:
-                update_one(settings, chunk)
-    for table, scales in written:
+        places.setdefault(settings, []).append(place)
+    return _Work(batches, list(chain.from_iterable(places.values())), written)
+
+
+def _update_slot(work: _Work) -> tuple[Exception | None, list[bool]]:
+    """One call for all chunks of a slot: (what stopped it or None, which of the slot's chunks are updated)."""
+    error, done = _update_batches(work)
+    for table, scales in work.written:
         table.copy_(scales)
+    own = sorted(zip(work.places, done, strict=True))
+    return error, [is_done for _, is_done in own]
+
+
+def _update_batches(work: _Work) -> tuple[Exception | None, list[bool]]:
+    chunks = [(settings, chunk) for settings, own in work.batches.items() for chunk in own]
+    done = 0
+    try:
+        if update_all(list(work.batches.items())):
+            done = len(chunks)
+        for settings, chunk in chunks[done:]:
+            update_one(settings, chunk)
+            done += 1
+    except Exception as error:
+        return error, getattr(error, "done", [i < done for i in range(len(chunks))])
+    return None, [True] * len(chunks)
 
 
 def _scales(table: Tensor | None, part: _Part, written: list[tuple[Tensor, Tensor]]) -> Tensor | None:
@@ -373,24 +469,35 @@ class Paging:
         """A copy of a state in paged memory."""
         return self._pages.take(tuple(value.shape), value.dtype, part.device).copy_(value)
 
-    def prepare(self, items: list[Item]) -> Callable[[Callable[[int], None]], None]:
-        """Make buffers and slots for a step of parameters; the result runs it, calling `done(i)`."""
+    def prepare(self, items: list[Item], starts: list[int]) -> Callable[[Note], None]:
+        """Make buffers and slots for a step of parameters, each from an element on; the result runs it."""
         places: dict[torch.device, list[int]] = {}
         for index, (_, parameter) in enumerate(items):
             places.setdefault(parameter[1].device, []).append(index)
         for device, own in places.items():
             if device not in self._pagers:
                 self._pagers[device] = _Pager(device, self._pages)
-            self._pagers[device].prepare([items[index][1] for index in own])
+            self._pagers[device].prepare([items[index][1] for index in own], [starts[index] for index in own])
 
-        def run(done: Callable[[int], None]) -> None:
+        def run(note: Note) -> None:
             try:
                 for device, own in places.items():
-                    self._pagers[device].run([items[i] for i in own], lambda i, own=own: done(own[i]))
-            finally:
+                    self._pagers[device].run([items[i] for i in own], lambda i, end, own=own: note(own[i], end))
                 self.finish()
+            except BaseException:
+                self._finish_or_note(places, note)
+                raise
 
         return run
+
+    def _finish_or_note(self, places: dict[torch.device, list[int]], note: Note) -> None:
+        """As `finish`, after a failure: of a device that does not answer nothing is known."""
+        for device, own in places.items():
+            try:
+                self._pagers[device].lanes.finish()
+            except RuntimeError:
+                for index in own:
+                    note(index, None)
 
     def finish(self) -> None:
         """Wait until the host sees what the last step wrote."""

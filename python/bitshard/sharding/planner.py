@@ -3,6 +3,10 @@
 torch loads tensors of equal size only. Packed bytes have another size and dtype in another container: uint8 in a model
 that is not sharded, the dtype of the model in one that FSDP shards. And the JSON entry of a sharded weight is padded
 with spaces. So bytes are read as bytes here: each rank reads the elements of the file that have its own bytes.
+
+The scales of 8-bit optimizer state have another shape in one process than on shards (`bitshard.optim.layout`), 4 bytes
+for 256 elements, or for less where rows are short. They are read whole, as they were saved, in the place of those that
+were asked for: `load_state_dict` of the optimizer makes its own of them.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from bitshard import gather, ops
+from bitshard.optim import entries
 from bitshard.shard import PackedShard
 from bitshard.sharding.entries import BLOB_PREFIX
 
@@ -89,6 +94,18 @@ class _Text(_Part):
             raise ValueError(f"{self.key}: a JSON entry of {len(text)} bytes, expected at most {local.numel()}")
         local.copy_(torch.tensor(list(text.ljust(local.numel())), dtype=torch.uint8))
         return None
+
+
+class _Scales(_Part):
+    """The scales of 8-bit optimizer state, which one process and shards keep in other shapes."""
+
+    def __init__(self, key: str, saved: TensorStorageMetadata, value: Any):
+        super().__init__(key, saved, 0, tuple(saved.size))
+        self.device = value.device
+
+    def put(self, planner: LoadPlanner) -> None:
+        """In the place of the entry, all of them."""
+        planner.replace(self.key, self.read.to(self.device))
 
 
 def load_checkpoint(state_dict: dict[str, Any], folder: str | os.PathLike, **options: Any) -> None:
@@ -172,9 +189,14 @@ class LoadPlanner(DefaultLoadPlanner):
                 plans.extend(_weight_parts(key, saved[key], value))
             elif f".{BLOB_PREFIX}" in key and saved[key].size != value.size():
                 plans.append(_Text(key, saved[key], value))
-        if not plans:
+            elif _in_state(key, "state1", "state2") and saved[key].properties.dtype is not value.dtype:
+                raise ValueError(_other_bits(key, saved[key].properties.dtype, value.dtype))
+            elif _in_state(key, "absmax1", "absmax2") and saved[key].size != value.size():
+                plans.append(_Scales(key, saved[key], value))
+        unsaid = {key for key in self.state_dict if _in_state(key, entries.BITS) and key not in saved}
+        if not plans and not unsaid:
             return super().create_local_plan()
-        ours = {part.key for part in plans}
+        ours = {part.key for part in plans} | unsaid  # of one process, which does not save the bits
         others = {key: value for key, value in self.state_dict.items() if key not in ours}
         plan = create_default_local_load_plan(others, self.metadata, not self.allow_partial_load)
         items = list(plan.items)
@@ -223,6 +245,19 @@ class LoadPlanner(DefaultLoadPlanner):
         for step in path:
             place = place[step]
         place[last] = value
+
+
+def _in_state(key: str, *names: str) -> bool:
+    """Whether this is one of these tensors of a quantized optimizer's state."""
+    path, _, name = key.rpartition(".")
+    return name in names and path.endswith(f".{entries.WRAPPED}")
+
+
+def _other_bits(key: str, saved: torch.dtype, wanted: torch.dtype) -> str:
+    return (
+        f"{key}: the checkpoint has {saved}, this optimizer {wanted}: give it the optim_bits and min_8bit_size of the "
+        "one that saved it"
+    )
 
 
 def _differs(saved: TensorStorageMetadata, value: Any) -> bool:
