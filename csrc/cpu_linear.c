@@ -197,7 +197,9 @@ static void run_worker(const int64_t begin, const int64_t end, void *const ctx) 
 /* Messages are kept per thread: the caller's thread repeats what a worker met. */
 static bsh_status worker_status(const product *const p) {
   if (p->status == BSH_OK) return BSH_OK;
-  if (p->status == BSH_OUT_OF_MEMORY) return bsh_fail(BSH_OUT_OF_MEMORY, "linear_4bit: no memory for a panel");
+  if (p->status == BSH_OUT_OF_MEMORY)
+    return bsh_no_memory("linear_4bit", "a panel of W", BSH_DEVICE_CPU,
+                         (double)p->panel_outer * (double)(p->inner + p->chunk_M) * (double)dtype_size(p->compute));
   return bsh_fail((bsh_status)p->status, "linear_4bit: torch's matrix product of a panel failed");
 }
 
@@ -206,7 +208,9 @@ static bsh_status run_product(product *const p) {
   choose_steps(p);
   if (converts(p)) {
     p->in_f32 = allocate(p->chunk_M * p->inner * (int64_t)sizeof(float));
-    if (!p->in_f32) return bsh_fail(BSH_OUT_OF_MEMORY, "linear_4bit: no memory for %lld rows", (long long)p->chunk_M);
+    if (!p->in_f32)
+      return bsh_no_memory("linear_4bit", "rows of x in float32", BSH_DEVICE_CPU,
+                           (double)p->chunk_M * (double)p->inner * (double)sizeof(float));
   }
   for (p->m0 = 0; p->m0 < p->M && p->status == BSH_OK; p->m0 += p->chunk_M) {
     p->m_n = min_i64(p->chunk_M, p->M - p->m0);

@@ -36,9 +36,7 @@ bsh_status bsh_cuda_scratch_of(const bsh_cuda_context *const context, const int6
   *scratch = (bsh_cuda_scratch){0};
   if (bsh_torch.aoti_torch_empty_strided(1, &n, &stride, torch_dtype, bsh_torch.device_type_cuda, context->device,
                                          &tensor))
-    return bsh_fail(BSH_OUT_OF_MEMORY,
-                    "%s: out of memory: could not allocate %" PRId64 " bytes of workspace on cuda:%d", context->op,
-                    n * itemsize, (int)context->device);
+    return bsh_no_memory(context->op, "a workspace", context->device, (double)(n * itemsize));
   scratch->handle = tensor;
   if (bsh_torch.aoti_torch_get_data_ptr(tensor, &scratch->data) == 0) return BSH_OK;
   bsh_cuda_scratch_delete(scratch);
@@ -201,8 +199,9 @@ static bsh_status driver_failed(const bsh_cuda_context *const context, const cha
     snprintf(sizes, sizeof sizes, " (M = %" PRId64 ", N = %" PRId64 ", K = %" PRId64 ")", s[0], s[1], s[2]);
   else if (s[1] != 0) snprintf(sizes, sizeof sizes, " (%" PRId64 " x %" PRId64 ")", s[0], s[1]);
   else snprintf(sizes, sizeof sizes, " (%" PRId64 " elements)", s[0]);
-  const bsh_status status = result == CUDA_ERROR_OUT_OF_MEMORY ? BSH_OUT_OF_MEMORY : BSH_CUDA_ERROR;
-  return bsh_fail(status, "%s%s on cuda:%d: %s: %s (%s)", context->op, sizes, (int)context->device, what,
+  const bool memory = result == CUDA_ERROR_OUT_OF_MEMORY;
+  return bsh_fail(memory ? BSH_OUT_OF_MEMORY : BSH_CUDA_ERROR, "%s%s%s on cuda:%d: %s: %s (%s)",
+                  memory ? "CUDA out of memory. " : "", context->op, sizes, (int)context->device, what,
                   result_text(result), result_name(result));
 }
 

@@ -60,7 +60,7 @@ bsh_status bsh_cpu_lora_backward(const bsh_lora_args *const args) {
   const multiplier by = {.dtype = args->dtype};
   const int64_t n_bytes = args->M * args->r * dtype_size(args->dtype);
   void *const dxa = aligned_alloc(CPU_ALIGNMENT, (size_t)(divide_up(n_bytes, CPU_ALIGNMENT) * CPU_ALIGNMENT));
-  if (dxa == NULL) return bsh_fail(BSH_OUT_OF_MEMORY, "lora: out of memory");
+  if (dxa == NULL) return bsh_no_memory("lora", "dx A", BSH_DEVICE_CPU, (double)n_bytes);
   const bsh_status status = backward(&by, args, dxa);
   free(dxa);
   return status;

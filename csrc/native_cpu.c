@@ -153,7 +153,8 @@ static bsh_status multiply(const char *const op, const reordered *const w, bsh_l
   float *const scales = malloc((size_t)(n / w->blocksize) * sizeof(float));
   bsh_status status = BSH_OK;
   if (packed == NULL || scales == NULL) {
-    status = bsh_fail(BSH_OUT_OF_MEMORY, "%s: no memory for %" PRId64 " weights", op, n);
+    status = bsh_no_memory(op, "codes and scales", BSH_DEVICE_CPU,
+                           (double)n / 2 + (double)n / (double)w->blocksize * (double)sizeof(float));
   } else {
     restore(w, packed, scales);
     args->weight.packed = packed;

@@ -6,6 +6,8 @@
 #ifndef BSH_STATUS_H
 #define BSH_STATUS_H
 
+#include <stdint.h>
+
 typedef enum {
   BSH_OK = 0,
   BSH_BAD_SHAPE,
@@ -20,6 +22,11 @@ typedef enum {
 
 /* Records a printf-style message for this thread and returns `code`. */
 bsh_status bsh_fail(bsh_status code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* Records in torch's words, by which others know it, that n_bytes could not be allocated for `what` of an op; device:
+ * that of CUDA, or BSH_DEVICE_CPU. BSH_OUT_OF_MEMORY. */
+enum { BSH_DEVICE_CPU = -1 };
+bsh_status bsh_no_memory(const char *op, const char *what, int32_t device, double n_bytes);
 
 /* The message of the last bsh_fail on this thread; never NULL. */
 const char *bsh_status_message(void);

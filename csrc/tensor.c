@@ -74,9 +74,7 @@ static bsh_status allocation_failed(const char *const op, const bsh_tensor *cons
                                     const int64_t *const sizes, const int64_t itemsize) {
   double bytes = (double)itemsize;
   for (int64_t i = 0; i < dim; i++) bytes *= (double)sizes[i];
-  const char *const device = bsh_on_cuda(like) ? "cuda" : "cpu";
-  return bsh_fail(BSH_OUT_OF_MEMORY, "%s: out of memory: could not allocate %.0f bytes on %s:%" PRId32, op, bytes,
-                  device, like->device_index);
+  return bsh_no_memory(op, "a tensor", bsh_on_cuda(like) ? like->device_index : BSH_DEVICE_CPU, bytes);
 }
 
 bsh_status bsh_tensor_new(const char *const op, const bsh_tensor *const like, const int64_t dim,
@@ -86,7 +84,9 @@ bsh_status bsh_tensor_new(const char *const op, const bsh_tensor *const like, co
   contiguous_strides(dim, sizes, strides);
   if (bsh_torch.aoti_torch_empty_strided(dim, sizes, strides, dtype, like->device_type, like->device_index, &handle))
     return allocation_failed(op, like, dim, sizes, bsh_itemsize(dtype));
-  return describe(op, handle, tensor);
+  const bsh_status status = describe(op, handle, tensor);
+  if (status != BSH_OK) bsh_torch.aoti_torch_delete_tensor_object(handle);
+  return status;
 }
 
 static bsh_status make_contiguous(bsh_call *const call, bsh_tensor *const tensor) {

@@ -1,7 +1,9 @@
 """What the environment says about sharding, and what loading does about it; no process group needed."""
 
+import gc
 import logging
 import os
+import weakref
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 
 CUT = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
 READ_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"
+LARGE = nn.Identity()  # stands for a layer that waits for its weight
 
 
 @pytest.fixture
@@ -22,7 +25,7 @@ def two(monkeypatch):
     monkeypatch.setattr(launch, "world", lambda: 2)
     for name in ("_sharded", "_turned_off_read_ahead", "_warned_of_fsdp1"):
         monkeypatch.setattr(launch, name, False)
-    monkeypatch.setattr(launch, "_waiting_elements", 0)
+    monkeypatch.setattr(launch, "_waiting", weakref.WeakKeyDictionary())
 
     def environment(**values):
         for name, value in values.items():
@@ -127,8 +130,7 @@ def test_out_of_memory_says_what_a_shard_needs(two, monkeypatch):
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("out of memory, tried to allocate 2 GiB.")
 
-    meta_layer()
-    monkeypatch.setattr(launch, "_waiting_elements", 2**33)
+    launch._waiting[LARGE] = 2**33
     monkeypatch.setattr(functional, "quantize_4bit", full)
     with pytest.raises(torch.OutOfMemoryError, match=r"tried to allocate 2 GiB.*4.12 GiB, 2.06 for each of 2 ranks"):
         Linear4bit(64, 32).to("cpu")
@@ -137,7 +139,7 @@ def test_out_of_memory_says_what_a_shard_needs(two, monkeypatch):
     state = quantized.to("cpu").quant_state
     column = torch.empty(256, 1, device="meta")
     monkeypatch.setattr(launch, "world", lambda: 2)
-    monkeypatch.setattr(launch, "_waiting_elements", 2**33)
+    launch._waiting[LARGE] = 2**33
     monkeypatch.setattr(functional, "quantize_4bit", full)
     # the first weight of a model that was sharded first: the others are still to come
     Params4bit.of_state(column, state, torch.float32, None).new_zeros(128, 1)
@@ -149,11 +151,35 @@ def test_out_of_memory_says_what_a_shard_needs(two, monkeypatch):
     assert "ranks" not in str(error.value)  # nothing is being loaded any more
 
 
+def test_layers_that_are_gone_wait_no_longer(two):
+    layers = [meta_layer() for _ in range(3)]
+    one = layers[0].weight.numel()
+    assert launch.waiting_elements() == 3 * one > 0
+    del layers[0]
+    gc.collect()  # a layer and its weight know each other
+    assert launch.waiting_elements() == 2 * one
+    launch.note_sharding()
+    assert launch.waiting_elements() == 0
+
+
+def test_a_cpu_that_is_out_of_memory_says_so_too(two, monkeypatch):
+    """torch has no type for it: its words are what accelerate's find_executable_batch_size looks for."""
+    words = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"
+
+    def full(*args, **kwargs):
+        raise RuntimeError(words)
+
+    launch._waiting[LARGE] = 2**33
+    monkeypatch.setattr(functional, "quantize_4bit", full)
+    with pytest.raises(RuntimeError, match="can't allocate memory.*2.06 for each of 2 ranks"):
+        Linear4bit(64, 32).to("cpu")
+
+
 def test_fsdp1_is_told_what_it_takes(two, monkeypatch, caplog):
     two(ACCELERATE_USE_FSDP="true", FSDP_VERSION="1")
     monkeypatch.setattr(launch, "sharding_begins", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(launch, "_waiting_elements", 2**33)
+    launch._waiting[LARGE] = 2**33
     with caplog.at_level(logging.WARNING, "bitshard"):
         for _ in range(2):
             Linear4bit(64, 32).to("cpu")

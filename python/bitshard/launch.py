@@ -9,9 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+
+from bitshard import ops
 
 logger = logging.getLogger("bitshard")
 
@@ -22,7 +26,7 @@ _READ_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers' switch
 
 _sharded = False  # a 4-bit weight of this process has been sharded by FSDP2
 _turned_off_read_ahead = False
-_waiting_elements = 0  # of 4-bit layers that were built on the meta device
+_waiting: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # layers on the meta device: elements
 _warned_of_fsdp1 = False
 
 
@@ -82,25 +86,29 @@ def note_sharding(loading: bool = False) -> None:
 
     `loading`: the model was sharded first and its other weights are still to come, so what waits goes on counting.
     """
-    global _sharded, _turned_off_read_ahead, _waiting_elements
+    global _sharded, _turned_off_read_ahead
     _sharded = True
     if not loading:
-        _waiting_elements = 0
+        _waiting.clear()
     if _turned_off_read_ahead:
         _turned_off_read_ahead = False
         os.environ.pop(_READ_AHEAD, None)
 
 
-def layer_waits(elements: int) -> None:
-    """A 4-bit layer with a weight of `elements` was built on the meta device, as transformers does before it loads.
+def layer_waits(layer: Any, elements: int) -> None:
+    """A 4-bit `layer` with a weight of `elements` was built on the meta device, as transformers does before it loads.
 
     transformers' threads read pre-quantized files ahead, onto the GPU, as fast as the disk allows: the whole model may
     be there before the first weight is cut. Its own switch turns that off while parts are kept, unless it is set.
     """
-    global _waiting_elements
-    _waiting_elements += elements
+    _waiting[layer] = elements
     if not _turned_off_read_ahead and cuts():
         read_in_order()
+
+
+def waiting_elements() -> int:
+    """Elements of all 4-bit layers that were built on the meta device and are still there, until one is sharded."""
+    return sum(_waiting.values())
 
 
 def read_in_order() -> None:
@@ -116,11 +124,12 @@ def counting_memory() -> Iterator[None]:
     """While a 4-bit weight is loaded: running out of memory says how much all of them need."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        if _waiting_elements == 0:
+    except RuntimeError as error:
+        waiting = waiting_elements()
+        if waiting == 0 or not ops.is_out_of_memory(error):
             raise
-        whole = _packed_gib(_waiting_elements)
-        raise torch.OutOfMemoryError(
+        whole = _packed_gib(waiting)
+        raise type(error)(
             f"{error} It ran out while the 4-bit weights of a model were loaded: with their scales these are "
             f"{whole:.2f} GiB, {whole / world():.2f} for each of {world()} ranks where they are sharded, beside what "
             "stays in 16 bits. docs/fsdp.md of bitshard has the ways to load a rank's part only."
@@ -138,8 +147,8 @@ def loading() -> None:
     if _warned_of_fsdp1 or not sharding_begins() or os.environ.get("FSDP_VERSION", "1") != "1" or world() == 1:
         return
     _warned_of_fsdp1 = True
-    if torch.distributed.get_rank() == 0 and _waiting_elements > 0:
-        needed = _packed_gib(_waiting_elements)
+    if torch.distributed.get_rank() == 0 and waiting_elements() > 0:
+        needed = _packed_gib(waiting_elements())
         logger.log(
             logging.WARNING if needed >= 1 else logging.INFO,
             "FSDP1 takes a model that is whole on every GPU: about %.2f GiB of 4-bit weights and scales, and all other "

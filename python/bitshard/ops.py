@@ -6,6 +6,10 @@ torch.compile and meta tensors; the arithmetic is in csrc/. Sizes: M rows of x, 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,6 +45,33 @@ optimizer_32bit = torch.ops.bitshard.optimizer_32bit.default
 optimizer_8bit_blockwise = torch.ops.bitshard.optimizer_8bit_blockwise.default
 
 rank_slice = _C.rank_slice
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, by torch's type or, as on a CPU, by its words."""
+    said = isinstance(error, RuntimeError) and str(error)
+    return isinstance(error, torch.OutOfMemoryError) or bool(said and "can't allocate memory" in said)
+
+
+def _raising(call: Callable) -> Callable:
+    """An op whose C code ran out of a GPU's memory raises what torch raises; C itself can raise a RuntimeError only."""
+
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            if type(error) is RuntimeError and str(error).startswith("CUDA out of memory. "):
+                raise torch.OutOfMemoryError(str(error)) from None
+            raise
+
+    return run
+
+
+OPS = (quantize_4bit, dequantize_4bit, quantize_blockwise, dequantize_blockwise, linear_4bit, linear_4bit_dgrad)
+OPS += (checksum, optimizer_32bit, optimizer_8bit_blockwise)
+for _op in OPS:
+    _op._op = _raising(_op._op)
 
 _empty: dict[torch.device, Tensor] = {}
 

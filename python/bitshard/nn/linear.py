@@ -66,7 +66,7 @@ class Linear4bit(HoldsPackedWeight, nn.Linear):
         self.quant_storage = quant_storage
         self.packed_weight = PackedWeight(self, "weight", (output_features, input_features))
         if self.weight.is_meta:
-            launch.layer_waits(input_features * output_features)
+            launch.layer_waits(self, input_features * output_features)
 
     def reset_parameters(self) -> None:
         """Initialize a weight that is not quantized; packed bytes are left alone."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitshard import ops
 from bitshard.container import repack
 from bitshard.guards import plain
 from bitshard.inventory import holder_of
@@ -129,7 +130,7 @@ class Skeleton:
             values = values.to(self.device, dtype, copy=True)
             return nn.Parameter(values, old.requires_grad) if isinstance(old, nn.Parameter) else values
         except (TypeError, ValueError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if ops.is_out_of_memory(error):
                 raise
             raise ValueError(f"{key}: {error}") from error
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
+from bitshard import ops
 from bitshard.gather import everyone
 
 Done = TypeVar("Done")
@@ -40,7 +40,7 @@ class Ranks:
         except Exception as error:  # whatever it is, the others wait
             failure, cause = (f"{type(error).__name__}: {error}", getattr(error, "errno", None)), error
         brought = everyone((failure, facts))
-        if isinstance(cause, torch.OutOfMemoryError):
+        if cause is not None and ops.is_out_of_memory(cause):
             raise cause
         for rank, (failure, _) in enumerate(brought):
             if failure is not None:
