@@ -10,6 +10,7 @@ BROADCAST = (
     "broadcast_parts broadcast_short"
 ).split()
 CHECKS = (
+    *"ranks_that_differ ranks_that_differ_in_scales ranks_agree_once".split(),
     *"offload checkpointing gather_in_place no_reshard freed_after_use single_layers".split(),
     *"inference_mode eval_modes hsdp".split(),
     *"assign assign_misfits dequantize describe replicated".split(),
@@ -18,6 +19,7 @@ CHECKS = (
     *"dcp resume loss_curves casts_raise fp16 fsdp1_options fsdp1_state_dicts".split(),
 )
 THREE_RANKS = (
+    *"ranks_that_differ ranks_that_differ_in_scales ranks_agree_once".split(),
     *"gather_in_place inference_mode sharded_state_dict full_state_dict dcp offload assign dequantize".split(),
     *BROADCAST,
 )

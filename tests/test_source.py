@@ -23,6 +23,7 @@ LAYERS = [
     "launch",
     "container",
     "direct",
+    "agreement",
     "shard",
     "gather",
     "parts",

@@ -5,7 +5,8 @@ destroy packed words are thereby impossible: mixed precision (`MixedPrecisionPol
 hooks, and the copy into the all-gather buffer, which on CUDA rewrites NaN patterns of bfloat16 and float16, sees uint8.
 The block scales travel beside the bytes: each rank keeps ceil(S / N) of them.
 
-This module needs torch only, never `torch.distributed`: the mesh is an argument of the hook.
+This module needs torch only, never `torch.distributed`: the mesh is an argument of the hook. Before the first gather
+the ranks compare what they hold (`bitshard.agreement`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._mode_utils import no_dispatch
 
-from bitshard import ops
+from bitshard import agreement, ops
 
 aten = torch.ops.aten
 
@@ -108,9 +109,12 @@ class Origin:
         parameter, attributes: class and `__dict__` of the parameter that forward sees after a gather.
         on_cpu, pinned: where FSDP2 keeps the shards, and so the chunk of the scales.
         load: the state dict that is being loaded into the shards (`bitshard.sharding.load.PendingLoad`), else None.
+        agreed: the ranks have compared the weight (`bitshard.agreement`).
+        scales_checksum: of the whole scales, once they are cut here.
     """
 
-    __slots__ = ("attributes", "dtype", "load", "on_cpu", "parameter", "pinned", "size", "state")
+    __slots__ = ("__weakref__", "agreed", "attributes", "dtype", "load", "on_cpu", "parameter", "pinned")
+    __slots__ += ("scales_checksum", "size", "state")
 
     def __init__(
         self, state: Any, size: torch.Size, dtype: torch.dtype, parameter: type | None, attributes: dict[str, Any]
@@ -122,6 +126,9 @@ class Origin:
         self.attributes = attributes
         self.on_cpu = self.pinned = False
         self.load: Any = None
+        self.agreed = False
+        self.scales_checksum: torch.Tensor | None = None
+        agreement.awaits(self)
 
     @property
     def storage(self) -> torch.dtype:
@@ -142,6 +149,7 @@ class Origin:
                 f"{whole.numel()} scales on the meta device cannot be sharded: load the 4-bit weights first"
             )
         sharded = ShardedScales.cut(whole, world, rank)
+        self.scales_checksum = ops.checksum(whole)
         if whole.is_cuda:  # FSDP2 gathers on a stream of its own, and `whole` is given back here
             whole.record_stream(torch.cuda.current_stream(whole.device))
         self.state.absmax = torch.empty_like(whole, device="meta")
@@ -236,6 +244,7 @@ class PackedShard(torch.Tensor):
             origin.state.to(self.device)
         if world == 1:
             return (data,), (self.dtype, None)
+        agreement.agree(origin, mesh)
         origin.cut(world, mesh.get_local_rank(), self.device)
         scales = origin.state.sharded.scales.to(self.device, non_blocking=True)
         return (data, scales.view(torch.uint8)), (self.dtype, scales.dtype)

@@ -10,6 +10,7 @@ import traceback
 
 import torch.distributed as dist
 from checks import (
+    agreement,
     broadcast,
     casts,
     checkpoints,
@@ -24,6 +25,7 @@ from checks import (
 from common import finish, start
 
 FILES = (
+    agreement,
     options,
     weights,
     report,

@@ -50,9 +50,17 @@ class Ranks:
         if any(other != facts for _, other in brought):
             raise ValueError(
                 f"{what}: the ranks bring different things, do all have the same files and arguments? "
-                f"{[other for _, other in brought]}"
+                f"{_differences([other for _, other in brought])}"
             )
         return done
+
+
+def _differences(facts: list[Any]) -> Any:
+    """Of dictionaries, by rank, the entries that differ; other facts as they are."""
+    if not all(isinstance(fact, dict) for fact in facts):
+        return facts
+    by_name = {name: [fact.get(name) for fact in facts] for fact in facts for name in fact}
+    return {name: values for name, values in by_name.items() if any(value != values[0] for value in values)}
 
 
 def together(what: str, action: Callable[[], tuple[Done, Any]]) -> Done:

@@ -61,6 +61,7 @@ def load(
     skeleton, reader = together("load", lambda: begin(source, files, quantization_config, dtype, build, device))
     found = skeleton.units() if units is None else units(skeleton.model)
     adapt = _adapter(adapters, found, skeleton.dtype)
+    together("load: adapters", lambda: (None, _settings("adapters", adapters)))
     for unit in shown(outermost(found), progress):
         together(f"load: {unit_name(skeleton.model, unit)}", lambda unit=unit: _fill(skeleton, unit, reader, adapt))
         for inner in _inside_out(unit, found):
@@ -83,7 +84,8 @@ def begin(
     reader = Checkpoint(folder if files is None else files) if reads else None
     if reader is not None:
         skeleton.check(reader)
-    return (skeleton, reader), (len(list(skeleton.model.parameters())), str(skeleton.dtype))
+    facts = {"parameters": len(list(skeleton.model.parameters())), "dtype": str(skeleton.dtype)}
+    return (skeleton, reader), facts | _settings("quantization_config", quantization_config)
 
 
 def compute_device(device: torch.device | str | None) -> torch.device:
@@ -174,6 +176,17 @@ def _adapter(adapters: Any, units: list[nn.Module], dtype: torch.dtype) -> Any:
         adapters(unit)
 
     return adapt
+
+
+def _settings(name: str, config: Any) -> dict[str, str]:
+    """What all ranks must ask for alike, by name: entries of a config of transformers or peft; a function's name."""
+    if not hasattr(config, "to_dict"):
+        return {name: str(getattr(config, "__qualname__", type(config).__name__))}
+    return {f"{name}.{key}": _sorted(value) for key, value in config.to_dict().items()}
+
+
+def _sorted(value: Any) -> str:
+    return str(sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)
 
 
 class _Peft:

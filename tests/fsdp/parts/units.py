@@ -222,6 +222,13 @@ def check_fault(name, how, folder):
     )
 
 
+def computing_in(which):
+    """A config that computes in one of two dtypes."""
+    config = quantization()
+    config.bnb_4bit_compute_dtype = (torch.float32, torch.bfloat16)[which]
+    return config
+
+
 def check_lone_faults(folder):
     """One rank has other files, none, or an adapter that fails: all say so, and the next model loads."""
     mine = f"{folder}/dense" if rank() == 0 else f"{folder}/other-dense"
@@ -237,6 +244,17 @@ def check_lone_faults(folder):
         lambda: fsdp.load(f"{folder}/dense", adapters=fail, **settings), "layers.0", "rank 1", "no adapter for this"
     )
     refused(lambda: by_units(folder, packed=True, quantization_config=quantization()), "quantized already")
+    for words, asked in (
+        ("adapters.r': ['4', '8']", {"adapters": LoraConfig(**{**LORA, "r": 4 * (1 + rank())})}),
+        ("adapters.lora_alpha", {"adapters": LoraConfig(**LORA, lora_alpha=8 + rank())}),
+        (
+            "adapters.target_modules",
+            {"adapters": LoraConfig(**LORA) if rank() else LoraConfig(target_modules=["q_proj"])},
+        ),
+        ("load: adapters", {"adapters": LoraConfig(**LORA) if rank() else fail}),
+        ("quantization_config.bnb_4bit_compute_dtype", {"quantization_config": computing_in(rank())}),
+    ):
+        refused(lambda asked=asked: fsdp.load(f"{folder}/dense", **{**settings, **asked}), "bring different", words)
     check_model(("uint8", True, "fp32"), False, folder)
 
 

@@ -1,0 +1,114 @@
+"""Whether the ranks that FSDP2 joins hold the same 4-bit weights: compared once per weight, before its first gather.
+
+Each rank quantizes or loads for itself. Of ranks with other seeds, files or settings FSDP2 would join parts of
+different weights without a word, and where their scales differ in kind the collective itself breaks. So the first
+gather of a weight compares it, and with it, in the same exchange, all others that wait: one exchange for a model.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+import torch
+
+from bitshard import ops
+
+_waiting: list[weakref.ref] = []  # weights that were sharded and not compared yet, in the order in which it happened
+_NAMES = ("format", "blocksize", "shape", "nested scales", "second-level blocksize", "values", "container")
+_NAMES += ("checksum of the bytes", "checksum of the scales", "checksum of the second-level scales")
+
+
+def awaits(origin: Any) -> None:
+    """A weight was sharded: `origin` (`bitshard.shard.Origin`) is to be compared."""
+    _waiting.append(weakref.ref(origin))
+
+
+def agree(origin: Any, mesh: Any) -> None:
+    """Compare the weight of `origin` among the ranks of a mesh of one dimension, once. A collective of these ranks.
+
+    ValueError on all of them, with both descriptions and the ranks, where they hold different weights.
+    """
+    if origin.agreed:
+        return
+    waiting = [other for other in (ref() for ref in _waiting) if other is not None and not other.agreed]
+    if all(other is not origin for other in waiting):
+        waiting.append(origin)
+    own = (next(i for i, other in enumerate(waiting) if other is origin), _descriptions(waiting))
+    brought: list[Any] = [None] * mesh.size()
+    torch.distributed.all_gather_object(brought, own, mesh.get_group())
+    here = [descriptions[place] for place, descriptions in brought]
+    if not _alike(here):
+        raise ValueError(_told(origin, here))
+    origin.agreed = True
+    if len({(place, len(descriptions)) for place, descriptions in brought}) == 1:  # in the same order
+        for other, found in zip(waiting, zip(*(descriptions for _, descriptions in brought), strict=True), strict=True):
+            other.agreed = other.agreed or _alike(found)
+    _waiting[:] = [weakref.ref(other) for other in waiting if not other.agreed]
+
+
+def _descriptions(origins: list[Any]) -> list[tuple]:
+    """What must be the same on all ranks of each weight, as `_NAMES` says; a checksum that is not known is None."""
+    sums = [checksum for origin in origins for checksum in _checksums(origin)]
+    known = [checksum for checksum in sums if checksum is not None]
+    device = next((checksum.device for checksum in known if checksum.device.type != "cpu"), torch.device("cpu"))
+    numbers = iter(torch.stack([checksum.to(device) for checksum in known]).tolist() if known else ())
+    found = iter([None if checksum is None else next(numbers) for checksum in sums])
+    return [(*_format(origin), next(found), next(found), next(found)) for origin in origins]
+
+
+def _format(origin: Any) -> tuple:
+    state = origin.state
+    second = None if state.state2 is None else state.state2.blocksize
+    names = (str(state.dtype).removeprefix("torch."), str(origin.dtype).removeprefix("torch."))
+    return (state.quant_type, state.blocksize, tuple(state.shape), state.nested, second, *names)
+
+
+def _checksums(origin: Any) -> tuple:
+    """Of the bytes, the scales and the second-level scales of a whole weight: tensors, None where nobody knows."""
+    state, sharded = origin.state, origin.state.sharded
+    scales = origin.scales_checksum if sharded is None or sharded.checksum is None else sharded.checksum
+    if scales is None and sharded is None and not state.absmax.is_meta:
+        scales = ops.checksum(state.absmax)
+    second = None if state.state2 is None or state.state2.absmax.is_meta else ops.checksum(state.state2.absmax)
+    return state.checksum, scales, second
+
+
+def _alike(descriptions: Any) -> bool:
+    """Whether all are the same, whatever stands beside a None."""
+    return all(len({value for value in values if value is not None}) <= 1 for values in zip(*descriptions, strict=True))
+
+
+def _told(origin: Any, descriptions: list[tuple]) -> str:
+    rank = next(rank for rank, other in enumerate(descriptions) if not _alike([descriptions[0], other]))
+    differing = [
+        f"{name} {_shown(first)} on rank 0 and {_shown(other)} on rank {rank}"
+        for name, first, other in zip(_NAMES, descriptions[0], descriptions[rank], strict=True)
+        if not _alike([(first,), (other,)])
+    ]
+    name = _name_of(origin.attributes.get("module"))
+    others = sum(not _alike([descriptions[0], other]) for other in descriptions)
+    return (
+        f"the ranks that FSDP2 joins hold different 4-bit weights{name} of {list(origin.state.shape)}: "
+        f"{'; '.join(differing)} ({others} of {len(descriptions)} ranks of the mesh differ from its rank 0). "
+        "Load the same files with the same BitsAndBytesConfig on every rank, and set the same seed before weights that "
+        "no file holds are made (transformers.set_seed)."
+    )
+
+
+def _shown(value: Any) -> str:
+    return f"{value:#x}" if isinstance(value, int) and abs(value) > 1 << 20 else str(value)
+
+
+def _name_of(module: Any) -> str:
+    """The name of a layer's weight in the outermost module whose forward is running, with a blank; "" if unknown."""
+    name, frame = "", sys._getframe(1)
+    while module is not None and frame is not None:
+        outer = frame.f_locals.get("self")
+        if isinstance(outer, torch.nn.Module):
+            name = next(
+                (f" {path}.weight".replace(" .", " ") for path, m in outer.named_modules() if m is module), name
+            )
+        frame = frame.f_back
+    return name
