@@ -164,10 +164,17 @@ static void finish_panel(const product *const p, const int64_t outer0, const int
   }
 }
 
+/* Where a panel begins; at n_panels, where the last one ends. None but an only one is a single column: torch 2.10
+ * stores a bf16 result of one column without regard to the distance of its rows. */
+static int64_t panel_begin(const product *const p, const int64_t panel) {
+  const int64_t first = panel * p->panel_outer;
+  return panel > 0 && first == p->outer - 1 ? first - 1 : min_i64(first, p->outer);
+}
+
 static bsh_status run_panels(const product *const p, const int64_t begin, const int64_t end,
                              const workspace *const own) {
   for (int64_t panel = begin; panel < end; panel++) {
-    const int64_t outer0 = panel * p->panel_outer, outer_n = min_i64(p->panel_outer, p->outer - outer0);
+    const int64_t outer0 = panel_begin(p, panel), outer_n = panel_begin(p, panel + 1) - outer0;
     decode_panel(p, outer0, outer_n, own->panel);
     start_panel(p, outer0, outer_n);
     BSH_TRY(multiply_panel(p, outer0, outer_n, own));

@@ -175,6 +175,27 @@ def test_linear_is_within_its_bound_of_fp64(each_isa, dtype):
                 assert ((dx.double() - exact).abs() <= allowed).all(), (isa, N, K, M)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_column_is_written_over_another(each_isa, dtype):
+    """Panels of W whose last would be one row or column, which torch 2.10 stores in the wrong places of y or dx."""
+    for N, K in ((65, 64), (321, 128), (128, 321), (1, 64), (64, 1), (2, 64), (1041, 32)):
+        weight = make_weight(N, K, False)
+        w = ops.dequantize_4bit(*weight, 64, 0, N, K, dtype).double()
+        x, dy, bias = torch.randn(64, K).to(dtype), torch.randn(64, N).to(dtype), torch.randn(N).to(dtype)
+        for isa, (y, dx) in each_isa(
+            lambda s=(x, dy, weight, bias, N, K): (
+                ops.linear_4bit(s[0], *s[2], s[3], 64, 0, s[4], s[5]),
+                ops.linear_4bit_dgrad(s[1], *s[2], 64, 0, s[4], s[5]),
+            )
+        ):
+            exact, size = x.double() @ w.T + bias.double(), x.double().abs() @ w.abs().T + bias.double().abs()
+            wrong = (y.double() - exact).abs() > cases.largest_error(exact, size, K, dtype, False)
+            assert not wrong.any(), (isa, N, K, wrong.nonzero()[:3].tolist())
+            exact, size = dy.double() @ w, dy.double().abs() @ w.abs()
+            wrong = (dx.double() - exact).abs() > cases.largest_error(exact, size, N, dtype, False)
+            assert not wrong.any(), (isa, N, K, wrong.nonzero()[:3].tolist())
+
+
 def run_script(script: str) -> str:
     """Runs a script in a fresh process, whose peak memory is its own."""
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)

@@ -50,9 +50,7 @@ def restore(packed: Tensor, absmax: Tensor, N: int, K: int, blocksize: int) -> t
 
 
 def restored(packed: Tensor, state: QuantState) -> tuple[Tensor, QuantState]:
-    """`restore` for a state, which stays as it is: packed codes and a state of their own."""
+    """`restore` for a state, which stays as it is: packed codes and a state of their own, without the table."""
     N, K = state.shape
     packed, absmax = restore(packed, state.absmax, N, K, state.blocksize)
-    state = state.clone()
-    state.absmax, state.packing_format_for_cpu = absmax, False
-    return packed, state
+    return packed, QuantState(absmax, state.shape, None, state.blocksize, state.quant_type, state.dtype)
