@@ -428,7 +428,7 @@ def test_half_a_step_takes_no_other_gradient_and_is_not_saved(monkeypatch):
     half = [p.detach().clone() for p in params]
     for p in params:
         p.grad = p.grad.clone()
-    for call in (ours.step, ours.state_dict):
+    for call in (ours.step, ours.state_dict, lambda: copy.deepcopy(ours)):
         with pytest.raises(RuntimeError, match=r"parameter 0 of group 0.* the first \d+ of 12000 elements .*load"):
             call()
     assert all(torch.equal(p, q) for p, q in zip(params, half, strict=True))
