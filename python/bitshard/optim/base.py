@@ -253,7 +253,8 @@ class Optimizer8bit(torch.optim.Optimizer):
             raise RuntimeError("a step failed and left a paged parameter updated in part, which is not paged any more")
         stream = self._stream(paged, starts, reached) if paged else None
         if batches and not self._update_batches(batches):
-            single = [item for item in work if id(item[1]) not in streamed]
+            again = [item for item in single if id(item[1]) in streamed]
+            single = [item for item in work if id(item[1]) not in streamed] + again
             for group, p, gindex, pindex in single:
                 self._check(group, p, gindex, pindex)
         if stream:
@@ -410,7 +411,7 @@ class _Stateful(Optimizer8bit):
         if type(self).update_step is not _Stateful.update_step:
             return {}, work, []
         common = not (self.mng.pid2config or self.mng.index2config)
-        single, found, paged = [], {}, []
+        single, found, paged, streamed = [], {}, [], set()
         for item, state in zip(work, states, strict=True):
             group, p, gindex, pindex = item
             key = (gindex if common else (gindex, pindex), state["step"])
@@ -422,7 +423,11 @@ class _Stateful(Optimizer8bit):
             if parameter is None:
                 single.append(item)
             elif self.is_paged and paging.is_paged(parameter[2]):
-                paged.append((item, batch[0], parameter))
+                if id(p) in streamed:  # twice in the optimizer: its state must first come back
+                    single.append(item)
+                else:
+                    streamed.add(id(p))
+                    paged.append((item, batch[0], parameter))
             else:
                 batch[1].append((parameter, state))
         batches: dict[tuple, list[tuple]] = {}
