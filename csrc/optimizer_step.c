@@ -91,6 +91,51 @@ bsh_status bsh_step_apart(const char *const op, const bsh_step_item *const item)
   return BSH_OK;
 }
 
+/* What one item of several reads or writes. */
+typedef struct {
+  uintptr_t begin, end;
+  bool is_written;
+} range;
+
+static int compare_ranges(const void *const a, const void *const b) {
+  const uintptr_t first = ((const range *)a)->begin, second = ((const range *)b)->begin;
+  return (first > second) - (first < second);
+}
+
+static range range_of(const void *const data, const int64_t bytes, const bool is_written) {
+  return (range){.begin = (uintptr_t)data, .end = (uintptr_t)data + (uintptr_t)bytes, .is_written = is_written};
+}
+
+/* Whether each begins behind all that are written before it, and a written one behind all. In order of `begin`. */
+static bool ranges_are_apart(const range *const ranges, const int64_t n) {
+  uintptr_t written = 0, any = 0; /* ends */
+  for (int64_t i = 0; i < n; i++) {
+    const range *const r = ranges + i;
+    if (r->begin == 0 || r->begin == r->end) continue;
+    if (r->begin < (r->is_written ? any : written)) return false;
+    if (r->end > any) any = r->end;
+    if (r->is_written && r->end > written) written = r->end;
+  }
+  return true;
+}
+
+/* Whether no parameter shares memory with another one or its gradient: then the order of items does not matter. States
+ * are an optimizer's own. False also where that cannot be told. */
+static bool items_are_apart(const bsh_step_item *const items, const int64_t n_items) {
+  if (n_items == 1) return true;
+  range *const ranges = calloc(2 * (size_t)n_items, sizeof *ranges);
+  if (ranges == NULL) return false;
+  for (int64_t i = 0; i < n_items; i++) {
+    const bsh_step_tensor *const t = &items[i].tensor;
+    ranges[2 * i] = range_of(t->p, t->n * dtype_size(items[i].p_dtype), true);
+    ranges[2 * i + 1] = range_of(t->g, t->n * dtype_size(items[i].g_dtype), false);
+  }
+  qsort(ranges, 2 * (size_t)n_items, sizeof *ranges, compare_ranges);
+  const bool result = ranges_are_apart(ranges, 2 * n_items);
+  free(ranges);
+  return result;
+}
+
 /* ---- on the CPU ---- */
 
 static bsh_optimizer_32bit_args args_32bit(const bsh_step_item *const item, const bsh_step_numbers *const numbers) {
@@ -178,23 +223,6 @@ static void step_batch_runs(const int64_t begin, const int64_t end, void *const 
   }
 }
 
-static int compare_addresses(const void *const a, const void *const b) {
-  const uintptr_t first = (uintptr_t)((const span *)a)->data, second = (uintptr_t)((const span *)b)->data;
-  return (first > second) - (first < second);
-}
-
-/* Whether no two parameters share memory: then their order does not matter. False also where that cannot be told. */
-static bool are_apart(const bsh_step_item *const items, const int64_t n_items) {
-  span *const spans = calloc((size_t)n_items, sizeof *spans);
-  bool result = spans != NULL;
-  for (int64_t i = 0; i < n_items && result; i++)
-    spans[i] = (span){.data = items[i].tensor.p, .bytes = items[i].tensor.n * dtype_size(items[i].p_dtype)};
-  if (result) qsort(spans, (size_t)n_items, sizeof *spans, compare_addresses);
-  for (int64_t i = 1; i < n_items && result; i++) result = apart(spans + i - 1, spans + i);
-  free(spans);
-  return result;
-}
-
 /* How many items from the first on one loop can update. */
 static int64_t batch_size(const bsh_step_item *const items, const int64_t n_items) {
   const bsh_step_item *mapped = NULL; /* the first with maps: they are looked up once */
@@ -207,7 +235,7 @@ static int64_t batch_size(const bsh_step_item *const items, const int64_t n_item
     if (item->map1 != mapped->map1 || (item->map2 != NULL && mapped->map2 != NULL && item->map2 != mapped->map2)) break;
     if (item->map2 != NULL) mapped = item;
   }
-  return n > 1 && !are_apart(items, n) ? 1 : n;
+  return n;
 }
 
 static void step_batch(bsh_step_item *const items, const int64_t n_items) {
@@ -296,10 +324,12 @@ static bsh_status step_on_gpu(const char *const op, bsh_step_item *const items, 
 }
 
 bsh_status bsh_step_items(const char *const op, bsh_step_item *const items, const int64_t n_items) {
+  const bool in_any_order = items_are_apart(items, n_items);
   for (int64_t i = 0; i < n_items; i++) {
     if (items[i].done) continue;
-    if (items[i].device != BSH_ON_CPU) BSH_TRY(step_on_gpu(op, items + i, n_items - i));
-    else BSH_TRY(step_on_cpu(items + i, n_items - i));
+    const int64_t n = in_any_order ? n_items - i : 1;
+    if (items[i].device != BSH_ON_CPU) BSH_TRY(step_on_gpu(op, items + i, n));
+    else BSH_TRY(step_on_cpu(items + i, n));
   }
   return BSH_OK;
 }

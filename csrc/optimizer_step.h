@@ -38,7 +38,8 @@ typedef struct {
  * several elements at a time. */
 bsh_status bsh_step_apart(const char *op, const bsh_step_item *item);
 
-/* All items, those alike in few launches, on the CPU in one parallel loop. Sets `done`: on an error they tell which
+/* All items, those alike in few launches, on the CPU in one parallel loop; one after the other where a parameter shares
+ * memory with another or its gradient. Sets `done`: on an error they tell which
  * parameters were updated. BSH_NO_KERNEL for another blocksize on a GPU. */
 bsh_status bsh_step_items(const char *op, bsh_step_item *items, int64_t n_items);
 

@@ -1,7 +1,9 @@
 """Optimizer classes in one process: state dicts in both directions, settings, shapes and dtypes, bad input."""
 
 import copy
+import io
 import logging
+import pickle
 from pathlib import Path
 
 import bitsandbytes as bnb
@@ -9,7 +11,7 @@ import pytest
 import torch
 import upstream
 import upstream_optim as cases
-from bitshard.optim import paged, update
+from bitshard.optim import paged, paging, update
 from bitshard.optim.base import schedule
 from helpers.bytes import same_bytes
 from helpers.optim import CLASSES, PAGED, gradients, make, values_of
@@ -591,3 +593,80 @@ def test_autograd_sees_that_a_parameter_changed(name):
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
+
+
+# ---- settings and copies ----
+
+
+def test_settings_of_a_parameter_that_is_gone_are_no_others():
+    """Memory of dead parameters is used again, and so are their ids."""
+    manager = bnb.optim.GlobalOptimManager.get_instance()
+    manager.initialize()
+    try:
+        for _ in range(300):
+            manager.override_config(parameter(8), "lr", 0.0)
+        module = nn.Linear(4, 4)
+        manager.register_module_override(module, "weight", {"lr": 0.0})
+        params = [parameter(8) for _ in range(300)]
+        optimizer = make("AdamW8bit", params)
+        before = [p.detach().clone() for p in params]
+        train(optimizer, params, range(1))
+        assert not sum(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+        kept = parameter(8)
+        manager.override_config(kept, "lr", 0.0)
+        manager.override_config(kept, key_value_dict={"eps": 1e-3})
+        last = make("AdamW8bit", [kept])
+        assert last.get_config(0, 0, last.param_groups[0])["lr"] == 0.0
+        assert list(manager.pid2config) == [id(kept)] and manager.pid2config[id(kept)] == {"lr": 0.0, "eps": 1e-3}
+    finally:
+        manager.initialize()
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "torch.save": lambda value: torch.load(io.BytesIO(saved_bytes(value)), weights_only=False),
+}
+
+
+def saved_bytes(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("name", [*CLASSES, "PagedAdamW8bit", "PagedAdEMAMix32bit"])
+def test_copied_and_unpickled_optimizers_step(name, way, monkeypatch):
+    """Before the first step and after some, with a setting of one parameter; the original is another one's."""
+    if name.startswith("Paged"):
+        monkeypatch.setattr(paging, "ON_CPU", True)
+        monkeypatch.setattr(paging, "PAGED_FROM", 7)
+    for steps in (0, 2):
+        params = [parameter(64, 100), parameter(7, seed=1), parameter(16, 256, seed=2)]
+        optimizer = make(name, params)
+        manager = bnb.optim.GlobalOptimManager.get_instance()
+        manager.override_config(params[1], "lr", 0.5)
+        train(optimizer, params, range(steps))
+        copied = COPIES[way](optimizer)
+        others = copied.param_groups[0]["params"]
+        assert type(copied) is type(optimizer) and all(p is not q for p, q in zip(params, others, strict=True))
+        train(optimizer, params, range(steps, steps + 2))
+        assert all(not torch.equal(p, q) for p, q in zip(params, others, strict=True))
+        train(copied, others, range(steps, steps + 2))
+        assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
+        assert_same(copied.state_dict(), optimizer.state_dict())
+        if name.startswith("Paged"):
+            assert all(paging.is_paged(copied.state[q]["state1"]) for q in others)
+            places = [pager.pages for pager in copied.paging._pagers.values()]
+            assert places and all(places[0].place(copied.state[q]["state1"])[1] >= 0 for q in others)
+            assert any(state.data_ptr() in places[0]._places for state in (copied.state[q]["state1"] for q in others))
+
+
+def test_a_shallow_copy_steps_and_leaves_the_state_where_it_is():
+    params = [parameter(64, 100)]
+    optimizer = make("AdamW8bit", params)
+    train(optimizer, params, range(1))
+    copied = copy.copy(optimizer)
+    train(copied, params, range(1, 2))
+    assert optimizer.state is copied.state and optimizer.state[params[0]]["step"] == 2

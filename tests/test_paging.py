@@ -205,6 +205,27 @@ def test_scheduled_rates_and_versions():
     assert_same(ours, theirs)
 
 
+def test_a_parameter_that_is_there_twice_is_stepped_twice(monkeypatch):
+    """torch warns only. The second update must not begin from a state that the first has not left yet."""
+    monkeypatch.setenv("BITSHARD_PAGING_MB", "64")
+    made = []
+    for times in (1, 2):
+        params = parameters(shapes=((60, 200), (30, 300)))
+        optimizer = make("PagedAdamW32bit" if times == 1 else "AdamW32bit", params)
+        if times == 1:
+            optimizer.param_groups[0]["params"] = [*params, params[0]]
+            train(optimizer, params, range(1))
+        else:
+            train(optimizer, params, range(1))
+            params[1].grad = None
+            optimizer.step()
+        made.append((params, optimizer))
+    (params, ours), (others, theirs) = made
+    assert [ours.state[p]["step"] for p in params] == [2, 1]
+    for p, q in zip(params, others, strict=True):
+        assert torch.equal(p, q) and torch.equal(ours.state[p]["state1"], theirs.state[q]["state1"])
+
+
 # ---- the order of streams ----
 
 
@@ -428,7 +449,7 @@ def test_half_a_step_takes_no_other_gradient_and_is_not_saved(monkeypatch):
     half = [p.detach().clone() for p in params]
     for p in params:
         p.grad = p.grad.clone()
-    for call in (ours.step, ours.state_dict):
+    for call in (ours.step, ours.state_dict, lambda: copy.deepcopy(ours)):
         with pytest.raises(RuntimeError, match=r"parameter 0 of group 0.* the first \d+ of 12000 elements .*load"):
             call()
     assert all(torch.equal(p, q) for p, q in zip(params, half, strict=True))

@@ -74,8 +74,9 @@ bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kerne
 
 static bsh_step_item item_of(const int64_t number, const bsh_step_settings *const settings, const int64_t n) {
   char *const memory = (char *)(uintptr_t)((number + 1) * 4096);
+  char *const p = (char *)(uintptr_t)((number + 1) << 44); /* far from all others */
   return (bsh_step_item){.settings = settings,
-                         .tensor = {.g = memory, .p = memory, .state1 = memory, .state2 = memory, .n = n},
+                         .tensor = {.g = memory, .p = p, .state1 = memory, .state2 = memory, .n = n},
                          .map1 = map1,
                          .map2 = map2,
                          .blocksize = BSH_STEP_BLOCK,
@@ -129,6 +130,26 @@ static void a_failing_launch(void) {
     CHECK(updated[i] == (i < BSH_STEP_TENSORS) && items[i].done == (updated[i] == 1), "parameter %" PRId64, i);
 }
 
+/* Parameters that share memory with another one, or with another one's gradient, have launches of their own. */
+static void shared_memory(void) {
+  const bsh_step_settings settings = {.algorithm = BSH_LION, .step = 1};
+  for (int way = 0; way < 6; way++) {
+    for (int64_t i = 0; i < 20; i++) items[i] = item_of(i, &settings, 700);
+    char *const third = items[3].tensor.p;
+    const int64_t bytes = 700 * 2;
+    if (way == 1) items[17].tensor.p = third;                     /* the same */
+    if (way == 2) items[17].tensor.p = third + bytes - 2;         /* one element */
+    if (way == 3) items[17].tensor.p = third + bytes;             /* neighbours */
+    if (way == 4) items[3].tensor.p = (char *)items[17].tensor.g; /* updated before another one reads it */
+    if (way == 5) items[17].tensor.p = (char *)items[3].tensor.g + bytes - 2;
+    forget();
+    const bool alone = way != 0 && way != 3;
+    CHECK(bsh_step_items("steps", items, 20) == BSH_OK && launched == (alone ? 20 : 1), "way %d: %" PRId64 " launches",
+          way, launched);
+    for (int64_t i = 0; i < 20; i++) CHECK(updated[i] == 1, "parameter %" PRId64 ": %d times", i, updated[i]);
+  }
+}
+
 /* A bounded update has kernels of its own, and 8-bit blocks have 256 elements. */
 static void bounds_and_blocks(void) {
   const bsh_step_settings settings = {.algorithm = BSH_MOMENTUM, .step = 1};
@@ -153,6 +174,7 @@ int main(const int argc, char **const argv) {
   any_mixture(&state, argc > 2 ? atoi(argv[2]) : 60);
   too_many_blocks();
   a_failing_launch();
+  shared_memory();
   bounds_and_blocks();
   printf("test_steps: ok, seed %" PRIu64 "\n", check_seed);
   return 0;

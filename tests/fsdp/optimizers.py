@@ -437,6 +437,7 @@ def check_other_meshes(device, args):
             optimizer.step()
             alone.step()
         saved = optimizer.state_dict()
+        steps_as_a_copy(optimizer, p)
         other = make("AdamW8bit", [p])
         other.load_state_dict(saved)
         same_state(other.state[p], optimizer.state[p], True, str(placements))
@@ -452,6 +453,21 @@ def check_other_meshes(device, args):
     refuses(lambda: optimizer.step(), "placed")
     assert torch.equal(before, other.to_local()) and not optimizer.state
     return "ok"
+
+
+def steps_as_a_copy(optimizer, p):
+    """A copied optimizer of a DTensor has parameters of its own, and steps as one that loaded its state."""
+    copied = deepcopy(optimizer)
+    (q,) = copied.param_groups[0]["params"]
+    assert q.placements == p.placements and local(q).data_ptr() != local(p).data_ptr()
+    r = nn.Parameter(DTensor.from_local(local(p).clone(), p.device_mesh, p.placements))
+    other = make("AdamW8bit", [r])
+    other.load_state_dict(optimizer.state_dict())
+    q.grad = r.grad = p.grad
+    copied.step()
+    other.step()
+    assert torch.equal(local(q), local(r)) and not torch.equal(local(q), local(p))
+    same_state(copied.state[q], other.state[r], True, "copy")
 
 
 def replicas_of(world):

@@ -27,6 +27,7 @@ from bitshard.optim.paged import GlobalPageManager, prefetch_tensor, say_without
 from bitshard.optim.update import algorithm, check_parameter, fits, update_8bit_blockwise, update_32bit, update_all
 
 DTYPES = {32: torch.float32, 8: torch.uint8}
+COPIED = ("initialized", "name2qmap", "is_paged", "args", "optimizer_name", "non_castable_tensor_keys")
 STEP = 8  # place of the step in the settings of `update_all`
 
 
@@ -40,12 +41,8 @@ class Optimizer8bit(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.initialized = False
         self.name2qmap: dict[str, Tensor] = {}
-        self._maps: dict[int, Tensor] = {}  # by id: all that are in use, each once
         self.is_paged = is_paged
-        self.paging = paging.Paging()
-        self._failed = Failed()
-        self.page_mng = GlobalPageManager.get_instance()
-        self.mng = GlobalOptimManager.get_instance()
+        self._begin()
         self.non_castable_tensor_keys = set(entries.HIDDEN)
         if optim_bits == 8:
             self.fill_qmap()
@@ -54,6 +51,44 @@ class Optimizer8bit(torch.optim.Optimizer):
         """The maps of 8-bit state: "dynamic" for signed values, "udynamic" for values from 0 on."""
         self.name2qmap["dynamic"] = create_dynamic_map(signed=True)
         self.name2qmap["udynamic"] = create_dynamic_map(signed=False)
+
+    def _begin(self) -> None:
+        """What belongs to one optimizer of one process, and to no copy of it."""
+        self._maps: dict[int, Tensor] = {}  # by id: all that are in use, each once
+        self.paging = paging.Paging()
+        self._failed = Failed()
+        self.page_mng = GlobalPageManager.get_instance()
+        self.mng = GlobalOptimManager.get_instance()
+
+    # ---- copies ----
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy and a pickle hold: as torch's, and the settings, also those of single parameters.
+
+        RuntimeError where a step failed and left a parameter updated in part.
+        """
+        self._failed.check_whole()
+        own = {key: value for key, value in vars(self).items() if key in COPIED}
+        configs = [self.mng.pid2config.get(id(p)) for p in self._parameters()]
+        return super().__getstate__() | own | {"parameter_configs": configs}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what `__getstate__` gave; or parts of it, as `load_state_dict` does."""
+        configs = state.get("parameter_configs")
+        super().__setstate__({key: value for key, value in state.items() if key != "parameter_configs"})
+        if configs is None:
+            return
+        self._begin()
+        for p, config in zip(self._parameters(), configs, strict=True):
+            if config is not None:
+                self.mng.set_config(p, config)
+            page = self._page(p)
+            for key in ("state1", "state2") if page and p in self.state else ():
+                if (value := self.state[p].get(key)) is not None and not value.is_pinned():
+                    self.state[p][key] = page(value)
+
+    def _parameters(self) -> list[Tensor]:
+        return list(chain.from_iterable(group["params"] for group in self.param_groups))
 
     # ---- state dicts ----
 
@@ -93,7 +128,7 @@ class Optimizer8bit(torch.optim.Optimizer):
             state_dict = hook(self, state_dict) or state_dict
         groups, saved = self.param_groups, state_dict["param_groups"]
         entries.check_groups(groups, saved, set(self.defaults) & {"lr", "betas", "eps", "weight_decay"})
-        params = list(chain.from_iterable(group["params"] for group in groups))
+        params = self._parameters()
         by_id = dict(zip(chain.from_iterable(group["params"] for group in saved), params, strict=True))
         places = {id(p): index for index, p in enumerate(params)}
         state = defaultdict(dict)
@@ -120,7 +155,7 @@ class Optimizer8bit(torch.optim.Optimizer):
 
     def to_gpu(self) -> None:
         """Move state to the devices of its parameters, where those are not the CPU, and paged state to the host."""
-        for p in chain.from_iterable(group["params"] for group in self.param_groups):
+        for p in self._parameters():
             page = self._page(p)
             for key, value in self.state.get(p, {}).items():
                 if not isinstance(value, Tensor) or paging.is_paged(value):
@@ -138,7 +173,7 @@ class Optimizer8bit(torch.optim.Optimizer):
         for module, name, config in self.mng.module_weight_config_triple:
             p = getattr(module, name, None)
             if p is not None and id(p) in own:
-                self.mng.pid2config[id(p)] = config
+                self.mng.set_config(p, config)
 
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
         """The settings of one parameter: its group's and the optimizer's, and over them its own."""
@@ -218,7 +253,8 @@ class Optimizer8bit(torch.optim.Optimizer):
             raise RuntimeError("a step failed and left a paged parameter updated in part, which is not paged any more")
         stream = self._stream(paged, starts, reached) if paged else None
         if batches and not self._update_batches(batches):
-            single = [item for item in work if id(item[1]) not in streamed]
+            again = [item for item in single if id(item[1]) in streamed]
+            single = [item for item in work if id(item[1]) not in streamed] + again
             for group, p, gindex, pindex in single:
                 self._check(group, p, gindex, pindex)
         if stream:
@@ -375,7 +411,7 @@ class _Stateful(Optimizer8bit):
         if type(self).update_step is not _Stateful.update_step:
             return {}, work, []
         common = not (self.mng.pid2config or self.mng.index2config)
-        single, found, paged = [], {}, []
+        single, found, paged, streamed = [], {}, [], set()
         for item, state in zip(work, states, strict=True):
             group, p, gindex, pindex = item
             key = (gindex if common else (gindex, pindex), state["step"])
@@ -387,7 +423,11 @@ class _Stateful(Optimizer8bit):
             if parameter is None:
                 single.append(item)
             elif self.is_paged and paging.is_paged(parameter[2]):
-                paged.append((item, batch[0], parameter))
+                if id(p) in streamed:  # twice in the optimizer: its state must first come back
+                    single.append(item)
+                else:
+                    streamed.add(id(p))
+                    paged.append((item, batch[0], parameter))
             else:
                 batch[1].append((parameter, state))
         batches: dict[tuple, list[tuple]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,7 @@ class GlobalOptimManager:
     """Settings of single parameters, which go before those of the optimizer and its groups; one instance a process.
 
     A setting is a key of `Optimizer8bit.get_config`: "lr", "betas", "eps", "weight_decay", "optim_bits", ...
+    `pid2config` has them by the id of the parameter, and forgets them with it.
     """
 
     _instance: GlobalOptimManager | None = None
@@ -29,6 +31,7 @@ class GlobalOptimManager:
     def initialize(self) -> None:
         """Forget all settings."""
         self.pid2config: dict[int, dict[str, Any]] = {}
+        self._living: dict[int, weakref.ref] = {}
         self.index2config: dict[tuple[int, int], dict[str, Any]] = {}
         self.optimizer = None
         self.uses_config_override = False
@@ -74,7 +77,18 @@ class GlobalOptimManager:
         if key_value_dict is None:
             return
         for p in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
-            self.pid2config.setdefault(id(p), {}).update(key_value_dict)
+            self.set_config(p, self.pid2config.get(id(p), {}) | key_value_dict)
+
+    def set_config(self, p: torch.Tensor, config: dict[str, Any]) -> None:
+        """Settings of one parameter, in the place of those that it had."""
+        key, configs, living = id(p), self.pid2config, self._living
+
+        def forget(gone: weakref.ref) -> None:
+            if living.get(key) is gone:
+                del living[key]
+                configs.pop(key, None)
+
+        configs[key], living[key] = config, weakref.ref(p, forget)
 
     def register_module_override(self, module: torch.nn.Module, param_name: str, config: dict[str, Any]) -> None:
         """Settings for `module.<param_name>`, looked up at the first step of an optimizer that holds it."""
