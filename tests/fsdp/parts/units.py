@@ -246,7 +246,7 @@ def check_lone_faults(folder):
     refused(lambda: by_units(folder, packed=True, quantization_config=quantization()), "quantized already")
     for words, asked in (
         ("adapters.r': ['4', '8']", {"adapters": LoraConfig(**{**LORA, "r": 4 * (1 + rank())})}),
-        ("adapters.lora_alpha", {"adapters": LoraConfig(**LORA, lora_alpha=8 + rank())}),
+        ("adapters.lora_alpha", {"adapters": LoraConfig(**{**LORA, "lora_alpha": 8 + rank()})}),
         (
             "adapters.target_modules",
             {"adapters": LoraConfig(**LORA) if rank() else LoraConfig(target_modules=["q_proj"])},
