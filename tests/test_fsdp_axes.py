@@ -11,6 +11,7 @@ BROADCAST = (
 ).split()
 CHECKS = (
     *"ranks_that_differ ranks_that_differ_in_scales ranks_agree_once".split(),
+    *"ddp_of_ranks_that_differ ddp_of_equal_ranks".split(),
     *"offload checkpointing gather_in_place no_reshard freed_after_use single_layers".split(),
     *"inference_mode eval_modes hsdp".split(),
     *"assign assign_misfits dequantize describe replicated".split(),

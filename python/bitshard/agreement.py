@@ -1,15 +1,16 @@
-"""Whether the ranks that FSDP2 joins hold the same 4-bit weights: compared once per weight, before its first gather.
+"""Whether ranks hold the same 4-bit weights: compared once per weight, before FSDP2 gathers it or DDP sends it.
 
 Each rank quantizes or loads for itself. Of ranks with other seeds, files or settings FSDP2 would join parts of
 different weights without a word, and where their scales differ in kind the collective itself breaks. So the first
 gather of a weight compares it, and with it, in the same exchange, all others that wait: one exchange for a model.
+DDP sends the packed bytes of rank 0 to all others, whose scales stay their own: compared before it does.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,12 +41,34 @@ def agree(origin: Any, mesh: Any) -> None:
     torch.distributed.all_gather_object(brought, own, mesh.get_group())
     here = [descriptions[place] for place, descriptions in brought]
     if not _alike(here):
-        raise ValueError(_told(origin, here))
+        raise ValueError(_told("FSDP2 joins", _name_of(origin.attributes.get("module")), here))
     origin.agreed = True
     if len({(place, len(descriptions)) for place, descriptions in brought}) == 1:  # in the same order
         for other, found in zip(waiting, zip(*(descriptions for _, descriptions in brought), strict=True), strict=True):
             other.agreed = other.agreed or _alike(found)
     _waiting[:] = [weakref.ref(other) for other in waiting if not other.agreed]
+
+
+def agree_on(weights: dict[str, Any], group: Any) -> None:
+    """Compare all 4-bit weights of a model, by name, among the ranks of a process group. A collective of these.
+
+    ValueError on all of them where one holds another weight.
+    """
+    held = [Held(weight.quant_state, weight.dtype) for weight in weights.values()]
+    brought: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(brought, dict(zip(weights, _descriptions(held), strict=True)), group)
+    for name in brought[0]:
+        here = [descriptions.get(name, (None,) * len(_NAMES)) for descriptions in brought]
+        if not _alike(here):
+            raise ValueError(_told("DDP sends rank 0's bytes to", f" {name}", here))
+
+
+class Held(NamedTuple):
+    """A whole weight, as `bitshard.shard.Origin` describes a sharded one."""
+
+    state: Any
+    dtype: torch.dtype
+    scales_checksum: torch.Tensor | None = None
 
 
 def _descriptions(origins: list[Any]) -> list[tuple]:
@@ -80,18 +103,17 @@ def _alike(descriptions: Any) -> bool:
     return all(len({value for value in values if value is not None}) <= 1 for values in zip(*descriptions, strict=True))
 
 
-def _told(origin: Any, descriptions: list[tuple]) -> str:
+def _told(who: str, name: str, descriptions: list[tuple]) -> str:
     rank = next(rank for rank, other in enumerate(descriptions) if not _alike([descriptions[0], other]))
     differing = [
         f"{name} {_shown(first)} on rank 0 and {_shown(other)} on rank {rank}"
         for name, first, other in zip(_NAMES, descriptions[0], descriptions[rank], strict=True)
         if not _alike([(first,), (other,)])
     ]
-    name = _name_of(origin.attributes.get("module"))
     others = sum(not _alike([descriptions[0], other]) for other in descriptions)
     return (
-        f"the ranks that FSDP2 joins hold different 4-bit weights{name} of {list(origin.state.shape)}: "
-        f"{'; '.join(differing)} ({others} of {len(descriptions)} ranks of the mesh differ from its rank 0). "
+        f"the ranks that {who} hold different 4-bit weights{name} of {list(descriptions[0][2] or ())}: "
+        f"{'; '.join(differing)} ({others} of these {len(descriptions)} ranks differ from their rank 0). "
         "Load the same files with the same BitsAndBytesConfig on every rank, and set the same seed before weights that "
         "no file holds are made (transformers.set_seed)."
     )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitshard import adapters, functional, gather, guards, launch, ops, parts
+from bitshard import adapters, agreement, functional, gather, guards, launch, ops, parts
 from bitshard.checks import check_format, check_packed, check_storage
 from bitshard.container import container_dtype, repack, shardable_dtype
 from bitshard.guards import Packed, PackedData, asker, cast_error, grad_error, in_module_move, packed_among, plain
@@ -511,6 +511,26 @@ def _keep_class(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return tuple(like(piece) for piece in out) if isinstance(out, (tuple, list)) else like(out)
 
 
+def _detach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """detach(), by which DDP takes what it then sends from rank 0 to all others: bytes without their scales."""
+    weight = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    if not torch.compiler.is_compiling() and isinstance(weight, Params4bit) and weight.bnb_quantized:
+        frame = asker()
+        if frame is not None and frame.f_code.co_name == "_sync_module_states":
+            _compare_before_ddp(weight, frame.f_locals.get("module"), frame.f_locals.get("process_group"))
+    return _keep_class(func, args, kwargs)
+
+
+def _compare_before_ddp(weight: Params4bit, module: Any, group: Any) -> None:
+    """At the first packed weight of a module: compare all of them among the ranks."""
+    named = module.named_parameters() if isinstance(module, torch.nn.Module) else ()
+    packed = {
+        name: p for name, p in named if isinstance(p, Params4bit) and p.bnb_quantized and p.quant_state is not None
+    }
+    if next(iter(packed.values()), None) is weight:
+        agreement.agree_on(packed, group)
+
+
 def _empty_like(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
     weight = args[0] if args else kwargs["input"]
@@ -632,8 +652,9 @@ def _numel(func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
 
 def _handlers() -> dict[Any, Any]:
     table: dict[Any, Any] = dict(guards.HANDLERS)
-    for func in (torch.chunk, torch.split, torch.Tensor.chunk, torch.Tensor.split, torch.Tensor.detach, torch.detach):
+    for func in (torch.chunk, torch.split, torch.Tensor.chunk, torch.Tensor.split):
         table[func] = _keep_class
+    table[torch.Tensor.detach] = table[torch.detach] = _detach
     table[torch.as_strided] = table[torch.Tensor.as_strided] = _keep_class
     table[torch.Tensor.to] = _to
     table[torch.is_floating_point] = table[torch.Tensor.is_floating_point] = _is_floating_point

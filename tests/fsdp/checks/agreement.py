@@ -78,3 +78,32 @@ def check_ranks_agree_once(device, args):
     assert all(ref() is None or not ref().agreed for ref in agreement._waiting) or not several
     model(batch(device))
     return exchanges
+
+
+def check_ddp_of_ranks_that_differ(device, args):
+    """Its broadcast would leave the other ranks with rank 0's bytes beside scales of their own."""
+    if dist.get_world_size() == 1:
+        return None
+    for settings, words in (({"seed": 5}, "checksum of the scales"), ({"compress_statistics": False}, "nested scales")):
+        model = one_layer(device, **settings)
+        model.append(nn.Linear(64, 4, device=device, dtype=torch.bfloat16))
+        raises(
+            ValueError,
+            f"DDP sends rank 0's bytes to|0.weight of [64, 32]|{words}|(1 of ",
+            lambda m=model: nn.parallel.DistributedDataParallel(m),
+        )
+    return True
+
+
+def check_ddp_of_equal_ranks(device, args):
+    """The bytes stay, and each rank computes what the others do."""
+    model = one_layer(device)
+    weight, state = model[0].weight, model[0].quant_state
+    model.append(nn.Linear(64, 4, device=device, dtype=torch.bfloat16))
+    x = torch.randn(2, 32, device=device, dtype=torch.bfloat16)
+    before = model[0](x)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    assert model[0].weight is weight and model[0].quant_state is state
+    assert torch.equal(model[0](x), before)
+    wrapped(x).sum().backward()
+    return True
