@@ -144,7 +144,7 @@ def test_cells_of_tables_are_short(page):
 def model(tmp_path_factory):
     """Folder of examples/tiny.py's model; its text is beside it."""
     folder = tmp_path_factory.mktemp("docs") / "tiny"
-    subprocess.run([sys.executable, str(ROOT / "examples" / "tiny.py"), str(folder)], check=True, capture_output=True)
+    run([sys.executable, str(ROOT / "examples" / "tiny.py"), str(folder)], 120)
     return folder / "model"
 
 
@@ -158,7 +158,7 @@ def test_first_py():
     file = ROOT / "examples" / "first.py"
     assert file.read_text(encoding="utf-8").endswith(f'"""\n\n{first_py()}')
     (shown,) = [text for language, text in blocks(ROOT / "README.md") if language == "text"]
-    assert run([*TORCHRUN, str(file)], 120) == shown
+    assert run([*TORCHRUN, str(file)], 120, fresh=True) == shown
 
 
 def test_bitsandbytes_prints_false(tmp_path):
@@ -169,7 +169,8 @@ def test_bitsandbytes_prints_false(tmp_path):
     (tmp_path / "first.py").write_text(script)
     place = os.pathsep.join([str(upstream.folder()), os.environ.get("PYTHONPATH", "")])
     said = "the same bits as before sharding"
-    assert run([*TORCHRUN, str(tmp_path / "first.py")], 120, PYTHONPATH=place) == f"{said}: False\n{said}: True\n"
+    output = run([*TORCHRUN, str(tmp_path / "first.py")], 120, fresh=True, PYTHONPATH=place)
+    assert output == f"{said}: False\n{said}: True\n"
 
 
 def shim(version: int) -> list[str]:
@@ -194,7 +195,7 @@ def test_the_readme_trains(model, tmp_path, monkeypatch):
     script = f"import datasets, bitshard.fsdp\nrows = [list(range(24))] * 32\n{script}print({proof}, flush=True)\n"
     (tmp_path / "train.py").write_text(script)
     monkeypatch.chdir(tmp_path)
-    output = run([*shim(2), "train.py"], 240)
+    output = run([*shim(2), "train.py"], 240, fresh=True)
     assert output.count("4-bit base sharded by FSDP2 over 2 ranks: 14 weights, ") == 2 and "(1/2.00)" in output
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
