@@ -29,6 +29,21 @@ def pytest_unconfigure(config):
         warm.stop(config.warm)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from helpers.lanes import Lanes
+
+    return Lanes(config, log)
+
+
+def pytest_collection_modifyitems(config, items):
+    """In lanes the longest files come first."""
+    if hasattr(config, "workerinput"):
+        from helpers.lanes import place
+
+        items.sort(key=lambda item: place(item.nodeid.partition("::")[0]))
+
+
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
     """Tests run as one process that was not launched to shard; a test that needs a variable sets it."""
