@@ -29,6 +29,7 @@ COMMANDS = {
     "accelerate launch --config_file examples/fsdp2.yaml train.py": "tests/test_docs.py::test_the_readme_trains",
     "make demo": "tests/test_docs.py::test_demo",
     "make test": "Makefile:$(python) -m pytest $(TESTS)",
+    "make test QUICK=1": "tests/test_docs.py::test_what_quick_runs_is_there",
     "make lint": ".ci/run:make lint",
     "make dev": "tests/test_docs.py::test_targets_of_make",
     "make tools-tests": "tests/test_docs.py::test_targets_of_make",
@@ -287,3 +288,14 @@ def test_targets_of_make(target):
     """Too long to run here, but make knows what to do."""
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "-m p" in done.stdout, done.stderr
+
+
+def test_what_quick_runs_is_there():
+    """make gives pytest the lines of tests/quick.txt: files, and functions in them."""
+    lines = [line for line in (ROOT / "tests" / "quick.txt").read_text().splitlines() if not line.startswith("#")]
+    done = subprocess.run(["make", "-n", "test", "QUICK=1"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert " ".join(["-m pytest", *lines]) in done.stdout, done.stdout + done.stderr
+    for line in lines:
+        file, _, name = line.partition("::")
+        source = (ROOT / file).read_text(encoding="utf-8")
+        assert not name or f"def {name}(" in source, line

@@ -1,6 +1,6 @@
 """Wall and CPU time of each test: a plugin that records them, and a program that prints the slowest.
 
-    make test PYTEST="-p helpers.times --times times.jsonl"
+    PYTHONPATH=tests make test PYTEST="-p helpers.times --times times.jsonl"
     python tests/helpers/times.py times.jsonl
 
 CPU time is that of the test with its fixtures, of processes that it waited for, and of the forks of the server of

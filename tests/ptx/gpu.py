@@ -74,14 +74,24 @@ def nvcc_flags() -> list[str]:
 NVCC_FLAGS = nvcc_flags()  # here, since Python 3.11 does not parse in two threads at a time
 
 
+def ptx_of_the_build(source: Path, headers: list[Path], target: str) -> Path | None:
+    """What setup.py kept of the package's own build, where that was of these files; its `digest`."""
+    digest = hashlib.sha256(repr(NVCC_FLAGS).encode())
+    for file in (source, *headers):
+        digest.update(file.read_bytes())
+    name = f"{source.stem}-{digest.hexdigest()[:16]}.{target}.ptx"
+    return next(ROOT.glob(f"build/temp*/{name}"), None)
+
+
 @cache
 def ptx_of(source: str, sm: int) -> Path:
     """PTX of cuda/<source>.cu for a GPU."""
-    headers = sorted([*(ROOT / "cuda").glob("*.*h"), *(ROOT / "csrc").glob("*.h")])
+    headers = sorted([*(ROOT / "cuda").glob("*.*h"), *(ROOT / "csrc").glob("*.*h")])
     flags = [*NVCC_FLAGS, f"-arch={TARGETS[sm]}", "-ptx"]
     file = ROOT / "cuda" / f"{source}.cu"
     command = [nvcc(), *flags, "-I", str(ROOT / "csrc"), str(file)]
-    return built(f"{source}-sm{sm}.ptx", [file, *headers], flags, lambda to: run([*command, "-o", str(to)]))
+    made = ptx_of_the_build(file, headers, TARGETS[sm])
+    return made or built(f"{source}-sm{sm}.ptx", [file, *headers], flags, lambda to: run([*command, "-o", str(to)]))
 
 
 MACHINE = [HERE / "machine.h", ROOT / "csrc" / "cpu_numerics.h", ROOT / "csrc" / "tensor_map.h"]  # of each kernel's C
@@ -122,7 +132,7 @@ def host() -> ctypes.CDLL:
     """The product's code between ops and launches, over driver.c."""
     names = [*HOST, *(path.stem for path in (ROOT / "csrc").glob("plan_*.c"))]
     sources = [HERE / "driver.c", *(ROOT / "csrc" / f"{name}.c" for name in sorted(names))]
-    headers = sorted([*(ROOT / "cuda").glob("*.h"), *(ROOT / "csrc").glob("*.h")])
+    headers = sorted([*(ROOT / "cuda").glob("*.h"), *(ROOT / "csrc").glob("*.*h")])
     command = ["gcc", *C_FLAGS, "-I", str(ROOT / "csrc"), "-I", str(ROOT / "cuda"), *map(str, sources), "-lm"]
     path = built("host.so", [*sources, *headers], list(C_FLAGS), lambda to: run([*command, "-o", str(to)]))
     library = ctypes.CDLL(str(path))
