@@ -24,6 +24,12 @@ def pytest_configure(config):
         config.warm = warm.start()
 
 
+def pytest_terminal_summary(terminalreporter, config):
+    threads = warm.ask({"cpu": ""}).get("threads") if hasattr(config, "warm") else None
+    if threads:
+        terminalreporter.write_line(f"No forks: imports started threads {threads}; all interpreters were real ones")
+
+
 def pytest_unconfigure(config):
     if hasattr(config, "warm"):
         warm.stop(config.warm)

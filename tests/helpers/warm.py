@@ -11,7 +11,8 @@ program as its sys.executable: torchrun and accelerate, run so, start their rank
 ended: a program that was killed takes its fork with it, and the server's end that of all.
 
 What is read from the environment at import cannot differ between forks. The program runs a real interpreter instead
-where a variable of READ_AT_IMPORT is another one than the server's, or where the interpreter has other options.
+where a variable of READ_AT_IMPORT is another one than the server's, where the interpreter has other options, and where
+some import has started a thread, which the end of the suite's output then says.
 """
 
 import atexit
@@ -92,7 +93,6 @@ def stop(server: subprocess.Popen) -> None:
     os.environ.pop(PROGRAM, None)
     os.close(server.held)
     server.wait(timeout=60)
-    shutil.rmtree(server.folder, ignore_errors=True)
 
 
 def python() -> str:
@@ -126,6 +126,7 @@ class Server:
         self.environment = json.loads((folder / "environment").read_text())
         self.forks: dict[socket.socket, int] = {}  # connection -> process
         self.spent: dict[str, float] = {}  # lane -> CPU seconds of the forks that have ended
+        self.threads: list[str] = []  # that an import has started, and for which nothing can be forked
         self.watched = selectors.DefaultSelector()
         self.watched.register(listener, selectors.EVENT_READ, self.accept)
         self.watched.register(alive, selectors.EVENT_READ, self.leave)
@@ -152,14 +153,14 @@ class Server:
                 os.kill(self.forks[connection], int(message))
         else:
             request = json.loads(message)
-            answer = self.spend(request) if "cpu" in request else self.fork(connection, request, files)
+            answer = self.tell(request) if "cpu" in request else self.fork(connection, request, files)
             if answer:
                 connection.send(json.dumps(answer).encode())
         for file in files:
             os.close(file)
 
-    def spend(self, request: dict) -> dict:
-        return {"cpu": self.spent.get(request["cpu"], 0.0)}
+    def tell(self, request: dict) -> dict:
+        return {"cpu": self.spent.get(request["cpu"], 0.0), "threads": self.threads}
 
     def fork(self, connection: socket.socket, request: dict, files: list[int]) -> dict | None:
         """Begin what was asked; what to answer where that cannot be."""
@@ -170,7 +171,8 @@ class Server:
         load()
         threads = [Path(f"/proc/self/task/{one}/comm").read_text().strip() for one in os.listdir("/proc/self/task")]
         if len(threads) > 1:
-            return {"error": f"the server of interpreters must not fork with threads, and has {threads}"}
+            self.threads = threads[1:]
+            return {"real": True}
         process = os.fork()
         if process == 0:
             self.become(request, files)
@@ -203,6 +205,7 @@ class Server:
         for process in self.forks.values():
             self.kill(process)
             os.waitpid(process, 0)
+        shutil.rmtree(Path(self.program).parent, ignore_errors=True)
         os._exit(0)
 
     def become(self, request: dict, files: list[int]) -> None:
