@@ -202,7 +202,10 @@ def test_the_readme_trains(model, tmp_path, monkeypatch):
 
 
 def test_demo(model, tmp_path):
-    """What `make demo` runs, on a tiny model: the three runs agree, the base is sharded, training helped."""
+    """What `make demo` runs, on a tiny model: the three runs agree, the base is sharded, training helped.
+
+    `accelerate launch` in real interpreters for FSDP1 and FSDP2: the demo sets variables that are read at import.
+    """
     command = [sys.executable, str(ROOT / "examples" / "demo.py"), "--quick", "--model", str(model)]
     output = run([*command, "--output", str(tmp_path)], 240)
     result = json.loads((tmp_path / "result.json").read_text())

@@ -261,7 +261,7 @@ def test_sft_trains_alike_under_both_versions(tmp_path):
         command += [str(tmp_path / "proof.py"), str(EXAMPLES / "sft.py"), "--tiny", "--output", str(out)]
         command += ["--steps", "3", "--length", "32", "--lr", "1e-2", "--rank", "4", "--accumulate", "2"]
         command += ["--fuse"] if version == 2 else []
-        output = run_worker(command, 240, fresh=version == 1)
+        output = run_worker(command, 240)
         assert f"4-bit base sharded by FSDP{version} over 2 ranks: 14 weights" in output
         assert ("14 LoRA layers: 14 fused" in output) is (version == 2)
         history = json.loads((out / "trainer_state.json").read_text())["log_history"]
