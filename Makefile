@@ -17,8 +17,8 @@ QUICK ?=
 MODEL ?=
 TESTS ?= $(if $(QUICK),$(shell grep -v '^\#' tests/quick.txt),tests)
 # The whole suite runs in lanes, one CPU core each; with a GPU, which tests would share, in one process.
-LANES ?= $(if $(wildcard /dev/nvidia0),0,2)
-lanes = $(if $(filter command line environment,$(origin TESTS)),,-n $(LANES) --no-loadscope-reorder)
+LANES ?= $(if $(wildcard /dev/nvidia0)$(filter command line environment,$(origin TESTS)),0,2)
+lanes = $(if $(filter-out 0,$(LANES)),-n $(LANES) --no-loadscope-reorder)
 PYTEST ?=
 UPSTREAM := bitsandbytes==0.50.2
 
