@@ -1,11 +1,12 @@
 # make demo [QUICK=1] [MODEL=FOLDER]   the main job: QLoRA in one process, under FSDP1 and under FSDP2
-# make test [TESTS=...]                the whole test suite, or what TESTS names
+# make test [TESTS=...] [QUICK=1]      the whole test suite, what TESTS names, or what tests/quick.txt lists
 # make lint                            layout and lint of Python, C and CUDA
 # make tools-tests                     axolotl, unsloth, deepspeed, lightning, diffusers and others as they are, from PyPI
 # make dev                             editable installs: Python edits count at once, `make test` rebuilds the C core
 #
 # Each makes .venv/ first, from constraints.txt. PYTHON=... uses the environment of another interpreter as it is, which
-# needs bitshard, its bitsandbytes, transformers, peft, accelerate, trl, datasets, matplotlib, gguf and pytest in it.
+# needs bitshard, its bitsandbytes, transformers, peft, accelerate, trl, datasets, matplotlib, gguf, pytest and
+# pytest-xdist in it.
 
 # Threads that wait for others of their process spin. On a machine whose cores are busy each then waits for one that is
 # not running: a step of the demo takes 35 times as long, with this twice. 10,000 rounds are some 20 us (default: 300,000).
@@ -14,10 +15,14 @@ export GOMP_SPINCOUNT ?= 10000
 PYTHON ?=
 QUICK ?=
 MODEL ?=
-TESTS ?= tests
+TESTS ?= $(if $(QUICK),$(shell grep -v '^\#' tests/quick.txt),tests)
+# The whole suite runs in lanes, one CPU core each; with a GPU, which tests would share, in one process.
+LANES ?= $(if $(wildcard /dev/nvidia0)$(filter command line environment,$(origin TESTS)),0,2)
+lanes = $(if $(filter-out 0,$(LANES)),-n $(LANES) --no-loadscope-reorder)
+PYTEST ?=
 UPSTREAM := bitsandbytes==0.50.2
 
-packages := transformers accelerate peft trl datasets gguf matplotlib psutil pytest ruff clang-format
+packages := transformers accelerate peft trl datasets gguf matplotlib psutil pytest pytest-xdist ruff clang-format
 sources := setup.py pyproject.toml $(shell find csrc cuda python -type f \
 	\( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' -o -name '*.py' -o -name '*.pyi' -o -name '*.toml' \))
 layout := $(shell find csrc cuda tests -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
@@ -41,7 +46,7 @@ demo: $(ready)
 	$(python) examples/demo.py $(if $(QUICK),--quick) $(if $(MODEL),--model $(MODEL))
 
 test: $(ready) $(upstream)
-	$(python) -m pytest $(TESTS)
+	$(python) -m pytest $(TESTS) $(lanes) $(PYTEST)
 
 # The pins are in tests/tools/fetch.py; .cache/tools is filled once. No part of `make test`.
 tools-tests: $(ready) $(upstream)

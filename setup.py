@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -69,17 +70,31 @@ def gencode(arch: str) -> str:
     return f"-gencode=arch=compute_{number},code={arch if arch != number else 'sm_' + number}"
 
 
+def headers() -> list[Path]:
+    return sorted(path for folder in ("cuda", "csrc") for path in (ROOT / folder).glob("*.*h"))
+
+
+def digest(made_by: list[str], source: Path) -> str:
+    """Of a command's part, of a source and of all headers: the name of what is made of them."""
+    found = hashlib.sha256(repr(made_by).encode())
+    for file in (source, *headers()):
+        found.update(file.read_bytes())
+    return found.hexdigest()[:16]
+
+
 def compile_fatbin(nvcc: str, source: Path, folder: Path) -> Path:
-    """nvcc's fatbin of one source; reused where source, headers, flags and compiler are unchanged."""
+    """nvcc's fatbin of one source; reused where source, headers, flags and compiler are unchanged.
+
+    Beside it nvcc's PTX for each architecture, <source>-<digest>.<architecture>.ptx, which tests/ptx/ runs.
+    """
     command = [nvcc, *NVCC_FLAGS, *map(gencode, architectures()), "-I", str(ROOT / "csrc"), "-fatbin", str(source)]
-    digest = hashlib.sha256(repr(command).encode())
-    headers = (path for folder in ("cuda", "csrc") for path in (ROOT / folder).glob("*.*h"))
-    for file in (source, *sorted(headers)):
-        digest.update(file.read_bytes())
-    fatbin = folder / f"{source.stem}-{digest.hexdigest()[:16]}.fatbin"
+    fatbin = folder / f"{source.stem}-{digest(command, source)}.fatbin"
     if not fatbin.exists():
         partial = fatbin.with_suffix(f".{os.getpid()}.partial")
-        subprocess.run([*command, "-o", str(partial)], check=True)
+        with tempfile.TemporaryDirectory(dir=folder) as kept:
+            subprocess.run([*command, "-o", str(partial), "--keep", "--keep-dir", kept], check=True)
+            for ptx in Path(kept).glob("*.ptx"):
+                ptx.replace(folder / f"{source.stem}-{digest(NVCC_FLAGS, source)}{ptx.name.removeprefix(source.stem)}")
         partial.replace(fatbin)
     return fatbin
 

@@ -5,13 +5,49 @@ import os
 import sys
 
 import pytest
-import torch
-from bitshard import _C
-from helpers.bytes import as_bytes, same_bytes
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two lanes have a core each, and most ops here are tiny
+
+import torch  # noqa: E402
+from bitshard import _C  # noqa: E402
+from helpers import warm  # noqa: E402
+from helpers.bytes import as_bytes, same_bytes  # noqa: E402
 
 # Variables of accelerate and torchrun that change the container of packed bytes.
 LAUNCHER = ("ACCELERATE_USE_FSDP", "RANK", "WORLD_SIZE", "LOCAL_RANK", "FSDP_VERSION", "ACCELERATE_MIXED_PRECISION")
 LAUNCHER += ("ACCELERATE_USE_DEEPSPEED", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+
+
+def pytest_configure(config):
+    """One server of interpreters for all lanes: the controller's."""
+    if not hasattr(config, "workerinput") and warm.PROGRAM not in os.environ:
+        config.warm = warm.start()
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    threads = warm.ask({"cpu": ""}).get("threads") if hasattr(config, "warm") else None
+    if threads:
+        terminalreporter.write_line(f"No forks: imports started threads {threads}; all interpreters were real ones")
+
+
+def pytest_unconfigure(config):
+    if hasattr(config, "warm"):
+        warm.stop(config.warm)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from helpers.lanes import Lanes
+
+    return Lanes(config, log)
+
+
+def pytest_collection_modifyitems(config, items):
+    """In lanes the longest files come first."""
+    if hasattr(config, "workerinput"):
+        from helpers.lanes import place
+
+        items.sort(key=lambda item: place(item.nodeid.partition("::")[0]))
 
 
 @pytest.fixture(autouse=True)

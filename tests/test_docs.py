@@ -29,6 +29,7 @@ COMMANDS = {
     "accelerate launch --config_file examples/fsdp2.yaml train.py": "tests/test_docs.py::test_the_readme_trains",
     "make demo": "tests/test_docs.py::test_demo",
     "make test": "Makefile:$(python) -m pytest $(TESTS)",
+    "make test QUICK=1": "tests/test_docs.py::test_what_quick_runs_is_there",
     "make lint": ".ci/run:make lint",
     "make dev": "tests/test_docs.py::test_targets_of_make",
     "make tools-tests": "tests/test_docs.py::test_targets_of_make",
@@ -144,7 +145,7 @@ def test_cells_of_tables_are_short(page):
 def model(tmp_path_factory):
     """Folder of examples/tiny.py's model; its text is beside it."""
     folder = tmp_path_factory.mktemp("docs") / "tiny"
-    subprocess.run([sys.executable, str(ROOT / "examples" / "tiny.py"), str(folder)], check=True, capture_output=True)
+    run([sys.executable, str(ROOT / "examples" / "tiny.py"), str(folder)], 120)
     return folder / "model"
 
 
@@ -163,7 +164,7 @@ def test_first_py():
     file = ROOT / "examples" / "first.py"
     assert file.read_text(encoding="utf-8").endswith(f'"""\n\n{first_py()}')
     (shown,) = [text for language, text in blocks(ROOT / "README.md") if language == "text"]
-    assert printed(run([*TORCHRUN, str(file)], 120)) == shown
+    assert printed(run([*TORCHRUN, str(file)], 120, fresh=True)) == shown
 
 
 def test_bitsandbytes_prints_false(tmp_path):
@@ -174,8 +175,8 @@ def test_bitsandbytes_prints_false(tmp_path):
     (tmp_path / "first.py").write_text(script)
     place = os.pathsep.join([str(upstream.folder()), os.environ.get("PYTHONPATH", "")])
     said = "the same bits as before sharding"
-    out = printed(run([*TORCHRUN, str(tmp_path / "first.py")], 120, PYTHONPATH=place))
-    assert out == f"{said}: False\n{said}: True\n"
+    output = run([*TORCHRUN, str(tmp_path / "first.py")], 120, fresh=True, PYTHONPATH=place)
+    assert printed(output) == f"{said}: False\n{said}: True\n"
 
 
 def shim(version: int) -> list[str]:
@@ -200,13 +201,16 @@ def test_the_readme_trains(model, tmp_path, monkeypatch):
     script = f"import datasets, bitshard.fsdp\nrows = [list(range(24))] * 32\n{script}print({proof}, flush=True)\n"
     (tmp_path / "train.py").write_text(script)
     monkeypatch.chdir(tmp_path)
-    output = run([*shim(2), "train.py"], 240)
+    output = run([*shim(2), "train.py"], 240, fresh=True)
     assert output.count("4-bit base sharded by FSDP2 over 2 ranks: 14 weights, ") == 2 and "(1/2.00)" in output
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
 def test_demo(model, tmp_path):
-    """What `make demo` runs, on a tiny model: the three runs agree, the base is sharded, training helped."""
+    """What `make demo` runs, on a tiny model: the three runs agree, the base is sharded, training helped.
+
+    `accelerate launch` in real interpreters for FSDP1 and FSDP2: the demo sets variables that are read at import.
+    """
     command = [sys.executable, str(ROOT / "examples" / "demo.py"), "--quick", "--model", str(model)]
     output = run([*command, "--output", str(tmp_path)], 240)
     result = json.loads((tmp_path / "result.json").read_text())
@@ -292,3 +296,17 @@ def test_targets_of_make(target):
     """Too long to run here, but make knows what to do."""
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "-m p" in done.stdout, done.stderr
+
+
+def test_what_quick_runs_is_there():
+    """make gives pytest the lines of tests/quick.txt: files, and functions in them."""
+    lines = [line for line in (ROOT / "tests" / "quick.txt").read_text().splitlines() if not line.startswith("#")]
+    given = ("MAKEFLAGS", "MFLAGS", "TESTS", "PYTHON", "LANES", "PYTEST")  # of the run of make that this is part of
+    environment = {name: value for name, value in os.environ.items() if name not in given}
+    command = ["make", "-n", "test", "QUICK=1"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert " ".join(["-m pytest", *lines]) in done.stdout, done.stdout + done.stderr
+    for line in lines:
+        file, _, name = line.partition("::")
+        source = (ROOT / file).read_text(encoding="utf-8")
+        assert not name or f"def {name}(" in source, line

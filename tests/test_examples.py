@@ -1,8 +1,6 @@
 """The examples run as they are: a tiny random model, in one process and under FSDP2 with the example's own config."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -45,14 +43,6 @@ def job(tmp_path_factory):
     return folder
 
 
-def start(command, folder=None, **variables):
-    """Output of a command, without GPUs; AssertionError where it fails."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
-
 def launch(version):
     """The command of `accelerate launch` with an example's config."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
@@ -65,7 +55,7 @@ def run(job, name, launcher, *options):
     command = [*launcher, str(EXAMPLES / "observe.py"), str(reports), "--model", str(job / "model")]
     command += ["--text", str(job / "text.txt"), "--output", str(reports), "--steps", "2", "--length", "32"]
     command += ["--lr", "1e-2", "--dtype", "float32", *options]
-    start(command)
+    run_worker(command, 240)
     return [json.loads(file.read_text()) for file in sorted(reports.glob("rank*.json"))]
 
 
@@ -252,7 +242,7 @@ def test_fsdp_qlora_from_the_command_line(qlora, tmp_path):
     """With a progress bar, and the losses of the same options above."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(EXAMPLES / "fsdp_qlora.py"), "--tiny", "--low-memory", "--steps", "3", "--length", "32"]
-    output = start([*command, "--lr", "1e-2", "--rank", "4"], TMPDIR=str(tmp_path))
+    output = run_worker([*command, "--lr", "1e-2", "--rank", "4"], 240, TMPDIR=str(tmp_path))
     losses = qlora[1]["qlora-bf16-low-2"]["losses"]
     assert f"loss {losses[0]:.4f} -> {losses[-1]:.4f}" in output
 
@@ -271,7 +261,7 @@ def test_sft_trains_alike_under_both_versions(tmp_path):
         command += [str(tmp_path / "proof.py"), str(EXAMPLES / "sft.py"), "--tiny", "--output", str(out)]
         command += ["--steps", "3", "--length", "32", "--lr", "1e-2", "--rank", "4", "--accumulate", "2"]
         command += ["--fuse"] if version == 2 else []
-        output = start(command)
+        output = run_worker(command, 240)
         assert f"4-bit base sharded by FSDP{version} over 2 ranks: 14 weights" in output
         assert ("14 LoRA layers: 14 fused" in output) is (version == 2)
         history = json.loads((out / "trainer_state.json").read_text())["log_history"]
@@ -284,7 +274,7 @@ def test_sft_trains_alike_under_both_versions(tmp_path):
 def test_two_gpus_train_as_one_does(tmp_path):
     """One process, two, and two that resume; the program itself compares, and draws."""
     command = [sys.executable, str(EXAMPLES / "fsdp2_two_gpus.py"), "--tiny", "--output", str(tmp_path)]
-    output = start([*command, "--steps", "4", "--length", "32", "--lr", "1e-2"])
+    output = run_worker([*command, "--steps", "4", "--length", "32", "--lr", "1e-2"], 240)
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["gap"] <= result["bound"] == 1e-5
     assert "sharded by FSDP2 over 2 ranks" in result["resumed"]["sharding"] and "(bound 1e-05)" in output

@@ -10,7 +10,6 @@ import os
 import platform
 import shutil
 import struct
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -134,16 +133,6 @@ def test_what_a_kernel_must_not_do(kernel, what, reason):
 
 
 # ---- the project's kernels ----
-
-FILES = [("blockwise", 90), ("gemv_4bit", 90), ("gemv_4bit_simt", 90), ("gemm_4bit_sm90", 90), ("optimizer", 90)]
-FILES += [("gemv_4bit", 80), ("gemv_4bit", 75), ("blockwise", 80), ("blockwise", 75)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def images():
-    """PTX of all files, made side by side."""
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda file: machine.ptx_of(*file), sorted(FILES, key=lambda file: file[0] != "optimizer")))
 
 
 def same(a, b):

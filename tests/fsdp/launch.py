@@ -1,10 +1,11 @@
 """Start worker scripts on several processes of this machine's CPU."""
 
-import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from helpers import warm
 
 WORKERS = Path(__file__).parent
 
@@ -31,11 +32,16 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def run(command: list[str], timeout: int, fails: bool = False, **environment: str) -> str:
-    """Run a command; what it writes to stdout. Of one that must fail (`fails`) all that it writes."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
-    env.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
-    done = subprocess.run(command, env={**env, **environment}, text=True, capture_output=True, timeout=timeout)
+def run(command: list[str], timeout: int, fails: bool = False, fresh: bool = False, **environment: str) -> str:
+    """Run a command of sys.executable; what it writes to stdout. Of one that must fail (`fails`) all that it writes.
+
+    Its interpreters, those of launched ranks too, are forks of the server in helpers/warm.py; `fresh` ones where the
+    command itself is what is tested.
+    """
+    assert command[0] == sys.executable
+    interpreter = sys.executable if fresh else warm.python()
+    env = {**warm.without_launcher(), **warm.WORKER, **environment}
+    done = subprocess.run([interpreter, *command[1:]], env=env, text=True, capture_output=True, timeout=timeout)
     seen = f"{' '.join(command)}\n{done.stdout[-6000:]}\n{done.stderr[-10000:]}"
     assert (done.returncode != 0) is fails, seen
     return done.stdout + done.stderr if fails else done.stdout

@@ -2,7 +2,7 @@
 
 nvcc makes PTX of cuda/, translate.py makes C of the kernels that are launched, gcc compiles them over machine.c. The
 way to a launch (plans, cuts, scratch memory) is the product's own C code, over driver.c in the place of CUDA's driver.
-Built files are kept in .cache/ptx, by what they were built from.
+Built files are kept in .cache/built, by what they were built from.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -22,8 +23,8 @@ from torch import Tensor
 from . import translate
 
 HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
-BUILT = ROOT / ".cache" / "ptx"
-C_FLAGS = ("-std=gnu11", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing")
+BUILT = ROOT / ".cache" / "built"
+C_FLAGS = ("-std=gnu11", "-Og", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing")
 C_FLAGS += ("-Wall", "-Wextra", "-Wno-unused-function", "-Wno-unused-variable", "-Wno-unused-label")
 C_FLAGS += ("-Werror=implicit-function-declaration", "-Wl,-z,defs")
 # Instructions of one generation of GPUs come with its "a".
@@ -31,6 +32,7 @@ TARGETS = {75: "compute_75", 80: "compute_80", 90: "compute_90a"}
 HOST = ("status", "packed", "cuda_linear", "cuda_fused", "cuda_wide", "cuda_panels", "cuda_blockwise", "cuda_optimizer")
 HOST += ("optimizer_step", "plan", "images")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+LOCKS: dict[Path, threading.Lock] = {}  # of files that are being built; threads build side by side
 RANGES, LONGEST = 64, 1 << 15
 POINTER, LONG = ctypes.c_void_p, ctypes.c_int64
 
@@ -48,11 +50,12 @@ def built(name: str, sources: list[Path], command: list[str], make) -> Path:
         digest.update(source.read_bytes())
     stem, dot, suffix = name.rpartition(".")
     path = BUILT / f"{stem}-{digest.hexdigest()[:16]}{dot}{suffix}"
-    if not path.exists():
-        BUILT.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{os.getpid()}-{path.name}")
-        make(part)
-        part.rename(path)
+    with LOCKS.setdefault(path, threading.Lock()):
+        if not path.exists():
+            BUILT.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(f"{os.getpid()}-{path.name}")
+            make(part)
+            part.rename(path)
     return path
 
 
@@ -71,29 +74,48 @@ def nvcc_flags() -> list[str]:
 NVCC_FLAGS = nvcc_flags()  # here, since Python 3.11 does not parse in two threads at a time
 
 
+def ptx_of_the_build(source: Path, headers: list[Path], target: str) -> Path | None:
+    """What setup.py kept of the package's own build, where that was of these files; its `digest`."""
+    digest = hashlib.sha256(repr(NVCC_FLAGS).encode())
+    for file in (source, *headers):
+        digest.update(file.read_bytes())
+    name = f"{source.stem}-{digest.hexdigest()[:16]}.{target}.ptx"
+    return next(ROOT.glob(f"build/temp*/{name}"), None)
+
+
 @cache
 def ptx_of(source: str, sm: int) -> Path:
     """PTX of cuda/<source>.cu for a GPU."""
-    headers = sorted([*(ROOT / "cuda").glob("*.*h"), *(ROOT / "csrc").glob("*.h")])
+    headers = sorted([*(ROOT / "cuda").glob("*.*h"), *(ROOT / "csrc").glob("*.*h")])
     flags = [*NVCC_FLAGS, f"-arch={TARGETS[sm]}", "-ptx"]
     file = ROOT / "cuda" / f"{source}.cu"
     command = [nvcc(), *flags, "-I", str(ROOT / "csrc"), str(file)]
-    return built(f"{source}-sm{sm}.ptx", [file, *headers], flags, lambda to: run([*command, "-o", str(to)]))
+    made = ptx_of_the_build(file, headers, TARGETS[sm])
+    return made or built(f"{source}-sm{sm}.ptx", [file, *headers], flags, lambda to: run([*command, "-o", str(to)]))
+
+
+MACHINE = [HERE / "machine.h", ROOT / "csrc" / "cpu_numerics.h", ROOT / "csrc" / "tensor_map.h"]  # of each kernel's C
+
+
+def machine() -> Path:
+    """machine.c as an object, once for all kernels."""
+    source = HERE / "machine.c"
+    command = ["gcc", *C_FLAGS, "-I", str(ROOT / "csrc"), "-c", str(source)]
+    return built("machine.o", [source, *MACHINE], list(C_FLAGS), lambda to: run([*command, "-o", str(to)]))
 
 
 def compiled(text: str, kernel: str, name: str, sources: list[Path]) -> ctypes.CDLL:
     """A kernel of a PTX text over the machine."""
-    machine = [HERE / "machine.c", HERE / "machine.h", HERE / "translate.py"]
-    machine += [ROOT / "csrc" / "cpu_numerics.h", ROOT / "csrc" / "tensor_map.h"]
 
     def make(to: Path) -> None:
         source = to.with_suffix(".c")
         source.write_text(translate.translate(text, [kernel]))
-        command = ["gcc", *C_FLAGS, "-I", str(HERE), "-I", str(ROOT / "csrc"), str(HERE / "machine.c"), str(source)]
+        command = ["gcc", *C_FLAGS, "-I", str(HERE), "-I", str(ROOT / "csrc"), str(source), str(machine())]
         run([*command, "-lm", "-o", str(to)])
         source.unlink()
 
-    return ctypes.CDLL(str(built(f"{name}.so", [*sources, *machine], list(C_FLAGS), make)))
+    made_of = [*sources, HERE / "machine.c", HERE / "translate.py", *MACHINE]
+    return ctypes.CDLL(str(built(f"{name}.so", made_of, list(C_FLAGS), make)))
 
 
 @cache
@@ -110,7 +132,7 @@ def host() -> ctypes.CDLL:
     """The product's code between ops and launches, over driver.c."""
     names = [*HOST, *(path.stem for path in (ROOT / "csrc").glob("plan_*.c"))]
     sources = [HERE / "driver.c", *(ROOT / "csrc" / f"{name}.c" for name in sorted(names))]
-    headers = sorted([*(ROOT / "cuda").glob("*.h"), *(ROOT / "csrc").glob("*.h")])
+    headers = sorted([*(ROOT / "cuda").glob("*.h"), *(ROOT / "csrc").glob("*.*h")])
     command = ["gcc", *C_FLAGS, "-I", str(ROOT / "csrc"), "-I", str(ROOT / "cuda"), *map(str, sources), "-lm"]
     path = built("host.so", [*sources, *headers], list(C_FLAGS), lambda to: run([*command, "-o", str(to)]))
     library = ctypes.CDLL(str(path))
