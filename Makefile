@@ -1,5 +1,6 @@
 # make demo [QUICK=1] [MODEL=FOLDER]   the main job: QLoRA in one process, under FSDP1 and under FSDP2
 # make test [TESTS=...] [QUICK=1]      the whole test suite, what TESTS names, or what tests/quick.txt lists
+# make newest, make oldest             the suite with the newest stack, and with the stated floor (tests/oldest.txt)
 # make lint                            layout and lint of Python, C and CUDA
 # make tools-tests                     axolotl, unsloth, deepspeed, lightning, diffusers and others as they are, from PyPI
 # make dev                             editable installs: Python edits count at once, `make test` rebuilds the C core
@@ -27,11 +28,13 @@ sources := setup.py pyproject.toml $(shell find csrc cuda python -type f \
 	\( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' -o -name '*.py' -o -name '*.pyi' -o -name '*.toml' \))
 layout := $(shell find csrc cuda tests -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 
+original := .cache/upstream/bitsandbytes/__init__.py
+
 ifeq ($(PYTHON),)
 python := .venv/bin/python
 tools := .venv/.packages
 ready := .venv/.installed
-upstream := .cache/upstream/bitsandbytes/__init__.py
+upstream := $(original)
 else
 python := $(PYTHON)
 tools :=
@@ -40,13 +43,22 @@ upstream :=
 endif
 pip := $(python) -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo test tools-tests lint dev given
+.PHONY: demo test newest oldest tools-tests lint dev given
 
 demo: $(ready)
 	$(python) examples/demo.py $(if $(QUICK),--quick) $(if $(MODEL),--model $(MODEL))
 
 test: $(ready) $(upstream)
 	$(python) -m pytest $(TESTS) $(lanes) $(PYTEST)
+
+# Each in an environment of its own below .cache; torch brings its CUDA packages there, some 5 GB.
+newest oldest: $(original)
+	python3 -m venv .cache/$@
+	.cache/$@/bin/python -m pip install -qq --disable-pip-version-check --upgrade \
+		$(if $(filter oldest,$@),-c tests/oldest.txt) torch 'setuptools>=77' $(packages)
+	.cache/$@/bin/python -m pip install -qq --disable-pip-version-check --force-reinstall --no-deps . ./python/bitsandbytes
+	.cache/$@/bin/python -m bitshard
+	.cache/$@/bin/python -m pytest $(TESTS) $(lanes) $(PYTEST)
 
 # The pins are in tests/tools/fetch.py; .cache/tools is filled once. No part of `make test`.
 tools-tests: $(ready) $(upstream)
@@ -79,5 +91,5 @@ given:
 	touch $@
 
 # The original, in a folder of its own: checkpoints go both ways between it and the façade (tests/test_checkpoints.py).
-$(upstream):
-	$(pip) --no-deps --target .cache/upstream $(UPSTREAM)
+$(original):
+	$(if $(PYTHON),$(python),python3) -m pip install -qq --disable-pip-version-check --no-deps --target .cache/upstream $(UPSTREAM)

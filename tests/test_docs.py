@@ -33,6 +33,8 @@ COMMANDS = {
     "make lint": ".ci/run:make lint",
     "make dev": "tests/test_docs.py::test_targets_of_make",
     "make tools-tests": "tests/test_docs.py::test_targets_of_make",
+    "make newest": "tests/test_docs.py::test_targets_of_make",
+    "make oldest": "tests/test_docs.py::test_targets_of_make",
     "accelerate launch --config_file examples/fsdp2.yaml examples/sft.py --model FOLDER_OR_NAME --data FILE": (
         "tests/test_examples.py::test_sft_trains_alike_under_both_versions"
     ),
@@ -291,7 +293,7 @@ def test_one_check_alone(tmp_path):
     assert "torch_save" in output
 
 
-@pytest.mark.parametrize("target", ["dev", "tools-tests"])
+@pytest.mark.parametrize("target", ["dev", "tools-tests", "newest", "oldest"])
 def test_targets_of_make(target):
     """Too long to run here, but make knows what to do."""
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60)
