@@ -42,9 +42,8 @@ def adapted(kind="lora", adapters=1, nested=True, fused=False, bias=False):
     else:
         wrapped = other_tuner(kind)
     for i in range(1, adapters):
-        wrapped.add_adapter(
-            f"more{i}", peft.LoraConfig(r=4, target_modules=["0", "1"], use_dora=kind == "dora" and i % 2)
-        )
+        config = peft.LoraConfig(r=4, target_modules=["0", "1"], use_dora=kind == "dora" and i % 2)
+        wrapped.add_adapter(f"more{i}", config)
         randomize(wrapped)
     names = ["default", *(f"more{i}" for i in range(1, adapters))]
     if adapters > 1:
