@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 import upstream
 from bitshard import fsdp
 from bitshard.nn.linear import Linear4bit
+from bitshard.nn.parametrize import replace_parameter_4bit
 from bitshard.sharding import save
 from fsdp.launch import WORKERS, launch, run
 from helpers.bytes import same_bytes
@@ -217,3 +218,100 @@ def test_tied_embeddings(tmp_path):
     fsdp.save_pretrained(model, tmp_path / "merged", merge=True)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
     assert torch.equal(loaded.lm_head.weight, loaded.model.embed_tokens.weight + 1)
+
+
+class Experts(torch.nn.Module):
+    """Two stacks of expert weights in one module, as in MoE models of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (torch.nn.Parameter(torch.randn(3, *shape)) for shape in ((8, 16), (16, 8)))
+        self.gate = torch.nn.Linear(16, 3)
+
+    def forward(self, x):
+        return torch.einsum("bi,eoi->beo", x, self.up).sum() + self.down.sum() + self.gate(x).sum()
+
+
+def adapted_experts(parameters, base=None):
+    """Experts under LoRA on each of `parameters`."""
+    torch.manual_seed(0)
+    base = torch.nn.ModuleDict({"experts": Experts()}) if base is None else base
+    config = LoraConfig(r=2, target_modules=[], target_parameters=[f"experts.{name}" for name in parameters])
+    model = get_peft_model(base, config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+@pytest.fixture
+def group():
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("parameters", [["up", "down"], ["down", "up"], ["up"]])
+def test_adapters_of_several_parameters_of_one_module_are_merged(tmp_path, group, parameters, sharded):
+    """The tensors of peft's `merge_and_unload`; the model stays as it is."""
+    model = adapted_experts(parameters)
+    expected = adapted_experts(parameters).merge_and_unload().state_dict()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    if sharded:
+        torch.distributed.fsdp.fully_shard(model)
+    fsdp.save_pretrained(model, tmp_path, merge=True)
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    after = fsdp.full_state_dict(model)
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    fsdp.save_pretrained(model, tmp_path)
+    base = load_file(tmp_path / "model.safetensors")
+    assert [name for name in ("up", "down") if not torch.equal(base[f"experts.{name}"], found[f"experts.{name}"])] == [
+        name for name in ("up", "down") if name in parameters
+    ]
+
+
+class MoE(LlamaForCausalLM):
+    """A model of transformers with two stacks that `nn.parametrize` has quantized."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.experts = Experts()
+
+
+def quantized_moe():
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = MoE(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    for name in ("up", "down"):
+        replace_parameter_4bit(model.experts, name)
+    return model
+
+
+def test_4bit_stacks_are_not_saved_where_nobody_could_read_them(tmp_path):
+    """Neither by us nor by transformers; values, state dicts and modules without a config are saved as ever."""
+    model = quantized_moe()
+    said = r"experts\.(up|down): from_pretrained cannot read .*dtype=torch.bfloat16"
+    with pytest.raises(ValueError, match=said):
+        fsdp.save_pretrained(model, tmp_path)
+    with pytest.raises(ValueError, match=said):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+    fsdp.save_pretrained(model, tmp_path, dtype=torch.float32)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["experts.up"], model.experts.up)
+    assert torch.equal(MoE.from_pretrained(tmp_path).experts.up, model.experts.up)
+    twin = quantized_moe()
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(twin.experts.down, model.experts.down)
+    fsdp.save_pretrained(model.experts, tmp_path / "alone")
+    assert "up.absmax" in load_file(tmp_path / "alone" / "model.safetensors")
+
+
+def test_an_adapter_on_a_4bit_stack_is_not_left_out(tmp_path):
+    """Merging it is refused where its values are saved."""
+    base = torch.nn.ModuleDict({"experts": Experts()})
+    replace_parameter_4bit(base["experts"], "up")
+    model = adapted_experts(["up"], base)
+    with pytest.raises(ValueError, match="experts.up is parametrized"):
+        fsdp.save_pretrained(model, tmp_path, merge=True, dtype=torch.float32)

@@ -159,6 +159,9 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
         packed = bool(bnb_quantized) and _may_be_packed(data, quant_state)
         if packed and requires_grad:
             raise grad_error()
+        held = getattr(module, "packed_weight", None)
+        if held is not None and not bnb_quantized:
+            held.rebuilt()
         self = torch.Tensor._make_subclass(cls, data, requires_grad)
         self.__dict__.update(
             quant_state=quant_state,

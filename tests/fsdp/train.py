@@ -421,6 +421,24 @@ def merge_all_ways(model, safe):
     return model.merge_and_unload(safe_merge=safe)
 
 
+def check_rounds(model, full, rows, safe):
+    """Merging and unmerging a sharded model gives the bytes and scales of `full` back; a rank keeps its part."""
+    share = fsdp.measure(model)
+    with torch.no_grad():
+        expected = model(input_ids=rows).logits
+    for _ in range(2):
+        model.merge_adapter(safe_merge=safe)
+        assert fsdp.measure(model).before_merge == share.own_packed + share.own_scales
+        model.unmerge_adapter()
+        assert fsdp.measure(model).before_merge == 0
+        with torch.no_grad():
+            assert torch.equal(model(input_ids=rows).logits, expected)
+    again = fsdp.full_state_dict(model)
+    assert again.keys() == full.keys()
+    wrong = [key for key, value in full.items() if again[key].dtype != value.dtype or wrong_bytes(again[key], value)]
+    assert not wrong, wrong
+
+
 def run_merge(args, name="merge", safe=False, **options):
     """Merging into the sharded base gives every byte that merging in one process gives, and stays sharded."""
     trainer, result = fit(args, lora(load(args), **options), name, max_steps=2)
@@ -429,6 +447,7 @@ def run_merge(args, name="merge", safe=False, **options):
     trainer.model.eval()
     with torch.no_grad():
         trainer.model(input_ids=rows)  # leaves what is no part of a decoder layer gathered
+    check_rounds(trainer.model, full, rows, safe)
     merged = merge_all_ways(trainer.model, safe)
     assert not any("lora" in name for name, _ in merged.named_parameters())
     with torch.no_grad():

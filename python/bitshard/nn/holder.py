@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from bitshard import gather, ops, parts
 from bitshard.container import repack
 from bitshard.guards import module_move
+from bitshard.nn import merged
 from bitshard.parted import PartedParams4bit
 from bitshard.state import QuantState, dtype_name
 from bitshard.tensor import Params4bit, verify
@@ -53,6 +54,7 @@ class PackedWeight:
         checked: the state that foreign bytes were last compared with.
         unwatched: loaded into shards, and no forward with gradients has been seen (`bitshard.sharding.late_adapters`).
         reported: the log has told what of the model is 4-bit (`bitshard.inventory`).
+        kept: the weight from before adapters were merged into it (`bitshard.nn.merged.Kept`), while some are.
     """
 
     def __init__(self, owner: nn.Module, name: str, shape: tuple[int, ...] | None = None):
@@ -67,6 +69,10 @@ class PackedWeight:
         self.checked: QuantState | None = None
         self.unwatched = False
         self.reported = False
+        self.kept: merged.Kept | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "kept": None}  # of copies and pickles
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
         """Of a copied layer. The copy of a shard or part keeps its state, for scales that were cut stay one."""
@@ -188,6 +194,16 @@ class PackedWeight:
         """The weight was quantized, loaded or moved by us: `state` is that of its bytes."""
         self.state, self.foreign = state, False
 
+    def rebuilt(self) -> None:
+        """A float weight is being made for the layer, by peft out of the attributes of the packed one that it has.
+
+        peft clears `bnb_quantized` in these attributes, and what it does next may fail: the weight stays a packed one.
+        """
+        weight = None if self.state is None else self.weight
+        if isinstance(weight, Tensor) and weight.__dict__.get("bnb_quantized") is False:
+            if list(weight.shape) == [ops.storage_elements(self.state.shape.numel(), weight.element_size()), 1]:
+                weight.__dict__["bnb_quantized"] = True
+
     def delivered(self) -> None:
         """Somebody else has set the bytes of the weight."""
         self.foreign = True
@@ -247,10 +263,13 @@ class PackedWeight:
         if self.shard is not None:
             self._put_gathered(value)
             return True
-        if type(view) is Params4bit and value.bnb_quantized:
+        with merged.replacing(self, value) as before:
+            if before is not None:
+                before.into(value)
+            if type(view) is not Params4bit or not value.bnb_quantized:
+                return False
             self._overwrite(view, value)
-            return True
-        return False
+        return True
 
     def _put_gathered(self, value: Params4bit) -> None:
         """The whole weight from FSDP2, which has the state of the shard, or a new one for the shards of all ranks."""
@@ -258,11 +277,18 @@ class PackedWeight:
         if value.quant_state is state:
             self.owner._parameters[self.name] = value
             return
-        from bitshard.sharding.write import write
+        from bitshard.sharding.write import put_back, write
 
         gathered = self.owner._parameters[self.name]
+        gathered = gathered if type(gathered) is Params4bit else None
         self.state = state  # quantizing the new weight has put its own here
-        write(self.shard, gathered if type(gathered) is Params4bit else None, value)
+        with merged.replacing(self, value) as before:
+            if before is not None and before.of_rows:
+                return put_back(self.shard, gathered, before)
+            if before is not None:  # from before the weight was sharded
+                before.into(value)
+                self.state = state
+            write(self.shard, gathered, value)
 
     def _overwrite(self, view: Tensor, new: Params4bit) -> None:
         """Write a packed weight into FSDP1's view of its flat parameter, which must stay where it is."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from bitshard import functional, gather
+from bitshard.guards import asker
 from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
 from bitshard.state import QuantState
 from bitshard.tensor import Params4bit
@@ -176,8 +177,25 @@ def _parametrized_state_dict_post_hook(
     param_name: str = "weight",
     **kwargs: Any,
 ) -> None:
-    """Save the packed bytes under the parameter's own name and the quantization state beside them."""
+    """Save the packed bytes under the parameter's own name and the quantization state beside them.
+
+    ValueError where transformers' `save_pretrained` asks, whose files nobody could read.
+    """
+    if _for_transformers():
+        from bitshard.sharding.layout import parametrized_error
+
+        raise parametrized_error(f"{prefix}{param_name}")
     _rename(state_dict, f"{prefix}parametrizations.{param_name}.original", f"{prefix}{param_name}")
+
+
+def _for_transformers() -> bool:
+    """Whether the state dict that is being made is one of transformers' `save_pretrained`."""
+    frame = asker()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_name != "save_pretrained":
+        return False
+    return frame.f_globals.get("__name__") == "transformers.modeling_utils"
 
 
 def _before_loading(

@@ -37,7 +37,7 @@ class Piece:
         module: the module.
         names: its parameters and saved buffers; those of FSDP1's flat parameter, too.
         held: the holder of its 4-bit weight (`bitshard.nn.holder.PackedWeight`), else None.
-        tuner: peft's layer around it whose adapters are to be merged, else None.
+        tuner: peft's layer around it whose adapters are to be merged, of several the outermost; else None.
         unit: FSDP1's unit that has its tensors, else None.
         flat: of FSDP1: name -> what an unsharded parameter would be.
     """
@@ -136,6 +136,22 @@ def pieces(model: nn.Module, merge: bool) -> list[Piece]:
     return found
 
 
+def require_readable(found: list[Piece]) -> None:
+    """ValueError for 4-bit weights that `from_pretrained` does not find: those that `nn.parametrize` has made."""
+    for piece in found:
+        if piece.held is not None and _PARAMETRIZED.search(piece.key + piece.held.name):
+            raise parametrized_error(piece.name_of(piece.held.name))
+
+
+def parametrized_error(key: str) -> ValueError:
+    """The error for saving the 4-bit weight `key` of `nn.parametrize` for transformers."""
+    return ValueError(
+        f"{key}: from_pretrained cannot read a 4-bit weight made by bitsandbytes.nn.parametrize, for its files have no "
+        "format for it. Save the values with bitshard.fsdp.save_pretrained(model, folder, dtype=torch.bfloat16) and "
+        "quantize behind loading, or save model.state_dict(), which a model with the same parametrizations loads."
+    )
+
+
 class _Walk:
     """One walk through the modules of a model."""
 
@@ -150,16 +166,18 @@ class _Walk:
         """The pieces of `module`, whose key is `key`, and of all in it; `tuner` is peft's layer around it."""
         module = unwrapped(module)
         if is_tuner(module):
-            if tuner is not None:
+            if tuner is not None and not (_adapts_parameter(tuner) and _adapts_parameter(module)):
                 raise ValueError(f"{key}: one layer of peft around another cannot be saved")
             self.tuners += 1
-            yield from self.below(module._modules["base_layer"], key, module if self.merge else None)
+            yield from self.below(module._modules["base_layer"], key, (tuner or module) if self.merge else None)
             return
         if {"original_module", "modules_to_save"} <= set(module._modules):
             self.tuners += 1
             yield from self.below(_chosen(module, self.merge), key, None)
             return
         piece = self._piece(module, key, tuner)
+        if tuner is not None and _adapts_parameter(tuner):
+            _require_there(tuner, [] if piece is None else piece.names, key)
         if piece is not None:
             yield piece
         for name, child in module._modules.items():
@@ -182,6 +200,22 @@ class _Walk:
         if held is not None and (held.state is None or held.place.name in ("FLOAT", "AWAITED")):
             raise ValueError(f"{key}{held.name}: this 4-bit weight is not quantized yet, so it cannot be saved")
         return Piece(key, module, names, held, tuner, unit, entries) if names else None
+
+
+def _adapts_parameter(tuner: nn.Module) -> bool:
+    """Whether this layer of peft adapts one named parameter of a module (`target_parameters`)."""
+    return hasattr(tuner, "parameter_name")
+
+
+def _require_there(tuner: nn.Module, names: list[str], key: str) -> None:
+    """ValueError where a layer of peft adapts a parameter that its module does not have as a tensor of its own."""
+    while is_tuner(tuner):
+        if tuner.parameter_name not in names:
+            raise ValueError(
+                f"merge=True: {key}{tuner.parameter_name} is parametrized (4-bit by replace_parameter_4bit, say), and "
+                "an adapter cannot be merged into it; save without merge, and the adapter by itself"
+            )
+        tuner = unwrapped(tuner._modules["base_layer"])
 
 
 def _chosen(wrapper: nn.Module, merge: bool) -> nn.Module:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bitshard import functional
-from bitshard.sharding.layout import unwrapped
+from bitshard.sharding.layout import is_tuner, unwrapped
 from bitshard.state import QuantState
 from bitshard.tensor import Params4bit
 
@@ -64,20 +64,29 @@ def merged_values(
 
 def merged_dense(tuner: nn.Module, adapter: dict[int, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a layer that is not 4-bit with the adapters of `tuner` in them."""
-    base = _shallow(unwrapped(tuner._modules["base_layer"]))
+    base = _shallow(unwrapped(around(tuner)[-1]._modules["base_layer"]))
     for name, tensor in tensors.items():
         table = base._buffers if name in base._buffers else base._parameters
         base.__dict__.pop(name, None)
         table[name] = tensor.clone() if table is base._buffers else nn.Parameter(tensor.clone(), requires_grad=False)
-    _copy(tuner, adapter, base).merge()
+    for layer in around(_copy(tuner, adapter, base)):
+        layer.merge()
     return {name: getattr(base, name).data for name in tensors}
 
 
+def around(tuner: nn.Module) -> list[nn.Module]:
+    """peft's layers around one layer, the outermost first: for each parameter of a module that it adapts, one."""
+    inner = unwrapped(tuner._modules["base_layer"])
+    return [tuner, *(around(inner) if is_tuner(inner) else [])]
+
+
 def adapter_tensors(module: nn.Module) -> list[Any]:
-    """All parameters and buffers of peft's layer but those of its base layer."""
+    """All parameters and buffers of peft's layer, and of those inside it, but those of the layer of the model."""
     found = [tensor for table in (module._parameters, module._buffers) for tensor in table.values()]
     for name, child in module._modules.items():
-        if name != "base_layer" and child is not None:
+        if name == "base_layer":
+            child = unwrapped(child) if is_tuner(unwrapped(child)) else None
+        if child is not None:
             found.extend(adapter_tensors(child))
     return [tensor for tensor in found if tensor is not None]
 
@@ -90,7 +99,8 @@ def _copy(module: nn.Module, whole: dict[int, Tensor], base: nn.Module) -> nn.Mo
         table.update({name: whole.get(id(tensor), tensor) for name, tensor in table.items()})
     for name, child in new._modules.items():
         if child is not None:
-            new._modules[name] = base if name == "base_layer" else _copy(child, whole, base)
+            is_base = name == "base_layer" and not is_tuner(unwrapped(child))
+            new._modules[name] = base if is_base else _copy(child, whole, base)
     return new
 
 

@@ -16,7 +16,8 @@ from bitshard.inventory import holders
 class Share:
     """What this process keeps of a model's 4-bit base, in bytes: `own_packed` of `packed`, `own_scales` of `scales`.
 
-    `scales` counts the first level (`absmax`); the second is 64 times smaller and whole everywhere.
+    `scales` counts the first level (`absmax`); the second is 64 times smaller and whole everywhere. While adapters are
+    merged into 4-bit weights, `before_merge` bytes of host memory keep what these were, for unmerging.
     """
 
     weights: int = 0
@@ -24,6 +25,7 @@ class Share:
     own_packed: int = 0
     scales: int = 0
     own_scales: int = 0
+    before_merge: int = 0
     fsdp: str = ""
     ranks: int = 1
 
@@ -53,6 +55,7 @@ def measure(model: nn.Module) -> Share:
         share.packed, share.own_packed = share.packed + packed, share.own_packed + own
         share.scales += state.absmax.numel() * state.absmax.element_size()
         share.own_scales += kept.numel() * kept.element_size()
+        share.before_merge += 0 if held.kept is None else held.kept.nbytes
         share.ranks = max(share.ranks, ranks)
     return share
 
@@ -63,17 +66,18 @@ def describe(model: nn.Module) -> str:
     if share.weights == 0:
         return "no 4-bit weights in this model"
     weights = f"{share.weights} weight{'' if share.weights == 1 else 's'}"
+    before = f"; {share.before_merge:,} bytes from before merging in host memory" if share.before_merge else ""
     if share.ranks == 1:
         return (
             f"4-bit base not sharded: {weights}, all {share.packed:,} bytes and {share.scales:,} bytes "
-            "of scales in this process"
+            f"of scales in this process{before}"
         )
     how = "loaded in parts, not sharded yet," if share.fsdp == "loading" else f"sharded by {share.fsdp}"
     scales = "sharded" if share.own_scales < share.scales else "whole"
     return (
         f"4-bit base {how} over {share.ranks} ranks: {weights}, "
         f"{share.own_packed:,} of {share.packed:,} bytes (1/{share.packed / max(share.own_packed, 1):.2f}) and "
-        f"{share.own_scales:,} of {share.scales:,} bytes of scales ({scales}) on this rank"
+        f"{share.own_scales:,} of {share.scales:,} bytes of scales ({scales}) on this rank{before}"
     )
 
 

@@ -77,6 +77,8 @@ def save_pretrained(
             if isinstance(module, FSDPModule):
                 module.reshard()  # what a forward has left gathered is of FSDP2's param_dtype
         pieces = layout.pieces(model, merge)
+        if dtype is None and _has_config(model):
+            layout.require_readable(pieces)
         entries = {key: entry for piece in pieces for key, entry in piece.entries(dtype).items()}
         facts = repr((entries, dtype, merge, max_shard_size)).encode()
         return (pieces, entries), hashlib.sha256(facts).hexdigest()[:16]
@@ -210,7 +212,7 @@ def _configs(
 ) -> dict[str, bytes]:
     """The files beside the weights that transformers writes: name -> content. Only for a model with a config."""
     inner = layout.unwrapped(model)
-    if not hasattr(getattr(inner, "config", None), "save_pretrained"):
+    if not _has_config(model):
         return {}
     config = copy.deepcopy(inner.config)
     config.dtype = dtype_name(dtype or _dtype_of(pieces))
@@ -225,6 +227,11 @@ def _configs(
         if getattr(inner, "generation_config", None) is not None and inner.can_generate():
             inner.generation_config.save_pretrained(folder)
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+def _has_config(model: nn.Module) -> bool:
+    """Whether the checkpoint gets a config.json, for transformers to read."""
+    return hasattr(getattr(layout.unwrapped(model), "config", None), "save_pretrained")
 
 
 def _dtype_of(pieces: list[Piece]) -> torch.dtype:

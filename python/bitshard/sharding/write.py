@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -36,6 +38,30 @@ def write(weight: DTensor, gathered: Params4bit | None, new: Params4bit) -> None
     state.dtype, state.checksum = theirs.dtype, ops.checksum(packed).to(device)
     if state.nested:
         state.offset, state.state2 = theirs.offset.to(device), theirs.state2.to(device)
+
+
+def put_back(weight: DTensor, gathered: Params4bit | None, before: Any) -> None:
+    """Every rank writes the rows and scales that it has kept (`bitshard.nn.merged.Kept`) into its shard again.
+
+    A collective where the weight is `gathered`, which is overwritten, too.
+    """
+    state, kept = state_of(weight), before.state
+    weight.__dict__["bnb_quantized"] = True
+    weight._local_tensor.plain().copy_(before.packed)
+    if state.sharded is None:
+        state.absmax.copy_(kept.absmax)
+    else:
+        state.sharded.own.copy_(kept.absmax)
+        state.sharded.checksum = before.scales_checksum
+    state.dtype, device = kept.dtype, state.code.device
+    for name in ("checksum", "offset", "state2"):
+        value = getattr(kept, name)
+        setattr(state, name, None if value is None else value.clone().to(device))
+    if gathered is not None:
+        packed, whole = gather.gathered(weight, state)
+        gathered.bnb_quantized = True
+        gathered.data.as_subclass(torch.Tensor).copy_(packed)
+        state.absmax.copy_(whole.absmax)
 
 
 def _check_fits(new: Params4bit, state: QuantState) -> None:

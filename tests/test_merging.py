@@ -1,0 +1,411 @@
+"""Adapters of peft merged into 4-bit layers and taken out again: the bytes and scales from before, every time.
+
+Two ranks of FSDP2 are in fsdp/train.py (test_fsdp_train.py); checkpoints with merged adapters in test_fsdp_save.py.
+"""
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import bitsandbytes as bnb  # noqa: E402
+from bitshard import fsdp, lora  # noqa: E402
+from helpers.lora import layers, model, randomize  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def base_layers(wrapped):
+    return [module for module in wrapped.modules() if isinstance(module, bnb.nn.Linear4bit)]
+
+
+def picture(wrapped):
+    """Everything of each 4-bit weight that its numbers depend on: equal pictures, equal bits."""
+    found = []
+    for layer in base_layers(wrapped):
+        full = fsdp.full_state_dict(layer)
+        entries = {name: bytes(value.view(-1).view(torch.uint8).tolist()).rstrip() for name, value in full.items()}
+        found.append((entries, int(layer.quant_state.checksum), layer.quant_state.dtype, layer.weight.dtype))
+    return found
+
+
+def adapted(kind="lora", adapters=1, nested=True, fused=False, bias=False):
+    """Two 4-bit layers under adapters whose values are random, in eval()."""
+    if kind in ("lora", "dora"):
+        wrapped = model([(96, 128), (64, 96)], bias=bias, use_dora=kind == "dora")
+    else:
+        wrapped = other_tuner(kind)
+    for i in range(1, adapters):
+        config = peft.LoraConfig(r=4, target_modules=["0", "1"], use_dora=kind == "dora" and i % 2)
+        wrapped.add_adapter(f"more{i}", config)
+        randomize(wrapped)
+    names = ["default", *(f"more{i}" for i in range(1, adapters))]
+    if adapters > 1:
+        wrapped.base_model.set_adapter(names)
+    for layer in base_layers(wrapped) if not nested else ():
+        values = bnb.functional.dequantize_4bit(layer.weight.data, layer.quant_state)
+        layer.weight = bnb.nn.Params4bit(values, compress_statistics=False, quant_type="nf4", module=layer).to("cpu")
+    if fused:
+        lora.fuse(wrapped)
+    return wrapped.eval()
+
+
+TUNERS = {
+    "hira": lambda: peft.HiraConfig(r=4, target_modules=["0", "1"]),
+    "road": lambda: peft.RoadConfig(group_size=32, target_modules=["0", "1"]),
+    "oft": lambda: peft.OFTConfig(r=0, oft_block_size=32, target_modules=["0", "1"]),
+    "randlora": lambda: peft.RandLoraConfig(r=4, target_modules=["0", "1"]),
+    "pvera": lambda: peft.PveraConfig(r=4, target_modules=["0", "1"]),
+}
+
+
+def other_tuner(kind):
+    torch.manual_seed(3)
+    base = torch.nn.Sequential(*[bnb.nn.Linear4bit(64, 64, bias=False, quant_type="nf4") for _ in range(2)]).to("cpu")
+    base.is_loaded_in_4bit = True
+    wrapped = peft.get_peft_model(base.requires_grad_(False), TUNERS[kind]())
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data + 0.1 * torch.randn_like(parameter)
+    return wrapped
+
+
+def rounds(wrapped, count=3, safe=False):
+    for _ in range(count):
+        wrapped.merge_adapter(safe_merge=safe)
+        wrapped.unmerge_adapter()
+
+
+FORMS = {
+    "lora": {},
+    "plain scales": {"nested": False},
+    "dora": {"kind": "dora"},
+    "fused": {"fused": True},
+    "three adapters": {"adapters": 3},
+    "three of dora": {"kind": "dora", "adapters": 3},
+    **{kind: {"kind": kind} for kind in TUNERS},
+}
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_unmerging_gives_the_weight_from_before_the_first_merge(form, safe):
+    wrapped = adapted(**FORMS[form])
+    x = torch.randn(3, base_layers(wrapped)[0].in_features)
+    before, y = picture(wrapped), wrapped(x)
+    wrapped.merge_adapter(safe_merge=safe)
+    merged = picture(wrapped)
+    assert all(one != other for one, other in zip(before, merged, strict=True)), "nothing was merged"
+    assert not torch.equal(wrapped(x), y)
+    wrapped.merge_adapter(safe_merge=safe)  # all are merged already
+    assert picture(wrapped) == merged
+    wrapped.unmerge_adapter()
+    rounds(wrapped, safe=safe)
+    assert picture(wrapped) == before and torch.equal(wrapped(x), y)
+    wrapped.merge_adapter(safe_merge=safe)
+    assert picture(wrapped) == merged
+
+
+def test_adapters_merged_one_after_the_other():
+    wrapped = adapted(adapters=2)
+    before = picture(wrapped)
+    for _ in range(2):
+        for name in ("more1", "default"):
+            wrapped.merge_adapter([name])
+        wrapped.unmerge_adapter()
+        assert picture(wrapped) == before
+
+
+def test_a_disabled_adapter_is_unmerged():
+    """peft unmerges in the forward where adapters are disabled."""
+    wrapped = adapted(fused=True)
+    before, x = picture(wrapped), torch.randn(3, 128)
+    with wrapped.disable_adapter():
+        y = wrapped(x)
+    wrapped.merge_adapter()
+    with wrapped.disable_adapter():
+        assert torch.equal(wrapped(x), y)
+    assert picture(wrapped) == before
+
+
+# ---- what is kept ----
+
+
+def kept(wrapped):
+    return fsdp.measure(wrapped).before_merge
+
+
+def test_what_is_kept_is_counted_and_goes_with_the_last_adapter():
+    wrapped = adapted(adapters=2)
+    assert kept(wrapped) == 0 and "before merging" not in fsdp.describe(wrapped)
+    share = fsdp.measure(wrapped)
+    wrapped.merge_adapter()
+    assert kept(wrapped) == share.packed + share.scales
+    assert f"; {kept(wrapped):,} bytes from before merging in host memory" in fsdp.describe(wrapped)
+    assert all(layer.packed_weight.kept.packed.device.type == "cpu" for layer in base_layers(wrapped))
+    wrapped.unmerge_adapter()
+    assert kept(wrapped) == 0
+
+
+@pytest.mark.parametrize("how", ["merge_and_unload", "merged before", "unload"])
+def test_nothing_is_kept_without_the_adapter(how):
+    wrapped = adapted(adapters=2)
+    if how != "merge_and_unload":
+        wrapped.merge_adapter()
+    plain = wrapped.unload() if how == "unload" else wrapped.merge_and_unload()
+    assert len(base_layers(plain)) == 2 and kept(plain) == 0
+
+
+def test_what_is_kept_goes_with_the_layer_of_peft():
+    """Also where nobody assigns the weight again."""
+    wrapped = adapted()
+    wrapped.merge_adapter()
+    bases = torch.nn.ModuleList(base_layers(wrapped))
+    assert kept(bases) > 0
+    del wrapped
+    gc.collect()
+    assert kept(bases) == 0
+
+
+def pickled(wrapped):
+    return pickle.loads(pickle.dumps(wrapped))
+
+
+def saved_whole(wrapped):
+    file = io.BytesIO()
+    torch.save(wrapped, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved_whole])
+def test_a_copy_has_nothing_kept_and_does_not_unmerge(copied):
+    """Its unmerging raises and leaves it merged, in peft's books too; the original is unmerged as ever."""
+    wrapped = adapted()
+    before = picture(wrapped)
+    keys = list(wrapped.state_dict())
+    wrapped.merge_adapter()
+    assert list(wrapped.state_dict()) == keys
+    twin = copied(wrapped)
+    merged, x = picture(twin), torch.randn(3, 128)
+    assert kept(twin) == 0 and merged == picture(wrapped)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="'default' from a 4-bit weight .*Unmerge before copying"):
+            twin.unmerge_adapter()
+        assert picture(twin) == merged and layers(twin)[0].merged_adapters == ["default"]
+        assert torch.equal(twin(x), wrapped(x))
+    wrapped.unmerge_adapter()
+    assert picture(wrapped) == before
+
+
+# ---- what else happens to a merged layer ----
+
+
+def assigned(wrapped):
+    for layer in base_layers(wrapped):
+        values = torch.randn(layer.out_features, layer.in_features)
+        layer.weight = bnb.nn.Params4bit(values, quant_type="nf4", module=layer).to("cpu")
+
+
+def loaded(wrapped):
+    other = adapted()
+    assigned(other)
+    wrapped.load_state_dict(other.state_dict())
+
+
+def written(wrapped):
+    for layer in base_layers(wrapped):
+        layer.weight.data = layer.weight.data.clone().fill_(7)
+
+
+@pytest.mark.parametrize("write", [assigned, loaded, written])
+def test_another_weight_while_merged_is_not_taken_back(write):
+    wrapped = adapted()
+    wrapped.merge_adapter()
+    write(wrapped)
+    found = [layer.weight.data.clone() for layer in base_layers(wrapped)]
+    with pytest.raises(ValueError, match="was loaded or assigned since"):
+        wrapped.unmerge_adapter()
+    assert all(torch.equal(layer.weight.data, data) for layer, data in zip(base_layers(wrapped), found, strict=True))
+    assert layers(wrapped)[0].merged_adapters == ["default"]
+
+
+def test_the_same_weight_loaded_while_merged():
+    wrapped = adapted()
+    before = picture(wrapped)
+    wrapped.merge_adapter()
+    wrapped.load_state_dict(wrapped.state_dict())
+    wrapped.unmerge_adapter()
+    assert picture(wrapped) == before
+
+
+def test_another_base_loaded_when_nothing_is_merged_starts_anew():
+    wrapped = adapted()
+    rounds(wrapped, 1)
+    loaded(wrapped)
+    before = picture(wrapped)
+    rounds(wrapped, 2)
+    assert picture(wrapped) == before
+
+
+@pytest.mark.parametrize("move", [lambda m: m.to("cpu"), lambda m: m.bfloat16(), lambda m: m.double()])
+def test_moved_while_merged(move):
+    wrapped = adapted()
+    before = picture(wrapped)
+    wrapped.merge_adapter()
+    move(wrapped)
+    wrapped.bfloat16()  # peft computes in the dtype of the adapter, and nothing is quantized from float64
+    wrapped.unmerge_adapter()
+    assert picture(wrapped) == before
+
+
+def test_a_merge_that_finds_nan_loses_nothing():
+    wrapped = adapted(adapters=2)
+    before = picture(wrapped)
+    layers(wrapped)[1].lora_B["more1"].weight.data[0, 0] = float("nan")
+    for merge in (wrapped.merge_adapter, wrapped.merge_and_unload):
+        with pytest.raises(ValueError, match="NaNs detected"):
+            merge(safe_merge=True)
+        for layer in layers(wrapped):
+            if layer.merged:
+                layer.unmerge()
+        assert picture(wrapped)[-1] == before[-1]
+
+
+class Full(Exception):
+    """No memory."""
+
+
+@pytest.mark.parametrize("unmerging", [False, True])
+def test_a_failure_while_quantizing_loses_nothing(monkeypatch, unmerging):
+    wrapped = adapted()
+    before = picture(wrapped)
+    if unmerging:
+        wrapped.merge_adapter()
+    at_failure = picture(wrapped)
+
+    def fails(*args, **kwargs):
+        raise Full
+
+    with monkeypatch.context() as patch:
+        patch.setattr("bitshard.functional.quantize_4bit", fails)
+        with pytest.raises(Full):
+            wrapped.unmerge_adapter() if unmerging else wrapped.merge_adapter()
+    assert picture(wrapped) == at_failure
+    assert all(layer.weight.bnb_quantized for layer in base_layers(wrapped))
+    with pytest.raises(TypeError, match="packed bytes"):
+        base_layers(wrapped)[0].weight.half()
+    for layer in layers(wrapped):
+        if layer.merged:
+            layer.unmerge()
+    if unmerging:  # peft has taken the first layer's adapter off its list, so its weight is merged and says it is not
+        with pytest.raises(ValueError, match="still holds the adapters .*call unmerge_adapter"):
+            wrapped.merge_adapter()
+        wrapped.unmerge_adapter()
+    assert picture(wrapped) == before
+    rounds(wrapped, 1)
+    assert picture(wrapped) == before
+
+
+def test_an_unmerge_that_would_leave_an_adapter_raises():
+    """No layer of peft 0.21 does so; another tuner around the same layer may."""
+    wrapped = adapted(adapters=2)
+    (first, second) = layers(wrapped)
+    wrapped.merge_adapter()
+    merged = picture(wrapped)
+
+    def unmerge(self, names):
+        for active_adapter in names:
+            self.merged_adapters.remove(active_adapter)
+            weight = self.get_base_layer().weight
+            values = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+            new = bnb.nn.Params4bit(values, **{**weight.__dict__, "bnb_quantized": False}).to("cpu")
+            self.get_base_layer().weight = new
+
+    with pytest.raises(ValueError, match="'more1' from .*'default'.* would stay in it"):
+        unmerge(first, ["more1"])
+    assert sorted(first.merged_adapters) == ["default", "more1"] and picture(wrapped) == merged
+
+
+# ---- FSDP2 in one process; two ranks are in fsdp/train.py ----
+
+
+@pytest.fixture
+def group(monkeypatch):
+    """A process group of this process alone, in a process that FSDP shards."""
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def sharded(wrapped, **options):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(wrapped, mesh=init_device_mesh("cpu", (1,)), **options)
+    gc.collect()  # torch leaves a circle of references to all modules behind
+    return wrapped
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("form", ["lora", "plain scales", "three of dora", "fused"])
+def test_unmerging_a_sharded_weight(group, form, gathered):
+    wrapped = sharded(adapted(**FORMS[form]), reshard_after_forward=not gathered)
+    x = torch.randn(3, 128)
+    before = picture(wrapped)
+    y = wrapped(x)
+    for _ in range(2):
+        wrapped.merge_adapter()
+        assert picture(wrapped) != before and kept(wrapped) > 0
+        assert not torch.equal(wrapped(x), y)
+        wrapped.unmerge_adapter()
+        assert torch.equal(wrapped(x), y) and kept(wrapped) == 0
+    wrapped.reshard()
+    assert [entries for entries, *_ in picture(wrapped)] == [entries for entries, *_ in before]
+    assert torch.equal(wrapped(x), y)
+    merged = wrapped.merge_and_unload()
+    assert kept(merged) == 0
+
+
+def test_sharded_while_merged(group):
+    wrapped = adapted()
+    before = picture(wrapped)
+    wrapped.merge_adapter()
+    wrapped = sharded(wrapped)
+    wrapped.unmerge_adapter()
+    assert [entries for entries, *_ in picture(wrapped)] == [entries for entries, *_ in before]
+
+
+def test_a_sharded_weight_that_was_loaded_while_merged(group):
+    wrapped = sharded(adapted())
+    wrapped.merge_adapter()
+    other = adapted()
+    assigned(other)
+    fsdp.load_full_state_dict(wrapped, other.state_dict())
+    with pytest.raises(ValueError, match="was loaded or assigned since"):
+        wrapped.unmerge_adapter()
+    assert layers(wrapped)[0].merged_adapters == ["default"]
+
+
+def test_another_function_called_merge_is_no_merge():
+    """A weight that is assigned in one, of something that is no layer of peft, is a weight like any other."""
+
+    class Other:
+        merged_adapters = ()
+
+        def merge(self, wrapped):
+            assigned(wrapped)
+
+    wrapped = adapted()
+    Other().merge(wrapped)
+    assert kept(wrapped) == 0
+    wrapped.merge_adapter()
+    Other().merge(wrapped)
+    assert kept(wrapped) == 0
