@@ -71,8 +71,34 @@ def test_forward_mode(rows, requires_grad):
             y = forward_ad.unpack_dual(matmul_4bit(dual_x, packed, state, bias=dual_bias))
             wanted = forward_ad.unpack_dual(torch.nn.functional.linear(dual_x, dense, dual_bias))
             assert close(y.primal, wanted.primal, torch.float32) and close(y.tangent, wanted.tangent, torch.float32)
-    with pytest.raises(RuntimeError, match="setup_context"):
-        torch.func.jvp(lambda x: matmul_4bit(x, packed, state), (x.detach(),), (dx,))
+
+
+@pytest.mark.parametrize("rows", [3, 20])
+def test_torch_func(rows):
+    """jvp, vjp, grad, and each of another, of x and of the bias: those of the dense product."""
+    packed, state = weight()
+    dense = functional.dequantize_4bit(packed, state)
+    x, dx = (torch.randn(rows, 130) for _ in range(2))
+    bias, dbias = (torch.randn(96) for _ in range(2))
+
+    def ours(x, bias):
+        return matmul_4bit(x, packed, state, bias=bias)
+
+    def theirs(x, bias):
+        return torch.nn.functional.linear(x, dense, bias)
+
+    func = torch.func
+    loss = [lambda x, bias, product=product: product(x, bias).square().mean() for product in (ours, theirs)]
+    for found, wanted in (
+        [func.jvp(product, (x, bias), (dx, dbias)) for product in (ours, theirs)],
+        [func.jvp(lambda x, p=product: p(x, bias), (x,), (dx,)) for product in (ours, theirs)],
+        [func.jvp(lambda b, p=product: p(x, b), (bias,), (dbias,)) for product in (ours, theirs)],
+        [func.vjp(product, x, bias)[1](torch.ones(rows, 96)) for product in (ours, theirs)],
+        [func.grad(one, argnums=(0, 1))(x, bias) for one in loss],
+        [func.jvp(func.grad(one, argnums=(0, 1)), (x, bias), (dx, dbias))[1] for one in loss],
+    ):
+        for actual, expected in zip(found, wanted, strict=True):
+            assert close(actual, expected, torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore:Input #")

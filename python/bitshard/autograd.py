@@ -38,8 +38,11 @@ class MatMul4Bit(torch.autograd.Function):
         state = ctx.state
         dx = dbias = None
         if needs_x:
-            again = torch.is_grad_enabled() and dy.requires_grad  # create_graph=True: a derivative of dx is wanted
-            product = MatMul4BitInputGradient.apply if again else functional.linear_4bit_dgrad
+            product = functional.linear_4bit_dgrad
+            if _transforms():
+                product = MatMul4BitInputGradientForwardMode.apply
+            elif torch.is_grad_enabled() and dy.requires_grad:  # create_graph=True: a derivative of dx is wanted
+                product = MatMul4BitInputGradient.apply
             dx = product(dy, ctx.packed, state)
         if needs_bias:
             dbias = dy.reshape(dy.shape[:-1].numel(), state.shape[0]).sum(0, dtype=ctx.bias_dtype)
@@ -61,7 +64,21 @@ class MatMul4BitInputGradient(torch.autograd.Function):
 
 
 class MatMul4BitForwardMode(MatMul4Bit):
-    """The same with forward-mode derivatives; apart, for Dynamo traces no Function that has them."""
+    """The same with forward-mode derivatives, and in the form that torch.func asks for (`grad`, `vjp`, `jvp`).
+
+    Apart, for Dynamo traces no Function that has a `jvp`.
+    """
+
+    @staticmethod
+    def forward(A: Tensor, B: Tensor, out: Tensor | None, bias: Tensor | None, quant_state: QuantState) -> Tensor:
+        y = functional.linear_4bit(A, B, quant_state, bias)
+        return y if out is None else into(out, y, "out")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _, ctx.packed, _, bias, ctx.state = inputs
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.y_shape = output.shape
 
     @staticmethod
     def jvp(ctx: Any, dA: Tensor | None, dB: None, dout: None, dbias: Tensor | None, dstate: None) -> Tensor:
@@ -69,6 +86,30 @@ class MatMul4BitForwardMode(MatMul4Bit):
         if dA is not None:
             return functional.linear_4bit(dA, ctx.packed, ctx.state, dbias)
         return dbias.expand(ctx.y_shape).contiguous()
+
+
+class MatMul4BitInputGradientForwardMode(MatMul4BitInputGradient):
+    """As `MatMul4BitForwardMode`."""
+
+    @staticmethod
+    def forward(dy: Tensor, packed: Tensor, state: QuantState) -> Tensor:
+        return functional.linear_4bit_dgrad(dy, packed, state)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _, ctx.packed, ctx.state = inputs
+
+    @staticmethod
+    def jvp(ctx: Any, ddy: Tensor, dpacked: None, dstate: None) -> Tensor:
+        """The product is linear in dy."""
+        return functional.linear_4bit_dgrad(ddy, ctx.packed, ctx.state)
+
+
+def _transforms() -> bool:
+    """Whether forward-mode derivatives or a transform of torch.func are wanted, and Dynamo does not ask."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 # What `MatMul4Bit.apply` calls in the end; its wrapper in Python, which costs more than the rest of the bookkeeping,
@@ -112,10 +153,10 @@ def matmul_4bit(
         raise
     if width != K and width == N:
         return _matmul_transposed(A, B, quant_state, out, bias)
-    if not torch.compiler.is_dynamo_compiling() and forward_ad._current_level >= 0:  # tangents need no requires_grad
+    if _transforms():  # tangents need no requires_grad
         return MatMul4BitForwardMode.apply(A, B, out, bias, quant_state)
     if torch.is_grad_enabled() and (A.requires_grad or (bias is not None and bias.requires_grad)):
-        if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_dynamo_compiling():
             return MatMul4Bit.apply(A, B, out, bias, quant_state)
         if bias is not None:
             bias = _unwrap(bias)
