@@ -1,4 +1,7 @@
-"""benchmarks/whose.py: looks at what runs go to the owner of the innermost file, in autograd's thread too."""
+"""benchmarks/whose.py: looks at what runs go to the owner of the innermost file, in autograd's thread too.
+
+Each test is a process of its own: a lane of the suite has a thread of pytest-xdist, which looks like autograd's.
+"""
 
 import sys
 import threading
@@ -8,6 +11,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import whose  # noqa: E402
+from fsdp.launch import run  # noqa: E402
 
 
 def played(path: str, source: str) -> dict:
@@ -27,7 +31,7 @@ def until(enough):
     return lambda: enough() or time.monotonic() > end
 
 
-def test_looks_go_to_the_innermost_owner():
+def looks_go_to_the_innermost_owner():
     peft = played("/site/peft/layer.py", SPIN)["spin"]
     torch_nn = played("/site/torch/nn/modules/linear.py", "def forward(inner):\n    return inner()\n")["forward"]
     transformers = played("/site/transformers/llama.py", "def layer(call, inner):\n    call(inner)\n")["layer"]
@@ -45,7 +49,7 @@ def test_looks_go_to_the_innermost_owner():
     assert "peft" in lines[2] and lines[-1].endswith("| 600.0 | 200000 |")
 
 
-def test_a_thread_that_python_started_does_not_count():
+def a_thread_that_python_started_does_not_count():
     spin = played("/site/peft/layer.py", SPIN)["spin"]
     waiting = played("/site/torch/autograd/graph.py", SPIN)["spin"]
     over = threading.Event()
@@ -57,3 +61,15 @@ def test_a_thread_that_python_started_does_not_count():
         beside.join()
     names = {name for name, _ in found}
     assert found["autograd's engine", "graph.py:spin"] >= LOOKS and "peft" not in names, found
+
+
+def test_looks_go_to_the_innermost_owner():
+    run([sys.executable, __file__, "looks_go_to_the_innermost_owner"], 200)
+
+
+def test_a_thread_that_python_started_does_not_count():
+    run([sys.executable, __file__, "a_thread_that_python_started_does_not_count"], 200)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
