@@ -161,7 +161,7 @@ class PackedWeight:
             if self.shard is None and self.state is not None:
                 raise ValueError(
                     f"{owner}: tensor parallelism (parallelize_module, distribute_tensor, tp_plan) has made the packed "
-                    f"weight of {list(self.state.shape)} a DTensor {list(weight.shape)}, which cuts bytes where it means "
+                    f"weight of {list(self.state.shape)} a DTensor {list(weight.shape)}, and cuts bytes where it means "
                     "rows or columns. Leave 4-bit layers out of the plan, and shard them with FSDP2 (fully_shard)."
                 )
             raise ValueError(
