@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 
-from peft import LoraConfig, get_peft_model  # noqa: E402
+from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 SAVING = WORKERS / "saving"
@@ -40,6 +40,7 @@ STREAMED = [
     *(f"base_{way}_{cell}" for way in ("whole", "native") for cell in ("bf16-plain-fp32", "fp32-nested-bf16")),
     *(f"{what}_{way}_{kind}" for way in KINDS for kind in KINDS[way].split() for what in ("merged", "values")),
     *"values_whole_fp32 values_whole_none rotten_whole rotten_native memory_whole memory_native memory_fsdp1".split(),
+    *"adapter_whole_dora adapter_cut_trained adapter_native_sharded_lora adapter_fsdp1".split(),
     *"misuse full_disk no_room unwritable".split(),
 ]
 FORMS = {2: ("fsdp2", "fsdp1", "fsdp1_orig"), 1: ("whole", "fsdp2"), 4: ("fsdp2_bytes", "replicas")}
@@ -315,3 +316,70 @@ def test_an_adapter_on_a_4bit_stack_is_not_left_out(tmp_path):
     model = adapted_experts(["up"], base)
     with pytest.raises(ValueError, match="experts.up is parametrized"):
         fsdp.save_pretrained(model, tmp_path, merge=True, dtype=torch.float32)
+
+
+def tiny_lora(**options):
+    """A tiny Llama under LoRA with values that are random."""
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    base = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    for layer in base.model.layers:
+        replaced = Linear4bit(32, 48, bias=False, quant_type="nf4", quant_storage=torch.bfloat16)
+        replaced.load_state_dict(layer.mlp.up_proj.state_dict())
+        layer.mlp.up_proj = replaced.to("cpu")
+    base.is_loaded_in_4bit = True
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["up_proj", "q_proj"], **options))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+OPTIONS = {
+    "causal": {"task_type": "CAUSAL_LM"},
+    "no task": {},
+    "dora": {"use_dora": True},
+    "head": {"modules_to_save": ["lm_head"]},
+}
+
+
+def files_of(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_adapters_of_a_sharded_model_are_saved_as_peft_saves_them(tmp_path, group, kind, inside):
+    """The very files, of several adapters, too; `PeftModel.from_pretrained` reads them."""
+    model = tiny_lora(**OPTIONS[kind])
+    model.add_adapter("second", LoraConfig(r=3, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "theirs")
+    for unit in [*model.base_model.model.model.layers, *([model.base_model.model] if inside else []), model]:
+        torch.distributed.fsdp.fully_shard(unit)
+    fsdp.save_adapter(model, tmp_path / "ours")
+    assert files_of(tmp_path / "ours") == files_of(tmp_path / "theirs")
+    assert "second/adapter_model.safetensors" in files_of(tmp_path / "ours")
+    loaded = PeftModel.from_pretrained(tiny_lora().unload(), tmp_path / "ours")
+    found, expected = loaded.state_dict(), fsdp.full_state_dict(model)
+    keys = [key for key in found if "default" in key]
+    assert keys and all(torch.equal(found[key], expected[key]) for key in keys)
+
+
+def test_saving_the_adapter_in_one_process_and_without_one(tmp_path):
+    model = tiny_lora()
+    for save_it, name in ((model.save_pretrained, "theirs"), (lambda to: fsdp.save_adapter(model, to), "ours")):
+        save_it(tmp_path / name)
+    assert files_of(tmp_path / "ours") == files_of(tmp_path / "theirs")
+    with pytest.raises(ValueError, match="no adapters of peft"):
+        fsdp.save_adapter(model.unload(), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_saving_the_adapter_of_a_model_of_transformers(tmp_path, group):
+    """As `bitshard.fsdp.load(adapters=)` and `add_adapter` give one."""
+    base = tiny_lora().unload()
+    base.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    base.save_pretrained(tmp_path / "theirs")
+    torch.distributed.fsdp.fully_shard(base)
+    fsdp.save_adapter(base, tmp_path / "ours")
+    assert files_of(tmp_path / "ours") == files_of(tmp_path / "theirs")

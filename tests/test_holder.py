@@ -246,3 +246,15 @@ def test_parametrized_weights_under_fsdp2(group):
 def test_public_functions():
     """`bitshard.fsdp` shows a user its few functions and nothing else."""
     assert {name for name in vars(fsdp) if not name.startswith("_")} == set(fsdp.__all__)
+
+
+@pytest.mark.parametrize("style", ["ColwiseParallel", "RowwiseParallel"])
+def test_tensor_parallelism_of_a_packed_layer_is_named(group, style):
+    """And not FSDP2, which has no part in it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import parallel
+
+    model = nn.Sequential(layer().to("cpu"))
+    parallel.parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": getattr(parallel, style)()})
+    with pytest.raises(ValueError, match=r"tensor parallelism .* packed weight of \[24, 64\]"):
+        model(torch.randn(2, 64))

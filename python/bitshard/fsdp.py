@@ -6,6 +6,7 @@ can load them back in place; `full_state_dict` writes whole tensors in the decla
 file has them.
 """
 
+from bitshard.sharding.adapter import save_adapter
 from bitshard.sharding.in_place import gather_in_place
 from bitshard.sharding.late_adapters import shard_adapters
 from bitshard.sharding.planner import LoadPlanner, load_checkpoint
@@ -29,6 +30,7 @@ __all__ = [
     "materialize",
     "measure",
     "quantize",
+    "save_adapter",
     "save_pretrained",
     "send_quant_states",
     "shard_adapters",

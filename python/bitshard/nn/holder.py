@@ -158,6 +158,12 @@ class PackedWeight:
         """
         owner = type(self.owner).__name__
         if gather.is_dtensor(weight):
+            if self.shard is None and self.state is not None:
+                raise ValueError(
+                    f"{owner}: tensor parallelism (parallelize_module, distribute_tensor, tp_plan) has made the packed "
+                    f"weight of {list(self.state.shape)} a DTensor {list(weight.shape)}, and cuts bytes where it means "
+                    "rows or columns. Leave 4-bit layers out of the plan, and shard them with FSDP2 (fully_shard)."
+                )
             raise ValueError(
                 f"{owner}: the weight is still sharded (DTensor {list(weight.shape)}): call the module that FSDP2 "
                 "wrapped, or unshard() it first"

@@ -23,7 +23,11 @@ from bitshard.sharding.entries import BLOB_PREFIX
 from bitshard.sharding.writing import Entry
 from bitshard.state import QuantState
 
-_INNER = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")  # names under which wrappers keep a module
+WRAPPED = (
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "_orig_mod",
+)  # names under which wrappers keep a module
 _FLAT = "_flat_param"  # under which FSDP1 registers its flat parameter
 _PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.(\w+)\.original$")  # saved under the parameter's own name
 
@@ -109,7 +113,7 @@ def packed_tensors(key: str, packed: Tensor, state: QuantState, storage: torch.d
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside of wrappers: of FSDP1, DDP, activation checkpointing, torch.compile, and peft's model."""
     while True:
-        inner = next((module._modules[name] for name in _INNER if name in module._modules), None)
+        inner = next((module._modules[name] for name in WRAPPED if name in module._modules), None)
         if inner is None and isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             inner = module.module
         if inner is None and hasattr(module, "get_base_model"):

@@ -55,7 +55,7 @@ def save_pretrained(
 
     Args:
         model: sharded by FSDP2 or FSDP1, loaded in parts, or whole; with or without adapters of peft. An adapter is no
-            part of the checkpoint (`model.save_pretrained` of peft writes it).
+            part of the checkpoint (`save_adapter` writes it).
         folder: made if need be. Rank 0 needs it, the others do not.
         dtype: None: 4-bit weights stay 4-bit, all others as they are. float32, bfloat16 or float16: 4-bit weights are
             dequantized, and all float tensors have this dtype.

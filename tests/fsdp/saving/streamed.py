@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from bitshard import fsdp
 from bitshard.inventory import holders
-from models import CELLS, LIMIT, adapted, reference
-from shared import linears, logits, name_of, rank, refused, run, same_bytes, start, world
+from models import CELLS, LIMIT, adapted, differing_files, reference
+from shared import linears, load, logits, name_of, rank, refused, run, same_bytes, start, world
 from torch.profiler import ProfilerActivity, profile
 from ways import WAYS, assert_same, target_of, whole
 
@@ -46,6 +46,19 @@ def check_merged(way, cell, kind, what, folder):
     assert before is None or same_bytes(logits(model), before)
 
 
+def check_adapter(way, kind, folder):
+    """The adapter alone: the files that peft writes in one process; a failure of rank 0 is everybody's."""
+    model = WAYS[way](folder, CELLS[0], functools.partial(adapted, kind=kind))
+    target = target_of(folder, f"{way}-adapter-{kind}")
+    fsdp.save_adapter(model, target)
+    if rank() == 0:
+        adapted(load(folder, *CELLS[0], device_map="cpu"), kind).save_pretrained(f"{target}-alone")
+        assert not differing_files(target, f"{target}-alone"), differing_files(target, f"{target}-alone")
+    text = refused(lambda: fsdp.save_adapter(model, f"{target}/adapter_config.json"), "adapter_config.json")
+    assert "rank 0 of 2" in text, text
+    refused(lambda: fsdp.save_adapter(model, target, selected_adapters=["default"][rank() :]), "different things")
+
+
 def check_rotten(way, folder):
     """One changed byte on the last rank: all ranks raise, and there is no file."""
     model = WAYS[way](folder, CELLS[0], lambda model: model)
@@ -58,6 +71,12 @@ def check_rotten(way, folder):
     assert rank() == 0 or "rank 0 of" in text, text
     dist.barrier()
     assert list(Path(target).iterdir()) == []
+
+
+def check_adapter_fsdp1(folder):
+    """FSDP1 gathers whole units only: an error on all ranks."""
+    model = WAYS["fsdp1"](folder, CELLS[0], functools.partial(adapted, kind="lora"))
+    refused(lambda: fsdp.save_adapter(model, target_of(folder, "fsdp1-adapter")), "FSDP1", "merge=True")
 
 
 def check_misuse(folder):
@@ -137,17 +156,20 @@ def cases():
             found[f"values_{way}_{kind}"] = functools.partial(check_merged, way, base, kind, "bf16")
     found["values_whole_fp32"] = functools.partial(check_merged, "whole", CELLS[1], "lora", "bf16")
     found["values_whole_none"] = functools.partial(check_merged, "whole", base, "none", "bf16")
+    for way, kind in ADAPTERS:
+        found[f"adapter_{way}_{kind}"] = functools.partial(check_adapter, way, kind)
     for way in ("whole", "native"):
         found[f"rotten_{way}"] = functools.partial(check_rotten, way)
     for way, names in (("whole", "base merged values"), ("native", "base"), ("fsdp1", "base merged")):
         found[f"memory_{way}"] = functools.partial(check_memory, way, names)
-    return found | {"misuse": check_misuse, **full_disk.CHECKS}
+    return found | {"adapter_fsdp1": check_adapter_fsdp1, "misuse": check_misuse, **full_disk.CHECKS}
 
 
 # What peft and FSDP can do: DoRA fails in peft's constructor on a model that was sharded first, and peft cannot copy a
 # module that FSDP has wrapped.
 KINDS = {"whole": ("dora", "bias", "trained"), "cut": ("dora", "bias", "trained"), "native": ("bias",)}
 KINDS |= {"fsdp1": ("dora",), "fsdp1_orig": ("bias",)}
+ADAPTERS = (("whole", "dora"), ("cut", "trained"), ("native_sharded", "lora"))
 
 
 if __name__ == "__main__":
