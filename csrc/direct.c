@@ -82,11 +82,21 @@ PyObject *bsh_direct_configure(PyObject *const module, PyObject *const args) {
   Py_RETURN_TRUE;
 }
 
+void bsh_direct_forget(void) {
+  if (PyErr_Occurred() != NULL && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
+}
+
+PyObject *bsh_direct_declined(void) {
+  bsh_direct_forget();
+  if (PyErr_Occurred() != NULL) return NULL;
+  Py_RETURN_NONE;
+}
+
 /* Takes over `object`. An exception counts as true: the op is always right. */
 static bool truth(PyObject *const object) {
   const int value = object != NULL ? PyObject_IsTrue(object) : -1;
   Py_XDECREF(object);
-  if (value < 0) PyErr_Clear();
+  if (value < 0) bsh_direct_forget();
   return value != 0;
 }
 
@@ -103,7 +113,7 @@ bool bsh_direct_default_products(const bsh_dtype dtype) {
     PyObject *const value = PyObject_CallNoArgs(PyTuple_GetItem(settings, i));
     const int same = value != NULL ? PyObject_RichCompareBool(value, PyTuple_GetItem(settings, i + 1), Py_EQ) : -1;
     Py_XDECREF(value);
-    if (same < 0) PyErr_Clear();
+    if (same < 0) bsh_direct_forget();
     if (same != 1) return false;
   }
   return true;
@@ -117,6 +127,7 @@ static bool weight_class(PyObject *const object) {
 
 bool bsh_direct_wants_gradient(PyObject *const *const tensors, const int n_tensors) {
   if (!truth(PyObject_CallNoArgs(python.grad_enabled))) return false;
+  if (PyErr_Occurred() != NULL) return true;
   for (int i = 0; i < n_tensors; i++)
     if (tensors[i] != Py_None && truth(PyObject_GetAttr(tensors[i], python.requires_grad))) return true;
   return false;
@@ -129,8 +140,8 @@ bool bsh_direct_wants_gradient(PyObject *const *const tensors, const int n_tenso
 static bool has_memory(PyObject *const object, const dl_tensor *const t) {
   if (t->data == NULL || (uintptr_t)t->data >> 40 != 0) return t->data != NULL;
   PyObject *const address = PyObject_CallFunctionObjArgs(python.storage_address, object, NULL);
-  if (address != NULL) return truth(address);
-  PyErr_Clear();
+  if (address != NULL) return truth(address) && PyErr_Occurred() == NULL;
+  bsh_direct_forget();
   return false;
 }
 
@@ -190,7 +201,7 @@ bsh_status bsh_direct_describe(PyObject *const object, bsh_tensor *const tensor)
   dl_tensor t = {0};
   *tensor = (bsh_tensor){.numel = 1};
   if (exchange->describe(object, &t) != 0) {
-    PyErr_Clear();
+    bsh_direct_forget();
     return BSH_NO_KERNEL;
   }
   if (t.lanes != 1 || t.byte_offset != 0 || t.ndim > BSH_MAX_DIM || !contiguous(&t) ||
@@ -313,7 +324,7 @@ void bsh_direct_end(bsh_direct_call *const direct) {
   direct->released = NULL;
 }
 
-/* The result, or None. */
+/* The result, None, or NULL. */
 static PyObject *call_op(const bsh_direct_op *const what, PyObject *const *const objects, const Py_ssize_t n_objects) {
   bsh_direct_call direct = {0};
   bsh_status status = BSH_NO_KERNEL;
@@ -321,8 +332,7 @@ static PyObject *call_op(const bsh_direct_op *const what, PyObject *const *const
   bsh_direct_end(&direct);
   if (status == BSH_OK) return direct.made;
   Py_XDECREF(direct.made);
-  PyErr_Clear();
-  Py_RETURN_NONE;
+  return bsh_direct_declined();
 }
 
 #define ARGUMENTS PyObject *const module, PyObject *const *const objects, const Py_ssize_t n_objects

@@ -33,6 +33,13 @@ PyObject *bsh_direct_dequantize_4bit(PyObject *module, PyObject *const *args, Py
 /* linear_4bit_dgrad(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K): dx [..., K], or None. */
 PyObject *bsh_direct_linear_4bit_dgrad(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 
+/* Forgets an exception that is set, for the op to say what is wrong. KeyboardInterrupt, SystemExit and whatever else is
+ * no Exception stays set: what is asked then answers so that the call declines, without calling Python again. */
+void bsh_direct_forget(void);
+
+/* What a call returns that did nothing: None, or NULL where such an exception stayed set. */
+PyObject *bsh_direct_declined(void);
+
 /* For other calls around the dispatcher (optimizer_list.c). Whether they are possible, and nobody watches it. */
 bool bsh_direct_possible(void);
 

@@ -78,11 +78,10 @@ static bsh_status compute(const bsh_lora_args *const lora, const bsh_tensor *con
   return status;
 }
 
-/* None, for a call whose results, if any, are given up. */
+/* What a call returns whose results, if any, are given up. */
 static PyObject *declined(PyObject *const *const made, const int n_made) {
   for (int i = 0; i < n_made; i++) Py_XDECREF(made[i]);
-  PyErr_Clear();
-  Py_RETURN_NONE;
+  return bsh_direct_declined();
 }
 
 /* ---- forward ---- */

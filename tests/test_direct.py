@@ -299,3 +299,27 @@ def test_lazily_negated_tensors_take_the_op(nested):
     if not nested:
         state.absmax = torch._neg_view(state.absmax)
         assert direct(x, packed, state) is None and direct_values(packed, state) is None
+
+
+@calls_directly
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+def test_only_exceptions_are_forgotten(monkeypatch, error):
+    """A call declines where a question to Python fails. Ctrl-C in the middle of one is no failure, and ends it."""
+    packed, state = made()
+    x = torch.randn(3, 64)
+
+    def asked(name):
+        raise error(name)
+
+    monkeypatch.delattr(torch.autograd.profiler, "_is_profiler_enabled")
+    monkeypatch.setattr(torch.autograd.profiler, "__getattr__", asked, raising=False)
+    for call in (
+        lambda: direct(x, packed, state),
+        lambda: direct_values(packed, state),
+        lambda: direct_dgrad(torch.randn(3, state.shape[0]), packed, state),
+    ):
+        if error is ValueError:
+            assert call() is None
+            continue
+        with pytest.raises(error, match="_is_profiler_enabled"):
+            call()

@@ -111,3 +111,20 @@ def test_a_rank_that_is_out_of_memory_raises_that(monkeypatch, error):
     with pytest.raises(type(error)) as seen:
         ranks.together("loading", action)
     assert seen.value is error
+
+
+def test_a_step_of_many_parameters_says_so_too(monkeypatch):
+    """With what the error tells of the parameters that were updated."""
+    from bitshard.optim import update
+
+    def fail(batches):
+        error = RuntimeError(
+            "CUDA out of memory. Tried to allocate 1.00 MiB. optimizer: (1 of 2 parameters were updated)"
+        )
+        error.done = [True, False]
+        raise error
+
+    monkeypatch.setattr(update._C, "optimizer_steps", fail)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        update.update_all([])
+    assert error.value.done == [True, False]

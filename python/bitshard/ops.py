@@ -53,6 +53,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or bool(said and "can't allocate memory" in said)
 
 
+def torchs(error: RuntimeError) -> RuntimeError:
+    """What torch raises in the place of an error of the C core, with its attributes; itself where that is the same."""
+    if type(error) is not RuntimeError or not str(error).startswith("CUDA out of memory. "):
+        return error
+    out = torch.OutOfMemoryError(str(error))
+    out.__dict__.update(error.__dict__)
+    return out
+
+
 def _raising(call: Callable) -> Callable:
     """An op whose C code ran out of a GPU's memory raises what torch raises; C itself can raise a RuntimeError only."""
 
@@ -61,9 +70,9 @@ def _raising(call: Callable) -> Callable:
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
-            if type(error) is RuntimeError and str(error).startswith("CUDA out of memory. "):
-                raise torch.OutOfMemoryError(str(error)) from None
-            raise
+            if torchs(error) is error:
+                raise
+            raise torchs(error) from None
 
     return run
 

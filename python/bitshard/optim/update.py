@@ -74,8 +74,11 @@ def update_all(batches: list[tuple[tuple, list[tuple]]]) -> bool:
     step, gnorm_scale, skip_zeros); a parameter: (g, p, state1, state2, qmap1, qmap2, absmax1, absmax2), None for what
     it does not have, in the shapes of `update_32bit` and `update_8bit_blockwise`. RuntimeError where a GPU fails.
     """
-    if not _C.optimizer_steps(batches):
-        return False
+    try:
+        if not _C.optimizer_steps(batches):
+            return False
+    except RuntimeError as error:
+        raise ops.torchs(error) from None
     changed = [entry[1] for _, parameters in batches for entry in parameters]
     try:
         torch.autograd.graph.increment_version(changed)
