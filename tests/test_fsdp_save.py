@@ -40,6 +40,8 @@ STREAMED = [
     *(f"{what}_{way}_{kind}" for way in KINDS for kind in KINDS[way].split() for what in ("merged", "values")),
     *"values_whole_fp32 values_whole_none rotten_whole rotten_native memory_whole memory_native memory_fsdp1".split(),
     *"misuse full_disk no_room unwritable".split(),
+    *(f"{fault}_{way}" for fault in ("memory_of_one", "fault_of_one") for way in "whole native fsdp1 parts".split()),
+    *"short_shard short_scales".split(),
 ]
 FORMS = {2: ("fsdp2", "fsdp1", "fsdp1_orig"), 1: ("whole", "fsdp2"), 4: ("fsdp2_bytes", "replicas")}
 CHECKPOINTS = {
