@@ -1,14 +1,20 @@
 """The files of a checkpoint that is written tensor by tensor: as safetensors writes them, whole or not there at all."""
 
+import contextlib
 import errno
 import json
 import os
+import re
+import shutil
 import signal
+import time
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
-from bitshard.sharding import writing
+from bitshard.sharding import owned, writing
+from bitshard.sharding.reading import Checkpoint
 from bitshard.sharding.writing import CheckpointFiles, Entry, byte_count, split
 from helpers.bytes import same_bytes
 from safetensors.torch import load_file, save_file
@@ -215,3 +221,214 @@ def test_an_error_of_the_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch, n
         with pytest.raises(OSError, match="No space left"):
             write(tmp_path, new, 300)
     assert same(read(tmp_path), old) and {path.name for path in tmp_path.iterdir()} == before
+
+
+def filled(number):
+    """Tensors of one save, which all have its number."""
+    return {f"layer.{n}": torch.full((40,), number, dtype=torch.int32) for n in range(6)}
+
+
+def numbers(found):
+    """Of the saves that what a reader found comes from."""
+    return {int(number) for tensor in found.values() for number in tensor.unique()}
+
+
+def look(folder):
+    """One look of a reader at all tensors: the saves they come from; None where a file went between two steps of it."""
+    try:
+        return numbers(read(folder))
+    except (FileNotFoundError, RuntimeError) as error:
+        assert "No such file" in str(error), error  # RuntimeError where torch maps what safetensors has just opened
+        return None
+
+
+def look_of_ours(folder):
+    """The same, of `Checkpoint`, which opens files one by one and refuses what is not whole."""
+    try:
+        files = Checkpoint(folder)
+        found = {name: files.read(name).clone() for name in files.files}
+    except (ValueError, FileNotFoundError, RuntimeError) as error:
+        # an index or a file that a save has just replaced; never one that is there and cannot be read
+        assert re.search("absent|No such file|no safetensors|not one checkpoint", str(error)), error
+        return None
+    assert len(found) == 6, sorted(found)
+    return numbers(found)
+
+
+def forked(action):
+    """The id of a process that does `action`; its exit status is 0 where that went well."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return child
+
+
+def saving_on(folder, first, saves, limits):
+    """Save again and again; what is there behind each save is whole, too. Each step that changes a folder is slow."""
+    for name in ("replace", "unlink"):
+        call = getattr(os, name)
+        setattr(os, name, lambda *args, call=call, **kwargs: (time.sleep(0.0005), call(*args, **kwargs))[1])
+    for number in range(first, first + saves):
+        write(folder, filled(number), limits[number % len(limits)], {"config.json": b"%d" % number})
+        found = next(found for found in (look(folder) for _ in range(50)) if found)
+        assert len(found) == 1, found
+
+
+@pytest.mark.parametrize("limits", [["1GB"], [400], ["1GB", 400, 400]], ids=["one", "several", "both"])
+def test_two_saves_into_one_folder_and_a_reader(tmp_path, limits):
+    """Whole at every look, from one save; and both saves say that all is well. In the end one checkpoint is there."""
+    children = [forked(lambda first=first: saving_on(tmp_path, first, 30, limits)) for first in (1, 1001)]
+    seen, ours, gone, status = set(), set(), 0, {}
+    while len(status) < 2:
+        for found, kept in ((look(tmp_path), seen), (look_of_ours(tmp_path), ours)):
+            gone += found is None
+            assert found is None or len(found) == 1, found
+            kept |= found or set()
+        for child in (child for child in children if child not in status):
+            done, code = os.waitpid(child, os.WNOHANG)
+            status |= {child: code} if done else {}
+    assert set(status.values()) == {0}
+    assert len(seen) > 10 and len(ours) > 5, (len(seen), len(ours), gone)
+    assert {max(seen) > 1000, min(seen) > 1000} == {True, False}
+    found = read(tmp_path)
+    assert len(numbers(found)) == 1 and (tmp_path / "config.json").read_text() == str(*numbers(found))
+    write(tmp_path, filled(7), 400)
+    names = {path.name for path in tmp_path.iterdir()}
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert names == {*index["weight_map"].values(), "model.safetensors.index.json", "config.json"}
+
+
+@contextlib.contextmanager
+def stopped(action):
+    """A process that has stopped where `action` calls its argument; gives (its id, a function that lets it go on)."""
+    (told, tell), (go, let) = os.pipe(), os.pipe()
+    child = forked(lambda: action(lambda: (os.write(tell, b"x"), os.read(go, 1))))
+    os.close(tell)  # so that a child that dies before is seen
+    try:
+        assert os.read(told, 1) == b"x"
+        yield child, lambda: os.write(let, b"x")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        for descriptor in (told, go, let):
+            os.close(descriptor)
+
+
+def partials(folder):
+    return sorted(path.name for path in folder.iterdir() if "partial" in path.name)
+
+
+def save_slowly(folder, number, stop):
+    """A save that stops when half of its tensors are written."""
+    files = CheckpointFiles(folder, entries_of(filled(number)), 400)
+    for place, (key, tensor) in enumerate(filled(number).items()):
+        if place == 3:
+            stop()
+        files.write(key, tensor)
+    files.finish({}, 5)
+
+
+def test_a_save_leaves_the_files_of_one_that_lives(tmp_path):
+    """Which ends well later, and then its checkpoint is there; its temporary files are nobody's when it is killed."""
+    with stopped(lambda stop: save_slowly(tmp_path, 1, stop)) as (child, go_on):
+        mine = partials(tmp_path)
+        write(tmp_path, filled(2), "1GB")
+        assert partials(tmp_path) == mine and len(mine) > 1 and look(tmp_path) == {2}
+        CheckpointFiles(tmp_path, entries_of(filled(3)), 400).abort()
+        assert partials(tmp_path) == mine
+        go_on()
+        assert os.waitpid(child, 0)[1] == 0 and look(tmp_path) == {1}
+    with stopped(lambda stop: save_slowly(tmp_path, 4, stop)) as (child, _):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert len([name for name in partials(tmp_path) if name not in mine]) > 1
+        CheckpointFiles(tmp_path, entries_of(filled(5)), "1GB").abort()
+        assert look(tmp_path) == {1} and partials(tmp_path) == []
+
+
+def test_a_lock_ends_with_its_process(tmp_path, monkeypatch):
+    """A save waits for one that gives files their names, says so where that takes too long, and not for a dead one."""
+    monkeypatch.setattr(owned, "_PATIENCE_S", 0.1)
+    write(tmp_path, filled(1), 400)
+
+    def naming(stop):
+        with owned.alone(tmp_path / writing._LOCK):
+            stop()
+
+    with stopped(naming) as (child, _):
+        before = {path.name for path in tmp_path.iterdir()}
+        with pytest.raises(OSError, match="another save has not let go .*bitshard-save.lock"):
+            write(tmp_path, filled(2), 400)
+        assert look(tmp_path) == {1} and {path.name for path in tmp_path.iterdir()} == before
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        write(tmp_path, filled(2), 400)
+    assert look(tmp_path) == {2} and not [path.name for path in tmp_path.iterdir() if "bitshard" in path.name]
+
+
+def test_a_file_that_was_removed_before_it_is_owned_is_made_again(tmp_path, monkeypatch):
+    """Its last owner removes it between our opening and our locking it: the next one would lock another file."""
+    path, lock, calls = tmp_path / "lock", owned._lock, []
+
+    def removed_before(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 1:
+            path.unlink()
+        return lock(descriptor)
+
+    monkeypatch.setattr(owned, "_lock", removed_before)
+    descriptor, locked = owned.hold(path)
+    assert locked and len(calls) == 2 and os.path.samestat(os.fstat(descriptor), os.stat(path))
+    os.close(descriptor)
+
+
+def test_shards_of_a_killed_save_are_no_checkpoint_and_go(tmp_path):
+    """Shards that had their names when a save was killed, without an index: refused, and removed by the next save."""
+    write(tmp_path, filled(1), 400)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    dead = sorted(tmp_path.iterdir())
+    assert len(Checkpoint(tmp_path).files) == 6  # all of one checkpoint
+    write(tmp_path / "other", filled(5), "1GB")
+    shutil.copy(tmp_path / "other" / "model.safetensors", tmp_path)
+    assert look_of_ours(tmp_path) == {5}  # as transformers reads it
+    (tmp_path / "model.safetensors").unlink()
+    shutil.rmtree(tmp_path / "other")
+    dead[0].unlink()
+    with pytest.raises(ValueError, match="these 2 files are not one checkpoint"):
+        Checkpoint(tmp_path)
+    write(tmp_path, filled(2), 400)
+    assert look(tmp_path) == {2} and not any(path.exists() for path in dead)
+    write(tmp_path, filled(3), "1GB")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"] and look(tmp_path) == {3}
+
+
+def test_a_reader_of_an_old_index_never_finds_the_files_of_another_save(tmp_path):
+    """However many saves came since, of one file or several: those of its own save, or none."""
+    write(tmp_path, filled(0), 400)
+    indices = []
+    for number, limit in enumerate([400, "1GB", 400, 400, "1GB", 400], 1):
+        if (tmp_path / "model.safetensors.index.json").is_file():
+            indices.append(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"])
+        write(tmp_path, filled(number), limit)
+        assert look(tmp_path) == {number}
+        assert not any((tmp_path / name).exists() for index in indices for name in index.values())
+
+
+def test_where_a_file_system_has_no_locks_names_are_never_shared(tmp_path, monkeypatch):
+    """Nothing is removed that might be somebody's, and no name is used that another save might use."""
+
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    (tmp_path / "x.bitshard-partial").touch()
+    monkeypatch.setattr(owned.fcntl, "flock", no_locks)
+    for number, limit in enumerate([400, 400, "1GB", 400], 1):
+        write(tmp_path, filled(number), limit)
+        assert look(tmp_path) == {number} and not list(tmp_path.glob("model-0*"))
+    assert partials(tmp_path) == ["x.bitshard-partial"]

@@ -42,6 +42,8 @@ STREAMED = [
     *"values_whole_fp32 values_whole_none rotten_whole rotten_native memory_whole memory_native memory_fsdp1".split(),
     *"adapter_whole_dora adapter_cut_trained adapter_native_sharded_lora adapter_fsdp1".split(),
     *"misuse full_disk no_room unwritable".split(),
+    *(f"{fault}_{way}" for fault in ("memory_of_one", "fault_of_one") for way in "whole native fsdp1 parts".split()),
+    *"short_shard short_scales".split(),
 ]
 FORMS = {2: ("fsdp2", "fsdp1", "fsdp1_orig"), 1: ("whole", "fsdp2"), 4: ("fsdp2_bytes", "replicas")}
 CHECKPOINTS = {

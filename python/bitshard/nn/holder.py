@@ -269,6 +269,12 @@ class PackedWeight:
         if self.shard is not None:
             self._put_gathered(value)
             return True
+        if view is None and self.name not in self.owner._parameters:
+            raise ValueError(
+                f"two layers share one 4-bit weight of {list(self.state.shape)}, which FSDP1 has flattened for one of "
+                "them only: give each layer a weight of its own (copy.deepcopy(layer.weight)), or shard with FSDP2 "
+                "(fully_shard, fsdp_version: 2)"
+            )
         with merged.replacing(self, value) as before:
             if before is not None:
                 before.into(value)

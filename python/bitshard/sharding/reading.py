@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SHARD = re.compile(r"(model(?:\.\w+)?)-\d{5}-of-(\d{5})\.safetensors")  # one file of several
 _SHOWN = 5  # of the complaints in an error
 
 
@@ -25,7 +28,7 @@ class Checkpoint:
         self._open: dict[Path, Any] = {}
         if isinstance(source, (str, Path)):
             self.where = Path(source)
-            self.files = _indexed(self.where) or self._named(sorted(self.where.glob("*.safetensors")))
+            self.files = _indexed(self.where) or self._named(_loose(self.where))
         else:
             paths = [Path(path) for path in source]
             self.where = paths[0] if paths else Path()
@@ -85,6 +88,24 @@ def _indexed(folder: Path) -> dict[str, Path]:
             f"{folder}: {len(absent)} of {len(files)} files that its index names are absent: {some(absent)}"
         )
     return {name: folder / file for name, file in names.items()}
+
+
+def _loose(folder: Path) -> list[Path]:
+    """The files of a folder without an index; beside a single file no shards, which a save is about to remove.
+
+    ValueError for shards that are not all of one checkpoint, as a save that is not over leaves them.
+    """
+    paths = sorted(folder.glob("*.safetensors"))
+    shards = [path for path in paths if SHARD.fullmatch(path.name)]
+    if folder / SINGLE in paths:
+        return [path for path in paths if path not in shards]
+    kinds = {SHARD.fullmatch(path.name).groups() for path in shards}
+    if shards and (len(kinds) > 1 or len(shards) != int(next(iter(kinds))[1])):
+        raise ValueError(
+            f"{folder}: there is no {INDEX}, and these {len(shards)} files are not one checkpoint: "
+            f"{some([path.name for path in shards])}. Is it still being written?"
+        )
+    return paths
 
 
 def some(complaints: list[str]) -> str:

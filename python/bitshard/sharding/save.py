@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from bitshard import functional, gather
 from bitshard.inventory import holders
-from bitshard.sharding import layout, merging
+from bitshard.sharding import layout, merging, ready
 from bitshard.sharding.layout import Piece
 from bitshard.sharding.together import Ranks
 from bitshard.sharding.writing import CheckpointFiles, Entry, byte_count
@@ -87,8 +87,8 @@ def save_pretrained(
     if not ranks.collective and ranks.rank > 0:
         return
     with _Writer(ranks, folder, entries, max_shard_size, progress) as writer:
-        for piece, tensors in _gathered(model, pieces):
-            writer.write(lambda piece=piece, tensors=tensors: _converted(piece, tensors, dtype))
+        for piece, tensors, failure in _gathered(ranks, model, pieces):
+            writer.write(lambda piece=piece, tensors=tensors: _converted(piece, tensors, dtype), failure)
             tensors.clear()
         parameters = sum(math.prod(_shape(piece, name)) for piece in pieces for name in piece.names)
         writer.finish(lambda: _configs(model, dtype, pieces, entries), parameters)
@@ -116,10 +116,13 @@ def _shape(piece: Piece, name: str) -> Any:
 # ---- what all ranks do ----
 
 
-def _gathered(model: nn.Module, pieces: list[Piece]) -> Iterator[tuple[Piece, dict[Any, Any]]]:
+def _gathered(
+    ranks: Ranks, model: nn.Module, pieces: list[Piece]
+) -> Iterator[tuple[Piece, dict[Any, Any], Exception | None]]:
     """Each piece with its tensors, whole: by name, by id those of the adapter, and (bytes, state) of a 4-bit weight.
 
-    Collectives; a unit of FSDP1 is whole while its pieces are handed out.
+    Collectives, which the ranks enter when all are ready; a unit of FSDP1 is whole while its pieces are handed out.
+    Beside them what this rank alone has failed with behind its collectives, for the ranks' next agreement.
     """
     units: dict[int, tuple[Any, list[Piece]]] = {}
     if isinstance(model, FullyShardedDataParallel):
@@ -127,13 +130,33 @@ def _gathered(model: nn.Module, pieces: list[Piece]) -> Iterator[tuple[Piece, di
     for piece in pieces:
         units.setdefault(id(piece.unit), (piece.unit, []))[1].append(piece)
     for summoned, group in units.values():
+        if summoned is not None:
+            ranks.together(_WHAT, lambda unit=summoned: (ready.unit(unit), None))
         with _summoned(summoned):
             for piece in group:
+                units_within = _adapter_units(piece)
+                ranks.together(_WHAT, lambda piece=piece, units=units_within: (_ready(piece, units), None))
                 with contextlib.ExitStack() as stack:
-                    for unit in [] if piece.tuner is None else FullyShardedDataParallel.fsdp_modules(piece.tuner):
-                        if unit is not piece.unit:
-                            stack.enter_context(_summoned(unit))
-                    yield piece, _whole(piece)
+                    for unit in units_within:
+                        stack.enter_context(_summoned(unit))
+                    tensors, failure = {}, None
+                    try:
+                        tensors = _whole(piece)
+                    except Exception as error:  # whatever it is, the others wait
+                        failure = error
+                    yield piece, tensors, failure
+
+
+def _adapter_units(piece: Piece) -> list[Any]:
+    """Units of FSDP1 that have adapters of a piece, other than its own."""
+    found = [] if piece.tuner is None else FullyShardedDataParallel.fsdp_modules(piece.tuner)
+    return [unit for unit in found if unit is not piece.unit]
+
+
+def _ready(piece: Piece, units: list[Any]) -> None:
+    for unit in units:
+        ready.unit(unit)
+    ready.piece(piece)
 
 
 def _summoned(unit: Any) -> Any:
@@ -262,7 +285,11 @@ class _Writer:
         self.bar: Any = None
 
     def __enter__(self) -> _Writer:
-        self._step(self._open)
+        try:
+            self._step(self._open)
+        except BaseException as error:
+            self.__exit__(type(error))
+            raise
         return self
 
     def __exit__(self, kind: Any, *error: Any) -> None:
@@ -280,10 +307,14 @@ class _Writer:
                 total = sum(entry.nbytes for entry in self.entries.values())
                 self.bar = tqdm(total=total, unit="B", unit_scale=True, desc="Saving", delay=_PATIENCE_S)
 
-    def write(self, convert: Any) -> None:
-        """Write what `convert` gives on rank 0."""
+    def write(self, convert: Any, failure: Exception | None) -> None:
+        """Write what `convert` gives on rank 0; all raise where a rank brings the `failure` of its gathering."""
 
         def put() -> None:
+            if failure is not None:
+                raise failure
+            if self.ranks.rank > 0:
+                return
             for key, tensor in convert().items():
                 entry = self.entries[key]
                 if entry.dtype.is_floating_point and not entry.late and tensor.is_floating_point():
@@ -292,7 +323,7 @@ class _Writer:
                 if self.bar is not None:
                     self.bar.update(entry.nbytes)
 
-        self._step(put)
+        self.ranks.together(_WHAT, lambda: (put(), None))
 
     def finish(self, configs: Any, parameters: int) -> None:
         """Give the files their names."""

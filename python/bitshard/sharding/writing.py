@@ -4,8 +4,11 @@ The files are laid out before the first byte is known, from names, dtypes and sh
 by dtype, then by name. Each tensor is written at its place as it comes, into files with temporary names. When all are
 there and on the disk they get their own names, and the index, which says what belongs together, comes last.
 
-A file that exists is never written into. Where a folder has a checkpoint in several files already, the new ones get
-names of their own, so the old index leads to the old files until the new one takes its place.
+A file that exists is never written into. Where a folder has a checkpoint already, several new files get names that no
+other save has had or will have, so whatever index a reader has seen leads to the files of that one save, or to none.
+
+Several processes may save into one folder. Each has temporary names of its own and owns these files while it lives
+(`owned`), so that only what dead ones have left is removed; files get their names under a lock, one save at a time.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import struct
 from collections.abc import Iterable
@@ -25,10 +29,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bitshard.sharding.reading import INDEX
+from bitshard.sharding import owned
+from bitshard.sharding.reading import INDEX, SHARD, SINGLE
 
 _PARTIAL = ".bitshard-partial"
-_SINGLE = "model.safetensors"
+_LOCK = ".bitshard-save.lock"  # there while files get their names
 # safetensors' names, from the first in a file to the last
 _DTYPES = {
     torch.int64: "I64",
@@ -91,8 +96,8 @@ def split(entries: dict[str, Entry], limit: int) -> list[list[str]]:
 class _File:
     """One safetensors file under its temporary name: a header of fixed length, and each tensor's place."""
 
-    def __init__(self, folder: Path, name: str, entries: dict[str, Entry]):
-        self.name, self.path = name, folder / f"{name}{_PARTIAL}"
+    def __init__(self, path: Path, entries: dict[str, Entry]):
+        self.path = path
         self.places: dict[str, tuple[int, Entry]] = {}
         self.late: dict[str, Tensor] = {}
         self.missing = set(entries)
@@ -108,7 +113,7 @@ class _File:
         for number, key in enumerate(reserved):
             reserved[key] = (self.end + number * _LATE_BYTES, reserved[key][1])
         self.header_bytes = len(_header({**self.places, **reserved}))
-        self.descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self.descriptor, _ = owned.hold(path)
 
     def write(self, key: str, tensor: Tensor) -> None:
         """Write one tensor of the CPU. ValueError unless it is what the layout says."""
@@ -132,7 +137,7 @@ class _File:
     def finish(self) -> None:
         """Write what came late and the header, and wait until the disk has all of it."""
         if self.missing:
-            raise ValueError(f"{self.name}: never written: {sorted(self.missing)[:4]}")
+            raise ValueError(f"{self.path.name}: never written: {sorted(self.missing)[:4]}")
         for key, tensor in self.late.items():
             if tensor.numel() > _LATE_BYTES:
                 raise ValueError(f"{key}: {tensor.numel()} bytes, expected at most {_LATE_BYTES}")
@@ -142,10 +147,9 @@ class _File:
         header = _header(self.places).ljust(self.header_bytes)
         _write_all(self.descriptor, memoryview(struct.pack("<Q", len(header)) + header), 0)
         os.fsync(self.descriptor)
-        self.close()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, which nobody owns then."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -189,18 +193,22 @@ class CheckpointFiles:
             raise ValueError(f"safetensors files hold no {unknown[:3]}" if unknown else "there is nothing to save")
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._remove(self.folder.glob(f"*{_PARTIAL}"))  # of a save that was killed
+        owned.remove_dead(self.folder.glob(f"*{_PARTIAL}"))  # of saves that were killed
         self._require_room(sum(entry.nbytes for entry in entries.values()))
         names = split(entries, byte_count(max_shard_size))
+        self._own = secrets.token_hex(8)  # in names that no other save has
+        self._small: list[tuple[Path, int]] = []  # temporary files of index and config, with their descriptors
         self.files: list[_File] = []
-        self._named: list[str] = []  # files that have got their names, of a checkpoint that is not there yet
         try:
-            for name, keys in zip(self._names(len(names)), names, strict=True):
-                self.files.append(_File(self.folder, name, {key: entries[key] for key in keys}))
+            for number, keys in enumerate(names, 1):
+                self.files.append(_File(self._partial(f"model-{number:05d}"), {key: entries[key] for key in keys}))
         except BaseException:
             self.abort()
             raise
         self.file_of = {key: file for file in self.files for key in file.entries}
+
+    def _partial(self, name: str) -> Path:
+        return self.folder / f"{name}.{self._own}{_PARTIAL}"
 
     def _require_room(self, needed: int) -> None:
         free = shutil.disk_usage(self.folder).free
@@ -209,17 +217,17 @@ class CheckpointFiles:
                 errno.ENOSPC, f"{needed:,} bytes do not fit on the disk, which has {free:,}", os.fspath(self.folder)
             )
 
-    def _names(self, count: int) -> list[str]:
-        """Names of `count` files, none of which exists; of one alone its usual name, which is replaced in one step."""
+    def _names(self, locked: bool) -> list[str]:
+        """Of one file its usual name, which is replaced in one step; of several the usual ones in a new folder.
+
+        Else names of this save alone: a reader may still follow an index that it has read before, whatever came then.
+        """
+        count = len(self.files)
         if count == 1:
-            return [_SINGLE]
-        version = 1
-        while True:
-            stem = "model" if version == 1 else f"model.{version}"
-            names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-            if not any((self.folder / name).exists() for name in names):
-                return names
-            version += 1
+            return [SINGLE]
+        new = locked and not any(name in (SINGLE, INDEX) or SHARD.fullmatch(name) for name in os.listdir(self.folder))
+        stem = "model" if new else f"model.{self._own}"
+        return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
     def write(self, key: str, tensor: Tensor) -> None:
         """Write one tensor of the CPU at its place."""
@@ -232,48 +240,66 @@ class CheckpointFiles:
         """
         for file in self.files:
             file.finish()
-        before = self._earlier()
-        others = {name: data for name, data in others.items() if not self._holds(name, data)}
-        single = len(self.files) == 1
-        if not single:
-            others[INDEX] = self._index(parameters)
-        for name, data in others.items():
-            _write_file(self.folder / f"{name}{_PARTIAL}", data)
-        last = _SINGLE if single else INDEX
-        for name in [*(file.name for file in self.files), *others]:
-            if name != last:
-                self._rename(name)
-                self._named += [name] if name not in others else []
-        self._flush()
-        self._rename(last)
-        self._named = []
-        self._flush()
-        kept = {*(file.name for file in self.files), last}
-        self._remove(self.folder / name for name in before if name not in kept)
+        with owned.alone(self.folder / _LOCK) as locked:
+            before = self._earlier(locked)
+            files = dict(zip(self._names(locked), (file.path for file in self.files), strict=True))
+            small = {name: data for name, data in others.items() if not self._holds(name, data)}
+            if len(files) > 1:
+                small[INDEX] = self._index([*files], parameters)
+            self._name(files, small)
+            self._remove(self.folder / name for name in before if name not in files and name not in small)
+        self.abort()
 
-    def _index(self, parameters: int) -> bytes:
+    def _name(self, files: dict[str, Path], small: dict[str, bytes]) -> None:
+        """Give `files`, {name: temporary file}, and `small`, {name: content}, their names; where that fails, none."""
+        places = dict(files)
+        for name, data in small.items():
+            places[name] = self._partial(name)
+            self._put(places[name], data)
+        last = INDEX if INDEX in small else SINGLE
+        try:
+            for name, path in places.items():
+                if name != last:
+                    os.replace(path, self.folder / name)
+            self._flush()
+            os.replace(places[last], self.folder / last)
+        except BaseException:
+            if last == INDEX and not self._holds(INDEX, small[INDEX]):
+                self._remove(self.folder / name for name in files)
+            raise
+        self._flush()
+
+    def _put(self, path: Path, data: bytes) -> None:
+        descriptor, _ = owned.hold(path)
+        self._small.append((path, descriptor))
+        _write_all(descriptor, memoryview(data), 0)
+        os.fsync(descriptor)
+
+    def _index(self, names: list[str], parameters: int) -> bytes:
         size = sum(entry.nbytes for file in self.files for _, entry in file.places.values())
-        weights = {key: file.name for key, file in self.file_of.items()}
+        weights = {key: name for name, file in zip(names, self.files, strict=True) for key in file.entries}
         index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": weights}
         return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("utf-8")
 
-    def _earlier(self) -> list[str]:
-        """Files of the checkpoint that the folder has now. Of two, as readers do, the one in a single file first."""
-        names = [name for name in (_SINGLE, INDEX) if (self.folder / name).is_file()]
+    def _earlier(self, locked: bool) -> list[str]:
+        """Files of the checkpoint that the folder has now. Of two, as readers do, the one in a single file first.
+
+        With the lock nobody else gives files their names, so shards that no index names are those of dead saves.
+        """
+        names = [name for name in (SINGLE, INDEX) if (self.folder / name).is_file()]
         if INDEX in names:
             try:
                 listed = json.loads((self.folder / INDEX).read_bytes())["weight_map"].values()
                 names += sorted({name for name in listed if re.fullmatch(r"model[\w.-]*\.safetensors", name)})
             except (ValueError, KeyError, AttributeError, TypeError):
                 pass  # no index that anybody can read, so nothing is known to belong to it
+        if locked:
+            names += sorted(name for name in os.listdir(self.folder) if SHARD.fullmatch(name) and name not in names)
         return names
 
     def _holds(self, name: str, data: bytes) -> bool:
         path = self.folder / name
         return path.is_file() and path.read_bytes() == data
-
-    def _rename(self, name: str) -> None:
-        os.replace(self.folder / f"{name}{_PARTIAL}", self.folder / name)
 
     def _flush(self) -> None:
         """Wait until the disk knows the names."""
@@ -284,20 +310,14 @@ class CheckpointFiles:
             os.close(descriptor)
 
     def abort(self) -> None:
-        """Remove what no reader finds yet; an earlier checkpoint stays."""
+        """Remove what no reader finds, of this save alone; an earlier checkpoint stays. Nothing is left behind one."""
+        self._remove([*(file.path for file in self.files), *(path for path, _ in self._small)])
         for file in self.files:
             file.close()
-        self._remove(self.folder.glob(f"*{_PARTIAL}"))
-        self._remove(self.folder / name for name in self._named)
+        while self._small:
+            os.close(self._small.pop()[1])
 
     @staticmethod
     def _remove(paths: Iterable[Path]) -> None:
         for path in list(paths):
             path.unlink(missing_ok=True)
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

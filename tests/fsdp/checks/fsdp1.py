@@ -2,8 +2,9 @@
 
 import torch.distributed as dist
 from bitshard import fsdp
-from checks.common import ENTRIES, batch, build, exact
-from common import same_bytes, shard_fsdp1
+from checks.common import ENTRIES, batch, build, exact, raises
+from common import BASE_DTYPE, same_bytes, shard_fsdp1
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy, StateDictType
@@ -27,6 +28,20 @@ def check_fsdp1_options(device, args):
     for i, block in enumerate(model):
         model[i] = checkpoint_wrapper(block)
     exact(shard_fsdp1(model, None, device), device, build(device), steps=3)
+
+
+def check_fsdp1_shared_weight(device, args):
+    """FSDP1 flattens a weight that two layers share for the first of them; the error says so."""
+    for orig in (False, True):
+        model = nn.Sequential(*(block.base for block in build(device, storage=BASE_DTYPE, shape=(33, 33))))
+        model[1].weight = model[0].weight
+        raises(
+            ValueError,
+            "two layers share one 4-bit weight of [33, 33]|FSDP2",
+            lambda m=model, orig=orig: FullyShardedDataParallel(m, use_orig_params=orig, device_id=device)(
+                batch(device)
+            ),
+        )
 
 
 def check_fsdp1_state_dicts(device, args):

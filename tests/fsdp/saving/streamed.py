@@ -12,6 +12,7 @@ import tracemalloc
 from pathlib import Path
 
 import full_disk
+import one_rank
 import torch
 import torch.distributed as dist
 from bitshard import fsdp
@@ -162,7 +163,8 @@ def cases():
         found[f"rotten_{way}"] = functools.partial(check_rotten, way)
     for way, names in (("whole", "base merged values"), ("native", "base"), ("fsdp1", "base merged")):
         found[f"memory_{way}"] = functools.partial(check_memory, way, names)
-    return found | {"adapter_fsdp1": check_adapter_fsdp1, "misuse": check_misuse, **full_disk.CHECKS}
+    found |= {"adapter_fsdp1": check_adapter_fsdp1, "misuse": check_misuse}
+    return found | full_disk.CHECKS | one_rank.CHECKS
 
 
 # What peft and FSDP can do: DoRA fails in peft's constructor on a model that was sharded first, and peft cannot copy a
