@@ -121,8 +121,9 @@ def write_part(folder: Path, shape: tuple, kind: str, part: int, parts: int) -> 
         started = time.perf_counter()
         tensors = file_of_layer(layer, shape, kind, device)
         made = time.perf_counter()
-        save_file(tensors, path.with_suffix(".tmp"), metadata={"format": "pt"})
-        path.with_suffix(".tmp").rename(path)
+        partial = path.with_suffix(f".{os.getpid()}.tmp")
+        save_file(tensors, partial, metadata={"format": "pt"})
+        partial.rename(path)
         took = f"made in {made - started:.1f} s, written in {time.perf_counter() - made:.1f} s"
         print(f"{folder.name}/{path.name} {path.stat().st_size / GIB:.2f} GiB {took}", flush=True)
 

@@ -204,6 +204,21 @@ def test_a_tensor_that_two_modules_share_is_saved_once(tmp_path):
     )
 
 
+def test_transformers_reads_what_was_saved_over_another_checkpoint(tmp_path):
+    """In files of the usual names, then in files of names of one save, then in one file."""
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    for size, usual in ((4096, True), (8192, False), ("1GB", True), (4096, False)):
+        with torch.no_grad():
+            model.lm_head.weight.add_(1)
+        fsdp.save_pretrained(model, tmp_path, max_shard_size=size)
+        names = [path.name for path in tmp_path.glob("*.safetensors")]
+        assert (len(names) == 1) is (size == "1GB")
+        assert all(name.count(".") == 1 for name in names) is usual, names
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+        assert all(same_bytes(loaded[key], value) for key, value in model.state_dict().items())
+
+
 def test_tied_embeddings(tmp_path):
     """Saved once, as transformers does; twice, and no longer tied, where peft has trained a copy of the head."""
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}

@@ -51,7 +51,8 @@ def save_pretrained(
     middle of training. For a sharded model it is a collective: call it on every rank.
 
     Files get their names when all of them are whole and on the disk, the index last; until then, and where a rank
-    fails or is killed, a checkpoint that `folder` had before stays what it was.
+    fails or is killed, a checkpoint that `folder` had before stays what it was. Several processes may save into one
+    folder: they take turns for the names, and what the last one wrote stays.
 
     Args:
         model: sharded by FSDP2 or FSDP1, loaded in parts, or whole; with or without adapters of peft. An adapter is no
@@ -65,7 +66,8 @@ def save_pretrained(
         progress: show a bar on rank 0 where it takes longer than 2 seconds.
 
     Raises, on all ranks of a sharded model where one rank fails:
-        OSError: the disk is full, or cannot be written.
+        OSError: the disk is full, or cannot be written; another process has been giving its files their names here for
+            a minute. A rank that is out of memory raises torch.OutOfMemoryError itself, the others ValueError.
         ValueError: arguments that cannot be, or that the ranks do not share; weights that are not quantized yet; bytes
             that are not those that were quantized.
     """
