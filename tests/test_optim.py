@@ -416,14 +416,43 @@ def test_functions_are_the_operators():
         bnb.functional.optimizer_update_32bit("adamax", g, p, one, 0.9, 1e-8, 1, 0.1)
 
 
+# ---- float64 ----
+
+
+FLOAT64 = (
+    "AdEMAMix8bit Adagrad8bit Adam8bit AdamW32bit LAMB LARS Lion8bit PagedAdamW8bit PagedLion32bit RMSprop8bit SGD8bit"
+)
+
+
+@pytest.mark.parametrize("name", FLOAT64.split())
+def test_float64_parameters_move_as_float32_ones_do(name):
+    """By the same steps, and what they are beyond float32 stays: upstream rounds them to float32 in each step."""
+    options = {"momentum": 0.9} if name in ("LARS", "SGD8bit") else {}
+    single = [parameter(64, 100), nn.Parameter(parameter(33, 7).detach().t())]
+    beyond = 2.0**-40
+    double = [nn.Parameter(p.detach().double() + beyond) for p in single]
+    kept = [p.detach().clone() for p in double]
+    for parameters in (single, double):
+        optimizer = getattr(bnb.optim, name)(parameters, lr=1e-2, **options)
+        for step in range(4):
+            for i, p in enumerate(parameters):
+                gradient = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i))
+                p.grad = gradient.to(p.dtype)
+            optimizer.step()
+    for p32, p64, before in zip(single, double, kept, strict=True):
+        gap = p64.detach() - p32.detach().double()
+        assert p64.dtype is torch.float64 and not torch.equal(p64.detach(), before)
+        assert gap.abs().max() <= 2.0**-36 and (gap == beyond).double().mean() > 0.9  # others passed close to zero
+
+
 # ---- bad input ----
 
 
 def bad_gradients():
     sparse = nn.Parameter(torch.zeros(4, 4))
     sparse.grad = torch.eye(4).to_sparse()
-    double = nn.Parameter(torch.zeros(4, dtype=torch.float64))
-    double.grad = torch.ones_like(double)
+    complex_ = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+    complex_.grad = torch.ones_like(complex_)
     elsewhere = nn.Parameter(torch.zeros(4, device="meta"))
     elsewhere.grad = torch.zeros(4, device="meta")
     shared = nn.Parameter(torch.zeros(1).expand(4))
@@ -432,7 +461,7 @@ def bad_gradients():
     own.grad = own.detach()
     return {
         "sparse": (sparse, TypeError, "sparse"),
-        "float64": (double, TypeError, "float64"),
+        "complex64": (complex_, TypeError, "complex64"),
         "device": (elsewhere, NotImplementedError, "optimizer kernels for META are not there yet"),
         "overlap": (shared, ValueError, "share memory"),
         "gradient": (own, ValueError, "its gradient share memory"),

@@ -518,7 +518,8 @@ class _Stateful(Optimizer8bit):
         if config["max_unorm"] <= 0.0:
             return bound
         part = layout.local(p)
-        squares = torch.linalg.vector_norm(part, dtype=torch.float32).square()
+        values = part.float() if part.dtype is torch.float64 else part
+        squares = torch.linalg.vector_norm(values, dtype=torch.float32).square()
         limit = float(layout.global_norm(squares, p))
         if "unorm_vec" not in state:
             state["unorm_vec"] = torch.zeros((1,), device=part.device)

@@ -44,8 +44,8 @@ class PytorchLARS(torch.optim.Optimizer):
                 loss = closure()
         work = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for group, p in work:
-            if group["max_unorm"] > 0.0 and p.dtype != torch.float32:
-                raise TypeError(f"max_unorm needs float32 parameters, got {p.dtype}")
+            if group["max_unorm"] > 0.0 and p.dtype not in (torch.float32, torch.float64):
+                raise TypeError(f"max_unorm needs float32 or float64 parameters, got {p.dtype}")
         for group, p in work:
             update = self._update(group, p)
             if (bound := group["max_unorm"]) > 0.0:

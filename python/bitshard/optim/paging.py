@@ -24,7 +24,7 @@ from torch import Tensor
 from bitshard import ops
 from bitshard.optim.layout import BLOCKSIZE
 from bitshard.optim.paged import host_bytes
-from bitshard.optim.update import update_all, update_one
+from bitshard.optim.update import give_back, update_all, update_one, working
 
 PAGED_FROM = 100_000  # elements, as in bitsandbytes: smaller states stay on the device
 RING = 4  # slots of the device buffer
@@ -332,7 +332,7 @@ class _Pager:
 
     def run(self, items: list[Item], note: Note) -> None:
         """Update what was prepared, and tell `note` what is done. A RuntimeError says how far it came."""
-        tensors = [(g.contiguous(), p if p.is_contiguous() else p.contiguous()) for _, (g, p, *_) in items]
+        tensors = [(working(g), working(p)) for _, (g, p, *_) in items]
         progress = _Progress([p.numel() for _, p in tensors], self.starts, note)
         try:
             self._stream(items, tensors, progress)
@@ -390,7 +390,7 @@ def _write_back(items: list[Item], tensors: list[tuple[Tensor, Tensor]]) -> None
     """Parameters that were updated by way of a contiguous copy."""
     for (_, work), (_, (_, p, *_)) in zip(tensors, items, strict=True):
         if work is not p:
-            p.copy_(work)
+            give_back(p, work)
 
 
 class _Work(NamedTuple):

@@ -1,7 +1,8 @@
 """Updates of one parameter and of many: the C core behind bitsandbytes' names of algorithms, arguments checked.
 
 State is updated in place, in the order of the parameter's elements. A parameter that is not contiguous is updated
-through a contiguous copy that is written back.
+through a contiguous copy that is written back. One of float64 is given what a float32 copy of it moves by: the step is
+computed in float32, and what the parameter is beyond float32 stays.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 from bitshard import _C, ops
 from bitshard.optim.layout import BLOCKSIZE
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def algorithm(name: str) -> int:
@@ -35,7 +36,7 @@ def check_parameter(p: Tensor, g: Tensor) -> None:
         if tensor.layout is not torch.strided:
             raise TypeError(f"the {name} is sparse ({tensor.layout}), which these optimizers do not take")
         if tensor.dtype not in FLOATS:
-            raise TypeError(f"the {name} is {tensor.dtype}; float32, float16 and bfloat16 are supported")
+            raise TypeError(f"the {name} is {tensor.dtype}; float32, float16, bfloat16 and float64 are supported")
     if p.device != g.device:
         raise ValueError(f"the parameter is on {p.device}, its gradient on {g.device}")
     if p.numel() != g.numel():
@@ -55,10 +56,23 @@ def _overlap(p: Tensor, g: Tensor) -> bool:
     return p_begin < g_begin + g.nbytes and g_begin < p_begin + p.nbytes
 
 
+def working(tensor: Tensor) -> Tensor:
+    """What the kernels take in the place of a parameter or a gradient: itself, or a contiguous or float32 copy."""
+    return tensor.float().contiguous() if tensor.dtype is torch.float64 else tensor.contiguous()
+
+
+def give_back(p: Tensor, work: Tensor) -> None:
+    """Let `p` be what `work`, its copy (`working`), has become."""
+    if p.dtype is torch.float64:
+        p.add_(work.double().sub_(p.float()))  # exact: the difference of two float32 numbers
+    else:
+        p.copy_(work)
+
+
 def _write_back(p: Tensor, work: Tensor) -> None:
     """`p` has changed, by way of `work`; autograd, which sees no kernel, is told."""
     if work is not p:
-        p.copy_(work)
+        give_back(p, work)
     elif not p.is_inference():
         torch.autograd.graph.increment_version(p)
 
@@ -135,9 +149,9 @@ def update_32bit(
     max_unorm > 0, which bounds the update's norm by max_unorm * param_norm. Errors as `check_parameter`.
     """
     check_parameter(p, g)
-    work = p if p.is_contiguous() else p.contiguous()
+    work = working(p)
     ops.optimizer_32bit(
-        g.contiguous(),
+        working(g),
         work,
         state1,
         _none(state2, p.device),
@@ -186,9 +200,9 @@ def update_8bit_blockwise(
     two; state2 the same or None. Errors as `check_parameter`.
     """
     check_parameter(p, g)
-    work = p if p.is_contiguous() else p.contiguous()
+    work = working(p)
     ops.optimizer_8bit_blockwise(
-        g.contiguous(),
+        working(g),
         work,
         state1,
         _none(state2, p.device),
