@@ -7,7 +7,7 @@ import pickle
 import bitshard.tensor
 import pytest
 import torch
-from bitshard import _C
+from bitshard import _C, agreement
 from bitshard.nn.linear import Linear4bit
 from bitshard.shard import PackedShard
 from bitshard.sharding.record import record_of, start_over
@@ -19,8 +19,12 @@ STORAGES = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float3
 
 @pytest.fixture(autouse=True)
 def integers(monkeypatch):
-    """These tests do by themselves what FSDP2 does, with integers too, which FSDP2 of older torch refuses."""
+    """These tests do by themselves what FSDP2 does, with integers too, which FSDP2 of older torch refuses.
+
+    In one process there is nobody to compare weights with (tests/fsdp/checks/agreement.py does it).
+    """
     monkeypatch.setattr(bitshard.tensor, "_FSDP2_TAKES_INTEGERS", True)
+    monkeypatch.setattr(agreement, "agree", lambda origin, mesh: None)
 
 
 class Mesh:
