@@ -1,7 +1,9 @@
 """helpers/warm.py: forks of the server are interpreters like others, and end when whoever waits for them ends."""
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -123,3 +125,17 @@ def test_a_server_takes_all_with_it(tmp_path):
     *pids, place = done.stdout.split()
     assert len(pids) == 3 and all(ended(int(pid)) for pid in pids)
     assert not Path(place).exists()
+
+
+def test_a_signal_that_comes_too_late_ends_nothing():
+    """torchrun's may, to a rank that has ended while its program has not read so yet."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program:
+        program.connect(str(Path(os.environ[warm.PROGRAM]).with_name("socket")))
+        environment = {**warm.without_launcher(), **warm.WORKER}
+        request = {"arguments": ["-c", "pass"], "folder": os.getcwd(), "environment": environment}
+        with open(os.devnull, "r+") as nowhere:
+            socket.send_fds(program, [json.dumps(request).encode()], [nowhere.fileno()] * 3)
+        assert json.loads(program.recv(1 << 16)) == {"status": 0}
+        program.send(str(int(signal.SIGTERM)).encode())
+        assert "threads" in warm.ask({"cpu": ""})
+    assert "warm.py" in run([sys.executable, "-c", FORKED], 60)

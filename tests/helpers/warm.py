@@ -143,19 +143,23 @@ class Server:
 
     def read(self, connection: socket.socket) -> None:
         """A request, or a signal for the fork that the connection waits for; at its end the fork's."""
-        message, files, *_ = socket.recv_fds(connection, LONGEST_REQUEST, 3)
+        try:
+            message, files, *_ = socket.recv_fds(connection, LONGEST_REQUEST, 3)
+        except ConnectionResetError:  # the program was killed with an answer unread
+            message, files = b"", []
         if not message:
             self.kill(self.forks.pop(connection, None))
             self.watched.unregister(connection)
             connection.close()
-        elif connection in self.forks:
-            with contextlib.suppress(ProcessLookupError):
+        elif message.isdigit():  # it may come when the fork has ended, and the program has not read so yet
+            with contextlib.suppress(ProcessLookupError, KeyError):
                 os.kill(self.forks[connection], int(message))
         else:
             request = json.loads(message)
             answer = self.tell(request) if "cpu" in request else self.fork(connection, request, files)
             if answer:
-                connection.send(json.dumps(answer).encode())
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    connection.send(json.dumps(answer).encode())
         for file in files:
             os.close(file)
 
