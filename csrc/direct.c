@@ -42,6 +42,9 @@ typedef struct {
 
 static const dl_exchange *exchange;
 
+/* Set for good once a storage was made smaller than it was, but not empty. */
+static bool storages_shrink;
+
 /* ---- who else might want to see a call ---- */
 
 /* Set once by Python, kept for the process. */
@@ -54,24 +57,25 @@ static struct {
   PyObject *profiler; /* module with the flag _is_profiler_enabled */
   PyObject *grad_enabled;
   PyObject *storage_address; /* callable: where a tensor's storage begins, 0 where it has no memory */
+  PyObject *storage_holds;   /* callable: whether a tensor's storage holds all its elements */
   PyObject *profiler_flag, *requires_grad, *dtype_keyword; /* interned names */
   PyObject *is_neg, *new_empty_strided;                    /* methods of the class */
 } python;
 
 PyObject *bsh_direct_configure(PyObject *const module, PyObject *const args) {
   (void)module;
-  PyObject *capsule, *tensor, *weights, *dtypes, *watchers, *settings, *profiler, *grad_enabled, *address;
-  if (!PyArg_ParseTuple(args, "OOO!O!O!O!OOO", &capsule, &tensor, &PyTuple_Type, &weights, &PyTuple_Type, &dtypes,
-                        &PyTuple_Type, &watchers, &PyTuple_Type, &settings, &profiler, &grad_enabled, &address))
+  PyObject *capsule, *tensor, *weights, *dtypes, *watchers, *settings, *profiler, *grad_enabled, *address, *holds;
+  if (!PyArg_ParseTuple(args, "OOO!O!O!O!OOOO", &capsule, &tensor, &PyTuple_Type, &weights, &PyTuple_Type, &dtypes,
+                        &PyTuple_Type, &watchers, &PyTuple_Type, &settings, &profiler, &grad_enabled, &address, &holds))
     return NULL;
   const dl_exchange *const table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
   if (table == NULL) return NULL;
   if (table->header.major != DL_MAJOR || table->describe == NULL) Py_RETURN_FALSE;
-  PyObject *const all[] = {tensor, weights, dtypes, watchers, settings, profiler, grad_enabled, address};
+  PyObject *const all[] = {tensor, weights, dtypes, watchers, settings, profiler, grad_enabled, address, holds};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) Py_INCREF(all[i]);
   python.tensor = tensor, python.weights = weights, python.dtypes = dtypes, python.watchers = watchers;
   python.settings = settings, python.profiler = profiler, python.grad_enabled = grad_enabled;
-  python.storage_address = address;
+  python.storage_address = address, python.storage_holds = holds;
   python.profiler_flag = PyUnicode_InternFromString("_is_profiler_enabled");
   python.requires_grad = PyUnicode_InternFromString("requires_grad");
   python.dtype_keyword = PyUnicode_InternFromString("dtype");
@@ -80,6 +84,12 @@ PyObject *bsh_direct_configure(PyObject *const module, PyObject *const args) {
   if (python.dtype_keyword == NULL || python.is_neg == NULL || python.new_empty_strided == NULL) return NULL;
   exchange = table;
   Py_RETURN_TRUE;
+}
+
+PyObject *bsh_direct_doubt_storages(PyObject *const module, PyObject *const unused) {
+  (void)module, (void)unused;
+  storages_shrink = true;
+  Py_RETURN_NONE;
 }
 
 void bsh_direct_forget(void) {
@@ -138,9 +148,10 @@ bool bsh_direct_wants_gradient(PyObject *const *const tensors, const int n_tenso
 /* A freed storage leaves a null pointer, or what a view's offset adds to it. Above 2^40 bytes no offset reaches. Below
  * lies the heap of an interpreter that is not position-independent, so there torch is asked where the storage is. */
 static bool has_memory(PyObject *const object, const dl_tensor *const t) {
-  if (t->data == NULL || (uintptr_t)t->data >> 40 != 0) return t->data != NULL;
-  PyObject *const address = PyObject_CallFunctionObjArgs(python.storage_address, object, NULL);
-  if (address != NULL) return truth(address) && PyErr_Occurred() == NULL;
+  if (t->data == NULL || ((uintptr_t)t->data >> 40 != 0 && !storages_shrink)) return t->data != NULL;
+  PyObject *const asked = storages_shrink ? python.storage_holds : python.storage_address;
+  PyObject *const answer = PyObject_CallFunctionObjArgs(asked, object, NULL);
+  if (answer != NULL) return truth(answer) && PyErr_Occurred() == NULL;
   bsh_direct_forget();
   return false;
 }

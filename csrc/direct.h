@@ -15,12 +15,16 @@
 
 #include "tensor.h"
 
-/* configure(exchange, tensor, weights, dtypes, watchers, settings, profiler, grad_enabled, storage_address):
+/* configure(exchange, tensor, weights, dtypes, watchers, settings, profiler, grad_enabled, storage_address, holds):
  * torch.Tensor.__dlpack_c_exchange_api__, the class Tensor, the classes of packed weights, torch.float32, float16 and
  * bfloat16, callables that say whether somebody watches, for each dtype pairs of a callable and what it returns while
  * products are to be torch's default, torch.autograd.profiler, torch.is_grad_enabled, a function that gives the address
- * of a tensor's storage, 0 of a freed one. Returns whether the exchange table can be used. */
+ * of a tensor's storage, 0 of a freed one, one that says whether the storage holds all elements of a tensor. Returns
+ * whether the exchange table can be used. */
 PyObject *bsh_direct_configure(PyObject *module, PyObject *args);
+
+/* doubt_storages(): some storage was made smaller than the tensors in it, so each tensor is asked from now on. */
+PyObject *bsh_direct_doubt_storages(PyObject *module, PyObject *unused);
 
 /* linear_4bit(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K): y [..., N], or None.
  * bias may be None. */

@@ -122,7 +122,9 @@ static PyMethodDef methods[] = {
      "kernel_image(architectures, sm): (architecture, for this GPU only) of the kernels that would be loaded there."},
     {"configure_direct", bsh_direct_configure, METH_VARARGS,
      "configure_direct(exchange, tensor, weights, dtypes, watchers, settings, profiler, grad_enabled, "
-     "storage_address): whether direct calls are possible."},
+     "storage_address, storage_holds): whether direct calls are possible."},
+    {"doubt_storages", bsh_direct_doubt_storages, METH_NOARGS,
+     "doubt_storages(): direct calls ask from now on whether a tensor's storage holds all of it."},
     {"linear_4bit", (PyCFunction)(void (*)(void))bsh_direct_linear_4bit, METH_FASTCALL,
      "linear_4bit(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K): y, or None if the op "
      "must do it."},

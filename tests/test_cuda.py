@@ -6,6 +6,7 @@ random tensors with it.
 Everything goes through bitshard.ops, the ops of the C core.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -631,20 +632,29 @@ def test_direct_products_of_more_shapes_than_are_kept(panels):
     assert not wrong
 
 
-def test_direct_products_keep_to_torchs_settings(monkeypatch, panels):
+@contextlib.contextmanager
+def switched(name, value):
+    """`torch.backends.cuda.matmul.<name>` is `value` inside: no attribute that could be deleted, so no monkeypatch."""
+    matmul = torch.backends.cuda.matmul
+    before = getattr(matmul, name)
+    setattr(matmul, name, value)
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)
+
+
+def test_direct_products_keep_to_torchs_settings(panels):
     """What cuBLAS is called with are the defaults; under any other setting the op asks torch."""
     weight, x, dy = problem()
     half = Weight(512, 1024, torch.float16)
-    matmul = torch.backends.cuda.matmul
     assert weight.direct_linear(x) is not None and weight.direct_dgrad(dy) is not None
     assert half.direct_linear(x.half()) is not None
-    with monkeypatch.context() as patch:
-        patch.setattr(matmul, "allow_bf16_reduced_precision_reduction", False)
+    with switched("allow_bf16_reduced_precision_reduction", False):
         assert weight.direct_linear(x) is None and weight.direct_dgrad(dy) is None
         assert half.direct_linear(x.half()) is not None
     for name, value in (("allow_fp16_reduced_precision_reduction", False), ("allow_fp16_accumulation", True)):
-        with monkeypatch.context() as patch:
-            patch.setattr(matmul, name, value)
+        with switched(name, value):
             assert half.direct_linear(x.half()) is None and half.direct_dgrad(dy.half()) is None
             assert weight.direct_linear(x) is not None
     torch.use_deterministic_algorithms(True)

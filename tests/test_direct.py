@@ -1,5 +1,6 @@
 """Calls around torch's dispatcher (csrc/direct.c) give the op's bits, and step aside for whoever watches there."""
 
+import subprocess
 import sys
 
 import cases
@@ -244,6 +245,43 @@ def test_freed_storage_is_declined(plain, offset):
     assert direct(x, weight, state) is None and direct_values(weight, state) is None
     with pytest.raises(ValueError, match="freed"):
         functional.linear_4bit(x, view, state)
+
+
+SHRUNK = """
+import torch
+from bitshard import _C, functional, ops
+from bitshard.tensor import Params4bit
+
+packed, state = functional.quantize_4bit(torch.randn(512, 512))
+x = torch.randn(2, 512)
+expected = functional.linear_4bit(x, packed, state)
+part = torch.empty(1 << 20)[:4]
+part.untyped_storage().resize_(64)  # still holds it
+for weight in (packed, Params4bit(packed, quant_state=state, bnb_quantized=True)):
+    for tensor in (packed, state.absmax):
+        kept, size = tensor.clone(), tensor.untyped_storage().nbytes()
+        assert _C.linear_4bit(x, weight, *state.scales(), None, 64, 0, 512, 512) is not None
+        tensor.untyped_storage().resize_(64)
+        assert _C.linear_4bit(x, weight, *state.scales(), None, 64, 0, 512, 512) is None
+        for call in (functional.linear_4bit, functional.linear_4bit_dgrad):
+            try:
+                call(x, weight, state)
+            except RuntimeError as error:
+                assert "only 64 bytes of storage" in str(error), error
+            else:
+                raise AssertionError("read beyond a storage")
+        tensor.untyped_storage().resize_(size)
+        tensor.copy_(kept)
+        assert torch.equal(functional.linear_4bit(x, weight, state), expected)
+print("declined")
+"""
+
+
+@calls_directly
+def test_shrunk_storages_are_declined():
+    """A storage that was made smaller keeps its address. In a process of its own: the old way ended it."""
+    done = subprocess.run([sys.executable, "-c", SHRUNK], capture_output=True, text=True, check=False)
+    assert done.stdout == "declined\n", (done.returncode, done.stderr)
 
 
 @calls_directly

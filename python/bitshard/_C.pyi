@@ -93,11 +93,15 @@ def configure_direct(
     profiler: ModuleType,
     grad_enabled: Callable[[], bool],
     storage_address: Callable[[Tensor], int],
+    storage_holds: Callable[[Tensor], bool],
     /,
 ) -> bool:
     """Let the functions below read tensors; whether this torch's exchange table can be used. dtypes: float32, float16,
     bfloat16; settings: for each of them callable, expected value, callable, expected value, ...; storage_address: 0 of
-    a freed one."""
+    a freed one; storage_holds: whether a tensor's storage holds all its elements."""
+
+def doubt_storages() -> None:
+    """A storage was made smaller, not empty: the functions below ask storage_holds of each tensor from now on."""
 
 def linear_4bit(
     x: Tensor,

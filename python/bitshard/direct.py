@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,26 @@ from bitshard.state import VALUE_DTYPES
 def _allowed(reduction: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
     """`reduction` and what it gives by default: since torch 2.9 two flags, before one."""
     return reduction, (True, True) if isinstance(reduction(), tuple) else True
+
+
+def _storage_holds(tensor: Tensor) -> bool:
+    """Whether the storage of a contiguous tensor holds all its elements."""
+    end = tensor.storage_offset() + tensor.numel()
+    return end * tensor.element_size() <= tensor.untyped_storage().nbytes()
+
+
+def _watch_storages() -> None:
+    """A storage that was made smaller than the tensors in it keeps its address, which is all that a direct call sees:
+    with the first of them the calls begin to ask each tensor. Emptied ones, as FSDP's, have none."""
+    resize = torch.UntypedStorage.resize_
+
+    @functools.wraps(resize)
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        if 0 < size < storage.nbytes():
+            _C.doubt_storages()
+        return resize(storage, size)
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
 
 
 def enable_direct_calls(*weights: type) -> bool:
@@ -34,6 +55,10 @@ def enable_direct_calls(*weights: type) -> bool:
     )
     profiler = torch.autograd.profiler
     dtypes, grad_enabled = tuple(VALUE_DTYPES.values()), torch.is_grad_enabled
-    return exchange is not None and _C.configure_direct(
-        exchange, Tensor, classes, dtypes, watchers, settings, profiler, grad_enabled, torch._C._data_address
-    )
+    asked = (torch._C._data_address, _storage_holds)
+    if exchange is None or not _C.configure_direct(
+        exchange, Tensor, classes, dtypes, watchers, settings, profiler, grad_enabled, *asked
+    ):
+        return False
+    _watch_storages()
+    return True
