@@ -31,18 +31,22 @@ C_FLAGS = [
     "-ffp-contract=off",  # the formats are defined by separately rounded products and sums
     "-fno-strict-aliasing",
 ]
-AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
-AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi", "-mfma", "-mf16c"]
-ISA_FLAGS = {
-    "cpu_avx2.c": AVX2_FLAGS,
-    "cpu_avx2_optimizer.c": AVX2_FLAGS,
-    "cpu_avx512.c": AVX512_FLAGS,
-    "cpu_avx512_linear.c": AVX512_FLAGS,
-    "cpu_avx512_optimizer.c": AVX512_FLAGS,
-}
 NVCC_FLAGS = ["-std=c++17", "-O3", "--ftz=false", "--prec-div=true", "--fmad=true"]
 ARCHITECTURES_DEFAULT = "75,80,90a,compute_80"  # a T4 has no newer card's code to fall back on
 ARCHITECTURES_ALL = "75,80,86,89,90a,100,120,compute_120"
+
+
+def c_sources(leave_out: str = "") -> dict[str, list[str]]:
+    """{source: flags of its instruction set} of csrc/sources.txt, which says what its lines mean; without those of a
+    word."""
+    flags, sources = {}, {}
+    for line in (ROOT / "csrc" / "sources.txt").read_text().splitlines():
+        first, *words = line.partition("#")[0].split() or [""]
+        if first == "flags":
+            flags[words[0]] = words[1:]
+        elif first and leave_out not in words:
+            sources[f"csrc/{first}"] = [flag for word in words for flag in flags.get(word, [])]
+    return sources
 
 
 def find_nvcc() -> str | None:
@@ -71,7 +75,8 @@ def gencode(arch: str) -> str:
 
 
 def headers() -> list[Path]:
-    return sorted(path for folder in ("cuda", "csrc") for path in (ROOT / folder).glob("*.*h"))
+    """All that a kernel includes: those beside it and the lowest ones of the C core."""
+    return sorted(path for folder in ("cuda", "csrc/core") for path in (ROOT / folder).glob("*.*h"))
 
 
 def digest(made_by: list[str], source: Path) -> str:
@@ -123,8 +128,9 @@ class BuildExtension(build_ext):
         temporary.mkdir(parents=True, exist_ok=True)
         nvcc = find_nvcc()
         self.compiler.src_extensions.append(".S")
-        sources = [Path(source) for source in ext.sources]
-        include_dirs = [*self.include_dirs, str(ROOT / "csrc"), str(ROOT / "cuda")]  # cuda: sizes of kernels
+        isa_flags = c_sources(leave_out="no-cuda" if nvcc else "cuda")
+        sources = [Path(source) for source in isa_flags]
+        include_dirs = [*self.include_dirs, str(ROOT / "csrc"), str(ROOT)]  # the root: "cuda/...", sizes of kernels
         macros = [("BSH_VERSION", f'"{VERSION}"'), ("_GNU_SOURCE", None)]
         macros += [("Py_LIMITED_API", "0x030a0000")] if ABI3 else []
         extra_flags = ["-Werror"] if os.environ.get("BITSHARD_WERROR") == "1" else []
@@ -138,8 +144,8 @@ class BuildExtension(build_ext):
             print("bitshard: nvcc not found or switched off: this build is CPU-only", file=sys.stderr)
 
         def compile_one(source: Path) -> str:
-            flags = C_FLAGS + ISA_FLAGS.get(source.name, []) + extra_flags + sanitize if source.suffix == ".c" else []
             relative = os.path.relpath(source, ROOT)
+            flags = C_FLAGS + isa_flags[relative] + extra_flags + sanitize if source.suffix == ".c" else []
             (object_file,) = self.compiler.compile(
                 [relative], str(temporary), macros, include_dirs, extra_postargs=flags
             )
@@ -169,7 +175,7 @@ setup(
     ext_modules=[
         Extension(
             "bitshard._C",
-            sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*.c")),
+            list(c_sources()),
             py_limited_api=ABI3,
         )
     ],

@@ -278,7 +278,7 @@ decoded weight. With glibc's defaults they are paid in every call, and their pri
 {markdown_table(["op", "M", "bitshard ms", "upstream ms", "faster"], warm_rows(t))}
 
 - instruction set: {core.isa()}; flags: {" ".join(flags)}
-- bitshard {core.version}, commit {commit("csrc/cpu*")}; upstream {UPSTREAM}
+- bitshard {core.version}, commit {commit("csrc/cpu")}; upstream {UPSTREAM}
 - torch {torch.__version__}, Python {sys.version.split()[0]}
 - command: `python benchmarks/bench.py --threads {arguments.threads} --size {size} --rounds {arguments.rounds}`
 """

@@ -7,7 +7,7 @@
 // The fast kernels give a warp a tile of 1024 elements: 16 bytes of the wide tensor per lane and step, so that every
 // access is coalesced, and all loads of a warp are in flight before the first use. The grid covers the tensor once. A
 // tile cut by an end of the tensor, and the *_any kernels, which take any alignment, go one element (or one block) at a
-// time. Host side: csrc/cuda_blockwise.c.
+// time. Host side: csrc/gpu/blockwise.c.
 #include "blockwise.h"
 
 #include "common.cuh"
@@ -36,7 +36,7 @@ __device__ __forceinline__ void dequantize_element(const bsh_dequantize_4bit_arg
 
 // A warp tile is STEPS rows of SPAN columns. Lane l fetches the scale of one block of the tile: of row l / PER_ROW,
 // the (l % PER_ROW)-th block from the left; a span holds at most PER_ROW blocks of 32. Needs, besides alignment, that a
-// span starts at a block border or lies inside one block (csrc/cuda_blockwise.c checks).
+// span starts at a block border or lies inside one block (csrc/gpu/blockwise.c checks).
 template <typename T> struct dequantize_tile {
   static constexpr int WIDTH = vector16<T>::WIDTH, SPAN = 32 * WIDTH, STEPS = WARP_TILE / SPAN;
   static constexpr int PER_ROW = 32 / STEPS;

@@ -1,4 +1,4 @@
-/* blockwise.h - sizes of blockwise.cu, for the kernels and their host (csrc/cuda_blockwise.c). C and CUDA. */
+/* blockwise.h - sizes of blockwise.cu, for the kernels and their host (csrc/gpu/blockwise.c). C and CUDA. */
 #ifndef BSH_BLOCKWISE_H
 #define BSH_BLOCKWISE_H
 

@@ -8,8 +8,8 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
-#include "formats.h"
-#include "kernels.h"
+#include "core/formats.h"
+#include "core/kernels.h"
 
 namespace bsh {
 

@@ -11,7 +11,7 @@
 
 #include <stdint.h>
 
-#include "kernels.h"
+#include "core/kernels.h"
 
 #ifdef __CUDACC__
 #define BSH_SIZE constexpr __host__ __device__

@@ -1,4 +1,4 @@
-/* gemm_4bit_sm90.h - sizes of gemm_4bit_sm90.cu, for the kernel, its plan (csrc/plan_gemm_4bit_sm90.c) and tests.
+/* gemm_4bit_sm90.h - sizes of gemm_4bit_sm90.cu, for the kernel, its plan (csrc/plan/gemm_4bit_sm90.c) and tests.
  *
  * tokens: rows of x of a launch, padded to 16, 32 or 64. k_parts: parts of K that the warpgroups of a block work on at
  * the same time. */

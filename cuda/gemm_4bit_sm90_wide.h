@@ -1,5 +1,5 @@
 /* gemm_4bit_sm90_wide.h - sizes and arguments of gemm_4bit_sm90_wide.cu, for the kernel, its plan
- * (csrc/plan_gemm_4bit_sm90_wide.c), its launcher (csrc/cuda_wide.c) and tests.
+ * (csrc/plan/gemm_4bit_sm90_wide.c), its launcher (csrc/gpu/wide.c) and tests.
  *
  * C^T[rows, tokens] = A x^T. Forward: A = W, rows = N, depth = K. Input gradient: A = W^T, rows = K, depth = N. A
  * thread block has 128 rows by `tokens` tokens; a pair of blocks, which share what they read of x, 256 rows. A piece is

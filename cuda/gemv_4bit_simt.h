@@ -1,4 +1,4 @@
-/* gemv_4bit_simt.h - sizes of gemv_4bit_simt.cu, for the kernel, its plan (csrc/plan_gemv_4bit_simt.c) and tests. */
+/* gemv_4bit_simt.h - sizes of gemv_4bit_simt.cu, for the kernel, its plan (csrc/plan/gemv_4bit_simt.c) and tests. */
 #ifndef BSH_GEMV_4BIT_SIMT_H
 #define BSH_GEMV_4BIT_SIMT_H
 

@@ -1,4 +1,4 @@
-// optimizer.cu - the optimizers of optimizer.h for all parameters of a bsh_step_list in one launch.
+// optimizer.cu - the optimizers of core/optimizer.h for all parameters of a bsh_step_list in one launch.
 //
 // A warp takes a block of 256 elements at a time, 8 in each lane, whichever parameter it belongs to. The blocks of all
 // parameters are numbered through: each block of threads has a stretch of them.
@@ -59,7 +59,7 @@ STEP_FUNCTION value v_round(bsh_dtype dtype, value a) {
   return a;
 }
 
-#include "optimizer.h"
+#include "core/optimizer.h"
 
 #include "optimizer_codes.cuh"
 

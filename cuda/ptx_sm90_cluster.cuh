@@ -3,7 +3,7 @@
 #pragma once
 
 #include "ptx_sm90.cuh"
-#include "tensor_map.h"
+#include "core/tensor_map.h"
 
 #ifdef BSH_HAS_WGMMA
 namespace bsh {

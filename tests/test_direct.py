@@ -1,4 +1,4 @@
-"""Calls around torch's dispatcher (csrc/direct.c) give the op's bits, and step aside for whoever watches there."""
+"""Calls around the dispatcher (csrc/python/direct.c) give the op's bits, and step aside for whoever watches there."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Fused LoRA layers in one call of the C core (csrc/direct_lora.c): taken where it should be, declined elsewhere."""
+"""Fused LoRA layers in one call of the C core (csrc/python/direct_lora.c): taken where they should be."""
 
 import gc
 import itertools

@@ -46,6 +46,8 @@ LAYERS = [
     "tried",
     "__main__",
 ]
+# The folders of csrc, lowest first: each includes and calls only those before it, and itself
+FOLDERS = ["core", "cpu", "plan", "torch", "gpu", "ops", "native", "python"]
 SOURCES = (".py", ".pyi", ".c", ".h", ".cu", ".cuh", ".sh", ".toml", ".yaml", ".md", ".txt", "Makefile", "run")
 
 
@@ -73,11 +75,11 @@ def test_no_file_is_too_long():
 
 
 def test_no_second_nf4_table():
-    """NF4's values are in csrc/formats.h and nowhere else; Python asks the C core."""
+    """NF4's values are in csrc/core/formats.h and nowhere else; Python asks the C core."""
     value = re.compile(r"0\.69619|BF3239B0|0\.52507|0\.72295", re.IGNORECASE)
     code = [path for path in files() if path.suffix != ".md"]
     holders = [path.relative_to(ROOT).as_posix() for path in code if value.search(read(path))]
-    assert [path for path in holders if path != "tests/test_source.py"] == ["csrc/formats.h"]
+    assert [path for path in holders if path != "tests/test_source.py"] == ["csrc/core/formats.h"]
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -264,11 +266,6 @@ def code_of(path: pathlib.Path) -> str:
     return re.sub(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"', " ", read(path), flags=re.DOTALL)
 
 
-def unit_of(path: pathlib.Path) -> str:
-    """A file by its stem; the CPU's table of kernels and the kernels in it, which use each other's helpers, are one."""
-    return "cpu" if path.stem.startswith("cpu") else path.stem
-
-
 def call_graph(sources: list[tuple[str, str]]) -> dict[str, set[str]]:
     """{unit: units whose functions and variables it names} of (unit, code) pairs."""
     owner = {name: unit for unit, code in sources for name in FUNCTION.findall(code) + VARIABLE.findall(code)}
@@ -279,7 +276,26 @@ def call_graph(sources: list[tuple[str, str]]) -> dict[str, set[str]]:
 
 
 def core_graph() -> dict[str, set[str]]:
-    return call_graph([(unit_of(path), code_of(path)) for path in sorted((ROOT / "csrc").glob("*.c"))])
+    """{folder/file: those whose functions and variables it names}; of a build with kernels."""
+    folder = ROOT / "csrc"
+    files = sorted(path for path in folder.rglob("*.c") if path.name != "driver_absent.c")
+    return call_graph([(path.relative_to(folder).with_suffix("").as_posix(), code_of(path)) for path in files])
+
+
+def include_graph() -> dict[str, set[str]]:
+    """{folder/file: headers of csrc that it includes}, of headers and sources."""
+    folder = ROOT / "csrc"
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.[ch]")}
+    lines = {name: re.findall(r'^#include "([^"]+)"', read(path), re.MULTILINE) for name, path in paths.items()}
+    unknown = [line for found in lines.values() for line in found if line not in paths and not line.startswith("cuda/")]
+    assert not unknown, "an include names its folder"
+    return {name: {line for line in found if line in paths} for name, found in lines.items()}
+
+
+def upwards(graph: dict[str, set[str]]) -> list[str]:
+    """Arrows from a folder of csrc to one above it."""
+    place = {name: FOLDERS.index(name.partition("/")[0]) for name in {*graph, *set().union(*graph.values())}}
+    return sorted(f"{name} -> {other}" for name in graph for other in graph[name] if place[other] > place[name])
 
 
 def circles_of(graph: dict[str, set[str]]) -> list[list[str]]:
@@ -299,29 +315,57 @@ def test_a_circle_of_c_files_is_found():
 
 def test_no_c_files_call_each_other():
     graph = core_graph()
-    assert len(graph) > 20 and "cuda_driver" in graph["cuda_fused"]
+    assert len(graph) > 40 and "gpu/launch" in graph["gpu/fused"]
     assert not circles_of(graph)
 
 
-def test_arrows_of_the_c_core_go_down():
-    """ops -> plan -> launch -> driver: a plan is arithmetic, and what launches it does not know who asked."""
-    graph = core_graph()
-    kernels = {name for name in graph if name.startswith("plan_")}
-    assert reachable(graph, "plan") == kernels | {"status"} and not set().union(*(graph[name] for name in kernels))
-    below = reachable(graph, "cuda_linear")
-    assert {"plan", "cuda_fused", "cuda_panels", "cuda_driver"} <= below
-    assert not below & {"ops", "direct", "native_cuda", "module"}
-    assert reachable(graph, "cuda_driver") == {"status", "torch_abi"}
+def test_folders_of_the_c_core_go_one_way():
+    """core <- plan <- gpu <- ops <- python: by includes and by calls; and a plan, which is arithmetic, calls nobody."""
+    calls, includes = core_graph(), include_graph()
+    assert not upwards(calls) and not upwards(includes)
+    assert {name.partition("/")[0] for name in includes} == set(FOLDERS)
+    assert not [path for path in (ROOT / "csrc").glob("*.[ch]")]
+    kernels = {name for name in calls if name.startswith("plan/") and "4bit" in name}
+    assert len(kernels) == 4 and not set().union(*(calls[name] for name in kernels))
+
+
+@pytest.mark.parametrize(
+    "low, high", [("core/packed", "ops/ops"), ("plan/plan", "gpu/launch"), ("gpu/wide", "torch/gemm")]
+)
+def test_an_arrow_turned_around_is_found(low, high):
+    calls = core_graph()
+    calls["torch/gemm"] |= {"gpu/wide"} if high == "torch/gemm" else set()
+    calls[low] |= {high} if high != "torch/gemm" else set()
+    assert len(upwards(calls)) == 1
+    includes = include_graph()
+    includes[f"{low}.c"] |= {"python/direct.h"}
+    assert upwards(includes) == [f"{low}.c -> python/direct.h"]
+
+
+def test_the_list_of_c_sources_is_whole():
+    """csrc/sources.txt, from which setup.py and the C tests build, has every source once, by folders."""
+    lines = [line.split() for line in read(ROOT / "csrc/sources.txt").splitlines()]
+    listed = [line[0] for line in lines if line and line[0].endswith(".c")]
+    assert sorted(listed) == sorted(path.relative_to(ROOT / "csrc").as_posix() for path in (ROOT / "csrc").rglob("*.c"))
+    assert list(dict.fromkeys(name.partition("/")[0] for name in listed)) == FOLDERS
 
 
 def test_no_headers_include_each_other():
-    headers = {path.name: path for folder in ("csrc", "cuda") for path in (ROOT / folder).glob("*.*h")}
-    graph = {
-        name: {found for found in re.findall(r'^#include "([^"]+)"', read(path), re.MULTILINE) if found in headers}
-        for name, path in headers.items()
-    }
-    assert len(graph) > 30 and "kernels.h" in graph["fused.h"]
+    """csrc by folders, cuda by names: as "cuda/fused.h" from csrc, as "fused.h" from its own folder."""
+    cuda = {f"cuda/{path.name}": path for path in (ROOT / "cuda").glob("*.*h")}
+    headers = {path.relative_to(ROOT / "csrc").as_posix(): path for path in (ROOT / "csrc").rglob("*.h")} | cuda
+    graph: dict[str, set[str]] = {}
+    for name, path in headers.items():
+        included = re.findall(r'^#include "([^"]+)"', read(path), re.MULTILINE)
+        graph[name] = {found if found in headers else f"cuda/{found}" for found in included}
+    assert len(graph) > 30 and "core/kernels.h" in graph["cuda/fused.h"] and set().union(*graph.values()) <= set(graph)
     assert not circles_of(graph)
+
+
+def test_kernels_include_only_the_lowest_headers():
+    """So nvcc runs again only when one of those changes (setup.py's digest)."""
+    found = {name for path in (ROOT / "cuda").iterdir() for name in re.findall(r'#include "(\w+)/', read(path))}
+    assert found == {"core"}
 
 
 def messages() -> str:

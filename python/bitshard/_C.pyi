@@ -200,4 +200,4 @@ def optimizer_fits(batches: list[tuple[tuple, list[tuple]]], /) -> bool:
     """Whether a step of these could be done if their states, which are on the CPU, were where the parameters are."""
 
 def optimizer_steps(batches: list[tuple[tuple, list[tuple]]], /) -> bool:
-    """One step of many parameters around torch's dispatcher (csrc/optimizer_list.h); False: take the ops."""
+    """One step of many parameters around torch's dispatcher (csrc/python/optimizer_list.h); False: take the ops."""

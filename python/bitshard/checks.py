@@ -1,6 +1,6 @@
 """What a caller can get wrong about formats, packed weights, scales and results: an exception with the numbers.
 
-The ops (csrc/ops.c) check again only what would corrupt memory.
+The ops (csrc/ops/ops.c) check again only what would corrupt memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Products and dequantization around torch's dispatcher (csrc/direct.h), where this torch allows it."""
+"""Products and dequantization around torch's dispatcher (csrc/python/direct.h), where this torch allows it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Quantize, dequantize and multiply: bitsandbytes' functions for 4-bit and 8-bit blocks, with its names and arguments.
 
-This is where a user's arguments are checked; the ops below (ops.py, csrc/ops.c) check again only what would corrupt
+This is where a user's arguments are checked; the ops below (ops.py, csrc/ops/ops.c) check again only what would corrupt
 memory. A block is `blocksize` consecutive elements of the flattened tensor and has one scale, its largest magnitude
 (absmax). Formats, thresholds and the order of roundings: docs/formats.md.
 """

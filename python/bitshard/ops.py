@@ -22,7 +22,7 @@ except ImportError as error:
     ) from error
 
 FORMATS = {"nf4": 0, "fp4": 1}
-# Formulas of csrc/optimizer.h by bitsandbytes' names. LAMB and LARS are Adam and momentum with max_unorm.
+# Formulas of csrc/core/optimizer.h by bitsandbytes' names. LAMB and LARS are Adam and momentum with max_unorm.
 OPTIMIZERS = {
     "adam": 0,
     "momentum": 1,

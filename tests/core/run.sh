@@ -6,18 +6,24 @@ set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 cc=${CC:-gcc}
 # -g1: lines for reports. With variables, and at -O1, it takes twice as long to compile and as long to run.
-flags="-std=gnu11 -g1 -Og -Wall -Wextra -Werror -ffp-contract=off -fno-strict-aliasing -pthread -I$root/csrc -I$root/cuda"
+flags="-std=gnu11 -g1 -Og -Wall -Wextra -Werror -ffp-contract=off -fno-strict-aliasing -pthread -I$root/csrc -I$root"
 flags="$flags -fsanitize=address,undefined -fno-sanitize-recover=all ${CFLAGS-}"
-isa_flags() { # the same as ISA_FLAGS in setup.py
-  case $1 in
-    cpu_avx2*) echo "-mavx2 -mfma -mf16c" ;;
-    cpu_avx512*) echo "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mfma -mf16c" ;;
-  esac
+listed() { # sources of csrc/sources.txt that have the word $1, below csrc
+  awk -v word="$1" '/^[^#]/ && $1 != "flags" { for (i = 2; i <= NF; i++) if ($i == word) print $1 }' "$root/csrc/sources.txt"
+}
+isa_flags() { # of the source $1
+  awk -v source="$1" '$1 == "flags" { name = $2; $1 = $2 = ""; flags[name] = $0 }
+    $1 == source { for (i = 2; i <= NF; i++) if ($i in flags) print flags[$i] }' "$root/csrc/sources.txt"
+}
+
+object() { # name of the object of a source; ar knows objects without their folder
+  echo "${1%.c}" | tr / _
 }
 
 if [ "${1-}" = --object ]; then # run.sh --object <build folder> <hash of headers and compiler> <source>
-  build=$2 name=$(basename "$4" .c)
-  flags="$flags $(isa_flags "$name")"
+  build=$2 below=${4#"$root"/csrc/}
+  name=$(object "${below#"$root"/tests/core/}")
+  flags="$flags $(isa_flags "$below")"
   made_of=$( (echo "$3 $flags" && cat "$4") | sha256sum | cut -c 1-16)
   if [ ! -e "$build/$name-$made_of.o" ]; then
     # shellcheck disable=SC2086
@@ -35,17 +41,16 @@ mkdir -p "$build"
 # gcc 13's stack for use-after-return checks aligns frames to less than 64 bytes: aligned AVX-512 loads fault on it.
 $cc --version | grep -q clang || export ASAN_OPTIONS="detect_stack_use_after_return=0${ASAN_OPTIONS+:$ASAN_OPTIONS}"
 
-isa=""
-case $(uname -m) in x86_64) isa="cpu_avx512_optimizer cpu_avx512_linear cpu_avx2_optimizer cpu_avx512 cpu_avx2" ;; esac
-sources="$isa cpu_scalar_optimizer cpu_scalar cpu_optimizer cpu_linear cpu status packed cuda_linear cuda_fused cuda_wide cuda_panels cuda_blockwise cuda_optimizer optimizer_step optimizer_ops ops tensor lora cublas plan plan_dequantize plan_gemv_4bit plan_gemv_4bit_simt plan_gemm_4bit_sm90 plan_gemm_4bit_sm90_wide images native native_cpu native_cuda"
+sources=$(listed core)
+case $(uname -m) in x86_64) ;; *) sources=$(echo "$sources" | grep -v '^cpu/avx') ;; esac
 tests="test_packed test_cpu test_launch test_ops test_lora test_steps test_native"
-headers=$( ($cc --version && cat "$root"/csrc/*.h "$root"/cuda/*.h "$root"/tests/core/*.h) | sha256sum | cut -c 1-16)
-for name in $sources; do echo "$root/csrc/$name.c"; done >"$build/sources"
+headers=$( ($cc --version && cat "$root"/csrc/*/*.h "$root"/cuda/*.h "$root"/tests/core/*.h) | sha256sum | cut -c 1-16)
+for name in $sources; do echo "$root/csrc/$name"; done >"$build/sources"
 for name in $tests; do echo "$root/tests/core/$name.c"; done >>"$build/sources"
 xargs -P "${JOBS:-2}" -n 1 "$0" --object "$build" "$headers" <"$build/sources"
 
 rm -f "$build/libcore.a"
-for name in $sources; do echo "$build/$name.o"; done | xargs ar rc "$build/libcore.a" # each test links only what it needs
+for name in $sources; do echo "$build/$(object "$name").o"; done | xargs ar rc "$build/libcore.a" # each test links only what it needs
 for test in $tests; do
   # shellcheck disable=SC2086
   $cc $flags "$build/$test.o" "$build/libcore.a" -lm -o "$build/$test"

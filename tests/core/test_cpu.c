@@ -4,10 +4,10 @@
 
 #include <math.h>
 
-#include "cpu.h"
-#include "cpu_grid.h"
-#include "cpu_numerics.h"
-#include "packed.h"
+#include "core/numerics.h"
+#include "core/packed.h"
+#include "cpu/cpu.h"
+#include "cpu/grid.h"
 
 uint64_t check_seed;
 
@@ -164,7 +164,7 @@ static uint8_t quantize_pair(const float first, const float second, const bsh_fo
   return packed[0];
 }
 
-/* Expected bytes follow from the definitions in formats.h and the flush-to-zero rule, worked out by hand. */
+/* Expected bytes follow from the definitions in core/formats.h and the flush-to-zero rule, worked out by hand. */
 static void format_facts(void) {
   static const uint32_t nf4[15] = {BSH_NF4_THRESHOLD_BITS};
   float absmax;

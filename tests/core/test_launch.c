@@ -1,20 +1,20 @@
-/* test_launch.c - how products are planned (csrc/plan*.c) and launched (cuda_linear.c, cuda_fused.c, cuda_panels.c),
+/* test_launch.c - how products are planned (csrc/plan*.c) and launched (gpu/linear.c, gpu/fused.c, gpu/panels.c),
  * without a GPU: the driver and the vendors' products are replaced by functions that check what a GPU would do with
  * their arguments. What a kernel computes from its arguments is written down here again; its sizes come from its
  * header. */
 #include "check.h"
 
-#include "arithmetic.h"
-#include "blockwise.h"
-#include "cublas.h"
-#include "cuda_linear.h"
-#include "cuda_ops.h"
-#include "gemm_4bit_sm90.h"
-#include "gemm_4bit_sm90_wide.h"
-#include "gemv_4bit.h"
-#include "gemv_4bit_simt.h"
-#include "tensor.h"
-#include "torch_gemm.h"
+#include "core/arithmetic.h"
+#include "cuda/blockwise.h"
+#include "cuda/gemm_4bit_sm90.h"
+#include "cuda/gemm_4bit_sm90_wide.h"
+#include "cuda/gemv_4bit.h"
+#include "cuda/gemv_4bit_simt.h"
+#include "gpu/cublas.h"
+#include "gpu/linear.h"
+#include "gpu/ops.h"
+#include "torch/gemm.h"
+#include "torch/tensor.h"
 
 uint64_t check_seed;
 

@@ -1,13 +1,14 @@
-/* test_lora.c - the products of a LoRA layer on a GPU (csrc/lora.c) down to what cuBLASLt is told (csrc/cublas.c),
- * without a GPU: cuBLASLt is replaced by functions that hold a call to its rules and multiply on the host. */
+/* test_lora.c - the products of a LoRA layer on a GPU (csrc/ops/lora.c) down to what cuBLASLt is told
+ * (csrc/gpu/cublas.c), without a GPU: cuBLASLt is replaced by functions that hold a call to its rules and multiply on
+ * the host. */
 #include "check.h"
 
 #include <math.h>
 
-#include "cublas.h"
-#include "lora.h"
-#include "torch_abi.h"
-#include "torch_gemm.h"
+#include "gpu/cublas.h"
+#include "ops/lora.h"
+#include "torch/abi.h"
+#include "torch/gemm.h"
 
 uint64_t check_seed;
 bsh_torch_api bsh_torch;

@@ -5,13 +5,13 @@
  * backend from the arguments it was given. */
 #include "check.h"
 
-#include "arithmetic.h"
-#include "cpu.h"
-#include "cuda_linear.h"
-#include "cuda_ops.h"
-#include "native.h"
-#include "packed.h"
-#include "torch_abi.h"
+#include "core/arithmetic.h"
+#include "core/packed.h"
+#include "cpu/cpu.h"
+#include "gpu/linear.h"
+#include "gpu/ops.h"
+#include "native/native.h"
+#include "torch/abi.h"
 
 uint64_t check_seed;
 bsh_torch_api bsh_torch; /* no torch, no cuBLAS */

@@ -1,13 +1,14 @@
-/* test_ops.c - in which order the ops of products on a GPU plan, ask, allocate and compute (csrc/ops.c), whoever calls
- * and whatever fails, without torch and without a GPU: both are replaced by functions that note that they were called.
+/* test_ops.c - in which order the ops of products on a GPU plan, ask, allocate and compute (csrc/ops/ops.c), whoever
+ * calls and whatever fails, without torch and without a GPU: both are replaced by functions that note that they were
+ * called.
  */
 #include "check.h"
 
-#include "arithmetic.h"
-#include "cublas.h"
-#include "ops.h"
-#include "plan.h"
-#include "torch_gemm.h"
+#include "core/arithmetic.h"
+#include "gpu/cublas.h"
+#include "ops/ops.h"
+#include "plan/plan.h"
+#include "torch/gemm.h"
 
 uint64_t check_seed;
 

@@ -1,7 +1,7 @@
-/* test_packed.c - byte counts, size checks and rank slices of packed.c, against counting by hand. */
+/* test_packed.c - byte counts, size checks and rank slices of core/packed.c, against counting by hand. */
 #include "check.h"
 
-#include "packed.h"
+#include "core/packed.h"
 
 uint64_t check_seed;
 

@@ -1,10 +1,10 @@
-/* test_steps.c - how csrc/optimizer_step.c and cuda_optimizer.c put parameters into launches, without a GPU: the driver
- * is replaced by functions that note what a kernel gets. */
+/* test_steps.c - how csrc/ops/optimizer_step.c and gpu/optimizer.c put parameters into launches, without a GPU: the
+ * driver is replaced by functions that note what a kernel gets. */
 #include "check.h"
 
-#include "arithmetic.h"
-#include "cuda_ops.h"
-#include "optimizer_step.h"
+#include "core/arithmetic.h"
+#include "gpu/ops.h"
+#include "ops/optimizer_step.h"
 
 uint64_t check_seed;
 

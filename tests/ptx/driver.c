@@ -1,17 +1,17 @@
-/* driver.c - in the place of csrc/cuda_driver.c and of cuBLAS: launches go to a callback, which runs the kernel on the
+/* driver.c - in the place of csrc/gpu/driver.c and of cuBLAS: launches go to a callback, which runs the kernel on the
  * machine of machine.h, memory is the host's. Everything between an op and its launches is the product's own code. */
 #include <stdlib.h>
 #include <string.h>
 
-#include "cpu.h"
-#include "cpu_numerics.h"
-#include "cpu_state_search.h"
-#include "cublas.h"
-#include "cuda_linear.h"
-#include "cuda_ops.h"
-#include "optimizer_step.h"
-#include "tensor.h"
-#include "torch_gemm.h"
+#include "core/numerics.h"
+#include "cpu/cpu.h"
+#include "cpu/state_search.h"
+#include "gpu/cublas.h"
+#include "gpu/linear.h"
+#include "gpu/ops.h"
+#include "ops/optimizer_step.h"
+#include "torch/gemm.h"
+#include "torch/tensor.h"
 
 #define EXPORT __attribute__((visibility("default")))
 

@@ -29,8 +29,6 @@ C_FLAGS += ("-Wall", "-Wextra", "-Wno-unused-function", "-Wno-unused-variable", 
 C_FLAGS += ("-Werror=implicit-function-declaration", "-Wl,-z,defs")
 # Instructions of one generation of GPUs come with its "a".
 TARGETS = {75: "compute_75", 80: "compute_80", 90: "compute_90a"}
-HOST = ("status", "packed", "cuda_linear", "cuda_fused", "cuda_wide", "cuda_panels", "cuda_blockwise", "cuda_optimizer")
-HOST += ("optimizer_step", "plan", "images")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 LOCKS: dict[Path, threading.Lock] = {}  # of files that are being built; threads build side by side
 RANGES, LONGEST = 64, 1 << 15
@@ -86,7 +84,7 @@ def ptx_of_the_build(source: Path, headers: list[Path], target: str) -> Path | N
 @cache
 def ptx_of(source: str, sm: int) -> Path:
     """PTX of cuda/<source>.cu for a GPU."""
-    headers = sorted([*(ROOT / "cuda").glob("*.*h"), *(ROOT / "csrc").glob("*.*h")])
+    headers = sorted([*(ROOT / "cuda").glob("*.*h"), *(ROOT / "csrc/core").glob("*.*h")])
     flags = [*NVCC_FLAGS, f"-arch={TARGETS[sm]}", "-ptx"]
     file = ROOT / "cuda" / f"{source}.cu"
     command = [nvcc(), *flags, "-I", str(ROOT / "csrc"), str(file)]
@@ -94,7 +92,7 @@ def ptx_of(source: str, sm: int) -> Path:
     return made or built(f"{source}-sm{sm}.ptx", [file, *headers], flags, lambda to: run([*command, "-o", str(to)]))
 
 
-MACHINE = [HERE / "machine.h", ROOT / "csrc" / "cpu_numerics.h", ROOT / "csrc" / "tensor_map.h"]  # of each kernel's C
+MACHINE = [HERE / "machine.h", ROOT / "csrc/core/numerics.h", ROOT / "csrc/core/tensor_map.h"]  # of each kernel's C
 
 
 def machine() -> Path:
@@ -130,10 +128,13 @@ def kernel_of(stem: str, kernel: str, sm: int) -> tuple[ctypes.CDLL, list[int]]:
 @cache
 def host() -> ctypes.CDLL:
     """The product's code between ops and launches, over driver.c."""
-    names = [*HOST, *(path.stem for path in (ROOT / "csrc").glob("plan_*.c"))]
-    sources = [HERE / "driver.c", *(ROOT / "csrc" / f"{name}.c" for name in sorted(names))]
-    headers = sorted([*(ROOT / "cuda").glob("*.h"), *(ROOT / "csrc").glob("*.*h")])
-    command = ["gcc", *C_FLAGS, "-I", str(ROOT / "csrc"), "-I", str(ROOT / "cuda"), *map(str, sources), "-lm"]
+    lines = [line.split() for line in (ROOT / "csrc" / "sources.txt").read_text().splitlines()]
+    sources = [
+        HERE / "driver.c",
+        *(ROOT / "csrc" / line[0] for line in lines if "played" in line[1:] and line[0] != "#"),
+    ]
+    headers = sorted([*(ROOT / "cuda").glob("*.h"), *(ROOT / "csrc").rglob("*.*h")])
+    command = ["gcc", *C_FLAGS, "-I", str(ROOT / "csrc"), "-I", str(ROOT), *map(str, sources), "-lm"]
     path = built("host.so", [*sources, *headers], list(C_FLAGS), lambda to: run([*command, "-o", str(to)]))
     library = ctypes.CDLL(str(path))
     library.gpu_error.restype = ctypes.c_char_p
@@ -160,7 +161,7 @@ class Run(ctypes.Structure):
 
 
 def struct(name: str, fields: str) -> type[ctypes.Structure]:
-    """A struct of kernels.h: names of pointers with "*" in front, of 32-bit values with "-", else 64 bits."""
+    """A struct of core/kernels.h: names of pointers with "*" in front, of 32-bit values with "-", else 64 bits."""
     types = {"*": POINTER, "-": ctypes.c_int32}
     members = [(field.lstrip("*-"), types.get(field[0], LONG)) for field in fields.split() if field != "weight"]
     if "weight" in fields.split():

@@ -6,7 +6,7 @@
  * the program allows: a result that is read, or a source that is overwritten, before its wait is wrong here too. Every
  * access to memory is checked: inside what the launch was given, and aligned.
  *
- * Rounding is IEEE's with fused operations where PTX has them; rcp.approx is the H200's (csrc/cpu_numerics.h) and
+ * Rounding is IEEE's with fused operations where PTX has them; rcp.approx is the H200's (csrc/core/numerics.h) and
  * sqrt.approx the rounded root. Products of matrices are summed in double and rounded once, which no GPU does: compare
  * them within a bound. */
 #ifndef PTX_MACHINE_H
@@ -17,8 +17,8 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "cpu_numerics.h"
-#include "tensor_map.h"
+#include "core/numerics.h"
+#include "core/tensor_map.h"
 
 enum {
   PTX_WARP = 32,

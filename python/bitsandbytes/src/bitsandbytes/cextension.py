@@ -33,7 +33,7 @@ _DTYPES = ("fp32", "fp16", "bf16")
 _FORMATS = ("", "_nf4", "_fp4")
 _POINTER, _INT = ct.c_void_p, ct.c_int32
 
-# Arguments of the CUDA functions, which return nothing. csrc/native_cuda.c says what each of them is.
+# Arguments of the CUDA functions, which return nothing. csrc/native/cuda.c says what each of them is.
 _CUDA_ARGTYPES: dict[str, list[Any]] = {
     # code, A, absmax, out, blocksize, n
     **{f"cquantize_blockwise_{d}{f}": [_POINTER] * 4 + [_INT] * 2 for d in _DTYPES for f in _FORMATS},

@@ -1,0 +1,528 @@
+/* cpu/avx512_linear.c - linear_4bit for few rows and its input gradient with AVX-512. */
+#include "cpu/avx512.h"
+
+static void decode_run(const bsh_decode_run *const run) { bsh_cpu_avx512_decode_4bit(run); }
+
+static float dot(const float *const a, const float *const b, const int64_t n) {
+  __m512 sums[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64)
+    for (int j = 0; j < 4; j++)
+      sums[j] = _mm512_fmadd_ps(_mm512_loadu_ps(a + i + 16 * j), _mm512_loadu_ps(b + i + 16 * j), sums[j]);
+  for (; i < n; i += 16) {
+    const __mmask16 mask = first_lanes(n - i);
+    sums[0] = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, a + i), _mm512_maskz_loadu_ps(mask, b + i), sums[0]);
+  }
+  return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3])));
+}
+
+static void add_scaled(float *const out, const float *const a, const float scale, const int64_t n) {
+  const __m512 scales = _mm512_set1_ps(scale);
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 mask = first_lanes(n - i);
+    const __m512 sum =
+        _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, a + i), scales, _mm512_maskz_loadu_ps(mask, out + i));
+    _mm512_mask_storeu_ps(out + i, mask, sum);
+  }
+}
+
+#include "cpu/tiles.inc.h"
+
+/* The fast path: K a multiple of 64 and blocks of at least 64, so that 64 elements of a row share one scale and 32
+ * bytes. 32 bytes are 16 lanes of 4 nibbles; nibble j of lane l is element 4 l + NIBBLE_ELEMENT[j]. x is brought into
+ * that order once ("permuted"), instead of every row of W into the order of x. */
+enum { GROUP = 64, X_BYTES = 32 << 10 }; /* a chunk of x stays in the first-level cache */
+
+ALWAYS_INLINE bool has_whole_groups(const bsh_weight *const weight, const int64_t K) {
+  return K % GROUP == 0 && weight->blocksize >= GROUP;
+}
+
+/* fp32 vectors of a group: vector j holds the elements of nibble j. */
+ALWAYS_INLINE void decode_group(const uint8_t *const packed, const __m512 values, __m512 w[4]) {
+  const __m512i nibbles = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)packed));
+  w[0] = _mm512_permutexvar_ps(nibbles, values);
+  w[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(nibbles, 4), values);
+  w[2] = _mm512_permutexvar_ps(_mm512_srli_epi32(nibbles, 8), values);
+  w[3] = _mm512_permutexvar_ps(_mm512_srli_epi32(nibbles, 12), values);
+}
+
+static const int nibble_element[4] = {1, 0, 3, 2};
+
+/* Columns [k0, k0 + n) of x, M rows -> out[group][m][nibble][lane]. */
+static void permute_x(const bsh_linear_4bit_args *const args, const int64_t k0, const int64_t n, float *const out) {
+  float natural[GROUP];
+  const int64_t row_bytes = args->ldx * dtype_size(args->dtype);
+  for (int64_t m = 0; m < args->M; m++)
+    for (int64_t group = 0; group < n / GROUP; group++) {
+      const char *const x = (const char *)args->x + m * row_bytes;
+      convert_to_f32(x + (k0 + group * GROUP) * dtype_size(args->dtype), args->dtype, natural, GROUP);
+      float *const to = out + (group * args->M + m) * GROUP;
+      for (int j = 0; j < 4; j++)
+        for (int lane = 0; lane < 16; lane++) to[16 * j + lane] = natural[4 * lane + nibble_element[j]];
+    }
+}
+
+/* Adds the sum of the lanes of v[m] to sums[m], m < 16: a transposition by halves instead of 16 reductions. */
+ALWAYS_INLINE void add_lane_sums(const __m512 v[16], const __mmask16 mask, float *const sums) {
+  __m512 pairs[8], fours[4], halves[2];
+  UNROLL for (int i = 0; i < 8; i++) pairs[i] =
+      _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+  UNROLL for (int i = 0; i < 4; i++) fours[i] = _mm512_add_ps(_mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0x44),
+                                                              _mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0xEE));
+  UNROLL for (int i = 0; i < 2; i++) halves[i] =
+      _mm512_add_ps(_mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0x88),
+                    _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0xDD));
+  const __m512 all =
+      _mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88), _mm512_shuffle_f32x4(halves[0], halves[1], 0xDD));
+  _mm512_mask_storeu_ps(sums, mask, _mm512_add_ps(_mm512_maskz_loadu_ps(mask, sums), all));
+}
+
+/* One row of W times M rows of x over n columns: adds to sums[m]. */
+ALWAYS_INLINE void multiply_row(const bsh_linear_4bit_args *const args, const __m512 units, const int64_t begin,
+                                const int64_t n, const float *x, float *const sums, const int M) {
+  enum { LANES = 16 };
+  const int ways = M <= 4 ? 4 : M <= 8 ? 2 : 1; /* independent sums per row of x, to hide the latency of an FMA */
+  const int shift = __builtin_ctzll((uint64_t)args->weight.blocksize);
+  const uint8_t *packed = args->weight.packed + begin / 2;
+  __m512 accumulators[BSH_CPU_SMALL_M * 4];
+  UNROLL for (int i = 0; i < M * ways; i++) accumulators[i] = _mm512_setzero_ps();
+  for (int64_t i = 0; i < n;) {
+    float buffer[SCALES];
+    const int64_t n_now = min_i64(n - i, SCALES * GROUP);
+    const int64_t block0 = (begin + i) >> shift;
+    const float *const scales =
+        load_scales(&args->weight.scales, block0, ((begin + i + n_now - 1) >> shift) - block0 + 1, buffer);
+    for (const int64_t end = i + n_now; i < end; i += GROUP, packed += GROUP / 2, x += M * GROUP) {
+      const float scale = scales[((begin + i) >> shift) - block0];
+      const __m512 values = values_f32(units, args->weight.format, args->dtype, scale);
+      __m512 w[4];
+      decode_group(packed, values, w);
+      UNROLL for (int j = 0; j < 4; j++) UNROLL for (int m = 0; m < M; m++) {
+        __m512 *const sum = &accumulators[m * ways + j % ways];
+        *sum = _mm512_fmadd_ps(w[j], _mm512_loadu_ps(x + m * GROUP + j * LANES), *sum);
+      }
+    }
+  }
+  __m512 totals[16];
+  UNROLL for (int m = 0; m < 16; m++) {
+    totals[m] = m < M ? accumulators[m * ways] : _mm512_setzero_ps();
+    UNROLL for (int i = 1; m < M && i < ways; i++) totals[m] = _mm512_add_ps(totals[m], accumulators[m * ways + i]);
+  }
+  add_lane_sums(totals, first_lanes(M), sums);
+}
+
+/* X(M) for every M of a small product: the kernels below are compiled once for each. */
+#define EACH_M(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15) X(16)
+_Static_assert(BSH_CPU_SMALL_M == 16, "EACH_M lists every small M");
+
+static void multiply_row_any(const bsh_linear_4bit_args *const args, const __m512 units, const int64_t begin,
+                             const int64_t n, const float *const x, float *const sums) {
+  switch (args->M) {
+#define CASE(M)                                                                                                        \
+  case M:                                                                                                              \
+    multiply_row(args, units, begin, n, x, sums, M);                                                                   \
+    break;
+    EACH_M(CASE)
+#undef CASE
+  }
+}
+
+static void linear_by_groups(const bsh_linear_4bit_args *const args, const int64_t row_begin, const int64_t row_end) {
+  float x[X_BYTES / 4] __attribute__((aligned(64)));
+  float sums[TILE_ROWS * BSH_CPU_SMALL_M];
+  const __m512 units = _mm512_loadu_ps(format_values(args->weight.format));
+  const int64_t step = X_BYTES / 4 / args->M / GROUP * GROUP;
+  int64_t loaded = -1;
+  for (int64_t row0 = row_begin; row0 < row_end; row0 += TILE_ROWS) {
+    const int64_t n_rows = min_i64(TILE_ROWS, row_end - row0);
+    memset(sums, 0, sizeof sums);
+    for (int64_t k0 = 0; k0 < args->K; k0 += step) {
+      const int64_t n = min_i64(step, args->K - k0);
+      if (loaded != k0) permute_x(args, k0, n, x);
+      loaded = k0;
+      for (int64_t r = 0; r < n_rows; r++) {
+        const int64_t begin = (row0 + r) * args->K + k0;
+        multiply_row_any(args, units, begin, n, x, sums + r * args->M);
+      }
+    }
+    store_rows(args, row0, n_rows, sums);
+  }
+}
+
+/* ---- linear_4bit in bf16, on a CPU with VDPBF16PS ----------------------------------------------------------------
+ *
+ * Products of bf16 pairs, exact in fp32. Four rows of W ("a quad") at a time share every load of x. They are decoded in
+ * registers, in their own turn for the first FUSED_M rows of x and kept on the stack for the others, TILE_M rows at a
+ * time: as many sums as there are registers. A sum runs over the groups of a chunk of columns in order, whatever quad
+ * its row is in, so that threads may split the rows anywhere. */
+#define BF16_TARGET __attribute__((target("avx512bf16")))
+
+enum { QUAD = 4, FUSED_M = 4, TILE_M = 6, BLOCK_ROWS = 256 };
+enum { X_ELEMENTS = 32 << 10, W_COLUMNS = SCALES * GROUP };
+
+/* On the stack of a thread: 114 KiB. */
+typedef struct {
+  __m512i unit_bytes[4][4];     /* byte b of the 256 units of nested scales, flushed */
+  uint16_t x[X_ELEMENTS];       /* [tile][group][row of the tile][GROUP] */
+  uint16_t w[QUAD * W_COLUMNS]; /* [group][half][row of the quad][GROUP / 2] */
+  float scales[QUAD][SCALES];
+  float sums[BLOCK_ROWS * BSH_CPU_SMALL_M]; /* [quad][row of x][row of the quad] */
+} workspace;
+
+/* Four rows of W, n_groups groups of each. */
+typedef struct {
+  const uint8_t *packed[QUAD];
+  const float *scales[QUAD]; /* one for each group */
+  int64_t n_groups;
+  int64_t ahead; /* bytes from here to what comes next: hardware prefetchers stop at the end of a page */
+} quad;
+
+/* Rows [begin, begin + n) of x. */
+typedef struct {
+  int64_t begin, n;
+} tile;
+
+static int64_t count_tiles(const int64_t M) { return 1 + (M > FUSED_M ? divide_up(M - FUSED_M, TILE_M) : 0); }
+
+static tile get_tile(const int64_t M, const int64_t i) {
+  if (i == 0) return (tile){0, min_i64(M, FUSED_M)};
+  const int64_t n = count_tiles(M) - 1, rest = M - FUSED_M;
+  const int64_t begin = (i - 1) * rest / n;
+  return (tile){FUSED_M + begin, i * rest / n - begin};
+}
+
+/* A group in registers: half h holds nibbles 2 h (lanes 0 to 15) and 2 h + 1 (lanes 16 to 31) of the 16 words. */
+ALWAYS_INLINE __m512i nibble_shift(const int half) {
+  return _mm512_inserti64x4(_mm512_set1_epi16((short)(8 * half)), _mm256_set1_epi16((short)(8 * half + 4)), 1);
+}
+
+ALWAYS_INLINE void load_codes(const uint8_t *const packed, __m512i codes[2]) {
+  const __m512i words = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)packed));
+  codes[0] = _mm512_srlv_epi16(words, nibble_shift(0));
+  codes[1] = _mm512_srlv_epi16(words, nibble_shift(1));
+}
+
+/* Columns [k0, k0 + n) of some rows of x -> out[group][row][half][lane], in the order of load_codes. */
+static void arrange_x(const bsh_linear_4bit_args *const args, const tile rows, const int64_t k0, const int64_t n,
+                      uint16_t *const out) {
+  int16_t element[2][32];
+  for (int half = 0; half < 2; half++)
+    for (int lane = 0; lane < 32; lane++)
+      element[half][lane] = (int16_t)(4 * (lane % 16) + nibble_element[2 * half + lane / 16]);
+  const __m512i first = _mm512_loadu_si512(element[0]), second = _mm512_loadu_si512(element[1]);
+  for (int64_t t = 0; t < rows.n; t++) {
+    const uint16_t *const x = (const uint16_t *)args->x + (rows.begin + t) * args->ldx + k0;
+    for (int64_t i = 0; i < n; i += GROUP) {
+      const __m512i low = _mm512_loadu_si512(x + i), high = _mm512_loadu_si512(x + i + 32);
+      uint16_t *const to = out + i * rows.n + t * GROUP;
+      _mm512_store_si512(to, _mm512_permutex2var_epi16(low, first, high));
+      _mm512_store_si512(to + 32, _mm512_permutex2var_epi16(low, second, high));
+    }
+  }
+}
+
+/* For nested_scales. */
+static void split_units(const bsh_scales *const scales, __m512i bytes[4][4]) {
+  if (scales->absmax) return;
+  for (int i = 0; i < 16; i++) {
+    const __m512i unit = _mm512_castps_si512(flush(_mm512_loadu_ps(scales->absmax_map + 16 * i)));
+    for (int b = 0; b < 4; b++)
+      _mm_store_si128((__m128i *)bytes[b] + i, _mm512_cvtepi32_epi8(_mm512_srli_epi32(unit, (unsigned)(8 * b))));
+  }
+}
+
+/* As load_scales with nested scales: four lookups of bytes for 64 scales instead of 64 gathered loads. */
+static void nested_scales(const bsh_scales *const scales, const __m512i bytes[4][4], const int64_t begin,
+                          const int64_t n, float out[SCALES]) {
+  const __mmask64 mask = n >= 64 ? ~(__mmask64)0 : ((__mmask64)1 << n) - 1;
+  const __m512i transposition = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i codes =
+      _mm512_permutexvar_epi32(transposition, _mm512_maskz_loadu_epi8(mask, scales->absmax_code + begin));
+  __m512i plane[4], pairs[4], unit[4];
+  UNROLL for (int b = 0; b < 4; b++) plane[b] =
+      _mm512_mask_mov_epi8(_mm512_permutex2var_epi8(bytes[b][0], codes, bytes[b][1]), _mm512_movepi8_mask(codes),
+                           _mm512_permutex2var_epi8(bytes[b][2], codes, bytes[b][3]));
+  UNROLL for (int b = 0; b < 4; b += 2) {
+    pairs[b] = _mm512_unpacklo_epi8(plane[b], plane[b + 1]);
+    pairs[b + 1] = _mm512_unpackhi_epi8(plane[b], plane[b + 1]);
+  }
+  UNROLL for (int i = 0; i < 2; i++) {
+    unit[2 * i] = _mm512_unpacklo_epi16(pairs[i], pairs[i + 2]);
+    unit[2 * i + 1] = _mm512_unpackhi_epi16(pairs[i], pairs[i + 2]);
+  }
+  const int64_t second = begin / BSH_NESTED_BLOCKSIZE, last = (begin + n - 1) / BSH_NESTED_BLOCKSIZE;
+  const int64_t within = begin % BSH_NESTED_BLOCKSIZE;
+  const __m512 before = flush(_mm512_set1_ps(scales->absmax2[second]));
+  const __m512 after = flush(_mm512_set1_ps(scales->absmax2[last]));
+  const __mmask64 beyond = last > second ? ~(__mmask64)0 << (BSH_NESTED_BLOCKSIZE - within) : 0;
+  const __m512 offset = _mm512_set1_ps(scales->offset[0]);
+  UNROLL for (int i = 0; i < 4; i++) {
+    const __m512 absmax2 = _mm512_mask_mov_ps(before, (__mmask16)(beyond >> 16 * i), after);
+    _mm512_storeu_ps(out + 16 * i, _mm512_add_ps(flush(_mm512_mul_ps(_mm512_castsi512_ps(unit[i]), absmax2)), offset));
+  }
+}
+
+/* One scale for each of n_groups groups from element `begin` on, in place or in `buffer`. */
+static const float *group_scales(const bsh_weight *const weight, const __m512i bytes[4][4], const int64_t begin,
+                                 const int64_t n_groups, float buffer[SCALES]) {
+  const int shift = __builtin_ctzll((uint64_t)weight->blocksize);
+  const int64_t block0 = begin >> shift, n_blocks = ((begin + n_groups * GROUP - 1) >> shift) - block0 + 1;
+  const float *scales = buffer;
+  if (weight->scales.absmax) scales = weight->scales.absmax + block0;
+  else nested_scales(&weight->scales, bytes, block0, n_blocks, buffer);
+  if (weight->blocksize == GROUP) return scales;
+  for (int64_t g = n_groups - 1; g >= 0; g--) buffer[g] = scales[((begin + g * GROUP) >> shift) - block0];
+  return buffer;
+}
+
+static void prefetch_scales(const bsh_weight *const weight, const int64_t begin, const int64_t n) {
+  const int shift = __builtin_ctzll((uint64_t)weight->blocksize);
+  const int64_t size = weight->scales.absmax ? 4 : 1;
+  const char *const all =
+      weight->scales.absmax ? (const char *)weight->scales.absmax : (const char *)weight->scales.absmax_code;
+  for (int64_t i = 0; i < (n >> shift) * size; i += 64) _mm_prefetch(all + (begin >> shift) * size + i, _MM_HINT_T1);
+}
+
+/* ordinary_scale of each. */
+static bool all_ordinary(const float *const scales, const int64_t n) {
+  __mmask16 odd = 0;
+  for (int64_t i = 0; i < n; i += 16) {
+    const __m512 scale = _mm512_abs_ps(_mm512_mask_loadu_ps(_mm512_set1_ps(1.0f), first_lanes(n - i), scales + i));
+    odd |= _mm512_cmp_ps_mask(scale, _mm512_set1_ps(0x1p-100f), _CMP_NGE_UQ);
+    odd |= _mm512_cmp_ps_mask(scale, _mm512_set1_ps(FLT_MAX), _CMP_NLE_UQ);
+  }
+  return odd == 0;
+}
+
+/* The 16 values of a block as bf16, twice; the scale is ordinary. */
+ALWAYS_INLINE BF16_TARGET __m512i values_bf16(const __m512 units, const float scale) {
+  const __m512 values = _mm512_mul_ps(units, _mm512_set1_ps(scale));
+  return (__m512i)_mm512_cvtne2ps_pbh(values, values);
+}
+
+/* Adds the lane sums of acc[T * QUAD] to sums. */
+ALWAYS_INLINE void add_quad_sums(const __m512 acc[QUAD * TILE_M], float *const sums, const int T) {
+  UNROLL for (int first = 0; first < QUAD * T; first += 16) {
+    __m512 v[16];
+    UNROLL for (int i = 0; i < 16; i++) v[i] = first + i < QUAD * T ? acc[first + i] : _mm512_setzero_ps();
+    add_lane_sums(v, first_lanes(QUAD * T - first), sums + first);
+  }
+}
+
+/* T rows of x times a quad that is decoded here; with `keep` also to w. */
+ALWAYS_INLINE BF16_TARGET void multiply_packed(const quad *const q, const __m512 units, const uint16_t *x, uint16_t *w,
+                                               float *const sums, const int T, const bool keep) {
+  const uint8_t *packed[QUAD];
+  const float *scales[QUAD];
+  const int64_t n_groups = q->n_groups, ahead = q->ahead;
+  UNROLL for (int r = 0; r < QUAD; r++) {
+    packed[r] = q->packed[r];
+    scales[r] = q->scales[r];
+  }
+  __m512 acc[QUAD * TILE_M];
+  UNROLL for (int i = 0; i < QUAD * T; i++) acc[i] = _mm512_setzero_ps();
+  for (int64_t g = 0; g < n_groups; g++, x += T * GROUP, w += QUAD * GROUP) {
+    __m512bh halves[2][FUSED_M];
+    UNROLL for (int t = 0; t < T; t++) UNROLL for (int h = 0; h < 2; h++) halves[h][t] =
+        (__m512bh)_mm512_load_si512(x + t * GROUP + 32 * h);
+    UNROLL for (int r = 0; r < QUAD; r++) {
+      __m512i codes[2];
+      load_codes(packed[r] + g * (GROUP / 2), codes);
+      _mm_prefetch((const char *)packed[r] + g * (GROUP / 2) + ahead, _MM_HINT_T1);
+      const __m512i values = values_bf16(units, scales[r][g]);
+      UNROLL for (int h = 0; h < 2; h++) {
+        const __m512i decoded = _mm512_permutexvar_epi16(codes[h], values);
+        if (keep) _mm512_store_si512(w + (h * QUAD + r) * 32, decoded);
+        UNROLL for (int t = 0; t < T; t++) acc[t * QUAD + r] =
+            _mm512_dpbf16_ps(acc[t * QUAD + r], (__m512bh)decoded, halves[h][t]);
+      }
+    }
+  }
+  add_quad_sums(acc, sums, T);
+}
+
+/* T rows of x times a decoded quad. */
+ALWAYS_INLINE BF16_TARGET void multiply_decoded(const uint16_t *w, const int64_t n_groups, const uint16_t *x,
+                                                float *const sums, const int T) {
+  __m512 acc[QUAD * TILE_M];
+  UNROLL for (int i = 0; i < QUAD * T; i++) acc[i] = _mm512_setzero_ps();
+  for (int64_t g = 0; g < n_groups; g++, x += T * GROUP, w += QUAD * GROUP) {
+    UNROLL for (int h = 0; h < 2; h++) {
+      __m512bh rows[QUAD];
+      UNROLL for (int r = 0; r < QUAD; r++) rows[r] = (__m512bh)_mm512_load_si512(w + (h * QUAD + r) * 32);
+      UNROLL for (int t = 0; t < T; t++) {
+        const __m512bh half = (__m512bh)_mm512_load_si512(x + t * GROUP + h * 32);
+        UNROLL for (int r = 0; r < QUAD; r++) acc[t * QUAD + r] = _mm512_dpbf16_ps(acc[t * QUAD + r], rows[r], half);
+      }
+    }
+  }
+  add_quad_sums(acc, sums, T);
+}
+
+BF16_TARGET static void multiply_packed_any(const quad *const q, const __m512 units, const uint16_t *const x,
+                                            uint16_t *const w, float *const sums, const int64_t T, const bool keep) {
+  if (keep) multiply_packed(q, units, x, w, sums, FUSED_M, true);
+  else if (T == 1) multiply_packed(q, units, x, w, sums, 1, false);
+  else if (T == 2) multiply_packed(q, units, x, w, sums, 2, false);
+  else if (T == 3) multiply_packed(q, units, x, w, sums, 3, false);
+  else multiply_packed(q, units, x, w, sums, FUSED_M, false);
+}
+
+BF16_TARGET static void multiply_decoded_any(const uint16_t *const w, const int64_t n_groups, const uint16_t *const x,
+                                             float *const sums, const int64_t T) {
+  if (T == 1) multiply_decoded(w, n_groups, x, sums, 1);
+  else if (T == 2) multiply_decoded(w, n_groups, x, sums, 2);
+  else if (T == 3) multiply_decoded(w, n_groups, x, sums, 3);
+  else if (T == 4) multiply_decoded(w, n_groups, x, sums, 4);
+  else if (T == 5) multiply_decoded(w, n_groups, x, sums, 5);
+  else multiply_decoded(w, n_groups, x, sums, 6);
+}
+
+/* Any scales. */
+static void decode_quad(const quad *const q, const __m512 units, const bsh_format format, uint16_t *w) {
+  for (int64_t g = 0; g < q->n_groups; g++, w += QUAD * GROUP)
+    for (int r = 0; r < QUAD; r++) {
+      __m512i codes[2];
+      load_codes(q->packed[r] + g * (GROUP / 2), codes);
+      const __m512i values = values_16bit(units, format, BSH_BF16, q->scales[r][g]);
+      for (int h = 0; h < 2; h++)
+        _mm512_store_si512(w + (h * QUAD + r) * 32, _mm512_permutexvar_epi16(codes[h], values));
+    }
+}
+
+/* Rows [row, row + QUAD) of W times all of x, columns [k0, k0 + n): adds to sums. */
+static void add_quad(const bsh_linear_4bit_args *const args, workspace *const own, const int64_t row, const int64_t k0,
+                     const int64_t n, const int64_t ahead, float *const sums) {
+  const __m512 units = _mm512_loadu_ps(format_values(args->weight.format));
+  quad q = {.n_groups = n / GROUP, .ahead = ahead};
+  bool ordinary = true;
+  for (int r = 0; r < QUAD; r++) {
+    const int64_t begin = min_i64(row + r, args->N - 1) * args->K + k0;
+    q.packed[r] = args->weight.packed + begin / 2;
+    q.scales[r] = group_scales(&args->weight, own->unit_bytes, begin, q.n_groups, own->scales[r]);
+    ordinary = ordinary && all_ordinary(q.scales[r], q.n_groups);
+    prefetch_scales(&args->weight, begin + 2 * ahead, n);
+  }
+  if (!ordinary) decode_quad(&q, units, args->weight.format, own->w);
+  for (int64_t i = 0; i < count_tiles(args->M); i++) {
+    const tile rows = get_tile(args->M, i);
+    const uint16_t *const x = own->x + rows.begin * n;
+    float *const to = sums + QUAD * rows.begin;
+    if (i == 0 && ordinary) multiply_packed_any(&q, units, x, own->w, to, rows.n, args->M > FUSED_M);
+    else multiply_decoded_any(own->w, q.n_groups, x, to, rows.n);
+  }
+}
+
+/* Adds bias, rounds, and writes the sums of n_rows rows of W. */
+static void store_sums(const bsh_linear_4bit_args *const args, const int64_t row0, const int64_t n_rows,
+                       const float *const sums) {
+  const int64_t quad_sums = QUAD * args->M;
+  for (int64_t m = 0; m < args->M; m++)
+    for (int64_t r = 0; r < n_rows; r += 16) {
+      const __mmask16 mask = first_lanes(n_rows - r);
+      const float *const from = sums + r / QUAD * quad_sums + m * QUAD;
+      __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(from));
+      v = _mm512_insertf32x4(v, _mm_loadu_ps(from + quad_sums), 1);
+      v = _mm512_insertf32x4(v, _mm_loadu_ps(from + 2 * quad_sums), 2);
+      v = _mm512_insertf32x4(v, _mm_loadu_ps(from + 3 * quad_sums), 3);
+      if (args->bias) v = _mm512_add_ps(v, load16(args->bias, BSH_BF16, row0 + r, mask));
+      store16(args->y, BSH_BF16, m * args->ldy + row0 + r, mask, v);
+    }
+}
+
+/* Chunks of columns within blocks of rows: x is brought into order once for each. */
+static void linear_bf16(const bsh_linear_4bit_args *const args, const int64_t row_begin, const int64_t row_end) {
+  workspace own __attribute__((aligned(64)));
+  split_units(&args->weight.scales, own.unit_bytes);
+  const int64_t step = min_i64(X_ELEMENTS / args->M / GROUP * GROUP, W_COLUMNS);
+  int64_t loaded = -1;
+  for (int64_t row0 = row_begin; row0 < row_end; row0 += BLOCK_ROWS) {
+    const int64_t n_rows = min_i64(BLOCK_ROWS, row_end - row0);
+    memset(own.sums, 0, sizeof own.sums);
+    for (int64_t k0 = 0; k0 < args->K; k0 += step) {
+      const int64_t n = min_i64(step, args->K - k0);
+      for (int64_t i = 0; i < count_tiles(args->M) && loaded != k0; i++) {
+        const tile rows = get_tile(args->M, i);
+        arrange_x(args, rows, k0, n, own.x + rows.begin * n);
+      }
+      loaded = k0;
+      for (int64_t r = 0; r < n_rows; r += QUAD) {
+        const bool last = r + QUAD >= n_rows;
+        const int64_t ahead = (!last ? QUAD * args->K : k0 + n < args->K ? n - r * args->K : QUAD * args->K - k0) / 2;
+        add_quad(args, &own, row0 + r, k0, n, ahead, own.sums + r * args->M);
+      }
+    }
+    store_sums(args, row0, n_rows, own.sums);
+  }
+}
+
+void bsh_cpu_avx512_linear_4bit(const bsh_linear_4bit_args *const args, const int64_t row_begin,
+                                const int64_t row_end) {
+  if (has_whole_groups(&args->weight, args->K) && args->dtype == BSH_BF16 && bsh_cpu_fast_bf16())
+    linear_bf16(args, row_begin, row_end);
+  else if (has_whole_groups(&args->weight, args->K)) linear_by_groups(args, row_begin, row_end);
+  else linear_by_tiles(args, row_begin, row_end);
+}
+
+enum { DGRAD_ROWS = 4, DGRAD_FLOATS = 8192 };
+
+/* Rows [row, row + n_rows) of W, columns [k0, k0 + n), times dy, into sums[group][m][nibble][lane]. */
+ALWAYS_INLINE void add_rows(const bsh_linear_4bit_dgrad_args *const args, const int64_t row, const int n_rows,
+                            const int64_t k0, const int64_t n, float *sums) {
+  float dy[DGRAD_ROWS][BSH_CPU_SMALL_M], buffers[DGRAD_ROWS][SCALES];
+  const float *scales[DGRAD_ROWS];
+  int64_t block0[DGRAD_ROWS];
+  const __m512 units = _mm512_loadu_ps(format_values(args->weight.format));
+  const int shift = __builtin_ctzll((uint64_t)args->weight.blocksize);
+  for (int r = 0; r < n_rows; r++) {
+    for (int64_t m = 0; m < args->M; m++) dy[r][m] = load_f32(args->dy, args->dtype, m * args->lddy + row + r);
+    const int64_t begin = (row + r) * args->K + k0;
+    block0[r] = begin >> shift;
+    scales[r] = load_scales(&args->weight.scales, block0[r], ((begin + n - 1) >> shift) - block0[r] + 1, buffers[r]);
+  }
+  for (int64_t k = k0; k < k0 + n; k += GROUP) {
+    __m512 w[DGRAD_ROWS][4];
+    for (int r = 0; r < n_rows; r++) {
+      const int64_t begin = (row + r) * args->K + k;
+      const float scale = scales[r][(begin >> shift) - block0[r]];
+      decode_group(args->weight.packed + begin / 2, values_f32(units, args->weight.format, args->dtype, scale), w[r]);
+    }
+    for (int64_t m = 0; m < args->M; m++, sums += GROUP)
+      for (int j = 0; j < 4; j++) {
+        __m512 sum = _mm512_loadu_ps(sums + 16 * j);
+        for (int r = 0; r < n_rows; r++) sum = _mm512_fmadd_ps(w[r][j], _mm512_set1_ps(dy[r][m]), sum);
+        _mm512_storeu_ps(sums + 16 * j, sum);
+      }
+  }
+}
+
+static void store_dx(const bsh_linear_4bit_dgrad_args *const args, const int64_t k0, const int64_t n,
+                     const float *const sums) {
+  float natural[GROUP];
+  for (int64_t group = 0; group < n / GROUP; group++)
+    for (int64_t m = 0; m < args->M; m++) {
+      const float *const from = sums + (group * args->M + m) * GROUP;
+      for (int j = 0; j < 4; j++)
+        for (int lane = 0; lane < 16; lane++) natural[4 * lane + nibble_element[j]] = from[16 * j + lane];
+      char *const row = (char *)args->dx + m * args->lddx * dtype_size(args->dtype);
+      convert_from_f32(natural, args->dtype, row + (k0 + group * GROUP) * dtype_size(args->dtype), GROUP);
+    }
+}
+
+void bsh_cpu_avx512_linear_4bit_dgrad(const bsh_linear_4bit_dgrad_args *const args, const int64_t column_begin,
+                                      const int64_t column_end) {
+  if (!has_whole_groups(&args->weight, args->K)) {
+    dgrad_by_tiles(args, column_begin, column_end);
+    return;
+  }
+  float sums[DGRAD_FLOATS] __attribute__((aligned(64)));
+  const int64_t step = min_i64(DGRAD_FLOATS / args->M / GROUP * GROUP, SCALES * GROUP - GROUP);
+  for (int64_t k0 = column_begin; k0 < column_end; k0 += step) {
+    const int64_t n = min_i64(step, column_end - k0);
+    memset(sums, 0, sizeof sums);
+    int64_t row = 0;
+    for (; row + DGRAD_ROWS <= args->N; row += DGRAD_ROWS) add_rows(args, row, DGRAD_ROWS, k0, n, sums);
+    for (; row < args->N; row++) add_rows(args, row, 1, k0, n, sums);
+    store_dx(args, k0, n, sums);
+  }
+}

@@ -1,0 +1,130 @@
+/* cpu/cpu.h - the CPU backend: one function per op, and the table of kernels behind them.
+ *
+ *   ops/ops.c -> bsh_cpu_<op>() (cpu.c, linear.c: threads, panels) -> bsh_cpu_kernels of one instruction set
+ *
+ * Arguments were checked in ops/ops.c. Results never depend on the number of threads: a thread owns whole blocks, rows
+ * or columns. */
+#ifndef BSH_CPU_H
+#define BSH_CPU_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "core/kernels.h"
+#include "core/status.h"
+#include "cpu/state_search.h"
+
+/* Calls fn on disjoint ranges that cover [begin, end), each of at least `grain` where possible, perhaps at the same
+ * time, and returns when all are done. Serial until ops/ops.c sets it to torch_parallel_for. */
+typedef void (*bsh_range_function)(int64_t begin, int64_t end, void *ctx);
+typedef void (*bsh_parallel_for_function)(int64_t begin, int64_t end, int64_t grain, bsh_range_function fn, void *ctx);
+extern bsh_parallel_for_function bsh_parallel_for;
+
+/* The vendor GEMM: c[m, n] = a[m, k] b[k, n], all of one dtype, with `add` c += a b; c is rounded once. Rows of c are
+ * ldc and rows of a lda elements apart; element (i, j) of b is b[i * ldb_row + j * ldb_col]. A NULL pointer instead of
+ * this struct means plain loops. */
+typedef struct {
+  bsh_status (*mm)(void *ctx, bsh_dtype dtype, bool add, void *c, int64_t ldc, const void *a, int64_t lda,
+                   const void *b, int64_t ldb_row, int64_t ldb_col, int64_t m, int64_t n, int64_t k);
+  void *ctx;
+} bsh_cpu_gemm;
+
+bsh_status bsh_cpu_quantize_4bit(const bsh_quantize_4bit_args *args);
+bsh_status bsh_cpu_dequantize_4bit(const bsh_dequantize_4bit_args *args);
+bsh_status bsh_cpu_quantize_blockwise(const bsh_quantize_blockwise_args *args);
+bsh_status bsh_cpu_dequantize_blockwise(const bsh_dequantize_blockwise_args *args);
+
+/* M up to 16 decodes as it multiplies and allocates nothing. Larger M goes through panels of W and `gemm`, with at most
+ * 60 MiB of workspace (cpu/linear.c). */
+bsh_status bsh_cpu_linear_4bit(const bsh_linear_4bit_args *args, const bsh_cpu_gemm *gemm);
+bsh_status bsh_cpu_linear_4bit_dgrad(const bsh_linear_4bit_dgrad_args *args, const bsh_cpu_gemm *gemm);
+
+/* One step in place. The norm that max_unorm needs is added in double, in an order that depends on n alone. */
+bsh_status bsh_cpu_optimizer_32bit(const bsh_optimizer_32bit_args *args);
+bsh_status bsh_cpu_optimizer_8bit_blockwise(const bsh_optimizer_8bit_blockwise_args *args);
+
+/* Bytes, zero-padded to 8, as little-endian words w_i: sum mod 2^64 of mix(w_i + (i + 1) * 0x9E3779B97F4A7C15) with
+ * mix(z): z ^= z >> 32; z *= 0xD6E8FEB86659FD93; z ^= z >> 32. Equal on CPU and CUDA. */
+uint64_t bsh_cpu_checksum(const uint8_t *bytes, int64_t n_bytes);
+
+/* The instruction set in use: "scalar", "avx2" or "avx512"; the best one this CPU has, or what BITSHARD_ISA names. */
+const char *bsh_cpu_isa(void);
+
+/* Number of instruction sets usable here; names[i], worst first, are written for i < capacity. */
+int bsh_cpu_isas(const char **names, int capacity);
+
+/* Chooses an instruction set by name; NULL chooses as at start-up. A name unknown or not usable here is an error and
+ * changes nothing. Call once at import, so that a wrong BITSHARD_ISA is reported there. */
+bsh_status bsh_cpu_set_isa(const char *name);
+
+/* ---- below: for csrc/cpu and tests ---------------------------------------------------------------------------------
+ */
+
+enum { BSH_CPU_SMALL_M = 16 }; /* rows of x up to which linear_4bit decodes in registers */
+
+/* A run [begin, end) of the flattened W, decoded to out[0 ...]. Each value is rounded to `dtype`; with `wide` it is
+ * then stored as fp32. `stream`: out is large and not read soon, bypass the cache. */
+typedef struct {
+  const bsh_weight *weight;
+  void *out;
+  int64_t begin, end;
+  bsh_dtype dtype;
+  bool wide, stream;
+} bsh_decode_run;
+
+/* Single-threaded optimizers of one instruction set (*_optimizer.c), equal bit for bit. search1 and search2 are of
+ * map1 and map2; NULL where there is none. */
+typedef struct {
+  void (*optimizer_32bit)(const bsh_optimizer_32bit_args *args, int64_t begin, int64_t end);
+  void (*optimizer_squares)(const bsh_optimizer_32bit_args *args, int64_t begin, int64_t end, float *out);
+  void (*optimizer_8bit_blockwise)(const bsh_optimizer_8bit_blockwise_args *args, const bsh_state_search *search1,
+                                   const bsh_state_search *search2, int64_t block_begin, int64_t block_end);
+} bsh_cpu_optimizers;
+
+extern const bsh_cpu_optimizers bsh_cpu_scalar_optimizers;
+#if defined(__x86_64__)
+extern const bsh_cpu_optimizers bsh_cpu_avx2_optimizers;
+extern const bsh_cpu_optimizers bsh_cpu_avx512_optimizers;
+#endif
+
+/* Code of a state for v = state / absmax: the nearest entry of the map, and with keep_sign its neighbour where that has
+ * the other sign (the neighbour of 255 is 0): a small negative moment does not become zero. */
+uint8_t bsh_cpu_encode_state(const float *map, bool keep_sign, float v, float state);
+
+/* The codes and the scale of a block of n new states. */
+void bsh_cpu_requantize(const float *states, int64_t n, const float *map, bool keep_sign, uint8_t *code, float *absmax);
+
+/* Single-threaded kernels of one instruction set. */
+typedef struct {
+  const char *isa;
+  void (*quantize_4bit)(const bsh_quantize_4bit_args *args, int64_t block_begin, int64_t block_end);
+  void (*decode_4bit)(const bsh_decode_run *run);
+  void (*quantize_blockwise)(const bsh_quantize_blockwise_args *args, int64_t block_begin, int64_t block_end);
+  void (*dequantize_blockwise)(const bsh_dequantize_blockwise_args *args, int64_t begin, int64_t end);
+  void (*linear_4bit)(const bsh_linear_4bit_args *args, int64_t row_begin, int64_t row_end); /* M <= BSH_CPU_SMALL_M */
+  void (*linear_4bit_dgrad)(const bsh_linear_4bit_dgrad_args *args, int64_t column_begin,
+                            int64_t column_end); /* same */
+  void (*to_f32)(const void *x, bsh_dtype dtype, float *out, int64_t n);
+  void (*from_f32)(const float *x, bsh_dtype dtype, void *out, int64_t n);
+  const bsh_cpu_optimizers *optimizers;
+} bsh_cpu_kernels;
+
+extern const bsh_cpu_kernels bsh_cpu_scalar;
+#if defined(__x86_64__)
+extern const bsh_cpu_kernels bsh_cpu_avx2;   /* AVX2, FMA, F16C */
+extern const bsh_cpu_kernels bsh_cpu_avx512; /* AVX-512 F, BW, VL, DQ, VBMI */
+#endif
+
+const bsh_cpu_kernels *bsh_cpu(void);
+
+/* Whether this CPU has bf16 dot products (AVX512-BF16; every CPU with AMX has it too). torch then multiplies bf16
+ * faster than fp32 (benchmarks/results), and so do we. */
+static inline bool bsh_cpu_fast_bf16(void) {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+#else
+  return false;
+#endif
+}
+
+#endif

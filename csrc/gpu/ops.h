@@ -1,0 +1,26 @@
+/* gpu/ops.h - blocks and optimizers on CUDA (products: gpu/linear.h): device pointers and sizes in, kernels enqueued
+ * on context->stream.
+ *
+ * Nothing here waits for the GPU. All pointers of the argument structs are device pointers of context->device. */
+#ifndef BSH_GPU_OPS_H
+#define BSH_GPU_OPS_H
+
+#include "core/kernels.h"
+#include "core/status.h"
+#include "gpu/driver.h"
+
+bsh_status bsh_cuda_quantize_4bit(const bsh_quantize_4bit_args *args, const bsh_cuda_context *context);
+bsh_status bsh_cuda_dequantize_4bit(const bsh_dequantize_4bit_args *args, const bsh_cuda_context *context);
+bsh_status bsh_cuda_quantize_blockwise(const bsh_quantize_blockwise_args *args, const bsh_cuda_context *context);
+bsh_status bsh_cuda_dequantize_blockwise(const bsh_dequantize_blockwise_args *args, const bsh_cuda_context *context);
+
+/* *sum (on the device) = position-dependent 64-bit sum of n_bytes bytes, the same as bsh_cpu_checksum's. */
+bsh_status bsh_cuda_checksum(const uint8_t *bytes, int64_t n_bytes, uint64_t *sum, const bsh_cuda_context *context);
+
+/* One step of all parameters of a list (gpu/optimizer.c). */
+bsh_status bsh_cuda_optimizer_step(const bsh_step_list *list, const bsh_cuda_context *context);
+
+/* *unorm (on the device) = squared norm of the update of the only parameter of a list, by Adam, momentum or RMSprop. */
+bsh_status bsh_cuda_optimizer_norm(const bsh_step_list *list, float *unorm, const bsh_cuda_context *context);
+
+#endif

@@ -1,0 +1,385 @@
+/* ops/ops.c - every torch op of bitshard: unpack the stack, check what would corrupt memory, allocate, compute.
+ *
+ * An op is a function `bsh_status bsh_op_name(bsh_call *)` and one line of BSH_OPS; the boxed kernel around it owns the
+ * only exit, bsh_call_finish. "None" is an empty tensor; formats are bsh_format numbers. Python has checked what a user
+ * gets wrong (functional.py); what is refused here would read or write out of bounds. */
+#include "ops/ops.h"
+
+#include <inttypes.h>
+
+#include "core/packed.h"
+#include "cpu/cpu.h"
+#include "gpu/linear.h"
+#include "gpu/ops.h"
+#include "torch/gemm.h"
+#include "torch/tensor.h"
+
+#define WEIGHT_ARGUMENTS "Tensor packed, Tensor absmax, Tensor absmax_map, Tensor absmax2, Tensor offset"
+#define STEP_ARGUMENTS                                                                                                 \
+  "int algorithm, float lr, float beta1, float beta2, float beta3, float alpha, float eps, float weight_decay, int "   \
+  "step"
+
+/* X(name, tensors among the arguments, schema without the name) */
+#define BSH_OPS(X)                                                                                                     \
+  X(quantize_4bit, 1, "(Tensor x, int blocksize, int format, ScalarType storage) -> (Tensor, Tensor)")                 \
+  X(dequantize_4bit, 5,                                                                                                \
+    "(" WEIGHT_ARGUMENTS ", int blocksize, int format, int rows, int columns, ScalarType dtype) -> Tensor")            \
+  X(quantize_blockwise, 3, "(Tensor x, Tensor map, Tensor offset, int blocksize) -> (Tensor, Tensor)")                 \
+  X(dequantize_blockwise, 4,                                                                                           \
+    "(Tensor code, Tensor absmax, Tensor map, Tensor offset, int blocksize, ScalarType dtype) -> Tensor")              \
+  X(linear_4bit, 7,                                                                                                    \
+    "(Tensor x, " WEIGHT_ARGUMENTS ", Tensor bias, int blocksize, int format, int N, int K) -> Tensor")                \
+  X(linear_4bit_dgrad, 6, "(Tensor dy, " WEIGHT_ARGUMENTS ", int blocksize, int format, int N, int K) -> Tensor")      \
+  X(checksum, 1, "(Tensor packed) -> Tensor")                                                                          \
+  X(optimizer_32bit, 5,                                                                                                \
+    "(Tensor g, Tensor(a!) p, Tensor(b!) state1, Tensor(c!) state2, Tensor(d!) unorm, " STEP_ARGUMENTS                 \
+    ", float max_unorm, float param_norm, float gnorm_scale, bool skip_zeros) -> ()")                                  \
+  X(optimizer_8bit_blockwise, 8,                                                                                       \
+    "(Tensor g, Tensor(a!) p, Tensor(b!) state1, Tensor(c!) state2, Tensor qmap1, Tensor qmap2, Tensor(d!) absmax1, "  \
+    "Tensor(e!) absmax2, " STEP_ARGUMENTS ", float gnorm_scale, bool skip_zeros, int blocksize) -> ()")
+
+/* Leaves the op: computes with args on the device of `like`. The sizes are for messages. */
+#define COMPUTE(name, like, size0, size1, size2, args)                                                                 \
+  do {                                                                                                                 \
+    bsh_call_compute(call);                                                                                            \
+    if (!bsh_on_cuda(like)) return bsh_cpu_##name(args);                                                               \
+    bsh_cuda_context context;                                                                                          \
+    BSH_TRY(bsh_cuda_enter(&context, #name, (like)->device_index, size0, size1, size2));                               \
+    const bsh_status computed = bsh_cuda_##name(args, &context);                                                       \
+    bsh_cuda_leave(&context);                                                                                          \
+    return computed;                                                                                                   \
+  } while (0)
+
+static bsh_status same_device(const bsh_call *const call, const bsh_tensor *const tensor, const char *const argument,
+                              const bsh_tensor *const other, const char *const other_argument) {
+  if (tensor->device_type == other->device_type && tensor->device_index == other->device_index) return BSH_OK;
+  return bsh_fail(BSH_BAD_DEVICE,
+                  "%s: %s is on device type %" PRId32 " index %" PRId32 ", %s on %" PRId32 " index %" PRId32, call->op,
+                  argument, tensor->device_type, tensor->device_index, other_argument, other->device_type,
+                  other->device_index);
+}
+
+/* The data of a tensor that must have a given dtype and number of elements and lie on the device of `like`. */
+static bsh_status data_of(const bsh_call *const call, const bsh_tensor *const tensor, const char *const argument,
+                          const int32_t dtype, const int64_t numel, const bsh_tensor *const like, void **const data) {
+  if (tensor->dtype != dtype)
+    return bsh_fail(BSH_BAD_DTYPE, "%s: %s has ScalarType %" PRId32 ", expected %" PRId32, call->op, argument,
+                    tensor->dtype, dtype);
+  if (tensor->numel != numel)
+    return bsh_fail(BSH_BAD_SHAPE, "%s: %s has %" PRId64 " elements, expected %" PRId64, call->op, argument,
+                    tensor->numel, numel);
+  *data = tensor->data;
+  return same_device(call, tensor, argument, like, "the data");
+}
+
+/* The same for tensor argument `index`. */
+static bsh_status vector(bsh_call *const call, const int index, const char *const argument, const int32_t dtype,
+                         const int64_t numel, const bsh_tensor *const like, void **const data) {
+  bsh_tensor tensor;
+  BSH_TRY(bsh_call_tensor(call, index, &tensor));
+  return data_of(call, &tensor, argument, dtype, numel, like, data);
+}
+
+static bsh_status optional_offset(bsh_call *const call, const int index, const bsh_tensor *const like,
+                                  const float **const offset) {
+  bsh_tensor tensor;
+  BSH_TRY(bsh_call_tensor(call, index, &tensor));
+  *offset = NULL;
+  if (tensor.numel == 0) return BSH_OK;
+  return data_of(call, &tensor, "offset", bsh_torch.dtype_float32, 1, like, (void **)(uintptr_t)offset);
+}
+
+/* The four scale tensors that follow `packed` at stack[first + 1 ..]. */
+static bsh_status read_scales(bsh_call *const call, const int first, const bsh_tensor *const packed,
+                              const int64_t n_blocks, bsh_scales *const scales) {
+  const int32_t f32 = bsh_torch.dtype_float32;
+  bsh_tensor absmax;
+  BSH_TRY(bsh_call_tensor(call, first + 1, &absmax));
+  if (absmax.dtype == f32) return data_of(call, &absmax, "absmax", f32, n_blocks, packed, (void **)&scales->absmax);
+  BSH_TRY(data_of(call, &absmax, "absmax", bsh_torch.dtype_uint8, n_blocks, packed, (void **)&scales->absmax_code));
+  BSH_TRY(vector(call, first + 2, "absmax_map", f32, 256, packed, (void **)&scales->absmax_map));
+  BSH_TRY(vector(call, first + 3, "absmax2", f32, bsh_block_count(n_blocks, BSH_NESTED_BLOCKSIZE), packed,
+                 (void **)&scales->absmax2));
+  return vector(call, first + 4, "offset", f32, 1, packed, (void **)&scales->offset);
+}
+
+static bsh_status check_format(const char *const op, const int64_t format) {
+  if (format == BSH_NF4 || format == BSH_FP4) return BSH_OK;
+  return bsh_fail(BSH_BAD_VALUE, "%s: format %" PRId64 " is neither NF4 (%d) nor FP4 (%d)", op, format, BSH_NF4,
+                  BSH_FP4);
+}
+
+/* A packed weight of rows * columns elements: five tensors from stack[first], blocksize and format from stack[ints]. */
+static bsh_status read_weight(bsh_call *const call, const int first, const int ints, const int64_t rows,
+                              const int64_t columns, bsh_tensor *const packed, bsh_weight *const weight) {
+  const int64_t blocksize = bsh_call_int(call, ints), format = bsh_call_int(call, ints + 1);
+  int64_t n = 0;
+  BSH_TRY(bsh_check_blocksize(call->op, blocksize, BSH_MAX_BLOCKSIZE));
+  BSH_TRY(check_format(call->op, format));
+  BSH_TRY(bsh_checked_product(call->op, rows, columns, &n));
+  BSH_TRY(bsh_call_tensor(call, first, packed));
+  if (packed->itemsize == 0)
+    return bsh_fail(BSH_BAD_DTYPE, "%s: packed has ScalarType %" PRId32 ", which is no quant_storage", call->op,
+                    packed->dtype);
+  BSH_TRY(bsh_check_packed_bytes(call->op, packed->numel * packed->itemsize, packed->itemsize, n));
+  *weight = (bsh_weight){.packed = packed->data, .n = n, .blocksize = blocksize, .format = (bsh_format)format};
+  return read_scales(call, first, packed, bsh_block_count(n, blocksize), &weight->scales);
+}
+
+/* ---- 4-bit blocks ---- */
+
+static bsh_status bsh_op_quantize_4bit(bsh_call *const call) {
+  const int64_t blocksize = bsh_call_int(call, 1), format = bsh_call_int(call, 2);
+  const int32_t storage = bsh_call_dtype(call, 3);
+  const int64_t itemsize = bsh_itemsize(storage);
+  bsh_tensor x, packed, absmax;
+  bsh_dtype dtype;
+  BSH_TRY(bsh_check_blocksize(call->op, blocksize, BSH_MAX_BLOCKSIZE));
+  BSH_TRY(check_format(call->op, format));
+  if (itemsize == 0)
+    return bsh_fail(BSH_BAD_DTYPE, "%s: ScalarType %" PRId32 " is no quant_storage", call->op, storage);
+  BSH_TRY(bsh_call_tensor(call, 0, &x));
+  BSH_TRY(bsh_compute_dtype(call->op, "x", x.dtype, &dtype));
+  const int64_t packed_sizes[2] = {bsh_storage_elements(x.numel, itemsize), 1};
+  const int64_t n_blocks = bsh_block_count(x.numel, blocksize);
+  BSH_TRY(bsh_call_output(call, &x, 2, packed_sizes, storage, &packed));
+  BSH_TRY(bsh_call_output(call, &x, 1, &n_blocks, bsh_torch.dtype_float32, &absmax));
+  if (packed_sizes[0] * itemsize != bsh_packed_bytes(x.numel) && bsh_torch.aoti_torch_zero_(packed.handle))
+    return bsh_fail(BSH_TORCH_ERROR, "%s: could not zero the padding", call->op);
+  if (x.numel == 0) return BSH_OK;
+  const bsh_quantize_4bit_args args = {.x = x.data,
+                                       .packed = packed.data,
+                                       .absmax = absmax.data,
+                                       .n = x.numel,
+                                       .blocksize = blocksize,
+                                       .dtype = dtype,
+                                       .format = (bsh_format)format};
+  COMPUTE(quantize_4bit, &x, x.numel, 0, 0, &args);
+}
+
+bsh_status bsh_op_dequantize_4bit(bsh_call *const call) {
+  const int64_t sizes[2] = {bsh_call_int(call, 7), bsh_call_int(call, 8)};
+  const int32_t torch_dtype = bsh_call_dtype(call, 9);
+  bsh_tensor packed, out;
+  bsh_dequantize_4bit_args args = {.columns = sizes[1], .n_rows = sizes[0], .n_columns = sizes[1], .ld = sizes[1]};
+  BSH_TRY(bsh_compute_dtype(call->op, "dtype", torch_dtype, &args.dtype));
+  BSH_TRY(read_weight(call, 0, 5, sizes[0], sizes[1], &packed, &args.weight));
+  BSH_TRY(bsh_call_output(call, &packed, 2, sizes, torch_dtype, &out));
+  if (out.numel == 0) return BSH_OK;
+  args.out = out.data;
+  COMPUTE(dequantize_4bit, &packed, sizes[0], sizes[1], 0, &args);
+}
+
+/* ---- 8-bit blocks ---- */
+
+static bsh_status bsh_op_quantize_blockwise(bsh_call *const call) {
+  bsh_quantize_blockwise_args args = {.blocksize = bsh_call_int(call, 3)};
+  bsh_tensor x, code, absmax;
+  BSH_TRY(bsh_check_blocksize(call->op, args.blocksize, BSH_MAX_BLOCKSIZE_8BIT));
+  BSH_TRY(bsh_call_tensor(call, 0, &x));
+  BSH_TRY(bsh_compute_dtype(call->op, "x", x.dtype, &args.dtype));
+  BSH_TRY(vector(call, 1, "map", bsh_torch.dtype_float32, 256, &x, (void **)&args.map));
+  BSH_TRY(optional_offset(call, 2, &x, &args.offset));
+  const int64_t n_blocks = bsh_block_count(x.numel, args.blocksize);
+  BSH_TRY(bsh_call_output(call, &x, x.dim, x.sizes, bsh_torch.dtype_uint8, &code));
+  BSH_TRY(bsh_call_output(call, &x, 1, &n_blocks, bsh_torch.dtype_float32, &absmax));
+  if (x.numel == 0) return BSH_OK;
+  args.x = x.data;
+  args.code = code.data;
+  args.absmax = absmax.data;
+  args.n = x.numel;
+  COMPUTE(quantize_blockwise, &x, x.numel, 0, 0, &args);
+}
+
+static bsh_status bsh_op_dequantize_blockwise(bsh_call *const call) {
+  const int32_t f32 = bsh_torch.dtype_float32, torch_dtype = bsh_call_dtype(call, 5);
+  bsh_dequantize_blockwise_args args = {.blocksize = bsh_call_int(call, 4)};
+  bsh_tensor code, out;
+  BSH_TRY(bsh_check_blocksize(call->op, args.blocksize, BSH_MAX_BLOCKSIZE_8BIT));
+  BSH_TRY(bsh_compute_dtype(call->op, "dtype", torch_dtype, &args.dtype));
+  BSH_TRY(bsh_call_tensor(call, 0, &code));
+  BSH_TRY(data_of(call, &code, "code", bsh_torch.dtype_uint8, code.numel, &code, (void **)&args.code));
+  BSH_TRY(vector(call, 1, "absmax", f32, bsh_block_count(code.numel, args.blocksize), &code, (void **)&args.absmax));
+  BSH_TRY(vector(call, 2, "map", f32, 256, &code, (void **)&args.map));
+  BSH_TRY(optional_offset(call, 3, &code, &args.offset));
+  BSH_TRY(bsh_call_output(call, &code, code.dim, code.sizes, torch_dtype, &out));
+  if (code.numel == 0) return BSH_OK;
+  args.out = out.data;
+  args.n = code.numel;
+  COMPUTE(dequantize_blockwise, &code, code.numel, 0, 0, &args);
+}
+
+/* ---- linear ---- */
+
+/* The activation at stack[0], [..., width]; *M = product of the leading sizes. */
+static bsh_status read_activation(bsh_call *const call, const char *const argument, const int64_t width,
+                                  bsh_tensor *const x, bsh_dtype *const dtype, int64_t *const M) {
+  BSH_TRY(bsh_call_tensor(call, 0, x));
+  BSH_TRY(bsh_compute_dtype(call->op, argument, x->dtype, dtype));
+  if (x->dim < 1)
+    return bsh_fail(BSH_BAD_SHAPE, "%s: %s has no dimension, the weight needs %" PRId64 " columns", call->op, argument,
+                    width);
+  if (x->sizes[x->dim - 1] != width)
+    return bsh_fail(BSH_BAD_SHAPE, "%s: last dimension of %s is %" PRId64 ", the weight needs %" PRId64, call->op,
+                    argument, x->sizes[x->dim - 1], width);
+  *M = 1;
+  for (int64_t i = 0; i < x->dim - 1; i++) BSH_TRY(bsh_checked_product(call->op, *M, x->sizes[i], M));
+  return BSH_OK;
+}
+
+/* Sums of no terms on a GPU: y [..., N] = bias, or zero. The CPU's products know it themselves. */
+static bsh_status empty_sums(const bsh_call *const call, const bsh_tensor *const y, const bsh_tensor *const bias) {
+  const AOTITorchError failed =
+      bias != NULL ? bsh_torch.aoti_torch_copy_(y->handle, bias->handle, 0) : bsh_torch.aoti_torch_zero_(y->handle);
+  return failed ? bsh_fail(BSH_TORCH_ERROR, "%s: could not fill the result of an empty sum", call->op) : BSH_OK;
+}
+
+/* The output [..., width], leading sizes those of x. */
+static bsh_status new_activation(bsh_call *const call, const bsh_tensor *const x, const int64_t width,
+                                 bsh_tensor *const y) {
+  int64_t sizes[BSH_MAX_DIM];
+  if (x->dim > BSH_MAX_DIM)
+    return bsh_fail(BSH_BAD_SHAPE, "%s: %" PRId64 " dimensions, at most %d are supported", call->op, x->dim,
+                    BSH_MAX_DIM);
+  for (int64_t i = 0; i < x->dim; i++) sizes[i] = x->sizes[i];
+  sizes[x->dim - 1] = width;
+  return bsh_call_output(call, x, x->dim, sizes, x->dtype, y);
+}
+
+static const bsh_cpu_gemm cpu_gemm = {.mm = bsh_torch_cpu_gemm};
+
+/* Only then the result is made: where panels would be multiplied by nobody, nothing was allocated. */
+static bsh_status plan_forward(bsh_call *const call, const bsh_tensor *const x, const bsh_linear_4bit_args *const args,
+                               bsh_plan *const plan) {
+  int32_t sm, sms;
+  if (!bsh_on_cuda(x) || args->M == 0 || args->N == 0 || args->K == 0) return BSH_OK;
+  BSH_TRY(bsh_cuda_gpu(call->op, x->device_index, &sm, &sms));
+  BSH_TRY(bsh_cuda_plan_linear_4bit(call->op, args, sm, sms, call->caller->vendor, plan));
+  return plan->vendor != BSH_VENDOR_NONE ? bsh_call_may_multiply(call, args->dtype) : BSH_OK;
+}
+
+static bsh_status plan_dgrad(bsh_call *const call, const bsh_tensor *const dy,
+                             const bsh_linear_4bit_dgrad_args *const args, bsh_plan *const plan) {
+  int32_t sm, sms;
+  if (!bsh_on_cuda(dy) || args->M == 0 || args->N == 0 || args->K == 0) return BSH_OK;
+  BSH_TRY(bsh_cuda_gpu(call->op, dy->device_index, &sm, &sms));
+  BSH_TRY(bsh_cuda_plan_linear_4bit_dgrad(call->op, args, sm, sms, call->caller->vendor, plan));
+  return plan->vendor != BSH_VENDOR_NONE ? bsh_call_may_multiply(call, args->dtype) : BSH_OK;
+}
+
+bsh_status bsh_op_linear_4bit(bsh_call *const call) {
+  const int64_t N = bsh_call_int(call, 9), K = bsh_call_int(call, 10);
+  bsh_linear_4bit_args args = {.N = N, .K = K, .ldx = K, .ldy = N};
+  bsh_tensor x, packed, bias, y;
+  bsh_plan plan;
+  BSH_TRY(read_weight(call, 1, 7, N, K, &packed, &args.weight));
+  BSH_TRY(read_activation(call, "x", K, &x, &args.dtype, &args.M));
+  BSH_TRY(same_device(call, &x, "x", &packed, "packed"));
+  BSH_TRY(bsh_call_tensor(call, 6, &bias));
+  if (bias.numel != 0) BSH_TRY(data_of(call, &bias, "bias", x.dtype, N, &packed, (void **)&args.bias));
+  args.x = x.data;
+  BSH_TRY(plan_forward(call, &x, &args, &plan));
+  BSH_TRY(new_activation(call, &x, N, &y));
+  if (y.numel == 0) return BSH_OK;
+  if (K == 0 && bsh_on_cuda(&x)) return empty_sums(call, &y, args.bias != NULL ? &bias : NULL);
+  args.y = y.data;
+  bsh_call_compute(call);
+  if (!bsh_on_cuda(&x)) return bsh_cpu_linear_4bit(&args, &cpu_gemm);
+  const bsh_torch_operands operands = {x.handle, y.handle, args.bias != NULL ? bias.handle : NULL};
+  bsh_cuda_context context;
+  BSH_TRY(bsh_cuda_enter(&context, call->op, x.device_index, args.M, N, K));
+  const bsh_status computed = bsh_cuda_linear_4bit(&args, &plan, &operands, &context);
+  bsh_cuda_leave(&context);
+  return computed;
+}
+
+bsh_status bsh_op_linear_4bit_dgrad(bsh_call *const call) {
+  const int64_t N = bsh_call_int(call, 8), K = bsh_call_int(call, 9);
+  bsh_linear_4bit_dgrad_args args = {.N = N, .K = K, .lddy = N, .lddx = K};
+  bsh_tensor dy, packed, dx;
+  bsh_plan plan;
+  BSH_TRY(read_weight(call, 1, 6, N, K, &packed, &args.weight));
+  BSH_TRY(read_activation(call, "dy", N, &dy, &args.dtype, &args.M));
+  BSH_TRY(same_device(call, &dy, "dy", &packed, "packed"));
+  args.dy = dy.data;
+  BSH_TRY(plan_dgrad(call, &dy, &args, &plan));
+  BSH_TRY(new_activation(call, &dy, K, &dx));
+  if (dx.numel == 0) return BSH_OK;
+  if (N == 0 && bsh_on_cuda(&dy)) return empty_sums(call, &dx, NULL);
+  args.dx = dx.data;
+  bsh_call_compute(call);
+  if (!bsh_on_cuda(&dy)) return bsh_cpu_linear_4bit_dgrad(&args, &cpu_gemm);
+  const bsh_torch_operands operands = {dy.handle, dx.handle, NULL};
+  bsh_cuda_context context;
+  BSH_TRY(bsh_cuda_enter(&context, call->op, dy.device_index, args.M, N, K));
+  const bsh_status computed = bsh_cuda_linear_4bit_dgrad(&args, &plan, &operands, &context);
+  bsh_cuda_leave(&context);
+  return computed;
+}
+
+/* ---- checksum ---- */
+
+static bsh_status bsh_op_checksum(bsh_call *const call) {
+  bsh_tensor packed, sum;
+  BSH_TRY(bsh_call_tensor(call, 0, &packed));
+  if (packed.itemsize == 0)
+    return bsh_fail(BSH_BAD_DTYPE, "checksum: packed has ScalarType %" PRId32 ", which is no quant_storage",
+                    packed.dtype);
+  BSH_TRY(bsh_call_output(call, &packed, 0, NULL, bsh_torch.dtype_int64, &sum));
+  const int64_t n_bytes = packed.numel * packed.itemsize;
+  if (!bsh_on_cuda(&packed)) {
+    *(uint64_t *)sum.data = bsh_cpu_checksum(packed.data, n_bytes);
+    return BSH_OK;
+  }
+  bsh_cuda_context context;
+  BSH_TRY(bsh_cuda_enter(&context, "checksum", packed.device_index, n_bytes, 0, 0));
+  const bsh_status computed = bsh_cuda_checksum(packed.data, n_bytes, sum.data, &context);
+  bsh_cuda_leave(&context);
+  return computed;
+}
+
+/* ---- registration ---- */
+
+#define BOXED(name, tensors, schema)                                                                                   \
+  static void name##_boxed(StableIValue *const stack, const uint64_t n_arguments, const uint64_t n_outputs) {          \
+    (void)n_arguments, (void)n_outputs;                                                                                \
+    bsh_call call = {.op = #name, .caller = &bsh_dispatcher, .stack = stack, .n_tensors = tensors};                    \
+    bsh_call_finish(&call, bsh_op_##name(&call));                                                                      \
+  }
+BSH_OPS(BOXED)
+#undef BOXED
+
+static void torch_threads(const int64_t begin, const int64_t end, const int64_t grain, const bsh_range_function fn,
+                          void *const ctx) {
+  bsh_torch.torch_parallel_for(begin, end, grain, fn, ctx);
+}
+
+static AOTITorchError define_ops(const TorchLibraryHandle library) {
+  AOTITorchError error = 0;
+#define DEFINE(name, tensors, schema) error |= bsh_torch.aoti_torch_library_def(library, #name schema);
+  BSH_OPS(DEFINE)
+#undef DEFINE
+  return error;
+}
+
+static AOTITorchError implement_ops(const char *const key) {
+  TorchLibraryHandle library = NULL; /* stays alive for the process: deleting it deregisters the ops */
+  AOTITorchError error = bsh_torch.aoti_torch_library_init_impl("bitshard", key, __FILE__, __LINE__, &library);
+  if (error != 0) return error;
+#define IMPLEMENT(name, tensors, schema) error |= bsh_torch.aoti_torch_library_impl(library, #name, name##_boxed);
+  BSH_OPS(IMPLEMENT)
+#undef IMPLEMENT
+  return error;
+}
+
+const char *bsh_ops_register(void) {
+  static bool registered = false;
+  if (registered) return NULL;
+  TorchLibraryHandle library = NULL;
+  bsh_parallel_for = torch_threads;
+  if (bsh_torch.aoti_torch_library_init_fragment("bitshard", __FILE__, __LINE__, &library) || define_ops(library) ||
+      implement_ops("CPU") || (bsh_torch.has_cuda && implement_ops("CUDA")))
+    return "torch refused the registration of the bitshard ops (its text is on stderr)";
+  registered = true;
+  return NULL;
+}

@@ -1,0 +1,29 @@
+/* plan/kernel.h - what plan/plan.c asks of a fused kernel: what it cannot take, and how a product is cut. One object of
+ * each, in plan_<kernel>.c. */
+#ifndef BSH_PLAN_KERNEL_H
+#define BSH_PLAN_KERNEL_H
+
+#include "plan/plan.h"
+
+typedef struct {
+  int64_t rows; /* of x, of a launch */
+  /* NULL, or what of the facts it cannot take. Any number of rows: they go in slices. */
+  const char *(*refuses)(const bsh_facts *facts);
+  /* Fills a zeroed slice for slice->rows rows of a product that is not refused. */
+  void (*cut)(const bsh_facts *facts, bsh_fused_slice *slice);
+} bsh_fused_kernel;
+
+extern const bsh_fused_kernel bsh_plan_gemv_4bit, bsh_plan_gemv_4bit_simt, bsh_plan_gemm_4bit_sm90,
+    bsh_plan_gemm_4bit_sm90_wide;
+
+/* How long gemm_4bit_sm90_wide would take for a product that it does not refuse, nanoseconds on an H200. */
+double bsh_plan_wide_nanoseconds(const bsh_facts *facts);
+
+/* What all for few rows refuse. */
+static inline const char *bsh_fused_refuses(const bsh_facts *const facts) {
+  if (facts->direction != BSH_FORWARD) return "no input gradient";
+  if (facts->x_alignment < 16) return "rows of x are not 16-byte aligned";
+  return facts->packed_alignment < 4 ? "packed is not 4-byte aligned" : NULL;
+}
+
+#endif

@@ -1,0 +1,60 @@
+/* python/direct.h - dequantize_4bit, linear_4bit and linear_4bit_dgrad called from Python without torch's dispatcher.
+ *
+ * Reading eleven arguments costs the dispatcher more than a small product takes to launch. These functions run the ops
+ * (ops/ops.c) on tensors that they read through torch's DLPack exchange table instead. They return None where they did
+ * nothing, whatever the reason: a mode, tracer or profiler that watches the dispatcher, gradients, tensors that are not
+ * plain or do not fit, an error. The caller then takes the op, which does it or says what is wrong.
+ *
+ * On CUDA, products by dequantized panels go to cuBLAS (gpu/cublas.h), not to torch's product: fp16 and bf16 only, and
+ * only while torch's settings for products have their defaults. torch.backends.cuda.preferred_blas_library is not
+ * asked. */
+#ifndef BSH_PYTHON_DIRECT_H
+#define BSH_PYTHON_DIRECT_H
+
+#include <Python.h>
+#include <stdbool.h>
+
+#include "torch/tensor.h"
+
+/* configure(exchange, tensor, weights, dtypes, watchers, settings, profiler, grad_enabled, storage_address, holds):
+ * torch.Tensor.__dlpack_c_exchange_api__, the class Tensor, the classes of packed weights, torch.float32, float16 and
+ * bfloat16, callables that say whether somebody watches, for each dtype pairs of a callable and what it returns while
+ * products are to be torch's default, torch.autograd.profiler, torch.is_grad_enabled, a function that gives the address
+ * of a tensor's storage, 0 of a freed one, one that says whether the storage holds all elements of a tensor. Returns
+ * whether the exchange table can be used. */
+PyObject *bsh_direct_configure(PyObject *module, PyObject *args);
+
+/* doubt_storages(): some storage was made smaller than the tensors in it, so each tensor is asked from now on. */
+PyObject *bsh_direct_doubt_storages(PyObject *module, PyObject *unused);
+
+/* linear_4bit(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K): y [..., N], or None.
+ * bias may be None. */
+PyObject *bsh_direct_linear_4bit(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+
+/* dequantize_4bit(packed, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, dtype):
+ * [rows, columns] of dtype, or None. */
+PyObject *bsh_direct_dequantize_4bit(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+
+/* linear_4bit_dgrad(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K): dx [..., K], or None. */
+PyObject *bsh_direct_linear_4bit_dgrad(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+
+/* Forgets an exception that is set, for the op to say what is wrong. KeyboardInterrupt, SystemExit and whatever else is
+ * no Exception stays set: what is asked then answers so that the call declines, without calling Python again. */
+void bsh_direct_forget(void);
+
+/* What a call returns that did nothing: None, or NULL where such an exception stayed set. */
+PyObject *bsh_direct_declined(void);
+
+/* For other calls around the dispatcher (python/optimizer_list.c). Whether they are possible, and nobody watches it. */
+bool bsh_direct_possible(void);
+
+/* Whether an object is a tensor or parameter of no subclass. */
+bool bsh_direct_is_plain(PyObject *object);
+
+/* A contiguous tensor with elements, without a handle; BSH_NO_KERNEL where the op must decide. */
+bsh_status bsh_direct_describe(PyObject *object, bsh_tensor *tensor);
+
+/* Whether a tensor is lazily negated: its memory holds other numbers. */
+bool bsh_direct_is_negated(PyObject *tensor);
+
+#endif

@@ -1,0 +1,17 @@
+/* python/module_plan.h - Python's questions about plans (plan/plan.h): which kernel, how it is launched, and forcing
+ * one. */
+#ifndef BSH_PYTHON_MODULE_PLAN_H
+#define BSH_PYTHON_MODULE_PLAN_H
+
+#include <Python.h>
+
+/* plan_linear_4bit(M, N, K, dtype, sm, sms, ...): see _C.pyi. */
+PyObject *bsh_module_plan(PyObject *module, PyObject *args, PyObject *keywords);
+
+/* force_kernel(op, name): op "linear_4bit" or "linear_4bit_dgrad", name of a kernel or None. */
+PyObject *bsh_module_force_kernel(PyObject *module, PyObject *args);
+
+/* kernel_image(architectures, sm): (architecture, for this GPU only) of the kernels that would be loaded there. */
+PyObject *bsh_module_kernel_image(PyObject *module, PyObject *args);
+
+#endif
