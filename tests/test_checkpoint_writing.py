@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from bitshard.sharding import owned, writing
-from bitshard.sharding.reading import Checkpoint
-from bitshard.sharding.writing import CheckpointFiles, Entry, byte_count, split
+from bitshard.sharding.checkpoints import files, owned
+from bitshard.sharding.checkpoints.files import CheckpointFiles, Entry, byte_count, split
+from bitshard.sharding.checkpoints.reading import Checkpoint
 from helpers.bytes import same_bytes
 from safetensors.torch import load_file, save_file
 
-DTYPES = [*writing._DTYPES]
+DTYPES = [*files._DTYPES]
 
 
 def tensors(seed=0, count=12):
@@ -358,7 +358,7 @@ def test_a_lock_ends_with_its_process(tmp_path, monkeypatch):
     write(tmp_path, filled(1), 400)
 
     def naming(stop):
-        with owned.alone(tmp_path / writing._LOCK):
+        with owned.alone(tmp_path / files._LOCK):
             stop()
 
     with stopped(naming) as (child, _):

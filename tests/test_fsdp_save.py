@@ -14,7 +14,7 @@ import upstream
 from bitshard import fsdp
 from bitshard.nn.linear import Linear4bit
 from bitshard.nn.parametrize import replace_parameter_4bit
-from bitshard.sharding import save
+from bitshard.sharding.checkpoints import save
 from fsdp.launch import WORKERS, launch, run
 from helpers.bytes import same_bytes
 from safetensors.torch import load_file

@@ -10,7 +10,7 @@ import torch
 from bitshard import _C, agreement
 from bitshard.nn.linear import Linear4bit
 from bitshard.shard import PackedShard
-from bitshard.sharding.record import record_of, start_over
+from bitshard.sharding.weights.record import record_of, start_over
 from bitshard.tensor import Params4bit
 from helpers.bytes import same_bytes
 

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from bitshard.sharding import in_place
+from bitshard.sharding.weights import in_place
 from torch import nn
 
 GPU = torch.device("cuda", 0)

@@ -6,16 +6,16 @@ can load them back in place; `full_state_dict` writes whole tensors in the decla
 file has them.
 """
 
-from bitshard.sharding.adapter import save_adapter
-from bitshard.sharding.in_place import gather_in_place
-from bitshard.sharding.late_adapters import shard_adapters
-from bitshard.sharding.planner import LoadPlanner, load_checkpoint
-from bitshard.sharding.rank0 import load_on_rank0, materialize, send_quant_states
+from bitshard.sharding.checkpoints.adapter_files import save_adapter
+from bitshard.sharding.checkpoints.planner import LoadPlanner, load_checkpoint
+from bitshard.sharding.checkpoints.save import save_pretrained
+from bitshard.sharding.checkpoints.state_dicts import full_state_dict, load_full_state_dict
+from bitshard.sharding.loading.rank0 import load_on_rank0, materialize, send_quant_states
+from bitshard.sharding.loading.units import load
 from bitshard.sharding.report import Share, describe, measure
-from bitshard.sharding.rows import quantize
-from bitshard.sharding.save import save_pretrained
-from bitshard.sharding.state_dicts import full_state_dict, load_full_state_dict
-from bitshard.sharding.units import load
+from bitshard.sharding.weights.in_place import gather_in_place
+from bitshard.sharding.weights.late_adapters import shard_adapters
+from bitshard.sharding.weights.rows import quantize
 
 __all__ = [
     "LoadPlanner",

@@ -23,7 +23,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 def plain(weight: Any) -> Any:
-    """A DTensor over the same shard without what a subclass adds (`bitshard.sharding.face.ShardedWeight`)."""
+    """A DTensor over the same shard without what a subclass adds (`sharding.weights.parameter.ShardedWeight`)."""
     from torch.distributed.tensor import DTensor
 
     return DTensor(weight._local_tensor, weight._spec, requires_grad=weight.requires_grad)

@@ -108,7 +108,7 @@ class Origin:
         dtype: dtype of the container.
         parameter, attributes: class and `__dict__` of the parameter that forward sees after a gather.
         on_cpu, pinned: where FSDP2 keeps the shards, and so the chunk of the scales.
-        load: the state dict that is being loaded into the shards (`bitshard.sharding.load.PendingLoad`), else None.
+        load: the state dict that is being loaded into the shards (`sharding.weights.pending_load`), else None.
         agreed: the ranks have compared the weight (`bitshard.agreement`).
         scales_checksum: of the whole scales, once they are cut here.
     """

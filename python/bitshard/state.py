@@ -52,7 +52,7 @@ class QuantState:
         sharded: the rank's part of the scales where FSDP2 cut them, else None. Then `absmax` is real only while
             gathered.
         part: the rank's part of the packed bytes of a weight that was loaded in parts and is not sharded yet
-            (`bitshard.parts.KeptPart`), else None.
+            (`bitshard.kept_part.KeptPart`), else None.
     """
 
     valid_quant_types = ("fp4", "nf4")

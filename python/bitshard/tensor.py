@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitshard import adapters, agreement, functional, gather, guards, launch, ops, parts
+from bitshard import adapters, agreement, functional, gather, guards, kept_part, launch, ops
 from bitshard.checks import check_format, check_packed, check_storage
 from bitshard.container import container_dtype, repack, shardable_dtype
 from bitshard.guards import Packed, PackedData, asker, cast_error, grad_error, in_module_move, packed_among, plain
@@ -264,8 +264,8 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
         held = self._holder()
         keeps_part = held is not None and held.state is None and launch.cuts()
         if keeps_part:
-            parts.KeptPart(packed, state)
-            packed = parts.hollow(packed, packed.device)
+            kept_part.KeptPart(packed, state)
+            packed = kept_part.hollow(packed, packed.device)
         with plain():
             if self.requires_grad:
                 raise grad_error()
@@ -273,7 +273,7 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
         self.bnb_quantized = True
         self._set_state(state)
         if keeps_part:
-            self.__class__ = parts.stand_in
+            self.__class__ = kept_part.stand_in
             self._delivered()  # the first forward compares what was gathered with what was quantized
 
     def _set_state(self, state: QuantState | None) -> None:

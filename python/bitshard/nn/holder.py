@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import gather, ops, parts
+from bitshard import gather, kept_part, ops
 from bitshard.container import repack
 from bitshard.guards import module_move
 from bitshard.nn import merged
-from bitshard.parted import PartedParams4bit
+from bitshard.placeholder import PlaceholderParams4bit
 from bitshard.state import QuantState, dtype_name
 from bitshard.tensor import Params4bit, verify
 
@@ -47,12 +47,12 @@ class PackedWeight:
         name: the parameter's name in it.
         shape: shape of the weight that was quantized, None before it is known.
         state: its quantization state; None before it is quantized.
-        awaited: what FSDP2 sharded before it was quantized (`bitshard.sharding.rows.AwaitedRows`), else None.
+        awaited: what FSDP2 sharded before it was quantized (`bitshard.sharding.weights.rows.AwaitedRows`), else None.
         shard: what FSDP2 registers as the weight between forwards, once it has.
         flat: FSDP1 with use_orig_params, which looks for the very tensors that it put here.
         foreign: somebody else has set the bytes since they were quantized or loaded.
         checked: the state that foreign bytes were last compared with.
-        unwatched: loaded into shards, and no forward with gradients has been seen (`bitshard.sharding.late_adapters`).
+        unwatched: loaded into shards, and no forward with gradients has been seen (`sharding.weights.late_adapters`).
         reported: the log has told what of the model is 4-bit (`bitshard.inventory`).
         kept: the weight from before adapters were merged into it (`bitshard.nn.merged.Kept`), while some are.
     """
@@ -83,10 +83,10 @@ class PackedWeight:
         if self.shard is None:
             new.state, new.checked = copy.deepcopy((self.state, self.checked), memo)
         else:
-            from bitshard.sharding import face
+            from bitshard.sharding.weights import parameter
 
             new.shard = copy.deepcopy(self.shard, memo)
-            face.adopt(new.shard, new.owner)
+            parameter.adopt(new.shard, new.owner)
         return new
 
     # -- where it is --
@@ -111,7 +111,7 @@ class PackedWeight:
             return Place.FLOAT
         if self.shard is not None:
             return Place.GATHERED
-        if isinstance(registered, PartedParams4bit):
+        if isinstance(registered, PlaceholderParams4bit):
             return Place.PART
         return Place.VIEW if registered is None or self.flat or _is_flat_view(registered, self.state) else Place.WHOLE
 
@@ -172,7 +172,7 @@ class PackedWeight:
         if own is not None:
             self.state = own
             if own.part is not None:
-                raise parts.unreadable(owner, own.shape)
+                raise kept_part.unreadable(owner, own.shape)
             return
         if self.state is None or (isinstance(weight, Params4bit) and not weight.bnb_quantized):
             raise RuntimeError(
@@ -190,7 +190,7 @@ class PackedWeight:
 
     def watch(self) -> None:
         """In the first forward with gradients: see to it that a backward warns of adapters that nobody averages."""
-        from bitshard.sharding import late_adapters
+        from bitshard.sharding.weights import late_adapters
 
         late_adapters.watch(self.owner)
 
@@ -227,17 +227,17 @@ class PackedWeight:
         if self.state is None:
             if not gather.is_dtensor(value):
                 return False
-            from bitshard.sharding.rows import AwaitedRows
+            from bitshard.sharding.weights.rows import AwaitedRows
 
             AwaitedRows.adopt(self, value)
             return True
         if type(value) is Params4bit:
             return self._put_packed(value)
         if gather.is_dtensor(value):
-            from bitshard.sharding import face
+            from bitshard.sharding.weights import parameter
 
-            if face.adopt(value, self.owner):
-                value = self.shard = face.settled(value, self.owner)
+            if parameter.adopt(value, self.owner):
+                value = self.shard = parameter.settled(value, self.owner)
             # directly, as FSDP2 registers it elsewhere: patches of it leave a DTensor that is no Parameter
             self.owner._parameters[self.name] = value
             return True
@@ -289,7 +289,7 @@ class PackedWeight:
         if value.quant_state is state:
             self.owner._parameters[self.name] = value
             return
-        from bitshard.sharding.write import put_back, write
+        from bitshard.sharding.weights.replace import put_back, write
 
         gathered = self.owner._parameters[self.name]
         gathered = gathered if type(gathered) is Params4bit else None
@@ -371,7 +371,7 @@ class PackedWeight:
         """What torch.distributed's loading fills beside the weight: the scale entries of a shard, by name."""
         if self.place is not Place.SHARD or self.state is None:
             return {}
-        from bitshard.sharding.load import PendingLoad
+        from bitshard.sharding.weights.pending_load import PendingLoad
 
         return PendingLoad.begin(self.weight).handed
 
@@ -382,9 +382,10 @@ class PackedWeight:
         """
         key, place = f"{prefix}{self.name}", self.place
         if place is Place.SHARD:
-            from bitshard.sharding import entries
+            from bitshard.sharding.weights import state_entries
 
-            destination.update({f"{key}.{name}": value for name, value in entries.sharded_entries(self.weight).items()})
+            entries = state_entries.sharded_entries(self.weight)
+            destination.update({f"{key}.{name}": value for name, value in entries.items()})
             return
         if place is Place.AWAITED:
             self.awaited.key = key
@@ -414,7 +415,7 @@ class PackedWeight:
         """Load the weight; the keys that nn.Module is to pass over then, None where it has loaded the owner, too."""
         key = f"{prefix}{self.name}"
         if self.place is Place.SHARD:
-            from bitshard.sharding.load import PendingLoad
+            from bitshard.sharding.weights.pending_load import PendingLoad
 
             arguments = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
             PendingLoad.of(self.weight, state_dict, key).finish(self.owner, self.name, state_dict, prefix, *arguments)
@@ -422,7 +423,7 @@ class PackedWeight:
         if self.place is Place.PART:
             given = {name for name in state_dict if name == key or name.startswith(f"{key}.")}
             if given:
-                error_msgs.append(str(parts.unreadable(f"loading {key}", self.state.shape)))
+                error_msgs.append(str(kept_part.unreadable(f"loading {key}", self.state.shape)))
             elif strict:
                 missing_keys.append(key)
             return {key, *given}

@@ -182,7 +182,7 @@ def _parametrized_state_dict_post_hook(
     ValueError where transformers' `save_pretrained` asks, whose files nobody could read.
     """
     if _for_transformers():
-        from bitshard.sharding.layout import parametrized_error
+        from bitshard.sharding.checkpoints.contents import parametrized_error
 
         raise parametrized_error(f"{prefix}{param_name}")
     _rename(state_dict, f"{prefix}parametrizations.{param_name}.original", f"{prefix}{param_name}")

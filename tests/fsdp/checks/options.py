@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from bitshard import fsdp
 from bitshard.nn.linear import Linear4bit
-from bitshard.sharding.in_place import InPlaceAllGather
+from bitshard.sharding.weights.in_place import InPlaceAllGather
 from checks.common import batch, build, exact, layers, raises, shard
 from common import kept_scales
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

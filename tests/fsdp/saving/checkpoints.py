@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bitshard import fsdp  # noqa: E402
-from bitshard.sharding import save  # noqa: E402
+from bitshard.sharding.checkpoints import save  # noqa: E402
 from checks.common import ENTRIES, build, raises, shard  # noqa: E402
 from common import BYTES, as_bytes, finish, no_launch, same_bytes, shard_fsdp1, start  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bitshard import fsdp
-from bitshard.sharding.writing import CheckpointFiles
+from bitshard.sharding.checkpoints.files import CheckpointFiles
 from models import CELLS, LIMIT, reference
 from shared import rank, refused
 from ways import assert_same, target_of, whole

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bitshard import fsdp
-from bitshard.sharding import ready, save
+from bitshard.sharding.checkpoints import ready, save
 from models import CELLS, LIMIT, reference
 from shared import linears, logits, rank, refused, world
 from ways import WAYS, assert_same, target_of, whole

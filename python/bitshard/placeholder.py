@@ -1,6 +1,6 @@
 """What stands for a 4-bit weight of which this rank keeps only its part: a Params4bit that nobody may read.
 
-Which weights these are decides `bitshard.launch`; what is kept, `bitshard.parts`.
+Which weights these are decides `bitshard.launch`; what is kept, `bitshard.kept_part`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bitshard import guards, launch, parts
+from bitshard import guards, kept_part, launch
 from bitshard.guards import cast_error, guarded, in_module_move, plain
 from bitshard.shard import PackedShard
 from bitshard.state import dtype_name
@@ -29,13 +29,13 @@ class _NoOperator(TorchDispatchMode):
         self.what, self.shape = what, shape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func.overloadpacket not in parts.QUESTIONS:
-            raise parts.unreadable(self.what, self.shape)
+        if func.overloadpacket not in kept_part.QUESTIONS:
+            raise kept_part.unreadable(self.what, self.shape)
         return func(*args, **(kwargs or {}))
 
 
-class PartedParams4bit(Params4bit):
-    """A weight of which this rank keeps only its part, until `fully_shard` takes it (`bitshard.parts`).
+class PlaceholderParams4bit(Params4bit):
+    """A weight of which this rank keeps only its part, until `fully_shard` takes it (`bitshard.kept_part`).
 
     Foreign code sees a Params4bit of the whole size. What would read its bytes raises ValueError.
     """
@@ -46,8 +46,8 @@ class PartedParams4bit(Params4bit):
         if func in HANDLERS:
             return guarded(HANDLERS, func, args, kwargs)
         what, shape = getattr(func, "__name__", str(func)), _first((args, *kwargs.values()))._shape
-        if func in parts.READERS:
-            raise parts.unreadable(what, shape)
+        if func in kept_part.READERS:
+            raise kept_part.unreadable(what, shape)
         with _NoOperator(what, shape):
             return guarded(HANDLERS, func, args, kwargs)
 
@@ -64,10 +64,10 @@ class PartedParams4bit(Params4bit):
         if device is None or device == self.device:
             return self
         if device.type == "meta":
-            raise parts.unreadable("to(meta)", self._shape)
+            raise kept_part.unreadable("to(meta)", self._shape)
         self.quant_state.part.move(device)
         with plain():
-            return self._like(parts.hollow(self.data, device))
+            return self._like(kept_part.hollow(self.data, device))
 
     def saved_data(self) -> Tensor:
         """The weight itself: a state dict may hold it, as long as nobody reads it."""
@@ -78,25 +78,25 @@ class PartedParams4bit(Params4bit):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Params4bit:
         with plain():
-            new = self._like(parts.hollow(self.data, self.device))
+            new = self._like(kept_part.hollow(self.data, self.device))
         memo[id(self)] = new
         return new
 
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
         """Not asked for through `__torch_function__`."""
-        raise parts.unreadable("set_", self._shape)
+        raise kept_part.unreadable("set_", self._shape)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        raise parts.unreadable("pickling", self._shape)
+        raise kept_part.unreadable("pickling", self._shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Params4bit(this rank's part of {self._shape}, {self.dtype}, {self.device})"
 
 
-def _first(values: Any) -> PartedParams4bit | None:
+def _first(values: Any) -> PlaceholderParams4bit | None:
     """The first such weight among arguments, in lists too."""
     for value in values:
-        if isinstance(value, PartedParams4bit):
+        if isinstance(value, PlaceholderParams4bit):
             return value
         found = _first(value) if isinstance(value, (list, tuple)) else None
         if found is not None:
@@ -114,15 +114,15 @@ def _get_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
 
 def _set_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     weight, data = args
-    if type(data) is not PartedParams4bit or data.quant_state is not weight.quant_state:
-        raise parts.unreadable(".data =", weight._shape)
+    if type(data) is not PlaceholderParams4bit or data.quant_state is not weight.quant_state:
+        raise kept_part.unreadable(".data =", weight._shape)
     func(weight, data)
 
 
 def _cast(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     if in_module_move():
         return args[0]
-    raise parts.unreadable(getattr(func, "__name__", "cast"), args[0]._shape)
+    raise kept_part.unreadable(getattr(func, "__name__", "cast"), args[0]._shape)
 
 
 def _chunk(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -138,7 +138,7 @@ def _new_zeros(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     weight = args[0]
     out = func(*args, **kwargs)
     if out.dtype is not weight.dtype or weight.quant_state.part is None:
-        raise parts.unreadable("new_zeros", weight._shape)
+        raise kept_part.unreadable("new_zeros", weight._shape)
     require_shardable(weight)
     launch.note_sharding()
     return PackedShard.wrap(out, weight.quant_state.part.hand_over(Params4bit, dict(weight.__dict__)))
@@ -157,5 +157,5 @@ def _handlers() -> dict[Any, Any]:
 
 
 HANDLERS = _handlers()
-PartedParams4bit.__name__ = "Params4bit"
-parts.stand_in = PartedParams4bit
+PlaceholderParams4bit.__name__ = "Params4bit"
+kept_part.stand_in = PlaceholderParams4bit

@@ -18,7 +18,7 @@ from bitshard import ops
 from bitshard.container import repack
 from bitshard.guards import plain
 from bitshard.inventory import holder_of
-from bitshard.sharding.reading import Checkpoint, some
+from bitshard.sharding.checkpoints.reading import Checkpoint, some
 from bitshard.state import VALUE_DTYPES, dtype_name
 from bitshard.tensor import Params4bit
 

@@ -13,7 +13,7 @@ from bitshard import gather
 from bitshard.container import repack
 from bitshard.guards import grad_error
 from bitshard.shard import PackedShard
-from bitshard.sharding.entries import sharded_entries, state_of
+from bitshard.sharding.weights.state_entries import sharded_entries, state_of
 from bitshard.state import QuantState
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from bitshard import gather, ops
 from bitshard.container import repack_whole
 from bitshard.shard import PackedShard
-from bitshard.sharding.entries import BLOB_PREFIX, differences, sharded_entries
+from bitshard.sharding.weights.state_entries import BLOB_PREFIX, differences, sharded_entries
 from bitshard.state import QuantState, check_scales
 
 

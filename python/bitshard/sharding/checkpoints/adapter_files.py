@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from bitshard import gather
-from bitshard.sharding.layout import WRAPPED
+from bitshard.sharding.checkpoints.contents import WRAPPED
 from bitshard.sharding.together import Ranks
 
 _WHAT = "save_adapter"

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bitshard.sharding.skeleton import Skeleton, packed_layers
+from bitshard.sharding.loading.skeleton import Skeleton, packed_layers
+from bitshard.sharding.loading.units import begin, compute_device, outermost, shown, unit_name
 from bitshard.sharding.together import together
-from bitshard.sharding.units import begin, compute_device, outermost, shown, unit_name
 from bitshard.state import QuantState
 from bitshard.tensor import Params4bit
 

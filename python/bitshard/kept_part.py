@@ -1,7 +1,7 @@
 """A 4-bit weight of which a rank keeps only its part, from loading until `fully_shard` takes it.
 
 Each rank quantizes the whole weight, one at a time, and keeps the chunk of bytes and of scales that `fully_shard` over
-all processes will leave it. What stands for the weight meanwhile (`bitshard.parted`) has its size,
+all processes will leave it. What stands for the weight meanwhile (`bitshard.placeholder`) has its size,
 dtype and device, and a storage of 0 bytes. No communication, and nothing private of torch: FSDP2 asks a parameter for
 `chunk(world)` and takes its own chunk, then for `new_zeros`, which gives the `PackedShard` as ever.
 """
@@ -45,7 +45,7 @@ def _readers() -> frozenset[Any]:
 READERS = _readers()
 # Operators that tell what a tensor is like, or give the same memory without a look at it.
 QUESTIONS = frozenset(getattr(torch.ops.aten, name) for name in ("detach", "is_pinned", "is_same_size", "is_complex"))
-stand_in: Any = None  # class of what stands for such a weight; `bitshard.parted` sets it
+stand_in: Any = None  # class of what stands for such a weight; `bitshard.placeholder` sets it
 
 
 def unreadable(what: str, shape: Any) -> ValueError:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from bitshard import gather
 from bitshard.shard import PackedShard
-from bitshard.sharding.record import gathered_output, only_record
+from bitshard.sharding.weights.record import gathered_output, only_record
 
 
 def gather_in_place(model: nn.Module) -> int:

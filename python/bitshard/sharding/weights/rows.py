@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from bitshard import functional, gather, guards, launch, ops
 from bitshard.container import repack, shardable_dtype
 from bitshard.shard import PackedShard, ShardedScales
-from bitshard.sharding.entries import BLOB_PREFIX
-from bitshard.sharding.record import record_of, start_over
+from bitshard.sharding.weights.record import record_of, start_over
+from bitshard.sharding.weights.state_entries import BLOB_PREFIX
 from bitshard.state import VALUE_DTYPES, QuantState, check_scales, dtype_name, unpack_tensor_to_dict
 from bitshard.tensor import Params4bit
 

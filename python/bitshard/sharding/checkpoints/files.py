@@ -29,8 +29,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bitshard.sharding import owned
-from bitshard.sharding.reading import INDEX, SHARD, SINGLE
+from bitshard.sharding.checkpoints import owned
+from bitshard.sharding.checkpoints.reading import INDEX, SHARD, SINGLE
 
 _PARTIAL = ".bitshard-partial"
 _LOCK = ".bitshard-save.lock"  # there while files get their names

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from bitshard import gather, ops
-from bitshard.sharding.reading import Checkpoint
-from bitshard.sharding.skeleton import Skeleton, packed_layers
+from bitshard.sharding.checkpoints.reading import Checkpoint
+from bitshard.sharding.loading.skeleton import Skeleton, packed_layers
 from bitshard.sharding.together import together
 
 

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from bitshard import ops
 from bitshard.container import repack
 from bitshard.inventory import holder_of
-from bitshard.sharding.entries import BLOB_PREFIX
-from bitshard.sharding.writing import Entry
+from bitshard.sharding.checkpoints.files import Entry
+from bitshard.sharding.weights.state_entries import BLOB_PREFIX
 from bitshard.state import QuantState
 
 WRAPPED = (

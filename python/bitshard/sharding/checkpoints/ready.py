@@ -13,8 +13,8 @@ import torch
 
 from bitshard import gather, ops
 from bitshard.shard import PackedShard
-from bitshard.sharding import merging
-from bitshard.sharding.layout import Piece
+from bitshard.sharding.checkpoints import merging
+from bitshard.sharding.checkpoints.contents import Piece
 
 
 def piece(found: Piece) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from bitshard import gather
 from bitshard.container import repack_whole
 from bitshard.inventory import holders
-from bitshard.sharding.entries import BLOB_PREFIX, padded_blob
+from bitshard.sharding.weights.state_entries import BLOB_PREFIX, padded_blob
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # in module names, not in state dicts
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from bitshard import gather, ops
 from bitshard.container import repack
-from bitshard.sharding.entries import differences, state_of
+from bitshard.sharding.weights.state_entries import differences, state_of
 from bitshard.state import QuantState
 from bitshard.tensor import Params4bit
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bitshard import functional
-from bitshard.sharding.layout import is_tuner, unwrapped
+from bitshard.sharding.checkpoints.contents import is_tuner, unwrapped
 from bitshard.state import QuantState
 from bitshard.tensor import Params4bit
 

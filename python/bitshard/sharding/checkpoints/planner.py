@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from bitshard import gather, ops
 from bitshard.optim import entries
 from bitshard.shard import PackedShard
-from bitshard.sharding.entries import BLOB_PREFIX
+from bitshard.sharding.weights.state_entries import BLOB_PREFIX
 
 
 class _Part:

@@ -22,10 +22,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from bitshard import functional, gather
 from bitshard.inventory import holders
-from bitshard.sharding import layout, merging, ready
-from bitshard.sharding.layout import Piece
+from bitshard.sharding.checkpoints import contents, merging, ready
+from bitshard.sharding.checkpoints.contents import Piece
+from bitshard.sharding.checkpoints.files import CheckpointFiles, Entry, byte_count
 from bitshard.sharding.together import Ranks
-from bitshard.sharding.writing import CheckpointFiles, Entry, byte_count
 from bitshard.state import VALUE_DTYPES, dtype_name
 from bitshard.tensor import Params4bit, verify
 
@@ -78,9 +78,9 @@ def save_pretrained(
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # what a forward has left gathered is of FSDP2's param_dtype
-        pieces = layout.pieces(model, merge)
+        pieces = contents.pieces(model, merge)
         if dtype is None and _has_config(model):
-            layout.require_readable(pieces)
+            contents.require_readable(pieces)
         entries = {key: entry for piece in pieces for key, entry in piece.entries(dtype).items()}
         facts = repr((entries, dtype, merge, max_shard_size)).encode()
         return (pieces, entries), hashlib.sha256(facts).hexdigest()[:16]
@@ -218,7 +218,7 @@ def _converted(piece: Piece, tensors: dict[Any, Any], dtype: torch.dtype | None)
                 weight = Params4bit.of_state(packed, state, piece.held.storage, None)
                 weight, others = merging.merged_4bit(piece.tuner, adapter, weight, others, name)
                 packed, state = weight.saved_data(), weight.quant_state
-            found.update(layout.packed_tensors(key, packed, state, piece.held.storage))
+            found.update(contents.packed_tensors(key, packed, state, piece.held.storage))
     elif piece.tuner is not None:
         others = merging.merged_dense(piece.tuner, adapter, others)
     found.update({piece.name_of(name): tensor for name, tensor in others.items()})
@@ -236,7 +236,7 @@ def _configs(
     model: nn.Module, dtype: torch.dtype | None, pieces: list[Piece], entries: dict[str, Entry]
 ) -> dict[str, bytes]:
     """The files beside the weights that transformers writes: name -> content. Only for a model with a config."""
-    inner = layout.unwrapped(model)
+    inner = contents.unwrapped(model)
     if not _has_config(model):
         return {}
     config = copy.deepcopy(inner.config)
@@ -256,7 +256,7 @@ def _configs(
 
 def _has_config(model: nn.Module) -> bool:
     """Whether the checkpoint gets a config.json, for transformers to read."""
-    return hasattr(getattr(layout.unwrapped(model), "config", None), "save_pretrained")
+    return hasattr(getattr(contents.unwrapped(model), "config", None), "save_pretrained")
 
 
 def _dtype_of(pieces: list[Piece]) -> torch.dtype:

@@ -1,0 +1,1 @@
+"""Files out of sharded models and into them."""

@@ -1,0 +1,1 @@
+"""Models that are loaded so that no rank holds them whole."""
