@@ -83,7 +83,10 @@ typedef struct {
   bsh_dtype dtype;
 } bsh_dequantize_blockwise_args;
 
-/* y[M, N] = x[M, K] W^T + bias. x rows are ldx apart, y rows ldy apart (elements); bias [N] or NULL; all of `dtype`. */
+typedef enum { BSH_FORWARD, BSH_INPUT_GRADIENT } bsh_direction; /* y = x W^T + bias; dx = dy W */
+
+/* y[M, N] = x[M, K] W^T + bias. The input gradient: y[M, K] = x[M, N] W, where x is dy, y is dx and bias is NULL. x
+ * rows are ldx apart, y rows ldy apart (elements); bias [N] or NULL; all of `dtype`. */
 typedef struct {
   bsh_weight weight; /* n = N * K */
   const void *x;
@@ -92,17 +95,8 @@ typedef struct {
   int64_t M, N, K;
   int64_t ldx, ldy;
   bsh_dtype dtype;
+  bsh_direction direction;
 } bsh_linear_4bit_args;
-
-/* dx[M, K] = dy[M, N] W. */
-typedef struct {
-  bsh_weight weight;
-  const void *dy;
-  void *dx;
-  int64_t M, N, K;
-  int64_t lddy, lddx;
-  bsh_dtype dtype;
-} bsh_linear_4bit_dgrad_args;
 
 /* Optimizers by the formulas of core/optimizer.h. LAMB is Adam and LARS is momentum with max_unorm. */
 typedef enum {

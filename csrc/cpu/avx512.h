@@ -133,6 +133,6 @@ ALWAYS_INLINE __m512i values_16bit(const __m512 units, const bsh_format format, 
 /* Members of bsh_cpu_kernels in files of their own: cpu/avx512_decode.c, cpu/avx512_linear.c. */
 void bsh_cpu_avx512_decode_4bit(const bsh_decode_run *run);
 void bsh_cpu_avx512_linear_4bit(const bsh_linear_4bit_args *args, int64_t row_begin, int64_t row_end);
-void bsh_cpu_avx512_linear_4bit_dgrad(const bsh_linear_4bit_dgrad_args *args, int64_t column_begin, int64_t column_end);
+void bsh_cpu_avx512_linear_4bit_dgrad(const bsh_linear_4bit_args *args, int64_t column_begin, int64_t column_end);
 
 #endif

@@ -467,7 +467,7 @@ void bsh_cpu_avx512_linear_4bit(const bsh_linear_4bit_args *const args, const in
 enum { DGRAD_ROWS = 4, DGRAD_FLOATS = 8192 };
 
 /* Rows [row, row + n_rows) of W, columns [k0, k0 + n), times dy, into sums[group][m][nibble][lane]. */
-ALWAYS_INLINE void add_rows(const bsh_linear_4bit_dgrad_args *const args, const int64_t row, const int n_rows,
+ALWAYS_INLINE void add_rows(const bsh_linear_4bit_args *const args, const int64_t row, const int n_rows,
                             const int64_t k0, const int64_t n, float *sums) {
   float dy[DGRAD_ROWS][BSH_CPU_SMALL_M], buffers[DGRAD_ROWS][SCALES];
   const float *scales[DGRAD_ROWS];
@@ -475,7 +475,7 @@ ALWAYS_INLINE void add_rows(const bsh_linear_4bit_dgrad_args *const args, const 
   const __m512 units = _mm512_loadu_ps(format_values(args->weight.format));
   const int shift = __builtin_ctzll((uint64_t)args->weight.blocksize);
   for (int r = 0; r < n_rows; r++) {
-    for (int64_t m = 0; m < args->M; m++) dy[r][m] = load_f32(args->dy, args->dtype, m * args->lddy + row + r);
+    for (int64_t m = 0; m < args->M; m++) dy[r][m] = load_f32(args->x, args->dtype, m * args->ldx + row + r);
     const int64_t begin = (row + r) * args->K + k0;
     block0[r] = begin >> shift;
     scales[r] = load_scales(&args->weight.scales, block0[r], ((begin + n - 1) >> shift) - block0[r] + 1, buffers[r]);
@@ -496,7 +496,7 @@ ALWAYS_INLINE void add_rows(const bsh_linear_4bit_dgrad_args *const args, const 
   }
 }
 
-static void store_dx(const bsh_linear_4bit_dgrad_args *const args, const int64_t k0, const int64_t n,
+static void store_dx(const bsh_linear_4bit_args *const args, const int64_t k0, const int64_t n,
                      const float *const sums) {
   float natural[GROUP];
   for (int64_t group = 0; group < n / GROUP; group++)
@@ -504,12 +504,12 @@ static void store_dx(const bsh_linear_4bit_dgrad_args *const args, const int64_t
       const float *const from = sums + (group * args->M + m) * GROUP;
       for (int j = 0; j < 4; j++)
         for (int lane = 0; lane < 16; lane++) natural[4 * lane + nibble_element[j]] = from[16 * j + lane];
-      char *const row = (char *)args->dx + m * args->lddx * dtype_size(args->dtype);
+      char *const row = (char *)args->y + m * args->ldy * dtype_size(args->dtype);
       convert_from_f32(natural, args->dtype, row + (k0 + group * GROUP) * dtype_size(args->dtype), GROUP);
     }
 }
 
-void bsh_cpu_avx512_linear_4bit_dgrad(const bsh_linear_4bit_dgrad_args *const args, const int64_t column_begin,
+void bsh_cpu_avx512_linear_4bit_dgrad(const bsh_linear_4bit_args *const args, const int64_t column_begin,
                                       const int64_t column_end) {
   if (!has_whole_groups(&args->weight, args->K)) {
     dgrad_by_tiles(args, column_begin, column_end);

@@ -37,7 +37,6 @@ bsh_status bsh_cpu_dequantize_blockwise(const bsh_dequantize_blockwise_args *arg
 /* M up to 16 decodes as it multiplies and allocates nothing. Larger M goes through panels of W and `gemm`, with at most
  * 60 MiB of workspace (cpu/linear.c). */
 bsh_status bsh_cpu_linear_4bit(const bsh_linear_4bit_args *args, const bsh_cpu_gemm *gemm);
-bsh_status bsh_cpu_linear_4bit_dgrad(const bsh_linear_4bit_dgrad_args *args, const bsh_cpu_gemm *gemm);
 
 /* One step in place. The norm that max_unorm needs is added in double, in an order that depends on n alone. */
 bsh_status bsh_cpu_optimizer_32bit(const bsh_optimizer_32bit_args *args);
@@ -102,8 +101,7 @@ typedef struct {
   void (*quantize_blockwise)(const bsh_quantize_blockwise_args *args, int64_t block_begin, int64_t block_end);
   void (*dequantize_blockwise)(const bsh_dequantize_blockwise_args *args, int64_t begin, int64_t end);
   void (*linear_4bit)(const bsh_linear_4bit_args *args, int64_t row_begin, int64_t row_end); /* M <= BSH_CPU_SMALL_M */
-  void (*linear_4bit_dgrad)(const bsh_linear_4bit_dgrad_args *args, int64_t column_begin,
-                            int64_t column_end); /* same */
+  void (*linear_4bit_dgrad)(const bsh_linear_4bit_args *args, int64_t column_begin, int64_t column_end); /* same */
   void (*to_f32)(const void *x, bsh_dtype dtype, float *out, int64_t n);
   void (*from_f32)(const float *x, bsh_dtype dtype, void *out, int64_t n);
   const bsh_cpu_optimizers *optimizers;

@@ -24,13 +24,11 @@ enum { PANEL_BYTES = 2 << 20, CHUNK_BYTES = 12 << 20, WORKERS = 16, MIN_PANEL = 
 
 enum { SMALL_STEP = 64 }; /* columns a thread owns come in groups of this many */
 
-static void linear_rows(const int64_t begin, const int64_t end, void *const ctx) {
-  bsh_cpu()->linear_4bit(ctx, begin, end);
-}
-
-static void dgrad_columns(const int64_t begin, const int64_t end, void *const ctx) {
-  const bsh_linear_4bit_dgrad_args *const args = ctx;
-  bsh_cpu()->linear_4bit_dgrad(args, begin * SMALL_STEP, min_i64(end * SMALL_STEP, args->K));
+/* Rows of W forward, groups of SMALL_STEP columns for the gradient. */
+static void multiply_small(const int64_t begin, const int64_t end, void *const ctx) {
+  const bsh_linear_4bit_args *const args = ctx;
+  if (args->direction == BSH_FORWARD) bsh_cpu()->linear_4bit(args, begin, end);
+  else bsh_cpu()->linear_4bit_dgrad(args, begin * SMALL_STEP, min_i64(end * SMALL_STEP, args->K));
 }
 
 /* Units of `work` multiplications each that make a task worth a thread. */
@@ -229,20 +227,23 @@ static bsh_status run_product(product *const p) {
 }
 
 /* An empty inner sum: y = bias, or zero. */
-static void fill_with_bias(void *const out, const void *const bias, const bsh_dtype dtype, const int64_t rows,
-                           const int64_t columns, const int64_t ld) {
-  for (int64_t i = 0; i < rows; i++)
-    for (int64_t j = 0; j < columns; j++) store_f32(out, dtype, i * ld + j, bias ? load_f32(bias, dtype, j) : 0.0f);
+static void fill_with_bias(const bsh_linear_4bit_args *const args, const int64_t columns) {
+  for (int64_t i = 0; i < args->M; i++)
+    for (int64_t j = 0; j < columns; j++)
+      store_f32(args->y, args->dtype, i * args->ldy + j, args->bias ? load_f32(args->bias, args->dtype, j) : 0.0f);
 }
 
-/* ---- the ops -------------------------------------------------------------------------------------------------- */
+/* ---- the op --------------------------------------------------------------------------------------------------- */
 
 bsh_status bsh_cpu_linear_4bit(const bsh_linear_4bit_args *const args, const bsh_cpu_gemm *const gemm) {
-  bsh_linear_4bit_args copy = *args;
-  if (args->K == 0) fill_with_bias(args->y, args->bias, args->dtype, args->M, args->N, args->ldy);
-  if (args->M == 0 || args->N == 0 || args->K == 0) return BSH_OK;
-  if (args->M <= BSH_CPU_SMALL_M) {
-    bsh_parallel_for(0, args->N, small_grain(args->M * args->K), linear_rows, &copy);
+  const bool forward = args->direction == BSH_FORWARD;
+  const int64_t M = args->M, inner = forward ? args->K : args->N, outer = forward ? args->N : args->K;
+  if (inner == 0) fill_with_bias(args, outer);
+  if (M == 0 || inner == 0 || outer == 0) return BSH_OK;
+  if (M <= BSH_CPU_SMALL_M) {
+    const int64_t step = forward ? 1 : SMALL_STEP;
+    bsh_linear_4bit_args copy = *args;
+    bsh_parallel_for(0, divide_up(outer, step), small_grain(M * inner * step), multiply_small, &copy);
     return BSH_OK;
   }
   return run_product(&(product){
@@ -251,37 +252,13 @@ bsh_status bsh_cpu_linear_4bit(const bsh_linear_4bit_args *const args, const bsh
       .in = args->x,
       .bias = args->bias,
       .out = args->y,
-      .M = args->M,
-      .inner = args->K,
-      .outer = args->N,
+      .M = M,
+      .inner = inner,
+      .outer = outer,
       .ld_in = args->ldx,
       .ld_out = args->ldy,
       .K = args->K,
       .dtype = args->dtype,
-      .by_rows = true,
-  });
-}
-
-bsh_status bsh_cpu_linear_4bit_dgrad(const bsh_linear_4bit_dgrad_args *const args, const bsh_cpu_gemm *const gemm) {
-  bsh_linear_4bit_dgrad_args copy = *args;
-  if (args->N == 0) fill_with_bias(args->dx, NULL, args->dtype, args->M, args->K, args->lddx);
-  if (args->M == 0 || args->N == 0 || args->K == 0) return BSH_OK;
-  if (args->M <= BSH_CPU_SMALL_M) {
-    bsh_parallel_for(0, divide_up(args->K, SMALL_STEP), small_grain(args->M * args->N * SMALL_STEP), dgrad_columns,
-                     &copy);
-    return BSH_OK;
-  }
-  return run_product(&(product){
-      .weight = &args->weight,
-      .gemm = gemm,
-      .in = args->dy,
-      .out = args->dx,
-      .M = args->M,
-      .inner = args->N,
-      .outer = args->K,
-      .ld_in = args->lddy,
-      .ld_out = args->lddx,
-      .K = args->K,
-      .dtype = args->dtype,
+      .by_rows = forward,
   });
 }

@@ -116,7 +116,7 @@ static void linear_4bit_scalar(const bsh_linear_4bit_args *const args, const int
   }
 }
 
-static void linear_4bit_dgrad_scalar(const bsh_linear_4bit_dgrad_args *const args, const int64_t column_begin,
+static void linear_4bit_dgrad_scalar(const bsh_linear_4bit_args *const args, const int64_t column_begin,
                                      const int64_t column_end) {
   float tile[TILE];
   for (int64_t k0 = column_begin; k0 < column_end; k0 += TILE) {
@@ -125,12 +125,12 @@ static void linear_4bit_dgrad_scalar(const bsh_linear_4bit_dgrad_args *const arg
     for (int64_t row = 0; row < args->N; row++) {
       decode_tile(&args->weight, args->dtype, row * args->K + k0, n, tile);
       for (int64_t m = 0; m < args->M; m++) {
-        const float dy = load_f32(args->dy, args->dtype, m * args->lddy + row);
+        const float dy = load_f32(args->x, args->dtype, m * args->ldx + row);
         for (int64_t k = 0; k < n; k++) sums[m][k] += dy * tile[k];
       }
     }
     for (int64_t m = 0; m < args->M; m++)
-      for (int64_t k = 0; k < n; k++) store_f32(args->dx, args->dtype, m * args->lddx + k0 + k, sums[m][k]);
+      for (int64_t k = 0; k < n; k++) store_f32(args->y, args->dtype, m * args->ldy + k0 + k, sums[m][k]);
   }
 }
 

@@ -49,7 +49,7 @@ static void linear_by_tiles(const bsh_linear_4bit_args *const args, const int64_
   }
 }
 
-static void dgrad_by_tiles(const bsh_linear_4bit_dgrad_args *const args, const int64_t column_begin,
+static void dgrad_by_tiles(const bsh_linear_4bit_args *const args, const int64_t column_begin,
                            const int64_t column_end) {
   float sums[BSH_CPU_SMALL_M][TILE_K], w[TILE_K];
   for (int64_t k0 = column_begin; k0 < column_end; k0 += TILE_K) {
@@ -58,10 +58,10 @@ static void dgrad_by_tiles(const bsh_linear_4bit_dgrad_args *const args, const i
     for (int64_t row = 0; row < args->N; row++) {
       decode_tile(&args->weight, args->dtype, row * args->K + k0, n, w);
       for (int64_t m = 0; m < args->M; m++)
-        add_scaled(sums[m], w, load_f32(args->dy, args->dtype, m * args->lddy + row), n);
+        add_scaled(sums[m], w, load_f32(args->x, args->dtype, m * args->ldx + row), n);
     }
     for (int64_t m = 0; m < args->M; m++)
-      convert_from_f32(sums[m], args->dtype, (char *)args->dx + (m * args->lddx + k0) * dtype_size(args->dtype), n);
+      convert_from_f32(sums[m], args->dtype, (char *)args->y + (m * args->ldy + k0) * dtype_size(args->dtype), n);
   }
 }
 

@@ -143,10 +143,9 @@ typedef struct {
   const void *bias; /* NULL or one row */
 } factors;
 
-static bsh_status multiply(const bsh_cuda_context *const context, const bsh_dtype dtype,
-                           const bsh_torch_matrix *const c, const bsh_torch_matrix *const a,
-                           const bsh_torch_matrix *const b, const factors *const f, void *const workspace,
-                           const int64_t workspace_bytes) {
+static bsh_status gemm(const bsh_cuda_context *const context, const bsh_dtype dtype, const bsh_torch_matrix *const c,
+                       const bsh_torch_matrix *const a, const bsh_torch_matrix *const b, const factors *const f,
+                       void *const workspace, const int64_t workspace_bytes) {
   product p = product_of(dtype, c, a, b);
   p.device = context->device, p.bias = f->bias != NULL, p.workspace = workspace_bytes;
   void *handle = NULL;
@@ -166,7 +165,7 @@ bsh_status bsh_cublas_gemm(const bsh_cuda_context *const context, const bsh_dtyp
                            const bsh_torch_matrix *const b, const bsh_torch_matrix *const bias, void *const workspace,
                            const int64_t workspace_bytes) {
   const factors f = {.alpha = 1.0f, .bias = bias != NULL ? first(bias) : NULL};
-  return multiply(context, dtype, c, a, b, &f, workspace, workspace_bytes);
+  return gemm(context, dtype, c, a, b, &f, workspace, workspace_bytes);
 }
 
 bsh_status bsh_cublas_gemm_add(const bsh_cuda_context *const context, const bsh_dtype dtype,
@@ -174,5 +173,5 @@ bsh_status bsh_cublas_gemm_add(const bsh_cuda_context *const context, const bsh_
                                const bsh_torch_matrix *const b, const double alpha, const double beta,
                                void *const workspace, const int64_t workspace_bytes) {
   const factors f = {.alpha = (float)alpha, .beta = (float)beta};
-  return multiply(context, dtype, c, a, b, &f, workspace, workspace_bytes);
+  return gemm(context, dtype, c, a, b, &f, workspace, workspace_bytes);
 }

@@ -55,8 +55,8 @@ static bsh_status launch_all(const bsh_fused_slice *const slice, bsh_fused_args 
   return bsh_cuda_launch(context, slice->after.kernel, &slice->after.shape, arguments);
 }
 
-static bsh_status multiply(const bsh_linear_4bit_args *const args, const bsh_fused_slice *const slice,
-                           const bsh_cuda_context *const context) {
+static bsh_status run_slice(const bsh_linear_4bit_args *const args, const bsh_fused_slice *const slice,
+                            const bsh_cuda_context *const context) {
   bsh_fused_args kernel_args = fused_args(args, slice);
   bsh_cuda_scratch scratch = {0};
   if (slice->scratch_bytes > 0) {
@@ -75,9 +75,9 @@ bsh_status bsh_cuda_fused(const bsh_linear_4bit_args *const args, const bsh_plan
   const int64_t rows = plan->slice.rows, left = plan->n_slices * rows;
   for (int64_t m = 0; m < left; m += rows) {
     const bsh_linear_4bit_args part = rows_of(args, m, rows);
-    BSH_TRY(multiply(&part, &plan->slice, context));
+    BSH_TRY(run_slice(&part, &plan->slice, context));
   }
   if (plan->rest.rows == 0) return BSH_OK;
   const bsh_linear_4bit_args part = rows_of(args, left, plan->rest.rows);
-  return multiply(&part, &plan->rest, context);
+  return run_slice(&part, &plan->rest, context);
 }

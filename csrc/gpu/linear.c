@@ -12,71 +12,44 @@ static int32_t row_alignment(const void *const data, const int64_t ld, const bsh
 }
 static int32_t alignment(const void *const data) { return row_alignment(data, 0, BSH_F16); }
 
-static bsh_facts facts_of(const bsh_weight *const weight, const int32_t sm, const int32_t sms, const bsh_vendor vendor,
-                          const bsh_direction direction) {
-  return (bsh_facts){.blocksize = weight->blocksize,
-                     .workspace_bytes = bsh_cuda_workspace_bytes(),
-                     .direction = direction,
-                     .format = weight->format,
-                     .nested = weight->scales.absmax == NULL,
-                     .packed_alignment = alignment(weight->packed),
-                     .code_alignment = alignment(weight->scales.absmax_code),
-                     .sm = sm,
-                     .sms = sms,
-                     .image = bsh_image_here(sm),
-                     .tensor_maps = bsh_cuda_has_tensor_maps(),
-                     .vendor = vendor,
-                     .forced = bsh_forced_kernel(direction)};
-}
-
 bsh_status bsh_cuda_plan_linear_4bit(const char *const op, const bsh_linear_4bit_args *const args, const int32_t sm,
                                      const int32_t sms, const bsh_vendor vendor, bsh_plan *const plan) {
-  bsh_facts facts = facts_of(&args->weight, sm, sms, vendor, BSH_FORWARD);
-  facts.M = args->M, facts.N = args->N, facts.K = args->K, facts.dtype = args->dtype;
-  facts.bias_alignment = args->bias != NULL ? alignment(args->bias) : 0;
-  facts.x_alignment = row_alignment(args->x, args->ldx, args->dtype);
-  facts.y_alignment = row_alignment(args->y, args->ldy, args->dtype);
-  return bsh_plan_linear_4bit(op, &facts, plan);
-}
-
-bsh_status bsh_cuda_plan_linear_4bit_dgrad(const char *const op, const bsh_linear_4bit_dgrad_args *const args,
-                                           const int32_t sm, const int32_t sms, const bsh_vendor vendor,
-                                           bsh_plan *const plan) {
-  bsh_facts facts = facts_of(&args->weight, sm, sms, vendor, BSH_INPUT_GRADIENT);
-  facts.M = args->M, facts.N = args->N, facts.K = args->K, facts.dtype = args->dtype;
-  facts.x_alignment = row_alignment(args->dy, args->lddy, args->dtype);
-  facts.y_alignment = row_alignment(args->dx, args->lddx, args->dtype);
+  const bsh_weight *const weight = &args->weight;
+  const bsh_facts facts = {.M = args->M,
+                           .N = args->N,
+                           .K = args->K,
+                           .blocksize = weight->blocksize,
+                           .workspace_bytes = bsh_cuda_workspace_bytes(),
+                           .direction = args->direction,
+                           .dtype = args->dtype,
+                           .format = weight->format,
+                           .nested = weight->scales.absmax == NULL,
+                           .x_alignment = row_alignment(args->x, args->ldx, args->dtype),
+                           .y_alignment = row_alignment(args->y, args->ldy, args->dtype),
+                           .packed_alignment = alignment(weight->packed),
+                           .code_alignment = alignment(weight->scales.absmax_code),
+                           .bias_alignment = args->bias != NULL ? alignment(args->bias) : 0,
+                           .sm = sm,
+                           .sms = sms,
+                           .image = bsh_image_here(sm),
+                           .tensor_maps = bsh_cuda_has_tensor_maps(),
+                           .vendor = vendor,
+                           .forced = bsh_forced_kernel(args->direction)};
   return bsh_plan_linear_4bit(op, &facts, plan);
 }
 
 /* A fused kernel stores as the plan says that it may. */
-static bsh_status check_result(const void *const y, const int64_t ldy, const bsh_dtype dtype,
-                               const bsh_plan *const plan, const bsh_cuda_context *const context) {
-  if (row_alignment(y, ldy, dtype) >= plan->y_alignment) return BSH_OK;
-  return bsh_fail(BSH_BAD_VALUE, "%s: the result lies at %p, planned was a multiple of %d bytes", context->op, y,
+static bsh_status check_result(const bsh_linear_4bit_args *const args, const bsh_plan *const plan,
+                               const bsh_cuda_context *const context) {
+  if (row_alignment(args->y, args->ldy, args->dtype) >= plan->y_alignment) return BSH_OK;
+  return bsh_fail(BSH_BAD_VALUE, "%s: the result lies at %p, planned was a multiple of %d bytes", context->op, args->y,
                   (int)plan->y_alignment);
 }
 
 bsh_status bsh_cuda_linear_4bit(const bsh_linear_4bit_args *const args, const bsh_plan *const plan,
                                 const bsh_torch_operands *const operands, const bsh_cuda_context *const context) {
   if (plan->kernel == BSH_LINEAR_panels) return bsh_cuda_panels(args, plan, operands, context);
-  BSH_TRY(check_result(args->y, args->ldy, args->dtype, plan, context));
-  if (plan->kernel == BSH_LINEAR_gemm_4bit_sm90_wide) return bsh_cuda_wide(args, BSH_FORWARD, plan, context);
+  BSH_TRY(check_result(args, plan, context));
+  if (plan->kernel == BSH_LINEAR_gemm_4bit_sm90_wide) return bsh_cuda_wide(args, plan, context);
   return bsh_cuda_fused(args, plan, context);
-}
-
-bsh_status bsh_cuda_linear_4bit_dgrad(const bsh_linear_4bit_dgrad_args *const args, const bsh_plan *const plan,
-                                      const bsh_torch_operands *const operands, const bsh_cuda_context *const context) {
-  if (plan->kernel == BSH_LINEAR_panels) return bsh_cuda_panels_dgrad(args, plan, operands, context);
-  BSH_TRY(check_result(args->dx, args->lddx, args->dtype, plan, context));
-  const bsh_linear_4bit_args turned = {.weight = args->weight,
-                                       .x = args->dy,
-                                       .y = args->dx,
-                                       .M = args->M,
-                                       .N = args->N,
-                                       .K = args->K,
-                                       .ldx = args->lddy,
-                                       .ldy = args->lddx,
-                                       .dtype = args->dtype};
-  return bsh_cuda_wide(&turned, BSH_INPUT_GRADIENT, plan, context);
 }

@@ -17,64 +17,48 @@ static bsh_status new_panel(const bsh_cuda_context *const context, const bsh_pla
   return bsh_cuda_scratch_of(context, plan->scratch_bytes / itemsize, bsh_torch_dtype(dtype), itemsize, panel);
 }
 
-/* c = a b + bias, b in the panel; bias one row or NULL. */
-static bsh_status multiply(const bsh_cuda_context *const context, const bsh_dtype dtype, const bsh_plan *const plan,
-                           const bsh_cuda_scratch *const panel, const bsh_torch_matrix *const c,
-                           const bsh_torch_matrix *const a, const bsh_torch_matrix *const b,
-                           const bsh_torch_matrix *const bias) {
-  if (plan->vendor == BSH_VENDOR_TORCH) return bsh_torch_cuda_gemm(c, a, b, bias);
-  return bsh_cublas_gemm(context, dtype, c, a, b, bias, (char *)panel->data + plan->panel_bytes, plan->vendor_bytes);
+/* Rows (forward) or columns of W: [first, first + n). */
+static bsh_dequantize_4bit_args panel_of(const bsh_linear_4bit_args *const args, void *const panel, const int64_t first,
+                                         const int64_t n) {
+  const bool rows = args->direction == BSH_FORWARD;
+  return (bsh_dequantize_4bit_args){.weight = args->weight,
+                                    .out = panel,
+                                    .columns = args->K,
+                                    .row0 = rows ? first : 0,
+                                    .n_rows = rows ? n : args->N,
+                                    .column0 = rows ? 0 : first,
+                                    .n_columns = rows ? args->K : n,
+                                    .ld = rows ? args->K : n,
+                                    .dtype = args->dtype};
+}
+
+/* Columns [first, first + n) of y = x times the panel, which forward holds transposed. */
+static bsh_status multiply_panel(const bsh_linear_4bit_args *const args, const bsh_plan *const plan,
+                                 const bsh_torch_operands *const operands, const bsh_cuda_scratch *const panel,
+                                 const int64_t first, const int64_t n, const bsh_cuda_context *const context) {
+  const bool forward = args->direction == BSH_FORWARD;
+  const int64_t M = args->M, inner = forward ? args->K : args->N, outer = forward ? args->N : args->K;
+  const bsh_torch_matrix x = {operands->x, args->x, 0, M, inner, inner, 1};
+  const bsh_torch_matrix w = {panel->handle, panel->data, 0, inner, n, forward ? 1 : n, forward ? inner : 1};
+  const bsh_torch_matrix y = {operands->y, args->y, first, M, n, outer, 1};
+  const bsh_torch_matrix row = {operands->bias, args->bias, first, 1, n, outer, 1};
+  const bsh_torch_matrix *const bias = args->bias != NULL ? &row : NULL;
+  if (plan->vendor == BSH_VENDOR_TORCH) return bsh_torch_cuda_gemm(&y, &x, &w, bias);
+  return bsh_cublas_gemm(context, args->dtype, &y, &x, &w, bias, (char *)panel->data + plan->panel_bytes,
+                         plan->vendor_bytes);
 }
 
 bsh_status bsh_cuda_panels(const bsh_linear_4bit_args *const args, const bsh_plan *const plan,
                            const bsh_torch_operands *const operands, const bsh_cuda_context *const context) {
-  const int64_t M = args->M, N = args->N, K = args->K, lines = plan->panel_lines;
-  const bsh_torch_matrix x = {operands->x, args->x, 0, M, K, K, 1};
+  const int64_t outer = args->direction == BSH_FORWARD ? args->N : args->K, lines = plan->panel_lines;
   bsh_cuda_scratch panel;
   BSH_TRY(new_panel(context, plan, args->dtype, &panel));
   bsh_status status = BSH_OK;
-  for (int64_t row = 0; row < N && status == BSH_OK; row += lines) {
-    const int64_t n_rows = min_i64(lines, N - row);
-    const bsh_dequantize_4bit_args rectangle = {.weight = args->weight,
-                                                .out = panel.data,
-                                                .columns = K,
-                                                .row0 = row,
-                                                .n_rows = n_rows,
-                                                .n_columns = K,
-                                                .ld = K,
-                                                .dtype = args->dtype};
-    const bsh_torch_matrix w = {panel.handle, panel.data, 0, K, n_rows, 1, K};
-    const bsh_torch_matrix y = {operands->y, args->y, row, M, n_rows, N, 1};
-    const bsh_torch_matrix bias = {operands->bias, args->bias, row, 1, n_rows, N, 1};
+  for (int64_t first = 0; first < outer && status == BSH_OK; first += lines) {
+    const int64_t n = min_i64(lines, outer - first);
+    const bsh_dequantize_4bit_args rectangle = panel_of(args, panel.data, first, n);
     status = bsh_cuda_dequantize_4bit(&rectangle, context);
-    if (status == BSH_OK)
-      status = multiply(context, args->dtype, plan, &panel, &y, &x, &w, args->bias != NULL ? &bias : NULL);
-  }
-  bsh_cuda_scratch_delete(&panel);
-  return status;
-}
-
-bsh_status bsh_cuda_panels_dgrad(const bsh_linear_4bit_dgrad_args *const args, const bsh_plan *const plan,
-                                 const bsh_torch_operands *const operands, const bsh_cuda_context *const context) {
-  const int64_t M = args->M, N = args->N, K = args->K, lines = plan->panel_lines;
-  const bsh_torch_matrix dy = {operands->x, args->dy, 0, M, N, N, 1};
-  bsh_cuda_scratch panel;
-  BSH_TRY(new_panel(context, plan, args->dtype, &panel));
-  bsh_status status = BSH_OK;
-  for (int64_t column = 0; column < K && status == BSH_OK; column += lines) {
-    const int64_t n_columns = min_i64(lines, K - column);
-    const bsh_dequantize_4bit_args rectangle = {.weight = args->weight,
-                                                .out = panel.data,
-                                                .columns = K,
-                                                .n_rows = N,
-                                                .column0 = column,
-                                                .n_columns = n_columns,
-                                                .ld = n_columns,
-                                                .dtype = args->dtype};
-    const bsh_torch_matrix w = {panel.handle, panel.data, 0, N, n_columns, n_columns, 1};
-    const bsh_torch_matrix dx = {operands->y, args->dx, column, M, n_columns, K, 1};
-    status = bsh_cuda_dequantize_4bit(&rectangle, context);
-    if (status == BSH_OK) status = multiply(context, args->dtype, plan, &panel, &dx, &dy, &w, NULL);
+    if (status == BSH_OK) status = multiply_panel(args, plan, operands, &panel, first, n, context);
   }
   bsh_cuda_scratch_delete(&panel);
   return status;

@@ -15,10 +15,8 @@ typedef struct {
   void *bias; /* NULL without */
 } bsh_torch_operands;
 
-/* y = x W^T + bias and dx = dy W by a plan of BSH_LINEAR_panels. Any arguments. */
+/* y = x W^T + bias, or dx = dy W, by a plan of BSH_LINEAR_panels. Any arguments. */
 bsh_status bsh_cuda_panels(const bsh_linear_4bit_args *args, const bsh_plan *plan, const bsh_torch_operands *operands,
                            const bsh_cuda_context *context);
-bsh_status bsh_cuda_panels_dgrad(const bsh_linear_4bit_dgrad_args *args, const bsh_plan *plan,
-                                 const bsh_torch_operands *operands, const bsh_cuda_context *context);
 
 #endif

@@ -3,11 +3,10 @@
 
 #include "core/arithmetic.h"
 
-static bsh_gemm_wide_args wide_args(const bsh_linear_4bit_args *const args, const bsh_direction direction,
-                                    const bsh_fused_slice *const slice) {
+static bsh_gemm_wide_args wide_args(const bsh_linear_4bit_args *const args, const bsh_fused_slice *const slice) {
   const bsh_weight *const weight = &args->weight;
   const bsh_scales *const scales = &weight->scales;
-  const int64_t rows = direction == BSH_FORWARD ? args->N : args->K;
+  const int64_t rows = args->direction == BSH_FORWARD ? args->N : args->K;
   return (bsh_gemm_wide_args){
       .absmax = scales->absmax,
       .absmax_code = scales->absmax_code,
@@ -30,12 +29,11 @@ static bsh_gemm_wide_args wide_args(const bsh_linear_4bit_args *const args, cons
 }
 
 /* Half of a tile's tokens by 64 of depth; 128 rows of W by 64 packed bytes. */
-static bsh_status make_maps(const bsh_linear_4bit_args *const args, const bsh_direction direction,
-                            const bsh_fused_slice *const slice, const bsh_cuda_context *const context,
-                            bsh_tensor_map *const x, bsh_tensor_map *const w) {
+static bsh_status make_maps(const bsh_linear_4bit_args *const args, const bsh_fused_slice *const slice,
+                            const bsh_cuda_context *const context, bsh_tensor_map *const x, bsh_tensor_map *const w) {
   const bsh_map_of of_x = {.data = args->x,
                            .rows = args->M,
-                           .columns = direction == BSH_FORWARD ? args->K : args->N,
+                           .columns = args->direction == BSH_FORWARD ? args->K : args->N,
                            .row_bytes = args->ldx * dtype_size(args->dtype),
                            .box_rows = slice->wide.tokens / BSH_GEMM_WIDE_PAIR,
                            .box_columns = BSH_UNIT,
@@ -54,23 +52,23 @@ static bsh_status make_maps(const bsh_linear_4bit_args *const args, const bsh_di
 static bsh_status launch(const bsh_fused_slice *const slice, bsh_tensor_map *const x, bsh_tensor_map *const w,
                          bsh_gemm_wide_args *const args, const bsh_cuda_context *const context) {
   int32_t n_flags = slice->counters;
-  void *clear[] = {&args->flags, &n_flags}, *multiply[] = {x, w, args};
+  void *clear[] = {&args->flags, &n_flags}, *product[] = {x, w, args};
   if (slice->before.kernel != NULL)
     BSH_TRY(bsh_cuda_launch(context, slice->before.kernel, &slice->before.shape, clear));
-  return bsh_cuda_launch(context, slice->product.kernel, &slice->product.shape, multiply);
+  return bsh_cuda_launch(context, slice->product.kernel, &slice->product.shape, product);
 }
 
 /* Rows [m, m + slice->rows) of the product. */
-static bsh_status multiply_slice(const bsh_linear_4bit_args *const all, const int64_t m, const bsh_direction direction,
-                                 const bsh_fused_slice *const slice, const bsh_cuda_context *const context) {
+static bsh_status run_slice(const bsh_linear_4bit_args *const all, const int64_t m, const bsh_fused_slice *const slice,
+                            const bsh_cuda_context *const context) {
   const int64_t itemsize = dtype_size(all->dtype);
   bsh_linear_4bit_args part = *all;
   part.M = slice->rows;
   part.x = (const char *)all->x + m * all->ldx * itemsize;
   part.y = (char *)all->y + m * all->ldy * itemsize;
-  bsh_gemm_wide_args args = wide_args(&part, direction, slice);
+  bsh_gemm_wide_args args = wide_args(&part, slice);
   bsh_tensor_map x, w;
-  BSH_TRY(make_maps(&part, direction, slice, context, &x, &w));
+  BSH_TRY(make_maps(&part, slice, context, &x, &w));
   bsh_cuda_scratch scratch = {0};
   if (slice->scratch_bytes > 0) {
     BSH_TRY(bsh_cuda_scratch_new(context, slice->scratch_bytes, &scratch));
@@ -82,9 +80,9 @@ static bsh_status multiply_slice(const bsh_linear_4bit_args *const all, const in
   return status;
 }
 
-bsh_status bsh_cuda_wide(const bsh_linear_4bit_args *const args, const bsh_direction direction,
-                         const bsh_plan *const plan, const bsh_cuda_context *const context) {
+bsh_status bsh_cuda_wide(const bsh_linear_4bit_args *const args, const bsh_plan *const plan,
+                         const bsh_cuda_context *const context) {
   const int64_t rows = plan->slice.rows, left = plan->n_slices * rows;
-  for (int64_t m = 0; m < left; m += rows) BSH_TRY(multiply_slice(args, m, direction, &plan->slice, context));
-  return plan->rest.rows == 0 ? BSH_OK : multiply_slice(args, left, direction, &plan->rest, context);
+  for (int64_t m = 0; m < left; m += rows) BSH_TRY(run_slice(args, m, &plan->slice, context));
+  return plan->rest.rows == 0 ? BSH_OK : run_slice(args, left, &plan->rest, context);
 }

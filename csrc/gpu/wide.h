@@ -7,8 +7,7 @@
 #include "gpu/driver.h"
 #include "plan/plan.h"
 
-/* y = x W^T + bias, or dx = dy W with dy in x and dx in y. BSH_OUT_OF_MEMORY where there is no scratch memory. */
-bsh_status bsh_cuda_wide(const bsh_linear_4bit_args *args, bsh_direction direction, const bsh_plan *plan,
-                         const bsh_cuda_context *context);
+/* y = x W^T + bias, or dx = dy W. BSH_OUT_OF_MEMORY where there is no scratch memory. */
+bsh_status bsh_cuda_wide(const bsh_linear_4bit_args *args, const bsh_plan *plan, const bsh_cuda_context *context);
 
 #endif

@@ -144,7 +144,7 @@ static bsh_status check_product(const char *const op, const reordered *const w,
 }
 
 /* Restores the weight for the call: these functions are there for callers that hold the second form, not for speed. */
-static bsh_status multiply(const char *const op, const reordered *const w, bsh_linear_4bit_args *const args) {
+static bsh_status run_reordered(const char *const op, const reordered *const w, bsh_linear_4bit_args *const args) {
   BSH_TRY(check_product(op, w, args));
   const int64_t n = w->N * w->K;
   if (args->M == 0 || n == 0) return BSH_OK;
@@ -181,7 +181,7 @@ static bsh_status multiply(const char *const op, const reordered *const w, bsh_l
                                  .ldx = x_stride,                                                                      \
                                  .ldy = out_stride,                                                                    \
                                  .dtype = BSH_BF16};                                                                   \
-    bsh_native_finish(multiply("gemv_4bit_inference_cpu_" #FORMAT "_bf16", &form, &args));                             \
+    bsh_native_finish(run_reordered("gemv_4bit_inference_cpu_" #FORMAT "_bf16", &form, &args));                        \
   }
 GEMV(nf4, BSH_NF4)
 GEMV(fp4, BSH_FP4)

@@ -148,8 +148,8 @@ BSH_NATIVE_DTYPES(DEQUANTIZE_FP4)
 
 /* cuBLAS multiplies dequantized 16-bit panels, nobody fp32 ones and those with an odd bias: a fused kernel takes them,
  * some rows at a time. */
-static bsh_status multiply(const bsh_linear_4bit_args *const args, const bsh_cuda_context *const context) {
-  const bool cublas = bsh_torch.has_cublas && args->dtype != BSH_F32 && aligned(args->bias, BSH_CUBLAS_BIAS_ALIGNMENT);
+static bsh_status run_linear(const bsh_linear_4bit_args *const args, const bsh_cuda_context *const context) {
+  const bool cublas = bsh_torch.has_cublas && args->dtype != BSH_F32;
   const bsh_torch_operands none = {0};
   bsh_plan plan;
   BSH_TRY(bsh_cuda_plan_linear_4bit(context->op, args, context->sm, context->sms,
@@ -190,7 +190,7 @@ static bsh_status gemm(const char *const op, bsh_linear_4bit_args *const args, c
   pointers[count++] = (bsh_native_pointer){"out", args->y, itemsize};
   bsh_cuda_context context;
   BSH_TRY(enter(&context, op, pointers, count, stream, args->M, args->N, args->K));
-  const bsh_status status = multiply(args, &context);
+  const bsh_status status = run_linear(args, &context);
   bsh_cuda_leave(&context);
   return status;
 }
@@ -245,7 +245,7 @@ static bsh_status gemv(const char *const op, bsh_linear_4bit_args *const args, c
   bsh_cuda_context context;
   BSH_TRY(enter(&context, op, pointers, 5, stream, args->M, args->N, args->K));
   bsh_status status = read_format(&context, datatype, &args->weight.format);
-  if (status == BSH_OK) status = multiply(args, &context);
+  if (status == BSH_OK) status = run_linear(args, &context);
   bsh_cuda_leave(&context);
   return status;
 }

@@ -25,30 +25,33 @@ static bsh_torch_matrix transposed(const void *const data, const int64_t rows, c
 }
 
 /* c = alpha a b + beta c */
-static bsh_status multiply(const multiplier *const by, const bsh_torch_matrix c, const double alpha,
-                           const bsh_torch_matrix a, const bsh_torch_matrix b, const double beta) {
+static bsh_status add_product(const multiplier *const by, const bsh_torch_matrix c, const double alpha,
+                              const bsh_torch_matrix a, const bsh_torch_matrix b, const double beta) {
   if (by->context == NULL) return bsh_torch_cpu_gemm_add(by->dtype, &c, &a, &b, alpha, beta);
   return bsh_cublas_gemm_add(by->context, by->dtype, &c, &a, &b, alpha, beta, by->workspace, BSH_LORA_WORKSPACE);
 }
 
 static bsh_status forward(const multiplier *const by, const bsh_lora_args *const l) {
   if (!l->has_xa)
-    BSH_TRY(multiply(by, matrix(l->xa, l->M, l->r), 1.0, matrix(l->x, l->M, l->K), transposed(l->A, l->r, l->K), 0.0));
+    BSH_TRY(
+        add_product(by, matrix(l->xa, l->M, l->r), 1.0, matrix(l->x, l->M, l->K), transposed(l->A, l->r, l->K), 0.0));
   if (l->y == NULL) return BSH_OK;
-  return multiply(by, matrix(l->y, l->M, l->N), l->scale, matrix(l->xa, l->M, l->r), transposed(l->B, l->N, l->r), 1.0);
+  return add_product(by, matrix(l->y, l->M, l->N), l->scale, matrix(l->xa, l->M, l->r), transposed(l->B, l->N, l->r),
+                     1.0);
 }
 
 /* dxa [M, r] takes scale dy B. */
 static bsh_status backward(const multiplier *const by, const bsh_lora_args *const l, void *const dxa) {
   const bsh_torch_matrix dy = matrix(l->dy, l->M, l->N), inner = matrix(dxa, l->M, l->r);
-  if (l->dx != NULL || l->dA != NULL) BSH_TRY(multiply(by, inner, l->scale, dy, matrix(l->B, l->N, l->r), 0.0));
+  if (l->dx != NULL || l->dA != NULL) BSH_TRY(add_product(by, inner, l->scale, dy, matrix(l->B, l->N, l->r), 0.0));
   if (l->dB != NULL)
-    BSH_TRY(multiply(by, matrix(l->dB, l->N, l->r), l->scale, transposed(l->dy, l->M, l->N), matrix(l->xa, l->M, l->r),
-                     0.0));
+    BSH_TRY(add_product(by, matrix(l->dB, l->N, l->r), l->scale, transposed(l->dy, l->M, l->N),
+                        matrix(l->xa, l->M, l->r), 0.0));
   if (l->dA != NULL)
-    BSH_TRY(multiply(by, matrix(l->dA, l->r, l->K), 1.0, transposed(dxa, l->M, l->r), matrix(l->x, l->M, l->K), 0.0));
+    BSH_TRY(
+        add_product(by, matrix(l->dA, l->r, l->K), 1.0, transposed(dxa, l->M, l->r), matrix(l->x, l->M, l->K), 0.0));
   if (l->dx == NULL) return BSH_OK;
-  return multiply(by, matrix(l->dx, l->M, l->K), 1.0, inner, matrix(l->A, l->r, l->K), 1.0);
+  return add_product(by, matrix(l->dx, l->M, l->K), 1.0, inner, matrix(l->A, l->r, l->K), 1.0);
 }
 
 bsh_status bsh_cpu_lora(const bsh_lora_args *const args) {

@@ -249,7 +249,7 @@ static bsh_status new_activation(bsh_call *const call, const bsh_tensor *const x
 static const bsh_cpu_gemm cpu_gemm = {.mm = bsh_torch_cpu_gemm};
 
 /* Only then the result is made: where panels would be multiplied by nobody, nothing was allocated. */
-static bsh_status plan_forward(bsh_call *const call, const bsh_tensor *const x, const bsh_linear_4bit_args *const args,
+static bsh_status plan_product(bsh_call *const call, const bsh_tensor *const x, const bsh_linear_4bit_args *const args,
                                bsh_plan *const plan) {
   int32_t sm, sms;
   if (!bsh_on_cuda(x) || args->M == 0 || args->N == 0 || args->K == 0) return BSH_OK;
@@ -258,63 +258,51 @@ static bsh_status plan_forward(bsh_call *const call, const bsh_tensor *const x, 
   return plan->vendor != BSH_VENDOR_NONE ? bsh_call_may_multiply(call, args->dtype) : BSH_OK;
 }
 
-static bsh_status plan_dgrad(bsh_call *const call, const bsh_tensor *const dy,
-                             const bsh_linear_4bit_dgrad_args *const args, bsh_plan *const plan) {
-  int32_t sm, sms;
-  if (!bsh_on_cuda(dy) || args->M == 0 || args->N == 0 || args->K == 0) return BSH_OK;
-  BSH_TRY(bsh_cuda_gpu(call->op, dy->device_index, &sm, &sms));
-  BSH_TRY(bsh_cuda_plan_linear_4bit_dgrad(call->op, args, sm, sms, call->caller->vendor, plan));
-  return plan->vendor != BSH_VENDOR_NONE ? bsh_call_may_multiply(call, args->dtype) : BSH_OK;
+static bsh_status run_plan(const bsh_call *const call, const bsh_linear_4bit_args *const args,
+                           const bsh_plan *const plan, const bsh_torch_operands *const operands, const int32_t device) {
+  bsh_cuda_context context;
+  BSH_TRY(bsh_cuda_enter(&context, call->op, device, args->M, args->N, args->K));
+  const bsh_status computed = bsh_cuda_linear_4bit(args, plan, operands, &context);
+  bsh_cuda_leave(&context);
+  return computed;
+}
+
+/* Of a product whose weight and bias were read into args: its input `argument` at stack[0], its plan, its result. */
+static bsh_status compute_product(bsh_call *const call, const char *const argument, const bsh_tensor *const packed,
+                                  const bsh_tensor *const bias, bsh_linear_4bit_args *const args) {
+  bsh_tensor x, y;
+  bsh_plan plan;
+  BSH_TRY(read_activation(call, argument, args->ldx, &x, &args->dtype, &args->M));
+  BSH_TRY(same_device(call, &x, argument, packed, "packed"));
+  if (bias->numel != 0) BSH_TRY(data_of(call, bias, "bias", x.dtype, args->N, packed, (void **)&args->bias));
+  args->x = x.data;
+  BSH_TRY(plan_product(call, &x, args, &plan));
+  BSH_TRY(new_activation(call, &x, args->ldy, &y));
+  if (y.numel == 0) return BSH_OK;
+  if (args->ldx == 0 && bsh_on_cuda(&x)) return empty_sums(call, &y, args->bias != NULL ? bias : NULL);
+  args->y = y.data;
+  bsh_call_compute(call);
+  if (!bsh_on_cuda(&x)) return bsh_cpu_linear_4bit(args, &cpu_gemm);
+  const bsh_torch_operands operands = {x.handle, y.handle, args->bias != NULL ? bias->handle : NULL};
+  return run_plan(call, args, &plan, &operands, x.device_index);
 }
 
 bsh_status bsh_op_linear_4bit(bsh_call *const call) {
   const int64_t N = bsh_call_int(call, 9), K = bsh_call_int(call, 10);
-  bsh_linear_4bit_args args = {.N = N, .K = K, .ldx = K, .ldy = N};
-  bsh_tensor x, packed, bias, y;
-  bsh_plan plan;
+  bsh_linear_4bit_args args = {.N = N, .K = K, .ldx = K, .ldy = N, .direction = BSH_FORWARD};
+  bsh_tensor packed, bias;
   BSH_TRY(read_weight(call, 1, 7, N, K, &packed, &args.weight));
-  BSH_TRY(read_activation(call, "x", K, &x, &args.dtype, &args.M));
-  BSH_TRY(same_device(call, &x, "x", &packed, "packed"));
   BSH_TRY(bsh_call_tensor(call, 6, &bias));
-  if (bias.numel != 0) BSH_TRY(data_of(call, &bias, "bias", x.dtype, N, &packed, (void **)&args.bias));
-  args.x = x.data;
-  BSH_TRY(plan_forward(call, &x, &args, &plan));
-  BSH_TRY(new_activation(call, &x, N, &y));
-  if (y.numel == 0) return BSH_OK;
-  if (K == 0 && bsh_on_cuda(&x)) return empty_sums(call, &y, args.bias != NULL ? &bias : NULL);
-  args.y = y.data;
-  bsh_call_compute(call);
-  if (!bsh_on_cuda(&x)) return bsh_cpu_linear_4bit(&args, &cpu_gemm);
-  const bsh_torch_operands operands = {x.handle, y.handle, args.bias != NULL ? bias.handle : NULL};
-  bsh_cuda_context context;
-  BSH_TRY(bsh_cuda_enter(&context, call->op, x.device_index, args.M, N, K));
-  const bsh_status computed = bsh_cuda_linear_4bit(&args, &plan, &operands, &context);
-  bsh_cuda_leave(&context);
-  return computed;
+  return compute_product(call, "x", &packed, &bias, &args);
 }
 
 bsh_status bsh_op_linear_4bit_dgrad(bsh_call *const call) {
   const int64_t N = bsh_call_int(call, 8), K = bsh_call_int(call, 9);
-  bsh_linear_4bit_dgrad_args args = {.N = N, .K = K, .lddy = N, .lddx = K};
-  bsh_tensor dy, packed, dx;
-  bsh_plan plan;
+  bsh_linear_4bit_args args = {.N = N, .K = K, .ldx = N, .ldy = K, .direction = BSH_INPUT_GRADIENT};
+  const bsh_tensor no_bias = {0};
+  bsh_tensor packed;
   BSH_TRY(read_weight(call, 1, 6, N, K, &packed, &args.weight));
-  BSH_TRY(read_activation(call, "dy", N, &dy, &args.dtype, &args.M));
-  BSH_TRY(same_device(call, &dy, "dy", &packed, "packed"));
-  args.dy = dy.data;
-  BSH_TRY(plan_dgrad(call, &dy, &args, &plan));
-  BSH_TRY(new_activation(call, &dy, K, &dx));
-  if (dx.numel == 0) return BSH_OK;
-  if (N == 0 && bsh_on_cuda(&dy)) return empty_sums(call, &dx, NULL);
-  args.dx = dx.data;
-  bsh_call_compute(call);
-  if (!bsh_on_cuda(&dy)) return bsh_cpu_linear_4bit_dgrad(&args, &cpu_gemm);
-  const bsh_torch_operands operands = {dy.handle, dx.handle, NULL};
-  bsh_cuda_context context;
-  BSH_TRY(bsh_cuda_enter(&context, call->op, dy.device_index, args.M, N, K));
-  const bsh_status computed = bsh_cuda_linear_4bit_dgrad(&args, &plan, &operands, &context);
-  bsh_cuda_leave(&context);
-  return computed;
+  return compute_product(call, "dy", &packed, &no_bias, &args);
 }
 
 /* ---- checksum ---- */

@@ -28,8 +28,6 @@
 typedef enum { BSH_LINEAR_KERNELS(BSH_LINEAR_INDEX) BSH_LINEAR_COUNT } bsh_linear_kernel;
 #undef BSH_LINEAR_INDEX
 
-typedef enum { BSH_FORWARD, BSH_INPUT_GRADIENT } bsh_direction; /* y = x W^T + bias; dx = dy W */
-
 /* Who multiplies panels. */
 typedef enum {
   BSH_VENDOR_NONE,

@@ -435,24 +435,25 @@ static void compare_linear(uint64_t *const state, const bsh_dtype dtype, const i
                          .bias = random_below(state, 2) ? bias : NULL};
   const bsh_linear_4bit_args forward = {w.weight, .x = x, .bias = c.bias, .y = y,     .M = M,
                                         .N = N,   .K = K, .ldx = ldx,     .ldy = ldy, .dtype = dtype};
-  const bsh_linear_4bit_dgrad_args gradient = {w.weight, .dy = dy,    .dx = dx,    .M = M,        .N = N,
-                                               .K = K,   .lddy = ldy, .lddx = ldx, .dtype = dtype};
+  const bsh_linear_4bit_args gradient = {
+      w.weight, .x = dy,    .y = dx,    .M = M,         .N = N,
+      .K = K,   .ldx = ldy, .ldy = ldx, .dtype = dtype, .direction = BSH_INPUT_GRADIENT};
   bsh_linear_4bit_args forward_threads = forward;
-  bsh_linear_4bit_dgrad_args gradient_threads = gradient;
+  bsh_linear_4bit_args gradient_threads = gradient;
   forward_threads.y = y_threads;
-  gradient_threads.dx = dx_threads;
+  gradient_threads.y = dx_threads;
   for (int i = 0; i < n_isas; i++) {
     char what[128];
     snprintf(what, sizeof what, "linear %s %s M %" PRId64 " N %" PRId64 " K %" PRId64 " blocksize %" PRId64, isas[i],
              dtype_names[dtype], M, N, K, blocksize);
     use(isas[i], 1);
     CHECK(bsh_cpu_linear_4bit(&forward, NULL) == BSH_OK, "%s", what);
-    CHECK(bsh_cpu_linear_4bit_dgrad(&gradient, NULL) == BSH_OK, "%s", what);
+    CHECK(bsh_cpu_linear_4bit(&gradient, NULL) == BSH_OK, "%s", what);
     check_forward(what, &c, y);
     check_gradient(what, &c, dx);
     use(isas[i], 3);
     bsh_cpu_linear_4bit(&forward_threads, NULL);
-    bsh_cpu_linear_4bit_dgrad(&gradient_threads, NULL);
+    bsh_cpu_linear_4bit(&gradient_threads, NULL);
     check_same_bytes(what, y_threads, y, y_bytes);
     check_same_bytes(what, dx_threads, dx, dx_bytes);
   }

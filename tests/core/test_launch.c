@@ -410,24 +410,18 @@ static bool forward(const bsh_linear_4bit_args *const args, const char *const na
 /* By the kernel of this name, or NULL. Whether there is a plan. */
 static bool gradient(const bsh_linear_4bit_args *const args, const char *const name, const bsh_vendor vendor,
                      const int32_t sm, const int32_t sms) {
-  const bsh_linear_4bit_dgrad_args back = {.weight = args->weight,
-                                           .dy = args->y,
-                                           .dx = (void *)(uintptr_t)args->x,
-                                           .M = args->M,
-                                           .N = args->N,
-                                           .K = args->K,
-                                           .lddy = args->N,
-                                           .lddx = args->K,
-                                           .dtype = args->dtype};
+  bsh_linear_4bit_args back = *args;
+  back.x = args->y, back.y = (void *)(uintptr_t)args->x, back.bias = NULL;
+  back.ldx = args->N, back.ldy = args->K, back.direction = BSH_INPUT_GRADIENT;
   const bsh_cuda_context context = {.op = "linear_4bit_dgrad", .sm = sm, .sms = sms};
   const bsh_torch_operands operands = {(void *)8, (void *)8, NULL};
   CHECK(bsh_force_kernel(BSH_INPUT_GRADIENT, name) == BSH_OK, "%s", bsh_status_message());
-  const bsh_status status = bsh_cuda_plan_linear_4bit_dgrad("linear_4bit_dgrad", &back, sm, sms, vendor, &plan);
+  const bsh_status status = bsh_cuda_plan_linear_4bit("linear_4bit_dgrad", &back, sm, sms, vendor, &plan);
   CHECK(status == BSH_OK || (status == BSH_NO_KERNEL && (name != NULL || vendor == BSH_VENDOR_NONE)), "%s",
         bsh_status_message());
   if (status != BSH_OK) return false;
-  forget(back.dy, args->K);
-  CHECK(bsh_cuda_linear_4bit_dgrad(&back, &plan, &operands, &context) == BSH_OK, "%s", bsh_status_message());
+  forget(back.x, args->K);
+  CHECK(bsh_cuda_linear_4bit(&back, &plan, &operands, &context) == BSH_OK, "%s", bsh_status_message());
   check_done("linear_4bit_dgrad", args->M, args->N, args->K, BSH_INPUT_GRADIENT);
   return true;
 }

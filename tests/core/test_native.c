@@ -88,11 +88,6 @@ bsh_status bsh_cuda_panels(const bsh_linear_4bit_args *const args, const bsh_pla
   (void)args, (void)plan, (void)operands;
   return bsh_fail(BSH_NO_KERNEL, "%s: the test has no panels", context->op);
 }
-bsh_status bsh_cuda_panels_dgrad(const bsh_linear_4bit_dgrad_args *const args, const bsh_plan *const plan,
-                                 const bsh_torch_operands *const operands, const bsh_cuda_context *const context) {
-  (void)args, (void)plan, (void)operands;
-  return bsh_fail(BSH_NO_KERNEL, "%s: the test has no panels", context->op);
-}
 int64_t bsh_cuda_workspace_bytes(void) { return 64 << 20; }
 
 /* The kernels of blockwise.cu know one element type each; the fused ones have it in their name too. */

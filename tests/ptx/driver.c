@@ -132,7 +132,6 @@ EXPORT int64_t gpu_size(const int which) {
                                  sizeof(bsh_quantize_blockwise_args),
                                  sizeof(bsh_dequantize_blockwise_args),
                                  sizeof(bsh_linear_4bit_args),
-                                 sizeof(bsh_linear_4bit_dgrad_args),
                                  sizeof(bsh_step_tensor)};
   return (int64_t)sizes[which];
 }
@@ -155,23 +154,13 @@ EXPORT int gpu_checksum(const uint8_t *const bytes, const int64_t n_bytes, uint6
 /* `kernel`: forced, or NULL; `chosen` gets the name of the one that ran. */
 EXPORT int gpu_linear_4bit(const bsh_linear_4bit_args *const args, const char *const kernel,
                            const char **const chosen) {
+  const char *const op = args->direction == BSH_FORWARD ? "linear_4bit" : "linear_4bit_dgrad";
   bsh_plan plan;
-  const bsh_cuda_context context = context_of("linear_4bit");
-  BSH_TRY(bsh_force_kernel(BSH_FORWARD, kernel));
-  BSH_TRY(bsh_cuda_plan_linear_4bit("linear_4bit", args, gpu_state.sm, gpu_state.sms, BSH_VENDOR_CUBLAS, &plan));
+  const bsh_cuda_context context = context_of(op);
+  BSH_TRY(bsh_force_kernel(args->direction, kernel));
+  BSH_TRY(bsh_cuda_plan_linear_4bit(op, args, gpu_state.sm, gpu_state.sms, BSH_VENDOR_CUBLAS, &plan));
   *chosen = bsh_linear_kernel_name(plan.kernel);
   return bsh_cuda_linear_4bit(args, &plan, &(bsh_torch_operands){0}, &context);
-}
-
-EXPORT int gpu_linear_4bit_dgrad(const bsh_linear_4bit_dgrad_args *const args, const char *const kernel,
-                                 const char **const chosen) {
-  bsh_plan plan;
-  const bsh_cuda_context context = context_of("linear_4bit_dgrad");
-  BSH_TRY(bsh_force_kernel(BSH_INPUT_GRADIENT, kernel));
-  BSH_TRY(bsh_cuda_plan_linear_4bit_dgrad("linear_4bit_dgrad", args, gpu_state.sm, gpu_state.sms, BSH_VENDOR_CUBLAS,
-                                          &plan));
-  *chosen = bsh_linear_kernel_name(plan.kernel);
-  return bsh_cuda_linear_4bit_dgrad(args, &plan, &(bsh_torch_operands){0}, &context);
 }
 
 bsh_status bsh_cuda_enter(bsh_cuda_context *const context, const char *const op, const int32_t device,

@@ -174,10 +174,9 @@ Quantize = struct("Quantize", "*x *packed *absmax n blocksize -dtype -format")
 Dequantize = struct("Dequantize", "weight *out columns row0 n_rows column0 n_columns ld -dtype")
 QuantizeBlockwise = struct("QuantizeBlockwise", "*x *map *offset *code *absmax n blocksize -dtype")
 DequantizeBlockwise = struct("DequantizeBlockwise", "*code *absmax *map *offset *out n blocksize -dtype")
-Linear = struct("Linear", "weight *x *bias *y M N K ldx ldy -dtype")
-LinearGradient = struct("LinearGradient", "weight *dy *dx M N K lddy lddx -dtype")
+Linear = struct("Linear", "weight *x *bias *y M N K ldx ldy -dtype -direction")
 StepTensor = struct("StepTensor", "*g *p *state1 *state2 *absmax1 *absmax2 n")
-STRUCTS = (Weight, Quantize, Dequantize, QuantizeBlockwise, DequantizeBlockwise, Linear, LinearGradient, StepTensor)
+STRUCTS = (Weight, Quantize, Dequantize, QuantizeBlockwise, DequantizeBlockwise, Linear, StepTensor)
 
 
 class State(ctypes.Structure):
@@ -349,25 +348,21 @@ class Gpu:
 
     def linear_4bit(self, x, packed, scales, bias, blocksize: int, fmt: int, N: int, K: int, kernel: str | None = None):
         """y [M, N], and the kernel that was planned."""
-        weight, tensors = self.weight(packed, scales, blocksize, fmt, N * K)
-        y = torch.full((x.shape[0], N), torch.nan, dtype=x.dtype)
-        place = None if bias is None else bias.data_ptr()
-        args = Linear(weight, x.data_ptr(), place, y.data_ptr(), x.shape[0], N, K, x.stride(0), N, DTYPES[x.dtype])
-        chosen = ctypes.c_char_p()
-        forced = kernel.encode() if kernel else None
-        self.call("linear_4bit", args, forced, ctypes.byref(chosen), tensors=[*tensors, x, bias, y])
-        return y, chosen.value.decode()
+        return self._product(x, packed, scales, bias, blocksize, fmt, N, K, kernel, backward=False)
 
     def linear_4bit_dgrad(
         self, dy, packed, scales, blocksize: int, fmt: int, N: int, K: int, kernel: str | None = None
     ):
         """dx [M, K], and the kernel that was planned."""
+        return self._product(dy, packed, scales, None, blocksize, fmt, N, K, kernel, backward=True)
+
+    def _product(self, x, packed, scales, bias, blocksize, fmt, N, K, kernel, backward):
         weight, tensors = self.weight(packed, scales, blocksize, fmt, N * K)
-        dx = torch.full((dy.shape[0], K), torch.nan, dtype=dy.dtype)
-        args = LinearGradient(
-            weight, dy.data_ptr(), dx.data_ptr(), dy.shape[0], N, K, dy.stride(0), K, DTYPES[dy.dtype]
-        )
+        M, columns = x.shape[0], K if backward else N
+        y = torch.full((M, columns), torch.nan, dtype=x.dtype)
+        places = (x.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
+        args = Linear(weight, *places, M, N, K, x.stride(0), columns, DTYPES[x.dtype], backward)
         chosen = ctypes.c_char_p()
         forced = kernel.encode() if kernel else None
-        self.call("linear_4bit_dgrad", args, forced, ctypes.byref(chosen), tensors=[*tensors, dy, dx])
-        return dx, chosen.value.decode()
+        self.call("linear_4bit", args, forced, ctypes.byref(chosen), tensors=[*tensors, x, bias, y])
+        return y, chosen.value.decode()
