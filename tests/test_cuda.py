@@ -19,6 +19,7 @@ import pytest
 import torch
 from bitshard import _C, ops
 from helpers.bytes import same_bytes
+from helpers.direct import alone
 from torch import Tensor
 
 if not torch.cuda.is_available():
@@ -65,10 +66,10 @@ class Weight:
         return ops.linear_4bit_dgrad(dy, self.packed, *self.scales, self.blocksize, self.format, self.N, self.K)
 
     def direct_linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        return _C.linear_4bit(x, self.packed, *self.scales, bias, self.blocksize, self.format, self.N, self.K)
+        return alone.linear_4bit(x, self.packed, *self.scales, bias, self.blocksize, self.format, self.N, self.K)
 
     def direct_dgrad(self, dy: Tensor) -> Tensor | None:
-        return _C.linear_4bit_dgrad(dy, self.packed, *self.scales, self.blocksize, self.format, self.N, self.K)
+        return alone.linear_4bit_dgrad(dy, self.packed, *self.scales, self.blocksize, self.format, self.N, self.K)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -552,13 +553,13 @@ def test_direct_calls(dtype):
     for M in (16, 8, 3, 2, 1):
         x = torch.randn(M, 1024, device="cuda", dtype=dtype)
         for b in (None, bias):
-            y = _C.linear_4bit(x, weight.packed, *weight.scales, b, *numbers)
+            y = alone.linear_4bit(x, weight.packed, *weight.scales, b, *numbers)
             if dtype is torch.float32 and M > 2:
                 assert y is None, "products by panels are the op's"
             else:
                 assert same_bytes(y, weight.linear(x, b))
     for out in DTYPES.values():
-        assert same_bytes(_C.dequantize_4bit(weight.packed, *weight.scales, *numbers, out), weight.dequantize(out))
+        assert same_bytes(alone.dequantize_4bit(weight.packed, *weight.scales, *numbers, out), weight.dequantize(out))
     cpu = torch.randn(2, 1024, dtype=dtype)
     for unfit in (cpu, cpu.cuda().t()):
         assert weight.direct_linear(unfit) is None
@@ -570,21 +571,21 @@ def test_direct_calls(dtype):
     with torch.cuda.stream(stream):
         torch.cuda._sleep(100_000_000)
         x.copy_(new_x)
-        y = _C.linear_4bit(x, weight.packed, *weight.scales, None, *numbers)
+        y = alone.linear_4bit(x, weight.packed, *weight.scales, None, *numbers)
     assert not stream.query(), "the call waited for the GPU"
     stream.synchronize()
     assert same_bytes(y, expected)
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = _C.linear_4bit(x, weight.packed, *weight.scales, None, *numbers)
+        y = alone.linear_4bit(x, weight.packed, *weight.scales, None, *numbers)
     x.neg_()
     graph.replay()
     assert same_bytes(y, weight.linear(x))
 
     before = torch.cuda.memory_allocated()
     for _ in range(200):
-        _C.linear_4bit(x, weight.packed, *weight.scales, bias, *numbers)
+        alone.linear_4bit(x, weight.packed, *weight.scales, bias, *numbers)
     assert torch.cuda.memory_allocated() == before
 
 

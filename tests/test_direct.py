@@ -9,7 +9,7 @@ import torch
 from bitshard import _C, autograd, functional, ops
 from bitshard.tensor import Params4bit
 from helpers.bytes import same_bytes
-from helpers.direct import HAS_TABLE, at_low_address, calls_directly, noting
+from helpers.direct import HAS_TABLE, alone, at_low_address, calls_directly, noting
 
 N, K = 48, 96
 
@@ -23,17 +23,17 @@ def made(nested=True, quant_type="nf4", storage=torch.uint8, blocksize=64):
 
 def direct(x, packed, state, bias=None):
     n, k = state.shape
-    return _C.linear_4bit(x, packed, *state.scales(), bias, state.blocksize, ops.FORMATS[state.quant_type], n, k)
+    return alone.linear_4bit(x, packed, *state.scales(), bias, state.blocksize, ops.FORMATS[state.quant_type], n, k)
 
 
 def direct_values(packed, state, dtype=torch.float32):
     n, k = state.shape
-    return _C.dequantize_4bit(packed, *state.scales(), state.blocksize, ops.FORMATS[state.quant_type], n, k, dtype)
+    return alone.dequantize_4bit(packed, *state.scales(), state.blocksize, ops.FORMATS[state.quant_type], n, k, dtype)
 
 
 def direct_dgrad(dy, packed, state):
     n, k = state.shape
-    return _C.linear_4bit_dgrad(dy, packed, *state.scales(), state.blocksize, ops.FORMATS[state.quant_type], n, k)
+    return alone.linear_4bit_dgrad(dy, packed, *state.scales(), state.blocksize, ops.FORMATS[state.quant_type], n, k)
 
 
 def op(x, packed, state, bias=None):
@@ -255,6 +255,7 @@ from bitshard.tensor import Params4bit
 packed, state = functional.quantize_4bit(torch.randn(512, 512))
 x = torch.randn(2, 512)
 expected = functional.linear_4bit(x, packed, state)
+behind = _C.fall_back(None)
 part = torch.empty(1 << 20)[:4]
 part.untyped_storage().resize_(64)  # still holds it
 for weight in (packed, Params4bit(packed, quant_state=state, bnb_quantized=True)):
@@ -263,6 +264,7 @@ for weight in (packed, Params4bit(packed, quant_state=state, bnb_quantized=True)
         assert _C.linear_4bit(x, weight, *state.scales(), None, 64, 0, 512, 512) is not None
         tensor.untyped_storage().resize_(64)
         assert _C.linear_4bit(x, weight, *state.scales(), None, 64, 0, 512, 512) is None
+        _C.fall_back(behind)
         for call in (functional.linear_4bit, functional.linear_4bit_dgrad):
             try:
                 call(x, weight, state)
@@ -273,6 +275,7 @@ for weight in (packed, Params4bit(packed, quant_state=state, bnb_quantized=True)
         tensor.untyped_storage().resize_(size)
         tensor.copy_(kept)
         assert torch.equal(functional.linear_4bit(x, weight, state), expected)
+        _C.fall_back(None)
 print("declined")
 """
 

@@ -3,11 +3,11 @@
  *
  *   facts -> bsh_plan_linear_4bit -> plan -> gpu/linear.c launches it
  *              plan/plan.c           which kernel: what each takes, then what was measured
- *              plan_<kernel>.c  what that kernel takes, and how it is cut into thread blocks
+ *              plan/<kernel>.c  what that kernel takes, and how it is cut into thread blocks
  *              cuda/<kernel>.h  its sizes
  *
  * Whoever multiplies makes one plan, before anything is allocated, and does what it says. A further kernel is one more
- * plan_<kernel>.c, one entry of BSH_LINEAR_KERNELS and a line of choose() in plan/plan.c. */
+ * plan/<kernel>.c, one entry of BSH_LINEAR_KERNELS and a line of choose() in plan/plan.c. */
 #ifndef BSH_PLAN_H
 #define BSH_PLAN_H
 

@@ -42,6 +42,9 @@ typedef struct {
 
 static const dl_exchange *exchange;
 
+/* tuple of callables by bsh_direct_op.fallback, or None: what a call gives to whom where it does nothing itself. */
+static PyObject *fallbacks;
+
 /* Set for good once a storage was made smaller than it was, but not empty. */
 static bool storages_shrink;
 
@@ -84,6 +87,17 @@ PyObject *bsh_direct_configure(PyObject *const module, PyObject *const args) {
   if (python.dtype_keyword == NULL || python.is_neg == NULL || python.new_empty_strided == NULL) return NULL;
   exchange = table;
   Py_RETURN_TRUE;
+}
+
+PyObject *bsh_direct_fall_back(PyObject *const module, PyObject *const given) {
+  (void)module;
+  if (given != Py_None && (!PyTuple_Check(given) || PyTuple_Size(given) != BSH_DIRECT_FALLBACKS))
+    return PyErr_Format(PyExc_TypeError, "fall_back: expected None or a tuple of %d callables", BSH_DIRECT_FALLBACKS);
+  PyObject *const before = fallbacks != NULL ? fallbacks : Py_None;
+  if (fallbacks == NULL) Py_INCREF(before);
+  Py_INCREF(given);
+  fallbacks = given;
+  return before;
 }
 
 PyObject *bsh_direct_doubt_storages(PyObject *const module, PyObject *const unused) {
@@ -335,7 +349,18 @@ void bsh_direct_end(bsh_direct_call *const direct) {
   direct->released = NULL;
 }
 
-/* The result, None, or NULL. */
+/* What the op gives for the same arguments; None without one. */
+static PyObject *fall_back(const bsh_direct_op *const what, PyObject *const *const objects, const Py_ssize_t n) {
+  if (fallbacks == NULL || fallbacks == Py_None) Py_RETURN_NONE;
+  PyObject *const arguments = PyTuple_New(n);
+  if (arguments == NULL) return NULL;
+  for (Py_ssize_t i = 0; i < n; i++) Py_INCREF(objects[i]), PyTuple_SetItem(arguments, i, objects[i]);
+  PyObject *const made = PyObject_CallObject(PyTuple_GetItem(fallbacks, what->fallback), arguments);
+  Py_DECREF(arguments);
+  return made;
+}
+
+/* The result, or NULL. */
 static PyObject *call_op(const bsh_direct_op *const what, PyObject *const *const objects, const Py_ssize_t n_objects) {
   bsh_direct_call direct = {0};
   bsh_status status = BSH_NO_KERNEL;
@@ -343,13 +368,15 @@ static PyObject *call_op(const bsh_direct_op *const what, PyObject *const *const
   bsh_direct_end(&direct);
   if (status == BSH_OK) return direct.made;
   Py_XDECREF(direct.made);
-  return bsh_direct_declined();
+  bsh_direct_forget();
+  return PyErr_Occurred() == NULL ? fall_back(what, objects, n_objects) : NULL;
 }
 
 #define ARGUMENTS PyObject *const module, PyObject *const *const objects, const Py_ssize_t n_objects
 
 const bsh_direct_op bsh_direct_op_linear_4bit = {.name = "linear_4bit",
                                                  .op = bsh_op_linear_4bit,
+                                                 .fallback = 0,
                                                  .n_tensors = 7,
                                                  .n_arguments = 11,
                                                  .weight = 1,
@@ -364,6 +391,7 @@ PyObject *bsh_direct_linear_4bit(ARGUMENTS) {
 
 const bsh_direct_op bsh_direct_op_linear_4bit_dgrad = {.name = "linear_4bit_dgrad",
                                                        .op = bsh_op_linear_4bit_dgrad,
+                                                       .fallback = 1,
                                                        .n_tensors = 6,
                                                        .n_arguments = 10,
                                                        .weight = 1,
@@ -379,6 +407,7 @@ PyObject *bsh_direct_linear_4bit_dgrad(ARGUMENTS) {
 PyObject *bsh_direct_dequantize_4bit(ARGUMENTS) {
   static const bsh_direct_op what = {.name = "dequantize_4bit",
                                      .op = bsh_op_dequantize_4bit,
+                                     .fallback = 2,
                                      .n_tensors = 5,
                                      .n_arguments = 10,
                                      .weight = 0,

@@ -1,9 +1,9 @@
 /* python/direct.h - dequantize_4bit, linear_4bit and linear_4bit_dgrad called from Python without torch's dispatcher.
  *
  * Reading eleven arguments costs the dispatcher more than a small product takes to launch. These functions run the ops
- * (ops/ops.c) on tensors that they read through torch's DLPack exchange table instead. They return None where they did
- * nothing, whatever the reason: a mode, tracer or profiler that watches the dispatcher, gradients, tensors that are not
- * plain or do not fit, an error. The caller then takes the op, which does it or says what is wrong.
+ * (ops/ops.c) on tensors that they read through torch's DLPack exchange table instead. Where they cannot, whatever the
+ * reason - a mode, tracer or profiler that watches the dispatcher, gradients, tensors that are not plain or do not fit,
+ * an error - they have done nothing and call the op, which does it or says what is wrong.
  *
  * On CUDA, products by dequantized panels go to cuBLAS (gpu/cublas.h), not to torch's product: fp16 and bf16 only, and
  * only while torch's settings for products have their defaults. torch.backends.cuda.preferred_blas_library is not
@@ -24,18 +24,22 @@
  * whether the exchange table can be used. */
 PyObject *bsh_direct_configure(PyObject *module, PyObject *args);
 
+/* fall_back((linear_4bit, linear_4bit_dgrad, dequantize_4bit) or None): callables with the arguments of the functions
+ * below, which call the ops; without them these return None. Returns what was set before. */
+PyObject *bsh_direct_fall_back(PyObject *module, PyObject *callables);
+
 /* doubt_storages(): some storage was made smaller than the tensors in it, so each tensor is asked from now on. */
 PyObject *bsh_direct_doubt_storages(PyObject *module, PyObject *unused);
 
-/* linear_4bit(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K): y [..., N], or None.
+/* linear_4bit(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K): y [..., N].
  * bias may be None. */
 PyObject *bsh_direct_linear_4bit(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 
 /* dequantize_4bit(packed, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, dtype):
- * [rows, columns] of dtype, or None. */
+ * [rows, columns] of dtype. */
 PyObject *bsh_direct_dequantize_4bit(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 
-/* linear_4bit_dgrad(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K): dx [..., K], or None. */
+/* linear_4bit_dgrad(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K): dx [..., K]. */
 PyObject *bsh_direct_linear_4bit_dgrad(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 
 /* Forgets an exception that is set, for the op to say what is wrong. KeyboardInterrupt, SystemExit and whatever else is

@@ -8,17 +8,18 @@
 
 #include "torch/tensor.h"
 
-enum { BSH_DIRECT_ARGUMENTS = 11, BSH_DIRECT_NONE = -1 };
+enum { BSH_DIRECT_ARGUMENTS = 11, BSH_DIRECT_NONE = -1, BSH_DIRECT_FALLBACKS = 3 };
 
 /* What is particular to an op; its arguments are those of its schema. */
 typedef struct {
   const char *name;
   bsh_status (*op)(bsh_call *call);
   int n_tensors, n_arguments;
-  int weight; /* index of the packed codes */
-  int like;   /* index of a plain tensor, whose class and device the result gets */
-  int bias;   /* index, or BSH_DIRECT_NONE */
-  int dtype;  /* index of a torch.dtype, or BSH_DIRECT_NONE */
+  int weight;   /* index of the packed codes */
+  int like;     /* index of a plain tensor, whose class and device the result gets */
+  int bias;     /* index, or BSH_DIRECT_NONE */
+  int dtype;    /* index of a torch.dtype, or BSH_DIRECT_NONE */
+  int fallback; /* index among those of bsh_direct_fall_back */
 } bsh_direct_op;
 
 extern const bsh_direct_op bsh_direct_op_linear_4bit, bsh_direct_op_linear_4bit_dgrad;

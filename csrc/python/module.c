@@ -123,17 +123,20 @@ static PyMethodDef methods[] = {
     {"configure_direct", bsh_direct_configure, METH_VARARGS,
      "configure_direct(exchange, tensor, weights, dtypes, watchers, settings, profiler, grad_enabled, "
      "storage_address, storage_holds): whether direct calls are possible."},
+    {"fall_back", bsh_direct_fall_back, METH_O,
+     "fall_back((linear_4bit, linear_4bit_dgrad, dequantize_4bit) or None): who is called where the functions below do "
+     "nothing themselves; what was set before."},
     {"doubt_storages", bsh_direct_doubt_storages, METH_NOARGS,
      "doubt_storages(): direct calls ask from now on whether a tensor's storage holds all of it."},
     {"linear_4bit", (PyCFunction)(void (*)(void))bsh_direct_linear_4bit, METH_FASTCALL,
-     "linear_4bit(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K): y, or None if the op "
-     "must do it."},
+     "linear_4bit(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K): y, by the op "
+     "where it must be."},
     {"linear_4bit_dgrad", (PyCFunction)(void (*)(void))bsh_direct_linear_4bit_dgrad, METH_FASTCALL,
-     "linear_4bit_dgrad(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K): dx, or None if the "
-     "op must do it."},
+     "linear_4bit_dgrad(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K): dx, by the op "
+     "where it must be."},
     {"dequantize_4bit", (PyCFunction)(void (*)(void))bsh_direct_dequantize_4bit, METH_FASTCALL,
      "dequantize_4bit(packed, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, dtype): values, "
-     "or None if the op must do it."},
+     "by the op where it must be."},
     {"lora_4bit", (PyCFunction)(void (*)(void))bsh_direct_lora_4bit, METH_FASTCALL,
      "lora_4bit(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K, A, B, scale[, keep]): "
      "(y, xa), or None if Python must do it; keep(xa) is called before the product with W."},

@@ -100,6 +100,10 @@ def configure_direct(
     bfloat16; settings: for each of them callable, expected value, callable, expected value, ...; storage_address: 0 of
     a freed one; storage_holds: whether a tensor's storage holds all its elements."""
 
+def fall_back(calls: tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]] | None, /) -> Any:
+    """Who is called, with the same arguments, where linear_4bit, linear_4bit_dgrad and dequantize_4bit below cannot go
+    around the dispatcher; None: nobody, they return None, as tests want. What was set before."""
+
 def doubt_storages() -> None:
     """A storage was made smaller, not empty: the functions below ask storage_holds of each tensor from now on."""
 
@@ -116,8 +120,8 @@ def linear_4bit(
     N: int,
     K: int,
     /,
-) -> Tensor | None:
-    """The op of this name around torch's dispatcher; None where it cannot: take the op."""
+) -> Tensor:
+    """The op of this name, around torch's dispatcher where that can be."""
 
 def linear_4bit_dgrad(
     dy: Tensor,
@@ -131,8 +135,8 @@ def linear_4bit_dgrad(
     N: int,
     K: int,
     /,
-) -> Tensor | None:
-    """The op of this name around torch's dispatcher; None where it cannot: take the op."""
+) -> Tensor:
+    """The op of this name, around torch's dispatcher where that can be."""
 
 def lora_4bit(
     x: Tensor,
@@ -193,8 +197,8 @@ def dequantize_4bit(
     columns: int,
     dtype: torch.dtype,
     /,
-) -> Tensor | None:
-    """The op of this name around torch's dispatcher; None where it cannot: take the op."""
+) -> Tensor:
+    """The op of this name, around torch's dispatcher where that can be."""
 
 def optimizer_fits(batches: list[tuple[tuple, list[tuple]]], /) -> bool:
     """Whether a step of these could be done if their states, which are on the CPU, were where the parameters are."""

@@ -8,7 +8,9 @@ memory. A block is `blocksize` consecutive elements of the flattened tensor and 
 from __future__ import annotations
 
 import math
-from typing import NoReturn
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -47,10 +49,32 @@ __all__ = [
     "unpack_tensor_to_dict",
 ]
 
-# What an op overload calls, without the Python frame around it. Dynamo traces the overload only.
-_dequantize_4bit = ops.dequantize_4bit._op
-_linear_4bit = ops.linear_4bit._op
-_linear_4bit_dgrad = ops.linear_4bit_dgrad._op
+
+def _by_op(op: Callable[..., Tensor], *args: Any) -> Tensor:
+    """What the C core calls where it cannot go around the dispatcher, and what Dynamo traces."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return op(*args)
+
+
+def _linear_by_op(op: Callable[..., Tensor], x: Tensor, packed: Tensor, absmax: Tensor, *args: Any) -> Tensor:
+    absmax_map, absmax2, offset, bias, *rest = args
+    bias = ops.empty(absmax.device) if bias is None else bias
+    return _by_op(op, x, packed, absmax, absmax_map, absmax2, offset, bias, *rest)
+
+
+# An overload's `_op` is what it calls, without a Python frame around it; Dynamo traces the overload only.
+_C.fall_back(
+    (
+        partial(_linear_by_op, ops.linear_4bit._op),
+        partial(_by_op, ops.linear_4bit_dgrad._op),
+        partial(_by_op, ops.dequantize_4bit._op),
+    )
+)
+_in_graph = (
+    partial(_linear_by_op, ops.linear_4bit),
+    partial(_by_op, ops.linear_4bit_dgrad),
+    partial(_by_op, ops.dequantize_4bit),
+)
 
 
 def quantize_4bit(
@@ -152,20 +176,15 @@ def dequantize_4bit(
         rows, columns = shape if len(shape) == 2 else (math.prod(shape[:-1]), shape[-1] if shape else 1)
         absmax, absmax_map, absmax2, offset = quant_state.scales()
         blocksize, format = quant_state.blocksize, ops.FORMATS[quant_state.quant_type]
-        op, values = ops.dequantize_4bit, None
-        if not torch.compiler.is_dynamo_compiling():
-            op = _dequantize_4bit
-            values = _C.dequantize_4bit(
-                A, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, quant_state.dtype
-            )
-        if values is None and quant_state.reordered:
-            return dequantize_4bit(*reordered.restored(A, quant_state), out=out)
-        if values is None:
-            with torch._C.DisableTorchFunctionSubclass():
-                values = op(
-                    A, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, quant_state.dtype
-                )  # fmt: skip
+        call = _C.dequantize_4bit
+        if torch.compiler.is_dynamo_compiling():
+            call = _in_graph[2]
+            if quant_state.reordered:
+                return dequantize_4bit(*reordered.restored(A, quant_state), out=out)
+        values = call(A, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, quant_state.dtype)
     except (RuntimeError, TypeError, KeyError) as error:
+        if quant_state.reordered:  # the op knows no scales of bfloat16
+            return dequantize_4bit(*reordered.restored(A, quant_state), out=out)
         check_packed(A, quant_state, "dequantize_4bit")
         if quant_state.dtype not in VALUE_DTYPES.values():
             raise ValueError(f"4-bit dequantization only gives 16/32-bit floats, not {quant_state.dtype}") from error
@@ -201,19 +220,12 @@ def linear_4bit(x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | Non
     """
     try:
         absmax, absmax_map, absmax2, offset = state.scales()
+        if absmax.dtype is torch.bfloat16 and state.reordered:
+            return linear_4bit(x, *reordered.restored(packed, state), bias)
         N, K = state.shape
         blocksize, format = state.blocksize, ops.FORMATS[state.quant_type]
-        op = ops.linear_4bit
-        if not torch.compiler.is_dynamo_compiling():
-            op = _linear_4bit
-            y = _C.linear_4bit(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K)
-            if y is not None:
-                return y
-        if state.reordered:
-            return linear_4bit(x, *reordered.restored(packed, state), bias)
-        none = ops.empty(absmax.device) if bias is None else bias
-        with torch._C.DisableTorchFunctionSubclass():
-            return op(x, packed, absmax, absmax_map, absmax2, offset, none, blocksize, format, N, K)
+        call = _in_graph[0] if torch.compiler.is_dynamo_compiling() else _C.linear_4bit
+        return call(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K)
     except (RuntimeError, TypeError, KeyError, AttributeError) as error:
         explain_linear(error, x, packed, state, bias)
 
@@ -221,18 +233,12 @@ def linear_4bit(x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | Non
 def linear_4bit_dgrad(dy: Tensor, packed: Tensor, state: QuantState) -> Tensor:
     """dx = dy W for the weight of `linear_4bit`: dy [..., N] -> [..., K], dtype of dy."""
     absmax, absmax_map, absmax2, offset = state.scales()
+    if absmax.dtype is torch.bfloat16 and state.reordered:
+        return linear_4bit_dgrad(dy, *reordered.restored(packed, state))
     N, K = state.shape
     blocksize, format = state.blocksize, ops.FORMATS[state.quant_type]
-    op = ops.linear_4bit_dgrad
-    if not torch.compiler.is_dynamo_compiling():
-        op = _linear_4bit_dgrad
-        dx = _C.linear_4bit_dgrad(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K)
-        if dx is not None:
-            return dx
-    if state.reordered:
-        return linear_4bit_dgrad(dy, *reordered.restored(packed, state))
-    with torch._C.DisableTorchFunctionSubclass():
-        return op(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K)
+    call = _in_graph[1] if torch.compiler.is_dynamo_compiling() else _C.linear_4bit_dgrad
+    return call(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K)
 
 
 def explain_linear(error: Exception, x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None) -> NoReturn:

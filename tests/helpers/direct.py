@@ -6,18 +6,40 @@ import mmap
 
 import pytest
 import torch
+from bitshard import _C
 
 HAS_TABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 calls_directly = pytest.mark.skipif(not HAS_TABLE, reason="this torch has no exchange table")
 
 
+class Alone:
+    """The functions of the C core without the ops behind them: None where they fall back."""
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            behind = _C.fall_back(None)
+            try:
+                return getattr(_C, name)(*arguments)
+            finally:
+                _C.fall_back(behind)
+
+        return call
+
+
+alone = Alone()
+
+
 def noting(taken, name, function):
-    """A function of the C core that notes its name where it does not decline, which leaves the work to the op."""
+    """A function, of the C core for example, that notes its name where it does not fall back on the op."""
 
     def call(*arguments):
-        result = function(*arguments)
+        behind = _C.fall_back(None)
+        try:
+            result = function(*arguments)
+        finally:
+            _C.fall_back(behind)
         taken.extend([name] if result is not None else [])
-        return result
+        return result if result is not None or not name.startswith(("linear", "dequantize")) else function(*arguments)
 
     return call
 
