@@ -98,8 +98,15 @@ __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t sel
   return d;
 }
 
+// A selector of a byte permutation in pictures: its nibbles, highest first, name the bytes of the result, highest
+// first. 0 to 3 are those of the first register, 4 to 7 those of the second; with bit 3 set, eight times the byte's
+// sign.
+
 // The 16 values for byte permutations, which the code itself selects from: a permutation yields the bytes of four codes
 // below 8 (or, with their bits 3 flipped, of four others) from two registers. From the table, of pairs of values.
+//
+//   two packed bytes        byte 1: [upper code 1 | lower code 1]   byte 0: [upper code 0 | lower code 0]
+//   as a selector           gives the bytes of   upper 1, lower 1, upper 0, lower 0   of any 8 values
 struct value_bytes {
   uint32_t low[4], high[4]; // byte i & 3 of [i >> 2]: of the value of code i
   __device__ __forceinline__ void read(uint32_t table) {
@@ -107,6 +114,7 @@ struct value_bytes {
     for (int i = 0; i < 4; i++) {
       const uint32_t first = ld_shared_4(table + (4 * i * 17 + 1) * 256);           // values 4i, 4i + 1
       const uint32_t second = ld_shared_4(table + (4 * i * 17 + 2 * 17 + 1) * 256); // 4i + 2, 4i + 3
+      // first: [high 4i+1][low 4i+1][high 4i][low 4i], second: 4i+3 and 4i+2. 6420: the four low bytes, 7531: the high.
       low[i] = __byte_perm(first, second, 0x6420), high[i] = __byte_perm(first, second, 0x7531);
     }
   }
@@ -114,7 +122,9 @@ struct value_bytes {
   // in which nibbles lie.
   __device__ __forceinline__ uint2 find(uint32_t bytes) const {
     const uint32_t other = bytes ^ 0x8888;
-    const uint32_t eight_on = permute(bytes, bytes << 4, 0x9D8C); // bit 3 of each code, eight times
+    // Bit 3 of each code, eight times: of an upper code it is the sign of its byte, of a lower one that of the byte
+    // shifted by 4. 9 D 8 C = signs of [byte 1][byte 1 << 4][byte 0][byte 0 << 4].
+    const uint32_t eight_on = permute(bytes, bytes << 4, 0x9D8C);
     return make_uint2(choose(eight_on, permute(low[2], low[3], other), permute(low[0], low[1], bytes)),
                       choose(eight_on, permute(high[2], high[3], other), permute(high[0], high[1], bytes)));
   }
@@ -150,7 +160,7 @@ template <typename T, typename FORM> struct decoder {
       const int row = span * 32 + 4 * g + 2 * half;
       weights = base + FORM::W_AT + row * 64 + ((row >> 1 & 3) << 4);
       scales = base + FORM::SCALES_AT + row * 4;
-      select[0] = 0x7604 | t << 4, select[1] = 0;
+      select[0] = 0x7604 | t << 4, select[1] = 0; // 7 6 t 4: see find()
     } else {
       weights = base + FORM::W_AT + lane * 64 + ((span ^ (lane >> 1 & 3)) << 4);
       scales = base + FORM::SCALES_AT + (span >> 1) * 512 + t * 32;
@@ -191,14 +201,18 @@ template <typename T, typename FORM> struct decoder {
     return make_float2(__uint_as_float(rows.x), __uint_as_float(rows.y));
   }
 
-  // UNSCALED: to[8] is the group's operand.
+  // UNSCALED: to[8] is the group's operand. A look-up's address is lane_base with a packed byte in the place of its
+  // byte 1, the table's row of 256 bytes: 7 6 t 4 = [lane_base 3][lane_base 2][byte t of the word][lane_base 0].
+  // `% FOUND`, here and below, only keeps indices inside the array in the forms that do not come there.
   __device__ __forceinline__ void find(const uint32_t *from, uint32_t *to) const {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       if (i >> 1 < PERMUTED) {
         if (i % 2 == 1) continue;
+        // bytes.x: low bytes of the values of [upper 1][lower 1][upper 0][lower 0], bytes.y: high ones.
+        // 73 51 = the values of [upper 1][upper 0], 62 40 = those of [lower 1][lower 0].
         const uint2 bytes = values_of.find(permute(from[i / 2], 0, select_pair));
-        to[i] = __byte_perm(bytes.x, bytes.y, 0x7351); // upper codes, then lower ones
+        to[i] = __byte_perm(bytes.x, bytes.y, 0x7351);
         to[i + 1] = __byte_perm(bytes.x, bytes.y, 0x6240);
         continue;
       }
@@ -219,7 +233,7 @@ template <typename T, typename FORM> struct decoder {
 #pragma unroll
     for (int j = 0; j < 4; j++)
       if (GRADIENT) {
-        const bool permuted = j < PERMUTED;
+        const bool permuted = j < PERMUTED; // else pairs by packed byte: 54 10 = their first values, 76 32 the second
         const uint32_t first = permuted ? found[2 * j] : __byte_perm(found[2 * j], found[2 * j + 1], 0x5410);
         const uint32_t second = permuted ? found[2 * j + 1] : __byte_perm(found[2 * j], found[2 * j + 1], 0x7632);
         const uint32_t high = scale[j % SCALES], low = scale[(4 + j) % SCALES];

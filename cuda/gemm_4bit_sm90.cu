@@ -56,7 +56,7 @@ template <typename T, typename FORM, scale_kind KIND> __device__ __forceinline__
   const int base = K_PARTS == 1 ? 0 : warp / ROW_WARPS * work.pieces; // this warp's part of K: its first piece
   const work_range start = work.first();
 
-  // Before the wait: constants, and hints about what will be read.
+  // ---- before the wait: constants, and hints about what will be read
   weight_loader weights(args, shared.ring);
   weights.enter(args, rows.tile(start.block));
   if (warp < WARPS)
@@ -77,6 +77,7 @@ template <typename T, typename FORM, scale_kind KIND> __device__ __forceinline__
       return x_producer<FORM>(args, shared, work.pieces).run(start.piece * STEPS, start.end * STEPS);
     }
 
+  // ---- the ring of packed pieces, x, scales: filled for the first pieces
   work_range ahead = start; // the piece that the ring loads next
   auto load_next = [&](bool there_is, uint32_t to_slot) {
     if (there_is && rows.active) weights.start(base + ahead.piece, to_slot);
@@ -98,6 +99,7 @@ template <typename T, typename FORM, scale_kind KIND> __device__ __forceinline__
   if (threadIdx.x < 256) shared.map[threadIdx.x] = map_value;
   consumers_meet<FORM>();
 
+  // ---- the pieces of this block's share: decode a unit, multiply it, scale its product into the sums
   const uint32_t lane_base = keep(shared_address(shared.table) + lane * 4);
   const uint32_t own = keep(shared_address(shared.ring) + warp * SLOTS * PIECE_BYTES + g * 128 + (g & 3) * 32 + c * 8);
   const uint32_t x_base =
@@ -157,6 +159,7 @@ template <typename T, typename FORM, scale_kind KIND> __device__ __forceinline__
       fill = slot;
       slot = slot == (SLOTS - 1) * PIECE_BYTES ? 0 : slot + PIECE_BYTES;
     }
+    // ---- the end of a row block
     if constexpr (K_PARTS == 2) {
       add_parts<FORM>(sum, shared.ring);
       return epilogue_of_parts<T, FORM>(args, rows, sum); // out of the loop: its shuffles cost no uniform registers

@@ -143,6 +143,26 @@ def test_source_distribution_is_whole(tmp_path):
     assert len(needed) > 40 and not set(needed) - packed and {"setup.py", "pyproject.toml", "LICENSE"} <= packed
 
 
+def repeated(texts: dict[str, str], length: int = 12) -> list[str]:
+    """Where `length` lines stand that stand elsewhere too, blank ones and indentation apart, as "name: first line"."""
+    places: dict[tuple[str, ...], list[str]] = {}
+    for name, text in texts.items():
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        for i in range(len(lines) - length + 1):
+            places.setdefault(tuple(lines[i : i + length]), []).append(f"{name}: {lines[i]}")
+    return [place for found in places.values() if len(found) > 1 for place in found]
+
+
+def test_nothing_is_written_twice():
+    """No twelve lines of code outside tests."""
+    code = (".py", ".c", ".h", ".cu", ".cuh")
+    texts = {path.relative_to(ROOT).as_posix(): read(path) for path in files() if path.suffix in code}
+    assert not repeated({name: text for name, text in texts.items() if not name.startswith("tests/")})
+    lines = "\n".join(map(str, range(12)))
+    assert len(repeated({"one": lines, "other": f"x\n\n  {lines}"})) == 2
+    assert not repeated({"one": lines, "other": "x"})
+
+
 # ---- imports ----
 
 

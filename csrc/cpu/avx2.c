@@ -96,16 +96,9 @@ ALWAYS_INLINE void quantize_blocks(const bsh_quantize_4bit_args *const args, con
 
 static void quantize_4bit_avx2(const bsh_quantize_4bit_args *const args, const int64_t block_begin,
                                const int64_t block_end) {
-  const bool nf4 = args->format == BSH_NF4;
-  if (args->dtype == BSH_F32)
-    nf4 ? quantize_blocks(args, block_begin, block_end, BSH_F32, BSH_NF4)
-        : quantize_blocks(args, block_begin, block_end, BSH_F32, BSH_FP4);
-  else if (args->dtype == BSH_F16)
-    nf4 ? quantize_blocks(args, block_begin, block_end, BSH_F16, BSH_NF4)
-        : quantize_blocks(args, block_begin, block_end, BSH_F16, BSH_FP4);
-  else
-    nf4 ? quantize_blocks(args, block_begin, block_end, BSH_BF16, BSH_NF4)
-        : quantize_blocks(args, block_begin, block_end, BSH_BF16, BSH_FP4);
+  if (args->dtype == BSH_F32) BY_FORMAT(quantize_blocks, args, block_begin, block_end, BSH_F32);
+  else if (args->dtype == BSH_F16) BY_FORMAT(quantize_blocks, args, block_begin, block_end, BSH_F16);
+  else BY_FORMAT(quantize_blocks, args, block_begin, block_end, BSH_BF16);
 }
 
 /* ---- dequantize_4bit ------------------------------------------------------------------------------------------ */

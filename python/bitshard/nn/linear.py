@@ -150,37 +150,30 @@ def fix_4bit_weight_quant_state_from_module(module: nn.Module) -> None:
         module.quant_state = held.state
 
 
-class LinearNF4(Linear4bit):
+class _OneFormat(Linear4bit):
+    format: str
+
+    def __init__(
+        self,
+        input_features: int,
+        output_features: int,
+        bias: bool = True,
+        compute_dtype: torch.dtype | None = None,
+        compress_statistics: bool = True,
+        quant_storage: torch.dtype = torch.uint8,
+        device: torch.device | str | int | None = None,
+    ):
+        numbers = (bias, compute_dtype, compress_statistics, self.format, quant_storage, device)
+        super().__init__(input_features, output_features, *numbers)
+
+
+class LinearNF4(_OneFormat):
     """Linear4bit with quant_type="nf4"."""
 
-    def __init__(
-        self,
-        input_features: int,
-        output_features: int,
-        bias: bool = True,
-        compute_dtype: torch.dtype | None = None,
-        compress_statistics: bool = True,
-        quant_storage: torch.dtype = torch.uint8,
-        device: torch.device | str | int | None = None,
-    ):
-        super().__init__(
-            input_features, output_features, bias, compute_dtype, compress_statistics, "nf4", quant_storage, device
-        )
+    format = "nf4"
 
 
-class LinearFP4(Linear4bit):
+class LinearFP4(_OneFormat):
     """Linear4bit with quant_type="fp4"."""
 
-    def __init__(
-        self,
-        input_features: int,
-        output_features: int,
-        bias: bool = True,
-        compute_dtype: torch.dtype | None = None,
-        compress_statistics: bool = True,
-        quant_storage: torch.dtype = torch.uint8,
-        device: torch.device | str | int | None = None,
-    ):
-        super().__init__(
-            input_features, output_features, bias, compute_dtype, compress_statistics, "fp4", quant_storage, device
-        )
+    format = "fp4"

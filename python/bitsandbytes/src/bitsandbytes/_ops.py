@@ -12,16 +12,15 @@ import bitshard  # noqa: F401  (loads torch.ops.bitshard)
 import torch
 from bitshard import reordered
 from bitshard.functional import get_4bit_type
+from bitshard.ops import FORMATS
 from bitshard.optim.update import update_8bit_blockwise, update_32bit
+from bitshard.state import BLOCKSIZES, VALUE_DTYPES
 
 from ._absent import INT8, absent_function
 
 register_fake = torch.library.register_fake
 register_kernel = torch.library.register_kernel
 
-_FORMATS = {"nf4": 0, "fp4": 1}
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _library = torch.library.Library("bitsandbytes", "DEF")
 
 
@@ -34,19 +33,19 @@ def _define(name: str, schema: str, kernel, fake) -> None:
 
 
 def _format(quant_type: str) -> int:
-    if quant_type not in _FORMATS:
+    if quant_type not in FORMATS:
         raise ValueError(f"quant_type must be 'nf4' or 'fp4', got {quant_type!r}")
-    return _FORMATS[quant_type]
+    return FORMATS[quant_type]
 
 
 def _check_4bit(blocksize: int, dtype: torch.dtype) -> None:
-    if blocksize not in _BLOCKSIZES:
-        raise ValueError(f"blocksize must be one of {_BLOCKSIZES}, got {blocksize}")
+    if blocksize not in BLOCKSIZES:
+        raise ValueError(f"blocksize must be one of {BLOCKSIZES}, got {blocksize}")
     _check_float(dtype)
 
 
 def _check_float(dtype: torch.dtype) -> None:
-    if dtype not in _FLOATS:
+    if dtype not in VALUE_DTYPES.values():
         raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
 
 
@@ -151,7 +150,7 @@ def _gemv_4bit(A, B, shapeB: Sequence[int], absmax, code, blocksize: int):
     if absmax.dtype is torch.bfloat16:
         B, absmax = reordered.restore(B, absmax, *_n_k(shapeB), blocksize)
     values = code.detach().cpu().float()
-    for name in _FORMATS:
+    for name in FORMATS:
         if torch.equal(values, get_4bit_type(name, device="cpu")):
             return _gemm_4bit(A, B, shapeB, absmax, blocksize, name)
     raise ValueError(f"code must hold the 16 values of NF4 or FP4, got {values.tolist()}")
