@@ -110,6 +110,20 @@ def test_casts_and_arithmetic_raise():
             compute()
 
 
+def test_casts_raise_where_torchs_names_were_made_anew():
+    """The operator that comes is the one torch has kept, not what its name gives now."""
+    shard = shards([quantized(8, 64, torch.bfloat16)], 1)[0]
+    packet = torch.ops.aten.copy_
+    before = packet.default
+    del packet.default
+    try:
+        assert packet.default is not before
+        with pytest.raises(TypeError, match="would cast packed 4-bit"):
+            shard.copy_(torch.zeros(128, 1))
+    finally:
+        packet.default = before
+
+
 def test_moves_keep_the_class_and_pickles_are_plain():
     shard = shards([quantized(8, 64, torch.bfloat16)], 1)[0]
     for moved in (

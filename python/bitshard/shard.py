@@ -20,6 +20,9 @@ from bitshard import agreement, ops
 
 aten = torch.ops.aten
 
+# Named once: a packet gives another object for `.default` after somebody has removed it or the packet was made anew.
+_COPY, _PIN, _TO_COPY = aten.copy_.default, aten._pin_memory.default, aten._to_copy.default
+
 # Ops that move or rearrange whole storage elements: a result of the shard's own dtype is a PackedShard again.
 _LAYOUT = {
     aten.alias.default,
@@ -202,7 +205,7 @@ class PackedShard(torch.Tensor):
         if shard is None:
             shard = _first_shard(tuple(kwargs.values()))
         load = shard.origin.load
-        if load is not None and func is aten.copy_.default and load.take(args[1]):
+        if load is not None and func is _COPY and load.take(args[1]):
             return args[0]
         _check_allowed(func, shard, args, kwargs)
         with no_dispatch():
@@ -210,9 +213,9 @@ class PackedShard(torch.Tensor):
         if func not in _LAYOUT:
             # an in-place op returns its first argument; collectives, named alike, return more
             return args[0] if func.namespace == "aten" and func._schema.name.endswith("_") else out
-        if func is aten._pin_memory.default:
+        if func is _PIN:
             shard.origin.pinned = True
-        if func is aten._to_copy.default and out.device.type == "cpu" != shard.device.type:
+        if func is _TO_COPY and out.device.type == "cpu" != shard.device.type:
             shard.origin.on_cpu = True
         if isinstance(out, torch.Tensor):
             return cls.wrap(out, shard.origin)
@@ -290,7 +293,7 @@ def _check_allowed(func: Any, shard: PackedShard, args: Any, kwargs: dict[str, A
     """
     if func in _LAYOUT:
         dtype = kwargs.get("dtype") or shard.dtype
-    elif func is aten.copy_.default:
+    elif func is _COPY:
         dtype = args[1].dtype if args[0] is shard else args[0].dtype
     elif func in _BYTES or func.namespace in _COLLECTIVES:
         dtype = shard.dtype
