@@ -18,6 +18,7 @@ LAYERS = [
     "_C",
     "ops",
     "maps",
+    "kinds",
     "state",
     "checks",
     "launch",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitshard import launch, ops
+from bitshard import launch
 from bitshard.state import VALUE_DTYPES, QuantState
 
 
@@ -26,12 +26,12 @@ def shardable_dtype(weight_dtype: torch.dtype, container: torch.dtype) -> torch.
     return weight_dtype
 
 
-def repack(packed: Tensor, dtype: torch.dtype, n: int) -> Tensor:
-    """The same packed bytes of n codes as a column of another storage dtype, zero-padded to whole elements of it."""
+def repack(packed: Tensor, dtype: torch.dtype, state: QuantState) -> Tensor:
+    """The same packed bytes as a column of another storage dtype, zero-padded to whole elements of it."""
     if packed.dtype is dtype:
         return packed.reshape(-1, 1)
     data = packed.detach().contiguous().flatten().view(torch.uint8)
-    n_bytes = ops.storage_elements(n, dtype.itemsize) * dtype.itemsize
+    n_bytes = state.packed_elements(dtype.itemsize) * dtype.itemsize
     if n_bytes > data.numel():
         data = torch.cat([data, data.new_zeros(n_bytes - data.numel())])
     elif n_bytes < data.numel():
@@ -41,10 +41,9 @@ def repack(packed: Tensor, dtype: torch.dtype, n: int) -> Tensor:
 
 def repack_whole(packed: Tensor, state: QuantState, dtype: torch.dtype, key: str) -> Tensor:
     """`repack` of a whole weight [n, 1]; ValueError that names `key` unless its size is that of `state`."""
-    n = state.shape.numel()
-    expected = ops.storage_elements(n, packed.element_size())
+    expected = state.packed_elements(packed.element_size())
     if packed.numel() != expected:
         raise ValueError(
             f"{key}: {packed.numel()} elements of {packed.dtype} where shape {list(state.shape)} packs into {expected}"
         )
-    return repack(packed, dtype, n)
+    return repack(packed, dtype, state)

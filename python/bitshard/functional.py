@@ -18,6 +18,7 @@ from torch import Tensor
 from bitshard import _C, gather, ops, reordered
 from bitshard.blockwise import dequantize_blockwise, mean, quantize_blockwise
 from bitshard.checks import check_dense, check_format, check_packed, check_storage, check_values, into
+from bitshard.kinds import FOUR_BIT
 from bitshard.maps import (
     create_dynamic_map,
     create_fp8_map,
@@ -239,6 +240,9 @@ def linear_4bit_dgrad(dy: Tensor, packed: Tensor, state: QuantState) -> Tensor:
     blocksize, format = state.blocksize, ops.FORMATS[state.quant_type]
     call = _in_graph[1] if torch.compiler.is_dynamo_compiling() else _C.linear_4bit_dgrad
     return call(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K)
+
+
+FOUR_BIT.dequantize, FOUR_BIT.linear = dequantize_4bit, linear_4bit
 
 
 def explain_linear(error: Exception, x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None) -> NoReturn:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bitshard import maps, ops
+from bitshard.kinds import FOUR_BIT, Kind
 
 STORAGE_DTYPES = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 VALUE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -51,6 +52,7 @@ class QuantState:
         checksum: int64 [], checksum of the packed bytes, or None where unknown. Never saved.
         sharded: the rank's part of the scales where FSDP2 cut them, else None. Then `absmax` is real only while
             gathered.
+        kind: what the bytes are; the same for all states of today.
         part: the rank's part of the packed bytes of a weight that was loaded in parts and is not sharded yet
             (`bitshard.kept_part.KeptPart`), else None.
     """
@@ -59,6 +61,7 @@ class QuantState:
     valid_qs_type_keys = [f"{_BLOB_PREFIX}{name}" for name in valid_quant_types]
     valid_qs_keys = ["quant_state", *_TENSOR_KEYS, *_VALUE_KEYS]
 
+    kind: Kind = FOUR_BIT
     checksum: Tensor | None = None
     sharded: Any = None
     part: Any = None
@@ -149,6 +152,15 @@ class QuantState:
     def reordered(self) -> bool:
         """Whether this is a state of bitsandbytes' second form for the CPU (`bitshard.reordered`)."""
         return self.absmax.dtype is torch.bfloat16 and self.absmax.dim() == 2
+
+    def packed_elements(self, itemsize: int) -> int:
+        """Elements of a container dtype of `itemsize` bytes that hold the packed bytes."""
+        return self.kind.elements(self, itemsize)
+
+    @property
+    def scale_count(self) -> int:
+        """Scales of the whole tensor, also where a rank has some of them."""
+        return self.kind.scale_count(self)
 
     def scales(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The op arguments (absmax, absmax_map, absmax2, offset); the last three are empty for plain scales."""

@@ -36,8 +36,7 @@ def verify(weight: Tensor, state: QuantState, where: str) -> None:
     For weights that somebody else delivered (FSDP1's views, a foreign `.data =`). Synchronizes with the device.
     ValueError naming the setting to change.
     """
-    n = state.shape.numel()
-    expected = ops.storage_elements(n, weight.element_size())
+    expected = state.packed_elements(weight.element_size())
     advice = (
         "The packed bytes were cast or rewritten on their way here. Under FSDP1 give the mixed precision policy a "
         "param_dtype equal to the storage dtype (bnb_4bit_quant_storage, and dtype= of from_pretrained, all the "
@@ -237,7 +236,7 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
         check_packed(packed, state, "from_prequantized")
         self = cls.of_state(packed, state, data.dtype, module)
         container = container_dtype(state.dtype, data.dtype)
-        self._install(repack(packed.as_subclass(Tensor), container, state.shape.numel()), state)
+        self._install(repack(packed.as_subclass(Tensor), container, state), state)
         self.requires_grad = requires_grad
         return self
 
@@ -385,7 +384,7 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
         if state is None or shardable_dtype(state.dtype, data.dtype) is data.dtype:
             return False
         with plain():
-            self.data = repack(data, state.dtype, state.shape.numel())
+            self.data = repack(data, state.dtype, state)
         return True
 
     def saved_data(self) -> Tensor:
@@ -393,9 +392,8 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
         data, state = self._plain_data(), self.quant_state
         if not self.bnb_quantized or state is None or data.dtype is self.quant_storage:
             return data
-        n = state.shape.numel()
-        whole = data.numel() == ops.storage_elements(n, data.element_size())
-        return repack(data, self.quant_storage, n) if whole else data
+        whole = data.numel() == state.packed_elements(data.element_size())
+        return repack(data, self.quant_storage, state) if whole else data
 
 
 def _is_device(device: torch.device, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -415,11 +413,10 @@ def _may_be_packed(data: Tensor, state: QuantState | None) -> bool:
     """
     if state is None or state.shape is None or data.numel() == 0:
         return True
-    n = state.shape.numel()
-    expected = ops.storage_elements(n, data.element_size())
+    expected = state.packed_elements(data.element_size())
     if data.numel() == expected:
         return True
-    if data.dtype in VALUE_DTYPES.values() and data.numel() == n:
+    if data.dtype in VALUE_DTYPES.values() and data.numel() == state.shape.numel():
         return False
     raise ValueError(
         f"Params4bit: data {list(data.shape)} of {dtype_name(data.dtype)} is neither a weight of shape "
@@ -455,14 +452,10 @@ def _set_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
                 "and load the model with that dtype= too."
             )
         state = weight.quant_state
-        if (
-            data.dim() > 1
-            and state is not None
-            and data.numel() != ops.storage_elements(state.shape.numel(), data.element_size())
-        ):
+        if data.dim() > 1 and state is not None and data.numel() != state.packed_elements(data.element_size()):
             raise ValueError(
                 f".data = {list(data.shape)}: this 4-bit weight of {list(state.shape)} packs into "
-                f"{ops.storage_elements(state.shape.numel(), data.element_size())} elements. Assign a new Params4bit "
+                f"{state.packed_elements(data.element_size())} elements. Assign a new Params4bit "
                 "instead."
             )
     func(weight, data)

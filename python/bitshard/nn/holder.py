@@ -207,7 +207,7 @@ class PackedWeight:
         """
         weight = None if self.state is None else self.weight
         if isinstance(weight, Tensor) and weight.__dict__.get("bnb_quantized") is False:
-            if list(weight.shape) == [ops.storage_elements(self.state.shape.numel(), weight.element_size()), 1]:
+            if list(weight.shape) == [self.state.packed_elements(weight.element_size()), 1]:
                 weight.__dict__["bnb_quantized"] = True
 
     def delivered(self) -> None:
@@ -306,7 +306,7 @@ class PackedWeight:
         """Write a packed weight into FSDP1's view of its flat parameter, which must stay where it is."""
         state = new.quant_state
         with torch._C.DisableTorchFunctionSubclass():
-            packed = repack(new.data, view.dtype, state.shape.numel())
+            packed = repack(new.data, view.dtype, state)
             if packed.shape != view.shape:
                 # quantizing has put its own state on the layer: back to that of the bytes that stay
                 old = self.state = getattr(view, "quant_state", self.state)
@@ -462,7 +462,7 @@ def _is_flat_view(weight: Tensor, state: QuantState) -> bool:
     """Whether `weight` can be FSDP1's view of its flat parameter: a plain packed column of the size of `state`."""
     if isinstance(weight, Params4bit) or weight.is_meta:
         return False
-    return list(weight.shape) == [ops.storage_elements(state.shape.numel(), weight.element_size()), 1]
+    return list(weight.shape) == [state.packed_elements(weight.element_size()), 1]
 
 
 def _keeps_device(fn: Any, device: torch.device) -> bool:

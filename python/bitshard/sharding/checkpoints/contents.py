@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from bitshard import ops
 from bitshard.container import repack
 from bitshard.inventory import holder_of
 from bitshard.sharding.checkpoints.files import Entry
@@ -101,13 +100,13 @@ def _entry(tensor: Tensor) -> Entry:
 
 
 def _packed_entry(held: Any) -> Entry:
-    return Entry(held.storage, (ops.storage_elements(held.state.shape.numel(), held.storage.itemsize), 1))
+    return Entry(held.storage, (held.state.packed_elements(held.storage.itemsize), 1))
 
 
 def packed_tensors(key: str, packed: Tensor, state: QuantState, storage: torch.dtype) -> dict[str, Tensor]:
     """The entries of a whole 4-bit weight as a checkpoint file has them."""
     small = {f"{key}.{name}": value for name, value in state.as_dict(packed=True).items()}
-    return {key: repack(packed, storage, state.shape.numel()), **small}
+    return {key: repack(packed, storage, state), **small}
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bitshard import functional
 from bitshard.sharding.checkpoints.contents import is_tuner, unwrapped
 from bitshard.state import QuantState
 from bitshard.tensor import Params4bit
@@ -43,7 +42,7 @@ def merged_values(
 
     ValueError for adapters other than LoRA and its variants.
     """
-    values, base = functional.dequantize_4bit(packed, state), nn.Module()
+    values, base = state.kind.dequantize(packed, state), nn.Module()
     base.register_buffer("weight", values)
     layer = _copy(tuner, adapter, base)
     if not hasattr(layer, "lora_A"):

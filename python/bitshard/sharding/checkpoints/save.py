@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from bitshard import functional, gather
+from bitshard import gather
 from bitshard.inventory import holders
 from bitshard.sharding.checkpoints import contents, merging, ready
 from bitshard.sharding.checkpoints.contents import Piece
@@ -209,7 +209,7 @@ def _converted(piece: Piece, tensors: dict[Any, Any], dtype: torch.dtype | None)
         _verify(packed, state, piece.held.state, key)
         if dtype is not None:
             if piece.tuner is None:
-                values = functional.dequantize_4bit(packed, state)
+                values = state.kind.dequantize(packed, state)
             else:
                 values, others = merging.merged_values(piece.tuner, adapter, packed, state, others)
             found[key] = values.to(dtype)

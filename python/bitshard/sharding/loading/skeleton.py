@@ -157,7 +157,7 @@ def contained(weight: Params4bit, dtype: torch.dtype) -> Params4bit:
     """`weight` with its packed bytes in a container of `dtype`; files keep the declared storage."""
     if weight.quant_state.part is None:  # of which this rank has kept its part already
         with plain():
-            weight.data = repack(weight.data, dtype, weight.quant_state.shape.numel())
+            weight.data = repack(weight.data, dtype, weight.quant_state)
     return weight
 
 

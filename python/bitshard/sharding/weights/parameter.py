@@ -57,7 +57,7 @@ class ShardedWeight(DTensor):
         origin = self._local_tensor.origin
         if origin.storage is origin.dtype or not all(placement.is_replicate() for placement in out.placements):
             return out
-        packed = repack(gather.whole(out), origin.storage, origin.state.shape.numel())
+        packed = repack(gather.whole(out), origin.storage, origin.state)
         return DTensor.from_local(packed, out.device_mesh, out.placements, run_check=False)
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:

@@ -111,7 +111,7 @@ class PendingLoad:
         """The weight that was loaded: what torch delivered in the declared storage, else what the state dict has."""
         if self.part is None:
             return given
-        elements = ops.storage_elements(self.state.shape.numel(), self.part.element_size())
+        elements = self.state.packed_elements(self.part.element_size())
         return gather.like(self.part, self.weight, torch.Size((elements, 1)))
 
     def _own_rows(self, packed: torch.Tensor, key: str) -> DTensor:
@@ -136,7 +136,7 @@ class PendingLoad:
         The size that `packed` states does not count: torch may state that of the model's weight. ValueError on all
         ranks where any part is not what this model's weight would be cut into.
         """
-        elements = ops.storage_elements(self.state.shape.numel(), packed.element_size())
+        elements = self.state.packed_elements(packed.element_size())
         local, (_, length) = packed.to_local(), ops.rank_slice(elements, *gather.shard_world(self.weight))
         if gather.anywhere(local.size(0) != length, self.weight):
             raise ValueError(

@@ -24,7 +24,7 @@ def write(weight: DTensor, gathered: Params4bit | None, new: Params4bit) -> None
     state, theirs = state_of(weight), new.quant_state
     weight.__dict__["bnb_quantized"] = True  # peft clears it in the attributes that it rebuilds a weight from
     _check_fits(new, state)
-    packed = repack(new.saved_data(), weight.dtype, state.shape.numel())
+    packed = repack(new.saved_data(), weight.dtype, state)
     weight._local_tensor.plain().copy_(gather.own_rows(packed, weight))
     if gathered is not None:
         gathered.bnb_quantized = True

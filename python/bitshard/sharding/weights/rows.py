@@ -163,7 +163,7 @@ class AwaitedRows:
         if elements % world == 0 and (length * data.element_size()) % container.itemsize == 0:
             return self._install(data.view(-1).view(container).view(-1, 1), state, scales)
         column = torch.Size((elements, 1))
-        whole = repack(gather.whole(gather.like(data, self.weight, column)).to(device), container, self.weight.numel())
+        whole = repack(gather.whole(gather.like(data, self.weight, column)).to(device), container, state)
         begin, length = ops.rank_slice(whole.size(0), world, rank)
         return self._install(whole[begin : begin + length].clone(), state, scales)
 
@@ -176,14 +176,14 @@ class AwaitedRows:
         record = record_of(owner, held.name)
         if record is None:
             raise ValueError(f"{self.key}: FSDP2 does not know this weight, whose rows have come, (any more)")
-        total = ops.block_count(state.shape.numel(), state.blocksize)
+        total = state.scale_count
         world, rank = gather.shard_world(awaited)
         if own_scales is not None and world == 1:
             state.absmax, own_scales = own_scales, None
         if own_scales is not None:
             state.sharded = ShardedScales(own_scales, total, world, rank)
             state.absmax = torch.empty(total, dtype=own_scales.dtype, device="meta")
-        n = ops.storage_elements(state.shape.numel(), packed.element_size())
+        n = state.packed_elements(packed.element_size())
         column = torch.empty(n, 1, dtype=packed.dtype, device="meta")
         held.awaited, held.state, held.unwatched = None, state, True
         start_over(record, Params4bit.of_state(column, state, owner.quant_storage, owner))

@@ -58,6 +58,6 @@ def padded_blob(blob: torch.Tensor) -> torch.Tensor:
 
 def differences(theirs: QuantState, ours: QuantState) -> Iterator[tuple[str, Any, Any]]:
     """(name, theirs, ours) of what two states must agree in for one's bytes and scales to take the other's place."""
-    for name in ("shape", "blocksize", "quant_type", "nested"):
+    for name in ours.kind.format:
         if getattr(theirs, name) != getattr(ours, name):
             yield name, getattr(theirs, name), getattr(ours, name)
