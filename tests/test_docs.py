@@ -134,10 +134,20 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_cells_of_tables_are_short(page):
     """Two lines at most: 200 characters as they are shown, links as their text."""
-    limit = 330 if page.name == "results.md" else 200  # a result stands with its conditions
     rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     cells = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cell) for row in rows for cell in row.strip("|").split(" | ")]
-    assert not [cell for cell in cells if len(cell) > limit]
+    assert not [cell for cell in cells if len(cell) > 200]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_results_have_one_number_a_row(page):
+    """A number or a range with its unit, and the file that it is from."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    header = re.escape("| what was measured | result | file |\n|---|---|---|\n")
+    tables = re.findall(header + r"((?:\|.*\n)+)", text)
+    rows = [row.strip("| ").split(" | ") for table in tables for row in table.splitlines()]
+    assert len(rows) > 10
+    assert not [row for row in rows if len(row) != 3 or len(row[1]) > 16 or "benchmarks/results/" not in row[2]]
 
 
 # ---- the README ----
