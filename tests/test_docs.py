@@ -139,6 +139,26 @@ def test_cells_of_tables_are_short(page):
     assert not [cell for cell in cells if len(cell) > 200]
 
 
+def ruled_out_words() -> list[str]:
+    """The left column of the first table of "Words" in docs/contributing.md."""
+    words = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8").partition("\n## Words\n")[2]
+    table = words.partition("| not | but |\n|---|---|\n")[2].partition("\n\n")[0]
+    return [row.strip("| ").split(" | ")[0] for row in table.splitlines()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_use_the_words_of_the_field(page):
+    """Outside of code no page has a word that docs/contributing.md rules out, in any ending."""
+    words = ruled_out_words()
+    assert len(words) >= 10
+    text = page.read_text(encoding="utf-8")
+    if page.name == "contributing.md":
+        text = text.partition("\n## Words\n")[0]
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+    ruled_out = r"\b(?:" + "|".join(words).replace(" ", r"\s+") + r")(?:s|d|ed|ing)?\b"
+    assert not re.findall(ruled_out, text, re.IGNORECASE)
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
 def test_results_have_one_number_a_row(page):
     """A number or a range with its unit, and the file that it is from."""
