@@ -2,8 +2,8 @@
 
     accelerate launch --config_file examples/fsdp2.yaml examples/cpu_fsdp.py examples/qlora.py --model ...
 
-accelerate looks for a GPU before it believes the FSDP section of its config. Where it finds none it starts DDP
-instead, without a word: the losses look right and every rank holds the whole model. The three settings in `install`
+accelerate looks for a GPU before it believes the FSDP section of its config. Where it finds none it silently
+starts DDP instead: the losses look right and every rank holds the whole model. The three settings in `install`
 name the device, the backend and a launch type that may turn into FSDP. With GPUs none of this is needed: the same
 config starts the script directly.
 """

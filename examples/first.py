@@ -1,7 +1,7 @@
 """4-bit weights sharded over two processes, with or without GPUs: torchrun --nproc-per-node 2 examples/first.py"""
 
 import torch
-from bitsandbytes.nn import Linear4bit  # bitshard answers
+from bitsandbytes.nn import Linear4bit  # bitshard's
 from bitshard.fsdp import describe
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -134,10 +134,40 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_cells_of_tables_are_short(page):
     """Two lines at most: 200 characters as they are shown, links as their text."""
-    limit = 330 if page.name == "results.md" else 200  # a result stands with its conditions
     rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     cells = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cell) for row in rows for cell in row.strip("|").split(" | ")]
-    assert not [cell for cell in cells if len(cell) > limit]
+    assert not [cell for cell in cells if len(cell) > 200]
+
+
+def ruled_out_words() -> list[str]:
+    """The left column of the first table of "Words" in docs/contributing.md."""
+    words = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8").partition("\n## Words\n")[2]
+    table = words.partition("| not | but |\n|---|---|\n")[2].partition("\n\n")[0]
+    return [row.strip("| ").split(" | ")[0] for row in table.splitlines()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_use_the_words_of_the_field(page):
+    """Outside of code no page has a word that docs/contributing.md rules out, in any ending."""
+    words = ruled_out_words()
+    assert len(words) >= 10
+    text = page.read_text(encoding="utf-8")
+    if page.name == "contributing.md":
+        text = text.partition("\n## Words\n")[0]
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+    ruled_out = r"\b(?:" + "|".join(words).replace(" ", r"\s+") + r")(?:s|d|ed|ing)?\b"
+    assert not re.findall(ruled_out, text, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_results_have_one_number_a_row(page):
+    """A number or a range with its unit, and the file that it is from."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    header = re.escape("| what was measured | result | file |\n|---|---|---|\n")
+    tables = re.findall(header + r"((?:\|.*\n)+)", text)
+    rows = [row.strip("| ").split(" | ") for table in tables for row in table.splitlines()]
+    assert len(rows) > 10
+    assert not [row for row in rows if len(row) != 3 or len(row[1]) > 16 or "benchmarks/results/" not in row[2]]
 
 
 # ---- the README ----

@@ -1,4 +1,4 @@
-"""Rules of the house that a reader could break without noticing: sizes of files, one table, one list of ops."""
+"""Rules of the project that a reader could break without noticing: sizes of files, one table, one list of ops."""
 
 import ast
 import pathlib

@@ -1,4 +1,4 @@
-"""`python -m bitshard`: what is installed, what is used here, what is wrong and the command that mends it."""
+"""`python -m bitshard`: what is installed, what is used, what is wrong and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _bitsandbytes() -> tuple[str, str | None]:
-    """(description of the `bitsandbytes` that an import finds, the command that mends it)."""
+    """(description of the `bitsandbytes` that an import finds, the command that fixes it)."""
     mend = "pip install --force-reinstall --no-deps ./python/bitsandbytes   (in bitshard's source tree)"
     version = _version("bitsandbytes")
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -64,7 +64,7 @@ def _core() -> tuple[list[tuple[str, str]], str | None]:
 
 
 def _tried() -> list[tuple[str, str]]:
-    """Which versions of the stack were tried, and a warning for those installed that lie beyond them."""
+    """Which versions of the stack were tested, and a warning for installed ones outside that range."""
     rows = []
     for package, versions in tried.TRIED.items():
         version = _version(package)
@@ -77,7 +77,7 @@ def _tried() -> list[tuple[str, str]]:
 
 
 def main() -> int:
-    """Print the report; the exit status is 1 where something is wrong."""
+    """Print the report; the exit status is 1 if something is wrong."""
     rows = [
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("bitshard", _version("bitshard") or "not installed"),

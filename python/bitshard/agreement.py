@@ -1,9 +1,9 @@
 """Whether ranks hold the same 4-bit weights: compared once per weight, before FSDP2 gathers it or DDP sends it.
 
-Each rank quantizes or loads for itself. Of ranks with other seeds, files or settings FSDP2 would join parts of
-different weights without a word, and where their scales differ in kind the collective itself breaks. So the first
-gather of a weight compares it, and with it, in the same exchange, all others that wait: one exchange for a model.
-DDP sends the packed bytes of rank 0 to all others, whose scales stay their own: compared before it does.
+Each rank quantizes or loads by itself. If ranks have different seeds, files or settings, FSDP2 would silently gather
+parts of different weights; if their scales have different kinds, the collective itself fails. So the first gather of a
+weight compares it, together with all other weights that are not compared yet: one exchange for a model.
+DDP sends the packed bytes of rank 0 to all other ranks, which keep their own scales. So weights are compared before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from bitshard import ops
 
-_waiting: list[weakref.ref] = []  # weights that were sharded and not compared yet, in the order in which it happened
+_waiting: list[weakref.ref] = []  # weights that were sharded and not compared yet, in the order of sharding
 _NAMES = ("format", "blocksize", "shape", "nested scales", "second-level blocksize", "values", "container")
 _NAMES += ("checksum of the bytes", "checksum of the scales", "checksum of the second-level scales")
 
@@ -29,7 +29,7 @@ def awaits(origin: Any) -> None:
 def agree(origin: Any, mesh: Any) -> None:
     """Compare the weight of `origin` among the ranks of a mesh of one dimension, once. A collective of these ranks.
 
-    ValueError on all of them, with both descriptions and the ranks, where they hold different weights.
+    ValueError on all of them, with both descriptions and the ranks, if they hold different weights.
     """
     if origin.agreed:
         return
@@ -52,7 +52,7 @@ def agree(origin: Any, mesh: Any) -> None:
 def agree_on(weights: dict[str, Any], group: Any) -> None:
     """Compare all 4-bit weights of a model, by name, among the ranks of a process group. A collective of these.
 
-    ValueError on all of them where one holds another weight.
+    ValueError on all of them if one holds another weight.
     """
     held = [Held(weight.quant_state, weight.dtype) for weight in weights.values()]
     brought: list[Any] = [None] * torch.distributed.get_world_size(group)
@@ -72,7 +72,7 @@ class Held(NamedTuple):
 
 
 def _descriptions(origins: list[Any]) -> list[tuple]:
-    """What must be the same on all ranks of each weight, as `_NAMES` says; a checksum that is not known is None."""
+    """What must be the same on all ranks of each weight, as `_NAMES` lists; an unknown checksum is None."""
     sums = [checksum for origin in origins for checksum in _checksums(origin)]
     known = [checksum for checksum in sums if checksum is not None]
     device = next((checksum.device for checksum in known if checksum.device.type != "cpu"), torch.device("cpu"))
@@ -89,7 +89,7 @@ def _format(origin: Any) -> tuple:
 
 
 def _checksums(origin: Any) -> tuple:
-    """Of the bytes, the scales and the second-level scales of a whole weight: tensors, None where nobody knows."""
+    """Checksums of bytes, scales and second-level scales of a whole weight: tensors, or None if unknown."""
     state, sharded = origin.state, origin.state.sharded
     scales = origin.scales_checksum if sharded is None or sharded.checksum is None else sharded.checksum
     if scales is None and sharded is None and not state.absmax.is_meta:
@@ -99,7 +99,7 @@ def _checksums(origin: Any) -> tuple:
 
 
 def _alike(descriptions: Any) -> bool:
-    """Whether all are the same, whatever stands beside a None."""
+    """Whether all are the same; None equals everything."""
     return all(len({value for value in values if value is not None}) <= 1 for values in zip(*descriptions, strict=True))
 
 

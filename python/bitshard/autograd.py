@@ -66,7 +66,7 @@ class MatMul4BitInputGradient(torch.autograd.Function):
 class MatMul4BitForwardMode(MatMul4Bit):
     """The same with forward-mode derivatives, and in the form that torch.func asks for (`grad`, `vjp`, `jvp`).
 
-    Apart, for Dynamo traces no Function that has a `jvp`.
+    A class of its own, because Dynamo traces no Function that has a `jvp`.
     """
 
     @staticmethod
@@ -106,7 +106,7 @@ class MatMul4BitInputGradientForwardMode(MatMul4BitInputGradient):
 
 
 def _transforms() -> bool:
-    """Whether forward-mode derivatives or a transform of torch.func are wanted, and Dynamo does not ask."""
+    """Whether forward-mode derivatives or a transform of torch.func are active, and Dynamo is not tracing."""
     if torch.compiler.is_dynamo_compiling():
         return False
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
@@ -137,7 +137,7 @@ def matmul_4bit(
     Returns:
         [..., N] of the dtype of A.
 
-    TypeError or ValueError where shapes, dtypes, devices or sizes do not fit.
+    TypeError or ValueError if shapes, dtypes, devices or sizes do not fit.
     """
     if not isinstance(quant_state, QuantState):
         raise ValueError(f"matmul_4bit: quant_state is required, got {type(quant_state).__name__}")

@@ -1,4 +1,4 @@
-"""What a caller can get wrong about formats, packed weights, scales and results: an exception with the numbers.
+"""Checks of formats, packed weights, scales and results: a mistake of the caller is an exception with the numbers.
 
 The ops (csrc/ops/ops.c) check again only what would corrupt memory.
 """
@@ -102,7 +102,7 @@ def check_values(x: Tensor, what: str) -> None:
 
 
 def into(out: Tensor | None, values: Tensor, what: str) -> Tensor:
-    """`values`, in `out` where there is one: TypeError or ValueError unless it has the dtype and shape of `values`."""
+    """`values`, copied into `out` if given: TypeError or ValueError unless it has the dtype and shape of `values`."""
     if out is None:
         return values
     if out.dtype is not values.dtype:

@@ -12,15 +12,16 @@ from bitshard.state import VALUE_DTYPES, QuantState
 def container_dtype(weight_dtype: torch.dtype, quant_storage: torch.dtype) -> torch.dtype:
     """The dtype in which packed bytes are kept in memory, for a weight of `weight_dtype` and a declared storage dtype.
 
-    It is the declared one, except that an integer storage (the default, uint8) becomes the dtype of the weight where
-    FSDP shards: accelerate leaves integer parameters unsharded and FSDP1 refuses them. Files keep the declared dtype.
+    This is the declared one, with one exception: if FSDP shards, an integer storage (the default, uint8) becomes the
+    dtype of the weight. accelerate leaves integer parameters unsharded, and FSDP1 refuses them. Files keep the declared
+    dtype.
     """
     shards = launch.fsdp_launch() or launch.cuts()
     return shardable_dtype(weight_dtype, quant_storage) if shards else quant_storage
 
 
 def shardable_dtype(weight_dtype: torch.dtype, container: torch.dtype) -> torch.dtype:
-    """The container that FSDP can shard: a float one as it is, else the dtype of the weight, where that can be one."""
+    """The container that FSDP can shard: a float one unchanged, else the dtype of the weight if it can hold bytes."""
     if container.is_floating_point or weight_dtype not in VALUE_DTYPES.values():
         return container
     return weight_dtype

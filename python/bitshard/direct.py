@@ -1,4 +1,4 @@
-"""Products and dequantization around torch's dispatcher (csrc/python/direct.h), where this torch allows it."""
+"""Products and dequantization that bypass torch's dispatcher (csrc/python/direct.h), if this torch allows it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bitshard.state import VALUE_DTYPES
 
 
 def _allowed(reduction: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
-    """`reduction` and what it gives by default: since torch 2.9 two flags, before one."""
+    """`reduction` and its default result: two flags since torch 2.9, one before."""
     return reduction, (True, True) if isinstance(reduction(), tuple) else True
 
 
@@ -25,8 +25,10 @@ def _storage_holds(tensor: Tensor) -> bool:
 
 
 def _watch_storages() -> None:
-    """A storage that was made smaller than the tensors in it keeps its address, which is all that a direct call sees:
-    with the first of them the calls begin to ask each tensor. Emptied ones, as FSDP's, have none."""
+    """From the first storage on that is shrunk, but not to 0, direct calls check the storage size of every tensor.
+
+    A shrunk storage keeps its address, and direct calls otherwise check only that. Emptied ones, as FSDP's, have none.
+    """
     resize = torch.UntypedStorage.resize_
 
     @functools.wraps(resize)
@@ -39,9 +41,9 @@ def _watch_storages() -> None:
 
 
 def enable_direct_calls(*weights: type) -> bool:
-    """Let products and dequantization go around the dispatcher; whether this torch allows it.
+    """Let products and dequantization bypass the dispatcher. Returns whether this version of torch allows it.
 
-    `weights` are the classes, beside plain tensors and parameters, that a packed weight may have.
+    `weights` are the classes, besides plain tensors and parameters, that a packed weight may have.
     """
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     watchers = (torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack, torch._C._is_tracing)

@@ -1,9 +1,9 @@
-"""4-bit weights in sharded models, what a user calls: a line that proves the sharding, state dicts and checkpoints.
+"""Functions for 4-bit weights in sharded models: a line that proves the sharding, state dicts, checkpoints.
 
 Under FSDP2 a registered weight is a DTensor around a `PackedShard`. Its state dict entries are DTensors only: the
 packed weight and its scales `Shard(0)`, everything small `Replicate()`. They keep the container's dtype, so that torch
-can load them back in place; `full_state_dict` writes whole tensors in the declared `quant_storage`, as a checkpoint
-file has them.
+can load them back in place. `full_state_dict` returns whole tensors in the declared `quant_storage`, as in a checkpoint
+file.
 """
 
 from bitshard.sharding.checkpoints.adapter_files import save_adapter

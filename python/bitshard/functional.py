@@ -209,7 +209,7 @@ def dequantize_nf4(A, quant_state=None, absmax=None, out=None, blocksize=None):
 
 
 def linear_4bit(x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None = None) -> Tensor:
-    """y = x W^T + bias with W [N, K] decoded from 4 bits on the way; no gradient (autograd.py has it).
+    """y = x W^T + bias with W [N, K] in 4 bits; no gradient (autograd.py has it).
 
     Args:
         x: float32, float16 or bfloat16 [..., K].
@@ -246,7 +246,7 @@ FOUR_BIT.dequantize, FOUR_BIT.linear = dequantize_4bit, linear_4bit
 
 
 def explain_linear(error: Exception, x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None) -> NoReturn:
-    """Raise what is wrong with the arguments of `linear_4bit`, which the op has refused with `error`."""
+    """Raise an error that says what is wrong with arguments of `linear_4bit` that the op has refused with `error`."""
     check_dense(x, "linear_4bit: x")
     if x.device != packed.device:
         raise ValueError(f"linear_4bit: x is on {x.device}, the weight on {packed.device}") from error

@@ -1,6 +1,6 @@
-"""Packed weights and scales in the hands of torch.distributed: parts as DTensors, parts made whole, flags agreed on.
+"""Packed weights and scales in torch.distributed: parts as DTensors, gathering, flags that ranks agree on.
 
-torch.distributed is imported where a DTensor is met, for a process that shards nothing needs none of it.
+torch.distributed is imported only when a DTensor appears: a process that shards nothing does not need it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 def plain(weight: Any) -> Any:
-    """A DTensor over the same shard without what a subclass adds (`sharding.weights.parameter.ShardedWeight`)."""
+    """A DTensor over the same shard, without what a subclass adds (`sharding.weights.parameter.ShardedWeight`)."""
     from torch.distributed.tensor import DTensor
 
     return DTensor(weight._local_tensor, weight._spec, requires_grad=weight.requires_grad)
@@ -38,7 +38,7 @@ def like(local: Tensor, weight: Any, size: torch.Size) -> Any:
 
 
 def replicated(values: Tensor, mesh: Any) -> Any:
-    """`values`, which every rank of `mesh` computed alike, as a DTensor that plain tensors may be combined with."""
+    """`values`, the same on every rank of `mesh`, as a DTensor that can be combined with plain tensors."""
     from torch.distributed.tensor import DTensor, Replicate
 
     out = DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -51,10 +51,11 @@ def _numbers_class() -> type:
     from torch.distributed.tensor import DTensor, Replicate
 
     class Numbers(DTensor):
-        """What dequantizing a sharded weight gives: whole on every rank, and so are plain tensors beside it.
+        """The result of dequantizing a sharded weight: whole on every rank, as are plain tensors that it is combined
+        with.
 
-        peft adds the product of its adapter's matrices to it: DTensors where the adapter is sharded, plain tensors
-        where every rank has all of it.
+        peft adds the product of its adapter's matrices to it. These are DTensors if the adapter is sharded, and plain
+        tensors if every rank has all of it.
         """
 
         @classmethod
@@ -75,11 +76,11 @@ def _numbers_class() -> type:
 
 
 def without_gaps(tensor: Any) -> Any:
-    """`tensor`, a DTensor, which when gathered gives a tensor that lies contiguously in memory.
+    """`tensor`, a DTensor, changed so that gathering it gives a contiguous tensor.
 
-    Before torch 2.13 what is sharded unevenly and not along its first dimension keeps the gaps of its padding.
-    `set_optimizer_state_dict` with broadcast_from_rank0 then sends gaps and all to ranks that read none, and with gloo
-    nobody notices.
+    Before torch 2.13 a DTensor that is sharded unevenly, and not along its first dimension, keeps the gaps of its
+    padding when gathered. `set_optimizer_state_dict` with broadcast_from_rank0 then sends the gaps to ranks that expect
+    none. With gloo this is silent.
     """
     tensor.__class__ = _without_gaps_class()
     return tensor
@@ -117,7 +118,7 @@ def shard_world(weight: Any) -> tuple[int, int]:
 
 
 def own_rows(packed: Tensor, weight: Any) -> Tensor:
-    """The rows of a whole packed weight [n, 1] that this rank keeps where `weight` is placed."""
+    """The rows of a whole packed weight [n, 1] that this rank keeps, sharded as `weight` is."""
     begin, length = ops.rank_slice(packed.size(0), *shard_world(weight))
     return packed[begin : begin + length]
 
@@ -132,7 +133,7 @@ def anywhere(flag: bool, weight: Any) -> bool:
 
 
 def everyone(value: Any, group: Any = None) -> list[Any]:
-    """What every rank of `group`, or of the default one, has brought, by rank; without a process group [value].
+    """The values of all ranks of `group`, or of the default one, by rank; without a process group [value].
 
     A collective. Any object that can be pickled.
     """
@@ -152,14 +153,14 @@ def all_gather(out: Tensor, own: Tensor, group: Any = None, async_op: bool = Fal
 
 
 def whole(tensor: Any) -> Tensor:
-    """All of a DTensor as a plain tensor on every rank, on the device of its mesh. A collective unless replicated."""
+    """A DTensor gathered to a plain tensor on every rank, on the device of its mesh. A collective unless replicated."""
     device = tensor.device_mesh.device_type
     gathered = (tensor if tensor.device.type == device else tensor.to(device)).full_tensor()
     return gathered.plain() if isinstance(gathered, PackedShard) else gathered  # nothing was gathered on one rank
 
 
 def cut(weight: Any) -> None:
-    """Cut the scales of a sharded packed weight to this rank's chunk if that has not happened yet."""
+    """Keep only this rank's chunk of the scales of a sharded packed weight, if that has not happened yet."""
     local = weight._local_tensor
     if not isinstance(local, PackedShard):
         raise TypeError(

@@ -2,17 +2,17 @@
 
     step = bitshard.graphs.CapturedStep(model, lambda batch: model(**batch).loss, batch)
     for batch in batches:
-        loss = step(batch)                      # gradients are in p.grad, as behind loss.backward()
+        loss = step(batch)                      # gradients are in p.grad, as after loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
-Launching the work of a few hundred tokens takes the host several times as long as the GPU takes to do it; a graph is
+For a few hundred tokens the host needs several times as long to launch the work as the GPU needs to do it. A graph is
 one launch. Optimizer, clipping and schedule stay outside, so that all of them may change from step to step.
 
-A graph repeats what it has seen, on the same memory. So a call compares what can be compared with the time of capture:
-every parameter and buffer of the model and where it is, the mode of every module, what peft's layers have set. What it
-can't see must stay as it was: hooks, other attributes, what the function does beside.
+A graph repeats what was captured, on the same memory. So each call compares the model with the time of capture: every
+parameter and buffer and its address, the mode of every module, the settings of peft's layers. What it cannot compare
+must not change: hooks, other attributes, and anything else that the function does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Body = Callable[[], list[Tensor]]
 
 
 class Graph:
-    """What `body` launches, as one launch."""
+    """Everything that `body` launches, as one launch."""
 
     def __init__(self, body: Body):
         self._graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -48,7 +48,7 @@ class Graph:
             self.results = body()
 
     def replay(self) -> None:
-        """Fill `results` anew."""
+        """Run the graph again; fills `results`."""
         self._graph.replay()
 
 
@@ -61,10 +61,10 @@ class CapturedStep:
             (`gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}`).
         function: batch -> loss, a tensor of one element that depends on nothing but the batch and the model, without a
             wait for the GPU (`.item()`, `.cpu()`) or a choice by values on it.
-        batch: {name: tensor on the GPU}, as calls will bring them: the same names, shapes, dtypes.
+        batch: {name: tensor on the GPU}, with the names, shapes and dtypes of all later batches.
 
-    TypeError for a batch with other values, ValueError for a model or batch that cannot be captured; RuntimeError where
-    the capture fails, with the error of the function or of CUDA as its cause. Gradients that are there before stay.
+    TypeError for a batch with other values, ValueError for a model or batch that cannot be captured; RuntimeError if
+    the capture fails, with the error of the function or of CUDA as its cause. Gradients that existed before are kept.
     """
 
     def __init__(self, model: nn.Module, function: Callable[[dict[str, Tensor]], Tensor], batch: Batch):
@@ -91,10 +91,10 @@ class CapturedStep:
     def __call__(self, batch: Batch) -> Tensor:
         """The loss of `batch`, detached; adds its gradients to `p.grad` of the model's parameters.
 
-        Where a gradient was None, it lies in memory that the next call writes over: copy what must outlive that.
+        A gradient that was None is put into memory that the next call overwrites: copy what you need longer.
 
-        ValueError where the batch has other names, shapes or dtypes, RuntimeError where the model is not what it was:
-        make another CapturedStep then.
+        ValueError if the batch has other names, shapes or dtypes. RuntimeError if the model has changed: make another
+        CapturedStep then.
         """
         self._check_batch(batch)
         if _seen(self._modules) != self._seen:
@@ -120,7 +120,7 @@ class CapturedStep:
         return [loss.detach(), *(p.grad for p in self._used)]
 
     def _gradients_before(self) -> dict[nn.Parameter, Tensor]:
-        """Gradients to add to: those of the last call, which the graph writes over, as copies."""
+        """Gradients to add to; those of the last call, which the graph overwrites, as copies."""
         return {
             p: p.grad.clone() if p.grad is grad or p.grad.data_ptr() == grad.data_ptr() else p.grad
             for p, grad in self._grads.items()
@@ -134,7 +134,7 @@ class CapturedStep:
 
 
 def _check(model: nn.Module, trained: list[nn.Parameter], batch: Batch) -> None:
-    """ValueError where a model or a batch cannot be captured."""
+    """ValueError if a model or a batch cannot be captured."""
     _described(batch)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     places = {tensor.device for tensor in tensors.values()} | {tensor.device for tensor in batch.values()}
@@ -161,7 +161,7 @@ def _check(model: nn.Module, trained: list[nn.Parameter], batch: Batch) -> None:
 
 
 def _described(batch: Batch) -> dict[str, tuple]:
-    """{name: (shape, dtype)}; TypeError where a value is no tensor, which a graph would not see change."""
+    """{name: (shape, dtype)}; TypeError if a value is not a tensor: a graph would not notice its changes."""
     others = [f"{name} is a {type(value).__name__}" for name, value in batch.items() if not isinstance(value, Tensor)]
     if others:
         raise TypeError(f"{_NAME}a batch holds tensors only, but {', '.join(others)}")
@@ -174,7 +174,7 @@ def _drops(name: str, value: Any) -> bool:
 
 def _seen(modules: list[nn.Module]) -> list[Any]:
     """What calls compare with the time of capture: 2 ms for the 2,700 modules of an 8B model with adapters."""
-    with torch._C.DisableTorchFunctionSubclass():  # 4-bit weights then answer as fast as other tensors
+    with torch._C.DisableTorchFunctionSubclass():  # makes attributes of 4-bit weights as fast as those of other tensors
         return _seen_plainly(modules)
 
 

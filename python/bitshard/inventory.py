@@ -1,4 +1,4 @@
-"""What of a model is 4-bit: one line at its first forward, for what is left out (experts, head) is left out silently.
+"""How much of a model is 4-bit: one line at its first forward, because nothing else says what stays in 16 bits.
 
 transformers quantizes `nn.Linear` layers only. The experts of Mixtral, Qwen3-MoE or gpt-oss are parameters of other
 modules and stay in 16 bits, most of such a model.
@@ -26,7 +26,7 @@ _ADVICE = (
 
 def holder_of(module: nn.Module) -> Any:
     """The holder of the 4-bit weight of `module` itself (`bitshard.nn.holder`), quantized or not; None without one."""
-    # wrappers of FSDP1 hand on the attributes of what they wrap, so only a module's own attributes count
+    # FSDP1's wrappers forward attribute access to what they wrap, so only a module's own attributes count
     held = vars(module).get("packed_weight")
     return held if held is not None and held.owner is module else None
 
@@ -38,7 +38,7 @@ def holders(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def take(model: nn.Module) -> tuple[int, int, Counter]:
-    """(weights, their elements, elements of the other parameters by kind) of `model`, whole ones under FSDP, too."""
+    """(weights, their elements, elements of the other parameters by kind) of `model`, under FSDP of the whole one."""
     held = {id(held): held for _, held in holders(model)}
     packed = {(id(held.owner), held.name) for held in held.values()}
     others: Counter = Counter()
@@ -60,7 +60,7 @@ def line(model: nn.Module) -> tuple[str, float]:
 
 
 def report(layer: nn.Module) -> None:
-    """Log the line about the model whose forward has come to `layer`, on rank 0; a warning below one half."""
+    """Log the line about the model whose forward is calling `layer`, on rank 0; a warning below one half."""
     layer.packed_weight.reported = True  # also a replica of DataParallel, whose holder names the original as its owner
     model = model_of(layer)
     for _, held in holders(model):
@@ -72,7 +72,7 @@ def report(layer: nn.Module) -> None:
 
 
 def model_of(layer: nn.Module) -> nn.Module:
-    """The outermost module in whose forward, as the stack has it, `layer` is being called; else `layer`."""
+    """The outermost module on the call stack in whose forward `layer` is being called; else `layer`."""
     model, frame = layer, sys._getframe(1)
     while frame is not None:
         module = frame.f_locals.get("self")
@@ -101,7 +101,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, int]]:
 
 
 def _kind(module: nn.Module, name: str, path: str, head: nn.Module | None) -> str:
-    """In what a reader would look for a parameter that is not 4-bit."""
+    """The name under which a parameter that is not 4-bit is counted."""
     if isinstance(module, nn.Embedding):
         return "embeddings"
     if module is head or "head" in type(module).__name__.lower():
@@ -114,8 +114,8 @@ def _kind(module: nn.Module, name: str, path: str, head: nn.Module | None) -> st
 
 
 def _head(model: nn.Module) -> nn.Module | None:
-    """The output embeddings, where a model of transformers says which they are."""
+    """The output embeddings, if a model of transformers names them."""
     try:
         return model.get_output_embeddings()
-    except Exception:  # not every model has them, and a line in the log is no reason to stop a forward
+    except Exception:  # not every model has them, and a log line must not stop a forward
         return None

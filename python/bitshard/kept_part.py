@@ -1,9 +1,9 @@
-"""A 4-bit weight of which a rank keeps only its part, from loading until `fully_shard` takes it.
+"""A 4-bit weight of which a rank keeps only its part, from loading until `fully_shard`.
 
 Each rank quantizes the whole weight, one at a time, and keeps the chunk of bytes and of scales that `fully_shard` over
-all processes will leave it. What stands for the weight meanwhile (`bitshard.placeholder`) has its size,
-dtype and device, and a storage of 0 bytes. No communication, and nothing private of torch: FSDP2 asks a parameter for
-`chunk(world)` and takes its own chunk, then for `new_zeros`, which gives the `PackedShard` as ever.
+all processes will leave it. Until then `bitshard.placeholder` has the size, dtype and device of the weight,
+and a storage of 0 bytes. This needs no communication and no private part of torch: FSDP2 calls `chunk(world)` of a
+parameter and takes its own chunk, then `new_zeros`, which returns the `PackedShard`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ADVICE = (
 )
 _TIMEOUT_S = 30
 
-# What reads bytes without an operator of torch, by which all else that reads or writes is seen.
+# These read bytes without an operator of torch. All other reads and writes are detected by their operator.
 _READERS = (
     "numpy __array__ __dlpack__ __dlpack_device__ tolist apply_ map_ map2_ storage _typed_storage __repr__ __format__ "
     "__bool__ __float__ __int__ __index__ __complex__ __contains__ __iter__ __reversed__ share_memory_ new_tensor"
@@ -43,13 +43,13 @@ def _readers() -> frozenset[Any]:
 
 
 READERS = _readers()
-# Operators that tell what a tensor is like, or give the same memory without a look at it.
+# Operators that return metadata of a tensor, or the same memory without reading it.
 QUESTIONS = frozenset(getattr(torch.ops.aten, name) for name in ("detach", "is_pinned", "is_same_size", "is_complex"))
-stand_in: Any = None  # class of what stands for such a weight; `bitshard.placeholder` sets it
+stand_in: Any = None  # class of the placeholder; `bitshard.placeholder` sets it
 
 
 def unreadable(what: str, shape: Any) -> ValueError:
-    """The error for reading a weight of `shape` that is not there."""
+    """The error for reading a weight of `shape` of which this rank has only its part."""
     return ValueError(
         f"{what}: this rank keeps only its part of this 4-bit weight of {list(shape)} since it was loaded, for FSDP2 "
         f"shards in this process. {_ADVICE}."
@@ -64,14 +64,14 @@ def hollow(like: Tensor, device: torch.device | str) -> Tensor:
 
 
 class KeptPart:
-    """This rank's part of a packed weight [n, 1] that was whole for a moment.
+    """This rank's part of a packed weight [n, 1]. The whole weight existed only while it was quantized.
 
     Attributes:
         state: the `QuantState` of the whole weight, whose `part` this is and whose scales are cut.
         size: size of the whole packed weight, [n, 1].
         dtype: of the container.
         rows: this rank's ceil(n / world) or fewer rows.
-        number: how many weights this rank had kept parts of before: the same on all ranks.
+        number: how many parts this rank kept before this one; the same on all ranks.
         world, rank: of the default process group.
     """
 
@@ -100,7 +100,7 @@ class KeptPart:
         return tuple(self.rows if rank == self.rank else chunk for rank, chunk in enumerate(chunks))
 
     def hand_over(self, parameter: type, attributes: dict[str, Any]) -> Origin:
-        """FSDP2 makes its shard: the origin of it, for which this rank's part is kept here no longer."""
+        """FSDP2 makes its shard: return its origin. This object then no longer keeps the part."""
         origin = Origin(self.state, self.size, self.dtype, parameter, attributes)
         self.state.part = None
         return origin
@@ -111,7 +111,7 @@ class KeptPart:
         self.state.to(device)
 
     def gathered(self) -> tuple[Tensor, QuantState]:
-        """Packed bytes and state, whole on every rank. A collective of all processes, which are waited for first."""
+        """Packed bytes and state, whole on every rank. Waits for all processes; then a collective of all of them."""
         self._meet()
         device = self._collective_device()
         itemsize, world = self.rows.element_size(), self.world
@@ -126,16 +126,16 @@ class KeptPart:
         return packed.view(self.dtype)[: self.size[0]].view(self.size).to(self.rows.device), state.to(self.rows.device)
 
     def _collective_device(self) -> torch.device:
-        """Where the process group takes tensors from."""
+        """The device whose tensors the process group can send."""
         if self.rows.device.type == "cpu" and "gloo" not in torch.distributed.get_backend():
             return torch.device("cuda", torch.cuda.current_device())
         return self.rows.device
 
     def _meet(self) -> None:
-        """Wait at the process group's store until all ranks have come to gather this very weight.
+        """Wait at the process group's store until all ranks are about to gather this weight.
 
-        ValueError on all that came where not all do within a while: a lone rank would wait in the collective. A meeting
-        ends once, as met or failed, by whoever is first to say so; the next call is the next meeting.
+        If not all arrive in time, ValueError on those that did: alone they would hang in the collective. The first rank
+        to write the outcome, complete or failed, decides it for all. The next call starts a new round.
         """
         from torch.distributed.distributed_c10d import _get_default_store
 

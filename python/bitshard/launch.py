@@ -1,7 +1,7 @@
-"""What the environment of this process says about sharding, and what follows for loading.
+"""What the environment of this process says about sharding, and what this means for loading.
 
-Three questions, each with one answer here: does FSDP shard in this process (`fsdp_launch`), does it begin now
-(`sharding_begins`), and does each rank keep only its part of a 4-bit weight that is being loaded (`cuts`).
+This module answers three questions. Does FSDP shard in this process (`fsdp_launch`)? Does sharding begin now
+(`sharding_begins`)? Does each rank keep only its part of a 4-bit weight that is being loaded (`cuts`)?
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def world() -> int:
 
 
 def fsdp_launch() -> bool:
-    """Whether FSDP shards in this process, as far as the environment tells.
+    """Whether FSDP shards in this process, by the environment.
 
-    accelerate's switch does, and so does a variable that `TrainingArguments(fsdp=...)` sets, to true or false, when
-    it is made. That a process was launched says nothing: DDP and DeepSpeed shard no packed weight.
+    True if accelerate's switch is set, or the variable that `TrainingArguments(fsdp=...)` sets (to true or false).
+    Being launched by torchrun is not enough: DDP and DeepSpeed shard no packed weight.
     """
     if _flag("ACCELERATE_USE_DEEPSPEED"):
         return False
@@ -60,9 +60,9 @@ def sharding_begins() -> bool:
 def cuts() -> bool:
     """Whether each rank keeps only its part of a 4-bit weight that is being loaded: what `fully_shard` will leave it.
 
-    So it is where accelerate's FSDP2 shards over all processes, its efficient loading is on, the process group is
-    there, and no model has been sharded yet: a later one (to merge, to evaluate on rank 0) is whole. `BITSHARD_CUT=0`
-    and `=1` override all but the process group. ValueError for any other value of it.
+    True if accelerate's FSDP2 shards over all processes, its efficient loading is on, a process group exists, and no
+    model has been sharded yet: a later model (to merge, to evaluate on rank 0) is loaded whole. `BITSHARD_CUT=0` and
+    `=1` override everything except the process group. ValueError for any other value.
     """
     asked = os.environ.get("BITSHARD_CUT", "").lower()
     if asked and asked not in (*_TRUE, *_FALSE):
@@ -82,9 +82,9 @@ def _accelerate_fsdp2() -> bool:
 
 
 def note_sharding(loading: bool = False) -> None:
-    """FSDP2 has taken a packed weight: models that are loaded from now on are whole.
+    """FSDP2 has sharded a packed weight: models that are loaded from now on are whole.
 
-    `loading`: the model was sharded first and its other weights are still to come, so what waits goes on counting.
+    `loading`: the model was sharded before its weights were loaded, so the count of waiting elements stays.
     """
     global _sharded, _turned_off_read_ahead
     _sharded = True
@@ -98,8 +98,9 @@ def note_sharding(loading: bool = False) -> None:
 def layer_waits(layer: Any, elements: int) -> None:
     """A 4-bit `layer` with a weight of `elements` was built on the meta device, as transformers does before it loads.
 
-    transformers' threads read pre-quantized files ahead, onto the GPU, as fast as the disk allows: the whole model may
-    be there before the first weight is cut. Its own switch turns that off while parts are kept, unless it is set.
+    transformers' threads read pre-quantized files ahead onto the GPU. The whole model may be on the GPU before a rank
+    has kept its part of the first weight. While parts are kept, its own switch turns this off, unless it is already
+    set.
     """
     _waiting[layer] = elements
     if not _turned_off_read_ahead and cuts():
@@ -107,12 +108,12 @@ def layer_waits(layer: Any, elements: int) -> None:
 
 
 def waiting_elements() -> int:
-    """Elements of all 4-bit layers that were built on the meta device and are still there, until one is sharded."""
+    """Elements of all 4-bit layers that were built on the meta device and still exist, until one is sharded."""
     return sum(_waiting.values())
 
 
 def read_in_order() -> None:
-    """Turn transformers' reading ahead off until a weight has been sharded, unless the environment says otherwise."""
+    """Disable transformers' reading ahead until a weight has been sharded, unless the environment sets its switch."""
     global _turned_off_read_ahead
     if _READ_AHEAD not in os.environ:
         os.environ[_READ_AHEAD] = "1"
@@ -142,7 +143,7 @@ def _packed_gib(elements: int) -> float:
 
 
 def loading() -> None:
-    """The first weights arrive: under accelerate's FSDP1, which wants them whole, say once what that takes."""
+    """Called for the first weights. accelerate's FSDP1 needs them whole: log once how much memory that takes."""
     global _warned_of_fsdp1
     if _warned_of_fsdp1 or not sharding_begins() or os.environ.get("FSDP_VERSION", "1") != "1" or world() == 1:
         return

@@ -13,7 +13,7 @@ _tables: dict[tuple[str, torch.device], Tensor] = {}
 
 
 def table(name: str, device: torch.device) -> Tensor:
-    """A table of the C core on `device`. Shared: never write to it, never hand it out but as a `shared_code`."""
+    """A table of the C core on `device`. Shared: never write to it, and return it only as a `shared_code`."""
     key = (name, device)
     found = _tables.get(key)
     if found is None:
@@ -27,7 +27,7 @@ def table(name: str, device: torch.device) -> Tensor:
 def get_4bit_type(typename: str, device: torch.device | str | None = None, blocksize: int = 64) -> Tensor:
     """float32 [16]: the value of each 4-bit code of "nf4" or "fp4"; the largest magnitude is 1.
 
-    `device` None is the GPU where there is one, else the CPU.
+    `device` None is the GPU if there is one, else the CPU.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -48,13 +48,13 @@ rank_slice = _C.rank_slice
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, by torch's type or, as on a CPU, by its words."""
+    """Whether memory ran out, by torch's exception type or, on a CPU, by its message."""
     said = isinstance(error, RuntimeError) and str(error)
     return isinstance(error, torch.OutOfMemoryError) or bool(said and "can't allocate memory" in said)
 
 
 def torchs(error: RuntimeError) -> RuntimeError:
-    """What torch raises in the place of an error of the C core, with its attributes; itself where that is the same."""
+    """The exception that torch would raise for an error of the C core, with its attributes; else the error itself."""
     if type(error) is not RuntimeError or not str(error).startswith("CUDA out of memory. "):
         return error
     out = torch.OutOfMemoryError(str(error))
@@ -99,12 +99,12 @@ def empty(device: torch.device) -> Tensor:
 
 
 def storage_elements(n: int, itemsize: int) -> int:
-    """Elements of `itemsize` bytes that hold n 4-bit codes: `_C.storage_elements`, where torch may be tracing."""
+    """Elements of `itemsize` bytes that hold n 4-bit codes: `_C.storage_elements`, for code that torch may trace."""
     return ((n + 1) // 2 + itemsize - 1) // itemsize
 
 
 def block_count(n: int, blocksize: int) -> int:
-    """Blocks of n elements, the last one short: `_C.block_count`, where torch may be tracing."""
+    """Blocks of n elements, the last one short: `_C.block_count`, for code that torch may trace."""
     return (n + blocksize - 1) // blocksize
 
 
@@ -117,7 +117,7 @@ def table(name: str) -> Tensor:
 
 
 def _check_devices(op: str, real: Tensor, *others: Tensor) -> None:
-    """A call with any tensor on the meta device comes to the fake; a result on a real one would be uninitialized."""
+    """A call with any tensor on the meta device runs the fake; a result on a real device would be uninitialized."""
     for other in others:
         if other.device != real.device and not real.is_meta:
             raise RuntimeError(f"{op}: tensors on {real.device} and {other.device}")

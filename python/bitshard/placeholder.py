@@ -1,6 +1,6 @@
-"""What stands for a 4-bit weight of which this rank keeps only its part: a Params4bit that nobody may read.
+"""The placeholder of a 4-bit weight of which this rank keeps only its part: a Params4bit that cannot be read.
 
-Which weights these are decides `bitshard.launch`; what is kept, `bitshard.kept_part`.
+`bitshard.launch` decides which weights get one. `bitshard.kept_part` keeps the part.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from bitshard.tensor import Params4bit, require_shardable
 
 
 class _NoOperator(TorchDispatchMode):
-    """While a function of torch runs with such a weight among its arguments: ValueError at its first operator.
+    """While a function of torch runs with a placeholder among its arguments: ValueError at its first operator.
 
-    A function that asks what a weight is like, which torch may have more of in its next release, ends without one.
+    Functions that only return metadata run no operator, or one of `kept_part.QUESTIONS`. So they need no list.
     """
 
     def __init__(self, what: str, shape: list[int]):
@@ -35,9 +35,9 @@ class _NoOperator(TorchDispatchMode):
 
 
 class PlaceholderParams4bit(Params4bit):
-    """A weight of which this rank keeps only its part, until `fully_shard` takes it (`bitshard.kept_part`).
+    """Placeholder of a weight of which this rank keeps only its part, until `fully_shard` (`bitshard.kept_part`).
 
-    Foreign code sees a Params4bit of the whole size. What would read its bytes raises ValueError.
+    Other libraries see a Params4bit of the whole size. Reading its bytes raises ValueError.
     """
 
     @classmethod
@@ -70,7 +70,7 @@ class PlaceholderParams4bit(Params4bit):
             return self._like(kept_part.hollow(self.data, device))
 
     def saved_data(self) -> Tensor:
-        """The weight itself: a state dict may hold it, as long as nobody reads it."""
+        """The placeholder itself: a state dict may hold it, as long as nothing reads it."""
         return self.detach()
 
     def _enter_float_container(self) -> bool:
@@ -83,7 +83,7 @@ class PlaceholderParams4bit(Params4bit):
         return new
 
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Not asked for through `__torch_function__`."""
+        """torch calls this without `__torch_function__`."""
         raise kept_part.unreadable("set_", self._shape)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
@@ -94,7 +94,7 @@ class PlaceholderParams4bit(Params4bit):
 
 
 def _first(values: Any) -> PlaceholderParams4bit | None:
-    """The first such weight among arguments, in lists too."""
+    """The first placeholder among arguments, in lists too."""
     for value in values:
         if isinstance(value, PlaceholderParams4bit):
             return value
@@ -104,11 +104,11 @@ def _first(values: Any) -> PlaceholderParams4bit | None:
     return None
 
 
-# ---- what torch functions do with it; called with the class's own __torch_function__ off ----
+# ---- torch functions of a placeholder; called with the class's own __torch_function__ off ----
 
 
 def _get_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """`.data` of a weight that is not there: what it is like, on the meta device, and nothing to read."""
+    """`.data` of a placeholder: a tensor on the meta device with the same metadata and no bytes."""
     return torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
 
 
@@ -126,7 +126,7 @@ def _cast(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _chunk(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """torch.chunk, by which FSDP2 finds out what a rank keeps; once more, for the sizes only, when it has it."""
+    """torch.chunk. FSDP2 calls it to get what a rank keeps, and later once more, only for the sizes."""
     weight, count = args[0], args[1] if len(args) > 1 else kwargs["chunks"]
     part = weight.quant_state.part
     sizes = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
@@ -134,7 +134,7 @@ def _chunk(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _new_zeros(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What FSDP2 makes its shards with, and then copies this rank's chunk into."""
+    """FSDP2 makes its shard with this, and then copies this rank's chunk into it."""
     weight = args[0]
     out = func(*args, **kwargs)
     if out.dtype is not weight.dtype or weight.quant_state.part is None:

@@ -1,9 +1,9 @@
-"""The second form of a 4-bit weight, which bitsandbytes' CPU build makes for a product of its own, and the way back.
+"""The second form of a 4-bit weight, which bitsandbytes' CPU build makes for its own product: conversion back.
 
 W [N, K], N a multiple of 32 and K of the blocksize. Codes: uint8 [N, K / 2]; of 32 rows and a pair of columns the 64
 codes, row by row: the first 32 are low halves of 32 bytes, the others high halves. Scales: bfloat16 [K / blocksize, N],
-never nested. Products and dequantization turn a weight of this form back at every call: they take it, they are not
-faster for it. Nothing is stored or sharded in it.
+never nested. Products and dequantization accept this form and convert it back at every call, which makes them slower,
+not faster. Nothing is stored or sharded in it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def restore_codes(packed: Tensor, N: int, K: int) -> Tensor:
 def restore(packed: Tensor, absmax: Tensor, N: int, K: int, blocksize: int) -> tuple[Tensor, Tensor]:
     """(packed codes uint8 [N * K / 2, 1], scales float32 [N * K / blocksize]) of a weight in the second form.
 
-    ValueError where codes and scales are not those of W [N, K] in this form.
+    ValueError if codes and scales are not those of W [N, K] in this form.
     """
     if packed.dtype is not torch.uint8:
         raise ValueError(f"a weight reordered for bitsandbytes' CPU product is uint8, not {packed.dtype}")
@@ -50,7 +50,7 @@ def restore(packed: Tensor, absmax: Tensor, N: int, K: int, blocksize: int) -> t
 
 
 def restored(packed: Tensor, state: QuantState) -> tuple[Tensor, QuantState]:
-    """`restore` for a state, which stays as it is: packed codes and a state of their own, without the table."""
+    """`restore` for a state, which is not changed: packed codes and a new state, without the table."""
     N, K = state.shape
     packed, absmax = restore(packed, state.absmax, N, K, state.blocksize)
     return packed, QuantState(absmax, state.shape, None, state.blocksize, state.quant_type, state.dtype)

@@ -1,9 +1,9 @@
 """The piece of a packed 4-bit weight that one rank keeps under FSDP2, and the hooks that gather it bit by bit.
 
-FSDP2 builds its shard with `param.new_zeros(...)`; `Params4bit.new_zeros` answers with a `PackedShard`. Two things that
-destroy packed words are thereby impossible: mixed precision (`MixedPrecisionPolicy.param_dtype`) casts only what has no
+FSDP2 builds its shard with `param.new_zeros(...)`; `Params4bit.new_zeros` returns a `PackedShard`. This prevents two
+things that destroy packed bytes: mixed precision (`MixedPrecisionPolicy.param_dtype`) casts only what has no
 hooks, and the copy into the all-gather buffer, which on CUDA rewrites NaN patterns of bfloat16 and float16, sees uint8.
-The block scales travel beside the bytes: each rank keeps ceil(S / N) of them.
+The block scales are gathered with the bytes: each rank keeps ceil(S / N) of them.
 
 This module needs torch only, never `torch.distributed`: the mesh is an argument of the hook. Before the first gather
 the ranks compare what they hold (`bitshard.agreement`).
@@ -69,8 +69,8 @@ class ShardedScales:
 
     `scales` is the chunk, [ceil(total / world)] of the dtype of `absmax`, zero-padded after `length` entries. While it
     exists, `absmax` of the quantization state has data only between a gather and the freeing of what was gathered.
-    `checksum` is that of the whole scales, where ranks have made their chunks each for itself: what was gathered is
-    compared with it (`bitshard.tensor.verify`). None elsewhere.
+    `checksum` is that of the whole scales, if each rank has made its chunk by itself: the gathered scales are compared
+    with it (`bitshard.tensor.verify`). Else None.
     """
 
     __slots__ = ("begin", "checksum", "length", "scales", "total")
@@ -103,7 +103,7 @@ class ShardedScales:
 
 
 class Origin:
-    """What all tensors cut from one packed weight share: state and whole size, and what its shards are being given.
+    """What all tensors made from one packed weight share: state, whole size, and the state dict being loaded into them.
 
     Attributes:
         state: the `QuantState` of the whole weight; its `sharded` is this rank's chunk of the scales once they are cut.
@@ -139,7 +139,7 @@ class Origin:
         return self.attributes.get("quant_storage", self.dtype)
 
     def cut(self, world: int, rank: int, device: torch.device) -> None:
-        """Keep only this rank's chunk of the scales, where the shard is kept. Later calls change nothing."""
+        """Keep only this rank's chunk of the scales, on the device of the shard. Later calls change nothing."""
         if self.state.sharded is not None:
             if self.on_cpu and self.state.sharded.scales.device.type != "cpu":  # cut before there was a shard
                 self._settle(device)
@@ -153,7 +153,7 @@ class Origin:
             )
         sharded = ShardedScales.cut(whole, world, rank)
         self.scales_checksum = ops.checksum(whole)
-        if whole.is_cuda:  # FSDP2 gathers on a stream of its own, and `whole` is given back here
+        if whole.is_cuda:  # FSDP2 gathers on a stream of its own, and `whole` is freed here
             whole.record_stream(torch.cuda.current_stream(whole.device))
         self.state.absmax = torch.empty_like(whole, device="meta")
         self.state.sharded = sharded
@@ -170,8 +170,8 @@ class Origin:
 class PackedShard(torch.Tensor):
     """Some rows of a packed 4-bit weight: storage-backed, of the container's dtype, [rows, 1] or a flat view of it.
 
-    Only ops that move bytes are allowed. Casts raise TypeError and arithmetic ValueError, for a value cast of packed
-    words destroys them without a trace.
+    Only ops that move bytes are allowed. Casts raise TypeError and arithmetic ValueError: a value cast would
+    silently destroy packed bytes.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl

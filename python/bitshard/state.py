@@ -1,9 +1,9 @@
-"""QuantState: what turns packed codes back into numbers, and the reading of it from checkpoints.
+"""QuantState: scales and format of a quantized tensor, and how they are read from checkpoints.
 
 Layout of a checkpoint entry X.weight (bitsandbytes' keys): X.weight packed codes, X.weight.absmax scales,
 X.weight.quant_map the 16 values, X.weight.nested_absmax and X.weight.nested_quant_map where the scales are quantized
 themselves, and X.weight.quant_state.bitsandbytes__nf4 (or __fp4): the rest as JSON text in a uint8 tensor.
-What a checkpoint says is not trusted: nothing is allocated by a size it names, and a contradiction is an error.
+Checkpoints are not trusted: no size in them decides an allocation, and a contradiction is an error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class QuantState:
         offset: float32 [], subtracted from the scales before they were quantized (nested only).
         state2: QuantState of the scales: absmax float32 [ceil(n_blocks / 256)], code float32 [256] (nested only).
         checksum: int64 [], checksum of the packed bytes, or None where unknown. Never saved.
-        sharded: the rank's part of the scales where FSDP2 cut them, else None. Then `absmax` is real only while
+        sharded: the rank's part of the scales if FSDP2 has sharded them, else None. Then `absmax` is real only while
             gathered.
         kind: what the bytes are; the same for all states of today.
         part: the rank's part of the packed bytes of a weight that was loaded in parts and is not sharded yet
@@ -65,7 +65,7 @@ class QuantState:
     checksum: Tensor | None = None
     sharded: Any = None
     part: Any = None
-    shared_code: Tensor | None = None  # a table of all states: what `code` becomes a copy of when it is asked for
+    shared_code: Tensor | None = None  # a table shared by all states; `code` becomes a copy of it when it is first read
     shared_name: str | None = None  # its name in the C core, by which Dynamo finds it: one input for all states
     _code: Tensor | None = None
 
@@ -104,7 +104,7 @@ class QuantState:
         self.shared_code = self.shared_name = None
 
     def share(self, name: str) -> None:
-        """Let `code` be the table `name` of the C core, on the device of the scales, until it is asked for."""
+        """Use the table `name` of the C core, on the device of the scales, until `code` is read."""
         self._code, self.shared_name, self.shared_code = None, name, maps.table(name, self.absmax.device)
 
     def __getattr__(self, name: str) -> Any:
@@ -194,7 +194,7 @@ class QuantState:
         return self
 
     def moved(self, device: torch.device) -> QuantState:
-        """This state on `device`: itself where it is there already (or where `device` is meta), else a copy."""
+        """This state on `device`: itself if it is there already (or if `device` is meta), else a copy."""
         if device.type == "meta" or self.sharded is not None or self.absmax.device == device:
             return self
         copy = self.clone()
@@ -224,8 +224,8 @@ class QuantState:
     def as_dict(self, packed: bool = False) -> dict[str, Any]:
         """The state as checkpoint entries, keys without prefix.
 
-        With `packed` (4-bit only) every value is a tensor: what is no tensor goes as JSON into
-        "quant_state.bitsandbytes__nf4" (or __fp4). ValueError where FSDP2 has cut the scales among ranks.
+        With `packed` (4-bit only) every value is a tensor: what is not a tensor is put as JSON into
+        "quant_state.bitsandbytes__nf4" (or __fp4). ValueError if FSDP2 has sharded the scales.
         """
         self._check_whole("saved from here")
         if self.reordered:
@@ -243,7 +243,7 @@ class QuantState:
 
     @classmethod
     def from_dict(cls, qs_dict: dict[str, Any], device: torch.device | str | int) -> QuantState:
-        """Read a state from checkpoint entries, with or without prefixes, packed or not. `qs_dict` stays as it is.
+        """Read a state from checkpoint entries, with or without prefixes, packed or not. `qs_dict` is not changed.
 
         TypeError or ValueError, with the numbers, for anything missing, unknown, contradictory or out of range.
         """
@@ -276,7 +276,7 @@ def pack_dict_to_tensor(source_dict: dict[str, Any]) -> Tensor:
 
 
 def unpack_tensor_to_dict(tensor_data: Tensor) -> dict[str, Any]:
-    """The dict in a uint8 tensor [bytes] of JSON text. TypeError or ValueError where it is none."""
+    """The dict in a uint8 tensor [bytes] of JSON text. TypeError or ValueError if it is none."""
     if not isinstance(tensor_data, Tensor):
         raise TypeError(f"the quant_state blob must be a uint8 tensor, got {type(tensor_data).__name__}")
     if tensor_data.dtype is not torch.uint8 or tensor_data.is_meta:
@@ -361,7 +361,7 @@ def _integer(entries: dict[str, Any], name: str) -> int:
 
 
 def _names(keys: Iterable[Any]) -> list[str]:
-    """The first few of the keys, cut short: a message must not grow with what a file says."""
+    """The first few of the keys, shortened: the length of a message must not depend on a file."""
     return sorted(str(key)[:60] for key in keys)[:8]
 
 
@@ -469,7 +469,7 @@ def _read_nested(
 
 
 def _check_nested_names(entries: dict[str, Any]) -> bool:
-    """Whether the scales are nested: all nested entries are there, or none."""
+    """Whether the scales are nested: either all nested entries exist, or none."""
     names = [name for name in (*_TENSOR_KEYS, *_VALUE_KEYS) if name.startswith("nested_")]
     given = [name for name in names if name in entries]
     if given and len(given) != len(names):

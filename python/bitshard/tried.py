@@ -1,6 +1,6 @@
-"""With which versions of the stack the whole test suite was run; `make oldest`, `make test` and `make newest` run it.
+"""Versions of the stack with which the whole test suite was run: `make oldest`, `make test` and `make newest`.
 
-The first is the stated floor, the last the newest there was.
+The first is the oldest version that is supported, the last the newest that existed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ TRIED = {
 
 
 def minor(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version, which is how exactly versions are compared here: (2, 13) of "2.13.0+cpu"."""
+    """The first two numbers of a version; only these are compared: (2, 13) of "2.13.0+cpu"."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def beyond(package: str, version: str) -> str | None:
-    """What speaks against a version of a package of `TRIED`: that it is newer or older than all of them; else None."""
+    """Why a version of a package of `TRIED` is untested: it is newer or older than all of them; else None."""
     oldest, newest = TRIED[package][0], TRIED[package][-1]
     if minor(version) > minor(newest):
         return f"newer than {newest}, the newest that was tried"

@@ -2,7 +2,7 @@
 
     accelerate launch --config_file CONFIG cpu_fsdp.py SCRIPT ARGS
 
-accelerate follows an FSDP config only where it finds an accelerator; on a CPU it drops the config without a word and
+accelerate follows an FSDP config only where it finds an accelerator; on a CPU it silently drops the config and
 runs DDP, which looks right and shards nothing. Three things change that: the gloo backend, a distributed type that FSDP
 may follow, and the CPU as the device. A fourth lets FSDP1 write whole state dicts: "offloading" to the CPU, where they
 are already, torch 2.13 frees the storage that it then reads, and hands out one buffer for all states of a parameter.
