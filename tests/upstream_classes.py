@@ -18,7 +18,7 @@ VALUES = {
     "betas": ((0.25, 0.5), (0.25, 1.0)),
     "eps": (1e-3, -1.0),
     "weight_decay": (0.125, -1.0),
-    "amsgrad": (True, 0),
+    "amsgrad": (True, 0, None),
     "optim_bits": (8, 32, 16),
     "args": (SimpleNamespace(optim_bits=8, min_8bit_size=1, max_unorm=0.0, skip_zeros=True),),
     "min_8bit_size": (17,),

@@ -1,11 +1,9 @@
 """LAMB: Adam whose update is bounded by the norm of the parameter (arXiv 1904.00962)."""
 
-from .optimizer import Optimizer2State
+from .optimizer import Optimizer2State, _Kind
 
 
-class LAMB(Optimizer2State):
-    """LAMB, state in 32 bits, or 8 by `optim_bits`."""
-
+class _LAMB(_Kind, Optimizer2State):
     def __init__(
         self,
         params,
@@ -25,47 +23,15 @@ class LAMB(Optimizer2State):
         super().__init__("lamb", params, *numbers, max_unorm=max_unorm)
 
 
-class LAMB8bit(Optimizer2State):
+class LAMB(_LAMB):
+    """LAMB, state in 32 bits, or 8 by `optim_bits`."""
+
+
+class LAMB8bit(_LAMB, optim_bits=8):
     """LAMB, state in 8 bits; as in bitsandbytes, 8-bit state is not bounded."""
 
-    def __init__(
-        self,
-        params,
-        lr=1e-3,
-        bias_correction=True,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=0,
-        amsgrad=False,
-        adam_w_mode=True,
-        args=None,
-        min_8bit_size=4096,
-        max_unorm=1.0,
-    ):
-        if amsgrad:
-            raise ValueError("LAMB8bit does not support amsgrad=True")
-        if max_unorm != 1.0:
-            raise ValueError("LAMB8bit only supports max_unorm=1.0 (default value for compatibility)")
-        numbers = (lr, betas, eps, weight_decay, 8, args, min_8bit_size)
-        super().__init__("lamb", params, *numbers, max_unorm=max_unorm)
+    _only = ("amsgrad", "max_unorm")
 
 
-class LAMB32bit(Optimizer2State):
+class LAMB32bit(_LAMB, optim_bits=32):
     """LAMB, state in 32 bits."""
-
-    def __init__(
-        self,
-        params,
-        lr=1e-3,
-        bias_correction=True,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=0,
-        amsgrad=False,
-        adam_w_mode=True,
-        args=None,
-        min_8bit_size=4096,
-        max_unorm=1.0,
-    ):
-        numbers = (lr, betas, eps, weight_decay, 32, args, min_8bit_size)
-        super().__init__("lamb", params, *numbers, max_unorm=max_unorm)

@@ -2,20 +2,12 @@
 
 from bitshard.optim import lars
 
-from .optimizer import Optimizer1State
+from .optimizer import Optimizer1State, _Kind
 
 __all__ = ["LARS", "LARS32bit", "LARS8bit", "Optimizer1State", "PytorchLARS"]
 
 
-def _check(momentum: float) -> None:
-    """NotImplementedError without momentum."""
-    if momentum == 0:
-        raise NotImplementedError("LARS without momentum is not supported!")
-
-
-class LARS(Optimizer1State):
-    """LARS, state in 32 bits, or 8 by `optim_bits`."""
-
+class _LARS(_Kind, Optimizer1State):
     def __init__(
         self,
         params,
@@ -29,49 +21,22 @@ class LARS(Optimizer1State):
         min_8bit_size=4096,
         max_unorm=0.02,
     ):
-        _check(momentum)
+        if momentum == 0:
+            raise NotImplementedError("LARS without momentum is not supported!")
         numbers = (lr, (momentum, dampening), 0.0, weight_decay, optim_bits, args, min_8bit_size)
         super().__init__("lars", params, *numbers, max_unorm=max_unorm)
 
 
-class LARS8bit(Optimizer1State):
+class LARS(_LARS):
+    """LARS, state in 32 bits, or 8 by `optim_bits`."""
+
+
+class LARS8bit(_LARS, optim_bits=8):
     """LARS, state in 8 bits; as in bitsandbytes, 8-bit state is not bounded."""
 
-    def __init__(
-        self,
-        params,
-        lr,
-        momentum=0,
-        dampening=0,
-        weight_decay=0,
-        nesterov=False,
-        args=None,
-        min_8bit_size=4096,
-        max_unorm=0.02,
-    ):
-        _check(momentum)
-        numbers = (lr, (momentum, dampening), 0.0, weight_decay, 8, args, min_8bit_size)
-        super().__init__("lars", params, *numbers, max_unorm=max_unorm)
 
-
-class LARS32bit(Optimizer1State):
+class LARS32bit(_LARS, optim_bits=32):
     """LARS, state in 32 bits."""
-
-    def __init__(
-        self,
-        params,
-        lr,
-        momentum=0,
-        dampening=0,
-        weight_decay=0,
-        nesterov=False,
-        args=None,
-        min_8bit_size=4096,
-        max_unorm=0.02,
-    ):
-        _check(momentum)
-        numbers = (lr, (momentum, dampening), 0.0, weight_decay, 32, args, min_8bit_size)
-        super().__init__("lars", params, *numbers, max_unorm=max_unorm)
 
 
 class PytorchLARS(lars.PytorchLARS):

@@ -1,19 +1,9 @@
 """RMSprop: the gradient over the root of a mean of its squares."""
 
-from .optimizer import Optimizer1State
+from .optimizer import Optimizer1State, _Kind
 
 
-def _check(alpha: float, centered: bool) -> None:
-    """NotImplementedError for forms that there are not."""
-    if alpha == 0:
-        raise NotImplementedError("RMSprop with alpha==0.0 is not supported!")
-    if centered:
-        raise NotImplementedError("Centered RMSprop is not supported!")
-
-
-class RMSprop(Optimizer1State):
-    """RMSprop, state in 32 bits, or 8 by `optim_bits`; `momentum` is not used, as in bitsandbytes."""
-
+class _RMSprop(_Kind, Optimizer1State):
     def __init__(
         self,
         params,
@@ -27,43 +17,20 @@ class RMSprop(Optimizer1State):
         args=None,
         min_8bit_size=4096,
     ):
-        _check(alpha, centered)
+        if alpha == 0:
+            raise NotImplementedError("RMSprop with alpha==0.0 is not supported!")
+        if centered:
+            raise NotImplementedError("Centered RMSprop is not supported!")
         super().__init__("rmsprop", params, lr, (alpha, momentum), eps, weight_decay, optim_bits, args, min_8bit_size)
 
 
-class RMSprop8bit(Optimizer1State):
+class RMSprop(_RMSprop):
+    """RMSprop, state in 32 bits, or 8 by `optim_bits`; `momentum` is not used, as in bitsandbytes."""
+
+
+class RMSprop8bit(_RMSprop, optim_bits=8):
     """RMSprop, state in 8 bits; `momentum` is not used, as in bitsandbytes."""
 
-    def __init__(
-        self,
-        params,
-        lr=1e-2,
-        alpha=0.99,
-        eps=1e-8,
-        weight_decay=0,
-        momentum=0,
-        centered=False,
-        args=None,
-        min_8bit_size=4096,
-    ):
-        _check(alpha, centered)
-        super().__init__("rmsprop", params, lr, (alpha, momentum), eps, weight_decay, 8, args, min_8bit_size)
 
-
-class RMSprop32bit(Optimizer1State):
+class RMSprop32bit(_RMSprop, optim_bits=32):
     """RMSprop, state in 32 bits; `momentum` is not used, as in bitsandbytes."""
-
-    def __init__(
-        self,
-        params,
-        lr=1e-2,
-        alpha=0.99,
-        eps=1e-8,
-        weight_decay=0,
-        momentum=0,
-        centered=False,
-        args=None,
-        min_8bit_size=4096,
-    ):
-        _check(alpha, centered)
-        super().__init__("rmsprop", params, lr, (alpha, momentum), eps, weight_decay, 32, args, min_8bit_size)
