@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
-from bitshard import ops, reordered
+from bitshard import reordered
 from bitshard.functional import get_4bit_type
+from bitshard.ops import FORMATS, block_count, storage_elements
 from bitshard.optim.update import update_8bit_blockwise, update_32bit
 from bitshard.state import BLOCKSIZES, VALUE_DTYPES
 
@@ -48,9 +49,9 @@ def _define_out(name: str, schema: str, kernel: Callable, fake: Callable) -> Non
 
 
 def _format(quant_type: str) -> int:
-    if quant_type not in ops.FORMATS:
+    if quant_type not in FORMATS:
         raise ValueError(f"quant_type must be 'nf4' or 'fp4', got {quant_type!r}")
-    return ops.FORMATS[quant_type]
+    return FORMATS[quant_type]
 
 
 def _check_4bit(blocksize: int, dtype: torch.dtype) -> None:
@@ -81,7 +82,7 @@ def _n_k(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _new_scales(A, blocksize: int):
-    return A.new_empty((ops.block_count(A.numel(), blocksize),), dtype=torch.float32)
+    return A.new_empty((block_count(A.numel(), blocksize),), dtype=torch.float32)
 
 
 def _quantize_4bit(A, blocksize: int, quant_type: str, quant_storage: torch.dtype):
@@ -91,7 +92,7 @@ def _quantize_4bit(A, blocksize: int, quant_type: str, quant_storage: torch.dtyp
 
 def _quantize_4bit_fake(A, blocksize: int, quant_type: str, quant_storage: torch.dtype):
     _check_4bit(blocksize, A.dtype)
-    packed = A.new_empty((ops.storage_elements(A.numel(), quant_storage.itemsize), 1), dtype=quant_storage)
+    packed = A.new_empty((storage_elements(A.numel(), quant_storage.itemsize), 1), dtype=quant_storage)
     return packed, _new_scales(A, blocksize)
 
 
@@ -141,7 +142,7 @@ def _gemv_4bit(A, B, shapeB: Sequence[int], absmax, code, blocksize: int):
     if absmax.dtype is torch.bfloat16:
         B, absmax = reordered.restore(B, absmax, *_n_k(shapeB), blocksize)
     values = code.detach().cpu().float()
-    for name in ops.FORMATS:
+    for name in FORMATS:
         if torch.equal(values, get_4bit_type(name, device="cpu")):
             return _gemm_4bit(A, B, shapeB, absmax, blocksize, name)
     raise ValueError(f"code must hold the 16 values of NF4 or FP4, got {values.tolist()}")
