@@ -4,8 +4,10 @@ import fnmatch
 import importlib
 import inspect
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import bitsandbytes as bnb
@@ -141,6 +143,13 @@ def test_constants_are_the_originals(original):
         assert upstream_names.text(getattr(importlib.import_module(module), name)) == expected, path
         compared += 1
     assert compared > 25
+
+
+def test_tables_are_the_engines():
+    """No formats, block sizes or dtypes of values are listed in the façade: the engine says them."""
+    table = re.compile(r'"nf4"[:,]|\b128, 256\b|\bfloat16, torch\.bfloat16\b')
+    files = sorted(Path(bnb.__file__).parent.rglob("*.py"))
+    assert len(files) > 30 and not {str(path): found for path in files if (found := table.findall(path.read_text()))}
 
 
 def test_a_name_of_earlier_releases():

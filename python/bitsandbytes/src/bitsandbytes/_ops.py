@@ -5,14 +5,13 @@ ops take empty tensors, integers and rows x columns. No op here has a gradient; 
 Shapes: packed weights [n, 1] of any storage dtype, `absmax` f32 [n_blocks], 8-bit codes in the shape of the data.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
-import bitshard  # noqa: F401  (loads torch.ops.bitshard)
 import torch
 from bitshard import reordered
 from bitshard.functional import get_4bit_type
-from bitshard.ops import FORMATS
+from bitshard.ops import FORMATS, block_count, storage_elements
 from bitshard.optim.update import update_8bit_blockwise, update_32bit
 from bitshard.state import BLOCKSIZES, VALUE_DTYPES
 
@@ -24,12 +23,29 @@ register_kernel = torch.library.register_kernel
 _library = torch.library.Library("bitsandbytes", "DEF")
 
 
-def _define(name: str, schema: str, kernel, fake) -> None:
+def _define(name: str, schema: str, kernel: Callable, fake: Callable) -> None:
     """Define `bitsandbytes::name` with one kernel for CPU and CUDA and a fake for tracing."""
     _library.define(name + schema)
     for key in ("CPU", "CUDA"):
         _library.impl(name, kernel, key)
     torch.library.register_fake(f"bitsandbytes::{name}", fake, lib=_library)
+
+
+def _define_out(name: str, schema: str, kernel: Callable, fake: Callable) -> None:
+    """Define `name`, whose result is one tensor, and `name.out`, which writes that to a last argument `out`."""
+
+    def write(*arguments) -> None:
+        *inputs, out = arguments
+        result = kernel(*inputs)
+        _check_out(out, result)
+        out.copy_(result)
+
+    def fake_write(*arguments) -> None:
+        *inputs, out = arguments
+        _check_out(out, fake(*inputs))
+
+    _define(name, f"({schema}) -> Tensor", kernel, fake)
+    _define(f"{name}.out", f"({schema}, Tensor! out) -> ()", write, fake_write)
 
 
 def _format(quant_type: str) -> int:
@@ -49,11 +65,10 @@ def _check_float(dtype: torch.dtype) -> None:
         raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
 
 
-def _check_out(out: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-    if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != device:
-        raise ValueError(
-            f"out must be {dtype} {tuple(shape)} on {device}, got {out.dtype} {tuple(out.shape)} on {out.device}"
-        )
+def _check_out(out: torch.Tensor, result: torch.Tensor) -> None:
+    shape, dtype, device = tuple(result.shape), result.dtype, result.device
+    if tuple(out.shape) != shape or out.dtype != dtype or out.device != device:
+        raise ValueError(f"out must be {dtype} {shape} on {device}, got {out.dtype} {tuple(out.shape)} on {out.device}")
 
 
 def _rows_columns(shape: Sequence[int]) -> tuple[int, int]:
@@ -66,6 +81,10 @@ def _n_k(shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
+def _new_scales(A, blocksize: int):
+    return A.new_empty((block_count(A.numel(), blocksize),), dtype=torch.float32)
+
+
 def _quantize_4bit(A, blocksize: int, quant_type: str, quant_storage: torch.dtype):
     _check_4bit(blocksize, A.dtype)
     return torch.ops.bitshard.quantize_4bit(A, blocksize, _format(quant_type), quant_storage)
@@ -73,9 +92,8 @@ def _quantize_4bit(A, blocksize: int, quant_type: str, quant_storage: torch.dtyp
 
 def _quantize_4bit_fake(A, blocksize: int, quant_type: str, quant_storage: torch.dtype):
     _check_4bit(blocksize, A.dtype)
-    packed_bytes = (A.numel() + 1) // 2
-    packed = A.new_empty((-(-packed_bytes // quant_storage.itemsize), 1), dtype=quant_storage)
-    return packed, A.new_empty((-(-A.numel() // blocksize),), dtype=torch.float32)
+    packed = A.new_empty((storage_elements(A.numel(), quant_storage.itemsize), 1), dtype=quant_storage)
+    return packed, _new_scales(A, blocksize)
 
 
 def _dequantize_4bit(A, absmax, blocksize: int, quant_type: str, shape: Sequence[int], dtype: torch.dtype):
@@ -91,16 +109,6 @@ def _dequantize_4bit(A, absmax, blocksize: int, quant_type: str, shape: Sequence
 def _dequantize_4bit_fake(A, absmax, blocksize: int, quant_type: str, shape: Sequence[int], dtype: torch.dtype):
     _check_4bit(blocksize, dtype)
     return A.new_empty(shape, dtype=dtype)
-
-
-def _dequantize_4bit_out(A, absmax, blocksize: int, quant_type: str, shape: Sequence[int], dtype: torch.dtype, out):
-    _check_out(out, shape, dtype, A.device)
-    out.copy_(_dequantize_4bit(A, absmax, blocksize, quant_type, shape, dtype))
-
-
-def _dequantize_4bit_out_fake(A, absmax, blocksize: int, quant_type: str, shape: Sequence[int], dtype, out) -> None:
-    _check_4bit(blocksize, dtype)
-    _check_out(out, shape, dtype, A.device)
 
 
 def _gemm_4bit(
@@ -128,22 +136,6 @@ def _gemm_4bit(
     return torch.ops.bitshard.linear_4bit(A, B, *scales, bias, blocksize, _format(quant_type), n, k)
 
 
-def _gemm_4bit_fake(
-    A,
-    B,
-    shapeB: Sequence[int],
-    absmax,
-    blocksize: int,
-    quant_type: str,
-    bias=None,
-    absmax_8bit=None,
-    absmax_code=None,
-    absmax_offset=None,
-):
-    _check_4bit(blocksize, A.dtype)
-    return A.new_empty((*A.shape[:-1], _n_k(shapeB)[0]))
-
-
 def _gemv_4bit(A, B, shapeB: Sequence[int], absmax, code, blocksize: int):
     """The format is read off `code`, which makes the host wait for a `code` on the GPU. With `absmax` in bfloat16, B
     is as `functional._convert_weight_packed_for_cpu` gives it."""
@@ -156,19 +148,13 @@ def _gemv_4bit(A, B, shapeB: Sequence[int], absmax, code, blocksize: int):
     raise ValueError(f"code must hold the 16 values of NF4 or FP4, got {values.tolist()}")
 
 
-def _gemv_4bit_fake(A, B, shapeB: Sequence[int], absmax, code, blocksize: int):
+def _gemm_4bit_fake(A, B, shapeB: Sequence[int], absmax, blocksize: int, *others):
     _check_4bit(blocksize, A.dtype)
     return A.new_empty((*A.shape[:-1], _n_k(shapeB)[0]))
 
 
-def _gemv_4bit_out(A, B, shapeB: Sequence[int], absmax, code, blocksize: int, out) -> None:
-    _check_out(out, (*A.shape[:-1], shapeB[0]), A.dtype, A.device)
-    out.copy_(_gemv_4bit(A, B, shapeB, absmax, code, blocksize))
-
-
-def _gemv_4bit_out_fake(A, B, shapeB: Sequence[int], absmax, code, blocksize: int, out) -> None:
-    _check_4bit(blocksize, A.dtype)
-    _check_out(out, (*A.shape[:-1], shapeB[0]), A.dtype, A.device)
+def _gemv_4bit_fake(A, B, shapeB: Sequence[int], absmax, code, blocksize: int):
+    return _gemm_4bit_fake(A, B, shapeB, absmax, blocksize)
 
 
 def _quantize_blockwise(A, code, blocksize: int):
@@ -179,7 +165,7 @@ def _quantize_blockwise(A, code, blocksize: int):
 def _quantize_blockwise_fake(A, code, blocksize: int):
     _check_float(A.dtype)
     packed = torch.empty_like(A, dtype=torch.uint8, memory_format=torch.contiguous_format)
-    return packed, A.new_empty((-(-A.numel() // blocksize),), dtype=torch.float32)
+    return packed, _new_scales(A, blocksize)
 
 
 def _dequantize_blockwise(A, absmax, code, blocksize: int, dtype: torch.dtype):
@@ -192,33 +178,17 @@ def _dequantize_blockwise_fake(A, absmax, code, blocksize: int, dtype: torch.dty
     return torch.empty_like(A, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _dequantize_blockwise_out(A, absmax, code, blocksize: int, dtype: torch.dtype, out) -> None:
-    _check_out(out, A.shape, dtype, A.device)
-    out.copy_(_dequantize_blockwise(A, absmax, code, blocksize, dtype))
-
-
-def _dequantize_blockwise_out_fake(A, absmax, code, blocksize: int, dtype: torch.dtype, out) -> None:
-    _check_float(dtype)
-    _check_out(out, A.shape, dtype, A.device)
-
-
 _define(
     "quantize_4bit",
     "(Tensor A, int blocksize, str quant_type, ScalarType quant_storage) -> (Tensor, Tensor)",
     _quantize_4bit,
     _quantize_4bit_fake,
 )
-_define(
+_define_out(
     "dequantize_4bit",
-    "(Tensor A, Tensor absmax, int blocksize, str quant_type, int[] shape, ScalarType dtype) -> Tensor",
+    "Tensor A, Tensor absmax, int blocksize, str quant_type, int[] shape, ScalarType dtype",
     _dequantize_4bit,
     _dequantize_4bit_fake,
-)
-_define(
-    "dequantize_4bit.out",
-    "(Tensor A, Tensor absmax, int blocksize, str quant_type, int[] shape, ScalarType dtype, Tensor! out) -> ()",
-    _dequantize_4bit_out,
-    _dequantize_4bit_out_fake,
 )
 _define(
     "gemm_4bit",
@@ -227,17 +197,11 @@ _define(
     _gemm_4bit,
     _gemm_4bit_fake,
 )
-_define(
+_define_out(
     "gemv_4bit",
-    "(Tensor A, Tensor B, int[] shapeB, Tensor absmax, Tensor code, int blocksize) -> Tensor",
+    "Tensor A, Tensor B, int[] shapeB, Tensor absmax, Tensor code, int blocksize",
     _gemv_4bit,
     _gemv_4bit_fake,
-)
-_define(
-    "gemv_4bit.out",
-    "(Tensor A, Tensor B, int[] shapeB, Tensor absmax, Tensor code, int blocksize, Tensor! out) -> ()",
-    _gemv_4bit_out,
-    _gemv_4bit_out_fake,
 )
 _define(
     "quantize_blockwise",
@@ -245,17 +209,11 @@ _define(
     _quantize_blockwise,
     _quantize_blockwise_fake,
 )
-_define(
+_define_out(
     "dequantize_blockwise",
-    "(Tensor A, Tensor absmax, Tensor code, int blocksize, ScalarType dtype) -> Tensor",
+    "Tensor A, Tensor absmax, Tensor code, int blocksize, ScalarType dtype",
     _dequantize_blockwise,
     _dequantize_blockwise_fake,
-)
-_define(
-    "dequantize_blockwise.out",
-    "(Tensor A, Tensor absmax, Tensor code, int blocksize, ScalarType dtype, Tensor! out) -> ()",
-    _dequantize_blockwise_out,
-    _dequantize_blockwise_out_fake,
 )
 
 

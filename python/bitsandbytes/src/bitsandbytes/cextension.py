@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from bitshard import _C
+from bitshard.ops import FORMATS
 
 from ._absent import Absent, absent_function
 from .consts import DYNAMIC_LIBRARY_SUFFIX, PACKAGE_DIR
@@ -26,11 +27,11 @@ __all__ = [
 
 BNB_BACKEND = "CUDA" if torch.cuda.is_available() else "CPU"
 HIP_ENVIRONMENT = False
-ROCM_GPU_ARCH = "unknown"
+ROCM_GPU_ARCH = get_rocm_gpu_arch()
 ROCM_WARP_SIZE_64 = False
 
 _DTYPES = ("fp32", "fp16", "bf16")
-_FORMATS = ("", "_nf4", "_fp4")
+_FORMATS = ("", *(f"_{name}" for name in FORMATS))  # "" is of 8 bits
 _POINTER, _INT = ct.c_void_p, ct.c_int32
 
 # Arguments of the CUDA functions, which return nothing. csrc/native/cuda.c says what each of them is.
@@ -48,8 +49,8 @@ _CUDA_ARGTYPES: dict[str, list[Any]] = {
 # The CPU functions have no argtypes, as in bitsandbytes: pass ctypes objects of the right width.
 _CPU_FUNCTIONS = (
     *(f"c{way}quantize_blockwise_cpu_{d}" for way in ("", "de") for d in _DTYPES),
-    *(f"cdequantize_blockwise_cpu_{f}_{d}" for f in ("nf4", "fp4") for d in _DTYPES),
-    *(f"gemv_4bit_inference_cpu_{f}_bf16" for f in ("nf4", "fp4")),
+    *(f"cdequantize_blockwise_cpu_{f}_{d}" for f in FORMATS for d in _DTYPES),
+    *(f"gemv_4bit_inference_cpu_{f}_bf16" for f in FORMATS),
 )
 
 

@@ -41,10 +41,10 @@ def get_cuda_version_string() -> str | None:
 def get_cuda_specs() -> CUDASpecs | None:
     """None where torch finds no GPU."""
     capabilities = get_compute_capabilities() if torch.cuda.is_available() else []
-    version = get_cuda_version_tuple()
-    if not capabilities or version is None:
+    version, text = get_cuda_version_tuple(), get_cuda_version_string()
+    if not capabilities or version is None or text is None:
         return None
-    return CUDASpecs(capabilities[-1], f"{version[0]}{version[1]}", version)
+    return CUDASpecs(capabilities[-1], text, version)
 
 
 def get_rocm_gpu_arch() -> str:

@@ -26,6 +26,7 @@ from bitshard.functional import (
 )
 from bitshard.optim import paged, update
 from bitshard.optim.paged import GlobalPageManager, elementwise_func, fill, prefetch_tensor
+from bitshard.state import NESTED_BLOCKSIZE
 
 from ._absent import INT8, AbsentInstance, absent_function
 from .cextension import lib
@@ -226,7 +227,7 @@ def _convert_weight_packed_for_cpu_inverse(
     if quant_state.original_nested:
         quant_state.offset = quant_state.absmax.mean()
         scales = quant_state.absmax - quant_state.offset
-        quant_state.absmax, quant_state.state2 = quantize_blockwise(scales, blocksize=256)
+        quant_state.absmax, quant_state.state2 = quantize_blockwise(scales, blocksize=NESTED_BLOCKSIZE)
         quant_state.nested = True
     quant_state.dtype, quant_state.packing_format_for_cpu = quant_state.original_dtype, False
     return data, quant_state

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from bitshard.functional import get_4bit_type
+from bitshard.ops import FORMATS
 
 __all__ = ["CODE", "GAUDI_SW_VER", "_get_4bit_code", "get_gaudi_sw_version", "triton_available"]
 
 triton_available = importlib.util.find_spec("triton") is not None
 # The exact values; upstream rounds those of FP4 to four digits here.
-CODE = {quant_type: get_4bit_type(quant_type, device="cpu") for quant_type in ("nf4", "fp4")}
+CODE = {quant_type: get_4bit_type(quant_type, device="cpu") for quant_type in FORMATS}
 
 
 def _get_4bit_code(quant_type: str, device: torch.device) -> torch.Tensor:

@@ -1,10 +1,9 @@
 """What `python -m bitsandbytes` prints: bitshard's own report."""
 
-import importlib.metadata
 import platform
 
 import torch
-from bitshard.__main__ import main
+from bitshard.__main__ import _version, main
 
 from .. import __version__ as bnb_version
 from ..autograd._functions import matmul_4bit
@@ -38,10 +37,7 @@ def sanity_check() -> None:
 
 def get_package_version(name: str) -> str:
     """Version of an installed distribution, or "not found"."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not found"
+    return _version(name) or "not found"
 
 
 def show_environment() -> None:

@@ -2,10 +2,10 @@
 
 from bitshard.optim.ademamix import ReferenceAdEMAMix as _ReferenceAdEMAMix  # noqa: F401  (tests read it)
 
-from .optimizer import Optimizer2State, Variant
+from .optimizer import Optimizer2State, _Kind
 
 
-class _AdEMAMix(Variant, Optimizer2State):
+class _AdEMAMix(_Kind, Optimizer2State):
     def __init__(
         self,
         params,

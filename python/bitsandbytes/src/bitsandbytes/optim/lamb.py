@@ -1,9 +1,9 @@
 """LAMB: Adam whose update is bounded by the norm of the parameter (arXiv 1904.00962)."""
 
-from .optimizer import Optimizer2State, Variant
+from .optimizer import Optimizer2State, _Kind
 
 
-class _LAMB(Variant, Optimizer2State):
+class _LAMB(_Kind, Optimizer2State):
     def __init__(
         self,
         params,
@@ -22,14 +22,6 @@ class _LAMB(Variant, Optimizer2State):
         numbers = (lr, betas, eps, weight_decay, optim_bits, args, min_8bit_size)
         super().__init__("lamb", params, *numbers, max_unorm=max_unorm)
 
-    def check(self, amsgrad, max_unorm, **given):
-        if self.fixed["optim_bits"] != 8:
-            return
-        if amsgrad:
-            raise ValueError("LAMB8bit does not support amsgrad=True")
-        if max_unorm != 1.0:
-            raise ValueError("LAMB8bit only supports max_unorm=1.0 (default value for compatibility)")
-
 
 class LAMB(_LAMB):
     """LAMB, state in 32 bits, or 8 by `optim_bits`."""
@@ -37,6 +29,8 @@ class LAMB(_LAMB):
 
 class LAMB8bit(_LAMB, optim_bits=8):
     """LAMB, state in 8 bits; as in bitsandbytes, 8-bit state is not bounded."""
+
+    _only = ("amsgrad", "max_unorm")
 
 
 class LAMB32bit(_LAMB, optim_bits=32):

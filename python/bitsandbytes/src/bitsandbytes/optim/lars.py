@@ -2,12 +2,12 @@
 
 from bitshard.optim import lars
 
-from .optimizer import Optimizer1State, Variant
+from .optimizer import Optimizer1State, _Kind
 
 __all__ = ["LARS", "LARS32bit", "LARS8bit", "Optimizer1State", "PytorchLARS"]
 
 
-class _LARS(Variant, Optimizer1State):
+class _LARS(_Kind, Optimizer1State):
     def __init__(
         self,
         params,

@@ -1,9 +1,9 @@
 """Lion: steps of one size, by the sign of a mean of gradients (arXiv 2302.06675)."""
 
-from .optimizer import Optimizer1State, Variant
+from .optimizer import Optimizer1State, _Kind
 
 
-class _Lion(Variant, Optimizer1State):
+class _Lion(_Kind, Optimizer1State):
     def __init__(
         self,
         params,

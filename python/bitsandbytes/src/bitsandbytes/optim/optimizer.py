@@ -3,6 +3,7 @@
 import functools
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from bitshard.optim.base import Optimizer1State, Optimizer2State, Optimizer8bit
@@ -23,45 +24,54 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-class Variant:
-    """Optimizers that are one constructor with some arguments fixed: `class Lion8bit(_Lion, optim_bits=8)`."""
+class _Kind:
+    """What the classes of one kind of optimizer share: `class Lion8bit(_Lion, optim_bits=8)` fixes an argument.
 
-    fixed: dict[str, Any] = {}
+    The constructor of such a class is its kind's without the argument, as bitsandbytes has it. `_unused` names fixed
+    arguments that it takes all the same and does not use, with their defaults; `_only` those of which it takes the
+    default alone: ValueError for other values.
+    """
 
-    def __init_subclass__(
-        cls, shown: tuple[str, ...] = (), default: dict[str, Any] | None = None, **fixed: Any
-    ) -> None:
-        """Give the class a constructor.
+    _unused: dict[str, Any] = {}
+    _only: tuple[str, ...] = ()
 
-        Args:
-            shown: names of fixed arguments that stay in the signature, for compatibility.
-            default: defaults that are others than those of the constructor above.
-            fixed: values of arguments of the constructor above.
-        """
-        super().__init_subclass__()
-        cls.fixed = {**cls.fixed, **fixed}
-        if not fixed and not default:
-            return
-        above, changed = cls.__init__, default or {}
-        parameters = [
-            parameter.replace(default=changed.get(name, parameter.default))
-            for name, parameter in inspect.signature(above).parameters.items()
-            if name in shown or name not in fixed
-        ]
-        signature = inspect.Signature(parameters)
+    def __init_subclass__(cls, *, optim_bits: int | None = None, is_paged: bool | None = None, **others: Any):
+        super().__init_subclass__(**others)
+        fixed = {"optim_bits": optim_bits, "is_paged": is_paged}
+        fixed = {name: value for name, value in fixed.items() if value is not None}
+        if fixed:
+            cls.__init__ = _fixing(cls, cls.__init__, fixed)
 
-        @functools.wraps(above)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            try:
-                given = signature.bind(self, *args, **kwargs)
-            except TypeError as error:
-                raise TypeError(f"{type(self).__name__}: {error}") from None
-            given.apply_defaults()
-            type(self).check(**given.arguments)
-            above(**{**given.arguments, **fixed})
 
-        __init__.__signature__ = signature  # type: ignore[attr-defined]
-        cls.__init__ = __init__  # type: ignore[misc]
+def _fixing(cls: type[_Kind], whole: Callable[..., None], fixed: dict[str, Any]) -> Callable[..., None]:
+    """The constructor `whole` with some arguments fixed, as that of `cls`."""
+    own = {}
+    for name, parameter in inspect.signature(whole).parameters.items():
+        if name in cls._unused:
+            own[name] = parameter.replace(default=cls._unused[name])
+        elif name not in fixed:
+            own[name] = parameter
+    signature = inspect.Signature(list(own.values()))
 
-    def check(self, **given: Any) -> None:
-        """ValueError for arguments that are there for compatibility alone."""
+    @functools.wraps(whole)
+    def __init__(*args, **options):
+        try:
+            given = signature.bind(*args, **options).arguments
+        except TypeError as error:
+            raise TypeError(f"{__init__.__qualname__}() {error}") from None
+        for name in cls._only:
+            _check_default(cls.__name__, name, given.get(name, own[name].default), own[name].default)
+        whole(**{**given, **fixed})
+
+    __init__.__qualname__, __init__.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
+    __init__.__signature__ = signature
+    return __init__
+
+
+def _check_default(cls: str, name: str, value: Any, default: Any) -> None:
+    """ValueError for another value of an argument that a class has for compatibility alone."""
+    if default is False:
+        if value:
+            raise ValueError(f"{cls} does not support {name}=True")
+    elif value != default:
+        raise ValueError(f"{cls} only supports {name}={default} (default value for compatibility)")

@@ -1,9 +1,9 @@
 """RMSprop: the gradient over the root of a mean of its squares."""
 
-from .optimizer import Optimizer1State, Variant
+from .optimizer import Optimizer1State, _Kind
 
 
-class _RMSprop(Variant, Optimizer1State):
+class _RMSprop(_Kind, Optimizer1State):
     def __init__(
         self,
         params,

@@ -1,9 +1,9 @@
 """SGD with momentum."""
 
-from .optimizer import Optimizer1State, Variant
+from .optimizer import Optimizer1State, _Kind
 
 
-class _SGD(Variant, Optimizer1State):
+class _SGD(_Kind, Optimizer1State):
     def __init__(
         self,
         params,
