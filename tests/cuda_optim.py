@@ -12,7 +12,7 @@ import argparse
 
 import numpy
 import torch
-from bitshard.optim.update import update_8bit_blockwise, update_32bit
+from bitsandbytes._ops import _optimizer_update_8bit_blockwise, _optimizer_update_32bit
 
 STEPS = 100
 GOLDEN_STEPS, GOLDEN_ELEMENTS = (1, 2, 100), 515  # two blocks and three elements
@@ -94,13 +94,13 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> str:
 class Ours:
     """bitshard's updates with bitsandbytes' arguments."""
 
-    optimizer_update_8bit_blockwise = staticmethod(update_8bit_blockwise)
+    optimizer_update_8bit_blockwise = staticmethod(_optimizer_update_8bit_blockwise)
 
     @staticmethod
     def optimizer_update_32bit(name, g, p, state1, beta1, eps, step, lr, state2, beta2, beta3, alpha, *rest) -> None:
         weight_decay, gnorm_scale, unorm, max_unorm, skip_zeros = rest
         numbers = (beta1, beta2, beta3, alpha, eps, weight_decay, step, lr, gnorm_scale, skip_zeros)
-        update_32bit(name, g, p, state1, state2, unorm, max_unorm, 0.0, *numbers)
+        _optimizer_update_32bit(name, g, p, state1, state2, unorm, max_unorm, 0.0, *numbers)
 
 
 def numbers(name: str, bits: int) -> dict[str, float]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from bitshard import ops
 from bitshard.optim.layout import BLOCKSIZE
 from bitshard.optim.paged import host_bytes
-from bitshard.optim.update import give_back, update_all, update_one, working
+from bitshard.optim.update import Settings, Tensors, give_back, update, update_all, working
 
 PAGED_FROM = 100_000  # elements, as in bitsandbytes: smaller states stay on the device
 RING = 4  # slots of the device buffer
@@ -35,7 +35,7 @@ PIECES = 16  # slots of a step at least, where they are not smaller than that: t
 LARGEST_ARENA = 2**30
 ON_CPU = False  # for tests: parameters on the CPU go the way of a GPU's
 
-Item = tuple[tuple, tuple]  # (settings, parameter) as `update_all` takes them
+Item = tuple[Settings, Tensors]
 Chunk = tuple[int, int, int]  # (index of a parameter, first element, last + 1)
 Note = Callable[[int, int | None], None]  # of a parameter so many elements are updated; None: it is not known
 
@@ -276,7 +276,7 @@ class _Pager:
         self.known, self.slots, self.buffers = [], [], []
 
     def prepare(self, parameters: list[tuple], starts: list[int]) -> None:
-        """Slots for these parameters, (g, p, state1, state2, ...) as for `update_all`, each from an element on.
+        """Slots for these parameters, `Tensors`, each from an element on.
 
         The last step's if they fit.
         """
@@ -406,12 +406,13 @@ def _work_of(slot: _Slot, items: list[Item], tensors: list[tuple[Tensor, Tensor]
     places: dict[tuple, list[int]] = {}
     written: list[tuple[Tensor, Tensor]] = []
     for place, part in enumerate(slot.parts):
-        settings, (_, _, _, _, qmap1, qmap2, absmax1, absmax2) = items[part.index]
+        settings, whole = items[part.index]
+        absmax1, absmax2 = whole.absmax1, whole.absmax2
         g, p = tensors[part.index]
         if not part.whole:
             g, p = (tensor.view(-1)[part.begin : part.end] for tensor in (g, p))
             absmax1, absmax2 = (_scales(table, part, written) for table in (absmax1, absmax2))
-        chunk = (g, p, part.state1, part.state2, qmap1, qmap2, absmax1, absmax2)
+        chunk = Tensors(g, p, part.state1, part.state2, whole.qmap1, whole.qmap2, absmax1, absmax2)
         batches.setdefault(settings, []).append(chunk)
         places.setdefault(settings, []).append(place)
     return _Work(batches, list(chain.from_iterable(places.values())), written)
@@ -433,7 +434,7 @@ def _update_batches(work: _Work) -> tuple[Exception | None, list[bool]]:
         if update_all(list(work.batches.items())):
             done = len(chunks)
         for settings, chunk in chunks[done:]:
-            update_one(settings, chunk)
+            update(settings, chunk)
             done += 1
     except Exception as error:
         return error, getattr(error, "done", [i < done for i in range(len(chunks))])

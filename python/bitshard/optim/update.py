@@ -1,4 +1,4 @@
-"""Updates of one parameter and of many: the C core behind bitsandbytes' names of algorithms, arguments checked.
+"""Updates of one parameter and of many, by the C core: `Settings`, equal for many parameters, and `Tensors` of each.
 
 State is updated in place, in the order of the parameter's elements. A parameter that is not contiguous is updated
 through a contiguous copy that is written back. One of float64 is given what a float32 copy of it moves by: the step is
@@ -7,6 +7,8 @@ computed in float32, and what the parameter is beyond float32 stays.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,59 @@ from bitshard import _C, ops
 from bitshard.optim.layout import BLOCKSIZE
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class Settings(NamedTuple):
+    """What a step is made with; formulas: csrc/core/optimizer.h. In the order in which the C core reads it.
+
+    Attributes:
+        algorithm: its number, `algorithm(name)`.
+        alpha: what AdEMAMix's slow mean counts; 0 elsewhere.
+        step: number of this step, from 1 on.
+        gnorm_scale: factor of the gradient.
+        skip_zeros: elements whose gradient is 0 stay as they are.
+    """
+
+    algorithm: int
+    lr: float
+    beta1: float
+    beta2: float
+    beta3: float
+    alpha: float
+    eps: float
+    weight_decay: float
+    step: int
+    gnorm_scale: float = 1.0
+    skip_zeros: bool = False
+
+
+class Tensors(NamedTuple):
+    """Gradient g, parameter p [n] and the state of one update. In the order in which the C core reads it.
+
+    32 bits: state1 and state2 float32 [n]. 8 bits: codes uint8 [n] with maps qmap float32 [256] and scales absmax
+    [ceil(n / 256)]. AdEMAMix's state1 and absmax1 have a leading 2. None for what there is not.
+    """
+
+    g: Tensor
+    p: Tensor
+    state1: Tensor
+    state2: Tensor | None = None
+    qmap1: Tensor | None = None
+    qmap2: Tensor | None = None
+    absmax1: Tensor | None = None
+    absmax2: Tensor | None = None
+
+
+class Bound(NamedTuple):
+    """What bounds the norm of a 32-bit update by max_unorm * param_norm; unorm [1] takes its sum of squares."""
+
+    unorm: Tensor | None = None
+    max_unorm: float = 0.0
+    param_norm: float = 0.0
+
+
+UNBOUNDED = Bound()
+Batches = list[tuple[Settings, list[Tensors]]]
 
 
 def algorithm(name: str) -> int:
@@ -81,19 +136,17 @@ def _none(tensor: Tensor | None, device: torch.device) -> Tensor:
     return ops.empty(device) if tensor is None else tensor
 
 
-def update_all(batches: list[tuple[tuple, list[tuple]]]) -> bool:
+def update_all(batches: Batches) -> bool:
     """Update many parameters in one call; False where nothing was done and each must be updated by itself.
 
-    batches: (settings, parameters). settings: (algorithm's number, lr, beta1, beta2, beta3, alpha, eps, weight_decay,
-    step, gnorm_scale, skip_zeros); a parameter: (g, p, state1, state2, qmap1, qmap2, absmax1, absmax2), None for what
-    it does not have, in the shapes of `update_32bit` and `update_8bit_blockwise`. RuntimeError where a GPU fails.
+    RuntimeError where a GPU fails.
     """
     try:
         if not _C.optimizer_steps(batches):
             return False
     except RuntimeError as error:
         raise ops.torchs(error) from None
-    changed = [entry[1] for _, parameters in batches for entry in parameters]
+    changed = [tensors[1] for _, parameters in batches for tensors in parameters]
     try:
         torch.autograd.graph.increment_version(changed)
     except RuntimeError:  # of inference tensors, which have none
@@ -101,7 +154,7 @@ def update_all(batches: list[tuple[tuple, list[tuple]]]) -> bool:
     return True
 
 
-def fits(batches: list[tuple[tuple, list[tuple]]]) -> bool:
+def fits(batches: Batches) -> bool:
     """Whether `update_all` would update these, whose states are paged, where a step has copied those to the device.
 
     False says nothing about what is wrong, or whether something is: then `check_parameter` and others tell.
@@ -109,118 +162,19 @@ def fits(batches: list[tuple[tuple, list[tuple]]]) -> bool:
     return _C.optimizer_fits(batches)
 
 
-def update_one(settings: tuple, parameter: tuple) -> None:
-    """Update one parameter, given as for `update_all`, by its op. Errors as `check_parameter`."""
-    number, lr, beta1, beta2, beta3, alpha, eps, weight_decay, step, gnorm_scale, skip_zeros = settings
-    g, p, state1, state2, qmap1, qmap2, absmax1, absmax2 = parameter
-    name = next(name for name, known in ops.OPTIMIZERS.items() if known == number)
-    betas = (beta1, beta2, beta3, alpha, eps)
-    if qmap1 is None:
-        rest = (weight_decay, step, lr, gnorm_scale, skip_zeros)
-        update_32bit(name, g, p, state1, state2, None, 0.0, 0.0, *betas, *rest)
-        return
-    maps = (qmap1, qmap2, absmax1, absmax2)
-    update_8bit_blockwise(name, g, p, state1, state2, *betas, step, lr, *maps, weight_decay, gnorm_scale, skip_zeros)
-
-
-def update_32bit(
-    name: str,
-    g: Tensor,
-    p: Tensor,
-    state1: Tensor,
-    state2: Tensor | None,
-    unorm: Tensor | None,
-    max_unorm: float,
-    param_norm: float,
-    beta1: float,
-    beta2: float,
-    beta3: float,
-    alpha: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    lr: float,
-    gnorm_scale: float = 1.0,
-    skip_zeros: bool = False,
-) -> None:
-    """Update p [n] and its float32 state by the gradient g [n] in place.
-
-    state1 [n], AdEMAMix's [2, n]; state2 [n] or None; unorm [1] takes the sum of squares of the update where
-    max_unorm > 0, which bounds the update's norm by max_unorm * param_norm. Errors as `check_parameter`.
-    """
+def update(settings: Settings, tensors: Tensors, bound: Bound = UNBOUNDED) -> None:
+    """Update one parameter and its state in place, by its op. Errors as `check_parameter`."""
+    g, p, state1, *rest = tensors
     check_parameter(p, g)
     work = working(p)
-    ops.optimizer_32bit(
-        working(g),
-        work,
-        state1,
-        _none(state2, p.device),
-        _none(unorm, p.device),
-        algorithm(name),
-        float(lr),
-        float(beta1),
-        float(beta2),
-        float(beta3),
-        float(alpha),
-        float(eps),
-        float(weight_decay),
-        int(step),
-        float(max_unorm),
-        float(param_norm),
-        float(gnorm_scale),
-        bool(skip_zeros),
-    )
-    _write_back(p, work)
-
-
-def update_8bit_blockwise(
-    name: str,
-    g: Tensor,
-    p: Tensor,
-    state1: Tensor,
-    state2: Tensor | None,
-    beta1: float,
-    beta2: float,
-    beta3: float,
-    alpha: float,
-    eps: float,
-    step: int,
-    lr: float,
-    qmap1: Tensor,
-    qmap2: Tensor | None,
-    absmax1: Tensor,
-    absmax2: Tensor | None,
-    weight_decay: float = 0.0,
-    gnorm_scale: float = 1.0,
-    skip_zeros: bool = False,
-) -> None:
-    """Update p [n] and its 8-bit state by the gradient g [n] in place.
-
-    state1 uint8 [n] with scales absmax1 [ceil(n / 256)] and map qmap1 [256], AdEMAMix's with a leading 2 in the first
-    two; state2 the same or None. Errors as `check_parameter`.
-    """
-    check_parameter(p, g)
-    work = working(p)
-    ops.optimizer_8bit_blockwise(
-        working(g),
-        work,
-        state1,
-        _none(state2, p.device),
-        qmap1,
-        _none(qmap2, p.device),
-        absmax1,
-        _none(absmax2, p.device),
-        algorithm(name),
-        float(lr),
-        float(beta1),
-        float(beta2),
-        float(beta3),
-        float(alpha),
-        float(eps),
-        float(weight_decay),
-        int(step),
-        float(gnorm_scale),
-        bool(skip_zeros),
-        BLOCKSIZE,
-    )
+    state2, qmap1, qmap2, absmax1, absmax2, unorm = (_none(tensor, p.device) for tensor in (*rest, bound.unorm))
+    number, *numbers, step, gnorm_scale, skip_zeros = settings
+    numbers = (number, *map(float, numbers), int(step))
+    last = (float(gnorm_scale), bool(skip_zeros))
+    if tensors.qmap1 is None:
+        limits = (float(bound.max_unorm), float(bound.param_norm))
+        ops.optimizer_32bit(working(g), work, state1, state2, unorm, *numbers, *limits, *last)
+    else:
+        codes = (state1, state2, qmap1, qmap2, absmax1, absmax2)
+        ops.optimizer_8bit_blockwise(working(g), work, *codes, *numbers, *last, BLOCKSIZE)
     _write_back(p, work)

@@ -12,7 +12,7 @@ import torch
 from bitshard import reordered
 from bitshard.functional import get_4bit_type
 from bitshard.ops import FORMATS, block_count, storage_elements
-from bitshard.optim.update import update_8bit_blockwise, update_32bit
+from bitshard.optim.update import Bound, Settings, Tensors, algorithm, update
 from bitshard.state import BLOCKSIZES, VALUE_DTYPES
 
 from ._absent import INT8, absent_function
@@ -224,13 +224,29 @@ def _optimizer_fake(optimizer_name: str, g, p, *others, **options) -> None:
     _check_float(p.dtype)
 
 
+def _optimizer_update_32bit(
+    name, g, p, state1, state2, unorm_vec, max_unorm, param_norm,
+    beta1, beta2, beta3, alpha, eps, weight_decay, step, lr, gnorm_scale=1.0, skip_zeros=False,
+) -> None:  # fmt: skip
+    numbers = (lr, beta1, beta2, beta3, alpha, eps, weight_decay, step, gnorm_scale, skip_zeros)
+    update(Settings(algorithm(name), *numbers), Tensors(g, p, state1, state2), Bound(unorm_vec, max_unorm, param_norm))
+
+
+def _optimizer_update_8bit_blockwise(
+    name, g, p, state1, state2, beta1, beta2, beta3, alpha, eps, step, lr,
+    qmap1, qmap2, absmax1, absmax2, weight_decay=0.0, gnorm_scale=1.0, skip_zeros=False,
+) -> None:  # fmt: skip
+    numbers = (lr, beta1, beta2, beta3, alpha, eps, weight_decay, step, gnorm_scale, skip_zeros)
+    update(Settings(algorithm(name), *numbers), Tensors(g, p, state1, state2, qmap1, qmap2, absmax1, absmax2))
+
+
 _define(
     "optimizer_update_32bit",
     "(str optimizer_name, Tensor(a0!) g, Tensor(a1!) p, Tensor(a2!) state1,"
     " Tensor(a3!)? state2, Tensor(a4!)? unorm_vec, float max_unorm, float param_norm, float beta1, float beta2,"
     " float beta3, float alpha, float eps, float weight_decay, int step, float lr, float gnorm_scale,"
     " bool skip_zeros=False) -> ()",
-    update_32bit,
+    _optimizer_update_32bit,
     _optimizer_fake,
 )
 _define(
@@ -239,7 +255,7 @@ _define(
     " Tensor(a3!)? state2, float beta1, float beta2, float beta3, float alpha, float eps, int step, float lr,"
     " Tensor(a4!) qmap1, Tensor(a5!)? qmap2, Tensor(a6!) absmax1, Tensor(a7!)? absmax2, float weight_decay,"
     " float gnorm_scale, bool skip_zeros=False) -> ()",
-    update_8bit_blockwise,
+    _optimizer_update_8bit_blockwise,
     _optimizer_fake,
 )
 

@@ -129,8 +129,10 @@ def optimizer_update_32bit(
     is_on_gpu([g, p, state1, state2, unorm_vec])
     p = p.detach()
     param_norm = float(torch.linalg.vector_norm(p, dtype=torch.float32)) if max_unorm > 0.0 else 0.0
-    numbers = (beta1, beta2, beta3, alpha, eps, weight_decay, step, lr, gnorm_scale, skip_zeros)
-    update.update_32bit(optimizer_name, g.detach(), p, state1, state2, unorm_vec, max_unorm, param_norm, *numbers)
+    numbers = (lr, beta1, beta2, beta3, alpha, eps, weight_decay, step, gnorm_scale, skip_zeros)
+    settings = update.Settings(update.algorithm(optimizer_name), *numbers)
+    tensors = update.Tensors(g.detach(), p, state1, state2)
+    update.update(settings, tensors, update.Bound(unorm_vec, max_unorm, param_norm))
 
 
 def optimizer_update_8bit_blockwise(
@@ -156,10 +158,9 @@ def optimizer_update_8bit_blockwise(
 ) -> None:
     """Update p [n] and its 8-bit state by the gradient g [n] in place; see `bitshard.optim.update`."""
     is_on_gpu([p, g, state1, state2, qmap1, qmap2, absmax1, absmax2])
-    numbers = (beta1, beta2, beta3, alpha, eps, step, lr, qmap1, qmap2, absmax1, absmax2, weight_decay)
-    update.update_8bit_blockwise(
-        optimizer_name, g.detach(), p.detach(), state1, state2, *numbers, gnorm_scale, skip_zeros
-    )
+    numbers = (lr, beta1, beta2, beta3, alpha, eps, weight_decay, step, gnorm_scale, skip_zeros)
+    settings = update.Settings(update.algorithm(optimizer_name), *numbers)
+    update.update(settings, update.Tensors(g.detach(), p.detach(), state1, state2, qmap1, qmap2, absmax1, absmax2))
 
 
 def _cuda_device_of(a: torch.Tensor) -> torch.cuda.device_of:
