@@ -342,3 +342,16 @@ def test_what_quick_runs_is_there():
         file, _, name = line.partition("::")
         source = (ROOT / file).read_text(encoding="utf-8")
         assert not name or f"def {name}(" in source, line
+
+
+def test_paths_in_pages_exist():
+    """Files and folders that design.md and contributing.md name in code: as they stand, below csrc or in the engine."""
+    named = re.compile(r"`((?:[\w.]+/)+(?:[\w.]+\.(?:py|pyi|c|h|cu|cuh|sh|txt|md))?)`")
+    roots = [ROOT / name for name in (".", "csrc", "python/bitshard", "tests", "benchmarks")]
+    for page in ("design.md", "contributing.md"):
+        found = named.findall((ROOT / "docs" / page).read_text())
+        assert len(found) > 10
+        assert not [name for name in found if not any((root / name).exists() for root in roots)]
+    sharding = re.findall(r"`((?:weights|checkpoints|loading)/\w+)`", (ROOT / "docs/design.md").read_text())
+    modules = {f"{path.parent.name}/{path.stem}" for path in (ROOT / "python/bitshard/sharding").glob("*/[!_]*.py")}
+    assert set(sharding) == modules

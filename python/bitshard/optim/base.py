@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import partial
 from itertools import chain, compress
 from operator import itemgetter
 from typing import Any
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from bitshard.gather import is_dtensor
 from bitshard.maps import create_dynamic_map
-from bitshard.optim import entries, layout, paging
+from bitshard.optim import paging, saved_state, shards
 from bitshard.optim.config import GlobalOptimManager, MockArgs
 from bitshard.optim.failed import Failed
 from bitshard.optim.paged import GlobalPageManager, prefetch_tensor, say_without_gpu
@@ -39,13 +38,12 @@ from bitshard.optim.update import (
 
 DTYPES = {32: torch.float32, 8: torch.uint8}
 COPIED = ("initialized", "name2qmap", "is_paged", "args", "optimizer_name", "non_castable_tensor_keys")
-_tensors = partial(tuple.__new__, Tensors)  # as `Tensors._make`, in a third of the time
 
 
 class Optimizer8bit(torch.optim.Optimizer):
     """Base of all optimizers; `Optimizer1State` and `Optimizer2State` know the algorithms."""
 
-    _FSDP_WRAPPED_QUANT_STATE_KEY = entries.WRAPPED
+    _FSDP_WRAPPED_QUANT_STATE_KEY = saved_state.WRAPPED
     _states = 0
 
     def __init__(self, params: Iterable, defaults: dict[str, Any], optim_bits: int = 32, is_paged: bool = False):
@@ -54,7 +52,7 @@ class Optimizer8bit(torch.optim.Optimizer):
         self.name2qmap: dict[str, Tensor] = {}
         self.is_paged = is_paged
         self._begin()
-        self.non_castable_tensor_keys = set(entries.HIDDEN)
+        self.non_castable_tensor_keys = set(saved_state.HIDDEN)
         if optim_bits == 8:
             self.fill_qmap()
 
@@ -122,7 +120,7 @@ class Optimizer8bit(torch.optim.Optimizer):
         places = [(group, g, i) for g, group in enumerate(self.param_groups) for i in range(len(group["params"]))]
         params = {key: (group["params"][i], self._bits(group, g, i)) for key, (group, g, i) in enumerate(places)}
         saved["state"] = {
-            key: entries.to_entries(value, params[key][0], self._lead(), params[key][1])
+            key: saved_state.to_entries(value, params[key][0], self._lead(), params[key][1])
             if key in params and value
             else value
             for key, value in saved["state"].items()
@@ -138,7 +136,7 @@ class Optimizer8bit(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         groups, saved = self.param_groups, state_dict["param_groups"]
-        entries.check_groups(groups, saved, set(self.defaults) & {"lr", "betas", "eps", "weight_decay"})
+        saved_state.check_groups(groups, saved, set(self.defaults) & {"lr", "betas", "eps", "weight_decay"})
         params = self._parameters()
         by_id = dict(zip(chain.from_iterable(group["params"] for group in saved), params, strict=True))
         places = {id(p): index for index, p in enumerate(params)}
@@ -149,7 +147,7 @@ class Optimizer8bit(torch.optim.Optimizer):
                 continue
             p = by_id[key]
             try:
-                state[p] = entries.from_entries(value, p, self._states, self._lead(), move_to_device, self._page(p))
+                state[p] = saved_state.from_entries(value, p, self._states, self._lead(), move_to_device, self._page(p))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"state of {_describe(p, places[id(p)])}: {error}") from error
         merged = [{**other, "params": group["params"]} for group, other in zip(groups, saved, strict=True)]
@@ -161,7 +159,7 @@ class Optimizer8bit(torch.optim.Optimizer):
 
     def _page(self, p: Tensor) -> Callable[[Tensor], Tensor] | None:
         """What copies a state of `p` to paged memory; None where it is not paged."""
-        part = layout.local(p)
+        part = shards.local(p)
         return (lambda value: self.paging.move(value, part)) if self.is_paged and paging.applies(part) else None
 
     def to_gpu(self) -> None:
@@ -239,7 +237,7 @@ class Optimizer8bit(torch.optim.Optimizer):
         except BaseException:
             for (_, p, gindex, pindex), state, step in zip(work, states, before, strict=True):
                 if state.get("step") != step:
-                    reached.setdefault(p, layout.local(p).numel())
+                    reached.setdefault(p, shards.local(p).numel())
                 if p in reached:
                     self._failed.note(p, _describe(p, pindex, gindex), reached[p])
             raise
@@ -282,7 +280,7 @@ class Optimizer8bit(torch.optim.Optimizer):
 
         def note(index: int, end: int | None) -> None:
             (_, p, *_), settings, _ = paged[index]
-            if end != layout.local(p).numel():
+            if end != shards.local(p).numel():
                 reached[p] = end
             else:
                 self.state[p]["step"] = settings.step
@@ -308,7 +306,7 @@ class Optimizer8bit(torch.optim.Optimizer):
         step = state.get("step")
         self.prefetch_state(p)
         try:
-            with self.paging.whole(state, layout.local(p).device):
+            with self.paging.whole(state, shards.local(p).device):
                 self.update_step(group, p, gindex, pindex)
         except BaseException:
             if state.get("step") != step:
@@ -323,7 +321,7 @@ class Optimizer8bit(torch.optim.Optimizer):
     def _check(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
         """Raise what the update of this parameter would, with its place."""
         try:
-            part = layout.local(p)
+            part = shards.local(p)
             check_parameter(part, self._gradient(p))
             state1 = self.state.get(p, {}).get("state1")
             if state1 is None:
@@ -345,7 +343,7 @@ class Optimizer8bit(torch.optim.Optimizer):
         ):
             seen = [str(getattr(tensor, "placements", "no DTensor")) for tensor in (p, p.grad)]
             raise ValueError(f"the parameter is placed {seen[0]}, its gradient {seen[1]}")
-        return layout.local(p.grad)
+        return shards.local(p.grad)
 
     def _state_dtype(self, p: Tensor, config: dict[str, Any]) -> torch.dtype:
         """float32, or uint8 for optim_bits 8 where the whole parameter has min_8bit_size elements or more."""
@@ -367,7 +365,7 @@ class Optimizer8bit(torch.optim.Optimizer):
 
     def _buffer(self, p: Tensor, dtype: torch.dtype, lead: int) -> Tensor:
         """The same, with a leading 2 for `lead` 1."""
-        part = layout.local(p)
+        part = shards.local(p)
         if self.is_paged and paging.applies(part):
             return self.paging.zeros(part, lead, dtype)
         if self.is_paged and part.device.type == "cpu":
@@ -411,10 +409,10 @@ class _Stateful(Optimizer8bit):
             lead = self._lead() if n == 1 else 0
             state[f"state{n}"] = self._buffer(p, dtype, 1) if lead else self.get_state_buffer(p, dtype=dtype)
             if dtype == torch.uint8:
-                state[f"qmap{n}"] = self._map(key, layout.local(p).device)
-                state[f"absmax{n}"] = entries.new_scales(p, lead)
+                state[f"qmap{n}"] = self._map(key, shards.local(p).device)
+                state[f"absmax{n}"] = saved_state.new_scales(p, lead)
         if config["max_unorm"] > 0.0:
-            state["unorm_vec"] = torch.zeros((1,), device=layout.local(p).device)
+            state["unorm_vec"] = torch.zeros((1,), device=shards.local(p).device)
         self.state[p].update(state)
 
     def _batches(self, work: list[tuple], states: list[dict]) -> tuple[dict[tuple, list[tuple]], list, list[tuple]]:
@@ -436,12 +434,12 @@ class _Stateful(Optimizer8bit):
             parameter = None if batch[0] is None else self._parameter(p, state)
             if parameter is None:
                 single.append(item)
-            elif self.is_paged and paging.is_paged(parameter.state1):
+            elif self.is_paged and paging.is_paged(parameter[2]):
                 if id(p) in streamed:  # twice in the optimizer: its state must first come back
                     single.append(item)
                 else:
                     streamed.add(id(p))
-                    paged.append((item, batch[0], parameter))
+                    paged.append((item, batch[0], Tensors(*parameter)))
             else:
                 batch[1].append((parameter, state))
         batches: dict[tuple, list[tuple]] = {}
@@ -455,8 +453,11 @@ class _Stateful(Optimizer8bit):
         numbers = map(float, (config["lr"], *betas, alpha, config["eps"], config["weight_decay"]))
         return Settings(algorithm(self.optimizer_name), *numbers, step, 1.0, bool(config["skip_zeros"]))
 
-    def _parameter(self, p: Tensor, state: dict[str, Any]) -> Tensors | None:
-        """What a step updates of this rank's part of p; None where that must be looked at closely."""
+    def _parameter(self, p: Tensor, state: dict[str, Any]) -> tuple | None:
+        """The fields of `Tensors` for this rank's part of p; None where that must be looked at closely.
+
+        No `Tensors` yet, which takes longer to make than all the rest: a tenth of a step of many small parameters.
+        """
         g = p.grad
         if type(p) is not torch.nn.Parameter and is_dtensor(p):
             if not is_dtensor(g) or p.placements != g.placements or p.device_mesh != g.device_mesh:
@@ -467,13 +468,13 @@ class _Stateful(Optimizer8bit):
             return None
         qmap1 = state.get("qmap1")
         if qmap1 is None:
-            return _tensors((g, p, state1, state.get("state2"), None, None, None, None))
+            return (g, p, state1, state.get("state2"), None, None, None, None)
         qmap2 = state.get("qmap2")
         if id(qmap1) not in self._maps:
             qmap1 = self._share_map(state, "qmap1")
         if qmap2 is not None and id(qmap2) not in self._maps:
             qmap2 = self._share_map(state, "qmap2")
-        return _tensors((g, p, state1, state.get("state2"), qmap1, qmap2, state["absmax1"], state.get("absmax2")))
+        return (g, p, state1, state.get("state2"), qmap1, qmap2, state["absmax1"], state.get("absmax2"))
 
     def _share_map(self, state: dict[str, Any], key: str) -> Tensor:
         """The map of a state; where an equal one is known, that one takes its place, for one launch serves one map."""
@@ -494,14 +495,14 @@ class _Stateful(Optimizer8bit):
     @torch.no_grad()
     def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
         """Update this rank's part of one parameter, which has a gradient, and its state."""
-        with self.paging.whole(self.state[p], layout.local(p).device):
+        with self.paging.whole(self.state[p], shards.local(p).device):
             self._update_whole(group, p, gindex, pindex)
 
     def _update_whole(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
         state, config = self.state[p], self.get_config(gindex, pindex, group)
         settings, bound = self._settings(config, int(state["step"]) + 1), UNBOUNDED
         own = (state.get(name) for name in Tensors._fields[2:])
-        tensors = Tensors(self._gradient(p), layout.local(p), *own)
+        tensors = Tensors(self._gradient(p), shards.local(p), *own)
         if tensors.qmap1 is None and config["max_unorm"] > 0.0:
             settings, bound = self._bounded(p, config, settings, tensors)
         if tensors.p.numel():
@@ -517,18 +518,18 @@ class _Stateful(Optimizer8bit):
         state, part = self.state[p], tensors.p
         values = part.float() if part.dtype is torch.float64 else part
         squares = torch.linalg.vector_norm(values, dtype=torch.float32).square()
-        limit = float(layout.global_norm(squares, p))
+        limit = float(shards.global_norm(squares, p))
         if "unorm_vec" not in state:
             state["unorm_vec"] = torch.zeros((1,), device=part.device)
         whole = Bound(state["unorm_vec"], config["max_unorm"], limit)
-        if not layout.is_split(p):
+        if not shards.is_split(p):
             return settings, whole
         if part.numel():
             copies = {
                 name: value.clone() for name, value in tensors._asdict().items() if name != "g" and value is not None
             }
             update(settings._replace(lr=0.0), tensors._replace(**copies), whole)
-        norm = float(layout.global_norm(state["unorm_vec"], p))
+        norm = float(shards.global_norm(state["unorm_vec"], p))
         limit = config["max_unorm"] * limit + (config["eps"] if self._states == 1 else 0.0)
         if norm <= limit:
             return settings, UNBOUNDED

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from bitshard.gather import is_dtensor
-from bitshard.optim import layout
+from bitshard.optim import shards
 
 
 class _Mark(NamedTuple):
@@ -49,7 +49,7 @@ class Failed:
     def note(self, p: Tensor, name: str, end: int | None) -> None:
         """Of this rank's part of `p` the first `end` elements are updated, and so is their state; None: not known."""
         own = _own(p.grad)
-        self._marks[p] = _Mark(TensorWeakRef(own), _version(own), end, layout.local(p).numel(), name)
+        self._marks[p] = _Mark(TensorWeakRef(own), _version(own), end, shards.local(p).numel(), name)
 
     def end_of(self, p: Tensor) -> int | None:
         """Elements that the step with the gradient of `p` has updated: 0 where it must begin, None for all.

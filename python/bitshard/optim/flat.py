@@ -8,7 +8,7 @@ were asked for, float32 state has the scale -1 (`PLAIN`) at each element. Paddin
 zero.
 
 On the number of ranks that saved it the state is exactly what it was. On another one the parts begin elsewhere: where
-blocks differ, values are quantized again, with the error that `layout` states.
+blocks differ, values are quantized again, with the error that `shards` states.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bitshard import ops
 from bitshard.maps import create_dynamic_map
-from bitshard.optim.layout import BLOCKSIZE
+from bitshard.optim.shards import BLOCKSIZE
 
 PLAIN = -1.0
 

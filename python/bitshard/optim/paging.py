@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from bitshard import ops
-from bitshard.optim.layout import BLOCKSIZE
 from bitshard.optim.paged import host_bytes
+from bitshard.optim.shards import BLOCKSIZE
 from bitshard.optim.update import Settings, Tensors, give_back, update, update_all, working
 
 PAGED_FROM = 100_000  # elements, as in bitsandbytes: smaller states stay on the device

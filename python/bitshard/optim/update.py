@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bitshard import _C, ops
-from bitshard.optim.layout import BLOCKSIZE
+from bitshard.optim.shards import BLOCKSIZE
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 

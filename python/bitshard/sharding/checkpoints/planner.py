@@ -4,7 +4,7 @@ torch loads tensors of equal size only. Packed bytes have another size and dtype
 that is not sharded, the dtype of the model in one that FSDP shards. And the JSON entry of a sharded weight is padded
 with spaces. So bytes are read as bytes here: each rank reads the elements of the file that have its own bytes.
 
-The scales of 8-bit optimizer state have another shape in one process than on shards (`bitshard.optim.layout`), 4 bytes
+The scales of 8-bit optimizer state have another shape in one process than on shards (`bitshard.optim.shards`), 4 bytes
 for 256 elements, or for less where rows are short. They are read whole, as they were saved, in the place of those that
 were asked for: `load_state_dict` of the optimizer makes its own of them.
 """
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from bitshard import gather, ops
-from bitshard.optim import entries
+from bitshard.optim import saved_state
 from bitshard.shard import PackedShard
 from bitshard.sharding.weights.state_entries import BLOB_PREFIX
 
@@ -193,7 +193,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 raise ValueError(_other_bits(key, saved[key].properties.dtype, value.dtype))
             elif _in_state(key, "absmax1", "absmax2") and saved[key].size != value.size():
                 plans.append(_Scales(key, saved[key], value))
-        unsaid = {key for key in self.state_dict if _in_state(key, entries.BITS) and key not in saved}
+        unsaid = {key for key in self.state_dict if _in_state(key, saved_state.BITS) and key not in saved}
         if not plans and not unsaid:
             return super().create_local_plan()
         ours = {part.key for part in plans} | unsaid  # of one process, which does not save the bits
@@ -250,7 +250,7 @@ class LoadPlanner(DefaultLoadPlanner):
 def _in_state(key: str, *names: str) -> bool:
     """Whether this is one of these tensors of a quantized optimizer's state."""
     path, _, name = key.rpartition(".")
-    return name in names and path.endswith(f".{entries.WRAPPED}")
+    return name in names and path.endswith(f".{saved_state.WRAPPED}")
 
 
 def _other_bits(key: str, saved: torch.dtype, wanted: torch.dtype) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bitshard import ops
 from bitshard.gather import is_dtensor
-from bitshard.optim import flat, layout
+from bitshard.optim import flat, shards
 
 WRAPPED = "__bnb_optimizer_quant_state__"
 HIDDEN = {
@@ -44,7 +44,7 @@ def to_entries(state: dict[str, Any], p: Tensor, lead: int, bits: int) -> dict[s
     `bits` are what the settings ask for; a small part of a parameter is in 32 all the same.
     """
     if flat.is_flat(p) and "state1" in state:
-        device = layout.local(p).device  # FSDP1 gathers there what is in paged memory
+        device = shards.local(p).device  # FSDP1 gathers there what is in paged memory
         tensors = {key: value.detach().to(device) for key, value in state.items() if isinstance(value, Tensor)}
         return flat.to_entries(state | tensors, lead, bits)
     entries = {key: value for key, value in state.items() if key not in HIDDEN}
@@ -58,8 +58,8 @@ def _entry(key: str, value: Any, p: Tensor, lead: int) -> Any:
     if not isinstance(value, Tensor) or is_dtensor(value):
         return value
     if key in ("state1", "state2"):
-        return layout.values_to_entry(value.detach(), p, lead if key == "state1" else 0)
-    return layout.scales_to_entry(value, p) if key in ("absmax1", "absmax2") else value
+        return shards.values_to_entry(value.detach(), p, lead if key == "state1" else 0)
+    return shards.scales_to_entry(value, p) if key in ("absmax1", "absmax2") else value
 
 
 def from_entries(
@@ -105,14 +105,14 @@ def _check_tensor(key: Any, value: Any, p: Tensor) -> None:
         return
     if value.layout is not torch.strided:
         raise TypeError(f"{key} is sparse ({value.layout})")
-    if value.is_meta and not layout.local(p).is_meta:
+    if value.is_meta and not shards.local(p).is_meta:
         raise ValueError(f"{key} is on the meta device, which has no values")
 
 
 def _copy(value: Any, p: Tensor, move: bool) -> Any:
     if not isinstance(value, Tensor):
         return deepcopy(value)
-    return value.detach().to(layout.local(p).device if move and value.dim() else value.device, copy=True)
+    return value.detach().to(shards.local(p).device if move and value.dim() else value.device, copy=True)
 
 
 def _step(value: Any) -> int:
@@ -152,18 +152,18 @@ def _check_bits(bits: Any, entries: dict[str, Any]) -> None:
 def _values(entries: dict[str, Any], n: int, p: Tensor, lead: int, move: bool, page: Page | None) -> dict[str, Any]:
     """state<n> of this rank, with its map and scales where it is in 8 bits."""
     name, value = f"state{n}", entries[f"state{n}"]
-    device = layout.local(p).device if move else layout.local(value).device
+    device = shards.local(p).device if move else shards.local(value).device
     keep = page or (lambda part: part.to(device, copy=True, memory_format=torch.contiguous_format))
     if value.dtype == torch.float32:
-        part = layout.own_part(value, p, lead, name)
+        part = shards.own_part(value, p, lead, name)
         return {name: keep(part)}
     absmax = entries.get(f"absmax{n}")
     if not isinstance(absmax, Tensor) or absmax.dtype != torch.float32:
         raise ValueError(f"{name} is in 8 bits and has no float32 absmax{n}: only blocks of 256 are supported")
-    qmap, beside = _vector(entries, f"qmap{n}", 256, p, False), layout.local(value).device
+    qmap, beside = _vector(entries, f"qmap{n}", 256, p, False), shards.local(value).device
     if not is_dtensor(absmax):
         absmax = absmax.to(beside)
-    codes, scales = layout.own_codes(value, absmax, qmap.to(beside), p, lead, name)
+    codes, scales = shards.own_codes(value, absmax, qmap.to(beside), p, lead, name)
     return {name: keep(codes), f"qmap{n}": qmap.to(device), f"absmax{n}": scales.to(device, copy=True)}
 
 
@@ -175,7 +175,7 @@ def _vector(entries: dict[str, Any], key: str, size: int, p: Tensor, move: bool)
     if not isinstance(value, Tensor) or value.dtype != torch.float32 or tuple(value.shape) != (size,):
         seen = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{key} must be float32 [{size}], got {seen}")
-    return value.detach().to(layout.local(p).device if move else value.device, copy=True)
+    return value.detach().to(shards.local(p).device if move else value.device, copy=True)
 
 
 def check_groups(groups: list[dict], saved: Any, needed: set[str]) -> None:
@@ -220,5 +220,5 @@ def _check_setting(index: int, key: str, value: Any) -> None:
 
 def new_scales(p: Tensor, lead: int) -> Tensor:
     """Zeros for the scales of this rank's blocks: float32 [blocks], or [2, blocks] for AdEMAMix's pair."""
-    blocks = ops.block_count(layout.local(p).numel(), layout.BLOCKSIZE)
-    return torch.zeros((*(2,) * lead, blocks), dtype=torch.float32, device=layout.local(p).device)
+    blocks = ops.block_count(shards.local(p).numel(), shards.BLOCKSIZE)
+    return torch.zeros((*(2,) * lead, blocks), dtype=torch.float32, device=shards.local(p).device)
