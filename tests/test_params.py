@@ -494,11 +494,11 @@ def test_uint8_in_a_float_container(monkeypatch, dtype, shape):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 15, 16, 17, 1000])
 def test_repack(n):
-    data, _ = functional.quantize_4bit(torch.randn(n))
+    data, state = functional.quantize_4bit(torch.randn(n))
     for dtype in cases.STORAGES:
-        packed = repack(data, dtype, n)
+        packed = repack(data, dtype, state)
         assert packed.dtype is dtype and packed.shape == (_C.storage_elements(n, dtype.itemsize), 1)
-        assert torch.equal(repack(packed, torch.uint8, n), data)
+        assert torch.equal(repack(packed, torch.uint8, state), data)
 
 
 # ---- what others ask and set ----

@@ -33,6 +33,7 @@ LAYERS = [
     "reordered",
     "functional",
     "optim",
+    "foreign",
     "guards",
     "adapters",
     "tensor",

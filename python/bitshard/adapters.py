@@ -6,8 +6,8 @@ DoRA's magnitudes in float32, which bfloat16 would freeze. The first forward wou
 
 FSDP1 of torch 2.10 takes several dtypes but clips gradients of one dtype only, so there it is the same.
 
-Nobody is patched: accelerate asks each packed weight whether it is of a float dtype, FSDP1 how large it is, and the
-answer looks at who asks. In another release, where nobody asks so, nothing is cast and torch raises.
+Nobody is patched: accelerate asks each packed weight whether it is of a float dtype, FSDP1 how large it is
+(`bitshard.foreign`). In another release, where nobody asks so, nothing is cast and torch raises.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import logging
 import torch
 from torch import nn
 
-from bitshard import gather
-from bitshard.guards import Packed, asker
+from bitshard import foreign, gather
+from bitshard.guards import Packed
 from bitshard.state import dtype_name
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ def before_fsdp2() -> None:
     several dtypes, the trainable parameters of that model get one. The module around a 4-bit layer is its adapter where
     it holds no other; it lies within one unit of FSDP2, so that torch would have raised.
     """
-    frame = asker()
-    if frame is None or frame.f_code.co_name != "fsdp2_prepare_model":
+    frame = foreign.asked_by(foreign.FSDP2_PREPARES)
+    if frame is None:
         return
     model, name = frame.f_locals.get("model"), frame.f_locals.get("name")
     if isinstance(model, nn.Module) and isinstance(name, str) and mixes(model, name):
@@ -46,9 +46,8 @@ def before_fsdp1(weight: torch.Tensor) -> None:
     Where that is FSDP1 looking through a model before it wraps a part of it, and an adapter in it has several dtypes,
     the trainable parameters of that model get one.
     """
-    frame = asker()
-    frame = frame.f_back if frame is not None and frame.f_code.co_name == "<genexpr>" else frame
-    if frame is None or frame.f_code.co_name != "_recursive_wrap":
+    frame = foreign.asked_by(foreign.FSDP1_WRAPS)
+    if frame is None:
         return
     model = frame.f_locals.get("module")
     packed = [name for name, p in model.named_parameters() if isinstance(p, Packed)] if _first(model, weight) else []

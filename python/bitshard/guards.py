@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 import threading
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import torch
@@ -45,24 +43,6 @@ def module_move() -> Iterator[None]:
 def in_module_move() -> bool:
     """Whether this thread is moving a module's parameters now."""
     return _moves.depth > 0
-
-
-def asker() -> FrameType | None:
-    """The frame of the foreign code whose question about a weight is being answered."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("bitshard."):
-        frame = frame.f_back
-    return frame
-
-
-def transformers_reserves() -> bool:
-    """Whether transformers is asking, which allocates the sum of all sizes at once, to warm the allocator up.
-
-    It does so before it loads, and counts whole weights also where a rank keeps a part (5.17 counts DTensors whole,
-    too): more than a small GPU has.
-    """
-    frame = asker()
-    return frame is not None and frame.f_code.co_name == "get_total_byte_count"
 
 
 class Packed:

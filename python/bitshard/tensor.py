@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitshard import adapters, agreement, functional, gather, guards, kept_part, launch, ops
+from bitshard import adapters, agreement, foreign, functional, gather, guards, kept_part, launch, ops
 from bitshard.checks import check_format, check_packed, check_storage
 from bitshard.container import container_dtype, repack, shardable_dtype
-from bitshard.guards import Packed, PackedData, asker, cast_error, grad_error, in_module_move, packed_among, plain
+from bitshard.guards import Packed, PackedData, cast_error, grad_error, in_module_move, packed_among, plain
 from bitshard.shard import PackedShard
 from bitshard.state import VALUE_DTYPES, QuantState, dtype_name
 
@@ -511,8 +511,8 @@ def _detach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """detach(), by which DDP takes what it then sends from rank 0 to all others: bytes without their scales."""
     weight = args[0] if args else kwargs.get("input", kwargs.get("self"))
     if not torch.compiler.is_compiling() and isinstance(weight, Params4bit) and weight.bnb_quantized:
-        frame = asker()
-        if frame is not None and frame.f_code.co_name == "_sync_module_states":
+        frame = foreign.asked_by(foreign.DDP_SENDS)
+        if frame is not None:
             _compare_before_ddp(weight, frame.f_locals.get("module"), frame.f_locals.get("process_group"))
     return _keep_class(func, args, kwargs)
 
@@ -580,19 +580,13 @@ def _is_floating_point(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     adapters.before_fsdp2()
     if answer:
         return answer
-    if _fsdp1_flattens():
+    if foreign.asked_by(foreign.FSDP1_FLATTENS):
         raise ValueError(
             f"FSDP1 cannot shard 4-bit weights that are kept as {dtype_name(weight.dtype)}: load the model with "
             "bnb_4bit_quant_storage= the dtype of the model, or after TrainingArguments(fsdp=...) or `accelerate "
             "launch` have told this process that FSDP shards; or use FSDP2 (fully_shard)"
         )
     return launch.sharding_begins() and isinstance(weight, Params4bit) and weight._enter_float_container()
-
-
-def _fsdp1_flattens() -> bool:
-    """Whether FSDP1's check of the tensors that it flattens is what is asking."""
-    frame = asker()
-    return frame is not None and frame.f_code.co_name == "_validate_tensors_to_flatten"
 
 
 def _set_requires_grad(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -643,7 +637,7 @@ def _numel(func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
         adapters.before_fsdp1(weight)
     if not weight.is_meta or not isinstance(weight, Params4bit) or torch.compiler.is_compiling() or not launch.cuts():
         return n
-    return -(-n // launch.world()) if guards.transformers_reserves() else n
+    return -(-n // launch.world()) if foreign.asked_by(foreign.TRANSFORMERS_RESERVES) else n
 
 
 def _handlers() -> dict[Any, Any]:

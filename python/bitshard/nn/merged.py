@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitshard import ops
-from bitshard.guards import asker, plain
+from bitshard import foreign, ops
+from bitshard.guards import plain
 from bitshard.state import QuantState
 from bitshard.tensor import Params4bit
 
@@ -44,12 +44,13 @@ class Writer:
     @classmethod
     def of(cls, owner: torch.nn.Module) -> Writer | None:
         """Who is giving `owner` a weight now; None where that is somebody else."""
-        frame = asker()
+        frame = foreign.asker()
         while frame is not None:
-            code = frame.f_code
-            if code.co_name in ("merge", "unmerge") and _base_of(frame.f_locals.get("self")) is owner:
+            unmerges = foreign.is_of(frame, foreign.PEFT_UNMERGES)
+            known = unmerges or foreign.is_of(frame, foreign.PEFT_MERGES)
+            if known and _base_of(frame.f_locals.get("self")) is owner:
                 tuner, adapter = frame.f_locals["self"], frame.f_locals.get("active_adapter")
-                return cls(tuner, adapter, code.co_name == "unmerge", code.co_argcount > 1)
+                return cls(tuner, adapter, unmerges, frame.f_code.co_argcount > 1)
             frame = frame.f_back
         return None
 

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from bitshard import functional, gather
-from bitshard.guards import asker
+from bitshard import foreign, functional, gather
 from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
 from bitshard.state import QuantState
 from bitshard.tensor import Params4bit
@@ -190,12 +189,11 @@ def _parametrized_state_dict_post_hook(
 
 def _for_transformers() -> bool:
     """Whether the state dict that is being made is one of transformers' `save_pretrained`."""
-    frame = asker()
+    frame = foreign.asker()
     while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
         frame = frame.f_back
-    if frame is None or frame.f_code.co_name != "save_pretrained":
-        return False
-    return frame.f_globals.get("__name__") == "transformers.modeling_utils"
+    saves = foreign.TRANSFORMERS_SAVES
+    return frame is not None and foreign.is_of(frame, saves) and frame.f_globals.get("__name__") == saves.module
 
 
 def _before_loading(

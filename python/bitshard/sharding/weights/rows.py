@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bitshard import functional, gather, guards, launch, ops
+from bitshard import foreign, functional, gather, launch, ops
 from bitshard.container import repack, shardable_dtype
 from bitshard.shard import PackedShard, ShardedScales
 from bitshard.sharding.weights.record import record_of, start_over
@@ -40,7 +40,7 @@ class _AwaitedWeight(DTensor):
 
     def numel(self) -> int:
         """The number of elements."""
-        return self._local_tensor.numel() if guards.transformers_reserves() else super().numel()
+        return self._local_tensor.numel() if foreign.asked_by(foreign.TRANSFORMERS_RESERVES) else super().numel()
 
 
 class AwaitedRows:

@@ -1,0 +1,98 @@
+"""Functions of other libraries that are known by name: what each asks of a packed weight, and what it gets.
+
+Nobody is patched. These libraries ask a weight something (whether it is of a float dtype, how large it is), and the
+right answer, or what must happen first, depends on who asks. Where a library renames its function nothing is done for
+it any more: `tests/test_foreign.py` looks into the installed libraries and fails then, before a user sees it.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import NamedTuple
+
+
+class Foreign(NamedTuple):
+    """A function of another library.
+
+    Attributes:
+        module, function: where it is defined, and its qualified name there.
+        asks: what stands in its source where it asks.
+        why: what it gets for an answer, and why.
+    """
+
+    module: str
+    function: str
+    asks: str
+    why: str
+
+
+FSDP2_PREPARES = Foreign(
+    "accelerate.utils.fsdp_utils",
+    "fsdp2_prepare_model",
+    "is_floating_point()",
+    "upcasts the trainable parameters of other models before FSDP2 takes them: here they get one dtype at this moment",
+)
+FSDP1_WRAPS = Foreign(
+    "torch.distributed.fsdp.wrap",
+    "_recursive_wrap",
+    "numel()",
+    "before it wraps a part of a model, whose trainable parameters get one dtype, which FSDP1 of torch 2.10 needs",
+)
+FSDP1_FLATTENS = Foreign(
+    "torch.distributed.fsdp._flat_param",
+    "FlatParamHandle._validate_tensors_to_flatten",
+    "is_floating_point()",
+    "refuses bytes in an integer container in words of its own: the error here names the setting to change",
+)
+DDP_SENDS = Foreign(
+    "torch.distributed.utils",
+    "_sync_module_states",
+    "detach()",
+    "sends packed bytes of rank 0 without their scales: ranks compare their weights first",
+)
+TRANSFORMERS_RESERVES = Foreign(
+    "transformers.modeling_utils",
+    "get_total_byte_count",
+    "numel()",
+    "allocates the sum of all sizes at once before it loads, to warm the allocator up, and counts whole weights also "
+    "where a rank keeps a part (5.17 counts DTensors whole, too): more than a small GPU has",
+)
+TRANSFORMERS_SAVES = Foreign(
+    "transformers.modeling_utils",
+    "PreTrainedModel.save_pretrained",
+    "state_dict()",
+    "writes files that nobody could read where weights are parametrized: that raises",
+)
+PEFT_MERGES = Foreign(
+    "peft.tuners.lora.bnb", "Linear4bit.merge", "active_adapter", "gives a layer new bytes: those from before are kept"
+)
+PEFT_UNMERGES = Foreign(
+    "peft.tuners.lora.bnb",
+    "Linear4bit.unmerge",
+    "merged_adapters",
+    "gives a layer new bytes: it gets those from before",
+)
+KNOWN = (FSDP2_PREPARES, FSDP1_WRAPS, FSDP1_FLATTENS, DDP_SENDS, TRANSFORMERS_RESERVES, TRANSFORMERS_SAVES)
+KNOWN += (PEFT_MERGES, PEFT_UNMERGES)
+
+
+def asker() -> FrameType | None:
+    """The frame of the foreign code whose question about a weight is being answered."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("bitshard."):
+        frame = frame.f_back
+    return frame
+
+
+def is_of(frame: FrameType, known: Foreign) -> bool:
+    """Whether a frame is of a known function, by its name: copies in other libraries count."""
+    return frame.f_code.co_name == known.function.rpartition(".")[2]
+
+
+def asked_by(known: Foreign) -> FrameType | None:
+    """The frame of a known function where that is who asks, perhaps in a generator; else None."""
+    frame = asker()
+    if frame is not None and frame.f_code.co_name == "<genexpr>":
+        frame = frame.f_back
+    return frame if frame is not None and is_of(frame, known) else None
