@@ -27,6 +27,7 @@ LAYERS = [
     "shard",
     "gather",
     "kept_part",
+    "place",
     "inventory",
     "blockwise",
     "reordered",

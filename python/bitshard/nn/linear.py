@@ -125,7 +125,7 @@ class Linear4bit(HoldsPackedWeight, nn.Linear):
         super().__setstate__(state)
         if "packed_weight" not in state:
             self.packed_weight = PackedWeight(self, "weight", (self.out_features, self.in_features))
-            self.packed_weight.state = foreign_state
+            self.packed_weight.known(foreign_state)
         weight = self._parameters.get("weight")
         if type(weight) is nn.Parameter and vars(weight).get("quant_state") is not None:
             weight = Params4bit(weight.data, weight.requires_grad, **vars(weight))
@@ -144,7 +144,7 @@ def fix_4bit_weight_quant_state_from_module(module: nn.Module) -> None:
     held = getattr(module, "packed_weight", None)
     if held is None:  # a layer of somebody else's
         held = PackedWeight(module, "weight")
-        held.state = module.quant_state
+        held.known(module.quant_state)
     held.reconcile(module.weight)
     if module.quant_state is not held.state:
         module.quant_state = held.state

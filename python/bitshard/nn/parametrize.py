@@ -30,7 +30,7 @@ class Bnb4bitParametrization(nn.Module):
     def __init__(self, quant_state: QuantState) -> None:
         super().__init__()
         self.packed_weight = PackedWeight(self, "original", quant_state.shape)
-        self.packed_weight.state = quant_state
+        self.packed_weight.known(quant_state)
 
     @property
     def quant_state(self) -> QuantState:
