@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 
-from bitshard import _C, gather, inventory
+from bitshard import _C, gather
 from bitshard.lora.product import LoraLinear4Bit, product
 from bitshard.nn.linear import Linear4bit as Base
 from bitshard.nn.linear import LinearFP4, LinearNF4
-from bitshard.state import VALUE_DTYPES, QuantState, dtype_name
-from bitshard.tensor import Params4bit
+from bitshard.state import VALUE_DTYPES, dtype_name
 
 Peft = bnb.Linear4bit
 
@@ -76,9 +75,7 @@ class Linear4bit(Peft):
             factor = factor_dtype(self, x, A)
             if factor is None:
                 return Peft.forward(self, x)
-        packed, state, bias, compute = of_base(base, x)
-        if bias is not None and bias.dtype is not compute:
-            bias = bias.to(compute)
+        packed, state, bias, compute = base.operands(x)
         if torch.is_grad_enabled() and (x.requires_grad or A.requires_grad or B.requires_grad):
             return _apply(_unwrap(x), _unwrap(A), _unwrap(B), packed, state, bias, scale, compute, factor)
         return product(x, A, B, packed, state, bias, scale, compute, factor)[0]
@@ -216,27 +213,3 @@ def factor_dtype(layer: nn.Module, x: Tensor, A: Tensor) -> torch.dtype | None:
         return A.dtype if A.dtype is x.dtype or layer.__dict__["cast_input_dtype_enabled"] else None
     chosen = torch.get_autocast_dtype(device)
     return chosen if chosen in DTYPES and {x.dtype, A.dtype} <= {chosen, torch.float32} else None
-
-
-def of_base(base: Base, x: Tensor) -> tuple[Tensor, QuantState, Tensor | None, torch.dtype]:
-    """(packed weight, its state, bias, dtype of the product) for x: what `Base.forward` does before it multiplies."""
-    mine = base.__dict__
-    parameters, held = mine["_parameters"], mine["packed_weight"]
-    weight = parameters["weight"] if "weight" in parameters else base.weight
-    state = held.state
-    if (
-        state is None
-        or type(weight) is not Params4bit
-        or weight.quant_state is not state
-        or (held.foreign and held.checked is not state)
-    ):
-        weight, state = held.ready(weight)
-    if not held.reported:
-        inventory.report(base)
-    if held.unwatched and torch.is_grad_enabled():
-        held.watch()
-    if not mine["compute_type_is_set"]:
-        base.set_compute_type(x)
-        base.compute_type_is_set = True
-    bias = parameters["bias"] if "bias" in parameters else base.bias
-    return weight, state, bias, mine["compute_dtype"] or x.dtype

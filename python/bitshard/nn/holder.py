@@ -95,11 +95,20 @@ class PackedWeight:
     # -- for a forward --
 
     def ready(self, weight: Tensor) -> tuple[Tensor, QuantState]:
-        """The weight and state for a forward that found `weight`, where they are not simply the layer's own.
+        """The weight and state for a forward that found `weight`.
 
-        A weight that was put here with a state of its own brings it; bytes delivered by others are checked once per
-        state (`verify`). RuntimeError or ValueError where there is no state, or the weight is no packed column.
+        The layer's own, trusted, are simply these. A weight that was put here with a state of its own brings it; bytes
+        delivered by others are checked once per state (`verify`). RuntimeError or ValueError where there is no state,
+        or the weight is no packed column.
         """
+        state = self.state
+        if (
+            state is not None
+            and type(weight) is Params4bit
+            and weight.quant_state is state
+            and (not self.foreign or self.checked is state)
+        ):
+            return weight, state
         brought = getattr(weight, "quant_state", None) is not None
         self.reconcile(weight)
         state = self.state
