@@ -36,9 +36,8 @@ import cases  # noqa: E402
 import optimizers  # noqa: E402
 import reference  # noqa: E402
 from bitshard import _C, functional  # noqa: E402
-from cards import BF16, BYTES_4BIT, F16, choose  # noqa: E402
-from helpers.cards import Card  # noqa: E402
 
+BYTES_4BIT = 0.5 + 1 / 64 + 4 / 64 / 256  # of a weight, nested scales, blocksize 64
 SECONDS = 150.0  # of the timings; exactness and the start take some more
 LARGEST = 3 << 30  # bytes of tensors at a time
 SEND = "Please open an issue in bitshard's repository and attach this file. It names neither you nor your machine."
@@ -475,8 +474,9 @@ def kernel_name(device: torch.device, M: int, N: int, K: int, gradient: bool = F
     if device.type != "cuda":
         return "-"
     properties = torch.cuda.get_device_properties(device)
-    card = Card(10 * properties.major + properties.minor, properties.multi_processor_count, 0, 0, 0, 0, 0)
-    return choose(card, M, N, K, F16 if sixteen_bits(device) is torch.float16 else BF16, None, gradient).kernel
+    dtype = 1 if sixteen_bits(device) is torch.float16 else 2  # as the C core counts
+    sm, sms = 10 * properties.major + properties.minor, properties.multi_processor_count
+    return _C.plan_linear_4bit(M, N, K, dtype, sm, sms, gradient=gradient)["kernel"]
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------

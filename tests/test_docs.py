@@ -50,7 +50,6 @@ COMMANDS = {
         "tests/test_fsdp_axes.py::test_two_ranks"
     ),
     "python benchmarks/bench.py --report": "tests/test_bench_report.py::test_what_is_in_the_file",
-    "python benchmarks/cards.py": "tests/test_cards.py::test_the_program_prints_all_tables",
     "MODEL=folder torchrun --nproc-per-node 2 train70b.py": "tests/test_docs.py::test_the_script_for_70b",
 }
 

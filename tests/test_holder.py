@@ -1,13 +1,15 @@
 """A layer's packed weight wherever it is: in one word, in copies of the layer, while a state dict is being loaded."""
 
 import copy
+import pickle
 
 import pytest
 import torch
-from bitshard import fsdp
+from bitshard import fsdp, launch
 from bitshard.nn.holder import Place
 from bitshard.nn.linear import Linear4bit
 from bitshard.nn.parametrize import replace_parameter_4bit
+from bitshard.tensor import Params4bit
 from torch import nn
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
@@ -101,6 +103,111 @@ def test_places_under_fsdp1(group, orig):
         torch.randn(2, 64)
     )
     assert places == [Place.VIEW]
+
+
+def place(module):
+    return module.packed_weight.place
+
+
+def test_a_weight_is_float_until_it_is_quantized():
+    """In place, loaded packed, or by a state that comes with the weight or that foreign code sets."""
+    module = layer()
+    assert place(module) is Place.FLOAT
+    module.to("cpu")
+    assert place(module) is Place.WHOLE
+    module.weight = Params4bit(torch.randn(24, 64), quant_type="nf4", module=module)
+    assert place(module) is Place.FLOAT
+    module.to("cpu")
+    assert place(module) is Place.WHOLE
+    loaded, told, found = layer(), layer(), layer()
+    loaded.load_state_dict(module.state_dict())
+    assert place(loaded) is Place.WHOLE
+    told.quant_state = module.quant_state
+    assert place(told) is Place.WHOLE
+    found._parameters["weight"] = copy.deepcopy(module.weight)  # as accelerate puts one there
+    assert place(found) is Place.FLOAT
+    found(torch.randn(2, 64))
+    assert place(found) is Place.WHOLE
+
+
+def test_a_view_stays_one_until_a_parameter_takes_its_place():
+    module = layer().to("cpu")
+    bytes_, state = module.weight.data.as_subclass(torch.Tensor).clone().view(-1, 1), module.quant_state
+    module.weight = nn.Parameter(bytes_, requires_grad=False)
+    assert place(module) is Place.VIEW
+    module.weight = nn.Parameter(torch.randn(24, 64), requires_grad=False)
+    assert place(module) is Place.WHOLE
+    del module.weight
+    module.weight = bytes_
+    assert place(module) is Place.VIEW and type(module.weight) is Params4bit
+    module.weight = layer(5).to("cpu").weight  # written into the view
+    assert place(module) is Place.VIEW
+    other, flattened = layer().to("cpu"), Params4bit.of_state(bytes_, state, torch.bfloat16, module)
+    flattened._fsdp_flattened = True
+    other.weight = flattened
+    assert place(other) is Place.VIEW
+
+
+def test_a_part_becomes_a_shard_or_a_whole_weight(group, monkeypatch):
+    monkeypatch.setattr(launch, "cuts", lambda: True)
+    one, other, given = layer().to("cpu"), layer().to("cpu"), layer(5)
+    assert place(one) is place(other) is Place.PART
+    with pytest.raises(TypeError, match="cannot assign"):
+        one.weight = torch.ones(24, 64)
+    assert place(one) is Place.PART
+    monkeypatch.setattr(launch, "cuts", lambda: False)
+    one.weight = layer(5).to("cpu").weight
+    assert place(one) is Place.WHOLE
+    given.weight = other.weight
+    assert place(given) is Place.FLOAT  # its state is still to be found
+    given.quant_state = other.quant_state
+    given.weight = other.weight
+    assert place(given) is Place.PART
+    shard_around(other)
+    assert place(other) is Place.SHARD
+
+
+def test_rows_that_are_awaited_become_a_shard(group, monkeypatch):
+    """Sharded on the meta device; gathered, while it is float, it is a float weight."""
+    from bitshard.sharding.weights import rows
+
+    with torch.device("meta"):
+        module = layer()
+    outer, seen = shard_around(module), []
+    assert place(module) is Place.AWAITED
+    outer.to_empty(device="cpu")
+    assert place(module) is Place.AWAITED
+    outer.unshard()
+    assert place(module) is Place.FLOAT
+    outer.reshard()
+    assert place(module) is Place.AWAITED
+    monkeypatch.setattr(rows, "start_over", lambda *args, run=rows.start_over: (seen.append(place(module)), run(*args)))
+    fsdp.quantize(outer)
+    assert place(module) is Place.SHARD and seen == [Place.SHARD]
+    outer(torch.randn(2, 64))
+    assert place(module) is Place.GATHERED
+    module.weight = layer(5).to("cpu").weight  # written into the shards
+    assert place(module) is Place.GATHERED
+    outer.reshard()
+    assert place(module) is Place.SHARD
+    module.weight = layer(5).to("cpu").weight
+    assert place(module) is Place.SHARD
+
+
+def test_a_replica_leaves_the_place_alone():
+    """DataParallel's copies name the holder of the layer that they are made from."""
+    module = layer().to("cpu")
+    replica = module._replicate_for_data_parallel()
+    replica._parameters.pop("weight", None)
+    replica.weight = module.weight.data.as_subclass(torch.Tensor).view(-1, 1)
+    assert place(module) is Place.WHOLE
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_pickles_from_before_places_were_kept(quantized):
+    module = layer().to("cpu") if quantized else layer()
+    del module.packed_weight.place
+    assert place(pickle.loads(pickle.dumps(module))) is (Place.WHOLE if quantized else Place.FLOAT)
 
 
 # ---- copies ----

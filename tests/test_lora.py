@@ -13,9 +13,19 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from bitshard import lora  # noqa: E402
-from bitshard.lora import reasons  # noqa: E402
 from helpers.direct import noting  # noqa: E402
-from helpers.lora import DTYPES, error, exact, fused_calls, fused_copy, layers, model, randomize, run  # noqa: E402
+from helpers.lora import (  # noqa: E402
+    DTYPES,
+    error,
+    exact,
+    fused_calls,
+    fused_copy,
+    layers,
+    model,
+    part_of,
+    randomize,
+    run,
+)
 from torch.autograd import forward_ad  # noqa: E402
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop  # noqa: E402
 
@@ -441,7 +451,7 @@ def hook(part, kind):
     """A hook of one kind on one of the four modules inside."""
 
     def prepare(wrapped):
-        module = reasons.parts(layer_of(wrapped))[part]
+        module = part_of(layer_of(wrapped), part)
         return getattr(module, f"register_{kind}")(lambda *args: None)
 
     return prepare
@@ -449,7 +459,7 @@ def hook(part, kind):
 
 def another_forward(part):
     def prepare(wrapped):
-        module = reasons.parts(layer_of(wrapped))[part]
+        module = part_of(layer_of(wrapped), part)
         before = module.forward
         module.forward = lambda x: 2 * before(x)
 
@@ -557,7 +567,7 @@ STATES = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", STATES)
 def test_what_a_fused_layer_leaves_to_peft(name):
-    """Bit for bit peft's, by peft's calls, and the report says why; `layer.choose` and `reasons.why` agree."""
+    """Bit for bit peft's, by peft's calls, and the report says why."""
     options, prepare, said = STATES[name]
     theirs = model(**options)
     ours = fused_copy(theirs)
@@ -595,7 +605,7 @@ def test_what_a_state_undone_gives_back():
 
     assert not fuses()
     wrapped.eval()
-    assert fuses()
+    assert fuses() and lora.report(wrapped).reasons == {"dropout, which training needs": 1}
     with wrapped.disable_adapter():
         assert not fuses()
     assert fuses()

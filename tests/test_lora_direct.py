@@ -11,8 +11,9 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from bitshard import _C, functional, ops  # noqa: E402
+from bitshard.lora.layer import FORWARDS, chosen  # noqa: E402
 from helpers.direct import calls_directly, noting  # noqa: E402
-from helpers.lora import DTYPES, error, exact, fused_calls, fused_copy, layers, model, run  # noqa: E402
+from helpers.lora import DTYPES, error, exact, fused_calls, fused_copy, layers, model, part_of, run  # noqa: E402
 
 NAMES = ("lora_4bit", "lora_4bit_backward")
 N, K, RANK, SCALE = 40, 96, 4, 1.5
@@ -267,8 +268,29 @@ def test_plain_modules():
         assert not _C.plain_modules(vars(torch.nn.Identity()), vars(linear))
         handle.remove()
         assert _C.plain_modules(vars(linear))
-    for name in ("forward", "_compiled_call_impl"):
+    for name in FORWARDS:
         assert not _C.plain_modules({**vars(linear), name: None})
     assert not _C.plain_modules({}) and not _C.plain_modules({**vars(linear), "_forward_hooks": None})
     with pytest.raises(TypeError, match="argument 1 is no dictionary"):
         _C.plain_modules({**vars(linear)}, linear)
+
+
+@pytest.mark.parametrize("role", ["base layer", "A", "B", "dropout"])
+def test_the_fast_check_of_modules_and_the_words_agree(role):
+    """What the C core finds odd in a module's `__dict__`, and nothing else, has words."""
+    wrapped = fused_copy(model())
+    (layer,) = layers(wrapped)
+    module = part_of(layer, role)
+    assert _C.plain_modules(vars(module)) and type(chosen(layer)) is tuple
+    hooks = [name for name in vars(module) if name.endswith("_hooks") and name.startswith(("_forward", "_backward"))]
+    assert len(hooks) == 4
+    for name, value in [(name, {1: print}) for name in hooks] + [(name, print) for name in FORWARDS]:
+        before = vars(module).pop(name, None)
+        vars(module)[name] = value
+        said = "hooks on" if name in hooks else "another forward on"
+        assert not _C.plain_modules(vars(module)) and chosen(layer) == f"{said} its {role}"
+        del vars(module)[name]
+        vars(module).update({name: before} if name in hooks else {})
+    for name in ("_forward_hooks_with_kwargs", "_state_dict_hooks", "_load_state_dict_pre_hooks"):
+        vars(module)[name] = {1: print}
+        assert _C.plain_modules(vars(module)) and type(chosen(layer)) is tuple

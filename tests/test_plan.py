@@ -8,6 +8,7 @@ wherever they lie; the boundaries are searched for, not written down.
 
 import itertools
 import os
+import pathlib
 import random
 import re
 import subprocess
@@ -17,6 +18,7 @@ import cases
 import pytest
 from bitshard import _C
 
+ROOT = pathlib.Path(__file__).parents[1]
 F32, F16, BF16 = 0, 1, 2
 WIDE = "gemm_4bit_sm90_wide"
 NAMES = {"gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", WIDE, "panels"}
@@ -515,6 +517,45 @@ def test_forcing_by_the_environment():
 )
 def test_the_image_that_loads(architectures, sm, image):
     assert _C.kernel_image(architectures, sm) == image
+
+
+def documented(header: str) -> list[list[str]]:
+    """Rows of the table of docs/cards.md whose header begins so."""
+    _, _, behind = (ROOT / "docs/cards.md").read_text(encoding="utf-8").partition(header)
+    lines = itertools.takewhile(lambda line: line.startswith("|"), behind.splitlines()[2:])
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_documented_images():
+    """What of a default build and of one for all architectures each card loads."""
+    default, every = (
+        re.search(rf'ARCHITECTURES_{name} = "(.+?)"', (ROOT / "setup.py").read_text())[1] for name in ("DEFAULT", "ALL")
+    )
+    assert every == EVERY
+    rows = documented("| GPU | is |")
+    assert {name.removeprefix("RTX ") for name, *_ in rows} <= {name.removeprefix("RTX ") for name in CARDS}
+    for name, is_, *loaded in rows:
+        sm = CARDS.get(name, CARDS.get(name.removeprefix("RTX ")))[0]
+        images = [_C.kernel_image(build, sm) for build in (default, every)]
+        assert [is_, *loaded] == [f"sm_{sm}", *(f"{arch}{'a' * only}" for arch, only in images)], name
+
+
+def test_documented_rows():
+    """Up to how many rows of x a fused kernel takes the layers of Llama 3, on each card that docs/cards.md names."""
+    dtypes = {"float32": F32, "float16": F16, "bfloat16": BF16}
+    rows = documented("| GPU | x | kernel")
+    assert len(rows) == 4
+    for names, x, kernel, most in rows:
+        names = [name.strip().removeprefix("RTX ") for name in names.split(",")]
+        cards = set(CARDS) - {"B200", "RTX 4090"} if "all" in names[0] else set(names)
+        dtype, low, high = dtypes[x.split(",")[0]], *map(int, (re.findall(r"\d+", most) * 2)[:2])
+        for card, (N, K) in itertools.product(cards, SHAPES):
+            plans = [_C.plan_linear_4bit(M, N, K, dtype, *CARDS[card], architectures=EVERY) for M in range(1, 130)]
+            chosen = [plan["kernel"] for plan in plans]
+            last = chosen.index("panels")
+            assert low <= last <= high and set(chosen[:last]) == {kernel} and set(chosen[last:]) == {"panels"}, card
+            back = _C.plan_linear_4bit(1, N, K, dtype, *CARDS[card], architectures=EVERY, gradient=True)
+            assert back["kernel"] == "panels", card
 
 
 if __name__ == "__main__":

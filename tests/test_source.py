@@ -28,6 +28,7 @@ LAYERS = [
     "shard",
     "gather",
     "kept_part",
+    "place",
     "inventory",
     "blockwise",
     "reordered",

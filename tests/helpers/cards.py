@@ -1,7 +1,6 @@
-"""What GPUs hold: limits of each architecture, figures of the cards that people own, and how the host launches there.
+"""What GPUs hold: limits of each architecture, and how the host launches there.
 
-Limits: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". Figures of cards: the vendor's
-data sheets and architecture white papers, named in docs/cards.md.
+Limits: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 """
 
 import dataclasses
@@ -42,31 +41,6 @@ LIMITS = {
     100: Limits(2048, 32, 228 * KIB, 227 * KIB),
     103: Limits(2048, 32, 228 * KIB, 227 * KIB),
     120: Limits(1536, 24, 100 * KIB, 99 * KIB),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Card:
-    """clock: Hz, boost; bandwidth: bytes/s; tensor: FLOP/s, 16-bit factors, fp32 sums, dense; l2, memory: bytes."""
-
-    sm: int
-    sms: int
-    clock: float
-    bandwidth: float
-    tensor: float
-    l2: float
-    memory: float
-
-
-CARDS = {
-    "T4": Card(75, 40, 1.59e9, 320e9, 65e12, 4e6, 16e9),
-    "RTX 3090": Card(86, 82, 1.695e9, 936e9, 71e12, 6e6, 24e9),
-    "A100": Card(80, 108, 1.41e9, 2039e9, 312e12, 40e6, 80e9),
-    "RTX 4090": Card(89, 128, 2.52e9, 1008e9, 165.2e12, 72e6, 24e9),
-    "L40S": Card(89, 142, 2.52e9, 864e9, 362e12, 96e6, 48e9),
-    "RTX 5090": Card(120, 170, 2.407e9, 1792e9, 209.5e12, 96e6, 32e9),
-    "H100": Card(90, 132, 1.98e9, 3350e9, 989e12, 50e6, 80e9),
-    "H200": Card(90, 132, 1.98e9, 4800e9, 989e12, 50e6, 141e9),
 }
 
 

@@ -46,6 +46,12 @@ def layers(wrapped):
     return [module for module in wrapped.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
 
 
+def part_of(layer, role):
+    """One of the four modules inside a LoRA layer, as `lora.report` calls it."""
+    inside = {"base layer": layer.base_layer, "A": layer.lora_A, "B": layer.lora_B, "dropout": layer.lora_dropout}
+    return inside[role] if role == "base layer" else inside[role]["default"]
+
+
 def fused_copy(wrapped):
     """A copy of a model of peft, fused."""
     twin = copy.deepcopy(wrapped)

@@ -60,18 +60,17 @@ def fuse(model: nn.Module) -> Report:
     """
     found = _layers(model, "fuse")
     from bitshard.lora import layer as fused
-    from bitshard.lora import reasons
 
-    able = [layer for layer in found.values() if reasons.never(layer) is None]
+    able = [layer for layer in found.values() if fused.never(layer) is None]
     if not able:
-        why = "; ".join(sorted({reasons.never(layer) for layer in found.values()}))
+        why = "; ".join(sorted({fused.never(layer) for layer in found.values()}))
         raise ValueError(
             f"bitshard.lora.fuse: none of the {len(found)} LoRA layers of this {type(model).__name__} can be fused "
             f"({why}). Load the model with load_in_4bit=True, and bitshard's bitsandbytes installed."
         )
     for layer in able:
         if type(layer) is fused.Peft:
-            layer.__class__ = fused.Linear4bit
+            layer.__class__ = fused.FusedLinear4bit
     return report(model)
 
 
@@ -82,25 +81,18 @@ def unfuse(model: nn.Module) -> int:
         return 0
     from bitshard.lora import layer as fused
 
-    layers = [layer for layer in found.values() if isinstance(layer, fused.Linear4bit)]
+    layers = [layer for layer in found.values() if isinstance(layer, fused.FusedLinear4bit)]
     for layer in layers:
-        layer.__class__ = _without(type(layer), fused.Linear4bit, fused.Peft)
+        layer.__class__ = _without(type(layer), fused.FusedLinear4bit, fused.Peft)
     return len(layers)
 
 
 def report(model: nn.Module) -> Report:
     """Which LoRA layers of `model` are fused now, and why the others' next call in training would be peft's."""
     found = _layers(model, "report")
-    from bitshard.lora import layer as fused
-    from bitshard.lora import reasons
+    from bitshard.lora.layer import why
 
-    left = {}
-    for name, layer in found.items():
-        why = reasons.why(layer)
-        if why is None and not isinstance(layer, fused.Linear4bit):
-            why = "fuse has not been called"
-        if why is not None:
-            left[name] = why
+    left = {name: words for name, layer in found.items() if (words := why(layer)) is not None}
     return Report(tuple(name for name in found if name not in left), left)
 
 

@@ -2,8 +2,9 @@
 
 A fused layer is peft's layer with the class below in the place of its own: the same attributes, name and state dict,
 so that copies, pickles, wrappers, hooks and every function of peft meet what they know. Each call looks whether the
-layer is one that `LoraLinear4Bit` computes as peft would, and is peft's call where it is not. `reasons.why` says in
-words what is asked here; `tests/test_lora.py` holds the two together.
+layer is one that `LoraLinear4Bit` computes as peft would, and is peft's call where it is not. What is looked at and how
+it is called stands once: `chosen` and `watched` give a fused layer's operands or the words why not, for calls and for
+`bitshard.lora.report` alike.
 
 Attributes are read from `__dict__`, for nn.Module's `__getattr__` costs more than the rest.
 """
@@ -20,12 +21,11 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 
-from bitshard import _C, inventory
+from bitshard import _C, gather
 from bitshard.lora.product import LoraLinear4Bit, product
 from bitshard.nn.linear import Linear4bit as Base
 from bitshard.nn.linear import LinearFP4, LinearNF4
-from bitshard.state import VALUE_DTYPES, QuantState
-from bitshard.tensor import Params4bit
+from bitshard.state import VALUE_DTYPES, dtype_name
 
 Peft = bnb.Linear4bit
 
@@ -40,8 +40,13 @@ def _own(cls: type) -> Any:
 FORWARD, BASE_FORWARD, LINEAR_FORWARD, LINEAR = _own(Peft), _own(Base), _own(nn.Linear), torch._C._nn.linear
 BASES = frozenset((Base, LinearNF4, LinearFP4))
 DROPOUTS = frozenset((nn.Identity, nn.Dropout))
+LINEARS = frozenset((nn.Linear,))
 TENSORS = frozenset((Tensor, nn.Parameter))
+FORWARDS = ("forward", "_compiled_call_impl")  # which a module has in its `__dict__` where somebody has set them
 DTYPES = frozenset(VALUE_DTYPES.values())
+# What peft's layer keeps in its `__dict__`, and is read there.
+ATTRIBUTES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant")
+ATTRIBUTES += ("cast_input_dtype_enabled",)
 
 _before, _after = modules._global_forward_pre_hooks, modules._global_forward_hooks
 _backward_before, _backward_after = modules._global_backward_pre_hooks, modules._global_backward_hooks
@@ -53,36 +58,65 @@ _unwrap = torch._C._functorch.unwrap_if_dead
 _plain_modules = _C.plain_modules
 
 
-class Linear4bit(Peft):
+class FusedLinear4bit(Peft):
     """peft's `lora.Linear4bit`, whose forward is one autograd function where that gives what peft would."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or torch.compiler.is_dynamo_compiling() or type(x) not in TENSORS or watched():
+        if args or kwargs or torch.compiler.is_dynamo_compiling() or type(x) not in TENSORS or watched() is not None:
             return Peft.forward(self, x, *args, **kwargs)
-        chosen = choose(self)
-        if chosen is None:
+        # accelerate's hooks keep this forward when the layer is peft's again
+        found = chosen(self) if isinstance(self, FusedLinear4bit) else ""
+        if type(found) is str:
             return Peft.forward(self, x)
-        A, B, base, scale = chosen
-        dtype = x.dtype
-        factor = dtype
-        if A.dtype is not dtype or B.dtype is not dtype or dtype not in DTYPES or _autocast():
-            factor = factor_dtype(self, x, A, B)
+        A, B, base, scale = found
+        dtype = factor = x.dtype
+        if A.dtype is not dtype or _autocast():
+            factor = factor_dtype(self, x, A)
             if factor is None:
                 return Peft.forward(self, x)
-        packed, state, bias, compute = of_base(base, x)
-        if bias is not None:
-            if bias.requires_grad:
-                return Peft.forward(self, x)
-            if bias.dtype is not compute:
-                bias = bias.to(compute)
+        packed, state, bias, compute = base.operands(x)
         if torch.is_grad_enabled() and (x.requires_grad or A.requires_grad or B.requires_grad):
             return _apply(_unwrap(x), _unwrap(A), _unwrap(B), packed, state, bias, scale, compute, factor)
         return product(x, A, B, packed, state, bias, scale, compute, factor)[0]
 
 
-def watched() -> bool:
-    """Whether somebody watches or replaces the calls that a fused layer does not make."""
-    return bool(
+FusedLinear4bit.__name__ = FusedLinear4bit.__qualname__ = "Linear4bit"  # as peft prints its layers
+Linear4bit = FusedLinear4bit  # pickles of fused layers name it so
+
+
+# ---- what is fused, and in words what is not ----
+
+
+def never(layer: nn.Module) -> str | None:
+    """Why `layer`, one of peft's, can't be fused whatever its state."""
+    if not isinstance(layer.get_base_layer(), Base):
+        return "its 4-bit weight is of another library" if isinstance(layer, Peft) else "its weight is not 4-bit"
+    if type(layer) is not Peft and not isinstance(layer, FusedLinear4bit):
+        return f"its class is {type(layer).__name__}"
+    missing = [name for name in ATTRIBUTES if name not in vars(layer)]
+    return f"this release of peft has no {missing[0]}" if missing else None
+
+
+def why(layer: nn.Module) -> str | None:
+    """Why the next call of `layer`, in training, would be peft's; None where it would be fused."""
+    forward = vars(layer).get("_old_forward", vars(layer).get("forward"))  # the former where accelerate has hooked it
+    if (words := never(layer)) is not None:
+        return words
+    if forward is not None and getattr(forward, "__func__", None) is not FusedLinear4bit.forward:
+        return "another forward on the layer"
+    found = chosen(layer, in_training=True)
+    if type(found) is str:
+        return found
+    return watched() if isinstance(layer, FusedLinear4bit) else watched() or "fuse has not been called"
+
+
+def watched() -> str | None:
+    """Who replaces or watches the calls that a fused layer does not make; None: nobody."""
+    if Peft.forward is not FORWARD or Base.forward is not BASE_FORWARD:
+        return "the forward of Linear4bit has been replaced"
+    if nn.Linear.forward is not LINEAR_FORWARD or nn.functional.linear is not LINEAR:
+        return "torch's linear has been replaced"
+    if (
         _before
         or _after
         or _backward_before
@@ -92,60 +126,87 @@ def watched() -> bool:
         or _transforms()
         or _tracing() is not None
         or forward_ad._current_level >= 0
-        or Peft.forward is not FORWARD
-        or Base.forward is not BASE_FORWARD
-        or nn.Linear.forward is not LINEAR_FORWARD
-        or nn.functional.linear is not LINEAR
-    )
+    ):
+        return "hooks of the whole process, modes or transforms of torch"
+    return None
 
 
-def choose(layer: nn.Module) -> tuple[Tensor, Tensor, Base, float] | None:
-    """(A [r, K], B [N, r], base layer, scale) of the one plain adapter that is active in `layer`; None: peft's way."""
+def chosen(layer: nn.Module, in_training: bool = False) -> tuple[Tensor, Tensor, Base, float] | str:
+    """(A [r, K], B [N, r], base layer, scale) of the one plain adapter that is active in `layer`, or why it is peft's.
+
+    in_training: of the next call in training, before which FSDP2 gathers A and B.
+    """
     mine = layer.__dict__
     name = mine["_active_adapter"]
+    if mine["_disable_adapters"]:
+        return "its adapters are disabled"
+    if mine["merged_adapters"]:
+        return "its adapter is merged"
     if type(name) is not str:
         if len(name) != 1:
-            return None
+            return f"{len(name)} adapters are active"
         name = name[0]
-    scale = mine["scaling"].get(name)
-    if (
-        not isinstance(layer, Linear4bit)  # accelerate's hooks keep this forward when the layer is peft's again
-        or mine["_disable_adapters"]
-        or mine["merged_adapters"]
-        or name in mine["lora_variant"]
-        or (type(scale) is not float and type(scale) is not int)
-        or not -inf < scale < inf
-        or scale == 0
-    ):
-        return None
     children = mine["_modules"]
     base = children["base_layer"]
     A = children["lora_A"].__dict__["_modules"].get(name)
     B = children["lora_B"].__dict__["_modules"].get(name)
     dropout = children["lora_dropout"].__dict__["_modules"].get(name)
+    if A is None:
+        return "it has no weights of the active adapter"
+    if name in mine["lora_variant"]:
+        return type(mine["lora_variant"][name]).__name__.removesuffix("LinearVariant")
+    scale = mine["scaling"].get(name)
+    if (type(scale) is not float and type(scale) is not int) or not -inf < scale < inf or scale == 0:
+        return "its scale is 0, infinite or no number"
     if type(A) is not nn.Linear or type(B) is not nn.Linear or type(base) not in BASES or type(dropout) not in DROPOUTS:
-        return None
-    ours, theirs, drops = A.__dict__, B.__dict__, dropout.__dict__
-    if not _plain_modules(ours, theirs, base.__dict__, drops):
-        return None
-    if type(dropout) is nn.Dropout and drops["p"] != 0.0 and drops["training"]:
-        return None
-    A, B = weight_of(ours), weight_of(theirs)
-    return None if A is None or B is None else (A, B, base, scale)
+        return _unlike(A, B, base, dropout)
+    ours, theirs, basis, drops = A.__dict__, B.__dict__, base.__dict__, dropout.__dict__
+    if not _plain_modules(ours, theirs, basis, drops):
+        return _unlike(A, B, base, dropout)
+    if type(dropout) is nn.Dropout and drops["p"] != 0.0 and (in_training or drops["training"]):
+        return "dropout, which training needs"
+    a, b = weight_of(ours, in_training), weight_of(theirs, in_training)
+    if ours["_parameters"].get("bias", ours) is not None or theirs["_parameters"].get("bias", theirs) is not None:
+        return "A or B has a bias"
+    if a is None or b is None:
+        return "A or B is no plain tensor"
+    if a.dtype is not b.dtype or a.dtype not in DTYPES:
+        return f"A is {dtype_name(a.dtype)} and B {dtype_name(b.dtype)}"
+    parameters = basis["_parameters"]
+    bias = parameters["bias"] if "bias" in parameters else base.bias
+    if bias is not None and bias.requires_grad:
+        return "the bias of its base layer is trained"
+    return a, b, base, scale
 
 
-def weight_of(linear: dict[str, Any]) -> Tensor | None:
-    """The plain weight of an nn.Linear without bias, by its `__dict__`; FSDP1 puts a view beside the parameters."""
-    parameters = linear["_parameters"]
-    weight = parameters.get("weight")
+def _unlike(A: nn.Module, B: nn.Module, base: nn.Module, dropout: nn.Module) -> str:
+    """What is around or in the place of one of four modules that are not all plain ones of their classes."""
+    plain = {"base layer": (base, BASES), "A": (A, LINEARS), "B": (B, LINEARS), "dropout": (dropout, DROPOUTS)}
+    for role, (part, classes) in plain.items():
+        if type(part) not in classes:
+            return f"its {role} is a {type(part).__name__}"
+        own = dict(vars(part))
+        if not _plain_modules({key: value for key, value in own.items() if key not in FORWARDS}):
+            return f"hooks on its {role}"
+        if not _plain_modules(own):
+            return f"another forward on its {role}"
+    return "another forward on one of its modules"
+
+
+def weight_of(linear: dict[str, Any], gathers: bool = False) -> Tensor | None:
+    """The plain weight of an nn.Linear by its `__dict__`; FSDP1 puts a view beside the parameters.
+
+    gathers: or what FSDP2 will have gathered by the next forward.
+    """
+    weight = linear["_parameters"].get("weight")
     if weight is None:
         weight = linear.get("weight")
-    return weight if type(weight) in TENSORS and parameters.get("bias", linear) is None else None
+    return weight if type(weight) in TENSORS or (gathers and gather.is_dtensor(weight)) else None
 
 
-def factor_dtype(layer: nn.Module, x: Tensor, A: Tensor, B: Tensor) -> torch.dtype | None:
-    """The dtype in which peft multiplies with A and B, where dtypes differ or under autocast; None: peft's way."""
-    if A.dtype is not B.dtype or not {x.dtype, A.dtype} <= DTYPES:
+def factor_dtype(layer: nn.Module, x: Tensor, A: Tensor) -> torch.dtype | None:
+    """The dtype in which peft multiplies with A and B, where that of x differs or under autocast; None: peft's way."""
+    if x.dtype not in DTYPES:
         return None
     device = x.device.type
     casts = torch.is_autocast_enabled(device)
@@ -155,27 +216,3 @@ def factor_dtype(layer: nn.Module, x: Tensor, A: Tensor, B: Tensor) -> torch.dty
         return A.dtype if A.dtype is x.dtype or layer.__dict__["cast_input_dtype_enabled"] else None
     chosen = torch.get_autocast_dtype(device)
     return chosen if chosen in DTYPES and {x.dtype, A.dtype} <= {chosen, torch.float32} else None
-
-
-def of_base(base: Base, x: Tensor) -> tuple[Tensor, QuantState, Tensor | None, torch.dtype]:
-    """(packed weight, its state, bias, dtype of the product) for x: what `Base.forward` does before it multiplies."""
-    mine = base.__dict__
-    parameters, held = mine["_parameters"], mine["packed_weight"]
-    weight = parameters["weight"] if "weight" in parameters else base.weight
-    state = held.state
-    if (
-        state is None
-        or type(weight) is not Params4bit
-        or weight.quant_state is not state
-        or (held.foreign and held.checked is not state)
-    ):
-        weight, state = held.ready(weight)
-    if not held.reported:
-        inventory.report(base)
-    if held.unwatched and torch.is_grad_enabled():
-        held.watch()
-    if not mine["compute_type_is_set"]:
-        base.set_compute_type(x)
-        base.compute_type_is_set = True
-    bias = parameters["bias"] if "bias" in parameters else base.bias
-    return weight, state, bias, mine["compute_dtype"] or x.dtype

@@ -1,15 +1,15 @@
 """A layer's packed weight, wherever FSDP has put it: which bytes and state a forward uses, and what may take its place.
 
-FSDP puts other tensors in the place of the weight that was quantized. `Place` says in one word what is there now; the
-layer asks its `PackedWeight` and never looks at types itself. A layer class becomes one that holds a packed weight by
-deriving from `HoldsPackedWeight` first and from a torch module second.
+FSDP puts other tensors in the place of the weight that was quantized. `PackedWeight.place` says in one word what is
+there now, and changes where something is put there; the layer asks its `PackedWeight` and never looks at types itself.
+A layer class becomes one that holds a packed weight by deriving from `HoldsPackedWeight` first and from a torch module
+second.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import enum
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,23 +20,12 @@ from bitshard import gather, kept_part, ops
 from bitshard.container import repack
 from bitshard.guards import module_move
 from bitshard.nn import merged
+from bitshard.place import Place
 from bitshard.placeholder import PlaceholderParams4bit
 from bitshard.state import QuantState, dtype_name
 from bitshard.tensor import Params4bit, verify
 
 _SETTINGS = ("quant_type", "quant_storage", "compress_statistics")  # of a weight, which its layer repeats
-
-
-class Place(enum.Enum):
-    """Where a layer's packed weight is."""
-
-    FLOAT = "not quantized yet"
-    AWAITED = "sharded by FSDP2, its rows still to come"
-    WHOLE = "whole"
-    PART = "this rank's part, before fully_shard"
-    VIEW = "FSDP1 view"
-    SHARD = "FSDP2 shard"
-    GATHERED = "gathered"
 
 
 class PackedWeight:
@@ -45,6 +34,7 @@ class PackedWeight:
     Attributes:
         owner: the module that registers the parameter.
         name: the parameter's name in it.
+        place: where the weight is; `put` changes it, `known` where a float weight is quantized, `awaits` and `arrived`.
         shape: shape of the weight that was quantized, None before it is known.
         state: its quantization state; None before it is quantized.
         awaited: what FSDP2 sharded before it was quantized (`bitshard.sharding.weights.rows.AwaitedRows`), else None.
@@ -60,6 +50,7 @@ class PackedWeight:
     def __init__(self, owner: nn.Module, name: str, shape: tuple[int, ...] | None = None):
         self.owner = owner
         self.name = name
+        self.place = Place.FLOAT
         self.shape = None if shape is None else torch.Size(shape)
         self.state: QuantState | None = None
         self.awaited: Any = None
@@ -101,28 +92,23 @@ class PackedWeight:
         """The declared storage dtype, which files have."""
         return self.owner.quant_storage
 
-    @property
-    def place(self) -> Place:
-        """Where the weight is now."""
-        registered = self.owner._parameters.get(self.name)
-        if gather.is_dtensor(registered):
-            return Place.SHARD if self.awaited is None else Place.AWAITED
-        if self.state is None or getattr(registered, "bnb_quantized", True) is False:
-            return Place.FLOAT
-        if self.shard is not None:
-            return Place.GATHERED
-        if isinstance(registered, PlaceholderParams4bit):
-            return Place.PART
-        return Place.VIEW if registered is None or self.flat or _is_flat_view(registered, self.state) else Place.WHOLE
-
     # -- for a forward --
 
     def ready(self, weight: Tensor) -> tuple[Tensor, QuantState]:
-        """The weight and state for a forward that found `weight`, where they are not simply the layer's own.
+        """The weight and state for a forward that found `weight`.
 
-        A weight that was put here with a state of its own brings it; bytes delivered by others are checked once per
-        state (`verify`). RuntimeError or ValueError where there is no state, or the weight is no packed column.
+        The layer's own, trusted, are simply these. A weight that was put here with a state of its own brings it; bytes
+        delivered by others are checked once per state (`verify`). RuntimeError or ValueError where there is no state,
+        or the weight is no packed column.
         """
+        state = self.state
+        if (
+            state is not None
+            and type(weight) is Params4bit
+            and weight.quant_state is state
+            and (not self.foreign or self.checked is state)
+        ):
+            return weight, state
         brought = getattr(weight, "quant_state", None) is not None
         self.reconcile(weight)
         state = self.state
@@ -170,7 +156,7 @@ class PackedWeight:
             )
         own = getattr(weight, "quant_state", None)
         if own is not None:
-            self.state = own
+            self.known(own)
             if own.part is not None:
                 raise kept_part.unreadable(owner, own.shape)
             return
@@ -198,7 +184,22 @@ class PackedWeight:
 
     def follow(self, state: QuantState | None) -> None:
         """The weight was quantized, loaded or moved by us: `state` is that of its bytes."""
-        self.state, self.foreign = state, False
+        self.known(state)
+        self.foreign = False
+
+    def known(self, state: QuantState | None) -> None:
+        """`state` is that of the layer's weight, whoever says so; with the first one the weight is quantized."""
+        self.state = state
+        if self.place is Place.FLOAT and state is not None:
+            self.place = Place.WHOLE if state.part is None else Place.PART
+
+    def awaits(self, rows: Any) -> None:
+        """FSDP2 has sharded the float weight, or a loader has assigned rows of it: `rows` takes what comes."""
+        self.awaited, self.place = rows, Place.AWAITED
+
+    def arrived(self, state: QuantState) -> None:
+        """The awaited rows are quantized, and FSDP2 is about to register their shard."""
+        self.awaited, self.state, self.place, self.unwatched = None, state, Place.SHARD, True
 
     def rebuilt(self) -> None:
         """A float weight is being made for the layer, by peft out of the attributes of the packed one that it has.
@@ -226,7 +227,7 @@ class PackedWeight:
         """
         if self.state is None:
             if not gather.is_dtensor(value):
-                return False
+                return self._registers(value)
             from bitshard.sharding.weights.rows import AwaitedRows
 
             AwaitedRows.adopt(self, value)
@@ -239,7 +240,7 @@ class PackedWeight:
             if parameter.adopt(value, self.owner):
                 value = self.shard = parameter.settled(value, self.owner)
             # directly, as FSDP2 registers it elsewhere: patches of it leave a DTensor that is no Parameter
-            self.owner._parameters[self.name] = value
+            self.owner._parameters[self.name], self.place = value, Place.SHARD
             return True
         if type(value) is Tensor and self.name not in self.owner._parameters and _is_flat_view(value, self.state):
             return self._put_view(value)
@@ -248,11 +249,25 @@ class PackedWeight:
                 f"weight = {list(value.shape)} of {dtype_name(value.dtype)}: this 4-bit layer is sharded by FSDP2 and "
                 "takes a quantized Params4bit only, which it writes into its shards"
             )
+        return self._registers(value)
+
+    def _registers(self, value: Any) -> bool:
+        """`value` is left to nn.Module: where the weight is once it is the parameter, and False, as `put` gives it."""
+        if isinstance(value, nn.Parameter):
+            self.place = self.place_of(value)
         return False
+
+    def place_of(self, weight: Tensor) -> Place:
+        """Where the weight is when `weight`, which FSDP2 has not sharded, is the parameter."""
+        if self.state is None or not getattr(weight, "bnb_quantized", True):
+            return Place.FLOAT
+        if isinstance(weight, PlaceholderParams4bit):
+            return Place.PART
+        return Place.VIEW if self.flat or _is_flat_view(weight, self.state) else Place.WHOLE
 
     def _put_view(self, view: Tensor) -> bool:
         """FSDP1's view of its flat parameter, a plain tensor; as a packed weight foreign code dequantizes it, too."""
-        self.foreign = True
+        self.foreign, self.place = True, Place.VIEW
         if not self.flat:
             view = Params4bit.of_state(view, self.state, self.storage, self.owner)
         self.owner.__dict__[self.name] = view
@@ -265,7 +280,7 @@ class PackedWeight:
         if getattr(value, "_fsdp_flattened", False):
             # FSDP1 with use_orig_params puts its own parameter back, whose bytes are the layer's, merged ones too
             self.flat, value.quant_state = True, self.state
-            return False
+            return self._registers(value)
         if self.shard is not None:
             self._put_gathered(value)
             return True
@@ -279,7 +294,7 @@ class PackedWeight:
             if before is not None:
                 before.into(value)
             if type(view) is not Params4bit or not value.bnb_quantized:
-                return False
+                return self._registers(value)
             self._overwrite(view, value)
         return True
 
@@ -287,7 +302,7 @@ class PackedWeight:
         """The whole weight from FSDP2, which has the state of the shard, or a new one for the shards of all ranks."""
         state = self.shard.quant_state
         if value.quant_state is state:
-            self.owner._parameters[self.name] = value
+            self.owner._parameters[self.name], self.place = value, Place.GATHERED
             return
         from bitshard.sharding.weights.replace import put_back, write
 
@@ -369,7 +384,7 @@ class PackedWeight:
 
     def unfilled(self) -> dict[str, Tensor]:
         """What torch.distributed's loading fills beside the weight: the scale entries of a shard, by name."""
-        if self.place is not Place.SHARD or self.state is None:
+        if self.place is not Place.SHARD:
             return {}
         from bitshard.sharding.weights.pending_load import PendingLoad
 
@@ -485,7 +500,7 @@ class HoldsPackedWeight(nn.Module):
 
     @quant_state.setter
     def quant_state(self, state: QuantState | None) -> None:
-        self.packed_weight.state = state
+        self.packed_weight.known(state)
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = self.__dict__.get("packed_weight")
@@ -495,6 +510,8 @@ class HoldsPackedWeight(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         held = self.__dict__.get("packed_weight")
+        if held is not None and "place" not in vars(held):  # a pickle from before it was kept
+            held.place = held.place_of(self._parameters[held.name])
         if held is not None and held.owner is not self:  # copy.copy, which shares what it finds
             held = copy.copy(held)
             held.owner, self.packed_weight = self, held

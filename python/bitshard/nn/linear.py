@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from bitshard import inventory, launch
 from bitshard.autograd import matmul_4bit
 from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
-from bitshard.state import dtype_name
+from bitshard.state import QuantState, dtype_name
 from bitshard.tensor import Params4bit
 
 logger = logging.getLogger(__name__)
@@ -76,17 +76,23 @@ class Linear4bit(HoldsPackedWeight, nn.Linear):
     # -- forward --
 
     def forward(self, x: Tensor) -> Tensor:
+        weight, state, bias, compute_dtype = self.operands(x)
+        dtype = x.dtype
+        if dtype is not compute_dtype:
+            if not dtype.is_floating_point:
+                raise TypeError(f"Linear4bit: x is {dtype_name(dtype)}, expected a floating-point dtype")
+            x = x.to(compute_dtype)
+        y = matmul_4bit(x, weight, state, bias=bias)
+        return y if dtype is compute_dtype else y.to(dtype)
+
+    def operands(self, x: Tensor) -> tuple[Tensor, QuantState, Tensor | None, torch.dtype]:
+        """(packed weight, its state, bias, dtype of the product) with which this forward multiplies x.
+
+        The first call reports what of the model is 4-bit, and the first x chooses `compute_dtype` where it is not set.
+        """
         parameters = self._parameters  # read directly, for attributes come through nn.Module's __getattr__
-        weight = parameters["weight"] if "weight" in parameters else self.weight
         held = self.packed_weight
-        state = held.state
-        if (
-            state is None
-            or type(weight) is not Params4bit
-            or weight.quant_state is not state
-            or (held.foreign and held.checked is not state)
-        ):
-            weight, state = held.ready(weight)
+        weight, state = held.ready(parameters["weight"] if "weight" in parameters else self.weight)
         if not held.reported and not torch.compiler.is_compiling():
             inventory.report(self)
         if held.unwatched and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -94,17 +100,11 @@ class Linear4bit(HoldsPackedWeight, nn.Linear):
         if not self.compute_type_is_set:
             self.set_compute_type(x)
             self.compute_type_is_set = True
-        dtype = x.dtype
-        compute_dtype = self.compute_dtype or dtype
-        if dtype is not compute_dtype:
-            if not dtype.is_floating_point:
-                raise TypeError(f"Linear4bit: x is {dtype_name(dtype)}, expected a floating-point dtype")
-            x = x.to(compute_dtype)
+        compute_dtype = self.compute_dtype or x.dtype
         bias = parameters["bias"] if "bias" in parameters else self.bias
         if bias is not None and bias.dtype is not compute_dtype:
             bias = bias.to(compute_dtype)
-        y = matmul_4bit(x, weight, state, bias=bias)
-        return y if dtype is compute_dtype else y.to(dtype)
+        return weight, state, bias, compute_dtype
 
     def set_compute_type(self, x: Tensor) -> None:
         """Choose `compute_dtype` by the first input: float32 and bfloat16 are safe, float16 is computed as it is."""
@@ -125,7 +125,7 @@ class Linear4bit(HoldsPackedWeight, nn.Linear):
         super().__setstate__(state)
         if "packed_weight" not in state:
             self.packed_weight = PackedWeight(self, "weight", (self.out_features, self.in_features))
-            self.packed_weight.state = foreign_state
+            self.packed_weight.known(foreign_state)
         weight = self._parameters.get("weight")
         if type(weight) is nn.Parameter and vars(weight).get("quant_state") is not None:
             weight = Params4bit(weight.data, weight.requires_grad, **vars(weight))
@@ -144,7 +144,7 @@ def fix_4bit_weight_quant_state_from_module(module: nn.Module) -> None:
     held = getattr(module, "packed_weight", None)
     if held is None:  # a layer of somebody else's
         held = PackedWeight(module, "weight")
-        held.state = module.quant_state
+        held.known(module.quant_state)
     held.reconcile(module.weight)
     if module.quant_state is not held.state:
         module.quant_state = held.state

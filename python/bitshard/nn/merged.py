@@ -189,7 +189,7 @@ def _undo(held: Any, writer: Writer) -> None:
         writer.tuner.merged_adapters.append(writer.adapter)
     weight = held.weight if held.shard is None else held.shard
     weight.__dict__["bnb_quantized"] = True  # peft clears it in the attributes that it rebuilds a weight from
-    held.state = weight.quant_state
+    held.known(weight.quant_state)
 
 
 def _tied(held: Any, tuner: torch.nn.Module) -> weakref.ref:

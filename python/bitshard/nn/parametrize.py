@@ -29,7 +29,7 @@ class Bnb4bitParametrization(nn.Module):
     def __init__(self, quant_state: QuantState) -> None:
         super().__init__()
         self.packed_weight = PackedWeight(self, "original", quant_state.shape)
-        self.packed_weight.state = quant_state
+        self.packed_weight.known(quant_state)
 
     @property
     def quant_state(self) -> QuantState:
@@ -43,13 +43,9 @@ class Bnb4bitParametrization(nn.Module):
         A shard of FSDP2, read between forwards, is gathered by all ranks together. ValueError where the bytes are not
         those that were quantized (see `bitshard.tensor.verify`).
         """
-        held = self.packed_weight
-        state = held.state
         if gather.is_dtensor(quantized_param):
-            return functional.dequantize_4bit(quantized_param, state)
-        if getattr(quantized_param, "quant_state", None) is not state or (held.foreign and held.checked is not state):
-            quantized_param, state = held.ready(quantized_param)
-        return functional.dequantize_4bit(quantized_param, state)
+            return functional.dequantize_4bit(quantized_param, self.packed_weight.state)
+        return functional.dequantize_4bit(*self.packed_weight.ready(quantized_param))
 
 
 class PackedParametrizationList(HoldsPackedWeight, parametrize.ParametrizationList):

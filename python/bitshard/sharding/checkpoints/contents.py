@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from bitshard.container import repack
 from bitshard.inventory import holder_of
+from bitshard.place import Place
 from bitshard.sharding.checkpoints.files import Entry
 from bitshard.sharding.weights.state_entries import BLOB_PREFIX
 from bitshard.state import QuantState
@@ -200,7 +201,7 @@ class _Walk:
         names = [name for name in names if f"{key}{name}" not in self.ignored]
         held = holder_of(module)
         held = held if held is not None and held.name in names else None
-        if held is not None and (held.state is None or held.place.name in ("FLOAT", "AWAITED")):
+        if held is not None and (held.state is None or held.place in (Place.FLOAT, Place.AWAITED)):
             raise ValueError(f"{key}{held.name}: this 4-bit weight is not quantized yet, so it cannot be saved")
         return Piece(key, module, names, held, tuner, unit, entries) if names else None
 

@@ -1,4 +1,4 @@
-"""FSDP2's own record of a parameter: the one place that touches private parts of torch.
+"""FSDP2's own record of a parameter, which is private to torch: found, checked, and started over with another weight.
 
 Tried with torch 2.11 and 2.13. Used are `FSDPParam.__init__` with its arguments by name, the attributes of the same
 names that it keeps, `_module_info`, `_post_load_hook_handle`, `_unsharded_param`, `sharded_param`,

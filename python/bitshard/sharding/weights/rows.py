@@ -88,7 +88,7 @@ class AwaitedRows:
             weight.__class__ = _AwaitedWeight
             _out_of_step = None  # another model, to which all ranks have come
         earlier = held.awaited
-        held.awaited = cls(held, weight, getattr(before, "dtype", weight.dtype))
+        held.awaits(cls(held, weight, getattr(before, "dtype", weight.dtype)))
         if earlier is not None:
             held.awaited.key, held.awaited.dtype = earlier.key, earlier.dtype
         record = record_of(owner, held.name)  # None while FSDP2 is making it
@@ -185,7 +185,7 @@ class AwaitedRows:
             state.absmax = torch.empty(total, dtype=own_scales.dtype, device="meta")
         n = state.packed_elements(packed.element_size())
         column = torch.empty(n, 1, dtype=packed.dtype, device="meta")
-        held.awaited, held.state, held.unwatched = None, state, True
+        held.arrived(state)
         start_over(record, Params4bit.of_state(column, state, owner.quant_storage, owner))
         sharded = owner._parameters[held.name]  # FSDP2's DTensor of the packed column, on the meta device
         origin = sharded._local_tensor.origin
