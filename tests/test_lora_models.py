@@ -16,7 +16,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 import datasets  # noqa: E402
 from bitshard import lora  # noqa: E402
-from bitshard.lora.layer import Linear4bit, Peft  # noqa: E402
+from bitshard.lora.layer import FusedLinear4bit, Peft  # noqa: E402
 from helpers.bytes import same_bytes  # noqa: E402
 from helpers.llama import TOKENS, load_4bit, save_llama  # noqa: E402
 from helpers.lora import fused_calls, fused_copy, layers, model, randomize, run  # noqa: E402
@@ -279,7 +279,12 @@ def test_copies_are_fused(copied):
     with torch.no_grad():
         layers(other)[0].lora_B["default"].weight.mul_(2)
     assert torch.equal(wrapped(x), first[0]) and not torch.allclose(other(x), first[0])
-    assert lora.unfuse(other) == 1 and type(layers(wrapped)[0]) is Linear4bit
+    assert lora.unfuse(other) == 1 and type(layers(wrapped)[0]) is FusedLinear4bit
+
+
+def test_pickles_and_prints_name_the_layer_as_ever():
+    wrapped = fused_copy(model())
+    assert b"FusedLinear4bit" not in pickle.dumps(wrapped) and "lora.Linear4bit(" in repr(wrapped)
 
 
 def test_a_shallow_copy_is_fused():

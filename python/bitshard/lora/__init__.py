@@ -70,7 +70,7 @@ def fuse(model: nn.Module) -> Report:
         )
     for layer in able:
         if type(layer) is fused.Peft:
-            layer.__class__ = fused.Linear4bit
+            layer.__class__ = fused.FusedLinear4bit
     return report(model)
 
 
@@ -81,9 +81,9 @@ def unfuse(model: nn.Module) -> int:
         return 0
     from bitshard.lora import layer as fused
 
-    layers = [layer for layer in found.values() if isinstance(layer, fused.Linear4bit)]
+    layers = [layer for layer in found.values() if isinstance(layer, fused.FusedLinear4bit)]
     for layer in layers:
-        layer.__class__ = _without(type(layer), fused.Linear4bit, fused.Peft)
+        layer.__class__ = _without(type(layer), fused.FusedLinear4bit, fused.Peft)
     return len(layers)
 
 

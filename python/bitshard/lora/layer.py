@@ -58,15 +58,14 @@ _unwrap = torch._C._functorch.unwrap_if_dead
 _plain_modules = _C.plain_modules
 
 
-class Linear4bit(Peft):
+class FusedLinear4bit(Peft):
     """peft's `lora.Linear4bit`, whose forward is one autograd function where that gives what peft would."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or torch.compiler.is_dynamo_compiling() or type(x) not in TENSORS or watched() is not None:
             return Peft.forward(self, x, *args, **kwargs)
-        found = (
-            chosen(self) if isinstance(self, Linear4bit) else ""
-        )  # accelerate's hooks keep this forward after unfuse
+        # accelerate's hooks keep this forward when the layer is peft's again
+        found = chosen(self) if isinstance(self, FusedLinear4bit) else ""
         if type(found) is str:
             return Peft.forward(self, x)
         A, B, base, scale = found
@@ -81,6 +80,10 @@ class Linear4bit(Peft):
         return product(x, A, B, packed, state, bias, scale, compute, factor)[0]
 
 
+FusedLinear4bit.__name__ = FusedLinear4bit.__qualname__ = "Linear4bit"  # as peft prints its layers
+Linear4bit = FusedLinear4bit  # pickles of fused layers name it so
+
+
 # ---- what is fused, and in words what is not ----
 
 
@@ -88,7 +91,7 @@ def never(layer: nn.Module) -> str | None:
     """Why `layer`, one of peft's, can't be fused whatever its state."""
     if not isinstance(layer.get_base_layer(), Base):
         return "its 4-bit weight is of another library" if isinstance(layer, Peft) else "its weight is not 4-bit"
-    if type(layer) is not Peft and not isinstance(layer, Linear4bit):
+    if type(layer) is not Peft and not isinstance(layer, FusedLinear4bit):
         return f"its class is {type(layer).__name__}"
     missing = [name for name in ATTRIBUTES if name not in vars(layer)]
     return f"this release of peft has no {missing[0]}" if missing else None
@@ -99,12 +102,12 @@ def why(layer: nn.Module) -> str | None:
     forward = vars(layer).get("_old_forward", vars(layer).get("forward"))  # the former where accelerate has hooked it
     if (words := never(layer)) is not None:
         return words
-    if forward is not None and getattr(forward, "__func__", None) is not Linear4bit.forward:
+    if forward is not None and getattr(forward, "__func__", None) is not FusedLinear4bit.forward:
         return "another forward on the layer"
     found = chosen(layer, in_training=True)
     if type(found) is str:
         return found
-    return watched() if isinstance(layer, Linear4bit) else watched() or "fuse has not been called"
+    return watched() if isinstance(layer, FusedLinear4bit) else watched() or "fuse has not been called"
 
 
 def watched() -> str | None:
