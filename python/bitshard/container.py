@@ -15,7 +15,7 @@ def container_dtype(weight_dtype: torch.dtype, quant_storage: torch.dtype) -> to
     It is the declared one, except that an integer storage (the default, uint8) becomes the dtype of the weight where
     FSDP shards: accelerate leaves integer parameters unsharded and FSDP1 refuses them. Files keep the declared dtype.
     """
-    shards = launch.fsdp_launch() or launch.cuts()
+    shards = launch.fsdp_launch() or launch.keeps_parts()
     return shardable_dtype(weight_dtype, quant_storage) if shards else quant_storage
 
 

@@ -1,7 +1,7 @@
 """What the environment of this process says about sharding, and what follows for loading.
 
 Three questions, each with one answer here: does FSDP shard in this process (`fsdp_launch`), does it begin now
-(`sharding_begins`), and does each rank keep only its part of a 4-bit weight that is being loaded (`cuts`).
+(`sharding_begins`), and does each rank keep only its part of a 4-bit weight that is being loaded (`keeps_parts`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def sharding_begins() -> bool:
     return _flag("ACCELERATE_USE_FSDP") and distributed.is_available() and distributed.is_initialized()
 
 
-def cuts() -> bool:
+def keeps_parts() -> bool:
     """Whether each rank keeps only its part of a 4-bit weight that is being loaded: what `fully_shard` will leave it.
 
     So it is where accelerate's FSDP2 shards over all processes, its efficient loading is on, the process group is
@@ -102,7 +102,7 @@ def layer_waits(layer: Any, elements: int) -> None:
     be there before the first weight is cut. Its own switch turns that off while parts are kept, unless it is set.
     """
     _waiting[layer] = elements
-    if not _turned_off_read_ahead and cuts():
+    if not _turned_off_read_ahead and keeps_parts():
         read_in_order()
 
 
