@@ -149,13 +149,13 @@ def test_a_view_stays_one_until_a_parameter_takes_its_place():
 
 
 def test_a_part_becomes_a_shard_or_a_whole_weight(group, monkeypatch):
-    monkeypatch.setattr(launch, "cuts", lambda: True)
+    monkeypatch.setattr(launch, "keeps_parts", lambda: True)
     one, other, given = layer().to("cpu"), layer().to("cpu"), layer(5)
     assert place(one) is place(other) is Place.PART
     with pytest.raises(TypeError, match="cannot assign"):
         one.weight = torch.ones(24, 64)
     assert place(one) is Place.PART
-    monkeypatch.setattr(launch, "cuts", lambda: False)
+    monkeypatch.setattr(launch, "keeps_parts", lambda: False)
     one.weight = layer(5).to("cpu").weight
     assert place(one) is Place.WHOLE
     given.weight = other.weight
@@ -271,7 +271,7 @@ def test_loading_lets_go_of_what_it_held(group):
     module = layer().to("cpu")
     outer, other = shard_around(module), shard_around(layer(5).to("cpu"))
     set_model_state_dict(outer, full(other), options=StateDictOptions(full_state_dict=True))
-    assert module.weight._local_tensor.origin.load is None and same(full(outer), full(other))
+    assert module.weight._local_tensor.origin.pending is None and same(full(outer), full(other))
 
 
 def test_loading_reaches_the_shards_of_a_gathered_weight(group):

@@ -51,27 +51,27 @@ def two(monkeypatch):
 )
 def test_who_keeps_parts(two, environment, expected):
     two(**environment)
-    assert launch.cuts() is expected
+    assert launch.keeps_parts() is expected
 
 
 def test_one_process_keeps_whole_weights(two, monkeypatch):
     two(**CUT, BITSHARD_CUT="1")
     monkeypatch.setattr(launch, "world", lambda: 1)
-    assert not launch.cuts()
+    assert not launch.keeps_parts()
 
 
 def test_models_are_whole_once_one_was_sharded(two):
     two(**CUT)
     launch.note_sharding()
-    assert not launch.cuts()
+    assert not launch.keeps_parts()
     two(BITSHARD_CUT="1")
-    assert launch.cuts()
+    assert launch.keeps_parts()
 
 
 def test_a_value_that_says_nothing_raises(two):
     two(BITSHARD_CUT="maybe")
     with pytest.raises(ValueError, match="BITSHARD_CUT=maybe"):
-        launch.cuts()
+        launch.keeps_parts()
 
 
 def meta_layer():

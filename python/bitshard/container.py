@@ -16,7 +16,7 @@ def container_dtype(weight_dtype: torch.dtype, quant_storage: torch.dtype) -> to
     dtype of the weight. accelerate leaves integer parameters unsharded, and FSDP1 refuses them. Files keep the declared
     dtype.
     """
-    shards = launch.fsdp_launch() or launch.cuts()
+    shards = launch.fsdp_launch() or launch.keeps_parts()
     return shardable_dtype(weight_dtype, quant_storage) if shards else quant_storage
 
 

@@ -159,7 +159,7 @@ def whole(tensor: Any) -> Tensor:
     return gathered.plain() if isinstance(gathered, PackedShard) else gathered  # nothing was gathered on one rank
 
 
-def cut(weight: Any) -> None:
+def cut_scales(weight: Any) -> None:
     """Keep only this rank's chunk of the scales of a sharded packed weight, if that has not happened yet."""
     local = weight._local_tensor
     if not isinstance(local, PackedShard):
@@ -167,12 +167,12 @@ def cut(weight: Any) -> None:
             f"the 4-bit weight is sharded as {type(local).__name__}, not as PackedShard: was it quantized when "
             "fully_shard was called?"
         )
-    local.origin.cut(*shard_world(weight), local.device)
+    local.origin.cut_scales(*shard_world(weight), local.device)
 
 
 def gathered(weight: Any, state: QuantState) -> tuple[Tensor, QuantState]:
     """Bytes and state of one sharded packed weight, whole on every rank. A collective."""
-    cut(weight)
+    cut_scales(weight)
     own = state.clone()
     if state.sharded is not None:
         own.absmax, own.sharded = like(state.sharded.own, weight, state.absmax.size()).full_tensor(), None

@@ -59,7 +59,7 @@ def line(model: nn.Module) -> tuple[str, float]:
     return f"{text}; not 4-bit: {rest}." if rest else f"{text}.", share
 
 
-def report(layer: nn.Module) -> None:
+def log_line(layer: nn.Module) -> None:
     """Log the line about the model whose forward is calling `layer`, on rank 0; a warning below one half."""
     layer.packed_weight.reported = True  # also a replica of DataParallel, whose holder names the original as its owner
     model = model_of(layer)

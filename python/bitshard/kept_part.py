@@ -84,7 +84,7 @@ class KeptPart:
         self.world, self.rank = distributed.get_world_size(), distributed.get_rank()
         begin, length = ops.rank_slice(packed.size(0), self.world, self.rank)
         self.rows = packed[begin : begin + length].clone()
-        sharded = ShardedScales.cut(state.absmax, self.world, self.rank)
+        sharded = ShardedScales.of_whole(state.absmax, self.world, self.rank)
         sharded.checksum = ops.checksum(state.absmax)
         state.absmax = torch.empty_like(state.absmax, device="meta")
         state.sharded, state.part = sharded, self

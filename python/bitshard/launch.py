@@ -1,7 +1,7 @@
 """What the environment of this process says about sharding, and what this means for loading.
 
 This module answers three questions. Does FSDP shard in this process (`fsdp_launch`)? Does sharding begin now
-(`sharding_begins`)? Does each rank keep only its part of a 4-bit weight that is being loaded (`cuts`)?
+(`sharding_begins`)? Does each rank keep only its part of a 4-bit weight that is being loaded (`keeps_parts`)?
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def sharding_begins() -> bool:
     return _flag("ACCELERATE_USE_FSDP") and distributed.is_available() and distributed.is_initialized()
 
 
-def cuts() -> bool:
+def keeps_parts() -> bool:
     """Whether each rank keeps only its part of a 4-bit weight that is being loaded: what `fully_shard` will leave it.
 
     True if accelerate's FSDP2 shards over all processes, its efficient loading is on, a process group exists, and no
@@ -103,7 +103,7 @@ def layer_waits(layer: Any, elements: int) -> None:
     set.
     """
     _waiting[layer] = elements
-    if not _turned_off_read_ahead and cuts():
+    if not _turned_off_read_ahead and keeps_parts():
         read_in_order()
 
 

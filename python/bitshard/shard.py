@@ -83,7 +83,7 @@ class ShardedScales:
         self.own.copy_(chunk.view(-1))
 
     @classmethod
-    def cut(cls, absmax: torch.Tensor, world: int, rank: int) -> ShardedScales:
+    def of_whole(cls, absmax: torch.Tensor, world: int, rank: int) -> ShardedScales:
         """This rank's chunk of whole scales."""
         begin, length = ops.rank_slice(absmax.numel(), world, rank)
         return cls(absmax.view(-1)[begin : begin + length], absmax.numel(), world, rank)
@@ -111,13 +111,13 @@ class Origin:
         dtype: dtype of the container.
         parameter, attributes: class and `__dict__` of the parameter that forward sees after a gather.
         on_cpu, pinned: where FSDP2 keeps the shards, and so the chunk of the scales.
-        load: the state dict that is being loaded into the shards (`sharding.weights.pending_load`), else None.
+        pending: the state dict that is being loaded into the shards (`sharding.weights.pending_load`), else None.
         agreed: the ranks have compared the weight (`bitshard.agreement`).
         scales_checksum: of the whole scales, once they are cut here.
     """
 
-    __slots__ = ("__weakref__", "agreed", "attributes", "dtype", "load", "on_cpu", "parameter", "pinned")
-    __slots__ += ("scales_checksum", "size", "state")
+    __slots__ = ("__weakref__", "agreed", "attributes", "dtype", "on_cpu", "parameter", "pending")
+    __slots__ += ("pinned", "scales_checksum", "size", "state")
 
     def __init__(
         self, state: Any, size: torch.Size, dtype: torch.dtype, parameter: type | None, attributes: dict[str, Any]
@@ -128,7 +128,7 @@ class Origin:
         self.parameter = parameter
         self.attributes = attributes
         self.on_cpu = self.pinned = False
-        self.load: Any = None
+        self.pending: Any = None
         self.agreed = False
         self.scales_checksum: torch.Tensor | None = None
         agreement.awaits(self)
@@ -138,7 +138,7 @@ class Origin:
         """The declared storage dtype, which files have."""
         return self.attributes.get("quant_storage", self.dtype)
 
-    def cut(self, world: int, rank: int, device: torch.device) -> None:
+    def cut_scales(self, world: int, rank: int, device: torch.device) -> None:
         """Keep only this rank's chunk of the scales, on the device of the shard. Later calls change nothing."""
         if self.state.sharded is not None:
             if self.on_cpu and self.state.sharded.scales.device.type != "cpu":  # cut before there was a shard
@@ -151,7 +151,7 @@ class Origin:
             raise ValueError(
                 f"{whole.numel()} scales on the meta device cannot be sharded: load the 4-bit weights first"
             )
-        sharded = ShardedScales.cut(whole, world, rank)
+        sharded = ShardedScales.of_whole(whole, world, rank)
         self.scales_checksum = ops.checksum(whole)
         if whole.is_cuda:  # FSDP2 gathers on a stream of its own, and `whole` is freed here
             whole.record_stream(torch.cuda.current_stream(whole.device))
@@ -204,7 +204,7 @@ class PackedShard(torch.Tensor):
         shard = _first_shard(args) if args else None
         if shard is None:
             shard = _first_shard(tuple(kwargs.values()))
-        load = shard.origin.load
+        load = shard.origin.pending
         if load is not None and func is _COPY and load.take(args[1]):
             return args[0]
         _check_allowed(func, shard, args, kwargs)
@@ -248,7 +248,7 @@ class PackedShard(torch.Tensor):
         if world == 1:
             return (data,), (self.dtype, None)
         agreement.agree(origin, mesh)
-        origin.cut(world, mesh.get_local_rank(), self.device)
+        origin.cut_scales(world, mesh.get_local_rank(), self.device)
         scales = origin.state.sharded.scales.to(self.device, non_blocking=True)
         return (data, scales.view(torch.uint8)), (self.dtype, scales.dtype)
 

@@ -261,7 +261,7 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
         launch.loading()
         state.checksum = ops.checksum(packed)
         held = self._holder()
-        keeps_part = held is not None and held.state is None and launch.cuts()
+        keeps_part = held is not None and held.state is None and launch.keeps_parts()
         if keeps_part:
             kept_part.KeptPart(packed, state)
             packed = kept_part.hollow(packed, packed.device)
@@ -635,7 +635,12 @@ def _numel(func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
     n = func(*args, **kwargs)
     if _FSDP1_CLIPS_ONE_DTYPE and not torch.compiler.is_compiling():
         adapters.before_fsdp1(weight)
-    if not weight.is_meta or not isinstance(weight, Params4bit) or torch.compiler.is_compiling() or not launch.cuts():
+    if (
+        not weight.is_meta
+        or not isinstance(weight, Params4bit)
+        or torch.compiler.is_compiling()
+        or not launch.keeps_parts()
+    ):
         return n
     return -(-n // launch.world()) if foreign.asked_by(foreign.TRANSFORMERS_RESERVES) else n
 

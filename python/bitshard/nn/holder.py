@@ -390,7 +390,7 @@ class PackedWeight:
 
         return PendingLoad.begin(self.weight).handed
 
-    def save(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def save_entries(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Complete what nn.Module has saved of the owner: packed bytes as files have them, and the scale entries.
 
         Of a shard the entries are DTensors, in the container's dtype; the weight gathers into the declared storage.
@@ -417,7 +417,7 @@ class PackedWeight:
             for name, value in state.as_dict(packed=True).items():
                 destination[f"{key}.{name}"] = value if keep_vars else value.detach()
 
-    def load(
+    def load_entries(
         self,
         state_dict: dict[str, Any],
         prefix: str,
@@ -536,7 +536,7 @@ class HoldsPackedWeight(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        self.packed_weight.save(destination, prefix, keep_vars)
+        self.packed_weight.save_entries(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
         self,
@@ -553,7 +553,7 @@ class HoldsPackedWeight(nn.Module):
             # FSDP2's hook puts the shard back; nn.Module calls it, as often as one likes, but only after this
             for hook in self._load_state_dict_pre_hooks.values():
                 hook(state_dict, prefix, *arguments)
-        taken = self.packed_weight.load(state_dict, prefix, *arguments)
+        taken = self.packed_weight.load_entries(state_dict, prefix, *arguments)
         if taken is None:
             return
         rest = {key: value for key, value in state_dict.items() if key not in taken}

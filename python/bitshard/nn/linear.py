@@ -94,7 +94,7 @@ class Linear4bit(HoldsPackedWeight, nn.Linear):
         held = self.packed_weight
         weight, state = held.ready(parameters["weight"] if "weight" in parameters else self.weight)
         if not held.reported and not torch.compiler.is_compiling():
-            inventory.report(self)
+            inventory.log_line(self)
         if held.unwatched and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             held.watch()
         if not self.compute_type_is_set:

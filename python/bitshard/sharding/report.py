@@ -38,7 +38,7 @@ def measure(model: nn.Module) -> Share:
         weight = held.weight if held.shard is None else held.shard
         ranks = 1
         if isinstance(weight, DTensor):
-            gather.cut(weight)
+            gather.cut_scales(weight)
             share.fsdp, ranks = "FSDP2", gather.shard_world(weight)[0]
             packed, own = weight.numel() * weight.element_size(), weight._local_tensor.numel() * weight.element_size()
         elif id(held.owner) in flat:

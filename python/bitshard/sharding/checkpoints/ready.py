@@ -34,7 +34,7 @@ def piece(found: Piece) -> None:
             add(found.tensor(name), found.name_of(name))
         else:
             add(found.held.shard, found.name_of(name))
-            gather.cut(found.held.shard)
+            gather.cut_scales(found.held.shard)
             _check_scales(found.held.state.sharded, found.name_of(name))
     if found.tuner is not None:
         for tensor in merging.adapter_tensors(found.tuner):

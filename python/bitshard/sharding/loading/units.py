@@ -128,7 +128,7 @@ def _shard(unit: nn.Module, options: dict[str, Any]) -> None:
     for layer in packed_layers(unit):
         weight = layer._parameters.get(layer.packed_weight.name)
         if isinstance(weight, DTensor):
-            gather.cut(weight)
+            gather.cut_scales(weight)
 
 
 def _freeze(unit: nn.Module) -> None:

@@ -32,7 +32,7 @@ class PendingLoad:
     """
 
     def __init__(self, weight: DTensor):
-        gather.cut(weight)
+        gather.cut_scales(weight)
         self.weight = weight
         self.origin = weight._local_tensor.origin
         self.state: QuantState = self.origin.state
@@ -52,14 +52,14 @@ class PendingLoad:
         load = cls(weight)
         load.handed = {name: torch.zeros_like(value) for name, value in sharded_entries(weight).items()}
         load.checksum = ops.checksum(weight._local_tensor.plain())
-        load.origin.load = load
+        load.origin.pending = load
         return load
 
     @classmethod
     def of(cls, weight: DTensor, state_dict: dict[str, Any], key: str) -> PendingLoad:
         """The load that was begun and that brings `state_dict`; else a new one, for a plain `load_state_dict`."""
         origin = weight._local_tensor.origin
-        begun, origin.load = origin.load, None
+        begun, origin.pending = origin.pending, None
         return begun if begun is not None and begun._brings(state_dict, key) else cls(weight)
 
     def _brings(self, state_dict: dict[str, Any], key: str) -> bool:

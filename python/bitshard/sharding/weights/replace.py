@@ -20,7 +20,7 @@ def write(weight: DTensor, gathered: Params4bit | None, new: Params4bit) -> None
     FSDP2's `weight` and its state stay the objects they are; `gathered`, where FSDP2 has made the weight whole at the
     moment, is overwritten too. ValueError unless `new` was quantized as the old weight was.
     """
-    gather.cut(weight)
+    gather.cut_scales(weight)
     state, theirs = state_of(weight), new.quant_state
     weight.__dict__["bnb_quantized"] = True  # peft clears it in the attributes that it rebuilds a weight from
     _check_fits(new, state)

@@ -190,7 +190,7 @@ class AwaitedRows:
         sharded = owner._parameters[held.name]  # FSDP2's DTensor of the packed column, on the meta device
         origin = sharded._local_tensor.origin
         origin.on_cpu = record.offload_to_cpu
-        origin.cut(world, rank, packed.device)
+        origin.cut_scales(world, rank, packed.device)
         weight = nn.Parameter(gather.like(PackedShard.wrap(packed, origin), sharded, sharded.size()), False)
         if awaited.__dict__.get("_is_hf_initialized"):
             weight._is_hf_initialized = True

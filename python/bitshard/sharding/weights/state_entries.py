@@ -31,7 +31,7 @@ def sharded_entries(weight: DTensor) -> dict[str, DTensor]:
 
     The scales are cut here if no gather has done it.
     """
-    gather.cut(weight)
+    gather.cut_scales(weight)
     state, device = state_of(weight), weight._local_tensor.device
     own = state.clone()
     if state.sharded is not None:
