@@ -211,66 +211,11 @@ def test_cpu_calls_are_upstreams(described, tmp_path):
     assert torch.equal(reordered, theirs["reordered"]) and torch.equal(state.absmax, theirs["reordered_absmax"])
 
 
-@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
-@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-@pytest.mark.parametrize(("M", "N", "K", "blocksize"), [(1, 32, 64, 64), (3, 96, 256, 32), (20, 64, 384, 128)])
-def test_cpu_gemv(M, N, K, blocksize, quant_type, nested):
-    """The product of a reordered weight; x and out in rows further apart than their width. And the way back."""
-    w = torch.randn(N, K, generator=torch.Generator().manual_seed(N)) * 0.05
-    storage = torch.bfloat16 if nested else torch.uint8
-    packed, state = bnb.functional.quantize_4bit(
-        w, blocksize=blocksize, quant_type=quant_type, compress_statistics=nested, quant_storage=storage
-    )
-    before, original = bnb.functional.dequantize_4bit(packed, state), packed.clone()
-    reordered, state = bnb.functional._convert_weight_packed_for_cpu(packed, state)
-    x = torch.randn(M, K + 8, generator=torch.Generator().manual_seed(M)).bfloat16()
-    out = torch.full((M, N + 4), 7.0, dtype=torch.bfloat16)
-    sizes, rest = (M, N, K), (blocksize, x.stride(0), out.stride(0))
-    pointers = [tensor.data_ptr() for tensor in (x, reordered, state.absmax, out)]
-    lib[f"gemv_4bit_inference_cpu_{quant_type}_bf16"](
-        *map(ct.c_longlong, sizes), *map(ct.c_void_p, pointers), *map(ct.c_longlong, rest)
-    )
-    scales = state.absmax.t().reshape(-1).float().contiguous()
-    data = original.reshape(-1).view(torch.uint8)[: N * K // 2]
-    decoded = dequantized(data, scales, blocksize, quant_type, N, K, torch.bfloat16).double()
-    expected, bound = x[:, :K].double() @ decoded.T, (x[:, :K].double().square() @ decoded.square().T).sqrt()
-    assert ((out[:, :N].double() - expected).abs() <= LINEAR_BOUND[torch.bfloat16] * bound).all()
-    assert (out[:, N:] == 7).all()
-    back, state = bnb.functional._convert_weight_packed_for_cpu_inverse(reordered, state)
-    assert torch.equal(back.view(torch.uint8), original.view(torch.uint8)) and state.dtype is torch.float32
-    torch.testing.assert_close(bnb.functional.dequantize_4bit(back, state), before, rtol=0.02, atol=2e-3)
-
-
-def test_cpu_gemv_mistakes():
-    x = torch.ones(1, 64, dtype=torch.bfloat16)
-    out, w = torch.ones(1, 32, dtype=torch.bfloat16), torch.zeros(32, 32, dtype=torch.uint8)
-    absmax = torch.ones(1, 32, dtype=torch.bfloat16)
-    beyond = ({1: 1 << 40, 2: 1 << 40}, "1099511627776, 1099511627776. is not a tensor shape")
-    for change, words in (
-        ({1: 33}, "N = 33"),
-        ({2: 96}, "K = 96"),
-        ({7: 48}, "K = 64"),
-        ({4: None}, "w is NULL"),
-        ({2: 0}, "K = 0"),
-        beyond,
-    ):
-        call = [1, 32, 64, x.data_ptr(), w.data_ptr(), absmax.data_ptr(), out.data_ptr(), 64, 64, 32]
-        for position, value in change.items():
-            call[position] = value
-        typed = [(ct.c_void_p if 3 <= i <= 6 else ct.c_longlong)(value) for i, value in enumerate(call)]
-        with pytest.raises(RuntimeError, match=words):
-            lib.gemv_4bit_inference_cpu_nf4_bf16(*typed)
-        assert (out == 1).all()
-
-
 def test_cpu_calls_without_elements():
     """The addresses of empty tensors are NULL."""
     lib.cquantize_blockwise_cpu_fp32(None, None, None, None, ct.c_longlong(64), ct.c_longlong(0))
     lib.cdequantize_blockwise_cpu_fp16(None, None, None, None, ct.c_longlong(64), ct.c_longlong(0))
     lib.cdequantize_blockwise_cpu_nf4_bf16(None, None, None, ct.c_longlong(64), ct.c_longlong(3), ct.c_longlong(0))
-    for M, N in ((0, 32), (1, 0)):
-        sizes, rest = map(ct.c_longlong, (M, N, 64)), map(ct.c_longlong, (64, 64, 32))
-        lib.gemv_4bit_inference_cpu_nf4_bf16(*sizes, None, None, None, None, *rest)
 
 
 # (what is wrong, replaced arguments of cquantize_blockwise_cpu_fp32, words of the error)

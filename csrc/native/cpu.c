@@ -1,11 +1,7 @@
-/* native/cpu.c - the exported functions that bitsandbytes' CPU library has. See native/native.h.
+/* native/cpu.c - the exported CPU functions that bitsandbytes' CUDA library has. See native/native.h.
  *
  * Results are those of our ops: the bits of bitsandbytes' CUDA build, also where its CPU build has others. */
-#include <inttypes.h>
-#include <stdlib.h>
-
 #include "core/arithmetic.h"
-#include "core/numerics.h"
 #include "core/packed.h"
 #include "cpu/cpu.h"
 #include "gpu/driver.h"
@@ -98,93 +94,6 @@ static bsh_status dequantize_4bit(const char *const op, const bsh_format format,
 #define DEQUANTIZE_FP4(NAME, DTYPE) DEQUANTIZE_4BIT(NAME, DTYPE, fp4, BSH_FP4)
 BSH_NATIVE_DTYPES(DEQUANTIZE_NF4)
 BSH_NATIVE_DTYPES(DEQUANTIZE_FP4)
-
-/* ---- products ---- */
-
-/* bitsandbytes' second form of a weight [N, K], for these functions alone. B u8 [N / 32, K / 2, 32]: of 32 rows and a
- * pair of columns the 64 codes, row by row; the first 32 are low halves of the bytes, the others high halves. absmax
- * bf16 [K / blocksize, N]. */
-typedef struct {
-  const uint8_t *B;
-  const uint16_t *absmax;
-  int64_t N, K, blocksize;
-} reordered;
-
-enum { GROUP = 32, HALF = GROUP / 2 };
-
-static int code_at(const reordered *const w, const int64_t row, const int64_t column) {
-  const int64_t group = row / GROUP, r = row % GROUP;
-  const uint8_t byte = w->B[(group * (w->K / 2) + column / 2) * GROUP + r % HALF * 2 + column % 2];
-  return r < HALF ? byte & 15 : byte >> 4;
-}
-
-/* The form of checkpoints: packed u8 [N * K / 2], scales f32 [N, K / blocksize]. */
-static void restore(const reordered *const w, uint8_t *const packed, float *const scales) {
-  const int64_t blocks = w->K / w->blocksize;
-  for (int64_t n = 0; n < w->N; n++) {
-    uint8_t *const out = packed + n * (w->K / 2);
-    for (int64_t k = 0; k < w->K; k += 2) out[k / 2] = (uint8_t)(code_at(w, n, k) << 4 | code_at(w, n, k + 1));
-    for (int64_t b = 0; b < blocks; b++) scales[n * blocks + b] = bf16_to_f32(w->absmax[b * w->N + n]);
-  }
-}
-
-static bsh_status check_product(const char *const op, const reordered *const w,
-                                const bsh_linear_4bit_args *const args) {
-  const bsh_native_pointer pointers[] = {
-      {"x", args->x, 2}, {"w", w->B, 1}, {"absmax", w->absmax, 2}, {"out", args->y, 2}};
-  int64_t n = 0;
-  if (args->M < 0 || w->N < 0 || w->K < 1 || w->N % GROUP != 0 || w->blocksize < 1 || w->K % w->blocksize != 0)
-    return bsh_fail(BSH_BAD_SHAPE,
-                    "%s: M = %" PRId64 ", N = %" PRId64 ", K = %" PRId64 ", blocksize %" PRId64
-                    ": N must be a multiple of %d, K of blocksize and above 0",
-                    op, args->M, w->N, w->K, w->blocksize, GROUP);
-  BSH_TRY(bsh_checked_product(op, w->N, w->K, &n));
-  BSH_TRY(bsh_native_check_sizes(op, n, w->blocksize, BSH_MAX_BLOCKSIZE));
-  return args->M == 0 || n == 0 ? BSH_OK : check_pointers(op, pointers, 4);
-}
-
-/* Restores the weight for the call: these functions are there for callers that hold the second form, not for speed. */
-static bsh_status run_reordered(const char *const op, const reordered *const w, bsh_linear_4bit_args *const args) {
-  BSH_TRY(check_product(op, w, args));
-  const int64_t n = w->N * w->K;
-  if (args->M == 0 || n == 0) return BSH_OK;
-  args->weight.n = n;
-  uint8_t *const packed = malloc((size_t)(n / 2));
-  float *const scales = malloc((size_t)(n / w->blocksize) * sizeof(float));
-  bsh_status status = BSH_OK;
-  if (packed == NULL || scales == NULL) {
-    status = bsh_no_memory(op, "codes and scales", BSH_DEVICE_CPU,
-                           (double)n / 2 + (double)n / (double)w->blocksize * (double)sizeof(float));
-  } else {
-    restore(w, packed, scales);
-    args->weight.packed = packed;
-    args->weight.scales.absmax = scales;
-    status = bsh_cpu_linear_4bit(args, NULL);
-  }
-  free(packed);
-  free(scales);
-  return status;
-}
-
-/* out [M, N] = x [M, K] W^T in bf16, rows x_stride and out_stride elements apart. */
-#define GEMV(FORMAT, NUMBER)                                                                                           \
-  BSH_NATIVE void gemv_4bit_inference_cpu_##FORMAT##_bf16(int64_t M, int64_t N, int64_t K, const uint16_t *x,          \
-                                                          const uint8_t *w, const uint16_t *absmax, uint16_t *out,     \
-                                                          int64_t blocksize, int64_t x_stride, int64_t out_stride) {   \
-    const reordered form = {.B = w, .absmax = absmax, .N = N, .K = K, .blocksize = blocksize};                         \
-    bsh_linear_4bit_args args = {.weight = {.blocksize = blocksize, .format = NUMBER}, /* n: once checked */           \
-                                 .x = x,                                                                               \
-                                 .y = out,                                                                             \
-                                 .M = M,                                                                               \
-                                 .N = N,                                                                               \
-                                 .K = K,                                                                               \
-                                 .ldx = x_stride,                                                                      \
-                                 .ldy = out_stride,                                                                    \
-                                 .dtype = BSH_BF16};                                                                   \
-    bsh_native_finish(run_reordered("gemv_4bit_inference_cpu_" #FORMAT "_bf16", &form, &args));                        \
-  }
-GEMV(nf4, BSH_NF4)
-GEMV(fp4, BSH_FP4)
 
 /* ---- this CPU ---- */
 

@@ -50,7 +50,6 @@ _CUDA_ARGTYPES: dict[str, list[Any]] = {
 _CPU_FUNCTIONS = (
     *(f"c{way}quantize_blockwise_cpu_{d}" for way in ("", "de") for d in _DTYPES),
     *(f"cdequantize_blockwise_cpu_{f}_{d}" for f in FORMATS for d in _DTYPES),
-    *(f"gemv_4bit_inference_cpu_{f}_bf16" for f in FORMATS),
 )
 
 

@@ -187,7 +187,7 @@ def has_avx512bf16() -> bool:
 def _convert_weight_packed_for_cpu(
     qweight: torch.Tensor, quant_state: QuantState, block_n: int = reordered.GROUP
 ) -> tuple[torch.Tensor, QuantState]:
-    """The form that `lib.gemv_4bit_inference_cpu_*` takes: codes in groups of 32 rows (`bitshard.reordered`).
+    """The form that bitsandbytes' CPU build multiplies by: codes in groups of 32 rows (`bitshard.reordered`).
 
     Packed codes of W [N, K] -> uint8 [N, K / 2]; the scales of `quant_state`, which is changed in place, become
     bfloat16 [K / blocksize, N], nested ones too. `gemv_4bit`, `matmul_4bit` and `dequantize_4bit` take the result.
