@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import cases
 import pytest
@@ -364,3 +365,18 @@ def test_only_exceptions_are_forgotten(monkeypatch, error):
             continue
         with pytest.raises(error, match="_is_profiler_enabled"):
             call()
+
+
+@calls_directly
+def test_threads_without_the_fallback_put_it_back():
+    """The helper of these tests: of calls in several threads the last one puts the ops back."""
+    packed, state = made()
+    x = torch.randn(2, K)
+    y = functional.linear_4bit(x, packed, state)
+    threads = [threading.Thread(target=lambda: [direct(x, packed, state) for _ in range(200)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with Mode():  # direct calls decline
+        assert same(functional.linear_4bit(x, packed, state), y)

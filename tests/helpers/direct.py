@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import mmap
+import threading
 
 import pytest
 import torch
@@ -12,16 +13,35 @@ HAS_TABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 calls_directly = pytest.mark.skipif(not HAS_TABLE, reason="this torch has no exchange table")
 
 
+class _WithoutFallback:
+    """A context without the ops behind the C core's functions; of several threads the last one puts them back."""
+
+    def __init__(self):
+        self.lock, self.inside, self.behind = threading.Lock(), 0, None
+
+    def __enter__(self):
+        with self.lock:
+            if self.inside == 0:
+                self.behind = _C.fall_back(None)
+            self.inside += 1
+
+    def __exit__(self, *error):
+        with self.lock:
+            self.inside -= 1
+            if self.inside == 0:
+                _C.fall_back(self.behind)
+
+
+without_fallback = _WithoutFallback()
+
+
 class Alone:
     """The functions of the C core without the ops behind them: None where they fall back."""
 
     def __getattr__(self, name):
         def call(*arguments):
-            behind = _C.fall_back(None)
-            try:
+            with without_fallback:
                 return getattr(_C, name)(*arguments)
-            finally:
-                _C.fall_back(behind)
 
         return call
 
@@ -33,11 +53,8 @@ def noting(taken, name, function):
     """A function, of the C core for example, that notes its name where it does not fall back on the op."""
 
     def call(*arguments):
-        behind = _C.fall_back(None)
-        try:
+        with without_fallback:
             result = function(*arguments)
-        finally:
-            _C.fall_back(behind)
         taken.extend([name] if result is not None else [])
         return result if result is not None or not name.startswith(("linear", "dequantize")) else function(*arguments)
 
