@@ -89,8 +89,8 @@ __device__ __forceinline__ void epilogue(const bsh_fused_args &args, const sched
   }
 }
 
-// The same for two parts of K. The owners of a row block reach its end together: the last one joins, so that nobody
-// waits and the work is spread.
+// The same for two parts of K. The blocks that own a row block finish at about the same time. The last one adds the
+// partial sums, so none waits, and the work is spread.
 template <typename T, typename FORM>
 __device__ __forceinline__ void epilogue_of_parts(const bsh_fused_args &args, const row_block<FORM> &rows,
                                                   const float *sum) {

@@ -112,12 +112,13 @@ __device__ __forceinline__ void share_sums(const bsh_gemm_wide_args &args, const
 
 // ---- scatter: SHARES pairs have equal parts of one tile, and each joins and stores its own part of the tokens ----
 //
-// Each leaves what the others own and waits for what they leave, but not for long, since nothing says that they run:
-// one that is tired of it leaves its own part too and goes, and the last to come joins that as well. They meet at a
-// word of each span of rows: how many have come, and above that a bit for each that has gone.
+// Each pair writes its partial sums of the others' tokens and waits for theirs, with a timeout, since nothing says that
+// they run. A pair that times out writes the partial sum of its own tokens too, sets its bit and exits; the last pair
+// to arrive adds that part as well. All use one word per span of rows: the number of pairs that arrived, and above it
+// one bit for each pair that timed out.
 
 enum : uint32_t { CAME = 7, GONE = 8 };
-enum { PATIENCE = 64 }; // looks at the word: some 40 us
+enum { PATIENCE = 64 }; // reads of the word before the timeout: some 40 us
 
 // What the first thread of a span has, for all 64.
 __device__ __forceinline__ uint32_t for_span(char *memory, uint32_t value) {

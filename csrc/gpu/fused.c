@@ -27,16 +27,6 @@ static bsh_fused_args fused_args(const bsh_linear_4bit_args *const args, const b
   };
 }
 
-/* Rows [m, m + rows) of the product. */
-static bsh_linear_4bit_args rows_of(const bsh_linear_4bit_args *const args, const int64_t m, const int64_t rows) {
-  const int64_t itemsize = dtype_size(args->dtype);
-  bsh_linear_4bit_args part = *args;
-  part.M = rows;
-  part.x = (const char *)args->x + m * args->ldx * itemsize;
-  part.y = (char *)args->y + m * args->ldy * itemsize;
-  return part;
-}
-
 /* The kernel in front: x in the order of the next one, and its counters cleared. */
 static bsh_status launch_before(const bsh_fused_slice *const slice, bsh_fused_args *const args, void *memory,
                                 const bsh_cuda_context *const context) {

@@ -61,11 +61,7 @@ static bsh_status launch(const bsh_fused_slice *const slice, bsh_tensor_map *con
 /* Rows [m, m + slice->rows) of the product. */
 static bsh_status run_slice(const bsh_linear_4bit_args *const all, const int64_t m, const bsh_fused_slice *const slice,
                             const bsh_cuda_context *const context) {
-  const int64_t itemsize = dtype_size(all->dtype);
-  bsh_linear_4bit_args part = *all;
-  part.M = slice->rows;
-  part.x = (const char *)all->x + m * all->ldx * itemsize;
-  part.y = (char *)all->y + m * all->ldy * itemsize;
+  const bsh_linear_4bit_args part = rows_of(all, m, slice->rows);
   bsh_gemm_wide_args args = wide_args(&part, slice);
   bsh_tensor_map x, w;
   BSH_TRY(make_maps(&part, slice, context, &x, &w));
