@@ -98,6 +98,15 @@ typedef struct {
   bsh_direction direction;
 } bsh_linear_4bit_args;
 
+/* Products of a stack of E weights [N, K], one after the other in `rows.weight`, each with blocks and nested scales of
+ * its own: rows [offs[e - 1], offs[e]) of x and y belong to expert e, rows from offs[E - 1] on to none: y is zero
+ * there. rows.M is the number of all rows, rows.bias [E, N] or NULL. */
+typedef struct {
+  bsh_linear_4bit_args rows; /* weight.n = E * N * K */
+  const int32_t *offs;       /* [E], ascending, none above rows.M */
+  int64_t E;
+} bsh_grouped_linear_4bit_args;
+
 /* Optimizers by the formulas of core/optimizer.h. LAMB is Adam and LARS is momentum with max_unorm. */
 typedef enum {
   BSH_ADAM = 0,

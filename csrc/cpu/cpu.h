@@ -38,6 +38,9 @@ bsh_status bsh_cpu_dequantize_blockwise(const bsh_dequantize_blockwise_args *arg
  * 60 MiB of workspace (cpu/linear.c). */
 bsh_status bsh_cpu_linear_4bit(const bsh_linear_4bit_args *args, const bsh_cpu_gemm *gemm);
 
+/* The same for a stack of weights. BSH_BAD_VALUE where offs do not ascend, or end beyond the rows. */
+bsh_status bsh_cpu_grouped_linear_4bit(const bsh_grouped_linear_4bit_args *args, const bsh_cpu_gemm *gemm);
+
 /* One step in place. The norm that max_unorm needs is added in double, in an order that depends on n alone. */
 bsh_status bsh_cpu_optimizer_32bit(const bsh_optimizer_32bit_args *args);
 bsh_status bsh_cpu_optimizer_8bit_blockwise(const bsh_optimizer_8bit_blockwise_args *args);
@@ -60,6 +63,12 @@ bsh_status bsh_cpu_set_isa(const char *name);
  */
 
 enum { BSH_CPU_SMALL_M = 16 }; /* rows of x up to which linear_4bit decodes in registers */
+
+/* A product of few rows in units that any thread may take: how many there are, how many of M rows each make a task
+ * worth a thread, and the product of units [begin, end). */
+int64_t bsh_cpu_small_units(const bsh_linear_4bit_args *args);
+int64_t bsh_cpu_small_grain(const bsh_linear_4bit_args *args, int64_t M);
+void bsh_cpu_multiply_small(const bsh_linear_4bit_args *args, int64_t begin, int64_t end);
 
 /* A run [begin, end) of the flattened W, decoded to out[0 ...]. Each value is rounded to `dtype`; with `wide` it is
  * then stored as fp32. `stream`: out is large and not read soon, bypass the cache. */

@@ -25,14 +25,23 @@ enum { PANEL_BYTES = 2 << 20, CHUNK_BYTES = 12 << 20, WORKERS = 16, MIN_PANEL = 
 enum { SMALL_STEP = 64 }; /* columns a thread owns come in groups of this many */
 
 /* Rows of W forward, groups of SMALL_STEP columns for the gradient. */
-static void multiply_small(const int64_t begin, const int64_t end, void *const ctx) {
-  const bsh_linear_4bit_args *const args = ctx;
+int64_t bsh_cpu_small_units(const bsh_linear_4bit_args *const args) {
+  return args->direction == BSH_FORWARD ? args->N : divide_up(args->K, SMALL_STEP);
+}
+
+/* At least 2^16 multiplications. */
+int64_t bsh_cpu_small_grain(const bsh_linear_4bit_args *const args, const int64_t M) {
+  return divide_up(1 << 16, M * (args->direction == BSH_FORWARD ? args->K : args->N * SMALL_STEP) + 1);
+}
+
+void bsh_cpu_multiply_small(const bsh_linear_4bit_args *const args, const int64_t begin, const int64_t end) {
   if (args->direction == BSH_FORWARD) bsh_cpu()->linear_4bit(args, begin, end);
   else bsh_cpu()->linear_4bit_dgrad(args, begin * SMALL_STEP, min_i64(end * SMALL_STEP, args->K));
 }
 
-/* Units of `work` multiplications each that make a task worth a thread. */
-static int64_t small_grain(const int64_t work) { return divide_up(1 << 16, work + 1); }
+static void multiply_small(const int64_t begin, const int64_t end, void *const ctx) {
+  bsh_cpu_multiply_small(ctx, begin, end);
+}
 
 /* ---- large M -------------------------------------------------------------------------------------------------- */
 
@@ -241,9 +250,8 @@ bsh_status bsh_cpu_linear_4bit(const bsh_linear_4bit_args *const args, const bsh
   if (inner == 0) fill_with_bias(args, outer);
   if (M == 0 || inner == 0 || outer == 0) return BSH_OK;
   if (M <= BSH_CPU_SMALL_M) {
-    const int64_t step = forward ? 1 : SMALL_STEP;
     bsh_linear_4bit_args copy = *args;
-    bsh_parallel_for(0, divide_up(outer, step), small_grain(M * inner * step), multiply_small, &copy);
+    bsh_parallel_for(0, bsh_cpu_small_units(args), bsh_cpu_small_grain(args, M), multiply_small, &copy);
     return BSH_OK;
   }
   return run_product(&(product){

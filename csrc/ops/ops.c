@@ -38,6 +38,13 @@
     "(Tensor g, Tensor(a!) p, Tensor(b!) state1, Tensor(c!) state2, Tensor qmap1, Tensor qmap2, Tensor(d!) absmax1, "  \
     "Tensor(e!) absmax2, " STEP_ARGUMENTS ", float gnorm_scale, bool skip_zeros, int blocksize) -> ()")
 
+/* Those of a stack of weights: in C for the CPU, for CUDA by panels in Python (python/bitshard/grouped.py). */
+#define BSH_CPU_OPS(X)                                                                                                 \
+  X(grouped_linear_4bit, 8,                                                                                            \
+    "(Tensor x, Tensor offs, " WEIGHT_ARGUMENTS ", Tensor bias, int blocksize, int format, int N, int K) -> Tensor")   \
+  X(grouped_linear_4bit_dgrad, 7,                                                                                      \
+    "(Tensor dy, Tensor offs, " WEIGHT_ARGUMENTS ", int blocksize, int format, int N, int K) -> Tensor")
+
 /* Leaves the op: computes with args on the device of `like`. The sizes are for messages. */
 #define COMPUTE(name, like, size0, size1, size2, args)                                                                 \
   do {                                                                                                                 \
@@ -89,18 +96,19 @@ static bsh_status optional_offset(bsh_call *const call, const int index, const b
   return data_of(call, &tensor, "offset", bsh_torch.dtype_float32, 1, like, (void **)(uintptr_t)offset);
 }
 
-/* The four scale tensors that follow `packed` at stack[first + 1 ..]. */
+/* The four scale tensors that follow `packed` at stack[first + 1 ..]: n_blocks scales of `experts` weights, each of
+ * which has a second level of its own. */
 static bsh_status read_scales(bsh_call *const call, const int first, const bsh_tensor *const packed,
-                              const int64_t n_blocks, bsh_scales *const scales) {
+                              const int64_t n_blocks, const int64_t experts, bsh_scales *const scales) {
   const int32_t f32 = bsh_torch.dtype_float32;
   bsh_tensor absmax;
   BSH_TRY(bsh_call_tensor(call, first + 1, &absmax));
   if (absmax.dtype == f32) return data_of(call, &absmax, "absmax", f32, n_blocks, packed, (void **)&scales->absmax);
   BSH_TRY(data_of(call, &absmax, "absmax", bsh_torch.dtype_uint8, n_blocks, packed, (void **)&scales->absmax_code));
   BSH_TRY(vector(call, first + 2, "absmax_map", f32, 256, packed, (void **)&scales->absmax_map));
-  BSH_TRY(vector(call, first + 3, "absmax2", f32, bsh_block_count(n_blocks, BSH_NESTED_BLOCKSIZE), packed,
-                 (void **)&scales->absmax2));
-  return vector(call, first + 4, "offset", f32, 1, packed, (void **)&scales->offset);
+  const int64_t n_scales2 = experts * bsh_block_count(n_blocks / experts, BSH_NESTED_BLOCKSIZE);
+  BSH_TRY(vector(call, first + 3, "absmax2", f32, n_scales2, packed, (void **)&scales->absmax2));
+  return vector(call, first + 4, "offset", f32, experts, packed, (void **)&scales->offset);
 }
 
 static bsh_status check_format(const char *const op, const int64_t format) {
@@ -109,9 +117,11 @@ static bsh_status check_format(const char *const op, const int64_t format) {
                   BSH_FP4);
 }
 
-/* A packed weight of rows * columns elements: five tensors from stack[first], blocksize and format from stack[ints]. */
-static bsh_status read_weight(bsh_call *const call, const int first, const int ints, const int64_t rows,
-                              const int64_t columns, bsh_tensor *const packed, bsh_weight *const weight) {
+/* `experts` packed weights of rows * columns elements in all: five tensors from stack[first], blocksize and format from
+ * stack[ints]. */
+static bsh_status read_weights(bsh_call *const call, const int first, const int ints, const int64_t experts,
+                               const int64_t rows, const int64_t columns, bsh_tensor *const packed,
+                               bsh_weight *const weight) {
   const int64_t blocksize = bsh_call_int(call, ints), format = bsh_call_int(call, ints + 1);
   int64_t n = 0;
   BSH_TRY(bsh_check_blocksize(call->op, blocksize, BSH_MAX_BLOCKSIZE));
@@ -123,7 +133,12 @@ static bsh_status read_weight(bsh_call *const call, const int first, const int i
                     packed->dtype);
   BSH_TRY(bsh_check_packed_bytes(call->op, packed->numel * packed->itemsize, packed->itemsize, n));
   *weight = (bsh_weight){.packed = packed->data, .n = n, .blocksize = blocksize, .format = (bsh_format)format};
-  return read_scales(call, first, packed, bsh_block_count(n, blocksize), &weight->scales);
+  return read_scales(call, first, packed, bsh_block_count(n, blocksize), experts, &weight->scales);
+}
+
+static bsh_status read_weight(bsh_call *const call, const int first, const int ints, const int64_t rows,
+                              const int64_t columns, bsh_tensor *const packed, bsh_weight *const weight) {
+  return read_weights(call, first, ints, 1, rows, columns, packed, weight);
 }
 
 /* ---- 4-bit blocks ---- */
@@ -305,6 +320,61 @@ bsh_status bsh_op_linear_4bit_dgrad(bsh_call *const call) {
   return compute_product(call, "dy", &packed, &no_bias, &args);
 }
 
+/* ---- a stack of weights ---- */
+
+/* The ends of the experts' rows at stack[1], int32 [E], and a stack of E weights [N, K], each of whole blocks. */
+static bsh_status read_stack(bsh_call *const call, const int ints, bsh_tensor *const packed,
+                             bsh_grouped_linear_4bit_args *const args) {
+  const int64_t N = args->rows.N, K = args->rows.K, blocksize = bsh_call_int(call, ints);
+  int64_t n = 0, rows = 0;
+  bsh_tensor offs;
+  BSH_TRY(bsh_call_tensor(call, 1, &offs));
+  args->E = offs.numel;
+  BSH_TRY(bsh_check_blocksize(call->op, blocksize, BSH_MAX_BLOCKSIZE));
+  BSH_TRY(bsh_checked_product(call->op, N, K, &n));
+  BSH_TRY(bsh_checked_product(call->op, args->E, N, &rows));
+  if (args->E == 0 || n % blocksize != 0)
+    return bsh_fail(BSH_BAD_SHAPE,
+                    "%s: %" PRId64 " experts of [%" PRId64 ", %" PRId64
+                    "]: there must be some, and each of whole blocks of %" PRId64,
+                    call->op, args->E, N, K, blocksize);
+  BSH_TRY(read_weights(call, 2, ints, args->E, rows, K, packed, &args->rows.weight));
+  return data_of(call, &offs, "offs", bsh_torch.dtype_int32, args->E, packed, (void **)(uintptr_t)&args->offs);
+}
+
+/* Of a product whose stack was read into args: its input `argument` [S, width] at stack[0], bias [E, N], its result. */
+static bsh_status compute_grouped(bsh_call *const call, const char *const argument, const bsh_tensor *const packed,
+                                  const bsh_tensor *const bias, bsh_grouped_linear_4bit_args *const args) {
+  bsh_linear_4bit_args *const rows = &args->rows;
+  bsh_tensor x, y;
+  BSH_TRY(read_activation(call, argument, rows->ldx, &x, &rows->dtype, &rows->M));
+  BSH_TRY(same_device(call, &x, argument, packed, "packed"));
+  if (bias->numel != 0) BSH_TRY(data_of(call, bias, "bias", x.dtype, args->E * rows->N, packed, (void **)&rows->bias));
+  BSH_TRY(new_activation(call, &x, rows->ldy, &y));
+  rows->x = x.data;
+  rows->y = y.data;
+  bsh_call_compute(call);
+  return y.numel == 0 ? BSH_OK : bsh_cpu_grouped_linear_4bit(args, &cpu_gemm);
+}
+
+static bsh_status bsh_op_grouped_linear_4bit(bsh_call *const call) {
+  const int64_t N = bsh_call_int(call, 10), K = bsh_call_int(call, 11);
+  bsh_grouped_linear_4bit_args args = {.rows = {.N = N, .K = K, .ldx = K, .ldy = N, .direction = BSH_FORWARD}};
+  bsh_tensor packed, bias;
+  BSH_TRY(read_stack(call, 8, &packed, &args));
+  BSH_TRY(bsh_call_tensor(call, 7, &bias));
+  return compute_grouped(call, "x", &packed, &bias, &args);
+}
+
+static bsh_status bsh_op_grouped_linear_4bit_dgrad(bsh_call *const call) {
+  const int64_t N = bsh_call_int(call, 9), K = bsh_call_int(call, 10);
+  bsh_grouped_linear_4bit_args args = {.rows = {.N = N, .K = K, .ldx = N, .ldy = K, .direction = BSH_INPUT_GRADIENT}};
+  const bsh_tensor no_bias = {0};
+  bsh_tensor packed;
+  BSH_TRY(read_stack(call, 7, &packed, &args));
+  return compute_grouped(call, "dy", &packed, &no_bias, &args);
+}
+
 /* ---- checksum ---- */
 
 static bsh_status bsh_op_checksum(bsh_call *const call) {
@@ -335,6 +405,7 @@ static bsh_status bsh_op_checksum(bsh_call *const call) {
     bsh_call_finish(&call, bsh_op_##name(&call));                                                                      \
   }
 BSH_OPS(BOXED)
+BSH_CPU_OPS(BOXED)
 #undef BOXED
 
 static void torch_threads(const int64_t begin, const int64_t end, const int64_t grain, const bsh_range_function fn,
@@ -346,16 +417,19 @@ static AOTITorchError define_ops(const TorchLibraryHandle library) {
   AOTITorchError error = 0;
 #define DEFINE(name, tensors, schema) error |= bsh_torch.aoti_torch_library_def(library, #name schema);
   BSH_OPS(DEFINE)
+  BSH_CPU_OPS(DEFINE)
 #undef DEFINE
   return error;
 }
 
-static AOTITorchError implement_ops(const char *const key) {
+static AOTITorchError implement_ops(const char *const key, const bool cpu) {
   TorchLibraryHandle library = NULL; /* stays alive for the process: deleting it deregisters the ops */
   AOTITorchError error = bsh_torch.aoti_torch_library_init_impl("bitshard", key, __FILE__, __LINE__, &library);
   if (error != 0) return error;
 #define IMPLEMENT(name, tensors, schema) error |= bsh_torch.aoti_torch_library_impl(library, #name, name##_boxed);
   BSH_OPS(IMPLEMENT)
+  if (!cpu) return error;
+  BSH_CPU_OPS(IMPLEMENT)
 #undef IMPLEMENT
   return error;
 }
@@ -366,7 +440,7 @@ const char *bsh_ops_register(void) {
   TorchLibraryHandle library = NULL;
   bsh_parallel_for = torch_threads;
   if (bsh_torch.aoti_torch_library_init_fragment("bitshard", __FILE__, __LINE__, &library) || define_ops(library) ||
-      implement_ops("CPU") || (bsh_torch.has_cuda && implement_ops("CUDA")))
+      implement_ops("CPU", true) || (bsh_torch.has_cuda && implement_ops("CUDA", false)))
     return "torch refused the registration of the bitshard ops (its text is on stderr)";
   registered = true;
   return NULL;

@@ -65,6 +65,7 @@ typedef void (*bsh_boxed_kernel)(StableIValue *stack, uint64_t n_arguments, uint
   X(dtype_bfloat16)                                                                                                    \
   X(dtype_uint8)                                                                                                       \
   X(dtype_int8)                                                                                                        \
+  X(dtype_int32)                                                                                                       \
   X(dtype_int64)
 
 /* In libtorch_cuda; absent in CPU-only builds of torch. */

@@ -18,7 +18,7 @@ from torch import Tensor
 from bitshard import _C, gather, ops, reordered
 from bitshard.blockwise import dequantize_blockwise, mean, quantize_blockwise
 from bitshard.checks import check_dense, check_format, check_packed, check_storage, check_values, into
-from bitshard.kinds import FOUR_BIT
+from bitshard.kinds import EXPERTS, FOUR_BIT
 from bitshard.maps import (
     create_dynamic_map,
     create_fp8_map,
@@ -41,10 +41,13 @@ __all__ = [
     "dequantize_nf4",
     "gemv_4bit",
     "get_4bit_type",
+    "grouped_linear_4bit",
+    "grouped_linear_4bit_dgrad",
     "linear_4bit",
     "pack_dict_to_tensor",
     "quantize_4bit",
     "quantize_blockwise",
+    "quantize_experts_4bit",
     "quantize_fp4",
     "quantize_nf4",
     "unpack_tensor_to_dict",
@@ -121,15 +124,72 @@ def quantize_4bit(
     return into(out, packed, "out"), state
 
 
+def quantize_experts_4bit(
+    A: Tensor,
+    blocksize: int | None = None,
+    compress_statistics: bool = False,
+    quant_type: str = "fp4",
+    quant_storage: torch.dtype = torch.uint8,
+) -> tuple[Tensor, QuantState]:
+    """Quantize a stack of expert weights [E, N, K], each as `quantize_4bit` quantizes it alone, nested scales included.
+
+    Returns:
+        packed codes [E N K / 2 / itemsize, 1] of quant_storage, and the QuantState, whose kind is `kinds.EXPERTS`.
+
+    ValueError unless A has three dimensions, none of them 0, and N K is a multiple of the blocksize.
+    """
+    blocksize = 64 if blocksize is None else blocksize
+    if A.dim() != 3 or A.numel() == 0 or A.shape[1:].numel() % blocksize:
+        raise ValueError(
+            f"a stack of expert weights has shape [E, N, K] with N K a multiple of the blocksize {blocksize}, "
+            f"got {list(A.shape)}"
+        )
+    packed, state = quantize_4bit(A, None, None, blocksize, False, quant_type, quant_storage)
+    state.kind = EXPERTS
+    if compress_statistics:
+        nest(state)
+    return packed, state
+
+
 def nest(state: QuantState) -> None:
-    """Quantize the scales of a 4-bit state to 8 bits: absmax - mean, dynamic map, blocks of 256."""
+    """Quantize the scales of a 4-bit state to 8 bits: absmax - mean, dynamic map, blocks of 256; of a stack by expert.
+
+    An offset [E] and second-level scales [E ceil(n / 256)] are those of a stack whose experts have n scales each.
+    """
     code = table("dynamic", state.absmax.device)
-    offset = mean(state.absmax)
-    state.absmax, absmax2 = ops.quantize_blockwise(state.absmax, code, offset, NESTED_BLOCKSIZE)
+    if state.kind is FOUR_BIT:
+        offset = mean(state.absmax)
+        state.absmax, absmax2 = ops.quantize_blockwise(state.absmax, code, offset, NESTED_BLOCKSIZE)
+    else:
+        rows = state.absmax.view(state.kind.parts(state), -1)
+        means = [mean(row) for row in rows]
+        made = [ops.quantize_blockwise(row, code, of, NESTED_BLOCKSIZE) for row, of in zip(rows, means, strict=True)]
+        state.absmax, absmax2 = (torch.cat(each) for each in zip(*made, strict=True))
+        offset = torch.stack(means)
     state.offset = offset
     state.state2 = QuantState(absmax=absmax2, blocksize=NESTED_BLOCKSIZE, dtype=torch.float32)
     state.state2.share("dynamic")
     state.nested = True
+
+
+def plain_scales(state: QuantState) -> Tensor:
+    """The scales of a 4-bit state as float32 [n_blocks]: nested ones dequantized."""
+    if not state.nested:
+        return state.absmax
+    absmax, code, absmax2, offset = state.scales()
+    parts = state.kind.parts(state)
+    rows = zip(absmax.view(parts, -1), absmax2.view(parts, -1), offset.view(parts), strict=True)
+    made = [ops.dequantize_blockwise(row, row2, code, of, NESTED_BLOCKSIZE, torch.float32) for row, row2, of in rows]
+    return torch.cat(made)
+
+
+def with_plain_scales(state: QuantState) -> QuantState:
+    """A copy of a 4-bit state whose scales are float32; the state itself where they are."""
+    if not state.nested:
+        return state
+    copy = state.clone()
+    copy.absmax, copy.offset, copy.state2, copy.nested = plain_scales(state), None, None, False
+    return copy
 
 
 def quantize_fp4(A, absmax=None, out=None, blocksize=None, compress_statistics=False, quant_storage=torch.uint8):
@@ -173,6 +233,8 @@ def dequantize_4bit(
         blocksize = 64 if blocksize is None else blocksize
         quant_state = QuantState(absmax, out.shape, None, blocksize, quant_type, out.dtype)
     shape = quant_state.shape
+    if quant_state.kind is EXPERTS and quant_state.nested:
+        return dequantize_4bit(A, with_plain_scales(quant_state), out=out)
     try:
         rows, columns = shape if len(shape) == 2 else (math.prod(shape[:-1]), shape[-1] if shape else 1)
         absmax, absmax_map, absmax2, offset = quant_state.scales()
@@ -242,7 +304,67 @@ def linear_4bit_dgrad(dy: Tensor, packed: Tensor, state: QuantState) -> Tensor:
     return call(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K)
 
 
+def grouped_linear_4bit(
+    x: Tensor, offs: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None = None
+) -> Tensor:
+    """y = x W_e^T + bias[e] of a stack W [E, N, K] in 4 bits, each row with its expert e; no gradient (see autograd.py).
+
+    Args:
+        x: float32, float16 or bfloat16 [S, K], sorted by expert.
+        offs: int32 [E], ascending, on the device of x: the rows of expert e are offs[e - 1] to offs[e]. Rows from
+            offs[E - 1] on belong to no expert; y is zero there.
+        packed, state: of `quantize_experts_4bit`.
+        bias: [E, N] of the dtype of x.
+
+    Returns:
+        [S, N] of the dtype of x. On the CPU an expert's rows have the bits of `linear_4bit` of these rows. RuntimeError on
+        the CPU where offs descend or end beyond S; CUDA clamps them, for it cannot know without waiting.
+    """
+    return _grouped(ops.grouped_linear_4bit, "x", x, offs, packed, state, bias)
+
+
+def grouped_linear_4bit_dgrad(dy: Tensor, offs: Tensor, packed: Tensor, state: QuantState) -> Tensor:
+    """dx = dy W_e of the rows and stack of `grouped_linear_4bit`: dy [S, N] -> [S, K], dtype of dy."""
+    return _grouped(ops.grouped_linear_4bit_dgrad, "dy", dy, offs, packed, state)
+
+
+def _grouped(op: Any, name: str, x: Tensor, offs: Tensor, packed: Tensor, state: QuantState, *bias: Any) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        if not torch.compiler.is_dynamo_compiling():
+            _check_grouped(name, x, offs, packed, state, *bias)
+        given = [ops.empty(x.device) if b is None else b for b in bias]
+        E, N, K = state.shape
+        numbers = (state.blocksize, ops.FORMATS[state.quant_type], N, K)
+        return op(x, offs, packed, *state.scales(), *given, *numbers)
+
+
+def _check_grouped(
+    name: str, x: Tensor, offs: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None = None
+) -> None:
+    """TypeError or ValueError, with the numbers, unless the arguments of a grouped product fit."""
+    if state.kind is not EXPERTS:
+        raise ValueError(f"grouped_linear_4bit: the state is of one weight {list(state.shape)}, not of a stack")
+    (E, N, K), what = state.shape, f"grouped_linear_4bit: {name}"
+    width = K if name == "x" else N
+    check_dense(x, what)
+    if x.dtype not in VALUE_DTYPES.values():
+        raise TypeError(f"{what} is {x.dtype}, expected float32, float16 or bfloat16")
+    if x.dim() != 2 or x.shape[1] != width:
+        raise ValueError(f"{what} has shape {list(x.shape)}, a stack of {[E, N, K]} needs [S, {width}]")
+    if offs.dtype is not torch.int32 or offs.shape != (E,):
+        raise ValueError(f"grouped_linear_4bit: offs is {offs.dtype} {list(offs.shape)}, expected int32 [{E}]")
+    for other, tensor in (("offs", offs), ("the stack", packed), ("bias", x if bias is None else bias)):
+        if tensor.device != x.device:
+            raise ValueError(f"{what} is on {x.device}, {other} on {tensor.device}")
+    check_packed(packed, state, "grouped_linear_4bit")
+    if bias is not None and (bias.dtype is not x.dtype or bias.shape != (E, N)):
+        raise ValueError(
+            f"{what} is {x.dtype}, bias is {bias.dtype} {list(bias.shape)}: expected [{E}, {N}] of its dtype"
+        )
+
+
 FOUR_BIT.dequantize, FOUR_BIT.linear = dequantize_4bit, linear_4bit
+EXPERTS.dequantize = dequantize_4bit
 
 
 def explain_linear(error: Exception, x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None) -> NoReturn:

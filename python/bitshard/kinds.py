@@ -19,11 +19,13 @@ class Kind:
     """One kind of packed weight.
 
     Attributes:
+        name: of the layout of the bytes in checkpoints; None for bitsandbytes' own.
         format: names of a state's attributes that must be equal for its bytes and scales to be of one format.
         dequantize: (packed, state) -> values of state.shape and state.dtype.
         linear: (x [..., K], packed, state, bias or None) -> x W^T + bias [..., N]; no gradient.
     """
 
+    name: str | None
     format: tuple[str, ...]
     dequantize: Callable[..., Tensor]
     linear: Callable[..., Tensor]
@@ -36,11 +38,19 @@ class Kind:
         """Scales of a state's tensor."""
         raise NotImplementedError
 
+    def parts(self, state: Any) -> int:
+        """Into how many parts of equal size the tensor falls, each with a second level of scales of its own."""
+        return 1
+
+    def __reduce__(self) -> tuple:
+        return kind_named, (self.name,)  # copies and pickles are the same object
+
 
 class FourBit(Kind):
     """NF4 and FP4: two codes to a byte in flattened order, one scale for `blocksize` elements; docs/formats.md."""
 
-    format = ("shape", "blocksize", "quant_type", "nested")
+    name = None
+    format = ("shape", "blocksize", "quant_type", "nested", "kind")
 
     def elements(self, state: Any, itemsize: int) -> int:
         return ops.storage_elements(state.shape.numel(), itemsize)
@@ -49,4 +59,24 @@ class FourBit(Kind):
         return ops.block_count(state.shape.numel(), state.blocksize)
 
 
+class ExpertStack(FourBit):
+    """E weights [N, K] of a mixture of experts, each quantized by itself, one after the other: shape [E, N, K].
+
+    N K is a multiple of the blocksize, so the bytes and the first level of scales are those of the flattened stack. Of
+    nested scales each expert has its own second level, ceil(N K / blocksize / 256) scales, and its own offset.
+    """
+
+    name = "experts"
+
+    def parts(self, state: Any) -> int:
+        return state.shape[0]
+
+
+EXPERTS = ExpertStack()
 FOUR_BIT = FourBit()  # `bitshard.functional` gives it what it computes
+KINDS: dict[str | None, Kind] = {kind.name: kind for kind in (FOUR_BIT, EXPERTS)}  # by their names in checkpoints
+
+
+def kind_named(name: str | None) -> Kind:
+    """The kind with this name in checkpoints."""
+    return KINDS[name]

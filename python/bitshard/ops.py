@@ -40,6 +40,8 @@ quantize_blockwise = torch.ops.bitshard.quantize_blockwise.default
 dequantize_blockwise = torch.ops.bitshard.dequantize_blockwise.default
 linear_4bit = torch.ops.bitshard.linear_4bit.default
 linear_4bit_dgrad = torch.ops.bitshard.linear_4bit_dgrad.default
+grouped_linear_4bit = torch.ops.bitshard.grouped_linear_4bit.default
+grouped_linear_4bit_dgrad = torch.ops.bitshard.grouped_linear_4bit_dgrad.default
 checksum = torch.ops.bitshard.checksum.default
 optimizer_32bit = torch.ops.bitshard.optimizer_32bit.default
 optimizer_8bit_blockwise = torch.ops.bitshard.optimizer_8bit_blockwise.default
@@ -78,7 +80,7 @@ def _raising(call: Callable) -> Callable:
 
 
 OPS = (quantize_4bit, dequantize_4bit, quantize_blockwise, dequantize_blockwise, linear_4bit, linear_4bit_dgrad)
-OPS += (checksum, optimizer_32bit, optimizer_8bit_blockwise)
+OPS += (grouped_linear_4bit, grouped_linear_4bit_dgrad, checksum, optimizer_32bit, optimizer_8bit_blockwise)
 for _op in OPS:
     _op._op = _raising(_op._op)
 
@@ -162,6 +164,23 @@ def _(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K) 
     _check_devices("linear_4bit_dgrad", dy, packed, absmax, absmax_map, absmax2, offset)
     _check_devices("linear_4bit_dgrad", packed, dy)
     torch._check(dy.shape[-1] == N, lambda: f"linear_4bit_dgrad: dy has {dy.shape[-1]} columns, the weight needs {N}")
+    return dy.new_empty((*dy.shape[:-1], K))
+
+
+@torch.library.register_fake("bitshard::grouped_linear_4bit")
+def _(x, offs, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K) -> Tensor:
+    _check_devices("grouped_linear_4bit", x, offs, packed, absmax, absmax_map, absmax2, offset, bias)
+    _check_devices("grouped_linear_4bit", packed, x)
+    torch._check(x.shape[-1] == K, lambda: f"grouped_linear_4bit: x has {x.shape[-1]} columns, the weights need {K}")
+    return x.new_empty((*x.shape[:-1], N))
+
+
+@torch.library.register_fake("bitshard::grouped_linear_4bit_dgrad")
+def _(dy, offs, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K) -> Tensor:
+    op = "grouped_linear_4bit_dgrad"
+    _check_devices(op, dy, offs, packed, absmax, absmax_map, absmax2, offset)
+    _check_devices(op, packed, dy)
+    torch._check(dy.shape[-1] == N, lambda: f"{op}: dy has {dy.shape[-1]} columns, the weights need {N}")
     return dy.new_empty((*dy.shape[:-1], K))
 
 

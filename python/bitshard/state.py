@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bitshard import maps, ops
-from bitshard.kinds import FOUR_BIT, Kind
+from bitshard.kinds import FOUR_BIT, KINDS, Kind
 
 STORAGE_DTYPES = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 VALUE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -30,6 +30,7 @@ _MAX_ELEMENTS = 2**48
 _BLOB_PREFIX = "bitsandbytes__"
 _TENSOR_KEYS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _VALUE_KEYS = ("quant_type", "blocksize", "dtype", "shape", "nested_blocksize", "nested_dtype", "nested_offset")
+_LAYOUT_KEY = "layout"  # the name of a kind of bytes that is not bitsandbytes' own
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
@@ -47,12 +48,12 @@ class QuantState:
         dtype: dtype of the tensor that was quantized, and of what dequantizing gives.
         blocksize: elements per scale.
         quant_type: "nf4", "fp4", or None for 8-bit codes.
-        offset: float32 [], subtracted from the scales before they were quantized (nested only).
+        offset: float32 [], subtracted from the scales before they were quantized (nested only); [E] of a stack.
         state2: QuantState of the scales: absmax float32 [ceil(n_blocks / 256)], code float32 [256] (nested only).
         checksum: int64 [], checksum of the packed bytes, or None where unknown. Never saved.
         sharded: the rank's part of the scales if FSDP2 has sharded them, else None. Then `absmax` is real only while
             gathered.
-        kind: what the bytes are; the same for all states of today.
+        kind: what the bytes are: one weight (`kinds.FOUR_BIT`), or a stack of experts (`kinds.EXPERTS`).
         part: the rank's part of the packed bytes of a weight that was loaded in parts and is not sharded yet
             (`bitshard.kept_part.KeptPart`), else None.
     """
@@ -218,7 +219,9 @@ class QuantState:
         if self.nested:
             values["nested_blocksize"] = self.state2.blocksize
             values["nested_dtype"] = dtype_name(self.state2.dtype)
-            values["nested_offset"] = self.offset.item()
+            values["nested_offset"] = self.offset.tolist()
+        if self.kind.name is not None:
+            values[_LAYOUT_KEY] = self.kind.name
         return values
 
     def as_dict(self, packed: bool = False) -> dict[str, Any]:
@@ -323,7 +326,7 @@ def _read_entries(qs_dict: dict[str, Any]) -> dict[str, Any]:
         if name not in QuantState.valid_qs_type_keys:
             raise ValueError(f"quantization state: {_names([name])} is none of {QuantState.valid_qs_type_keys}")
         values = unpack_tensor_to_dict(blob)
-        _check_names("its JSON entry", values, _VALUE_KEYS)
+        _check_names("its JSON entry", values, (*_VALUE_KEYS, _LAYOUT_KEY))
         twice = sorted(set(values) & set(entries))
         if twice:
             raise ValueError(f"quantization state: {twice} given both as entries and in {name}")
@@ -334,7 +337,7 @@ def _read_entries(qs_dict: dict[str, Any]) -> dict[str, Any]:
         entries.update(values)
     if not blobs and "quant_type" not in entries:
         raise ValueError(f"quantization state: neither quant_type nor a quant_state entry among {_names(entries)}")
-    _check_names("the entries", entries, (*_TENSOR_KEYS, *_VALUE_KEYS))
+    _check_names("the entries", entries, (*_TENSOR_KEYS, *_VALUE_KEYS, _LAYOUT_KEY))
     for name in _TENSOR_KEYS:
         if name in entries and not isinstance(entries[name], Tensor):
             raise TypeError(f"quantization state: {name} must be a tensor, got {type(entries[name]).__name__}")
@@ -440,14 +443,7 @@ def _code_map(entries: dict[str, Any], name: str, table: Tensor) -> Tensor:
     return table.to(given.device)
 
 
-def _read_nested(
-    cls: type[QuantState], entries: dict[str, Any], n_blocks: int, blocksizes: tuple[int, ...]
-) -> tuple[Tensor, QuantState]:
-    """(offset, state2) of `n_blocks` quantized scales."""
-    blocksize = _integer(entries, "nested_blocksize")
-    if blocksize not in blocksizes:
-        raise ValueError(f"quantization state: nested_blocksize is {_short(blocksize)}, supported: {blocksizes}")
-    offset = _entry(entries, "nested_offset")
+def _check_offset(offset: Any) -> None:
     if type(offset) not in (int, float):
         raise TypeError(f"quantization state: nested_offset must be a number, got {_short(offset)}")
     try:
@@ -456,8 +452,36 @@ def _read_nested(
         finite = False
     if not finite:
         raise ValueError(f"quantization state: nested_offset is {_short(offset)}, expected a finite float32")
-    n_blocks2 = ops.block_count(n_blocks, blocksize)
-    why = f"one per {blocksize} of {n_blocks} scales"
+
+
+def _read_offsets(entries: dict[str, Any], experts: int | None) -> Tensor:
+    """The offset of nested scales, float32 []; of a stack of `experts` weights a list of as many, float32 [E]."""
+    given = _entry(entries, "nested_offset")
+    if experts is None:
+        _check_offset(given)
+        return torch.tensor(float(given), dtype=torch.float32, device="cpu")
+    if not isinstance(given, list) or len(given) != experts:
+        found = f"{len(given)} numbers" if isinstance(given, list) else _short(given)
+        raise ValueError(f"quantization state: nested_offset is {found}, expected a list of one for {experts} experts")
+    for offset in given:
+        _check_offset(offset)
+    return torch.tensor(given, dtype=torch.float32, device="cpu")
+
+
+def _read_nested(
+    cls: type[QuantState],
+    entries: dict[str, Any],
+    n_blocks: int,
+    blocksizes: tuple[int, ...],
+    experts: int | None = None,
+) -> tuple[Tensor, QuantState]:
+    """(offset, state2) of `n_blocks` quantized scales."""
+    blocksize = _integer(entries, "nested_blocksize")
+    if blocksize not in blocksizes:
+        raise ValueError(f"quantization state: nested_blocksize is {_short(blocksize)}, supported: {blocksizes}")
+    offset, parts = _read_offsets(entries, experts), 1 if experts is None else experts
+    n_blocks2 = parts * ops.block_count(n_blocks // parts, blocksize)
+    why = f"one per {blocksize} of {n_blocks // parts} scales"
     absmax = _vector(entries, "nested_absmax", (torch.float32,), n_blocks2, why)
     check_scales(absmax, "nested_absmax", signed=False)
     code = _vector(entries, "nested_quant_map", (torch.float32,), 256, "a map of 256 values")
@@ -465,7 +489,22 @@ def _read_nested(
         raise ValueError("quantization state: nested_quant_map holds values that are not finite")
     dtype = _value_dtype(entries, "nested_dtype")
     state2 = cls(absmax=absmax.contiguous(), code=code.contiguous(), blocksize=blocksize, dtype=dtype)
-    return torch.tensor(float(offset), dtype=torch.float32, device="cpu"), state2
+    return offset, state2
+
+
+def _read_layout(entries: dict[str, Any], shape: torch.Size, blocksize: int) -> Kind:
+    """The kind of the bytes: bitsandbytes' own without an entry that names another. ValueError where it does not fit."""
+    name = entries.get(_LAYOUT_KEY)
+    if name is None:
+        return FOUR_BIT
+    if not isinstance(name, str) or name not in KINDS:
+        raise ValueError(f"quantization state: layout is {_short(name)}, known are {[name for name in KINDS if name]}")
+    if len(shape) != 3 or 0 in shape or shape[1:].numel() % blocksize:
+        raise ValueError(
+            f"quantization state: layout {name!r} needs a shape [E, N, K] with N K a multiple of the blocksize "
+            f"{blocksize}, got {list(shape)}"
+        )
+    return KINDS[name]
 
 
 def _check_nested_names(entries: dict[str, Any]) -> bool:
@@ -487,14 +526,18 @@ def _read_4bit(cls: type[QuantState], entries: dict[str, Any]) -> QuantState:
     if blocksize not in BLOCKSIZES:
         raise ValueError(f"quantization state: blocksize is {_short(blocksize)}, expected one of {BLOCKSIZES}")
     shape = _shape(entries)
+    kind = _read_layout(entries, shape, blocksize)
     n_blocks = ops.block_count(math.prod(shape), blocksize)
     nested = _check_nested_names(entries)
     absmax_dtype = torch.uint8 if nested else torch.float32
     why = f"{'nested' if nested else 'plain'} scales of shape {list(shape)} with blocksize {blocksize}"
     absmax = _vector(entries, "absmax", (absmax_dtype,), n_blocks, why)
     check_scales(absmax, "absmax")
-    offset, state2 = _read_nested(cls, entries, n_blocks, (NESTED_BLOCKSIZE,)) if nested else (None, None)
-    return cls(
+    offset = state2 = None
+    if nested:
+        experts = None if kind is FOUR_BIT else shape[0]
+        offset, state2 = _read_nested(cls, entries, n_blocks, (NESTED_BLOCKSIZE,), experts)
+    state = cls(
         absmax=absmax.contiguous(),
         shape=shape,
         code=_code_map(entries, "quant_map", ops.table(quant_type)),
@@ -504,6 +547,9 @@ def _read_4bit(cls: type[QuantState], entries: dict[str, Any]) -> QuantState:
         offset=offset,
         state2=state2,
     )
+    if kind is not FOUR_BIT:
+        state.kind = kind
+    return state
 
 
 def _read_8bit(cls: type[QuantState], entries: dict[str, Any], device: torch.device | str | int) -> QuantState:
