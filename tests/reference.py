@@ -88,6 +88,19 @@ def linear_4bit_dgrad(dy: Tensor, weight: Tensor) -> Tensor:
     return dy.double() @ weight.double()
 
 
+def grouped_linear_4bit(x: Tensor, offs: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear_4bit` of each expert's rows with its decoded weight of [E, N, K]; rows of no expert are zero."""
+    y = x.new_zeros(x.shape[0], weights.shape[1], dtype=torch.float64)
+    for e, (begin, end) in enumerate(zip([0, *offs.tolist()], offs.tolist(), strict=False)):
+        y[begin:end] = linear_4bit(x[begin:end], weights[e], None if bias is None else bias[e])
+    return y
+
+
+def grouped_linear_4bit_dgrad(dy: Tensor, offs: Tensor, weights: Tensor) -> Tensor:
+    """`linear_4bit_dgrad` likewise."""
+    return grouped_linear_4bit(dy, offs, weights.transpose(1, 2), None)
+
+
 def checksum(packed: Tensor) -> int:
     """Sum mod 2^64 of mix(word_i + (i + 1) * golden ratio) over little-endian 8-byte words, as a signed number."""
     data = bytes(packed.detach().cpu().contiguous().flatten().view(torch.uint8).tolist())

@@ -13,6 +13,8 @@ NAMES = (
     "dequantize_blockwise",
     "linear_4bit",
     "linear_4bit_dgrad",
+    "grouped_linear_4bit",
+    "grouped_linear_4bit_dgrad",
     "checksum",
     "optimizer_32bit",
     "optimizer_8bit_blockwise",
@@ -24,6 +26,8 @@ def arguments(name: str, nested: bool, dtype: torch.dtype) -> tuple:
     N, K = 33, 70
     w = torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(dtype)
     packed, state = functional.quantize_nf4(w, compress_statistics=nested, quant_storage=torch.bfloat16)
+    offs = torch.tensor([2, 2, 5], dtype=torch.int32)
+    stack, of_stack = functional.quantize_experts_4bit(w.new_ones(3, 32, 48), 32, nested, "nf4", torch.bfloat16)
     map, none = ops.table("dynamic"), ops.empty(w.device)
     code, absmax = ops.quantize_blockwise(w, map, none, 256)
     numbers = (0, 1e-3, 0.9, 0.999, 0.0, 0.0, 1e-8, 0.01, 2)
@@ -34,6 +38,8 @@ def arguments(name: str, nested: bool, dtype: torch.dtype) -> tuple:
         "dequantize_blockwise": (code, absmax, map, none, 256, dtype),
         "linear_4bit": (torch.randn(2, 3, K).to(dtype), packed, *state.scales(), none, 64, 0, N, K),
         "linear_4bit_dgrad": (torch.randn(2, 3, N).to(dtype), packed, *state.scales(), 64, 0, N, K),
+        "grouped_linear_4bit": (w.new_ones(6, 48), offs, stack, *of_stack.scales(), none, 32, 0, 32, 48),
+        "grouped_linear_4bit_dgrad": (w.new_ones(6, 32), offs, stack, *of_stack.scales(), 32, 0, 32, 48),
         "checksum": (packed,),
         "optimizer_32bit": (w, *(w.float() ** 2 for _ in range(3)), none, *numbers, 0.0, 0.0, 1.0, False),
         "optimizer_8bit_blockwise": (

@@ -428,6 +428,12 @@ LEAK_CALLS = {
     ),
     "linear_4bit": lambda a: ops.linear_4bit(a["x"], a["packed"], *a["scales"], a["none"], 64, 0, 256, 512),
     "linear_4bit_dgrad": lambda a: ops.linear_4bit_dgrad(a["dy"], a["packed"], *a["scales"], 64, 0, 256, 512),
+    "grouped_linear_4bit": lambda a: ops.grouped_linear_4bit(
+        a["x"], a["offs"], a["packed"], *a["stack"], a["none"], 64, 0, 128, 512
+    ),
+    "grouped_linear_4bit_dgrad": lambda a: ops.grouped_linear_4bit_dgrad(
+        a["dy"][:, :128], a["offs"], a["packed"], *a["stack"], 64, 0, 128, 512
+    ),
     "checksum": lambda a: ops.checksum(a["packed"]),
 }
 
@@ -447,9 +453,12 @@ def test_leak(name, fails):
     map = ops.table("dynamic").to(device)
     code, absmax8 = ops.quantize_blockwise(x, map, ops.empty(device), 256)
     arguments = {"packed": packed, "scales": state.scales(), "x": x, "dy": x[:, :256].contiguous(), "map": map}
-    arguments |= {"none": ops.empty(device), "code": code, "absmax8": absmax8}
+    stack = functional.quantize_experts_4bit(torch.randn(2, 128, 512, device=device), None, True, "nf4")[1].scales()
+    offs = torch.tensor([3, 120], dtype=torch.int32, device=device)
+    arguments |= {"none": ops.empty(device), "code": code, "absmax8": absmax8, "stack": stack, "offs": offs}
     if fails:  # float64 is no dtype that any op takes where these are
         arguments |= {key: arguments[key].double() for key in ("x", "dy", "map")}
+        arguments |= {"stack": (stack[0], *(t.double() for t in stack[1:]))}
         arguments |= {"scales": (state.absmax, *(t.double() for t in state.scales()[1:])), "absmax8": absmax8.double()}
         if name == "checksum":
             arguments["packed"] = packed.bool()

@@ -180,3 +180,59 @@ def _matmul_transposed(A: Tensor, B: Tensor, state: QuantState, out: Tensor | No
     weight = functional.dequantize_4bit(B if state.reordered else B.reshape(-1, 1), state).to(A.dtype)
     y = torch.nn.functional.linear(A, weight.t(), bias)
     return y if out is None else into(out, y, "out")
+
+
+# ---- stacks of expert weights ----
+
+
+class GroupedMatMul4Bit(torch.autograd.Function):
+    """y [S, N] = x [S, K] W_e^T + bias[e] of a stack; dx = dy W_e, dbias[e] = the sum of dy over the rows of e."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, offs: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None) -> Tensor:
+        ctx.packed, ctx.state = packed, state
+        ctx.save_for_backward(offs)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return functional.grouped_linear_4bit(x, offs, packed, state, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None, Tensor | None]:
+        needs_x, _, _, _, needs_bias = ctx.needs_input_grad
+        (offs,), dx, dbias = ctx.saved_tensors, None, None
+        if needs_x:
+            dx = GroupedMatMul4BitInputGradient.apply(dy, offs, ctx.packed, ctx.state)
+        if needs_bias:
+            dbias = sums_of_groups(dy, offs).to(ctx.bias_dtype)
+        return dx, None, None, None, dbias
+
+
+class GroupedMatMul4BitInputGradient(torch.autograd.Function):
+    """dx [S, K] = dy [S, N] W_e, differentiable in dy."""
+
+    @staticmethod
+    def forward(ctx: Any, dy: Tensor, offs: Tensor, packed: Tensor, state: QuantState) -> Tensor:
+        ctx.packed, ctx.state = packed, state
+        ctx.save_for_backward(offs)
+        return functional.grouped_linear_4bit_dgrad(dy, offs, packed, state)
+
+    @staticmethod
+    def backward(ctx: Any, ddx: Tensor) -> tuple[Tensor, None, None, None]:
+        (offs,) = ctx.saved_tensors
+        return GroupedMatMul4Bit.apply(ddx, offs, ctx.packed, ctx.state, None), None, None, None
+
+
+def sums_of_groups(x: Tensor, offs: Tensor) -> Tensor:
+    """float32 [E, N]: for each expert the sum of its rows of x [S, N], in their order."""
+    rows = torch.arange(x.shape[0], device=x.device, dtype=offs.dtype)
+    expert = torch.searchsorted(offs, rows, right=True)
+    sums = x.new_zeros(offs.numel() + 1, x.shape[1], dtype=torch.float32)
+    return sums.index_add(0, expert, x.float())[:-1]
+
+
+def grouped_matmul_4bit(
+    x: Tensor, offs: Tensor, packed: Tensor, quant_state: QuantState, bias: Tensor | None = None
+) -> Tensor:
+    """`functional.grouped_linear_4bit`, differentiable in x and bias: arguments, result and errors are the same."""
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return GroupedMatMul4Bit.apply(x, offs, packed, quant_state, bias)
+    return functional.grouped_linear_4bit(x, offs, packed, quant_state, bias)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from bitshard import _C, gather, ops, reordered
+from bitshard import _C, gather, grouped, ops, reordered
 from bitshard.blockwise import dequantize_blockwise, mean, quantize_blockwise
 from bitshard.checks import check_dense, check_format, check_packed, check_storage, check_values, into
 from bitshard.kinds import EXPERTS, FOUR_BIT
@@ -66,6 +66,7 @@ def _linear_by_op(op: Callable[..., Tensor], x: Tensor, packed: Tensor, absmax: 
     return _by_op(op, x, packed, absmax, absmax_map, absmax2, offset, bias, *rest)
 
 
+grouped.register()
 # An overload's `_op` is what it calls, without a Python frame around it; Dynamo traces the overload only.
 _C.fall_back(
     (
@@ -307,7 +308,7 @@ def linear_4bit_dgrad(dy: Tensor, packed: Tensor, state: QuantState) -> Tensor:
 def grouped_linear_4bit(
     x: Tensor, offs: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None = None
 ) -> Tensor:
-    """y = x W_e^T + bias[e] of a stack W [E, N, K] in 4 bits, each row with its expert e; no gradient (see autograd.py).
+    """y = x W_e^T + bias[e] of a stack W [E, N, K] in 4 bits, a row by its expert e; no gradient (autograd.py has it).
 
     Args:
         x: float32, float16 or bfloat16 [S, K], sorted by expert.
@@ -317,8 +318,9 @@ def grouped_linear_4bit(
         bias: [E, N] of the dtype of x.
 
     Returns:
-        [S, N] of the dtype of x. On the CPU an expert's rows have the bits of `linear_4bit` of these rows. RuntimeError on
-        the CPU where offs descend or end beyond S; CUDA clamps them, for it cannot know without waiting.
+        [S, N] of the dtype of x. On the CPU an expert's rows have the bits of `linear_4bit` of these rows.
+
+    RuntimeError on the CPU where offs descend or end beyond S. CUDA clamps them, for it cannot know without waiting.
     """
     return _grouped(ops.grouped_linear_4bit, "x", x, offs, packed, state, bias)
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import gather
+from bitshard import gather, inventory
 
 DEVICE = "cuda"  # for tests
 WARM_UP = 2  # calls before the capture: libraries load kernels and take workspaces in their first ones
@@ -188,8 +188,7 @@ def _seen_plainly(modules: list[nn.Module]) -> list[Any]:
             for tensor in tensors.values() if tensors else ():
                 if tensor is not None:
                     found += id(tensor), tensor.data_ptr(), tensor.requires_grad
-        if "packed_weight" in mine:
-            found.append(id(mine["packed_weight"].state))
+        found += (id(held.state) for held in inventory.held_by(module))
         if "_active_adapter" in mine:
             found += [_copied(mine.get(name)) for name in PEFT]
     return found

@@ -24,17 +24,26 @@ _ADVICE = (
 )
 
 
-def holder_of(module: nn.Module) -> Any:
-    """The holder of the 4-bit weight of `module` itself (`bitshard.nn.holder`), quantized or not; None without one."""
+def holders_of(module: nn.Module) -> list[Any]:
+    """The holders of the 4-bit weights of `module` itself (`bitshard.nn.holder`), quantized or not."""
     # FSDP1's wrappers forward attribute access to what they wrap, so only a module's own attributes count
-    held = vars(module).get("packed_weight")
-    return held if held is not None and held.owner is module else None
+    return [held for held in held_by(module) if held.owner is module]
+
+
+def held_by(module: nn.Module) -> list[Any]:
+    """The holders that `module` has, those of another module's weights among them."""
+    mine = vars(module)
+    return [mine["packed_weight"]] if "packed_weight" in mine else list(mine.get("packed_stacks", {}).values())
+
+
+def holder_of(module: nn.Module, name: str) -> Any:
+    """The holder of the 4-bit weight `name` of `module` itself, quantized or not; None without one."""
+    return next((held for held in holders_of(module) if held.name == name), None)
 
 
 def holders(model: nn.Module) -> list[tuple[str, Any]]:
     """(name of its owner, holder) of every quantized weight of `model`, sharded or not."""
-    found = [(name, holder_of(module)) for name, module in model.named_modules()]
-    return [(name, held) for name, held in found if held and held.state]
+    return [(name, held) for name, module in model.named_modules() for held in holders_of(module) if held.state]
 
 
 def take(model: nn.Module) -> tuple[int, int, Counter]:
@@ -61,7 +70,8 @@ def line(model: nn.Module) -> tuple[str, float]:
 
 def log_line(layer: nn.Module) -> None:
     """Log the line about the model whose forward is calling `layer`, on rank 0; a warning below one half."""
-    layer.packed_weight.reported = True  # also a replica of DataParallel, whose holder names the original as its owner
+    for held in held_by(layer):  # also by a replica of DataParallel, whose holder names the original as its owner
+        held.reported = True
     model = model_of(layer)
     for _, held in holders(model):
         held.reported = True

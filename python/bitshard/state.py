@@ -493,7 +493,7 @@ def _read_nested(
 
 
 def _read_layout(entries: dict[str, Any], shape: torch.Size, blocksize: int) -> Kind:
-    """The kind of the bytes: bitsandbytes' own without an entry that names another. ValueError where it does not fit."""
+    """The kind of the bytes; bitsandbytes' own where no entry names another. ValueError where it does not fit."""
     name = entries.get(_LAYOUT_KEY)
     if name is None:
         return FOUR_BIT

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from bitshard import gather, kept_part, ops
 from bitshard.container import repack
 from bitshard.guards import module_move
+from bitshard.inventory import held_by
 from bitshard.nn import merged
 from bitshard.place import Place
 from bitshard.placeholder import PlaceholderParams4bit
@@ -62,6 +63,17 @@ class PackedWeight:
         self.reported = False
         self.kept: merged.Kept | None = None
 
+    @property
+    def layer(self) -> Any:
+        """What has the weight's settings, and what the weight names as its `module`: the owner, or this where that has
+        several weights."""
+        return self.owner if vars(self.owner).get("packed_weight") is self else self
+
+    @property
+    def packed_weight(self) -> PackedWeight:
+        """This, as the layer of one weight has it."""
+        return self
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "kept": None}  # of copies and pickles
 
@@ -77,7 +89,7 @@ class PackedWeight:
             from bitshard.sharding.weights import parameter
 
             new.shard = copy.deepcopy(self.shard, memo)
-            parameter.adopt(new.shard, new.owner)
+            parameter.adopt(new.shard, new.owner if self.layer is self.owner else new)
         return new
 
     # -- where it is --
@@ -90,7 +102,7 @@ class PackedWeight:
     @property
     def storage(self) -> torch.dtype:
         """The declared storage dtype, which files have."""
-        return self.owner.quant_storage
+        return self.layer.quant_storage
 
     # -- for a forward --
 
@@ -237,8 +249,8 @@ class PackedWeight:
         if gather.is_dtensor(value):
             from bitshard.sharding.weights import parameter
 
-            if parameter.adopt(value, self.owner):
-                value = self.shard = parameter.settled(value, self.owner)
+            if parameter.adopt(value, self.layer):
+                value = self.shard = parameter.settled(value, self.layer)
             # directly, as FSDP2 registers it elsewhere: patches of it leave a DTensor that is no Parameter
             self.owner._parameters[self.name], self.place = value, Place.SHARD
             return True
@@ -269,7 +281,7 @@ class PackedWeight:
         """FSDP1's view of its flat parameter, a plain tensor; as a packed weight foreign code dequantizes it, too."""
         self.foreign, self.place = True, Place.VIEW
         if not self.flat:
-            view = Params4bit.of_state(view, self.state, self.storage, self.owner)
+            view = Params4bit.of_state(view, self.state, self.storage, self.layer)
         self.owner.__dict__[self.name] = view
         return True
 
@@ -349,11 +361,11 @@ class PackedWeight:
         else:
             setattr(self.owner, self.name, new)
             weight = new
-        weight.module = self.owner
+        weight.module = self.layer
         weight.quant_state = new.quant_state
         self.follow(new.quant_state)
         for setting in _SETTINGS:
-            setattr(self.owner, setting, getattr(new, setting))
+            setattr(self.layer, setting, getattr(new, setting))
 
     # -- moves --
 
@@ -366,10 +378,10 @@ class PackedWeight:
         registered = self.owner._parameters
         weight = registered.get(self.name)
         if isinstance(weight, Params4bit) and not weight.bnb_quantized:
-            weight.module = self.owner
+            weight.module = self.layer
             if weight.is_meta:  # accelerate rebuilds a weight without its settings there
                 for setting in _SETTINGS:
-                    setattr(weight, setting, getattr(self.owner, setting))
+                    setattr(weight, setting, getattr(self.layer, setting))
         stays = self.place is Place.SHARD and _keeps_device(fn, weight.device)
         if stays:
             registered[self.name] = None
@@ -417,24 +429,22 @@ class PackedWeight:
             for name, value in state.as_dict(packed=True).items():
                 destination[f"{key}.{name}"] = value if keep_vars else value.detach()
 
+    def pending_load(self, state_dict: dict[str, Any], key: str) -> Any:
+        """The load of `state_dict` into a shard (`bitshard.sharding.weights.pending_load.PendingLoad`)."""
+        from bitshard.sharding.weights.pending_load import PendingLoad
+
+        return PendingLoad.of(self.weight, state_dict, key)
+
     def load_entries(
         self,
         state_dict: dict[str, Any],
         prefix: str,
-        local_metadata: dict[str, Any],
         strict: bool,
         missing_keys: list[str],
-        unexpected_keys: list[str],
         error_msgs: list[str],
-    ) -> set[str] | None:
-        """Load the weight; the keys that nn.Module is to pass over then, None where it has loaded the owner, too."""
+    ) -> set[str]:
+        """Load the weight, unless it is a shard; the keys that nn.Module is to pass over then."""
         key = f"{prefix}{self.name}"
-        if self.place is Place.SHARD:
-            from bitshard.sharding.weights.pending_load import PendingLoad
-
-            arguments = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-            PendingLoad.of(self.weight, state_dict, key).finish(self.owner, self.name, state_dict, prefix, *arguments)
-            return None
         if self.place is Place.PART:
             given = {name for name in state_dict if name == key or name.startswith(f"{key}.")}
             if given:
@@ -484,7 +494,92 @@ def _keeps_device(fn: Any, device: torch.device) -> bool:
     return fn(torch.empty(0, dtype=torch.uint8, device=device)).device == device
 
 
-class HoldsPackedWeight(nn.Module):
+class HoldsPackedWeights(nn.Module):
+    """A module some of whose parameters may be packed 4-bit weights. Derive from this before the module.
+
+    `packed_stacks` are the holders of several by name. A layer of one weight is a `HoldsPackedWeight`.
+    """
+
+    packed_stacks: dict[str, PackedWeight]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        held = self.__dict__.get("packed_stacks", {}).get(name)
+        if held is None or not held.put(value):
+            super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for held in held_by(self):
+            if "place" not in vars(held):  # a pickle from before it was kept
+                held.place = held.place_of(self._parameters[held.name])
+            if held.owner is not self:  # copy.copy, which shares what it finds
+                self._replace_holder(held, copy.copy(held))
+
+    def _replace_holder(self, held: PackedWeight, new: PackedWeight) -> None:
+        new.owner = self
+        self.packed_stacks = {**self.packed_stacks, held.name: new}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        with contextlib.ExitStack() as stack:
+            for held in held_by(self):
+                stack.enter_context(held.moving(fn))
+            return super()._apply(fn, recurse)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The module's buffers and, for a sharded weight, its scale entries, which torch.distributed's loading fills.
+
+        Only where this layer's own buffers are asked for, as that loading does; `fully_shard` compares the names of all
+        buffers before and after.
+        """
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
+        if not recurse:
+            for held in held_by(self):
+                key = f"{prefix}.{held.name}" if prefix else held.name
+                for name, value in held.unfilled().items():
+                    yield f"{key}.{name}", value
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for held in held_by(self):
+            held.save_entries(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        arguments = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        weights = held_by(self)
+        if any(held.place is Place.GATHERED for held in weights):
+            # FSDP2's hook puts the shard back; nn.Module calls it, as often as one likes, but only after this
+            for hook in self._load_state_dict_pre_hooks.values():
+                hook(state_dict, prefix, *arguments)
+        taken: set[str] = set()
+        pending = []
+        for held in weights:
+            if held.place is Place.SHARD:
+                key = f"{prefix}{held.name}"
+                pending.append((held, key, held.pending_load(state_dict, key)))
+                state_dict = pending[-1][-1].prepared(state_dict, key)
+            else:
+                taken |= held.load_entries(state_dict, prefix, strict, missing_keys, error_msgs)
+        rest = {key: value for key, value in state_dict.items() if key not in taken}
+        absent: list[str] = []
+        errors = len(error_msgs)
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, absent, unexpected_keys, error_msgs)
+        missing_keys.extend(key for key in absent if key not in taken)
+        for held, key, load in pending:
+            load.finish(self, held.name, key, loaded=len(error_msgs) == errors)
+
+
+class HoldsPackedWeight(HoldsPackedWeights):
     """A module whose parameter `packed_weight.name` may be a packed 4-bit weight. Derive from this before the module.
 
     `packed_weight` is set by the class that derives, once the parameter is there. The weight's state is readable and
@@ -505,58 +600,7 @@ class HoldsPackedWeight(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         held = self.__dict__.get("packed_weight")
         if held is None or name != held.name or not held.put(value):
-            super().__setattr__(name, value)
+            nn.Module.__setattr__(self, name, value)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        held = self.__dict__.get("packed_weight")
-        if held is not None and "place" not in vars(held):  # a pickle from before it was kept
-            held.place = held.place_of(self._parameters[held.name])
-        if held is not None and held.owner is not self:  # copy.copy, which shares what it finds
-            held = copy.copy(held)
-            held.owner, self.packed_weight = self, held
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        with self.packed_weight.moving(fn):
-            return super()._apply(fn, recurse)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The module's buffers and, for a sharded weight, its scale entries, which torch.distributed's loading fills.
-
-        Only where this layer's own buffers are asked for, as that loading does; `fully_shard` compares the names of all
-        buffers before and after.
-        """
-        yield from super().named_buffers(prefix, recurse, remove_duplicate)
-        if not recurse:
-            key = f"{prefix}.{self.packed_weight.name}" if prefix else self.packed_weight.name
-            for name, value in self.packed_weight.unfilled().items():
-                yield f"{key}.{name}", value
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        self.packed_weight.save_entries(destination, prefix, keep_vars)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        arguments = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        if self.packed_weight.place is Place.GATHERED:
-            # FSDP2's hook puts the shard back; nn.Module calls it, as often as one likes, but only after this
-            for hook in self._load_state_dict_pre_hooks.values():
-                hook(state_dict, prefix, *arguments)
-        taken = self.packed_weight.load_entries(state_dict, prefix, *arguments)
-        if taken is None:
-            return
-        rest = {key: value for key, value in state_dict.items() if key not in taken}
-        absent: list[str] = []
-        super()._load_from_state_dict(rest, prefix, local_metadata, strict, absent, unexpected_keys, error_msgs)
-        missing_keys.extend(key for key in absent if key not in taken)
+    def _replace_holder(self, held: PackedWeight, new: PackedWeight) -> None:
+        new.owner, self.packed_weight = self, new

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from bitshard import gather
-from bitshard.inventory import holders
+from bitshard.inventory import holder_of, holders
 
 
 @dataclass
@@ -41,8 +41,8 @@ def measure(model: nn.Module) -> Share:
             gather.cut_scales(weight)
             share.fsdp, ranks = "FSDP2", gather.shard_world(weight)[0]
             packed, own = weight.numel() * weight.element_size(), weight._local_tensor.numel() * weight.element_size()
-        elif id(held.owner) in flat:
-            packed, own, ranks = flat[id(held.owner)]
+        elif id(held) in flat:
+            packed, own, ranks = flat[id(held)]
             share.fsdp = "FSDP1"
         else:
             packed = own = weight.numel() * weight.element_size()
@@ -82,7 +82,7 @@ def describe(model: nn.Module) -> str:
 
 
 def _flat_shares(model: nn.Module) -> dict[int, tuple[int, int, int]]:
-    """FSDP1: id(owner) -> (bytes of its packed weight, of which in this rank's flat parameter, ranks)."""
+    """FSDP1: id(holder) -> (bytes of its packed weight, of which in this rank's flat parameter, ranks)."""
     shares = {}
     for unit in FullyShardedDataParallel.fsdp_modules(model):
         handle = unit._handle
@@ -90,8 +90,8 @@ def _flat_shares(model: nn.Module) -> dict[int, tuple[int, int, int]]:
             continue
         flat, ranks = handle.flat_param, handle.world_size if handle.uses_sharded_strategy else 1
         for info, numel, own in zip(flat._param_infos, flat._numels, flat._shard_param_infos, strict=True):
-            held = vars(info.module).get("packed_weight")
-            if held is not None and held.name == info.param_name and held.state is not None:
+            held = holder_of(info.module, info.param_name)
+            if held is not None and held.state is not None:
                 kept = own.numel_in_shard or 0 if ranks > 1 else numel
-                shares[id(info.module)] = (numel * flat.element_size(), kept * flat.element_size(), ranks)
+                shares[id(held)] = (numel * flat.element_size(), kept * flat.element_size(), ranks)
     return shares

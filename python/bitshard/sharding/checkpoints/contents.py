@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from bitshard.container import repack
-from bitshard.inventory import holder_of
+from bitshard.inventory import holders_of
 from bitshard.place import Place
 from bitshard.sharding.checkpoints.files import Entry
 from bitshard.sharding.weights.state_entries import BLOB_PREFIX
@@ -40,7 +40,7 @@ class Piece:
         key: of the module in the checkpoint, with a dot behind it.
         module: the module.
         names: its parameters and saved buffers; those of FSDP1's flat parameter, too.
-        held: the holder of its 4-bit weight (`bitshard.nn.holder.PackedWeight`), else None.
+        held: name -> holder of its 4-bit weights (`bitshard.nn.holder.PackedWeight`).
         tuner: peft's layer around it whose adapters are to be merged, of several the outermost; else None.
         unit: FSDP1's unit that has its tensors, else None.
         flat: of FSDP1: name -> what an unsharded parameter would be.
@@ -49,7 +49,7 @@ class Piece:
     key: str
     module: nn.Module
     names: list[str]
-    held: Any = None
+    held: dict[str, Any] = field(default_factory=dict)
     tuner: nn.Module | None = None
     unit: Any = None
     flat: dict[str, Entry] = field(default_factory=dict)
@@ -58,31 +58,29 @@ class Piece:
         """Key of one of its tensors."""
         return _PARAMETRIZED.sub(r"\1\2", self.key + name)
 
-    def is_packed(self, name: str) -> bool:
-        """Whether `name` is the 4-bit weight."""
-        return self.held is not None and self.held.name == name
-
     def entries(self, dtype: torch.dtype | None) -> dict[str, Entry]:
         """What the checkpoint has of it: 4-bit as it is, or with `dtype` every float tensor in that."""
         found = {}
         for name in self.names:
-            if self.is_packed(name) and dtype is None:
-                found[self.name_of(name)] = _packed_entry(self.held)
-            elif self.is_packed(name):
-                found[self.name_of(name)] = Entry(dtype, tuple(self.held.state.shape))
+            held = self.held.get(name)
+            if held is not None and dtype is None:
+                found[self.name_of(name)] = _packed_entry(held)
+            elif held is not None:
+                found[self.name_of(name)] = Entry(dtype, tuple(held.state.shape))
             else:
                 entry = self.flat.get(name) or _entry(self.tensor(name))
                 cast = dtype is not None and entry.dtype.is_floating_point
                 found[self.name_of(name)] = Entry(dtype, entry.shape) if cast else entry
-        if self.held is not None and dtype is None:
-            found.update(self._scale_entries())
+        if dtype is None:
+            for held in self.held.values():
+                found.update(self._scale_entries(held))
         return found
 
-    def _scale_entries(self) -> dict[str, Entry]:
+    def _scale_entries(self, held: Any) -> dict[str, Entry]:
         """Scales and what is beside them. Merging changes the length of the JSON entry."""
-        state = self.held.state.clone()
+        state = held.state.clone()
         state.sharded = state.part = None
-        key = self.name_of(self.held.name)
+        key = self.name_of(held.name)
         found = {f"{key}.{name}": _entry(value) for name, value in state.as_dict(packed=True).items()}
         for name, entry in found.items():
             entry.late = self.tuner is not None and BLOB_PREFIX in name
@@ -143,8 +141,9 @@ def pieces(model: nn.Module, merge: bool) -> list[Piece]:
 def require_readable(found: list[Piece]) -> None:
     """ValueError for 4-bit weights that `from_pretrained` does not find: those that `nn.parametrize` has made."""
     for piece in found:
-        if piece.held is not None and _PARAMETRIZED.search(piece.key + piece.held.name):
-            raise parametrized_error(piece.name_of(piece.held.name))
+        for name in piece.held:
+            if _PARAMETRIZED.search(piece.key + name):
+                raise parametrized_error(piece.name_of(name))
 
 
 def parametrized_error(key: str) -> ValueError:
@@ -199,10 +198,10 @@ class _Walk:
         unsaved = module._non_persistent_buffers_set
         names += [name for name, tensor in module._buffers.items() if tensor is not None and name not in unsaved]
         names = [name for name in names if f"{key}{name}" not in self.ignored]
-        held = holder_of(module)
-        held = held if held is not None and held.name in names else None
-        if held is not None and (held.state is None or held.place in (Place.FLOAT, Place.AWAITED)):
-            raise ValueError(f"{key}{held.name}: this 4-bit weight is not quantized yet, so it cannot be saved")
+        held = {held.name: held for held in holders_of(module) if held.name in names}
+        for name, one in held.items():
+            if one.state is None or one.place in (Place.FLOAT, Place.AWAITED):
+                raise ValueError(f"{key}{name}: this 4-bit weight is not quantized yet, so it cannot be saved")
         return Piece(key, module, names, held, tuner, unit, entries) if names else None
 
 

@@ -26,16 +26,17 @@ def piece(found: Piece) -> None:
             device = torch.device(tensor.device_mesh.device_type)
             needed[device] = needed.get(device, 0) + _checked(tensor, name)
 
-    part = None if found.held is None else found.held.state.part
-    if part is not None:
-        needed[part.rows.device] = _checked_part(part, found.name_of(found.held.name))
     for name in found.names:
-        if not found.is_packed(name) or found.held.shard is None:
+        held = found.held.get(name)
+        if held is not None and held.state.part is not None:
+            device = held.state.part.rows.device
+            needed[device] = needed.get(device, 0) + _checked_part(held.state.part, found.name_of(name))
+        if held is None or held.shard is None:
             add(found.tensor(name), found.name_of(name))
         else:
-            add(found.held.shard, found.name_of(name))
-            gather.cut_scales(found.held.shard)
-            _check_scales(found.held.state.sharded, found.name_of(name))
+            add(held.shard, found.name_of(name))
+            gather.cut_scales(held.shard)
+            _check_scales(held.state.sharded, found.name_of(name))
     if found.tuner is not None:
         for tensor in merging.adapter_tensors(found.tuner):
             add(tensor, f"{found.key}adapter")

@@ -110,8 +110,8 @@ def _is_sharded(model: nn.Module) -> bool:
 
 def _shape(piece: Piece, name: str) -> Any:
     """Shape of the weight that a tensor stands for."""
-    if piece.is_packed(name):
-        return piece.held.state.shape
+    if name in piece.held:
+        return piece.held[name].state.shape
     return piece.flat[name].shape if name in piece.flat else piece.tensor(name).shape
 
 
@@ -171,8 +171,8 @@ def _summoned(unit: Any) -> Any:
 def _whole(piece: Piece) -> dict[Any, Any]:
     tensors: dict[Any, Any] = {}
     for name in piece.names:
-        if piece.is_packed(name):
-            tensors[name] = _whole_packed(piece)
+        if name in piece.held:
+            tensors[name] = _whole_packed(piece, piece.held[name])
         else:
             tensors[name] = _whole_tensor(piece.tensor(name))
     if piece.tuner is not None:
@@ -185,8 +185,7 @@ def _whole_tensor(tensor: Any) -> Tensor:
     return gather.whole(tensor) if gather.is_dtensor(tensor) else tensor.detach()
 
 
-def _whole_packed(piece: Piece) -> tuple[Tensor, Any]:
-    held = piece.held
+def _whole_packed(piece: Piece, held: Any) -> tuple[Tensor, Any]:
     if held.shard is not None:
         return gather.gathered(held.shard, held.state)
     if held.state.part is not None:
@@ -200,13 +199,13 @@ def _whole_packed(piece: Piece) -> tuple[Tensor, Any]:
 
 def _converted(piece: Piece, tensors: dict[Any, Any], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """The tensors of a piece as the checkpoint has them."""
-    others = {name: tensors[name] for name in piece.names if not piece.is_packed(name)}
+    others = {name: tensors[name] for name in piece.names if name not in piece.held}
     adapter = {key: tensor for key, tensor in tensors.items() if isinstance(key, int)}
     found: dict[str, Tensor] = {}
-    if piece.held is not None:
-        name, (packed, state) = piece.held.name, tensors[piece.held.name]
+    for name, held in piece.held.items():
+        packed, state = tensors[name]
         key = piece.name_of(name)
-        _verify(packed, state, piece.held.state, key)
+        _verify(packed, state, held.state, key)
         if dtype is not None:
             if piece.tuner is None:
                 values = state.kind.dequantize(packed, state)
@@ -215,11 +214,11 @@ def _converted(piece: Piece, tensors: dict[Any, Any], dtype: torch.dtype | None)
             found[key] = values.to(dtype)
         else:
             if piece.tuner is not None:
-                weight = Params4bit.of_state(packed, state, piece.held.storage, None)
+                weight = Params4bit.of_state(packed, state, held.storage, None)
                 weight, others = merging.merged_4bit(piece.tuner, adapter, weight, others, name)
                 packed, state = weight.saved_data(), weight.quant_state
-            found.update(contents.packed_tensors(key, packed, state, piece.held.storage))
-    elif piece.tuner is not None:
+            found.update(contents.packed_tensors(key, packed, state, held.storage))
+    if not piece.held and piece.tuner is not None:
         others = merging.merged_dense(piece.tuner, adapter, others)
     found.update({piece.name_of(name): tensor for name, tensor in others.items()})
     return found
@@ -263,7 +262,8 @@ def _dtype_of(pieces: list[Piece]) -> torch.dtype:
     """Of the first float tensor, which is what transformers says of a model."""
     for piece in pieces:
         for name in piece.names:
-            found = piece.held.state.dtype if piece.is_packed(name) else piece.entries(None)[piece.name_of(name)].dtype
+            held = piece.held.get(name)
+            found = piece.entries(None)[piece.name_of(name)].dtype if held is None else held.state.dtype
             if found.is_floating_point:
                 return found
     return torch.float32

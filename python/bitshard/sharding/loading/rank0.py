@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bitshard.sharding.loading.skeleton import Skeleton, packed_layers
+from bitshard.sharding.loading.skeleton import Skeleton, packed_weights
 from bitshard.sharding.loading.units import begin, compute_device, outermost, shown, unit_name
 from bitshard.sharding.together import together
 from bitshard.state import QuantState
@@ -67,15 +67,15 @@ def send_quant_states(model: nn.Module) -> int:
     What comes to their weights after that (`sync_module_states=True`) is compared with what rank 0 quantized in the
     first forward. ValueError on all ranks where layers differ. A collective.
     """
-    layers = list(packed_layers(model))
-    shapes = [list(layer.packed_weight.shape or ()) for layer in layers]
+    weights = list(packed_weights(model))
+    shapes = [list(held.shape or ()) for held in weights]
     together("send_quant_states", lambda: (None, shapes))
-    box = [together("send_quant_states", lambda: (_states(layers) if dist.get_rank() == 0 else [], None))]
+    box = [together("send_quant_states", lambda: (_states(weights) if dist.get_rank() == 0 else [], None))]
     dist.broadcast_object_list(box, src=0)
     if dist.get_rank() > 0:
-        for layer, told in zip(layers, box[0], strict=True):
-            _await(layer, *told)
-    return len(layers)
+        for held, told in zip(weights, box[0], strict=True):
+            _await(held, *told)
+    return len(weights)
 
 
 def materialize(module: nn.Module) -> None:
@@ -102,25 +102,25 @@ def _fill_on_host(skeleton: Skeleton, unit: nn.Module, reader: Any) -> tuple[Non
     return None, None
 
 
-def _states(layers: list[Any]) -> list[tuple[Any, ...]]:
-    """What other ranks must know of each layer's weight: its state, checksum, size and dtypes."""
+def _states(weights: list[Any]) -> list[tuple[Any, ...]]:
+    """What other ranks must know of each weight: its state, checksum, size and dtypes."""
     told = []
-    for layer in layers:
-        weight = layer.packed_weight.weight
+    for held in weights:
+        weight = held.weight
         if not isinstance(weight, Params4bit) or not weight.bnb_quantized or weight.is_meta:
-            raise ValueError(f"a layer of {list(layer.packed_weight.shape)} has no quantized weight on rank 0")
+            raise ValueError(f"a layer of {list(held.shape)} has no quantized weight on rank 0")
         state = weight.quant_state
         entries = {name: value.cpu() for name, value in state.as_dict(packed=True).items()}
         told.append((entries, int(state.checksum), tuple(weight.shape), weight.dtype, weight.quant_storage))
     return told
 
 
-def _await(layer: Any, entries: dict, checksum: int, shape: tuple, dtype: torch.dtype, storage: torch.dtype) -> None:
-    """Give `layer` a weight without data, whose bytes FSDP1 brings."""
+def _await(held: Any, entries: dict, checksum: int, shape: tuple, dtype: torch.dtype, storage: torch.dtype) -> None:
+    """Give a layer a weight without data, whose bytes FSDP1 brings."""
     state = QuantState.from_dict(entries, device="cpu")
-    if list(state.shape) != list(layer.packed_weight.shape):
-        raise ValueError(f"rank 0 has a weight of {list(state.shape)} for a layer of {list(layer.packed_weight.shape)}")
+    if list(state.shape) != list(held.shape):
+        raise ValueError(f"rank 0 has a weight of {list(state.shape)} for a layer of {list(held.shape)}")
     state.checksum = torch.tensor(checksum)
-    weight = Params4bit.of_state(torch.empty(shape, dtype=dtype, device="meta"), state, storage, layer)
-    layer.packed_weight.take(weight)
-    layer.packed_weight.delivered()
+    weight = Params4bit.of_state(torch.empty(shape, dtype=dtype, device="meta"), state, storage, held.layer)
+    held.take(weight)
+    held.delivered()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bitshard import ops
 from bitshard.container import repack
 from bitshard.guards import plain
-from bitshard.inventory import holder_of
+from bitshard.inventory import holder_of, holders_of
 from bitshard.sharding.checkpoints.reading import Checkpoint, some
 from bitshard.state import VALUE_DTYPES, dtype_name
 from bitshard.tensor import Params4bit
@@ -125,7 +125,7 @@ class Skeleton:
         try:
             values = files.read(key)
             if _is_4bit(module, name):
-                return self._packed(old, values, module, key, files)
+                return self._packed(old, values, holder_of(module, name).layer, key, files)
             dtype = self.dtype if values.is_floating_point() else values.dtype
             values = values.to(self.device, dtype, copy=True)
             return nn.Parameter(values, old.requires_grad) if isinstance(old, nn.Parameter) else values
@@ -135,7 +135,7 @@ class Skeleton:
             raise ValueError(f"{key}: {error}") from error
 
     def _packed(self, old: Tensor, values: Tensor, layer: Any, key: str, files: Checkpoint) -> Params4bit:
-        """A 4-bit weight of `layer` from float values [N, K] or from packed bytes and the entries beside them."""
+        """A 4-bit weight of `layer` from its float values, or from packed bytes and the entries beside them."""
         entries = {name: files.read(f"{key}.{name}") for name in files.entries(key)}
         if entries:
             weight = Params4bit.from_prequantized(values, entries, device=self.device, module=layer)
@@ -161,9 +161,9 @@ def contained(weight: Params4bit, dtype: torch.dtype) -> Params4bit:
     return weight
 
 
-def packed_layers(module: nn.Module) -> Iterator[Any]:
-    """The layers of `module` whose weight is 4-bit or will be."""
-    return (layer for layer in module.modules() if holder_of(layer) is not None)
+def packed_weights(module: nn.Module) -> Iterator[Any]:
+    """The holders of all weights of `module` that are 4-bit or will be."""
+    return (held for layer in module.modules() for held in holders_of(layer))
 
 
 def _slots(model: nn.Module) -> Iterator[Slot]:
@@ -181,14 +181,13 @@ def _get(slot: Slot) -> Tensor:
 
 def _put(module: nn.Module, name: str, value: Tensor) -> None:
     if isinstance(value, Params4bit):
-        module.packed_weight.take(value)
+        holder_of(module, name).take(value)
         return
     (module._parameters if name in module._parameters else module._buffers)[name] = value
 
 
 def _is_4bit(module: nn.Module, name: str) -> bool:
-    held = holder_of(module)
-    return held is not None and held.name == name
+    return holder_of(module, name) is not None
 
 
 def _causal(config: Any, dtype: torch.dtype) -> nn.Module:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from bitshard import gather, ops
 from bitshard.sharding.checkpoints.reading import Checkpoint
-from bitshard.sharding.loading.skeleton import Skeleton, packed_layers
+from bitshard.sharding.loading.skeleton import Skeleton, packed_weights
 from bitshard.sharding.together import together
 
 
@@ -115,7 +115,7 @@ def _fill(skeleton: Skeleton, unit: nn.Module, reader: Checkpoint, adapt: Any) -
     """Fill and adapt a unit; a checksum of its packed weights and their scales is what the ranks compare."""
     packed = skeleton.fill(unit, reader)
     if adapt is not None:
-        unit.is_loaded_in_4bit = any(True for _ in packed_layers(unit))  # peft asks the module that it is given
+        unit.is_loaded_in_4bit = any(True for _ in packed_weights(unit))  # peft asks the module that it is given
         adapt(unit)
     sums = [int(weight.quant_state.checksum) for weight in packed]
     sums += [int(ops.checksum(w.quant_state.absmax)) for w in packed if w.quant_state.part is None]
@@ -125,8 +125,8 @@ def _fill(skeleton: Skeleton, unit: nn.Module, reader: Checkpoint, adapt: Any) -
 def _shard(unit: nn.Module, options: dict[str, Any]) -> None:
     """`fully_shard`, and the scales cut at once, where FSDP2's first gather would."""
     fully_shard(unit, **options)
-    for layer in packed_layers(unit):
-        weight = layer._parameters.get(layer.packed_weight.name)
+    for held in packed_weights(unit):
+        weight = held.owner._parameters.get(held.name)
         if isinstance(weight, DTensor):
             gather.cut_scales(weight)
 

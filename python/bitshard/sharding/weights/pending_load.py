@@ -2,7 +2,8 @@
 
 torch loads in one of two ways. `load_state_dict` hands a layer its entries. `set_model_state_dict` first asks the layer
 what there is to fill (`begin`), fills it, the weight itself in place (`take`), and then calls `load_state_dict` with
-what it filled. Both end in `finish`, which puts bytes and scales where they belong, or raises on all ranks alike.
+what it filled. In both, `prepared` gives the state dict that nn.Module loads, and after that `finish` puts bytes and
+scales where they belong, or raises on all ranks alike.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class PendingLoad:
         handed: the entries that torch was handed to fill, by name; empty for a plain `load_state_dict`.
         checksum: of this rank's shard before torch wrote into it; None for a plain `load_state_dict`.
         part: this rank's part of a weight in the declared storage, which is cut at other bytes than the shard.
+        entries, given: the scale entries by name, and the weight, that are being loaded (`prepared`).
     """
 
     def __init__(self, weight: DTensor):
@@ -39,6 +41,8 @@ class PendingLoad:
         self.handed: dict[str, DTensor] = {}
         self.checksum: torch.Tensor | None = None
         self.part: torch.Tensor | None = None
+        self.entries: dict[str, torch.Tensor] = {}
+        self.given: Any = None
 
     # -- the beginning --
 
@@ -80,32 +84,32 @@ class PendingLoad:
 
     # -- the end --
 
-    def finish(self, module: nn.Module, name: str, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        """`_load_from_state_dict` of `module`, whose parameter `name` is the weight; `arguments` are its further ones.
+    def prepared(self, state_dict: dict[str, Any], key: str) -> dict[str, Any]:
+        """The state dict that nn.Module loads: this rank's rows in the place of the weight `key`, and no scales.
 
-        Entries may be DTensors, or whole tensors of which every rank takes its part. Where only some ranks were given
-        the scales (`broadcast_from_rank0` delivers registered parameters only), those ranks send them to the others.
-        Where none was, the old scales stay if the loaded bytes are the old ones; else all ranks raise.
+        Entries may be DTensors, or whole tensors of which every rank takes its part.
+        """
+        start = f"{key}."
+        entries = {entry.removeprefix(start): value for entry, value in state_dict.items() if entry.startswith(start)}
+        self.given = self._given(state_dict.get(key))
+        self.entries = {} if _unfilled(entries) else entries
+        rest = {entry: value for entry, value in state_dict.items() if not entry.startswith(start)}
+        return {**rest, key: self._own_rows(self.given, key)} if isinstance(self.given, torch.Tensor) else rest
+
+    def finish(self, module: nn.Module, name: str, key: str, loaded: bool) -> None:
+        """After nn.Module has `loaded` what was prepared for parameter `name` of `module`, or failed to.
+
+        Where only some ranks were given the scales (`broadcast_from_rank0` delivers registered parameters only), those
+        ranks send them to the others. Where none was, the old scales stay if the loaded bytes are the old ones; else
+        all ranks raise.
 
         Unless all entries are DTensors this is a collective: the ranks of the mesh must load together, as they do with
         torch's functions. ValueError for entries that belong to another weight.
         """
-        key = f"{prefix}{name}"
-        start = f"{key}."
-        entries = {entry.removeprefix(start): value for entry, value in state_dict.items() if entry.startswith(start)}
-        given = self._given(state_dict.get(key))
-        if isinstance(given, torch.Tensor):
-            state_dict = {**state_dict, key: self._own_rows(given, key)}
-        if _unfilled(entries):
-            entries = {}
-        _, _, _, unexpected_keys, error_msgs = arguments
-        errors = len(error_msgs)
-        nn.Module._load_from_state_dict(module, state_dict, prefix, *arguments)
-        unexpected_keys[:] = [entry for entry in unexpected_keys if not entry.startswith(start)]
         self.weight = module._parameters[name]
         self._restore_shard(module, name, key)
-        if len(error_msgs) == errors and (given is not None or entries):
-            self._put(entries, given is not None, key)
+        if loaded and (self.given is not None or self.entries):
+            self._put(self.entries, self.given is not None, key)
 
     def _given(self, given: Any) -> Any:
         """The weight that was loaded: what torch delivered in the declared storage, else what the state dict has."""
@@ -213,8 +217,8 @@ class PendingLoad:
         if self.checksum is None or given.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
             return
         state = self.state
-        same = torch.equal(own, given.to(own.device)) and loaded.offset == state.offset
-        same = same and loaded.state2 == state.state2
+        same = torch.equal(own, given.to(own.device)) and loaded.state2 == state.state2
+        same = same and (state.offset is None or torch.equal(loaded.offset, state.offset))
         if not self._changed() and gather.anywhere(not same, self.weight):
             raise ValueError(
                 f"{key}: the state dict brings other scales but the weight stays (an adapter of another base?): "

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bitshard import foreign, functional, gather, launch, ops
+from bitshard import foreign, functional, gather, inventory, launch, ops
 from bitshard.container import repack, shardable_dtype
 from bitshard.shard import PackedShard, ShardedScales
 from bitshard.sharding.weights.record import record_of, start_over
@@ -72,17 +72,17 @@ class AwaitedRows:
                 f"4-bit weights are sharded by rows, not {weight.placements}: tensor parallelism cannot have them"
             )
         global _out_of_step
-        owner = held.owner
+        owner, settings = held.owner, held.layer
         before = owner._parameters.get(held.name)
         owner._parameters[held.name] = weight
         if isinstance(before, (Params4bit, DTensor)):
             # What transformers rebuilds the weight from: Params4bit(rows, requires_grad=False, **old_weight.__dict__)
             weight.__dict__.update({name: value for name, value in vars(before).items() if name in _KEPT})
         weight.__dict__.update(
-            compress_statistics=owner.compress_statistics,
-            quant_type=owner.quant_type,
-            quant_storage=owner.quant_storage,
-            module=owner,
+            compress_statistics=settings.compress_statistics,
+            quant_type=settings.quant_type,
+            quant_storage=settings.quant_storage,
+            module=settings,
         )
         if weight._local_tensor.is_meta:
             weight.__class__ = _AwaitedWeight
@@ -123,19 +123,19 @@ class AwaitedRows:
         quantizes all of it.
         """
         self._agree(lambda: self._check_rows(rows))
-        owner, blocksize = self.held.owner, self.weight.__dict__.get("blocksize", 64)
+        layer, blocksize = self.held.layer, self.weight.__dict__.get("blocksize", 64)
         world, rank = gather.shard_world(self.weight)
-        container = shardable_dtype(rows.dtype, owner.quant_storage)
+        container = shardable_dtype(rows.dtype, layer.quant_storage)
         (N, K), device = self.weight.size(), rows.device
-        quantize = _quantizer(owner.quant_type, blocksize, container)
+        quantize = _quantizer(layer.quant_type, blocksize, container)
         if not _splits_whole_blocks(N, K, world, blocksize, container):
             values = gather.whole(_placed(rows, self.weight)).to(device)
-            packed, state = quantize(values, owner.compress_statistics)
+            packed, state = quantize(values, layer.compress_statistics)
             begin, length = ops.rank_slice(packed.size(0), world, rank)
             return self._install(packed[begin : begin + length].clone(), state, None)
         packed, state = quantize(rows, False)
         own, state.shape = state.absmax, torch.Size((N, K))
-        if owner.compress_statistics:
+        if layer.compress_statistics:
             total = torch.Size((ops.block_count(N * K, blocksize),))
             state.absmax = gather.whole(gather.like(own, self.weight, total)).to(device)
             functional.nest(state)
@@ -157,7 +157,7 @@ class AwaitedRows:
         state = self._read({**small, "absmax": torch.zeros(total, dtype=scales.dtype)}, device)
         data = data.to(device).reshape(-1, 1)
         container = shardable_dtype(state.dtype, data.dtype)
-        self.held.owner.quant_storage = data.dtype
+        self.held.layer.quant_storage = data.dtype
         if container is data.dtype:
             return self._install(data, state, scales)
         if elements % world == 0 and (length * data.element_size()) % container.itemsize == 0:
@@ -186,7 +186,7 @@ class AwaitedRows:
         n = state.packed_elements(packed.element_size())
         column = torch.empty(n, 1, dtype=packed.dtype, device="meta")
         held.arrived(state)
-        start_over(record, Params4bit.of_state(column, state, owner.quant_storage, owner))
+        start_over(record, Params4bit.of_state(column, state, held.storage, held.layer))
         sharded = owner._parameters[held.name]  # FSDP2's DTensor of the packed column, on the meta device
         origin = sharded._local_tensor.origin
         origin.on_cpu = record.offload_to_cpu
@@ -271,8 +271,8 @@ def quantize(model: nn.Module) -> int:
     of DTensors) need no call. Those that write into the sharded weights do: `model.to_empty(...)`, then
     torch.distributed.checkpoint or `set_model_state_dict`. ValueError where no rows have been loaded yet.
     """
-    waiting = [(name, vars(module).get("packed_weight")) for name, module in model.named_modules()]
-    waiting = [(name, held) for name, held in waiting if held is not None and held.awaited is not None]
+    found = ((name, held) for name, module in model.named_modules() for held in inventory.held_by(module))
+    waiting = [(name, held) for name, held in found if held.awaited is not None]
     for name, held in waiting:
         held.awaited.key = f"{name}.{held.name}" if name else held.name
         weight = held.owner._parameters[held.name]

@@ -1,0 +1,202 @@
+"""Products of a stack of expert weights: each expert as a weight of its own, byte for byte, whatever the others are."""
+
+import copy
+import pickle
+
+import pytest
+import reference
+import torch
+from bitshard import autograd, functional, grouped, kinds, ops
+from bitshard.state import QuantState
+from cases import DTYPES, FORMATS, LINEAR_BOUND
+from helpers.bytes import same_bytes
+
+COUNTS = [0, 1, 20, 3, 7, 0, 17, 2]  # rows of each expert: none, few, more than are decoded in registers
+
+
+def stack(E, N, K, dtype=torch.bfloat16, blocksize=64, nested=False, quant_type="nf4", storage=torch.uint8):
+    w = torch.randn(E, N, K, generator=torch.Generator().manual_seed(N)).to(dtype)
+    return w, *functional.quantize_experts_4bit(w, blocksize, nested, quant_type, storage)
+
+
+def rows(E, width, dtype, beyond=3):
+    offs = torch.tensor(COUNTS[:E]).cumsum(0).int()
+    x = torch.randn(int(offs[-1]) + beyond, width, generator=torch.Generator().manual_seed(width)).to(dtype)
+    return x, offs
+
+
+def each(E, offs):
+    return zip(range(E), [0, *offs.tolist()], offs.tolist(), strict=False)
+
+
+@pytest.mark.parametrize("quant_type", FORMATS)
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize(
+    "E, N, K, blocksize", [(3, 48, 64, 32), (5, 96, 192, 64), (8, 160, 128, 128), (2, 64, 1024, 64)]
+)
+def test_an_expert_is_a_weight_of_its_own(E, N, K, blocksize, nested, quant_type):
+    """Bytes, scales and values are those of `quantize_4bit` of each; so are the bits of both products."""
+    w, packed, state = stack(E, N, K, blocksize=blocksize, nested=nested, quant_type=quant_type)
+    whole = functional.dequantize_4bit(packed, state)
+    assert state.kind is kinds.EXPERTS and whole.shape == (E, N, K) and whole.dtype is w.dtype
+    for dtype in DTYPES:
+        (x, offs), (dy, _) = rows(E, K, dtype), rows(E, N, dtype)
+        bias = torch.randn(E, N).to(dtype)
+        y, dx = functional.grouped_linear_4bit(x, offs, packed, state, bias), None
+        dx = ops.grouped_linear_4bit_dgrad(dy, offs, packed, *state.scales(), blocksize, ops.FORMATS[quant_type], N, K)
+        for e, begin, end in each(E, offs):
+            own, of = functional.quantize_4bit(w[e], None, None, blocksize, nested, quant_type)
+            assert same_bytes(own.view(-1), packed.view(E, -1)[e])
+            assert same_bytes(functional.dequantize_4bit(own, of), whole[e])
+            assert same_bytes(y[begin:end], functional.linear_4bit(x[begin:end], own, of, bias[e]))
+            assert same_bytes(dx[begin:end], functional.linear_4bit_dgrad(dy[begin:end], own, of))
+        assert not y[end:].any() and not dx[end:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_errors_against_fp64(dtype):
+    _, packed, state = stack(8, 96, 128, nested=True)
+    (x, offs), (dy, _), bias = rows(8, 128, dtype), rows(8, 96, dtype), torch.randn(8, 96).to(dtype)
+    of_dtype = copy.copy(state)
+    of_dtype.dtype = dtype
+    weights = functional.dequantize_4bit(packed, of_dtype)
+    found = ops.grouped_linear_4bit(x, offs, packed, *state.scales(), bias, 64, 0, 96, 128)
+    norms = reference.grouped_linear_4bit(x.double().square(), offs, weights.double().square(), bias.double().square())
+    assert (
+        (found - reference.grouped_linear_4bit(x, offs, weights, bias)).abs() <= LINEAR_BOUND[dtype] * norms.sqrt()
+    ).all()
+    found = functional.grouped_linear_4bit_dgrad(dy, offs, packed, state)
+    norms = reference.grouped_linear_4bit_dgrad(dy.double().square(), offs, weights.double().square())
+    assert (
+        (found - reference.grouped_linear_4bit_dgrad(dy, offs, weights)).abs() <= LINEAR_BOUND[dtype] * norms.sqrt()
+    ).all()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_panels_of_the_gpu(nested, monkeypatch):
+    """What runs on CUDA, here on the CPU: any number of panels, rows of no expert, offs that do not fit."""
+    _, packed, state = stack(8, 96, 128, nested=nested, storage=torch.bfloat16)
+    (x, offs), (dy, _), bias = rows(8, 128, torch.float32), rows(8, 96, torch.float32), torch.randn(8, 96)
+    y = functional.grouped_linear_4bit(x, offs, packed, state, bias)
+    dx = functional.grouped_linear_4bit_dgrad(dy, offs, packed, state)
+    numbers = (64, 0, 96, 128)
+    for experts in (1, 3, 8):
+        monkeypatch.setattr(grouped, "WORKSPACE", experts * 96 * 128 * 4)
+        found = grouped.grouped_linear_4bit(x, offs, packed, *state.scales(), bias, *numbers)
+        torch.testing.assert_close(found, y, rtol=1e-5, atol=1e-5)
+        found = grouped.grouped_linear_4bit_dgrad(dy, offs, packed, *state.scales(), *numbers)
+        torch.testing.assert_close(found, dx, rtol=1e-5, atol=1e-5)
+    wrong = torch.tensor([5, -3, 4000, 7, 2**31 - 1, -(2**31), 0, 1], dtype=torch.int32)
+    found = grouped.grouped_linear_4bit(x, wrong, packed, *state.scales(), bias, *numbers)
+    expected = functional.grouped_linear_4bit(x, wrong.clamp(0, len(x)).cummax(0).values, packed, state, bias)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients():
+    _, packed, state = stack(5, 48, 64, torch.float32)
+    weights = functional.dequantize_4bit(packed, state)
+    x, offs = rows(5, 64, torch.float32)
+    bias = torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
+    given = [t.clone().requires_grad_() for t in (x, bias)]
+    y = autograd.grouped_matmul_4bit(given[0], offs, packed, state, given[1])
+    others = [t.double().clone().requires_grad_() for t in (x, bias)]
+    expert = torch.searchsorted(offs, torch.arange(len(x), dtype=torch.int32), right=True)
+    inside = (expert < 5).unsqueeze(1)
+    w = torch.cat([weights.double(), torch.zeros(1, 48, 64)])[expert]
+    expected = torch.einsum("sk,snk->sn", others[0], w) + torch.cat([others[1], torch.zeros(1, 48)])[expert] * inside
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+    (dx, db), (ex, eb) = (
+        torch.autograd.grad((t / 8).pow(3).sum(), g, create_graph=True) for t, g in ((y, given), (expected, others))
+    )
+    for a, b in ((dx, ex), (db, eb)):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+    second, of = (torch.autograd.grad(d.square().sum(), g[0])[0] for d, g in ((dx, given), (ex, others)))
+    torch.testing.assert_close(second.double(), of, rtol=1e-4, atol=1e-4)
+    assert dx[offs[-1] :].count_nonzero() == 0
+    assert not autograd.grouped_matmul_4bit(x, offs, packed, state).requires_grad
+
+
+MISTAKES = [
+    ({"x": torch.zeros(4, 65)}, ValueError, r"\[4, 65\], a stack of \[3, 32, 64\] needs \[S, 64\]"),
+    ({"x": torch.zeros(4, 1, 64)}, ValueError, r"\[4, 1, 64\]"),
+    ({"x": torch.zeros(4, 64, dtype=torch.float64)}, TypeError, "float64"),
+    ({"x": torch.zeros(4, 64, device="meta")}, ValueError, "x is on meta, offs on cpu"),
+    ({"offs": torch.tensor([1, 2])}, ValueError, r"int64 \[2\], expected int32 \[3\]"),
+    ({"offs": torch.tensor([1, 2, 3])}, ValueError, "int64"),
+    ({"offs": torch.tensor([1, 2, 5], dtype=torch.int32)}, RuntimeError, r"offs\[2\] is 5 after 2.*the 4 rows"),
+    ({"offs": torch.tensor([2, 1, 3], dtype=torch.int32)}, RuntimeError, r"offs\[1\] is 1 after 2"),
+    ({"offs": torch.tensor([-1, 1, 3], dtype=torch.int32)}, RuntimeError, r"offs\[0\] is -1 after 0"),
+    ({"bias": torch.zeros(3, 33)}, ValueError, r"\[3, 33\]: expected \[3, 32\]"),
+    ({"bias": torch.zeros(3, 32).half()}, ValueError, "float16"),
+    ({"packed": torch.zeros(100, 1, dtype=torch.uint8)}, ValueError, "100 elements"),
+]
+
+
+@pytest.mark.parametrize("change, error, words", MISTAKES)
+def test_mistakes(change, error, words):
+    _, packed, state = stack(3, 32, 64, torch.float32)
+    given = {
+        "x": torch.zeros(4, 64),
+        "offs": torch.tensor([1, 2, 4], dtype=torch.int32),
+        "packed": packed,
+        "bias": None,
+    }
+    given |= change
+    with pytest.raises(error, match=words):
+        functional.grouped_linear_4bit(given["x"], given["offs"], given["packed"], state, given["bias"])
+
+
+def test_the_op_reads_nothing_out_of_bounds():
+    """Called by itself it refuses scales and weights of other sizes."""
+    _, packed, state = stack(3, 32, 64, torch.float32, nested=True)
+    x, offs, none = torch.zeros(4, 64), torch.tensor([1, 2, 4], dtype=torch.int32), ops.empty(torch.device("cpu"))
+    absmax, map, absmax2, offset = state.scales()
+    good = [x, offs, packed, absmax, map, absmax2, offset, none, 64, 0, 32, 64]
+    ops.grouped_linear_4bit(*good)
+    for place, value in (
+        *((1, offs[:2]), (1, offs.long()), (1, offs[:0]), (2, packed[1:]), (3, absmax[1:]), (5, absmax2[1:])),
+        *((6, offset[:1]), (7, torch.zeros(3, 31)), (8, 96), (8, 4096), (9, 2), (10, 33), (11, 63), (10, 2**40)),
+    ):
+        with pytest.raises(RuntimeError, match="grouped_linear_4bit: "):
+            ops.grouped_linear_4bit(*good[:place], value, *good[place + 1 :])
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 7), (0, 32, 64), (4, 64), (2, 3, 64, 64)])
+def test_shapes_that_are_no_stack(shape):
+    with pytest.raises(ValueError, match=r"N K a multiple of the blocksize 64, got"):
+        functional.quantize_experts_4bit(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_states_go_through_files_copies_and_pickles(nested):
+    _, packed, state = stack(3, 48, 64, nested=nested, blocksize=32, quant_type="fp4")
+    entries = state.as_dict(packed=True)
+    for again in (QuantState.from_dict(entries, "cpu"), copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert again == state and again.kind is kinds.EXPERTS
+        assert same_bytes(functional.dequantize_4bit(packed, again), functional.dequantize_4bit(packed, state))
+
+
+def changed(**values):
+    _, _, state = stack(3, 48, 64, nested=True)
+    return {**state.as_dict(), "layout": "experts"} | values
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"layout": "stack"}, "layout is str 'stack', known are"),
+        ({"layout": 3}, "layout is int 3"),
+        ({"shape": (144, 64)}, r"needs a shape \[E, N, K\]"),
+        ({"shape": (3, 48, 65)}, r"got \[3, 48, 65\]"),
+        ({"nested_offset": 0.5}, "float 0.5, expected a list of one for 3"),
+        ({"nested_offset": [0.5, 0.5]}, "2 numbers, expected a list of one for 3"),
+        ({"nested_offset": [0.5, 0.5, float("nan")]}, "expected a finite"),
+        ({"nested_offset": [0.5, 0.5, "x"]}, "must be a number"),
+        ({"nested_absmax": torch.zeros(2)}, "2 entries, expected 3"),
+        ({"absmax": torch.zeros(5, dtype=torch.uint8)}, "5 entries, expected 144"),
+    ],
+)
+def test_hostile_states(values, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        QuantState.from_dict(changed(**values), "cpu")
+    assert QuantState.from_dict(changed(), "cpu").kind is kinds.EXPERTS
