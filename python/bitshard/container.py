@@ -6,23 +6,25 @@ import torch
 from torch import Tensor
 
 from bitshard import launch
+from bitshard.kinds import FOUR_BIT, Kind
 from bitshard.state import VALUE_DTYPES, QuantState
 
 
-def container_dtype(weight_dtype: torch.dtype, quant_storage: torch.dtype) -> torch.dtype:
+def container_dtype(weight_dtype: torch.dtype, quant_storage: torch.dtype, kind: Kind = FOUR_BIT) -> torch.dtype:
     """The dtype in which packed bytes are kept in memory, for a weight of `weight_dtype` and a declared storage dtype.
 
     This is the declared one, with one exception: if FSDP shards, an integer storage (the default, uint8) becomes the
     dtype of the weight. accelerate leaves integer parameters unsharded, and FSDP1 refuses them. Files keep the declared
-    dtype.
+    dtype. Stacks of experts are always kept in the dtype of their values, to which peft casts what it adds to them.
     """
-    shards = launch.fsdp_launch() or launch.keeps_parts()
-    return shardable_dtype(weight_dtype, quant_storage) if shards else quant_storage
+    shards = launch.fsdp_launch() or launch.keeps_parts() or kind is not FOUR_BIT
+    return shardable_dtype(weight_dtype, quant_storage, kind) if shards else quant_storage
 
 
-def shardable_dtype(weight_dtype: torch.dtype, container: torch.dtype) -> torch.dtype:
+def shardable_dtype(weight_dtype: torch.dtype, container: torch.dtype, kind: Kind = FOUR_BIT) -> torch.dtype:
     """The container that FSDP can shard: a float one unchanged, else the dtype of the weight if it can hold bytes."""
-    if container.is_floating_point or weight_dtype not in VALUE_DTYPES.values():
+    unchanged = container.is_floating_point and kind is FOUR_BIT
+    if unchanged or weight_dtype not in VALUE_DTYPES.values():
         return container
     return weight_dtype
 

@@ -173,6 +173,26 @@ def nest(state: QuantState) -> None:
     state.nested = True
 
 
+def expert_of(packed: Tensor, state: QuantState, expert: int) -> tuple[Tensor, QuantState]:
+    """One expert of a stack as a weight of its own: packed codes uint8 [N K / 2, 1] and state, views of the stack's.
+
+    Args:
+        packed, state: of `quantize_experts_4bit`, whole.
+    """
+    experts, N, K = state.shape
+    n_bytes, blocks = N * K // 2, N * K // state.blocksize
+    codes = packed.reshape(-1).view(torch.uint8)[expert * n_bytes : (expert + 1) * n_bytes].view(-1, 1)
+    own = QuantState(
+        state.absmax[expert * blocks : (expert + 1) * blocks], torch.Size((N, K)), None, state.blocksize,
+        state.quant_type, state.dtype,
+    )  # fmt: skip
+    own.share(state.quant_type)
+    if state.nested:
+        own.nested, own.offset, own.state2 = True, state.offset[expert], state.state2.clone()
+        own.state2.absmax = state.state2.absmax.view(experts, -1)[expert]
+    return codes, own
+
+
 def plain_scales(state: QuantState) -> Tensor:
     """The scales of a 4-bit state as float32 [n_blocks]: nested ones dequantized."""
     if not state.nested:
@@ -367,6 +387,7 @@ def _check_grouped(
 
 FOUR_BIT.dequantize, FOUR_BIT.linear = dequantize_4bit, linear_4bit
 EXPERTS.dequantize = dequantize_4bit
+FOUR_BIT.quantize, EXPERTS.quantize = quantize_4bit, quantize_experts_4bit
 
 
 def explain_linear(error: Exception, x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None) -> NoReturn:

@@ -141,7 +141,8 @@ def _cast(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def _arithmetic(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def arithmetic(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """ValueError where an argument is packed bytes."""
     _arithmetic_error(func, packed_among((*args, *kwargs.values())))
     return func(*args, **kwargs)
 
@@ -234,10 +235,10 @@ def _in_place_handlers() -> dict[Any, Any]:
     table: dict[Any, Any] = {}
     for name in dir(torch.Tensor):
         if re.match(r"[a-z]\w*_$", name) and name not in _IN_PLACE:
-            table.update({getattr(space, name): _arithmetic for space in (Tensor, torch) if hasattr(space, name)})
+            table.update({getattr(space, name): arithmetic for space in (Tensor, torch) if hasattr(space, name)})
         elif re.match(r"__i[a-z]+__$", name) and hasattr(Tensor, f"{name[:2]}{name[3:]}"):  # __iadd__, not __init__
-            table[getattr(Tensor, name)] = _arithmetic
-    table.update({func: _arithmetic for name, func in vars(torch.nn.init).items() if re.match(r"[a-z].*_$", name)})
+            table[getattr(Tensor, name)] = arithmetic
+    table.update({func: arithmetic for name, func in vars(torch.nn.init).items() if re.match(r"[a-z].*_$", name)})
     for space in (torch, torch.nn.functional, torch._C._nn, Tensor):
         for name in (*filter(re.compile(r"(?!__)\w+_$").match, dir(space)), *_WRITERS):
             if hasattr(space, name) and name not in _IN_PLACE:
@@ -262,8 +263,8 @@ def reductions() -> list[Any]:
 def _handlers() -> dict[Any, Any]:
     table: dict[Any, Any] = {}
     for name in _ARITHMETIC:
-        table.update(dict.fromkeys(_functions(name), _arithmetic))
-    table.update(dict.fromkeys((torch.Tensor.__truediv__, torch.Tensor.__rtruediv__), _arithmetic))
+        table.update(dict.fromkeys(_functions(name), arithmetic))
+    table.update(dict.fromkeys((torch.Tensor.__truediv__, torch.Tensor.__rtruediv__), arithmetic))
     table.update(IN_PLACE)
     table.update(dict.fromkeys(casts(), _cast))
     return table

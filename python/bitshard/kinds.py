@@ -21,12 +21,14 @@ class Kind:
     Attributes:
         name: of the layout of the bytes in checkpoints; None for bitsandbytes' own.
         format: names of a state's attributes that must be equal for its bytes and scales to be of one format.
+        quantize: (values, with keywords the settings of `functional.quantize_4bit`) -> (packed, state).
         dequantize: (packed, state) -> values of state.shape and state.dtype.
         linear: (x [..., K], packed, state, bias or None) -> x W^T + bias [..., N]; no gradient.
     """
 
     name: str | None
     format: tuple[str, ...]
+    quantize: Callable[..., Any]
     dequantize: Callable[..., Tensor]
     linear: Callable[..., Tensor]
 

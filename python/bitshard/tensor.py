@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitshard import adapters, agreement, foreign, functional, gather, guards, kept_part, launch, ops
+from bitshard import adapters, agreement, foreign, gather, guards, kept_part, launch, ops
 from bitshard.checks import check_format, check_packed, check_storage
 from bitshard.container import container_dtype, repack, shardable_dtype
 from bitshard.guards import Packed, PackedData, cast_error, grad_error, in_module_move, packed_among, plain
+from bitshard.kinds import FOUR_BIT
 from bitshard.shard import PackedShard
 from bitshard.state import VALUE_DTYPES, QuantState, dtype_name
 
@@ -186,6 +187,17 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
     nested_dtype = _proxy("nested_dtype", "state2", "dtype")
     nested_offset = _proxy("nested_offset", "offset")
 
+    @property
+    def ds_shape(self) -> torch.Size:
+        """Of a stack of experts, the shape that its module shows, from which peft makes adapters.
+
+        peft asks for this name, under which DeepSpeed keeps the shape of a parameter that it has cut.
+        """
+        shown = getattr(self._holder(), "shown", None)
+        if shown is None:
+            raise AttributeError("ds_shape: this is the weight of a layer")
+        return shown
+
     # -- making one --
 
     @classmethod
@@ -230,28 +242,34 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
     ) -> Params4bit:
         state = QuantState.from_dict(quantized_stats, device=device)
         layer = [getattr(module, name, None) for name in ("out_features", "in_features")]
+        held = getattr(module, "packed_weight", None)
+        layer = list(held.shape or layer) if held is not None else layer
         if None not in layer and list(state.shape) != layer:
             raise ValueError(f"from_prequantized: shape {list(state.shape)} does not fit a layer of {layer}")
+        if held is not None and held.kind is not state.kind:
+            raise ValueError(f"from_prequantized: {list(state.shape)} of layout {state.kind.name} for {held.kind.name}")
         packed = data.detach().to(device)
         check_packed(packed, state, "from_prequantized")
         self = cls.of_state(packed, state, data.dtype, module)
-        container = container_dtype(state.dtype, data.dtype)
+        container = container_dtype(state.dtype, data.dtype, state.kind)
         self._install(repack(packed.as_subclass(Tensor), container, state), state)
         self.requires_grad = requires_grad
         return self
 
     def _quantize(self, device: torch.device | str | int) -> Params4bit:
         """Quantize the float data in place, on `device`."""
-        values = self.data.to(device)
-        held = self._holder()
+        values, held = self.data.to(device), self._holder()
+        kind = FOUR_BIT if held is None else held.kind
+        if held is not None:
+            values = held.oriented(values)
         if held is not None and held.state is None and held.shape not in (None, values.shape):
             raise ValueError(f"a weight of {list(values.shape)} for a layer of {list(held.shape)}")
-        packed, state = functional.quantize_4bit(
+        packed, state = kind.quantize(
             values,
             blocksize=self.blocksize,
             compress_statistics=self.compress_statistics,
             quant_type=self.quant_type,
-            quant_storage=container_dtype(values.dtype, self.quant_storage),
+            quant_storage=container_dtype(values.dtype, self.quant_storage, kind),
         )
         self._install(packed, state)
         return self
@@ -381,7 +399,7 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
     def _enter_float_container(self) -> bool:
         """Present the bytes in the container that FSDP shards, before it does; whether that could be."""
         state, data = self.quant_state, self._plain_data()
-        if state is None or shardable_dtype(state.dtype, data.dtype) is data.dtype:
+        if state is None or shardable_dtype(state.dtype, data.dtype, state.kind) is data.dtype:
             return False
         with plain():
             self.data = repack(data, state.dtype, state)
@@ -431,7 +449,12 @@ def _get_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     data = func(*args, **kwargs)
     if type(data) is not Tensor or packed_among(args) is None:
         return data
-    return _traced(data) if torch.compiler.is_dynamo_compiling() else data.as_subclass(PackedData)
+    if torch.compiler.is_dynamo_compiling():
+        return _traced(data)
+    data, state = data.as_subclass(PackedData), args[0].quant_state
+    if state is not None and state.kind is not FOUR_BIT:
+        data.of_stack = args[0]
+    return data
 
 
 def _traced(piece: Tensor) -> PackedData:
@@ -441,6 +464,10 @@ def _traced(piece: Tensor) -> PackedData:
 
 def _set_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     weight, data = args
+    replacement = getattr(data, "replacement", None)
+    if replacement is not None:  # peft has merged into a stack
+        held = weight._holder()
+        return setattr(held.owner, held.name, replacement)
     if weight.bnb_quantized:
         if _same_memory(weight, data):
             func(weight, data)

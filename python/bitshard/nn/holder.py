@@ -20,6 +20,7 @@ from bitshard import gather, kept_part, ops
 from bitshard.container import repack
 from bitshard.guards import module_move
 from bitshard.inventory import held_by
+from bitshard.kinds import FOUR_BIT, Kind
 from bitshard.nn import merged
 from bitshard.place import Place
 from bitshard.placeholder import PlaceholderParams4bit
@@ -44,9 +45,12 @@ class PackedWeight:
         foreign: somebody else has set the bytes since they were quantized or loaded.
         checked: the state that foreign bytes were last compared with.
         unwatched: loaded into shards, and no forward with gradients has been seen (`sharding.weights.late_adapters`).
+        kind: what the bytes are (`bitshard.kinds`).
         reported: the log has told what of the model is 4-bit (`bitshard.inventory`).
         kept: the weight from before adapters were merged into it (`bitshard.nn.merged.Kept`), while some are.
     """
+
+    kind: Kind = FOUR_BIT
 
     def __init__(self, owner: nn.Module, name: str, shape: tuple[int, ...] | None = None):
         self.owner = owner
@@ -103,6 +107,10 @@ class PackedWeight:
     def storage(self) -> torch.dtype:
         """The declared storage dtype, which files have."""
         return self.layer.quant_storage
+
+    def oriented(self, values: Tensor) -> Tensor:
+        """Values of the shape that the owner shows in that of the weight."""
+        return values
 
     # -- for a forward --
 

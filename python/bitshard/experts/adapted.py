@@ -1,0 +1,145 @@
+"""peft's adapters on 4-bit stacks (`target_parameters`): multiplied apart in a forward, merged expert by expert.
+
+For the time of each forward peft parametrizes the stack: reading it then gives `torch.baddbmm(W, lhs, rhs, alpha=s)`
+for one active adapter, W + delta for several. Of a 4-bit W both answer with an `AdaptedStack`: W as it is, and beside
+it what was added, which `bitshard.experts.forward` multiplies apart. Only the sum of several adapters is a dense stack.
+peft's `merge` says `param.data += delta`, `unmerge` `param.data -= delta`: a new 4-bit weight takes the place of W.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bitshard import functional, guards, ops
+from bitshard.guards import IN_PLACE, PackedData
+from bitshard.kinds import EXPERTS
+from bitshard.tensor import Params4bit
+
+_ALIGNED = 16  # bytes: rows and columns of what torch multiplies by groups begin at multiples of it
+
+
+class LowRank(NamedTuple):
+    """scale * lhs rhs of one adapter, of the shape that the module shows: lhs [E, a, r], rhs [E, r, b]."""
+
+    lhs: Tensor
+    rhs: Tensor
+    scale: float
+
+    def product(self, x: Tensor, offs: Tensor, transposed: bool) -> Tensor:
+        """[S, N]: rows of x [S, K] times what is added to their expert's weight; see `grouped_mm`."""
+        factors = (self.lhs, self.rhs) if transposed else (self.rhs.transpose(1, 2), self.lhs.transpose(1, 2))
+        for factor in factors:
+            x = grouped_mm(x, factor.to(x.dtype), offs)
+        return x * self.scale
+
+
+class Dense(NamedTuple):
+    """The sum of several adapters, of the shape that the module shows."""
+
+    delta: Tensor
+
+    def product(self, x: Tensor, offs: Tensor, transposed: bool) -> Tensor:
+        """As of `LowRank`."""
+        delta = self.delta if transposed else self.delta.transpose(1, 2)
+        return grouped_mm(x, delta.to(x.dtype), offs)
+
+
+class AdaptedStack(Params4bit):
+    """A stack as peft's parametrization gives it: `base`, the weight itself, and what is `added` to it."""
+
+    base: Params4bit
+    added: tuple[LowRank | Dense, ...] = ()
+    bnb_quantized = True
+
+    @staticmethod
+    def of(weight: Params4bit, more: LowRank | Dense) -> AdaptedStack:
+        """`weight`, perhaps adapted already, with more added to it."""
+        before = (weight.base, weight.added) if isinstance(weight, AdaptedStack) else (weight, ())
+        made = torch.Tensor._make_subclass(AdaptedStack, before[0].data, False)
+        made.__dict__.update(quant_state=before[0].quant_state, base=before[0], added=(*before[1], more))
+        return made
+
+
+def grouped_mm(x: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
+    """[S, b]: rows of x [S, a] times those of weights [E, a, b] that are their experts', differentiable in both.
+
+    torch asks for rows and columns of whole 16 bytes: a and b are padded with zeros. Rows of no expert are undefined.
+    """
+    unit = _ALIGNED // x.element_size()
+    a, b = weights.shape[1:]
+    pad_a, pad_b = -a % unit, -b % unit
+    if pad_a or pad_b:
+        x = torch.nn.functional.pad(x, (0, pad_a))
+        weights = torch.nn.functional.pad(weights, (0, pad_b, 0, pad_a))
+    return torch.nn.functional.grouped_mm(x.contiguous(), weights.contiguous(), offs=offs)[:, :b]
+
+
+# ---- what torch functions do with a stack; called with the class's own __torch_function__ off ----
+
+
+def _is_stack(value: Any) -> bool:
+    state = getattr(value, "quant_state", None)
+    return isinstance(value, Params4bit) and state is not None and state.kind is EXPERTS
+
+
+def _baddbmm(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    if not (len(args) == 3 and _is_stack(args[0]) and set(kwargs) <= {"alpha"}):
+        return guards.arithmetic(func, args, kwargs)
+    return AdaptedStack.of(args[0], LowRank(args[1], args[2], kwargs.get("alpha", 1)))
+
+
+def _add(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    weight = args[0]
+    if not (len(args) == 2 and _is_stack(weight) and not kwargs and list(args[1].shape) == list(weight.ds_shape)):
+        return guards.arithmetic(func, args, kwargs)
+    return AdaptedStack.of(weight, Dense(args[1]))
+
+
+def _merging(sign: int) -> Any:
+    def merge(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        weight = getattr(args[0], "of_stack", None)
+        if weight is None or kwargs or len(args) != 2 or list(args[1].shape) != list(weight.ds_shape):
+            return guards.arithmetic(func, args, kwargs)
+        new = merged(weight, args[1], sign)
+        made = new.data.as_subclass(PackedData)
+        made.replacement = new
+        return made
+
+    return merge
+
+
+@torch.no_grad()
+def merged(weight: Params4bit, delta: Tensor, sign: int = 1) -> Params4bit:
+    """A 4-bit weight of W + sign * delta, quantized as W was; no more than one expert of W is dense at a time.
+
+    Args:
+        weight: a stack that is whole.
+        delta: of the shape that the module shows.
+    """
+    state, packed = weight.quant_state, weight.data.as_subclass(Tensor)
+    delta = weight._holder().oriented(delta)
+    made, scales = torch.zeros_like(packed), []
+    codes = made.view(-1).view(torch.uint8)[: state.shape.numel() // 2].view(state.shape[0], -1)
+    for expert, added in enumerate(delta):
+        dense = functional.dequantize_4bit(*functional.expert_of(packed, state, expert))
+        dense = (dense.float() + sign * added.float()).to(state.dtype)
+        own, of = functional.quantize_4bit(dense, None, None, state.blocksize, False, state.quant_type)
+        codes[expert].copy_(own.view(-1))
+        scales.append(of.absmax)
+    new = state.clone()
+    new.absmax, new.offset, new.state2, new.nested = torch.cat(scales), None, None, False
+    if state.nested:
+        functional.nest(new)
+    new.checksum = ops.checksum(made)
+    return Params4bit.of_state(made, new, weight.quant_storage, weight.module)
+
+
+for _function in (torch.baddbmm, Tensor.baddbmm):
+    Params4bit.handlers[_function] = _baddbmm
+for _function in (torch.add, Tensor.add, Tensor.__add__):
+    Params4bit.handlers[_function] = _add
+for _name, _sign in (("add_", 1), ("__iadd__", 1), ("sub_", -1), ("__isub__", -1)):
+    IN_PLACE[getattr(Tensor, _name)] = _merging(_sign)

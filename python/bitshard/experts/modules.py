@@ -1,0 +1,130 @@
+"""Experts modules of transformers with 4-bit stacks: which modules these are, and how one gets them.
+
+transformers keeps the experts of a layer as stacked parameters of one module, [E, N, K], or [E, K, N] where the module
+says `is_transposed` (gpt-oss). Here such a parameter is a `Params4bit` whose packed bytes are always those of
+[E, N, K]: one column [n, 1], expert after expert. Its holder is a `PackedStack`. The module keeps its class, with
+`PackedExperts` in front of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitshard import launch
+from bitshard.checks import check_format, check_storage
+from bitshard.kinds import EXPERTS
+from bitshard.nn.holder import HoldsPackedWeights, PackedWeight
+from bitshard.tensor import Params4bit
+
+_FLAGS = ("has_gate", "has_bias", "is_transposed")  # what transformers' decorator of experts classes sets
+_classes: dict[type, type] = {}
+
+
+class PackedStack(PackedWeight):
+    """The holder of one stack; attributes as of a `PackedWeight`, and the settings that a layer of one weight has.
+
+    Attributes:
+        shown: the shape that the module shows: [E, N, K], or [E, K, N] where it is `transposed`.
+        compute_dtype: dtype of x and biases in a product; None: that of x.
+    """
+
+    kind = EXPERTS
+
+    def __init__(self, owner: nn.Module, name: str, settings: dict[str, Any]):
+        shown = owner._parameters[name].shape
+        self.transposed = bool(owner.is_transposed)
+        self.shown = torch.Size(shown)
+        super().__init__(owner, name, (shown[0], shown[2], shown[1]) if self.transposed else shown)
+        self.quant_type: str = settings["quant_type"]
+        self.quant_storage: torch.dtype = settings["quant_storage"]
+        self.compress_statistics: bool = settings["compress_statistics"]
+        self.compute_dtype: torch.dtype | None = settings.get("compute_dtype")
+
+    def oriented(self, values: Tensor) -> Tensor:
+        """Values of the module's shape as [E, N, K], or the reverse."""
+        return values.transpose(1, 2).contiguous() if self.transposed else values
+
+
+class PackedExperts(HoldsPackedWeights):
+    """An experts module of transformers whose stacks are 4-bit, or will be once they are loaded."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return _new, (type(self).__bases__[1],), self.__getstate__()  # the class was made here and has no place
+
+
+def _new(plain: type) -> nn.Module:
+    made = packed_class(plain)
+    return made.__new__(made)
+
+
+def packed_class(plain: type) -> type:
+    """The class of a packed experts module that was a `plain`; it has the same name, which other code asks for."""
+    if plain not in _classes:
+        _classes[plain] = type(plain.__name__, (PackedExperts, plain), {"__module__": plain.__module__})
+    return _classes[plain]
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether this is a module of transformers' experts interface, with its weights in stacks."""
+    if not hasattr(type(module), "_apply_gate") or not all(flag in vars(module) for flag in _FLAGS):
+        return False
+    tensors = [module._parameters.get(name) for name in stack_names(module)]
+    return all(tensor is not None and (tensor.dim() == 3 or isinstance(module, PackedExperts)) for tensor in tensors)
+
+
+def stack_names(module: nn.Module) -> tuple[str, str]:
+    """Names of the stacks of an experts module."""
+    return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
+
+
+def found(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of every experts module of `model`."""
+    return ((name, module) for name, module in model.named_modules() if is_experts(module))
+
+
+def check(module: nn.Module, path: str, quant_type: str, blocksize: int, quant_storage: torch.dtype, **_: Any) -> None:
+    """TypeError or ValueError unless the stacks of an experts module can be 4-bit; `path` is its name."""
+    if isinstance(module, PackedExperts):
+        raise ValueError(f"{path}: these experts are 4-bit already")
+    check_format(quant_type, blocksize)
+    check_storage(quant_storage)
+    for name in stack_names(module):
+        stack = module._parameters[name]
+        elements = stack.shape[1:].numel()
+        if not stack.is_floating_point() or stack.numel() == 0 or elements % blocksize:
+            raise ValueError(
+                f"{path}.{name}: a stack {list(stack.shape)} of {stack.dtype} cannot be 4-bit: it must hold floats, "
+                f"and the {elements} elements of an expert must be a multiple of the blocksize {blocksize}; choose "
+                "another blocksize, or name the module in llm_int8_skip_modules"
+            )
+
+
+def pack(module: nn.Module, path: str, **settings: Any) -> None:
+    """Let the stacks of an experts module be 4-bit weights, quantized when they move to a device.
+
+    Args:
+        module: of transformers, with float stacks; on the meta device, too.
+        path: its name, for messages.
+        settings: quant_type, quant_storage, compress_statistics, blocksize, compute_dtype.
+
+    TypeError or ValueError where a stack cannot be 4-bit, or is already: the module is as it was.
+    """
+    check(module, path, **settings)
+    module.__class__ = packed_class(type(module))
+    module.packed_stacks = {name: PackedStack(module, name, settings) for name in stack_names(module)}
+    for name, held in module.packed_stacks.items():
+        stack = module._parameters[name]
+        module._parameters[name] = Params4bit(
+            stack.data,
+            blocksize=settings["blocksize"],
+            compress_statistics=held.compress_statistics,
+            quant_type=held.quant_type,
+            quant_storage=held.quant_storage,
+            module=held,
+        )
+        if stack.is_meta:
+            launch.layer_waits(held, stack.numel())

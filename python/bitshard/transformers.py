@@ -1,0 +1,183 @@
+"""transformers loads models with 4-bit experts: a quantization config and a quantizer of its registries.
+
+    model = AutoModelForCausalLM.from_pretrained(name, quantization_config=FourBitConfig(bnb_4bit_quant_type="nf4"))
+
+Linear layers are as `BitsAndBytesConfig(load_in_4bit=True)` makes them. The stacks of experts modules are quantized as
+they come, one after the other, files with one tensor per expert included. A model that was saved so says
+"bitshard_4bit" in its config, and is read where bitshard or its bitsandbytes was imported; elsewhere transformers stops
+at the unknown method.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import BitsAndBytesConfig
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+
+from bitshard.experts import forward, modules
+from bitshard.inventory import holder_of
+from bitshard.tensor import Params4bit
+
+METHOD = "bitshard_4bit"  # quant_method in config.json
+_ENTRIES = (
+    "absmax", "quant_map", "nested_absmax", "nested_quant_map",
+    "quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4",
+)  # fmt: skip
+
+
+class FourBitConfig(BitsAndBytesConfig):
+    """`BitsAndBytesConfig(load_in_4bit=True)` whose 4-bit weights are those of experts, too.
+
+    Args:
+        bnb_4bit_blocksize: weights per block scale of experts, a power of two from 32 to 4096. Linear layers have 64.
+        arguments: of BitsAndBytesConfig, with its meaning; `llm_int8_skip_modules` names experts modules as well.
+    """
+
+    def __init__(self, bnb_4bit_blocksize: int = 64, **arguments: Any):
+        known = {name: value for name, value in arguments.items() if name not in ("load_in_4bit", "quant_method")}
+        super().__init__(load_in_4bit=True, **known)
+        self.bnb_4bit_blocksize = bnb_4bit_blocksize
+        self.quant_method = METHOD
+
+    @classmethod
+    def of(cls, config: BitsAndBytesConfig) -> FourBitConfig:
+        """The same settings with experts."""
+        given = {name.lstrip("_"): value for name, value in vars(config).items()}
+        return cls(**{name: value for name, value in given.items() if name not in ("load_in_8bit", "quant_method")})
+
+    def to_dict(self) -> dict[str, Any]:
+        """As of any config; without `load_in_4bit`, by which transformers would take it for bitsandbytes' own."""
+        output = super().to_dict()
+        for name in ("load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit"):
+            output.pop(name, None)
+        return output
+
+
+class QuantizeExperts(Bnb4bitQuantize):
+    """Quantizes a stack, or the weight of a linear layer, as it comes."""
+
+    def convert(self, input_dict: dict, full_layer_name: Any = None, model: Any = None, **others: Any) -> dict:
+        done, rest = {}, {}
+        for name, value in input_dict.items():
+            module, leaf = get_module_from_name(model, name)
+            if holder_of(module, leaf) is None or not modules.is_experts(module):
+                rest[name] = value
+                continue
+            value = value[0] if isinstance(value, list) else value
+            old = module._parameters[leaf]
+            done[name] = Params4bit(value, requires_grad=False, **old.__dict__).to(value.device)
+            module._is_hf_initialized = True
+        if rest:
+            done.update(super().convert(rest, full_layer_name=full_layer_name, model=model, **others))
+        return done
+
+
+class DeserializeExperts(ConversionOps):
+    """Makes a stack of its packed bytes and the entries beside them."""
+
+    def __init__(self, hf_quantizer: Any):
+        self.hf_quantizer = hf_quantizer
+
+    def convert(self, input_dict: dict, model: Any = None, full_layer_name: Any = None, **others: Any) -> dict:
+        given = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        module, leaf = get_module_from_name(model, full_layer_name)
+        held = holder_of(module, leaf)
+        key = next(name for name in given if name.rstrip("$").endswith(leaf))
+        packed, entries = given[key], {name: value for name, value in given.items() if name != key}
+        new = Params4bit.from_prequantized(packed, entries, device=packed.device, module=held.layer)
+        module._is_hf_initialized = True
+        return {full_layer_name: new}
+
+
+class FourBitQuantizer(Bnb4BitHfQuantizer):
+    """The quantizer of 4-bit linear layers, and of experts."""
+
+    def param_needs_quantization(self, model: Any, param_name: str, **others: Any) -> bool:
+        """Whether a parameter is a 4-bit weight that comes in 16 or 32 bits."""
+        module, leaf = get_module_from_name(model, param_name)
+        return holder_of(module, leaf) is not None or super().param_needs_quantization(model, param_name, **others)
+
+    def get_quantize_ops(self) -> Any:
+        """What quantizes a parameter."""
+        return QuantizeExperts(self)
+
+    def _process_model_before_weight_loading(self, model: Any, device_map: Any = None, **others: Any) -> Any:
+        out = super()._process_model_before_weight_loading(model, device_map=device_map, **others)
+        config = self.quantization_config
+        found = [
+            (path, module)
+            for path, module in modules.found(model)
+            if should_convert_module(path, self.modules_to_not_convert)
+        ]
+        for path, module in found:
+            modules.pack(
+                module,
+                path,
+                quant_type=config.bnb_4bit_quant_type,
+                quant_storage=config.bnb_4bit_quant_storage,
+                compress_statistics=config.bnb_4bit_use_double_quant,
+                blocksize=getattr(config, "bnb_4bit_blocksize", 64),
+                compute_dtype=config.bnb_4bit_compute_dtype,
+            )
+            module.config._experts_implementation = forward.IMPLEMENTATION
+        if found:
+            forward.register()
+            if not isinstance(config, FourBitConfig):  # what is saved must say so
+                self.quantization_config = FourBitConfig.of(config)
+        return out
+
+    def update_weight_conversions(self, weight_conversions: list, *others: Any) -> list:
+        """transformers' conversions, and of files with packed stacks how these are read."""
+        model = others[0] if others else None
+        updated = super().update_weight_conversions(weight_conversions, *others)
+        if not self.pre_quantized or model is None:
+            return updated
+        names = _stack_patterns(model)
+        kept = [each for each in updated if not _makes(each, names)]
+        return [*(self._deserializer(name) for name in names), *kept]
+
+    def _deserializer(self, name: str) -> WeightConverter:
+        sources = [*(f"{name}.{entry}" for entry in _ENTRIES), f"{name}$"]
+        return WeightConverter(sources, name, [DeserializeExperts(self)])
+
+    def _process_model_after_weight_loading(self, model: Any, **others: Any) -> Any:
+        # saving reverses what loading has converted; of packed stacks nothing can be
+        names = _stack_patterns(model)
+        used = getattr(model, "_weight_conversions", None)
+        if used is not None:
+            model._weight_conversions = [each for each in used if not _makes(each, names)]
+        return super()._process_model_after_weight_loading(model, **others)
+
+
+def _stack_patterns(model: Any) -> list[str]:
+    """The last two parts of the names of all packed stacks, each once: "experts.down_proj"."""
+    found = {}
+    for path, module in modules.found(model):
+        if isinstance(module, modules.PackedExperts):
+            found.update(dict.fromkeys(f"{path.rpartition('.')[2]}.{name}" for name in module.packed_stacks))
+    return list(found)
+
+
+def _makes(conversion: Any, names: list[str]) -> bool:
+    """Whether a conversion of transformers makes one of these."""
+    targets = getattr(conversion, "target_patterns", ())
+    return isinstance(conversion, WeightConverter) and any(
+        target.rstrip("$").endswith(name) for target in targets for name in names
+    )
+
+
+def register() -> None:
+    """Enter config and quantizer into transformers' registries; later calls change nothing."""
+    AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = FourBitConfig
+    AUTO_QUANTIZER_MAPPING[METHOD] = FourBitQuantizer
+    forward.register()
+
+
+register()
+
+__all__ = ["METHOD", "FourBitConfig", "FourBitQuantizer"]
