@@ -193,10 +193,10 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
 
         peft asks for this name, under which DeepSpeed keeps the shape of a parameter that it has cut.
         """
-        shown = getattr(self._holder(), "shown", None)
-        if shown is None:
+        held = self._holder()
+        if held is None or held.kind is FOUR_BIT:
             raise AttributeError("ds_shape: this is the weight of a layer")
-        return shown
+        return held.shown
 
     # -- making one --
 

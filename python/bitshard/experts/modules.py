@@ -28,7 +28,7 @@ class PackedStack(PackedWeight):
     """The holder of one stack; attributes as of a `PackedWeight`, and the settings that a layer of one weight has.
 
     Attributes:
-        shown: the shape that the module shows: [E, N, K], or [E, K, N] where it is `transposed`.
+        transposed: whether the module shows [E, K, N].
         compute_dtype: dtype of x and biases in a product; None: that of x.
     """
 
@@ -37,12 +37,17 @@ class PackedStack(PackedWeight):
     def __init__(self, owner: nn.Module, name: str, settings: dict[str, Any]):
         shown = owner._parameters[name].shape
         self.transposed = bool(owner.is_transposed)
-        self.shown = torch.Size(shown)
         super().__init__(owner, name, (shown[0], shown[2], shown[1]) if self.transposed else shown)
         self.quant_type: str = settings["quant_type"]
         self.quant_storage: torch.dtype = settings["quant_storage"]
         self.compress_statistics: bool = settings["compress_statistics"]
         self.compute_dtype: torch.dtype | None = settings.get("compute_dtype")
+
+    @property
+    def shown(self) -> torch.Size:
+        """The shape that the module shows: [E, N, K], or [E, K, N] where it is `transposed`."""
+        experts, N, K = self.shape
+        return torch.Size((experts, K, N) if self.transposed else (experts, N, K))
 
     def oriented(self, values: Tensor) -> Tensor:
         """Values of the module's shape as [E, N, K], or the reverse."""
@@ -51,6 +56,12 @@ class PackedStack(PackedWeight):
 
 class PackedExperts(HoldsPackedWeights):
     """An experts module of transformers whose stacks are 4-bit, or will be once they are loaded."""
+
+    def __delattr__(self, name: str) -> None:
+        """For peft, which parametrizes what is there: of a view of FSDP1 both places where it is."""
+        if name in self._parameters and name in self.__dict__.get("packed_stacks", {}):
+            self.__dict__.pop(name, None)
+        super().__delattr__(name)
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return _new, (type(self).__bases__[1],), self.__getstate__()  # the class was made here and has no place

@@ -78,6 +78,13 @@ class PackedWeight:
         """This, as the layer of one weight has it."""
         return self
 
+    def standing_for(self, owner: nn.Module, state: QuantState) -> PackedWeight:
+        """A holder like this one for another module, in which the weight is whole."""
+        new = copy.copy(self)
+        new.owner, new.state, new.place, new.shard, new.awaited = owner, state, Place.WHOLE, None, None
+        new.flat = new.foreign = new.unwatched = False
+        return new
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "kept": None}  # of copies and pickles
 
@@ -107,6 +114,11 @@ class PackedWeight:
     def storage(self) -> torch.dtype:
         """The declared storage dtype, which files have."""
         return self.layer.quant_storage
+
+    @property
+    def shown(self) -> torch.Size | None:
+        """The shape of the values that the owner shows."""
+        return self.shape
 
     def oriented(self, values: Tensor) -> Tensor:
         """Values of the shape that the owner shows in that of the weight."""
@@ -288,8 +300,9 @@ class PackedWeight:
     def _put_view(self, view: Tensor) -> bool:
         """FSDP1's view of its flat parameter, a plain tensor; as a packed weight foreign code dequantizes it, too."""
         self.foreign, self.place = True, Place.VIEW
-        if not self.flat:
-            view = Params4bit.of_state(view, self.state, self.storage, self.layer)
+        if not self.flat or self.kind is not FOUR_BIT:  # peft parametrizes parameters only
+            own = view if self.kind is FOUR_BIT else view.data  # under a version counter of its own
+            view = Params4bit.of_state(own, self.state, self.storage, self.layer)
         self.owner.__dict__[self.name] = view
         return True
 
@@ -522,6 +535,10 @@ class HoldsPackedWeights(nn.Module):
                 held.place = held.place_of(self._parameters[held.name])
             if held.owner is not self:  # copy.copy, which shares what it finds
                 self._replace_holder(held, copy.copy(held))
+        for held in held_by(self):
+            weight = self._parameters.get(held.name)
+            if isinstance(weight, Params4bit):
+                weight.module = held.layer
 
     def _replace_holder(self, held: PackedWeight, new: PackedWeight) -> None:
         new.owner = self

@@ -66,7 +66,7 @@ class Piece:
             if held is not None and dtype is None:
                 found[self.name_of(name)] = _packed_entry(held)
             elif held is not None:
-                found[self.name_of(name)] = Entry(dtype, tuple(held.state.shape))
+                found[self.name_of(name)] = Entry(dtype, tuple(held.shown or held.state.shape))
             else:
                 entry = self.flat.get(name) or _entry(self.tensor(name))
                 cast = dtype is not None and entry.dtype.is_floating_point

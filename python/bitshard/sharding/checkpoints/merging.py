@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bitshard.inventory import holder_of
 from bitshard.sharding.checkpoints.contents import is_tuner, unwrapped
 from bitshard.state import QuantState
 from bitshard.tensor import Params4bit
@@ -59,6 +60,38 @@ def merged_values(
         if layer.lora_bias.get(name):
             others = {**others, "bias": others["bias"] + layer.lora_B[name].bias * layer.scaling[name]}
     return values, others
+
+
+def merged_stacks(
+    tuner: nn.Module,
+    adapter: dict[int, Tensor],
+    packed: dict[str, tuple[Tensor, QuantState]],
+    others: dict[str, Tensor],
+) -> tuple[dict[str, tuple[Tensor, QuantState]], dict[str, Tensor]]:
+    """4-bit stacks of an experts module with the adapters of `tuner` in them, quantized again, and its other tensors.
+
+    Args:
+        packed: name of a stack -> packed bytes and state, whole.
+        tuner, adapter, others: as of `merged_4bit`.
+    """
+    base = _shallow(unwrapped(around(tuner)[-1]._modules["base_layer"]))
+    base.packed_stacks = {}
+    for name, (codes, state) in packed.items():
+        base.__dict__.pop(name, None)
+        base.packed_stacks[name] = held = inner_holder(tuner, name).standing_for(base, state)
+        base._parameters[name] = Params4bit.of_state(codes.clone(), state, held.storage, held)
+    for name, tensor in others.items():
+        base._parameters[name] = nn.Parameter(tensor.clone(), requires_grad=False)
+    for layer in around(_copy(tuner, adapter, base)):
+        layer.merge()
+    weights = {name: base._parameters[name] for name in packed}
+    merged = {name: (weight.detach().as_subclass(Tensor), weight.quant_state) for name, weight in weights.items()}
+    return merged, {name: base._parameters[name].data for name in others}
+
+
+def inner_holder(tuner: nn.Module, name: str) -> Any:
+    """The holder of stack `name` of the experts module that `tuner` is around."""
+    return holder_of(unwrapped(around(tuner)[-1]._modules["base_layer"]), name)
 
 
 def merged_dense(tuner: nn.Module, adapter: dict[int, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:

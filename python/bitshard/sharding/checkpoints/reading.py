@@ -13,6 +13,7 @@ from torch import Tensor
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD = re.compile(r"(model(?:\.\w+)?)-\d{5}-of-(\d{5})\.safetensors")  # one file of several
+_ENTRY = re.compile(r"(.+)\.((?:nested_)?(?:absmax|quant_map)|quant_state\.bitsandbytes__\w+)")  # beside a packed stack
 _SHOWN = 5  # of the complaints in an error
 
 
@@ -38,8 +39,11 @@ class Checkpoint:
         self._beside: dict[str, list[str]] = {}
         for name in self.files:
             layer, dot, entry = name.partition(".weight.")
+            found = _ENTRY.fullmatch(name)
             if dot:
                 self._beside.setdefault(f"{layer}.weight", []).append(entry)
+            elif found is not None and found[1] in self.files:
+                self._beside.setdefault(found[1], []).append(found[2])
 
     def __contains__(self, name: str) -> bool:
         return name in self.files

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from bitshard import gather
 from bitshard.inventory import holders
+from bitshard.kinds import FOUR_BIT
 from bitshard.sharding.checkpoints import contents, merging, ready
 from bitshard.sharding.checkpoints.contents import Piece
 from bitshard.sharding.checkpoints.files import CheckpointFiles, Entry, byte_count
@@ -201,27 +202,46 @@ def _converted(piece: Piece, tensors: dict[Any, Any], dtype: torch.dtype | None)
     """The tensors of a piece as the checkpoint has them."""
     others = {name: tensors[name] for name in piece.names if name not in piece.held}
     adapter = {key: tensor for key, tensor in tensors.items() if isinstance(key, int)}
+    for name, held in piece.held.items():
+        _verify(*tensors[name], held.state, piece.name_of(name))
+    if piece.tuner is None:
+        packed = {name: tensors[name] for name in piece.held}
+    elif all(held.kind is FOUR_BIT for held in piece.held.values()):
+        return _merged(piece, tensors, adapter, others, dtype)
+    elif dtype is None:
+        packed, others = merging.merged_stacks(
+            piece.tuner, adapter, {name: tensors[name] for name in piece.held}, others
+        )
+    else:
+        values = {name: held.oriented(held.kind.dequantize(*tensors[name])) for name, held in piece.held.items()}
+        packed, others = {}, merging.merged_dense(piece.tuner, adapter, {**values, **others})
+    found: dict[str, Tensor] = {}
+    for name, (codes, state) in packed.items():
+        key, held = piece.name_of(name), piece.held[name]
+        if dtype is not None:
+            found[key] = held.oriented(state.kind.dequantize(codes, state)).to(dtype)
+        else:
+            found.update(contents.packed_tensors(key, codes, state, held.storage))
+    return {**found, **{piece.name_of(name): tensor for name, tensor in others.items()}}
+
+
+def _merged(
+    piece: Piece, tensors: dict, adapter: dict, others: dict[str, Tensor], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """The same of one layer with the adapters of peft's layer around it."""
     found: dict[str, Tensor] = {}
     for name, held in piece.held.items():
-        packed, state = tensors[name]
-        key = piece.name_of(name)
-        _verify(packed, state, held.state, key)
+        (packed, state), key = tensors[name], piece.name_of(name)
         if dtype is not None:
-            if piece.tuner is None:
-                values = state.kind.dequantize(packed, state)
-            else:
-                values, others = merging.merged_values(piece.tuner, adapter, packed, state, others)
+            values, others = merging.merged_values(piece.tuner, adapter, packed, state, others)
             found[key] = values.to(dtype)
         else:
-            if piece.tuner is not None:
-                weight = Params4bit.of_state(packed, state, held.storage, None)
-                weight, others = merging.merged_4bit(piece.tuner, adapter, weight, others, name)
-                packed, state = weight.saved_data(), weight.quant_state
-            found.update(contents.packed_tensors(key, packed, state, held.storage))
-    if not piece.held and piece.tuner is not None:
+            weight = Params4bit.of_state(packed, state, held.storage, None)
+            weight, others = merging.merged_4bit(piece.tuner, adapter, weight, others, name)
+            found.update(contents.packed_tensors(key, weight.saved_data(), weight.quant_state, held.storage))
+    if not piece.held:
         others = merging.merged_dense(piece.tuner, adapter, others)
-    found.update({piece.name_of(name): tensor for name, tensor in others.items()})
-    return found
+    return {**found, **{piece.name_of(name): tensor for name, tensor in others.items()}}
 
 
 def _verify(packed: Tensor, state: Any, kept: Any, key: str) -> None:

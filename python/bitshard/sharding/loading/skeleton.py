@@ -62,6 +62,7 @@ class Skeleton:
             if tensor.is_floating_point() and not _is_4bit(module, name):
                 tensor.data = tensor.data.to(self.dtype)
         _compute_buffers(self.model, device)
+        self._conversions = Conversions(self.model)
         # id of a tensor on the meta device -> itself, so that the id stays its own, and every place that it has
         self._places: dict[int, tuple[Tensor, list[Slot]]] = {}
         for slot in _slots(self.model):
@@ -86,10 +87,13 @@ class Skeleton:
     def check(self, files: Checkpoint) -> None:
         """ValueError that names those which the files lack or have otherwise."""
         complaints = []
+        self._conversions.look(files, {key for _, slots in self._places.values() for _, _, key in slots})
         for tensor, slots in self._places.values():
             key = next((key for _, _, key in slots if key in files), None)
-            if key is None:
+            if key is None and not any(key in self._conversions for _, _, key in slots):
                 complaints.append(f"{slots[0][2]} is missing")
+            elif key is None:
+                continue
             elif not files.entries(key) and files.shape(key) != list(tensor.shape):
                 complaints.append(f"{key} is {files.shape(key)}, expected {list(tensor.shape)}")
             elif files.entries(key) and not _is_4bit(*slots[0][:2]):
@@ -113,7 +117,7 @@ class Skeleton:
             known, slots = self._places.get(id(old), (None, []))
             if known is not old:
                 continue
-            key = next(key for _, _, key in slots if key in files)
+            key = next(key for _, _, key in slots if key in files or key in self._conversions)
             new = self._read(old, module, name, key, files)
             for module, name, _ in slots:
                 _put(module, name, new)
@@ -123,7 +127,9 @@ class Skeleton:
 
     def _read(self, old: Tensor, module: nn.Module, name: str, key: str, files: Checkpoint) -> Tensor:
         try:
-            values = files.read(key)
+            values = files.read(key) if key in files else self._conversions.read(key, files)
+            if list(values.shape) != list(old.shape) and not files.entries(key):
+                raise ValueError(f"is {list(values.shape)} in the files, expected {list(old.shape)}")
             if _is_4bit(module, name):
                 return self._packed(old, values, holder_of(module, name).layer, key, files)
             dtype = self.dtype if values.is_floating_point() else values.dtype
@@ -151,6 +157,50 @@ class Skeleton:
         if self.quantizer is not None:
             self.quantizer.postprocess_model(self.model)
         return self.model
+
+
+class Conversions:
+    """Parameters that files have in other pieces than the model (one tensor per expert), by transformers' conversions.
+
+    Args:
+        model: of transformers, whose conversions these are.
+    """
+
+    def __init__(self, model: nn.Module):
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        known = get_model_conversion_mapping(model)
+        self._model = model
+        self._renamings = [each for each in known if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in known if isinstance(each, WeightConverter)]
+        self._of_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
+        self._sources: dict[str, list[tuple[str, str | None]]] = {}  # key -> (name in the files, its pattern)
+
+    def look(self, files: Checkpoint, keys: set[str]) -> None:
+        """Find out which of the model's `keys` are made of other tensors of the files."""
+        from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+        meta, prefix = dict.fromkeys(keys, True), getattr(self._model, "base_model_prefix", "")
+        for name in sorted(set(files.files) - keys, key=dot_natural_key):
+            key, pattern = rename_source_key(name, self._renamings, self._converters, prefix, meta)
+            if key in keys and key not in files:
+                self._sources.setdefault(key, []).append((name, pattern))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._sources
+
+    def read(self, key: str, files: Checkpoint) -> Tensor:
+        """The values of `key`, made of the files' tensors, which are there until then."""
+        from transformers.core_model_loading import WeightRenaming
+
+        sources = self._sources[key]
+        pattern = sources[0][1]
+        made = WeightRenaming(sources[0][0], key) if pattern is None else copy.deepcopy(self._of_pattern[pattern])
+        for name, pattern in sources:
+            made.add_tensor(key, name, pattern or name, files.read(name))
+        values = made.convert(key, model=self._model, config=self._model.config)[key]
+        return values[0] if isinstance(values, list) else values
 
 
 def contained(weight: Params4bit, dtype: torch.dtype) -> Params4bit:
