@@ -88,7 +88,8 @@ class DeserializeExperts(ConversionOps):
         module, leaf = get_module_from_name(model, full_layer_name)
         held = holder_of(module, leaf)
         key = next(name for name in given if name.rstrip("$").endswith(leaf))
-        packed, entries = given[key], {name: value for name, value in given.items() if name != key}
+        packed = given.pop(key)
+        entries = {name.partition(f"{leaf}.")[2]: value for name, value in given.items()}
         new = Params4bit.from_prequantized(packed, entries, device=packed.device, module=held.layer)
         module._is_hf_initialized = True
         return {full_layer_name: new}
@@ -123,6 +124,7 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
                 compress_statistics=config.bnb_4bit_use_double_quant,
                 blocksize=getattr(config, "bnb_4bit_blocksize", 64),
                 compute_dtype=config.bnb_4bit_compute_dtype,
+                packed_files=self.pre_quantized,
             )
             module.config._experts_implementation = forward.IMPLEMENTATION
         if found:

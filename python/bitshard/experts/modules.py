@@ -30,6 +30,7 @@ class PackedStack(PackedWeight):
     Attributes:
         transposed: whether the module shows [E, K, N].
         compute_dtype: dtype of x and biases in a product; None: that of x.
+        packed_files: whether what is loaded comes packed.
     """
 
     kind = EXPERTS
@@ -42,6 +43,7 @@ class PackedStack(PackedWeight):
         self.quant_storage: torch.dtype = settings["quant_storage"]
         self.compress_statistics: bool = settings["compress_statistics"]
         self.compute_dtype: torch.dtype | None = settings.get("compute_dtype")
+        self.packed_files: bool = settings.get("packed_files", False)
 
     @property
     def shown(self) -> torch.Size:
@@ -120,7 +122,7 @@ def pack(module: nn.Module, path: str, **settings: Any) -> None:
     Args:
         module: of transformers, with float stacks; on the meta device, too.
         path: its name, for messages.
-        settings: quant_type, quant_storage, compress_statistics, blocksize, compute_dtype.
+        settings: quant_type, quant_storage, compress_statistics, blocksize, compute_dtype, packed_files.
 
     TypeError or ValueError where a stack cannot be 4-bit, or is already: the module is as it was.
     """

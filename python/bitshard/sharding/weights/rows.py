@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from bitshard import foreign, functional, gather, inventory, launch, ops
 from bitshard.container import repack, shardable_dtype
+from bitshard.kinds import FOUR_BIT, Kind
 from bitshard.shard import PackedShard, ShardedScales
 from bitshard.sharding.weights.record import record_of, start_over
 from bitshard.sharding.weights.state_entries import BLOB_PREFIX
@@ -101,7 +102,8 @@ class AwaitedRows:
         On the meta device this is asked for by transformers, which reads from each entry how the tensors of the
         checkpoint are split: by their first dimension, each by its own size. An entry of one dimension [N] says that
         for all of them, dense [N, K] and packed [n, 1] weights, scales [S] and the JSON entry (beside an entry of two
-        dimensions it takes those of one for members of a list of experts, and gives them to one rank only).
+        dimensions it takes those of one for members of a list of experts, and gives them to one rank only). Of a stack
+        whose experts come dense, one by one or all in one, the entry is [E, N, K]: a rank reads its experts.
         """
         local = self.weight._local_tensor
         if not local.is_meta:
@@ -109,7 +111,9 @@ class AwaitedRows:
         record = record_of(self.held.owner, self.held.name)
         if record is not None and record.offload_to_cpu:
             launch.read_in_order()  # or all rows come to the GPU before the first of them go to the host
-        return gather.like(local.new_empty(local.size(0), dtype=self.dtype), self.weight, self.weight.size()[:1])
+        dims = 1 if self.held.kind is FOUR_BIT or self.held.packed_files else 3
+        entry = local.new_empty(local.size()[:dims], dtype=self.dtype)
+        return gather.like(entry, self.weight, self.weight.size()[:dims])
 
     # -- when they come --
 
@@ -125,18 +129,19 @@ class AwaitedRows:
         self._agree(lambda: self._check_rows(rows))
         layer, blocksize = self.held.layer, self.weight.__dict__.get("blocksize", 64)
         world, rank = gather.shard_world(self.weight)
-        container = shardable_dtype(rows.dtype, layer.quant_storage)
-        (N, K), device = self.weight.size(), rows.device
-        quantize = _quantizer(layer.quant_type, blocksize, container)
-        if not _splits_whole_blocks(N, K, world, blocksize, container):
-            values = gather.whole(_placed(rows, self.weight)).to(device)
+        kind, device = self.held.kind, rows.device
+        container = shardable_dtype(rows.dtype, layer.quant_storage, kind)
+        shown = self.weight.size()
+        quantize = _quantizer(kind, layer.quant_type, blocksize, container)
+        if not _splits_whole_blocks(shown[0], shown[1:].numel(), world, blocksize, container):
+            values = self.held.oriented(gather.whole(_placed(rows, self.weight)).to(device))
             packed, state = quantize(values, layer.compress_statistics)
             begin, length = ops.rank_slice(packed.size(0), world, rank)
             return self._install(packed[begin : begin + length].clone(), state, None)
-        packed, state = quantize(rows, False)
-        own, state.shape = state.absmax, torch.Size((N, K))
+        packed, state = quantize(self.held.oriented(rows), False)
+        own, state.shape = state.absmax, self.held.shape or shown
         if layer.compress_statistics:
-            total = torch.Size((ops.block_count(N * K, blocksize),))
+            total = torch.Size((ops.block_count(shown.numel(), blocksize),))
             state.absmax = gather.whole(gather.like(own, self.weight, total)).to(device)
             functional.nest(state)
             own = None
@@ -156,7 +161,7 @@ class AwaitedRows:
         # of the scales only their number is read; the values are this rank's
         state = self._read({**small, "absmax": torch.zeros(total, dtype=scales.dtype)}, device)
         data = data.to(device).reshape(-1, 1)
-        container = shardable_dtype(state.dtype, data.dtype)
+        container = shardable_dtype(state.dtype, data.dtype, state.kind)
         self.held.layer.quant_storage = data.dtype
         if container is data.dtype:
             return self._install(data, state, scales)
@@ -257,9 +262,11 @@ class AwaitedRows:
             state = QuantState.from_dict(entries, device=device)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self.key}: {error}") from error
-        if list(state.shape) != list(self.weight.size()):
+        shape = self.held.shape or self.weight.size()
+        if list(state.shape) != list(shape) or state.kind is not self.held.kind:
             raise ValueError(
-                f"{self.key}: packed weight of shape {list(state.shape)} for a layer of {list(self.weight.size())}"
+                f"{self.key}: packed weight of shape {list(state.shape)} for a layer of {list(shape)} (layout "
+                f"{state.kind.name} and {self.held.kind.name})"
             )
         return state
 
@@ -282,9 +289,13 @@ def quantize(model: nn.Module) -> int:
     return len(waiting)
 
 
-def _quantizer(quant_type: str, blocksize: int, container: torch.dtype) -> Callable[..., tuple[Tensor, QuantState]]:
+def _quantizer(
+    kind: Kind, quant_type: str, blocksize: int, container: torch.dtype
+) -> Callable[..., tuple[Tensor, QuantState]]:
+    settings = {"quant_type": quant_type, "blocksize": blocksize, "quant_storage": container}
+
     def call(values: Tensor, nested: bool) -> tuple[Tensor, QuantState]:
-        return functional.quantize_4bit(values, None, None, blocksize, nested, quant_type, container)
+        return kind.quantize(values, compress_statistics=nested, **settings)
 
     return call
 
