@@ -57,7 +57,7 @@ def test_a_warning_where_less_than_half_is_4_bit(told):
     model(torch.arange(4))
     ((level, text),) = told()
     assert level == logging.WARNING and "(30.2%)" in text and "experts 60.4%" in text
-    assert "replace_parameter_4bit" in text
+    assert "bitshard.experts.enable()" in text
 
 
 def test_experts_count_where_they_are_4_bit():

@@ -9,13 +9,14 @@ import sys
 try:
     import torch  # noqa: F401  (the C core looks up libtorch, which must be loaded)
 
-    from bitshard import _C, autograd, direct, functional, nn, ops, state, tensor
+    from bitshard import _C, autograd, direct, functional, nn, ops, registry, state, tensor
     from bitshard.autograd import matmul_4bit
     from bitshard.nn.linear import Linear4bit, LinearFP4, LinearNF4
     from bitshard.state import QuantState
     from bitshard.tensor import PackedData, Params4bit
 
     direct.enable_direct_calls(Params4bit, PackedData)
+    registry.watch()
     __version__ = _C.version
 except ImportError:
     # `python -m bitshard` says what is wrong, so it must get past this.

@@ -1,7 +1,7 @@
 """How much of a model is 4-bit: one line at its first forward, because nothing else says what stays in 16 bits.
 
 transformers quantizes `nn.Linear` layers only. The experts of Mixtral, Qwen3-MoE or gpt-oss are parameters of other
-modules and stay in 16 bits, most of such a model.
+modules and stay in 16 bits, most of such a model, unless `bitshard.experts` takes them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import nn
 logger = logging.getLogger("bitshard")
 
 _ADVICE = (
-    " Less than half of this model is 4-bit: bitsandbytes' format of linear layers is all that load_in_4bit gives. For "
-    "expert weights see bitsandbytes.nn.parametrize.replace_parameter_4bit; for layers left out see "
+    " Less than half of this model is 4-bit: load_in_4bit takes linear layers only. For experts call "
+    "bitshard.experts.enable() before the model is loaded (or set BITSHARD_EXPERTS=1); for layers left out see "
     "llm_int8_skip_modules."
 )
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from bitshard import ops
 
+QUANT_METHOD = "bitshard_4bit"  # of transformers' config.json, where a model has weights that are not bitsandbytes' own
+
 
 class Kind:
     """One kind of packed weight.

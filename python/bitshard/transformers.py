@@ -15,15 +15,14 @@ from typing import Any
 from transformers import BitsAndBytesConfig
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 
 from bitshard.experts import forward, modules
 from bitshard.inventory import holder_of
+from bitshard.kinds import QUANT_METHOD
 from bitshard.tensor import Params4bit
 
-METHOD = "bitshard_4bit"  # quant_method in config.json
 _ENTRIES = (
     "absmax", "quant_map", "nested_absmax", "nested_quant_map",
     "quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4",
@@ -42,7 +41,7 @@ class FourBitConfig(BitsAndBytesConfig):
         known = {name: value for name, value in arguments.items() if name not in ("load_in_4bit", "quant_method")}
         super().__init__(load_in_4bit=True, **known)
         self.bnb_4bit_blocksize = bnb_4bit_blocksize
-        self.quant_method = METHOD
+        self.quant_method = QUANT_METHOD
 
     @classmethod
     def of(cls, config: BitsAndBytesConfig) -> FourBitConfig:
@@ -173,13 +172,6 @@ def _makes(conversion: Any, names: list[str]) -> bool:
     )
 
 
-def register() -> None:
-    """Enter config and quantizer into transformers' registries; later calls change nothing."""
-    AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = FourBitConfig
-    AUTO_QUANTIZER_MAPPING[METHOD] = FourBitQuantizer
-    forward.register()
+forward.register()
 
-
-register()
-
-__all__ = ["METHOD", "FourBitConfig", "FourBitQuantizer"]
+__all__ = ["FourBitConfig", "FourBitQuantizer"]

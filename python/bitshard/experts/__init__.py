@@ -9,37 +9,26 @@ or `bitshard.transformers.FourBitConfig` for one model, or `quantize(model)` for
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
+from bitshard import registry
 from bitshard.experts import forward, modules
 
 __all__ = ["disable", "enable", "quantize"]
 
-_STOCK = "bitsandbytes_4bit"  # transformers' name of BitsAndBytesConfig(load_in_4bit=True)
-_before: Any = None  # the quantizer that had this name
-
 
 def enable() -> None:
-    """Let every `BitsAndBytesConfig(load_in_4bit=True)` of this process take experts too; again changes nothing."""
-    global _before
-    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+    """Let every `BitsAndBytesConfig(load_in_4bit=True)` of this process take experts too; again changes nothing.
 
-    from bitshard.transformers import FourBitQuantizer
-
-    if AUTO_QUANTIZER_MAPPING[_STOCK] is not FourBitQuantizer:
-        _before, AUTO_QUANTIZER_MAPPING[_STOCK] = AUTO_QUANTIZER_MAPPING[_STOCK], FourBitQuantizer
+    BITSHARD_EXPERTS=1 in the environment does the same for scripts that nobody wants to edit.
+    """
+    registry.take_over()
 
 
 def disable() -> None:
     """Undo `enable`: experts of models that are loaded from now on stay as they are in the files."""
-    global _before
-    if _before is not None:
-        from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
-
-        AUTO_QUANTIZER_MAPPING[_STOCK], _before = _before, None
+    registry.give_back()
 
 
 def quantize(

@@ -85,6 +85,11 @@ def _is_stack(value: Any) -> bool:
     return isinstance(value, Params4bit) and state is not None and state.kind is EXPERTS
 
 
+def _fits(delta: Any, weight: Params4bit) -> bool:
+    """Whether this is a tensor of the shape that the module of a stack shows."""
+    return isinstance(delta, Tensor) and list(delta.shape) == list(weight.ds_shape)
+
+
 def _baddbmm(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     if not (len(args) == 3 and _is_stack(args[0]) and set(kwargs) <= {"alpha"}):
         return guards.arithmetic(func, args, kwargs)
@@ -93,7 +98,7 @@ def _baddbmm(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
 
 def _add(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     weight = args[0]
-    if not (len(args) == 2 and _is_stack(weight) and not kwargs and list(args[1].shape) == list(weight.ds_shape)):
+    if kwargs or len(args) != 2 or not _is_stack(weight) or not _fits(args[1], weight):
         return guards.arithmetic(func, args, kwargs)
     return AdaptedStack.of(weight, Dense(args[1]))
 
@@ -101,7 +106,7 @@ def _add(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
 def _merging(sign: int) -> Any:
     def merge(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         weight = getattr(args[0], "of_stack", None)
-        if weight is None or kwargs or len(args) != 2 or list(args[1].shape) != list(weight.ds_shape):
+        if weight is None or kwargs or len(args) != 2 or not _fits(args[1], weight):
             return guards.arithmetic(func, args, kwargs)
         new = merged(weight, args[1], sign)
         made = new.data.as_subclass(PackedData)

@@ -70,7 +70,7 @@ def _product(module: Any, name: str, x: Tensor, offs: Tensor) -> Tensor:
         inventory.log_line(module)
     if held.unwatched and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         held.watch()
-    dtype, bias = x.dtype, module._parameters[f"{name}_bias"] if module.has_bias else None
+    dtype, bias = x.dtype, getattr(module, f"{name}_bias") if module.has_bias else None
     if not dtype.is_floating_point:
         raise TypeError(f"experts: x is {dtype}, expected a floating-point dtype")
     x = x.to(held.compute_dtype or dtype)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import launch
+from bitshard import gather, launch
 from bitshard.checks import check_format, check_storage
 from bitshard.kinds import EXPERTS
 from bitshard.nn.holder import HoldsPackedWeights, PackedWeight
@@ -107,6 +107,11 @@ def check(module: nn.Module, path: str, quant_type: str, blocksize: int, quant_s
     check_storage(quant_storage)
     for name in stack_names(module):
         stack = module._parameters[name]
+        if gather.is_dtensor(stack):
+            raise ValueError(
+                f"{path}.{name}: this stack of {list(stack.shape)} is sharded already: quantize the model before "
+                "fully_shard, or load it with a quantization_config"
+            )
         elements = stack.shape[1:].numel()
         if not stack.is_floating_point() or stack.numel() == 0 or elements % blocksize:
             raise ValueError(

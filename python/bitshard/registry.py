@@ -1,0 +1,93 @@
+"""What transformers' registries get as soon as transformers is imported, before or after bitshard.
+
+The method "bitshard_4bit", so that `from_pretrained` reads models with 4-bit experts wherever bitshard was imported;
+and, where `bitshard.experts.enable` was called or BITSHARD_EXPERTS=1 is set, the quantizer for experts in the place of
+the one for BitsAndBytesConfig. Nothing of transformers is imported here: what is entered imports it when it is called.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from typing import Any
+
+from bitshard.kinds import QUANT_METHOD
+
+STOCK = "bitsandbytes_4bit"  # transformers' name of BitsAndBytesConfig(load_in_4bit=True)
+_REGISTRIES = "transformers.quantizers.auto"
+_before: Any = None  # the quantizer that had the stock name
+
+
+class _Config:
+    """Stands in the registry of configs for `bitshard.transformers.FourBitConfig`."""
+
+    @staticmethod
+    def from_dict(given: dict[str, Any], **others: Any) -> Any:
+        """The config of a model's config.json."""
+        from bitshard.transformers import FourBitConfig
+
+        return FourBitConfig.from_dict(given, **others)
+
+
+def _quantizer(config: Any, **arguments: Any) -> Any:
+    """Stands in the registry of quantizers for `bitshard.transformers.FourBitQuantizer`."""
+    from bitshard.transformers import FourBitQuantizer
+
+    return FourBitQuantizer(config, **arguments)
+
+
+def enter(registries: Any = None) -> None:
+    """Enter the method, where transformers is imported; again changes nothing."""
+    registries = registries or sys.modules.get(_REGISTRIES)
+    if registries is None:
+        return
+    registries.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(QUANT_METHOD, _Config)
+    registries.AUTO_QUANTIZER_MAPPING.setdefault(QUANT_METHOD, _quantizer)
+    if os.environ.get("BITSHARD_EXPERTS") == "1":
+        take_over(registries)
+
+
+def take_over(registries: Any = None) -> None:
+    """Let BitsAndBytesConfig(load_in_4bit=True) take experts; again changes nothing."""
+    global _before
+    mapping = (registries or importlib.import_module(_REGISTRIES)).AUTO_QUANTIZER_MAPPING
+    if mapping.get(STOCK) is not _quantizer:
+        _before, mapping[STOCK] = mapping[STOCK], _quantizer
+
+
+def give_back() -> None:
+    """Undo `take_over`."""
+    global _before
+    if _before is not None:
+        sys.modules[_REGISTRIES].AUTO_QUANTIZER_MAPPING[STOCK], _before = _before, None
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Waits for the import of transformers' registries."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """The spec that the other finders give, whose loader enters the method when the module is there."""
+        if name != _REGISTRIES:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                enter(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def watch() -> None:
+    """Enter the method now, or once transformers is imported."""
+    if _REGISTRIES in sys.modules:
+        enter()
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())

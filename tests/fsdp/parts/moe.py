@@ -1,0 +1,246 @@
+"""Mixture-of-experts models with 4-bit experts, sharded in every way: bytes, logits and losses of one process.
+
+    torchrun --nproc-per-node 2 tests/fsdp/parts/moe.py --dir DIR --out DIR/moe2
+
+DIR is made by tests/test_fsdp_experts.py: dense files of tiny models, one folder each.
+"""
+
+import copy
+import functools
+import glob
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from bitshard import experts, fsdp, functional
+from bitshard.experts import modules
+from bitshard.transformers import FourBitConfig
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from shared import environment, rank, refused, run, same_bytes, start, world
+from torch.distributed.checkpoint import load as dcp_load
+from torch.distributed.checkpoint import save as dcp_save
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+sys.path.append(str(Path(__file__).parents[2]))
+from helpers import moe  # noqa: E402
+
+TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def config(nested):
+    return FourBitConfig(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested)
+
+
+def whole(path, nested=None, **options):
+    """The model of a folder in this process: from dense files, or without `nested` from packed ones."""
+    if nested is not None:
+        options["quantization_config"] = config(nested)
+    with environment(BITSHARD_CUT="0", FSDP_CPU_RAM_EFFICIENT_LOADING="false"):  # a float container, for FSDP1
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+
+
+def shard(model, units=None):
+    for unit in units or model.model.layers:
+        fully_shard(unit)
+    return fully_shard(model)
+
+
+def held_stacks(model):
+    return {
+        f"{path}.{name}": held for path, module in modules.found(model) for name, held in module.packed_stacks.items()
+    }
+
+
+def check_exact(model, reference):
+    """Gathered bytes and scales of every stack are those of the reference; logits too; shards of the right size."""
+    theirs = {name: held.weight for name, held in held_stacks(reference).items()}
+    for name, held in held_stacks(model).items():
+        weight, expected = held.shard, theirs[name]
+        assert isinstance(weight, DTensor), type(weight)
+        packed, state = functional.gather.gathered(weight, held.state)
+        assert same_bytes(packed.view(torch.uint8), expected.data.view(torch.uint8)), name
+        assert same_bytes(state.absmax, expected.quant_state.absmax) and state.kind is expected.quant_state.kind, name
+        rows = -(-weight.size(0) // world())
+        assert weight._local_tensor.size(0) == max(0, min(rows, weight.size(0) - rank() * rows)), name
+    assert torch.equal(moe.logits(model), moe.logits(reference))
+
+
+def check_loaded(folder, family, nested, how):
+    """From dense files, and from packed ones."""
+    path, packed = f"{folder}/{family}", f"{folder}/{family}-{'nested' if nested else 'plain'}"
+    reference = whole(path, nested)
+    for source, options in ((path, {"quantization_config": config(nested)}), (packed, {})):
+        check_exact(how(source, **options), reference)
+
+
+def in_parts(path, **options):
+    """Each rank keeps its part from loading on."""
+    with environment(BITSHARD_CUT="1"):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+    assert all(held.place.name == "PART" for held in held_stacks(model).values())
+    return shard(model)
+
+
+def native(path, **options):
+    """transformers shards before it loads."""
+    from transformers.distributed import DistributedConfig
+
+    sharded = {"distributed_config": DistributedConfig(fsdp_size=world())}
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **sharded, **options).eval()
+
+
+def by_units(path, **options):
+    return fsdp.load(path, dtype=torch.float32, progress=False, **options)
+
+
+def units_of_experts(path, **options):
+    """The experts module itself is a unit."""
+    model = whole(path, **options)
+    return shard(model, [unit for layer in model.model.layers for unit in (layer.mlp.experts, layer)])
+
+
+def adapted(family, folder):
+    model = whole(f"{folder}/{family}", True)
+    torch.manual_seed(1)
+    lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=TARGETS, init_lora_weights=False)
+    return get_peft_model(model, lora)
+
+
+def losses(model, steps=3):
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    found = []
+    for _ in range(steps):
+        loss = model(input_ids=moe.TOKENS, labels=moe.TOKENS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def check_training(folder, family, how, checkpointing=False):
+    """With peft's adapters on stacks and a dense layer: the losses of one process."""
+    model = adapted(family, folder)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    expected = losses(copy.deepcopy(model).train())
+    layers = model.base_model.model.model.layers
+    if how == "fsdp2":
+        for layer in layers:
+            fully_shard(layer)
+        model = fully_shard(model)
+    else:
+        policy = ModuleWrapPolicy({type(layers[0])})
+        options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        model = FullyShardedDataParallel(model, auto_wrap_policy=policy, **options)
+    found = losses(model.train())
+    assert max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)) < 1e-5, (found, expected)
+    assert expected[-1] < expected[0]
+    return fsdp.describe(model)
+
+
+def check_fsdp1(folder, family, orig):
+    """A frozen model."""
+    model = whole(f"{folder}/{family}", True).requires_grad_(False)
+    expected = moe.logits(model)
+    policy = ModuleWrapPolicy({type(model.model.layers[0])})
+    options = {"use_orig_params": orig, "device_id": torch.device("cpu")}
+    model = FullyShardedDataParallel(model, auto_wrap_policy=policy, **options)
+    for _ in range(2):
+        assert torch.equal(moe.logits(model), expected)
+
+
+def check_saved(folder, family):
+    """Streamed out of shards: the files of one process; in 16 bits; and a state dict of whole tensors, both ways."""
+    reference = whole(f"{folder}/{family}", True)
+    model = shard(whole(f"{folder}/{family}", True))
+    out = f"{folder}/saved-{family}-{world()}"
+    fsdp.save_pretrained(model, out, progress=False)
+    fsdp.save_pretrained(model, f"{out}-values", dtype=torch.float32, progress=False)
+    dist.barrier()
+    again = whole(out)
+    assert torch.equal(moe.logits(again), moe.logits(reference))
+    values = whole(f"{out}-values")
+    assert (moe.logits(values) - moe.logits(reference)).abs().max() < 1e-4
+    full = fsdp.full_state_dict(model)
+    other = shard(whole(f"{folder}/{family}-other", True))
+    if rank() > 0:
+        full = {}
+    fsdp.load_full_state_dict(other, full, broadcast_from_rank0=True)
+    check_exact(other, reference)
+
+
+def check_distributed_checkpoint(folder, family):
+    reference = whole(f"{folder}/{family}", True)
+    model = shard(whole(f"{folder}/{family}", True))
+    moe.logits(model)
+    dcp_save({"model": model.state_dict()}, checkpoint_id=f"{folder}/dcp-{world()}")
+    other = shard(whole(f"{folder}/{family}-other", True))
+    state = {"model": other.state_dict()}
+    dcp_load(state, checkpoint_id=f"{folder}/dcp-{world()}")
+    other.load_state_dict(state["model"])
+    check_exact(other, reference)
+
+
+def check_merged(folder, family):
+    """`save_pretrained(merge=True)`: the bytes of peft's merge in one process, and in 32 bits the adapted logits."""
+    model = adapted(family, folder)
+    alone = copy.deepcopy(model)
+    y = moe.logits(alone)
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer)
+    model = fully_shard(model)
+    out = f"{folder}/merged-{family}-{world()}"
+    fsdp.save_pretrained(model, out, merge=True, progress=False)
+    fsdp.save_pretrained(model, f"{out}-values", merge=True, dtype=torch.float32, progress=False)
+    dist.barrier()
+    assert (moe.logits(whole(f"{out}-values")) - y).abs().max() < 1e-4
+    files = {key: value for file in glob.glob(f"{out}/*.safetensors") for key, value in load_file(file).items()}
+    merged = {key: value for key, value in alone.merge_and_unload().state_dict().items() if "experts" in key}
+    assert len(merged) > 8 and all(same_bytes(files[key], value) for key, value in merged.items())
+
+
+def check_quantizing_shards(folder, family):
+    """`experts.quantize` of a model that is sharded already is refused, and changes nothing."""
+    dense = shard(AutoModelForCausalLM.from_pretrained(f"{folder}/{family}", dtype=torch.float32).eval())
+    y = moe.logits(dense)
+    text = refused(lambda: experts.quantize(dense), "sharded")
+    assert torch.equal(moe.logits(dense), y)
+    return text
+
+
+def checks():
+    loaders = (in_parts, native, by_units, units_of_experts)
+    cells = [("qwen3_moe", True), ("gpt_oss", False)] if world() == 2 else [("few", True)]
+    found = {
+        f"{how.__name__}_{family}_{'nested' if nested else 'plain'}": functools.partial(
+            check_loaded, family=family, nested=nested, how=how
+        )
+        for family, nested in cells
+        for how in loaders
+        if world() == 2 or how is not native
+    }
+    if world() > 2:
+        return found | {"training_fsdp2_few": functools.partial(check_training, family="few", how="fsdp2")}
+    for family in ("qwen3_moe", "gpt_oss"):
+        for how in ("fsdp1", "fsdp2"):
+            found[f"training_{how}_{family}"] = functools.partial(check_training, family=family, how=how)
+        found[f"saved_{family}"] = functools.partial(check_saved, family=family)
+        found[f"merged_{family}"] = functools.partial(check_merged, family=family)
+    again = functools.partial(check_training, family="qwen3_moe", how="fsdp2", checkpointing=True)
+    found["training_checkpointing"] = again
+    found["fsdp1_orig"] = functools.partial(check_fsdp1, family="gpt_oss", orig=True)
+    found["fsdp1_flat"] = functools.partial(check_fsdp1, family="gpt_oss", orig=False)
+    found["distributed_checkpoint"] = functools.partial(check_distributed_checkpoint, family="qwen3_moe")
+    found["quantizing_shards"] = functools.partial(check_quantizing_shards, family="qwen3_moe")
+    return found
+
+
+if __name__ == "__main__":
+    arguments = start()
+    run(checks(), arguments)

@@ -1,0 +1,76 @@
+"""Tiny mixture-of-experts models of transformers, one of each family of experts modules."""
+
+import copy
+
+import torch
+import transformers
+from bitshard import functional
+from bitshard.experts import modules
+
+VOCABULARY = 96
+TOKENS = torch.arange(48).view(2, 24) * 7 % VOCABULARY
+_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+_SIZES |= {"vocab_size": VOCABULARY, "head_dim": 16, "num_experts_per_tok": 2, "initializer_range": 0.1}
+_SIZES |= {"pad_token_id": 0, "tie_word_embeddings": False}
+# name of the family -> (class, its own settings, how the number of experts is called)
+FAMILIES = {
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {"intermediate_size": 96, "moe_intermediate_size": 48}, "num_experts"),
+    "mixtral": ("MixtralForCausalLM", {"intermediate_size": 48}, "num_local_experts"),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {"intermediate_size": 48, "layer_types": ["full_attention"] * 2},
+        "num_local_experts",
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {
+            **{"intermediate_size": 96, "moe_intermediate_size": 48, "n_group": 2, "topk_group": 1, "q_lora_rank": 32},
+            **{"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
+            **{"first_k_dense_replace": 1, "n_shared_experts": 1, "num_key_value_heads": 4},
+        },
+        "n_routed_experts",
+    ),
+    "nemotron_h": (
+        "NemotronHForCausalLM",
+        {
+            **{"intermediate_size": 96, "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 48},
+            **{"layers_block_type": ["attention", "moe"], "n_group": 1, "topk_group": 1, "mamba_num_heads": 4},
+            **{"mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 16},
+        },
+        "n_routed_experts",
+    ),
+}
+
+
+def model(family, experts=8, dtype=torch.float32):
+    """A model with random weights; the same for the same arguments."""
+    name, own, count = FAMILIES[family]
+    made = getattr(transformers, name)
+    torch.manual_seed(0)
+    config = made.config_class(**{**_SIZES, **own, count: experts})
+    found = made(config).to(dtype).eval()
+    with torch.no_grad():
+        for _, module in modules.found(found):
+            for parameter in module.parameters():
+                parameter.normal_(0, 0.1)
+    return found
+
+
+def decoded(dense, quantized):
+    """A copy of a dense model with the values of the stacks and 4-bit layers of a quantized one."""
+    other = copy.deepcopy(dense)
+    for (_, mine), (_, theirs) in zip(modules.found(other), modules.found(quantized), strict=True):
+        for name, held in theirs.packed_stacks.items():
+            values = functional.dequantize_4bit(theirs._parameters[name].data, held.state)
+            mine._parameters[name].data = held.oriented(values).to(mine._parameters[name].dtype)
+    layers = dict(quantized.named_modules())
+    for name, module in other.named_modules():
+        if "Linear4bit" in type(layers[name]).__name__:
+            weight = layers[name].weight
+            module.weight.data = functional.dequantize_4bit(weight.data, weight.quant_state).to(module.weight.dtype)
+    return other
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=TOKENS).logits

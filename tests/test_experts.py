@@ -1,0 +1,414 @@
+"""Mixture-of-experts models in one process: experts in 4 bits give what the decoded experts give, in files too."""
+
+import copy
+import gc
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from bitshard import experts, functional, inventory, kinds
+from bitshard.experts import forward, modules
+from bitshard.kinds import QUANT_METHOD
+from bitshard.tensor import Params4bit
+from bitshard.transformers import FourBitConfig
+from helpers import moe
+from helpers.bytes import same_bytes
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Dense files of each family."""
+    folder = tmp_path_factory.mktemp("moe")
+    for family in moe.FAMILIES:
+        moe.model(family).save_pretrained(folder / family)
+    return folder
+
+
+def load(path, **options):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+
+
+def config(**settings):
+    return FourBitConfig(bnb_4bit_quant_type="nf4", **settings)
+
+
+def gap(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def stacks(model):
+    """{name: (holder, parameter)} of all packed stacks."""
+    return {
+        f"{path}.{name}": (held, module._parameters[name])
+        for path, module in modules.found(model)
+        for name, held in module.packed_stacks.items()
+    }
+
+
+# ---- loading, products, files ----
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize("family", moe.FAMILIES)
+def test_families(folders, tmp_path, family, nested):
+    """Loaded from dense files: the logits of decoded experts; saved and read again: the same bytes and logits."""
+    model = load(folders / family, quantization_config=config(bnb_4bit_use_double_quant=nested))
+    dense = load(folders / family)
+    found = stacks(model)
+    assert found and all(type(p) is Params4bit and p.bnb_quantized and p.dim() == 2 for _, p in found.values())
+    assert all(held.state.kind is kinds.EXPERTS and held.state.nested is nested for held, _ in found.values())
+    y = moe.logits(model)
+    assert gap(y, moe.logits(moe.decoded(dense, model))) < 1e-5
+    assert gap(y, moe.logits(dense)) > 1e-3
+    _, share = inventory.line(model)
+    assert share > 0.5
+    model.save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert said["quant_method"] == QUANT_METHOD and "load_in_4bit" not in said
+    again = load(tmp_path)
+    for name, (held, parameter) in stacks(again).items():
+        assert same_bytes(parameter.data, found[name][1].data) and held.state == found[name][0].state
+    assert torch.equal(moe.logits(again), y)
+
+
+def test_bytes_are_those_of_each_expert(folders):
+    """Whatever the other experts are; in [N, K] where the module shows [E, K, N], too."""
+    for family in ("qwen3_moe", "gpt_oss"):
+        dense, model = load(folders / family), load(folders / family, quantization_config=config())
+        for (path, module), (_, theirs) in zip(modules.found(dense), modules.found(model), strict=True):
+            for name, held in theirs.packed_stacks.items():
+                values, packed = module._parameters[name].data, theirs._parameters[name]
+                assert held.shown == values.shape and held.transposed is (family == "gpt_oss")
+                for e, expert in enumerate(held.oriented(values)):
+                    own, _ = functional.quantize_4bit(expert, quant_type="nf4")
+                    rows = packed.saved_data().view(torch.uint8).view(len(values), -1)
+                    assert same_bytes(own.view(-1), rows[e]), (path, name, e)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_type": "fp4", "blocksize": 32, "compress_statistics": False},
+        {"quant_storage": torch.bfloat16, "blocksize": 128},
+        {"quant_storage": torch.float32, "blocksize": 1024, "compute_dtype": torch.bfloat16},
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_is_there(settings, dtype):
+    model = moe.model("qwen3_moe", dtype=dtype)
+    dense = copy.deepcopy(model)
+    assert experts.quantize(model, **settings) == 4
+    for held, parameter in stacks(model).values():
+        assert parameter.dtype is dtype and held.storage is settings.get("quant_storage", torch.uint8)
+        assert held.state.blocksize == settings["blocksize"] and held.state.dtype is dtype
+    exact = dtype is torch.float32 and "compute_dtype" not in settings
+    assert gap(moe.logits(model).float(), moe.logits(moe.decoded(dense, model)).float()) < (1e-5 if exact else 2e-2)
+
+
+def test_skip_lists(folders):
+    skip = ["model.layers.1.mlp.experts", "lm_head"]
+    model = load(folders / "qwen3_moe", quantization_config=config(llm_int8_skip_modules=skip))
+    assert [path for path, module in modules.found(model) if isinstance(module, modules.PackedExperts)] == [
+        "model.layers.0.mlp.experts"
+    ]
+    dense = load(folders / "qwen3_moe")
+    mixed = copy.deepcopy(dense)
+    first = dict(modules.found(mixed))["model.layers.0.mlp.experts"]
+    for name, (held, parameter) in stacks(model.model.layers[0]).items():
+        leaf = name.rpartition(".")[2]
+        first._parameters[leaf].data = functional.dequantize_4bit(parameter.data, held.state)
+    other = load(
+        folders / "qwen3_moe", quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    )
+    for name, module in mixed.named_modules():
+        if "Linear4bit" in type(dict(other.named_modules())[name]).__name__:
+            weight = dict(other.named_modules())[name].weight
+            module.weight.data = functional.dequantize_4bit(weight.data, weight.quant_state)
+    assert gap(moe.logits(model), moe.logits(mixed)) < 1e-5
+    model = moe.model("qwen3_moe")
+    assert experts.quantize(model, skip=("layers.0",)) == 2
+
+
+def test_enable_and_disable(folders):
+    stock = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    path = folders / "mixtral"
+    experts.enable(), experts.enable()
+    try:
+        model = load(path, quantization_config=stock)
+    finally:
+        experts.disable(), experts.disable()
+    assert len(stacks(model)) == 4 and type(model.config.quantization_config) is FourBitConfig
+    assert same_bytes(moe.logits(model), moe.logits(load(path, quantization_config=config())))
+    assert not any(isinstance(m, modules.PackedExperts) for m in load(path, quantization_config=stock).modules())
+
+
+def test_one_stack_is_dense_at_a_time(folders, monkeypatch):
+    """While a model is loaded; and no forward or backward makes a float copy of a stack."""
+    alive, most = [0], [0]
+    quantize = functional.quantize_experts_4bit
+    model = load(folders / "qwen3_moe", quantization_config=config())
+    sizes = {held.shape.numel() for held, _ in stacks(model).values()}
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.is_floating_point() and out.numel() in sizes:
+                assert out.untyped_storage().nbytes() < out.numel() * 4 or func is torch.ops.aten.alias.default, func
+            return out
+
+    embedded = torch.randn(2, 4, 64, requires_grad=True)
+    with Watch():
+        model(inputs_embeds=embedded).logits.sum().backward()
+    assert embedded.grad.isfinite().all()
+
+    def counted(values, **settings):
+        gc.collect()
+        dense = [
+            t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.numel() in sizes and t.is_floating_point()
+        ]
+        storages = {
+            t.untyped_storage().data_ptr()
+            for t in dense
+            if not t.is_meta and t.untyped_storage().nbytes() >= 4 * t.numel()
+        }
+        most[0] = max(most[0], len(storages - {0}))
+        alive[0] += 1
+        return quantize(values, **settings)
+
+    monkeypatch.setattr(kinds.EXPERTS, "quantize", counted)
+    load(folders / "qwen3_moe", quantization_config=config())
+    assert alive[0] == 4 and most[0] <= 2  # a stack, and what it was merged of
+
+
+# ---- adapters ----
+
+
+def adapted(family, r=4, **settings):
+    """(4-bit model, dense model of its decoded experts), with the same adapters of peft on stacks and q_proj."""
+    model = moe.model(family)
+    dense = copy.deepcopy(model)
+    experts.quantize(model)
+    dense = moe.decoded(dense, model)
+    lora = {"r": r, "target_modules": ["q_proj"], "target_parameters": TARGETS, "task_type": "CAUSAL_LM"} | settings
+    both = [get_peft_model(each, LoraConfig(**lora)) for each in (model, dense)]
+    for (_, p), (_, q) in zip(both[0].named_parameters(), both[1].named_parameters(), strict=True):
+        if q.requires_grad:
+            p.data.normal_(0, 0.05)
+            q.data.copy_(p.data)
+    return both
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"r": 3, "use_rslora": True}, {"target_modules": "all-linear"}])
+def test_adapters_train_as_on_dense_experts(family, checkpointing, settings):
+    model, dense = adapted(family, **settings)
+    assert model.get_nb_trainable_parameters() == dense.get_nb_trainable_parameters()
+    for each in (model, dense):
+        each.train()
+        if checkpointing:
+            each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for _ in range(2):  # nothing is left of a forward
+        losses = [each(input_ids=moe.TOKENS, labels=moe.TOKENS).loss for each in (model, dense)]
+        assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+        for loss in losses:
+            loss.backward()
+        grads = {name: p.grad for name, p in dense.named_parameters() if p.grad is not None}
+        assert grads and all(gap(p.grad, grads[name]) < 1e-4 for name, p in model.named_parameters() if p.requires_grad)
+        model.zero_grad(), dense.zero_grad()
+    with model.disable_adapter(), dense.disable_adapter():
+        assert gap(moe.logits(model.eval()), moe.logits(dense.eval())) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_merging_and_unmerging(family, tmp_path):
+    model, dense = adapted(family)
+    model.eval(), dense.eval()
+    y, before = moe.logits(model), {name: p.data.clone() for name, (_, p) in stacks(model).items()}
+    wanted = {
+        f"{path}.{name}": module._parameters[name]
+        for each in [copy.deepcopy(dense).merge_and_unload()]
+        for path, module in modules.found(each)
+        for name in modules.stack_names(module)
+    }
+    model.save_pretrained(tmp_path)
+    model.merge_adapter()
+    for name, (held, parameter) in stacks(model).items():
+        dense_values = held.oriented(wanted[name.replace("base_model.model.", "").replace("base_layer.", "")].data)
+        packed, _ = functional.quantize_experts_4bit(dense_values, 64, True, "nf4", torch.float32)
+        codes = (parameter.data.view(torch.uint8) != packed.view(torch.uint8)).float().mean()
+        assert not same_bytes(parameter.data, before[name]) and codes < 0.01, name
+    assert gap(moe.logits(model), y) < 0.3
+    model.unmerge_adapter()
+    assert all(same_bytes(p.data, before[name]) for name, (_, p) in stacks(model).items())
+    assert gap(moe.logits(model), y) < 1e-5  # of q_proj, which is dense, peft subtracts
+    model.load_adapter(tmp_path, "again")
+    model.base_model.set_adapter(["default", "again"])
+    dense.load_adapter(tmp_path, "again")
+    dense.base_model.set_adapter(["default", "again"])
+    assert gap(moe.logits(model), moe.logits(dense)) < 1e-5 and gap(moe.logits(model), y) > 1e-3
+    model.base_model.set_adapter("default")
+    merged = model.merge_and_unload()
+    assert not any("lora" in name for name, _ in merged.named_parameters()) and gap(moe.logits(merged), y) < 0.3
+
+
+def test_what_peft_refuses_stays_refused():
+    model = moe.model("qwen3_moe")
+    experts.quantize(model)
+    for settings in ({"lora_dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}):
+        with pytest.raises(ValueError, match="does not work with"):
+            get_peft_model(copy.deepcopy(model), LoraConfig(r=4, target_parameters=TARGETS, **settings))
+
+
+# ---- the module ----
+
+
+def test_copies_and_pickles():
+    model = moe.model("gpt_oss")
+    experts.quantize(model)
+    y = moe.logits(model)
+    module = next(module for _, module in modules.found(model))
+    assert type(module).__name__ == "GptOssExperts" and isinstance(module, modules.PackedExperts)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(moe.logits(again), y)
+        other = next(module for _, module in modules.found(again))
+        assert (
+            other.packed_stacks["down_proj"].owner is other
+            and other.down_proj.module is other.packed_stacks["down_proj"]
+        )
+        other.load_state_dict(module.state_dict())
+        assert torch.equal(moe.logits(again), y)
+    shallow = copy.copy(module)
+    assert shallow.packed_stacks["down_proj"].owner is shallow and module.packed_stacks["down_proj"].owner is module
+
+
+def test_moves_leave_the_bytes():
+    model = moe.model("qwen3_moe")
+    experts.quantize(model)
+    before = {name: p.data.clone() for name, (_, p) in stacks(model).items()}
+    model.half().to(torch.bfloat16).float()
+    assert all(same_bytes(p.data, before[name]) and p.dtype is torch.float32 for name, (_, p) in stacks(model).items())
+    stack = next(iter(stacks(model).values()))[1]
+    with pytest.raises(TypeError, match="would destroy"):
+        stack.to(torch.float16)
+    for mistake in (lambda: stack + 1, lambda: stack.data.add_(1), lambda: torch.baddbmm(stack, stack, stack, beta=2)):
+        with pytest.raises((TypeError, ValueError)):
+            mistake()
+
+
+def test_compiled_without_graph_breaks():
+    torch._dynamo.reset()
+    model = moe.model("qwen3_moe")
+    experts.quantize(model, compress_statistics=True)
+    module = next(module for _, module in modules.found(model))
+    x, index = torch.randn(6, 64), torch.tensor([[0, 1], [2, 3], [7, 0], [5, 5], [1, 2], [3, 4]])
+    weights = torch.rand(6, 2)
+    module(x, index, weights)
+    call = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(call(x, index, weights), module(x, index, weights))
+
+
+def test_experts_of_other_ranks_add_nothing():
+    """Expert parallelism: numbers from num_experts on are experts of other ranks."""
+    model = moe.model("qwen3_moe")
+    experts.quantize(model)
+    module = next(module for _, module in modules.found(model))
+    x, index, weights = torch.randn(5, 64), torch.tensor([[0, 8], [9, 8], [7, 0], [8, 5], [1, 2]]), torch.rand(5, 2)
+    module._is_expert_parallel = True
+    here = index < 8
+    expected = sum(
+        torch.where(here[:, k : k + 1], module(x, index[:, k : k + 1].clamp(max=7), weights[:, k : k + 1]), 0)
+        for k in range(2)
+    )
+    torch.testing.assert_close(module(x, index, weights), expected)
+
+
+# ---- mistakes ----
+
+
+def test_mistakes():
+    model = moe.model("qwen3_moe")
+    before = model.state_dict()
+    for settings, error in (
+        ({"blocksize": 2048}, "the 3072 elements of an expert must be a multiple of the blocksize 2048"),
+        ({"blocksize": 48}, "blocksize 48"),
+        ({"quant_type": "int4"}, "int4"),
+        ({"skip": ("experts",)}, "no experts in stacks"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            experts.quantize(model, **settings)
+    assert all(value is before[key] or torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert model.config._experts_implementation != forward.IMPLEMENTATION
+    experts.quantize(model)
+    with pytest.raises(ValueError, match="4-bit already"):
+        experts.quantize(model)
+    with pytest.raises(ValueError, match="no experts in stacks"):
+        experts.quantize(torch.nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("change", ["missing", "short", "scales", "shape", "flat"])
+def test_files_that_do_not_fit(folders, tmp_path, change):
+    """Transformers tells of them, with the numbers, and no model comes back."""
+    from safetensors.torch import load_file, save_file
+
+    model = load(folders / "qwen3_moe", quantization_config=config())
+    model.save_pretrained(tmp_path)
+    path, key = tmp_path / "model.safetensors", "model.layers.0.mlp.experts.down_proj"
+    tensors = load_file(path)
+    if change == "missing":
+        del tensors[f"{key}.absmax"]
+    elif change == "short":
+        tensors[key] = tensors[key][:-8]
+    elif change == "scales":
+        tensors[f"{key}.absmax"] = tensors[f"{key}.absmax"][:-1]
+    elif change == "shape":
+        tensors[f"{key}.quant_state.bitsandbytes__nf4"] = blob(tensors, key, shape=[4, 128, 48])
+    else:
+        tensors[f"{key}.quant_state.bitsandbytes__nf4"] = blob(tensors, key, layout=None)
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises((RuntimeError, ValueError)):
+        load(tmp_path)
+
+
+def blob(tensors, key, **changes):
+    values = functional.unpack_tensor_to_dict(tensors[f"{key}.quant_state.bitsandbytes__nf4"]) | changes
+    return functional.pack_dict_to_tensor({name: value for name, value in values.items() if value is not None})
+
+
+def test_without_bitshard_transformers_says_one_line(tmp_path, folders):
+    """What reads a folder and does not know the format stops at its name."""
+    load(folders / "qwen3_moe", quantization_config=config()).save_pretrained(tmp_path)
+    script = (
+        "import sys; from transformers import AutoModelForCausalLM as M\n"
+        f"try: M.from_pretrained({str(tmp_path)!r}); print('read')\n"
+        "except Exception as error: print(str(error)[:200])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert QUANT_METHOD in done.stdout + done.stderr and "read" not in done.stdout
+
+
+@pytest.mark.parametrize("order, asked", [("bitshard, transformers", "1"), ("transformers, bitsandbytes", "0")])
+def test_what_transformers_knows_of_it(order, asked):
+    """In either order of imports; with BITSHARD_EXPERTS=1 BitsAndBytesConfig takes experts, without it does not."""
+    script = (
+        f"import {order}\nfrom transformers.quantizers import auto\n"
+        "from transformers import BitsAndBytesConfig\n"
+        "given = {'quant_method': 'bitshard_4bit', 'bnb_4bit_quant_type': 'nf4'}\n"
+        "made = auto.AutoQuantizationConfig.from_dict(given)\n"
+        "print(type(made).__name__, made.bnb_4bit_quant_type, type(auto.AutoHfQuantizer.from_config(made)).__name__,\n"
+        "      type(auto.AutoHfQuantizer.from_config(BitsAndBytesConfig(load_in_4bit=True))).__name__)\n"
+    )
+    environment = os.environ | {"BITSHARD_EXPERTS": asked}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120, env=environment
+    )
+    stock = "FourBitQuantizer" if asked == "1" else "Bnb4BitHfQuantizer"
+    assert done.stdout.split() == ["FourBitConfig", "nf4", "FourBitQuantizer", stock], done.stdout

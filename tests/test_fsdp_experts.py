@@ -1,0 +1,65 @@
+"""4-bit experts under FSDP2 and FSDP1, on two and three processes; the worker is tests/fsdp/parts/moe.py."""
+
+import pytest
+import torch
+from bitshard.transformers import FourBitConfig
+from fsdp.launch import launch
+from helpers import moe
+from test_fsdp_parts import LIMIT, options, passed, results
+from transformers import AutoModelForCausalLM
+
+LOADED = ("in_parts", "native", "by_units", "units_of_experts")
+TWO = [f"{how}_{cell}" for cell in ("qwen3_moe_nested", "gpt_oss_plain") for how in LOADED]
+TWO += [f"{what}_{family}" for family in ("qwen3_moe", "gpt_oss") for what in ("training_fsdp1", "training_fsdp2")]
+TWO += [f"{what}_{family}" for family in ("qwen3_moe", "gpt_oss") for what in ("saved", "merged")]
+TWO += ["training_checkpointing", "fsdp1_orig", "fsdp1_flat", "distributed_checkpoint", "quantizing_shards"]
+THREE = [f"{how}_few_nested" for how in LOADED if how != "native"] + ["training_fsdp2_few"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Dense and packed files: qwen3_moe and gpt_oss with 3 experts, which 2 ranks do not divide; `few` has 2 for 3."""
+    folder = tmp_path_factory.mktemp("moe")
+    for name, family, count in (("qwen3_moe", "qwen3_moe", 8), ("gpt_oss", "gpt_oss", 3), ("few", "qwen3_moe", 2)):
+        model = moe.model(family, count)
+        model.save_pretrained(folder / name)
+        for parameter in model.parameters():
+            parameter.data.neg_()
+        model.save_pretrained(folder / f"{name}-other")
+        for nested in (False, True):
+            config = FourBitConfig(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested)
+            packed = AutoModelForCausalLM.from_pretrained(
+                folder / name, quantization_config=config, dtype=torch.float32
+            )
+            packed.save_pretrained(folder / f"{name}-{'nested' if nested else 'plain'}")
+    return folder
+
+
+def ranks(folder, count):
+    launch(count, "parts/moe.py", *options(folder, f"moe{count}"), timeout=LIMIT)
+    return results(folder, f"moe{count}", count)
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    return ranks(folder, 2)
+
+
+@pytest.fixture(scope="module")
+def three(folder):
+    return ranks(folder, 3)
+
+
+def test_all_checks_ran(two, three):
+    assert [sorted(rank) for rank in two] == [sorted(TWO)] * 2
+    assert [sorted(rank) for rank in three] == [sorted(THREE)] * 3
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks(two, name):
+    passed(two, name)
+
+
+@pytest.mark.parametrize("name", THREE)
+def test_more_ranks_than_experts(three, name):
+    passed(three, name)
