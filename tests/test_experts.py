@@ -5,8 +5,10 @@ import gc
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -412,3 +414,20 @@ def test_what_transformers_knows_of_it(order, asked):
     )
     stock = "FourBitQuantizer" if asked == "1" else "Bnb4BitHfQuantizer"
     assert done.stdout.split() == ["FourBitConfig", "nf4", "FourBitQuantizer", stock], done.stdout
+
+
+def test_the_page_works(folders):
+    """The two blocks of docs/experts.md, in their order."""
+    text = (Path(__file__).parents[1] / "docs" / "experts.md").read_text(encoding="utf-8")
+    first, second = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    try:
+        exec(first, {})
+        stock = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        model = load(folders / "qwen3_moe", quantization_config=stock)
+    finally:
+        experts.disable()
+    model = get_peft_model(model, eval(second, {"LoraConfig": LoraConfig}))
+    assert len(stacks(model)) == 4
+    model(input_ids=moe.TOKENS, labels=moe.TOKENS).loss.backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert any("experts" in name for name in trained) and any("q_proj" in name for name in trained)
