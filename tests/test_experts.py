@@ -35,7 +35,7 @@ def folders(tmp_path_factory):
 
 
 def load(path, **options):
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, device_map="cpu", **options).eval()
 
 
 def config(**settings):

@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
         for nested in (False, True):
             config = FourBitConfig(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested)
             packed = AutoModelForCausalLM.from_pretrained(
-                folder / name, quantization_config=config, dtype=torch.float32
+                folder / name, quantization_config=config, dtype=torch.float32, device_map="cpu"
             )
             packed.save_pretrained(folder / f"{name}-{'nested' if nested else 'plain'}")
     return folder

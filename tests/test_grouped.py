@@ -200,3 +200,104 @@ def test_hostile_states(values, words):
     with pytest.raises((TypeError, ValueError), match=words):
         QuantState.from_dict(changed(**values), "cpu")
     assert QuantState.from_dict(changed(), "cpu").kind is kinds.EXPERTS
+
+
+# ---- on a GPU ----
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def on_gpu(*tensors):
+    return [t.cuda() if isinstance(t, torch.Tensor) else t for t in tensors]
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+def test_on_a_gpu(dtype, nested, monkeypatch):
+    """The error rule of the products, in one panel and in several; a bias; rows of no expert; gradients."""
+    _, packed, state = stack(8, 96, 128, nested=nested, storage=torch.bfloat16)
+    (x, offs), (dy, _), bias = rows(8, 128, dtype), rows(8, 96, dtype), torch.randn(8, 96).to(dtype)
+    of_dtype = copy.copy(state)
+    of_dtype.dtype = dtype
+    weights = functional.dequantize_4bit(packed, of_dtype)
+    scale = reference.grouped_linear_4bit(x.double().square(), offs, weights.double().square(), bias.double().square())
+    expected = reference.grouped_linear_4bit(x, offs, weights, bias)
+    back = reference.grouped_linear_4bit_dgrad(dy, offs, weights)
+    back_scale = reference.grouped_linear_4bit_dgrad(dy.double().square(), offs, weights.double().square())
+    there = copy.deepcopy(state).to("cuda")
+    x, offs, dy, bias, packed = on_gpu(x, offs, dy, bias, packed)
+    for experts in (1, 3, 8):
+        monkeypatch.setattr(grouped, "WORKSPACE", experts * 96 * 128 * x.element_size())
+        x.requires_grad_()
+        y = autograd.grouped_matmul_4bit(x, offs, packed, there, bias)
+        (dx,) = torch.autograd.grad(y, x, dy)
+        bound = 2 * LINEAR_BOUND[dtype]  # the bias is added to a rounded product
+        assert ((y.detach().cpu().double() - expected).abs() <= bound * scale.sqrt()).all()
+        assert ((dx.cpu().double() - back).abs() <= bound * back_scale.sqrt()).all()
+        assert not y[offs[-1] :].any() and not dx[offs[-1] :].any()
+
+
+@needs_gpu
+def test_on_a_gpu_as_a_graph():
+    """Nothing waits for the host; other offs than those of the capture give other rows their experts."""
+    _, packed, state = stack(8, 96, 128, nested=True, storage=torch.bfloat16)
+    state, packed = state.to("cuda"), packed.cuda()
+    x, offs = on_gpu(*rows(8, 128, torch.bfloat16))
+    other = torch.tensor([9, 9, 9, 20, 31, 31, 40, 45], dtype=torch.int32, device="cuda")
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        functional.grouped_linear_4bit(x, offs, packed, state)
+    torch.cuda.current_stream().wait_stream(stream)
+    given = offs.clone()
+    with torch.cuda.graph(graph):
+        y = functional.grouped_linear_4bit(x, given, packed, state)
+    for now in (offs, other):
+        given.copy_(now)
+        graph.replay()
+        torch.testing.assert_close(y, functional.grouped_linear_4bit(x, now, packed, state), rtol=0, atol=0)
+
+
+@needs_gpu
+def test_on_a_gpu_wrong_offs_read_nothing_beyond():
+    """They are clamped there: the host does not know them."""
+    _, packed, state = stack(8, 96, 128, storage=torch.bfloat16)
+    x, _ = rows(8, 128, torch.bfloat16)
+    wrong = torch.tensor([5, -3, 4000, 7, 2**31 - 1, -(2**31), 0, 1], dtype=torch.int32)
+    there = copy.deepcopy(state).to("cuda")
+    found = functional.grouped_linear_4bit(*on_gpu(x, wrong, packed), there)
+    expected = functional.grouped_linear_4bit(x, wrong.clamp(0, len(x)).cummax(0).values, packed, state)
+    torch.testing.assert_close(found.cpu(), expected, rtol=2e-2, atol=2e-2)
+
+
+@needs_gpu
+def test_a_model_on_a_gpu():
+    """Forward, and a training step with peft's adapters on stacks: as with the decoded experts."""
+    from bitshard import experts
+    from helpers import moe
+    from peft import LoraConfig, get_peft_model
+
+    for family in ("qwen3_moe", "gpt_oss", "nemotron_h"):
+        model = moe.model(family, dtype=torch.bfloat16).cuda()
+        dense = copy.deepcopy(model)
+        experts.quantize(model)
+        dense = moe.decoded(dense, model)
+        tokens = moe.TOKENS.cuda()
+        with torch.no_grad():
+            y, expected = model(input_ids=tokens).logits.float(), dense(input_ids=tokens).logits.float()
+        assert ((y - expected).norm() / expected.norm()) < 3e-2, family
+        if family == "nemotron_h":
+            continue
+        lora = {
+            "r": 4,
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            "init_lora_weights": False,
+        }
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(**lora))
+        torch.manual_seed(1)
+        dense = get_peft_model(dense, LoraConfig(**lora))
+        losses = [each(input_ids=tokens, labels=tokens).loss for each in (model, dense)]
+        assert losses[0].item() == pytest.approx(losses[1].item(), rel=2e-2)
+        losses[0].backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)

@@ -43,10 +43,10 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     h = _product(self, up, x, offs)
     h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
     y = _product(self, down, h, offs)
-    if self.has_post_expert_norm:
+    if getattr(self, "has_post_expert_norm", False):  # transformers 5.18 and later
         y = self.post_expert_norm(y)
     counts = top_k_weights.reshape(-1)[order]
-    if self._is_expert_parallel:  # 0 times what no expert has computed is not 0 where that is not finite
+    if getattr(self, "_is_expert_parallel", False):  # a norm behind the experts makes something of zeros
         elsewhere = expert >= self.num_experts
         y, counts = y.masked_fill(elsewhere.unsqueeze(-1), 0), counts.masked_fill(elsewhere, 0)
     y = y * counts.unsqueeze(-1)
