@@ -461,6 +461,89 @@ static void compare_linear(uint64_t *const state, const bsh_dtype dtype, const i
   free_weight(&w);
 }
 
+/* ---- a stack of weights --------------------------------------------------------------------------------------------
+ */
+
+enum { MOST_EXPERTS = 5 };
+
+/* The experts one after the other, in buffers of exactly that size. */
+static owned_weight make_stack(owned_weight *const experts, float *const offsets, const int64_t E) {
+  const bsh_weight *const one = &experts[0].weight;
+  const int64_t blocks = one->n / one->blocksize, blocks2 = bsh_block_count(blocks, 256), bytes = one->n / 2;
+  owned_weight w = {.packed = buffer(E * bytes),
+                    .absmax = buffer(E * blocks * 4),
+                    .absmax_code = buffer(E * blocks),
+                    .absmax2 = buffer(E * blocks2 * 4)};
+  for (int64_t e = 0; e < E; e++) {
+    memcpy(w.packed + e * bytes, experts[e].packed, (size_t)bytes);
+    memcpy(w.absmax + e * blocks, experts[e].absmax, (size_t)blocks * 4);
+    memcpy(w.absmax_code + e * blocks, experts[e].absmax_code, (size_t)blocks);
+    memcpy(w.absmax2 + e * blocks2, experts[e].absmax2, (size_t)blocks2 * 4);
+    offsets[e] = experts[e].offset;
+  }
+  w.weight = *one;
+  w.weight.n = E * one->n;
+  w.weight.packed = w.packed;
+  w.weight.scales = (bsh_scales){.absmax = w.absmax};
+  if (one->scales.absmax == NULL)
+    w.weight.scales = (bsh_scales){
+        .absmax_code = w.absmax_code, .absmax_map = experts[0].map, .absmax2 = w.absmax2, .offset = offsets};
+  return w;
+}
+
+/* The bits of linear_4bit of each expert's rows, zero behind them, with any number of threads; wrong offs are refused.
+ */
+static void compare_grouped(uint64_t *const state, const bsh_dtype dtype, const bsh_direction direction) {
+  const int64_t blocksize = INT64_C(32) << random_below(state, 4), E = 1 + random_below(state, MOST_EXPERTS);
+  const int64_t N = 2 * (1 + random_below(state, 40)), K = blocksize * (1 + random_below(state, 4));
+  const int64_t width = direction == BSH_FORWARD ? K : N, height = direction == BSH_FORWARD ? N : K;
+  owned_weight experts[MOST_EXPERTS];
+  float offsets[MOST_EXPERTS];
+  int32_t offs[MOST_EXPERTS];
+  const bsh_format format = (bsh_format)random_below(state, 2);
+  const bool nested = random_below(state, 2);
+  int64_t M = 0, size = dtype_size(dtype);
+  for (int64_t e = 0; e < E; e++) {
+    experts[e] = make_weight(state, N * K, blocksize, format, nested);
+    experts[e].offset = random_unit(state);
+    M += random_below(state, 3) ? random_below(state, 24) : 0;
+    offs[e] = (int32_t)M;
+  }
+  for (int64_t e = 0; e < E; e++) settle(&experts[e]);
+  owned_weight stack = make_stack(experts, offsets, E);
+  const int64_t S = M + random_below(state, 3);
+  void *const x = make_input(state, S * width, dtype, false), *const bias = make_input(state, E * N, dtype, false);
+  void *const y = buffer(S * height * size), *const expected = buffer(S * height * size);
+  const bool biased = direction == BSH_FORWARD && random_below(state, 2);
+  bsh_grouped_linear_4bit_args args = {
+      .rows = {stack.weight, .x = x, .y = y, .M = S, .N = N, .K = K}, .offs = offs, .E = E};
+  args.rows.bias = biased ? bias : NULL;
+  args.rows.ldx = width, args.rows.ldy = height, args.rows.dtype = dtype, args.rows.direction = direction;
+  for (int i = 0; i < n_isas; i++) {
+    use(isas[i], 1);
+    memset(expected, 0, (size_t)(S * height * size));
+    for (int64_t e = 0, begin = 0; e < E; begin = offs[e++]) {
+      bsh_linear_4bit_args own = rows_of(&args.rows, begin, offs[e] - begin);
+      own.weight = experts[e].weight;
+      own.y = (char *)expected + begin * height * size;
+      if (biased) own.bias = (const char *)bias + e * N * size;
+      CHECK(bsh_cpu_linear_4bit(&own, NULL) == BSH_OK, "expert %" PRId64, e);
+    }
+    for (int threads = 1; threads <= 3; threads += 2) {
+      use(isas[i], threads);
+      memset(y, 0xA5, (size_t)(S * height * size));
+      CHECK(bsh_cpu_grouped_linear_4bit(&args, NULL) == BSH_OK, "%s", isas[i]);
+      check_same_bytes("grouped", y, expected, S * height * size);
+    }
+  }
+  const int64_t wrong = random_below(state, E);
+  offs[wrong] = random_below(state, 2) ? (int32_t)S + 1 : -1;
+  CHECK(bsh_cpu_grouped_linear_4bit(&args, NULL) == BSH_BAD_VALUE, "offs[%" PRId64 "] %d", wrong, offs[wrong]);
+  for (int64_t e = 0; e < E; e++) free_weight(&experts[e]);
+  free_weight(&stack);
+  free(x), free(bias), free(y), free(expected);
+}
+
 /* ---- optimizers -------------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -632,6 +715,7 @@ int main(const int argc, char **const argv) {
     const int64_t K = round % 2 ? 64 * (1 + random_below(&state, 12)) : random_below(&state, 700);
     const bsh_dtype dtype = (bsh_dtype)random_below(&state, 3);
     compare_linear(&state, dtype, random_below(&state, 20), random_below(&state, 70), K, blocksize, round % 3 == 0);
+    compare_grouped(&state, dtype, round % 2 ? BSH_FORWARD : BSH_INPUT_GRADIENT);
   }
   for (int M = 1; M <= 16; M++)
     for (bsh_dtype dtype = BSH_F32; dtype <= BSH_BF16; dtype++) compare_linear(&state, dtype, M, 5, 1088, 64, M % 2);
