@@ -18,6 +18,7 @@ from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 
+from bitshard import inventory
 from bitshard.experts import forward, modules
 from bitshard.inventory import holder_of
 from bitshard.kinds import QUANT_METHOD
@@ -97,6 +98,8 @@ class DeserializeExperts(ConversionOps):
 class FourBitQuantizer(Bnb4BitHfQuantizer):
     """The quantizer of 4-bit linear layers, and of experts."""
 
+    _stacks: list[str] = []  # of the model that is being loaded, as `_stack_patterns` gives them
+
     def param_needs_quantization(self, model: Any, param_name: str, **others: Any) -> bool:
         """Whether a parameter is a 4-bit weight that comes in 16 or 32 bits."""
         module, leaf = get_module_from_name(model, param_name)
@@ -126,6 +129,7 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
                 packed_files=self.pre_quantized,
             )
             module.config._experts_implementation = forward.IMPLEMENTATION
+        self._stacks = _stack_patterns(model)
         if found:
             forward.register()
             if not isinstance(config, FourBitConfig):  # what is saved must say so
@@ -134,13 +138,11 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list, *others: Any) -> list:
         """transformers' conversions, and of files with packed stacks how these are read."""
-        model = others[0] if others else None
         updated = super().update_weight_conversions(weight_conversions, *others)
-        if not self.pre_quantized or model is None:
+        if not self.pre_quantized:
             return updated
-        names = _stack_patterns(model)
-        kept = [each for each in updated if not _makes(each, names)]
-        return [*(self._deserializer(name) for name in names), *kept]
+        kept = [each for each in updated if not _makes(each, self._stacks)]
+        return [*(self._deserializer(name) for name in self._stacks), *kept]
 
     def _deserializer(self, name: str) -> WeightConverter:
         sources = [*(f"{name}.{entry}" for entry in _ENTRIES), f"{name}$"]
@@ -148,10 +150,16 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **others: Any) -> Any:
         # saving reverses what loading has converted; of packed stacks nothing can be
-        names = _stack_patterns(model)
         used = getattr(model, "_weight_conversions", None)
         if used is not None:
-            model._weight_conversions = [each for each in used if not _makes(each, names)]
+            model._weight_conversions = [each for each in used if not _makes(each, self._stacks)]
+        for path, module in modules.found(model):
+            for held in inventory.held_by(module):
+                if held.state is None:
+                    raise ValueError(
+                        f"{path}.{held.name}: the files have brought no 4-bit stack of {list(held.shown)} and no float "
+                        "one that could become one: what is there now is not quantized"
+                    )
         return super()._process_model_after_weight_loading(model, **others)
 
 
