@@ -171,20 +171,19 @@ def test_one_stack_is_dense_at_a_time(folders, monkeypatch):
         model(inputs_embeds=embedded).logits.sum().backward()
     assert embedded.grad.isfinite().all()
 
+    def dense():
+        """Addresses of the float tensors of a stack's size."""
+        plain = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_meta]
+        own = [t for t in plain if t.is_floating_point() and t.numel() in sizes]
+        return {t.untyped_storage().data_ptr() for t in own if t.untyped_storage().nbytes() >= 4 * t.numel()}
+
     def counted(values, **settings):
         gc.collect()
-        dense = [
-            t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.numel() in sizes and t.is_floating_point()
-        ]
-        storages = {
-            t.untyped_storage().data_ptr()
-            for t in dense
-            if not t.is_meta and t.untyped_storage().nbytes() >= 4 * t.numel()
-        }
-        most[0] = max(most[0], len(storages - {0}))
+        most[0] = max(most[0], len(dense() - before - {0}))
         alive[0] += 1
         return quantize(values, **settings)
 
+    before = dense()
     monkeypatch.setattr(kinds.EXPERTS, "quantize", counted)
     load(folders / "qwen3_moe", quantization_config=config())
     assert alive[0] == 4 and most[0] <= 2  # a stack, and what it was merged of

@@ -387,7 +387,8 @@ def _check_grouped(
 
 FOUR_BIT.dequantize, FOUR_BIT.linear = dequantize_4bit, linear_4bit
 EXPERTS.dequantize = dequantize_4bit
-FOUR_BIT.quantize, EXPERTS.quantize = quantize_4bit, quantize_experts_4bit
+FOUR_BIT.quantize = lambda values, **settings: quantize_4bit(values, **settings)
+EXPERTS.quantize = lambda values, **settings: quantize_experts_4bit(values, **settings)
 
 
 def explain_linear(error: Exception, x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None) -> NoReturn:

@@ -97,15 +97,14 @@ def _baddbmm(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _add(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    weight = args[0]
-    if kwargs or len(args) != 2 or not _is_stack(weight) or not _fits(args[1], weight):
+    if kwargs or len(args) != 2 or not _is_stack(args[0]) or not _fits(args[1], args[0]):
         return guards.arithmetic(func, args, kwargs)
-    return AdaptedStack.of(weight, Dense(args[1]))
+    return AdaptedStack.of(args[0], Dense(args[1]))
 
 
 def _merging(sign: int) -> Any:
     def merge(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        weight = getattr(args[0], "of_stack", None)
+        weight = getattr(args[0], "of_stack", None) if args else None
         if weight is None or kwargs or len(args) != 2 or not _fits(args[1], weight):
             return guards.arithmetic(func, args, kwargs)
         new = merged(weight, args[1], sign)
