@@ -246,8 +246,7 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
         layer = list(held.shape or layer) if held is not None else layer
         if None not in layer and list(state.shape) != layer:
             raise ValueError(f"from_prequantized: shape {list(state.shape)} does not fit a layer of {layer}")
-        if held is not None and held.kind is not state.kind:
-            raise ValueError(f"from_prequantized: {list(state.shape)} of layout {state.kind.name} for {held.kind.name}")
+        state = state if held is None else held.fitting(state)
         packed = data.detach().to(device)
         check_packed(packed, state, "from_prequantized")
         self = cls.of_state(packed, state, data.dtype, module)

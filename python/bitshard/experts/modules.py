@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import gather, launch
+from bitshard import functional, gather, launch
 from bitshard.checks import check_format, check_storage
 from bitshard.kinds import EXPERTS
 from bitshard.nn.holder import HoldsPackedWeights, PackedWeight
+from bitshard.state import QuantState
 from bitshard.tensor import Params4bit
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed")  # what transformers' decorator of experts classes sets
@@ -44,6 +45,23 @@ class PackedStack(PackedWeight):
         self.compress_statistics: bool = settings["compress_statistics"]
         self.compute_dtype: torch.dtype | None = settings.get("compute_dtype")
         self.packed_files: bool = settings.get("packed_files", False)
+
+    def fitting(self, state: QuantState) -> QuantState:
+        """A flat stack, as `bitsandbytes.nn.parametrize` writes it, becomes one of experts where its bytes are theirs.
+
+        Its nested scales have one second level for all experts, so they become plain ones, 4 bytes a block.
+        """
+        if state.kind is EXPERTS:
+            return state
+        if self.transposed or state.shape != self.shape or state.shape[1:].numel() % state.blocksize:
+            raise ValueError(
+                f"{list(state.shape)}: a flat stack (bitsandbytes.nn.parametrize) for experts of {list(self.shown)}, "
+                f"whose bytes are those of {list(self.shape)} in whole blocks of {state.blocksize}: dequantize it and "
+                "load the values"
+            )
+        state = functional.with_plain_scales(state).clone()
+        state.kind = EXPERTS
+        return state
 
     @property
     def shown(self) -> torch.Size:

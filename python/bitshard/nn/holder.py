@@ -120,6 +120,12 @@ class PackedWeight:
         """The shape of the values that the owner shows."""
         return self.shape
 
+    def fitting(self, state: QuantState) -> QuantState:
+        """A state that was read, as one of this weight's kind. ValueError where its bytes are laid out otherwise."""
+        if state.kind is self.kind:
+            return state
+        raise ValueError(f"{list(state.shape)}: a stack of experts (layout {state.kind.name!r}) for one weight")
+
     def oriented(self, values: Tensor) -> Tensor:
         """Values of the shape that the owner shows in that of the weight."""
         return values
@@ -501,6 +507,7 @@ class PackedWeight:
         new = Params4bit.from_prequantized(data, statistics, device=device)
         if new.quant_state.shape != self.shape:
             raise ValueError(f"shape {list(new.quant_state.shape)} does not fit a layer of {list(self.shape)}")
+        new.quant_state = self.fitting(new.quant_state)
         self.take(new)
 
 
