@@ -1,9 +1,12 @@
 """4-bit experts under FSDP2 and FSDP1, on two and three processes; the worker is tests/fsdp/parts/moe.py."""
 
+import json
+import sys
+
 import pytest
 import torch
 from bitshard.transformers import FourBitConfig
-from fsdp.launch import launch
+from fsdp.launch import WORKERS, accelerate_launch, launch, run
 from helpers import moe
 from test_fsdp_parts import LIMIT, options, passed, results
 from transformers import AutoModelForCausalLM
@@ -63,3 +66,13 @@ def test_two_ranks(two, name):
 @pytest.mark.parametrize("name", THREE)
 def test_more_ranks_than_experts(three, name):
     passed(three, name)
+
+
+def test_trainer_under_accelerate(folder):
+    """FSDP2 with efficient loading, `experts.enable()`, adapters on stacks: losses of one process with as many rows."""
+    out = folder / "trainer"
+    accelerate_launch("fsdp2_cut.yaml", "moe_trainer.py", str(folder / "qwen3_moe"), "2", f"{out}2", timeout=LIMIT)
+    run([sys.executable, str(WORKERS / "moe_trainer.py"), str(folder / "qwen3_moe"), "4", f"{out}1"], LIMIT)
+    two, one = (json.loads((folder / name).read_text()) for name in ("trainer2", "trainer1"))
+    assert len(one["losses"]) == 3 and two["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    assert "sharded by FSDP2 over 2 ranks: 12 weights" in two["kept"] and "not sharded" in one["kept"]
