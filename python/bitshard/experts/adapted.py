@@ -18,7 +18,7 @@ from bitshard.guards import IN_PLACE, PackedData
 from bitshard.kinds import EXPERTS
 from bitshard.tensor import Params4bit
 
-_ALIGNED = 16  # bytes: rows and columns of what torch multiplies by groups begin at multiples of it
+ALIGNED = 16  # bytes: rows and columns of what torch multiplies by groups begin at multiples of it
 
 
 class LowRank(NamedTuple):
@@ -28,11 +28,14 @@ class LowRank(NamedTuple):
     rhs: Tensor
     scale: float
 
+    def factors(self, transposed: bool) -> tuple[Tensor, Tensor]:
+        """A [E, r, K] and B [E, N, r]: scale B A is what is added to a weight [N, K]."""
+        return (self.lhs.transpose(1, 2), self.rhs.transpose(1, 2)) if transposed else (self.rhs, self.lhs)
+
     def product(self, x: Tensor, offs: Tensor, transposed: bool) -> Tensor:
         """[S, N]: rows of x [S, K] times what is added to their expert's weight; see `grouped_mm`."""
-        factors = (self.lhs, self.rhs) if transposed else (self.rhs.transpose(1, 2), self.lhs.transpose(1, 2))
-        for factor in factors:
-            x = grouped_mm(x, factor.to(x.dtype), offs)
+        for factor in self.factors(transposed):
+            x = grouped_mm(x, factor.transpose(1, 2).to(x.dtype), offs)
         return x * self.scale
 
 
@@ -68,7 +71,7 @@ def grouped_mm(x: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
 
     torch asks for rows and columns of whole 16 bytes: a and b are padded with zeros. Rows of no expert are undefined.
     """
-    unit = _ALIGNED // x.element_size()
+    unit = ALIGNED // x.element_size()
     a, b = weights.shape[1:]
     pad_a, pad_b = -a % unit, -b % unit
     if pad_a or pad_b:

@@ -1,7 +1,7 @@
 """The forward of experts modules with 4-bit stacks, registered as an experts implementation of transformers.
 
 Rows are the chosen (token, expert) pairs, sorted by expert; both products are grouped, and nothing waits for the host.
-An adapter of peft on a stack (`target_parameters`) is multiplied apart: y = x W_e^T + scale (x A_e^T) B_e^T.
+An adapter of peft on a stack (`target_parameters`) is multiplied apart (`bitshard.experts.lora`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from bitshard import inventory
 from bitshard.autograd import grouped_matmul_4bit
+from bitshard.experts import lora
 from bitshard.experts.adapted import AdaptedStack
 from bitshard.experts.modules import PackedExperts, stack_names
 
@@ -37,21 +38,57 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
     tokens, k = top_k_index.shape
     expert, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     offs = _offsets(expert, self.num_experts)
     up, down = stack_names(self)
-    x = hidden_states[order // k]
+    x = RowsOfExperts.apply(hidden_states, order, back, k)
+    parallel = getattr(self, "_is_expert_parallel", False)
+    if parallel:  # products of torch leave rows behind the last offset undefined, and so their gradients
+        x = x.masked_fill((expert >= self.num_experts).unsqueeze(-1), 0)
     h = _product(self, up, x, offs)
     h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
     y = _product(self, down, h, offs)
     if getattr(self, "has_post_expert_norm", False):  # transformers 5.18 and later
         y = self.post_expert_norm(y)
-    counts = top_k_weights.reshape(-1)[order]
-    if getattr(self, "_is_expert_parallel", False):  # a norm behind the experts makes something of zeros
-        elsewhere = expert >= self.num_experts
-        y, counts = y.masked_fill(elsewhere.unsqueeze(-1), 0), counts.masked_fill(elsewhere, 0)
-    y = y * counts.unsqueeze(-1)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    return y[back].view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+    y, counts = InOrderOfTokens.apply(y, order, back).view(tokens, k, -1), top_k_weights.unsqueeze(-1)
+    if parallel:
+        elsewhere = (top_k_index >= self.num_experts).unsqueeze(-1)
+        y, counts = y.masked_fill(elsewhere, 0), counts.masked_fill(elsewhere, 0)
+    return (y * counts).sum(1).to(hidden_states.dtype)
+
+
+class RowsOfExperts(torch.autograd.Function):
+    """x [T, H] -> [S, H]: for each pair, in the order of their experts, the row of its token; S = T k.
+
+    torch's gradient of an index sorts the pairs again; here a token's sum is over its k pairs, in one order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, k: int) -> Tensor:
+        """order: [S], the pairs sorted by expert; back: its inverse."""
+        ctx.save_for_backward(order, back)
+        ctx.k = k
+        return x[order // k]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        order, back = ctx.saved_tensors
+        rows = InOrderOfTokens.apply(dy, order, back)
+        return rows.view(-1, ctx.k, rows.shape[1]).sum(1), None, None, None
+
+
+class InOrderOfTokens(torch.autograd.Function):
+    """y [S, H] sorted by expert -> [S, H] in the order of the pairs; arguments as of `RowsOfExperts`."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(order, back)
+        return y[back]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        order, back = ctx.saved_tensors
+        return InOrderOfTokens.apply(dy, back, order), None, None
 
 
 def _offsets(expert: Tensor, experts: int) -> Tensor:
@@ -74,8 +111,12 @@ def _product(module: Any, name: str, x: Tensor, offs: Tensor) -> Tensor:
     if not dtype.is_floating_point:
         raise TypeError(f"experts: x is {dtype}, expected a floating-point dtype")
     x = x.to(held.compute_dtype or dtype)
-    y = grouped_matmul_4bit(x, offs, weight, state, None if bias is None else bias.to(x.dtype))
-    for add in () if adapted is None else adapted.added:
+    bias = None if bias is None else bias.to(x.dtype)
+    added = held.applied if adapted is None else (*held.applied, *adapted.added)
+    if len(added) == 1 and lora.fits(added[0], x, bias):
+        return lora.product(x, offs, weight, state, bias, *added[0].factors(held.transposed), added[0].scale).to(dtype)
+    y = grouped_matmul_4bit(x, offs, weight, state, bias)
+    for add in added:
         y = y + add.product(x, offs, held.transposed)
     return y.to(dtype)
 

@@ -4,7 +4,7 @@
     print(bitshard.lora.fuse(model))        # 224 LoRA layers: 224 fused
 
 A fused layer computes y = W x + bias + s B (A x) and its gradients as one autograd function (`bitshard.lora.product`).
-Parameters, names, files, `isinstance` and all functions of peft stay as they are. What a call cannot do as peft does,
+So do peft's adapters on 4-bit stacks of experts (`bitshard.lora.stack`). Parameters, names, files, `isinstance` and all functions of peft stay as they are. What a call cannot do as peft does,
 goes peft's way: several active adapters, DoRA and other variants, dropout in training, merged or disabled adapters,
 `adapter_names`, a trained bias, hooks on the modules inside, a replaced forward, torch.compile, functorch, forward-mode
 derivatives, dispatch and function modes. That is decided in each call, so adapters may be added, switched, merged and
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -59,40 +60,34 @@ def fuse(model: nn.Module) -> Report:
     TypeError where `model` is no module; ValueError where it has no LoRA layers, or none on 4-bit weights.
     """
     found = _layers(model, "fuse")
-    from bitshard.lora import layer as fused
-
-    able = [layer for layer in found.values() if fused.never(layer) is None]
+    able = [layer for layer in found.values() if _ways(layer).never(layer) is None]
     if not able:
-        why = "; ".join(sorted({fused.never(layer) for layer in found.values()}))
+        why = "; ".join(sorted({_ways(layer).never(layer) for layer in found.values()}))
         raise ValueError(
             f"bitshard.lora.fuse: none of the {len(found)} LoRA layers of this {type(model).__name__} can be fused "
             f"({why}). Load the model with load_in_4bit=True, and bitshard's bitsandbytes installed."
         )
     for layer in able:
-        if type(layer) is fused.Peft:
-            layer.__class__ = fused.FusedLinear4bit
+        ways = _ways(layer)
+        if type(layer) is ways.Peft:
+            layer.__class__ = ways.Fused
     return report(model)
 
 
 def unfuse(model: nn.Module) -> int:
     """Undo `fuse`: every layer is peft's own again. The number of layers that were fused; 0 is no error."""
     found = _layers(model, "unfuse", False)
-    if not found:
-        return 0
-    from bitshard.lora import layer as fused
-
-    layers = [layer for layer in found.values() if isinstance(layer, fused.FusedLinear4bit)]
+    layers = [layer for layer in found.values() if isinstance(layer, _ways(layer).Fused)]
     for layer in layers:
-        layer.__class__ = _without(type(layer), fused.FusedLinear4bit, fused.Peft)
+        ways = _ways(layer)
+        layer.__class__ = _without(type(layer), ways.Fused, ways.Peft)
     return len(layers)
 
 
 def report(model: nn.Module) -> Report:
     """Which LoRA layers of `model` are fused now, and why the others' next call in training would be peft's."""
     found = _layers(model, "report")
-    from bitshard.lora.layer import why
-
-    left = {name: words for name, layer in found.items() if (words := why(layer)) is not None}
+    left = {name: words for name, layer in found.items() if (words := _ways(layer).why(layer)) is not None}
     return Report(tuple(name for name in found if name not in left), left)
 
 
@@ -111,6 +106,14 @@ def _layers(model: nn.Module, caller: str, needed: bool = True) -> dict[str, nn.
             "peft.get_peft_model(model, LoraConfig(...)) or PeftModel.from_pretrained"
         )
     return found
+
+
+def _ways(layer: nn.Module) -> Any:
+    """The module with the class that a LoRA layer of peft is fused by: of layers, or of stacks of experts."""
+    from bitshard.lora import layer as layers
+    from bitshard.lora import stack
+
+    return stack if isinstance(layer, stack.Peft) else layers
 
 
 def _without(cls: type, old: type, new: type) -> type:

@@ -30,14 +30,19 @@ from bitshard.state import VALUE_DTYPES, dtype_name
 Peft = bnb.Linear4bit
 
 
-def _own(cls: type) -> Any:
+def own_forward(cls: type) -> Any:
     """The forward of `cls`, None where it is not from the file of `cls`: somebody has replaced it already."""
     code = getattr(cls.forward, "__code__", None)
     return cls.forward if code and code.co_filename == sys.modules[cls.__module__].__file__ else None
 
 
 # What is gone around. Where somebody replaces one of these, the replacement is called.
-FORWARD, BASE_FORWARD, LINEAR_FORWARD, LINEAR = _own(Peft), _own(Base), _own(nn.Linear), torch._C._nn.linear
+FORWARD, BASE_FORWARD, LINEAR_FORWARD, LINEAR = (
+    own_forward(Peft),
+    own_forward(Base),
+    own_forward(nn.Linear),
+    torch._C._nn.linear,
+)
 BASES = frozenset((Base, LinearNF4, LinearFP4))
 DROPOUTS = frozenset((nn.Identity, nn.Dropout))
 LINEARS = frozenset((nn.Linear,))
@@ -82,6 +87,7 @@ class FusedLinear4bit(Peft):
 
 FusedLinear4bit.__name__ = FusedLinear4bit.__qualname__ = "Linear4bit"  # as peft prints its layers
 Linear4bit = FusedLinear4bit  # pickles of fused layers name it so
+Fused = FusedLinear4bit
 
 
 # ---- what is fused, and in words what is not ----
