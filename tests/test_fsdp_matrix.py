@@ -9,6 +9,7 @@ from fsdp.launch import launch
 STORAGES = ("uint8", "bf16", "fp16", "fp32")
 PARAM_DTYPES = ("none", "bf16", "fp16", "fp32")
 SPLITS = ("even", "uneven")
+STACKS = ("4 experts", "5 experts", "2 experts")
 NEWEST_UINT8 = (2, 12)  # from here on fully_shard takes integer parameters
 
 
@@ -29,7 +30,7 @@ def exact(result):
     return type(result) is list and result[:2] == [0, 0] and result[2] > 0 and result[3] > 0 and result[4] == 0
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", SPLITS + STACKS)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_fsdp2_is_exact_in_every_cell(cells, storage, split):
     for param_dtype in PARAM_DTYPES:
@@ -63,6 +64,18 @@ def test_fsdp1_is_exact_or_names_the_setting(cells, storage, split):
                 assert "bnb_4bit_quant_storage" in result
 
 
+@pytest.mark.parametrize("stacks", STACKS)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_fsdp1_with_stacks_is_exact_or_names_the_setting(cells, storage, stacks):
+    """In memory they are of the model's dtype, bfloat16, whatever the storage of files is."""
+    for param_dtype in PARAM_DTYPES:
+        for result in everywhere(cells, f"fsdp1 {storage} {param_dtype} {stacks}"):
+            if param_dtype in ("none", "bf16"):
+                assert exact(result), (param_dtype, result)
+            else:
+                assert result.startswith("ValueError") and "param_dtype" in result, result
+
+
 def test_fsdp1_true_uint8_names_the_setting(cells):
     for split in SPLITS:
         for result in everywhere(cells, f"fsdp1 true-uint8 none {split}"):
@@ -81,5 +94,5 @@ def test_planted_faults_are_seen(cells):
 
 
 def test_no_cell_is_missing(cells):
-    expected = 2 * len(SPLITS) * len(PARAM_DTYPES) * (len(STORAGES) + 1) + 4
+    expected = 2 * len(PARAM_DTYPES) * (len(SPLITS) * (len(STORAGES) + 1) + len(STACKS) * len(STORAGES)) + 4
     assert all(len(rank) == expected for rank in cells[1]["ranks"])

@@ -3,14 +3,15 @@
     torchrun --nproc-per-node 2 tests/fsdp/matrix.py --out result.json
 
 Each cell quantizes two blocks, shards them, runs forward and backward twice, and counts the bytes of the weights and of
-the scales that differ from those quantized. Then it changes words of what the ranks keep, which must be seen. NCCL with
-GPUs, else gloo.
+the scales that differ from those quantized; stack_cells.py does so with stacks of experts. Then it changes words of
+what the ranks keep, which must be seen. NCCL with GPUs, else gloo.
 """
 
 import functools
 import sys
 import traceback
 
+import stack_cells
 import torch
 import torch.distributed as dist
 from bitshard import fsdp
@@ -167,6 +168,11 @@ def main():
                 for param_name, param_dtype in PARAM_DTYPES.items():
                     cell = functools.partial(run_cell, version, storage, param_dtype, shape, device, world)
                     results[cell_name(version, storage_name, param_name, even)] = attempt(cell)
+        for count_name, count in stack_cells.COUNTS.items():
+            for storage_name, storage in STORAGES.items():
+                for param_name, param_dtype in PARAM_DTYPES.items():
+                    cell = functools.partial(stack_cells.run_cell, version, storage, param_dtype, count, device, world)
+                    results[cell_name(version, storage_name, param_name, count_name)] = attempt(cell)
         for fault in ("weight", "scales"):
             cell = functools.partial(run_cell, version, torch.bfloat16, None, EVEN, device, world, fault)
             results[f"fsdp{version} planted {fault}"] = attempt(cell)
