@@ -15,8 +15,10 @@ LOADED = ("in_parts", "native", "by_units", "units_of_experts")
 TWO = [f"{how}_{cell}" for cell in ("qwen3_moe_nested", "gpt_oss_plain") for how in LOADED]
 TWO += [f"{what}_{family}" for family in ("qwen3_moe", "gpt_oss") for what in ("training_fsdp1", "training_fsdp2")]
 TWO += [f"{what}_{family}" for family in ("qwen3_moe", "gpt_oss") for what in ("saved", "merged")]
-TWO += ["training_checkpointing", "fsdp1_orig", "fsdp1_flat", "distributed_checkpoint", "quantizing_shards"]
-THREE = [f"{how}_few_nested" for how in LOADED if how != "native"] + ["training_fsdp2_few"]
+TWO += ["training_checkpointing", "training_fused_fsdp1", "training_fused_fsdp2", "fsdp1_orig", "fsdp1_flat", "offload"]
+TWO += ["distributed_checkpoint", "distributed_checkpoint_gpt_oss", "quantizing_shards"]
+THREE = [f"{how}_few_nested" for how in LOADED if how != "native"] + ["training_fsdp2_few", "distributed_checkpoint"]
+FOUR = ["hybrid_qwen3_moe", "hybrid_gpt_oss"]
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +51,20 @@ def two(folder):
 
 
 @pytest.fixture(scope="module")
-def three(folder):
+def three(folder, two):
+    """Reads a checkpoint of `two`."""
     return ranks(folder, 3)
 
 
-def test_all_checks_ran(two, three):
-    assert [sorted(rank) for rank in two] == [sorted(TWO)] * 2
-    assert [sorted(rank) for rank in three] == [sorted(THREE)] * 3
+@pytest.fixture(scope="module")
+def four(folder, two):
+    """As `three`."""
+    return ranks(folder, 4)
+
+
+def test_all_checks_ran(two, three, four):
+    for found, names in ((two, TWO), (three, THREE), (four, FOUR)):
+        assert [sorted(rank) for rank in found] == [sorted(names)] * len(found)
 
 
 @pytest.mark.parametrize("name", TWO)
@@ -68,8 +77,16 @@ def test_more_ranks_than_experts(three, name):
     passed(three, name)
 
 
+@pytest.mark.parametrize("name", FOUR)
+def test_hybrid(four, name):
+    passed(four, name)
+
+
 def test_trainer_under_accelerate(folder):
-    """FSDP2 with efficient loading, `experts.enable()`, adapters on stacks: losses of one process with as many rows."""
+    """FSDP2 with efficient loading, `experts.enable()`, adapters on stacks: losses of one process with as many rows.
+
+    The program also resumes from a checkpoint and compares.
+    """
     out = folder / "trainer"
     accelerate_launch("fsdp2_cut.yaml", "moe_trainer.py", str(folder / "qwen3_moe"), "2", f"{out}2", timeout=LIMIT)
     run([sys.executable, str(WORKERS / "moe_trainer.py"), str(folder / "qwen3_moe"), "4", f"{out}1"], LIMIT)

@@ -34,8 +34,8 @@ class FusedParamWrapper(Peft):
         found = chosen(self) if isinstance(self, FusedParamWrapper) else ""
         if type(found) is str:
             return Peft.forward(self, x, *args, **kwargs)
-        held, added = found
-        before, held.applied = held.applied, (*held.applied, added)
+        held = found[0]
+        before, held.applied = held.applied, (*held.applied, added_by(*found))
         try:
             return self.base_layer(x, *args, **kwargs)
         finally:
@@ -68,8 +68,8 @@ def why(layer: nn.Module) -> str | None:
     return None if isinstance(layer, FusedParamWrapper) else "fuse has not been called"
 
 
-def chosen(layer: nn.Module, in_training: bool = False) -> tuple[PackedStack, LowRank] | str:
-    """(holder of the stack, what the one plain adapter that is active adds to it), or why the call is peft's.
+def chosen(layer: nn.Module, in_training: bool = False) -> tuple[PackedStack, Tensor, Tensor, int, float] | str:
+    """(holder of the stack, A, B, rank, scale) of the one plain adapter that is active, or why the call is peft's.
 
     in_training: of the next call in training, before which FSDP2 gathers A and B.
     """
@@ -95,11 +95,11 @@ def chosen(layer: nn.Module, in_training: bool = False) -> tuple[PackedStack, Lo
         return "A or B has a bias, or is no plain tensor"
     if a.dtype is not b.dtype or a.dtype not in DTYPES:
         return f"A is {dtype_name(a.dtype)} and B {dtype_name(b.dtype)}"
-    held = base.packed_stacks[name]
+    return base.packed_stacks[name], a, b, layer.r[active[0]], scale
+
+
+def added_by(held: PackedStack, A: Tensor, B: Tensor, rank: int, scale: float) -> LowRank:
+    """What an adapter adds to a stack; peft's A is [E r, K], and its B [N, r E] with the experts innermost."""
     experts, N, K = held.shape
-    rank = layer.r[active[0]]
-    if list(a.shape) != [experts * rank, K] or list(b.shape) != [N, rank * experts]:
-        return f"A {list(a.shape)} and B {list(b.shape)} are not of {experts} experts and rank {rank}"
-    a = a.view(experts, rank, K)  # as peft's get_delta_factors reads them
-    b = b.view(N, rank, experts).permute(2, 0, 1)
-    return held, LowRank(a.transpose(1, 2), b.transpose(1, 2), scale) if held.transposed else LowRank(b, a, scale)
+    A, B = A.view(experts, rank, K), B.view(N, rank, experts).permute(2, 0, 1)
+    return LowRank(A.transpose(1, 2), B.transpose(1, 2), scale) if held.transposed else LowRank(B, A, scale)

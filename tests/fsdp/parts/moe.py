@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bitshard import experts, fsdp, functional
+from bitshard import experts, fsdp, functional, lora
 from bitshard.experts import modules
 from bitshard.transformers import FourBitConfig
 from peft import LoraConfig, get_peft_model
@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from shared import environment, rank, refused, run, same_bytes, start, world
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -44,10 +45,10 @@ def whole(path, nested=None, **options):
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
 
 
-def shard(model, units=None):
+def shard(model, units=None, **options):
     for unit in units or model.model.layers:
-        fully_shard(unit)
-    return fully_shard(model)
+        fully_shard(unit, **options)
+    return fully_shard(model, **options)
 
 
 def held_stacks(model):
@@ -65,8 +66,9 @@ def check_exact(model, reference):
         packed, state = functional.gather.gathered(weight, held.state)
         assert same_bytes(packed.view(torch.uint8), expected.data.view(torch.uint8)), name
         assert same_bytes(state.absmax, expected.quant_state.absmax) and state.kind is expected.quant_state.kind, name
-        rows = -(-weight.size(0) // world())
-        assert weight._local_tensor.size(0) == max(0, min(rows, weight.size(0) - rank() * rows)), name
+        parts, place = functional.gather.shard_world(weight)
+        rows = -(-weight.size(0) // parts)
+        assert weight._local_tensor.size(0) == max(0, min(rows, weight.size(0) - place * rows)), name
     assert torch.equal(moe.logits(model), moe.logits(reference))
 
 
@@ -107,8 +109,8 @@ def units_of_experts(path, **options):
 def adapted(family, folder):
     model = whole(f"{folder}/{family}", True)
     torch.manual_seed(1)
-    lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=TARGETS, init_lora_weights=False)
-    return get_peft_model(model, lora)
+    settings = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=TARGETS, init_lora_weights=False)
+    return get_peft_model(model, settings)
 
 
 def losses(model, steps=3):
@@ -123,9 +125,11 @@ def losses(model, steps=3):
     return found
 
 
-def check_training(folder, family, how, checkpointing=False):
+def check_training(folder, family, how, checkpointing=False, fused=False):
     """With peft's adapters on stacks and a dense layer: the losses of one process."""
     model = adapted(family, folder)
+    if fused:
+        assert not lora.fuse(model).left, lora.report(model)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     expected = losses(copy.deepcopy(model).train())
@@ -141,6 +145,8 @@ def check_training(folder, family, how, checkpointing=False):
     found = losses(model.train())
     assert max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)) < 1e-5, (found, expected)
     assert expected[-1] < expected[0]
+    if fused:
+        assert not lora.report(model).left, lora.report(model)
     return fsdp.describe(model)
 
 
@@ -175,15 +181,38 @@ def check_saved(folder, family):
     check_exact(other, reference)
 
 
-def check_distributed_checkpoint(folder, family):
-    reference = whole(f"{folder}/{family}", True)
-    model = shard(whole(f"{folder}/{family}", True))
-    moe.logits(model)
-    dcp_save({"model": model.state_dict()}, checkpoint_id=f"{folder}/dcp-{world()}")
-    other = shard(whole(f"{folder}/{family}-other", True))
+def check_distributed_checkpoint(folder, family, **options):
+    """What two ranks write, two, three and four read."""
+    reference, path = whole(f"{folder}/{family}", True), f"{folder}/dcp-{family}"
+    if world() == 2:
+        model = shard(whole(f"{folder}/{family}", True))
+        moe.logits(model)
+        dcp_save({"model": model.state_dict()}, checkpoint_id=path)
+    other = shard(whole(f"{folder}/{family}-other", True), **options)
     state = {"model": other.state_dict()}
-    dcp_load(state, checkpoint_id=f"{folder}/dcp-{world()}")
+    dcp_load(state, checkpoint_id=path)
     other.load_state_dict(state["model"])
+    check_exact(other, reference)
+
+
+def check_offload(folder, family):
+    """Shards and scales stay on the CPU (here all does): bytes, and twice the logits."""
+    reference = whole(f"{folder}/{family}", True)
+    model = shard(whole(f"{folder}/{family}", True), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    for _ in range(2):
+        check_exact(model, reference)
+
+
+def check_hybrid(folder, family):
+    """Two replicas of two shards: bytes, logits, checkpoints of another number of ranks, and whole state dicts."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    check_distributed_checkpoint(folder, family, mesh=mesh)
+    reference = whole(f"{folder}/{family}", True)
+    model = shard(whole(f"{folder}/{family}", True), mesh=mesh)
+    check_exact(model, reference)
+    full = fsdp.full_state_dict(model)
+    other = shard(whole(f"{folder}/{family}-other", True), mesh=mesh)
+    fsdp.load_full_state_dict(other, full if rank() == 0 else {}, broadcast_from_rank0=True)
     check_exact(other, reference)
 
 
@@ -215,6 +244,10 @@ def check_quantizing_shards(folder, family):
 
 
 def checks():
+    if world() == 4:
+        return {
+            f"hybrid_{family}": functools.partial(check_hybrid, family=family) for family in ("qwen3_moe", "gpt_oss")
+        }
     loaders = (in_parts, native, by_units, units_of_experts)
     cells = [("qwen3_moe", True), ("gpt_oss", False)] if world() == 2 else [("few", True)]
     found = {
@@ -225,8 +258,10 @@ def checks():
         for how in loaders
         if world() == 2 or how is not native
     }
-    if world() > 2:
-        return found | {"training_fsdp2_few": functools.partial(check_training, family="few", how="fsdp2")}
+    read = functools.partial(check_distributed_checkpoint, family="qwen3_moe")
+    if world() == 3:
+        few = functools.partial(check_training, family="few", how="fsdp2")
+        return found | {"training_fsdp2_few": few, "distributed_checkpoint": read}
     for family in ("qwen3_moe", "gpt_oss"):
         for how in ("fsdp1", "fsdp2"):
             found[f"training_{how}_{family}"] = functools.partial(check_training, family=family, how=how)
@@ -236,7 +271,12 @@ def checks():
     found["training_checkpointing"] = again
     found["fsdp1_orig"] = functools.partial(check_fsdp1, family="gpt_oss", orig=True)
     found["fsdp1_flat"] = functools.partial(check_fsdp1, family="gpt_oss", orig=False)
-    found["distributed_checkpoint"] = functools.partial(check_distributed_checkpoint, family="qwen3_moe")
+    for how in ("fsdp1", "fsdp2"):
+        again = functools.partial(check_training, family="gpt_oss", how=how, fused=True)
+        found[f"training_fused_{how}"] = again
+    found["offload"] = functools.partial(check_offload, family="gpt_oss")
+    found["distributed_checkpoint"] = read
+    found["distributed_checkpoint_gpt_oss"] = functools.partial(check_distributed_checkpoint, family="gpt_oss")
     found["quantizing_shards"] = functools.partial(check_quantizing_shards, family="qwen3_moe")
     return found
 
