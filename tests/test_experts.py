@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from bitshard import experts, functional, inventory, kinds
 from bitshard.experts import forward, modules
 from bitshard.kinds import QUANT_METHOD
 from bitshard.tensor import Params4bit
-from bitshard.transformers import FourBitConfig
+from bitshard.transformers import FourBitConfig, dense_config
 from helpers import moe
 from helpers.bytes import same_bytes
 from peft import LoraConfig, get_peft_model
@@ -34,8 +35,8 @@ def folders(tmp_path_factory):
     return folder
 
 
-def load(path, **options):
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, device_map="cpu", **options).eval()
+def load(path, dtype=torch.float32, **options):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map="cpu", **options).eval()
 
 
 def config(**settings):
@@ -187,6 +188,61 @@ def test_one_stack_is_dense_at_a_time(folders, monkeypatch):
     monkeypatch.setattr(kinds.EXPERTS, "quantize", counted)
     load(folders / "qwen3_moe", quantization_config=config())
     assert alive[0] == 4 and most[0] <= 2  # a stack, and what it was merged of
+
+
+# ---- files of other formats ----
+
+PUBLISHED = {
+    "mxfp4": ("gpt_oss", moe.save_mxfp4, {"intermediate_size": 64}),
+    "fp8": (
+        "deepseek_v3",
+        moe.save_fp8,
+        dict.fromkeys(("hidden_size", "moe_intermediate_size", "intermediate_size"), 128),
+    ),
+}
+
+
+@pytest.mark.parametrize("format", PUBLISHED)
+def test_published_formats_become_4_bit_while_loading(tmp_path, format):
+    """The bytes are those of decoding with transformers and quantizing then; saved, the files are 4-bit ones."""
+    family, save, sizes = PUBLISHED[format]
+    save(moe.model(family, 4, torch.bfloat16, **sizes), tmp_path / "from")
+    decode = {"mxfp4": transformers.Mxfp4Config, "fp8": transformers.FineGrainedFP8Config}[format](dequantize=True)
+    dense = load(tmp_path / "from", quantization_config=decode, dtype=torch.bfloat16)
+    values = {name: value.clone() for name, value in dense.state_dict().items()}
+    experts.quantize(dense, quant_type="nf4")
+    with pytest.raises(ValueError, match="Config"):  # transformers' own words
+        load(tmp_path / "from", quantization_config=config(), dtype=torch.bfloat16)
+    found = load(
+        tmp_path / "from",
+        config=dense_config(tmp_path / "from"),
+        quantization_config=config(bnb_4bit_use_double_quant=True),
+        dtype=torch.bfloat16,
+    )
+    mine, theirs = stacks(found), stacks(dense)
+    assert mine.keys() == theirs.keys() and mine
+    for name, (held, parameter) in mine.items():
+        other, expected = theirs[name]
+        assert same_bytes(parameter.data, expected.data) and same_bytes(held.state.absmax, other.state.absmax), name
+        assert parameter.dtype is torch.bfloat16 and held.state.dtype is torch.bfloat16
+    layers = {name: m for name, m in found.named_modules() if "Linear4bit" in type(m).__name__}
+    assert len(layers) > 6
+    for name, layer in layers.items():
+        packed, _ = functional.quantize_4bit(values[f"{name}.weight"], quant_type="nf4", compress_statistics=True)
+        assert same_bytes(layer.weight.data.view(torch.uint8).view(-1), packed.view(-1)), name
+    found.save_pretrained(tmp_path / "to")
+    again = load(tmp_path / "to", dtype=torch.bfloat16)
+    assert torch.equal(moe.logits(again), moe.logits(found))
+
+
+def test_dense_config_of_other_files(tmp_path, folders):
+    assert not hasattr(dense_config(folders / "gpt_oss"), "quantization_config")
+    moe.save_mxfp4(moe.model("gpt_oss", intermediate_size=64), tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="are gptq, expected mxfp4, fp8 or 16 bits"):
+        dense_config(tmp_path)
 
 
 # ---- adapters ----

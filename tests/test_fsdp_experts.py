@@ -16,6 +16,7 @@ TWO = [f"{how}_{cell}" for cell in ("qwen3_moe_nested", "gpt_oss_plain") for how
 TWO += [f"{what}_{family}" for family in ("qwen3_moe", "gpt_oss") for what in ("training_fsdp1", "training_fsdp2")]
 TWO += [f"{what}_{family}" for family in ("qwen3_moe", "gpt_oss") for what in ("saved", "merged")]
 TWO += ["training_checkpointing", "training_fused_fsdp1", "training_fused_fsdp2", "fsdp1_orig", "fsdp1_flat", "offload"]
+TWO += ["published_mxfp4", "published_fp8", "parallel_plans"]
 TWO += ["distributed_checkpoint", "distributed_checkpoint_gpt_oss", "quantizing_shards"]
 THREE = [f"{how}_few_nested" for how in LOADED if how != "native"] + ["training_fsdp2_few", "distributed_checkpoint"]
 FOUR = ["hybrid_qwen3_moe", "hybrid_gpt_oss"]
@@ -37,6 +38,9 @@ def folder(tmp_path_factory):
                 folder / name, quantization_config=config, dtype=torch.float32, device_map="cpu"
             )
             packed.save_pretrained(folder / f"{name}-{'nested' if nested else 'plain'}")
+    moe.save_mxfp4(moe.model("gpt_oss", 3, intermediate_size=64), folder / "mxfp4")
+    wide = dict.fromkeys(("hidden_size", "moe_intermediate_size", "intermediate_size"), 128)
+    moe.save_fp8(moe.model("deepseek_v3", 4, **wide), folder / "fp8")
     return folder
 
 

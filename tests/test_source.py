@@ -53,6 +53,7 @@ LAYERS = [
     "experts.modules",
     "experts.adapted",
     "experts.lora",
+    "experts.sources",
     "experts.forward",
     "lora",
     "transformers",

@@ -19,7 +19,8 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 
 from bitshard import inventory
-from bitshard.experts import forward, modules
+from bitshard.experts import forward, modules, sources
+from bitshard.experts.sources import dense_config
 from bitshard.inventory import holder_of
 from bitshard.kinds import QUANT_METHOD
 from bitshard.tensor import Params4bit
@@ -77,6 +78,16 @@ class QuantizeExperts(Bnb4bitQuantize):
         return done
 
 
+class QuantizeDecoded(QuantizeExperts):
+    """Quantizes what transformers has decoded from another format, where it is a 4-bit weight here."""
+
+    def convert(self, input_dict: dict, full_layer_name: Any = None, model: Any = None, **others: Any) -> dict:
+        if len(input_dict) != 1 or not self.hf_quantizer.param_needs_quantization(model, full_layer_name):
+            return input_dict
+        values = {full_layer_name: next(iter(input_dict.values()))}
+        return super().convert(values, full_layer_name=full_layer_name, model=model, **others)
+
+
 class DeserializeExperts(ConversionOps):
     """Makes a stack of its packed bytes and the entries beside them."""
 
@@ -99,6 +110,7 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
     """The quantizer of 4-bit linear layers, and of experts."""
 
     _stacks: list[str] = []  # of the model that is being loaded, as `_stack_patterns` gives them
+    _source: Any = None  # transformers' quantizer that reads the files, where these are of another format
 
     def param_needs_quantization(self, model: Any, param_name: str, **others: Any) -> bool:
         """Whether a parameter is a 4-bit weight that comes in 16 or 32 bits."""
@@ -109,14 +121,23 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
         """What quantizes a parameter."""
         return QuantizeExperts(self)
 
-    def _process_model_before_weight_loading(self, model: Any, device_map: Any = None, **others: Any) -> Any:
+    def _process_model_before_weight_loading(
+        self, model: Any, device_map: Any = None, checkpoint_files: Any = None, **others: Any
+    ) -> Any:
+        others["checkpoint_files"] = checkpoint_files
         out = super()._process_model_before_weight_loading(model, device_map=device_map, **others)
         config = self.quantization_config
+        packed_files = self.pre_quantized
+        self._source = None if packed_files else sources.quantizer_of(checkpoint_files or ())
+        # transformers casts what it quantizes to the model's dtype first, scales too, where files are not "quantized"
+        self.pre_quantized = packed_files or sources.has_float_scales(self._source)
         found = [
             (path, module)
             for path, module in modules.found(model)
             if should_convert_module(path, self.modules_to_not_convert)
         ]
+        if found:
+            _check_plan(getattr(model.config, "distributed_config", None))
         for path, module in found:
             modules.pack(
                 module,
@@ -126,7 +147,7 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
                 compress_statistics=config.bnb_4bit_use_double_quant,
                 blocksize=getattr(config, "bnb_4bit_blocksize", 64),
                 compute_dtype=config.bnb_4bit_compute_dtype,
-                packed_files=self.pre_quantized,
+                packed_files=packed_files,
             )
             module.config._experts_implementation = forward.IMPLEMENTATION
         self._stacks = _stack_patterns(model)
@@ -138,6 +159,11 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list, *others: Any) -> list:
         """transformers' conversions, and of files with packed stacks how these are read."""
+        if self._source is not None:
+            updated = self._source.update_weight_conversions(weight_conversions, *others)
+            for conversion in filter(sources.converts, updated) if self.pre_quantized else ():
+                conversion.operations = [*conversion.operations, QuantizeDecoded(self)]
+            return updated
         updated = super().update_weight_conversions(weight_conversions, *others)
         if not self.pre_quantized:
             return updated
@@ -152,7 +178,8 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
         # saving reverses what loading has converted; of packed stacks nothing can be
         used = getattr(model, "_weight_conversions", None)
         if used is not None:
-            model._weight_conversions = [each for each in used if not _makes(each, self._stacks)]
+            kept = [each for each in used if not _makes(each, self._stacks)]
+            model._weight_conversions = [each for each in kept if not sources.converts(each)]
         for path, module in modules.found(model):
             for held in inventory.held_by(module):
                 if held.state is None:
@@ -161,6 +188,17 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
                         "one that could become one: what is there now is not quantized"
                     )
         return super()._process_model_after_weight_loading(model, **others)
+
+
+def _check_plan(distributed: Any) -> None:
+    """ValueError where a DistributedConfig splits the experts of a layer among ranks (expert or tensor parallelism)."""
+    for size in ("ep_size", "tp_size"):
+        ranks = getattr(distributed, size, None) or 1
+        if ranks > 1:
+            raise ValueError(
+                f"DistributedConfig({size}={ranks}): 4-bit experts are sharded by FSDP2 (fsdp_size), not by expert or "
+                f"tensor parallelism; leave {size} out, or name the experts in llm_int8_skip_modules"
+            )
 
 
 def _stack_patterns(model: Any) -> list[str]:
@@ -182,4 +220,4 @@ def _makes(conversion: Any, names: list[str]) -> bool:
 
 forward.register()
 
-__all__ = ["FourBitConfig", "FourBitQuantizer"]
+__all__ = ["FourBitConfig", "FourBitQuantizer", "dense_config"]

@@ -1,11 +1,13 @@
 """Tiny mixture-of-experts models of transformers, one of each family of experts modules."""
 
 import copy
+import json
 
 import torch
 import transformers
 from bitshard import functional
 from bitshard.experts import modules
+from safetensors.torch import load_file, save_file
 
 VOCABULARY = 96
 TOKENS = torch.arange(48).view(2, 24) * 7 % VOCABULARY
@@ -42,12 +44,12 @@ FAMILIES = {
 }
 
 
-def model(family, experts=8, dtype=torch.float32):
+def model(family, experts=8, dtype=torch.float32, **sizes):
     """A model with random weights; the same for the same arguments."""
     name, own, count = FAMILIES[family]
     made = getattr(transformers, name)
     torch.manual_seed(0)
-    config = made.config_class(**{**_SIZES, **own, count: experts})
+    config = made.config_class(**{**_SIZES, **own, count: experts, **sizes})
     found = made(config).to(dtype).eval()
     with torch.no_grad():
         for _, module in modules.found(found):
@@ -74,3 +76,44 @@ def decoded(dense, quantized):
 @torch.no_grad()
 def logits(model):
     return model(input_ids=TOKENS).logits
+
+
+# ---- published formats ----
+
+
+def save_mxfp4(model, folder):
+    """The files of a gpt-oss whose stacks are MXFP4, with random codes and scales."""
+
+    def encode(tensors):
+        for key in [key for key in tensors if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+            E, K, N = tensors.pop(key).shape
+            tensors[f"{key}_blocks"] = torch.randint(0, 256, (E, N, K // 32, 16), dtype=torch.uint8)
+            tensors[f"{key}_scales"] = torch.randint(120, 126, (E, N, K // 32), dtype=torch.uint8)
+
+    _save_encoded(model, folder, encode, {"quant_method": "mxfp4"})
+
+
+def save_fp8(model, folder):
+    """The files of a model whose linear layers, experts among them, are FP8 in blocks of [128, 128] where they fit."""
+
+    def encode(tensors):
+        for key in [key for key in tensors if key.endswith("proj.weight")]:
+            weight = tensors[key]
+            if not any(size % 128 for size in weight.shape):
+                scales = torch.rand(weight.shape[0] // 128, weight.shape[1] // 128) + 0.5
+                spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+                tensors[key] = (weight.float() / spread).to(torch.float8_e4m3fn)
+                tensors[f"{key}_scale_inv"] = scales
+
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    _save_encoded(model, folder, encode, settings)
+
+
+def _save_encoded(model, folder, encode, settings):
+    model.save_pretrained(folder)
+    file, config = folder / "model.safetensors", folder / "config.json"
+    tensors = load_file(file)
+    torch.manual_seed(0)
+    encode(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": settings}))

@@ -6,6 +6,7 @@ DIR is made by tests/test_fsdp_experts.py: dense files of tiny models, one folde
 """
 
 import copy
+import dataclasses
 import functools
 import glob
 import sys
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from bitshard import experts, fsdp, functional, lora
 from bitshard.experts import modules
-from bitshard.transformers import FourBitConfig
+from bitshard.transformers import FourBitConfig, dense_config
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from shared import environment, rank, refused, run, same_bytes, start, world
@@ -88,11 +89,11 @@ def in_parts(path, **options):
     return shard(model)
 
 
-def native(path, **options):
+def native(path, plan=None, **options):
     """transformers shards before it loads."""
     from transformers.distributed import DistributedConfig
 
-    sharded = {"distributed_config": DistributedConfig(fsdp_size=world())}
+    sharded = {"distributed_config": DistributedConfig(**(plan or {"fsdp_size": world()}))}
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **sharded, **options).eval()
 
 
@@ -195,6 +196,36 @@ def check_distributed_checkpoint(folder, family, **options):
     check_exact(other, reference)
 
 
+def check_published(folder, format):
+    """MXFP4 and FP8 files in parts: the bytes of one process. Other ways of loading say how to convert them."""
+    path = f"{folder}/{format}"
+    options = {"config": dense_config(path), "quantization_config": config(True)}
+    with environment(BITSHARD_CUT="0", FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
+        reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+    check_exact(in_parts(path, **options), reference)
+    texts = [refused(lambda: by_units(path), "dense_config", format)]
+    files = glob.glob(f"{path}/*.safetensors")
+    for settings in (config(True), None):
+        load = functools.partial(fsdp.load, dense_config(path), files, quantization_config=settings, progress=False)
+        texts.append(refused(load, {"mxfp4": "is missing", "fp8": "float8_e4m3fn"}[format]))
+    return texts
+
+
+def check_parallel_plans(folder, family):
+    """Expert and tensor parallelism are refused in one line."""
+    from transformers.distributed import DistributedConfig
+
+    known = {field.name for field in dataclasses.fields(DistributedConfig)}
+    plans = ({"ep_size": 2, "fsdp_size": 2}, {"tp_size": 2, "tp_plan": "auto"})
+    texts = []
+    for plan in plans:
+        if known.issuperset(plan):
+            load = functools.partial(native, f"{folder}/{family}", quantization_config=config(True), plan=plan)
+            texts.append(refused(load, f"({next(iter(plan))}=2)", "sharded by FSDP2"))
+    assert texts
+    return texts
+
+
 def check_offload(folder, family):
     """Shards and scales stay on the CPU (here all does): bytes, and twice the logits."""
     reference = whole(f"{folder}/{family}", True)
@@ -274,6 +305,9 @@ def checks():
     for how in ("fsdp1", "fsdp2"):
         again = functools.partial(check_training, family="gpt_oss", how=how, fused=True)
         found[f"training_fused_{how}"] = again
+    for format in ("mxfp4", "fp8"):
+        found[f"published_{format}"] = functools.partial(check_published, format=format)
+    found["parallel_plans"] = functools.partial(check_parallel_plans, family="qwen3_moe")
     found["offload"] = functools.partial(check_offload, family="gpt_oss")
     found["distributed_checkpoint"] = read
     found["distributed_checkpoint_gpt_oss"] = functools.partial(check_distributed_checkpoint, family="gpt_oss")

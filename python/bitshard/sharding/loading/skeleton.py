@@ -22,6 +22,10 @@ from bitshard.sharding.checkpoints.reading import Checkpoint, some
 from bitshard.state import VALUE_DTYPES, dtype_name
 from bitshard.tensor import Params4bit
 
+_CONVERT = (
+    "load them once with from_pretrained(path, config=bitshard.transformers.dense_config(path), "
+    "quantization_config=bitshard.transformers.FourBitConfig(...)), and save_pretrained"
+)
 Slot = tuple[nn.Module, str, str]  # module, name of a parameter or buffer in it, key in the state dict
 
 
@@ -132,6 +136,10 @@ class Skeleton:
                 raise ValueError(f"is {list(values.shape)} in the files, expected {list(old.shape)}")
             if _is_4bit(module, name):
                 return self._packed(old, values, holder_of(module, name).layer, key, files)
+            if values.is_floating_point() and values.element_size() < 2:
+                raise TypeError(
+                    f"values of {dtype_name(values.dtype)}, whose scales are tensors of their own: {_CONVERT}"
+                )
             dtype = self.dtype if values.is_floating_point() else values.dtype
             values = values.to(self.device, dtype, copy=True)
             return nn.Parameter(values, old.requires_grad) if isinstance(old, nn.Parameter) else values
@@ -147,7 +155,9 @@ class Skeleton:
             weight = Params4bit.from_prequantized(values, entries, device=self.device, module=layer)
         else:
             if values.dtype not in VALUE_DTYPES.values():
-                raise TypeError(f"weights of {dtype_name(values.dtype)}, expected float32, float16 or bfloat16")
+                raise TypeError(
+                    f"weights of {dtype_name(values.dtype)}, expected float32, float16 or bfloat16; {_CONVERT}"
+                )
             settings = {**old.__dict__, "module": layer}
             weight = Params4bit(values.to(self.device, self.dtype), requires_grad=False, **settings).to(self.device)
         return contained(weight, self.dtype)
@@ -260,7 +270,9 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
         return None
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=own is not None)
     if not getattr(quantizer.quantization_config, "load_in_4bit", False):
-        raise ValueError(f"load: expected 4-bit weights of bitsandbytes, got {quantizer.quantization_config.to_dict()}")
+        method = quantizer.quantization_config.quant_method
+        name = getattr(method, "value", method)
+        raise ValueError(f"load: expected files with 4-bit weights or dense ones, these are {name}: {_CONVERT}")
     return quantizer
 
 

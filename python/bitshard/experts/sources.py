@@ -1,0 +1,75 @@
+"""Published files in other formats that become 4-bit weights while they are loaded: MXFP4 (gpt-oss), FP8 (DeepSeek-V3).
+
+transformers' own quantizers of these formats decode one stack or layer at a time; what is decoded is quantized at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+_FP8, _MXFP4 = "weight_scale_inv", ("_blocks", "_scales")  # how names of their scales end
+
+
+def dense_config(path: Any, **options: Any) -> Any:
+    """The config of a folder or model name as if its files were in 16 bits, for `from_pretrained(path, config=...)`.
+
+        config = dense_config("openai/gpt-oss-20b")
+        AutoModelForCausalLM.from_pretrained("openai/gpt-oss-20b", config=config, quantization_config=FourBitConfig())
+
+    Without it transformers refuses another quantization_config than the one the files name.
+
+    Args:
+        path: of the model.
+        options: of AutoConfig.from_pretrained.
+
+    ValueError where the files are in a format that is neither MXFP4 nor FP8 in blocks, nor dense.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path, **options)
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return config
+    method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
+    if str(getattr(method, "value", method)) not in ("mxfp4", "fp8"):
+        raise ValueError(f"dense_config: the files of {path} are {method}, expected mxfp4, fp8 or 16 bits")
+    del config.quantization_config
+    return config
+
+
+def quantizer_of(files: Iterable[str]) -> Any:
+    """transformers' quantizer that decodes these files; None where they are dense.
+
+    TypeError or ValueError of safetensors where a file is none of its own.
+    """
+    from safetensors import safe_open
+
+    for file in files:
+        if not str(file).endswith(".safetensors"):
+            continue
+        with safe_open(file, framework="pt") as opened:
+            names = set(opened.keys())
+        if any(name.endswith(_FP8) for name in names):
+            from transformers import FineGrainedFP8Config
+            from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+            return FineGrainedFP8HfQuantizer(FineGrainedFP8Config(dequantize=True), pre_quantized=True)
+        blocks, scales = _MXFP4
+        if any(name.endswith(blocks) and name.removesuffix(blocks) + scales in names for name in names):
+            from transformers import Mxfp4Config
+            from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
+
+            return Mxfp4HfQuantizer(Mxfp4Config(dequantize=True), pre_quantized=True)
+    return None
+
+
+def has_float_scales(source: Any) -> bool:
+    """Whether a quantizer of `quantizer_of` reads scales that are floats: those of FP8, whose layers are all so."""
+    return source is not None and type(source.quantization_config).__name__ == "FineGrainedFP8Config"
+
+
+def converts(conversion: Any) -> bool:
+    """Whether a conversion of transformers decodes such files: what is saved then is not to be encoded again."""
+    patterns = getattr(conversion, "source_patterns", ())
+    return any(pattern.rstrip("$").endswith((_FP8, *_MXFP4)) for pattern in patterns)
