@@ -433,6 +433,59 @@ def test_files_that_do_not_fit(folders, tmp_path, change):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("change", ["missing", "shape", "all"])
+def test_files_with_an_expert_missing_or_of_another_shape(tmp_path, change):
+    """One tensor per expert: by transformers and by itself, never a stack of other experts."""
+    from safetensors.torch import load_file, save_file
+
+    moe.model("qwen3_moe").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    keys = [key for key in tensors if "layers.1.mlp.experts.3.down_proj" in key]
+    assert len(keys) == 1
+    if change == "missing":
+        del tensors[keys[0]]
+    elif change == "shape":
+        tensors[keys[0]] = tensors[keys[0]][:, :-4].contiguous()
+    else:
+        tensors = {key: value for key, value in tensors.items() if "layers.1.mlp.experts" not in key}
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises((RuntimeError, ValueError)):
+        load(tmp_path, quantization_config=config())
+
+
+def test_x_that_does_not_fit():
+    model = moe.model("qwen3_moe")
+    experts.quantize(model)
+    module = next(module for _, module in modules.found(model))
+    index, weights = torch.tensor([[0, 1], [2, 3]]), torch.rand(2, 2)
+    for x, kind, words in (
+        (torch.randn(2, 63), ValueError, r"\[4, 63\]"),
+        (torch.randn(2, 64, device="meta"), (ValueError, RuntimeError), "meta"),
+        (torch.zeros(2, 64, dtype=torch.int64), TypeError, "int64"),
+        (torch.randn(2, 64, dtype=torch.float64), (TypeError, ValueError), "float64"),
+    ):
+        with pytest.raises(kind, match=words):
+            module(x, index, weights)
+    assert module(torch.randn(2, 64), index, weights).shape == (2, 64)
+
+
+@pytest.mark.parametrize("cast", [lambda m: m.to(torch.float16), lambda m: m.half(), lambda m: m.bfloat16()])
+def test_casts_of_a_module_leave_the_bytes(cast):
+    model = moe.model("gpt_oss")
+    experts.quantize(model)
+    module = next(module for _, module in modules.found(model))
+    before = [parameter.data.clone().view(torch.uint8) for _, parameter in stacks(model).values()]
+    try:
+        cast(module)
+    except (TypeError, ValueError, RuntimeError) as error:
+        assert "4-bit" in str(error) and "16" in str(error)  # with the dtypes
+    assert all(
+        same_bytes(parameter.data.view(torch.uint8), expected)
+        for (_, parameter), expected in zip(stacks(model).values(), before, strict=True)
+    )
+
+
 def blob(tensors, key, **changes):
     values = functional.unpack_tensor_to_dict(tensors[f"{key}.quant_state.bitsandbytes__nf4"]) | changes
     return functional.pack_dict_to_tensor({name: value for name, value in values.items() if value is not None})

@@ -35,6 +35,10 @@ VALUES += (
     "float32",
     "__class__",
     "load",
+    "experts",
+    [0.5, 0.5, 0.5],
+    [3, 4, 16],
+    [2**62, 4, 16],
     [],
     [64],
     [6, 70],
@@ -49,7 +53,7 @@ DTYPES = (torch.uint8, torch.int8, torch.int64, torch.bool, torch.float16, torch
 
 
 def bases() -> list[tuple[torch.Tensor, dict]]:
-    """Packed data and entries of sound weights, plain and nested, NF4 and FP4."""
+    """Packed data and entries of sound weights and stacks of experts, plain and nested, NF4 and FP4."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for shape, quant_type, nested in (((6, 70), "nf4", True), ((5, 13), "fp4", False), ((300, 70), "fp4", True)):
@@ -57,6 +61,10 @@ def bases() -> list[tuple[torch.Tensor, dict]]:
         packed, state = functional.quantize_4bit(
             weight, quant_type=quant_type, compress_statistics=nested, blocksize=32
         )
+        made.append((packed, state.as_dict(packed=True)))
+    for shape, quant_type, nested in (((3, 4, 16), "nf4", True), ((5, 2, 48), "fp4", False)):
+        stack = torch.randn(shape, generator=generator)
+        packed, state = functional.quantize_experts_4bit(stack, 32, nested, quant_type)
         made.append((packed, state.as_dict(packed=True)))
     return made
 

@@ -10,6 +10,8 @@ at the unknown method.
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Any
 
 from transformers import BitsAndBytesConfig
@@ -25,6 +27,7 @@ from bitshard.inventory import holder_of
 from bitshard.kinds import QUANT_METHOD
 from bitshard.tensor import Params4bit
 
+_log = logging.getLogger("bitshard")
 _ENTRIES = (
     "absmax", "quant_map", "nested_absmax", "nested_quant_map",
     "quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4",
@@ -138,6 +141,7 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
         ]
         if found:
             _check_plan(getattr(model.config, "distributed_config", None))
+            _say_who_quantizes(len(found))
         for path, module in found:
             modules.pack(
                 module,
@@ -199,6 +203,16 @@ def _check_plan(distributed: Any) -> None:
                 f"DistributedConfig({size}={ranks}): 4-bit experts are sharded by FSDP2 (fsdp_size), not by expert or "
                 f"tensor parallelism; leave {size} out, or name the experts in llm_int8_skip_modules"
             )
+
+
+def _say_who_quantizes(count: int) -> None:
+    """One line where axolotl would quantize the same experts: it takes dense stacks only, and finds none."""
+    theirs = sys.modules.get("axolotl.monkeypatch.moe_quant")
+    if getattr(theirs, "_moe_load_state", {}).get("patched"):
+        _log.warning(
+            f"axolotl's quantize_moe_experts is on, and bitshard's 4-bit experts too: bitshard quantizes the stacks of "
+            f"these {count} modules, and axolotl finds none left (bitshard.experts.disable() leaves them to axolotl)"
+        )
 
 
 def _stack_patterns(model: Any) -> list[str]:
