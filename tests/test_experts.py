@@ -1,11 +1,13 @@
 """Mixture-of-experts models in one process: experts in 4 bits give what the decoded experts give, in files too."""
 
+import argparse
 import copy
 import gc
 import json
 import os
 import pickle
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -71,7 +73,8 @@ def test_families(folders, tmp_path, family, nested):
     y = moe.logits(model)
     assert gap(y, moe.logits(moe.decoded(dense, model))) < 1e-5
     assert gap(y, moe.logits(dense)) > 1e-3
-    _, share = inventory.line(model)
+    text, share = inventory.line(model)
+    assert f", {len(stacks(model))} of them stacks of experts, " in text
     assert share > 0.5
     model.save_pretrained(tmp_path)
     said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
@@ -564,10 +567,10 @@ def test_what_transformers_knows_of_it(order, asked):
     assert done.stdout.split() == ["FourBitConfig", "nf4", "FourBitQuantizer", stock], done.stdout
 
 
-def test_the_page_works(folders):
-    """The two blocks of docs/experts.md, in their order."""
+def test_the_page_works(folders, tmp_path):
+    """The blocks of docs/experts.md, in their order."""
     text = (Path(__file__).parents[1] / "docs" / "experts.md").read_text(encoding="utf-8")
-    first, second = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    first, second, third = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     try:
         exec(first, {})
         stock = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
@@ -579,3 +582,37 @@ def test_the_page_works(folders):
     model(input_ids=moe.TOKENS, labels=moe.TOKENS).loss.backward()
     trained = {name for name, p in model.named_parameters() if p.grad is not None}
     assert any("experts" in name for name in trained) and any("q_proj" in name for name in trained)
+    moe.save_mxfp4(moe.model("gpt_oss", 4, intermediate_size=64), tmp_path)
+    values = {"AutoModelForCausalLM": AutoModelForCausalLM, "torch": torch, "name": str(tmp_path)}
+    exec(third, values)
+    assert len(stacks(values["model"])) == 4
+
+
+def test_the_three_lines_of_the_readme(folders):
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    values = {}
+    try:
+        exec(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[2], values)
+        stock = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        model = load(folders / "qwen3_moe", quantization_config=stock)
+    finally:
+        experts.disable()
+    assert len(stacks(model)) == 4
+    model = get_peft_model(model, LoraConfig(r=4, target_parameters=values["stacks"]))
+    assert sum("experts" in name for name, p in model.named_parameters() if p.requires_grad) == 8
+
+
+def test_the_sums_are_those_of_the_page():
+    """And of numbers published elsewhere: parameters of the two models."""
+    root = Path(__file__).parents[1]
+    sums = runpy.run_path(str(root / "benchmarks" / "experts_sum.py"))
+    options = argparse.Namespace(ranks=1, tokens=2048, rank=8, lora_dtype="bfloat16")
+    text = (root / "docs" / "experts.md").read_text(encoding="utf-8")
+    for name, ranks, billions in (("Qwen3-30B-A3B", 1, 30.5), ("gpt-oss-120b", 2, 116.8)):
+        options.ranks = ranks
+        assert sums["table"](name, options) in text
+        shape = sums["MODELS"][name]
+        layer = shape.experts * (3 * shape.intermediate + 1) * shape.hidden
+        layer += 2 * (shape.queries + shape.keys) * shape.hidden
+        elements = shape.layers * layer + 2 * shape.vocabulary * shape.hidden
+        assert elements == pytest.approx(billions * 1e9, rel=0.01)

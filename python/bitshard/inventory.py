@@ -15,6 +15,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from bitshard.kinds import EXPERTS
+
 logger = logging.getLogger("bitshard")
 
 _ADVICE = (
@@ -46,8 +48,15 @@ def holders(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, held) for name, module in model.named_modules() for held in holders_of(module) if held.state]
 
 
-def take(model: nn.Module) -> tuple[int, int, Counter]:
-    """(weights, their elements, elements of the other parameters by kind) of `model`, under FSDP of the whole one."""
+def counted(held: list[Any]) -> str:
+    """Holders in words: "12 weights, 4 of them stacks of experts"."""
+    stacks = sum(each.state.kind is EXPERTS for each in held)
+    weights = f"{len(held)} weight{'' if len(held) == 1 else 's'}"
+    return f"{weights}, {stacks} of them stacks of experts" if stacks else weights
+
+
+def take(model: nn.Module) -> tuple[list[Any], int, Counter]:
+    """(holders, their elements, elements of the other parameters by kind) of `model`, under FSDP of the whole one."""
     held = {id(held): held for _, held in holders(model)}
     packed = {(id(held.owner), held.name) for held in held.values()}
     others: Counter = Counter()
@@ -55,16 +64,16 @@ def take(model: nn.Module) -> tuple[int, int, Counter]:
     for module, name, elements in _parameters(model):
         if (id(module), name) not in packed:
             others[_kind(module, name, paths.get(id(module), ""), head)] += elements
-    return len(held), sum(held.state.shape.numel() for held in held.values()), others
+    return list(held.values()), sum(held.state.shape.numel() for held in held.values()), others
 
 
 def line(model: nn.Module) -> tuple[str, float]:
     """The line about `model`, and the 4-bit share of its elements."""
-    weights, elements, others = take(model)
+    held, elements, others = take(model)
     total = elements + sum(others.values())
     share = elements / max(total, 1)
     rest = ", ".join(f"{kind} {count / total:.1%}" for kind, count in others.most_common() if count > 0)
-    text = f"4-bit: {weights} weights, {elements:,} of {total:,} elements ({share:.1%})"
+    text = f"4-bit: {counted(held)}, {elements:,} of {total:,} elements ({share:.1%})"
     return f"{text}; not 4-bit: {rest}." if rest else f"{text}.", share
 
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from bitshard import gather
-from bitshard.inventory import holder_of, holders
+from bitshard.inventory import counted, holder_of, holders
 
 
 @dataclass
@@ -65,7 +65,7 @@ def describe(model: nn.Module) -> str:
     share = measure(model)
     if share.weights == 0:
         return "no 4-bit weights in this model"
-    weights = f"{share.weights} weight{'' if share.weights == 1 else 's'}"
+    weights = counted([held for _, held in holders(model)])
     before = f"; {share.before_merge:,} bytes from before merging in host memory" if share.before_merge else ""
     if share.ranks == 1:
         return (
