@@ -46,7 +46,7 @@ constexpr decode_mode MODE_OF = GRADIENT        ? SPLIT
 
 template <typename T, int TOKENS_, bool GRADIENT_> struct wide_form {
   static constexpr int TOKENS = TOKENS_, SUMS = TOKENS / 2; // of a thread
-  static constexpr bool GRADIENT = GRADIENT_;
+  static constexpr bool GRADIENT = GRADIENT_, GROUPED = false;
   static constexpr decode_mode MODE = MODE_OF<T, TOKENS, GRADIENT>;
   static constexpr int X_STAGES = bsh_gemm_wide_x_stages(TOKENS), X_BYTES = bsh_gemm_wide_x_bytes(TOKENS);
   static constexpr int STAGES = BSH_GEMM_WIDE_STAGES;
@@ -58,6 +58,11 @@ template <typename T, int TOKENS_, bool GRADIENT_> struct wide_form {
     if (format == BSH_FP4) return 3.f; // multiples of 1/64: exact
     return MODE != HALF && !IS_HALF<T> ? 1.3743000030517578f : 1.6384999752044678f;
   }
+};
+
+// The same for a stack of experts.
+template <typename T, int TOKENS, bool GRADIENT> struct grouped_form : wide_form<T, TOKENS, GRADIENT> {
+  static constexpr bool GROUPED = true;
 };
 
 // Fills the table, by the 256 threads that multiply; a barrier by the caller.

@@ -34,15 +34,18 @@ __device__ __forceinline__ void store_sums(const bsh_gemm_wide_args &args, const
   constexpr int UPPER = 2 * GROUPS; // from a sum of the first half of the tokens to that of the second
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, half = warp & 1;
   const int rows = FORM::GRADIENT ? args.K : args.N;
-  const int row = place.row(args.cut, tile) + (warp >> 1) * 32 + 4 * g;
-  const int token = place.token<FORM::TOKENS>(args.cut, tile) + first * 8 + 2 * t;
+  const tile_place at_tile = place.template at<FORM>(args, shared_address(memory), tile);
+  const int row = at_tile.row + (warp >> 1) * 32 + 4 * g;
+  const int token = at_tile.token + first * 8 + 2 * t;
   T *const y = static_cast<T *>(args.y) + token * args.ldy + row;
-  const int left = row < rows ? args.M - token : 0; // tokens
+  const int end = FORM::GROUPED ? at_tile.token + at_tile.left : args.M;
+  const int left = row < rows ? end - token : 0; // tokens
   float bias[2] = {0.f, 0.f};
   if (!FORM::GRADIENT && args.bias)
 #pragma unroll
     for (int i = 0; i < 2; i++)
-      bias[i] = to_float(static_cast<const T *>(args.bias)[min(row + 2 * half + i, rows - 1)]);
+      bias[i] = to_float(static_cast<const T *>(
+          args.bias)[(FORM::GROUPED ? (int64_t)at_tile.expert * rows : 0) + min(row + 2 * half + i, rows - 1)]);
   const uint32_t own =
       shared_address(memory) + BSH_GEMM_WIDE_TABLE_AT + warp * (32 * 256) + 128 + lane * 4; // 32 rows of 256 bytes
   const uint32_t other = own + (half ? -32 * 256 : 32 * 256);
@@ -206,10 +209,11 @@ __device__ __forceinline__ void scatter_sums(const bsh_gemm_wide_args &args, con
 }
 
 // The sums of a stretch, whole or not.
-template <typename T, typename FORM>
-__device__ __forceinline__ void finish_sums(const bsh_gemm_wide_args &args, const wide_place &place,
-                                            const wide_scheduler &work, char *memory, float *sum) {
-  if (args.cut.scatter == 2) scatter_sums<T, FORM, 2>(args, place, work.tile, memory, sum);
+template <typename T, typename FORM, typename WORK>
+__device__ __forceinline__ void finish_sums(const bsh_gemm_wide_args &args, const wide_place &place, const WORK &work,
+                                            char *memory, float *sum) {
+  if constexpr (FORM::GROUPED) store_sums<T, FORM, FORM::TOKENS / 8>(args, place, memory, work.tile, 0, sum);
+  else if (args.cut.scatter == 2) scatter_sums<T, FORM, 2>(args, place, work.tile, memory, sum);
   else if (args.cut.scatter == 4) scatter_sums<T, FORM, 4>(args, place, work.tile, memory, sum);
   else share_sums<T, FORM>(args, place, work, memory, sum);
 }

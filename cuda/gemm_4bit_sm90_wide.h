@@ -39,6 +39,11 @@ BSH_SIZE int32_t bsh_gemm_wide_barriers_at(int32_t tokens) { return bsh_gemm_wid
 BSH_SIZE int32_t bsh_gemm_wide_shared_bytes(int32_t tokens) {
   return bsh_gemm_wide_barriers_at(tokens) + 16 * (bsh_gemm_wide_x_stages(tokens) + BSH_GEMM_WIDE_STAGES);
 }
+/* Of a stack of experts: behind that, whose rows of x are whose (experts.cuh). */
+enum { BSH_GEMM_WIDE_EXPERTS = 512 };
+BSH_SIZE int32_t bsh_gemm_wide_grouped_bytes(int32_t tokens, int32_t experts) {
+  return bsh_gemm_wide_shared_bytes(tokens) + 8 * experts + 4;
+}
 
 /* Partial sums of a thread block: f32 [tokens / 8][256 threads][4]. Flags: [blocks][8 warps], 0 at the start. */
 BSH_SIZE int64_t bsh_gemm_wide_partial_bytes(int32_t tokens) { return (int64_t)tokens * BSH_GEMM_WIDE_ROWS * 4; }
@@ -69,6 +74,10 @@ typedef struct {
   int32_t code_pairs;  /* nested, one scale a unit, K a multiple of 128 and codes 2-byte aligned: two codes a load */
   int32_t store_fours; /* rows of y are 8-byte aligned and a multiple of 4 long */
   bsh_gemm_wide_cut cut;
+  /* Of a stack, else 0: where each expert's rows of x end; of an expert blocks and second-level scales. N and K are
+   * those of an expert, cut.tiles is known on the GPU only. */
+  const int32_t *offs;
+  int32_t experts, expert_blocks, expert_scales2;
 } bsh_gemm_wide_args;
 
 #endif

@@ -40,11 +40,11 @@ template <typename FORM>
 __device__ __forceinline__ void load_x(const bsh_gemm_wide_args &args, const bsh_tensor_map *map, uint32_t base,
                                        const wide_place &place) {
   const wide_barriers<FORM> barriers(base);
-  wide_scheduler work(args.cut, place.pair);
+  auto work = place.template scheduler<FORM>(args, base);
   wide_ring<FORM::X_STAGES> ring;
   constexpr int OWN_TOKENS = FORM::TOKENS / BSH_GEMM_WIDE_PAIR;
   while (work.next()) {
-    const int token = place.token<FORM::TOKENS>(args.cut, work.tile) + place.rank * OWN_TOKENS;
+    const int token = place.template at<FORM>(args, base, work.tile).token + place.rank * OWN_TOKENS;
 #pragma unroll 1
     for (int k = work.from * 2; k < work.to * 2; k++, ring.advance()) {
       mbarrier_wait(barriers.x_empty + 8 * ring.stage, ring.parity);
@@ -58,21 +58,20 @@ __device__ __forceinline__ void load_x(const bsh_gemm_wide_args &args, const bsh
 
 // Column and row of the packed bytes of a piece.
 template <typename FORM>
-__device__ __forceinline__ int2 packed_at(const bsh_gemm_wide_args &args, const wide_place &place, int tile,
-                                          int piece) {
-  const int row = place.row(args.cut, tile), depth = piece * BSH_GEMM_WIDE_PIECE;
-  return FORM::GRADIENT ? make_int2(row / 2, depth) : make_int2(depth / 2, row);
+__device__ __forceinline__ int2 packed_at(const bsh_gemm_wide_args &args, tile_place at, int piece) {
+  const int depth = piece * BSH_GEMM_WIDE_PIECE, first = at.expert * args.N; // row of the packed stack
+  return FORM::GRADIENT ? make_int2(at.row / 2, first + depth) : make_int2(depth / 2, first + at.row);
 }
 
 // One thread. Up to STAGES pieces of the first stretch.
 template <typename FORM>
-__device__ __forceinline__ void prefetch_w(const bsh_gemm_wide_args &args, const bsh_tensor_map *map,
+__device__ __forceinline__ void prefetch_w(const bsh_gemm_wide_args &args, const bsh_tensor_map *map, uint32_t base,
                                            const wide_place &place) {
-  wide_scheduler work(args.cut, place.pair);
+  auto work = place.template scheduler<FORM>(args, base);
   if (!work.next()) return;
 #pragma unroll 1
   for (int p = work.from; p < min(work.to, work.from + FORM::STAGES); p++) {
-    const int2 at = packed_at<FORM>(args, place, work.tile, p);
+    const int2 at = packed_at<FORM>(args, place.template at<FORM>(args, base, work.tile), p);
     tensor_prefetch_l2(map, at.x, at.y);
   }
 }
@@ -80,17 +79,21 @@ template <typename FORM>
 __device__ __forceinline__ void load_w(const bsh_gemm_wide_args &args, const bsh_tensor_map *map, uint32_t base,
                                        const wide_place &place) {
   const wide_barriers<FORM> barriers(base);
-  wide_scheduler work(args.cut, place.pair);
+  auto work = place.template scheduler<FORM>(args, base);
   wide_ring<FORM::STAGES> ring;
-  while (work.next())
+  while (work.next()) {
+    tile_place tile;
+    if constexpr (FORM::GROUPED) tile = place.template at<FORM>(args, base, work.tile);
 #pragma unroll 1
     for (int p = work.from; p < work.to; p++, ring.advance()) {
-      const int2 at = packed_at<FORM>(args, place, work.tile, p);
+      if constexpr (!FORM::GROUPED) tile = place.template at<FORM>(args, base, work.tile);
+      const int2 at = packed_at<FORM>(args, tile, p);
       mbarrier_wait(barriers.w_empty + 8 * ring.stage, ring.parity);
       mbarrier_expect(barriers.w_full + 8 * ring.stage, BSH_GEMM_WIDE_W_BYTES, true);
       tensor_copy(base + FORM::W_AT + ring.stage * BSH_GEMM_WIDE_W_BYTES, map, at.x, at.y,
                   barriers.w_full + 8 * ring.stage);
     }
+  }
 }
 
 // How the scales of a weight lie: nested, and both units of a piece two neighbouring codes of one block of them; plain;
@@ -106,7 +109,10 @@ template <typename FORM, scale_kind KIND> struct wide_scales {
   float second[2 * BLOCKS]; // absmax2, or the plain scale
 
   // row: the first row of A of the tile.
-  __device__ __forceinline__ void fetch(const bsh_gemm_wide_args &args, int lane, int row, int piece) {
+  __device__ __forceinline__ void fetch(const bsh_gemm_wide_args &args, int lane, int row, int expert, int piece) {
+    const uint8_t *const code = args.absmax_code + (FORM::GROUPED ? (int64_t)expert * args.expert_blocks : 0);
+    const float *const absmax = args.absmax + (FORM::GROUPED ? (int64_t)expert * args.expert_blocks : 0);
+    const float *const absmax2 = args.absmax2 + (FORM::GROUPED ? (int64_t)expert * args.expert_scales2 : 0);
     const int depth = piece * BSH_GEMM_WIDE_PIECE;
     const int first = (FORM::GRADIENT ? depth : row) + lane, column = FORM::GRADIENT ? row : depth;
     const int units = args.K / BSH_UNIT, unit = column / BSH_UNIT; // even
@@ -115,13 +121,13 @@ template <typename FORM, scale_kind KIND> struct wide_scales {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const uint32_t at = (uint32_t)min(first + i * 64, args.N - 1) * units + min(unit, (units - 1) & ~1);
-      if (KIND == CODE_PAIRS) codes[i] = *reinterpret_cast<const uint16_t *>(args.absmax_code + at);
+      if (KIND == CODE_PAIRS) codes[i] = *reinterpret_cast<const uint16_t *>(code + at);
       if (KIND == CODES) codes[i] = 0;
 #pragma unroll
       for (int b = 0; b < BLOCKS; b++) {
         const uint32_t block = (b == 0 ? at : at + (unit + 1 < units)) >> args.block_shift;
-        if (KIND == CODES) codes[i] |= (uint32_t)args.absmax_code[block] << (8 * b);
-        second[i * BLOCKS + b] = KIND == PLAIN_SCALES ? args.absmax[block] : args.absmax2[block / BSH_NESTED_BLOCKSIZE];
+        if (KIND == CODES) codes[i] |= (uint32_t)code[block] << (8 * b);
+        second[i * BLOCKS + b] = KIND == PLAIN_SCALES ? absmax[block] : absmax2[block / BSH_NESTED_BLOCKSIZE];
       }
     }
   }
@@ -138,13 +144,16 @@ __device__ __forceinline__ void load_scales_of(const bsh_gemm_wide_args &args, c
   const wide_barriers<FORM> barriers(base);
   float *const map = reinterpret_cast<float *>(memory + FORM::MAP_AT);
   const float inverse_alpha = 1.f / FORM::alpha(args.format);
-  const float offset = KIND == PLAIN_SCALES ? 0.f : *args.offset;
-  wide_scheduler work(args.cut, place.pair);
+  float offset = KIND == PLAIN_SCALES || FORM::GROUPED ? 0.f : *args.offset;
+  auto work = place.template scheduler<FORM>(args, base);
   wide_ring<FORM::STAGES> ring;
   wide_scales<FORM, KIND> scales;
   bool more = work.next();
-  int piece = work.from, row = place.row(args.cut, work.tile);
-  if (more) scales.fetch(args, lane, row, piece);
+  int piece = work.from;
+  tile_place at = {};
+  if (more || !FORM::GROUPED) at = place.template at<FORM>(args, base, work.tile);
+  if (more) scales.fetch(args, lane, at.row, at.expert, piece);
+  if (FORM::GROUPED && KIND != PLAIN_SCALES) offset = args.offset[at.expert];
   if (KIND != PLAIN_SCALES)
 #pragma unroll
     for (int i = 0; i < 256; i += 64) map[i + lane] = args.absmax_map[i + lane];
@@ -154,8 +163,12 @@ __device__ __forceinline__ void load_scales_of(const bsh_gemm_wide_args &args, c
     float v[2][2];
 #pragma unroll
     for (int i = 0; i < 4; i++) v[i >> 1][i & 1] = scales.of(map, offset, i >> 1, i & 1) * inverse_alpha;
-    if (++piece == work.to) more = work.next(), piece = work.from, row = place.row(args.cut, work.tile);
-    if (more) scales.fetch(args, lane, row, piece);
+    if (++piece == work.to) {
+      more = work.next(), piece = work.from;
+      if (more || !FORM::GROUPED) at = place.template at<FORM>(args, base, work.tile);
+      if (FORM::GROUPED && KIND != PLAIN_SCALES) offset = args.offset[at.expert];
+    }
+    if (more) scales.fetch(args, lane, at.row, at.expert, piece);
     mbarrier_wait(barriers.w_empty + 8 * ring.stage, ring.parity);
     char *const to = own + ring.stage * BSH_GEMM_WIDE_SCALE_BYTES;
 #pragma unroll

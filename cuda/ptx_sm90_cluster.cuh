@@ -73,11 +73,6 @@ __device__ __forceinline__ uint2 ld_shared_8(uint32_t address) {
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
   return v;
 }
-__device__ __forceinline__ uint32_t ld_shared_4(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-  return v;
-}
 // All that this warp wrote before, then `value`, for other blocks.
 __device__ __forceinline__ void store_release(uint32_t *flag, uint32_t value) {
   asm volatile("fence.acq_rel.gpu;\nst.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");

@@ -3,6 +3,7 @@
 
 #include "gemm_4bit_sm90_wide.h"
 
+#include "experts.cuh"
 #include "ptx_sm90_cluster.cuh"
 
 #ifdef BSH_HAS_WGMMA
@@ -37,6 +38,27 @@ struct wide_scheduler {
   }
 };
 
+// Of a stack of experts: pair i takes tiles i, i + pairs, ... Tiles go through the experts, in each through its rows of
+// A, and of these through its token tiles.
+struct grouped_scheduler {
+  int tiles, pieces, whole, tile, from, to;
+
+  __device__ __forceinline__ grouped_scheduler(const bsh_gemm_wide_args &args, const expert_rows &of, int row_blocks,
+                                               int pair)
+      : tiles(of.start(args.experts) * row_blocks), pieces(args.cut.pieces), whole(pair), tile(0), from(0), to(0) {}
+  __device__ __forceinline__ bool next() {
+    if (whole >= tiles) return false;
+    tile = whole, to = pieces, whole += gridDim.x / BSH_GEMM_WIDE_PAIR;
+    return true;
+  }
+};
+
+// Where a tile is: the first row of A of this block, the first token; of a stack also the expert, and the tokens from
+// the first to the expert's last.
+struct tile_place {
+  int row, token, expert, left;
+};
+
 // This thread block's place.
 struct wide_place {
   int rank; // in its pair, which is a cluster
@@ -50,6 +72,34 @@ struct wide_place {
   }
   template <int TOKENS> static __device__ __forceinline__ int token(const bsh_gemm_wide_cut &cut, int tile) {
     return tile % cut.token_tiles * TOKENS;
+  }
+  template <typename FORM>
+  static __device__ __forceinline__ expert_rows experts(const bsh_gemm_wide_args &args, uint32_t base) {
+    return expert_rows(base + bsh_gemm_wide_shared_bytes(FORM::TOKENS), args.experts);
+  }
+  // Pairs of blocks that span the rows of A.
+  template <typename FORM> static __device__ __forceinline__ int row_blocks(const bsh_gemm_wide_args &args) {
+    constexpr int ROWS = BSH_GEMM_WIDE_ROWS * BSH_GEMM_WIDE_PAIR;
+    return ((FORM::GRADIENT ? args.K : args.N) + ROWS - 1) / ROWS;
+  }
+  template <typename FORM>
+  __device__ __forceinline__ auto scheduler(const bsh_gemm_wide_args &args, uint32_t base) const {
+    if constexpr (FORM::GROUPED)
+      return grouped_scheduler(args, experts<FORM>(args, base), row_blocks<FORM>(args), pair);
+    else return wide_scheduler(args.cut, pair);
+  }
+  template <typename FORM>
+  __device__ __forceinline__ tile_place at(const bsh_gemm_wide_args &args, uint32_t base, int tile) const {
+    if constexpr (FORM::GROUPED) {
+      const expert_rows of = experts<FORM>(args, base);
+      const int blocks = row_blocks<FORM>(args), expert = of.of_group(tile / blocks), start = of.start(expert);
+      const int token_tiles = of.start(expert + 1) - start, i = tile - start * blocks, block = i / token_tiles;
+      const int token = of.begin(expert) + (i - block * token_tiles) * FORM::TOKENS;
+      return {(block * BSH_GEMM_WIDE_PAIR + rank) * BSH_GEMM_WIDE_ROWS, token, expert, of.end(expert) - token};
+    } else {
+      const int first = token<FORM::TOKENS>(args.cut, tile);
+      return {row(args.cut, tile), first, 0, args.M - first};
+    }
   }
   // This block's index, for sums and flags of pair `other`.
   __device__ __forceinline__ int block_of(int other) const { return other * BSH_GEMM_WIDE_PAIR + rank; }

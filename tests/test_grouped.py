@@ -239,6 +239,38 @@ def test_on_a_gpu(dtype, nested, monkeypatch):
 
 
 @needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["nested", "plain", "blocks of 128"])
+@pytest.mark.parametrize("kernel", ["gemv_4bit_grouped", "gemm_4bit_sm90_wide_grouped"])
+@pytest.mark.parametrize("E, N, K", [(8, 96, 128), (8, 384, 192), (5, 2880, 320), (33, 128, 2880), (40, 16, 4160)])
+def test_kernels_on_a_gpu(E, N, K, kernel, kind, dtype):
+    """The error rule, with offs that leave experts without rows, some with many, and rows of no expert; twice equal."""
+    index = ["gemv_4bit_grouped", "gemm_4bit_sm90_wide_grouped"].index(kernel)
+    _, packed, state = stack(E, N, K, blocksize=128 if "128" in kind else 64, nested=kind != "plain")
+    counts = torch.randint(0, 20, (E,), generator=torch.Generator().manual_seed(N))
+    counts[::3], counts[1] = 0, 300
+    offs = counts.cumsum(0).int()
+    generator = torch.Generator().manual_seed(K)
+    x, dy = (torch.randn(int(offs[-1]) + 5, width, generator=generator).to(dtype) for width in (K, N))
+    bias, of_dtype = torch.randn(E, N, generator=generator).to(dtype), copy.copy(state)
+    of_dtype.dtype = torch.float32
+    weights = functional.dequantize_4bit(packed, of_dtype)
+    there = copy.deepcopy(state).to("cuda")
+    settings = (state.blocksize, ops.FORMATS["nf4"], N, K, index)
+    arguments = on_gpu(x, offs, packed)
+    y, again = (ops.grouped_linear_4bit_fused(*arguments, *there.scales(), bias.cuda(), *settings) for _ in range(2))
+    expected = reference.grouped_linear_4bit(x, offs, weights, bias)
+    norms = reference.grouped_linear_4bit(x.double().square(), offs, weights.double().square(), bias.double().square())
+    assert ((y.cpu().double() - expected).abs() <= LINEAR_BOUND[dtype] * norms.sqrt()).all()
+    assert same_bytes(y, again) and not y[offs[-1] :].any()
+    if index:
+        dx = ops.grouped_linear_4bit_dgrad_fused(*on_gpu(dy, offs, packed), *there.scales(), *settings)
+        norms = reference.grouped_linear_4bit_dgrad(dy.double().square(), offs, weights.double().square())
+        wrong = (dx.cpu().double() - reference.grouped_linear_4bit_dgrad(dy, offs, weights)).abs()
+        assert (wrong <= LINEAR_BOUND[dtype] * norms.sqrt()).all() and not dx[offs[-1] :].any()
+
+
+@needs_gpu
 def test_on_a_gpu_as_a_graph():
     """Nothing waits for the host; other offs than those of the capture give other rows their experts."""
     _, packed, state = stack(8, 96, 128, nested=True, storage=torch.bfloat16)
@@ -267,7 +299,7 @@ def test_on_a_gpu_wrong_offs_read_nothing_beyond():
     there = copy.deepcopy(state).to("cuda")
     found = functional.grouped_linear_4bit(*on_gpu(x, wrong, packed), there)
     expected = functional.grouped_linear_4bit(x, wrong.clamp(0, len(x)).cummax(0).values, packed, state)
-    torch.testing.assert_close(found.cpu(), expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found.cpu(), expected, rtol=2e-2, atol=0.15)  # W is rounded to bf16 here or there
 
 
 @needs_gpu

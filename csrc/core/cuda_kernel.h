@@ -8,7 +8,11 @@
 #include <stdint.h>
 
 /* The fatbins: one per file of cuda/, symbol bsh_fatbin_<stem>. */
-#define BSH_FATBINS(X) X(blockwise) X(gemv_4bit) X(gemv_4bit_simt) X(gemm_4bit_sm90) X(gemm_4bit_sm90_wide) X(optimizer)
+#define BSH_FATBINS(X)                                                                                                 \
+  X(blockwise)                                                                                                         \
+  X(gemv_4bit)                                                                                                         \
+  X(gemv_4bit_grouped)                                                                                                 \
+  X(gemv_4bit_simt) X(gemm_4bit_sm90) X(gemm_4bit_sm90_wide) X(gemm_4bit_sm90_wide_grouped) X(optimizer)
 #define BSH_FATBIN_INDEX(stem) BSH_FATBIN_##stem,
 typedef enum { BSH_FATBINS(BSH_FATBIN_INDEX) BSH_FATBIN_COUNT } bsh_fatbin;
 #undef BSH_FATBIN_INDEX

@@ -3,7 +3,7 @@
 
 #include "core/arithmetic.h"
 
-static bsh_fused_args fused_args(const bsh_linear_4bit_args *const args, const bsh_fused_slice *const slice) {
+bsh_fused_args bsh_cuda_fused_args(const bsh_linear_4bit_args *const args, const bsh_fused_slice *const slice) {
   const bsh_weight *const weight = &args->weight;
   const bsh_scales *const scales = &weight->scales;
   return (bsh_fused_args){
@@ -47,7 +47,7 @@ static bsh_status launch_all(const bsh_fused_slice *const slice, bsh_fused_args 
 
 static bsh_status run_slice(const bsh_linear_4bit_args *const args, const bsh_fused_slice *const slice,
                             const bsh_cuda_context *const context) {
-  bsh_fused_args kernel_args = fused_args(args, slice);
+  bsh_fused_args kernel_args = bsh_cuda_fused_args(args, slice);
   bsh_cuda_scratch scratch = {0};
   if (slice->scratch_bytes > 0) {
     BSH_TRY(bsh_cuda_scratch_new(context, slice->scratch_bytes, &scratch));

@@ -12,29 +12,34 @@ static int32_t row_alignment(const void *const data, const int64_t ld, const bsh
 }
 static int32_t alignment(const void *const data) { return row_alignment(data, 0, BSH_F16); }
 
+bsh_facts bsh_cuda_facts(const bsh_linear_4bit_args *const args, const int32_t sm, const int32_t sms,
+                         const bsh_vendor vendor) {
+  const bsh_weight *const weight = &args->weight;
+  return (bsh_facts){.M = args->M,
+                     .N = args->N,
+                     .K = args->K,
+                     .blocksize = weight->blocksize,
+                     .workspace_bytes = bsh_cuda_workspace_bytes(),
+                     .direction = args->direction,
+                     .dtype = args->dtype,
+                     .format = weight->format,
+                     .nested = weight->scales.absmax == NULL,
+                     .x_alignment = row_alignment(args->x, args->ldx, args->dtype),
+                     .y_alignment = row_alignment(args->y, args->ldy, args->dtype),
+                     .packed_alignment = alignment(weight->packed),
+                     .code_alignment = alignment(weight->scales.absmax_code),
+                     .bias_alignment = args->bias != NULL ? alignment(args->bias) : 0,
+                     .sm = sm,
+                     .sms = sms,
+                     .image = bsh_image_here(sm),
+                     .tensor_maps = bsh_cuda_has_tensor_maps(),
+                     .vendor = vendor,
+                     .forced = bsh_forced_kernel(args->direction)};
+}
+
 bsh_status bsh_cuda_plan_linear_4bit(const char *const op, const bsh_linear_4bit_args *const args, const int32_t sm,
                                      const int32_t sms, const bsh_vendor vendor, bsh_plan *const plan) {
-  const bsh_weight *const weight = &args->weight;
-  const bsh_facts facts = {.M = args->M,
-                           .N = args->N,
-                           .K = args->K,
-                           .blocksize = weight->blocksize,
-                           .workspace_bytes = bsh_cuda_workspace_bytes(),
-                           .direction = args->direction,
-                           .dtype = args->dtype,
-                           .format = weight->format,
-                           .nested = weight->scales.absmax == NULL,
-                           .x_alignment = row_alignment(args->x, args->ldx, args->dtype),
-                           .y_alignment = row_alignment(args->y, args->ldy, args->dtype),
-                           .packed_alignment = alignment(weight->packed),
-                           .code_alignment = alignment(weight->scales.absmax_code),
-                           .bias_alignment = args->bias != NULL ? alignment(args->bias) : 0,
-                           .sm = sm,
-                           .sms = sms,
-                           .image = bsh_image_here(sm),
-                           .tensor_maps = bsh_cuda_has_tensor_maps(),
-                           .vendor = vendor,
-                           .forced = bsh_forced_kernel(args->direction)};
+  const bsh_facts facts = bsh_cuda_facts(args, sm, sms, vendor);
   return bsh_plan_linear_4bit(op, &facts, plan);
 }
 

@@ -10,6 +10,9 @@
 #include "gpu/panels.h"
 #include "plan/plan.h"
 
+/* What is known of a product on a GPU of `sms` multiprocessors. */
+bsh_facts bsh_cuda_facts(const bsh_linear_4bit_args *args, int32_t sm, int32_t sms, bsh_vendor vendor);
+
 /* The plan of a product on a GPU of `sms` multiprocessors; `vendor` would multiply panels. y may be NULL: it will
  * then begin at a multiple of 16 bytes. */
 bsh_status bsh_cuda_plan_linear_4bit(const char *op, const bsh_linear_4bit_args *args, int32_t sm, int32_t sms,

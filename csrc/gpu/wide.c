@@ -2,6 +2,7 @@
 #include "gpu/wide.h"
 
 #include "core/arithmetic.h"
+#include "core/stack.h"
 
 static bsh_gemm_wide_args wide_args(const bsh_linear_4bit_args *const args, const bsh_fused_slice *const slice) {
   const bsh_weight *const weight = &args->weight;
@@ -28,9 +29,10 @@ static bsh_gemm_wide_args wide_args(const bsh_linear_4bit_args *const args, cons
   };
 }
 
-/* Half of a tile's tokens by 64 of depth; 128 rows of W by 64 packed bytes. */
-static bsh_status make_maps(const bsh_linear_4bit_args *const args, const bsh_fused_slice *const slice,
-                            const bsh_cuda_context *const context, bsh_tensor_map *const x, bsh_tensor_map *const w) {
+/* Half of a tile's tokens by 64 of depth; 128 rows of W, of all `experts`, by 64 packed bytes. */
+static bsh_status make_maps(const bsh_linear_4bit_args *const args, const int64_t experts,
+                            const bsh_fused_slice *const slice, const bsh_cuda_context *const context,
+                            bsh_tensor_map *const x, bsh_tensor_map *const w) {
   const bsh_map_of of_x = {.data = args->x,
                            .rows = args->M,
                            .columns = args->direction == BSH_FORWARD ? args->K : args->N,
@@ -39,7 +41,7 @@ static bsh_status make_maps(const bsh_linear_4bit_args *const args, const bsh_fu
                            .box_columns = BSH_UNIT,
                            .type = args->dtype == BSH_F16 ? BSH_MAP_F16 : BSH_MAP_BF16};
   const bsh_map_of of_w = {.data = args->weight.packed,
-                           .rows = args->N,
+                           .rows = experts * args->N,
                            .columns = args->K / 2,
                            .row_bytes = args->K / 2,
                            .box_rows = BSH_GEMM_WIDE_ROWS,
@@ -64,7 +66,7 @@ static bsh_status run_slice(const bsh_linear_4bit_args *const all, const int64_t
   const bsh_linear_4bit_args part = rows_of(all, m, slice->rows);
   bsh_gemm_wide_args args = wide_args(&part, slice);
   bsh_tensor_map x, w;
-  BSH_TRY(make_maps(&part, slice, context, &x, &w));
+  BSH_TRY(make_maps(&part, 1, slice, context, &x, &w));
   bsh_cuda_scratch scratch = {0};
   if (slice->scratch_bytes > 0) {
     BSH_TRY(bsh_cuda_scratch_new(context, slice->scratch_bytes, &scratch));
@@ -81,4 +83,17 @@ bsh_status bsh_cuda_wide(const bsh_linear_4bit_args *const args, const bsh_plan 
   const int64_t rows = plan->slice.rows, left = plan->n_slices * rows;
   for (int64_t m = 0; m < left; m += rows) BSH_TRY(run_slice(args, m, &plan->slice, context));
   return plan->rest.rows == 0 ? BSH_OK : run_slice(args, left, &plan->rest, context);
+}
+
+bsh_status bsh_cuda_wide_grouped(const bsh_grouped_linear_4bit_args *const all, const bsh_fused_slice *const slice,
+                                 const bsh_cuda_context *const context) {
+  const bsh_weight *const stack = &all->rows.weight;
+  bsh_gemm_wide_args args = wide_args(&all->rows, slice);
+  bsh_tensor_map x, w;
+  args.offs = all->offs;
+  args.experts = (int32_t)all->E;
+  args.expert_blocks = (int32_t)(stack->n / all->E / stack->blocksize);
+  args.expert_scales2 = (int32_t)bsh_expert_scales2(stack->n, all->E, stack->blocksize);
+  BSH_TRY(make_maps(&all->rows, all->E, slice, context, &x, &w));
+  return launch(slice, &x, &w, &args, context);
 }

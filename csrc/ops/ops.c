@@ -9,6 +9,7 @@
 
 #include "core/packed.h"
 #include "cpu/cpu.h"
+#include "gpu/grouped.h"
 #include "gpu/linear.h"
 #include "gpu/ops.h"
 #include "torch/gemm.h"
@@ -38,12 +39,19 @@
     "(Tensor g, Tensor(a!) p, Tensor(b!) state1, Tensor(c!) state2, Tensor qmap1, Tensor qmap2, Tensor(d!) absmax1, "  \
     "Tensor(e!) absmax2, " STEP_ARGUMENTS ", float gnorm_scale, bool skip_zeros, int blocksize) -> ()")
 
-/* Those of a stack of weights: in C for the CPU, for CUDA by panels in Python (python/bitshard/grouped.py). */
+/* Those of a stack of weights: in C for the CPU, for CUDA in Python (python/bitshard/grouped.py), by panels or by the
+ * op behind them. */
 #define BSH_CPU_OPS(X)                                                                                                 \
   X(grouped_linear_4bit, 8,                                                                                            \
     "(Tensor x, Tensor offs, " WEIGHT_ARGUMENTS ", Tensor bias, int blocksize, int format, int N, int K) -> Tensor")   \
   X(grouped_linear_4bit_dgrad, 7,                                                                                      \
     "(Tensor dy, Tensor offs, " WEIGHT_ARGUMENTS ", int blocksize, int format, int N, int K) -> Tensor")
+#define BSH_CUDA_OPS(X)                                                                                                \
+  X(grouped_linear_4bit_fused, 8,                                                                                      \
+    "(Tensor x, Tensor offs, " WEIGHT_ARGUMENTS                                                                        \
+    ", Tensor bias, int blocksize, int format, int N, int K, int kernel) -> Tensor")                                   \
+  X(grouped_linear_4bit_dgrad_fused, 7,                                                                                \
+    "(Tensor dy, Tensor offs, " WEIGHT_ARGUMENTS ", int blocksize, int format, int N, int K, int kernel) -> Tensor")
 
 /* Leaves the op: computes with args on the device of `like`. The sizes are for messages. */
 #define COMPUTE(name, like, size0, size1, size2, args)                                                                 \
@@ -342,9 +350,22 @@ static bsh_status read_stack(bsh_call *const call, const int ints, bsh_tensor *c
   return data_of(call, &offs, "offs", bsh_torch.dtype_int32, args->E, packed, (void **)(uintptr_t)&args->offs);
 }
 
+static bsh_status run_grouped(const bsh_call *const call, const bsh_grouped_linear_4bit_args *const args,
+                              const int64_t kernel, const int32_t device) {
+  if (kernel < 0 || kernel >= BSH_GROUPED_panels)
+    return bsh_fail(BSH_BAD_VALUE, "%s: kernel %" PRId64 ", expected 0 to %d", call->op, kernel,
+                    BSH_GROUPED_panels - 1);
+  bsh_cuda_context context;
+  BSH_TRY(bsh_cuda_enter(&context, call->op, device, args->rows.M, args->rows.N, args->rows.K));
+  const bsh_status computed = bsh_cuda_grouped_linear_4bit(args, (bsh_grouped_kernel)kernel, &context);
+  bsh_cuda_leave(&context);
+  return computed;
+}
+
 /* Of a product whose stack was read into args: its input `argument` [S, width] at stack[0], bias [E, N], its result. */
 static bsh_status compute_grouped(bsh_call *const call, const char *const argument, const bsh_tensor *const packed,
-                                  const bsh_tensor *const bias, bsh_grouped_linear_4bit_args *const args) {
+                                  const bsh_tensor *const bias, const int64_t kernel,
+                                  bsh_grouped_linear_4bit_args *const args) {
   bsh_linear_4bit_args *const rows = &args->rows;
   bsh_tensor x, y;
   BSH_TRY(read_activation(call, argument, rows->ldx, &x, &rows->dtype, &rows->M));
@@ -354,25 +375,36 @@ static bsh_status compute_grouped(bsh_call *const call, const char *const argume
   rows->x = x.data;
   rows->y = y.data;
   bsh_call_compute(call);
-  return y.numel == 0 ? BSH_OK : bsh_cpu_grouped_linear_4bit(args, &cpu_gemm);
+  if (y.numel == 0) return BSH_OK;
+  return bsh_on_cuda(&x) ? run_grouped(call, args, kernel, x.device_index)
+                         : bsh_cpu_grouped_linear_4bit(args, &cpu_gemm);
 }
 
-static bsh_status bsh_op_grouped_linear_4bit(bsh_call *const call) {
+/* kernel: of BSH_GROUPED_KERNELS, on a GPU. */
+static bsh_status grouped_forward(bsh_call *const call, const int64_t kernel) {
   const int64_t N = bsh_call_int(call, 10), K = bsh_call_int(call, 11);
   bsh_grouped_linear_4bit_args args = {.rows = {.N = N, .K = K, .ldx = K, .ldy = N, .direction = BSH_FORWARD}};
   bsh_tensor packed, bias;
   BSH_TRY(read_stack(call, 8, &packed, &args));
   BSH_TRY(bsh_call_tensor(call, 7, &bias));
-  return compute_grouped(call, "x", &packed, &bias, &args);
+  return compute_grouped(call, "x", &packed, &bias, kernel, &args);
+}
+static bsh_status bsh_op_grouped_linear_4bit(bsh_call *const call) { return grouped_forward(call, -1); }
+static bsh_status bsh_op_grouped_linear_4bit_fused(bsh_call *const call) {
+  return grouped_forward(call, bsh_call_int(call, 12));
 }
 
-static bsh_status bsh_op_grouped_linear_4bit_dgrad(bsh_call *const call) {
+static bsh_status grouped_dgrad(bsh_call *const call, const int64_t kernel) {
   const int64_t N = bsh_call_int(call, 9), K = bsh_call_int(call, 10);
   bsh_grouped_linear_4bit_args args = {.rows = {.N = N, .K = K, .ldx = N, .ldy = K, .direction = BSH_INPUT_GRADIENT}};
   const bsh_tensor no_bias = {0};
   bsh_tensor packed;
   BSH_TRY(read_stack(call, 7, &packed, &args));
-  return compute_grouped(call, "dy", &packed, &no_bias, &args);
+  return compute_grouped(call, "dy", &packed, &no_bias, kernel, &args);
+}
+static bsh_status bsh_op_grouped_linear_4bit_dgrad(bsh_call *const call) { return grouped_dgrad(call, -1); }
+static bsh_status bsh_op_grouped_linear_4bit_dgrad_fused(bsh_call *const call) {
+  return grouped_dgrad(call, bsh_call_int(call, 11));
 }
 
 /* ---- checksum ---- */
@@ -406,6 +438,7 @@ static bsh_status bsh_op_checksum(bsh_call *const call) {
   }
 BSH_OPS(BOXED)
 BSH_CPU_OPS(BOXED)
+BSH_CUDA_OPS(BOXED)
 #undef BOXED
 
 static void torch_threads(const int64_t begin, const int64_t end, const int64_t grain, const bsh_range_function fn,
@@ -418,6 +451,7 @@ static AOTITorchError define_ops(const TorchLibraryHandle library) {
 #define DEFINE(name, tensors, schema) error |= bsh_torch.aoti_torch_library_def(library, #name schema);
   BSH_OPS(DEFINE)
   BSH_CPU_OPS(DEFINE)
+  BSH_CUDA_OPS(DEFINE)
 #undef DEFINE
   return error;
 }
@@ -428,8 +462,11 @@ static AOTITorchError implement_ops(const char *const key, const bool cpu) {
   if (error != 0) return error;
 #define IMPLEMENT(name, tensors, schema) error |= bsh_torch.aoti_torch_library_impl(library, #name, name##_boxed);
   BSH_OPS(IMPLEMENT)
-  if (!cpu) return error;
-  BSH_CPU_OPS(IMPLEMENT)
+  if (cpu) {
+    BSH_CPU_OPS(IMPLEMENT)
+  } else {
+    BSH_CUDA_OPS(IMPLEMENT)
+  }
 #undef IMPLEMENT
   return error;
 }

@@ -103,6 +103,10 @@ static best_cut cut_rows(const bsh_facts *const facts, const int64_t rows_of_x) 
   return best;
 }
 
+double bsh_plan_wide_piece_nanoseconds(const int32_t form, const bsh_facts *const facts) {
+  return piece_ns[form][facts->direction != BSH_FORWARD ? 2 : facts->dtype == BSH_F16];
+}
+
 double bsh_plan_wide_nanoseconds(const bsh_facts *const facts) {
   const int64_t rows = min_i64(facts->M, SLICE_ROWS);
   return (double)facts->M / (double)rows * (double)cut_rows(facts, rows).ns;

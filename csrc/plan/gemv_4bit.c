@@ -88,8 +88,7 @@ static int form_of(const division *const d) {
   return form;
 }
 
-/* Nested scales, one a unit, whose codes a lane reads together: of two units where a warp has 8. */
-static bool reads_codes_together(const bsh_facts *const facts, const int32_t units) {
+bool bsh_gemv_reads_codes_together(const bsh_facts *const facts, const int32_t units) {
   if (!facts->nested || facts->blocksize != 64) return false;
   return units == 4 || (facts->K / BSH_UNIT % 2 == 0 && facts->code_alignment >= 2);
 }
@@ -108,7 +107,7 @@ static void cut(const bsh_facts *const facts, bsh_fused_slice *const slice) {
                                .steps = (int32_t)divide_up(team_tiles, d.row_groups),
                                .longer_steps = (int32_t)divide_up(team_tiles + 1, d.row_groups)};
   slice->block_shift = __builtin_ctzll((uint64_t)facts->blocksize / BSH_UNIT);
-  slice->product.kernel = &kernels[f16][form_of(&d)][!reads_codes_together(facts, d.units)];
+  slice->product.kernel = &kernels[f16][form_of(&d)][!bsh_gemv_reads_codes_together(facts, d.units)];
   slice->product.shape =
       (bsh_cuda_launch_shape){.grid = {(uint32_t)(d.teams * d.k_splits), (uint32_t)d.token_groups, 1},
                               .block = {(uint32_t)(BSH_WARP * d.k_warps * d.row_groups), 1, 1},

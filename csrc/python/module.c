@@ -114,6 +114,8 @@ static PyMethodDef methods[] = {
     {"isas", isas, METH_NOARGS, "isas(): instruction sets usable on this CPU, worst first."},
     {"set_isa", set_isa, METH_VARARGS, "set_isa(name): use the CPU kernels of another instruction set of isas()."},
     {"cuda_state", cuda_state, METH_NOARGS, "cuda_state(): what the CUDA half was built for and what the driver says."},
+    {"plan_grouped_linear_4bit", (PyCFunction)(void (*)(void))bsh_module_plan_grouped, METH_VARARGS | METH_KEYWORDS,
+     "The kernel of a grouped product on a GPU; see _C.pyi."},
     {"plan_linear_4bit", (PyCFunction)(void (*)(void))bsh_module_plan, METH_VARARGS | METH_KEYWORDS,
      "plan_linear_4bit(M, N, K, dtype, sm, sms, *, ...): how a GPU would compute the product, a dict."},
     {"force_kernel", bsh_module_force_kernel, METH_VARARGS,

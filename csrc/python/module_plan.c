@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "core/packed.h"
+#include "plan/grouped.h"
 #include "plan/plan.h"
 
 static const char *const vendors[] = {
@@ -161,6 +162,24 @@ PyObject *bsh_module_plan(PyObject *const module, PyObject *const args, PyObject
                          (long long)plan.vendor_bytes, "slices", slices);
   Py_XDECREF(slices);
   return NULL;
+}
+
+/* The arguments of a plan, E before them. */
+PyObject *bsh_module_plan_grouped(PyObject *const module, PyObject *const args, PyObject *const keywords) {
+  (void)module;
+  bsh_facts facts;
+  bsh_grouped_plan plan;
+  const Py_ssize_t count = PyTuple_Size(args);
+  const long long E = count > 0 ? PyLong_AsLongLong(PyTuple_GetItem(args, 0)) : 0;
+  if (E == -1 && PyErr_Occurred() != NULL) return NULL;
+  if (E < 1 || E > INT32_MAX) return PyErr_Format(PyExc_ValueError, "%lld experts, expected 1 to 2^31 - 1", E);
+  PyObject *const others = PyTuple_GetSlice(args, 1, count);
+  const bool read = others != NULL && read_facts(others, keywords, &facts);
+  Py_XDECREF(others);
+  if (!read) return NULL;
+  bsh_plan_grouped_linear_4bit(&facts, E, &plan);
+  return Py_BuildValue("{s:s,s:i,s:L,s:N}", "kernel", bsh_grouped_kernel_name(plan.kernel), "index", (int)plan.kernel,
+                       "panel_experts", (long long)plan.panel_experts, "launch", launch_dict(&plan.slice.product));
 }
 
 PyObject *bsh_module_force_kernel(PyObject *const module, PyObject *const args) {

@@ -37,6 +37,15 @@ def kernel_image(architectures: str, sm: int, /) -> tuple[int, bool]:
     """Of a build for `architectures` ("80,90a,compute_80"), what a GPU `sm` loads: 10 * major + minor that it was
     compiled for (0: nothing loads), and whether it is code for this one GPU generation ("90a")."""
 
+def plan_grouped_linear_4bit(
+    E: int, M: int, N: int, K: int, dtype: int, sm: int, sms: int, /, **options: Any
+) -> dict[str, Any]:
+    """The same of a stack of E weights [N, K] and M rows in all; the alignments are those of the whole stack.
+
+    "kernel": "gemv_4bit_grouped", "gemm_4bit_sm90_wide_grouped" or "panels", "index": of it, as the fused ops take it;
+    "panel_experts": dequantized at a time; "launch": of the kernel, or None.
+    """
+
 def plan_linear_4bit(
     M: int,
     N: int,

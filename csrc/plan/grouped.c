@@ -1,0 +1,152 @@
+/* plan/grouped.c - see plan/grouped.h. */
+#include "plan/grouped.h"
+
+#include "core/arithmetic.h"
+#include "cuda/gemm_4bit_sm90_wide.h"
+#include "cuda/gemv_4bit_grouped.h"
+#include "plan/kernel.h"
+
+#define KERNEL_NAME(name) #name,
+static const char *const names[BSH_GROUPED_COUNT] = {BSH_GROUPED_KERNELS(KERNEL_NAME)};
+
+const char *bsh_grouped_kernel_name(const bsh_grouped_kernel kernel) { return names[kernel]; }
+
+/* ---- few rows ---- */
+
+/* Groups of 16 rows where experts have that many; where K is long, registers hold 8 rows of it. */
+static int32_t token_tiles_of(const bsh_facts *const facts, const int64_t E) {
+  enum { ROWS_FOR_16 = 10 };
+  const int64_t longest = (int64_t)BSH_PIECE_UNITS * bsh_gemv_warps(facts->image.arch) * BSH_UNIT;
+  return facts->M > ROWS_FOR_16 * E && facts->K <= longest ? 2 : 1;
+}
+
+/* Units of K of a warp, so that the warps of a block span K. */
+static int32_t units_of(const bsh_facts *const facts) {
+  return facts->K / BSH_UNIT > (int64_t)BSH_PIECE_UNITS * bsh_gemv_warps(facts->image.arch) ? 2 * BSH_PIECE_UNITS
+                                                                                            : BSH_PIECE_UNITS;
+}
+
+static const char *gemv_refuses(const bsh_facts *const facts, const int64_t E) {
+  const int32_t arch = facts->image.arch;
+  if (!bsh_is_wide(arch)) return "needs code for sm_90 or newer";
+  const char *const reason = bsh_plan_gemv_4bit.refuses(facts);
+  if (reason != NULL) return reason;
+  if (facts->K / BSH_UNIT > (int64_t)2 * BSH_PIECE_UNITS * bsh_gemv_warps(arch))
+    return "K is longer than a block holds";
+  if (E > BSH_GROUPED_EXPERTS) return "more than 2048 experts";
+  if (facts->y_alignment < 16) return "rows of y are not 16-byte aligned";
+  const int64_t groups = facts->M / 8 + min_i64(facts->M, E);
+  return groups > INT32_MAX / (facts->N / BSH_ROW_TILE) ? "more tiles than 32-bit numbers" : NULL;
+}
+
+#define GROUPED_KERNEL(NAME) {.fatbin = BSH_FATBIN_gemv_4bit_grouped, .name = NAME}
+#define GROUPED_BF16(form, tiles, units)                                                                               \
+  {GROUPED_KERNEL("gemv_4bit_grouped_bf16_" #form), GROUPED_KERNEL("gemv_4bit_grouped_bf16_" #form "_any")},
+#define GROUPED_F16(form, tiles, units)                                                                                \
+  {GROUPED_KERNEL("gemv_4bit_grouped_f16_" #form), GROUPED_KERNEL("gemv_4bit_grouped_f16_" #form "_any")},
+#define GROUPED_TILES(form, tiles, units) {tiles, units},
+enum { FORMS = 3 };
+static const int32_t forms[FORMS][2] = {BSH_GROUPED_GEMV_FORMS(GROUPED_TILES)};
+static bsh_cuda_kernel kernels[2][FORMS][2] = {{BSH_GROUPED_GEMV_FORMS(GROUPED_BF16)},
+                                               {BSH_GROUPED_GEMV_FORMS(GROUPED_F16)}};
+
+static bsh_cuda_kernel *kernel_of(const bsh_facts *const facts, const int32_t token_tiles, const int32_t units) {
+  int form = 0;
+  while (forms[form][0] != token_tiles || forms[form][1] != units) form++;
+  return &kernels[facts->dtype == BSH_F16][form][!bsh_gemv_reads_codes_together(facts, units)];
+}
+
+static void cut_gemv(const bsh_facts *const facts, const int64_t E, bsh_fused_slice *const slice) {
+  const int32_t warps = bsh_gemv_warps(facts->image.arch), units = units_of(facts);
+  const int32_t token_tiles = token_tiles_of(facts, E);
+  const int32_t k_warps = (int32_t)divide_up(facts->K / BSH_UNIT, units);
+  const int32_t row_groups = (int32_t)min_i64(warps / k_warps, facts->N / BSH_ROW_TILE);
+  slice->rows = facts->M;
+  slice->block_shift = __builtin_ctzll((uint64_t)facts->blocksize / BSH_UNIT);
+  slice->cut = (bsh_fused_cut){.k_splits = 1,
+                               .k_warps = k_warps,
+                               .row_groups = row_groups,
+                               .group_of_warp = (int32_t)divide_up(1 << 16, k_warps)};
+  slice->product.kernel = kernel_of(facts, token_tiles, units);
+  slice->product.shape = (bsh_cuda_launch_shape){.grid = {(uint32_t)facts->sms, 1, 1},
+                                                 .block = {(uint32_t)(BSH_WARP * k_warps * row_groups), 1, 1},
+                                                 .cluster = 1,
+                                                 .shared_bytes = bsh_gemv_shared_bytes(facts->image.arch, token_tiles),
+                                                 .overlap = true};
+}
+
+/* ---- many rows ---- */
+
+static const char *wide_refuses(const bsh_facts *const facts, const int64_t E) {
+  const char *const reason = bsh_plan_gemm_4bit_sm90_wide.refuses(facts);
+  if (reason != NULL) return reason;
+  if (E > BSH_GEMM_WIDE_EXPERTS) return "more than 512 experts";
+  if (facts->N % 8 || facts->y_alignment < 16) return "rows of y are not 16-byte aligned";
+  const int64_t tiles = (facts->M / 128 + min_i64(facts->M, E)) * divide_up(facts->N + facts->K, BSH_GEMM_WIDE_ROWS);
+  return E * facts->N > INT32_MAX || tiles > INT32_MAX || facts->M > INT32_MAX ? "more than 32-bit numbers count"
+                                                                               : NULL;
+}
+
+#define WIDE_KERNEL(NAME) {.fatbin = BSH_FATBIN_gemm_4bit_sm90_wide_grouped, .name = NAME}
+#define WIDE_FORM(form, tokens)                                                                                        \
+  {{WIDE_KERNEL("gemm_wide_grouped_bf16_" #form), WIDE_KERNEL("gemm_wide_grouped_dgrad_bf16_" #form)},                 \
+   {WIDE_KERNEL("gemm_wide_grouped_f16_" #form), WIDE_KERNEL("gemm_wide_grouped_dgrad_f16_" #form)}},
+static bsh_cuda_kernel wide_kernels[][2][2] = {BSH_GEMM_WIDE_FORMS(WIDE_FORM)}; /* [form][dtype][direction] */
+#define WIDE_TOKENS(form, tokens) tokens,
+static const int32_t form_tokens[] = {BSH_GEMM_WIDE_FORMS(WIDE_TOKENS)};
+enum { WIDE_FORMS = sizeof form_tokens / sizeof *form_tokens };
+
+/* The form whose tiles of an average expert take least, where the last tile of an expert is half full on average. */
+static int32_t wide_form_of(const bsh_facts *const facts, const int64_t E) {
+  int32_t best = 0;
+  double least = 0;
+  for (int32_t form = 0; form < WIDE_FORMS; form++) {
+    const double tiles = (double)facts->M / (double)E / form_tokens[form] + 0.5;
+    const double time = (tiles > 1 ? tiles : 1) * bsh_plan_wide_piece_nanoseconds(form, facts);
+    if (form == 0 || time < least) best = form, least = time;
+  }
+  return best;
+}
+
+static void cut_wide(const bsh_facts *const facts, const int64_t E, bsh_fused_slice *const slice) {
+  const bool gradient = facts->direction == BSH_INPUT_GRADIENT;
+  const int32_t form = wide_form_of(facts, E);
+  slice->rows = facts->M;
+  slice->block_shift = __builtin_ctzll((uint64_t)facts->blocksize / BSH_UNIT);
+  slice->wide = (bsh_gemm_wide_cut){
+      .tokens = form_tokens[form],
+      .pieces = (int32_t)divide_up(gradient ? facts->N : facts->K, BSH_GEMM_WIDE_PIECE),
+  };
+  slice->product.kernel = &wide_kernels[form][facts->dtype == BSH_F16][gradient];
+  slice->product.shape =
+      (bsh_cuda_launch_shape){.grid = {(uint32_t)(facts->sms / BSH_GEMM_WIDE_PAIR * BSH_GEMM_WIDE_PAIR), 1, 1},
+                              .block = {BSH_GEMM_WIDE_THREADS, 1, 1},
+                              .cluster = BSH_GEMM_WIDE_PAIR,
+                              .shared_bytes = bsh_gemm_wide_grouped_bytes(form_tokens[form], BSH_GEMM_WIDE_EXPERTS),
+                              .overlap = true};
+}
+
+/* ---- which ---- */
+
+const char *bsh_grouped_refuses(const bsh_grouped_kernel kernel, const bsh_facts *const facts, const int64_t E) {
+  return kernel == BSH_GROUPED_gemv_4bit_grouped ? gemv_refuses(facts, E) : wide_refuses(facts, E);
+}
+
+void bsh_cut_grouped(const bsh_grouped_kernel kernel, const bsh_facts *const facts, const int64_t E,
+                     bsh_fused_slice *const slice) {
+  if (kernel == BSH_GROUPED_gemv_4bit_grouped) cut_gemv(facts, E, slice);
+  else cut_wide(facts, E, slice);
+}
+
+/* Rows of an expert, on average, up to which gemv_4bit_grouped is faster than gemm_4bit_sm90_wide_grouped: rows of
+ * benchmarks/results/experts_h200_202611.md. */
+enum { GEMV_ROWS = 24 };
+
+void bsh_plan_grouped_linear_4bit(const bsh_facts *const facts, const int64_t E, bsh_grouped_plan *const plan) {
+  const int64_t expert_bytes = facts->N * facts->K * dtype_size(facts->dtype);
+  *plan = (bsh_grouped_plan){.kernel = BSH_GROUPED_panels};
+  plan->panel_experts = min_i64(E, facts->workspace_bytes > expert_bytes ? facts->workspace_bytes / expert_bytes : 1);
+  if (facts->M <= GEMV_ROWS * E && gemv_refuses(facts, E) == NULL) plan->kernel = BSH_GROUPED_gemv_4bit_grouped;
+  else if (wide_refuses(facts, E) == NULL) plan->kernel = BSH_GROUPED_gemm_4bit_sm90_wide_grouped;
+  if (plan->kernel != BSH_GROUPED_panels) bsh_cut_grouped(plan->kernel, facts, E, &plan->slice);
+}
