@@ -4,7 +4,8 @@
 //                     |
 //                     v   groups x row tiles of W, in this order, cut evenly among the blocks
 //   a segment: one group of rows of one expert, some of its row tiles
-//                     |   gemv_4bit.cuh: x in registers, W through rings, sums meet in shared memory
+//                     |   gemv_4bit.cuh: x in registers, W through rings, sums meet in shared memory; where K is longer
+//                     |   than a block holds, the blocks of a cluster have a part each, and join them in args.partial
 //                     v
 //   y                     rows behind the last expert's: zero
 //
@@ -34,7 +35,6 @@ __device__ __forceinline__ bsh_fused_args of_expert(const bsh_grouped_gemv_args 
   args.y = static_cast<T *>(args.y) + first * args.ldy;
   if (args.bias) args.bias = static_cast<const T *>(args.bias) + (int64_t)expert * args.N;
   args.M = rows;
-  args.cut.k_splits = 1;
   return args;
 }
 
@@ -59,7 +59,7 @@ __device__ __forceinline__ void multiply_segment(const bsh_fused_args &args, con
 
 template <typename T, int TOKEN_TILES, int UNITS, scale_kind KIND>
 __device__ __forceinline__ void gemv_grouped(const bsh_grouped_gemv_args &args) {
-  constexpr int TOKENS = TOKEN_TILES * 8;
+  constexpr int TOKENS = TOKEN_TILES * 8, TILE = TOKEN_TILES * 128;
   static_assert(BSH_MAP_BYTES + bsh_gemv_sums_bytes(ARCH, TOKEN_TILES) <= BSH_GROUPED_ENDS_AT, "the sums end below");
   extern __shared__ __align__(1024) char memory[];
   const shared_layout shared = lay_out<TOKEN_TILES>(memory);
@@ -74,15 +74,16 @@ __device__ __forceinline__ void gemv_grouped(const bsh_grouped_gemv_args &args) 
   __syncthreads();
   clear_rows<T>(args.rows.y, args.rows.ldy, args.rows.N, of.end(args.experts - 1), args.rows.M);
 
+  const int splits = args.rows.cut.k_splits, team = blockIdx.x / splits, teams = gridDim.x / splits;
   place p;
   p.lane = threadIdx.x & 31, p.warp = threadIdx.x >> 5, p.g = p.lane >> 2, p.c = p.lane & 3;
-  p.split = 0;
+  p.split = blockIdx.x - team * splits;
   p.row_groups = args.rows.cut.row_groups;
   p.group = p.warp * args.rows.cut.group_of_warp >> 16;
-  p.first_unit = (p.warp - p.group * args.rows.cut.k_warps) * UNITS;
+  p.first_unit = (p.split * args.rows.cut.k_warps + p.warp - p.group * args.rows.cut.k_warps) * UNITS;
   const int64_t all = (int64_t)of.start(args.experts) * tiles; // below 2^31
-  int at = all * blockIdx.x / gridDim.x, half = 0;
-  const int end = all * (blockIdx.x + 1) / gridDim.x;
+  int at = all * team / teams, half = 0;
+  const int end = all * (team + 1) / teams;
   while (at < end) {
     const int group = at / tiles;
     p.tile_begin = at - group * tiles;
@@ -91,8 +92,16 @@ __device__ __forceinline__ void gemv_grouped(const bsh_grouped_gemv_args &args) 
     at += p.tile_end - p.tile_begin;
     const int expert = of.of_group(group);
     const int first = of.begin(expert) + (group - of.start(expert)) * TOKENS;
-    const bsh_fused_args own = of_expert<T>(args, expert, first, min(TOKENS, of.end(expert) - first));
+    bsh_fused_args own = of_expert<T>(args, expert, first, min(TOKENS, of.end(expert) - first));
+    own.partial += (int64_t)team * tiles * splits * TILE;
     multiply_segment<T, TOKEN_TILES, UNITS, KIND>(own, p, shared, half);
+#if __CUDA_ARCH__ >= 900
+    if (splits == 1) continue;
+    cluster_sync(); // the sums of all parts of K are written
+    join_splits<T, TOKEN_TILES>(own, p.tile_begin, p.split * blockDim.x + threadIdx.x,
+                                (p.tile_end - p.tile_begin) * TILE, splits * blockDim.x);
+    cluster_sync(); // and read, before the next segment's
+#endif
   }
 }
 

@@ -13,7 +13,7 @@
 enum { BSH_GROUPED_EXPERTS = 2048, BSH_GROUPED_ENDS_AT = 40 << 10 };
 
 typedef struct {
-  bsh_fused_args rows; /* of expert 0; M: rows of x; cut: k_warps, row_groups and group_of_warp */
+  bsh_fused_args rows; /* of expert 0; M: rows of x; cut: k_splits, k_warps, row_groups, group_of_warp */
   const int32_t *offs; /* [experts] */
   int64_t expert_bytes;
   int32_t experts, expert_blocks, expert_scales2; /* of each: blocks and second-level scales */

@@ -8,7 +8,7 @@ import reference
 import torch
 from bitshard import autograd, functional, grouped, kinds, ops
 from bitshard.state import QuantState
-from cases import DTYPES, FORMATS, LINEAR_BOUND
+from cases import DTYPES, FORMATS, LINEAR_BOUND, ROUNDING
 from helpers.bytes import same_bytes
 
 COUNTS = [0, 1, 20, 3, 7, 0, 17, 2]  # rows of each expert: none, few, more than are decoded in registers
@@ -242,7 +242,9 @@ def test_on_a_gpu(dtype, nested, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["nested", "plain", "blocks of 128"])
 @pytest.mark.parametrize("kernel", ["gemv_4bit_grouped", "gemm_4bit_sm90_wide_grouped"])
-@pytest.mark.parametrize("E, N, K", [(8, 96, 128), (8, 384, 192), (5, 2880, 320), (33, 128, 2880), (40, 16, 4160)])
+@pytest.mark.parametrize(
+    "E, N, K", [(8, 96, 128), (8, 384, 192), (5, 2880, 320), (33, 128, 2880), (40, 16, 4160), (4, 64, 9216)]
+)
 def test_kernels_on_a_gpu(E, N, K, kernel, kind, dtype):
     """The error rule, with offs that leave experts without rows, some with many, and rows of no expert; twice equal."""
     index = ["gemv_4bit_grouped", "gemm_4bit_sm90_wide_grouped"].index(kernel)
@@ -261,13 +263,18 @@ def test_kernels_on_a_gpu(E, N, K, kernel, kind, dtype):
     y, again = (ops.grouped_linear_4bit_fused(*arguments, *there.scales(), bias.cuda(), *settings) for _ in range(2))
     expected = reference.grouped_linear_4bit(x, offs, weights, bias)
     norms = reference.grouped_linear_4bit(x.double().square(), offs, weights.double().square(), bias.double().square())
-    assert ((y.cpu().double() - expected).abs() <= LINEAR_BOUND[dtype] * norms.sqrt()).all()
+
+    def right(found, expected, norms):
+        allowed = LINEAR_BOUND[dtype] * norms.sqrt() + ROUNDING[dtype] * expected.abs()
+        return ((found.cpu().double() - expected).abs() <= allowed).all()
+
+    assert right(y, expected, norms)
     assert same_bytes(y, again) and not y[offs[-1] :].any()
     if index:
         dx = ops.grouped_linear_4bit_dgrad_fused(*on_gpu(dy, offs, packed), *there.scales(), *settings)
         norms = reference.grouped_linear_4bit_dgrad(dy.double().square(), offs, weights.double().square())
-        wrong = (dx.cpu().double() - reference.grouped_linear_4bit_dgrad(dy, offs, weights)).abs()
-        assert (wrong <= LINEAR_BOUND[dtype] * norms.sqrt()).all() and not dx[offs[-1] :].any()
+        assert right(dx, reference.grouped_linear_4bit_dgrad(dy, offs, weights), norms)
+        assert not dx[offs[-1] :].any()
 
 
 @needs_gpu

@@ -11,15 +11,15 @@ typedef struct {
   int32_t teams; /* groups of k_splits blocks, for each token group */
 } division;
 
-/* Clusters of k blocks, one block per multiprocessor, that run at once. A cluster lies in one GPC; an H200 has 132
- * multiprocessors in GPCs of 14 to 18. A guess too high costs a second wave, nothing else. */
-static int64_t clusters_at_once(const int64_t sms, const int64_t k) {
+/* A cluster lies in one GPC; an H200 has 132 multiprocessors in GPCs of 14 to 18. A guess too high costs a second wave,
+ * nothing else. */
+int64_t bsh_gemv_clusters_at_once(const int64_t sms, const int64_t k) {
   static const int32_t of_132[BSH_GEMV_CLUSTER + 1] = {0, 132, 66, 42, 30, 22, 20, 16, 14};
   const int64_t clusters = of_132[k] * sms / 132;
   return clusters > 0 ? clusters : 1;
 }
 static int64_t teams_at_once(const int64_t sms, const int64_t k_splits, const bool wide) {
-  if (wide) return clusters_at_once(sms, k_splits);
+  if (wide) return bsh_gemv_clusters_at_once(sms, k_splits);
   return sms / k_splits > 0 ? sms / k_splits : 1;
 }
 

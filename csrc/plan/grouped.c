@@ -1,6 +1,8 @@
 /* plan/grouped.c - see plan/grouped.h. */
 #include "plan/grouped.h"
 
+#include <math.h>
+
 #include "core/arithmetic.h"
 #include "cuda/gemm_4bit_sm90_wide.h"
 #include "cuda/gemv_4bit_grouped.h"
@@ -13,17 +15,24 @@ const char *bsh_grouped_kernel_name(const bsh_grouped_kernel kernel) { return na
 
 /* ---- few rows ---- */
 
-/* Groups of 16 rows where experts have that many; where K is long, registers hold 8 rows of it. */
+/* Groups of 16 rows where experts have that many. */
 static int32_t token_tiles_of(const bsh_facts *const facts, const int64_t E) {
   enum { ROWS_FOR_16 = 10 };
-  const int64_t longest = (int64_t)BSH_PIECE_UNITS * bsh_gemv_warps(facts->image.arch) * BSH_UNIT;
-  return facts->M > ROWS_FOR_16 * E && facts->K <= longest ? 2 : 1;
+  return facts->M > ROWS_FOR_16 * E ? 2 : 1;
 }
 
-/* Units of K of a warp, so that the warps of a block span K. */
-static int32_t units_of(const bsh_facts *const facts) {
-  return facts->K / BSH_UNIT > (int64_t)BSH_PIECE_UNITS * bsh_gemv_warps(facts->image.arch) ? 2 * BSH_PIECE_UNITS
-                                                                                            : BSH_PIECE_UNITS;
+/* How K is cut: units of a warp, warps of a block, blocks of a cluster. */
+typedef struct {
+  int32_t units, k_warps, k_splits;
+} k_cut;
+
+static k_cut cut_k(const bsh_facts *const facts, const int32_t token_tiles) {
+  const int64_t units = facts->K / BSH_UNIT, warps = bsh_gemv_warps(facts->image.arch);
+  k_cut cut = {.units = token_tiles == 1 && units > BSH_PIECE_UNITS * warps ? 2 * BSH_PIECE_UNITS : BSH_PIECE_UNITS};
+  const int64_t all_warps = divide_up(units, cut.units);
+  cut.k_splits = (int32_t)divide_up(all_warps, warps);
+  cut.k_warps = (int32_t)divide_up(all_warps, cut.k_splits);
+  return cut;
 }
 
 static const char *gemv_refuses(const bsh_facts *const facts, const int64_t E) {
@@ -31,8 +40,8 @@ static const char *gemv_refuses(const bsh_facts *const facts, const int64_t E) {
   if (!bsh_is_wide(arch)) return "needs code for sm_90 or newer";
   const char *const reason = bsh_plan_gemv_4bit.refuses(facts);
   if (reason != NULL) return reason;
-  if (facts->K / BSH_UNIT > (int64_t)2 * BSH_PIECE_UNITS * bsh_gemv_warps(arch))
-    return "K is longer than a block holds";
+  if (cut_k(facts, token_tiles_of(facts, E)).k_splits > BSH_GEMV_CLUSTER)
+    return "K is longer than a cluster of blocks holds";
   if (E > BSH_GROUPED_EXPERTS) return "more than 2048 experts";
   if (facts->y_alignment < 16) return "rows of y are not 16-byte aligned";
   const int64_t groups = facts->M / 8 + min_i64(facts->M, E);
@@ -57,22 +66,24 @@ static bsh_cuda_kernel *kernel_of(const bsh_facts *const facts, const int32_t to
 }
 
 static void cut_gemv(const bsh_facts *const facts, const int64_t E, bsh_fused_slice *const slice) {
-  const int32_t warps = bsh_gemv_warps(facts->image.arch), units = units_of(facts);
-  const int32_t token_tiles = token_tiles_of(facts, E);
-  const int32_t k_warps = (int32_t)divide_up(facts->K / BSH_UNIT, units);
-  const int32_t row_groups = (int32_t)min_i64(warps / k_warps, facts->N / BSH_ROW_TILE);
+  const int32_t arch = facts->image.arch, token_tiles = token_tiles_of(facts, E);
+  const k_cut k = cut_k(facts, token_tiles);
+  const int64_t tiles = facts->N / BSH_ROW_TILE, teams = bsh_gemv_clusters_at_once(facts->sms, k.k_splits);
+  const int32_t row_groups = (int32_t)min_i64(bsh_gemv_warps(arch) / k.k_warps, tiles);
   slice->rows = facts->M;
   slice->block_shift = __builtin_ctzll((uint64_t)facts->blocksize / BSH_UNIT);
-  slice->cut = (bsh_fused_cut){.k_splits = 1,
-                               .k_warps = k_warps,
+  slice->cut = (bsh_fused_cut){.k_splits = k.k_splits,
+                               .k_warps = k.k_warps,
                                .row_groups = row_groups,
-                               .group_of_warp = (int32_t)divide_up(1 << 16, k_warps)};
-  slice->product.kernel = kernel_of(facts, token_tiles, units);
-  slice->product.shape = (bsh_cuda_launch_shape){.grid = {(uint32_t)facts->sms, 1, 1},
-                                                 .block = {(uint32_t)(BSH_WARP * k_warps * row_groups), 1, 1},
-                                                 .cluster = 1,
-                                                 .shared_bytes = bsh_gemv_shared_bytes(facts->image.arch, token_tiles),
+                               .group_of_warp = (int32_t)divide_up(1 << 16, k.k_warps)};
+  slice->product.kernel = kernel_of(facts, token_tiles, k.units);
+  slice->product.shape = (bsh_cuda_launch_shape){.grid = {(uint32_t)(teams * k.k_splits), 1, 1},
+                                                 .block = {(uint32_t)(BSH_WARP * k.k_warps * row_groups), 1, 1},
+                                                 .cluster = (uint32_t)k.k_splits,
+                                                 .shared_bytes = bsh_gemv_shared_bytes(arch, token_tiles),
                                                  .overlap = true};
+  if (k.k_splits > 1)
+    slice->scratch_bytes = teams * tiles * k.k_splits * bsh_gemv_tile_sums(token_tiles) * (int64_t)sizeof(float);
 }
 
 /* ---- many rows ---- */
@@ -96,13 +107,24 @@ static bsh_cuda_kernel wide_kernels[][2][2] = {BSH_GEMM_WIDE_FORMS(WIDE_FORM)}; 
 static const int32_t form_tokens[] = {BSH_GEMM_WIDE_FORMS(WIDE_TOKENS)};
 enum { WIDE_FORMS = sizeof form_tokens / sizeof *form_tokens };
 
-/* The form whose tiles of an average expert take least, where the last tile of an expert is half full on average. */
+/* Tiles of an expert, on average, where its rows vary as where every row chooses among the experts alike: a Poisson
+ * number, which a normal one stands for. */
+static double tiles_of_expert(const double rows, const int32_t tokens) {
+  double tiles = 0, more = 1;
+  for (int32_t i = 0; more > 1e-3; i++) {
+    more = 0.5 * erfc(((double)i * tokens + 0.5 - rows) / sqrt(2 * rows));
+    tiles += more;
+  }
+  return tiles;
+}
+
+/* The form whose tiles take least. */
 static int32_t wide_form_of(const bsh_facts *const facts, const int64_t E) {
   int32_t best = 0;
   double least = 0;
   for (int32_t form = 0; form < WIDE_FORMS; form++) {
-    const double tiles = (double)facts->M / (double)E / form_tokens[form] + 0.5;
-    const double time = (tiles > 1 ? tiles : 1) * bsh_plan_wide_piece_nanoseconds(form, facts);
+    const double tiles = tiles_of_expert((double)facts->M / (double)E, form_tokens[form]);
+    const double time = tiles * bsh_plan_wide_piece_nanoseconds(form, facts);
     if (form == 0 || time < least) best = form, least = time;
   }
   return best;

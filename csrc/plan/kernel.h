@@ -25,6 +25,9 @@ double bsh_plan_wide_piece_nanoseconds(int32_t form, const bsh_facts *facts);
 /* Nested scales, one a unit, whose codes a lane of gemv_4bit reads together: of two units where a warp has 8. */
 bool bsh_gemv_reads_codes_together(const bsh_facts *facts, int32_t units);
 
+/* Clusters of k blocks, one block per multiprocessor, that run at once. */
+int64_t bsh_gemv_clusters_at_once(int64_t sms, int64_t k);
+
 /* What all for few rows refuse. */
 static inline const char *bsh_fused_refuses(const bsh_facts *const facts) {
   if (facts->direction != BSH_FORWARD) return "no input gradient";
