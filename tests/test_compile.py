@@ -63,7 +63,8 @@ def test_every_op_is_here():
     registered = {
         name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("bitshard::")
     }
-    assert registered == set(NAMES)
+    behind = {name for name in registered if name.endswith("_fused")}  # of an op, called by its kernel on CUDA only
+    assert registered - behind == set(NAMES) and {name.removesuffix("_fused") for name in behind} <= set(NAMES)
 
 
 def test_fakes_refuse_wrong_shapes():

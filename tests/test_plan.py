@@ -562,3 +562,52 @@ if __name__ == "__main__":
     for gpu in GPUS:
         for N, K in SHAPES:
             print(f"{gpu:9} {N:>5} x {K:<5}", ", ".join(f"M >= {M}: {name}" for M, name in changes(N, K, BF16, gpu)))
+
+
+# ---- stacks of experts ----
+
+
+def grouped(E, M, N, K, **settings):
+    return _C.plan_grouped_linear_4bit(E, M, N, K, 2, 90, 132, architectures="90a", **settings)
+
+
+@pytest.mark.parametrize(
+    "E, M, N, K, gradient, kernel, entry, cluster",
+    [
+        (128, 8, 1536, 2048, False, "gemv_4bit_grouped", "m8_k4", 1),
+        (256, 8, 4096, 7168, False, "gemv_4bit_grouped", "m8_k8", 1),
+        (8, 2, 4096, 14336, False, "gemv_4bit_grouped", "m8_k8", 2),
+        (8, 128, 28672, 4096, False, "gemv_4bit_grouped", "m16_k4", 1),
+        (128, 4096, 1536, 2048, False, "gemm_4bit_sm90_wide_grouped", "m128", 2),
+        (128, 32768, 1536, 2048, False, "gemm_4bit_sm90_wide_grouped", "m256", 2),
+        (32, 16384, 5760, 2880, False, "gemm_4bit_sm90_wide_grouped", "m192", 2),
+        (128, 8, 1536, 2048, True, "gemm_4bit_sm90_wide_grouped", "dgrad_bf16_m128", 2),
+    ],
+)
+def test_grouped_products(E, M, N, K, gradient, kernel, entry, cluster):
+    """The kernel, its form and its clusters, by the rows that an expert has on average."""
+    plan = grouped(E, M, N, K, gradient=gradient)
+    launch = plan["launch"]
+    assert plan["kernel"] == kernel and entry in launch["entry"] and launch["cluster"] == cluster
+    assert launch["grid"][0] <= 132 and launch["shared_bytes"] <= 227 << 10
+
+
+@pytest.mark.parametrize(
+    "settings, sm, dtype", [({}, 80, 2), ({"blocksize": 32}, 90, 2), ({}, 90, 0), ({"x_alignment": 8}, 90, 2)]
+)
+def test_grouped_products_that_no_kernel_takes(settings, sm, dtype):
+    plan = _C.plan_grouped_linear_4bit(
+        128, 64, 1536, 2048, dtype, sm, 132, architectures="80,90a", workspace=256 << 20, **settings
+    )
+    assert plan["kernel"] == "panels" and plan["launch"] is None
+    assert plan["panel_experts"] == (256 << 20) // (1536 * 2048 * (4 if dtype == 0 else 2))
+
+
+def test_grouped_plans_refuse_nonsense():
+    for E in (0, -1, 2**31):
+        with pytest.raises(ValueError, match="experts"):
+            grouped(E, 8, 64, 64)
+    with pytest.raises(ValueError, match="positive"):
+        grouped(4, 0, 64, 64)
+    with pytest.raises(TypeError):
+        _C.plan_grouped_linear_4bit("4", 8, 64, 64, 2, 90, 132)

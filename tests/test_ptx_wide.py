@@ -192,19 +192,19 @@ def test_wide_keeps_columns_of_y_apart():
 # What is left out, and of which file. Without it the machine must see wrong results, or threads that wait for ever.
 FAULTS = {
     "W is read while an earlier kernel may write it": (
-        "gemm_4bit_sm90_wide.cu",
+        "gemm_4bit_sm90_wide.cuh",
         r"wait_for_earlier_kernels\(\);(?=\s*load_w<)",
     ),
     "W is read before its copy has come": (
-        "gemm_4bit_sm90_wide.cu",
+        "gemm_4bit_sm90_wide.cuh",
         r"mbarrier_wait\(barriers\.w_full \+ 8 \* (?:next_)?stage, (?:next_)?parity\);",
     ),
     "sums are joined before they have been left": ("epilogue_sm90_wide.cuh", r"while \(!__all_sync[^}]*}"),
     "scales are read while an earlier kernel may write them": (
-        "gemm_4bit_sm90_wide.cu",
+        "gemm_4bit_sm90_wide.cuh",
         r"wait_for_earlier_kernels\(\);(?=\s*load_scales<)",
     ),
-    "x is read before its copy has come": ("gemm_4bit_sm90_wide.cu", r"mbarrier_wait\(barriers\.x_full[^;]*;"),
+    "x is read before its copy has come": ("gemm_4bit_sm90_wide.cuh", r"mbarrier_wait\(barriers\.x_full[^;]*;"),
     "x is overwritten before it has been read": ("loaders_sm90_wide.cuh", r"mbarrier_wait\(barriers\.x_empty[^;]*;"),
     "W is overwritten before it has been read": ("loaders_sm90_wide.cuh", r"mbarrier_wait\(barriers\.w_empty[^;]*;"),
 }

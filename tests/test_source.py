@@ -12,7 +12,9 @@ import pytest
 import torch
 
 ROOT = pathlib.Path(__file__).parents[1]
-OPS = sorted(name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("bitshard::"))
+ALL = [name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("bitshard::")]
+FUSED = sorted(name for name in ALL if name.endswith("_fused"))  # kernels of another op on CUDA, called by it only
+OPS = sorted(set(ALL) - set(FUSED))
 # The engine's modules, lowest first: each imports only from those before it. A package stands for its modules.
 LAYERS = [
     "_C",
@@ -108,6 +110,12 @@ def test_every_op_is_whole(op):
     tests = "".join(read(ROOT / f"tests/test_{name}.py") for name in ("quantize", "optimizer_ops", "grouped"))
     assert f"ops.{op}(" in tests and f'"{op}": lambda' in tests
     assert f'"{op}"' in read(ROOT / "tests/test_compile.py")
+
+
+@pytest.mark.parametrize("op", FUSED)
+def test_ops_behind_another_are_tested(op):
+    assert op.removesuffix("_fused") in OPS and f"ops.{op}(" in read(ROOT / "tests/test_grouped.py")
+    assert f"torch.ops.bitshard.{op}.default" in read(ROOT / "python/bitshard/ops.py")
 
 
 def test_stubs_name_what_the_core_has():

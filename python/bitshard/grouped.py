@@ -54,9 +54,11 @@ def _grouped_mm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 @functools.cache
-def _gpu(index: int) -> tuple[int, int]:
-    """(compute capability as 10 * major + minor, multiprocessors) of a GPU."""
-    found = torch.cuda.get_device_properties(index)
+def _gpu(device: torch.device) -> tuple[int, int]:
+    """(compute capability as 10 * major + minor, multiprocessors) of a GPU; of a CPU, where tests run this, (0, 1)."""
+    if device.type != "cuda":
+        return 0, 1
+    found = torch.cuda.get_device_properties(device)
     return 10 * found.major + found.minor, found.multi_processor_count
 
 
@@ -71,7 +73,7 @@ def plan(x: Tensor, packed: Tensor, absmax: Tensor, numbers: tuple, gradient: bo
     experts, blocksize, format, N, K = numbers
     dtype = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}[x.dtype]
     return _C.plan_grouped_linear_4bit(
-        experts, x.shape[0], N, K, dtype, *_gpu(x.device.index),
+        experts, x.shape[0], N, K, dtype, *_gpu(x.device),
         blocksize=blocksize, format=format, nested=absmax.dtype is torch.uint8, gradient=gradient, workspace=WORKSPACE,
         x_alignment=min(_alignment(x), 16 if x.shape[1] % 8 == 0 else 2), packed_alignment=_alignment(packed),
         code_alignment=_alignment(absmax),

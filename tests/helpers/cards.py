@@ -66,6 +66,8 @@ def expected(name: str, image: Image) -> bool:
     wide = 90 <= image.arch < 120  # 224 KiB of shared memory, clusters
     if name.startswith(("gemm_4bit", "gemm_wide", "x_units", "clear_flags")):
         return (image.arch, image.only) == (90, True)
+    if name.startswith("gemv_4bit_grouped"):
+        return wide
     if re.match(r"gemv_4bit_(?:bf16|f16)_m|join_splits_", name):
         tensor_cores = image.arch >= (80 if "_bf16_" in name else 75)
         return (
@@ -95,10 +97,21 @@ def planned(sm: int, architectures: str) -> dict[str, Launch]:
         except ValueError:
             continue  # the forced kernel does not take it
         for launch in (launch for part in plan["slices"] for launch in part["launches"]):
-            known = found.get(launch["entry"], Launch(0, 0))
-            threads, shared = max(known.threads, launch["block"]), max(known.shared, launch["shared_bytes"])
-            found[launch["entry"]] = Launch(threads, shared)
+            note(found, launch)
+    axes = ((4, 128), (1, 8, 16, 40, 110, 170, 256, 500), SHAPES, range(3), (64, 128), (False, True), (False, True))
+    for E, rows, (N, K), dtype, blocksize, nested, gradient in itertools.product(*axes):
+        settings = {"gradient": gradient, "blocksize": blocksize, "nested": nested, "architectures": architectures}
+        plan = _C.plan_grouped_linear_4bit(E, E * rows, N, K, dtype, sm, 132, **settings)
+        if plan["launch"] is not None:
+            note(found, plan["launch"])
     return found
+
+
+def note(found: dict[str, Launch], launch: dict) -> None:
+    """Take a launch of a plan into the largest blocks."""
+    known = found.get(launch["entry"], Launch(0, 0))
+    threads, shared = max(known.threads, launch["block"]), max(known.shared, launch["shared_bytes"])
+    found[launch["entry"]] = Launch(threads, shared)
 
 
 def launch_of(kernel: Kernel, image: Image, sm: int) -> Launch | None:

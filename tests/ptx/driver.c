@@ -7,6 +7,7 @@
 #include "cpu/cpu.h"
 #include "cpu/state_search.h"
 #include "gpu/cublas.h"
+#include "gpu/grouped.h"
 #include "gpu/linear.h"
 #include "gpu/ops.h"
 #include "ops/optimizer_step.h"
@@ -132,6 +133,7 @@ EXPORT int64_t gpu_size(const int which) {
                                  sizeof(bsh_quantize_blockwise_args),
                                  sizeof(bsh_dequantize_blockwise_args),
                                  sizeof(bsh_linear_4bit_args),
+                                 sizeof(bsh_grouped_linear_4bit_args),
                                  sizeof(bsh_step_tensor)};
   return (int64_t)sizes[which];
 }
@@ -161,6 +163,12 @@ EXPORT int gpu_linear_4bit(const bsh_linear_4bit_args *const args, const char *c
   BSH_TRY(bsh_cuda_plan_linear_4bit(op, args, gpu_state.sm, gpu_state.sms, BSH_VENDOR_CUBLAS, &plan));
   *chosen = bsh_linear_kernel_name(plan.kernel);
   return bsh_cuda_linear_4bit(args, &plan, &(bsh_torch_operands){0}, &context);
+}
+
+/* kernel: of BSH_GROUPED_KERNELS. */
+EXPORT int gpu_grouped_linear_4bit(const bsh_grouped_linear_4bit_args *const args, const int kernel) {
+  const bsh_cuda_context context = context_of("grouped_linear_4bit");
+  return bsh_cuda_grouped_linear_4bit(args, (bsh_grouped_kernel)kernel, &context);
 }
 
 bsh_status bsh_cuda_enter(bsh_cuda_context *const context, const char *const op, const int32_t device,

@@ -175,8 +175,16 @@ Dequantize = struct("Dequantize", "weight *out columns row0 n_rows column0 n_col
 QuantizeBlockwise = struct("QuantizeBlockwise", "*x *map *offset *code *absmax n blocksize -dtype")
 DequantizeBlockwise = struct("DequantizeBlockwise", "*code *absmax *map *offset *out n blocksize -dtype")
 Linear = struct("Linear", "weight *x *bias *y M N K ldx ldy -dtype -direction")
+
+
+class Grouped(ctypes.Structure):
+    """bsh_grouped_linear_4bit_args."""
+
+    _fields_ = [("rows", Linear), ("offs", POINTER), ("E", LONG)]
+
+
 StepTensor = struct("StepTensor", "*g *p *state1 *state2 *absmax1 *absmax2 n")
-STRUCTS = (Weight, Quantize, Dequantize, QuantizeBlockwise, DequantizeBlockwise, Linear, StepTensor)
+STRUCTS = (Weight, Quantize, Dequantize, QuantizeBlockwise, DequantizeBlockwise, Linear, Grouped, StepTensor)
 
 
 class State(ctypes.Structure):
@@ -366,3 +374,14 @@ class Gpu:
         forced = kernel.encode() if kernel else None
         self.call("linear_4bit", args, forced, ctypes.byref(chosen), tensors=[*tensors, x, bias, y])
         return y, chosen.value.decode()
+
+    def grouped_linear_4bit(self, x, offs, packed, scales, bias, blocksize, fmt, N, K, kernel: int, backward=False):
+        """y [S, N] of a stack, or with `backward` dx [S, K], by a kernel of csrc/plan/grouped.h."""
+        E, (S, columns) = offs.numel(), (x.shape[0], K if backward else N)
+        weight, tensors = self.weight(packed, scales, blocksize, fmt, E * N * K)
+        y = torch.full((S, columns), torch.nan, dtype=x.dtype)
+        places = (x.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
+        rows = Linear(weight, *places, S, N, K, x.stride(0), columns, DTYPES[x.dtype], backward)
+        args = Grouped(rows, offs.data_ptr(), E)
+        self.call("grouped_linear_4bit", args, ctypes.c_int(kernel), tensors=[*tensors, x, offs, bias, y])
+        return y

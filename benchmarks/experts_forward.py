@@ -1,0 +1,93 @@
+"""The whole experts forward of one layer on a GPU: 4-bit stacks against 16-bit ones with torch's `grouped_mm`.
+
+    python benchmarks/experts_forward.py [--shapes ...] [--tokens 1,64,4096] [--out FILE]
+
+The experts modules of transformers with the same routing, gate and sum over the chosen experts included; Mixtral's and
+DeepSeek-V3's shapes in Qwen3-MoE's module. Time and routing as in experts.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from bench_small_m import graph_microseconds
+from bitshard import _C, experts
+from experts import DEVICE, DTYPE, SHAPES
+from timing import commit, markdown_table
+from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+
+def module(name: str) -> torch.nn.Module:
+    """The experts module of a shape in bf16, random."""
+    count, chosen, hidden, intermediate = SHAPES[name]
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_experts_per_tok": chosen}
+    torch.set_default_dtype(DTYPE)
+    with torch.device(DEVICE):
+        if name.startswith("gpt-oss"):
+            made = GptOssExperts(GptOssConfig(**sizes, num_local_experts=count))
+        else:
+            made = Qwen3MoeExperts(Qwen3MoeConfig(**sizes, moe_intermediate_size=intermediate, num_experts=count))
+    torch.set_default_dtype(torch.float32)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            for expert in parameter:
+                expert.normal_(0, 0.02)
+    made.config._experts_implementation = "grouped_mm"
+    return made
+
+
+def chosen_of(name: str, tokens: int, skewed: bool, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(experts of each token, what they count)."""
+    count, chosen = SHAPES[name][:2]
+    generator = torch.Generator().manual_seed(seed)
+    weights = 1 / torch.arange(1, count + 1).float() if skewed else torch.ones(count)
+    weights = weights[torch.randperm(count, generator=generator)]
+    picked = torch.multinomial(weights.expand(tokens, -1), chosen, generator=generator)
+    return picked.to(DEVICE), torch.full(picked.shape, 1 / chosen, device=DEVICE, dtype=DTYPE)
+
+
+@torch.no_grad()
+def times(made: torch.nn.Module, name: str, tokens: int, skewed: bool) -> float:
+    """Microseconds of a forward."""
+    calls = 8 if tokens <= 512 else 2
+    routings = [chosen_of(name, tokens, skewed, seed) for seed in range(calls)]
+    x = torch.randn(tokens, SHAPES[name][2], device=DEVICE, dtype=DTYPE)
+    return graph_microseconds(lambda i: made(x, *routings[i]), calls)
+
+
+def main() -> None:
+    """Print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--tokens", default="1,64,4096")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    cells = [(int(tokens), skewed) for tokens in options.tokens.split(",") for skewed in (False, True)]
+    cells = [cell for cell in cells if cell != (1, True)]
+    rows = []
+    for name in options.shapes.split(","):
+        made = module(name)
+        dense = [times(made, name, *cell) for cell in cells]
+        experts.quantize(made, quant_type="nf4", compress_statistics=True)
+        ours = [times(made, name, *cell) for cell in cells]
+        for (tokens, skewed), theirs, mine in zip(cells, dense, ours, strict=True):
+            how = "skewed" if skewed else "uniform"
+            rows.append([name, str(tokens), how, f"{theirs:.1f}", f"{mine:.1f}", f"{theirs / mine:.2f}"])
+            print(" | ".join(rows[-1]), flush=True)
+        del made
+        torch.cuda.empty_cache()
+    versions = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, kernels {_C.cuda_state()['architectures']}"
+    header = ["shape", "tokens", "routing", "16-bit us", "bitshard us", "speed"]
+    text = f"{versions}, commit {commit('python', 'csrc', 'cuda')}\n\n{markdown_table(header, rows)}\n"
+    print(text)
+    if options.out:
+        options.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The grouped kernels of stacks without a GPU, on the machine of tests/ptx/: bounds of accesses, results, bits."""
+
+import platform
+import shutil
+
+import pytest
+import reference
+import torch
+from bitshard import functional, ops
+from cases import LINEAR_BOUND, ROUNDING
+from ptx import gpu as machine
+
+pytestmark = [
+    pytest.mark.skipif(machine.nvcc() is None, reason="needs nvcc"),
+    pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("gcc") is None, reason="needs gcc on x86-64"),
+]
+GEMV, WIDE = 0, 1
+# kernel, dtype, rows of each expert, N, K, blocksize, format, nested, bias: none, one group, several; sums that are
+# joined by a cluster; tiles that end inside an expert, and behind the last one
+CASES = [
+    (GEMV, torch.bfloat16, [1, 0, 9, 0], 48, 256, 64, "nf4", True, True),
+    (GEMV, torch.float16, [3, 20, 0], 32, 320, 128, "fp4", False, False),
+    (GEMV, torch.bfloat16, [40, 0, 33], 32, 192, 64, "nf4", True, False),
+    (GEMV, torch.bfloat16, [2, 1], 16, 8256, 64, "nf4", True, True),
+    (WIDE, torch.bfloat16, [5, 0, 130], 264, 192, 64, "nf4", True, True),
+    (WIDE, torch.float16, [0, 3], 128, 128, 128, "fp4", False, False),
+]
+OFFS = torch.tensor([5, -3, 4000, 2**31 - 1, -(2**31), 1], dtype=torch.int32)  # clamped, none goes back
+
+
+def given(dtype, counts, N, K, blocksize, quant_type, nested, bias, beyond=2):
+    generator = torch.Generator().manual_seed(N + K)
+    E, offs = len(counts), torch.tensor(counts).cumsum(0).int()
+    w = torch.randn(E, N, K, generator=generator)
+    packed, state = functional.quantize_experts_4bit(w, blocksize, nested, quant_type)
+    rows = int(offs[-1]) + beyond
+    x, dy = (torch.randn(rows, width, generator=generator).to(dtype) for width in (K, N))
+    b = torch.randn(E, N, generator=generator).to(dtype) if bias else None
+    scales = [one if one.numel() else None for one in state.scales()]
+    return x, dy, offs, packed.view(-1), scales, b, functional.dequantize_4bit(packed, state)
+
+
+def check(found, expected, norms, dtype):
+    allowed = LINEAR_BOUND[dtype] * norms.sqrt() + ROUNDING[dtype] * expected.abs()
+    assert ((found.double() - expected).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)).replace("torch.", ""))
+def test_products(case):
+    """Threads in order, and in an order drawn from a seed; another number of multiprocessors gives the same bits."""
+    kernel, dtype, counts, N, K, blocksize, quant_type, nested, bias = case
+    x, dy, offs, packed, scales, b, weights = given(*case[1:])
+    settings = (blocksize, ops.FORMATS[quant_type], N, K, kernel)
+    results = [
+        machine.Gpu(90, sms, seed).grouped_linear_4bit(x, offs, packed, scales, b, *settings)
+        for sms, seed in ((4, 0), (4, 11), (2, 5))
+    ]
+    assert all(torch.equal(y.view(torch.uint8), results[0].view(torch.uint8)) for y in results)
+    none = torch.zeros(len(counts), N, dtype=dtype) if b is None else b
+    expected = reference.grouped_linear_4bit(x, offs, weights, none)
+    norms = reference.grouped_linear_4bit(x.double().square(), offs, weights.double().square(), none.double().square())
+    check(results[0], expected, norms, dtype)
+    assert not results[0][offs[-1] :].any()
+    if kernel == GEMV:
+        return
+    dx = machine.Gpu(90, 4).grouped_linear_4bit(dy, offs, packed, scales, None, *settings, backward=True)
+    norms = reference.grouped_linear_4bit_dgrad(dy.double().square(), offs, weights.double().square())
+    check(dx, reference.grouped_linear_4bit_dgrad(dy, offs, weights), norms, dtype)
+    assert not dx[offs[-1] :].any()
+
+
+@pytest.mark.parametrize("kernel", [GEMV, WIDE])
+def test_offs_that_do_not_fit_are_clamped(kernel):
+    """Nothing is read or written out of bounds, and every row has one expert or none."""
+    x, _, _, packed, scales, _, weights = given(torch.bfloat16, [2, 0, 0, 5, 0, 3], 128, 128, 64, "nf4", True, False)
+    y = machine.Gpu(90, 2).grouped_linear_4bit(x, OFFS, packed, scales, None, 64, ops.FORMATS["nf4"], 128, 128, kernel)
+    offs = OFFS.clamp(0, len(x)).cummax(0).values
+    expected = reference.grouped_linear_4bit(x, offs, weights, torch.zeros(6, 128, dtype=x.dtype))
+    norms = reference.grouped_linear_4bit(
+        x.double().square(), offs, weights.double().square(), torch.zeros(6, 128).double()
+    )
+    check(y, expected, norms, x.dtype)
+
+
+def test_what_a_kernel_cannot_take_is_said():
+    x, _, offs, packed, scales, _, _ = given(torch.bfloat16, [2, 3], 16, 96, 32, "nf4", False, False)
+    with pytest.raises(RuntimeError, match=r"gemv_4bit_grouped cannot multiply 7 rows with 2 experts \[16, 96\]"):
+        machine.Gpu(90, 2).grouped_linear_4bit(x, offs, packed, scales, None, 32, 0, 16, 96, GEMV)
+    with pytest.raises(RuntimeError, match="needs code for sm_90"):
+        machine.Gpu(80, 2).grouped_linear_4bit(x, offs, packed, scales, None, 32, 0, 16, 96, GEMV)
