@@ -59,7 +59,7 @@ def parts(shape: Shape, ranks: int, tokens: int, rank: int, lora_bytes: int) -> 
             rows * (2 * H + 6 * I + 2 * H) * 2 + tokens * (6 * H + 2 * Q + 2 * K) * 2,
             "about T k (4 H + 6 I) and T (6 H + 2 Q + 2 K), 2 bytes each",
         ),
-        "decoded experts": (float(PANELS), "bound of the panels"),
+        "decoded experts": (float(PANELS), "bound of the panels; none on Hopper, whose kernels decode"),
         "logits": (tokens * V * 14, "T V, 14 bytes each in backward"),
     }
     if ranks > 1:
@@ -68,18 +68,17 @@ def parts(shape: Shape, ranks: int, tokens: int, rank: int, lora_bytes: int) -> 
 
 
 def table(name: str, options: argparse.Namespace) -> str:
-    """The parts of a model as a Markdown table. The logits are gone before a layer runs backward."""
+    """The parts of a model as a Markdown table. The logits are gone before the gradients are there."""
     lora_bytes = {"bfloat16": 2, "float32": 4}[options.lora_dtype]
     found = parts(MODELS[name], options.ranks, options.tokens, options.rank, lora_bytes)
-    never_together = ("one layer in backward", "decoded experts", "logits")
-    layer = sum(found[part][0] for part in never_together[:2])
-    total = sum(size for part, (size, _) in found.items() if part not in never_together)
-    total += max(layer, found["logits"][0])
+    backward = ("their gradients", "one layer in backward", "decoded experts")  # behind the logits, which are gone then
+    total = sum(size for part, (size, _) in found.items() if part not in (*backward, "logits"))
+    total += max(sum(found[part][0] for part in backward), found["logits"][0])
     cards = f"{options.ranks} GPU{'' if options.ranks == 1 else 's'}"
     lines = [f"| {name}, {cards}, 1 x {options.tokens} tokens | GiB | counted as |", "|---|---|---|"]
     lines += [f"| {part} | {size / GIB:.2f} | {how} |" for part, (size, how) in found.items()]
     lines.append(
-        f"| **peak** | **{total / GIB:.2f}** | the sum, with the larger of the logits and a layer in backward |"
+        f"| **peak** | **{total / GIB:.2f}** | the sum, with the larger of the logits and of what backward has |"
     )
     return "\n".join(lines)
 
