@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 LOADED = ("in_parts", "native", "by_units", "units_of_experts")
 TWO = [f"{how}_{cell}" for cell in ("qwen3_moe_nested", "gpt_oss_plain") for how in LOADED]
-TWO += [f"{what}_{family}" for family in ("qwen3_moe", "gpt_oss") for what in ("training_fsdp1", "training_fsdp2")]
+TWO += [f"training_{how}_{what}" for what in (*moe.FAMILIES, "in_16_bits") for how in ("fsdp1", "fsdp2")]
 TWO += [f"{what}_{family}" for family in ("qwen3_moe", "gpt_oss") for what in ("saved", "merged")]
 TWO += ["training_checkpointing", "training_fused_fsdp1", "training_fused_fsdp2", "fsdp1_orig", "fsdp1_flat", "offload"]
 TWO += ["published_mxfp4", "published_fp8", "parallel_plans"]
@@ -38,6 +38,9 @@ def folder(tmp_path_factory):
                 folder / name, quantization_config=config, dtype=torch.float32, device_map="cpu"
             )
             packed.save_pretrained(folder / f"{name}-{'nested' if nested else 'plain'}")
+    for family in moe.FAMILIES:
+        if not (folder / family).exists():
+            moe.model(family, 4).save_pretrained(folder / family)
     moe.save_mxfp4(moe.model("gpt_oss", 3, intermediate_size=64), folder / "mxfp4")
     wide = dict.fromkeys(("hidden_size", "moe_intermediate_size", "intermediate_size"), 128)
     moe.save_fp8(moe.model("deepseek_v3", 4, **wide), folder / "fp8")
