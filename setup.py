@@ -6,6 +6,9 @@ build goes on CPU-only and says so. Environment:
   BITSHARD_CUDA_ARCHS=all    every architecture, or a list such as 80,90a,compute_90 (compute_* embeds PTX)
   BITSHARD_WERROR=1          compiler warnings are errors
   BITSHARD_SANITIZE=1        AddressSanitizer and UndefinedBehaviorSanitizer in the extension
+
+The façade, a project of its own below python/bitsandbytes, is built as a wheel and carried along, unpacked, as
+bitshard_cli/facade: `bitshard use` and `bitshard run` take it from there.
 """
 
 import hashlib
@@ -15,15 +18,19 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 VERSION = "0.1.0"
-ABI3 = not sysconfig.get_config_var("Py_GIL_DISABLED")
+
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    sys.exit("bitshard needs Python with the GIL: this one is free-threaded, and the C core keeps state without locks")
 
 C_FLAGS = [
     *("-std=gnu11", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
@@ -132,7 +139,7 @@ class BuildExtension(build_ext):
         sources = [Path(source) for source in isa_flags]
         include_dirs = [*self.include_dirs, str(ROOT / "csrc"), str(ROOT)]  # the root: "cuda/...", sizes of kernels
         macros = [("BSH_VERSION", f'"{VERSION}"'), ("_GNU_SOURCE", None)]
-        macros += [("Py_LIMITED_API", "0x030a0000")] if ABI3 else []
+        macros.append(("Py_LIMITED_API", "0x030a0000"))
         extra_flags = ["-Werror"] if os.environ.get("BITSHARD_WERROR") == "1" else []
         sanitize = ["-fsanitize=address,undefined"] if os.environ.get("BITSHARD_SANITIZE") == "1" else []
         if nvcc:
@@ -170,15 +177,46 @@ class BuildExtension(build_ext):
         return assembly
 
 
+FACADE = ROOT / "python" / "bitsandbytes"
+BUILD_WHEEL = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+
+
+class BuildPython(build_py):
+    """The modules, and the façade unpacked among them."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode and FACADE.is_dir():
+            carry_facade(Path(self.build_lib) / "bitshard_cli" / "facade")
+
+
+def carry_facade(target: Path) -> None:
+    """What the façade's wheel holds, as `bitshard use` installs it: with a line on who installed it."""
+    with tempfile.TemporaryDirectory() as folder:
+        project = Path(folder, "project")
+        unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+        shutil.copytree(FACADE, project, ignore=unwanted)
+        made = subprocess.run(
+            [sys.executable, "-c", BUILD_WHEEL, folder], cwd=project, check=True, stdout=subprocess.PIPE, text=True
+        )
+        shutil.rmtree(target, ignore_errors=True)
+        with zipfile.ZipFile(Path(folder, made.stdout.split()[-1])) as wheel:
+            wheel.extractall(target)
+    (info,) = target.glob("*.dist-info")
+    (info / "INSTALLER").write_text("bitshard\n")
+    record = (info / "RECORD").read_text().splitlines()
+    (info / "RECORD").write_text("\n".join([f"{info.name}/INSTALLER,,", *record]) + "\n")
+
+
 setup(
     version=VERSION,
     ext_modules=[
         Extension(
             "bitshard._C",
             list(c_sources()),
-            py_limited_api=ABI3,
+            py_limited_api=True,
         )
     ],
-    cmdclass={"build_ext": BuildExtension},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}} if ABI3 else {},
+    cmdclass={"build_ext": BuildExtension, "build_py": BuildPython},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -21,6 +22,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
+
+os.environ["BITSHARD_PLUGIN"] = "0"  # an original bitsandbytes runs its own kernels
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from cases import MODEL_LINEAR as SHAPES  # noqa: E402

@@ -31,6 +31,7 @@ import time
 import zlib
 from pathlib import Path
 
+os.environ["BITSHARD_PLUGIN"] = "0"  # an original bitsandbytes runs its own kernels
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 SHAPES = {  # hidden, intermediate, layers, heads, key and value heads, vocabulary

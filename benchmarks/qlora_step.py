@@ -20,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 
+os.environ["BITSHARD_PLUGIN"] = "0"  # an original bitsandbytes runs its own kernels
 CORES = 4
 ROOT = Path(__file__).resolve().parent.parent
 OURS = os.pathsep.join([str(ROOT / "python"), str(ROOT / "python" / "bitsandbytes" / "src")])

@@ -9,13 +9,16 @@ same script measures the original with PYTHONPATH set to a folder that holds it.
 """
 
 import argparse
+import os
 import platform
 import sys
 from datetime import date
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import bitsandbytes
+os.environ["BITSHARD_PLUGIN"] = "0"  # an original bitsandbytes runs its own kernels
+
+import bitsandbytes  # noqa: E402
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig

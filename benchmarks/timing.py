@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+os.environ["BITSHARD_PLUGIN"] = "0"  # an original bitsandbytes runs its own kernels
 ROOT = Path(__file__).resolve().parent.parent
 
 

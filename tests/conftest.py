@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+os.environ["BITSHARD_PLUGIN"] = "0"  # an original bitsandbytes, which tests compare with, runs its own kernels
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two lanes have a core each, and most ops here are tiny
 
 import torch  # noqa: E402

@@ -10,7 +10,7 @@ import sys
 
 import bitshard
 import pytest
-from bitshard import tried
+from bitshard_cli import tried
 
 PACKAGE = pathlib.Path(bitshard.__file__).parent
 ROOT = pathlib.Path(__file__).parents[1]

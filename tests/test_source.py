@@ -62,7 +62,7 @@ LAYERS = [
     "registry",
     "experts",
     "bitshard",
-    "tried",
+    "bnb_ops",
     "__main__",
 ]
 # The folders of csrc, lowest first: each includes and calls only those before it, and itself
@@ -159,7 +159,7 @@ def test_source_distribution_is_whole(tmp_path):
     with tarfile.open(archive) as names:
         packed = {name.partition("/")[2] for name in names.getnames()}
     needed = [path.relative_to(ROOT).as_posix() for path in files()]
-    needed = [name for name in needed if name.startswith(("csrc/", "cuda/", "python/bitshard/"))]
+    needed = [name for name in needed if name.startswith(("csrc/", "cuda/", "python/"))]
     assert len(needed) > 40 and not set(needed) - packed and {"setup.py", "pyproject.toml", "LICENSE"} <= packed
 
 
@@ -289,6 +289,14 @@ def test_imports_go_one_way():
     graph = import_graph()
     upwards = [f"{name} -> {other}" for name in graph for other in graph[name] if layer_of(other) > layer_of(name)]
     assert not upwards
+
+
+def test_the_engine_does_not_know_the_command_line():
+    """Only `python -m bitshard` reaches up to it, and the command line imports neither torch nor the engine at once."""
+    engine = {path for path in (ROOT / "python" / "bitshard").rglob("*.py") if "bitshard_cli" in read(path)}
+    assert {path.name for path in engine} == {"__main__.py"}
+    heavy = re.compile(r"^(?:import|from) (?!bitshard_cli)(torch|numpy|transformers|peft|safetensors|bitshard)", re.M)
+    assert not [path.name for path in (ROOT / "python" / "bitshard_cli").glob("*.py") if heavy.search(read(path))]
 
 
 def test_layers_name_what_there_is():

@@ -20,7 +20,7 @@ try:
     __version__ = _C.version
 except ImportError:
     # `python -m bitshard` says what is wrong, so it must get past this.
-    if sys.argv[:1] != ["-m"] or sys.orig_argv[-2:] != ["-m", "bitshard"]:
+    if sys.argv[:1] != ["-m"] or ("-m", "bitshard") not in zip(sys.orig_argv, sys.orig_argv[1:], strict=False):
         raise
 
 __all__ = [

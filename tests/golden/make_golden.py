@@ -10,7 +10,10 @@ Run on a GPU with upstream bitsandbytes importable (PYTHONPATH=FOLDER_OF_UPSTREA
 """
 
 import json
+import os
 import sys
+
+os.environ["BITSHARD_PLUGIN"] = "0"  # an original bitsandbytes runs its own kernels
 
 import bitsandbytes as bnb
 import bitsandbytes.functional as F

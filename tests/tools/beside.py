@@ -66,7 +66,7 @@ def environment(which: str, tools: list[str]) -> dict[str, str]:
     first = [str(upstream.folder())] if which == THEIRS else []
     given = [os.path.abspath(path) for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     path = [*first, *(str(fetch.folder(tool)) for tool in tools), *given]
-    env.update(PYTHONPATH=os.pathsep.join(path), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    env.update(PYTHONPATH=os.pathsep.join(path), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", BITSHARD_PLUGIN="0")
     return env | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
 
 

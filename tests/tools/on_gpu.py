@@ -53,7 +53,7 @@ def start(name: str, which: str, args: argparse.Namespace, folder: Path) -> subp
     theirs = [str(args.upstream.resolve())] if which == "bitsandbytes" else []
     given = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     path = [*theirs, str(folder / "tools"), str(HERE / "workers"), *given]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1"} | extra
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1", "BITSHARD_PLUGIN": "0"} | extra
     env |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "4", "TRITON_CACHE_DIR": str(folder / which)}
     command = [sys.executable]
     if "fsdp2" in name:

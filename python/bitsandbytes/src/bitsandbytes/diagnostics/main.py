@@ -3,7 +3,8 @@
 import platform
 
 import torch
-from bitshard.__main__ import _version, main
+from bitshard_cli import report
+from bitshard_cli.main import main as _bitshard
 
 from .. import __version__ as bnb_version
 from ..autograd._functions import matmul_4bit
@@ -27,6 +28,11 @@ __all__ = [
 ]
 
 
+def main() -> int:
+    """Print the report; the exit status is 1 if something is wrong."""
+    return _bitshard(["report"])
+
+
 def sanity_check() -> None:
     """Multiply by a quantized weight on the GPU: AssertionError where that is wrong, torch's error without a GPU."""
     weight, x = torch.randn(64, 64, device="cuda"), torch.randn(2, 64, device="cuda")
@@ -37,7 +43,7 @@ def sanity_check() -> None:
 
 def get_package_version(name: str) -> str:
     """Version of an installed distribution, or "not found"."""
-    return _version(name) or "not found"
+    return report.version(name) or "not found"
 
 
 def show_environment() -> None:

@@ -1,0 +1,54 @@
+"""What all commands share: a user's mistake as one line, and progress."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+TRACEBACK = "BITSHARD_TRACEBACK"
+
+
+class Mistake(Exception):
+    """What the user can mend, in one line."""
+
+
+class Result(NamedTuple):
+    """What a command found: for programs, for people, and the exit status."""
+
+    data: dict[str, Any]
+    text: str
+    status: int = 0
+
+
+# Whose own words are for the user; others name their kind too, for they are rather faults of this program.
+_IN_PLAIN_WORDS = (Mistake, ValueError, NotImplementedError, ImportError)
+
+
+def line_of(error: BaseException) -> str:
+    """One line for an error that ended a command."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError):
+        if error.strerror and error.filename is not None:
+            return f"{error.filename}: {error.strerror}"
+        return error.strerror or words
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        return f"{package} is not installed: pip install {package}"
+    if isinstance(error, _IN_PLAIN_WORDS):
+        return words
+    return f"{type(error).__name__}: {words} ({TRACEBACK}=1 shows where)"
+
+
+def wants_traceback() -> bool:
+    """Whether whoever looks for the cause of an error asked for more than its line."""
+    return os.environ.get(TRACEBACK, "0") not in ("", "0")
+
+
+def progress(steps: Iterable, total: int | None = None, unit: str = "it", label: str = "") -> Any:
+    """`steps` with a bar on the terminal's stderr; without a terminal, or without tqdm, as they are."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return steps
+    return tqdm(steps, total=total, unit=unit, desc=label or None, disable=None, leave=False)
