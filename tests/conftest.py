@@ -2,7 +2,11 @@
 
 import contextlib
 import os
+import shutil
+import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two lanes have a 
 
 import torch  # noqa: E402
 from bitshard import _C  # noqa: E402
+from bitshard_cli import installed  # noqa: E402
 from helpers import warm  # noqa: E402
 from helpers.bytes import as_bytes, same_bytes  # noqa: E402
 
@@ -109,3 +114,18 @@ def assert_equal():
             raise AssertionError(report(actual, expected, bad))
 
     return check
+
+
+@pytest.fixture(scope="session")
+def facade(tmp_path_factory):
+    """The façade as the engine's wheel carries it; built here where the engine runs from its source tree."""
+    if (installed.CARRIED / "bitsandbytes").is_dir():
+        return installed.CARRIED
+    folder = tmp_path_factory.mktemp("facade")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder)]
+    shutil.copytree(Path(__file__).resolve().parents[1] / "python" / "bitsandbytes", folder / "project")
+    subprocess.run([*command, str(folder / "project")], check=True, timeout=120)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        opened.extractall(folder / "carried")
+    return folder / "carried"

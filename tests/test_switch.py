@@ -4,31 +4,11 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 import sysconfig
-import zipfile
 from pathlib import Path
 
 import pytest
 from bitshard_cli import installed, main, report, switch
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture(scope="session")
-def facade(tmp_path_factory):
-    """The façade as the engine's wheel carries it; built here where the engine runs from its source tree."""
-    if (installed.CARRIED / "bitsandbytes").is_dir():
-        return installed.CARRIED
-    folder = tmp_path_factory.mktemp("facade")
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder)]
-    shutil.copytree(ROOT / "python" / "bitsandbytes", folder / "project")
-    subprocess.run([*command, str(folder / "project")], check=True, timeout=120)
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as opened:
-        opened.extractall(folder / "carried")
-    return folder / "carried"
 
 
 @pytest.fixture(autouse=True)

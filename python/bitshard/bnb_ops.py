@@ -6,6 +6,7 @@ ops take empty tensors, integers and rows x columns. No op here has a gradient; 
 Shapes: packed weights [n, 1] of any storage dtype, `absmax` f32 [n_blocks], 8-bit codes in the shape of the data.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
@@ -268,9 +269,11 @@ def replace_kernels() -> str:
     keys = ("CPU", "CUDA") if _C.cuda_state()["built"] else ("CPU",)
     library = torch.library.Library("bitsandbytes", "IMPL")
     try:
-        for op in OPS:
-            for key in keys:
-                library.impl(op.name, op.kernel, key, allow_override=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*[Oo]verrid", category=UserWarning)  # it is what is asked for
+            for op in OPS:
+                for key in keys:
+                    library.impl(op.name, op.kernel, key, allow_override=True)
     except BaseException:
         library._destroy()  # upstream's own kernels come back
         raise

@@ -40,6 +40,15 @@ def _add(commands: argparse._SubParsersAction, name: str, module: ModuleType) ->
     own.set_defaults(run=module.run, json=False)
 
 
+def _parsed(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    """argparse would take options behind `run` for its own where they come first, such as -m."""
+    if words[:1] == [OWN_ARGUMENTS] and words[1:2] not in (["-h"], ["--help"]):
+        args = parser.parse_args(words[:1])
+        args.program = words[1:]
+        return args
+    return parser.parse_args(words)
+
+
 def _version() -> str:
     import importlib.metadata
 
@@ -57,7 +66,7 @@ def _print(result: console.Result, as_json: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0, 1 for what a line on stderr says, 2 for wrong arguments, 130 behind Ctrl-C."""
     parser = _parser()
-    args = parser.parse_args(arguments)
+    args = _parsed(parser, list(sys.argv[1:] if arguments is None else arguments))
     try:
         if args.version:
             print(_version())
