@@ -112,3 +112,28 @@ def test_the_floor_is_stated_once():
     assert tried.minor(stated) == tried.minor(tried.TRIED["torch"][0])
     pins = dict(re.findall(r"^(\w+)==([\w.]+)$", (ROOT / "tests/oldest.txt").read_text(), re.MULTILINE))
     assert pins == {package: versions[0] for package, versions in tried.TRIED.items()}
+
+
+def test_free_threaded_python_is_refused():
+    """At import in one line, and at build before anything is compiled."""
+    free = "import sysconfig; sysconfig.get_config_vars()['Py_GIL_DISABLED'] = 1;"
+    ran = subprocess.run([sys.executable, "-c", f"{free} import bitshard"], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1 and "ImportError: bitshard needs Python with the GIL" in ran.stderr.splitlines()[-1]
+    setup = f"{free} import runpy, sys; sys.argv = ['setup.py', 'build']; runpy.run_path('setup.py')"
+    ran = subprocess.run([sys.executable, "-c", setup], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert ran.returncode == 1 and ran.stderr.startswith("bitshard needs Python with the GIL") and not ran.stdout
+
+
+def test_subinterpreters_are_refused():
+    """torch refuses them itself; the core does where torch would not."""
+    interpreters = pytest.importorskip("_xxsubinterpreters", reason="this Python has no such module")
+    load = (
+        "import importlib.machinery as m, importlib.util as u\n"
+        f"loader = m.ExtensionFileLoader('bitshard._C', {bitshard._C.__file__!r})\n"
+        "spec = u.spec_from_loader('bitshard._C', loader)\n"
+        "loader.exec_module(u.module_from_spec(spec))\n"
+    )
+    other = interpreters.create(isolated=False)
+    with pytest.raises(interpreters.RunFailedError, match="works in the main interpreter only"):
+        interpreters.run_string(other, load)
+    interpreters.destroy(other)

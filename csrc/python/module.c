@@ -157,8 +157,16 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+/* The core's state (torch's functions, registered ops, the chosen instruction set) is one per process. */
+static const char *in_main_interpreter(void) {
+  return PyInterpreterState_GetID(PyInterpreterState_Get()) == 0
+             ? NULL
+             : "bitshard works in the main interpreter only, not in a subinterpreter";
+}
+
 static int execute(PyObject *const module) {
-  const char *trouble = bsh_torch_load();
+  const char *trouble = in_main_interpreter();
+  if (trouble == NULL) trouble = bsh_torch_load();
   if (trouble == NULL && bsh_cpu_set_isa(NULL) != BSH_OK) trouble = bsh_status_message();
   if (trouble == NULL && bsh_read_forced_kernels() != BSH_OK) trouble = bsh_status_message();
   if (trouble == NULL) trouble = bsh_ops_register();

@@ -5,8 +5,11 @@ of this project re-exports it under the names that transformers, accelerate, pef
 """
 
 import sys
+import sysconfig
 
 try:
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise ImportError("bitshard needs Python with the GIL: this one is free-threaded")
     import torch  # noqa: F401  (the C core looks up libtorch, which must be loaded)
 
     from bitshard import _C, autograd, direct, functional, nn, ops, registry, state, tensor
