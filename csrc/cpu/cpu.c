@@ -22,30 +22,19 @@ bsh_parallel_for_function bsh_parallel_for = serial_for;
 
 typedef struct {
   const bsh_cpu_kernels *kernels;
-  bool (*usable)(void);
+  bool (*usable)(const bsh_cpu_features *cpu);
 } candidate;
 
-static bool always(void) { return true; }
+static bool always(const bsh_cpu_features *const cpu) {
+  (void)cpu;
+  return true;
+}
 
 #if defined(__x86_64__)
-typedef struct {
-  uint32_t eax, ebx, ecx, edx;
-} cpuid_leaf;
+static bool has_avx2(const bsh_cpu_features *const cpu) { return cpu->avx2 && cpu->fma && cpu->f16c; }
 
-static cpuid_leaf cpuid(const uint32_t leaf) {
-  cpuid_leaf r;
-  __asm__ volatile("cpuid" : "=a"(r.eax), "=b"(r.ebx), "=c"(r.ecx), "=d"(r.edx) : "a"(leaf), "c"(0));
-  return r;
-}
-
-static bool has_avx2(void) { /* the last is F16C, a name clang 14 does not know */
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && (cpuid(1).ecx >> 29 & 1);
-}
-
-static bool has_avx512(void) {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vbmi");
+static bool has_avx512(const bsh_cpu_features *const cpu) {
+  return has_avx2(cpu) && cpu->avx512f && cpu->avx512bw && cpu->avx512vl && cpu->avx512dq && cpu->avx512vbmi;
 }
 #endif
 
@@ -72,7 +61,7 @@ const char *bsh_cpu_isa(void) { return bsh_cpu()->isa; }
 int bsh_cpu_isas(const char **const names, const int capacity) {
   int n = 0;
   for (int i = 0; i < N_CANDIDATES; i++) {
-    if (!candidates[i].usable()) continue;
+    if (!candidates[i].usable(bsh_cpu_has())) continue;
     if (n < capacity) names[n] = candidates[i].kernels->isa;
     n++;
   }
@@ -82,7 +71,8 @@ int bsh_cpu_isas(const char **const names, const int capacity) {
 static bsh_status find_isa(const char *const name, const bsh_cpu_kernels **const found) {
   for (int i = 0; i < N_CANDIDATES; i++) {
     if (strcmp(candidates[i].kernels->isa, name) != 0) continue;
-    if (!candidates[i].usable()) return bsh_fail(BSH_BAD_VALUE, "this CPU does not have the instruction set %s", name);
+    if (!candidates[i].usable(bsh_cpu_has()))
+      return bsh_fail(BSH_BAD_VALUE, "this CPU does not have the instruction set %s", name);
     *found = candidates[i].kernels;
     return BSH_OK;
   }
@@ -92,7 +82,7 @@ static bsh_status find_isa(const char *const name, const bsh_cpu_kernels **const
 bsh_status bsh_cpu_set_isa(const char *name) {
   const bsh_cpu_kernels *best = &bsh_cpu_scalar;
   for (int i = 0; i < N_CANDIDATES; i++)
-    if (candidates[i].usable()) best = candidates[i].kernels;
+    if (candidates[i].usable(bsh_cpu_has())) best = candidates[i].kernels;
   if (!name) name = getenv("BITSHARD_ISA");
   if (name && name[0]) BSH_TRY(find_isa(name, &best));
   __atomic_store_n(&chosen, best, __ATOMIC_RELEASE);

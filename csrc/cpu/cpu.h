@@ -12,6 +12,7 @@
 
 #include "core/kernels.h"
 #include "core/status.h"
+#include "cpu/features.h"
 #include "cpu/state_search.h"
 
 /* Calls fn on disjoint ranges that cover [begin, end), each of at least `grain` where possible, perhaps at the same
@@ -126,12 +127,6 @@ const bsh_cpu_kernels *bsh_cpu(void);
 
 /* Whether this CPU has bf16 dot products (AVX512-BF16; every CPU with AMX has it too). torch then multiplies bf16
  * faster than fp32 (benchmarks/results), and so do we. */
-static inline bool bsh_cpu_fast_bf16(void) {
-#if defined(__x86_64__)
-  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
-#else
-  return false;
-#endif
-}
+static inline bool bsh_cpu_fast_bf16(void) { return bsh_cpu_has()->avx512bf16 && bsh_cpu_has()->avx512vbmi; }
 
 #endif

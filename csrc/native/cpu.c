@@ -100,10 +100,5 @@ BSH_NATIVE_DTYPES(DEQUANTIZE_FP4)
 BSH_NATIVE int has_avx512f_cpu(void);
 BSH_NATIVE int has_avx512bf16_cpu(void);
 
-#if defined(__x86_64__)
-int has_avx512f_cpu(void) { return __builtin_cpu_supports("avx512f") != 0; }
-int has_avx512bf16_cpu(void) { return __builtin_cpu_supports("avx512bf16") != 0; }
-#else
-int has_avx512f_cpu(void) { return 0; }
-int has_avx512bf16_cpu(void) { return 0; }
-#endif
+int has_avx512f_cpu(void) { return bsh_cpu_has()->avx512f; }
+int has_avx512bf16_cpu(void) { return bsh_cpu_has()->avx512bf16; }
