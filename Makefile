@@ -1,6 +1,8 @@
 # make demo [QUICK=1] [MODEL=FOLDER]   the main job: QLoRA in one process, under FSDP1 and under FSDP2
 # make test [TESTS=...] [QUICK=1]      the whole test suite, what TESTS names, or what tests/quick.txt lists
 # make newest, make oldest             the suite with the newest stack, and with the stated floor (tests/oldest.txt)
+# make wheels                          both wheels in dist/: for glibc 2.28 and later, every GPU architecture
+# make release                         the same, a source distribution, and their sums
 # make lint                            layout and lint of Python, C and CUDA
 # make tools-tests                     axolotl, unsloth, deepspeed, lightning, diffusers and others as they are, from PyPI
 # make dev                             editable installs: Python edits count at once, `make test` rebuilds the C core
@@ -43,7 +45,7 @@ upstream :=
 endif
 pip := $(python) -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo test newest oldest tools-tests lint dev given
+.PHONY: demo test newest oldest tools-tests wheels release lint dev given
 
 demo: $(ready)
 	$(python) examples/demo.py $(if $(QUICK),--quick) $(if $(MODEL),--model $(MODEL))
@@ -64,6 +66,17 @@ newest oldest: $(original)
 tools-tests: $(ready) $(upstream)
 	$(python) tests/tools/fetch.py
 	$(python) -m pytest tests/tools -o python_files='try_*.py'
+
+# zig's clang, auditwheel and what builds: 90 MB, pinned.
+.cache/release-tools/.installed: release/tools.txt
+	rm -rf .cache/release-tools
+	$(if $(PYTHON),$(PYTHON),python3) -m pip install -qq --disable-pip-version-check --no-deps \
+		--target .cache/release-tools -r release/tools.txt
+	touch $@
+
+ARCHITECTURES ?= all
+wheels release: .cache/release-tools/.installed
+	$(if $(PYTHON),$(PYTHON),python3) release/wheels.py --architectures $(ARCHITECTURES) $(if $(filter release,$@),--sdist)
 
 lint: $(tools)
 	$(python) -m ruff check .

@@ -1,0 +1,158 @@
+"""Builds what a release has: two wheels, with --sdist a source distribution, and with both their sums.
+
+    python release/wheels.py [--sdist] [--out dist] [--architectures all]
+
+`make wheels` and `make release` run it. The engine's wheel is compiled by zig's clang for glibc 2.28, whatever this
+machine has, and checked by auditwheel. It has code for every GPU architecture of setup.py's list if nvcc is found;
+without nvcc this is an error, unless --architectures none says that a CPU-only wheel is wanted.
+
+The same tree gives the same bytes: everything is built in a folder that only tracked files came into, with times from
+SOURCE_DATE_EPOCH (default: the last commit's), and pinned tools (release/tools.txt).
+"""
+
+import argparse
+import gzip
+import hashlib
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOLS = ROOT / ".cache" / "release-tools"
+GLIBC = "2.28"
+TAG = "manylinux_2_28_x86_64"
+BUILD_WHEEL = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+
+
+def run(command: list[str], cwd: Path, **variables: str) -> str:
+    """A command's output; ends this program where it fails."""
+    env = {**os.environ, "PYTHONPATH": str(TOOLS), **variables}
+    done = subprocess.run(command, cwd=cwd, env=env, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command[:6])} ... failed with status {done.returncode}")
+    return done.stdout
+
+
+def epoch() -> str:
+    """Seconds that stand for every file's time."""
+    given = os.environ.get("SOURCE_DATE_EPOCH")
+    return given or run(["git", "log", "-1", "--format=%ct"], ROOT).strip()
+
+
+def export(target: Path) -> None:
+    """The tracked files, as they are in the work tree."""
+    for name in run(["git", "ls-files", "-z"], ROOT).split("\0"):
+        if name and (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target / name)
+
+
+def sdist(tree: Path, out: Path, seconds: str) -> Path:
+    """A source distribution with sorted members of one owner and one time."""
+    with tempfile.TemporaryDirectory() as folder:
+        run([sys.executable, "setup.py", "-q", "sdist", "-d", folder], tree)
+        (made,) = Path(folder).glob("*.tar.gz")
+        target, packed = out / made.name, io.BytesIO()
+        with tarfile.open(made) as source, tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as result:
+            for member in sorted(source.getmembers(), key=lambda member: member.name):
+                member.mtime, member.uid, member.gid, member.uname, member.gname = int(seconds), 0, 0, "", ""
+                member.mode, member.pax_headers = (0o755 if member.isdir() or member.mode & 0o100 else 0o644), {}
+                result.addfile(member, source.extractfile(member) if member.isfile() else None)
+    with target.open("wb") as file, gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=int(seconds)) as zipped:
+        zipped.write(packed.getvalue())
+    return target
+
+
+def unpacked(archive: Path, folder: Path) -> Path:
+    """The tree of a source distribution."""
+    with tarfile.open(archive) as opened:
+        opened.extractall(folder, filter="data")
+    (tree,) = folder.iterdir()
+    return tree
+
+
+def compiler(folder: Path) -> str:
+    """zig's clang as one word, for a glibc that old systems have."""
+    script = folder / "zig-cc"
+    script.write_text(f'#!/bin/sh\nexec "{TOOLS}/ziglang/zig" cc -target x86_64-linux-gnu.{GLIBC} "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def engine(tree: Path, out: Path, architectures: str, seconds: str, folder: Path) -> Path:
+    """The engine's wheel."""
+    cuda = {"BITSHARD_CUDA": "0"} if architectures == "none" else {"BITSHARD_CUDA_ARCHS": architectures}
+    common = {"CC": compiler(folder), "LDFLAGS": "-s", "BITSHARD_WERROR": "1", "SOURCE_DATE_EPOCH": seconds}
+    run([sys.executable, "setup.py", "-q", "bdist_wheel", "--plat-name", TAG, "-d", str(out)], tree, **cuda, **common)
+    (wheel,) = out.glob(f"bitshard-*-{TAG}.whl")
+    return wheel
+
+
+def facade(tree: Path, out: Path, seconds: str) -> Path:
+    """The façade's wheel."""
+    project = tree / "python" / "bitsandbytes"
+    run([sys.executable, "-c", BUILD_WHEEL, str(out)], project, SOURCE_DATE_EPOCH=seconds)
+    (wheel,) = out.glob("bitsandbytes-*.whl")
+    return wheel
+
+
+def check(wheel: Path) -> str:
+    """auditwheel's verdict; ends this program where the wheel needs a newer system than its name says."""
+    said = run([sys.executable, "-m", "auditwheel", "show", str(wheel)], wheel.parent)
+    found = re.search(r'"manylinux_2_(\d+)_x86_64"', said)
+    if found is None or int(found[1]) > int(GLIBC.partition(".")[2]):
+        sys.exit(f"{wheel.name} does not fit its name:\n{said}")
+    return found[0].strip('"')
+
+
+def sums(files: list[Path]) -> str:
+    """Lines as sha256sum writes them."""
+    return "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(files))
+
+
+def main() -> None:
+    """Build into the folder, which has nothing else then."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    parser.add_argument("--sdist", action="store_true", help="the source distribution and the sums, too")
+    parser.add_argument("--architectures", default="all", help="as BITSHARD_CUDA_ARCHS; none: CPU only")
+    options = parser.parse_args()
+    if options.architectures != "none" and shutil.which("nvcc", path=nvcc_path()) is None:
+        sys.exit("nvcc is not on the PATH nor below CUDA_HOME; --architectures none makes a CPU-only wheel")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, seconds = Path(temporary), epoch()
+        (folder / "tree").mkdir()
+        (folder / "made").mkdir()
+        export(folder / "tree")
+        archive = sdist(folder / "tree", folder / "made", seconds)
+        tree = unpacked(archive, folder / "sources")
+        files = [engine(tree, folder / "made", options.architectures, seconds, folder)]
+        verdict = check(files[0])
+        files.append(facade(tree, folder / "made", seconds))
+        files += [archive] if options.sdist else []
+        shutil.rmtree(options.out, ignore_errors=True)
+        options.out.mkdir(parents=True)
+        for path in files:
+            shutil.copy(path, options.out / path.name)
+    made = [options.out / path.name for path in files]
+    if options.sdist:
+        (options.out / "SHA256SUMS").write_text(sums(made))
+    for path in made:
+        print(f"{path.stat().st_size / 1e6:8.2f} MB  {path.name}")
+    print(f"auditwheel: {verdict}")
+
+
+def nvcc_path() -> str:
+    """Where setup.py looks for nvcc."""
+    home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
+    return os.pathsep.join([os.environ.get("PATH", ""), str(Path(home) / "bin")])
+
+
+if __name__ == "__main__":
+    main()
