@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-STACK = "transformers peft accelerate trl datasets matplotlib psutil pytest".split()
+STACK = "transformers peft accelerate trl datasets gguf matplotlib psutil pytest".split()
 UPSTREAM = "bitsandbytes==0.50.2"
 CORE = "quantize linear functional params autograd isa facade_names facade_optim checkpoints hf experts lora fsdp_train"
 
@@ -61,6 +61,8 @@ class Environment:
         """The runner's last line, without its times."""
         files = [f"tests/test_{name}.py" for name in names]
         done = self._call([str(self.bin / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", *files])
+        for line in re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.M):
+            print(f"  {line}", flush=True)
         found = re.findall(r"^=*\s*(\d+ (?:passed|failed).*?) in ", done.stdout, re.M)
         return found[-1] if found else f"status {done.returncode}: {done.stdout[-300:]}"
 
@@ -114,7 +116,7 @@ def main() -> None:
             with Environment(python, torch) as environment:
                 cells = tried(environment, wheel, options.tests.split())
         except (RuntimeError, OSError) as error:
-            cells = [python, torch, "", f"failed: {' '.join(str(error).split())}", "", ""]
+            cells = [Path(python).name, torch, "", f"failed: {' '.join(str(error).split())}", "", ""]
         lines.append("| " + " | ".join(cells) + " |")
         print(lines[-1], flush=True)
     if options.out:

@@ -6,11 +6,13 @@
 machine has, and checked by auditwheel. It has code for every GPU architecture of setup.py's list if nvcc is found;
 without nvcc this is an error, unless --architectures none says that a CPU-only wheel is wanted.
 
-The same tree gives the same bytes: everything is built in a folder that only tracked files came into, with times from
-SOURCE_DATE_EPOCH (default: the last commit's), and pinned tools (release/tools.txt).
+The same tree gives the same bytes: everything is built in one folder of a fixed name, as nvcc names internal symbols by
+a hash of the path, into which only tracked files came, with times from SOURCE_DATE_EPOCH (default: the last commit's)
+and pinned tools (release/tools.txt).
 """
 
 import argparse
+import contextlib
 import gzip
 import hashlib
 import io
@@ -21,10 +23,12 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ROOT / ".cache" / "release-tools"
+FOLDER = Path("/tmp/bitshard-release")
 GLIBC = "2.28"
 TAG = "manylinux_2_28_x86_64"
 BUILD_WHEEL = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
@@ -125,8 +129,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.architectures != "none" and shutil.which("nvcc", path=nvcc_path()) is None:
         sys.exit("nvcc is not on the PATH nor below CUDA_HOME; --architectures none makes a CPU-only wheel")
-    with tempfile.TemporaryDirectory() as temporary:
-        folder, seconds = Path(temporary), epoch()
+    with fixed_folder() as folder:
+        seconds = epoch()
         (folder / "tree").mkdir()
         (folder / "made").mkdir()
         export(folder / "tree")
@@ -146,6 +150,19 @@ def main() -> None:
     for path in made:
         print(f"{path.stat().st_size / 1e6:8.2f} MB  {path.name}")
     print(f"auditwheel: {verdict}")
+
+
+@contextlib.contextmanager
+def fixed_folder() -> Iterator[Path]:
+    """The one folder in which releases are built, empty, for this process alone."""
+    try:
+        FOLDER.mkdir()
+    except FileExistsError:
+        sys.exit(f"{FOLDER} exists: another release is being built, or one was killed; then remove it")
+    try:
+        yield FOLDER
+    finally:
+        shutil.rmtree(FOLDER, ignore_errors=True)
 
 
 def nvcc_path() -> str:

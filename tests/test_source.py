@@ -61,6 +61,7 @@ LAYERS = [
     "transformers",
     "registry",
     "experts",
+    "convert",
     "bitshard",
     "bnb_ops",
     "__main__",

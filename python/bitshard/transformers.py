@@ -178,12 +178,15 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
         sources = [*(f"{name}.{entry}" for entry in _ENTRIES), f"{name}$"]
         return WeightConverter(sources, name, [DeserializeExperts(self)])
 
+    def reversible(self, conversions: list) -> list:
+        """Those of transformers' conversions that saving reverses: of packed or decoded weights nothing can be."""
+        kept = [each for each in conversions if not _makes(each, self._stacks)]
+        return [each for each in kept if not sources.converts(each)]
+
     def _process_model_after_weight_loading(self, model: Any, **others: Any) -> Any:
-        # saving reverses what loading has converted; of packed stacks nothing can be
         used = getattr(model, "_weight_conversions", None)
         if used is not None:
-            kept = [each for each in used if not _makes(each, self._stacks)]
-            model._weight_conversions = [each for each in kept if not sources.converts(each)]
+            model._weight_conversions = self.reversible(used)
         for path, module in modules.found(model):
             for held in inventory.held_by(module):
                 if held.state is None:

@@ -88,10 +88,15 @@ class Piece:
 
     def tensor(self, name: str) -> Any:
         """Parameter or buffer `name`, as it is now: whole, a DTensor, or FSDP1's view."""
-        for table in (self.module._parameters, self.module._buffers):
-            if table.get(name) is not None:
-                return table[name]
-        return getattr(self.module, name)
+        return tensor_of(self.module, name)
+
+
+def tensor_of(module: nn.Module, name: str) -> Any:
+    """Parameter or buffer `name` of a module, as it is now."""
+    for table in (module._parameters, module._buffers):
+        if table.get(name) is not None:
+            return table[name]
+    return getattr(module, name)
 
 
 def _entry(tensor: Tensor) -> Entry:

@@ -51,7 +51,8 @@ _DTYPES = {
 }
 _RANKS = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_LATE_BYTES = 4096  # the most that a tensor of yet unknown length may have; the JSON entries have about 200
+_LATE_BYTES = 4096  # what a tensor of yet unknown length may have at least; a weight's JSON has about 200
+_LATE_GROWTH = 8  # times the length that it was thought to have: a stack's JSON has a number for each expert
 
 
 @dataclass
@@ -66,6 +67,11 @@ class Entry:
     def nbytes(self) -> int:
         """Bytes of it."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def most_bytes(self) -> int:
+        """The most that it may have."""
+        return max(_LATE_BYTES, _LATE_GROWTH * self.nbytes) if self.late else self.nbytes
 
 
 def byte_count(size: int | str) -> int:
@@ -93,7 +99,7 @@ def split(entries: dict[str, Entry], limit: int) -> list[list[str]]:
     return [*full, open_names] if open_names else full
 
 
-class _File:
+class TensorFile:
     """One safetensors file under its temporary name: a header of fixed length, and each tensor's place."""
 
     def __init__(self, path: Path, entries: dict[str, Entry]):
@@ -108,10 +114,11 @@ class _File:
             if not entries[key].late:
                 self.places[key] = (self.end, entries[key])
                 self.end += entries[key].nbytes
-        reserved = {key: (self.end, Entry(torch.uint8, (_LATE_BYTES,))) for key in ordered if entries[key].late}
-        # digits of the largest offsets that these may get
-        for number, key in enumerate(reserved):
-            reserved[key] = (self.end + number * _LATE_BYTES, reserved[key][1])
+        reserved, end = {}, self.end  # digits of the largest offsets that these may get
+        for key in ordered:
+            if entries[key].late:
+                reserved[key] = (end, Entry(torch.uint8, (entries[key].most_bytes,)))
+                end += entries[key].most_bytes
         self.header_bytes = len(_header({**self.places, **reserved}))
         self.descriptor, _ = owned.hold(path)
 
@@ -139,8 +146,8 @@ class _File:
         if self.missing:
             raise ValueError(f"{self.path.name}: never written: {sorted(self.missing)[:4]}")
         for key, tensor in self.late.items():
-            if tensor.numel() > _LATE_BYTES:
-                raise ValueError(f"{key}: {tensor.numel()} bytes, expected at most {_LATE_BYTES}")
+            if tensor.numel() > self.entries[key].most_bytes:
+                raise ValueError(f"{key}: {tensor.numel()} bytes, expected at most {self.entries[key].most_bytes}")
             self.places[key] = (self.end, Entry(tensor.dtype, tuple(tensor.shape)))
             self._put(tensor, self.end)
             self.end += tensor.numel()
@@ -198,10 +205,10 @@ class CheckpointFiles:
         names = split(entries, byte_count(max_shard_size))
         self._own = secrets.token_hex(8)  # in names that no other save has
         self._small: list[tuple[Path, int]] = []  # temporary files of index and config, with their descriptors
-        self.files: list[_File] = []
+        self.files: list[TensorFile] = []
         try:
             for number, keys in enumerate(names, 1):
-                self.files.append(_File(self._partial(f"model-{number:05d}"), {key: entries[key] for key in keys}))
+                self.files.append(TensorFile(self._partial(f"model-{number:05d}"), {key: entries[key] for key in keys}))
         except BaseException:
             self.abort()
             raise

@@ -25,9 +25,12 @@ class Checkpoint:
         files: name of a tensor -> its file.
     """
 
-    def __init__(self, source: str | Path | Iterable[str | Path]):
+    def __init__(self, source: str | Path | Iterable[str | Path], known: dict[str, Path] | None = None):
+        """`known`: which tensors there are and in which files, where these need not all be there."""
         self._open: dict[Path, Any] = {}
-        if isinstance(source, (str, Path)):
+        if known is not None:
+            self.where, self.files = next(iter(known.values()), Path()).parent, known
+        elif isinstance(source, (str, Path)):
             self.where = Path(source)
             self.files = _indexed(self.where) or self._named(_loose(self.where))
         else:

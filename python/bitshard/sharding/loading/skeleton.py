@@ -37,6 +37,8 @@ class Skeleton:
         quantization_config: a `BitsAndBytesConfig` for files of 16 or 32 bits; None leaves the model dense.
         dtype: of everything that is not packed; None: what the config says, else float32.
         build: makes the model from the config and dtype; None: the causal language model of the config.
+        own_dtypes: whether what the model itself wants in another dtype gets that, as from_pretrained does. FSDP wants
+            one dtype.
 
     Attributes:
         model: on the meta device, but for the buffers that no file has.
@@ -50,6 +52,7 @@ class Skeleton:
         dtype: torch.dtype | None,
         device: torch.device,
         build: Callable[..., nn.Module] | None = None,
+        own_dtypes: bool = False,
     ):
         config = copy.deepcopy(config)
         self.dtype = dtype or getattr(config, "dtype", None) or torch.float32
@@ -59,12 +62,13 @@ class Skeleton:
         self.quantizer = _quantizer(config, quantization_config)
         with torch.device("meta"):
             self.model = (build or _causal)(config, dtype=self.dtype)
+        wanted = _own_dtypes(self.model, self.dtype) if own_dtypes else {}
         if self.quantizer is not None:
             self.quantizer.preprocess_model(model=self.model, dtype=self.dtype, device_map=None)
-        for module, name, _ in _slots(self.model):  # the biases of the new 4-bit layers are of torch's default dtype
+        for module, name, key in _slots(self.model):  # the biases of the new 4-bit layers are of torch's default dtype
             tensor = _get((module, name, ""))
             if tensor.is_floating_point() and not _is_4bit(module, name):
-                tensor.data = tensor.data.to(self.dtype)
+                tensor.data = tensor.data.to(wanted.get(key, self.dtype))
         _compute_buffers(self.model, device)
         self._conversions = Conversions(self.model)
         # id of a tensor on the meta device -> itself, so that the id stays its own, and every place that it has
@@ -140,7 +144,7 @@ class Skeleton:
                 raise TypeError(
                     f"values of {dtype_name(values.dtype)}, whose scales are tensors of their own: {_CONVERT}"
                 )
-            dtype = self.dtype if values.is_floating_point() else values.dtype
+            dtype = old.dtype if values.is_floating_point() else values.dtype
             values = values.to(self.device, dtype, copy=True)
             return nn.Parameter(values, old.requires_grad) if isinstance(old, nn.Parameter) else values
         except (TypeError, ValueError, RuntimeError) as error:
@@ -161,6 +165,27 @@ class Skeleton:
             settings = {**old.__dict__, "module": layer}
             weight = Params4bit(values.to(self.device, self.dtype), requires_grad=False, **settings).to(self.device)
         return contained(weight, self.dtype)
+
+    # -- or its tensors, one by one, without keeping them --
+
+    def places(self) -> Iterator[tuple[str, nn.Module, str]]:
+        """(key, module, name) of every parameter and saved buffer, one that is shared in its first place."""
+        return ((slots[0][2], *slots[0][:2]) for _, slots in self._places.values())
+
+    def sources(self, place: tuple[str, nn.Module, str], files: Checkpoint) -> list[str]:
+        """Names of the tensors in the files that one is made of."""
+        key = self._key_in_files(place, files)
+        return [key] if key in files else self._conversions.sources(key)
+
+    def value(self, place: tuple[str, nn.Module, str], files: Checkpoint) -> Tensor:
+        """One as it would be filled in: a `Params4bit` that is quantized, or a dense tensor."""
+        _, module, name = place
+        return self._read(_get((module, name, "")), module, name, self._key_in_files(place, files), files)
+
+    def _key_in_files(self, place: tuple[str, nn.Module, str], files: Checkpoint) -> str:
+        _, module, name = place
+        slots = self._places[id(_get((module, name, "")))][1]
+        return next(key for _, _, key in slots if key in files or key in self._conversions)
 
     def done(self) -> nn.Module:
         """The model, all of whose units are filled."""
@@ -200,6 +225,10 @@ class Conversions:
     def __contains__(self, key: str) -> bool:
         return key in self._sources
 
+    def sources(self, key: str) -> list[str]:
+        """Names of the files' tensors that `key` is made of."""
+        return [name for name, _ in self._sources[key]]
+
     def read(self, key: str, files: Checkpoint) -> Tensor:
         """The values of `key`, made of the files' tensors, which are there until then."""
         from transformers.core_model_loading import WeightRenaming
@@ -232,6 +261,21 @@ def _slots(model: nn.Module) -> Iterator[Slot]:
         for name, value in [*module._parameters.items(), *module._buffers.items()]:
             if value is not None and name not in module._non_persistent_buffers_set:
                 yield module, name, f"{path}.{name}" if path else name
+
+
+def _own_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtypes that a new model of transformers has its tensors in, or keeps when it is loaded in `dtype`."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    found = {key: _get((module, name, key)).dtype for module, name, key in _slots(model)}
+    plan = model._get_dtype_plan(dtype)
+    if plan:
+        pattern, groups, _ = build_glob_alternation(list(plan))
+        for key in found:
+            match = pattern.search(key)
+            if match is not None:
+                found[key] = plan[groups[match.lastgroup]]
+    return found
 
 
 def _get(slot: Slot) -> Tensor:

@@ -1,0 +1,1 @@
+"""Folders of weights made into other folders of weights, a tensor at a time: `bitshard quantize`, `bitshard merge`."""

@@ -1,0 +1,233 @@
+"""What a checkpoint's files hold, found out without loading tensors but the few bytes that describe 4-bit weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bitshard.convert.headers import Stored, read_header
+from bitshard.sharding.checkpoints.reading import INDEX, SINGLE
+
+_JSON = ".quant_state.bitsandbytes__"
+_BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_JSON_LIMIT = 1 << 20
+_CHUNK = 1 << 24
+
+
+class Weight(NamedTuple):
+    """One tensor of the model.
+
+    Attributes:
+        name: its key.
+        format: nf4, fp4, or safetensors' name of a dense dtype.
+        shape: of the values, also where they are packed.
+        storage: safetensors' name of the dtype of the bytes in the file.
+        nbytes: with all that is beside it.
+        details: of a 4-bit weight: blocksize, nested, dtype, experts.
+        sum: of its bytes, where these were read.
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    storage: str
+    nbytes: int
+    details: dict[str, Any]
+    sum: str | None = None
+
+    def line(self) -> str:
+        """For people."""
+        words = [self.name, self.format, "x".join(map(str, self.shape)) or "scalar", f"{self.nbytes:,} bytes"]
+        if self.details:
+            nested = "nested" if self.details["nested"] else "plain"
+            words += [f"in {self.storage}", f"blocks of {self.details['blocksize']}", f"{nested} scales"]
+        return ", ".join([*words, *filter(None, [self.sum])])
+
+
+class Looked(NamedTuple):
+    """All of it: where, files, weights, and what is wrong."""
+
+    path: Path
+    files: int
+    nbytes: int
+    weights: list[Weight]
+    complaints: list[str]
+
+    def summary(self) -> str:
+        """One line."""
+        elements = sum(math.prod(weight.shape) for weight in self.weights)
+        packed = sum(math.prod(weight.shape) for weight in self.weights if weight.details)
+        share = packed / max(elements, 1)
+        files = f"{self.files} file{'' if self.files == 1 else 's'}"
+        return (
+            f"{self.path}: {files}, {self.nbytes:,} bytes, {len(self.weights):,} tensors of {elements:,} elements, "
+            f"{share:.1%} of them in 4 bits"
+        )
+
+    def kinds(self) -> Iterator[str]:
+        """A line for each kind of tensor."""
+        groups: dict[str, Counter] = {}
+        for weight in self.weights:
+            kind = weight.format
+            if weight.details:
+                nested = "nested" if weight.details["nested"] else "plain"
+                what = "stacks of experts" if weight.details["experts"] else "weights"
+                kind = f"{weight.format} {what}, blocks of {weight.details['blocksize']}, {nested}, in {weight.storage}"
+            elements = math.prod(weight.shape)
+            groups.setdefault(kind, Counter()).update(tensors=1, elements=elements, nbytes=weight.nbytes)
+        for kind, found in sorted(groups.items(), key=lambda item: -item[1]["nbytes"]):
+            bits = f", {found['nbytes'] * 8 / found['elements']:.2f} bits each" if found["elements"] else ""
+            yield f"{kind}: {found['tensors']:,} of {found['elements']:,} elements, {found['nbytes']:,} bytes{bits}"
+
+    def data(self) -> dict[str, Any]:
+        """For programs."""
+        weights = [weight._asdict() | {"shape": list(weight.shape)} for weight in self.weights]
+        return {
+            "path": str(self.path), "files": self.files, "bytes": self.nbytes, "weights": weights,
+            "complaints": self.complaints,
+        }  # fmt: skip
+
+
+def look(path: str | Path, sums: bool = False) -> Looked:
+    """What `path`, a folder or a file, holds.
+
+    Args:
+        sums: read all bytes, and give each weight a checksum.
+
+    FileNotFoundError where it is not there or has no safetensors files. What is wrong in files is in `complaints`.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(2, "No such file or folder", str(path))
+    files, complaints = ([path], []) if path.is_file() else _files(path)
+    if not files and not complaints:
+        raise FileNotFoundError(2, "No safetensors files there", str(path))
+    stored: dict[str, tuple[Path, Stored]] = {}
+    for file in files:
+        try:
+            for name, entry in read_header(file).items():
+                if name in stored:
+                    complaints.append(f"{name} is in {stored[name][0].name} and in {file.name}")
+                stored[name] = (file, entry)
+        except (OSError, ValueError) as error:
+            complaints.append(str(error))
+    complaints += _against_index(path, stored)
+    weights = list(_weights(stored, complaints, sums))
+    return Looked(path, len(files), sum(file.stat().st_size for file in files), weights, complaints)
+
+
+def _files(folder: Path) -> tuple[list[Path], list[str]]:
+    """The files of a folder, those that its index names and lacks as complaints."""
+    named = _index(folder)
+    if isinstance(named, str):
+        return [], [named]
+    if not named:
+        return sorted(folder.glob("*.safetensors")), []
+    files = [folder / name for name in sorted(set(named.values()))]
+    absent = [f"{INDEX} names {file.name}, which is absent" for file in files if not file.is_file()]
+    return [file for file in files if file.is_file()], absent
+
+
+def _index(folder: Path) -> dict[str, str] | str:
+    """{tensor: file} of an index; empty without one, a complaint for one that cannot be read."""
+    path = folder / INDEX
+    if not path.is_file() or (folder / SINGLE).is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        if all(isinstance(file, str) and Path(file).name == file for file in found.values()):
+            return found
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError):
+        pass
+    return f"{INDEX} cannot be read as one: it needs a weight_map of tensors to names of files beside it"
+
+
+def _against_index(path: Path, stored: dict[str, tuple[Path, Stored]]) -> list[str]:
+    named = _index(path) if path.is_dir() else {}
+    if isinstance(named, str) or not named:
+        return []
+    wrong = [name for name, file in named.items() if name in stored and stored[name][0].name != file]
+    absent = [name for name, file in named.items() if name not in stored and (path / file).is_file()]
+    lines = [f"{len(absent)} tensors that {INDEX} names are in no file: {absent[:3]}"] if absent else []
+    return lines + ([f"{len(wrong)} tensors are in other files than {INDEX} says: {wrong[:3]}"] if wrong else [])
+
+
+def _weights(stored: dict, complaints: list[str], sums: bool) -> Iterator[Weight]:
+    """Dense tensors, and packed ones with what is beside them."""
+    packed = {name.partition(_JSON)[0]: name for name in stored if _JSON in name}
+    beside = {f"{key}.{end}" for key in packed for end in _BESIDE} | set(packed.values())
+    for name, (file, entry) in stored.items():
+        if name in beside:
+            continue
+        total = _sum(file, entry) if sums else None
+        if name not in packed:
+            yield Weight(name, entry.dtype, entry.shape, entry.dtype, entry.nbytes, {}, total)
+            continue
+        weight, wrong = _packed(name, packed[name], stored)
+        complaints += wrong
+        if weight is not None:
+            yield weight._replace(sum=total)
+    complaints += [f"{name}: its packed weight is absent" for name in packed if name not in stored]
+
+
+def _packed(name: str, described: str, stored: dict) -> tuple[Weight | None, list[str]]:
+    """A 4-bit weight as its JSON describes it, and where the tensors beside it contradict that."""
+    file, entry = stored[described]
+    try:
+        state = _json(file, entry)
+        shape, blocksize = tuple(int(n) for n in state["shape"]), int(state["blocksize"])
+        format, experts = str(state["quant_type"]), state.get("layout") == "experts"
+        if min((*shape, blocksize)) < 1 or format not in ("nf4", "fp4"):
+            raise ValueError(f"shape {list(shape)}, blocksize {blocksize}, quant_type {format}")
+    except (ValueError, KeyError, TypeError, OSError, RecursionError, OverflowError) as error:
+        return None, [f"{described} does not describe a 4-bit weight: {error!r:.200}"]
+    nested, elements = "nested_blocksize" in state, math.prod(shape)
+    blocks = -(-elements // blocksize)
+    parts = shape[0] if experts else 1
+    wanted = {"": (elements + 1) // 2, "absmax": blocks * (1 if nested else 4), "quant_map": 64}
+    if nested:
+        wanted |= {"nested_absmax": 4 * parts * -(-(blocks // parts) // 256), "nested_quant_map": 1024}
+    wrong, nbytes = [], entry.nbytes
+    for end, size in wanted.items():
+        key = f"{name}.{end}" if end else name
+        found = stored[key][1].nbytes if key in stored else None
+        nbytes += found or 0
+        slack = 3 if not end else 0  # packed bytes are whole elements of their storage
+        if found is None or not size <= found <= size + slack:
+            wrong.append(
+                f"{key}: {'absent' if found is None else f'{found:,} bytes'}, expected {size:,} for {list(shape)}"
+            )
+    details = {"blocksize": blocksize, "nested": nested, "dtype": state.get("dtype"), "experts": experts}
+    return Weight(name, format, shape, stored[name][1].dtype if name in stored else "", nbytes, details), wrong
+
+
+def _json(file: Path, entry: Stored) -> dict[str, Any]:
+    if entry.nbytes > _JSON_LIMIT:
+        raise ValueError(f"{entry.nbytes:,} bytes of JSON, at most {_JSON_LIMIT:,} are allowed")
+    with file.open("rb") as opened:
+        opened.seek(entry.begin)
+        found = json.loads(opened.read(entry.nbytes))
+    if not isinstance(found, dict):
+        raise ValueError("no JSON object")
+    return found
+
+
+def _sum(file: Path, entry: Stored) -> str:
+    """blake2b of a tensor's bytes."""
+    import hashlib
+
+    found = hashlib.blake2b(digest_size=16)
+    with file.open("rb") as opened:
+        opened.seek(entry.begin)
+        left = entry.nbytes
+        while left > 0:
+            chunk = opened.read(min(left, _CHUNK))
+            if not chunk:
+                raise OSError(f"{file}: the file ends inside a tensor")
+            found.update(chunk)
+            left -= len(chunk)
+    return found.hexdigest()

@@ -1,0 +1,170 @@
+"""An output folder that is there whole or not at all, and that an interrupted run goes on with.
+
+Until all is done the files are in a folder beside it, OUT.partial, with a journal of what they are made of: which
+arguments, which source files, which tensors go into which file. A run that finds it goes on behind the last whole file.
+The source is never needed again for a file that is whole: so `consume` may delete source files one by one, each once
+everything that was made of it is on the disk and was read back.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitshard.sharding.checkpoints import owned
+from bitshard.sharding.checkpoints.files import Entry, TensorFile, split
+from bitshard.sharding.checkpoints.reading import INDEX, SINGLE, Checkpoint
+
+PARTIAL = ".partial"
+_JOURNAL = "bitshard-journal.json"
+_LOCK = "bitshard-lock"
+
+
+class Output:
+    """The files of a checkpoint that is being made.
+
+    Args:
+        folder: where it will be. OSError where it is there already.
+        made_by: the arguments of this run. ValueError where the partial folder is that of another one.
+        source: what the source's files hold, for a run that goes on when some of them are gone.
+        entries: what each tensor will be, in the order in which they come.
+        max_bytes: the most bytes of a file.
+    """
+
+    def __init__(self, folder: Path, made_by: dict[str, Any], source: dict, entries: dict[str, Entry], max_bytes: int):
+        self.folder, self.partial = folder, folder.with_name(folder.name + PARTIAL)
+        self.entries = entries
+        self.names = split(entries, max_bytes)
+        self.partial.mkdir(parents=True, exist_ok=True)
+        self._lock, _ = owned.hold(self.partial / _LOCK)
+        self.made_by = json.loads(json.dumps(made_by, default=str))
+        self._begin_or_go_on(source)
+        self._require_room()
+
+    @staticmethod
+    def remembered(folder: Path) -> dict[str, Any] | None:
+        """The journal of an interrupted run for this folder; None: there is none."""
+        journal = folder.with_name(folder.name + PARTIAL) / _JOURNAL
+        try:
+            return json.loads(journal.read_text())
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            raise ValueError(f"{journal} cannot be read: delete {journal.parent} and begin again") from None
+
+    def _begin_or_go_on(self, source: dict) -> None:
+        found = self.remembered(self.folder)
+        if found is not None:
+            if found.get("made_by") != self.made_by:
+                raise ValueError(
+                    f"{self.partial} is what another run has left, with other arguments or files: "
+                    "delete it, or repeat that run"
+                )
+        else:
+            _write(self.partial / _JOURNAL, {"made_by": self.made_by, "source": source})
+
+    def _require_room(self) -> None:
+        needed = sum(self.entries[name].nbytes for number in self.missing() for name in self.names[number])
+        free = shutil.disk_usage(self.partial).free
+        if free < needed and not self.made_by.get("consume"):
+            raise OSError(
+                errno.ENOSPC, f"{needed:,} bytes do not fit on the disk, which has {free:,}", str(self.folder)
+            )
+
+    def path(self, number: int) -> Path:
+        """A file's place until all is done, with the name that it keeps."""
+        count = len(self.names)
+        return self.partial / (SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors")
+
+    def missing(self) -> list[int]:
+        """Numbers of the files that are not whole yet."""
+        return [number for number in range(len(self.names)) if not self.path(number).exists()]
+
+    def write(self, number: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """One file, of all its tensors in whatever order: written, flushed, read back, and only then named."""
+        partial = self.path(number).with_suffix(".writing")
+        partial.unlink(missing_ok=True)
+        file = TensorFile(partial, {name: self.entries[name] for name in self.names[number]})
+        try:
+            sums = {}
+            for name, tensor in tensors:
+                tensor = tensor.detach().as_subclass(Tensor).cpu().contiguous()
+                file.write(name, tensor)
+                sums[name] = checksum(tensor)
+            file.finish()
+        finally:
+            file.close()
+        _require_same(partial, sums)
+        os.replace(partial, self.path(number))
+        flush(self.partial)
+
+    def finish(self, others: dict[str, bytes], parameters: int) -> None:
+        """The index and `others`, then the folder gets its name."""
+        files = [self.path(number).name for number in range(len(self.names))]
+        if len(files) > 1:
+            weights = {name: file for file, names in zip(files, self.names, strict=True) for name in names}
+            size = sum(entry.nbytes for entry in self.entries.values())
+            metadata = {"total_parameters": parameters, "total_size": size}
+            _write(self.partial / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weights.items()))})
+        for name, data in others.items():
+            (self.partial / name).write_bytes(data)
+        (self.partial / _JOURNAL).unlink()
+        (self.partial / _LOCK).unlink()
+        flush(self.partial)
+        os.rename(self.partial, self.folder)
+        self.close()
+
+    def close(self) -> None:
+        """Let another process go on with the folder."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def require_new(folder: Path) -> None:
+    """OSError where an output folder exists."""
+    if os.path.lexists(folder):
+        raise OSError(errno.EEXIST, "exists already: name another folder, or remove it", str(folder))
+
+
+def checksum(tensor: Tensor) -> str:
+    """Of the bytes of a tensor on the CPU."""
+    return hashlib.blake2b(tensor.reshape(-1).view(torch.uint8).numpy(), digest_size=16).hexdigest()
+
+
+def _require_same(path: Path, sums: dict[str, str]) -> None:
+    """OSError unless the file holds these tensors."""
+    reader = Checkpoint([path])
+    try:
+        wrong = [name for name, known in sums.items() if checksum(reader.read(name).contiguous()) != known]
+    finally:
+        reader.close()
+    if wrong:
+        raise OSError(errno.EIO, f"{len(wrong)} tensors read back differ from those written: {wrong[:3]}", str(path))
+
+
+def flush(folder: Path) -> None:
+    """Wait until the disk knows the names in a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    partial = path.with_suffix(".writing")
+    with partial.open("w") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

@@ -1,0 +1,53 @@
+"""The files that a checkpoint is made of, some of which may be consumed already: their tensors are remembered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bitshard.convert.headers import read_header
+from bitshard.sharding.checkpoints.reading import Checkpoint
+
+
+class Source(Checkpoint):
+    """The tensors of a folder, known by name, shape and file before one is read.
+
+    Args:
+        folder: of safetensors files.
+        remembered: `table()` of an earlier run; then files may be absent.
+
+    Every header is checked first (`headers.read_header`): OSError or ValueError where a file is not sound.
+    """
+
+    def __init__(self, folder: Path, remembered: dict[str, list[Any]] | None = None):
+        self.folder = folder
+        if remembered is None:
+            super().__init__(folder)
+            headers = {path: read_header(path) for path in sorted(set(self.files.values()))}
+            there = {name: headers[path] for name, path in self.files.items() if name in headers[path]}
+            self._shapes = {name: header[name].shape for name, header in there.items()}
+            self._dtypes = {name: headers[self.files[name]][name].dtype for name in self._shapes}
+            absent = sorted(self.files.keys() - self._shapes.keys())
+            if absent:
+                raise ValueError(f"{folder}: its index names {len(absent)} tensors that its files lack: {absent[:3]}")
+        else:
+            paths = {name: folder / file for name, (file, _, _) in remembered.items()}
+            super().__init__((), paths)
+            self._shapes = {name: tuple(shape) for name, (_, shape, _) in remembered.items()}
+            self._dtypes = {name: dtype for name, (_, _, dtype) in remembered.items()}
+
+    def table(self) -> dict[str, list[Any]]:
+        """{name: [file, shape, dtype]}, for another run."""
+        return {name: [path.name, list(self._shapes[name]), self._dtypes[name]] for name, path in self.files.items()}
+
+    def shape(self, name: str) -> list[int]:
+        """Shape of a tensor, also of one whose file is gone."""
+        return list(self._shapes[name])
+
+    def dtype(self, name: str) -> str:
+        """safetensors' name of its dtype."""
+        return self._dtypes[name]
+
+    def release(self, path: Path) -> None:
+        """Let go of one file."""
+        self._open.pop(path, None)

@@ -1,0 +1,385 @@
+"""`bitshard quantize` and `bitshard inspect`: folders of weights made and looked at, a tensor at a time."""
+
+import json
+import os
+import random
+import shutil
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from bitshard import functional
+from bitshard.convert import output, quantize
+from bitshard.convert.headers import read_header
+from bitshard.convert.look import look
+from bitshard.convert.quantize import quantize_folder
+from bitshard.transformers import FourBitConfig
+from bitshard_cli import main
+from helpers import moe
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+
+
+def llama(folder, dtype=torch.bfloat16, shard="60KB", **options):
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SMALL, **options)).to(dtype).save_pretrained(folder, max_shard_size=shard)
+    (folder / "tokenizer_config.json").write_text("{}\n")
+    return folder
+
+
+def tensors(folder):
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found.update(load_file(path))
+    return found
+
+
+def same(first, second):
+    """Names, dtypes, shapes and bytes."""
+    assert first.keys() == second.keys(), first.keys() ^ second.keys()
+    for name, one in first.items():
+        other = second[name]
+        assert one.dtype is other.dtype and one.shape == other.shape, name
+        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), name
+
+
+def settings(experts=False, **options):
+    options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16, **options}
+    return FourBitConfig(**options) if experts else BitsAndBytesConfig(load_in_4bit=True, **options)
+
+
+def saved_by_transformers(folder, out, config):
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map="cpu")
+    model.save_pretrained(out)
+    return model
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"bnb_4bit_use_double_quant": True}, {"bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": torch.bfloat16},
+    {"llm_int8_skip_modules": ["q_proj", "lm_head"]},
+])  # fmt: skip
+@pytest.mark.parametrize("tied", [False, True])
+def test_bytes_of_loading_and_saving(tmp_path, options, tied):
+    """And what is there can be loaded; several files in, several out; small files come along."""
+    dense = llama(tmp_path / "dense", tie_word_embeddings=tied)
+    report = quantize_folder(dense, tmp_path / "out", settings(**options), max_shard_size="15KB")
+    model = saved_by_transformers(dense, tmp_path / "reference", settings(**options))
+    same(tensors(tmp_path / "out"), tensors(tmp_path / "reference"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", device_map="cpu")
+    assert torch.equal(again(moe.TOKENS).logits, model(moe.TOKENS).logits)
+    assert report.files == len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    assert report.packed == sum(
+        m.weight.quant_state.shape.numel() for m in model.modules() if hasattr(m, "quant_state")
+    )
+    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == "{}\n"
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("experts", [True, False])
+@pytest.mark.parametrize("family", moe.FAMILIES)
+def test_mixtures(tmp_path, family, experts):
+    """Experts in stacks or one by one in the files, over several of them; transformers' names there and back."""
+    moe.model(family, 4, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense", max_shard_size="40KB")
+    config = settings(experts, bnb_4bit_use_double_quant=True)
+    report = quantize_folder(tmp_path / "dense", tmp_path / "out", config, max_shard_size="50KB")
+    saved_by_transformers(tmp_path / "dense", tmp_path / "reference", config)
+    same(tensors(tmp_path / "out"), tensors(tmp_path / "reference"))
+    assert experts is not any("experts" in reason for reason in report.skipped.values()) or family != "gpt_oss"
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
+def test_published_formats(tmp_path, family):
+    """MXFP4 and FP8: the model that loading them with dense_config gives."""
+    if family == "gpt_oss":
+        moe.save_mxfp4(moe.model("gpt_oss", 3, intermediate_size=64), tmp_path / "given")
+    else:
+        wide = dict.fromkeys(("hidden_size", "moe_intermediate_size", "intermediate_size"), 128)
+        moe.save_fp8(moe.model("deepseek_v3", 4, **wide), tmp_path / "given")
+    config = settings(experts=True)
+    quantize_folder(tmp_path / "given", tmp_path / "out", config)
+    expected = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "given", config=transformers_dense(tmp_path / "given"), quantization_config=config, device_map="cpu"
+    )
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", device_map="cpu")
+    assert torch.equal(again(moe.TOKENS).logits, expected(moe.TOKENS).logits)
+    with pytest.raises(ValueError, match="none can be consumed"):
+        quantize_folder(tmp_path / "given", tmp_path / "other", config, consume=True)
+
+
+def transformers_dense(folder):
+    from bitshard.transformers import dense_config
+
+    return dense_config(folder)
+
+
+def test_one_tensor_at_a_time(tmp_path, monkeypatch):
+    """When the next one is read, nothing of the one before is alive."""
+    import weakref
+
+    from bitshard.sharding.loading.skeleton import Skeleton
+
+    alive, most, value = [], [0], Skeleton.value
+
+    def watched(self, place, files):
+        most[0] = max(most[0], sum(ref() is not None for ref in alive))
+        found = value(self, place, files)
+        alive.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(Skeleton, "value", watched)
+    quantize_folder(llama(tmp_path / "dense"), tmp_path / "out", settings(), max_shard_size="15KB")
+    assert len(alive) > 20 and most[0] == 0
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_at(monkeypatch, number):
+    """Ends a run when its file `number` is about to get its name."""
+    replace, left = os.replace, [number]
+
+    def stopping(source, target):
+        if str(target).endswith(".safetensors"):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Stopped
+        replace(source, target)
+
+    monkeypatch.setattr(output.os, "replace", stopping)
+
+
+@pytest.mark.parametrize("consume", [False, True])
+@pytest.mark.parametrize("number", [0, 1, 4])
+def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, consume, number):
+    """Also where source files are gone: what is whole is not written again, and the bytes are those of one run."""
+    dense, out = llama(tmp_path / "dense"), tmp_path / "out"
+    quantize_folder(llama(tmp_path / "other"), tmp_path / "expected", settings(), max_shard_size="15KB")
+    with monkeypatch.context() as patch:
+        stop_at(patch, number)
+        with pytest.raises(Stopped):
+            quantize_folder(dense, out, settings(), max_shard_size="15KB", consume=consume)
+    assert not out.exists()
+    whole = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("out.partial/*.safetensors")}
+    assert len(whole) == number
+    gone = len(list((tmp_path / "other").glob("*.safetensors"))) - len(list(dense.glob("*.safetensors")))
+    assert gone == 0 if not consume or number == 0 else number == 1 or gone > 0
+    quantize_folder(dense, out, settings(), max_shard_size="15KB", consume=consume)
+    same(tensors(out), tensors(tmp_path / "expected"))
+    assert whole.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}.items()
+    assert {path.name for path in out.iterdir()} == {path.name for path in (tmp_path / "expected").iterdir()}
+    assert bool(list(dense.glob("*.safetensors*"))) is not consume
+
+
+def test_another_run_does_not_go_on(tmp_path, monkeypatch):
+    dense = llama(tmp_path / "dense")
+    with monkeypatch.context() as patch:
+        stop_at(patch, 1)
+        with pytest.raises(Stopped):
+            quantize_folder(dense, tmp_path / "out", settings(), max_shard_size="15KB")
+    with pytest.raises(ValueError, match="what another run has left, with other arguments"):
+        quantize_folder(dense, tmp_path / "out", settings(bnb_4bit_quant_type="fp4"), max_shard_size="15KB")
+
+
+def test_nothing_is_consumed_before_it_is_read_back(tmp_path, monkeypatch):
+    """A disk that does not keep what it was given loses nothing."""
+    dense = llama(tmp_path / "dense")
+    before = {path.name: path.read_bytes() for path in dense.iterdir()}
+    monkeypatch.setattr(output, "checksum", lambda tensor, calls=[]: str(calls.append(1) or len(calls)))  # noqa: B006
+    with pytest.raises(OSError, match="read back differ from those written"):
+        quantize_folder(dense, tmp_path / "out", settings(), consume=True)
+    assert {path.name: path.read_bytes() for path in dense.iterdir()} == before
+
+
+# ---- the commands ----
+
+
+def command(*words):
+    """Status, lines of stdout and stderr of a command in this process."""
+    import contextlib
+    import io
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main.main([str(word) for word in words])
+    said = [line for line in err.getvalue().splitlines() if line.startswith("bitshard:")]
+    return status, out.getvalue().splitlines(), said
+
+
+def test_the_commands(tmp_path):
+    dense = llama(tmp_path / "dense")
+    status, said, _ = command("quantize", dense, tmp_path / "out", "--nested", "--type", "fp4", "--storage", "bfloat16")
+    assert status == 0 and "in 4 bits" in said[0] and "an embedding" in "\n".join(said[1:])
+    config = settings(bnb_4bit_use_double_quant=True, bnb_4bit_quant_type="fp4", bnb_4bit_quant_storage=torch.bfloat16)
+    saved_by_transformers(dense, tmp_path / "reference", config)
+    same(tensors(tmp_path / "out"), tensors(tmp_path / "reference"))
+    status, said, _ = command("inspect", tmp_path / "out")
+    assert status == 0 and "fp4 weights, blocks of 64, nested, in BF16: 14 of " in "\n".join(said)
+    status, said, _ = command("inspect", tmp_path / "out", "--json", "--sums")
+    found = json.loads("\n".join(said))
+    weight = next(w for w in found["weights"] if w["name"].endswith("q_proj.weight"))
+    assert weight["shape"] == [64, 64] and weight["format"] == "fp4" and len(weight["sum"]) == 32
+    assert found["bytes"] == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+
+
+def test_inspect_counts_the_bytes(tmp_path):
+    """Of experts and dense tensors, too: every byte of data belongs to one weight."""
+    moe.model("qwen3_moe", 4, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
+    quantize_folder(tmp_path / "dense", tmp_path / "out", settings(True, bnb_4bit_use_double_quant=True))
+    found = look(tmp_path / "out", sums=True)
+    headers = [read_header(path) for path in (tmp_path / "out").glob("*.safetensors")]
+    data = sum(stored.nbytes for header in headers for stored in header.values())
+    assert not found.complaints and sum(weight.nbytes for weight in found.weights) == data
+    stacks = [weight for weight in found.weights if weight.details.get("experts")]
+    assert sorted(weight.shape for weight in stacks) == sorted([(4, 96, 64), (4, 64, 48)] * 2)
+
+
+def raw(path, header, data=b"", length=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    return path
+
+
+HOSTILE = {
+    "empty": (b"", None, "too few"),
+    "a header of 2^60 bytes": ({}, 2**60, "a header of 1,152,921,504,606,846,976 bytes"),
+    "no JSON": (b"{]", None, "no JSON"),
+    "a list": (b"[]", None, "no JSON object"),
+    "deep": (b"[" * 100_000, None, "no JSON"),
+    "no offsets": ({"a": {"dtype": "F32", "shape": [1]}}, None, "an entry needs"),
+    "negative": ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, None, "shape"),
+    "another dtype": ({"a": {"dtype": "F33", "shape": [1], "data_offsets": [0, 4]}}, None, "F33"),
+    "truncated": ({"a": {"dtype": "F32", "shape": [64], "data_offsets": [0, 256]}}, None, "truncated"),
+    "too small": ({"a": {"dtype": "F32", "shape": [64], "data_offsets": [0, 4]}}, None, "needs 256"),
+    "huge": ({"a": {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 4]}}, None, "needs"),
+    "a hole": ({"a": {"dtype": "U8", "shape": [1], "data_offsets": [3, 4]}}, None, "holes or overlaps"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_files(tmp_path, kind):
+    """Found by inspect, refused by quantize, one line each, and nothing is made."""
+    header, length, said = HOSTILE[kind]
+    path = (
+        raw(tmp_path / "model.safetensors", header, length=length)
+        if kind != "empty"
+        else tmp_path / "model.safetensors"
+    )
+    path.touch()
+    status, lines, err = command("inspect", tmp_path)
+    assert status == 1 and any(line.startswith("wrong: ") and said in line for line in lines), lines
+    LlamaConfig(**SMALL).save_pretrained(tmp_path)
+    status, lines, err = command("quantize", tmp_path, tmp_path / "out")
+    assert status == 1 and len(err) == 1 and not lines and not list(tmp_path.glob("out*")), err
+
+
+def test_random_damage_is_found_or_harmless(tmp_path):
+    """Any bytes in a header: inspect ends with a result, and reads nothing outside the file."""
+    quantize_folder(llama(tmp_path / "dense"), tmp_path / "out", settings())
+    whole = (tmp_path / "out" / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", whole[:8])
+    random.seed(0)
+    complained = 0
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(random.choice((1, 4))):
+            damaged[random.randrange(8 + length)] = random.randrange(256)
+        path = tmp_path / "damaged.safetensors"
+        path.write_bytes(damaged[: random.choice((len(damaged), len(damaged) - 1, 9))])
+        complained += bool(look(path).complaints)
+    assert complained > 200
+
+
+def test_contradictions_are_found(tmp_path):
+    """Scales or packed bytes of another size, a JSON entry that lies, an index that names what is not there."""
+    quantize_folder(llama(tmp_path / "dense"), tmp_path / "out", settings(bnb_4bit_use_double_quant=True))
+    good = tensors(tmp_path / "out")
+    name = "model.layers.0.mlp.up_proj.weight"
+    blob = f"{name}.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(good[blob].tolist()))
+    for change, said in (
+        ({f"{name}.absmax": torch.zeros(3, dtype=torch.uint8)}, "3 bytes, expected 96"),
+        ({name: torch.zeros(7, 1, dtype=torch.uint8)}, "7 bytes, expected 3,072"),
+        ({blob: torch.tensor([1, 2, 3], dtype=torch.uint8)}, "does not describe"),
+        (
+            {blob: torch.tensor(list(json.dumps(state | {"shape": [2**40, 2**40]}).encode()), dtype=torch.uint8)},
+            "expected",
+        ),
+        ({blob: torch.tensor(list(json.dumps(state | {"blocksize": 0}).encode()), dtype=torch.uint8)}, "blocksize 0"),
+    ):
+        save_file(good | change, tmp_path / "wrong.safetensors")
+        found = look(tmp_path / "wrong.safetensors")
+        assert any(said in line for line in found.complaints), (said, found.complaints)
+    dense = tmp_path / "dense"
+    (dense / "model-00001-of-00004.safetensors").exists()
+    first = sorted(dense.glob("*.safetensors"))[0]
+    first.unlink()
+    assert any("is absent" in line for line in look(dense).complaints)
+    status, _, err = command("quantize", dense, tmp_path / "other")
+    assert status == 1 and "absent" in err[0] and len(err) == 1
+
+
+def test_mistakes_are_one_line(tmp_path, monkeypatch):
+    dense = llama(tmp_path / "dense")
+    (tmp_path / "there").mkdir()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    LlamaConfig(**SMALL).save_pretrained(empty)
+    quantize_folder(dense, tmp_path / "packed", settings())
+    cases = [
+        (("quantize", tmp_path / "absent", tmp_path / "out"), "config.json: No such file"),
+        (("quantize", tmp_path / "there", tmp_path / "out"), "config.json: No such file"),
+        (("quantize", empty, tmp_path / "out"), "no safetensors files there"),
+        (("quantize", dense, tmp_path / "there"), "there: exists already"),
+        (("quantize", tmp_path / "packed", tmp_path / "out"), "quantized already"),
+        (("quantize", dense, tmp_path / "out", "--storage", "uint99"), "--storage uint99: no dtype"),
+        (("quantize", dense, tmp_path / "out", "--max-shard-size", "five"), "max_shard_size"),
+        (("quantize", dense, tmp_path / "out", "--blocksize", "128"), "--experts"),
+        (("inspect", tmp_path / "absent"), "No such file or folder"),
+        (("inspect", tmp_path / "there"), "No safetensors files there"),
+    ]
+    for words, said in cases:
+        status, lines, err = command(*words)
+        assert status == 1 and len(err) == 1 and said in err[0], (words, err)
+        assert not (tmp_path / "out").exists()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(output.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    status, _, err = command("quantize", dense, tmp_path / "out")
+    assert status == 1 and "do not fit on the disk, which has 1,000" in err[0]
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(output.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(output.TensorFile, "_put", full)
+    status, _, err = command("quantize", dense, tmp_path / "full")
+    assert status == 1 and err == ["bitshard: No space left on device"] and not (tmp_path / "full").exists()
+
+
+def test_ctrl_c_and_no_torch(tmp_path, monkeypatch):
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quantize, "Tensors", interrupt)
+    status, _, err = command("quantize", llama(tmp_path / "dense"), tmp_path / "out")
+    assert status == 130 and err == ["bitshard: interrupted"] and not (tmp_path / "out").exists()
+    code = "import sys; sys.modules['torch'] = None; from bitshard_cli import main; sys.exit(main.main(sys.argv[1:]))"
+    for words in (["quantize", str(tmp_path / "dense"), str(tmp_path / "out")], ["inspect", str(tmp_path / "dense")]):
+        ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
+        assert ran.returncode == 1 and ran.stderr.count("\n") == 1 and "torch" in ran.stderr, ran.stderr
+
+
+def test_the_other_way(tmp_path):
+    """What a quantized folder holds is what quantizing its weights one by one gives."""
+    dense = llama(tmp_path / "dense", dtype=torch.float32)
+    quantize_folder(dense, tmp_path / "out", settings())
+    before, after = tensors(dense), tensors(tmp_path / "out")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    packed, state = functional.quantize_4bit(before[name], quant_type="nf4")
+    assert torch.equal(after[name].view(-1), packed.view(-1)) and torch.equal(after[f"{name}.absmax"], state.absmax)
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").quantization_config["bnb_4bit_quant_type"] == "nf4"
