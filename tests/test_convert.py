@@ -11,14 +11,16 @@ import sys
 import pytest
 import torch
 import transformers
-from bitshard import functional
+from bitshard import fsdp, functional
 from bitshard.convert import output, quantize
 from bitshard.convert.headers import read_header
 from bitshard.convert.look import look
+from bitshard.convert.merge import merge_folder
 from bitshard.convert.quantize import quantize_folder
 from bitshard.transformers import FourBitConfig
 from bitshard_cli import main
 from helpers import moe
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
@@ -383,3 +385,86 @@ def test_the_other_way(tmp_path):
     packed, state = functional.quantize_4bit(before[name], quant_type="nf4")
     assert torch.equal(after[name].view(-1), packed.view(-1)) and torch.equal(after[f"{name}.absmax"], state.absmax)
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").quantization_config["bnb_4bit_quant_type"] == "nf4"
+
+
+# ---- merging ----
+
+
+def adapted(base, folder, config, family="llama", **options):
+    """An adapter of peft on a model of `base`, saved; and the model, whose weights nobody has changed."""
+    kinds = {} if config is None else {"quantization_config": config}
+    model = AutoModelForCausalLM.from_pretrained(base, device_map="cpu", **kinds)
+    torch.manual_seed(1)
+    stacks = family not in ("llama", "nemotron_h")
+    parameters = {"target_parameters": ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]} if stacks else {}
+    settings = {"r": 4, "target_modules": ["o_proj", "q_proj"], "init_lora_weights": False, **parameters, **options}
+    tuned = get_peft_model(model, LoraConfig(**settings), autocast_adapter_dtype=False)
+    tuned.save_pretrained(folder)
+    return tuned
+
+
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
+@pytest.mark.parametrize("to", ["dense", torch.bfloat16, None])
+def test_merged_as_peft_does(tmp_path, options, to):
+    """A dense base, a 4-bit base into 16 bits and into 4: the bytes of peft's merge_and_unload in one process."""
+    dense, config = llama(tmp_path / "dense"), settings(bnb_4bit_use_double_quant=True)
+    quantize_folder(dense, tmp_path / "packed", config)
+    tuned = adapted(dense, tmp_path / "adapter", None if to == "dense" else config, **options)
+    base, dtype = ("dense", torch.bfloat16) if to == "dense" else ("packed", to)
+    count = merge_folder(tmp_path / base, tmp_path / "adapter", tmp_path / "out", dtype, max_shard_size="15KB")
+    assert count == 4 + ("modules_to_save" in options)
+    if base == "packed" and dtype is not None:
+        fsdp.save_pretrained(tuned, tmp_path / "reference", dtype=dtype, merge=True)
+    else:
+        tuned.merge_and_unload().save_pretrained(tmp_path / "reference")
+    same(tensors(tmp_path / "out"), tensors(tmp_path / "reference"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", device_map="cpu")
+    assert again.dtype is torch.bfloat16 and again(moe.TOKENS).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("base", ["dense", "packed"])
+@pytest.mark.parametrize("family", moe.FAMILIES)
+def test_mixtures_are_merged(tmp_path, family, base):
+    """Adapters on stacks of experts; the names of the checkpoint that the base was made of."""
+    moe.model(family, 4, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
+    config = settings(True)
+    quantize_folder(tmp_path / "dense", tmp_path / "packed", config)
+    tuned = adapted(tmp_path / "dense", tmp_path / "adapter", config if base == "packed" else None, family)
+    to = None if base == "packed" else torch.bfloat16
+    merge_folder(tmp_path / base, tmp_path / "adapter", tmp_path / "out", to)
+    tuned.merge_and_unload().save_pretrained(tmp_path / "reference")
+    same(tensors(tmp_path / "out"), tensors(tmp_path / "reference"))
+    if base == "packed":
+        merge_folder(tmp_path / base, tmp_path / "adapter", tmp_path / "wide", torch.bfloat16)
+        assert tensors(tmp_path / "wide").keys() == tensors(tmp_path / "dense").keys()
+
+
+def test_mistakes_in_merging(tmp_path):
+    """One line each, and nothing is made; a run that was interrupted goes on."""
+    dense = llama(tmp_path / "dense")
+    quantize_folder(dense, tmp_path / "packed", settings())
+    adapted(dense, tmp_path / "adapter", None)
+    moe.model("qwen3_moe", 4).save_pretrained(tmp_path / "other")
+    adapted(tmp_path / "other", tmp_path / "alien", None, "qwen3_moe")
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(tmp_path / "adapter", tmp_path / "half")
+    (tmp_path / "half" / "adapter_model.safetensors").unlink()
+    shutil.copytree(tmp_path / "adapter", tmp_path / "torn")
+    torn = tmp_path / "torn" / "adapter_model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:200])
+    adapter, out = tmp_path / "adapter", tmp_path / "out"
+    for words, said in [
+        ((tmp_path / "absent", adapter, out), "config.json: No such file"),
+        ((dense, tmp_path / "empty", out), "adapter_config.json: No such file"),
+        ((dense, tmp_path / "half", out), "adapter_model.safetensors: No such file"),
+        ((dense, tmp_path / "torn", out), ""),
+        ((dense, tmp_path / "alien", out), "fit no module of the base"),
+        ((dense, adapter, tmp_path / "empty"), "exists already"),
+        ((dense, adapter, out, "--to", "4bit"), "merge into bfloat16, then quantize"),
+        ((tmp_path / "packed", adapter, out, "--to", "fp4"), "its weights are nf4, and stay nf4"),
+    ]:
+        status, lines, err = command("merge", *words)
+        assert status == 1 and len(err) == 1 and said in err[0] and not lines, (words, err)
+        assert not out.exists()
+    status, said, _ = command("merge", tmp_path / "packed", adapter, out, "--to", "nf4", "--json")
+    assert status == 0 and json.loads("\n".join(said))["modules"] == 4 and out.is_dir()

@@ -3,7 +3,6 @@ one tensor in memory at a time."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -14,14 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from bitshard import inventory
+from bitshard.convert.folder import format_of, others, skeleton_of, small_files
 from bitshard.convert.output import PARTIAL, Output, require_new
 from bitshard.convert.source import Source
 from bitshard.convert.tensors import Item, Tensors
 from bitshard.sharding.checkpoints.files import byte_count
-from bitshard.sharding.loading.skeleton import Skeleton
 
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 Progress = Callable[[Iterable, int], Iterable]
 
 
@@ -74,13 +71,15 @@ def quantize_folder(
     """
     folder, out = Path(folder), Path(out)
     require_new(out)
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(2, "No such file: a folder of a model has one", str(folder / "config.json"))
-    if _format_of(folder) in ("mxfp4", "fp8"):
+    if format_of(folder) in ("mxfp4", "fp8"):
         return _decoded(folder, out, quantization_config, device, max_shard_size, consume)
     journal = Output.remembered(out)
     source = Source(folder, None if journal is None else journal["source"])
-    skeleton = _skeleton(folder, source, quantization_config, torch.device(device))
+    if format_of(folder):
+        raise ValueError(
+            f"{folder}: its weights are quantized already ({format_of(folder)}); expected float32, float16 or bfloat16"
+        )
+    skeleton = skeleton_of(folder, source, quantization_config, torch.device(device))
     tensors = Tensors(skeleton, source)
     entries = {name: entry for item in tensors.items for name, entry in item.entries.items()}
     made_by = {
@@ -95,19 +94,13 @@ def quantize_folder(
             if consume:
                 _consume(source, tensors.items, output)
         parameters = sum(item.elements for item in tensors.items)
-        output.finish(_others(folder, skeleton), parameters)
+        output.finish(others(folder, skeleton.quantizer.quantization_config), parameters)
     finally:
         output.close()
         source.close()
     if consume:
         _remove_rest(folder)
     return _report(tensors.items, entries, len(output.names))
-
-
-def _format_of(folder: Path) -> str:
-    """In which format the config says that weights are; empty: 16 or 32 bits."""
-    found = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
-    return str(found.get("quant_method", ""))
 
 
 def _decoded(
@@ -120,15 +113,14 @@ def _decoded(
     from bitshard.transformers import dense_config
 
     if consume:
-        raise ValueError(f"{folder}: files in {_format_of(folder)} are read as a whole, so none can be consumed before")
+        raise ValueError(f"{folder}: files in {format_of(folder)} are read as a whole, so none can be consumed before")
     options = {"config": dense_config(folder), "quantization_config": quantization_config, "device_map": str(device)}
     model = AutoModelForCausalLM.from_pretrained(folder, **options)
     partial = out.with_name(out.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     save_pretrained(model, partial, max_shard_size=max_shard_size)
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and not path.name.endswith(_WEIGHTS) and not (partial / path.name).exists():
-            shutil.copy(path, partial / path.name)
+    for name in small_files(folder) - {path.name for path in partial.iterdir()}:
+        shutil.copy(folder / name, partial / name)
     os.rename(partial, out)
     return _report_of(model, out)
 
@@ -137,34 +129,6 @@ def _report_of(model: torch.nn.Module, out: Path) -> Report:
     _, packed, others = inventory.take(model)
     files = list(out.glob("*.safetensors"))
     return Report(packed, sum(others.values()), {}, len(files), sum(path.stat().st_size for path in files))
-
-
-def _skeleton(folder: Path, source: Source, quantization_config: Any, device: torch.device) -> Skeleton:
-    """The model on the meta device, of its own class, in its own dtypes; the files fit it."""
-    import transformers
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder)
-    if getattr(config, "quantization_config", None) is not None:
-        found = config.quantization_config
-        method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
-        raise ValueError(
-            f"{folder}: its weights are quantized already ({getattr(method, 'value', method)}); "
-            "expected float32, float16 or bfloat16"
-        )
-    if getattr(config, "dtype", None) is None:
-        floats = [_DTYPES[source.dtype(name)] for name in source.files if source.dtype(name) in _DTYPES]
-        config.dtype = floats[0] if floats else torch.float32
-    name = (getattr(config, "architectures", None) or [""])[0]
-    made = getattr(transformers, name, transformers.AutoModelForCausalLM)
-
-    def build(config: Any, dtype: torch.dtype) -> Any:
-        make = made._from_config if hasattr(made, "_from_config") else made.from_config
-        return make(config, dtype=dtype)
-
-    skeleton = Skeleton(config, quantization_config, None, device, build, own_dtypes=True)
-    skeleton.check(source)
-    return skeleton
 
 
 def _consume(source: Source, items: list[Item], output: Output) -> None:
@@ -180,20 +144,6 @@ def _remove_rest(folder: Path) -> None:
     """The index of files that are gone."""
     for path in folder.glob("*.safetensors.index.json"):
         path.unlink()
-
-
-def _others(folder: Path, skeleton: Skeleton) -> dict[str, bytes]:
-    """Every small file of the folder as it is, and the config, which says what the weights are now."""
-    found = {
-        path.name: path.read_bytes()
-        for path in sorted(folder.iterdir())
-        if path.is_file() and not path.name.endswith(_WEIGHTS) and not path.name.startswith(".")
-    }
-    config = json.loads(found["config.json"])
-    settings = skeleton.quantizer.quantization_config
-    config["quantization_config"] = json.loads(json.dumps(settings.to_dict(), default=str))
-    found["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-    return found
 
 
 def _report(items: list[Item], entries: dict[str, Any], files: int) -> Report:

@@ -50,17 +50,9 @@ class Tensors:
 
     def __init__(self, skeleton: Skeleton, files: Checkpoint):
         self.skeleton, self.files = skeleton, files
-        self._use_conversions()
+        use_conversions(skeleton)
         ignored = set(getattr(skeleton.model, "_keys_to_ignore_on_save", None) or ())
         self.items = [self._item(place) for place in skeleton.places() if place[0] not in ignored]
-
-    def _use_conversions(self) -> None:
-        """What transformers would reverse if it had loaded the model."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-
-        model, quantizer = self.skeleton.model, self.skeleton.quantizer
-        known = get_model_conversion_mapping(model, None, quantizer)
-        model._weight_conversions = quantizer.reversible(known) if hasattr(quantizer, "reversible") else known
 
     def _item(self, place: tuple[str, nn.Module, str]) -> Item:
         key, module, name = place
@@ -68,26 +60,22 @@ class Tensors:
         if held is None:
             made, late = {key: tensor.detach()}, ""
         else:
-            made, late = _packed_like(key, held, tensor)
+            made, late = packed_like(key, held, tensor)
         entries = {
             saved: Entry(value.dtype, tuple(value.shape), late=bool(late) and saved.endswith(late))
-            for saved, value in self._as_saved(made).items()
+            for saved, value in reverted(self.skeleton.model, made).items()
         }
         return Item(place, entries, self.skeleton.sources(place, self.files), tensor.numel(), held is not None)
-
-    def _as_saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Under the names, and in the pieces, in which transformers saves them."""
-        from transformers.core_model_loading import revert_weight_conversion
-
-        return revert_weight_conversion(self.skeleton.model, tensors)
 
     def read(self, item: Item) -> dict[str, Tensor]:
         """Its tensors for the new checkpoint; nothing of them is kept here."""
         value, key = self.skeleton.value(item.place, self.files), item.place[0]
         if not isinstance(value, Params4bit):
-            return self._as_saved({key: value.detach()})
+            return reverted(self.skeleton.model, {key: value.detach()})
         storage = value.quant_storage
-        return self._as_saved(contents.packed_tensors(key, value.saved_data(), value.quant_state, storage))
+        return reverted(
+            self.skeleton.model, contents.packed_tensors(key, value.saved_data(), value.quant_state, storage)
+        )
 
     def of(self, names: set[str]) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) for each of these names of the new checkpoint."""
@@ -96,7 +84,7 @@ class Tensors:
                 yield from ((name, tensor) for name, tensor in self.read(item).items() if name in names)
 
 
-def _packed_like(key: str, held: Any, weight: Any) -> tuple[dict[str, Tensor], str]:
+def packed_like(key: str, held: Any, weight: Any) -> tuple[dict[str, Tensor], str]:
     """Tensors of the meta device as a quantized weight's, and how the name of its JSON ends, whose length varies."""
     shape = held.shape if held.shape is not None else weight.shape
     packed, state = held.kind.quantize(
@@ -113,3 +101,19 @@ def _packed_like(key: str, held: Any, weight: Any) -> tuple[dict[str, Tensor], s
     size = _JSON_BYTES + _EXPERT_BYTES * held.kind.parts(state)
     found[json] = torch.empty(size, dtype=torch.uint8, device="meta")
     return {key + name: value for name, value in found.items()}, json
+
+
+def use_conversions(skeleton: Skeleton, packed: bool = True) -> None:
+    """Let a model know what transformers would reverse if it had loaded it; `packed`: and keeps its 4-bit weights."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    model, quantizer = skeleton.model, skeleton.quantizer
+    known = get_model_conversion_mapping(model)
+    model._weight_conversions = quantizer.reversible(known) if packed and hasattr(quantizer, "reversible") else known
+
+
+def reverted(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under the names, and in the pieces, in which transformers saves them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, tensors)

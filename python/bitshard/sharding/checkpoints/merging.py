@@ -74,7 +74,7 @@ def merged_stacks(
         packed: name of a stack -> packed bytes and state, whole.
         tuner, adapter, others: as of `merged_4bit`.
     """
-    base = _shallow(unwrapped(around(tuner)[-1]._modules["base_layer"]))
+    base = shallow(unwrapped(around(tuner)[-1]._modules["base_layer"]))
     base.packed_stacks = {}
     for name, (codes, state) in packed.items():
         base.__dict__.pop(name, None)
@@ -96,7 +96,7 @@ def inner_holder(tuner: nn.Module, name: str) -> Any:
 
 def merged_dense(tuner: nn.Module, adapter: dict[int, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a layer that is not 4-bit with the adapters of `tuner` in them."""
-    base = _shallow(unwrapped(around(tuner)[-1]._modules["base_layer"]))
+    base = shallow(unwrapped(around(tuner)[-1]._modules["base_layer"]))
     for name, tensor in tensors.items():
         table = base._buffers if name in base._buffers else base._parameters
         base.__dict__.pop(name, None)
@@ -126,7 +126,7 @@ def adapter_tensors(module: nn.Module) -> list[Any]:
 def _copy(module: nn.Module, whole: dict[int, Tensor], base: nn.Module) -> nn.Module:
     """peft's layer over whole tensors, around `base`."""
     # (no function inside a function, whose circle of references would keep the tensors)
-    new = _shallow(unwrapped(module))
+    new = shallow(unwrapped(module))
     for table in (new._parameters, new._buffers):
         table.update({name: whole.get(id(tensor), tensor) for name, tensor in table.items()})
     for name, child in new._modules.items():
@@ -136,7 +136,7 @@ def _copy(module: nn.Module, whole: dict[int, Tensor], base: nn.Module) -> nn.Mo
     return new
 
 
-def _shallow(module: nn.Module) -> nn.Module:
+def shallow(module: nn.Module) -> nn.Module:
     """Another module of the same tensors and children. What it notes in its lists and dicts is its own."""
     new = object.__new__(type(module))
     for name, value in vars(module).items():

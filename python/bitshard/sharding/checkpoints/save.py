@@ -91,7 +91,7 @@ def save_pretrained(
         return
     with _Writer(ranks, folder, entries, max_shard_size, progress) as writer:
         for piece, tensors, failure in _gathered(ranks, model, pieces):
-            writer.write(lambda piece=piece, tensors=tensors: _converted(piece, tensors, dtype), failure)
+            writer.write(lambda piece=piece, tensors=tensors: converted(piece, tensors, dtype), failure)
             tensors.clear()
         parameters = sum(math.prod(_shape(piece, name)) for piece in pieces for name in piece.names)
         writer.finish(lambda: _configs(model, dtype, pieces, entries), parameters)
@@ -144,7 +144,7 @@ def _gathered(
                         stack.enter_context(_summoned(unit))
                     tensors, failure = {}, None
                     try:
-                        tensors = _whole(piece)
+                        tensors = whole(piece)
                     except Exception as error:  # whatever it is, the others wait
                         failure = error
                     yield piece, tensors, failure
@@ -169,7 +169,8 @@ def _summoned(unit: Any) -> Any:
     return FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False)
 
 
-def _whole(piece: Piece) -> dict[Any, Any]:
+def whole(piece: Piece) -> dict[Any, Any]:
+    """Its tensors, gathered: by name, by id those of the adapter, and (bytes, state) of a 4-bit weight."""
     tensors: dict[Any, Any] = {}
     for name in piece.names:
         if name in piece.held:
@@ -198,7 +199,7 @@ def _whole_packed(piece: Piece, held: Any) -> tuple[Tensor, Any]:
 # ---- what rank 0 does ----
 
 
-def _converted(piece: Piece, tensors: dict[Any, Any], dtype: torch.dtype | None) -> dict[str, Tensor]:
+def converted(piece: Piece, tensors: dict[Any, Any], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """The tensors of a piece as the checkpoint has them."""
     others = {name: tensors[name] for name in piece.names if name not in piece.held}
     adapter = {key: tensor for key, tensor in tensors.items() if isinstance(key, int)}

@@ -97,7 +97,7 @@ class Skeleton:
         complaints = []
         self._conversions.look(files, {key for _, slots in self._places.values() for _, _, key in slots})
         for tensor, slots in self._places.values():
-            key = next((key for _, _, key in slots if key in files), None)
+            key = next(filter(None, (self._name_in(files, key) for _, _, key in slots)), None)
             if key is None and not any(key in self._conversions for _, _, key in slots):
                 complaints.append(f"{slots[0][2]} is missing")
             elif key is None:
@@ -125,7 +125,7 @@ class Skeleton:
             known, slots = self._places.get(id(old), (None, []))
             if known is not old:
                 continue
-            key = next(key for _, _, key in slots if key in files or key in self._conversions)
+            key = self._key_in_files((slots[0][2], module, name), files)
             new = self._read(old, module, name, key, files)
             for module, name, _ in slots:
                 _put(module, name, new)
@@ -182,10 +182,20 @@ class Skeleton:
         _, module, name = place
         return self._read(_get((module, name, "")), module, name, self._key_in_files(place, files), files)
 
+    @staticmethod
+    def put(module: nn.Module, name: str, value: Tensor) -> None:
+        """Give a module one of its tensors."""
+        _put(module, name, value)
+
     def _key_in_files(self, place: tuple[str, nn.Module, str], files: Checkpoint) -> str:
         _, module, name = place
         slots = self._places[id(_get((module, name, "")))][1]
-        return next(key for _, _, key in slots if key in files or key in self._conversions)
+        found = [(key, self._name_in(files, key)) for _, _, key in slots]
+        return next(name or key for key, name in found if name or key in self._conversions)
+
+    def _name_in(self, files: Checkpoint, key: str) -> str | None:
+        """The name under which the files have `key` as one tensor, packed or not; None where they do not."""
+        return key if key in files else self._conversions.renamed(key)
 
     def done(self) -> nn.Module:
         """The model, all of whose units are filled."""
@@ -224,6 +234,11 @@ class Conversions:
 
     def __contains__(self, key: str) -> bool:
         return key in self._sources
+
+    def renamed(self, key: str) -> str | None:
+        """The only tensor of the files that `key` is made of, without a change; None: there is no such one."""
+        sources = self._sources.get(key, [])
+        return sources[0][0] if len(sources) == 1 and sources[0][1] is None else None
 
     def sources(self, key: str) -> list[str]:
         """Names of the files' tensors that `key` is made of."""

@@ -1,0 +1,45 @@
+"""`bitshard merge`: adapters into the weights that they were trained on."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from bitshard_cli import console
+from bitshard_cli.console import Result
+
+HELP = "write a base with peft's adapters in its weights, a module at a time"
+EXAMPLE = "bitshard merge Llama-3-8B-nf4 trained/adapter Llama-3-8B-tuned --to bfloat16"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """What is merged, and into what."""
+    parser.add_argument("base", type=Path, help="folder of 4-bit weights (what training saw), or of 16-bit ones")
+    parser.add_argument("adapter", type=Path, help="folder of peft: LoRA, rsLoRA, DoRA")
+    parser.add_argument("out", type=Path, help="a folder that does not exist yet")
+    parser.add_argument(
+        "--to", choices=("bfloat16", "float16", "float32", "4bit", "nf4", "fp4"), default="bfloat16",
+        help="dtype of the weights (default: bfloat16), or 4-bit ones as those of the base",
+    )  # fmt: skip
+    parser.add_argument("--device", default="cpu", help="that merges (default: cpu)")
+    parser.add_argument("--max-shard-size", default="5GB", help="of a file (default: 5GB)")
+
+
+def bar(files: Iterable[int], total: int) -> Iterator[int]:
+    """A bar over the files."""
+    return console.progress(files, total=total, unit="file", label="Merging")
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Merges, and says how many modules had an adapter."""
+    import torch
+    from bitshard.convert.merge import merge_folder
+
+    dtype = None if args.to in ("4bit", "nf4", "fp4") else getattr(torch, args.to)
+    count = merge_folder(
+        args.base, args.adapter, args.out, dtype, device=args.device, max_shard_size=args.max_shard_size, progress=bar,
+        quant_type=args.to if args.to in ("nf4", "fp4") else None,
+    )  # fmt: skip
+    text = f"{args.out}: adapters merged into {count} module{'' if count == 1 else 's'}, in {args.to}"
+    return Result({"out": str(args.out), "modules": count, "to": args.to}, text)
