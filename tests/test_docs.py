@@ -25,6 +25,21 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 COMMANDS = {
     "pip install . ./python/bitsandbytes": "Makefile:. ./python/bitsandbytes",
     "python -m bitshard": "tests/test_report.py::test_sound_installation",
+    "pip install bitshard-0.1.0-cp310-abi3-manylinux_2_28_x86_64.whl && bitshard use": (
+        "tests/test_wheels.py::test_into_an_empty_environment"
+    ),
+    "bitshard report": "tests/test_run.py::test_the_report_asks_upstream",
+    "bitshard use": "tests/test_switch.py::test_there_and_back",
+    "bitshard unuse": "tests/test_switch.py::test_there_and_back",
+    "bitshard run train.py": "tests/test_run.py::test_a_script_and_its_children",
+    "bitshard run accelerate launch --config_file examples/fsdp2.yaml train.py": (
+        "tests/test_run.py::test_workers_of_a_launcher"
+    ),
+    "bitshard quantize Llama-3-8B Llama-3-8B-nf4 --nested": "tests/test_convert.py::test_the_commands",
+    "bitshard merge Llama-3-8B-nf4 adapter Llama-3-8B-tuned": "tests/test_convert.py::test_mistakes_in_merging",
+    "bitshard inspect Llama-3-8B-nf4": "tests/test_convert.py::test_the_commands",
+    "make wheels": "tests/test_wheels.py::wheels",
+    "make release": "tests/test_wheels.py::wheels",
     "torchrun --nproc-per-node 2 examples/first.py": "tests/test_docs.py::test_first_py",
     "accelerate launch --config_file examples/fsdp2.yaml train.py": "tests/test_docs.py::test_the_readme_trains",
     "make demo": "tests/test_docs.py::test_demo",

@@ -211,7 +211,7 @@ def test_functional_helpers():
         pass
     for quant_type, code in bnb.backends.utils.CODE.items():
         assert torch.equal(bnb.backends.utils._get_4bit_code(quant_type, torch.device("cpu")), code)
-    assert bnb.utils.execute_and_return("printf ' a b '") == ("a b", "")
+    assert bnb.utils.execute_and_return(f"{sys.executable} -c \"print(' a b ')\"") == ("a b", "")
 
 
 def test_find_cudart(monkeypatch, tmp_path):
