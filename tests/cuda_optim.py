@@ -12,7 +12,7 @@ import argparse
 
 import numpy
 import torch
-from bitsandbytes._ops import _optimizer_update_8bit_blockwise, _optimizer_update_32bit
+from bitshard.bnb_ops import _optimizer_update_8bit_blockwise, _optimizer_update_32bit
 
 STEPS = 100
 GOLDEN_STEPS, GOLDEN_ELEMENTS = (1, 2, 100), 515  # two blocks and three elements

@@ -328,7 +328,7 @@ def check_killed(what, folder):
         torch.save(dict(new(seed=0).state_dict()), f"{folder}/good.pt")
     if what == "streamed":
         fsdp.save_pretrained(start_of(fsdp2), f"{folder}/streamed", max_shard_size=2000)
-        place, name = save, "_whole"
+        place, name = save, "whole"
     else:
         dcp.save({"model": start_of(fsdp2).state_dict()}, checkpoint_id=f"{folder}/step-1")
         place, name = dcp.FileSystemWriter, "write_data"

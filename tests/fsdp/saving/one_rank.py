@@ -67,7 +67,7 @@ def check_fault_of_one(way, folder):
     model = WAYS[way](folder, CELLS[0], lambda model: model)
     target = target_of(folder, f"{way}-fault-of-one")
     for nth in (1, 5):
-        with failing(save, "_whole", nth, TypeError("played: a fault"), behind=True):
+        with failing(save, "whole", nth, TypeError("played: a fault"), behind=True):
             all_raise(model, target, "played: a fault")
 
 
