@@ -13,7 +13,7 @@ from types import ModuleType
 from bitshard_cli import console
 
 # Each is a module here with HELP, EXAMPLE, arguments(parser) and run(args), which gives data, text and a status.
-COMMANDS = ("quantize", "merge", "inspect", "report", "use", "unuse", "run")
+COMMANDS = ("plan", "quantize", "merge", "inspect", "report", "use", "unuse", "run")
 OWN_ARGUMENTS = "run"  # all that follows it belongs to the program that it starts
 
 

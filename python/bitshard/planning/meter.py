@@ -1,0 +1,54 @@
+"""Counts the bytes of tensors that live at a time, on the meta device as on any other."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+GRAIN = 512  # bytes: the caching allocator rounds each size up to a multiple
+
+
+class Meter(TorchDispatchMode):
+    """While entered: `live` bytes of storages that operators have made since, and the `peak` of that.
+
+    Args:
+        known: tensors that were there before and are not counted, however they are viewed.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()):
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: dict[int, Any] = {}
+        for tensor in known:
+            storage = tensor.untyped_storage()
+            self._known[id(storage)] = storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, Tensor):
+                self._count(value.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key in self._known:
+            return
+        size = -(-storage.nbytes() // GRAIN) * GRAIN
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        self._known[key] = weakref.ref(storage, lambda _: self._gone(key, size))
+
+    def _gone(self, key: int, size: int) -> None:
+        del self._known[key]
+        self.live -= size
+
+    def since(self) -> None:
+        """Let the peak begin anew, at what lives now."""
+        self.peak = self.live

@@ -1,0 +1,227 @@
+"""A model on the meta device: its units, and what of each is 4-bit, stays in 16 bits, and gets adapters."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from bitshard.experts import modules as experts
+from bitshard.planning.job import Job
+from bitshard.planning.shapes import KNOWN, known
+
+
+class Unit(NamedTuple):
+    """What FSDP gathers at once. Elements are counted, not bytes, where the job decides the bytes.
+
+    Attributes:
+        name: of the module.
+        packed: elements of each 4-bit weight.
+        dense: bytes of everything else.
+        adapters: elements of each matrix that is trained.
+        largest: elements of the largest matrix or, of a stack, expert.
+        kind: equal for units that compute the same.
+    """
+
+    name: str
+    packed: tuple[int, ...]
+    dense: int
+    adapters: tuple[int, ...]
+    largest: int
+    kind: tuple
+
+
+class Parts(NamedTuple):
+    """Units of a model.
+
+    Attributes:
+        layers: the decoder layers.
+        embeddings, head: bytes; a head that is tied to the embeddings has none.
+        packed_head: elements of a 4-bit head, else 0.
+        rest: bytes of everything else, such as the last norm; packed and adapted weights outside layers with them.
+        tied: whether the head is the embeddings.
+        hidden, vocabulary: sizes.
+    """
+
+    layers: tuple[Unit, ...]
+    embeddings: int
+    head: int
+    packed_head: int
+    rest: Unit
+    tied: bool
+    hidden: int
+    vocabulary: int
+
+
+def config_of(source: str | os.PathLike | dict) -> Any:
+    """transformers' config of a config.json, a folder with one, a dictionary, or a known name."""
+    from transformers import AutoConfig
+
+    if isinstance(source, dict):
+        return _of_dictionary(source, "the dictionary")
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        try:
+            found = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path}: no JSON ({error})") from None
+        if not isinstance(found, dict):
+            raise ValueError(f"{path}: expected a JSON object, found {type(found).__name__}")
+        return _of_dictionary(found, str(path)) if "auto_map" not in found else AutoConfig.from_pretrained(path.parent)
+    found = known(str(source))
+    if found is None:
+        raise FileNotFoundError(2, f"No config.json here, and no known name ({', '.join(KNOWN)})", str(source))
+    return _of_dictionary(found, str(source))
+
+
+def _of_dictionary(values: dict, where: str) -> Any:
+    from transformers import AutoConfig
+
+    values = {key: value for key, value in values.items() if key != "quantization_config"}
+    kind = values.pop("model_type", None)
+    if not kind:
+        raise ValueError(f"{where}: it has no model_type")
+    try:
+        return AutoConfig.for_model(kind, **values)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{where}: {' '.join(str(error).split())}") from None
+
+
+class Model:
+    """A model of transformers on the meta device.
+
+    Args:
+        source: as of `config_of`.
+
+    Attributes:
+        model, config, name.
+    """
+
+    def __init__(self, source: str | os.PathLike | dict):
+        from transformers import AutoModelForCausalLM
+
+        self.name = Path(source).name if not isinstance(source, dict) else source.get("model_type", "model")
+        self.config = config_of(source)
+        self.config.use_cache = False
+        if getattr(self.config, "dtype", None) in (None, torch.float32):
+            self.config.dtype = torch.bfloat16  # 4-bit weights are trained beside 16-bit ones
+        try:
+            with torch.device("meta"):
+                self.model = AutoModelForCausalLM.from_config(self.config, dtype=self.config.dtype)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: no language model of transformers ({str(error).splitlines()[0]})") from None
+        self.model.requires_grad_(False).train()
+        self.head = self.model.get_output_embeddings()
+        self.embedding = self.model.get_input_embeddings()
+        self._layers = list(_outermost(self.model))
+        if not self._layers:
+            raise ValueError(f"{self.name}: {type(self.model).__name__} names no layers (_no_split_modules)")
+
+    def layers(self) -> list[tuple[str, nn.Module]]:
+        """The decoder layers with their names."""
+        return self._layers
+
+    def is_packed(self, name: str, module: nn.Module, job: Job) -> bool:
+        """Whether a module's weight is 4-bit in `job`."""
+        if any(part in name for part in job.skip):
+            return False
+        if module is self.head:
+            return job.head_4bit and not self.tied
+        if experts.is_experts(module):
+            return job.experts_4bit and job.library == "bitshard"
+        return type(module) is nn.Linear and name not in self._kept()
+
+    def _kept(self) -> set[str]:
+        """What transformers leaves in 16 bits: the head, what is tied to something, the last module."""
+        from transformers.quantizers.base import get_keys_to_not_convert
+
+        if not hasattr(self, "_kept_names"):
+            self._kept_names = set(get_keys_to_not_convert(self.model))
+        return self._kept_names
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embeddings."""
+        return self.head is None or self.head.weight is self.embedding.weight
+
+    def adapted(self, name: str, module: nn.Module, job: Job) -> list[int]:
+        """Elements of the matrices that LoRA adds to a module."""
+        if module is self.head:
+            return []
+        if experts.is_experts(module):
+            if not job.lora_experts:
+                return []
+            stacks = [module._parameters[stack] for stack in experts.stack_names(module)]
+            return [size * stack.shape[0] * job.rank for stack in stacks for size in stack.shape[1:]]
+        if type(module) is not nn.Linear:
+            return []
+        if job.targets != "all-linear" and name.rpartition(".")[2] not in job.targets:
+            return []
+        return [job.rank * module.in_features, job.rank * module.out_features]
+
+    def parts(self, job: Job) -> Parts:
+        """What there is to be held."""
+        inside = {id(module) for _, layer in self._layers for module in layer.modules()}
+        layers = tuple(self._unit(name, layer, layer.named_modules(prefix=name), job) for name, layer in self._layers)
+        others = [
+            (name, module)
+            for name, module in self.model.named_modules()
+            if id(module) not in inside and module not in (self.head, self.embedding)
+        ]
+        packed_head = self.is_packed("lm_head", self.head, job) if self.head is not None else False
+        elements = 0 if self.tied else self.head.weight.numel()
+        return Parts(
+            layers,
+            _nbytes(self.embedding.weight),
+            0 if packed_head or self.tied else _nbytes(self.head.weight),
+            elements if packed_head else 0,
+            self._unit("", self.model, iter(others), job),
+            self.tied,
+            self.embedding.weight.shape[1],
+            self.embedding.weight.shape[0],
+        )
+
+    def _unit(self, name: str, unit: nn.Module, members: Iterator[tuple[str, nn.Module]], job: Job) -> Unit:
+        packed, dense, adapters, largest, shapes = [], 0, [], 0, []
+        seen: set[int] = set()
+        for path, module in members:
+            is_packed = self.is_packed(path, module, job)
+            adapters += self.adapted(path, module, job)
+            stacks = experts.stack_names(module) if is_packed and experts.is_experts(module) else ("weight",)
+            for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is None or id(tensor) in seen or key in module._non_persistent_buffers_set:
+                    continue
+                seen.add(id(tensor))
+                shapes.append((path.removeprefix(name), key, tuple(tensor.shape)))
+                if is_packed and key in stacks:
+                    packed.append(tensor.numel())
+                    largest = max(largest, tensor.shape[-2:].numel())
+                else:
+                    dense += _nbytes(tensor)
+        own = tuple(
+            (key, value)
+            for key, value in sorted(vars(unit).items())
+            if isinstance(value, (bool, str)) and key != "training"
+        )
+        return Unit(name, tuple(packed), dense, tuple(adapters), largest, (type(unit).__name__, own, tuple(shapes)))
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that neither transformers nor FSDP splits, without those inside another one."""
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if type(module).__name__ in kinds and id(module) not in inside:
+            inside.update(map(id, module.modules()))
+            yield name, module

@@ -1,0 +1,307 @@
+"""What one step keeps and needs for a moment: the model's own code, run on the meta device and metered.
+
+4-bit products and their adapters are played by `Product` and `Adapted`, which allocate what bitshard's and peft's do;
+everything else is the model's code. One decoder layer of each kind is played, and embeddings, head and loss once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bitshard.experts import modules as experts
+from bitshard.planning.job import Job
+from bitshard.planning.meter import Meter
+from bitshard.planning.model import Model
+
+ATTENTION = "bitshard_played"  # name among transformers' attention functions
+
+
+class Layer(NamedTuple):
+    """Bytes of one decoder layer, without its weights and the gradients of its adapters.
+
+    Attributes:
+        kept: its input, which checkpointing keeps.
+        saved: from forward to backward, without checkpointing.
+        forward, backward: the most at a time.
+    """
+
+    kept: int
+    saved: int
+    forward: int
+    backward: int
+
+
+class Ends(NamedTuple):
+    """Bytes of embeddings, head and loss, without weights.
+
+    Attributes:
+        forward, backward: the most at a time.
+        logits: of one copy in the dtype of the model.
+    """
+
+    forward: int
+    backward: int
+    logits: int
+
+
+class Play:
+    """Plays a model for jobs; what was played is kept."""
+
+    def __init__(self, model: Model):
+        self.model = model
+        self._layers: dict[tuple, Layer] = {}
+        self._ends: dict[tuple, Ends] = {}
+        self._calls: dict[tuple, dict[tuple, tuple]] = {}
+
+    def layer(self, number: int, kind: tuple, job: Job) -> Layer:
+        """Decoder layer `number`, of a kind that `model.Unit` tells."""
+        settings = (kind, job.seq, job.batch, job.rank, job.lora_bytes, job.autocast, job.targets, job.lora_experts)
+        settings += (job.library, job.experts_4bit, job.skip)
+        if settings not in self._layers:
+            self._layers[settings] = self._play_layer(number, job)
+        return self._layers[settings]
+
+    def ends(self, job: Job) -> Ends:
+        """Embeddings, head and loss, of a chunk of the tokens where the job has the loss in chunks."""
+        tokens = min(job.loss_chunk or job.seq * job.batch, job.seq * job.batch)
+        if (tokens,) not in self._ends:
+            self._ends[(tokens,)] = self._play_ends(tokens)
+        return self._ends[(tokens,)]
+
+    def _play_layer(self, number: int, job: Job) -> Layer:
+        args, kwargs = self._call(number, job)
+        layer = self._stand_in(number, job)
+        hidden = args[0].detach().requires_grad_()
+        shared = [value for value in _tensors((args, kwargs))]
+        with Meter([hidden, *shared, *layer.parameters(), *layer.buffers()]) as meter:
+            out = _first(layer(hidden, *args[1:], **kwargs))
+            saved, forward = meter.live, meter.peak
+            gradient = torch.empty_like(out)
+            meter.since()
+            out.backward(gradient)
+            del out, gradient
+        kept = hidden.numel() * hidden.element_size()
+        return Layer(kept, saved, forward, meter.peak)
+
+    def _play_ends(self, tokens: int) -> Ends:
+        model = self.model.model
+        ids = torch.empty((1, tokens), dtype=torch.long, device="meta")
+        with _stubs(self.model, lambda number: False) as stubs, Meter([*model.parameters(), *model.buffers()]) as meter:
+            loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False).loss
+            forward = meter.peak
+            meter.since()
+            loss.backward()
+            del loss
+        del stubs
+        vocabulary = self.model.embedding.weight.shape[0]
+        return Ends(forward, meter.peak, tokens * vocabulary * self.model.embedding.weight.element_size())
+
+    def _call(self, number: int, job: Job) -> tuple[tuple, dict]:
+        """The arguments that the model gives to one of its decoder layers."""
+        size = (job.batch, job.seq)
+        if size not in self._calls:
+            ids = torch.empty(size, dtype=torch.long, device="meta")
+            with torch.no_grad(), _stubs(self.model, lambda number: False) as stubs:
+                self.model.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+            self._calls[size] = stubs
+        return self._calls[size][number]
+
+    def _stand_in(self, number: int, job: Job) -> nn.Module:
+        """A copy of decoder layer `number` in which 4-bit products and adapters are played."""
+        name, layer = self.model.layers()[number]
+        new = copy.deepcopy(layer)
+        for path, module in list(new.named_modules()):
+            whole = f"{name}.{path}"
+            adapters = self.model.adapted(whole, layer.get_submodule(path), job)
+            if experts.is_experts(module):
+                new.set_submodule(path, Experts(module, job))
+            elif type(module) is nn.Linear and (adapters or self.model.is_packed(whole, layer.get_submodule(path), job)):
+                packed = self.model.is_packed(whole, layer.get_submodule(path), job)
+                new.set_submodule(path, Adapted(module, packed, bool(adapters), job))
+        return new.train()
+
+
+# ---- stand-ins ------------------------------------------------------------------------------------------------------
+
+
+class Product(torch.autograd.Function):
+    """x [..., K] -> [..., N] with a frozen weight: nothing is kept. bitsandbytes decodes the weight both times."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, columns: int, decoded: int) -> Tensor:
+        ctx.sizes = (x.shape[-1], decoded)
+        panel = x.new_empty(decoded)
+        out = x.new_empty(*x.shape[:-1], columns)
+        del panel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        columns, decoded = ctx.sizes
+        panel = dy.new_empty(decoded)
+        dx = dy.new_empty(*dy.shape[:-1], columns)
+        del panel
+        return dx, None, None
+
+
+class Adapted(nn.Module):
+    """A linear layer with its adapters as peft computes them."""
+
+    def __init__(self, linear: nn.Linear, packed: bool, adapted: bool, job: Job):
+        super().__init__()
+        self.linear, self.packed = linear, packed
+        self.decoded = linear.weight.numel() if job.library == "bitsandbytes" else 0
+        self.a = self.b = None
+        if adapted:
+            dtype = linear.weight.dtype if job.autocast else getattr(torch, job.lora_dtype)
+            self.a = _trained(job.rank, linear.in_features, dtype)
+            self.b = _trained(linear.out_features, job.rank, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., K] -> [..., N]."""
+        y = Product.apply(x, self.linear.out_features, self.decoded) if self.packed else self.linear(x)
+        if self.a is None:
+            return y
+        delta = nn.functional.linear(nn.functional.linear(x.to(self.a.dtype), self.a), self.b)
+        return y + (delta * 0.5).to(y.dtype)
+
+
+class Experts(nn.Module):
+    """Experts in stacks, as `experts.forward` computes them: a row for each chosen (token, expert) pair."""
+
+    def __init__(self, module: nn.Module, job: Job):
+        super().__init__()
+        self.module, self.job = module, job
+        self.up, self.down = (module._parameters[name] for name in experts.stack_names(module))
+        inner = module._parameters["down_proj"].shape[-1]
+        hidden = module._parameters["down_proj"].shape[-2]
+        if getattr(module, "is_transposed", False):
+            inner, hidden = hidden, inner
+        self.sizes = (hidden, self.up.shape[1:].numel() // hidden, inner)
+        self.adapted = job.lora_experts
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, H] -> [T, H]."""
+        tokens, k = top_k_index.shape
+        hidden, up, _ = self.sizes
+        x = Rows.apply(hidden_states, tokens * k)
+        h = self._product(x, up)
+        h = self.module._apply_gate(h) if self.module.has_gate else self.module.act_fn(h)
+        y = Rows.apply(self._product(h, hidden), tokens * k)
+        return (y.view(tokens, k, -1) * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+
+    def _product(self, x: Tensor, columns: int) -> Tensor:
+        return KeptProduct.apply(x, columns) if self.adapted else Product.apply(x, columns, 0)
+
+
+class Rows(torch.autograd.Function):
+    """[T, H] -> [S, H] by an index, which is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: int) -> Tensor:
+        ctx.rows = x.shape[0]
+        ctx.save_for_backward(torch.empty(rows, dtype=torch.long, device=x.device))
+        return x.new_empty(rows, x.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        ordered = torch.empty_like(dy)
+        return ordered.view(ctx.rows, -1, dy.shape[1]).sum(1), None
+
+
+class KeptProduct(torch.autograd.Function):
+    """x [S, K] -> [S, N] with adapters: x is kept for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, columns: int) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.new_empty(x.shape[0], columns)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return torch.empty_like(x), None
+
+
+class Attention(torch.autograd.Function):
+    """Attention that keeps its arguments, its result and a float per row and head, as the fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        ctx.save_for_backward(q, k, v, out, torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return tuple(torch.empty_like(each) for each in ctx.saved_tensors[:3])
+
+
+def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    return Attention.apply(query, key, value).transpose(1, 2).contiguous(), None
+
+
+def _trained(rows: int, columns: int, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter whose gradient is gone as soon as it is there: plans count gradients apart."""
+    parameter = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device="meta"))
+    parameter.register_post_accumulate_grad_hook(_drop)
+    return parameter
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+# ---- the model without its layers -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _stubs(model: Model, keeps: Callable[[int], bool]) -> Iterator[list[tuple[tuple, dict]]]:
+    """While it lasts, decoder layers hand on their input; [(args, kwargs) of the call of each]."""
+    _use_played_attention(model)
+    calls: list[Any] = [None] * len(model.layers())
+
+    def stub(number: int) -> Callable:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not args:
+                args = (kwargs.pop("hidden_states"),)
+            calls[number] = (args, kwargs)
+            return args[0].detach().requires_grad_() if torch.is_grad_enabled() else args[0]
+
+        return forward
+
+    for number, (_, layer) in enumerate(model.layers()):
+        layer.forward = stub(number)
+    try:
+        yield calls
+    finally:
+        for _, layer in model.layers():
+            del layer.forward
+
+
+def _use_played_attention(model: Model) -> None:
+    """Where the model would call torch's fused attention, which on the meta device computes another way."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    if getattr(model.config, "_attn_implementation", None) != "sdpa":
+        return
+    AttentionInterface.register(ATTENTION, _attention)
+    AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
+    model.model.set_attn_implementation(ATTENTION)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    from torch.utils._pytree import tree_leaves
+
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _first(value: Any) -> Tensor:
+    return value[0] if isinstance(value, (tuple, list)) else value

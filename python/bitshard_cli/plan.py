@@ -1,0 +1,75 @@
+"""`bitshard plan`: will this train?"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from bitshard_cli.console import Mistake, Result
+
+HELP = "will this train: memory of each GPU by parts, while loading and in a step, and what would make it fit"
+EXAMPLE = "bitshard plan llama-3-70b --gpus 2x24 --seq 2048 --nested --lora-rank 16"
+OFFLOADS = ("weights", "activations")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The job."""
+    parser.add_argument("model", help="a config.json, a folder with one, or a known name such as llama-3-8b")
+    parser.add_argument("--gpus", default="1x24", metavar="NxGIB", help="how many GPUs of how many GiB (default: 1x24)")
+    parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence (default: 2048)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences on each GPU at a time (default: 1)")
+    lora = parser.add_argument_group("adapters")
+    lora.add_argument("--lora-rank", type=int, default=16, help="(default: 16)")
+    lora.add_argument("--lora-dtype", choices=("float32", "bfloat16"), default="float32", help="peft's own is float32")
+    lora.add_argument("--targets", default="all-linear", help="names of layers with commas between (default: all-linear)")
+    lora.add_argument("--lora-experts", action="store_true", help="on stacks of experts, too")
+    lora.add_argument("--optimizer", default="adamw_torch", help="as in TrainingArguments, such as adamw_8bit")
+    four = parser.add_argument_group("4-bit weights")
+    four.add_argument("--nested", action="store_true", help="bnb_4bit_use_double_quant")
+    four.add_argument("--experts", action="store_true", help="stacks of experts are 4-bit, too")
+    four.add_argument("--head-4bit", action="store_true", help="so is the head")
+    four.add_argument("--skip", action="append", default=[], metavar="NAME", help="a module that stays in 16 bits")
+    step = parser.add_argument_group("sharding and memory")
+    step.add_argument("--fsdp", choices=("1", "2"), default="2", help="version, for more than one GPU (default: 2)")
+    step.add_argument("--load", choices=("auto", "whole", "parts", "native"), default="auto", help="see docs/plan.md")
+    step.add_argument("--gather-in-place", action="store_true", help="bitshard.fsdp.gather_in_place")
+    step.add_argument("--loss-chunk", type=int, default=0, metavar="TOKENS", help="whose logits exist at a time")
+    step.add_argument("--no-checkpointing", action="store_true", help="of gradients")
+    step.add_argument("--offload", default="", help=f"to the host: {', '.join(OFFLOADS)}, or both with a comma")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="write stacked bars there (.png, .svg, .pdf)")
+
+
+def job_of(args: argparse.Namespace) -> object:
+    """The job that was asked for."""
+    from bitshard.planning import Job
+
+    found = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)", args.gpus)
+    if not found:
+        raise Mistake(f"--gpus {args.gpus}: expected a number of GPUs and GiB, such as 2x24")
+    offload = [word for word in args.offload.split(",") if word]
+    unknown = [word for word in offload if word not in OFFLOADS]
+    if unknown:
+        raise Mistake(f"--offload {unknown[0]}: expected {' or '.join(OFFLOADS)}")
+    gpus = int(found[1] or 1)
+    return Job(
+        gpus=gpus, gib=float(found[2]), seq=args.seq, batch=args.batch, rank=args.lora_rank,
+        targets="all-linear" if args.targets == "all-linear" else tuple(args.targets.split(",")),
+        lora_experts=args.lora_experts, lora_dtype=args.lora_dtype, optimizer=args.optimizer,
+        sharding=f"fsdp{args.fsdp}" if gpus > 1 else "none", load=args.load,
+        vocabulary="in_place" if args.gather_in_place else "gathered", loss_chunk=args.loss_chunk,
+        checkpointing=not args.no_checkpointing, offload_weights="weights" in offload,
+        offload_activations="activations" in offload, experts_4bit=args.experts, head_4bit=args.head_4bit,
+        skip=tuple(args.skip), nested=args.nested,
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Plans; status 0 also where it does not fit: that is an answer."""
+    job = job_of(args)
+    from bitshard.planning import plan, text
+
+    found = plan(args.model, job)
+    if args.picture:
+        text.picture(found, args.picture)
+    return Result(text.data(found), text.text(found))
