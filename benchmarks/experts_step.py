@@ -16,7 +16,9 @@ from pathlib import Path
 import bitsandbytes as bnb
 import torch
 from bitshard import experts, lora
-from experts_sum import GIB, MODELS, parts
+from bitshard.planning import plan
+from bitshard.planning.job import GIB
+from bitshard.planning.model import config_of
 from peft import LoraConfig, get_peft_model
 from timing import commit
 from torch import nn
@@ -29,21 +31,9 @@ STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 def config(layers: int | None) -> Qwen3MoeConfig:
     """Of the published shape."""
-    shape = MODELS[NAME]
-    return Qwen3MoeConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=6144,
-        moe_intermediate_size=shape.intermediate,
-        num_hidden_layers=layers or shape.layers,
-        num_attention_heads=shape.queries // 128,
-        num_key_value_heads=shape.keys // 128,
-        head_dim=128,
-        num_experts=shape.experts,
-        num_experts_per_tok=shape.chosen,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-    )
+    found = config_of(NAME)
+    found.num_hidden_layers = layers or found.num_hidden_layers
+    return found
 
 
 def fill(module: nn.Module) -> None:
@@ -128,7 +118,10 @@ def run(options: argparse.Namespace) -> str:
         losses.append(loss.item())
         peaks.append(torch.cuda.max_memory_allocated())
     states = torch.cuda.memory_allocated() - base - adapters
-    counted = parts(MODELS[NAME], 1, options.tokens, options.rank, 2)
+    counted = plan(
+        NAME, seq=options.tokens, rank=options.rank, lora_experts=True, lora_dtype="bfloat16", autocast=False,
+        optimizer="adamw_8bit", nested=True, experts_4bit=not options.dense,
+    ).memory.worst()  # fmt: skip
     kind = f"{'16-bit' if options.dense else '4-bit'} {NAME}, {model.config.num_hidden_layers} layers"
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, commit {commit('python', 'csrc', 'cuda')}"
     lines = [
@@ -139,7 +132,7 @@ def run(options: argparse.Namespace) -> str:
         f"- peak of steps: allocated {gib(max(peaks))} GiB, reserved {gib(torch.cuda.max_memory_reserved())}",
         f"- step: {statistics.median(times[1:]):.1f} ms (first {times[0]:.0f})",
         f"- losses: {[round(loss, 3) for loss in losses]}",
-        f"- counted by experts_sum.py: {', '.join(f'{part} {gib(size)}' for part, (size, _) in counted.items())}",
+        f"- planned: {gib(counted.total)}, {', '.join(f'{part} {gib(size)}' for part, size in counted.parts.items())}",
     ]
     return "\n".join(filter(None, lines)) + "\n"
 

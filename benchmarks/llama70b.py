@@ -2,12 +2,12 @@
 
     python benchmarks/llama70b.py make DIR                                # 40 GiB of random weights in nested NF4
     python benchmarks/llama70b.py train DIR --load native --tokens 512 --cap 23.5 --out RESULTS
-    python benchmarks/llama70b.py sum --tokens 512 --lora-dtype bfloat16    # the memory on paper
 
 Shape of Llama-3-70B, LoRA of rank 16 on all linear layers, gradient checkpointing, AdamW, random tokens, the default
-settings of torch's allocator. --load says who shards the model: `native` is transformers' `distributed_config` under
-torchrun, `cut` accelerate's FSDP2, `layerwise` a loop that shards layer by layer, which works with upstream too
-(--package FOLDER) where nothing else loads. --cap makes larger GPUs pass for smaller ones (see loading.py).
+settings of torch's allocator. What it takes on paper: `bitshard plan llama-3-70b`. --load says who shards the model:
+`native` is transformers' `distributed_config` under torchrun, `cut` accelerate's FSDP2, `layerwise` a loop that shards
+layer by layer, which works with upstream too (--package FOLDER) where nothing else loads. --cap makes larger GPUs pass
+for smaller ones (see loading.py).
 
 Each `train` is one launch of --ranks processes and leaves RESULTS/NAME.json; without a GPU it runs on the CPU
 (`make --shape tiny`). With --snapshot a file tells how the allocator's memory lay when most of it was in use.
@@ -21,8 +21,8 @@ import sys
 import time
 from pathlib import Path
 
-import llama70b_sum
 import loading
+import snapshot
 
 LORA = {"r": 16, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -394,7 +394,7 @@ def show_memory(options: argparse.Namespace, record: loading.Record) -> None:
     import torch
 
     if options.snapshot and record.cuda and record.values["rank"] == 0:
-        text = llama70b_sum.at_peak(torch.cuda.memory._snapshot(), torch.cuda.current_device())
+        text = snapshot.at_peak(torch.cuda.memory._snapshot(), torch.cuda.current_device())
         Path(options.snapshot).write_text(text)
 
 
@@ -466,7 +466,7 @@ def parse() -> argparse.Namespace:
     command.add_argument("--layers", type=int, help="fewer layers than the shape has")
     command.add_argument("--kinds", default="packed,packed-head", help="the second shares the files of all layers")
     command.add_argument("--jobs", type=int, default=4, help="processes, which take the GPUs in turn")
-    for name in ("train", "rank", "sum"):
+    for name in ("train", "rank"):
         command = commands.add_parser(name, **({"help": "one launch"} if name == "train" else {}))
         command.add_argument("--ranks", type=int, default=2)
         command.add_argument("--tokens", type=int, default=512, help="per sequence")
@@ -484,10 +484,6 @@ def parse() -> argparse.Namespace:
         command.add_argument("--offload-activations", action="store_true")
         command.add_argument("--offload-weights", action="store_true")
         command.add_argument("--load", default="native", choices=["native", "cut", "layerwise"])
-        if name == "sum":
-            command.add_argument("--shape", choices=loading.SHAPES, default="70b")
-            command.add_argument("--fit", type=float, default=23.5, help="GiB for torch on a GPU")
-            continue
         command.add_argument("directory")
         command.add_argument("--fuse", action="store_true", help="bitshard.lora.fuse on the sharded model")
         command.add_argument("--steps", type=int, default=5)
@@ -518,8 +514,6 @@ def main() -> None:
     elif options.command == "rank":
         options.record += os.environ.get("RANK", "0") + ".json"
         rank(options)
-    elif options.command == "sum":
-        print(llama70b_sum.table(loading.SHAPES[options.shape], options))
     else:
         train(options)
 

@@ -26,7 +26,7 @@ JOBS = [
     {"seq": 2048, "lora_dtype": "float32", "autocast": False},
     {"seq": 8192},
 ]
-CAPS = (0.0, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05)
+CAPS = (0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15)
 MODELS = "llama-3-8b,qwen2.5-7b,qwen3-8b,mistral-7b,llama-3.2-3b,gpt-oss-20b"
 
 
@@ -171,9 +171,7 @@ def table(rows: list[dict]) -> str:
         limit = f"+{row['limit']:.1%}" if "limit" in row else ""
         sizes = (row["paper"] / GIB, row["peak"] / GIB, row["paper"] / row["peak"] - 1, row["reserved"] / GIB)
         cells = "{:.2f} | {:.2f} | {:+.1%} | {:.2f}".format(*sizes)
-        lines.append(
-            f"| {row['model']} | {job} | {cells} | {limit} | {row['outside'] / GIB:.2f} | {row['moment']} |"
-        )
+        lines.append(f"| {row['model']} | {job} | {cells} | {limit} | {row['outside'] / GIB:.2f} | {row['moment']} |")
     return "\n".join(lines)
 
 

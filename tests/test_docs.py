@@ -38,6 +38,11 @@ COMMANDS = {
     "bitshard quantize Llama-3-8B Llama-3-8B-nf4 --nested": "tests/test_convert.py::test_the_commands",
     "bitshard merge Llama-3-8B-nf4 adapter Llama-3-8B-tuned": "tests/test_convert.py::test_mistakes_in_merging",
     "bitshard inspect Llama-3-8B-nf4": "tests/test_convert.py::test_the_commands",
+    "bitshard plan llama-3-70b --gpus 2x24 --seq 512 --nested --lora-rank 16": (
+        "tests/test_planning.py::test_commands_of_the_pages"
+    ),
+    "bitshard plan qwen3-30b-a3b --nested --experts --lora-experts --lora-rank 8 --lora-dtype bfloat16 "
+    "--optimizer adamw_8bit": "tests/test_planning.py::test_commands_of_the_pages",
     "make wheels": "tests/test_wheels.py::wheels",
     "make release": "tests/test_wheels.py::wheels",
     "torchrun --nproc-per-node 2 examples/first.py": "tests/test_docs.py::test_first_py",

@@ -22,7 +22,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     lora = parser.add_argument_group("adapters")
     lora.add_argument("--lora-rank", type=int, default=16, help="(default: 16)")
     lora.add_argument("--lora-dtype", choices=("float32", "bfloat16"), default="float32", help="peft's own is float32")
-    lora.add_argument("--targets", default="all-linear", help="names of layers with commas between (default: all-linear)")
+    lora.add_argument(
+        "--targets", default="all-linear", help="names of layers with commas between (default: all-linear)"
+    )
     lora.add_argument("--lora-experts", action="store_true", help="on stacks of experts, too")
     lora.add_argument("--optimizer", default="adamw_torch", help="as in TrainingArguments, such as adamw_8bit")
     four = parser.add_argument_group("4-bit weights")

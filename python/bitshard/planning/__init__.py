@@ -18,9 +18,10 @@ from bitshard.planning.played import Play
 
 __all__ = ["Change", "Job", "Memory", "Model", "Moment", "Plan", "plan"]
 
-OUTSIDE = 0.6 * GIB  # driver and kernels: outside torch's allocator
-OUTSIDE_SHARDED = 1.6 * GIB  # the same with NCCL's buffers
-FRAGMENTS = 0.02  # of what is allocated at the peak: reserved besides, at least
+# Measured with models of 8 billion parameters (docs/plan.md):
+OUTSIDE = 0.75 * GIB  # driver and kernels: outside torch's allocator
+OUTSIDE_SHARDED = 1.6 * GIB  # the same with NCCL's buffers, on two GPUs
+FRAGMENTS = 0.06  # of what is allocated at the peak: what torch's allocator has to reserve besides
 
 
 class Change(NamedTuple):
@@ -53,6 +54,11 @@ class Plan:
         self.memory = Memory(model, play, job)
         self.loading = loading(self.memory)
         self.host, self.links = host(self.memory), links(self.memory)
+
+    @property
+    def estimated(self) -> str | None:
+        """Why activations are estimated, if they are: the model's code does not run on the meta device."""
+        return self._play.estimated
 
     @property
     def peak(self) -> float:
@@ -134,7 +140,10 @@ def _joined(options: list[tuple[str, dict[str, Any]]]) -> tuple[str, dict[str, A
 
 def _options(job: Job) -> list[tuple[str, dict[str, Any]]]:
     """What a job could change, first what costs a step least."""
-    found: list[tuple[str, dict[str, Any]]] = [("nested scales", {"nested": True}), ("4-bit experts", {"experts_4bit": True})]
+    found: list[tuple[str, dict[str, Any]]] = [
+        ("nested scales", {"nested": True}),
+        ("4-bit experts", {"experts_4bit": True}),
+    ]
     found.append(("8-bit optimizer", {"optimizer": "adamw_8bit"}))
     found.append(("adapters in bfloat16", {"lora_dtype": "bfloat16"}))
     if job.sharding == "fsdp2":

@@ -12,6 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 GRAIN = 512  # bytes: the caching allocator rounds each size up to a multiple
+# CUDA's gradient of softmax makes a product of gradient and result first: a tensor of the result's size for a moment.
+MOMENTARY = (torch.ops.aten._softmax_backward_data.default,)
+# What code that asks a tensor of the meta device for its value gets: masks are full.
+_ONE = {(True, False): 1.0, (False, False): 1, (False, True): True}
 
 
 class Meter(TorchDispatchMode):
@@ -30,10 +34,14 @@ class Meter(TorchDispatchMode):
             self._known[id(storage)] = storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return _ONE[args[0].dtype.is_floating_point, args[0].dtype is torch.bool]
         out = func(*args, **(kwargs or {}))
         for value in tree_leaves(out):
             if isinstance(value, Tensor):
                 self._count(value.untyped_storage())
+        if func in MOMENTARY:
+            self.peak = max(self.peak, self.live + out.numel() * out.element_size())
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:

@@ -24,7 +24,7 @@ class Unit(NamedTuple):
         packed: elements of each 4-bit weight.
         dense: bytes of everything else.
         adapters: elements of each matrix that is trained.
-        largest: elements of the largest matrix or, of a stack, expert.
+        experts: whether some of the 4-bit weights are stacks of experts.
         kind: equal for units that compute the same.
     """
 
@@ -32,7 +32,7 @@ class Unit(NamedTuple):
     packed: tuple[int, ...]
     dense: int
     adapters: tuple[int, ...]
-    largest: int
+    experts: bool
     kind: tuple
 
 
@@ -189,12 +189,14 @@ class Model:
         )
 
     def _unit(self, name: str, unit: nn.Module, members: Iterator[tuple[str, nn.Module]], job: Job) -> Unit:
-        packed, dense, adapters, largest, shapes = [], 0, [], 0, []
+        packed, dense, adapters, shapes, has_experts = [], 0, [], [], False
         seen: set[int] = set()
         for path, module in members:
             is_packed = self.is_packed(path, module, job)
             adapters += self.adapted(path, module, job)
-            stacks = experts.stack_names(module) if is_packed and experts.is_experts(module) else ("weight",)
+            stacked = is_packed and experts.is_experts(module)
+            has_experts |= stacked
+            stacks = experts.stack_names(module) if stacked else ("weight",)
             for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is None or id(tensor) in seen or key in module._non_persistent_buffers_set:
                     continue
@@ -202,7 +204,6 @@ class Model:
                 shapes.append((path.removeprefix(name), key, tuple(tensor.shape)))
                 if is_packed and key in stacks:
                     packed.append(tensor.numel())
-                    largest = max(largest, tensor.shape[-2:].numel())
                 else:
                     dense += _nbytes(tensor)
         own = tuple(
@@ -210,7 +211,7 @@ class Model:
             for key, value in sorted(vars(unit).items())
             if isinstance(value, (bool, str)) and key != "training"
         )
-        return Unit(name, tuple(packed), dense, tuple(adapters), largest, (type(unit).__name__, own, tuple(shapes)))
+        return Unit(name, tuple(packed), dense, tuple(adapters), has_experts, (type(unit).__name__, own, tuple(shapes)))
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -218,10 +219,16 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that neither transformers nor FSDP splits, without those inside another one."""
+    """The modules that neither transformers nor FSDP splits, without those inside another one.
+
+    Where a model names none, those of its longest list of modules.
+    """
     kinds = set(getattr(model, "_no_split_modules", None) or ())
+    lists = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList) and len(each)]
+    longest = max(lists, key=lambda named: len(named[1]), default=("", ()))
     inside: set[int] = set()
-    for name, module in model.named_modules():
-        if type(module).__name__ in kinds and id(module) not in inside:
+    named = [(name, each) for name, each in model.named_modules() if type(each).__name__ in kinds]
+    for name, module in named or [(f"{longest[0]}.{number}", each) for number, each in enumerate(longest[1])]:
+        if id(module) not in inside:
             inside.update(map(id, module.modules()))
             yield name, module

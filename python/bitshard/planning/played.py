@@ -51,37 +51,77 @@ class Ends(NamedTuple):
 
 
 class Play:
-    """Plays a model for jobs; what was played is kept."""
+    """Plays a model for jobs; what was played is kept.
+
+    Attributes:
+        estimated: why activations are estimated, where the model's code does not run on the meta device.
+    """
 
     def __init__(self, model: Model):
         self.model = model
         self._layers: dict[tuple, Layer] = {}
         self._ends: dict[tuple, Ends] = {}
-        self._calls: dict[tuple, dict[tuple, tuple]] = {}
+        self._calls: dict[tuple, list[tuple[tuple, dict]]] = {}
+        self.estimated: str | None = None
 
     def layer(self, number: int, kind: tuple, job: Job) -> Layer:
         """Decoder layer `number`, of a kind that `model.Unit` tells."""
         settings = (kind, job.seq, job.batch, job.rank, job.lora_bytes, job.autocast, job.targets, job.lora_experts)
         settings += (job.library, job.experts_4bit, job.skip)
         if settings not in self._layers:
-            self._layers[settings] = self._play_layer(number, job)
+            self._layers[settings] = self._or_estimate(
+                lambda: self._play_layer(number, job), lambda: self._estimate_layer(number, job)
+            )
         return self._layers[settings]
 
     def ends(self, job: Job) -> Ends:
         """Embeddings, head and loss, of a chunk of the tokens where the job has the loss in chunks."""
         tokens = min(job.loss_chunk or job.seq * job.batch, job.seq * job.batch)
         if (tokens,) not in self._ends:
-            self._ends[(tokens,)] = self._play_ends(tokens)
+            self._ends[(tokens,)] = self._or_estimate(
+                lambda: self._play_ends(tokens), lambda: self._estimate_ends(tokens)
+            )
         return self._ends[(tokens,)]
 
+    def _or_estimate(self, play: Callable[[], Any], estimate: Callable[[], Any]) -> Any:
+        """What was played, or an estimate for code that asks for values or calls kernels of one kind of device."""
+        try:
+            return play()
+        except Exception as error:
+            words = " ".join(str(error).split())[:120]
+            self.estimated = self.estimated or f"{type(error).__name__}: {words}"
+            return estimate()
+
+    def _estimate_layer(self, number: int, job: Job) -> Layer:
+        """1.13 times what its linear layers take in and give out, as in a Llama of 8 billion parameters."""
+        _, layer = self.model.layers()[number]
+        tokens = job.seq * job.batch
+        features = sum(m.in_features + m.out_features for m in layer.modules() if type(m) is nn.Linear)
+        for module in layer.modules():
+            if experts.is_experts(module):
+                chosen = getattr(self.model.config, "num_experts_per_tok", None) or 1
+                features += chosen * sum(
+                    sum(p.shape[1:]) for p in map(module._parameters.get, experts.stack_names(module))
+                )
+        saved = int(1.13 * tokens * features * 2)
+        return Layer(tokens * self.model.embedding.weight.shape[1] * 2, saved, saved, int(1.4 * saved))
+
+    def _estimate_ends(self, tokens: int) -> Ends:
+        """10 and 12 bytes for each logit, as in a Llama."""
+        logits = tokens * self.model.embedding.weight.shape[0]
+        return Ends(10 * logits, 12 * logits, 2 * logits)
+
     def _play_layer(self, number: int, job: Job) -> Layer:
-        args, kwargs = self._call(number, job)
+        call = self._call(number, job)
+        if call is None:  # of an image tower, which text does not pass
+            return Layer(0, 0, 0, 0)
+        args, kwargs = call
         layer = self._stand_in(number, job)
         hidden = args[0].detach().requires_grad_()
         shared = [value for value in _tensors((args, kwargs))]
         with Meter([hidden, *shared, *layer.parameters(), *layer.buffers()]) as meter:
             out = _first(layer(hidden, *args[1:], **kwargs))
-            saved, forward = meter.live, meter.peak
+            saved, forward = meter.live - out.numel() * out.element_size(), meter.peak
             gradient = torch.empty_like(out)
             meter.since()
             out.backward(gradient)
@@ -92,22 +132,21 @@ class Play:
     def _play_ends(self, tokens: int) -> Ends:
         model = self.model.model
         ids = torch.empty((1, tokens), dtype=torch.long, device="meta")
-        with _stubs(self.model, lambda number: False) as stubs, Meter([*model.parameters(), *model.buffers()]) as meter:
+        with _stubs(self.model), Meter([*model.parameters(), *model.buffers()]) as meter:
             loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False).loss
             forward = meter.peak
             meter.since()
             loss.backward()
             del loss
-        del stubs
         vocabulary = self.model.embedding.weight.shape[0]
         return Ends(forward, meter.peak, tokens * vocabulary * self.model.embedding.weight.element_size())
 
-    def _call(self, number: int, job: Job) -> tuple[tuple, dict]:
-        """The arguments that the model gives to one of its decoder layers."""
+    def _call(self, number: int, job: Job) -> tuple[tuple, dict] | None:
+        """The arguments that the model gives to one of its decoder layers; None: it does not call it."""
         size = (job.batch, job.seq)
         if size not in self._calls:
             ids = torch.empty(size, dtype=torch.long, device="meta")
-            with torch.no_grad(), _stubs(self.model, lambda number: False) as stubs:
+            with torch.no_grad(), Meter(), _stubs(self.model) as stubs:
                 self.model.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
             self._calls[size] = stubs
         return self._calls[size][number]
@@ -121,7 +160,9 @@ class Play:
             adapters = self.model.adapted(whole, layer.get_submodule(path), job)
             if experts.is_experts(module):
                 new.set_submodule(path, Experts(module, job))
-            elif type(module) is nn.Linear and (adapters or self.model.is_packed(whole, layer.get_submodule(path), job)):
+            elif type(module) is nn.Linear and (
+                adapters or self.model.is_packed(whole, layer.get_submodule(path), job)
+            ):
                 packed = self.model.is_packed(whole, layer.get_submodule(path), job)
                 new.set_submodule(path, Adapted(module, packed, bool(adapters), job))
         return new.train()
@@ -156,12 +197,23 @@ class Adapted(nn.Module):
     def __init__(self, linear: nn.Linear, packed: bool, adapted: bool, job: Job):
         super().__init__()
         self.linear, self.packed = linear, packed
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.decoded = linear.weight.numel() if job.library == "bitsandbytes" else 0
         self.a = self.b = None
         if adapted:
             dtype = linear.weight.dtype if job.autocast else getattr(torch, job.lora_dtype)
             self.a = _trained(job.rank, linear.in_features, dtype)
             self.b = _trained(linear.out_features, job.rank, dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """That of the layer."""
+        return self.linear.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """That of the layer."""
+        return self.linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
@@ -230,11 +282,13 @@ class KeptProduct(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """Attention that keeps its arguments, its result and a float per row and head, as the fused kernels do."""
+    """Attention [B, heads, T, D] that keeps its arguments, its result (token by token in memory) and a float per row
+    and head, as the fused kernels do."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        batch, heads, tokens = q.shape[:3]
+        out = q.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device))
         return out
 
@@ -262,22 +316,29 @@ def _drop(parameter: Tensor) -> None:
 
 
 @contextmanager
-def _stubs(model: Model, keeps: Callable[[int], bool]) -> Iterator[list[tuple[tuple, dict]]]:
+def _stubs(model: Model) -> Iterator[list[tuple[tuple, dict]]]:
     """While it lasts, decoder layers hand on their input; [(args, kwargs) of the call of each]."""
     _use_played_attention(model)
     calls: list[Any] = [None] * len(model.layers())
+    shapes: dict[type, tuple | None] = {}  # what a layer returns besides its result
 
-    def stub(number: int) -> Callable:
+    def stub(number: int, layer: nn.Module) -> Callable:
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if type(layer) not in shapes:
+                with torch.no_grad():
+                    out = type(layer).forward(layer, *args, **kwargs)
+                shapes[type(layer)] = out[1:] if isinstance(out, (tuple, list)) else None
             if not args:
                 args = (kwargs.pop("hidden_states"),)
             calls[number] = (args, kwargs)
-            return args[0].detach().requires_grad_() if torch.is_grad_enabled() else args[0]
+            hidden = args[0].detach().requires_grad_() if torch.is_grad_enabled() else args[0]
+            more = shapes[type(layer)]
+            return hidden if more is None else (hidden, *more)
 
         return forward
 
     for number, (_, layer) in enumerate(model.layers()):
-        layer.forward = stub(number)
+        layer.forward = stub(number, layer)
     try:
         yield calls
     finally:
@@ -289,12 +350,16 @@ def _use_played_attention(model: Model) -> None:
     """Where the model would call torch's fused attention, which on the meta device computes another way."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
+    from transformers.utils import logging
 
     if getattr(model.config, "_attn_implementation", None) != "sdpa":
         return
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
+    said = logging.get_verbosity()
+    logging.set_verbosity_error()  # of models whose attention cannot be exchanged
     model.model.set_attn_implementation(ATTENTION)
+    logging.set_verbosity(said)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

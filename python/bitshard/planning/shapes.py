@@ -8,14 +8,16 @@ from typing import Any
 def _llama(hidden: int, intermediate: int, layers: int, heads: int, kv: int, vocabulary: int, **more: Any) -> dict:
     return {
         "model_type": "llama", "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv, "vocab_size": vocabulary, "max_position_embeddings": 131072,
-        "tie_word_embeddings": False, **more,
+        "num_attention_heads": heads, "num_key_value_heads": kv, "vocab_size": vocabulary,
+        "max_position_embeddings": 131072, "tie_word_embeddings": False, **more,
     }  # fmt: skip
 
 
 def _qwen(kind: str, hidden: int, intermediate: int, layers: int, heads: int, kv: int, **more: Any) -> dict:
     sizes = {"vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": False}
-    return _llama(hidden, intermediate, layers, heads, kv, **{"vocabulary": 151936, **sizes, **more, "model_type": kind})
+    return _llama(
+        hidden, intermediate, layers, heads, kv, **{"vocabulary": 151936, **sizes, **more, "model_type": kind}
+    )
 
 
 def _experts_of_qwen(hidden: int, layers: int, heads: int, intermediate: int) -> dict:
@@ -43,7 +45,8 @@ KNOWN: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32},
     "gpt-oss-120b": {"model_type": "gpt_oss", "num_hidden_layers": 36, "num_local_experts": 128},
     "mixtral-8x7b": _llama(
-        4096, 14336, 32, 32, 8, 32000, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2, sliding_window=None
+        4096, 14336, 32, 32, 8, 32000, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2,
+        sliding_window=None,
     ),
     "deepseek-v3": {"model_type": "deepseek_v3"},
 }  # fmt: skip

@@ -64,6 +64,8 @@ def verdict(plan: Plan) -> list[str]:
     line = f"{'Fits' if plan.fits else 'Does not fit'}: {_gib(plan.needs)} of {job.gib:g} GiB, of which"
     line += f" {_gib(plan.fragments)} fragments and {_gib(plan.outside)} outside torch"
     lines = [line]
+    if plan.estimated:
+        lines.append(f"Activations are estimated, within a fifth: {plan.estimated}")
     if plan.loading is None:
         lines.append("The peak while loading is not known for weights on the host.")
     if plan.host:
@@ -105,6 +107,7 @@ def data(plan: Plan) -> dict[str, Any]:
         "model": plan.model.name,
         "job": plan.job._asdict(),
         "fits": plan.fits,
+        "estimated": plan.estimated,
         "needs": plan.needs,
         "peak": {"moment": worst.name, "parts": worst.parts, "total": worst.total},
         "moments": {moment.name: moment.total for moment in plan.memory.moments()},
