@@ -7,6 +7,7 @@ file.
 """
 
 from bitshard.sharding.checkpoints.adapter_files import save_adapter
+from bitshard.sharding.checkpoints.dense import dense_weights
 from bitshard.sharding.checkpoints.planner import LoadPlanner, load_checkpoint
 from bitshard.sharding.checkpoints.save import save_pretrained
 from bitshard.sharding.checkpoints.state_dicts import full_state_dict, load_full_state_dict
@@ -20,6 +21,7 @@ from bitshard.sharding.weights.rows import quantize
 __all__ = [
     "LoadPlanner",
     "Share",
+    "dense_weights",
     "describe",
     "full_state_dict",
     "gather_in_place",

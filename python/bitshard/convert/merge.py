@@ -24,7 +24,7 @@ from bitshard.convert.source import Source
 from bitshard.convert.tensors import packed_like, reverted, use_conversions
 from bitshard.inventory import holder_of, holders_of
 from bitshard.kinds import QUANT_METHOD
-from bitshard.sharding.checkpoints import contents, merging, save
+from bitshard.sharding.checkpoints import contents, gathering, merging
 from bitshard.sharding.checkpoints.files import Entry, byte_count
 from bitshard.sharding.checkpoints.reading import some
 from bitshard.sharding.loading.skeleton import Skeleton
@@ -172,7 +172,7 @@ class _Merged:
             root = _adapted(_alone(module), self.config, adapter) if adapter else _alone(module)
             made: dict[str, Tensor] = {}
             for piece in contents.pieces(root, merge=bool(adapter)):
-                made |= save.converted(piece, save.whole(piece), self.dtype)
+                made |= gathering.converted(piece, gathering.whole(piece), self.dtype)
             made |= {key: tensor for key, tensor in trained.items() if tensor is not None}
             made = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in made.items()}
             return reverted(self.skeleton.model, made)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bitshard.inventory import holder_of
 from bitshard.sharding.checkpoints import contents
 from bitshard.sharding.checkpoints.files import Entry
+from bitshard.sharding.checkpoints.names import conversions, reverted
 from bitshard.sharding.checkpoints.reading import Checkpoint
 from bitshard.sharding.loading.skeleton import Skeleton
 from bitshard.tensor import Params4bit
@@ -105,15 +106,6 @@ def packed_like(key: str, held: Any, weight: Any) -> tuple[dict[str, Tensor], st
 
 def use_conversions(skeleton: Skeleton, packed: bool = True) -> None:
     """Let a model know what transformers would reverse if it had loaded it; `packed`: and keeps its 4-bit weights."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
     model, quantizer = skeleton.model, skeleton.quantizer
-    known = get_model_conversion_mapping(model)
+    known = conversions(model)
     model._weight_conversions = quantizer.reversible(known) if packed and hasattr(quantizer, "reversible") else known
-
-
-def reverted(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under the names, and in the pieces, in which transformers saves them."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return revert_weight_conversion(model, tensors)

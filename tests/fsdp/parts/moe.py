@@ -273,6 +273,31 @@ def check_merged(folder, family):
     assert len(merged) > 8 and all(same_bytes(files[key], value) for key, value in merged.items())
 
 
+def check_dense(folder, family, how):
+    """What a server is sent: names, order and bits of one process, behind a step of training too."""
+    model = adapted(family, folder)
+    expected = list(fsdp.dense_weights(model, torch.float32))
+    announced = fsdp.dense_weights(model, torch.float32).metadata()
+    if how == "fsdp2":
+        model = shard(model, model.base_model.model.model.layers)
+    else:
+        policy = ModuleWrapPolicy({type(model.base_model.model.model.layers[0])})
+        options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        model = FullyShardedDataParallel(model, auto_wrap_policy=policy, **options)
+    for _ in range(2):
+        weights = fsdp.dense_weights(lambda: model, torch.float32)
+        got = [(name, tensor.clone()) for name, tensor in weights]
+        order = [name for name, _ in got]
+        assert order == [name for name, _, _ in announced], order
+        assert announced == weights.metadata(), weights.metadata()
+        assert all(same_bytes(tensor, other) for (_, tensor), (_, other) in zip(got, expected, strict=True))
+        moe.logits(model)  # leaves the last unit gathered
+    losses(model, 1)
+    trained = dict(fsdp.dense_weights(model, torch.float32))
+    changed = [name for name, tensor in expected if not torch.equal(trained[name], tensor)]
+    assert changed and all("experts" in name or "o_proj" in name for name in changed), changed
+
+
 def check_quantizing_shards(folder, family):
     """`experts.quantize` of a model that is sharded already is refused, and changes nothing."""
     dense = shard(AutoModelForCausalLM.from_pretrained(f"{folder}/{family}", dtype=torch.float32).eval())
@@ -309,6 +334,8 @@ def checks():
     for family in ("qwen3_moe", "gpt_oss"):
         found[f"saved_{family}"] = functools.partial(check_saved, family=family)
         found[f"merged_{family}"] = functools.partial(check_merged, family=family)
+    for family, how in itertools.product(FAMILIES, ("fsdp1", "fsdp2")):
+        found[f"dense_{how}_{family}"] = functools.partial(check_dense, family=family, how=how)
     again = functools.partial(check_training, family="qwen3_moe", how="fsdp2", checkpointing=True)
     found["training_checkpointing"] = again
     found["fsdp1_orig"] = functools.partial(check_fsdp1, family="gpt_oss", orig=True)

@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bitshard import fsdp  # noqa: E402
-from bitshard.sharding.checkpoints import save  # noqa: E402
+from bitshard.sharding.checkpoints import gathering  # noqa: E402
 from checks.common import ENTRIES, build, raises, shard  # noqa: E402
 from common import BYTES, as_bytes, finish, no_launch, same_bytes, shard_fsdp1, start  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -328,7 +328,7 @@ def check_killed(what, folder):
         torch.save(dict(new(seed=0).state_dict()), f"{folder}/good.pt")
     if what == "streamed":
         fsdp.save_pretrained(start_of(fsdp2), f"{folder}/streamed", max_shard_size=2000)
-        place, name = save, "whole"
+        place, name = gathering, "whole"
     else:
         dcp.save({"model": start_of(fsdp2).state_dict()}, checkpoint_id=f"{folder}/step-1")
         place, name = dcp.FileSystemWriter, "write_data"

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bitshard import fsdp
-from bitshard.sharding.checkpoints import ready, save
+from bitshard.sharding.checkpoints import gathering, ready
 from models import CELLS, LIMIT, reference
 from shared import linears, logits, rank, refused, world
 from ways import WAYS, assert_same, target_of, whole
@@ -67,7 +67,7 @@ def check_fault_of_one(way, folder):
     model = WAYS[way](folder, CELLS[0], lambda model: model)
     target = target_of(folder, f"{way}-fault-of-one")
     for nth in (1, 5):
-        with failing(save, "whole", nth, TypeError("played: a fault"), behind=True):
+        with failing(gathering, "whole", nth, TypeError("played: a fault"), behind=True):
             all_raise(model, target, "played: a fault")
 
 

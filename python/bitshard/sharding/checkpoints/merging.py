@@ -6,12 +6,13 @@ whole ones, and has a base layer of its own; so the bytes are those that peft gi
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import Tensor, nn
 
 from bitshard.inventory import holder_of
-from bitshard.sharding.checkpoints.contents import is_tuner, unwrapped
+from bitshard.sharding.checkpoints.contents import Piece, is_tuner, unwrapped
 from bitshard.state import QuantState
 from bitshard.tensor import Params4bit
 
@@ -95,15 +96,22 @@ def inner_holder(tuner: nn.Module, name: str) -> Any:
 
 
 def merged_dense(tuner: nn.Module, adapter: dict[int, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a layer that is not 4-bit with the adapters of `tuner` in them."""
+    """The tensors of a layer, or some of them, with the adapters of `tuner` in them, none of them 4-bit."""
     base = shallow(unwrapped(around(tuner)[-1]._modules["base_layer"]))
     for name, tensor in tensors.items():
         table = base._buffers if name in base._buffers else base._parameters
         base.__dict__.pop(name, None)
         table[name] = tensor.clone() if table is base._buffers else nn.Parameter(tensor.clone(), requires_grad=False)
     for layer in around(_copy(tuner, adapter, base)):
-        layer.merge()
+        if getattr(layer, "parameter_name", None) in (None, *tensors):
+            layer.merge()
     return {name: getattr(base, name).data for name in tensors}
+
+
+def part_of(piece: Piece, names: list[str]) -> Piece:
+    """A piece with some of its tensors."""
+    held = {name: one for name, one in piece.held.items() if name in names}
+    return dataclasses.replace(piece, names=names, held=held)
 
 
 def around(tuner: nn.Module) -> list[nn.Module]:

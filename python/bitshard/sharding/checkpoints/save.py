@@ -12,23 +12,17 @@ import hashlib
 import math
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from bitshard import gather
-from bitshard.inventory import holders
-from bitshard.kinds import FOUR_BIT
-from bitshard.sharding.checkpoints import contents, merging, ready
+from bitshard.sharding.checkpoints import contents, gathering
 from bitshard.sharding.checkpoints.contents import Piece
 from bitshard.sharding.checkpoints.files import CheckpointFiles, Entry, byte_count
 from bitshard.sharding.together import Ranks
 from bitshard.state import VALUE_DTYPES, dtype_name
-from bitshard.tensor import Params4bit, verify
 
 _PATIENCE_S = 2  # a bar is shown for what takes longer
 _WHAT = "save_pretrained"
@@ -72,13 +66,11 @@ def save_pretrained(
         ValueError: arguments that cannot be, or that the ranks do not share; weights that are not quantized yet; bytes
             that are not those that were quantized.
     """
-    ranks = Ranks(alone=not _is_sharded(model))
+    ranks = Ranks(alone=not gathering.is_sharded(model))
 
     def look() -> tuple[tuple[list[Piece], dict[str, Entry]], str]:
         _check(dtype, max_shard_size)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # what a forward has left gathered is of FSDP2's param_dtype
+        gathering.reshard(model)
         pieces = contents.pieces(model, merge)
         if dtype is None and _has_config(model):
             contents.require_readable(pieces)
@@ -90,8 +82,8 @@ def save_pretrained(
     if not ranks.collective and ranks.rank > 0:
         return
     with _Writer(ranks, folder, entries, max_shard_size, progress) as writer:
-        for piece, tensors, failure in _gathered(ranks, model, pieces):
-            writer.write(lambda piece=piece, tensors=tensors: converted(piece, tensors, dtype), failure)
+        for piece, tensors, failure in gathering.gathered(_WHAT, ranks, model, pieces):
+            writer.write(lambda piece=piece, tensors=tensors: gathering.converted(piece, tensors, dtype), failure)
             tensors.clear()
         parameters = sum(math.prod(_shape(piece, name)) for piece in pieces for name in piece.names)
         writer.finish(lambda: _configs(model, dtype, pieces, entries), parameters)
@@ -103,12 +95,6 @@ def _check(dtype: torch.dtype | None, max_shard_size: int | str) -> None:
     byte_count(max_shard_size)
 
 
-def _is_sharded(model: nn.Module) -> bool:
-    if FullyShardedDataParallel.fsdp_modules(model) or any(map(gather.is_dtensor, model.parameters())):
-        return True
-    return any(held.shard is not None or held.state.part is not None for _, held in holders(model))
-
-
 def _shape(piece: Piece, name: str) -> Any:
     """Shape of the weight that a tensor stands for."""
     if name in piece.held:
@@ -116,140 +102,7 @@ def _shape(piece: Piece, name: str) -> Any:
     return piece.flat[name].shape if name in piece.flat else piece.tensor(name).shape
 
 
-# ---- what all ranks do ----
-
-
-def _gathered(
-    ranks: Ranks, model: nn.Module, pieces: list[Piece]
-) -> Iterator[tuple[Piece, dict[Any, Any], Exception | None]]:
-    """Each piece with its tensors, whole: by name, by id those of the adapter, and (bytes, state) of a 4-bit weight.
-
-    Collectives, which the ranks enter when all are ready; a unit of FSDP1 is whole while its pieces are handed out.
-    Beside them what this rank alone has failed with behind its collectives, for the ranks' next agreement.
-    """
-    units: dict[int, tuple[Any, list[Piece]]] = {}
-    if isinstance(model, FullyShardedDataParallel):
-        units[id(model)] = (model, [])  # first, for FSDP1 takes the first unit that it is asked for as the root
-    for piece in pieces:
-        units.setdefault(id(piece.unit), (piece.unit, []))[1].append(piece)
-    for summoned, group in units.values():
-        if summoned is not None:
-            ranks.together(_WHAT, lambda unit=summoned: (ready.unit(unit), None))
-        with _summoned(summoned):
-            for piece in group:
-                units_within = _adapter_units(piece)
-                ranks.together(_WHAT, lambda piece=piece, units=units_within: (_ready(piece, units), None))
-                with contextlib.ExitStack() as stack:
-                    for unit in units_within:
-                        stack.enter_context(_summoned(unit))
-                    tensors, failure = {}, None
-                    try:
-                        tensors = whole(piece)
-                    except Exception as error:  # whatever it is, the others wait
-                        failure = error
-                    yield piece, tensors, failure
-
-
-def _adapter_units(piece: Piece) -> list[Any]:
-    """Units of FSDP1 that have adapters of a piece, other than its own."""
-    found = [] if piece.tuner is None else FullyShardedDataParallel.fsdp_modules(piece.tuner)
-    return [unit for unit in found if unit is not piece.unit]
-
-
-def _ready(piece: Piece, units: list[Any]) -> None:
-    for unit in units:
-        ready.unit(unit)
-    ready.piece(piece)
-
-
-def _summoned(unit: Any) -> Any:
-    """While this is open the parameters of a unit of FSDP1 are whole."""
-    if unit is None:
-        return contextlib.nullcontext()
-    return FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False)
-
-
-def whole(piece: Piece) -> dict[Any, Any]:
-    """Its tensors, gathered: by name, by id those of the adapter, and (bytes, state) of a 4-bit weight."""
-    tensors: dict[Any, Any] = {}
-    for name in piece.names:
-        if name in piece.held:
-            tensors[name] = _whole_packed(piece, piece.held[name])
-        else:
-            tensors[name] = _whole_tensor(piece.tensor(name))
-    if piece.tuner is not None:
-        for tensor in merging.adapter_tensors(piece.tuner):
-            tensors[id(tensor)] = _whole_tensor(tensor)
-    return tensors
-
-
-def _whole_tensor(tensor: Any) -> Tensor:
-    return gather.whole(tensor) if gather.is_dtensor(tensor) else tensor.detach()
-
-
-def _whole_packed(piece: Piece, held: Any) -> tuple[Tensor, Any]:
-    if held.shard is not None:
-        return gather.gathered(held.shard, held.state)
-    if held.state.part is not None:
-        return held.state.part.gathered()
-    weight = piece.tensor(held.name)
-    return weight.detach().as_subclass(Tensor), held.state
-
-
 # ---- what rank 0 does ----
-
-
-def converted(piece: Piece, tensors: dict[Any, Any], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors of a piece as the checkpoint has them."""
-    others = {name: tensors[name] for name in piece.names if name not in piece.held}
-    adapter = {key: tensor for key, tensor in tensors.items() if isinstance(key, int)}
-    for name, held in piece.held.items():
-        _verify(*tensors[name], held.state, piece.name_of(name))
-    if piece.tuner is None:
-        packed = {name: tensors[name] for name in piece.held}
-    elif all(held.kind is FOUR_BIT for held in piece.held.values()):
-        return _merged(piece, tensors, adapter, others, dtype)
-    elif dtype is None:
-        packed, others = merging.merged_stacks(
-            piece.tuner, adapter, {name: tensors[name] for name in piece.held}, others
-        )
-    else:
-        values = {name: held.oriented(held.kind.dequantize(*tensors[name])) for name, held in piece.held.items()}
-        packed, others = {}, merging.merged_dense(piece.tuner, adapter, {**values, **others})
-    found: dict[str, Tensor] = {}
-    for name, (codes, state) in packed.items():
-        key, held = piece.name_of(name), piece.held[name]
-        if dtype is not None:
-            found[key] = held.oriented(state.kind.dequantize(codes, state)).to(dtype)
-        else:
-            found.update(contents.packed_tensors(key, codes, state, held.storage))
-    return {**found, **{piece.name_of(name): tensor for name, tensor in others.items()}}
-
-
-def _merged(
-    piece: Piece, tensors: dict, adapter: dict, others: dict[str, Tensor], dtype: torch.dtype | None
-) -> dict[str, Tensor]:
-    """The same of one layer with the adapters of peft's layer around it."""
-    found: dict[str, Tensor] = {}
-    for name, held in piece.held.items():
-        (packed, state), key = tensors[name], piece.name_of(name)
-        if dtype is not None:
-            values, others = merging.merged_values(piece.tuner, adapter, packed, state, others)
-            found[key] = values.to(dtype)
-        else:
-            weight = Params4bit.of_state(packed, state, held.storage, None)
-            weight, others = merging.merged_4bit(piece.tuner, adapter, weight, others, name)
-            found.update(contents.packed_tensors(key, weight.saved_data(), weight.quant_state, held.storage))
-    if not piece.held:
-        others = merging.merged_dense(piece.tuner, adapter, others)
-    return {**found, **{piece.name_of(name): tensor for name, tensor in others.items()}}
-
-
-def _verify(packed: Tensor, state: Any, kept: Any, key: str) -> None:
-    """ValueError unless these are the bytes that were quantized."""
-    known = state.clone()
-    known.sharded = kept.sharded
-    verify(packed, known, key)
 
 
 def _configs(
