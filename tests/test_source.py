@@ -62,6 +62,7 @@ LAYERS = [
     "registry",
     "experts",
     "convert",
+    "planning",
     "bitshard",
     "bnb_ops",
     "__main__",
