@@ -3,7 +3,10 @@
 import hashlib
 import json
 import os
+import resource
 import shutil
+import signal
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -19,12 +22,12 @@ def no_import(monkeypatch):
 
 @pytest.fixture
 def site(tmp_path, facade, monkeypatch):
-    """An empty folder of installed packages, first on the path."""
+    """An empty folder of installed packages, the only one on the path: whose distributions are found at once."""
     folder = tmp_path / "site-packages"
     folder.mkdir()
     monkeypatch.setattr(installed, "CARRIED", facade)
     monkeypatch.setattr(switch, "site_of", lambda found: folder)  # never those of the Python that runs the tests
-    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(sys, "path", [str(folder), *(path for path in sys.path if "site-packages" not in path)])
     return folder
 
 
@@ -156,6 +159,68 @@ def test_interrupted_anywhere(site, tmp_path, monkeypatch, begun, then):
     assert interruptions >= 5
 
 
+def killed(after: int, call) -> bool:
+    """Runs `call` in a process of its own, which SIGKILL ends before its file operation number `after`; False: it had
+    no more of them."""
+    child = os.fork()
+    if child == 0:
+        left = [after]
+
+        def counted(function):
+            def inner(*args, **options):
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left[0] -= 1
+                return function(*args, **options)
+
+            return inner
+
+        for module, name in ((os, "rename"), (os, "replace"), (shutil, "rmtree"), (shutil, "copytree")):
+            setattr(module, name, counted(getattr(module, name)))
+        try:
+            call()
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("begun", [switch.use, switch.unuse])
+@pytest.mark.parametrize("then", [switch.use, switch.unuse])
+def test_killed_anywhere(site, tmp_path, begun, then):
+    """No line of a killed process runs any more: what is on the disk then is enough, byte for byte."""
+    upstream(site)
+    before, after, kills = bytes_of(tmp_path), 0, 0
+    while True:
+        if begun is switch.unuse:
+            switch.use(site)
+        stopped = killed(after, lambda: begun(site))
+        for _ in range(2):  # repeated, nothing changes any more
+            then(site)
+            assert version_in(site) == (installed.carried_version() if then is switch.use else "0.50.2")
+        switch.unuse(site)
+        assert bytes_of(tmp_path) == before and not (site / switch.KEPT).exists(), f"before operation {after}"
+        if not stopped:
+            break
+        after, kills = after + 1, kills + 1
+    assert kills >= 5
+
+
+def test_a_full_disk(site, tmp_path, capsys):
+    """A real write that fails, while the façade is copied: nothing was moved, one line."""
+    upstream(site)
+    before, limits = bytes_of(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        status = main.main(["use"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().err
+    assert (
+        status == 1 and said.count("\n") == 1 and "the façade cannot be copied: " in said and "File too large" in said
+    )
+    assert bytes_of(tmp_path) == before and not (site / switch.KEPT).exists()
+
+
 def report_rows(site: Path) -> dict:
     rows = report._bitsandbytes()
     return {"text": "\n".join(row.text for row in rows), "mend": next((row.mend for row in rows if row.mend), None)}
@@ -268,15 +333,18 @@ def test_without_a_record(site, tmp_path):
     assert bytes_of(tmp_path) == before and not (site / switch.KEPT).exists()
 
 
-def test_a_read_only_environment(site, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["use", "unuse"])
+def test_a_read_only_environment(site, tmp_path, capsys, name):
     upstream(site)
+    if name == "unuse":
+        switch.use(site)
     before = bytes_of(tmp_path)
     site.chmod(0o555)
     root = os.geteuid() == 0
     if root:
         os.seteuid(65534)
     try:
-        status = main.main(["use"])
+        status = main.main([name])
     finally:
         if root:
             os.seteuid(0)

@@ -148,8 +148,10 @@ def use(site: Path) -> dict[str, Any]:
             owner = _alone(site)
             if owner is not None and owner.is_facade and owner.version == version:
                 return _result(store, journal, changed=False)
+            _stage(store)
             journal = _begun(store, journal, owner)
         else:  # interrupted, perhaps with another façade
+            _stage(store)
             dropped = [*journal.dropped, *journal.facade]
             journal = journal._replace(facade=installed.carried_names(), dropped=dropped)
             store.write(journal)
@@ -172,11 +174,19 @@ def _begun(store: Store, earlier: Journal | None, owner: Owner | None) -> Journa
     return journal
 
 
+def _stage(store: Store) -> None:
+    """The façade's files in the store, before anything is moved: on a full disk nothing is."""
+    store.remove("staged")
+    try:
+        shutil.copytree(installed.carried(), store.path("staged"), ignore=shutil.ignore_patterns("__pycache__"))
+    except shutil.Error as error:
+        store.remove("staged")
+        raise Mistake(f"the façade cannot be copied: {error.args[0][0][2]}") from None
+
+
 def _finish_use(store: Store, journal: Journal) -> None:
     """All that a begun `use` has left to do."""
-    store.remove("staged")
     staged = store.path("staged")
-    shutil.copytree(installed.carried(), staged, ignore=shutil.ignore_patterns("__pycache__"))
     for name, place in journal.moves:
         if not os.path.lexists(store.path(place)):
             store.path(place).parent.mkdir(parents=True, exist_ok=True)
