@@ -3,10 +3,13 @@
 import json
 import os
 import random
+import resource
 import shutil
+import signal
 import struct
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -121,8 +124,6 @@ def transformers_dense(folder):
 
 def test_one_tensor_at_a_time(tmp_path, monkeypatch):
     """When the next one is read, nothing of the one before is alive."""
-    import weakref
-
     from bitshard.sharding.loading.skeleton import Skeleton
 
     alive, most, value = [], [0], Skeleton.value
@@ -168,7 +169,7 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, consume, number):
             quantize_folder(dense, out, settings(), max_shard_size="15KB", consume=consume)
     assert not out.exists()
     whole = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("out.partial/*.safetensors")}
-    assert len(whole) == number
+    assert len(whole) == number and not list(tmp_path.glob("out.partial/*.writing"))
     gone = len(list((tmp_path / "other").glob("*.safetensors"))) - len(list(dense.glob("*.safetensors")))
     assert gone == 0 if not consume or number == 0 else number == 1 or gone > 0
     quantize_folder(dense, out, settings(), max_shard_size="15KB", consume=consume)
@@ -229,6 +230,52 @@ def test_the_commands(tmp_path):
     assert found["bytes"] == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
 
 
+def test_keys_of_vllms_loader(tmp_path):
+    """vLLM tells a 4-bit weight by the name of its JSON, and takes all that is beside it by `<weight>.<end>`."""
+    quantize_folder(llama(tmp_path / "dense"), tmp_path / "out", settings(bnb_4bit_use_double_quant=True))
+    names, weight = tensors(tmp_path / "out").keys(), "model.layers.0.self_attn.q_proj.weight"
+    ends = {name.removeprefix(weight) for name in names if name.startswith(weight)}
+    assert ends == {
+        "", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".quant_state.bitsandbytes__nf4",
+    }  # fmt: skip
+    dense = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    assert dense <= names and not [name for name in names if name.startswith(tuple(f"{key}." for key in dense))]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "bitsandbytes" and config["load_in_4bit"] and not config["load_in_8bit"]
+
+
+def test_sums_cover_scales(tmp_path):
+    """A change of one byte beside a weight changes that weight's sum, and no other."""
+    quantize_folder(llama(tmp_path / "dense"), tmp_path / "out", settings(bnb_4bit_use_double_quant=True))
+    good, sums = tensors(tmp_path / "out"), []
+    name = "model.layers.0.mlp.up_proj.weight"
+    for change in (0, 1):
+        good[f"{name}.absmax"][5] ^= change
+        save_file(good, tmp_path / "one.safetensors")
+        sums.append({weight.name: weight.sum for weight in look(tmp_path / "one.safetensors", sums=True).weights})
+    assert [key for key in sums[0] if sums[0][key] != sums[1][key]] == [name] and None not in sums[0].values()
+
+
+def test_a_bar_counts_tensors(sound, tmp_path):
+    """Of what is written and of what is read, also in one file."""
+    counted = []
+
+    def bar(steps, total):
+        for number, step in enumerate(steps):
+            yield step
+            counted.append((number + 1, total))
+
+    quantize_folder(sound / "dense", tmp_path / "out", settings(), progress=bar)
+    total = len(tensors(tmp_path / "out"))
+    assert counted == [(number + 1, total) for number in range(total)]
+    counted.clear()
+    look(tmp_path / "out", sums=True, progress=bar)
+    assert counted[-1] == (total, total)
+    counted.clear()
+    merge_folder(sound / "dense", sound / "adapter", tmp_path / "merged", torch.bfloat16, progress=bar)
+    assert counted[-1] == (21, 21)
+
+
 def test_inspect_counts_the_bytes(tmp_path):
     """Of experts and dense tensors, too: every byte of data belongs to one weight."""
     moe.model("qwen3_moe", 4, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
@@ -278,6 +325,120 @@ def test_hostile_files(tmp_path, kind):
     LlamaConfig(**SMALL).save_pretrained(tmp_path)
     status, lines, err = command("quantize", tmp_path, tmp_path / "out")
     assert status == 1 and len(err) == 1 and not lines and not list(tmp_path.glob("out*")), err
+
+
+def spoilt(path, config=b"", **changes):
+    """A copy of a folder's config.json with other bytes, or with other values."""
+    file = path / "config.json"
+    file.write_bytes(config or json.dumps(json.loads(file.read_text()) | changes).encode())
+
+
+def index(path, text):
+    (path / "model.safetensors.index.json").write_bytes(text)
+
+
+def other_kind(path, make):
+    (path / "model-00001-of-00003.safetensors").unlink()
+    make(path / "model-00001-of-00003.safetensors")
+
+
+SPOILT = {
+    "config: no JSON": (lambda path: spoilt(path, b"{"), "config.json: no JSON"),
+    "config: not UTF-8": (lambda path: spoilt(path, b"\xff\xfe{}"), "config.json: no JSON ('utf-8'"),
+    "config: deep": (lambda path: spoilt(path, b"[" * 100_000), "config.json: no JSON (maximum recursion"),
+    "config: a list": (lambda path: spoilt(path, b"[]"), "expected a JSON object, found list"),
+    "config: null": (lambda path: spoilt(path, b"null"), "expected a JSON object, found NoneType"),
+    "config: no model_type": (lambda path: spoilt(path, b"{}"), "config.json: "),
+    "config: unknown": (lambda path: spoilt(path, model_type="strange"), "strange"),
+    "config: a list of types": (lambda path: spoilt(path, model_type=["llama"]), "config.json: "),
+    "config: a negative size": (lambda path: spoilt(path, hidden_size=-64), "config.json: "),
+    "config: a word as size": (lambda path: spoilt(path, hidden_size="many"), "expected int, got str"),
+    "config: no dtype": (lambda path: spoilt(path, dtype="float99"), "config.json: "),
+    "config: settings": (lambda path: spoilt(path, quantization_config=[1]), "quantization_config is no JSON object"),
+    "config: another model's": (lambda path: spoilt(path, intermediate_size=128), "do not fit"),
+    "config: of images": (lambda path: spoilt(path, b'{"model_type": "vit"}'), "config.json: Unrecognized"),
+    "index: a list": (lambda path: index(path, b"[1]"), "index.json cannot be read as one"),
+    "index: not UTF-8": (lambda path: index(path, b"\xff{"), "index.json cannot be read as one"),
+    "index: numbers": (lambda path: index(path, b'{"weight_map": {"a": 3}}'), "index.json cannot be read as one"),
+    "index: elsewhere": (
+        lambda path: index(path, b'{"weight_map": {"a": "../a"}}'),
+        "index.json cannot be read as one",
+    ),
+    "index: absent": (lambda path: index(path, b'{"weight_map": {"a": "b"}}'), "absent: b"),
+    "a folder as file": (lambda path: other_kind(path, os.mkdir), "model-00001-of-00003.safetensors"),
+}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A folder of three files, an adapter on it."""
+    folder = tmp_path_factory.mktemp("sound")
+    llama(folder / "dense")
+    adapted(folder / "dense", folder / "adapter", None)
+    return folder
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_spoilt_folders(sound, tmp_path, kind):
+    """As source and as base: one line that names the file, in plain words, and nothing is made."""
+    spoil, said = SPOILT[kind]
+    shutil.copytree(sound / "dense", tmp_path / "spoilt")
+    spoil(tmp_path / "spoilt")
+    for words in (["quantize", tmp_path / "spoilt"], ["merge", tmp_path / "spoilt", sound / "adapter"]):
+        status, lines, err = command(*words, tmp_path / "out")
+        assert status == 1 and len(err) == 1 and not lines and said in err[0], err
+        assert main.console.TRACEBACK not in err[0] and len(err[0]) < 700
+        assert [path.name for path in tmp_path.iterdir()] == ["spoilt"]
+    if "index" in kind:
+        status, lines, _ = command("inspect", tmp_path / "spoilt")
+        assert status == 1 and any(line.startswith("wrong: ") and "index.json" in line for line in lines)
+
+
+def test_inspect_waits_for_no_pipe(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors")
+    status, lines, _ = command("inspect", tmp_path)
+    assert status == 1 and lines[-1].endswith("model.safetensors: no ordinary file")
+
+
+ADAPTERS = {
+    "no JSON": (b"{", "adapter_config.json: no JSON"),
+    "not UTF-8": (b"\xff", "adapter_config.json: no JSON"),
+    "a list": (b"[]", "expected a JSON object, found list"),
+    "of no kind": (b"{}", "its adapters are None, expected 'LORA'"),
+    "of another kind": (b'{"peft_type": "IA3"}', "its adapters are 'IA3', expected 'LORA'"),
+    "a kind that is none": (b'{"peft_type": [1]}', "its adapters are [1]"),
+    "of another rank": ({"r": 8}, "peft cannot load the adapter: "),
+    "of a negative rank": ({"r": -4}, "peft cannot load the adapter: "),
+    "with a word as rank": ({"r": "4"}, "peft cannot load the adapter: "),
+    "with a broken pattern": ({"target_modules": "("}, "peft cannot load the adapter: "),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_spoilt_adapters(sound, tmp_path, kind):
+    content, said = ADAPTERS[kind]
+    shutil.copytree(sound / "adapter", tmp_path / "adapter")
+    config = tmp_path / "adapter" / "adapter_config.json"
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(config.read_text()) | content).encode()
+    config.write_bytes(content)
+    status, lines, err = command("merge", sound / "dense", tmp_path / "adapter", tmp_path / "out")
+    assert status == 1 and len(err) == 1 and not lines and said in err[0], err
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+@pytest.mark.parametrize("length", [2**60, None])
+def test_hostile_files_of_adapters(sound, tmp_path, length):
+    """And those of a model of other sizes, all of which are found before anything is written."""
+    shutil.copytree(sound / "adapter", tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    if length is None:
+        save_file({name: torch.zeros(4, 4) for name in load_file(file)}, file)
+    else:
+        raw(file, {}, length=length)
+    status, _, err = command("merge", sound / "dense", tmp_path / "adapter", tmp_path / "out")
+    said = "8 tensors do not fit the base: " if length is None else "a header of 1,152,921,504,606,846,976 bytes"
+    assert status == 1 and len(err) == 1 and said in err[0] and not list(tmp_path.glob("out*")), err
 
 
 def test_random_damage_is_found_or_harmless(tmp_path):
@@ -363,17 +524,130 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch):
     assert status == 1 and err == ["bitshard: No space left on device"] and not (tmp_path / "full").exists()
 
 
-def test_ctrl_c_and_no_torch(tmp_path, monkeypatch):
-    def interrupt(*arguments, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(quantize, "Tensors", interrupt)
-    status, _, err = command("quantize", llama(tmp_path / "dense"), tmp_path / "out")
-    assert status == 130 and err == ["bitshard: interrupted"] and not (tmp_path / "out").exists()
+@pytest.mark.parametrize("words", [
+    ("quantize", "dense", "out"), ("merge", "dense", "adapter", "out"), ("inspect", "dense"), ("plan", "dense"),
+])  # fmt: skip
+def test_no_torch(sound, tmp_path, words):
     code = "import sys; sys.modules['torch'] = None; from bitshard_cli import main; sys.exit(main.main(sys.argv[1:]))"
-    for words in (["quantize", str(tmp_path / "dense"), str(tmp_path / "out")], ["inspect", str(tmp_path / "dense")]):
-        ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
-        assert ran.returncode == 1 and ran.stderr.count("\n") == 1 and "torch" in ran.stderr, ran.stderr
+    paths = [str((tmp_path if word == "out" else sound) / word) for word in words[1:]]
+    ran = subprocess.run([sys.executable, "-c", code, words[0], *paths], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1 and ran.stderr.count("\n") == 1 and "torch" in ran.stderr, ran.stderr
+    assert not ran.stdout and not list(tmp_path.iterdir())
+
+
+def begun(tmp_path, *words):
+    """A process with a command, and the line that it has printed."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "first"), os.environ.get("PYTHONPATH", "")])}
+    code = "import slow; import sys; from bitshard_cli import main; sys.exit(main.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *map(str, words)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    assert process.stdout.readline() == "now\n"
+    return process
+
+
+@pytest.mark.parametrize("name", ["quantize", "merge", "inspect", "plan", "report"])
+def test_ctrl_c_while_torch_is_imported(tmp_path, name):
+    """A torch whose import calls Python from C++, as torch's does: an exception there would be its end."""
+    torch = tmp_path / "first" / "torch.py"
+    torch.parent.mkdir()
+    catch = "try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    os.abort()\n"
+    torch.write_text(f"import os, time\nprint('now', flush=True)\n{catch}")
+    (tmp_path / "first" / "slow.py").touch()
+    words = {"quantize": ("a", "b"), "merge": ("a", "b", "c"), "inspect": ("a",), "plan": ("a",), "report": ()}
+    process = begun(tmp_path, name, *words[name])
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err == "bitshard: interrupted\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_process_that_is_ended_goes_on(sound, tmp_path, number):
+    """In the middle of real work, source files consumed: what is whole stays, nothing half-written has its name."""
+    shutil.copytree(sound / "dense", tmp_path / "dense")
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "slow.py").write_text(
+        "import os, time\nfrom bitshard.convert import output\nreplace = os.replace\n"
+        "def slow(source, target):\n    replace(source, target)\n"
+        "    if str(target).endswith('00002-of-00005.safetensors'):\n        print('now', flush=True)\n"
+        "        time.sleep(60)\n"
+        "output.os.replace = slow\n"
+    )
+    words = ("quantize", tmp_path / "dense", tmp_path / "out", "--max-shard-size", "15KB", "--consume")
+    process = begun(tmp_path, *words)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == ((130, "bitshard: interrupted\n") if number == signal.SIGINT else (-9, ""))
+    left = sorted(path.name for path in (tmp_path / "out.partial").iterdir() if path.suffix != "")
+    assert left == ["bitshard-journal.json", *(f"model-0000{n}-of-00005.safetensors" for n in (1, 2))]
+    status, _, err = command(*words)
+    assert status == 0 and not err and not list((tmp_path / "dense").glob("*.safetensors*"))
+    quantize_folder(sound / "dense", tmp_path / "expected", settings(), max_shard_size="15KB")
+    same(tensors(tmp_path / "out"), tensors(tmp_path / "expected"))
+
+
+def test_a_run_that_only_has_to_end(tmp_path, monkeypatch):
+    """Ended behind the last file: the next run consumes what is left, and names the folder."""
+    dense = llama(tmp_path / "dense")
+
+    def stop(*arguments):
+        raise Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize, "_consume", stop)
+        with pytest.raises(Stopped):
+            quantize_folder(dense, tmp_path / "out", settings(), consume=True)
+    assert list(dense.glob("*.safetensors"))
+    quantize_folder(dense, tmp_path / "out", settings(), consume=True)
+    assert not list(dense.glob("*.safetensors*")) and {path.name for path in (tmp_path / "out").iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json",
+    }  # fmt: skip
+
+
+def test_nothing_is_lost_by_consuming(sound, tmp_path):
+    """Tensors that the model has no place for are named, and not deleted; links are not, as that frees nothing."""
+    shutil.copytree(sound / "dense", tmp_path / "dense")
+    spoilt(tmp_path / "dense", num_hidden_layers=1)
+    status, _, err = command("quantize", tmp_path / "dense", tmp_path / "out", "--consume")
+    assert status == 1 and "no place for 9 tensors, which would be lost: model.layers.1." in err[0]
+    status, said, _ = command("quantize", tmp_path / "dense", tmp_path / "out")
+    assert status == 0 and said[-1].startswith("left out, as the model has no place for them: model.layers.1.")
+    assert len(tensors(tmp_path / "dense")) == 21
+    (tmp_path / "linked").mkdir()
+    for path in (sound / "dense").iterdir():
+        (tmp_path / "linked" / path.name).symlink_to(path)
+    status, _, err = command("quantize", tmp_path / "linked", tmp_path / "other", "--consume")
+    assert status == 1 and "nothing is freed by deleting links" in err[0] and not list(tmp_path.glob("other*"))
+
+
+def test_a_partial_folder_of_somebody_else(sound, tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "mine.txt").touch()
+    for words in (["quantize", sound / "dense"], ["merge", sound / "dense", sound / "adapter"]):
+        status, _, err = command(*words, tmp_path / "out")
+        assert status == 1 and "out.partial: exists already, and no interrupted run has left it" in err[0]
+    assert [path.name for path in tmp_path.rglob("*")] == ["out.partial", "mine.txt"]
+
+
+@pytest.mark.parametrize(
+    "words", [("quantize", "dense"), ("merge", "dense", "adapter"), ("quantize", "mxfp4", "--experts")]
+)
+def test_a_full_disk(sound, tmp_path, words):
+    """A real write that fails, of the first file: one line, and nothing is left. So where no folder can be made."""
+    if "mxfp4" in words and not (sound / "mxfp4").exists():
+        moe.save_mxfp4(moe.model("gpt_oss", 3, intermediate_size=64), sound / "mxfp4")
+    name, *rest = words
+    paths = [sound / word for word in rest if not word.startswith("-")]
+    more = [word for word in rest if word.startswith("-")]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16384, limits[1]))
+    try:
+        status, lines, err = command(name, *paths, tmp_path / "out", *more)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert status == 1 and len(err) == 1 and "File too large" in err[0] and not lines, err
+    assert not list(tmp_path.iterdir())
+    status, _, err = command(name, *paths, "/sys/out", *more)
+    assert status == 1 and len(err) == 1 and "/sys/out.partial: " in err[0]
 
 
 def test_the_other_way(tmp_path):
@@ -437,6 +711,23 @@ def test_mixtures_are_merged(tmp_path, family, base):
     if base == "packed":
         merge_folder(tmp_path / base, tmp_path / "adapter", tmp_path / "wide", torch.bfloat16)
         assert tensors(tmp_path / "wide").keys() == tensors(tmp_path / "dense").keys()
+
+
+def test_one_module_at_a_time(sound, tmp_path, monkeypatch):
+    """When the next module is read, nothing of the one before is alive."""
+    from bitshard.sharding.loading.skeleton import Skeleton
+
+    alive, most, value = [], [0], Skeleton.value
+
+    def watched(self, place, files):
+        most[0] = max(most[0], sum(ref() is not None for ref, module in alive if module is not place[1]))
+        found = value(self, place, files)
+        alive.append((weakref.ref(found), place[1]))
+        return found
+
+    monkeypatch.setattr(Skeleton, "value", watched)
+    merge_folder(sound / "dense", sound / "adapter", tmp_path / "out", torch.bfloat16, max_shard_size="15KB")
+    assert len(alive) > 20 and most[0] == 0
 
 
 def test_mistakes_in_merging(tmp_path):

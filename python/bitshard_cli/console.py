@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import signal
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 TRACEBACK = "BITSHARD_TRACEBACK"
+INTERRUPTED = "bitshard: interrupted"
 
 
 class Mistake(Exception):
@@ -38,6 +42,26 @@ def line_of(error: BaseException) -> str:
     if isinstance(error, _IN_PLAIN_WORDS):
         return words
     return f"{type(error).__name__}: {words} ({TRACEBACK}=1 shows where)"
+
+
+def load(*names: str) -> ModuleType:
+    """Import modules that bring large libraries with them, and give the last. Ctrl-C ends the process meanwhile, with
+    its line: an exception inside of torch's own start would abort it."""
+    own = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if own:
+        signal.signal(signal.SIGINT, _leave)
+    try:
+        for name in names:
+            found = importlib.import_module(name)
+    finally:
+        if own:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    return found
+
+
+def _leave(*_: object) -> None:
+    os.write(2, f"{INTERRUPTED}\n".encode())
+    os._exit(130)
 
 
 def wants_traceback() -> bool:

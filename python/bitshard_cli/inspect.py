@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 
+from bitshard_cli import console
 from bitshard_cli.console import Result
 
 HELP = "formats, shapes, storage, scales and sizes of safetensors files, and what is wrong with them"
@@ -18,11 +20,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sums", action="store_true", help="read everything: a checksum for every weight")
 
 
+def bar(names: Iterable[str], total: int) -> Iterable[str]:
+    """A bar over the tensors."""
+    return console.progress(names, total=total, unit="tensor", label="Reading")
+
+
 def run(args: argparse.Namespace) -> Result:
     """Looks, and says what it found; the status is 1 where something is wrong."""
-    from bitshard.convert.look import look
-
-    found = look(args.path, sums=args.sums)
+    found = console.load("bitshard.convert.look").look(args.path, sums=args.sums, progress=bar)
     lines = [found.summary()]
     lines += [f"  {line}" for line in found.kinds()]
     if args.tensors or args.sums:

@@ -65,9 +65,9 @@ def _print(result: console.Result, as_json: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0, 1 for what a line on stderr says, 2 for wrong arguments, 130 behind Ctrl-C."""
-    parser = _parser()
-    args = _parsed(parser, list(sys.argv[1:] if arguments is None else arguments))
     try:
+        parser = _parser()
+        args = _parsed(parser, list(sys.argv[1:] if arguments is None else arguments))
         if args.version:
             print(_version())
             return 0
@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print(result, args.json)
         return result.status
     except KeyboardInterrupt:
-        print("bitshard: interrupted", file=sys.stderr)
+        exec("")  # an interrupt inside of exec(), as imports have it, would else end Python by the signal
+        print(console.INTERRUPTED, file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever read the output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

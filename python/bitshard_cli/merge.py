@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from bitshard_cli import console
@@ -26,16 +26,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-shard-size", default="5GB", help="of a file (default: 5GB)")
 
 
-def bar(files: Iterable[int], total: int) -> Iterator[int]:
-    """A bar over the files."""
-    return console.progress(files, total=total, unit="file", label="Merging")
+def bar(numbers: Iterable[int], total: int) -> Iterable[int]:
+    """A bar over the tensors."""
+    return console.progress(numbers, total=total, unit="tensor", label="Merging")
 
 
 def run(args: argparse.Namespace) -> Result:
     """Merges, and says how many modules had an adapter."""
-    import torch
-    from bitshard.convert.merge import merge_folder
-
+    torch = console.load("torch")
+    merge_folder = console.load("transformers.modeling_utils", "peft", "bitshard.convert.merge").merge_folder
     dtype = None if args.to in ("4bit", "nf4", "fp4") else getattr(torch, args.to)
     count = merge_folder(
         args.base, args.adapter, args.out, dtype, device=args.device, max_shard_size=args.max_shard_size, progress=bar,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from typing import Any
 
+from bitshard_cli import console
 from bitshard_cli.console import Mistake, Result
 
 HELP = "will this train: memory of each GPU by parts, while loading and in a step, and what would make it fit"
@@ -42,10 +44,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write stacked bars there (.png, .svg, .pdf)")
 
 
-def job_of(args: argparse.Namespace) -> object:
-    """The job that was asked for."""
-    from bitshard.planning import Job
-
+def job_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The job that was asked for: fields of `bitshard.planning.Job`."""
     found = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)", args.gpus)
     if not found:
         raise Mistake(f"--gpus {args.gpus}: expected a number of GPUs and GiB, such as 2x24")
@@ -54,7 +54,7 @@ def job_of(args: argparse.Namespace) -> object:
     if unknown:
         raise Mistake(f"--offload {unknown[0]}: expected {' or '.join(OFFLOADS)}")
     gpus = int(found[1] or 1)
-    return Job(
+    return dict(
         gpus=gpus, gib=float(found[2]), seq=args.seq, batch=args.batch, rank=args.lora_rank,
         targets="all-linear" if args.targets == "all-linear" else tuple(args.targets.split(",")),
         lora_experts=args.lora_experts, lora_dtype=args.lora_dtype, optimizer=args.optimizer,
@@ -69,9 +69,9 @@ def job_of(args: argparse.Namespace) -> object:
 def run(args: argparse.Namespace) -> Result:
     """Plans; status 0 also where it does not fit: that is an answer."""
     job = job_of(args)
-    from bitshard.planning import plan, text
-
-    found = plan(args.model, job)
+    planning = console.load("torch", "transformers.modeling_utils", "bitshard.planning")
+    text = console.load("bitshard.planning.text")
+    found = planning.plan(args.model, planning.Job(**job))
     if args.picture:
         text.picture(found, args.picture)
     return Result(text.data(found), text.text(found))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from bitshard_cli import console
@@ -21,8 +21,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nested", action="store_true", help="scales in 8 bits (bnb_4bit_use_double_quant)")
     parser.add_argument("--blocksize", type=int, default=64, help="weights per scale of experts (default: 64)")
     parser.add_argument("--storage", default="uint8", help="dtype of the packed bytes (default: uint8)")
-    parser.add_argument("--compute-dtype", default="bfloat16", help="what the config says of products")
-    parser.add_argument("--skip", nargs="+", default=None, metavar="NAME", help="modules that stay as they are")
+    parser.add_argument(
+        "--compute-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
+        help="what the config says of products (default: bfloat16)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--skip", nargs="+", default=None, metavar="NAME",
+        help="modules that stay as they are, instead of those that transformers leaves out: name the head, too",
+    )  # fmt: skip
     parser.add_argument("--experts", action="store_true", help="stacks of experts, too; bitshard reads such a folder")
     parser.add_argument("--device", default="cpu", help="that quantizes (default: cpu)")
     parser.add_argument("--max-shard-size", default="5GB", help="of a file (default: 5GB)")
@@ -33,15 +39,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def config_of(args: argparse.Namespace) -> object:
     """The quantization_config."""
-    import torch
-    from transformers import BitsAndBytesConfig
-
-    dtype_of("--storage", args.storage, torch)
+    torch = console.load("torch")
+    BitsAndBytesConfig = console.load("transformers.modeling_utils", "transformers").BitsAndBytesConfig
+    if not isinstance(getattr(torch, args.storage, None), torch.dtype):
+        raise console.Mistake(f"--storage {args.storage}: no dtype of torch")
     settings = {
         "bnb_4bit_quant_type": args.type,
         "bnb_4bit_use_double_quant": args.nested,
         "bnb_4bit_quant_storage": args.storage,
-        "bnb_4bit_compute_dtype": dtype_of("--compute-dtype", args.compute_dtype, torch),
+        "bnb_4bit_compute_dtype": getattr(torch, args.compute_dtype),
         "llm_int8_skip_modules": args.skip,
     }
     if args.experts:
@@ -53,25 +59,16 @@ def config_of(args: argparse.Namespace) -> object:
     return BitsAndBytesConfig(load_in_4bit=True, **settings)
 
 
-def dtype_of(option: str, name: str, torch: object) -> object:
-    """torch's dtype of a name."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise console.Mistake(f"{option} {name}: no dtype of torch")
-    return found
-
-
-def bar(files: Iterable[int], total: int) -> Iterator[int]:
-    """A bar over the files."""
-    return console.progress(files, total=total, unit="file", label="Quantizing")
+def bar(numbers: Iterable[int], total: int) -> Iterable[int]:
+    """A bar over the tensors."""
+    return console.progress(numbers, total=total, unit="tensor", label="Quantizing")
 
 
 def run(args: argparse.Namespace) -> Result:
     """Quantizes, and says what share is 4-bit and what is not."""
-    from bitshard.convert.quantize import quantize_folder
-
-    report = quantize_folder(
-        args.folder, args.out, config_of(args), device=args.device, max_shard_size=args.max_shard_size,
+    config = config_of(args)
+    report = console.load("bitshard.convert.quantize").quantize_folder(
+        args.folder, args.out, config, device=args.device, max_shard_size=args.max_shard_size,
         consume=args.consume, progress=bar,
     )  # fmt: skip
     total = report.packed + report.dense
@@ -85,4 +82,10 @@ def run(args: argparse.Namespace) -> Result:
     for reason, names in reasons.items():
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         lines.append(f"not in 4 bits: {', '.join(names[:3])}{more}: {reason}")
+    for name in args.skip or ():
+        if not any(name in key for key in report.skipped):
+            lines.append(f"--skip {name}: no matrix with that in its name stayed as it was")
+    if report.left_out:
+        more = f" and {len(report.left_out) - 3} more" if len(report.left_out) > 3 else ""
+        lines.append(f"left out, as the model has no place for them: {', '.join(report.left_out[:3])}{more}")
     return Result(report._asdict() | {"out": str(args.out)}, "\n".join(lines))

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from bitshard_cli import installed, switch, tried
+from bitshard_cli import console, installed, switch, tried
 from bitshard_cli.console import Mistake, Result
 
 HELP = "what is installed, what is used, what is wrong and the command that fixes it"
@@ -50,7 +50,7 @@ def _exchange() -> str:
 
 def _torch() -> Row:
     try:
-        import torch
+        torch = console.load("torch")
     except ImportError as error:
         return Row("torch", f"cannot be imported: {error}", "pip install torch")
     return Row("torch", f"{torch.__version__}, CUDA {'available' if torch.cuda.is_available() else 'not available'}")
@@ -59,8 +59,7 @@ def _torch() -> Row:
 def _core() -> list[Row]:
     rebuild = f"pip install --force-reinstall --no-deps .   ({IN_A_TREE})"
     try:
-        import torch  # noqa: F401  (before the C core)
-        from bitshard import _C
+        _C = console.load("torch", "bitshard", "bitshard._C")
     except ImportError as error:
         causes = {"BITSHARD_ISA": "unset BITSHARD_ISA", "needs torch >= 2.10": "pip install 'torch>=2.10'"}
         mends = [mend for cause, mend in causes.items() if cause in str(error)]

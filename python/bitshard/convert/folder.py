@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,40 @@ from bitshard.sharding.loading.skeleton import Skeleton
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SHOWN = 240  # characters of what another library says
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The JSON object of a small file. OSError where it cannot be read; ValueError where it is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: no JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(found).__name__}")
+    return found
+
+
+@contextmanager
+def blamed_on(what: Path | str) -> Iterator[None]:
+    """While it lasts, exceptions of another library are ValueErrors that begin with `what`, but OSErrors stay."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{what}: {words if len(words) <= _SHOWN else words[:_SHOWN] + ' ...'}") from error
+
+
+def device_of(name: str | torch.device) -> torch.device:
+    """torch's device of this name. ValueError where there is none."""
+    with blamed_on(f"device {name}"):
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    if device.type == "meta":
+        raise ValueError("device meta: it has no values")
+    return device
 
 
 def format_of(folder: Path) -> str:
@@ -24,34 +60,43 @@ def format_of(folder: Path) -> str:
 
 def quantization_of(folder: Path) -> dict[str, Any]:
     """What the config says of 4-bit weights; empty where it says nothing."""
-    try:
-        found = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'}: no JSON ({error})") from None
-    return (found.get("quantization_config") if isinstance(found, dict) else None) or {}
+    path = folder / "config.json"
+    found = json_object(path).get("quantization_config") or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: its quantization_config is no JSON object")
+    return found
 
 
 def skeleton_of(
     folder: Path, source: Source, quantization_config: Any, device: torch.device, dtype: torch.dtype | None = None
 ) -> Skeleton:
     """The model on the meta device, of its own class, in its own dtypes; the files fit it."""
-    import transformers
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder)
-    if getattr(config, "dtype", None) is None:
-        floats = [_DTYPES[source.dtype(name)] for name in source.files if source.dtype(name) in _DTYPES]
-        config.dtype = floats[0] if floats else torch.float32
-    name = (getattr(config, "architectures", None) or [""])[0]
-    made = getattr(transformers, name, transformers.AutoModelForCausalLM)
-
     def build(config: Any, dtype: torch.dtype) -> Any:
+        made = _class_of(config)
         make = made._from_config if hasattr(made, "_from_config") else made.from_config
         return make(config, dtype=dtype)
 
-    skeleton = Skeleton(config, quantization_config, dtype, device, build, own_dtypes=True)
+    with blamed_on(folder / "config.json"):
+        config = AutoConfig.from_pretrained(folder)
+        if getattr(config, "dtype", None) is None:
+            floats = [_DTYPES[source.dtype(name)] for name in source.files if source.dtype(name) in _DTYPES]
+            config.dtype = floats[0] if floats else torch.float32
+        skeleton = Skeleton(config, quantization_config, dtype, device, build, own_dtypes=True)
     skeleton.check(source)
     return skeleton
+
+
+def _class_of(config: Any) -> Any:
+    """The model's class as its config names it; the causal language model where it names none of transformers."""
+    import transformers
+
+    names = getattr(config, "architectures", None)
+    name = names[0] if isinstance(names, list) and names else None
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    return found if is_model else transformers.AutoModelForCausalLM
 
 
 def small_files(folder: Path) -> set[str]:

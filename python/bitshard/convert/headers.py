@@ -32,6 +32,8 @@ def read_header(path: str | Path) -> dict[str, Stored]:
     """{name: tensor} of a file. OSError where it cannot be read; ValueError with the numbers where it is not sound."""
     path = Path(path)
     size = path.stat().st_size
+    if not path.is_file():  # to open a pipe would wait for its other end
+        raise ValueError(f"{path}: no ordinary file")
     with path.open("rb") as file:
         start = file.read(8)
         if len(start) < 8:
@@ -52,6 +54,17 @@ def read_header(path: str | Path) -> dict[str, Stored]:
     found = {name: _stored(path, name, entry, 8 + length) for name, entry in table.items()}
     _require_whole(path, found, 8 + length, size)
     return found
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """{tensor: name of a file beside `path`} of an index. ValueError where it says something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        if all(isinstance(file, str) and Path(file).name == file for file in found.values()):
+            return found
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    raise ValueError(f"{path} cannot be read as one: it needs a weight_map of tensors to names of files beside it")
 
 
 def _stored(path: Path, name: str, entry: Any, first: int) -> Stored:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bitshard.convert.headers import Stored, read_header
+from bitshard.convert.headers import Stored, read_header, read_index
 from bitshard.sharding.checkpoints.reading import INDEX, SINGLE
 
 _JSON = ".quant_state.bitsandbytes__"
@@ -28,7 +29,7 @@ class Weight(NamedTuple):
         storage: safetensors' name of the dtype of the bytes in the file.
         nbytes: with all that is beside it.
         details: of a 4-bit weight: blocksize, nested, dtype, experts.
-        sum: of its bytes, where these were read.
+        sum: of its bytes and of all that is beside it, where these were read.
     """
 
     name: str
@@ -92,11 +93,14 @@ class Looked(NamedTuple):
         }  # fmt: skip
 
 
-def look(path: str | Path, sums: bool = False) -> Looked:
+def look(
+    path: str | Path, sums: bool = False, progress: Callable[[Iterable, int], Iterable] = lambda steps, total: steps
+) -> Looked:
     """What `path`, a folder or a file, holds.
 
     Args:
         sums: read all bytes, and give each weight a checksum.
+        progress: wraps the names of the files' tensors, (names, how many).
 
     FileNotFoundError where it is not there or has no safetensors files. What is wrong in files is in `complaints`.
     """
@@ -113,10 +117,12 @@ def look(path: str | Path, sums: bool = False) -> Looked:
                 if name in stored:
                     complaints.append(f"{name} is in {stored[name][0].name} and in {file.name}")
                 stored[name] = (file, entry)
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            complaints.append(f"{file}: {error.strerror or error}")
+        except ValueError as error:
             complaints.append(str(error))
     complaints += _against_index(path, stored)
-    weights = list(_weights(stored, complaints, sums))
+    weights = list(_weights(stored, complaints, sums, progress))
     return Looked(path, len(files), sum(file.stat().st_size for file in files), weights, complaints)
 
 
@@ -138,12 +144,9 @@ def _index(folder: Path) -> dict[str, str] | str:
     if not path.is_file() or (folder / SINGLE).is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        if all(isinstance(file, str) and Path(file).name == file for file in found.values()):
-            return found
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError):
-        pass
-    return f"{INDEX} cannot be read as one: it needs a weight_map of tensors to names of files beside it"
+        return read_index(path)
+    except (OSError, ValueError) as error:
+        return str(error)
 
 
 def _against_index(path: Path, stored: dict[str, tuple[Path, Stored]]) -> list[str]:
@@ -156,14 +159,16 @@ def _against_index(path: Path, stored: dict[str, tuple[Path, Stored]]) -> list[s
     return lines + ([f"{len(wrong)} tensors are in other files than {INDEX} says: {wrong[:3]}"] if wrong else [])
 
 
-def _weights(stored: dict, complaints: list[str], sums: bool) -> Iterator[Weight]:
+def _weights(stored: dict, complaints: list[str], sums: bool, progress: Callable) -> Iterator[Weight]:
     """Dense tensors, and packed ones with what is beside them."""
     packed = {name.partition(_JSON)[0]: name for name in stored if _JSON in name}
     beside = {f"{key}.{end}" for key in packed for end in _BESIDE} | set(packed.values())
-    for name, (file, entry) in stored.items():
+    for name in progress(stored, len(stored)):
         if name in beside:
             continue
-        total = _sum(file, entry) if sums else None
+        _, entry = stored[name]
+        parts = [name, *(f"{name}.{end}" for end in _BESIDE), packed.get(name)] if name in packed else [name]
+        total = _sum([stored[part] for part in parts if part in stored]) if sums else None
         if name not in packed:
             yield Weight(name, entry.dtype, entry.shape, entry.dtype, entry.nbytes, {}, total)
             continue
@@ -216,18 +221,17 @@ def _json(file: Path, entry: Stored) -> dict[str, Any]:
     return found
 
 
-def _sum(file: Path, entry: Stored) -> str:
-    """blake2b of a tensor's bytes."""
-    import hashlib
-
+def _sum(parts: list[tuple[Path, Stored]]) -> str:
+    """blake2b of the bytes of tensors, one behind the other."""
     found = hashlib.blake2b(digest_size=16)
-    with file.open("rb") as opened:
-        opened.seek(entry.begin)
-        left = entry.nbytes
-        while left > 0:
-            chunk = opened.read(min(left, _CHUNK))
-            if not chunk:
-                raise OSError(f"{file}: the file ends inside a tensor")
-            found.update(chunk)
-            left -= len(chunk)
+    for file, entry in parts:
+        with file.open("rb") as opened:
+            opened.seek(entry.begin)
+            left = entry.nbytes
+            while left > 0:
+                chunk = opened.read(min(left, _CHUNK))
+                if not chunk:
+                    raise OSError(f"{file}: the file ends inside a tensor")
+                found.update(chunk)
+                left -= len(chunk)
     return found.hexdigest()

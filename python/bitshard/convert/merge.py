@@ -7,7 +7,6 @@ those that it gives in one process: with a 4-bit base those of its dequantized w
 from __future__ import annotations
 
 import copy
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +17,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bitshard.convert.folder import format_of, others, quantization_of, skeleton_of
+from bitshard.convert.folder import (
+    blamed_on,
+    device_of,
+    format_of,
+    json_object,
+    others,
+    quantization_of,
+    skeleton_of,
+)
+from bitshard.convert.headers import read_header
 from bitshard.convert.output import Output, require_new
 from bitshard.convert.source import Source
 from bitshard.convert.tensors import packed_like, reverted, use_conversions
@@ -65,6 +73,7 @@ def merge_folder(
     """
     base, adapter, out = Path(base), Path(adapter), Path(out)
     require_new(out)
+    device = device_of(device)
     found = format_of(base)
     if found and found not in _FOUR_BIT:
         raise ValueError(f"{base}: its weights are {found}; expected 4-bit ones of bitsandbytes, or 16 or 32 bits")
@@ -73,14 +82,13 @@ def merge_folder(
     if quant_type is not None and (own := quantization_of(base).get("bnb_4bit_quant_type")) != quant_type:
         raise ValueError(f"{base}: its weights are {own}, and stay {own} when they are merged in 4 bits")
     source = Source(base)
-    skeleton = skeleton_of(base, source, None, torch.device(device))
+    skeleton = skeleton_of(base, source, None, device)
     merged = _Merged(skeleton, source, adapter, dtype)
     made_by = {"base": str(base.resolve()), "adapter": _settings(adapter), "dtype": str(dtype), "size": max_shard_size}
     output = Output(out, made_by, source.table(), merged.entries, byte_count(max_shard_size))
     try:
-        missing = output.missing()
-        for number in progress(missing, len(missing)):
-            output.write(number, merged.of(set(output.names[number])))
+        for number, made in output.steps(merged.of, progress):
+            output.write(number, made)
         quantized = skeleton.quantizer.quantization_config if dtype is None else None
         name = None if dtype is None else dtype_name(dtype)
         output.finish(others(base, quantized, name), sum(module.elements for module in merged.modules))
@@ -129,6 +137,9 @@ class _Merged:
         if left:
             count = f"{len(left)} of {len(tensors)}"
             raise ValueError(f"{adapter}: {count} tensors fit no module of the base: {some(sorted(left))}")
+        wrong = [line for module in self.modules for line in _misfits(module)]
+        if wrong:
+            raise ValueError(f"{adapter}: {len(wrong)} tensors do not fit the base: {some(wrong)}")
         self.entries = {name: entry for module in self.modules for name, entry in module.entries.items()}
 
     def _module(self, path: str, places: list, adapter: dict[str, Tensor]) -> _Module:
@@ -207,6 +218,17 @@ def _by_owner(tensors: dict[str, Tensor], paths: set[str]) -> dict[str, dict[str
     return found
 
 
+def _misfits(module: _Module) -> Iterator[str]:
+    """Matrices of LoRA that do not fit the linear layer: A [r, in features], B [out features, r]."""
+    if not isinstance(module.module, nn.Linear):
+        return
+    for name, tensor in module.adapter.items():
+        for end, place, wanted in ((".lora_A.weight", 1, "in_features"), (".lora_B.weight", 0, "out_features")):
+            size = getattr(module.module, wanted)
+            if name.endswith(end) and (tensor.dim() != 2 or tensor.shape[place] != size):
+                yield f"{name} is {list(tensor.shape)}, of a layer with {size} {wanted.replace('_', ' ')}"
+
+
 def _alone(module: _Module) -> nn.Module:
     """A tree of modules that has only this one, where the model has it."""
     root = node = nn.Module()
@@ -228,7 +250,7 @@ def _adapted(root: nn.Module, config: Any, tensors: dict[str, Tensor]) -> nn.Mod
     """peft's model around it, with these tensors in its adapter. ValueError where they do not fit."""
     from peft import PeftModel, set_peft_model_state_dict
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), blamed_on("peft cannot load the adapter"):
         warnings.simplefilter("ignore")  # that names of other modules are not in this one
         model = PeftModel(root, copy.deepcopy(config), autocast_adapter_dtype=False)
         found = set_peft_model_state_dict(model, dict(tensors))
@@ -238,21 +260,32 @@ def _adapted(root: nn.Module, config: Any, tensors: dict[str, Tensor]) -> nn.Mod
 
 
 def _read_adapter(folder: Path) -> tuple[Any, dict[str, Tensor]]:
-    """peft's config and tensors of an adapter. FileNotFoundError where there is none."""
+    """peft's config and tensors of an adapter. FileNotFoundError where there is none; ValueError for one that is not
+    sound, or of another kind than LoRA."""
     from peft import PeftConfig
     from peft.utils import load_peft_weights
 
-    if not (folder / "adapter_config.json").is_file():
-        raise FileNotFoundError(2, _NONE, str(folder / "adapter_config.json"))
-    if not any(folder.glob("adapter_model.*")):
+    path = folder / "adapter_config.json"
+    if not path.is_file():
+        raise FileNotFoundError(2, _NONE, str(path))
+    files = sorted(folder.glob("adapter_model.*"))
+    if not files:
         raise FileNotFoundError(2, _NONE, str(folder / "adapter_model.safetensors"))
-    config = PeftConfig.from_pretrained(str(folder))
+    kind = json_object(path).get("peft_type")
+    if kind != "LORA":
+        raise ValueError(f"{path}: its adapters are {kind!r}, expected 'LORA'")
+    for file in files:
+        if file.suffix == ".safetensors":
+            read_header(file)
+    with blamed_on(path):
+        config = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = True
-    return config, load_peft_weights(str(folder), device="cpu")
+    with blamed_on(files[0]):
+        return config, load_peft_weights(str(folder), device="cpu")
 
 
 def _settings(adapter: Path) -> dict[str, Any]:
     """What says whether another run had the same adapters."""
     sizes = {path.name: path.stat().st_size for path in sorted(adapter.glob("adapter_model*"))}
-    config = json.loads((adapter / "adapter_config.json").read_text())
+    config = json_object(adapter / "adapter_config.json")
     return {"folder": str(adapter.resolve()), "sizes": sizes, "config": config}

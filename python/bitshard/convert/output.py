@@ -3,7 +3,7 @@
 Until all is done the files are in a folder beside it, OUT.partial, with a journal of what they are made of: which
 arguments, which source files, which tensors go into which file. A run that finds it goes on behind the last whole file.
 The source is never needed again for a file that is whole: so `consume` may delete source files one by one, each once
-everything that was made of it is on the disk and was read back.
+everything that was made of it is on the disk and was read back. Where no file is whole yet, an error leaves nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class Output:
     """The files of a checkpoint that is being made.
 
     Args:
-        folder: where it will be. OSError where it is there already.
+        folder: where it will be. OSError where the partial folder beside it is nothing that a run has left.
         made_by: the arguments of this run. ValueError where the partial folder is that of another one.
         source: what the source's files hold, for a run that goes on when some of them are gone.
         entries: what each tensor will be, in the order in which they come.
@@ -44,33 +45,15 @@ class Output:
         self.folder, self.partial = folder, folder.with_name(folder.name + PARTIAL)
         self.entries = entries
         self.names = split(entries, max_bytes)
-        self.partial.mkdir(parents=True, exist_ok=True)
-        self._lock, _ = owned.hold(self.partial / _LOCK)
-        self.made_by = json.loads(json.dumps(made_by, default=str))
-        self._begin_or_go_on(source)
-        self._require_room()
-
-    @staticmethod
-    def remembered(folder: Path) -> dict[str, Any] | None:
-        """The journal of an interrupted run for this folder; None: there is none."""
-        journal = folder.with_name(folder.name + PARTIAL) / _JOURNAL
+        self.made_by = _plain(made_by)
+        self._lock = _claimed(folder, self.made_by)
         try:
-            return json.loads(journal.read_text())
-        except FileNotFoundError:
-            return None
-        except ValueError:
-            raise ValueError(f"{journal} cannot be read: delete {journal.parent} and begin again") from None
-
-    def _begin_or_go_on(self, source: dict) -> None:
-        found = self.remembered(self.folder)
-        if found is not None:
-            if found.get("made_by") != self.made_by:
-                raise ValueError(
-                    f"{self.partial} is what another run has left, with other arguments or files: "
-                    "delete it, or repeat that run"
-                )
-        else:
-            _write(self.partial / _JOURNAL, {"made_by": self.made_by, "source": source})
+            if remembered(folder) is None:
+                _write(self.partial / _JOURNAL, {"made_by": self.made_by, "source": source})
+            self._require_room()
+        except BaseException:
+            self.close()
+            raise
 
     def _require_room(self) -> None:
         needed = sum(self.entries[name].nbytes for number in self.missing() for name in self.names[number])
@@ -89,6 +72,18 @@ class Output:
         """Numbers of the files that are not whole yet."""
         return [number for number in range(len(self.names)) if not self.path(number).exists()]
 
+    def steps(
+        self, made: Callable[[set[str]], Iterable], progress: Callable[[Iterable, int], Iterable]
+    ) -> Iterator[tuple[int, Iterator]]:
+        """(number, tensors) of each file that is not whole, for `write`: of its names' set `made` gives the tensors.
+        `progress` wraps numbers, one of which is taken for each tensor."""
+        missing = self.missing()
+        total = sum(len(self.names[number]) for number in missing)
+        ticks = iter(progress(range(total), total))
+        for number in missing:
+            yield number, (tensor for tensor in made(set(self.names[number])) if next(ticks, 0) is not None)
+        next(ticks, None)
+
     def write(self, number: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """One file, of all its tensors in whatever order: written, flushed, read back, and only then named."""
         partial = self.path(number).with_suffix(".writing")
@@ -101,10 +96,13 @@ class Output:
                 file.write(name, tensor)
                 sums[name] = checksum(tensor)
             file.finish()
+            _require_same(partial, sums)
+            os.replace(partial, self.path(number))
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
         finally:
             file.close()
-        _require_same(partial, sums)
-        os.replace(partial, self.path(number))
         flush(self.partial)
 
     def finish(self, others: dict[str, bytes], parameters: int) -> None:
@@ -117,17 +115,81 @@ class Output:
             _write(self.partial / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weights.items()))})
         for name, data in others.items():
             (self.partial / name).write_bytes(data)
-        (self.partial / _JOURNAL).unlink()
-        (self.partial / _LOCK).unlink()
-        flush(self.partial)
-        os.rename(self.partial, self.folder)
+        _name(self.partial, self.folder)
         self.close()
 
     def close(self) -> None:
-        """Let another process go on with the folder."""
+        """Let another process go on with the folder, which goes where no file in it is whole."""
         if self._lock >= 0:
+            if self.partial.exists() and len(self.missing()) == len(self.names):
+                shutil.rmtree(self.partial, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
+
+
+@contextmanager
+def anew(folder: Path, made_by: dict[str, Any]) -> Iterator[Path]:
+    """An empty partial folder, for a run that cannot go on: it gets its name at the end, and goes where that fails.
+
+    OSError and ValueError where the partial folder is another run's, or nothing that a run has left.
+    """
+    partial, made_by = folder.with_name(folder.name + PARTIAL), _plain(made_by)
+    lock = _claimed(folder, made_by)
+    try:
+        for path in partial.iterdir():
+            if path.name != _LOCK:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        _write(partial / _JOURNAL, {"made_by": made_by, "source": {}})
+        yield partial
+        _name(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def remembered(folder: Path) -> dict[str, Any] | None:
+    """The journal of an interrupted run for this folder: made_by and source; None: there is none."""
+    journal = folder.with_name(folder.name + PARTIAL) / _JOURNAL
+    try:
+        found = json.loads(journal.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(found.get(name), dict) for name in ("made_by", "source")):
+        raise ValueError(f"{journal} cannot be read: delete {journal.parent} and begin again")
+    return found
+
+
+def _claimed(folder: Path, made_by: dict[str, Any]) -> int:
+    """Make the partial folder, or take over that of the same run: the lock on it, which is closed to let go."""
+    partial = folder.with_name(folder.name + PARTIAL)
+    found = remembered(folder)
+    own = {_LOCK, _JOURNAL, Path(_JOURNAL).with_suffix(".writing").name}
+    if found is None and os.path.lexists(partial) and not (partial.is_dir() and own.issuperset(os.listdir(partial))):
+        raise OSError(errno.EEXIST, "exists already, and no interrupted run has left it: remove it", str(partial))
+    if found is not None and found["made_by"] != made_by:
+        raise ValueError(
+            f"{partial} is what another run has left, with other arguments or files: delete it, or repeat that run"
+        )
+    partial.mkdir(parents=True, exist_ok=True)
+    return owned.hold(partial / _LOCK)[0]
+
+
+def _name(partial: Path, folder: Path) -> None:
+    """Give a folder in which all is done its name. The journal is there until then: an interrupted run knows it."""
+    flush(partial)
+    os.rename(partial, folder)
+    for name in (_JOURNAL, _LOCK):
+        (folder / name).unlink()
+    flush(folder.parent)
+
+
+def _plain(made_by: dict[str, Any]) -> dict[str, Any]:
+    """As the journal gives it back."""
+    return json.loads(json.dumps(made_by, default=str))
 
 
 def require_new(folder: Path) -> None:

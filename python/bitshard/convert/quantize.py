@@ -3,8 +3,8 @@ one tensor in memory at a time."""
 
 from __future__ import annotations
 
-import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,14 +12,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bitshard import inventory
-from bitshard.convert.folder import format_of, others, skeleton_of, small_files
-from bitshard.convert.output import PARTIAL, Output, require_new
+from bitshard.convert.folder import device_of, format_of, others, skeleton_of, small_files
+from bitshard.convert.output import Output, anew, remembered, require_new
 from bitshard.convert.source import Source
 from bitshard.convert.tensors import Item, Tensors
+from bitshard.inventory import holder_of
+from bitshard.sharding.checkpoints import contents
 from bitshard.sharding.checkpoints.files import byte_count
+from bitshard.sharding.checkpoints.reading import some
 
 Progress = Callable[[Iterable, int], Iterable]
+
+
+_SMALL = 4096  # elements: smaller matrices are not worth a line
 
 
 class Report(NamedTuple):
@@ -30,6 +35,7 @@ class Report(NamedTuple):
         skipped: key -> why a matrix stayed as it was.
         files: how many.
         nbytes: of all.
+        left_out: tensors of the source's files that the model has no place for.
     """
 
     packed: int
@@ -37,6 +43,7 @@ class Report(NamedTuple):
     skipped: dict[str, str]
     files: int
     nbytes: int
+    left_out: list[str]
 
 
 def quantize_folder(
@@ -64,23 +71,27 @@ def quantize_folder(
         max_shard_size: the most bytes of a file.
         consume: delete each file of `folder` once all that was made of it is on the disk and was read back. The last
             copy of the weights is then `out`.
-        progress: wraps the files to write, (numbers, how many).
+        progress: wraps the tensors to write, (numbers, how many).
 
     OSError: a folder or file cannot be read or written, `out` exists, the disk is full. ValueError: the files are not
     sound, not dense, or not those of the model.
     """
     folder, out = Path(folder), Path(out)
     require_new(out)
+    device = device_of(device)
     if format_of(folder) in ("mxfp4", "fp8"):
         return _decoded(folder, out, quantization_config, device, max_shard_size, consume)
-    journal = Output.remembered(out)
+    journal = remembered(out)
     source = Source(folder, None if journal is None else journal["source"])
     if format_of(folder):
         raise ValueError(
             f"{folder}: its weights are quantized already ({format_of(folder)}); expected float32, float16 or bfloat16"
         )
-    skeleton = skeleton_of(folder, source, quantization_config, torch.device(device))
+    skeleton = skeleton_of(folder, source, quantization_config, device)
     tensors = Tensors(skeleton, source)
+    left_out = _left_out(tensors, source)
+    if consume:
+        _require_consumable(folder, source, left_out)
     entries = {name: entry for item in tensors.items for name, entry in item.entries.items()}
     made_by = {
         "source": str(folder.resolve()), "settings": quantization_config.to_dict(), "consume": consume,
@@ -88,11 +99,12 @@ def quantize_folder(
     }  # fmt: skip
     output = Output(out, made_by, source.table(), entries, byte_count(max_shard_size))
     try:
-        missing = output.missing()
-        for number in progress(missing, len(missing)):
-            output.write(number, tensors.of(set(output.names[number])))
+        for number, made in output.steps(tensors.of, progress):
+            output.write(number, made)
             if consume:
                 _consume(source, tensors.items, output)
+        if consume:  # where another run has written the last file, too
+            _consume(source, tensors.items, output)
         parameters = sum(item.elements for item in tensors.items)
         output.finish(others(folder, skeleton.quantizer.quantization_config), parameters)
     finally:
@@ -100,7 +112,27 @@ def quantize_folder(
         source.close()
     if consume:
         _remove_rest(folder)
-    return _report(tensors.items, entries, len(output.names))
+    return _report(tensors.items, entries, len(output.names), left_out)
+
+
+def _left_out(tensors: Tensors, source: Source) -> list[str]:
+    """Tensors of the files that the model neither has nor says that it ignores."""
+    model = tensors.skeleton.model
+    used = {name for item in tensors.items for name in item.sources} | model.state_dict().keys()
+    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    names = sorted(source.files.keys() - used)
+    return [name for name in names if not any(pattern.search(name) for pattern in ignored)]
+
+
+def _require_consumable(folder: Path, source: Source, left_out: list[str]) -> None:
+    """ValueError where deleting the files would lose tensors, or free nothing."""
+    if left_out:
+        raise ValueError(
+            f"{folder}: the model has no place for {len(left_out)} tensors, which would be lost: {some(left_out)}"
+        )
+    links = [str(path) for path in sorted(set(source.files.values())) if path.is_symlink()]
+    if links:
+        raise ValueError(f"{folder}: nothing is freed by deleting links, so none is consumed: {some(links)}")
 
 
 def _decoded(
@@ -114,21 +146,33 @@ def _decoded(
 
     if consume:
         raise ValueError(f"{folder}: files in {format_of(folder)} are read as a whole, so none can be consumed before")
+    Source(folder).close()  # whose files are sound
     options = {"config": dense_config(folder), "quantization_config": quantization_config, "device_map": str(device)}
-    model = AutoModelForCausalLM.from_pretrained(folder, **options)
-    partial = out.with_name(out.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    save_pretrained(model, partial, max_shard_size=max_shard_size)
-    for name in small_files(folder) - {path.name for path in partial.iterdir()}:
-        shutil.copy(folder / name, partial / name)
-    os.rename(partial, out)
+    made_by = {"source": str(folder.resolve()), "settings": quantization_config.to_dict()}
+    with anew(out, made_by) as partial:
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        save_pretrained(model, partial, max_shard_size=max_shard_size)
+        for name in small_files(folder) - {path.name for path in partial.iterdir()}:
+            shutil.copy(folder / name, partial / name)
     return _report_of(model, out)
 
 
 def _report_of(model: torch.nn.Module, out: Path) -> Report:
-    _, packed, others = inventory.take(model)
+    """Of a model that was loaded and saved as a whole."""
+    packed, dense, skipped = 0, 0, {}
+    paths = {id(module): path for path, module in model.named_modules()}
+    owners = {id(p): (module, name) for module in model.modules() for name, p in module._parameters.items()}
+    for parameter in model.parameters():
+        module, name = owners[id(parameter)]
+        held = holder_of(module, name)
+        if held is not None:
+            packed += held.state.shape.numel()
+            continue
+        dense += parameter.numel()
+        if parameter.dim() > 1 and parameter.numel() > _SMALL:
+            skipped[f"{paths[id(module)]}.{name}"] = _reason(module, name, parameter.dim())
     files = list(out.glob("*.safetensors"))
-    return Report(packed, sum(others.values()), {}, len(files), sum(path.stat().st_size for path in files))
+    return Report(packed, dense, skipped, len(files), sum(path.stat().st_size for path in files), [])
 
 
 def _consume(source: Source, items: list[Item], output: Output) -> None:
@@ -146,24 +190,24 @@ def _remove_rest(folder: Path) -> None:
         path.unlink()
 
 
-def _report(items: list[Item], entries: dict[str, Any], files: int) -> Report:
+def _report(items: list[Item], entries: dict[str, Any], files: int, left_out: list[str]) -> Report:
     packed = sum(item.elements for item in items if item.packed)
     dense = sum(item.elements for item in items if not item.packed)
-    skipped = {item.place[0]: _reason(item) for item in items if not item.packed and _is_matrix(item)}
-    return Report(packed, dense, skipped, files, sum(entry.nbytes for entry in entries.values()))
+    skipped = {}
+    for item in items:
+        key, module, name = item.place
+        dimensions = contents.tensor_of(module, name).dim()
+        if not item.packed and dimensions > 1 and item.elements > _SMALL:
+            skipped[key] = _reason(module, name, dimensions)
+    return Report(packed, dense, skipped, files, sum(entry.nbytes for entry in entries.values()), left_out)
 
 
-def _is_matrix(item: Item) -> bool:
-    return any(len(entry.shape) > 1 and math.prod(entry.shape) > 4096 for entry in item.entries.values())
-
-
-def _reason(item: Item) -> str:
+def _reason(module: torch.nn.Module, name: str, dimensions: int) -> str:
     """Why a matrix is not 4-bit."""
-    _, module, name = item.place
     if isinstance(module, torch.nn.Embedding):
         return "an embedding"
     if name != "weight":
-        return "a stack of experts: --experts" if any(len(e.shape) == 3 for e in item.entries.values()) else "no weight"
+        return "a stack of experts: --experts" if dimensions == 3 else "no weight"
     if isinstance(module, torch.nn.Linear):
         return "left out, by the settings or by transformers (heads, and what its model class names)"
     return f"of a {type(module).__name__}, no linear layer"

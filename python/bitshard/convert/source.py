@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bitshard.convert.headers import read_header
-from bitshard.sharding.checkpoints.reading import Checkpoint
+from bitshard.convert.headers import read_header, read_index
+from bitshard.sharding.checkpoints.reading import INDEX, Checkpoint
 
 
 class Source(Checkpoint):
@@ -16,12 +16,14 @@ class Source(Checkpoint):
         folder: of safetensors files.
         remembered: `table()` of an earlier run; then files may be absent.
 
-    Every header is checked first (`headers.read_header`): OSError or ValueError where a file is not sound.
+    The index and every header are checked first (`headers`): OSError or ValueError where a file is not sound.
     """
 
     def __init__(self, folder: Path, remembered: dict[str, list[Any]] | None = None):
         self.folder = folder
         if remembered is None:
+            if (folder / INDEX).is_file():
+                read_index(folder / INDEX)
             super().__init__(folder)
             headers = {path: read_header(path) for path in sorted(set(self.files.values()))}
             there = {name: headers[path] for name, path in self.files.items() if name in headers[path]}
