@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -314,6 +315,9 @@ def test_sharding_and_the_host(known):
         ({"gpus": 2}, "2 GPUs without sharding"),
         ({"vocabulary": "in_place"}, "is of FSDP2, the job has none"),
         ({"loss_chunk": -1}, "loss_chunk is -1"),
+        ({"targets": ("q_proj", "qproj")}, "adapters on 'qproj' cannot be planned for llama-3-8b, but on down_proj, "),
+        ({"skip": ("",)}, "no module of llama-3-8b has '' in its name"),
+        ({"skip": ("vision",)}, "no module of llama-3-8b has 'vision' in its name"),
     ],
 )
 def test_jobs_that_make_no_sense(options, words):
@@ -354,20 +358,94 @@ def test_commands_of_the_pages(capsys):
         (["{folder}/strange"], "strange"),
         (["{folder}/encoder"], "no language model of transformers"),
         (["{folder}/uneven"], "Field 'hidden_size' expected int, got str (value: 'many')"),
-        (["llama-3-8b", "--picture", "{folder}/absent/x.png"], "No such file or directory"),
+        (["{folder}/deep"], "config.json: no JSON (maximum recursion"),
+        (["{folder}/negative"], "negative: no language model of transformers: Trying to create tensor with negative"),
+        (["{folder}/binary"], "config.json: no JSON ('utf-8' codec"),
+        (["{folder}"], "No config.json here"),
+        (["llama-3-8b", "--picture", "{folder}/absent/x.png"], "absent/x.png: No such file or directory"),
+        (["llama-3-8b", "--picture", "{folder}/x.xyz"], "x.xyz: a picture's name ends in .png"),
+        (["llama-3-8b", "--picture", "{folder}"], "a picture's name ends in .png"),
     ],
 )
 def test_mistakes_of_the_user(arguments, words, tmp_path, capsys):
     configs = {
         "broken": "{", "list": "[]", "kindless": "{}", "strange": '{"model_type": "strange"}',
         "encoder": '{"model_type": "vit"}', "uneven": json.dumps({**SMALL, "hidden_size": "many"}),
+        "deep": "[" * 100_000, "negative": json.dumps({**SMALL, "hidden_size": -64}), "binary": "\u00ff",
     }  # fmt: skip
     for name, words_of in configs.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(words_of)
+        (tmp_path / name / "config.json").write_text(words_of, encoding="latin-1")
     status = main.main(["plan", *(argument.format(folder=tmp_path) for argument in arguments)])
     said = capsys.readouterr()
     assert status == 1 and words in said.err and said.err.count("\n") == 1 and not said.out
+    assert "BITSHARD_TRACEBACK" not in said.err and not [path for path in tmp_path.rglob("*x.*")]
+
+
+def test_a_full_disk(tiny, tmp_path, capsys):
+    """A real write that fails: no half picture, one line."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        status = main.main(["plan", str(tiny), "--picture", str(tmp_path / "plan.png")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().err
+    assert status == 1 and said == f"bitshard: {tmp_path / 'plan.png'}: File too large\n"
+    assert not list(tmp_path.iterdir())
+
+
+PARTS = (
+    "4-bit weights", "scales", "second level of the scales", "embeddings and head", "other 16-bit weights", "adapters",
+    "gradients of adapters", "states of the optimizer", "activations kept for backward", "activations of one layer",
+    "gathered units", "logits and loss", "workspaces",
+)  # fmt: skip
+
+
+def test_what_is_said_for_people_and_for_programs(known):
+    """Every part, loading, the host, the links, what each option saves, bitsandbytes: in the text and in the JSON."""
+    job = {"gpus": 2, "sharding": "fsdp2", "nested": True, "offload_activations": True, "batch": 2, "rank": 8}
+    plan = planning.plan(known("llama-3-8b"), **job, targets=("q_proj", "v_proj"), optimizer="paged_adamw_8bit")
+    found, said = json.loads(json.dumps(text.data(plan))), text.text(plan)
+    in_gib = lambda size: f"{size / GIB:.2f}"  # noqa: E731
+    named = {part for moment in plan.memory.moments() for part in moment.parts}
+    assert named | {"states of the optimizer"} == set(PARTS)
+    assert all(f"| {part} | {in_gib(size)} |" in said for part, size in found["peak"]["parts"].items())
+    for phase, line in (("load", "loading"), ("prepare", "sharding, adapters")):
+        pair = (found["loading"][phase], found["bitsandbytes"]["loading"][phase])
+        assert f"| {line} | {in_gib(pair[0])} | {in_gib(pair[1])} |" in said
+    for what, size in [*found["host"].items(), *found["links"].items()]:
+        assert size > 0 and f"{what} {in_gib(size)} GiB" in said
+    assert found["host"].keys() == {"activations", "states of the optimizer"} and found["links"].keys() == {
+        "other GPUs",
+        "host",
+    }
+    assert found["changes"]
+    for change in found["changes"]:
+        assert change["saves"] == found["needs"] - change["needs"] > 0
+        assert f"| {change['name']} | {in_gib(change['saves'])} | {'yes' if change['fits'] else 'no'} |" in said
+    assert f"{in_gib(found['fragments'])} fragments and {in_gib(found['outside'])} outside torch" in said
+
+
+def test_the_options_of_the_command(tiny, capsys):
+    """Each arrives in the job."""
+    words = "--gpus 4x80 --seq 64 --batch 3 --lora-rank 4 --targets q_proj,v_proj --optimizer lion_8bit --fsdp 1"
+    assert main.main(["plan", str(tiny), *words.split(), "--offload", "weights,activations", "--json"]) == 0
+    job = json.loads(capsys.readouterr().out)["job"]
+    wanted = {
+        "gpus": 4, "gib": 80.0, "seq": 64, "batch": 3, "rank": 4, "targets": ["q_proj", "v_proj"],
+        "optimizer": "lion_8bit", "sharding": "fsdp1", "offload_weights": True, "offload_activations": True,
+    }  # fmt: skip
+    assert job.items() >= wanted.items()
+
+
+def test_units_are_counted_once_for_all_plans(known, monkeypatch):
+    """A large model is planned in seconds: of 20 options none that leaves the weights as they are counts anew."""
+    counted, count = [], planning.Model._counted
+    monkeypatch.setattr(planning.Model, "_counted", lambda self, job: counted.append(job) or count(self, job))
+    model = planning.Model(SMALL)
+    text.text(planning.plan(model, gpus=2, sharding="fsdp2", gib=0.1))
+    assert 0 < len(counted) <= 8
 
 
 def test_the_tables_of_the_page(known):

@@ -172,9 +172,11 @@ def plan(source: str | os.PathLike | dict | Model, job: Job | None = None, **opt
         job: what is trained where; None: one GPU of 24 GiB.
         options: fields of Job, over those of `job`.
 
-    ValueError where the job makes no sense, or the model is not one of transformers; FileNotFoundError for a name that
+    ValueError where the job makes no sense or names layers that the model has not, or where that is not one of
+    transformers; FileNotFoundError for a name that
     is no file and not known.
     """
     job = (job or Job())._replace(**options).checked()
     model = source if isinstance(source, Model) else Model(source)
+    model.require(job)
     return Plan(model, Play(model), job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 from bitshard import grouped
@@ -139,8 +140,18 @@ class Memory:
 
     def moments(self) -> list[Moment]:
         """The moments of a step, in their order."""
+        return self._moments
+
+    @cached_property
+    def _moments(self) -> list[Moment]:
         found = [*self._forward(), *self._loss(), *self._backward()]
         return [*found, self._moment("optimizer", {GRADIENTS: self.adapters()})]
+
+    @cached_property
+    def _always(self) -> dict[str, float]:
+        """{part: bytes} of what is there at every moment."""
+        own = {ADAPTERS: self.adapters(), STATES: self.states_on_gpu(), WORKSPACES: float(PANELS + CUBLAS)}
+        return {**self.resident(), **own}
 
     def worst(self) -> Moment:
         """The moment when most is allocated."""
@@ -152,8 +163,7 @@ class Memory:
         return max(each.total - each.buffer for each in moments) + max(each.buffer for each in moments)
 
     def _moment(self, name: str, more: dict[str, float], buffer: float = 0.0) -> Moment:
-        parts = {**self.resident(), ADAPTERS: self.adapters(), STATES: self.states_on_gpu()}
-        parts[WORKSPACES] = float(PANELS + CUBLAS)
+        parts = dict(self._always)
         stays = self.units.embeddings if self._gathers and self.units.tied else 0  # in the root unit, which stays
         more = {**more, GATHERED: more.get(GATHERED, 0.0) + stays + buffer}
         for part, size in more.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from bitshard.convert.folder import blamed_on, json_object
 from bitshard.experts import modules as experts
 from bitshard.planning.job import Job
 from bitshard.planning.shapes import KNOWN, known
@@ -68,13 +68,11 @@ def config_of(source: str | os.PathLike | dict) -> Any:
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
-        try:
-            found = json.loads(path.read_text())
-        except ValueError as error:
-            raise ValueError(f"{path}: no JSON ({error})") from None
-        if not isinstance(found, dict):
-            raise ValueError(f"{path}: expected a JSON object, found {type(found).__name__}")
-        return _of_dictionary(found, str(path)) if "auto_map" not in found else AutoConfig.from_pretrained(path.parent)
+        found = json_object(path)
+        if "auto_map" not in found:
+            return _of_dictionary(found, str(path))
+        with blamed_on(path):
+            return AutoConfig.from_pretrained(path.parent)
     found = known(str(source))
     if found is None:
         raise FileNotFoundError(2, f"No config.json here, and no known name ({', '.join(KNOWN)})", str(source))
@@ -88,10 +86,8 @@ def _of_dictionary(values: dict, where: str) -> Any:
     kind = values.pop("model_type", None)
     if not kind:
         raise ValueError(f"{where}: it has no model_type")
-    try:
+    with blamed_on(where):
         return AutoConfig.for_model(kind, **values)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{where}: {' '.join(str(error).split())}") from None
 
 
 class Model:
@@ -112,15 +108,13 @@ class Model:
         self.config.use_cache = False
         if getattr(self.config, "dtype", None) in (None, torch.float32):
             self.config.dtype = torch.bfloat16  # 4-bit weights are trained beside 16-bit ones
-        try:
-            with torch.device("meta"):
-                self.model = AutoModelForCausalLM.from_config(self.config, dtype=self.config.dtype)
-        except ValueError as error:
-            raise ValueError(f"{self.name}: no language model of transformers ({str(error).splitlines()[0]})") from None
+        with blamed_on(f"{self.name}: no language model of transformers"), torch.device("meta"):
+            self.model = AutoModelForCausalLM.from_config(self.config, dtype=self.config.dtype)
         self.model.requires_grad_(False).train()
         self.head = self.model.get_output_embeddings()
         self.embedding = self.model.get_input_embeddings()
         self._layers = list(_outermost(self.model))
+        self._parts: dict[tuple, Parts] = {}
         if not self._layers:
             raise ValueError(f"{self.name}: {type(self.model).__name__} names no layers (_no_split_modules)")
 
@@ -137,6 +131,20 @@ class Model:
         if experts.is_experts(module):
             return job.experts_4bit and job.library == "bitshard"
         return type(module) is nn.Linear and name not in self._kept()
+
+    def require(self, job: Job) -> None:
+        """ValueError where the job names layers that the model has not."""
+        names = [name for name, _ in self.model.named_modules()]
+        targets = () if job.targets == "all-linear" else job.targets
+        modules = ((name, each) for name, each in self.model.named_modules() if each is not self.head)
+        linear = {name.rpartition(".")[2] for name, each in modules if type(each) is nn.Linear}
+        for target in targets:
+            if target not in linear:
+                known = ", ".join(sorted(linear))
+                raise ValueError(f"targets: adapters on {target!r} cannot be planned for {self.name}, but on {known}")
+        for part in job.skip:
+            if not part or not any(part in name for name in names):
+                raise ValueError(f"skip: no module of {self.name} has {part!r} in its name")
 
     def _kept(self) -> set[str]:
         """What transformers leaves in 16 bits: the head, what is tied to something, the last module."""
@@ -167,7 +175,13 @@ class Model:
         return [job.rank * module.in_features, job.rank * module.out_features]
 
     def parts(self, job: Job) -> Parts:
-        """What there is to be held."""
+        """What there is to be held; counted once for jobs that differ in other things only."""
+        settings = (job.skip, job.head_4bit, job.experts_4bit, job.library, job.targets, job.lora_experts, job.rank)
+        if settings not in self._parts:
+            self._parts[settings] = self._counted(job)
+        return self._parts[settings]
+
+    def _counted(self, job: Job) -> Parts:
         inside = {id(module) for _, layer in self._layers for module in layer.modules()}
         layers = tuple(self._unit(name, layer, layer.named_modules(prefix=name), job) for name, layer in self._layers)
         others = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+from pathlib import Path
 from typing import Any
 
 from bitshard.planning import Plan
@@ -117,17 +119,22 @@ def data(plan: Plan) -> dict[str, Any]:
         "host": plan.host,
         "links": plan.links,
         "remedy": remedy and remedy._asdict(),
-        "changes": [change._asdict() for change in plan.changes()],
+        "changes": [change._asdict() | {"saves": plan.needs - change.needs} for change in plan.changes()],
         "bitsandbytes": {"needs": other.needs, "loading": other.loading, "peak": other.memory.worst().parts},
     }
 
 
 def picture(plan: Plan, path: str | os.PathLike) -> None:
-    """Stacked bars of loading and of a step's peak, beside bitsandbytes'. The format is that of the file's name."""
+    """Stacked bars of loading and of a step's peak, beside bitsandbytes'. The format is that of the file's name, which
+    appears when the picture is whole. ValueError for a name without a known end."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    path = Path(path)
+    form = path.suffix.removeprefix(".").lower()
+    if form not in FigureCanvasAgg.get_supported_filetypes():
+        raise ValueError(f"{path}: a picture's name ends in .png, .svg or .pdf")
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -144,7 +151,20 @@ def picture(plan: Plan, path: str | os.PathLike) -> None:
     axes.set_ylabel("GiB on each GPU")
     axes.set_title("\n".join(line.partition(";")[0] for line in header(plan)), fontsize=10)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8, reverse=True)
-    figure.savefig(path, dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120, format=form)
+    _write(path, drawn.getvalue())
+
+
+def _write(path: Path, content: bytes) -> None:
+    """A file that is whole or not there."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _bars(plan: Plan) -> dict[str, dict[str, float]]:
