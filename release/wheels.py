@@ -9,6 +9,9 @@ without nvcc this is an error, unless --architectures none says that a CPU-only 
 The same tree gives the same bytes: everything is built in one folder of a fixed name, as nvcc names internal symbols by
 a hash of the path, into which only tracked files came, with times from SOURCE_DATE_EPOCH (default: the last commit's)
 and pinned tools (release/tools.txt).
+
+BITSHARD_URL is the project's page, for the metadata and for links of README, which lead into the tree here and nowhere
+on an index.
 """
 
 import argparse
@@ -55,6 +58,19 @@ def export(target: Path) -> None:
         if name and (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, target / name)
+
+
+def add_url(tree: Path, url: str) -> None:
+    """The project's page in the metadata of both projects, and links into the tree in their READMEs as links there."""
+    for project in ("", "python/bitsandbytes"):
+        toml, readme = tree / project / "pyproject.toml", tree / project / "README.md"
+        toml.write_text(f'{toml.read_text()}\n[project.urls]\nHomepage = "{url}"\nSource = "{url}"\n')
+
+        def absolute(link: re.Match, project: str = project) -> str:
+            path = os.path.normpath(os.path.join(project, link[2]))
+            return f"{link[1]}({url}/{'raw' if link[1].startswith('!') else 'blob'}/HEAD/{path})"
+
+        readme.write_text(re.sub(r"(!?\[[^\]]*\])\((?!\w+:|#)([^)\s]+)\)", absolute, readme.read_text()))
 
 
 def sdist(tree: Path, out: Path, seconds: str) -> Path:
@@ -134,6 +150,8 @@ def main() -> None:
         (folder / "tree").mkdir()
         (folder / "made").mkdir()
         export(folder / "tree")
+        if url := os.environ.get("BITSHARD_URL", "").rstrip("/"):
+            add_url(folder / "tree", url)
         archive = sdist(folder / "tree", folder / "made", seconds)
         tree = unpacked(archive, folder / "sources")
         files = [engine(tree, folder / "made", options.architectures, seconds, folder)]
@@ -150,6 +168,8 @@ def main() -> None:
     for path in made:
         print(f"{path.stat().st_size / 1e6:8.2f} MB  {path.name}")
     print(f"auditwheel: {verdict}")
+    if not url:
+        print("BITSHARD_URL is not set: the metadata names no page of the project")
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """`bitshard quantize` and `bitshard inspect`: folders of weights made and looked at, a tensor at a time."""
 
 import json
+import math
 import os
 import random
 import resource
@@ -106,7 +107,10 @@ def test_published_formats(tmp_path, family):
         wide = dict.fromkeys(("hidden_size", "moe_intermediate_size", "intermediate_size"), 128)
         moe.save_fp8(moe.model("deepseek_v3", 4, **wide), tmp_path / "given")
     config = settings(experts=True)
-    quantize_folder(tmp_path / "given", tmp_path / "out", config)
+    report = quantize_folder(tmp_path / "given", tmp_path / "out", config)
+    assert report.skipped["model.embed_tokens.weight"] == "an embedding" and not list(tmp_path.glob("*.partial"))
+    weights = look(tmp_path / "out").weights
+    assert report.packed == sum(math.prod(weight.shape) for weight in weights if weight.details) > report.dense > 0
     expected = AutoModelForCausalLM.from_pretrained(
         tmp_path / "given", config=transformers_dense(tmp_path / "given"), quantization_config=config, device_map="cpu"
     )

@@ -1,8 +1,10 @@
 """`make release` without CUDA: two wheels and a source distribution, for old systems, the same bytes again."""
 
 import hashlib
+import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-GIVEN = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "TESTS", "PYTHON", "LANES", "PYTEST", "PYTHONPATH", "CC")
+GIVEN = ("BITSHARD_URL", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "TESTS", "PYTHON", "LANES", "PYTEST", "PYTHONPATH", "CC")
 
 
 def environment(**variables):
@@ -73,6 +75,26 @@ def test_what_the_wheel_holds(wheels):
     for line in ("License-Expression: MIT", "Requires-Python: >=3.10", "Requires-Dist: torch>=2.10", "Author: "):
         assert line in metadata
     assert len(times) == 1
+
+
+def test_the_project_s_page(tmp_path):
+    """With BITSHARD_URL: in the metadata of both projects; links of READMEs lead there, others stay as they are."""
+    spec = importlib.util.spec_from_file_location("release_wheels", ROOT / "release" / "wheels.py")
+    release = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(release)
+    for project in ("", "python/bitsandbytes"):
+        (tmp_path / project).mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / project / "pyproject.toml", tmp_path / project / "pyproject.toml")
+        text = "[a](docs/a.md#b) ![c](d.svg) [e](https://x.org/f) [g](#h)\n"
+        (tmp_path / project / "README.md").write_text(text)
+    release.add_url(tmp_path, "https://example.org/b")
+    for project, below in (("", ""), ("python/bitsandbytes", "python/bitsandbytes/")):
+        assert (tmp_path / project / "README.md").read_text() == (
+            f"[a](https://example.org/b/blob/HEAD/{below}docs/a.md#b) "
+            f"![c](https://example.org/b/raw/HEAD/{below}d.svg) [e](https://x.org/f) [g](#h)\n"
+        )
+        toml = (tmp_path / project / "pyproject.toml").read_text()
+        assert toml.count('[project.urls]\nHomepage = "https://example.org/b"\n') == 1
 
 
 def test_into_an_empty_environment(wheels, tmp_path):
