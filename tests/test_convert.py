@@ -498,6 +498,8 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch):
     empty.mkdir()
     LlamaConfig(**SMALL).save_pretrained(empty)
     quantize_folder(dense, tmp_path / "packed", settings())
+    mixture = tmp_path / "mixture"
+    moe.model("qwen3_moe", 4, dtype=torch.bfloat16).save_pretrained(mixture)
     cases = [
         (("quantize", tmp_path / "absent", tmp_path / "out"), "config.json: No such file"),
         (("quantize", tmp_path / "there", tmp_path / "out"), "config.json: No such file"),
@@ -507,6 +509,9 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch):
         (("quantize", dense, tmp_path / "out", "--storage", "uint99"), "--storage uint99: no dtype"),
         (("quantize", dense, tmp_path / "out", "--max-shard-size", "five"), "max_shard_size"),
         (("quantize", dense, tmp_path / "out", "--blocksize", "128"), "--experts"),
+        (("quantize", mixture, tmp_path / "out", "--experts", "--blocksize", "63"), "bitshard: invalid blocksize 63"),
+        (("quantize", dense, tmp_path / "out", "--device", "nowhere"), "device nowhere: "),
+        (("quantize", dense, tmp_path / "out", "--device", "meta"), "device meta: "),
         (("inspect", tmp_path / "absent"), "No such file or folder"),
         (("inspect", tmp_path / "there"), "No safetensors files there"),
     ]

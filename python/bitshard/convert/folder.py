@@ -76,14 +76,15 @@ def skeleton_of(
     def build(config: Any, dtype: torch.dtype) -> Any:
         made = _class_of(config)
         make = made._from_config if hasattr(made, "_from_config") else made.from_config
-        return make(config, dtype=dtype)
+        with blamed_on(folder / "config.json"):
+            return make(config, dtype=dtype)
 
     with blamed_on(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder)
         if getattr(config, "dtype", None) is None:
             floats = [_DTYPES[source.dtype(name)] for name in source.files if source.dtype(name) in _DTYPES]
             config.dtype = floats[0] if floats else torch.float32
-        skeleton = Skeleton(config, quantization_config, dtype, device, build, own_dtypes=True)
+    skeleton = Skeleton(config, quantization_config, dtype, device, build, own_dtypes=True)
     skeleton.check(source)
     return skeleton
 
