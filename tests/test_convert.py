@@ -99,7 +99,7 @@ def test_mixtures(tmp_path, family, experts):
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
-def test_published_formats(tmp_path, family):
+def test_published_formats(tmp_path, family, capfd):
     """MXFP4 and FP8: the model that loading them with dense_config gives."""
     if family == "gpt_oss":
         moe.save_mxfp4(moe.model("gpt_oss", 3, intermediate_size=64), tmp_path / "given")
@@ -118,6 +118,11 @@ def test_published_formats(tmp_path, family):
     assert torch.equal(again(moe.TOKENS).logits, expected(moe.TOKENS).logits)
     with pytest.raises(ValueError, match="none can be consumed"):
         quantize_folder(tmp_path / "given", tmp_path / "other", config, consume=True)
+    capfd.readouterr()
+    assert main.main(["quantize", str(tmp_path / "given"), str(tmp_path / "other")]) == 1
+    said = capfd.readouterr()
+    assert said.err.count("\n") == 1 and "tensors do not fit the model: " in said.err and not said.out
+    assert "are read with --experts only" in said.err and not list(tmp_path.glob("other*"))
 
 
 def transformers_dense(folder):

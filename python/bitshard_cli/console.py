@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -62,6 +64,22 @@ def load(*names: str) -> ModuleType:
 def _leave(*_: object) -> None:
     os.write(2, f"{INTERRUPTED}\n".encode())
     os._exit(130)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """While it lasts, transformers says nothing but errors, and has bars on a terminal only."""
+    logging = load("transformers.utils.logging")
+    said, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(said)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def wants_traceback() -> bool:

@@ -67,10 +67,12 @@ def bar(numbers: Iterable[int], total: int) -> Iterable[int]:
 def run(args: argparse.Namespace) -> Result:
     """Quantizes, and says what share is 4-bit and what is not."""
     config = config_of(args)
-    report = console.load("bitshard.convert.quantize").quantize_folder(
-        args.folder, args.out, config, device=args.device, max_shard_size=args.max_shard_size,
-        consume=args.consume, progress=bar,
-    )  # fmt: skip
+    quantize_folder = console.load("bitshard.convert.quantize").quantize_folder
+    with console.quiet():
+        report = quantize_folder(
+            args.folder, args.out, config, device=args.device, max_shard_size=args.max_shard_size,
+            consume=args.consume, progress=bar,
+        )  # fmt: skip
     total = report.packed + report.dense
     lines = [
         f"{args.out}: {report.nbytes / 1e9:.2f} GB in {report.files} file{'' if report.files == 1 else 's'}; "

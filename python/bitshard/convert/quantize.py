@@ -150,11 +150,23 @@ def _decoded(
     options = {"config": dense_config(folder), "quantization_config": quantization_config, "device_map": str(device)}
     made_by = {"source": str(folder.resolve()), "settings": quantization_config.to_dict()}
     with anew(out, made_by) as partial:
-        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+        _require_complete(folder, info)
         save_pretrained(model, partial, max_shard_size=max_shard_size)
         for name in small_files(folder) - {path.name for path in partial.iterdir()}:
             shutil.copy(folder / name, partial / name)
     return _report_of(model, out)
+
+
+def _require_complete(folder: Path, info: dict[str, Any]) -> None:
+    """ValueError where transformers has loaded something else than the files: it fills what is missing at random."""
+    wrong = [f"{key} is {kind.partition('_')[0]}" for kind in ("missing_keys", "mismatched_keys", "unexpected_keys")
+             for key in sorted(map(str, info.get(kind) or ()))]  # fmt: skip
+    if wrong:
+        raise ValueError(
+            f"{folder}: {len(wrong)} tensors do not fit the model: {some(wrong)}. Stacks of experts in "
+            f"{format_of(folder)} are read with --experts only"
+        )
 
 
 def _report_of(model: torch.nn.Module, out: Path) -> Report:
