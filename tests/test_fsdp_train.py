@@ -1,11 +1,13 @@
 """The real stack on two processes: Trainer, SFTTrainer, DoRA, merging, resume, saving; FSDP2, FSDP1, torchrun."""
 
+import importlib.metadata
 import json
 import sys
 
 import pytest
 from bitshard import tensor
 from fsdp.launch import WORKERS, accelerate_launch, launch, run
+from packaging import version
 
 BASELINE = "trainer trainer_bf16 sft sft_dora dora kbit fp16".split()
 # save_state and fp32_base come first: they make an Accelerator of their own
@@ -25,6 +27,8 @@ BOUNDS = {
     "kbit": 1e-3,
     "fp16": 1e-3,
 }
+# trl before 1.15 casts DoRA's magnitudes to bfloat16 as well; of these 1.14.2 is what pip installs for Python 3.10
+TRL_KEEPS_MAGNITUDES = version.parse(importlib.metadata.version("trl")) >= version.parse("1.15")
 BASE_BYTES = 21888  # packed bytes of the tiny model's 14 linears; 684 scales
 
 
@@ -119,10 +123,10 @@ def test_fsdp1_gives_the_losses_of_one_process(alone, fsdp1, scenario):
 def test_what_is_trained_gets_one_dtype_only_where_fsdp_needs_it(alone, fsdp1, fsdp2):
     for found in (alone, fsdp1, fsdp2):
         assert found["sft"]["dtypes"] == ["bfloat16"]
-    both = ["bfloat16", "float32"]
-    assert alone["sft_dora"]["dtypes"] == both
-    assert fsdp1["sft_dora"]["dtypes"] == (["float32"] if tensor._FSDP1_CLIPS_ONE_DTYPE else both)
-    assert fsdp2["sft_dora"]["dtypes"] == ["float32"]
+    given = ["bfloat16", "float32"] if TRL_KEEPS_MAGNITUDES else ["bfloat16"]
+    assert alone["sft_dora"]["dtypes"] == given
+    assert fsdp1["sft_dora"]["dtypes"] == (given[-1:] if tensor._FSDP1_CLIPS_ONE_DTYPE else given)
+    assert fsdp2["sft_dora"]["dtypes"] == given[-1:]
 
 
 def test_other_fsdp2_options_give_the_same(folder, alone):
