@@ -39,6 +39,14 @@ def blocks(x: Tensor, blocksize: int, format: int) -> None:
     ops.checksum(packed)
 
 
+def calibration(N: int, P: int, blocksize: int, format: int) -> None:
+    w, weights = torch.randn(N, P, device="cuda"), torch.rand(P, device="cuda")
+    u = torch.eye(P, device="cuda") + torch.triu(torch.rand(P, P, device="cuda"), 1) / P
+    ops.round_4bit(w, u, w.abs().amax(1, keepdim=True).expand(N, P).contiguous(), format)
+    scales = torch.randn(-(-N * P // blocksize), 42, device="cuda")
+    ops.search_4bit(w, weights, scales, blocksize, format)
+
+
 def quantized(N: int, K: int, dtype: torch.dtype, nested: bool, format: int) -> tuple[Tensor, list[Tensor]]:
     """A random W [N, K]: packed codes, and the four scale arguments of the ops."""
     none, map = torch.empty(0, device="cuda"), ops.table("dynamic").cuda()
@@ -140,6 +148,7 @@ def main(names: list[str]) -> None:
         optimizers(dtype)
         for format in (0, 1):
             for n, start, blocksize in ((8192, 0, 64), (8191, 0, 32), (5000, 1, 64), (9000, 0, 4096)):
+                calibration(n // 64, 64 - start, blocksize, format)
                 blocks(torch.randn(n + start, device="cuda").to(dtype)[start:], blocksize, format)
         for nested in (True, False):
             products(384, 1024, dtype, nested, 0, (1, 4, 8, 13, 16, 24, 32, 64, 100))

@@ -182,3 +182,24 @@ def optimizer_8bit_blockwise(name: str, g: Tensor, p: Tensor, states: tuple[Tens
     good = g.isfinite()
     p_new, *new = optimizer_step(name, torch.where(good, g, 0), p, states, h)
     return torch.where(good, p_new, p), *(torch.where(good, state, 0) for state in new)
+
+
+def search_4bit(x: Tensor, weights: Tensor, scales: Tensor, blocksize: int, quant_type: str) -> Tensor:
+    """float64 [n_blocks, G]: the weighted sum of squared errors of each block with each of its scales [n_blocks, G]."""
+    table = ops.table(quant_type).double()
+    flat, repeated = blocks(x, blocksize), blocks(weights.repeat(-(-x.numel() // len(weights)))[: x.numel()], blocksize)
+    q = table * scales.double()[..., None]  # [n_blocks, G, 16]
+    errors = (flat[:, None, :, None] - q[:, :, None, :]).square().amin(-1)
+    return (errors * repeated[:, None]).sum(-1)
+
+
+def round_4bit(w: Tensor, u: Tensor, scales: Tensor, quant_type: str) -> tuple[Tensor, Tensor]:
+    """Codes int64 [N, P], column by column, and float64 errors, each passed on to the columns behind it."""
+    table, w, u = ops.table(quant_type).double(), w.double().clone(), u.double()
+    codes, errors = torch.empty(w.shape, dtype=torch.long), torch.empty_like(w)
+    for j in range(w.shape[1]):
+        q = table * scales[:, j : j + 1].double()
+        codes[:, j] = (w[:, j : j + 1] - q).abs().argmin(1)
+        errors[:, j] = (w[:, j] - q.gather(1, codes[:, j : j + 1])[:, 0]) / u[j, j]
+        w[:, j + 1 :] -= errors[:, j : j + 1] * u[j, j + 1 :]
+    return codes, errors

@@ -15,6 +15,8 @@ NAMES = (
     "linear_4bit_dgrad",
     "grouped_linear_4bit",
     "grouped_linear_4bit_dgrad",
+    "search_4bit",
+    "round_4bit",
     "checksum",
     "optimizer_32bit",
     "optimizer_8bit_blockwise",
@@ -40,6 +42,8 @@ def arguments(name: str, nested: bool, dtype: torch.dtype) -> tuple:
         "linear_4bit_dgrad": (torch.randn(2, 3, N).to(dtype), packed, *state.scales(), 64, 0, N, K),
         "grouped_linear_4bit": (w.new_ones(6, 48), offs, stack, *of_stack.scales(), none, 32, 0, 32, 48),
         "grouped_linear_4bit_dgrad": (w.new_ones(6, 32), offs, stack, *of_stack.scales(), 32, 0, 32, 48),
+        "search_4bit": (w.float(), torch.ones(7), torch.ones(-(-N * K // 64), 5), 64, 0),
+        "round_4bit": (torch.ones(3, 8), torch.eye(8), torch.ones(3, 8), 0),
         "checksum": (packed,),
         "optimizer_32bit": (w, *(w.float() ** 2 for _ in range(3)), none, *numbers, 0.0, 0.0, 1.0, False),
         "optimizer_8bit_blockwise": (

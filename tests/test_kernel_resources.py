@@ -218,6 +218,8 @@ GROUPS = {
     "dequantize_blockwise": r"dequantize_blockwise_b?f",
     "those of odd sizes (`_any`)": r"(?:de)?quantize_(?:4bit|blockwise)_any",
     "checksum": r"checksum",
+    "search_4bit": r"search_4bit",
+    "round_4bit": r"round_4bit",
     "optimizer, 32 bits": r"optimizer_32bit",
     "optimizer, 8 bits": r"optimizer_8bit",
     "optimizer's norm": r"optimizer_s",

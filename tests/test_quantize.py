@@ -434,6 +434,8 @@ LEAK_CALLS = {
     "grouped_linear_4bit_dgrad": lambda a: ops.grouped_linear_4bit_dgrad(
         a["dy"][:, :128], a["offs"], a["packed"], *a["stack"], 64, 0, 128, 512
     ),
+    "search_4bit": lambda a: ops.search_4bit(a["x"], a["map"], a["x"][:, :20], 512, 0),
+    "round_4bit": lambda a: ops.round_4bit(a["x"][:64, :64], a["x"][:64, :64], a["x"][:64, 64:128], 0),
     "checksum": lambda a: ops.checksum(a["packed"]),
 }
 

@@ -10,6 +10,7 @@
 /* The fatbins: one per file of cuda/, symbol bsh_fatbin_<stem>. */
 #define BSH_FATBINS(X)                                                                                                 \
   X(blockwise)                                                                                                         \
+  X(calibration)                                                                                                       \
   X(gemv_4bit)                                                                                                         \
   X(gemv_4bit_grouped)                                                                                                 \
   X(gemv_4bit_simt) X(gemm_4bit_sm90) X(gemm_4bit_sm90_wide) X(gemm_4bit_sm90_wide_grouped) X(optimizer)

@@ -107,6 +107,32 @@ typedef struct {
   int64_t E;
 } bsh_grouped_linear_4bit_args;
 
+/* Which of G scales fits a block best: choice[b] = the g with the least sum over the block of
+ * weights[i % period] * (x[i] - q)^2, q the nearest value of scales[b, g]; of equal ones the first. fp32, in order. */
+typedef struct {
+  const float *x;       /* f32 [n] */
+  const float *weights; /* f32 [period] */
+  const float *scales;  /* f32 [ceil(n / blocksize), G], finite, of either sign */
+  uint8_t *choice;      /* u8  [ceil(n / blocksize)] */
+  int64_t n, period, blocksize, G;
+  bsh_format format;
+} bsh_search_4bit_args;
+
+enum { BSH_MAX_SCALES = 256 };   /* that are tried on a block */
+enum { BSH_ROUND_COLUMNS = 64 }; /* of a panel, at most */
+
+/* Codes of a panel w [N, P] of columns, each row by itself: for j = 0 .. P - 1 the nearest value q of scales[row, j],
+ * e_j = (w_j - q) / u[j, j], and w_k -= e_j u[j, k] for k > j. */
+typedef struct {
+  const float *w;      /* f32 [N, P] */
+  const float *u;      /* f32 [P, P], upper triangle */
+  const float *scales; /* f32 [N, P] */
+  uint8_t *codes;      /* u8  [N, P], one code a byte */
+  float *errors;       /* f32 [N, P]: e_j */
+  int64_t N, P;
+  bsh_format format;
+} bsh_round_4bit_args;
+
 /* Optimizers by the formulas of core/optimizer.h. LAMB is Adam and LARS is momentum with max_unorm. */
 typedef enum {
   BSH_ADAM = 0,

@@ -105,6 +105,26 @@ static inline float absmax_step(const float absmax, const float value) {
   return magnitude > absmax ? magnitude : absmax;
 }
 
+static inline uint8_t encode_nf4(const float v) {
+  static const uint32_t thresholds[15] = {BSH_NF4_THRESHOLD_BITS};
+  uint8_t code = 0;
+  for (int i = 0; i < 15; i++) code += v > bits_float(thresholds[i]);
+  return code;
+}
+
+static inline uint8_t encode_fp4(const float v) {
+  static const uint32_t thresholds[7] = {BSH_FP4_THRESHOLD_BITS};
+  static const uint8_t order[8] = {BSH_FP4_ORDER};
+  int rank = 0;
+  for (int i = 0; i < 7; i++) rank += fabsf(v) > bits_float(thresholds[i]);
+  return (uint8_t)(order[rank] + (v < 0 ? 8 : 0));
+}
+
+/* Code of v = x / scale: the nearest value of the format. */
+static inline uint8_t encode_4bit(const bsh_format format, const float v) {
+  return format == BSH_NF4 ? encode_nf4(v) : encode_fp4(v);
+}
+
 /* Nearest entry of a 256-entry map. Seven halvings against entries of odd index leave an entry of even index between
  * two odd ones; the midpoints decide, and a tie goes to the even index. A NaN compares false throughout: index 0. */
 static inline uint8_t encode_8bit(const float *const map, const float v) {

@@ -331,4 +331,5 @@ const bsh_cpu_kernels bsh_cpu_avx2 = {
     .to_f32 = convert_to_f32,
     .from_f32 = convert_from_f32,
     .optimizers = &bsh_cpu_avx2_optimizers,
+    .calibration = &bsh_cpu_avx2_calibration,
 };

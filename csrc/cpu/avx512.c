@@ -204,4 +204,5 @@ const bsh_cpu_kernels bsh_cpu_avx512 = {
     .to_f32 = convert_to_f32,
     .from_f32 = convert_from_f32,
     .optimizers = &bsh_cpu_avx512_optimizers,
+    .calibration = &bsh_cpu_avx512_calibration,
 };

@@ -46,6 +46,10 @@ bsh_status bsh_cpu_grouped_linear_4bit(const bsh_grouped_linear_4bit_args *args,
 bsh_status bsh_cpu_optimizer_32bit(const bsh_optimizer_32bit_args *args);
 bsh_status bsh_cpu_optimizer_8bit_blockwise(const bsh_optimizer_8bit_blockwise_args *args);
 
+/* Scales and codes of calibration (docs/calibration.md). */
+bsh_status bsh_cpu_search_4bit(const bsh_search_4bit_args *args);
+bsh_status bsh_cpu_round_4bit(const bsh_round_4bit_args *args);
+
 /* Bytes, zero-padded to 8, as little-endian words w_i: sum mod 2^64 of mix(w_i + (i + 1) * 0x9E3779B97F4A7C15) with
  * mix(z): z ^= z >> 32; z *= 0xD6E8FEB86659FD93; z ^= z >> 32. Equal on CPU and CUDA. */
 uint64_t bsh_cpu_checksum(const uint8_t *bytes, int64_t n_bytes);
@@ -96,6 +100,18 @@ extern const bsh_cpu_optimizers bsh_cpu_avx2_optimizers;
 extern const bsh_cpu_optimizers bsh_cpu_avx512_optimizers;
 #endif
 
+/* Single-threaded calibration of one instruction set (*_calibration.c), equal bit for bit. */
+typedef struct {
+  void (*search_4bit)(const bsh_search_4bit_args *args, int64_t block_begin, int64_t block_end);
+  void (*round_4bit)(const bsh_round_4bit_args *args, int64_t row_begin, int64_t row_end);
+} bsh_cpu_calibration;
+
+extern const bsh_cpu_calibration bsh_cpu_scalar_calibration;
+#if defined(__x86_64__)
+extern const bsh_cpu_calibration bsh_cpu_avx2_calibration;
+extern const bsh_cpu_calibration bsh_cpu_avx512_calibration;
+#endif
+
 /* Code of a state for v = state / absmax: the nearest entry of the map, and with keep_sign its neighbour where that has
  * the other sign (the neighbour of 255 is 0): a small negative moment does not become zero. */
 uint8_t bsh_cpu_encode_state(const float *map, bool keep_sign, float v, float state);
@@ -115,6 +131,7 @@ typedef struct {
   void (*to_f32)(const void *x, bsh_dtype dtype, float *out, int64_t n);
   void (*from_f32)(const float *x, bsh_dtype dtype, void *out, int64_t n);
   const bsh_cpu_optimizers *optimizers;
+  const bsh_cpu_calibration *calibration;
 } bsh_cpu_kernels;
 
 extern const bsh_cpu_kernels bsh_cpu_scalar;

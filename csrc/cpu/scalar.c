@@ -6,21 +6,6 @@
 
 /* ---- quantize_4bit -------------------------------------------------------------------------------------------- */
 
-static uint8_t encode_nf4(const float v) {
-  static const uint32_t thresholds[15] = {BSH_NF4_THRESHOLD_BITS};
-  uint8_t code = 0;
-  for (int i = 0; i < 15; i++) code += v > bits_float(thresholds[i]);
-  return code;
-}
-
-static uint8_t encode_fp4(const float v) {
-  static const uint32_t thresholds[7] = {BSH_FP4_THRESHOLD_BITS};
-  static const uint8_t order[8] = {BSH_FP4_ORDER};
-  int rank = 0;
-  for (int i = 0; i < 7; i++) rank += fabsf(v) > bits_float(thresholds[i]);
-  return (uint8_t)(order[rank] + (v < 0 ? 8 : 0));
-}
-
 /* Elements of a block beyond the end of x count as 0; a full block starts below every magnitude, as on the GPU. */
 static float block_absmax(const void *const x, const bsh_dtype dtype, const float offset, const int64_t begin,
                           const int64_t end, const int64_t blocksize) {
@@ -42,7 +27,7 @@ static void quantize_4bit_scalar(const bsh_quantize_4bit_args *const args, const
       for (int j = 0; j < 2; j++) {
         const float x = i + j < end ? load_f32(args->x, args->dtype, i + j) : 0.0f;
         const float v = multiply_flush(inverse, x);
-        codes[j] = args->format == BSH_NF4 ? encode_nf4(v) : encode_fp4(v);
+        codes[j] = encode_4bit(args->format, v);
       }
       args->packed[i / 2] = (uint8_t)(codes[0] << 4 | codes[1]);
     }
@@ -155,4 +140,5 @@ const bsh_cpu_kernels bsh_cpu_scalar = {
     .to_f32 = to_f32_scalar,
     .from_f32 = from_f32_scalar,
     .optimizers = &bsh_cpu_scalar_optimizers,
+    .calibration = &bsh_cpu_scalar_calibration,
 };

@@ -14,6 +14,10 @@ bsh_status bsh_cuda_dequantize_4bit(const bsh_dequantize_4bit_args *args, const 
 bsh_status bsh_cuda_quantize_blockwise(const bsh_quantize_blockwise_args *args, const bsh_cuda_context *context);
 bsh_status bsh_cuda_dequantize_blockwise(const bsh_dequantize_blockwise_args *args, const bsh_cuda_context *context);
 
+/* Scales and codes of calibration (gpu/calibration.c). */
+bsh_status bsh_cuda_search_4bit(const bsh_search_4bit_args *args, const bsh_cuda_context *context);
+bsh_status bsh_cuda_round_4bit(const bsh_round_4bit_args *args, const bsh_cuda_context *context);
+
 /* *sum (on the device) = position-dependent 64-bit sum of n_bytes bytes, the same as bsh_cpu_checksum's. */
 bsh_status bsh_cuda_checksum(const uint8_t *bytes, int64_t n_bytes, uint64_t *sum, const bsh_cuda_context *context);
 

@@ -31,6 +31,8 @@
   X(linear_4bit, 7,                                                                                                    \
     "(Tensor x, " WEIGHT_ARGUMENTS ", Tensor bias, int blocksize, int format, int N, int K) -> Tensor")                \
   X(linear_4bit_dgrad, 6, "(Tensor dy, " WEIGHT_ARGUMENTS ", int blocksize, int format, int N, int K) -> Tensor")      \
+  X(search_4bit, 3, "(Tensor x, Tensor weights, Tensor scales, int blocksize, int format) -> Tensor")                  \
+  X(round_4bit, 3, "(Tensor w, Tensor u, Tensor scales, int format) -> (Tensor, Tensor)")                              \
   X(checksum, 1, "(Tensor packed) -> Tensor")                                                                          \
   X(optimizer_32bit, 5,                                                                                                \
     "(Tensor g, Tensor(a!) p, Tensor(b!) state1, Tensor(c!) state2, Tensor(d!) unorm, " STEP_ARGUMENTS                 \
@@ -405,6 +407,75 @@ static bsh_status grouped_dgrad(bsh_call *const call, const int64_t kernel) {
 static bsh_status bsh_op_grouped_linear_4bit_dgrad(bsh_call *const call) { return grouped_dgrad(call, -1); }
 static bsh_status bsh_op_grouped_linear_4bit_dgrad_fused(bsh_call *const call) {
   return grouped_dgrad(call, bsh_call_int(call, 11));
+}
+
+/* ---- calibration ---- */
+
+/* Tensor argument `index`, float32 of two dimensions, on the device of `like`. */
+static bsh_status matrix(bsh_call *const call, const int index, const char *const argument,
+                         const bsh_tensor *const like, bsh_tensor *const tensor, const float **const data) {
+  BSH_TRY(bsh_call_tensor(call, index, tensor));
+  if (tensor->dim != 2)
+    return bsh_fail(BSH_BAD_SHAPE, "%s: %s has %" PRId64 " dimensions, expected 2", call->op, argument, tensor->dim);
+  return data_of(call, tensor, argument, bsh_torch.dtype_float32, tensor->numel, like, (void **)(uintptr_t)data);
+}
+
+/* Tensor argument `index` with these two sizes. */
+static bsh_status matrix_of(bsh_call *const call, const int index, const char *const argument, const int64_t rows,
+                            const int64_t columns, const bsh_tensor *const like, const float **const data) {
+  bsh_tensor tensor;
+  BSH_TRY(matrix(call, index, argument, like, &tensor, data));
+  if (tensor.sizes[0] == rows && tensor.sizes[1] == columns) return BSH_OK;
+  return bsh_fail(BSH_BAD_SHAPE, "%s: %s is [%" PRId64 ", %" PRId64 "], expected [%" PRId64 ", %" PRId64 "]", call->op,
+                  argument, tensor.sizes[0], tensor.sizes[1], rows, columns);
+}
+
+static bsh_status bsh_op_search_4bit(bsh_call *const call) {
+  const int64_t format = bsh_call_int(call, 4);
+  bsh_search_4bit_args args = {.blocksize = bsh_call_int(call, 3), .format = (bsh_format)format};
+  bsh_tensor x, weights, scales, choice;
+  BSH_TRY(bsh_check_blocksize(call->op, args.blocksize, BSH_MAX_BLOCKSIZE));
+  BSH_TRY(check_format(call->op, format));
+  BSH_TRY(bsh_call_tensor(call, 0, &x));
+  BSH_TRY(data_of(call, &x, "x", bsh_torch.dtype_float32, x.numel, &x, (void **)(uintptr_t)&args.x));
+  BSH_TRY(bsh_call_tensor(call, 1, &weights));
+  args.n = x.numel;
+  args.period = weights.numel;
+  if (args.period == 0) return bsh_fail(BSH_BAD_SHAPE, "%s: weights is empty", call->op);
+  BSH_TRY(vector(call, 1, "weights", bsh_torch.dtype_float32, args.period, &x, (void **)(uintptr_t)&args.weights));
+  const int64_t n_blocks = bsh_block_count(args.n, args.blocksize);
+  BSH_TRY(matrix(call, 2, "scales", &x, &scales, &args.scales));
+  args.G = scales.sizes[1];
+  if (args.G < 1 || args.G > BSH_MAX_SCALES)
+    return bsh_fail(BSH_BAD_SHAPE, "%s: %" PRId64 " scales a block, expected 1 to %d", call->op, args.G,
+                    BSH_MAX_SCALES);
+  BSH_TRY(matrix_of(call, 2, "scales", n_blocks, args.G, &x, &args.scales));
+  BSH_TRY(bsh_call_output(call, &x, 1, &n_blocks, bsh_torch.dtype_uint8, &choice));
+  if (n_blocks == 0) return BSH_OK;
+  args.choice = choice.data;
+  COMPUTE(search_4bit, &x, args.n, args.blocksize, args.G, &args);
+}
+
+static bsh_status bsh_op_round_4bit(bsh_call *const call) {
+  const int64_t format = bsh_call_int(call, 3);
+  bsh_round_4bit_args args = {.format = (bsh_format)format};
+  bsh_tensor w, codes, errors;
+  BSH_TRY(check_format(call->op, format));
+  BSH_TRY(bsh_call_tensor(call, 0, &w));
+  BSH_TRY(matrix(call, 0, "w", &w, &w, &args.w));
+  args.N = w.sizes[0];
+  args.P = w.sizes[1];
+  if (args.P < 1 || args.P > BSH_ROUND_COLUMNS)
+    return bsh_fail(BSH_BAD_SHAPE, "%s: w has %" PRId64 " columns, expected 1 to %d", call->op, args.P,
+                    BSH_ROUND_COLUMNS);
+  BSH_TRY(matrix_of(call, 1, "u", args.P, args.P, &w, &args.u));
+  BSH_TRY(matrix_of(call, 2, "scales", args.N, args.P, &w, &args.scales));
+  BSH_TRY(bsh_call_output(call, &w, 2, w.sizes, bsh_torch.dtype_uint8, &codes));
+  BSH_TRY(bsh_call_output(call, &w, 2, w.sizes, bsh_torch.dtype_float32, &errors));
+  if (args.N == 0) return BSH_OK;
+  args.codes = codes.data;
+  args.errors = errors.data;
+  COMPUTE(round_4bit, &w, args.N, args.P, 0, &args);
 }
 
 /* ---- checksum ---- */

@@ -44,6 +44,8 @@ grouped_linear_4bit = torch.ops.bitshard.grouped_linear_4bit.default
 grouped_linear_4bit_dgrad = torch.ops.bitshard.grouped_linear_4bit_dgrad.default
 grouped_linear_4bit_fused = torch.ops.bitshard.grouped_linear_4bit_fused.default  # on CUDA; `bitshard.grouped`
 grouped_linear_4bit_dgrad_fused = torch.ops.bitshard.grouped_linear_4bit_dgrad_fused.default
+search_4bit = torch.ops.bitshard.search_4bit.default
+round_4bit = torch.ops.bitshard.round_4bit.default
 checksum = torch.ops.bitshard.checksum.default
 optimizer_32bit = torch.ops.bitshard.optimizer_32bit.default
 optimizer_8bit_blockwise = torch.ops.bitshard.optimizer_8bit_blockwise.default
@@ -184,6 +186,18 @@ def _(dy, offs, packed, absmax, absmax_map, absmax2, offset, blocksize, format, 
     _check_devices(op, packed, dy)
     torch._check(dy.shape[-1] == N, lambda: f"{op}: dy has {dy.shape[-1]} columns, the weights need {N}")
     return dy.new_empty((*dy.shape[:-1], K))
+
+
+@torch.library.register_fake("bitshard::search_4bit")
+def _(x: Tensor, weights: Tensor, scales: Tensor, blocksize: int, format: int) -> Tensor:
+    _check_devices("search_4bit", x, weights, scales)
+    return x.new_empty(-(-x.numel() // blocksize), dtype=torch.uint8)
+
+
+@torch.library.register_fake("bitshard::round_4bit")
+def _(w: Tensor, u: Tensor, scales: Tensor, format: int) -> tuple[Tensor, Tensor]:
+    _check_devices("round_4bit", w, u, scales)
+    return w.new_empty(w.shape, dtype=torch.uint8), torch.empty_like(w)
 
 
 @torch.library.register_fake("bitshard::checksum")

@@ -690,6 +690,50 @@ static void checksums(uint64_t *const state) {
   }
 }
 
+/* ---- calibration ---- */
+
+static float *floats(uint64_t *const state, const int64_t n) {
+  float *const x = buffer(4 * n);
+  for (int64_t i = 0; i < n; i++) x[i] = random_below(state, 50) ? random_unit(state) : hostile_value(state, 1);
+  return x;
+}
+
+static void compare_search(uint64_t *const state, const int64_t n, const int64_t blocksize) {
+  const int64_t blocks = bsh_block_count(n, blocksize), G = 1 + random_below(state, 40),
+                period = 1 + random_below(state, 300);
+  float *const x = floats(state, n), *const weights = floats(state, period), *const scales = floats(state, blocks * G);
+  uint8_t *const choice = buffer(blocks), *const expected = buffer(blocks);
+  bsh_search_4bit_args args = {x, weights, scales, expected, n, period, blocksize, G, random_below(state, 2)};
+  use("scalar", 1);
+  bsh_cpu_search_4bit(&args);
+  args.choice = choice;
+  for (int i = 0; i < n_isas; i++) {
+    use(isas[i], 1 + i);
+    bsh_cpu_search_4bit(&args);
+    check_same_bytes("search_4bit", choice, expected, blocks);
+  }
+  free(x), free(weights), free(scales), free(choice), free(expected);
+}
+
+static void compare_round(uint64_t *const state) {
+  const int64_t N = random_below(state, 70), P = 1 + random_below(state, BSH_ROUND_COLUMNS), n = N * P;
+  float *const w = floats(state, n), *const u = floats(state, P * P), *const scales = floats(state, n);
+  float *const errors = buffer(4 * n), *const expected_errors = buffer(4 * n);
+  uint8_t *const codes = buffer(n), *const expected = buffer(n);
+  bsh_round_4bit_args args = {w, u, scales, expected, expected_errors, N, P, random_below(state, 2)};
+  use("scalar", 1);
+  bsh_cpu_round_4bit(&args);
+  args.codes = codes, args.errors = errors;
+  for (int i = 0; i < n_isas; i++) {
+    use(isas[i], 1 + i);
+    bsh_cpu_round_4bit(&args);
+    check_same_bytes("round_4bit codes", codes, expected, n);
+    for (int64_t j = 0; j < n; j++) /* the sign of a NaN depends on how a compiler orders a product */
+      CHECK(errors[j] == expected_errors[j] || (isnan(errors[j]) && isnan(expected_errors[j])), "round_4bit errors");
+  }
+  free(w), free(u), free(scales), free(errors), free(expected_errors), free(codes), free(expected);
+}
+
 int main(const int argc, char **const argv) {
   check_seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
   const int rounds = argc > 2 ? atoi(argv[2]) : 150;
@@ -712,6 +756,7 @@ int main(const int argc, char **const argv) {
     compare_dequantize_4bit(&state, 1 + random_below(&state, 40), random_below(&state, 700), blocksize);
     compare_dequantize_4bit(&state, 1, n, blocksize);
     compare_optimizers(&state, n, blocksize, round);
+    if (round % 3 == 0) compare_search(&state, n % 5000, blocksize), compare_round(&state);
     const int64_t K = round % 2 ? 64 * (1 + random_below(&state, 12)) : random_below(&state, 700);
     const bsh_dtype dtype = (bsh_dtype)random_below(&state, 3);
     compare_linear(&state, dtype, random_below(&state, 20), random_below(&state, 70), K, blocksize, round % 3 == 0);

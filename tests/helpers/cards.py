@@ -55,7 +55,7 @@ class Launch:
     shared: int
 
 
-ALONE = re.compile(r"(?:de)?quantize_|checksum|optimizer_")  # entries that no plan names
+ALONE = re.compile(r"(?:de)?quantize_|checksum|optimizer_|search_4bit|round_4bit")  # entries that no plan names
 STEP_COPIES = 64 * KIB  # BSH_STEP_COPIES_BYTES, dynamic shared memory of those for 8-bit states; the others have none
 SHAPES = ((4096, 4096), (1024, 8192), (14336, 4096), (28672, 8192), (48, 128), (272, 448), (97, 96), (64, 32))  # N, K
 ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 160, 200)

@@ -132,6 +132,8 @@ EXPORT int64_t gpu_size(const int which) {
                                  sizeof(bsh_dequantize_4bit_args),
                                  sizeof(bsh_quantize_blockwise_args),
                                  sizeof(bsh_dequantize_blockwise_args),
+                                 sizeof(bsh_search_4bit_args),
+                                 sizeof(bsh_round_4bit_args),
                                  sizeof(bsh_linear_4bit_args),
                                  sizeof(bsh_grouped_linear_4bit_args),
                                  sizeof(bsh_step_tensor)};
@@ -147,6 +149,8 @@ OP(quantize_4bit)
 OP(dequantize_4bit)
 OP(quantize_blockwise)
 OP(dequantize_blockwise)
+OP(search_4bit)
+OP(round_4bit)
 
 EXPORT int gpu_checksum(const uint8_t *const bytes, const int64_t n_bytes, uint64_t *const sum) {
   const bsh_cuda_context context = context_of("checksum");

@@ -174,6 +174,8 @@ Quantize = struct("Quantize", "*x *packed *absmax n blocksize -dtype -format")
 Dequantize = struct("Dequantize", "weight *out columns row0 n_rows column0 n_columns ld -dtype")
 QuantizeBlockwise = struct("QuantizeBlockwise", "*x *map *offset *code *absmax n blocksize -dtype")
 DequantizeBlockwise = struct("DequantizeBlockwise", "*code *absmax *map *offset *out n blocksize -dtype")
+Search = struct("Search", "*x *weights *scales *choice n period blocksize G -format")
+Round = struct("Round", "*w *u *scales *codes *errors N P -format")
 Linear = struct("Linear", "weight *x *bias *y M N K ldx ldy -dtype -direction")
 
 
@@ -184,7 +186,18 @@ class Grouped(ctypes.Structure):
 
 
 StepTensor = struct("StepTensor", "*g *p *state1 *state2 *absmax1 *absmax2 n")
-STRUCTS = (Weight, Quantize, Dequantize, QuantizeBlockwise, DequantizeBlockwise, Linear, Grouped, StepTensor)
+STRUCTS = (
+    Weight,
+    Quantize,
+    Dequantize,
+    QuantizeBlockwise,
+    DequantizeBlockwise,
+    Search,
+    Round,
+    Linear,
+    Grouped,
+    StepTensor,
+)
 
 
 class State(ctypes.Structure):
@@ -318,6 +331,20 @@ class Gpu:
         args = DequantizeBlockwise(*pointers, code.numel(), blocksize, DTYPES[dtype])
         self.call("dequantize_blockwise", args, tensors=[code, absmax, values, out])
         return out
+
+    def search_4bit(self, x: Tensor, weights: Tensor, scales: Tensor, blocksize: int, fmt: int) -> Tensor:
+        choice = torch.empty(-(-x.numel() // blocksize), dtype=torch.uint8)
+        tensors = [x, weights, scales, choice]
+        pointers = (tensor.data_ptr() for tensor in tensors)
+        args = Search(*pointers, x.numel(), weights.numel(), blocksize, scales.shape[1], fmt)
+        self.call("search_4bit", args, tensors=tensors)
+        return choice
+
+    def round_4bit(self, w: Tensor, u: Tensor, scales: Tensor, fmt: int) -> tuple[Tensor, Tensor]:
+        codes, errors = torch.empty(w.shape, dtype=torch.uint8), torch.empty(w.shape)
+        tensors = [w, u, scales, codes, errors]
+        self.call("round_4bit", Round(*(tensor.data_ptr() for tensor in tensors), *w.shape, fmt), tensors=tensors)
+        return codes, errors
 
     def checksum(self, data: Tensor) -> int:
         total = torch.zeros(1, dtype=torch.int64)
