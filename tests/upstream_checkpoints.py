@@ -2,6 +2,7 @@
 
 upstream_checkpoints.py write FOLDER    layers and models in every storage, with what they compute
 upstream_checkpoints.py read FOLDER     loads our layers and models; writes back what it read and computed
+upstream_checkpoints.py dense FOLDER FILE    a model's 4-bit weights, dequantized
 """
 
 import sys
@@ -104,6 +105,13 @@ def read(source: Path, target: Path) -> None:
                 save_logits(model, target / f"{kind}-logits-{storage}-{nested}.safetensors")
 
 
+def dense(source: Path, target: Path) -> None:
+    """The dequantized weight of every 4-bit layer of a model's folder."""
+    model = AutoModelForCausalLM.from_pretrained(source, device_map={"": "cpu"})
+    layers = [(name, module.weight) for name, module in model.named_modules() if isinstance(module, bnb.nn.Linear4bit)]
+    save_file({name: bnb.functional.dequantize_4bit(w.data, w.quant_state) for name, w in layers}, target)
+
+
 if __name__ == "__main__":
     command, *folders = sys.argv[1:]
-    {"write": write, "read": read}[command](*map(Path, folders))
+    {"write": write, "read": read, "dense": dense}[command](*map(Path, folders))

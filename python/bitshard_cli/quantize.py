@@ -35,6 +35,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--consume", action="store_true", help="delete each source file once all that it held is written and read back"
     )
+    calibrated = parser.add_argument_group("calibration (docs/calibration.md)")
+    calibrated.add_argument(
+        "--calibrate", metavar="TEXT",
+        help="choose scales and codes for this text: a file, .jsonl, .parquet, a folder, or "
+        "a dataset's name",
+    )  # fmt: skip
+    calibrated.add_argument("--samples", type=int, default=128, help="pieces of the text (default: 128)")
+    calibrated.add_argument("--length", type=int, default=2048, help="tokens of each (default: 2048)")
+    calibrated.add_argument("--seed", type=int, default=0, help="of the choice of pieces (default: 0)")
+    calibrated.add_argument("--column", default="text", help="of texts in files with columns (default: text)")
+    calibrated.add_argument(
+        "--adapter", type=Path, metavar="FOLDER", help="write an adapter of peft that corrects what is left, too"
+    )
+    calibrated.add_argument("--rank", type=int, default=16, help="of that adapter (default: 16)")
 
 
 def config_of(args: argparse.Namespace) -> object:
@@ -67,12 +81,20 @@ def bar(numbers: Iterable[int], total: int) -> Iterable[int]:
 def run(args: argparse.Namespace) -> Result:
     """Quantizes, and says what share is 4-bit and what is not."""
     config = config_of(args)
-    quantize_folder = console.load("bitshard.convert.quantize").quantize_folder
+    if args.adapter is not None and args.calibrate is None:
+        raise console.Mistake("--adapter corrects what calibration leaves: add --calibrate TEXT")
+    if args.rank < 1:
+        raise console.Mistake(f"--rank {args.rank}: expected 1 or more")
+    options = {
+        "device": args.device, "max_shard_size": args.max_shard_size, "consume": args.consume, "progress": bar,
+    }  # fmt: skip
+    layers = []
     with console.quiet():
-        report = quantize_folder(
-            args.folder, args.out, config, device=args.device, max_shard_size=args.max_shard_size,
-            consume=args.consume, progress=bar,
-        )  # fmt: skip
+        if args.calibrate is None:
+            quantize_folder = console.load("bitshard.convert.quantize").quantize_folder
+            report = quantize_folder(args.folder, args.out, config, **options)
+        else:
+            (report, layers), count = calibrated(args, config, options)
     total = report.packed + report.dense
     lines = [
         f"{args.out}: {report.nbytes / 1e9:.2f} GB in {report.files} file{'' if report.files == 1 else 's'}; "
@@ -90,4 +112,45 @@ def run(args: argparse.Namespace) -> Result:
     if report.left_out:
         more = f" and {len(report.left_out) - 3} more" if len(report.left_out) > 3 else ""
         lines.append(f"left out, as the model has no place for them: {', '.join(report.left_out[:3])}{more}")
-    return Result(report._asdict() | {"out": str(args.out)}, "\n".join(lines))
+    data = report._asdict() | {"out": str(args.out)}
+    if layers:
+        from bitshard.calibration.layers import summary
+
+        data["calibration"] = found = summary(layers) | {"samples": count}
+        methods = ", ".join(f"{count} {method}" for method, count in sorted(found["methods"].items()))
+        lines.append(
+            f"lost of the layers' products, squared, on average: {found['error']:.4%}; without calibration "
+            f"{found['plain']:.4%} (matrices: {methods})"
+        )
+        if count < args.samples:
+            lines.append(f"{count} samples instead of {args.samples}: the text has no more of {args.length} tokens")
+        lines += found["remarks"]
+    return Result(data, "\n".join(lines))
+
+
+def calibrated(args: argparse.Namespace, config: object, options: dict) -> tuple:
+    """What `calibrate_folder` gives, and the number of samples."""
+    calibration = console.load("transformers", "bitshard.calibration")
+    from bitshard.calibration.folder import require_dense
+    from bitshard.convert.output import require_new
+    from transformers import AutoTokenizer
+
+    require_new(args.out)
+    require_dense(args.folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.folder)
+    except Exception as error:
+        raise console.Mistake(f"{args.folder}: no tokenizer ({console.line_of(error)})") from None
+    ids = calibration.samples(args.calibrate, tokenizer, args.samples, args.length, args.seed, args.column)
+
+    def layer_bar(reports: Iterable, total: int) -> Iterable:
+        shown = console.progress(reports, total=total, unit="layer", label="Calibrating")
+        for report in shown:
+            if hasattr(shown, "set_postfix_str"):
+                shown.set_postfix_str(f"error {report.error:.3%}, plain {report.plain:.3%}")
+            yield report
+
+    found = calibration.calibrate_folder(
+        args.folder, args.out, config, ids, adapter=args.adapter, rank=args.rank, layer_progress=layer_bar, **options
+    )
+    return found, len(ids)

@@ -15,7 +15,7 @@ import torch
 from bitshard.convert.folder import device_of, format_of, others, skeleton_of, small_files
 from bitshard.convert.output import Output, anew, remembered, require_new
 from bitshard.convert.source import Source
-from bitshard.convert.tensors import Item, Tensors
+from bitshard.convert.tensors import Chosen, Item, Tensors
 from bitshard.inventory import holder_of
 from bitshard.sharding.checkpoints import contents
 from bitshard.sharding.checkpoints.files import byte_count
@@ -55,6 +55,8 @@ def quantize_folder(
     max_shard_size: int | str = "5GB",
     consume: bool = False,
     progress: Progress = lambda steps, total: steps,
+    chosen: Chosen = lambda key: None,
+    chosen_by: Any = None,
 ) -> Report:
     """Write the model of `folder` with 4-bit weights to `out`: the bytes of loading it quantized and saving it.
 
@@ -72,6 +74,8 @@ def quantize_folder(
         consume: delete each file of `folder` once all that was made of it is on the disk and was read back. The last
             copy of the weights is then `out`.
         progress: wraps the tensors to write, (numbers, how many).
+        chosen: key -> packed bytes and state of a weight that somebody else has quantized; None: it is quantized here.
+        chosen_by: what that depends on, for a run that goes on.
 
     OSError: a folder or file cannot be read or written, `out` exists, the disk is full. ValueError: the files are not
     sound, not dense, or not those of the model.
@@ -88,14 +92,14 @@ def quantize_folder(
             f"{folder}: its weights are quantized already ({format_of(folder)}); expected float32, float16 or bfloat16"
         )
     skeleton = skeleton_of(folder, source, quantization_config, device)
-    tensors = Tensors(skeleton, source)
+    tensors = Tensors(skeleton, source, chosen)
     left_out = _left_out(tensors, source)
     if consume:
         _require_consumable(folder, source, left_out)
     entries = {name: entry for item in tensors.items for name, entry in item.entries.items()}
     made_by = {
         "source": str(folder.resolve()), "settings": quantization_config.to_dict(), "consume": consume,
-        "max_shard_size": max_shard_size,
+        "max_shard_size": max_shard_size, **({} if chosen_by is None else {"chosen_by": chosen_by}),
     }  # fmt: skip
     output = Output(out, made_by, source.table(), entries, byte_count(max_shard_size))
     try:

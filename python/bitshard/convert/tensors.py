@@ -6,7 +6,7 @@ are put together and named by transformers' conversions, there and back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +18,13 @@ from bitshard.sharding.checkpoints.files import Entry
 from bitshard.sharding.checkpoints.names import conversions, reverted
 from bitshard.sharding.checkpoints.reading import Checkpoint
 from bitshard.sharding.loading.skeleton import Skeleton
+from bitshard.state import QuantState
 from bitshard.tensor import Params4bit
 
 _JSON_BYTES, _EXPERT_BYTES = 256, 24  # of a weight's JSON entry, and of each expert's number in it
+
+
+Chosen = Callable[[str], "tuple[Tensor, QuantState] | None"]
 
 
 class Item(NamedTuple):
@@ -47,10 +51,11 @@ class Tensors:
     Args:
         skeleton: with the settings of 4-bit weights.
         files: dense ones, which the skeleton has checked.
+        chosen: key -> packed bytes and state of a 4-bit weight that is not quantized here; None: it is.
     """
 
-    def __init__(self, skeleton: Skeleton, files: Checkpoint):
-        self.skeleton, self.files = skeleton, files
+    def __init__(self, skeleton: Skeleton, files: Checkpoint, chosen: Chosen = lambda key: None):
+        self.skeleton, self.files, self.chosen = skeleton, files, chosen
         use_conversions(skeleton)
         ignored = set(getattr(skeleton.model, "_keys_to_ignore_on_save", None) or ())
         self.items = [self._item(place) for place in skeleton.places() if place[0] not in ignored]
@@ -70,7 +75,12 @@ class Tensors:
 
     def read(self, item: Item) -> dict[str, Tensor]:
         """Its tensors for the new checkpoint; nothing of them is kept here."""
-        value, key = self.skeleton.value(item.place, self.files), item.place[0]
+        key, module, name = item.place
+        given = self.chosen(key) if item.packed else None
+        if given is not None:
+            storage = module._parameters[name].quant_storage
+            return reverted(self.skeleton.model, contents.packed_tensors(key, *given, storage))
+        value = self.skeleton.value(item.place, self.files)
         if not isinstance(value, Params4bit):
             return reverted(self.skeleton.model, {key: value.detach()})
         storage = value.quant_storage

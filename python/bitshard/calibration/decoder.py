@@ -1,0 +1,126 @@
+"""The decoder layers of a model of transformers: what goes into the first one, and each run by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class _Stop(Exception):
+    """Ends a forward once it has given what was wanted."""
+
+
+class Decoder:
+    """The layers of a model whose other parts, but for norm and head, have their weights.
+
+    Args:
+        model: of transformers, with a stack of decoder layers.
+        device: on which layers run.
+
+    Attributes:
+        layers: the stack.
+        path: its name in the model.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        self.model, self.device = model, device
+        self.path, self.layers = stack_of(model)
+        self._arguments: list[tuple[tuple, dict[str, Any]]] = []
+        self._wraps = False  # whether layers give their result in a tuple
+
+    @torch.no_grad()
+    def embed(self, ids: Tensor) -> Iterator[Tensor]:
+        """What the first layer gets for samples ids [S, L], one sample [1, L, H] at a time, float32 on the CPU."""
+        for sample in ids:
+            with self._recording(stop_at=0) as recorded:
+                self._forward(sample)
+            yield recorded[0][0][0].float().cpu()
+
+    @torch.no_grad()
+    def learn(self, sample: Tensor, first: nn.Module, hidden: Tensor) -> None:
+        """Find out what each layer is called with beside hidden states; all samples are as long as this one.
+
+        Args:
+            sample: ids [L].
+            first: the first layer, with its weights.
+            hidden: what it gets.
+        """
+        with self._recording(stop_at=0) as recorded:
+            self._forward(sample)
+        self._arguments = [recorded[0]]
+        self._wraps = isinstance(self._call(first, 0, hidden), tuple)
+        with self._recording(stop_at=len(self.layers) - 1) as recorded:
+            self._forward(sample)
+        self._arguments = recorded
+
+    @torch.no_grad()
+    def run(self, layer: nn.Module, number: int, hidden: Tensor) -> Tensor:
+        """What layer `number`, given by itself on the device, makes of hidden [B, L, H]."""
+        found = self._call(layer, number, hidden)
+        return found[0] if self._wraps else found
+
+    def _call(self, layer: nn.Module, number: int, hidden: Tensor) -> Any:
+        positional, named = self._arguments[number]
+        moved = (self._moved(value) for value in positional[1:])
+        return layer(hidden.to(self.device), *moved, **{name: self._moved(value) for name, value in named.items()})
+
+    def _moved(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(self.device)
+        if isinstance(value, tuple):
+            return tuple(self._moved(each) for each in value)
+        return value
+
+    def _forward(self, sample: Tensor) -> None:
+        try:
+            self.model(input_ids=sample[None].to(self._input_device()), use_cache=False)
+        except _Stop:
+            return
+        raise NotImplementedError(f"{type(self.model).__name__} does not run its decoder layers ({self.path})")
+
+    def _input_device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device
+
+    @contextmanager
+    def _recording(self, stop_at: int) -> Iterator[list[tuple[tuple, dict[str, Any]]]]:
+        """While it lasts, layers give back what they get, and what they are called with is put down."""
+        recorded: list[tuple[tuple, dict[str, Any]]] = []
+
+        def recorder(number: int) -> Callable[..., Any]:
+            def forward(*positional: Any, **named: Any) -> Any:
+                if not positional:
+                    positional = (named.pop("hidden_states"),)
+                recorded.append((positional, named))
+                if number == stop_at:
+                    raise _Stop
+                return (positional[0],) if self._wraps else positional[0]
+
+            return forward
+
+        for number, layer in enumerate(self.layers):
+            layer.forward = recorder(number)
+        # rotations and masks are computed in the dtype of the embeddings
+        wide = self.model.get_input_embeddings().register_forward_hook(lambda module, given, found: found.float())
+        try:
+            yield recorded
+        finally:
+            wide.remove()
+            for layer in self.layers:
+                vars(layer).pop("forward", None)
+
+
+def stack_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """(name, decoder layers) of a model of transformers. NotImplementedError where there is no one stack of them."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    count = getattr(getattr(decoder, "config", None), "num_hidden_layers", None)
+    found = [each for each in decoder.children() if isinstance(each, nn.ModuleList) and len(each) == count]
+    if len(found) != 1:
+        raise NotImplementedError(
+            f"{type(model).__name__}: calibration runs decoder layers one by one, and finds {len(found)} lists of "
+            f"{count} of them"
+        )
+    return next(name for name, module in model.named_modules() if module is found[0]), found[0]

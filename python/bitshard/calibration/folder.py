@@ -1,0 +1,210 @@
+"""A folder of 16- or 32-bit weights made into one of calibrated 4-bit weights, a decoder layer at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bitshard.calibration.decoder import Decoder
+from bitshard.calibration.layers import LayerReport, Layers, Made, Target, calibrate_layers
+from bitshard.calibration.low_rank import save_adapter
+from bitshard.calibration.solve import Format
+from bitshard.calibration.stored import Stored
+from bitshard.convert.folder import device_of, format_of, skeleton_of
+from bitshard.convert.output import checksum, remembered, require_new
+from bitshard.convert.quantize import Progress, Report, quantize_folder
+from bitshard.convert.source import Source
+from bitshard.inventory import holder_of
+from bitshard.sharding.loading.skeleton import Skeleton
+
+LayerProgress = Callable[[Iterable[LayerReport], int], Iterable[LayerReport]]
+
+
+class Calibrated(NamedTuple):
+    """What became of the weights, and of each decoder layer."""
+
+    report: Report
+    layers: list[LayerReport]
+
+
+def calibrate_folder(
+    folder: str | os.PathLike,
+    out: str | os.PathLike,
+    quantization_config: Any,
+    ids: Tensor,
+    *,
+    device: str | torch.device = "cpu",
+    max_shard_size: int | str = "5GB",
+    consume: bool = False,
+    adapter: str | os.PathLike | None = None,
+    rank: int = 16,
+    progress: Progress = lambda steps, total: steps,
+    layer_progress: LayerProgress = lambda reports, total: reports,
+) -> Calibrated:
+    """Write the model of `folder` with calibrated 4-bit weights to `out`; format and names are those of
+    `convert.quantize.quantize_folder`, and so are the arguments that are not said here.
+
+    On the device are one decoder layer in float32 and its second moments, on the host the embeddings and the samples'
+    hidden states in float32, S L H 4 bytes. Finished layers are kept in OUT.calibration; an interrupted run is repeated
+    with the same arguments, and goes on behind the last of them.
+
+    Args:
+        ids: int64 [S, L], samples (`samples.samples`).
+        adapter: a folder for an adapter of peft that corrects what is left; must not exist.
+        rank: of that.
+        layer_progress: wraps the reports of decoder layers, (reports, how many layers).
+
+    ValueError: ids that the model has no embedding for, weights that are quantized already. NotImplementedError: a
+    model whose decoder layers cannot be run one by one.
+    """
+    folder, out, device = Path(folder), Path(out), device_of(device)
+    for new in (out, *([Path(adapter)] if adapter is not None else [])):
+        require_new(new)
+    require_dense(folder)
+    journal = remembered(out)
+    source = Source(folder, None if journal is None else journal["source"])
+    skeleton = skeleton_of(folder, source, quantization_config, torch.device("cpu"))
+    made_by = {
+        "source": str(folder.resolve()), "settings": quantization_config.to_dict(), "ids": checksum(ids.contiguous()),
+        "rank": rank if adapter is not None else 0, "table": source.table(),
+    }  # fmt: skip
+    stored = Stored(out, made_by)
+    try:
+        reports = _layers(folder, source, skeleton, stored, ids, device, made_by["rank"], layer_progress, journal)
+        given = Given(skeleton, stored, len(reports))
+        report = quantize_folder(
+            folder, out, quantization_config, device=device, max_shard_size=max_shard_size, consume=consume,
+            progress=progress, chosen=given.weight, chosen_by=made_by,
+        )  # fmt: skip
+        if adapter is not None:
+            save_adapter(adapter, out, given.factors(), rank)
+        stored.close(done=True)
+    finally:
+        stored.close(done=False)
+    return Calibrated(report, reports)
+
+
+def _layers(
+    folder: Path, source: Source, skeleton: Skeleton, stored: Stored, ids: Tensor, device: torch.device, rank: int,
+    progress: LayerProgress, journal: Any,
+) -> list[LayerReport]:  # fmt: skip
+    if journal is not None:  # the files are being written: all layers are there
+        reports = []
+        while (found := stored.recall(len(reports))) is not None:
+            reports.append(found[1])
+        return reports
+    dense = skeleton_of(folder, source, None, torch.device("cpu"), dtype=torch.float32)
+    walk = Walk(dense, skeleton, source, device)
+    require_ids(dense.model, ids)
+    walk.fill_rest()
+    layers = Layers(walk.decoder, walk.load, walk.targets, stored.recall, stored.keep)
+    return list(progress(calibrate_layers(layers, ids, rank), len(walk.decoder.layers)))
+
+
+def require_dense(folder: Path) -> None:
+    """ValueError where a folder's weights are quantized already, OSError where it has no config."""
+    if format_of(folder):
+        raise ValueError(f"{folder}: its weights are quantized already ({format_of(folder)}); calibrate 16-bit ones")
+
+
+def require_ids(model: nn.Module, ids: Tensor) -> None:
+    """ValueError unless all ids have an embedding."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if int(ids.max()) >= rows or int(ids.min()) < 0:
+        raise ValueError(
+            f"the tokenizer does not fit the model: it gives token {int(ids.max())}, and there are {rows} embeddings"
+        )
+
+
+class Walk:
+    """The decoder layers of a folder, each read when it is wanted.
+
+    Args:
+        dense: the model without weights, float32, on the CPU.
+        packed: the same with its 4-bit layers, which says what becomes 4-bit.
+        source: the files.
+        device: on which layers run.
+    """
+
+    def __init__(self, dense: Skeleton, packed: Skeleton, source: Source, device: torch.device):
+        self.dense, self.source, self.device = dense, source, device
+        self.decoder = Decoder(dense.model, device)
+        self._targets = targets_of(packed, self.decoder.path)
+
+    def fill_rest(self) -> None:
+        """Read what is outside the decoder layers, but for the head."""
+        inside = {module for layer in self.decoder.layers for module in layer.modules()}
+        head = self.dense.model.get_output_embeddings()
+        for module in self.dense.model.modules():
+            if module not in inside and module is not head and not list(module.children()):
+                self.dense.fill(module, self.source)
+
+    def load(self, number: int) -> nn.Module:
+        """A layer, read from the files; those before it are let go."""
+        for before in self.decoder.layers[:number]:
+            before.to("meta")
+        layer = self.decoder.layers[number]
+        self.dense.fill(layer, self.source)
+        return layer.to(self.device)
+
+    def targets(self, number: int) -> list[Target]:
+        """What becomes 4-bit of a layer."""
+        return self._targets.get(number, [])
+
+
+def targets_of(packed: Skeleton, path: str) -> dict[int, list[Target]]:
+    """{number of a decoder layer: what becomes 4-bit of it} of a model whose layers have this path."""
+    found: dict[int, list[Target]] = {}
+    for key, module, leaf in packed.places():
+        held = holder_of(module, leaf)
+        if held is None or not key.startswith(f"{path}."):
+            continue
+        number, _, name = key.removeprefix(f"{path}.").partition(".")
+        weight = module._parameters[leaf]
+        fmt = Format(weight.quant_type, weight.blocksize, weight.compress_statistics)
+        is_stack = held.layer is not module
+        name = name if is_stack else name.removesuffix(".weight")
+        target = Target(key, name, is_stack, getattr(held, "transposed", False), fmt, packed.dtype)
+        found.setdefault(int(number), []).append(target)
+    return found
+
+
+class Given:
+    """Weights that are calibrated, by their keys.
+
+    Args:
+        packed: the model with its 4-bit layers.
+        stored: where they are.
+        count: of layers.
+    """
+
+    def __init__(self, packed: Skeleton, stored: Stored, count: int):
+        self._stored = stored
+        path = Decoder(packed.model, torch.device("cpu")).path
+        self._number = {target.key: number for number, found in targets_of(packed, path).items() for target in found}
+        self._last: tuple[int, dict[str, Made]] | None = None
+        self._count = count
+
+    def weight(self, key: str) -> tuple[Tensor, Any] | None:
+        """Packed bytes and state, on the CPU; None: this one is quantized as always."""
+        number = self._number.get(key)
+        if number is None:
+            return None
+        if self._last is None or self._last[0] != number:
+            self._last = number, self._stored.recall(number)[0]
+        made = self._last[1][key]
+        return made.packed, made.state
+
+    def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The adapters' factors by the names of their layers."""
+        found = {}
+        for number in range(self._count):
+            for key, made in self._stored.recall(number)[0].items():
+                if made.adapter is not None:
+                    found[key.removesuffix(".weight")] = made.adapter
+        return found

@@ -1,0 +1,269 @@
+"""A decoder layer made 4-bit, for the inputs that come through the layers before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bitshard import functional
+from bitshard.calibration import low_rank
+from bitshard.calibration.decoder import Decoder
+from bitshard.calibration.moments import Moments
+from bitshard.calibration.solve import Format, Inputs, Solved, packed, solve
+from bitshard.functional import QuantState
+from bitshard.kinds import EXPERTS
+
+TOKENS = 8192  # of samples that go through a layer at once, on a GPU
+
+
+class Target(NamedTuple):
+    """What a weight becomes.
+
+    Attributes:
+        key: its name in the model.
+        name: that in its layer: of a linear layer, or of a stack of experts with its module's.
+        is_stack, transposed: whether it is a stack of experts, and shows [E, K, N].
+        fmt: of its blocks.
+        dtype: of its values.
+    """
+
+    key: str
+    name: str
+    is_stack: bool
+    transposed: bool
+    fmt: Format
+    dtype: torch.dtype
+
+
+class Made(NamedTuple):
+    """A weight in 4 bits.
+
+    Attributes:
+        packed: uint8 [ceil(n / 2), 1].
+        state: its quantization state.
+        adapter: float32 (A [r, K], B [N, r]) whose product B A corrects it, or None.
+        error, plain, whole: of this, of plain quantization and of no weight, summed over tokens (`solve`); error
+            without the adapter.
+        methods: how many matrices were chosen by which method.
+    """
+
+    packed: Tensor
+    state: QuantState
+    adapter: tuple[Tensor, Tensor] | None
+    error: float
+    plain: float
+    whole: float
+    methods: dict[str, int]
+
+
+class LayerReport(NamedTuple):
+    """What became of a decoder layer.
+
+    Attributes:
+        number: of the layer.
+        error, plain: shares of its products that are lost, squared: as chosen, and as bitsandbytes would choose.
+        methods: how many matrices were chosen by which method.
+        remarks: what could not be done, a line each.
+    """
+
+    number: int
+    error: float
+    plain: float
+    methods: dict[str, int]
+    remarks: list[str]
+
+
+class Layers(NamedTuple):
+    """Where layers come from, and where they go.
+
+    Attributes:
+        decoder: runs them.
+        load: number -> a dense float32 layer on the decoder's device, which may be changed.
+        targets: number -> what becomes 4-bit of it.
+        recall: number -> {key: Made} of an earlier run, or None.
+        keep: (number, {key: Made}, report) -> None: remember them.
+    """
+
+    decoder: Decoder
+    load: Callable[[int], nn.Module]
+    targets: Callable[[int], list[Target]]
+    recall: Callable[[int], tuple[dict[str, Made], LayerReport] | None]
+    keep: Callable[[int, dict[str, Made], LayerReport], None]
+
+
+@torch.no_grad()
+def calibrate_layers(layers: Layers, ids: Tensor, rank: int = 0) -> Iterator[LayerReport]:
+    """Make one decoder layer after the other 4-bit, each on what its predecessors make of the samples by then.
+
+    Args:
+        layers: of a model.
+        ids: int64 [S, L], samples of L tokens.
+        rank: of the adapters that correct what is left, with which later layers are then calibrated; 0: none.
+    """
+    decoder = layers.decoder
+    hidden = _batches(decoder.embed(ids), max(1, TOKENS // ids.shape[1]) if decoder.device.type == "cuda" else 1)
+    for number in range(len(decoder.layers)):
+        layer = layers.load(number)
+        if number == 0:
+            decoder.learn(ids[0], layer, hidden[0][:1])
+        found, targets = layers.recall(number), layers.targets(number)
+        if found is None:
+            moments = Moments(layer, [target.name for target in targets])
+            with moments.watching():
+                for batch in hidden:
+                    decoder.run(layer, number, batch)
+            found = _made(layer, targets, moments, number, rank)
+            layers.keep(number, *found)
+            del moments
+        made, report = found
+        for target in targets:
+            _put(layer, target, made[target.key])
+        if number + 1 < len(decoder.layers):
+            hidden = [decoder.run(layer, number, batch).cpu() for batch in hidden]
+        yield report
+
+
+def _batches(samples: Iterable[Tensor], size: int) -> list[Tensor]:
+    """Samples [1, L, H] joined to [size, L, H]."""
+    found = list(samples)
+    return [torch.cat(found[i : i + size]) for i in range(0, len(found), size)]
+
+
+def _made(
+    layer: nn.Module, targets: list[Target], moments: Moments, number: int, rank: int
+) -> tuple[dict[str, Made], LayerReport]:
+    made: dict[str, Made] = {}
+    remarks: list[str] = []
+    shared: dict[str, Inputs] = {}
+    for target in targets:
+        if target.is_stack:
+            made[target.key] = _stack(layer, target, moments, remarks)
+            continue
+        leader = moments.leader(target.name)
+        if leader not in shared:
+            shared = {leader: _inputs(moments.of(target.name), layer.get_submodule(target.name).in_features, layer)}
+            if shared[leader].why:
+                remarks.append(f"{target.key}: {shared[leader].why}: scales are searched, no errors passed on")
+        made[target.key] = _linear(layer, target, shared[leader], rank)
+    total = [sum(getattr(each, name) for each in made.values()) for name in ("error", "plain", "whole")]
+    methods: dict[str, int] = {}
+    for each in made.values():
+        for method, count in each.methods.items():
+            methods[method] = methods.get(method, 0) + count
+    whole = total[2] or 1.0
+    return made, LayerReport(number, total[0] / whole, total[1] / whole, methods, remarks)
+
+
+def _inputs(H: Tensor, K: int, layer: nn.Module) -> Inputs:
+    device = next(layer.parameters()).device
+    return Inputs(H if H.numel() else torch.zeros(K, K, device=device))
+
+
+def _linear(layer: nn.Module, target: Target, inputs: Inputs, rank: int) -> Made:
+    w = layer.get_submodule(target.name).weight.detach()
+    adapter = None
+    _require_finite(target.key, w)
+    solved = solve(w, inputs, target.fmt)
+    data, state = packed(solved.choice, target.fmt, w.shape, target.dtype)
+    values = _require_no_worse(target.key, w, data, state, inputs, solved)
+    if rank:
+        adapter = low_rank.correction(w - values, inputs.H, rank)
+    return Made(data, state, adapter, solved.error, solved.plain, solved.whole, {solved.choice.method: 1})
+
+
+def _stack(layer: nn.Module, target: Target, moments: Moments, remarks: list[str]) -> Made:
+    stack = _tensor(layer, target)
+    _require_finite(target.key, stack)
+    parts, empty = [], 0
+    for expert in range(len(stack)):
+        w = (stack[expert].t() if target.transposed else stack[expert]).contiguous()
+        H, rows = moments.of_expert(target.name, expert)
+        inputs = _inputs(H, w.shape[1], layer)
+        solved = solve(w, inputs, target.fmt)
+        data, state = packed(solved.choice, target.fmt, w.shape, target.dtype)
+        _require_no_worse(target.key, w, data, state, inputs, solved)
+        parts.append((data, state, solved, rows))
+        empty += rows == 0
+    if empty:
+        remarks.append(f"{target.key}: no token reached {empty} of {len(stack)} experts: calibrated for the layer's")
+    data, state = _joined([part[0] for part in parts], [part[1] for part in parts])
+    methods: dict[str, int] = {}
+    for _, _, solved, _ in parts:
+        methods[solved.choice.method] = methods.get(solved.choice.method, 0) + 1
+    sums = [sum(getattr(part[2], name) * part[3] for part in parts) for name in ("error", "plain", "whole")]
+    rows = max(sum(part[3] for part in parts), 1)
+    return Made(data, state, None, *(total / rows for total in sums), methods)
+
+
+def _joined(packed_parts: list[Tensor], states: list[QuantState]) -> tuple[Tensor, QuantState]:
+    """Experts' packed bytes and states as those of their stack."""
+    state = states[0]
+    shape = torch.Size((len(states), *state.shape))
+    absmax = torch.cat([each.absmax for each in states])
+    made = QuantState(
+        absmax=absmax, shape=shape, blocksize=state.blocksize, quant_type=state.quant_type, dtype=state.dtype
+    )
+    made.share(state.quant_type)
+    made.kind = EXPERTS
+    if state.nested:
+        second = torch.cat([each.state2.absmax for each in states])
+        made.offset = torch.stack([each.offset for each in states])
+        made.state2 = QuantState(absmax=second, blocksize=state.state2.blocksize, dtype=torch.float32)
+        made.state2.share("dynamic")
+        made.nested = True
+    return torch.cat(packed_parts), made
+
+
+def _require_finite(key: str, w: Tensor) -> None:
+    wrong = int((~torch.isfinite(w)).sum())
+    if wrong:
+        raise ValueError(f"{key}: {wrong} of its {w.numel()} values are not finite")
+
+
+def _require_no_worse(key: str, w: Tensor, data: Tensor, state: QuantState, inputs: Inputs, solved: Solved) -> Tensor:
+    """float32 [N, K], what a reader decodes; RuntimeError where its error is above that of plain quantization."""
+    wide = state.clone()
+    wide.dtype = torch.float32
+    values = functional.dequantize_4bit(data, wide)
+    error = inputs.error(w - values)
+    if not error <= solved.plain * (1 + 1e-4) + 1e-30:
+        raise RuntimeError(f"{key}: an error of {error:g} is above that of plain quantization, {solved.plain:g}")
+    return values
+
+
+def _tensor(layer: nn.Module, target: Target) -> Tensor:
+    parent, _, leaf = target.name.rpartition(".")
+    return layer.get_submodule(parent)._parameters[leaf].detach()
+
+
+def _put(layer: nn.Module, target: Target, made: Made) -> None:
+    """Give a dense layer the values of a weight in 4 bits, with its adapter."""
+    state = made.state.clone()
+    state.dtype = torch.float32
+    device = next(layer.parameters()).device
+    values = functional.dequantize_4bit(made.packed.to(device), state.to(device))
+    if target.is_stack:
+        _tensor(layer, target).copy_(values.transpose(1, 2) if target.transposed else values)
+        return
+    if made.adapter is not None:
+        a, b = (each.to(device) for each in made.adapter)
+        values = values + b @ a
+    layer.get_submodule(target.name).weight.data.copy_(values)
+
+
+def summary(reports: list[LayerReport]) -> dict[str, Any]:
+    """Of all layers: mean shares that are lost, how many matrices were chosen how, and remarks."""
+    methods: dict[str, int] = {}
+    for report in reports:
+        for method, count in report.methods.items():
+            methods[method] = methods.get(method, 0) + count
+    count = max(len(reports), 1)
+    return {
+        "error": sum(report.error for report in reports) / count,
+        "plain": sum(report.plain for report in reports) / count,
+        "methods": methods,
+        "remarks": [remark for report in reports for remark in report.remarks],
+    }

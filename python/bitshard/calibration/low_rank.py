@@ -1,0 +1,72 @@
+"""The matrix of low rank that makes up best for what quantization has left, and adapters of peft with such ones."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_RIDGE = 1e-4  # of H, in parts of its mean diagonal: it can then be divided by
+
+
+def correction(left: Tensor, H: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """float32 A [r, K] and B [N, r] with the least tr((R - B A) H (R - B A)^T) for R = `left` [N, K].
+
+    With H = S S^T it is the truncated singular value decomposition of R S, divided by S (as in LQER, arXiv 2402.02446,
+    and QERA, arXiv 2410.06040). Both factors have equal norms.
+    """
+    rank = min(rank, *left.shape)
+    ridge = H.clone()
+    ridge.diagonal().add_(_RIDGE * H.diagonal().mean().clamp_min(1e-30))
+    root, failed = torch.linalg.cholesky_ex(ridge)
+    if int(failed) or not bool(torch.isfinite(root).all()):
+        root = torch.eye(len(H), device=H.device)
+    scaled = left @ root
+    if scaled.shape[0] <= scaled.shape[1]:  # by the smaller Gram matrix: only the first vectors are wanted
+        _, vectors = torch.linalg.eigh((scaled @ scaled.t()).double())
+        b = vectors[:, -rank:].flip(1).float()
+        rows = b.t() @ scaled
+    else:
+        _, vectors = torch.linalg.eigh((scaled.t() @ scaled).double())
+        v = vectors[:, -rank:].flip(1).float()
+        b, rows = scaled @ v, v.t()
+    a = torch.linalg.solve_triangular(root, rows, upper=False, left=False)
+    balance = (a.norm(dim=1) / b.norm(dim=0).clamp_min(1e-30)).sqrt().clamp(1e-10, 1e10)
+    return (a / balance.unsqueeze(1)).contiguous(), (b * balance).contiguous()
+
+
+def save_adapter(
+    folder: str | os.PathLike, base: str | os.PathLike, factors: dict[str, tuple[Tensor, Tensor]], rank: int
+) -> None:
+    """Write an adapter of peft.
+
+    Args:
+        folder: is made.
+        base: the folder of 4-bit weights that it is for.
+        factors: name of a linear layer in the model -> A [r, K], B [N, r].
+        rank: r.
+    """
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    tensors = {}
+    for name, (a, b) in factors.items():
+        short = rank - len(a)  # layers smaller than the rank
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.nn.functional.pad(a, (0, 0, 0, short)).cpu()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.nn.functional.pad(b, (0, short)).cpu()
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=rank,
+        lora_dropout=0.0,
+        target_modules=sorted(factors),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(base),
+        inference_mode=True,
+    )
+    Path(folder).mkdir(parents=True)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, Path(folder) / "adapter_model.safetensors"
+    )
+    config.save_pretrained(folder)

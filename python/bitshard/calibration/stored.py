@@ -1,0 +1,111 @@
+"""Layers that are calibrated, kept on the disk until all are: an interrupted run goes on behind the last whole one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitshard.calibration.layers import LayerReport, Made
+from bitshard.functional import QuantState
+from bitshard.sharding.checkpoints import contents, owned
+
+FOLDER = ".calibration"
+_SETTINGS, _LOCK = "settings.json", "bitshard-lock"
+
+
+class Stored:
+    """The folder OUT.calibration, of one run at a time. OSError where another process has it.
+
+    Args:
+        out: where the weights will be.
+        made_by: all that the result depends on. ValueError where the folder is that of another run.
+    """
+
+    def __init__(self, out: Path, made_by: dict[str, Any]):
+        self.folder = out.with_name(out.name + FOLDER)
+        made_by = json.loads(json.dumps(made_by, default=str))
+        found = self._settings()
+        if found is None and self.folder.exists() and set(os.listdir(self.folder)) - {_LOCK, _SETTINGS + ".writing"}:
+            raise FileExistsError(17, "exists already, and no calibration has left it: remove it", str(self.folder))
+        if found is not None and found != made_by:
+            raise ValueError(
+                f"{self.folder} is what a calibration with other arguments or files has left: delete it, or repeat that"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = owned.hold(self.folder / _LOCK)[0]
+        if found is None:
+            _write(self.folder / _SETTINGS, json.dumps(made_by).encode())
+
+    def _settings(self) -> dict[str, Any] | None:
+        try:
+            return json.loads((self.folder / _SETTINGS).read_text())
+        except FileNotFoundError:
+            return None
+        except (ValueError, NotADirectoryError):
+            raise ValueError(f"{self.folder} cannot be read: delete it and begin again") from None
+
+    def keep(self, number: int, made: dict[str, Made], report: LayerReport) -> None:
+        """Write a layer."""
+        from safetensors.torch import save
+
+        tensors: dict[str, Tensor] = {}
+        for key, each in made.items():
+            tensors |= contents.packed_tensors(key, each.packed, each.state, torch.uint8)
+            if each.adapter is not None:
+                tensors[f"{key}.lora_A"], tensors[f"{key}.lora_B"] = each.adapter
+        numbers = {key: [each.error, each.plain, each.whole, each.methods] for key, each in made.items()}
+        metadata = {"numbers": json.dumps(numbers), "report": json.dumps(report._asdict())}
+        plain = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        _write(self._path(number), save(plain, metadata))
+
+    def recall(self, number: int) -> tuple[dict[str, Made], LayerReport] | None:
+        """A layer that was written, on the CPU; None: it was not."""
+        from safetensors import safe_open
+
+        if not self._path(number).exists():
+            return None
+        with safe_open(self._path(number), "pt") as file:
+            names = list(file.keys())
+            numbers = json.loads(file.metadata()["numbers"])
+            report = LayerReport(**json.loads(file.metadata()["report"]))
+            made = {key: _read(file, names, key, numbers[key]) for key in numbers}
+        return made, report
+
+    def close(self, done: bool) -> None:
+        """Remove the folder where all is `done`, or nothing is whole; else leave it to another run."""
+        if self._lock < 0:
+            return
+        if done or not any(self.folder.glob("layer-*.safetensors")):
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = -1
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"layer-{number:05d}.safetensors"
+
+
+def _read(file: Any, names: list[str], key: str, numbers: list[Any]) -> Made:
+    beside = {name.removeprefix(f"{key}."): file.get_tensor(name) for name in names if name.startswith(f"{key}.")}
+    factors = [beside.pop(name, None) for name in ("lora_A", "lora_B")]
+    state = QuantState.from_dict(beside, device="cpu")
+    adapter = None if factors[0] is None else (factors[0], factors[1])
+    return Made(file.get_tensor(key), state, adapter, *numbers)
+
+
+def _write(path: Path, data: bytes) -> None:
+    partial = path.with_name(path.name + ".writing")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,496 @@
+"""bitshard.calibration: scales and codes for inputs, layer by layer, in the format that everybody reads."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import upstream
+from bitshard import _C, functional, lora
+from bitshard.calibration import calibrate, calibrate_folder, layers, low_rank, samples, solve, stored
+from bitshard.calibration.decoder import Decoder
+from bitshard.calibration.moments import Moments
+from bitshard.convert.quantize import quantize_folder
+from bitshard.transformers import FourBitConfig
+from bitshard_cli import main
+from fsdp.launch import launch
+from helpers import moe
+from peft import PeftModel
+from safetensors.torch import load_file
+from test_convert import same, tensors
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "examples"))
+import tiny  # noqa: E402
+
+FORMATS = [solve.Format(), solve.Format("fp4"), solve.Format(nested=True), solve.Format("nf4", 32, True)]
+FORMATS += [solve.Format("nf4", 128), solve.Format("fp4", 4096, True)]
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+IDS = torch.randint(0, 96, (6, 32), generator=torch.Generator().manual_seed(1))
+
+
+def config(experts=False, **options):
+    options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32, **options}
+    return FourBitConfig(**options) if experts else BitsAndBytesConfig(load_in_4bit=True, **options)
+
+
+def problem(N=48, K=96, rows=400):
+    """A matrix, and inputs some of whose columns are much larger and depend on others."""
+    generator = torch.Generator().manual_seed(N * K)
+    x = torch.randn(rows, K, generator=generator) @ torch.randn(K, K, generator=generator) / K**0.5
+    x = x * torch.rand(K, generator=generator).pow(3) * 5
+    return torch.randn(N, K, generator=generator) * 0.05, x.t() @ x / rows
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """A folder with a model of three layers in bfloat16, in two files."""
+    folder = tmp_path_factory.mktemp("dense") / "model"
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, vocab_size=96, num_key_value_heads=2, initializer_range=0.1))
+    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def calibrated(dense, tmp_path_factory):
+    """(folder of 4-bit weights, adapter, what was said) of that model, nested scales."""
+    out = tmp_path_factory.mktemp("calibrated")
+    said = calibrate_folder(
+        dense, out / "nf4", config(bnb_4bit_use_double_quant=True), IDS, adapter=out / "adapter", rank=4
+    )
+    assert not [path for path in out.iterdir() if path.name not in ("nf4", "adapter")]
+    return out / "nf4", out / "adapter", said
+
+
+# ---- one matrix ----
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("N, K", [(48, 96), (33, 65), (7, 200)])
+def test_less_is_lost(fmt, N, K):
+    """Searched scales lose less than plain ones, passed-on errors less again; blocks across rows and odd sizes too."""
+    w, H = problem(N, K)
+    inputs = solve.Inputs(H)
+    found = solve.solve(w, inputs, fmt)
+    searched = inputs.error(w - solve._nearest(w, inputs, fmt).values(fmt))
+    assert found.choice.method == "passed on" and found.error < searched < found.plain < found.whole
+    assert found.error < (0.75 if fmt.blocksize <= 128 else 0.9) * found.plain
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_packed_is_what_was_chosen(fmt):
+    """A reader decodes the values whose error was counted; an odd number of them too."""
+    for N, K in ((48, 96), (33, 65)):
+        w, H = problem(N, K)
+        choice = solve.solve(w, solve.Inputs(H), fmt).choice
+        data, state = solve.packed(choice, fmt, w.shape, torch.float32)
+        assert torch.equal(functional.dequantize_4bit(data, state), choice.values(fmt))
+        again = functional.QuantState.from_dict(state.as_dict(packed=True), device="cpu")
+        assert torch.equal(functional.dequantize_4bit(data, again), choice.values(fmt))
+
+
+def test_every_instruction_set_and_run_gives_the_same(assert_equal):
+    w, H = problem()
+    before, found = _C.isa(), []
+    try:
+        for isa in (*_C.isas(), before):
+            _C.set_isa(isa)
+            found.append(solve.solve(w, solve.Inputs(H), solve.Format(nested=True)).choice)
+    finally:
+        _C.set_isa(before)
+    for choice in found[1:]:
+        assert_equal(choice.codes, found[0].codes)
+        assert_equal(choice.scales, found[0].scales)
+
+
+@pytest.mark.parametrize(
+    "H, why",
+    [
+        (torch.zeros(96, 96), "no input but zeros"),
+        (torch.full((96, 96), float("nan")), "moments that are not finite"),
+        (torch.ones(96, 96) * float("inf"), "moments that are not finite"),
+        (torch.ones(96, 96) * 10 - torch.eye(96) * 9, "singular moments"),
+    ],
+)
+def test_moments_that_say_nothing(H, why):
+    """Scales are searched all the same, and it says why no errors were passed on."""
+    w, _ = problem()
+    inputs = solve.Inputs(H)
+    assert inputs.why == why and inputs.passes is None
+    found = solve.solve(w, inputs, solve.Format())
+    assert found.choice.method in ("search", "plain") and not found.error > found.plain
+
+
+def test_a_plain_choice_is_bitsandbytes_own():
+    w, H = problem()
+    for fmt in FORMATS:
+        data, state = solve.packed(solve._plain(w, fmt), fmt, w.shape, w.dtype)
+        theirs, known = functional.quantize_4bit(w, None, None, fmt.blocksize, fmt.nested, fmt.quant_type)
+        assert torch.equal(data, theirs) and torch.equal(state.absmax, known.absmax)
+
+
+def test_no_error_is_above_plain_quantization(monkeypatch):
+    """The tool itself looks at what a reader will decode, and ends where that is worse."""
+    w, H = problem()
+    layer = torch.nn.Sequential(torch.nn.Linear(96, 48, bias=False))
+    layer[0].weight.data.copy_(w)
+    target = layers.Target("0.weight", "0", False, False, solve.Format(), torch.float32)
+    layers._linear(layer, target, solve.Inputs(H), 0)
+    wrong = solve.packed
+
+    def spoilt(choice, *rest):
+        return wrong(choice._replace(codes=choice.codes.flip(0)), *rest)
+
+    monkeypatch.setattr(layers, "packed", spoilt)
+    with pytest.raises(RuntimeError, match=r"0.weight: an error of .* is above that of plain quantization"):
+        layers._linear(layer, target, solve.Inputs(H), 0)
+
+
+def test_weights_that_are_not_finite():
+    layer = torch.nn.Sequential(torch.nn.Linear(96, 48, bias=False))
+    layer[0].weight.data[3, 5] = float("nan")
+    target = layers.Target("0.weight", "0", False, False, solve.Format(), torch.float32)
+    with pytest.raises(ValueError, match="0.weight: 1 of its 4608 values are not finite"):
+        layers._linear(layer, target, solve.Inputs(problem()[1]), 0)
+
+
+@pytest.mark.parametrize("N, K", [(48, 96), (96, 48)])
+def test_the_best_correction(N, K):
+    """No other matrix of the rank does better, and the more rank the better."""
+    w, H = problem(N, K)
+    inputs = solve.Inputs(H)
+    left = w - solve.solve(w, inputs, solve.Format()).choice.values(solve.Format())
+    root = torch.linalg.cholesky(H.double() + 1e-4 * H.diagonal().mean() * torch.eye(K))
+    values = torch.linalg.svdvals(left.double() @ root)
+    for rank in (1, 4, 16):
+        a, b = low_rank.correction(left, H, rank)
+        assert a.shape == (rank, K) and b.shape == (N, rank)
+        error = ((left - b @ a).double() @ root).square().sum()
+        assert abs(error - values[rank:].square().sum()) <= 1e-3 * values.square().sum()
+
+
+# ---- inputs ----
+
+
+def test_moments_are_those_of_the_inputs():
+    torch.manual_seed(0)
+    layer = torch.nn.Module()
+    layer.a, layer.b, layer.c = (torch.nn.Linear(8, 8) for _ in range(3))
+    layer.forward = lambda x: layer.c(layer.a(x) + layer.b(x))
+    moments, x = Moments(layer, ["a", "b", "c"]), torch.randn(4, 5, 8)
+    with moments.watching(), torch.no_grad():
+        for part in x:
+            layer(part)
+    rows = x.view(-1, 8)
+    assert torch.allclose(moments.of("a"), rows.t() @ rows / 20, atol=1e-5)
+    assert moments.leader("b") == "a" and moments.leader("c") == "c" and moments.rows("b") == 20
+    inner = (layer.a(rows) + layer.b(rows)).detach()
+    assert torch.allclose(moments.of("c"), inner.t() @ inner / 20, atol=1e-5)
+    layer(x)  # nobody watches any more
+    assert moments.rows("a") == 20
+
+
+def llama_or_gemma(kind):
+    torch.manual_seed(0)
+    if kind == "gemma3":
+        own = {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        sizes = {**SMALL, "num_hidden_layers": 4, "num_key_value_heads": 2, "vocab_size": 96}
+        return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, **own)).eval()
+    return moe.model(kind, 4)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", *moe.FAMILIES])
+def test_layers_run_by_themselves_as_in_the_model(kind):
+    """Masks and rotations of every kind of layer; experts' own forward changes nothing but how moments are had."""
+    model = llama_or_gemma(kind)
+    decoder, found = Decoder(model, torch.device("cpu")), []
+    hidden = torch.cat(list(decoder.embed(IDS[:2])))
+    handles = [layer.register_forward_hook(lambda m, a, out: found.append(out)) for layer in decoder.layers]
+    with torch.no_grad():
+        model(input_ids=IDS[:2], use_cache=False)
+    for handle in handles:
+        handle.remove()
+    decoder.learn(IDS[0], decoder.layers[0], hidden[:1])
+    for number, layer in enumerate(decoder.layers):
+        names = [name for name, module in layer.named_modules() if isinstance(module, torch.nn.Linear)]
+        stacks = [n for n, m in layer.named_modules() if layers_is_experts(m)]
+        moments = Moments(layer, [*names, *(f"{path}.down_proj" for path in stacks)])
+        with moments.watching():
+            hidden = decoder.run(layer, number, hidden)
+        wanted = found[number][0] if isinstance(found[number], tuple) else found[number]
+        assert torch.allclose(hidden, wanted, atol=1e-4), number
+
+
+def layers_is_experts(module):
+    from bitshard.experts.modules import is_experts
+
+    return is_experts(module)
+
+
+def test_few_tokens_are_shrunk_towards_the_layers():
+    """An expert that no token reaches has the layer's moments, one with K rows half of its own."""
+    moments = Moments(torch.nn.Module(), [])
+    moments._experts["e"] = sums = [layers_sum(), layers_sum(), layers_sum()]
+    for expert, x in ((0, torch.eye(4)), (2, torch.eye(4)), (2, 3 * torch.eye(4))):
+        sums[expert].add(x)
+    assert moments.of_expert("e", 1)[1] == 0 and torch.allclose(moments.of_expert("e", 1)[0], sums[2].mean())
+    own, rows = moments.of_expert("e", 0)
+    assert rows == 4 and torch.allclose(own, (torch.eye(4) / 4 + sums[2].mean()) / 2)
+
+
+def layers_sum():
+    from bitshard.calibration.moments import Sum
+
+    return Sum()
+
+
+# ---- folders and models ----
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS[:3]).logits.float()
+
+
+def distance(model, wanted):
+    return (logits(model) - wanted).square().mean().item()
+
+
+def test_a_folder_that_everybody_reads(dense, calibrated, tmp_path):
+    """Names, dtypes and shapes are those of plain quantization; what comes out is nearer to the dense model."""
+    folder, adapter, said = calibrated
+    quantize_folder(dense, tmp_path / "plain", config(bnb_4bit_use_double_quant=True))
+    ours, plain = tensors(folder), tensors(tmp_path / "plain")
+    described = {name for name in ours if "quant_state" in name}  # JSON, whose length is that of its numbers
+    assert {n: (t.dtype, t.shape) for n, t in ours.items() if n not in described} == {
+        n: (t.dtype, t.shape) for n, t in plain.items() if n not in described
+    }
+    assert described == {name for name in plain if "quant_state" in name}
+    wanted = logits(AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    lost = distance(AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32), wanted)
+    assert distance(model, wanted) < 0.7 * lost
+    assert len(said.layers) == 3 and all(each.error < each.plain for each in said.layers)
+    assert layers.summary(said.layers)["methods"] == {"passed on": 21}
+    corrected = PeftModel.from_pretrained(model, adapter)
+    assert distance(corrected, wanted) < 0.55 * lost
+    assert len(lora.fuse(corrected).fused) == 21 and distance(corrected, wanted) < 0.55 * lost
+
+
+def test_a_model_in_memory_and_a_second_run(dense, calibrated, tmp_path):
+    """The bytes of a folder, where no adapter stood in between; biases, dtypes and saving as after from_pretrained."""
+    settings = config(bnb_4bit_use_double_quant=True, bnb_4bit_quant_storage=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(dense)
+    wanted = logits(AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32))
+    reports = calibrate(model, IDS, settings)
+    assert len(reports) == 3 and model.is_loaded_in_4bit and distance(model, wanted) < 0.1 * wanted.square().mean()
+    model.save_pretrained(tmp_path / "saved")
+    for name in ("first", "second"):
+        calibrate_folder(dense, tmp_path / name, settings, IDS)
+    same(tensors(tmp_path / "first"), tensors(tmp_path / "second"))
+    same(tensors(tmp_path / "first"), tensors(tmp_path / "saved"))
+    with pytest.raises(ValueError, match="this model is quantized already"):
+        calibrate(model, IDS, settings)
+
+
+@pytest.mark.parametrize("family", moe.FAMILIES)
+def test_mixtures(tmp_path, family):
+    """Experts each for its own tokens; bitshard reads the folder, and it is nearer to the dense model."""
+    moe.model(family, 4, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
+    settings = config(True, bnb_4bit_use_double_quant=True)
+    said = calibrate_folder(tmp_path / "dense", tmp_path / "out", settings, IDS)
+    assert all(each.error < each.plain for each in said.layers if each.methods)
+    wanted = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32))
+    quantize_folder(tmp_path / "dense", tmp_path / "plain", settings)
+    found = {name: distance(AutoModelForCausalLM.from_pretrained(tmp_path / name), wanted) for name in ("out", "plain")}
+    assert found["out"] < found["plain"]
+
+
+@pytest.mark.parametrize("consume", [False, True])
+def test_an_interrupted_run_goes_on(dense, tmp_path, monkeypatch, consume):
+    """Behind the last whole layer, and among the files; another run does not, and it is said where the layers are."""
+    shutil.copytree(dense, tmp_path / "dense")
+    calibrate_folder(tmp_path / "dense", tmp_path / "whole", config(), IDS)
+    keep, kept = stored.Stored.keep, []
+
+    def stops(self, number, *rest):
+        if number == 2:
+            raise KeyboardInterrupt
+        kept.append(number)
+        keep(self, number, *rest)
+
+    monkeypatch.setattr(stored.Stored, "keep", stops)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_folder(tmp_path / "dense", tmp_path / "out", config(), IDS, consume=consume)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out.calibration", "whole"]
+    with pytest.raises(ValueError, match="calibration with other arguments or files has left"):
+        calibrate_folder(tmp_path / "dense", tmp_path / "out", config(), IDS[:4], consume=consume)
+    monkeypatch.setattr(
+        stored.Stored, "keep", lambda self, number, *rest: kept.append(number) or keep(self, number, *rest)
+    )
+    calibrate_folder(tmp_path / "dense", tmp_path / "out", config(), IDS, consume=consume)
+    assert kept == [0, 1, 2]
+    same(tensors(tmp_path / "out"), tensors(tmp_path / "whole"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out", "whole"]
+    assert bool(list((tmp_path / "dense").glob("*.safetensors"))) is not consume
+
+
+def test_upstream_decodes_the_same_values(calibrated, tmp_path):
+    """The original's CPU build, with transformers, from the same folder. (Where K is no multiple of the blocksize that
+    build does not decode what it has quantized itself.)"""
+    try:
+        upstream.folder()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    upstream.run(HERE / "upstream_checkpoints.py", "dense", str(calibrated[0]), str(tmp_path / "dense.safetensors"))
+    theirs = load_file(tmp_path / "dense.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(calibrated[0])
+    ours = {n: m.weight for n, m in model.named_modules() if hasattr(m, "quant_state")}
+    assert ours.keys() == theirs.keys() and len(ours) == 21
+    for name, weight in ours.items():
+        assert torch.equal(functional.dequantize_4bit(weight.data, weight.quant_state), theirs[name]), name
+    assert any((w.quant_state.absmax.to(torch.int) < 128).any() for w in ours.values())  # codes of negative scales
+
+
+def test_training_on_shards_of_it(calibrated, tmp_path):
+    """Two processes under FSDP2: each step's loss is that of one process."""
+    for world in (1, 2):
+        launch(world, "calibrated.py", str(calibrated[0]), str(tmp_path / str(world)))
+    one, two = (json.loads((tmp_path / name).read_text()) for name in ("1", "2"))
+    assert two["sharded"] == "1/2.00" and one["losses"][0] > one["losses"][-1]
+    assert max(abs(a - b) for a, b in zip(one["losses"], two["losses"], strict=True)) < 1e-4
+
+
+# ---- text, and the command ----
+
+
+def tokenizer(_=None):
+    class Bytes:
+        def __call__(self, text, verbose):
+            return {"input_ids": list(text.encode())}
+
+    return Bytes()
+
+
+def test_samples_of_every_kind_of_file(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    text = "".join(chr(97 + i * 7 % 26) for i in range(1000))
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"text": text[:500]}) + "\n\n" + json.dumps({"text": text[502:]}) + "\n"
+    )
+    pyarrow.parquet.write_table(pyarrow.table({"words": [text[:500], None, text[502:]]}), tmp_path / "a.parquet")
+    plain = samples(tmp_path / "a.txt", tokenizer(), 5, 100, seed=3)
+    assert plain.shape == (5, 100) and plain.dtype == torch.int64
+    assert torch.equal(plain, samples(tmp_path / "a.txt", tokenizer(), 5, 100, seed=3))
+    assert not torch.equal(plain, samples(tmp_path / "a.txt", tokenizer(), 5, 100, seed=4))
+    assert samples(tmp_path / "a.jsonl", tokenizer(), 50, 100).shape == (10, 100)
+    columns = samples(tmp_path / "a.parquet", tokenizer(), 50, 100, column="words")
+    assert torch.equal(columns, samples(tmp_path / "a.jsonl", tokenizer(), 50, 100))
+    (tmp_path / "folder").mkdir()
+    shutil.copy(tmp_path / "a.txt", tmp_path / "folder")
+    assert torch.equal(samples(tmp_path / "folder", tokenizer(), 5, 100, seed=3), plain)
+
+
+def text_of(kind, folder):
+    path = folder / {"jsonl": "t.jsonl", "column": "t.jsonl", "parquet": "t.parquet"}.get(kind, "t.txt")
+    contents = {
+        "short": b"too short", "empty": b"", "binary": bytes(range(256)) * 40, "jsonl": b"{no json\n",
+        "column": b'{"words": "x"}\n', "parquet": b"no parquet", "absent": None, "good": b"some words of a text. " * 90,
+    }[kind]  # fmt: skip
+    if contents is not None:
+        path.write_bytes(contents)
+    return path
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer(tmp_path_factory):
+    return tiny.make(tmp_path_factory.mktemp("tiny") / "made")[0]
+
+
+@pytest.mark.parametrize(
+    "kind, options, words",
+    [
+        ("short", [], "9 tokens of text, and a sample has 64"),
+        ("empty", [], "0 tokens of text"),
+        ("binary", [], "no UTF-8 text (byte 128)"),
+        ("jsonl", [], "line 1: no JSON"),
+        ("column", [], "line 1: no text in a column 'text'"),
+        ("parquet", [], "no parquet file"),
+        ("absent", [], "No such file or folder"),
+        ("good", ["--samples", "0"], "0 samples of 64 tokens"),
+        ("good", ["--rank", "0"], "--rank 0"),
+        ("good", ["--adapter", "."], "exists already"),
+    ],
+)
+def test_mistakes_are_one_line(with_tokenizer, tmp_path, kind, options, words, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = text_of(kind, tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    given = ["--calibrate", str(text), "--length", "64", *options]
+    assert main.main(["quantize", str(with_tokenizer), str(tmp_path / "out"), *given]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and words in err, err
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_other_mistakes(dense, calibrated, with_tokenizer, tmp_path, capsys):
+    """A tokenizer that is not there or does not fit, weights that are quantized, an adapter without calibration."""
+    text = text_of("good", tmp_path)
+    (tmp_path / "misfit").mkdir()
+    shutil.copytree(dense, tmp_path / "misfit", dirs_exist_ok=True)
+    for file in with_tokenizer.glob("token*"):
+        shutil.copy(file, tmp_path / "misfit")
+    for folder, options, words in (
+        (dense, ["--calibrate", str(text)], "no tokenizer"),
+        (tmp_path / "misfit", ["--calibrate", str(text), "--length", "64"], "the tokenizer does not fit the model"),
+        (calibrated[0], ["--calibrate", str(text)], "quantized already"),
+        (dense, ["--adapter", "a"], "--adapter corrects what calibration leaves"),
+    ):
+        assert main.main(["quantize", str(folder), str(tmp_path / "out"), *options]) == 1
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and words in err, err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["misfit", "t.txt"]
+
+
+def test_a_full_disk(dense, tmp_path, monkeypatch):
+    """While a layer is kept: the error of the system, and nothing is left."""
+    from safetensors import torch as safetensors
+
+    def full(*_):
+        raise OSError(28, "No space left on device", "layer")
+
+    monkeypatch.setattr(safetensors, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        calibrate_folder(dense, tmp_path / "out", config(), IDS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command(with_tokenizer, tmp_path, capsys):
+    text = text_of("good", tmp_path)
+    out, adapter = tmp_path / "out", tmp_path / "adapter"
+    given = ["--calibrate", str(text), "--length", "64", "--samples", "4", "--adapter", str(adapter), "--rank", "2"]
+    assert main.main(["quantize", str(with_tokenizer), str(out), *given]) == 0
+    said = capsys.readouterr().out
+    assert "lost of the layers' products, squared, on average:" in said and "passed on" in said
+    assert json.loads((adapter / "adapter_config.json").read_text())["r"] == 2
+    assert (
+        main.main(["quantize", str(with_tokenizer), str(tmp_path / "two"), *given[:6], "--samples", "99", "--json"])
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)["calibration"]
+    assert found["error"] < found["plain"] and found["samples"] == 30
+    AutoModelForCausalLM.from_pretrained(out)
