@@ -110,7 +110,9 @@ def test_every_op_is_whole(op):
     ops = read(ROOT / "python/bitshard/ops.py")
     assert f'register_fake("bitshard::{op}")' in ops and f"torch.ops.bitshard.{op}.default" in ops
     assert f"def {op}(" in read(ROOT / "tests/reference.py")
-    tests = "".join(read(ROOT / f"tests/test_{name}.py") for name in ("quantize", "optimizer_ops", "grouped", "calibration_ops"))
+    tests = "".join(
+        read(ROOT / f"tests/test_{name}.py") for name in ("quantize", "optimizer_ops", "grouped", "calibration_ops")
+    )
     assert f"ops.{op}(" in tests and f'"{op}": lambda' in tests
     assert f'"{op}"' in read(ROOT / "tests/test_compile.py")
 
