@@ -2,7 +2,7 @@
 # make test [TESTS=...] [QUICK=1]      the whole test suite, what TESTS names, or what tests/quick.txt lists
 # make newest, make oldest             the suite with the newest stack, and with the stated floor (tests/oldest.txt)
 # make wheels                          both wheels in dist/: for glibc 2.28 and later, every GPU architecture
-# make release                         the same, a source distribution, and their sums
+# make release                         the same, a source distribution, and their sums; BITSHARD_URL=... goes into them
 # make lint                            layout and lint of Python, C and CUDA
 # make tools-tests                     axolotl, unsloth, deepspeed, lightning, diffusers and others as they are, from PyPI
 # make dev                             editable installs: Python edits count at once, `make test` rebuilds the C core

@@ -1,6 +1,7 @@
 """bitshard.calibration: scales and codes for inputs, layer by layer, in the format that everybody reads."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 from test_convert import same, tensors
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     BitsAndBytesConfig,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -494,3 +496,18 @@ def test_the_command(with_tokenizer, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)["calibration"]
     assert found["error"] < found["plain"] and found["samples"] == 30
     AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_the_lines_of_the_page(with_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text_of("good", tmp_path).rename("text.txt")
+    shutil.copytree(with_tokenizer, "Llama-3-8B")
+    page = (HERE.parent / "docs" / "calibration.md").read_text()
+    (lines,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    for words, small in (("count=128", "count=3"), ("length=2048", "length=64"), ('"cuda"', '"cpu"')):
+        assert words in lines
+        lines = lines.replace(words, small)
+    model = AutoModelForCausalLM.from_pretrained(with_tokenizer)
+    given = {"tokenizer": AutoTokenizer.from_pretrained(with_tokenizer), "model": model}
+    exec(lines, given | {"quantization_config": config()})
+    assert model.is_loaded_in_4bit and (tmp_path / "Llama-3-8B-nf4" / "model.safetensors").exists()

