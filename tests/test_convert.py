@@ -553,8 +553,7 @@ def test_no_torch(sound, tmp_path, words):
 def begun(tmp_path, *words):
     """A process with a command, and the line that it has printed."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "first"), os.environ.get("PYTHONPATH", "")])}
-    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # which `make test &` ignores
-    code = f"{heard}; import slow; import sys; from bitshard_cli import main; sys.exit(main.main(sys.argv[1:]))"
+    code = "import slow; import sys; from bitshard_cli import main; sys.exit(main.main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, *map(str, words)]
     heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # where this runs in the background it is ignored
     process = subprocess.Popen(
