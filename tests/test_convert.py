@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -555,10 +554,7 @@ def begun(tmp_path, *words):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "first"), os.environ.get("PYTHONPATH", "")])}
     code = "import slow; import sys; from bitshard_cli import main; sys.exit(main.main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, *map(str, words)]
-    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # where this runs in the background it is ignored
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, preexec_fn=heeds
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
     assert process.stdout.readline() == "now\n"
     return process
 
