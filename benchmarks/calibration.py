@@ -113,7 +113,8 @@ def rows(options: argparse.Namespace, ids: torch.Tensor, texts: dict) -> object:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     yield "dense", 16.0, 0.0, losses(load(dense), texts)
-    for quant_type, nested in (("nf4", False), ("nf4", True), ("fp4", False)):
+    kinds = [("nf4", False), ("nf4", True), *([("fp4", False)] if options.fp4 else [])]
+    for quant_type, nested in kinds:
         name = quant_type.upper() + (", nested scales" if nested else "")
         settings, bits = config(quant_type, nested), 4.127 if nested else 4.5
         folder, seconds = made(name, work, lambda out, s=settings: quantize_folder(dense, out, s))
@@ -159,6 +160,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=LENGTH)
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--fp4", action="store_true", help="rows of FP4, too")
     parser.add_argument("--work", type=Path, default=ROOT / ".cache" / "calibration")
     parser.add_argument("--others", type=Path)
     parser.add_argument("--out", type=Path)
