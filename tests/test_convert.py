@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -554,7 +555,10 @@ def begun(tmp_path, *words):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "first"), os.environ.get("PYTHONPATH", "")])}
     code = "import slow; import sys; from bitshard_cli import main; sys.exit(main.main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, *map(str, words)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which a shell ignores for what is in its background
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, preexec_fn=heeds
+    )
     assert process.stdout.readline() == "now\n"
     return process
 
