@@ -162,6 +162,15 @@ def test_modules_without_transformers():
     assert found["1.num_batches_tracked"].dtype is torch.int64
 
 
+def test_a_model_that_was_not_loaded():
+    """Made from its config: every tensor that is announced comes."""
+    model = moe.model("qwen3_moe", 4)
+    weights = fsdp.dense_weights(model, dtype=torch.float32)
+    found = dict(weights)
+    assert list(found) == [name for name, _, _ in weights.metadata()] and len(found) > 10
+    assert torch.equal(found["lm_head.weight"], model.lm_head.weight)
+
+
 def test_one_tensor_at_a_time(folder):
     """What was handed out is not kept; stacks of experts are decoded one after the other."""
     model = load(folder / "qwen3_moe")

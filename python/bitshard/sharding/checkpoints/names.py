@@ -15,7 +15,10 @@ def conversions(model: nn.Module) -> list[Any]:
 
 
 def reverted(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under the names, and in the pieces, in which transformers saves them; of other modules as they are."""
+    """Tensors under the names, and in the pieces, in which transformers saves them; of other modules as they are.
+
+    In a dict of their own: transformers gives back the one that it got where nothing is to be reversed.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
-    return revert_weight_conversion(model, tensors) if hasattr(model, "config") else dict(tensors)
+    return dict(revert_weight_conversion(model, tensors) if hasattr(model, "config") else tensors)
