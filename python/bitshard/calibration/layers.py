@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -149,12 +150,13 @@ def _made(
                 remarks.append(f"{target.key}: {shared[leader].why}: scales are searched, no errors passed on")
         made[target.key] = _linear(layer, target, shared[leader], rank)
     total = [sum(getattr(each, name) for each in made.values()) for name in ("error", "plain", "whole")]
-    methods: dict[str, int] = {}
-    for each in made.values():
-        for method, count in each.methods.items():
-            methods[method] = methods.get(method, 0) + count
     whole = total[2] or 1.0
+    methods = _counted(each.methods for each in made.values())
     return made, LayerReport(number, total[0] / whole, total[1] / whole, methods, remarks)
+
+
+def _counted(found: Iterable[dict[str, int]]) -> dict[str, int]:
+    return dict(sum(map(Counter, found), Counter()))
 
 
 def _inputs(H: Tensor, K: int, layer: nn.Module) -> Inputs:
@@ -190,9 +192,7 @@ def _stack(layer: nn.Module, target: Target, moments: Moments, remarks: list[str
     if empty:
         remarks.append(f"{target.key}: no token reached {empty} of {len(stack)} experts: calibrated for the layer's")
     data, state = _joined([part[0] for part in parts], [part[1] for part in parts])
-    methods: dict[str, int] = {}
-    for _, _, solved, _ in parts:
-        methods[solved.choice.method] = methods.get(solved.choice.method, 0) + 1
+    methods = _counted({part[2].choice.method: 1} for part in parts)
     sums = [sum(getattr(part[2], name) * part[3] for part in parts) for name in ("error", "plain", "whole")]
     rows = max(sum(part[3] for part in parts), 1)
     return Made(data, state, None, *(total / rows for total in sums), methods)
@@ -256,14 +256,10 @@ def _put(layer: nn.Module, target: Target, made: Made) -> None:
 
 def summary(reports: list[LayerReport]) -> dict[str, Any]:
     """Of all layers: mean shares that are lost, how many matrices were chosen how, and remarks."""
-    methods: dict[str, int] = {}
-    for report in reports:
-        for method, count in report.methods.items():
-            methods[method] = methods.get(method, 0) + count
     count = max(len(reports), 1)
     return {
         "error": sum(report.error for report in reports) / count,
         "plain": sum(report.plain for report in reports) / count,
-        "methods": methods,
+        "methods": _counted(report.methods for report in reports),
         "remarks": [remark for report in reports for remark in report.remarks],
     }
