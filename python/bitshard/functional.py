@@ -167,7 +167,12 @@ def nest(state: QuantState) -> None:
         made = [ops.quantize_blockwise(row, code, of, NESTED_BLOCKSIZE) for row, of in zip(rows, means, strict=True)]
         state.absmax, absmax2 = (torch.cat(each) for each in zip(*made, strict=True))
         offset = torch.stack(means)
-    state.offset = offset
+    set_nested(state, state.absmax, absmax2, offset)
+
+
+def set_nested(state: QuantState, codes: Tensor, absmax2: Tensor, offset: Tensor) -> None:
+    """Give a 4-bit state nested scales: uint8 codes of the dynamic map, float32 second-level scales and offset."""
+    state.absmax, state.offset = codes, offset
     state.state2 = QuantState(absmax=absmax2, blocksize=NESTED_BLOCKSIZE, dtype=torch.float32)
     state.state2.share("dynamic")
     state.nested = True

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bitshard.calibration.decoder import Decoder
+from bitshard.calibration.decoder import Decoder, stack_of
 from bitshard.calibration.layers import LayerReport, Layers, Made, Target, calibrate_layers
 from bitshard.calibration.low_rank import save_adapter
 from bitshard.calibration.solve import Format
@@ -185,8 +185,8 @@ class Given:
 
     def __init__(self, packed: Skeleton, stored: Stored, count: int):
         self._stored = stored
-        path = Decoder(packed.model, torch.device("cpu")).path
-        self._number = {target.key: number for number, found in targets_of(packed, path).items() for target in found}
+        found = targets_of(packed, stack_of(packed.model)[0])
+        self._number = {target.key: number for number, targets in found.items() for target in targets}
         self._last: tuple[int, dict[str, Made]] | None = None
         self._count = count
 

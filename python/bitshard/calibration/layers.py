@@ -159,9 +159,8 @@ def _counted(found: Iterable[dict[str, int]]) -> dict[str, int]:
     return dict(sum(map(Counter, found), Counter()))
 
 
-def _inputs(H: Tensor, K: int, layer: nn.Module) -> Inputs:
-    device = next(layer.parameters()).device
-    return Inputs(H if H.numel() else torch.zeros(K, K, device=device))
+def _inputs(H: Tensor | None, K: int, layer: nn.Module) -> Inputs:
+    return Inputs(torch.zeros(K, K, device=next(layer.parameters()).device) if H is None else H)
 
 
 def _linear(layer: nn.Module, target: Target, inputs: Inputs, rank: int) -> Made:
@@ -210,10 +209,7 @@ def _joined(packed_parts: list[Tensor], states: list[QuantState]) -> tuple[Tenso
     made.kind = EXPERTS
     if state.nested:
         second = torch.cat([each.state2.absmax for each in states])
-        made.offset = torch.stack([each.offset for each in states])
-        made.state2 = QuantState(absmax=second, blocksize=state.state2.blocksize, dtype=torch.float32)
-        made.state2.share("dynamic")
-        made.nested = True
+        functional.set_nested(made, absmax, second, torch.stack([each.offset for each in states]))
     return torch.cat(packed_parts), made
 
 
@@ -225,13 +221,18 @@ def _require_finite(key: str, w: Tensor) -> None:
 
 def _require_no_worse(key: str, w: Tensor, data: Tensor, state: QuantState, inputs: Inputs, solved: Solved) -> Tensor:
     """float32 [N, K], what a reader decodes; RuntimeError where its error is above that of plain quantization."""
-    wide = state.clone()
-    wide.dtype = torch.float32
-    values = functional.dequantize_4bit(data, wide)
+    values = _decoded(data, state)
     error = inputs.error(w - values)
     if not error <= solved.plain * (1 + 1e-4) + 1e-30:
         raise RuntimeError(f"{key}: an error of {error:g} is above that of plain quantization, {solved.plain:g}")
     return values
+
+
+def _decoded(data: Tensor, state: QuantState) -> Tensor:
+    """The values of a packed weight in float32, whatever its own dtype is."""
+    wide = state.clone()
+    wide.dtype = torch.float32
+    return functional.dequantize_4bit(data, wide)
 
 
 def _tensor(layer: nn.Module, target: Target) -> Tensor:
@@ -241,10 +242,8 @@ def _tensor(layer: nn.Module, target: Target) -> Tensor:
 
 def _put(layer: nn.Module, target: Target, made: Made) -> None:
     """Give a dense layer the values of a weight in 4 bits, with its adapter."""
-    state = made.state.clone()
-    state.dtype = torch.float32
     device = next(layer.parameters()).device
-    values = functional.dequantize_4bit(made.packed.to(device), state.to(device))
+    values = _decoded(made.packed.to(device), made.state.moved(device))
     if target.is_stack:
         _tensor(layer, target).copy_(values.transpose(1, 2) if target.transposed else values)
         return

@@ -29,9 +29,9 @@ class Sum:
         self.total.addmm_(x.t(), x)
         self.rows += len(x)
 
-    def mean(self) -> Tensor:
-        """Of x x^T; of no rows zeros."""
-        return self.total / max(self.rows, 1)
+    def mean(self) -> Tensor | None:
+        """Of x x^T; None: of no rows."""
+        return self.total / self.rows if self.rows else None
 
 
 class Moments:
@@ -73,25 +73,22 @@ class Moments:
             for restore in observed:
                 restore()
 
-    def of(self, name: str) -> Tensor:
-        """float32 [K, K]: the mean of x x^T over the inputs of a linear layer; zeros where there were none."""
-        found = self._sums[self.leader(name)]
-        return found.mean() if found.total is not None else torch.zeros(0, 0)
+    def of(self, name: str) -> Tensor | None:
+        """float32 [K, K]: the mean of x x^T over the inputs of a linear layer; None: there were none."""
+        return self._sums[self.leader(name)].mean()
 
     def leader(self, name: str) -> str:
         """The name under which this one's inputs are counted."""
         return self._leader.get(name, name)
 
-    def of_expert(self, name: str, expert: int) -> tuple[Tensor, int]:
-        """float32 [K, K] of an expert's inputs, and how many there were.
+    def of_expert(self, name: str, expert: int) -> tuple[Tensor | None, int]:
+        """float32 [K, K] of an expert's inputs, and how many there were; None: no expert of the stack had any.
 
         With n rows of K numbers it is n / (n + K) of the expert's own mean and the rest of that of all rows: an expert
         that few tokens reach is calibrated mostly, and one that none reaches only, for what the layer gets.
         """
         own, (*_, every) = self._experts[name][expert], self._experts[name]
-        if every.total is None or not every.rows:
-            return torch.zeros(0, 0), 0
-        if own.total is None:
+        if not own.rows:
             return every.mean(), 0
         share = own.rows / (own.rows + len(own.total))
         return own.mean() * share + every.mean() * (1 - share), own.rows
@@ -109,8 +106,8 @@ class Moments:
             if leader is None:
                 self._given.append((x, name))
                 self._sums[name].add(x)
-            elif self._leader.setdefault(name, leader) != leader:
-                self._sums[name].add(x)  # it shared an input once, and does not always
+            else:
+                self._leader.setdefault(name, leader)
 
         return hook
 

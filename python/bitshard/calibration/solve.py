@@ -154,10 +154,7 @@ def packed(choice: Choice, fmt: Format, shape: torch.Size, dtype: torch.dtype) -
     )
     state.share(fmt.quant_type)
     if choice.nested is not None:
-        state.absmax, second, state.offset = choice.nested
-        state.state2 = functional.QuantState(absmax=second, blocksize=NESTED_BLOCKSIZE, dtype=torch.float32)
-        state.state2.share("dynamic")
-        state.nested = True
+        functional.set_nested(state, *choice.nested)
     return (codes[0::2] << 4 | codes[1::2]).view(-1, 1), state
 
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from bitshard.calibration.layers import LayerReport, Made
+from bitshard.convert import output
 from bitshard.functional import QuantState
-from bitshard.sharding.checkpoints import contents, owned
+from bitshard.sharding.checkpoints import contents
 
 FOLDER = ".calibration"
-_SETTINGS, _LOCK = "settings.json", "bitshard-lock"
 
 
 class Stored:
-    """The folder OUT.calibration, of one run at a time. OSError where another process has it.
+    """The folder OUT.calibration, of one run at a time. OSError where another process has it, or no run has left it.
 
     Args:
         out: where the weights will be.
@@ -29,26 +29,13 @@ class Stored:
 
     def __init__(self, out: Path, made_by: dict[str, Any]):
         self.folder = out.with_name(out.name + FOLDER)
-        made_by = json.loads(json.dumps(made_by, default=str))
-        found = self._settings()
-        if found is None and self.folder.exists() and set(os.listdir(self.folder)) - {_LOCK, _SETTINGS + ".writing"}:
-            raise FileExistsError(17, "exists already, and no calibration has left it: remove it", str(self.folder))
-        if found is not None and found != made_by:
-            raise ValueError(
-                f"{self.folder} is what a calibration with other arguments or files has left: delete it, or repeat that"
-            )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = owned.hold(self.folder / _LOCK)[0]
-        if found is None:
-            _write(self.folder / _SETTINGS, json.dumps(made_by).encode())
-
-    def _settings(self) -> dict[str, Any] | None:
+        made_by = output.plain(made_by)
+        self._lock = output.claimed(self.folder, made_by, "a calibration with other arguments or files has left")
         try:
-            return json.loads((self.folder / _SETTINGS).read_text())
-        except FileNotFoundError:
-            return None
-        except (ValueError, NotADirectoryError):
-            raise ValueError(f"{self.folder} cannot be read: delete it and begin again") from None
+            output.begin(self.folder, made_by)
+        except BaseException:
+            self.close(done=False)
+            raise
 
     def keep(self, number: int, made: dict[str, Made], report: LayerReport) -> None:
         """Write a layer."""
@@ -62,7 +49,7 @@ class Stored:
         numbers = {key: [each.error, each.plain, each.whole, each.methods] for key, each in made.items()}
         metadata = {"numbers": json.dumps(numbers), "report": json.dumps(report._asdict())}
         plain = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        _write(self._path(number), save(plain, metadata))
+        output.write_whole(self._path(number), save(plain, metadata))
 
     def recall(self, number: int) -> tuple[dict[str, Made], LayerReport] | None:
         """A layer that was written, on the CPU; None: it was not."""
@@ -96,16 +83,3 @@ def _read(file: Any, names: list[str], key: str, numbers: list[Any]) -> Made:
     state = QuantState.from_dict(beside, device="cpu")
     adapter = None if factors[0] is None else (factors[0], factors[1])
     return Made(file.get_tensor(key), state, adapter, *numbers)
-
-
-def _write(path: Path, data: bytes) -> None:
-    partial = path.with_name(path.name + ".writing")
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

@@ -45,11 +45,10 @@ class Output:
         self.folder, self.partial = folder, folder.with_name(folder.name + PARTIAL)
         self.entries = entries
         self.names = split(entries, max_bytes)
-        self.made_by = _plain(made_by)
-        self._lock = _claimed(folder, self.made_by)
+        self.made_by = plain(made_by)
+        self._lock = claimed(self.partial, self.made_by)
         try:
-            if remembered(folder) is None:
-                _write(self.partial / _JOURNAL, {"made_by": self.made_by, "source": source})
+            begin(self.partial, self.made_by, source)
             self._require_room()
         except BaseException:
             self.close()
@@ -112,7 +111,7 @@ class Output:
             weights = {name: file for file, names in zip(files, self.names, strict=True) for name in names}
             size = sum(entry.nbytes for entry in self.entries.values())
             metadata = {"total_parameters": parameters, "total_size": size}
-            _write(self.partial / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weights.items()))})
+            write_json(self.partial / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weights.items()))})
         for name, data in others.items():
             (self.partial / name).write_bytes(data)
         _name(self.partial, self.folder)
@@ -133,13 +132,13 @@ def anew(folder: Path, made_by: dict[str, Any]) -> Iterator[Path]:
 
     OSError and ValueError where the partial folder is another run's, or nothing that a run has left.
     """
-    partial, made_by = folder.with_name(folder.name + PARTIAL), _plain(made_by)
-    lock = _claimed(folder, made_by)
+    partial, made_by = folder.with_name(folder.name + PARTIAL), plain(made_by)
+    lock = claimed(partial, made_by)
     try:
         for path in partial.iterdir():
             if path.name != _LOCK:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        _write(partial / _JOURNAL, {"made_by": made_by, "source": {}})
+        begin(partial, made_by)
         yield partial
         _name(partial, folder)
     except BaseException:
@@ -151,7 +150,11 @@ def anew(folder: Path, made_by: dict[str, Any]) -> Iterator[Path]:
 
 def remembered(folder: Path) -> dict[str, Any] | None:
     """The journal of an interrupted run for this folder: made_by and source; None: there is none."""
-    journal = folder.with_name(folder.name + PARTIAL) / _JOURNAL
+    return _journal_of(folder.with_name(folder.name + PARTIAL))
+
+
+def _journal_of(work: Path) -> dict[str, Any] | None:
+    journal = work / _JOURNAL
     try:
         found = json.loads(journal.read_text())
     except FileNotFoundError:
@@ -163,19 +166,26 @@ def remembered(folder: Path) -> dict[str, Any] | None:
     return found
 
 
-def _claimed(folder: Path, made_by: dict[str, Any]) -> int:
-    """Make the partial folder, or take over that of the same run: the lock on it, which is closed to let go."""
-    partial = folder.with_name(folder.name + PARTIAL)
-    found = remembered(folder)
+def claimed(
+    work: Path, made_by: dict[str, Any], left: str = "another run has left, with other arguments or files"
+) -> int:
+    """Make the folder that a run works in, or take over that of the same run: the lock on it, which is closed to let
+    go. OSError where it is nothing that a run has left; ValueError, in which `left` says whose it is, where it is that
+    of another one."""
+    found = _journal_of(work)
     own = {_LOCK, _JOURNAL, Path(_JOURNAL).with_suffix(".writing").name}
-    if found is None and os.path.lexists(partial) and not (partial.is_dir() and own.issuperset(os.listdir(partial))):
-        raise OSError(errno.EEXIST, "exists already, and no interrupted run has left it: remove it", str(partial))
+    if found is None and os.path.lexists(work) and not (work.is_dir() and own.issuperset(os.listdir(work))):
+        raise OSError(errno.EEXIST, "exists already, and no interrupted run has left it: remove it", str(work))
     if found is not None and found["made_by"] != made_by:
-        raise ValueError(
-            f"{partial} is what another run has left, with other arguments or files: delete it, or repeat that run"
-        )
-    partial.mkdir(parents=True, exist_ok=True)
-    return owned.hold(partial / _LOCK)[0]
+        raise ValueError(f"{work} is what {left}: delete it, or repeat that run")
+    work.mkdir(parents=True, exist_ok=True)
+    return owned.hold(work / _LOCK)[0]
+
+
+def begin(work: Path, made_by: dict[str, Any], source: dict[str, Any] | None = None) -> None:
+    """The journal of a run in a folder that it has claimed; that of an interrupted one stays."""
+    if _journal_of(work) is None:
+        write_json(work / _JOURNAL, {"made_by": made_by, "source": source or {}})
 
 
 def _name(partial: Path, folder: Path) -> None:
@@ -187,7 +197,7 @@ def _name(partial: Path, folder: Path) -> None:
     flush(folder.parent)
 
 
-def _plain(made_by: dict[str, Any]) -> dict[str, Any]:
+def plain(made_by: dict[str, Any]) -> dict[str, Any]:
     """As the journal gives it back."""
     return json.loads(json.dumps(made_by, default=str))
 
@@ -223,10 +233,20 @@ def flush(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """A small file, whole or not at all."""
+    write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """A file that has its name once it is on the disk."""
     partial = path.with_suffix(".writing")
-    with partial.open("w") as file:
-        file.write(json.dumps(content, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
