@@ -37,6 +37,7 @@ import transformers
 from bitshard.calibration import calibrate_folder, samples, solve
 from bitshard.convert.quantize import quantize_folder
 from peft import PeftModel
+from quality import bits_per_weight, mean_loss, processor
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
@@ -78,13 +79,9 @@ def held_out(tokenizer: object, cache: Path, count: int) -> dict[str, torch.Tens
     return found
 
 
-@torch.no_grad()
-def losses(model: torch.nn.Module, texts: dict[str, torch.Tensor]) -> list[float]:
-    """Mean loss on each text."""
-    return [
-        sum(model(input_ids=row[None], labels=row[None]).loss.item() for row in rows) / len(rows)
-        for rows in texts.values()
-    ]
+def measured(model: torch.nn.Module, texts: dict[str, torch.Tensor]) -> tuple[float, list[float]]:
+    """Bits per quantized weight, and the mean loss on each text."""
+    return bits_per_weight(model), [mean_loss(model, ids) for ids in texts.values()]
 
 
 def config(quant_type: str, nested: bool) -> BitsAndBytesConfig:
@@ -106,26 +103,26 @@ def made(name: str, work: Path, make: object) -> tuple[Path, float]:
 
 
 def rows(options: argparse.Namespace, ids: torch.Tensor, texts: dict) -> object:
-    """(name, bits per weight, seconds, losses) of each kind of weights."""
+    """(name, seconds, bits per weight, losses) of each kind of weights."""
     dense, work = options.model, options.work
 
     def load(folder: Path) -> torch.nn.Module:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    yield "dense", 16.0, 0.0, losses(load(dense), texts)
+    yield "dense", 0.0, *measured(load(dense), texts)
     kinds = [("nf4", False), ("nf4", True), *([("fp4", False)] if options.fp4 else [])]
     for quant_type, nested in kinds:
         name = quant_type.upper() + (", nested scales" if nested else "")
-        settings, bits = config(quant_type, nested), 4.127 if nested else 4.5
+        settings = config(quant_type, nested)
         folder, seconds = made(name, work, lambda out, s=settings: quantize_folder(dense, out, s))
-        yield name, bits, seconds, losses(load(folder), texts)
+        yield name, seconds, *measured(load(folder), texts)
         if name == "NF4":
             factor, solve.Inputs._factor = solve.Inputs._factor, lambda self: None
             folder, seconds = made("search", work, lambda out, s=settings: calibrate_folder(dense, out, s, ids))
             solve.Inputs._factor = factor
-            yield f"{name}, scales searched", bits, seconds, losses(load(folder), texts)
+            yield f"{name}, scales searched", seconds, *measured(load(folder), texts)
         folder, seconds = made(f"{name} calibrated", work, lambda out, s=settings: calibrate_folder(dense, out, s, ids))
-        yield f"**{name}, calibrated**", bits, seconds, losses(load(folder), texts)
+        yield f"**{name}, calibrated**", seconds, *measured(load(folder), texts)
     yield with_adapter(options, ids, texts, load)
 
 
@@ -139,7 +136,7 @@ def with_adapter(options: argparse.Namespace, ids: torch.Tensor, texts: dict, lo
 
     folder, seconds = made(f"with-adapter-{options.rank}", options.work, make)
     corrected = PeftModel.from_pretrained(load(folder), adapter).eval()
-    return f"NF4, calibrated, with an adapter of rank {options.rank}", 4.5, seconds, losses(corrected, texts)
+    return f"NF4, calibrated, with an adapter of rank {options.rank}", seconds, *measured(corrected, texts)
 
 
 def others(options: argparse.Namespace, texts: dict) -> object:
@@ -149,7 +146,7 @@ def others(options: argparse.Namespace, texts: dict) -> object:
         info = json.loads((folder / "info.json").read_text())
         unknown = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False).unexpected_keys
         assert not unknown, unknown
-        yield info.get("name", folder.name), info["bits"], info["seconds"], losses(model, texts)
+        yield info.get("name", folder.name), info["seconds"], info["bits"], measured(model, texts)[1]
 
 
 def main() -> None:
@@ -177,8 +174,7 @@ def main() -> None:
     ids = samples(text, tokenizer, options.samples, options.length)
     lines = [
         f"bitsandbytes {bitsandbytes.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"Python {platform.python_version()}, {torch.get_num_threads()} threads "
-        f"({torch.backends.cpu.get_cpu_capability()}), {date.today()}",
+        f"Python {platform.python_version()}, {processor()}, {date.today()}",
         f"`python benchmarks/calibration.py {options.model.name} --samples {options.samples} --length {options.length} "
         f"--sequences {options.sequences} --rank {options.rank}`: {len(ids)} samples",
         "",
@@ -188,13 +184,13 @@ def main() -> None:
     print("\n".join(lines), flush=True)
     dense = plain = None
     all_rows = itertools.chain(rows(options, ids, texts), others(options, texts) if options.others else ())
-    for name, bits, seconds, found in all_rows:
+    for name, seconds, bits, found in all_rows:
         dense = dense or found
         above = [a - b for a, b in zip(found, dense, strict=True)]
         plain = above if name == "NF4" else plain
         shares = " / ".join(f"{a / b:.2f}" for a, b in zip(above, plain, strict=True)) if plain else ""
         cells = " | ".join(f"{a:.4f} (+{b:.4f})" for a, b in zip(found, above, strict=True))
-        lines.append(f"| {name} | {bits:g} | {seconds:.0f} | {cells} | {shares} |")
+        lines.append(f"| {name} | {bits:.4g} | {seconds:.0f} | {cells} | {shares} |")
         print(lines[-1], flush=True)
     lines += ["", f"Peak memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB"]
     print(lines[-1])

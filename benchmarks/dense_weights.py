@@ -13,9 +13,9 @@ import time
 
 import torch
 import torch.distributed as dist
-from bitsandbytes.nn import Linear4bit, Params4bit
 from bitshard.fsdp import dense_weights, describe
 from peft import LoraConfig, get_peft_model
+from qlora_step import quantize
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -33,14 +33,8 @@ def build(layers: int, hidden: int, rank: int) -> torch.nn.Module:
     with torch.device(DEVICE):
         model = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
-    for name, module in list(model.model.named_modules()):
-        if isinstance(module, torch.nn.Linear):
-            shape, options = (module.in_features, module.out_features, False, torch.bfloat16), {"quant_type": "nf4"}
-            made = Linear4bit(*shape, device="meta", **options)
-            made.weight = Params4bit(module.weight.data, module=made, **options).to(DEVICE)
-            model.model.set_submodule(name, made)
+    quantize(model)
     model.requires_grad_(False)
-    model.is_loaded_in_4bit = True
     lora = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
     return get_peft_model(model, lora)
 

@@ -45,7 +45,7 @@ def quantize(model) -> None:
             )
         new.weight = bnb.nn.Params4bit(
             module.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4", module=new
-        ).to("cuda")
+        ).to(module.weight.device)
         model.model.set_submodule(name, new)
     model.is_loaded_in_4bit = True
 

@@ -12,13 +12,15 @@ import upstream
 from bitshard import _C, functional, lora
 from bitshard.calibration import calibrate, calibrate_folder, layers, low_rank, samples, solve, stored
 from bitshard.calibration.decoder import Decoder
-from bitshard.calibration.moments import Moments
+from bitshard.calibration.moments import Moments, Sum
 from bitshard.convert.quantize import quantize_folder
+from bitshard.experts.modules import is_experts
 from bitshard.transformers import FourBitConfig
 from bitshard_cli import main
 from fsdp.launch import launch
 from helpers import moe
 from peft import PeftModel
+from safetensors import torch as safetensors
 from safetensors.torch import load_file
 from test_convert import same, tensors
 from transformers import (
@@ -226,7 +228,7 @@ def test_layers_run_by_themselves_as_in_the_model(kind):
     decoder.learn(IDS[0], decoder.layers[0], hidden[:1])
     for number, layer in enumerate(decoder.layers):
         names = [name for name, module in layer.named_modules() if isinstance(module, torch.nn.Linear)]
-        stacks = [n for n, m in layer.named_modules() if layers_is_experts(m)]
+        stacks = [n for n, m in layer.named_modules() if is_experts(m)]
         moments = Moments(layer, [*names, *(f"{path}.down_proj" for path in stacks)])
         with moments.watching():
             hidden = decoder.run(layer, number, hidden)
@@ -234,27 +236,15 @@ def test_layers_run_by_themselves_as_in_the_model(kind):
         assert torch.allclose(hidden, wanted, atol=1e-4), number
 
 
-def layers_is_experts(module):
-    from bitshard.experts.modules import is_experts
-
-    return is_experts(module)
-
-
 def test_few_tokens_are_shrunk_towards_the_layers():
     """An expert that no token reaches has the layer's moments, one with K rows half of its own."""
     moments = Moments(torch.nn.Module(), [])
-    moments._experts["e"] = sums = [layers_sum(), layers_sum(), layers_sum()]
+    moments._experts["e"] = sums = [Sum(), Sum(), Sum()]
     for expert, x in ((0, torch.eye(4)), (2, torch.eye(4)), (2, 3 * torch.eye(4))):
         sums[expert].add(x)
     assert moments.of_expert("e", 1)[1] == 0 and torch.allclose(moments.of_expert("e", 1)[0], sums[2].mean())
     own, rows = moments.of_expert("e", 0)
     assert rows == 4 and torch.allclose(own, (torch.eye(4) / 4 + sums[2].mean()) / 2)
-
-
-def layers_sum():
-    from bitshard.calibration.moments import Sum
-
-    return Sum()
 
 
 # ---- folders and models ----
@@ -470,7 +460,6 @@ def test_other_mistakes(dense, calibrated, with_tokenizer, tmp_path, capsys):
 
 def test_a_full_disk(dense, tmp_path, monkeypatch):
     """While a layer is kept: the error of the system, and nothing is left."""
-    from safetensors import torch as safetensors
 
     def full(*_):
         raise OSError(28, "No space left on device", "layer")
@@ -479,6 +468,22 @@ def test_a_full_disk(dense, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         calibrate_folder(dense, tmp_path / "out", config(), IDS)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_adapter_that_cannot_be_written(dense, tmp_path, monkeypatch):
+    """Neither it nor the weights have their names; the same run again makes both."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device", "adapter")
+
+    given = (dense, tmp_path / "out", config(), IDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors, "save_file", full)
+        with pytest.raises(OSError, match="No space left"):
+            calibrate_folder(*given, adapter=tmp_path / "adapter", rank=4)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.calibration"]
+    calibrate_folder(*given, adapter=tmp_path / "adapter", rank=4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "out"]
 
 
 def test_the_command(with_tokenizer, tmp_path, capsys):

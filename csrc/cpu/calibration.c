@@ -2,10 +2,8 @@
 #include "core/arithmetic.h"
 #include "cpu/cpu.h"
 
-enum {
-  TILE = 16,
-  WEIGHTS = 1 << 15
-}; /* rows that a tile of any instruction set divides; multiplied ones of a thread */
+enum { TILE = 16 };         /* rows or blocks that stay together: a multiple of every instruction set's lanes */
+enum { WEIGHTS = 1 << 15 }; /* products that are worth a thread */
 
 static void search_blocks(const int64_t begin, const int64_t end, void *const ctx) {
   const bsh_search_4bit_args *const args = ctx;

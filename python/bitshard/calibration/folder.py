@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from bitshard.calibration.low_rank import save_adapter
 from bitshard.calibration.solve import Format
 from bitshard.calibration.stored import Stored
 from bitshard.convert.folder import device_of, format_of, skeleton_of
-from bitshard.convert.output import checksum, remembered, require_new
+from bitshard.convert.output import PARTIAL, checksum, remembered, require_new
 from bitshard.convert.quantize import Progress, Report, quantize_folder
 from bitshard.convert.source import Source
 from bitshard.inventory import holder_of
@@ -63,7 +64,8 @@ def calibrate_folder(
     model whose decoder layers cannot be run one by one.
     """
     folder, out, device = Path(folder), Path(out), device_of(device)
-    for new in (out, *([Path(adapter)] if adapter is not None else [])):
+    adapter = Path(adapter) if adapter is not None else None
+    for new in (out, *((adapter, _partial(adapter)) if adapter is not None else ())):
         require_new(new)
     require_dense(folder)
     journal = remembered(out)
@@ -77,16 +79,24 @@ def calibrate_folder(
     try:
         reports = _layers(folder, source, skeleton, stored, ids, device, made_by["rank"], layer_progress, journal)
         given = Given(skeleton, stored, len(reports))
+        if adapter is not None:  # before the weights have their name: a run that fails here can be repeated
+            save_adapter(_partial(adapter), out, given.factors(), rank)
         report = quantize_folder(
             folder, out, quantization_config, device=device, max_shard_size=max_shard_size, consume=consume,
             progress=progress, chosen=given.weight, chosen_by=made_by,
         )  # fmt: skip
         if adapter is not None:
-            save_adapter(adapter, out, given.factors(), rank)
+            os.rename(_partial(adapter), adapter)
         stored.close(done=True)
     finally:
+        if adapter is not None:
+            shutil.rmtree(_partial(adapter), ignore_errors=True)
         stored.close(done=False)
     return Calibrated(report, reports)
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(folder.name + PARTIAL)
 
 
 def _layers(
