@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import reference
 import torch
 import upstream
 from bitshard import _C, functional, lora
@@ -90,6 +91,25 @@ def test_less_is_lost(fmt, N, K):
     searched = inputs.error(w - solve._nearest(w, inputs, fmt).values(fmt))
     assert found.choice.method == "passed on" and found.error < searched < found.plain < found.whole
     assert found.error < (0.75 if fmt.blocksize <= 128 else 0.9) * found.plain
+
+
+def test_errors_are_passed_on_to_all_columns():
+    """Those behind the panel, too: the codes of the reference, which knows no panels."""
+    w, H = problem(48, 200)
+    inputs, fmt = solve.Inputs(H), solve.Format()
+    choice = solve._passed_on(w, inputs, solve._nearest(w, inputs, fmt), fmt)
+    scales = choice.scales.repeat_interleave(64)[: w.numel()].view(w.shape)[:, inputs.order]
+    wanted, _ = reference.round_4bit(w[:, inputs.order], inputs.passes, scales, "nf4")
+    same = (choice.codes[:, inputs.order] == wanted).cumprod(1).bool()  # behind a tie both ways are right
+    assert same.float().mean() > 0.97
+
+
+def test_scales_of_either_sign_are_tried():
+    """NF4 has one value more above zero: a block whose largest magnitude is negative is often better turned round."""
+    w, H = problem(48, 192)
+    for fmt in (solve.Format(), solve.Format(nested=True)):
+        negative = (solve._nearest(w, solve.Inputs(H), fmt).scales < 0).float().mean()
+        assert 0.1 < negative < 0.9
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -278,6 +298,32 @@ def test_a_folder_that_everybody_reads(dense, calibrated, tmp_path):
     corrected = PeftModel.from_pretrained(model, adapter)
     assert distance(corrected, wanted) < 0.55 * lost
     assert len(lora.fuse(corrected).fused) == 21 and distance(corrected, wanted) < 0.55 * lost
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_layers_get_what_those_before_them_make_in_4_bits(dense, tmp_path, monkeypatch, rank):
+    """With their adapters, where there are some: the moments are those of the finished model's own inputs."""
+    given = []
+
+    class Inputs(solve.Inputs):
+        def __init__(self, H):
+            given.append(H.clone())
+            super().__init__(H)
+
+    monkeypatch.setattr(layers, "Inputs", Inputs)
+    adapter = tmp_path / "adapter" if rank else None
+    calibrate_folder(dense, tmp_path / "out", config(), IDS, adapter=adapter, rank=rank or 16)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.nn.Module.float(model)  # which transformers refuses for a quantized model; its packed weights stay
+    last = model.model.layers[2].self_attn.q_proj
+    model = PeftModel.from_pretrained(model, adapter) if rank else model
+    seen = []
+    last.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].reshape(-1, 64)))
+    with torch.no_grad():
+        model(IDS)
+    (x,) = seen
+    found, wanted = given[8], x.t() @ x / len(x)  # four inputs a layer: of q, o, gate and down
+    assert len(given) == 12 and (found - wanted).norm() < 1e-4 * wanted.norm()
 
 
 def test_a_model_in_memory_and_a_second_run(dense, calibrated, tmp_path):

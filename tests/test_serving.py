@@ -162,9 +162,12 @@ def test_modules_without_transformers():
     assert found["1.num_batches_tracked"].dtype is torch.int64
 
 
-def test_a_model_that_was_not_loaded():
-    """Made from its config: every tensor that is announced comes."""
-    model = moe.model("qwen3_moe", 4)
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_a_model_that_was_not_loaded(kind):
+    """Made from its config, with names that files have and with others: every tensor that is announced comes."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=96, **sizes)
+    model = LlamaForCausalLM(config) if kind == "llama" else moe.model(kind, 4)
     weights = fsdp.dense_weights(model, dtype=torch.float32)
     found = dict(weights)
     assert list(found) == [name for name, _, _ in weights.metadata()] and len(found) > 10

@@ -65,8 +65,10 @@ def calibrate_folder(
     """
     folder, out, device = Path(folder), Path(out), device_of(device)
     adapter = Path(adapter) if adapter is not None else None
-    for new in (out, *((adapter, _partial(adapter)) if adapter is not None else ())):
-        require_new(new)
+    require_new(out)
+    if adapter is not None:
+        require_new(adapter)
+        require_new(_partial(adapter))
     require_dense(folder)
     journal = remembered(out)
     source = Source(folder, None if journal is None else journal["source"])
