@@ -1,0 +1,109 @@
+"""How long a model of Llama-3-8B's shape takes to calibrate, layer by layer, and how much memory.
+
+    python benchmarks/calibration_shape.py [--layers 32] [--hidden 4096] [--samples 128] [--length 2048] [--cap 12]
+        [--work .cache/calibration-shape] [--make]
+
+Weights are random: time and memory depend on shapes alone. --make only writes the 16-bit folder, which is kept. --cap
+limits torch's allocator to so many GiB of the GPU. A run that was ended is repeated and goes on behind its last layer;
+the table then has the layers of the last run.
+"""
+
+import argparse
+import json
+import resource
+import time
+from pathlib import Path
+
+import bitsandbytes
+import torch
+import transformers
+from bitshard.calibration import calibrate_folder
+from safetensors.torch import save_file
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCABULARY = 128256
+
+
+def make(folder: Path, layers: int, hidden: int) -> None:
+    """Random bfloat16 weights of a Llama with that many layers, a file for each layer; the head is tied."""
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=hidden * 7 // 2, num_hidden_layers=layers, tie_word_embeddings=True,
+        num_attention_heads=hidden // 128, num_key_value_heads=max(1, hidden // 512), vocab_size=VOCABULARY,
+        architectures=["LlamaForCausalLM"], dtype="bfloat16",
+    )  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    with torch.device("meta"):
+        shapes = {key: value.shape for key, value in LlamaForCausalLM(config).state_dict().items()}
+    shapes.pop("lm_head.weight")
+    parts: dict[str, list[str]] = {}
+    for key in shapes:
+        parts.setdefault(".".join(key.split(".")[:3]) if ".layers." in key else "rest", []).append(key)
+    table = {}
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    for number, keys in enumerate(parts.values()):
+        name = f"model-{number + 1:05}-of-{len(parts):05}.safetensors"
+        table.update(dict.fromkeys(keys, name))
+        save_file({key: random_values(shapes[key], generator) for key in keys}, folder / name, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
+    config.save_pretrained(folder)  # last: a folder with a config is whole
+
+
+def random_values(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Norms are 1, all else is normal with deviation 0.02."""
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    return torch.randn(shape, generator=generator, device=DEVICE).mul_(0.02).to(torch.bfloat16).cpu()
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--cap", type=float, help="GiB")
+    parser.add_argument("--make", action="store_true")
+    parser.add_argument("--work", type=Path, default=Path(".cache") / "calibration-shape")
+    options = parser.parse_args()
+    dense = options.work / f"dense-{options.layers}-{options.hidden}"
+    if not (dense / "config.json").exists():
+        make(dense, options.layers, options.hidden)
+    if options.make:
+        return
+    where = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
+    print(
+        f"bitsandbytes {bitsandbytes.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, {where}"
+    )
+    if options.cap:
+        torch.cuda.set_per_process_memory_fraction(
+            options.cap * 2**30 / torch.cuda.get_device_properties(0).total_memory
+        )
+    ids = torch.randint(VOCABULARY, (options.samples, options.length), generator=torch.Generator().manual_seed(0))
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    times = [time.monotonic()]
+
+    def watch(reports: object, total: int) -> object:
+        for report in reports:
+            times.append(time.monotonic())
+            print(f"layer {report.number + 1} of {total}: {times[-1] - times[-2]:.1f} s, "
+                  f"error {report.error:.2e}, plain {report.plain:.2e}, {report.methods} {report.remarks}", flush=True)  # fmt: skip
+            yield report
+
+    out = options.work / f"nf4-{options.layers}-{options.hidden}"
+    calibrate_folder(dense, out, config, ids, device=DEVICE, layer_progress=watch)
+    times.append(time.monotonic())
+    layers = sorted(b - a for a, b in zip(times[1:-2], times[2:-1], strict=True)) or [times[1] - times[0]]
+    print(
+        "\n| layers | samples | seconds, whole | a layer (median) | writing | GPU GiB, allocated | reserved | host GiB |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if DEVICE == "cuda" else [0, 0]
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"| {options.layers} | {options.samples} x {options.length} | {times[-1] - times[0]:.0f} | {layers[len(layers) // 2]:.1f} "
+          f"| {times[-1] - times[-2]:.0f} | {peaks[0] / 2**30:.2f} | {peaks[1] / 2**30:.2f} | {host:.1f} |")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
