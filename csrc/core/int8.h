@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#include "core/formats.h"
+#include "core/kernels.h"
 
 /* 1 / 127^2 as bitsandbytes' CUDA kernels have it: a rounded decimal, which exact results need. */
 #define BSH_INT8_PRODUCT_SCALE 6.200012e-05f
