@@ -171,4 +171,4 @@ def _named(model: nn.Module) -> nn.Module:
     inner = merging.shallow(contents.unwrapped(model))
     if hasattr(inner, "config") and getattr(inner, "_weight_conversions", None) is not None:
         inner.__dict__["_weight_conversions"] = names.conversions(inner)
-    return inner
+    return inner if names.are_changed(inner) else nn.Module()  # whose names stay; asked once, not for each tensor

@@ -14,6 +14,16 @@ def conversions(model: nn.Module) -> list[Any]:
     return get_model_conversion_mapping(model)
 
 
+def are_changed(model: nn.Module) -> bool:
+    """Whether `reverted` has anything to do for this model; transformers reads all of its modules to say so."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if not hasattr(model, "config"):
+        return False
+    known, tensors = getattr(model, "_weight_conversions", None), {}
+    return bool(known) if known is not None else revert_weight_conversion(model, tensors) is not tensors
+
+
 def reverted(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors under the names, and in the pieces, in which transformers saves them; of other modules as they are.
 
