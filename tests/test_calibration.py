@@ -272,7 +272,7 @@ def test_few_tokens_are_shrunk_towards_the_layers():
 
 def logits(model):
     with torch.no_grad():
-        return model(IDS[:3]).logits.float()
+        return model(IDS[:3].to(model.device)).logits.float().cpu()
 
 
 def distance(model, wanted):
@@ -320,8 +320,8 @@ def test_layers_get_what_those_before_them_make_in_4_bits(dense, tmp_path, monke
     seen = []
     last.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].reshape(-1, 64)))
     with torch.no_grad():
-        model(IDS)
-    (x,) = seen
+        model(IDS.to(model.device))
+    (x,) = (each.cpu() for each in seen)
     found, wanted = given[8], x.t() @ x / len(x)  # four inputs a layer: of q, o, gate and down
     assert len(given) == 12 and (found - wanted).norm() < 1e-4 * wanted.norm()
 
@@ -397,7 +397,7 @@ def test_upstream_decodes_the_same_values(calibrated, tmp_path):
     ours = {n: m.weight for n, m in model.named_modules() if hasattr(m, "quant_state")}
     assert ours.keys() == theirs.keys() and len(ours) == 21
     for name, weight in ours.items():
-        assert torch.equal(functional.dequantize_4bit(weight.data, weight.quant_state), theirs[name]), name
+        assert torch.equal(functional.dequantize_4bit(weight.data, weight.quant_state).cpu(), theirs[name]), name
     assert any((w.quant_state.absmax.to(torch.int) < 128).any() for w in ours.values())  # codes of negative scales
 
 

@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 tests/fsdp/calibrated.py FOLDER OUT
 """
 
 import json
+import os
 import sys
 
 import torch
@@ -14,11 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
+os.environ["ACCELERATE_USE_FSDP"] = "true"  # as its launcher does: bytes in a float dtype, which every torch shards
 folder, out = sys.argv[1:]
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu")
 model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 for layer in model.base_model.model.model.layers:
