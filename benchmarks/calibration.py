@@ -1,7 +1,7 @@
 """What calibrated 4-bit weights lose, beside plain ones, on three kinds of text: one table for one model.
 
     python benchmarks/calibration.py MODEL [--samples 64] [--length 512] [--sequences 8] [--rank 16]
-        [--work .cache/calibration] [--others FOLDER] [--out benchmarks/results/FILE.md]
+        [--device cpu] [--no-search] [--work .cache/calibration] [--others FOLDER] [--out benchmarks/results/FILE.md]
 
 MODEL is a folder of 16- or 32-bit weights, such as examples/smollm2.py makes. Loss: mean next-token cross entropy in
 nats, float32, on the first sequences of 512 tokens of each text, none of which is calibrated on:
@@ -84,6 +84,11 @@ def measured(model: torch.nn.Module, texts: dict[str, torch.Tensor]) -> tuple[fl
     return bits_per_weight(model), [mean_loss(model, ids) for ids in texts.values()]
 
 
+def where(device: str) -> str:
+    """The GPU's name, or the CPU's."""
+    return torch.cuda.get_device_name() if device == "cuda" else processor()
+
+
 def config(quant_type: str, nested: bool) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type=quant_type, bnb_4bit_use_double_quant=nested,
@@ -107,21 +112,27 @@ def rows(options: argparse.Namespace, ids: torch.Tensor, texts: dict) -> object:
     dense, work = options.model, options.work
 
     def load(folder: Path) -> torch.nn.Module:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        where = {"": options.device}
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map=where).eval()
+
+    def calibrated(name: str, settings: BitsAndBytesConfig) -> tuple[Path, float]:
+        return made(name, work, lambda out: calibrate_folder(dense, out, settings, ids, device=options.device))
 
     yield "dense", 0.0, *measured(load(dense), texts)
     kinds = [("nf4", False), ("nf4", True), *([("fp4", False)] if options.fp4 else [])]
     for quant_type, nested in kinds:
         name = quant_type.upper() + (", nested scales" if nested else "")
         settings = config(quant_type, nested)
-        folder, seconds = made(name, work, lambda out, s=settings: quantize_folder(dense, out, s))
+        folder, seconds = made(
+            name, work, lambda out, s=settings: quantize_folder(dense, out, s, device=options.device)
+        )
         yield name, seconds, *measured(load(folder), texts)
-        if name == "NF4":
+        if name == "NF4" and options.search:
             factor, solve.Inputs._factor = solve.Inputs._factor, lambda self: None
-            folder, seconds = made("search", work, lambda out, s=settings: calibrate_folder(dense, out, s, ids))
+            folder, seconds = calibrated("search", settings)
             solve.Inputs._factor = factor
             yield f"{name}, scales searched", seconds, *measured(load(folder), texts)
-        folder, seconds = made(f"{name} calibrated", work, lambda out, s=settings: calibrate_folder(dense, out, s, ids))
+        folder, seconds = calibrated(f"{name} calibrated", settings)
         yield f"**{name}, calibrated**", seconds, *measured(load(folder), texts)
     yield with_adapter(options, ids, texts, load)
 
@@ -132,7 +143,8 @@ def with_adapter(options: argparse.Namespace, ids: torch.Tensor, texts: dict, lo
 
     def make(out: Path) -> None:
         shutil.rmtree(adapter, ignore_errors=True)
-        calibrate_folder(options.model, out, config("nf4", False), ids, adapter=adapter, rank=options.rank)
+        settings, device = config("nf4", False), options.device
+        calibrate_folder(options.model, out, settings, ids, device=device, adapter=adapter, rank=options.rank)
 
     folder, seconds = made(f"with-adapter-{options.rank}", options.work, make)
     corrected = PeftModel.from_pretrained(load(folder), adapter).eval()
@@ -141,7 +153,8 @@ def with_adapter(options: argparse.Namespace, ids: torch.Tensor, texts: dict, lo
 
 def others(options: argparse.Namespace, texts: dict) -> object:
     """Rows of what other packages made."""
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    where = {"": options.device}
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, device_map=where).eval()
     for folder in sorted(path.parent for path in options.others.glob("*/model.safetensors")):
         info = json.loads((folder / "info.json").read_text())
         unknown = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False).unexpected_keys
@@ -158,6 +171,8 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--fp4", action="store_true", help="rows of FP4, too")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--no-search", dest="search", action="store_false", help="no row of scales searched alone")
     parser.add_argument("--work", type=Path, default=ROOT / ".cache" / "calibration")
     parser.add_argument("--others", type=Path)
     parser.add_argument("--out", type=Path)
@@ -174,7 +189,7 @@ def main() -> None:
     ids = samples(text, tokenizer, options.samples, options.length)
     lines = [
         f"bitsandbytes {bitsandbytes.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"Python {platform.python_version()}, {processor()}, {date.today()}",
+        f"Python {platform.python_version()}, {where(options.device)}, {date.today()}",
         f"`python benchmarks/calibration.py {options.model.name} --samples {options.samples} --length {options.length} "
         f"--sequences {options.sequences} --rank {options.rank}`: {len(ids)} samples",
         "",

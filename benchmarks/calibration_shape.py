@@ -9,15 +9,18 @@ the table then has the layers of the last run.
 """
 
 import argparse
+import itertools
 import json
 import resource
+import statistics
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import bitsandbytes
 import torch
 import transformers
-from bitshard.calibration import calibrate_folder
+from bitshard.calibration import LayerReport, calibrate_folder
 from safetensors.torch import save_file
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
@@ -70,39 +73,45 @@ def main() -> None:
     dense = options.work / f"dense-{options.layers}-{options.hidden}"
     if not (dense / "config.json").exists():
         make(dense, options.layers, options.hidden)
-    if options.make:
-        return
+    if not options.make:
+        print(measured(options, dense))
+
+
+def measured(options: argparse.Namespace, dense: Path) -> str:
+    """Calibrate; the table."""
     where = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
-    print(
-        f"bitsandbytes {bitsandbytes.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, {where}"
-    )
+    versions = f"bitsandbytes {bitsandbytes.__version__}, torch {torch.__version__}"
+    print(f"{versions}, transformers {transformers.__version__}, {where}")
     if options.cap:
-        torch.cuda.set_per_process_memory_fraction(
-            options.cap * 2**30 / torch.cuda.get_device_properties(0).total_memory
-        )
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(options.cap * 2**30 / whole)
     ids = torch.randint(VOCABULARY, (options.samples, options.length), generator=torch.Generator().manual_seed(0))
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     times = [time.monotonic()]
 
-    def watch(reports: object, total: int) -> object:
-        for report in reports:
+    def watch(reports: Iterable[LayerReport], total: int) -> Iterable[LayerReport]:
+        for each in reports:
             times.append(time.monotonic())
-            print(f"layer {report.number + 1} of {total}: {times[-1] - times[-2]:.1f} s, "
-                  f"error {report.error:.2e}, plain {report.plain:.2e}, {report.methods} {report.remarks}", flush=True)  # fmt: skip
-            yield report
+            print(f"layer {each.number + 1} of {total}: {times[-1] - times[-2]:.1f} s,", *each[1:], flush=True)
+            yield each
 
     out = options.work / f"nf4-{options.layers}-{options.hidden}"
     calibrate_folder(dense, out, config, ids, device=DEVICE, layer_progress=watch)
     times.append(time.monotonic())
-    layers = sorted(b - a for a, b in zip(times[1:-2], times[2:-1], strict=True)) or [times[1] - times[0]]
-    print(
-        "\n| layers | samples | seconds, whole | a layer (median) | writing | GPU GiB, allocated | reserved | host GiB |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
+    layers = [b - a for a, b in itertools.pairwise(times[:-1])]
     peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if DEVICE == "cuda" else [0, 0]
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"| {options.layers} | {options.samples} x {options.length} | {times[-1] - times[0]:.0f} | {layers[len(layers) // 2]:.1f} "
-          f"| {times[-1] - times[-2]:.0f} | {peaks[0] / 2**30:.2f} | {peaks[1] / 2**30:.2f} | {host:.1f} |")  # fmt: skip
+    found = {
+        "layers": len(layers),
+        "samples": f"{options.samples} x {options.length}",
+        "seconds, whole": f"{times[-1] - times[0]:.0f}",
+        "a layer (median)": f"{statistics.median(layers):.1f}",
+        "writing": f"{times[-1] - times[-2]:.0f}",
+        "GPU GiB, allocated": f"{peaks[0] / 2**30:.2f}",
+        "reserved": f"{peaks[1] / 2**30:.2f}",
+        "host GiB": f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f}",
+    }
+    rows = (found, dict.fromkeys(found, "---"), found.values())
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
 
 if __name__ == "__main__":
