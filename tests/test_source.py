@@ -36,6 +36,7 @@ LAYERS = [
     "reordered",
     "grouped",
     "functional",
+    "rows",
     "optim",
     "foreign",
     "guards",

@@ -4,6 +4,7 @@ import logging
 from typing import TypeVar
 
 import torch
+from bitshard.nn.embedding import Embedding, Embedding4bit, EmbeddingFP4, EmbeddingNF4, StableEmbedding
 from bitshard.nn.linear import Linear4bit, LinearFP4, LinearNF4, fix_4bit_weight_quant_state_from_module
 from bitshard.tensor import Params4bit
 
@@ -60,33 +61,7 @@ class OutlierAwareLinear(Absent, torch.nn.Linear):
     _advice = INT8
 
 
-class StableEmbedding(Absent, torch.nn.Embedding):
-    """Embedding with a layer norm, whose optimizer state stays in 32 bits."""
-
-    _advice = EMBEDDINGS
-
-
-class Embedding(Absent, torch.nn.Embedding):
-    """Embedding whose optimizer state stays in 32 bits."""
-
-    _advice = EMBEDDINGS
-
-
 class Embedding8bit(Absent, torch.nn.Embedding):
     """Embedding with int8 rows."""
 
     _advice = EMBEDDINGS
-
-
-class Embedding4bit(Absent, torch.nn.Embedding):
-    """Embedding with 4-bit rows."""
-
-    _advice = EMBEDDINGS
-
-
-class EmbeddingFP4(Embedding4bit):
-    """Embedding with FP4 rows."""
-
-
-class EmbeddingNF4(Embedding4bit):
-    """Embedding with NF4 rows."""
