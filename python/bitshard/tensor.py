@@ -89,11 +89,11 @@ def _proxy(name: str, *path: str) -> property:
     return property(read, doc=f"`quant_state.{'.'.join(path)}`")
 
 
-def _class_of(weight: Tensor) -> type:
+def class_of(weight: Tensor) -> type:
     return type(weight)
 
 
-class _Params4bitMeta(type(torch.nn.Parameter)):
+class PackedMeta(type(torch.nn.Parameter)):
     """Lets Dynamo trace `weight.__class__`, which peft reads in every forward of DoRA, and `isinstance(weight, ...)`.
 
     Of a class with `__torch_function__` it traces no `__class__` but one that is a property, whose getter it then looks
@@ -102,11 +102,11 @@ class _Params4bitMeta(type(torch.nn.Parameter)):
     otherwise for nn.Parameter only.
     """
 
-    fget = staticmethod(_class_of)
+    fget = staticmethod(class_of)
     __instancecheck__ = type.__instancecheck__
 
 
-class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
+class Params4bit(Packed, torch.nn.Parameter, metaclass=PackedMeta):
     """A linear layer's weight, quantized to 4 bits when it first moves to a device.
 
     Before: float data [N, K]. `.to(device)`, `.cuda()` or `.cpu()` then quantize in place and return self.
@@ -174,7 +174,7 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
         )
         return self
 
-    __class__ = property(_class_of, object.__dict__["__class__"].__set__)  # for Dynamo, see _Params4bitMeta
+    __class__ = property(class_of, object.__dict__["__class__"].__set__)  # for Dynamo, see PackedMeta
 
     absmax = _proxy("absmax", "absmax")
     code = _proxy("code", "code")
