@@ -59,6 +59,26 @@ def embedding_4bit(indices: Tensor, packed: Tensor, state: QuantState) -> Tensor
         return values.view(*indices.shape, K)
 
 
+def embedding_int8(indices: Tensor, packed: Tensor, absmax: Tensor, N: int, K: int, dtype: torch.dtype) -> Tensor:
+    """Rows `indices` of an int8 matrix: the bits of `dequantize_int8(packed, absmax, N, K, dtype)[indices]`.
+
+    Args:
+        indices: as of `embedding_4bit`, and with its errors.
+        packed: the codes, N K bytes of a contiguous tensor of any dtype.
+        absmax: float32 [N].
+
+    Returns:
+        [..., K] of `dtype`.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        rows = checked_rows(indices, N, packed.device, "embedding_int8")
+        if rows.numel() == 0 or K == 0:
+            return torch.empty((*indices.shape, K), dtype=dtype, device=packed.device)
+        codes = embedding(rows, packed.reshape(-1).view(torch.uint8)[: N * K].view(N, K))
+        values = ops.dequantize_int8(codes, absmax[rows], rows.numel(), K, dtype)
+        return values.view(*indices.shape, K)
+
+
 def checked_rows(indices: Tensor, N: int, device: torch.device, where: str) -> Tensor:
     """Indices [...] of a matrix of N rows on `device` as int64 [n]. TypeError, ValueError or IndexError: see above."""
     dtype = getattr(indices, "dtype", torch.bool)

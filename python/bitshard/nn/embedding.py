@@ -14,11 +14,17 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from bitshard import inventory, launch
+from bitshard import int8, inventory, launch
+from bitshard.autograd import matmul_4bit
+from bitshard.functional import dequantize_4bit
+from bitshard.int8_params import Int8Params
+from bitshard.matmul_int8 import RowScales, matmul_int8
 from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
+from bitshard.nn.linear8bit import maybe_rearrange_weight
 from bitshard.optim.config import GlobalOptimManager
 from bitshard.place import Place
-from bitshard.rows import embedding_4bit
+from bitshard.rows import embedding_4bit, embedding_int8
+from bitshard.state import QuantState, dtype_name
 from bitshard.tensor import Params4bit
 
 logger = logging.getLogger(__name__)
@@ -156,11 +162,24 @@ class Embedding4bit(HoldsPackedWeight, nn.Embedding):
             super().reset_parameters()
 
     def forward(self, input: Tensor) -> Tensor:
+        weight, state = self._ready()
+        return embedding_4bit(input, weight, state).to(self.dtype)
+
+    def linear(self, x: Tensor) -> Tensor:
+        """y [..., N] = x W^T for a head that is tied to this embedding (`bitshard.nn.tied`), x [..., K]."""
+        weight, state = self._ready()
+        return matmul_4bit(x, weight, state)
+
+    def _ready(self) -> tuple[Tensor, QuantState]:
         parameters, held = self._parameters, self.packed_weight
         weight, state = held.ready(parameters["weight"] if "weight" in parameters else self.weight)
         if not held.reported and not torch.compiler.is_compiling():
             inventory.log_line(self)
-        return embedding_4bit(input, weight, state).to(self.dtype)
+        return weight, state
+
+    def dequantize(self) -> Tensor:
+        """The values [N, K] of the dtype of forward. RuntimeError or ValueError where forward raises."""
+        return dequantize_4bit(*self._ready()).to(self.dtype)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if self.packed_weight.place is Place.FLOAT and not self.weight.is_meta:
@@ -213,3 +232,118 @@ class EmbeddingFP4(_OneFormat):
     """Embedding4bit with quant_type="fp4"."""
 
     format = "fp4"
+
+
+class Embedding8bit(nn.Embedding):
+    """An embedding whose weight [N, K] is quantized to int8 by rows when it moves to a device; frozen.
+
+    The rows of a batch are decoded when they are needed (`bitshard.rows`). State dicts have the keys of a
+    `Linear8bitLt`, and load into an embedding that is quantized, or not yet. As in bitsandbytes, which saves no
+    quantized embedding, a weight that is not quantized yet is not saved: NotImplementedError.
+
+    Args:
+        num_embeddings, embedding_dim: N and K.
+        device: where the float weight is created; it is quantized when it moves.
+        dtype: of the float weight, and of what forward gives; torch's default if None.
+    """
+
+    threshold = 6.0  # of outliers in what a tied head multiplies, as load_in_8bit has it
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(num_embeddings, embedding_dim, device=device, dtype=dtype)
+        self.dtype = self.weight.dtype
+        self.weight = Int8Params(self.weight.data, has_fp16_weights=False, requires_grad=False)
+
+    def reset_parameters(self) -> None:
+        """Initialize a weight that is not quantized; codes are left alone."""
+        if self.weight.dtype is not torch.int8:
+            super().reset_parameters()
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, scales = self._ready()
+        return embedding_int8(input, weight, scales.absmax, *scales.shape, self.dtype)
+
+    def linear(self, x: Tensor) -> Tensor:
+        """y [..., N] = x W^T for a head that is tied to this embedding (`bitshard.nn.tied`), x [..., K]."""
+        weight, scales = self._ready()
+        return matmul_int8(x, weight, scales, None, self.threshold)
+
+    def dequantize(self) -> Tensor:
+        """The values [N, K] of the dtype of forward. RuntimeError or ValueError where forward raises."""
+        weight, scales = self._ready()
+        return int8.dequantize(weight, scales.absmax, *scales.shape, self.dtype)
+
+    def _ready(self) -> tuple[Tensor, RowScales]:
+        """Codes and scales. RuntimeError or ValueError where there are none, or others."""
+        weight, shape = self.weight, (self.num_embeddings, self.embedding_dim)
+        scales = getattr(weight, "SCB", None)
+        if weight.dtype is not torch.int8 or scales is None:
+            raise RuntimeError(
+                f"Embedding8bit: the weight {list(weight.shape)} of {dtype_name(weight.dtype)} is not quantized or has "
+                "no scales: move the module to a device first, for instance with .to('cpu') or .cuda()"
+            )
+        if weight.shape != shape or scales.shape != shape[:1]:
+            raise ValueError(
+                f"Embedding8bit: codes {list(weight.shape)} and scales {list(scales.shape)} for {list(shape)}"
+            )
+        return weight, RowScales(scales, weight.shape)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, a pickle, or an embedding that bitsandbytes pickled, whose weight arrives as a plain parameter."""
+        super().__setstate__(state)
+        weight = self._parameters.get("weight")
+        if type(weight) is nn.Parameter and "SCB" in vars(weight):
+            self._parameters["weight"] = Int8Params(weight.data, weight.requires_grad, **vars(weight))
+
+    # -- state dicts --
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        scales = getattr(self.weight, "SCB", None)
+        if scales is None and not self.weight.is_meta:
+            _not_saved(self, prefix)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if scales is not None:
+            destination[f"{prefix}SCB"] = scales if keep_vars else scales.detach()
+            destination[f"{prefix}weight_format"] = torch.tensor(0, dtype=torch.uint8)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        arguments = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        maybe_rearrange_weight(state_dict, prefix, *arguments)
+        codes, scales = state_dict.get(f"{prefix}weight"), state_dict.get(f"{prefix}SCB")
+        if self.weight.dtype is not torch.int8 and scales is None and getattr(codes, "dtype", None) is not torch.int8:
+            return super()._load_from_state_dict(state_dict, prefix, *arguments)
+        if codes is None and scales is None:
+            missing_keys.extend([f"{prefix}weight", f"{prefix}SCB"] if strict else [])
+            return
+        try:
+            self._load_codes(codes, scales, bool(local_metadata.get("assign_to_params_buffers", False)))
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"{prefix}weight: {error}")
+
+    def _load_codes(self, codes: Tensor | None, scales: Tensor | None, assign: bool) -> None:
+        """Take over codes and scales of a checkpoint: both, or neither with TypeError or ValueError."""
+        shape = (self.num_embeddings, self.embedding_dim)
+        if codes is None or scales is None or codes.dtype is not torch.int8 or tuple(codes.shape) != shape:
+            found = [None if t is None else f"{dtype_name(t.dtype)} {list(t.shape)}" for t in (codes, scales)]
+            raise ValueError(f"weight and SCB are {found}, this embedding needs int8 {list(shape)} and its scales")
+        int8.check_scales(scales, shape[0], "SCB")
+        device = self.weight.device
+        if assign or self.weight.is_meta:
+            device = codes.device
+        codes, scales = codes.detach().to(device, copy=not assign), scales.detach().view(-1).to(device, copy=not assign)
+        self.weight = Int8Params(codes, requires_grad=False, SCB=scales)

@@ -2,6 +2,7 @@
 
 import ctypes as ct
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn

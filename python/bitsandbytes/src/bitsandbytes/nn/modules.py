@@ -4,11 +4,11 @@ import logging
 from typing import TypeVar
 
 import torch
-from bitshard.nn.embedding import Embedding, Embedding4bit, EmbeddingFP4, EmbeddingNF4, StableEmbedding
+from bitshard.nn.embedding import Embedding, Embedding4bit, Embedding8bit, EmbeddingFP4, EmbeddingNF4, StableEmbedding
 from bitshard.nn.linear import Linear4bit, LinearFP4, LinearNF4, fix_4bit_weight_quant_state_from_module
 from bitshard.tensor import Params4bit
 
-from .._absent import EMBEDDINGS, INT8, Absent, absent_function
+from .._absent import INT8, Absent, absent_function
 from ..functional import QuantState, has_avx512bf16
 from ..optim import GlobalOptimManager
 from ..utils import INVERSE_LINEAR_8BIT_WEIGHTS_FORMAT_MAPPING, OutlierTracer
@@ -59,9 +59,3 @@ class OutlierAwareLinear(Absent, torch.nn.Linear):
     """Part of LLM.int8."""
 
     _advice = INT8
-
-
-class Embedding8bit(Absent, torch.nn.Embedding):
-    """Embedding with int8 rows."""
-
-    _advice = EMBEDDINGS
