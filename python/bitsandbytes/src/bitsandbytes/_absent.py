@@ -3,17 +3,13 @@
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-INT8 = (
-    "In place of load_in_8bit=True choose load_in_4bit=True, or 16 bits: dtype=torch.bfloat16 without a "
-    "quantization_config; in place of a checkpoint saved in 8 bits, its 16-bit version."
-)
 EMBEDDINGS = "Leave embeddings in 16 bits, as torch.nn.Embedding."
 BACK = "The original has it: pip install --force-reinstall --no-deps bitsandbytes==0.50.2"
 
 
 def refuse(name: str, advice: str = "") -> NoReturn:
     """Raise the error of an absent name: `name` is its full dotted path, `advice` what to use instead."""
-    reason = f"{name} is not in bitshard yet, which has the 4-bit half of bitsandbytes and its optimizers."
+    reason = f"{name} is not in bitshard yet, which has its linear layers in 4 and 8 bits and its optimizers."
     raise NotImplementedError(" ".join(filter(None, (reason, advice, BACK))))
 
 
@@ -37,12 +33,3 @@ class Absent:
     def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         ours = next(base for base in cls.__mro__ if base.__module__.split(".")[0] == "bitsandbytes")
         refuse(f"{ours.__module__}.{ours.__qualname__}", cls._advice)
-
-
-class AbsentInstance(Absent):
-    """Absent class of which upstream makes one instance, by `get_instance`."""
-
-    @classmethod
-    def get_instance(cls) -> NoReturn:
-        """Raises NotImplementedError."""
-        cls()
