@@ -335,15 +335,16 @@ class Embedding8bit(nn.Embedding):
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{prefix}weight: {error}")
 
-    def _load_codes(self, codes: Tensor | None, scales: Tensor | None, assign: bool) -> None:
-        """Take over codes and scales of a checkpoint: both, or neither with TypeError or ValueError."""
+    def check_codes(self, codes: Tensor | None, scales: Tensor | None) -> None:
+        """TypeError or ValueError unless these are codes and scales of a checkpoint that fit: both, not one of them."""
         shape = (self.num_embeddings, self.embedding_dim)
         if codes is None or scales is None or codes.dtype is not torch.int8 or tuple(codes.shape) != shape:
             found = [None if t is None else f"{dtype_name(t.dtype)} {list(t.shape)}" for t in (codes, scales)]
             raise ValueError(f"weight and SCB are {found}, this embedding needs int8 {list(shape)} and its scales")
         int8.check_scales(scales, shape[0], "SCB")
-        device = self.weight.device
-        if assign or self.weight.is_meta:
-            device = codes.device
-        codes, scales = codes.detach().to(device, copy=not assign), scales.detach().view(-1).to(device, copy=not assign)
+
+    def _load_codes(self, codes: Tensor | None, scales: Tensor | None, assign: bool) -> None:
+        self.check_codes(codes, scales)
+        device = codes.device if assign or self.weight.is_meta else self.weight.device
+        codes, scales = (each.detach().to(device, copy=not assign) for each in (codes, scales.view(-1)))
         self.weight = Int8Params(codes, requires_grad=False, SCB=scales)
