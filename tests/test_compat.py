@@ -191,13 +191,6 @@ def test_optimizers_are_classes(module, name):
     ("name", "call"),
     [
         *[(name, lambda name=name: getattr(bnb.nn, name)(8, 8)) for name in EMBEDDINGS],
-        ("Linear8bitLt", lambda: bnb.nn.Linear8bitLt(8, 8, True, has_fp16_weights=False, threshold=6.0)),
-        ("Int8Params", lambda: bnb.nn.Int8Params(torch.zeros(8, 8), requires_grad=False)),
-        ("OutlierAwareLinear", lambda: bnb.nn.OutlierAwareLinear(8, 8)),
-        ("MatmulLtState", lambda: bnb.MatmulLtState()),
-        ("matmul", lambda: bnb.matmul(torch.zeros(1, 8), torch.zeros(8, 8))),
-        ("int8_vectorwise_quant", lambda: bnb.functional.int8_vectorwise_quant(torch.zeros(8, 8))),
-        ("int8_vectorwise_dequant", lambda: bnb.functional.int8_vectorwise_dequant(torch.zeros(8, 8), None)),
         ("cadam32bit_grad_fp32", lambda: bnb.functional.lib.cadam32bit_grad_fp32()),
     ],
 )
