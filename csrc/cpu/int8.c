@@ -17,9 +17,21 @@
 #include "core/numerics.h"
 #include "cpu/cpu.h"
 
-enum { CHUNK_BYTES = 16 << 20, TILE_M = 128, TILE_N = 64, SMALL_STEP = 64, RUN = 16384 };
+enum { CHUNK_BYTES = 16 << 20, TILE_M = 128, TILE_N = BSH_INT8_PANEL, SMALL_STEP = 64, RUN = 16384 };
 
-static const bsh_cpu_int8_kernels *kernels(void) { return bsh_cpu()->int8; }
+static const bsh_cpu_int8_kernels *kernels(void) {
+  const bsh_cpu_int8_kernels *const found = bsh_cpu()->int8;
+#if defined(__x86_64__)
+  if (found == &bsh_cpu_avx512_int8 && bsh_cpu_has()->avx512vnni) return &bsh_cpu_avx512_vnni_int8;
+#endif
+  return found;
+}
+
+static void *allocate(const int64_t n_bytes) { return aligned_alloc(64, (size_t)((n_bytes + 64) / 64 * 64)); }
+
+static bsh_status no_workspace(const char *const op, const int64_t n_bytes) {
+  return bsh_no_memory(op, "a workspace", BSH_DEVICE_CPU, (double)n_bytes);
+}
 
 static const void *row_of(const void *const x, const bsh_dtype dtype, const int64_t ld, const int64_t row) {
   return (const char *)x + row * ld * dtype_size(dtype);
@@ -64,28 +76,36 @@ bsh_status bsh_cpu_dequantize_int8(const bsh_dequantize_int8_args *const args) {
 
 /* ---- products ------------------------------------------------------------------------------------------------- */
 
+typedef struct {
+  const bsh_product_int8_args *args;
+  bool out_of_memory;
+} plain_product;
+
 /* Panels [begin, end) of TILE_N rows of b. */
 static void multiply_panels(const int64_t begin, const int64_t end, void *const ctx) {
-  const bsh_product_int8_args *const args = ctx;
-  for (int64_t n0 = begin * TILE_N; n0 < min_i64(end * TILE_N, args->N); n0 += TILE_N)
-    for (int64_t m0 = 0; m0 < args->M; m0 += TILE_M) {
-      bsh_product_int8_args tile = *args;
-      tile.a += m0 * args->K;
-      tile.b += n0 * args->K;
-      tile.sums += m0 * args->N + n0;
-      tile.M = min_i64(TILE_M, args->M - m0);
-      tile.N = min_i64(TILE_N, args->N - n0);
-      kernels()->product(&tile, args->N);
-    }
+  plain_product *const p = ctx;
+  void *const scratch = allocate(BSH_INT8_SCRATCH);
+  if (scratch == NULL) {
+    __atomic_store_n(&p->out_of_memory, true, __ATOMIC_RELAXED);
+    return;
+  }
+  for (int64_t n = begin * TILE_N; n < min_i64(end * TILE_N, p->args->N); n += TILE_N) {
+    bsh_product_int8_args panel = *p->args;
+    panel.b += n * panel.K;
+    panel.sums += n;
+    panel.N = min_i64(TILE_N, p->args->N - n);
+    kernels()->product(&panel, p->args->N, scratch);
+  }
+  free(scratch);
 }
 
 /* Panels that are worth a thread. */
 static int64_t panel_grain(const int64_t M, const int64_t K) { return divide_up(1 << 18, M * K * TILE_N); }
 
 bsh_status bsh_cpu_product_int8(const bsh_product_int8_args *const args) {
-  bsh_product_int8_args copy = *args;
-  bsh_parallel_for(0, divide_up(args->N, TILE_N), panel_grain(args->M, args->K), multiply_panels, &copy);
-  return BSH_OK;
+  plain_product p = {.args = args};
+  bsh_parallel_for(0, divide_up(args->N, TILE_N), panel_grain(args->M, args->K), multiply_panels, &p);
+  return p.out_of_memory ? no_workspace("product_int8", BSH_INT8_SCRATCH) : BSH_OK;
 }
 
 static void scale_rows(const int64_t begin, const int64_t end, void *const ctx) {
@@ -129,8 +149,6 @@ typedef struct {
   bool out_of_memory;
 } product;
 
-static void *allocate(const int64_t n_bytes) { return aligned_alloc(64, (size_t)((n_bytes + 64) / 64 * 64)); }
-
 static void find_absmax(const int64_t begin, const int64_t end, void *const ctx) {
   const product *const p = ctx;
   for (int64_t m = begin; m < end; m++)
@@ -154,6 +172,7 @@ static void encode_chunk(const int64_t begin, const int64_t end, void *const ctx
 
 /* What one thread owns. */
 typedef struct {
+  void *scratch; /* of the product of codes */
   int32_t *sums; /* [TILE_M, TILE_N] */
   float *w;      /* [n_columns, TILE_N]: outlier columns of the panel's rows of W */
 } workspace;
@@ -196,23 +215,24 @@ static void multiply_panel(const product *const p, const workspace *const own, c
                                         .M = min_i64(TILE_M, p->m_n - m),
                                         .N = n,
                                         .K = args->K};
-    kernels()->product(&tile, TILE_N);
+    kernels()->product(&tile, TILE_N, own->scratch);
     for (int64_t row = 0; row < tile.M; row++) finish_row(p, own, m + row, row, n0, n);
   }
 }
 
 static int64_t workspace_bytes(const product *const p) {
-  return (TILE_M + p->n_columns) * TILE_N * (int64_t)sizeof(float);
+  return BSH_INT8_SCRATCH + (TILE_M + p->n_columns) * TILE_N * (int64_t)sizeof(float);
 }
 
 static void run_panels(const int64_t begin, const int64_t end, void *const ctx) {
   product *const p = ctx;
-  void *const memory = allocate(workspace_bytes(p));
+  char *const memory = allocate(workspace_bytes(p));
   if (memory == NULL) {
     __atomic_store_n(&p->out_of_memory, true, __ATOMIC_RELAXED);
     return;
   }
-  const workspace own = {.sums = memory, .w = (float *)memory + TILE_M * TILE_N};
+  int32_t *const sums = (int32_t *)(memory + BSH_INT8_SCRATCH);
+  const workspace own = {.scratch = memory, .sums = sums, .w = (float *)(sums + TILE_M * TILE_N)};
   for (int64_t panel = begin; panel < end; panel++) multiply_panel(p, &own, panel * TILE_N);
   free(memory);
 }
@@ -222,14 +242,10 @@ static void list_columns(product *const p) {
     if (p->outliers[k]) p->columns[p->n_columns++] = k;
 }
 
-static bsh_status no_workspace(const int64_t n_bytes) {
-  return bsh_no_memory("linear_int8", "a workspace", BSH_DEVICE_CPU, (double)n_bytes);
-}
-
 static bsh_status run_chunks(product *const p) {
   const int64_t M = p->args->M, K = p->args->K, n_bytes = p->chunk * (K + p->n_columns * (int64_t)sizeof(float));
   p->x = allocate(n_bytes);
-  if (p->x == NULL) return no_workspace(n_bytes);
+  if (p->x == NULL) return no_workspace("linear_int8", n_bytes);
   p->codes = (int8_t *)(p->x + p->chunk * p->n_columns);
   for (p->m0 = 0; p->m0 < M && !p->out_of_memory; p->m0 += p->chunk) {
     p->m_n = min_i64(p->chunk, M - p->m0);
@@ -237,7 +253,7 @@ static bsh_status run_chunks(product *const p) {
     bsh_parallel_for(0, divide_up(p->args->N, TILE_N), panel_grain(p->m_n, K), run_panels, p);
   }
   free(p->x);
-  return p->out_of_memory ? no_workspace(workspace_bytes(p)) : BSH_OK;
+  return p->out_of_memory ? no_workspace("linear_int8", workspace_bytes(p)) : BSH_OK;
 }
 
 static int64_t rows_of_chunk(const int64_t M, const int64_t K) {
@@ -249,7 +265,7 @@ static bsh_status multiply_many(const bsh_linear_int8_args *const args) {
   const bool marks = args->threshold > 0.0f;
   const int64_t n_bytes = args->M * (int64_t)sizeof(float) + (marks ? args->K * ((int64_t)sizeof(int64_t) + 1) : 0);
   int64_t *const memory = allocate(n_bytes);
-  if (memory == NULL) return no_workspace(n_bytes);
+  if (memory == NULL) return no_workspace("linear_int8", n_bytes);
   product p = {.args = args, .columns = memory, .chunk = rows_of_chunk(args->M, args->K)};
   p.absmax = (float *)(memory + (marks ? args->K : 0));
   if (marks) p.outliers = memset(p.absmax + args->M, 0, (size_t)args->K);

@@ -20,6 +20,11 @@ bsh_status bsh_cpu_linear_int8_dgrad(const bsh_linear_int8_args *args);
 /* ---- below: for csrc/cpu and tests ---------------------------------------------------------------------------------
  */
 
+enum { BSH_INT8_PANEL = 64 }; /* rows of b that are multiplied at a time */
+enum {
+  BSH_INT8_SCRATCH = 300 << 10
+}; /* bytes of memory for `product`, in multiples of 64 from an address that is one */
+
 /* Single-threaded kernels of one instruction set. */
 typedef struct {
   /* Largest magnitude of x [n] below the threshold, as core/int8.h says; marks where others are, if `outliers`. */
@@ -28,8 +33,8 @@ typedef struct {
   void (*encode)(const void *x, bsh_dtype dtype, int64_t n, float scale, float threshold, int8_t *codes);
   /* y [n] of dtype, of one row. */
   void (*decode)(const int8_t *codes, float absmax, int64_t n, bsh_dtype dtype, void *y);
-  /* sums[m * ld + n], of all rows of a and rows [0, N) of b. */
-  void (*product)(const bsh_product_int8_args *args, int64_t ld);
+  /* sums[m * ld + n] of at most BSH_INT8_PANEL rows of b; scratch: BSH_INT8_SCRATCH bytes. */
+  void (*product)(const bsh_product_int8_args *args, int64_t ld, void *scratch);
   /* y [n] of one row: as core/int8.h says, plus `more` [n] where it is not NULL. */
   void (*scale)(const int32_t *sums, float row_absmax, const float *col_absmax, const void *bias, const float *more,
                 int64_t n, bsh_dtype dtype, void *y);
@@ -38,5 +43,10 @@ typedef struct {
 } bsh_cpu_int8_kernels;
 
 extern const bsh_cpu_int8_kernels bsh_cpu_scalar_int8;
+#if defined(__x86_64__)
+extern const bsh_cpu_int8_kernels bsh_cpu_avx2_int8;
+extern const bsh_cpu_int8_kernels bsh_cpu_avx512_int8;
+extern const bsh_cpu_int8_kernels bsh_cpu_avx512_vnni_int8; /* and AVX512-VNNI, which not all CPUs with VBMI have */
+#endif
 
 #endif

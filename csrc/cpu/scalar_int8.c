@@ -32,7 +32,8 @@ static void decode_scalar(const int8_t *const codes, const float absmax, const i
   for (int64_t i = 0; i < n; i++) store_f32(y, dtype, i, (float)codes[i] * absmax * BSH_INT8_UNIT);
 }
 
-static void product_scalar(const bsh_product_int8_args *const args, const int64_t ld) {
+static void product_scalar(const bsh_product_int8_args *const args, const int64_t ld, void *const scratch) {
+  (void)scratch;
   for (int64_t m = 0; m < args->M; m++)
     for (int64_t n = 0; n < args->N; n++) {
       const int8_t *const a = args->a + m * args->K, *const b = args->b + n * args->K;

@@ -17,8 +17,6 @@ from bitshard import ops
 from bitshard.checks import check_values, into
 from bitshard.state import VALUE_DTYPES, dtype_name
 
-_TO_VALUE = 7.874015718698502e-3  # 1 / 127
-
 
 def check_threshold(threshold: float) -> float:
     """The threshold of outliers as a float; ValueError unless it is zero or more, and a number."""
@@ -72,14 +70,14 @@ def int8_vectorwise_quant(A: Tensor, threshold: float = 0.0) -> tuple[Tensor, Te
 def int8_vectorwise_dequant(A: Tensor, stats: Tensor) -> Tensor:
     """float32 values of codes A int8 [..., K] with scales `stats` float32 [rows]: A * stats / 127 of each row."""
     check_codes(A, "int8_vectorwise_dequant: A")
+    if A.dim() == 0:
+        raise ValueError("int8_vectorwise_dequant: A has no dimension, expected [..., K]")
     rows = math.prod(A.shape[:-1])
     check_scales(stats, rows, "int8_vectorwise_dequant: stats")
-    return A * stats.view(*A.shape[:-1], 1) * _TO_VALUE
+    return ops.dequantize_int8(A.contiguous(), stats.reshape(-1), rows, A.shape[-1], torch.float32).view(A.shape)
 
 
-def int8_linear_matmul(
-    A: Tensor, B: Tensor, out: Tensor | None = None, dtype: torch.dtype = torch.int32
-) -> Tensor:
+def int8_linear_matmul(A: Tensor, B: Tensor, out: Tensor | None = None, dtype: torch.dtype = torch.int32) -> Tensor:
     """Exact sums int32 [..., N] of codes A int8 [..., K] and B int8 [N, K]: A B^T, into `out` if given.
 
     `dtype` is int32; TypeError or ValueError for anything else, and for shapes that do not fit.

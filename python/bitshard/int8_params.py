@@ -233,4 +233,3 @@ Int8Params.handlers = {
     torch.is_floating_point: _is_floating_point,
 }
 torch.serialization.add_safe_globals([Int8Params, _rebuild])
-

@@ -178,9 +178,7 @@ class MatMulInt8InputGradient(torch.autograd.Function):
         return MatMulInt8.apply(ddx, ctx.packed, ctx.scales, None, 0.0), None, None
 
 
-def matmul_int8(
-    x: Tensor, packed: Tensor, scales: Any, bias: Tensor | None = None, threshold: float = 0.0
-) -> Tensor:
+def matmul_int8(x: Tensor, packed: Tensor, scales: Any, bias: Tensor | None = None, threshold: float = 0.0) -> Tensor:
     """x W^T + bias for a frozen int8 weight, differentiable in x and bias.
 
     Args:
@@ -214,12 +212,14 @@ def _check_x(x: Tensor, shape: torch.Size) -> None:
 
 def _codes_of(B: Tensor, state: MatmulLtState) -> tuple[Tensor, RowScales]:
     """Codes and scales of the weight of a product: those of `state`, or those of B [N, K] quantized now."""
-    if B.dtype is torch.int8 and getattr(B, "SCB", None) is not None:
-        state.CB, state.SCB = B.detach(), B.SCB
-    elif state.has_fp16_weights or state.CB is None or state.SCB is None:
+    if state.has_fp16_weights or state.CB is None or state.SCB is None:
+        scales = getattr(B, "SCB", None) if B.dtype is torch.int8 else None
         state.reset_grads()
-        with torch.no_grad():
-            state.CB, state.SCB, _ = int8.quantize(B.detach().contiguous())
+        if scales is not None:
+            state.CB, state.SCB = B.detach(), scales
+        else:
+            with torch.no_grad():
+                state.CB, state.SCB, _ = int8.quantize(B.detach().contiguous())
     codes, scales = state.CB, state.SCB
     int8.check_codes(codes, "matmul: CB")
     if codes.dim() != 2:

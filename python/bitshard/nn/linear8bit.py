@@ -69,8 +69,7 @@ class Linear8bitLt(nn.Linear):
         """y [..., N] of the dtype of x, float32, float16 or bfloat16 [..., K]."""
         state = self.state
         state.is_training = self.training
-        weight = self.weight
-        bias = self.bias
+        weight, bias = self.weight, self._bias(x)
         if weight.dtype is torch.int8:
             return matmul_int8(x, weight, self._scales(weight), bias, state.threshold)
         if isinstance(weight, Int8Params) and not state.has_fp16_weights and not weight.requires_grad:
@@ -78,11 +77,18 @@ class Linear8bitLt(nn.Linear):
             return matmul_int8(x, weight, self._scales(weight), bias, state.threshold)
         return matmul(x, weight, bias=bias, state=state)
 
+    def _bias(self, x: Tensor) -> Tensor | None:
+        """The bias. In one process a layer keeps it in the dtype of its last x, as bitsandbytes' does, and casts once."""
+        bias, distributed = self.bias, torch.distributed
+        if bias is None or bias.dtype is x.dtype or self.state.has_fp16_weights or not x.is_floating_point():
+            return bias
+        if not torch.compiler.is_compiling() and not (distributed.is_available() and distributed.is_initialized()):
+            bias.data = bias.data.to(x.dtype)
+        return bias
+
     def _scales(self, weight: Tensor) -> RowScales:
         """The scales of quantized codes. RuntimeError or ValueError where there are none, or others."""
-        scales, shape = getattr(weight, "SCB", None), (self.out_features, self.in_features)
-        if scales is None:
-            scales = self.state.SCB
+        scales, shape = self.state.SCB, (self.out_features, self.in_features)
         if scales is None:
             raise RuntimeError(
                 f"Linear8bitLt: the int8 weight {list(shape)} has no scales: load a state dict with SCB beside it, or "
@@ -114,6 +120,9 @@ class Linear8bitLt(nn.Linear):
         return super().to(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        weight, set_there = self.weight, self.state.SCB
+        if isinstance(weight, Int8Params) and weight.bnb_quantized and weight.SCB is None:
+            weight.SCB = set_there  # as bitsandbytes leaves it after a forward
         result = super()._apply(fn, recurse)
         self.state.reset_grads()  # what was set there, or made of a float weight, is where the layer was
         return result
@@ -122,9 +131,7 @@ class Linear8bitLt(nn.Linear):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        scales = None if self.state.has_fp16_weights else getattr(self.weight, "SCB", None)
-        if scales is None and self.weight.dtype is torch.int8:
-            scales = self.state.SCB
+        scales = self.state.SCB if self.weight.dtype is torch.int8 else None
         if scales is not None:
             destination[f"{prefix}SCB"] = scales if keep_vars else scales.detach()
             destination[f"{prefix}weight_format"] = torch.tensor(0, dtype=torch.uint8)
@@ -146,7 +153,7 @@ class Linear8bitLt(nn.Linear):
         assigns = bool(local_metadata.get("assign_to_params_buffers", False))
         if scales is None and not quantized and (codes is None or codes.dtype is not torch.int8):
             return super()._load_from_state_dict(state_dict, prefix, *arguments)
-        if scales is not None and not assigns and getattr(self.weight, "SCB", None) is None:
+        if scales is not None and not assigns and (not quantized or self.state.SCB is None):
             raise RuntimeError(
                 f"Loading a quantized checkpoint into non-quantized Linear8bitLt ({prefix}): move the module to its "
                 "device first, which quantizes it (module.to(...)), or load with assign=True"
@@ -154,9 +161,7 @@ class Linear8bitLt(nn.Linear):
         own = {f"{prefix}{name}" for name in ("weight", "SCB", "weight_format")}
         absent: list[str] = []
         rest = {key: value for key, value in state_dict.items() if key not in own}
-        super()._load_from_state_dict(
-            rest, prefix, local_metadata, strict, absent, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, absent, unexpected_keys, error_msgs)
         missing_keys.extend(key for key in absent if key not in own)
         if codes is None and scales is None:
             missing_keys.extend([f"{prefix}weight", f"{prefix}SCB"] if strict else [])
@@ -183,7 +188,7 @@ class Linear8bitLt(nn.Linear):
             return
         with torch.no_grad():
             self.weight.data.copy_(codes)
-            self.weight.SCB.copy_(scales.view(-1))
+            self.state.SCB.copy_(scales.view(-1))
 
 
 def maybe_rearrange_weight(
