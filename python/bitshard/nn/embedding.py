@@ -30,14 +30,20 @@ from bitshard.tensor import Params4bit
 logger = logging.getLogger(__name__)
 
 
-class Embedding(nn.Embedding):
-    """nn.Embedding whose optimizer states have 32 bits in any optimizer of `bitsandbytes.optim`; Xavier-initialized.
+class _Kept32Bits(nn.Embedding):
+    """An embedding that is initialized by Xavier's rule, and whose weight has optimizer states of 32 bits."""
 
-    Args:
-        num_embeddings, embedding_dim: N and K.
-        padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, device: of nn.Embedding.
-        _weight: the float weight [N, K] to use.
-    """
+    def reset_parameters(self) -> None:
+        """Xavier's uniform initialization, and zeros at `padding_idx`."""
+        nn.init.xavier_uniform_(self.weight)
+        self._fill_padding_idx_with_zero()
+
+    def _keep(self) -> None:
+        GlobalOptimManager.get_instance().register_module_override(self, "weight", {"optim_bits": 32})
+
+
+class Embedding(_Kept32Bits):
+    """nn.Embedding, its arguments too, whose optimizer states have 32 bits in any optimizer of bitsandbytes."""
 
     def __init__(
         self,
@@ -53,17 +59,13 @@ class Embedding(nn.Embedding):
     ):
         options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight)
         super().__init__(num_embeddings, embedding_dim, *options, device=device)
-        _keep_32_bits(self)
-
-    def reset_parameters(self) -> None:
-        """Xavier's uniform initialization, and zeros at `padding_idx`."""
-        _initialize(self)
+        self._keep()
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input)
 
 
-class StableEmbedding(nn.Embedding):
+class StableEmbedding(_Kept32Bits):
     """`Embedding` followed by a layer norm, which is computed in torch's default dtype; y has the weight's dtype.
 
     Args:
@@ -88,24 +90,11 @@ class StableEmbedding(nn.Embedding):
         options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight)
         super().__init__(num_embeddings, embedding_dim, *options, device=device, dtype=dtype)
         self.norm = nn.LayerNorm(embedding_dim, device=device)
-        _keep_32_bits(self)
-
-    def reset_parameters(self) -> None:
-        """Xavier's uniform initialization, and zeros at `padding_idx`."""
-        _initialize(self)
+        self._keep()
 
     def forward(self, input: Tensor) -> Tensor:
         rows = super().forward(input).to(torch.get_default_dtype())
         return self.norm(rows).to(self.weight.dtype)
-
-
-def _keep_32_bits(module: nn.Embedding) -> None:
-    GlobalOptimManager.get_instance().register_module_override(module, "weight", {"optim_bits": 32})
-
-
-def _initialize(module: nn.Embedding) -> None:
-    nn.init.xavier_uniform_(module.weight)
-    module._fill_padding_idx_with_zero()
 
 
 class Embedding4bit(HoldsPackedWeight, nn.Embedding):
@@ -308,21 +297,14 @@ class Embedding8bit(nn.Embedding):
         if scales is None and not self.weight.is_meta:
             _not_saved(self, prefix)
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if scales is not None:
-            destination[f"{prefix}SCB"] = scales if keep_vars else scales.detach()
-            destination[f"{prefix}weight_format"] = torch.tensor(0, dtype=torch.uint8)
+        entries = {} if scales is None else {"SCB": scales, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+        for name, value in entries.items():
+            destination[f"{prefix}{name}"] = value if keep_vars else value.detach()
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *found: list[str]
     ) -> None:
-        arguments = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        arguments, (missing_keys, _, error_msgs) = (local_metadata, strict, *found), found
         maybe_rearrange_weight(state_dict, prefix, *arguments)
         codes, scales = state_dict.get(f"{prefix}weight"), state_dict.get(f"{prefix}SCB")
         if self.weight.dtype is not torch.int8 and scales is None and getattr(codes, "dtype", None) is not torch.int8:
