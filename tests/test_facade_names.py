@@ -34,6 +34,7 @@ NO_NAME = {
 }
 OTHER_SIGNATURE = {
     "bitsandbytes.autograd._functions.MatMul4Bit.*": "`apply` takes the same five; the methods are autograd's to call",
+    "bitsandbytes.autograd._functions.MatMul8bitFp.forward": "its default is a class, and that is the engine's",
     "bitsandbytes._ops.register_fake": "torch's own function, as the installed torch has it",
     "bitsandbytes.cextension.*NativeLibrary*": "the C core is part of Python: no handle of ctypes to construct with",
 }

@@ -483,3 +483,16 @@ def test_compiled(threshold):
         y.sum().backward()
         y2.sum().backward()
         assert same_bytes(y, y2) and same_bytes(x.grad, x2.grad)
+
+
+# ---- sharded ----
+
+
+def test_sharding_raises():
+    """Codes alone would be sharded, without their scales; float weights that are trained are weights like others."""
+    made = layer()
+    with pytest.raises(ValueError, match="FSDP2: an int8 weight"):
+        made.weight.new_zeros(4, K)
+    assert made.weight.new_zeros(4, dtype=torch.float32).shape == (4,)
+    floats = bnb.nn.Linear8bitLt(K, N).weight
+    assert floats.new_zeros(3, K).shape == (3, K) and len(floats.chunk(2)) == 2

@@ -45,12 +45,6 @@ FSDP1_FLATTENS = Foreign(
     "is_floating_point()",
     "refuses bytes in an integer container in words of its own: the error here names the setting to change",
 )
-FSDP2_SHARDS = Foreign(
-    "torch.distributed.fsdp._fully_shard._fsdp_param",
-    "FSDPParam._init_sharded_param",
-    "new_zeros(",
-    "would shard codes of int8 without their scales: that raises",
-)
 DDP_SENDS = Foreign(
     "torch.distributed.utils",
     "_sync_module_states",
@@ -80,7 +74,7 @@ PEFT_UNMERGES = Foreign(
     "gives a layer new bytes: it gets those from before",
 )
 KNOWN = (FSDP2_PREPARES, FSDP1_WRAPS, FSDP1_FLATTENS, DDP_SENDS, TRANSFORMERS_RESERVES, TRANSFORMERS_SAVES)
-KNOWN += (PEFT_MERGES, PEFT_UNMERGES, FSDP2_SHARDS)
+KNOWN += (PEFT_MERGES, PEFT_UNMERGES)
 
 
 def asker() -> FrameType | None:

@@ -1,9 +1,9 @@
 """LLM.int8 in pieces, with bitsandbytes' names and arguments: codes, int32 sums, scaled products; no gradients.
 
-A matrix [M, K] is int8 codes and one float32 scale for each row: its largest |value|, which has the code 127. A column of
-x with a value of `threshold` or more in any row is an outlier column: its codes are zero where M > 1, and its part of a
-product is computed from the values. threshold 0: there are none. The formulas are those of bitsandbytes' CUDA kernels
-(csrc/core/int8.h has them, docs/numerics.md says where these differ).
+A matrix [M, K] is int8 codes and one float32 scale for each row: its largest |value|, which has the code 127. A column
+of x with a value of `threshold` or more in any row is an outlier column: its codes are zero where M > 1, and its part
+of a product is computed from the values. threshold 0: there are none. The formulas are those of CUDA kernels of
+bitsandbytes (csrc/core/int8.h has them, docs/numerics.md says where these differ).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def int8_vectorwise_quant(A: Tensor, threshold: float = 0.0) -> tuple[Tensor, Te
         threshold: of outliers; 0 for none.
 
     Returns:
-        (codes int8 of the shape of A, scales float32 [rows], indices int64 of outlier columns or None without threshold).
+        (codes int8 of the shape of A, scales float32 [rows], indices int64 of outlier columns; None without threshold).
 
     The host waits for the indices on a GPU. TypeError or ValueError for other dtypes and for a negative threshold.
     """

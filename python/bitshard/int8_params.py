@@ -1,7 +1,7 @@
 """Int8Params: a parameter that holds a weight in int8 [N, K] with a scale for each row, quantized when it first moves.
 
 `__dict__` holds constructor keywords only, because transformers, accelerate and peft rebuild a weight by
-`Int8Params(data, requires_grad=False, **old.__dict__)`. The scales go wherever the codes go: what `Module.to` and others
+`Int8Params(data, requires_grad=False, **old.__dict__)`. The scales go where the codes go: what `Module.to` and others
 assign to `.data` brings its own, or has them moved to it.
 """
 
@@ -208,11 +208,11 @@ _SHARDING = (
 
 
 def _new_zeros(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What FSDP2 makes its shards with: ValueError where it asks."""
-    weight = args[0]
-    if isinstance(weight, Int8Params) and weight.bnb_quantized and foreign.asked_by(foreign.FSDP2_SHARDS):
+    """What FSDP2 makes its shards with: ValueError, unless it is for another dtype."""
+    weight, out = args[0], func(*args, **kwargs)
+    if isinstance(weight, Int8Params) and weight.bnb_quantized and out.dtype is torch.int8:
         raise ValueError("FSDP2: " + _SHARDING.format(shape=list(weight.shape)))
-    return func(*args, **kwargs)
+    return out
 
 
 def _is_floating_point(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:

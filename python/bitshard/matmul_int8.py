@@ -40,7 +40,8 @@ class MatmulLtState:
         owner: the layer, or None.
     """
 
-    has_accumulated_gradients = False
+    force_no_igemmlt = has_accumulated_gradients = False
+    SB = SBt = CBt = subB = outlier_pool = idx = None
     threshold = 0.0
     is_training = True
     has_fp16_weights = True
@@ -265,7 +266,7 @@ class MatMul8bitLt(torch.autograd.Function):
 
 
 class MatMul8bitFp(torch.autograd.Function):
-    """The same with A as it is, however many rows it has: W is dequantized to the dtype of A and multiplied by torch."""
+    """The same with A as it is, however many rows: W is dequantized to the dtype of A and multiplied by torch."""
 
     @staticmethod
     def forward(

@@ -78,7 +78,7 @@ class Linear8bitLt(nn.Linear):
         return matmul(x, weight, bias=bias, state=state)
 
     def _bias(self, x: Tensor) -> Tensor | None:
-        """The bias. In one process a layer keeps it in the dtype of its last x, as bitsandbytes' does, and casts once."""
+        """The bias. In one process a layer keeps it in the dtype of its last x, as bitsandbytes' does."""
         bias, distributed = self.bias, torch.distributed
         if bias is None or bias.dtype is x.dtype or self.state.has_fp16_weights or not x.is_floating_point():
             return bias
