@@ -17,7 +17,7 @@
 #include "core/numerics.h"
 #include "cpu/cpu.h"
 
-enum { CHUNK_BYTES = 16 << 20, TILE_M = 128, TILE_N = BSH_INT8_PANEL, SMALL_STEP = 64, RUN = 16384 };
+enum { CHUNK_BYTES = 16 << 20, TILE_M = 96, TILE_N = BSH_INT8_PANEL, SMALL_STEP = 64, RUN = 16384 };
 
 static const bsh_cpu_int8_kernels *kernels(void) {
   const bsh_cpu_int8_kernels *const found = bsh_cpu()->int8;

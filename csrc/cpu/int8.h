@@ -22,7 +22,7 @@ bsh_status bsh_cpu_linear_int8_dgrad(const bsh_linear_int8_args *args);
 
 enum { BSH_INT8_PANEL = 64 }; /* rows of b that are multiplied at a time */
 enum {
-  BSH_INT8_SCRATCH = 300 << 10
+  BSH_INT8_SCRATCH = 560 << 10
 }; /* bytes of memory for `product`, in multiples of 64 from an address that is one */
 
 /* Single-threaded kernels of one instruction set. */

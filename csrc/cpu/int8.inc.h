@@ -4,8 +4,10 @@
  *   LANES                             numbers in a vector; floats and ints are vectors of gcc and clang
  *   load_floats(x, dtype, i)          x[i ...] as fp32
  *   store_floats(out, dtype, i, v)    out[i ...], rounded; NaN as in core/numerics.h
+ *   load_codes(codes)                 LANES codes as fp32
  *   fused(a, b, c)                    a * b + c, one rounding
  *   most_of(a, b)                     the larger in each lane, of ints
+ *   MOST_SUMS                         vectors of sums that stay in registers
  *   any_from(v, threshold)            whether any lane of v is the threshold or more; false for NaN
  * What does not fill a vector is left to the scalar kernels, where bits must be equal. */
 #ifndef BSH_CPU_INT8_INC_H
@@ -25,12 +27,6 @@ typedef int8_t codes_of_lanes __attribute__((vector_size(LANES)));
 
 ALWAYS_INLINE floats magnitude(const floats v) { return (floats)((ints)v & 0x7FFFFFFF); }
 ALWAYS_INLINE floats spread(const float number) { return (floats){0} + number; }
-
-ALWAYS_INLINE floats load_codes(const int8_t *const codes) {
-  codes_of_lanes loaded;
-  memcpy(&loaded, codes, sizeof loaded);
-  return __builtin_convertvector(__builtin_convertvector(loaded, ints), floats);
-}
 
 static const void *at(const void *const x, const bsh_dtype dtype, const int64_t i) {
   return (const char *)x + i * dtype_size(dtype);
@@ -138,31 +134,39 @@ static void convert_chunk(const bsh_linear_int8_args *const args, const int64_t 
   }
 }
 
-/* sums[r][m] += the products of n columns of `rows` rows of W with M rows of x. */
+/* sums[r][m] += the products of n columns of `rows` rows of W with M rows of x. The rows of W that follow are wanted
+ * next: hardware follows a row, but does not see the next one coming. */
 ALWAYS_INLINE void multiply_tile(const int8_t *const codes, const int64_t K, const int64_t n, const float *const x,
                                  const int64_t padded, float (*const sums)[BSH_CPU_SMALL_M], const int rows,
                                  const int M) {
-  floats accumulators[4][8] = {0};
+  floats accumulators[4][8] = {0}, w[4];
   int64_t k = 0;
-  for (; k + LANES <= n; k += LANES) UNROLL for (int r = 0; r < rows; r++) {
-      const floats w = load_codes(codes + r * K + k);
-      UNROLL for (int m = 0; m < M; m++) accumulators[r][m] =
-          fused(w, load_unaligned(x + m * padded + k), accumulators[r][m]);
+  for (; k + LANES <= n; k += LANES) {
+    UNROLL for (int r = 0; r < rows; r++) {
+      w[r] = load_codes(codes + r * K + k);
+      __builtin_prefetch(codes + (r + rows) * K + k);
     }
-  for (int r = 0; r < rows; r++) {
-    int8_t tail[LANES] = {0};
-    if (k < n) memcpy(tail, codes + r * K + k, (size_t)(n - k));
-    for (int m = 0; m < M; m++) {
-      floats all = accumulators[r][m];
-      if (k < n) all = fused(load_codes(tail), load_unaligned(x + m * padded + k), all);
-      sums[r][m] += sum_of(all);
+    UNROLL for (int m = 0; m < M; m++) {
+      floats of_row = load_unaligned(x + m * padded + k);
+      __asm__("" : "+v"(of_row)); /* loaded once, not by each instruction */
+      UNROLL for (int r = 0; r < rows; r++) accumulators[r][m] = fused(w[r], of_row, accumulators[r][m]);
     }
   }
+  if (k < n) {
+    UNROLL for (int r = 0; r < rows; r++) {
+      int8_t tail[LANES] = {0};
+      memcpy(tail, codes + r * K + k, (size_t)(n - k));
+      UNROLL for (int m = 0; m < M; m++) accumulators[r][m] =
+          fused(load_codes(tail), load_unaligned(x + m * padded + k), accumulators[r][m]);
+    }
+  }
+  UNROLL for (int r = 0; r < rows; r++) { UNROLL for (int m = 0; m < M; m++) sums[r][m] += sum_of(accumulators[r][m]); }
 }
 
 #define BY_ROWS(M)                                                                                                     \
   do {                                                                                                                 \
-    if (rows == 4) multiply_tile(codes, K, n, x, padded, sums, 4, M);                                                  \
+    if (rows == 4 && 4 * M <= MOST_SUMS) multiply_tile(codes, K, n, x, padded, sums, 4, M);                            \
+    else if (rows == 3 && 3 * M <= MOST_SUMS) multiply_tile(codes, K, n, x, padded, sums, 3, M);                       \
     else if (rows == 2) multiply_tile(codes, K, n, x, padded, sums, 2, M);                                             \
     else multiply_tile(codes, K, n, x, padded, sums, 1, M);                                                            \
   } while (0)
@@ -185,22 +189,19 @@ static void tile_8(const int8_t *const codes, const int64_t K, const int64_t n, 
 }
 #undef BY_ROWS
 
-/* One row of W, or two or four, with all rows of x: 8, 4, 2 and 1 at a time, so that sums stay in registers. */
-static void multiply_rows(const int8_t *const codes, const int64_t K, const int64_t n, const float *x,
-                          const int64_t padded, float (*sums)[BSH_CPU_SMALL_M], const int64_t rows, const int64_t M) {
-  for (int64_t m = 0; m < M;) {
-    float (*const from)[BSH_CPU_SMALL_M] = (float (*)[BSH_CPU_SMALL_M])(sums[0] + m);
-    const int64_t step = M - m >= 8 && LANES >= 16 ? 8 : M - m >= 4 ? 4 : M - m >= 2 ? 2 : 1;
-    const int64_t most = MOST_TILES / step; /* rows of W whose sums fit */
-    for (int64_t r = 0; r < rows;) {
-      const int64_t now = rows - r >= 4 && most >= 4 ? 4 : rows - r >= 2 && most >= 2 ? 2 : 1;
-      (step == 8   ? tile_8
-       : step == 4 ? tile_4
-       : step == 2 ? tile_2
-                   : tile_1)(codes + r * K, K, n, x + m * padded, padded, from + r, now);
-      r += now;
-    }
-    m += step;
+/* Up to BLOCK rows of W with all rows of x: 8, 4, 2 and 1 of x and up to 4 of W at a time, so that sums stay in
+ * registers. */
+static void multiply_rows(const int8_t *const codes, const int64_t K, const int64_t n, const float *const x,
+                          const int64_t padded, float (*const sums)[BSH_CPU_SMALL_M], const int64_t rows,
+                          const int64_t M) {
+  static void (*const tiles[])(const int8_t *, int64_t, int64_t, const float *, int64_t, float (*)[BSH_CPU_SMALL_M],
+                               int64_t) = {[1] = tile_1, [2] = tile_2, [4] = tile_4, [8] = tile_8};
+  for (int64_t m = 0, step; m < M; m += step) {
+    step = M - m >= 8 && MOST_SUMS >= 16 ? 8 : M - m >= 4 ? 4 : M - m >= 2 ? 2 : 1;
+    const int64_t at_once = min_i64(4, MOST_SUMS / step);
+    for (int64_t r = 0; r < rows; r += at_once)
+      tiles[step](codes + r * K, K, n, x + m * padded, padded, (float (*)[BSH_CPU_SMALL_M])(sums[r] + m),
+                  min_i64(at_once, rows - r));
   }
 }
 
@@ -215,7 +216,7 @@ static void store_block(const bsh_linear_int8_args *const args, const int64_t n0
 }
 
 static void linear_lanes(const bsh_linear_int8_args *const args, const int64_t n_begin, const int64_t n_end) {
-  float x[X_FLOATS + LANES];
+  float x[X_FLOATS] __attribute__((aligned(64))); /* loads across two lines take twice as long */
   const int64_t K = args->K, step = min_i64(X_FLOATS / args->M / LANES * LANES, divide_up(K, LANES) * LANES);
   for (int64_t n0 = n_begin; n0 < n_end; n0 += BLOCK) {
     float sums[BLOCK][BSH_CPU_SMALL_M] = {0};
@@ -223,8 +224,7 @@ static void linear_lanes(const bsh_linear_int8_args *const args, const int64_t n
     for (int64_t k0 = 0; k0 < K; k0 += step) {
       const int64_t n = min_i64(step, K - k0);
       if (n0 == n_begin || step < K) convert_chunk(args, k0, n, step, x);
-      for (int64_t r = 0; r < rows; r += 4)
-        multiply_rows(args->packed + (n0 + r) * K + k0, K, n, x, step, sums + r, min_i64(4, rows - r), args->M);
+      multiply_rows(args->packed + n0 * K + k0, K, n, x, step, sums, rows, args->M);
     }
     store_block(args, n0, rows, sums);
   }
@@ -259,7 +259,7 @@ static void add_ragged(const int8_t *const codes, const int64_t K, const int64_t
 }
 
 static void linear_dgrad_lanes(const bsh_linear_int8_args *const args, const int64_t k_begin, const int64_t k_end) {
-  float sums[BSH_CPU_SMALL_M][COLUMNS];
+  float sums[BSH_CPU_SMALL_M][COLUMNS] __attribute__((aligned(64)));
   for (int64_t k0 = k_begin; k0 < k_end; k0 += COLUMNS) {
     const int64_t n = min_i64(COLUMNS, k_end - k0);
     memset(sums, 0, sizeof sums);
