@@ -6,7 +6,7 @@
 #define UNROLL _Pragma("GCC unroll 64")
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-enum { MOST_SUMS = 8 };
+enum { MOST_SUMS = 8, EACH_DY = 4, WIDE = 2 };
 
 ALWAYS_INLINE floats load_floats(const void *const x, const bsh_dtype dtype, const int64_t i) {
   return (floats)load8(x, dtype, i);

@@ -5,7 +5,7 @@
 #define LANES 16
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-enum { MOST_SUMS = 24 };
+enum { MOST_SUMS = 24, EACH_DY = 6, WIDE = 4 };
 
 ALWAYS_INLINE floats load_floats(const void *const x, const bsh_dtype dtype, const int64_t i) {
   return (floats)load16(x, dtype, i, 0xFFFF);
