@@ -136,6 +136,7 @@ def quantize_embeddings(
     model.set_submodule(path, new.requires_grad_(False))
     if sharing and not untied:
         model.set_submodule(head_path, TiedHead(new, head.bias))
+        del model.all_tied_weights_keys[f"{head_path}.weight"]  # by which transformers compares packed bytes as numbers
     else:
         logger.info("%s is quantized to %d bits; the head is not tied to it, and stays as it is", path, bits)
     model.resize_token_embeddings = _refuse_resizing
