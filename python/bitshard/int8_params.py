@@ -13,10 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitshard import foreign, int8
+from bitshard import foreign, int8, launch
+from bitshard.container import repack, shardable_dtype
 from bitshard.guards import Packed, plain
-from bitshard.state import dtype_name
-from bitshard.tensor import PackedMeta, class_of
+from bitshard.state import dtype_name, int8_state
+from bitshard.tensor import PackedMeta, Params4bit
+
+
+def _class_asked(weight: Int8Params) -> type:
+    """The class. accelerate asks for it before FSDP2 shards: a weight that was loaded before it was known that FSDP
+    shards becomes a column now, which answers to the name of a 4-bit one.
+    """
+    if weight.dtype is torch.int8 and not torch.compiler.is_compiling() and launch.sharding_begins():
+        if weight.SCB is not None and foreign.asked_by(foreign.FSDP2_PREPARES):
+            weight._become_column()
+    return type(weight)
 
 
 class Int8Params(Packed, torch.nn.Parameter, metaclass=PackedMeta):
@@ -56,7 +67,7 @@ class Int8Params(Packed, torch.nn.Parameter, metaclass=PackedMeta):
         self.__dict__.update(SCB=SCB if quantized else None, has_fp16_weights=has_fp16_weights)
         return self
 
-    __class__ = property(class_of, object.__dict__["__class__"].__set__)  # for Dynamo, see PackedMeta
+    __class__ = property(_class_asked, object.__dict__["__class__"].__set__)  # for Dynamo, see PackedMeta
 
     @property
     def bnb_quantized(self) -> bool:
@@ -97,6 +108,27 @@ class Int8Params(Packed, torch.nn.Parameter, metaclass=PackedMeta):
             self.data = codes
         self.SCB = scales
         return self
+
+    def column(self, module: Any, dtype: torch.dtype) -> Params4bit:
+        """This quantized weight in the form that FSDP shards: one column of a container that is `dtype`, or bytes.
+
+        It becomes that of the layer `module`, or of each rank its part (`launch.keeps_parts`).
+        """
+        state = int8_state(self.SCB, self.shape, dtype)
+        codes = self.plain_data().reshape(-1, 1)
+        new = Params4bit.of_state(codes, state, torch.int8, module)
+        new._install(repack(codes, shardable_dtype(dtype, torch.int8, state.kind), state), state)
+        if self.__dict__.get("_is_hf_initialized"):  # or transformers initializes it
+            new._is_hf_initialized = True
+        return new
+
+    def _become_column(self) -> None:
+        new = self.column(None, torch.float32)
+        with plain():
+            self.data = new.data
+        self.__class__ = Params4bit
+        self.__dict__.clear()
+        self.__dict__.update(new.__dict__)
 
     def _like(self, data: Tensor, scales: Tensor | None) -> Int8Params:
         new = Int8Params(data, self.requires_grad)
@@ -202,8 +234,9 @@ def _to(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 _SHARDING = (
-    "an int8 weight {shape} would be sharded by its codes alone, without its scales. Shard a model of 4-bit weights "
-    "(load_in_4bit), or one in 16 bits, or keep every rank's own whole int8 model (DDP)"
+    "an int8 weight {shape} would be sharded by its codes alone, without its scales. Load the model after "
+    "TrainingArguments(fsdp=...) or `accelerate launch` have told this process that FSDP shards, or call "
+    "bitshard.fsdp.shardable(model) before it is sharded"
 )
 
 

@@ -69,7 +69,7 @@ class MatmulLtState:
     @property
     def CB(self) -> Tensor | None:
         """Codes int8 [N, K]: the layer's weight, else what was set."""
-        held = None if self.owner is None else getattr(self.owner.weight, "CB", None)
+        held = None if self.owner is None else self.owner.int8_codes()
         return self._codes if held is None else held
 
     @CB.setter
@@ -79,7 +79,7 @@ class MatmulLtState:
     @property
     def SCB(self) -> Tensor | None:
         """Scales float32 [N]: those of the layer's weight, else what was set."""
-        held = None if self.owner is None else getattr(self.owner.weight, "SCB", None)
+        held = None if self.owner is None else self.owner.int8_scales()
         return self._scales if held is None else held
 
     @SCB.setter
