@@ -130,6 +130,10 @@ class PackedWeight:
         """Values of the shape that the owner shows in that of the weight."""
         return values
 
+    def stored(self) -> PackedWeight | None:
+        """What a checkpoint has of the weight: this holder; None where it is a float like others."""
+        return self
+
     # -- for a forward --
 
     def ready(self, weight: Tensor) -> tuple[Tensor, QuantState]:

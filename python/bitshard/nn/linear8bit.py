@@ -27,7 +27,7 @@ from bitshard.matmul_int8 import MatmulLtState, RowScales, matmul, matmul_int8
 from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
 from bitshard.place import Place
 from bitshard.shard import PackedShard
-from bitshard.state import VALUE_DTYPES, dtype_name
+from bitshard.state import VALUE_DTYPES, dtype_name, int8_state
 
 FORMATS = {number: name for number, name in enumerate(("row", "col32", "col_turing", "col_ampere"))}
 
@@ -87,6 +87,15 @@ class Int8Weight(PackedWeight):
                 self.state, self.foreign, self.checked = None, False, None
                 return self._registers(value)
         return super().put(value)
+
+    def stored(self) -> PackedWeight | None:
+        """See `PackedWeight.stored`; of an `Int8Params` a holder that shows it as a column."""
+        weight = self.owner._parameters.get(self.name)
+        if self.state is not None or weight is None:
+            return self
+        if weight.dtype is not torch.int8:
+            return None if self.owner.state.has_fp16_weights or not isinstance(weight, Int8Params) else self
+        return self.standing_for(self.owner, int8_state(self.owner._scales(weight).absmax, self.shape, self.dtype))
 
     def save_entries(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Complete what nn.Module has saved of the owner: of a whole weight as files have it."""

@@ -203,7 +203,8 @@ class _Walk:
         unsaved = module._non_persistent_buffers_set
         names += [name for name, tensor in module._buffers.items() if tensor is not None and name not in unsaved]
         names = [name for name in names if f"{key}{name}" not in self.ignored]
-        held = {held.name: held for held in holders_of(module) if held.name in names}
+        stored = (held.stored() for held in holders_of(module) if held.name in names)
+        held = {one.name: one for one in stored if one is not None}
         for name, one in held.items():
             if one.state is None or one.place in (Place.FLOAT, Place.AWAITED):
                 raise ValueError(f"{key}{name}: this 4-bit weight is not quantized yet, so it cannot be saved")
