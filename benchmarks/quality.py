@@ -12,6 +12,7 @@ import argparse
 import os
 import platform
 import sys
+from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -25,13 +26,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 SEQUENCES, LENGTH = 16, 512
-# name, 4-bit type, nested scales
+# name, 4-bit type, nested scales, bits of the embedding and the head that is tied to it
 ROWS = (
-    ("dense", None, False),
-    ("NF4", "nf4", False),
-    ("NF4, nested scales", "nf4", True),
-    ("FP4", "fp4", False),
-    ("FP4, nested scales", "fp4", True),
+    ("dense", None, False, None),
+    ("NF4", "nf4", False, None),
+    ("NF4, nested scales", "nf4", True, None),
+    ("FP4", "fp4", False, None),
+    ("FP4, nested scales", "fp4", True, None),
+    ("NF4, embedding and head int8", "nf4", False, 8),
+    ("NF4, embedding and head NF4", "nf4", False, 4),
+    ("NF4, nested scales, embedding and head NF4", "nf4", True, 4),
+    ("FP4, embedding and head FP4", "fp4", False, 4),
 )
 
 
@@ -42,33 +47,55 @@ def text_ids(folder: Path) -> torch.Tensor:
     return ids[: SEQUENCES * LENGTH].view(SEQUENCES, LENGTH)
 
 
-def load(folder: Path, dtype: torch.dtype, quant_type: str | None, nested: bool) -> torch.nn.Module:
-    """The model, its linear layers (all but the tied head) in 4 bits where `quant_type` names a format."""
+def load(
+    folder: Path, dtype: torch.dtype, quant_type: str | None, nested: bool, embedding_bits: int | None = None
+) -> torch.nn.Module:
+    """The model, its linear layers in 4 bits where `quant_type` names a format; with `embedding_bits` (bitshard only)
+    the embedding and the tied head as one quantized weight, else both in `dtype`."""
     config = None
-    if quant_type:
-        config = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=quant_type,
-            bnb_4bit_use_double_quant=nested,
-            bnb_4bit_compute_dtype=dtype,
-        )
+    settings = {"bnb_4bit_use_double_quant": nested, "bnb_4bit_compute_dtype": dtype}
+    if quant_type and embedding_bits:
+        from bitshard.transformers import FourBitConfig
+
+        config = FourBitConfig(bnb_4bit_quant_type=quant_type, bnb_4bit_embedding_bits=embedding_bits, **settings)
+    elif quant_type:
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=quant_type, **settings)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, quantization_config=config, device_map={"": device}
     ).eval()
 
 
+def packed_weights(model: torch.nn.Module) -> list[tuple[torch.Tensor, list[torch.Tensor], int]]:
+    """(packed bytes, scales, number of weights) of each quantized weight, once."""
+    found = {}
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        state, row_scales = getattr(weight, "quant_state", None), getattr(weight, "SCB", None)
+        if state is not None:
+            scales = [state.absmax, *([state.state2.absmax, state.offset] if state.nested else [])]
+            found[id(weight)] = (weight, scales, state.shape.numel())
+        elif row_scales is not None:
+            found[id(weight)] = (weight, [row_scales], weight.numel())
+    return list(found.values())
+
+
+def n_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of all elements."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
 def bits_per_weight(model: torch.nn.Module) -> float:
     """Bits per quantized weight, scales included; 16 where nothing is quantized."""
-    bits = weights = 0
-    for module in model.modules():
-        state = getattr(getattr(module, "weight", None), "quant_state", None)
-        if state is None:
-            continue
-        scales = [state.absmax, *([state.state2.absmax, state.offset] if state.nested else [])]
-        bits += 8 * sum(tensor.numel() * tensor.element_size() for tensor in (module.weight, *scales))
-        weights += state.shape.numel()
-    return bits / weights if weights else 16.0
+    packed = packed_weights(model)
+    bits = 8 * sum(n_bytes([weight, *scales]) for weight, scales, _ in packed)
+    return bits / sum(count for _, _, count in packed) if packed else 16.0
+
+
+def mebibytes(model: torch.nn.Module) -> float:
+    """MiB of all parameters and scales; what is tied counts once."""
+    scales = [scale for _, scales, _ in packed_weights(model) for scale in scales]
+    return n_bytes([*model.parameters(), *scales]) / 2**20
 
 
 @torch.no_grad()
@@ -100,15 +127,18 @@ def main() -> None:
         f"{processor()}, Python {platform.python_version()}, {date.today()}",
         f"`python benchmarks/quality.py {' '.join(sys.argv[1:])}`".replace(f"{ROOT}/", ""),
         "",
-        "| weights | bits per weight | loss | above dense |",
-        "|---|---|---|---|",
+        "| weights | bits per quantized weight | MiB of the model | loss | above dense |",
+        "|---|---|---|---|---|",
     ]
     dense = None
-    for name, quant_type, nested in ROWS:
-        model = load(options.model, getattr(torch, options.dtype), quant_type, nested)
+    for name, quant_type, nested, embedding_bits in ROWS:
+        if embedding_bits and "+bitshard." not in bitsandbytes.__version__:
+            continue
+        model = load(options.model, getattr(torch, options.dtype), quant_type, nested, embedding_bits)
         loss = mean_loss(model, ids)
         dense = loss if dense is None else dense
-        lines.append(f"| {name} | {bits_per_weight(model):.2f} | {loss:.4f} | {loss - dense:.4f} |")
+        row = (f"{bits_per_weight(model):.2f}", f"{mebibytes(model):.1f}", f"{loss:.4f}", f"{loss - dense:.4f}")
+        lines.append(f"| {name} | {' | '.join(row)} |")
         print(lines[-1], flush=True)
     print("\n".join(lines))
     if options.out:

@@ -34,6 +34,7 @@ NO_NAME = {
 }
 OTHER_SIGNATURE = {
     "bitsandbytes.autograd._functions.MatMul4Bit.*": "`apply` takes the same five; the methods are autograd's to call",
+    "bitsandbytes.autograd._functions.MatMul8bitFp.forward": "its default is a class, and that is the engine's",
     "bitsandbytes._ops.register_fake": "torch's own function, as the installed torch has it",
     "bitsandbytes.cextension.*NativeLibrary*": "the C core is part of Python: no handle of ctypes to construct with",
 }
@@ -188,6 +189,11 @@ def test_library_paths(monkeypatch, built):
     assert path.exists() == built and (built or path.name == "libbitsandbytes_cuda124.so")
     assert ext.get_available_cuda_binary_versions() == (["12.4"] if built else [])
     assert not ext.get_xpu_bnb_library_path().exists()
+    monkeypatch.setenv("BNB_CUDA_VERSION", "118")
+    assert ext.get_cuda_bnb_library_path(specs) == path
+    monkeypatch.setenv("BNB_CUDA_VERSION", "11.8")
+    with pytest.raises(RuntimeError, match=r"BNB_CUDA_VERSION='11\.8': expected digits only"):
+        ext.get_cuda_bnb_library_path(specs)
     assert ext.parse_cuda_version("118") == "11.8" and ext.parse_cuda_version("12.4") == "12.4"
 
 

@@ -17,12 +17,14 @@ CHECKS = (
     *"assign assign_misfits dequantize describe replicated".split(),
     *"sharded_state_dict torch_save contradictions full_state_dict torch_full_state_dict".split(),
     *BROADCAST,
+    *"embedding_units embedding_tied_head embedding_state_dicts embedding_8bit".split(),
     *"dcp resume loss_curves casts_raise fp16 fsdp1_options fsdp1_shared_weight fsdp1_state_dicts".split(),
 )
 THREE_RANKS = (
     *"ranks_that_differ ranks_that_differ_in_scales ranks_agree_once".split(),
     *"gather_in_place inference_mode sharded_state_dict full_state_dict dcp offload assign dequantize".split(),
     *BROADCAST,
+    *"embedding_units embedding_tied_head embedding_state_dicts".split(),
 )
 
 

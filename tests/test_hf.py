@@ -214,16 +214,6 @@ def test_conv1d_models_are_transposed(tmp_path):
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
 
 
-def test_8bit_loading_names_what_is_missing(dense_path):
-    with pytest.raises(NotImplementedError, match="Linear8bitLt is not in bitshard yet"):
-        AutoModelForCausalLM.from_pretrained(
-            dense_path,
-            quantization_config=BitsAndBytesConfig(load_in_8bit=True),
-            dtype=torch.bfloat16,
-            device_map={"": "cpu"},
-        )
-
-
 # ---- saving and loading again ----
 
 

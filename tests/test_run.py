@@ -119,6 +119,12 @@ def test_upstream_runs_our_kernels(original):
         assert torch.equal(packed.view(-1), ours.view(-1)) and torch.equal(state.absmax, own.absmax)
         assert torch.equal(functional.dequantize_4bit(packed, state), F.dequantize_4bit(ours, own))
         assert torch.equal(bnb.matmul_4bit(x, packed.t(), state), bitshard.matmul_4bit(x, ours.t(), own))
+        codes, scales, columns = functional.int8_vectorwise_quant(8 * x.half(), threshold=24.0)
+        ours, own, marks = torch.ops.bitshard.quantize_int8(8 * x.half(), 24.0)
+        assert torch.equal(codes, ours) and torch.equal(scales, own) and torch.equal(columns, marks.nonzero().view(-1))
+        layer = bnb.nn.Linear8bitLt(256, 32, has_fp16_weights=False, threshold=24.0).to("cpu").eval()
+        dense = x.half() @ (functional.int8_vectorwise_dequant(layer.weight.data, layer.weight.SCB)).half().t()
+        assert (layer(x.half()) - layer.bias.half() - dense).abs().max() < 0.1 * dense.abs().max()
         assert not issubclass(bnb.nn.Params4bit, bitshard.Params4bit)
         names = {op.name for op in bitshard.bnb_ops.OPS}
         for name in names:
@@ -134,7 +140,7 @@ def test_upstream_runs_our_kernels(original):
     )
     assert ran.returncode == 0 and "verrid" not in ran.stderr, ran.stderr
     said, equal = ran.stdout.splitlines()
-    assert said.startswith("bitshard's kernels for 11 of upstream's ops on CPU") and "BITSHARD_PLUGIN=0" in said
+    assert said.startswith("bitshard's kernels for 19 of upstream's ops on CPU") and "BITSHARD_PLUGIN=0" in said
     assert equal == "equal"
 
 

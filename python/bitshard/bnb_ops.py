@@ -1,4 +1,4 @@
-"""bitsandbytes' ops for 4-bit and blockwise data and for optimizers, on top of bitshard's own.
+"""bitsandbytes' ops for 4-bit, int8 and blockwise data and for optimizers, on top of bitshard's own.
 
 The façade defines them; beside an installed upstream, which has defined them, `replace_kernels` exchanges its kernels.
 Schemas are those of bitsandbytes 0.50.2: optional tensors, format names and n-dimensional shapes, where bitshard's own
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from bitshard import _C, reordered
+from bitshard import _C, int8, reordered
 from bitshard.functional import get_4bit_type
 from bitshard.ops import FORMATS, block_count, storage_elements
 from bitshard.optim.update import Bound, Settings, Tensors, algorithm, update
@@ -176,6 +176,76 @@ def _dequantize_blockwise_fake(A, absmax, code, blocksize: int, dtype: torch.dty
     return torch.empty_like(A, dtype=dtype, memory_format=torch.contiguous_format)
 
 
+def _int8_vectorwise_quant(A, threshold: float = 0.0):
+    return int8.int8_vectorwise_quant(A, threshold)
+
+
+def _int8_vectorwise_quant_fake(A, threshold: float = 0.0):
+    _check_float(A.dtype)
+    return A.new_empty(A.shape, dtype=torch.int8), _row_scales(A), _outlier_columns(A, threshold)
+
+
+def _row_scales(A):
+    return A.new_empty((prod(A.shape[:-1]),), dtype=torch.float32)
+
+
+def _outlier_columns(A, threshold: float):
+    if threshold == 0.0:
+        return None
+    return A.new_empty((torch.library.get_ctx().new_dynamic_size(),), dtype=torch.int64)
+
+
+def _int8_vectorwise_dequant_fake(A, stats):
+    int8.check_codes(A, "A")
+    return A.new_empty(A.shape, dtype=torch.float32)
+
+
+def _int8_double_quant(A, threshold: float = 0.0):
+    return int8.double_quant(A, threshold)
+
+
+def _int8_double_quant_fake(A, threshold: float = 0.0):
+    _check_float(A.dtype)
+    codes, columns = (A.new_empty(A.shape, dtype=torch.int8) for _ in range(2))
+    col_stats = A.new_empty((A.shape[-1],), dtype=torch.float32)
+    return codes, columns, _row_scales(A), col_stats, _outlier_columns(A, threshold)
+
+
+def _int8_linear_matmul(A, B):
+    return int8.int8_linear_matmul(A, B)
+
+
+def _int8_linear_matmul_fake(A, B):
+    int8.check_codes(A, "A")
+    int8.check_codes(B, "B")
+    return A.new_empty((*A.shape[:-1], B.shape[0]), dtype=torch.int32)
+
+
+def _int8_mm_dequant(A, row_stats, col_stats, dtype=None, bias=None):
+    return int8.scale_product(A, row_stats, col_stats, dtype, bias)
+
+
+def _int8_mm_dequant_fake(A, row_stats, col_stats, dtype=None, bias=None):
+    return A.new_empty(A.shape, dtype=dtype or torch.float16)
+
+
+def _int8_scaled_mm(A, B, row_stats, col_stats, bias=None, dtype=None):
+    return int8.scaled_product(A, B, row_stats, col_stats, bias, dtype)
+
+
+def _int8_scaled_mm_fake(A, B, row_stats, col_stats, bias=None, dtype=None):
+    return A.new_empty((*A.shape[:-1], B.shape[0]), dtype=dtype or torch.float16)
+
+
+def _int8_mixed_scaled_mm(A, CA, CB, SCA, SCB, outlier_cols=None, bias=None):
+    return int8.mixed_scaled_product(A, CA, CB, SCA, SCB, outlier_cols, bias)
+
+
+def _int8_mixed_scaled_mm_fake(A, CA, CB, SCA, SCB, outlier_cols=None, bias=None):
+    columns = torch.library.get_ctx().new_dynamic_size()
+    return A.new_empty((*CA.shape[:-1], CB.shape[0])), A.new_empty((A.shape[0], columns))
+
+
 def _optimizer_fake(optimizer_name: str, g, p, *others, **options) -> None:
     if g.numel() != p.numel():
         raise ValueError(f"g and p must have the same number of elements, got {g.numel()} and {p.numel()}")
@@ -236,6 +306,44 @@ OPS = (
         "Tensor A, Tensor absmax, Tensor code, int blocksize, ScalarType dtype",
         _dequantize_blockwise,
         _dequantize_blockwise_fake,
+    ),
+    Op(
+        "int8_vectorwise_quant",
+        "(Tensor A, float threshold=0.0) -> (Tensor, Tensor, Tensor?)",
+        _int8_vectorwise_quant,
+        _int8_vectorwise_quant_fake,
+    ),
+    Op(
+        "int8_vectorwise_dequant",
+        "(Tensor A, Tensor stats) -> Tensor",
+        int8.int8_vectorwise_dequant,
+        _int8_vectorwise_dequant_fake,
+    ),
+    Op(
+        "int8_double_quant",
+        "(Tensor A, float threshold=0.0) -> (Tensor, Tensor, Tensor, Tensor, Tensor?)",
+        _int8_double_quant,
+        _int8_double_quant_fake,
+    ),
+    *_with_out("int8_linear_matmul", "Tensor A, Tensor B", _int8_linear_matmul, _int8_linear_matmul_fake),
+    Op(
+        "int8_mm_dequant",
+        "(Tensor A, Tensor row_stats, Tensor col_stats, ScalarType? dtype=None, Tensor? bias=None) -> Tensor",
+        _int8_mm_dequant,
+        _int8_mm_dequant_fake,
+    ),
+    Op(
+        "int8_scaled_mm",
+        "(Tensor A, Tensor B, Tensor row_stats, Tensor col_stats, Tensor? bias=None, ScalarType? dtype=None) -> Tensor",
+        _int8_scaled_mm,
+        _int8_scaled_mm_fake,
+    ),
+    Op(
+        "int8_mixed_scaled_mm",
+        "(Tensor A, Tensor CA, Tensor CB, Tensor SCA, Tensor SCB, Tensor? outlier_cols=None, Tensor? bias=None)"
+        " -> (Tensor, Tensor?)",
+        _int8_mixed_scaled_mm,
+        _int8_mixed_scaled_mm_fake,
     ),
     Op(
         "optimizer_update_32bit",

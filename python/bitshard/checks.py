@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bitshard import ops
+from bitshard.kinds import INT8
 from bitshard.state import (
     BLOCKSIZES,
     BLOCKSIZES_8BIT,
@@ -41,6 +42,8 @@ def check_packed(packed: Tensor, state: QuantState, where: str) -> None:
     """TypeError or ValueError unless `packed` has as many bytes, and `state` as many scales, as `state.shape` needs."""
     if not isinstance(state, QuantState):
         raise TypeError(f"{where}: expected a QuantState, got {type(state).__name__}")
+    if state.kind is INT8:
+        return _check_int8(packed, state, where)
     if state.shape is None or state.quant_type not in ops.FORMATS:
         raise ValueError(
             f"{where}: quant_state is of type {state.quant_type!r} and shape {state.shape}, not a 4-bit state"
@@ -60,12 +63,7 @@ def check_packed(packed: Tensor, state: QuantState, where: str) -> None:
             f"{where}: packed weight has {packed.numel()} elements of {dtype_name(packed.dtype)}, but "
             f"{list(state.shape)} needs {expected}. Is it sharded, or was it cast to another dtype?"
         )
-    if n > 0 and packed.untyped_storage().nbytes() == 0:
-        raise ValueError(
-            f"{where}: FSDP1 has freed this packed weight of {list(state.shape)}, as it does after a module's forward, "
-            "so it cannot be dequantized or merged here. Merge in one process with the saved adapter, load "
-            "bitshard.fsdp.full_state_dict(model) into a model that is not sharded, or use FSDP2 (fsdp_version: 2)."
-        )
+    _check_there(packed, state, where)
     n_blocks = ops.block_count(n, state.blocksize)
     if state.absmax.numel() != n_blocks:
         raise ValueError(
@@ -80,6 +78,28 @@ def check_packed(packed: Tensor, state: QuantState, where: str) -> None:
         )
     if state.absmax.device != packed.device:
         raise ValueError(f"{where}: packed weight is on {packed.device}, its scales are on {state.absmax.device}")
+
+
+def _check_int8(packed: Tensor, state: QuantState, where: str) -> None:
+    expected, scales = state.packed_elements(packed.element_size()), state.absmax.numel()
+    if packed.numel() != expected or scales != state.scale_count:
+        raise ValueError(
+            f"{where}: an int8 weight of {list(state.shape)} has {packed.numel()} elements of "
+            f"{dtype_name(packed.dtype)} and {scales} scales, expected {expected} and {state.scale_count}. Is it "
+            "sharded, or was it cast to another dtype?"
+        )
+    _check_there(packed, state, where)
+    if state.absmax.device != packed.device:
+        raise ValueError(f"{where}: the int8 weight is on {packed.device}, its scales are on {state.absmax.device}")
+
+
+def _check_there(packed: Tensor, state: QuantState, where: str) -> None:
+    if state.shape.numel() > 0 and packed.untyped_storage().nbytes() == 0:
+        raise ValueError(
+            f"{where}: FSDP1 has freed this packed weight of {list(state.shape)}, as it does after a module's forward, "
+            "so it cannot be dequantized or merged here. Merge in one process with the saved adapter, load "
+            "bitshard.fsdp.full_state_dict(model) into a model that is not sharded, or use FSDP2 (fsdp_version: 2)."
+        )
 
 
 def check_dense(x: Tensor, what: str) -> None:

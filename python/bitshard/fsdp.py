@@ -17,6 +17,7 @@ from bitshard.sharding.report import Share, describe, measure
 from bitshard.sharding.weights.in_place import gather_in_place
 from bitshard.sharding.weights.late_adapters import shard_adapters
 from bitshard.sharding.weights.rows import quantize
+from bitshard.sharding.weights.shardable import shardable
 
 __all__ = [
     "LoadPlanner",
@@ -36,4 +37,5 @@ __all__ = [
     "save_pretrained",
     "send_quant_states",
     "shard_adapters",
+    "shardable",
 ]

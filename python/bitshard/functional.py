@@ -15,10 +15,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from bitshard import _C, gather, grouped, ops, reordered
+from bitshard import _C, gather, grouped, int8, ops, reordered
 from bitshard.blockwise import dequantize_blockwise, mean, quantize_blockwise
 from bitshard.checks import check_dense, check_format, check_packed, check_storage, check_values, into
-from bitshard.kinds import EXPERTS, FOUR_BIT
+from bitshard.container import repack
+from bitshard.kinds import EXPERTS, FOUR_BIT, INT8
 from bitshard.maps import (
     create_dynamic_map,
     create_fp8_map,
@@ -27,7 +28,14 @@ from bitshard.maps import (
     get_4bit_type,
     table,
 )
-from bitshard.state import NESTED_BLOCKSIZE, VALUE_DTYPES, QuantState, pack_dict_to_tensor, unpack_tensor_to_dict
+from bitshard.state import (
+    NESTED_BLOCKSIZE,
+    VALUE_DTYPES,
+    QuantState,
+    int8_state,
+    pack_dict_to_tensor,
+    unpack_tensor_to_dict,
+)
 
 __all__ = [
     "QuantState",
@@ -259,6 +267,9 @@ def dequantize_4bit(
         blocksize = 64 if blocksize is None else blocksize
         quant_state = QuantState(absmax, out.shape, None, blocksize, quant_type, out.dtype)
     shape = quant_state.shape
+    if quant_state.kind is INT8:
+        check_packed(A, quant_state, "dequantize_4bit")
+        return into(out, int8.dequantize(A, quant_state.absmax, *shape, quant_state.dtype), "out")
     if quant_state.kind is EXPERTS and quant_state.nested:
         return dequantize_4bit(A, with_plain_scales(quant_state), out=out)
     try:
@@ -391,9 +402,18 @@ def _check_grouped(
 
 
 FOUR_BIT.dequantize, FOUR_BIT.linear = dequantize_4bit, linear_4bit
-EXPERTS.dequantize = dequantize_4bit
+EXPERTS.dequantize = INT8.dequantize = dequantize_4bit
 FOUR_BIT.quantize = lambda values, **settings: quantize_4bit(values, **settings)
 EXPERTS.quantize = lambda values, **settings: quantize_experts_4bit(values, **settings)
+INT8.quantize = lambda values, **settings: _int8_column(values, settings["quant_storage"])
+INT8.linear = lambda x, packed, state, bias: int8.linear(x, packed, state.absmax, *state.shape, bias)
+
+
+def _int8_column(values: Tensor, storage: torch.dtype) -> tuple[Tensor, QuantState]:
+    """Codes of a weight [N, K] as a column of `storage`, and their state."""
+    codes, scales, _ = int8.quantize(values)
+    state = int8_state(scales, values.shape, values.dtype)
+    return repack(codes.view(-1, 1), storage, state), state
 
 
 def explain_linear(error: Exception, x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None) -> NoReturn:

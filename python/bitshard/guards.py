@@ -10,6 +10,7 @@ import contextlib
 import re
 import threading
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -112,6 +113,8 @@ def guarded(handlers: dict[Any, Any], func: Any, args: tuple, kwargs: dict[str, 
     with plain():
         if handler is not None:
             return handler(func, args, kwargs)
+        if isinstance(func, FunctionType) and func.__name__ in _INIT:  # in the place of torch.nn.init's (transformers)
+            return arithmetic(func, args, kwargs)
         if isinstance(func, _OPERATORS) and not torch.compiler.is_dynamo_compiling():
             _check_operator(func, args, kwargs)
         if kwargs:
@@ -214,6 +217,9 @@ _IN_PLACE = frozenset(
     "swapdims_ t_ transpose_ unsqueeze_".split()
 )
 
+# Functions of torch.nn.init, by name too: while transformers makes a model it puts its own in their places.
+_INIT = frozenset(name for name in vars(torch.nn.init) if re.match(r"[a-z].*_$", name))
+
 # Functions that write into an argument though their names do not end in "_".
 _WRITERS = (
     "_cudnn_attention_forward_no_dropout_inplace _cummax_helper _cummin_helper _fused_moving_avg_obs_fq_helper "
@@ -238,7 +244,7 @@ def _in_place_handlers() -> dict[Any, Any]:
             table.update({getattr(space, name): arithmetic for space in (Tensor, torch) if hasattr(space, name)})
         elif re.match(r"__i[a-z]+__$", name) and hasattr(Tensor, f"{name[:2]}{name[3:]}"):  # __iadd__, not __init__
             table[getattr(Tensor, name)] = arithmetic
-    table.update({func: arithmetic for name, func in vars(torch.nn.init).items() if re.match(r"[a-z].*_$", name)})
+    table.update({getattr(torch.nn.init, name): arithmetic for name in _INIT})
     for space in (torch, torch.nn.functional, torch._C._nn, Tensor):
         for name in (*filter(re.compile(r"(?!__)\w+_$").match, dir(space)), *_WRITERS):
             if hasattr(space, name) and name not in _IN_PLACE:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bitshard import ops
@@ -46,6 +47,18 @@ class Kind:
         """Into how many parts of equal size the tensor falls, each with a second level of scales of its own."""
         return 1
 
+    def stored_shape(self, state: Any, itemsize: int) -> tuple[int, ...]:
+        """Shape of the packed bytes in a checkpoint file, in a storage dtype of `itemsize` bytes."""
+        return self.elements(state, itemsize), 1
+
+    def beside(self, key: str, state: Any) -> dict[str, Tensor]:
+        """The entries of a checkpoint file beside the weight `key`, by their whole keys; of a state with all scales."""
+        return {f"{key}.{name}": value for name, value in state.as_dict(packed=True).items()}
+
+    def unfiled(self, key: str, entries: dict[str, Any], state: Any) -> dict[str, Any]:
+        """Entries of a state dict with those of the weight `key` as `QuantState.as_dict` names them."""
+        return entries
+
     def __reduce__(self) -> tuple:
         return kind_named, (self.name,)  # copies and pickles are the same object
 
@@ -76,9 +89,43 @@ class ExpertStack(FourBit):
         return state.shape[0]
 
 
+class Int8(Kind):
+    """LLM.int8: a weight [N, K], a byte for each element by rows, one float32 scale for each row (`bitshard.int8`).
+
+    The blocksize of its state is K. A checkpoint file has the codes as int8 [N, K], and beside them, of the layer, SCB,
+    the scales, and weight_format, which is 0.
+    """
+
+    name = "int8"
+    format = ("shape", "kind")
+
+    def elements(self, state: Any, itemsize: int) -> int:
+        return -(-state.shape.numel() // itemsize)
+
+    def scale_count(self, state: Any) -> int:
+        return state.shape[0]
+
+    def stored_shape(self, state: Any, itemsize: int) -> tuple[int, ...]:
+        return tuple(state.shape)
+
+    def beside(self, key: str, state: Any) -> dict[str, Tensor]:
+        layer = key.removesuffix("weight")
+        return {f"{layer}SCB": state.absmax, f"{layer}weight_format": torch.zeros((), dtype=torch.uint8)}
+
+    def unfiled(self, key: str, entries: dict[str, Any], state: Any) -> dict[str, Any]:
+        layer = key.removesuffix("weight")
+        if f"{layer}SCB" not in entries:
+            return entries
+        rest = {name: value for name, value in entries.items() if name not in (f"{layer}SCB", f"{layer}weight_format")}
+        own = state.clone()
+        own.absmax, own.sharded, own.part = entries[f"{layer}SCB"], None, None
+        return {**rest, **super().beside(key, own)}
+
+
 EXPERTS = ExpertStack()
+INT8 = Int8()
 FOUR_BIT = FourBit()  # `bitshard.functional` gives it what it computes
-KINDS: dict[str | None, Kind] = {kind.name: kind for kind in (FOUR_BIT, EXPERTS)}  # by their names in checkpoints
+KINDS: dict[str | None, Kind] = {kind.name: kind for kind in (FOUR_BIT, EXPERTS, INT8)}  # by their names in checkpoints
 
 
 def kind_named(name: str | None) -> Kind:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bitshard import maps, ops
-from bitshard.kinds import FOUR_BIT, KINDS, Kind
+from bitshard.kinds import FOUR_BIT, INT8, KINDS, Kind
 
 STORAGE_DTYPES = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 VALUE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -47,13 +47,13 @@ class QuantState:
         code: float32 value of each code, [16] for 4-bit and [256] for 8-bit.
         dtype: dtype of the tensor that was quantized, and of what dequantizing gives.
         blocksize: elements per scale.
-        quant_type: "nf4", "fp4", or None for 8-bit codes.
+        quant_type: "nf4", "fp4", "int8" for a weight of LLM.int8 (`kinds.INT8`), or None for 8-bit codes in blocks.
         offset: float32 [], subtracted from the scales before they were quantized (nested only); [E] of a stack.
         state2: QuantState of the scales: absmax float32 [ceil(n_blocks / 256)], code float32 [256] (nested only).
         checksum: int64 [], checksum of the packed bytes, or None where unknown. Never saved.
         sharded: the rank's part of the scales if FSDP2 has sharded them, else None. Then `absmax` is real only while
             gathered.
-        kind: what the bytes are: one weight (`kinds.FOUR_BIT`), or a stack of experts (`kinds.EXPERTS`).
+        kind: what the bytes are: one weight (`kinds.FOUR_BIT`), a stack of experts (`kinds.EXPERTS`), or `kinds.INT8`.
         part: the rank's part of the packed bytes of a weight that was loaded in parts and is not sharded yet
             (`bitshard.kept_part.KeptPart`), else None.
     """
@@ -236,7 +236,7 @@ class QuantState:
                 f"a weight of shape {list(self.shape)} cannot be saved as _convert_weight_packed_for_cpu made it: no "
                 "checkpoint has that form. Turn it back first, with _convert_weight_packed_for_cpu_inverse."
             )
-        tensors = {"absmax": self.absmax, "quant_map": self.code}
+        tensors = {"absmax": self.absmax} if self.kind is INT8 else {"absmax": self.absmax, "quant_map": self.code}
         if self.nested:
             tensors["nested_absmax"] = self.state2.absmax
             tensors["nested_quant_map"] = self.state2.code.clone()  # safetensors drops tensors that share storage
@@ -253,7 +253,7 @@ class QuantState:
         entries = _read_entries(qs_dict)
         if entries.get("quant_type") is None:
             return _read_8bit(cls, entries, device)
-        state = _read_4bit(cls, entries)
+        state = _read_int8(cls, entries) if entries["quant_type"] == INT8.name else _read_4bit(cls, entries)
         return state.to(device)
 
 
@@ -323,7 +323,7 @@ def _read_entries(qs_dict: dict[str, Any]) -> dict[str, Any]:
     if len(blobs) > 1:
         raise ValueError(f"quantization state: expected one quant_state entry, got {_names(blobs)}")
     for name, blob in blobs.items():
-        if name not in QuantState.valid_qs_type_keys:
+        if name not in (*QuantState.valid_qs_type_keys, f"{_BLOB_PREFIX}{INT8.name}"):
             raise ValueError(f"quantization state: {_names([name])} is none of {QuantState.valid_qs_type_keys}")
         values = unpack_tensor_to_dict(blob)
         _check_names("its JSON entry", values, (*_VALUE_KEYS, _LAYOUT_KEY))
@@ -497,7 +497,7 @@ def _read_layout(entries: dict[str, Any], shape: torch.Size, blocksize: int) -> 
     name = entries.get(_LAYOUT_KEY)
     if name is None:
         return FOUR_BIT
-    if not isinstance(name, str) or name not in KINDS:
+    if not isinstance(name, str) or name not in KINDS or name == INT8.name:
         raise ValueError(f"quantization state: layout is {_short(name)}, known are {[name for name in KINDS if name]}")
     if len(shape) != 3 or 0 in shape or shape[1:].numel() % blocksize:
         raise ValueError(
@@ -549,6 +549,24 @@ def _read_4bit(cls: type[QuantState], entries: dict[str, Any]) -> QuantState:
     )
     if kind is not FOUR_BIT:
         state.kind = kind
+    return state
+
+
+def _read_int8(cls: type[QuantState], entries: dict[str, Any]) -> QuantState:
+    """The state of a weight [N, K] of LLM.int8."""
+    shape = _shape(entries)
+    if len(shape) != 2 or entries.get(_LAYOUT_KEY) != INT8.name or _check_nested_names(entries):
+        raise ValueError(f"quantization state: int8 of shape {list(shape)}, layout {_short(entries.get(_LAYOUT_KEY))}")
+    absmax = _vector(entries, "absmax", (torch.float32,), shape[0], f"scales of the rows of {list(shape)}")
+    check_scales(absmax, "absmax", signed=False)
+    return int8_state(absmax.contiguous(), shape, _value_dtype(entries, "dtype"))
+
+
+def int8_state(scales: Tensor, shape: torch.Size, dtype: torch.dtype) -> QuantState:
+    """The state of a weight [N, K] of LLM.int8 with `scales` float32 [N], which dequantizes to `dtype`."""
+    none = scales.new_empty(0)
+    state = QuantState(scales, torch.Size(shape), none, shape[1], INT8.name, dtype)
+    state.kind = INT8
     return state
 
 

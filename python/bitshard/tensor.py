@@ -22,7 +22,7 @@ from bitshard import adapters, agreement, foreign, gather, guards, kept_part, la
 from bitshard.checks import check_format, check_packed, check_storage
 from bitshard.container import container_dtype, repack, shardable_dtype
 from bitshard.guards import Packed, PackedData, cast_error, grad_error, in_module_move, packed_among, plain
-from bitshard.kinds import FOUR_BIT
+from bitshard.kinds import EXPERTS, FOUR_BIT, INT8
 from bitshard.shard import PackedShard
 from bitshard.state import VALUE_DTYPES, QuantState, dtype_name
 
@@ -89,11 +89,11 @@ def _proxy(name: str, *path: str) -> property:
     return property(read, doc=f"`quant_state.{'.'.join(path)}`")
 
 
-def _class_of(weight: Tensor) -> type:
+def class_of(weight: Tensor) -> type:
     return type(weight)
 
 
-class _Params4bitMeta(type(torch.nn.Parameter)):
+class PackedMeta(type(torch.nn.Parameter)):
     """Lets Dynamo trace `weight.__class__`, which peft reads in every forward of DoRA, and `isinstance(weight, ...)`.
 
     Of a class with `__torch_function__` it traces no `__class__` but one that is a property, whose getter it then looks
@@ -102,11 +102,11 @@ class _Params4bitMeta(type(torch.nn.Parameter)):
     otherwise for nn.Parameter only.
     """
 
-    fget = staticmethod(_class_of)
+    fget = staticmethod(class_of)
     __instancecheck__ = type.__instancecheck__
 
 
-class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
+class Params4bit(Packed, torch.nn.Parameter, metaclass=PackedMeta):
     """A linear layer's weight, quantized to 4 bits when it first moves to a device.
 
     Before: float data [N, K]. `.to(device)`, `.cuda()` or `.cpu()` then quantize in place and return self.
@@ -154,7 +154,8 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
         if gather.is_dtensor(data):
             data = gather.whole(data)
         blocksize = 64 if blocksize is None else blocksize
-        check_format(quant_type, blocksize)
+        if quant_state is None or quant_state.kind is not INT8:
+            check_format(quant_type, blocksize)
         check_storage(quant_storage)
         packed = bool(bnb_quantized) and _may_be_packed(data, quant_state)
         if packed and requires_grad:
@@ -174,7 +175,7 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
         )
         return self
 
-    __class__ = property(_class_of, object.__dict__["__class__"].__set__)  # for Dynamo, see _Params4bitMeta
+    __class__ = property(class_of, object.__dict__["__class__"].__set__)  # for Dynamo, see PackedMeta
 
     absmax = _proxy("absmax", "absmax")
     code = _proxy("code", "code")
@@ -194,9 +195,25 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=_Params4bitMeta):
         peft asks for this name, under which DeepSpeed keeps the shape of a parameter that it has cut.
         """
         held = self._holder()
-        if held is None or held.kind is FOUR_BIT:
+        if held is None or held.kind is not EXPERTS:
             raise AttributeError("ds_shape: this is the weight of a layer")
         return held.shown
+
+    @property
+    def has_fp16_weights(self) -> bool:
+        """Of an int8 weight False; peft makes a merged one with it."""
+        self._require_int8("has_fp16_weights")
+        return False
+
+    @property
+    def SCB(self) -> Tensor:
+        """Of an int8 weight its scales, float32 [N]."""
+        self._require_int8("SCB")
+        return self.quant_state.absmax
+
+    def _require_int8(self, name: str) -> None:
+        if self.quant_state is None or self.quant_state.kind is not INT8:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     # -- making one --
 
@@ -451,7 +468,7 @@ def _get_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
         return _traced(data)
     data, state = data.as_subclass(PackedData), args[0].quant_state
-    if state is not None and state.kind is not FOUR_BIT:
+    if state is not None and state.kind is EXPERTS:
         data.of_stack = args[0]
     return data
 

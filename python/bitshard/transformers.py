@@ -1,4 +1,4 @@
-"""transformers loads models with 4-bit experts: a quantization config and a quantizer of its registries.
+"""transformers loads 4-bit experts and quantized embeddings: a quantization config and a quantizer of its registries.
 
     model = AutoModelForCausalLM.from_pretrained(name, quantization_config=FourBitConfig(bnb_4bit_quant_type="nf4"))
 
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from transformers import BitsAndBytesConfig
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
@@ -23,8 +25,11 @@ from transformers.quantizers.quantizers_utils import get_module_from_name, shoul
 from bitshard import inventory
 from bitshard.experts import forward, modules, sources
 from bitshard.experts.sources import dense_config
+from bitshard.int8_params import Int8Params
 from bitshard.inventory import holder_of
 from bitshard.kinds import QUANT_METHOD
+from bitshard.nn import tied
+from bitshard.nn.embedding import Embedding8bit
 from bitshard.tensor import Params4bit
 
 _log = logging.getLogger("bitshard")
@@ -35,17 +40,22 @@ _ENTRIES = (
 
 
 class FourBitConfig(BitsAndBytesConfig):
-    """`BitsAndBytesConfig(load_in_4bit=True)` whose 4-bit weights are those of experts, too.
+    """`BitsAndBytesConfig(load_in_4bit=True)` whose 4-bit weights are those of experts, too, and on demand embeddings.
 
     Args:
         bnb_4bit_blocksize: weights per block scale of experts, a power of two from 32 to 4096. Linear layers have 64.
+        bnb_4bit_embedding_bits: 4 or 8: quantize the input embedding, to the format of the linear layers or to int8 by
+            rows, and let a head that is tied to it use the same weight, which is held once. None leaves both alone.
         arguments: of BitsAndBytesConfig, with its meaning; `llm_int8_skip_modules` names experts modules as well.
     """
 
-    def __init__(self, bnb_4bit_blocksize: int = 64, **arguments: Any):
+    def __init__(self, bnb_4bit_blocksize: int = 64, bnb_4bit_embedding_bits: int | None = None, **arguments: Any):
+        if bnb_4bit_embedding_bits not in (None, *tied.BITS):
+            raise ValueError(f"bnb_4bit_embedding_bits is {bnb_4bit_embedding_bits!r}, expected 4, 8 or None")
         known = {name: value for name, value in arguments.items() if name not in ("load_in_4bit", "quant_method")}
         super().__init__(load_in_4bit=True, **known)
         self.bnb_4bit_blocksize = bnb_4bit_blocksize
+        self.bnb_4bit_embedding_bits = bnb_4bit_embedding_bits
         self.quant_method = QUANT_METHOD
 
     @classmethod
@@ -69,12 +79,13 @@ class QuantizeExperts(Bnb4bitQuantize):
         done, rest = {}, {}
         for name, value in input_dict.items():
             module, leaf = get_module_from_name(model, name)
-            if holder_of(module, leaf) is None or not modules.is_experts(module):
+            int8 = isinstance(module, Embedding8bit)
+            if not int8 and (holder_of(module, leaf) is None or not modules.is_experts(module)):
                 rest[name] = value
                 continue
             value = value[0] if isinstance(value, list) else value
             old = module._parameters[leaf]
-            done[name] = Params4bit(value, requires_grad=False, **old.__dict__).to(value.device)
+            done[name] = type(old)(value, requires_grad=False, **old.__dict__).to(value.device)
             module._is_hf_initialized = True
         if rest:
             done.update(super().convert(rest, full_layer_name=full_layer_name, model=model, **others))
@@ -109,15 +120,34 @@ class DeserializeExperts(ConversionOps):
         return {full_layer_name: new}
 
 
+class DeserializeInt8(ConversionOps):
+    """Makes the int8 weight of an embedding of its codes and the scales beside them."""
+
+    def __init__(self, hf_quantizer: Any):
+        self.hf_quantizer = hf_quantizer
+
+    def convert(self, input_dict: dict, model: Any = None, full_layer_name: Any = None, **others: Any) -> dict:
+        given = {name.rstrip("$").rpartition(".")[2]: value for name, value in input_dict.items()}
+        entries = {name: value[0] if isinstance(value, list) else value for name, value in given.items()}
+        codes, scales = entries.get("weight"), entries.get("SCB")
+        module, _ = get_module_from_name(model, full_layer_name)
+        module.check_codes(codes, scales)
+        module._is_hf_initialized = True
+        return {full_layer_name: Int8Params(codes, requires_grad=False, SCB=scales)}
+
+
 class FourBitQuantizer(Bnb4BitHfQuantizer):
-    """The quantizer of 4-bit linear layers, and of experts."""
+    """The quantizer of 4-bit linear layers, of experts, and of embeddings."""
 
     _stacks: list[str] = []  # of the model that is being loaded, as `_stack_patterns` gives them
+    _embedding: str | None = None  # path of its quantized embedding
     _source: Any = None  # transformers' quantizer that reads the files, where these are of another format
 
     def param_needs_quantization(self, model: Any, param_name: str, **others: Any) -> bool:
         """Whether a parameter is a 4-bit weight that comes in 16 or 32 bits."""
         module, leaf = get_module_from_name(model, param_name)
+        if isinstance(module, Embedding8bit):
+            return leaf == "weight"
         return holder_of(module, leaf) is not None or super().param_needs_quantization(model, param_name, **others)
 
     def get_quantize_ops(self) -> Any:
@@ -155,6 +185,17 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
             )
             module.config._experts_implementation = forward.IMPLEMENTATION
         self._stacks = _stack_patterns(model)
+        self._embedding = None
+        if getattr(config, "bnb_4bit_embedding_bits", None) is not None:
+            self._embedding = tied.quantize_embeddings(
+                model,
+                config.bnb_4bit_embedding_bits,
+                quant_type=config.bnb_4bit_quant_type,
+                quant_storage=config.bnb_4bit_quant_storage,
+                compress_statistics=config.bnb_4bit_use_double_quant,
+                packed_files=packed_files,
+                untied=_has_own_head(model, checkpoint_files or ()),
+            )
         if found:
             forward.register()
             if not isinstance(config, FourBitConfig):  # what is saved must say so
@@ -172,6 +213,9 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
         if not self.pre_quantized:
             return updated
         kept = [each for each in updated if not _makes(each, self._stacks)]
+        if self.quantization_config.bnb_4bit_embedding_bits == 8 and self._embedding is not None:
+            names = [f"{self._embedding}.SCB", f"{self._embedding}.weight_format", f"{self._embedding}.weight$"]
+            kept.insert(0, WeightConverter(names, f"{self._embedding}.weight", [DeserializeInt8(self)]))
         return [*(self._deserializer(name) for name in self._stacks), *kept]
 
     def _deserializer(self, name: str) -> WeightConverter:
@@ -194,7 +238,31 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
                         f"{path}.{held.name}: the files have brought no 4-bit stack of {list(held.shown)} and no float "
                         "one that could become one: what is there now is not quantized"
                     )
+        if self._embedding is not None:
+            tied.check_loaded(model, self._embedding)
         return super()._process_model_after_weight_loading(model, **others)
+
+    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
+        tied.restore_embeddings(model)
+        return super()._dequantize(model, dtype=dtype)
+
+
+def _has_own_head(model: Any, files: Iterable[str]) -> bool:
+    """Whether safetensors files have, beside the embedding, another head than it for a model that ties them."""
+    from safetensors import safe_open
+
+    places: dict[str, Any] = {}
+    for file in files:
+        if str(file).endswith(".safetensors"):
+            with safe_open(file, framework="pt") as opened:
+                places |= dict.fromkeys(opened.keys(), file)
+
+    def read(name: str) -> torch.Tensor:
+        with safe_open(places[name], framework="pt") as opened:
+            return opened.get_tensor(name)
+
+    pairs = [pair for pair in model.all_tied_weights_keys.items() if places.keys() >= set(pair)]
+    return any(not torch.equal(read(head), read(source)) for head, source in pairs)
 
 
 def _check_plan(distributed: Any) -> None:

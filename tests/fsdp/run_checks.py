@@ -15,6 +15,7 @@ from checks import (
     casts,
     checkpoints,
     curves,
+    embeddings,
     fsdp1,
     full_state_dicts,
     options,
@@ -34,6 +35,7 @@ FILES = (
     broadcast,
     checkpoints,
     curves,
+    embeddings,
     casts,
     fsdp1,
 )

@@ -1,5 +1,16 @@
-"""Modules with packed weights: the holder of such a weight (`holder`), `Linear4bit`, and parametrized 4-bit weights."""
+"""Modules with packed weights: the holder of a weight (`holder`), linear layers, embeddings, parametrized weights."""
 
+from bitshard.nn.embedding import Embedding, Embedding4bit, Embedding8bit, EmbeddingFP4, EmbeddingNF4, StableEmbedding
 from bitshard.nn.linear import Linear4bit, LinearFP4, LinearNF4
 
-__all__ = ["Linear4bit", "LinearFP4", "LinearNF4"]
+__all__ = [
+    "Embedding",
+    "Embedding4bit",
+    "Embedding8bit",
+    "EmbeddingFP4",
+    "EmbeddingNF4",
+    "Linear4bit",
+    "LinearFP4",
+    "LinearNF4",
+    "StableEmbedding",
+]

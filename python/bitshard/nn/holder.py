@@ -20,7 +20,7 @@ from bitshard import gather, kept_part, ops
 from bitshard.container import repack
 from bitshard.guards import module_move
 from bitshard.inventory import held_by
-from bitshard.kinds import FOUR_BIT, Kind
+from bitshard.kinds import EXPERTS, FOUR_BIT, Kind
 from bitshard.nn import merged
 from bitshard.place import Place
 from bitshard.placeholder import PlaceholderParams4bit
@@ -129,6 +129,10 @@ class PackedWeight:
     def oriented(self, values: Tensor) -> Tensor:
         """Values of the shape that the owner shows in that of the weight."""
         return values
+
+    def stored(self) -> PackedWeight | None:
+        """What a checkpoint has of the weight: this holder; None where it is a float like others."""
+        return self
 
     # -- for a forward --
 
@@ -306,8 +310,8 @@ class PackedWeight:
     def _put_view(self, view: Tensor) -> bool:
         """FSDP1's view of its flat parameter, a plain tensor; as a packed weight foreign code dequantizes it, too."""
         self.foreign, self.place = True, Place.VIEW
-        if not self.flat or self.kind is not FOUR_BIT:  # peft parametrizes parameters only
-            own = view if self.kind is FOUR_BIT else view.data  # under a version counter of its own
+        if not self.flat or self.kind is EXPERTS:  # peft parametrizes parameters only
+            own = view.data if self.kind is EXPERTS else view  # under a version counter of its own
             view = Params4bit.of_state(own, self.state, self.storage, self.layer)
         self.owner.__dict__[self.name] = view
         return True

@@ -1,27 +1,21 @@
-"""Names of bitsandbytes that bitshard does not have yet: they can be imported and tested for, not used."""
+"""Names of bitsandbytes that bitshard does not have: they can be imported and tested for, not used."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-INT8 = (
-    "In place of load_in_8bit=True choose load_in_4bit=True, or 16 bits: dtype=torch.bfloat16 without a "
-    "quantization_config; in place of a checkpoint saved in 8 bits, its 16-bit version."
-)
-EMBEDDINGS = "Leave embeddings in 16 bits, as torch.nn.Embedding."
 BACK = "The original has it: pip install --force-reinstall --no-deps bitsandbytes==0.50.2"
 
 
-def refuse(name: str, advice: str = "") -> NoReturn:
-    """Raise the error of an absent name: `name` is its full dotted path, `advice` what to use instead."""
-    reason = f"{name} is not in bitshard yet, which has the 4-bit half of bitsandbytes and its optimizers."
-    raise NotImplementedError(" ".join(filter(None, (reason, advice, BACK))))
+def refuse(name: str) -> NoReturn:
+    """Raise the error of an absent name: `name` is its full dotted path."""
+    raise NotImplementedError(f"{name} is not in bitshard yet. {BACK}")
 
 
-def absent_function(module: str, name: str, advice: str = "") -> Callable[..., NoReturn]:
+def absent_function(module: str, name: str) -> Callable[..., NoReturn]:
     """A function named `name` in `module` that raises NotImplementedError whatever it is called with."""
 
     def function(*args: Any, **kwargs: Any) -> NoReturn:
-        refuse(f"{module}.{name}", advice)
+        refuse(f"{module}.{name}")
 
     function.__module__ = module
     function.__name__ = function.__qualname__ = name
@@ -32,17 +26,6 @@ def absent_function(module: str, name: str, advice: str = "") -> Callable[..., N
 class Absent:
     """Base of absent classes; construction raises NotImplementedError with the name of the class."""
 
-    _advice = ""
-
     def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         ours = next(base for base in cls.__mro__ if base.__module__.split(".")[0] == "bitsandbytes")
-        refuse(f"{ours.__module__}.{ours.__qualname__}", cls._advice)
-
-
-class AbsentInstance(Absent):
-    """Absent class of which upstream makes one instance, by `get_instance`."""
-
-    @classmethod
-    def get_instance(cls) -> NoReturn:
-        """Raises NotImplementedError."""
-        cls()
+        refuse(f"{ours.__module__}.{ours.__qualname__}")

@@ -2,6 +2,7 @@
 
 import ctypes as ct
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -152,7 +153,13 @@ class ErrorHandlerMockBNBNativeLibrary(Absent, BNBNativeLibrary):
 
 
 def get_cuda_bnb_library_path(cuda_specs: CUDASpecs) -> Path:
-    """bitshard's C core, which serves every version of CUDA; a file that does not exist where it has no kernels."""
+    """bitshard's C core, which serves every version of CUDA; a file that does not exist where it has no kernels.
+
+    BNB_CUDA_VERSION, by which upstream is told another version, chooses nothing; RuntimeError where it is no number.
+    """
+    override = os.environ.get("BNB_CUDA_VERSION", "0")
+    if not override.isdigit():
+        raise RuntimeError(f"BNB_CUDA_VERSION={override!r}: expected digits only, as in 124 for CUDA 12.4")
     if _C.cuda_state()["built"]:
         return Path(_C.__file__)
     return PACKAGE_DIR / f"libbitsandbytes_cuda{cuda_specs.cuda_version_string}{DYNAMIC_LIBRARY_SUFFIX}"

@@ -24,23 +24,21 @@ from bitshard.functional import (
     quantize_nf4,
     unpack_tensor_to_dict,
 )
+from bitshard.int8 import (
+    batched_igemm,
+    check_matmul,
+    igemm,
+    int8_double_quant,
+    int8_linear_matmul,
+    int8_mm_dequant,
+    int8_vectorwise_dequant,
+    int8_vectorwise_quant,
+)
 from bitshard.optim import paged, update
 from bitshard.optim.paged import GlobalPageManager, elementwise_func, fill, prefetch_tensor
 from bitshard.state import NESTED_BLOCKSIZE
 
-from ._absent import INT8, AbsentInstance, absent_function
 from .cextension import lib
-
-ABSENT_NAMES = [
-    "batched_igemm",
-    "check_matmul",
-    "igemm",
-    "int8_double_quant",
-    "int8_linear_matmul",
-    "int8_mm_dequant",
-    "int8_vectorwise_dequant",
-    "int8_vectorwise_quant",
-]
 
 __all__ = [
     "C",
@@ -48,6 +46,8 @@ __all__ = [
     "FIRST_CUDA_DEVICE",
     "GlobalPageManager",
     "QuantState",
+    "batched_igemm",
+    "check_matmul",
     "create_dynamic_map",
     "create_fp8_map",
     "create_linear_map",
@@ -63,6 +63,12 @@ __all__ = [
     "get_paged",
     "get_ptr",
     "has_avx512bf16",
+    "igemm",
+    "int8_double_quant",
+    "int8_linear_matmul",
+    "int8_mm_dequant",
+    "int8_vectorwise_dequant",
+    "int8_vectorwise_quant",
     "is_on_gpu",
     "lib",
     "name2qmap",
@@ -75,20 +81,36 @@ __all__ = [
     "quantize_fp4",
     "quantize_nf4",
     "unpack_tensor_to_dict",
-    *ABSENT_NAMES,
 ]
 
 C = 127.0
 FIRST_CUDA_DEVICE = torch.device("cuda", index=0)
 name2qmap: dict[str, torch.Tensor] = {}
 
-globals().update({name: absent_function(__name__, name, INT8) for name in ABSENT_NAMES})
 
+class CUBLAS_Context:
+    """Upstream's handles of cuBLASLt by device. bitshard's C core has its own; an instance gives None for each."""
 
-class CUBLAS_Context(AbsentInstance):
-    """Handles of cuBLAS for int8."""
+    _instance = None
 
-    _advice = INT8
+    def __init__(self):
+        raise RuntimeError("there is one instance: CUBLAS_Context.get_instance()")
+
+    def initialize(self) -> None:
+        """Forget the devices."""
+        self.context: dict[int, None] = {}
+
+    @classmethod
+    def get_instance(cls) -> "CUBLAS_Context":
+        """The one instance."""
+        if cls._instance is None:
+            cls._instance = cls.__new__(cls)
+            cls._instance.initialize()
+        return cls._instance
+
+    def get_context(self, device: torch.device) -> None:
+        """None: native functions take no handle here."""
+        return self.context.setdefault(device.index, None)
 
 
 def is_on_gpu(tensors: Iterable[torch.Tensor | None]) -> bool:

@@ -7,37 +7,28 @@ from collections.abc import Callable, Sequence
 
 import torch
 from bitshard.functional import pack_dict_to_tensor, unpack_tensor_to_dict
-
-from ._absent import INT8, AbsentInstance, absent_function
-
-ABSENT = ("find_outlier_dims", "outlier_hook")
+from bitshard.nn.linear8bit import FORMATS
+from bitshard.outliers import OutlierTracer, find_outlier_dims, outlier_hook
 
 __all__ = [
     "INVERSE_LINEAR_8BIT_WEIGHTS_FORMAT_MAPPING",
     "LINEAR_8BIT_WEIGHTS_FORMAT_MAPPING",
     "OutlierTracer",
     "execute_and_return",
+    "find_outlier_dims",
     "logger",
+    "outlier_hook",
     "pack_dict_to_tensor",
     "replace_linear",
     "sync_gpu",
     "unpack_tensor_to_dict",
-    *ABSENT,
 ]
 
 logger = logging.getLogger(__name__)
-INVERSE_LINEAR_8BIT_WEIGHTS_FORMAT_MAPPING = dict(enumerate(("row", "col32", "col_turing", "col_ampere")))
+INVERSE_LINEAR_8BIT_WEIGHTS_FORMAT_MAPPING = dict(FORMATS)
 LINEAR_8BIT_WEIGHTS_FORMAT_MAPPING = {
     name: number for number, name in INVERSE_LINEAR_8BIT_WEIGHTS_FORMAT_MAPPING.items()
 }
-
-globals().update({name: absent_function(__name__, name, INT8) for name in ABSENT})
-
-
-class OutlierTracer(AbsentInstance):
-    """Part of LLM.int8."""
-
-    _advice = INT8
 
 
 def execute_and_return(command_string: str) -> tuple[str, str]:

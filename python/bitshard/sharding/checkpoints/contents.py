@@ -81,7 +81,7 @@ class Piece:
         state = held.state.clone()
         state.sharded = state.part = None
         key = self.name_of(held.name)
-        found = {f"{key}.{name}": _entry(value) for name, value in state.as_dict(packed=True).items()}
+        found = {name: _entry(value) for name, value in state.kind.beside(key, state).items()}
         for name, entry in found.items():
             entry.late = self.tuner is not None and BLOB_PREFIX in name
         return found
@@ -104,13 +104,13 @@ def _entry(tensor: Tensor) -> Entry:
 
 
 def _packed_entry(held: Any) -> Entry:
-    return Entry(held.storage, (held.state.packed_elements(held.storage.itemsize), 1))
+    return Entry(held.storage, held.state.kind.stored_shape(held.state, held.storage.itemsize))
 
 
 def packed_tensors(key: str, packed: Tensor, state: QuantState, storage: torch.dtype) -> dict[str, Tensor]:
-    """The entries of a whole 4-bit weight as a checkpoint file has them."""
-    small = {f"{key}.{name}": value for name, value in state.as_dict(packed=True).items()}
-    return {key: repack(packed, storage, state), **small}
+    """The entries of a whole packed weight as a checkpoint file has them."""
+    stored = repack(packed, storage, state).view(state.kind.stored_shape(state, storage.itemsize))
+    return {key: stored, **state.kind.beside(key, state)}
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -203,7 +203,8 @@ class _Walk:
         unsaved = module._non_persistent_buffers_set
         names += [name for name, tensor in module._buffers.items() if tensor is not None and name not in unsaved]
         names = [name for name in names if f"{key}{name}" not in self.ignored]
-        held = {held.name: held for held in holders_of(module) if held.name in names}
+        stored = (held.stored() for held in holders_of(module) if held.name in names)
+        held = {one.name: one for one in stored if one is not None}
         for name, one in held.items():
             if one.state is None or one.place in (Place.FLOAT, Place.AWAITED):
                 raise ValueError(f"{key}{name}: this 4-bit weight is not quantized yet, so it cannot be saved")

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from bitshard import gather
 from bitshard.inventory import holders
-from bitshard.kinds import FOUR_BIT
+from bitshard.kinds import EXPERTS, INT8
 from bitshard.sharding.checkpoints import contents, merging, ready
 from bitshard.sharding.checkpoints.contents import Piece
 from bitshard.sharding.together import Ranks
@@ -135,7 +135,7 @@ def converted(piece: Piece, tensors: dict[Any, Any], dtype: torch.dtype | None) 
         _verify(*tensors[name], held.state, piece.name_of(name))
     if piece.tuner is None:
         packed = {name: tensors[name] for name in piece.held}
-    elif all(held.kind is FOUR_BIT for held in piece.held.values()):
+    elif all(held.kind is not EXPERTS for held in piece.held.values()):
         return _merged(piece, tensors, adapter, others, dtype)
     elif dtype is None:
         packed, others = merging.merged_stacks(
@@ -164,6 +164,9 @@ def _merged(
         if dtype is not None:
             values, others = merging.merged_values(piece.tuner, adapter, packed, state, others)
             found[key] = values.to(dtype)
+        elif state.kind is INT8:
+            (packed, state), others = merging.merged_int8(piece.tuner, adapter, packed, state, others)
+            found.update(contents.packed_tensors(key, packed, state, held.storage))
         else:
             weight = Params4bit.of_state(packed, state, held.storage, None)
             weight, others = merging.merged_4bit(piece.tuner, adapter, weight, others, name)

@@ -7,13 +7,17 @@ whole ones, and has a base layer of its own; so the bytes are those that peft gi
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from bitshard.container import repack
+from bitshard.int8_params import Int8Params
 from bitshard.inventory import holder_of
 from bitshard.sharding.checkpoints.contents import Piece, is_tuner, unwrapped
-from bitshard.state import QuantState
+from bitshard.state import QuantState, int8_state
 from bitshard.tensor import Params4bit
 
 
@@ -35,6 +39,23 @@ def merged_4bit(
         base.register_parameter(other, nn.Parameter(tensor.clone(), requires_grad=False))
     _copy(tuner, adapter, base).merge()
     return getattr(base, name), {other: getattr(base, other).data for other in others}
+
+
+def merged_int8(
+    tuner: nn.Module, adapter: dict[int, Tensor], packed: Tensor, state: QuantState, others: dict[str, Tensor]
+) -> tuple[tuple[Tensor, QuantState], dict[str, Tensor]]:
+    """(codes and state) of an int8 weight with the adapters of `tuner` in it, quantized again, and the other tensors.
+
+    The layer that peft merges into is bitsandbytes' own, not sharded: codes [N, K], and scales in its `state`.
+    """
+    base = nn.Module()
+    base.state = SimpleNamespace(SCB=None, CB=None, reset_grads=lambda: None)
+    base.weight = Int8Params(repack(packed, torch.int8, state).view(state.shape), SCB=state.absmax)
+    for other, tensor in others.items():
+        base.register_parameter(other, nn.Parameter(tensor.clone(), requires_grad=False))
+    _copy(tuner, adapter, base).merge()
+    new = int8_state(base.weight.SCB, state.shape, state.dtype)
+    return (base.weight.plain_data().reshape(-1, 1), new), {other: getattr(base, other).data for other in others}
 
 
 def merged_values(

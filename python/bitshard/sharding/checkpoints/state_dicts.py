@@ -15,7 +15,10 @@ from torch.distributed.tensor import DTensor
 from bitshard import gather
 from bitshard.container import repack_whole
 from bitshard.inventory import holders
+from bitshard.kinds import INT8
+from bitshard.sharding.checkpoints import contents
 from bitshard.sharding.weights.state_entries import BLOB_PREFIX, padded_blob
+from bitshard.state import int8_state
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # in module names, not in state dicts
 
@@ -42,6 +45,17 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             full[key] = repack_whole(value, *storages[key], key) if key in storages else value
         elif keep:
             full[key] = value
+    return _as_filed(full, storages)
+
+
+def _as_filed(full: dict[str, Any], storages: dict[str, Any]) -> dict[str, Any]:
+    """Whole entries of int8 weights as files have them, codes [N, K] and SCB; all others are so already."""
+    for key, (state, storage) in storages.items():
+        if state.kind is INT8 and f"{key}.absmax" in full:
+            own = int8_state(full.pop(f"{key}.absmax"), state.shape, state.dtype)
+            packed = full.pop(key)
+            full = {name: value for name, value in full.items() if not name.startswith(f"{key}.")}
+            full.update(contents.packed_tensors(key, packed, own, storage))
     return full
 
 
@@ -57,6 +71,7 @@ def load_full_state_dict(
 
     state_dict = dict(state_dict)
     for key, held in _keys(model).items():
+        state_dict = held.kind.unfiled(key, state_dict, held.state)
         if key in state_dict:
             state_dict[key] = repack_whole(state_dict[key], held.state, held.weight.dtype, key)
         for name in [name for name in state_dict if name.startswith(f"{key}.{BLOB_PREFIX}")]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from bitshard import ops
 from bitshard.container import repack
 from bitshard.guards import plain
+from bitshard.int8_params import Int8Params
 from bitshard.inventory import holder_of, holders_of
 from bitshard.sharding.checkpoints.reading import Checkpoint, some
 from bitshard.state import VALUE_DTYPES, dtype_name
@@ -65,6 +66,7 @@ class Skeleton:
         wanted = _own_dtypes(self.model, self.dtype) if own_dtypes else {}
         if self.quantizer is not None:
             self.quantizer.preprocess_model(model=self.model, dtype=self.dtype, device_map=None)
+            _check_4bit_only(self.model)
         for module, name, key in _slots(self.model):  # the biases of the new 4-bit layers are of torch's default dtype
             tensor = _get((module, name, ""))
             if tensor.is_floating_point() and not _is_4bit(module, name):
@@ -82,8 +84,9 @@ class Skeleton:
         """The embeddings, then each layer that transformers would not split. Tied embeddings are no unit."""
         kinds = set(getattr(self.model, "_no_split_modules", None) or ())
         found: list[nn.Module] = []
-        embedding = getattr(self.model, "get_input_embeddings", lambda: None)()
-        if embedding is not None and all(len(self._places[id(p)][1]) == 1 for p in embedding.parameters()):
+        embedding, head = (getattr(self.model, f"get_{end}put_embeddings", lambda: None)() for end in ("in", "out"))
+        tied = embedding is not None and getattr(head, "weight", None) is embedding.weight
+        if embedding is not None and not tied and all(len(self._places[id(p)][1]) == 1 for p in embedding.parameters()):
             found.append(embedding)
         inside: set[nn.Module] = set()
         for module in self.model.modules():
@@ -255,6 +258,13 @@ class Conversions:
             made.add_tensor(key, name, pattern or name, files.read(name))
         values = made.convert(key, model=self._model, config=self._model.config)[key]
         return values[0] if isinstance(values, list) else values
+
+
+def _check_4bit_only(model: nn.Module) -> None:
+    """ValueError where a weight of `model` would be int8."""
+    found = next((name for name, p in model.named_parameters() if isinstance(p, Int8Params)), None)
+    if found is not None:
+        raise ValueError(f"load: {found} would be int8, and only 4-bit weights are loaded part by part")
 
 
 def contained(weight: Params4bit, dtype: torch.dtype) -> Params4bit:

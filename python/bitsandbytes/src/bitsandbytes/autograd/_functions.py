@@ -2,10 +2,9 @@
 
 import logging
 
-import torch
 from bitshard.autograd import MatMul4Bit, matmul_4bit
-
-from .._absent import INT8, Absent, AbsentInstance, absent_function
+from bitshard.matmul_int8 import MatMul8bitFp, MatMul8bitLt, MatmulLtState, matmul
+from bitshard.outliers import GlobalOutlierPooler
 
 __all__ = [
     "GlobalOutlierPooler",
@@ -20,32 +19,3 @@ __all__ = [
 
 
 logger = logging.getLogger(__name__)
-
-
-class GlobalOutlierPooler(AbsentInstance):
-    """Part of LLM.int8."""
-
-    _advice = INT8
-
-
-class MatmulLtState(Absent):
-    """Part of LLM.int8."""
-
-    _advice = INT8
-
-
-class MatMul8bitFp(Absent, torch.autograd.Function):
-    """Part of LLM.int8."""
-
-    _advice = INT8
-    apply = absent_function(__name__, "MatMul8bitFp.apply", INT8)
-
-
-class MatMul8bitLt(Absent, torch.autograd.Function):
-    """Part of LLM.int8."""
-
-    _advice = INT8
-    apply = absent_function(__name__, "MatMul8bitLt.apply", INT8)
-
-
-matmul = absent_function("bitsandbytes", "matmul", INT8)

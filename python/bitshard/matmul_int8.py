@@ -1,0 +1,323 @@
+"""matmul: y = A W^T + bias with W in int8 (LLM.int8), and its gradients with respect to A, bias and a float W.
+
+`MatmulLtState` says which codes and scales a product uses. The packed weight is a plain attribute of the autograd
+context, not a saved tensor: see `bitshard.autograd`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bitshard import int8
+from bitshard.checks import check_dense, into
+from bitshard.outliers import GlobalOutlierPooler
+from bitshard.state import VALUE_DTYPES, dtype_name
+
+
+class RowScales(NamedTuple):
+    """What a product asks of an int8 weight beside its bytes (of a `QuantState`, too): scales [N] and shape [N, K]."""
+
+    absmax: Tensor
+    shape: torch.Size
+
+
+class MatmulLtState:
+    """Codes and scales of one weight for `matmul`, and its settings.
+
+    Of a layer (`Linear8bitLt`) these are its weight's: `CB` and `SCB` read them there, wherever the weight is, and what
+    others assign counts only while the weight has none. Fields that nothing here uses are kept, for others set them.
+
+    Attributes:
+        CB: codes int8 [N, K].
+        SCB: scales float32 [N].
+        threshold: of outlier columns of A; 0 for none.
+        has_fp16_weights: the weight is a float matrix, quantized anew in every forward.
+        is_training: set by the layer.
+        owner: the layer, or None.
+    """
+
+    force_no_igemmlt = has_accumulated_gradients = False
+    SB = SBt = CBt = subB = outlier_pool = idx = None
+    threshold = 0.0
+    is_training = True
+    has_fp16_weights = True
+    use_pool = False
+    owner: Any = None
+    _deprecated_fields = frozenset({"CxB", "CxBt", "formatB", "_tile_indices"})
+
+    def __init__(
+        self,
+        force_no_igemmlt: bool = False,
+        CB: Tensor | None = None,
+        SB: Tensor | None = None,
+        SCB: Tensor | None = None,
+        SBt: Tensor | None = None,
+        CBt: Tensor | None = None,
+        subB: Tensor | None = None,
+        outlier_pool: GlobalOutlierPooler | None = None,
+        idx: Tensor | None = None,
+    ):
+        self.force_no_igemmlt = force_no_igemmlt
+        self._codes, self._scales = CB, SCB
+        self.SB, self.SBt, self.CBt, self.subB = SB, SBt, CBt, subB
+        self.outlier_pool, self.idx = outlier_pool, idx
+
+    @property
+    def CB(self) -> Tensor | None:
+        """Codes int8 [N, K]: the layer's weight, else what was set."""
+        held = None if self.owner is None else self.owner.int8_codes()
+        return self._codes if held is None else held
+
+    @CB.setter
+    def CB(self, value: Tensor | None) -> None:
+        self._codes = value
+
+    @property
+    def SCB(self) -> Tensor | None:
+        """Scales float32 [N]: those of the layer's weight, else what was set."""
+        held = None if self.owner is None else self.owner.int8_scales()
+        return self._scales if held is None else held
+
+    @SCB.setter
+    def SCB(self, value: Tensor | None) -> None:
+        self._scales = value
+
+    def reset_grads(self) -> None:
+        """Forget codes and scales that were set."""
+        self._codes = self._scales = self.SB = self.SBt = self.CBt = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in MatmulLtState._deprecated_fields:
+            warnings.warn(f"MatmulLtState.{name} is of old releases, and always None", FutureWarning, stacklevel=2)
+            return None
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, MatmulLtState):
+            return NotImplemented
+        names = ("force_no_igemmlt", "CB", "SB", "SCB", "SBt", "CBt", "subB", "idx", "threshold", "has_fp16_weights")
+        return all(_same(getattr(self, name), getattr(other, name)) for name in names)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __copy__(self) -> MatmulLtState:
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a pickle, bitsandbytes' own among them, whose codes and scales are plain attributes."""
+        for name, own in (("CB", "_codes"), ("SCB", "_scales")):
+            if name in state:
+                state = {own: state[name], **{key: value for key, value in state.items() if key != name}}
+        self.__dict__.update({"_codes": None, "_scales": None, **state})
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and a.device == b.device and bool(torch.equal(a, b))
+    return type(a) is type(b) and a == b
+
+
+# ---- gradients ----
+
+
+def _forward(ctx: Any, x: Tensor, packed: Tensor, scales: Any, bias: Tensor | None, threshold: float) -> Tensor:
+    """y [..., N], and in `ctx` what `_backward` needs of the weight and the bias."""
+    ctx.packed, ctx.scales = packed, scales
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    if bias is not None and bias.dtype is not x.dtype:
+        bias = bias.to(x.dtype)
+    return int8.linear(x, packed, scales.absmax, *scales.shape, bias, threshold)
+
+
+def _backward(ctx: Any, dy: Tensor, needs_x: bool, needs_bias: bool) -> tuple[Tensor | None, Tensor | None]:
+    """(dx = dy W, dbias = the sum of dy over its rows), each if it is needed."""
+    dx = dbias = None
+    if needs_x:
+        again = torch.is_grad_enabled() and dy.requires_grad  # create_graph=True: a derivative of dx is wanted
+        product = MatMulInt8InputGradient.apply if again else _input_gradient
+        dx = product(dy, ctx.packed, ctx.scales)
+    if needs_bias:
+        dbias = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.bias_dtype)
+    return dx, dbias
+
+
+def _input_gradient(dy: Tensor, packed: Tensor, scales: Any) -> Tensor:
+    return int8.linear_dgrad(dy, packed, scales.absmax, *scales.shape)
+
+
+class MatMulInt8(torch.autograd.Function):
+    """y [..., N] = x [..., K] W^T + bias of a frozen int8 weight; dx = dy W, dbias = the sum of dy over its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Any, bias: Tensor | None, threshold: float) -> Tensor:
+        return _forward(ctx, x, packed, scales, bias, threshold)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
+        needs_x, _, _, needs_bias, _ = ctx.needs_input_grad
+        dx, dbias = _backward(ctx, dy, needs_x, needs_bias)
+        return dx, None, None, dbias, None
+
+
+class MatMulInt8InputGradient(torch.autograd.Function):
+    """dx [..., K] = dy [..., N] W, differentiable in dy."""
+
+    @staticmethod
+    def forward(ctx: Any, dy: Tensor, packed: Tensor, scales: Any) -> Tensor:
+        ctx.packed, ctx.scales = packed, scales
+        return _input_gradient(dy, packed, scales)
+
+    @staticmethod
+    def backward(ctx: Any, ddx: Tensor) -> tuple[Tensor, None, None]:
+        # without a threshold and in x's own numbers for few rows only: as exact as the forward
+        return MatMulInt8.apply(ddx, ctx.packed, ctx.scales, None, 0.0), None, None
+
+
+def matmul_int8(x: Tensor, packed: Tensor, scales: Any, bias: Tensor | None = None, threshold: float = 0.0) -> Tensor:
+    """x W^T + bias for a frozen int8 weight, differentiable in x and bias.
+
+    Args:
+        x: float32, float16 or bfloat16 [..., K].
+        packed: codes of W [N, K], N K bytes in any dtype and shape.
+        scales: `absmax` float32 [N] and `shape` [N, K]: a `RowScales`, or a `QuantState`.
+        bias: [N] of any float dtype, in which its gradient is.
+        threshold: of outlier columns of x; 0 for none.
+
+    Returns:
+        [..., N] of the dtype of x.
+    """
+    _check_x(x, scales.shape)
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return MatMulInt8.apply(x, packed, scales, bias, threshold)
+    if bias is not None and bias.dtype is not x.dtype:
+        bias = bias.to(x.dtype)
+    return int8.linear(x, packed, scales.absmax, *scales.shape, bias, threshold)
+
+
+def _check_x(x: Tensor, shape: torch.Size) -> None:
+    check_dense(x, "matmul: x")
+    if x.dtype not in VALUE_DTYPES.values():
+        raise TypeError(f"matmul: x is {dtype_name(x.dtype)}, expected float32, float16 or bfloat16")
+    if x.dim() == 0 or x.shape[-1] != shape[1]:
+        raise ValueError(f"matmul: x of shape {list(x.shape)} does not fit a weight of shape {list(shape)}")
+
+
+# ---- bitsandbytes' names ----
+
+
+def _codes_of(B: Tensor, state: MatmulLtState) -> tuple[Tensor, RowScales]:
+    """Codes and scales of the weight of a product: those of `state`, or those of B [N, K] quantized now."""
+    if state.has_fp16_weights or state.CB is None or state.SCB is None:
+        scales = getattr(B, "SCB", None) if B.dtype is torch.int8 else None
+        state.reset_grads()
+        if scales is not None:
+            state.CB, state.SCB = B.detach(), scales
+        else:
+            with torch.no_grad():
+                state.CB, state.SCB, _ = int8.quantize(B.detach().contiguous())
+    codes, scales = state.CB, state.SCB
+    int8.check_codes(codes, "matmul: CB")
+    if codes.dim() != 2:
+        raise ValueError(f"matmul: CB has shape {list(codes.shape)}, expected [N, K]")
+    int8.check_scales(scales, codes.shape[0], "matmul: SCB")
+    return codes, RowScales(scales, codes.shape)
+
+
+def _weight_gradient(ctx: Any, dy: Tensor) -> Tensor:
+    """dW [N, K] = dy^T x, of x as it is, in the dtype of W."""
+    (x,) = ctx.saved_tensors
+    dweight = dy.reshape(-1, dy.shape[-1]).t().to(x.dtype) @ x.reshape(-1, x.shape[-1])
+    return dweight.to(ctx.weight_dtype)
+
+
+class MatMul8bitLt(torch.autograd.Function):
+    """y = A W^T + bias, differentiable in A, bias and, where it is a float matrix, W = B."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        A: Tensor,
+        B: Tensor,
+        out: Tensor | None = None,
+        bias: Tensor | None = None,
+        state: MatmulLtState | None = None,
+    ) -> Tensor:
+        state = MatmulLtState() if state is None else state
+        codes, scales = _codes_of(B, state)
+        _check_x(A, scales.shape)
+        if ctx.needs_input_grad[1]:
+            ctx.save_for_backward(A)
+            ctx.weight_dtype = B.dtype
+        y = _forward(ctx, A, codes, scales, bias, int8.check_threshold(state.threshold))
+        return into(out, y, "matmul: out")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        needs_x, needs_weight, _, needs_bias, _ = (*ctx.needs_input_grad, False, False, False)[:5]
+        dx, dbias = _backward(ctx, grad_output, needs_x, needs_bias)
+        dweight = _weight_gradient(ctx, grad_output) if needs_weight else None
+        return (dx, dweight, None, dbias, None)[: len(ctx.needs_input_grad)]
+
+
+class MatMul8bitFp(torch.autograd.Function):
+    """The same with A as it is, however many rows: W is dequantized to the dtype of A and multiplied by torch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        A: Tensor,
+        B: Tensor,
+        out: Tensor | None = None,
+        bias: Tensor | None = None,
+        state: Any = MatmulLtState,
+    ) -> Tensor:
+        state = state() if isinstance(state, type) else state
+        codes, scales = _codes_of(B, state)
+        _check_x(A, scales.shape)
+        if ctx.needs_input_grad[1]:
+            ctx.save_for_backward(A)
+            ctx.weight_dtype = B.dtype
+        ctx.packed, ctx.scales, ctx.bias_dtype = codes, scales, None if bias is None else bias.dtype
+        values = int8.dequantize(codes, scales.absmax, *scales.shape, A.dtype)
+        y = torch.nn.functional.linear(A, values, None if bias is None else bias.to(A.dtype))
+        return into(out, y, "matmul: out")
+
+    backward = staticmethod(MatMul8bitLt.backward)
+
+
+def matmul(
+    A: Tensor,
+    B: Tensor,
+    out: Tensor | None = None,
+    state: MatmulLtState | None = None,
+    threshold: float = 0.0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """A W^T + bias with W in int8, differentiable in A, bias and a float W.
+
+    Args:
+        A: float32, float16 or bfloat16 [..., K].
+        B: W [N, K] in floats, which is quantized here, unless `state` has codes and `has_fp16_weights` is False.
+        out: tensor that receives the result, optional.
+        state: codes, scales and settings; codes that are made here are put there.
+        threshold: of outlier columns of A, if not 0 instead of that of `state`.
+        bias: [N], optional.
+
+    Returns:
+        [..., N] of the dtype of A.
+
+    TypeError or ValueError if shapes, dtypes or sizes do not fit.
+    """
+    state = MatmulLtState() if state is None else state
+    if threshold > 0.0:
+        state.threshold = threshold
+    return MatMul8bitLt.apply(A, B, out, bias, state)
+
+
+__all__ = ["MatMul8bitFp", "MatMul8bitLt", "MatmulLtState", "RowScales", "matmul", "matmul_int8"]

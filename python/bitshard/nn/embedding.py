@@ -1,0 +1,332 @@
+"""Embeddings: dense ones whose optimizer states stay in 32 bits, and quantized ones whose rows are decoded on demand.
+
+table = Embedding4bit(N, K, quant_type="nf4")
+table.load_state_dict(embedding.state_dict())
+table.to("cuda")                                   # quantizes here
+y = table(tokens)                                  # tokens [...] -> y [..., K]
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from bitshard import int8, inventory, launch
+from bitshard.autograd import matmul_4bit
+from bitshard.functional import dequantize_4bit
+from bitshard.int8_params import Int8Params
+from bitshard.matmul_int8 import RowScales, matmul_int8
+from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
+from bitshard.nn.linear8bit import maybe_rearrange_weight
+from bitshard.optim.config import GlobalOptimManager
+from bitshard.place import Place
+from bitshard.rows import embedding_4bit, embedding_int8
+from bitshard.state import QuantState, dtype_name
+from bitshard.tensor import Params4bit
+
+logger = logging.getLogger(__name__)
+
+
+class _Kept32Bits(nn.Embedding):
+    """An embedding that is initialized by Xavier's rule, and whose weight has optimizer states of 32 bits."""
+
+    def reset_parameters(self) -> None:
+        """Xavier's uniform initialization, and zeros at `padding_idx`."""
+        nn.init.xavier_uniform_(self.weight)
+        self._fill_padding_idx_with_zero()
+
+    def _keep(self) -> None:
+        GlobalOptimManager.get_instance().register_module_override(self, "weight", {"optim_bits": 32})
+
+
+class Embedding(_Kept32Bits):
+    """nn.Embedding, its arguments too, whose optimizer states have 32 bits in any optimizer of bitsandbytes."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        device: torch.device | str | int | None = None,
+    ):
+        options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight)
+        super().__init__(num_embeddings, embedding_dim, *options, device=device)
+        self._keep()
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+class StableEmbedding(_Kept32Bits):
+    """`Embedding` followed by a layer norm, which is computed in torch's default dtype; y has the weight's dtype.
+
+    Args:
+        num_embeddings, embedding_dim: N and K.
+        padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, device, dtype: of nn.Embedding.
+        _weight: the float weight [N, K] to use.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight)
+        super().__init__(num_embeddings, embedding_dim, *options, device=device, dtype=dtype)
+        self.norm = nn.LayerNorm(embedding_dim, device=device)
+        self._keep()
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = super().forward(input).to(torch.get_default_dtype())
+        return self.norm(rows).to(self.weight.dtype)
+
+
+class Embedding4bit(HoldsPackedWeight, nn.Embedding):
+    """An embedding whose weight [N, K] is quantized to 4 bits when it moves to a device; frozen.
+
+    The rows of a batch are decoded when they are needed (`bitshard.rows`), with the bits of the dequantized weight. A
+    row that is no whole number of blocks (of 64) costs more, for the blocks that cover it are decoded.
+
+    State dicts have the keys of a `Linear4bit`. As in bitsandbytes, which saves no quantized embedding, a weight that
+    is not quantized yet is not saved: NotImplementedError.
+
+    Args:
+        num_embeddings, embedding_dim: N and K.
+        dtype: of the float weight, and of what forward gives; torch's default if None.
+        quant_type: "nf4" or "fp4".
+        quant_storage: dtype of the packed bytes.
+        device: where the float weight is created; it is quantized when it moves.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        dtype: torch.dtype | None = None,
+        quant_type: str = "fp4",
+        quant_storage: torch.dtype = torch.uint8,
+        device: torch.device | str | int | None = None,
+    ):
+        super().__init__(num_embeddings, embedding_dim, device=device, dtype=dtype)
+        self.dtype = self.weight.dtype
+        self.weight = Params4bit(
+            self.weight.data,
+            compress_statistics=False,
+            quant_type=quant_type,
+            quant_storage=quant_storage,
+            module=self,
+        )
+        self.compress_statistics = False
+        self.quant_type = quant_type
+        self.quant_storage = quant_storage
+        self.packed_weight = PackedWeight(self, "weight", (num_embeddings, embedding_dim))
+        if self.weight.is_meta:
+            launch.layer_waits(self, num_embeddings * embedding_dim)
+        if embedding_dim % self.weight.blocksize:
+            logger.warning(
+                "Embedding4bit: rows of %d elements are no whole number of blocks of %d: slow inference.",
+                embedding_dim,
+                self.weight.blocksize,
+            )
+
+    def reset_parameters(self) -> None:
+        """Initialize a weight that is not quantized; packed bytes are left alone."""
+        if not getattr(self.weight, "bnb_quantized", False):
+            super().reset_parameters()
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, state = self._ready()
+        return embedding_4bit(input, weight, state).to(self.dtype)
+
+    def linear(self, x: Tensor) -> Tensor:
+        """y [..., N] = x W^T for a head that is tied to this embedding (`bitshard.nn.tied`), x [..., K]."""
+        weight, state = self._ready()
+        return matmul_4bit(x, weight, state)
+
+    def _ready(self) -> tuple[Tensor, QuantState]:
+        parameters, held = self._parameters, self.packed_weight
+        weight, state = held.ready(parameters["weight"] if "weight" in parameters else self.weight)
+        if not held.reported and not torch.compiler.is_compiling():
+            inventory.log_line(self)
+        return weight, state
+
+    def dequantize(self) -> Tensor:
+        """The values [N, K] of the dtype of forward. RuntimeError or ValueError where forward raises."""
+        return dequantize_4bit(*self._ready()).to(self.dtype)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if self.packed_weight.place is Place.FLOAT and not self.weight.is_meta:
+            _not_saved(self, prefix)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, a pickle, or an embedding that bitsandbytes pickled, whose weight arrives as a plain parameter."""
+        super().__setstate__(state)
+        weight = self._parameters.get("weight")
+        if "packed_weight" not in state:
+            if type(weight) is nn.Parameter and vars(weight).get("quant_state") is not None:
+                weight = self._parameters["weight"] = Params4bit(weight.data, weight.requires_grad, **vars(weight))
+            self.packed_weight = PackedWeight(self, "weight", (self.num_embeddings, self.embedding_dim))
+            self.packed_weight.known(vars(weight).get("quant_state"))
+            for name in ("compress_statistics", "quant_type", "quant_storage"):
+                setattr(self, name, getattr(weight, name))
+        if isinstance(weight, Params4bit):
+            weight.module = self
+
+
+def _not_saved(module: nn.Module, prefix: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{prefix}weight: this {type(module).__name__} of {[module.num_embeddings, module.embedding_dim]} is not "
+        "quantized yet and is not saved as it is: move it to a device first, for instance with .to('cpu') or .cuda()"
+    )
+
+
+class _OneFormat(Embedding4bit):
+    format: str
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        dtype: torch.dtype | None = None,
+        quant_storage: torch.dtype = torch.uint8,
+        device: torch.device | str | int | None = None,
+    ):
+        super().__init__(num_embeddings, embedding_dim, dtype, self.format, quant_storage, device)
+
+
+class EmbeddingNF4(_OneFormat):
+    """Embedding4bit with quant_type="nf4"."""
+
+    format = "nf4"
+
+
+class EmbeddingFP4(_OneFormat):
+    """Embedding4bit with quant_type="fp4"."""
+
+    format = "fp4"
+
+
+class Embedding8bit(nn.Embedding):
+    """An embedding whose weight [N, K] is quantized to int8 by rows when it moves to a device; frozen.
+
+    The rows of a batch are decoded when they are needed (`bitshard.rows`). State dicts have the keys of a
+    `Linear8bitLt`, and load into an embedding that is quantized, or not yet. As in bitsandbytes, which saves no
+    quantized embedding, a weight that is not quantized yet is not saved: NotImplementedError.
+
+    Args:
+        num_embeddings, embedding_dim: N and K.
+        device: where the float weight is created; it is quantized when it moves.
+        dtype: of the float weight, and of what forward gives; torch's default if None.
+    """
+
+    threshold = 6.0  # of outliers in what a tied head multiplies, as load_in_8bit has it
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(num_embeddings, embedding_dim, device=device, dtype=dtype)
+        self.dtype = self.weight.dtype
+        self.weight = Int8Params(self.weight.data, has_fp16_weights=False, requires_grad=False)
+
+    def reset_parameters(self) -> None:
+        """Initialize a weight that is not quantized; codes are left alone."""
+        if self.weight.dtype is not torch.int8:
+            super().reset_parameters()
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, scales = self._ready()
+        return embedding_int8(input, weight, scales.absmax, *scales.shape, self.dtype)
+
+    def linear(self, x: Tensor) -> Tensor:
+        """y [..., N] = x W^T for a head that is tied to this embedding (`bitshard.nn.tied`), x [..., K]."""
+        weight, scales = self._ready()
+        return matmul_int8(x, weight, scales, None, self.threshold)
+
+    def dequantize(self) -> Tensor:
+        """The values [N, K] of the dtype of forward. RuntimeError or ValueError where forward raises."""
+        weight, scales = self._ready()
+        return int8.dequantize(weight, scales.absmax, *scales.shape, self.dtype)
+
+    def _ready(self) -> tuple[Tensor, RowScales]:
+        """Codes and scales. RuntimeError or ValueError where there are none, or others."""
+        weight, shape = self.weight, (self.num_embeddings, self.embedding_dim)
+        scales = getattr(weight, "SCB", None)
+        if weight.dtype is not torch.int8 or scales is None:
+            raise RuntimeError(
+                f"Embedding8bit: the weight {list(weight.shape)} of {dtype_name(weight.dtype)} is not quantized or has "
+                "no scales: move the module to a device first, for instance with .to('cpu') or .cuda()"
+            )
+        if weight.shape != shape or scales.shape != shape[:1]:
+            raise ValueError(
+                f"Embedding8bit: codes {list(weight.shape)} and scales {list(scales.shape)} for {list(shape)}"
+            )
+        return weight, RowScales(scales, weight.shape)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, a pickle, or an embedding that bitsandbytes pickled, whose weight arrives as a plain parameter."""
+        super().__setstate__(state)
+        weight = self._parameters.get("weight")
+        if type(weight) is nn.Parameter and "SCB" in vars(weight):
+            self._parameters["weight"] = Int8Params(weight.data, weight.requires_grad, **vars(weight))
+
+    # -- state dicts --
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        scales = getattr(self.weight, "SCB", None)
+        if scales is None and not self.weight.is_meta:
+            _not_saved(self, prefix)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        entries = {} if scales is None else {"SCB": scales, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+        for name, value in entries.items():
+            destination[f"{prefix}{name}"] = value if keep_vars else value.detach()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *found: list[str]
+    ) -> None:
+        arguments, (missing_keys, _, error_msgs) = (local_metadata, strict, *found), found
+        maybe_rearrange_weight(state_dict, prefix, *arguments)
+        codes, scales = state_dict.get(f"{prefix}weight"), state_dict.get(f"{prefix}SCB")
+        if self.weight.dtype is not torch.int8 and scales is None and getattr(codes, "dtype", None) is not torch.int8:
+            return super()._load_from_state_dict(state_dict, prefix, *arguments)
+        if codes is None and scales is None:
+            missing_keys.extend([f"{prefix}weight", f"{prefix}SCB"] if strict else [])
+            return
+        try:
+            self._load_codes(codes, scales, bool(local_metadata.get("assign_to_params_buffers", False)))
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"{prefix}weight: {error}")
+
+    def check_codes(self, codes: Tensor | None, scales: Tensor | None) -> None:
+        """TypeError or ValueError unless these are codes and scales of a checkpoint that fit: both, not one of them."""
+        shape = (self.num_embeddings, self.embedding_dim)
+        if codes is None or scales is None or codes.dtype is not torch.int8 or tuple(codes.shape) != shape:
+            found = [None if t is None else f"{dtype_name(t.dtype)} {list(t.shape)}" for t in (codes, scales)]
+            raise ValueError(f"weight and SCB are {found}, this embedding needs int8 {list(shape)} and its scales")
+        int8.check_scales(scales, shape[0], "SCB")
+
+    def _load_codes(self, codes: Tensor | None, scales: Tensor | None, assign: bool) -> None:
+        self.check_codes(codes, scales)
+        device = codes.device if assign or self.weight.is_meta else self.weight.device
+        codes, scales = (each.detach().to(device, copy=not assign) for each in (codes, scales.view(-1)))
+        self.weight = Int8Params(codes, requires_grad=False, SCB=scales)

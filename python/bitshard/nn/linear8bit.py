@@ -1,0 +1,356 @@
+"""Linear8bitLt: nn.Linear with a weight in int8 (LLM.int8).
+
+    layer = Linear8bitLt(K, N, has_fp16_weights=False, threshold=6.0)
+    layer.load_state_dict(linear.state_dict())
+    layer.to("cuda")                                   # quantizes here
+    y = layer(x)                                       # x [..., K] -> y [..., N]
+
+In a state dict: weight int8 [N, K], SCB float32 [N], weight_format uint8 0 (rows), bias [N].
+
+The weight is an `Int8Params` [N, K]. Where FSDP shards in this process it becomes a column of packed bytes, as a 4-bit
+weight is, with a holder (`Int8Weight`) that knows where FSDP has put it; codes alone are never sharded.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitshard import gather, int8, launch
+from bitshard.container import repack
+from bitshard.int8_params import Int8Params
+from bitshard.kinds import INT8
+from bitshard.matmul_int8 import MatmulLtState, RowScales, matmul, matmul_int8
+from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
+from bitshard.place import Place
+from bitshard.shard import PackedShard
+from bitshard.state import VALUE_DTYPES, dtype_name, int8_state
+
+FORMATS = {number: name for number, name in enumerate(("row", "col32", "col_turing", "col_ampere"))}
+
+
+class Int8Weight(PackedWeight):
+    """The holder of an int8 weight: without a state while that is an `Int8Params`, with one while it is a column.
+
+    Attributes:
+        dtype: of the float weight, and of the container in which FSDP shards it.
+    """
+
+    kind = INT8
+
+    def __init__(self, owner: nn.Module, shape: tuple[int, int], dtype: torch.dtype):
+        super().__init__(owner, "weight", shape)
+        self.dtype = dtype if dtype in VALUE_DTYPES.values() else torch.float32
+
+    @property
+    def storage(self) -> torch.dtype:
+        """int8: what files have."""
+        return torch.int8
+
+    def enter(self) -> bool:
+        """Make a quantized weight a column, which FSDP can shard; whether it was none before."""
+        weight = self.owner._parameters.get(self.name)
+        if not isinstance(weight, Int8Params) or not weight.bnb_quantized or weight.is_meta:
+            return False
+        if weight.SCB is None:
+            weight.SCB = self.owner.state.SCB
+        self.owner._scales(weight)
+        self.owner._parameters[self.name] = weight.column(self.owner, self.dtype)
+        self.place = self.place_of(self.owner._parameters[self.name])
+        return True
+
+    def put(self, value: Any) -> bool:
+        """`layer.weight = value`; see `PackedWeight.put`. ValueError for a shard of a weight that is not quantized."""
+        if isinstance(value, Int8Params) and value.bnb_quantized and not value.is_meta and value.SCB is not None:
+            if self.state is not None:
+                return super().put(value.column(self.owner, self.dtype))
+            if launch.fsdp_launch() or launch.keeps_parts():
+                self.owner._parameters[self.name] = value
+                return self.enter()
+        if self.state is None and gather.is_dtensor(value) and isinstance(value._local_tensor, PackedShard):
+            self.known(value._local_tensor.origin.state)  # a column since accelerate has asked
+        if self.state is None:
+            trained = self.owner.state.has_fp16_weights or getattr(value, "requires_grad", False)
+            if gather.is_dtensor(value) and not trained:
+                raise ValueError(
+                    f"Linear8bitLt of {list(self.shape)}: a sharded weight {list(value.shape)} of "
+                    f"{dtype_name(value.dtype)} for a layer that is not quantized yet. Load and quantize the whole "
+                    "model first (from_pretrained in a process where FSDP shards, or bitshard.fsdp.shardable(model)), "
+                    "then shard it"
+                )
+            return self._registers(value)
+        if isinstance(value, nn.Parameter) and value.dtype.is_floating_point and value.shape == self.shape:
+            if self.place is Place.WHOLE:  # a float weight again
+                self.state, self.foreign, self.checked = None, False, None
+                return self._registers(value)
+        return super().put(value)
+
+    def stored(self) -> PackedWeight | None:
+        """See `PackedWeight.stored`; of an `Int8Params` a holder that shows it as a column."""
+        weight = self.owner._parameters.get(self.name)
+        if self.state is not None or weight is None:
+            return self
+        if weight.dtype is not torch.int8:
+            return None if self.owner.state.has_fp16_weights or not isinstance(weight, Int8Params) else self
+        return self.standing_for(self.owner, int8_state(self.owner._scales(weight).absmax, self.shape, self.dtype))
+
+    def save_entries(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Complete what nn.Module has saved of the owner: of a whole weight as files have it."""
+        if self.place is not Place.WHOLE:
+            return super().save_entries(destination, prefix, keep_vars)
+        key, weight, state = f"{prefix}{self.name}", self.weight, self.state
+        destination[key] = self.codes(weight, state)
+        for name, value in INT8.beside(key, state).items():
+            destination[name] = value if keep_vars else value.detach()
+
+    @staticmethod
+    def codes(packed: Tensor, state: Any) -> Tensor:
+        """int8 [N, K] of a whole column, plain."""
+        data = packed.detach().as_subclass(Tensor)
+        return repack(data, torch.int8, state).view(state.shape)
+
+
+class Linear8bitLt(HoldsPackedWeight, nn.Linear):
+    """y = x W^T + b with W in int8.
+
+    Args:
+        input_features, output_features: K and N.
+        bias: whether there is a bias [N].
+        has_fp16_weights: keep the weight in floats, to train it, and quantize it in each forward.
+        threshold: columns of x with a value of this size or more are multiplied as they are; 0: there are none.
+        index: kept for others, not used.
+        device: where the float weight is created; it is quantized when it moves, or in the first forward.
+    """
+
+    def __init__(
+        self,
+        input_features: int,
+        output_features: int,
+        bias: bool = True,
+        has_fp16_weights: bool = True,
+        threshold: float = 0.0,
+        index: Tensor | None = None,
+        device: torch.device | str | int | None = None,
+    ):
+        super().__init__(input_features, output_features, bias, device)
+        self.index = index
+        self.state = MatmulLtState()
+        self.state.threshold = int8.check_threshold(threshold)
+        self.state.has_fp16_weights = has_fp16_weights
+        self.state.use_pool = threshold > 0.0 and not has_fp16_weights
+        self.state.owner = self
+        self.weight = Int8Params(self.weight.data, has_fp16_weights=has_fp16_weights, requires_grad=has_fp16_weights)
+        self.packed_weight = Int8Weight(self, (output_features, input_features), self.weight.dtype)
+
+    def reset_parameters(self) -> None:
+        """Initialize a weight that is not quantized; codes are left alone."""
+        if "packed_weight" not in vars(self) or (self.quant_state is None and self.weight.dtype is not torch.int8):
+            super().reset_parameters()
+
+    def init_8bit_state(self) -> None:
+        """Nothing: codes and scales of the weight are those of `state`, always. For callers of bitsandbytes' method."""
+
+    # -- what others ask for --
+
+    def int8_codes(self) -> Tensor | None:
+        """Codes int8 [N, K] of the weight; None where it is a float, or not whole in this process."""
+        held = self.packed_weight
+        if held.state is None:
+            return getattr(self._parameters.get("weight"), "CB", None)
+        return Int8Weight.codes(self.weight, held.state) if held.place is Place.WHOLE else None
+
+    def int8_scales(self) -> Tensor | None:
+        """Scales float32 [N] of the weight; None where it is a float. ValueError where the weight is sharded."""
+        held = self.packed_weight
+        if held.state is None:
+            return getattr(self._parameters.get("weight"), "SCB", None)
+        if held.state.sharded is not None or held.shard is not None:
+            raise ValueError(
+                f"Linear8bitLt: the int8 weight of {list(held.shape)} is sharded, its scales too, so nothing can be "
+                "merged into it here. bitshard.fsdp.save_pretrained(model, folder, merge=True) writes the merged "
+                "model, or merge in one process with the saved adapter"
+            )
+        return held.state.absmax
+
+    @property
+    def SCB(self) -> Tensor | None:
+        """Entry of the state dict: torch's code for state dicts walks keys by getattr."""
+        return self.state.SCB
+
+    @property
+    def weight_format(self) -> Tensor:
+        """Entry of the state dict."""
+        return torch.zeros((), dtype=torch.uint8)
+
+    # -- forward --
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y [..., N] of the dtype of x, float32, float16 or bfloat16 [..., K]."""
+        state, held, parameters = self.state, self.packed_weight, self._parameters
+        state.is_training = self.training
+        weight, bias = parameters["weight"] if "weight" in parameters else self.weight, self._bias(x)
+        if held.state is not None or getattr(weight, "quant_state", None) is not None:
+            weight, scales = held.ready(weight)
+            return matmul_int8(x, weight, scales, bias, state.threshold)
+        if weight.dtype is torch.int8:
+            return matmul_int8(x, weight, self._scales(weight), bias, state.threshold)
+        if isinstance(weight, Int8Params) and not state.has_fp16_weights and not weight.requires_grad:
+            weight.to(weight.device)
+            return matmul_int8(x, weight, self._scales(weight), bias, state.threshold)
+        return matmul(x, weight, bias=bias, state=state)
+
+    def _bias(self, x: Tensor) -> Tensor | None:
+        """The bias. In one process a layer keeps it in the dtype of its last x, as bitsandbytes' does."""
+        bias, distributed = self._parameters["bias"] if "bias" in self._parameters else self.bias, torch.distributed
+        if bias is None or bias.dtype is x.dtype or self.state.has_fp16_weights or not x.is_floating_point():
+            return bias
+        if not torch.compiler.is_compiling() and not (distributed.is_available() and distributed.is_initialized()):
+            bias.data = bias.data.to(x.dtype)
+        return bias
+
+    def _scales(self, weight: Tensor) -> RowScales:
+        """The scales of codes [N, K]. RuntimeError or ValueError where there are none, or others."""
+        scales, shape = self.state.SCB, (self.out_features, self.in_features)
+        if scales is None:
+            raise RuntimeError(
+                f"Linear8bitLt: the int8 weight {list(shape)} has no scales: load a state dict with SCB beside it, or "
+                "assign Int8Params(codes, SCB=scales)"
+            )
+        if weight.shape != shape or scales.shape != shape[:1]:
+            raise ValueError(
+                f"Linear8bitLt: codes {list(weight.shape)} and scales {list(scales.shape)} for a layer of {list(shape)}"
+            )
+        return RowScales(scales, weight.shape)
+
+    # -- copies and moves --
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, a pickle, or a layer that bitsandbytes pickled, whose weight arrives as a plain parameter."""
+        super().__setstate__(state)
+        weight, held = self._parameters.get("weight"), self.state
+        if type(weight) is nn.Parameter and "SCB" in vars(weight):
+            own = {**vars(weight)}
+            if weight.dtype is torch.int8 and own["SCB"] is None:  # after its first forward
+                own["SCB"] = held.SCB
+            self._parameters["weight"] = Int8Params(weight.data, weight.requires_grad, **own)
+        if "packed_weight" not in state:
+            dtype = torch.float32 if weight is None else weight.dtype
+            self.packed_weight = Int8Weight(self, (self.out_features, self.in_features), dtype)
+        if held.owner is not self:
+            self.state = copy.copy(held)
+            self.state.owner = self
+
+    def to(self, *args: Any, **kwargs: Any) -> Linear8bitLt:
+        """As of any module: a float weight is quantized by its first move to a device, its scales go with it."""
+        return super().to(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        held, weight = self.packed_weight, self._parameters.get("weight")
+        if held.state is None and isinstance(weight, Int8Params) and weight.bnb_quantized and weight.SCB is None:
+            weight.SCB = self.state.SCB  # as bitsandbytes leaves it after a forward
+        result = super()._apply(fn, recurse)
+        self.state.reset_grads()  # what was set there, or made of a float weight, is where the layer was
+        weight = self._parameters.get("weight")
+        if held.state is None and weight is not None:
+            if weight.dtype in VALUE_DTYPES.values():
+                held.dtype = weight.dtype
+            elif launch.fsdp_launch() or launch.keeps_parts():
+                held.enter()
+        return result
+
+    # -- state dicts --
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if self.packed_weight.state is not None:
+            return super()._save_to_state_dict(destination, prefix, keep_vars)
+        nn.Linear._save_to_state_dict(self, destination, prefix, keep_vars)
+        weight = self._parameters.get("weight")
+        scales = self.state.SCB if weight is not None and weight.dtype is torch.int8 else None
+        if scales is not None:
+            destination[f"{prefix}SCB"] = scales if keep_vars else scales.detach()
+            destination[f"{prefix}weight_format"] = self.weight_format
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        maybe_rearrange_weight(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        arguments = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        state = self.quant_state
+        if state is not None:
+            entries = INT8.unfiled(f"{prefix}weight", state_dict, state)
+            super()._load_from_state_dict(entries, prefix, *arguments)
+            unexpected_keys[:] = [key for key in unexpected_keys if key != f"{prefix}SCB"]
+            return
+        codes, scales = state_dict.get(f"{prefix}weight"), state_dict.get(f"{prefix}SCB")
+        weight = self._parameters.get("weight")
+        quantized = weight is not None and weight.dtype is torch.int8
+        assigns = bool(local_metadata.get("assign_to_params_buffers", False))
+        if scales is None and not quantized and (codes is None or codes.dtype is not torch.int8):
+            return nn.Linear._load_from_state_dict(self, state_dict, prefix, *arguments)
+        if scales is not None and not assigns and (not quantized or self.state.SCB is None):
+            raise RuntimeError(
+                f"Loading a quantized checkpoint into non-quantized Linear8bitLt ({prefix}): move the module to its "
+                "device first, which quantizes it (module.to(...)), or load with assign=True"
+            )
+        own = {f"{prefix}{name}" for name in ("weight", "SCB", "weight_format")}
+        absent: list[str] = []
+        rest = {key: value for key, value in state_dict.items() if key not in own}
+        nn.Linear._load_from_state_dict(self, rest, prefix, local_metadata, strict, absent, unexpected_keys, error_msgs)
+        missing_keys.extend(key for key in absent if key not in own)
+        if codes is None and scales is None:
+            missing_keys.extend([f"{prefix}weight", f"{prefix}SCB"] if strict else [])
+            return
+        try:
+            self._load_codes(codes, scales, assigns)
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"{prefix}weight: {error}")
+
+    def _load_codes(self, codes: Tensor | None, scales: Tensor | None, assigns: bool) -> None:
+        """Take over codes and scales of a checkpoint: both, or neither with TypeError or ValueError."""
+        shape = (self.out_features, self.in_features)
+        if codes is None or scales is None:
+            what = "codes without SCB, their scales" if scales is None else "SCB, scales without their codes"
+            if codes is not None and codes.dtype is not torch.int8:
+                what = f"a dense weight of {dtype_name(codes.dtype)}: load it into a new layer before that moves"
+            raise ValueError(f"for a quantized layer of {list(shape)} the state dict has {what}")
+        int8.check_codes(codes, "weight")
+        if tuple(codes.shape) != shape:
+            raise ValueError(f"codes {list(codes.shape)} for a layer of {list(shape)}")
+        int8.check_scales(scales, shape[0], "SCB")
+        if assigns:
+            self.weight = Int8Params(codes, requires_grad=False, SCB=scales.view(-1))
+            return
+        with torch.no_grad():
+            self.weight.data.copy_(codes)
+            self.state.SCB.copy_(scales.view(-1))
+
+
+def maybe_rearrange_weight(
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Take the entry weight_format out of a state dict with a weight. ValueError unless it says rows, as all do now."""
+    if state_dict.get(f"{prefix}weight") is None:
+        return
+    found = state_dict.pop(f"{prefix}weight_format", "row")
+    found = found.item() if isinstance(found, Tensor) else found
+    name = FORMATS.get(found) if isinstance(found, int) else found
+    if name is None:
+        raise ValueError(f"{prefix}weight_format is {found!r}, known are {FORMATS}")
+    if name != "row":
+        raise ValueError(f"{prefix}weight_format is {name!r}: only weights by rows can be read")
