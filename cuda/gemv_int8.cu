@@ -13,6 +13,7 @@
 //   warp's sums -> shared memory -> added over the k_warps of a block -> * absmax / 127 + bias --> y
 //                                                                     '-> args.partial -> added over k_splits -> y
 //
+// blockIdx.y counts groups of 16 tokens, each of which reads W for itself, the second from L2.
 // The order of the work, and what of K and of W a block and a warp take, are those of gemv_4bit.cu: a unit is 64 of K, a
 // row tile 16 rows of W. A lane's 16 bytes of a row are 16 consecutive codes, of which each mma takes 4: the order of K
 // within a unit is the same in x. Sums are added in a fixed order: equal inputs give equal bits.
@@ -73,8 +74,9 @@ __device__ __forceinline__ void meet_codes(const bsh_fused_args &args, const pla
       if (w < args.cut.k_warps) v[w & 3] += from[w * TILE];
     const float sum = (v[0] + v[1]) + (v[2] + v[3]);
     if (args.cut.k_splits > 1)
-      args.partial[((int64_t)tile * args.cut.k_splits + p.split) * TILE + e] = sum;
-    else store_codes<T>(args, element(tile, 0, e), sum);
+      args.partial[((int64_t)(blockIdx.y * (args.N / BSH_ROW_TILE) + tile) * args.cut.k_splits + p.split) * TILE + e] =
+          sum;
+    else store_codes<T>(args, element(tile, first_token<TOKEN_TILES>(), e), sum);
   }
 }
 
@@ -84,11 +86,12 @@ __device__ __forceinline__ void join_codes(const bsh_fused_args &args, int tile,
   constexpr int TILE = TOKEN_TILES * 128;
   for (int o = begin; o < end; o += stride) {
     const int e = o % TILE, t = tile + o / TILE;
-    const float *from = args.partial + (int64_t)t * args.cut.k_splits * TILE + e;
+    const float *from =
+        args.partial + (int64_t)(blockIdx.y * (args.N / BSH_ROW_TILE) + t) * args.cut.k_splits * TILE + e;
     float sum = 0.f;
 #pragma unroll 1
     for (int k = 0; k < args.cut.k_splits; k++) sum += __ldcg(from + k * TILE);
-    store_codes<T>(args, element(t, 0, e), sum);
+    store_codes<T>(args, element(t, first_token<TOKEN_TILES>(), e), sum);
   }
 }
 

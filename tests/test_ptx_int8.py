@@ -133,6 +133,8 @@ FEW = [
     ("gemv_int8", 90, F16, 8, 96, 4160, True),
     ("gemv_int8", 90, F16, 3, 32, 8192 + 64, True),
     ("gemv_int8", 90, BF16, 16, 48, 4160, True),
+    ("gemv_int8", 90, F16, 21, 48, 512, True),
+    ("gemv_int8", 90, BF16, 32, 32, 4160, True),
     ("gemv_int8", 80, BF16, 5, 64, 704, True),
     ("gemv_int8", 80, F16, 12, 64, 4096, False),
     ("gemv_int8", 75, F16, 16, 32, 512, True),

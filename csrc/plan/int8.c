@@ -21,10 +21,15 @@ enum { FORMS = 3, MOST_ROWS = 65535 * BSH_INT8_ANY_TOKENS }; /* a grid's second 
 
 /* ---- what a kernel refuses ---- */
 
+/* Rows of x up to which it is multiplied as it is. From 17 on a second group of blocks reads W again, out of L2. */
+static int64_t few_rows(const bsh_int8_facts *const f) {
+  return bsh_is_wide(f->image.arch) && f->dtype != BSH_F32 ? 2 * BSH_INT8_FEW_ROWS : BSH_INT8_FEW_ROWS;
+}
+
 static const char *gemv_refuses(const bsh_int8_facts *const f) {
   const int32_t arch = f->image.arch;
   if (f->dgrad) return "no input gradient";
-  if (f->M > BSH_INT8_FEW_ROWS) return "more than 16 rows";
+  if (f->M > few_rows(f)) return "too many rows";
   if (f->dtype == BSH_F32) return "no float32";
   if (arch < (f->dtype == BSH_BF16 ? 80 : 75)) return "no tensor cores for the dtype in this code";
   if (bsh_is_wide(arch) && !bsh_is_wide(f->sm)) return "code for more shared memory than the GPU has";
@@ -61,7 +66,7 @@ static bsh_int8_kernel choose(const bsh_int8_facts *const f) {
   if (f->forced != BSH_INT8_COUNT) return f->forced;
   if (f->dgrad) return refuses(BSH_INT8_panels, f) ? BSH_INT8_any : BSH_INT8_panels;
   if (f->K == 0) return BSH_INT8_any;
-  if (f->M <= BSH_INT8_FEW_ROWS) return refuses(BSH_INT8_gemv_int8, f) ? BSH_INT8_any : BSH_INT8_gemv_int8;
+  if (f->M <= few_rows(f)) return refuses(BSH_INT8_gemv_int8, f) ? BSH_INT8_any : BSH_INT8_gemv_int8;
   return refuses(BSH_INT8_gemm_int8_sm90, f) ? BSH_INT8_gemm_int8 : BSH_INT8_gemm_int8_sm90;
 }
 
@@ -119,18 +124,19 @@ static void plan_gemv(const bsh_int8_facts *const f, bsh_int8_plan *const plan) 
   plan->cut = bsh_gemv_cut(&d, f->N);
   plan->product.kernel = &gemvs[f16][form];
   plan->product.shape = (bsh_cuda_launch_shape){
-      .grid = {(uint32_t)(d.teams * d.k_splits), 1, 1},
+      .grid = {(uint32_t)(d.teams * d.k_splits), (uint32_t)d.token_groups, 1},
       .block = {(uint32_t)(BSH_WARP * d.k_warps * d.row_groups), 1, 1},
       .cluster = wide ? (uint32_t)d.k_splits : 1,
       .shared_bytes = bsh_gemv_int8_shared_bytes(warps, bsh_gemv_slots(arch, d.token_tiles), 2 * warps * tile_sums * 4),
       .overlap = wide};
   if (d.k_splits == 1) return;
   const int64_t sums = f->N / BSH_ROW_TILE * tile_sums;
-  plan->at.partial = place(&plan->at, sums * d.k_splits * (int64_t)sizeof(float));
+  plan->at.partial = place(&plan->at, sums * d.token_groups * d.k_splits * (int64_t)sizeof(float));
   if (wide) return; /* the cluster joins */
   plan->after.kernel = &joins[f16][d.token_tiles / 2];
-  plan->after.shape = (bsh_cuda_launch_shape){.grid = {(uint32_t)divide_up(sums, BSH_GEMV_JOIN_THREADS), 1, 1},
-                                              .block = {BSH_GEMV_JOIN_THREADS, 1, 1}};
+  plan->after.shape =
+      (bsh_cuda_launch_shape){.grid = {(uint32_t)divide_up(sums, BSH_GEMV_JOIN_THREADS), (uint32_t)d.token_groups, 1},
+                              .block = {BSH_GEMV_JOIN_THREADS, 1, 1}};
 }
 
 #define BY_DTYPE(file, stem) {KERNEL(file, stem "f32"), KERNEL(file, stem "f16"), KERNEL(file, stem "bf16")}
