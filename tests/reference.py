@@ -203,3 +203,48 @@ def round_4bit(w: Tensor, u: Tensor, scales: Tensor, quant_type: str) -> tuple[T
         errors[:, j] = (w[:, j] - q.gather(1, codes[:, j : j + 1])[:, 0]) / u[j, j]
         w[:, j + 1 :] -= errors[:, j : j + 1] * u[j, j + 1 :]
     return codes, errors
+
+
+def quantize_int8(x: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes int64 and absmax float32 of rows, and which columns have an outlier; x finite, absmax not tiny."""
+    rows = x.detach().reshape(-1, x.shape[-1])
+    outliers = rows.abs() >= threshold if threshold > 0 else torch.zeros_like(rows, dtype=torch.bool)
+    values = rows.float().masked_fill(outliers, 0)
+    absmax = values.abs().amax(1) if values.numel() else values.new_zeros(len(values))
+    scale = torch.where(absmax > 0, 127 / absmax, 0)
+    codes = torch.round(values * scale[:, None]).long()  # to even
+    if len(rows) > 1:
+        codes[:, outliers.any(0)] = 0
+    return codes.view(x.shape), absmax, outliers.any(0)
+
+
+def dequantize_int8(packed: Tensor, absmax: Tensor, N: int, K: int, dtype: torch.dtype) -> Tensor:
+    """Codes of any storage times absmax / 127 of their row, two float32 roundings and one to dtype; [N, K]."""
+    codes = packed.detach().contiguous().flatten().view(torch.int8)[: N * K].view(N, K)
+    return (codes.float() * absmax[:, None] * torch.tensor(1 / 127)).to(dtype)
+
+
+def product_int8(a: Tensor, b: Tensor) -> Tensor:
+    """a b^T, int64."""
+    return a.long() @ b.long().T
+
+
+def scale_product_int8(sums: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """sums * row absmax * column absmax in float32, times a rounded 1 / 127^2 plus bias in float64, to float32, dtype."""
+    flat = sums.reshape(-1, sums.shape[-1])
+    scaled = (flat.float() * rows[:, None] * columns).double() * torch.tensor(6.200012e-05).double()
+    return (scaled + (0 if bias is None else bias.double())).float().to(dtype).view(sums.shape)
+
+
+def linear_int8(x: Tensor, weight: Tensor, bias: Tensor | None, threshold: float, coded: bool) -> Tensor:
+    """x W^T + bias in float64, for the decoded weight W [N, K]; `coded`: x goes through codes but in outlier columns."""
+    x = x.double().reshape(-1, x.shape[-1])
+    codes, absmax, outliers = quantize_int8(x, threshold)
+    if coded:
+        x = torch.where(outliers, x, codes * absmax.double()[:, None] / 127)
+    return linear_4bit(x, weight, bias)
+
+
+def linear_int8_dgrad(dy: Tensor, weight: Tensor) -> Tensor:
+    """dy W in float64, for the decoded weight W [N, K]."""
+    return dy.double() @ weight.double()

@@ -17,18 +17,25 @@
 /* 1 / 127^2 as bitsandbytes' CUDA kernels have it: a rounded decimal, which exact results need. */
 #define BSH_INT8_PRODUCT_SCALE 6.200012e-05f
 
-/* codes[m, k] = rint(x[m, k] * (127 / absmax[m])), absmax[m] = max |x[m, k]| over elements below the threshold. */
+/* 1 / 127, the nearest fp32 number. */
+#define BSH_INT8_UNIT 7.874015718698502e-3f
+
+/* codes[m, k] = rint(x[m, k] * scale), to even; absmax[m] = max |x[m, k]| over elements below the threshold. scale is
+ * int8_scale(absmax[m], dtype) of core/numerics.h: on a GPU __fdividef(127, absmax) where x is fp16, else
+ * 31.75f * __fdiv_rn(4.0f, absmax); zero where absmax is below 2^-118, infinite or NaN. absmax is NaN (0x7FFFFFFF)
+ * where any of these elements is. Codes of elements of a magnitude from the threshold on are zero, and so is an
+ * outlier's whole column where M > 1. */
 typedef struct {
   const void *x;     /* [M, K] of dtype, rows ldx elements apart */
   int8_t *codes;     /* [M, K] */
   float *absmax;     /* [M] */
   uint8_t *outliers; /* [K], 1 where a column is one; NULL where threshold is 0 */
   int64_t M, K, ldx;
-  float threshold;
+  float threshold; /* 0: none. The op has rounded it to dtype (ops/int8_ops.c): compare |x| with it as it is */
   bsh_dtype dtype;
 } bsh_quantize_int8_args;
 
-/* y[n, k] = codes[n, k] absmax[n] / 127, rounded once to dtype. */
+/* y[n, k] = (codes[n, k] * absmax[n]) * BSH_INT8_UNIT, each product rounded to fp32, then to dtype. */
 typedef struct {
   const int8_t *codes; /* [N, K] */
   const float *absmax; /* [N] */
@@ -37,7 +44,10 @@ typedef struct {
   bsh_dtype dtype;
 } bsh_dequantize_int8_args;
 
-/* sums[m, n] = sum over k of a[m, k] b[n, k], exact. */
+/* Columns up to which a sum of products of codes, -128 among them, is an int32. */
+enum { BSH_INT8_MAX_K = 131071 };
+
+/* sums[m, n] = sum over k of a[m, k] b[n, k], exact. K is BSH_INT8_MAX_K at most. */
 typedef struct {
   const int8_t *a; /* [M, K] */
   const int8_t *b; /* [N, K] */
@@ -45,7 +55,8 @@ typedef struct {
   int64_t M, N, K;
 } bsh_product_int8_args;
 
-/* y[m, n] = fma(sums[m, n] row_absmax[m] col_absmax[n], BSH_INT8_PRODUCT_SCALE, bias[n]), rounded once to dtype. */
+/* y[m, n] = fma((float)sums[m, n] * row_absmax[m] * col_absmax[n], BSH_INT8_PRODUCT_SCALE, bias[n]), from left to right
+ * in fp32, rounded once to dtype. */
 typedef struct {
   const int32_t *sums;     /* [M, N] */
   const float *row_absmax; /* [M] */
@@ -56,7 +67,7 @@ typedef struct {
   bsh_dtype dtype;
 } bsh_scale_product_int8_args;
 
-/* y = x W^T + bias; `dgrad`: dx [M, K] = dy [M, N] W, no bias, no threshold. */
+/* y = x W^T + bias; `dgrad`: dx [M, K] = dy [M, N] W, no bias, no threshold. K is BSH_INT8_MAX_K at most. */
 typedef struct {
   const void *x;        /* [M, K] of dtype (dgrad: dy [M, N]), rows ldx elements apart */
   const int8_t *packed; /* [N, K] */

@@ -99,6 +99,21 @@ static inline float reciprocal(const float value) {
   return bits_float(bits + correction - 1u);
 }
 
+/* What a row of x of this absmax is multiplied by to become int8 codes: 127 * (1 / absmax), two roundings. Where x is
+ * fp16 this is __fdividef(127, absmax) of a GPU, whose reciprocal is approximate; else both are rounded correctly, as
+ * torch divides a number by a tensor (a reciprocal below 2^-126 is avoided). 0, which makes every code 0, for an absmax
+ * that is infinite or NaN, and where a denormal x would matter. */
+static inline float int8_scale(const float absmax, const bsh_dtype dtype) {
+  if (!(absmax >= 0x1p-118f && absmax <= FLT_MAX)) return 0.0f;
+  return dtype == BSH_F16 ? 127.0f * reciprocal(absmax) : 31.75f * (4.0f / absmax);
+}
+
+/* rint(value * scale), to even, for an int8_scale; 0 for a value that is infinite or NaN. */
+static inline int8_t int8_code(const float value, const float scale) {
+  const float product = value * scale;
+  return fabsf(product) <= 128.0f ? (int8_t)(float_bits(product + 0x1.8p23f) & 0xFF) : 0;
+}
+
 /* Largest magnitude so far, as max.ftz.f32 keeps it: NaN is passed over, denormals count as zero. */
 static inline float absmax_step(const float absmax, const float value) {
   const float magnitude = flush_denormal(fabsf(value));

@@ -332,4 +332,5 @@ const bsh_cpu_kernels bsh_cpu_avx2 = {
     .from_f32 = convert_from_f32,
     .optimizers = &bsh_cpu_avx2_optimizers,
     .calibration = &bsh_cpu_avx2_calibration,
+    .int8 = &bsh_cpu_avx2_int8,
 };

@@ -205,4 +205,5 @@ const bsh_cpu_kernels bsh_cpu_avx512 = {
     .from_f32 = convert_from_f32,
     .optimizers = &bsh_cpu_avx512_optimizers,
     .calibration = &bsh_cpu_avx512_calibration,
+    .int8 = &bsh_cpu_avx512_int8,
 };

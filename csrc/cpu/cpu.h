@@ -13,6 +13,7 @@
 #include "core/kernels.h"
 #include "core/status.h"
 #include "cpu/features.h"
+#include "cpu/int8.h"
 #include "cpu/state_search.h"
 
 /* Calls fn on disjoint ranges that cover [begin, end), each of at least `grain` where possible, perhaps at the same
@@ -132,6 +133,7 @@ typedef struct {
   void (*from_f32)(const float *x, bsh_dtype dtype, void *out, int64_t n);
   const bsh_cpu_optimizers *optimizers;
   const bsh_cpu_calibration *calibration;
+  const bsh_cpu_int8_kernels *int8;
 } bsh_cpu_kernels;
 
 extern const bsh_cpu_kernels bsh_cpu_scalar;

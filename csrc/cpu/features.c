@@ -34,7 +34,7 @@ static bsh_cpu_features find_features(void) {
   if ((saved_registers() & XMM_YMM_ZMM) != XMM_YMM_ZMM) return found;
   found.avx512f = bit(seven.ebx, 16), found.avx512dq = bit(seven.ebx, 17);
   found.avx512bw = bit(seven.ebx, 30), found.avx512vl = bit(seven.ebx, 31);
-  found.avx512vbmi = bit(seven.ecx, 1);
+  found.avx512vbmi = bit(seven.ecx, 1), found.avx512vnni = bit(seven.ecx, 11);
   found.avx512bf16 = seven.eax >= 1 && bit(cpuid(7, 1).eax, 5);
   return found;
 }

@@ -8,7 +8,7 @@
 
 typedef struct {
   bool avx2, fma, f16c;
-  bool avx512f, avx512bw, avx512vl, avx512dq, avx512vbmi, avx512bf16;
+  bool avx512f, avx512bw, avx512vl, avx512dq, avx512vbmi, avx512vnni, avx512bf16;
 } bsh_cpu_features;
 
 const bsh_cpu_features *bsh_cpu_has(void);

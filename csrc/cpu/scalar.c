@@ -141,4 +141,5 @@ const bsh_cpu_kernels bsh_cpu_scalar = {
     .from_f32 = from_f32_scalar,
     .optimizers = &bsh_cpu_scalar_optimizers,
     .calibration = &bsh_cpu_scalar_calibration,
+    .int8 = &bsh_cpu_scalar_int8,
 };

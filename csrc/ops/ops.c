@@ -12,8 +12,8 @@
 #include "gpu/grouped.h"
 #include "gpu/linear.h"
 #include "gpu/ops.h"
+#include "ops/arguments.h"
 #include "torch/gemm.h"
-#include "torch/tensor.h"
 
 #define WEIGHT_ARGUMENTS "Tensor packed, Tensor absmax, Tensor absmax_map, Tensor absmax2, Tensor offset"
 #define STEP_ARGUMENTS                                                                                                 \
@@ -33,6 +33,13 @@
   X(linear_4bit_dgrad, 6, "(Tensor dy, " WEIGHT_ARGUMENTS ", int blocksize, int format, int N, int K) -> Tensor")      \
   X(search_4bit, 3, "(Tensor x, Tensor weights, Tensor scales, int blocksize, int format) -> Tensor")                  \
   X(round_4bit, 3, "(Tensor w, Tensor u, Tensor scales, int format) -> (Tensor, Tensor)")                              \
+  X(quantize_int8, 1, "(Tensor x, float threshold) -> (Tensor, Tensor, Tensor)")                                       \
+  X(dequantize_int8, 2, "(Tensor packed, Tensor absmax, int N, int K, ScalarType dtype) -> Tensor")                    \
+  X(product_int8, 2, "(Tensor a, Tensor b) -> Tensor")                                                                 \
+  X(scale_product_int8, 4,                                                                                             \
+    "(Tensor sums, Tensor row_absmax, Tensor col_absmax, Tensor bias, ScalarType dtype) -> Tensor")                    \
+  X(linear_int8, 4, "(Tensor x, Tensor packed, Tensor absmax, Tensor bias, float threshold, int N, int K) -> Tensor")  \
+  X(linear_int8_dgrad, 3, "(Tensor dy, Tensor packed, Tensor absmax, int N, int K) -> Tensor")                         \
   X(checksum, 1, "(Tensor packed) -> Tensor")                                                                          \
   X(optimizer_32bit, 5,                                                                                                \
     "(Tensor g, Tensor(a!) p, Tensor(b!) state1, Tensor(c!) state2, Tensor(d!) unorm, " STEP_ARGUMENTS                 \
@@ -55,55 +62,13 @@
   X(grouped_linear_4bit_dgrad_fused, 7,                                                                                \
     "(Tensor dy, Tensor offs, " WEIGHT_ARGUMENTS ", int blocksize, int format, int N, int K, int kernel) -> Tensor")
 
-/* Leaves the op: computes with args on the device of `like`. The sizes are for messages. */
-#define COMPUTE(name, like, size0, size1, size2, args)                                                                 \
-  do {                                                                                                                 \
-    bsh_call_compute(call);                                                                                            \
-    if (!bsh_on_cuda(like)) return bsh_cpu_##name(args);                                                               \
-    bsh_cuda_context context;                                                                                          \
-    BSH_TRY(bsh_cuda_enter(&context, #name, (like)->device_index, size0, size1, size2));                               \
-    const bsh_status computed = bsh_cuda_##name(args, &context);                                                       \
-    bsh_cuda_leave(&context);                                                                                          \
-    return computed;                                                                                                   \
-  } while (0)
-
-static bsh_status same_device(const bsh_call *const call, const bsh_tensor *const tensor, const char *const argument,
-                              const bsh_tensor *const other, const char *const other_argument) {
-  if (tensor->device_type == other->device_type && tensor->device_index == other->device_index) return BSH_OK;
-  return bsh_fail(BSH_BAD_DEVICE,
-                  "%s: %s is on device type %" PRId32 " index %" PRId32 ", %s on %" PRId32 " index %" PRId32, call->op,
-                  argument, tensor->device_type, tensor->device_index, other_argument, other->device_type,
-                  other->device_index);
-}
-
-/* The data of a tensor that must have a given dtype and number of elements and lie on the device of `like`. */
-static bsh_status data_of(const bsh_call *const call, const bsh_tensor *const tensor, const char *const argument,
-                          const int32_t dtype, const int64_t numel, const bsh_tensor *const like, void **const data) {
-  if (tensor->dtype != dtype)
-    return bsh_fail(BSH_BAD_DTYPE, "%s: %s has ScalarType %" PRId32 ", expected %" PRId32, call->op, argument,
-                    tensor->dtype, dtype);
-  if (tensor->numel != numel)
-    return bsh_fail(BSH_BAD_SHAPE, "%s: %s has %" PRId64 " elements, expected %" PRId64, call->op, argument,
-                    tensor->numel, numel);
-  *data = tensor->data;
-  return same_device(call, tensor, argument, like, "the data");
-}
-
-/* The same for tensor argument `index`. */
-static bsh_status vector(bsh_call *const call, const int index, const char *const argument, const int32_t dtype,
-                         const int64_t numel, const bsh_tensor *const like, void **const data) {
-  bsh_tensor tensor;
-  BSH_TRY(bsh_call_tensor(call, index, &tensor));
-  return data_of(call, &tensor, argument, dtype, numel, like, data);
-}
-
 static bsh_status optional_offset(bsh_call *const call, const int index, const bsh_tensor *const like,
                                   const float **const offset) {
   bsh_tensor tensor;
   BSH_TRY(bsh_call_tensor(call, index, &tensor));
   *offset = NULL;
   if (tensor.numel == 0) return BSH_OK;
-  return data_of(call, &tensor, "offset", bsh_torch.dtype_float32, 1, like, (void **)(uintptr_t)offset);
+  return bsh_data_of(call, &tensor, "offset", bsh_torch.dtype_float32, 1, like, (void **)(uintptr_t)offset);
 }
 
 /* The four scale tensors that follow `packed` at stack[first + 1 ..]: n_blocks scales of `experts` weights, each of
@@ -113,12 +78,12 @@ static bsh_status read_scales(bsh_call *const call, const int first, const bsh_t
   const int32_t f32 = bsh_torch.dtype_float32;
   bsh_tensor absmax;
   BSH_TRY(bsh_call_tensor(call, first + 1, &absmax));
-  if (absmax.dtype == f32) return data_of(call, &absmax, "absmax", f32, n_blocks, packed, (void **)&scales->absmax);
-  BSH_TRY(data_of(call, &absmax, "absmax", bsh_torch.dtype_uint8, n_blocks, packed, (void **)&scales->absmax_code));
-  BSH_TRY(vector(call, first + 2, "absmax_map", f32, 256, packed, (void **)&scales->absmax_map));
+  if (absmax.dtype == f32) return bsh_data_of(call, &absmax, "absmax", f32, n_blocks, packed, (void **)&scales->absmax);
+  BSH_TRY(bsh_data_of(call, &absmax, "absmax", bsh_torch.dtype_uint8, n_blocks, packed, (void **)&scales->absmax_code));
+  BSH_TRY(bsh_vector_argument(call, first + 2, "absmax_map", f32, 256, packed, (void **)&scales->absmax_map));
   const int64_t n_scales2 = experts * bsh_block_count(n_blocks / experts, BSH_NESTED_BLOCKSIZE);
-  BSH_TRY(vector(call, first + 3, "absmax2", f32, n_scales2, packed, (void **)&scales->absmax2));
-  return vector(call, first + 4, "offset", f32, experts, packed, (void **)&scales->offset);
+  BSH_TRY(bsh_vector_argument(call, first + 3, "absmax2", f32, n_scales2, packed, (void **)&scales->absmax2));
+  return bsh_vector_argument(call, first + 4, "offset", f32, experts, packed, (void **)&scales->offset);
 }
 
 static bsh_status check_format(const char *const op, const int64_t format) {
@@ -179,7 +144,7 @@ static bsh_status bsh_op_quantize_4bit(bsh_call *const call) {
                                        .blocksize = blocksize,
                                        .dtype = dtype,
                                        .format = (bsh_format)format};
-  COMPUTE(quantize_4bit, &x, x.numel, 0, 0, &args);
+  BSH_COMPUTE(quantize_4bit, &x, x.numel, 0, 0, &args);
 }
 
 bsh_status bsh_op_dequantize_4bit(bsh_call *const call) {
@@ -192,7 +157,7 @@ bsh_status bsh_op_dequantize_4bit(bsh_call *const call) {
   BSH_TRY(bsh_call_output(call, &packed, 2, sizes, torch_dtype, &out));
   if (out.numel == 0) return BSH_OK;
   args.out = out.data;
-  COMPUTE(dequantize_4bit, &packed, sizes[0], sizes[1], 0, &args);
+  BSH_COMPUTE(dequantize_4bit, &packed, sizes[0], sizes[1], 0, &args);
 }
 
 /* ---- 8-bit blocks ---- */
@@ -203,7 +168,7 @@ static bsh_status bsh_op_quantize_blockwise(bsh_call *const call) {
   BSH_TRY(bsh_check_blocksize(call->op, args.blocksize, BSH_MAX_BLOCKSIZE_8BIT));
   BSH_TRY(bsh_call_tensor(call, 0, &x));
   BSH_TRY(bsh_compute_dtype(call->op, "x", x.dtype, &args.dtype));
-  BSH_TRY(vector(call, 1, "map", bsh_torch.dtype_float32, 256, &x, (void **)&args.map));
+  BSH_TRY(bsh_vector_argument(call, 1, "map", bsh_torch.dtype_float32, 256, &x, (void **)&args.map));
   BSH_TRY(optional_offset(call, 2, &x, &args.offset));
   const int64_t n_blocks = bsh_block_count(x.numel, args.blocksize);
   BSH_TRY(bsh_call_output(call, &x, x.dim, x.sizes, bsh_torch.dtype_uint8, &code));
@@ -213,7 +178,7 @@ static bsh_status bsh_op_quantize_blockwise(bsh_call *const call) {
   args.code = code.data;
   args.absmax = absmax.data;
   args.n = x.numel;
-  COMPUTE(quantize_blockwise, &x, x.numel, 0, 0, &args);
+  BSH_COMPUTE(quantize_blockwise, &x, x.numel, 0, 0, &args);
 }
 
 static bsh_status bsh_op_dequantize_blockwise(bsh_call *const call) {
@@ -223,53 +188,19 @@ static bsh_status bsh_op_dequantize_blockwise(bsh_call *const call) {
   BSH_TRY(bsh_check_blocksize(call->op, args.blocksize, BSH_MAX_BLOCKSIZE_8BIT));
   BSH_TRY(bsh_compute_dtype(call->op, "dtype", torch_dtype, &args.dtype));
   BSH_TRY(bsh_call_tensor(call, 0, &code));
-  BSH_TRY(data_of(call, &code, "code", bsh_torch.dtype_uint8, code.numel, &code, (void **)&args.code));
-  BSH_TRY(vector(call, 1, "absmax", f32, bsh_block_count(code.numel, args.blocksize), &code, (void **)&args.absmax));
-  BSH_TRY(vector(call, 2, "map", f32, 256, &code, (void **)&args.map));
+  BSH_TRY(bsh_data_of(call, &code, "code", bsh_torch.dtype_uint8, code.numel, &code, (void **)&args.code));
+  BSH_TRY(bsh_vector_argument(call, 1, "absmax", f32, bsh_block_count(code.numel, args.blocksize), &code,
+                              (void **)&args.absmax));
+  BSH_TRY(bsh_vector_argument(call, 2, "map", f32, 256, &code, (void **)&args.map));
   BSH_TRY(optional_offset(call, 3, &code, &args.offset));
   BSH_TRY(bsh_call_output(call, &code, code.dim, code.sizes, torch_dtype, &out));
   if (code.numel == 0) return BSH_OK;
   args.out = out.data;
   args.n = code.numel;
-  COMPUTE(dequantize_blockwise, &code, code.numel, 0, 0, &args);
+  BSH_COMPUTE(dequantize_blockwise, &code, code.numel, 0, 0, &args);
 }
 
 /* ---- linear ---- */
-
-/* The activation at stack[0], [..., width]; *M = product of the leading sizes. */
-static bsh_status read_activation(bsh_call *const call, const char *const argument, const int64_t width,
-                                  bsh_tensor *const x, bsh_dtype *const dtype, int64_t *const M) {
-  BSH_TRY(bsh_call_tensor(call, 0, x));
-  BSH_TRY(bsh_compute_dtype(call->op, argument, x->dtype, dtype));
-  if (x->dim < 1)
-    return bsh_fail(BSH_BAD_SHAPE, "%s: %s has no dimension, the weight needs %" PRId64 " columns", call->op, argument,
-                    width);
-  if (x->sizes[x->dim - 1] != width)
-    return bsh_fail(BSH_BAD_SHAPE, "%s: last dimension of %s is %" PRId64 ", the weight needs %" PRId64, call->op,
-                    argument, x->sizes[x->dim - 1], width);
-  *M = 1;
-  for (int64_t i = 0; i < x->dim - 1; i++) BSH_TRY(bsh_checked_product(call->op, *M, x->sizes[i], M));
-  return BSH_OK;
-}
-
-/* Sums of no terms on a GPU: y [..., N] = bias, or zero. The CPU's products know it themselves. */
-static bsh_status empty_sums(const bsh_call *const call, const bsh_tensor *const y, const bsh_tensor *const bias) {
-  const AOTITorchError failed =
-      bias != NULL ? bsh_torch.aoti_torch_copy_(y->handle, bias->handle, 0) : bsh_torch.aoti_torch_zero_(y->handle);
-  return failed ? bsh_fail(BSH_TORCH_ERROR, "%s: could not fill the result of an empty sum", call->op) : BSH_OK;
-}
-
-/* The output [..., width], leading sizes those of x. */
-static bsh_status new_activation(bsh_call *const call, const bsh_tensor *const x, const int64_t width,
-                                 bsh_tensor *const y) {
-  int64_t sizes[BSH_MAX_DIM];
-  if (x->dim > BSH_MAX_DIM)
-    return bsh_fail(BSH_BAD_SHAPE, "%s: %" PRId64 " dimensions, at most %d are supported", call->op, x->dim,
-                    BSH_MAX_DIM);
-  for (int64_t i = 0; i < x->dim; i++) sizes[i] = x->sizes[i];
-  sizes[x->dim - 1] = width;
-  return bsh_call_output(call, x, x->dim, sizes, x->dtype, y);
-}
 
 static const bsh_cpu_gemm cpu_gemm = {.mm = bsh_torch_cpu_gemm};
 
@@ -297,14 +228,14 @@ static bsh_status compute_product(bsh_call *const call, const char *const argume
                                   const bsh_tensor *const bias, bsh_linear_4bit_args *const args) {
   bsh_tensor x, y;
   bsh_plan plan;
-  BSH_TRY(read_activation(call, argument, args->ldx, &x, &args->dtype, &args->M));
-  BSH_TRY(same_device(call, &x, argument, packed, "packed"));
-  if (bias->numel != 0) BSH_TRY(data_of(call, bias, "bias", x.dtype, args->N, packed, (void **)&args->bias));
+  BSH_TRY(bsh_read_activation(call, argument, args->ldx, &x, &args->dtype, &args->M));
+  BSH_TRY(bsh_same_device(call, &x, argument, packed, "packed"));
+  if (bias->numel != 0) BSH_TRY(bsh_data_of(call, bias, "bias", x.dtype, args->N, packed, (void **)&args->bias));
   args->x = x.data;
   BSH_TRY(plan_product(call, &x, args, &plan));
-  BSH_TRY(new_activation(call, &x, args->ldy, &y));
+  BSH_TRY(bsh_new_activation(call, &x, args->ldy, x.dtype, &y));
   if (y.numel == 0) return BSH_OK;
-  if (args->ldx == 0 && bsh_on_cuda(&x)) return empty_sums(call, &y, args->bias != NULL ? bias : NULL);
+  if (args->ldx == 0 && bsh_on_cuda(&x)) return bsh_empty_sums(call, &y, args->bias != NULL ? bias : NULL);
   args->y = y.data;
   bsh_call_compute(call);
   if (!bsh_on_cuda(&x)) return bsh_cpu_linear_4bit(args, &cpu_gemm);
@@ -349,7 +280,7 @@ static bsh_status read_stack(bsh_call *const call, const int ints, bsh_tensor *c
                     "]: there must be some, and each of whole blocks of %" PRId64,
                     call->op, args->E, N, K, blocksize);
   BSH_TRY(read_weights(call, 2, ints, args->E, rows, K, packed, &args->rows.weight));
-  return data_of(call, &offs, "offs", bsh_torch.dtype_int32, args->E, packed, (void **)(uintptr_t)&args->offs);
+  return bsh_data_of(call, &offs, "offs", bsh_torch.dtype_int32, args->E, packed, (void **)(uintptr_t)&args->offs);
 }
 
 static bsh_status run_grouped(const bsh_call *const call, const bsh_grouped_linear_4bit_args *const args,
@@ -370,10 +301,11 @@ static bsh_status compute_grouped(bsh_call *const call, const char *const argume
                                   bsh_grouped_linear_4bit_args *const args) {
   bsh_linear_4bit_args *const rows = &args->rows;
   bsh_tensor x, y;
-  BSH_TRY(read_activation(call, argument, rows->ldx, &x, &rows->dtype, &rows->M));
-  BSH_TRY(same_device(call, &x, argument, packed, "packed"));
-  if (bias->numel != 0) BSH_TRY(data_of(call, bias, "bias", x.dtype, args->E * rows->N, packed, (void **)&rows->bias));
-  BSH_TRY(new_activation(call, &x, rows->ldy, &y));
+  BSH_TRY(bsh_read_activation(call, argument, rows->ldx, &x, &rows->dtype, &rows->M));
+  BSH_TRY(bsh_same_device(call, &x, argument, packed, "packed"));
+  if (bias->numel != 0)
+    BSH_TRY(bsh_data_of(call, bias, "bias", x.dtype, args->E * rows->N, packed, (void **)&rows->bias));
+  BSH_TRY(bsh_new_activation(call, &x, rows->ldy, x.dtype, &y));
   rows->x = x.data;
   rows->y = y.data;
   bsh_call_compute(call);
@@ -417,7 +349,7 @@ static bsh_status matrix(bsh_call *const call, const int index, const char *cons
   BSH_TRY(bsh_call_tensor(call, index, tensor));
   if (tensor->dim != 2)
     return bsh_fail(BSH_BAD_SHAPE, "%s: %s has %" PRId64 " dimensions, expected 2", call->op, argument, tensor->dim);
-  return data_of(call, tensor, argument, bsh_torch.dtype_float32, tensor->numel, like, (void **)(uintptr_t)data);
+  return bsh_data_of(call, tensor, argument, bsh_torch.dtype_float32, tensor->numel, like, (void **)(uintptr_t)data);
 }
 
 /* Tensor argument `index` with these two sizes. */
@@ -437,12 +369,13 @@ static bsh_status bsh_op_search_4bit(bsh_call *const call) {
   BSH_TRY(bsh_check_blocksize(call->op, args.blocksize, BSH_MAX_BLOCKSIZE));
   BSH_TRY(check_format(call->op, format));
   BSH_TRY(bsh_call_tensor(call, 0, &x));
-  BSH_TRY(data_of(call, &x, "x", bsh_torch.dtype_float32, x.numel, &x, (void **)(uintptr_t)&args.x));
+  BSH_TRY(bsh_data_of(call, &x, "x", bsh_torch.dtype_float32, x.numel, &x, (void **)(uintptr_t)&args.x));
   BSH_TRY(bsh_call_tensor(call, 1, &weights));
   args.n = x.numel;
   args.period = weights.numel;
   if (args.period == 0) return bsh_fail(BSH_BAD_SHAPE, "%s: weights is empty", call->op);
-  BSH_TRY(vector(call, 1, "weights", bsh_torch.dtype_float32, args.period, &x, (void **)(uintptr_t)&args.weights));
+  BSH_TRY(bsh_vector_argument(call, 1, "weights", bsh_torch.dtype_float32, args.period, &x,
+                              (void **)(uintptr_t)&args.weights));
   const int64_t n_blocks = bsh_block_count(args.n, args.blocksize);
   BSH_TRY(matrix(call, 2, "scales", &x, &scales, &args.scales));
   args.G = scales.sizes[1];
@@ -453,7 +386,7 @@ static bsh_status bsh_op_search_4bit(bsh_call *const call) {
   BSH_TRY(bsh_call_output(call, &x, 1, &n_blocks, bsh_torch.dtype_uint8, &choice));
   if (n_blocks == 0) return BSH_OK;
   args.choice = choice.data;
-  COMPUTE(search_4bit, &x, args.n, args.blocksize, args.G, &args);
+  BSH_COMPUTE(search_4bit, &x, args.n, args.blocksize, args.G, &args);
 }
 
 static bsh_status bsh_op_round_4bit(bsh_call *const call) {
@@ -475,7 +408,7 @@ static bsh_status bsh_op_round_4bit(bsh_call *const call) {
   if (args.N == 0) return BSH_OK;
   args.codes = codes.data;
   args.errors = errors.data;
-  COMPUTE(round_4bit, &w, args.N, args.P, 0, &args);
+  BSH_COMPUTE(round_4bit, &w, args.N, args.P, 0, &args);
 }
 
 /* ---- checksum ---- */

@@ -12,6 +12,14 @@ bsh_status bsh_op_dequantize_4bit(bsh_call *call);
 bsh_status bsh_op_linear_4bit(bsh_call *call);
 bsh_status bsh_op_linear_4bit_dgrad(bsh_call *call);
 
+/* ops/int8_ops.c. */
+bsh_status bsh_op_quantize_int8(bsh_call *call);
+bsh_status bsh_op_dequantize_int8(bsh_call *call);
+bsh_status bsh_op_product_int8(bsh_call *call);
+bsh_status bsh_op_scale_product_int8(bsh_call *call);
+bsh_status bsh_op_linear_int8(bsh_call *call);
+bsh_status bsh_op_linear_int8_dgrad(bsh_call *call);
+
 /* ops/optimizer_ops.c. */
 bsh_status bsh_op_optimizer_32bit(bsh_call *call);
 bsh_status bsh_op_optimizer_8bit_blockwise(bsh_call *call);

@@ -7,6 +7,7 @@ torch.compile and meta tensors; the arithmetic is in csrc/. Sizes: M rows of x, 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,12 @@ grouped_linear_4bit_fused = torch.ops.bitshard.grouped_linear_4bit_fused.default
 grouped_linear_4bit_dgrad_fused = torch.ops.bitshard.grouped_linear_4bit_dgrad_fused.default
 search_4bit = torch.ops.bitshard.search_4bit.default
 round_4bit = torch.ops.bitshard.round_4bit.default
+quantize_int8 = torch.ops.bitshard.quantize_int8.default
+dequantize_int8 = torch.ops.bitshard.dequantize_int8.default
+product_int8 = torch.ops.bitshard.product_int8.default
+scale_product_int8 = torch.ops.bitshard.scale_product_int8.default
+linear_int8 = torch.ops.bitshard.linear_int8.default
+linear_int8_dgrad = torch.ops.bitshard.linear_int8_dgrad.default
 checksum = torch.ops.bitshard.checksum.default
 optimizer_32bit = torch.ops.bitshard.optimizer_32bit.default
 optimizer_8bit_blockwise = torch.ops.bitshard.optimizer_8bit_blockwise.default
@@ -85,6 +92,7 @@ def _raising(call: Callable) -> Callable:
 
 OPS = (quantize_4bit, dequantize_4bit, quantize_blockwise, dequantize_blockwise, linear_4bit, linear_4bit_dgrad)
 OPS += (grouped_linear_4bit, grouped_linear_4bit_dgrad, checksum, optimizer_32bit, optimizer_8bit_blockwise)
+OPS += (quantize_int8, dequantize_int8, product_int8, scale_product_int8, linear_int8, linear_int8_dgrad)
 for _op in OPS:
     _op._op = _raising(_op._op)
 
@@ -198,6 +206,50 @@ def _(x: Tensor, weights: Tensor, scales: Tensor, blocksize: int, format: int) -
 def _(w: Tensor, u: Tensor, scales: Tensor, format: int) -> tuple[Tensor, Tensor]:
     _check_devices("round_4bit", w, u, scales)
     return w.new_empty(w.shape, dtype=torch.uint8), torch.empty_like(w)
+
+
+@torch.library.register_fake("bitshard::quantize_int8")
+def _(x: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
+    rows = math.prod(x.shape[:-1])
+    outliers = x.new_empty((x.shape[-1] if threshold > 0 else 0,), dtype=torch.uint8)
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((rows,), dtype=torch.float32), outliers
+
+
+@torch.library.register_fake("bitshard::dequantize_int8")
+def _(packed: Tensor, absmax: Tensor, N: int, K: int, dtype: torch.dtype) -> Tensor:
+    _check_devices("dequantize_int8", packed, absmax)
+    return packed.new_empty((N, K), dtype=dtype)
+
+
+@torch.library.register_fake("bitshard::product_int8")
+def _(a: Tensor, b: Tensor) -> Tensor:
+    _check_devices("product_int8", a, b)
+    _check_devices("product_int8", b, a)
+    columns = a.shape[-1], b.shape[-1]
+    torch._check(columns[0] == columns[1], lambda: f"product_int8: a has {columns[0]} columns, b has {columns[1]}")
+    return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=torch.int32)
+
+
+@torch.library.register_fake("bitshard::scale_product_int8")
+def _(sums: Tensor, row_absmax: Tensor, col_absmax: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
+    _check_devices("scale_product_int8", sums, row_absmax, col_absmax, bias)
+    return sums.new_empty(sums.shape, dtype=dtype)
+
+
+@torch.library.register_fake("bitshard::linear_int8")
+def _(x: Tensor, packed: Tensor, absmax: Tensor, bias: Tensor, threshold: float, N: int, K: int) -> Tensor:
+    _check_devices("linear_int8", x, packed, absmax, bias)
+    _check_devices("linear_int8", packed, x)
+    torch._check(x.shape[-1] == K, lambda: f"linear_int8: x has {x.shape[-1]} columns, the weight needs {K}")
+    return x.new_empty((*x.shape[:-1], N))
+
+
+@torch.library.register_fake("bitshard::linear_int8_dgrad")
+def _(dy: Tensor, packed: Tensor, absmax: Tensor, N: int, K: int) -> Tensor:
+    _check_devices("linear_int8_dgrad", dy, packed, absmax)
+    _check_devices("linear_int8_dgrad", packed, dy)
+    torch._check(dy.shape[-1] == N, lambda: f"linear_int8_dgrad: dy has {dy.shape[-1]} columns, the weight needs {N}")
+    return dy.new_empty((*dy.shape[:-1], K))
 
 
 @torch.library.register_fake("bitshard::checksum")

@@ -1,0 +1,102 @@
+/* cpu/int8_product.inc.h - products of int8 codes by tiles of a and b that were copied into the order they are used in.
+ *
+ * Included by each vector instruction set, which defines before:
+ *   sums_of_lanes                     a vector of int32
+ *   WIDTH                             columns that one step multiplies
+ *   operand                           a vector of WIDTH codes as `multiply` takes them
+ *   left_operand(codes), right_operand(codes)    WIDTH codes of a, of b
+ *   multiply(sum, a, b)               sum + the products of neighbours in each lane, exact
+ *   reduce4(sums, out)                out[j] = the sum of the lanes of sums[j], j < 4
+ *   EXCESS                            what right_operand adds to each code of b; its products are subtracted again
+ *   EACH_ROWS                         rows of a at a time: EACH_ROWS * 4 sums stay in registers
+ *
+ * Within a chunk of STEPS * WIDTH columns, b is copied as [group of 4 rows][step][4] operands and reused for all rows
+ * of a, and a group of rows of a as [step][EACH_ROWS]. Missing rows and columns are zeros of a. */
+#ifndef BSH_CPU_INT8_PRODUCT_INC_H
+#define BSH_CPU_INT8_PRODUCT_INC_H
+
+#include "core/numerics.h"
+#include "cpu/int8.h"
+
+enum { STEPS = BSH_INT8_STEPS, GROUP_ROWS = 4, GROUPS = BSH_INT8_PANEL / GROUP_ROWS };
+
+/* Per thread. */
+typedef struct {
+  operand b[GROUPS][STEPS][GROUP_ROWS];
+  operand a[STEPS][EACH_ROWS];
+  int32_t excess[EACH_ROWS]; /* EXCESS times the sum of a row of a */
+} product_scratch;
+
+_Static_assert(sizeof(product_scratch) <= BSH_INT8_SCRATCH, "the scratch memory of a thread");
+
+/* Codes [k, k + WIDTH) of a row of n, zeros behind them; all zeros where row is NULL. */
+ALWAYS_INLINE const int8_t *step_of(const int8_t *const row, const int64_t k, const int64_t n, int8_t padded[WIDTH]) {
+  if (row != NULL && k + WIDTH <= n) return row + k;
+  memset(padded, 0, WIDTH);
+  if (row != NULL && k < n) memcpy(padded, row + k, (size_t)(n - k));
+  return padded;
+}
+
+static void copy_b(product_scratch *const own, const bsh_product_int8_args *const args, const int64_t k0,
+                   const int64_t n) {
+  int8_t padded[WIDTH];
+  for (int64_t row = 0; row < divide_up(args->N, GROUP_ROWS) * GROUP_ROWS; row++) {
+    const int8_t *const codes = row < args->N ? args->b + row * args->K + k0 : NULL;
+    for (int64_t step = 0; step < divide_up(n, WIDTH); step++)
+      own->b[row / GROUP_ROWS][step][row % GROUP_ROWS] = right_operand(step_of(codes, step * WIDTH, n, padded));
+  }
+}
+
+static void copy_a(product_scratch *const own, const bsh_product_int8_args *const args, const int64_t m,
+                   const int64_t k0, const int64_t n) {
+  int8_t padded[WIDTH];
+  for (int64_t row = 0; row < EACH_ROWS; row++) {
+    const int8_t *const codes = m + row < args->M ? args->a + (m + row) * args->K + k0 : NULL;
+    sums_of_lanes sums[4] = {0};
+    int32_t all[4];
+    for (int64_t step = 0; step < divide_up(n, WIDTH); step++) {
+      const operand a = left_operand(step_of(codes, step * WIDTH, n, padded));
+      own->a[step][row] = a;
+      if (EXCESS != 0) sums[0] = multiply(sums[0], a, right_operand(zeros)); /* a code 0 there is EXCESS */
+    }
+    reduce4(sums, all);
+    own->excess[row] = all[0];
+  }
+}
+
+/* EACH_ROWS * 4 sums over `steps` steps, stored as `first` chunk or added. */
+ALWAYS_INLINE void multiply_group(const product_scratch *const own, const operand (*const b)[GROUP_ROWS],
+                                  const int64_t steps, int32_t *const out, const int64_t ld, const int64_t rows,
+                                  const int64_t columns, const bool first) {
+  sums_of_lanes sums[EACH_ROWS][GROUP_ROWS] = {0};
+  for (int64_t step = 0; step < steps; step++) {
+    UNROLL for (int r = 0; r < EACH_ROWS; r++) {
+      UNROLL for (int j = 0; j < GROUP_ROWS; j++) sums[r][j] = multiply(sums[r][j], own->a[step][r], b[step][j]);
+    }
+  }
+  UNROLL for (int r = 0; r < EACH_ROWS; r++) {
+    int32_t all[4];
+    reduce4(sums[r], all);
+    if (r < rows)
+      for (int j = 0; j < columns; j++)
+        out[r * ld + j] =
+            (int32_t)((uint32_t)all[j] - (uint32_t)own->excess[r] + (first ? 0 : (uint32_t)out[r * ld + j]));
+  }
+}
+
+/* Sums of at most BSH_INT8_PANEL rows of b. */
+static void product_by_tiles(const bsh_product_int8_args *const args, const int64_t ld, void *const scratch) {
+  product_scratch *const own = scratch;
+  for (int64_t k0 = 0; k0 < args->K; k0 += STEPS * WIDTH) {
+    const int64_t n = min_i64(STEPS * WIDTH, args->K - k0), steps = divide_up(n, WIDTH);
+    copy_b(own, args, k0, n);
+    for (int64_t m = 0; m < args->M; m += EACH_ROWS) {
+      copy_a(own, args, m, k0, n);
+      for (int64_t j = 0; j < args->N; j += GROUP_ROWS)
+        multiply_group(own, own->b[j / GROUP_ROWS], steps, args->sums + m * ld + j, ld, min_i64(EACH_ROWS, args->M - m),
+                       min_i64(GROUP_ROWS, args->N - j), k0 == 0);
+    }
+  }
+}
+
+#endif

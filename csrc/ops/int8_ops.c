@@ -1,0 +1,200 @@
+/* ops/int8_ops.c - the ops of LLM.int8(): codes of rows, their products, and layers of them. Schemas: ops/ops.c.
+ * Formulas: core/int8.h. */
+#include <inttypes.h>
+#include <math.h>
+
+#include "core/int8.h"
+#include "core/numerics.h"
+#include "core/packed.h"
+#include "cpu/int8.h"
+#include "gpu/int8.h"
+#include "ops/arguments.h"
+#include "ops/ops.h"
+
+/* The threshold at stack[index] as a number of the activation's dtype, in which torch compares; a positive one stays
+ * positive. */
+static bsh_status read_threshold(const bsh_call *const call, const int index, const bsh_dtype dtype,
+                                 float *const threshold) {
+  static const float least[] = {[BSH_F32] = 0x1p-149f, [BSH_F16] = 0x1p-24f, [BSH_BF16] = 0x1p-133f};
+  const float given = bsh_call_float(call, index);
+  if (!(given >= 0.0f))
+    return bsh_fail(BSH_BAD_VALUE, "%s: threshold %g, expected a number from 0 (no outliers) on", call->op,
+                    (double)given);
+  const float rounded = round_to_dtype(given, dtype);
+  *threshold = given > 0.0f && rounded == 0.0f ? least[dtype] : rounded;
+  return BSH_OK;
+}
+
+/* Bytes that were handed over as codes of a weight [N, K] are in storage of any dtype, filled up to whole items. */
+static bsh_status read_weight(bsh_call *const call, const int first, const int64_t N, const int64_t K,
+                              bsh_tensor *const packed, const int8_t **const codes, const float **const absmax) {
+  int64_t n = 0;
+  BSH_TRY(bsh_checked_product(call->op, N, K, &n));
+  BSH_TRY(bsh_call_tensor(call, first, packed));
+  if (packed->itemsize == 0)
+    return bsh_fail(BSH_BAD_DTYPE, "%s: packed has ScalarType %" PRId32 ", which is no storage of int8 codes", call->op,
+                    packed->dtype);
+  const int64_t needed = divide_up(n, packed->itemsize) * packed->itemsize, there = packed->numel * packed->itemsize;
+  if (there != needed)
+    return bsh_fail(BSH_BAD_SHAPE,
+                    "%s: packed has %" PRId64 " bytes, a weight [%" PRId64 ", %" PRId64 "] in storage of %" PRId64
+                    "-byte items needs %" PRId64 "; a sharded or foreign weight reached the op",
+                    call->op, there, N, K, packed->itemsize, needed);
+  *codes = packed->data;
+  return bsh_vector_argument(call, first + 1, "absmax", bsh_torch.dtype_float32, N, packed, (void **)(uintptr_t)absmax);
+}
+
+/* A sum over more columns may not be an int32. */
+static bsh_status check_columns(const bsh_call *const call, const int64_t K) {
+  if (K <= BSH_INT8_MAX_K) return BSH_OK;
+  return bsh_fail(BSH_BAD_SHAPE, "%s: %" PRId64 " columns, the sum of at most %d products of codes is an int32",
+                  call->op, K, BSH_INT8_MAX_K);
+}
+
+static bsh_status zero(const bsh_call *const call, const bsh_tensor *const tensor) {
+  if (tensor->numel == 0 || bsh_torch.aoti_torch_zero_(tensor->handle) == 0) return BSH_OK;
+  return bsh_fail(BSH_TORCH_ERROR, "%s: could not zero a result", call->op);
+}
+
+/* ---- codes ---- */
+
+bsh_status bsh_op_quantize_int8(bsh_call *const call) {
+  bsh_quantize_int8_args args = {0};
+  bsh_tensor x, codes, absmax, outliers;
+  BSH_TRY(bsh_call_tensor(call, 0, &x));
+  BSH_TRY(bsh_compute_dtype(call->op, "x", x.dtype, &args.dtype));
+  BSH_TRY(read_threshold(call, 1, args.dtype, &args.threshold));
+  if (x.dim < 1) return bsh_fail(BSH_BAD_SHAPE, "%s: x has no dimension, expected rows of it", call->op);
+  args.K = args.ldx = x.sizes[x.dim - 1];
+  BSH_TRY(bsh_read_activation(call, "x", args.K, &x, &args.dtype, &args.M));
+  const int64_t marks = args.threshold > 0.0f ? args.K : 0;
+  BSH_TRY(bsh_new_activation(call, &x, args.K, bsh_torch.dtype_int8, &codes));
+  BSH_TRY(bsh_call_output(call, &x, 1, &args.M, bsh_torch.dtype_float32, &absmax));
+  BSH_TRY(bsh_call_output(call, &x, 1, &marks, bsh_torch.dtype_uint8, &outliers));
+  if (x.numel == 0) {
+    BSH_TRY(zero(call, &absmax));
+    return zero(call, &outliers);
+  }
+  args.x = x.data;
+  args.codes = codes.data;
+  args.absmax = absmax.data;
+  args.outliers = marks > 0 ? outliers.data : NULL;
+  BSH_COMPUTE(quantize_int8, &x, args.M, args.K, 0, &args);
+}
+
+bsh_status bsh_op_dequantize_int8(bsh_call *const call) {
+  const int64_t sizes[2] = {bsh_call_int(call, 2), bsh_call_int(call, 3)};
+  const int32_t torch_dtype = bsh_call_dtype(call, 4);
+  bsh_dequantize_int8_args args = {.N = sizes[0], .K = sizes[1]};
+  bsh_tensor packed, y;
+  BSH_TRY(bsh_compute_dtype(call->op, "dtype", torch_dtype, &args.dtype));
+  BSH_TRY(read_weight(call, 0, args.N, args.K, &packed, &args.codes, &args.absmax));
+  BSH_TRY(bsh_call_output(call, &packed, 2, sizes, torch_dtype, &y));
+  if (y.numel == 0) return BSH_OK;
+  args.y = y.data;
+  BSH_COMPUTE(dequantize_int8, &packed, args.N, args.K, 0, &args);
+}
+
+/* ---- products of codes ---- */
+
+/* Tensor argument `index`: int8 [..., K] of one dimension at least. */
+static bsh_status read_codes(bsh_call *const call, const int index, const char *const argument,
+                             bsh_tensor *const tensor) {
+  BSH_TRY(bsh_call_tensor(call, index, tensor));
+  if (tensor->dtype != bsh_torch.dtype_int8)
+    return bsh_fail(BSH_BAD_DTYPE, "%s: %s has ScalarType %" PRId32 ", expected %" PRId32, call->op, argument,
+                    tensor->dtype, bsh_torch.dtype_int8);
+  if (tensor->dim >= 1) return BSH_OK;
+  return bsh_fail(BSH_BAD_SHAPE, "%s: %s has no dimension", call->op, argument);
+}
+
+static int64_t rows_before(const bsh_tensor *const tensor) {
+  int64_t rows = 1;
+  for (int64_t i = 0; i < tensor->dim - 1; i++) rows *= tensor->sizes[i];
+  return rows;
+}
+
+bsh_status bsh_op_product_int8(bsh_call *const call) {
+  bsh_tensor a, b, sums;
+  BSH_TRY(read_codes(call, 0, "a", &a));
+  BSH_TRY(read_codes(call, 1, "b", &b));
+  if (b.dim != 2) return bsh_fail(BSH_BAD_SHAPE, "%s: b has %" PRId64 " dimensions, expected 2", call->op, b.dim);
+  bsh_product_int8_args args = {.M = rows_before(&a), .N = b.sizes[0], .K = b.sizes[1]};
+  if (a.sizes[a.dim - 1] != args.K)
+    return bsh_fail(BSH_BAD_SHAPE, "%s: last dimension of a is %" PRId64 ", b has %" PRId64 " columns", call->op,
+                    a.sizes[a.dim - 1], args.K);
+  BSH_TRY(check_columns(call, args.K));
+  BSH_TRY(bsh_same_device(call, &a, "a", &b, "b"));
+  BSH_TRY(bsh_new_activation(call, &a, args.N, bsh_torch.dtype_int32, &sums));
+  if (sums.numel == 0 || args.K == 0) return zero(call, &sums);
+  args.a = a.data;
+  args.b = b.data;
+  args.sums = sums.data;
+  BSH_COMPUTE(product_int8, &a, args.M, args.N, args.K, &args);
+}
+
+bsh_status bsh_op_scale_product_int8(bsh_call *const call) {
+  const int32_t f32 = bsh_torch.dtype_float32, torch_dtype = bsh_call_dtype(call, 4);
+  bsh_scale_product_int8_args args = {0};
+  bsh_tensor sums, bias, y;
+  BSH_TRY(bsh_compute_dtype(call->op, "dtype", torch_dtype, &args.dtype));
+  BSH_TRY(bsh_call_tensor(call, 0, &sums));
+  BSH_TRY(bsh_data_of(call, &sums, "sums", bsh_torch.dtype_int32, sums.numel, &sums, (void **)(uintptr_t)&args.sums));
+  if (sums.dim < 1) return bsh_fail(BSH_BAD_SHAPE, "%s: sums has no dimension", call->op);
+  args.N = sums.sizes[sums.dim - 1];
+  args.M = rows_before(&sums);
+  BSH_TRY(bsh_vector_argument(call, 1, "row_absmax", f32, args.M, &sums, (void **)(uintptr_t)&args.row_absmax));
+  BSH_TRY(bsh_vector_argument(call, 2, "col_absmax", f32, args.N, &sums, (void **)(uintptr_t)&args.col_absmax));
+  BSH_TRY(bsh_call_tensor(call, 3, &bias));
+  if (bias.numel != 0) BSH_TRY(bsh_data_of(call, &bias, "bias", torch_dtype, args.N, &sums, (void **)&args.bias));
+  BSH_TRY(bsh_new_activation(call, &sums, args.N, torch_dtype, &y));
+  if (y.numel == 0) return BSH_OK;
+  args.y = y.data;
+  BSH_COMPUTE(scale_product_int8, &sums, args.M, args.N, 0, &args);
+}
+
+/* ---- layers ---- */
+
+static bsh_status compute_linear(bsh_call *const call, const bsh_linear_int8_args *const args, const bool dgrad,
+                                 const bsh_tensor *const x) {
+  bsh_call_compute(call);
+  if (!bsh_on_cuda(x)) return dgrad ? bsh_cpu_linear_int8_dgrad(args) : bsh_cpu_linear_int8(args);
+  bsh_cuda_context context;
+  BSH_TRY(bsh_cuda_enter(&context, call->op, x->device_index, args->M, args->N, args->K));
+  const bsh_status computed = bsh_cuda_linear_int8(args, dgrad, &context);
+  bsh_cuda_leave(&context);
+  return computed;
+}
+
+bsh_status bsh_op_linear_int8(bsh_call *const call) {
+  const int64_t N = bsh_call_int(call, 5), K = bsh_call_int(call, 6);
+  bsh_linear_int8_args args = {.N = N, .K = K, .ldx = K};
+  bsh_tensor x, packed, bias, y;
+  BSH_TRY(read_weight(call, 1, N, K, &packed, &args.packed, &args.absmax));
+  BSH_TRY(check_columns(call, K));
+  BSH_TRY(bsh_read_activation(call, "x", K, &x, &args.dtype, &args.M));
+  BSH_TRY(bsh_same_device(call, &x, "x", &packed, "packed"));
+  BSH_TRY(read_threshold(call, 4, args.dtype, &args.threshold));
+  BSH_TRY(bsh_call_tensor(call, 3, &bias));
+  if (bias.numel != 0) BSH_TRY(bsh_data_of(call, &bias, "bias", x.dtype, N, &packed, (void **)&args.bias));
+  BSH_TRY(bsh_new_activation(call, &x, N, x.dtype, &y));
+  if (y.numel == 0) return BSH_OK;
+  if (K == 0) return bsh_empty_sums(call, &y, args.bias != NULL ? &bias : NULL);
+  args.x = x.data;
+  args.y = y.data;
+  return compute_linear(call, &args, false, &x);
+}
+
+bsh_status bsh_op_linear_int8_dgrad(bsh_call *const call) {
+  const int64_t N = bsh_call_int(call, 3), K = bsh_call_int(call, 4);
+  bsh_linear_int8_args args = {.N = N, .K = K, .ldx = N};
+  bsh_tensor dy, packed, dx;
+  BSH_TRY(read_weight(call, 1, N, K, &packed, &args.packed, &args.absmax));
+  BSH_TRY(bsh_read_activation(call, "dy", N, &dy, &args.dtype, &args.M));
+  BSH_TRY(bsh_same_device(call, &dy, "dy", &packed, "packed"));
+  BSH_TRY(bsh_new_activation(call, &dy, K, dy.dtype, &dx));
+  if (dx.numel == 0 || N == 0) return zero(call, &dx);
+  args.x = dy.data;
+  args.y = dx.data;
+  return compute_linear(call, &args, true, &dy);
+}
