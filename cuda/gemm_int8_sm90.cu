@@ -12,7 +12,8 @@
 //
 // A block of threads has a warp that copies and two warpgroups that multiply, 64 rows of a each, or of 64 rows half of
 // the columns each. Blocks take tile after tile, rows of a first; blocks of a cluster have neighbouring rows. What lies
-// beyond the matrices is copied as zeros and not stored. The bits of y are those of scale_product_int8 where there are
+// beyond the matrices is copied as zeros and not stored. Where there are few tiles, the blocks of a cluster share the
+// depth of one instead: the others leave their sums in memory for the first, which adds them, exactly, and stores. The bits of y are those of scale_product_int8 where there are
 // no outliers.
 #include "int8.cuh"
 #include "ptx_sm90_cluster.cuh"
@@ -40,30 +41,37 @@ struct int8_maps {
 // Where a block's work is: its tiles, how many stages each takes, the ring.
 template <typename FORM> struct int8_work {
   const bsh_int8_gemm_args &args;
-  uint32_t memory, full, empty;
-  int rank, cluster, steps, chunks; // stages of codes, of outlier columns
+  uint32_t memory, full, empty, joined;
+  int rank, size, cluster;       // of this block in its cluster of `size`
+  int first_step, steps, chunks; // stages of codes, of outlier columns
 
   __device__ __forceinline__ int8_work(const bsh_int8_gemm_args &a, uint32_t m) : args(a), memory(m) {
-    full = memory + FORM::STAGES * FORM::STAGE_BYTES, empty = full + 8 * FORM::STAGES;
-    rank = blockIdx.x % FORM::CLUSTER, cluster = blockIdx.x / FORM::CLUSTER;
-    steps = (args.K + BSH_GEMM_INT8_DEPTH - 1) / BSH_GEMM_INT8_DEPTH, chunks = 0;
+    full = memory + FORM::STAGES * FORM::STAGE_BYTES, empty = full + 8 * FORM::STAGES, joined = empty + 8 * FORM::STAGES;
+    size = FORM::CLUSTER > 1 ? FORM::CLUSTER : args.splits;
+    cluster = blockIdx.x / size, rank = blockIdx.x - cluster * size;
+    const int all = (args.K + BSH_GEMM_INT8_DEPTH - 1) / BSH_GEMM_INT8_DEPTH;
+    first_step = shares_depth() ? all * rank / size : 0, chunks = 0;
+    steps = (shares_depth() ? all * (rank + 1) / size : all) - first_step;
   }
+  __device__ __forceinline__ bool shares_depth() const { return FORM::CLUSTER == 1 && size > 1; }
   // After the earlier kernels.
   __device__ __forceinline__ int count_outliers() {
     const int count = args.outliers.count == nullptr ? 0 : *args.outliers.count;
-    chunks = (min(count, args.outliers.capacity) + BSH_INT8_CHUNK - 1) / BSH_INT8_CHUNK;
+    if (!shares_depth() || rank == 0)
+      chunks = (min(count, args.outliers.capacity) + BSH_INT8_CHUNK - 1) / BSH_INT8_CHUNK;
     return count;
   }
   // One thread. A stage is filled by the copies of all blocks of the cluster and freed by the warps of all of them.
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < FORM::STAGES; i++)
       mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, CONSUMERS * FORM::CLUSTER);
+    mbarrier_init(joined, CONSUMERS * max(1, size - 1));
     fence_mbarrier_init();
   }
-  __device__ __forceinline__ int clusters() const { return gridDim.x / FORM::CLUSTER; }
+  __device__ __forceinline__ int clusters() const { return gridDim.x / size; }
   // args.m_tiles: of the rows of a cluster.
   __device__ __forceinline__ int row(int tile) const {
-    return (tile % args.m_tiles * FORM::CLUSTER + rank) * FORM::ROWS;
+    return (tile % args.m_tiles * FORM::CLUSTER + (FORM::CLUSTER > 1 ? rank : 0)) * FORM::ROWS;
   }
   __device__ __forceinline__ int column(int tile) const { return tile / args.m_tiles * FORM::COLUMNS; }
 };
@@ -74,11 +82,11 @@ template <typename FORM> __device__ __forceinline__ void copy_tiles(const int8_w
   int stage = 0;
   uint32_t parity = 1;
   for (int tile = work.cluster; tile < work.args.tiles; tile += work.clusters()) {
-    const int m = work.row(tile), n = work.column(tile) + work.rank * PART;
+    const int m = work.row(tile), n = work.column(tile) + (FORM::CLUSTER > 1 ? work.rank * PART : 0);
 #pragma unroll 1
     for (int step = 0; step < work.steps + work.chunks; step++) {
       const bool codes = step < work.steps;
-      const int at = codes ? step * BSH_GEMM_INT8_DEPTH : (step - work.steps) * BSH_INT8_CHUNK;
+      const int at = codes ? (work.first_step + step) * BSH_GEMM_INT8_DEPTH : (step - work.steps) * BSH_INT8_CHUNK;
       const uint32_t to = work.memory + stage * FORM::STAGE_BYTES, to_b = to + FORM::A_BYTES, full = work.full + 8 * stage;
       mbarrier_wait(work.empty + 8 * stage, parity);
       mbarrier_expect(full, FORM::STAGE_BYTES, true);
@@ -137,6 +145,35 @@ template <int N> __device__ __forceinline__ void renew(int (&sum)[N]) {
 template <int N> __device__ __forceinline__ void renew(float (&sum)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(sum[i])::"memory");
+}
+
+// Adds the sums of the blocks that share a tile's depth in the first of them; whether this is the first.
+template <typename FORM>
+__device__ __forceinline__ bool join(int (&sum)[FORM::SUMS], const int8_work<FORM> &work, int tile, int lane) {
+  constexpr int GROUP = CONSUMERS * 32;
+  const int others = work.size - 1;
+  int4 *const all = reinterpret_cast<int4 *>(work.args.partial) + (int64_t)tile * others * (FORM::SUMS / 4 * GROUP);
+  if (work.rank > 0) {
+    int4 *const to = all + (work.rank - 1) * (FORM::SUMS / 4 * GROUP) + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < FORM::SUMS; i += 4)
+      to[i / 4 * GROUP] = make_int4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
+    __threadfence();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive_there(map_to_rank(work.joined, 0));
+    return false;
+  }
+  mbarrier_wait(work.joined, 0);
+  __threadfence();
+  for (int other = 0; other < others; other++) {
+    const int4 *const from = all + other * (FORM::SUMS / 4 * GROUP) + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < FORM::SUMS; i += 4) {
+      const int4 v = __ldcg(from + i / 4 * GROUP);
+      sum[i] += v.x, sum[i + 1] += v.y, sum[i + 2] += v.z, sum[i + 3] += v.w;
+    }
+  }
+  return true;
 }
 
 // sum += x W^T over the outlier columns from position `first` of the list on.
@@ -230,6 +267,7 @@ __device__ __forceinline__ void multiply_tiles(const int8_work<FORM> &work, int 
       for (int k = 0; k < 4; k++) wgmma_codes<FORM::OWN>::mma_async(sum, a + at + 2 * k, b + at + 2 * k);
     });
     renew(sum);
+    if (work.shares_depth() && !join<FORM>(sum, work, tile, lane)) continue;
     const float row[2] = {p.m < args.M ? args.row_absmax[p.m] : 0.f, p.m + 8 < args.M ? args.row_absmax[p.m + 8] : 0.f};
     auto col = [&](int n) { return n < args.N ? args.col_absmax[n] : 0.f; };
     auto bias = [&](int n) { return n < args.N ? bias_of<T>(args.bias, n) : 0.f; };
@@ -259,7 +297,7 @@ __device__ __forceinline__ void gemm(const int8_maps &maps, const bsh_int8_gemm_
   if (threadIdx.x == 0) work.init();
   if (warp == COPY_WARP && lane == 0) prefetch_map(maps.a), prefetch_map(maps.b);
   __syncthreads();
-  if (FORM::CLUSTER > 1) cluster_meet();
+  if (work.size > 1) cluster_meet();
   wait_for_earlier_kernels();
   let_later_kernels_start();
   const int count = work.count_outliers();
@@ -271,7 +309,7 @@ __device__ __forceinline__ void gemm(const int8_maps &maps, const bsh_int8_gemm_
     multiply_tiles<T, FORM>(work, count, warp, lane);
   }
   __syncwarp();
-  if (FORM::CLUSTER > 1) cluster_meet(); // nobody ends while a block of its cluster may still write here
+  if (work.size > 1) cluster_meet(); // nobody ends while a block of its cluster may still write here
 }
 #endif
 

@@ -13,29 +13,32 @@ namespace {
 constexpr int THREADS = BSH_INT8_THREADS, WARPS = THREADS / 32;
 
 // Of all threads of a block, to all of them. scratch: a word for each warp.
-__device__ __forceinline__ float block_max(float value, float *scratch) {
+__device__ __forceinline__ uint32_t block_max(uint32_t value, uint32_t *scratch) {
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, step));
+  for (int step = 16; step > 0; step /= 2) value = max(value, __shfl_xor_sync(ALL_LANES, value, step));
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
   __syncthreads();
   value = scratch[threadIdx.x % WARPS];
 #pragma unroll
-  for (int step = WARPS / 2; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, step));
+  for (int step = WARPS / 2; step > 0; step /= 2) value = max(value, __shfl_xor_sync(ALL_LANES, value, step));
   return value;
 }
 
 // ---- quantize_int8 --------------------------------------------------------------------------------------------------
 
-// 127 / absmax: fp16 as bitsandbytes' kernel, whose quotient is approximate. Of the others an absmax may be as large as
-// not to have an approximate reciprocal.
-template <typename T> __device__ __forceinline__ float scale_of_row(float absmax) { return __fdiv_rn(127.f, absmax); }
-template <> __device__ __forceinline__ float scale_of_row<__half>(float absmax) {
-  return multiply_flush(127.f, reciprocal(absmax));
-}
+constexpr uint32_t INFINITE = 0x7F800000u;
+template <typename T> constexpr bool IS_HALF = false;
+template <> constexpr bool IS_HALF<__half> = true;
 
-// NaN, 0 / 0 and inf / inf are 0.
+// int8_scale and int8_code of core/numerics.h.
+template <typename T> __device__ __forceinline__ float scale_of_row(float absmax) {
+  if (!(absmax >= 3.009265538105056e-36f && absmax <= LARGEST)) return 0.f; // 2^-118
+  return IS_HALF<T> ? __fmul_rn(127.f, reciprocal(absmax))
+                                          : __fmul_rn(31.75f, __fdiv_rn(4.f, absmax));
+}
 __device__ __forceinline__ int code_of(float x, float scale) {
-  return max(-127, min(127, __float2int_rn(__fmul_rn(x, scale))));
+  const float product = __fmul_rn(x, scale);
+  return fabsf(product) <= 128.f ? __float2int_rn(product) : 0;
 }
 
 // One row of x by a block of threads: a look for its absmax, one for its codes. The elements of the first look that fit
@@ -53,21 +56,21 @@ template <typename T> struct row_quantizer {
     fast = reinterpret_cast<uintptr_t>(row) % 16 == 0 && reinterpret_cast<uintptr_t>(codes) % WIDTH == 0;
     vectors = fast ? a.K / WIDTH : 0;
   }
-  // Takes an element into the absmax; flags its column where it reaches the threshold.
-  __device__ __forceinline__ void look(float x, int64_t k, float &absmax) const {
-    const float size = fabsf(x);
-    if (args.outliers == nullptr || size < args.threshold) absmax = fmaxf(absmax, size);
-    else if (size >= args.threshold) args.outliers[k] = 1;
+  // Takes an element into the absmax, or flags its column where it reaches the threshold. absmax: bits of magnitudes,
+  // of which those of NaN are the largest.
+  __device__ __forceinline__ void look(float x, int64_t k, uint32_t &absmax) const {
+    if (args.outliers != nullptr && fabsf(x) >= args.threshold) args.outliers[k] = 1;
+    else absmax = max(absmax, __float_as_uint(fabsf(x)));
   }
   __device__ __forceinline__ int code(float x, float scale) const {
-    return args.outliers == nullptr || fabsf(x) < args.threshold ? code_of(x, scale) : 0;
+    return args.outliers != nullptr && fabsf(x) >= args.threshold ? 0 : code_of(x, scale);
   }
   __device__ __forceinline__ vector16<T> load(int64_t v) const {
     vector16<T> loaded;
     loaded.raw = *reinterpret_cast<const uint4 *>(row + v * WIDTH);
     return loaded;
   }
-  __device__ __forceinline__ void look(const vector16<T> &v, int64_t at, float &absmax) const {
+  __device__ __forceinline__ void look(const vector16<T> &v, int64_t at, uint32_t &absmax) const {
 #pragma unroll
     for (int i = 0; i < WIDTH; i++) look(v.get(i), at * WIDTH + i, absmax);
   }
@@ -78,18 +81,19 @@ template <typename T> struct row_quantizer {
     if (WIDTH == 8) *reinterpret_cast<uint2 *>(codes + at * 8) = make_uint2(words[0], words[1]);
     else *reinterpret_cast<uint32_t *>(codes + at * 4) = words[0];
   }
-  __device__ __forceinline__ void run(int64_t m, float *scratch) const {
+  __device__ __forceinline__ void run(int64_t m, uint32_t *scratch) const {
     vector16<T> kept[KEPT];
-    float absmax = 0.f;
+    uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < KEPT; i++)
       if (threadIdx.x + i * THREADS < vectors) kept[i] = load(threadIdx.x + i * THREADS);
 #pragma unroll
     for (int i = 0; i < KEPT; i++)
-      if (threadIdx.x + i * THREADS < vectors) look(kept[i], threadIdx.x + i * THREADS, absmax);
-    for (int64_t v = threadIdx.x + KEPT * THREADS; v < vectors; v += THREADS) look(load(v), v, absmax);
-    for (int64_t k = vectors * WIDTH + threadIdx.x; k < args.K; k += THREADS) look(to_float(row[k]), k, absmax);
-    absmax = block_max(absmax, scratch);
+      if (threadIdx.x + i * THREADS < vectors) look(kept[i], threadIdx.x + i * THREADS, largest);
+    for (int64_t v = threadIdx.x + KEPT * THREADS; v < vectors; v += THREADS) look(load(v), v, largest);
+    for (int64_t k = vectors * WIDTH + threadIdx.x; k < args.K; k += THREADS) look(to_float(row[k]), k, largest);
+    largest = block_max(largest, scratch);
+    const float absmax = __uint_as_float(largest > INFINITE ? 0x7FFFFFFFu : largest);
     if (threadIdx.x == 0) args.absmax[m] = absmax;
     const float scale = scale_of_row<T>(absmax);
 #pragma unroll
@@ -101,8 +105,15 @@ template <typename T> struct row_quantizer {
   }
 };
 
+__device__ __forceinline__ void clear_int8(const bsh_int8_clear_args &args) {
+  wait_for_earlier_kernels();
+  let_later_kernels_start();
+  const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+  if (i < args.n) args.flags[i] = 0;
+}
+
 template <typename T> __device__ __forceinline__ void quantize_int8(const bsh_quantize_int8_args &args) {
-  __shared__ float scratch[WARPS];
+  __shared__ uint32_t scratch[WARPS];
   wait_for_earlier_kernels();
   let_later_kernels_start();
   row_quantizer<T>(args, blockIdx.x).run(blockIdx.x, scratch);
@@ -296,6 +307,7 @@ template <typename T> __device__ __forceinline__ void linear_int8_dgrad_any(cons
   KERNEL(linear_int8_any_##SUFFIX, T, bsh_linear_int8_args, BSH_INT8_ANY_WARPS * 32, linear_int8_any<T>)          \
   KERNEL(linear_int8_dgrad_any_##SUFFIX, T, bsh_linear_int8_args, BSH_INT8_ANY_WARPS * 32, linear_int8_dgrad_any<T>)
 #define BSH_COMMA ,
+KERNEL(clear_int8, , bsh_int8_clear_args, BSH_INT8_THREADS, clear_int8)
 KERNELS(f32, float)
 KERNELS(f16, __half)
 KERNELS(bf16, __nv_bfloat16)

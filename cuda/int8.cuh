@@ -7,7 +7,7 @@
 
 namespace bsh {
 
-constexpr float INVERSE_127 = 7.874015718698502e-3f;
+constexpr float INVERSE_127 = BSH_INT8_UNIT;
 
 // Sums to y without outliers, two roundings, then an fma: bitsandbytes' order.
 __device__ __forceinline__ float scale_sum(int sum, float row, float col, float bias) {

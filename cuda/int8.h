@@ -25,6 +25,12 @@ typedef struct {
   int32_t capacity;     /* a multiple of BSH_INT8_CHUNK, or 0 */
 } bsh_int8_outliers;
 
+/* clear_int8: flags before quantize_int8 sets some. */
+typedef struct {
+  uint8_t *flags; /* [n] */
+  int64_t n;
+} bsh_int8_clear_args;
+
 /* outliers_int8: clears the codes of outlier columns of x, and gathers those of x and W where capacity > 0. With
  * count NULL it only clears. */
 typedef struct {
@@ -58,6 +64,10 @@ typedef struct {
   int32_t fast;        /* rows of a and b are 16-byte aligned */
   int32_t store_fours; /* y and its rows are 16-byte aligned: 16 bytes a store (gemm_int8_sm90) */
   int32_t m_tiles, tiles;
+  /* gemm_int8_sm90: blocks of a cluster that share the depth of a tile, of forms that have no other clusters; their sums,
+   * int32 [tiles][splits - 1][sums of a thread / 4][256 threads][4]. More than 1: a cluster has one tile. */
+  int32_t splits;
+  int32_t *partial;
 } bsh_int8_gemm_args;
 
 /* gemm_int8: a block of threads has 128 x 128 of y; a stage is 128 codes of 256 rows, with 128-byte swizzle. */
@@ -73,7 +83,7 @@ BSH_SIZE int32_t bsh_gemm_int8_shared_bytes(int32_t arch) {
 #define BSH_GEMM_INT8_SM90_FORMS(X) X(m64_n128, 64, 128, 8, 1) X(m128_n128, 128, 128, 6, 1) X(m128_n256, 128, 256, 4, 2)
 enum { BSH_GEMM_INT8_SM90_THREADS = 384 };
 BSH_SIZE int32_t bsh_gemm_int8_sm90_shared_bytes(int32_t rows, int32_t columns, int32_t stages) {
-  return 1024 + stages * ((rows + columns) * BSH_GEMM_INT8_DEPTH + 16);
+  return 1024 + stages * ((rows + columns) * BSH_GEMM_INT8_DEPTH + 16) + 8; /* barriers: of stages, and of shared sums */
 }
 
 /* gemv_int8. X(name, token tiles: 8 rows of x each, units of K a warp). */

@@ -24,14 +24,13 @@ static int32_t row_alignment(const void *const data, const int64_t row_bytes) {
   return (int32_t)(bits & -bits);
 }
 
-/* Launches `blocks` blocks of BSH_INT8_THREADS threads; the only kernel parameter is the argument struct. overlap: only
- * after a kernel. */
+/* Launches `blocks` blocks of BSH_INT8_THREADS threads; the only kernel parameter is the argument struct. */
 static bsh_status launch(const bsh_cuda_context *const context, bsh_cuda_kernel *const kernel, const int64_t blocks,
-                         const bool overlap, const void *const args) {
+                         const void *const args) {
   if (blocks > INT32_MAX)
     return bsh_fail(BSH_BAD_SHAPE, "%s: tensor too large: %lld blocks of threads", context->op, (long long)blocks);
   const bsh_cuda_launch_shape shape = {
-      .grid = {(uint32_t)blocks, 1, 1}, .block = {BSH_INT8_THREADS, 1, 1}, .overlap = overlap};
+      .grid = {(uint32_t)blocks, 1, 1}, .block = {BSH_INT8_THREADS, 1, 1}, .overlap = true};
   void *arguments[] = {(void *)(uintptr_t)args};
   return bsh_cuda_launch(context, kernel, &shape, arguments);
 }
@@ -41,17 +40,19 @@ static bsh_status launch(const bsh_cuda_context *const context, bsh_cuda_kernel 
 /* Row scales, codes, flags; codes of outlier columns are left. */
 static bsh_status quantize(const bsh_quantize_int8_args *const args, const bsh_cuda_context *const context) {
   static bsh_cuda_kernel kernels[DTYPES] = BY_DTYPE("quantize_int8_");
+  static bsh_cuda_kernel clear = {.fatbin = BSH_FATBIN_int8, .name = "clear_int8"};
   bsh_quantize_int8_args used = *args;
   if (!(args->threshold > 0)) used.outliers = NULL;
-  if (used.outliers != NULL) BSH_TRY(bsh_cuda_zero(context, used.outliers, args->K));
-  return launch(context, &kernels[args->dtype], args->M, used.outliers == NULL, &used);
+  const bsh_int8_clear_args flags = {used.outliers, args->K};
+  if (used.outliers != NULL) BSH_TRY(launch(context, &clear, divide_up(args->K, BSH_INT8_THREADS), &flags));
+  return launch(context, &kernels[args->dtype], args->M, &used);
 }
 
 static bsh_status gather(const bsh_int8_gather_args *const args, const bsh_dtype dtype,
                          const bsh_cuda_context *const context) {
   static bsh_cuda_kernel kernels[DTYPES] = BY_DTYPE("outliers_int8_");
   const int64_t rows = (int64_t)args->M + (args->outliers.capacity > 0 ? args->N : 0);
-  return launch(context, &kernels[dtype], divide_up(rows, BSH_INT8_OUTLIER_ROWS), true, args);
+  return launch(context, &kernels[dtype], divide_up(rows, BSH_INT8_OUTLIER_ROWS), args);
 }
 
 static bsh_status check_size(const bsh_cuda_context *const context, const int64_t M, const int64_t K) {
@@ -79,7 +80,7 @@ static bsh_status dequantize(const bsh_int8_rectangle_args *const args, const bs
   static bsh_cuda_kernel fast[DTYPES] = BY_DTYPE("dequantize_int8_"), any[DTYPES] = BY_DTYPE("dequantize_int8_any_");
   const bool wide = row_alignment(args->codes, args->pitch) == 16 && args->columns % 16 == 0 && aligned(args->y, 16);
   const int64_t threads = args->rows * (args->columns / (wide ? 16 : 1));
-  return launch(context, &(wide ? fast : any)[dtype], divide_up(threads, BSH_INT8_THREADS), true, args);
+  return launch(context, &(wide ? fast : any)[dtype], divide_up(threads, BSH_INT8_THREADS), args);
 }
 
 bsh_status bsh_cuda_dequantize_int8(const bsh_dequantize_int8_args *const args, const bsh_cuda_context *const context) {
@@ -106,7 +107,7 @@ bsh_status bsh_cuda_product_int8(const bsh_product_int8_args *const args, const 
 bsh_status bsh_cuda_scale_product_int8(const bsh_scale_product_int8_args *const args,
                                        const bsh_cuda_context *const context) {
   static bsh_cuda_kernel kernels[DTYPES] = BY_DTYPE("scale_product_int8_");
-  return launch(context, &kernels[args->dtype], divide_up(args->M * args->N, BSH_INT8_THREADS), true, args);
+  return launch(context, &kernels[args->dtype], divide_up(args->M * args->N, BSH_INT8_THREADS), args);
 }
 
 /* ---- few rows ---- */
@@ -167,7 +168,9 @@ static bsh_int8_gemm_args gemm_args(const bsh_linear_int8_args *const args, cons
                               .fast = row_alignment(args->packed, args->K) == 16,
                               .store_fours = fours,
                               .m_tiles = plan->m_tiles,
-                              .tiles = plan->tiles};
+                              .tiles = plan->tiles,
+                              .splits = plan->splits,
+                              .partial = (int32_t *)(memory + plan->at.partial)};
 }
 
 /* Codes of x, and what of its outlier columns is gathered. */

@@ -3,6 +3,7 @@
 #include "plan/int8.h"
 
 #include <inttypes.h>
+#include <math.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -171,15 +172,38 @@ static void plan_gemm(const bsh_int8_facts *const f, bsh_int8_plan *const plan) 
   cut_gemm(&kernels[f->dtype], f->M, f->N, f->image.arch, plan);
 }
 
-/* Estimated: nanoseconds of a stage of 128 of depth, bound by tensor cores or by what L2 gives, and of a tile beside
- * them. */
-static double sm90_nanoseconds(const bsh_int8_facts *const f, const int form) {
-  static const double stage[FORMS] = {230, 330, 600}, beside[FORMS] = {1500, 2000, 3000};
+typedef struct {
+  int32_t form, splits;
+  int64_t m_tiles, tiles, clusters; /* clusters: that run at once */
+} sm90_cut;
+
+static sm90_cut cut_sm90(const bsh_int8_facts *const f, const int32_t form, const int32_t splits) {
   const bsh_int8_form *const s = &bsh_int8_forms[form];
-  const int64_t tiles = divide_up(f->M, s->rows * s->cluster) * divide_up(f->N, s->columns);
-  const int64_t at_once = f->sms / s->cluster > 0 ? f->sms / s->cluster : 1;
-  const double of_tile = stage[form] * (double)divide_up(f->K, BSH_GEMM_INT8_DEPTH) + beside[form];
-  return (double)divide_up(tiles, at_once) * of_tile;
+  sm90_cut c = {.form = form, .splits = splits, .m_tiles = divide_up(f->M, s->rows * s->cluster)};
+  c.tiles = c.m_tiles * divide_up(f->N, s->columns);
+  c.clusters = bsh_gemv_clusters_at_once(f->sms, s->cluster * splits);
+  return c;
+}
+
+/* Estimated: nanoseconds of a stage of 128 of depth, bound by tensor cores or by what L2 gives; of a tile beside them;
+ * of joining sums. Infinite for a cut that there is not. */
+static double sm90_nanoseconds(const bsh_int8_facts *const f, const sm90_cut *const c) {
+  static const double stage[FORMS] = {230, 330, 600}, beside[FORMS] = {1500, 2000, 3000}, join = 2500;
+  const int64_t stages = divide_up(f->K, BSH_GEMM_INT8_DEPTH);
+  const bool shared = c->splits > 1;
+  if (shared && (bsh_int8_forms[c->form].cluster > 1 || c->tiles > c->clusters || stages < 2 * c->splits)) return HUGE_VAL;
+  const double of_tile = stage[c->form] * (double)divide_up(stages, c->splits) + beside[c->form] + (shared ? join : 0);
+  return (double)divide_up(c->tiles, c->clusters) * of_tile;
+}
+
+static sm90_cut best_sm90(const bsh_int8_facts *const f) {
+  sm90_cut best = cut_sm90(f, 0, 1);
+  for (int32_t form = 0; form < FORMS; form++)
+    for (int32_t splits = 1; splits * bsh_int8_forms[form].cluster <= BSH_GEMV_CLUSTER; splits++) {
+      const sm90_cut other = cut_sm90(f, form, splits);
+      if (sm90_nanoseconds(f, &other) < sm90_nanoseconds(f, &best)) best = other;
+    }
+  return best;
 }
 
 static void plan_sm90(const bsh_int8_facts *const f, bsh_int8_plan *const plan) {
@@ -187,20 +211,18 @@ static void plan_sm90(const bsh_int8_facts *const f, bsh_int8_plan *const plan) 
 #define SM90_F16(form, ...) KERNEL(gemm_int8_sm90, "gemm_int8_sm90_f16_" #form),
   static bsh_cuda_kernel kernels[2][FORMS] = {{BSH_GEMM_INT8_SM90_FORMS(SM90_BF16)},
                                               {BSH_GEMM_INT8_SM90_FORMS(SM90_F16)}};
-  int best = 0;
-  for (int form = 1; form < FORMS; form++)
-    if (sm90_nanoseconds(f, form) < sm90_nanoseconds(f, best)) best = form;
-  const bsh_int8_form *const s = &bsh_int8_forms[best];
-  const int64_t at_once = f->sms / s->cluster > 0 ? f->sms / s->cluster : 1;
+  const sm90_cut best = best_sm90(f);
+  const bsh_int8_form *const s = &bsh_int8_forms[best.form];
+  const int32_t blocks = s->cluster * best.splits; /* of a cluster */
   place_codes(f, plan);
-  plan->form = best;
-  plan->m_tiles = (int32_t)divide_up(f->M, s->rows * s->cluster);
-  plan->tiles = (int32_t)(plan->m_tiles * divide_up(f->N, s->columns));
-  plan->product.kernel = &kernels[f->dtype == BSH_F16][best];
+  plan->at.partial = place(&plan->at, best.tiles * (best.splits - 1) * s->rows * s->columns * (int64_t)sizeof(int32_t));
+  plan->form = best.form, plan->splits = best.splits;
+  plan->m_tiles = (int32_t)best.m_tiles, plan->tiles = (int32_t)best.tiles;
+  plan->product.kernel = &kernels[f->dtype == BSH_F16][best.form];
   plan->product.shape =
-      (bsh_cuda_launch_shape){.grid = {(uint32_t)(min_i64(plan->tiles, at_once) * s->cluster), 1, 1},
+      (bsh_cuda_launch_shape){.grid = {(uint32_t)(min_i64(best.tiles, best.clusters) * blocks), 1, 1},
                               .block = {BSH_GEMM_INT8_SM90_THREADS, 1, 1},
-                              .cluster = (uint32_t)s->cluster,
+                              .cluster = (uint32_t)blocks,
                               .shared_bytes = bsh_gemm_int8_sm90_shared_bytes(s->rows, s->columns, s->stages),
                               .overlap = true};
 }

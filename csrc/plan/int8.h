@@ -40,7 +40,7 @@ typedef struct {
   bsh_int8_scratch at;
   bsh_fused_cut cut;        /* gemv_int8 */
   int32_t m_tiles, tiles;   /* gemm_int8, gemm_int8_sm90 */
-  int32_t form;             /* gemm_int8_sm90: place in BSH_GEMM_INT8_SM90_FORMS */
+  int32_t form, splits;     /* gemm_int8_sm90: place in BSH_GEMM_INT8_SM90_FORMS; blocks that share a tile's depth */
   int32_t capacity;         /* outlier columns that are gathered */
   int64_t panel_columns, panel_bytes, vendor_bytes;
 } bsh_int8_plan;

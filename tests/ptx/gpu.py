@@ -259,7 +259,7 @@ def start(library, name: bytes, parameters, grid, block, shared, cluster, reside
 
 
 class Gpu:
-    """A GPU of compute capability `sm` with `sms` multiprocessors; `launches` lists the kernels that ran.
+    """A GPU of compute capability `sm` with `sms` multiprocessors; `launches` lists the kernels that ran, `blocks` theirs.
 
     `seed`: 0 runs threads in order, another number draws one. `at_once`: blocks of threads that run, the first to begin
     with. RuntimeError with block and thread where a kernel touches
@@ -270,6 +270,7 @@ class Gpu:
         self.sm, self.sms, self.seed, self.workspace_bytes = sm, sms, seed, workspace_bytes
         self.at_once = at_once or 4 * sms
         self.launches: list[str] = []
+        self.blocks: list[tuple[int, int]] = []  # of each launch: of a cluster, of all
         self.tensors: list[Tensor] = []
         self.error = ""
         library = host()
@@ -282,6 +283,7 @@ class Gpu:
         try:
             library, sizes = kernel_of(stem.decode(), name.decode(), self.sm)
             self.launches.append(name.decode())
+            self.blocks.append((cluster, grid[0] * grid[1] * grid[2]))
             ranges = [(t.data_ptr(), t.data_ptr() + t.untyped_storage().nbytes()) for t in self.tensors if t.numel()]
             if self.state.scratch_end:
                 ranges.append((self.state.scratch_begin, self.state.scratch_end))
@@ -295,7 +297,7 @@ class Gpu:
     def call(self, op: str, args, *more, tensors: list[Tensor | None]) -> None:
         """Runs an op of driver.c, a struct by its address; the launches may touch `tensors` only."""
         self.tensors = [tensor for tensor in tensors if tensor is not None]
-        self.launches, self.error = [], ""
+        self.launches, self.blocks, self.error = [], [], ""
         self.state.launch = ctypes.cast(self.callback, POINTER)
         self.state.sm, self.state.sms, self.state.workspace_bytes = self.sm, self.sms, self.workspace_bytes
         first = ctypes.byref(args) if isinstance(args, ctypes.Structure) else args
