@@ -126,8 +126,7 @@ __device__ __forceinline__ void multiply_gathered(float (*sum)[COLUMN_TILES][4],
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
-    multiply(sum, p, 0,
-             [](float *d, const uint32_t *x, uint32_t b0, uint32_t b1) { mma_m16n8k16<T>(d, x, b0, b1); });
+    multiply(sum, p, 0, [](float *d, const uint32_t *x, uint32_t b0, uint32_t b1) { mma_m16n8k16<T>(d, x, b0, b1); });
     __syncthreads();
   }
 }
@@ -159,8 +158,8 @@ __device__ __forceinline__ void multiply_listed(float (*sum)[COLUMN_TILES][4], c
 }
 
 // f(row of y, column of y, element) for the elements of this thread that y has.
-template <typename F> __device__ __forceinline__ void for_elements(const bsh_int8_gemm_args &args, const place &p, int m,
-                                                                   int n, F f) {
+template <typename F>
+__device__ __forceinline__ void for_elements(const bsh_int8_gemm_args &args, const place &p, int m, int n, F f) {
 #pragma unroll
   for (int i = 0; i < ROW_TILES; i++)
 #pragma unroll
@@ -191,8 +190,9 @@ template <typename T> __device__ __forceinline__ void gemm(const bsh_int8_gemm_a
     const int count = args.outliers.count == nullptr ? 0 : *args.outliers.count;
     if (count == 0) {
       for_elements(args, p, m, n, [&](int row, int column, int i, int j, int e) {
-        from_float(scale_sum(sum[i][j][e], args.row_absmax[row], args.col_absmax[column], bias_of<T>(args.bias, column)),
-                   y + (int64_t)row * args.N + column);
+        from_float(
+            scale_sum(sum[i][j][e], args.row_absmax[row], args.col_absmax[column], bias_of<T>(args.bias, column)),
+            y + (int64_t)row * args.N + column);
       });
       return;
     }

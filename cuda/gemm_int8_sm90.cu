@@ -13,8 +13,8 @@
 // A block of threads has a warp that copies and two warpgroups that multiply, 64 rows of a each, or of 64 rows half of
 // the columns each. Blocks take tile after tile, rows of a first; blocks of a cluster have neighbouring rows. What lies
 // beyond the matrices is copied as zeros and not stored. Where there are few tiles, the blocks of a cluster share the
-// depth of one instead: the others leave their sums in memory for the first, which adds them, exactly, and stores. The bits of y are those of scale_product_int8 where there are
-// no outliers.
+// depth of one instead: the others leave their sums in memory for the first, which adds them, exactly, and stores. The
+// bits of y are those of scale_product_int8 where there are no outliers.
 #include "int8.cuh"
 #include "ptx_sm90_cluster.cuh"
 #include "wgmma_codes_sm90.cuh"
@@ -46,7 +46,8 @@ template <typename FORM> struct int8_work {
   int first_step, steps, chunks; // stages of codes, of outlier columns
 
   __device__ __forceinline__ int8_work(const bsh_int8_gemm_args &a, uint32_t m) : args(a), memory(m) {
-    full = memory + FORM::STAGES * FORM::STAGE_BYTES, empty = full + 8 * FORM::STAGES, joined = empty + 8 * FORM::STAGES;
+    full = memory + FORM::STAGES * FORM::STAGE_BYTES, empty = full + 8 * FORM::STAGES,
+    joined = empty + 8 * FORM::STAGES;
     size = FORM::CLUSTER > 1 ? FORM::CLUSTER : args.splits;
     cluster = blockIdx.x / size, rank = blockIdx.x - cluster * size;
     const int all = (args.K + BSH_GEMM_INT8_DEPTH - 1) / BSH_GEMM_INT8_DEPTH;
@@ -77,7 +78,8 @@ template <typename FORM> struct int8_work {
 };
 
 // One thread.
-template <typename FORM> __device__ __forceinline__ void copy_tiles(const int8_work<FORM> &work, const int8_maps &maps) {
+template <typename FORM>
+__device__ __forceinline__ void copy_tiles(const int8_work<FORM> &work, const int8_maps &maps) {
   constexpr int PART = FORM::COLUMNS / FORM::CLUSTER;
   int stage = 0;
   uint32_t parity = 1;
@@ -87,7 +89,8 @@ template <typename FORM> __device__ __forceinline__ void copy_tiles(const int8_w
     for (int step = 0; step < work.steps + work.chunks; step++) {
       const bool codes = step < work.steps;
       const int at = codes ? (work.first_step + step) * BSH_GEMM_INT8_DEPTH : (step - work.steps) * BSH_INT8_CHUNK;
-      const uint32_t to = work.memory + stage * FORM::STAGE_BYTES, to_b = to + FORM::A_BYTES, full = work.full + 8 * stage;
+      const uint32_t to = work.memory + stage * FORM::STAGE_BYTES, to_b = to + FORM::A_BYTES,
+                     full = work.full + 8 * stage;
       mbarrier_wait(work.empty + 8 * stage, parity);
       mbarrier_expect(full, FORM::STAGE_BYTES, true);
       tensor_copy(to, codes ? maps.a : maps.x, at, m, full);
@@ -100,7 +103,8 @@ template <typename FORM> __device__ __forceinline__ void copy_tiles(const int8_w
   }
 }
 
-// Where a thread's sums are: element i of a tile's sums is row `row` + 8 (i / 2 % 2), column `column` + 8 (i / 4) + i % 2.
+// Where a thread's sums are: element i of a tile's sums is row `row` + 8 (i / 2 % 2), column `column` + 8 (i / 4) + i
+// % 2.
 struct int8_place {
   int m, n, c; // of element 0 in y; lane of its quad
 };
@@ -156,8 +160,7 @@ __device__ __forceinline__ bool join(int (&sum)[FORM::SUMS], const int8_work<FOR
   if (work.rank > 0) {
     int4 *const to = all + (work.rank - 1) * (FORM::SUMS / 4 * GROUP) + threadIdx.x;
 #pragma unroll
-    for (int i = 0; i < FORM::SUMS; i += 4)
-      to[i / 4 * GROUP] = make_int4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
+    for (int i = 0; i < FORM::SUMS; i += 4) to[i / 4 * GROUP] = make_int4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
     __threadfence();
     __syncwarp();
     if (lane == 0) mbarrier_arrive_there(map_to_rank(work.joined, 0));

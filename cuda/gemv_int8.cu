@@ -1,5 +1,5 @@
-// gemv_int8.cu - y[M, N] = x[M, K] W^T + bias for few rows of x as they are, codes of W widened on the way to the tensor
-// cores.
+// gemv_int8.cu - y[M, N] = x[M, K] W^T + bias for few rows of x as they are, codes of W widened on the way to the
+// tensor cores.
 //
 //   W, codes [N, K]                               x [M, K]
 //     | cp.async: 16 rows x 128 of K                | once
@@ -14,9 +14,9 @@
 //                                                                     '-> args.partial -> added over k_splits -> y
 //
 // blockIdx.y counts groups of 16 tokens, each of which reads W for itself, the second from L2.
-// The order of the work, and what of K and of W a block and a warp take, are those of gemv_4bit.cu: a unit is 64 of K, a
-// row tile 16 rows of W. A lane's 16 bytes of a row are 16 consecutive codes, of which each mma takes 4: the order of K
-// within a unit is the same in x. Sums are added in a fixed order: equal inputs give equal bits.
+// The order of the work, and what of K and of W a block and a warp take, are those of gemv_4bit.cu: a unit is 64 of K,
+// a row tile 16 rows of W. A lane's 16 bytes of a row are 16 consecutive codes, of which each mma takes 4: the order of
+// K within a unit is the same in x. Sums are added in a fixed order: equal inputs give equal bits.
 #include "gemv_4bit.cuh"
 #include "int8.cuh"
 
@@ -53,8 +53,7 @@ template <int PIECES, int SLOTS> struct codes_loader {
   }
 };
 
-template <typename T>
-__device__ __forceinline__ void store_codes(const bsh_fused_args &args, element at, float sum) {
+template <typename T> __device__ __forceinline__ void store_codes(const bsh_fused_args &args, element at, float sum) {
   if (at.token >= args.M) return;
   from_float(scale_codes(sum, args.absmax[at.row], bias_of<T>(args.bias, at.row)),
              static_cast<T *>(args.y) + at.token * args.ldy + at.row);
@@ -132,8 +131,8 @@ __device__ __forceinline__ void gemv_int8(const bsh_fused_args &args) {
   load_x<TOKEN_TILES, UNITS>(x, args, p);
 
   // This lane's 16 bytes of unit 0 of row g, in slot 0; those of unit 1 lie at the address ^ 64.
-  const uint32_t read = keep(shared_address(memory) + p.warp * SLOTS * PIECE_BYTES + p.g * 128 +
-                             ((p.c ^ (p.g & 1) << 2) << 4));
+  const uint32_t read =
+      keep(shared_address(memory) + p.warp * SLOTS * PIECE_BYTES + p.g * 128 + ((p.c ^ (p.g & 1) << 2) << 4));
   const uint32_t own_sums = keep(shared_address(sums + p.warp * TILE + p.lane * 4));
   uint32_t slot = 0, fill = (SLOTS - 1) * PIECE_BYTES;
   int half = 0; // of the double-buffered sums

@@ -1,7 +1,8 @@
 // int8.cu - what surrounds a product of int8 codes: quantize_int8, outliers_int8, dequantize_int8, scale_product_int8;
 // and linear_int8_any, few rows of x by W, for sizes and dtypes that gemv_int8.cu does not take.
 //
-//   x [M, K] --quantize_int8--> codes [M, K], absmax [M], flags [K] --outliers_int8--> list and count of outlier columns,
+//   x [M, K] --quantize_int8--> codes [M, K], absmax [M], flags [K] --outliers_int8--> list and count of outlier
+//   columns,
 //                                                                   their codes cleared, x and W gathered
 //
 // Host side: csrc/gpu/int8.c.
@@ -33,8 +34,7 @@ template <> constexpr bool IS_HALF<__half> = true;
 // int8_scale and int8_code of core/numerics.h.
 template <typename T> __device__ __forceinline__ float scale_of_row(float absmax) {
   if (!(absmax >= 3.009265538105056e-36f && absmax <= LARGEST)) return 0.f; // 2^-118
-  return IS_HALF<T> ? __fmul_rn(127.f, reciprocal(absmax))
-                                          : __fmul_rn(31.75f, __fdiv_rn(4.f, absmax));
+  return IS_HALF<T> ? __fmul_rn(127.f, reciprocal(absmax)) : __fmul_rn(31.75f, __fdiv_rn(4.f, absmax));
 }
 __device__ __forceinline__ int code_of(float x, float scale) {
   const float product = __fmul_rn(x, scale);
@@ -285,7 +285,8 @@ template <typename T> __device__ __forceinline__ void linear_int8_dgrad_any(cons
     const float value = __fmul_rn(__fmul_rn((float)args.packed[n * args.K + k], args.absmax[n]), INVERSE_127);
 #pragma unroll
     for (int t = 0; t < TOKENS; t++)
-      if (m + t < args.M) sum[t] = fmaf(to_float(static_cast<const T *>(args.x)[(m + t) * args.ldx + n]), value, sum[t]);
+      if (m + t < args.M)
+        sum[t] = fmaf(to_float(static_cast<const T *>(args.x)[(m + t) * args.ldx + n]), value, sum[t]);
   }
 #pragma unroll
   for (int t = 0; t < TOKENS; t++)
@@ -304,7 +305,7 @@ template <typename T> __device__ __forceinline__ void linear_int8_dgrad_any(cons
   KERNEL(dequantize_int8_any_##SUFFIX, T, bsh_int8_rectangle_args, BSH_INT8_THREADS,                                   \
          dequantize_int8<T BSH_COMMA false>)                                                                           \
   KERNEL(scale_product_int8_##SUFFIX, T, bsh_scale_product_int8_args, BSH_INT8_THREADS, scale_product_int8<T>)         \
-  KERNEL(linear_int8_any_##SUFFIX, T, bsh_linear_int8_args, BSH_INT8_ANY_WARPS * 32, linear_int8_any<T>)          \
+  KERNEL(linear_int8_any_##SUFFIX, T, bsh_linear_int8_args, BSH_INT8_ANY_WARPS * 32, linear_int8_any<T>)               \
   KERNEL(linear_int8_dgrad_any_##SUFFIX, T, bsh_linear_int8_args, BSH_INT8_ANY_WARPS * 32, linear_int8_dgrad_any<T>)
 #define BSH_COMMA ,
 KERNEL(clear_int8, , bsh_int8_clear_args, BSH_INT8_THREADS, clear_int8)

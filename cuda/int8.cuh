@@ -44,7 +44,9 @@ template <> __device__ __forceinline__ void widen_codes<__nv_bfloat16>(uint32_t 
     const uint32_t pair = __byte_perm(codes, 0x43434343u, i == 0 ? 0x4140 : 0x4342);
     const uint32_t value = pair & 0xFF7FFF7Fu, less = pair & 0xFF80FF80u;
 #if __CUDA_ARCH__ >= 800
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pairs[i]) : "r"(less), "r"(0xBF80BF80u), "r"(value)); // less * -1 + value
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+        : "=r"(pairs[i])
+        : "r"(less), "r"(0xBF80BF80u), "r"(value)); // less * -1 + value
 #else
     pairs[i] = value - less; // not launched: no bf16 tensor cores
 #endif

@@ -15,8 +15,8 @@ enum { BSH_INT8_ANY_WARPS = 4, BSH_INT8_ANY_TOKENS = 4 };
 /* A chunk: 64 outlier columns, gathered in 16 bits: rows of 128 bytes, as 128 columns of codes. */
 enum { BSH_INT8_CHUNK = 64 };
 
-/* Outlier columns of x, found on the GPU: `count` of them, listed in order. The first `capacity` are gathered, as 16-bit
- * x and as 16-bit codes of W, with zeros up to a whole chunk; the others are multiplied one by one. */
+/* Outlier columns of x, found on the GPU: `count` of them, listed in order. The first `capacity` are gathered, as
+ * 16-bit x and as 16-bit codes of W, with zeros up to a whole chunk; the others are multiplied one by one. */
 typedef struct {
   const uint8_t *flags; /* [K] */
   int32_t *count;       /* NULL: there are none */
@@ -35,9 +35,9 @@ typedef struct {
  * count NULL it only clears. */
 typedef struct {
   bsh_int8_outliers outliers;
-  const void *x;     /* [M, K], rows ldx elements apart */
-  int8_t *codes;     /* of x, [M, K] */
-  const int8_t *w;   /* [N, K] */
+  const void *x;   /* [M, K], rows ldx elements apart */
+  int8_t *codes;   /* of x, [M, K] */
+  const int8_t *w; /* [N, K] */
   int64_t ldx;
   int32_t M, N, K;
 } bsh_int8_gather_args;
@@ -64,8 +64,8 @@ typedef struct {
   int32_t fast;        /* rows of a and b are 16-byte aligned */
   int32_t store_fours; /* y and its rows are 16-byte aligned: 16 bytes a store (gemm_int8_sm90) */
   int32_t m_tiles, tiles;
-  /* gemm_int8_sm90: blocks of a cluster that share the depth of a tile, of forms that have no other clusters; their sums,
-   * int32 [tiles][splits - 1][sums of a thread / 4][256 threads][4]. More than 1: a cluster has one tile. */
+  /* gemm_int8_sm90: blocks of a cluster that share the depth of a tile, of forms that have no other clusters; their
+   * sums, int32 [tiles][splits - 1][sums of a thread / 4][256 threads][4]. More than 1: a cluster has one tile. */
   int32_t splits;
   int32_t *partial;
 } bsh_int8_gemm_args;
@@ -83,7 +83,8 @@ BSH_SIZE int32_t bsh_gemm_int8_shared_bytes(int32_t arch) {
 #define BSH_GEMM_INT8_SM90_FORMS(X) X(m64_n128, 64, 128, 8, 1) X(m128_n128, 128, 128, 6, 1) X(m128_n256, 128, 256, 4, 2)
 enum { BSH_GEMM_INT8_SM90_THREADS = 384 };
 BSH_SIZE int32_t bsh_gemm_int8_sm90_shared_bytes(int32_t rows, int32_t columns, int32_t stages) {
-  return 1024 + stages * ((rows + columns) * BSH_GEMM_INT8_DEPTH + 16) + 8; /* barriers: of stages, and of shared sums */
+  return 1024 + stages * ((rows + columns) * BSH_GEMM_INT8_DEPTH + 16) +
+         8; /* barriers: of stages, and of shared sums */
 }
 
 /* gemv_int8. X(name, token tiles: 8 rows of x each, units of K a warp). */

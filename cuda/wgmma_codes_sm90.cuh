@@ -1,4 +1,5 @@
-// wgmma_codes_sm90.cuh - wgmma with both operands in shared memory: of int8 codes, and of 16 bits onto the same registers.
+// wgmma_codes_sm90.cuh - wgmma with both operands in shared memory: of int8 codes, and of 16 bits onto the same
+// registers.
 //
 // Operands are K-major tiles with 128-byte swizzle, rows of 128 bytes: a descriptor is wgmma_descriptor_64's.
 #pragma once

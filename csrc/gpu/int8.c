@@ -282,10 +282,14 @@ static bsh_int8_facts facts_of(const bsh_linear_int8_args *const args, const boo
 static bsh_status run(const bsh_linear_int8_args *const args, const bsh_int8_plan *const plan, char *const memory,
                       const bsh_cuda_context *const context) {
   switch (plan->kernel) {
-  case BSH_INT8_gemv_int8: return run_gemv(args, plan, memory, context);
-  case BSH_INT8_any: return run_any(args, plan, context);
-  case BSH_INT8_panels: return run_panels(args, plan, memory, context);
-  default: return run_gemm(args, plan, memory, context);
+  case BSH_INT8_gemv_int8:
+    return run_gemv(args, plan, memory, context);
+  case BSH_INT8_any:
+    return run_any(args, plan, context);
+  case BSH_INT8_panels:
+    return run_panels(args, plan, memory, context);
+  default:
+    return run_gemm(args, plan, memory, context);
   }
 }
 

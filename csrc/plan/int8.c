@@ -53,13 +53,17 @@ static const char *sm90_refuses(const bsh_int8_facts *const f) {
 
 static const char *refuses(const bsh_int8_kernel kernel, const bsh_int8_facts *const f) {
   switch (kernel) {
-  case BSH_INT8_gemv_int8: return gemv_refuses(f);
-  case BSH_INT8_gemm_int8: return f->dgrad ? "no input gradient" : f->K == 0 ? "K is 0" : NULL;
-  case BSH_INT8_gemm_int8_sm90: return sm90_refuses(f);
+  case BSH_INT8_gemv_int8:
+    return gemv_refuses(f);
+  case BSH_INT8_gemm_int8:
+    return f->dgrad ? "no input gradient" : f->K == 0 ? "K is 0" : NULL;
+  case BSH_INT8_gemm_int8_sm90:
+    return sm90_refuses(f);
   case BSH_INT8_panels:
     if (!f->dgrad) return "only of the input gradient";
     return f->dtype == BSH_F32 ? "no float32" : f->N == 0 ? "N is 0" : NULL;
-  default: return f->M > MOST_ROWS ? "more than 262,140 rows" : NULL;
+  default:
+    return f->M > MOST_ROWS ? "more than 262,140 rows" : NULL;
   }
 }
 
@@ -191,7 +195,8 @@ static double sm90_nanoseconds(const bsh_int8_facts *const f, const sm90_cut *co
   static const double stage[FORMS] = {230, 330, 600}, beside[FORMS] = {1500, 2000, 3000}, join = 2500;
   const int64_t stages = divide_up(f->K, BSH_GEMM_INT8_DEPTH);
   const bool shared = c->splits > 1;
-  if (shared && (bsh_int8_forms[c->form].cluster > 1 || c->tiles > c->clusters || stages < 2 * c->splits)) return HUGE_VAL;
+  if (shared && (bsh_int8_forms[c->form].cluster > 1 || c->tiles > c->clusters || stages < 2 * c->splits))
+    return HUGE_VAL;
   const double of_tile = stage[c->form] * (double)divide_up(stages, c->splits) + beside[c->form] + (shared ? join : 0);
   return (double)divide_up(c->tiles, c->clusters) * of_tile;
 }
@@ -254,8 +259,8 @@ static bool too_large(const int64_t M, const int64_t N, const int64_t K) {
 
 static bsh_status cannot(const char *const op, const bsh_int8_facts *const f, const char *const what,
                          const char *const why) {
-  return bsh_fail(BSH_NO_KERNEL, "%s: %s M = %" PRId64 ", N = %" PRId64 ", K = %" PRId64 " on sm_%d: %s", op, what, f->M,
-                  f->N, f->K, (int)f->sm, why);
+  return bsh_fail(BSH_NO_KERNEL, "%s: %s M = %" PRId64 ", N = %" PRId64 ", K = %" PRId64 " on sm_%d: %s", op, what,
+                  f->M, f->N, f->K, (int)f->sm, why);
 }
 
 bsh_status bsh_plan_linear_int8(const char *const op, const bsh_int8_facts *const f, bsh_int8_plan *const plan) {
@@ -264,11 +269,20 @@ bsh_status bsh_plan_linear_int8(const char *const op, const bsh_int8_facts *cons
   const char *const why = refuses(plan->kernel, f);
   if (why != NULL) return cannot(op, f, "the kernel that was forced cannot multiply", why);
   switch (plan->kernel) {
-  case BSH_INT8_gemv_int8: plan_gemv(f, plan); break;
-  case BSH_INT8_gemm_int8: plan_gemm(f, plan); break;
-  case BSH_INT8_gemm_int8_sm90: plan_sm90(f, plan); break;
-  case BSH_INT8_panels: plan_panels(f, plan); break;
-  default: plan_any(f, plan);
+  case BSH_INT8_gemv_int8:
+    plan_gemv(f, plan);
+    break;
+  case BSH_INT8_gemm_int8:
+    plan_gemm(f, plan);
+    break;
+  case BSH_INT8_gemm_int8_sm90:
+    plan_sm90(f, plan);
+    break;
+  case BSH_INT8_panels:
+    plan_panels(f, plan);
+    break;
+  default:
+    plan_any(f, plan);
   }
   return BSH_OK;
 }
@@ -292,7 +306,8 @@ bsh_status bsh_force_int8_kernel(const bool dgrad, const char *const name) {
   if (name == NULL) kernel = BSH_INT8_COUNT;
   while (kernel < BSH_INT8_COUNT && strcmp(names[kernel], name) != 0) kernel++;
   if (name != NULL && kernel == BSH_INT8_COUNT)
-    return bsh_fail(BSH_BAD_VALUE, "no kernel '%s': expected gemv_int8, any, gemm_int8, gemm_int8_sm90 or panels", name);
+    return bsh_fail(BSH_BAD_VALUE, "no kernel '%s': expected gemv_int8, any, gemm_int8, gemm_int8_sm90 or panels",
+                    name);
   atomic_store_explicit(&forced_kernels[dgrad], kernel, memory_order_relaxed);
   return BSH_OK;
 }

@@ -13,7 +13,8 @@
 typedef enum { BSH_INT8_KERNELS(BSH_INT8_INDEX) BSH_INT8_COUNT } bsh_int8_kernel;
 #undef BSH_INT8_INDEX
 
-/* Rows of x up to which it is multiplied as it is, whatever kernel does; twice as many of 16 bits on sm_90 and sm_100. */
+/* Rows of x up to which it is multiplied as it is, whatever kernel does; twice as many of 16 bits on sm_90 and sm_100.
+ */
 enum { BSH_INT8_FEW_ROWS = 16 };
 
 typedef struct {
@@ -38,14 +39,15 @@ typedef struct {
   bool codes;                        /* x is quantized before */
   bsh_planned_launch product, after; /* after: gemv_int8's second kernel, or NULL */
   bsh_int8_scratch at;
-  bsh_fused_cut cut;        /* gemv_int8 */
-  int32_t m_tiles, tiles;   /* gemm_int8, gemm_int8_sm90 */
-  int32_t form, splits;     /* gemm_int8_sm90: place in BSH_GEMM_INT8_SM90_FORMS; blocks that share a tile's depth */
-  int32_t capacity;         /* outlier columns that are gathered */
+  bsh_fused_cut cut;      /* gemv_int8 */
+  int32_t m_tiles, tiles; /* gemm_int8, gemm_int8_sm90 */
+  int32_t form, splits;   /* gemm_int8_sm90: place in BSH_GEMM_INT8_SM90_FORMS; blocks that share a tile's depth */
+  int32_t capacity;       /* outlier columns that are gathered */
   int64_t panel_columns, panel_bytes, vendor_bytes;
 } bsh_int8_plan;
 
-/* BSH_NO_KERNEL, saying why, where the forced kernel cannot, or sizes are too large. Sizes may be 0 as gpu/int8.h says. */
+/* BSH_NO_KERNEL, saying why, where the forced kernel cannot, or sizes are too large. Sizes may be 0 as gpu/int8.h says.
+ */
 bsh_status bsh_plan_linear_int8(const char *op, const bsh_int8_facts *facts, bsh_int8_plan *plan);
 
 /* The product of codes alone, to int32. */
@@ -60,8 +62,8 @@ extern const bsh_int8_form bsh_int8_forms[];
 /* "gemv_int8", ... */
 const char *bsh_int8_kernel_name(bsh_int8_kernel kernel);
 
-/* For tests and benchmarks: every later plan takes the kernel of this name, of products or of input gradients; NULL ends
- * that. BITSHARD_LINEAR_INT8 and BITSHARD_LINEAR_INT8_DGRAD in the environment do the same, read by
+/* For tests and benchmarks: every later plan takes the kernel of this name, of products or of input gradients; NULL
+ * ends that. BITSHARD_LINEAR_INT8 and BITSHARD_LINEAR_INT8_DGRAD in the environment do the same, read by
  * bsh_read_forced_int8. */
 bsh_status bsh_force_int8_kernel(bool dgrad, const char *name);
 bsh_int8_kernel bsh_forced_int8_kernel(bool dgrad);
