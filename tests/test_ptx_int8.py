@@ -196,7 +196,7 @@ SM90 = [
 @pytest.mark.parametrize("outliers", [0, 70])
 @pytest.mark.parametrize("case", SM90, ids=lambda case: "-".join(map(str, case)))
 def test_each_form_of_sm90(case, outliers):
-    """Tiles that blocks take one after the other, blocks that share a tile, pairs of blocks of which one has no rows."""
+    """Blocks that take tile after tile, blocks that share a tile, pairs of blocks of which one has no rows."""
     M, N, K, sms, form, *blocks = case
     codes, absmax = weight(N, K)
     x = activations(M, K, F16, outliers)
@@ -212,7 +212,7 @@ def test_each_form_of_sm90(case, outliers):
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 def test_input_gradient(dtype):
-    """By panels, of which there are several, and by the kernel for any sizes: W rounded to the dtype, then fp32 sums."""
+    """By several panels, with W rounded to the dtype, and by the kernel for any sizes."""
     codes, absmax = weight(130, 272)
     dy = drawn(7, 130, dtype=dtype)
     for kernel in ("any",) if dtype is F32 else ("any", "panels"):

@@ -259,7 +259,7 @@ def start(library, name: bytes, parameters, grid, block, shared, cluster, reside
 
 
 class Gpu:
-    """A GPU of compute capability `sm` with `sms` multiprocessors; `launches` lists the kernels that ran, `blocks` theirs.
+    """A GPU of compute capability `sm` with `sms` multiprocessors; `launches` lists the kernels that ran.
 
     `seed`: 0 runs threads in order, another number draws one. `at_once`: blocks of threads that run, the first to begin
     with. RuntimeError with block and thread where a kernel touches
@@ -440,9 +440,7 @@ class Gpu:
     def dequantize_int8(self, codes: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
         y = torch.empty(codes.shape, dtype=dtype)
         places = (codes.data_ptr(), absmax.data_ptr(), y.data_ptr())
-        self.call(
-            "dequantize_int8", DequantizeInt8(*places, *codes.shape, DTYPES[dtype]), tensors=[codes, absmax, y]
-        )
+        self.call("dequantize_int8", DequantizeInt8(*places, *codes.shape, DTYPES[dtype]), tensors=[codes, absmax, y])
         return y
 
     def product_int8(self, a: Tensor, b: Tensor) -> Tensor:
