@@ -87,6 +87,21 @@ BSH_SIZE int32_t bsh_gemm_int8_sm90_shared_bytes(int32_t rows, int32_t columns, 
          8; /* barriers: of stages, and of shared sums */
 }
 
+/* dgrad_int8_sm90: a pair of blocks has 256 columns of W by `tokens` rows of dy. X(name, tokens, stages of 64 of N). */
+#define BSH_DGRAD_INT8_FORMS(X) X(m128, 128, 8) X(m256, 256, 5)
+enum { BSH_DGRAD_INT8_ROWS = 128, BSH_DGRAD_INT8_DEPTH = 64 };
+BSH_SIZE int32_t bsh_dgrad_int8_shared_bytes(int32_t tokens, int32_t stages) {
+  return 1024 + stages * ((tokens + BSH_DGRAD_INT8_DEPTH) * 128 + 16) + 8;
+}
+typedef struct {
+  const float *absmax; /* [N] */
+  void *dx;            /* [M, K] */
+  float *partial;      /* f32 [tiles][2][splits - 1][sums of a thread / 4][256 threads][4] */
+  int32_t M, N, K;
+  int32_t token_tiles, tiles;
+  int32_t splits; /* pairs of blocks that share N. More than 1: a cluster has one tile */
+} bsh_int8_dgrad_args;
+
 /* gemv_int8. X(name, token tiles: 8 rows of x each, units of K a warp). */
 #define BSH_GEMV_INT8_FORMS(X) X(m8_k4, 1, 4) X(m8_k8, 1, 8) X(m16_k4, 2, 4)
 

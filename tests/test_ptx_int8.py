@@ -224,3 +224,32 @@ def test_input_gradient(dtype):
             assert gpu.launches == [f"dequantize_int8_{str(dtype)[6:].replace('loat', '')}"] * 5
         exact, magnitude = dy.double() @ w, dy.double().abs() @ w.abs()
         assert ((dx.double() - exact).abs() <= EPSILON[dtype] * exact.abs() + magnitude * 2.0**-20).all()
+
+
+# M, N, K, multiprocessors, dtype, the form, blocks of a cluster, of all
+DGRAD = [
+    (40, 130, 272, 20, F16, "m128", 2, 4),
+    (150, 320, 528, 4, BF16, "m128", 2, 4),
+    (30, 1100, 144, 132, BF16, "m128", 8, 8),
+    (250, 200, 272, 4, F16, "m256", 2, 4),
+]
+
+
+@pytest.mark.parametrize("case", DGRAD, ids=lambda case: "-".join(map(str, case)).replace("torch.", ""))
+def test_input_gradient_in_one_pass(case):
+    """W rounded to the dtype, fp32 sums, one rounding; ragged sizes; pairs that share a tile; the same bits twice."""
+    M, N, K, sms, dtype, form, *blocks = case
+    codes, absmax = weight(N, K)
+    dy = drawn(M, -(-N // 8) * 8, dtype=dtype)[:, :N]
+    gpu = machine.Gpu(90, sms, seed=M)
+    dx = gpu.linear_int8(dy, codes, absmax, None, 0.0, "dgrad_int8_sm90", dgrad=True)
+    w = codes.double() * absmax.double()[:, None] / 127
+    exact, magnitude = dy.double() @ w, dy.double().abs() @ w.abs()
+    error = (dx.double() - exact).abs()
+    assert (error <= EPSILON[dtype] * (0.51 * exact.abs() + 0.51 * magnitude) + magnitude * 2.0**-20).all()
+    rounded = dy.double() @ (codes.float() * absmax[:, None] / 127).to(dtype).double()
+    assert (dx.double() - exact).norm() <= 1.1 * (rounded.to(dtype).double() - exact).norm()
+    other = machine.Gpu(90, sms).linear_int8(dy, codes, absmax, None, 0.0, "dgrad_int8_sm90", dgrad=True)
+    assert torch.equal(dx, other)
+    assert gpu.launches == [f"dgrad_int8_sm90_{'f16' if dtype is F16 else 'bf16'}_{form}"]
+    assert gpu.blocks == [tuple(blocks)]

@@ -1,7 +1,8 @@
 /* gpu/int8.c - see gpu/int8.h.
  *
  *   x --quantize_int8--> codes, absmax, flags --outliers_int8--> gathered columns --gemm_int8, gemm_int8_sm90--> y
- *   x (few rows) --gemv_int8, linear_int8_any--> y          dy --dequantize_int8 and the vendor's product--> dx
+ *   x (few rows) --gemv_int8, linear_int8_any--> y
+ *   dy --dgrad_int8_sm90, or dequantize_int8 and the vendor's product--> dx
  *
  * How many outlier columns there are stays on the GPU. */
 #include "gpu/int8.h"
@@ -239,6 +240,33 @@ static bsh_status run_gemm(const bsh_linear_int8_args *const args, const bsh_int
   return bsh_cuda_launch(context, plan->product.kernel, &plan->product.shape, arguments);
 }
 
+/* ---- the input gradient in one pass ---- */
+
+static bsh_status run_dgrad(const bsh_linear_int8_args *const args, const bsh_int8_plan *const plan, char *const memory,
+                            const bsh_cuda_context *const context) {
+  bsh_int8_dgrad_args used = {.absmax = args->absmax,
+                              .dx = args->y,
+                              .partial = (float *)(memory + plan->at.partial),
+                              .M = (int32_t)args->M,
+                              .N = (int32_t)args->N,
+                              .K = (int32_t)args->K,
+                              .token_tiles = plan->m_tiles,
+                              .tiles = plan->tiles,
+                              .splits = plan->splits};
+  const bsh_map_of of_dy = {.data = args->x,
+                            .rows = args->M,
+                            .columns = args->N,
+                            .row_bytes = args->ldx * dtype_size(args->dtype),
+                            .box_rows = bsh_dgrad_int8_tokens[plan->form] / 2,
+                            .box_columns = BSH_DGRAD_INT8_DEPTH,
+                            .type = args->dtype == BSH_F16 ? BSH_MAP_F16 : BSH_MAP_BF16};
+  bsh_tensor_map dy, w;
+  BSH_TRY(bsh_cuda_tensor_map(context, &of_dy, &dy));
+  BSH_TRY(map_of(context, args->packed, args->N, args->K, BSH_MAP_U8, BSH_DGRAD_INT8_DEPTH, &w));
+  void *arguments[] = {&dy, &w, &used};
+  return bsh_cuda_launch(context, plan->product.kernel, &plan->product.shape, arguments);
+}
+
 /* ---- the input gradient by panels of columns of W: each gives its own columns of dx, written once ---- */
 
 static bsh_status run_panel(const bsh_linear_int8_args *const args, const bsh_int8_plan *const plan, char *const memory,
@@ -286,6 +314,8 @@ static bsh_status run(const bsh_linear_int8_args *const args, const bsh_int8_pla
     return run_gemv(args, plan, memory, context);
   case BSH_INT8_any:
     return run_any(args, plan, context);
+  case BSH_INT8_dgrad_int8_sm90:
+    return run_dgrad(args, plan, memory, context);
   case BSH_INT8_panels:
     return run_panels(args, plan, memory, context);
   default:

@@ -51,6 +51,15 @@ static const char *sm90_refuses(const bsh_int8_facts *const f) {
   return f->packed_alignment < 16 ? "W is not 16-byte aligned" : NULL;
 }
 
+static const char *dgrad_refuses(const bsh_int8_facts *const f) {
+  if (!f->dgrad) return "only of the input gradient";
+  if (f->image.arch != 90 || !f->image.this_gpu_only) return "only for sm_90a";
+  if (!f->tensor_maps) return "the driver makes no tensor maps";
+  if (f->dtype == BSH_F32) return "no float32";
+  if (f->K % 16 || f->N == 0) return "K is no multiple of 16";
+  return f->packed_alignment < 16 || f->x_alignment < 16 ? "dy or W is not 16-byte aligned" : NULL;
+}
+
 static const char *refuses(const bsh_int8_kernel kernel, const bsh_int8_facts *const f) {
   switch (kernel) {
   case BSH_INT8_gemv_int8:
@@ -59,6 +68,8 @@ static const char *refuses(const bsh_int8_kernel kernel, const bsh_int8_facts *c
     return f->dgrad ? "no input gradient" : f->K == 0 ? "K is 0" : NULL;
   case BSH_INT8_gemm_int8_sm90:
     return sm90_refuses(f);
+  case BSH_INT8_dgrad_int8_sm90:
+    return dgrad_refuses(f);
   case BSH_INT8_panels:
     if (!f->dgrad) return "only of the input gradient";
     return f->dtype == BSH_F32 ? "no float32" : f->N == 0 ? "N is 0" : NULL;
@@ -69,6 +80,7 @@ static const char *refuses(const bsh_int8_kernel kernel, const bsh_int8_facts *c
 
 static bsh_int8_kernel choose(const bsh_int8_facts *const f) {
   if (f->forced != BSH_INT8_COUNT) return f->forced;
+  /* dgrad_int8_sm90 only where forced, until it is measured. */
   if (f->dgrad) return refuses(BSH_INT8_panels, f) ? BSH_INT8_any : BSH_INT8_panels;
   if (f->K == 0) return BSH_INT8_any;
   if (f->M <= few_rows(f)) return refuses(BSH_INT8_gemv_int8, f) ? BSH_INT8_any : BSH_INT8_gemv_int8;
@@ -232,6 +244,61 @@ static void plan_sm90(const bsh_int8_facts *const f, bsh_int8_plan *const plan) 
                               .overlap = true};
 }
 
+/* ---- the input gradient in one pass ---- */
+
+#define DGRAD_TOKENS(form, tokens, stages) tokens,
+#define DGRAD_STAGES(form, tokens, stages) stages,
+const int32_t bsh_dgrad_int8_tokens[] = {BSH_DGRAD_INT8_FORMS(DGRAD_TOKENS)};
+static const int32_t dgrad_stages[] = {BSH_DGRAD_INT8_FORMS(DGRAD_STAGES)};
+enum { DGRAD_FORMS = 2, DGRAD_PAIR = 2 };
+
+static sm90_cut cut_dgrad(const bsh_int8_facts *const f, const int32_t form, const int32_t splits) {
+  sm90_cut c = {.form = form, .splits = splits, .m_tiles = divide_up(f->M, bsh_dgrad_int8_tokens[form])};
+  c.tiles = c.m_tiles * divide_up(f->K, DGRAD_PAIR * BSH_DGRAD_INT8_ROWS);
+  c.clusters = bsh_gemv_clusters_at_once(f->sms, DGRAD_PAIR * splits);
+  return c;
+}
+
+/* Estimated as sm90_nanoseconds: of a stage of 64 of depth. */
+static double dgrad_nanoseconds(const bsh_int8_facts *const f, const sm90_cut *const c) {
+  static const double stage[DGRAD_FORMS] = {330, 600}, beside[DGRAD_FORMS] = {2000, 3000}, join = 3000;
+  const int64_t stages = 2 * divide_up(f->N, 2 * BSH_DGRAD_INT8_DEPTH);
+  const bool shared = c->splits > 1;
+  if (shared && (c->tiles > c->clusters || stages < 4 * c->splits)) return HUGE_VAL;
+  const double of_tile = stage[c->form] * (double)divide_up(stages, c->splits) + beside[c->form] + (shared ? join : 0);
+  return (double)divide_up(c->tiles, c->clusters) * of_tile;
+}
+
+static sm90_cut best_dgrad(const bsh_int8_facts *const f) {
+  sm90_cut best = cut_dgrad(f, 0, 1);
+  for (int32_t form = 0; form < DGRAD_FORMS; form++)
+    for (int32_t splits = 1; splits * DGRAD_PAIR <= BSH_GEMV_CLUSTER; splits++) {
+      const sm90_cut other = cut_dgrad(f, form, splits);
+      if (dgrad_nanoseconds(f, &other) < dgrad_nanoseconds(f, &best)) best = other;
+    }
+  return best;
+}
+
+static void plan_dgrad(const bsh_int8_facts *const f, bsh_int8_plan *const plan) {
+#define DGRAD_BF16(form, ...) KERNEL(dgrad_int8_sm90, "dgrad_int8_sm90_bf16_" #form),
+#define DGRAD_F16(form, ...) KERNEL(dgrad_int8_sm90, "dgrad_int8_sm90_f16_" #form),
+  static bsh_cuda_kernel kernels[2][DGRAD_FORMS] = {{BSH_DGRAD_INT8_FORMS(DGRAD_BF16)},
+                                                    {BSH_DGRAD_INT8_FORMS(DGRAD_F16)}};
+  const sm90_cut best = best_dgrad(f);
+  const int32_t tokens = bsh_dgrad_int8_tokens[best.form], blocks = DGRAD_PAIR * best.splits;
+  const int64_t sums = best.tiles * DGRAD_PAIR * (best.splits - 1) * BSH_DGRAD_INT8_ROWS * tokens;
+  plan->at.partial = place(&plan->at, sums * (int64_t)sizeof(float));
+  plan->form = best.form, plan->splits = best.splits;
+  plan->m_tiles = (int32_t)best.m_tiles, plan->tiles = (int32_t)best.tiles;
+  plan->product.kernel = &kernels[f->dtype == BSH_F16][best.form];
+  plan->product.shape =
+      (bsh_cuda_launch_shape){.grid = {(uint32_t)(min_i64(best.tiles, best.clusters) * blocks), 1, 1},
+                              .block = {BSH_GEMM_INT8_SM90_THREADS, 1, 1},
+                              .cluster = (uint32_t)blocks,
+                              .shared_bytes = bsh_dgrad_int8_shared_bytes(tokens, dgrad_stages[best.form]),
+                              .overlap = true};
+}
+
 /* ---- panels ---- */
 
 static void plan_panels(const bsh_int8_facts *const f, bsh_int8_plan *const plan) {
@@ -278,6 +345,9 @@ bsh_status bsh_plan_linear_int8(const char *const op, const bsh_int8_facts *cons
   case BSH_INT8_gemm_int8_sm90:
     plan_sm90(f, plan);
     break;
+  case BSH_INT8_dgrad_int8_sm90:
+    plan_dgrad(f, plan);
+    break;
   case BSH_INT8_panels:
     plan_panels(f, plan);
     break;
@@ -306,7 +376,8 @@ bsh_status bsh_force_int8_kernel(const bool dgrad, const char *const name) {
   if (name == NULL) kernel = BSH_INT8_COUNT;
   while (kernel < BSH_INT8_COUNT && strcmp(names[kernel], name) != 0) kernel++;
   if (name != NULL && kernel == BSH_INT8_COUNT)
-    return bsh_fail(BSH_BAD_VALUE, "no kernel '%s': expected gemv_int8, any, gemm_int8, gemm_int8_sm90 or panels",
+    return bsh_fail(BSH_BAD_VALUE,
+                    "no kernel '%s': expected gemv_int8, any, gemm_int8, gemm_int8_sm90, dgrad_int8_sm90 or panels",
                     name);
   atomic_store_explicit(&forced_kernels[dgrad], kernel, memory_order_relaxed);
   return BSH_OK;

@@ -6,9 +6,9 @@
 #include "plan/plan.h"
 
 /* X(name). gemv_int8: few rows of x as they are, any: the same for all sizes and dtypes, and the input gradient.
- * gemm_int8, gemm_int8_sm90: x in codes. panels: of the input gradient, W dequantized a panel of columns at a time, and
- * the vendor's product of each. */
-#define BSH_INT8_KERNELS(X) X(gemv_int8) X(any) X(gemm_int8) X(gemm_int8_sm90) X(panels)
+ * gemm_int8, gemm_int8_sm90: x in codes. dgrad_int8_sm90: the input gradient in one pass over W. panels: of it, W
+ * dequantized a panel of columns at a time, and the vendor's product of each. */
+#define BSH_INT8_KERNELS(X) X(gemv_int8) X(any) X(gemm_int8) X(gemm_int8_sm90) X(dgrad_int8_sm90) X(panels)
 #define BSH_INT8_INDEX(name) BSH_INT8_##name,
 typedef enum { BSH_INT8_KERNELS(BSH_INT8_INDEX) BSH_INT8_COUNT } bsh_int8_kernel;
 #undef BSH_INT8_INDEX
@@ -40,8 +40,8 @@ typedef struct {
   bsh_planned_launch product, after; /* after: gemv_int8's second kernel, or NULL */
   bsh_int8_scratch at;
   bsh_fused_cut cut;      /* gemv_int8 */
-  int32_t m_tiles, tiles; /* gemm_int8, gemm_int8_sm90 */
-  int32_t form, splits;   /* gemm_int8_sm90: place in BSH_GEMM_INT8_SM90_FORMS; blocks that share a tile's depth */
+  int32_t m_tiles, tiles; /* gemm_int8, gemm_int8_sm90, dgrad_int8_sm90: of rows of x, of all */
+  int32_t form, splits;   /* of the latter two: which of their forms; blocks, or pairs, that share a tile's depth */
   int32_t capacity;       /* outlier columns that are gathered */
   int64_t panel_columns, panel_bytes, vendor_bytes;
 } bsh_int8_plan;
@@ -58,6 +58,7 @@ typedef struct {
   int32_t rows, columns, stages, cluster;
 } bsh_int8_form;
 extern const bsh_int8_form bsh_int8_forms[];
+extern const int32_t bsh_dgrad_int8_tokens[]; /* of a form of dgrad_int8_sm90 */
 
 /* "gemv_int8", ... */
 const char *bsh_int8_kernel_name(bsh_int8_kernel kernel);

@@ -10,6 +10,7 @@
 #include "cpu/cpu.h"
 #include "gpu/driver.h"
 #include "ops/ops.h"
+#include "plan/int8.h"
 #include "plan/plan.h"
 #include "python/direct.h"
 #include "python/direct_lora.h"
