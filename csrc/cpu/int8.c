@@ -7,8 +7,8 @@
  *   a tile of y    int32 sums [TILE_M, TILE_N] of codes, scaled; plus fp32 products of the outlier columns with W
  *                  dequantized; rounded once
  *
- * Threads share the chunk and take panels of TILE_N rows of W. Workspace: CHUNK_BYTES of codes, the outlier columns of
- * a chunk and of a panel of each thread, and the tile. */
+ * Threads share the chunk and take panels of at most TILE_N rows of W. Workspace: CHUNK_BYTES of codes, the outlier
+ * columns of a chunk and of a panel of each thread, and the tile. */
 #include "cpu/int8.h"
 
 #include <stdlib.h>
@@ -81,7 +81,13 @@ typedef struct {
   bool out_of_memory;
 } plain_product;
 
-/* Panels [begin, end) of TILE_N rows of b. */
+/* Rows of b, or of W, in a panel: enough panels for many threads, none of more than TILE_N rows. */
+static int64_t panel_rows(const int64_t N) {
+  const int64_t share = divide_up(divide_up(N, 16), 4) * 4;
+  return min_i64(share < 32 ? 32 : share, TILE_N);
+}
+
+/* Panels [begin, end). */
 static void multiply_panels(const int64_t begin, const int64_t end, void *const ctx) {
   plain_product *const p = ctx;
   void *const scratch = allocate(BSH_INT8_SCRATCH);
@@ -89,22 +95,26 @@ static void multiply_panels(const int64_t begin, const int64_t end, void *const 
     __atomic_store_n(&p->out_of_memory, true, __ATOMIC_RELAXED);
     return;
   }
-  for (int64_t n = begin * TILE_N; n < min_i64(end * TILE_N, p->args->N); n += TILE_N) {
+  const int64_t N = p->args->N, rows = panel_rows(N);
+  for (int64_t n = begin * rows; n < min_i64(end * rows, N); n += rows) {
     bsh_product_int8_args panel = *p->args;
     panel.b += n * panel.K;
     panel.sums += n;
-    panel.N = min_i64(TILE_N, p->args->N - n);
-    kernels()->product(&panel, p->args->N, scratch);
+    panel.N = min_i64(rows, N - n);
+    kernels()->product(&panel, N, scratch);
   }
   free(scratch);
 }
 
 /* Panels that are worth a thread. */
-static int64_t panel_grain(const int64_t M, const int64_t K) { return divide_up(1 << 18, M * K * TILE_N); }
+static int64_t panel_grain(const int64_t M, const int64_t N, const int64_t K) {
+  return divide_up(1 << 18, M * K * panel_rows(N));
+}
 
 bsh_status bsh_cpu_product_int8(const bsh_product_int8_args *const args) {
   plain_product p = {.args = args};
-  bsh_parallel_for(0, divide_up(args->N, TILE_N), panel_grain(args->M, args->K), multiply_panels, &p);
+  bsh_parallel_for(0, divide_up(args->N, panel_rows(args->N)), panel_grain(args->M, args->N, args->K), multiply_panels,
+                   &p);
   return p.out_of_memory ? no_workspace("product_int8", BSH_INT8_SCRATCH) : BSH_OK;
 }
 
@@ -199,7 +209,7 @@ static void finish_row(const product *const p, const workspace *const own, const
 
 static void multiply_panel(const product *const p, const workspace *const own, const int64_t n0) {
   const bsh_linear_int8_args *const args = p->args;
-  const int64_t n = min_i64(TILE_N, args->N - n0);
+  const int64_t n = min_i64(panel_rows(args->N), args->N - n0);
   decode_columns(p, n0, n, own->w);
   for (int64_t m = 0; m < p->m_n; m += TILE_M) {
     const bsh_product_int8_args tile = {.a = p->codes + m * args->K,
@@ -226,7 +236,7 @@ static void run_panels(const int64_t begin, const int64_t end, void *const ctx) 
   }
   int32_t *const sums = (int32_t *)(memory + BSH_INT8_SCRATCH);
   const workspace own = {.scratch = memory, .sums = sums, .w = (float *)(sums + TILE_M * TILE_N)};
-  for (int64_t panel = begin; panel < end; panel++) multiply_panel(p, &own, panel * TILE_N);
+  for (int64_t panel = begin; panel < end; panel++) multiply_panel(p, &own, panel * panel_rows(p->args->N));
   free(memory);
 }
 
@@ -236,14 +246,15 @@ static void list_columns(product *const p) {
 }
 
 static bsh_status run_chunks(product *const p) {
-  const int64_t M = p->args->M, K = p->args->K, n_bytes = p->chunk * (K + p->n_columns * (int64_t)sizeof(float));
+  const int64_t M = p->args->M, N = p->args->N, K = p->args->K;
+  const int64_t n_bytes = p->chunk * (K + p->n_columns * (int64_t)sizeof(float));
   p->x = allocate(n_bytes);
   if (p->x == NULL) return no_workspace("linear_int8", n_bytes);
   p->codes = (int8_t *)(p->x + p->chunk * p->n_columns);
   for (p->m0 = 0; p->m0 < M && !p->out_of_memory; p->m0 += p->chunk) {
     p->m_n = min_i64(p->chunk, M - p->m0);
     bsh_parallel_for(0, p->m_n, divide_up(RUN, K), encode_chunk, p);
-    bsh_parallel_for(0, divide_up(p->args->N, TILE_N), panel_grain(p->m_n, K), run_panels, p);
+    bsh_parallel_for(0, divide_up(N, panel_rows(N)), panel_grain(p->m_n, N, K), run_panels, p);
   }
   free(p->x);
   return p->out_of_memory ? no_workspace("linear_int8", workspace_bytes(p)) : BSH_OK;
