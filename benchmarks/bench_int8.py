@@ -1,12 +1,12 @@
 """LLM.int8 on a GPU: speed beside fp16 F.linear and beside the original bitsandbytes, bits, and errors against fp64.
 
     python benchmarks/bench_int8.py [--only 4096x4096,...] [--rows 1,16,256] [--directions forward,dgrad]
-                                    [--dtype float16] [--kernel gemm_int8] [--dgrad-kernel any] [--seconds 240]
+                                    [--dtype float16] [--kernel gemm_int8] [--dgrad-kernels panels] [--seconds 240]
 
 Prints what must be exact first, then a row for each shape and number of rows as soon as it is measured. GPU times are
 of CUDA graphs of about 6 ms, over weights that rotate through more than 230 MB, ways taking turns, median of 5:
-microseconds, and dense time over it. Columns: threshold 0, then threshold 6 with 0, 8 and 64 outlier columns. The error
-is |y - y64| / |y64| of the first 64 rows; "dense" that of F.linear with W dequantized to the dtype. The original, where
+microseconds, and dense time over it. Columns: threshold 0, then threshold 6 with 0, 8 and 64 outlier columns; of the
+input gradient, kernels. The error is |y - y64| / |y64| of the first 64 rows; "dense" that of F.linear with W dequantized to the dtype. The original, where
 it can be imported (its package with libbitsandbytes_cuda130.so on the path), waits for the GPU: its times, and ours
 beside them, are of calls one by one. Ends with status 1 where something that must be exact is not.
 """
@@ -29,7 +29,6 @@ SHAPES = "4096x4096,14336x4096,28672x8192"
 ROWS = "1,4,8,16,32,64,128,256,512,1024,4096"
 ROTATION_BYTES = 230e6
 CASES = ((0.0, 0), (6.0, 0), (6.0, 8), (6.0, 64))  # threshold, outlier columns
-OPS = {"forward": "linear_int8", "dgrad": "linear_int8_dgrad"}
 ORIGINAL_ROWS = (1, 16, 256, 4096)
 failures: list[str] = []
 
@@ -163,27 +162,44 @@ def check_products(bnb) -> None:
 # ---- speed ----
 
 
-def measure(layer: Layer, direction: str, M: int) -> str:
-    width = layer.N if direction == "dgrad" else layer.K
-    cases = CASES[:1] if direction == "dgrad" else CASES
-    calls = {"dense": lambda i: layer.vendor(direction, xs[0], i)}
-    xs = [activations(M, width, columns, layer.dtype) for _, columns in cases]
-    cells = [f"{layer.N}x{layer.K}", direction, str(M)]
-    errors, dense = [], 0.0
-    for at, (threshold, columns) in enumerate(cases):
-        exact = layer.exact(direction, xs[at][:64])
-        errors.append(relative(layer.ours(direction, xs[at], threshold, 0)[:64], exact))
-        dense = layer.dense_error(direction, xs[at][:64], exact) if at == 0 else dense
-        calls[f"{threshold} {columns}"] = lambda i, at=at, threshold=threshold: layer.ours(
-            direction, xs[at], threshold, i
-        )
-    times = microseconds(calls, False, lambda name: None)
+def row_of(layer: Layer, direction: str, M: int, times: dict[str, float], errors: list[float], dense: float) -> str:
     base = times.pop("dense")
-    cells.append(f"{base:.1f}")
+    cells = [f"{layer.N}x{layer.K}", direction, str(M), f"{base:.1f}"]
     cells += [f"{one:.1f} ({base / one:.2f})" for one in times.values()]
-    cells += ["-"] * (len(CASES) - len(cases))
     cells.append(f"{dense:.1e} " + " ".join(f"{one:.1e}" for one in errors))
     return "| " + " | ".join(cells) + " |"
+
+
+def forward(layer: Layer, M: int, kernel: str | None) -> str:
+    """Thresholds and outlier columns of CASES."""
+    xs = [activations(M, layer.K, columns, layer.dtype) for _, columns in CASES]
+    calls = {"dense": lambda i: layer.vendor("forward", xs[0], i)}
+    errors, dense = [], 0.0
+    _C.force_kernel("linear_int8", kernel)
+    for at, (threshold, columns) in enumerate(CASES):
+        exact = layer.exact("forward", xs[at][:64])
+        errors.append(relative(layer.ours("forward", xs[at], threshold, 0)[:64], exact))
+        dense = layer.dense_error("forward", xs[at][:64], exact) if at == 0 else dense
+        calls[f"{threshold} {columns}"] = partial(layer.ours, "forward", xs[at], threshold)
+    return row_of(layer, "forward", M, microseconds(calls, False, lambda name: None), errors, dense)
+
+
+def gradient(layer: Layer, M: int, kernels: list[str]) -> str:
+    """Each kernel, forced."""
+    dy = torch.randn(M, layer.N, device="cuda", dtype=layer.dtype)
+    exact, errors = layer.exact("dgrad", dy[:64]), []
+    calls = {"dense": lambda i: layer.vendor("dgrad", dy, i)}
+    for kernel in kernels:
+        _C.force_kernel("linear_int8_dgrad", kernel)
+        errors.append(relative(layer.ours("dgrad", dy, 0.0, 0)[:64], exact))
+        calls[kernel] = partial(layer.ours, "dgrad", dy, 0.0)
+
+    def prepare(name: str) -> None:
+        _C.force_kernel("linear_int8_dgrad", name if name in kernels else None)
+
+    times = microseconds(calls, False, prepare)
+    prepare("")
+    return row_of(layer, "dgrad", M, times, errors, layer.dense_error("dgrad", dy[:64], exact))
 
 
 def one_by_one(call, n: int = 30) -> float:
@@ -234,33 +250,30 @@ def main() -> int:
     parser.add_argument("--rows", default=ROWS)
     parser.add_argument("--directions", default="forward,dgrad")
     parser.add_argument("--dtype", default="float16")
-    parser.add_argument("--kernel")
-    parser.add_argument("--dgrad-kernel")
+    parser.add_argument("--kernel", help="this one for the products, whatever the plan says")
+    parser.add_argument("--dgrad-kernels", default="panels,dgrad_int8_sm90")
     parser.add_argument("--seconds", type=float, default=240)
     options = parser.parse_args()
     begin, dtype = time.monotonic(), getattr(torch, options.dtype)
     torch.manual_seed(0)
-    bnb = original()
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.dtype},"
-        f" original: {bnb and bnb.__version__}"
-    )
+    bnb, kernels = original(), options.dgrad_kernels.split(",")
+    name = torch.cuda.get_device_name()
+    print(f"{name}, torch {torch.__version__}, {options.dtype}, original: {bnb and bnb.__version__}")
     check_codes(bnb)
     check_products(bnb)
-    _C.force_kernel("linear_int8", options.kernel)
-    _C.force_kernel("linear_int8_dgrad", options.dgrad_kernel)
-    heads = [f"{'threshold ' if at == 0 else ''}{t:g}, {n}" for at, (t, n) in enumerate(CASES)]
-    print("\n| N x K | direction | M | dense us | " + " | ".join(heads) + " | errors: dense, ours |")
-    print("|" + " --- |" * 9, flush=True)
     late = False
     for direction in options.directions.split(","):
+        heads = [f"threshold {t:g}, {n}" for t, n in CASES] if direction == "forward" else kernels
+        print("\n| N x K | direction | M | dense us | " + " | ".join(heads) + " | errors: dense, ours |")
+        print("|" + " --- |" * (5 + len(heads)), flush=True)
         for shape in options.only.split(","):
             layer = Layer(*map(int, shape.split("x")), dtype)
             for M in map(int, options.rows.split(",")):
                 late = time.monotonic() - begin > options.seconds
                 if late:
                     break
-                print(measure(layer, direction, M), flush=True)
+                print(forward(layer, M, options.kernel) if direction == "forward" else gradient(layer, M, kernels))
+                sys.stdout.flush()
             del layer
             torch.cuda.empty_cache()
     if late:
