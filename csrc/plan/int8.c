@@ -371,15 +371,21 @@ bsh_status bsh_plan_product_int8(const char *const op, const int64_t M, const in
 
 static _Atomic(int) forced_kernels[2] = {BSH_INT8_COUNT, BSH_INT8_COUNT};
 
+bsh_status bsh_int8_kernel_of(const char *const name, bsh_int8_kernel *const kernel) {
+  for (int i = 0; i < BSH_INT8_COUNT; i++)
+    if (strcmp(names[i], name) == 0) {
+      *kernel = (bsh_int8_kernel)i;
+      return BSH_OK;
+    }
+  return bsh_fail(BSH_BAD_VALUE,
+                  "no kernel '%s': expected gemv_int8, any, gemm_int8, gemm_int8_sm90, dgrad_int8_sm90 or panels",
+                  name);
+}
+
 bsh_status bsh_force_int8_kernel(const bool dgrad, const char *const name) {
-  int kernel = 0;
-  if (name == NULL) kernel = BSH_INT8_COUNT;
-  while (kernel < BSH_INT8_COUNT && strcmp(names[kernel], name) != 0) kernel++;
-  if (name != NULL && kernel == BSH_INT8_COUNT)
-    return bsh_fail(BSH_BAD_VALUE,
-                    "no kernel '%s': expected gemv_int8, any, gemm_int8, gemm_int8_sm90, dgrad_int8_sm90 or panels",
-                    name);
-  atomic_store_explicit(&forced_kernels[dgrad], kernel, memory_order_relaxed);
+  bsh_int8_kernel kernel = BSH_INT8_COUNT;
+  if (name != NULL) BSH_TRY(bsh_int8_kernel_of(name, &kernel));
+  atomic_store_explicit(&forced_kernels[dgrad], (int)kernel, memory_order_relaxed);
   return BSH_OK;
 }
 

@@ -60,8 +60,9 @@ typedef struct {
 extern const bsh_int8_form bsh_int8_forms[];
 extern const int32_t bsh_dgrad_int8_tokens[]; /* of a form of dgrad_int8_sm90 */
 
-/* "gemv_int8", ... */
+/* "gemv_int8", ...; and the kernel of a name, BSH_BAD_VALUE for one that is none. */
 const char *bsh_int8_kernel_name(bsh_int8_kernel kernel);
+bsh_status bsh_int8_kernel_of(const char *name, bsh_int8_kernel *kernel);
 
 /* For tests and benchmarks: every later plan takes the kernel of this name, of products or of input gradients; NULL
  * ends that. BITSHARD_LINEAR_INT8 and BITSHARD_LINEAR_INT8_DGRAD in the environment do the same, read by

@@ -197,14 +197,16 @@ static bool read_int8_facts(PyObject *const args, PyObject *const keywords, bsh_
                                       "x_alignment",
                                       "packed_alignment",
                                       "workspace",
+                                      "kernel",
                                       "architectures",
                                       "tensor_maps",
                                       NULL};
   long long M, N, K, workspace = 64 << 20;
   int dtype, sm, sms, outliers = 0, gradient = 0, x = 16, packed = 16, maps = 1;
-  const char *architectures = NULL;
-  if (!PyArg_ParseTupleAndKeywords(args, keywords, "LLLiii|$ppiiLzp", (char **)(uintptr_t)names, &M, &N, &K, &dtype,
-                                   &sm, &sms, &outliers, &gradient, &x, &packed, &workspace, &architectures, &maps))
+  const char *kernel = NULL, *architectures = NULL;
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "LLLiii|$ppiiLzzp", (char **)(uintptr_t)names, &M, &N, &K, &dtype,
+                                   &sm, &sms, &outliers, &gradient, &x, &packed, &workspace, &kernel, &architectures,
+                                   &maps))
     return false;
   *facts = (bsh_int8_facts){.M = M,
                             .N = N,
@@ -220,6 +222,7 @@ static bool read_int8_facts(PyObject *const args, PyObject *const keywords, bsh_
                             .image = architectures != NULL ? bsh_image_for(architectures, sm) : bsh_image_here(sm),
                             .tensor_maps = maps != 0,
                             .forced = bsh_forced_int8_kernel(gradient != 0)};
+  if (kernel != NULL && bsh_int8_kernel_of(kernel, &facts->forced) != BSH_OK) return raise_status() != NULL;
   if (M > 0 && N >= 0 && K >= 0 && sms > 0 && workspace > 0 && dtype >= BSH_F32 && dtype <= BSH_BF16 &&
       is_power_of_two(x) && is_power_of_two(packed))
     return true;

@@ -67,7 +67,7 @@ ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 160, 200)
 def expected(name: str, image: Image) -> bool:
     """Whether the host starts an entry where it has loaded `image`; those that it does not may be empty shells."""
     wide = 90 <= image.arch < 120  # 224 KiB of shared memory, clusters
-    if name.startswith(("gemm_4bit", "gemm_wide", "x_units", "clear_flags", "gemm_int8_sm90")):
+    if name.startswith(("gemm_4bit", "gemm_wide", "x_units", "clear_flags", "gemm_int8_sm90", "dgrad_int8_sm90")):
         return (image.arch, image.only) == (90, True)
     if name.startswith("gemv_4bit_grouped"):
         return wide
@@ -107,14 +107,18 @@ def planned(sm: int, architectures: str) -> dict[str, Launch]:
         plan = _C.plan_grouped_linear_4bit(E, E * rows, N, K, dtype, sm, 132, **settings)
         if plan["launch"] is not None:
             note(found, plan["launch"])
-    axes = (ROWS, SHAPES, range(3), (40, 132), (False, True), (4, 16))
-    for M, (N, K), dtype, sms, gradient, alignment in itertools.product(*axes):
-        settings = {"gradient": gradient, "x_alignment": alignment, "architectures": architectures}
-        for aligned in (1, 16):
-            plan = _C.plan_linear_int8(M, N, K, dtype, sm, sms, packed_alignment=aligned, **settings)
-            for launch in (plan["launch"], plan["after"]):
-                if launch is not None:
-                    note(found, launch)
+    kernels = (None, "any", "gemm_int8", "dgrad_int8_sm90")
+    for M, (N, K), dtype, sms, gradient, kernel in itertools.product(
+        ROWS, SHAPES, range(3), (40, 132), (False, True), kernels
+    ):
+        settings = {"gradient": gradient, "kernel": kernel, "architectures": architectures}
+        try:
+            plan = _C.plan_linear_int8(M, N, K, dtype, sm, sms, **settings)
+        except ValueError:
+            continue
+        for launch in (plan["launch"], plan["after"]):
+            if launch is not None:
+                note(found, launch)
     return found
 
 
