@@ -30,6 +30,9 @@ __device__ __forceinline__ uint32_t shared_address(const void *p) { return (uint
 __device__ __forceinline__ uint2 ld_shared(uint32_t address) {
   return *reinterpret_cast<const uint2 *>(__cvta_shared_to_generic(address));
 }
+__device__ __forceinline__ uint4 ld_shared_uint4(uint32_t address) {
+  return *reinterpret_cast<const uint4 *>(__cvta_shared_to_generic(address));
+}
 __device__ __forceinline__ void st_shared(uint32_t address, uint32_t v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }

@@ -3,13 +3,7 @@
 #include "cuda/gemv_4bit.h"
 #include "plan/kernel.h"
 
-/* How one slice is cut; the words are those of bsh_fused_cut. */
-typedef struct {
-  int32_t token_tiles, units; /* template arguments of the kernel: tokens / 8, units of K per warp */
-  int32_t token_groups;       /* of token_tiles * 8 tokens, each with blocks of its own */
-  int32_t k_splits, k_warps, row_groups;
-  int32_t teams; /* groups of k_splits blocks, for each token group */
-} division;
+typedef bsh_gemv_division division;
 
 /* A cluster lies in one GPC; an H200 has 132 multiprocessors in GPCs of 14 to 18. A guess too high costs a second wave,
  * nothing else. */
@@ -42,11 +36,11 @@ static division divide_tokens(const int64_t M, const int64_t K, const int32_t ar
   return d;
 }
 
-static division divide(const bsh_facts *const facts, const int64_t M) {
-  const int32_t arch = facts->image.arch;
-  const int64_t tiles = facts->N / BSH_ROW_TILE;
-  division d = divide_tokens(M, facts->K, arch);
-  const int64_t most = teams_at_once(facts->sms, d.k_splits, bsh_is_wide(arch)) / d.token_groups;
+bsh_gemv_division bsh_gemv_divide(const int64_t M, const int64_t N, const int64_t K, const int32_t arch,
+                                  const int32_t sms) {
+  const int64_t tiles = N / BSH_ROW_TILE;
+  division d = divide_tokens(M, K, arch);
+  const int64_t most = teams_at_once(sms, d.k_splits, bsh_is_wide(arch)) / d.token_groups;
   const int64_t teams = most > 0 ? most : 1;
   d.row_groups = (int32_t)min_i64(bsh_gemv_warps(arch) / d.k_warps, divide_up(tiles, teams));
   d.teams = (int32_t)min_i64(teams, divide_up(tiles, d.row_groups));
@@ -93,19 +87,23 @@ bool bsh_gemv_reads_codes_together(const bsh_facts *const facts, const int32_t u
   return units == 4 || (facts->K / BSH_UNIT % 2 == 0 && facts->code_alignment >= 2);
 }
 
+bsh_fused_cut bsh_gemv_cut(const bsh_gemv_division *const d, const int64_t N) {
+  const int32_t tiles = (int32_t)(N / BSH_ROW_TILE), team_tiles = tiles / d->teams;
+  return (bsh_fused_cut){.k_splits = d->k_splits,
+                         .k_warps = d->k_warps,
+                         .row_groups = d->row_groups,
+                         .group_of_warp = (int32_t)divide_up(1 << 16, d->k_warps),
+                         .team_tiles = team_tiles,
+                         .longer_teams = tiles % d->teams,
+                         .steps = (int32_t)divide_up(team_tiles, d->row_groups),
+                         .longer_steps = (int32_t)divide_up(team_tiles + 1, d->row_groups)};
+}
+
 static void cut(const bsh_facts *const facts, bsh_fused_slice *const slice) {
   const int32_t arch = facts->image.arch;
   const bool wide = bsh_is_wide(arch), f16 = facts->dtype == BSH_F16;
-  const division d = divide(facts, slice->rows);
-  const int32_t tiles = (int32_t)(facts->N / BSH_ROW_TILE), team_tiles = tiles / d.teams;
-  slice->cut = (bsh_fused_cut){.k_splits = d.k_splits,
-                               .k_warps = d.k_warps,
-                               .row_groups = d.row_groups,
-                               .group_of_warp = (int32_t)divide_up(1 << 16, d.k_warps),
-                               .team_tiles = team_tiles,
-                               .longer_teams = tiles % d.teams,
-                               .steps = (int32_t)divide_up(team_tiles, d.row_groups),
-                               .longer_steps = (int32_t)divide_up(team_tiles + 1, d.row_groups)};
+  const division d = bsh_gemv_divide(slice->rows, facts->N, facts->K, arch, facts->sms);
+  slice->cut = bsh_gemv_cut(&d, facts->N);
   slice->block_shift = __builtin_ctzll((uint64_t)facts->blocksize / BSH_UNIT);
   slice->product.kernel = &kernels[f16][form_of(&d)][!bsh_gemv_reads_codes_together(facts, d.units)];
   slice->product.shape =
@@ -115,7 +113,7 @@ static void cut(const bsh_facts *const facts, bsh_fused_slice *const slice) {
                               .shared_bytes = bsh_gemv_shared_bytes(arch, d.token_tiles),
                               .overlap = wide};
   if (d.k_splits == 1) return;
-  const int64_t sums = (int64_t)tiles * bsh_gemv_tile_sums(d.token_tiles);
+  const int64_t sums = facts->N / BSH_ROW_TILE * bsh_gemv_tile_sums(d.token_tiles);
   slice->scratch_bytes = sums * d.token_groups * d.k_splits * (int64_t)sizeof(float);
   if (wide) return; /* the cluster joins */
   slice->after.kernel = &joins[f16][d.token_tiles / 2];

@@ -25,6 +25,16 @@ double bsh_plan_wide_piece_nanoseconds(int32_t form, const bsh_facts *facts);
 /* Nested scales, one a unit, whose codes a lane of gemv_4bit reads together: of two units where a warp has 8. */
 bool bsh_gemv_reads_codes_together(const bsh_facts *facts, int32_t units);
 
+/* How gemv_4bit and gemv_int8 cut a product; the words are those of bsh_fused_cut. */
+typedef struct {
+  int32_t token_tiles, units; /* template arguments of the kernel: tokens / 8, units of K per warp */
+  int32_t token_groups;       /* of token_tiles * 8 tokens, each with blocks of its own */
+  int32_t k_splits, k_warps, row_groups;
+  int32_t teams; /* groups of k_splits blocks, for each token group */
+} bsh_gemv_division;
+bsh_gemv_division bsh_gemv_divide(int64_t M, int64_t N, int64_t K, int32_t arch, int32_t sms);
+bsh_fused_cut bsh_gemv_cut(const bsh_gemv_division *division, int64_t N);
+
 /* Clusters of k blocks, one block per multiprocessor, that run at once. */
 int64_t bsh_gemv_clusters_at_once(int64_t sms, int64_t k);
 

@@ -10,6 +10,7 @@
 #include "cpu/cpu.h"
 #include "gpu/driver.h"
 #include "ops/ops.h"
+#include "plan/int8.h"
 #include "plan/plan.h"
 #include "python/direct.h"
 #include "python/direct_lora.h"
@@ -118,8 +119,10 @@ static PyMethodDef methods[] = {
      "The kernel of a grouped product on a GPU; see _C.pyi."},
     {"plan_linear_4bit", (PyCFunction)(void (*)(void))bsh_module_plan, METH_VARARGS | METH_KEYWORDS,
      "plan_linear_4bit(M, N, K, dtype, sm, sms, *, ...): how a GPU would compute the product, a dict."},
+    {"plan_linear_int8", (PyCFunction)(void (*)(void))bsh_module_plan_int8, METH_VARARGS | METH_KEYWORDS,
+     "plan_linear_int8(M, N, K, dtype, sm, sms, *, ...): how a GPU would compute the product, a dict."},
     {"force_kernel", bsh_module_force_kernel, METH_VARARGS,
-     "force_kernel(op, name): every later product of linear_4bit or linear_4bit_dgrad on a GPU by this kernel."},
+     "force_kernel(op, name): every later product of this op on a GPU by this kernel; see _C.pyi."},
     {"kernel_image", bsh_module_kernel_image, METH_VARARGS,
      "kernel_image(architectures, sm): (architecture, for this GPU only) of the kernels that would be loaded there."},
     {"configure_direct", bsh_direct_configure, METH_VARARGS,
@@ -168,7 +171,8 @@ static int execute(PyObject *const module) {
   const char *trouble = in_main_interpreter();
   if (trouble == NULL) trouble = bsh_torch_load();
   if (trouble == NULL && bsh_cpu_set_isa(NULL) != BSH_OK) trouble = bsh_status_message();
-  if (trouble == NULL && bsh_read_forced_kernels() != BSH_OK) trouble = bsh_status_message();
+  if (trouble == NULL && (bsh_read_forced_kernels() != BSH_OK || bsh_read_forced_int8() != BSH_OK))
+    trouble = bsh_status_message();
   if (trouble == NULL) trouble = bsh_ops_register();
   if (trouble != NULL) {
     PyErr_SetString(PyExc_ImportError, trouble);

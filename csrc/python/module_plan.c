@@ -5,6 +5,7 @@
 
 #include "core/packed.h"
 #include "plan/grouped.h"
+#include "plan/int8.h"
 #include "plan/plan.h"
 
 static const char *const vendors[] = {
@@ -182,14 +183,82 @@ PyObject *bsh_module_plan_grouped(PyObject *const module, PyObject *const args, 
                        "panel_experts", (long long)plan.panel_experts, "launch", launch_dict(&plan.slice.product));
 }
 
+/* ---- int8 ---- */
+
+static bool read_int8_facts(PyObject *const args, PyObject *const keywords, bsh_int8_facts *const facts) {
+  static const char *const names[] = {"",
+                                      "",
+                                      "",
+                                      "",
+                                      "",
+                                      "",
+                                      "outliers",
+                                      "gradient",
+                                      "x_alignment",
+                                      "packed_alignment",
+                                      "workspace",
+                                      "kernel",
+                                      "architectures",
+                                      "tensor_maps",
+                                      NULL};
+  long long M, N, K, workspace = 64 << 20;
+  int dtype, sm, sms, outliers = 0, gradient = 0, x = 16, packed = 16, maps = 1;
+  const char *kernel = NULL, *architectures = NULL;
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "LLLiii|$ppiiLzzp", (char **)(uintptr_t)names, &M, &N, &K, &dtype,
+                                   &sm, &sms, &outliers, &gradient, &x, &packed, &workspace, &kernel, &architectures,
+                                   &maps))
+    return false;
+  *facts = (bsh_int8_facts){.M = M,
+                            .N = N,
+                            .K = K,
+                            .workspace_bytes = workspace,
+                            .dgrad = gradient != 0,
+                            .outliers = outliers != 0,
+                            .dtype = (bsh_dtype)dtype,
+                            .x_alignment = x,
+                            .packed_alignment = packed,
+                            .sm = sm,
+                            .sms = sms,
+                            .image = architectures != NULL ? bsh_image_for(architectures, sm) : bsh_image_here(sm),
+                            .tensor_maps = maps != 0,
+                            .forced = bsh_forced_int8_kernel(gradient != 0)};
+  if (kernel != NULL && bsh_int8_kernel_of(kernel, &facts->forced) != BSH_OK) return raise_status() != NULL;
+  if (M > 0 && N >= 0 && K >= 0 && sms > 0 && workspace > 0 && dtype >= BSH_F32 && dtype <= BSH_BF16 &&
+      is_power_of_two(x) && is_power_of_two(packed))
+    return true;
+  PyErr_SetString(PyExc_ValueError, "M, sms and workspace must be positive, dtype 0 to 2, alignments 1, 2, 4, 8 or 16");
+  return false;
+}
+
+PyObject *bsh_module_plan_int8(PyObject *const module, PyObject *const args, PyObject *const keywords) {
+  (void)module;
+  bsh_int8_facts facts;
+  bsh_int8_plan plan;
+  if (!read_int8_facts(args, keywords, &facts)) return NULL;
+  if (bsh_plan_linear_int8(facts.dgrad ? "linear_int8_dgrad" : "linear_int8", &facts, &plan) != BSH_OK)
+    return raise_status();
+  return Py_BuildValue("{s:s,s:O,s:L,s:i,s:L,s:N,s:N}", "kernel", bsh_int8_kernel_name(plan.kernel), "codes",
+                       plan.codes ? Py_True : Py_False, "scratch_bytes", (long long)plan.at.bytes, "capacity",
+                       (int)plan.capacity, "panel_columns", (long long)plan.panel_columns, "launch",
+                       launch_dict(&plan.product), "after", launch_dict(&plan.after));
+}
+
+/* ---- forced kernels ---- */
+
 PyObject *bsh_module_force_kernel(PyObject *const module, PyObject *const args) {
+  static const char *const ops[] = {"linear_4bit", "linear_4bit_dgrad", "linear_int8", "linear_int8_dgrad"};
   (void)module;
   const char *op, *name;
+  int which = 0;
   if (!PyArg_ParseTuple(args, "sz", &op, &name)) return NULL;
-  const bool forward = strcmp(op, "linear_4bit") == 0;
-  if (!forward && strcmp(op, "linear_4bit_dgrad") != 0)
-    return PyErr_Format(PyExc_ValueError, "no kernels of '%s': expected linear_4bit or linear_4bit_dgrad", op);
-  if (bsh_force_kernel(forward ? BSH_FORWARD : BSH_INPUT_GRADIENT, name) != BSH_OK) return raise_status();
+  while (which < 4 && strcmp(ops[which], op) != 0) which++;
+  if (which == 4)
+    return PyErr_Format(PyExc_ValueError,
+                        "no kernels of '%s': expected linear_4bit, linear_4bit_dgrad, linear_int8 or linear_int8_dgrad",
+                        op);
+  const bsh_direction direction = which == 0 ? BSH_FORWARD : BSH_INPUT_GRADIENT;
+  const bsh_status status = which < 2 ? bsh_force_kernel(direction, name) : bsh_force_int8_kernel(which == 3, name);
+  if (status != BSH_OK) return raise_status();
   Py_RETURN_NONE;
 }
 

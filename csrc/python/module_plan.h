@@ -8,8 +8,9 @@
 /* plan_linear_4bit(M, N, K, dtype, sm, sms, ...): see _C.pyi. */
 PyObject *bsh_module_plan(PyObject *module, PyObject *args, PyObject *keywords);
 PyObject *bsh_module_plan_grouped(PyObject *module, PyObject *args, PyObject *keywords);
+PyObject *bsh_module_plan_int8(PyObject *module, PyObject *args, PyObject *keywords);
 
-/* force_kernel(op, name): op "linear_4bit" or "linear_4bit_dgrad", name of a kernel or None. */
+/* force_kernel(op, name): op "linear_4bit", "linear_int8" or these with "_dgrad", name of a kernel or None. */
 PyObject *bsh_module_force_kernel(PyObject *module, PyObject *args);
 
 /* kernel_image(architectures, sm): (architecture, for this GPU only) of the kernels that would be loaded there. */

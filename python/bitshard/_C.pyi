@@ -87,10 +87,36 @@ def plan_linear_4bit(
 
     ValueError, saying why, where nothing computes this or `kernel` cannot."""
 
+def plan_linear_int8(
+    M: int,
+    N: int,
+    K: int,
+    dtype: int,
+    sm: int,
+    sms: int,
+    /,
+    *,
+    outliers: bool = False,
+    gradient: bool = False,
+    x_alignment: int = 16,
+    packed_alignment: int = 16,
+    workspace: int = 67108864,
+    kernel: str | None = None,
+    architectures: str | None = None,
+    tensor_maps: bool = True,
+) -> dict[str, Any]:
+    """How a GPU computes a product with an int8 weight [N, K]; arguments as of plan_linear_4bit, outliers: there is a
+    threshold.
+
+    Keys: kernel ("gemv_int8", "any", "gemm_int8", "gemm_int8_sm90", "dgrad_int8_sm90" or "panels"); codes (x is quantized before);
+    scratch_bytes; capacity (outlier columns that are gathered); panel_columns; launch and after (as the launches of
+    plan_linear_4bit, or None). ValueError where sizes are too large or a forced kernel cannot."""
+
 def force_kernel(op: str, name: str | None, /) -> None:
-    """Every later product of op "linear_4bit" or "linear_4bit_dgrad" on a GPU by the kernel of this name, as
-    BITSHARD_LINEAR_4BIT and BITSHARD_LINEAR_4BIT_DGRAD do from the start; None: by the plan's choice. A product that
-    the kernel cannot take raises RuntimeError. For tests and benchmarks."""
+    """Every later product of op "linear_4bit", "linear_4bit_dgrad", "linear_int8" or "linear_int8_dgrad" on a GPU by
+    the kernel of this name, as BITSHARD_LINEAR_4BIT, BITSHARD_LINEAR_4BIT_DGRAD, BITSHARD_LINEAR_INT8 and
+    BITSHARD_LINEAR_INT8_DGRAD do from the start; None: by the plan's choice. A product that the kernel cannot take
+    raises RuntimeError. For tests and benchmarks."""
 
 def configure_direct(
     exchange: object,

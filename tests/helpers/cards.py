@@ -55,7 +55,10 @@ class Launch:
     shared: int
 
 
-ALONE = re.compile(r"(?:de)?quantize_|checksum|optimizer_|search_4bit|round_4bit")  # entries that no plan names
+# Entries that no plan names.
+ALONE = re.compile(
+    r"(?:de)?quantize_|checksum|optimizer_|search_4bit|round_4bit|clear_int8|outliers_int8|scale_product_int8|gemm_int8_i32"
+)
 STEP_COPIES = 64 * KIB  # BSH_STEP_COPIES_BYTES, dynamic shared memory of those for 8-bit states; the others have none
 SHAPES = ((4096, 4096), (1024, 8192), (14336, 4096), (28672, 8192), (48, 128), (272, 448), (97, 96), (64, 32))  # N, K
 ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 160, 200)
@@ -64,11 +67,11 @@ ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 160, 200)
 def expected(name: str, image: Image) -> bool:
     """Whether the host starts an entry where it has loaded `image`; those that it does not may be empty shells."""
     wide = 90 <= image.arch < 120  # 224 KiB of shared memory, clusters
-    if name.startswith(("gemm_4bit", "gemm_wide", "x_units", "clear_flags")):
+    if name.startswith(("gemm_4bit", "gemm_wide", "x_units", "clear_flags", "gemm_int8_sm90", "dgrad_int8_sm90")):
         return (image.arch, image.only) == (90, True)
     if name.startswith("gemv_4bit_grouped"):
         return wide
-    if re.match(r"gemv_4bit_(?:bf16|f16)_m|join_splits_", name):
+    if re.match(r"gemv_(?:4bit|int8)_(?:bf16|f16)_m|join_(?:splits|codes)_", name):
         tensor_cores = image.arch >= (80 if "_bf16_" in name else 75)
         return (
             tensor_cores and ("_m32" not in name or (image.arch >= 80 and not wide)) and not (wide and "join" in name)
@@ -104,6 +107,18 @@ def planned(sm: int, architectures: str) -> dict[str, Launch]:
         plan = _C.plan_grouped_linear_4bit(E, E * rows, N, K, dtype, sm, 132, **settings)
         if plan["launch"] is not None:
             note(found, plan["launch"])
+    kernels = (None, "any", "gemm_int8", "dgrad_int8_sm90")
+    for M, (N, K), dtype, sms, gradient, kernel in itertools.product(
+        ROWS, SHAPES, range(3), (40, 132), (False, True), kernels
+    ):
+        settings = {"gradient": gradient, "kernel": kernel, "architectures": architectures}
+        try:
+            plan = _C.plan_linear_int8(M, N, K, dtype, sm, sms, **settings)
+        except ValueError:
+            continue
+        for launch in (plan["launch"], plan["after"]):
+            if launch is not None:
+                note(found, launch)
     return found
 
 
@@ -118,6 +133,8 @@ def launch_of(kernel: Kernel, image: Image, sm: int) -> Launch | None:
     """The largest block with which the host starts a kernel of `image` on a GPU `sm`; None: it does not."""
     if ALONE.match(kernel.name):
         copies = STEP_COPIES if kernel.name.startswith("optimizer_8bit_") and sm >= 80 else 0
+        if kernel.name == "gemm_int8_i32":  # with what the plan gives the others
+            copies = planned(sm, image.name)["gemm_int8_f32"].shared
         return Launch(kernel.max_threads or BLOCK_THREADS, copies)
     return planned(sm, image.name).get(kernel.name)
 

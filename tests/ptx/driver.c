@@ -8,9 +8,11 @@
 #include "cpu/state_search.h"
 #include "gpu/cublas.h"
 #include "gpu/grouped.h"
+#include "gpu/int8.h"
 #include "gpu/linear.h"
 #include "gpu/ops.h"
 #include "ops/optimizer_step.h"
+#include "plan/int8.h"
 #include "torch/gemm.h"
 #include "torch/tensor.h"
 
@@ -136,7 +138,12 @@ EXPORT int64_t gpu_size(const int which) {
                                  sizeof(bsh_round_4bit_args),
                                  sizeof(bsh_linear_4bit_args),
                                  sizeof(bsh_grouped_linear_4bit_args),
-                                 sizeof(bsh_step_tensor)};
+                                 sizeof(bsh_step_tensor),
+                                 sizeof(bsh_quantize_int8_args),
+                                 sizeof(bsh_dequantize_int8_args),
+                                 sizeof(bsh_product_int8_args),
+                                 sizeof(bsh_scale_product_int8_args),
+                                 sizeof(bsh_linear_int8_args)};
   return (int64_t)sizes[which];
 }
 
@@ -151,6 +158,17 @@ OP(quantize_blockwise)
 OP(dequantize_blockwise)
 OP(search_4bit)
 OP(round_4bit)
+OP(quantize_int8)
+OP(dequantize_int8)
+OP(product_int8)
+OP(scale_product_int8)
+
+/* kernel: forced, or NULL. */
+EXPORT int gpu_linear_int8(const bsh_linear_int8_args *const args, const int dgrad, const char *const kernel) {
+  const bsh_cuda_context context = context_of(dgrad ? "linear_int8_dgrad" : "linear_int8");
+  BSH_TRY(bsh_force_int8_kernel(dgrad != 0, kernel));
+  return bsh_cuda_linear_int8(args, dgrad != 0, &context);
+}
 
 EXPORT int gpu_checksum(const uint8_t *const bytes, const int64_t n_bytes, uint64_t *const sum) {
   const bsh_cuda_context context = context_of("checksum");

@@ -161,9 +161,10 @@ class Run(ctypes.Structure):
 
 
 def struct(name: str, fields: str) -> type[ctypes.Structure]:
-    """A struct of core/kernels.h: names of pointers with "*" in front, of 32-bit values with "-", else 64 bits."""
-    types = {"*": POINTER, "-": ctypes.c_int32}
-    members = [(field.lstrip("*-"), types.get(field[0], LONG)) for field in fields.split() if field != "weight"]
+    """A struct of core/kernels.h or int8.h: names of pointers with "*" in front, of 32-bit values with "-", of floats
+    with "~", else 64 bits."""
+    types = {"*": POINTER, "-": ctypes.c_int32, "~": ctypes.c_float}
+    members = [(field.lstrip("*-~"), types.get(field[0], LONG)) for field in fields.split() if field != "weight"]
     if "weight" in fields.split():
         members.insert(0, ("weight", Weight))
     return type(name, (ctypes.Structure,), {"_fields_": members})
@@ -186,6 +187,11 @@ class Grouped(ctypes.Structure):
 
 
 StepTensor = struct("StepTensor", "*g *p *state1 *state2 *absmax1 *absmax2 n")
+QuantizeInt8 = struct("QuantizeInt8", "*x *codes *absmax *outliers M K ldx ~threshold -dtype")
+DequantizeInt8 = struct("DequantizeInt8", "*codes *absmax *y N K -dtype")
+ProductInt8 = struct("ProductInt8", "*a *b *sums M N K")
+ScaleProductInt8 = struct("ScaleProductInt8", "*sums *row_absmax *col_absmax *bias *y M N -dtype")
+LinearInt8 = struct("LinearInt8", "*x *packed *absmax *bias *y M N K ldx ~threshold -dtype")
 STRUCTS = (
     Weight,
     Quantize,
@@ -197,6 +203,11 @@ STRUCTS = (
     Linear,
     Grouped,
     StepTensor,
+    QuantizeInt8,
+    DequantizeInt8,
+    ProductInt8,
+    ScaleProductInt8,
+    LinearInt8,
 )
 
 
@@ -259,6 +270,7 @@ class Gpu:
         self.sm, self.sms, self.seed, self.workspace_bytes = sm, sms, seed, workspace_bytes
         self.at_once = at_once or 4 * sms
         self.launches: list[str] = []
+        self.blocks: list[tuple[int, int]] = []  # of each launch: of a cluster, of all
         self.tensors: list[Tensor] = []
         self.error = ""
         library = host()
@@ -271,6 +283,7 @@ class Gpu:
         try:
             library, sizes = kernel_of(stem.decode(), name.decode(), self.sm)
             self.launches.append(name.decode())
+            self.blocks.append((cluster, grid[0] * grid[1] * grid[2]))
             ranges = [(t.data_ptr(), t.data_ptr() + t.untyped_storage().nbytes()) for t in self.tensors if t.numel()]
             if self.state.scratch_end:
                 ranges.append((self.state.scratch_begin, self.state.scratch_end))
@@ -284,7 +297,7 @@ class Gpu:
     def call(self, op: str, args, *more, tensors: list[Tensor | None]) -> None:
         """Runs an op of driver.c, a struct by its address; the launches may touch `tensors` only."""
         self.tensors = [tensor for tensor in tensors if tensor is not None]
-        self.launches, self.error = [], ""
+        self.launches, self.blocks, self.error = [], [], ""
         self.state.launch = ctypes.cast(self.callback, POINTER)
         self.state.sm, self.state.sms, self.state.workspace_bytes = self.sm, self.sms, self.workspace_bytes
         first = ctypes.byref(args) if isinstance(args, ctypes.Structure) else args
@@ -411,4 +424,45 @@ class Gpu:
         rows = Linear(weight, *places, S, N, K, x.stride(0), columns, DTYPES[x.dtype], backward)
         args = Grouped(rows, offs.data_ptr(), E)
         self.call("grouped_linear_4bit", args, ctypes.c_int(kernel), tensors=[*tensors, x, offs, bias, y])
+        return y
+
+    # ---- int8 ----
+
+    def quantize_int8(self, x: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
+        M, K = x.shape
+        codes, absmax = torch.empty(M, K, dtype=torch.int8), torch.empty(M)
+        outliers = torch.full((K if threshold > 0 else 0,), 7, dtype=torch.uint8)
+        places = (x.data_ptr(), codes.data_ptr(), absmax.data_ptr(), outliers.data_ptr() if threshold > 0 else None)
+        args = QuantizeInt8(*places, M, K, x.stride(0), threshold, DTYPES[x.dtype])
+        self.call("quantize_int8", args, tensors=[x, codes, absmax, outliers])
+        return codes, absmax, outliers
+
+    def dequantize_int8(self, codes: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
+        y = torch.empty(codes.shape, dtype=dtype)
+        places = (codes.data_ptr(), absmax.data_ptr(), y.data_ptr())
+        self.call("dequantize_int8", DequantizeInt8(*places, *codes.shape, DTYPES[dtype]), tensors=[codes, absmax, y])
+        return y
+
+    def product_int8(self, a: Tensor, b: Tensor) -> Tensor:
+        sums = torch.empty(a.shape[0], b.shape[0], dtype=torch.int32)
+        tensors = [a, b, sums]
+        args = ProductInt8(*(tensor.data_ptr() for tensor in tensors), *sums.shape, a.shape[1])
+        self.call("product_int8", args, tensors=tensors)
+        return sums
+
+    def scale_product_int8(self, sums: Tensor, row: Tensor, col: Tensor, bias: Tensor | None, dtype: torch.dtype):
+        y = torch.empty(sums.shape, dtype=dtype)
+        places = (*(one.data_ptr() for one in (sums, row, col)), None if bias is None else bias.data_ptr())
+        args = ScaleProductInt8(*places, y.data_ptr(), *sums.shape, DTYPES[dtype])
+        self.call("scale_product_int8", args, tensors=[sums, row, col, bias, y])
+        return y
+
+    def linear_int8(self, x, packed, absmax, bias, threshold: float, kernel: str | None = None, dgrad: bool = False):
+        """y [M, N], or with `dgrad` dx [M, K] of x = dy; packed [N, K]."""
+        N, K = packed.shape
+        y = torch.full((x.shape[0], K if dgrad else N), torch.nan, dtype=x.dtype)
+        places = (x.data_ptr(), packed.data_ptr(), absmax.data_ptr(), None if bias is None else bias.data_ptr())
+        args = LinearInt8(*places, y.data_ptr(), x.shape[0], N, K, x.stride(0), threshold, DTYPES[x.dtype])
+        forced = kernel.encode() if kernel else None
+        self.call("linear_int8", args, ctypes.c_int(dgrad), forced, tensors=[x, packed, absmax, bias, y])
         return y

@@ -315,6 +315,29 @@ void ptx_mma_m16n8k8_f16(ptx_thread *const t, const uint32_t *const in, uint32_t
   mma(t, in, out, 8, false);
 }
 
+/* Of codes, in int32: rows are `blocks` times 8, the depth is `words` times 16, a register four codes of one row. */
+static void mma_codes(ptx_thread *const t, const uint32_t *const in, uint32_t *const out, const uint32_t blocks,
+                      const uint32_t words) {
+  const uint32_t place_b = blocks * words, place_c = place_b + words, lane = t->index % PTX_WARP;
+  uint32_t (*const all)[PTX_DEPOSIT] = gather(t, ~0u, in, place_c + 2 * blocks);
+  for (uint32_t i = 0; i < 2 * blocks; i++) {
+    uint32_t sum = in[place_c + i];
+    for (uint32_t k = 0; k < 16 * words; k++) {
+      const uint32_t a = all[lane / 4 * 4 + k % 16 / 4][k / 16 * blocks + i / 2];
+      const uint32_t b = all[(lane % 4 * 2 + i % 2) * 4 + k % 16 / 4][place_b + k / 16];
+      sum += (uint32_t)((int8_t)(a >> k % 4 * 8) * (int8_t)(b >> k % 4 * 8));
+    }
+    out[i] = sum;
+  }
+}
+
+void ptx_mma_m16n8k32_s8(ptx_thread *const t, const uint32_t *const in, uint32_t *const out) {
+  mma_codes(t, in, out, 2, 2);
+}
+void ptx_mma_m8n8k16_s8(ptx_thread *const t, const uint32_t *const in, uint32_t *const out) {
+  mma_codes(t, in, out, 1, 1);
+}
+
 /* Lane l names row l % 8 of matrix l / 8, 16 bytes; it gets two neighbours of row l / 4, transposed of column l / 4. */
 void ptx_ldmatrix(ptx_thread *const t, const uint64_t address, const uint32_t matrices, const bool transposed,
                   uint32_t *const out) {
@@ -330,26 +353,58 @@ void ptx_ldmatrix(ptx_thread *const t, const uint64_t address, const uint32_t ma
   }
 }
 
-/* Element (column n, k) of a K-major tile: rows of 32, 64 or 128 bytes, 8 of them contiguous, `stride` between eights.
- */
+/* Element (row n, k) of a K-major tile: rows of 32, 64 or 128 bytes, 8 of them contiguous, `stride` between eights. */
 static float element_tile(ptx_thread *const t, const uint64_t descriptor, const uint32_t n, const uint32_t k,
-                          const bool bf16) {
+                          const ptx_operand kind) {
   static const uint32_t row_bytes[] = {16, 128, 64, 32};
   const uint32_t swizzle = (uint32_t)(descriptor >> 62), bytes = row_bytes[swizzle];
   const uint32_t stride = (uint32_t)(descriptor >> 32 & 0x3FFF) << 4;
-  uint32_t place = ((uint32_t)(descriptor & 0x3FFF) << 4) + n / 8 * stride + n % 8 * bytes + k * 2;
+  const uint32_t item = kind == PTX_S8 ? 1 : 2;
+  uint32_t place = ((uint32_t)(descriptor & 0x3FFF) << 4) + n / 8 * stride + n % 8 * bytes + k * item;
   if (swizzle == 0) ptx_fail(t, "wgmma without a swizzle is not modelled");
   place ^= (place >> 7 & (bytes / 16 - 1)) << 4;
   const uint64_t address = ptx_shared_base(t, place);
+  if (kind == PTX_S8) return (float)*(const int8_t *)ptx_shared(t, address, 1, false);
   uint16_t half;
   memcpy(&half, ptx_shared(t, address, 2, false), 2);
-  return bf16 ? bf16_to_f32(half) : f16_to_f32(half);
+  return kind == PTX_BF16 ? bf16_to_f32(half) : f16_to_f32(half);
+}
+
+/* What is there of D as a number, and back. */
+static double sum_of(const ptx_product *const p, const uint32_t bits) {
+  return p->kind == PTX_S8 ? (double)(int32_t)bits : (double)ptx_float(bits);
+}
+static uint32_t bits_of_sum(const ptx_product *const p, const double sum) {
+  return p->kind == PTX_S8 ? (uint32_t)(int32_t)(int64_t)sum : ptx_bits((float)sum);
+}
+
+/* A and B in shared memory. */
+static void multiply_tiles(ptx_thread *const t, const ptx_product *const p) {
+  const uint32_t depth = p->kind == PTX_S8 ? 32 : 16;
+  static float a[64][32], b[256][32];
+  for (uint32_t row = 0; row < 64; row++)
+    for (uint32_t k = 0; k < depth; k++) a[row][k] = element_tile(t, p->a_tile, row, k, p->kind);
+  for (uint32_t n = 0; n < p->columns; n++)
+    for (uint32_t k = 0; k < depth; k++) b[n][k] = element_tile(t, p->b, n, k, p->kind);
+  for (uint32_t thread = 0; thread < 128; thread++)
+    for (uint32_t i = 0; i < p->columns / 2; i++) {
+      const uint32_t lane = thread % 32, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      const uint32_t row = thread / 32 * 16 + lane / 4 + i / 2 % 2 * 8;
+      uint32_t *const d = p->d[thread][i];
+      double sum = p->keep ? sum_of(p, *d) : 0;
+      for (uint32_t k = 0; k < depth; k++) sum += (double)a[row][k] * b[column][k];
+      *d = bits_of_sum(p, sum);
+    }
 }
 
 static void multiply(ptx_thread *const t, const ptx_product *const p) {
   float tile[256][16];
+  if (p->a_tile != 0) {
+    multiply_tiles(t, p);
+    return;
+  }
   for (uint32_t n = 0; n < p->columns; n++)
-    for (uint32_t k = 0; k < 16; k++) tile[n][k] = element_tile(t, p->b, n, k, p->bf16);
+    for (uint32_t k = 0; k < 16; k++) tile[n][k] = element_tile(t, p->b, n, k, p->kind);
   for (uint32_t thread = 0; thread < 128; thread++)
     for (uint32_t i = 0; i < p->columns / 2; i++) {
       const uint32_t lane = thread % 32, column = i / 4 * 8 + lane % 4 * 2 + i % 2, high = i / 2 % 2;
@@ -357,7 +412,7 @@ static void multiply(ptx_thread *const t, const ptx_product *const p) {
       double sum = p->keep ? ptx_float(*d) : 0;
       for (uint32_t k = 0; k < 16; k++) {
         const uint32_t from = thread - lane + lane / 4 * 4 + k % 8 / 2;
-        sum += (double)number(p->a[from][high + k / 8 * 2], k & 1, p->bf16) * tile[column][k];
+        sum += (double)number(p->a[from][high + k / 8 * 2], k & 1, p->kind == PTX_BF16) * tile[column][k];
       }
       *d = ptx_bits((float)sum);
     }
@@ -373,18 +428,19 @@ static void group_done(ptx_warpgroup *const g) {
 
 static ptx_warpgroup *group_of(const ptx_thread *const t) { return &t->cta->groups[t->index / 128]; }
 
+/* a: registers, or NULL: a_tile. */
 static void wgmma(ptx_thread *const t, const uint32_t columns, uint32_t *const *const d, const uint32_t *const a,
-                  const uint64_t b, const uint32_t keep, const bool bf16) {
+                  const uint64_t a_tile, const uint64_t b, const uint32_t keep, const ptx_operand kind) {
   ptx_warpgroup *const g = group_of(t);
   const uint32_t me = t->index % 128, generation = g->generation;
   if (g->n == PTX_WGMMA) ptx_fail(t, "too many pending wgmma");
   if (g->pending == NULL) g->pending = malloc(PTX_WGMMA * sizeof *g->pending);
   ptx_product *const p = &g->pending[g->n];
-  if (g->arrived > 0 && (p->b != b || p->columns != columns || p->keep != keep))
+  if (g->arrived > 0 && (p->b != b || p->a_tile != a_tile || p->columns != columns || p->keep != keep))
     ptx_fail(t, "warps of a warpgroup issue different wgmma");
-  p->b = b, p->columns = columns, p->keep = keep, p->bf16 = bf16, p->group = g->group;
+  p->b = b, p->a_tile = a_tile, p->columns = columns, p->keep = keep, p->kind = kind, p->group = g->group;
   for (uint32_t i = 0; i < columns / 2; i++) p->d[me][i] = d[i];
-  memcpy(p->a[me], a, sizeof p->a[me]);
+  if (a != NULL) memcpy(p->a[me], a, sizeof p->a[me]);
   if (!last_of_group(g)) {
     ptx_wait(t, &g->generation, generation);
     return;
@@ -395,12 +451,17 @@ static void wgmma(ptx_thread *const t, const uint32_t columns, uint32_t *const *
 
 void ptx_wgmma_bf16(ptx_thread *const t, const uint32_t columns, uint32_t *const *const d, const uint32_t *const a,
                     const uint64_t b, const uint32_t keep) {
-  wgmma(t, columns, d, a, b, keep, true);
+  wgmma(t, columns, d, a, 0, b, keep, PTX_BF16);
 }
 
 void ptx_wgmma_f16(ptx_thread *const t, const uint32_t columns, uint32_t *const *const d, const uint32_t *const a,
                    const uint64_t b, const uint32_t keep) {
-  wgmma(t, columns, d, a, b, keep, false);
+  wgmma(t, columns, d, a, 0, b, keep, PTX_F16);
+}
+
+void ptx_wgmma_tiles(ptx_thread *const t, const ptx_operand kind, const uint32_t columns, uint32_t *const *const d,
+                     const uint64_t a, const uint64_t b, const uint32_t keep) {
+  wgmma(t, columns, d, NULL, a, b, keep, kind);
 }
 
 void ptx_wgmma_commit(ptx_thread *const t) {

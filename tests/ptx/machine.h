@@ -74,13 +74,16 @@ typedef struct {
   uint32_t size, taken, group;
 } ptx_copy_of;
 
+/* What wgmma multiplies: 16 of depth, of codes 32. */
+typedef enum { PTX_F16, PTX_BF16, PTX_S8 } ptx_operand;
+
 /* D += A B of one warpgroup: registers of 128 threads. */
 typedef struct {
   uint32_t *d[128][128];
   uint32_t a[128][4];
-  uint64_t b;
+  uint64_t a_tile, b; /* descriptors; a_tile 0: A is in `a` */
   uint32_t columns, keep, group;
-  bool bf16;
+  ptx_operand kind;
 } ptx_product;
 
 typedef struct {
@@ -277,6 +280,15 @@ static inline uint32_t ptx_cvt_rn_bf16x2_f32(const uint32_t high, const uint32_t
   return (uint32_t)f32_to_bf16(ptx_float(high)) << 16 | f32_to_bf16(ptx_float(low));
 }
 static inline uint32_t ptx_cvt_rn_f32_s32(const uint32_t a) { return ptx_bits((float)(int32_t)a); }
+static inline uint32_t ptx_cvt_rn_f32_s16(const uint16_t a) { return ptx_bits((float)(int16_t)a); }
+static inline uint32_t ptx_cvt_rn_f32_s8(const uint16_t a) { return ptx_bits((float)(int8_t)a); }
+/* To the nearest even, at the ends of int32 what they are; NaN is 0. */
+static inline uint32_t ptx_cvt_rni_s32_f32(const uint32_t a) {
+  const float value = rintf(ptx_float(a));
+  if (isnan(value)) return 0;
+  if (value >= 0x1p31f) return INT32_MAX;
+  return value < -0x1p31f ? (uint32_t)INT32_MIN : (uint32_t)(int32_t)value;
+}
 static inline uint32_t ptx_cvt_rn_f32_u32(const uint32_t a) { return ptx_bits((float)a); }
 static inline uint32_t ptx_cvt_rn_f32_s64(const uint64_t a) { return ptx_bits((float)(int64_t)a); }
 static inline uint32_t ptx_cvt_rn_f32_u16(const uint16_t a) { return ptx_bits((float)a); }
@@ -536,11 +548,16 @@ void ptx_cluster_wait(ptx_thread *t);
 void ptx_mma_m16n8k16_bf16(ptx_thread *t, const uint32_t *in, uint32_t *out);
 void ptx_mma_m16n8k16_f16(ptx_thread *t, const uint32_t *in, uint32_t *out);
 void ptx_mma_m16n8k8_f16(ptx_thread *t, const uint32_t *in, uint32_t *out);
+void ptx_mma_m16n8k32_s8(ptx_thread *t, const uint32_t *in, uint32_t *out);
+void ptx_mma_m8n8k16_s8(ptx_thread *t, const uint32_t *in, uint32_t *out);
 void ptx_ldmatrix(ptx_thread *t, uint64_t address, uint32_t matrices, bool transposed, uint32_t *out);
 
 /* D [64, columns] (+)= A [64, 16] B: `b` is the descriptor of a K-major tile in shared memory, `keep` 0 drops D. */
 void ptx_wgmma_bf16(ptx_thread *t, uint32_t columns, uint32_t *const *d, const uint32_t *a, uint64_t b, uint32_t keep);
 void ptx_wgmma_f16(ptx_thread *t, uint32_t columns, uint32_t *const *d, const uint32_t *a, uint64_t b, uint32_t keep);
+/* The same with A in shared memory, too. Of s8: 32 of depth, int32 sums. */
+void ptx_wgmma_tiles(ptx_thread *t, ptx_operand kind, uint32_t columns, uint32_t *const *d, uint64_t a, uint64_t b,
+                     uint32_t keep);
 void ptx_wgmma_commit(ptx_thread *t);
 void ptx_wgmma_wait(ptx_thread *t, uint32_t pending);
 

@@ -509,12 +509,15 @@ class Translator:
             return {"fence": ";", "commit_group": "ptx_wgmma_commit(t);"}.get(
                 parts[1], f"ptx_wgmma_wait(t, {self.value(operands[0]) if operands else 0});"
             )
-        columns, kind = int(re.search(r"n(\d+)k16", parts[4]).group(1)), parts[-1]
+        columns, kind = int(re.search(r"n(\d+)k(?:16|32)", parts[4]).group(1)), parts[-1]
         d, a = operands_of(operands[0].strip("{}")), operands_of(operands[1].strip("{}"))
-        if not operands[1].startswith("{"):
-            raise ValueError("wgmma with A in shared memory")
-        assert operands[4:] == ["1", "1", "0"], f"wgmma {operands[4:]}"
         registers = ", ".join(f"&{self.value(name)}" for name in d)
+        if not operands[1].startswith("{"):
+            assert operands[4:] == ([] if kind == "s8" else ["1", "1", "0", "0"]), f"wgmma {operands[4:]}"
+            values = ", ".join(self.value(operand) for operand in operands[1:4])
+            call = f"ptx_wgmma_tiles(t, PTX_{kind.upper()}, {columns}, d, {values})"
+            return f"{{ uint32_t *const d[] = {{{registers}}}; {call}; }}"
+        assert operands[4:] == ["1", "1", "0"], f"wgmma {operands[4:]}"
         values = ", ".join(self.value(name) for name in a)
         code = f"{{ uint32_t *const d[] = {{{registers}}}; const uint32_t a[] = {{{values}}}; "
         return code + f"ptx_wgmma_{kind}(t, {columns}, d, a, {self.value(operands[2])}, {self.value(operands[3])}); }}"

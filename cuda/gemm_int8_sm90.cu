@@ -1,0 +1,337 @@
+// gemm_int8_sm90.cu - y[M, N] = the product of codes a [M, K] and b [N, K], scaled, on Hopper (sm_90a): wgmma of int8,
+// tensor copies, clusters.
+//
+//   a [M, K]      b [N, K]          x [M, capacity]  W [N, capacity]   gathered outlier columns, 64 of them a stage
+//     | tensor copies, 128 bytes of depth a stage       |
+//     |  own rows      part of the rows, to the cluster |
+//     v                v                                v
+//   ring of STAGES in shared memory ----------------> the same ring
+//     | wgmma m64nNk32, int32 sums                      | wgmma m64nNk16 of 16 bits, onto the same sums in fp32
+//     v                                                 v
+//   registers --> scales, bias, one rounding --> lanes of a quad exchange --> y, 16 bytes a lane
+//
+// A block of threads has a warp that copies and two warpgroups that multiply, 64 rows of a each, or of 64 rows half of
+// the columns each. Blocks take tile after tile, rows of a first; blocks of a cluster have neighbouring rows. What lies
+// beyond the matrices is copied as zeros and not stored. Where there are few tiles, the blocks of a cluster share the
+// depth of one instead: the others leave their sums in memory for the first, which adds them, exactly, and stores. The
+// bits of y are those of scale_product_int8 where there are no outliers.
+#include "int8.cuh"
+#include "ptx_sm90_cluster.cuh"
+#include "wgmma_codes_sm90.cuh"
+
+namespace bsh {
+namespace {
+
+#ifdef BSH_HAS_WGMMA
+enum { COPY_WARP = 8, CONSUMERS = 8 }; // warps
+enum { CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40 };
+
+template <int ROWS_, int COLUMNS_, int STAGES_, int CLUSTER_> struct int8_form {
+  static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
+  static constexpr int A_BYTES = ROWS * BSH_GEMM_INT8_DEPTH, B_BYTES = COLUMNS * BSH_GEMM_INT8_DEPTH;
+  static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
+  static constexpr int OWN = ROWS == 64 ? COLUMNS / 2 : COLUMNS; // columns of a warpgroup
+  static constexpr int SUMS = OWN / 2;                           // of a thread
+};
+
+struct int8_maps {
+  const bsh_tensor_map *a, *b, *x, *w; // x, w: gathered
+};
+
+// Where a block's work is: its tiles, how many stages each takes, the ring.
+template <typename FORM> struct int8_work {
+  const bsh_int8_gemm_args &args;
+  uint32_t memory, full, empty, joined;
+  int rank, size, cluster;       // of this block in its cluster of `size`
+  int first_step, steps, chunks; // stages of codes, of outlier columns
+
+  __device__ __forceinline__ int8_work(const bsh_int8_gemm_args &a, uint32_t m) : args(a), memory(m) {
+    full = memory + FORM::STAGES * FORM::STAGE_BYTES, empty = full + 8 * FORM::STAGES,
+    joined = empty + 8 * FORM::STAGES;
+    size = FORM::CLUSTER > 1 ? FORM::CLUSTER : args.splits;
+    cluster = blockIdx.x / size, rank = blockIdx.x - cluster * size;
+    const int all = (args.K + BSH_GEMM_INT8_DEPTH - 1) / BSH_GEMM_INT8_DEPTH;
+    first_step = shares_depth() ? all * rank / size : 0, chunks = 0;
+    steps = (shares_depth() ? all * (rank + 1) / size : all) - first_step;
+  }
+  __device__ __forceinline__ bool shares_depth() const { return FORM::CLUSTER == 1 && size > 1; }
+  // After the earlier kernels.
+  __device__ __forceinline__ int count_outliers() {
+    const int count = args.outliers.count == nullptr ? 0 : *args.outliers.count;
+    if (!shares_depth() || rank == 0)
+      chunks = (min(count, args.outliers.capacity) + BSH_INT8_CHUNK - 1) / BSH_INT8_CHUNK;
+    return count;
+  }
+  // One thread. A stage is filled by the copies of all blocks of the cluster and freed by the warps of all of them.
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < FORM::STAGES; i++)
+      mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, CONSUMERS * FORM::CLUSTER);
+    mbarrier_init(joined, CONSUMERS * max(1, size - 1));
+    fence_mbarrier_init();
+  }
+  __device__ __forceinline__ int clusters() const { return gridDim.x / size; }
+  // args.m_tiles: of the rows of a cluster.
+  __device__ __forceinline__ int row(int tile) const {
+    return (tile % args.m_tiles * FORM::CLUSTER + (FORM::CLUSTER > 1 ? rank : 0)) * FORM::ROWS;
+  }
+  __device__ __forceinline__ int column(int tile) const { return tile / args.m_tiles * FORM::COLUMNS; }
+};
+
+// One thread.
+template <typename FORM>
+__device__ __forceinline__ void copy_tiles(const int8_work<FORM> &work, const int8_maps &maps) {
+  constexpr int PART = FORM::COLUMNS / FORM::CLUSTER;
+  int stage = 0;
+  uint32_t parity = 1;
+  for (int tile = work.cluster; tile < work.args.tiles; tile += work.clusters()) {
+    const int m = work.row(tile), n = work.column(tile) + (FORM::CLUSTER > 1 ? work.rank * PART : 0);
+#pragma unroll 1
+    for (int step = 0; step < work.steps + work.chunks; step++) {
+      const bool codes = step < work.steps;
+      const int at = codes ? (work.first_step + step) * BSH_GEMM_INT8_DEPTH : (step - work.steps) * BSH_INT8_CHUNK;
+      const uint32_t to = work.memory + stage * FORM::STAGE_BYTES, to_b = to + FORM::A_BYTES,
+                     full = work.full + 8 * stage;
+      mbarrier_wait(work.empty + 8 * stage, parity);
+      mbarrier_expect(full, FORM::STAGE_BYTES, true);
+      tensor_copy(to, codes ? maps.a : maps.x, at, m, full);
+      if (FORM::CLUSTER == 1) tensor_copy(to_b, codes ? maps.b : maps.w, at, n, full);
+      else
+        tensor_copy_to(to_b + work.rank * PART * BSH_GEMM_INT8_DEPTH, codes ? maps.b : maps.w, at, n, full,
+                       (1 << FORM::CLUSTER) - 1);
+      if (++stage == FORM::STAGES) stage = 0, parity ^= 1;
+    }
+  }
+}
+
+// Where a thread's sums are: element i of a tile's sums is row `row` + 8 (i / 2 % 2), column `column` + 8 (i / 4) + i
+// % 2.
+struct int8_place {
+  int m, n, c; // of element 0 in y; lane of its quad
+};
+
+// The ring as consumers go round. `read` multiplies a stage; a stage is freed when the products after it are on their
+// way and its own are done.
+template <typename FORM> struct int8_ring {
+  const int8_work<FORM> &work;
+  uint32_t there; // `empty` in block lane % CLUSTER of the cluster
+  int stage = 0;
+  uint32_t parity = 0;
+  int lane;
+
+  __device__ __forceinline__ int8_ring(const int8_work<FORM> &w, int l) : work(w), lane(l) {
+    there = FORM::CLUSTER == 1 ? w.empty : map_to_rank(w.empty, l % FORM::CLUSTER);
+  }
+  __device__ __forceinline__ void release(int s) const {
+    if (lane < FORM::CLUSTER) mbarrier_arrive_there(there + 8 * s);
+  }
+  template <typename READ> __device__ __forceinline__ void walk(int steps, READ read) {
+    int before = -1;
+    for (; steps > 0; steps--) {
+      mbarrier_wait(work.full + 8 * stage, parity);
+      wgmma_fence();
+      read(stage);
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (before >= 0) release(before);
+      before = stage;
+      if (++stage == FORM::STAGES) stage = 0, parity ^= 1;
+    }
+    wgmma_wait<0>();
+    if (before >= 0) release(before);
+  }
+};
+
+// To the compiler sums are new after the wait for the products that make them: nothing that reads them comes before it.
+template <int N> __device__ __forceinline__ void renew(int (&sum)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+r"(sum[i])::"memory");
+}
+template <int N> __device__ __forceinline__ void renew(float (&sum)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(sum[i])::"memory");
+}
+
+// Adds the sums of the blocks that share a tile's depth in the first of them; whether this is the first.
+template <typename FORM>
+__device__ __forceinline__ bool join(int (&sum)[FORM::SUMS], const int8_work<FORM> &work, int tile, int lane) {
+  constexpr int GROUP = CONSUMERS * 32;
+  const int others = work.size - 1;
+  int4 *const all = reinterpret_cast<int4 *>(work.args.partial) + (int64_t)tile * others * (FORM::SUMS / 4 * GROUP);
+  if (work.rank > 0) {
+    int4 *const to = all + (work.rank - 1) * (FORM::SUMS / 4 * GROUP) + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < FORM::SUMS; i += 4) to[i / 4 * GROUP] = make_int4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
+    __threadfence();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive_there(map_to_rank(work.joined, 0));
+    return false;
+  }
+  mbarrier_wait(work.joined, 0);
+  __threadfence();
+  for (int other = 0; other < others; other++) {
+    const int4 *const from = all + other * (FORM::SUMS / 4 * GROUP) + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < FORM::SUMS; i += 4) {
+      const int4 v = __ldcg(from + i / 4 * GROUP);
+      sum[i] += v.x, sum[i + 1] += v.y, sum[i + 2] += v.z, sum[i + 3] += v.w;
+    }
+  }
+  return true;
+}
+
+// sum += x W^T over the outlier columns from position `first` of the list on.
+template <typename T, typename FORM>
+__device__ __forceinline__ void multiply_listed(float *sum, const bsh_int8_gemm_args &args, const int8_place &p,
+                                                int first, int count) {
+  const T *const x = static_cast<const T *>(args.x);
+  for (int at = first; at < count; at++) {
+    const int k = args.outliers.list[at];
+    const float x0 = p.m < args.M ? to_float(x[p.m * args.ldx + k]) : 0.f;
+    const float x1 = p.m + 8 < args.M ? to_float(x[(p.m + 8) * args.ldx + k]) : 0.f;
+    const int8_t *w = args.b + (int64_t)p.n * args.K + k;
+#pragma unroll
+    for (int i = 0; i < FORM::SUMS; i += 4, w = keep(w + 6 * (int64_t)args.K))
+#pragma unroll
+      for (int e = 0; e < 2; e++, w += args.K) {
+        const float code = p.n + i * 2 + e < args.N ? (float)*w : 0.f;
+        sum[i + e] = fmaf(x0, code, sum[i + e]), sum[i + e + 2] = fmaf(x1, code, sum[i + e + 2]);
+      }
+  }
+}
+
+// Words of the four lanes of a quad: lane c gets word c of each, in the order of the lanes.
+__device__ __forceinline__ void transpose_quad(uint32_t *w, int c) {
+#pragma unroll
+  for (int step = 1; step <= 2; step *= 2)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (i & step) continue;
+      const bool high = c & step;
+      const uint32_t sent = high ? w[i] : w[i | step], got = __shfl_xor_sync(~0u, sent, step);
+      if (high) w[i] = got;
+      else w[i | step] = got;
+    }
+}
+
+// value(i, row of the thread (0, 1), column of y): element i as a float.
+template <typename T, typename FORM, typename VALUE>
+__device__ __forceinline__ void store(const bsh_int8_gemm_args &args, const int8_place &p, VALUE value) {
+  T *const y = static_cast<T *>(args.y);
+#pragma unroll
+  for (int i = 0; i < FORM::SUMS; i += 16) // 32 columns
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int m = p.m + 8 * r;
+      float v[8];
+#pragma unroll
+      for (int e = 0; e < 8; e++) {
+        const int n = p.n + (i + e / 2 * 4) * 2 + e % 2;
+        v[e] = value(i + e / 2 * 4 + r * 2 + e % 2, r, n);
+      }
+      if constexpr (sizeof(T) == 2) {
+        if (args.store_fours) {
+          uint32_t w[4];
+#pragma unroll
+          for (int j = 0; j < 4; j++) w[j] = pack_pair<T>(v[2 * j], v[2 * j + 1]);
+          transpose_quad(w, p.c);
+          const int n = p.n - 2 * p.c + i * 2 + p.c * 8;
+          if (m < args.M && n < args.N)
+            *reinterpret_cast<uint4 *>(y + (int64_t)m * args.N + n) = make_uint4(w[0], w[1], w[2], w[3]);
+          continue;
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < 8; e++) {
+        const int n = p.n + (i + e / 2 * 4) * 2 + e % 2;
+        if (m < args.M && n < args.N) from_float(v[e], y + (int64_t)m * args.N + n);
+      }
+    }
+}
+
+template <typename T, typename FORM>
+__device__ __forceinline__ void multiply_tiles(const int8_work<FORM> &work, int count, int warp, int lane) {
+  const bsh_int8_gemm_args &args = work.args;
+  const int group = warp / 4;
+  const uint64_t a = wgmma_descriptor_64(work.memory + (FORM::ROWS == 64 ? 0 : group * 64 * BSH_GEMM_INT8_DEPTH));
+  const uint64_t b = wgmma_descriptor_64(work.memory + FORM::A_BYTES +
+                                         (FORM::ROWS == 64 ? group * FORM::OWN * BSH_GEMM_INT8_DEPTH : 0));
+  int8_ring<FORM> ring(work, lane);
+  int8_place p;
+  p.c = lane % 4;
+  for (int tile = work.cluster; tile < args.tiles; tile += work.clusters()) {
+    p.m = work.row(tile) + (FORM::ROWS == 64 ? 0 : group * 64) + warp % 4 * 16 + lane / 4;
+    p.n = work.column(tile) + (FORM::ROWS == 64 ? group * FORM::OWN : 0) + 2 * p.c;
+    int sum[FORM::SUMS];
+#pragma unroll
+    for (int i = 0; i < FORM::SUMS; i++) sum[i] = 0;
+    ring.walk(work.steps, [&](int stage) {
+      const uint64_t at = (uint64_t)(stage * FORM::STAGE_BYTES) >> 4;
+#pragma unroll
+      for (int k = 0; k < 4; k++) wgmma_codes<FORM::OWN>::mma_async(sum, a + at + 2 * k, b + at + 2 * k);
+    });
+    renew(sum);
+    if (work.shares_depth() && !join<FORM>(sum, work, tile, lane)) continue;
+    const float row[2] = {p.m < args.M ? args.row_absmax[p.m] : 0.f, p.m + 8 < args.M ? args.row_absmax[p.m + 8] : 0.f};
+    auto col = [&](int n) { return n < args.N ? args.col_absmax[n] : 0.f; };
+    auto bias = [&](int n) { return n < args.N ? bias_of<T>(args.bias, n) : 0.f; };
+    if (count == 0) {
+      store<T, FORM>(args, p, [&](int i, int r, int n) { return scale_sum(sum[i], row[r], col(n), bias(n)); });
+      continue;
+    }
+    float part[FORM::SUMS];
+#pragma unroll
+    for (int i = 0; i < FORM::SUMS; i++) part[i] = sum_beside_outliers(sum[i], row[i / 2 % 2]);
+    ring.walk(work.chunks, [&](int stage) {
+      const uint64_t at = (uint64_t)(stage * FORM::STAGE_BYTES) >> 4;
+#pragma unroll
+      for (int k = 0; k < 4; k++) wgmma_ss<T, FORM::OWN>::mma_async(part, a + at + 2 * k, b + at + 2 * k);
+    });
+    renew(part);
+    multiply_listed<T, FORM>(part, args, p, min(count, args.outliers.capacity), count);
+    store<T, FORM>(args, p, [&](int i, int r, int n) { return scale_codes(part[i], col(n), bias(n)); });
+  }
+}
+
+template <typename T, typename FORM>
+__device__ __forceinline__ void gemm(const int8_maps &maps, const bsh_int8_gemm_args &args) {
+  extern __shared__ __align__(1024) char dynamic[];
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  int8_work<FORM> work(args, (shared_address(dynamic) + 1023) / 1024 * 1024);
+  if (threadIdx.x == 0) work.init();
+  if (warp == COPY_WARP && lane == 0) prefetch_map(maps.a), prefetch_map(maps.b);
+  __syncthreads();
+  if (work.size > 1) cluster_meet();
+  wait_for_earlier_kernels();
+  let_later_kernels_start();
+  const int count = work.count_outliers();
+  if (warp >= COPY_WARP) {
+    give_registers<PRODUCER_REGISTERS>();
+    if (warp == COPY_WARP && lane == 0) copy_tiles<FORM>(work, maps);
+  } else {
+    take_registers<CONSUMER_REGISTERS>();
+    multiply_tiles<T, FORM>(work, count, warp, lane);
+  }
+  __syncwarp();
+  if (work.size > 1) cluster_meet(); // nobody ends while a block of its cluster may still write here
+}
+#endif
+
+} // namespace
+} // namespace bsh
+
+#ifdef BSH_HAS_WGMMA
+#define BODY(T, ...) bsh::gemm<T, bsh::int8_form<__VA_ARGS__>>({&a, &b, &x, &w}, args)
+#else
+#define BODY(T, ...) __trap()
+#endif
+#define GEMM(NAME, T, ...)                                                                                             \
+  extern "C" __global__ void __launch_bounds__(BSH_GEMM_INT8_SM90_THREADS, 1)                                          \
+      NAME(const __grid_constant__ bsh_tensor_map a, const __grid_constant__ bsh_tensor_map b,                         \
+           const __grid_constant__ bsh_tensor_map x, const __grid_constant__ bsh_tensor_map w,                         \
+           const __grid_constant__ bsh_int8_gemm_args args) {                                                          \
+    BODY(T, __VA_ARGS__);                                                                                              \
+  }
+#define GEMM_F16(FORM, ...) GEMM(gemm_int8_sm90_f16_##FORM, __half, __VA_ARGS__)
+#define GEMM_BF16(FORM, ...) GEMM(gemm_int8_sm90_bf16_##FORM, __nv_bfloat16, __VA_ARGS__)
+BSH_GEMM_INT8_SM90_FORMS(GEMM_F16)
+BSH_GEMM_INT8_SM90_FORMS(GEMM_BF16)

@@ -1,0 +1,113 @@
+/* int8.h - sizes and arguments of the int8 kernels (int8.cu, gemv_int8.cu, gemm_int8.cu, gemm_int8_sm90.cu), for the
+ * kernels, their plan (csrc/plan/int8.c), their host (csrc/gpu/int8.c) and tests. C and CUDA. */
+#ifndef BSH_INT8_KERNELS_H
+#define BSH_INT8_KERNELS_H
+
+#include <stdint.h>
+
+#include "core/int8.h"
+#include "fused.h"
+
+enum { BSH_INT8_THREADS = 256 };     /* of a block, int8.cu */
+enum { BSH_INT8_OUTLIER_ROWS = 32 }; /* of x or W that a block of outliers_int8 gathers */
+enum { BSH_INT8_ANY_WARPS = 4, BSH_INT8_ANY_TOKENS = 4 };
+
+/* A chunk: 64 outlier columns, gathered in 16 bits: rows of 128 bytes, as 128 columns of codes. */
+enum { BSH_INT8_CHUNK = 64 };
+
+/* Outlier columns of x, found on the GPU: `count` of them, listed in order. The first `capacity` are gathered, as
+ * 16-bit x and as 16-bit codes of W, with zeros up to a whole chunk; the others are multiplied one by one. */
+typedef struct {
+  const uint8_t *flags; /* [K] */
+  int32_t *count;       /* NULL: there are none */
+  int32_t *list;        /* [K] */
+  void *x, *w;          /* of dtype, [M, capacity] and [N, capacity] */
+  int32_t capacity;     /* a multiple of BSH_INT8_CHUNK, or 0 */
+} bsh_int8_outliers;
+
+/* clear_int8: flags before quantize_int8 sets some. */
+typedef struct {
+  uint8_t *flags; /* [n] */
+  int64_t n;
+} bsh_int8_clear_args;
+
+/* outliers_int8: clears the codes of outlier columns of x, and gathers those of x and W where capacity > 0. With
+ * count NULL it only clears. */
+typedef struct {
+  bsh_int8_outliers outliers;
+  const void *x;   /* [M, K], rows ldx elements apart */
+  int8_t *codes;   /* of x, [M, K] */
+  const int8_t *w; /* [N, K] */
+  int64_t ldx;
+  int32_t M, N, K;
+} bsh_int8_gather_args;
+
+/* dequantize_int8: a rectangle of W. */
+typedef struct {
+  const int8_t *codes; /* rows `pitch` bytes apart */
+  const float *absmax; /* [rows] */
+  void *y;             /* [rows, columns] of dtype */
+  int64_t rows, columns, pitch;
+} bsh_int8_rectangle_args;
+
+/* gemm_int8 and gemm_int8_sm90: the product of codes a [M, K] and b [N, K]. gemm_int8 of int32 stores the sums and
+ * reads no scales. */
+typedef struct {
+  const int8_t *a, *b;
+  void *y; /* [M, N] */
+  const float *row_absmax, *col_absmax;
+  const void *bias; /* or NULL */
+  const void *x;    /* [M, K], rows ldx elements apart: for outlier columns beyond the capacity */
+  int64_t ldx;
+  bsh_int8_outliers outliers;
+  int32_t M, N, K;
+  int32_t fast;        /* rows of a and b are 16-byte aligned */
+  int32_t store_fours; /* y and its rows are 16-byte aligned: 16 bytes a store (gemm_int8_sm90) */
+  int32_t m_tiles, tiles;
+  /* gemm_int8_sm90: blocks of a cluster that share the depth of a tile, of forms that have no other clusters; their
+   * sums, int32 [tiles][splits - 1][sums of a thread / 4][256 threads][4]. More than 1: a cluster has one tile. */
+  int32_t splits;
+  int32_t *partial;
+} bsh_int8_gemm_args;
+
+/* gemm_int8: a block of threads has 128 x 128 of y; a stage is 128 codes of 256 rows, with 128-byte swizzle. */
+enum { BSH_GEMM_INT8_TILE = 128, BSH_GEMM_INT8_DEPTH = 128, BSH_GEMM_INT8_THREADS = 256 };
+enum { BSH_GEMM_INT8_STAGE_BYTES = 2 * BSH_GEMM_INT8_TILE * BSH_GEMM_INT8_DEPTH };
+BSH_SIZE int32_t bsh_gemm_int8_stages(int32_t arch) { return arch >= 80 ? 3 : 2; }
+BSH_SIZE int32_t bsh_gemm_int8_shared_bytes(int32_t arch) {
+  return bsh_gemm_int8_stages(arch) * BSH_GEMM_INT8_STAGE_BYTES;
+}
+
+/* gemm_int8_sm90. X(name, rows of x of a tile, rows of W, stages, blocks of a cluster). The blocks of a cluster have
+ * neighbouring rows of x and the same rows of W, of which each reads its part for all. */
+#define BSH_GEMM_INT8_SM90_FORMS(X) X(m64_n128, 64, 128, 8, 1) X(m128_n128, 128, 128, 6, 1) X(m128_n256, 128, 256, 4, 2)
+enum { BSH_GEMM_INT8_SM90_THREADS = 384 };
+BSH_SIZE int32_t bsh_gemm_int8_sm90_shared_bytes(int32_t rows, int32_t columns, int32_t stages) {
+  return 1024 + stages * ((rows + columns) * BSH_GEMM_INT8_DEPTH + 16) +
+         8; /* barriers: of stages, and of shared sums */
+}
+
+/* dgrad_int8_sm90: a pair of blocks has 256 columns of W by `tokens` rows of dy. X(name, tokens, stages of 64 of N). */
+#define BSH_DGRAD_INT8_FORMS(X) X(m128, 128, 8) X(m256, 256, 5)
+enum { BSH_DGRAD_INT8_ROWS = 128, BSH_DGRAD_INT8_DEPTH = 64 };
+BSH_SIZE int32_t bsh_dgrad_int8_shared_bytes(int32_t tokens, int32_t stages) {
+  return 1024 + stages * ((tokens + BSH_DGRAD_INT8_DEPTH) * 128 + 16) + 8;
+}
+typedef struct {
+  const float *absmax; /* [N] */
+  void *dx;            /* [M, K] */
+  float *partial;      /* f32 [tiles][2][splits - 1][sums of a thread / 4][256 threads][4] */
+  int32_t M, N, K;
+  int32_t token_tiles, tiles;
+  int32_t splits; /* pairs of blocks that share N. More than 1: a cluster has one tile */
+} bsh_int8_dgrad_args;
+
+/* gemv_int8. X(name, token tiles: 8 rows of x each, units of K a warp). */
+#define BSH_GEMV_INT8_FORMS(X) X(m8_k4, 1, 4) X(m8_k8, 1, 8) X(m16_k4, 2, 4)
+
+/* A ring of pieces of 16 rows x 128 codes for each warp, and two sets of sums. */
+BSH_SIZE int32_t bsh_gemv_int8_shared_bytes(int32_t warps, int32_t slots, int32_t sums_bytes) {
+  return warps * slots * BSH_PIECE_BYTES + sums_bytes;
+}
+
+#endif
