@@ -17,7 +17,7 @@ CHECKS = (
     *"assign assign_misfits dequantize describe replicated".split(),
     *"sharded_state_dict torch_save contradictions full_state_dict torch_full_state_dict".split(),
     *BROADCAST,
-    *"embedding_units embedding_tied_head embedding_state_dicts embedding_8bit".split(),
+    *"embedding_units embedding_tied_head embedding_state_dicts".split(),
     *"dcp resume loss_curves casts_raise fp16 fsdp1_options fsdp1_shared_weight fsdp1_state_dicts".split(),
 )
 THREE_RANKS = (

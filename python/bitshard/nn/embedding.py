@@ -18,9 +18,9 @@ from bitshard import int8, inventory, launch
 from bitshard.autograd import matmul_4bit
 from bitshard.functional import dequantize_4bit
 from bitshard.int8_params import Int8Params
-from bitshard.matmul_int8 import RowScales, matmul_int8
+from bitshard.matmul_int8 import MatmulLtState, matmul_int8
 from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
-from bitshard.nn.linear8bit import maybe_rearrange_weight
+from bitshard.nn.linear8bit import HoldsInt8Weight, Int8Weight
 from bitshard.optim.config import GlobalOptimManager
 from bitshard.place import Place
 from bitshard.rows import embedding_4bit, embedding_int8
@@ -223,7 +223,7 @@ class EmbeddingFP4(_OneFormat):
     format = "fp4"
 
 
-class Embedding8bit(nn.Embedding):
+class Embedding8bit(HoldsInt8Weight, nn.Embedding):
     """An embedding whose weight [N, K] is quantized to int8 by rows when it moves to a device; frozen.
 
     The rows of a batch are decoded when they are needed (`bitshard.rows`). State dicts have the keys of a
@@ -234,9 +234,12 @@ class Embedding8bit(nn.Embedding):
         num_embeddings, embedding_dim: N and K.
         device: where the float weight is created; it is quantized when it moves.
         dtype: of the float weight, and of what forward gives; torch's default if None.
+
+    Attributes:
+        state: of its weight; `state.threshold` is that of outliers in what a tied head multiplies.
     """
 
-    threshold = 6.0  # of outliers in what a tied head multiplies, as load_in_8bit has it
+    loads_codes_at_once = True
 
     def __init__(
         self,
@@ -247,12 +250,13 @@ class Embedding8bit(nn.Embedding):
     ):
         super().__init__(num_embeddings, embedding_dim, device=device, dtype=dtype)
         self.dtype = self.weight.dtype
+        self.state = _int8_state(self)
         self.weight = Int8Params(self.weight.data, has_fp16_weights=False, requires_grad=False)
+        self.packed_weight = Int8Weight(self, self.matrix_shape(), self.dtype)
 
-    def reset_parameters(self) -> None:
-        """Initialize a weight that is not quantized; codes are left alone."""
-        if self.weight.dtype is not torch.int8:
-            super().reset_parameters()
+    def matrix_shape(self) -> tuple[int, int]:
+        """N and K."""
+        return self.num_embeddings, self.embedding_dim
 
     def forward(self, input: Tensor) -> Tensor:
         weight, scales = self._ready()
@@ -261,72 +265,38 @@ class Embedding8bit(nn.Embedding):
     def linear(self, x: Tensor) -> Tensor:
         """y [..., N] = x W^T for a head that is tied to this embedding (`bitshard.nn.tied`), x [..., K]."""
         weight, scales = self._ready()
-        return matmul_int8(x, weight, scales, None, self.threshold)
+        return matmul_int8(x, weight, scales, None, self.state.threshold)
 
     def dequantize(self) -> Tensor:
         """The values [N, K] of the dtype of forward. RuntimeError or ValueError where forward raises."""
         weight, scales = self._ready()
         return int8.dequantize(weight, scales.absmax, *scales.shape, self.dtype)
 
-    def _ready(self) -> tuple[Tensor, RowScales]:
+    def _ready(self) -> tuple[Tensor, Any]:
         """Codes and scales. RuntimeError or ValueError where there are none, or others."""
-        weight, shape = self.weight, (self.num_embeddings, self.embedding_dim)
-        scales = getattr(weight, "SCB", None)
-        if weight.dtype is not torch.int8 or scales is None:
+        parameters, held = self._parameters, self.packed_weight
+        weight = parameters["weight"] if "weight" in parameters else self.weight
+        if held.state is not None or getattr(weight, "quant_state", None) is not None:
+            return held.ready(weight)
+        if weight.dtype is not torch.int8:
             raise RuntimeError(
-                f"Embedding8bit: the weight {list(weight.shape)} of {dtype_name(weight.dtype)} is not quantized or has "
-                "no scales: move the module to a device first, for instance with .to('cpu') or .cuda()"
+                f"Embedding8bit: the weight {list(weight.shape)} of {dtype_name(weight.dtype)} is not quantized yet: "
+                "move the module to a device first, for instance with .to('cpu') or .cuda()"
             )
-        if weight.shape != shape or scales.shape != shape[:1]:
-            raise ValueError(
-                f"Embedding8bit: codes {list(weight.shape)} and scales {list(scales.shape)} for {list(shape)}"
-            )
-        return weight, RowScales(scales, weight.shape)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, a pickle, or an embedding that bitsandbytes pickled, whose weight arrives as a plain parameter."""
-        super().__setstate__(state)
-        weight = self._parameters.get("weight")
-        if type(weight) is nn.Parameter and "SCB" in vars(weight):
-            self._parameters["weight"] = Int8Params(weight.data, weight.requires_grad, **vars(weight))
-
-    # -- state dicts --
+        return weight, self._scales(weight)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        scales = getattr(self.weight, "SCB", None)
-        if scales is None and not self.weight.is_meta:
+        weight = self._parameters.get("weight")
+        if isinstance(weight, Int8Params) and not weight.bnb_quantized and not weight.is_meta:
             _not_saved(self, prefix)
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        entries = {} if scales is None else {"SCB": scales, "weight_format": torch.tensor(0, dtype=torch.uint8)}
-        for name, value in entries.items():
-            destination[f"{prefix}{name}"] = value if keep_vars else value.detach()
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *found: list[str]
-    ) -> None:
-        arguments, (missing_keys, _, error_msgs) = (local_metadata, strict, *found), found
-        maybe_rearrange_weight(state_dict, prefix, *arguments)
-        codes, scales = state_dict.get(f"{prefix}weight"), state_dict.get(f"{prefix}SCB")
-        if self.weight.dtype is not torch.int8 and scales is None and getattr(codes, "dtype", None) is not torch.int8:
-            return super()._load_from_state_dict(state_dict, prefix, *arguments)
-        if codes is None and scales is None:
-            missing_keys.extend([f"{prefix}weight", f"{prefix}SCB"] if strict else [])
-            return
-        try:
-            self._load_codes(codes, scales, bool(local_metadata.get("assign_to_params_buffers", False)))
-        except (TypeError, ValueError) as error:
-            error_msgs.append(f"{prefix}weight: {error}")
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, a pickle, or an embedding that bitsandbytes pickled, which has no `state`."""
+        super().__setstate__({"state": _int8_state(self), **state})
 
-    def check_codes(self, codes: Tensor | None, scales: Tensor | None) -> None:
-        """TypeError or ValueError unless these are codes and scales of a checkpoint that fit: both, not one of them."""
-        shape = (self.num_embeddings, self.embedding_dim)
-        if codes is None or scales is None or codes.dtype is not torch.int8 or tuple(codes.shape) != shape:
-            found = [None if t is None else f"{dtype_name(t.dtype)} {list(t.shape)}" for t in (codes, scales)]
-            raise ValueError(f"weight and SCB are {found}, this embedding needs int8 {list(shape)} and its scales")
-        int8.check_scales(scales, shape[0], "SCB")
 
-    def _load_codes(self, codes: Tensor | None, scales: Tensor | None, assign: bool) -> None:
-        self.check_codes(codes, scales)
-        device = codes.device if assign or self.weight.is_meta else self.weight.device
-        codes, scales = (each.detach().to(device, copy=not assign) for each in (codes, scales.view(-1)))
-        self.weight = Int8Params(codes, requires_grad=False, SCB=scales)
+def _int8_state(module: Embedding8bit) -> MatmulLtState:
+    state = MatmulLtState()
+    state.has_fp16_weights, state.threshold, state.owner = False, 6.0, module  # the threshold of load_in_8bit
+    return state

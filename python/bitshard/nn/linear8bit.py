@@ -76,7 +76,7 @@ class Int8Weight(PackedWeight):
             trained = self.owner.state.has_fp16_weights or getattr(value, "requires_grad", False)
             if gather.is_dtensor(value) and not trained:
                 raise ValueError(
-                    f"Linear8bitLt of {list(self.shape)}: a sharded weight {list(value.shape)} of "
+                    f"{type(self.owner).__name__} of {list(self.shape)}: a sharded weight {list(value.shape)} of "
                     f"{dtype_name(value.dtype)} for a layer that is not quantized yet. Load and quantize the whole "
                     "model first (from_pretrained in a process where FSDP shards, or bitshard.fsdp.shardable(model)), "
                     "then shard it"
@@ -113,7 +113,188 @@ class Int8Weight(PackedWeight):
         return repack(data, torch.int8, state).view(state.shape)
 
 
-class Linear8bitLt(HoldsPackedWeight, nn.Linear):
+class HoldsInt8Weight(HoldsPackedWeight):
+    """A module whose parameter `weight` [N, K] may be int8. Derive from this before the module.
+
+    `state` and `packed_weight` (an `Int8Weight`) are set by the class that derives, once the parameter is there.
+    """
+
+    state: MatmulLtState
+    loads_codes_at_once = False  # a quantized state dict loads before the weight is quantized, also without assign=True
+
+    def matrix_shape(self) -> tuple[int, int]:
+        """N and K."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Initialize a weight that is not quantized; codes are left alone."""
+        if "packed_weight" not in vars(self) or (self.quant_state is None and self.weight.dtype is not torch.int8):
+            super().reset_parameters()
+
+    def init_8bit_state(self) -> None:
+        """Nothing: codes and scales of the weight are those of `state`, always. For callers of bitsandbytes' method."""
+
+    # -- what others ask for --
+
+    def int8_codes(self) -> Tensor | None:
+        """Codes int8 [N, K] of the weight; None where it is a float, or not whole in this process."""
+        held = self.packed_weight
+        if held.state is None:
+            return getattr(self._parameters.get("weight"), "CB", None)
+        return Int8Weight.codes(self.weight, held.state) if held.place is Place.WHOLE else None
+
+    def int8_scales(self) -> Tensor | None:
+        """Scales float32 [N] of the weight; None where it is a float. ValueError where the weight is sharded."""
+        held = self.packed_weight
+        if held.state is None:
+            return getattr(self._parameters.get("weight"), "SCB", None)
+        if held.state.sharded is not None or held.shard is not None:
+            raise ValueError(
+                f"{type(self).__name__}: the int8 weight of {list(held.shape)} is sharded, its scales too, so nothing "
+                "can be merged into it here. bitshard.fsdp.save_pretrained(model, folder, merge=True) writes the "
+                "merged model, or merge in one process with the saved adapter"
+            )
+        return held.state.absmax
+
+    @property
+    def SCB(self) -> Tensor | None:
+        """Entry of the state dict: torch's code for state dicts walks keys by getattr."""
+        return self.state.SCB
+
+    @property
+    def weight_format(self) -> Tensor:
+        """Entry of the state dict."""
+        return torch.zeros((), dtype=torch.uint8)
+
+    def _scales(self, weight: Tensor) -> RowScales:
+        """The scales of codes [N, K]. RuntimeError or ValueError where there are none, or others."""
+        scales, shape = self.state.SCB, self.matrix_shape()
+        if scales is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: the int8 weight {list(shape)} has no scales: load a state dict with SCB "
+                "beside it, or assign Int8Params(codes, SCB=scales)"
+            )
+        if weight.shape != shape or scales.shape != shape[:1]:
+            raise ValueError(
+                f"{type(self).__name__}: codes {list(weight.shape)} and scales {list(scales.shape)} for a layer of "
+                f"{list(shape)}"
+            )
+        return RowScales(scales, weight.shape)
+
+    # -- copies and moves --
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, a pickle, or a layer that bitsandbytes pickled, whose weight arrives as a plain parameter."""
+        super().__setstate__(state)
+        weight, held = self._parameters.get("weight"), self.state
+        if type(weight) is nn.Parameter and "SCB" in vars(weight):
+            own = {**vars(weight)}
+            if weight.dtype is torch.int8 and own["SCB"] is None:  # after its first forward
+                own["SCB"] = held.SCB
+            self._parameters["weight"] = Int8Params(weight.data, weight.requires_grad, **own)
+        if "packed_weight" not in state:
+            dtype = torch.float32 if weight is None else weight.dtype
+            self.packed_weight = Int8Weight(self, self.matrix_shape(), dtype)
+        if held.owner is not self:
+            self.state = copy.copy(held)
+            self.state.owner = self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        held, weight = self.packed_weight, self._parameters.get("weight")
+        if held.state is None and isinstance(weight, Int8Params) and weight.bnb_quantized and weight.SCB is None:
+            weight.SCB = self.state.SCB  # as bitsandbytes leaves it after a forward
+        result = super()._apply(fn, recurse)
+        self.state.reset_grads()  # what was set there, or made of a float weight, is where the layer was
+        weight = self._parameters.get("weight")
+        if held.state is None and weight is not None:
+            if weight.dtype in VALUE_DTYPES.values():
+                held.dtype = weight.dtype
+            elif launch.fsdp_launch() or launch.keeps_parts():
+                held.enter()
+        return result
+
+    # -- state dicts --
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if self.packed_weight.state is not None:
+            return super()._save_to_state_dict(destination, prefix, keep_vars)
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+        weight = self._parameters.get("weight")
+        scales = self.state.SCB if weight is not None and weight.dtype is torch.int8 else None
+        if scales is not None:
+            destination[f"{prefix}SCB"] = scales if keep_vars else scales.detach()
+            destination[f"{prefix}weight_format"] = self.weight_format
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        maybe_rearrange_weight(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        arguments = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        state = self.quant_state
+        if state is not None:
+            entries = INT8.unfiled(f"{prefix}weight", state_dict, state)
+            super()._load_from_state_dict(entries, prefix, *arguments)
+            unexpected_keys[:] = [key for key in unexpected_keys if key != f"{prefix}SCB"]
+            return
+        codes, scales = state_dict.get(f"{prefix}weight"), state_dict.get(f"{prefix}SCB")
+        weight = self._parameters.get("weight")
+        quantized = weight is not None and weight.dtype is torch.int8
+        assigns = bool(local_metadata.get("assign_to_params_buffers", False))
+        if scales is None and not quantized and (codes is None or codes.dtype is not torch.int8):
+            return nn.Module._load_from_state_dict(self, state_dict, prefix, *arguments)
+        if self.loads_codes_at_once and not quantized and not assigns:
+            device, assigns = None if weight is None or weight.is_meta else weight.device, True
+            codes, scales = (each if each is None else each.to(device, copy=True) for each in (codes, scales))
+        if scales is not None and not assigns and (not quantized or self.state.SCB is None):
+            raise RuntimeError(
+                f"Loading a quantized checkpoint into non-quantized {type(self).__name__} ({prefix}): move the module "
+                "to its device first, which quantizes it (module.to(...)), or load with assign=True"
+            )
+        own = {f"{prefix}{name}" for name in ("weight", "SCB", "weight_format")}
+        absent: list[str] = []
+        rest = {key: value for key, value in state_dict.items() if key not in own}
+        nn.Module._load_from_state_dict(self, rest, prefix, local_metadata, strict, absent, unexpected_keys, error_msgs)
+        missing_keys.extend(key for key in absent if key not in own)
+        if codes is None and scales is None:
+            missing_keys.extend([f"{prefix}weight", f"{prefix}SCB"] if strict else [])
+            return
+        try:
+            self._load_codes(codes, scales, assigns)
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"{prefix}weight: {error}")
+
+    def check_codes(self, codes: Tensor | None, scales: Tensor | None) -> None:
+        """TypeError or ValueError unless these are codes and scales for this module, both of them."""
+        shape = self.matrix_shape()
+        if codes is None or scales is None:
+            what = "codes without SCB, their scales" if scales is None else "SCB, scales without their codes"
+            if codes is not None and codes.dtype is not torch.int8:
+                what = f"a dense weight of {dtype_name(codes.dtype)}: load it into a new layer before that moves"
+            raise ValueError(f"for a quantized layer of {list(shape)} the state dict has {what}")
+        int8.check_codes(codes, "weight")
+        if tuple(codes.shape) != shape:
+            raise ValueError(f"codes {list(codes.shape)} for a layer of {list(shape)}")
+        int8.check_scales(scales, shape[0], "SCB")
+
+    def _load_codes(self, codes: Tensor | None, scales: Tensor | None, assigns: bool) -> None:
+        """Take over codes and scales of a checkpoint: both, or neither with TypeError or ValueError."""
+        self.check_codes(codes, scales)
+        if assigns:
+            self.weight = Int8Params(codes, requires_grad=False, SCB=scales.view(-1))
+            return
+        with torch.no_grad():
+            self.weight.data.copy_(codes)
+            self.state.SCB.copy_(scales.view(-1))
+
+
+class Linear8bitLt(HoldsInt8Weight, nn.Linear):
     """y = x W^T + b with W in int8.
 
     Args:
@@ -145,47 +326,9 @@ class Linear8bitLt(HoldsPackedWeight, nn.Linear):
         self.weight = Int8Params(self.weight.data, has_fp16_weights=has_fp16_weights, requires_grad=has_fp16_weights)
         self.packed_weight = Int8Weight(self, (output_features, input_features), self.weight.dtype)
 
-    def reset_parameters(self) -> None:
-        """Initialize a weight that is not quantized; codes are left alone."""
-        if "packed_weight" not in vars(self) or (self.quant_state is None and self.weight.dtype is not torch.int8):
-            super().reset_parameters()
-
-    def init_8bit_state(self) -> None:
-        """Nothing: codes and scales of the weight are those of `state`, always. For callers of bitsandbytes' method."""
-
-    # -- what others ask for --
-
-    def int8_codes(self) -> Tensor | None:
-        """Codes int8 [N, K] of the weight; None where it is a float, or not whole in this process."""
-        held = self.packed_weight
-        if held.state is None:
-            return getattr(self._parameters.get("weight"), "CB", None)
-        return Int8Weight.codes(self.weight, held.state) if held.place is Place.WHOLE else None
-
-    def int8_scales(self) -> Tensor | None:
-        """Scales float32 [N] of the weight; None where it is a float. ValueError where the weight is sharded."""
-        held = self.packed_weight
-        if held.state is None:
-            return getattr(self._parameters.get("weight"), "SCB", None)
-        if held.state.sharded is not None or held.shard is not None:
-            raise ValueError(
-                f"Linear8bitLt: the int8 weight of {list(held.shape)} is sharded, its scales too, so nothing can be "
-                "merged into it here. bitshard.fsdp.save_pretrained(model, folder, merge=True) writes the merged "
-                "model, or merge in one process with the saved adapter"
-            )
-        return held.state.absmax
-
-    @property
-    def SCB(self) -> Tensor | None:
-        """Entry of the state dict: torch's code for state dicts walks keys by getattr."""
-        return self.state.SCB
-
-    @property
-    def weight_format(self) -> Tensor:
-        """Entry of the state dict."""
-        return torch.zeros((), dtype=torch.uint8)
-
-    # -- forward --
+    def matrix_shape(self) -> tuple[int, int]:
+        """N and K."""
+        return self.out_features, self.in_features
 
     def forward(self, x: Tensor) -> Tensor:
         """y [..., N] of the dtype of x, float32, float16 or bfloat16 [..., K]."""
@@ -211,128 +354,9 @@ class Linear8bitLt(HoldsPackedWeight, nn.Linear):
             bias.data = bias.data.to(x.dtype)
         return bias
 
-    def _scales(self, weight: Tensor) -> RowScales:
-        """The scales of codes [N, K]. RuntimeError or ValueError where there are none, or others."""
-        scales, shape = self.state.SCB, (self.out_features, self.in_features)
-        if scales is None:
-            raise RuntimeError(
-                f"Linear8bitLt: the int8 weight {list(shape)} has no scales: load a state dict with SCB beside it, or "
-                "assign Int8Params(codes, SCB=scales)"
-            )
-        if weight.shape != shape or scales.shape != shape[:1]:
-            raise ValueError(
-                f"Linear8bitLt: codes {list(weight.shape)} and scales {list(scales.shape)} for a layer of {list(shape)}"
-            )
-        return RowScales(scales, weight.shape)
-
-    # -- copies and moves --
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, a pickle, or a layer that bitsandbytes pickled, whose weight arrives as a plain parameter."""
-        super().__setstate__(state)
-        weight, held = self._parameters.get("weight"), self.state
-        if type(weight) is nn.Parameter and "SCB" in vars(weight):
-            own = {**vars(weight)}
-            if weight.dtype is torch.int8 and own["SCB"] is None:  # after its first forward
-                own["SCB"] = held.SCB
-            self._parameters["weight"] = Int8Params(weight.data, weight.requires_grad, **own)
-        if "packed_weight" not in state:
-            dtype = torch.float32 if weight is None else weight.dtype
-            self.packed_weight = Int8Weight(self, (self.out_features, self.in_features), dtype)
-        if held.owner is not self:
-            self.state = copy.copy(held)
-            self.state.owner = self
-
     def to(self, *args: Any, **kwargs: Any) -> Linear8bitLt:
         """As of any module: a float weight is quantized by its first move to a device, its scales go with it."""
         return super().to(*args, **kwargs)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        held, weight = self.packed_weight, self._parameters.get("weight")
-        if held.state is None and isinstance(weight, Int8Params) and weight.bnb_quantized and weight.SCB is None:
-            weight.SCB = self.state.SCB  # as bitsandbytes leaves it after a forward
-        result = super()._apply(fn, recurse)
-        self.state.reset_grads()  # what was set there, or made of a float weight, is where the layer was
-        weight = self._parameters.get("weight")
-        if held.state is None and weight is not None:
-            if weight.dtype in VALUE_DTYPES.values():
-                held.dtype = weight.dtype
-            elif launch.fsdp_launch() or launch.keeps_parts():
-                held.enter()
-        return result
-
-    # -- state dicts --
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        if self.packed_weight.state is not None:
-            return super()._save_to_state_dict(destination, prefix, keep_vars)
-        nn.Linear._save_to_state_dict(self, destination, prefix, keep_vars)
-        weight = self._parameters.get("weight")
-        scales = self.state.SCB if weight is not None and weight.dtype is torch.int8 else None
-        if scales is not None:
-            destination[f"{prefix}SCB"] = scales if keep_vars else scales.detach()
-            destination[f"{prefix}weight_format"] = self.weight_format
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        maybe_rearrange_weight(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        arguments = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        state = self.quant_state
-        if state is not None:
-            entries = INT8.unfiled(f"{prefix}weight", state_dict, state)
-            super()._load_from_state_dict(entries, prefix, *arguments)
-            unexpected_keys[:] = [key for key in unexpected_keys if key != f"{prefix}SCB"]
-            return
-        codes, scales = state_dict.get(f"{prefix}weight"), state_dict.get(f"{prefix}SCB")
-        weight = self._parameters.get("weight")
-        quantized = weight is not None and weight.dtype is torch.int8
-        assigns = bool(local_metadata.get("assign_to_params_buffers", False))
-        if scales is None and not quantized and (codes is None or codes.dtype is not torch.int8):
-            return nn.Linear._load_from_state_dict(self, state_dict, prefix, *arguments)
-        if scales is not None and not assigns and (not quantized or self.state.SCB is None):
-            raise RuntimeError(
-                f"Loading a quantized checkpoint into non-quantized Linear8bitLt ({prefix}): move the module to its "
-                "device first, which quantizes it (module.to(...)), or load with assign=True"
-            )
-        own = {f"{prefix}{name}" for name in ("weight", "SCB", "weight_format")}
-        absent: list[str] = []
-        rest = {key: value for key, value in state_dict.items() if key not in own}
-        nn.Linear._load_from_state_dict(self, rest, prefix, local_metadata, strict, absent, unexpected_keys, error_msgs)
-        missing_keys.extend(key for key in absent if key not in own)
-        if codes is None and scales is None:
-            missing_keys.extend([f"{prefix}weight", f"{prefix}SCB"] if strict else [])
-            return
-        try:
-            self._load_codes(codes, scales, assigns)
-        except (TypeError, ValueError) as error:
-            error_msgs.append(f"{prefix}weight: {error}")
-
-    def _load_codes(self, codes: Tensor | None, scales: Tensor | None, assigns: bool) -> None:
-        """Take over codes and scales of a checkpoint: both, or neither with TypeError or ValueError."""
-        shape = (self.out_features, self.in_features)
-        if codes is None or scales is None:
-            what = "codes without SCB, their scales" if scales is None else "SCB, scales without their codes"
-            if codes is not None and codes.dtype is not torch.int8:
-                what = f"a dense weight of {dtype_name(codes.dtype)}: load it into a new layer before that moves"
-            raise ValueError(f"for a quantized layer of {list(shape)} the state dict has {what}")
-        int8.check_codes(codes, "weight")
-        if tuple(codes.shape) != shape:
-            raise ValueError(f"codes {list(codes.shape)} for a layer of {list(shape)}")
-        int8.check_scales(scales, shape[0], "SCB")
-        if assigns:
-            self.weight = Int8Params(codes, requires_grad=False, SCB=scales.view(-1))
-            return
-        with torch.no_grad():
-            self.weight.data.copy_(codes)
-            self.state.SCB.copy_(scales.view(-1))
 
 
 def maybe_rearrange_weight(
