@@ -44,6 +44,8 @@ def chosen_by_the_plan():
         ("panels", 4096, {"gradient": True, "dtype": BF16}),
         ("any", 40, {"gradient": True, "dtype": F32}),
         ("any", 40, {"gradient": True, "N": 0}),
+        ("dgrad_int8_sm90", 40, {"gradient": True, "cublas": False}),
+        ("any", 40, {"gradient": True, "cublas": False, "sm": 80}),
     ],
 )
 def test_which_kernel(kernel, M, settings):

@@ -138,6 +138,8 @@ static bool find(const product *const p, const description *const d, void **cons
   return good;
 }
 
+bool bsh_cublas_usable(void) { return bsh_torch.has_cublas; }
+
 typedef struct {
   float alpha, beta;
   const void *bias; /* NULL or one row */

@@ -8,6 +8,9 @@
 #include "gpu/driver.h"
 #include "torch/gemm.h"
 
+/* Whether torch has what these products need. */
+bool bsh_cublas_usable(void);
+
 /* c = a b + bias of fp16 or bf16, sums in fp32, on context's device and stream. Rows of c and a are contiguous, rows or
  * columns of b. bias: NULL or one row. workspace: on the device, 256-byte aligned. BSH_NO_KERNEL where cuBLAS cannot.
  */

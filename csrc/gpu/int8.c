@@ -304,6 +304,7 @@ static bsh_int8_facts facts_of(const bsh_linear_int8_args *const args, const boo
                           .sms = context->sms,
                           .image = bsh_image_here(context->sm),
                           .tensor_maps = bsh_cuda_has_tensor_maps(),
+                          .cublas = bsh_cublas_usable(),
                           .forced = bsh_forced_int8_kernel(dgrad)};
 }
 

@@ -72,6 +72,7 @@ static const char *refuses(const bsh_int8_kernel kernel, const bsh_int8_facts *c
     return dgrad_refuses(f);
   case BSH_INT8_panels:
     if (!f->dgrad) return "only of the input gradient";
+    if (!f->cublas) return "no cuBLAS";
     return f->dtype == BSH_F32 ? "no float32" : f->N == 0 ? "N is 0" : NULL;
   default:
     return f->M > MOST_ROWS ? "more than 262,140 rows" : NULL;
@@ -80,8 +81,10 @@ static const char *refuses(const bsh_int8_kernel kernel, const bsh_int8_facts *c
 
 static bsh_int8_kernel choose(const bsh_int8_facts *const f) {
   if (f->forced != BSH_INT8_COUNT) return f->forced;
-  /* dgrad_int8_sm90 only where forced, until it is measured. */
-  if (f->dgrad) return refuses(BSH_INT8_panels, f) ? BSH_INT8_any : BSH_INT8_panels;
+  if (f->dgrad) { /* dgrad_int8_sm90 only where panels cannot be multiplied, until it is measured */
+    if (!refuses(BSH_INT8_panels, f)) return BSH_INT8_panels;
+    return refuses(BSH_INT8_dgrad_int8_sm90, f) ? BSH_INT8_any : BSH_INT8_dgrad_int8_sm90;
+  }
   if (f->K == 0) return BSH_INT8_any;
   if (f->M <= few_rows(f)) return refuses(BSH_INT8_gemv_int8, f) ? BSH_INT8_any : BSH_INT8_gemv_int8;
   return refuses(BSH_INT8_gemm_int8_sm90, f) ? BSH_INT8_gemm_int8 : BSH_INT8_gemm_int8_sm90;

@@ -25,8 +25,8 @@ typedef struct {
   int32_t x_alignment, y_alignment, packed_alignment; /* as in bsh_facts */
   int32_t sm, sms;
   bsh_kernel_image image;
-  bool tensor_maps;
-  bsh_int8_kernel forced; /* or BSH_INT8_COUNT */
+  bool tensor_maps, cublas; /* cublas: multiplies panels */
+  bsh_int8_kernel forced;   /* or BSH_INT8_COUNT */
 } bsh_int8_facts;
 
 /* Scratch memory of a product, at bytes. */

@@ -200,13 +200,14 @@ static bool read_int8_facts(PyObject *const args, PyObject *const keywords, bsh_
                                       "kernel",
                                       "architectures",
                                       "tensor_maps",
+                                      "cublas",
                                       NULL};
   long long M, N, K, workspace = 64 << 20;
-  int dtype, sm, sms, outliers = 0, gradient = 0, x = 16, packed = 16, maps = 1;
+  int dtype, sm, sms, outliers = 0, gradient = 0, x = 16, packed = 16, maps = 1, cublas = 1;
   const char *kernel = NULL, *architectures = NULL;
-  if (!PyArg_ParseTupleAndKeywords(args, keywords, "LLLiii|$ppiiLzzp", (char **)(uintptr_t)names, &M, &N, &K, &dtype,
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "LLLiii|$ppiiLzzpp", (char **)(uintptr_t)names, &M, &N, &K, &dtype,
                                    &sm, &sms, &outliers, &gradient, &x, &packed, &workspace, &kernel, &architectures,
-                                   &maps))
+                                   &maps, &cublas))
     return false;
   *facts = (bsh_int8_facts){.M = M,
                             .N = N,
@@ -221,6 +222,7 @@ static bool read_int8_facts(PyObject *const args, PyObject *const keywords, bsh_
                             .sms = sms,
                             .image = architectures != NULL ? bsh_image_for(architectures, sm) : bsh_image_here(sm),
                             .tensor_maps = maps != 0,
+                            .cublas = cublas != 0,
                             .forced = bsh_forced_int8_kernel(gradient != 0)};
   if (kernel != NULL && bsh_int8_kernel_of(kernel, &facts->forced) != BSH_OK) return raise_status() != NULL;
   if (M > 0 && N >= 0 && K >= 0 && sms > 0 && workspace > 0 && dtype >= BSH_F32 && dtype <= BSH_BF16 &&

@@ -104,6 +104,7 @@ def plan_linear_int8(
     kernel: str | None = None,
     architectures: str | None = None,
     tensor_maps: bool = True,
+    cublas: bool = True,
 ) -> dict[str, Any]:
     """How a GPU computes a product with an int8 weight [N, K]; arguments as of plan_linear_4bit, outliers: there is a
     threshold.

@@ -327,6 +327,7 @@ bsh_status bsh_torch_cuda_gemm(const bsh_torch_matrix *const c, const bsh_torch_
   return check_product(c, b);
 }
 
+bool bsh_cublas_usable(void) { return true; }
 bsh_status bsh_cublas_gemm(const bsh_cuda_context *const context, const bsh_dtype dtype,
                            const bsh_torch_matrix *const c, const bsh_torch_matrix *const a,
                            const bsh_torch_matrix *const b, const bsh_torch_matrix *const bias, void *const workspace,

@@ -91,6 +91,7 @@ int64_t bsh_cuda_workspace_bytes(void) { return 64 << 20; }
 
 /* ---- vendors ---- */
 
+bool bsh_cublas_usable(void) { return true; }
 bsh_status bsh_cublas_gemm(const bsh_cuda_context *const context, const bsh_dtype dtype,
                            const bsh_torch_matrix *const c, const bsh_torch_matrix *const a,
                            const bsh_torch_matrix *const b, const bsh_torch_matrix *const bias, void *const workspace,

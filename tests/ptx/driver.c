@@ -103,6 +103,8 @@ static void store(const bsh_torch_matrix *const m, const int64_t row, const int6
   else ((uint16_t *)(uintptr_t)m->data)[at] = dtype == BSH_F16 ? f32_to_f16(value) : f32_to_bf16(value);
 }
 
+bool bsh_cublas_usable(void) { return true; }
+
 bsh_status bsh_cublas_gemm(const bsh_cuda_context *const context, const bsh_dtype dtype,
                            const bsh_torch_matrix *const c, const bsh_torch_matrix *const a,
                            const bsh_torch_matrix *const b, const bsh_torch_matrix *const bias, void *const workspace,
