@@ -17,6 +17,7 @@ from checks import (
     curves,
     fsdp1,
     full_state_dicts,
+    int8,
     options,
     report,
     state_dicts,
@@ -36,6 +37,7 @@ FILES = (
     curves,
     casts,
     fsdp1,
+    int8,
 )
 
 
