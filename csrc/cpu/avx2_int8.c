@@ -6,13 +6,16 @@
 #define UNROLL _Pragma("GCC unroll 64")
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-enum { MOST_TILES = 8 };
+enum { MOST_SUMS = 8, EACH_DY = 4, WIDE = 2 };
 
 ALWAYS_INLINE floats load_floats(const void *const x, const bsh_dtype dtype, const int64_t i) {
   return (floats)load8(x, dtype, i);
 }
 ALWAYS_INLINE void store_floats(void *const out, const bsh_dtype dtype, const int64_t i, const floats v) {
   store8(out, dtype, i, (__m256)v);
+}
+ALWAYS_INLINE floats load_codes(const int8_t *const codes) {
+  return (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)codes)));
 }
 ALWAYS_INLINE floats fused(const floats a, const floats b, const floats c) {
   return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
@@ -47,7 +50,7 @@ ALWAYS_INLINE void reduce4(const __m256i sums[4], int32_t out[4]) {
   const __m256i all = _mm256_hadd_epi32(_mm256_hadd_epi32(sums[0], sums[1]), _mm256_hadd_epi32(sums[2], sums[3]));
   _mm_storeu_si128((__m128i *)out, _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1)));
 }
-#define BSH_INT8_STEPS 64
+#define BSH_INT8_STEPS 32
 #include "cpu/int8_product.inc.h"
 
 const bsh_cpu_int8_kernels bsh_cpu_avx2_int8 = {INT8_BY_LANES, .product = product_by_tiles};

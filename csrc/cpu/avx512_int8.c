@@ -5,13 +5,16 @@
 #define LANES 16
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-enum { MOST_TILES = 16 };
+enum { MOST_SUMS = 24, EACH_DY = 6, WIDE = 4 };
 
 ALWAYS_INLINE floats load_floats(const void *const x, const bsh_dtype dtype, const int64_t i) {
   return (floats)load16(x, dtype, i, 0xFFFF);
 }
 ALWAYS_INLINE void store_floats(void *const out, const bsh_dtype dtype, const int64_t i, const floats v) {
   store16(out, dtype, i, 0xFFFF, (__m512)v);
+}
+ALWAYS_INLINE floats load_codes(const int8_t *const codes) {
+  return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
 }
 ALWAYS_INLINE floats fused(const floats a, const floats b, const floats c) {
   return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -36,7 +39,7 @@ ALWAYS_INLINE operand right_operand(const int8_t *const codes) { return left_ope
 ALWAYS_INLINE sums_of_lanes multiply(const sums_of_lanes sum, const operand a, const operand b) {
   return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
 }
-#define BSH_INT8_STEPS 64
+#define BSH_INT8_STEPS 32
 #include "cpu/int8_product.inc.h"
 
 const bsh_cpu_int8_kernels bsh_cpu_avx512_int8 = {INT8_BY_LANES, .product = product_by_tiles};

@@ -17,8 +17,10 @@ ALWAYS_INLINE operand left_operand(const int8_t *const codes) { return _mm512_lo
 ALWAYS_INLINE operand right_operand(const int8_t *const codes) {
   return _mm512_xor_si512(_mm512_loadu_si512(codes), _mm512_set1_epi8((char)EXCESS));
 }
-ALWAYS_INLINE sums_of_lanes multiply(const sums_of_lanes sum, const operand a, const operand b) {
-  return _mm512_dpbusd_epi32(sum, b, a);
+/* Not the intrinsic: gcc 12 copies the sum before and after it, and runs out of registers. */
+ALWAYS_INLINE sums_of_lanes multiply(sums_of_lanes sum, const operand a, const operand b) {
+  __asm__("vpdpbusd %1, %2, %0" : "+v"(sum) : "vm"(a), "v"(b));
+  return sum;
 }
 #include "cpu/avx512_int8.h"
 #define BSH_INT8_STEPS 64

@@ -7,8 +7,8 @@
  *   a tile of y    int32 sums [TILE_M, TILE_N] of codes, scaled; plus fp32 products of the outlier columns with W
  *                  dequantized; rounded once
  *
- * Threads share the chunk and take panels of TILE_N rows of W. Workspace: CHUNK_BYTES of codes, the outlier columns of
- * a chunk and of a panel of each thread, and the tile. */
+ * Threads share the chunk and take panels of at most TILE_N rows of W. Workspace: CHUNK_BYTES of codes, the outlier
+ * columns of a chunk and of a panel of each thread, and the tile. */
 #include "cpu/int8.h"
 
 #include <stdlib.h>
@@ -17,7 +17,7 @@
 #include "core/numerics.h"
 #include "cpu/cpu.h"
 
-enum { CHUNK_BYTES = 16 << 20, TILE_M = 128, TILE_N = BSH_INT8_PANEL, SMALL_STEP = 64, RUN = 16384 };
+enum { CHUNK_BYTES = 16 << 20, TILE_M = 96, TILE_N = BSH_INT8_PANEL, SMALL_STEP = 64, RUN = 16384 };
 
 static const bsh_cpu_int8_kernels *kernels(void) {
   const bsh_cpu_int8_kernels *const found = bsh_cpu()->int8;
@@ -81,7 +81,13 @@ typedef struct {
   bool out_of_memory;
 } plain_product;
 
-/* Panels [begin, end) of TILE_N rows of b. */
+/* Rows of b, or of W, in a panel: enough panels for many threads, none of more than TILE_N rows. */
+static int64_t panel_rows(const int64_t N) {
+  const int64_t share = divide_up(divide_up(N, 16), 4) * 4;
+  return min_i64(share < 32 ? 32 : share, TILE_N);
+}
+
+/* Panels [begin, end). */
 static void multiply_panels(const int64_t begin, const int64_t end, void *const ctx) {
   plain_product *const p = ctx;
   void *const scratch = allocate(BSH_INT8_SCRATCH);
@@ -89,22 +95,26 @@ static void multiply_panels(const int64_t begin, const int64_t end, void *const 
     __atomic_store_n(&p->out_of_memory, true, __ATOMIC_RELAXED);
     return;
   }
-  for (int64_t n = begin * TILE_N; n < min_i64(end * TILE_N, p->args->N); n += TILE_N) {
+  const int64_t N = p->args->N, rows = panel_rows(N);
+  for (int64_t n = begin * rows; n < min_i64(end * rows, N); n += rows) {
     bsh_product_int8_args panel = *p->args;
     panel.b += n * panel.K;
     panel.sums += n;
-    panel.N = min_i64(TILE_N, p->args->N - n);
-    kernels()->product(&panel, p->args->N, scratch);
+    panel.N = min_i64(rows, N - n);
+    kernels()->product(&panel, N, scratch);
   }
   free(scratch);
 }
 
 /* Panels that are worth a thread. */
-static int64_t panel_grain(const int64_t M, const int64_t K) { return divide_up(1 << 18, M * K * TILE_N); }
+static int64_t panel_grain(const int64_t M, const int64_t N, const int64_t K) {
+  return divide_up(1 << 18, M * K * panel_rows(N));
+}
 
 bsh_status bsh_cpu_product_int8(const bsh_product_int8_args *const args) {
   plain_product p = {.args = args};
-  bsh_parallel_for(0, divide_up(args->N, TILE_N), panel_grain(args->M, args->K), multiply_panels, &p);
+  bsh_parallel_for(0, divide_up(args->N, panel_rows(args->N)), panel_grain(args->M, args->N, args->K), multiply_panels,
+                   &p);
   return p.out_of_memory ? no_workspace("product_int8", BSH_INT8_SCRATCH) : BSH_OK;
 }
 
@@ -178,6 +188,7 @@ typedef struct {
 } workspace;
 
 static void decode_columns(const product *const p, const int64_t n0, const int64_t n, float *const w) {
+  memset(w, 0, (size_t)(p->n_columns * TILE_N) * sizeof(float));
   for (int64_t i = 0; i < p->n_columns; i++)
     for (int64_t j = 0; j < n; j++) {
       const float code = (float)p->args->packed[(n0 + j) * p->args->K + p->columns[i]];
@@ -185,20 +196,12 @@ static void decode_columns(const product *const p, const int64_t n0, const int64
     }
 }
 
-/* sum [n] = x [n_columns] w [n_columns, TILE_N]. */
-static void multiply_columns(const float *const x, const float *const w, const int64_t n_columns, const int64_t n,
-                             float sum[TILE_N]) {
-  memset(sum, 0, TILE_N * sizeof(float));
-  for (int64_t i = 0; i < n_columns; i++)
-    for (int64_t j = 0; j < n; j++) sum[j] += x[i] * w[i * TILE_N + j];
-}
-
 static void finish_row(const product *const p, const workspace *const own, const int64_t m, const int64_t tile_row,
                        const int64_t n0, const int64_t n) {
   const bsh_linear_int8_args *const args = p->args;
   const int64_t size = dtype_size(args->dtype);
   float sum[TILE_N];
-  if (p->n_columns > 0) multiply_columns(p->x + m * p->n_columns, own->w, p->n_columns, n, sum);
+  if (p->n_columns > 0) kernels()->columns(p->x + m * p->n_columns, own->w, p->n_columns, sum);
   kernels()->scale(own->sums + tile_row * TILE_N, p->absmax[p->m0 + m], args->absmax + n0,
                    args->bias != NULL ? (const char *)args->bias + n0 * size : NULL, p->n_columns > 0 ? sum : NULL, n,
                    args->dtype, (char *)args->y + ((p->m0 + m) * args->N + n0) * size);
@@ -206,7 +209,7 @@ static void finish_row(const product *const p, const workspace *const own, const
 
 static void multiply_panel(const product *const p, const workspace *const own, const int64_t n0) {
   const bsh_linear_int8_args *const args = p->args;
-  const int64_t n = min_i64(TILE_N, args->N - n0);
+  const int64_t n = min_i64(panel_rows(args->N), args->N - n0);
   decode_columns(p, n0, n, own->w);
   for (int64_t m = 0; m < p->m_n; m += TILE_M) {
     const bsh_product_int8_args tile = {.a = p->codes + m * args->K,
@@ -233,7 +236,7 @@ static void run_panels(const int64_t begin, const int64_t end, void *const ctx) 
   }
   int32_t *const sums = (int32_t *)(memory + BSH_INT8_SCRATCH);
   const workspace own = {.scratch = memory, .sums = sums, .w = (float *)(sums + TILE_M * TILE_N)};
-  for (int64_t panel = begin; panel < end; panel++) multiply_panel(p, &own, panel * TILE_N);
+  for (int64_t panel = begin; panel < end; panel++) multiply_panel(p, &own, panel * panel_rows(p->args->N));
   free(memory);
 }
 
@@ -243,14 +246,15 @@ static void list_columns(product *const p) {
 }
 
 static bsh_status run_chunks(product *const p) {
-  const int64_t M = p->args->M, K = p->args->K, n_bytes = p->chunk * (K + p->n_columns * (int64_t)sizeof(float));
+  const int64_t M = p->args->M, N = p->args->N, K = p->args->K;
+  const int64_t n_bytes = p->chunk * (K + p->n_columns * (int64_t)sizeof(float));
   p->x = allocate(n_bytes);
   if (p->x == NULL) return no_workspace("linear_int8", n_bytes);
   p->codes = (int8_t *)(p->x + p->chunk * p->n_columns);
   for (p->m0 = 0; p->m0 < M && !p->out_of_memory; p->m0 += p->chunk) {
     p->m_n = min_i64(p->chunk, M - p->m0);
     bsh_parallel_for(0, p->m_n, divide_up(RUN, K), encode_chunk, p);
-    bsh_parallel_for(0, divide_up(p->args->N, TILE_N), panel_grain(p->m_n, K), run_panels, p);
+    bsh_parallel_for(0, divide_up(N, panel_rows(N)), panel_grain(p->m_n, N, K), run_panels, p);
   }
   free(p->x);
   return p->out_of_memory ? no_workspace("linear_int8", workspace_bytes(p)) : BSH_OK;
@@ -276,23 +280,83 @@ static bsh_status multiply_many(const bsh_linear_int8_args *const args) {
   return status;
 }
 
+/* ---- the gradient of many rows -------------------------------------------------------------------------------- */
+
+enum { GROUP = BSH_INT8_DGRAD_GROUP };
+
+typedef struct {
+  bsh_linear_int8_args args; /* of a chunk of rows */
+  float *dy;                 /* [groups, N, GROUP], as dgrad_panel takes it */
+  bool out_of_memory;
+} gradient;
+
+static void scale_groups(const int64_t begin, const int64_t end, void *const ctx) {
+  const gradient *const p = ctx;
+  const bsh_linear_int8_args *const args = &p->args;
+  for (int64_t group = begin; group < end; group++) {
+    float *const out = p->dy + group * args->N * GROUP;
+    for (int64_t n = 0; n < args->N; n++) {
+      const float unit = args->absmax[n] * BSH_INT8_UNIT;
+      for (int64_t m = 0; m < GROUP; m++) {
+        const int64_t row = group * GROUP + m;
+        out[n * GROUP + m] = row < args->M ? load_f32(args->x, args->dtype, row * args->ldx + n) * unit : 0.0f;
+      }
+    }
+  }
+}
+
+static void run_dgrad_panels(const int64_t begin, const int64_t end, void *const ctx) {
+  gradient *const p = ctx;
+  void *const scratch = allocate(BSH_INT8_SCRATCH);
+  if (scratch == NULL) {
+    __atomic_store_n(&p->out_of_memory, true, __ATOMIC_RELAXED);
+    return;
+  }
+  for (int64_t panel = begin; panel < end; panel++) {
+    const int64_t k = panel * BSH_INT8_COLUMNS;
+    kernels()->dgrad_panel(&p->args, p->dy, k, min_i64(BSH_INT8_COLUMNS, p->args.K - k), scratch);
+  }
+  free(scratch);
+}
+
+/* Rows [m, m + rows) of a product. */
+static bsh_linear_int8_args dgrad_rows(const bsh_linear_int8_args *const args, const int64_t m, const int64_t rows) {
+  bsh_linear_int8_args part = *args;
+  part.M = min_i64(rows, args->M - m);
+  part.x = row_of(args->x, args->dtype, args->ldx, m);
+  part.y = (char *)args->y + m * args->K * dtype_size(args->dtype);
+  return part;
+}
+
+static bsh_status multiply_many_dgrad(const bsh_linear_int8_args *const args) {
+  const int64_t most = CHUNK_BYTES / (args->N * (int64_t)sizeof(float)) / GROUP * GROUP;
+  const int64_t rows = min_i64(most < GROUP ? GROUP : most, BSH_INT8_DGRAD_ROWS);
+  const int64_t n_bytes = divide_up(min_i64(rows, args->M), GROUP) * GROUP * args->N * (int64_t)sizeof(float);
+  gradient p = {.dy = allocate(n_bytes)};
+  if (p.dy == NULL) return no_workspace("linear_int8_dgrad", n_bytes);
+  for (int64_t m = 0; m < args->M && !p.out_of_memory; m += rows) {
+    p.args = dgrad_rows(args, m, rows);
+    bsh_parallel_for(0, divide_up(p.args.M, GROUP), divide_up(RUN, args->N * GROUP), scale_groups, &p);
+    bsh_parallel_for(0, divide_up(args->K, BSH_INT8_COLUMNS), small_grain(p.args.M * args->N * BSH_INT8_COLUMNS),
+                     run_dgrad_panels, &p);
+  }
+  free(p.dy);
+  return p.out_of_memory ? no_workspace("linear_int8_dgrad", BSH_INT8_SCRATCH) : BSH_OK;
+}
+
 /* ---- the ops -------------------------------------------------------------------------------------------------- */
 
 bsh_status bsh_cpu_linear_int8(const bsh_linear_int8_args *const args) {
-  if (args->M > BSH_CPU_SMALL_M) return multiply_many(args);
+  if (args->M > BSH_INT8_FEW) return multiply_many(args);
   bsh_linear_int8_args copy = *args;
   bsh_parallel_for(0, args->N, small_grain(args->M * args->K), multiply_small, &copy);
   return BSH_OK;
 }
 
 bsh_status bsh_cpu_linear_int8_dgrad(const bsh_linear_int8_args *const args) {
-  for (int64_t m = 0; m < args->M; m += BSH_CPU_SMALL_M) {
-    bsh_linear_int8_args rows = *args;
-    rows.M = min_i64(BSH_CPU_SMALL_M, args->M - m);
-    rows.x = row_of(args->x, args->dtype, args->ldx, m);
-    rows.y = (char *)args->y + m * args->K * dtype_size(args->dtype);
-    bsh_parallel_for(0, divide_up(args->K, SMALL_STEP), small_grain(rows.M * args->N * SMALL_STEP),
-                     multiply_small_dgrad, &rows);
-  }
+  if (args->M > BSH_INT8_FEW) return multiply_many_dgrad(args);
+  bsh_linear_int8_args copy = *args;
+  bsh_parallel_for(0, divide_up(args->K, SMALL_STEP), small_grain(args->M * args->N * SMALL_STEP), multiply_small_dgrad,
+                   &copy);
   return BSH_OK;
 }

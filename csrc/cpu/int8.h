@@ -13,17 +13,22 @@ bsh_status bsh_cpu_dequantize_int8(const bsh_dequantize_int8_args *args);
 bsh_status bsh_cpu_product_int8(const bsh_product_int8_args *args);
 bsh_status bsh_cpu_scale_product_int8(const bsh_scale_product_int8_args *args);
 
-/* Up to BSH_CPU_SMALL_M rows x is multiplied as it is and nothing is allocated; more rows are coded. */
+/* Up to BSH_INT8_FEW rows x is multiplied as it is, and nothing is allocated; more rows are coded. dy is never coded.
+ */
 bsh_status bsh_cpu_linear_int8(const bsh_linear_int8_args *args);
 bsh_status bsh_cpu_linear_int8_dgrad(const bsh_linear_int8_args *args);
 
 /* ---- below: for csrc/cpu and tests ---------------------------------------------------------------------------------
  */
 
-enum { BSH_INT8_PANEL = 64 }; /* rows of b that are multiplied at a time */
 enum {
-  BSH_INT8_SCRATCH = 300 << 10
-}; /* bytes of memory for `product`, in multiples of 64 from an address that is one */
+  BSH_INT8_FEW = 8,          /* rows up to which neither coding x nor a copy of W is faster (benchmarks/int8_cpu.py) */
+  BSH_INT8_PANEL = 128,      /* rows of b that are multiplied at a time, at most */
+  BSH_INT8_COLUMNS = 64,     /* columns of W in a panel of the gradient */
+  BSH_INT8_DGRAD_ROWS = 252, /* rows of dy that are multiplied with a panel, at most */
+  BSH_INT8_DGRAD_GROUP = 12, /* rows of dy that lie together */
+  BSH_INT8_SCRATCH = 560 << 10 /* bytes of memory of a thread, from a multiple of 64 on */
+};
 
 /* Single-threaded kernels of one instruction set. */
 typedef struct {
@@ -33,13 +38,19 @@ typedef struct {
   void (*encode)(const void *x, bsh_dtype dtype, int64_t n, float scale, float threshold, int8_t *codes);
   /* y [n] of dtype, of one row. */
   void (*decode)(const int8_t *codes, float absmax, int64_t n, bsh_dtype dtype, void *y);
-  /* sums[m * ld + n] of at most BSH_INT8_PANEL rows of b; scratch: BSH_INT8_SCRATCH bytes. */
+  /* sums[m * ld + n] of at most BSH_INT8_PANEL rows of b. */
   void (*product)(const bsh_product_int8_args *args, int64_t ld, void *scratch);
   /* y [n] of one row: as core/int8.h says, plus `more` [n] where it is not NULL. */
   void (*scale)(const int32_t *sums, float row_absmax, const float *col_absmax, const void *bias, const float *more,
                 int64_t n, bsh_dtype dtype, void *y);
-  void (*linear)(const bsh_linear_int8_args *args, int64_t n_begin, int64_t n_end);       /* M <= BSH_CPU_SMALL_M */
-  void (*linear_dgrad)(const bsh_linear_int8_args *args, int64_t k_begin, int64_t k_end); /* same */
+  /* sum[j] = sum over i of x[i] w[i * BSH_INT8_PANEL + j], j < BSH_INT8_PANEL: outlier columns of a row of x. */
+  void (*columns)(const float *x, const float *w, int64_t n, float *sum);
+  /* Columns of y, or of dx, for few rows. */
+  void (*linear)(const bsh_linear_int8_args *args, int64_t n_begin, int64_t n_end);
+  void (*linear_dgrad)(const bsh_linear_int8_args *args, int64_t k_begin, int64_t k_end);
+  /* Columns [k0, k0 + n) of dx, n <= BSH_INT8_COLUMNS, M <= BSH_INT8_DGRAD_ROWS. dy[g][row][m], m <
+   * BSH_INT8_DGRAD_GROUP: row m of group g of dy, zero behind the last one, times absmax[row] / 127. */
+  void (*dgrad_panel)(const bsh_linear_int8_args *args, const float *dy, int64_t k0, int64_t n, void *scratch);
 } bsh_cpu_int8_kernels;
 
 extern const bsh_cpu_int8_kernels bsh_cpu_scalar_int8;

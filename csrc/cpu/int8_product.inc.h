@@ -42,8 +42,10 @@ static void copy_b(product_scratch *const own, const bsh_product_int8_args *cons
   int8_t padded[WIDTH];
   for (int64_t row = 0; row < divide_up(args->N, GROUP_ROWS) * GROUP_ROWS; row++) {
     const int8_t *const codes = row < args->N ? args->b + row * args->K + k0 : NULL;
-    for (int64_t step = 0; step < divide_up(n, WIDTH); step++)
+    for (int64_t step = 0; step < divide_up(n, WIDTH); step++) {
+      if (codes != NULL) __builtin_prefetch(codes + GROUP_ROWS * args->K + step * WIDTH); /* of a row soon to come */
       own->b[row / GROUP_ROWS][step][row % GROUP_ROWS] = right_operand(step_of(codes, step * WIDTH, n, padded));
+    }
   }
 }
 
@@ -64,39 +66,66 @@ static void copy_a(product_scratch *const own, const bsh_product_int8_args *cons
   }
 }
 
-/* EACH_ROWS * 4 sums over `steps` steps, stored as `first` chunk or added. */
+/* out[r * ld + j] = the sums of lanes, as `first` chunk or added. */
+ALWAYS_INLINE void store_group(const product_scratch *const own, sums_of_lanes (*const sums)[GROUP_ROWS],
+                               int32_t *const out, const int64_t ld, const int64_t rows, const int64_t columns,
+                               const bool first) {
+  UNROLL for (int r = 0; r < EACH_ROWS; r++) {
+    uint32_t all[GROUP_ROWS];
+    reduce4(sums[r], (int32_t *)all);
+    UNROLL for (int j = 0; j < GROUP_ROWS; j++) all[j] -= (uint32_t)own->excess[r];
+    if (r < rows && columns == GROUP_ROWS && first) memcpy(out + r * ld, all, sizeof all);
+    else if (r < rows)
+      for (int64_t j = 0; j < columns; j++)
+        out[r * ld + j] = (int32_t)(all[j] + (first ? 0u : (uint32_t)out[r * ld + j]));
+  }
+}
+
+/* EACH_ROWS * 4 sums over `steps` steps. */
 ALWAYS_INLINE void multiply_group(const product_scratch *const own, const operand (*const b)[GROUP_ROWS],
                                   const int64_t steps, int32_t *const out, const int64_t ld, const int64_t rows,
                                   const int64_t columns, const bool first) {
   sums_of_lanes sums[EACH_ROWS][GROUP_ROWS] = {0};
-  for (int64_t step = 0; step < steps; step++) {
-    UNROLL for (int r = 0; r < EACH_ROWS; r++) {
-      UNROLL for (int j = 0; j < GROUP_ROWS; j++) sums[r][j] = multiply(sums[r][j], own->a[step][r], b[step][j]);
+  for (int64_t step = 0; step < steps; step++)
+    UNROLL for (int r = 0; r < EACH_ROWS; r++) UNROLL for (int j = 0; j < GROUP_ROWS; j++) sums[r][j] =
+        multiply(sums[r][j], own->a[step][r], b[step][j]);
+  store_group(own, sums, out, ld, rows, columns, first);
+}
+
+/* The same with 4 whole rows of b where they are: no other rows of a want them again. */
+ALWAYS_INLINE void multiply_once(const product_scratch *const own, const int8_t *const b, const int64_t K,
+                                 const int64_t steps, int32_t *const out, const int64_t ld, const int64_t rows,
+                                 const bool first) {
+  sums_of_lanes sums[EACH_ROWS][GROUP_ROWS] = {0};
+  for (int64_t step = 0; step < steps; step++) UNROLL for (int j = 0; j < GROUP_ROWS; j++) {
+      const operand of_b = right_operand(b + j * K + step * WIDTH);
+      __builtin_prefetch(b + (j + GROUP_ROWS) * K + step * WIDTH);
+      UNROLL for (int r = 0; r < EACH_ROWS; r++) sums[r][j] = multiply(sums[r][j], own->a[step][r], of_b);
     }
-  }
-  UNROLL for (int r = 0; r < EACH_ROWS; r++) {
-    int32_t all[4];
-    reduce4(sums[r], all);
-    if (r < rows)
-      for (int j = 0; j < columns; j++)
-        out[r * ld + j] =
-            (int32_t)((uint32_t)all[j] - (uint32_t)own->excess[r] + (first ? 0 : (uint32_t)out[r * ld + j]));
+  store_group(own, sums, out, ld, rows, GROUP_ROWS, first);
+}
+
+/* Columns [k0, k0 + n) of all rows. */
+static void multiply_chunk(product_scratch *const own, const bsh_product_int8_args *const args, const int64_t k0,
+                           const int64_t n, const int64_t ld) {
+  const int64_t steps = divide_up(n, WIDTH);
+  const bool once = args->M <= EACH_ROWS && n % WIDTH == 0 && args->N % GROUP_ROWS == 0;
+  if (!once) copy_b(own, args, k0, n);
+  for (int64_t m = 0; m < args->M; m += EACH_ROWS) {
+    const int64_t rows = min_i64(EACH_ROWS, args->M - m);
+    copy_a(own, args, m, k0, n);
+    for (int64_t j = 0; j < args->N; j += GROUP_ROWS) {
+      int32_t *const out = args->sums + m * ld + j;
+      if (once) multiply_once(own, args->b + j * args->K + k0, args->K, steps, out, ld, rows, k0 == 0);
+      else multiply_group(own, own->b[j / GROUP_ROWS], steps, out, ld, rows, min_i64(GROUP_ROWS, args->N - j), k0 == 0);
+    }
   }
 }
 
 /* Sums of at most BSH_INT8_PANEL rows of b. */
 static void product_by_tiles(const bsh_product_int8_args *const args, const int64_t ld, void *const scratch) {
-  product_scratch *const own = scratch;
-  for (int64_t k0 = 0; k0 < args->K; k0 += STEPS * WIDTH) {
-    const int64_t n = min_i64(STEPS * WIDTH, args->K - k0), steps = divide_up(n, WIDTH);
-    copy_b(own, args, k0, n);
-    for (int64_t m = 0; m < args->M; m += EACH_ROWS) {
-      copy_a(own, args, m, k0, n);
-      for (int64_t j = 0; j < args->N; j += GROUP_ROWS)
-        multiply_group(own, own->b[j / GROUP_ROWS], steps, args->sums + m * ld + j, ld, min_i64(EACH_ROWS, args->M - m),
-                       min_i64(GROUP_ROWS, args->N - j), k0 == 0);
-    }
-  }
+  for (int64_t k0 = 0; k0 < args->K; k0 += STEPS * WIDTH)
+    multiply_chunk(scratch, args, k0, min_i64(STEPS * WIDTH, args->K - k0), ld);
 }
 
 #endif

@@ -53,6 +53,12 @@ static void scale_scalar(const int32_t *const sums, const float row_absmax, cons
   }
 }
 
+static void columns_scalar(const float *const x, const float *const w, const int64_t n, float *const sum) {
+  memset(sum, 0, BSH_INT8_PANEL * sizeof(float));
+  for (int64_t i = 0; i < n; i++)
+    for (int64_t j = 0; j < BSH_INT8_PANEL; j++) sum[j] += x[i] * w[i * BSH_INT8_PANEL + j];
+}
+
 static void linear_scalar(const bsh_linear_int8_args *const args, const int64_t n_begin, const int64_t n_end) {
   for (int64_t n = n_begin; n < n_end; n++) {
     const int8_t *const codes = args->packed + n * args->K;
@@ -83,12 +89,27 @@ static void linear_dgrad_scalar(const bsh_linear_int8_args *const args, const in
   }
 }
 
+static void dgrad_panel_scalar(const bsh_linear_int8_args *const args, const float *const dy, const int64_t k0,
+                               const int64_t n, void *const scratch) {
+  enum { GROUP = BSH_INT8_DGRAD_GROUP };
+  (void)scratch;
+  for (int64_t m = 0; m < args->M; m++) {
+    float sums[BSH_INT8_COLUMNS] = {0};
+    for (int64_t row = 0; row < args->N; row++)
+      for (int64_t k = 0; k < n; k++)
+        sums[k] += dy[(m / GROUP * args->N + row) * GROUP + m % GROUP] * (float)args->packed[row * args->K + k0 + k];
+    for (int64_t k = 0; k < n; k++) store_f32(args->y, args->dtype, m * args->K + k0 + k, sums[k]);
+  }
+}
+
 const bsh_cpu_int8_kernels bsh_cpu_scalar_int8 = {
     .absmax = absmax_scalar,
     .encode = encode_scalar,
     .decode = decode_scalar,
     .product = product_scalar,
     .scale = scale_scalar,
+    .columns = columns_scalar,
     .linear = linear_scalar,
     .linear_dgrad = linear_dgrad_scalar,
+    .dgrad_panel = dgrad_panel_scalar,
 };
