@@ -219,7 +219,8 @@ def one_by_one(call, n: int = 30) -> float:
 def beside_the_original(bnb, layer: Layer) -> None:
     """Calls one by one, fp16; bits of layers of many rows at threshold 0, errors against fp64."""
     theirs = bnb.nn.Linear8bitLt(layer.K, layer.N, bias=False, has_fp16_weights=False, threshold=0.0)
-    theirs.weight = bnb.nn.Int8Params(torch.randn(layer.N, layer.K).half() * 0.02, has_fp16_weights=False)
+    w = torch.randn(layer.N, layer.K).half() * 0.02
+    theirs.weight = bnb.nn.Int8Params(w, requires_grad=False, has_fp16_weights=False)
     theirs = theirs.cuda()
     with torch.no_grad():
         theirs(activations(2, layer.K, 0, torch.float16))
