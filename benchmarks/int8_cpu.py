@@ -195,7 +195,7 @@ def report(times: dict, options: argparse.Namespace) -> str:
     cpu, flags = cpu_name_and_flags()
     return f"""# LLM.int8() on the CPU: {cpu}, {options.threads} threads, {datetime.date.today():%Y-%m-%d}
 
-Least milliseconds of {options.rounds} rounds in turn, x in bf16. "linear 6": threshold 6, with {OUTLIERS} columns of outliers.
+Least milliseconds of {options.rounds} rounds in turn; bf16. "linear 6": threshold 6, {OUTLIERS} columns of outliers.
 "faster": upstream's time over ours. "speed to bf16": time of torch's `F.linear` (gradient: `mm`) over ours.
 The load of the machine was {os.getloadavg()[0]:.1f} at the end, this run included.
 

@@ -52,6 +52,20 @@ def test_fsdp2_true_uint8(cells, split):
 
 
 @pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("dtype", ("bf16", "fp16", "fp32"))
+def test_int8_is_exact_or_names_the_setting(cells, dtype, split):
+    """LLM.int8 in a container of the weight's own dtype: FSDP2 in every cell, FSDP1 where nothing is cast."""
+    for param_dtype in PARAM_DTYPES:
+        name = f"int8-{dtype} {param_dtype} {split}"
+        assert all(exact(result) for result in everywhere(cells, f"fsdp2 {name}")), everywhere(cells, f"fsdp2 {name}")
+        for result in everywhere(cells, f"fsdp1 {name}"):
+            if param_dtype in ("none", dtype):
+                assert exact(result), (name, result)
+            else:
+                assert result.startswith("ValueError") and "param_dtype" in result, result
+
+
+@pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_fsdp1_is_exact_or_names_the_setting(cells, storage, split):
     container = "bf16" if storage == "uint8" else storage  # of the weights that were quantized
@@ -95,4 +109,5 @@ def test_planted_faults_are_seen(cells):
 
 def test_no_cell_is_missing(cells):
     expected = 2 * len(PARAM_DTYPES) * (len(SPLITS) * (len(STORAGES) + 1) + len(STACKS) * len(STORAGES)) + 4
+    expected += 2 * len(PARAM_DTYPES) * len(SPLITS) * 3  # int8
     assert all(len(rank) == expected for rank in cells[1]["ranks"])

@@ -116,7 +116,8 @@ def test_every_op_is_whole(op):
     assert f'register_fake("bitshard::{op}")' in ops and f"torch.ops.bitshard.{op}.default" in ops
     assert f"def {op}(" in read(ROOT / "tests/reference.py")
     tests = "".join(
-        read(ROOT / f"tests/test_{name}.py") for name in ("quantize", "optimizer_ops", "grouped", "calibration_ops")
+        read(ROOT / f"tests/test_{name}.py")
+        for name in ("quantize", "optimizer_ops", "grouped", "calibration_ops", "int8_ops")
     )
     assert f"ops.{op}(" in tests and f'"{op}": lambda' in tests
     assert f'"{op}"' in read(ROOT / "tests/test_compile.py")

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from bitshard.kinds import EXPERTS
+from bitshard.kinds import EXPERTS, INT8
 
 logger = logging.getLogger("bitshard")
 
@@ -53,6 +53,12 @@ def counted(held: list[Any]) -> str:
     stacks = sum(each.state.kind is EXPERTS for each in held)
     weights = f"{len(held)} weight{'' if len(held) == 1 else 's'}"
     return f"{weights}, {stacks} of them stacks of experts" if stacks else weights
+
+
+def bits(held: list[Any]) -> str:
+    """What the weights of holders are, in a word: "4-bit", "int8" or "4-bit and int8"."""
+    int8 = [each.state.kind is INT8 for each in held]
+    return "4-bit" if not any(int8) else "int8" if all(int8) else "4-bit and int8"
 
 
 def take(model: nn.Module) -> tuple[list[Any], int, Counter]:

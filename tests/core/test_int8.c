@@ -80,6 +80,8 @@ static void compare_quantize(uint64_t *const state, const int64_t M, const int64
                              const float threshold) {
   const int64_t ldx = K + random_below(state, 3);
   void *const x = make_input(state, M * ldx, dtype, random_below(state, 2));
+  for (int64_t i = 0; isfinite(threshold) && i < M * ldx; i += 1 + random_below(state, 30))
+    store_f32(x, dtype, i, random_below(state, 2) ? threshold : -threshold); /* exactly there */
   int8_t *const codes = buffer(M * K), *const expected = buffer(M * K);
   float *const absmax = buffer(4 * M), *const expected_absmax = buffer(4 * M);
   uint8_t *const outliers = buffer(K), *const expected_outliers = buffer(K);
@@ -341,7 +343,7 @@ static void fuzz(uint64_t *const state, const int rounds) {
     const bsh_dtype dtype = (bsh_dtype)random_below(state, 3);
     const float threshold = thresholds[random_below(state, 6)];
     const int64_t M = 1 + random_below(state, 14), N = 1 + random_below(state, 40), K = 1 + random_below(state, 300);
-    compare_quantize(state, M, K, dtype, threshold);
+    compare_quantize(state, round % 3 ? M : 1, K, dtype, threshold);
     compare_dequantize(state, N, K, dtype);
     compare_product(state, M, N, K, round % 4 == 0);
     compare_scale(state, M, N, dtype, round % 2);

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from bitshard import ops, tensor
 from bitshard.nn.linear import Linear4bit
+from bitshard.nn.linear8bit import Linear8bitLt
 from bitshard.shard import PackedShard
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
@@ -109,7 +110,9 @@ class Block(nn.Module):
 
 
 def shard_fsdp1(model, param_dtype, device, **options):
-    wrap = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Linear4bit))
+    wrap = functools.partial(
+        lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, (Linear4bit, Linear8bitLt))
+    )
     return FullyShardedDataParallel(
         model,
         auto_wrap_policy=wrap,

@@ -11,11 +11,13 @@ import functools
 import sys
 import traceback
 
+import int8_cells
 import stack_cells
 import torch
 import torch.distributed as dist
 from bitshard import fsdp
 from bitshard.nn.linear import Linear4bit
+from bitshard.nn.linear8bit import Linear8bitLt
 from common import (
     BASE_DTYPE,
     EVEN,
@@ -35,6 +37,8 @@ from common import (
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+
+LAYERS = (Linear4bit, Linear8bitLt)
 
 
 def build(shape, storage, device):
@@ -66,9 +70,10 @@ def check_shares(model, version, world):
     if version == 2:
         assert share.fsdp == "FSDP2"
         assert largest <= -(-share.packed // world) + 2 * 4, (counts, share)  # two weights, padded to whole elements
-        assert share.own_scales <= -(-share.scales // world) + 2, (counts, share)
+        size = max(m.quant_state.absmax.element_size() for m in model.modules() if isinstance(m, LAYERS))
+        assert share.own_scales <= -(-share.scales // world) + 2 * size, (counts, share)
         for module in model.modules():
-            if isinstance(module, Linear4bit):
+            if isinstance(module, LAYERS):
                 assert isinstance(module.weight, DTensor)
                 rows = -(-module.weight.size(0) // world)
                 assert module.weight._local_tensor.size(0) <= rows
@@ -78,12 +83,12 @@ def check_shares(model, version, world):
         assert largest <= -(-share.packed // world) + 2 * 4 * world, (counts, share)
 
 
-def run_cell(version, storage, param_dtype, shape, device, world, fault=None):
+def run_cell(version, storage, param_dtype, shape, device, world, fault=None, make=build):
     """[wrong weight bytes, wrong scale bytes] of one cell; `fault` is where to plant one, if anywhere.
 
     Without a fault followed by what `planted_later` finds: three comparisons of this very cell, seen to fail.
     """
-    model = build(shape, storage, device)
+    model = make(shape, storage, device)
     spies = [Spy(block.base) for block in model]
     for block, spy in zip(model, spies, strict=True):
         assert (
@@ -103,7 +108,7 @@ def run_cell(version, storage, param_dtype, shape, device, world, fault=None):
     if fault == "weight" and version == 2:
         plant(model[0].base.weight._local_tensor.plain())
     outputs = []
-    hooked = [m for m in model.modules() if isinstance(m, Linear4bit)]
+    hooked = [m for m in model.modules() if isinstance(m, LAYERS)]
     for module, expected in zip(hooked, reference, strict=True):
         module.register_forward_hook(functools.partial(compare_output, outputs, expected))
     with gathered_dtypes() as dtypes:
@@ -141,7 +146,7 @@ def compare_output(outputs, expected, module, args, output):
     """The sharded layer on the reference input, while it is gathered, gives the very bits of the unsharded layer."""
     x = torch.ones(2, module.in_features, dtype=BASE_DTYPE, device=output.device)
     with torch.no_grad():
-        outputs.append(torch.equal(Linear4bit.forward(module, x), expected))
+        outputs.append(torch.equal(type(module).forward(module, x), expected))
 
 
 def cell_name(version, storage, param_dtype, even):
@@ -173,6 +178,12 @@ def main():
                 for param_name, param_dtype in PARAM_DTYPES.items():
                     cell = functools.partial(stack_cells.run_cell, version, storage, param_dtype, count, device, world)
                     results[cell_name(version, storage_name, param_name, count_name)] = attempt(cell)
+        for even, shape in (("even", EVEN), ("uneven", UNEVEN)):
+            for name in ("bf16", "fp16", "fp32"):
+                for param_name, param_dtype in PARAM_DTYPES.items():
+                    numbers = (version, STORAGES[name], param_dtype, shape, device, world)
+                    cell = functools.partial(run_cell, *numbers, make=int8_cells.build)
+                    results[cell_name(version, f"int8-{name}", param_name, even)] = attempt(cell)
         for fault in ("weight", "scales"):
             cell = functools.partial(run_cell, version, torch.bfloat16, None, EVEN, device, world, fault)
             results[f"fsdp{version} planted {fault}"] = attempt(cell)

@@ -18,6 +18,7 @@ from checks import (
     embeddings,
     fsdp1,
     full_state_dicts,
+    int8,
     options,
     report,
     state_dicts,
@@ -38,6 +39,7 @@ FILES = (
     embeddings,
     casts,
     fsdp1,
+    int8,
 )
 
 

@@ -9,12 +9,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from bitshard import gather
-from bitshard.inventory import counted, holder_of, holders
+from bitshard.inventory import bits, counted, holder_of, holders
 
 
 @dataclass
 class Share:
-    """What this process keeps of a model's 4-bit base, in bytes: `own_packed` of `packed`, `own_scales` of `scales`.
+    """What this process keeps of a model's packed base, in bytes: `own_packed` of `packed`, `own_scales` of `scales`.
 
     `scales` counts the first level (`absmax`); the second is 64 times smaller and whole everywhere. While adapters are
     merged into 4-bit weights, `before_merge` bytes of host memory keep what these were, for unmerging.
@@ -61,21 +61,22 @@ def measure(model: nn.Module) -> Share:
 
 
 def describe(model: nn.Module) -> str:
-    """One line that says whether the 4-bit base of `model` is sharded, and what this rank keeps of it."""
+    """One line that says whether the 4-bit or int8 base of `model` is sharded, and what this rank keeps of it."""
     share = measure(model)
     if share.weights == 0:
         return "no 4-bit weights in this model"
-    weights = counted([held for _, held in holders(model)])
+    found = [held for _, held in holders(model)]
+    weights, base = counted(found), bits(found)
     before = f"; {share.before_merge:,} bytes from before merging in host memory" if share.before_merge else ""
     if share.ranks == 1:
         return (
-            f"4-bit base not sharded: {weights}, all {share.packed:,} bytes and {share.scales:,} bytes "
+            f"{base} base not sharded: {weights}, all {share.packed:,} bytes and {share.scales:,} bytes "
             f"of scales in this process{before}"
         )
     how = "loaded in parts, not sharded yet," if share.fsdp == "loading" else f"sharded by {share.fsdp}"
     scales = "sharded" if share.own_scales < share.scales else "whole"
     return (
-        f"4-bit base {how} over {share.ranks} ranks: {weights}, "
+        f"{base} base {how} over {share.ranks} ranks: {weights}, "
         f"{share.own_packed:,} of {share.packed:,} bytes (1/{share.packed / max(share.own_packed, 1):.2f}) and "
         f"{share.own_scales:,} of {share.scales:,} bytes of scales ({scales}) on this rank{before}"
     )

@@ -56,6 +56,8 @@ def _as_filed(full: dict[str, Any], storages: dict[str, Any]) -> dict[str, Any]:
             packed = full.pop(key)
             full = {name: value for name, value in full.items() if not name.startswith(f"{key}.")}
             full.update(contents.packed_tensors(key, packed, own, storage))
+        elif state.kind is INT8 and key in full:  # of a whole weight, with its scales in SCB already
+            full[key] = full[key].view(state.shape)
     return full
 
 
