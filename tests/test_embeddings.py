@@ -3,6 +3,8 @@
 import copy
 import io
 import json
+import re
+from pathlib import Path
 
 import bitsandbytes as bnb
 import pytest
@@ -303,6 +305,17 @@ def test_a_tied_head(folder, tmp_path, bits, nested, monkeypatch):
 
 def hidden(model, rows):
     return model.model(input_ids=rows).last_hidden_state
+
+
+def test_the_block_of_the_page(folder, tmp_path):
+    """docs/embeddings.md"""
+    from transformers import AutoModelForCausalLM
+
+    page = (Path(__file__).parents[1] / "docs" / "embeddings.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    names = {"torch": torch, "AutoModelForCausalLM": AutoModelForCausalLM, "name": folder, "folder": tmp_path}
+    exec(compile(block, "embeddings.md", "exec"), names)
+    assert type(load(tmp_path).lm_head) is type(names["model"].lm_head) is tied.TiedHead
 
 
 def test_an_embedding_without_a_tied_head(folder, tmp_path):

@@ -190,3 +190,19 @@ def test_a_move_within_a_move_ends_alone():
             pass
         assert guards.in_module_move()
     assert not guards.in_module_move()
+
+
+def test_init_functions_of_others(monkeypatch):
+    """While transformers makes a model, its own functions stand in torch.nn.init, and torch hands these on."""
+    weight = layer().weight
+    before = bytes_of(weight)
+
+    def normal_(tensor, *args, **kwargs):
+        return original(tensor, *args, **kwargs)
+
+    original = nn.init.normal_
+    monkeypatch.setattr(nn.init, "normal_", normal_)
+    for call in (nn.init.normal_, original):
+        with pytest.raises(ValueError, match="packed bytes"):
+            call(weight)
+    assert torch.equal(bytes_of(weight), before)

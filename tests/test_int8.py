@@ -317,6 +317,8 @@ def test_dtype_moves_and_casts():
         lambda: made.weight.to(torch.float16),
         lambda: setattr(made.weight, "data", torch.zeros(N, K)),
         lambda: made.weight.copy_(torch.zeros(N, K)),
+        lambda: made.weight.data.copy_(torch.zeros(N, K)),
+        lambda: made.weight.data.__setitem__(0, torch.zeros(K)),
     ):
         with pytest.raises(TypeError, match="int8 codes"):
             call()

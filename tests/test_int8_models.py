@@ -7,7 +7,9 @@ from pathlib import Path
 import bitsandbytes as bnb
 import pytest
 import torch
+from bitshard import fsdp
 from bitshard.int8_params import Int8Params
+from bitshard.tensor import Params4bit
 from helpers.bytes import same_bytes
 from safetensors.torch import load_file
 
@@ -127,6 +129,37 @@ def test_offloaded_by_accelerate(model):
     for _ in range(2):
         assert same_bytes(logits(model), expected)
         assert all(module.weight.is_meta and module.state.CB.is_meta for module in layers(model).values())
+
+
+def test_as_columns(model, tmp_path):
+    """In the form that FSDP shards, but in one process: the same logits, files, values, copies, and merging."""
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "whole")
+    assert fsdp.shardable(model) == 14 and same_bytes(logits(model), expected)
+    assert "int8 base not sharded" in fsdp.describe(model) and same_bytes(logits(copy.deepcopy(model)), expected)
+    model.save_pretrained(tmp_path / "columns")
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "columns")]
+    assert files[0].keys() == files[1].keys() and all(same_bytes(files[0][key], files[1][key]) for key in files[0])
+    layer = model.model.layers[0].mlp.up_proj
+    assert type(layer.weight) is Params4bit and torch.equal(
+        layer.state.CB, files[0]["model.layers.0.mlp.up_proj.weight"]
+    )
+    assert (
+        relative(
+            dequantize_module_weight(layer), bnb.functional.int8_vectorwise_dequant(layer.state.CB, layer.state.SCB)
+        )
+        < 0.01
+    )
+    tuned = lora(model)
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.05)
+    expected = logits(tuned)
+    tuned.merge_adapter()
+    assert 0 < relative(logits(tuned), expected) < 0.05 and type(layer.weight) is Params4bit
+    tuned.unmerge_adapter()
+    assert relative(logits(tuned), expected) < 0.05
 
 
 # ---- peft ----

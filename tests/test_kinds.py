@@ -78,3 +78,60 @@ def test_whoever_moves_bytes_asks_the_kind():
     above += [package / name for name in ("tensor.py", "container.py", "shard.py", "gather.py", "placeholder.py")]
     found = [path.relative_to(package).as_posix() for path in above if counted.search(path.read_text())]
     assert found == ["sharding/weights/rows.py"]
+
+
+def int8_weight(dtype=torch.bfloat16):
+    """(values, column, state) of an int8 weight [7, 5]."""
+    torch.manual_seed(0)
+    values = torch.randn(7, 5, dtype=dtype)
+    return values, *kinds.INT8.quantize(values, quant_storage=dtype)
+
+
+def test_int8_is_bytes_with_scales_of_rows():
+    values, column, state = int8_weight()
+    codes, scales, _ = functional.int8.quantize(values)
+    assert state.kind is kinds.INT8 and state.scale_count == 7 and torch.equal(state.absmax, scales)
+    assert column.shape == (18, 1) and column.dtype is torch.bfloat16
+    assert torch.equal(container.repack(column, torch.int8, state).view(7, 5), codes)
+    again = functional.dequantize_4bit(column, state)
+    assert again.dtype is torch.bfloat16 and torch.equal(again, state.kind.dequantize(column, state))
+    assert (again.float() - values.float()).abs().max() < 0.02 * values.abs().max()
+    x = torch.randn(3, 5, dtype=torch.bfloat16)
+    assert torch.allclose(state.kind.linear(x, column, state, None).float(), x.float() @ again.float().t(), atol=0.05)
+    with pytest.raises(ValueError, match="expected 18 and 7"):
+        functional.dequantize_4bit(column[1:], state)
+
+
+def test_int8_entries_of_files_and_states():
+    """A file has the names of a layer, a sharded state dict those of a state; each can be read as the other."""
+    _, column, state = int8_weight()
+    filed = contents.packed_tensors("a.weight", column, state, torch.int8)
+    assert {key: tuple(value.shape) for key, value in filed.items()} == {
+        "a.weight": (7, 5), "a.SCB": (7,), "a.weight_format": (),
+    }  # fmt: skip
+    entries = kinds.INT8.unfiled("a.weight", {**filed, "a.bias": 3}, state)
+    assert set(entries) == {"a.weight", "a.bias", "a.weight.absmax", "a.weight.quant_state.bitsandbytes__int8"}
+    read = QuantState.from_dict({k: v for k, v in entries.items() if k.startswith("a.weight.")}, device="cpu")
+    assert read == state and read.kind is kinds.INT8 and not list(differences(read, state))
+    assert kinds.FOUR_BIT.unfiled("a.weight", filed, state) is filed
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        ({"absmax": torch.ones(6)}, "6 entries, expected 7"),
+        ({"absmax": torch.ones(7).half()}, "absmax is torch.float16"),
+        ({"absmax": torch.tensor([1.0, -1, 1, 1, 1, 1, 1])}, "below zero"),
+        ({"absmax": torch.full((7,), torch.nan)}, "not finite"),
+        ({"shape": (7, 5, 1)}, "int8 of shape"),
+        ({"layout": "experts"}, "layout"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"nested_blocksize": 256}, "missing beside"),
+    ],
+)
+def test_bad_int8_states(spoil, words):
+    state = int8_weight()[2]
+    entries = {**state.as_dict(), **spoil}
+    assert QuantState.from_dict(state.as_dict(), device="cpu") == state
+    with pytest.raises((TypeError, ValueError), match=words):
+        QuantState.from_dict(entries, device="cpu")

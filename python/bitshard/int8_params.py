@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bitshard import foreign, int8, launch
 from bitshard.container import repack, shardable_dtype
-from bitshard.guards import Packed, plain
+from bitshard.guards import Packed, guarded, plain
 from bitshard.state import dtype_name, int8_state
 from bitshard.tensor import PackedMeta, Params4bit
 
@@ -197,7 +197,33 @@ def _rebuild(data: Tensor, requires_grad: bool) -> Int8Params:
     return Int8Params(data, requires_grad)
 
 
+class Int8Data(Tensor):
+    """What `.data` of a quantized weight gives: its codes as a plain tensor, but floats cannot be copied into it.
+
+    `module.weight.data.copy_(w)` is how code writes into weights; torch would round the values to codes. Results,
+    copies and views are plain tensors.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return guarded(WRITES, func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.clone())
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        with plain():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
 # ---- what torch functions do with it; called with the class's own __torch_function__ off ----
+
+
+def _get_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    data = func(*args, **kwargs)
+    if type(data) is not Tensor or data.dtype is not torch.int8 or torch.compiler.is_dynamo_compiling():
+        return data
+    return data.as_subclass(Int8Data)
 
 
 def _set_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -218,12 +244,13 @@ def _set_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """copy_: into codes only codes, for torch would round values to them."""
+    """copy_ and w[...] = value: into codes only codes, for torch would round values to them."""
     target, source = args[0], kwargs.get("src", args[-1])
-    if isinstance(target, Int8Params) and target.bnb_quantized and getattr(source, "dtype", None) is not torch.int8:
+    codes = isinstance(target, (Int8Params, Int8Data)) and target.dtype is torch.int8
+    if codes and isinstance(source, Tensor) and source.dtype is not torch.int8:
         raise TypeError(
-            f"copy_ of {getattr(source, 'dtype', type(source).__name__)} into int8 codes {list(target.shape)}: assign "
-            "a new Int8Params to the layer, or load a state dict with SCB beside the codes"
+            f"copy of {dtype_name(source.dtype)} {list(source.shape)} into int8 codes {list(target.shape)}: assign a "
+            "new Int8Params to the layer, or load a state dict with SCB beside the codes"
         )
     return func(*args, **kwargs)
 
@@ -257,9 +284,11 @@ def _is_floating_point(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     return func(*args, **kwargs)
 
 
+WRITES = {Tensor.copy_: _copy, Tensor.__setitem__: _copy}
 Int8Params.handlers = {
+    **WRITES,
+    Tensor.data.__get__: _get_data,
     Tensor.data.__set__: _set_data,
-    Tensor.copy_: _copy,
     Tensor.to: _to,
     Tensor.new_zeros: _new_zeros,
     Tensor.is_floating_point: _is_floating_point,

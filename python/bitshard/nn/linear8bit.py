@@ -66,7 +66,10 @@ class Int8Weight(PackedWeight):
         """`layer.weight = value`; see `PackedWeight.put`. ValueError for a shard of a weight that is not quantized."""
         if isinstance(value, Int8Params) and value.bnb_quantized and not value.is_meta and value.SCB is not None:
             if self.state is not None:
-                return super().put(value.column(self.owner, self.dtype))
+                column = value.column(self.owner, self.dtype)
+                if not super().put(column):
+                    self.owner._parameters[self.name] = column
+                return True
             if launch.fsdp_launch() or launch.keeps_parts():
                 self.owner._parameters[self.name] = value
                 return self.enter()
