@@ -17,6 +17,11 @@ ALWAYS_INLINE void store_floats(void *const out, const bsh_dtype dtype, const in
 ALWAYS_INLINE floats load_codes(const int8_t *const codes) {
   return (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)codes)));
 }
+ALWAYS_INLINE void store_codes(int8_t *const codes, const ints v) {
+  const __m256i lowest = _mm256_shuffle_epi8((__m256i)v, _mm256_set1_epi32(0x0C080400)); /* in each half */
+  _mm_storel_epi64((__m128i *)codes,
+                   _mm_unpacklo_epi32(_mm256_castsi256_si128(lowest), _mm256_extracti128_si256(lowest, 1)));
+}
 ALWAYS_INLINE floats fused(const floats a, const floats b, const floats c) {
   return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 }

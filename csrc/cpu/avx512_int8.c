@@ -16,6 +16,9 @@ ALWAYS_INLINE void store_floats(void *const out, const bsh_dtype dtype, const in
 ALWAYS_INLINE floats load_codes(const int8_t *const codes) {
   return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
 }
+ALWAYS_INLINE void store_codes(int8_t *const codes, const ints v) {
+  _mm_storeu_si128((__m128i *)codes, _mm512_cvtepi32_epi8((__m512i)v));
+}
 ALWAYS_INLINE floats fused(const floats a, const floats b, const floats c) {
   return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 }
