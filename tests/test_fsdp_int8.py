@@ -49,7 +49,7 @@ def fsdp2(folder):
         "fsdp2",
         lambda *options: accelerate_launch("fsdp2.yaml", "int8.py", *options),
         2,
-        ["trainer", "resume", "early", "saved"],
+        ["trainer", "resume", "early", "saved", "units"],
     )
 
 
@@ -81,6 +81,11 @@ def test_files_are_those_of_one_process(folder, alone, fsdp2):
     assert base[0].keys() == base[1].keys() and len(base[0]) > 40
     assert all(same_bytes(base[0][key], base[1][key]) for key in base[0])
     assert "save_pretrained(model, folder, merge=True)" in fsdp2["saved"]["error_seen"]
+
+
+def test_loaded_unit_by_unit(fsdp2):
+    """`bitshard.fsdp.load` of dense and of int8 files; compared in the worker."""
+    assert "int8 base sharded by FSDP2 over 2 ranks: 14 weights" in fsdp2["units"]["report"]
 
 
 def test_weights_loaded_in_parts(folder, alone):

@@ -18,7 +18,7 @@ from bitshard import fsdp
 from bitshard.nn.linear8bit import Linear8bitLt
 from bitshard.shard import PackedShard
 from common import no_launch, same_bytes
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
 
@@ -147,6 +147,24 @@ def run_saved(args):
     gaps = [float((found - logits).norm() / logits.norm()) for found in (loaded, merged, dense)]
     assert (gaps[0] < 1e-5 or args.fsdp == 1) and gaps[1] < 0.05 and gaps[2] < 0.04, gaps
     return {"error_seen": error, "gaps": gaps}
+
+
+def run_units(args):
+    """`fsdp.load`, from dense files and from the int8 files of `saved`, with adapters: the logits of a whole model."""
+    rows = torch.tensor(train.dataset()["input_ids"][:2])
+    with no_launch(), torch.no_grad():
+        expected = load(args)(input_ids=rows).logits
+    sources = {
+        args.model: BitsAndBytesConfig(load_in_8bit=True),
+        os.path.join(args.dir, "files", "base"): None,
+    }
+    for source, config in sources.items():
+        adapters = LoraConfig(**train.LORA) if config is not None else None
+        options = {"quantization_config": config, "dtype": torch.float32, "adapters": adapters, "progress": False}
+        model = fsdp.load(source, **options)
+        assert same_bytes(model(input_ids=rows).logits.detach(), expected)
+        check_sharded(model, args)
+    return {"report": fsdp.describe(model)}
 
 
 SCENARIOS = {name.removeprefix("run_"): call for name, call in list(globals().items()) if name.startswith("run_")}

@@ -28,6 +28,7 @@ from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
 from bitshard.place import Place
 from bitshard.shard import PackedShard
 from bitshard.state import VALUE_DTYPES, dtype_name, int8_state
+from bitshard.tensor import Params4bit
 
 FORMATS = {number: name for number, name in enumerate(("row", "col32", "col_turing", "col_ampere"))}
 
@@ -75,6 +76,11 @@ class Int8Weight(PackedWeight):
             if launch.fsdp_launch() or launch.keeps_parts():
                 self.owner._parameters[self.name] = value
                 return self.enter()
+        if type(value) is Params4bit and isinstance(self.owner._parameters.get(self.name), Int8Params):
+            self.owner._parameters[self.name] = value  # the first column
+            self.follow(value.quant_state)
+            self.place = self.place_of(value)
+            return True
         if self.state is None and gather.is_dtensor(value) and isinstance(value._local_tensor, PackedShard):
             self.known(value._local_tensor.origin.state)  # a column since accelerate has asked
         if self.state is None:
@@ -87,7 +93,8 @@ class Int8Weight(PackedWeight):
                     "then shard it"
                 )
             return self._registers(value)
-        if isinstance(value, nn.Parameter) and value.dtype.is_floating_point and value.shape == self.shape:
+        dense = isinstance(value, nn.Parameter) and type(value) is not Params4bit and value.dtype.is_floating_point
+        if dense and value.shape == self.shape:
             if self.place is Place.WHOLE:  # a float weight again
                 self.state, self.foreign, self.checked = None, False, None
                 return self._registers(value)

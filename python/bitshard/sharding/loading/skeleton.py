@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import ops
+from bitshard import int8, ops
 from bitshard.container import repack
 from bitshard.guards import plain
 from bitshard.int8_params import Int8Params
 from bitshard.inventory import holder_of, holders_of
+from bitshard.kinds import INT8
 from bitshard.sharding.checkpoints.reading import Checkpoint, some
 from bitshard.state import VALUE_DTYPES, dtype_name
 from bitshard.tensor import Params4bit
@@ -156,7 +157,9 @@ class Skeleton:
             raise ValueError(f"{key}: {error}") from error
 
     def _packed(self, old: Tensor, values: Tensor, layer: Any, key: str, files: Checkpoint) -> Params4bit:
-        """A 4-bit weight of `layer` from its float values, or from packed bytes and the entries beside them."""
+        """A packed weight of `layer` from its float values, or from packed bytes and the entries beside them."""
+        if layer.packed_weight.kind is INT8:
+            return self._int8(values, layer, key, files)
         entries = {name: files.read(f"{key}.{name}") for name in files.entries(key)}
         if entries:
             weight = Params4bit.from_prequantized(values, entries, device=self.device, module=layer)
@@ -168,6 +171,18 @@ class Skeleton:
             settings = {**old.__dict__, "module": layer}
             weight = Params4bit(values.to(self.device, self.dtype), requires_grad=False, **settings).to(self.device)
         return contained(weight, self.dtype)
+
+    def _int8(self, values: Tensor, layer: Any, key: str, files: Checkpoint) -> Params4bit:
+        """An int8 weight of `layer`, as FSDP shards it, from its float values, or from codes [N, K] and their SCB."""
+        if values.dtype is torch.int8:
+            scales = files.read(f"{key.removesuffix('weight')}SCB")
+            int8.check_scales(scales, values.shape[0], "SCB")
+            weight = Int8Params(values.to(self.device), SCB=scales.to(self.device))
+        elif values.dtype in VALUE_DTYPES.values():
+            weight = Int8Params(values.to(self.device, self.dtype), requires_grad=False)._quantize(self.device)
+        else:
+            raise TypeError(f"weights of {dtype_name(values.dtype)}, expected int8 codes or 16 and 32 bits; {_CONVERT}")
+        return weight.column(layer, self.dtype)
 
     # -- or its tensors, one by one, without keeping them --
 
@@ -338,7 +353,8 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
     if settings is None:
         return None
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=own is not None)
-    if not getattr(quantizer.quantization_config, "load_in_4bit", False):
+    loads = quantizer.quantization_config
+    if not (getattr(loads, "load_in_4bit", False) or getattr(loads, "load_in_8bit", False)):
         method = quantizer.quantization_config.quant_method
         name = getattr(method, "value", method)
         raise ValueError(f"load: expected files with 4-bit weights or dense ones, these are {name}: {_CONVERT}")

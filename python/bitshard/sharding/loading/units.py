@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from bitshard import gather, ops
+from bitshard.kinds import INT8
 from bitshard.sharding.checkpoints.reading import Checkpoint
 from bitshard.sharding.loading.skeleton import Skeleton, packed_weights
 from bitshard.sharding.together import together
@@ -40,8 +41,8 @@ def load(
     Args:
         source: a folder (or hub name) with config.json, or a config of transformers.
         files: folder or list of safetensors files whose tensors have the names of the model's; default: `source`.
-        quantization_config: a `BitsAndBytesConfig` that makes 4-bit weights of dense files. None: packed files say so
-            themselves, other models stay dense.
+        quantization_config: a `BitsAndBytesConfig` that makes 4-bit or int8 weights of dense files. None: packed files
+            say so themselves, other models stay dense.
         dtype: of everything that is not packed, and of the container of what is; None: what the config says.
         adapters: a config of peft, or a function that is called with each unit of `units` before it is sharded. All
             that was loaded is then frozen. After a config the model is what `model.add_adapter(config)` makes of it,
@@ -115,7 +116,8 @@ def _fill(skeleton: Skeleton, unit: nn.Module, reader: Checkpoint, adapt: Any) -
     """Fill and adapt a unit; a checksum of its packed weights and their scales is what the ranks compare."""
     packed = skeleton.fill(unit, reader)
     if adapt is not None:
-        unit.is_loaded_in_4bit = any(True for _ in packed_weights(unit))  # peft asks the module that it is given
+        kinds = {held.kind for held in packed_weights(unit)}  # peft asks the module that it is given
+        unit.is_loaded_in_4bit, unit.is_loaded_in_8bit = bool(kinds - {INT8}), INT8 in kinds
         adapt(unit)
     sums = [int(weight.quant_state.checksum) for weight in packed]
     sums += [int(ops.checksum(w.quant_state.absmax)) for w in packed if w.quant_state.part is None]
