@@ -125,6 +125,16 @@ def test_compiled(cls, dynamic):
         compiled(rows + 50)
 
 
+@pytest.mark.parametrize("cls", (CLASSES[0], CLASSES[2]))
+def test_exported(cls):
+    """Embedding and tied head, after a forward."""
+    embedding, rows = made(cls), tokens(50)
+    module = nn.Sequential(embedding, tied.TiedHead(embedding))
+    y = module(rows)
+    exported = torch.export.export(module, (rows,)).module()
+    assert torch.equal(exported(rows), y) and torch.equal(exported(rows.flip(0)), module(rows.flip(0)))
+
+
 @pytest.mark.parametrize("cls", CLASSES)
 def test_copies(cls):
     module, rows = made(cls), tokens(50)

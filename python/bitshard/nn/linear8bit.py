@@ -38,9 +38,11 @@ class Int8Weight(PackedWeight):
 
     Attributes:
         dtype: of the float weight, and of the container in which FSDP shards it.
+        last_scales: those of the last forward that was not traced, which torch.export is given.
     """
 
     kind = INT8
+    last_scales: Tensor | None = None
 
     def __init__(self, owner: nn.Module, shape: tuple[int, int], dtype: torch.dtype):
         super().__init__(owner, "weight", shape)
@@ -178,7 +180,11 @@ class HoldsInt8Weight(HoldsPackedWeight):
 
     def _scales(self, weight: Tensor) -> RowScales:
         """The scales of codes [N, K]. RuntimeError or ValueError where there are none, or others."""
-        scales, shape = self.state.SCB, self.matrix_shape()
+        scales, shape, held = self.state.SCB, self.matrix_shape(), self.packed_weight
+        if scales is None and torch.compiler.is_exporting():  # with tensors in the places of parameters
+            scales = held.last_scales
+        elif not torch.compiler.is_compiling():
+            held.last_scales = scales
         if scales is None:
             raise RuntimeError(
                 f"{type(self).__name__}: the int8 weight {list(shape)} has no scales: load a state dict with SCB "
