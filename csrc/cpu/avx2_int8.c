@@ -1,9 +1,9 @@
 /* cpu/avx2_int8.c - the int8 kernels with AVX2, 8 numbers at a time; products of int8 codes as int16 by vpmaddwd, whose
  * sums of two fit an int32 for any codes (vpmaddubsw saturates). */
 #include "cpu/avx2.h"
+#include "cpu/unroll.h"
 
 #define LANES 8
-#define UNROLL _Pragma("GCC unroll 64")
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 enum { MOST_SUMS = 8, EACH_DY = 4, WIDE = 2 };
