@@ -8,8 +8,9 @@
 #include "core/int8.h"
 #include "fused.h"
 
-enum { BSH_INT8_THREADS = 256 };     /* of a block, int8.cu */
-enum { BSH_INT8_OUTLIER_ROWS = 32 }; /* of x or W that a block of outliers_int8 gathers */
+enum { BSH_INT8_THREADS = 256 };   /* of a block, int8.cu */
+enum { BSH_INT8_OUTLIER_ROWS = 8 }; /* of x or W that a block of outliers_int8 gathers at a time, a warp each */
+enum { BSH_INT8_OUTLIER_BLOCKS = 8 }; /* of it, for each multiprocessor, at most */
 enum { BSH_INT8_ANY_WARPS = 4, BSH_INT8_ANY_TOKENS = 4 };
 
 /* A chunk: 64 outlier columns, gathered in 16 bits: rows of 128 bytes, as 128 columns of codes. */

@@ -53,7 +53,8 @@ static bsh_status gather(const bsh_int8_gather_args *const args, const bsh_dtype
                          const bsh_cuda_context *const context) {
   static bsh_cuda_kernel kernels[DTYPES] = BY_DTYPE("outliers_int8_");
   const int64_t rows = (int64_t)args->M + (args->outliers.capacity > 0 ? args->N : 0);
-  return launch(context, &kernels[dtype], divide_up(rows, BSH_INT8_OUTLIER_ROWS), args);
+  const int64_t at_once = (int64_t)context->sms * BSH_INT8_OUTLIER_BLOCKS;
+  return launch(context, &kernels[dtype], min_i64(divide_up(rows, BSH_INT8_OUTLIER_ROWS), at_once), args);
 }
 
 static bsh_status check_size(const bsh_cuda_context *const context, const int64_t M, const int64_t K) {
