@@ -268,6 +268,22 @@ static bsh_status run_dgrad(const bsh_linear_int8_args *const args, const bsh_in
   return bsh_cuda_launch(context, plan->product.kernel, &plan->product.shape, arguments);
 }
 
+static bsh_status run_gemv_dgrad(const bsh_linear_int8_args *const args, const bsh_int8_plan *const plan,
+                                 char *const memory, const bsh_cuda_context *const context) {
+  bsh_int8_gemv_dgrad_args used = {.packed = args->packed,
+                                   .absmax = args->absmax,
+                                   .dy = args->x,
+                                   .dx = args->y,
+                                   .partial = (float *)memory,
+                                   .ldy = args->ldx,
+                                   .M = (int32_t)args->M,
+                                   .N = (int32_t)args->N,
+                                   .K = (int32_t)args->K,
+                                   .splits = plan->splits};
+  void *arguments[] = {&used};
+  return bsh_cuda_launch(context, plan->product.kernel, &plan->product.shape, arguments);
+}
+
 /* ---- the input gradient by panels of columns of W: each gives its own columns of dx, written once ---- */
 
 static bsh_status run_panel(const bsh_linear_int8_args *const args, const bsh_int8_plan *const plan, char *const memory,
@@ -318,6 +334,8 @@ static bsh_status run(const bsh_linear_int8_args *const args, const bsh_int8_pla
     return run_any(args, plan, context);
   case BSH_INT8_dgrad_int8_sm90:
     return run_dgrad(args, plan, memory, context);
+  case BSH_INT8_gemv_int8_dgrad:
+    return run_gemv_dgrad(args, plan, memory, context);
   case BSH_INT8_panels:
     return run_panels(args, plan, memory, context);
   default:
