@@ -5,11 +5,11 @@
 
 Prints what must be exact first, then a row for each shape and number of rows as soon as it is measured. GPU times are
 of CUDA graphs of about 6 ms, over weights that rotate through more than 230 MB, ways taking turns, median of 5:
-microseconds, and dense time over it. Columns: gemv_int8, forced, at 17 to 64 rows; threshold 0, then threshold 6 with 0, 8 and 64 outlier columns; of the
-input gradient, kernels. The error is |y - y64| / |y64| of the first 64 rows; "dense" that of F.linear with W
-dequantized to the dtype. The original, where it can be imported (its package with libbitsandbytes_cuda130.so on the
-path), waits for the GPU: its times, and ours beside them, are of calls one by one. Ends with status 1 where something
-that must be exact is not.
+microseconds, and dense time over it. Columns: gemv_int8, forced, at 17 to 64 rows; threshold 0, then threshold 6 with
+0, 8 and 64 outlier columns; of the input gradient, kernels. The error is |y - y64| / |y64| of the first 64 rows;
+"dense" that of F.linear with W dequantized to the dtype. The original, where it can be imported (its package with
+libbitsandbytes_cuda130.so on the path), waits for the GPU: its times, and ours beside them, are of calls one by one.
+Ends with status 1 where something that must be exact is not.
 """
 
 from __future__ import annotations
