@@ -221,8 +221,8 @@ __device__ __forceinline__ void dgrad(const bsh_tensor_map &dy, const bsh_tensor
   if (warp == COPY_WARP && lane == 0) prefetch_map(&dy), prefetch_map(&w);
   __syncthreads();
   cluster_meet();
-  wait_for_earlier_kernels();
   let_later_kernels_start();
+  wait_for_earlier_kernels();
   if (warp >= COPY_WARP) {
     give_registers<PRODUCER_REGISTERS>();
     if (warp == COPY_WARP && lane == 0) copy_tiles<FORM>(work, &dy, &w);

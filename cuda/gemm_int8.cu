@@ -177,8 +177,8 @@ template <typename T> __device__ __forceinline__ void gemm(const bsh_int8_gemm_a
   const place p(memory);
   const int m = blockIdx.x % args.m_tiles * TILE, n = blockIdx.x / args.m_tiles * TILE;
   int sum[ROW_TILES][COLUMN_TILES][4] = {};
-  wait_for_earlier_kernels();
   let_later_kernels_start();
+  wait_for_earlier_kernels();
   multiply_codes(sum, args, p, memory, m, n);
   if constexpr (sizeof(T) == 1) { // int32 sums
     for_elements(args, p, m, n, [&](int row, int column, int i, int j, int e) {

@@ -103,6 +103,17 @@ __device__ __forceinline__ void copy_tiles(const int8_work<FORM> &work, const in
   }
 }
 
+// One thread, while earlier kernels make the codes of x: what it will read first of b.
+template <typename FORM>
+__device__ __forceinline__ void prefetch_b(const int8_work<FORM> &work, const bsh_tensor_map *b) {
+  constexpr int PART = FORM::COLUMNS / FORM::CLUSTER;
+  if (work.cluster >= work.args.tiles) return;
+  const int n = work.column(work.cluster) + (FORM::CLUSTER > 1 ? work.rank * PART : 0);
+#pragma unroll 1
+  for (int step = 0; step < min(work.steps, 2 * FORM::STAGES); step++)
+    tensor_prefetch_l2(b, (work.first_step + step) * BSH_GEMM_INT8_DEPTH, n);
+}
+
 // Where a thread's sums are: element i of a tile's sums is row `row` + 8 (i / 2 % 2), column `column` + 8 (i / 4) + i
 // % 2.
 struct int8_place {
@@ -301,8 +312,9 @@ __device__ __forceinline__ void gemm(const int8_maps &maps, const bsh_int8_gemm_
   if (warp == COPY_WARP && lane == 0) prefetch_map(maps.a), prefetch_map(maps.b);
   __syncthreads();
   if (work.size > 1) cluster_meet();
-  wait_for_earlier_kernels();
   let_later_kernels_start();
+  if (warp == COPY_WARP && lane == 0) prefetch_b<FORM>(work, maps.b);
+  wait_for_earlier_kernels();
   const int count = work.count_outliers();
   if (warp >= COPY_WARP) {
     give_registers<PRODUCER_REGISTERS>();

@@ -120,8 +120,8 @@ __device__ __forceinline__ void gemv_int8(const bsh_fused_args &args) {
 #pragma unroll
   for (int i = 0; i < 4; i++)
     if (i / PIECES < p.steps) stream.prefetch(p.tile(i / PIECES), i % PIECES);
-  wait_for_earlier_kernels();
   let_later_kernels_start();
+  wait_for_earlier_kernels();
 #pragma unroll
   for (int i = 0; i < SLOTS - 1; i++) {
     if (i / PIECES < p.steps) stream.start(p.tile(i / PIECES), i % PIECES, i * PIECE_BYTES);

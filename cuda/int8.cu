@@ -36,50 +36,85 @@ template <typename T> __device__ __forceinline__ float scale_of_row(float absmax
   if (!(absmax >= 3.009265538105056e-36f && absmax <= LARGEST)) return 0.f; // 2^-118
   return IS_HALF<T> ? __fmul_rn(127.f, reciprocal(absmax)) : __fmul_rn(31.75f, __fdiv_rn(4.f, absmax));
 }
-__device__ __forceinline__ int code_of(float x, float scale) {
-  const float product = __fmul_rn(x, scale);
-  return fabsf(product) <= 128.f ? __float2int_rn(product) : 0;
+// A code of an element of at most the row's absmax, whose scale is not 0, in the low byte.
+__device__ __forceinline__ uint32_t code_of(float x, float scale) {
+  return __float_as_uint(__fadd_rn(__fmul_rn(x, scale), 12582912.f)); // 1.5 * 2^23
+}
+__device__ __forceinline__ uint32_t pack_codes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return __byte_perm(__byte_perm(a, b, 0x40), __byte_perm(c, d, 0x40), 0x5410);
+}
+
+// The largest magnitude of a vector, as the bits of an fp32 number: those of NaN are the largest.
+template <typename T> __device__ __forceinline__ uint32_t largest_of(const vector16<T> &v) {
+  const uint32_t words[4] = {v.raw.x, v.raw.y, v.raw.z, v.raw.w};
+  uint32_t most = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (sizeof(T) == 4) most = max(most, words[i] & 0x7FFFFFFFu);
+    else most = max(most, max(words[i] & 0x7FFF0000u, words[i] << 16 & 0x7FFF0000u));
+  if (!IS_HALF<T>) return most;
+  return __float_as_uint(__half2float(__ushort_as_half((unsigned short)(most >> 16))));
 }
 
 // One row of x by a block of threads: a look for its absmax, one for its codes. The elements of the first look that fit
-// stay in registers, others come from the cache.
+// stay in registers, others come from the cache. Vectors without an outlier are taken whole.
 template <typename T> struct row_quantizer {
   static constexpr int WIDTH = vector16<T>::WIDTH, KEPT = 4;
   const bsh_quantize_int8_args &args;
   const T *row;
   int8_t *codes;
-  bool fast; // 16-byte loads; codes stored by WIDTH bytes
-  int64_t vectors;
+  uint32_t threshold; // bits, more than those of any number where there is none
+  int vectors;
 
   __device__ __forceinline__ row_quantizer(const bsh_quantize_int8_args &a, int64_t m) : args(a) {
     row = static_cast<const T *>(a.x) + m * a.ldx, codes = a.codes + m * a.K;
-    fast = reinterpret_cast<uintptr_t>(row) % 16 == 0 && reinterpret_cast<uintptr_t>(codes) % WIDTH == 0;
-    vectors = fast ? a.K / WIDTH : 0;
+    threshold = a.outliers == nullptr ? 0xFFFFFFFFu : __float_as_uint(a.threshold);
+    const bool fast = reinterpret_cast<uintptr_t>(row) % 16 == 0 && reinterpret_cast<uintptr_t>(codes) % WIDTH == 0;
+    vectors = fast ? (int)(a.K / WIDTH) : 0;
   }
-  // Takes an element into the absmax, or flags its column where it reaches the threshold. absmax: bits of magnitudes,
-  // of which those of NaN are the largest.
-  __device__ __forceinline__ void look(float x, int64_t k, uint32_t &absmax) const {
-    if (args.outliers != nullptr && fabsf(x) >= args.threshold) args.outliers[k] = 1;
-    else absmax = max(absmax, __float_as_uint(fabsf(x)));
+  // NaN is no outlier.
+  __device__ __forceinline__ bool is_outlier(uint32_t magnitude) const {
+    return magnitude >= threshold && magnitude <= INFINITE;
   }
-  __device__ __forceinline__ int code(float x, float scale) const {
-    return args.outliers != nullptr && fabsf(x) >= args.threshold ? 0 : code_of(x, scale);
+  // Takes an element into the absmax, or flags its column where it reaches the threshold.
+  __device__ __forceinline__ void look(float x, int64_t k, uint32_t &largest) const {
+    const uint32_t magnitude = __float_as_uint(fabsf(x));
+    if (is_outlier(magnitude)) args.outliers[k] = 1;
+    else largest = max(largest, magnitude);
   }
-  __device__ __forceinline__ vector16<T> load(int64_t v) const {
+  __device__ __forceinline__ uint32_t code(float x, float scale) const {
+    return is_outlier(__float_as_uint(fabsf(x))) ? 0 : code_of(x, scale);
+  }
+  __device__ __forceinline__ vector16<T> load(int v) const {
     vector16<T> loaded;
-    loaded.raw = *reinterpret_cast<const uint4 *>(row + v * WIDTH);
+    loaded.raw = reinterpret_cast<const uint4 *>(row)[v];
     return loaded;
   }
-  __device__ __forceinline__ void look(const vector16<T> &v, int64_t at, uint32_t &absmax) const {
+  __device__ __forceinline__ void look(const vector16<T> &v, int at, uint32_t &largest) const {
+    const uint32_t most = largest_of(v);
+    if (most < threshold) {
+      largest = max(largest, most);
+      return;
+    }
 #pragma unroll
-    for (int i = 0; i < WIDTH; i++) look(v.get(i), at * WIDTH + i, absmax);
+    for (int i = 0; i < WIDTH; i++) look(v.get(i), (int64_t)at * WIDTH + i, largest);
   }
-  __device__ __forceinline__ void store(const vector16<T> &v, int64_t at, float scale) const {
-    uint32_t words[2] = {};
+  __device__ __forceinline__ void store(const vector16<T> &v, int at, float scale) const {
+    uint32_t c[WIDTH];
+    if (scale == 0.f) {
 #pragma unroll
-    for (int i = 0; i < WIDTH; i++) words[i / 4] |= (uint32_t)(code(v.get(i), scale) & 255) << (i % 4 * 8);
-    if (WIDTH == 8) *reinterpret_cast<uint2 *>(codes + at * 8) = make_uint2(words[0], words[1]);
-    else *reinterpret_cast<uint32_t *>(codes + at * 4) = words[0];
+      for (int i = 0; i < WIDTH; i++) c[i] = 0;
+    } else if (largest_of(v) < threshold) {
+#pragma unroll
+      for (int i = 0; i < WIDTH; i++) c[i] = code_of(v.get(i), scale);
+    } else {
+#pragma unroll
+      for (int i = 0; i < WIDTH; i++) c[i] = code(v.get(i), scale);
+    }
+    const uint32_t first = pack_codes(c[0], c[1], c[2], c[3]);
+    if constexpr (WIDTH == 8)
+      *reinterpret_cast<uint2 *>(codes + (int64_t)at * 8) = make_uint2(first, pack_codes(c[4], c[5], c[6], c[7]));
+    else *reinterpret_cast<uint32_t *>(codes + (int64_t)at * 4) = first;
   }
   __device__ __forceinline__ void run(int64_t m, uint32_t *scratch) const {
     vector16<T> kept[KEPT];
@@ -90,7 +125,7 @@ template <typename T> struct row_quantizer {
 #pragma unroll
     for (int i = 0; i < KEPT; i++)
       if (threadIdx.x + i * THREADS < vectors) look(kept[i], threadIdx.x + i * THREADS, largest);
-    for (int64_t v = threadIdx.x + KEPT * THREADS; v < vectors; v += THREADS) look(load(v), v, largest);
+    for (int v = threadIdx.x + KEPT * THREADS; v < vectors; v += THREADS) look(load(v), v, largest);
     for (int64_t k = vectors * WIDTH + threadIdx.x; k < args.K; k += THREADS) look(to_float(row[k]), k, largest);
     largest = block_max(largest, scratch);
     const float absmax = __uint_as_float(largest > INFINITE ? 0x7FFFFFFFu : largest);
@@ -99,40 +134,54 @@ template <typename T> struct row_quantizer {
 #pragma unroll
     for (int i = 0; i < KEPT; i++)
       if (threadIdx.x + i * THREADS < vectors) store(kept[i], threadIdx.x + i * THREADS, scale);
-    for (int64_t v = threadIdx.x + KEPT * THREADS; v < vectors; v += THREADS) store(load(v), v, scale);
+    for (int v = threadIdx.x + KEPT * THREADS; v < vectors; v += THREADS) store(load(v), v, scale);
     for (int64_t k = vectors * WIDTH + threadIdx.x; k < args.K; k += THREADS)
-      codes[k] = (int8_t)code(to_float(row[k]), scale);
+      codes[k] = (int8_t)(scale == 0.f ? 0 : code(to_float(row[k]), scale));
   }
 };
 
 __device__ __forceinline__ void clear_int8(const bsh_int8_clear_args &args) {
-  wait_for_earlier_kernels();
   let_later_kernels_start();
+  wait_for_earlier_kernels();
   const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
   if (i < args.n) args.flags[i] = 0;
 }
 
 template <typename T> __device__ __forceinline__ void quantize_int8(const bsh_quantize_int8_args &args) {
   __shared__ uint32_t scratch[WARPS];
-  wait_for_earlier_kernels();
   let_later_kernels_start();
+  wait_for_earlier_kernels();
   row_quantizer<T>(args, blockIdx.x).run(blockIdx.x, scratch);
 }
 
 // ---- outliers_int8 --------------------------------------------------------------------------------------------------
 
 // Every block lists the outlier columns for itself, LISTED of them at a time: thread t has those among its own `span`
-// flags, which begin at position `before` of the whole list.
+// words of 16 flags, which begin at position `before` of the whole list.
 constexpr int LISTED = 1024;
 struct outlier_list {
   const uint8_t *flags;
-  int begin, end, before, count;
+  int K, begin, end, before, count; // begin, end: words
 
-  __device__ __forceinline__ outlier_list(const uint8_t *f, int K, int *scratch) : flags(f) {
-    const int span = (K + THREADS - 1) / THREADS, lane = threadIdx.x % 32;
-    begin = min(K, (int)threadIdx.x * span), end = min(K, begin + span);
+  // Flags of a word: bit 8i of [j] is that of column 16 word + 4j + i.
+  __device__ __forceinline__ uint4 word(int w) const {
+    if (w * 16 + 16 <= K && reinterpret_cast<uintptr_t>(flags) % 16 == 0)
+      return reinterpret_cast<const uint4 *>(flags)[w];
+    uint32_t found[4] = {};
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+      if (w * 16 + i < K) found[i / 4] |= (uint32_t)flags[w * 16 + i] << (i % 4 * 8);
+    return make_uint4(found[0], found[1], found[2], found[3]);
+  }
+  __device__ __forceinline__ outlier_list(const uint8_t *f, int columns, int *scratch) : flags(f), K(columns) {
+    const int words = (K + 15) / 16, span = (words + THREADS - 1) / THREADS, lane = threadIdx.x % 32;
+    begin = min(words, (int)threadIdx.x * span), end = min(words, begin + span);
     int own = 0;
-    for (int k = begin; k < end; k++) own += flags[k];
+#pragma unroll 4
+    for (int w = begin; w < end; w++) {
+      const uint4 v = word(w);
+      own += __popc(v.x) + __popc(v.y) + __popc(v.z) + __popc(v.w);
+    }
     int upto = own;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -151,56 +200,74 @@ struct outlier_list {
   // Positions [first, first + LISTED) of the list to `listed`; a barrier by the caller.
   __device__ __forceinline__ void list(int first, int *listed) const {
     int at = before - first;
-    for (int k = begin; k < end; k++)
-      if (flags[k]) {
-        if (at >= 0 && at < LISTED) listed[at] = k;
-        at++;
-      }
+    for (int w = begin; w < end; w++) {
+      const uint4 v = word(w);
+      const uint32_t parts[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        for (uint32_t left = parts[j]; left != 0; left &= left - 1, at++)
+          if (at >= 0 && at < LISTED) listed[at] = w * 16 + j * 4 + (__ffs(left) - 1) / 8;
+    }
   }
 };
 
+// Of positions [first, first + n) of the list, those below `gathered` go to the gathered rows; these have zeros from
+// there up to `padded`.
 template <typename T> struct gatherer {
   const bsh_int8_gather_args &args;
   const int *listed;
-  int first, n, gathered; // positions [first, first + n) are listed; those below `gathered` go to the gathered rows
+  int first, n, gathered, padded;
 
-  // Row r of x, then of W: position first + i.
-  __device__ __forceinline__ void take(int r, int i) const {
-    const int at = first + i, capacity = args.outliers.capacity;
+  // Row r of x, then of W, by a warp: lanes take 64 positions, two neighbours each.
+  __device__ __forceinline__ void take(int r, int lane) const {
+    const int capacity = args.outliers.capacity;
     const bool of_x = r < args.M;
     const int64_t row = of_x ? r : r - args.M;
-    T *const to = static_cast<T *>(of_x ? args.outliers.x : args.outliers.w) + row * capacity + at;
-    if (i >= n) {
-      from_float(0.f, to);
-      return;
+    T *const to = static_cast<T *>(of_x ? args.outliers.x : args.outliers.w) + row * capacity + first;
+    int8_t *const codes = args.codes + row * args.K;
+    const T *const x = static_cast<const T *>(args.x) + row * args.ldx;
+    const int8_t *const w = args.w + row * args.K;
+    for (int at = 2 * lane; at < max(n, padded - first); at += 64) {
+      T value[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        from_float(0.f, &value[i]);
+        if (at + i >= n) continue;
+        const int k = listed[at + i];
+        if (of_x) codes[k] = 0;
+        if (first + at + i >= gathered) continue;
+        if (of_x) value[i] = x[k];
+        else from_float((float)w[k], &value[i]);
+      }
+      if (first + at < padded) to[at] = value[0], to[at + 1] = value[1];
     }
-    const int k = listed[i];
-    if (of_x) args.codes[row * args.K + k] = 0;
-    if (at >= gathered) return;
-    if (of_x) *to = static_cast<const T *>(args.x)[row * args.ldx + k];
-    else from_float((float)args.w[row * args.K + k], to);
   }
 };
 
+// Rows of x and of W go round the warps of the grid.
 template <typename T> __device__ __forceinline__ void outliers_int8(const bsh_int8_gather_args &args) {
   __shared__ int scratch[WARPS], listed[LISTED];
-  wait_for_earlier_kernels();
   let_later_kernels_start();
+  wait_for_earlier_kernels();
   const outlier_list list(args.outliers.flags, args.K, scratch);
-  const int capacity = args.outliers.capacity, gathered = min(list.count, capacity);
-  const int padded = (gathered + BSH_INT8_CHUNK - 1) / BSH_INT8_CHUNK * BSH_INT8_CHUNK; // at most the capacity
-  if (args.outliers.count != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *args.outliers.count = list.count;
-  const int begin = blockIdx.x * BSH_INT8_OUTLIER_ROWS;
-  const int rows = min(BSH_INT8_OUTLIER_ROWS, args.M + (capacity > 0 ? args.N : 0) - begin);
+  const bool keeps = args.outliers.count != nullptr && blockIdx.x == 0;
+  if (keeps && threadIdx.x == 0) *args.outliers.count = list.count;
+  gatherer<T> gather = {args, listed};
+  gather.gathered = min(list.count, args.outliers.capacity);
+  gather.padded = (gather.gathered + BSH_INT8_CHUNK - 1) / BSH_INT8_CHUNK * BSH_INT8_CHUNK; // at most the capacity
+  const int rows = args.M + (args.outliers.capacity > 0 ? args.N : 0);
   for (int first = 0; first < list.count; first += LISTED) {
-    const int n = min(LISTED, list.count - first), wide = max(n, min(LISTED, padded - first));
+    gather.first = first, gather.n = min(LISTED, list.count - first);
     __syncthreads();
     list.list(first, listed);
     __syncthreads();
-    if (args.outliers.count != nullptr && blockIdx.x == 0)
-      for (int i = threadIdx.x; i < n; i += THREADS) args.outliers.list[first + i] = listed[i];
-    const gatherer<T> gather = {args, listed, first, n, gathered};
-    for (int i = threadIdx.x; i < rows * wide; i += THREADS) gather.take(begin + i / wide, i % wide);
+    if (keeps)
+      for (int i = threadIdx.x; i < gather.n; i += THREADS) args.outliers.list[first + i] = listed[i];
+    // Beyond the first LISTED columns what W adds may be past what is gathered.
+    const int last = first < gather.padded ? rows : args.M;
+#pragma unroll 2
+    for (int r = blockIdx.x * WARPS + threadIdx.x / 32; r < last; r += gridDim.x * WARPS)
+      gather.take(r, threadIdx.x % 32);
   }
 }
 
@@ -209,8 +276,8 @@ template <typename T> __device__ __forceinline__ void outliers_int8(const bsh_in
 // 16 codes a thread where rows are 16-byte aligned, else one.
 template <typename T, bool FAST> __device__ __forceinline__ void dequantize_int8(const bsh_int8_rectangle_args &args) {
   constexpr int WIDTH = FAST ? 16 : 1;
-  wait_for_earlier_kernels();
   let_later_kernels_start();
+  wait_for_earlier_kernels();
   const int64_t of_row = args.columns / WIDTH, i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
   if (i >= of_row * args.rows) return;
   const int64_t row = i / of_row, column = (i - row * of_row) * WIDTH;
@@ -236,8 +303,8 @@ template <typename T, bool FAST> __device__ __forceinline__ void dequantize_int8
 }
 
 template <typename T> __device__ __forceinline__ void scale_product_int8(const bsh_scale_product_int8_args &args) {
-  wait_for_earlier_kernels();
   let_later_kernels_start();
+  wait_for_earlier_kernels();
   const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
   if (i >= args.M * args.N) return;
   const int64_t m = i / args.N, n = i - m * args.N;
@@ -250,8 +317,8 @@ template <typename T> __device__ __forceinline__ void scale_product_int8(const b
 // A warp has one row of W and, of x, ANY_TOKENS rows; blockIdx.y counts these. Lanes take every 32nd element.
 template <typename T> __device__ __forceinline__ void linear_int8_any(const bsh_linear_int8_args &args) {
   constexpr int TOKENS = BSH_INT8_ANY_TOKENS;
-  wait_for_earlier_kernels();
   let_later_kernels_start();
+  wait_for_earlier_kernels();
   const int lane = threadIdx.x % 32;
   const int64_t n = (int64_t)blockIdx.x * BSH_INT8_ANY_WARPS + threadIdx.x / 32, m = (int64_t)blockIdx.y * TOKENS;
   if (n >= args.N) return;
@@ -276,8 +343,8 @@ template <typename T> __device__ __forceinline__ void linear_int8_any(const bsh_
 // dx[m, k] of ANY_TOKENS rows m, which blockIdx.y counts, a column a thread: any sizes.
 template <typename T> __device__ __forceinline__ void linear_int8_dgrad_any(const bsh_linear_int8_args &args) {
   constexpr int TOKENS = BSH_INT8_ANY_TOKENS;
-  wait_for_earlier_kernels();
   let_later_kernels_start();
+  wait_for_earlier_kernels();
   const int64_t k = (int64_t)blockIdx.x * BSH_INT8_ANY_WARPS * 32 + threadIdx.x, m = (int64_t)blockIdx.y * TOKENS;
   if (k >= args.K) return;
   float sum[TOKENS] = {};

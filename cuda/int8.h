@@ -8,8 +8,9 @@
 #include "core/int8.h"
 #include "fused.h"
 
-enum { BSH_INT8_THREADS = 256 };     /* of a block, int8.cu */
-enum { BSH_INT8_OUTLIER_ROWS = 32 }; /* of x or W that a block of outliers_int8 gathers */
+enum { BSH_INT8_THREADS = 256 };      /* of a block, int8.cu */
+enum { BSH_INT8_OUTLIER_ROWS = 8 };   /* of x or W that a block of outliers_int8 gathers at a time, a warp each */
+enum { BSH_INT8_OUTLIER_BLOCKS = 8 }; /* of it, for each multiprocessor, at most */
 enum { BSH_INT8_ANY_WARPS = 4, BSH_INT8_ANY_TOKENS = 4 };
 
 /* A chunk: 64 outlier columns, gathered in 16 bits: rows of 128 bytes, as 128 columns of codes. */
@@ -101,6 +102,24 @@ typedef struct {
   int32_t token_tiles, tiles;
   int32_t splits; /* pairs of blocks that share N. More than 1: a cluster has one tile */
 } bsh_int8_dgrad_args;
+
+/* gemv_int8_dgrad: a block has 128 columns of W. X(name, token tiles: 8 rows of dy each, slots of a warp's ring, blocks
+ * of a multiprocessor). */
+#define BSH_GEMV_DGRAD_FORMS(X) X(m8, 1, 3, 2) X(m16, 2, 4, 1) X(m32, 4, 4, 1)
+enum { BSH_GEMV_DGRAD_WARPS = 8, BSH_GEMV_DGRAD_COLUMNS = 128, BSH_GEMV_DGRAD_ROWS = 64 /* of dy, of a launch */ };
+BSH_SIZE int32_t bsh_gemv_dgrad_shared_bytes(int32_t slots) {
+  return BSH_GEMV_DGRAD_WARPS * slots * 32 * BSH_GEMV_DGRAD_COLUMNS;
+}
+typedef struct {
+  const int8_t *packed; /* [N, K] */
+  const float *absmax;  /* [N] */
+  const void *dy;       /* [M, N], rows ldy elements apart */
+  void *dx;             /* [M, K] */
+  float *partial;       /* f32 [groups of tokens][K / 128][splits][tokens of a group][128] */
+  int64_t ldy;
+  int32_t M, N, K;
+  int32_t splits; /* blocks, a cluster, that share N */
+} bsh_int8_gemv_dgrad_args;
 
 /* gemv_int8. X(name, token tiles: 8 rows of x each, units of K a warp). */
 #define BSH_GEMV_INT8_FORMS(X) X(m8_k4, 1, 4) X(m8_k8, 1, 8) X(m16_k4, 2, 4)

@@ -142,9 +142,14 @@ def test_input_gradient(dtype, rows):
     dy = torch.randn(rows, 1040, device="cuda").to(dtype)
     w = codes.double() * absmax.double()[:, None] / 127
     exact, magnitude = dy.double() @ w, dy.double().abs() @ w.abs()
-    for kernel in (None, "any"):
+    for kernel in (None, "any", "panels", "dgrad_int8_sm90", "gemv_int8_dgrad"):
         _C.force_kernel("linear_int8_dgrad", kernel)
-        dx = ops.linear_int8_dgrad(dy, codes, absmax, 1040, 4096)
+        try:
+            dx = ops.linear_int8_dgrad(dy, codes, absmax, 1040, 4096)
+        except RuntimeError as refused:
+            assert "cannot multiply" in str(refused) and kernel is not None
+            continue
+        assert same_bytes(dx, ops.linear_int8_dgrad(dy, codes, absmax, 1040, 4096))
         bound = EPSILON[dtype] * (exact.abs() + magnitude) + magnitude * 2.0**-18
         assert ((dx.double() - exact).abs() <= bound).all()
 

@@ -221,6 +221,7 @@ GROUPS = {
     "gemv_int8, 8 rows": r"gemv_int8_b?f16_m8",
     "gemv_int8, 16 rows": r"gemv_int8_b?f16_m16",
     "join_codes": r"join_codes",
+    "gemv_int8_dgrad": r"gemv_int8_dgrad",
     "gemm_int8": r"gemm_int8_(?:i32|b?f)",
     "gemm_int8_sm90, 64 x 128": r"gemm_int8_sm90_.*m64_n128",
     "gemm_int8_sm90, 128 x 128": r"gemm_int8_sm90_.*m128_n128",

@@ -40,11 +40,15 @@ def chosen_by_the_plan():
         ("any", 16, {"sm": 75, "dtype": BF16}),
         ("gemv_int8", 16, {"sm": 75}),
         ("any", 100, {"K": 0}),
-        ("panels", 1, {"gradient": True}),
+        ("dgrad_int8_sm90", 1, {"gradient": True}),
+        ("dgrad_int8_sm90", 1024, {"gradient": True}),
+        ("panels", 1025, {"gradient": True}),
+        ("panels", 64, {"gradient": True, "K": 4100}),
+        ("panels", 1, {"gradient": True, "sm": 80}),
         ("panels", 4096, {"gradient": True, "dtype": BF16}),
         ("any", 40, {"gradient": True, "dtype": F32}),
         ("any", 40, {"gradient": True, "N": 0}),
-        ("dgrad_int8_sm90", 40, {"gradient": True, "cublas": False}),
+        ("dgrad_int8_sm90", 4096, {"gradient": True, "cublas": False}),
         ("any", 40, {"gradient": True, "cublas": False, "sm": 80}),
     ],
 )
@@ -78,20 +82,23 @@ def test_a_cut_fills_the_gpu_once(M, N, K):
 
 
 def test_panels_of_the_gradient():
-    found = plan(64, 28672, 8192, gradient=True)
+    found = plan(4096, 28672, 8192, gradient=True)
     assert found["panel_columns"] == 1024 and found["scratch_bytes"] <= 64 << 20
-    assert plan(64, 256, 96, gradient=True)["panel_columns"] == 96
-    assert plan(64, 40, 96, gradient=True, workspace=64)["panel_columns"] == 1
+    assert plan(64, 256, 96, gradient=True, kernel="panels")["panel_columns"] == 96
+    assert plan(64, 40, 96, gradient=True, workspace=64, kernel="panels")["panel_columns"] == 1
 
 
 def test_forced():
     _C.force_kernel("linear_int8", "gemm_int8")
     assert plan(1)["kernel"] == "gemm_int8"
     _C.force_kernel("linear_int8", "gemv_int8")
-    with pytest.raises(ValueError, match="M = 33, N = 4096, K = 4096 on sm_90: too many rows"):
-        plan(33)
-    _C.force_kernel("linear_int8_dgrad", "dgrad_int8_sm90")
-    assert plan(33, gradient=True)["kernel"] == "dgrad_int8_sm90"
+    assert plan(64)["launch"]["grid"][1] == 4
+    with pytest.raises(ValueError, match="M = 65, N = 4096, K = 4096 on sm_90: too many rows"):
+        plan(65)
+    _C.force_kernel("linear_int8_dgrad", "gemv_int8_dgrad")
+    assert plan(33, gradient=True)["kernel"] == "gemv_int8_dgrad"
+    with pytest.raises(ValueError, match="more than 64 rows"):
+        plan(65, gradient=True)
     with pytest.raises(ValueError, match="no kernel 'gemm': expected gemv_int8"):
         _C.force_kernel("linear_int8", "gemm")
     with pytest.raises(ValueError, match="too large for 32-bit indices"):

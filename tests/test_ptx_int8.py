@@ -235,6 +235,33 @@ DGRAD = [
 ]
 
 
+# M, N, K, multiprocessors, dtype, the form, blocks of a cluster, of all
+FEW_DGRAD = [
+    (1, 2050, 272, 132, F16, "m8", 8, 24),
+    (8, 34, 144, 132, BF16, "m8", 1, 2),
+    (13, 1100, 256, 4, BF16, "m16", 2, 4),
+    (45, 600, 400, 132, F16, "m32", 3, 24),
+]
+
+
+@pytest.mark.parametrize("case", FEW_DGRAD, ids=lambda case: "-".join(map(str, case)).replace("torch.", ""))
+def test_input_gradient_of_few_rows(case):
+    """dy times scales in 16 bits of mantissa, fp32 sums, one rounding; ragged sizes; the same bits twice."""
+    M, N, K, sms, dtype, form, *blocks = case
+    codes, absmax = weight(N, K)
+    dy = drawn(M, N + 2, dtype=dtype)[:, :N]
+    gpu = machine.Gpu(90, sms, seed=M)
+    dx = gpu.linear_int8(dy, codes, absmax, None, 0.0, "gemv_int8_dgrad", dgrad=True)
+    w = codes.double() * absmax.double()[:, None] / 127
+    exact, magnitude = dy.double() @ w, dy.double().abs() @ w.abs()
+    assert ((dx.double() - exact).abs() <= EPSILON[dtype] * 0.51 * exact.abs() + magnitude * 2.0**-15).all()
+    assert torch.equal(
+        dx, machine.Gpu(90, sms).linear_int8(dy, codes, absmax, None, 0.0, "gemv_int8_dgrad", dgrad=True)
+    )
+    assert gpu.launches == [f"gemv_int8_dgrad_{'f16' if dtype is F16 else 'bf16'}_{form}"]
+    assert gpu.blocks == [tuple(blocks)]
+
+
 @pytest.mark.parametrize("case", DGRAD, ids=lambda case: "-".join(map(str, case)).replace("torch.", ""))
 def test_input_gradient_in_one_pass(case):
     """W rounded to the dtype, fp32 sums, one rounding; ragged sizes; pairs that share a tile; the same bits twice."""

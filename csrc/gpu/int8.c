@@ -53,7 +53,8 @@ static bsh_status gather(const bsh_int8_gather_args *const args, const bsh_dtype
                          const bsh_cuda_context *const context) {
   static bsh_cuda_kernel kernels[DTYPES] = BY_DTYPE("outliers_int8_");
   const int64_t rows = (int64_t)args->M + (args->outliers.capacity > 0 ? args->N : 0);
-  return launch(context, &kernels[dtype], divide_up(rows, BSH_INT8_OUTLIER_ROWS), args);
+  const int64_t at_once = (int64_t)context->sms * BSH_INT8_OUTLIER_BLOCKS;
+  return launch(context, &kernels[dtype], min_i64(divide_up(rows, BSH_INT8_OUTLIER_ROWS), at_once), args);
 }
 
 static bsh_status check_size(const bsh_cuda_context *const context, const int64_t M, const int64_t K) {
@@ -267,6 +268,22 @@ static bsh_status run_dgrad(const bsh_linear_int8_args *const args, const bsh_in
   return bsh_cuda_launch(context, plan->product.kernel, &plan->product.shape, arguments);
 }
 
+static bsh_status run_gemv_dgrad(const bsh_linear_int8_args *const args, const bsh_int8_plan *const plan,
+                                 char *const memory, const bsh_cuda_context *const context) {
+  bsh_int8_gemv_dgrad_args used = {.packed = args->packed,
+                                   .absmax = args->absmax,
+                                   .dy = args->x,
+                                   .dx = args->y,
+                                   .partial = (float *)memory,
+                                   .ldy = args->ldx,
+                                   .M = (int32_t)args->M,
+                                   .N = (int32_t)args->N,
+                                   .K = (int32_t)args->K,
+                                   .splits = plan->splits};
+  void *arguments[] = {&used};
+  return bsh_cuda_launch(context, plan->product.kernel, &plan->product.shape, arguments);
+}
+
 /* ---- the input gradient by panels of columns of W: each gives its own columns of dx, written once ---- */
 
 static bsh_status run_panel(const bsh_linear_int8_args *const args, const bsh_int8_plan *const plan, char *const memory,
@@ -317,6 +334,8 @@ static bsh_status run(const bsh_linear_int8_args *const args, const bsh_int8_pla
     return run_any(args, plan, context);
   case BSH_INT8_dgrad_int8_sm90:
     return run_dgrad(args, plan, memory, context);
+  case BSH_INT8_gemv_int8_dgrad:
+    return run_gemv_dgrad(args, plan, memory, context);
   case BSH_INT8_panels:
     return run_panels(args, plan, memory, context);
   default:

@@ -30,7 +30,7 @@ static int64_t few_rows(const bsh_int8_facts *const f) {
 static const char *gemv_refuses(const bsh_int8_facts *const f) {
   const int32_t arch = f->image.arch;
   if (f->dgrad) return "no input gradient";
-  if (f->M > few_rows(f)) return "too many rows";
+  if (f->M > (f->forced == BSH_INT8_gemv_int8 ? 2 : 1) * few_rows(f)) return "too many rows";
   if (f->dtype == BSH_F32) return "no float32";
   if (arch < (f->dtype == BSH_BF16 ? 80 : 75)) return "no tensor cores for the dtype in this code";
   if (bsh_is_wide(arch) && !bsh_is_wide(f->sm)) return "code for more shared memory than the GPU has";
@@ -60,6 +60,15 @@ static const char *dgrad_refuses(const bsh_int8_facts *const f) {
   return f->packed_alignment < 16 || f->x_alignment < 16 ? "dy or W is not 16-byte aligned" : NULL;
 }
 
+static const char *gemv_dgrad_refuses(const bsh_int8_facts *const f) {
+  if (!f->dgrad) return "only of the input gradient";
+  if (!bsh_is_wide(f->image.arch) || !bsh_is_wide(f->sm)) return "only for sm_90 and sm_100";
+  if (f->M > BSH_GEMV_DGRAD_ROWS) return "more than 64 rows";
+  if (f->dtype == BSH_F32) return "no float32";
+  if (f->K % 16 || f->N % 2 || f->N == 0) return "K is no multiple of 16 or N is odd";
+  return f->packed_alignment < 16 || f->x_alignment < 4 ? "dy or W is not aligned" : NULL;
+}
+
 static const char *refuses(const bsh_int8_kernel kernel, const bsh_int8_facts *const f) {
   switch (kernel) {
   case BSH_INT8_gemv_int8:
@@ -68,6 +77,8 @@ static const char *refuses(const bsh_int8_kernel kernel, const bsh_int8_facts *c
     return f->dgrad ? "no input gradient" : f->K == 0 ? "K is 0" : NULL;
   case BSH_INT8_gemm_int8_sm90:
     return sm90_refuses(f);
+  case BSH_INT8_gemv_int8_dgrad:
+    return gemv_dgrad_refuses(f);
   case BSH_INT8_dgrad_int8_sm90:
     return dgrad_refuses(f);
   case BSH_INT8_panels:
@@ -79,12 +90,18 @@ static const char *refuses(const bsh_int8_kernel kernel, const bsh_int8_facts *c
   }
 }
 
+/* dgrad_int8_sm90 was faster than panels on an H200 up to 1,024 rows at 4096 x 4096 and 28672 x 8192, slower at 4,096.
+ * gemv_int8_dgrad is taken where it is forced, until it is measured. */
+static bsh_int8_kernel choose_dgrad(const bsh_int8_facts *const f) {
+  enum { ONE_PASS_ROWS = 1024 };
+  const bool one_pass = !refuses(BSH_INT8_dgrad_int8_sm90, f), panels = !refuses(BSH_INT8_panels, f);
+  if (one_pass && (f->M <= ONE_PASS_ROWS || !panels)) return BSH_INT8_dgrad_int8_sm90;
+  return panels ? BSH_INT8_panels : BSH_INT8_any;
+}
+
 static bsh_int8_kernel choose(const bsh_int8_facts *const f) {
   if (f->forced != BSH_INT8_COUNT) return f->forced;
-  if (f->dgrad) { /* dgrad_int8_sm90 only where panels cannot be multiplied, until it is measured */
-    if (!refuses(BSH_INT8_panels, f)) return BSH_INT8_panels;
-    return refuses(BSH_INT8_dgrad_int8_sm90, f) ? BSH_INT8_any : BSH_INT8_dgrad_int8_sm90;
-  }
+  if (f->dgrad) return choose_dgrad(f);
   if (f->K == 0) return BSH_INT8_any;
   if (f->M <= few_rows(f)) return refuses(BSH_INT8_gemv_int8, f) ? BSH_INT8_any : BSH_INT8_gemv_int8;
   return refuses(BSH_INT8_gemm_int8_sm90, f) ? BSH_INT8_gemm_int8 : BSH_INT8_gemm_int8_sm90;
@@ -302,6 +319,35 @@ static void plan_dgrad(const bsh_int8_facts *const f, bsh_int8_plan *const plan)
                               .overlap = true};
 }
 
+/* ---- the same of few rows ---- */
+
+static void plan_gemv_dgrad(const bsh_int8_facts *const f, bsh_int8_plan *const plan) {
+#define GEMV_DGRAD_BF16(form, ...) KERNEL(gemv_int8_dgrad, "gemv_int8_dgrad_bf16_" #form),
+#define GEMV_DGRAD_F16(form, ...) KERNEL(gemv_int8_dgrad, "gemv_int8_dgrad_f16_" #form),
+#define GEMV_DGRAD_SIZES(form, tiles, slots, blocks) {tiles, slots, blocks},
+  static bsh_cuda_kernel kernels[2][3] = {{BSH_GEMV_DGRAD_FORMS(GEMV_DGRAD_BF16)},
+                                          {BSH_GEMV_DGRAD_FORMS(GEMV_DGRAD_F16)}};
+  static const int32_t sizes[][3] = {BSH_GEMV_DGRAD_FORMS(GEMV_DGRAD_SIZES)};
+  const int form = f->M <= 8 ? 0 : f->M <= 16 ? 1 : 2;
+  const int64_t tokens = 8 * sizes[form][0], groups = divide_up(f->M, tokens);
+  const int64_t slabs = divide_up(f->K, BSH_GEMV_DGRAD_COLUMNS), at_once = f->sms * sizes[form][2];
+  /* As many blocks as run at once, each with a piece of N for every warp. */
+  const int64_t pieces = divide_up(f->N, 32 * BSH_GEMV_DGRAD_WARPS);
+  int64_t splits = min_i64(at_once / (slabs * groups), min_i64(BSH_GEMV_CLUSTER, pieces));
+  if (splits < 1) splits = 1;
+  plan->splits = (int32_t)splits;
+  plan->at.partial =
+      splits == 1
+          ? 0
+          : place(&plan->at, groups * slabs * splits * tokens * BSH_GEMV_DGRAD_COLUMNS * (int64_t)sizeof(float));
+  plan->product.kernel = &kernels[f->dtype == BSH_F16][form];
+  plan->product.shape = (bsh_cuda_launch_shape){.grid = {(uint32_t)(slabs * splits), (uint32_t)groups, 1},
+                                                .block = {BSH_GEMV_DGRAD_WARPS * BSH_WARP, 1, 1},
+                                                .cluster = (uint32_t)splits,
+                                                .shared_bytes = bsh_gemv_dgrad_shared_bytes(sizes[form][1]),
+                                                .overlap = true};
+}
+
 /* ---- panels ---- */
 
 static void plan_panels(const bsh_int8_facts *const f, bsh_int8_plan *const plan) {
@@ -348,6 +394,9 @@ bsh_status bsh_plan_linear_int8(const char *const op, const bsh_int8_facts *cons
   case BSH_INT8_gemm_int8_sm90:
     plan_sm90(f, plan);
     break;
+  case BSH_INT8_gemv_int8_dgrad:
+    plan_gemv_dgrad(f, plan);
+    break;
   case BSH_INT8_dgrad_int8_sm90:
     plan_dgrad(f, plan);
     break;
@@ -381,7 +430,8 @@ bsh_status bsh_int8_kernel_of(const char *const name, bsh_int8_kernel *const ker
       return BSH_OK;
     }
   return bsh_fail(BSH_BAD_VALUE,
-                  "no kernel '%s': expected gemv_int8, any, gemm_int8, gemm_int8_sm90, dgrad_int8_sm90 or panels",
+                  "no kernel '%s': expected gemv_int8, any, gemm_int8, gemm_int8_sm90, dgrad_int8_sm90, "
+                  "gemv_int8_dgrad or panels",
                   name);
 }
 

@@ -6,9 +6,10 @@
 #include "plan/plan.h"
 
 /* X(name). gemv_int8: few rows of x as they are, any: the same for all sizes and dtypes, and the input gradient.
- * gemm_int8, gemm_int8_sm90: x in codes. dgrad_int8_sm90: the input gradient in one pass over W. panels: of it, W
- * dequantized a panel of columns at a time, and the vendor's product of each. */
-#define BSH_INT8_KERNELS(X) X(gemv_int8) X(any) X(gemm_int8) X(gemm_int8_sm90) X(dgrad_int8_sm90) X(panels)
+ * gemm_int8, gemm_int8_sm90: x in codes. dgrad_int8_sm90, gemv_int8_dgrad: the input gradient in one pass over W, the
+ * latter of few rows. panels: of it, W dequantized a panel of columns at a time, and the vendor's product of each. */
+#define BSH_INT8_KERNELS(X)                                                                                            \
+  X(gemv_int8) X(any) X(gemm_int8) X(gemm_int8_sm90) X(dgrad_int8_sm90) X(gemv_int8_dgrad) X(panels)
 #define BSH_INT8_INDEX(name) BSH_INT8_##name,
 typedef enum { BSH_INT8_KERNELS(BSH_INT8_INDEX) BSH_INT8_COUNT } bsh_int8_kernel;
 #undef BSH_INT8_INDEX

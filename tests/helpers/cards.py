@@ -69,7 +69,7 @@ def expected(name: str, image: Image) -> bool:
     wide = 90 <= image.arch < 120  # 224 KiB of shared memory, clusters
     if name.startswith(("gemm_4bit", "gemm_wide", "x_units", "clear_flags", "gemm_int8_sm90", "dgrad_int8_sm90")):
         return (image.arch, image.only) == (90, True)
-    if name.startswith("gemv_4bit_grouped"):
+    if name.startswith(("gemv_4bit_grouped", "gemv_int8_dgrad")):
         return wide
     if re.match(r"gemv_(?:4bit|int8)_(?:bf16|f16)_m|join_(?:splits|codes)_", name):
         tensor_cores = image.arch >= (80 if "_bf16_" in name else 75)
@@ -107,7 +107,7 @@ def planned(sm: int, architectures: str) -> dict[str, Launch]:
         plan = _C.plan_grouped_linear_4bit(E, E * rows, N, K, dtype, sm, 132, **settings)
         if plan["launch"] is not None:
             note(found, plan["launch"])
-    kernels = (None, "any", "gemm_int8", "dgrad_int8_sm90")
+    kernels = (None, "any", "gemm_int8", "dgrad_int8_sm90", "gemv_int8_dgrad", "panels")
     for M, (N, K), dtype, sms, gradient, kernel in itertools.product(
         ROWS, SHAPES, range(3), (40, 132), (False, True), kernels
     ):

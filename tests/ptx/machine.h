@@ -437,6 +437,7 @@ static inline uint64_t ptx_mul_hi_u64(const uint64_t a, const uint64_t b) {
   return (uint64_t)((unsigned __int128)a * b >> 64);
 }
 static inline uint32_t ptx_clz_b32(const uint32_t a) { return a ? (uint32_t)__builtin_clz(a) : 32; }
+static inline uint32_t ptx_bfind_shiftamt_u32(const uint32_t a) { return a ? (uint32_t)__builtin_clz(a) : ~0u; }
 static inline uint32_t ptx_clz_b64(const uint64_t a) { return a ? (uint32_t)__builtin_clzll(a) : 64; }
 static inline uint32_t ptx_popc_b32(const uint32_t a) { return (uint32_t)__builtin_popcount(a); }
 static inline uint32_t ptx_popc_b64(const uint64_t a) { return (uint32_t)__builtin_popcountll(a); }
