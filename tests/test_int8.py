@@ -337,6 +337,25 @@ def test_moves_keep_everything():
         assert torch.equal(made.weight.CB, codes) and torch.equal(made.weight.SCB, scales) and same_bytes(made(x), y)
 
 
+def test_scales_follow_codes():
+    """What is assigned to `.data` brings its scales, or has those of the weight moved to it."""
+
+    class Away(torch.Tensor):
+        """A tensor that says it is on another device."""
+
+        device = property(lambda self: torch.device("cuda"))
+
+        def to(self, device):
+            return self.as_subclass(torch.Tensor)
+
+    weight, other = layer().weight, Int8Params(torch.randn(N, K), requires_grad=False).to("cpu")
+    weight.data = other
+    assert weight.SCB is other.SCB and torch.equal(weight.CB, other.CB)
+    weight.SCB = weight.SCB.as_subclass(Away)
+    weight.data = weight.CB.clone()
+    assert type(weight.SCB) is torch.Tensor and torch.equal(weight.SCB, other.SCB)
+
+
 def test_device_and_back(device):
     """Two ways to a GPU and back: upstream leaves the scales behind."""
     made, x = layer(dtype=torch.float16), inputs()
@@ -373,6 +392,7 @@ def test_weights_alone_are_copied():
     weight = layer().weight
     for new in (copy.copy(weight), copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
         assert type(new) is Int8Params and torch.equal(new.SCB, weight.SCB) and torch.equal(new.CB, weight.CB)
+    assert copy.copy(weight).SCB is weight.SCB and copy.deepcopy(weight).SCB is not weight.SCB
     again = Int8Params(weight.data, requires_grad=False, **weight.__dict__)
     assert torch.equal(again.SCB, weight.SCB) and torch.equal(again.dequantize(), weight.dequantize())
     buffer = io.BytesIO()
