@@ -247,6 +247,40 @@ def test_many_rows_are_the_three_ops(device, assert_equal, dtype):
     assert_equal(ops.linear_int8(x, codes, absmax, bias, 0.0, N, K), expected)
 
 
+def upstreams_linear(x, codes, absmax, bias, threshold):
+    """What bitsandbytes' CUDA build computes: x and results in fp16, outliers by addmm in the dtype of x."""
+    a, row_absmax, outliers = reference.quantize_int8(x.half(), threshold)
+    sums = reference.product_int8(a, codes)
+    y = reference.scale_product_int8(sums, row_absmax, absmax, bias.half(), torch.float16).to(x.dtype)
+    columns = (codes[:, outliers].float() * absmax[:, None] * torch.tensor(1 / 127)).to(x.dtype)
+    return torch.addmm(y, x[:, outliers], columns.T) if outliers.any() else y
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+@pytest.mark.parametrize("M", [1, 8, 60])
+def test_errors_are_no_larger_than_upstreams(device, dtype, M):
+    """Against float64 products of x as it is."""
+    N, K = 300, 512
+    x, (codes, absmax, decoded) = rows(M, K, dtype), weight_of(N, K, "cpu")
+    bias = torch.randn(N, generator=torch.Generator().manual_seed(2)).to(dtype)
+    for threshold in (0.0, 6.0):
+        exact = reference.linear_int8(x, decoded, bias, threshold, False)
+        y = ops.linear_int8(*(t.to(device) for t in (x, codes, absmax, bias)), threshold, N, K).cpu()
+        theirs = upstreams_linear(x, codes, absmax, bias, threshold)
+        ours, error = ((found.double() - exact).norm() for found in (y, theirs))
+        assert ours <= 1.002 * error, (ours, error, threshold)
+
+
+def test_scales_of_a_weight_that_are_no_numbers(device):
+    """Spoil their own columns of y and no others."""
+    codes, absmax, _ = weight_of(33, 70, "cpu")
+    absmax[2], absmax[3], absmax[4] = math.nan, math.inf, -1.0
+    for M in (2, 20):
+        x = rows(M, 70, torch.bfloat16)
+        y = ops.linear_int8(*(t.to(device) for t in (x, codes, absmax, NONE)), 2.0, 33, 70).cpu()
+        assert not y[:, 2:4].isfinite().any() and y[:, :2].isfinite().all() and y[:, 4:].isfinite().all()
+
+
 def test_all_columns_may_be_outliers(device):
     """A threshold that makes every column one: slow, and as exact as x is."""
     x, (codes, absmax, decoded) = rows(20, 65, torch.float32), weight_of(33, 65, device)

@@ -123,6 +123,12 @@ static void compare_dequantize(uint64_t *const state, const int64_t N, const int
 
 /* ---- product_int8, scale_product_int8 --------------------------------------------------------------------------- */
 
+static void features(void) {
+#if defined(__x86_64__)
+  CHECK(bsh_cpu_has()->avx512vnni == (__builtin_cpu_supports("avx512vnni") != 0), "AVX512-VNNI");
+#endif
+}
+
 /* All kernels, also the one that this CPU does not choose. */
 static int tables(const bsh_cpu_int8_kernels *found[4]) {
   int n = 0;
@@ -376,6 +382,7 @@ int main(const int argc, char **const argv) {
   uint64_t state = check_seed;
   bsh_parallel_for = threaded_for;
   n_isas = bsh_cpu_isas(isas, 4);
+  features();
   scale_facts();
   fuzz(&state, rounds);
   large(&state);
