@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -198,7 +199,8 @@ def report(times: dict, options: argparse.Namespace) -> str:
     import torch
 
     cpu, flags = cpu_name_and_flags()
-    given = ["FOLDER" if word == options.upstream else word for word in sys.argv[1:]]
+    names = {options.upstream: "FOLDER", str(options.out): "RESULT.md"}
+    given = shlex.join(names.get(word, word) for word in sys.argv[1:])
     return f"""# LLM.int8() on the CPU: {cpu}, {options.threads} threads, {datetime.date.today():%Y-%m-%d}
 
 Least milliseconds ({options.clock} time) of {options.rounds} rounds in turn; bf16.
@@ -210,7 +212,7 @@ The load of the machine was {os.getloadavg()[0]:.1f} at the end, this run includ
 
 - flags: {" ".join(flags)}
 - commit {commit("csrc/cpu")}; upstream bitsandbytes 0.50.2; torch {torch.__version__}, Python {sys.version.split()[0]}
-- command: `python benchmarks/int8_cpu.py {" ".join(given)}`
+- command: `python benchmarks/int8_cpu.py {given}`
 """
 
 
