@@ -328,6 +328,19 @@ def test_the_block_of_the_page(folder, tmp_path):
     assert type(load(tmp_path).lm_head) is type(names["model"].lm_head) is tied.TiedHead
 
 
+@pytest.mark.parametrize("cls", (CLASSES[0], CLASSES[2]))
+@pytest.mark.parametrize("n", [3, 40])
+def test_a_tied_head_with_a_bias(cls, n):
+    embedding, x = made(cls), matrix((n, 96), seed=2).requires_grad_(True)
+    head = tied.TiedHead(embedding, nn.Parameter(matrix((50,), torch.float16)))
+    y = head(x)
+    expected = functional.linear(x, embedding.dequantize(), head.bias.float())
+    assert (y - expected).abs().max() <= 0.03 * expected.abs().max() and y.dtype is torch.float32
+    y.square().sum().backward()
+    assert head.bias.grad.dtype is torch.float16 and x.grad.abs().sum() > 0
+    assert set(head.state_dict()) == {"bias"} and "out_features=50" in repr(head)
+
+
 def test_an_embedding_without_a_tied_head(folder, tmp_path):
     """A head of its own, by the config or by the files, stays as it is."""
     from safetensors.torch import load_file, save_file

@@ -38,7 +38,7 @@ def results(folder, name, start, ranks, scenarios):
 def alone(folder):
     """One process."""
     command = [sys.executable, str(WORKERS / "int8.py")]
-    return results(folder, "alone", lambda *options: run([*command, *options], 240), 1, ["trainer", "saved"])
+    return results(folder, "alone", lambda *options: run([*command, *options], 240), 1, ["trainer", "dora", "saved"])
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def fsdp2(folder):
         "fsdp2",
         lambda *options: accelerate_launch("fsdp2.yaml", "int8.py", *options),
         2,
-        ["trainer", "resume", "early", "saved", "units"],
+        ["trainer", "dora", "resume", "early", "saved", "units"],
     )
 
 
@@ -59,7 +59,8 @@ def gap(a, b):
 
 
 def test_fsdp2_gives_the_losses_of_one_process(alone, fsdp2):
-    assert gap(alone["trainer"]["losses"], fsdp2["trainer"]["losses"]) <= BOUND
+    for scenario in ("trainer", "dora"):
+        assert gap(alone[scenario]["losses"], fsdp2[scenario]["losses"]) <= BOUND, scenario
     assert "int8 base sharded by FSDP2 over 2 ranks: 14 weights" in fsdp2["trainer"]["report"]
     losses = alone["trainer"]["losses"]
     assert len(set(losses)) == 4, "the steps are of different rows"

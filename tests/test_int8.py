@@ -518,3 +518,33 @@ def test_sharding_raises():
     assert made.weight.new_zeros(4, dtype=torch.float32).shape == (4,)
     floats = bnb.nn.Linear8bitLt(K, N).weight
     assert floats.new_zeros(3, K).shape == (3, K) and len(floats.chunk(2)) == 2
+
+
+def test_torch_s_state_dicts(tmp_path):
+    """torch.distributed's functions in one process, which find entries by getattr: of codes and of a column."""
+    import torch.distributed.checkpoint as dcp
+    from bitshard import fsdp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    def other():
+        made = nn.Sequential(layer())
+        made[0].weight = Int8Params(torch.randn(N, K), requires_grad=False).to("cpu")
+        return made
+
+    model, x = nn.Sequential(layer()), inputs()
+    expected = model(x)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    for column in (False, True):
+        for each in (model, new := other()):
+            if column:
+                fsdp.shardable(each)
+        entries = get_model_state_dict(model)
+        assert {key: tuple(value.shape) for key, value in entries.items()} == {
+            "0.weight": (N, K), "0.bias": (N,), "0.SCB": (N,), "0.weight_format": (),
+        }  # fmt: skip
+        set_model_state_dict(new, entries)
+        assert same_bytes(new(x), expected)
+        loaded = {"model": (new := other()).state_dict()}
+        dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+        new.load_state_dict(loaded["model"])
+        assert same_bytes(new(x), expected)

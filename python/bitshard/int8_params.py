@@ -8,12 +8,13 @@ assign to `.data` brings its own, or has them moved to it.
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bitshard import foreign, int8, launch
+from bitshard import agreement, foreign, int8, launch, ops
 from bitshard.container import repack, shardable_dtype
 from bitshard.guards import Packed, guarded, plain
 from bitshard.state import dtype_name, int8_state
@@ -255,6 +256,31 @@ def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
+def _detach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """detach(), by which DDP takes what it then sends from rank 0 to all others: codes without their scales."""
+    weight = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    if isinstance(weight, Int8Params) and weight.bnb_quantized and not torch.compiler.is_compiling():
+        frame = foreign.asked_by(foreign.DDP_SENDS)
+        if frame is not None:
+            _compare_before_ddp(weight, frame.f_locals.get("module"), frame.f_locals.get("process_group"))
+    return func(*args, **kwargs)
+
+
+def _compare_before_ddp(weight: Int8Params, module: Any, group: Any) -> None:
+    """At the first int8 weight of a module: compare all of them among the ranks."""
+    named = module.named_parameters() if isinstance(module, torch.nn.Module) else ()
+    packed = {name: p for name, p in named if isinstance(p, Int8Params) and p.bnb_quantized and p.SCB is not None}
+    if next(iter(packed.values()), None) is weight:
+        agreement.agree_on({name: _described(p) for name, p in packed.items()}, group)
+
+
+def _described(weight: Int8Params) -> SimpleNamespace:
+    """A weight as `agreement.agree_on` asks for it."""
+    state = int8_state(weight.SCB, weight.shape, torch.float32)
+    state.checksum = ops.checksum(weight.plain_data())
+    return SimpleNamespace(quant_state=state, dtype=weight.dtype)
+
+
 def _to(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """torch.Tensor.to(weight, ...), which does not find the method of the class."""
     return args[0].to(*args[1:], **kwargs) if isinstance(args[0], Int8Params) else func(*args, **kwargs)
@@ -290,6 +316,8 @@ Int8Params.handlers = {
     Tensor.data.__get__: _get_data,
     Tensor.data.__set__: _set_data,
     Tensor.to: _to,
+    Tensor.detach: _detach,
+    torch.detach: _detach,
     Tensor.new_zeros: _new_zeros,
     Tensor.is_floating_point: _is_floating_point,
     torch.is_floating_point: _is_floating_point,

@@ -98,6 +98,11 @@ def run_resume(args):
     return {"losses": train.losses(trainer)}
 
 
+def run_dora(args):
+    """DoRA dequantizes the base weight inside forward."""
+    return fit(args, train.lora(load(args), use_dora=True), "dora", max_steps=2)[1]
+
+
 def run_early(args):
     """Loaded before the process is known to shard."""
     with no_launch():

@@ -61,9 +61,6 @@ class Embedding(_Kept32Bits):
         super().__init__(num_embeddings, embedding_dim, *options, device=device)
         self._keep()
 
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input)
-
 
 class StableEmbedding(_Kept32Bits):
     """`Embedding` followed by a layer norm, which is computed in torch's default dtype; y has the weight's dtype.
@@ -154,10 +151,10 @@ class Embedding4bit(HoldsPackedWeight, nn.Embedding):
         weight, state = self._ready()
         return embedding_4bit(input, weight, state).to(self.dtype)
 
-    def linear(self, x: Tensor) -> Tensor:
-        """y [..., N] = x W^T for a head that is tied to this embedding (`bitshard.nn.tied`), x [..., K]."""
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """y [..., N] = x W^T + bias for a head that is tied to this embedding (`bitshard.nn.tied`), x [..., K]."""
         weight, state = self._ready()
-        return matmul_4bit(x, weight, state)
+        return matmul_4bit(x, weight, state, bias=bias)
 
     def _ready(self) -> tuple[Tensor, QuantState]:
         parameters, held = self._parameters, self.packed_weight
@@ -262,10 +259,10 @@ class Embedding8bit(HoldsInt8Weight, nn.Embedding):
         weight, scales = self._ready()
         return embedding_int8(input, weight, scales.absmax, *scales.shape, self.dtype)
 
-    def linear(self, x: Tensor) -> Tensor:
-        """y [..., N] = x W^T for a head that is tied to this embedding (`bitshard.nn.tied`), x [..., K]."""
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """y [..., N] = x W^T + bias for a head that is tied to this embedding (`bitshard.nn.tied`), x [..., K]."""
         weight, scales = self._ready()
-        return matmul_int8(x, weight, scales, None, self.state.threshold)
+        return matmul_int8(x, weight, scales, bias, self.state.threshold)
 
     def dequantize(self) -> Tensor:
         """The values [N, K] of the dtype of forward. RuntimeError or ValueError where forward raises."""

@@ -76,8 +76,9 @@ class TiedHead(nn.Module):
                 "again before the head was called: put both into one unit, fully_shard([embedding, head], "
                 "reshard_after_forward=False), or leave both to the unit of the whole model"
             )
-        y = embedding.linear(x.to(embedding.weight.device)).to(x.device)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        device = embedding.weight.device  # not that of x where accelerate has put the head elsewhere
+        bias = None if self.bias is None else self.bias.to(device, x.dtype)
+        return embedding.linear(x.to(device), bias).to(x.device)
 
     def extra_repr(self) -> str:
         """Sizes, as nn.Linear prints them."""

@@ -1,7 +1,10 @@
 """Embeddings in 4 and 8 bits under FSDP2: rows of what was quantized, in every unit; state dicts; tied heads."""
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
+from bitshard import fsdp
 from bitshard.nn.embedding import Embedding8bit, EmbeddingNF4
 from bitshard.nn.tied import TiedHead
 from bitshard.sharding.checkpoints.state_dicts import full_state_dict, load_full_state_dict
@@ -94,3 +97,36 @@ def check_embedding_state_dicts(device, args):
             fully_shard(other)
             load_full_state_dict(other, {key: value.cpu() for key, value in expected.items()})
             equal_forward(other, like, shape, device)
+
+
+def check_embedding_load(device, args):
+    """`fsdp.load` keeps embedding and head in one unit, exact, and writes them again; int8 it refuses."""
+    from bitshard.transformers import FourBitConfig
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    folder = Path(args.dir, f"tied{dist.get_world_size()}")
+    sizes = {"vocab_size": 91, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        config = LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True)
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    dist.barrier()
+    options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+    model = fsdp.load(
+        folder, quantization_config=FourBitConfig(bnb_4bit_embedding_bits=4, **options), dtype=torch.bfloat16
+    )
+    whole = AutoModelForCausalLM.from_pretrained(
+        folder,
+        quantization_config=FourBitConfig(bnb_4bit_embedding_bits=4, **options),
+        dtype=torch.bfloat16,
+        device_map={"": device},
+    )
+    ids = ids_of((91, 64), device)
+    assert isinstance(model.model.embed_tokens.weight, DTensor) and isinstance(model.lm_head, TiedHead)
+    y = model(input_ids=ids).logits
+    assert torch.equal(y, whole(input_ids=ids).logits)
+    fsdp.save_pretrained(model, folder / "saved")
+    again = AutoModelForCausalLM.from_pretrained(folder / "saved", dtype=torch.bfloat16, device_map={"": device})
+    assert torch.equal(again(input_ids=ids).logits, y)
+    with_int8 = FourBitConfig(bnb_4bit_embedding_bits=8, **options)
+    raises(ValueError, "would be int8", lambda: fsdp.load(folder, quantization_config=with_int8, dtype=torch.bfloat16))

@@ -200,3 +200,18 @@ def check_int8_refusals(device, args):
         else:
             raise AssertionError(name)
     assert not isinstance(layer.weight, DTensor)
+
+
+def check_int8_ddp(device, args):
+    """DDP sends codes from rank 0 without their scales: ranks with other weights raise, on all of them."""
+    for seed, differs in ((0, False), (dist.get_rank(), dist.get_world_size() > 1)):
+        torch.manual_seed(seed)
+        with no_launch():
+            layer = Linear8bitLt(40, 24, has_fp16_weights=False).to(device)
+        assert type(layer.weight) is Int8Params
+        try:
+            nn.parallel.DistributedDataParallel(nn.Sequential(layer, nn.Linear(24, 2).to(device)))
+        except ValueError as error:
+            assert differs and "hold different" in str(error), error
+        else:
+            assert not differs, "sent"
