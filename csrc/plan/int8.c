@@ -1,5 +1,6 @@
-/* plan/int8.c - see plan/int8.h. No kernel here was measured on a GPU yet: which of them is taken, where more than one
- * can, and by which form, are estimates from sizes and from what an H200's tensor cores and memory can do. */
+/* plan/int8.c - see plan/int8.h. Where more than one kernel, form or cut can compute a product, the choice is an
+ * estimate from sizes and from what an H200's tensor cores and memory can do, unless a comment says that it was
+ * measured. */
 #include "plan/int8.h"
 
 #include <inttypes.h>
