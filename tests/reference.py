@@ -230,14 +230,14 @@ def product_int8(a: Tensor, b: Tensor) -> Tensor:
 
 
 def scale_product_int8(sums: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """sums * row absmax * column absmax in float32, times a rounded 1 / 127^2 plus bias in float64, to float32, dtype."""
+    """sums * row absmax * column absmax in float32; times a rounded 1 / 127^2, plus bias, rounded to float32, dtype."""
     flat = sums.reshape(-1, sums.shape[-1])
     scaled = (flat.float() * rows[:, None] * columns).double() * torch.tensor(6.200012e-05).double()
     return (scaled + (0 if bias is None else bias.double())).float().to(dtype).view(sums.shape)
 
 
 def linear_int8(x: Tensor, weight: Tensor, bias: Tensor | None, threshold: float, coded: bool) -> Tensor:
-    """x W^T + bias in float64, for the decoded weight W [N, K]; `coded`: x goes through codes but in outlier columns."""
+    """x W^T + bias in float64, for the decoded weight W [N, K]; `coded`: through codes but in outlier columns."""
     x = x.double().reshape(-1, x.shape[-1])
     codes, absmax, outliers = quantize_int8(x, threshold)
     if coded:

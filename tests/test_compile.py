@@ -17,6 +17,12 @@ NAMES = (
     "grouped_linear_4bit_dgrad",
     "search_4bit",
     "round_4bit",
+    "quantize_int8",
+    "dequantize_int8",
+    "product_int8",
+    "scale_product_int8",
+    "linear_int8",
+    "linear_int8_dgrad",
     "checksum",
     "optimizer_32bit",
     "optimizer_8bit_blockwise",
@@ -32,6 +38,7 @@ def arguments(name: str, nested: bool, dtype: torch.dtype) -> tuple:
     stack, of_stack = functional.quantize_experts_4bit(w.new_ones(3, 32, 48), 32, nested, "nf4", torch.bfloat16)
     map, none = ops.table("dynamic"), ops.empty(w.device)
     code, absmax = ops.quantize_blockwise(w, map, none, 256)
+    codes, rows, _ = ops.quantize_int8(w, 0.0)
     numbers = (0, 1e-3, 0.9, 0.999, 0.0, 0.0, 1e-8, 0.01, 2)
     return {
         "quantize_4bit": (w, 64, 0, torch.float32),
@@ -44,6 +51,12 @@ def arguments(name: str, nested: bool, dtype: torch.dtype) -> tuple:
         "grouped_linear_4bit_dgrad": (w.new_ones(6, 32), offs, stack, *of_stack.scales(), 32, 0, 32, 48),
         "search_4bit": (w.float(), torch.ones(7), torch.ones(-(-N * K // 64), 5), 64, 0),
         "round_4bit": (torch.ones(3, 8), torch.eye(8), torch.ones(3, 8), 0),
+        "quantize_int8": (w, 2.0 if nested else 0.0),
+        "dequantize_int8": (codes, rows, N, K, dtype),
+        "product_int8": (codes.view(3, 11, K), codes),
+        "scale_product_int8": (codes.int(), rows, w[0].float(), w[0], dtype),
+        "linear_int8": (torch.randn(2, 3, K).to(dtype), codes, rows, none, 2.0, N, K),
+        "linear_int8_dgrad": (torch.randn(2, 3, N).to(dtype), codes, rows, N, K),
         "checksum": (packed,),
         "optimizer_32bit": (w, *(w.float() ** 2 for _ in range(3)), none, *numbers, 0.0, 0.0, 1.0, False),
         "optimizer_8bit_blockwise": (

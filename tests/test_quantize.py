@@ -436,6 +436,14 @@ LEAK_CALLS = {
     ),
     "search_4bit": lambda a: ops.search_4bit(a["x"], a["map"], a["x"][:, :20], 512, 0),
     "round_4bit": lambda a: ops.round_4bit(a["x"][:64, :64], a["x"][:64, :64], a["x"][:64, 64:128], 0),
+    "quantize_int8": lambda a: ops.quantize_int8(a["x"], 2.0),
+    "dequantize_int8": lambda a: ops.dequantize_int8(a["int8"], a["rows"], 256, 512, torch.bfloat16),
+    "product_int8": lambda a: ops.product_int8(a["left"], a["int8"]),
+    "scale_product_int8": lambda a: ops.scale_product_int8(
+        a["int8"].int(), a["rows"], a["x"][0], a["none"], torch.bfloat16
+    ),
+    "linear_int8": lambda a: ops.linear_int8(a["x"], a["int8"], a["rows"], a["none"], 2.0, 256, 512),
+    "linear_int8_dgrad": lambda a: ops.linear_int8_dgrad(a["dy"], a["int8"], a["rows"], 256, 512),
     "checksum": lambda a: ops.checksum(a["packed"]),
 }
 
@@ -458,8 +466,10 @@ def test_leak(name, fails):
     stack = functional.quantize_experts_4bit(torch.randn(2, 128, 512, device=device), None, True, "nf4")[1].scales()
     offs = torch.tensor([3, 120], dtype=torch.int32, device=device)
     arguments |= {"none": ops.empty(device), "code": code, "absmax8": absmax8, "stack": stack, "offs": offs}
+    int8, rows, _ = ops.quantize_int8(torch.randn(256, 512, device=device), 0.0)
+    arguments |= {"int8": int8, "rows": rows, "left": int8[:128]}
     if fails:  # float64 is no dtype that any op takes where these are
-        arguments |= {key: arguments[key].double() for key in ("x", "dy", "map")}
+        arguments |= {key: arguments[key].double() for key in ("x", "dy", "map", "rows", "left")}
         arguments |= {"stack": (stack[0], *(t.double() for t in stack[1:]))}
         arguments |= {"scales": (state.absmax, *(t.double() for t in state.scales()[1:])), "absmax8": absmax8.double()}
         if name == "checksum":

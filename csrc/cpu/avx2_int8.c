@@ -1,9 +1,9 @@
 /* cpu/avx2_int8.c - the int8 kernels with AVX2, 8 numbers at a time; products of int8 codes as int16 by vpmaddwd, whose
  * sums of two fit an int32 for any codes (vpmaddubsw saturates). */
 #include "cpu/avx2.h"
+#include "cpu/unroll.h"
 
 #define LANES 8
-#define UNROLL _Pragma("GCC unroll 64")
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 enum { MOST_SUMS = 8, EACH_DY = 4, WIDE = 2 };
@@ -16,6 +16,11 @@ ALWAYS_INLINE void store_floats(void *const out, const bsh_dtype dtype, const in
 }
 ALWAYS_INLINE floats load_codes(const int8_t *const codes) {
   return (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)codes)));
+}
+ALWAYS_INLINE void store_codes(int8_t *const codes, const ints v) {
+  const __m256i lowest = _mm256_shuffle_epi8((__m256i)v, _mm256_set1_epi32(0x0C080400)); /* in each half */
+  _mm_storel_epi64((__m128i *)codes,
+                   _mm_unpacklo_epi32(_mm256_castsi256_si128(lowest), _mm256_extracti128_si256(lowest, 1)));
 }
 ALWAYS_INLINE floats fused(const floats a, const floats b, const floats c) {
   return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
@@ -41,8 +46,11 @@ ALWAYS_INLINE operand left_operand(const int8_t *const codes) {
   return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)codes));
 }
 ALWAYS_INLINE operand right_operand(const int8_t *const codes) { return left_operand(codes); }
-ALWAYS_INLINE sums_of_lanes multiply(const sums_of_lanes sum, const operand a, const operand b) {
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+/* One after the other: gcc computes all products first, and runs out of registers. */
+ALWAYS_INLINE sums_of_lanes multiply(sums_of_lanes sum, const operand a, const operand b) {
+  __m256i products;
+  __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(products) : "xm"(a), "x"(b));
+  return sum;
 }
 
 /* out[j] = the sum of the 8 lanes of sums[j]. */

@@ -16,15 +16,9 @@
 
 #include "core/numerics.h"
 #include "cpu/grid.h"
+#include "cpu/unroll.h"
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
-
-/* Loops over sums that must stay in registers. */
-#if defined(__clang__)
-#define UNROLL _Pragma("unroll")
-#else
-#define UNROLL _Pragma("GCC unroll 64")
-#endif
 
 /* ---- conversions ---------------------------------------------------------------------------------------------- */
 

@@ -16,6 +16,9 @@ ALWAYS_INLINE void store_floats(void *const out, const bsh_dtype dtype, const in
 ALWAYS_INLINE floats load_codes(const int8_t *const codes) {
   return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
 }
+ALWAYS_INLINE void store_codes(int8_t *const codes, const ints v) {
+  _mm_storeu_si128((__m128i *)codes, _mm512_cvtepi32_epi8((__m512i)v));
+}
 ALWAYS_INLINE floats fused(const floats a, const floats b, const floats c) {
   return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 }
@@ -36,8 +39,11 @@ ALWAYS_INLINE operand left_operand(const int8_t *const codes) {
   return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)codes));
 }
 ALWAYS_INLINE operand right_operand(const int8_t *const codes) { return left_operand(codes); }
-ALWAYS_INLINE sums_of_lanes multiply(const sums_of_lanes sum, const operand a, const operand b) {
-  return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+/* One after the other: gcc computes all products first, and runs out of registers. */
+ALWAYS_INLINE sums_of_lanes multiply(sums_of_lanes sum, const operand a, const operand b) {
+  __m512i products;
+  __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+v"(sum), "=&v"(products) : "vm"(a), "v"(b));
+  return sum;
 }
 #define BSH_INT8_STEPS 32
 #include "cpu/int8_product.inc.h"

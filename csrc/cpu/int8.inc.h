@@ -5,6 +5,7 @@
  *   load_floats(x, dtype, i)          x[i ...] as fp32
  *   store_floats(out, dtype, i, v)    out[i ...], rounded; NaN as in core/numerics.h
  *   load_codes(codes)                 LANES codes as fp32
+ *   store_codes(codes, v)             the lowest byte of each lane
  *   fused(a, b, c)                    a * b + c, one rounding
  *   most_of(a, b)                     the larger in each lane, of ints
  *   MOST_SUMS                         vectors of sums that stay in registers
@@ -16,8 +17,6 @@
 #include "core/numerics.h"
 #include "cpu/cpu.h"
 #include "cpu/int8.h"
-
-typedef int8_t codes_of_lanes __attribute__((vector_size(LANES)));
 
 /* f(..., dtype) with a constant, so that a form is compiled for each. */
 #define BY_DTYPE(f, dtype, ...)                                                                                        \
@@ -69,8 +68,7 @@ ALWAYS_INLINE void encode_row(const void *const x, const int64_t n, const float 
     const floats v = load_floats(x, dtype, i), product = v * scale;
     ints kept = magnitude(product) <= 128.0f;
     if (threshold > 0.0f) kept &= magnitude(v) < threshold;
-    const codes_of_lanes found = __builtin_convertvector((ints)(product + 0x1.8p23f) & kept, codes_of_lanes);
-    memcpy(codes + i, &found, sizeof found);
+    store_codes(codes + i, (ints)(product + 0x1.8p23f) & kept);
   }
   bsh_cpu_scalar_int8.encode(at(x, dtype, i), dtype, n - i, scale, threshold, codes + i);
 }

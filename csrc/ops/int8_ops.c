@@ -56,6 +56,16 @@ static bsh_status zero(const bsh_call *const call, const bsh_tensor *const tenso
   return bsh_fail(BSH_TORCH_ERROR, "%s: could not zero a result", call->op);
 }
 
+/* Of a tensor of rows: one dimension at least, its length, and the product of the others. */
+static bsh_status read_rows(const bsh_call *const call, const bsh_tensor *const tensor, const char *const argument,
+                            int64_t *const rows, int64_t *const columns) {
+  if (tensor->dim < 1) return bsh_fail(BSH_BAD_SHAPE, "%s: %s has no dimension, expected rows", call->op, argument);
+  *columns = tensor->sizes[tensor->dim - 1];
+  *rows = 1;
+  for (int64_t i = 0; i < tensor->dim - 1; i++) BSH_TRY(bsh_checked_product(call->op, *rows, tensor->sizes[i], rows));
+  return BSH_OK;
+}
+
 /* ---- codes ---- */
 
 bsh_status bsh_op_quantize_int8(bsh_call *const call) {
@@ -64,9 +74,8 @@ bsh_status bsh_op_quantize_int8(bsh_call *const call) {
   BSH_TRY(bsh_call_tensor(call, 0, &x));
   BSH_TRY(bsh_compute_dtype(call->op, "x", x.dtype, &args.dtype));
   BSH_TRY(read_threshold(call, 1, args.dtype, &args.threshold));
-  if (x.dim < 1) return bsh_fail(BSH_BAD_SHAPE, "%s: x has no dimension, expected rows of it", call->op);
-  args.K = args.ldx = x.sizes[x.dim - 1];
-  BSH_TRY(bsh_read_activation(call, "x", args.K, &x, &args.dtype, &args.M));
+  BSH_TRY(read_rows(call, &x, "x", &args.M, &args.K));
+  args.ldx = args.K;
   const int64_t marks = args.threshold > 0.0f ? args.K : 0;
   BSH_TRY(bsh_new_activation(call, &x, args.K, bsh_torch.dtype_int8, &codes));
   BSH_TRY(bsh_call_output(call, &x, 1, &args.M, bsh_torch.dtype_float32, &absmax));
@@ -97,32 +106,25 @@ bsh_status bsh_op_dequantize_int8(bsh_call *const call) {
 
 /* ---- products of codes ---- */
 
-/* Tensor argument `index`: int8 [..., K] of one dimension at least. */
+/* Tensor argument `index`: int8 rows. */
 static bsh_status read_codes(bsh_call *const call, const int index, const char *const argument,
-                             bsh_tensor *const tensor) {
+                             bsh_tensor *const tensor, int64_t *const rows, int64_t *const columns) {
   BSH_TRY(bsh_call_tensor(call, index, tensor));
-  if (tensor->dtype != bsh_torch.dtype_int8)
-    return bsh_fail(BSH_BAD_DTYPE, "%s: %s has ScalarType %" PRId32 ", expected %" PRId32, call->op, argument,
-                    tensor->dtype, bsh_torch.dtype_int8);
-  if (tensor->dim >= 1) return BSH_OK;
-  return bsh_fail(BSH_BAD_SHAPE, "%s: %s has no dimension", call->op, argument);
-}
-
-static int64_t rows_before(const bsh_tensor *const tensor) {
-  int64_t rows = 1;
-  for (int64_t i = 0; i < tensor->dim - 1; i++) rows *= tensor->sizes[i];
-  return rows;
+  if (tensor->dtype == bsh_torch.dtype_int8) return read_rows(call, tensor, argument, rows, columns);
+  return bsh_fail(BSH_BAD_DTYPE, "%s: %s has ScalarType %" PRId32 ", expected %" PRId32, call->op, argument,
+                  tensor->dtype, bsh_torch.dtype_int8);
 }
 
 bsh_status bsh_op_product_int8(bsh_call *const call) {
+  bsh_product_int8_args args = {0};
   bsh_tensor a, b, sums;
-  BSH_TRY(read_codes(call, 0, "a", &a));
-  BSH_TRY(read_codes(call, 1, "b", &b));
+  int64_t a_columns = 0;
+  BSH_TRY(read_codes(call, 0, "a", &a, &args.M, &a_columns));
+  BSH_TRY(read_codes(call, 1, "b", &b, &args.N, &args.K));
   if (b.dim != 2) return bsh_fail(BSH_BAD_SHAPE, "%s: b has %" PRId64 " dimensions, expected 2", call->op, b.dim);
-  bsh_product_int8_args args = {.M = rows_before(&a), .N = b.sizes[0], .K = b.sizes[1]};
-  if (a.sizes[a.dim - 1] != args.K)
+  if (a_columns != args.K)
     return bsh_fail(BSH_BAD_SHAPE, "%s: last dimension of a is %" PRId64 ", b has %" PRId64 " columns", call->op,
-                    a.sizes[a.dim - 1], args.K);
+                    a_columns, args.K);
   BSH_TRY(check_columns(call, args.K));
   BSH_TRY(bsh_same_device(call, &a, "a", &b, "b"));
   BSH_TRY(bsh_new_activation(call, &a, args.N, bsh_torch.dtype_int32, &sums));
@@ -140,9 +142,7 @@ bsh_status bsh_op_scale_product_int8(bsh_call *const call) {
   BSH_TRY(bsh_compute_dtype(call->op, "dtype", torch_dtype, &args.dtype));
   BSH_TRY(bsh_call_tensor(call, 0, &sums));
   BSH_TRY(bsh_data_of(call, &sums, "sums", bsh_torch.dtype_int32, sums.numel, &sums, (void **)(uintptr_t)&args.sums));
-  if (sums.dim < 1) return bsh_fail(BSH_BAD_SHAPE, "%s: sums has no dimension", call->op);
-  args.N = sums.sizes[sums.dim - 1];
-  args.M = rows_before(&sums);
+  BSH_TRY(read_rows(call, &sums, "sums", &args.M, &args.N));
   BSH_TRY(bsh_vector_argument(call, 1, "row_absmax", f32, args.M, &sums, (void **)(uintptr_t)&args.row_absmax));
   BSH_TRY(bsh_vector_argument(call, 2, "col_absmax", f32, args.N, &sums, (void **)(uintptr_t)&args.col_absmax));
   BSH_TRY(bsh_call_tensor(call, 3, &bias));

@@ -80,6 +80,8 @@ static void compare_quantize(uint64_t *const state, const int64_t M, const int64
                              const float threshold) {
   const int64_t ldx = K + random_below(state, 3);
   void *const x = make_input(state, M * ldx, dtype, random_below(state, 2));
+  for (int64_t i = 0; isfinite(threshold) && i < M * ldx; i += 1 + random_below(state, 30))
+    store_f32(x, dtype, i, random_below(state, 2) ? threshold : -threshold); /* exactly there */
   int8_t *const codes = buffer(M * K), *const expected = buffer(M * K);
   float *const absmax = buffer(4 * M), *const expected_absmax = buffer(4 * M);
   uint8_t *const outliers = buffer(K), *const expected_outliers = buffer(K);
@@ -120,6 +122,12 @@ static void compare_dequantize(uint64_t *const state, const int64_t N, const int
 }
 
 /* ---- product_int8, scale_product_int8 --------------------------------------------------------------------------- */
+
+static void features(void) {
+#if defined(__x86_64__)
+  CHECK(bsh_cpu_has()->avx512vnni == (__builtin_cpu_supports("avx512vnni") != 0), "AVX512-VNNI");
+#endif
+}
 
 /* All kernels, also the one that this CPU does not choose. */
 static int tables(const bsh_cpu_int8_kernels *found[4]) {
@@ -341,7 +349,7 @@ static void fuzz(uint64_t *const state, const int rounds) {
     const bsh_dtype dtype = (bsh_dtype)random_below(state, 3);
     const float threshold = thresholds[random_below(state, 6)];
     const int64_t M = 1 + random_below(state, 14), N = 1 + random_below(state, 40), K = 1 + random_below(state, 300);
-    compare_quantize(state, M, K, dtype, threshold);
+    compare_quantize(state, round % 3 ? M : 1, K, dtype, threshold);
     compare_dequantize(state, N, K, dtype);
     compare_product(state, M, N, K, round % 4 == 0);
     compare_scale(state, M, N, dtype, round % 2);
@@ -374,6 +382,7 @@ int main(const int argc, char **const argv) {
   uint64_t state = check_seed;
   bsh_parallel_for = threaded_for;
   n_isas = bsh_cpu_isas(isas, 4);
+  features();
   scale_facts();
   fuzz(&state, rounds);
   large(&state);
