@@ -1,13 +1,13 @@
 // dgrad_int8_sm90.cu - dx[M, K] = dy[M, N] W in one pass over the codes of W, on Hopper (sm_90a): wgmma of 16 bits,
 // tensor copies, clusters.
 //
-//   W, codes [N, K]           absmax [N]           dy [M, N]
+//   W, codes [N, K]           scales [N]           dy [M, N]
 //     | tensor copies: a stage   | a stage ahead     | tensor copies, half of the tokens to both blocks of a pair
 //     v  of 64 of N x 128 of K   v                   v
 //   ring in shared memory     registers            the same ring: 64 of N of 128 or 256 tokens
 //     | ldmatrix, transposed     |                   |
 //     v                          v                   |
-//   codes widened, * absmax / 127, rounded to T      |
+//   codes widened, times their scale, which is the sum of two of T (split_scales_int8), rounded to T
 //     | A operand, 64 of K a warpgroup               |
 //     '------------------> wgmma m64nNk16 <----------'
 //                             | fp32 sums of K x tokens
@@ -88,38 +88,28 @@ template <typename T> __device__ __forceinline__ void widen_columns(uint32_t cod
   widen_codes<T>(__byte_perm(codes, 0, 0x3120), pairs);
 }
 
-// Scales of 64 of N: this lane's n = 8i + 2t and the next.
-template <typename T> struct dgrad_scales {
-  float raw[16];
-  __device__ __forceinline__ void fetch(const bsh_int8_dgrad_args &args, int depth, int t) {
+// Scales of 64 of N, as sums of two of T: this lane's n = 8i + 2t and the next.
+struct dgrad_scales {
+  uint2 pairs[8];
+  __device__ __forceinline__ void fetch(const bsh_int8_scale_pair *from, int depth, int t) {
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-      const int n = depth + i / 2 * 8 + 2 * t + i % 2;
-      raw[i] = n < args.N ? args.absmax[n] : 0.f;
-    }
-  }
-  // Of matrix i: the pair as a sum of two of T.
-  __device__ __forceinline__ void split(int i, uint32_t &high, uint32_t &low) const {
-    const float first = raw[2 * i] * INVERSE_127, second = raw[2 * i + 1] * INVERSE_127;
-    high = pack_pair<T>(first, second);
-    const T *const parts = reinterpret_cast<const T *>(&high);
-    low = pack_pair<T>(first - to_float(parts[0]), second - to_float(parts[1]));
+    for (int i = 0; i < 8; i++) pairs[i] = reinterpret_cast<const uint2 *>(from)[depth / 2 + i * 4 + t];
   }
 };
 
 // A of a stage: a[4 k + i], k steps of 16 of N.
 template <typename T>
-__device__ __forceinline__ void decode(uint32_t *a, uint32_t address, const dgrad_scales<T> &scales) {
+__device__ __forceinline__ void decode(uint32_t *a, uint32_t address, const dgrad_scales &scales) {
   uint32_t v[8];
   ldmatrix_x4_trans(v, address);
   ldmatrix_x4_trans(v + 4, address + 32 * ROW_BYTES);
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    uint32_t high, low, pairs[2];
-    scales.split(i, high, low);
+    uint32_t pairs[2];
     widen_columns<T>(v[i], pairs);
 #pragma unroll
-    for (int r = 0; r < 2; r++) a[i / 2 * 4 + i % 2 * 2 + r] = fma_pair<T>(pairs[r], high, mul_pair<T>(pairs[r], low));
+    for (int r = 0; r < 2; r++)
+      a[i / 2 * 4 + i % 2 * 2 + r] = fma_pair<T>(pairs[r], scales.pairs[i].x, mul_pair<T>(pairs[r], scales.pairs[i].y));
   }
 }
 
@@ -172,7 +162,7 @@ __device__ __forceinline__ void multiply_tiles(const dgrad_work<FORM> &work, int
   // This lane's row of W in a stage, and of it the warp's 16 bytes: n = lane, then n = 32 + lane.
   const uint32_t own = work.memory + FORM::X_BYTES + lane * ROW_BYTES + ((warp ^ (lane & 7)) << 4);
   const uint32_t there = map_to_rank(work.empty, PAIR * work.split + lane % PAIR);
-  dgrad_scales<T> scales;
+  dgrad_scales scales;
   uint32_t a[2][16];
   float sum[FORM::SUMS];
   int stage = 0, before = -1;
@@ -183,13 +173,13 @@ __device__ __forceinline__ void multiply_tiles(const dgrad_work<FORM> &work, int
   for (int tile = work.cluster; tile < work.args.tiles; tile += work.clusters()) {
 #pragma unroll
     for (int i = 0; i < FORM::SUMS; i++) sum[i] = 0.f;
-    scales.fetch(work.args, work.first, lane % 4);
+    scales.fetch(work.args.scales, work.first, lane % 4);
     for (int pair = 0; pair < work.pairs; pair++) {
 #pragma unroll
       for (int u = 0; u < 2; u++) {
         mbarrier_wait(work.full + 8 * stage, parity);
         decode<T>(a[u], own + stage * FORM::STAGE_BYTES, scales);
-        scales.fetch(work.args, work.first + (2 * pair + u + 1) * DEPTH, lane % 4);
+        scales.fetch(work.args.scales, work.first + (2 * pair + u + 1) * DEPTH, lane % 4);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; k++)

@@ -16,10 +16,12 @@
 // rounded to the dtype. Sums are added in a fixed order: equal inputs give equal bits.
 #include "int8.cuh"
 
+#if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
+#define BSH_IS_WIDE 1
+
 namespace bsh {
 namespace {
 
-constexpr bool HAS_CLUSTERS = bsh_is_wide(ARCH);
 constexpr int WARPS = BSH_GEMV_DGRAD_WARPS, COLUMNS = BSH_GEMV_DGRAD_COLUMNS, PIECE_ROWS = 32;
 constexpr int PIECE = PIECE_ROWS * COLUMNS; // bytes
 
@@ -175,12 +177,17 @@ __device__ __forceinline__ void gemv_dgrad(const bsh_int8_gemv_dgrad_args &args)
 
 } // namespace
 } // namespace bsh
+#endif
 
+#ifdef BSH_IS_WIDE
+#define BODY(...) bsh::gemv_dgrad<__VA_ARGS__>(args)
+#else
+#define BODY(...) __trap()
+#endif
 #define GEMV(NAME, T, TOKEN_TILES, SLOTS, BLOCKS)                                                                      \
   extern "C" __global__ void __launch_bounds__(BSH_GEMV_DGRAD_WARPS * 32, BLOCKS)                                      \
       NAME(const __grid_constant__ bsh_int8_gemv_dgrad_args args) {                                                    \
-    if constexpr (bsh::HAS_CLUSTERS) bsh::gemv_dgrad<T, TOKEN_TILES, SLOTS>(args);                                     \
-    else __trap();                                                                                                     \
+    BODY(T, TOKEN_TILES, SLOTS);                                                                                       \
   }
 #define GEMV_F16(FORM, ...) GEMV(gemv_int8_dgrad_f16_##FORM, __half, __VA_ARGS__)
 #define GEMV_BF16(FORM, ...) GEMV(gemv_int8_dgrad_bf16_##FORM, __nv_bfloat16, __VA_ARGS__)

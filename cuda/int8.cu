@@ -312,6 +312,18 @@ template <typename T> __device__ __forceinline__ void scale_product_int8(const b
              static_cast<T *>(args.y) + i);
 }
 
+template <typename T> __device__ __forceinline__ void split_scales_int8(const bsh_int8_split_args &args) {
+  let_later_kernels_start();
+  wait_for_earlier_kernels();
+  const int i = blockIdx.x * THREADS + threadIdx.x, n = 2 * i;
+  if (i >= args.n_pairs) return;
+  const float first = n < args.N ? args.absmax[n] * INVERSE_127 : 0.f;
+  const float second = n + 1 < args.N ? args.absmax[n + 1] * INVERSE_127 : 0.f;
+  T high[2];
+  from_float(first, &high[0]), from_float(second, &high[1]);
+  args.pairs[i] = {pack_pair<T>(first, second), pack_pair<T>(first - to_float(high[0]), second - to_float(high[1]))};
+}
+
 // ---- linear_int8_any ------------------------------------------------------------------------------------------------
 
 // A warp has one row of W and, of x, ANY_TOKENS rows; blockIdx.y counts these. Lanes take every 32nd element.
@@ -376,6 +388,8 @@ template <typename T> __device__ __forceinline__ void linear_int8_dgrad_any(cons
   KERNEL(linear_int8_dgrad_any_##SUFFIX, T, bsh_linear_int8_args, BSH_INT8_ANY_WARPS * 32, linear_int8_dgrad_any<T>)
 #define BSH_COMMA ,
 KERNEL(clear_int8, , bsh_int8_clear_args, BSH_INT8_THREADS, clear_int8)
+KERNEL(split_scales_int8_f16, , bsh_int8_split_args, BSH_INT8_THREADS, split_scales_int8<__half>)
+KERNEL(split_scales_int8_bf16, , bsh_int8_split_args, BSH_INT8_THREADS, split_scales_int8<__nv_bfloat16>)
 KERNELS(f32, float)
 KERNELS(f16, __half)
 KERNELS(bf16, __nv_bfloat16)

@@ -94,10 +94,26 @@ enum { BSH_DGRAD_INT8_ROWS = 128, BSH_DGRAD_INT8_DEPTH = 64 };
 BSH_SIZE int32_t bsh_dgrad_int8_shared_bytes(int32_t tokens, int32_t stages) {
   return 1024 + stages * ((tokens + BSH_DGRAD_INT8_DEPTH) * 128 + 16) + 8;
 }
+/* split_scales_int8: the scale absmax / 127 of two neighbouring rows of W as a sum of two pairs of T; zeros beyond N,
+ * up to a multiple of twice BSH_DGRAD_INT8_DEPTH, and a stage more. */
 typedef struct {
-  const float *absmax; /* [N] */
-  void *dx;            /* [M, K] */
-  float *partial;      /* f32 [tiles][2][splits - 1][sums of a thread / 4][256 threads][4] */
+  uint32_t high, low;
+} bsh_int8_scale_pair;
+typedef struct {
+  const float *absmax;        /* [N] */
+  bsh_int8_scale_pair *pairs; /* [n_pairs] */
+  int32_t N, n_pairs;
+} bsh_int8_split_args;
+
+BSH_SIZE int32_t bsh_dgrad_int8_pairs(int64_t N) {
+  return (int32_t)((N + 2 * BSH_DGRAD_INT8_DEPTH - 1) / (2 * BSH_DGRAD_INT8_DEPTH) * BSH_DGRAD_INT8_DEPTH +
+                   BSH_DGRAD_INT8_DEPTH / 2);
+}
+
+typedef struct {
+  const bsh_int8_scale_pair *scales;
+  void *dx;       /* [M, K] */
+  float *partial; /* f32 [tiles][2][splits - 1][sums of a thread / 4][256 threads][4] */
   int32_t M, N, K;
   int32_t token_tiles, tiles;
   int32_t splits; /* pairs of blocks that share N. More than 1: a cluster has one tile */

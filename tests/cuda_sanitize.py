@@ -11,6 +11,7 @@ allocation of its own, and memcheck sees what passes its end.
 import itertools
 import os
 import sys
+from functools import partial
 
 os.environ["BITSHARD_WORKSPACE_MB"] = "1"
 os.environ["BITSHARD_LINEAR_4BIT_DGRAD"] = "panels"
@@ -69,6 +70,36 @@ def products(N: int, K: int, dtype: torch.dtype, nested: bool, format: int, rows
             assert (y - exact).norm() < 0.02 * exact.norm(), (N, K, M, dtype)
         dx = ops.linear_4bit_dgrad(dy, packed, *scales, 64, format, N, K).double()
         assert (dx - dy.double() @ decoded).norm() < 0.02 * dx.norm(), (N, K, M, dtype)
+
+
+def forced(op: str, call) -> None:
+    """Each kernel that takes the call; their results are alike."""
+    kernels = ("gemv_int8", "any", "gemm_int8", "gemm_int8_sm90", "dgrad_int8_sm90", "gemv_int8_dgrad", "panels")
+    results = []
+    for kernel in kernels:
+        _C.force_kernel(op, kernel)
+        try:
+            results.append(call())
+        except RuntimeError as refused:
+            assert "cannot multiply" in str(refused)
+    _C.force_kernel(op, None)
+    first = results[0].double()
+    assert all((one.double() - first).norm() <= 0.03 * first.norm() for one in results), (op, first.shape)
+
+
+def int8(N: int, K: int, dtype: torch.dtype, rows: tuple[int, ...]) -> None:
+    """Every int8 kernel: with outlier columns that are gathered, beyond what the workspace holds, and without."""
+    w = torch.randn(N, K, device="cuda", dtype=dtype)
+    codes, absmax, _ = ops.quantize_int8(w, 0.0)
+    ops.dequantize_int8(codes, absmax, N, K, dtype)
+    for M in rows:
+        x, dy = (torch.randn(M, width, device="cuda", dtype=dtype) for width in (K, N))
+        bias = torch.randn(N, device="cuda", dtype=dtype)
+        x_codes, x_absmax, _ = ops.quantize_int8(x, 2.0)
+        ops.scale_product_int8(ops.product_int8(x_codes, codes), x_absmax, absmax, bias, dtype)
+        for threshold in (0.0, 2.0, 4.0):
+            forced("linear_int8", partial(ops.linear_int8, x, codes, absmax, bias, threshold, N, K))
+        forced("linear_int8_dgrad", partial(ops.linear_int8_dgrad, dy, codes, absmax, N, K))
 
 
 def few_rows(dtype: torch.dtype) -> None:
@@ -156,6 +187,8 @@ def main(names: list[str]) -> None:
         if dtype != torch.float32:
             few_rows(dtype)
         products(98, 130, dtype, True, 0, (3,))
+        int8(272, 1040, dtype, (1, 9, 30, 70, 300))
+        int8(33, 77, dtype, (2, 20))
     torch.cuda.synchronize()
     print("every kernel ran")
 

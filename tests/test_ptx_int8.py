@@ -278,5 +278,15 @@ def test_input_gradient_in_one_pass(case):
     assert (dx.double() - exact).norm() <= 1.1 * (rounded.to(dtype).double() - exact).norm()
     other = machine.Gpu(90, sms).linear_int8(dy, codes, absmax, None, 0.0, "dgrad_int8_sm90", dgrad=True)
     assert torch.equal(dx, other)
-    assert gpu.launches == [f"dgrad_int8_sm90_{'f16' if dtype is F16 else 'bf16'}_{form}"]
-    assert gpu.blocks == [tuple(blocks)]
+    assert gpu.launches[1] == f"dgrad_int8_sm90_{'f16' if dtype is F16 else 'bf16'}_{form}"
+    assert gpu.blocks[1] == tuple(blocks)
+
+
+@pytest.mark.parametrize("workspace", [1 << 20, 2 * (20 + 16) * 1088])
+def test_more_outlier_columns_than_a_block_lists_at_a_time(workspace):
+    """Every column of 1,312 is one: all gathered, or 1,088 of them; codes are zeros."""
+    codes, absmax = weight(16, 1312)
+    x = drawn(20, 1312, dtype=F16)
+    gpu = machine.Gpu(90, 4, seed=2, workspace_bytes=workspace)
+    check(gpu.linear_int8(x, codes, absmax, None, 0.01, "gemm_int8"), x, codes, absmax, None)
+    assert not gpu.quantize_int8(x, 0.01)[0].any()

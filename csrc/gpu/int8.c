@@ -245,7 +245,12 @@ static bsh_status run_gemm(const bsh_linear_int8_args *const args, const bsh_int
 
 static bsh_status run_dgrad(const bsh_linear_int8_args *const args, const bsh_int8_plan *const plan, char *const memory,
                             const bsh_cuda_context *const context) {
-  bsh_int8_dgrad_args used = {.absmax = args->absmax,
+  static bsh_cuda_kernel split[] = {{.fatbin = BSH_FATBIN_int8, .name = "split_scales_int8_bf16"},
+                                    {.fatbin = BSH_FATBIN_int8, .name = "split_scales_int8_f16"}};
+  const bool f16 = args->dtype == BSH_F16;
+  const bsh_int8_split_args scales = {args->absmax, (bsh_int8_scale_pair *)(memory + plan->at.scales), (int32_t)args->N,
+                                      bsh_dgrad_int8_pairs(args->N)};
+  bsh_int8_dgrad_args used = {.scales = scales.pairs,
                               .dx = args->y,
                               .partial = (float *)(memory + plan->at.partial),
                               .M = (int32_t)args->M,
@@ -260,10 +265,11 @@ static bsh_status run_dgrad(const bsh_linear_int8_args *const args, const bsh_in
                             .row_bytes = args->ldx * dtype_size(args->dtype),
                             .box_rows = bsh_dgrad_int8_tokens[plan->form] / 2,
                             .box_columns = BSH_DGRAD_INT8_DEPTH,
-                            .type = args->dtype == BSH_F16 ? BSH_MAP_F16 : BSH_MAP_BF16};
+                            .type = f16 ? BSH_MAP_F16 : BSH_MAP_BF16};
   bsh_tensor_map dy, w;
   BSH_TRY(bsh_cuda_tensor_map(context, &of_dy, &dy));
   BSH_TRY(map_of(context, args->packed, args->N, args->K, BSH_MAP_U8, BSH_DGRAD_INT8_DEPTH, &w));
+  BSH_TRY(launch(context, &split[f16], divide_up(scales.n_pairs, BSH_INT8_THREADS), &scales));
   void *arguments[] = {&dy, &w, &used};
   return bsh_cuda_launch(context, plan->product.kernel, &plan->product.shape, arguments);
 }

@@ -1,5 +1,6 @@
-/* plan/int8.c - see plan/int8.h. No kernel here was measured on a GPU yet: which of them is taken, where more than one
- * can, and by which form, are estimates from sizes and from what an H200's tensor cores and memory can do. */
+/* plan/int8.c - see plan/int8.h. Where more than one kernel, form or cut can compute a product, the choice is an
+ * estimate from sizes and from what an H200's tensor cores and memory can do, unless a comment says that it was
+ * measured. */
 #include "plan/int8.h"
 
 #include <inttypes.h>
@@ -308,6 +309,7 @@ static void plan_dgrad(const bsh_int8_facts *const f, bsh_int8_plan *const plan)
   const int32_t tokens = bsh_dgrad_int8_tokens[best.form], blocks = DGRAD_PAIR * best.splits;
   const int64_t sums = best.tiles * DGRAD_PAIR * (best.splits - 1) * BSH_DGRAD_INT8_ROWS * tokens;
   plan->at.partial = place(&plan->at, sums * (int64_t)sizeof(float));
+  plan->at.scales = place(&plan->at, bsh_dgrad_int8_pairs(f->N) * (int64_t)sizeof(bsh_int8_scale_pair));
   plan->form = best.form, plan->splits = best.splits;
   plan->m_tiles = (int32_t)best.m_tiles, plan->tiles = (int32_t)best.tiles;
   plan->product.kernel = &kernels[f->dtype == BSH_F16][best.form];

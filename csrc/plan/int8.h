@@ -32,7 +32,7 @@ typedef struct {
 
 /* Scratch memory of a product, at bytes. */
 typedef struct {
-  int64_t codes, absmax, flags, count, list, x, w, partial, bytes;
+  int64_t codes, absmax, flags, count, list, x, w, partial, scales, bytes;
 } bsh_int8_scratch;
 
 typedef struct {
