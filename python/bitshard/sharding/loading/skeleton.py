@@ -67,7 +67,6 @@ class Skeleton:
         wanted = _own_dtypes(self.model, self.dtype) if own_dtypes else {}
         if self.quantizer is not None:
             self.quantizer.preprocess_model(model=self.model, dtype=self.dtype, device_map=None)
-            _check_4bit_only(self.model)
         for module, name, key in _slots(self.model):  # the biases of the new 4-bit layers are of torch's default dtype
             tensor = _get((module, name, ""))
             if tensor.is_floating_point() and not _is_4bit(module, name):
@@ -273,13 +272,6 @@ class Conversions:
             made.add_tensor(key, name, pattern or name, files.read(name))
         values = made.convert(key, model=self._model, config=self._model.config)[key]
         return values[0] if isinstance(values, list) else values
-
-
-def _check_4bit_only(model: nn.Module) -> None:
-    """ValueError where a weight of `model` would be int8."""
-    found = next((name for name, p in model.named_parameters() if isinstance(p, Int8Params)), None)
-    if found is not None:
-        raise ValueError(f"load: {found} would be int8, and only 4-bit weights are loaded part by part")
 
 
 def contained(weight: Params4bit, dtype: torch.dtype) -> Params4bit:
