@@ -22,11 +22,11 @@ bsh_status bsh_cpu_linear_int8_dgrad(const bsh_linear_int8_args *args);
  */
 
 enum {
-  BSH_INT8_FEW = 8,          /* rows up to which neither coding x nor a copy of W is faster (benchmarks/int8_cpu.py) */
-  BSH_INT8_PANEL = 128,      /* rows of b that are multiplied at a time, at most */
-  BSH_INT8_COLUMNS = 64,     /* columns of W in a panel of the gradient */
-  BSH_INT8_DGRAD_ROWS = 252, /* rows of dy that are multiplied with a panel, at most */
-  BSH_INT8_DGRAD_GROUP = 12, /* rows of dy that lie together */
+  BSH_INT8_FEW = 8,            /* rows up to which x is multiplied as it is: exact, and about as fast as coded */
+  BSH_INT8_PANEL = 128,        /* rows of b that are multiplied at a time, at most */
+  BSH_INT8_COLUMNS = 64,       /* columns of W in a panel of the gradient */
+  BSH_INT8_DGRAD_ROWS = 252,   /* rows of dy that are multiplied with a panel, at most */
+  BSH_INT8_DGRAD_GROUP = 12,   /* rows of dy that lie together */
   BSH_INT8_SCRATCH = 560 << 10 /* bytes of memory of a thread, from a multiple of 64 on */
 };
 
