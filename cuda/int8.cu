@@ -265,7 +265,6 @@ template <typename T> __device__ __forceinline__ void outliers_int8(const bsh_in
       for (int i = threadIdx.x; i < gather.n; i += THREADS) args.outliers.list[first + i] = listed[i];
     // Beyond the first LISTED columns what W adds may be past what is gathered.
     const int last = first < gather.padded ? rows : args.M;
-#pragma unroll 2
     for (int r = blockIdx.x * WARPS + threadIdx.x / 32; r < last; r += gridDim.x * WARPS)
       gather.take(r, threadIdx.x % 32);
   }

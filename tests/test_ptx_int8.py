@@ -48,8 +48,9 @@ def test_quantize(dtype):
     cases = [(3, 64, 0.0, None), (5, 1001, 6.0, None), (1, 130, 6.0, None), (4, 9000, 6.0, 9008), (2, 8, 6.0, 9)]
     for M, K, threshold, ld in cases:
         x = activations(M, K, dtype, min(K // 2, 70) if threshold else 0, ld)
-        x[0, : K // 2] = 0
-        x[0] *= 1e-3
+        if M > 1:
+            x[0, : K // 2] = 0
+            x[0] *= 1e-3
         assert all(map(same, gpu.quantize_int8(x, threshold), ops.quantize_int8(x, threshold))), (M, K)
 
 
