@@ -91,10 +91,12 @@ static const char *refuses(const bsh_int8_kernel kernel, const bsh_int8_facts *c
   }
 }
 
-/* dgrad_int8_sm90 was faster than panels on an H200 up to 1,024 rows at 4096 x 4096 and 28672 x 8192, slower at 4,096.
- * gemv_int8_dgrad is taken where it is forced, until it is measured. */
+/* On an H200, at 4096 x 4096, 14336 x 4096 and 28672 x 8192: gemv_int8_dgrad was the fastest at 1 row, and of the last
+ * of these at 16 and 32; else dgrad_int8_sm90 up to 1,024 rows; panels at 4,096. */
 static bsh_int8_kernel choose_dgrad(const bsh_int8_facts *const f) {
-  enum { ONE_PASS_ROWS = 1024 };
+  enum { LEAST_ROWS = 8, FEW_ROWS = 32, ONE_PASS_ROWS = 1024, LARGE = 150000000 };
+  const int64_t few = f->N * f->K >= LARGE ? FEW_ROWS : LEAST_ROWS;
+  if (f->M <= few && !refuses(BSH_INT8_gemv_int8_dgrad, f)) return BSH_INT8_gemv_int8_dgrad;
   const bool one_pass = !refuses(BSH_INT8_dgrad_int8_sm90, f), panels = !refuses(BSH_INT8_panels, f);
   if (one_pass && (f->M <= ONE_PASS_ROWS || !panels)) return BSH_INT8_dgrad_int8_sm90;
   return panels ? BSH_INT8_panels : BSH_INT8_any;
