@@ -3,7 +3,8 @@
 That one, which shares no tiles in so small a workspace, has tests/cuda_wide.py.
 
 Usage: compute-sanitizer --tool memcheck|racecheck python tests/cuda_sanitize.py [float32|float16|bfloat16 ...]
-`optimizers` in the place of dtypes runs those kernels alone, with gradients and parameters of two dtypes, too.
+`optimizers` in the place of dtypes runs those kernels alone, with gradients and parameters of two dtypes, too; `int8`
+the int8 kernels alone.
 A workspace of 1 MiB makes small weights take several panels. With PYTORCH_NO_CUDA_MEMORY_CACHING=1 every tensor is an
 allocation of its own, and memcheck sees what passes its end.
 """
@@ -102,6 +103,11 @@ def int8(N: int, K: int, dtype: torch.dtype, rows: tuple[int, ...]) -> None:
         forced("linear_int8_dgrad", partial(ops.linear_int8_dgrad, dy, codes, absmax, N, K))
 
 
+def int8_of(dtype: torch.dtype) -> None:
+    int8(272, 1040, dtype, (1, 9, 30, 70, 300))
+    int8(33, 77, dtype, (2, 20))
+
+
 def few_rows(dtype: torch.dtype) -> None:
     """Each form of the fused kernels with tensor cores; prints what the chooser gives.
 
@@ -175,6 +181,12 @@ def main(names: list[str]) -> None:
         torch.cuda.synchronize()
         print("every optimizer kernel ran")
         return
+    if names == ["int8"]:
+        for dtype in DTYPES:
+            int8_of(dtype)
+        torch.cuda.synchronize()
+        print("every int8 kernel ran")
+        return
     for dtype in [getattr(torch, name) for name in names] or DTYPES:
         optimizers(dtype)
         for format in (0, 1):
@@ -187,8 +199,7 @@ def main(names: list[str]) -> None:
         if dtype != torch.float32:
             few_rows(dtype)
         products(98, 130, dtype, True, 0, (3,))
-        int8(272, 1040, dtype, (1, 9, 30, 70, 300))
-        int8(33, 77, dtype, (2, 20))
+        int8_of(dtype)
     torch.cuda.synchronize()
     print("every kernel ran")
 

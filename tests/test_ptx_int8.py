@@ -157,7 +157,7 @@ MANY = [
 ]
 
 
-@pytest.mark.parametrize("outliers", [0, 3, 70, 150])
+@pytest.mark.parametrize("outliers", [0, 70, 150])
 @pytest.mark.parametrize("case", MANY, ids=lambda case: "-".join(map(str, case)).replace("torch.", ""))
 def test_many_rows(case, outliers):
     """Without outliers the bits of the product scaled; with them within one rounding of fp64 products of the codes and,
