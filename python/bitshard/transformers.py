@@ -85,7 +85,8 @@ class QuantizeExperts(Bnb4bitQuantize):
                 continue
             value = value[0] if isinstance(value, list) else value
             old = module._parameters[leaf]
-            done[name] = type(old)(value, requires_grad=False, **old.__dict__).to(value.device)
+            made = type(old) if int8 else Params4bit  # of a stack that torch has sharded, `old` is a DTensor
+            done[name] = made(value, requires_grad=False, **old.__dict__).to(value.device)
             module._is_hf_initialized = True
         if rest:
             done.update(super().convert(rest, full_layer_name=full_layer_name, model=model, **others))
