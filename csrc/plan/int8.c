@@ -224,16 +224,35 @@ static sm90_cut cut_sm90(const bsh_int8_facts *const f, const int32_t form, cons
   return c;
 }
 
+/* Of a cut with so many stages of depth, from the nanoseconds of a stage, of a tile beside them, and of joining sums.
+ * Infinite where blocks would share the depth of a tile, and there are more tiles than clusters. */
+static double nanoseconds(const sm90_cut *const c, const int64_t stages, const double stage, const double beside,
+                          const double join) {
+  const bool shared = c->splits > 1;
+  if (shared && c->tiles > c->clusters) return HUGE_VAL;
+  const double of_tile = stage * (double)divide_up(stages, c->splits) + beside + (shared ? join : 0);
+  return (double)divide_up(c->tiles, c->clusters) * of_tile;
+}
+
+/* What a plan says of its cut; `blocks` in a cluster. */
+static void take_cut(bsh_int8_plan *const plan, const sm90_cut *const c, const int32_t blocks,
+                     const uint32_t shared_bytes) {
+  plan->form = c->form, plan->splits = c->splits;
+  plan->m_tiles = (int32_t)c->m_tiles, plan->tiles = (int32_t)c->tiles;
+  plan->product.shape = (bsh_cuda_launch_shape){.grid = {(uint32_t)(min_i64(c->tiles, c->clusters) * blocks), 1, 1},
+                                                .block = {BSH_GEMM_INT8_SM90_THREADS, 1, 1},
+                                                .cluster = (uint32_t)blocks,
+                                                .shared_bytes = shared_bytes,
+                                                .overlap = true};
+}
+
 /* Estimated: nanoseconds of a stage of 128 of depth, bound by tensor cores or by what L2 gives; of a tile beside them;
  * of joining sums. Infinite for a cut that there is not. */
 static double sm90_nanoseconds(const bsh_int8_facts *const f, const sm90_cut *const c) {
   static const double stage[FORMS] = {230, 330, 600}, beside[FORMS] = {1500, 2000, 3000}, join = 2500;
   const int64_t stages = divide_up(f->K, BSH_GEMM_INT8_DEPTH);
-  const bool shared = c->splits > 1;
-  if (shared && (bsh_int8_forms[c->form].cluster > 1 || c->tiles > c->clusters || stages < 2 * c->splits))
-    return HUGE_VAL;
-  const double of_tile = stage[c->form] * (double)divide_up(stages, c->splits) + beside[c->form] + (shared ? join : 0);
-  return (double)divide_up(c->tiles, c->clusters) * of_tile;
+  if (c->splits > 1 && (bsh_int8_forms[c->form].cluster > 1 || stages < 2 * c->splits)) return HUGE_VAL;
+  return nanoseconds(c, stages, stage[c->form], beside[c->form], join);
 }
 
 static sm90_cut best_sm90(const bsh_int8_facts *const f) {
@@ -256,15 +275,8 @@ static void plan_sm90(const bsh_int8_facts *const f, bsh_int8_plan *const plan) 
   const int32_t blocks = s->cluster * best.splits; /* of a cluster */
   place_codes(f, plan);
   plan->at.partial = place(&plan->at, best.tiles * (best.splits - 1) * s->rows * s->columns * (int64_t)sizeof(int32_t));
-  plan->form = best.form, plan->splits = best.splits;
-  plan->m_tiles = (int32_t)best.m_tiles, plan->tiles = (int32_t)best.tiles;
   plan->product.kernel = &kernels[f->dtype == BSH_F16][best.form];
-  plan->product.shape =
-      (bsh_cuda_launch_shape){.grid = {(uint32_t)(min_i64(best.tiles, best.clusters) * blocks), 1, 1},
-                              .block = {BSH_GEMM_INT8_SM90_THREADS, 1, 1},
-                              .cluster = (uint32_t)blocks,
-                              .shared_bytes = bsh_gemm_int8_sm90_shared_bytes(s->rows, s->columns, s->stages),
-                              .overlap = true};
+  take_cut(plan, &best, blocks, bsh_gemm_int8_sm90_shared_bytes(s->rows, s->columns, s->stages));
 }
 
 /* ---- the input gradient in one pass ---- */
@@ -286,10 +298,8 @@ static sm90_cut cut_dgrad(const bsh_int8_facts *const f, const int32_t form, con
 static double dgrad_nanoseconds(const bsh_int8_facts *const f, const sm90_cut *const c) {
   static const double stage[DGRAD_FORMS] = {330, 600}, beside[DGRAD_FORMS] = {2000, 3000}, join = 3000;
   const int64_t stages = 2 * divide_up(f->N, 2 * BSH_DGRAD_INT8_DEPTH);
-  const bool shared = c->splits > 1;
-  if (shared && (c->tiles > c->clusters || stages < 4 * c->splits)) return HUGE_VAL;
-  const double of_tile = stage[c->form] * (double)divide_up(stages, c->splits) + beside[c->form] + (shared ? join : 0);
-  return (double)divide_up(c->tiles, c->clusters) * of_tile;
+  if (c->splits > 1 && stages < 4 * c->splits) return HUGE_VAL;
+  return nanoseconds(c, stages, stage[c->form], beside[c->form], join);
 }
 
 static sm90_cut best_dgrad(const bsh_int8_facts *const f) {
@@ -312,15 +322,8 @@ static void plan_dgrad(const bsh_int8_facts *const f, bsh_int8_plan *const plan)
   const int64_t sums = best.tiles * DGRAD_PAIR * (best.splits - 1) * BSH_DGRAD_INT8_ROWS * tokens;
   plan->at.partial = place(&plan->at, sums * (int64_t)sizeof(float));
   plan->at.scales = place(&plan->at, bsh_dgrad_int8_pairs(f->N) * (int64_t)sizeof(bsh_int8_scale_pair));
-  plan->form = best.form, plan->splits = best.splits;
-  plan->m_tiles = (int32_t)best.m_tiles, plan->tiles = (int32_t)best.tiles;
   plan->product.kernel = &kernels[f->dtype == BSH_F16][best.form];
-  plan->product.shape =
-      (bsh_cuda_launch_shape){.grid = {(uint32_t)(min_i64(best.tiles, best.clusters) * blocks), 1, 1},
-                              .block = {BSH_GEMM_INT8_SM90_THREADS, 1, 1},
-                              .cluster = (uint32_t)blocks,
-                              .shared_bytes = bsh_dgrad_int8_shared_bytes(tokens, dgrad_stages[best.form]),
-                              .overlap = true};
+  take_cut(plan, &best, blocks, bsh_dgrad_int8_shared_bytes(tokens, dgrad_stages[best.form]));
 }
 
 /* ---- the same of few rows ---- */
