@@ -4,10 +4,10 @@
     python benchmarks/experts_sharded.py train DIR --cap 47 [--one-card] --out RESULTS
 
 `make` writes pre-quantized files, a decoder layer each, as `save_pretrained` would. `train` is one launch of --ranks
-processes: transformers' `distributed_config` lets each rank read its part, then peft's adapters on attention and experts
-in bfloat16, fused, `AdamW8bit`, gradient checkpointing, random tokens, 1 x --tokens a rank. The result is
-RESULTS/NAME.json and a table. --one-card: all ranks share one GPU, each under its own --cap, and gloo carries what they
-exchange through the host. The memory of a rank is what it is on a GPU of its own; the seconds are not. --layers,
+processes: transformers' `distributed_config` lets each rank read its part, then peft's adapters on attention and
+experts in bfloat16, fused, `AdamW8bit`, gradient checkpointing, random tokens, 1 x --tokens a rank. The result is
+RESULTS/NAME.json and a table. --one-card: all ranks share one GPU, each under its own --cap, and gloo carries what
+they exchange through the host. The memory of a rank is what it is on a GPU of its own; the seconds are not. --layers,
 --experts and --hidden make smaller shapes, and without a GPU all runs on the CPU.
 """
 
@@ -149,9 +149,7 @@ def build(options: argparse.Namespace, record: loading.Record):
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     with record.phase("prepare"):
         torch.manual_seed(0)  # the same adapters on every rank
-        adapters = LoraConfig(
-            r=options.rank, target_modules=ATTENTION, target_parameters=STACKS, task_type="CAUSAL_LM"
-        )
+        adapters = LoraConfig(r=options.rank, target_modules=ATTENTION, target_parameters=STACKS, task_type="CAUSAL_LM")
         model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -209,8 +207,8 @@ def say(record: loading.Record, name: str) -> None:
 
 # ---- one launch -----------------------------------------------------------------------------------------------------
 
-HEAD = """| run | load: peak, reserved | prepare: peak, reserved | step: peak, reserved | outside torch | load s | step s | \
-losses of the ranks |
+HEAD = """| run | load: peak, reserved | prepare: peak, reserved | step: peak, reserved | outside torch | load s | step s |\
+ losses of the ranks |
 |---|---|---|---|---|---|---|---|"""
 
 
