@@ -154,7 +154,8 @@ def build(options: argparse.Namespace, record: loading.Record):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.bfloat16)
-        shard_adapters(model)
+        if options.ranks > 1:
+            shard_adapters(model)
         record.values["fused"] = str(lora.fuse(model))
         optimizer = bnb.optim.AdamW8bit([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     return model.train(), optimizer
@@ -207,9 +208,8 @@ def say(record: loading.Record, name: str) -> None:
 
 # ---- one launch -----------------------------------------------------------------------------------------------------
 
-HEAD = """| run | load: peak, reserved | prepare: peak, reserved | step: peak, reserved | outside torch | load s | step s |\
- losses of the ranks |
-|---|---|---|---|---|---|---|---|"""
+HEAD = """| run | load: peak, reserved | prepare: peak, reserved | step: peak, reserved | load s | step s | losses |
+|---|---|---|---|---|---|---|"""
 
 
 def row(result: dict) -> str:
@@ -221,7 +221,7 @@ def row(result: dict) -> str:
         return ", ".join(f"{max(values):.2f}" if values else "-" for values in found)
 
     cells = [most(name, "allocated_peak", "reserved_peak") for name in ("load", "prepare", "step")]
-    cells += [most("step", "outside_torch"), most("load", "seconds"), most("step", "seconds")]
+    cells += [most("load", "seconds"), most("step", "seconds")]
     losses = ["; ".join(", ".join(f"{loss:.4f}" for loss in one["losses"]) for one in result["ranks"])]
     failed = f" **{result['error']}**" if result["error"] else ""
     return f"| {result['name']}{failed} | " + " | ".join(cells + losses) + " |"
