@@ -10,13 +10,13 @@ from beside import BOTH, OURS, THEIRS
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """results(tool, worker, *arguments): {package: results} of one process each."""
+    """results(tool, worker, *arguments): {package: results} of one process each; "" is a tool of the environment."""
     folder = tmp_path_factory.mktemp("loading")
 
     @functools.cache
     def run(tool, worker, *arguments):
-        out = folder / "-".join([tool, *arguments])
-        return {which: beside.run(which, [tool], worker, *arguments, out=out / which)[0] for which in BOTH}
+        out, tools = folder / "-".join([worker, *arguments]), [tool] if tool else []
+        return {which: beside.run(which, tools, worker, *arguments, out=out / which)[0] for which in BOTH}
 
     return run
 
@@ -97,6 +97,22 @@ def test_diffusers_int8(results):
     assert ours["dequantized"] < 1.1 * theirs["dequantized"] < 0.05
     assert close(ours["sample"], theirs["sample"], 0.02) and not close(ours["sample"], ours["dense"], 1e-3)
     assert close(ours["sample"], ours["dense"], 0.05) and ours["bytes"] == theirs["bytes"] < 0.3
+
+
+def test_accelerate_int8(results):
+    """`load_and_quantize_model`: the original's scales, its codes but for halves, kept by files; `cpu_offload`."""
+    found = results("", "accelerate_loader.py")
+    ours, theirs = found[OURS], found[THEIRS]
+    assert "again_error" not in ours and "offload_error" not in ours, (ours, theirs)
+    assert (
+        ours["keys"] == theirs["keys"] and ours["codes"].keys() == theirs["codes"].keys() and len(ours["codes"]) == 14
+    )
+    for (codes, scales), (their_codes, their_scales) in zip(
+        ours["codes"].values(), theirs["codes"].values(), strict=True
+    ):
+        assert wrong(codes, their_codes) <= 1e-3 and scales == their_scales
+    assert ours["kept"] and ours["gap"] == ours["offloaded_gap"] == 0.0
+    assert close(ours["logits"], theirs["logits"], 0.05)
 
 
 def test_sentence_transformers(results):
