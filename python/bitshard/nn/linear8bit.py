@@ -24,6 +24,7 @@ from bitshard.container import repack
 from bitshard.int8_params import Int8Params
 from bitshard.kinds import INT8
 from bitshard.matmul_int8 import MatmulLtState, RowScales, matmul, matmul_int8
+from bitshard.nn.bias import keep_in
 from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
 from bitshard.place import Place
 from bitshard.shard import PackedShard
@@ -363,11 +364,9 @@ class Linear8bitLt(HoldsInt8Weight, nn.Linear):
 
     def _bias(self, x: Tensor) -> Tensor | None:
         """The bias. In one process a layer keeps it in the dtype of its last x, as bitsandbytes' does."""
-        bias, distributed = self._parameters["bias"] if "bias" in self._parameters else self.bias, torch.distributed
-        if bias is None or bias.dtype is x.dtype or self.state.has_fp16_weights or not x.is_floating_point():
-            return bias
-        if not torch.compiler.is_compiling() and not (distributed.is_available() and distributed.is_initialized()):
-            bias.data = bias.data.to(x.dtype)
+        bias = self._parameters["bias"] if "bias" in self._parameters else self.bias
+        if bias is not None and bias.dtype is not x.dtype and not self.state.has_fp16_weights:
+            keep_in(bias, x.dtype)
         return bias
 
     def to(self, *args: Any, **kwargs: Any) -> Linear8bitLt:
