@@ -64,7 +64,7 @@ def describe(model: nn.Module) -> str:
     """One line that says whether the 4-bit or int8 base of `model` is sharded, and what this rank keeps of it."""
     share = measure(model)
     if share.weights == 0:
-        return "no 4-bit weights in this model"
+        return "no 4-bit or int8 weights in this model"
     found = [held for _, held in holders(model)]
     weights, base = counted(found), bits(found)
     before = f"; {share.before_merge:,} bytes from before merging in host memory" if share.before_merge else ""
