@@ -134,6 +134,10 @@ class PackedWeight:
         """What a checkpoint has of the weight: this holder; None where it is a float like others."""
         return self
 
+    def quantized(self) -> PackedWeight | None:
+        """This holder, for reports; None where the weight is a float."""
+        return self if self.state is not None else None
+
     # -- for a forward --
 
     def ready(self, weight: Tensor) -> tuple[Tensor, QuantState]:

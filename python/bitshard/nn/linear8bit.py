@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import gather, int8, launch
+from bitshard import gather, int8, inventory, launch
 from bitshard.container import repack
 from bitshard.int8_params import Int8Params
 from bitshard.kinds import INT8
@@ -108,6 +108,12 @@ class Int8Weight(PackedWeight):
         if weight.dtype is not torch.int8:
             return None if self.owner.state.has_fp16_weights or not isinstance(weight, Int8Params) else self
         return self.standing_for(self.owner, int8_state(self.owner._scales(weight).absmax, self.shape, self.dtype))
+
+    def quantized(self) -> PackedWeight | None:
+        """See `PackedWeight.quantized`; of an `Int8Params` a holder that shows it as a column."""
+        weight = self.owner._parameters.get(self.name)
+        whole = self.state is None and weight is not None and weight.dtype is torch.int8
+        return self.stored() if whole and self.owner.state.SCB is not None else super().quantized()
 
     def save_entries(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Complete what nn.Module has saved of the owner: of a whole weight as files have it."""
@@ -353,13 +359,15 @@ class Linear8bitLt(HoldsInt8Weight, nn.Linear):
         weight, bias = parameters["weight"] if "weight" in parameters else self.weight, self._bias(x)
         if held.state is not None or getattr(weight, "quant_state", None) is not None:
             weight, scales = held.ready(weight)
-            return matmul_int8(x, weight, scales, bias, state.threshold)
-        if weight.dtype is torch.int8:
-            return matmul_int8(x, weight, self._scales(weight), bias, state.threshold)
-        if isinstance(weight, Int8Params) and not state.has_fp16_weights and not weight.requires_grad:
-            weight.to(weight.device)
-            return matmul_int8(x, weight, self._scales(weight), bias, state.threshold)
-        return matmul(x, weight, bias=bias, state=state)
+        else:
+            if weight.dtype is not torch.int8:
+                if not isinstance(weight, Int8Params) or state.has_fp16_weights or weight.requires_grad:
+                    return matmul(x, weight, bias=bias, state=state)
+                weight.to(weight.device)
+            scales = self._scales(weight)
+        if not held.reported and not torch.compiler.is_compiling():
+            inventory.log_line(self)
+        return matmul_int8(x, weight, scales, bias, state.threshold)
 
     def _bias(self, x: Tensor) -> Tensor | None:
         """The bias. In one process a layer keeps it in the dtype of its last x, as bitsandbytes' does."""
