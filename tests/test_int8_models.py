@@ -301,7 +301,7 @@ def tensors(folder):
 
 @pytest.mark.parametrize("skip", [None, ["q_proj", "lm_head"]])
 def test_quantized_folder(dense_path, tmp_path, capsys, skip):
-    """`bitshard quantize --bits 8`: the bytes of loading and saving, in several files; `bitshard inspect` knows them."""
+    """`bitshard quantize --bits 8`: the bytes of loading and saving, in several files; `inspect` knows them."""
     config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip)
     command = ["quantize", str(dense_path), str(tmp_path / "out"), "--bits", "8", "--max-shard-size", "15KB"]
     assert main.main([*command, *(["--skip", *skip] if skip else [])]) == 0

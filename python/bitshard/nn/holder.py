@@ -138,6 +138,10 @@ class PackedWeight:
         """This holder, for reports; None where the weight is a float."""
         return self if self.state is not None else None
 
+    def captured(self) -> tuple:
+        """What a CUDA graph of a forward has from here beside the parameter; another value needs another graph."""
+        return (id(self.state),)
+
     # -- for a forward --
 
     def ready(self, weight: Tensor) -> tuple[Tensor, QuantState]:

@@ -115,6 +115,12 @@ class Int8Weight(PackedWeight):
         whole = self.state is None and weight is not None and weight.dtype is torch.int8
         return self.stored() if whole and self.owner.state.SCB is not None else super().quantized()
 
+    def captured(self) -> tuple:
+        """See `PackedWeight.captured`: of a whole weight its scales, and what the layer's state says."""
+        scales = getattr(self.owner._parameters.get(self.name), "SCB", None) if self.state is None else None
+        of = self.owner.state
+        return (id(self.state), None if scales is None else scales.data_ptr(), of.threshold, of.has_fp16_weights)
+
     def save_entries(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Complete what nn.Module has saved of the owner: of a whole weight as files have it."""
         if self.place is not Place.WHOLE:
