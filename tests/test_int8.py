@@ -309,6 +309,37 @@ def test_int8_weights_without_scales_raise():
         made(inputs())
 
 
+CHANGED = {
+    "scales": lambda made: setattr(made.weight, "SCB", made.weight.SCB * 2),
+    "scales in place": lambda made: made.weight.SCB.mul_(2),
+    "scales of the state": lambda made: (
+        setattr(made.state, "SCB", made.weight.SCB * 2),
+        vars(made.weight).update(SCB=None),
+    ),
+    "weight": lambda made: setattr(made, "weight", Int8Params(made.weight.CB, SCB=made.weight.SCB * 2)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_forward_sees_what_has_changed_since_the_last(name):
+    """It asks less of a weight whose scales are those of the last forward; and of a weight without them it raises."""
+    made, x = layer(bias=False), inputs()
+    y = made(x)
+    CHANGED[name](made)
+    assert same_bytes(made(x), y * 2) and same_bytes(copy.deepcopy(made)(x), y * 2)
+    made.state.SCB = made.weight.SCB = None
+    with pytest.raises(RuntimeError, match="has no scales"):
+        made(x)
+
+
+def test_codes_of_another_size_raise():
+    made = layer()
+    made(inputs())
+    made.weight.data = made.weight.CB[:-1].clone()
+    with pytest.raises(RuntimeError, match="packed has 920 bytes, a weight .* needs 960"):
+        made(inputs())
+
+
 def test_dtype_moves_and_casts():
     """A module's dtype move leaves codes alone; a cast, float data and a copy of floats would destroy them: error."""
     made, x = layer(bias=False), inputs()

@@ -38,15 +38,28 @@ class Int8Weight(PackedWeight):
 
     Attributes:
         dtype: of the float weight, and of the container in which FSDP shards it.
-        last_scales: those of the last forward that was not traced, which torch.export is given.
+        rows: what the last forward that was not traced has multiplied with; torch.export is given its scales.
     """
 
     kind = INT8
-    last_scales: Tensor | None = None
+    rows: RowScales | None = None
 
     def __init__(self, owner: nn.Module, shape: tuple[int, int], dtype: torch.dtype):
         super().__init__(owner, "weight", shape)
         self.dtype = dtype if dtype in VALUE_DTYPES.values() else torch.float32
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "rows": None}
+
+    def rows_of(self, weight: Tensor) -> RowScales | None:
+        """`rows`, if they are those of this weight still: a whole one with the scales of the last forward.
+
+        Asks the weight nothing that goes through torch's functions. The op compares the number of its bytes.
+        """
+        rows = self.rows
+        if rows is None or type(weight) is not Int8Params or weight.__dict__.get("SCB") is not rows.absmax:
+            return None
+        return rows
 
     @property
     def storage(self) -> torch.dtype:
@@ -194,9 +207,7 @@ class HoldsInt8Weight(HoldsPackedWeight):
         """The scales of codes [N, K]. RuntimeError or ValueError where there are none, or others."""
         scales, shape, held = self.state.SCB, self.matrix_shape(), self.packed_weight
         if scales is None and torch.compiler.is_exporting():  # with tensors in the places of parameters
-            scales = held.last_scales
-        elif not torch.compiler.is_compiling():
-            held.last_scales = scales
+            scales = None if held.rows is None else held.rows.absmax
         if scales is None:
             raise RuntimeError(
                 f"{type(self).__name__}: the int8 weight {list(shape)} has no scales: load a state dict with SCB "
@@ -207,7 +218,10 @@ class HoldsInt8Weight(HoldsPackedWeight):
                 f"{type(self).__name__}: codes {list(weight.shape)} and scales {list(scales.shape)} for a layer of "
                 f"{list(shape)}"
             )
-        return RowScales(scales, weight.shape)
+        rows = RowScales(scales, weight.shape)
+        if not torch.compiler.is_compiling():
+            held.rows = rows
+        return rows
 
     # -- copies and moves --
 
@@ -363,6 +377,9 @@ class Linear8bitLt(HoldsInt8Weight, nn.Linear):
         state, held, parameters = self.state, self.packed_weight, self._parameters
         state.is_training = self.training
         weight, bias = parameters["weight"] if "weight" in parameters else self.weight, self._bias(x)
+        scales = None if torch.compiler.is_compiling() else held.rows_of(weight)
+        if scales is not None:
+            return matmul_int8(x, weight, scales, bias, state.threshold)
         if held.state is not None or getattr(weight, "quant_state", None) is not None:
             weight, scales = held.ready(weight)
         else:
