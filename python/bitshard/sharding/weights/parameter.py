@@ -65,7 +65,7 @@ class ShardedWeight(DTensor):
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
         """Only to turn it off: packed bytes have no gradient."""
         if requires_grad:
-            raise grad_error()
+            raise grad_error(self._local_tensor.origin.state.kind.word)
         return super().requires_grad_(False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
