@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 class OneByteEach(kinds.Kind):
     """A byte an element, a scale a row: what no 4-bit weight has."""
 
+    word = "one-byte"
     format = ("shape",)
 
     def elements(self, state, itemsize):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bitshard import ops
+from bitshard.kinds import FOUR_BIT, INT8
 
 _waiting: list[weakref.ref] = []  # weights that were sharded and not compared yet, in the order of sharding
 _NAMES = ("format", "blocksize", "shape", "nested scales", "second-level blocksize", "values", "container")
@@ -110,7 +111,7 @@ def _told(who: str, name: str, descriptions: list[tuple]) -> str:
         for name, first, other in zip(_NAMES, descriptions[0], descriptions[rank], strict=True)
         if not _alike([(first,), (other,)])
     ]
-    word = "int8" if descriptions[0][0] == "int8" else "4-bit"
+    word = INT8.word if descriptions[0][0] == INT8.name else FOUR_BIT.word
     others = sum(not _alike([descriptions[0], other]) for other in descriptions)
     return (
         f"the ranks that {who} hold different {word} weights{name} of {list(descriptions[0][2] or ())}: "

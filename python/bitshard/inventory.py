@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from bitshard.kinds import EXPERTS, INT8
+from bitshard.kinds import EXPERTS
 
 logger = logging.getLogger("bitshard")
 
@@ -63,8 +63,7 @@ def counted(held: list[Any]) -> str:
 
 def bits(held: list[Any]) -> str:
     """What the weights of holders are, in a word: "4-bit", "int8" or "4-bit and int8"."""
-    int8 = [each.state.kind is INT8 for each in held]
-    return "4-bit" if not any(int8) else "int8" if all(int8) else "4-bit and int8"
+    return " and ".join(sorted({each.state.kind.word for each in held})) or "4-bit"
 
 
 def take(model: nn.Module) -> tuple[list[Any], int, Counter]:

@@ -87,7 +87,8 @@ def _bitsandbytes() -> list[Row]:
 
 def _imported(found: list[installed.Owner], place: Path | None) -> Row:
     if place is None:
-        return Row("bitsandbytes", "none: transformers, peft and trl will not find 4-bit support", _exchange())
+        text = "none: transformers, peft and trl will not find 4-bit and 8-bit support"
+        return Row("bitsandbytes", text, _exchange())
     if not found:
         text = "a folder on the path without an installed distribution: accelerate will not accept it"
         return Row("bitsandbytes", text, _exchange())
