@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 
+from helpers.versions import transformers_takes_peft  # noqa: E402
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
@@ -392,6 +393,7 @@ def test_saving_the_adapter_in_one_process_and_without_one(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+@transformers_takes_peft
 def test_saving_the_adapter_of_a_model_of_transformers(tmp_path, group):
     """As `bitshard.fsdp.load(adapters=)` and `add_adapter` give one."""
     base = tiny_lora().unload()

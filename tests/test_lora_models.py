@@ -20,6 +20,7 @@ from bitshard.lora.layer import FusedLinear4bit, Peft  # noqa: E402
 from helpers.bytes import same_bytes  # noqa: E402
 from helpers.llama import TOKENS, load_4bit, save_llama  # noqa: E402
 from helpers.lora import fused_calls, fused_copy, layers, model, randomize, run  # noqa: E402
+from helpers.versions import transformers_takes_peft  # noqa: E402
 
 LINEARS = 7  # of the decoder layer of helpers/llama.py
 
@@ -142,6 +143,7 @@ def test_layers_that_are_added_later(folder):
     assert str(lora.fuse(wrapped)) == "2 LoRA layers: 2 fused" and outputs(wrapped)[1] == 2
 
 
+@transformers_takes_peft
 def test_adapters_of_transformers(folder):
     """`model.add_adapter` of transformers, without a model of peft around."""
     wrapped = load_4bit(folder)
