@@ -1,8 +1,9 @@
-// int8.cu - what surrounds a product of int8 codes: columns_int8, quantize_int8, dequantize_int8, scale_product_int8;
+// int8.cu - what surrounds a product of int8 codes: quantize_int8, outliers_int8, dequantize_int8, scale_product_int8;
 // and linear_int8_any, few rows of x by W, for sizes and dtypes that gemv_int8.cu does not take.
 //
-//   x [M, K] --columns_int8, where there is a threshold--> flags [K] of outlier columns
-//   x, flags --quantize_int8--> codes [M, K], absmax [M]; list and number of outlier columns, of which x and W gathered
+//   x [M, K] --quantize_int8--> codes [M, K], absmax [M], flags [K] --outliers_int8--> list and count of outlier
+//   columns,
+//                                                                   their codes cleared, x and W gathered
 //
 // Host side: csrc/gpu/int8.c.
 #include "int8.cuh"
@@ -55,66 +56,61 @@ template <typename T> __device__ __forceinline__ uint32_t largest_of(const vecto
   return __float_as_uint(__half2float(__ushort_as_half((unsigned short)(most >> 16))));
 }
 
-// What of a row or a column is an outlier: bits of a magnitude from those of the threshold on, but no NaN.
-struct outlier_bits {
-  uint32_t threshold; // more than those of any number where there is none
-  __device__ __forceinline__ explicit outlier_bits(const bsh_quantize_int8_args &args)
-      : threshold(args.outliers == nullptr ? 0xFFFFFFFFu : __float_as_uint(args.threshold)) {}
-  __device__ __forceinline__ bool operator()(uint32_t magnitude) const {
-    return magnitude >= threshold && magnitude <= INFINITE;
-  }
-};
-
 // One row of x by a block of threads: a look for its absmax, one for its codes. The elements of the first look that fit
-// stay in registers, others come from the cache. Vectors without an outlier are taken whole. Codes of outlier columns,
-// whose flags columns_int8 has left, are 0.
+// stay in registers, others come from the cache. Vectors without an outlier are taken whole.
 template <typename T> struct row_quantizer {
   static constexpr int WIDTH = vector16<T>::WIDTH, KEPT = 4;
   const bsh_quantize_int8_args &args;
-  const outlier_bits is_outlier;
   const T *row;
   int8_t *codes;
+  uint32_t threshold; // bits, more than those of any number where there is none
   int vectors;
 
-  __device__ __forceinline__ row_quantizer(const bsh_quantize_int8_args &a, int64_t m) : args(a), is_outlier(a) {
+  __device__ __forceinline__ row_quantizer(const bsh_quantize_int8_args &a, int64_t m) : args(a) {
     row = static_cast<const T *>(a.x) + m * a.ldx, codes = a.codes + m * a.K;
-    const bool fast = reinterpret_cast<uintptr_t>(row) % 16 == 0 &&
-                      (reinterpret_cast<uintptr_t>(codes) | reinterpret_cast<uintptr_t>(a.outliers)) % WIDTH == 0;
+    threshold = a.outliers == nullptr ? 0xFFFFFFFFu : __float_as_uint(a.threshold);
+    const bool fast = reinterpret_cast<uintptr_t>(row) % 16 == 0 && reinterpret_cast<uintptr_t>(codes) % WIDTH == 0;
     vectors = fast ? (int)(a.K / WIDTH) : 0;
   }
-  // Takes an element into the absmax, or passes over it.
-  __device__ __forceinline__ void look(float x, uint32_t &largest) const {
+  // NaN is no outlier.
+  __device__ __forceinline__ bool is_outlier(uint32_t magnitude) const {
+    return magnitude >= threshold && magnitude <= INFINITE;
+  }
+  // Takes an element into the absmax, or flags its column where it reaches the threshold.
+  __device__ __forceinline__ void look(float x, int64_t k, uint32_t &largest) const {
     const uint32_t magnitude = __float_as_uint(fabsf(x));
-    if (!is_outlier(magnitude)) largest = max(largest, magnitude);
+    if (is_outlier(magnitude)) args.outliers[k] = 1;
+    else largest = max(largest, magnitude);
+  }
+  __device__ __forceinline__ uint32_t code(float x, float scale) const {
+    return is_outlier(__float_as_uint(fabsf(x))) ? 0 : code_of(x, scale);
   }
   __device__ __forceinline__ vector16<T> load(int v) const {
     vector16<T> loaded;
     loaded.raw = reinterpret_cast<const uint4 *>(row)[v];
     return loaded;
   }
-  // Flags of a vector's columns.
-  __device__ __forceinline__ uint64_t flags(int v) const {
-    if (args.outliers == nullptr) return 0;
-    if constexpr (WIDTH == 8) return reinterpret_cast<const uint64_t *>(args.outliers)[v];
-    else return reinterpret_cast<const uint32_t *>(args.outliers)[v];
-  }
-  __device__ __forceinline__ void look(const vector16<T> &v, uint32_t &largest) const {
+  __device__ __forceinline__ void look(const vector16<T> &v, int at, uint32_t &largest) const {
     const uint32_t most = largest_of(v);
-    if (most < is_outlier.threshold) {
+    if (most < threshold) {
       largest = max(largest, most);
       return;
     }
 #pragma unroll
-    for (int i = 0; i < WIDTH; i++) look(v.get(i), largest);
+    for (int i = 0; i < WIDTH; i++) look(v.get(i), (int64_t)at * WIDTH + i, largest);
   }
-  __device__ __forceinline__ void store(const vector16<T> &v, uint64_t flagged, int at, float scale) const {
+  __device__ __forceinline__ void store(const vector16<T> &v, int at, float scale) const {
     uint32_t c[WIDTH];
+    if (scale == 0.f) {
 #pragma unroll
-    for (int i = 0; i < WIDTH; i++) c[i] = scale == 0.f ? 0 : code_of(v.get(i), scale);
-    if (flagged != 0)
+      for (int i = 0; i < WIDTH; i++) c[i] = 0;
+    } else if (largest_of(v) < threshold) {
 #pragma unroll
-      for (int i = 0; i < WIDTH; i++)
-        if (flagged >> (8 * i) & 1) c[i] = 0;
+      for (int i = 0; i < WIDTH; i++) c[i] = code_of(v.get(i), scale);
+    } else {
+#pragma unroll
+      for (int i = 0; i < WIDTH; i++) c[i] = code(v.get(i), scale);
+    }
     const uint32_t first = pack_codes(c[0], c[1], c[2], c[3]);
     if constexpr (WIDTH == 8)
       *reinterpret_cast<uint2 *>(codes + (int64_t)at * 8) = make_uint2(first, pack_codes(c[4], c[5], c[6], c[7]));
@@ -122,94 +118,43 @@ template <typename T> struct row_quantizer {
   }
   __device__ __forceinline__ void run(int64_t m, uint32_t *scratch) const {
     vector16<T> kept[KEPT];
-    uint64_t flagged[KEPT];
     uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < KEPT; i++)
-      if (threadIdx.x + i * THREADS < vectors)
-        kept[i] = load(threadIdx.x + i * THREADS), flagged[i] = flags(threadIdx.x + i * THREADS);
+      if (threadIdx.x + i * THREADS < vectors) kept[i] = load(threadIdx.x + i * THREADS);
 #pragma unroll
     for (int i = 0; i < KEPT; i++)
-      if (threadIdx.x + i * THREADS < vectors) look(kept[i], largest);
-    for (int v = threadIdx.x + KEPT * THREADS; v < vectors; v += THREADS) look(load(v), largest);
-    for (int64_t k = vectors * WIDTH + threadIdx.x; k < args.K; k += THREADS) look(to_float(row[k]), largest);
+      if (threadIdx.x + i * THREADS < vectors) look(kept[i], threadIdx.x + i * THREADS, largest);
+    for (int v = threadIdx.x + KEPT * THREADS; v < vectors; v += THREADS) look(load(v), v, largest);
+    for (int64_t k = vectors * WIDTH + threadIdx.x; k < args.K; k += THREADS) look(to_float(row[k]), k, largest);
     largest = block_max(largest, scratch);
     const float absmax = __uint_as_float(largest > INFINITE ? 0x7FFFFFFFu : largest);
     if (threadIdx.x == 0) args.absmax[m] = absmax;
     const float scale = scale_of_row<T>(absmax);
 #pragma unroll
     for (int i = 0; i < KEPT; i++)
-      if (threadIdx.x + i * THREADS < vectors) store(kept[i], flagged[i], threadIdx.x + i * THREADS, scale);
-    for (int v = threadIdx.x + KEPT * THREADS; v < vectors; v += THREADS) store(load(v), flags(v), v, scale);
-    for (int64_t k = vectors * WIDTH + threadIdx.x; k < args.K; k += THREADS) {
-      const bool zero = scale == 0.f || (args.outliers != nullptr && args.outliers[k] != 0);
-      codes[k] = (int8_t)(zero ? 0 : code_of(to_float(row[k]), scale));
-    }
+      if (threadIdx.x + i * THREADS < vectors) store(kept[i], threadIdx.x + i * THREADS, scale);
+    for (int v = threadIdx.x + KEPT * THREADS; v < vectors; v += THREADS) store(load(v), v, scale);
+    for (int64_t k = vectors * WIDTH + threadIdx.x; k < args.K; k += THREADS)
+      codes[k] = (int8_t)(scale == 0.f ? 0 : code(to_float(row[k]), scale));
   }
 };
 
-// ---- columns_int8: flags of outlier columns
-// --------------------------------------------------------------------------
-
-// A block has the columns of STRIP vectors, all rows: a thread one vector of every 64th row, BATCH of them at a time.
-template <typename T> struct column_search {
-  static constexpr int WIDTH = vector16<T>::WIDTH, STRIP = BSH_INT8_STRIP, ROWS = THREADS / STRIP, BATCH = 8;
-  const bsh_quantize_int8_args &args;
-  const outlier_bits is_outlier;
-  const T *x; // from this thread's first column on
-  int there;  // of its columns
-
-  __device__ __forceinline__ explicit column_search(const bsh_quantize_int8_args &a) : args(a), is_outlier(a) {
-    const int64_t column = ((int64_t)blockIdx.x * STRIP + threadIdx.x % STRIP) * WIDTH;
-    x = static_cast<const T *>(a.x) + column;
-    there = (int)min((int64_t)WIDTH, max((int64_t)0, a.K - column));
-  }
-  // Bit i: column i of the vector has an outlier in one of this thread's rows.
-  __device__ __forceinline__ uint32_t find() const {
-    const bool fast = there == WIDTH && (reinterpret_cast<uintptr_t>(x) | args.ldx * sizeof(T)) % 16 == 0;
-    uint32_t found = 0;
-    for (int64_t m = threadIdx.x / STRIP; m < args.M; m += ROWS * BATCH) {
-      vector16<T> v[BATCH];
-#pragma unroll
-      for (int i = 0; i < BATCH; i++) {
-        const int64_t row = m + i * ROWS;
-        v[i].raw = make_uint4(0, 0, 0, 0);
-        if (row >= args.M) continue;
-        if (fast) v[i].raw = *reinterpret_cast<const uint4 *>(x + row * args.ldx);
-        else
-#pragma unroll
-          for (int e = 0; e < WIDTH; e++)
-            if (e < there) reinterpret_cast<T *>(&v[i].raw)[e] = x[row * args.ldx + e];
-      }
-#pragma unroll
-      for (int i = 0; i < BATCH; i++)
-        if (largest_of(v[i]) >= is_outlier.threshold)
-#pragma unroll
-          for (int e = 0; e < WIDTH; e++) found |= (uint32_t)is_outlier(__float_as_uint(fabsf(v[i].get(e)))) << e;
-    }
-    return found;
-  }
-};
-
-template <typename T> __device__ __forceinline__ void columns_int8(const bsh_quantize_int8_args &args) {
-  using search = column_search<T>;
-  __shared__ uint32_t scratch[WARPS][search::STRIP];
+__device__ __forceinline__ void clear_int8(const bsh_int8_clear_args &args) {
   let_later_kernels_start();
   wait_for_earlier_kernels();
-  uint32_t found = search(args).find();
-#pragma unroll
-  for (int step = search::STRIP; step < 32; step *= 2) found |= __shfl_xor_sync(ALL_LANES, found, step);
-  if (threadIdx.x % 32 < search::STRIP) scratch[threadIdx.x / 32][threadIdx.x % 32] = found;
-  __syncthreads();
-  const int64_t k = (int64_t)blockIdx.x * search::STRIP * search::WIDTH + threadIdx.x;
-  if (threadIdx.x >= search::STRIP * search::WIDTH || k >= args.K) return;
-  found = 0;
-#pragma unroll
-  for (int w = 0; w < WARPS; w++) found |= scratch[w][threadIdx.x / search::WIDTH];
-  args.outliers[k] = found >> threadIdx.x % search::WIDTH & 1;
+  const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+  if (i < args.n) args.flags[i] = 0;
 }
 
-// ---- the list of outlier columns, and what is gathered of them ------------------------------------------------------
+template <typename T> __device__ __forceinline__ void quantize_int8(const bsh_quantize_int8_args &args) {
+  __shared__ uint32_t scratch[WARPS];
+  let_later_kernels_start();
+  wait_for_earlier_kernels();
+  row_quantizer<T>(args, blockIdx.x).run(blockIdx.x, scratch);
+}
+
+// ---- outliers_int8 --------------------------------------------------------------------------------------------------
 
 // Every block lists the outlier columns for itself, LISTED of them at a time: thread t has those among its own `span`
 // words of 16 flags, which begin at position `before` of the whole list.
@@ -266,66 +211,63 @@ struct outlier_list {
   }
 };
 
-__device__ __forceinline__ float to_value(int8_t code) { return (float)code; }
-template <typename T> __device__ __forceinline__ float to_value(T x) { return to_float(x); }
+// Of positions [first, first + n) of the list, those below `gathered` go to the gathered rows; these have zeros from
+// there up to `padded`.
+template <typename T> struct gatherer {
+  const bsh_int8_gather_args &args;
+  const int *listed;
+  int first, n, gathered, padded;
 
-// Of a row of x or of W, the first `n` columns in `listed`, in T to `to`; zeros from there up to `padded`, a multiple
-// of 8. `at` and `step`: positions of this thread, 8 at a time.
-template <typename T, typename FROM>
-__device__ __forceinline__ void gather_row(T *to, const FROM *from, const int *listed, int n, int padded, int at,
-                                           int step) {
-#pragma unroll 1
-  for (; at < padded; at += step) {
-    float values[8];
+  // Row r of x, then of W, by a warp: lanes take 64 positions, two neighbours each.
+  __device__ __forceinline__ void take(int r, int lane) const {
+    const int capacity = args.outliers.capacity;
+    const bool of_x = r < args.M;
+    const int64_t row = of_x ? r : r - args.M;
+    T *const to = static_cast<T *>(of_x ? args.outliers.x : args.outliers.w) + row * capacity + first;
+    int8_t *const codes = args.codes + row * args.K;
+    const T *const x = static_cast<const T *>(args.x) + row * args.ldx;
+    const int8_t *const w = args.w + row * args.K;
+    for (int at = 2 * lane; at < max(n, padded - first); at += 64) {
+      T value[2];
 #pragma unroll
-    for (int i = 0; i < 8; i++) values[i] = at + i < n ? to_value(from[listed[at + i]]) : 0.f;
-    *reinterpret_cast<uint4 *>(to + at) =
-        make_uint4(pack_pair<T>(values[0], values[1]), pack_pair<T>(values[2], values[3]),
-                   pack_pair<T>(values[4], values[5]), pack_pair<T>(values[6], values[7]));
+      for (int i = 0; i < 2; i++) {
+        from_float(0.f, &value[i]);
+        if (at + i >= n) continue;
+        const int k = listed[at + i];
+        if (of_x) codes[k] = 0;
+        if (first + at + i >= gathered) continue;
+        if (of_x) value[i] = x[k];
+        else from_float((float)w[k], &value[i]);
+      }
+      if (first + at < padded) to[at] = value[0], to[at + 1] = value[1];
+    }
   }
-}
+};
 
-// Gathers the outlier columns of row `row` of x, by a block of threads, or where there is none those of the block's
-// rows of W, each by 8 threads. The first block leaves the list and its length.
-template <typename T> __device__ __forceinline__ void gather_outliers(const bsh_int8_code_args &args, int64_t row) {
+// Rows of x and of W go round the warps of the grid.
+template <typename T> __device__ __forceinline__ void outliers_int8(const bsh_int8_gather_args &args) {
   __shared__ int scratch[WARPS], listed[LISTED];
-  const bsh_int8_outliers &of = args.outliers;
-  const outlier_list list(of.flags, (int)args.x.K, scratch);
-  if (blockIdx.x == 0 && threadIdx.x == 0) *of.count = list.count;
-  const int gathered = min(list.count, of.capacity);
-  const int padded = (gathered + BSH_INT8_CHUNK - 1) / BSH_INT8_CHUNK * BSH_INT8_CHUNK; // at most the capacity
-  const int last = blockIdx.x == 0 ? list.count : gathered;
-  for (int first = 0; first < last; first += LISTED) {
-    const int n = min(LISTED, list.count - first);
+  let_later_kernels_start();
+  wait_for_earlier_kernels();
+  const outlier_list list(args.outliers.flags, args.K, scratch);
+  const bool keeps = args.outliers.count != nullptr && blockIdx.x == 0;
+  if (keeps && threadIdx.x == 0) *args.outliers.count = list.count;
+  gatherer<T> gather = {args, listed};
+  gather.gathered = min(list.count, args.outliers.capacity);
+  gather.padded = (gather.gathered + BSH_INT8_CHUNK - 1) / BSH_INT8_CHUNK * BSH_INT8_CHUNK; // at most the capacity
+  const int rows = args.M + (args.outliers.capacity > 0 ? args.N : 0);
+  for (int first = 0; first < list.count; first += LISTED) {
+    gather.first = first, gather.n = min(LISTED, list.count - first);
     __syncthreads();
     list.list(first, listed);
     __syncthreads();
-    if (blockIdx.x == 0)
-      for (int i = threadIdx.x; i < n; i += THREADS) of.list[first + i] = listed[i];
-    if constexpr (sizeof(T) == 2) {
-      const int wanted = min(n, gathered - first), end = min(LISTED, padded - first);
-      if (row < args.x.M) {
-        gather_row(static_cast<T *>(of.x) + row * of.capacity + first,
-                   static_cast<const T *>(args.x.x) + row * args.x.ldx, listed, wanted, end, 8 * threadIdx.x,
-                   8 * THREADS);
-      } else {
-        const int64_t step = (int64_t)(gridDim.x - args.x.M) * BSH_INT8_GATHER_ROWS;
-        int64_t r = (row - args.x.M) * BSH_INT8_GATHER_ROWS + threadIdx.x / 8;
-        for (; r < args.N; r += step)
-          gather_row(static_cast<T *>(of.w) + r * of.capacity + first, args.w + r * args.x.K, listed, wanted, end,
-                     8 * (threadIdx.x % 8), 64);
-      }
-    }
+    if (keeps)
+      for (int i = threadIdx.x; i < gather.n; i += THREADS) args.outliers.list[first + i] = listed[i];
+    // Beyond the first LISTED columns what W adds may be past what is gathered.
+    const int last = first < gather.padded ? rows : args.M;
+    for (int r = blockIdx.x * WARPS + threadIdx.x / 32; r < last; r += gridDim.x * WARPS)
+      gather.take(r, threadIdx.x % 32);
   }
-}
-
-// A block of threads for each row of x, and where outlier columns are gathered some for W.
-template <typename T> __device__ __forceinline__ void quantize_int8(const bsh_int8_code_args &args) {
-  __shared__ uint32_t scratch[WARPS];
-  let_later_kernels_start();
-  wait_for_earlier_kernels();
-  if (blockIdx.x < args.x.M) row_quantizer<T>(args.x, blockIdx.x).run(blockIdx.x, scratch);
-  if (args.outliers.count != nullptr) gather_outliers<T>(args, blockIdx.x);
 }
 
 // ---- dequantize_int8, scale_product_int8 ----------------------------------------------------------------------------
@@ -435,8 +377,8 @@ template <typename T> __device__ __forceinline__ void linear_int8_dgrad_any(cons
 #define KERNEL(NAME, T, ARGS, THREADS, CALL)                                                                           \
   extern "C" __global__ void __launch_bounds__(THREADS) NAME(const __grid_constant__ ARGS args) { bsh::CALL(args); }
 #define KERNELS(SUFFIX, T)                                                                                             \
-  KERNEL(columns_int8_##SUFFIX, T, bsh_quantize_int8_args, BSH_INT8_THREADS, columns_int8<T>)                          \
-  KERNEL(quantize_int8_##SUFFIX, T, bsh_int8_code_args, BSH_INT8_THREADS, quantize_int8<T>)                            \
+  KERNEL(quantize_int8_##SUFFIX, T, bsh_quantize_int8_args, BSH_INT8_THREADS, quantize_int8<T>)                        \
+  KERNEL(outliers_int8_##SUFFIX, T, bsh_int8_gather_args, BSH_INT8_THREADS, outliers_int8<T>)                          \
   KERNEL(dequantize_int8_##SUFFIX, T, bsh_int8_rectangle_args, BSH_INT8_THREADS, dequantize_int8<T BSH_COMMA true>)    \
   KERNEL(dequantize_int8_any_##SUFFIX, T, bsh_int8_rectangle_args, BSH_INT8_THREADS,                                   \
          dequantize_int8<T BSH_COMMA false>)                                                                           \
@@ -444,6 +386,7 @@ template <typename T> __device__ __forceinline__ void linear_int8_dgrad_any(cons
   KERNEL(linear_int8_any_##SUFFIX, T, bsh_linear_int8_args, BSH_INT8_ANY_WARPS * 32, linear_int8_any<T>)               \
   KERNEL(linear_int8_dgrad_any_##SUFFIX, T, bsh_linear_int8_args, BSH_INT8_ANY_WARPS * 32, linear_int8_dgrad_any<T>)
 #define BSH_COMMA ,
+KERNEL(clear_int8, , bsh_int8_clear_args, BSH_INT8_THREADS, clear_int8)
 KERNEL(split_scales_int8_f16, , bsh_int8_split_args, BSH_INT8_THREADS, split_scales_int8<__half>)
 KERNEL(split_scales_int8_bf16, , bsh_int8_split_args, BSH_INT8_THREADS, split_scales_int8<__nv_bfloat16>)
 KERNELS(f32, float)

@@ -8,10 +8,9 @@
 #include "core/int8.h"
 #include "fused.h"
 
-enum { BSH_INT8_THREADS = 256 };     /* of a block, int8.cu */
-enum { BSH_INT8_STRIP = 4 };         /* vectors of 16 bytes of a row of x that a block of columns_int8 reads */
-enum { BSH_INT8_GATHER_ROWS = 32 };  /* of W that a block of quantize_int8 gathers at a time, 8 threads each */
-enum { BSH_INT8_GATHER_BLOCKS = 4 }; /* that gather rows of W, for each multiprocessor, at most */
+enum { BSH_INT8_THREADS = 256 };      /* of a block, int8.cu */
+enum { BSH_INT8_OUTLIER_ROWS = 8 };   /* of x or W that a block of outliers_int8 gathers at a time, a warp each */
+enum { BSH_INT8_OUTLIER_BLOCKS = 8 }; /* of it, for each multiprocessor, at most */
 enum { BSH_INT8_ANY_WARPS = 4, BSH_INT8_ANY_TOKENS = 4 };
 
 /* A chunk: 64 outlier columns, gathered in 16 bits: rows of 128 bytes, as 128 columns of codes. */
@@ -27,14 +26,22 @@ typedef struct {
   int32_t capacity;     /* a multiple of BSH_INT8_CHUNK, or 0 */
 } bsh_int8_outliers;
 
-/* quantize_int8: x.outliers, where there is a threshold, are flags that columns_int8 has left. With outliers.count
- * those columns are listed, and of x and W gathered. */
+/* clear_int8: flags before quantize_int8 sets some. */
 typedef struct {
-  bsh_quantize_int8_args x;
+  uint8_t *flags; /* [n] */
+  int64_t n;
+} bsh_int8_clear_args;
+
+/* outliers_int8: clears the codes of outlier columns of x, and gathers those of x and W where capacity > 0. With
+ * count NULL it only clears. */
+typedef struct {
   bsh_int8_outliers outliers;
+  const void *x;   /* [M, K], rows ldx elements apart */
+  int8_t *codes;   /* of x, [M, K] */
   const int8_t *w; /* [N, K] */
-  int64_t N;       /* 0: nothing of W is gathered */
-} bsh_int8_code_args;
+  int64_t ldx;
+  int32_t M, N, K;
+} bsh_int8_gather_args;
 
 /* dequantize_int8: a rectangle of W. */
 typedef struct {

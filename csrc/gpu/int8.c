@@ -1,6 +1,6 @@
 /* gpu/int8.c - see gpu/int8.h.
  *
- *   x --columns_int8--> flags --quantize_int8--> codes, absmax, gathered columns --gemm_int8, gemm_int8_sm90--> y
+ *   x --quantize_int8--> codes, absmax, flags --outliers_int8--> gathered columns --gemm_int8, gemm_int8_sm90--> y
  *   x (few rows) --gemv_int8, mixed_int8_sm90, linear_int8_any--> y
  *   dy --dgrad_int8_sm90, or dequantize_int8 and the vendor's product--> dx
  *
@@ -38,28 +38,41 @@ static bsh_status launch(const bsh_cuda_context *const context, bsh_cuda_kernel 
 
 /* ---- quantize_int8 ---- */
 
+/* Row scales, codes, flags; codes of outlier columns are left. */
+static bsh_status quantize(const bsh_quantize_int8_args *const args, const bsh_cuda_context *const context) {
+  static bsh_cuda_kernel kernels[DTYPES] = BY_DTYPE("quantize_int8_");
+  static bsh_cuda_kernel clear = {.fatbin = BSH_FATBIN_int8, .name = "clear_int8"};
+  bsh_quantize_int8_args used = *args;
+  if (!(args->threshold > 0)) used.outliers = NULL;
+  const bsh_int8_clear_args flags = {used.outliers, args->K};
+  if (used.outliers != NULL) BSH_TRY(launch(context, &clear, divide_up(args->K, BSH_INT8_THREADS), &flags));
+  return launch(context, &kernels[args->dtype], args->M, &used);
+}
+
+static bsh_status gather(const bsh_int8_gather_args *const args, const bsh_dtype dtype,
+                         const bsh_cuda_context *const context) {
+  static bsh_cuda_kernel kernels[DTYPES] = BY_DTYPE("outliers_int8_");
+  const int64_t rows = (int64_t)args->M + (args->outliers.capacity > 0 ? args->N : 0);
+  const int64_t at_once = (int64_t)context->sms * BSH_INT8_OUTLIER_BLOCKS;
+  return launch(context, &kernels[dtype], min_i64(divide_up(rows, BSH_INT8_OUTLIER_ROWS), at_once), args);
+}
+
 static bsh_status check_size(const bsh_cuda_context *const context, const int64_t M, const int64_t K) {
   if (M <= INT32_MAX / 2 && K <= INT32_MAX / 2) return BSH_OK;
   return bsh_fail(BSH_BAD_SHAPE, "%s: too large: %lld rows of %lld", context->op, (long long)M, (long long)K);
 }
 
-/* Flags of outlier columns where there is a threshold; then row scales, codes, and what of these columns is gathered.
- */
-static bsh_status quantize(const bsh_int8_code_args *const args, const bsh_cuda_context *const context) {
-  static bsh_cuda_kernel codes[DTYPES] = BY_DTYPE("quantize_int8_"), columns[DTYPES] = BY_DTYPE("columns_int8_");
-  const bsh_dtype dtype = args->x.dtype;
-  const int64_t strip = BSH_INT8_STRIP * 16 / dtype_size(dtype),
-                at_once = (int64_t)context->sms * BSH_INT8_GATHER_BLOCKS;
-  if (args->x.outliers != NULL) BSH_TRY(launch(context, &columns[dtype], divide_up(args->x.K, strip), &args->x));
-  const int64_t of_w = args->outliers.capacity > 0 ? divide_up(args->N, BSH_INT8_GATHER_ROWS) : 0;
-  return launch(context, &codes[dtype], args->x.M + min_i64(of_w, at_once), args);
-}
-
 bsh_status bsh_cuda_quantize_int8(const bsh_quantize_int8_args *const args, const bsh_cuda_context *const context) {
   BSH_TRY(check_size(context, args->M, args->K));
-  bsh_int8_code_args used = {.x = *args};
-  if (!(args->threshold > 0)) used.x.outliers = NULL;
-  return quantize(&used, context);
+  BSH_TRY(quantize(args, context));
+  if (!(args->threshold > 0) || args->outliers == NULL || args->M == 1) return BSH_OK;
+  const bsh_int8_gather_args clear = {.outliers = {.flags = args->outliers},
+                                      .x = args->x,
+                                      .codes = args->codes,
+                                      .ldx = args->ldx,
+                                      .M = (int32_t)args->M,
+                                      .K = (int32_t)args->K};
+  return gather(&clear, args->dtype, context);
 }
 
 /* ---- dequantize_int8, product_int8, scale_product_int8 ---- */
@@ -165,19 +178,25 @@ static bsh_int8_gemm_args gemm_args(const bsh_linear_int8_args *const args, cons
 /* Codes of x, and what of its outlier columns is gathered. */
 static bsh_status make_codes(const bsh_linear_int8_args *const args, const bsh_int8_gemm_args *const product,
                              const bsh_cuda_context *const context) {
-  const bsh_int8_code_args codes = {.x = {.x = args->x,
-                                          .codes = (int8_t *)(uintptr_t)product->a,
-                                          .absmax = (float *)(uintptr_t)product->row_absmax,
-                                          .outliers = (uint8_t *)(uintptr_t)product->outliers.flags,
-                                          .M = args->M,
-                                          .K = args->K,
-                                          .ldx = args->ldx,
-                                          .threshold = args->threshold,
-                                          .dtype = args->dtype},
-                                    .outliers = product->outliers,
-                                    .w = args->packed,
-                                    .N = args->N};
-  return quantize(&codes, context);
+  const bsh_quantize_int8_args codes = {.x = args->x,
+                                        .codes = (int8_t *)(uintptr_t)product->a,
+                                        .absmax = (float *)(uintptr_t)product->row_absmax,
+                                        .outliers = (uint8_t *)(uintptr_t)product->outliers.flags,
+                                        .M = args->M,
+                                        .K = args->K,
+                                        .ldx = args->ldx,
+                                        .threshold = args->threshold,
+                                        .dtype = args->dtype};
+  const bsh_int8_gather_args columns = {.outliers = product->outliers,
+                                        .x = args->x,
+                                        .codes = codes.codes,
+                                        .w = args->packed,
+                                        .ldx = args->ldx,
+                                        .M = product->M,
+                                        .N = product->N,
+                                        .K = product->K};
+  BSH_TRY(quantize(&codes, context));
+  return product->outliers.count == NULL ? BSH_OK : gather(&columns, args->dtype, context);
 }
 
 /* A box of 128 bytes by `box_rows` of a matrix of codes, or of gathered columns. */

@@ -1,6 +1,6 @@
-/* plan/int8.c - see plan/int8.h. Where more than one kernel, form or cut can compute a product, the choice is an
- * estimate from sizes and from what an H200's tensor cores and memory can do, unless a comment says that it was
- * measured. */
+/* plan/int8.c - see plan/int8.h. Which kernel, form and cut computes a product where several can is estimated. The
+ * numbers of the kernels of sm_90 are from an H200 (benchmarks/results/int8_h200_202611.md); others are what its tensor
+ * cores and memory can do. */
 #include "plan/int8.h"
 
 #include <inttypes.h>
@@ -20,6 +20,7 @@ const char *bsh_int8_kernel_name(const bsh_int8_kernel kernel) { return names[ke
 #define FORM(name, rows, columns, stages, cluster) {rows, columns, stages, cluster},
 const bsh_int8_form bsh_int8_forms[] = {BSH_GEMM_INT8_SM90_FORMS(FORM)};
 enum { FORMS = 4, MOST_ROWS = 65535 * BSH_INT8_ANY_TOKENS }; /* a grid's second size, of `any` */
+enum { LARGE = 150000000 };                                  /* codes of a weight */
 
 /* ---- what a kernel refuses ---- */
 
@@ -31,7 +32,9 @@ static int64_t few_rows(const bsh_int8_facts *const f) {
 static const char *gemv_refuses(const bsh_int8_facts *const f) {
   const int32_t arch = f->image.arch;
   if (f->dgrad) return "no input gradient";
-  if (f->M > (f->forced == BSH_INT8_gemv_int8 ? 2 : 1) * few_rows(f)) return "too many rows";
+  /* Forced, twice as many; code of sm_80 to sm_89 and sm_120 has no form for the second 16. */
+  const bool twice = f->forced == BSH_INT8_gemv_int8 && (bsh_is_wide(arch) || arch < 80);
+  if (f->M > (twice ? 2 : 1) * few_rows(f)) return "too many rows";
   if (f->dtype == BSH_F32) return "no float32";
   if (arch < (f->dtype == BSH_BF16 ? 80 : 75)) return "no tensor cores for the dtype in this code";
   if (bsh_is_wide(arch) && !bsh_is_wide(f->sm)) return "code for more shared memory than the GPU has";
@@ -96,7 +99,7 @@ static const char *refuses(const bsh_int8_kernel kernel, const bsh_int8_facts *c
 /* On an H200, at 4096 x 4096, 14336 x 4096 and 28672 x 8192: gemv_int8_dgrad was the fastest at 1 row, and of the last
  * of these at 16 and 32; else dgrad_int8_sm90 up to 1,024 rows; panels at 4,096. */
 static bsh_int8_kernel choose_dgrad(const bsh_int8_facts *const f) {
-  enum { LEAST_ROWS = 8, FEW_ROWS = 32, ONE_PASS_ROWS = 1024, LARGE = 150000000 };
+  enum { LEAST_ROWS = 8, FEW_ROWS = 32, ONE_PASS_ROWS = 1024 };
   const int64_t few = f->N * f->K >= LARGE ? FEW_ROWS : LEAST_ROWS;
   if (f->M <= few && !refuses(BSH_INT8_gemv_int8_dgrad, f)) return BSH_INT8_gemv_int8_dgrad;
   const bool one_pass = !refuses(BSH_INT8_dgrad_int8_sm90, f), panels = !refuses(BSH_INT8_panels, f);
@@ -104,12 +107,22 @@ static bsh_int8_kernel choose_dgrad(const bsh_int8_facts *const f) {
   return panels ? BSH_INT8_panels : BSH_INT8_any;
 }
 
+/* On an H200. A weight of 28672 x 8192: gemv_int8 took 99 us at 24 and 32 rows, gemm_int8_sm90 without a threshold 73
+ * and
+ * 71. With a threshold and 8 columns the latter and its search for them, and mixed_int8_sm90: 19 and 14 us at 64 rows
+ * of 4096 x 4096, 23 and 17 at 128, 33 and 24 at 64 of 14336 x 4096, 37 and 30 at 128; but at 128 of 28672 x 8192 98
+ * and 109. */
 static bsh_int8_kernel choose(const bsh_int8_facts *const f) {
+  enum { MIXED_ROWS = 128, MIXED_ROWS_OF_LARGE = 64 };
   if (f->forced != BSH_INT8_COUNT) return f->forced;
   if (f->dgrad) return choose_dgrad(f);
   if (f->K == 0) return BSH_INT8_any;
-  if (f->M <= few_rows(f)) return refuses(BSH_INT8_gemv_int8, f) ? BSH_INT8_any : BSH_INT8_gemv_int8;
-  return refuses(BSH_INT8_gemm_int8_sm90, f) ? BSH_INT8_gemm_int8 : BSH_INT8_gemm_int8_sm90;
+  const bool large = f->N * f->K >= LARGE, codes = !refuses(BSH_INT8_gemm_int8_sm90, f);
+  const bool few = f->M <= (large && codes && !f->outliers ? BSH_INT8_FEW_ROWS : few_rows(f));
+  if (few) return refuses(BSH_INT8_gemv_int8, f) ? BSH_INT8_any : BSH_INT8_gemv_int8;
+  const bool mixed = f->outliers && f->M <= (large ? MIXED_ROWS_OF_LARGE : MIXED_ROWS);
+  if (mixed && !refuses(BSH_INT8_mixed_int8_sm90, f)) return BSH_INT8_mixed_int8_sm90;
+  return codes ? BSH_INT8_gemm_int8_sm90 : BSH_INT8_gemm_int8;
 }
 
 /* ---- scratch memory ---- */
@@ -248,13 +261,20 @@ static void take_cut(bsh_int8_plan *const plan, const sm90_cut *const c, const i
                                                 .overlap = true};
 }
 
-/* Estimated: nanoseconds of a stage of 128 of depth, bound by tensor cores or by what L2 gives; of a tile beside them;
- * of joining sums. Infinite for a cut that there is not. */
+/* Nanoseconds, which order the forms and cuts as an H200 did at 19 sizes: of a stage of 128 of depth; of a tile beside
+ * them; of joining sums; of the last pair of blocks where one of it has no rows. Infinite for a cut that there is not.
+ */
 static double sm90_nanoseconds(const bsh_int8_facts *const f, const sm90_cut *const c) {
-  static const double stage[FORMS] = {230, 330, 280, 600}, beside[FORMS] = {1500, 2000, 2000, 3000}, join = 2500;
+  static const double stage[FORMS] = {260, 430, 400, 880}, beside[FORMS] = {1500, 2000, 2000, 3000};
+  static const double join = 5500, half_empty = 5000, measured = 1e11;
+  enum { LARGEST = FORMS - 1, MANY_ROWS = 512 };
+  const bsh_int8_form *const s = &bsh_int8_forms[c->form];
   const int64_t stages = divide_up(f->K, BSH_GEMM_INT8_DEPTH);
-  if (c->splits > 1 && (bsh_int8_forms[c->form].cluster > 1 || stages < 2 * c->splits)) return HUGE_VAL;
-  return nanoseconds(c, stages, stage[c->form], beside[c->form], join);
+  if (c->splits > 1 && (s->cluster > 1 || stages < 2 * c->splits)) return HUGE_VAL;
+  const bool beyond = f->M >= MANY_ROWS && (double)f->M * (double)f->N * (double)f->K > measured;
+  if (beyond && c->form != LARGEST) return HUGE_VAL;
+  const bool empty = s->cluster > 1 && divide_up(f->M, s->rows) % s->cluster != 0;
+  return nanoseconds(c, stages, stage[c->form], beside[c->form], join) + (empty ? half_empty : 0);
 }
 
 static sm90_cut best_sm90(const bsh_int8_facts *const f) {
@@ -296,13 +316,13 @@ static sm90_cut cut_mixed(const bsh_int8_facts *const f, const int32_t form, con
   return c;
 }
 
-/* Estimated as sm90_nanoseconds: of a stage of 64 of depth. */
+/* As sm90_nanoseconds: of a stage of 64 of depth. */
 static double mixed_nanoseconds(const bsh_int8_facts *const f, const sm90_cut *const c) {
-  static const double stage[2][MIXED_FORMS] = {{230, 330, 620}, {300, 330, 600}};
-  static const double beside[MIXED_FORMS] = {1500, 2000, 3000}, join = 3000;
+  static const double stage[2][MIXED_FORMS] = {{240, 350, 620}, {390, 495, 700}};
+  static const double beside = 4000, join[MIXED_FORMS] = {4000, 4300, 7300};
   const int64_t stages = 2 * divide_up(f->dgrad ? f->N : f->K, 2 * BSH_MIXED_INT8_DEPTH);
   if (c->splits > 1 && stages < 4 * c->splits) return HUGE_VAL;
-  return nanoseconds(c, stages, stage[f->dgrad][c->form], beside[c->form], join);
+  return nanoseconds(c, stages, stage[f->dgrad][c->form], beside, join[c->form]);
 }
 
 static sm90_cut best_mixed(const bsh_int8_facts *const f) {
