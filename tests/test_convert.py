@@ -515,6 +515,14 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch):
         (("quantize", dense, tmp_path / "out", "--storage", "uint99"), "--storage uint99: no dtype"),
         (("quantize", dense, tmp_path / "out", "--max-shard-size", "five"), "max_shard_size"),
         (("quantize", dense, tmp_path / "out", "--blocksize", "128"), "--experts"),
+        (
+            ("quantize", dense, tmp_path / "out", "--bits", "8", "--nested"),
+            "--nested is of 4-bit weights: leave it out",
+        ),
+        (
+            ("quantize", dense, tmp_path / "out", "--bits", "8", "--calibrate", "text"),
+            "--calibrate is of 4-bit weights",
+        ),
         (("quantize", mixture, tmp_path / "out", "--experts", "--blocksize", "63"), "bitshard: invalid blocksize 63"),
         (("quantize", dense, tmp_path / "out", "--device", "nowhere"), "device nowhere: "),
         (("quantize", dense, tmp_path / "out", "--device", "meta"), "device meta: "),

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 
+import bitsandbytes as bnb
 import cases
 import pytest
 import torch
@@ -380,3 +381,105 @@ def test_threads_without_the_fallback_put_it_back():
         thread.join()
     with Mode():  # direct calls decline
         assert same(functional.linear_4bit(x, packed, state), y)
+
+
+# ---- int8 weights ----
+
+
+def made_int8():
+    """A layer of LLM.int8, its codes and scales."""
+    torch.manual_seed(2)
+    layer = bnb.nn.Linear8bitLt(K, N, has_fp16_weights=False, threshold=6.0).to("cpu").requires_grad_(False)
+    return layer, layer.weight.CB, layer.weight.SCB
+
+
+def direct_int8(x, weight, absmax, bias=None, threshold=6.0, shape=(N, K)):
+    return alone.linear_int8(x, weight, absmax, bias, threshold, *shape)
+
+
+def op_int8(x, codes, absmax, bias=None, threshold=6.0, shape=(N, K)):
+    return ops.linear_int8(x, codes, absmax, ops.empty(x.device) if bias is None else bias, threshold, *shape)
+
+
+@calls_directly
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_same_bits_int8(dtype):
+    """Of few rows and many with outliers; the weight as a parameter, as codes, and as the column that FSDP shards."""
+    layer, codes, absmax = made_int8()
+    column, bias = layer.weight.column(None, torch.bfloat16), torch.randn(N).to(dtype)
+    for shape in ((K,), (1, K), (2, 3, K), (40, K)):
+        x = torch.randn(shape)
+        x[..., 5] = 9.0
+        x = x.to(dtype)
+        for weight in (layer.weight, codes, column):
+            for threshold in (0, 0.0, 6.0):
+                y = direct_int8(x, weight, absmax, bias, threshold)
+                assert same(y, op_int8(x, codes, absmax, bias, threshold)) and y.shape == (*shape[:-1], N)
+            assert same(direct_int8(x, weight, absmax), op_int8(x, codes, absmax))
+        dy = torch.randn(*shape[:-1], N).to(dtype)
+        dx = alone.linear_int8_dgrad(dy, layer.weight, absmax, N, K)
+        assert same(dx, ops.linear_int8_dgrad(dy, codes, absmax, N, K))
+
+
+@calls_directly
+def test_int8_layers_take_it(monkeypatch):
+    """Without and with autograd; who watches sees the ops, and dtypes, modes and gradients are those of the op."""
+    layer, codes, absmax = made_int8()
+    x, dy = torch.randn(3, K), torch.randn(3, N)
+    y, taken = layer(x), []
+    for name in ("linear_int8", "linear_int8_dgrad"):
+        monkeypatch.setattr(_C, name, noting(taken, name, getattr(_C, name)))
+    assert same(layer(x), y)
+    product = layer(x.requires_grad_())
+    product.backward(dy)
+    assert same(product.detach(), y) and same(x.grad, ops.linear_int8_dgrad(dy, codes, absmax, N, K))
+    assert taken == ["linear_int8", "linear_int8", "linear_int8_dgrad"]
+    x = x.detach()
+    with Mode() as mode:
+        assert same(layer(x), y)
+    assert ops.linear_int8 in mode.seen and len(taken) == 3
+    with torch.profiler.profile() as profile:
+        layer(x)
+    assert "bitshard::linear_int8" in {event.key for event in profile.key_averages()}
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        assert isinstance(layer(fake.from_tensor(x)), torch._subclasses.FakeTensor)
+    assert direct_int8(torch.randn(2, K, requires_grad=True), codes, absmax) is None
+    assert direct_int8(x, codes, absmax, torch.zeros(N).requires_grad_()) is None
+
+
+INT8_DECLINED = {
+    "a short weight": lambda x, codes, absmax: (x, codes[:-1], absmax),
+    "short scales": lambda x, codes, absmax: (x, codes, absmax[:-1]),
+    "scales in float64": lambda x, codes, absmax: (x, codes, absmax.double()),
+    "another width": lambda x, codes, absmax: (x[:, 1:].contiguous(), codes, absmax),
+    "float64": lambda x, codes, absmax: (x.double(), codes, absmax),
+    "no rows": lambda x, codes, absmax: (x[:0], codes, absmax),
+    "a negated view": lambda x, codes, absmax: (negated(x), codes, absmax),
+    "a short bias": lambda x, codes, absmax: (x, codes, absmax, torch.zeros(N - 1)),
+    "a bias of another dtype": lambda x, codes, absmax: (x, codes, absmax, torch.zeros(N).half()),
+    "a threshold below 0": lambda x, codes, absmax: (x, codes, absmax, None, -1.0),
+    "no number": lambda x, codes, absmax: (x, codes, absmax, None, torch.nan),
+    "a word": lambda x, codes, absmax: (x, codes, absmax, None, "six"),
+    "other sizes": lambda x, codes, absmax: (x, codes, absmax, None, 6.0, (N, K + 1)),
+    "sizes that are no numbers": lambda x, codes, absmax: (x, codes, absmax, None, 6.0, (2.5, K)),
+}
+
+
+@pytest.mark.parametrize("name", INT8_DECLINED)
+def test_int8_declined(name):
+    """None, no exception; and as often as one likes."""
+    _, codes, absmax = made_int8()
+    given = INT8_DECLINED[name](torch.randn(2, K), codes, absmax)
+    refs = [sys.getrefcount(t) for t in (codes, absmax)]
+    assert all(direct_int8(*given) is None for _ in range(20))
+    assert [sys.getrefcount(t) for t in (codes, absmax)] == refs
+
+
+def test_int8_nothing_leaks():
+    layer, codes, absmax = made_int8()
+    x, dy, bias = torch.randn(2, K), torch.randn(2, N), torch.randn(N)
+    refs = [sys.getrefcount(t) for t in (x, dy, bias, codes, absmax)]
+    for _ in range(100):
+        direct_int8(x, codes, absmax, bias), alone.linear_int8_dgrad(dy, codes, absmax, N, K)
+        alone.linear_int8_dgrad(dy, codes[:-1], absmax, N, K)
+    assert [sys.getrefcount(t) for t in (x, dy, bias, codes, absmax)] == refs

@@ -20,7 +20,7 @@ CHECKS = (
     *"embedding_units embedding_tied_head embedding_state_dicts embedding_load".split(),
     *"dcp resume loss_curves casts_raise fp16 fsdp1_options fsdp1_shared_weight fsdp1_state_dicts".split(),
     *"int8_dcp int8_full_state_dict int8_entries_of_files int8_torch_state_dicts int8_misfits int8_offload".split(),
-    *"int8_loaded_before int8_float_weights int8_refusals int8_ddp".split(),
+    *"int8_loaded_before int8_float_weights int8_refusals int8_words int8_ddp".split(),
 )
 THREE_RANKS = (
     *"ranks_that_differ ranks_that_differ_in_scales ranks_agree_once".split(),

@@ -1,11 +1,14 @@
 """A captured step (bitshard.graphs) without a GPU: a graph that is played by calling again what it would launch."""
 
 import contextlib
+import copy
 import importlib.util
 from pathlib import Path
 
+import bitsandbytes as bnb
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -248,6 +251,115 @@ def test_the_real_graph_captures_on_the_stream_it_warmed_up_on(monkeypatch):
     warm = ["work"] * graphs.WARM_UP
     expected = ["wait", ("stream", stream), *warm, "end", "wait", ("graph", stream), "work", "end", "replay"]
     assert done == expected
+
+
+# ---- layers of LLM.int8 ----
+
+
+class Adapted(torch.nn.Module):
+    """Two int8 layers, the first with an adapter; x has outliers."""
+
+    def __init__(self, device="cpu", dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        settings = {"has_fp16_weights": False, "threshold": 6.0}
+        self.first, self.second = (bnb.nn.Linear8bitLt(k, n, **settings) for k, n in ((128, 64), (64, 96)))
+        self.a, self.b = torch.nn.Linear(128, 8, bias=False), torch.nn.Linear(8, 64, bias=False)
+        self.first.requires_grad_(False), self.second.requires_grad_(False)
+        self.to(dtype).to(device)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x) + self.b(self.a(x))))
+
+
+def int8_batches(n, rows=40, device="cpu", dtype=torch.float32):
+    """With outlier columns, another in each batch."""
+    made = batches(n, rows)
+    for number, batch in enumerate(made):
+        batch["x"][number % rows, 7 * number % 128] = 30.0
+    return [{"x": batch["x"].to(device, dtype), "labels": batch["labels"].to(device)} for batch in made]
+
+
+def test_int8_layers_in_a_step():
+    """By a played graph: losses and gradients, for other outlier columns than those of the capture, too."""
+    ours, theirs = Adapted(), Adapted()
+    step = capture(ours, int8_batches(1)[0])
+    for batch in int8_batches(3):
+        found, expected = step(batch), loss_of(theirs)(batch)
+        expected.backward()
+        assert torch.equal(found, expected.detach()) and same(ours, theirs)
+    assert gradients(ours)[0].abs().sum() > 0 and step._graph.replays == 3
+
+
+INT8_CHANGES = {
+    "threshold": lambda m: setattr(m.first.state, "threshold", 2.0),
+    "scales": lambda m: setattr(m.first.weight, "SCB", m.first.weight.SCB.clone()),
+    "weight": lambda m: setattr(m.second, "weight", copy.deepcopy(m.second.weight)),
+    "codes": lambda m: setattr(m.second.weight, "data", m.second.weight.CB.clone()),
+    "a column": lambda m: m.second.packed_weight.enter(),
+}
+
+
+@pytest.mark.parametrize("name", INT8_CHANGES)
+def test_a_changed_int8_layer_raises(name):
+    ours, (batch,) = Adapted(), int8_batches(1)
+    step = capture(ours, batch)
+    step(batch)
+    INT8_CHANGES[name](ours)
+    with pytest.raises(RuntimeError, match="make another CapturedStep"):
+        step(batch)
+    assert step._graph.replays == 1
+
+
+class Asked(TorchDispatchMode):
+    """Names of the operators that were called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_an_int8_layer_asks_for_no_value(rows):
+    """What a graph cannot hold: an operator whose result the host reads, or whose shape depends on values."""
+    model, (batch,) = Adapted(), int8_batches(1, rows)
+    with Asked() as asked:
+        loss_of(model)(batch).backward()
+    assert {"linear_int8", "linear_int8_dgrad"} <= asked.names
+    assert not asked.names & {"_local_scalar_dense", "nonzero", "argwhere", "masked_select", "unique_dim", "item"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_int8_layers_in_a_real_graph(monkeypatch, dtype, rows):
+    """A forward alone, and a step: the values of calls without a graph, for other outlier columns, too."""
+    monkeypatch.undo()
+    model, (first, *others) = Adapted("cuda", dtype), int8_batches(4, rows, "cuda", dtype)
+    x, graph = first["x"].clone(), torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        model(x)
+        with torch.cuda.graph(graph):
+            y = model(x)
+        for batch in others:
+            x.copy_(batch["x"])
+            graph.replay()
+            assert torch.equal(y, model(batch["x"]))
+    step = capture(model, first)
+    for batch in others:
+        found = step(batch)
+        graded = [grad.clone() for grad in gradients(model)]
+        model.zero_grad()
+        expected = loss_of(model)(batch)
+        expected.backward()
+        assert torch.equal(found, expected.detach())
+        for grad, plain in zip(graded, gradients(model), strict=True):
+            torch.testing.assert_close(grad, plain)
+        model.zero_grad()
 
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

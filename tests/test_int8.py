@@ -9,6 +9,7 @@ import pytest
 import reference
 import torch
 from bitshard.int8_params import Int8Params
+from bitshard.tensor import Params4bit, verify
 from helpers.bytes import same_bytes
 from torch import nn
 
@@ -308,6 +309,37 @@ def test_int8_weights_without_scales_raise():
         made(inputs())
 
 
+CHANGED = {
+    "scales": lambda made: setattr(made.weight, "SCB", made.weight.SCB * 2),
+    "scales in place": lambda made: made.weight.SCB.mul_(2),
+    "scales of the state": lambda made: (
+        setattr(made.state, "SCB", made.weight.SCB * 2),
+        vars(made.weight).update(SCB=None),
+    ),
+    "weight": lambda made: setattr(made, "weight", Int8Params(made.weight.CB, SCB=made.weight.SCB * 2)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_forward_sees_what_has_changed_since_the_last(name):
+    """It asks less of a weight whose scales are those of the last forward; and of a weight without them it raises."""
+    made, x = layer(bias=False), inputs()
+    y = made(x)
+    CHANGED[name](made)
+    assert same_bytes(made(x), y * 2) and same_bytes(copy.deepcopy(made)(x), y * 2)
+    made.state.SCB = made.weight.SCB = None
+    with pytest.raises(RuntimeError, match="has no scales"):
+        made(x)
+
+
+def test_codes_of_another_size_raise():
+    made = layer()
+    made(inputs())
+    made.weight.data = made.weight.CB[:-1].clone()
+    with pytest.raises(RuntimeError, match="packed has 920 bytes, a weight .* needs 960"):
+        made(inputs())
+
+
 def test_dtype_moves_and_casts():
     """A module's dtype move leaves codes alone; a cast, float data and a copy of floats would destroy them: error."""
     made, x = layer(bias=False), inputs()
@@ -518,6 +550,47 @@ def test_sharding_raises():
     assert made.weight.new_zeros(4, dtype=torch.float32).shape == (4,)
     floats = bnb.nn.Linear8bitLt(K, N).weight
     assert floats.new_zeros(3, K).shape == (3, K) and len(floats.chunk(2)) == 2
+
+
+def column() -> Params4bit:
+    """The weight of a layer as FSDP shards it."""
+    return layer(dtype=torch.bfloat16).weight.column(None, torch.bfloat16)
+
+
+def summed():
+    """The state of a column, with the checksum of its bytes."""
+    state = column().quant_state
+    state.checksum = torch.ops.bitshard.checksum(column().data.clone())
+    return state
+
+
+def reason(call) -> str:
+    with pytest.raises((RuntimeError, TypeError, ValueError)) as raised:
+        call()
+    return str(raised.value)
+
+
+WORDS = {
+    "cast": lambda: column().to(torch.float32),
+    "half": lambda: column().half(),
+    "copy": lambda: column().copy_(torch.zeros(K * N // 2, 1)),
+    "arithmetic": lambda: column() + 1,
+    "data": lambda: column().data.mul_(2),
+    "gradient": lambda: column().requires_grad_(),
+    "other data": lambda: setattr(column(), "data", torch.zeros(3, 3, dtype=torch.bfloat16)),
+    "float data": lambda: setattr(column(), "data", torch.zeros(K * N // 2, 1)),
+    "checked": lambda: verify(column().detach()[1:], column().quant_state, "here"),
+    "other bytes": lambda: verify(torch.ones(K * N // 2, 1).bfloat16(), summed(), "here"),
+    "an operator": lambda: torch.ops.aten.add_(layer().weight, 1),
+}
+
+
+@pytest.mark.parametrize("case", WORDS)
+def test_errors_name_int8(case):
+    """What is said of a 4-bit weight for the same mistake, with the right word and with what int8 weights have."""
+    found = reason(WORDS[case])
+    assert "int8" in found and "4-bit" not in found.replace("of 4-bit weights", ""), found
+    assert "bnb_4bit_quant_storage" not in found.replace("(bnb_4bit_quant_storage of 4-bit weights)", ""), found
 
 
 def test_torch_s_state_dicts(tmp_path):

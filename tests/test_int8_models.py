@@ -8,10 +8,12 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from bitshard import fsdp
+from bitshard.convert.look import look
 from bitshard.int8_params import Int8Params
 from bitshard.tensor import Params4bit
+from bitshard_cli import main
 from helpers.bytes import same_bytes
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -288,3 +290,56 @@ def test_pickles_of_the_original(folders, file):
     stored = load_file(folders["theirs"] / "layer.safetensors")
     assert type(layer.weight) is Int8Params and torch.equal(layer.weight.SCB, stored["SCB"])
     assert same_bytes(layer(stored["x"]), load_file(folders["ours"] / "layer.safetensors")["y"])
+
+
+# ---- folders ----
+
+
+def tensors(folder):
+    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+@pytest.mark.parametrize("skip", [None, ["q_proj", "lm_head"]])
+def test_quantized_folder(dense_path, tmp_path, capsys, skip):
+    """`bitshard quantize --bits 8`: the bytes of loading and saving, in several files; `inspect` knows them."""
+    config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip)
+    command = ["quantize", str(dense_path), str(tmp_path / "out"), "--bits", "8", "--max-shard-size", "15KB"]
+    assert main.main([*command, *(["--skip", *skip] if skip else [])]) == 0
+    said = capsys.readouterr().out
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(dense_path, quantization_config=config, device_map="cpu")
+    model.save_pretrained(tmp_path / "reference")
+    ours, theirs = tensors(tmp_path / "out"), tensors(tmp_path / "reference")
+    assert ours.keys() == theirs.keys() and all(same_bytes(ours[name], theirs[name]) for name in ours)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "reference")]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+    again = load(tmp_path / "out", device_map="cpu")
+    assert same_bytes(logits(again), logits(model)) and len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    packed = sum(layer.weight.numel() for layer in layers(model).values())
+    assert len(layers(model)) == (12 if skip else 14) and f"{packed:,} of " in said and "in 8 bits" in said
+    assert "not in 8 bits: model.embed_tokens.weight: an embedding" in said
+    looked = look(tmp_path / "out", sums=True)
+    found = {weight.name: weight for weight in looked.weights if weight.format == "int8"}
+    assert not looked.complaints and found.keys() == {f"{name}.weight" for name in layers(model)}
+    up = found["model.layers.1.mlp.up_proj.weight"]
+    assert (up.shape, up.nbytes) == ((96, 64), 96 * 64 + 96 * 4 + 1) and "of them in 8 bits" in looked.summary()
+    assert any(line.startswith("int8 weights, a scale for each row, in I8: ") for line in looked.kinds())
+
+
+def test_scales_in_files_are_looked_at(tmp_path):
+    """Of another length or dtype, and of codes that are no matrix; sums cover them."""
+    entries = {"a.weight": torch.zeros(4, 8, dtype=torch.int8), "a.SCB": torch.ones(4)}
+    entries |= {"b.weight": torch.zeros(4, dtype=torch.int8), "c.SCB": torch.ones(4), "c.bias": torch.ones(3)}
+    save_file(entries, tmp_path / "sound.safetensors")
+    sound = look(tmp_path / "sound.safetensors", sums=True)
+    formats = {"a.weight": "int8", "b.weight": "I8", "c.SCB": "F32", "c.bias": "F32"}
+    assert not sound.complaints and {w.name: w.format for w in sound.weights} == formats
+    (weight,) = (w for w in sound.weights if w.name == "a.weight")
+    assert "48 bytes, in I8, a scale for each row" in weight.line()
+    save_file({**entries, "a.SCB": torch.ones(4) * 2}, tmp_path / "other.safetensors")
+    others = {w.name: w.sum for w in look(tmp_path / "other.safetensors", sums=True).weights}
+    assert [w.name for w in sound.weights if others[w.name] != w.sum] == ["a.weight"]
+    for scales in (torch.ones(3), torch.ones(4).half()):
+        save_file({**entries, "a.SCB": scales}, tmp_path / "wrong.safetensors")
+        (complaint,) = look(tmp_path / "wrong.safetensors").complaints
+        assert complaint.startswith("a.SCB: F") and "expected F32, one for each row of [4, 8]" in complaint

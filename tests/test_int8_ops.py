@@ -10,7 +10,7 @@ from bitshard import _C, ops
 from cases import DTYPES, LINEAR, STORAGES, largest_error
 
 NONE = torch.empty(0)
-FEW = 8  # rows that the CPU multiplies as they are: BSH_INT8_FEW
+FEW = 4  # rows that the CPU multiplies as they are: BSH_INT8_FEW
 THRESHOLDS = (0.0, 1.0, 3.0)
 
 

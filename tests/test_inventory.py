@@ -6,7 +6,9 @@ import pytest
 import torch
 from bitshard import inventory
 from bitshard.nn.linear import Linear4bit
+from bitshard.nn.linear8bit import Linear8bitLt
 from bitshard.nn.parametrize import replace_parameter_4bit
+from bitshard.sharding.report import describe
 from torch import nn
 
 
@@ -58,6 +60,42 @@ def test_a_warning_where_less_than_half_is_4_bit(told):
     ((level, text),) = told()
     assert level == logging.WARNING and "(30.2%)" in text and "experts 60.4%" in text
     assert "bitshard.experts.enable()" in text
+
+
+@pytest.mark.parametrize("as_columns", [False, True])
+def test_the_line_of_int8_layers(told, monkeypatch, as_columns):
+    """Whole ones, and as FSDP shards them; of a mixture; not of layers that are trained as floats."""
+    model = Model(layers=2)
+    for _ in range(2):
+        layer = Linear8bitLt(64, 64, bias=False, has_fp16_weights=False).to("cpu")
+        if as_columns:
+            layer.packed_weight.enter()
+        model.layers.append(layer)
+    trained = nn.Sequential(Linear8bitLt(64, 64, bias=False))
+    trained(torch.ones(2, 64))
+    assert not told()
+    for _ in range(2):
+        model(torch.arange(4))
+    (level, text), *more = told()
+    start = "4-bit and int8: 4 weights, 16,384 of 17,664 elements (92.8%); not 4-bit or int8: embeddings 3.6%"
+    assert level == logging.INFO and not more and text == f"{start}, head 3.6%."
+    model.layers = model.layers[2:]
+    assert inventory.line(model)[0].startswith("int8: 2 weights, 8,192 of 9,472 elements (86.5%); not int8: embeddings")
+    assert (
+        describe(model) == "int8 base not sharded: 2 weights, all 8,192 bytes and 512 bytes of scales in this process"
+    )
+    fresh = nn.Sequential(Model(layers=0, experts=64), nn.Embedding(4, 64), model.layers[0])
+    fresh[2].packed_weight.reported = False
+    fresh[2](torch.ones(2, 64))
+    assert told()[-1][0] == logging.INFO  # the layer alone
+    assert "of this model is int8: load" in inventory._ADVICE.format(inventory.line(fresh)[2])
+
+
+def test_a_float_layer_of_int8_reports_when_it_is_quantized(told):
+    """By its first forward."""
+    layer = Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)
+    layer(torch.ones(2, 64))
+    assert told() == [(logging.INFO, "int8: 1 weight, 4,096 of 4,096 elements (100.0%).")]
 
 
 def test_experts_count_where_they_are_4_bit():

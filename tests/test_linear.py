@@ -1,16 +1,22 @@
 """Linear4bit: forward, dtypes, state dicts, and what forward does with weights that others put in its place."""
 
+import contextlib
 import io
 import logging
 import warnings
+from types import SimpleNamespace
+from unittest import mock
 
 import cases
 import pytest
 import torch
 from bitshard import functional
 from bitshard.nn.linear import Linear4bit, LinearFP4, LinearNF4, fix_4bit_weight_quant_state_from_module
+from bitshard.nn.linear8bit import Linear8bitLt
 from bitshard.tensor import Params4bit
+from helpers.bytes import same_bytes
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def layer(kind=LinearNF4, **settings) -> Linear4bit:
@@ -47,7 +53,129 @@ def test_dtypes(compute, dtype):
     expected = nn.functional.linear(x.to(used), dense(module).to(used), module.bias.to(used)).to(dtype)
     assert y.dtype is dtype and torch.allclose(y.float(), expected.float(), atol=0.1, rtol=0.02)
     assert module.compute_dtype is (compute or (None if dtype is torch.float16 else dtype))
-    assert module.bias.dtype is torch.float32, "forward changed the bias"
+
+
+# ---- the bias, which bitsandbytes' layers keep in the dtype of their products ----
+
+
+def biased(kind: str, dtype: torch.dtype = torch.float16) -> tuple[nn.Module, torch.Tensor]:
+    """A 4-bit or int8 layer [96, 130] with a float32 bias, and x [2, 130] of `dtype`."""
+    made = layer() if kind == "4-bit" else Linear8bitLt(130, 96, has_fp16_weights=False).to("cpu")
+    assert made.bias.dtype is torch.float32
+    return made, torch.randn(2, 130).to(dtype)
+
+
+BOTH_KINDS = pytest.mark.parametrize("kind", ["4-bit", "int8"])
+
+
+@BOTH_KINDS
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_the_bias_stays_in_the_dtype_of_products(kind, dtype):
+    module, x = biased(kind, dtype)
+    bias, expected = module.bias, module.bias.detach().to(dtype)
+    y = module(x)
+    assert module.bias is bias and same_bytes(bias.detach(), expected) and same_bytes(module(x), y)
+    assert module.state_dict()["bias"].dtype is dtype
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_bias_has_the_dtype_to_which_x_is_cast(dtype, autocast):
+    """compute_dtype, whatever x is; autocast casts no x here."""
+    module = layer(compute_dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        y = module(torch.randn(2, 130).to(dtype))
+    assert y.dtype is dtype and module.bias.dtype is torch.bfloat16
+
+
+@BOTH_KINDS
+def test_a_bias_converted_in_inference_mode_can_be_trained(kind):
+    """bitsandbytes leaves a tensor of inference mode in the parameter, which no backward takes."""
+    module, x = biased(kind)
+    with torch.inference_mode():
+        module(x)
+    assert module.bias.dtype is torch.float16 and not module.bias.is_inference()
+    module(x).sum().backward()
+    assert torch.equal(module.bias.grad, torch.full((96,), 2.0, dtype=torch.float16))
+
+
+def of_one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return contextlib.closing(SimpleNamespace(close=torch.distributed.destroy_process_group))
+
+
+def capturing():
+    """As if a CUDA graph were captured, for a bias that says that it is on a GPU."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True))
+    stack.enter_context(mock.patch.object(nn.Parameter, "is_cuda", True))
+    return stack
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def under(context):
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with context():
+            return module(x)
+
+    return forward
+
+
+def exported(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if isinstance(module, Linear8bitLt):
+        module(x.float())  # torch.export is given the scales of the last forward
+    return torch.export.export(module, (x,)).module()(x)
+
+
+def stateless(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    bias = module.bias.detach().clone()
+    y = torch.func.functional_call(module, {"bias": bias}, (x,))
+    assert bias.dtype is torch.float32
+    return y
+
+
+OTHERS_KNOW_IT = {
+    "a process group": under(of_one_rank),
+    "a CUDA graph": under(capturing),
+    "a dispatch mode": under(Watching),
+    "torch.compile": lambda module, x: torch.compile(module, backend="eager")(x),
+    "torch.export": exported,
+    "torch.jit.trace": lambda module, x: torch.jit.trace(module, (x,), check_trace=False)(x),
+    "a transform": lambda module, x: torch.func.jvp(module, (x,), (x,))[0],
+    "a stateless call": stateless,
+}
+
+
+@BOTH_KINDS
+@pytest.mark.parametrize("who", OTHERS_KNOW_IT)
+@pytest.mark.filterwarnings("ignore")
+def test_a_bias_that_others_know_stays_as_it_is(kind, who):
+    """Then each forward converts it, and y is the same; the next plain forward keeps it converted."""
+    module, x = biased(kind)
+    with torch.no_grad():
+        y = OTHERS_KNOW_IT[who](module, x)
+    bias = module.bias.detach().clone()
+    assert bias.dtype is torch.float32
+    assert same_bytes(y, module(x)) and same_bytes(module.bias.detach(), bias.half())
+
+
+@BOTH_KINDS
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.complex64])
+def test_a_product_that_raises_leaves_the_bias(kind, dtype):
+    module, x = biased(kind, dtype)
+    with pytest.raises(TypeError):
+        module(x)
+    assert module.bias.dtype is torch.float32
+
+
+def test_the_bias_of_trained_int8_weights_stays_as_it_is():
+    module = Linear8bitLt(130, 96)
+    module(torch.randn(2, 130).half())
+    assert module.bias.dtype is torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])

@@ -204,9 +204,23 @@ def test_what_cannot_be_fused_is_an_error(folder):
             lora.fuse(model_of())
     dense = transformers.AutoModelForCausalLM.from_pretrained(folder)
     dense = peft.get_peft_model(dense, peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match=r"none of the 1 LoRA layers .*its weight is not 4-bit.*load_in_4bit=True"):
+    with pytest.raises(
+        ValueError, match=r"none of the 1 LoRA layers .*its weight is not 4-bit.*load_in_4bit=True.*work"
+    ):
         lora.fuse(dense)
     assert lora.unfuse(dense) == 0 and lora.unfuse(torch.nn.Linear(2, 2)) == 0
+
+
+def test_int8_layers_are_left(folder):
+    """The report says why, of a model of them alone `fuse` itself."""
+    eight = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=eight, device_map="cpu")
+    wrapped = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+    why = "its weight is int8, of which nothing is fused yet"
+    with pytest.raises(ValueError, match=rf"none of the 2 LoRA layers .*\({why}\)"):
+        lora.fuse(wrapped)
+    report = lora.report(wrapped)
+    assert not report.fused and report.reasons == {why: 2}
 
 
 def test_a_4bit_weight_of_another_library(folder, monkeypatch):

@@ -196,7 +196,7 @@ def test_a_copy_has_nothing_kept_and_does_not_unmerge(copied):
     merged, x = picture(twin), torch.randn(3, 128)
     assert kept(twin) == 0 and merged == picture(wrapped)
     for _ in range(2):
-        with pytest.raises(ValueError, match="'default' from a 4-bit weight .*Unmerge before copying"):
+        with pytest.raises(ValueError, match="'default' from the 4-bit weight .*Unmerge before copying"):
             twin.unmerge_adapter()
         assert picture(twin) == merged and layers(twin)[0].merged_adapters == ["default"]
         assert torch.equal(twin(x), wrapped(x))

@@ -90,13 +90,13 @@ def our_cpu_names() -> set[str]:
 
 @needs_cuda_build
 def test_cuda_signatures_are_upstreams(described):
-    library, int8 = cuda_library(), {"cigemmlt_32", "cdequant_mm_int32_fp16", "cint8_vector_quant"}
-    assert our_cuda_names() == set(described["argtypes"]) - int8 and len(our_cuda_names()) == 24
-    for name in our_cuda_names():
+    library = cuda_library()
+    assert our_cuda_names() == {*described["argtypes"], "get_context"} and len(our_cuda_names()) == 28
+    for name in described["argtypes"]:
         function = getattr(library, name)
         assert isinstance(function, ct._CFuncPtr) and hasattr(function, "restype")
         assert [t.__name__ for t in function.argtypes] == described["argtypes"][name], name
-        assert function.restype is None and described["restypes"][name] is None, name
+        assert (function.restype and function.restype.__name__) == described["restypes"][name], name
 
 
 def test_cpu_signatures_are_upstreams(described):
@@ -128,7 +128,7 @@ def test_library_answers_like_upstreams(described):
 
 
 def test_absent_functions_say_so():
-    for name in ("cadam32bit_grad_fp32", "cigemmlt_32", "get_context"):
+    for name in ("cadam32bit_grad_fp32", "cigemmlt_8", "cbatched_igemm"):
         with pytest.raises(NotImplementedError, match=f"{name} is not in bitshard yet"):
             lib[name](1, 2, 3)
     assert isinstance(lib, BNBNativeLibrary) and not hasattr(lib, "__wrapped__")
@@ -282,6 +282,12 @@ def test_cuda_functions_without_driver():
     x, packed, absmax = torch.randn(128), filled(64, torch.uint8), filled(2, torch.float32)
     with pytest.raises(RuntimeError, match="cquantize_blockwise_fp32_nf4: no NVIDIA driver"):
         cuda_library().cquantize_blockwise_fp32_nf4(None, *map_pointers(x, absmax, packed), 64, 128)
+    assert bool((packed == FILL).all())
+    with pytest.raises(RuntimeError, match="cint8_vector_quant: no NVIDIA driver"):
+        cuda_library().cint8_vector_quant(*map_pointers(x.half(), packed, absmax), 0.0, 1, 128, None)
+    with pytest.raises(RuntimeError, match="cigemmlt_32: no NVIDIA driver"):
+        pointers = map_pointers(packed, packed, packed)
+        cuda_library().cigemmlt_32(cuda_library().get_context(), 1, 1, 4, *pointers, None, 4, 4, 1, None)
     assert bool((packed == FILL).all())
 
 
@@ -444,6 +450,36 @@ def test_cuda_in_a_graph(assert_equal):
 # ---- CUDA: products ----
 
 
+@needs_gpu
+@pytest.mark.parametrize("threshold", [0.0, 6.0])
+def test_cuda_int8(threshold, assert_equal):
+    """A layer of LLM.int8 as callers with addresses compute it: codes of x, int32 sums, values; on another stream."""
+    side = torch.cuda.Stream()
+    for M, N, K in ((1, 17, 64), (7, 33, 100), (130, 256, 4096)):
+        x, w, bias = on_gpu(M * K, torch.float16, 1), on_gpu(N * K, torch.float16, 2), on_gpu(N, torch.float16, 3)
+        x[::K] = 9.0  # an outlier in each row
+        codes_w, scales_w, _ = ops.quantize_int8(w.view(N, K), 0.0)
+        codes, scales = filled(M * K, torch.int8, "cuda"), filled(M, torch.float32, "cuda")
+        sums, y = filled(M * N, torch.int32, "cuda"), filled(M * N, torch.float16, "cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        stream = side.cuda_stream
+        lib.cint8_vector_quant(*map_pointers(x, codes, scales), threshold, M, K, stream)
+        pointers = map_pointers(codes_w, codes, sums)
+        assert lib.cigemmlt_32(lib.get_context(), N, M, K, *pointers, None, K, K, N, stream) == 0
+        lib.cdequant_mm_int32_fp16(*map_pointers(sums, scales, scales_w, y, bias), M, N, stream)
+        side.synchronize()
+        codes = content(codes, M * K, torch.int8).view(M, K)
+        expected = [ops.quantize_int8(row[None], threshold)[:2] for row in x.view(M, K)]
+        assert_equal(codes, torch.cat([row for row, _ in expected]))
+        assert_equal(content(scales, M, torch.float32), torch.cat([scale for _, scale in expected]))
+        assert bool((codes[:, 0] == 0).all()) == (threshold > 0.0)
+        sums = content(sums, M * N, torch.int32).view(M, N)
+        assert_equal(sums, ops.product_int8(codes, codes_w))
+        rows = content(scales, M, torch.float32)
+        expected = ops.scale_product_int8(sums, rows, scales_w, bias, torch.float16)
+        assert_equal(content(y, M * N, torch.float16).view(M, N), expected)
+
+
 class Product:
     """W [N, K] of a format, x [M, K], and the float64 result with the bound of docs/numerics.md."""
 
@@ -602,6 +638,9 @@ CUDA_MISTAKES = [
     ("quant_type", "gemm", {12: 3}, "quant_type 3 is neither"),
     ("no map", "gemm", {3: "noise", 4: None}, "absmax_code is NULL"),
     ("K", "gemm", {10: 0}, ".*K = 0 is no product"),
+    ("host codes", "int8", {4: "host"}, "A .* is no address that a GPU reaches"),
+    ("ldb", "int8", {9: 12}, "lda, ldb, ldc = 4, 12, 128, expected k, k, m = 4, 4, 128"),
+    ("k", "int8", {3: 1 << 20}, "m = 128, n = 256, k = 1048576, expected k from 1 to 131071"),
 ]
 
 
@@ -616,6 +655,7 @@ def test_cuda_mistakes(which, arguments, words):
     name, call = {
         "dequantize": ("cdequantize_blockwise_bf16_nf4", [None, p[1], p[2], p[4], 64, 128 * 256, None]),
         "gemv": ("cgemm_4bit_inference_naive_bf16", [128, 1, 256, *p, 128, 128, 128, 64, None]),
+        "int8": ("cigemmlt_32", [None, 128, 256, 4, p[0], p[0], p[4], None, 4, 4, 128, None]),
         "gemm": ("cgemm_4bit_bf16", [*p[:3], None, None, None, p[4], None, 1, 128, 256, 64, 2, None]),
     }[which]
     names = {"host": host.data_ptr(), "noise": noise.data_ptr(), "odd": product.absmax.data_ptr() + 1}

@@ -5,6 +5,7 @@ import re
 import resource
 from pathlib import Path
 
+import bitsandbytes as bnb
 import pytest
 import torch
 from bitshard import planning
@@ -180,6 +181,48 @@ def test_weights_of_a_tiny_model(tiny, nested):
         assert size == pytest.approx(real[part], rel=0.05, abs=64), part
 
 
+def test_8bit_weights_of_a_tiny_model(tiny):
+    """Byte for byte: codes, and a scale for each row."""
+    config = BitsAndBytesConfig(load_in_8bit=True)
+    model = AutoModelForCausalLM.from_pretrained(tiny, quantization_config=config, device_map="cpu")
+    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+    layers = [module for module in model.modules() if isinstance(module, bnb.nn.Linear8bitLt)]
+    codes, scales = (sum(each.nbytes for each in column) for column in zip(*map(codes_and_scales, layers), strict=True))
+    dense = sum(p.nbytes for name, p in model.named_parameters() if "lora_" not in name) - codes
+    plan = planning.plan(tiny, rank=8, bits=8)
+    whole = plan.memory.whole()
+    assert (whole["8-bit weights"], whole["scales"], whole["second level of the scales"]) == (codes, scales, 0.0)
+    assert whole["embeddings and head"] + whole["other 16-bit weights"] == pytest.approx(dense, abs=64)
+    adapters = sum(p.nbytes for name, p in model.named_parameters() if "lora_" in name)
+    assert plan.memory.adapters() == adapters and len(layers) == 7 * SMALL["num_hidden_layers"]
+
+
+def codes_and_scales(layer):
+    return layer.weight.data, layer.state.SCB
+
+
+def test_8bit_shards(known):
+    """Codes and scales are shared out as 4-bit ones are, a unit is gathered whole; FSDP1 keeps the scales whole."""
+    one, two = (
+        planning.plan(known("llama-3-8b"), bits=8, gpus=n, sharding="fsdp2" if n > 1 else "none") for n in (1, 2)
+    )
+    first = planning.plan(known("llama-3-8b"), bits=8, gpus=2, sharding="fsdp1").memory
+    for part in ("8-bit weights", "scales"):
+        assert two.memory.shard()[part] == one.memory.whole()[part] / 2
+    assert first.shard()["scales"] == one.memory.whole()["scales"]
+    unit = one.memory.layers[0]
+    rows = 2 * 4096 + 2 * 1024 + 2 * 14336 + 4096
+    assert tuple(map(sum, zip(*unit.packed, strict=True))) == (218_103_808, rows)
+    assert two.memory.gathered(unit) - two.memory.adapters_of(unit) - unit.dense == 218_103_808 + 4 * rows
+    assert two.bitsandbytes() is None and text.data(two)["bitsandbytes"] is None
+    assert "bitsandbytes cannot shard 8-bit layers" in text.text(two) and "| bitsandbytes |" not in text.text(two)
+    smaller = {change.name: change for change in one.changes()}
+    assert smaller["4-bit layers"].needs == one.other(bits=4).needs and "nested scales" not in smaller
+    theirs, layer = one.bitsandbytes().memory, one.memory.played()[0]
+    assert theirs.whole() == one.memory.whole() and "| bitsandbytes |" in text.text(one)
+    assert theirs.played()[0].forward > layer.forward and theirs.played()[0].backward > layer.backward
+
+
 def test_code_that_does_not_run_on_the_meta_device(tiny, monkeypatch):
     """Activations are estimated then, and the plan says so."""
     played_one = planning.plan(tiny, seq=256)
@@ -219,9 +262,13 @@ def real_peaks(model, ids):
     return kept, metered.peak
 
 
-def test_a_real_step(tiny):
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_real_step(tiny, bits):
     """A forward and backward of bitshard's and peft's layers on the CPU keep what was played on the meta device."""
-    model = AutoModelForCausalLM.from_pretrained(tiny, quantization_config=four_bit(True), device_map="cpu")
+    config = four_bit(True) if bits == 4 else BitsAndBytesConfig(load_in_8bit=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny, quantization_config=config, device_map="cpu", dtype=torch.bfloat16
+    )
     lora = LoraConfig(r=8, target_modules="all-linear")
     model = get_peft_model(model, lora, autocast_adapter_dtype=False).train()
     for parameter in model.parameters():
@@ -230,7 +277,8 @@ def test_a_real_step(tiny):
     model.enable_input_require_grads()
     ids = torch.zeros(2, 192, dtype=torch.long)
     kept, most = real_peaks(model, ids)
-    options = {"rank": 8, "nested": True, "lora_dtype": "bfloat16", "seq": 192, "batch": 2, "checkpointing": False}
+    options = {"rank": 8, "lora_dtype": "bfloat16", "seq": 192, "batch": 2, "checkpointing": False}
+    options |= {"nested": True} if bits == 4 else {"bits": 8}
     memory = planning.plan(tiny, **options).memory
     saved = sum(layer.saved for layer in memory.played())
     head = 2 * 192 * SMALL["vocab_size"] * 4 + 3 * 2 * 192 * SMALL["hidden_size"] * 2  # of the loss, and the last norm
@@ -315,6 +363,11 @@ def test_sharding_and_the_host(known):
         ({"gpus": 2}, "2 GPUs without sharding"),
         ({"vocabulary": "in_place"}, "is of FSDP2, the job has none"),
         ({"loss_chunk": -1}, "loss_chunk is -1"),
+        ({"bits": 2}, "bits is 2, expected 4 or 8"),
+        ({"bits": 8, "nested": True}, "nested: scales of 4-bit models, the job has 8-bit layers"),
+        ({"bits": 8, "experts_4bit": True}, "experts_4bit: experts of 4-bit models"),
+        ({"bits": 8, "head_4bit": True}, "head_4bit: a head of 4-bit models"),
+        ({"bits": 8, "gpus": 2, "sharding": "fsdp2", "load": "native"}, "load 'native': a DistributedConfig shards"),
         ({"targets": ("q_proj", "qproj")}, "adapters on 'qproj' cannot be planned for llama-3-8b, but on down_proj, "),
         ({"skip": ("",)}, "no module of llama-3-8b has '' in its name"),
         ({"skip": ("vision",)}, "no module of llama-3-8b has 'vision' in its name"),
@@ -430,10 +483,13 @@ def test_what_is_said_for_people_and_for_programs(known):
 def test_the_options_of_the_command(tiny, capsys):
     """Each arrives in the job."""
     words = "--gpus 4x80 --seq 64 --batch 3 --lora-rank 4 --targets q_proj,v_proj --optimizer lion_8bit --fsdp 1"
-    assert main.main(["plan", str(tiny), *words.split(), "--offload", "weights,activations", "--json"]) == 0
+    assert (
+        main.main(["plan", str(tiny), "--load-in-8bit", *words.split(), "--offload", "weights,activations", "--json"])
+        == 0
+    )
     job = json.loads(capsys.readouterr().out)["job"]
     wanted = {
-        "gpus": 4, "gib": 80.0, "seq": 64, "batch": 3, "rank": 4, "targets": ["q_proj", "v_proj"],
+        "bits": 8, "gpus": 4, "gib": 80.0, "seq": 64, "batch": 3, "rank": 4, "targets": ["q_proj", "v_proj"],
         "optimizer": "lion_8bit", "sharding": "fsdp1", "offload_weights": True, "offload_activations": True,
     }  # fmt: skip
     assert job.items() >= wanted.items()

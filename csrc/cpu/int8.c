@@ -17,7 +17,7 @@
 #include "core/numerics.h"
 #include "cpu/cpu.h"
 
-enum { CHUNK_BYTES = 16 << 20, TILE_M = 96, TILE_N = BSH_INT8_PANEL, SMALL_STEP = 64, RUN = 16384 };
+enum { CHUNK_BYTES = 16 << 20, TILE_M = 384, TILE_N = BSH_INT8_PANEL, SMALL_STEP = 64, RUN = 16384 };
 
 static const bsh_cpu_int8_kernels *kernels(void) {
   const bsh_cpu_int8_kernels *const found = bsh_cpu()->int8;
@@ -354,7 +354,7 @@ bsh_status bsh_cpu_linear_int8(const bsh_linear_int8_args *const args) {
 }
 
 bsh_status bsh_cpu_linear_int8_dgrad(const bsh_linear_int8_args *const args) {
-  if (args->M > BSH_INT8_FEW) return multiply_many_dgrad(args);
+  if (args->M > BSH_INT8_FEW_DY) return multiply_many_dgrad(args);
   bsh_linear_int8_args copy = *args;
   bsh_parallel_for(0, divide_up(args->K, SMALL_STEP), small_grain(args->M * args->N * SMALL_STEP), multiply_small_dgrad,
                    &copy);

@@ -13,8 +13,8 @@ bsh_status bsh_cpu_dequantize_int8(const bsh_dequantize_int8_args *args);
 bsh_status bsh_cpu_product_int8(const bsh_product_int8_args *args);
 bsh_status bsh_cpu_scale_product_int8(const bsh_scale_product_int8_args *args);
 
-/* Up to BSH_INT8_FEW rows x is multiplied as it is, and nothing is allocated; more rows are coded. dy is never coded.
- */
+/* Up to BSH_INT8_FEW rows x is multiplied as it is, and nothing is allocated; more rows are coded. dy is never coded:
+ * up to BSH_INT8_FEW_DY rows nothing is allocated. */
 bsh_status bsh_cpu_linear_int8(const bsh_linear_int8_args *args);
 bsh_status bsh_cpu_linear_int8_dgrad(const bsh_linear_int8_args *args);
 
@@ -22,7 +22,8 @@ bsh_status bsh_cpu_linear_int8_dgrad(const bsh_linear_int8_args *args);
  */
 
 enum {
-  BSH_INT8_FEW = 8,            /* rows up to which x is multiplied as it is: exact, and about as fast as coded */
+  BSH_INT8_FEW = 4,            /* rows of x that are multiplied as they are: exact, and as fast as coded for one */
+  BSH_INT8_FEW_DY = 8,         /* rows of dy whose gradient has all its sums in the first-level cache */
   BSH_INT8_PANEL = 128,        /* rows of b that are multiplied at a time, at most */
   BSH_INT8_COLUMNS = 64,       /* columns of W in a panel of the gradient */
   BSH_INT8_DGRAD_ROWS = 252,   /* rows of dy that are multiplied with a panel, at most */

@@ -146,7 +146,7 @@ static void convert_chunk(const bsh_linear_int8_args *const args, const int64_t 
  * next: hardware follows a row, but does not see the next one coming. */
 ALWAYS_INLINE void multiply_tile(const int8_t *const codes, const int64_t K, const int64_t n, const float *const x,
                                  const int64_t padded, float (*const sums)[BSH_INT8_FEW], const int rows, const int M) {
-  floats accumulators[4][8] = {0}, w[4];
+  floats accumulators[4][BSH_INT8_FEW] = {0}, w[4];
   int64_t k = 0;
   for (; k + LANES <= n; k += LANES) {
     UNROLL for (int r = 0; r < rows; r++) {
@@ -186,25 +186,19 @@ ALWAYS_INLINE void multiply_tile(const int8_t *const codes, const int64_t K, con
 TILE(1)
 TILE(2)
 TILE(4)
-TILE(6)
-TILE(8)
 #undef TILE
 #undef BY_ROWS
 
-/* Up to BLOCK rows of W with all rows of x, of which there are 1, 2, 4, 6 or 8: as many at a time as have their sums in
+/* Up to BLOCK rows of W with all rows of x, of which there are 1, 2 or 4: as many at a time as have their sums in
  * registers. */
 static void multiply_rows(const int8_t *const codes, const int64_t K, const int64_t n, const float *const x,
                           const int64_t padded, float (*const sums)[BSH_INT8_FEW], const int64_t rows,
                           const int64_t M) {
   static void (*const tiles[])(const int8_t *, int64_t, int64_t, const float *, int64_t, float (*)[BSH_INT8_FEW],
-                               int64_t) = {[1] = tile_1, [2] = tile_2, [4] = tile_4, [6] = tile_6, [8] = tile_8};
-  for (int64_t m = 0, step; m < M; m += step) {
-    step = min_i64(M - m, MOST_SUMS >= 16 ? 8 : 4);
-    const int64_t at_once = min_i64(4, MOST_SUMS / step);
-    for (int64_t r = 0; r < rows; r += at_once)
-      tiles[step](codes + r * K, K, n, x + m * padded, padded, (float (*)[BSH_INT8_FEW])(sums[r] + m),
-                  min_i64(at_once, rows - r));
-  }
+                               int64_t) = {[1] = tile_1, [2] = tile_2, [4] = tile_4};
+  const int64_t at_once = min_i64(4, MOST_SUMS / M);
+  for (int64_t r = 0; r < rows; r += at_once)
+    tiles[M](codes + r * K, K, n, x, padded, sums + r, min_i64(at_once, rows - r));
 }
 
 static void store_block(const bsh_linear_int8_args *const args, const int64_t n0, const int64_t rows,
@@ -219,7 +213,7 @@ static void store_block(const bsh_linear_int8_args *const args, const int64_t n0
 
 static void linear_lanes(const bsh_linear_int8_args *const args, const int64_t n_begin, const int64_t n_end) {
   float x[X_FLOATS] __attribute__((aligned(64))); /* loads across two lines take twice as long */
-  const int64_t K = args->K, M = args->M <= 2 ? args->M : args->M <= 4 ? 4 : args->M <= 6 ? 6 : 8;
+  const int64_t K = args->K, M = args->M <= 2 ? args->M : 4;
   const int64_t step = min_i64(X_FLOATS / M / 16 * 16, divide_up(K, 16) * 16);
   for (int64_t n0 = n_begin; n0 < n_end; n0 += BLOCK) {
     float sums[BLOCK][BSH_INT8_FEW] = {0};

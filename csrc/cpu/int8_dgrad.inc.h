@@ -35,13 +35,13 @@ static void add_ragged(const int8_t *const codes, const int64_t K, const int64_t
 }
 
 static void linear_dgrad_lanes(const bsh_linear_int8_args *const args, const int64_t k_begin, const int64_t k_end) {
-  float sums[BSH_INT8_FEW][COLUMNS] __attribute__((aligned(64)));
+  float sums[BSH_INT8_FEW_DY][COLUMNS] __attribute__((aligned(64)));
   for (int64_t k0 = k_begin; k0 < k_end; k0 += COLUMNS) {
     const int64_t n = min_i64(COLUMNS, k_end - k0);
     memset(sums, 0, sizeof sums);
     for (int64_t row = 0; row < args->N; row += ROWS) {
       const int64_t rows = min_i64(ROWS, args->N - row);
-      float scales[BSH_INT8_FEW][ROWS] = {0};
+      float scales[BSH_INT8_FEW_DY][ROWS] = {0};
       for (int64_t m = 0; m < args->M; m++)
         for (int64_t r = 0; r < rows; r++)
           scales[m][r] =

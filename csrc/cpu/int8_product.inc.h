@@ -73,11 +73,13 @@ ALWAYS_INLINE void store_group(const product_scratch *const own, sums_of_lanes (
   UNROLL for (int r = 0; r < EACH_ROWS; r++) {
     uint32_t all[GROUP_ROWS];
     reduce4(sums[r], (int32_t *)all);
-    UNROLL for (int j = 0; j < GROUP_ROWS; j++) all[j] -= (uint32_t)own->excess[r];
-    if (r < rows && columns == GROUP_ROWS && first) memcpy(out + r * ld, all, sizeof all);
-    else if (r < rows)
-      for (int64_t j = 0; j < columns; j++)
-        out[r * ld + j] = (int32_t)(all[j] + (first ? 0u : (uint32_t)out[r * ld + j]));
+    if (r >= rows) continue;
+    uint32_t before[GROUP_ROWS] = {0};
+    if (!first && columns == GROUP_ROWS) memcpy(before, out + r * ld, sizeof before);
+    else if (!first) memcpy(before, out + r * ld, (size_t)columns * sizeof before[0]);
+    UNROLL for (int j = 0; j < GROUP_ROWS; j++) all[j] += before[j] - (uint32_t)own->excess[r];
+    if (columns == GROUP_ROWS) memcpy(out + r * ld, all, sizeof all);
+    else memcpy(out + r * ld, all, (size_t)columns * sizeof all[0]);
   }
 }
 
@@ -92,17 +94,23 @@ ALWAYS_INLINE void multiply_group(const product_scratch *const own, const operan
   store_group(own, sums, out, ld, rows, columns, first);
 }
 
-/* The same with 4 whole rows of b where they are: no other rows of a want them again. */
-ALWAYS_INLINE void multiply_once(const product_scratch *const own, const int8_t *const b, const int64_t K,
-                                 const int64_t steps, int32_t *const out, const int64_t ld, const int64_t rows,
-                                 const bool first) {
+/* The same with 4 whole rows of b where they are: no other rows of a want them again. `most` is a constant. */
+ALWAYS_INLINE void multiply_rows_once(const product_scratch *const own, const int most, const int8_t *const b,
+                                      const int64_t K, const int64_t steps, int32_t *const out, const int64_t ld,
+                                      const int64_t rows, const bool first) {
   sums_of_lanes sums[EACH_ROWS][GROUP_ROWS] = {0};
   for (int64_t step = 0; step < steps; step++) UNROLL for (int j = 0; j < GROUP_ROWS; j++) {
       const operand of_b = right_operand(b + j * K + step * WIDTH);
       __builtin_prefetch(b + (j + GROUP_ROWS) * K + step * WIDTH);
-      UNROLL for (int r = 0; r < EACH_ROWS; r++) sums[r][j] = multiply(sums[r][j], own->a[step][r], of_b);
+      UNROLL for (int r = 0; r < most; r++) sums[r][j] = multiply(sums[r][j], own->a[step][r], of_b);
     }
   store_group(own, sums, out, ld, rows, GROUP_ROWS, first);
+}
+
+static void multiply_once(const product_scratch *const own, const int8_t *const b, const int64_t K, const int64_t steps,
+                          int32_t *const out, const int64_t ld, const int64_t rows, const bool first) {
+  if (rows == 1) multiply_rows_once(own, 1, b, K, steps, out, ld, rows, first);
+  else multiply_rows_once(own, EACH_ROWS, b, K, steps, out, ld, rows, first);
 }
 
 /* Columns [k0, k0 + n) of all rows. */

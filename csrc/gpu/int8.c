@@ -38,7 +38,6 @@ static bsh_status launch(const bsh_cuda_context *const context, bsh_cuda_kernel 
 
 /* ---- quantize_int8 ---- */
 
-/* Row scales, codes, flags; codes of outlier columns are left. */
 static bsh_status quantize(const bsh_quantize_int8_args *const args, const bsh_cuda_context *const context) {
   static bsh_cuda_kernel kernels[DTYPES] = BY_DTYPE("quantize_int8_");
   static bsh_cuda_kernel clear = {.fatbin = BSH_FATBIN_int8, .name = "clear_int8"};
@@ -62,9 +61,14 @@ static bsh_status check_size(const bsh_cuda_context *const context, const int64_
   return bsh_fail(BSH_BAD_SHAPE, "%s: too large: %lld rows of %lld", context->op, (long long)M, (long long)K);
 }
 
-bsh_status bsh_cuda_quantize_int8(const bsh_quantize_int8_args *const args, const bsh_cuda_context *const context) {
+bsh_status bsh_cuda_quantize_int8_rows(const bsh_quantize_int8_args *const args,
+                                       const bsh_cuda_context *const context) {
   BSH_TRY(check_size(context, args->M, args->K));
-  BSH_TRY(quantize(args, context));
+  return quantize(args, context);
+}
+
+bsh_status bsh_cuda_quantize_int8(const bsh_quantize_int8_args *const args, const bsh_cuda_context *const context) {
+  BSH_TRY(bsh_cuda_quantize_int8_rows(args, context));
   if (!(args->threshold > 0) || args->outliers == NULL || args->M == 1) return BSH_OK;
   const bsh_int8_gather_args clear = {.outliers = {.flags = args->outliers},
                                       .x = args->x,

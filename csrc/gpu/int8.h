@@ -12,6 +12,9 @@
 #include "gpu/driver.h"
 
 bsh_status bsh_cuda_quantize_int8(const bsh_quantize_int8_args *args, const bsh_cuda_context *context);
+
+/* The same, but the codes of an outlier column that are none of an outlier stay. */
+bsh_status bsh_cuda_quantize_int8_rows(const bsh_quantize_int8_args *args, const bsh_cuda_context *context);
 bsh_status bsh_cuda_dequantize_int8(const bsh_dequantize_int8_args *args, const bsh_cuda_context *context);
 
 /* K may be 0: sums are then zero. */

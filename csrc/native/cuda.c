@@ -1,5 +1,5 @@
-/* native/cuda.c - the exported functions that bitsandbytes' CUDA library has for 4-bit and 8-bit blocks. See
- * native/native.h.
+/* native/cuda.c - the exported functions that bitsandbytes' CUDA library has for 4-bit and 8-bit blocks, and for
+ * LLM.int8. See native/native.h.
  *
  * All addresses are those of one device, where `out` lies; its context need not be current. Work is enqueued on
  * `stream`, a CUstream; the quantizing functions have none and take torch's current one. Nothing waits for the GPU but
@@ -12,9 +12,11 @@
 #include "core/arithmetic.h"
 #include "core/packed.h"
 #include "gpu/cublas.h"
+#include "gpu/int8.h"
 #include "gpu/linear.h"
 #include "gpu/ops.h"
 #include "native/native.h"
+#include "ops/arguments.h"
 #include "torch/abi.h"
 
 /* Enters the device of the last pointer, the output; every pointer must be one of that device. */
@@ -264,5 +266,132 @@ static bsh_status gemv(const char *const op, bsh_linear_4bit_args *const args, c
     bsh_native_finish(gemv("cgemm_4bit_inference_naive_" #NAME, &args, datatype, n, ldb, stream));                     \
   }
 BSH_NATIVE_DTYPES(GEMV)
+
+/* ---- LLM.int8: fp16 activations, codes and scales of rows (core/int8.h) ---- */
+
+/* rows >= 0 of at least one column. */
+static bsh_status check_rows(const char *const op, const int64_t rows, const int64_t columns) {
+  if (rows >= 0 && columns >= 1) return BSH_OK;
+  return bsh_fail(BSH_BAD_SHAPE, "%s: %" PRId64 " rows of %" PRId64 ", expected >= 0 rows of >= 1", op, rows, columns);
+}
+
+/* Codes and scales; which columns have outliers is marked in scratch memory, and forgotten. */
+static bsh_status quantize_rows(bsh_quantize_int8_args *const args, const bsh_cuda_context *const context) {
+  if (!(args->threshold > 0)) return bsh_cuda_quantize_int8_rows(args, context);
+  bsh_cuda_scratch marks;
+  BSH_TRY(bsh_cuda_scratch_new(context, args->K, &marks));
+  args->outliers = (uint8_t *)marks.data;
+  const bsh_status status = bsh_cuda_quantize_int8_rows(args, context);
+  bsh_cuda_scratch_delete(&marks);
+  return status;
+}
+
+static bsh_status quantize_int8(const char *const op, bsh_quantize_int8_args *const args, void *const stream) {
+  const bsh_native_pointer pointers[] = {
+      {"A", args->x, 2}, {"rowStats", args->absmax, sizeof(float)}, {"out", args->codes, 1}};
+  bsh_cuda_context context;
+  BSH_TRY(check_rows(op, args->M, args->K));
+  BSH_TRY(bsh_int8_threshold(op, args->threshold, args->dtype, &args->threshold));
+  if (args->M == 0) return BSH_OK;
+  BSH_TRY(enter(&context, op, pointers, 3, stream, args->M, args->K, 0));
+  const bsh_status status = quantize_rows(args, &context);
+  bsh_cuda_leave(&context);
+  return status;
+}
+
+BSH_NATIVE void cint8_vector_quant(const void *A, int8_t *out, float *rowStats, float threshold, int32_t rows,
+                                   int32_t cols, void *stream);
+
+/* A f16 [rows, cols] -> out i8 [rows, cols], rowStats f32 [rows]. Values of `threshold` or more count for no scale and
+ * have the code 0; the rest of their columns keeps its codes. */
+void cint8_vector_quant(const void *const A, int8_t *const out, float *const rowStats, const float threshold,
+                        const int32_t rows, const int32_t cols, void *const stream) {
+  bsh_quantize_int8_args args = {.x = A,
+                                 .codes = out,
+                                 .absmax = rowStats,
+                                 .M = rows,
+                                 .K = cols,
+                                 .ldx = cols,
+                                 .threshold = threshold,
+                                 .dtype = BSH_F16};
+  bsh_native_finish(quantize_int8("cint8_vector_quant", &args, stream));
+}
+
+static bsh_status scale_product(const char *const op, const bsh_scale_product_int8_args *const args,
+                                void *const stream) {
+  bsh_native_pointer pointers[5] = {{"A", args->sums, sizeof(int32_t)},
+                                    {"rowStats", args->row_absmax, sizeof(float)},
+                                    {"colStats", args->col_absmax, sizeof(float)}};
+  int count = 3;
+  if (args->bias != NULL) pointers[count++] = (bsh_native_pointer){"bias", args->bias, 2};
+  pointers[count++] = (bsh_native_pointer){"out", args->y, 2};
+  bsh_cuda_context context;
+  BSH_TRY(check_rows(op, args->M, args->N));
+  if (args->M == 0) return BSH_OK;
+  BSH_TRY(enter(&context, op, pointers, count, stream, args->M, args->N, 0));
+  const bsh_status status = bsh_cuda_scale_product_int8(args, &context);
+  bsh_cuda_leave(&context);
+  return status;
+}
+
+BSH_NATIVE void cdequant_mm_int32_fp16(const int32_t *A, const float *rowStats, const float *colStats, void *out,
+                                       const void *bias, int32_t numRows, int32_t numCols, void *stream);
+
+/* A i32 [numRows, numCols], rowStats f32 [numRows], colStats f32 [numCols], bias f16 [numCols] or NULL
+ * -> out f16 [numRows, numCols]. */
+void cdequant_mm_int32_fp16(const int32_t *const A, const float *const rowStats, const float *const colStats,
+                            void *const out, const void *const bias, const int32_t numRows, const int32_t numCols,
+                            void *const stream) {
+  const bsh_scale_product_int8_args args = {.sums = A,
+                                            .row_absmax = rowStats,
+                                            .col_absmax = colStats,
+                                            .bias = bias,
+                                            .y = out,
+                                            .M = numRows,
+                                            .N = numCols,
+                                            .dtype = BSH_F16};
+  bsh_native_finish(scale_product("cdequant_mm_int32_fp16", &args, stream));
+}
+
+static bsh_status product_int8(const char *const op, const bsh_product_int8_args *const args, const int32_t lda,
+                               const int32_t ldb, const int32_t ldc, void *const stream) {
+  const bsh_native_pointer pointers[] = {{"A", args->b, 1}, {"B", args->a, 1}, {"C", args->sums, sizeof(int32_t)}};
+  bsh_cuda_context context;
+  if (args->M < 0 || args->N < 0 || args->K < 1 || args->K > BSH_INT8_MAX_K)
+    return bsh_fail(BSH_BAD_SHAPE, "%s: m = %" PRId64 ", n = %" PRId64 ", k = %" PRId64 ", expected k from 1 to %d", op,
+                    args->N, args->M, args->K, BSH_INT8_MAX_K);
+  if (lda != args->K || ldb != args->K || ldc != args->N)
+    return bsh_fail(BSH_BAD_SHAPE,
+                    "%s: lda, ldb, ldc = %d, %d, %d, expected k, k, m = %" PRId64 ", %" PRId64 ", %" PRId64, op,
+                    (int)lda, (int)ldb, (int)ldc, args->K, args->K, args->N);
+  if (args->M == 0 || args->N == 0) return BSH_OK;
+  BSH_TRY(enter(&context, op, pointers, 3, stream, args->M, args->N, args->K));
+  const bsh_status status = bsh_cuda_product_int8(args, &context);
+  bsh_cuda_leave(&context);
+  return status;
+}
+
+BSH_NATIVE void *get_context(void);
+BSH_NATIVE int cigemmlt_32(void *ctx, int32_t m, int32_t n, int32_t k, const int8_t *A, const int8_t *B, void *C,
+                           const float *rowStats, int32_t lda, int32_t ldb, int32_t ldc, void *stream);
+
+/* What bitsandbytes' callers hand on as ctx: some address, which nothing reads. */
+void *get_context(void) {
+  static char context;
+  bsh_native_finish(BSH_OK);
+  return &context;
+}
+
+/* C i32 [n, m] = B [n, k] A^T, A [m, k], all codes i8: column-major matrices, as in cuBLAS, whose columns lda, ldb and
+ * ldc elements are apart. Returns 0, or 1 where it could not. ctx and rowStats are not read. */
+int cigemmlt_32(void *const ctx, const int32_t m, const int32_t n, const int32_t k, const int8_t *const A,
+                const int8_t *const B, void *const C, const float *const rowStats, const int32_t lda, const int32_t ldb,
+                const int32_t ldc, void *const stream) {
+  const bsh_product_int8_args args = {.a = B, .b = A, .sums = C, .M = n, .N = m, .K = k};
+  (void)ctx, (void)rowStats;
+  const bsh_status status = product_int8("cigemmlt_32", &args, lda, ldb, ldc, stream);
+  bsh_native_finish(status);
+  return status == BSH_OK ? 0 : 1;
+}
 
 #endif

@@ -3,6 +3,7 @@
 
 #include <inttypes.h>
 
+#include "core/numerics.h"
 #include "core/packed.h"
 
 bsh_status bsh_same_device(const bsh_call *const call, const bsh_tensor *const tensor, const char *const argument,
@@ -63,4 +64,13 @@ bsh_status bsh_new_activation(bsh_call *const call, const bsh_tensor *const x, c
   for (int64_t i = 0; i < x->dim; i++) sizes[i] = x->sizes[i];
   sizes[x->dim - 1] = width;
   return bsh_call_output(call, x, x->dim, sizes, dtype, y);
+}
+
+bsh_status bsh_int8_threshold(const char *const op, const float given, const bsh_dtype dtype, float *const threshold) {
+  static const float least[] = {[BSH_F32] = 0x1p-149f, [BSH_F16] = 0x1p-24f, [BSH_BF16] = 0x1p-133f};
+  if (!(given >= 0.0f))
+    return bsh_fail(BSH_BAD_VALUE, "%s: threshold %g, expected a number from 0 (no outliers) on", op, (double)given);
+  const float rounded = round_to_dtype(given, dtype);
+  *threshold = given > 0.0f && rounded == 0.0f ? least[dtype] : rounded;
+  return BSH_OK;
 }

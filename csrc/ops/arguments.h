@@ -29,6 +29,9 @@ bsh_status bsh_new_activation(bsh_call *call, const bsh_tensor *x, int64_t width
 /* Sums of no terms: y [..., N] = bias, or zero where bias is NULL. */
 bsh_status bsh_empty_sums(const bsh_call *call, const bsh_tensor *y, const bsh_tensor *bias);
 
+/* The threshold of outliers as a number of x's dtype, in which torch compares; a positive one stays positive. */
+bsh_status bsh_int8_threshold(const char *op, float given, bsh_dtype dtype, float *threshold);
+
 /* Leaves the op: computes with args on the device of `like`. The sizes are for messages. */
 #define BSH_COMPUTE(name, like, size0, size1, size2, args)                                                             \
   do {                                                                                                                 \

@@ -1,29 +1,14 @@
 /* ops/int8_ops.c - the ops of LLM.int8(): codes of rows, their products, and layers of them. Schemas: ops/ops.c.
  * Formulas: core/int8.h. */
 #include <inttypes.h>
-#include <math.h>
 
+#include "core/arithmetic.h"
 #include "core/int8.h"
-#include "core/numerics.h"
 #include "core/packed.h"
 #include "cpu/int8.h"
 #include "gpu/int8.h"
 #include "ops/arguments.h"
 #include "ops/ops.h"
-
-/* The threshold at stack[index] as a number of the activation's dtype, in which torch compares; a positive one stays
- * positive. */
-static bsh_status read_threshold(const bsh_call *const call, const int index, const bsh_dtype dtype,
-                                 float *const threshold) {
-  static const float least[] = {[BSH_F32] = 0x1p-149f, [BSH_F16] = 0x1p-24f, [BSH_BF16] = 0x1p-133f};
-  const float given = bsh_call_float(call, index);
-  if (!(given >= 0.0f))
-    return bsh_fail(BSH_BAD_VALUE, "%s: threshold %g, expected a number from 0 (no outliers) on", call->op,
-                    (double)given);
-  const float rounded = round_to_dtype(given, dtype);
-  *threshold = given > 0.0f && rounded == 0.0f ? least[dtype] : rounded;
-  return BSH_OK;
-}
 
 /* Bytes that were handed over as codes of a weight [N, K] are in storage of any dtype, filled up to whole items. */
 static bsh_status read_weight(bsh_call *const call, const int first, const int64_t N, const int64_t K,
@@ -73,7 +58,7 @@ bsh_status bsh_op_quantize_int8(bsh_call *const call) {
   bsh_tensor x, codes, absmax, outliers;
   BSH_TRY(bsh_call_tensor(call, 0, &x));
   BSH_TRY(bsh_compute_dtype(call->op, "x", x.dtype, &args.dtype));
-  BSH_TRY(read_threshold(call, 1, args.dtype, &args.threshold));
+  BSH_TRY(bsh_int8_threshold(call->op, bsh_call_float(call, 1), args.dtype, &args.threshold));
   BSH_TRY(read_rows(call, &x, "x", &args.M, &args.K));
   args.ldx = args.K;
   const int64_t marks = args.threshold > 0.0f ? args.K : 0;
@@ -174,7 +159,7 @@ bsh_status bsh_op_linear_int8(bsh_call *const call) {
   BSH_TRY(check_columns(call, K));
   BSH_TRY(bsh_read_activation(call, "x", K, &x, &args.dtype, &args.M));
   BSH_TRY(bsh_same_device(call, &x, "x", &packed, "packed"));
-  BSH_TRY(read_threshold(call, 4, args.dtype, &args.threshold));
+  BSH_TRY(bsh_int8_threshold(call->op, bsh_call_float(call, 4), args.dtype, &args.threshold));
   BSH_TRY(bsh_call_tensor(call, 3, &bias));
   if (bias.numel != 0) BSH_TRY(bsh_data_of(call, &bias, "bias", x.dtype, N, &packed, (void **)&args.bias));
   BSH_TRY(bsh_new_activation(call, &x, N, x.dtype, &y));

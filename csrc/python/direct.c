@@ -2,6 +2,7 @@
 #include "python/direct.h"
 
 #include <stdint.h>
+#include <string.h>
 
 #include "ops/ops.h"
 #include "python/direct_call.h"
@@ -317,6 +318,13 @@ static bool read_integer(PyObject *const object, StableIValue *const integer) {
   return value != -1 || PyErr_Occurred() == NULL;
 }
 
+/* As bsh_call_float reads it. */
+static bool read_number(PyObject *const object, StableIValue *const number) {
+  const double value = PyFloat_AsDouble(object);
+  memcpy(number, &value, sizeof value);
+  return value != -1.0 || PyErr_Occurred() == NULL;
+}
+
 static bool read_dtype(PyObject *const object, StableIValue *const number) {
   for (int dtype = BSH_F32; dtype <= BSH_BF16; dtype++)
     if (object == PyTuple_GetItem(python.dtypes, dtype)) {
@@ -326,12 +334,19 @@ static bool read_dtype(PyObject *const object, StableIValue *const number) {
   return false;
 }
 
+/* An argument that is no tensor. */
+static bool read_setting(const bsh_direct_op *const what, const int index, PyObject *const object,
+                         StableIValue *const setting) {
+  if (index == what->dtype) return read_dtype(object, setting);
+  return index == what->number ? read_number(object, setting) : read_integer(object, setting);
+}
+
 static bool takes(bsh_direct_call *const direct) {
   const bsh_direct_op *const what = direct->what;
   PyObject *const *const objects = direct->objects;
   if ((PyObject *)Py_TYPE(objects[what->like]) != python.tensor || !weight_class(objects[what->weight])) return false;
   for (int i = what->n_tensors; i < what->n_arguments; i++)
-    if (!(i == what->dtype ? read_dtype : read_integer)(objects[i], &direct->integers[i])) return false;
+    if (!read_setting(what, i, objects[i], &direct->integers[i])) return false;
   PyObject *const inputs[] = {objects[0], what->bias != BSH_DIRECT_NONE ? objects[what->bias] : Py_None};
   return !bsh_direct_wants_gradient(inputs, 2) && !watched();
 }
@@ -382,7 +397,8 @@ const bsh_direct_op bsh_direct_op_linear_4bit = {.name = "linear_4bit",
                                                  .weight = 1,
                                                  .like = 0,
                                                  .bias = 6,
-                                                 .dtype = BSH_DIRECT_NONE};
+                                                 .dtype = BSH_DIRECT_NONE,
+                                                 .number = BSH_DIRECT_NONE};
 
 PyObject *bsh_direct_linear_4bit(ARGUMENTS) {
   (void)module;
@@ -397,7 +413,8 @@ const bsh_direct_op bsh_direct_op_linear_4bit_dgrad = {.name = "linear_4bit_dgra
                                                        .weight = 1,
                                                        .like = 0,
                                                        .bias = BSH_DIRECT_NONE,
-                                                       .dtype = BSH_DIRECT_NONE};
+                                                       .dtype = BSH_DIRECT_NONE,
+                                                       .number = BSH_DIRECT_NONE};
 
 PyObject *bsh_direct_linear_4bit_dgrad(ARGUMENTS) {
   (void)module;
@@ -413,7 +430,38 @@ PyObject *bsh_direct_dequantize_4bit(ARGUMENTS) {
                                      .weight = 0,
                                      .like = 1,
                                      .bias = BSH_DIRECT_NONE,
-                                     .dtype = 9};
+                                     .dtype = 9,
+                                     .number = BSH_DIRECT_NONE};
+  (void)module;
+  return call_op(&what, objects, n_objects);
+}
+
+PyObject *bsh_direct_linear_int8(ARGUMENTS) {
+  static const bsh_direct_op what = {.name = "linear_int8",
+                                     .op = bsh_op_linear_int8,
+                                     .fallback = 3,
+                                     .n_tensors = 4,
+                                     .n_arguments = 7,
+                                     .weight = 1,
+                                     .like = 0,
+                                     .bias = 3,
+                                     .dtype = BSH_DIRECT_NONE,
+                                     .number = 4};
+  (void)module;
+  return call_op(&what, objects, n_objects);
+}
+
+PyObject *bsh_direct_linear_int8_dgrad(ARGUMENTS) {
+  static const bsh_direct_op what = {.name = "linear_int8_dgrad",
+                                     .op = bsh_op_linear_int8_dgrad,
+                                     .fallback = 4,
+                                     .n_tensors = 3,
+                                     .n_arguments = 5,
+                                     .weight = 1,
+                                     .like = 0,
+                                     .bias = BSH_DIRECT_NONE,
+                                     .dtype = BSH_DIRECT_NONE,
+                                     .number = BSH_DIRECT_NONE};
   (void)module;
   return call_op(&what, objects, n_objects);
 }

@@ -1,4 +1,5 @@
-/* python/direct.h - dequantize_4bit, linear_4bit and linear_4bit_dgrad called from Python without torch's dispatcher.
+/* python/direct.h - dequantize_4bit, and the products with 4-bit and int8 weights, called from Python without torch's
+ * dispatcher.
  *
  * Reading eleven arguments costs the dispatcher more than a small product takes to launch. These functions run the ops
  * (ops/ops.c) on tensors that they read through torch's DLPack exchange table instead. Where they cannot, whatever the
@@ -24,8 +25,9 @@
  * whether the exchange table can be used. */
 PyObject *bsh_direct_configure(PyObject *module, PyObject *args);
 
-/* fall_back((linear_4bit, linear_4bit_dgrad, dequantize_4bit) or None): callables with the arguments of the functions
- * below, which call the ops; without them these return None. Returns what was set before. */
+/* fall_back((linear_4bit, linear_4bit_dgrad, dequantize_4bit, linear_int8, linear_int8_dgrad) or None): callables with
+ * the arguments of the functions below, which call the ops; without them these return None. Returns what was set
+ * before. */
 PyObject *bsh_direct_fall_back(PyObject *module, PyObject *callables);
 
 /* doubt_storages(): some storage was made smaller than the tensors in it, so each tensor is asked from now on. */
@@ -41,6 +43,12 @@ PyObject *bsh_direct_dequantize_4bit(PyObject *module, PyObject *const *args, Py
 
 /* linear_4bit_dgrad(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K): dx [..., K]. */
 PyObject *bsh_direct_linear_4bit_dgrad(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+
+/* linear_int8(x, packed, absmax, bias, threshold, N, K): y [..., N]. bias may be None. */
+PyObject *bsh_direct_linear_int8(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+
+/* linear_int8_dgrad(dy, packed, absmax, N, K): dx [..., K]. */
+PyObject *bsh_direct_linear_int8_dgrad(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 
 /* Forgets an exception that is set, for the op to say what is wrong. KeyboardInterrupt, SystemExit and whatever else is
  * no Exception stays set: what is asked then answers so that the call declines, without calling Python again. */

@@ -8,7 +8,7 @@
 
 #include "torch/tensor.h"
 
-enum { BSH_DIRECT_ARGUMENTS = 11, BSH_DIRECT_NONE = -1, BSH_DIRECT_FALLBACKS = 3 };
+enum { BSH_DIRECT_ARGUMENTS = 11, BSH_DIRECT_NONE = -1, BSH_DIRECT_FALLBACKS = 5 };
 
 /* What is particular to an op; its arguments are those of its schema. */
 typedef struct {
@@ -19,6 +19,7 @@ typedef struct {
   int like;     /* index of a plain tensor, whose class and device the result gets */
   int bias;     /* index, or BSH_DIRECT_NONE */
   int dtype;    /* index of a torch.dtype, or BSH_DIRECT_NONE */
+  int number;   /* index of a float, or BSH_DIRECT_NONE; other arguments that are no tensors are integers */
   int fallback; /* index among those of bsh_direct_fall_back */
 } bsh_direct_op;
 

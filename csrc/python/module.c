@@ -129,8 +129,8 @@ static PyMethodDef methods[] = {
      "configure_direct(exchange, tensor, weights, dtypes, watchers, settings, profiler, grad_enabled, "
      "storage_address, storage_holds): whether direct calls are possible."},
     {"fall_back", bsh_direct_fall_back, METH_O,
-     "fall_back((linear_4bit, linear_4bit_dgrad, dequantize_4bit) or None): who is called where the functions below do "
-     "nothing themselves; what was set before."},
+     "fall_back((linear_4bit, linear_4bit_dgrad, dequantize_4bit, linear_int8, linear_int8_dgrad) or None): who is "
+     "called where the functions below do nothing themselves; what was set before."},
     {"doubt_storages", bsh_direct_doubt_storages, METH_NOARGS,
      "doubt_storages(): direct calls ask from now on whether a tensor's storage holds all of it."},
     {"linear_4bit", (PyCFunction)(void (*)(void))bsh_direct_linear_4bit, METH_FASTCALL,
@@ -142,6 +142,10 @@ static PyMethodDef methods[] = {
     {"dequantize_4bit", (PyCFunction)(void (*)(void))bsh_direct_dequantize_4bit, METH_FASTCALL,
      "dequantize_4bit(packed, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, dtype): values, "
      "by the op where it must be."},
+    {"linear_int8", (PyCFunction)(void (*)(void))bsh_direct_linear_int8, METH_FASTCALL,
+     "linear_int8(x, packed, absmax, bias, threshold, N, K): y, by the op where it must be."},
+    {"linear_int8_dgrad", (PyCFunction)(void (*)(void))bsh_direct_linear_int8_dgrad, METH_FASTCALL,
+     "linear_int8_dgrad(dy, packed, absmax, N, K): dx, by the op where it must be."},
     {"lora_4bit", (PyCFunction)(void (*)(void))bsh_direct_lora_4bit, METH_FASTCALL,
      "lora_4bit(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K, A, B, scale[, keep]): "
      "(y, xa), or None if Python must do it; keep(xa) is called before the product with W."},

@@ -137,9 +137,10 @@ def configure_direct(
     bfloat16; settings: for each of them callable, expected value, callable, expected value, ...; storage_address: 0 of
     a freed one; storage_holds: whether a tensor's storage holds all its elements."""
 
-def fall_back(calls: tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]] | None, /) -> Any:
-    """Who is called, with the same arguments, where linear_4bit, linear_4bit_dgrad and dequantize_4bit below cannot go
-    around the dispatcher; None: nobody, they return None, as tests want. What was set before."""
+def fall_back(calls: tuple[Callable[..., Tensor], ...] | None, /) -> Any:
+    """Who is called, with the same arguments, where linear_4bit, linear_4bit_dgrad, dequantize_4bit, linear_int8 and
+    linear_int8_dgrad below (in this order) cannot go around the dispatcher; None: nobody, they return None, as tests
+    want. What was set before."""
 
 def doubt_storages() -> None:
     """A storage was made smaller, not empty: the functions below ask storage_holds of each tensor from now on."""
@@ -173,6 +174,14 @@ def linear_4bit_dgrad(
     K: int,
     /,
 ) -> Tensor:
+    """The op of this name, around torch's dispatcher where that can be."""
+
+def linear_int8(
+    x: Tensor, packed: Tensor, absmax: Tensor, bias: Tensor | None, threshold: float, N: int, K: int, /
+) -> Tensor:
+    """The op of this name, around torch's dispatcher where that can be."""
+
+def linear_int8_dgrad(dy: Tensor, packed: Tensor, absmax: Tensor, N: int, K: int, /) -> Tensor:
     """The op of this name, around torch's dispatcher where that can be."""
 
 def lora_4bit(

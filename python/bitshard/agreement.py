@@ -50,7 +50,7 @@ def agree(origin: Any, mesh: Any) -> None:
 
 
 def agree_on(weights: dict[str, Any], group: Any) -> None:
-    """Compare all 4-bit weights of a model, by name, among the ranks of a process group. A collective of these.
+    """Compare all quantized weights of a model, by name, among the ranks of a process group. A collective of these.
 
     ValueError on all of them if one holds another weight.
     """
@@ -110,9 +110,10 @@ def _told(who: str, name: str, descriptions: list[tuple]) -> str:
         for name, first, other in zip(_NAMES, descriptions[0], descriptions[rank], strict=True)
         if not _alike([(first,), (other,)])
     ]
+    word = "int8" if descriptions[0][0] == "int8" else "4-bit"
     others = sum(not _alike([descriptions[0], other]) for other in descriptions)
     return (
-        f"the ranks that {who} hold different 4-bit weights{name} of {list(descriptions[0][2] or ())}: "
+        f"the ranks that {who} hold different {word} weights{name} of {list(descriptions[0][2] or ())}: "
         f"{'; '.join(differing)} ({others} of these {len(descriptions)} ranks differ from their rank 0). "
         "Load the same files with the same BitsAndBytesConfig on every rank, and set the same seed before weights that "
         "no file holds are made (transformers.set_seed)."

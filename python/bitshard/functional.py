@@ -74,6 +74,11 @@ def _linear_by_op(op: Callable[..., Tensor], x: Tensor, packed: Tensor, absmax: 
     return _by_op(op, x, packed, absmax, absmax_map, absmax2, offset, bias, *rest)
 
 
+def _int8_by_op(op: Callable[..., Tensor], x: Tensor, packed: Tensor, absmax: Tensor, *args: Any) -> Tensor:
+    bias, *rest = args
+    return _by_op(op, x, packed, absmax, ops.empty(absmax.device) if bias is None else bias, *rest)
+
+
 grouped.register()
 # An overload's `_op` is what it calls, without a Python frame around it; Dynamo traces the overload only.
 _C.fall_back(
@@ -81,6 +86,8 @@ _C.fall_back(
         partial(_linear_by_op, ops.linear_4bit._op),
         partial(_by_op, ops.linear_4bit_dgrad._op),
         partial(_by_op, ops.dequantize_4bit._op),
+        partial(_int8_by_op, ops.linear_int8._op),
+        partial(_by_op, ops.linear_int8_dgrad._op),
     )
 )
 _in_graph = (

@@ -111,7 +111,7 @@ def shard_world(weight: Any) -> tuple[int, int]:
     """(world, rank) of the mesh dimension over which `weight` is sharded; (1, 0) if none."""
     dims = [i for i, placement in enumerate(weight.placements) if placement.is_shard()]
     if len(dims) > 1:
-        raise ValueError(f"packed 4-bit weights are sharded over one mesh dimension, not over {weight.placements}")
+        raise ValueError(f"packed weights are sharded over one mesh dimension, not over {weight.placements}")
     if not dims:
         return 1, 0
     return weight.device_mesh.size(dims[0]), weight.device_mesh.get_local_rank(dims[0])
@@ -164,7 +164,7 @@ def cut_scales(weight: Any) -> None:
     local = weight._local_tensor
     if not isinstance(local, PackedShard):
         raise TypeError(
-            f"the 4-bit weight is sharded as {type(local).__name__}, not as PackedShard: was it quantized when "
+            f"the packed weight is sharded as {type(local).__name__}, not as PackedShard: was it quantized when "
             "fully_shard was called?"
         )
     local.origin.cut_scales(*shard_world(weight), local.device)

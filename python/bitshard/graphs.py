@@ -188,7 +188,8 @@ def _seen_plainly(modules: list[nn.Module]) -> list[Any]:
             for tensor in tensors.values() if tensors else ():
                 if tensor is not None:
                     found += id(tensor), tensor.data_ptr(), tensor.requires_grad
-        found += (id(held.state) for held in inventory.held_by(module))
+        for held in inventory.held_by(module):
+            found += held.captured()
         if "_active_adapter" in mine:
             found += [_copied(mine.get(name)) for name in PEFT]
     return found

@@ -52,6 +52,7 @@ class Packed:
     `__torch_function__` is here and not in `Params4bit` because unsloth deletes the one that it finds there.
     """
 
+    word = "4-bit"  # without a state
     bnb_quantized: bool = False
     handlers: dict[Any, Any]  # what answers the functions of torch
 
@@ -66,6 +67,8 @@ class PackedData(Tensor):
     `for p in model.parameters(): p.data.mul_(decay)` and `module.weight.data.normal_()` are how training code writes
     into weights. Copies of the same dtype may be written; results, copies, pickles and views are plain tensors.
     """
+
+    word = "4-bit"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -83,17 +86,26 @@ class PackedData(Tensor):
 # ---- what torch functions do with packed bytes; called with the class's own __torch_function__ off ----
 
 
+def word_of(weight: Tensor) -> str:
+    """What a weight, or its data, is, for messages: "4-bit" or "int8"."""
+    state = getattr(weight, "quant_state", None)
+    return weight.word if state is None else state.kind.word
+
+
 def cast_error(weight: Tensor, what: str) -> TypeError:
+    word = word_of(weight)
+    container = "the dtype" if word == "int8" else "bnb_4bit_quant_storage"
     return TypeError(
-        f"{what}: this 4-bit weight holds packed bytes in a {dtype_name(weight.dtype)} container; a cast would destroy "
-        "them. Choose the container with bnb_4bit_quant_storage when the model is loaded; for numbers use "
+        f"{what}: this {word} weight holds packed bytes in a {dtype_name(weight.dtype)} container; a cast would "
+        f"destroy them. Choose the container with {container} when the model is loaded; for numbers use "
         "dequantize_4bit(weight.data, weight.quant_state)."
     )
 
 
-def grad_error() -> RuntimeError:
+def grad_error(word: str) -> RuntimeError:
+    """The error for a gradient of a weight that is `word`: "4-bit" or "int8"."""
     return RuntimeError(
-        "requires_grad: packed 4-bit weights are bytes and have no gradient. To train such a layer in full leave it "
+        f"requires_grad: packed {word} weights are bytes and have no gradient. To train such a layer in full leave it "
         "unquantized: name it in llm_int8_skip_modules of BitsAndBytesConfig when the model is loaded, above all where "
         "peft's modules_to_save names it (as it does by itself for the classifiers of SEQ_CLS and TOKEN_CLS)"
     )
@@ -152,9 +164,12 @@ def arithmetic(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _arithmetic_error(func: Any, weight: Tensor | None) -> None:
     if weight is not None:  # a TypeError would reach the user as "unsupported operand"
+        word = word_of(weight)
+        product = "the layer" if word == "int8" else "matmul_4bit"
         raise ValueError(
-            f"{getattr(func, '__name__', func)}: a 4-bit weight of container dtype {dtype_name(weight.dtype)} holds "
-            "packed bytes, not numbers. Use dequantize_4bit(weight.data, weight.quant_state), or matmul_4bit."
+            f"{getattr(func, '__name__', func)}: {'an' if word == 'int8' else 'a'} {word} weight of container dtype "
+            f"{dtype_name(weight.dtype)} holds packed bytes, not numbers. Use "
+            f"dequantize_4bit(weight.data, weight.quant_state), or {product}."
         )
 
 

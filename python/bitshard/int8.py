@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from bitshard import ops
+from bitshard import _C, ops
 from bitshard.checks import check_values, into
 from bitshard.state import VALUE_DTYPES, dtype_name
 
@@ -203,13 +203,16 @@ def linear(
 
     Few rows of x are all multiplied as they are (csrc/ops/ops.c says up to how many).
     """
-    bias = ops.empty(x.device) if bias is None else bias
-    return ops.linear_int8(x, packed, absmax, bias, threshold, N, K)
+    if torch.compiler.is_dynamo_compiling():
+        return ops.linear_int8(x, packed, absmax, ops.empty(x.device) if bias is None else bias, threshold, N, K)
+    return _C.linear_int8(x, packed, absmax, bias, threshold, N, K)
 
 
 def linear_dgrad(dy: Tensor, packed: Tensor, absmax: Tensor, N: int, K: int) -> Tensor:
     """dx = dy W for the weight of `linear`: dy [..., N] -> [..., K], dtype of dy."""
-    return ops.linear_int8_dgrad(dy, packed, absmax, N, K)
+    if torch.compiler.is_dynamo_compiling():
+        return ops.linear_int8_dgrad(dy, packed, absmax, N, K)
+    return _C.linear_int8_dgrad(dy, packed, absmax, N, K)
 
 
 # ---- int32 products of old releases ----

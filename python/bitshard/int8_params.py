@@ -49,6 +49,7 @@ class Int8Params(Packed, torch.nn.Parameter, metaclass=PackedMeta):
     """
 
     # what a weight has that foreign code made with `torch.Tensor._make_subclass`
+    word = "int8"
     SCB: Tensor | None = None
     has_fp16_weights: bool = False
 

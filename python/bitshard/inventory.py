@@ -1,4 +1,4 @@
-"""How much of a model is 4-bit: one line at its first forward, because nothing else says what stays in 16 bits.
+"""How much of a model is 4-bit or int8: one line at its first forward, because nothing else says what stays in 16 bits.
 
 transformers quantizes `nn.Linear` layers only. The experts of Mixtral, Qwen3-MoE or gpt-oss are parameters of other
 modules and stay in 16 bits, most of such a model, unless `bitshard.experts` takes them.
@@ -20,8 +20,8 @@ from bitshard.kinds import EXPERTS, INT8
 logger = logging.getLogger("bitshard")
 
 _ADVICE = (
-    " Less than half of this model is 4-bit: load_in_4bit takes linear layers only. For experts call "
-    "bitshard.experts.enable() before the model is loaded (or set BITSHARD_EXPERTS=1); for layers left out see "
+    " Less than half of this model is {}: load_in_4bit and load_in_8bit take linear layers only. For 4-bit experts "
+    "call bitshard.experts.enable() before the model is loaded (or set BITSHARD_EXPERTS=1); for layers left out see "
     "llm_int8_skip_modules."
 )
 
@@ -48,6 +48,12 @@ def holders(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, held) for name, module in model.named_modules() for held in holders_of(module) if held.state]
 
 
+def quantized(model: nn.Module) -> list[Any]:
+    """Holders of every quantized weight of `model`, as `PackedWeight.quantized` shows them: whole int8 ones, too."""
+    found = (held.quantized() for module in model.modules() for held in holders_of(module))
+    return [held for held in found if held is not None]
+
+
 def counted(held: list[Any]) -> str:
     """Holders in words: "12 weights, 4 of them stacks of experts"."""
     stacks = sum(each.state.kind is EXPERTS for each in held)
@@ -63,24 +69,24 @@ def bits(held: list[Any]) -> str:
 
 def take(model: nn.Module) -> tuple[list[Any], int, Counter]:
     """(holders, their elements, elements of the other parameters by kind) of `model`, under FSDP of the whole one."""
-    held = {id(held): held for _, held in holders(model)}
-    packed = {(id(held.owner), held.name) for held in held.values()}
+    held = {(id(held.owner), held.name): held for held in quantized(model)}
     others: Counter = Counter()
     paths, head = {id(module): path for path, module in model.named_modules()}, _head(model)
     for module, name, elements in _parameters(model):
-        if (id(module), name) not in packed:
+        if (id(module), name) not in held:
             others[_kind(module, name, paths.get(id(module), ""), head)] += elements
     return list(held.values()), sum(held.state.shape.numel() for held in held.values()), others
 
 
-def line(model: nn.Module) -> tuple[str, float]:
-    """The line about `model`, and the 4-bit share of its elements."""
+def line(model: nn.Module) -> tuple[str, float, str]:
+    """The line about `model`, the quantized share of its elements, and what that is: as `bits` says."""
     held, elements, others = take(model)
     total = elements + sum(others.values())
     share = elements / max(total, 1)
     rest = ", ".join(f"{kind} {count / total:.1%}" for kind, count in others.most_common() if count > 0)
-    text = f"4-bit: {counted(held)}, {elements:,} of {total:,} elements ({share:.1%})"
-    return f"{text}; not 4-bit: {rest}." if rest else f"{text}.", share
+    word = bits(held)
+    text = f"{word}: {counted(held)}, {elements:,} of {total:,} elements ({share:.1%})"
+    return f"{text}; not {word.replace(' and ', ' or ')}: {rest}." if rest else f"{text}.", share, word
 
 
 def log_line(layer: nn.Module) -> None:
@@ -88,12 +94,14 @@ def log_line(layer: nn.Module) -> None:
     for held in held_by(layer):  # also by a replica of DataParallel, whose holder names the original as its owner
         held.reported = True
     model = model_of(layer)
-    for _, held in holders(model):
-        held.reported = True
+    for module in model.modules():
+        for held in holders_of(module):
+            held.reported = held.reported or held.quantized() is not None
     if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
         return
-    text, share = line(model)
-    logger.log(logging.INFO if share >= 0.5 else logging.WARNING, "%s", text + ("" if share >= 0.5 else _ADVICE))
+    text, share, word = line(model)
+    advice = "" if share >= 0.5 else _ADVICE.format(word)
+    logger.log(logging.WARNING if advice else logging.INFO, "%s", text + advice)
 
 
 def model_of(layer: nn.Module) -> nn.Module:

@@ -48,11 +48,11 @@ QUESTIONS = frozenset(getattr(torch.ops.aten, name) for name in ("detach", "is_p
 stand_in: Any = None  # class of the placeholder; `bitshard.placeholder` sets it
 
 
-def unreadable(what: str, shape: Any) -> ValueError:
-    """The error for reading a weight of `shape` of which this rank has only its part."""
+def unreadable(what: str, state: QuantState) -> ValueError:
+    """The error for reading a weight of which this rank has only its part."""
     return ValueError(
-        f"{what}: this rank keeps only its part of this 4-bit weight of {list(shape)} since it was loaded, for FSDP2 "
-        f"shards in this process. {_ADVICE}."
+        f"{what}: this rank keeps only its part of this {state.kind.word} weight of {list(state.shape)} since it was "
+        f"loaded, for FSDP2 shards in this process. {_ADVICE}."
     )
 
 
@@ -93,8 +93,9 @@ class KeptPart:
         """What torch.chunk(weight, count) gives FSDP2: this rank's rows, and tensors without data for the others."""
         if count != self.world:
             raise ValueError(
-                f"this 4-bit weight of {list(self.state.shape)} was loaded in parts for {self.world} ranks and is "
-                f"sharded over {count}: for FSDP2 over a part of the ranks (hybrid sharding) set BITSHARD_CUT=0"
+                f"this {self.state.kind.word} weight of {list(self.state.shape)} was loaded in parts for {self.world} "
+                f"ranks and is sharded over {count}: for FSDP2 over a part of the ranks (hybrid sharding) set "
+                "BITSHARD_CUT=0"
             )
         chunks = torch.empty(self.size, dtype=self.dtype, device="meta").chunk(count)
         return tuple(self.rows if rank == self.rank else chunk for rank, chunk in enumerate(chunks))
@@ -152,7 +153,7 @@ class KeptPart:
             store.compare_set(end, "", "failed")
         if store.get(end) != b"met":
             what = f"only some of the {self.world} ranks came to gather it in {seconds:g} s"
-            raise unreadable(what, self.state.shape)
+            raise unreadable(what, self.state)
 
     def _key(self, meeting: int, what: str) -> str:
         return f"bitshard/parts/{self.number}/{meeting}/{what}"

@@ -22,6 +22,7 @@ class Kind:
     """One kind of packed weight.
 
     Attributes:
+        word: for messages: a "4-bit" or an "int8" weight.
         name: of the layout of the bytes in checkpoints; None for bitsandbytes' own.
         format: names of a state's attributes that must be equal for its bytes and scales to be of one format.
         quantize: (values, with keywords the settings of `functional.quantize_4bit`) -> (packed, state).
@@ -29,6 +30,7 @@ class Kind:
         linear: (x [..., K], packed, state, bias or None) -> x W^T + bias [..., N]; no gradient.
     """
 
+    word: str
     name: str | None
     format: tuple[str, ...]
     quantize: Callable[..., Any]
@@ -66,6 +68,7 @@ class Kind:
 class FourBit(Kind):
     """NF4 and FP4: two codes to a byte in flattened order, one scale for `blocksize` elements; docs/formats.md."""
 
+    word = "4-bit"
     name = None
     format = ("shape", "blocksize", "quant_type", "nested", "kind")
 
@@ -96,7 +99,7 @@ class Int8(Kind):
     the scales, and weight_format, which is 0.
     """
 
-    name = "int8"
+    word = name = "int8"
     format = ("shape", "kind")
 
     def elements(self, state: Any, itemsize: int) -> int:

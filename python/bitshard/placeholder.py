@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bitshard import guards, kept_part, launch
 from bitshard.guards import cast_error, guarded, in_module_move, plain
 from bitshard.shard import PackedShard
-from bitshard.state import dtype_name
+from bitshard.state import QuantState, dtype_name
 from bitshard.tensor import Params4bit, require_shardable
 
 
@@ -24,13 +24,13 @@ class _NoOperator(TorchDispatchMode):
     Functions that only return metadata run no operator, or one of `kept_part.QUESTIONS`. So they need no list.
     """
 
-    def __init__(self, what: str, shape: list[int]):
+    def __init__(self, what: str, state: QuantState):
         super().__init__()
-        self.what, self.shape = what, shape
+        self.what, self.state = what, state
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func.overloadpacket not in kept_part.QUESTIONS:
-            raise kept_part.unreadable(self.what, self.shape)
+            raise kept_part.unreadable(self.what, self.state)
         return func(*args, **(kwargs or {}))
 
 
@@ -45,16 +45,11 @@ class PlaceholderParams4bit(Params4bit):
         kwargs = kwargs or {}
         if func in HANDLERS:
             return guarded(HANDLERS, func, args, kwargs)
-        what, shape = getattr(func, "__name__", str(func)), _first((args, *kwargs.values()))._shape
+        what, state = getattr(func, "__name__", str(func)), _first((args, *kwargs.values())).quant_state
         if func in kept_part.READERS:
-            raise kept_part.unreadable(what, shape)
-        with _NoOperator(what, shape):
+            raise kept_part.unreadable(what, state)
+        with _NoOperator(what, state):
             return guarded(HANDLERS, func, args, kwargs)
-
-    @property
-    def _shape(self) -> list[int]:
-        """Shape of the weight that was quantized."""
-        return list(self.quant_state.shape)
 
     def to(self, *args: Any, **kwargs: Any) -> Params4bit:
         """Move this rank's part."""
@@ -64,7 +59,7 @@ class PlaceholderParams4bit(Params4bit):
         if device is None or device == self.device:
             return self
         if device.type == "meta":
-            raise kept_part.unreadable("to(meta)", self._shape)
+            raise kept_part.unreadable("to(meta)", self.quant_state)
         self.quant_state.part.move(device)
         with plain():
             return self._like(kept_part.hollow(self.data, device))
@@ -84,13 +79,13 @@ class PlaceholderParams4bit(Params4bit):
 
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
         """torch calls this without `__torch_function__`."""
-        raise kept_part.unreadable("set_", self._shape)
+        raise kept_part.unreadable("set_", self.quant_state)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        raise kept_part.unreadable("pickling", self._shape)
+        raise kept_part.unreadable("pickling", self.quant_state)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"Params4bit(this rank's part of {self._shape}, {self.dtype}, {self.device})"
+        return f"Params4bit(this rank's part of {list(self.quant_state.shape)}, {self.dtype}, {self.device})"
 
 
 def _first(values: Any) -> PlaceholderParams4bit | None:
@@ -115,14 +110,14 @@ def _get_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
 def _set_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     weight, data = args
     if type(data) is not PlaceholderParams4bit or data.quant_state is not weight.quant_state:
-        raise kept_part.unreadable(".data =", weight._shape)
+        raise kept_part.unreadable(".data =", weight.quant_state)
     func(weight, data)
 
 
 def _cast(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     if in_module_move():
         return args[0]
-    raise kept_part.unreadable(getattr(func, "__name__", "cast"), args[0]._shape)
+    raise kept_part.unreadable(getattr(func, "__name__", "cast"), args[0].quant_state)
 
 
 def _chunk(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -138,7 +133,7 @@ def _new_zeros(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     weight = args[0]
     out = func(*args, **kwargs)
     if out.dtype is not weight.dtype or weight.quant_state.part is None:
-        raise kept_part.unreadable("new_zeros", weight._shape)
+        raise kept_part.unreadable("new_zeros", weight.quant_state)
     require_shardable(weight)
     launch.note_sharding()
     return PackedShard.wrap(out, weight.quant_state.part.hand_over(Params4bit, dict(weight.__dict__)))

@@ -149,7 +149,8 @@ class Origin:
         whole = self.state.absmax
         if whole.is_meta:
             raise ValueError(
-                f"{whole.numel()} scales on the meta device cannot be sharded: load the 4-bit weights first"
+                f"{whole.numel()} scales on the meta device cannot be sharded: load the {self.state.kind.word} weights "
+                "first"
             )
         sharded = ShardedScales.of_whole(whole, world, rank)
         self.scales_checksum = ops.checksum(whole)
@@ -299,12 +300,13 @@ def _check_allowed(func: Any, shard: PackedShard, args: Any, kwargs: dict[str, A
         dtype = shard.dtype
     else:
         raise ValueError(
-            f"{func}: packed 4-bit weights ({shard.dtype}) can be moved, not computed with; dequantize first"
+            f"{func}: packed {shard.origin.state.kind.word} weights ({shard.dtype}) can be moved, not computed with; "
+            "dequantize first"
         )
     if dtype != shard.dtype:
         raise TypeError(
-            f"{func} would cast packed 4-bit weights between {shard.dtype} and {dtype} and so destroy them; they keep "
-            "the dtype of their container (see bnb_4bit_quant_storage)"
+            f"{func} would cast packed {shard.origin.state.kind.word} weights between {shard.dtype} and {dtype} and so "
+            "destroy them; they keep the dtype of their container (of 4-bit ones see bnb_4bit_quant_storage)"
         )
 
 
@@ -317,7 +319,7 @@ def _padded(data: torch.Tensor, rows: int) -> torch.Tensor:
         return data
     if data.size(0) > rows:
         raise ValueError(
-            f"a shard of {data.size(0)} rows where this mesh expects {rows}: packed 4-bit weights can be sharded by "
+            f"a shard of {data.size(0)} rows where this mesh expects {rows}: packed weights can be sharded by "
             "fully_shard, not replicated"
         )
     storage_elements = data.untyped_storage().nbytes() // data.element_size()

@@ -21,7 +21,7 @@ from torch import Tensor
 from bitshard import adapters, agreement, foreign, gather, guards, kept_part, launch, ops
 from bitshard.checks import check_format, check_packed, check_storage
 from bitshard.container import container_dtype, repack, shardable_dtype
-from bitshard.guards import Packed, PackedData, cast_error, grad_error, in_module_move, packed_among, plain
+from bitshard.guards import Packed, PackedData, cast_error, grad_error, in_module_move, packed_among, plain, word_of
 from bitshard.kinds import EXPERTS, FOUR_BIT, INT8
 from bitshard.shard import PackedShard
 from bitshard.state import VALUE_DTYPES, QuantState, dtype_name
@@ -37,12 +37,14 @@ def verify(weight: Tensor, state: QuantState, where: str) -> None:
     For weights that somebody else delivered (FSDP1's views, a foreign `.data =`). Synchronizes with the device.
     ValueError naming the setting to change.
     """
-    expected = state.packed_elements(weight.element_size())
+    expected, word = state.packed_elements(weight.element_size()), state.kind.word
+    equal = "dtype= of from_pretrained"
+    if word == "4-bit":
+        equal = f"the storage dtype (bnb_4bit_quant_storage, and {equal}, all the same)"
     advice = (
         "The packed bytes were cast or rewritten on their way here. Under FSDP1 give the mixed precision policy a "
-        "param_dtype equal to the storage dtype (bnb_4bit_quant_storage, and dtype= of from_pretrained, all the "
-        "same), and with accelerate set fsdp_use_orig_params: false or a wrap policy that keeps LoRA apart; or use "
-        "FSDP2 (fsdp_version: 2)."
+        f"param_dtype equal to {equal}, and with accelerate set fsdp_use_orig_params: false or a wrap policy that "
+        "keeps LoRA apart; or use FSDP2 (fsdp_version: 2)."
     )
     loaded_in_parts = state.sharded is not None and state.sharded.checksum is not None
     if loaded_in_parts:
@@ -53,7 +55,7 @@ def verify(weight: Tensor, state: QuantState, where: str) -> None:
         )
     if weight.numel() != expected:
         raise ValueError(
-            f"{where}: the 4-bit weight arrived as {list(weight.shape)} of {dtype_name(weight.dtype)}, but "
+            f"{where}: the {word} weight arrived as {list(weight.shape)} of {dtype_name(weight.dtype)}, but "
             f"{list(state.shape)} packs into {expected} elements of that dtype. {advice}"
         )
     if state.checksum is None:
@@ -62,13 +64,13 @@ def verify(weight: Tensor, state: QuantState, where: str) -> None:
         found = int(ops.checksum(weight.detach()))
     if found != int(state.checksum):
         raise ValueError(
-            f"{where}: the 4-bit weight arrived as {list(weight.shape)} of {dtype_name(weight.dtype)} with other bytes "
-            f"than it was quantized to (checksum {found:#x}, expected {int(state.checksum):#x}). {advice}"
+            f"{where}: the {word} weight arrived as {list(weight.shape)} of {dtype_name(weight.dtype)} with other "
+            f"bytes than it was quantized to (checksum {found:#x}, expected {int(state.checksum):#x}). {advice}"
         )
     if loaded_in_parts and not state.absmax.is_meta:
         found = int(ops.checksum(state.absmax))
         if found != int(state.sharded.checksum):
-            raise ValueError(f"{where}: the 4-bit weight of {list(state.shape)} arrived with other scales. {advice}")
+            raise ValueError(f"{where}: the {word} weight of {list(state.shape)} arrived with other scales. {advice}")
 
 
 # ---- the parameter ----
@@ -159,7 +161,7 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=PackedMeta):
         check_storage(quant_storage)
         packed = bool(bnb_quantized) and _may_be_packed(data, quant_state)
         if packed and requires_grad:
-            raise grad_error()
+            raise grad_error("4-bit" if quant_state is None else quant_state.kind.word)
         held = getattr(module, "packed_weight", None)
         if held is not None and not bnb_quantized:
             held.rebuilt()
@@ -301,7 +303,7 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=PackedMeta):
             packed = kept_part.hollow(packed, packed.device)
         with plain():
             if self.requires_grad:
-                raise grad_error()
+                raise grad_error(state.kind.word)
             self.data = packed
         self.bnb_quantized = True
         self._set_state(state)
@@ -470,6 +472,8 @@ def _get_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     data, state = data.as_subclass(PackedData), args[0].quant_state
     if state is not None and state.kind is EXPERTS:
         data.of_stack = args[0]
+    elif state is not None and state.kind is INT8:
+        data.word = INT8.word
     return data
 
 
@@ -490,14 +494,14 @@ def _set_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
             return
         if data.dtype is not weight.dtype:
             raise TypeError(
-                f".data = {dtype_name(data.dtype)}: this 4-bit weight holds packed bytes in a "
-                f"{dtype_name(weight.dtype)} container. Under FSDP1 make param_dtype equal to bnb_4bit_quant_storage "
-                "and load the model with that dtype= too."
+                f".data = {dtype_name(data.dtype)}: this {word_of(weight)} weight holds packed bytes in a "
+                f"{dtype_name(weight.dtype)} container. Under FSDP1 make param_dtype equal to the container's dtype "
+                "(bnb_4bit_quant_storage of 4-bit weights) and load the model with that dtype= too."
             )
         state = weight.quant_state
         if data.dim() > 1 and state is not None and data.numel() != state.packed_elements(data.element_size()):
             raise ValueError(
-                f".data = {list(data.shape)}: this 4-bit weight of {list(state.shape)} packs into "
+                f".data = {list(data.shape)}: this {state.kind.word} weight of {list(state.shape)} packs into "
                 f"{state.packed_elements(data.element_size())} elements. Assign a new Params4bit "
                 "instead."
             )
@@ -625,9 +629,9 @@ def _is_floating_point(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         return answer
     if foreign.asked_by(foreign.FSDP1_FLATTENS):
         raise ValueError(
-            f"FSDP1 cannot shard 4-bit weights that are kept as {dtype_name(weight.dtype)}: load the model with "
-            "bnb_4bit_quant_storage= the dtype of the model, or after TrainingArguments(fsdp=...) or `accelerate "
-            "launch` have told this process that FSDP shards; or use FSDP2 (fully_shard)"
+            f"FSDP1 cannot shard {word_of(weight)} weights that are kept as {dtype_name(weight.dtype)}: load the "
+            "model with bnb_4bit_quant_storage= the dtype of the model, or after TrainingArguments(fsdp=...) or "
+            "`accelerate launch` have told this process that FSDP shards; or use FSDP2 (fully_shard)"
         )
     return launch.sharding_begins() and isinstance(weight, Params4bit) and weight._enter_float_container()
 
@@ -636,15 +640,16 @@ def _set_requires_grad(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """weight.requires_grad = ... and weight.requires_grad_(...)."""
     wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
     if wanted and args[0].bnb_quantized:
-        raise grad_error()
+        raise grad_error(word_of(args[0]))
     return func(*args, **kwargs)
 
 
 def _reduce(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """sum(), norm() and their like, of the bytes in the declared storage, as of bitsandbytes' weights."""
-    if packed_among((*args, *kwargs.values())) is None:
+    weight = packed_among((*args, *kwargs.values()))
+    if weight is None:
         return func(*args, **kwargs)
-    _warn_of_bytes(getattr(func, "__name__", "a reduction"))
+    _warn_of_bytes(getattr(func, "__name__", "a reduction"), weight)
     return func(*(_as_saved(arg) for arg in args), **{name: _as_saved(arg) for name, arg in kwargs.items()})
 
 
@@ -652,15 +657,16 @@ def _as_saved(value: Any) -> Any:
     return value.saved_data() if isinstance(value, Params4bit) and value.bnb_quantized else value
 
 
-def _warn_of_bytes(name: str) -> None:
+def _warn_of_bytes(name: str, weight: Tensor) -> None:
     """Once per process."""
     global _warned_of_bytes
     if not _warned_of_bytes:
         _warned_of_bytes = True
         logger.warning(
-            "%s of a 4-bit weight tells of its packed bytes, not of the weight. For that use "
+            "%s of %s weight tells of its packed bytes, not of the weight. For that use "
             "dequantize_4bit(weight.data, weight.quant_state).",
             name,
+            "an int8" if word_of(weight) == "int8" else "a 4-bit",
         )
 
 

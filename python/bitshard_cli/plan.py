@@ -29,6 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     lora.add_argument("--lora-experts", action="store_true", help="on stacks of experts, too")
     lora.add_argument("--optimizer", default="adamw_torch", help="as in TrainingArguments, such as adamw_8bit")
+    parser.add_argument("--load-in-8bit", action="store_true", help="linear layers of LLM.int8 instead of 4-bit ones")
     four = parser.add_argument_group("4-bit weights")
     four.add_argument("--nested", action="store_true", help="bnb_4bit_use_double_quant")
     four.add_argument("--experts", action="store_true", help="stacks of experts are 4-bit, too")
@@ -61,8 +62,8 @@ def job_of(args: argparse.Namespace) -> dict[str, Any]:
         sharding=f"fsdp{args.fsdp}" if gpus > 1 else "none", load=args.load,
         vocabulary="in_place" if args.gather_in_place else "gathered", loss_chunk=args.loss_chunk,
         checkpointing=not args.no_checkpointing, offload_weights="weights" in offload,
-        offload_activations="activations" in offload, experts_4bit=args.experts, head_4bit=args.head_4bit,
-        skip=tuple(args.skip), nested=args.nested,
+        offload_activations="activations" in offload, bits=8 if args.load_in_8bit else 4,
+        experts_4bit=args.experts, head_4bit=args.head_4bit, skip=tuple(args.skip), nested=args.nested,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`bitshard quantize`: a folder of 16-bit weights into one of 4-bit weights."""
+"""`bitshard quantize`: a folder of 16-bit weights into one of 4-bit or int8 weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from bitshard_cli import console
 from bitshard_cli.console import Result
 
-HELP = "make a folder of 16- or 32-bit weights into one with 4-bit weights, a tensor at a time"
+HELP = "make a folder of 16- or 32-bit weights into one with 4-bit or int8 weights, a tensor at a time"
 EXAMPLE = "bitshard quantize Qwen3-30B-A3B Qwen3-30B-A3B-nf4 --nested --experts"
 
 
@@ -17,6 +17,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Of BitsAndBytesConfig, in short, and how files are written."""
     parser.add_argument("folder", type=Path, help="with config.json and safetensors files")
     parser.add_argument("out", type=Path, help="a folder that does not exist yet")
+    parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="8: LLM.int8, load_in_8bit (default: 4)")
     parser.add_argument("--type", choices=("nf4", "fp4"), default="nf4", help="of the codes (default: nf4)")
     parser.add_argument("--nested", action="store_true", help="scales in 8 bits (bnb_4bit_use_double_quant)")
     parser.add_argument("--blocksize", type=int, default=64, help="weights per scale of experts (default: 64)")
@@ -55,6 +56,9 @@ def config_of(args: argparse.Namespace) -> object:
     """The quantization_config."""
     torch = console.load("torch")
     BitsAndBytesConfig = console.load("transformers.modeling_utils", "transformers").BitsAndBytesConfig
+    if args.bits == 8:
+        _require_plain(args)
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=args.skip)
     if not isinstance(getattr(torch, args.storage, None), torch.dtype):
         raise console.Mistake(f"--storage {args.storage}: no dtype of torch")
     settings = {
@@ -73,13 +77,25 @@ def config_of(args: argparse.Namespace) -> object:
     return BitsAndBytesConfig(load_in_4bit=True, **settings)
 
 
+def _require_plain(args: argparse.Namespace) -> None:
+    """Mistake where 8 bits are asked for with an option of 4-bit weights."""
+    of_four = {
+        "--type": args.type != "nf4", "--nested": args.nested, "--blocksize": args.blocksize != 64,
+        "--storage": args.storage != "uint8", "--compute-dtype": args.compute_dtype != "bfloat16",
+        "--experts": args.experts, "--calibrate": args.calibrate is not None, "--adapter": args.adapter is not None,
+    }  # fmt: skip
+    given = [name for name, there in of_four.items() if there]
+    if given:
+        raise console.Mistake(f"{given[0]} is of 4-bit weights: leave it out, or --bits 8")
+
+
 def bar(numbers: Iterable[int], total: int) -> Iterable[int]:
     """A bar over the tensors."""
     return console.progress(numbers, total=total, unit="tensor", label="Quantizing")
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Quantizes, and says what share is 4-bit and what is not."""
+    """Quantizes, and says what share of the elements that are, and what is not."""
     config = config_of(args)
     if args.adapter is not None and args.calibrate is None:
         raise console.Mistake("--adapter corrects what calibration leaves: add --calibrate TEXT")
@@ -98,14 +114,14 @@ def run(args: argparse.Namespace) -> Result:
     total = report.packed + report.dense
     lines = [
         f"{args.out}: {report.nbytes / 1e9:.2f} GB in {report.files} file{'' if report.files == 1 else 's'}; "
-        f"{report.packed:,} of {total:,} elements ({report.packed / total:.1%}) in 4 bits"
+        f"{report.packed:,} of {total:,} elements ({report.packed / total:.1%}) in {args.bits} bits"
     ]
     reasons: dict[str, list[str]] = {}
     for name, reason in report.skipped.items():
         reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        lines.append(f"not in 4 bits: {', '.join(names[:3])}{more}: {reason}")
+        lines.append(f"not in {args.bits} bits: {', '.join(names[:3])}{more}: {reason}")
     for name in args.skip or ():
         if not any(name in key for key in report.skipped):
             lines.append(f"--skip {name}: no matrix with that in its name stayed as it was")

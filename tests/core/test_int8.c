@@ -366,8 +366,10 @@ static void large(uint64_t *const state) {
   compare_product(state, 1, 128, 8192, true);
   compare_product(state, 7, 128, 1024, false);
   compare_product(state, 3, 259, 64, false);
+  compare_product(state, 141, 131, 4096 + 67, true);
+  compare_product(state, 128, 64, 130, false);
   compare_product(state, 1, 1, BSH_INT8_MAX_K, true);
-  compare_composition(state, 200, 140, 96, BSH_F16);
+  compare_composition(state, 400, 140, 96, BSH_F16);
   compare_linear(state, 99, 130, 65, BSH_BF16, 2.5f);
   for (int M = 1; M <= BSH_INT8_FEW; M++) compare_linear(state, M, 70, 1100, BSH_BF16, 0.0f);
   compare_linear(state, 1, 3, 8192 + 40, BSH_F32, 0.0f);

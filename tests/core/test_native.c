@@ -5,9 +5,13 @@
  * backend from the arguments it was given. */
 #include "check.h"
 
+#include <math.h>
+
 #include "core/arithmetic.h"
 #include "core/packed.h"
 #include "cpu/cpu.h"
+#include "cuda/int8.h"
+#include "gpu/int8.h"
 #include "gpu/linear.h"
 #include "gpu/ops.h"
 #include "native/native.h"
@@ -115,13 +119,35 @@ static bsh_status run_fused(const bsh_fused_args *const fused, const char *const
   return bsh_cpu_linear_4bit(&args, NULL);
 }
 
+/* The kernels of LLM.int8, of fp16. quantize_int8 marks columns of outliers, and zeroes none of them. */
+static void run_int8(const char *const name, const void *const argument) {
+  if (strncmp(name, "quantize", 8) == 0) {
+    bsh_quantize_int8_args row = *(const bsh_quantize_int8_args *)argument;
+    const int64_t rows = row.M;
+    for (row.M = 1; row.absmax < ((const bsh_quantize_int8_args *)argument)->absmax + rows; row.absmax++) {
+      CHECK((row.threshold > 0) == (row.outliers != NULL), "%s: marks without a threshold, or none", name);
+      bsh_cpu_quantize_int8(&row);
+      row.x = (const uint16_t *)row.x + row.ldx, row.codes += row.K;
+    }
+  } else if (strncmp(name, "scale_product", 13) == 0) {
+    bsh_cpu_scale_product_int8(argument);
+  } else if (strcmp(name, "gemm_int8_i32") == 0) {
+    const bsh_int8_gemm_args *const p = argument;
+    bsh_cpu_product_int8(&(bsh_product_int8_args){.a = p->a, .b = p->b, .sums = p->y, .M = p->M, .N = p->N, .K = p->K});
+  } else {
+    CHECK(strcmp(name, "clear_int8") == 0, "%s: another kernel", name);
+  }
+}
+
 bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kernel *const kernel,
                            const bsh_cuda_launch_shape *const shape, void **const arguments) {
   (void)shape;
   launches++;
   CHECK(entered == 1 && context->raw, "%s: launched outside of a call", kernel->name);
-  const bool quantizing = strncmp(kernel->name, "quantize", 8) == 0;
+  const bool int8 = strstr(kernel->name, "int8") != NULL;
+  const bool quantizing = !int8 && strncmp(kernel->name, "quantize", 8) == 0;
   CHECK(context->stream == (quantizing ? torch_stream : some_stream), "%s on another stream", kernel->name);
+  if (int8) return run_int8(kernel->name, arguments[0]), BSH_OK;
   if (strncmp(kernel->name, "quantize_4bit", 13) == 0) return bsh_cpu_quantize_4bit(arguments[0]);
   if (quantizing) return bsh_cpu_quantize_blockwise(arguments[0]);
   if (strncmp(kernel->name, "dequantize_blockwise", 20) == 0) return bsh_cpu_dequantize_blockwise(arguments[0]);
@@ -152,6 +178,11 @@ bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kerne
   void cgemm_4bit_inference_naive_##NAME(int32_t, int32_t, int32_t, const void *, const uint8_t *, const float *,      \
                                          const float *, void *, int32_t, int32_t, int32_t, int32_t, void *);
 BSH_NATIVE_DTYPES(DECLARE)
+void cint8_vector_quant(const void *, int8_t *, float *, float, int32_t, int32_t, void *);
+void cdequant_mm_int32_fp16(const int32_t *, const float *, const float *, void *, const void *, int32_t, int32_t,
+                            void *);
+int cigemmlt_32(void *, int32_t, int32_t, int32_t, const int8_t *, const int8_t *, void *, const float *, int32_t,
+                int32_t, int32_t, void *);
 #define THREE(PREFIX, SUFFIX) {PREFIX##fp32##SUFFIX, PREFIX##fp16##SUFFIX, PREFIX##bf16##SUFFIX}
 static void (*const quantize_cpu[3])(const float *, const void *, float *, uint8_t *, long long,
                                      long long) = THREE(cquantize_blockwise_cpu_, );
@@ -308,6 +339,77 @@ static void products(uint64_t *const state, const bsh_format format, const bool 
   free(expected);
 }
 
+/* ---- LLM.int8 ---- */
+
+/* Codes of x by rows, their product with codes of a weight, and that scaled. */
+static void int8_layer(uint64_t *const state, const float threshold, const bool biased) {
+  const int64_t M = 1 + random_below(state, 20), N = 1 + random_below(state, 40), K = 1 + random_below(state, 200);
+  uint16_t *const x = random_values(state, BSH_F16, M * K), *const bias = random_values(state, BSH_F16, N);
+  int8_t *const w = (int8_t *)random_bytes(state, N * K), *const codes = buffer(M * K), *const codes0 = buffer(M * K);
+  float *const rows = buffer(4 * M), *const rows0 = buffer(4 * M), *const columns = random_values(state, BSH_F32, N);
+  int32_t *const sums = buffer(4 * M * N), *const sums0 = buffer(4 * M * N);
+  uint16_t *const y = buffer(2 * M * N), *const y0 = buffer(2 * M * N);
+  uint8_t *const marks = buffer(K);
+  cint8_vector_quant(x, codes, rows, threshold, (int32_t)M, (int32_t)K, some_stream), fine("cint8_vector_quant");
+  for (int64_t m = 0; m < M; m++) /* a row alone: its outliers only are zero */
+    bsh_cpu_quantize_int8(&(bsh_quantize_int8_args){.x = x + m * K,
+                                                    .codes = codes0 + m * K,
+                                                    .absmax = rows0 + m,
+                                                    .outliers = threshold > 0 ? marks : NULL,
+                                                    .M = 1,
+                                                    .K = K,
+                                                    .ldx = K,
+                                                    .threshold = threshold,
+                                                    .dtype = BSH_F16});
+  check_same_bytes("codes", codes, codes0, M * K), check_same_bytes("rowStats", rows, rows0, 4 * M);
+  const int failed_to = cigemmlt_32(NULL, (int32_t)N, (int32_t)M, (int32_t)K, w, codes, sums, NULL, (int32_t)K,
+                                    (int32_t)K, (int32_t)N, some_stream);
+  CHECK(failed_to == 0, "cigemmlt_32 returned %d", failed_to);
+  fine("cigemmlt_32");
+  bsh_cpu_product_int8(&(bsh_product_int8_args){.a = codes0, .b = w, .sums = sums0, .M = M, .N = N, .K = K});
+  check_same_bytes("sums", sums, sums0, 4 * M * N);
+  cdequant_mm_int32_fp16(sums, rows, columns, y, biased ? bias : NULL, (int32_t)M, (int32_t)N, some_stream);
+  fine("cdequant_mm_int32_fp16");
+  bsh_cpu_scale_product_int8(&(bsh_scale_product_int8_args){.sums = sums0,
+                                                            .row_absmax = rows0,
+                                                            .col_absmax = columns,
+                                                            .bias = biased ? bias : NULL,
+                                                            .y = y0,
+                                                            .M = M,
+                                                            .N = N,
+                                                            .dtype = BSH_F16});
+  check_same_bytes("y", y, y0, 2 * M * N);
+  free(x), free(bias), free(w), free(codes), free(codes0), free(rows), free(rows0), free(columns), free(sums);
+  free(sums0), free(y), free(y0), free(marks);
+}
+
+static void int8_mistakes(uint64_t *const state) {
+  uint16_t *const x = random_values(state, BSH_F16, 64);
+  float *const stats = random_values(state, BSH_F32, 8);
+  int8_t *const codes = (int8_t *)random_bytes(state, 64), *const out = buffer(256);
+  int32_t *const sums = (int32_t *)(void *)out;
+  cint8_vector_quant(x, out, stats, 0, 2, 0, NULL), failed("2 rows of 0", out, 256);
+  cint8_vector_quant(x, out, stats, 0, -1, 8, NULL), failed("-1 rows of 8", out, 256);
+  cint8_vector_quant(x, out, stats, -6.0f, 2, 8, NULL), failed("threshold -6", out, 256);
+  cint8_vector_quant(x, out, stats, (float)NAN, 2, 8, NULL), failed("threshold", out, 256);
+  cint8_vector_quant((char *)x + 1, out, stats, 0, 2, 8, NULL), failed("A (", out, 256);
+  cint8_vector_quant(x, out, NULL, 0, 2, 8, NULL), failed("rowStats is NULL", out, 256);
+  cint8_vector_quant(NULL, NULL, NULL, 0, 0, 8, NULL), fine("nothing to do");
+  cdequant_mm_int32_fp16(NULL, stats, stats, out, NULL, 2, 8, NULL), failed("A is NULL", out, 256);
+  cdequant_mm_int32_fp16(sums, stats, stats, out + 1, NULL, 2, 8, NULL), failed("out (", out, 256);
+  cdequant_mm_int32_fp16(sums, stats, stats, out, (char *)x + 1, 2, 8, NULL), failed("bias (", out, 256);
+  cdequant_mm_int32_fp16(sums, stats, NULL, out, NULL, 2, 8, NULL), failed("colStats is NULL", out, 256);
+  cdequant_mm_int32_fp16(sums, stats, stats, out, NULL, 2, -8, NULL), failed("2 rows of -8", out, 256);
+  CHECK(cigemmlt_32(NULL, 4, 2, 8, codes, codes, sums, NULL, 16, 8, 4, NULL) == 1, "a failure returned 0");
+  failed("lda, ldb, ldc = 16, 8, 4, expected k, k, m = 8, 8, 4", out, 256);
+  cigemmlt_32(NULL, 4, 2, 0, codes, codes, sums, NULL, 0, 0, 4, NULL), failed("k = 0", out, 256);
+  cigemmlt_32(NULL, 4, 2, 131072, codes, codes, sums, NULL, 131072, 131072, 4, NULL), failed("k = 131072", out, 256);
+  cigemmlt_32(NULL, 4, 2, 8, codes, NULL, sums, NULL, 8, 8, 4, NULL), failed("B is NULL", out, 256);
+  cigemmlt_32(NULL, 4, 2, 8, codes, codes, out + 1, NULL, 8, 8, 4, NULL), failed("C (", out, 256);
+  CHECK(cigemmlt_32(NULL, 4, 0, 8, NULL, NULL, NULL, NULL, 8, 8, 4, NULL) == 0, "nothing to do is a failure");
+  free(x), free(stats), free(codes), free(out);
+}
+
 /* ---- mistakes ---- */
 
 static void mistakes(uint64_t *const state) {
@@ -355,8 +457,9 @@ int main(const int argc, char **const argv) {
     eight_bits(&state, dtype, n, blocksize);
     four_bits(&state, dtype, format, 1 + random_below(&state, 5), n, blocksize);
     products(&state, format, round % 2, round / 2 % 2);
+    int8_layer(&state, round % 2 ? 0.5f : 0.0f, round / 2 % 2);
   }
-  mistakes(&state);
+  mistakes(&state), int8_mistakes(&state);
   free(map);
   printf("test_native: ok, seed %" PRIu64 ", %d launches\n", check_seed, launches);
   return 0;

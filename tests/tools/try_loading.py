@@ -1,5 +1,6 @@
-"""Lightning's plugin, diffusers' quantizer and sentence-transformers over 4-bit weights, beside the original."""
+"""Lightning's plugin, diffusers' quantizers and sentence-transformers, in 4 and 8 bits, beside the original."""
 
+import functools
 import math
 
 import beside
@@ -9,14 +10,13 @@ from beside import BOTH, OURS, THEIRS
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """results(tool, worker): {package: results} of one process each."""
-    found = {}
+    """results(tool, worker, *arguments): {package: results} of one process each; "" is a tool of the environment."""
+    folder = tmp_path_factory.mktemp("loading")
 
-    def run(tool, worker):
-        if worker not in found:
-            folder = tmp_path_factory.mktemp(tool)
-            found[worker] = {which: beside.run(which, [tool], worker, out=folder / which)[0] for which in BOTH}
-        return found[worker]
+    @functools.cache
+    def run(tool, worker, *arguments):
+        out, tools = folder / "-".join([worker, *arguments]), [tool] if tool else []
+        return {which: beside.run(which, tools, worker, *arguments, out=out / which)[0] for which in BOTH}
 
     return run
 
@@ -45,14 +45,37 @@ def test_lightning(results, mode):
     assert ours["losses"][-1] < 0.9 * ours["losses"][0]
 
 
-@pytest.mark.parametrize("name", ("replaced", "replaced_meta"))
+@pytest.mark.parametrize("mode", ("int8", "int8-training"))
+def test_lightning_int8(results, mode):
+    """The original's codes, scales and keys; the head trains behind codes, all layers behind float weights."""
+    found = results("lightning", "lightning_plugin.py")
+    ours, theirs = found[OURS][mode], found[THEIRS][mode]
+    same = ("classes", "dtypes", "trained", "thresholds", "bytes", "keys", "scales", "moved")
+    assert all(ours.get(name) == theirs.get(name) for name in same)
+    assert ours["classes"] == ["Int8Params"] * 2 and ours["thresholds"] == [6.0] * 2
+    assert ours["trained"] == [mode == "int8-training"] * 2 and ours.get("moved", [True, True]) == [True, True]
+    assert ("0.SCB" in ours["keys"]) is (mode == "int8")
+    assert beside.gap(theirs["losses"], ours["losses"]) <= 0.01
+    assert ours["losses"][-1] < 0.3 * ours["losses"][0]
+
+
+def test_lightning_loads_codes_and_scales_together(results):
+    """Its hook takes codes out of the state dict; the original then loads the scales beside codes of another weight."""
+    found = results("lightning", "lightning_plugin.py")
+    ours, theirs = found[OURS]["loaded_int8"], found[THEIRS]["loaded_int8"]
+    assert ours == {"differed": True, "codes_loaded": True, "scales_loaded": True}
+    assert theirs == {"differed": True, "codes_loaded": False, "scales_loaded": True}
+
+
+@pytest.mark.parametrize("name", ("replaced", "replaced_meta", "replaced_int8"))
 def test_lightning_puts_packed_bytes_into_a_layer(results, name):
-    """By `.data =` and `.quant_state =`, or into a weight on the meta device, as it does on CUDA."""
+    """By `.data =` and `.quant_state =` (`.SCB =`), or into a weight on the meta device, as it does on CUDA."""
     found = results("lightning", "lightning_plugin.py")
     ours, theirs = found[OURS][name], found[THEIRS][name]
     assert "error" not in theirs and "error" not in ours, (ours, theirs)
     assert ours["keys"] == theirs["keys"]
-    assert close(ours["out"], theirs["out"], 0.1) and close(ours["grad"], theirs["grad"], 0.1)
+    bound = 0.01 * max(map(abs, theirs["out"])) if name == "replaced_int8" else 0.1
+    assert close(ours["out"], theirs["out"], bound) and close(ours["grad"], theirs["grad"], 0.1)
 
 
 def test_diffusers(results):
@@ -63,6 +86,33 @@ def test_diffusers(results):
     assert ours["kept"] and ours["gap"] == 0.0 and ours["dequantized"] < 1e-4
     assert close(ours["sample"], theirs["sample"], 0.05) and not close(ours["sample"], ours["dense"], 1e-3)
     assert ours["bytes"] == theirs["bytes"] < 0.3
+
+
+def test_diffusers_int8(results):
+    """The same in 8 bits: codes and scales of the original, kept by files; values by `dequantize_and_replace`."""
+    found = results("diffusers", "diffusers_quantizer.py", "--bits", "8")
+    ours, theirs = found[OURS], found[THEIRS]
+    assert ours["packed"] == theirs["packed"] and len(ours["packed"]) == 32
+    assert ours["kept"] and ours["gap"] == 0.0
+    assert ours["dequantized"] < 1.1 * theirs["dequantized"] < 0.05
+    assert close(ours["sample"], theirs["sample"], 0.02) and not close(ours["sample"], ours["dense"], 1e-3)
+    assert close(ours["sample"], ours["dense"], 0.05) and ours["bytes"] == theirs["bytes"] < 0.3
+
+
+def test_accelerate_int8(results):
+    """`load_and_quantize_model`: the original's scales, its codes but for halves, kept by files; `cpu_offload`."""
+    found = results("", "accelerate_loader.py")
+    ours, theirs = found[OURS], found[THEIRS]
+    assert "again_error" not in ours and "offload_error" not in ours, (ours, theirs)
+    assert (
+        ours["keys"] == theirs["keys"] and ours["codes"].keys() == theirs["codes"].keys() and len(ours["codes"]) == 14
+    )
+    for (codes, scales), (their_codes, their_scales) in zip(
+        ours["codes"].values(), theirs["codes"].values(), strict=True
+    ):
+        assert wrong(codes, their_codes) <= 1e-3 and scales == their_scales
+    assert ours["kept"] and ours["gap"] == ours["offloaded_gap"] == 0.0
+    assert close(ours["logits"], theirs["logits"], 0.05)
 
 
 def test_sentence_transformers(results):

@@ -60,8 +60,8 @@ def calibrate_folder(
         rank: of that.
         layer_progress: wraps the reports of decoder layers, (reports, how many layers).
 
-    ValueError: ids that the model has no embedding for, weights that are quantized already. NotImplementedError: a
-    model whose decoder layers cannot be run one by one.
+    ValueError: ids that the model has no embedding for, weights that are quantized already, a config that makes int8
+    weights. NotImplementedError: a model whose decoder layers cannot be run one by one.
     """
     folder, out, device = Path(folder), Path(out), device_of(device)
     adapter = Path(adapter) if adapter is not None else None
@@ -70,6 +70,7 @@ def calibrate_folder(
         require_new(adapter)
         require_new(_partial(adapter))
     require_dense(folder)
+    require_4bit(quantization_config)
     journal = remembered(out)
     source = Source(folder, None if journal is None else journal["source"])
     skeleton = skeleton_of(folder, source, quantization_config, torch.device("cpu"))
@@ -122,6 +123,16 @@ def require_dense(folder: Path) -> None:
     """ValueError where a folder's weights are quantized already, OSError where it has no config."""
     if format_of(folder):
         raise ValueError(f"{folder}: its weights are quantized already ({format_of(folder)}); calibrate 16-bit ones")
+
+
+def require_4bit(quantization_config: Any) -> None:
+    """ValueError for a config that makes no 4-bit weights."""
+    if not getattr(quantization_config, "load_in_4bit", False):
+        name = "load_in_8bit" if getattr(quantization_config, "load_in_8bit", False) else "no load_in_4bit"
+        raise ValueError(
+            f"calibration chooses codes and scales of 4-bit weights, the quantization_config has {name}; int8 weights "
+            "need none: quantize them with bitshard quantize --bits 8, or load with load_in_8bit=True"
+        )
 
 
 def require_ids(model: nn.Module, ids: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bitshard.calibration.decoder import Decoder
-from bitshard.calibration.folder import LayerProgress, require_ids, targets_of
+from bitshard.calibration.folder import LayerProgress, require_4bit, require_ids, targets_of
 from bitshard.calibration.layers import LayerReport, Layers, Made, calibrate_layers
 from bitshard.container import repack
 from bitshard.inventory import holders_of
@@ -42,6 +42,7 @@ def calibrate(
     """
     if getattr(model, "is_quantized", False):
         raise ValueError(f"{type(model).__name__}: this model is quantized already")
+    require_4bit(quantization_config)
     require_ids(model, ids)
     device = torch.device(device) if device is not None else model.device
     packed = Skeleton(

@@ -1,4 +1,7 @@
-"""What a checkpoint's files hold, found out without loading tensors but the few bytes that describe 4-bit weights."""
+"""What a checkpoint's files hold, found out without loading tensors but the few bytes that describe 4-bit weights.
+
+An int8 weight has no description: it is int8 [N, K] with a float32 [N] beside it that is called SCB.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from bitshard.convert.headers import Stored, read_header, read_index
 from bitshard.sharding.checkpoints.reading import INDEX, SINGLE
 
 _JSON = ".quant_state.bitsandbytes__"
+INT8 = "int8"
+_BESIDE_INT8 = ("SCB", "weight_format")
 _BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _JSON_LIMIT = 1 << 20
 _CHUNK = 1 << 24
@@ -24,11 +29,11 @@ class Weight(NamedTuple):
 
     Attributes:
         name: its key.
-        format: nf4, fp4, or safetensors' name of a dense dtype.
+        format: nf4, fp4, int8, or safetensors' name of a dense dtype.
         shape: of the values, also where they are packed.
         storage: safetensors' name of the dtype of the bytes in the file.
         nbytes: with all that is beside it.
-        details: of a 4-bit weight: blocksize, nested, dtype, experts.
+        details: of a 4-bit or int8 weight: blocksize, nested, dtype, experts.
         sum: of its bytes and of all that is beside it, where these were read.
     """
 
@@ -44,9 +49,14 @@ class Weight(NamedTuple):
         """For people."""
         words = [self.name, self.format, "x".join(map(str, self.shape)) or "scalar", f"{self.nbytes:,} bytes"]
         if self.details:
-            nested = "nested" if self.details["nested"] else "plain"
-            words += [f"in {self.storage}", f"blocks of {self.details['blocksize']}", f"{nested} scales"]
+            words += [f"in {self.storage}", *self.scaled()]
         return ", ".join([*words, *filter(None, [self.sum])])
+
+    def scaled(self) -> list[str]:
+        """Its scales in words."""
+        if self.format == INT8:
+            return ["a scale for each row"]
+        return [f"blocks of {self.details['blocksize']}", f"{'nested' if self.details['nested'] else 'plain'} scales"]
 
 
 class Looked(NamedTuple):
@@ -61,12 +71,15 @@ class Looked(NamedTuple):
     def summary(self) -> str:
         """One line."""
         elements = sum(math.prod(weight.shape) for weight in self.weights)
-        packed = sum(math.prod(weight.shape) for weight in self.weights if weight.details)
-        share = packed / max(elements, 1)
+        packed = Counter()
+        for weight in self.weights:
+            packed[8 if weight.format == INT8 else 4] += math.prod(weight.shape) if weight.details else 0
+        bits = [4] if not packed[8] else [8] if not packed[4] else [4, 8]
+        shares = " and ".join(f"{packed[each] / max(elements, 1):.1%} of them in {each} bits" for each in bits)
         files = f"{self.files} file{'' if self.files == 1 else 's'}"
         return (
             f"{self.path}: {files}, {self.nbytes:,} bytes, {len(self.weights):,} tensors of {elements:,} elements, "
-            f"{share:.1%} of them in 4 bits"
+            f"{shares}"
         )
 
     def kinds(self) -> Iterator[str]:
@@ -75,9 +88,9 @@ class Looked(NamedTuple):
         for weight in self.weights:
             kind = weight.format
             if weight.details:
-                nested = "nested" if weight.details["nested"] else "plain"
                 what = "stacks of experts" if weight.details["experts"] else "weights"
-                kind = f"{weight.format} {what}, blocks of {weight.details['blocksize']}, {nested}, in {weight.storage}"
+                scaled = ", ".join(weight.scaled()).removesuffix(" scales")
+                kind = f"{weight.format} {what}, {scaled}, in {weight.storage}"
             elements = math.prod(weight.shape)
             groups.setdefault(kind, Counter()).update(tensors=1, elements=elements, nbytes=weight.nbytes)
         for kind, found in sorted(groups.items(), key=lambda item: -item[1]["nbytes"]):
@@ -162,13 +175,24 @@ def _against_index(path: Path, stored: dict[str, tuple[Path, Stored]]) -> list[s
 def _weights(stored: dict, complaints: list[str], sums: bool, progress: Callable) -> Iterator[Weight]:
     """Dense tensors, and packed ones with what is beside them."""
     packed = {name.partition(_JSON)[0]: name for name in stored if _JSON in name}
+    int8 = {name for name, (_, entry) in stored.items() if entry.dtype == "I8" and _scales_of(name) in stored}
     beside = {f"{key}.{end}" for key in packed for end in _BESIDE} | set(packed.values())
+    beside |= {name.removesuffix("weight") + end for name in int8 for end in _BESIDE_INT8}
     for name in progress(stored, len(stored)):
         if name in beside:
             continue
         _, entry = stored[name]
-        parts = [name, *(f"{name}.{end}" for end in _BESIDE), packed.get(name)] if name in packed else [name]
+        parts = [name]
+        if name in packed:
+            parts += [*(f"{name}.{end}" for end in _BESIDE), packed[name]]
+        elif name in int8:
+            parts += [name.removesuffix("weight") + end for end in _BESIDE_INT8]
         total = _sum([stored[part] for part in parts if part in stored]) if sums else None
+        if name in int8:
+            weight, wrong = _int8(name, [stored[part][1] for part in parts if part in stored])
+            complaints += wrong
+            yield weight._replace(sum=total)
+            continue
         if name not in packed:
             yield Weight(name, entry.dtype, entry.shape, entry.dtype, entry.nbytes, {}, total)
             continue
@@ -177,6 +201,23 @@ def _weights(stored: dict, complaints: list[str], sums: bool, progress: Callable
         if weight is not None:
             yield weight._replace(sum=total)
     complaints += [f"{name}: its packed weight is absent" for name in packed if name not in stored]
+
+
+def _scales_of(name: str) -> str | None:
+    """Name of the scales of an int8 weight; None where the name is not that of one."""
+    return name.removesuffix("weight") + _BESIDE_INT8[0] if name.endswith("weight") else None
+
+
+def _int8(name: str, parts: list[Stored]) -> tuple[Weight, list[str]]:
+    """An int8 weight, its scales and the mark of its order, and where the scales contradict it."""
+    codes, scales = parts[0], parts[1]
+    wrong = []
+    if len(codes.shape) != 2 or scales.dtype != "F32" or math.prod(scales.shape) != codes.shape[0]:
+        found = f"{scales.dtype} {list(scales.shape)}"
+        wrong.append(f"{_scales_of(name)}: {found}, expected F32, one for each row of {list(codes.shape)}")
+    details = {"blocksize": codes.shape[-1] if codes.shape else 0, "nested": False, "dtype": None, "experts": False}
+    nbytes = sum(part.nbytes for part in parts)
+    return Weight(name, INT8, tuple(codes.shape), codes.dtype, nbytes, details), wrong
 
 
 def _packed(name: str, described: str, stored: dict) -> tuple[Weight | None, list[str]]:

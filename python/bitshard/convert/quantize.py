@@ -1,5 +1,5 @@
-"""A folder of 16- or 32-bit weights made into one of 4-bit weights, as from_pretrained and save_pretrained would, with
-one tensor in memory at a time."""
+"""A folder of 16- or 32-bit weights made into one of 4-bit or int8 weights, as from_pretrained and save_pretrained
+would, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Report(NamedTuple):
     """What became of the weights.
 
     Attributes:
-        packed, dense: numbers of elements that are 4-bit, and that are not.
+        packed, dense: numbers of elements that are quantized, and that are not.
         skipped: key -> why a matrix stayed as it was.
         files: how many.
         nbytes: of all.
@@ -58,7 +58,7 @@ def quantize_folder(
     chosen: Chosen = lambda key: None,
     chosen_by: Any = None,
 ) -> Report:
-    """Write the model of `folder` with 4-bit weights to `out`: the bytes of loading it quantized and saving it.
+    """Write the model of `folder` with 4-bit or int8 weights to `out`: the bytes of loading it quantized and saving it.
 
     At most one tensor is in memory at a time, of a stack of experts the whole stack. Files are written into OUT.partial
     and named when they are whole; `out` appears at the end. An interrupted run is repeated with the same arguments, and
@@ -68,7 +68,8 @@ def quantize_folder(
         folder: config.json and safetensors files in float32, float16 or bfloat16. Those in MXFP4 or FP8 are loaded in
             4 bits as a whole and saved: their model has to fit into memory, and a run begins anew.
         out: must not exist.
-        quantization_config: BitsAndBytesConfig(load_in_4bit=True, ...), or FourBitConfig for experts, too.
+        quantization_config: BitsAndBytesConfig(load_in_4bit=True, ...) or (load_in_8bit=True, ...), or FourBitConfig
+            for experts, too.
         device: that quantizes.
         max_shard_size: the most bytes of a file.
         consume: delete each file of `folder` once all that was made of it is on the disk and was read back. The last
@@ -219,7 +220,7 @@ def _report(items: list[Item], entries: dict[str, Any], files: int, left_out: li
 
 
 def _reason(module: torch.nn.Module, name: str, dimensions: int) -> str:
-    """Why a matrix is not 4-bit."""
+    """Why a matrix is not quantized."""
     if isinstance(module, torch.nn.Embedding):
         return "an embedding"
     if name != "weight":

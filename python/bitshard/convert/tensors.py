@@ -1,6 +1,6 @@
 """The tensors of a checkpoint that is made out of another one, each by itself: what it will be, and then its values.
 
-A model of transformers on the meta device says which tensors there are and which become 4-bit; the files' own tensors
+A model of transformers on the meta device says which tensors there are and which are quantized; the files' own tensors
 are put together and named by transformers' conversions, there and back.
 """
 
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from bitshard.inventory import holder_of
+from bitshard.kinds import INT8
 from bitshard.sharding.checkpoints import contents
 from bitshard.sharding.checkpoints.files import Entry
 from bitshard.sharding.checkpoints.names import conversions, reverted
 from bitshard.sharding.checkpoints.reading import Checkpoint
 from bitshard.sharding.loading.skeleton import Skeleton
-from bitshard.state import QuantState
+from bitshard.state import QuantState, int8_state
 from bitshard.tensor import Params4bit
 
 _JSON_BYTES, _EXPERT_BYTES = 256, 24  # of a weight's JSON entry, and of each expert's number in it
@@ -35,7 +36,7 @@ class Item(NamedTuple):
         entries: what the new checkpoint has of it, by the names there.
         sources: names of the tensors in the files that it is made of.
         elements: numbers in it.
-        packed: whether it becomes a 4-bit weight.
+        packed: whether it becomes a 4-bit or int8 weight.
     """
 
     place: tuple[str, nn.Module, str]
@@ -49,7 +50,7 @@ class Tensors:
     """All of them, in the model's order.
 
     Args:
-        skeleton: with the settings of 4-bit weights.
+        skeleton: with the settings of 4-bit or int8 weights.
         files: dense ones, which the skeleton has checked.
         chosen: key -> packed bytes and state of a 4-bit weight that is not quantized here; None: it is.
     """
@@ -98,6 +99,9 @@ class Tensors:
 def packed_like(key: str, held: Any, weight: Any) -> tuple[dict[str, Tensor], str]:
     """Tensors of the meta device as a quantized weight's, and how the name of its JSON ends, whose length varies."""
     shape = held.shape if held.shape is not None else weight.shape
+    if held.kind is INT8:
+        state = int8_state(torch.empty(shape[0], device="meta"), shape, torch.bfloat16)
+        return {key: torch.empty(shape, dtype=torch.int8, device="meta"), **INT8.beside(key, state)}, ""
     packed, state = held.kind.quantize(
         torch.empty(shape, dtype=torch.bfloat16, device="meta"),
         blocksize=weight.blocksize,

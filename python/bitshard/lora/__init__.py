@@ -65,7 +65,8 @@ def fuse(model: nn.Module) -> Report:
         why = "; ".join(sorted({_ways(layer).never(layer) for layer in found.values()}))
         raise ValueError(
             f"bitshard.lora.fuse: none of the {len(found)} LoRA layers of this {type(model).__name__} can be fused "
-            f"({why}). Load the model with load_in_4bit=True, and bitshard's bitsandbytes installed."
+            f"({why}). Only those of models that are loaded with load_in_4bit=True, and bitshard's bitsandbytes "
+            "installed, can; all others work without it."
         )
     for layer in able:
         ways = _ways(layer)

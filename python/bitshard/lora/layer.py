@@ -95,6 +95,8 @@ Fused = FusedLinear4bit
 
 def never(layer: nn.Module) -> str | None:
     """Why `layer`, one of peft's, can't be fused whatever its state."""
+    if isinstance(layer, bnb.Linear8bitLt):
+        return "its weight is int8, of which nothing is fused yet"
     if not isinstance(layer.get_base_layer(), Base):
         return "its 4-bit weight is of another library" if isinstance(layer, Peft) else "its weight is not 4-bit"
     if type(layer) is not Peft and not isinstance(layer, FusedLinear4bit):

@@ -274,13 +274,17 @@ class Embedding8bit(HoldsInt8Weight, nn.Embedding):
         parameters, held = self._parameters, self.packed_weight
         weight = parameters["weight"] if "weight" in parameters else self.weight
         if held.state is not None or getattr(weight, "quant_state", None) is not None:
-            return held.ready(weight)
-        if weight.dtype is not torch.int8:
+            weight, scales = held.ready(weight)
+        elif weight.dtype is torch.int8:
+            scales = self._scales(weight)
+        else:
             raise RuntimeError(
                 f"Embedding8bit: the weight {list(weight.shape)} of {dtype_name(weight.dtype)} is not quantized yet: "
                 "move the module to a device first, for instance with .to('cpu') or .cuda()"
             )
-        return weight, self._scales(weight)
+        if not held.reported and not torch.compiler.is_compiling():
+            inventory.log_line(self)
+        return weight, scales
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         weight = self._parameters.get("weight")

@@ -134,6 +134,14 @@ class PackedWeight:
         """What a checkpoint has of the weight: this holder; None where it is a float like others."""
         return self
 
+    def quantized(self) -> PackedWeight | None:
+        """This holder, for reports; None where the weight is a float."""
+        return self if self.state is not None else None
+
+    def captured(self) -> tuple:
+        """What a CUDA graph of a forward has from here beside the parameter; another value needs another graph."""
+        return (id(self.state),)
+
     # -- for a forward --
 
     def ready(self, weight: Tensor) -> tuple[Tensor, QuantState]:
@@ -190,7 +198,8 @@ class PackedWeight:
                 raise ValueError(
                     f"{owner}: tensor parallelism (parallelize_module, distribute_tensor, tp_plan) has made the packed "
                     f"weight of {list(self.state.shape)} a DTensor {list(weight.shape)}, and cuts bytes where it means "
-                    "rows or columns. Leave 4-bit layers out of the plan, and shard them with FSDP2 (fully_shard)."
+                    f"rows or columns. Leave {self.kind.word} layers out of the plan, and shard them with FSDP2 "
+                    "(fully_shard)."
                 )
             raise ValueError(
                 f"{owner}: the weight is still sharded (DTensor {list(weight.shape)}): call the module that FSDP2 "
@@ -200,7 +209,7 @@ class PackedWeight:
         if own is not None:
             self.known(own)
             if own.part is not None:
-                raise kept_part.unreadable(owner, own.shape)
+                raise kept_part.unreadable(owner, own)
             return
         if self.state is None or (isinstance(weight, Params4bit) and not weight.bnb_quantized):
             raise RuntimeError(
@@ -288,8 +297,8 @@ class PackedWeight:
             return self._put_view(value)
         if self.shard is not None and value is not None:
             raise ValueError(
-                f"weight = {list(value.shape)} of {dtype_name(value.dtype)}: this 4-bit layer is sharded by FSDP2 and "
-                "takes a quantized Params4bit only, which it writes into its shards"
+                f"weight = {list(value.shape)} of {dtype_name(value.dtype)}: this {self.kind.word} layer is sharded by "
+                "FSDP2 and takes a quantized Params4bit only, which it writes into its shards"
             )
         return self._registers(value)
 
@@ -329,9 +338,9 @@ class PackedWeight:
             return True
         if view is None and self.name not in self.owner._parameters:
             raise ValueError(
-                f"two layers share one 4-bit weight of {list(self.state.shape)}, which FSDP1 has flattened for one of "
-                "them only: give each layer a weight of its own (copy.deepcopy(layer.weight)), or shard with FSDP2 "
-                "(fully_shard, fsdp_version: 2)"
+                f"two layers share one {self.kind.word} weight of {list(self.state.shape)}, which FSDP1 has "
+                "flattened for one of them only: give each layer a weight of its own (copy.deepcopy(layer.weight)), or "
+                "shard with FSDP2 (fully_shard, fsdp_version: 2)"
             )
         with merged.replacing(self, value) as before:
             if before is not None:
@@ -479,7 +488,7 @@ class PackedWeight:
         if self.place is Place.PART:
             given = {name for name in state_dict if name == key or name.startswith(f"{key}.")}
             if given:
-                error_msgs.append(str(kept_part.unreadable(f"loading {key}", self.state.shape)))
+                error_msgs.append(str(kept_part.unreadable(f"loading {key}", self.state)))
             elif strict:
                 missing_keys.append(key)
             return {key, *given}

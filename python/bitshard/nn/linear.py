@@ -6,7 +6,8 @@
     y = layer(x)                                       # x [..., K] -> y [..., N]
 
 What FSDP puts in the weight's place, and which state belongs to it, is the business of the layer's holder
-(bitshard/nn/holder.py); forward asks it and never changes a weight.
+(bitshard/nn/holder.py); forward asks it and never changes a weight. A bias of another dtype it converts
+(bitshard/nn/bias.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from bitshard import inventory, launch
 from bitshard.autograd import matmul_4bit
+from bitshard.nn.bias import keep_in
 from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
 from bitshard.state import QuantState, dtype_name
 from bitshard.tensor import Params4bit
@@ -103,6 +105,7 @@ class Linear4bit(HoldsPackedWeight, nn.Linear):
         compute_dtype = self.compute_dtype or x.dtype
         bias = parameters["bias"] if "bias" in parameters else self.bias
         if bias is not None and bias.dtype is not compute_dtype:
+            keep_in(bias, compute_dtype)
             bias = bias.to(compute_dtype)
         return weight, state, bias, compute_dtype
 

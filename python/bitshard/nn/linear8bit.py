@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import gather, int8, launch
+from bitshard import gather, int8, inventory, launch
 from bitshard.container import repack
 from bitshard.int8_params import Int8Params
 from bitshard.kinds import INT8
 from bitshard.matmul_int8 import MatmulLtState, RowScales, matmul, matmul_int8
+from bitshard.nn.bias import keep_in
 from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
 from bitshard.place import Place
 from bitshard.shard import PackedShard
@@ -38,15 +39,28 @@ class Int8Weight(PackedWeight):
 
     Attributes:
         dtype: of the float weight, and of the container in which FSDP shards it.
-        last_scales: those of the last forward that was not traced, which torch.export is given.
+        rows: what the last forward that was not traced has multiplied with; torch.export is given its scales.
     """
 
     kind = INT8
-    last_scales: Tensor | None = None
+    rows: RowScales | None = None
 
     def __init__(self, owner: nn.Module, shape: tuple[int, int], dtype: torch.dtype):
         super().__init__(owner, "weight", shape)
         self.dtype = dtype if dtype in VALUE_DTYPES.values() else torch.float32
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "rows": None}
+
+    def rows_of(self, weight: Tensor) -> RowScales | None:
+        """`rows`, if they are those of this weight still: a whole one with the scales of the last forward.
+
+        Asks the weight nothing that goes through torch's functions. The op compares the number of its bytes.
+        """
+        rows = self.rows
+        if rows is None or type(weight) is not Int8Params or weight.__dict__.get("SCB") is not rows.absmax:
+            return None
+        return rows
 
     @property
     def storage(self) -> torch.dtype:
@@ -108,6 +122,18 @@ class Int8Weight(PackedWeight):
         if weight.dtype is not torch.int8:
             return None if self.owner.state.has_fp16_weights or not isinstance(weight, Int8Params) else self
         return self.standing_for(self.owner, int8_state(self.owner._scales(weight).absmax, self.shape, self.dtype))
+
+    def quantized(self) -> PackedWeight | None:
+        """See `PackedWeight.quantized`; of an `Int8Params` a holder that shows it as a column."""
+        weight = self.owner._parameters.get(self.name)
+        whole = self.state is None and weight is not None and weight.dtype is torch.int8
+        return self.stored() if whole and self.owner.state.SCB is not None else super().quantized()
+
+    def captured(self) -> tuple:
+        """See `PackedWeight.captured`: of a whole weight its scales, and what the layer's state says."""
+        scales = getattr(self.owner._parameters.get(self.name), "SCB", None) if self.state is None else None
+        of = self.owner.state
+        return (id(self.state), None if scales is None else scales.data_ptr(), of.threshold, of.has_fp16_weights)
 
     def save_entries(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Complete what nn.Module has saved of the owner: of a whole weight as files have it."""
@@ -182,9 +208,7 @@ class HoldsInt8Weight(HoldsPackedWeight):
         """The scales of codes [N, K]. RuntimeError or ValueError where there are none, or others."""
         scales, shape, held = self.state.SCB, self.matrix_shape(), self.packed_weight
         if scales is None and torch.compiler.is_exporting():  # with tensors in the places of parameters
-            scales = held.last_scales
-        elif not torch.compiler.is_compiling():
-            held.last_scales = scales
+            scales = None if held.rows is None else held.rows.absmax
         if scales is None:
             raise RuntimeError(
                 f"{type(self).__name__}: the int8 weight {list(shape)} has no scales: load a state dict with SCB "
@@ -195,7 +219,10 @@ class HoldsInt8Weight(HoldsPackedWeight):
                 f"{type(self).__name__}: codes {list(weight.shape)} and scales {list(scales.shape)} for a layer of "
                 f"{list(shape)}"
             )
-        return RowScales(scales, weight.shape)
+        rows = RowScales(scales, weight.shape)
+        if not torch.compiler.is_compiling():
+            held.rows = rows
+        return rows
 
     # -- copies and moves --
 
@@ -351,23 +378,26 @@ class Linear8bitLt(HoldsInt8Weight, nn.Linear):
         state, held, parameters = self.state, self.packed_weight, self._parameters
         state.is_training = self.training
         weight, bias = parameters["weight"] if "weight" in parameters else self.weight, self._bias(x)
+        scales = None if torch.compiler.is_compiling() else held.rows_of(weight)
+        if scales is not None:
+            return matmul_int8(x, weight, scales, bias, state.threshold)
         if held.state is not None or getattr(weight, "quant_state", None) is not None:
             weight, scales = held.ready(weight)
-            return matmul_int8(x, weight, scales, bias, state.threshold)
-        if weight.dtype is torch.int8:
-            return matmul_int8(x, weight, self._scales(weight), bias, state.threshold)
-        if isinstance(weight, Int8Params) and not state.has_fp16_weights and not weight.requires_grad:
-            weight.to(weight.device)
-            return matmul_int8(x, weight, self._scales(weight), bias, state.threshold)
-        return matmul(x, weight, bias=bias, state=state)
+        else:
+            if weight.dtype is not torch.int8:
+                if not isinstance(weight, Int8Params) or state.has_fp16_weights or weight.requires_grad:
+                    return matmul(x, weight, bias=bias, state=state)
+                weight.to(weight.device)
+            scales = self._scales(weight)
+        if not held.reported and not torch.compiler.is_compiling():
+            inventory.log_line(self)
+        return matmul_int8(x, weight, scales, bias, state.threshold)
 
     def _bias(self, x: Tensor) -> Tensor | None:
         """The bias. In one process a layer keeps it in the dtype of its last x, as bitsandbytes' does."""
-        bias, distributed = self._parameters["bias"] if "bias" in self._parameters else self.bias, torch.distributed
-        if bias is None or bias.dtype is x.dtype or self.state.has_fp16_weights or not x.is_floating_point():
-            return bias
-        if not torch.compiler.is_compiling() and not (distributed.is_available() and distributed.is_initialized()):
-            bias.data = bias.data.to(x.dtype)
+        bias = self._parameters["bias"] if "bias" in self._parameters else self.bias
+        if bias is not None and bias.dtype is not x.dtype and not self.state.has_fp16_weights:
+            keep_in(bias, x.dtype)
         return bias
 
     def to(self, *args: Any, **kwargs: Any) -> Linear8bitLt:

@@ -158,16 +158,17 @@ def _merging(held: Any, writer: Writer, kept: Kept | None) -> Kept | None:
     if inside != listed:
         writer.tuner.merged_adapters[:] = inside
         raise ValueError(
-            f"merging {writer.adapter!r} into a 4-bit weight of {list(kept.state.shape)}: it still holds the adapters "
-            f"{inside}, where peft has {listed} on its list, as after an unmerge that failed halfway. They are on the "
-            "list again: call unmerge_adapter(), which gives the weight from before back, then merge."
+            f"merging {writer.adapter!r} into the {kept.state.kind.word} weight of {list(kept.state.shape)}: it still "
+            f"holds the adapters {inside}, where peft has {listed} on its list, as after an unmerge that failed "
+            "halfway. They are on the list again: call unmerge_adapter(), which gives the weight from before back, "
+            "then merge."
         )
     return kept
 
 
 def _unmerging(held: Any, writer: Writer, kept: Kept | None) -> Kept:
     """What is put back. ValueError where that would not be what peft's list will say."""
-    what = f"unmerging {writer.adapter!r} from a 4-bit weight of {list(held.state.shape)}"
+    what = f"unmerging {writer.adapter!r} from the {held.state.kind.word} weight of {list(held.state.shape)}"
     if kept is None:
         raise ValueError(
             f"{what}: the weight from before it was merged is not here, and subtracting would not give it back, for "

@@ -1,4 +1,4 @@
-"""Will this train? The memory of a 4-bit training job, before a GPU is rented: `plan(model, Job(...))`.
+"""Will this train? The memory of a 4-bit or 8-bit training job, before a GPU is rented: `plan(model, Job(...))`.
 
 The model is built on the meta device, so every causal language model of transformers can be planned, experts included.
 What lies in memory all the time is counted; what a step keeps for backward is found by running one decoder layer of
@@ -89,8 +89,11 @@ class Plan:
         """The plan of the same model with other options. ValueError if they make no sense together."""
         return Plan(self.model, self._play, self.job._replace(**options))
 
-    def bitsandbytes(self) -> Plan:
-        """The same with bitsandbytes: whole weights while loading, whole scales, experts in 16 bits."""
+    def bitsandbytes(self) -> Plan | None:
+        """The same with bitsandbytes: whole weights while loading, whole scales, experts in 16 bits. None where it
+        cannot: it shards no 8-bit layers."""
+        if self.job.bits == 8 and self.job.sharding != "none":
+            return None
         return self.other(library="bitsandbytes", vocabulary="gathered", load="auto")
 
     def changes(self) -> list[Change]:
@@ -152,6 +155,7 @@ def _options(job: Job) -> list[tuple[str, dict[str, Any]]]:
     found.append(("loss in chunks of 512 tokens", {"loss_chunk": 512}))
     found.append(("gradient checkpointing", {"checkpointing": True}))
     found.append(("activations on the host", {"checkpointing": True, "offload_activations": True}))
+    found.append(("4-bit layers", {"bits": 4}))
     found.append(("4-bit head", {"head_4bit": True}))
     if job.sharding != "none":
         found += [(f"{gpus} GPUs", {"gpus": gpus}) for gpus in (4, 8, 16) if gpus > job.gpus]

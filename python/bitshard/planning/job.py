@@ -43,11 +43,12 @@ class Job(NamedTuple):
         loss_chunk: tokens whose logits exist at a time; 0: all.
         checkpointing: of gradients, decoder layer by decoder layer.
         offload_weights, offload_activations: to the host.
+        bits: of the linear layers: 4, or 8 for LLM.int8, which has a threshold of outliers, as transformers sets it.
         experts_4bit: whether stacks of experts are 4-bit.
         head_4bit: whether the head is.
         skip: names of modules that stay in 16 bits.
         nested: whether scales are 8-bit with a second level.
-        blocksize: weights that share a scale.
+        blocksize: 4-bit weights that share a scale.
         library: "bitshard", or "bitsandbytes" to compare with.
     """
 
@@ -68,6 +69,7 @@ class Job(NamedTuple):
     checkpointing: bool = True
     offload_weights: bool = False
     offload_activations: bool = False
+    bits: int = 4
     experts_4bit: bool = False
     head_4bit: bool = False
     skip: tuple[str, ...] = ()
@@ -95,7 +97,20 @@ class Job(NamedTuple):
             raise ValueError(f"{self.gpus} GPUs without sharding: choose fsdp1 or fsdp2")
         if self.vocabulary != "gathered" and self.sharding != "fsdp2":
             raise ValueError(f"vocabulary {self.vocabulary!r} is of FSDP2, the job has {self.sharding}")
+        if self.bits not in (4, 8):
+            raise ValueError(f"bits is {self.bits}, expected 4 or 8")
+        if self.bits == 8:
+            self._check_int8()
         return self
+
+    def _check_int8(self) -> None:
+        for name, what in (("nested", "scales"), ("experts_4bit", "experts"), ("head_4bit", "a head")):
+            if getattr(self, name):
+                raise ValueError(f"{name}: {what} of 4-bit models, the job has 8-bit layers (bits = 8)")
+        if self.load == "native":
+            raise ValueError("load 'native': a DistributedConfig shards before it quantizes, which 8-bit layers cannot")
+        if self.library == "bitsandbytes" and self.sharding != "none":
+            raise ValueError("bitsandbytes cannot shard 8-bit layers")
 
     @property
     def lora_bytes(self) -> int:

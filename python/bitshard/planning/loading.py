@@ -28,9 +28,10 @@ def loading(memory: Memory) -> dict[str, float] | None:
 
 
 def _largest(memory: Memory) -> float:
-    """Bytes of the largest tensor that is quantized, in 16 bits; 0 where none is."""
-    units = (*memory.layers, memory.units.rest)
-    return 2.0 * max([elements for unit in units for elements in unit.packed], default=0)
+    """Bytes of the largest tensor that is quantized, in 16 bits; 0 where none is. transformers sends one that becomes
+    8-bit to the host and back, and has both copies on the GPU then."""
+    units, copies = (*memory.layers, memory.units.rest), 2.0 if memory.job.bits == 8 else 1.0
+    return copies * 2.0 * max([weight.elements for unit in units for weight in unit.packed], default=0)
 
 
 def host(memory: Memory) -> dict[str, float]:

@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 from bitshard import grouped
 from bitshard.planning.job import OPTIMIZERS, Job
-from bitshard.planning.model import Model, Parts, Unit
+from bitshard.planning.model import Matrix, Model, Parts, Unit
 from bitshard.planning.played import Layer, Play
 
 PANELS = 64 << 20  # bound of the panels into which products decode weights, cuBLAS' workspace for them included
 CUBLAS = 32 << 20  # torch's workspace for the products of the adapters, on Hopper
 
-CODES, SCALES, SECOND = "4-bit weights", "scales", "second level of the scales"
+CODES = {4: "4-bit weights", 8: "8-bit weights"}
+SCALES, SECOND = "scales", "second level of the scales"
 VOCABULARY, DENSE = "embeddings and head", "other 16-bit weights"
 ADAPTERS, GRADIENTS, STATES = "adapters", "gradients of adapters", "states of the optimizer"
 KEPT, COMPUTED, LOGITS = "activations kept for backward", "activations of one layer", "logits and loss"
@@ -68,22 +69,24 @@ class Memory:
     def _all(self) -> tuple[Unit, ...]:
         return (*self.layers, self.units.rest)
 
-    def codes(self, elements: int) -> float:
-        """Two weights in a byte."""
-        return elements / 2
+    def codes(self, weight: Matrix) -> float:
+        """Two weights in a byte, or one."""
+        return weight.elements * self.job.bits / 8
 
-    def scales(self, elements: int) -> float:
-        """Of each block a byte, or a float32 where scales are not nested."""
-        return elements / self.job.blocksize * (1 if self.job.nested else 4)
+    def scales(self, weight: Matrix) -> float:
+        """Of each block a byte, or a float32 where scales are not nested; of 8-bit weights a float32 for each row."""
+        if self.job.bits == 8:
+            return weight.rows * 4.0
+        return weight.elements / self.job.blocksize * (1 if self.job.nested else 4)
 
-    def second_level(self, elements: int) -> float:
+    def second_level(self, weight: Matrix) -> float:
         """Of nested scales a float32 for 256 blocks, whole on every rank."""
-        return elements / self.job.blocksize / 256 * 4 if self.job.nested else 0.0
+        return weight.elements / self.job.blocksize / 256 * 4 if self.job.nested else 0.0
 
     def head(self) -> float:
         """The head, whole."""
-        elements = self.units.packed_head
-        return self.units.head + (self.codes(elements) + self.scales(elements) if elements else 0.0)
+        packed = self.units.packed_head
+        return self.units.head + (self.codes(packed) + self.scales(packed) if packed else 0.0)
 
     def adapters_of(self, unit: Unit) -> float:
         """Adapters of a unit, whole."""
@@ -100,9 +103,9 @@ class Memory:
 
     def whole(self) -> dict[str, float]:
         """{part: bytes} of all weights on one device that is not sharded."""
-        packed = [elements for unit in self._all for elements in unit.packed]
+        packed = [weight for unit in self._all for weight in unit.packed]
         return {
-            CODES: sum(map(self.codes, packed)),
+            CODES[self.job.bits]: sum(map(self.codes, packed)),
             SCALES: sum(map(self.scales, packed)),
             SECOND: sum(map(self.second_level, packed)),
             VOCABULARY: self.units.embeddings + self.head(),

@@ -1,4 +1,4 @@
-"""A model on the meta device: its units, and what of each is 4-bit, stays in 16 bits, and gets adapters."""
+"""A model on the meta device: its units, and what of each is quantized, stays in 16 bits, and gets adapters."""
 
 from __future__ import annotations
 
@@ -16,20 +16,27 @@ from bitshard.planning.job import Job
 from bitshard.planning.shapes import KNOWN, known
 
 
+class Matrix(NamedTuple):
+    """A quantized weight [rows, columns], or a stack of them: how many numbers, and rows of them."""
+
+    elements: int
+    rows: int
+
+
 class Unit(NamedTuple):
     """What FSDP gathers at once. Elements are counted, not bytes, where the job decides the bytes.
 
     Attributes:
         name: of the module.
-        packed: elements of each 4-bit weight.
+        packed: each quantized weight.
         dense: bytes of everything else.
         adapters: elements of each matrix that is trained.
-        experts: whether some of the 4-bit weights are stacks of experts.
+        experts: whether some of the quantized weights are stacks of experts.
         kind: equal for units that compute the same.
     """
 
     name: str
-    packed: tuple[int, ...]
+    packed: tuple[Matrix, ...]
     dense: int
     adapters: tuple[int, ...]
     experts: bool
@@ -42,7 +49,7 @@ class Parts(NamedTuple):
     Attributes:
         layers: the decoder layers.
         embeddings, head: bytes; a head that is tied to the embeddings has none.
-        packed_head: elements of a 4-bit head, else 0.
+        packed_head: a quantized head, or None.
         rest: bytes of everything else, such as the last norm; packed and adapted weights outside layers with them.
         tied: whether the head is the embeddings.
         hidden, vocabulary: sizes.
@@ -51,7 +58,7 @@ class Parts(NamedTuple):
     layers: tuple[Unit, ...]
     embeddings: int
     head: int
-    packed_head: int
+    packed_head: Matrix | None
     rest: Unit
     tied: bool
     hidden: int
@@ -107,7 +114,7 @@ class Model:
         self.config = config_of(source)
         self.config.use_cache = False
         if getattr(self.config, "dtype", None) in (None, torch.float32):
-            self.config.dtype = torch.bfloat16  # 4-bit weights are trained beside 16-bit ones
+            self.config.dtype = torch.bfloat16  # quantized weights are trained beside 16-bit ones
         with blamed_on(f"{self.name}: no language model of transformers"), torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(self.config, dtype=self.config.dtype)
         self.model.requires_grad_(False).train()
@@ -123,7 +130,7 @@ class Model:
         return self._layers
 
     def is_packed(self, name: str, module: nn.Module, job: Job) -> bool:
-        """Whether a module's weight is 4-bit in `job`."""
+        """Whether a module's weight is quantized in `job`."""
         if any(part in name for part in job.skip):
             return False
         if module is self.head:
@@ -190,12 +197,11 @@ class Model:
             if id(module) not in inside and module not in (self.head, self.embedding)
         ]
         packed_head = self.is_packed("lm_head", self.head, job) if self.head is not None else False
-        elements = 0 if self.tied else self.head.weight.numel()
         return Parts(
             layers,
             _nbytes(self.embedding.weight),
             0 if packed_head or self.tied else _nbytes(self.head.weight),
-            elements if packed_head else 0,
+            _matrix(self.head.weight) if packed_head else None,
             self._unit("", self.model, iter(others), job),
             self.tied,
             self.embedding.weight.shape[1],
@@ -217,7 +223,7 @@ class Model:
                 seen.add(id(tensor))
                 shapes.append((path.removeprefix(name), key, tuple(tensor.shape)))
                 if is_packed and key in stacks:
-                    packed.append(tensor.numel())
+                    packed.append(_matrix(tensor))
                 else:
                     dense += _nbytes(tensor)
         own = tuple(
@@ -226,6 +232,10 @@ class Model:
             if isinstance(value, (bool, str)) and key != "training"
         )
         return Unit(name, tuple(packed), dense, tuple(adapters), has_experts, (type(unit).__name__, own, tuple(shapes)))
+
+
+def _matrix(weight: torch.Tensor) -> Matrix:
+    return Matrix(weight.numel(), weight.numel() // weight.shape[-1])
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

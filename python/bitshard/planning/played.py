@@ -1,7 +1,8 @@
 """What one step keeps and needs for a moment: the model's own code, run on the meta device and metered.
 
-4-bit products and their adapters are played by `Product` and `Adapted`, which allocate what bitshard's and peft's do;
-everything else is the model's code. One decoder layer of each kind is played, and embeddings, head and loss once.
+Products with quantized weights and their adapters are played by `Product`, `ProductInt8` and `Adapted`, which allocate
+what bitshard's and peft's do; everything else is the model's code. One decoder layer of each kind is played, and
+embeddings, head and loss once.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Play:
     def layer(self, number: int, kind: tuple, job: Job) -> Layer:
         """Decoder layer `number`, of a kind that `model.Unit` tells."""
         settings = (kind, job.seq, job.batch, job.rank, job.lora_bytes, job.autocast, job.targets, job.lora_experts)
-        settings += (job.library, job.experts_4bit, job.skip)
+        settings += (job.library, job.bits, job.experts_4bit, job.skip)
         if settings not in self._layers:
             self._layers[settings] = self._or_estimate(
                 lambda: self._play_layer(number, job), lambda: self._estimate_layer(number, job)
@@ -152,7 +153,7 @@ class Play:
         return self._calls[size][number]
 
     def _stand_in(self, number: int, job: Job) -> nn.Module:
-        """A copy of decoder layer `number` in which 4-bit products and adapters are played."""
+        """A copy of decoder layer `number` in which quantized products and adapters are played."""
         name, layer = self.model.layers()[number]
         new = copy.deepcopy(layer)
         for path, module in list(new.named_modules()):
@@ -191,12 +192,41 @@ class Product(torch.autograd.Function):
         return dx, None, None
 
 
+class ProductInt8(torch.autograd.Function):
+    """The same with an int8 weight: codes of x for a moment, what else it needs is in the workspaces.
+
+    bitsandbytes keeps x, makes codes of float16 copies of it, stores int32 sums and a float16 result before that in
+    x's dtype, and decodes the weight for backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, columns: int, decoded: int) -> Tensor:
+        ctx.sizes = (x.shape[-1], decoded)
+        codes = x.new_empty(x.shape, dtype=torch.int8)
+        if decoded:
+            ctx.kept = x
+            half = x.new_empty(x.shape, dtype=torch.float16)
+            magnitudes = x.new_empty(x.shape, dtype=torch.float16)
+            del half, magnitudes
+            sums = x.new_empty(*x.shape[:-1], columns, dtype=torch.int32)
+            half = sums.new_empty(sums.shape, dtype=torch.float16)
+            out = x.new_empty(sums.shape)
+            del sums, half
+        else:
+            out = x.new_empty(*x.shape[:-1], columns)
+        del codes
+        return out
+
+    backward = Product.backward
+
+
 class Adapted(nn.Module):
     """A linear layer with its adapters as peft computes them."""
 
     def __init__(self, linear: nn.Linear, packed: bool, adapted: bool, job: Job):
         super().__init__()
         self.linear, self.packed = linear, packed
+        self.product = ProductInt8.apply if job.bits == 8 else Product.apply
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.decoded = linear.weight.numel() if job.library == "bitsandbytes" else 0
         self.a = self.b = None
@@ -217,7 +247,7 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
-        y = Product.apply(x, self.linear.out_features, self.decoded) if self.packed else self.linear(x)
+        y = self.product(x, self.linear.out_features, self.decoded) if self.packed else self.linear(x)
         if self.a is None:
             return y
         delta = nn.functional.linear(nn.functional.linear(x.to(self.a.dtype), self.a), self.b)

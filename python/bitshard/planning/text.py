@@ -18,13 +18,15 @@ def _gib(size: float) -> str:
 def header(plan: Plan) -> list[str]:
     """What is planned."""
     job, memory = plan.job, plan.memory
-    packed = sum(sum(unit.packed) for unit in (*memory.layers, memory.units.rest)) + memory.units.packed_head
+    weights = [weight for unit in (*memory.layers, memory.units.rest) for weight in unit.packed]
+    packed = sum(weight.elements for weight in (*weights, memory.units.packed_head) if weight)
     trained = sum(sum(unit.adapters) for unit in (*memory.layers, memory.units.rest))
     elements = sum(parameter.numel() for parameter in plan.model.model.parameters())
+    share = f"{packed / elements:.1%} of them in {job.bits} bits"
     gpus = f"{job.gpus} GPU{'' if job.gpus == 1 else 's'} of {job.gib:g} GiB"
     sharding = "" if job.sharding == "none" else f", {job.sharding.upper()}"
     return [
-        f"{plan.model.name}: {elements / 1e9:.2f} billion parameters, {packed / elements:.1%} of them in 4 bits; "
+        f"{plan.model.name}: {elements / 1e9:.2f} billion parameters, {share}; "
         f"{trained / 1e6:.1f} million trained (LoRA, r = {job.rank}, {job.lora_dtype}), {job.optimizer}",
         f"{gpus}{sharding}; {job.batch} x {job.seq} tokens on each",
     ]
@@ -70,6 +72,8 @@ def verdict(plan: Plan) -> list[str]:
         lines.append(f"Activations are estimated, within a fifth: {plan.estimated}")
     if plan.loading is None:
         lines.append("The peak while loading is not known for weights on the host.")
+    if plan.job.library == "bitshard" and plan.bitsandbytes() is None:
+        lines.append("bitsandbytes cannot shard 8-bit layers.")
     if plan.host:
         lines.append("In host memory of each process: " + _listed(plan.host))
     if plan.links:
@@ -120,8 +124,12 @@ def data(plan: Plan) -> dict[str, Any]:
         "links": plan.links,
         "remedy": remedy and remedy._asdict(),
         "changes": [change._asdict() | {"saves": plan.needs - change.needs} for change in plan.changes()],
-        "bitsandbytes": {"needs": other.needs, "loading": other.loading, "peak": other.memory.worst().parts},
+        "bitsandbytes": other and _other(other),
     }
+
+
+def _other(plan: Plan) -> dict[str, Any]:
+    return {"needs": plan.needs, "loading": plan.loading, "peak": plan.memory.worst().parts}
 
 
 def picture(plan: Plan, path: str | os.PathLike) -> None:
@@ -170,7 +178,8 @@ def _write(path: Path, content: bytes) -> None:
 def _bars(plan: Plan) -> dict[str, dict[str, float]]:
     """{bar: {part: bytes}}."""
     found = {}
-    for each in (plan, plan.bitsandbytes()) if plan.job.library == "bitshard" else (plan,):
+    other = plan.bitsandbytes() if plan.job.library == "bitshard" else None
+    for each in (plan, other) if other else (plan,):
         if each.loading:
             most = max(each.loading.values())
             kept = each.memory.whole() if each.job.way == "whole" else each.memory.shard()

@@ -1,4 +1,4 @@
-"""What each rank keeps of a model's 4-bit base: as numbers, and as one line."""
+"""What each rank keeps of a model's 4-bit or int8 base: as numbers, and as one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from bitshard import gather
-from bitshard.inventory import bits, counted, holder_of, holders
+from bitshard.inventory import bits, counted, holder_of, quantized
 
 
 @dataclass
@@ -34,7 +34,7 @@ def measure(model: nn.Module) -> Share:
     """Count what this rank keeps of the 4-bit base between forwards. No communication."""
     share = Share()
     flat = _flat_shares(model)
-    for _, held in holders(model):
+    for held in quantized(model):
         weight = held.weight if held.shard is None else held.shard
         ranks = 1
         if isinstance(weight, DTensor):
@@ -64,8 +64,8 @@ def describe(model: nn.Module) -> str:
     """One line that says whether the 4-bit or int8 base of `model` is sharded, and what this rank keeps of it."""
     share = measure(model)
     if share.weights == 0:
-        return "no 4-bit weights in this model"
-    found = [held for _, held in holders(model)]
+        return "no 4-bit or int8 weights in this model"
+    found = quantized(model)
     weights, base = counted(found), bits(found)
     before = f"; {share.before_merge:,} bytes from before merging in host memory" if share.before_merge else ""
     if share.ranks == 1:

@@ -196,10 +196,29 @@ def check_int8_refusals(device, args):
         try:
             call()
         except ValueError as error:
-            assert "quantize" in str(error), (name, error)
+            assert "quantize" in str(error) and "4-bit" not in str(error), (name, error)
         else:
             raise AssertionError(name)
     assert not isinstance(layer.weight, DTensor)
+
+
+def check_int8_words(device, args):
+    """Errors about a shard, and about a weight that is put in its place, say that it is int8."""
+    block = fully_shard(build(device)[0])
+    layer = block.base
+    calls = {
+        "arithmetic": lambda: layer.weight + 1,
+        "cast": lambda: layer.weight.to(torch.float64),
+        "gradient": lambda: layer.weight.requires_grad_(),
+        "dense": lambda: setattr(layer, "weight", nn.Parameter(torch.zeros(24, 40, device=device))),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except (RuntimeError, TypeError, ValueError) as error:
+            assert "int8" in str(error) and "4-bit" not in str(error).replace("of 4-bit ones", ""), (name, error)
+        else:
+            raise AssertionError(name)
 
 
 def check_int8_ddp(device, args):
@@ -212,6 +231,6 @@ def check_int8_ddp(device, args):
         try:
             nn.parallel.DistributedDataParallel(nn.Sequential(layer, nn.Linear(24, 2).to(device)))
         except ValueError as error:
-            assert differs and "hold different" in str(error), error
+            assert differs and "hold different int8 weights" in str(error), error
         else:
             assert not differs, "sent"

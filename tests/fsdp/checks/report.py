@@ -16,7 +16,7 @@ def check_describe(device, args):
     """The line that proves sharding, before and after the first forward, and for a model that is not sharded."""
     world = dist.get_world_size()
     assert "not sharded" in fsdp.describe(build(device))
-    assert fsdp.describe(nn.Linear(2, 2)) == "no 4-bit weights in this model"
+    assert fsdp.describe(nn.Linear(2, 2)) == "no 4-bit or int8 weights in this model"
     model = shard(build(device, shape=(96, 64)))
     line = fsdp.describe(model)
     assert f"FSDP2 over {world} ranks" in line and f"(1/{world}.00)" in line and "(sharded)" in line, line

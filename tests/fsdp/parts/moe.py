@@ -109,7 +109,10 @@ def units_of_experts(path, **options):
 
 
 def adapted(family, folder, dtype=torch.float32):
-    model = whole(f"{folder}/{family}", True, dtype=dtype)
+    return with_adapters(whole(f"{folder}/{family}", True, dtype=dtype), dtype)
+
+
+def with_adapters(model, dtype=torch.float32):
     torch.manual_seed(1)
     stacks = sorted({".".join(name.split(".")[-2:]) for name in held_stacks(model)})
     settings = LoraConfig(r=4, target_modules=["o_proj"], target_parameters=stacks, init_lora_weights=False)
@@ -157,6 +160,16 @@ def check_training(folder, family, how, checkpointing=False, fused=False, dtype=
     if fused:
         assert not lora.report(model).left, lora.report(model)
     return fsdp.describe(model)
+
+
+def check_late_adapters(folder, family, how):
+    """Adapters on stacks that were loaded into shards have the shapes and losses of one process."""
+    expected = losses(adapted(family, folder).train())
+    model = with_adapters(how(f"{folder}/{family}-nested"))
+    assert fsdp.shard_adapters(model) > 0 and not lora.fuse(model).left, lora.report(model)
+    found = losses(model.train())
+    assert max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)) < 1e-5, (found, expected)
+    assert expected[-1] < expected[0]
 
 
 def check_fsdp1(folder, family, orig):
@@ -326,6 +339,9 @@ def checks():
     if world() == 3:
         few = functools.partial(check_training, family="few", how="fsdp2")
         return found | {"training_fsdp2_few": few, "distributed_checkpoint": read}
+    for family, how in itertools.product(("qwen3_moe", "gpt_oss"), (native, by_units)):
+        name = f"late_adapters_{how.__name__}_{family}"
+        found[name] = functools.partial(check_late_adapters, family=family, how=how)
     for family, how in itertools.product(FAMILIES, ("fsdp1", "fsdp2")):
         found[f"training_{how}_{family}"] = functools.partial(check_training, family=family, how=how)
     for how in ("fsdp1", "fsdp2"):

@@ -1,4 +1,4 @@
-"""diffusers' 4-bit quantizer on a tiny transformer, on a CPU: quantize, save, load, compare.
+"""diffusers' quantizers of 4 and 8 bits on a tiny transformer, on a CPU: quantize, save, load, compare.
 
 Two checks of diffusers that no GPU means no quantization are lifted here, for both packages alike; nothing else is.
 """
@@ -10,14 +10,19 @@ from common import as_bytes, run
 
 def lift():
     """Let diffusers quantize without a GPU."""
-    from diffusers.quantizers.bitsandbytes.bnb_quantizer import BnB4BitDiffusersQuantizer
+    from diffusers.quantizers.bitsandbytes import bnb_quantizer
 
-    BnB4BitDiffusersQuantizer.validate_environment = lambda self, *args, **kwargs: None
-    BnB4BitDiffusersQuantizer.update_device_map = lambda self, device_map: device_map or {"": "cpu"}
+    for quantizer in (bnb_quantizer.BnB4BitDiffusersQuantizer, bnb_quantizer.BnB8BitDiffusersQuantizer):
+        quantizer.validate_environment = lambda self, *args, **kwargs: None
+        quantizer.update_device_map = lambda self, device_map: device_map or {"": "cpu"}
 
 
 def packed(model):
-    return {name: as_bytes(p).tolist() for name, p in model.named_parameters() if isinstance(p, bnb.nn.Params4bit)}
+    """Packed bytes or codes by name, and of an int8 weight its scales."""
+    weights = (bnb.nn.Params4bit, bnb.nn.Int8Params)
+    found = {name: as_bytes(p).tolist() for name, p in model.named_parameters() if isinstance(p, weights)}
+    scales = {name: value.tolist() for name, value in model.state_dict().items() if name.endswith(".SCB")}
+    return found | scales
 
 
 def sample(model):
@@ -29,6 +34,7 @@ def sample(model):
 
 
 def main(options):
+    options.add_argument("--bits", type=int, choices=(4, 8), default=4)
     args = options.parse_args()
     from diffusers import BitsAndBytesConfig, PixArtTransformer2DModel
 
@@ -46,8 +52,12 @@ def main(options):
         caption_channels=64,
         use_additional_conditions=False,
     )
+    if args.bits == 8:  # the original rounds weights to float16 before it quantizes them
+        dense.half().float()
     dense.save_pretrained(args.out / "dense")
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    if args.bits == 8:
+        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=6.0)
     options = {"torch_dtype": torch.float32}
     first = PixArtTransformer2DModel.from_pretrained(args.out / "dense", quantization_config=config, **options)
     first.save_pretrained(args.out / "packed")

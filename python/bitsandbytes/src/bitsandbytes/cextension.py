@@ -35,7 +35,7 @@ _DTYPES = ("fp32", "fp16", "bf16")
 _FORMATS = ("", *(f"_{name}" for name in FORMATS))  # "" is of 8 bits
 _POINTER, _INT = ct.c_void_p, ct.c_int32
 
-# Arguments of the CUDA functions, which return nothing. csrc/native/cuda.c says what each of them is.
+# Arguments of the CUDA functions, and what those of them return that do. csrc/native/cuda.c says what each of them is.
 _CUDA_ARGTYPES: dict[str, list[Any]] = {
     # code, A, absmax, out, blocksize, n
     **{f"cquantize_blockwise_{d}{f}": [_POINTER] * 4 + [_INT] * 2 for d in _DTYPES for f in _FORMATS},
@@ -45,7 +45,15 @@ _CUDA_ARGTYPES: dict[str, list[Any]] = {
     **{f"cgemm_4bit_{d}": [_POINTER] * 8 + [_INT] * 5 + [_POINTER] for d in _DTYPES},
     # m, n, k, A, B, absmax, datatype, out, lda, ldb, ldc, blocksize, stream
     **{f"cgemm_4bit_inference_naive_{d}": [_INT] * 3 + [_POINTER] * 5 + [_INT] * 4 + [_POINTER] for d in _DTYPES},
+    # A, out, rowStats, threshold, rows, cols, stream
+    "cint8_vector_quant": [_POINTER] * 3 + [ct.c_float] + [_INT] * 2 + [_POINTER],
+    # A, rowStats, colStats, out, bias, numRows, numCols, stream
+    "cdequant_mm_int32_fp16": [_POINTER] * 5 + [_INT] * 2 + [_POINTER],
+    # ctx, m, n, k, A, B, C, rowStats, lda, ldb, ldc, stream
+    "cigemmlt_32": [_POINTER] + [_INT] * 3 + [_POINTER] * 4 + [_INT] * 3 + [_POINTER],
+    "get_context": [],
 }
+_RESULTS: dict[str, Any] = {"cigemmlt_32": _INT, "get_context": _POINTER}
 
 # The CPU functions have no argtypes, as in bitsandbytes: pass ctypes objects of the right width.
 _CPU_FUNCTIONS = (
@@ -110,7 +118,8 @@ class CudaBNBNativeLibrary(BNBNativeLibrary):
         super().__init__(lib)
         for name, argtypes in _CUDA_ARGTYPES.items():
             function = getattr(lib, name)
-            function.argtypes, function.restype, function.errcheck = argtypes, None, self._check
+            function.argtypes, function.restype = argtypes, _RESULTS.get(name)
+            function.errcheck = self._check
 
 
 def get_native_library() -> BNBNativeLibrary:

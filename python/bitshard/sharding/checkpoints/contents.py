@@ -207,7 +207,9 @@ class _Walk:
         held = {one.name: one for one in stored if one is not None}
         for name, one in held.items():
             if one.state is None or one.place in (Place.FLOAT, Place.AWAITED):
-                raise ValueError(f"{key}{name}: this 4-bit weight is not quantized yet, so it cannot be saved")
+                raise ValueError(
+                    f"{key}{name}: this {one.kind.word} weight is not quantized yet, so it cannot be saved"
+                )
         return Piece(key, module, names, held, tuner, unit, entries) if names else None
 
 

@@ -91,7 +91,7 @@ def save_pretrained(
 
 def _check(dtype: torch.dtype | None, max_shard_size: int | str) -> None:
     if dtype is not None and dtype not in VALUE_DTYPES.values():
-        raise ValueError(f"dtype={dtype}: expected None (4-bit) or one of {sorted(VALUE_DTYPES)}")
+        raise ValueError(f"dtype={dtype}: expected None (quantized as it is) or one of {sorted(VALUE_DTYPES)}")
     byte_count(max_shard_size)
 
 

@@ -108,7 +108,7 @@ class Skeleton:
             elif not files.entries(key) and files.shape(key) != list(tensor.shape):
                 complaints.append(f"{key} is {files.shape(key)}, expected {list(tensor.shape)}")
             elif files.entries(key) and not _is_4bit(*slots[0][:2]):
-                complaints.append(f"{key} is packed, for a layer that is not 4-bit")
+                complaints.append(f"{key} is packed, for a layer that is not quantized so")
         if complaints:
             raise ValueError(
                 f"{len(complaints)} of {len(self._places)} tensors of {files.where} do not fit: {some(complaints)}"
@@ -349,7 +349,9 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
     if not (getattr(loads, "load_in_4bit", False) or getattr(loads, "load_in_8bit", False)):
         method = quantizer.quantization_config.quant_method
         name = getattr(method, "value", method)
-        raise ValueError(f"load: expected files with 4-bit weights or dense ones, these are {name}: {_CONVERT}")
+        raise ValueError(
+            f"load: expected files with 4-bit or int8 weights, or dense ones, these are {name}: {_CONVERT}"
+        )
     return quantizer
 
 

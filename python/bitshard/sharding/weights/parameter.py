@@ -6,12 +6,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from bitshard import gather
 from bitshard.container import repack
 from bitshard.guards import grad_error
+from bitshard.kinds import EXPERTS
 from bitshard.shard import PackedShard
 from bitshard.sharding.weights.state_entries import sharded_entries, state_of
 from bitshard.state import QuantState
@@ -63,7 +65,7 @@ class ShardedWeight(DTensor):
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
         """Only to turn it off: packed bytes have no gradient."""
         if requires_grad:
-            raise grad_error()
+            raise grad_error(self._local_tensor.origin.state.kind.word)
         return super().requires_grad_(False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
@@ -79,6 +81,14 @@ class ShardedWeight(DTensor):
     def quant_state(self) -> QuantState:
         """The state of the whole weight; its `absmax` is real only while the weight is gathered."""
         return state_of(self)
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        """Of a stack of experts, the shape that its module shows, as of a `Params4bit`."""
+        held = self.__dict__.get("module")
+        if getattr(held, "kind", None) is not EXPERTS:
+            raise AttributeError("ds_shape: this is the weight of a layer")
+        return held.shown
 
     absmax = _entry("absmax")
     quant_map = _entry("quant_map")

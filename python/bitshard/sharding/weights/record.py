@@ -64,7 +64,7 @@ def start_over(record: Any, weight: nn.Parameter) -> None:
     except (AttributeError, TypeError) as error:
         raise RuntimeError(
             f"FSDP2 of torch {torch.__version__} keeps its parameters otherwise than 2.10 to 2.15 do ({error}): a "
-            "4-bit model cannot be loaded into shards there. Load it as accelerate does, before fully_shard."
+            "quantized model cannot be loaded into shards there. Load it as accelerate does, before fully_shard."
         ) from error
 
 

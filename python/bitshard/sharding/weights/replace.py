@@ -67,11 +67,11 @@ def put_back(weight: DTensor, gathered: Params4bit | None, before: Any) -> None:
 def _check_fits(new: Params4bit, state: QuantState) -> None:
     if new.quant_state is None or not new.bnb_quantized:
         raise ValueError(
-            f"weight = {list(new.shape)}: a 4-bit layer that is sharded by FSDP2 takes a quantized weight only; move "
-            "the new one to a device first"
+            f"weight = {list(new.shape)}: the {state.kind.word} layer is sharded by FSDP2 and takes a quantized weight "
+            "only; move the new one to a device first"
         )
     for name, found, expected in differences(new.quant_state, state):
         raise ValueError(
-            f"weight with {name} {found} for a 4-bit layer that is sharded by FSDP2 with {name} {expected}: only a "
-            "weight that was quantized in the same way can take the place of a sharded one"
+            f"weight with {name} {found} for the {state.kind.word} layer that is sharded by FSDP2 with {name} "
+            f"{expected}: only a weight that was quantized in the same way can take the place of a sharded one"
         )

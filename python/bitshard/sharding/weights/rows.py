@@ -70,7 +70,7 @@ class AwaitedRows:
         """
         if any(placement.is_shard() and placement.dim != 0 for placement in weight.placements):
             raise ValueError(
-                f"4-bit weights are sharded by rows, not {weight.placements}: tensor parallelism cannot have them"
+                f"packed weights are sharded by rows, not {weight.placements}: tensor parallelism cannot have them"
             )
         global _out_of_step
         owner, settings = held.owner, held.layer
