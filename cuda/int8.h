@@ -1,5 +1,5 @@
-/* int8.h - sizes and arguments of the int8 kernels (int8.cu, gemv_int8.cu, gemm_int8.cu, gemm_int8_sm90.cu), for the
- * kernels, their plan (csrc/plan/int8.c), their host (csrc/gpu/int8.c) and tests. C and CUDA. */
+/* int8.h - sizes and arguments of the int8 kernels (int8.cu, gemv_int8.cu, gemm_int8.cu, gemm_int8_sm90.cu, ...), for
+ * the kernels, their plan (csrc/plan/int8.c), their host (csrc/gpu/int8.c) and tests. C and CUDA. */
 #ifndef BSH_INT8_KERNELS_H
 #define BSH_INT8_KERNELS_H
 
@@ -81,21 +81,23 @@ BSH_SIZE int32_t bsh_gemm_int8_shared_bytes(int32_t arch) {
 
 /* gemm_int8_sm90. X(name, rows of x of a tile, rows of W, stages, blocks of a cluster). The blocks of a cluster have
  * neighbouring rows of x and the same rows of W, of which each reads its part for all. */
-#define BSH_GEMM_INT8_SM90_FORMS(X) X(m64_n128, 64, 128, 8, 1) X(m128_n128, 128, 128, 6, 1) X(m128_n256, 128, 256, 4, 2)
+#define BSH_GEMM_INT8_SM90_FORMS(X)                                                                                    \
+  X(m64_n128, 64, 128, 8, 1) X(m128_n128, 128, 128, 6, 1) X(m128_n128_c2, 128, 128, 6, 2) X(m128_n256, 128, 256, 4, 2)
 enum { BSH_GEMM_INT8_SM90_THREADS = 384 };
 BSH_SIZE int32_t bsh_gemm_int8_sm90_shared_bytes(int32_t rows, int32_t columns, int32_t stages) {
   return 1024 + stages * ((rows + columns) * BSH_GEMM_INT8_DEPTH + 16) +
          8; /* barriers: of stages, and of shared sums */
 }
 
-/* dgrad_int8_sm90: a pair of blocks has 256 columns of W by `tokens` rows of dy. X(name, tokens, stages of 64 of N). */
-#define BSH_DGRAD_INT8_FORMS(X) X(m128, 128, 8) X(m256, 256, 5)
-enum { BSH_DGRAD_INT8_ROWS = 128, BSH_DGRAD_INT8_DEPTH = 64 };
-BSH_SIZE int32_t bsh_dgrad_int8_shared_bytes(int32_t tokens, int32_t stages) {
-  return 1024 + stages * ((tokens + BSH_DGRAD_INT8_DEPTH) * 128 + 16) + 8;
+/* mixed_int8_sm90 and dgrad_int8_sm90: a pair of blocks has 256 rows, of W, or for dx of its transpose, by `tokens`
+ * rows of x or dy. X(name, tokens, stages of 64 of depth). */
+#define BSH_MIXED_INT8_FORMS(X) X(m64, 64, 12) X(m128, 128, 8) X(m256, 256, 5)
+enum { BSH_MIXED_INT8_ROWS = 128, BSH_MIXED_INT8_DEPTH = 64, BSH_MIXED_INT8_SPLITS = 4 /* at most */ };
+BSH_SIZE int32_t bsh_mixed_int8_shared_bytes(int32_t tokens, int32_t stages) {
+  return 1024 + stages * ((tokens + BSH_MIXED_INT8_DEPTH) * 128 + 16) + 8;
 }
 /* split_scales_int8: the scale absmax / 127 of two neighbouring rows of W as a sum of two pairs of T; zeros beyond N,
- * up to a multiple of twice BSH_DGRAD_INT8_DEPTH, and a stage more. */
+ * up to a multiple of twice BSH_MIXED_INT8_DEPTH, and a stage more. */
 typedef struct {
   uint32_t high, low;
 } bsh_int8_scale_pair;
@@ -106,18 +108,21 @@ typedef struct {
 } bsh_int8_split_args;
 
 BSH_SIZE int32_t bsh_dgrad_int8_pairs(int64_t N) {
-  return (int32_t)((N + 2 * BSH_DGRAD_INT8_DEPTH - 1) / (2 * BSH_DGRAD_INT8_DEPTH) * BSH_DGRAD_INT8_DEPTH +
-                   BSH_DGRAD_INT8_DEPTH / 2);
+  return (int32_t)((N + 2 * BSH_MIXED_INT8_DEPTH - 1) / (2 * BSH_MIXED_INT8_DEPTH) * BSH_MIXED_INT8_DEPTH +
+                   BSH_MIXED_INT8_DEPTH / 2);
 }
 
 typedef struct {
-  const bsh_int8_scale_pair *scales;
-  void *dx;       /* [M, K] */
-  float *partial; /* f32 [tiles][2][splits - 1][sums of a thread / 4][256 threads][4] */
-  int32_t M, N, K;
+  const bsh_int8_scale_pair *scales; /* of dgrad_int8_sm90 */
+  const float *absmax;               /* of mixed_int8_sm90: [rows] */
+  const void *bias;                  /* likewise, or NULL */
+  void *y;                           /* y or dx, [M, rows] */
+  float *partial;         /* where splits > 1: f32 [tiles][2][splits][sums of a thread / 4][256 threads][4] */
+  int32_t M, rows, depth; /* rows, depth: N and K of W; for dx K and N */
+  int32_t store_pairs;    /* y and its rows are 4-byte aligned */
   int32_t token_tiles, tiles;
-  int32_t splits; /* pairs of blocks that share N. More than 1: a cluster has one tile */
-} bsh_int8_dgrad_args;
+  int32_t splits; /* pairs of blocks that share the depth. More than 1: a cluster has one tile */
+} bsh_int8_mixed_args;
 
 /* gemv_int8_dgrad: a block has 128 columns of W. X(name, token tiles: 8 rows of dy each, slots of a warp's ring, blocks
  * of a multiprocessor). */

@@ -12,10 +12,6 @@ namespace bsh {
 #define BSH_I4(i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3])
 #define BSH_I16(i) BSH_I4(i), BSH_I4(i + 4), BSH_I4(i + 8), BSH_I4(i + 12)
 #define BSH_I32(i) BSH_I16(i), BSH_I16(i + 16)
-#define BSH_D32(i) BSH_D16(i), BSH_D16(i + 16)
-#define BSH_LIST_32                                                                                                    \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"         \
-  "%29,%30,%31"
 
 // d[64 x N] += a[64 x 32] b[N x 32]^T of codes.
 template <int N> struct wgmma_codes;

@@ -1,4 +1,4 @@
-// wgmma_sm90.cuh - wgmma of 128, 192 and 256 columns: A from registers, B from shared memory.
+// wgmma_sm90.cuh - wgmma of 64, 128, 192 and 256 columns: A from registers, B from shared memory.
 #pragma once
 
 #include "ptx_sm90.cuh"
@@ -14,6 +14,10 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_64(uint32_t address) {
 
 // d[64 x N] += a[64 x 16, 16 rows a warp] b[16 x N]; without ADD d = a b.
 template <typename T, int N> struct wgmma_rs;
+#define BSH_D32(i) BSH_D16(i), BSH_D16(i + 16)
+#define BSH_LIST_32                                                                                                    \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"         \
+  "%29,%30,%31"
 #define BSH_D64(i) BSH_D16(i), BSH_D16(i + 16), BSH_D16(i + 32), BSH_D16(i + 48)
 #define BSH_LIST_64                                                                                                    \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"         \
@@ -38,6 +42,7 @@ template <typename T, int N> struct wgmma_rs;
     }                                                                                                                  \
   };
 #define BSH_WGMMA_RS_SIZES(TYPE, PTX)                                                                                  \
+  BSH_WGMMA_RS(TYPE, PTX, 64, BSH_LIST_32, "32", "33", "34", "35", "36", "37", BSH_D32(0))                             \
   BSH_WGMMA_RS(TYPE, PTX, 128, BSH_LIST_64, "64", "65", "66", "67", "68", "69", BSH_D64(0))                            \
   BSH_WGMMA_RS(TYPE, PTX, 192, BSH_LIST_96, "96", "97", "98", "99", "100", "101", BSH_D64(0), BSH_D16(64),             \
                BSH_D16(80))                                                                                            \

@@ -75,7 +75,8 @@ def products(N: int, K: int, dtype: torch.dtype, nested: bool, format: int, rows
 
 def forced(op: str, call) -> None:
     """Each kernel that takes the call; their results are alike."""
-    kernels = ("gemv_int8", "any", "gemm_int8", "gemm_int8_sm90", "dgrad_int8_sm90", "gemv_int8_dgrad", "panels")
+    kernels = ("gemv_int8", "any", "mixed_int8_sm90", "gemm_int8", "gemm_int8_sm90")
+    kernels += ("dgrad_int8_sm90", "gemv_int8_dgrad", "panels")
     results = []
     for kernel in kernels:
         _C.force_kernel(op, kernel)

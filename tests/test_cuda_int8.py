@@ -13,7 +13,7 @@ if not _C.cuda_state()["built"]:
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (F32, F16, BF16)
 EPSILON = {F32: 2.0**-23, F16: 2.0**-10, BF16: 2.0**-7}
-FORWARD = ("gemv_int8", "any", "gemm_int8", "gemm_int8_sm90")
+FORWARD = ("gemv_int8", "any", "mixed_int8_sm90", "gemm_int8", "gemm_int8_sm90")
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +123,7 @@ def test_products_of_layers(kernel, dtype, columns):
             continue
         tried += 1
         assert same_bytes(y, linear(x, codes, absmax, bias, threshold, kernel))
-        if kernel in ("gemv_int8", "any"):
+        if kernel in ("gemv_int8", "any", "mixed_int8_sm90"):
             check(y, x.double(), codes, absmax, bias)
         elif columns:
             check(y, as_coded(x, threshold), codes, absmax, bias)

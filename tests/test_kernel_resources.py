@@ -226,6 +226,7 @@ GROUPS = {
     "gemm_int8_sm90, 64 x 128": r"gemm_int8_sm90_.*m64_n128",
     "gemm_int8_sm90, 128 x 128": r"gemm_int8_sm90_.*m128_n128",
     "gemm_int8_sm90, 128 x 256": r"gemm_int8_sm90_.*m128_n256",
+    "mixed_int8_sm90": r"mixed_int8_sm90",
     "dgrad_int8_sm90": r"dgrad_int8_sm90",
     "quantize_int8": r"quantize_int8",
     "outliers_int8, clear_int8": r"outliers_int8|clear_int8",

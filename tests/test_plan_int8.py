@@ -5,6 +5,7 @@ from bitshard import _C
 
 F32, F16, BF16 = 0, 1, 2
 ALL = "75,80,86,89,90a,100,120"
+LARGE = {"N": 28672, "K": 8192}
 
 
 def plan(M, N=4096, K=4096, dtype=F16, sm=90, sms=132, architectures=ALL, **settings):
@@ -24,6 +25,18 @@ def chosen_by_the_plan():
         ("gemv_int8", 1, {}),
         ("gemv_int8", 32, {}),
         ("gemm_int8_sm90", 33, {}),
+        ("gemv_int8", 32, {"outliers": True}),
+        ("mixed_int8_sm90", 33, {"outliers": True}),
+        ("mixed_int8_sm90", 128, {"outliers": True}),
+        ("gemm_int8_sm90", 129, {"outliers": True}),
+        ("gemm_int8_sm90", 64, {"outliers": True, "x_alignment": 8}),
+        ("gemm_int8", 64, {"outliers": True, "tensor_maps": False}),
+        ("gemv_int8", 16, LARGE),
+        ("gemm_int8_sm90", 17, LARGE),
+        ("gemv_int8", 32, LARGE | {"outliers": True}),
+        ("gemv_int8", 32, LARGE | {"sm": 100}),
+        ("mixed_int8_sm90", 64, LARGE | {"outliers": True}),
+        ("gemm_int8_sm90", 65, LARGE | {"outliers": True}),
         ("gemv_int8", 16, {"sm": 80}),
         ("gemm_int8", 17, {"sm": 80}),
         ("gemm_int8", 33, {"sm": 100}),
@@ -43,8 +56,8 @@ def chosen_by_the_plan():
         ("gemv_int8_dgrad", 8, {"gradient": True}),
         ("gemv_int8_dgrad", 1, {"gradient": True, "sm": 100}),
         ("dgrad_int8_sm90", 9, {"gradient": True}),
-        ("gemv_int8_dgrad", 32, {"gradient": True, "N": 28672, "K": 8192}),
-        ("dgrad_int8_sm90", 33, {"gradient": True, "N": 28672, "K": 8192}),
+        ("gemv_int8_dgrad", 32, LARGE | {"gradient": True}),
+        ("dgrad_int8_sm90", 33, LARGE | {"gradient": True}),
         ("dgrad_int8_sm90", 1024, {"gradient": True}),
         ("panels", 1025, {"gradient": True}),
         ("panels", 64, {"gradient": True, "K": 4100}),
@@ -65,24 +78,69 @@ def test_which_kernel(kernel, M, settings):
 
 def test_outlier_columns_that_are_gathered():
     """What the workspace holds of x and W in 16 bits, whole chunks of 64, no more than there are."""
-    assert plan(64)["capacity"] == 0
-    assert plan(64, outliers=True)["capacity"] == 4096
+    assert plan(200)["capacity"] == 0
+    assert plan(200, outliers=True)["capacity"] == 4096
     assert plan(4096, 28672, 8192, outliers=True)["capacity"] == (64 << 20) // (2 * (4096 + 28672)) // 64 * 64
     assert plan(64, K=100, packed_alignment=4, outliers=True)["capacity"] == 128
-    assert plan(64, outliers=True, workspace=1 << 16)["capacity"] == 0
+    assert plan(200, outliers=True, workspace=1 << 16)["capacity"] == 0
     assert plan(64, dtype=F32, outliers=True)["capacity"] == 0
     assert plan(64, dtype=BF16, sm=75, outliers=True)["capacity"] == 0
-    with_outliers, without = plan(64, outliers=True), plan(64)
-    assert with_outliers["scratch_bytes"] > without["scratch_bytes"] >= 64 * 4096 + 64 * 4
+    assert plan(64, outliers=True)["capacity"] == 0  # x as it is
+    with_outliers, without = plan(200, outliers=True), plan(200)
+    assert with_outliers["scratch_bytes"] > without["scratch_bytes"] >= 200 * 4096 + 200 * 4
 
 
-@pytest.mark.parametrize("M, N, K", [(33, 4096, 4096), (128, 4096, 4096), (300, 14336, 4096), (4096, 28672, 8192)])
-def test_a_cut_fills_the_gpu_once(M, N, K):
+SIZES = [(33, 4096, 4096), (128, 4096, 4096), (300, 14336, 4096), (1024, 4096, 4096), (4096, 28672, 8192), (40, 48, 16)]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"kernel": "mixed_int8_sm90"}, {"gradient": True, "kernel": "dgrad_int8_sm90"}]
+)
+@pytest.mark.parametrize("M, N, K", SIZES)
+def test_a_cut_fills_the_gpu_once(M, N, K, settings):
     """No more blocks than run at once; blocks share the depth of a tile only where there are few tiles."""
-    launch = plan(M, N, K)["launch"]
+    launch = plan(M, N, K, **settings)["launch"]
     blocks, cluster = launch["grid"][0], launch["cluster"]
     assert blocks % cluster == 0 and blocks <= 132 and launch["shared_bytes"] <= 227 << 10
-    assert cluster == (2 if launch["entry"].endswith("n256") else 1) or M <= 128
+    pairs = "kernel" in settings or launch["entry"].endswith(("n256", "c2"))
+    assert cluster % (1 + pairs) == 0 and (cluster == 1 + pairs or M <= 300)
+
+
+# Which form and how many blocks of a cluster were the fastest on an H200, by direction or kernel and size.
+FASTEST = [
+    ({}, 64, 4096, 4096, "m64_n128", 1),
+    ({}, 192, 4096, 4096, "m64_n128", 1),
+    ({}, 256, 4096, 4096, "m64_n128", 1),
+    ({}, 384, 4096, 4096, "m128_n128", 1),
+    ({}, 512, 4096, 4096, "m128_n128_c2", 2),
+    ({}, 1024, 4096, 4096, "m128_n128_c2", 2),
+    ({}, 4096, 4096, 4096, "m128_n128_c2", 2),
+    ({}, 64, 14336, 4096, "m64_n128", 1),
+    ({}, 128, 14336, 4096, "m128_n128", 1),
+    ({}, 192, 14336, 4096, "m64_n128", 1),
+    ({}, 256, 14336, 4096, "m128_n128_c2", 2),
+    ({}, 1024, 14336, 4096, "m128_n128_c2", 2),
+    ({}, 32, 28672, 8192, "m64_n128", 1),
+    ({}, 128, 28672, 8192, "m128_n128", 1),
+    ({}, 256, 28672, 8192, "m128_n128_c2", 2),
+    ({}, 512, 28672, 8192, "m128_n256", 2),
+    ({}, 4096, 14336, 4096, "m128_n256", 2),
+    ({"outliers": True}, 64, 4096, 4096, "m64", 6),
+    ({"outliers": True}, 128, 4096, 4096, "m128", 6),
+    ({"outliers": True}, 64, 14336, 4096, "m64", 2),
+    ({"outliers": True}, 128, 14336, 4096, "m128", 2),
+    ({"outliers": True}, 64, 28672, 8192, "m64", 2),
+    ({"gradient": True}, 64, 4096, 4096, "m64", 6),
+    ({"gradient": True}, 256, 4096, 4096, "m256", 6),
+    ({"gradient": True}, 64, 14336, 4096, "m64", 6),
+    ({"gradient": True}, 256, 14336, 4096, "m256", 6),
+]
+
+
+@pytest.mark.parametrize("settings, M, N, K, form, cluster", FASTEST)
+def test_the_fastest_cut(settings, M, N, K, form, cluster):
+    launch = plan(M, N, K, **settings)["launch"]
+    assert launch["entry"].endswith(f"16_{form}") and launch["cluster"] == cluster
 
 
 def test_panels_of_the_gradient():
@@ -103,6 +161,11 @@ def test_forced():
     assert plan(33, gradient=True)["kernel"] == "gemv_int8_dgrad"
     with pytest.raises(ValueError, match="more than 64 rows"):
         plan(65, gradient=True)
+    _C.force_kernel("linear_int8", "mixed_int8_sm90")
+    assert plan(1)["kernel"] == plan(5000)["kernel"] == "mixed_int8_sm90"
+    for refused in ({"K": 4104}, {"sm": 100}, {"dtype": F32}, {"x_alignment": 8}, {"tensor_maps": False}):
+        with pytest.raises(ValueError, match="the kernel that was forced cannot multiply"):
+            plan(40, **refused)
     with pytest.raises(ValueError, match="no kernel 'gemm': expected gemv_int8"):
         _C.force_kernel("linear_int8", "gemm")
     with pytest.raises(ValueError, match="too large for 32-bit indices"):

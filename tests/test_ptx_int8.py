@@ -144,6 +144,31 @@ def test_few_rows(case):
     assert torch.equal(y, machine.Gpu(sm, 4).linear_int8(x, codes, absmax, bias, 6.0))
 
 
+# M, N, K, multiprocessors, dtype, bias, the form, blocks of a cluster, of all
+MIXED = [
+    (40, 300, 400, 2, F16, True, "m64", 2, 2),
+    (33, 130, 1696, 20, F16, False, "m64", 8, 8),
+    (20, 67, 256, 8, BF16, True, "m64", 2, 2),
+    (70, 300, 400, 4, BF16, True, "m128", 2, 4),
+    (130, 260, 528, 4, F16, False, "m256", 2, 4),
+]
+
+
+@pytest.mark.parametrize("case", MIXED, ids=lambda case: "-".join(map(str, case)).replace("torch.", ""))
+def test_x_as_it_is_on_sm90(case):
+    """As few rows, outliers too; ragged sizes, N odd; pairs of blocks that share a tile; rows of x further apart."""
+    M, N, K, sms, dtype, with_bias, form, *blocks = case
+    codes, absmax = weight(N, K)
+    bias = drawn(N, dtype=dtype) if with_bias else None
+    x = activations(M, K, dtype, 5, K + 8)
+    gpu = machine.Gpu(90, sms, seed=M)
+    y = gpu.linear_int8(x, codes, absmax, bias, 6.0, "mixed_int8_sm90")
+    check(y, x, codes, absmax, bias)
+    assert torch.equal(y, machine.Gpu(90, sms).linear_int8(x, codes, absmax, bias, 0.0, "mixed_int8_sm90"))
+    assert gpu.launches == [f"mixed_int8_sm90_{'f16' if dtype is F16 else 'bf16'}_{form}"]
+    assert gpu.blocks == [tuple(blocks)]
+
+
 # kernel, sm, dtype, M, N, K, bias, workspace
 MANY = [
     ("gemm_int8", 90, F32, 20, 40, 96, True, 1 << 20),
@@ -187,17 +212,17 @@ def test_many_rows(case, outliers):
 # M, N, K, multiprocessors, the form, blocks of a cluster, of all
 SM90 = [
     (40, 600, 272, 3, "m64_n128", 1, 3),
-    (40, 200, 1696, 20, "m64_n128", 7, 14),
+    (20, 200, 4112, 20, "m64_n128", 7, 14),
     (100, 600, 400, 4, "m128_n128", 1, 4),
     (250, 500, 1200, 2, "m128_n256", 2, 2),
-    (300, 200, 400, 4, "m128_n256", 2, 4),
+    (200, 250, 272, 6, "m128_n128_c2", 2, 4),
 ]
 
 
 @pytest.mark.parametrize("outliers", [0, 70])
 @pytest.mark.parametrize("case", SM90, ids=lambda case: "-".join(map(str, case)))
 def test_each_form_of_sm90(case, outliers):
-    """Blocks that take tile after tile, blocks that share a tile, pairs of blocks of which one has no rows."""
+    """Blocks that take tile after tile, blocks that share a tile, pairs of blocks of which one has few rows."""
     M, N, K, sms, form, *blocks = case
     codes, absmax = weight(N, K)
     x = activations(M, K, F16, outliers)
@@ -229,9 +254,9 @@ def test_input_gradient(dtype):
 
 # M, N, K, multiprocessors, dtype, the form, blocks of a cluster, of all
 DGRAD = [
-    (40, 130, 272, 20, F16, "m128", 2, 4),
-    (150, 320, 528, 4, BF16, "m128", 2, 4),
-    (30, 1100, 144, 132, BF16, "m128", 8, 8),
+    (40, 130, 272, 20, F16, "m64", 2, 4),
+    (120, 320, 528, 4, BF16, "m128", 2, 4),
+    (30, 1100, 144, 132, BF16, "m64", 8, 8),
     (250, 200, 272, 4, F16, "m256", 2, 4),
 ]
 

@@ -1,7 +1,7 @@
 /* gpu/int8.c - see gpu/int8.h.
  *
  *   x --quantize_int8--> codes, absmax, flags --outliers_int8--> gathered columns --gemm_int8, gemm_int8_sm90--> y
- *   x (few rows) --gemv_int8, linear_int8_any--> y
+ *   x (few rows) --gemv_int8, mixed_int8_sm90, linear_int8_any--> y
  *   dy --dgrad_int8_sm90, or dequantize_int8 and the vendor's product--> dx
  *
  * How many outlier columns there are stays on the GPU. */
@@ -245,36 +245,58 @@ static bsh_status run_gemm(const bsh_linear_int8_args *const args, const bsh_int
   return bsh_cuda_launch(context, plan->product.kernel, &plan->product.shape, arguments);
 }
 
-/* ---- the input gradient in one pass ---- */
+/* ---- x, or dy, as it is, in one pass over W ---- */
 
-static bsh_status run_dgrad(const bsh_linear_int8_args *const args, const bsh_int8_plan *const plan, char *const memory,
-                            const bsh_cuda_context *const context) {
+/* Scales of rows of W as the input gradient reads them. */
+static bsh_status split_scales(const bsh_linear_int8_args *const args, const bsh_int8_scale_pair *const pairs,
+                               const bsh_cuda_context *const context) {
   static bsh_cuda_kernel split[] = {{.fatbin = BSH_FATBIN_int8, .name = "split_scales_int8_bf16"},
                                     {.fatbin = BSH_FATBIN_int8, .name = "split_scales_int8_f16"}};
-  const bool f16 = args->dtype == BSH_F16;
-  const bsh_int8_split_args scales = {args->absmax, (bsh_int8_scale_pair *)(memory + plan->at.scales), (int32_t)args->N,
+  const bsh_int8_split_args scales = {args->absmax, (bsh_int8_scale_pair *)(uintptr_t)pairs, (int32_t)args->N,
                                       bsh_dgrad_int8_pairs(args->N)};
-  bsh_int8_dgrad_args used = {.scales = scales.pairs,
-                              .dx = args->y,
-                              .partial = (float *)(memory + plan->at.partial),
-                              .M = (int32_t)args->M,
-                              .N = (int32_t)args->N,
-                              .K = (int32_t)args->K,
-                              .token_tiles = plan->m_tiles,
-                              .tiles = plan->tiles,
-                              .splits = plan->splits};
-  const bsh_map_of of_dy = {.data = args->x,
-                            .rows = args->M,
-                            .columns = args->N,
-                            .row_bytes = args->ldx * dtype_size(args->dtype),
-                            .box_rows = bsh_dgrad_int8_tokens[plan->form] / 2,
-                            .box_columns = BSH_DGRAD_INT8_DEPTH,
-                            .type = f16 ? BSH_MAP_F16 : BSH_MAP_BF16};
-  bsh_tensor_map dy, w;
-  BSH_TRY(bsh_cuda_tensor_map(context, &of_dy, &dy));
-  BSH_TRY(map_of(context, args->packed, args->N, args->K, BSH_MAP_U8, BSH_DGRAD_INT8_DEPTH, &w));
-  BSH_TRY(launch(context, &split[f16], divide_up(scales.n_pairs, BSH_INT8_THREADS), &scales));
-  void *arguments[] = {&dy, &w, &used};
+  return launch(context, &split[args->dtype == BSH_F16], divide_up(scales.n_pairs, BSH_INT8_THREADS), &scales);
+}
+
+static bsh_int8_mixed_args mixed_args(const bsh_linear_int8_args *const args, const bool dgrad,
+                                      const bsh_int8_plan *const plan, char *const memory) {
+  const int64_t rows = dgrad ? args->K : args->N, depth = dgrad ? args->N : args->K;
+  return (bsh_int8_mixed_args){.scales = dgrad ? (const bsh_int8_scale_pair *)(memory + plan->at.scales) : NULL,
+                               .absmax = args->absmax,
+                               .bias = args->bias,
+                               .y = args->y,
+                               .partial = (float *)(memory + plan->at.partial),
+                               .M = (int32_t)args->M,
+                               .rows = (int32_t)rows,
+                               .depth = (int32_t)depth,
+                               .store_pairs = row_alignment(args->y, rows * dtype_size(args->dtype)) >= 4,
+                               .token_tiles = plan->m_tiles,
+                               .tiles = plan->tiles,
+                               .splits = plan->splits};
+}
+
+static bsh_status run_mixed(const bsh_linear_int8_args *const args, const bsh_int8_plan *const plan, char *const memory,
+                            const bsh_cuda_context *const context) {
+  const bool dgrad = plan->kernel == BSH_INT8_dgrad_int8_sm90;
+  bsh_int8_mixed_args used = mixed_args(args, dgrad, plan, memory);
+  const bsh_map_of of_x = {.data = args->x,
+                           .rows = args->M,
+                           .columns = used.depth,
+                           .row_bytes = args->ldx * dtype_size(args->dtype),
+                           .box_rows = bsh_mixed_int8_tokens[plan->form] / 2,
+                           .box_columns = BSH_MIXED_INT8_DEPTH,
+                           .type = args->dtype == BSH_F16 ? BSH_MAP_F16 : BSH_MAP_BF16};
+  const bsh_map_of of_w = {.data = args->packed,
+                           .rows = args->N,
+                           .columns = args->K,
+                           .row_bytes = args->K,
+                           .box_rows = dgrad ? BSH_MIXED_INT8_DEPTH : BSH_MIXED_INT8_ROWS,
+                           .box_columns = dgrad ? BSH_MIXED_INT8_ROWS : BSH_MIXED_INT8_DEPTH,
+                           .type = BSH_MAP_U8};
+  bsh_tensor_map x, w;
+  BSH_TRY(bsh_cuda_tensor_map(context, &of_x, &x));
+  BSH_TRY(bsh_cuda_tensor_map(context, &of_w, &w));
+  if (dgrad) BSH_TRY(split_scales(args, used.scales, context));
+  void *arguments[] = {&x, &w, &used};
   return bsh_cuda_launch(context, plan->product.kernel, &plan->product.shape, arguments);
 }
 
@@ -342,8 +364,9 @@ static bsh_status run(const bsh_linear_int8_args *const args, const bsh_int8_pla
     return run_gemv(args, plan, memory, context);
   case BSH_INT8_any:
     return run_any(args, plan, context);
+  case BSH_INT8_mixed_int8_sm90:
   case BSH_INT8_dgrad_int8_sm90:
-    return run_dgrad(args, plan, memory, context);
+    return run_mixed(args, plan, memory, context);
   case BSH_INT8_gemv_int8_dgrad:
     return run_gemv_dgrad(args, plan, memory, context);
   case BSH_INT8_panels:

@@ -1,6 +1,6 @@
-/* plan/int8.c - see plan/int8.h. Where more than one kernel, form or cut can compute a product, the choice is an
- * estimate from sizes and from what an H200's tensor cores and memory can do, unless a comment says that it was
- * measured. */
+/* plan/int8.c - see plan/int8.h. Which kernel, form and cut computes a product where several can is estimated. The
+ * numbers of the kernels of sm_90 are from an H200 (benchmarks/results/int8_h200_202611.md); others are what its tensor
+ * cores and memory can do. */
 #include "plan/int8.h"
 
 #include <inttypes.h>
@@ -19,7 +19,8 @@ const char *bsh_int8_kernel_name(const bsh_int8_kernel kernel) { return names[ke
 
 #define FORM(name, rows, columns, stages, cluster) {rows, columns, stages, cluster},
 const bsh_int8_form bsh_int8_forms[] = {BSH_GEMM_INT8_SM90_FORMS(FORM)};
-enum { FORMS = 3, MOST_ROWS = 65535 * BSH_INT8_ANY_TOKENS }; /* a grid's second size, of `any` */
+enum { FORMS = 4, MOST_ROWS = 65535 * BSH_INT8_ANY_TOKENS }; /* a grid's second size, of `any` */
+enum { LARGE = 150000000 };                                  /* codes of a weight */
 
 /* ---- what a kernel refuses ---- */
 
@@ -31,7 +32,9 @@ static int64_t few_rows(const bsh_int8_facts *const f) {
 static const char *gemv_refuses(const bsh_int8_facts *const f) {
   const int32_t arch = f->image.arch;
   if (f->dgrad) return "no input gradient";
-  if (f->M > (f->forced == BSH_INT8_gemv_int8 ? 2 : 1) * few_rows(f)) return "too many rows";
+  /* Forced, twice as many; code of sm_80 to sm_89 and sm_120 has no form for the second 16. */
+  const bool twice = f->forced == BSH_INT8_gemv_int8 && (bsh_is_wide(arch) || arch < 80);
+  if (f->M > (twice ? 2 : 1) * few_rows(f)) return "too many rows";
   if (f->dtype == BSH_F32) return "no float32";
   if (arch < (f->dtype == BSH_BF16 ? 80 : 75)) return "no tensor cores for the dtype in this code";
   if (bsh_is_wide(arch) && !bsh_is_wide(f->sm)) return "code for more shared memory than the GPU has";
@@ -52,13 +55,14 @@ static const char *sm90_refuses(const bsh_int8_facts *const f) {
   return f->packed_alignment < 16 ? "W is not 16-byte aligned" : NULL;
 }
 
-static const char *dgrad_refuses(const bsh_int8_facts *const f) {
-  if (!f->dgrad) return "only of the input gradient";
+/* mixed_int8_sm90, and dgrad_int8_sm90. */
+static const char *mixed_refuses(const bsh_int8_facts *const f, const bool dgrad) {
+  if (f->dgrad != dgrad) return dgrad ? "only of the input gradient" : "no input gradient";
   if (f->image.arch != 90 || !f->image.this_gpu_only) return "only for sm_90a";
   if (!f->tensor_maps) return "the driver makes no tensor maps";
   if (f->dtype == BSH_F32) return "no float32";
-  if (f->K % 16 || f->N == 0) return "K is no multiple of 16";
-  return f->packed_alignment < 16 || f->x_alignment < 16 ? "dy or W is not 16-byte aligned" : NULL;
+  if (f->K % 16 || f->K == 0 || f->N == 0) return "K is no multiple of 16";
+  return f->packed_alignment < 16 || f->x_alignment < 16 ? "x, dy or W is not 16-byte aligned" : NULL;
 }
 
 static const char *gemv_dgrad_refuses(const bsh_int8_facts *const f) {
@@ -80,8 +84,9 @@ static const char *refuses(const bsh_int8_kernel kernel, const bsh_int8_facts *c
     return sm90_refuses(f);
   case BSH_INT8_gemv_int8_dgrad:
     return gemv_dgrad_refuses(f);
+  case BSH_INT8_mixed_int8_sm90:
   case BSH_INT8_dgrad_int8_sm90:
-    return dgrad_refuses(f);
+    return mixed_refuses(f, kernel == BSH_INT8_dgrad_int8_sm90);
   case BSH_INT8_panels:
     if (!f->dgrad) return "only of the input gradient";
     if (!f->cublas) return "no cuBLAS";
@@ -94,7 +99,7 @@ static const char *refuses(const bsh_int8_kernel kernel, const bsh_int8_facts *c
 /* On an H200, at 4096 x 4096, 14336 x 4096 and 28672 x 8192: gemv_int8_dgrad was the fastest at 1 row, and of the last
  * of these at 16 and 32; else dgrad_int8_sm90 up to 1,024 rows; panels at 4,096. */
 static bsh_int8_kernel choose_dgrad(const bsh_int8_facts *const f) {
-  enum { LEAST_ROWS = 8, FEW_ROWS = 32, ONE_PASS_ROWS = 1024, LARGE = 150000000 };
+  enum { LEAST_ROWS = 8, FEW_ROWS = 32, ONE_PASS_ROWS = 1024 };
   const int64_t few = f->N * f->K >= LARGE ? FEW_ROWS : LEAST_ROWS;
   if (f->M <= few && !refuses(BSH_INT8_gemv_int8_dgrad, f)) return BSH_INT8_gemv_int8_dgrad;
   const bool one_pass = !refuses(BSH_INT8_dgrad_int8_sm90, f), panels = !refuses(BSH_INT8_panels, f);
@@ -102,12 +107,22 @@ static bsh_int8_kernel choose_dgrad(const bsh_int8_facts *const f) {
   return panels ? BSH_INT8_panels : BSH_INT8_any;
 }
 
+/* On an H200. A weight of 28672 x 8192: gemv_int8 took 99 us at 24 and 32 rows, gemm_int8_sm90 without a threshold 73
+ * and
+ * 71. With a threshold and 8 columns the latter and its search for them, and mixed_int8_sm90: 19 and 14 us at 64 rows
+ * of 4096 x 4096, 23 and 17 at 128, 33 and 24 at 64 of 14336 x 4096, 37 and 30 at 128; but at 128 of 28672 x 8192 98
+ * and 109. */
 static bsh_int8_kernel choose(const bsh_int8_facts *const f) {
+  enum { MIXED_ROWS = 128, MIXED_ROWS_OF_LARGE = 64 };
   if (f->forced != BSH_INT8_COUNT) return f->forced;
   if (f->dgrad) return choose_dgrad(f);
   if (f->K == 0) return BSH_INT8_any;
-  if (f->M <= few_rows(f)) return refuses(BSH_INT8_gemv_int8, f) ? BSH_INT8_any : BSH_INT8_gemv_int8;
-  return refuses(BSH_INT8_gemm_int8_sm90, f) ? BSH_INT8_gemm_int8 : BSH_INT8_gemm_int8_sm90;
+  const bool large = f->N * f->K >= LARGE, codes = !refuses(BSH_INT8_gemm_int8_sm90, f);
+  const bool few = f->M <= (large && codes && !f->outliers ? BSH_INT8_FEW_ROWS : few_rows(f));
+  if (few) return refuses(BSH_INT8_gemv_int8, f) ? BSH_INT8_any : BSH_INT8_gemv_int8;
+  const bool mixed = f->outliers && f->M <= (large ? MIXED_ROWS_OF_LARGE : MIXED_ROWS);
+  if (mixed && !refuses(BSH_INT8_mixed_int8_sm90, f)) return BSH_INT8_mixed_int8_sm90;
+  return codes ? BSH_INT8_gemm_int8_sm90 : BSH_INT8_gemm_int8;
 }
 
 /* ---- scratch memory ---- */
@@ -246,13 +261,20 @@ static void take_cut(bsh_int8_plan *const plan, const sm90_cut *const c, const i
                                                 .overlap = true};
 }
 
-/* Estimated: nanoseconds of a stage of 128 of depth, bound by tensor cores or by what L2 gives; of a tile beside them;
- * of joining sums. Infinite for a cut that there is not. */
+/* Nanoseconds, which order the forms and cuts as an H200 did at 19 sizes: of a stage of 128 of depth; of a tile beside
+ * them; of joining sums; of the last pair of blocks where one of it has no rows. Infinite for a cut that there is not.
+ */
 static double sm90_nanoseconds(const bsh_int8_facts *const f, const sm90_cut *const c) {
-  static const double stage[FORMS] = {230, 330, 600}, beside[FORMS] = {1500, 2000, 3000}, join = 2500;
+  static const double stage[FORMS] = {260, 430, 400, 880}, beside[FORMS] = {1500, 2000, 2000, 3000};
+  static const double join = 5500, half_empty = 5000, measured = 1e11;
+  enum { LARGEST = FORMS - 1, MANY_ROWS = 512 };
+  const bsh_int8_form *const s = &bsh_int8_forms[c->form];
   const int64_t stages = divide_up(f->K, BSH_GEMM_INT8_DEPTH);
-  if (c->splits > 1 && (bsh_int8_forms[c->form].cluster > 1 || stages < 2 * c->splits)) return HUGE_VAL;
-  return nanoseconds(c, stages, stage[c->form], beside[c->form], join);
+  if (c->splits > 1 && (s->cluster > 1 || stages < 2 * c->splits)) return HUGE_VAL;
+  const bool beyond = f->M >= MANY_ROWS && (double)f->M * (double)f->N * (double)f->K > measured;
+  if (beyond && c->form != LARGEST) return HUGE_VAL;
+  const bool empty = s->cluster > 1 && divide_up(f->M, s->rows) % s->cluster != 0;
+  return nanoseconds(c, stages, stage[c->form], beside[c->form], join) + (empty ? half_empty : 0);
 }
 
 static sm90_cut best_sm90(const bsh_int8_facts *const f) {
@@ -279,51 +301,55 @@ static void plan_sm90(const bsh_int8_facts *const f, bsh_int8_plan *const plan) 
   take_cut(plan, &best, blocks, bsh_gemm_int8_sm90_shared_bytes(s->rows, s->columns, s->stages));
 }
 
-/* ---- the input gradient in one pass ---- */
+/* ---- x, or dy, as it is, in one pass over W ---- */
 
-#define DGRAD_TOKENS(form, tokens, stages) tokens,
-#define DGRAD_STAGES(form, tokens, stages) stages,
-const int32_t bsh_dgrad_int8_tokens[] = {BSH_DGRAD_INT8_FORMS(DGRAD_TOKENS)};
-static const int32_t dgrad_stages[] = {BSH_DGRAD_INT8_FORMS(DGRAD_STAGES)};
-enum { DGRAD_FORMS = 2, DGRAD_PAIR = 2 };
+#define MIXED_TOKENS(form, tokens, stages) tokens,
+#define MIXED_STAGES(form, tokens, stages) stages,
+const int32_t bsh_mixed_int8_tokens[] = {BSH_MIXED_INT8_FORMS(MIXED_TOKENS)};
+static const int32_t mixed_stages[] = {BSH_MIXED_INT8_FORMS(MIXED_STAGES)};
+enum { MIXED_FORMS = 3, PAIR = 2 };
 
-static sm90_cut cut_dgrad(const bsh_int8_facts *const f, const int32_t form, const int32_t splits) {
-  sm90_cut c = {.form = form, .splits = splits, .m_tiles = divide_up(f->M, bsh_dgrad_int8_tokens[form])};
-  c.tiles = c.m_tiles * divide_up(f->K, DGRAD_PAIR * BSH_DGRAD_INT8_ROWS);
-  c.clusters = bsh_gemv_clusters_at_once(f->sms, DGRAD_PAIR * splits);
+static sm90_cut cut_mixed(const bsh_int8_facts *const f, const int32_t form, const int32_t splits) {
+  sm90_cut c = {.form = form, .splits = splits, .m_tiles = divide_up(f->M, bsh_mixed_int8_tokens[form])};
+  c.tiles = c.m_tiles * divide_up(f->dgrad ? f->K : f->N, PAIR * BSH_MIXED_INT8_ROWS);
+  c.clusters = bsh_gemv_clusters_at_once(f->sms, PAIR * splits);
   return c;
 }
 
-/* Estimated as sm90_nanoseconds: of a stage of 64 of depth. */
-static double dgrad_nanoseconds(const bsh_int8_facts *const f, const sm90_cut *const c) {
-  static const double stage[DGRAD_FORMS] = {330, 600}, beside[DGRAD_FORMS] = {2000, 3000}, join = 3000;
-  const int64_t stages = 2 * divide_up(f->N, 2 * BSH_DGRAD_INT8_DEPTH);
+/* As sm90_nanoseconds: of a stage of 64 of depth. */
+static double mixed_nanoseconds(const bsh_int8_facts *const f, const sm90_cut *const c) {
+  static const double stage[2][MIXED_FORMS] = {{240, 350, 620}, {390, 495, 700}};
+  static const double beside = 4000, join[MIXED_FORMS] = {4000, 4300, 7300};
+  const int64_t stages = 2 * divide_up(f->dgrad ? f->N : f->K, 2 * BSH_MIXED_INT8_DEPTH);
   if (c->splits > 1 && stages < 4 * c->splits) return HUGE_VAL;
-  return nanoseconds(c, stages, stage[c->form], beside[c->form], join);
+  return nanoseconds(c, stages, stage[f->dgrad][c->form], beside, join[c->form]);
 }
 
-static sm90_cut best_dgrad(const bsh_int8_facts *const f) {
-  sm90_cut best = cut_dgrad(f, 0, 1);
-  for (int32_t form = 0; form < DGRAD_FORMS; form++)
-    for (int32_t splits = 1; splits * DGRAD_PAIR <= BSH_GEMV_CLUSTER; splits++) {
-      const sm90_cut other = cut_dgrad(f, form, splits);
-      if (dgrad_nanoseconds(f, &other) < dgrad_nanoseconds(f, &best)) best = other;
+static sm90_cut best_mixed(const bsh_int8_facts *const f) {
+  sm90_cut best = cut_mixed(f, 0, 1);
+  for (int32_t form = 0; form < MIXED_FORMS; form++)
+    for (int32_t splits = 1; splits <= BSH_MIXED_INT8_SPLITS; splits++) {
+      const sm90_cut other = cut_mixed(f, form, splits);
+      if (mixed_nanoseconds(f, &other) < mixed_nanoseconds(f, &best)) best = other;
     }
   return best;
 }
 
-static void plan_dgrad(const bsh_int8_facts *const f, bsh_int8_plan *const plan) {
+static void plan_mixed(const bsh_int8_facts *const f, bsh_int8_plan *const plan) {
+#define MIXED_BF16(form, ...) KERNEL(mixed_int8_sm90, "mixed_int8_sm90_bf16_" #form),
+#define MIXED_F16(form, ...) KERNEL(mixed_int8_sm90, "mixed_int8_sm90_f16_" #form),
 #define DGRAD_BF16(form, ...) KERNEL(dgrad_int8_sm90, "dgrad_int8_sm90_bf16_" #form),
 #define DGRAD_F16(form, ...) KERNEL(dgrad_int8_sm90, "dgrad_int8_sm90_f16_" #form),
-  static bsh_cuda_kernel kernels[2][DGRAD_FORMS] = {{BSH_DGRAD_INT8_FORMS(DGRAD_BF16)},
-                                                    {BSH_DGRAD_INT8_FORMS(DGRAD_F16)}};
-  const sm90_cut best = best_dgrad(f);
-  const int32_t tokens = bsh_dgrad_int8_tokens[best.form], blocks = DGRAD_PAIR * best.splits;
-  const int64_t sums = best.tiles * DGRAD_PAIR * (best.splits - 1) * BSH_DGRAD_INT8_ROWS * tokens;
+  static bsh_cuda_kernel kernels[2][2][MIXED_FORMS] = {
+      {{BSH_MIXED_INT8_FORMS(MIXED_BF16)}, {BSH_MIXED_INT8_FORMS(MIXED_F16)}},
+      {{BSH_MIXED_INT8_FORMS(DGRAD_BF16)}, {BSH_MIXED_INT8_FORMS(DGRAD_F16)}}};
+  const sm90_cut best = best_mixed(f);
+  const int32_t tokens = bsh_mixed_int8_tokens[best.form], blocks = PAIR * best.splits;
+  const int64_t sums = best.splits == 1 ? 0 : best.tiles * blocks * BSH_MIXED_INT8_ROWS * tokens;
   plan->at.partial = place(&plan->at, sums * (int64_t)sizeof(float));
-  plan->at.scales = place(&plan->at, bsh_dgrad_int8_pairs(f->N) * (int64_t)sizeof(bsh_int8_scale_pair));
-  plan->product.kernel = &kernels[f->dtype == BSH_F16][best.form];
-  take_cut(plan, &best, blocks, bsh_dgrad_int8_shared_bytes(tokens, dgrad_stages[best.form]));
+  if (f->dgrad) plan->at.scales = place(&plan->at, bsh_dgrad_int8_pairs(f->N) * (int64_t)sizeof(bsh_int8_scale_pair));
+  plan->product.kernel = &kernels[f->dgrad][f->dtype == BSH_F16][best.form];
+  take_cut(plan, &best, blocks, bsh_mixed_int8_shared_bytes(tokens, mixed_stages[best.form]));
 }
 
 /* ---- the same of few rows ---- */
@@ -404,8 +430,9 @@ bsh_status bsh_plan_linear_int8(const char *const op, const bsh_int8_facts *cons
   case BSH_INT8_gemv_int8_dgrad:
     plan_gemv_dgrad(f, plan);
     break;
+  case BSH_INT8_mixed_int8_sm90:
   case BSH_INT8_dgrad_int8_sm90:
-    plan_dgrad(f, plan);
+    plan_mixed(f, plan);
     break;
   case BSH_INT8_panels:
     plan_panels(f, plan);
@@ -437,8 +464,8 @@ bsh_status bsh_int8_kernel_of(const char *const name, bsh_int8_kernel *const ker
       return BSH_OK;
     }
   return bsh_fail(BSH_BAD_VALUE,
-                  "no kernel '%s': expected gemv_int8, any, gemm_int8, gemm_int8_sm90, dgrad_int8_sm90, "
-                  "gemv_int8_dgrad or panels",
+                  "no kernel '%s': expected gemv_int8, any, mixed_int8_sm90, gemm_int8, gemm_int8_sm90, "
+                  "dgrad_int8_sm90, gemv_int8_dgrad or panels",
                   name);
 }
 

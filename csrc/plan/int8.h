@@ -6,10 +6,11 @@
 #include "plan/plan.h"
 
 /* X(name). gemv_int8: few rows of x as they are, any: the same for all sizes and dtypes, and the input gradient.
- * gemm_int8, gemm_int8_sm90: x in codes. dgrad_int8_sm90, gemv_int8_dgrad: the input gradient in one pass over W, the
- * latter of few rows. panels: of it, W dequantized a panel of columns at a time, and the vendor's product of each. */
+ * mixed_int8_sm90: more rows of x as they are. gemm_int8, gemm_int8_sm90: x in codes. dgrad_int8_sm90, gemv_int8_dgrad:
+ * the input gradient in one pass over W, the latter of few rows. panels: of it, W dequantized a panel of columns at a
+ * time, and the vendor's product of each. */
 #define BSH_INT8_KERNELS(X)                                                                                            \
-  X(gemv_int8) X(any) X(gemm_int8) X(gemm_int8_sm90) X(dgrad_int8_sm90) X(gemv_int8_dgrad) X(panels)
+  X(gemv_int8) X(any) X(mixed_int8_sm90) X(gemm_int8) X(gemm_int8_sm90) X(dgrad_int8_sm90) X(gemv_int8_dgrad) X(panels)
 #define BSH_INT8_INDEX(name) BSH_INT8_##name,
 typedef enum { BSH_INT8_KERNELS(BSH_INT8_INDEX) BSH_INT8_COUNT } bsh_int8_kernel;
 #undef BSH_INT8_INDEX
@@ -41,8 +42,8 @@ typedef struct {
   bsh_planned_launch product, after; /* after: gemv_int8's second kernel, or NULL */
   bsh_int8_scratch at;
   bsh_fused_cut cut;      /* gemv_int8 */
-  int32_t m_tiles, tiles; /* gemm_int8, gemm_int8_sm90, dgrad_int8_sm90: of rows of x, of all */
-  int32_t form, splits;   /* of the latter two: which of their forms; blocks, or pairs, that share a tile's depth */
+  int32_t m_tiles, tiles; /* of the kernels on tensor cores for many rows: of rows of x, of all */
+  int32_t form, splits;   /* of those of sm_90: which of their forms; blocks, or pairs, that share a tile's depth */
   int32_t capacity;       /* outlier columns that are gathered */
   int64_t panel_columns, panel_bytes, vendor_bytes;
 } bsh_int8_plan;
@@ -59,7 +60,7 @@ typedef struct {
   int32_t rows, columns, stages, cluster;
 } bsh_int8_form;
 extern const bsh_int8_form bsh_int8_forms[];
-extern const int32_t bsh_dgrad_int8_tokens[]; /* of a form of dgrad_int8_sm90 */
+extern const int32_t bsh_mixed_int8_tokens[]; /* of a form of mixed_int8_sm90 and dgrad_int8_sm90 */
 
 /* "gemv_int8", ...; and the kernel of a name, BSH_BAD_VALUE for one that is none. */
 const char *bsh_int8_kernel_name(bsh_int8_kernel kernel);

@@ -109,8 +109,8 @@ def plan_linear_int8(
     """How a GPU computes a product with an int8 weight [N, K]; arguments as of plan_linear_4bit, outliers: there is a
     threshold.
 
-    Keys: kernel (gemv_int8, any, gemm_int8, gemm_int8_sm90, gemv_int8_dgrad, dgrad_int8_sm90 or panels); codes (x is
-    quantized before);
+    Keys: kernel (gemv_int8, any, mixed_int8_sm90, gemm_int8, gemm_int8_sm90, gemv_int8_dgrad, dgrad_int8_sm90 or
+    panels); codes (x is quantized before);
     scratch_bytes; capacity (outlier columns that are gathered); panel_columns; launch and after (as the launches of
     plan_linear_4bit, or None). ValueError where sizes are too large or a forced kernel cannot."""
 

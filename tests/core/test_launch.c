@@ -1,7 +1,7 @@
-/* test_launch.c - how products are planned (csrc/plan*.c) and launched (gpu/linear.c, gpu/fused.c, gpu/panels.c),
- * without a GPU: the driver and the vendors' products are replaced by functions that check what a GPU would do with
- * their arguments. What a kernel computes from its arguments is written down here again; its sizes come from its
- * header. */
+/* test_launch.c - how products are planned (csrc/plan*.c) and launched (gpu/linear.c, gpu/fused.c, gpu/panels.c,
+ * gpu/int8.c), without a GPU: the driver and the vendors' products are replaced by functions that check what a GPU
+ * would do with their arguments. What a kernel computes from its arguments is written down here again; its sizes come
+ * from its header. */
 #include "check.h"
 
 #include "core/arithmetic.h"
@@ -11,8 +11,10 @@
 #include "cuda/gemv_4bit.h"
 #include "cuda/gemv_4bit_simt.h"
 #include "gpu/cublas.h"
+#include "gpu/int8.h"
 #include "gpu/linear.h"
 #include "gpu/ops.h"
+#include "plan/int8.h"
 #include "torch/gemm.h"
 #include "torch/tensor.h"
 
@@ -33,6 +35,10 @@ static const uint32_t *flags_cleared;
 static int64_t dequantized;         /* lines of W in the panel */
 static int64_t lines_done, n_lines; /* of W, by panels */
 static int launches, by_kernel[BSH_LINEAR_COUNT][2];
+
+/* The int8 product under test, or NULL, and what of it has been done. */
+static const bsh_linear_int8_args *int8_product;
+static int64_t int8_done; /* rows, or columns by panels */
 
 bsh_status bsh_cuda_scratch_new(const bsh_cuda_context *const context, const int64_t n_bytes,
                                 bsh_cuda_scratch *const scratch) {
@@ -121,12 +127,10 @@ static form form_of(const char *const kernel, const char *const prefix, const fo
 
 /* ---- what the kernels do with their arguments ---- */
 
-static void check_gemv(const char *const name, const bsh_fused_args *const args,
-                       const bsh_cuda_launch_shape *const shape, const int32_t sm) {
-  static const form forms[] = {BSH_GEMV_FORMS(FORM)};
-  const form known = form_of(name, "gemv_4bit", forms, sizeof forms / sizeof *forms);
+/* gemv_4bit and gemv_int8: row tiles and K are divided without rest. */
+static void check_gemv_cut(const char *const name, const bsh_fused_args *const args,
+                           const bsh_cuda_launch_shape *const shape, const int32_t arch, const form known) {
   const int64_t tokens = 8 * known.first, units = known.second, tiles = args->N / BSH_ROW_TILE;
-  const int32_t arch = bsh_image_here(sm).arch;
   const bsh_fused_cut *const cut = &args->cut;
   const int64_t teams = shape->grid[0] / cut->k_splits, warps = shape->block[0] / BSH_WARP;
   CHECK(teams * cut->k_splits == shape->grid[0] && (shape->cluster <= 1 || (int)shape->cluster == cut->k_splits), SHAPE,
@@ -143,13 +147,21 @@ static void check_gemv(const char *const name, const bsh_fused_args *const args,
   for (int64_t w = 0; w < warps; w++)
     CHECK(w * cut->group_of_warp >> 16 == w / cut->k_warps, SHAPE ": warp %" PRId64, SHAPE_OF(name, args), w);
   CHECK(cut->k_splits * cut->k_warps * units * BSH_UNIT >= args->K, SHAPE, SHAPE_OF(name, args));
+  if (cut->k_splits > 1)
+    check_inside(name, args, args->partial, shape->grid[1] * tiles * cut->k_splits * tokens * BSH_ROW_TILE * 4);
+}
+
+static void check_gemv(const char *const name, const bsh_fused_args *const args,
+                       const bsh_cuda_launch_shape *const shape, const int32_t sm) {
+  static const form forms[] = {BSH_GEMV_FORMS(FORM)};
+  const form known = form_of(name, "gemv_4bit", forms, sizeof forms / sizeof *forms);
+  const int32_t arch = bsh_image_here(sm).arch;
+  check_gemv_cut(name, args, shape, arch, known);
   /* Its rings end where the shared memory does, its sums where they begin or, with wide kernels, the table does. */
   const int64_t rings = bsh_gemv_warps(arch) * bsh_gemv_slots(arch, (int32_t)known.first) * BSH_PIECE_BYTES;
   const int64_t low = BSH_MAP_BYTES + bsh_gemv_sums_bytes(arch, (int32_t)known.first);
   CHECK(shape->shared_bytes == rings + (bsh_is_wide(arch) ? 2 << 16 : (32 << 10) + low) && low <= 63 << 10,
         SHAPE ": %d bytes of shared memory", SHAPE_OF(name, args), (int)shape->shared_bytes);
-  if (cut->k_splits > 1)
-    check_inside(name, args, args->partial, shape->grid[1] * tiles * cut->k_splits * tokens * BSH_ROW_TILE * 4);
 }
 
 static void check_x_units(const char *const name, const bsh_fused_args *const args, void **const arguments) {
@@ -327,6 +339,145 @@ bsh_status bsh_torch_cuda_gemm(const bsh_torch_matrix *const c, const bsh_torch_
   return check_product(c, b);
 }
 
+/* ---- what the int8 kernels do with their arguments ---- */
+
+/* Of the scratch memory, bytes that a launch uses: inside, 16-byte aligned, and nobody else's. */
+static struct {
+  const char *begin[10];
+  int64_t bytes[10];
+  int n;
+} used;
+static void use_scratch(const char *const name, const void *const from, const int64_t n_bytes) {
+  const char *const begin = from;
+  CHECK(n_bytes == 0 || (begin >= scratch_begin && begin + n_bytes <= scratch_begin + scratch_bytes),
+        "%s: %" PRId64 " bytes of %" PRId64 " at %p", name, n_bytes, scratch_bytes, from);
+  CHECK(n_bytes == 0 || aligned(from, 16), "%s: %p", name, from);
+  for (int i = 0; i < used.n; i++)
+    CHECK(begin + n_bytes <= used.begin[i] || begin >= used.begin[i] + used.bytes[i], "%s: bytes of %p twice", name,
+          from);
+  used.begin[used.n] = begin, used.bytes[used.n++] = n_bytes;
+}
+
+static void check_codes(const char *const name, const bsh_int8_gemm_args *const args) {
+  const bsh_int8_outliers *const of = &args->outliers;
+  used.n = 0;
+  use_scratch(name, args->a, (int64_t)args->M * args->K);
+  use_scratch(name, args->row_absmax, args->M * (int64_t)sizeof(float));
+  CHECK((of->count != NULL) == (int8_product->threshold > 0), "%s: outliers", name);
+  CHECK(args->fast == (aligned(args->b, 16) && args->K % 16 == 0), "%s: %d", name, args->fast);
+  if (of->count == NULL) return;
+  CHECK(of->capacity % BSH_INT8_CHUNK == 0 && of->capacity < args->K + BSH_INT8_CHUNK &&
+            2 * (args->M + (int64_t)args->N) * of->capacity <= workspace,
+        "%s: %d columns gathered of %d", name, of->capacity, args->K);
+  use_scratch(name, of->flags, args->K);
+  use_scratch(name, of->count, (int64_t)sizeof(int32_t));
+  use_scratch(name, of->list, args->K * (int64_t)sizeof(int32_t));
+  use_scratch(name, of->x, 2 * (int64_t)args->M * of->capacity);
+  use_scratch(name, of->w, 2 * (int64_t)args->N * of->capacity);
+}
+
+/* Clusters of `size` blocks that run at once; where its blocks share the depth of a tile each has at most one. */
+static void check_clusters(const char *const name, const bsh_cuda_launch_shape *const shape, const int64_t size,
+                           const int64_t tiles, const int64_t splits, const int64_t stages, const int32_t sms) {
+  CHECK(shape->cluster == (uint32_t)size && shape->grid[0] % size == 0 && shape->grid[1] == 1 &&
+            (shape->grid[0] <= (uint32_t)sms || shape->grid[0] == (uint32_t)size),
+        "%s: %u blocks in clusters of %u", name, shape->grid[0], shape->cluster);
+  CHECK(splits == 1 || (tiles * size <= shape->grid[0] && splits <= stages),
+        "%s: %" PRId64 " blocks share %" PRId64 " stages", name, splits, stages);
+  CHECK(shape->grid[0] <= tiles * size && shape->block[0] == BSH_GEMM_INT8_SM90_THREADS && shape->overlap,
+        "%s: %u blocks for %" PRId64 " tiles", name, shape->grid[0], tiles);
+}
+
+static void check_gemm_int8_sm90(const char *const name, const bsh_int8_gemm_args *const args,
+                                 const bsh_cuda_launch_shape *const shape, const int32_t sms) {
+#define ROWS_FORM(name, rows, columns, stages, cluster) {#name, rows, columns},
+#define RING_FORM(name, rows, columns, stages, cluster) {#name, stages, cluster},
+  static const form forms[] = {BSH_GEMM_INT8_SM90_FORMS(ROWS_FORM)}, rings[] = {BSH_GEMM_INT8_SM90_FORMS(RING_FORM)};
+  const char *const form_name = strchr(name + strlen("gemm_int8_sm90_"), '_') + 1;
+  int i = 0;
+  while (strcmp(forms[i].name, form_name) != 0) i++; /* one name begins with another */
+  const int64_t rows = forms[i].first * rings[i].second, columns = forms[i].second;
+  CHECK(args->m_tiles == divide_up(args->M, rows) && args->tiles == args->m_tiles * divide_up(args->N, columns),
+        "%s: %d of %d tiles", name, args->m_tiles, args->tiles);
+  CHECK(args->splits == 1 || rings[i].second == 1, "%s: %d splits", name, args->splits);
+  check_clusters(name, shape, rings[i].second * args->splits, args->tiles, args->splits,
+                 divide_up(args->K, BSH_GEMM_INT8_DEPTH), sms);
+  const int32_t shared =
+      bsh_gemm_int8_sm90_shared_bytes((int32_t)forms[i].first, (int32_t)columns, (int32_t)rings[i].first);
+  CHECK(shape->shared_bytes == shared, "%s: %d bytes", name, (int)shape->shared_bytes);
+  use_scratch(name, args->partial, args->tiles * (args->splits - 1) * forms[i].first * columns * 4);
+  if (args->outliers.capacity > 0)
+    CHECK(maps[0].data == args->outliers.x && maps[1].data == args->outliers.w && maps[0].box_rows == forms[i].first &&
+              maps[1].box_rows * rings[i].second == columns && maps[0].columns == args->outliers.capacity &&
+              maps[1].rows == args->N,
+          "%s: maps of gathered columns", name);
+}
+
+static void check_mixed(const char *const name, const bsh_int8_mixed_args *const args,
+                        const bsh_cuda_launch_shape *const shape, const int32_t sms) {
+#define TOKENS_FORM(name, tokens, stages) {#name, tokens, stages},
+  static const form forms[] = {BSH_MIXED_INT8_FORMS(TOKENS_FORM)};
+  const bool dgrad = name[0] == 'd';
+  const form known = form_of(name, dgrad ? "dgrad_int8_sm90" : "mixed_int8_sm90", forms, sizeof forms / sizeof *forms);
+  const int64_t N = int8_product->N, K = int8_product->K;
+  used.n = 0;
+  CHECK(args->rows == (dgrad ? K : N) && args->depth == (dgrad ? N : K), "%s: %d x %d", name, args->rows, args->depth);
+  CHECK(args->token_tiles == divide_up(args->M, known.first) &&
+            args->tiles == args->token_tiles * divide_up(args->rows, 2 * BSH_MIXED_INT8_ROWS),
+        "%s: %d of %d tiles", name, args->token_tiles, args->tiles);
+  CHECK(args->splits <= BSH_MIXED_INT8_SPLITS, "%s: %d pairs of blocks", name, args->splits);
+  check_clusters(name, shape, 2 * args->splits, args->tiles, args->splits, divide_up(args->depth, 128), sms);
+  CHECK(shape->shared_bytes == bsh_mixed_int8_shared_bytes((int32_t)known.first, (int32_t)known.second), "%s: %d bytes",
+        name, (int)shape->shared_bytes);
+  CHECK(maps[0].data == int8_product->x && maps[0].columns == args->depth && maps[0].box_rows * 2 == known.first &&
+            maps[0].box_columns == BSH_MIXED_INT8_DEPTH && maps[0].row_bytes == int8_product->ldx * 2,
+        "%s: map of x", name);
+  CHECK(maps[1].rows == N && maps[1].columns == K && maps[1].box_rows == (dgrad ? 64 : 128) &&
+            maps[1].box_rows * maps[1].box_columns == BSH_MIXED_INT8_DEPTH * BSH_MIXED_INT8_ROWS,
+        "%s: map of W", name);
+  CHECK(args->store_pairs == (aligned(args->y, 4) && args->rows % 2 == 0), "%s: pairs", name);
+  const int64_t sums = 2 * (int64_t)args->splits * BSH_MIXED_INT8_ROWS * known.first;
+  use_scratch(name, args->partial, args->splits == 1 ? 0 : args->tiles * sums * (int64_t)sizeof(float));
+  if (dgrad) use_scratch(name, args->scales, bsh_dgrad_int8_pairs(N) * (int64_t)sizeof *args->scales);
+}
+
+/* Whether `name` is of an int8 kernel. */
+static bool check_int8(const bsh_cuda_context *const context, const char *const name, void **const arguments,
+                       const bsh_cuda_launch_shape *const shape) {
+  if (int8_product == NULL) return false;
+  if (strncmp(name, "gemm_int8_sm90", 14) == 0) {
+    check_codes(name, arguments[4]);
+    check_gemm_int8_sm90(name, arguments[4], shape, context->sms);
+  } else if (strncmp(name, "gemm_int8", 9) == 0) {
+    const bsh_int8_gemm_args *const args = arguments[0];
+    check_codes(name, args);
+    CHECK(args->m_tiles == divide_up(args->M, BSH_GEMM_INT8_TILE) && shape->grid[0] == (uint32_t)args->tiles &&
+              args->tiles == args->m_tiles * divide_up(args->N, BSH_GEMM_INT8_TILE),
+          "%s: %d of %d tiles", name, args->m_tiles, args->tiles);
+  } else if (strncmp(name, "mixed_int8", 10) == 0 || strncmp(name, "dgrad_int8", 10) == 0) {
+    check_mixed(name, arguments[2], shape, context->sms);
+  } else if (strncmp(name, "gemv_int8_dgrad", 15) == 0) {
+    const bsh_int8_gemv_dgrad_args *const args = arguments[0];
+    const int64_t slabs = divide_up(args->K, BSH_GEMV_DGRAD_COLUMNS);
+    const int64_t tokens = 8 * (strstr(name, "m8") ? 1 : strstr(name, "m16") ? 2 : 4);
+    CHECK(shape->grid[0] == (uint32_t)(slabs * args->splits) && shape->grid[1] == (uint32_t)divide_up(args->M, tokens),
+          "%s: %u x %u blocks", name, shape->grid[0], shape->grid[1]);
+    used.n = 0;
+    const int64_t sums = shape->grid[1] * slabs * args->splits * tokens * BSH_GEMV_DGRAD_COLUMNS;
+    use_scratch(name, args->partial, args->splits == 1 ? 0 : sums * (int64_t)sizeof(float));
+  } else if (strncmp(name, "gemv_int8", 9) == 0) {
+    static const form forms[] = {BSH_GEMV_INT8_FORMS(FORM)};
+    const form known = form_of(name, "gemv_int8", forms, sizeof forms / sizeof *forms);
+    check_gemv_cut(name, arguments[0], shape, bsh_image_here(context->sm).arch, known);
+  } else if (strncmp(name, "linear_int8", 11) == 0) {
+    CHECK(shape->grid[1] * (uint64_t)BSH_INT8_ANY_TOKENS >= (uint64_t)int8_product->M, "%s: %u", name, shape->grid[1]);
+  } else {
+    return true; /* before or after a product */
+  }
+  int8_done += int8_product->M;
+  return true;
+}
+
 bool bsh_cublas_usable(void) { return true; }
 bsh_status bsh_cublas_gemm(const bsh_cuda_context *const context, const bsh_dtype dtype,
                            const bsh_torch_matrix *const c, const bsh_torch_matrix *const a,
@@ -334,6 +485,14 @@ bsh_status bsh_cublas_gemm(const bsh_cuda_context *const context, const bsh_dtyp
                            const int64_t workspace_bytes) {
   (void)context, (void)dtype, (void)a, (void)bias;
   const char *const begin = workspace;
+  if (int8_product != NULL) {
+    CHECK(c->offset == int8_done && c->columns == b->columns && b->data == scratch_begin &&
+              begin >= scratch_begin + b->rows * b->columns * 2 &&
+              begin + workspace_bytes <= scratch_begin + scratch_bytes,
+          "columns %" PRId64 " to %" PRId64, c->offset, c->offset + c->columns);
+    int8_done += c->columns;
+    return BSH_OK;
+  }
   CHECK(plan.vendor == BSH_VENDOR_CUBLAS && begin >= scratch_begin + b->rows * b->columns * dtype_size(dtype) &&
             begin + workspace_bytes <= scratch_begin + scratch_bytes,
         "%" PRId64 " bytes behind a panel", workspace_bytes);
@@ -346,6 +505,7 @@ bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kerne
   const char *const name = kernel->name;
   launches++;
   check_limits(name, shape, context->sm);
+  if (check_int8(context, name, arguments, shape)) return BSH_OK;
   if (strncmp(name, "dequantize_4bit", 15) == 0) {
     CHECK(lines_done > 0 || (kernel == plan.panel.kernel && shape->grid[0] == plan.panel.shape.grid[0]),
           "%s: %u blocks, not as planned", name, shape->grid[0]);
@@ -467,6 +627,55 @@ static void products(uint64_t *const state, const int rounds) {
   workspace = 64 << 20;
 }
 
+/* ---- int8 ---- */
+
+static int by_int8[BSH_INT8_COUNT];
+
+/* By the kernel of this name, or NULL. Whether it takes the product. */
+static bool run_int8(const bsh_linear_int8_args *const args, const bool dgrad, const char *const name, const int32_t sm,
+                     const int32_t sms) {
+  const bsh_cuda_context context = {.op = "linear_int8", .sm = sm, .sms = sms};
+  bsh_linear_int8_args product = *args;
+  if (dgrad) product.ldx = args->N + args->ldx - args->K, product.bias = NULL;
+  CHECK(bsh_force_int8_kernel(dgrad, name) == BSH_OK, "%s", bsh_status_message());
+  plan.scratch_bytes = INT64_MAX, scratch_bytes = int8_done = 0, int8_product = &product;
+  const bsh_status status = bsh_cuda_linear_int8(&product, dgrad, &context);
+  const int64_t M = args->M;
+  const bool panels = dgrad && int8_done == args->K && (name == NULL || strcmp(name, "panels") == 0);
+  CHECK(status == BSH_NO_KERNEL ? name != NULL : status == BSH_OK && (int8_done == M || panels),
+        "%s M %" PRId64 " N %" PRId64 " K %" PRId64 ": %" PRId64 " done, %s", name ? name : "chosen", M, args->N,
+        args->K, int8_done, bsh_status_message());
+  int8_product = NULL;
+  return status == BSH_OK;
+}
+
+static void int8_products(uint64_t *const state, const int rounds) {
+  static const int32_t gpus[][2] = {{90, 132}, {90, 132}, {90, 132}, {90, 114}, {90, 78},
+                                    {80, 108}, {75, 40},  {89, 128}, {100, 148}};
+  char *const memory = (char *)0x1000;
+  for (int round = 0; round < rounds; round++) {
+    const int32_t *const gpu = gpus[random_below(state, 9)];
+    const bool odd = random_below(state, 8) == 0;
+    bsh_linear_int8_args args = {.x = memory, .packed = (int8_t *)memory, .absmax = (float *)memory, .y = memory};
+    args.dtype = (bsh_dtype)random_below(state, 3), args.threshold = random_below(state, 2) ? 6.f : 0.f;
+    args.M = 1 + random_below(state, random_below(state, 2) ? 130 : 1200);
+    args.N = 16 * (1 + random_below(state, random_below(state, 4) ? 300 : 2000)) - odd;
+    args.K = 64 * (1 + random_below(state, random_below(state, 4) ? 80 : 300)) - 8 * odd;
+    args.ldx = args.K + 8 * random_below(state, 3);
+    if (random_below(state, 16) == 0) args.y = memory + dtype_size(args.dtype);
+    if (random_below(state, 16) == 0) args.x = memory + 8;
+    if (random_below(state, 16) == 0) args.packed += 1 << random_below(state, 4);
+    workspace = random_below(state, 4) ? 64 << 20 : 1 << (16 + random_below(state, 8));
+    no_tensor_maps = random_below(state, 16) == 0;
+    for (int dgrad = 0; dgrad < 2; dgrad++) {
+      for (int kernel = 0; kernel < BSH_INT8_COUNT; kernel++)
+        if (run_int8(&args, dgrad, bsh_int8_kernel_name((bsh_int8_kernel)kernel), gpu[0], gpu[1])) by_int8[kernel]++;
+      CHECK(run_int8(&args, dgrad, NULL, gpu[0], gpu[1]), "some kernel takes anything");
+    }
+  }
+  workspace = 64 << 20, no_tensor_maps = false;
+}
+
 /* A result that lies elsewhere than planned is refused: the kernels would store beyond what the GPU can. */
 static void another_address(void) {
   char *const memory = (char *)0x1000;
@@ -510,12 +719,15 @@ int main(const int argc, char **const argv) {
   const int rounds = argc > 2 ? atoi(argv[2]) : 60;
   uint64_t state = check_seed;
   products(&state, 100 * rounds);
+  int8_products(&state, 20 * rounds);
   another_address();
   old_driver();
   wrong_names();
   for (int kernel = 0; kernel < BSH_LINEAR_COUNT; kernel++)
     CHECK(by_kernel[kernel][BSH_FORWARD] > rounds, "%s", bsh_linear_kernel_name((bsh_linear_kernel)kernel));
   CHECK(by_kernel[BSH_LINEAR_gemm_4bit_sm90_wide][BSH_INPUT_GRADIENT] > rounds, "gradients");
+  for (int kernel = 0; kernel < BSH_INT8_COUNT; kernel++)
+    CHECK(by_int8[kernel] > rounds, "%s", bsh_int8_kernel_name((bsh_int8_kernel)kernel));
   printf("test_launch: ok, seed %" PRIu64 ", %d launches\n", check_seed, launches);
   return 0;
 }

@@ -61,13 +61,22 @@ ALONE = re.compile(
 )
 STEP_COPIES = 64 * KIB  # BSH_STEP_COPIES_BYTES, dynamic shared memory of those for 8-bit states; the others have none
 SHAPES = ((4096, 4096), (1024, 8192), (14336, 4096), (28672, 8192), (48, 128), (272, 448), (97, 96), (64, 32))  # N, K
-ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 160, 200)
+ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 160, 200, 600)
 
 
 def expected(name: str, image: Image) -> bool:
     """Whether the host starts an entry where it has loaded `image`; those that it does not may be empty shells."""
     wide = 90 <= image.arch < 120  # 224 KiB of shared memory, clusters
-    if name.startswith(("gemm_4bit", "gemm_wide", "x_units", "clear_flags", "gemm_int8_sm90", "dgrad_int8_sm90")):
+    only_90a = (
+        "gemm_4bit",
+        "gemm_wide",
+        "x_units",
+        "clear_flags",
+        "gemm_int8_sm90",
+        "mixed_int8_sm90",
+        "dgrad_int8_sm90",
+    )
+    if name.startswith(only_90a):
         return (image.arch, image.only) == (90, True)
     if name.startswith(("gemv_4bit_grouped", "gemv_int8_dgrad")):
         return wide
@@ -107,7 +116,7 @@ def planned(sm: int, architectures: str) -> dict[str, Launch]:
         plan = _C.plan_grouped_linear_4bit(E, E * rows, N, K, dtype, sm, 132, **settings)
         if plan["launch"] is not None:
             note(found, plan["launch"])
-    kernels = (None, "any", "gemm_int8", "dgrad_int8_sm90", "gemv_int8_dgrad", "panels")
+    kernels = (None, "any", "mixed_int8_sm90", "gemm_int8", "dgrad_int8_sm90", "gemv_int8_dgrad", "panels")
     for M, (N, K), dtype, sms, gradient, kernel in itertools.product(
         ROWS, SHAPES, range(3), (40, 132), (False, True), kernels
     ):
