@@ -177,8 +177,9 @@ def tune(
     """Train the scales, and the adapters where there are some, of weights that are calibrated.
 
     On the device are all 4-bit weights with twenty bytes a block beside them, what is outside the decoder layers in
-    float32, one layer's weights in float32, and a batch. A sixteenth of the samples, at least one, is not trained on:
-    where the divergence on them is not less afterwards, weights and adapters stay as they were.
+    float32, one layer's weights in float32, and a batch; on the host three sets of hidden states. A sixteenth of the
+    samples, at least one, is not trained on: where the divergence on them is not less afterwards, weights and adapters
+    stay as they were. Where the device's memory does not hold all that, they stay as they were, too.
 
     Args:
         layers: of the model, dense.
@@ -186,8 +187,6 @@ def tune(
         walked: what else of it is needed.
         settings: steps and seed.
         progress: wraps the steps' numbers, (numbers, how many).
-
-    Where the device's memory does not hold all that, they stay as they were, too.
     """
     try:
         return _tune(layers, made, walked, settings, progress)
@@ -201,7 +200,7 @@ def tune(
 def _tune(
     layers: Layers, made: dict[str, Made], walked: Walked, settings: Settings, progress: TuneProgress
 ) -> tuple[dict[str, Made], Tuned]:
-    first, dense = torch.cat(walked.first), torch.cat(walked.dense)
+    first, dense = _joined(walked.first), _joined(walked.dense)
     generator = torch.Generator().manual_seed(settings.seed)
     mixed = torch.randperm(len(first), generator=generator)
     held, seen = mixed.split([max(1, len(first) // HELD), len(first) - max(1, len(first) // HELD)])
@@ -225,6 +224,13 @@ def _tune(
     found = {key: weight.result() for key, weight in student.trained.items()} if kept else made
     why = "" if kept else f"its divergence on samples not seen would go from {before:.5f} to {after:.5f} nats a token"
     return found, Tuned(settings.steps, before, after, kept, why)
+
+
+def _joined(batches: list[Tensor]) -> Tensor:
+    """[S, L, H] of batches, which are let go."""
+    found = torch.cat(batches)
+    batches.clear()
+    return found
 
 
 def settings_of(steps: int | None, seed: int, device: torch.device, count: int) -> Settings:
