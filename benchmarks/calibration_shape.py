@@ -1,7 +1,7 @@
 """How long a model of Llama-3-8B's shape takes to calibrate, layer by layer, and how much memory.
 
     python benchmarks/calibration_shape.py [--layers 32] [--hidden 4096] [--samples 128] [--length 2048] [--cap 12]
-        [--work .cache/calibration-shape] [--make]
+        [--tune 0] [--work .cache/calibration-shape] [--make]
 
 Weights are random: time and memory depend on shapes alone. --make only writes the 16-bit folder, which is kept. --cap
 limits torch's allocator to so many GiB of the GPU. A run that was ended is repeated and goes on behind its last layer;
@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--cap", type=float, help="GiB")
+    parser.add_argument("--tune", type=int, default=0, help="steps of tuning")
     parser.add_argument("--make", action="store_true")
     parser.add_argument("--work", type=Path, default=Path(".cache") / "calibration-shape")
     options = parser.parse_args()
@@ -96,7 +97,7 @@ def measured(options: argparse.Namespace, dense: Path) -> str:
             yield each
 
     out = options.work / f"nf4-{options.layers}-{options.hidden}"
-    calibrate_folder(dense, out, config, ids, device=DEVICE, layer_progress=watch)
+    calibrate_folder(dense, out, config, ids, device=DEVICE, tune_steps=options.tune, layer_progress=watch)
     times.append(time.monotonic())
     layers = [b - a for a, b in itertools.pairwise(times[:-1])]
     peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if DEVICE == "cuda" else [0, 0]
@@ -105,7 +106,7 @@ def measured(options: argparse.Namespace, dense: Path) -> str:
         "samples": f"{options.samples} x {options.length}",
         "seconds, whole": f"{times[-1] - times[0]:.0f}",
         "a layer (median)": f"{statistics.median(layers):.1f}",
-        "writing": f"{times[-1] - times[-2]:.0f}",
+        "tuning and writing" if options.tune else "writing": f"{times[-1] - times[-2]:.0f}",
         "GPU GiB, allocated": f"{peaks[0] / 2**30:.2f}",
         "reserved": f"{peaks[1] / 2**30:.2f}",
         "host GiB": f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f}",

@@ -1,10 +1,11 @@
 """QLoRA from plain and from calibrated 4-bit weights: held-out loss by step, with the same data and the same adapters.
 
     python benchmarks/calibration_training.py MODEL WORK [--steps 120] [--every 10] [--rank 16] [--seeds 3]
-        [--lr 2e-4] [--device cuda] [--out benchmarks/results/FILE.md]
+        [--lr 2e-4] [--only REGEX] [--tf32] [--device cuda] [--out benchmarks/results/FILE.md]
 
 WORK is the folder of that model below `--work` of benchmarks/calibration.py, which has made the weights: NF4,
-NF4-calibrated, with-adapter-RANK and adapter-RANK. Text: Python's language reference (pydoc_data.topics), of no kind
+NF4-calibrated, with-adapter-RANK and adapter-RANK, and those that are tuned; of its weights those that are there are
+trained. Text: Python's language reference (pydoc_data.topics), of no kind
 that was calibrated on; its first nine tenths are trained on in sequences of 512 tokens, 8 a step in an order that the
 seed chooses, the last tenth is held out. LoRA on all linear layers, alpha 2 rank, AdamW, a linear decay. The row "with
 an adapter" starts from calibration's own adapter, of the same rank and its own scaling.
@@ -14,6 +15,8 @@ import argparse
 import json
 import math
 import platform
+import re
+import sys
 import time
 from datetime import date
 from pathlib import Path
@@ -45,7 +48,9 @@ def starts(options: argparse.Namespace) -> dict[str, tuple[Path, Path | None]]:
         "dense": (options.model, None),
         "NF4": (work / "NF4", None),
         "NF4, calibrated": (work / "NF4-calibrated", None),
+        "NF4, tuned": (work / "NF4-tuned", None),
         "NF4, calibrated, with an adapter": (work / f"with-adapter-{rank}", work / f"adapter-{rank}"),
+        "NF4, tuned, with an adapter": (work / f"with-adapter-{rank}-tuned", work / f"adapter-{rank}-tuned"),
     }
 
 
@@ -69,7 +74,7 @@ def curve(start: tuple[Path, Path | None], data: tuple, options: argparse.Namesp
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / options.steps)
     generator = torch.Generator().manual_seed(seed)
     order = torch.cat([torch.randperm(len(train), generator=generator) for _ in range(99)])
-    found = [mean_loss(model.eval(), held)]
+    found = [mean_loss(model.eval(), held, BATCH)]
     for step in range(options.steps):
         rows = train[order[step * BATCH : (step + 1) * BATCH]].to(options.device)
         model.train()
@@ -79,7 +84,7 @@ def curve(start: tuple[Path, Path | None], data: tuple, options: argparse.Namesp
         optimizer.zero_grad()
         schedule.step()
         if (step + 1) % options.every == 0:
-            found.append(mean_loss(model.eval(), held))
+            found.append(mean_loss(model.eval(), held, BATCH))
     return found
 
 
@@ -99,23 +104,29 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--only", default="", metavar="REGEX", help="rows")
+    parser.add_argument("--tf32", action="store_true", help="products in TF32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     transformers.logging.disable_progress_bar()
+    if options.tf32:
+        torch.set_float32_matmul_precision("high")
     data = texts(options.model)
     begin, curves = time.monotonic(), {}
     for name, start in starts(options).items():
+        if not start[0].exists() or re.search(options.only, name) is None:
+            continue
         runs = [curve(start, data, options, seed) for seed in range(options.seeds)]
         curves[name] = [sum(at) / len(at) for at in zip(*runs, strict=True)]
         spread = math.sqrt(sum((run[-1] - curves[name][-1]) ** 2 for run in runs) / len(runs))
         print(f"{name}: {curves[name][0]:.4f} -> {curves[name][-1]:.4f} (+-{spread:.4f})", flush=True)
-    target = curves["NF4"][-1]
+    target, dense = (curves.get(name, [math.nan])[-1] for name in ("NF4", "dense"))
     lines = [
         f"bitsandbytes {bitsandbytes.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"Python {platform.python_version()}, {where(options.device)}, {date.today()}",
-        f"`python benchmarks/calibration_training.py {options.model.name} {options.work.name} --steps {options.steps} "
-        f"--every {options.every} --rank {options.rank} --seeds {options.seeds} --lr {options.lr:g}`",
+        f"`python benchmarks/calibration_training.py {options.model.name} {options.work.name} "
+        f"{' '.join(sys.argv[3:])}`",
         f"{len(data[0])} sequences of {LENGTH} tokens to train on, {len(data[1])} held out; means of the seeds; "
         f"{time.monotonic() - begin:.0f} s in all",
         "",
@@ -124,7 +135,7 @@ def main() -> None:
     ]
     for name, losses in curves.items():
         lines.append(
-            f"| {name} | {losses[0]:.4f} | {losses[-1]:.4f} | {losses[-1] - curves['dense'][-1]:+.4f} "
+            f"| {name} | {losses[0]:.4f} | {losses[-1]:.4f} | {losses[-1] - dense:+.4f} "
             f"| {steps_to(losses, target, options.every)} |"
         )
     lines += ["", f"Held-out loss each {options.every} steps:", "", "```json", json.dumps(curves), "```"]

@@ -11,7 +11,8 @@ import reference
 import torch
 import upstream
 from bitshard import _C, functional, lora
-from bitshard.calibration import calibrate, calibrate_folder, layers, low_rank, samples, solve, stored
+from bitshard.calibration import calibrate, calibrate_folder, layers, low_rank, samples, solve, stored, tuning
+from bitshard.calibration import folder as folders
 from bitshard.calibration.decoder import Decoder
 from bitshard.calibration.moments import Moments, Sum
 from bitshard.convert.quantize import quantize_folder
@@ -242,7 +243,7 @@ def test_layers_run_by_themselves_as_in_the_model(kind):
     hidden = torch.cat(list(decoder.embed(IDS[:2])))
     handles = [layer.register_forward_hook(lambda m, a, out: found.append(out)) for layer in decoder.layers]
     with torch.no_grad():
-        model(input_ids=IDS[:2], use_cache=False)
+        logits = model(input_ids=IDS[:2], use_cache=False).logits
     for handle in handles:
         handle.remove()
     decoder.learn(IDS[0], decoder.layers[0], hidden[:1])
@@ -250,10 +251,13 @@ def test_layers_run_by_themselves_as_in_the_model(kind):
         names = [name for name, module in layer.named_modules() if isinstance(module, torch.nn.Linear)]
         stacks = [n for n, m in layer.named_modules() if is_experts(m)]
         moments = Moments(layer, [*names, *(f"{path}.down_proj" for path in stacks)])
+        tensors_of = {name: each.detach().clone() for name, each in (*layer.named_parameters(), *layer.named_buffers())}
+        given = decoder.run_with(number, hidden, tensors_of)
         with moments.watching():
             hidden = decoder.run(layer, number, hidden)
         wanted = found[number][0] if isinstance(found[number], tuple) else found[number]
-        assert torch.allclose(hidden, wanted, atol=1e-4), number
+        assert torch.allclose(hidden, wanted, atol=1e-4) and torch.allclose(given, wanted, atol=1e-4), number
+    assert torch.allclose(decoder.finish(hidden, decoder.outside()), logits, atol=1e-4)
 
 
 def test_few_tokens_are_shrunk_towards_the_layers():
@@ -422,6 +426,178 @@ def test_training_on_shards_of_it(calibrated, tmp_path):
     assert max(abs(a - b) for a, b in zip(one["losses"], two["losses"], strict=True)) < 1e-4
 
 
+# ---- tuning ----
+
+STEPS = 10
+# each sample four times: those that are held back are seen, too, and so gain in a few steps of a small model
+TUNED_ON = torch.randint(0, 96, (12, 32), generator=torch.Generator().manual_seed(2)).repeat(4, 1)
+
+
+@pytest.mark.parametrize("fmt, N, K", [(FORMATS[0], 33, 65), (FORMATS[1], 16, 64), (FORMATS[3], 48, 96)], ids=str)
+def test_the_gradient_of_scales(fmt, N, K):
+    """That of (1 + t) s c, written down with torch; values are those that a reader decodes from the result."""
+    w, H = problem(N, K)
+    choice = solve.solve(w, solve.Inputs(H), fmt).choice
+    data, state = solve.packed(choice, fmt, w.shape, torch.bfloat16)
+    weight = tuning.Trained(layers.Made(data, state, None, 0, 0, 0, {}), torch.device("cpu"))
+    asked = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
+    (weight.values() * asked).sum().backward()
+    t = torch.zeros(len(choice.scales), requires_grad=True)
+    (choice._replace(scales=choice.scales * (1 + t)).values(fmt) * asked).sum().backward()
+    assert (weight.change.grad - t.grad).abs().max() < 1e-5 * t.grad.abs().max() and t.grad.abs().min() > 0
+    assert torch.equal(weight.values().detach(), choice.values(fmt)) or fmt.nested
+    with torch.no_grad():
+        weight.change.copy_(torch.linspace(-0.1, 0.1, len(t)))
+    made = weight.result()
+    reader = functional.QuantState.from_dict(made.state.as_dict(packed=True), device="cpu")
+    reader.dtype = torch.float32
+    found = functional.dequantize_4bit(made.packed, reader)
+    assert torch.equal(made.packed, data) and made.state.dtype == torch.bfloat16
+    assert (found - weight.values()).abs().max() < 1e-6 * found.abs().max()
+    wanted = choice._replace(scales=choice.scales * (1 + weight.change.detach())).values(fmt)
+    assert (found - wanted).norm() < (0.02 if fmt.nested else 1e-6) * wanted.norm()
+
+
+def held_back(model, dense, seed=0):
+    """Mean divergence in nats a token on the samples that tuning holds back."""
+    ids = TUNED_ON[
+        torch.randperm(len(TUNED_ON), generator=torch.Generator().manual_seed(seed))[: len(TUNED_ON) // tuning.HELD]
+    ]
+    with torch.no_grad():
+        ours, theirs = (m(ids.to(m.device)).logits.float().cpu().log_softmax(-1) for m in (model, dense))
+    return (theirs.exp() * (theirs - ours)).sum(-1).mean().item()
+
+
+@pytest.mark.parametrize("nested, rank", [(False, 0), (True, 4)])
+def test_tuned_weights_are_nearer_to_the_dense_model(dense, tmp_path, nested, rank):
+    """In the same codes; what is reported is what the files give; the same bytes again, in memory, and with a seed."""
+    settings = config(bnb_4bit_use_double_quant=nested)
+    adapters = {name: tmp_path / f"{name}-adapter" if rank else None for name in ("plain", "tuned", "again")}
+    given = {"ids": TUNED_ON, "quantization_config": settings, "rank": rank or 16}
+    calibrate_folder(dense, tmp_path / "plain", adapter=adapters["plain"], **given)
+    said = [
+        calibrate_folder(dense, tmp_path / name, adapter=adapters[name], tune_steps=STEPS, **given)
+        for name in ("tuned", "again")
+    ]
+    assert said[0].tuned == said[1].tuned and said[0].tuned.kept and said[0].tuned.steps == STEPS
+    plain, tuned = tensors(tmp_path / "plain"), tensors(tmp_path / "tuned")
+    same(tuned, tensors(tmp_path / "again"))
+    changed = {name.rpartition(".")[2] for name in plain if not torch.equal(plain[name], tuned[name])}
+    assert changed == {"absmax"}
+    wanted = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    found = {}
+    for name in ("plain", "tuned"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        model = PeftModel.from_pretrained(model, adapters[name]) if rank else model
+        found[name] = held_back(model, wanted)
+    assert found["tuned"] < 0.99 * found["plain"]
+    for name, reported in (("plain", said[0].tuned.before), ("tuned", said[0].tuned.after)):
+        assert abs(found[name] / reported - 1) < 2e-2  # the loaded model rounds its weights to bfloat16
+    if rank:
+        factors = [load_file(adapters[name] / "adapter_model.safetensors") for name in ("plain", "tuned", "again")]
+        assert all(not torch.equal(factors[0][key], factors[1][key]) for key in factors[0])
+        same(factors[1], factors[2])
+        return
+    model = AutoModelForCausalLM.from_pretrained(dense)
+    calibrate(model, TUNED_ON, settings, tune_steps=STEPS)
+    model.save_pretrained(tmp_path / "saved")
+    same(tuned, tensors(tmp_path / "saved"))
+    calibrate_folder(dense, tmp_path / "other", tune_steps=STEPS, seed=1, **given)
+    assert any(not torch.equal(tuned[key], each) for key, each in tensors(tmp_path / "other").items())
+
+
+@pytest.mark.parametrize("family", moe.FAMILIES)
+def test_tuned_mixtures(tmp_path, family):
+    """Scales of experts, too, of stacks that are stored either way round."""
+    moe.model(family, 4, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
+    said = calibrate_folder(tmp_path / "dense", tmp_path / "out", config(True), TUNED_ON, tune_steps=4).tuned
+    assert said.kept or family == "nemotron_h"  # in which a few tokens are then sent to other experts
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.nn.Module.float(model)
+    assert abs(held_back(model, dense) / (said.after if said.kept else said.before) - 1) < 0.05
+
+
+def test_weights_that_tuning_made_worse_stay_as_they_were(dense, tmp_path, monkeypatch):
+    """With too large a rate, and where memory ends; it is said, and a model in memory warns."""
+    calibrate_folder(dense, tmp_path / "plain", config(), TUNED_ON)
+    monkeypatch.setattr(tuning, "LR", 9.0)
+    said = calibrate_folder(dense, tmp_path / "worse", config(), TUNED_ON, tune_steps=2).tuned
+    assert not said.kept and said.after > said.before
+    assert said.line() == f"not tuned, weights are as calibrated: its divergence on samples not seen would go from " \
+        f"{said.before:.5f} to {said.after:.5f} nats a token"  # fmt: skip
+    same(tensors(tmp_path / "worse"), tensors(tmp_path / "plain"))
+    model = AutoModelForCausalLM.from_pretrained(dense)
+    with pytest.warns(UserWarning, match="not tuned, weights are as calibrated"):
+        calibrate(model, TUNED_ON, config(), tune_steps=2)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(tuning, "Student", full)
+    said = calibrate_folder(dense, tmp_path / "full", config(), TUNED_ON, tune_steps=2).tuned
+    assert not said.kept and "do not fit into the memory of cpu" in said.line()
+    same(tensors(tmp_path / "full"), tensors(tmp_path / "plain"))
+
+
+def test_interrupted_tuning(dense, tmp_path, monkeypatch):
+    """Layers stay; the same run tunes from its beginning, once, and one without tuning goes on with them, too."""
+    calibrate_folder(dense, tmp_path / "whole", config(), TUNED_ON, tune_steps=4)
+    calibrate_folder(dense, tmp_path / "plain", config(), TUNED_ON)
+    kept = []
+    keep = stored.Stored.keep
+    monkeypatch.setattr(
+        stored.Stored, "keep", lambda self, number, *rest: kept.append(number) or keep(self, number, *rest)
+    )
+
+    def stops(steps, total):
+        yield next(iter(steps))
+        raise KeyboardInterrupt
+
+    for name, again in (("tuned", {"tune_steps": 4}), ("untuned", {"tune_steps": 0})):
+        out = tmp_path / name
+        with pytest.raises(KeyboardInterrupt):
+            calibrate_folder(dense, out, config(), TUNED_ON, tune_steps=4, tune_progress=stops)
+        assert not out.exists() and not (tmp_path / f"{name}.calibration" / "tuned.safetensors").exists()
+        calibrate_folder(dense, out, config(), TUNED_ON, **again)
+        assert kept == [0, 1, 2] and not list(tmp_path.glob("*.calibration"))
+        kept.clear()
+        same(tensors(out), tensors(tmp_path / ("whole" if again["tune_steps"] else "plain")))
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device", "model")
+
+    given = (dense, tmp_path / "late", config(), TUNED_ON)
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "quantize_folder", full)
+        with pytest.raises(OSError, match="No space left"):
+            calibrate_folder(*given, tune_steps=4)
+    monkeypatch.setattr(folders, "tune", None)  # it is done
+    assert calibrate_folder(*given, tune_steps=4).tuned.kept
+    same(tensors(tmp_path / "late"), tensors(tmp_path / "whole"))
+
+
+def test_whether_to_tune():
+    """On a GPU unless it is said otherwise or there is one sample only; on a CPU only where it is said."""
+    for device, steps, count, wanted in (
+        ("cpu", None, 9, 0), ("cuda", None, 9, tuning.STEPS), ("cuda", None, 1, 0), ("cuda", 0, 9, 0), ("cpu", 7, 2, 7),
+    ):  # fmt: skip
+        assert tuning.settings_of(steps, 5, torch.device(device), count) == (wanted, 5)
+    for steps, count, words in ((-1, 9, "-1 steps of tuning"), (1, 1, "there is only 1")):
+        with pytest.raises(ValueError, match=words):
+            tuning.settings_of(steps, 0, torch.device("cpu"), count)
+
+
+def test_dropout_of_a_config_is_off(dense, tmp_path):
+    """Layers run as they infer: the same bytes twice, tuned or not."""
+    shutil.copytree(dense, tmp_path / "dense")
+    settings = json.loads((dense / "config.json").read_text()) | {"attention_dropout": 0.5}
+    (tmp_path / "dense" / "config.json").write_text(json.dumps(settings))
+    for name, source in (("a", dense), ("b", tmp_path / "dense")):
+        calibrate_folder(source, tmp_path / name, config(), TUNED_ON[:6], tune_steps=1)
+    same(tensors(tmp_path / "a"), tensors(tmp_path / "b"))
+
+
 # ---- text, and the command ----
 
 
@@ -484,6 +660,8 @@ def with_tokenizer(tmp_path_factory):
         ("good", ["--samples", "0"], "0 samples of 64 tokens"),
         ("good", ["--rank", "0"], "--rank 0"),
         ("good", ["--adapter", "."], "exists already"),
+        ("good", ["--tune", "-1"], "-1 steps of tuning"),
+        ("good", ["--tune", "1", "--samples", "1"], "there is only 1"),
     ],
 )
 def test_mistakes_are_one_line(with_tokenizer, tmp_path, kind, options, words, capsys, monkeypatch):
@@ -509,6 +687,7 @@ def test_other_mistakes(dense, calibrated, with_tokenizer, tmp_path, capsys):
         (tmp_path / "misfit", ["--calibrate", str(text), "--length", "64"], "the tokenizer does not fit the model"),
         (calibrated[0], ["--calibrate", str(text)], "quantized already"),
         (dense, ["--adapter", "a"], "--adapter corrects what calibration leaves"),
+        (dense, ["--tune", "9"], "--tune follows calibration"),
     ):
         assert main.main(["quantize", str(folder), str(tmp_path / "out"), *options]) == 1
         err = capsys.readouterr().err
@@ -553,11 +732,23 @@ def test_the_command(with_tokenizer, tmp_path, capsys):
     assert "lost of the layers' products, squared, on average:" in said and "passed on" in said
     assert json.loads((adapter / "adapter_config.json").read_text())["r"] == 2
     assert (
-        main.main(["quantize", str(with_tokenizer), str(tmp_path / "two"), *given[:6], "--samples", "99", "--json"])
+        main.main(
+            [
+                "quantize",
+                str(with_tokenizer),
+                str(tmp_path / "two"),
+                *given[:4],
+                "--samples",
+                "99",
+                "--tune",
+                "2",
+                "--json",
+            ]
+        )
         == 0
     )
     found = json.loads(capsys.readouterr().out)["calibration"]
-    assert found["error"] < found["plain"] and found["samples"] == 30
+    assert found["error"] < found["plain"] and found["samples"] == 30 and found["tuned"]["steps"] == 2
     AutoModelForCausalLM.from_pretrained(out)
 
 

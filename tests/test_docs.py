@@ -38,6 +38,9 @@ COMMANDS = {
     "bitshard quantize Llama-3-8B Llama-3-8B-nf4 --nested": "tests/test_convert.py::test_the_commands",
     "bitshard quantize Llama-3-8B Llama-3-8B-int8 --bits 8": "tests/test_int8_models.py::test_quantized_folder",
     "bitshard quantize Llama-3-8B Llama-3-8B-nf4 --calibrate text.txt": "tests/test_calibration.py::test_the_command",
+    "bitshard quantize Llama-3-8B Llama-3-8B-nf4 --calibrate text.txt --device cuda": (
+        "tests/test_calibration.py::test_the_command"
+    ),
     "bitshard quantize Llama-3-8B Llama-3-8B-nf4 --calibrate text.txt --adapter start --rank 16": (
         "tests/test_calibration.py::test_the_command"
     ),

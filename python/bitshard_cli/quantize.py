@@ -44,12 +44,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     calibrated.add_argument("--samples", type=int, default=128, help="pieces of the text (default: 128)")
     calibrated.add_argument("--length", type=int, default=2048, help="tokens of each (default: 2048)")
-    calibrated.add_argument("--seed", type=int, default=0, help="of the choice of pieces (default: 0)")
+    calibrated.add_argument(
+        "--seed", type=int, default=0, help="of the choice of pieces, and of their order in tuning (default: 0)"
+    )
     calibrated.add_argument("--column", default="text", help="of texts in files with columns (default: text)")
     calibrated.add_argument(
         "--adapter", type=Path, metavar="FOLDER", help="write an adapter of peft that corrects what is left, too"
     )
     calibrated.add_argument("--rank", type=int, default=16, help="of that adapter (default: 16)")
+    calibrated.add_argument(
+        "--tune", type=int, metavar="STEPS",
+        help="steps of tuning scales, and the adapter, for what the whole model says; needs all 4-bit weights on the "
+        "device (default: 150 on a GPU, 0 on a CPU)",
+    )  # fmt: skip
 
 
 def config_of(args: argparse.Namespace) -> object:
@@ -99,18 +106,20 @@ def run(args: argparse.Namespace) -> Result:
     config = config_of(args)
     if args.adapter is not None and args.calibrate is None:
         raise console.Mistake("--adapter corrects what calibration leaves: add --calibrate TEXT")
+    if args.tune is not None and args.calibrate is None:
+        raise console.Mistake("--tune follows calibration: add --calibrate TEXT")
     if args.rank < 1:
         raise console.Mistake(f"--rank {args.rank}: expected 1 or more")
     options = {
         "device": args.device, "max_shard_size": args.max_shard_size, "consume": args.consume, "progress": bar,
     }  # fmt: skip
-    layers = []
+    layers, tuned = [], None
     with console.quiet():
         if args.calibrate is None:
             quantize_folder = console.load("bitshard.convert.quantize").quantize_folder
             report = quantize_folder(args.folder, args.out, config, **options)
         else:
-            (report, layers), count = calibrated(args, config, options)
+            (report, layers, tuned), count = calibrated(args, config, options)
     total = report.packed + report.dense
     lines = [
         f"{args.out}: {report.nbytes / 1e9:.2f} GB in {report.files} file{'' if report.files == 1 else 's'}; "
@@ -138,6 +147,9 @@ def run(args: argparse.Namespace) -> Result:
             f"lost of the layers' products, squared, on average: {found['error']:.4%}; without calibration "
             f"{found['plain']:.4%} (matrices: {methods})"
         )
+        if tuned is not None:
+            found["tuned"] = tuned._asdict()
+            lines.append(tuned.line())
         if count < args.samples:
             lines.append(f"{count} samples instead of {args.samples}: the text has no more of {args.length} tokens")
         lines += found["remarks"]
@@ -166,7 +178,11 @@ def calibrated(args: argparse.Namespace, config: object, options: dict) -> tuple
                 shown.set_postfix_str(f"error {report.error:.3%}, plain {report.plain:.3%}")
             yield report
 
+    def step_bar(steps: Iterable[int], total: int) -> Iterable[int]:
+        return console.progress(steps, total=total, unit="step", label="Tuning")
+
     found = calibration.calibrate_folder(
-        args.folder, args.out, config, ids, adapter=args.adapter, rank=args.rank, layer_progress=layer_bar, **options
-    )
+        args.folder, args.out, config, ids, adapter=args.adapter, rank=args.rank, tune_steps=args.tune, seed=args.seed,
+        layer_progress=layer_bar, tune_progress=step_bar, **options,
+    )  # fmt: skip
     return found, len(ids)

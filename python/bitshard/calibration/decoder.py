@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 
 class _Stop(Exception):
@@ -51,11 +52,11 @@ class Decoder:
         """
         with self._recording(stop_at=0) as recorded:
             self._forward(sample)
-        self._arguments = [recorded[0]]
+        self._arguments = self._on_device(recorded)
         self._wraps = isinstance(self._call(first, 0, hidden), tuple)
         with self._recording(stop_at=len(self.layers) - 1) as recorded:
             self._forward(sample)
-        self._arguments = recorded
+        self._arguments = self._on_device(recorded)
 
     @torch.no_grad()
     def run(self, layer: nn.Module, number: int, hidden: Tensor) -> Tensor:
@@ -63,17 +64,54 @@ class Decoder:
         found = self._call(layer, number, hidden)
         return found[0] if self._wraps else found
 
-    def _call(self, layer: nn.Module, number: int, hidden: Tensor) -> Any:
-        positional, named = self._arguments[number]
-        moved = (self._moved(value) for value in positional[1:])
-        return layer(hidden.to(self.device), *moved, **{name: self._moved(value) for name, value in named.items()})
+    def run_with(self, number: int, hidden: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+        """The same of a layer that has `tensors`, all of its own by their names, on the device; gradients flow."""
+        layer = self.layers[number]
+        found = self._call(lambda *given, **named: functional_call(layer, tensors, given, named), number, hidden)
+        return found[0] if self._wraps else found
 
-    def _moved(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(self.device)
-        if isinstance(value, tuple):
-            return tuple(self._moved(each) for each in value)
-        return value
+    def outside(self) -> dict[str, Tensor]:
+        """What the model has outside its layers, in float32 on the device."""
+        inside = {id(tensor) for layer in self.layers for tensor in (*layer.parameters(), *layer.buffers())}
+        every = (*self.model.named_parameters(), *self.model.named_buffers())
+        found = {name: tensor.detach() for name, tensor in every if id(tensor) not in inside}
+        return {
+            name: tensor.to(self.device, torch.float32 if tensor.is_floating_point() else None)
+            for name, tensor in found.items()
+        }
+
+    def finish(self, hidden: Tensor, outside: dict[str, Tensor]) -> Tensor:
+        """Logits [B, L, V] of what the last layer gives, [B, L, H] on the device; gradients flow.
+
+        Args:
+            outside: of `outside`.
+        """
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        for layer in self.layers:
+            layer.forward = lambda *given, **named: (hidden,) if self._wraps else hidden
+        try:
+            return functional_call(self.model, outside, (), {"input_ids": ids, "use_cache": False}).logits
+        finally:
+            for layer in self.layers:
+                vars(layer).pop("forward", None)
+
+    def _call(self, layer: Callable[..., Any], number: int, hidden: Tensor) -> Any:
+        positional, named = self._arguments[number]
+        return layer(hidden.to(self.device), *positional[1:], **named)
+
+    def _on_device(self, recorded: list[tuple[tuple, dict[str, Any]]]) -> list[tuple[tuple, dict[str, Any]]]:
+        """Arguments beside hidden states on the device; what several layers are given is one tensor there, too."""
+        known: dict[int, Tensor] = {}
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return known.setdefault(id(value), value.to(self.device))
+            return tuple(map(moved, value)) if isinstance(value, tuple) else value
+
+        return [
+            ((None, *map(moved, positional[1:])), {name: moved(value) for name, value in named.items()})
+            for positional, named in recorded
+        ]
 
     def _forward(self, sample: Tensor) -> None:
         try:

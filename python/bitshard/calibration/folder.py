@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from bitshard.calibration.decoder import Decoder, stack_of
-from bitshard.calibration.layers import LayerReport, Layers, Made, Target, calibrate_layers
+from bitshard.calibration.layers import LayerReport, Layers, Made, Target, Walked, calibrate_layers
 from bitshard.calibration.low_rank import save_adapter
 from bitshard.calibration.solve import Format
 from bitshard.calibration.stored import Stored
+from bitshard.calibration.tuning import Tuned, TuneProgress, settings_of, tune
 from bitshard.convert.folder import device_of, format_of, skeleton_of
 from bitshard.convert.output import PARTIAL, checksum, remembered, require_new
 from bitshard.convert.quantize import Progress, Report, quantize_folder
@@ -27,10 +28,11 @@ LayerProgress = Callable[[Iterable[LayerReport], int], Iterable[LayerReport]]
 
 
 class Calibrated(NamedTuple):
-    """What became of the weights, and of each decoder layer."""
+    """What became of the weights, of each decoder layer, and what tuning did (None: there was none)."""
 
     report: Report
     layers: list[LayerReport]
+    tuned: Tuned | None
 
 
 def calibrate_folder(
@@ -44,27 +46,34 @@ def calibrate_folder(
     consume: bool = False,
     adapter: str | os.PathLike | None = None,
     rank: int = 16,
+    tune_steps: int | None = None,
+    seed: int = 0,
     progress: Progress = lambda steps, total: steps,
     layer_progress: LayerProgress = lambda reports, total: reports,
+    tune_progress: TuneProgress = lambda steps, total: steps,
 ) -> Calibrated:
     """Write the model of `folder` with calibrated 4-bit weights to `out`; format and names are those of
     `convert.quantize.quantize_folder`, and so are the arguments that are not said here.
 
     On the device are one decoder layer in float32 and its second moments, on the host the embeddings and the samples'
-    hidden states in float32, S L H 4 bytes. Finished layers are kept in OUT.calibration; an interrupted run is repeated
-    with the same arguments, and goes on behind the last of them.
+    hidden states in float32, S L H 4 bytes. Tuning needs more of both: `tuning.tune`. Finished layers are kept in
+    OUT.calibration; an interrupted run is repeated with the same arguments, and goes on behind the last of them.
 
     Args:
         ids: int64 [S, L], samples (`samples.samples`).
         adapter: a folder for an adapter of peft that corrects what is left; must not exist.
         rank: of that.
+        tune_steps: of tuning scales and adapter after all layers are calibrated; None: `tuning.STEPS` on a GPU, else 0.
+        seed: of the order in which tuning sees samples.
         layer_progress: wraps the reports of decoder layers, (reports, how many layers).
+        tune_progress: wraps the steps of tuning, (numbers, how many).
 
     ValueError: ids that the model has no embedding for, weights that are quantized already, a config that makes int8
     weights. NotImplementedError: a model whose decoder layers cannot be run one by one.
     """
     folder, out, device = Path(folder), Path(out), device_of(device)
     adapter = Path(adapter) if adapter is not None else None
+    settings = settings_of(tune_steps, seed, device, len(ids))
     require_new(out)
     if adapter is not None:
         require_new(adapter)
@@ -80,13 +89,22 @@ def calibrate_folder(
     }  # fmt: skip
     stored = Stored(out, made_by)
     try:
-        reports = _layers(folder, source, skeleton, stored, ids, device, made_by["rank"], layer_progress, journal)
-        given = Given(skeleton, stored, len(reports))
+        tuned = stored.recall_tuned(settings)
+        walk = Walked() if settings.steps and tuned is None else None
+        reports, layers = _layers(
+            folder, source, skeleton, stored, ids, device, made_by["rank"], layer_progress, journal, walk
+        )
+        if walk is not None and layers is not None:
+            made = {key: each for number in range(len(reports)) for key, each in stored.recall(number)[0].items()}
+            found, tuned = tune(layers, made, walk, settings, tune_progress)
+            stored.keep_tuned(found, tuned, settings)
+            del walk, made, found
+        given = Given(skeleton, stored, len(reports), tuned)
         if adapter is not None:  # before the weights have their name: a run that fails here can be repeated
             save_adapter(_partial(adapter), out, given.factors(), rank)
         report = quantize_folder(
             folder, out, quantization_config, device=device, max_shard_size=max_shard_size, consume=consume,
-            progress=progress, chosen=given.weight, chosen_by=made_by,
+            progress=progress, chosen=given.weight, chosen_by=made_by | {"tuned": settings._asdict()},
         )  # fmt: skip
         if adapter is not None:
             os.rename(_partial(adapter), adapter)
@@ -95,7 +113,7 @@ def calibrate_folder(
         if adapter is not None:
             shutil.rmtree(_partial(adapter), ignore_errors=True)
         stored.close(done=False)
-    return Calibrated(report, reports)
+    return Calibrated(report, reports, tuned)
 
 
 def _partial(folder: Path) -> Path:
@@ -104,19 +122,22 @@ def _partial(folder: Path) -> Path:
 
 def _layers(
     folder: Path, source: Source, skeleton: Skeleton, stored: Stored, ids: Tensor, device: torch.device, rank: int,
-    progress: LayerProgress, journal: Any,
-) -> list[LayerReport]:  # fmt: skip
+    progress: LayerProgress, journal: Any, walked: Walked | None,
+) -> tuple[list[LayerReport], Layers | None]:  # fmt: skip
+    """What became of each layer, and what has run them: nothing where all were there."""
     if journal is not None:  # the files are being written: all layers are there
         reports = []
         while (found := stored.recall(len(reports))) is not None:
             reports.append(found[1])
-        return reports
+        return reports, None
     dense = skeleton_of(folder, source, None, torch.device("cpu"), dtype=torch.float32)
+    dense.model.eval()
     walk = Walk(dense, skeleton, source, device)
     require_ids(dense.model, ids)
-    walk.fill_rest()
+    walk.fill_rest(head=walked is not None)
     layers = Layers(walk.decoder, walk.load, walk.targets, stored.recall, stored.keep)
-    return list(progress(calibrate_layers(layers, ids, rank), len(walk.decoder.layers)))
+    reports = list(progress(calibrate_layers(layers, ids, rank, walked), len(walk.decoder.layers)))
+    return reports, layers
 
 
 def require_dense(folder: Path) -> None:
@@ -159,12 +180,12 @@ class Walk:
         self.decoder = Decoder(dense.model, device)
         self._targets = targets_of(packed, self.decoder.path)
 
-    def fill_rest(self) -> None:
-        """Read what is outside the decoder layers, but for the head."""
+    def fill_rest(self, head: bool) -> None:
+        """Read what is outside the decoder layers, and the head only where it is wanted."""
         inside = {module for layer in self.decoder.layers for module in layer.modules()}
-        head = self.dense.model.get_output_embeddings()
+        left_out = None if head else self.dense.model.get_output_embeddings()
         for module in self.dense.model.modules():
-            if module not in inside and module is not head and not list(module.children()):
+            if module not in inside and module is not left_out and not list(module.children()):
                 self.dense.fill(module, self.source)
 
     def load(self, number: int) -> nn.Module:
@@ -204,10 +225,12 @@ class Given:
         packed: the model with its 4-bit layers.
         stored: where they are.
         count: of layers.
+        tuned: what tuning did to them.
     """
 
-    def __init__(self, packed: Skeleton, stored: Stored, count: int):
+    def __init__(self, packed: Skeleton, stored: Stored, count: int, tuned: Tuned | None):
         self._stored = stored
+        self._is_tuned = tuned is not None and tuned.kept
         found = targets_of(packed, stack_of(packed.model)[0])
         self._number = {target.key: number for number, targets in found.items() for target in targets}
         self._last: tuple[int, dict[str, Made]] | None = None
@@ -219,7 +242,7 @@ class Given:
         if number is None:
             return None
         if self._last is None or self._last[0] != number:
-            self._last = number, self._stored.recall(number)[0]
+            self._last = number, self._layer(number)
         made = self._last[1][key]
         return made.packed, made.state
 
@@ -227,7 +250,11 @@ class Given:
         """The adapters' factors by the names of their layers."""
         found = {}
         for number in range(self._count):
-            for key, made in self._stored.recall(number)[0].items():
+            for key, made in self._layer(number).items():
                 if made.adapter is not None:
                     found[key.removesuffix(".weight")] = made.adapter
         return found
+
+    def _layer(self, number: int) -> dict[str, Made]:
+        made = self._stored.recall(number)[0]
+        return self._stored.tuned(made) if self._is_tuned else made

@@ -38,6 +38,11 @@ class Target(NamedTuple):
     fmt: Format
     dtype: torch.dtype
 
+    @property
+    def parameter(self) -> str:
+        """The name of its tensor in its layer."""
+        return self.name if self.is_stack else f"{self.name}.weight"
+
 
 class Made(NamedTuple):
     """A weight in 4 bits.
@@ -95,22 +100,53 @@ class Layers(NamedTuple):
     keep: Callable[[int, dict[str, Made], LayerReport], None]
 
 
+class Walked:
+    """What `tuning` needs of a model, gathered while its layers are calibrated.
+
+    Attributes:
+        first, dense: hidden states of the samples on the CPU, float32 in batches [B, L, H]: what the first layer gets,
+            and what the dense model's last one gives.
+        rest: of each layer the tensors that do not become 4-bit, by their names, on the decoder's device.
+    """
+
+    def __init__(self) -> None:
+        self.first: list[Tensor] = []
+        self.dense: list[Tensor] = []
+        self.rest: list[dict[str, Tensor]] = []
+
+    def begin(self, hidden: list[Tensor]) -> None:
+        """What the first layer gets."""
+        self.first = self.dense = hidden
+
+    def add(self, decoder: Decoder, number: int, layer: nn.Module, targets: list[Target]) -> None:
+        """A dense layer."""
+        self.dense = [decoder.run(layer, number, batch).cpu() for batch in self.dense]
+        packed = {target.parameter for target in targets}
+        every = (*layer.named_parameters(), *layer.named_buffers())
+        self.rest.append({name: tensor.detach().clone() for name, tensor in every if name not in packed})
+
+
 @torch.no_grad()
-def calibrate_layers(layers: Layers, ids: Tensor, rank: int = 0) -> Iterator[LayerReport]:
+def calibrate_layers(layers: Layers, ids: Tensor, rank: int = 0, walked: Walked | None = None) -> Iterator[LayerReport]:
     """Make one decoder layer after the other 4-bit, each on what its predecessors make of the samples by then.
 
     Args:
         layers: of a model.
         ids: int64 [S, L], samples of L tokens.
         rank: of the adapters that correct what is left, with which later layers are then calibrated; 0: none.
+        walked: is given what tuning needs.
     """
     decoder = layers.decoder
     hidden = _batches(decoder.embed(ids), max(1, TOKENS // ids.shape[1]) if decoder.device.type == "cuda" else 1)
+    if walked is not None:
+        walked.begin(hidden)
     for number in range(len(decoder.layers)):
         layer = layers.load(number)
         if number == 0:
             decoder.learn(ids[0], layer, hidden[0][:1])
         found, targets = layers.recall(number), layers.targets(number)
+        if walked is not None:
+            walked.add(decoder, number, layer, targets)
         if found is None:
             moments = Moments(layer, [target.name for target in targets])
             with moments.watching():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 from bitshard.calibration.decoder import Decoder
 from bitshard.calibration.folder import LayerProgress, require_4bit, require_ids, targets_of
-from bitshard.calibration.layers import LayerReport, Layers, Made, calibrate_layers
+from bitshard.calibration.layers import LayerReport, Layers, Made, Walked, calibrate_layers
+from bitshard.calibration.tuning import TuneProgress, settings_of, tune
 from bitshard.container import repack
 from bitshard.inventory import holders_of
 from bitshard.sharding.loading.skeleton import Skeleton
@@ -23,19 +25,26 @@ def calibrate(
     quantization_config: Any,
     *,
     device: str | torch.device | None = None,
+    tune_steps: int | None = None,
+    seed: int = 0,
     layer_progress: LayerProgress = lambda reports, total: reports,
+    tune_progress: TuneProgress = lambda steps, total: steps,
 ) -> list[LayerReport]:
     """Make a dense model a 4-bit one, as from_pretrained with this config would, with calibrated weights.
 
-    A decoder layer at a time is copied in float32 to the device. 4-bit layers outside the decoder layers are quantized
-    as always. Where an error is raised the model is as it was.
+    A decoder layer at a time is copied in float32 to the device; tuning needs more (`tuning.tune`). 4-bit layers
+    outside the decoder layers are quantized as always. Where an error is raised the model is as it was.
 
     Args:
         model: of transformers, dense, in float32, float16 or bfloat16; it is changed.
         ids: int64 [S, L], samples of L tokens each.
         quantization_config: BitsAndBytesConfig(load_in_4bit=True, ...), or FourBitConfig for experts, too.
         device: on which layers run; None: the model's.
+        tune_steps: of tuning scales after all layers are calibrated; None: `tuning.STEPS` on a GPU, else 0. Where it
+            gains nothing, scales stay as they are calibrated, with a warning.
+        seed: of the order in which tuning sees samples.
         layer_progress: wraps the reports of decoder layers, (reports, how many layers).
+        tune_progress: wraps the steps of tuning, (numbers, how many).
 
     Returns:
         What became of each decoder layer.
@@ -45,6 +54,7 @@ def calibrate(
     require_4bit(quantization_config)
     require_ids(model, ids)
     device = torch.device(device) if device is not None else model.device
+    settings = settings_of(tune_steps, seed, device, len(ids))
     packed = Skeleton(
         model.config, quantization_config, model.dtype, torch.device("cpu"), type(model)._from_config, own_dtypes=True
     )
@@ -61,8 +71,13 @@ def calibrate(
         made.update({key: _on_host(each) for key, each in found.items()})
 
     layers = Layers(decoder, load, lambda number: targets.get(number, []), lambda number: None, keep)
+    walked = Walked() if settings.steps else None
     try:
-        reports = list(layer_progress(calibrate_layers(layers, ids), len(decoder.layers)))
+        reports = list(layer_progress(calibrate_layers(layers, ids, walked=walked), len(decoder.layers)))
+        if walked is not None:
+            made, tuned = tune(layers, made, walked, settings, tune_progress)
+            if not tuned.kept:
+                warnings.warn(tuned.line(), stacklevel=2)
     finally:
         model.train(was_training)
     _exchange(model, packed.quantizer, made)

@@ -16,7 +16,7 @@ from torch import Tensor
 from bitshard import functional, ops
 from bitshard.blockwise import mean
 from bitshard.maps import table
-from bitshard.state import NESTED_BLOCKSIZE
+from bitshard.state import NESTED_BLOCKSIZE, QuantState
 
 PANEL = 64  # columns that are rounded before what they have passed on reaches all others
 STEPS, LEAST, MOST = 21, 0.72, 1.12  # scales that are tried: multiples of a block's largest magnitude, of either sign
@@ -111,27 +111,42 @@ class Inputs:
 
 
 class Nested:
-    """Second-level scales, fixed before the search, and the values that a scale can have by them.
+    """Second-level scales, and the values that a scale can have by them.
 
     Scales have either sign, so that their mean is near zero and an 8-bit code is precise to about a hundredth of a
     scale; the search tries values that codes can have, and so loses next to nothing by them.
 
     Args:
-        scales: float32 [S], those of a first search.
+        second: float32 [ceil(S / 256)].
+        offset: float32, a number.
     """
 
-    def __init__(self, scales: Tensor):
-        self.map = table("dynamic", scales.device)
-        self.offset = mean(scales)
-        groups = torch.nn.functional.pad(scales - self.offset, (0, -len(scales) % NESTED_BLOCKSIZE))
-        self.second = groups.view(-1, NESTED_BLOCKSIZE).abs().amax(1).mul(HEADROOM).clamp_min(1e-30)
+    def __init__(self, second: Tensor, offset: Tensor):
+        self.second, self.offset = second, offset
+        self.map = table("dynamic", second.device)
         self._between = (self.map[1:] + self.map[:-1]) / 2
+
+    @classmethod
+    def after(cls, scales: Tensor) -> Nested:
+        """Fixed before a search, by scales [S] of a first one."""
+        offset = mean(scales)
+        groups = torch.nn.functional.pad(scales - offset, (0, -len(scales) % NESTED_BLOCKSIZE))
+        second = groups.view(-1, NESTED_BLOCKSIZE).abs().amax(1).mul(HEADROOM).clamp_min(1e-30)
+        return cls(second, offset)
 
     def nearest(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Values that scales [S, G] can have, and their codes."""
         second = self.second.repeat_interleave(NESTED_BLOCKSIZE)[: len(wanted)].unsqueeze(1)
         codes = torch.bucketize((wanted - self.offset) / second, self._between)
         return self.map[codes] * second + self.offset, codes.to(torch.uint8)
+
+
+def nearest_nested(scales: Tensor, state: QuantState) -> tuple[Tensor, Tensor]:
+    """Of scales [S] the nearest that a nested state can have with its second level as it is, and their codes."""
+    parts = state.kind.parts(state)
+    rows = zip(scales.view(parts, -1), state.state2.absmax.view(parts, -1), state.offset.view(parts), strict=True)
+    found = [Nested(second, offset).nearest(row.unsqueeze(1)) for row, second, offset in rows]
+    return torch.cat([values for values, _ in found]).squeeze(1), torch.cat([codes for _, codes in found]).squeeze(1)
 
 
 def solve(w: Tensor, inputs: Inputs, fmt: Format) -> Solved:
@@ -144,12 +159,12 @@ def solve(w: Tensor, inputs: Inputs, fmt: Format) -> Solved:
     return Solved(found[best], errors[best], errors[0], inputs.error(w))
 
 
-def packed(choice: Choice, fmt: Format, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, functional.QuantState]:
+def packed(choice: Choice, fmt: Format, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, QuantState]:
     """A choice as packed bytes uint8 [ceil(n / 2), 1] and the state of a tensor of this shape and dtype."""
     codes = choice.codes.reshape(-1)
     if len(codes) % 2:  # a missing last value counts as zero
         codes = torch.cat([codes, codes.new_tensor([7 if fmt.quant_type == "nf4" else 0])])
-    state = functional.QuantState(
+    state = QuantState(
         absmax=choice.scales, shape=shape, blocksize=fmt.blocksize, quant_type=fmt.quant_type, dtype=dtype
     )
     state.share(fmt.quant_type)
@@ -177,7 +192,7 @@ def _nearest(w: Tensor, inputs: Inputs, fmt: Format) -> Choice:
     scales, _ = _searched(w, inputs.weights, wanted, fmt)
     nested = None
     if fmt.nested:
-        second = Nested(scales)
+        second = Nested.after(scales)
         wanted, codes = second.nearest(wanted)
         scales, choice = _searched(w, inputs.weights, wanted, fmt)
         nested = (codes.gather(1, choice).squeeze(1), second.second, second.offset)

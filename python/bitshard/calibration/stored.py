@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from bitshard.calibration.layers import LayerReport, Made
+from bitshard.calibration.tuning import Settings, Tuned
 from bitshard.convert import output
 from bitshard.functional import QuantState
 from bitshard.sharding.checkpoints import contents
 
 FOLDER = ".calibration"
+TUNED = "tuned.safetensors"
 
 
 class Stored:
@@ -63,6 +65,44 @@ class Stored:
             report = LayerReport(**json.loads(file.metadata()["report"]))
             made = {key: _read(file, names, key, numbers[key]) for key in numbers}
         return made, report
+
+    def keep_tuned(self, made: dict[str, Made], tuned: Tuned, settings: Settings) -> None:
+        """Write what tuning has changed, and what it did."""
+        from safetensors.torch import save
+
+        tensors: dict[str, Tensor] = {}
+        for key, each in made.items() if tuned.kept else ():
+            tensors[f"{key}.absmax"] = each.state.absmax
+            if each.adapter is not None:
+                tensors[f"{key}.lora_A"], tensors[f"{key}.lora_B"] = each.adapter
+        plain = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        metadata = {"tuned": json.dumps(tuned._asdict()), "settings": json.dumps(settings)}
+        output.write_whole(self.folder / TUNED, save(plain, metadata))
+
+    def recall_tuned(self, settings: Settings) -> Tuned | None:
+        """What tuning with these settings did; None: there was none, or with others."""
+        from safetensors import safe_open
+
+        if not (self.folder / TUNED).exists():
+            return None
+        with safe_open(self.folder / TUNED, "pt") as file:
+            metadata = file.metadata()
+        return Tuned(**json.loads(metadata["tuned"])) if json.loads(metadata["settings"]) == list(settings) else None
+
+    def tuned(self, made: dict[str, Made]) -> dict[str, Made]:
+        """Weights of a layer as tuning has left them."""
+        from safetensors import safe_open
+
+        found = {}
+        with safe_open(self.folder / TUNED, "pt") as file:
+            names = set(file.keys())
+            for key, each in made.items():
+                if f"{key}.absmax" in names:
+                    each.state.absmax = file.get_tensor(f"{key}.absmax")
+                if f"{key}.lora_A" in names:
+                    each = each._replace(adapter=tuple(file.get_tensor(f"{key}.lora_{end}") for end in "AB"))
+                found[key] = each
+        return found
 
     def close(self, done: bool) -> None:
         """Remove the folder where all is `done`, or nothing is whole; else leave it to another run."""
