@@ -186,7 +186,7 @@ def test_every_product_takes_scales_of_either_sign(kernel, dtype, M, N, K, neste
     codes = torch.randint(0, 16, (N, K), generator=generator).to(torch.uint8)
     choice = solve.Choice(codes, scales[:, 0], None, "search")
     if nested:
-        second = solve.Nested(scales[:, 0])
+        second = solve.Nested.after(scales[:, 0])
         values, kinds = second.nearest(scales)
         choice = solve.Choice(codes, values[:, 0], (kinds[:, 0], second.second, second.offset), "search")
     packed, state = solve.packed(choice, fmt, w.shape, dtype)

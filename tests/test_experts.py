@@ -71,7 +71,7 @@ def test_families(folders, tmp_path, family, nested):
     y = moe.logits(model)
     assert gap(y, moe.logits(moe.decoded(dense, model))) < 1e-5
     assert gap(y, moe.logits(dense)) > 1e-3
-    text, share = inventory.line(model)
+    text, share, _ = inventory.line(model)
     assert f", {len(stacks(model))} of them stacks of experts, " in text
     assert share > 0.5
     model.save_pretrained(tmp_path)
