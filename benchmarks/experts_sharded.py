@@ -23,8 +23,6 @@ from pathlib import Path
 import loading
 
 NAME = "gpt-oss-120b"
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 # ---- the files ------------------------------------------------------------------------------------------------------
@@ -58,24 +56,15 @@ def fill(module, device: str) -> None:
 
 def decoder_layer(config, index: int, device: str) -> dict:
     """The entries of a file for one decoder layer, on the CPU: experts and attention in nested NF4."""
-    import bitsandbytes as bnb
+    import experts_step
     import torch
-    from bitshard import experts
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer
 
     torch.manual_seed(index)
     with torch.device("meta"):
         layer = GptOssDecoderLayer(config, index).to(torch.bfloat16)
     fill(layer, device)
-    experts.quantize(layer, quant_type="nf4", compress_statistics=True)
-    for name in ATTENTION:
-        linear = getattr(layer.self_attn, name)
-        new = bnb.nn.Linear4bit(
-            linear.in_features, linear.out_features, True, torch.bfloat16, quant_type="nf4", device="meta"
-        )
-        new.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4", module=new)
-        new.bias = linear.bias
-        setattr(layer.self_attn, name, new.to(device))
+    experts_step.quantize(layer, device)
     return {f"model.layers.{index}.{name}": value.cpu().contiguous() for name, value in layer.state_dict().items()}
 
 
@@ -138,6 +127,7 @@ def build(options: argparse.Namespace, record: loading.Record):
     import torch
     from bitshard import lora
     from bitshard.fsdp import shard_adapters
+    from experts_step import ATTENTION, STACKS
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig

@@ -46,16 +46,18 @@ def fill(module: nn.Module) -> None:
             parameter.data.normal_(0, 0.02)
 
 
-def quantize(layer: nn.Module) -> None:
-    """The experts and linear layers of a decoder layer in nested NF4."""
+def quantize(layer: nn.Module, device: str = "cuda") -> None:
+    """The experts and linear layers of a decoder layer on the device in nested NF4."""
     experts.quantize(layer, quant_type="nf4", compress_statistics=True)
     for name in ATTENTION:
         linear = getattr(layer.self_attn, name)
+        biased = linear.bias is not None
         new = bnb.nn.Linear4bit(
-            linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
+            linear.in_features, linear.out_features, biased, torch.bfloat16, quant_type="nf4", device="meta"
         )
         new.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4", module=new)
-        setattr(layer.self_attn, name, new.to("cuda"))
+        new.bias = linear.bias
+        setattr(layer.self_attn, name, new.to(device))
 
 
 def build(layers: int | None, dense: bool) -> nn.Module:

@@ -61,13 +61,16 @@ class Decoder:
     @torch.no_grad()
     def run(self, layer: nn.Module, number: int, hidden: Tensor) -> Tensor:
         """What layer `number`, given by itself on the device, makes of hidden [B, L, H]."""
-        found = self._call(layer, number, hidden)
-        return found[0] if self._wraps else found
+        return self._states(layer, number, hidden)
 
     def run_with(self, number: int, hidden: Tensor, tensors: dict[str, Tensor]) -> Tensor:
         """The same of a layer that has `tensors`, all of its own by their names, on the device; gradients flow."""
         layer = self.layers[number]
-        found = self._call(lambda *given, **named: functional_call(layer, tensors, given, named), number, hidden)
+        return self._states(lambda *given, **named: functional_call(layer, tensors, given, named), number, hidden)
+
+    def _states(self, layer: Callable[..., Any], number: int, hidden: Tensor) -> Tensor:
+        """The hidden states that a layer gives, of a tuple the first."""
+        found = self._call(layer, number, hidden)
         return found[0] if self._wraps else found
 
     def outside(self) -> dict[str, Tensor]:

@@ -94,9 +94,9 @@ class Trained:
 
     def __init__(self, made: Made, device: torch.device):
         self.made, self.packed, self.state = made, made.packed.to(device), made.state.moved(device)
-        self.scales = functional.plain_scales(self.state)
         self._plain = functional.with_plain_scales(self.state).clone()
         self._plain.dtype = torch.float32
+        self.scales = self._plain.absmax
         self.change = torch.zeros_like(self.scales, requires_grad=True)
         self.factors = [each.to(device).clone().requires_grad_(True) for each in made.adapter or ()]
 
