@@ -59,6 +59,12 @@ def times(made: torch.nn.Module, name: str, tokens: int, skewed: bool) -> float:
     return graph_microseconds(lambda i: made(x, *routings[i]), calls)
 
 
+def cells_of(tokens: str) -> list[tuple[int, bool]]:
+    """[(tokens, skewed)] of numbers with commas; one token has no skew."""
+    cells = [(int(count), skewed) for count in tokens.split(",") for skewed in (False, True)]
+    return [cell for cell in cells if cell != (1, True)]
+
+
 def main() -> None:
     """Print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -67,9 +73,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
-    cells = [(int(tokens), skewed) for tokens in options.tokens.split(",") for skewed in (False, True)]
-    cells = [cell for cell in cells if cell != (1, True)]
-    rows = []
+    cells, rows = cells_of(options.tokens), []
     for name in options.shapes.split(","):
         made = module(name)
         dense = [times(made, name, *cell) for cell in cells]
