@@ -130,7 +130,7 @@ def run_saved(args):
         assert sorted(map(str, entries.values())) == ["torch.float32", "torch.int8", "torch.uint8"], entries
     if WORLD > 1:
         fsdp.load_full_state_dict(trainer.model, full, broadcast_from_rank0=True)
-    rows = torch.tensor(train.dataset()["input_ids"][:2])
+    rows = torch.tensor(train.dataset()["input_ids"][:2], device=train.device_name())
     with torch.no_grad():
         logits = trainer.model(input_ids=rows).logits
     error = ""
@@ -148,7 +148,8 @@ def run_saved(args):
                 base = PeftModel.from_pretrained(base, f"{place}/adapter").eval()
             loaded = base(input_ids=rows).logits
             merged = load(args, f"{place}/merged")(input_ids=rows).logits
-            dense = AutoModelForCausalLM.from_pretrained(f"{place}/dense")(input_ids=rows).logits
+            dense = AutoModelForCausalLM.from_pretrained(f"{place}/dense", device_map={"": train.device_name()})
+            dense = dense(input_ids=rows).logits
     gaps = [float((found - logits).norm() / logits.norm()) for found in (loaded, merged, dense)]
     assert (gaps[0] < 1e-5 or args.fsdp == 1) and gaps[1] < 0.05 and gaps[2] < 0.04, gaps
     return {"error_seen": error, "gaps": gaps}
@@ -156,7 +157,7 @@ def run_saved(args):
 
 def run_units(args):
     """`fsdp.load`, from dense files and from the int8 files of `saved`, with adapters: the logits of a whole model."""
-    rows = torch.tensor(train.dataset()["input_ids"][:2])
+    rows = torch.tensor(train.dataset()["input_ids"][:2], device=train.device_name())
     with no_launch(), torch.no_grad():
         expected = load(args)(input_ids=rows).logits
     sources = {
