@@ -102,6 +102,15 @@ def test_experts(known):
     assert found == 4
 
 
+def test_experts_on_two_gpus(known):
+    """Within 3 % of what each of two GPUs had in a step of gpt-oss-120b's shape."""
+    peaks = {row["what"]: float(row["allocated"]) for row in tables("gpt_oss_120b_2xh100_202611.md") if "what" in row}
+    job = {"gpus": 2, "sharding": "fsdp2", "seq": 2048, "rank": 8, "lora_experts": True, "lora_dtype": "bfloat16"}
+    job |= {"optimizer": "adamw_8bit", "nested": True, "experts_4bit": True, "autocast": False, "load": "native"}
+    plan = planning.plan(known("gpt-oss-120b"), **job)
+    assert plan.memory.worst().total / GIB == pytest.approx(peaks["every later step, peak"], rel=0.03)
+
+
 def test_other_models(known):
     """Within 2 % of what torch's allocator had, for models of six architectures."""
     found = set()
