@@ -14,7 +14,7 @@ from bitshard import _C, functional, lora
 from bitshard.calibration import calibrate, calibrate_folder, layers, low_rank, samples, solve, stored, tuning
 from bitshard.calibration import folder as folders
 from bitshard.calibration.decoder import Decoder
-from bitshard.calibration.moments import Moments, Sum
+from bitshard.calibration.moments import Moments
 from bitshard.convert.quantize import quantize_folder
 from bitshard.experts.modules import is_experts
 from bitshard.transformers import FourBitConfig
@@ -171,7 +171,7 @@ def test_no_error_is_above_plain_quantization(monkeypatch):
     layer = torch.nn.Sequential(torch.nn.Linear(96, 48, bias=False))
     layer[0].weight.data.copy_(w)
     target = layers.Target("0.weight", "0", False, False, solve.Format(), torch.float32)
-    layers._linear(layer, target, solve.Inputs(H), 0)
+    layers._linear(layer, target, solve.Inputs(H))
     wrong = solve.packed
 
     def spoilt(choice, *rest):
@@ -179,7 +179,7 @@ def test_no_error_is_above_plain_quantization(monkeypatch):
 
     monkeypatch.setattr(layers, "packed", spoilt)
     with pytest.raises(RuntimeError, match=r"0.weight: an error of .* is above that of plain quantization"):
-        layers._linear(layer, target, solve.Inputs(H), 0)
+        layers._linear(layer, target, solve.Inputs(H))
 
 
 def test_weights_that_are_not_finite():
@@ -187,7 +187,7 @@ def test_weights_that_are_not_finite():
     layer[0].weight.data[3, 5] = float("nan")
     target = layers.Target("0.weight", "0", False, False, solve.Format(), torch.float32)
     with pytest.raises(ValueError, match="0.weight: 1 of its 4608 values are not finite"):
-        layers._linear(layer, target, solve.Inputs(problem()[1]), 0)
+        layers._linear(layer, target, solve.Inputs(problem()[1]))
 
 
 @pytest.mark.parametrize("N, K", [(48, 96), (96, 48)])
@@ -258,17 +258,6 @@ def test_layers_run_by_themselves_as_in_the_model(kind):
         wanted = found[number][0] if isinstance(found[number], tuple) else found[number]
         assert torch.allclose(hidden, wanted, atol=1e-4) and torch.allclose(given, wanted, atol=1e-4), number
     assert torch.allclose(decoder.finish(hidden, decoder.outside()), logits, atol=1e-4)
-
-
-def test_few_tokens_are_shrunk_towards_the_layers():
-    """An expert that no token reaches has the layer's moments, one with K rows half of its own."""
-    moments = Moments(torch.nn.Module(), [])
-    moments._experts["e"] = sums = [Sum(), Sum(), Sum()]
-    for expert, x in ((0, torch.eye(4)), (2, torch.eye(4)), (2, 3 * torch.eye(4))):
-        sums[expert].add(x)
-    assert moments.of_expert("e", 1)[1] == 0 and torch.allclose(moments.of_expert("e", 1)[0], sums[2].mean())
-    own, rows = moments.of_expert("e", 0)
-    assert rows == 4 and torch.allclose(own, (torch.eye(4) / 4 + sums[2].mean()) / 2)
 
 
 # ---- folders and models ----
@@ -356,19 +345,6 @@ def test_int8_is_refused(dense, tmp_path):
     with pytest.raises(ValueError, match="bitshard quantize --bits 8"):
         calibrate_folder(dense, tmp_path / "out", eight, IDS)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("family", moe.FAMILIES)
-def test_mixtures(tmp_path, family):
-    """Experts each for its own tokens; bitshard reads the folder, and it is nearer to the dense model."""
-    moe.model(family, 4, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
-    settings = config(True, bnb_4bit_use_double_quant=True)
-    said = calibrate_folder(tmp_path / "dense", tmp_path / "out", settings, IDS)
-    assert all(each.error < each.plain for each in said.layers if each.methods)
-    wanted = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32))
-    quantize_folder(tmp_path / "dense", tmp_path / "plain", settings)
-    found = {name: distance(AutoModelForCausalLM.from_pretrained(tmp_path / name), wanted) for name in ("out", "plain")}
-    assert found["out"] < found["plain"]
 
 
 @pytest.mark.parametrize("consume", [False, True])
@@ -504,18 +480,6 @@ def test_tuned_weights_are_nearer_to_the_dense_model(dense, tmp_path, nested, ra
     same(tuned, tensors(tmp_path / "saved"))
     calibrate_folder(dense, tmp_path / "other", tune_steps=STEPS, seed=1, **given)
     assert any(not torch.equal(tuned[key], each) for key, each in tensors(tmp_path / "other").items())
-
-
-@pytest.mark.parametrize("family", moe.FAMILIES)
-def test_tuned_mixtures(tmp_path, family):
-    """Scales of experts, too, of stacks that are stored either way round."""
-    moe.model(family, 4, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
-    said = calibrate_folder(tmp_path / "dense", tmp_path / "out", config(True), TUNED_ON, tune_steps=4).tuned
-    assert said.kept or family == "nemotron_h"  # in which a few tokens are then sent to other experts
-    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    torch.nn.Module.float(model)
-    assert abs(held_back(model, dense) / (said.after if said.kept else said.before) - 1) < 0.05
 
 
 def test_weights_that_tuning_made_worse_stay_as_they_were(dense, tmp_path, monkeypatch):
