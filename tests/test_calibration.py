@@ -1,6 +1,7 @@
 """bitshard.calibration: scales and codes for inputs, layer by layer, in the format that everybody reads."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -182,6 +183,14 @@ def test_no_error_is_above_plain_quantization(monkeypatch):
         layers._linear(layer, target, solve.Inputs(H))
 
 
+def test_weights_that_overflow():
+    layer = torch.nn.Sequential(torch.nn.Linear(96, 48, bias=False))
+    layer[0].weight.data.copy_(problem()[0] * 1e30)
+    target = layers.Target("0.weight", "0", False, False, solve.Format(), torch.float32)
+    with pytest.raises(ValueError, match=r"0.weight: values up to .*e\+29 and inputs about .* overflow their errors"):
+        layers._linear(layer, target, solve.Inputs(problem()[1]))
+
+
 def test_weights_that_are_not_finite():
     layer = torch.nn.Sequential(torch.nn.Linear(96, 48, bias=False))
     layer[0].weight.data[3, 5] = float("nan")
@@ -349,7 +358,8 @@ def test_int8_is_refused(dense, tmp_path):
 
 @pytest.mark.parametrize("consume", [False, True])
 def test_an_interrupted_run_goes_on(dense, tmp_path, monkeypatch, consume):
-    """Behind the last whole layer, and among the files; another run does not, and it is said where the layers are."""
+    """Behind the last whole layer, and among the files; another run does not, nor one of files that have changed, and
+    it is said where the layers are."""
     shutil.copytree(dense, tmp_path / "dense")
     calibrate_folder(tmp_path / "dense", tmp_path / "whole", config(), IDS)
     keep, kept = stored.Stored.keep, []
@@ -366,6 +376,12 @@ def test_an_interrupted_run_goes_on(dense, tmp_path, monkeypatch, consume):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out.calibration", "whole"]
     with pytest.raises(ValueError, match="calibration with other arguments or files has left"):
         calibrate_folder(tmp_path / "dense", tmp_path / "out", config(), IDS[:4], consume=consume)
+    file = next((tmp_path / "dense").glob("*.safetensors"))
+    written = file.stat()
+    os.utime(file, ns=(written.st_atime_ns, written.st_mtime_ns + 1))
+    with pytest.raises(ValueError, match="calibration with other arguments or files has left"):
+        calibrate_folder(tmp_path / "dense", tmp_path / "out", config(), IDS, consume=consume)
+    os.utime(file, ns=(written.st_atime_ns, written.st_mtime_ns))
     monkeypatch.setattr(
         stored.Stored, "keep", lambda self, number, *rest: kept.append(number) or keep(self, number, *rest)
     )
@@ -595,11 +611,21 @@ def test_samples_of_every_kind_of_file(tmp_path):
     assert torch.equal(samples(tmp_path / "folder", tokenizer(), 5, 100, seed=3), plain)
 
 
+def parquet_of_numbers():
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), made := pyarrow.BufferOutputStream())
+    return made.getvalue().to_pybytes()
+
+
 def text_of(kind, folder):
-    path = folder / {"jsonl": "t.jsonl", "column": "t.jsonl", "parquet": "t.parquet"}.get(kind, "t.txt")
+    endings = {"jsonl": "jsonl", "column": "jsonl", "parquet": "parquet", "numbers": "parquet"}
+    path = folder / f"t.{endings.get(kind, 'txt')}"
     contents = {
         "short": b"too short", "empty": b"", "binary": bytes(range(256)) * 40, "jsonl": b"{no json\n",
         "column": b'{"words": "x"}\n', "parquet": b"no parquet", "absent": None, "good": b"some words of a text. " * 90,
+        "zeros": b"text\0\0" * 90, "numbers": parquet_of_numbers(),
     }[kind]  # fmt: skip
     if contents is not None:
         path.write_bytes(contents)
@@ -622,7 +648,15 @@ def with_tokenizer(tmp_path_factory):
         ("parquet", [], "no parquet file"),
         ("absent", [], "No such file or folder"),
         ("good", ["--samples", "0"], "0 samples of 64 tokens"),
-        ("good", ["--rank", "0"], "--rank 0"),
+        ("zeros", [], "no text (character 4 is a zero byte)"),
+        ("numbers", [], "no text in a column 'text', but int64"),
+        ("good", ["--calibrate", ""], "a text without a name"),
+        ("good", ["--seed", "-1"], "--seed -1: expected a number from 0"),
+        ("good", ["--max-shard-size", "x"], "max_shard_size='x'"),
+        ("good", ["--rank", "2"], "add --adapter FOLDER"),
+        ("good", ["--rank", "0", "--adapter", "a"], "--rank 0"),
+        ("good", ["--adapter", "out/a"], "expected one beside the other"),
+        ("good", ["--adapter", "x/../out"], "expected one beside the other"),
         ("good", ["--adapter", "."], "exists already"),
         ("good", ["--tune", "-1"], "-1 steps of tuning"),
         ("good", ["--tune", "1", "--samples", "1"], "there is only 1"),
@@ -656,6 +690,8 @@ def test_other_mistakes(dense, calibrated, with_tokenizer, tmp_path, capsys):
         assert main.main(["quantize", str(folder), str(tmp_path / "out"), *options]) == 1
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and words in err, err
+    with pytest.raises(ValueError, match="samples of 2049 tokens: the model has 2048 positions"):
+        calibrate_folder(dense, tmp_path / "out", config(), torch.zeros(1, 2049, dtype=torch.long))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["misfit", "t.txt"]
 
 

@@ -22,6 +22,7 @@ from bitshard.convert.output import PARTIAL, checksum, remembered, require_new
 from bitshard.convert.quantize import Progress, Report, quantize_folder
 from bitshard.convert.source import Source
 from bitshard.inventory import holder_of
+from bitshard.sharding.checkpoints.files import byte_count
 from bitshard.sharding.loading.skeleton import Skeleton
 
 LayerProgress = Callable[[Iterable[LayerReport], int], Iterable[LayerReport]]
@@ -68,15 +69,18 @@ def calibrate_folder(
         layer_progress: wraps the reports of decoder layers, (reports, how many layers).
         tune_progress: wraps the steps of tuning, (numbers, how many).
 
-    ValueError: ids that the model has no embedding for, weights that are quantized already, a config that makes int8
-    weights. NotImplementedError: a model whose decoder layers cannot be run one by one.
+    ValueError: ids or positions that the model has no embedding for, weights that are quantized already, a config that
+    makes int8 weights, an adapter that is not beside `out`.
+    NotImplementedError: a model whose decoder layers cannot be run one by one.
     """
     folder, out, device = Path(folder), Path(out), device_of(device)
     adapter = Path(adapter) if adapter is not None else None
     settings = settings_of(tune_steps, seed, device, len(ids))
     require_new(out)
+    byte_count(max_shard_size)
     if adapter is not None:
         require_new(adapter)
+        _require_beside(adapter, out)
         require_new(_partial(adapter))
     require_dense(folder)
     require_4bit(quantization_config)
@@ -114,6 +118,13 @@ def calibrate_folder(
             shutil.rmtree(_partial(adapter), ignore_errors=True)
         stored.close(done=False)
     return Calibrated(report, reports, tuned)
+
+
+def _require_beside(adapter: Path, out: Path) -> None:
+    """ValueError where one is, or is in, the other."""
+    first, second = adapter.resolve(), out.resolve()
+    if first.is_relative_to(second) or second.is_relative_to(first):
+        raise ValueError(f"the adapter's folder {adapter} and that of the weights {out}: expected one beside the other")
 
 
 def _partial(folder: Path) -> Path:
@@ -157,12 +168,15 @@ def require_4bit(quantization_config: Any) -> None:
 
 
 def require_ids(model: nn.Module, ids: Tensor) -> None:
-    """ValueError unless all ids have an embedding."""
+    """ValueError unless all ids have an embedding, and as many positions as there are in a sample."""
     rows = model.get_input_embeddings().weight.shape[0]
     if int(ids.max()) >= rows or int(ids.min()) < 0:
         raise ValueError(
             f"the tokenizer does not fit the model: it gives token {int(ids.max())}, and there are {rows} embeddings"
         )
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or ids.shape[1]
+    if ids.shape[1] > positions:
+        raise ValueError(f"samples of {ids.shape[1]} tokens: the model has {positions} positions (--length)")
 
 
 class Walk:

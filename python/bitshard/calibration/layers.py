@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -265,9 +266,13 @@ def _require_finite(key: str, w: Tensor) -> None:
 
 
 def _require_no_worse(key: str, w: Tensor, data: Tensor, state: QuantState, inputs: Inputs, solved: Solved) -> Tensor:
-    """float32 [N, K], what a reader decodes; RuntimeError where its error is above that of plain quantization."""
+    """float32 [N, K], what a reader decodes; RuntimeError where its error is above that of plain quantization,
+    ValueError where that is no number."""
     values = _decoded(data, state)
     error = inputs.error(w - values)
+    if not math.isfinite(solved.plain):
+        largest = float(w.abs().max()), float(inputs.weights.max().sqrt())
+        raise ValueError(f"{key}: values up to {largest[0]:g} and inputs about {largest[1]:g} overflow their errors")
     if not error <= solved.plain * (1 + 1e-4) + 1e-30:
         raise RuntimeError(f"{key}: an error of {error:g} is above that of plain quantization, {solved.plain:g}")
     return values
