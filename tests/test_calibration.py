@@ -16,6 +16,7 @@ from bitshard.calibration import calibrate, calibrate_folder, layers, low_rank, 
 from bitshard.calibration import folder as folders
 from bitshard.calibration.decoder import Decoder
 from bitshard.calibration.moments import Moments
+from bitshard.convert import output
 from bitshard.convert.quantize import quantize_folder
 from bitshard.experts.modules import is_experts
 from bitshard.transformers import FourBitConfig
@@ -23,7 +24,6 @@ from bitshard_cli import main
 from fsdp.launch import launch
 from helpers import moe
 from peft import PeftModel
-from safetensors import torch as safetensors
 from safetensors.torch import load_file
 from test_convert import same, tensors
 from transformers import (
@@ -34,6 +34,8 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5Model,
 )
 
 HERE = Path(__file__).parent
@@ -42,6 +44,7 @@ import tiny  # noqa: E402
 
 FORMATS = [solve.Format(), solve.Format("fp4"), solve.Format(nested=True), solve.Format("nf4", 32, True)]
 FORMATS += [solve.Format("nf4", 128), solve.Format("fp4", 4096, True)]
+T5 = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 9}
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
 IDS = torch.randint(0, 96, (6, 32), generator=torch.Generator().manual_seed(1))
 
@@ -690,19 +693,25 @@ def test_other_mistakes(dense, calibrated, with_tokenizer, tmp_path, capsys):
         assert main.main(["quantize", str(folder), str(tmp_path / "out"), *options]) == 1
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and words in err, err
+    with pytest.raises(NotImplementedError, match="T5Model: calibration runs the decoder layers of decoders alone"):
+        Decoder(T5Model(T5Config(**T5)), torch.device("cpu"))
     with pytest.raises(ValueError, match="samples of 2049 tokens: the model has 2048 positions"):
         calibrate_folder(dense, tmp_path / "out", config(), torch.zeros(1, 2049, dtype=torch.long))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["misfit", "t.txt"]
 
 
 def test_a_full_disk(dense, tmp_path, monkeypatch):
-    """While a layer is kept: the error of the system, and nothing is left."""
+    """While a layer is kept: the error of the system with the file's name, and nothing is left."""
 
-    def full(*_):
-        raise OSError(28, "No space left on device", "layer")
+    replace = os.replace
 
-    monkeypatch.setattr(safetensors, "save", full)
-    with pytest.raises(OSError, match="No space left"):
+    def full(source, target):
+        if target.name.startswith("layer"):
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(output.os, "replace", full)
+    with pytest.raises(OSError, match="No space left on device: .*layer-00000.safetensors"):
         calibrate_folder(dense, tmp_path / "out", config(), IDS)
     assert not list(tmp_path.iterdir())
 
@@ -710,12 +719,16 @@ def test_a_full_disk(dense, tmp_path, monkeypatch):
 def test_an_adapter_that_cannot_be_written(dense, tmp_path, monkeypatch):
     """Neither it nor the weights have their names; the same run again makes both."""
 
-    def full(*_):
-        raise OSError(28, "No space left on device", "adapter")
+    write_whole = output.write_whole
+
+    def full(path, data):
+        if path.name == "adapter_model.safetensors":
+            raise OSError(28, "No space left on device", "adapter")
+        write_whole(path, data)
 
     given = (dense, tmp_path / "out", config(), IDS)
     with monkeypatch.context() as patch:
-        patch.setattr(safetensors, "save_file", full)
+        patch.setattr(output, "write_whole", full)
         with pytest.raises(OSError, match="No space left"):
             calibrate_folder(*given, adapter=tmp_path / "adapter", rank=4)
     assert [path.name for path in tmp_path.iterdir()] == ["out.calibration"]

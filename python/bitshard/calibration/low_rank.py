@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from bitshard.convert import output
+
 _RIDGE = 1e-4  # of H, in parts of its mean diagonal: it can then be divided by
 
 
@@ -80,7 +82,7 @@ def save_adapter(
         rank: r.
     """
     from peft import LoraConfig
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     stacks = [name for name, (a, _) in factors.items() if a.dim() == 3]
     tensors = {}
@@ -102,7 +104,6 @@ def save_adapter(
         inference_mode=True,
     )
     Path(folder).mkdir(parents=True)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, Path(folder) / "adapter_model.safetensors"
-    )
+    data = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+    output.write_whole(Path(folder) / "adapter_model.safetensors", data)
     config.save_pretrained(folder)
