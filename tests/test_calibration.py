@@ -217,6 +217,17 @@ def test_the_best_correction(N, K):
         assert abs(error - values[rank:].square().sum()) <= 1e-3 * values.square().sum()
 
 
+def test_factors_for_training():
+    """The same product, in columns of one norm; a column of zeros stays."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(3, 4, 40, generator=generator), torch.randn(3, 30, 4, generator=generator) * 1e-3
+    b[1, :, 2] = 0
+    made = low_rank.for_training(a, b)
+    assert torch.allclose(low_rank.SCALE * made[1] @ made[0], b @ a, atol=1e-7)
+    norms = made[1].norm(dim=1)
+    assert norms[1, 2] == 0 and int((norms - low_rank.COLUMN).abs().gt(1e-5).sum()) == 1
+
+
 # ---- inputs ----
 
 
@@ -743,7 +754,8 @@ def test_the_command(with_tokenizer, tmp_path, capsys):
     assert main.main(["quantize", str(with_tokenizer), str(out), *given]) == 0
     said = capsys.readouterr().out
     assert "lost of the layers' products, squared, on average:" in said and "passed on" in said
-    assert json.loads((adapter / "adapter_config.json").read_text())["r"] == 2
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    assert settings["r"] == 2 and settings["lora_alpha"] == 4
     assert (
         main.main(
             [
