@@ -5,10 +5,12 @@
 
 WORK is the folder of that model below `--work` of benchmarks/calibration.py, which has made the weights: NF4,
 NF4-calibrated, with-adapter-RANK and adapter-RANK, and those that are tuned; of its weights those that are there are
-trained. Text: Python's language reference (pydoc_data.topics), of no kind
-that was calibrated on; its first nine tenths are trained on in sequences of 512 tokens, 8 a step in an order that the
-seed chooses, the last tenth is held out. LoRA on all linear layers, alpha 2 rank, AdamW, a linear decay. The row "with
-an adapter" starts from calibration's own adapter, of the same rank and its own scaling.
+trained. The curve of each row and seed is kept in WORK/training when it ends, and not trained again with the same
+settings: several commands, of other rows, may run at once, and the last one writes the whole table. Text: Python's
+language reference (pydoc_data.topics), of no kind that was calibrated on; its first nine tenths are trained on in
+sequences of 512 tokens, 8 a step in an order that the seed chooses, the last tenth is held out. LoRA on all linear
+layers, alpha 2 rank, AdamW, a linear decay. The row "with an adapter" starts from calibration's own adapter, of the
+same rank and its own scaling.
 """
 
 import argparse
@@ -88,6 +90,20 @@ def curve(start: tuple[Path, Path | None], data: tuple, options: argparse.Namesp
     return found
 
 
+def kept_curve(name: str, start: tuple[Path, Path | None], data: tuple, options: argparse.Namespace, seed: int) -> dict:
+    """{"curve": `curve`, "seconds": its time}, measured once for the same settings and kept in WORK/training."""
+    settings = [options.steps, options.every, options.rank, options.lr, options.tf32, where(options.device)]
+    note = options.work / "training" / f"{name}, seed {seed}.json"
+    if note.exists() and (found := json.loads(note.read_text()))["settings"] == settings:
+        return found
+    begin = time.monotonic()
+    losses = curve(start, data, options, seed)
+    found = {"settings": settings, "curve": losses, "seconds": time.monotonic() - begin}
+    note.parent.mkdir(exist_ok=True)
+    note.write_text(json.dumps(found))
+    return found
+
+
 def steps_to(losses: list[float], target: float, every: int) -> str:
     """The first measured step at which a loss is at most `target`."""
     reached = [number * every for number, loss in enumerate(losses) if loss <= target]
@@ -113,13 +129,14 @@ def main() -> None:
     if options.tf32:
         torch.set_float32_matmul_precision("high")
     data = texts(options.model)
-    begin, curves = time.monotonic(), {}
+    seconds, curves = 0.0, {}
     for name, start in starts(options).items():
         if not start[0].exists() or re.search(options.only, name) is None:
             continue
-        runs = [curve(start, data, options, seed) for seed in range(options.seeds)]
-        curves[name] = [sum(at) / len(at) for at in zip(*runs, strict=True)]
-        spread = math.sqrt(sum((run[-1] - curves[name][-1]) ** 2 for run in runs) / len(runs))
+        runs = [kept_curve(name, start, data, options, seed) for seed in range(options.seeds)]
+        seconds += sum(run["seconds"] for run in runs)
+        curves[name] = [sum(at) / len(at) for at in zip(*(run["curve"] for run in runs), strict=True)]
+        spread = math.sqrt(sum((run["curve"][-1] - curves[name][-1]) ** 2 for run in runs) / len(runs))
         print(f"{name}: {curves[name][0]:.4f} -> {curves[name][-1]:.4f} (+-{spread:.4f})", flush=True)
     target, dense = (curves.get(name, [math.nan])[-1] for name in ("NF4", "dense"))
     lines = [
@@ -128,7 +145,7 @@ def main() -> None:
         f"`python benchmarks/calibration_training.py {options.model.name} {options.work.name} "
         f"{' '.join(sys.argv[3:])}`",
         f"{len(data[0])} sequences of {LENGTH} tokens to train on, {len(data[1])} held out; means of the seeds; "
-        f"{time.monotonic() - begin:.0f} s in all",
+        f"{seconds:.0f} s of training in all",
         "",
         "| start | loss before | after | above dense after | steps to plain NF4's final loss |",
         "|---|---|---|---|---|",

@@ -1,6 +1,7 @@
 """bitshard.calibration: scales and codes for inputs, layer by layer, in the format that everybody reads."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -14,7 +15,8 @@ from bitshard import _C, functional, lora
 from bitshard.calibration import calibrate, calibrate_folder, layers, low_rank, samples, solve, stored, tuning
 from bitshard.calibration import folder as folders
 from bitshard.calibration.decoder import Decoder
-from bitshard.calibration.moments import Moments, Sum
+from bitshard.calibration.moments import Moments
+from bitshard.convert import output
 from bitshard.convert.quantize import quantize_folder
 from bitshard.experts.modules import is_experts
 from bitshard.transformers import FourBitConfig
@@ -22,7 +24,6 @@ from bitshard_cli import main
 from fsdp.launch import launch
 from helpers import moe
 from peft import PeftModel
-from safetensors import torch as safetensors
 from safetensors.torch import load_file
 from test_convert import same, tensors
 from transformers import (
@@ -33,6 +34,8 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5Model,
 )
 
 HERE = Path(__file__).parent
@@ -41,6 +44,7 @@ import tiny  # noqa: E402
 
 FORMATS = [solve.Format(), solve.Format("fp4"), solve.Format(nested=True), solve.Format("nf4", 32, True)]
 FORMATS += [solve.Format("nf4", 128), solve.Format("fp4", 4096, True)]
+T5 = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 9}
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
 IDS = torch.randint(0, 96, (6, 32), generator=torch.Generator().manual_seed(1))
 
@@ -171,7 +175,7 @@ def test_no_error_is_above_plain_quantization(monkeypatch):
     layer = torch.nn.Sequential(torch.nn.Linear(96, 48, bias=False))
     layer[0].weight.data.copy_(w)
     target = layers.Target("0.weight", "0", False, False, solve.Format(), torch.float32)
-    layers._linear(layer, target, solve.Inputs(H), 0)
+    layers._linear(layer, target, solve.Inputs(H))
     wrong = solve.packed
 
     def spoilt(choice, *rest):
@@ -179,7 +183,15 @@ def test_no_error_is_above_plain_quantization(monkeypatch):
 
     monkeypatch.setattr(layers, "packed", spoilt)
     with pytest.raises(RuntimeError, match=r"0.weight: an error of .* is above that of plain quantization"):
-        layers._linear(layer, target, solve.Inputs(H), 0)
+        layers._linear(layer, target, solve.Inputs(H))
+
+
+def test_weights_that_overflow():
+    layer = torch.nn.Sequential(torch.nn.Linear(96, 48, bias=False))
+    layer[0].weight.data.copy_(problem()[0] * 1e30)
+    target = layers.Target("0.weight", "0", False, False, solve.Format(), torch.float32)
+    with pytest.raises(ValueError, match=r"0.weight: values up to .*e\+29 and inputs about .* overflow their errors"):
+        layers._linear(layer, target, solve.Inputs(problem()[1]))
 
 
 def test_weights_that_are_not_finite():
@@ -187,7 +199,7 @@ def test_weights_that_are_not_finite():
     layer[0].weight.data[3, 5] = float("nan")
     target = layers.Target("0.weight", "0", False, False, solve.Format(), torch.float32)
     with pytest.raises(ValueError, match="0.weight: 1 of its 4608 values are not finite"):
-        layers._linear(layer, target, solve.Inputs(problem()[1]), 0)
+        layers._linear(layer, target, solve.Inputs(problem()[1]))
 
 
 @pytest.mark.parametrize("N, K", [(48, 96), (96, 48)])
@@ -203,6 +215,17 @@ def test_the_best_correction(N, K):
         assert a.shape == (rank, K) and b.shape == (N, rank)
         error = ((left - b @ a).double() @ root).square().sum()
         assert abs(error - values[rank:].square().sum()) <= 1e-3 * values.square().sum()
+
+
+def test_factors_for_training():
+    """The same product, in columns of one norm; a column of zeros stays."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(3, 4, 40, generator=generator), torch.randn(3, 30, 4, generator=generator) * 1e-3
+    b[1, :, 2] = 0
+    made = low_rank.for_training(a, b)
+    assert torch.allclose(low_rank.SCALE * made[1] @ made[0], b @ a, atol=1e-7)
+    norms = made[1].norm(dim=1)
+    assert norms[1, 2] == 0 and int((norms - low_rank.COLUMN).abs().gt(1e-5).sum()) == 1
 
 
 # ---- inputs ----
@@ -258,17 +281,6 @@ def test_layers_run_by_themselves_as_in_the_model(kind):
         wanted = found[number][0] if isinstance(found[number], tuple) else found[number]
         assert torch.allclose(hidden, wanted, atol=1e-4) and torch.allclose(given, wanted, atol=1e-4), number
     assert torch.allclose(decoder.finish(hidden, decoder.outside()), logits, atol=1e-4)
-
-
-def test_few_tokens_are_shrunk_towards_the_layers():
-    """An expert that no token reaches has the layer's moments, one with K rows half of its own."""
-    moments = Moments(torch.nn.Module(), [])
-    moments._experts["e"] = sums = [Sum(), Sum(), Sum()]
-    for expert, x in ((0, torch.eye(4)), (2, torch.eye(4)), (2, 3 * torch.eye(4))):
-        sums[expert].add(x)
-    assert moments.of_expert("e", 1)[1] == 0 and torch.allclose(moments.of_expert("e", 1)[0], sums[2].mean())
-    own, rows = moments.of_expert("e", 0)
-    assert rows == 4 and torch.allclose(own, (torch.eye(4) / 4 + sums[2].mean()) / 2)
 
 
 # ---- folders and models ----
@@ -358,22 +370,10 @@ def test_int8_is_refused(dense, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("family", moe.FAMILIES)
-def test_mixtures(tmp_path, family):
-    """Experts each for its own tokens; bitshard reads the folder, and it is nearer to the dense model."""
-    moe.model(family, 4, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
-    settings = config(True, bnb_4bit_use_double_quant=True)
-    said = calibrate_folder(tmp_path / "dense", tmp_path / "out", settings, IDS)
-    assert all(each.error < each.plain for each in said.layers if each.methods)
-    wanted = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32))
-    quantize_folder(tmp_path / "dense", tmp_path / "plain", settings)
-    found = {name: distance(AutoModelForCausalLM.from_pretrained(tmp_path / name), wanted) for name in ("out", "plain")}
-    assert found["out"] < found["plain"]
-
-
 @pytest.mark.parametrize("consume", [False, True])
 def test_an_interrupted_run_goes_on(dense, tmp_path, monkeypatch, consume):
-    """Behind the last whole layer, and among the files; another run does not, and it is said where the layers are."""
+    """Behind the last whole layer, and among the files; another run does not, nor one of files that have changed, and
+    it is said where the layers are."""
     shutil.copytree(dense, tmp_path / "dense")
     calibrate_folder(tmp_path / "dense", tmp_path / "whole", config(), IDS)
     keep, kept = stored.Stored.keep, []
@@ -390,6 +390,12 @@ def test_an_interrupted_run_goes_on(dense, tmp_path, monkeypatch, consume):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out.calibration", "whole"]
     with pytest.raises(ValueError, match="calibration with other arguments or files has left"):
         calibrate_folder(tmp_path / "dense", tmp_path / "out", config(), IDS[:4], consume=consume)
+    file = next((tmp_path / "dense").glob("*.safetensors"))
+    written = file.stat()
+    os.utime(file, ns=(written.st_atime_ns, written.st_mtime_ns + 1))
+    with pytest.raises(ValueError, match="calibration with other arguments or files has left"):
+        calibrate_folder(tmp_path / "dense", tmp_path / "out", config(), IDS, consume=consume)
+    os.utime(file, ns=(written.st_atime_ns, written.st_mtime_ns))
     monkeypatch.setattr(
         stored.Stored, "keep", lambda self, number, *rest: kept.append(number) or keep(self, number, *rest)
     )
@@ -506,18 +512,6 @@ def test_tuned_weights_are_nearer_to_the_dense_model(dense, tmp_path, nested, ra
     assert any(not torch.equal(tuned[key], each) for key, each in tensors(tmp_path / "other").items())
 
 
-@pytest.mark.parametrize("family", moe.FAMILIES)
-def test_tuned_mixtures(tmp_path, family):
-    """Scales of experts, too, of stacks that are stored either way round."""
-    moe.model(family, 4, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
-    said = calibrate_folder(tmp_path / "dense", tmp_path / "out", config(True), TUNED_ON, tune_steps=4).tuned
-    assert said.kept or family == "nemotron_h"  # in which a few tokens are then sent to other experts
-    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    torch.nn.Module.float(model)
-    assert abs(held_back(model, dense) / (said.after if said.kept else said.before) - 1) < 0.05
-
-
 def test_weights_that_tuning_made_worse_stay_as_they_were(dense, tmp_path, monkeypatch):
     """With too large a rate, and where memory ends; it is said, and a model in memory warns."""
     calibrate_folder(dense, tmp_path / "plain", config(), TUNED_ON)
@@ -631,11 +625,21 @@ def test_samples_of_every_kind_of_file(tmp_path):
     assert torch.equal(samples(tmp_path / "folder", tokenizer(), 5, 100, seed=3), plain)
 
 
+def parquet_of_numbers():
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), made := pyarrow.BufferOutputStream())
+    return made.getvalue().to_pybytes()
+
+
 def text_of(kind, folder):
-    path = folder / {"jsonl": "t.jsonl", "column": "t.jsonl", "parquet": "t.parquet"}.get(kind, "t.txt")
+    endings = {"jsonl": "jsonl", "column": "jsonl", "parquet": "parquet", "numbers": "parquet"}
+    path = folder / f"t.{endings.get(kind, 'txt')}"
     contents = {
         "short": b"too short", "empty": b"", "binary": bytes(range(256)) * 40, "jsonl": b"{no json\n",
         "column": b'{"words": "x"}\n', "parquet": b"no parquet", "absent": None, "good": b"some words of a text. " * 90,
+        "zeros": b"text\0\0" * 90, "numbers": parquet_of_numbers(),
     }[kind]  # fmt: skip
     if contents is not None:
         path.write_bytes(contents)
@@ -658,7 +662,15 @@ def with_tokenizer(tmp_path_factory):
         ("parquet", [], "no parquet file"),
         ("absent", [], "No such file or folder"),
         ("good", ["--samples", "0"], "0 samples of 64 tokens"),
-        ("good", ["--rank", "0"], "--rank 0"),
+        ("zeros", [], "no text (character 4 is a zero byte)"),
+        ("numbers", [], "no text in a column 'text', but int64"),
+        ("good", ["--calibrate", ""], "a text without a name"),
+        ("good", ["--seed", "-1"], "--seed -1: expected a number from 0"),
+        ("good", ["--max-shard-size", "x"], "max_shard_size='x'"),
+        ("good", ["--rank", "2"], "add --adapter FOLDER"),
+        ("good", ["--rank", "0", "--adapter", "a"], "--rank 0"),
+        ("good", ["--adapter", "out/a"], "expected one beside the other"),
+        ("good", ["--adapter", "x/../out"], "expected one beside the other"),
         ("good", ["--adapter", "."], "exists already"),
         ("good", ["--tune", "-1"], "-1 steps of tuning"),
         ("good", ["--tune", "1", "--samples", "1"], "there is only 1"),
@@ -692,17 +704,25 @@ def test_other_mistakes(dense, calibrated, with_tokenizer, tmp_path, capsys):
         assert main.main(["quantize", str(folder), str(tmp_path / "out"), *options]) == 1
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and words in err, err
+    with pytest.raises(NotImplementedError, match="T5Model: calibration runs the decoder layers of decoders alone"):
+        Decoder(T5Model(T5Config(**T5)), torch.device("cpu"))
+    with pytest.raises(ValueError, match="samples of 2049 tokens: the model has 2048 positions"):
+        calibrate_folder(dense, tmp_path / "out", config(), torch.zeros(1, 2049, dtype=torch.long))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["misfit", "t.txt"]
 
 
 def test_a_full_disk(dense, tmp_path, monkeypatch):
-    """While a layer is kept: the error of the system, and nothing is left."""
+    """While a layer is kept: the error of the system with the file's name, and nothing is left."""
 
-    def full(*_):
-        raise OSError(28, "No space left on device", "layer")
+    replace = os.replace
 
-    monkeypatch.setattr(safetensors, "save", full)
-    with pytest.raises(OSError, match="No space left"):
+    def full(source, target):
+        if target.name.startswith("layer"):
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(output.os, "replace", full)
+    with pytest.raises(OSError, match="No space left on device: .*layer-00000.safetensors"):
         calibrate_folder(dense, tmp_path / "out", config(), IDS)
     assert not list(tmp_path.iterdir())
 
@@ -710,12 +730,16 @@ def test_a_full_disk(dense, tmp_path, monkeypatch):
 def test_an_adapter_that_cannot_be_written(dense, tmp_path, monkeypatch):
     """Neither it nor the weights have their names; the same run again makes both."""
 
-    def full(*_):
-        raise OSError(28, "No space left on device", "adapter")
+    write_whole = output.write_whole
+
+    def full(path, data):
+        if path.name == "adapter_model.safetensors":
+            raise OSError(28, "No space left on device", "adapter")
+        write_whole(path, data)
 
     given = (dense, tmp_path / "out", config(), IDS)
     with monkeypatch.context() as patch:
-        patch.setattr(safetensors, "save_file", full)
+        patch.setattr(output, "write_whole", full)
         with pytest.raises(OSError, match="No space left"):
             calibrate_folder(*given, adapter=tmp_path / "adapter", rank=4)
     assert [path.name for path in tmp_path.iterdir()] == ["out.calibration"]
@@ -730,7 +754,8 @@ def test_the_command(with_tokenizer, tmp_path, capsys):
     assert main.main(["quantize", str(with_tokenizer), str(out), *given]) == 0
     said = capsys.readouterr().out
     assert "lost of the layers' products, squared, on average:" in said and "passed on" in said
-    assert json.loads((adapter / "adapter_config.json").read_text())["r"] == 2
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    assert settings["r"] == 2 and settings["lora_alpha"] == 4
     assert (
         main.main(
             [

@@ -197,6 +197,10 @@ def test_another_run_does_not_go_on(tmp_path, monkeypatch):
             quantize_folder(dense, tmp_path / "out", settings(), max_shard_size="15KB")
     with pytest.raises(ValueError, match="what another run has left, with other arguments"):
         quantize_folder(dense, tmp_path / "out", settings(bnb_4bit_quant_type="fp4"), max_shard_size="15KB")
+    file = next(dense.glob("*.safetensors"))
+    os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
+    with pytest.raises(ValueError, match=f"{file.name}: it has changed since the run that was interrupted"):
+        quantize_folder(dense, tmp_path / "out", settings(), max_shard_size="15KB")
 
 
 def test_nothing_is_consumed_before_it_is_read_back(tmp_path, monkeypatch):

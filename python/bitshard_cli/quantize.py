@@ -51,7 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     calibrated.add_argument(
         "--adapter", type=Path, metavar="FOLDER", help="write an adapter of peft that corrects what is left, too"
     )
-    calibrated.add_argument("--rank", type=int, default=16, help="of that adapter (default: 16)")
+    calibrated.add_argument("--rank", type=int, help="of that adapter (default: 16)")
     calibrated.add_argument(
         "--tune", type=int, metavar="STEPS",
         help="steps of tuning scales, and the adapter, for what the whole model says; needs all 4-bit weights on the "
@@ -108,8 +108,12 @@ def run(args: argparse.Namespace) -> Result:
         raise console.Mistake("--adapter corrects what calibration leaves: add --calibrate TEXT")
     if args.tune is not None and args.calibrate is None:
         raise console.Mistake("--tune follows calibration: add --calibrate TEXT")
-    if args.rank < 1:
+    if args.rank is not None and args.adapter is None:
+        raise console.Mistake("--rank is of an adapter: add --adapter FOLDER")
+    if args.rank is not None and args.rank < 1:
         raise console.Mistake(f"--rank {args.rank}: expected 1 or more")
+    if not 0 <= args.seed < 2**63:
+        raise console.Mistake(f"--seed {args.seed}: expected a number from 0 to 2**63 - 1")
     options = {
         "device": args.device, "max_shard_size": args.max_shard_size, "consume": args.consume, "progress": bar,
     }  # fmt: skip
@@ -182,7 +186,7 @@ def calibrated(args: argparse.Namespace, config: object, options: dict) -> tuple
         return console.progress(steps, total=total, unit="step", label="Tuning")
 
     found = calibration.calibrate_folder(
-        args.folder, args.out, config, ids, adapter=args.adapter, rank=args.rank, tune_steps=args.tune, seed=args.seed,
-        layer_progress=layer_bar, tune_progress=step_bar, **options,
+        args.folder, args.out, config, ids, adapter=args.adapter, rank=args.rank or 16, tune_steps=args.tune,
+        seed=args.seed, layer_progress=layer_bar, tune_progress=step_bar, **options,
     )  # fmt: skip
     return found, len(ids)

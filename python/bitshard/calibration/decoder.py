@@ -155,7 +155,12 @@ class Decoder:
 
 
 def stack_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """(name, decoder layers) of a model of transformers. NotImplementedError where there is no one stack of them."""
+    """(name, decoder layers) of a model of transformers. NotImplementedError where there is no one stack of them,
+    and where an encoder is before it."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise NotImplementedError(
+            f"{type(model).__name__}: calibration runs the decoder layers of decoders alone, and this has an encoder"
+        )
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     count = getattr(getattr(decoder, "config", None), "num_hidden_layers", None)
     found = [each for each in decoder.children() if isinstance(each, nn.ModuleList) and len(each) == count]

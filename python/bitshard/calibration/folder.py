@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bitshard.calibration import low_rank
 from bitshard.calibration.decoder import Decoder, stack_of
 from bitshard.calibration.layers import LayerReport, Layers, Made, Target, Walked, calibrate_layers
-from bitshard.calibration.low_rank import save_adapter
 from bitshard.calibration.solve import Format
 from bitshard.calibration.stored import Stored
 from bitshard.calibration.tuning import Tuned, TuneProgress, settings_of, tune
@@ -22,6 +22,7 @@ from bitshard.convert.output import PARTIAL, checksum, remembered, require_new
 from bitshard.convert.quantize import Progress, Report, quantize_folder
 from bitshard.convert.source import Source
 from bitshard.inventory import holder_of
+from bitshard.sharding.checkpoints.files import byte_count
 from bitshard.sharding.loading.skeleton import Skeleton
 
 LayerProgress = Callable[[Iterable[LayerReport], int], Iterable[LayerReport]]
@@ -68,15 +69,18 @@ def calibrate_folder(
         layer_progress: wraps the reports of decoder layers, (reports, how many layers).
         tune_progress: wraps the steps of tuning, (numbers, how many).
 
-    ValueError: ids that the model has no embedding for, weights that are quantized already, a config that makes int8
-    weights. NotImplementedError: a model whose decoder layers cannot be run one by one.
+    ValueError: ids or positions that the model has no embedding for, weights that are quantized already, a config that
+    makes int8 weights, an adapter that is not beside `out`.
+    NotImplementedError: a model whose decoder layers cannot be run one by one.
     """
     folder, out, device = Path(folder), Path(out), device_of(device)
     adapter = Path(adapter) if adapter is not None else None
     settings = settings_of(tune_steps, seed, device, len(ids))
     require_new(out)
+    byte_count(max_shard_size)
     if adapter is not None:
         require_new(adapter)
+        _require_beside(adapter, out)
         require_new(_partial(adapter))
     require_dense(folder)
     require_4bit(quantization_config)
@@ -101,7 +105,7 @@ def calibrate_folder(
             del walk, made, found
         given = Given(skeleton, stored, len(reports), tuned)
         if adapter is not None:  # before the weights have their name: a run that fails here can be repeated
-            save_adapter(_partial(adapter), out, given.factors(), rank)
+            low_rank.save_adapter(_partial(adapter), out, given.factors(), rank)
         report = quantize_folder(
             folder, out, quantization_config, device=device, max_shard_size=max_shard_size, consume=consume,
             progress=progress, chosen=given.weight, chosen_by=made_by | {"tuned": settings._asdict()},
@@ -114,6 +118,13 @@ def calibrate_folder(
             shutil.rmtree(_partial(adapter), ignore_errors=True)
         stored.close(done=False)
     return Calibrated(report, reports, tuned)
+
+
+def _require_beside(adapter: Path, out: Path) -> None:
+    """ValueError where one is, or is in, the other."""
+    first, second = adapter.resolve(), out.resolve()
+    if first.is_relative_to(second) or second.is_relative_to(first):
+        raise ValueError(f"the adapter's folder {adapter} and that of the weights {out}: expected one beside the other")
 
 
 def _partial(folder: Path) -> Path:
@@ -132,11 +143,11 @@ def _layers(
         return reports, None
     dense = skeleton_of(folder, source, None, torch.device("cpu"), dtype=torch.float32)
     dense.model.eval()
-    walk = Walk(dense, skeleton, source, device)
+    walk = Walk(dense, skeleton, source, device, rank)
     require_ids(dense.model, ids)
     walk.fill_rest(head=walked is not None)
     layers = Layers(walk.decoder, walk.load, walk.targets, stored.recall, stored.keep)
-    reports = list(progress(calibrate_layers(layers, ids, rank, walked), len(walk.decoder.layers)))
+    reports = list(progress(calibrate_layers(layers, ids, walked), len(walk.decoder.layers)))
     return reports, layers
 
 
@@ -157,12 +168,15 @@ def require_4bit(quantization_config: Any) -> None:
 
 
 def require_ids(model: nn.Module, ids: Tensor) -> None:
-    """ValueError unless all ids have an embedding."""
+    """ValueError unless all ids have an embedding, and as many positions as there are in a sample."""
     rows = model.get_input_embeddings().weight.shape[0]
     if int(ids.max()) >= rows or int(ids.min()) < 0:
         raise ValueError(
             f"the tokenizer does not fit the model: it gives token {int(ids.max())}, and there are {rows} embeddings"
         )
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or ids.shape[1]
+    if ids.shape[1] > positions:
+        raise ValueError(f"samples of {ids.shape[1]} tokens: the model has {positions} positions (--length)")
 
 
 class Walk:
@@ -173,12 +187,15 @@ class Walk:
         packed: the same with its 4-bit layers, which says what becomes 4-bit.
         source: the files.
         device: on which layers run.
+        rank: of the adapters that correct what is left; 0: none.
     """
 
-    def __init__(self, dense: Skeleton, packed: Skeleton, source: Source, device: torch.device):
+    def __init__(self, dense: Skeleton, packed: Skeleton, source: Source, device: torch.device, rank: int = 0):
         self.dense, self.source, self.device = dense, source, device
         self.decoder = Decoder(dense.model, device)
         self._targets = targets_of(packed, self.decoder.path)
+        if rank:
+            self._targets = _adapted(packed.model, self._targets, rank)
 
     def fill_rest(self, head: bool) -> None:
         """Read what is outside the decoder layers, and the head only where it is wanted."""
@@ -218,6 +235,18 @@ def targets_of(packed: Skeleton, path: str) -> dict[int, list[Target]]:
     return found
 
 
+def _adapted(model: nn.Module, found: dict[int, list[Target]], rank: int) -> dict[int, list[Target]]:
+    """What becomes 4-bit of each layer, with the rank of its adapter where peft can have one."""
+    names = {target.name for targets in found.values() for target in targets if not target.is_stack}
+    without = {name for name in names if low_rank.taken_for_experts(model, name)}
+    why = "no correction: peft takes layers of such names for experts"
+
+    def adapted(target: Target) -> Target:
+        return target._replace(why=why) if target.name in without else target._replace(rank=rank)
+
+    return {number: list(map(adapted, targets)) for number, targets in found.items()}
+
+
 class Given:
     """Weights that are calibrated, by their keys.
 
@@ -247,7 +276,7 @@ class Given:
         return made.packed, made.state
 
     def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """The adapters' factors by the names of their layers."""
+        """The adapters' factors by the names of linear layers and of stacks of experts, in the model's order."""
         found = {}
         for number in range(self._count):
             for key, made in self._layer(number).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ class Target(NamedTuple):
         is_stack, transposed: whether it is a stack of experts, and shows [E, K, N].
         fmt: of its blocks.
         dtype: of its values.
+        rank: of the adapter that corrects what is left; 0: none.
+        why: why there is none, where one was asked for.
     """
 
     key: str
@@ -37,6 +40,8 @@ class Target(NamedTuple):
     transposed: bool
     fmt: Format
     dtype: torch.dtype
+    rank: int = 0
+    why: str = ""
 
     @property
     def parameter(self) -> str:
@@ -50,7 +55,8 @@ class Made(NamedTuple):
     Attributes:
         packed: uint8 [ceil(n / 2), 1].
         state: its quantization state.
-        adapter: float32 (A [r, K], B [N, r]) whose product B A corrects it, or None.
+        adapter: float32 (A [r, K], B [N, r]) whose product B A corrects it, of a stack [E, r, K] and [E, N, r], or
+            None.
         error, plain, whole: of this, of plain quantization and of no weight, summed over tokens (`solve`); error
             without the adapter.
         methods: how many matrices were chosen by which method.
@@ -127,13 +133,13 @@ class Walked:
 
 
 @torch.no_grad()
-def calibrate_layers(layers: Layers, ids: Tensor, rank: int = 0, walked: Walked | None = None) -> Iterator[LayerReport]:
-    """Make one decoder layer after the other 4-bit, each on what its predecessors make of the samples by then.
+def calibrate_layers(layers: Layers, ids: Tensor, walked: Walked | None = None) -> Iterator[LayerReport]:
+    """Make one decoder layer after the other 4-bit, each on what its predecessors make of the samples by then: with
+    the adapters that correct what is left, where there are some.
 
     Args:
         layers: of a model.
         ids: int64 [S, L], samples of L tokens.
-        rank: of the adapters that correct what is left, with which later layers are then calibrated; 0: none.
         walked: is given what tuning needs.
     """
     decoder = layers.decoder
@@ -152,7 +158,7 @@ def calibrate_layers(layers: Layers, ids: Tensor, rank: int = 0, walked: Walked 
             with moments.watching():
                 for batch in hidden:
                     decoder.run(layer, number, batch)
-            found = _made(layer, targets, moments, number, rank)
+            found = _made(layer, targets, moments, number)
             layers.keep(number, *found)
             del moments
         made, report = found
@@ -170,10 +176,11 @@ def _batches(samples: Iterable[Tensor], size: int) -> list[Tensor]:
 
 
 def _made(
-    layer: nn.Module, targets: list[Target], moments: Moments, number: int, rank: int
+    layer: nn.Module, targets: list[Target], moments: Moments, number: int
 ) -> tuple[dict[str, Made], LayerReport]:
     made: dict[str, Made] = {}
-    remarks: list[str] = []
+    uncorrected = [target for target in targets if target.why]
+    remarks = [f"{', '.join(target.key for target in uncorrected)}: {uncorrected[0].why}"] if uncorrected else []
     shared: dict[str, Inputs] = {}
     for target in targets:
         if target.is_stack:
@@ -184,7 +191,7 @@ def _made(
             shared = {leader: _inputs(moments.of(target.name), layer.get_submodule(target.name).in_features, layer)}
             if shared[leader].why:
                 remarks.append(f"{target.key}: {shared[leader].why}: scales are searched, no errors passed on")
-        made[target.key] = _linear(layer, target, shared[leader], rank)
+        made[target.key] = _linear(layer, target, shared[leader])
     total = [sum(getattr(each, name) for each in made.values()) for name in ("error", "plain", "whole")]
     whole = total[2] or 1.0
     methods = _counted(each.methods for each in made.values())
@@ -199,29 +206,31 @@ def _inputs(H: Tensor | None, K: int, layer: nn.Module) -> Inputs:
     return Inputs(torch.zeros(K, K, device=next(layer.parameters()).device) if H is None else H)
 
 
-def _linear(layer: nn.Module, target: Target, inputs: Inputs, rank: int) -> Made:
+def _linear(layer: nn.Module, target: Target, inputs: Inputs) -> Made:
     w = layer.get_submodule(target.name).weight.detach()
     adapter = None
     _require_finite(target.key, w)
     solved = solve(w, inputs, target.fmt)
     data, state = packed(solved.choice, target.fmt, w.shape, target.dtype)
     values = _require_no_worse(target.key, w, data, state, inputs, solved)
-    if rank:
-        adapter = low_rank.correction(w - values, inputs.H, rank)
+    if target.rank:
+        adapter = low_rank.correction(w - values, inputs.H, target.rank)
     return Made(data, state, adapter, solved.error, solved.plain, solved.whole, {solved.choice.method: 1})
 
 
 def _stack(layer: nn.Module, target: Target, moments: Moments, remarks: list[str]) -> Made:
     stack = _tensor(layer, target)
     _require_finite(target.key, stack)
-    parts, empty = [], 0
+    parts, factors, empty = [], [], 0
     for expert in range(len(stack)):
         w = (stack[expert].t() if target.transposed else stack[expert]).contiguous()
         H, rows = moments.of_expert(target.name, expert)
         inputs = _inputs(H, w.shape[1], layer)
         solved = solve(w, inputs, target.fmt)
         data, state = packed(solved.choice, target.fmt, w.shape, target.dtype)
-        _require_no_worse(target.key, w, data, state, inputs, solved)
+        values = _require_no_worse(target.key, w, data, state, inputs, solved)
+        if target.rank:
+            factors.append(low_rank.correction(w - values, inputs.H, target.rank))
         parts.append((data, state, solved, rows))
         empty += rows == 0
     if empty:
@@ -230,7 +239,8 @@ def _stack(layer: nn.Module, target: Target, moments: Moments, remarks: list[str
     methods = _counted({part[2].choice.method: 1} for part in parts)
     sums = [sum(getattr(part[2], name) * part[3] for part in parts) for name in ("error", "plain", "whole")]
     rows = max(sum(part[3] for part in parts), 1)
-    return Made(data, state, None, *(total / rows for total in sums), methods)
+    adapter = (torch.stack([a for a, _ in factors]), torch.stack([b for _, b in factors])) if factors else None
+    return Made(data, state, adapter, *(total / rows for total in sums), methods)
 
 
 def _joined(packed_parts: list[Tensor], states: list[QuantState]) -> tuple[Tensor, QuantState]:
@@ -256,9 +266,13 @@ def _require_finite(key: str, w: Tensor) -> None:
 
 
 def _require_no_worse(key: str, w: Tensor, data: Tensor, state: QuantState, inputs: Inputs, solved: Solved) -> Tensor:
-    """float32 [N, K], what a reader decodes; RuntimeError where its error is above that of plain quantization."""
+    """float32 [N, K], what a reader decodes; RuntimeError where its error is above that of plain quantization,
+    ValueError where that is no number."""
     values = _decoded(data, state)
     error = inputs.error(w - values)
+    if not math.isfinite(solved.plain):
+        largest = float(w.abs().max()), float(inputs.weights.max().sqrt())
+        raise ValueError(f"{key}: values up to {largest[0]:g} and inputs about {largest[1]:g} overflow their errors")
     if not error <= solved.plain * (1 + 1e-4) + 1e-30:
         raise RuntimeError(f"{key}: an error of {error:g} is above that of plain quantization, {solved.plain:g}")
     return values
@@ -280,13 +294,13 @@ def _put(layer: nn.Module, target: Target, made: Made) -> None:
     """Give a dense layer the values of a weight in 4 bits, with its adapter."""
     device = next(layer.parameters()).device
     values = _decoded(made.packed.to(device), made.state.moved(device))
-    if target.is_stack:
-        _tensor(layer, target).copy_(values.transpose(1, 2) if target.transposed else values)
-        return
     if made.adapter is not None:
         a, b = (each.to(device) for each in made.adapter)
         values = values + b @ a
-    layer.get_submodule(target.name).weight.data.copy_(values)
+    if target.is_stack:
+        _tensor(layer, target).copy_(values.transpose(1, 2) if target.transposed else values)
+    else:
+        layer.get_submodule(target.name).weight.data.copy_(values)
 
 
 def summary(reports: list[LayerReport]) -> dict[str, Any]:

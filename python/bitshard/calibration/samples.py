@@ -48,6 +48,8 @@ def samples(
 
 def _texts(text: str | os.PathLike, column: str) -> Iterator[str]:
     path = Path(text)
+    if not str(text):
+        raise ValueError("a text without a name: expected a file, a folder or a dataset's name")
     if path.is_dir():
         files = sorted(each for each in path.rglob("*") if each.is_file() and not each.name.startswith("."))
         if not files:
@@ -69,9 +71,17 @@ def _of_file(path: Path, column: str) -> Iterator[str]:
             if path.suffix == ".jsonl":
                 yield from (_of_line(path, number, line, column) for number, line in enumerate(file, 1) if line.strip())
             else:
-                yield file.read()
+                yield _plain(path, file.read())
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: no UTF-8 text (byte {error.start})") from None
+
+
+def _plain(path: Path, text: str) -> str:
+    """The same; ValueError where it has zero bytes, as binary files have."""
+    zero = text.find("\0")
+    if zero >= 0:
+        raise ValueError(f"{path}: no text (character {zero} is a zero byte)")
+    return text
 
 
 def _of_line(path: Path, number: int, line: str, column: str) -> str:
@@ -94,6 +104,9 @@ def _of_parquet(path: Path, column: str) -> Iterator[str]:
         raise ValueError(f"{path}: no parquet file ({error})") from None
     if column not in file.schema_arrow.names:
         raise ValueError(f"{path}: no column {column!r} among {file.schema_arrow.names}")
+    kind = file.schema_arrow.field(column).type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_dictionary(kind)):
+        raise ValueError(f"{path}: no text in a column {column!r}, but {kind}")
     for batch in file.iter_batches(columns=[column]):
         yield from (value for value in batch.column(0).to_pylist() if isinstance(value, str))
 

@@ -89,7 +89,7 @@ class Trained:
     Attributes:
         scales: float32 [blocks], as they are before.
         change: t, float32 [blocks].
-        factors: A and B, or nothing.
+        factors: A and B of its adapter, or nothing.
     """
 
     def __init__(self, made: Made, device: torch.device):

@@ -239,7 +239,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """A file that has its name once it is on the disk."""
+    """A file that has its name once it is on the disk. OSError, which names it, where that is full."""
     partial = path.with_suffix(".writing")
     try:
         with partial.open("wb") as file:
@@ -247,6 +247,9 @@ def write_whole(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

@@ -17,6 +17,7 @@ class Source(Checkpoint):
         remembered: `table()` of an earlier run; then files may be absent.
 
     The index and every header are checked first (`headers`): OSError or ValueError where a file is not sound.
+    ValueError where one has changed since the earlier run.
     """
 
     def __init__(self, folder: Path, remembered: dict[str, list[Any]] | None = None):
@@ -29,18 +30,28 @@ class Source(Checkpoint):
             there = {name: headers[path] for name, path in self.files.items() if name in headers[path]}
             self._shapes = {name: header[name].shape for name, header in there.items()}
             self._dtypes = {name: headers[self.files[name]][name].dtype for name in self._shapes}
+            self._stamps = {path.name: _stamp(path) for path in headers}
             absent = sorted(self.files.keys() - self._shapes.keys())
             if absent:
                 raise ValueError(f"{folder}: its index names {len(absent)} tensors that its files lack: {absent[:3]}")
         else:
-            paths = {name: folder / file for name, (file, _, _) in remembered.items()}
+            paths = {name: folder / file for name, (file, *_) in remembered.items()}
             super().__init__((), paths)
-            self._shapes = {name: tuple(shape) for name, (_, shape, _) in remembered.items()}
-            self._dtypes = {name: dtype for name, (_, _, dtype) in remembered.items()}
+            self._shapes = {name: tuple(shape) for name, (_, shape, _, _) in remembered.items()}
+            self._dtypes = {name: dtype for name, (_, _, dtype, _) in remembered.items()}
+            self._stamps = {file: stamp for file, _, _, stamp in remembered.values()}
+            for file, stamp in self._stamps.items():
+                if (folder / file).exists() and _stamp(folder / file) != stamp:
+                    raise ValueError(
+                        f"{folder / file}: it has changed since the run that was interrupted; delete what that has left"
+                    )
 
     def table(self) -> dict[str, list[Any]]:
-        """{name: [file, shape, dtype]}, for another run."""
-        return {name: [path.name, list(self._shapes[name]), self._dtypes[name]] for name, path in self.files.items()}
+        """{name: [file, shape, dtype, size and time of the file]}, for another run."""
+        return {
+            name: [path.name, list(self._shapes[name]), self._dtypes[name], self._stamps[path.name]]
+            for name, path in self.files.items()
+        }
 
     def shape(self, name: str) -> list[int]:
         """Shape of a tensor, also of one whose file is gone."""
@@ -53,3 +64,9 @@ class Source(Checkpoint):
     def release(self, path: Path) -> None:
         """Let go of one file."""
         self._open.pop(path, None)
+
+
+def _stamp(path: Path) -> list[int]:
+    """What tells a file from one that was written later."""
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns]
