@@ -5,7 +5,7 @@
 
 Products: gate and up [2 I, H], down [H, I], and their input gradients. The 16-bit contestants multiply with bf16
 stacks and the same routing. Time: CUDA graphs of about 6 ms of calls, each with another routing, contestants taking
-turns, median of 5, gaps included. skewed: the number of tokens of an expert falls as 1 / rank. each: `torch.mm` for
+turns, median of 20, gaps included. skewed: the number of tokens of an expert falls as 1 / rank. each: `torch.mm` for
 each expert that has rows. bitshard: what the plan takes; --with: also a kernel, or decoded panels, alone. speed: of
 `grouped_mm`, 2 means half the time. error: |y - ref| / |ref|, ref in fp64 from the decoded weights, largest of a few
 experts; `grouped_mm`'s is of those weights rounded to bf16.
@@ -29,6 +29,7 @@ SHAPES = {  # experts, chosen, hidden, intermediate
     "DeepSeek-V3": (256, 8, 7168, 2048),
 }
 CONTESTANTS = ("grouped_mm", "each", "bitshard")
+TURNS = 24
 DEVICE, DTYPE = "cuda", torch.bfloat16
 
 
@@ -118,7 +119,7 @@ def measure(stack: Stack, chosen: int, tokens: int, skewed: bool, gradient: bool
             timed[name] = lambda i, call=ways[name]: call(i % calls)
         except (KeyError, RuntimeError, ValueError) as error:
             print(f"{name}: {error}", file=sys.stderr)
-    times = microseconds(timed, routine=calls)
+    times = microseconds(timed, routine=calls, turns=TURNS)
     errors = stack.errors(x, routings[0], ways, gradient)
     base = times["grouped_mm"]
     cells = [f"{times.get(name, float('nan')):.1f}" for name in contestants]

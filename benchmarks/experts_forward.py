@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from bitshard import _C, experts
-from experts import DEVICE, DTYPE, SHAPES
+from experts import DEVICE, DTYPE, SHAPES, TURNS
 from timing import commit, markdown_table
 from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -56,7 +56,9 @@ def times(modules: dict[str, torch.nn.Module], name: str, tokens: int, skewed: b
     calls = 8 if tokens <= 512 else 2
     routings = [chosen_of(name, tokens, skewed, seed) for seed in range(calls)]
     x = torch.randn(tokens, SHAPES[name][2], device=DEVICE, dtype=DTYPE)
-    return microseconds({k: lambda i, m=m: m(x, *routings[i % calls]) for k, m in modules.items()}, routine=calls)
+    return microseconds(
+        {k: lambda i, m=m: m(x, *routings[i % calls]) for k, m in modules.items()}, routine=calls, turns=TURNS
+    )
 
 
 def main() -> None:

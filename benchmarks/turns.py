@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 import torch
 
-TURNS = 6  # the first one counts for nothing
-
 
 def captured(call: Callable[[int], object], ms: float, routine: int = 1) -> tuple[torch.cuda.CUDAGraph, int]:
     """A CUDA graph of call(0), call(1), ..., about `ms` milliseconds of them, and how many: a multiple of `routine`."""
@@ -36,11 +34,13 @@ def microseconds(
     bursts: bool = False,
     prepare: Callable[[str], None] = lambda name: None,
     routine: int = 1,
+    turns: int = 6,
 ) -> dict[str, float]:
     """Median microseconds of a call of each way, gaps between launches included.
 
     Graphs of about 6 ms, one replay of each way in turn; who begins changes from turn to turn. bursts: graphs of 1 ms,
-    and 30 ms of nothing before each. prepare(name) is called before a way is captured.
+    and 30 ms of nothing before each. prepare(name) is called before a way is captured. turns: the first sixth of them
+    counts for nothing.
     """
     graphs = {}
     for name, call in ways.items():
@@ -48,7 +48,7 @@ def microseconds(
         graphs[name] = captured(call, 1.0 if bursts else 6.0, routine)
     times: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
-    for turn in range(TURNS):
+    for turn in range(turns):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             graph, n = graphs[name]
@@ -59,6 +59,6 @@ def microseconds(
             graph.replay()
             end.record()
             torch.cuda.synchronize()
-            if turn:
+            if turn >= turns // 6:
                 times[name].append(begin.elapsed_time(end) * 1e3 / n)
     return {name: statistics.median(of) for name, of in times.items()}

@@ -113,7 +113,7 @@ def int8_of(dtype: torch.dtype) -> None:
 def grouped(N: int, K: int, dtype: torch.dtype, nested: bool, counts: tuple[int, ...]) -> None:
     """Each kernel of a stack of experts that takes the rows, both directions."""
     w = torch.randn(len(counts), N, K, device="cuda", dtype=dtype)
-    packed, state = functional.quantize_experts_4bit(w, compress_statistics=nested)
+    packed, state = functional.quantize_experts_4bit(w, compress_statistics=nested, quant_type="nf4")
     decoded, end = functional.dequantize_4bit(packed, state), sum(counts)
     offs = torch.tensor(counts, device="cuda").cumsum(0).int()
     x, dy = (torch.randn(end + 3, width, device="cuda", dtype=dtype) for width in (K, N))
