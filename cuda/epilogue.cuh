@@ -20,11 +20,15 @@ struct element {
     token = first_token + (e >> 7) * 8 + (lane & 3) * 2 + (i & 1);
   }
 };
-template <typename T> __device__ __forceinline__ void store(const bsh_fused_args &args, element at, float sum) {
-  if (at.token >= args.M) return;
-  if (args.bias) sum += to_float(static_cast<const T *>(args.bias)[at.row]);
-  from_float(sum, static_cast<T *>(args.y) + at.token * args.ldy + at.row);
-}
+// Stores a sum as y.
+template <typename T> struct store_sum {
+  const bsh_fused_args &args;
+  __device__ __forceinline__ void operator()(element at, float sum) const {
+    if (at.token >= args.M) return;
+    if (args.bias) sum += to_float(static_cast<const T *>(args.bias)[at.row]);
+    from_float(sum, static_cast<T *>(args.y) + at.token * args.ldy + at.row);
+  }
+};
 
 // A tile from token `first` on, out of a warp's registers.
 template <typename T, int TOKEN_TILES>
@@ -66,27 +70,37 @@ __device__ __forceinline__ void store_tile_pairs(const bsh_fused_args &args, int
     }
 }
 
-// Adds the k_splits sums of elements [begin, end) of the row tiles from `tile` on, `stride` apart. args.partial goes
+// Where the sums of a row tile of this block's tokens are of block `split` of those that share its K. args.partial goes
 // through the row tiles of the first group of tokens, then through those of the next.
-template <typename T, int TOKEN_TILES>
-__device__ __forceinline__ void join_splits(const bsh_fused_args &args, int tile, int begin, int end, int stride) {
+template <int TOKEN_TILES>
+__device__ __forceinline__ float *split_sums(const bsh_fused_args &args, int tile, int split, int e) {
+  return args.partial +
+         (((int64_t)(blockIdx.y * (args.N / BSH_ROW_TILE) + tile) * args.cut.k_splits + split) * (TOKEN_TILES * 128) +
+          e);
+}
+
+// Adds the k_splits sums of elements [begin, end) of the row tiles from `tile` on, `stride` apart, for store(element,
+// sum).
+template <int TOKEN_TILES, typename STORE>
+__device__ __forceinline__ void join_splits(const bsh_fused_args &args, int tile, int begin, int end, int stride,
+                                            STORE store) {
   constexpr int TILE = TOKEN_TILES * 128;
   for (int o = begin; o < end; o += stride) {
     const int e = o % TILE, t = tile + o / TILE;
-    const float *from =
-        args.partial + (int64_t)(blockIdx.y * (args.N / BSH_ROW_TILE) + t) * args.cut.k_splits * TILE + e;
+    const float *from = split_sums<TOKEN_TILES>(args, t, 0, e);
     float sum = 0.f;
 #pragma unroll 1
     for (int k = 0; k < args.cut.k_splits; k++) sum += __ldcg(from + k * TILE);
-    store<T>(args, element(t, first_token<TOKEN_TILES>(), e), sum);
+    store(element(t, first_token<TOKEN_TILES>(), e), sum);
   }
 }
 
 // The second kernel of split K where blocks cannot meet in a cluster.
-template <typename T, int TOKEN_TILES> __device__ __forceinline__ void join(const bsh_fused_args &args) {
+template <int TOKEN_TILES, typename STORE>
+__device__ __forceinline__ void join(const bsh_fused_args &args, STORE store) {
   const int tiles = args.N / BSH_ROW_TILE;
-  join_splits<T, TOKEN_TILES>(args, 0, blockIdx.x * blockDim.x + threadIdx.x, tiles * TOKEN_TILES * 128,
-                              gridDim.x * blockDim.x);
+  join_splits<TOKEN_TILES>(args, 0, blockIdx.x * blockDim.x + threadIdx.x, tiles * TOKEN_TILES * 128,
+                           gridDim.x * blockDim.x, store);
 }
 
 } // namespace bsh

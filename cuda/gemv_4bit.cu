@@ -64,8 +64,9 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
 #if __CUDA_ARCH__ >= 900
   if (args.cut.k_splits > 1) {
     cluster_sync();
-    join_splits<T, TOKEN_TILES>(args, p.tile_begin, p.split * blockDim.x + threadIdx.x,
-                                (p.tile_end - p.tile_begin) * TOKEN_TILES * 128, args.cut.k_splits * blockDim.x);
+    join_splits<TOKEN_TILES>(args, p.tile_begin, p.split * blockDim.x + threadIdx.x,
+                             (p.tile_end - p.tile_begin) * TOKEN_TILES * 128, args.cut.k_splits * blockDim.x,
+                             store_sum<T>{args});
   }
 #endif
 }
@@ -86,7 +87,9 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
 #define GEMV_BF16(FORM, TOKEN_TILES, UNITS) GEMV_PAIR(__nv_bfloat16, gemv_4bit_bf16_##FORM, TOKEN_TILES, UNITS)
 #define GEMV_F16(FORM, TOKEN_TILES, UNITS) GEMV_PAIR(__half, gemv_4bit_f16_##FORM, TOKEN_TILES, UNITS)
 #define JOIN(T, NAME, TOKEN_TILES)                                                                                     \
-  extern "C" __global__ void NAME(const __grid_constant__ bsh_fused_args args) { bsh::join<T, TOKEN_TILES>(args); }
+  extern "C" __global__ void NAME(const __grid_constant__ bsh_fused_args args) {                                       \
+    bsh::join<TOKEN_TILES>(args, bsh::store_sum<T>{args});                                                             \
+  }
 #define JOIN_BF16(FORM, TOKEN_TILES) JOIN(__nv_bfloat16, join_splits_bf16_##FORM, TOKEN_TILES)
 #define JOIN_F16(FORM, TOKEN_TILES) JOIN(__half, join_splits_f16_##FORM, TOKEN_TILES)
 BSH_GEMV_FORMS(GEMV_BF16)

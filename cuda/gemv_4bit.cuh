@@ -190,6 +190,21 @@ __device__ __forceinline__ void multiply_unit(float (*sum)[4], uint2 upper, uint
   }
 }
 
+// Adds element e of a row tile's sums of k_warps warps, the first of which has it at `from`, in the order of K, and
+// hands it on: to blocks that share the tile's K, or to store(element, sum).
+template <int TOKEN_TILES, typename STORE>
+__device__ __forceinline__ void meet_element(const bsh_fused_args &args, const place &p, int tile, int e,
+                                             const float *from, STORE store) {
+  constexpr int TILE = TOKEN_TILES * 128;
+  float v[4] = {};
+#pragma unroll
+  for (int w = 0; w < WARPS; w++)
+    if (w < args.cut.k_warps) v[w & 3] += from[w * TILE];
+  const float sum = (v[0] + v[1]) + (v[2] + v[3]);
+  if (args.cut.k_splits > 1) *split_sums<TOKEN_TILES>(args, tile, p.split, e) = sum;
+  else store(element(tile, first_token<TOKEN_TILES>(), e), sum);
+}
+
 // Adds the k_warps sums of the `steps` steps from `step` on, in the order of K, and hands them on.
 template <typename T, int TOKEN_TILES>
 __device__ __forceinline__ void meet(const bsh_fused_args &args, const place &p, const float *sums, int step,
@@ -203,15 +218,7 @@ __device__ __forceinline__ void meet(const bsh_fused_args &args, const place &p,
     const int tile = p.tile_begin + (step + s) * p.row_groups + group;
     if (s >= steps || tile >= p.tile_end) continue;
     const float *from = sums + (s * WARPS + group * args.cut.k_warps) * TILE + e;
-    float v[4] = {};
-#pragma unroll
-    for (int w = 0; w < WARPS; w++)
-      if (w < args.cut.k_warps) v[w & 3] += from[w * TILE];
-    const float sum = (v[0] + v[1]) + (v[2] + v[3]);
-    if (args.cut.k_splits > 1)
-      args.partial[((int64_t)(blockIdx.y * (args.N / BSH_ROW_TILE) + tile) * args.cut.k_splits + p.split) * TILE + e] =
-          sum;
-    else store<T>(args, element(tile, first_token<TOKEN_TILES>(), e), sum);
+    meet_element<TOKEN_TILES>(args, p, tile, e, from, store_sum<T>{args});
   }
 }
 

@@ -98,8 +98,8 @@ __device__ __forceinline__ void gemv_grouped(const bsh_grouped_gemv_args &args) 
 #if __CUDA_ARCH__ >= 900
     if (splits == 1) continue;
     cluster_sync(); // the sums of all parts of K are written
-    join_splits<T, TOKEN_TILES>(own, p.tile_begin, p.split * blockDim.x + threadIdx.x,
-                                (p.tile_end - p.tile_begin) * TILE, splits * blockDim.x);
+    join_splits<TOKEN_TILES>(own, p.tile_begin, p.split * blockDim.x + threadIdx.x, (p.tile_end - p.tile_begin) * TILE,
+                             splits * blockDim.x, store_sum<T>{own});
     cluster_sync(); // and read, before the next segment's
 #endif
   }

@@ -53,11 +53,15 @@ template <int PIECES, int SLOTS> struct codes_loader {
   }
 };
 
-template <typename T> __device__ __forceinline__ void store_codes(const bsh_fused_args &args, element at, float sum) {
-  if (at.token >= args.M) return;
-  from_float(scale_codes(sum, args.absmax[at.row], bias_of<T>(args.bias, at.row)),
-             static_cast<T *>(args.y) + at.token * args.ldy + at.row);
-}
+// Stores a sum of products with codes as y.
+template <typename T> struct store_codes {
+  const bsh_fused_args &args;
+  __device__ __forceinline__ void operator()(element at, float sum) const {
+    if (at.token >= args.M) return;
+    from_float(scale_codes(sum, args.absmax[at.row], bias_of<T>(args.bias, at.row)),
+               static_cast<T *>(args.y) + at.token * args.ldy + at.row);
+  }
+};
 
 // Adds the k_warps sums of a step, in the order of K, and hands them on.
 template <typename T, int TOKEN_TILES>
@@ -66,31 +70,7 @@ __device__ __forceinline__ void meet_codes(const bsh_fused_args &args, const pla
   for (int o = threadIdx.x; o < p.row_groups * TILE; o += blockDim.x) {
     const int e = o % TILE, group = o / TILE, tile = p.tile_begin + step * p.row_groups + group;
     if (tile >= p.tile_end) continue;
-    const float *from = sums + group * args.cut.k_warps * TILE + e;
-    float v[4] = {};
-#pragma unroll
-    for (int w = 0; w < WARPS; w++)
-      if (w < args.cut.k_warps) v[w & 3] += from[w * TILE];
-    const float sum = (v[0] + v[1]) + (v[2] + v[3]);
-    if (args.cut.k_splits > 1)
-      args.partial[((int64_t)(blockIdx.y * (args.N / BSH_ROW_TILE) + tile) * args.cut.k_splits + p.split) * TILE + e] =
-          sum;
-    else store_codes<T>(args, element(tile, first_token<TOKEN_TILES>(), e), sum);
-  }
-}
-
-// Adds the k_splits sums of elements [begin, end) of the row tiles from `tile` on, `stride` apart.
-template <typename T, int TOKEN_TILES>
-__device__ __forceinline__ void join_codes(const bsh_fused_args &args, int tile, int begin, int end, int stride) {
-  constexpr int TILE = TOKEN_TILES * 128;
-  for (int o = begin; o < end; o += stride) {
-    const int e = o % TILE, t = tile + o / TILE;
-    const float *from =
-        args.partial + (int64_t)(blockIdx.y * (args.N / BSH_ROW_TILE) + t) * args.cut.k_splits * TILE + e;
-    float sum = 0.f;
-#pragma unroll 1
-    for (int k = 0; k < args.cut.k_splits; k++) sum += __ldcg(from + k * TILE);
-    store_codes<T>(args, element(t, first_token<TOKEN_TILES>(), e), sum);
+    meet_element<TOKEN_TILES>(args, p, tile, e, sums + group * args.cut.k_warps * TILE + e, store_codes<T>{args});
   }
 }
 
@@ -162,8 +142,8 @@ __device__ __forceinline__ void gemv_int8(const bsh_fused_args &args) {
 #if __CUDA_ARCH__ >= 900
   if (args.cut.k_splits > 1) {
     cluster_sync();
-    join_codes<T, TOKEN_TILES>(args, p.tile_begin, p.split * blockDim.x + threadIdx.x,
-                               (p.tile_end - p.tile_begin) * TILE, args.cut.k_splits * blockDim.x);
+    join_splits<TOKEN_TILES>(args, p.tile_begin, p.split * blockDim.x + threadIdx.x, (p.tile_end - p.tile_begin) * TILE,
+                             args.cut.k_splits * blockDim.x, store_codes<T>{args});
   }
 #endif
 }
@@ -183,8 +163,7 @@ BSH_GEMV_INT8_FORMS(GEMV_F16)
 // The second kernel of split K where blocks cannot meet in a cluster.
 #define JOIN(T, NAME, TOKEN_TILES)                                                                                     \
   extern "C" __global__ void NAME(const __grid_constant__ bsh_fused_args args) {                                       \
-    bsh::join_codes<T, TOKEN_TILES>(args, 0, blockIdx.x * blockDim.x + threadIdx.x,                                    \
-                                    args.N / BSH_ROW_TILE * TOKEN_TILES * 128, gridDim.x * blockDim.x);                \
+    bsh::join<TOKEN_TILES>(args, bsh::store_codes<T>{args});                                                           \
   }
 JOIN(__nv_bfloat16, join_codes_bf16_m8, 1)
 JOIN(__nv_bfloat16, join_codes_bf16_m16, 2)

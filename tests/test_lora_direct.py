@@ -11,7 +11,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from bitshard import _C, functional, ops  # noqa: E402
-from bitshard.lora.layer import FORWARDS, chosen  # noqa: E402
+from bitshard.lora.layer import FORWARDS, FOUR, chosen  # noqa: E402
 from helpers.direct import calls_directly, noting  # noqa: E402
 from helpers.lora import DTYPES, error, exact, fused_calls, fused_copy, layers, model, part_of, run  # noqa: E402
 
@@ -281,16 +281,16 @@ def test_the_fast_check_of_modules_and_the_words_agree(role):
     wrapped = fused_copy(model())
     (layer,) = layers(wrapped)
     module = part_of(layer, role)
-    assert _C.plain_modules(vars(module)) and type(chosen(layer)) is tuple
+    assert _C.plain_modules(vars(module)) and type(chosen(layer, FOUR.bases)) is tuple
     hooks = [name for name in vars(module) if name.endswith("_hooks") and name.startswith(("_forward", "_backward"))]
     assert len(hooks) == 4
     for name, value in [(name, {1: print}) for name in hooks] + [(name, print) for name in FORWARDS]:
         before = vars(module).pop(name, None)
         vars(module)[name] = value
         said = "hooks on" if name in hooks else "another forward on"
-        assert not _C.plain_modules(vars(module)) and chosen(layer) == f"{said} its {role}"
+        assert not _C.plain_modules(vars(module)) and chosen(layer, FOUR.bases) == f"{said} its {role}"
         del vars(module)[name]
         vars(module).update({name: before} if name in hooks else {})
     for name in ("_forward_hooks_with_kwargs", "_state_dict_hooks", "_load_state_dict_pre_hooks"):
         vars(module)[name] = {1: print}
-        assert _C.plain_modules(vars(module)) and type(chosen(layer)) is tuple
+        assert _C.plain_modules(vars(module)) and type(chosen(layer, FOUR.bases)) is tuple

@@ -1,4 +1,4 @@
-"""LoRA layers of peft on 4-bit weights, alone: peft's, their fused copies, and what float64 makes of both."""
+"""LoRA layers of peft on 4-bit and int8 weights, alone: peft's, their fused copies, and what float64 makes of both."""
 
 import contextlib
 import copy
@@ -18,14 +18,22 @@ def model(
     bias=True,
     base_dtype=None,
     seed=0,
+    threshold=None,
     **options,
 ):
-    """A Sequential of `Linear4bit` [N, K] under one LoRA adapter whose A and B are random, of dtype `adapter`."""
+    """A Sequential of `Linear4bit` [N, K] under one LoRA adapter whose A and B are random, of dtype `adapter`.
+
+    threshold: of `Linear8bitLt`, which the layers are then.
+    """
     torch.manual_seed(seed)
     options = {"r": 8, "lora_alpha": 12, **options}
-    layers = [bnb.nn.Linear4bit(k, n, bias=bias, compute_dtype=compute, quant_type="nf4") for n, k in shapes]
+    if threshold is None:
+        layers = [bnb.nn.Linear4bit(k, n, bias=bias, compute_dtype=compute, quant_type="nf4") for n, k in shapes]
+    else:
+        eight = {"has_fp16_weights": False, "threshold": threshold}
+        layers = [bnb.nn.Linear8bitLt(k, n, bias=bias, **eight) for n, k in shapes]
     base = torch.nn.Sequential(*layers).to("cpu")
-    base.is_loaded_in_4bit = True
+    base.is_loaded_in_4bit, base.is_loaded_in_8bit = threshold is None, threshold is not None
     config = peft.LoraConfig(target_modules=[str(i) for i in range(len(shapes))], **options)
     wrapped = peft.get_peft_model(base.requires_grad_(False), config)
     randomize(wrapped, adapter)

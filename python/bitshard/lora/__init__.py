@@ -1,4 +1,4 @@
-"""LoRA on 4-bit weights in few launches: `fuse(model)` behind peft's `get_peft_model`, `unfuse(model)` to undo it.
+"""LoRA on quantized weights in few launches: `fuse(model)` behind peft's `get_peft_model`, `unfuse(model)` to undo it.
 
     model = get_peft_model(model, LoraConfig(target_modules="all-linear", lora_dropout=0.0))
     print(bitshard.lora.fuse(model))        # 224 LoRA layers: 224 fused
@@ -48,7 +48,7 @@ class Report:
 
 
 def fuse(model: nn.Module) -> Report:
-    """Let the LoRA layers of `model` on 4-bit weights compute their output and gradients as one autograd function.
+    """Let the LoRA layers of `model` on quantized weights compute their output and gradients as one autograd function.
 
     Args:
         model: one of peft's, or any module with LoRA layers of peft inside, before or after FSDP has sharded it. Call
@@ -57,7 +57,7 @@ def fuse(model: nn.Module) -> Report:
     Returns:
         the Report.
 
-    TypeError where `model` is no module; ValueError where it has no LoRA layers, or none on 4-bit weights.
+    TypeError where `model` is no module; ValueError where it has no LoRA layers, or none on quantized weights.
     """
     found = _layers(model, "fuse")
     able = [layer for layer in found.values() if _ways(layer).never(layer) is None]
@@ -65,8 +65,8 @@ def fuse(model: nn.Module) -> Report:
         why = "; ".join(sorted({_ways(layer).never(layer) for layer in found.values()}))
         raise ValueError(
             f"bitshard.lora.fuse: none of the {len(found)} LoRA layers of this {type(model).__name__} can be fused "
-            f"({why}). Only those of models that are loaded with load_in_4bit=True, and bitshard's bitsandbytes "
-            "installed, can; all others work without it."
+            f"({why}). Only those of models that are loaded with load_in_4bit=True or load_in_8bit=True, and "
+            "bitshard's bitsandbytes installed, can; all others work without it."
         )
     for layer in able:
         ways = _ways(layer)
@@ -110,11 +110,11 @@ def _layers(model: nn.Module, caller: str, needed: bool = True) -> dict[str, nn.
 
 
 def _ways(layer: nn.Module) -> Any:
-    """The module with the class that a LoRA layer of peft is fused by: of layers, or of stacks of experts."""
+    """What has the class that a LoRA layer of peft is fused by: of 4-bit layers, int8 layers or stacks of experts."""
     from bitshard.lora import layer as layers
     from bitshard.lora import stack
 
-    return stack if isinstance(layer, stack.Peft) else layers
+    return stack if isinstance(layer, stack.Peft) else layers.family(layer)
 
 
 def _without(cls: type, old: type, new: type) -> type:

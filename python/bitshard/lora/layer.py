@@ -1,8 +1,8 @@
-"""peft's LoRA layer on a 4-bit weight with a forward that goes around it; imports peft.
+"""peft's LoRA layer on a 4-bit or int8 weight with a forward that goes around it; imports peft.
 
 A fused layer is peft's layer with the class below in the place of its own: the same attributes, name and state dict,
 so that copies, pickles, wrappers, hooks and every function of peft meet what they know. Each call looks whether the
-layer is one that `LoraLinear4Bit` computes as peft would, and is peft's call where it is not. What is looked at and how
+layer is one that `LoraLinear` computes as peft would, and is peft's call where it is not. What is looked at and how
 it is called stands once: `chosen` and `watched` give a fused layer's operands or the words why not, for calls and for
 `bitshard.lora.report` alike.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import bnb
@@ -22,12 +22,13 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 
 from bitshard import _C, gather
-from bitshard.lora.product import LoraLinear4Bit, product
+from bitshard.lora.product import Int8, LoraLinear, product
 from bitshard.nn.linear import Linear4bit as Base
 from bitshard.nn.linear import LinearFP4, LinearNF4
+from bitshard.nn.linear8bit import Linear8bitLt as Base8
 from bitshard.state import VALUE_DTYPES, dtype_name
 
-Peft = bnb.Linear4bit
+Peft, Peft8 = bnb.Linear4bit, bnb.Linear8bitLt
 
 
 def own_forward(cls: type) -> Any:
@@ -37,13 +38,7 @@ def own_forward(cls: type) -> Any:
 
 
 # What is gone around. Where somebody replaces one of these, the replacement is called.
-FORWARD, BASE_FORWARD, LINEAR_FORWARD, LINEAR = (
-    own_forward(Peft),
-    own_forward(Base),
-    own_forward(nn.Linear),
-    torch._C._nn.linear,
-)
-BASES = frozenset((Base, LinearNF4, LinearFP4))
+LINEAR_FORWARD, LINEAR = own_forward(nn.Linear), torch._C._nn.linear
 DROPOUTS = frozenset((nn.Identity, nn.Dropout))
 LINEARS = frozenset((nn.Linear,))
 TENSORS = frozenset((Tensor, nn.Parameter))
@@ -58,70 +53,108 @@ _backward_before, _backward_after = modules._global_backward_pre_hooks, modules.
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _transforms, _tracing = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
 _autocast = torch._C._is_any_autocast_enabled
-_apply = super(torch.autograd.Function, LoraLinear4Bit).apply  # see bitshard.autograd
+_apply = super(torch.autograd.Function, LoraLinear).apply  # see bitshard.autograd
 _unwrap = torch._C._functorch.unwrap_if_dead
 _plain_modules = _C.plain_modules
+
+
+class Family(NamedTuple):
+    """LoRA layers on one kind of weight: peft's class, the fused one, the base layer's, and the forwards that are gone
+    around: of peft's class and of the base layer's."""
+
+    Peft: type
+    Fused: type
+    Base: type
+    bases: frozenset[type]
+    forward: Any
+    base_forward: Any
+
+    def never(self, layer: nn.Module) -> str | None:
+        """Why `layer`, one of peft's, can't be fused whatever its state."""
+        if not isinstance(layer.get_base_layer(), self.Base):
+            another = isinstance(layer, (Peft, Peft8))
+            return "its quantized weight is of another library" if another else "its weight is not quantized"
+        if type(layer) is not self.Peft and not isinstance(layer, self.Fused):
+            return f"its class is {type(layer).__name__}"
+        missing = [name for name in ATTRIBUTES if name not in vars(layer)]
+        return f"this release of peft has no {missing[0]}" if missing else None
+
+    def why(self, layer: nn.Module) -> str | None:
+        """Why the next call of `layer`, in training, would be peft's; None where it would be fused."""
+        forward = vars(layer).get("_old_forward", vars(layer).get("forward"))  # the former where accelerate hooked it
+        if (words := self.never(layer)) is not None:
+            return words
+        if forward is not None and getattr(forward, "__func__", None) is not self.Fused.forward:
+            return "another forward on the layer"
+        found = chosen(layer, self.bases, in_training=True)
+        if type(found) is str:
+            return found
+        return watched(self) if isinstance(layer, self.Fused) else watched(self) or "fuse has not been called"
 
 
 class FusedLinear4bit(Peft):
     """peft's `lora.Linear4bit`, whose forward is one autograd function where that gives what peft would."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or torch.compiler.is_dynamo_compiling() or type(x) not in TENSORS or watched() is not None:
-            return Peft.forward(self, x, *args, **kwargs)
-        # accelerate's hooks keep this forward when the layer is peft's again
-        found = chosen(self) if isinstance(self, FusedLinear4bit) else ""
-        if type(found) is str:
-            return Peft.forward(self, x)
-        A, B, base, scale = found
-        dtype = factor = x.dtype
-        if A.dtype is not dtype or _autocast():
-            factor = factor_dtype(self, x, A)
-            if factor is None:
-                return Peft.forward(self, x)
-        packed, state, bias, compute = base.operands(x)
-        if torch.is_grad_enabled() and (x.requires_grad or A.requires_grad or B.requires_grad):
-            return _apply(_unwrap(x), _unwrap(A), _unwrap(B), packed, state, bias, scale, compute, factor)
-        return product(x, A, B, packed, state, bias, scale, compute, factor)[0]
+        return forward(FOUR, self, x, args, kwargs)
+
+
+class FusedLinear8bitLt(Peft8):
+    """The same of `lora.Linear8bitLt`."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return forward(EIGHT, self, x, args, kwargs)
 
 
 FusedLinear4bit.__name__ = FusedLinear4bit.__qualname__ = "Linear4bit"  # as peft prints its layers
-Linear4bit = FusedLinear4bit  # pickles of fused layers name it so
-Fused = FusedLinear4bit
+FusedLinear8bitLt.__name__ = FusedLinear8bitLt.__qualname__ = "Linear8bitLt"
+Linear4bit, Linear8bitLt = FusedLinear4bit, FusedLinear8bitLt  # pickles of fused layers name them so
+FOUR = Family(
+    Peft, FusedLinear4bit, Base, frozenset((Base, LinearNF4, LinearFP4)), own_forward(Peft), own_forward(Base)
+)
+EIGHT = Family(Peft8, FusedLinear8bitLt, Base8, frozenset((Base8,)), own_forward(Peft8), own_forward(Base8))
+
+
+def family(layer: nn.Module) -> Family:
+    """Whose `layer` is, one of peft's; `Family.never` says it where it is none's."""
+    return EIGHT if isinstance(layer, Peft8) else FOUR
+
+
+def forward(of: Family, layer: nn.Module, x: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """The forward of a fused layer: in one function, or peft's."""
+    if args or kwargs or torch.compiler.is_dynamo_compiling() or type(x) not in TENSORS or watched(of) is not None:
+        return of.Peft.forward(layer, x, *args, **kwargs)
+    # accelerate's hooks keep this forward when the layer is peft's again
+    found = chosen(layer, of.bases) if isinstance(layer, of.Fused) else ""
+    if type(found) is str:
+        return of.Peft.forward(layer, x)
+    A, B, base, scale = found
+    dtype = factor = x.dtype
+    if A.dtype is not dtype or _autocast():
+        factor = factor_dtype(layer, x, A)
+        if factor is None:
+            return of.Peft.forward(layer, x)
+    packed, state, bias, compute = base.operands(x) if of is FOUR else operands_of_int8(base, x)
+    if state is None:  # a weight in floats
+        return of.Peft.forward(layer, x)
+    if torch.is_grad_enabled() and (x.requires_grad or A.requires_grad or B.requires_grad):
+        return _apply(_unwrap(x), _unwrap(A), _unwrap(B), packed, state, bias, scale, compute, factor)
+    return product(x, A, B, packed, state, bias, scale, compute, factor)[0]
+
+
+def operands_of_int8(base: Base8, x: Tensor) -> tuple[Tensor, Int8 | None, Tensor | None, torch.dtype]:
+    """`Linear4bit.operands` of an int8 layer, which multiplies x in its own dtype; without a state for a float W."""
+    packed, scales, bias = base.operands(x)
+    return packed, None if scales is None else Int8(scales, base.state.threshold), bias, x.dtype
 
 
 # ---- what is fused, and in words what is not ----
 
 
-def never(layer: nn.Module) -> str | None:
-    """Why `layer`, one of peft's, can't be fused whatever its state."""
-    if isinstance(layer, bnb.Linear8bitLt):
-        return "its weight is int8, of which nothing is fused yet"
-    if not isinstance(layer.get_base_layer(), Base):
-        return "its 4-bit weight is of another library" if isinstance(layer, Peft) else "its weight is not 4-bit"
-    if type(layer) is not Peft and not isinstance(layer, FusedLinear4bit):
-        return f"its class is {type(layer).__name__}"
-    missing = [name for name in ATTRIBUTES if name not in vars(layer)]
-    return f"this release of peft has no {missing[0]}" if missing else None
-
-
-def why(layer: nn.Module) -> str | None:
-    """Why the next call of `layer`, in training, would be peft's; None where it would be fused."""
-    forward = vars(layer).get("_old_forward", vars(layer).get("forward"))  # the former where accelerate has hooked it
-    if (words := never(layer)) is not None:
-        return words
-    if forward is not None and getattr(forward, "__func__", None) is not FusedLinear4bit.forward:
-        return "another forward on the layer"
-    found = chosen(layer, in_training=True)
-    if type(found) is str:
-        return found
-    return watched() if isinstance(layer, FusedLinear4bit) else watched() or "fuse has not been called"
-
-
-def watched() -> str | None:
+def watched(of: Family) -> str | None:
     """Who replaces or watches the calls that a fused layer does not make; None: nobody."""
-    if Peft.forward is not FORWARD or Base.forward is not BASE_FORWARD:
-        return "the forward of Linear4bit has been replaced"
+    if of.Peft.forward is not of.forward or of.Base.forward is not of.base_forward:
+        return f"the forward of {of.Base.__name__} has been replaced"
     if nn.Linear.forward is not LINEAR_FORWARD or nn.functional.linear is not LINEAR:
         return "torch's linear has been replaced"
     if (
@@ -139,9 +172,12 @@ def watched() -> str | None:
     return None
 
 
-def chosen(layer: nn.Module, in_training: bool = False) -> tuple[Tensor, Tensor, Base, float] | str:
+def chosen(
+    layer: nn.Module, bases: frozenset[type], in_training: bool = False
+) -> tuple[Tensor, Tensor, nn.Module, float] | str:
     """(A [r, K], B [N, r], base layer, scale) of the one plain adapter that is active in `layer`, or why it is peft's.
 
+    bases: classes of base layers that are gone around.
     in_training: of the next call in training, before which FSDP2 gathers A and B.
     """
     mine = layer.__dict__
@@ -166,11 +202,11 @@ def chosen(layer: nn.Module, in_training: bool = False) -> tuple[Tensor, Tensor,
     scale = mine["scaling"].get(name)
     if (type(scale) is not float and type(scale) is not int) or not -inf < scale < inf or scale == 0:
         return "its scale is 0, infinite or no number"
-    if type(A) is not nn.Linear or type(B) is not nn.Linear or type(base) not in BASES or type(dropout) not in DROPOUTS:
-        return _unlike(A, B, base, dropout)
+    if type(A) is not nn.Linear or type(B) is not nn.Linear or type(base) not in bases or type(dropout) not in DROPOUTS:
+        return _unlike(A, B, base, dropout, bases)
     ours, theirs, basis, drops = A.__dict__, B.__dict__, base.__dict__, dropout.__dict__
     if not _plain_modules(ours, theirs, basis, drops):
-        return _unlike(A, B, base, dropout)
+        return _unlike(A, B, base, dropout, bases)
     if type(dropout) is nn.Dropout and drops["p"] != 0.0 and (in_training or drops["training"]):
         return "dropout, which training needs"
     a, b = weight_of(ours, in_training), weight_of(theirs, in_training)
@@ -187,9 +223,9 @@ def chosen(layer: nn.Module, in_training: bool = False) -> tuple[Tensor, Tensor,
     return a, b, base, scale
 
 
-def _unlike(A: nn.Module, B: nn.Module, base: nn.Module, dropout: nn.Module) -> str:
+def _unlike(A: nn.Module, B: nn.Module, base: nn.Module, dropout: nn.Module, bases: frozenset[type]) -> str:
     """What is around or in the place of one of four modules that are not all plain ones of their classes."""
-    plain = {"base layer": (base, BASES), "A": (A, LINEARS), "B": (B, LINEARS), "dropout": (dropout, DROPOUTS)}
+    plain = {"base layer": (base, bases), "A": (A, LINEARS), "B": (B, LINEARS), "dropout": (dropout, DROPOUTS)}
     for role, (part, classes) in plain.items():
         if type(part) not in classes:
             return f"its {role} is a {type(part).__name__}"

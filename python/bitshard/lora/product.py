@@ -1,10 +1,10 @@
-"""y = W x + bias + s B (A x) with W in 4 bits and its gradients, as one autograd function.
+"""y = W x + bias + s B (A x) with W in 4 or 8 bits and its gradients, as one autograd function.
 
 Every sum is the accumulation of a product (`addmm_` with beta = 1) and every scale its factor (alpha), so that no pass
 over y, dy or dx is of their own. Dtypes: `compute` is that of the product with W, `factor` that of the products with A
-and B, x and y have a third. Where they are one, nothing is cast, and all products of a call are one call of the C core
-(csrc/python/direct_lora.c), which declines by None what the lines behind it do. Elsewhere sums are float32 and rounded
-once.
+and B, x and y have a third. Where they are one, nothing is cast, and with W in 4 bits all products of a call are one
+call of the C core (csrc/python/direct_lora.c), which declines by None what the lines behind it do. Elsewhere sums are
+float32 and rounded once.
 
 Saved for backward are x, A, B and x A^T, what peft's layer saves. A and B go through `save_for_backward`, for FSDP,
 checkpointing and offloading know tensors that are saved so; the packed weight does not (see `bitshard.autograd`).
@@ -16,19 +16,42 @@ the last of them ends that forward, and the product of the region's last layer, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from bitshard import _C, ops
+from bitshard import _C, int8, ops
 from bitshard.autograd import MatMul4BitInputGradient
 from bitshard.functional import linear_4bit, linear_4bit_dgrad
+from bitshard.matmul_int8 import MatMulInt8InputGradient
 from bitshard.state import QuantState
 
 _graph_task, _top_hooks = torch._C._current_graph_task_id, torch._C._autograd._top_saved_tensors_default_hooks
 _ignored: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # what `addmm` with beta = 0 does not read
+
+
+class Int8(NamedTuple):
+    """What a product asks of an int8 weight beside its codes: its scales and shape, and the threshold of outliers."""
+
+    scales: Any
+    threshold: float
+
+
+def times(x: Tensor, packed: Tensor, state: QuantState | Int8, bias: Tensor | None) -> Tensor:
+    """x W^T + bias."""
+    if type(state) is not Int8:
+        return linear_4bit(x, packed, state, bias)
+    bias = bias if bias is None or bias.dtype is x.dtype else bias.to(x.dtype)
+    return int8.linear(x, packed, state.scales.absmax, *state.scales.shape, bias, state.threshold)
+
+
+def times_back(dy: Tensor, packed: Tensor, state: QuantState | Int8) -> Tensor:
+    """dy W."""
+    if type(state) is not Int8:
+        return linear_4bit_dgrad(dy, packed, state)
+    return int8.linear_dgrad(dy, packed, state.scales.absmax, *state.scales.shape)
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -52,7 +75,7 @@ def product(
     A: Tensor,
     B: Tensor,
     packed: Tensor,
-    state: QuantState,
+    state: QuantState | Int8,
     bias: Tensor | None,
     scale: float,
     compute: torch.dtype,
@@ -74,7 +97,7 @@ def product(
             kept.append(xa)
             keep(x, A, B, xa)
 
-    if dtype is compute and dtype is factor and A.dtype is dtype:
+    if dtype is compute and dtype is factor and A.dtype is dtype and type(state) is not Int8:
         try:
             absmax, absmax_map, absmax2, offset = state.scales()
             N, K = state.shape
@@ -89,19 +112,19 @@ def product(
         if made is not None:
             return made[0], x, A, B, made[1]
     total = dtype if dtype is compute and dtype is factor else torch.float32
-    y = linear_4bit(x.to(compute), packed, state, bias).to(total) if keep is None else None
+    y = times(x.to(compute), packed, state, bias).to(total) if keep is None else None
     given = x
     x, A, B = x.to(factor), A.to(factor), B.to(factor)
     xa = kept[0] if kept else linear(rows_of(x), A)
     if keep_inner is not None and not kept:
         keep_inner(xa)
     if y is None:
-        y = linear_4bit(given.to(compute), packed, state, bias).to(total)
+        y = times(given.to(compute), packed, state, bias).to(total)
     rows_of(y).addmm_(xa.to(total), B.t().to(total), alpha=scale)
     return y.to(dtype), x, A, B, xa
 
 
-class LoraLinear4Bit(torch.autograd.Function):
+class LoraLinear(torch.autograd.Function):
     """`product` with the gradients dx = dy W + s (dy B) A, dA = s (dy B)^T x, dB = s dy^T (x A^T)."""
 
     @staticmethod
@@ -111,7 +134,7 @@ class LoraLinear4Bit(torch.autograd.Function):
         A: Tensor,
         B: Tensor,
         packed: Tensor,
-        state: QuantState,
+        state: QuantState | Int8,
         bias: Tensor | None,
         scale: float,
         compute: torch.dtype,
@@ -149,10 +172,10 @@ class LoraLinear4Bit(torch.autograd.Function):
             return _differentiable(ctx, dy)
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(dy.device.type):
             with torch.autocast(dy.device.type, enabled=False):
-                return LoraLinear4Bit.backward(ctx, dy)
-        x, A, B, xa = LoraLinear4Bit.saved(ctx)
+                return LoraLinear.backward(ctx, dy)
+        x, A, B, xa = LoraLinear.saved(ctx)
         plain = dtype is compute and dtype is factor
-        if plain and a_dtype is dtype and not torch.compiler.is_dynamo_compiling():
+        if plain and a_dtype is dtype and type(state) is not Int8 and not torch.compiler.is_dynamo_compiling():
             absmax, absmax_map, absmax2, offset = state.scales()
             N, K = state.shape
             blocksize, format = state.blocksize, ops.FORMATS[state.quant_type]
@@ -181,10 +204,10 @@ class LoraLinear4Bit(torch.autograd.Function):
                 dA = dA.to(a_dtype)
         if needs[0]:
             if plain:
-                dx = linear_4bit_dgrad(dy, packed, state)
+                dx = times_back(dy, packed, state)
                 rows_of(dx).addmm_(dxa, A)
             else:
-                dx = linear_4bit_dgrad(dy.to(compute), packed, state).to(torch.float32)
+                dx = times_back(dy.to(compute), packed, state).to(torch.float32)
                 rows_of(dx).addmm_(dxa.to(torch.float32), A.to(torch.float32))
                 dx = dx.to(dtype)
         return dx, dA, dB, None, None, None, None, None, None
@@ -203,12 +226,12 @@ def _needed(
 
 def _differentiable(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients as functions of dy, x, A and B that can be derived again (create_graph=True)."""
-    x, A, B, xa = LoraLinear4Bit.saved(ctx)
+    x, A, B, xa = LoraLinear.saved(ctx)
     needs = ctx.needs_input_grad
     packed, state, scale, compute, factor = ctx.rest[:5]
     if ctx.cast or (x is None and needs[0] and needs[2]):
         raise RuntimeError(
-            "LoraLinear4Bit: a fused layer has no second derivatives where dtypes differ or A is frozen; call "
+            "LoraLinear: a fused layer has no second derivatives where dtypes differ or A is frozen; call "
             "bitshard.lora.unfuse(model) before the forward"
         )
     dx = dA = dB = None
@@ -221,6 +244,9 @@ def _differentiable(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if needs[1]:
         dA = dxa.t() @ x
     if needs[0]:
-        base = MatMul4BitInputGradient.apply(dy.to(compute), packed, state)
+        if type(state) is Int8:
+            base = MatMulInt8InputGradient.apply(dy.to(compute), packed, state.scales)
+        else:
+            base = MatMul4BitInputGradient.apply(dy.to(compute), packed, state)
         dx = (base + (dxa @ A).view(base.shape)).to(dy.dtype)
     return dx, dA, dB, None, None, None, None, None, None

@@ -375,23 +375,33 @@ class Linear8bitLt(HoldsInt8Weight, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """y [..., N] of the dtype of x, float32, float16 or bfloat16 [..., K]."""
+        weight, scales, bias = self.operands(x)
+        if scales is None:
+            return matmul(x, weight, bias=bias, state=self.state)
+        return matmul_int8(x, weight, scales, bias, self.state.threshold)
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Any, Tensor | None]:
+        """(weight, its scales and shape, bias) with which this forward multiplies x; a float weight has no scales.
+
+        The first call reports what of the model is int8.
+        """
         state, held, parameters = self.state, self.packed_weight, self._parameters
         state.is_training = self.training
         weight, bias = parameters["weight"] if "weight" in parameters else self.weight, self._bias(x)
         scales = None if torch.compiler.is_compiling() else held.rows_of(weight)
         if scales is not None:
-            return matmul_int8(x, weight, scales, bias, state.threshold)
+            return weight, scales, bias
         if held.state is not None or getattr(weight, "quant_state", None) is not None:
             weight, scales = held.ready(weight)
         else:
             if weight.dtype is not torch.int8:
                 if not isinstance(weight, Int8Params) or state.has_fp16_weights or weight.requires_grad:
-                    return matmul(x, weight, bias=bias, state=state)
+                    return weight, None, bias
                 weight.to(weight.device)
             scales = self._scales(weight)
         if not held.reported and not torch.compiler.is_compiling():
             inventory.log_line(self)
-        return matmul_int8(x, weight, scales, bias, state.threshold)
+        return weight, scales, bias
 
     def _bias(self, x: Tensor) -> Tensor | None:
         """The bias. In one process a layer keeps it in the dtype of its last x, as bitsandbytes' does."""
