@@ -23,8 +23,8 @@ from functools import partial
 
 import timing  # noqa: F401 - so that the plug-in stays out of the original
 import torch
-from bench_wide import microseconds
 from bitshard import _C, ops
+from turns import microseconds
 
 SHAPES = "4096x4096,14336x4096,28672x8192"
 ROWS = "1,4,8,16,32,64,128,256,512,1024,4096"

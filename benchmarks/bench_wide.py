@@ -13,12 +13,11 @@ turns, median of 5. --bursts: 1 ms of calls, then 30 ms of nothing, so that the 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable
 
 import torch
 from bitshard import _C, functional, ops
+from turns import microseconds
 
 SHAPES = ("28672x8192", "14336x4096", "4096x14336", "8192x8192", "4096x4096")
 ROTATION_BYTES = 230e6
@@ -59,46 +58,6 @@ class Layer:
         exact = x.double() @ turn(w).double()
         rounded = (x.double() @ turn(w.to(self.dtype)).double()).to(self.dtype)
         return ((y.double() - exact).norm() / (rounded.double() - exact).norm()).item()
-
-
-def captured(call: Callable[[int], object], ms: float) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph of about `ms` milliseconds of calls, and how many."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call(0)
-        begin.record()
-        call(1), call(2)
-        end.record()
-    torch.cuda.synchronize()
-    n = max(2, min(400, int(2 * ms / max(begin.elapsed_time(end), 1e-3))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(n):
-            call(i)
-    return graph, n
-
-
-def microseconds(ways: dict[str, Callable[[int], object]], bursts: bool, prepare: Callable[[str], None]):
-    """Median microseconds a call of each way, taking turns."""
-    graphs = {}
-    for name, call in ways.items():
-        prepare(name)
-        graphs[name] = captured(call, 1.0 if bursts else 6.0)
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(6):
-        for name, (graph, n) in graphs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            if bursts:
-                time.sleep(0.03)
-            begin.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            if turn:
-                times[name].append(begin.elapsed_time(end) * 1e3 / n)
-    return {name: statistics.median(of) for name, of in times.items()}
 
 
 def measure(layer: Layer, direction: str, M: int, ways: list[str], bursts: bool) -> str:

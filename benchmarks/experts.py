@@ -1,10 +1,12 @@
 """Grouped products of 4-bit experts on a GPU against torch's `grouped_mm` and against one vendor product per expert.
 
-    python benchmarks/experts.py [--shapes Qwen3-30B-A3B,...] [--tokens 1,64,4096] [--out FILE]
+    python benchmarks/experts.py [--shapes Qwen3-30B-A3B,...] [--tokens 1,64,4096] [--with gemv,wide,panels]
+                                 [--forward] [--out FILE]
 
 Products: gate and up [2 I, H], down [H, I], and their input gradients. The 16-bit contestants multiply with bf16
-stacks and the same routing. Time: one CUDA graph of calls, each with another routing, median of replays, gaps included.
-skewed: the number of tokens of an expert falls as 1 / rank. each: `torch.mm` for each expert that has rows. speed: of
+stacks and the same routing. Time: CUDA graphs of about 6 ms of calls, each with another routing, contestants taking
+turns, median of 5, gaps included. skewed: the number of tokens of an expert falls as 1 / rank. each: `torch.mm` for
+each expert that has rows. bitshard: what the plan takes; --with: also a kernel, or decoded panels, alone. speed: of
 `grouped_mm`, 2 means half the time. error: |y - ref| / |ref|, ref in fp64 from the decoded weights, largest of a few
 experts; `grouped_mm`'s is of those weights rounded to bf16.
 """
@@ -16,9 +18,9 @@ import sys
 from pathlib import Path
 
 import torch
-from bench_small_m import graph_microseconds
 from bitshard import _C, functional, grouped, ops
 from timing import commit, markdown_table
+from turns import microseconds
 
 SHAPES = {  # experts, chosen, hidden, intermediate
     "Qwen3-30B-A3B": (128, 8, 2048, 768),
@@ -26,7 +28,7 @@ SHAPES = {  # experts, chosen, hidden, intermediate
     "Mixtral-8x7B": (8, 2, 4096, 14336),
     "DeepSeek-V3": (256, 8, 7168, 2048),
 }
-CONTESTANTS = ("grouped_mm", "each", "bitshard", "gemv", "wide", "panels")
+CONTESTANTS = ("grouped_mm", "each", "bitshard")
 DEVICE, DTYPE = "cuda", torch.bfloat16
 
 
@@ -103,25 +105,24 @@ class Stack:
         return tuple(map(max, zip(*found, strict=True)))
 
 
-def measure(stack: Stack, chosen: int, tokens: int, skewed: bool, gradient: bool, only: set) -> list[str]:
-    """Cells of a row of the table, or why there is none."""
+def measure(stack: Stack, chosen: int, tokens: int, skewed: bool, gradient: bool, contestants: list) -> list[str]:
+    """Cells of a row of the table; nan where a contestant cannot multiply."""
     calls = 8 if tokens * chosen <= 4096 else 2
     routings = [routing(stack.E, chosen, tokens, skewed, seed) for seed in range(calls)]
     x = torch.randn(tokens * chosen, stack.N if gradient else stack.K, device=DEVICE, dtype=DTYPE)
-    times = {}
     ways = stack.ways(x, routings, gradient)
-    for name, call in ways.items():
-        if only and name not in only:
-            continue
+    timed = {}
+    for name in contestants:
         try:
-            times[name] = graph_microseconds(call, calls)
-        except (RuntimeError, ValueError) as error:
-            times[name] = float("nan")
+            ways[name](0)
+            timed[name] = lambda i, call=ways[name]: call(i % calls)
+        except (KeyError, RuntimeError, ValueError) as error:
             print(f"{name}: {error}", file=sys.stderr)
+    times = microseconds(timed, routine=calls)
     errors = stack.errors(x, routings[0], ways, gradient)
     base = times["grouped_mm"]
-    cells = [f"{times.get(name, float('nan')):.1f}" for name in CONTESTANTS]
-    cells += [f"{base / times['bitshard']:.2f}", f"{times.get('each', float('nan')) / times['bitshard']:.2f}"]
+    cells = [f"{times.get(name, float('nan')):.1f}" for name in contestants]
+    cells += [f"{base / times['bitshard']:.2f}", f"{times['each'] / times['bitshard']:.2f}"]
     kernel = grouped.plan(x, stack.packed, stack.state.absmax, (stack.E, 64, 0, stack.N, stack.K), gradient)["kernel"]
     return [*cells, kernel, *(f"{error:.2e}" for error in errors)]
 
@@ -131,14 +132,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default="1,64,4096")
-    parser.add_argument("--only", default="", help="contestants, with commas")
+    parser.add_argument("--with", default="", dest="more", help="gemv, wide, panels")
     parser.add_argument("--forward", action="store_true", help="no gradients")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
-    header = ["shape", "product", "tokens", "routing", *(f"{name} us" for name in CONTESTANTS)]
+    contestants = [*CONTESTANTS, *filter(None, options.more.split(","))]
+    header = ["shape", "product", "tokens", "routing", *(f"{name} us" for name in contestants)]
     header += ["speed", "speed of each", "kernel", "error", "error of grouped_mm"]
-    only, rows = set(filter(None, options.only.split(","))), []
+    rows = []
     for name in options.shapes.split(","):
         experts, chosen, hidden, intermediate = SHAPES[name]
         for product, N, K in (("gate_up", 2 * intermediate, hidden), ("down", hidden, intermediate)):
@@ -146,7 +148,7 @@ def main() -> None:
             for gradient in (False,) if options.forward else (False, True):
                 for tokens in map(int, options.tokens.split(",")):
                     for skewed in (False, True) if tokens > 1 else (False,):
-                        cells = measure(stack, chosen, tokens, skewed, gradient, only)
+                        cells = measure(stack, chosen, tokens, skewed, gradient, contestants)
                         how = "skewed" if skewed else "uniform"
                         rows.append([name, f"{product}{' dx' * gradient}", str(tokens), how, *cells])
                         print(" | ".join(rows[-1]), flush=True)

@@ -3,7 +3,7 @@
     python benchmarks/experts_forward.py [--shapes ...] [--tokens 1,64,4096] [--out FILE]
 
 The experts modules of transformers with the same routing, gate and sum over the chosen experts included; Mixtral's and
-DeepSeek-V3's shapes in Qwen3-MoE's module. Time and routing as in experts.py.
+DeepSeek-V3's shapes in Qwen3-MoE's module, both beside each other on the GPU. Time and routing as in experts.py.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import argparse
 from pathlib import Path
 
 import torch
-from bench_small_m import graph_microseconds
 from bitshard import _C, experts
 from experts import DEVICE, DTYPE, SHAPES
 from timing import commit, markdown_table
 from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+from turns import microseconds
 
 
 def module(name: str) -> torch.nn.Module:
@@ -51,12 +51,12 @@ def chosen_of(name: str, tokens: int, skewed: bool, seed: int) -> tuple[torch.Te
 
 
 @torch.no_grad()
-def times(made: torch.nn.Module, name: str, tokens: int, skewed: bool) -> float:
-    """Microseconds of a forward."""
+def times(modules: dict[str, torch.nn.Module], name: str, tokens: int, skewed: bool) -> dict[str, float]:
+    """Microseconds of a forward of each."""
     calls = 8 if tokens <= 512 else 2
     routings = [chosen_of(name, tokens, skewed, seed) for seed in range(calls)]
     x = torch.randn(tokens, SHAPES[name][2], device=DEVICE, dtype=DTYPE)
-    return graph_microseconds(lambda i: made(x, *routings[i]), calls)
+    return microseconds({k: lambda i, m=m: m(x, *routings[i % calls]) for k, m in modules.items()}, routine=calls)
 
 
 def cells_of(tokens: str) -> list[tuple[int, bool]]:
@@ -75,15 +75,14 @@ def main() -> None:
     torch.manual_seed(0)
     cells, rows = cells_of(options.tokens), []
     for name in options.shapes.split(","):
-        made = module(name)
-        dense = [times(made, name, *cell) for cell in cells]
-        experts.quantize(made, quant_type="nf4", compress_statistics=True)
-        ours = [times(made, name, *cell) for cell in cells]
-        for (tokens, skewed), theirs, mine in zip(cells, dense, ours, strict=True):
+        modules = {"16-bit": module(name), "bitshard": module(name)}
+        experts.quantize(modules["bitshard"], quant_type="nf4", compress_statistics=True)
+        for tokens, skewed in cells:
+            theirs, mine = times(modules, name, tokens, skewed).values()
             how = "skewed" if skewed else "uniform"
             rows.append([name, str(tokens), how, f"{theirs:.1f}", f"{mine:.1f}", f"{theirs / mine:.2f}"])
             print(" | ".join(rows[-1]), flush=True)
-        del made
+        del modules
         torch.cuda.empty_cache()
     versions = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, kernels {_C.cuda_state()['architectures']}"
     header = ["shape", "tokens", "routing", "16-bit us", "bitshard us", "speed"]

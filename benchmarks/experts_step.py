@@ -1,10 +1,13 @@
 """A training step of a mixture of experts of a published shape, random weights, on one GPU: memory by parts, and time.
 
     python benchmarks/experts_step.py [--tokens 2048] [--rank 8] [--cap 23.5] [--dense] [--layers N] [--out FILE]
+    python benchmarks/experts_step.py --turns 10 [--tokens 512,2048]
 
 4-bit: each decoder layer is made in bf16 on the GPU and quantized before the next one; no files. Adapters of peft on
 attention and experts, fused (`bitshard.lora.fuse`), `AdamW8bit`, gradient checkpointing of decoder layers, 1 x TOKENS
-tokens. --cap: GiB that the process may take. --dense: 16-bit weights, peft's adapters, torch's `grouped_mm`.
+tokens. --cap: GiB that the process may take. --dense: 16-bit weights, peft's adapters, torch's `grouped_mm`. --turns:
+both models in one process, a step of one and a step of the other so many times, since the host's speed differs from
+process to process by more than the two do; for each of the --tokens. Needs 140 GB for 48 layers.
 """
 
 from __future__ import annotations
@@ -84,53 +87,70 @@ def gib(value: float) -> str:
     return f"{value / GIB:.2f}"
 
 
+class Job:
+    """A model under training, on the GPU. Attributes are bytes of its parts."""
+
+    def __init__(self, options: argparse.Namespace, dense: bool):
+        begin = torch.cuda.memory_allocated()
+        self.model = build(options.layers, dense)
+        torch.cuda.synchronize()
+        self.loading, self.base = torch.cuda.max_memory_reserved(), torch.cuda.memory_allocated() - begin
+        settings = LoraConfig(r=options.rank, target_modules=ATTENTION, target_parameters=STACKS, task_type="CAUSAL_LM")
+        self.model = get_peft_model(self.model, settings, autocast_adapter_dtype=False)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.data = parameter.data.to(torch.bfloat16)
+        self.fused = "" if dense else str(lora.fuse(self.model))
+        self.model.enable_input_require_grads()
+        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.model.train()
+        self.adapters = torch.cuda.memory_allocated() - begin - self.base
+        self.optimizer = bnb.optim.AdamW8bit(trained, lr=1e-4)
+
+    def step(self, ids: torch.Tensor) -> tuple[float, float]:
+        """(milliseconds, loss)."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end), loss.item()
+
+
+def where() -> str:
+    """GPU and versions."""
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, commit {commit('python', 'csrc', 'cuda')}"
+
+
 def run(options: argparse.Namespace) -> str:
-    """What is printed."""
+    """What is printed of one model."""
     torch.manual_seed(0)
     if options.cap:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(options.cap * GIB / total)
-    model = build(options.layers, options.dense)
-    torch.cuda.synchronize()
-    loading, base = torch.cuda.max_memory_reserved(), torch.cuda.memory_allocated()
-    settings = LoraConfig(r=options.rank, target_modules=ATTENTION, target_parameters=STACKS, task_type="CAUSAL_LM")
-    model = get_peft_model(model, settings, autocast_adapter_dtype=False)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.data = parameter.data.to(torch.bfloat16)
-    fused = "" if options.dense else str(lora.fuse(model))
-    model.enable_input_require_grads()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
-    adapters = torch.cuda.memory_allocated() - base
-    optimizer = bnb.optim.AdamW8bit(trained, lr=1e-4)
-    ids = torch.randint(0, model.config.vocab_size, (1, options.tokens), device="cuda")
+    job, tokens = Job(options, options.dense), int(options.tokens)
+    ids = torch.randint(0, job.model.config.vocab_size, (1, tokens), device="cuda")
     torch.cuda.reset_peak_memory_stats()
     times, losses, peaks = [], [], []
     for _ in range(options.steps):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-        losses.append(loss.item())
+        ms, loss = job.step(ids)
+        times.append(ms)
+        losses.append(loss)
         peaks.append(torch.cuda.max_memory_allocated())
-    states = torch.cuda.memory_allocated() - base - adapters
+    states = torch.cuda.memory_allocated() - job.base - job.adapters
     counted = plan(
-        NAME, seq=options.tokens, rank=options.rank, lora_experts=True, lora_dtype="bfloat16", autocast=False,
+        NAME, seq=tokens, rank=options.rank, lora_experts=True, lora_dtype="bfloat16", autocast=False,
         optimizer="adamw_8bit", nested=True, experts_4bit=not options.dense,
     ).memory.worst()  # fmt: skip
-    kind = f"{'16-bit' if options.dense else '4-bit'} {NAME}, {model.config.num_hidden_layers} layers"
-    where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, commit {commit('python', 'csrc', 'cuda')}"
+    kind = f"{'16-bit' if options.dense else '4-bit'} {NAME}, {job.model.config.num_hidden_layers} layers"
     lines = [
-        f"{kind}, 1 x {options.tokens} tokens, r = {options.rank}, cap {options.cap or 'none'} GiB: {where}",
-        fused,
-        f"- peak of loading, reserved: {gib(loading)} GiB",
-        f"- base: {gib(base)} GiB, adapters {gib(adapters)}, states of the optimizer {gib(states)}",
+        f"{kind}, 1 x {tokens} tokens, r = {options.rank}, cap {options.cap or 'none'} GiB: {where()}",
+        job.fused,
+        f"- peak of loading, reserved: {gib(job.loading)} GiB",
+        f"- base: {gib(job.base)} GiB, adapters {gib(job.adapters)}, states of the optimizer {gib(states)}",
         f"- peak of steps: allocated {gib(max(peaks))} GiB, reserved {gib(torch.cuda.max_memory_reserved())}",
         f"- step: {statistics.median(times[1:]):.1f} ms (first {times[0]:.0f})",
         f"- losses: {[round(loss, 3) for loss in losses]}",
@@ -139,18 +159,40 @@ def run(options: argparse.Namespace) -> str:
     return "\n".join(filter(None, lines)) + "\n"
 
 
+def take_turns(options: argparse.Namespace) -> str:
+    """What is printed of both models: medians, the first two steps of each left out, and how far single steps lie."""
+    torch.manual_seed(0)
+    jobs = {"16-bit": Job(options, True), "4-bit": Job(options, False)}
+    layers = jobs["4-bit"].model.config.num_hidden_layers
+    lines = [f"{NAME}, {layers} layers, r = {options.rank}, steps taking turns: {where()}"]
+    for tokens in map(int, options.tokens.split(",")):
+        ids = torch.randint(0, jobs["4-bit"].model.config.vocab_size, (1, tokens), device="cuda")
+        times: dict[str, list[float]] = {name: [] for name in jobs}
+        for turn in range(options.turns + 2):
+            for name in list(jobs)[:: 1 if turn % 2 else -1]:
+                times[name].append(jobs[name].step(ids)[0])
+        lines.append(f"- 1 x {tokens} tokens, {options.turns} steps each")
+        medians = {}
+        for name, of in times.items():
+            medians[name] = statistics.median(of[2:])
+            lines.append(f"  - {name}: {medians[name]:.1f} ms ({min(of[2:]):.1f} to {max(of[2:]):.1f})")
+        lines.append(f"  - speed of 16-bit experts: {medians['16-bit'] / medians['4-bit']:.2f}")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--tokens", default="2048")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--cap", type=float, help="GiB")
     parser.add_argument("--dense", action="store_true")
+    parser.add_argument("--turns", type=int, help="steps of each model, both in this process")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    text = run(options)
+    text = take_turns(options) if options.turns else run(options)
     print(text)
     if options.out:
         with options.out.open("a") as file:

@@ -208,11 +208,11 @@ __device__ __forceinline__ void scatter_sums(const bsh_gemm_wide_args &args, con
     if (parts & 1) join_part<T, FORM, SHARES>(args, place, tile, memory, part, -1, sum);
 }
 
-// The sums of a stretch, whole or not.
-template <typename T, typename FORM, typename WORK>
+// The sums of a stretch, whole or not, of WIDTH tokens.
+template <typename T, typename FORM, int WIDTH, typename WORK>
 __device__ __forceinline__ void finish_sums(const bsh_gemm_wide_args &args, const wide_place &place, const WORK &work,
                                             char *memory, float *sum) {
-  if constexpr (FORM::GROUPED) store_sums<T, FORM, FORM::TOKENS / 8>(args, place, memory, work.tile, 0, sum);
+  if constexpr (FORM::GROUPED) store_sums<T, FORM, WIDTH / 8>(args, place, memory, work.tile, 0, sum);
   else if (args.cut.scatter == 2) scatter_sums<T, FORM, 2>(args, place, work.tile, memory, sum);
   else if (args.cut.scatter == 4) scatter_sums<T, FORM, 4>(args, place, work.tile, memory, sum);
   else share_sums<T, FORM>(args, place, work, memory, sum);

@@ -8,6 +8,11 @@
 namespace bsh {
 namespace {
 
+// Groups of TOKENS rows.
+template <int TOKENS> struct groups_of {
+  __device__ __forceinline__ int operator()(int rows) const { return (rows + TOKENS - 1) / TOKENS; }
+};
+
 // In shared memory, from `at` on: where the rows of each expert end, and how many groups the experts before it have;
 // one more: of all. 8 bytes an expert, and 4.
 struct expert_rows {
@@ -20,9 +25,9 @@ struct expert_rows {
   __device__ __forceinline__ int start(int expert) const { return read(experts + expert); } // groups before it
   __device__ __forceinline__ int read(int i) const { return (int)ld_shared_4(at + 4 * i); }
 
-  // By one warp; a barrier by the caller. Groups of TOKENS rows. Ends that are not sorted, or beyond the M rows, are
-  // clamped.
-  template <int TOKENS> __device__ __forceinline__ void fill(const int32_t *offs, int M) const {
+  // By one warp; a barrier by the caller. Ends that are not sorted, or beyond the M rows, are clamped. count(rows):
+  // groups of an expert.
+  template <typename COUNT> __device__ __forceinline__ void fill(const int32_t *offs, int M, COUNT count) const {
     const int lane = threadIdx.x & 31;
     int last = 0, groups = 0;
     for (int first = 0; first < experts; first += BSH_WARP) {
@@ -35,7 +40,7 @@ struct expert_rows {
       }
       end = max(end, last);
       const int before = __shfl_up_sync(~0u, end, 1), begin = lane == 0 ? last : before;
-      const int own = (end - begin + TOKENS - 1) / TOKENS;
+      const int own = count(end - begin);
       int sum = own;
 #pragma unroll
       for (int step = 1; step < BSH_WARP; step *= 2) {
@@ -53,10 +58,14 @@ struct expert_rows {
   }
   // The expert of a group: the last one that starts there or before; those without rows start where the next one does.
   __device__ __forceinline__ int of_group(int group) const {
+    return of_group(group, [](int start) { return start; });
+  }
+  // The same where a part of what start() gives counts groups of one kind.
+  template <typename PART> __device__ __forceinline__ int of_group(int group, PART part) const {
     int low = 0, high = experts - 1;
     while (low < high) {
       const int middle = (low + high + 1) >> 1;
-      if (start(middle) <= group) low = middle;
+      if (part(start(middle)) <= group) low = middle;
       else high = middle - 1;
     }
     return low;

@@ -34,6 +34,11 @@ __device__ __forceinline__ void produce(const bsh_gemm_wide_args &args, const bs
   }
 }
 
+// Tokens of a tile that are multiplied, known where registers get their names.
+template <int TOKENS_> struct tile_width {
+  static constexpr int TOKENS = TOKENS_;
+};
+
 template <typename T, typename FORM>
 __device__ __forceinline__ void consume(const bsh_gemm_wide_args &args, char *memory, uint32_t base,
                                         const wide_place &place, int warp, int lane) {
@@ -46,16 +51,17 @@ __device__ __forceinline__ void consume(const bsh_gemm_wide_args &args, char *me
   const uint64_t x_descriptor = wgmma_descriptor_64(base + BSH_GEMM_WIDE_X_AT);
   decoder<T, FORM> decode(base, warp, lane);
   auto work = place.template scheduler<FORM>(args, base);
-  float sum[FORM::SUMS];
   uint32_t a[SETS][8];
   int x_stage = 0, stage = 0;
   uint32_t x_parity = 0, parity = 0;
   auto release_x = [&](int s) {
     if (lane < BSH_GEMM_WIDE_PAIR) mbarrier_arrive_there(x_empty + 8 * s);
   };
-  while (work.next()) {
+  auto multiply = [&](auto width) {
+    constexpr int WIDTH = decltype(width)::TOKENS;
+    float sum[WIDTH / 2];
 #pragma unroll
-    for (int i = 0; i < FORM::SUMS; i++) sum[i] = 0.f;
+    for (int i = 0; i < WIDTH / 2; i++) sum[i] = 0.f;
     mbarrier_wait(barriers.w_full + 8 * stage, parity);
     decode.bytes(stage, 0);
     decode.lookup(stage, 0);
@@ -76,8 +82,8 @@ __device__ __forceinline__ void consume(const bsh_gemm_wide_args &args, char *me
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 2; k++)
-          wgmma_rs<T, FORM::TOKENS>::mma_async(sum, a[q % SETS] + 4 * k,
-                                               x_descriptor + ((x_stage * FORM::X_BYTES) >> 4) + (q % 2) * 4 + k * 2);
+          wgmma_rs<T, WIDTH>::mma_async(sum, a[q % SETS] + 4 * k,
+                                        x_descriptor + ((x_stage * FORM::X_BYTES) >> 4) + (q % 2) * 4 + k * 2);
         wgmma_commit();
         if (q < 3 || more) decode.values(a[(q + 1) % SETS]); // group q + 1
         if (q == 2) {
@@ -103,7 +109,35 @@ __device__ __forceinline__ void consume(const bsh_gemm_wide_args &args, char *me
     }
     wgmma_wait<0>();
     release_x(before);
-    finish_sums<T, FORM>(args, place, work, memory, sum);
+    finish_sums<T, FORM, WIDTH>(args, place, work, memory, sum);
+  };
+  // For a warpgroup without rows of A: the other one multiplies in half of the time.
+  auto skip = [&] {
+#pragma unroll 1
+    for (int left = __shfl_sync(~0u, work.to - work.from, 0); left > 0; left--) {
+      mbarrier_wait(barriers.w_full + 8 * stage, parity);
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(barriers.w_empty + 8 * stage);
+      if (++stage == FORM::STAGES) stage = 0, parity ^= 1;
+#pragma unroll 1
+      for (int unit = 0; unit < 2; unit++) {
+        mbarrier_wait(barriers.x_full + 8 * x_stage, x_parity);
+        __syncwarp();
+        release_x(x_stage);
+        if (++x_stage == FORM::X_STAGES) x_stage = 0, x_parity ^= 1;
+      }
+    }
+  };
+  while (work.next()) {
+    if constexpr (FORM::GROUPED && FORM::TOKENS == 256) {
+      const tile_place at = place.template at<FORM>(args, base, work.tile);
+      const bool rows = at.row + (warp >> 2) * 64 < place.template rows<FORM>(args);
+      const int width = __shfl_sync(~0u, rows ? at.width : 0, 0); // as all lanes know
+      if (width == 0) skip();
+      else if (width == 128) multiply(tile_width<128>());
+      else if (width == 192) multiply(tile_width<192>());
+      else multiply(tile_width<FORM::TOKENS>());
+    } else multiply(tile_width<FORM::TOKENS>());
   }
 }
 
@@ -177,7 +211,7 @@ __device__ __forceinline__ void consume_unscaled(const bsh_gemm_wide_args &args,
       }
       stage = next_stage, parity = next_parity;
     }
-    finish_sums<T, FORM>(args, place, work, memory, sum);
+    finish_sums<T, FORM, FORM::TOKENS>(args, place, work, memory, sum);
   }
 }
 
@@ -198,7 +232,7 @@ __device__ __forceinline__ void gemm_wide(const bsh_tensor_map &x_map, const bsh
   if constexpr (FORM::GROUPED) {
     const expert_rows of = place.template experts<FORM>(args, base);
     wait_for_earlier_kernels();
-    if (warp == 0) of.template fill<FORM::TOKENS>(args.offs, args.M);
+    if (warp == 0) of.fill(args.offs, args.M, wide_tiles_of<FORM::TOKENS>());
     __syncthreads();
     clear_rows<T>(args.y, args.ldy, FORM::GRADIENT ? args.K : args.N, of.end(args.experts - 1), args.M);
   }

@@ -13,6 +13,8 @@
 
 /* X(name, tokens) */
 #define BSH_GEMM_WIDE_FORMS(X) X(m128, 128) X(m192, 192) X(m256, 256)
+/* Of a stack: in m256 an expert's last tiles are narrower, of 192 or 128 tokens (scheduler_sm90_wide.cuh). */
+#define BSH_GEMM_WIDE_GROUPED_FORMS(X) X(m128, 128) X(m256, 256)
 
 enum { BSH_GEMM_WIDE_PAIR = 2, BSH_GEMM_WIDE_ROWS = 128, BSH_GEMM_WIDE_PIECE = 128 };
 enum { BSH_GEMM_WIDE_CONSUMERS = 8, BSH_GEMM_WIDE_THREADS = 384 }; /* warps that multiply; threads with producers */
@@ -40,7 +42,9 @@ BSH_SIZE int32_t bsh_gemm_wide_shared_bytes(int32_t tokens) {
   return bsh_gemm_wide_barriers_at(tokens) + 16 * (bsh_gemm_wide_x_stages(tokens) + BSH_GEMM_WIDE_STAGES);
 }
 /* Of a stack of experts: behind that, whose rows of x are whose (experts.cuh). */
-enum { BSH_GEMM_WIDE_EXPERTS = 512 };
+enum { BSH_GEMM_WIDE_EXPERTS = 512, BSH_GEMM_WIDE_BOX = 64 }; /* tokens of x that are copied at once */
+/* An expert's tiles before it, in one word: those of 256 tokens, and above this bit narrower ones. */
+enum { BSH_GEMM_WIDE_NARROW_BIT = 20 };
 BSH_SIZE int32_t bsh_gemm_wide_grouped_bytes(int32_t tokens, int32_t experts) {
   return bsh_gemm_wide_shared_bytes(tokens) + 8 * experts + 4;
 }

@@ -2,9 +2,10 @@
 // each: gemm_4bit_sm90_wide.cu with tiles of all experts (sm_90a).
 //
 // Each block reads where the rows of each expert end, and counts tiles (experts.cuh). A tile has rows of one expert
-// only. Its last tokens may be rows of the next one, or beyond x, whose results are not stored; rows of A beyond an
-// expert's are the next expert's, or zero, and are not stored either; depth beyond it is zero in x. Experts without
-// rows have no tiles. Rows behind the last expert's are zeroed.
+// only. What is left of an expert's rows is multiplied by fewer tokens at a time, and tiles are ordered by how long
+// they take (scheduler_sm90_wide.cuh). A tile's last tokens may be rows of the next expert, or beyond x, whose results
+// are not stored; rows of A beyond an expert's are the next expert's, or zero, and are not stored either; depth beyond
+// it is zero in x. Experts without rows have no tiles. Rows behind the last expert's are zeroed.
 #include "gemm_4bit_sm90_wide.cuh"
 
 #ifdef BSH_HAS_WGMMA
@@ -23,4 +24,4 @@
   GROUPED(__half, gemm_wide_grouped_f16_##FORM, TOKENS, false)                                                         \
   GROUPED(__nv_bfloat16, gemm_wide_grouped_dgrad_bf16_##FORM, TOKENS, true)                                            \
   GROUPED(__half, gemm_wide_grouped_dgrad_f16_##FORM, TOKENS, true)
-BSH_GEMM_WIDE_FORMS(GROUPED_FORM)
+BSH_GEMM_WIDE_GROUPED_FORMS(GROUPED_FORM)

@@ -68,7 +68,7 @@ __device__ __forceinline__ void gemv_grouped(const bsh_grouped_gemv_args &args) 
   build_table<T>(shared.table, args.rows.format);
   wait_for_earlier_kernels();
   let_later_kernels_start();
-  if (threadIdx.x < BSH_WARP) of.fill<TOKENS>(args.offs, args.rows.M);
+  if (threadIdx.x < BSH_WARP) of.fill(args.offs, args.rows.M, groups_of<TOKENS>());
   if (args.rows.absmax == nullptr)
     for (int i = threadIdx.x; i < 256; i += blockDim.x) shared.map[i] = args.rows.absmax_map[i];
   __syncthreads();

@@ -35,19 +35,28 @@ template <int STAGES> struct wide_ring {
   }
 };
 
-// One thread: each block of a pair brings half of the tokens to both.
+// One thread: each block of a pair brings half of the tokens to both, of a stack every other 64 tokens of those that
+// are multiplied.
 template <typename FORM>
 __device__ __forceinline__ void load_x(const bsh_gemm_wide_args &args, const bsh_tensor_map *map, uint32_t base,
                                        const wide_place &place) {
   const wide_barriers<FORM> barriers(base);
   auto work = place.template scheduler<FORM>(args, base);
   wide_ring<FORM::X_STAGES> ring;
-  constexpr int OWN_TOKENS = FORM::TOKENS / BSH_GEMM_WIDE_PAIR;
+  constexpr int OWN_TOKENS = FORM::TOKENS / BSH_GEMM_WIDE_PAIR, BOX_BYTES = BSH_GEMM_WIDE_BOX * BSH_UNIT * 2;
   while (work.next()) {
-    const int token = place.template at<FORM>(args, base, work.tile).token + place.rank * OWN_TOKENS;
+    const tile_place at = place.template at<FORM>(args, base, work.tile);
+    const int token = at.token + place.rank * OWN_TOKENS;
 #pragma unroll 1
     for (int k = work.from * 2; k < work.to * 2; k++, ring.advance()) {
       mbarrier_wait(barriers.x_empty + 8 * ring.stage, ring.parity);
+      if constexpr (FORM::GROUPED) {
+        mbarrier_expect(barriers.x_full + 8 * ring.stage, at.width * (BSH_UNIT * 2), true);
+        for (int box = place.rank; box < at.width / BSH_GEMM_WIDE_BOX; box += BSH_GEMM_WIDE_PAIR)
+          tensor_copy_to(base + BSH_GEMM_WIDE_X_AT + ring.stage * FORM::X_BYTES + box * BOX_BYTES, map, k * BSH_UNIT,
+                         at.token + box * BSH_GEMM_WIDE_BOX, barriers.x_full + 8 * ring.stage, 3);
+        continue;
+      }
       mbarrier_expect(barriers.x_full + 8 * ring.stage, FORM::X_BYTES, true);
       tensor_copy_to(base + BSH_GEMM_WIDE_X_AT + ring.stage * FORM::X_BYTES +
                          place.rank * (FORM::X_BYTES / BSH_GEMM_WIDE_PAIR),

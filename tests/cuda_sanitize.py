@@ -4,7 +4,7 @@ That one, which shares no tiles in so small a workspace, has tests/cuda_wide.py.
 
 Usage: compute-sanitizer --tool memcheck|racecheck python tests/cuda_sanitize.py [float32|float16|bfloat16 ...]
 `optimizers` in the place of dtypes runs those kernels alone, with gradients and parameters of two dtypes, too; `int8`
-the int8 kernels alone.
+the int8 kernels alone, `grouped` those of stacks of experts.
 A workspace of 1 MiB makes small weights take several panels. With PYTORCH_NO_CUDA_MEMORY_CACHING=1 every tensor is an
 allocation of its own, and memcheck sees what passes its end.
 """
@@ -17,8 +17,9 @@ from functools import partial
 os.environ["BITSHARD_WORKSPACE_MB"] = "1"
 os.environ["BITSHARD_LINEAR_4BIT_DGRAD"] = "panels"
 
+import reference
 import torch
-from bitshard import _C, ops
+from bitshard import _C, functional, ops
 from bitshard.maps import create_dynamic_map
 from bitshard.optim.base import Optimizer1State, Optimizer2State
 from cuda_optim import NAMES, Ours, State
@@ -109,6 +110,23 @@ def int8_of(dtype: torch.dtype) -> None:
     int8(33, 77, dtype, (2, 20))
 
 
+def grouped(N: int, K: int, dtype: torch.dtype, nested: bool, counts: tuple[int, ...]) -> None:
+    """Each kernel of a stack of experts that takes the rows, both directions."""
+    w = torch.randn(len(counts), N, K, device="cuda", dtype=dtype)
+    packed, state = functional.quantize_experts_4bit(w, compress_statistics=nested)
+    decoded, end = functional.dequantize_4bit(packed, state), sum(counts)
+    offs = torch.tensor(counts, device="cuda").cumsum(0).int()
+    x, dy = (torch.randn(end + 3, width, device="cuda", dtype=dtype) for width in (K, N))
+    bias = torch.randn(len(counts), N, device="cuda", dtype=dtype)
+    exact = reference.grouped_linear_4bit(x, offs, decoded, bias)
+    for kernel in range(2):
+        y = ops.grouped_linear_4bit_fused(x, offs, packed, *state.scales(), bias, 64, 0, N, K, kernel)
+        assert (y - exact).norm() < 0.02 * exact.norm() and not y[end:].any(), (N, K, counts, kernel)
+    dx = ops.grouped_linear_4bit_dgrad_fused(dy, offs, packed, *state.scales(), 64, 0, N, K, 1)
+    exact = reference.grouped_linear_4bit_dgrad(dy, offs, decoded)
+    assert (dx - exact).norm() < 0.02 * exact.norm() and not dx[end:].any(), (N, K, counts)
+
+
 def few_rows(dtype: torch.dtype) -> None:
     """Each form of the fused kernels with tensor cores; prints what the chooser gives.
 
@@ -181,6 +199,13 @@ def main(names: list[str]) -> None:
         mixed_optimizers()
         torch.cuda.synchronize()
         print("every optimizer kernel ran")
+        return
+    if names == ["grouped"]:
+        for dtype, nested in itertools.product(DTYPES[1:], (True, False)):
+            grouped(272, 320, dtype, nested, (5, 0, 130, 1))
+            grouped(272, 320, dtype, nested, (1, 129, 0, 193, 257, 385, 449))
+        torch.cuda.synchronize()
+        print("every kernel of a stack ran")
         return
     if names == ["int8"]:
         for dtype in DTYPES:

@@ -92,6 +92,25 @@ def test_panels_of_the_gpu(nested, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_the_op_is_called_where_somebody_sees_it():
+    """On CUDA its kernel is called directly otherwise."""
+    from torch._subclasses import FakeTensorMode
+    from torch.profiler import profile
+
+    x = torch.ones(2)
+    assert grouped.unseen(x) and not grouped.unseen(torch.nn.Parameter(x))
+    with FakeTensorMode():
+        assert not grouped.unseen(x)
+    with profile():
+        assert not grouped.unseen(x)
+    seen = []
+    torch.func.vmap(lambda one: seen.append(grouped.unseen(x)) or one)(x)
+    assert seen == [False]
+    assert {op.name().split("::")[1]: kernel.__name__ for op, kernel in grouped.KERNELS.items()} == {
+        name: name for name in ("grouped_linear_4bit", "grouped_linear_4bit_dgrad")
+    }
+
+
 def test_gradients():
     _, packed, state = stack(5, 48, 64, torch.float32)
     weights = functional.dequantize_4bit(packed, state)
@@ -236,6 +255,46 @@ def test_on_a_gpu(dtype, nested, monkeypatch):
         assert ((y.detach().cpu().double() - expected).abs() <= bound * scale.sqrt()).all()
         assert ((dx.cpu().double() - back).abs() <= bound * back_scale.sqrt()).all()
         assert not y[offs[-1] :].any() and not dx[offs[-1] :].any()
+
+
+# Rows of an expert with which gemm_4bit_sm90_wide_grouped makes other tiles of what is left of them.
+ENDS = (1, 128, 129, 192, 193, 256, 257, 320, 321, 384, 385, 448, 449, 512, 513, 1000)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("N, K", [(264, 320), (512, 128), (64, 2880)])
+def test_every_width_of_a_tile_on_a_gpu(N, K, dtype):
+    """The error rule in every row, and the bits of an expert's rows whatever others there are."""
+    E = len(ENDS) + 2
+    _, packed, state = stack(E, N, K, nested=True)
+    counts = torch.tensor([0, *ENDS, 0])
+    offs = counts.cumsum(0).int()
+    generator = torch.Generator().manual_seed(K)
+    x, dy = (torch.randn(int(offs[-1]) + 5, width, generator=generator).to(dtype) for width in (K, N))
+    of_dtype = copy.copy(state)
+    of_dtype.dtype = torch.float32
+    weights, there = functional.dequantize_4bit(packed, of_dtype), copy.deepcopy(state).to("cuda")
+    settings = (64, ops.FORMATS["nf4"], N, K, 1)
+    for given, op, of in (
+        (x, ops.grouped_linear_4bit_fused, weights),
+        (dy, ops.grouped_linear_4bit_dgrad_fused, weights.transpose(1, 2)),
+    ):
+        none = [ops.empty(torch.device("cuda"))] if of is weights else []
+        arguments = on_gpu(given, offs, packed)
+        y = op(*arguments, *there.scales(), *none, *settings)
+        expected = reference.grouped_linear_4bit(given, offs, of, None)
+        norms = reference.grouped_linear_4bit(given.double().square(), offs, of.double().square(), None)
+        allowed = LINEAR_BOUND[dtype] * norms.sqrt() + ROUNDING[dtype] * expected.abs()
+        assert ((y.cpu().double() - expected).abs() <= allowed).all() and not y[offs[-1] :].any()
+        assert same_bytes(y, op(*arguments, *there.scales(), *none, *settings))
+        for e in (5, E - 2):  # alone, all other rows being of no expert
+            begin, end = int(offs[e - 1]), int(offs[e])
+            alone = torch.zeros_like(offs)
+            alone[e:] = end - begin
+            rows_of = torch.cat([given[begin:end], torch.zeros(3000, given.shape[1], dtype=dtype)])
+            own = op(*on_gpu(rows_of, alone, packed), *there.scales(), *none, *settings)
+            assert same_bytes(own[: end - begin], y[begin:end])
 
 
 @needs_gpu

@@ -580,7 +580,9 @@ def grouped(E, M, N, K, **settings):
         (8, 128, 28672, 4096, False, "gemv_4bit_grouped", "m16_k4", 1),
         (128, 4096, 1536, 2048, False, "gemm_4bit_sm90_wide_grouped", "m128", 2),
         (128, 32768, 1536, 2048, False, "gemm_4bit_sm90_wide_grouped", "m256", 2),
-        (32, 16384, 5760, 2880, False, "gemm_4bit_sm90_wide_grouped", "m192", 2),
+        (32, 16384, 5760, 2880, False, "gemm_4bit_sm90_wide_grouped", "m256", 2),
+        (256, 32768, 4096, 7168, True, "gemm_4bit_sm90_wide_grouped", "dgrad_bf16_m256", 2),
+        (1, 10**8, 4096, 4096, False, "gemm_4bit_sm90_wide_grouped", "m256", 2),
         (128, 8, 1536, 2048, True, "gemm_4bit_sm90_wide_grouped", "dgrad_bf16_m128", 2),
     ],
 )
@@ -601,6 +603,12 @@ def test_grouped_products_that_no_kernel_takes(settings, sm, dtype):
     )
     assert plan["kernel"] == "panels" and plan["launch"] is None
     assert plan["panel_experts"] == (256 << 20) // (1536 * 2048 * (4 if dtype == 0 else 2))
+
+
+def test_more_rows_than_a_word_counts_tiles_of():
+    """2^20 tiles of 128 tokens, experts' last ones included."""
+    assert grouped(8, (2**20 - 9) * 128, 64, 64)["kernel"] == "gemm_4bit_sm90_wide_grouped"
+    assert grouped(8, (2**20 - 8) * 128, 64, 64)["kernel"] == "panels"
 
 
 def test_grouped_plans_refuse_nonsense():

@@ -24,6 +24,11 @@ CASES = [
     (GEMV, torch.bfloat16, [2, 1], 16, 8256, 64, "nf4", True, True),
     (WIDE, torch.bfloat16, [5, 0, 130], 264, 192, 64, "nf4", True, True),
     (WIDE, torch.float16, [0, 3], 128, 128, 128, "fp4", False, False),
+    # tiles of 256 tokens, and of what is left of an expert: 128; 192; 256; 192 + 128, 192 * 2, 256 + 192, 256 * 2 ...;
+    # rows of A that leave warpgroups without any
+    (WIDE, torch.bfloat16, [1, 0, 129, 193, 257], 264, 64, 64, "nf4", True, True),
+    (WIDE, torch.float16, [385, 0, 321], 72, 320, 64, "nf4", False, False),
+    (WIDE, torch.bfloat16, [449, 513], 64, 64, 64, "fp4", True, False),
 ]
 OFFS = torch.tensor([5, -3, 4000, 2**31 - 1, -(2**31), 1], dtype=torch.int32)  # clamped, none goes back
 

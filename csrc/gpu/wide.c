@@ -29,15 +29,14 @@ static bsh_gemm_wide_args wide_args(const bsh_linear_4bit_args *const args, cons
   };
 }
 
-/* Half of a tile's tokens by 64 of depth; 128 rows of W, of all `experts`, by 64 packed bytes. */
-static bsh_status make_maps(const bsh_linear_4bit_args *const args, const int64_t experts,
-                            const bsh_fused_slice *const slice, const bsh_cuda_context *const context,
-                            bsh_tensor_map *const x, bsh_tensor_map *const w) {
+/* `tokens` of x, copied at once, by 64 of depth; 128 rows of W, of all `experts`, by 64 packed bytes. */
+static bsh_status make_maps(const bsh_linear_4bit_args *const args, const int64_t experts, const int32_t tokens,
+                            const bsh_cuda_context *const context, bsh_tensor_map *const x, bsh_tensor_map *const w) {
   const bsh_map_of of_x = {.data = args->x,
                            .rows = args->M,
                            .columns = args->direction == BSH_FORWARD ? args->K : args->N,
                            .row_bytes = args->ldx * dtype_size(args->dtype),
-                           .box_rows = slice->wide.tokens / BSH_GEMM_WIDE_PAIR,
+                           .box_rows = tokens,
                            .box_columns = BSH_UNIT,
                            .type = args->dtype == BSH_F16 ? BSH_MAP_F16 : BSH_MAP_BF16};
   const bsh_map_of of_w = {.data = args->weight.packed,
@@ -66,7 +65,7 @@ static bsh_status run_slice(const bsh_linear_4bit_args *const all, const int64_t
   const bsh_linear_4bit_args part = rows_of(all, m, slice->rows);
   bsh_gemm_wide_args args = wide_args(&part, slice);
   bsh_tensor_map x, w;
-  BSH_TRY(make_maps(&part, 1, slice, context, &x, &w));
+  BSH_TRY(make_maps(&part, 1, slice->wide.tokens / BSH_GEMM_WIDE_PAIR, context, &x, &w));
   bsh_cuda_scratch scratch = {0};
   if (slice->scratch_bytes > 0) {
     BSH_TRY(bsh_cuda_scratch_new(context, slice->scratch_bytes, &scratch));
@@ -94,6 +93,6 @@ bsh_status bsh_cuda_wide_grouped(const bsh_grouped_linear_4bit_args *const all, 
   args.experts = (int32_t)all->E;
   args.expert_blocks = (int32_t)(stack->n / all->E / stack->blocksize);
   args.expert_scales2 = (int32_t)bsh_expert_scales2(stack->n, all->E, stack->blocksize);
-  BSH_TRY(make_maps(&all->rows, all->E, slice, context, &x, &w));
+  BSH_TRY(make_maps(&all->rows, all->E, BSH_GEMM_WIDE_BOX, context, &x, &w));
   return launch(slice, &x, &w, &args, context);
 }

@@ -103,7 +103,9 @@ static best_cut cut_rows(const bsh_facts *const facts, const int64_t rows_of_x) 
   return best;
 }
 
-double bsh_plan_wide_piece_nanoseconds(const int32_t form, const bsh_facts *const facts) {
+double bsh_plan_wide_piece_nanoseconds(const int32_t tokens, const bsh_facts *const facts) {
+  int32_t form = 0;
+  while (form_tokens[form] != tokens) form++;
   return piece_ns[form][facts->direction != BSH_FORWARD ? 2 : facts->dtype == BSH_F16];
 }
 

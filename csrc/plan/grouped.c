@@ -93,40 +93,54 @@ static const char *wide_refuses(const bsh_facts *const facts, const int64_t E) {
   if (reason != NULL) return reason;
   if (E > BSH_GEMM_WIDE_EXPERTS) return "more than 512 experts";
   if (facts->N % 8 || facts->y_alignment < 16) return "rows of y are not 16-byte aligned";
-  const int64_t tiles = (facts->M / 128 + min_i64(facts->M, E)) * divide_up(facts->N + facts->K, BSH_GEMM_WIDE_ROWS);
-  return E * facts->N > INT32_MAX || tiles > INT32_MAX || facts->M > INT32_MAX ? "more than 32-bit numbers count"
-                                                                               : NULL;
+  const int64_t token_tiles = facts->M / 128 + min_i64(facts->M, E);
+  const int64_t tiles = token_tiles * divide_up(facts->N + facts->K, BSH_GEMM_WIDE_ROWS);
+  const bool counted = token_tiles < 1 << BSH_GEMM_WIDE_NARROW_BIT && tiles <= INT32_MAX && E * facts->N <= INT32_MAX;
+  return counted ? NULL : "more than 32-bit numbers count";
 }
 
 #define WIDE_KERNEL(NAME) {.fatbin = BSH_FATBIN_gemm_4bit_sm90_wide_grouped, .name = NAME}
 #define WIDE_FORM(form, tokens)                                                                                        \
   {{WIDE_KERNEL("gemm_wide_grouped_bf16_" #form), WIDE_KERNEL("gemm_wide_grouped_dgrad_bf16_" #form)},                 \
    {WIDE_KERNEL("gemm_wide_grouped_f16_" #form), WIDE_KERNEL("gemm_wide_grouped_dgrad_f16_" #form)}},
-static bsh_cuda_kernel wide_kernels[][2][2] = {BSH_GEMM_WIDE_FORMS(WIDE_FORM)}; /* [form][dtype][direction] */
+/* [form][dtype][direction] */
+static bsh_cuda_kernel wide_kernels[][2][2] = {BSH_GEMM_WIDE_GROUPED_FORMS(WIDE_FORM)};
 #define WIDE_TOKENS(form, tokens) tokens,
-static const int32_t form_tokens[] = {BSH_GEMM_WIDE_FORMS(WIDE_TOKENS)};
+static const int32_t form_tokens[] = {BSH_GEMM_WIDE_GROUPED_FORMS(WIDE_TOKENS)};
 enum { WIDE_FORMS = sizeof form_tokens / sizeof *form_tokens };
 
-/* Tiles of an expert, on average, where its rows vary as where every row chooses among the experts alike: a Poisson
+/* The share of experts that have more than `tokens` rows, where every row chooses among the experts alike: a Poisson
  * number, which a normal one stands for. */
-static double tiles_of_expert(const double rows, const int32_t tokens) {
-  double tiles = 0, more = 1;
-  for (int32_t i = 0; more > 1e-3; i++) {
-    more = 0.5 * erfc(((double)i * tokens + 0.5 - rows) / sqrt(2 * rows));
-    tiles += more;
+static double more_than(const double rows, const int32_t tokens) {
+  return 0.5 * erfc(((double)tokens + 0.5 - rows) / sqrt(2 * rows));
+}
+
+/* Nanoseconds of an expert's tiles for a piece of depth, on average: what the next tokens add, as often as an expert
+ * has them. Tiles of 256 tokens, and narrower ones, as cuda/scheduler_sm90_wide.cuh makes them. */
+static double time_of_expert(const bsh_facts *const facts, const double rows, const int32_t tokens) {
+  enum { STEP = 64, ROUND = 256 };
+  const double n128 = bsh_plan_wide_piece_nanoseconds(128, facts), n192 = bsh_plan_wide_piece_nanoseconds(192, facts);
+  const double n256 = bsh_plan_wide_piece_nanoseconds(256, facts);
+  /* What token 1, 65, 129 and 193 adds: of the first 256, and of all further ones. */
+  const double first[] = {n128, 0, n192 - n128, n256 - n192};
+  const double next[] = {n128 + n192 - n256, n192 - n128, n256 - n192, n256 - n192};
+  const double of_128[] = {n128, 0, n128, 0};
+  const int32_t certain = (int32_t)fmax(0, (rows - 8 * sqrt(rows)) / ROUND); /* rounds that each expert has */
+  double time = certain * (tokens == 128 ? 2 * n128 : n256), more = 1;
+  for (int32_t i = certain * (ROUND / STEP); more > 1e-3; i++) {
+    const double *const adds = tokens == 128 ? of_128 : i < ROUND / STEP ? first : next;
+    more = more_than(rows, i * STEP);
+    time += more * adds[i % (ROUND / STEP)];
   }
-  return tiles;
+  return time;
 }
 
 /* The form whose tiles take least. */
 static int32_t wide_form_of(const bsh_facts *const facts, const int64_t E) {
+  const double rows = (double)facts->M / (double)E;
   int32_t best = 0;
-  double least = 0;
-  for (int32_t form = 0; form < WIDE_FORMS; form++) {
-    const double tiles = tiles_of_expert((double)facts->M / (double)E, form_tokens[form]);
-    const double time = tiles * bsh_plan_wide_piece_nanoseconds(form, facts);
-    if (form == 0 || time < least) best = form, least = time;
-  }
+  for (int32_t form = 1; form < WIDE_FORMS; form++)
+    if (time_of_expert(facts, rows, form_tokens[form]) < time_of_expert(facts, rows, form_tokens[best])) best = form;
   return best;
 }
 

@@ -19,8 +19,8 @@ extern const bsh_fused_kernel bsh_plan_gemv_4bit, bsh_plan_gemv_4bit_simt, bsh_p
 /* How long gemm_4bit_sm90_wide would take for a product that it does not refuse, nanoseconds on an H200. */
 double bsh_plan_wide_nanoseconds(const bsh_facts *facts);
 
-/* How long a piece of a tile of a form takes there, by its place in BSH_GEMM_WIDE_FORMS. */
-double bsh_plan_wide_piece_nanoseconds(int32_t form, const bsh_facts *facts);
+/* How long a piece of a tile of 128, 192 or 256 tokens takes there. */
+double bsh_plan_wide_piece_nanoseconds(int32_t tokens, const bsh_facts *facts);
 
 /* Nested scales, one a unit, whose codes a lane of gemv_4bit reads together: of two units where a warp has 8. */
 bool bsh_gemv_reads_codes_together(const bsh_facts *facts, int32_t units);

@@ -380,6 +380,8 @@ def _grouped(op: Any, name: str, x: Tensor, offs: Tensor, packed: Tensor, state:
         given = [ops.empty(x.device) if b is None else b for b in bias]
         E, N, K = state.shape
         numbers = (state.blocksize, ops.FORMATS[state.quant_type], N, K)
+        if x.is_cuda and grouped.unseen(x):
+            op = grouped.KERNELS[op]
         return op(x, offs, packed, *state.scales(), *given, *numbers)
 
 

@@ -139,7 +139,28 @@ def grouped_linear_4bit_dgrad(
     return _product(dy, offs, packed, scales, numbers, gradient=True)
 
 
+# What the ops run on CUDA; the C core has them for the CPU.
+KERNELS = {
+    ops.grouped_linear_4bit: grouped_linear_4bit,
+    ops.grouped_linear_4bit_dgrad: grouped_linear_4bit_dgrad,
+}
+
+
+def unseen(x: Tensor) -> bool:
+    """Whether nobody would see the op, so that its kernel may be called without the dispatcher, which costs host time.
+
+    A compiler, a dispatch mode, a transform of torch.func or a profiler would see it.
+    """
+    return (
+        type(x) is Tensor
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.autograd.profiler._is_profiler_enabled
+    )
+
+
 def register() -> None:
-    """Let the ops of stacks run this on CUDA; the C core has them for the CPU."""
-    torch.library.impl("bitshard::grouped_linear_4bit", "CUDA", grouped_linear_4bit)
-    torch.library.impl("bitshard::grouped_linear_4bit_dgrad", "CUDA", grouped_linear_4bit_dgrad)
+    """Let the ops of stacks run `KERNELS` on CUDA."""
+    for kernel in KERNELS.values():
+        torch.library.impl(f"bitshard::{kernel.__name__}", "CUDA", kernel)

@@ -66,14 +66,13 @@ class RowsOfExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, k: int) -> Tensor:
         """order: [S], the pairs sorted by expert; back: its inverse."""
-        ctx.save_for_backward(order, back)
+        ctx.save_for_backward(back)
         ctx.k = k
         return x[order // k]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        order, back = ctx.saved_tensors
-        rows = InOrderOfTokens.apply(dy, order, back)
+        rows = _reordered(dy, *ctx.saved_tensors)
         return rows.view(-1, ctx.k, rows.shape[1]).sum(1), None, None, None
 
 
@@ -82,13 +81,19 @@ class InOrderOfTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(order, back)
+        ctx.save_for_backward(order)
         return y[back]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        order, back = ctx.saved_tensors
-        return InOrderOfTokens.apply(dy, back, order), None, None
+        return _reordered(dy, *ctx.saved_tensors), None, None
+
+
+def _reordered(dy: Tensor, places: Tensor) -> Tensor:
+    """dy[places], of which all are different."""
+    if torch.is_grad_enabled() and dy.requires_grad:  # create_graph=True
+        return InOrderOfTokens.apply(dy, places.argsort(), places)
+    return dy[places]
 
 
 def _offsets(expert: Tensor, experts: int) -> Tensor:

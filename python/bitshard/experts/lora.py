@@ -59,6 +59,11 @@ def _rows(factor: Tensor, dtype: torch.dtype) -> Tensor:
     return factor if torch.compiler.is_compiling() or factor.data_ptr() % ALIGNED == 0 else factor.clone()
 
 
+def _scaled(values: Tensor, scale: float) -> Tensor:
+    """In place; not a launch where peft's scale is 1, as it is where `lora_alpha` is the rank."""
+    return values if scale == 1 else values.mul_(scale)
+
+
 class GroupedLora4Bit(torch.autograd.Function):
     """`product` with dx = dy W_e + s (dy B_e) A_e, dA_e = s (dy B_e)^T x and dB_e = s dy^T (x A_e^T)."""
 
@@ -74,7 +79,7 @@ class GroupedLora4Bit(torch.autograd.Function):
         B: Tensor,
         scale: float,
     ) -> Tensor:
-        xa = grouped_mm(x, _rows(A, x.dtype).transpose(1, 2), offs=offs).mul_(scale)
+        xa = _scaled(grouped_mm(x, _rows(A, x.dtype).transpose(1, 2), offs=offs), scale)
         y = functional.grouped_linear_4bit(x, offs, packed, state, bias)
         y.add_(grouped_mm(xa, _rows(B.transpose(1, 2), x.dtype), offs=offs))
         ctx.rest = (packed, state, bias, scale)
@@ -91,7 +96,7 @@ class GroupedLora4Bit(torch.autograd.Function):
         dx = dA = dB = dxa = None
         dy = dy.contiguous()
         if needs_x or needs_a:
-            dxa = grouped_mm(dy, _rows(B.transpose(1, 2), dy.dtype).transpose(1, 2), offs=offs).mul_(scale)
+            dxa = _scaled(grouped_mm(dy, _rows(B.transpose(1, 2), dy.dtype).transpose(1, 2), offs=offs), scale)
         if needs_b:
             dB = grouped_mm(dy.t(), xa, offs=offs)[:, :, : B.shape[2]].to(B.dtype)
         if needs_a:
