@@ -1,9 +1,11 @@
 """The whole experts forward of one layer on a GPU: 4-bit stacks against 16-bit ones with torch's `grouped_mm`.
 
-    python benchmarks/experts_forward.py [--shapes ...] [--tokens 1,64,4096] [--out FILE]
+    python benchmarks/experts_forward.py [--shapes ...] [--tokens 1,64,4096] [--original] [--out FILE]
 
 The experts modules of transformers with the same routing, gate and sum over the chosen experts included; Mixtral's and
-DeepSeek-V3's shapes in Qwen3-MoE's module, both beside each other on the GPU. Time and routing as in experts.py.
+DeepSeek-V3's shapes in Qwen3-MoE's module, beside each other on the GPU. Time and routing as in experts.py. --original:
+also bitsandbytes' `nn.parametrize.replace_parameter_4bit`, which decodes a whole stack whenever the module asks for it,
+for `grouped_mm`. It is imported from the path: its package with libbitsandbytes_cuda130.so before bitshard's own.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 from pathlib import Path
 
 import torch
+from bench_int8 import original
 from bitshard import _C, experts
 from experts import DEVICE, DTYPE, SHAPES, TURNS
 from timing import commit, markdown_table
@@ -61,6 +64,19 @@ def times(modules: dict[str, torch.nn.Module], name: str, tokens: int, skewed: b
     )
 
 
+def contestants(name: str, bnb) -> dict[str, torch.nn.Module]:
+    """{whose: module} on the GPU; 4-bit ones in nested NF4, blocks of 64."""
+    found = {"16-bit": module(name), "bitshard": module(name)}
+    experts.quantize(found["bitshard"], quant_type="nf4", compress_statistics=True)
+    if bnb is not None:
+        from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+        found["bitsandbytes"] = module(name)
+        for stack in ("gate_up_proj", "down_proj"):
+            replace_parameter_4bit(found["bitsandbytes"], stack, True, "nf4", 64)
+    return found
+
+
 def cells_of(tokens: str) -> list[tuple[int, bool]]:
     """[(tokens, skewed)] of numbers with commas; one token has no skew."""
     cells = [(int(count), skewed) for count in tokens.split(",") for skewed in (False, True)]
@@ -72,22 +88,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default="1,64,4096")
+    parser.add_argument("--original", action="store_true", help="bitsandbytes' parametrization, too")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
+    bnb = original() if options.original else None
+    if options.original and bnb is None:
+        parser.error("no original bitsandbytes on the path")
     cells, rows = cells_of(options.tokens), []
     for name in options.shapes.split(","):
-        modules = {"16-bit": module(name), "bitshard": module(name)}
-        experts.quantize(modules["bitshard"], quant_type="nf4", compress_statistics=True)
+        modules = contestants(name, bnb)
         for tokens, skewed in cells:
-            theirs, mine = times(modules, name, tokens, skewed).values()
-            how = "skewed" if skewed else "uniform"
-            rows.append([name, str(tokens), how, f"{theirs:.1f}", f"{mine:.1f}", f"{theirs / mine:.2f}"])
+            found = times(modules, name, tokens, skewed)
+            mine = found.pop("bitshard")
+            cells_of_row = [f"{us:.1f}" for us in (*found.values(), mine)] + [
+                f"{us / mine:.2f}" for us in found.values()
+            ]
+            rows.append([name, str(tokens), "skewed" if skewed else "uniform", *cells_of_row])
             print(" | ".join(rows[-1]), flush=True)
         del modules
         torch.cuda.empty_cache()
     versions = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, kernels {_C.cuda_state()['architectures']}"
-    header = ["shape", "tokens", "routing", "16-bit us", "bitshard us", "speed"]
+    others = ["16-bit", *([f"bitsandbytes {bnb.__version__}"] if bnb else [])]
+    header = ["shape", "tokens", "routing", *(f"{name} us" for name in (*others, "bitshard"))]
+    header += [f"speed of {name}" for name in others]
     text = f"{versions}, commit {commit('python', 'csrc', 'cuda')}\n\n{markdown_table(header, rows)}\n"
     print(text)
     if options.out:

@@ -5,7 +5,9 @@
 
 4-bit: each decoder layer is made in bf16 on the GPU and quantized before the next one; no files. Adapters of peft on
 attention and experts, fused (`bitshard.lora.fuse`), `AdamW8bit`, gradient checkpointing of decoder layers, 1 x TOKENS
-tokens. --cap: GiB that the process may take. --dense: 16-bit weights, peft's adapters, torch's `grouped_mm`. --turns:
+tokens. --cap: GiB that the process may take. --dense: 16-bit weights, peft's adapters, torch's `grouped_mm`.
+--original: bitsandbytes' layers, and its parametrization for stacks, with peft's adapters, of which those stacks get
+none, in silence; its package is first on the path, and BITSHARD_PLUGIN is 0. --attention-only: so for all. --turns:
 both models in one process, a step of one and a step of the other so many times, since the host's speed differs from
 process to process by more than the two do; for each of the --tokens. Needs 140 GB for 48 layers.
 """
@@ -29,6 +31,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 NAME = "Qwen3-30B-A3B"
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+KINDS = ("4-bit", "16-bit", "bitsandbytes")
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
@@ -49,9 +52,16 @@ def fill(module: nn.Module) -> None:
             parameter.data.normal_(0, 0.02)
 
 
-def quantize(layer: nn.Module, device: str = "cuda") -> None:
+def quantize(layer: nn.Module, device: str = "cuda", original: bool = False) -> None:
     """The experts and linear layers of a decoder layer on the device in nested NF4."""
-    experts.quantize(layer, quant_type="nf4", compress_statistics=True)
+    if original:
+        from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+        for stack in STACKS:
+            holder, _, name = stack.rpartition(".")
+            replace_parameter_4bit(layer.get_submodule(holder), name, True, "nf4", 64)
+    else:
+        experts.quantize(layer, quant_type="nf4", compress_statistics=True)
     for name in ATTENTION:
         linear = getattr(layer.self_attn, name)
         biased = linear.bias is not None
@@ -63,8 +73,8 @@ def quantize(layer: nn.Module, device: str = "cuda") -> None:
         setattr(layer.self_attn, name, new.to(device))
 
 
-def build(layers: int | None, dense: bool) -> nn.Module:
-    """The model on the GPU, unit by unit."""
+def build(layers: int | None, weights: str) -> nn.Module:
+    """The model on the GPU, unit by unit; weights: one of KINDS."""
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(config(layers))
@@ -73,12 +83,12 @@ def build(layers: int | None, dense: bool) -> nn.Module:
     with torch.no_grad():
         for layer in model.model.layers:
             fill(layer)
-            if not dense:
-                quantize(layer)
+            if weights != "16-bit":
+                quantize(layer, original=weights == "bitsandbytes")
         for module in (model.model.embed_tokens, model.model.norm, model.lm_head):
             fill(module)
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).cuda()
-    model.is_loaded_in_4bit = not dense
+    model.is_loaded_in_4bit = weights != "16-bit"
     return model.requires_grad_(False)
 
 
@@ -90,17 +100,19 @@ def gib(value: float) -> str:
 class Job:
     """A model under training, on the GPU. Attributes are bytes of its parts."""
 
-    def __init__(self, options: argparse.Namespace, dense: bool):
+    def __init__(self, options: argparse.Namespace, weights: str):
         begin = torch.cuda.memory_allocated()
-        self.model = build(options.layers, dense)
+        self.model = build(options.layers, weights)
         torch.cuda.synchronize()
         self.loading, self.base = torch.cuda.max_memory_reserved(), torch.cuda.memory_allocated() - begin
-        settings = LoraConfig(r=options.rank, target_modules=ATTENTION, target_parameters=STACKS, task_type="CAUSAL_LM")
+        stacks = None if options.attention_only else STACKS
+        settings = LoraConfig(r=options.rank, target_modules=ATTENTION, target_parameters=stacks, task_type="CAUSAL_LM")
         self.model = get_peft_model(self.model, settings, autocast_adapter_dtype=False)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.trained = sum(parameter.numel() for parameter in trained)
         for parameter in trained:
             parameter.data = parameter.data.to(torch.bfloat16)
-        self.fused = "" if dense else str(lora.fuse(self.model))
+        self.fused = str(lora.fuse(self.model)) if weights == "4-bit" else ""
         self.model.enable_input_require_grads()
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.model.train()
@@ -131,7 +143,8 @@ def run(options: argparse.Namespace) -> str:
     if options.cap:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(options.cap * GIB / total)
-    job, tokens = Job(options, options.dense), int(options.tokens)
+    weights = "16-bit" if options.dense else "bitsandbytes" if options.original else "4-bit"
+    job, tokens = Job(options, weights), int(options.tokens)
     ids = torch.randint(0, job.model.config.vocab_size, (1, tokens), device="cuda")
     torch.cuda.reset_peak_memory_stats()
     times, losses, peaks = [], [], []
@@ -142,15 +155,16 @@ def run(options: argparse.Namespace) -> str:
         peaks.append(torch.cuda.max_memory_allocated())
     states = torch.cuda.memory_allocated() - job.base - job.adapters
     counted = plan(
-        NAME, seq=tokens, rank=options.rank, lora_experts=True, lora_dtype="bfloat16", autocast=False,
-        optimizer="adamw_8bit", nested=True, experts_4bit=not options.dense,
+        NAME, seq=tokens, rank=options.rank, lora_experts=not options.attention_only, lora_dtype="bfloat16",
+        autocast=False, optimizer="adamw_8bit", nested=True, experts_4bit=not options.dense,
     ).memory.worst()  # fmt: skip
-    kind = f"{'16-bit' if options.dense else '4-bit'} {NAME}, {job.model.config.num_hidden_layers} layers"
+    kind = f"{weights} {NAME}, {job.model.config.num_hidden_layers} layers"
     lines = [
         f"{kind}, 1 x {tokens} tokens, r = {options.rank}, cap {options.cap or 'none'} GiB: {where()}",
         job.fused,
         f"- peak of loading, reserved: {gib(job.loading)} GiB",
         f"- base: {gib(job.base)} GiB, adapters {gib(job.adapters)}, states of the optimizer {gib(states)}",
+        f"- trained: {job.trained:,} elements",
         f"- peak of steps: allocated {gib(max(peaks))} GiB, reserved {gib(torch.cuda.max_memory_reserved())}",
         f"- step: {statistics.median(times[1:]):.1f} ms (first {times[0]:.0f})",
         f"- losses: {[round(loss, 3) for loss in losses]}",
@@ -162,7 +176,7 @@ def run(options: argparse.Namespace) -> str:
 def take_turns(options: argparse.Namespace) -> str:
     """What is printed of both models: medians, the first two steps of each left out, and how far single steps lie."""
     torch.manual_seed(0)
-    jobs = {"16-bit": Job(options, True), "4-bit": Job(options, False)}
+    jobs = {weights: Job(options, weights) for weights in ("16-bit", "4-bit")}
     layers = jobs["4-bit"].model.config.num_hidden_layers
     lines = [f"{NAME}, {layers} layers, r = {options.rank}, steps taking turns: {where()}"]
     for tokens in map(int, options.tokens.split(",")):
@@ -189,6 +203,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--cap", type=float, help="GiB")
     parser.add_argument("--dense", action="store_true")
+    parser.add_argument("--attention-only", action="store_true", help="no adapters on experts")
+    parser.add_argument("--original", action="store_true", help="the original bitsandbytes")
     parser.add_argument("--turns", type=int, help="steps of each model, both in this process")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
