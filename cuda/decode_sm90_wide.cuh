@@ -46,7 +46,7 @@ constexpr decode_mode MODE_OF = GRADIENT        ? SPLIT
 
 template <typename T, int TOKENS_, bool GRADIENT_> struct wide_form {
   static constexpr int TOKENS = TOKENS_, SUMS = TOKENS / 2; // of a thread
-  static constexpr bool GRADIENT = GRADIENT_, GROUPED = false;
+  static constexpr bool GRADIENT = GRADIENT_, GROUPED = false, TRIMMED = false;
   static constexpr decode_mode MODE = MODE_OF<T, TOKENS, GRADIENT>;
   static constexpr int X_STAGES = bsh_gemm_wide_x_stages(TOKENS), X_BYTES = bsh_gemm_wide_x_bytes(TOKENS);
   static constexpr int STAGES = BSH_GEMM_WIDE_STAGES;
@@ -60,9 +60,10 @@ template <typename T, int TOKENS_, bool GRADIENT_> struct wide_form {
   }
 };
 
-// The same for a stack of experts.
+// The same for a stack of experts. TRIMMED: of its last tokens, rows and depth only what there is of them is
+// multiplied, in steps of 64.
 template <typename T, int TOKENS, bool GRADIENT> struct grouped_form : wide_form<T, TOKENS, GRADIENT> {
-  static constexpr bool GROUPED = true;
+  static constexpr bool GROUPED = true, TRIMMED = TOKENS == 256;
 };
 
 // Fills the table, by the 256 threads that multiply; a barrier by the caller.

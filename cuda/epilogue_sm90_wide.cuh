@@ -27,14 +27,17 @@ __device__ __forceinline__ void store_four(const bsh_gemm_wide_args &args, T *y,
 }
 
 // Stores complete sums: of GROUPS groups of 8 tokens from group `first` on. The two warps of a span exchange halves of
-// their tokens through the unused halves of the table's rows, so that a thread has four neighbours of y.
+// their tokens through the unused halves of the table's rows, so that a thread has four neighbours of y. tile: of a
+// stack the how manieth of this pair.
 template <typename T, typename FORM, int GROUPS>
 __device__ __forceinline__ void store_sums(const bsh_gemm_wide_args &args, const wide_place &place, char *memory,
                                            int tile, int first, const float *sum) {
   constexpr int UPPER = 2 * GROUPS; // from a sum of the first half of the tokens to that of the second
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, half = warp & 1;
   const int rows = FORM::GRADIENT ? args.K : args.N;
-  const tile_place at_tile = place.template at<FORM>(args, shared_address(memory), tile);
+  tile_place at_tile;
+  if constexpr (FORM::GROUPED) at_tile = place.template left_at<FORM>(shared_address(memory), tile);
+  else at_tile = place.template at<FORM>(args, shared_address(memory), tile);
   const int row = at_tile.row + (warp >> 1) * 32 + 4 * g;
   const int token = at_tile.token + first * 8 + 2 * t;
   T *const y = static_cast<T *>(args.y) + token * args.ldy + row;
@@ -212,7 +215,7 @@ __device__ __forceinline__ void scatter_sums(const bsh_gemm_wide_args &args, con
 template <typename T, typename FORM, int WIDTH, typename WORK>
 __device__ __forceinline__ void finish_sums(const bsh_gemm_wide_args &args, const wide_place &place, const WORK &work,
                                             char *memory, float *sum) {
-  if constexpr (FORM::GROUPED) store_sums<T, FORM, WIDTH / 8>(args, place, memory, work.tile, 0, sum);
+  if constexpr (FORM::GROUPED) store_sums<T, FORM, WIDTH / 8>(args, place, memory, work.round, 0, sum);
   else if (args.cut.scatter == 2) scatter_sums<T, FORM, 2>(args, place, work.tile, memory, sum);
   else if (args.cut.scatter == 4) scatter_sums<T, FORM, 4>(args, place, work.tile, memory, sum);
   else share_sums<T, FORM>(args, place, work, memory, sum);

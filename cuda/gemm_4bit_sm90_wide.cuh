@@ -72,8 +72,9 @@ __device__ __forceinline__ void consume(const bsh_gemm_wide_args &args, char *me
     int before = -1; // the stage of x that the last product but one has read
     // By a shuffle, so that all lanes are known to go round together: else the compiler gives up uniform registers, in
     // which the products want addresses.
-    for (int left = __shfl_sync(~0u, work.to - work.from, 0); left > 0; left--) {
-      const bool more = left > 1;
+    const bool half = FORM::TRIMMED && place.template half_piece<FORM>(args); // the last piece
+    for (int left = __shfl_sync(~0u, work.to - work.from, 0) - half; left > 0; left--) {
+      const bool more = left > 1 || half;
       const int next_stage = stage + 1 == FORM::STAGES ? 0 : stage + 1;
       const uint32_t next_parity = stage + 1 == FORM::STAGES ? parity ^ 1 : parity;
 #pragma unroll
@@ -108,35 +109,51 @@ __device__ __forceinline__ void consume(const bsh_gemm_wide_args &args, char *me
       stage = next_stage, parity = next_parity;
     }
     wgmma_wait<0>();
-    release_x(before);
+    if (!half || before >= 0) release_x(before);
+    if (half) {
+      mbarrier_wait(barriers.x_full + 8 * x_stage, x_parity);
+      decode.values(a[1]);
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(barriers.w_empty + 8 * stage);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+        wgmma_rs<T, WIDTH>::mma_async(sum, a[k / 2] + k % 2 * 4,
+                                      x_descriptor + ((x_stage * FORM::X_BYTES) >> 4) + k * 2);
+      wgmma_commit();
+      wgmma_wait<0>();
+      release_x(x_stage);
+      if (++x_stage == FORM::X_STAGES) x_stage = 0, x_parity ^= 1;
+      if (++stage == FORM::STAGES) stage = 0, parity ^= 1;
+    }
     finish_sums<T, FORM, WIDTH>(args, place, work, memory, sum);
   };
   // For a warpgroup without rows of A: the other one multiplies in half of the time.
   auto skip = [&] {
 #pragma unroll 1
-    for (int left = __shfl_sync(~0u, work.to - work.from, 0); left > 0; left--) {
-      mbarrier_wait(barriers.w_full + 8 * stage, parity);
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(barriers.w_empty + 8 * stage);
-      if (++stage == FORM::STAGES) stage = 0, parity ^= 1;
-#pragma unroll 1
-      for (int unit = 0; unit < 2; unit++) {
-        mbarrier_wait(barriers.x_full + 8 * x_stage, x_parity);
+    for (int step = 0; step < place.template steps<FORM>(args, work.to); step++) {
+      if (step % 2 == 0) {
+        mbarrier_wait(barriers.w_full + 8 * stage, parity);
         __syncwarp();
-        release_x(x_stage);
-        if (++x_stage == FORM::X_STAGES) x_stage = 0, x_parity ^= 1;
+        if (lane == 0) mbarrier_arrive(barriers.w_empty + 8 * stage);
+        if (++stage == FORM::STAGES) stage = 0, parity ^= 1;
       }
+      mbarrier_wait(barriers.x_full + 8 * x_stage, x_parity);
+      __syncwarp();
+      release_x(x_stage);
+      if (++x_stage == FORM::X_STAGES) x_stage = 0, x_parity ^= 1;
     }
   };
   while (work.next()) {
-    if constexpr (FORM::GROUPED && FORM::TOKENS == 256) {
-      const tile_place at = place.template at<FORM>(args, base, work.tile);
+    if constexpr (FORM::TRIMMED) {
+      mbarrier_wait(barriers.x_full + 8 * x_stage, x_parity); // behind which the tile's place is there
+      const tile_place at = place.template left_at<FORM>(base, work.round);
       const bool rows = at.row + (warp >> 2) * 64 < place.template rows<FORM>(args);
       const int width = __shfl_sync(~0u, rows ? at.width : 0, 0); // as all lanes know
       if (width == 0) skip();
       else if (width == 128) multiply(tile_width<128>());
       else if (width == 192) multiply(tile_width<192>());
-      else multiply(tile_width<FORM::TOKENS>());
+      else multiply(tile_width<256>());
     } else multiply(tile_width<FORM::TOKENS>());
   }
 }

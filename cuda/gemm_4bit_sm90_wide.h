@@ -41,12 +41,17 @@ BSH_SIZE int32_t bsh_gemm_wide_barriers_at(int32_t tokens) { return bsh_gemm_wid
 BSH_SIZE int32_t bsh_gemm_wide_shared_bytes(int32_t tokens) {
   return bsh_gemm_wide_barriers_at(tokens) + 16 * (bsh_gemm_wide_x_stages(tokens) + BSH_GEMM_WIDE_STAGES);
 }
-/* Of a stack of experts: behind that, whose rows of x are whose (experts.cuh). */
+/* Of a stack of experts: behind that, places of tiles, 16 bytes each, and whose rows of x are whose (experts.cuh). A
+ * place is left alone until the stages of x of as many tiles behind it are filled, which may be one a tile. */
+enum { BSH_GEMM_WIDE_PLACES = 8 };
+BSH_SIZE int32_t bsh_gemm_wide_experts_at(int32_t tokens) {
+  return bsh_gemm_wide_shared_bytes(tokens) + 16 * BSH_GEMM_WIDE_PLACES;
+}
 enum { BSH_GEMM_WIDE_EXPERTS = 512, BSH_GEMM_WIDE_BOX = 64 }; /* tokens of x that are copied at once */
 /* An expert's tiles before it, in one word: those of 256 tokens, and above this bit narrower ones. */
 enum { BSH_GEMM_WIDE_NARROW_BIT = 20 };
 BSH_SIZE int32_t bsh_gemm_wide_grouped_bytes(int32_t tokens, int32_t experts) {
-  return bsh_gemm_wide_shared_bytes(tokens) + 8 * experts + 4;
+  return bsh_gemm_wide_experts_at(tokens) + 8 * experts + 4;
 }
 
 /* Partial sums of a thread block: f32 [tokens / 8][256 threads][4]. Flags: [blocks][8 warps], 0 at the start. */

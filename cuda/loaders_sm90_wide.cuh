@@ -48,9 +48,10 @@ __device__ __forceinline__ void load_x(const bsh_gemm_wide_args &args, const bsh
     const tile_place at = place.template at<FORM>(args, base, work.tile);
     const int token = at.token + place.rank * OWN_TOKENS;
 #pragma unroll 1
-    for (int k = work.from * 2; k < work.to * 2; k++, ring.advance()) {
+    for (int k = work.from * 2; k < place.template steps<FORM>(args, work.to); k++, ring.advance()) {
       mbarrier_wait(barriers.x_empty + 8 * ring.stage, ring.parity);
       if constexpr (FORM::GROUPED) {
+        if (k == 0) place.template leave<FORM>(base, work.round, at);
         mbarrier_expect(barriers.x_full + 8 * ring.stage, at.width * (BSH_UNIT * 2), true);
         for (int box = place.rank; box < at.width / BSH_GEMM_WIDE_BOX; box += BSH_GEMM_WIDE_PAIR)
           tensor_copy_to(base + BSH_GEMM_WIDE_X_AT + ring.stage * FORM::X_BYTES + box * BOX_BYTES, map, k * BSH_UNIT,

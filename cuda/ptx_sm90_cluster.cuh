@@ -68,6 +68,10 @@ __device__ __forceinline__ uint4 ld_shared_16(uint32_t address) {
                : "memory");
   return v;
 }
+__device__ __forceinline__ void st_shared_16(uint32_t address, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
 __device__ __forceinline__ uint2 ld_shared_8(uint32_t address) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");

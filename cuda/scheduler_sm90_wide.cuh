@@ -116,7 +116,27 @@ struct wide_place {
   }
   template <typename FORM>
   static __device__ __forceinline__ expert_rows experts(const bsh_gemm_wide_args &args, uint32_t base) {
-    return expert_rows(base + bsh_gemm_wide_shared_bytes(FORM::TOKENS), args.experts);
+    return expert_rows(base + bsh_gemm_wide_experts_at(FORM::TOKENS), args.experts);
+  }
+  // Where the places of this pair's tiles are: of its i-th one.
+  template <typename FORM> static __device__ __forceinline__ uint32_t place_at(uint32_t base, int i) {
+    return base + bsh_gemm_wide_shared_bytes(FORM::TOKENS) + i % BSH_GEMM_WIDE_PLACES * 16;
+  }
+  // Of a stack: the thread that brings x leaves a tile's place, which takes a search, for those that multiply.
+  template <typename FORM> __device__ __forceinline__ void leave(uint32_t base, int i, const tile_place &at) const {
+    st_shared_16(place_at<FORM>(base, i), make_uint4(at.row, at.token, at.left, at.expert | at.width << 16));
+  }
+  template <typename FORM> static __device__ __forceinline__ tile_place left_at(uint32_t base, int i) {
+    const uint4 v = ld_shared_16(place_at<FORM>(base, i));
+    return {(int)v.x, (int)v.y, (int)v.w & 0xFFFF, (int)v.z, (int)v.w >> 16};
+  }
+  // Steps of 64 of depth of a tile: TRIMMED without a last one behind the depth.
+  template <typename FORM> static __device__ __forceinline__ int steps(const bsh_gemm_wide_args &args, int pieces) {
+    return 2 * pieces - (FORM::TRIMMED && half_piece<FORM>(args));
+  }
+  template <typename FORM> static __device__ __forceinline__ bool half_piece(const bsh_gemm_wide_args &args) {
+    const int rest = (FORM::GRADIENT ? args.N : args.K) % BSH_GEMM_WIDE_PIECE;
+    return rest > 0 && rest <= BSH_GEMM_WIDE_PIECE / 2;
   }
   // Rows of A.
   template <typename FORM> static __device__ __forceinline__ int rows(const bsh_gemm_wide_args &args) {
