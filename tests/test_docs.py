@@ -13,6 +13,7 @@ import torch
 import upstream
 from fsdp.launch import launch, run
 from helpers.graphs import Played
+from helpers.versions import transformers_takes_peft
 
 pytest.importorskip("peft")
 pytest.importorskip("accelerate")
@@ -292,6 +293,7 @@ def test_demo(model, tmp_path):
 # ---- docs ----
 
 
+@transformers_takes_peft  # one block saves adapters of transformers
 def test_blocks_of_fsdp(tmp_path):
     """Every block of docs/fsdp.md on two processes; the worker fails where it leaves one out."""
     output = launch(2, "documented.py", str(ROOT / "docs" / "fsdp.md"), str(tmp_path))

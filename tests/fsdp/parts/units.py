@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from bitshard import fsdp
 from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import fsdp_auto_wrap_policy
 from shared import (
     DTYPES,
@@ -101,7 +102,10 @@ def check_adapters(dora, folder):
     assert len(found) == (3 if dora else 2) * LAYERS
     assert not differing(found, expected)
     assert same_bytes(logits(model), logits(whole))
-    assert model.active_adapters() == ["default"]
+    # of peft's layers: model.active_adapters() asks transformers, which can refuse the newest peft that is published
+    assert {tuple(part.active_adapters) for part in model.modules() if isinstance(part, BaseTunerLayer)} == {
+        ("default",)
+    }
 
 
 def check_adapters_of_rank0(dora, folder):
