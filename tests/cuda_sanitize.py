@@ -204,6 +204,13 @@ def main(names: list[str]) -> None:
         for dtype, nested in itertools.product(DTYPES[1:], (True, False)):
             grouped(272, 320, dtype, nested, (5, 0, 130, 1))
             grouped(272, 320, dtype, nested, (1, 129, 0, 193, 257, 385, 449))
+            grouped(48, 4160, dtype, nested, (40, 0, 3))
+            grouped(48, 8256, dtype, nested, (2, 1))
+        for pairs, experts in ((16, 128), (3000, 7)):
+            chosen = torch.randint(-1, experts + 1, (pairs // 2, 2))
+            found = ops.sort_by_expert(chosen.cuda(), experts)
+            expected = reference.sort_by_expert(chosen, experts)
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
         torch.cuda.synchronize()
         print("every kernel of a stack ran")
         return

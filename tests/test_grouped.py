@@ -111,6 +111,36 @@ def test_the_op_is_called_where_somebody_sees_it():
     }
 
 
+# tokens, experts of each, experts: none; fewer pairs than lanes; many experts; more pairs than a warp's stretch
+PAIRS = [(0, 4, 8), (1, 8, 128), (7, 3, 5), (64, 8, 256), (40, 1, 2000), (3000, 6, 64), (5, 2, 1)]
+
+
+def pairs(tokens, k, E):
+    """Numbers of experts, and some that are none's."""
+    chosen = torch.randint(-2, E + 3, (tokens, k), generator=torch.Generator().manual_seed(E))
+    return torch.where(chosen == -2, 2**40, chosen)
+
+
+@pytest.mark.parametrize("tokens, k, E", PAIRS)
+def test_sort_by_expert(tokens, k, E, device):
+    chosen = pairs(tokens, k, E)
+    found = ops.sort_by_expert(chosen.to(device), E)
+    assert [t.dtype for t in found] == [torch.int64] * 3 + [torch.int32]
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, reference.sort_by_expert(chosen, E), strict=True))
+
+
+def test_what_sort_by_expert_refuses():
+    chosen = torch.zeros(4, 2, dtype=torch.int64)
+    for given, E, message in (
+        (chosen.int(), 3, "chosen has ScalarType"),
+        (chosen, 0, "0 experts"),
+        (chosen, 2**31, "2147483648 experts"),
+        (chosen[0, 0], 3, "chosen has 0 dimensions"),
+    ):
+        with pytest.raises(RuntimeError, match=f"sort_by_expert: {message}"):
+            ops.sort_by_expert(given, E)
+
+
 def test_gradients():
     _, packed, state = stack(5, 48, 64, torch.float32)
     weights = functional.dequantize_4bit(packed, state)

@@ -232,6 +232,7 @@ GROUPS = {
     "outliers_int8, clear_int8": r"outliers_int8|clear_int8",
     "dequantize_int8, scale_product_int8": r"dequantize_int8|scale_product_int8",
     "linear_int8_any": r"linear_int8_(?:dgrad_)?any",
+    "sort_by_expert": r"sort_by_expert",
     "search_4bit": r"search_4bit",
     "round_4bit": r"round_4bit",
     "optimizer, 32 bits": r"optimizer_32bit",

@@ -175,6 +175,7 @@ Quantize = struct("Quantize", "*x *packed *absmax n blocksize -dtype -format")
 Dequantize = struct("Dequantize", "weight *out columns row0 n_rows column0 n_columns ld -dtype")
 QuantizeBlockwise = struct("QuantizeBlockwise", "*x *map *offset *code *absmax n blocksize -dtype")
 DequantizeBlockwise = struct("DequantizeBlockwise", "*code *absmax *map *offset *out n blocksize -dtype")
+Sort = struct("Sort", "*chosen *order *back *row *offs S k -E")
 Search = struct("Search", "*x *weights *scales *choice n period blocksize G -format")
 Round = struct("Round", "*w *u *scales *codes *errors N P -format")
 Linear = struct("Linear", "weight *x *bias *y M N K ldx ldy -dtype -direction")
@@ -198,6 +199,7 @@ STRUCTS = (
     Dequantize,
     QuantizeBlockwise,
     DequantizeBlockwise,
+    Sort,
     Search,
     Round,
     Linear,
@@ -344,6 +346,12 @@ class Gpu:
         args = DequantizeBlockwise(*pointers, code.numel(), blocksize, DTYPES[dtype])
         self.call("dequantize_blockwise", args, tensors=[code, absmax, values, out])
         return out
+
+    def sort_by_expert(self, chosen: Tensor, E: int) -> list[Tensor]:
+        found = [torch.empty(chosen.numel(), dtype=torch.int64) for _ in range(3)] + [torch.empty(E, dtype=torch.int32)]
+        args = Sort(*(t.data_ptr() for t in (chosen, *found)), chosen.numel(), chosen.shape[-1], E)
+        self.call("sort_by_expert", args, tensors=[chosen, *found])
+        return found
 
     def search_4bit(self, x: Tensor, weights: Tensor, scales: Tensor, blocksize: int, fmt: int) -> Tensor:
         choice = torch.empty(-(-x.numel() // blocksize), dtype=torch.uint8)

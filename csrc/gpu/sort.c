@@ -1,0 +1,22 @@
+/* gpu/sort.c - launches the kernel of cuda/sort_by_expert.cu. */
+#include <inttypes.h>
+
+#include "core/arithmetic.h"
+#include "cuda/sort_by_expert.h"
+#include "gpu/ops.h"
+
+bsh_status bsh_cuda_sort_by_expert(const bsh_sort_by_expert_args *const args, const bsh_cuda_context *const context) {
+  static bsh_cuda_kernel kernel = {.fatbin = BSH_FATBIN_sort_by_expert, .name = "sort_by_expert"};
+  const int64_t most =
+      BSH_SORT_COUNTERS / ((int64_t)args->E + 1) - 1; /* warps whose counters there is room for, and the sums */
+  if (most < 1 || args->S > INT32_MAX / 2)
+    return bsh_fail(BSH_BAD_SHAPE, "%s: %" PRId64 " pairs of %d experts, at most %d of %d", context->op, args->S,
+                    args->E, INT32_MAX / 2, BSH_SORT_COUNTERS / 2 - 1);
+  const int64_t warps = min_i64(divide_up(args->S + (args->S == 0), 32), min_i64(most, BSH_SORT_WARPS));
+  const bsh_cuda_launch_shape shape = {.grid = {1, 1, 1},
+                                       .block = {(uint32_t)(32 * warps), 1, 1},
+                                       .shared_bytes = BSH_SORT_COUNTERS * (int32_t)sizeof(uint32_t),
+                                       .overlap = true};
+  void *arguments[] = {(void *)(uintptr_t)args};
+  return bsh_cuda_launch(context, &kernel, &shape, arguments);
+}

@@ -1,0 +1,111 @@
+// sort_by_expert.cu - the pairs of tokens and experts of a layer in the order of their experts, and who is where then.
+//
+//   chosen [T, k] --count--> shared memory: for each warp's stretch of the pairs, how many each expert has
+//                 --scan---> where the next pair of an expert goes: experts one after the other, in each the warps
+//                 --place--> order, back, row; offs: where each expert's pairs end
+//
+// One block of threads: a layer has up to some ten thousand pairs, and a launch costs more than they do. Pairs of one
+// expert keep their order. Numbers that are no expert's count as one more expert, the last.
+#include "sort_by_expert.h"
+
+#include "common.cuh"
+
+namespace bsh {
+namespace {
+
+__device__ __forceinline__ int bucket_of(const bsh_sort_by_expert_args &args, int64_t pair) {
+  const int64_t expert = args.chosen[pair];
+  return expert < 0 || expert >= args.E ? args.E : (int)expert;
+}
+
+// Lanes of `among` that have the same bucket, of `bits` bits.
+__device__ __forceinline__ uint32_t alike(int bucket, int bits, uint32_t among) {
+  for (int bit = 0; bit < bits; bit++) {
+    const bool set = bucket >> bit & 1;
+    const uint32_t lanes = __ballot_sync(ALL_LANES, set);
+    among &= set ? lanes : ~lanes;
+  }
+  return among;
+}
+
+// next[bucket]: pairs of it in this warp's stretch.
+__device__ __forceinline__ void count(const bsh_sort_by_expert_args &args, uint32_t *next, int begin, int end) {
+  for (int pair = begin + (threadIdx.x & 31); pair < end; pair += 32) atomicAdd(next + bucket_of(args, pair), 1u);
+}
+
+// next[warp][bucket] becomes the pairs of it in the stretches before, total[bucket] those in all.
+__device__ __forceinline__ void scan_warps(uint32_t *next, uint32_t *total, int buckets, int warps) {
+  for (int bucket = threadIdx.x; bucket < buckets; bucket += blockDim.x) {
+    uint32_t sum = 0;
+    for (int warp = 0; warp < warps; warp++) {
+      const uint32_t own = next[warp * buckets + bucket];
+      next[warp * buckets + bucket] = sum;
+      sum += own;
+    }
+    total[bucket] = sum;
+  }
+}
+
+// One warp: total[bucket] becomes the pairs of the buckets before. A lane has a run of buckets.
+__device__ __forceinline__ void scan_buckets(const bsh_sort_by_expert_args &args, uint32_t *total, int buckets) {
+  const int lane = threadIdx.x & 31, run = (buckets + 31) / 32;
+  const int begin = min(lane * run, buckets), end = min(begin + run, buckets);
+  uint32_t own = 0;
+  for (int bucket = begin; bucket < end; bucket++) own += total[bucket];
+  uint32_t at = own;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const uint32_t left = __shfl_up_sync(ALL_LANES, at, step);
+    if (lane >= step) at += left;
+  }
+  at -= own;
+  for (int bucket = begin; bucket < end; bucket++) {
+    const uint32_t pairs = total[bucket];
+    total[bucket] = at;
+    at += pairs;
+    if (bucket < args.E) args.offs[bucket] = (int32_t)at;
+  }
+}
+
+// Each pair of this warp's stretch to its place, 32 at a time, the next ones read ahead.
+__device__ __forceinline__ void place(const bsh_sort_by_expert_args &args, uint32_t *next, const uint32_t *start,
+                                      int begin, int end) {
+  const int lane = threadIdx.x & 31, bits = 32 - __clz(args.E);
+  int ahead = begin + lane < end ? bucket_of(args, begin + lane) : 0;
+  for (int first = begin; first < end; first += 32) {
+    const int pair = first + lane, bucket = ahead;
+    const bool there = pair < end;
+    if (pair + 32 < end) ahead = bucket_of(args, pair + 32);
+    const uint32_t same = alike(bucket, bits, __ballot_sync(ALL_LANES, there)), before = same & ((1u << lane) - 1);
+    const uint32_t at = there ? start[bucket] + next[bucket] + __popc(before) : 0;
+    __syncwarp();
+    if (there && before == 0) next[bucket] += __popc(same);
+    __syncwarp();
+    if (!there) continue;
+    args.order[at] = pair, args.back[pair] = at;
+    args.row[at] = (uint32_t)pair / (uint32_t)args.k;
+  }
+}
+
+} // namespace
+} // namespace bsh
+
+extern "C" __global__ void __launch_bounds__(32 * BSH_SORT_WARPS)
+    sort_by_expert(const __grid_constant__ bsh_sort_by_expert_args args) {
+  extern __shared__ uint32_t counters[]; // [warps][buckets], then [buckets]
+  const int buckets = args.E + 1, warps = blockDim.x / 32, warp = threadIdx.x / 32;
+  uint32_t *const next = counters + warp * buckets, *const start = counters + warps * buckets;
+  const int stretch = (int)((args.S + 32 * warps - 1) / (32 * warps)) * 32;
+  const int begin = (int)min((int64_t)warp * stretch, args.S), end = (int)min((int64_t)begin + stretch, args.S);
+  for (int i = threadIdx.x; i < warps * buckets; i += blockDim.x) counters[i] = 0;
+  __syncthreads();
+  bsh::wait_for_earlier_kernels();
+  bsh::let_later_kernels_start();
+  bsh::count(args, next, begin, end);
+  __syncthreads();
+  bsh::scan_warps(counters, start, buckets, warps);
+  __syncthreads();
+  if (warp == 0) bsh::scan_buckets(args, start, buckets);
+  __syncthreads();
+  bsh::place(args, next, start, begin, end);
+}
