@@ -4,8 +4,9 @@
 //                 --scan---> where the next pair of an expert goes: experts one after the other, in each the warps
 //                 --place--> order, back, row; offs: where each expert's pairs end
 //
-// One block of threads: a layer has up to some ten thousand pairs, and a launch costs more than they do. Pairs of one
-// expert keep their order. Numbers that are no expert's count as one more expert, the last.
+// Each block of threads counts all pairs, which saves a second launch, and places those of some of the experts: one
+// multiprocessor would take long for the stores of many pairs. Pairs of one expert keep their order. Numbers that are
+// no expert's count as one more expert, the last.
 #include "sort_by_expert.h"
 
 #include "common.cuh"
@@ -28,9 +29,23 @@ __device__ __forceinline__ uint32_t alike(int bucket, int bits, uint32_t among) 
   return among;
 }
 
+// The buckets of the pairs from `first` on, one of 32 in turn, asked for together; the last one's, or none, behind
+// them.
+constexpr int BATCH = 8;
+__device__ __forceinline__ void read(const bsh_sort_by_expert_args &args, int first, int end, int *buckets) {
+#pragma unroll
+  for (int i = 0; i < BATCH; i++) buckets[i] = bucket_of(args, min(first + i * 32, end - 1));
+}
+
 // next[bucket]: pairs of it in this warp's stretch.
 __device__ __forceinline__ void count(const bsh_sort_by_expert_args &args, uint32_t *next, int begin, int end) {
-  for (int pair = begin + (threadIdx.x & 31); pair < end; pair += 32) atomicAdd(next + bucket_of(args, pair), 1u);
+  int buckets[BATCH];
+  for (int first = begin + (threadIdx.x & 31); first < end; first += 32 * BATCH) {
+    read(args, first, end, buckets);
+#pragma unroll
+    for (int i = 0; i < BATCH; i++)
+      if (first + i * 32 < end) atomicAdd(next + buckets[i], 1u);
+  }
 }
 
 // next[warp][bucket] becomes the pairs of it in the stretches before, total[bucket] those in all.
@@ -63,49 +78,56 @@ __device__ __forceinline__ void scan_buckets(const bsh_sort_by_expert_args &args
     const uint32_t pairs = total[bucket];
     total[bucket] = at;
     at += pairs;
-    if (bucket < args.E) args.offs[bucket] = (int32_t)at;
+    if (bucket < args.E && blockIdx.x == 0) args.offs[bucket] = (int32_t)at;
   }
 }
 
-// Each pair of this warp's stretch to its place, 32 at a time, the next ones read ahead.
+// Pairs of this warp's stretch to their places, 32 at a time: those of the buckets [low, high).
 __device__ __forceinline__ void place(const bsh_sort_by_expert_args &args, uint32_t *next, const uint32_t *start,
-                                      int begin, int end) {
+                                      int begin, int end, int low, int high) {
   const int lane = threadIdx.x & 31, bits = 32 - __clz(args.E);
-  int ahead = begin + lane < end ? bucket_of(args, begin + lane) : 0;
-  for (int first = begin; first < end; first += 32) {
-    const int pair = first + lane, bucket = ahead;
-    const bool there = pair < end;
-    if (pair + 32 < end) ahead = bucket_of(args, pair + 32);
-    const uint32_t same = alike(bucket, bits, __ballot_sync(ALL_LANES, there)), before = same & ((1u << lane) - 1);
-    const uint32_t at = there ? start[bucket] + next[bucket] + __popc(before) : 0;
-    __syncwarp();
-    if (there && before == 0) next[bucket] += __popc(same);
-    __syncwarp();
-    if (!there) continue;
-    args.order[at] = pair, args.back[pair] = at;
-    args.row[at] = (uint32_t)pair / (uint32_t)args.k;
+  int buckets[BATCH];
+  for (int first = begin; first < end; first += 32 * BATCH) {
+    read(args, first + lane, end, buckets);
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+      const int pair = first + i * 32 + lane, bucket = buckets[i];
+      const bool own = pair < end && bucket >= low && bucket < high;
+      const uint32_t lanes = __ballot_sync(ALL_LANES, own);
+      if (lanes == 0) continue;
+      const uint32_t same = alike(bucket, bits, lanes), before = same & ((1u << lane) - 1);
+      const uint32_t at = own ? start[bucket] + next[bucket] + __popc(before) : 0;
+      __syncwarp();
+      if (own && before == 0) next[bucket] += __popc(same);
+      __syncwarp();
+      if (!own) continue;
+      args.order[at] = pair, args.back[pair] = at;
+      args.row[at] = (uint32_t)pair / (uint32_t)args.k;
+    }
   }
 }
 
 } // namespace
 } // namespace bsh
 
+// stretches: of the pairs, one for each of the first warps.
 extern "C" __global__ void __launch_bounds__(32 * BSH_SORT_WARPS)
-    sort_by_expert(const __grid_constant__ bsh_sort_by_expert_args args) {
-  extern __shared__ uint32_t counters[]; // [warps][buckets], then [buckets]
-  const int buckets = args.E + 1, warps = blockDim.x / 32, warp = threadIdx.x / 32;
-  uint32_t *const next = counters + warp * buckets, *const start = counters + warps * buckets;
-  const int stretch = (int)((args.S + 32 * warps - 1) / (32 * warps)) * 32;
-  const int begin = (int)min((int64_t)warp * stretch, args.S), end = (int)min((int64_t)begin + stretch, args.S);
-  for (int i = threadIdx.x; i < warps * buckets; i += blockDim.x) counters[i] = 0;
+    sort_by_expert(const __grid_constant__ bsh_sort_by_expert_args args, int stretches) {
+  extern __shared__ uint32_t counters[]; // [stretches][buckets], then [buckets]
+  const int buckets = args.E + 1, warp = threadIdx.x / 32;
+  uint32_t *const next = counters + warp * buckets, *const start = counters + stretches * buckets;
+  const int64_t stretch = (args.S + stretches - 1) / stretches;
+  const int begin = (int)min(warp * stretch, args.S), end = (int)min(begin + stretch, args.S);
+  for (int i = threadIdx.x; i < stretches * buckets; i += blockDim.x) counters[i] = 0;
   __syncthreads();
   bsh::wait_for_earlier_kernels();
   bsh::let_later_kernels_start();
-  bsh::count(args, next, begin, end);
+  if (warp < stretches) bsh::count(args, next, begin, end);
   __syncthreads();
-  bsh::scan_warps(counters, start, buckets, warps);
+  bsh::scan_warps(counters, start, buckets, stretches);
   __syncthreads();
   if (warp == 0) bsh::scan_buckets(args, start, buckets);
   __syncthreads();
-  bsh::place(args, next, start, begin, end);
+  const int low = buckets * blockIdx.x / gridDim.x, high = buckets * (blockIdx.x + 1) / gridDim.x;
+  if (warp < stretches) bsh::place(args, next, start, begin, end, low, high);
 }

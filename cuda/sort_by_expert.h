@@ -2,7 +2,10 @@
 #ifndef BSH_SORT_BY_EXPERT_H
 #define BSH_SORT_BY_EXPERT_H
 
-/* One block of up to 32 warps; 32-bit counters in dynamic shared memory, all a block has without asking for more. */
-enum { BSH_SORT_WARPS = 32, BSH_SORT_COUNTERS = 12 << 10 };
+/* Warps of a block, at least and at most, and the pairs that each should have; blocks at most, and the pairs of each;
+ * 32-bit counters in dynamic shared memory, all that a block has without asking for more. */
+enum { BSH_SORT_LEAST_WARPS = 8, BSH_SORT_WARPS = 32, BSH_SORT_WARP_PAIRS = 32 };
+enum { BSH_SORT_BLOCKS = 64, BSH_SORT_BLOCK_PAIRS = 512 };
+enum { BSH_SORT_COUNTERS = 12 << 10 };
 
 #endif

@@ -12,11 +12,15 @@ bsh_status bsh_cuda_sort_by_expert(const bsh_sort_by_expert_args *const args, co
   if (most < 1 || args->S > INT32_MAX / 2)
     return bsh_fail(BSH_BAD_SHAPE, "%s: %" PRId64 " pairs of %d experts, at most %d of %d", context->op, args->S,
                     args->E, INT32_MAX / 2, BSH_SORT_COUNTERS / 2 - 1);
-  const int64_t warps = min_i64(divide_up(args->S + (args->S == 0), 32), min_i64(most, BSH_SORT_WARPS));
-  const bsh_cuda_launch_shape shape = {.grid = {1, 1, 1},
+  const int64_t pairs = args->S > 0 ? args->S : 1;
+  const int64_t stretches = min_i64(divide_up(pairs, BSH_SORT_WARP_PAIRS), min_i64(most, BSH_SORT_WARPS));
+  const int64_t warps = stretches > BSH_SORT_LEAST_WARPS ? stretches : BSH_SORT_LEAST_WARPS;
+  const int64_t blocks = min_i64(divide_up(pairs, BSH_SORT_BLOCK_PAIRS), min_i64(args->E, BSH_SORT_BLOCKS));
+  const bsh_cuda_launch_shape shape = {.grid = {(uint32_t)blocks, 1, 1},
                                        .block = {(uint32_t)(32 * warps), 1, 1},
                                        .shared_bytes = BSH_SORT_COUNTERS * (int32_t)sizeof(uint32_t),
                                        .overlap = true};
-  void *arguments[] = {(void *)(uintptr_t)args};
+  int32_t of_kernel = (int32_t)stretches;
+  void *arguments[] = {(void *)(uintptr_t)args, &of_kernel};
   return bsh_cuda_launch(context, &kernel, &shape, arguments);
 }
