@@ -5,7 +5,8 @@
 //                     v   groups x row tiles of W, in this order, cut evenly among the blocks
 //   a segment: one group of rows of one expert, some of its row tiles
 //                     |   gemv_4bit.cuh: x in registers, W through rings, sums meet in shared memory; where K is longer
-//                     |   than a block holds, the blocks of a cluster have a part each, and join them in args.partial
+//                     |   than a block holds, its parts one after the other: the sums of a segment wait for the next
+//                     |   part beside the table, where there is room for 32 tiles of 16 rows of x, 64 of 8
 //                     v
 //   y                     rows behind the last expert's: zero
 //

@@ -211,6 +211,10 @@ def main(names: list[str]) -> None:
             found = ops.sort_by_expert(chosen.cuda(), experts)
             expected = reference.sort_by_expert(chosen, experts)
             assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+        for dtype, columns in itertools.product(DTYPES, (1001, 2880)):
+            y, back, counts = torch.randn(66, columns).to(dtype), torch.randperm(66), torch.rand(6, 11)
+            found = ops.sum_by_token(y.cuda(), back.cuda(), counts.cuda()).cpu()
+            assert torch.equal(found, reference.sum_by_token(y, back, counts))
         torch.cuda.synchronize()
         print("every kernel of a stack ran")
         return

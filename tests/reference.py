@@ -110,6 +110,15 @@ def sort_by_expert(chosen: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor, Tens
     return order, order.argsort(), order // chosen.shape[-1], ends.int()
 
 
+def sum_by_token(y: Tensor, back: Tensor, counts: Tensor) -> Tensor:
+    """Each token's rows times what they count, in fp32, one after the other."""
+    total = torch.zeros(counts.shape[0], y.shape[1])
+    for i in range(counts.shape[1]):
+        rows = y[back.view(counts.shape)[:, i]].float()
+        total = total + counts[:, i : i + 1].float() * rows
+    return total.to(y.dtype)
+
+
 def checksum(packed: Tensor) -> int:
     """Sum mod 2^64 of mix(word_i + (i + 1) * golden ratio) over little-endian 8-byte words, as a signed number."""
     data = bytes(packed.detach().cpu().contiguous().flatten().view(torch.uint8).tolist())

@@ -141,6 +141,44 @@ def test_what_sort_by_expert_refuses():
             ops.sort_by_expert(given, E)
 
 
+SUMS = [(5, 8, 96), (1, 1, 8), (3, 11, 1), (70, 4, 2880), (2, 9, 1001), (0, 2, 64), (4, 0, 64), (4, 2, 0)]
+
+
+def summands(tokens, k, H, dtype, counts_dtype):
+    generator = torch.Generator().manual_seed(H)
+    y, counts = torch.randn(tokens * k, H, generator=generator), torch.rand(tokens, k, generator=generator)
+    return y.to(dtype), torch.randperm(tokens * k, generator=generator), counts.to(counts_dtype)
+
+
+@pytest.mark.parametrize("tokens, k, H", SUMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_by_token(tokens, k, H, dtype, device):
+    """The same bits everywhere, whatever lies where."""
+    for counts_dtype in {dtype, torch.float32}:
+        given = summands(tokens, k, H, dtype, counts_dtype)
+        expected = reference.sum_by_token(*given)
+        assert same_bytes(ops.sum_by_token(*(t.to(device) for t in given)).cpu(), expected)
+        y = torch.cat([given[0].new_zeros(1), given[0].flatten()])[1:].view(given[0].shape)  # not at 16 bytes
+        assert same_bytes(ops.sum_by_token(*(t.to(device) for t in (y, *given[1:]))).cpu(), expected)
+
+
+def test_what_sum_by_token_refuses():
+    y, back, counts = summands(3, 2, 8, torch.float32, torch.float32)
+    for given, message in (
+        ((y[:5], back, counts), "y has 2 dimensions and 5 rows, counts 2 dimensions and 6 elements"),
+        ((y[0], back, counts), "y has 1 dimensions"),
+        ((y, back, counts.view(-1)), "y has 2 dimensions and 6 rows, counts 1 dimensions"),
+        ((y, back.int(), counts), "back has ScalarType"),
+        ((y, back[:5], counts), "back has 5 elements, expected 6"),
+        ((y.double(), back, counts), "y"),
+        ((y, back, counts.double()), "counts"),
+        ((y, back - 1, counts), r"back\[\d\] is -1 of 6 rows"),
+        ((y, back + 1, counts), r"back\[\d\] is 6 of 6 rows"),
+    ):
+        with pytest.raises(RuntimeError, match=f"sum_by_token: {message}"):
+            ops.sum_by_token(*given)
+
+
 def test_gradients():
     _, packed, state = stack(5, 48, 64, torch.float32)
     weights = functional.dequantize_4bit(packed, state)

@@ -233,6 +233,7 @@ GROUPS = {
     "dequantize_int8, scale_product_int8": r"dequantize_int8|scale_product_int8",
     "linear_int8_any": r"linear_int8_(?:dgrad_)?any",
     "sort_by_expert": r"sort_by_expert",
+    "sum_by_token": r"sum_by_token",
     "search_4bit": r"search_4bit",
     "round_4bit": r"round_4bit",
     "optimizer, 32 bits": r"optimizer_32bit",

@@ -99,6 +99,21 @@ def test_sort_by_expert(tokens, k, E, sm):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("tokens, k, H", [(5, 8, 96), (3, 11, 1), (4, 4, 1100), (2, 9, 1001)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_sum_by_token(tokens, k, H, dtype):
+    """The bits of the reference; rows that y does not have are not read."""
+    generator = torch.Generator().manual_seed(H)
+    y, back = torch.randn(tokens * k, H, generator=generator).to(dtype), torch.randperm(tokens * k, generator=generator)
+    counts = torch.rand(tokens, k, generator=generator)
+    for given in (counts, counts.to(dtype)):
+        found = machine.Gpu(75, 2).sum_by_token(y, back, given)
+        assert torch.equal(found, reference.sum_by_token(y, back, given))
+    back[0], back[1] = -5, 2**40
+    clamped = back.clamp(0, tokens * k - 1)
+    assert torch.equal(machine.Gpu(90, 2).sum_by_token(y, back, counts), reference.sum_by_token(y, clamped, counts))
+
+
 def test_more_experts_than_sort_by_expert_counts():
     chosen = torch.zeros(2, 2, dtype=torch.int64)
     assert machine.Gpu(90, 1).sort_by_expert(chosen, 6143)[3][0] == 4

@@ -43,8 +43,9 @@ bsh_status bsh_cpu_linear_4bit(const bsh_linear_4bit_args *args, const bsh_cpu_g
 /* The same for a stack of weights. BSH_BAD_VALUE where offs do not ascend, or end beyond the rows. */
 bsh_status bsh_cpu_grouped_linear_4bit(const bsh_grouped_linear_4bit_args *args, const bsh_cpu_gemm *gemm);
 
-/* The pairs of a layer in the order of their experts. */
+/* Pairs of tokens and experts. BSH_BAD_VALUE where `back` names a row that y does not have. */
 bsh_status bsh_cpu_sort_by_expert(const bsh_sort_by_expert_args *args);
+bsh_status bsh_cpu_sum_by_token(const bsh_sum_by_token_args *args);
 
 /* One step in place. The norm that max_unorm needs is added in double, in an order that depends on n alone. */
 bsh_status bsh_cpu_optimizer_32bit(const bsh_optimizer_32bit_args *args);

@@ -90,29 +90,3 @@ bsh_status bsh_cpu_grouped_linear_4bit(const bsh_grouped_linear_4bit_args *const
   }
   return BSH_OK;
 }
-
-/* ---- which rows are whose ---- */
-
-static bool is_expert(const bsh_sort_by_expert_args *const args, const int64_t pair) {
-  return args->chosen[pair] >= 0 && args->chosen[pair] < args->E;
-}
-
-/* offs[e] is first the number of e's pairs, then where the next of them goes, which in the end is where they end. */
-bsh_status bsh_cpu_sort_by_expert(const bsh_sort_by_expert_args *const args) {
-  memset(args->offs, 0, (size_t)args->E * sizeof *args->offs);
-  for (int64_t i = 0; i < args->S; i++)
-    if (is_expert(args, i)) args->offs[args->chosen[i]]++;
-  int64_t rest = 0;
-  for (int32_t e = 0; e < args->E; e++) {
-    const int32_t pairs = args->offs[e];
-    args->offs[e] = (int32_t)rest;
-    rest += pairs;
-  }
-  for (int64_t i = 0; i < args->S; i++) {
-    const int64_t at = is_expert(args, i) ? args->offs[args->chosen[i]]++ : rest++;
-    args->order[at] = i;
-    args->back[i] = at;
-    args->row[at] = i / args->k;
-  }
-  return BSH_OK;
-}

@@ -41,6 +41,7 @@
   X(linear_int8, 4, "(Tensor x, Tensor packed, Tensor absmax, Tensor bias, float threshold, int N, int K) -> Tensor")  \
   X(linear_int8_dgrad, 3, "(Tensor dy, Tensor packed, Tensor absmax, int N, int K) -> Tensor")                         \
   X(sort_by_expert, 1, "(Tensor chosen, int E) -> (Tensor, Tensor, Tensor, Tensor)")                                   \
+  X(sum_by_token, 3, "(Tensor y, Tensor back, Tensor counts) -> Tensor")                                               \
   X(checksum, 1, "(Tensor packed) -> Tensor")                                                                          \
   X(optimizer_32bit, 5,                                                                                                \
     "(Tensor g, Tensor(a!) p, Tensor(b!) state1, Tensor(c!) state2, Tensor(d!) unorm, " STEP_ARGUMENTS                 \
@@ -359,6 +360,30 @@ static bsh_status bsh_op_sort_by_expert(bsh_call *const call) {
   BSH_TRY(bsh_call_output(call, &chosen, 1, &E, bsh_torch.dtype_int32, &offs));
   args.order = pairs[0].data, args.back = pairs[1].data, args.row = pairs[2].data, args.offs = offs.data;
   BSH_COMPUTE(sort_by_expert, &chosen, args.S, args.E, 0, &args);
+}
+
+/* y [T k, H], back [T k], counts [T, k] -> [T, H]. */
+static bsh_status bsh_op_sum_by_token(bsh_call *const call) {
+  bsh_tensor y, counts, out;
+  BSH_TRY(bsh_call_tensor(call, 0, &y));
+  BSH_TRY(bsh_call_tensor(call, 2, &counts));
+  if (y.dim != 2 || counts.dim != 2 || y.sizes[0] != counts.numel)
+    return bsh_fail(BSH_BAD_SHAPE,
+                    "%s: y has %" PRId64 " dimensions and %" PRId64 " rows, counts %" PRId64 " dimensions and %" PRId64
+                    " elements",
+                    call->op, y.dim, y.dim > 0 ? y.sizes[0] : 0, counts.dim, counts.numel);
+  const int64_t sizes[2] = {counts.sizes[0], y.sizes[1]};
+  bsh_sum_by_token_args args = {.y = y.data, .counts = counts.data, .T = sizes[0], .k = counts.sizes[1], .H = sizes[1]};
+  BSH_TRY(bsh_compute_dtype(call->op, "y", y.dtype, &args.dtype));
+  BSH_TRY(bsh_compute_dtype(call->op, "counts", counts.dtype, &args.counts_dtype));
+  BSH_TRY(bsh_same_device(call, &counts, "counts", &y, "y"));
+  BSH_TRY(
+      bsh_vector_argument(call, 1, "back", bsh_torch.dtype_int64, counts.numel, &y, (void **)(uintptr_t)&args.back));
+  BSH_TRY(bsh_call_output(call, &y, 2, sizes, y.dtype, &out));
+  if (out.numel == 0) return BSH_OK;
+  if (args.k == 0) return bsh_empty_sums(call, &out, NULL);
+  args.out = out.data;
+  BSH_COMPUTE(sum_by_token, &y, args.T, args.k, args.H, &args);
 }
 
 /* ---- calibration ---- */

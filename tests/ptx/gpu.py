@@ -176,6 +176,7 @@ Dequantize = struct("Dequantize", "weight *out columns row0 n_rows column0 n_col
 QuantizeBlockwise = struct("QuantizeBlockwise", "*x *map *offset *code *absmax n blocksize -dtype")
 DequantizeBlockwise = struct("DequantizeBlockwise", "*code *absmax *map *offset *out n blocksize -dtype")
 Sort = struct("Sort", "*chosen *order *back *row *offs S k -E")
+Sum = struct("Sum", "*y *back *counts *out T k H -dtype -counts_dtype")
 Search = struct("Search", "*x *weights *scales *choice n period blocksize G -format")
 Round = struct("Round", "*w *u *scales *codes *errors N P -format")
 Linear = struct("Linear", "weight *x *bias *y M N K ldx ldy -dtype -direction")
@@ -200,6 +201,7 @@ STRUCTS = (
     QuantizeBlockwise,
     DequantizeBlockwise,
     Sort,
+    Sum,
     Search,
     Round,
     Linear,
@@ -352,6 +354,13 @@ class Gpu:
         args = Sort(*(t.data_ptr() for t in (chosen, *found)), chosen.numel(), chosen.shape[-1], E)
         self.call("sort_by_expert", args, tensors=[chosen, *found])
         return found
+
+    def sum_by_token(self, y: Tensor, back: Tensor, counts: Tensor) -> Tensor:
+        out = y.new_empty(counts.shape[0], y.shape[1])
+        tensors, dtypes = [y, back, counts, out], (DTYPES[y.dtype], DTYPES[counts.dtype])
+        args = Sum(*(t.data_ptr() for t in tensors), *counts.shape, y.shape[1], *dtypes)
+        self.call("sum_by_token", args, tensors=tensors)
+        return out
 
     def search_4bit(self, x: Tensor, weights: Tensor, scales: Tensor, blocksize: int, fmt: int) -> Tensor:
         choice = torch.empty(-(-x.numel() // blocksize), dtype=torch.uint8)

@@ -48,10 +48,11 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     y = _product(self, down, h, offs)
     if getattr(self, "has_post_expert_norm", False):  # transformers 5.18 and later
         y = self.post_expert_norm(y)
+    if not parallel:
+        return SumByToken.apply(y, top_k_weights, order, back, rows).to(hidden_states.dtype)
     y, counts = InOrderOfTokens.apply(y, order, back).view(tokens, k, -1), top_k_weights.unsqueeze(-1)
-    if parallel:
-        elsewhere = (top_k_index >= self.num_experts).unsqueeze(-1)
-        y, counts = y.masked_fill(elsewhere, 0), counts.masked_fill(elsewhere, 0)
+    elsewhere = (top_k_index >= self.num_experts).unsqueeze(-1)
+    y, counts = y.masked_fill(elsewhere, 0), counts.masked_fill(elsewhere, 0)
     return (y * counts).sum(1).to(hidden_states.dtype)
 
 
@@ -85,6 +86,29 @@ class InOrderOfTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         return _reordered(dy, *ctx.saved_tensors), None, None
+
+
+class SumByToken(torch.autograd.Function):
+    """y [S, H] sorted by expert, counts [T, k] -> [T, H]: of each token the sum of its pairs' rows times their counts.
+
+    One launch, and no product that is kept; order, back, rows: of `ops.sort_by_expert`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, counts: Tensor, order: Tensor, back: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(y, counts, order, back, rows)
+        return ops.sum_by_token(y, back, counts)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        y, counts, order, back, rows = ctx.saved_tensors
+        dy = dcounts = None
+        if ctx.needs_input_grad[0]:
+            dy = (dout[rows] * counts.reshape(-1)[order].unsqueeze(-1)).to(y.dtype)
+        if ctx.needs_input_grad[1]:
+            dout = dout.to(torch.promote_types(y.dtype, counts.dtype)).unsqueeze(1)
+            dcounts = (dout * y[back].view(*counts.shape, -1)).sum(-1).to(counts.dtype)
+        return dy, dcounts, None, None, None
 
 
 def _reordered(dy: Tensor, places: Tensor) -> Tensor:

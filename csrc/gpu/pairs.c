@@ -1,12 +1,12 @@
-/* gpu/sort.c - launches the kernel of cuda/sort_by_expert.cu. */
+/* gpu/pairs.c - launches the kernels of cuda/pairs.cu. */
 #include <inttypes.h>
 
 #include "core/arithmetic.h"
-#include "cuda/sort_by_expert.h"
+#include "cuda/pairs.h"
 #include "gpu/ops.h"
 
 bsh_status bsh_cuda_sort_by_expert(const bsh_sort_by_expert_args *const args, const bsh_cuda_context *const context) {
-  static bsh_cuda_kernel kernel = {.fatbin = BSH_FATBIN_sort_by_expert, .name = "sort_by_expert"};
+  static bsh_cuda_kernel kernel = {.fatbin = BSH_FATBIN_pairs, .name = "sort_by_expert"};
   const int64_t most =
       BSH_SORT_COUNTERS / ((int64_t)args->E + 1) - 1; /* warps whose counters there is room for, and the sums */
   if (most < 1 || args->S > INT32_MAX / 2)
@@ -23,4 +23,20 @@ bsh_status bsh_cuda_sort_by_expert(const bsh_sort_by_expert_args *const args, co
   int32_t of_kernel = (int32_t)stretches;
   void *arguments[] = {(void *)(uintptr_t)args, &of_kernel};
   return bsh_cuda_launch(context, &kernel, &shape, arguments);
+}
+
+#define SUM_KERNEL(NAME) {.fatbin = BSH_FATBIN_pairs, .name = NAME}
+#define SUM_KERNELS(name) {SUM_KERNEL("sum_by_token_" name), SUM_KERNEL("sum_by_token_" name "_any")}
+
+bsh_status bsh_cuda_sum_by_token(const bsh_sum_by_token_args *const args, const bsh_cuda_context *const context) {
+  static bsh_cuda_kernel kernels[3][2] = {SUM_KERNELS("f32"), SUM_KERNELS("f16"), SUM_KERNELS("bf16")};
+  const int64_t width = 16 / dtype_size(args->dtype); /* elements of 16 bytes */
+  const bool any = args->H % width != 0 || !aligned(args->y, 16) || !aligned(args->out, 16);
+  const int64_t blocks = divide_up(args->H, BSH_SUM_THREADS * (any ? 1 : width));
+  if (args->T > INT32_MAX || blocks > UINT16_MAX)
+    return bsh_fail(BSH_BAD_SHAPE, "%s: %" PRId64 " tokens of %" PRId64 " columns", context->op, args->T, args->H);
+  const bsh_cuda_launch_shape shape = {
+      .grid = {(uint32_t)args->T, (uint32_t)blocks, 1}, .block = {BSH_SUM_THREADS, 1, 1}, .overlap = true};
+  void *arguments[] = {(void *)(uintptr_t)args};
+  return bsh_cuda_launch(context, &kernels[args->dtype][any], &shape, arguments);
 }

@@ -1,4 +1,6 @@
-// sort_by_expert.cu - the pairs of tokens and experts of a layer in the order of their experts, and who is where then.
+// pairs.cu - the pairs of tokens and experts of a layer: in the order of their experts, and the sums of a token's.
+//
+// sort_by_expert:
 //
 //   chosen [T, k] --count--> shared memory: for each warp's stretch of the pairs, how many each expert has
 //                 --scan---> where the next pair of an expert goes: experts one after the other, in each the warps
@@ -7,7 +9,9 @@
 // Each block of threads counts all pairs, which saves a second launch, and places those of some of the experts: one
 // multiprocessor would take long for the stores of many pairs. Pairs of one expert keep their order. Numbers that are
 // no expert's count as one more expert, the last.
-#include "sort_by_expert.h"
+//
+// sum_by_token: a thread has 16 bytes of a token's sum, or one element where rows don't begin at 16 bytes.
+#include "pairs.h"
 
 #include "common.cuh"
 
@@ -107,6 +111,51 @@ __device__ __forceinline__ void place(const bsh_sort_by_expert_args &args, uint3
   }
 }
 
+// ---- sum_by_token ----
+
+__device__ __forceinline__ float count_of(const bsh_sum_by_token_args &args, int64_t pair) {
+  if (args.counts_dtype == BSH_F32) return static_cast<const float *>(args.counts)[pair];
+  if (args.counts_dtype == BSH_F16) return to_float(static_cast<const __half *>(args.counts)[pair]);
+  return to_float(static_cast<const __nv_bfloat16 *>(args.counts)[pair]);
+}
+
+// WIDTH elements of T together.
+template <typename T, int WIDTH> struct alignas(sizeof(T) * WIDTH) run {
+  T v[WIDTH];
+};
+
+// Products and sums are rounded one by one, in the order of a token's experts. The rows of 8 of them are on their way
+// together.
+template <typename T, int WIDTH> __device__ __forceinline__ void sum_by_token(const bsh_sum_by_token_args &args) {
+  constexpr int BATCH = 8;
+  wait_for_earlier_kernels();
+  let_later_kernels_start();
+  const int64_t token = blockIdx.x, k = args.k, pairs = args.T * k;
+  const int64_t column = ((int64_t)blockIdx.y * blockDim.x + threadIdx.x) * WIDTH;
+  if (column >= args.H) return;
+  const T *const y = static_cast<const T *>(args.y) + column;
+  float sum[WIDTH] = {};
+  for (int64_t first = 0; first < k; first += BATCH) {
+    run<T, WIDTH> rows[BATCH];
+    float counts[BATCH];
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+      const int64_t pair = token * k + min(first + i, k - 1), row = min(max(args.back[pair], (int64_t)0), pairs - 1);
+      rows[i] = *reinterpret_cast<const run<T, WIDTH> *>(y + row * args.H);
+      counts[i] = count_of(args, pair);
+    }
+#pragma unroll
+    for (int i = 0; i < BATCH; i++)
+      if (first + i < k)
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++) sum[j] = __fadd_rn(sum[j], __fmul_rn(counts[i], to_float(rows[i].v[j])));
+  }
+  run<T, WIDTH> out;
+#pragma unroll
+  for (int j = 0; j < WIDTH; j++) from_float(sum[j], &out.v[j]);
+  *reinterpret_cast<run<T, WIDTH> *>(static_cast<T *>(args.out) + token * args.H + column) = out;
+}
+
 } // namespace
 } // namespace bsh
 
@@ -131,3 +180,16 @@ extern "C" __global__ void __launch_bounds__(32 * BSH_SORT_WARPS)
   const int low = buckets * blockIdx.x / gridDim.x, high = buckets * (blockIdx.x + 1) / gridDim.x;
   if (warp < stretches) bsh::place(args, next, start, begin, end, low, high);
 }
+
+#define SUM_BY_TOKEN(name, T)                                                                                          \
+  extern "C" __global__ void __launch_bounds__(BSH_SUM_THREADS)                                                        \
+      sum_by_token_##name(const __grid_constant__ bsh_sum_by_token_args args) {                                        \
+    bsh::sum_by_token<T, 16 / sizeof(T)>(args);                                                                        \
+  }                                                                                                                    \
+  extern "C" __global__ void __launch_bounds__(BSH_SUM_THREADS)                                                        \
+      sum_by_token_##name##_any(const __grid_constant__ bsh_sum_by_token_args args) {                                  \
+    bsh::sum_by_token<T, 1>(args);                                                                                     \
+  }
+SUM_BY_TOKEN(f32, float)
+SUM_BY_TOKEN(f16, __half)
+SUM_BY_TOKEN(bf16, __nv_bfloat16)
