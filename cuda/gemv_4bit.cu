@@ -60,7 +60,7 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
     for (int i = threadIdx.x + blockDim.x; i < 256; i += blockDim.x) shared.map[i] = args.absmax_map[i];
   __syncthreads();
 
-  walk<T, TOKEN_TILES, UNITS, KIND>(args, p, shared, stream, scales, x, offset, 0);
+  walk<T, TOKEN_TILES, UNITS, KIND>(args, p, shared, stream, scales, x, offset, 0, meet_blocks<T, TOKEN_TILES>{});
 #if __CUDA_ARCH__ >= 900
   if (args.cut.k_splits > 1) {
     cluster_sync();

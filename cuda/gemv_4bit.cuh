@@ -190,25 +190,37 @@ __device__ __forceinline__ void multiply_unit(float (*sum)[4], uint2 upper, uint
   }
 }
 
-// Adds element e of a row tile's sums of k_warps warps, the first of which has it at `from`, in the order of K, and
-// hands it on: to blocks that share the tile's K, or to store(element, sum).
-template <int TOKEN_TILES, typename STORE>
-__device__ __forceinline__ void meet_element(const bsh_fused_args &args, const place &p, int tile, int e,
-                                             const float *from, STORE store) {
+// Element e of a row tile's sums of k_warps warps, the first of which has it at `from`, added in the order of K.
+template <int TOKEN_TILES> __device__ __forceinline__ float met_sum(const bsh_fused_args &args, const float *from) {
   constexpr int TILE = TOKEN_TILES * 128;
   float v[4] = {};
 #pragma unroll
   for (int w = 0; w < WARPS; w++)
     if (w < args.cut.k_warps) v[w & 3] += from[w * TILE];
-  const float sum = (v[0] + v[1]) + (v[2] + v[3]);
+  return (v[0] + v[1]) + (v[2] + v[3]);
+}
+
+// Hands such a sum on: to blocks that share the tile's K, or to store(element, sum).
+template <int TOKEN_TILES, typename STORE>
+__device__ __forceinline__ void meet_element(const bsh_fused_args &args, const place &p, int tile, int e,
+                                             const float *from, STORE store) {
+  const float sum = met_sum<TOKEN_TILES>(args, from);
   if (args.cut.k_splits > 1) *split_sums<TOKEN_TILES>(args, tile, p.split, e) = sum;
   else store(element(tile, first_token<TOKEN_TILES>(), e), sum);
 }
 
-// Adds the k_warps sums of the `steps` steps from `step` on, in the order of K, and hands them on.
-template <typename T, int TOKEN_TILES>
-__device__ __forceinline__ void meet(const bsh_fused_args &args, const place &p, const float *sums, int step,
-                                     int steps) {
+// What gemv_4bit does with an element's sums.
+template <typename T, int TOKEN_TILES> struct meet_blocks {
+  __device__ __forceinline__ void operator()(const bsh_fused_args &args, const place &p, int tile, int e,
+                                             const float *from) const {
+    meet_element<TOKEN_TILES>(args, p, tile, e, from, store_sum<T>{args});
+  }
+};
+
+// Lets the k_warps sums of each element of the `steps` steps from `step` on meet.
+template <int TOKEN_TILES, typename MEET>
+__device__ __forceinline__ void meet(const bsh_fused_args &args, const place &p, const float *sums, int step, int steps,
+                                     const MEET &meet_at) {
   constexpr int TILE = TOKEN_TILES * 128, MEETING = TILES_PER_MEETING<TOKEN_TILES>;
   int o = threadIdx.x;
   if (TOKEN_TILES == 2 && step & 1) // 256 sums a meeting: the halves of the block in turn
@@ -218,17 +230,18 @@ __device__ __forceinline__ void meet(const bsh_fused_args &args, const place &p,
     const int tile = p.tile_begin + (step + s) * p.row_groups + group;
     if (s >= steps || tile >= p.tile_end) continue;
     const float *from = sums + (s * WARPS + group * args.cut.k_warps) * TILE + e;
-    meet_element<TOKEN_TILES>(args, p, tile, e, from, store_sum<T>{args});
+    meet_at(args, p, tile, e, from);
   }
 }
 
 // The product of the row tiles of a place: `stream`'s first SLOTS - 1 pieces are on their way, `scales` fetched for the
 // first tile. first_half: of the double-buffered sums, written first; the next one is returned.
-template <typename T, int TOKEN_TILES, int UNITS, scale_kind KIND>
+template <typename T, int TOKEN_TILES, int UNITS, scale_kind KIND, typename MEET>
 __device__ __forceinline__ int walk(const bsh_fused_args &args, const place &p, const shared_layout &shared,
                                     const weight_loader<UNITS / BSH_PIECE_UNITS, SLOTS<TOKEN_TILES>> &stream,
                                     scale_loader<UNITS / BSH_PIECE_UNITS, KIND> &scales,
-                                    const uint32_t (*x)[TOKEN_TILES][8], float offset, int first_half) {
+                                    const uint32_t (*x)[TOKEN_TILES][8], float offset, int first_half,
+                                    const MEET &meet_at) {
   constexpr int PIECES = UNITS / BSH_PIECE_UNITS, MEETING = TILES_PER_MEETING<TOKEN_TILES>, TILE = TOKEN_TILES * 128;
   constexpr int SLOTS = bsh::SLOTS<TOKEN_TILES>;
   const uint32_t lane_base = keep(shared_address(shared.table) + p.lane * 4);
@@ -267,7 +280,7 @@ __device__ __forceinline__ int walk(const bsh_fused_args &args, const place &p, 
       st_shared(own_sums + ((half * MEETING + step - met) * WARPS * TILE + n * 128) * 4, sum[n]);
     if (step + 1 - met == MEETING || step + 1 == p.steps) {
       __syncthreads(); // the sums are written, and the other half has been read
-      meet<T, TOKEN_TILES>(args, p, shared.sums + half * MEETING * WARPS * TILE, met, step + 1 - met);
+      meet<TOKEN_TILES>(args, p, shared.sums + half * MEETING * WARPS * TILE, met, step + 1 - met, meet_at);
       met = step + 1, half ^= 1;
     }
   }

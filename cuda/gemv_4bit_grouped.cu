@@ -5,7 +5,8 @@
 //                     v   groups x row tiles of W, in this order, cut evenly among the blocks
 //   a segment: one group of rows of one expert, some of its row tiles
 //                     |   gemv_4bit.cuh: x in registers, W through rings, sums meet in shared memory; where K is longer
-//                     |   than a block holds, the blocks of a cluster have a part each, and join them in args.partial
+//                     |   than a block holds, its parts one after the other: the sums of a segment wait for the next
+//                     |   part beside the table, where there is room for 32 tiles of 16 rows of x, 64 of 8
 //                     v
 //   y                     rows behind the last expert's: zero
 //
@@ -38,6 +39,29 @@ __device__ __forceinline__ bsh_fused_args of_expert(const bsh_grouped_gemv_args 
   return args;
 }
 
+// Where the sums of a segment wait for its next part of K: in the upper halves of the table's rows.
+template <int TOKEN_TILES> struct waiting_sums {
+  static constexpr int WORDS = TABLE_ROW / 8; // of a row's upper half
+  static constexpr int TILES = 256 * WORDS / (TOKEN_TILES * 128);
+  float *upper;
+  __device__ __forceinline__ explicit waiting_sums(char *table)
+      : upper(reinterpret_cast<float *>(table + TABLE_ROW / 2)) {}
+  __device__ __forceinline__ float &at(int i) const { return upper[i / WORDS * (TABLE_ROW / 4) + i % WORDS]; }
+};
+
+// What becomes of an element's sums of one part of K: those of all parts are added in their order, by one thread.
+template <typename T, int TOKEN_TILES> struct meet_parts {
+  waiting_sums<TOKEN_TILES> sums;
+  __device__ __forceinline__ void operator()(const bsh_fused_args &args, const place &p, int tile, int e,
+                                             const float *from) const {
+    float sum = met_sum<TOKEN_TILES>(args, from);
+    float &waiting = sums.at((tile - p.tile_begin) * (TOKEN_TILES * 128) + e);
+    if (p.split > 0) sum = waiting + sum;
+    if (p.split + 1 == args.cut.k_splits) store_sum<T>{args}(element(tile, 0, e), sum);
+    else waiting = sum;
+  }
+};
+
 template <typename T, int TOKEN_TILES, int UNITS, scale_kind KIND>
 __device__ __forceinline__ void multiply_segment(const bsh_fused_args &args, const place &p,
                                                  const shared_layout &shared, int &half) {
@@ -54,12 +78,25 @@ __device__ __forceinline__ void multiply_segment(const bsh_fused_args &args, con
   scales.fetch(args, p.tile(0));
   uint32_t x[UNITS][TOKEN_TILES][8];
   load_x<TOKEN_TILES, UNITS>(x, args, p);
-  half = walk<T, TOKEN_TILES, UNITS, KIND>(args, p, shared, stream, scales, x, offset, half);
+  const meet_parts<T, TOKEN_TILES> meet_at{waiting_sums<TOKEN_TILES>(shared.table)};
+  half = walk<T, TOKEN_TILES, UNITS, KIND>(args, p, shared, stream, scales, x, offset, half, meet_at);
+}
+
+// Hints about the packed bytes with which the next part of K of a segment begins.
+template <int TOKEN_TILES, int UNITS>
+__device__ __forceinline__ void prefetch_part(const bsh_fused_args &args, place p, int part_units,
+                                              const shared_layout &shared) {
+  constexpr int PIECES = UNITS / BSH_PIECE_UNITS, SLOTS = bsh::SLOTS<TOKEN_TILES>;
+  p.first_unit += part_units;
+  const weight_loader<PIECES, SLOTS> next(args, p, shared.ring);
+#pragma unroll
+  for (int i = 0; i < SLOTS - 1; i++)
+    if (i / PIECES < p.steps) next.prefetch(p.tile(i / PIECES), i % PIECES);
 }
 
 template <typename T, int TOKEN_TILES, int UNITS, scale_kind KIND>
 __device__ __forceinline__ void gemv_grouped(const bsh_grouped_gemv_args &args) {
-  constexpr int TOKENS = TOKEN_TILES * 8, TILE = TOKEN_TILES * 128;
+  constexpr int TOKENS = TOKEN_TILES * 8;
   static_assert(BSH_MAP_BYTES + bsh_gemv_sums_bytes(ARCH, TOKEN_TILES) <= BSH_GROUPED_ENDS_AT, "the sums end below");
   extern __shared__ __align__(1024) char memory[];
   const shared_layout shared = lay_out<TOKEN_TILES>(memory);
@@ -74,34 +111,30 @@ __device__ __forceinline__ void gemv_grouped(const bsh_grouped_gemv_args &args) 
   __syncthreads();
   clear_rows<T>(args.rows.y, args.rows.ldy, args.rows.N, of.end(args.experts - 1), args.rows.M);
 
-  const int splits = args.rows.cut.k_splits, team = blockIdx.x / splits, teams = gridDim.x / splits;
+  const int parts = args.rows.cut.k_splits;
+  const int most_tiles = parts == 1 ? tiles : waiting_sums<TOKEN_TILES>::TILES;
   place p;
   p.lane = threadIdx.x & 31, p.warp = threadIdx.x >> 5, p.g = p.lane >> 2, p.c = p.lane & 3;
-  p.split = blockIdx.x - team * splits;
   p.row_groups = args.rows.cut.row_groups;
   p.group = p.warp * args.rows.cut.group_of_warp >> 16;
-  p.first_unit = (p.split * args.rows.cut.k_warps + p.warp - p.group * args.rows.cut.k_warps) * UNITS;
   const int64_t all = (int64_t)of.start(args.experts) * tiles; // below 2^31
-  int at = all * team / teams, half = 0;
-  const int end = all * (team + 1) / teams;
+  int at = all * blockIdx.x / gridDim.x, half = 0;
+  const int end = all * (blockIdx.x + 1) / gridDim.x;
   while (at < end) {
     const int group = at / tiles;
     p.tile_begin = at - group * tiles;
-    p.tile_end = min(tiles, p.tile_begin + end - at);
+    p.tile_end = min(tiles, p.tile_begin + min(end - at, most_tiles));
     p.steps = (p.tile_end - p.tile_begin + p.row_groups - 1) / p.row_groups;
     at += p.tile_end - p.tile_begin;
     const int expert = of.of_group(group);
     const int first = of.begin(expert) + (group - of.start(expert)) * TOKENS;
-    bsh_fused_args own = of_expert<T>(args, expert, first, min(TOKENS, of.end(expert) - first));
-    own.partial += (int64_t)team * tiles * splits * TILE;
-    multiply_segment<T, TOKEN_TILES, UNITS, KIND>(own, p, shared, half);
-#if __CUDA_ARCH__ >= 900
-    if (splits == 1) continue;
-    cluster_sync(); // the sums of all parts of K are written
-    join_splits<TOKEN_TILES>(own, p.tile_begin, p.split * blockDim.x + threadIdx.x, (p.tile_end - p.tile_begin) * TILE,
-                             splits * blockDim.x, store_sum<T>{own});
-    cluster_sync(); // and read, before the next segment's
-#endif
+    const bsh_fused_args own = of_expert<T>(args, expert, first, min(TOKENS, of.end(expert) - first));
+    const int part_units = args.rows.cut.k_warps * UNITS;
+    p.first_unit = p.warp * UNITS - p.group * part_units;
+    for (p.split = 0; p.split < parts; p.split++, p.first_unit += part_units) {
+      if (p.split + 1 < parts) prefetch_part<TOKEN_TILES, UNITS>(own, p, part_units, shared);
+      multiply_segment<T, TOKEN_TILES, UNITS, KIND>(own, p, shared, half);
+    }
   }
 }
 

@@ -204,6 +204,17 @@ def main(names: list[str]) -> None:
         for dtype, nested in itertools.product(DTYPES[1:], (True, False)):
             grouped(272, 320, dtype, nested, (5, 0, 130, 1))
             grouped(272, 320, dtype, nested, (1, 129, 0, 193, 257, 385, 449))
+            grouped(48, 4160, dtype, nested, (40, 0, 3))
+            grouped(48, 8256, dtype, nested, (2, 1))
+        for pairs, experts in ((16, 128), (3000, 7)):
+            chosen = torch.randint(-1, experts + 1, (pairs // 2, 2))
+            found = ops.sort_by_expert(chosen.cuda(), experts)
+            expected = reference.sort_by_expert(chosen, experts)
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+        for dtype, columns in itertools.product(DTYPES, (1001, 2880)):
+            y, back, counts = torch.randn(66, columns).to(dtype), torch.randperm(66), torch.rand(6, 11)
+            found = ops.sum_by_token(y.cuda(), back.cuda(), counts.cuda()).cpu()
+            assert torch.equal(found, reference.sum_by_token(y, back, counts))
         torch.cuda.synchronize()
         print("every kernel of a stack ran")
         return

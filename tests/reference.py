@@ -101,6 +101,24 @@ def grouped_linear_4bit_dgrad(dy: Tensor, offs: Tensor, weights: Tensor) -> Tens
     return grouped_linear_4bit(dy, offs, weights.transpose(1, 2), None)
 
 
+def sort_by_expert(chosen: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The pairs of tokens and experts, numbers that are no expert's behind all: order, its inverse, tokens, ends."""
+    expert = chosen.flatten()
+    expert = torch.where((expert >= 0) & (expert < E), expert, E)
+    order = expert.argsort(stable=True)
+    ends = (expert.unsqueeze(0) <= torch.arange(E).unsqueeze(1)).sum(1)
+    return order, order.argsort(), order // chosen.shape[-1], ends.int()
+
+
+def sum_by_token(y: Tensor, back: Tensor, counts: Tensor) -> Tensor:
+    """Each token's rows times what they count, in fp32, one after the other."""
+    total = torch.zeros(counts.shape[0], y.shape[1])
+    for i in range(counts.shape[1]):
+        rows = y[back.view(counts.shape)[:, i]].float()
+        total = total + counts[:, i : i + 1].float() * rows
+    return total.to(y.dtype)
+
+
 def checksum(packed: Tensor) -> int:
     """Sum mod 2^64 of mix(word_i + (i + 1) * golden ratio) over little-endian 8-byte words, as a signed number."""
     data = bytes(packed.detach().cpu().contiguous().flatten().view(torch.uint8).tolist())

@@ -603,12 +603,41 @@ def test_the_three_lines_of_the_readme(folders):
 def test_orders_of_rows_are_derived_twice():
     """From tokens to rows sorted by expert and back, as torch's index, with an order that is not its own inverse."""
     order = torch.tensor([3, 0, 5, 1, 2, 4])
-    back = order.argsort()
+    back, token = order.argsort(), order // 2
     assert not torch.equal(order, back)
 
     def rows(x):
-        return forward.InOrderOfTokens.apply(forward.RowsOfExperts.apply(x, order, back, 2) ** 3, order, back)
+        return forward.InOrderOfTokens.apply(forward.RowsOfExperts.apply(x, token, back, 2) ** 3, order, back)
 
     x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     assert torch.equal(rows(x), (x.repeat_interleave(2, 0)) ** 3)
     assert torch.autograd.gradcheck(rows, x) and torch.autograd.gradgradcheck(rows, x)
+
+
+def test_sums_of_tokens_are_derived_twice():
+    """As torch's index, product and sum, with counts of another dtype too."""
+    generator = torch.Generator().manual_seed(1)
+    chosen = torch.randint(0, 3, (5, 4), generator=generator)
+    order, back, rows, _ = forward.ops.sort_by_expert(chosen, 3)
+    y, counts = torch.randn(20, 6, generator=generator), torch.rand(5, 4, generator=generator)
+
+    def plain(y, counts):
+        return (y[back].view(5, 4, -1) * counts.unsqueeze(-1)).sum(1).to(y.dtype)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        given = [(y.to(dtype).requires_grad_(), counts.clone().requires_grad_()) for _ in range(2)]
+        found, expected = forward.SumByToken.apply(*given[0], order, back, rows), plain(*given[1])
+        torch.testing.assert_close(found, expected)
+        first, second = (
+            torch.autograd.grad(out.float().pow(3).sum(), one, create_graph=True)
+            for out, one in ((found, given[0]), (expected, given[1]))
+        )
+        for a, b in zip(first, second, strict=True):
+            torch.testing.assert_close(a, b)
+        if dtype is torch.float32:
+            again = (
+                torch.autograd.grad(g[0].sum() + g[1].square().sum(), one)
+                for g, one in zip((first, second), given, strict=True)
+            )
+            for a, b in zip(*again, strict=True):
+                torch.testing.assert_close(a, b)

@@ -111,6 +111,74 @@ def test_the_op_is_called_where_somebody_sees_it():
     }
 
 
+# tokens, experts of each, experts: none; fewer pairs than lanes; many experts; more pairs than a warp's stretch
+PAIRS = [(0, 4, 8), (1, 8, 128), (7, 3, 5), (64, 8, 256), (40, 1, 2000), (3000, 6, 64), (5, 2, 1)]
+
+
+def pairs(tokens, k, E):
+    """Numbers of experts, and some that are none's."""
+    chosen = torch.randint(-2, E + 3, (tokens, k), generator=torch.Generator().manual_seed(E))
+    return torch.where(chosen == -2, 2**40, chosen)
+
+
+@pytest.mark.parametrize("tokens, k, E", PAIRS)
+def test_sort_by_expert(tokens, k, E, device):
+    chosen = pairs(tokens, k, E)
+    found = ops.sort_by_expert(chosen.to(device), E)
+    assert [t.dtype for t in found] == [torch.int64] * 3 + [torch.int32]
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, reference.sort_by_expert(chosen, E), strict=True))
+
+
+def test_what_sort_by_expert_refuses():
+    chosen = torch.zeros(4, 2, dtype=torch.int64)
+    for given, E, message in (
+        (chosen.int(), 3, "chosen has ScalarType"),
+        (chosen, 0, "0 experts"),
+        (chosen, 2**31, "2147483648 experts"),
+        (chosen[0, 0], 3, "chosen has 0 dimensions"),
+    ):
+        with pytest.raises(RuntimeError, match=f"sort_by_expert: {message}"):
+            ops.sort_by_expert(given, E)
+
+
+SUMS = [(5, 8, 96), (1, 1, 8), (3, 11, 1), (70, 4, 2880), (2, 9, 1001), (0, 2, 64), (4, 0, 64), (4, 2, 0)]
+
+
+def summands(tokens, k, H, dtype, counts_dtype):
+    generator = torch.Generator().manual_seed(H)
+    y, counts = torch.randn(tokens * k, H, generator=generator), torch.rand(tokens, k, generator=generator)
+    return y.to(dtype), torch.randperm(tokens * k, generator=generator), counts.to(counts_dtype)
+
+
+@pytest.mark.parametrize("tokens, k, H", SUMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_by_token(tokens, k, H, dtype, device):
+    """The same bits everywhere, whatever lies where."""
+    for counts_dtype in {dtype, torch.float32}:
+        given = summands(tokens, k, H, dtype, counts_dtype)
+        expected = reference.sum_by_token(*given)
+        assert same_bytes(ops.sum_by_token(*(t.to(device) for t in given)).cpu(), expected)
+        y = torch.cat([given[0].new_zeros(1), given[0].flatten()])[1:].view(given[0].shape)  # not at 16 bytes
+        assert same_bytes(ops.sum_by_token(*(t.to(device) for t in (y, *given[1:]))).cpu(), expected)
+
+
+def test_what_sum_by_token_refuses():
+    y, back, counts = summands(3, 2, 8, torch.float32, torch.float32)
+    for given, message in (
+        ((y[:5], back, counts), "y has 2 dimensions and 5 rows, counts 2 dimensions and 6 elements"),
+        ((y[0], back, counts), "y has 1 dimensions"),
+        ((y, back, counts.view(-1)), "y has 2 dimensions and 6 rows, counts 1 dimensions"),
+        ((y, back.int(), counts), "back has ScalarType"),
+        ((y, back[:5], counts), "back has 5 elements, expected 6"),
+        ((y.double(), back, counts), "y"),
+        ((y, back, counts.double()), "counts"),
+        ((y, back - 1, counts), r"back\[\d\] is -1 of 6 rows"),
+        ((y, back + 1, counts), r"back\[\d\] is 6 of 6 rows"),
+    ):
+        with pytest.raises(RuntimeError, match=f"sum_by_token: {message}"):
+            ops.sum_by_token(*given)
+
+
 def test_gradients():
     _, packed, state = stack(5, 48, 64, torch.float32)
     weights = functional.dequantize_4bit(packed, state)

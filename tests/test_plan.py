@@ -576,7 +576,7 @@ def grouped(E, M, N, K, **settings):
     [
         (128, 8, 1536, 2048, False, "gemv_4bit_grouped", "m8_k4", 1),
         (256, 8, 4096, 7168, False, "gemv_4bit_grouped", "m8_k8", 1),
-        (8, 2, 4096, 14336, False, "gemv_4bit_grouped", "m8_k8", 2),
+        (8, 2, 4096, 14336, False, "gemv_4bit_grouped", "m8_k8", 1),
         (8, 128, 28672, 4096, False, "gemv_4bit_grouped", "m16_k4", 1),
         (128, 4096, 1536, 2048, False, "gemm_4bit_sm90_wide_grouped", "m128", 2),
         (128, 32768, 1536, 2048, False, "gemm_4bit_sm90_wide_grouped", "m256", 2),

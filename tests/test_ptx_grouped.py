@@ -15,13 +15,14 @@ pytestmark = [
     pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("gcc") is None, reason="needs gcc on x86-64"),
 ]
 GEMV, WIDE = 0, 1
-# kernel, dtype, rows of each expert, N, K, blocksize, format, nested, bias: none, one group, several; sums that are
-# joined by a cluster; tiles that end inside an expert, and behind the last one
+# kernel, dtype, rows of each expert, N, K, blocksize, format, nested, bias: none, one group, several; K in parts, of
+# more tiles than wait at a time; tiles that end inside an expert, and behind the last one
 CASES = [
     (GEMV, torch.bfloat16, [1, 0, 9, 0], 48, 256, 64, "nf4", True, True),
     (GEMV, torch.float16, [3, 20, 0], 32, 320, 128, "fp4", False, False),
     (GEMV, torch.bfloat16, [40, 0, 33], 32, 192, 64, "nf4", True, False),
     (GEMV, torch.bfloat16, [2, 1], 16, 8256, 64, "nf4", True, True),
+    (GEMV, torch.bfloat16, [40, 0, 3], 640, 4160, 64, "nf4", True, True),
     (WIDE, torch.bfloat16, [5, 0, 130], 264, 192, 64, "nf4", True, True),
     (WIDE, torch.float16, [0, 3], 128, 128, 128, "fp4", False, False),
     # tiles of 256 tokens, and of what is left of an expert: 128; 192; 256; 192 + 128, 192 * 2, 256 + 192, 256 * 2 ...;
@@ -85,6 +86,39 @@ def test_offs_that_do_not_fit_are_clamped(kernel):
         x.double().square(), offs, weights.double().square(), torch.zeros(6, 128).double()
     )
     check(y, expected, norms, x.dtype)
+
+
+@pytest.mark.parametrize("tokens, k, E", [(0, 4, 8), (1, 8, 128), (7, 3, 5), (64, 8, 256), (40, 1, 2000), (300, 6, 64)])
+@pytest.mark.parametrize("sm", [75, 90])
+def test_sort_by_expert(tokens, k, E, sm):
+    """Warps in order, and in an order drawn from a seed; numbers that are no expert's."""
+    chosen = torch.randint(-1, E + 2, (tokens, k), generator=torch.Generator().manual_seed(E))
+    expected = reference.sort_by_expert(chosen, E)
+    for seed in (0, 3):
+        found = machine.Gpu(sm, 1, seed).sort_by_expert(chosen, E)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("tokens, k, H", [(5, 8, 96), (3, 11, 1), (4, 4, 1100), (2, 9, 1001)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_sum_by_token(tokens, k, H, dtype):
+    """The bits of the reference; rows that y does not have are not read."""
+    generator = torch.Generator().manual_seed(H)
+    y, back = torch.randn(tokens * k, H, generator=generator).to(dtype), torch.randperm(tokens * k, generator=generator)
+    counts = torch.rand(tokens, k, generator=generator)
+    for given in (counts, counts.to(dtype)):
+        found = machine.Gpu(75, 2).sum_by_token(y, back, given)
+        assert torch.equal(found, reference.sum_by_token(y, back, given))
+    back[0], back[1] = -5, 2**40
+    clamped = back.clamp(0, tokens * k - 1)
+    assert torch.equal(machine.Gpu(90, 2).sum_by_token(y, back, counts), reference.sum_by_token(y, clamped, counts))
+
+
+def test_more_experts_than_sort_by_expert_counts():
+    chosen = torch.zeros(2, 2, dtype=torch.int64)
+    assert machine.Gpu(90, 1).sort_by_expert(chosen, 6143)[3][0] == 4
+    with pytest.raises(RuntimeError, match="4 pairs of 6144 experts, at most 1073741823 of 6143"):
+        machine.Gpu(90, 1).sort_by_expert(chosen, 6144)
 
 
 def test_what_a_kernel_cannot_take_is_said():

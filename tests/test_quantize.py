@@ -434,6 +434,8 @@ LEAK_CALLS = {
     "grouped_linear_4bit_dgrad": lambda a: ops.grouped_linear_4bit_dgrad(
         a["dy"][:, :128], a["offs"], a["packed"], *a["stack"], 64, 0, 128, 512
     ),
+    "sort_by_expert": lambda a: ops.sort_by_expert(a["chosen"], 4096),
+    "sum_by_token": lambda a: ops.sum_by_token(a["x"], a["back"], a["map"][:128].view(-1, 2)),
     "search_4bit": lambda a: ops.search_4bit(a["x"], a["map"], a["x"][:, :20], 512, 0),
     "round_4bit": lambda a: ops.round_4bit(a["x"][:64, :64], a["x"][:64, :64], a["x"][:64, 64:128], 0),
     "quantize_int8": lambda a: ops.quantize_int8(a["x"], 2.0),
@@ -468,8 +470,10 @@ def test_leak(name, fails):
     arguments |= {"none": ops.empty(device), "code": code, "absmax8": absmax8, "stack": stack, "offs": offs}
     int8, rows, _ = ops.quantize_int8(torch.randn(256, 512, device=device), 0.0)
     arguments |= {"int8": int8, "rows": rows, "left": int8[:128]}
+    arguments |= {"chosen": torch.arange(32768, device=device).view(-1, 8) % 4097}
+    arguments |= {"back": torch.arange(128, device=device)}
     if fails:  # float64 is no dtype that any op takes where these are
-        arguments |= {key: arguments[key].double() for key in ("x", "dy", "map", "rows", "left")}
+        arguments |= {key: arguments[key].double() for key in ("x", "dy", "map", "rows", "left", "chosen")}
         arguments |= {"stack": (stack[0], *(t.double() for t in stack[1:]))}
         arguments |= {"scales": (state.absmax, *(t.double() for t in state.scales()[1:])), "absmax8": absmax8.double()}
         if name == "checksum":

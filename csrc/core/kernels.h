@@ -107,6 +107,29 @@ typedef struct {
   int64_t E;
 } bsh_grouped_linear_4bit_args;
 
+/* The pairs of T tokens and the k experts of each, pair t k + i, in the order of their experts, those of one expert in
+ * their own order; numbers that are no expert's behind all. k divides S. */
+typedef struct {
+  const int64_t *chosen; /* [S], S = T k */
+  int64_t *order;        /* [S]: the pair that comes to each place */
+  int64_t *back;         /* [S]: the place of each pair */
+  int64_t *row;          /* [S]: the token that comes to each place */
+  int32_t *offs;         /* [E]: where the pairs of each expert end */
+  int64_t S, k;
+  int32_t E;
+} bsh_sort_by_expert_args;
+
+/* out[t] = the sum over i < k of counts[t, i] y[back[t k + i]]: fp32 products and sums, each rounded, in the order of
+ * i, then rounded to the dtype. */
+typedef struct {
+  const void *y;       /* [T k, H] */
+  const int64_t *back; /* [T k], rows of y */
+  const void *counts;  /* [T, k] */
+  void *out;           /* [T, H], dtype of y */
+  int64_t T, k, H;
+  bsh_dtype dtype, counts_dtype;
+} bsh_sum_by_token_args;
+
 /* Which of G scales fits a block best: choice[b] = the g with the least sum over the block of
  * weights[i % period] * (x[i] - q)^2, q the nearest value of scales[b, g]; of equal ones the first. fp32, in order. */
 typedef struct {

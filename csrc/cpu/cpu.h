@@ -43,6 +43,10 @@ bsh_status bsh_cpu_linear_4bit(const bsh_linear_4bit_args *args, const bsh_cpu_g
 /* The same for a stack of weights. BSH_BAD_VALUE where offs do not ascend, or end beyond the rows. */
 bsh_status bsh_cpu_grouped_linear_4bit(const bsh_grouped_linear_4bit_args *args, const bsh_cpu_gemm *gemm);
 
+/* Pairs of tokens and experts. BSH_BAD_VALUE where `back` names a row that y does not have. */
+bsh_status bsh_cpu_sort_by_expert(const bsh_sort_by_expert_args *args);
+bsh_status bsh_cpu_sum_by_token(const bsh_sum_by_token_args *args);
+
 /* One step in place. The norm that max_unorm needs is added in double, in an order that depends on n alone. */
 bsh_status bsh_cpu_optimizer_32bit(const bsh_optimizer_32bit_args *args);
 bsh_status bsh_cpu_optimizer_8bit_blockwise(const bsh_optimizer_8bit_blockwise_args *args);

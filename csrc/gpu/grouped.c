@@ -27,12 +27,7 @@ static bsh_status launch_gemv(const bsh_grouped_linear_4bit_args *const args, co
                               const bsh_cuda_context *const context) {
   bsh_grouped_gemv_args of_kernel = gemv_args(args, slice);
   void *arguments[] = {&of_kernel};
-  bsh_cuda_scratch scratch = {0};
-  if (slice->scratch_bytes > 0) BSH_TRY(bsh_cuda_scratch_new(context, slice->scratch_bytes, &scratch));
-  of_kernel.rows.partial = scratch.data;
-  const bsh_status status = bsh_cuda_launch(context, slice->product.kernel, &slice->product.shape, arguments);
-  bsh_cuda_scratch_delete(&scratch);
-  return status;
+  return bsh_cuda_launch(context, slice->product.kernel, &slice->product.shape, arguments);
 }
 
 bsh_status bsh_cuda_grouped_linear_4bit(const bsh_grouped_linear_4bit_args *const args, const bsh_grouped_kernel kernel,

@@ -40,6 +40,8 @@
     "(Tensor sums, Tensor row_absmax, Tensor col_absmax, Tensor bias, ScalarType dtype) -> Tensor")                    \
   X(linear_int8, 4, "(Tensor x, Tensor packed, Tensor absmax, Tensor bias, float threshold, int N, int K) -> Tensor")  \
   X(linear_int8_dgrad, 3, "(Tensor dy, Tensor packed, Tensor absmax, int N, int K) -> Tensor")                         \
+  X(sort_by_expert, 1, "(Tensor chosen, int E) -> (Tensor, Tensor, Tensor, Tensor)")                                   \
+  X(sum_by_token, 3, "(Tensor y, Tensor back, Tensor counts) -> Tensor")                                               \
   X(checksum, 1, "(Tensor packed) -> Tensor")                                                                          \
   X(optimizer_32bit, 5,                                                                                                \
     "(Tensor g, Tensor(a!) p, Tensor(b!) state1, Tensor(c!) state2, Tensor(d!) unorm, " STEP_ARGUMENTS                 \
@@ -339,6 +341,49 @@ static bsh_status grouped_dgrad(bsh_call *const call, const int64_t kernel) {
 static bsh_status bsh_op_grouped_linear_4bit_dgrad(bsh_call *const call) { return grouped_dgrad(call, -1); }
 static bsh_status bsh_op_grouped_linear_4bit_dgrad_fused(bsh_call *const call) {
   return grouped_dgrad(call, bsh_call_int(call, 11));
+}
+
+/* order, back, row [S] and offs [E] of chosen [..., k]. */
+static bsh_status bsh_op_sort_by_expert(bsh_call *const call) {
+  const int64_t E = bsh_call_int(call, 1);
+  bsh_tensor chosen, pairs[3], offs;
+  if (E < 1 || E > INT32_MAX) return bsh_fail(BSH_BAD_VALUE, "%s: %" PRId64 " experts", call->op, E);
+  BSH_TRY(bsh_call_tensor(call, 0, &chosen));
+  bsh_sort_by_expert_args args = {.S = chosen.numel, .E = (int32_t)E};
+  BSH_TRY(
+      bsh_data_of(call, &chosen, "chosen", bsh_torch.dtype_int64, args.S, &chosen, (void **)(uintptr_t)&args.chosen));
+  if (chosen.dim < 1 || args.S > INT32_MAX)
+    return bsh_fail(BSH_BAD_SHAPE, "%s: chosen has %" PRId64 " dimensions and %" PRId64 " elements", call->op,
+                    chosen.dim, args.S);
+  args.k = chosen.sizes[chosen.dim - 1];
+  for (int i = 0; i < 3; i++) BSH_TRY(bsh_call_output(call, &chosen, 1, &args.S, bsh_torch.dtype_int64, &pairs[i]));
+  BSH_TRY(bsh_call_output(call, &chosen, 1, &E, bsh_torch.dtype_int32, &offs));
+  args.order = pairs[0].data, args.back = pairs[1].data, args.row = pairs[2].data, args.offs = offs.data;
+  BSH_COMPUTE(sort_by_expert, &chosen, args.S, args.E, 0, &args);
+}
+
+/* y [T k, H], back [T k], counts [T, k] -> [T, H]. */
+static bsh_status bsh_op_sum_by_token(bsh_call *const call) {
+  bsh_tensor y, counts, out;
+  BSH_TRY(bsh_call_tensor(call, 0, &y));
+  BSH_TRY(bsh_call_tensor(call, 2, &counts));
+  if (y.dim != 2 || counts.dim != 2 || y.sizes[0] != counts.numel)
+    return bsh_fail(BSH_BAD_SHAPE,
+                    "%s: y has %" PRId64 " dimensions and %" PRId64 " rows, counts %" PRId64 " dimensions and %" PRId64
+                    " elements",
+                    call->op, y.dim, y.dim > 0 ? y.sizes[0] : 0, counts.dim, counts.numel);
+  const int64_t sizes[2] = {counts.sizes[0], y.sizes[1]};
+  bsh_sum_by_token_args args = {.y = y.data, .counts = counts.data, .T = sizes[0], .k = counts.sizes[1], .H = sizes[1]};
+  BSH_TRY(bsh_compute_dtype(call->op, "y", y.dtype, &args.dtype));
+  BSH_TRY(bsh_compute_dtype(call->op, "counts", counts.dtype, &args.counts_dtype));
+  BSH_TRY(bsh_same_device(call, &counts, "counts", &y, "y"));
+  BSH_TRY(
+      bsh_vector_argument(call, 1, "back", bsh_torch.dtype_int64, counts.numel, &y, (void **)(uintptr_t)&args.back));
+  BSH_TRY(bsh_call_output(call, &y, 2, sizes, y.dtype, &out));
+  if (out.numel == 0) return BSH_OK;
+  if (args.k == 0) return bsh_empty_sums(call, &out, NULL);
+  args.out = out.data;
+  BSH_COMPUTE(sum_by_token, &y, args.T, args.k, args.H, &args);
 }
 
 /* ---- calibration ---- */

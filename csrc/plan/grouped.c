@@ -21,7 +21,7 @@ static int32_t token_tiles_of(const bsh_facts *const facts, const int64_t E) {
   return facts->M > ROWS_FOR_16 * E ? 2 : 1;
 }
 
-/* How K is cut: units of a warp, warps of a block, blocks of a cluster. */
+/* How K is cut: units of a warp, warps of a block, parts that a block multiplies one after the other. */
 typedef struct {
   int32_t units, k_warps, k_splits;
 } k_cut;
@@ -40,8 +40,6 @@ static const char *gemv_refuses(const bsh_facts *const facts, const int64_t E) {
   if (!bsh_is_wide(arch)) return "needs code for sm_90 or newer";
   const char *const reason = bsh_plan_gemv_4bit.refuses(facts);
   if (reason != NULL) return reason;
-  if (cut_k(facts, token_tiles_of(facts, E)).k_splits > BSH_GEMV_CLUSTER)
-    return "K is longer than a cluster of blocks holds";
   if (E > BSH_GROUPED_EXPERTS) return "more than 2048 experts";
   if (facts->y_alignment < 16) return "rows of y are not 16-byte aligned";
   const int64_t groups = facts->M / 8 + min_i64(facts->M, E);
@@ -68,7 +66,7 @@ static bsh_cuda_kernel *kernel_of(const bsh_facts *const facts, const int32_t to
 static void cut_gemv(const bsh_facts *const facts, const int64_t E, bsh_fused_slice *const slice) {
   const int32_t arch = facts->image.arch, token_tiles = token_tiles_of(facts, E);
   const k_cut k = cut_k(facts, token_tiles);
-  const int64_t tiles = facts->N / BSH_ROW_TILE, teams = bsh_gemv_clusters_at_once(facts->sms, k.k_splits);
+  const int64_t tiles = facts->N / BSH_ROW_TILE;
   const int32_t row_groups = (int32_t)min_i64(bsh_gemv_warps(arch) / k.k_warps, tiles);
   slice->rows = facts->M;
   slice->block_shift = __builtin_ctzll((uint64_t)facts->blocksize / BSH_UNIT);
@@ -77,13 +75,10 @@ static void cut_gemv(const bsh_facts *const facts, const int64_t E, bsh_fused_sl
                                .row_groups = row_groups,
                                .group_of_warp = (int32_t)divide_up(1 << 16, k.k_warps)};
   slice->product.kernel = kernel_of(facts, token_tiles, k.units);
-  slice->product.shape = (bsh_cuda_launch_shape){.grid = {(uint32_t)(teams * k.k_splits), 1, 1},
+  slice->product.shape = (bsh_cuda_launch_shape){.grid = {(uint32_t)facts->sms, 1, 1},
                                                  .block = {(uint32_t)(BSH_WARP * k.k_warps * row_groups), 1, 1},
-                                                 .cluster = (uint32_t)k.k_splits,
                                                  .shared_bytes = bsh_gemv_shared_bytes(arch, token_tiles),
                                                  .overlap = true};
-  if (k.k_splits > 1)
-    slice->scratch_bytes = teams * tiles * k.k_splits * bsh_gemv_tile_sums(token_tiles) * (int64_t)sizeof(float);
 }
 
 /* ---- many rows ---- */

@@ -26,7 +26,7 @@ typedef struct {
   int32_t device_index;
 } bsh_tensor;
 
-enum { BSH_MAX_TEMPORARIES = 8, BSH_MAX_OUTPUTS = 3, BSH_MAX_DIM = 16 };
+enum { BSH_MAX_TEMPORARIES = 8, BSH_MAX_OUTPUTS = 4, BSH_MAX_DIM = 16 };
 
 typedef struct bsh_call bsh_call;
 

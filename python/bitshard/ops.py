@@ -53,6 +53,8 @@ product_int8 = torch.ops.bitshard.product_int8.default
 scale_product_int8 = torch.ops.bitshard.scale_product_int8.default
 linear_int8 = torch.ops.bitshard.linear_int8.default
 linear_int8_dgrad = torch.ops.bitshard.linear_int8_dgrad.default
+sort_by_expert = torch.ops.bitshard.sort_by_expert.default
+sum_by_token = torch.ops.bitshard.sum_by_token.default
 checksum = torch.ops.bitshard.checksum.default
 optimizer_32bit = torch.ops.bitshard.optimizer_32bit.default
 optimizer_8bit_blockwise = torch.ops.bitshard.optimizer_8bit_blockwise.default
@@ -92,6 +94,7 @@ def _raising(call: Callable) -> Callable:
 
 OPS = (quantize_4bit, dequantize_4bit, quantize_blockwise, dequantize_blockwise, linear_4bit, linear_4bit_dgrad)
 OPS += (grouped_linear_4bit, grouped_linear_4bit_dgrad, checksum, optimizer_32bit, optimizer_8bit_blockwise)
+OPS += (sort_by_expert, sum_by_token)
 OPS += (quantize_int8, dequantize_int8, product_int8, scale_product_int8, linear_int8, linear_int8_dgrad)
 for _op in OPS:
     _op._op = _raising(_op._op)
@@ -194,6 +197,18 @@ def _(dy, offs, packed, absmax, absmax_map, absmax2, offset, blocksize, format, 
     _check_devices(op, packed, dy)
     torch._check(dy.shape[-1] == N, lambda: f"{op}: dy has {dy.shape[-1]} columns, the weights need {N}")
     return dy.new_empty((*dy.shape[:-1], K))
+
+
+@torch.library.register_fake("bitshard::sort_by_expert")
+def _(chosen: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    pairs = (chosen.new_empty(chosen.numel()) for _ in range(3))
+    return *pairs, chosen.new_empty(E, dtype=torch.int32)
+
+
+@torch.library.register_fake("bitshard::sum_by_token")
+def _(y: Tensor, back: Tensor, counts: Tensor) -> Tensor:
+    _check_devices("sum_by_token", y, back, counts)
+    return y.new_empty(counts.shape[0], y.shape[1])
 
 
 @torch.library.register_fake("bitshard::search_4bit")

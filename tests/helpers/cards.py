@@ -57,9 +57,10 @@ class Launch:
 
 # Entries that no plan names.
 ALONE = re.compile(
-    r"(?:de)?quantize_|checksum|optimizer_|search_4bit|round_4bit|clear_int8|outliers_int8|scale_product_int8|split_scales_int8|gemm_int8_i32"
+    r"(?:de)?quantize_|checksum|optimizer_|sort_by_expert|sum_by_token|search_4bit|round_4bit|clear_int8|outliers_int8|scale_product_int8|split_scales_int8|gemm_int8_i32"
 )
 STEP_COPIES = 64 * KIB  # BSH_STEP_COPIES_BYTES, dynamic shared memory of those for 8-bit states; the others have none
+SORT_COUNTERS = 48 * KIB  # 4 bytes each of BSH_SORT_COUNTERS
 SHAPES = ((4096, 4096), (1024, 8192), (14336, 4096), (28672, 8192), (48, 128), (272, 448), (97, 96), (64, 32))  # N, K
 ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 160, 200, 600)
 
@@ -142,6 +143,8 @@ def launch_of(kernel: Kernel, image: Image, sm: int) -> Launch | None:
     """The largest block with which the host starts a kernel of `image` on a GPU `sm`; None: it does not."""
     if ALONE.match(kernel.name):
         copies = STEP_COPIES if kernel.name.startswith("optimizer_8bit_") and sm >= 80 else 0
+        if kernel.name == "sort_by_expert":
+            copies = SORT_COUNTERS
         if kernel.name == "gemm_int8_i32":  # with what the plan gives the others
             copies = planned(sm, image.name)["gemm_int8_f32"].shared
         return Launch(kernel.max_threads or BLOCK_THREADS, copies)

@@ -136,6 +136,8 @@ EXPORT int64_t gpu_size(const int which) {
                                  sizeof(bsh_dequantize_4bit_args),
                                  sizeof(bsh_quantize_blockwise_args),
                                  sizeof(bsh_dequantize_blockwise_args),
+                                 sizeof(bsh_sort_by_expert_args),
+                                 sizeof(bsh_sum_by_token_args),
                                  sizeof(bsh_search_4bit_args),
                                  sizeof(bsh_round_4bit_args),
                                  sizeof(bsh_linear_4bit_args),
@@ -159,6 +161,8 @@ OP(dequantize_4bit)
 OP(quantize_blockwise)
 OP(dequantize_blockwise)
 OP(search_4bit)
+OP(sort_by_expert)
+OP(sum_by_token)
 OP(round_4bit)
 OP(quantize_int8)
 OP(dequantize_int8)

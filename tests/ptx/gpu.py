@@ -175,6 +175,8 @@ Quantize = struct("Quantize", "*x *packed *absmax n blocksize -dtype -format")
 Dequantize = struct("Dequantize", "weight *out columns row0 n_rows column0 n_columns ld -dtype")
 QuantizeBlockwise = struct("QuantizeBlockwise", "*x *map *offset *code *absmax n blocksize -dtype")
 DequantizeBlockwise = struct("DequantizeBlockwise", "*code *absmax *map *offset *out n blocksize -dtype")
+Sort = struct("Sort", "*chosen *order *back *row *offs S k -E")
+Sum = struct("Sum", "*y *back *counts *out T k H -dtype -counts_dtype")
 Search = struct("Search", "*x *weights *scales *choice n period blocksize G -format")
 Round = struct("Round", "*w *u *scales *codes *errors N P -format")
 Linear = struct("Linear", "weight *x *bias *y M N K ldx ldy -dtype -direction")
@@ -198,6 +200,8 @@ STRUCTS = (
     Dequantize,
     QuantizeBlockwise,
     DequantizeBlockwise,
+    Sort,
+    Sum,
     Search,
     Round,
     Linear,
@@ -343,6 +347,19 @@ class Gpu:
         pointers = (code.data_ptr(), absmax.data_ptr(), values.data_ptr(), None, out.data_ptr())
         args = DequantizeBlockwise(*pointers, code.numel(), blocksize, DTYPES[dtype])
         self.call("dequantize_blockwise", args, tensors=[code, absmax, values, out])
+        return out
+
+    def sort_by_expert(self, chosen: Tensor, E: int) -> list[Tensor]:
+        found = [torch.empty(chosen.numel(), dtype=torch.int64) for _ in range(3)] + [torch.empty(E, dtype=torch.int32)]
+        args = Sort(*(t.data_ptr() for t in (chosen, *found)), chosen.numel(), chosen.shape[-1], E)
+        self.call("sort_by_expert", args, tensors=[chosen, *found])
+        return found
+
+    def sum_by_token(self, y: Tensor, back: Tensor, counts: Tensor) -> Tensor:
+        out = y.new_empty(counts.shape[0], y.shape[1])
+        tensors, dtypes = [y, back, counts, out], (DTYPES[y.dtype], DTYPES[counts.dtype])
+        args = Sum(*(t.data_ptr() for t in tensors), *counts.shape, y.shape[1], *dtypes)
+        self.call("sum_by_token", args, tensors=tensors)
         return out
 
     def search_4bit(self, x: Tensor, weights: Tensor, scales: Tensor, blocksize: int, fmt: int) -> Tensor:

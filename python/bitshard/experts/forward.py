@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import inventory
+from bitshard import inventory, ops
 from bitshard.autograd import grouped_matmul_4bit
 from bitshard.experts import lora
 from bitshard.experts.adapted import AdaptedStack
@@ -37,23 +37,22 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
 
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
     tokens, k = top_k_index.shape
-    expert, order = torch.sort(top_k_index.reshape(-1), stable=True)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    offs = _offsets(expert, self.num_experts)
+    order, back, rows, offs = ops.sort_by_expert(top_k_index.long(), self.num_experts)
     up, down = stack_names(self)
-    x = RowsOfExperts.apply(hidden_states, order, back, k)
+    x = RowsOfExperts.apply(hidden_states, rows, back, k)
     parallel = getattr(self, "_is_expert_parallel", False)
     if parallel:  # products of torch leave rows behind the last offset undefined, and so their gradients
-        x = x.masked_fill((expert >= self.num_experts).unsqueeze(-1), 0)
+        x = x.masked_fill((top_k_index.reshape(-1)[order] >= self.num_experts).unsqueeze(-1), 0)
     h = _product(self, up, x, offs)
     h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
     y = _product(self, down, h, offs)
     if getattr(self, "has_post_expert_norm", False):  # transformers 5.18 and later
         y = self.post_expert_norm(y)
+    if not parallel:
+        return SumByToken.apply(y, top_k_weights, order, back, rows).to(hidden_states.dtype)
     y, counts = InOrderOfTokens.apply(y, order, back).view(tokens, k, -1), top_k_weights.unsqueeze(-1)
-    if parallel:
-        elsewhere = (top_k_index >= self.num_experts).unsqueeze(-1)
-        y, counts = y.masked_fill(elsewhere, 0), counts.masked_fill(elsewhere, 0)
+    elsewhere = (top_k_index >= self.num_experts).unsqueeze(-1)
+    y, counts = y.masked_fill(elsewhere, 0), counts.masked_fill(elsewhere, 0)
     return (y * counts).sum(1).to(hidden_states.dtype)
 
 
@@ -64,11 +63,11 @@ class RowsOfExperts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, k: int) -> Tensor:
-        """order: [S], the pairs sorted by expert; back: its inverse."""
+    def forward(ctx: Any, x: Tensor, rows: Tensor, back: Tensor, k: int) -> Tensor:
+        """rows: [S], the token of each pair; back: the place of each pair."""
         ctx.save_for_backward(back)
         ctx.k = k
-        return x[order // k]
+        return x[rows]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
@@ -77,7 +76,7 @@ class RowsOfExperts(torch.autograd.Function):
 
 
 class InOrderOfTokens(torch.autograd.Function):
-    """y [S, H] sorted by expert -> [S, H] in the order of the pairs; arguments as of `RowsOfExperts`."""
+    """y [S, H] sorted by expert -> [S, H] in the order of the pairs; order: the pair of a place, back: its inverse."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, order: Tensor, back: Tensor) -> Tensor:
@@ -89,17 +88,34 @@ class InOrderOfTokens(torch.autograd.Function):
         return _reordered(dy, *ctx.saved_tensors), None, None
 
 
+class SumByToken(torch.autograd.Function):
+    """y [S, H] sorted by expert, counts [T, k] -> [T, H]: of each token the sum of its pairs' rows times their counts.
+
+    One launch, and no product that is kept; order, back, rows: of `ops.sort_by_expert`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, counts: Tensor, order: Tensor, back: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(y, counts, order, back, rows)
+        return ops.sum_by_token(y, back, counts)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        y, counts, order, back, rows = ctx.saved_tensors
+        dy = dcounts = None
+        if ctx.needs_input_grad[0]:
+            dy = (dout[rows] * counts.reshape(-1)[order].unsqueeze(-1)).to(y.dtype)
+        if ctx.needs_input_grad[1]:
+            dout = dout.to(torch.promote_types(y.dtype, counts.dtype)).unsqueeze(1)
+            dcounts = (dout * y[back].view(*counts.shape, -1)).sum(-1).to(counts.dtype)
+        return dy, dcounts, None, None, None
+
+
 def _reordered(dy: Tensor, places: Tensor) -> Tensor:
     """dy[places], of which all are different."""
     if torch.is_grad_enabled() and dy.requires_grad:  # create_graph=True
         return InOrderOfTokens.apply(dy, places.argsort(), places)
     return dy[places]
-
-
-def _offsets(expert: Tensor, experts: int) -> Tensor:
-    """int32 [E]: where the rows of each expert end, of sorted expert numbers."""
-    numbers = torch.arange(experts, device=expert.device, dtype=expert.dtype)
-    return torch.searchsorted(expert, numbers, right=True, out_int32=True)
 
 
 def _product(module: Any, name: str, x: Tensor, offs: Tensor) -> Tensor:
