@@ -10,8 +10,8 @@ The architecture is Qwen3's. Text, three parts of each batch:
 
 What benchmarks/calibration.py measures on, and what it calibrates on, is left out: later messages, its modules of the
 standard library (by name, wherever a file of that name is) and pydoc_data. The tokenizer, byte-level BPE, is trained on
-a part of the same text. Batches are drawn at random; the rate falls to zero as the seconds pass, so two runs do not give
-the same weights. The last line says how many tokens were seen, and the loss on the held-out texts of calibration.py.
+a part of the same text. Batches are drawn at random; the rate falls to zero as the seconds pass, so two runs do not
+give the same weights. The last line says how many tokens were seen, and the loss on calibration.py's held-out texts.
 """
 
 import argparse
@@ -159,7 +159,9 @@ def main() -> None:
     found = texts(options.cache)
     tokenizer = tokenizer_of(found, options.vocabulary)
     parts = {name: tokens(tokenizer, part).to(options.device) for name, part in found.items()}
-    sizes = {name: f"{sum(map(len, part)) / 1e6:.0f} MB, {len(parts[name]) / 1e6:.1f} M" for name, part in found.items()}
+    sizes = {
+        name: f"{sum(map(len, part)) / 1e6:.0f} MB, {len(parts[name]) / 1e6:.1f} M" for name, part in found.items()
+    }
     print(f"characters and tokens: {sizes}", flush=True)
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=options.hidden, intermediate_size=3 * options.hidden,
