@@ -24,7 +24,7 @@ from bitshard.calibration.solve import nearest_nested
 STEPS = 150  # on a GPU, where nobody says how many
 LR, LR_ADAPTER = 3e-3, 3e-4  # of t, and of an adapter's factors
 WARMUP = 0.05  # of the steps; then the rate falls along a cosine
-STEP_TOKENS = 8192  # of a step
+STEP_TOKENS = 8192  # of a step, which go through a layer at once
 LOGITS = 1 << 28  # elements of logits at once
 HELD = 16  # of so many samples one is not trained on
 TuneProgress = Callable[[Iterable[int], int], Iterable[int]]
@@ -246,9 +246,10 @@ def settings_of(steps: int | None, seed: int, device: torch.device, count: int) 
 def _lost(
     student: Student, first: Tensor, dense: Tensor, chosen: Tensor, at_once: int, backward: bool = False
 ) -> float:
-    """Mean divergence of the chosen samples, for the logits of `at_once` tokens at a time; gradients are added up."""
+    """Mean divergence of the chosen samples: a step's tokens go through the layers together, and logits are those of
+    `at_once` tokens at a time. Gradients are added up."""
     total, length = 0.0, first.shape[1]
-    for some in chosen.split(max(1, at_once // length)):
+    for some in chosen.split(max(1, STEP_TOKENS // length)):
         states = student.states(first[some])
         ends = states.detach().requires_grad_(backward)  # gradients of all logits meet here, then go on together
         size = max(1, at_once // len(some))
