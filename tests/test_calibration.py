@@ -534,6 +534,29 @@ def test_weights_that_tuning_made_worse_stay_as_they_were(dense, tmp_path, monke
     same(tensors(tmp_path / "full"), tensors(tmp_path / "plain"))
 
 
+def test_tuning_with_few_logits_at_once(dense, tmp_path, monkeypatch):
+    """A vocabulary too large for a whole step: logits of 135 tokens at a time, and the same but for roundings."""
+    most = []
+    decoder_finish = Decoder.finish
+
+    def finish(self, hidden, outside):
+        most.append(hidden.shape[0] * hidden.shape[1])
+        return decoder_finish(self, hidden, outside)
+
+    monkeypatch.setattr(Decoder, "finish", finish)
+    whole = calibrate_folder(dense, tmp_path / "whole", config(), TUNED_ON, tune_steps=STEPS).tuned
+    assert max(most) == 45 * 32  # a step's
+    most.clear()
+    monkeypatch.setattr(tuning, "LOGITS", 3 * 45 * 96 + 5)
+    parts = calibrate_folder(dense, tmp_path / "parts", config(), TUNED_ON, tune_steps=STEPS).tuned
+    assert max(most) == 3 * 45 and parts.kept
+    assert abs(parts.before / whole.before - 1) < 1e-5 and abs(parts.after / whole.after - 1) < 1e-3
+    found, wanted = (tensors(tmp_path / name) for name in ("parts", "whole"))
+    scales = [key for key in wanted if key.endswith("absmax")]
+    same({k: v for k, v in found.items() if k not in scales}, {k: v for k, v in wanted.items() if k not in scales})
+    assert all((found[key] / wanted[key] - 1).abs().max() < 1e-3 for key in scales)
+
+
 def test_interrupted_tuning(dense, tmp_path, monkeypatch):
     """Layers stay; the same run tunes from its beginning, once, and one without tuning goes on with them, too."""
     calibrate_folder(dense, tmp_path / "whole", config(), TUNED_ON, tune_steps=4)

@@ -24,7 +24,7 @@ from bitshard.calibration.solve import nearest_nested
 STEPS = 150  # on a GPU, where nobody says how many
 LR, LR_ADAPTER = 3e-3, 3e-4  # of t, and of an adapter's factors
 WARMUP = 0.05  # of the steps; then the rate falls along a cosine
-STEP_TOKENS = 8192  # of a step
+STEP_TOKENS = 8192  # of a step, which go through a layer at once
 LOGITS = 1 << 28  # elements of logits at once
 HELD = 16  # of so many samples one is not trained on
 TuneProgress = Callable[[Iterable[int], int], Iterable[int]]
@@ -145,16 +145,16 @@ class Student:
         self.trained = {key: Trained(each, self.decoder.device) for key, each in made.items()}
         self._outside = self.decoder.outside()
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[B, L, V] of what the first layer gets, [B, L, H]."""
+    def states(self, hidden: Tensor) -> Tensor:
+        """[B, L, H] that the last layer gives, of what the first one gets, [B, L, H]."""
         hidden = hidden.to(self.decoder.device)
         for number in range(len(self._rest)):
             hidden = checkpoint(self._layer, number, hidden, use_reentrant=False, preserve_rng_state=False)
-        return self.decoder.finish(hidden, self._outside)
+        return hidden
 
-    def dense_logits(self, hidden: Tensor) -> Tensor:
-        """[B, L, V] of what the dense model's last layer gives."""
-        return self.decoder.finish(hidden.to(self.decoder.device), self._outside)
+    def logits(self, states: Tensor) -> Tensor:
+        """[B, L, V] of what the last layer gives, this one's or the dense model's, [B, L, H]."""
+        return self.decoder.finish(states.to(self.decoder.device), self._outside)
 
     def _layer(self, number: int, hidden: Tensor) -> Tensor:
         tensors = dict(self._rest[number])
@@ -205,8 +205,8 @@ def _tune(
     mixed = torch.randperm(len(first), generator=generator)
     held, seen = mixed.split([max(1, len(first) // HELD), len(first) - max(1, len(first) // HELD)])
     student = Student(layers, made, walked)
-    part = max(1, LOGITS // (first.shape[1] * student.dense_logits(dense[:1, :1]).shape[-1]))
-    lost = partial(_lost, student, first, dense, part=part)
+    at_once = max(1, LOGITS // student.logits(dense[:1, :1]).shape[-1])
+    lost = partial(_lost, student, first, dense, at_once=at_once)
     with torch.no_grad():
         before = lost(held)
     optimizer, rate = _optimizer(student, settings.steps)
@@ -243,16 +243,25 @@ def settings_of(steps: int | None, seed: int, device: torch.device, count: int) 
     return Settings(chosen, seed)
 
 
-def _lost(student: Student, first: Tensor, dense: Tensor, chosen: Tensor, part: int, backward: bool = False) -> float:
-    """Mean divergence of the chosen samples, `part` of them at once; its gradients are added up."""
-    total, tokens = 0.0, len(chosen) * first.shape[1]
-    for some in chosen.split(part):
-        with torch.no_grad():
-            wanted = student.dense_logits(dense[some])
-        found = divergence(student.logits(first[some]), wanted) / tokens
+def _lost(
+    student: Student, first: Tensor, dense: Tensor, chosen: Tensor, at_once: int, backward: bool = False
+) -> float:
+    """Mean divergence of the chosen samples: a step's tokens go through the layers together, and logits are those of
+    `at_once` tokens at a time. Gradients are added up."""
+    total, length = 0.0, first.shape[1]
+    for some in chosen.split(max(1, STEP_TOKENS // length)):
+        states = student.states(first[some])
+        ends = states.detach().requires_grad_(backward)  # gradients of all logits meet here, then go on together
+        size = max(1, at_once // len(some))
+        for ours, theirs in zip(ends.split(size, 1), dense[some].split(size, 1), strict=True):
+            with torch.no_grad():
+                wanted = student.logits(theirs)
+            found = divergence(student.logits(ours), wanted) / (len(chosen) * length)
+            if backward:
+                found.backward()
+            total += float(found.detach())
         if backward:
-            found.backward()
-        total += float(found.detach())
+            states.backward(ends.grad)
     return total
 
 
