@@ -155,7 +155,7 @@ void ptx_yield(ptx_thread *t);
 _Noreturn void ptx_fail(ptx_thread *t, const char *what);
 void ptx_wait(ptx_thread *t, const uint32_t *word, uint32_t old);
 void ptx_registers(ptx_thread *t, uint32_t n); /* setmaxnreg, once a thread */
-void ptx_spin(ptx_thread *t); /* reads what another one writes, and may read it again */
+void ptx_spin(ptx_thread *t);                  /* reads what another one writes, and may read it again */
 
 /* ---- memory ---- */
 
