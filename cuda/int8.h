@@ -82,7 +82,11 @@ BSH_SIZE int32_t bsh_gemm_int8_shared_bytes(int32_t arch) {
 /* gemm_int8_sm90. X(name, rows of x of a tile, rows of W, stages, blocks of a cluster). The blocks of a cluster have
  * neighbouring rows of x and the same rows of W, of which each reads its part for all. */
 #define BSH_GEMM_INT8_SM90_FORMS(X)                                                                                    \
-  X(m64_n128, 64, 128, 8, 1) X(m128_n128, 128, 128, 6, 1) X(m128_n128_c2, 128, 128, 6, 2) X(m128_n256, 128, 256, 4, 2)
+  X(m64_n128, 64, 128, 8, 1)                                                                                           \
+  X(m64_n128_c2, 64, 128, 8, 2)                                                                                        \
+  X(m128_n128, 128, 128, 6, 1)                                                                                         \
+  X(m128_n128_c2, 128, 128, 6, 2)                                                                                      \
+  X(m128_n256, 128, 256, 4, 2)
 enum { BSH_GEMM_INT8_SM90_THREADS = 384 };
 BSH_SIZE int32_t bsh_gemm_int8_sm90_shared_bytes(int32_t rows, int32_t columns, int32_t stages) {
   return 1024 + stages * ((rows + columns) * BSH_GEMM_INT8_DEPTH + 16) +

@@ -19,7 +19,7 @@ const char *bsh_int8_kernel_name(const bsh_int8_kernel kernel) { return names[ke
 
 #define FORM(name, rows, columns, stages, cluster) {rows, columns, stages, cluster},
 const bsh_int8_form bsh_int8_forms[] = {BSH_GEMM_INT8_SM90_FORMS(FORM)};
-enum { FORMS = 4, MOST_ROWS = 65535 * BSH_INT8_ANY_TOKENS }; /* a grid's second size, of `any` */
+enum { FORMS = 5, MOST_ROWS = 65535 * BSH_INT8_ANY_TOKENS }; /* a grid's second size, of `any` */
 enum { LARGE = 150000000 };                                  /* codes of a weight */
 
 /* ---- what a kernel refuses ---- */
@@ -261,12 +261,13 @@ static void take_cut(bsh_int8_plan *const plan, const sm90_cut *const c, const i
                                                 .overlap = true};
 }
 
-/* Nanoseconds, which order the forms and cuts as an H200 did at 19 sizes: of a stage of 128 of depth; of a tile beside
- * them; of joining sums; of the last pair of blocks where one of it has no rows. Infinite for a cut that there is not.
+/* Nanoseconds, which order the forms and cuts as an H200 did at 19 sizes, and m64_n128_c2 as an H100 did, too: of a
+ * stage of 128 of depth; of a tile beside them; of joining sums; of the last pair of blocks where one of it has no
+ * rows. Infinite for a cut that there is not.
  */
 static double sm90_nanoseconds(const bsh_int8_facts *const f, const sm90_cut *const c) {
-  static const double stage[FORMS] = {260, 430, 400, 880}, beside[FORMS] = {1500, 2000, 2000, 3000};
-  static const double join = 5500, half_empty = 5000, measured = 1e11;
+  static const double stage[FORMS] = {260, 230, 430, 400, 880}, beside[FORMS] = {1500, 1500, 2000, 2000, 3000};
+  static const double join = 5500, half_empty = 5000, measured = 1.5e11;
   enum { LARGEST = FORMS - 1, MANY_ROWS = 512 };
   const bsh_int8_form *const s = &bsh_int8_forms[c->form];
   const int64_t stages = divide_up(f->K, BSH_GEMM_INT8_DEPTH);

@@ -119,7 +119,7 @@ def planned(sm: int, architectures: str) -> dict[str, Launch]:
             note(found, plan["launch"])
     kernels = (None, "any", "mixed_int8_sm90", "gemm_int8", "dgrad_int8_sm90", "gemv_int8_dgrad", "panels")
     for M, (N, K), dtype, sms, gradient, kernel in itertools.product(
-        ROWS, SHAPES, range(3), (40, 132), (False, True), kernels
+        (*ROWS, 1024), SHAPES, range(3), (40, 132), (False, True), kernels
     ):
         settings = {"gradient": gradient, "kernel": kernel, "architectures": architectures}
         try:
