@@ -26,40 +26,35 @@ struct expert_rows {
   __device__ __forceinline__ int read(int i) const { return (int)ld_shared_4(at + 4 * i); }
 
   // By one warp; a barrier by the caller. Ends that are not sorted, or beyond the M rows, are clamped. count(rows):
-  // groups of an expert. A lane has a run of experts, whose ends it asks for at once; then it reads them again.
+  // groups of an expert.
   template <typename COUNT> __device__ __forceinline__ void fill(const int32_t *offs, int M, COUNT count) const {
-    const int lane = threadIdx.x & 31, run = (experts + BSH_WARP - 1) / BSH_WARP;
-    const int first = min(lane * run, experts), last = min(first + run, experts);
-    const auto clamped = [&](int expert) { return min(max(offs[expert], 0), M); };
-    int most = 0;
-#pragma unroll 8
-    for (int expert = first; expert < last; expert++) most = max(most, clamped(expert));
-    const int before = scan(most, 0, [](int a, int b) { return max(a, b); });
-    int groups = 0;
-    for (int expert = first, end = before; expert < last; expert++) {
-      const int begin = end;
-      end = max(end, clamped(expert));
-      st_shared(at + 4 * expert, (uint32_t)end);
-      st_shared(at + 4 * (experts + expert), (uint32_t)groups);
-      groups += count(end - begin);
-    }
-    const auto add = [](int a, int b) { return a + b; };
-    const int own = groups;
-    groups = scan(groups, 0, add);
-    for (int expert = first; expert < last; expert++)
-      st_shared(at + 4 * (experts + expert), (uint32_t)(groups + start(expert)));
-    if (lane == BSH_WARP - 1) st_shared(at + 8 * experts, (uint32_t)(groups + own));
-  }
-  // What the values of the lanes before make together; `none` in lane 0.
-  template <typename JOIN> static __device__ __forceinline__ int scan(int value, int none, JOIN join) {
     const int lane = threadIdx.x & 31;
+    int last = 0, groups = 0;
+    for (int first = 0; first < experts; first += BSH_WARP) {
+      const int expert = first + lane;
+      int end = expert < experts ? min(max(offs[expert], 0), M) : 0;
 #pragma unroll
-    for (int step = 1; step < BSH_WARP; step *= 2) {
-      const int left = __shfl_up_sync(~0u, value, step);
-      if (lane >= step) value = join(value, left);
+      for (int step = 1; step < BSH_WARP; step *= 2) {
+        const int before = __shfl_up_sync(~0u, end, step);
+        if (lane >= step) end = max(end, before);
+      }
+      end = max(end, last);
+      const int before = __shfl_up_sync(~0u, end, 1), begin = lane == 0 ? last : before;
+      const int own = count(end - begin);
+      int sum = own;
+#pragma unroll
+      for (int step = 1; step < BSH_WARP; step *= 2) {
+        const int left = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += left;
+      }
+      if (expert < experts) {
+        st_shared(at + 4 * expert, (uint32_t)end);
+        st_shared(at + 4 * (experts + expert), (uint32_t)(groups + sum - own));
+      }
+      last = __shfl_sync(~0u, end, BSH_WARP - 1);
+      groups += __shfl_sync(~0u, sum, BSH_WARP - 1);
     }
-    const int before = __shfl_up_sync(~0u, value, 1);
-    return lane == 0 ? none : before;
+    if (lane == 0) st_shared(at + 8 * experts, (uint32_t)groups);
   }
   // The expert of a group: the last one that starts there or before; those without rows start where the next one does.
   __device__ __forceinline__ int of_group(int group) const {

@@ -82,18 +82,6 @@ __device__ __forceinline__ void multiply_segment(const bsh_fused_args &args, con
   half = walk<T, TOKEN_TILES, UNITS, KIND>(args, p, shared, stream, scales, x, offset, half, meet_at);
 }
 
-// Hints about the packed bytes with which the next part of K of a segment begins.
-template <int TOKEN_TILES, int UNITS>
-__device__ __forceinline__ void prefetch_part(const bsh_fused_args &args, place p, int part_units,
-                                              const shared_layout &shared) {
-  constexpr int PIECES = UNITS / BSH_PIECE_UNITS, SLOTS = bsh::SLOTS<TOKEN_TILES>;
-  p.first_unit += part_units;
-  const weight_loader<PIECES, SLOTS> next(args, p, shared.ring);
-#pragma unroll
-  for (int i = 0; i < SLOTS - 1; i++)
-    if (i / PIECES < p.steps) next.prefetch(p.tile(i / PIECES), i % PIECES);
-}
-
 template <typename T, int TOKEN_TILES, int UNITS, scale_kind KIND>
 __device__ __forceinline__ void gemv_grouped(const bsh_grouped_gemv_args &args) {
   constexpr int TOKENS = TOKEN_TILES * 8;
@@ -129,10 +117,8 @@ __device__ __forceinline__ void gemv_grouped(const bsh_grouped_gemv_args &args) 
     const int expert = of.of_group(group);
     const int first = of.begin(expert) + (group - of.start(expert)) * TOKENS;
     const bsh_fused_args own = of_expert<T>(args, expert, first, min(TOKENS, of.end(expert) - first));
-    const int part_units = args.rows.cut.k_warps * UNITS;
-    p.first_unit = p.warp * UNITS - p.group * part_units;
-    for (p.split = 0; p.split < parts; p.split++, p.first_unit += part_units) {
-      if (p.split + 1 < parts) prefetch_part<TOKEN_TILES, UNITS>(own, p, part_units, shared);
+    for (p.split = 0; p.split < parts; p.split++) {
+      p.first_unit = (p.split * args.rows.cut.k_warps + p.warp - p.group * args.rows.cut.k_warps) * UNITS;
       multiply_segment<T, TOKEN_TILES, UNITS, KIND>(own, p, shared, half);
     }
   }

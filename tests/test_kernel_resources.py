@@ -49,7 +49,7 @@ EXCEPTIONS = (
     # 512 threads leave 128 registers; ptxas for sm_100 needs up to 4 more than for sm_90.
     (r"gemv_4bit_\w+_(?:m16_k4|m16_k4_any|m8_k8_any)$", "100", 16, 8),
     # What a block keeps from one segment of its work to the next, beside 128 registers of 512 threads.
-    (r"gemv_4bit_grouped_", "", 80, 64),
+    (r"gemv_4bit_grouped_", "", 64, 64),
 )
 LOCAL_ACCESS = (0x183, 0x187)  # LDL, STL: low nine bits of an instruction
 
