@@ -1,4 +1,4 @@
-"""bitshard.calibration of mixtures: each expert for the tokens that its router sends it."""
+"""bitshard.calibration: moments, and mixtures, each expert for the tokens that its router sends it."""
 
 import pytest
 import torch
@@ -11,6 +11,24 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from test_calibration import IDS, TUNED_ON, config, distance, held_back, logits
 from transformers import AutoModelForCausalLM
+
+
+def test_moments_are_those_of_the_inputs():
+    torch.manual_seed(0)
+    layer = torch.nn.Module()
+    layer.a, layer.b, layer.c = (torch.nn.Linear(8, 8) for _ in range(3))
+    layer.forward = lambda x: layer.c(layer.a(x) + layer.b(x))
+    moments, x = Moments(layer, ["a", "b", "c"]), torch.randn(4, 5, 8)
+    with moments.watching(), torch.no_grad():
+        for part in x:
+            layer(part)
+    rows = x.view(-1, 8)
+    assert torch.allclose(moments.of("a"), rows.t() @ rows / 20, atol=1e-5)
+    assert moments.leader("b") == "a" and moments.leader("c") == "c" and moments.rows("b") == 20
+    inner = (layer.a(rows) + layer.b(rows)).detach()
+    assert torch.allclose(moments.of("c"), inner.t() @ inner / 20, atol=1e-5)
+    layer(x)  # nobody watches any more
+    assert moments.rows("a") == 20
 
 
 def test_few_tokens_are_shrunk_towards_the_layers():
