@@ -9,6 +9,24 @@ namespace bsh {
 
 constexpr float INVERSE_127 = BSH_INT8_UNIT;
 
+constexpr uint32_t INFINITE = 0x7F800000u;
+template <typename T> constexpr bool IS_HALF = false;
+template <> constexpr bool IS_HALF<__half> = true;
+
+// int8_scale and int8_code of core/numerics.h.
+template <typename T> __device__ __forceinline__ float scale_of_row(float absmax) {
+  if (!(absmax >= 3.009265538105056e-36f && absmax <= LARGEST)) return 0.f; // 2^-118
+  return IS_HALF<T> ? __fmul_rn(127.f, reciprocal(absmax)) : __fmul_rn(31.75f, __fdiv_rn(4.f, absmax));
+}
+// A code of an element of at most the row's absmax, whose scale is not 0, in the low byte.
+__device__ __forceinline__ uint32_t code_of(float x, float scale) {
+  return __float_as_uint(__fadd_rn(__fmul_rn(x, scale), 12582912.f)); // 1.5 * 2^23
+}
+// Of bits of magnitudes. NaN is no outlier.
+__device__ __forceinline__ bool is_outlier(uint32_t magnitude, uint32_t threshold) {
+  return magnitude >= threshold && magnitude <= INFINITE;
+}
+
 // Sums to y without outliers, two roundings, then an fma: bitsandbytes' order.
 __device__ __forceinline__ float scale_sum(int sum, float row, float col, float bias) {
   return __fmaf_rn(__fmul_rn(__fmul_rn((float)sum, row), col), BSH_INT8_PRODUCT_SCALE, bias);

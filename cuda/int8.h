@@ -32,6 +32,13 @@ typedef struct {
   int64_t n;
 } bsh_int8_clear_args;
 
+/* quantize_int8. claimed: rows.outliers are int32 claims, of columns that have outliers a row where one is; nothing has
+ * to be cleared before. */
+typedef struct {
+  bsh_quantize_int8_args rows;
+  int32_t claimed;
+} bsh_int8_rows_args;
+
 /* outliers_int8: clears the codes of outlier columns of x, and gathers those of x and W where capacity > 0. With
  * count NULL it only clears. */
 typedef struct {
@@ -69,6 +76,9 @@ typedef struct {
    * sums, int32 [tiles][splits - 1][sums of a thread / 4][256 threads][4]. More than 1: a cluster has one tile. */
   int32_t splits;
   int32_t *partial;
+  int32_t found;   /* gemm_int8_sm90 finds outlier columns itself, by outliers.flags; codes of them are still in a */
+  int32_t claimed; /* flags are int32 claims: rows in which columns reach the threshold, or anything else */
+  float threshold; /* found: as of quantize_int8 */
 } bsh_int8_gemm_args;
 
 /* gemm_int8: a block of threads has 128 x 128 of y; a stage is 128 codes of 256 rows, with 128-byte swizzle. */
@@ -82,11 +92,30 @@ BSH_SIZE int32_t bsh_gemm_int8_shared_bytes(int32_t arch) {
 /* gemm_int8_sm90. X(name, rows of x of a tile, rows of W, stages, blocks of a cluster). The blocks of a cluster have
  * neighbouring rows of x and the same rows of W, of which each reads its part for all. */
 #define BSH_GEMM_INT8_SM90_FORMS(X)                                                                                    \
-  X(m64_n128, 64, 128, 8, 1) X(m128_n128, 128, 128, 6, 1) X(m128_n128_c2, 128, 128, 6, 2) X(m128_n256, 128, 256, 4, 2)
-enum { BSH_GEMM_INT8_SM90_THREADS = 384 };
-BSH_SIZE int32_t bsh_gemm_int8_sm90_shared_bytes(int32_t rows, int32_t columns, int32_t stages) {
-  return 1024 + stages * ((rows + columns) * BSH_GEMM_INT8_DEPTH + 16) +
-         8; /* barriers: of stages, and of shared sums */
+  X(m64_n64, 64, 64, 12, 1)                                                                                            \
+  X(m64_n64_c2, 64, 64, 12, 2)                                                                                         \
+  X(m64_n128, 64, 128, 8, 1)                                                                                           \
+  X(m64_n128_c2, 64, 128, 8, 2)                                                                                        \
+  X(m128_n128, 128, 128, 6, 1)                                                                                         \
+  X(m128_n128_c2, 128, 128, 6, 2)                                                                                      \
+  X(m128_n256, 128, 256, 4, 2)
+enum { BSH_GEMM_INT8_SM90_THREADS = 384, BSH_GEMM_INT8_SM90_STATE = 1024 /* bytes: barriers, a list of columns */ };
+enum { BSH_GEMM_INT8_SM90_SHARED = 227 << 10 };
+/* Bytes of the operands of a product with found outlier columns: x, its codes, and W, in 16 bits. */
+BSH_SIZE int32_t bsh_gemm_int8_sm90_found_bytes(int32_t rows, int32_t columns) {
+  return (2 * rows + columns) * 2 * BSH_INT8_CHUNK;
+}
+/* Of the ring, of at most `stages`, where outlier columns are found. */
+BSH_SIZE int32_t bsh_gemm_int8_sm90_found_stages(int32_t rows, int32_t columns, int32_t stages) {
+  const int32_t left = BSH_GEMM_INT8_SM90_SHARED - 1024 - BSH_GEMM_INT8_SM90_STATE -
+                       bsh_gemm_int8_sm90_found_bytes(rows, columns);
+  const int32_t fit = left / ((rows + columns) * BSH_GEMM_INT8_DEPTH);
+  return fit < stages ? fit : stages;
+}
+BSH_SIZE int32_t bsh_gemm_int8_sm90_shared_bytes(int32_t rows, int32_t columns, int32_t stages, int32_t found) {
+  const int32_t used = found ? bsh_gemm_int8_sm90_found_stages(rows, columns, stages) : stages;
+  return 1024 + used * (rows + columns) * BSH_GEMM_INT8_DEPTH + BSH_GEMM_INT8_SM90_STATE +
+         (found ? bsh_gemm_int8_sm90_found_bytes(rows, columns) : 0);
 }
 
 /* mixed_int8_sm90 and dgrad_int8_sm90: a pair of blocks has 256 rows, of W, or for dx of its transpose, by `tokens`

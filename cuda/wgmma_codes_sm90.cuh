@@ -13,6 +13,8 @@ namespace bsh {
 #define BSH_I16(i) BSH_I4(i), BSH_I4(i + 4), BSH_I4(i + 8), BSH_I4(i + 12)
 #define BSH_I32(i) BSH_I16(i), BSH_I16(i + 16)
 
+#define BSH_LIST_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+
 // d[64 x N] += a[64 x 32] b[N x 32]^T of codes.
 template <int N> struct wgmma_codes;
 #define BSH_WGMMA_CODES(N, D_LIST, A, B, ...)                                                                          \
@@ -23,6 +25,7 @@ template <int N> struct wgmma_codes;
                    : "l"(a), "l"(b));                                                                                  \
     }                                                                                                                  \
   };
+BSH_WGMMA_CODES(32, BSH_LIST_16, "16", "17", BSH_I16(0))
 BSH_WGMMA_CODES(64, BSH_LIST_32, "32", "33", BSH_I32(0))
 BSH_WGMMA_CODES(128, BSH_LIST_64, "64", "65", BSH_I32(0), BSH_I32(32))
 BSH_WGMMA_CODES(256, BSH_LIST_128, "128", "129", BSH_I32(0), BSH_I32(32), BSH_I32(64), BSH_I32(96))
@@ -39,6 +42,7 @@ template <typename T, int N> struct wgmma_ss;
     }                                                                                                                  \
   };
 #define BSH_WGMMA_SS_SIZES(TYPE, PTX)                                                                                  \
+  BSH_WGMMA_SS(TYPE, PTX, 32, BSH_LIST_16, "16", "17", BSH_D16(0))                                                     \
   BSH_WGMMA_SS(TYPE, PTX, 64, BSH_LIST_32, "32", "33", BSH_D32(0))                                                     \
   BSH_WGMMA_SS(TYPE, PTX, 128, BSH_LIST_64, "64", "65", BSH_D32(0), BSH_D32(32))                                       \
   BSH_WGMMA_SS(TYPE, PTX, 256, BSH_LIST_128, "128", "129", BSH_D32(0), BSH_D32(32), BSH_D32(64), BSH_D32(96))

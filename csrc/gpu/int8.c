@@ -38,13 +38,14 @@ static bsh_status launch(const bsh_cuda_context *const context, bsh_cuda_kernel 
 
 /* ---- quantize_int8 ---- */
 
-static bsh_status quantize(const bsh_quantize_int8_args *const args, const bsh_cuda_context *const context) {
+static bsh_status quantize(const bsh_quantize_int8_args *const args, const bool claimed,
+                           const bsh_cuda_context *const context) {
   static bsh_cuda_kernel kernels[DTYPES] = BY_DTYPE("quantize_int8_");
   static bsh_cuda_kernel clear = {.fatbin = BSH_FATBIN_int8, .name = "clear_int8"};
-  bsh_quantize_int8_args used = *args;
-  if (!(args->threshold > 0)) used.outliers = NULL;
-  const bsh_int8_clear_args flags = {used.outliers, args->K};
-  if (used.outliers != NULL) BSH_TRY(launch(context, &clear, divide_up(args->K, BSH_INT8_THREADS), &flags));
+  bsh_int8_rows_args used = {*args, claimed};
+  if (!(args->threshold > 0)) used.rows.outliers = NULL;
+  const bsh_int8_clear_args flags = {used.rows.outliers, args->K};
+  if (used.rows.outliers != NULL && !claimed) BSH_TRY(launch(context, &clear, divide_up(args->K, BSH_INT8_THREADS), &flags));
   return launch(context, &kernels[args->dtype], args->M, &used);
 }
 
@@ -64,7 +65,7 @@ static bsh_status check_size(const bsh_cuda_context *const context, const int64_
 bsh_status bsh_cuda_quantize_int8_rows(const bsh_quantize_int8_args *const args,
                                        const bsh_cuda_context *const context) {
   BSH_TRY(check_size(context, args->M, args->K));
-  return quantize(args, context);
+  return quantize(args, false, context);
 }
 
 bsh_status bsh_cuda_quantize_int8(const bsh_quantize_int8_args *const args, const bsh_cuda_context *const context) {
@@ -148,6 +149,7 @@ static bsh_status run_any(const bsh_linear_int8_args *const args, const bsh_int8
 
 static bsh_int8_outliers outliers_in(const bsh_int8_plan *const plan, char *const memory, const bool there) {
   if (!there) return (bsh_int8_outliers){0};
+  if (plan->found) return (bsh_int8_outliers){.flags = (const uint8_t *)memory + plan->at.flags};
   return (bsh_int8_outliers){.flags = (const uint8_t *)memory + plan->at.flags,
                              .count = (int32_t *)(memory + plan->at.count),
                              .list = (int32_t *)(memory + plan->at.list),
@@ -176,7 +178,10 @@ static bsh_int8_gemm_args gemm_args(const bsh_linear_int8_args *const args, cons
                               .m_tiles = plan->m_tiles,
                               .tiles = plan->tiles,
                               .splits = plan->splits,
-                              .partial = (int32_t *)(memory + plan->at.partial)};
+                              .partial = (int32_t *)(memory + plan->at.partial),
+                              .found = plan->found,
+                              .claimed = plan->claimed,
+                              .threshold = args->threshold};
 }
 
 /* Codes of x, and what of its outlier columns is gathered. */
@@ -199,7 +204,7 @@ static bsh_status make_codes(const bsh_linear_int8_args *const args, const bsh_i
                                         .M = product->M,
                                         .N = product->N,
                                         .K = product->K};
-  BSH_TRY(quantize(&codes, context));
+  BSH_TRY(quantize(&codes, product->claimed, context));
   return product->outliers.count == NULL ? BSH_OK : gather(&columns, args->dtype, context);
 }
 

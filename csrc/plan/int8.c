@@ -19,7 +19,7 @@ const char *bsh_int8_kernel_name(const bsh_int8_kernel kernel) { return names[ke
 
 #define FORM(name, rows, columns, stages, cluster) {rows, columns, stages, cluster},
 const bsh_int8_form bsh_int8_forms[] = {BSH_GEMM_INT8_SM90_FORMS(FORM)};
-enum { FORMS = 4, MOST_ROWS = 65535 * BSH_INT8_ANY_TOKENS }; /* a grid's second size, of `any` */
+enum { FORMS = 7, MOST_ROWS = 65535 * BSH_INT8_ANY_TOKENS }; /* a grid's second size, of `any` */
 enum { LARGE = 150000000 };                                  /* codes of a weight */
 
 /* ---- what a kernel refuses ---- */
@@ -145,10 +145,15 @@ static int32_t capacity_of(const bsh_int8_facts *const f) {
 
 static void place_codes(const bsh_int8_facts *const f, bsh_int8_plan *const plan) {
   bsh_int8_scratch *const at = &plan->at;
+  plan->claimed = plan->found && getenv("BSH_CLAIMS") != NULL && atoi(getenv("BSH_CLAIMS"));
   plan->codes = true;
   at->codes = place(at, f->M * f->K);
   at->absmax = place(at, f->M * (int64_t)sizeof(float));
   if (!f->outliers) return;
+  if (plan->found) {
+    at->flags = place(at, f->K * (plan->claimed ? (int64_t)sizeof(int32_t) : 1));
+    return;
+  }
   plan->capacity = capacity_of(f);
   at->flags = place(at, f->K);
   at->count = place(at, (int64_t)sizeof(int32_t));
@@ -265,7 +270,7 @@ static void take_cut(bsh_int8_plan *const plan, const sm90_cut *const c, const i
  * them; of joining sums; of the last pair of blocks where one of it has no rows. Infinite for a cut that there is not.
  */
 static double sm90_nanoseconds(const bsh_int8_facts *const f, const sm90_cut *const c) {
-  static const double stage[FORMS] = {260, 430, 400, 880}, beside[FORMS] = {1500, 2000, 2000, 3000};
+  static const double stage[FORMS] = {1e9, 1e9, 260, 1e9, 430, 400, 880}, beside[FORMS] = {1500, 1500, 1500, 1500, 2000, 2000, 3000};
   static const double join = 5500, half_empty = 5000, measured = 1e11;
   enum { LARGEST = FORMS - 1, MANY_ROWS = 512 };
   const bsh_int8_form *const s = &bsh_int8_forms[c->form];
@@ -278,7 +283,7 @@ static double sm90_nanoseconds(const bsh_int8_facts *const f, const sm90_cut *co
 }
 
 static sm90_cut best_sm90(const bsh_int8_facts *const f) {
-  sm90_cut best = cut_sm90(f, 0, 1);
+  sm90_cut best = cut_sm90(f, 2, 1);
   for (int32_t form = 0; form < FORMS; form++)
     for (int32_t splits = 1; splits * bsh_int8_forms[form].cluster <= BSH_GEMV_CLUSTER; splits++) {
       const sm90_cut other = cut_sm90(f, form, splits);
@@ -292,13 +297,16 @@ static void plan_sm90(const bsh_int8_facts *const f, bsh_int8_plan *const plan) 
 #define SM90_F16(form, ...) KERNEL(gemm_int8_sm90, "gemm_int8_sm90_f16_" #form),
   static bsh_cuda_kernel kernels[2][FORMS] = {{BSH_GEMM_INT8_SM90_FORMS(SM90_BF16)},
                                               {BSH_GEMM_INT8_SM90_FORMS(SM90_F16)}};
-  const sm90_cut best = best_sm90(f);
+  sm90_cut best = best_sm90(f);
+  if (getenv("BSH_FORM") != NULL && atoi(getenv("BSH_FORM")) >= 0)
+    best = cut_sm90(f, atoi(getenv("BSH_FORM")), getenv("BSH_SPLITS") ? atoi(getenv("BSH_SPLITS")) : 1);
   const bsh_int8_form *const s = &bsh_int8_forms[best.form];
   const int32_t blocks = s->cluster * best.splits; /* of a cluster */
+  plan->found = f->outliers && s->columns <= 128 && best.splits == 1 && getenv("BSH_FOUND") != NULL && atoi(getenv("BSH_FOUND"));
   place_codes(f, plan);
   plan->at.partial = place(&plan->at, best.tiles * (best.splits - 1) * s->rows * s->columns * (int64_t)sizeof(int32_t));
   plan->product.kernel = &kernels[f->dtype == BSH_F16][best.form];
-  take_cut(plan, &best, blocks, bsh_gemm_int8_sm90_shared_bytes(s->rows, s->columns, s->stages));
+  take_cut(plan, &best, blocks, bsh_gemm_int8_sm90_shared_bytes(s->rows, s->columns, s->stages, plan->found));
 }
 
 /* ---- x, or dy, as it is, in one pass over W ---- */
