@@ -10,7 +10,9 @@ namespace {
 
 #ifdef BSH_HAS_WGMMA
 enum { COPY_WARP = 8, CONSUMERS = 8 }; // warps
-enum { CONSUMER_REGISTERS = 208, PRODUCER_REGISTERS = 96 };
+// Of a thread. All threads begin with an equal share of the 65,536, a multiple of 8; what is more would wait for ever.
+enum { CONSUMER_REGISTERS = 200, PRODUCER_REGISTERS = 104, SHARE = 65536 / BSH_GEMM_INT8_SM90_THREADS / 8 * 8 };
+static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * SHARE, "more registers than a block has");
 enum { OUTLIER_WARPS = 3 }; // behind COPY_WARP
 
 template <int ROWS_, int COLUMNS_, int STAGES_, int CLUSTER_> struct int8_form {

@@ -58,23 +58,24 @@ template <typename T, typename FORM> struct outlier_warps {
   // reaches the threshold there, or what was in memory before: it is looked up.
   __device__ __forceinline__ uint32_t marks(int w) const {
     uint32_t found = 0;
-    if (!args.claimed) {
+    if (!(args.claimed & 1)) {
       const uint4 v = reinterpret_cast<const uint4 *>(args.outliers.flags)[w];
       const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
       for (int i = 0; i < 4; i++) found |= (words[i] * 0x10204080u >> 28) << 4 * i;
       return found;
     }
-    uint32_t claims[16], x[16];
+    uint32_t claims[16];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const uint4 v = reinterpret_cast<const uint4 *>(args.outliers.flags)[w * 4 + i];
       claims[4 * i] = v.x, claims[4 * i + 1] = v.y, claims[4 * i + 2] = v.z, claims[4 * i + 3] = v.w;
     }
+    const uint16_t *const x = static_cast<const uint16_t *>(args.x) + w * 16;
 #pragma unroll
-    for (int i = 0; i < 16; i++) x[i] = claims[i] < (uint32_t)args.M ? x_at(claims[i])[w * 16 + i] : 0;
+    for (int i = 0; i < 16; i++) claims[i] = claims[i] < (uint32_t)args.M ? x[claims[i] * args.ldx + i] : 0;
 #pragma unroll
-    for (int i = 0; i < 16; i++) found |= (uint32_t)reaches(value_of(x[i])) << i;
+    for (int i = 0; i < 16; i++) found |= (uint32_t)reaches(value_of(claims[i])) << i;
     return found;
   }
 
@@ -82,7 +83,7 @@ template <typename T, typename FORM> struct outlier_warps {
     const int words = args.K / 16, span = (words + THREADS - 1) / THREADS;
     begin = min(words, (warp * 32 + lane) * span), end = min(words, begin + span);
     int own = 0;
-    if (args.claimed) {
+    if (args.claimed & 1) {
 #pragma unroll 1
       for (int w = begin; w < end; w++) own += __popc(marks(w));
     } else {

@@ -47,6 +47,15 @@ void ptx_spin(ptx_thread *const t) {
   ptx_yield(t);
 }
 
+/* A block alone on its multiprocessor begins with an equal share for each thread, a multiple of 8. Who asks for more
+ * than all have waits for ever. */
+void ptx_registers(ptx_thread *const t, const uint32_t n) {
+  const uint32_t threads = (uint32_t)(t->run->block[0] * t->run->block[1] * t->run->block[2]);
+  t->cta->registers += n;
+  if (t->cta->registers > 65536 / threads / 8 * 8 * threads)
+    ptx_fail(t, "setmaxnreg waits for more registers than the block has");
+}
+
 static void begin(void) {
   ptx_thread *const t = machine.current;
   machine.kernel(t);
@@ -687,7 +696,7 @@ static void start(const residents *const r, ptx_run *const run, const uint64_t s
     cta->id[2] = index / run->grid[0] / run->grid[1];
     cta->rank = (uint32_t)c;
     cta->cluster = &r->clusters[slot];
-    cta->live = (uint32_t)r->threads;
+    cta->live = (uint32_t)r->threads, cta->registers = 0;
     memset(cta->barriers, 0, sizeof cta->barriers);
     memset(cta->warps, 0, r->warps * sizeof *cta->warps);
     memset(cta->shared, 0xFF, cta->shared_size);

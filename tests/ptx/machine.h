@@ -114,6 +114,7 @@ struct ptx_cta {
   ptx_run *run;
   uint64_t id[3];
   uint32_t rank, live;
+  uint32_t registers; /* that threads asked for by setmaxnreg */
   uint8_t *shared;
   uint64_t shared_size;
   ptx_warp *warps;
@@ -153,6 +154,7 @@ extern const bool ptx_overlaps; /* the kernel waits for earlier ones itself */
 void ptx_yield(ptx_thread *t);
 _Noreturn void ptx_fail(ptx_thread *t, const char *what);
 void ptx_wait(ptx_thread *t, const uint32_t *word, uint32_t old);
+void ptx_registers(ptx_thread *t, uint32_t n); /* setmaxnreg, once a thread */
 void ptx_spin(ptx_thread *t); /* reads what another one writes, and may read it again */
 
 /* ---- memory ---- */

@@ -410,7 +410,10 @@ class Translator:
     def do_fence(self, parts, operands):
         return ";"
 
-    do_prefetchu = do_membar = do_setmaxnreg = do_nanosleep = do_discard = do_fence
+    do_prefetchu = do_membar = do_nanosleep = do_discard = do_fence
+
+    def do_setmaxnreg(self, parts, operands):
+        return f"ptx_registers(t, {self.value(operands[0])});"
 
     def do_griddepcontrol(self, parts, operands):
         return "t->waited = true;" if parts[1] == "wait" else ";"
