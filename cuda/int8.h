@@ -112,10 +112,11 @@ BSH_SIZE int32_t bsh_gemm_int8_sm90_found_stages(int32_t rows, int32_t columns, 
   const int32_t fit = left / ((rows + columns) * BSH_GEMM_INT8_DEPTH);
   return fit < stages ? fit : stages;
 }
-BSH_SIZE int32_t bsh_gemm_int8_sm90_shared_bytes(int32_t rows, int32_t columns, int32_t stages, int32_t found) {
-  const int32_t used = found ? bsh_gemm_int8_sm90_found_stages(rows, columns, stages) : stages;
-  return 1024 + used * (rows + columns) * BSH_GEMM_INT8_DEPTH + BSH_GEMM_INT8_SM90_STATE +
-         (found ? bsh_gemm_int8_sm90_found_bytes(rows, columns) : 0);
+/* Of a block, with found outlier columns or without: a kernel is allowed one size. */
+BSH_SIZE int32_t bsh_gemm_int8_sm90_shared_bytes(int32_t rows, int32_t columns, int32_t stages) {
+  const int32_t stage = (rows + columns) * BSH_GEMM_INT8_DEPTH, fit = bsh_gemm_int8_sm90_found_stages(rows, columns, stages);
+  const int32_t found = fit * stage + bsh_gemm_int8_sm90_found_bytes(rows, columns), plain = stages * stage;
+  return 1024 + BSH_GEMM_INT8_SM90_STATE + (found > plain ? found : plain);
 }
 
 /* mixed_int8_sm90 and dgrad_int8_sm90: a pair of blocks has 256 rows, of W, or for dx of its transpose, by `tokens`

@@ -306,7 +306,7 @@ static void plan_sm90(const bsh_int8_facts *const f, bsh_int8_plan *const plan) 
   place_codes(f, plan);
   plan->at.partial = place(&plan->at, best.tiles * (best.splits - 1) * s->rows * s->columns * (int64_t)sizeof(int32_t));
   plan->product.kernel = &kernels[f->dtype == BSH_F16][best.form];
-  take_cut(plan, &best, blocks, bsh_gemm_int8_sm90_shared_bytes(s->rows, s->columns, s->stages, plan->found));
+  take_cut(plan, &best, blocks, bsh_gemm_int8_sm90_shared_bytes(s->rows, s->columns, s->stages));
 }
 
 /* ---- x, or dy, as it is, in one pass over W ---- */

@@ -403,7 +403,7 @@ static void check_gemm_int8_sm90(const char *const name, const bsh_int8_gemm_arg
   check_clusters(name, shape, rings[i].second * args->splits, args->tiles, args->splits,
                  divide_up(args->K, BSH_GEMM_INT8_DEPTH), sms);
   const int32_t shared =
-      bsh_gemm_int8_sm90_shared_bytes((int32_t)forms[i].first, (int32_t)columns, (int32_t)rings[i].first, 0);
+      bsh_gemm_int8_sm90_shared_bytes((int32_t)forms[i].first, (int32_t)columns, (int32_t)rings[i].first);
   CHECK(shape->shared_bytes == shared, "%s: %d bytes", name, (int)shape->shared_bytes);
   use_scratch(name, args->partial, args->tiles * (args->splits - 1) * forms[i].first * columns * 4);
   if (args->outliers.capacity > 0)
