@@ -54,7 +54,7 @@ __device__ __forceinline__ void prefetch_b(const int8_work<FORM> &work, const bs
   if (work.cluster >= work.args.tiles) return;
   const int n = work.column(work.cluster) + (FORM::CLUSTER > 1 ? work.rank * PART : 0);
 #pragma unroll 1
-  for (int step = 0; step < min(work.steps, (work.args.claimed >> 1) ? work.args.claimed >> 1 : 2 * FORM::STAGES); step++)
+  for (int step = 0; step < min(work.steps, 2 * FORM::STAGES); step++)
     tensor_prefetch_l2(b, (work.first_step + step) * BSH_GEMM_INT8_DEPTH, n);
 }
 

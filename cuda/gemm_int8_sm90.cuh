@@ -56,7 +56,7 @@ template <typename FORM> struct int8_work {
     steps = (shares_depth() ? all * (rank + 1) / size : all) - first_step;
   }
   // Whether outlier columns are found here.
-  __device__ __forceinline__ bool finds() const { return FORM::FINDS && args.found; }
+  __device__ __forceinline__ bool finds() const { return FORM::FINDS && args.claims != nullptr; }
   __device__ __forceinline__ bool shares_depth() const { return FORM::CLUSTER == 1 && size > 1; }
   // After the earlier kernels.
   __device__ __forceinline__ int count_outliers() {

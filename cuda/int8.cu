@@ -52,24 +52,26 @@ template <typename T> struct row_quantizer {
   int8_t *codes;
   uint32_t threshold; // bits, more than those of any number where there is none
   int vectors;
-  const int32_t claim; // the row, or -1
+  int32_t *const claims;
+  const int32_t own_row;
 
   __device__ __forceinline__ row_quantizer(const bsh_int8_rows_args &a, int64_t m)
-      : args(a.rows), claim(a.claimed ? (int32_t)m : -1) {
+      : args(a.rows), claims(a.claims), own_row((int32_t)m) {
     row = static_cast<const T *>(args.x) + m * args.ldx, codes = args.codes + m * args.K;
-    threshold = args.outliers == nullptr ? 0xFFFFFFFFu : __float_as_uint(args.threshold);
+    const bool none = args.outliers == nullptr && claims == nullptr;
+    threshold = none ? 0xFFFFFFFFu : __float_as_uint(args.threshold);
     const bool fast = reinterpret_cast<uintptr_t>(row) % 16 == 0 && reinterpret_cast<uintptr_t>(codes) % WIDTH == 0;
     vectors = fast ? (int)(args.K / WIDTH) : 0;
   }
   __device__ __forceinline__ bool is_outlier(uint32_t magnitude) const {
     return bsh::is_outlier(magnitude, threshold);
   }
-  // Takes an element into the absmax, or flags its column where it reaches the threshold.
+  // Takes an element into the absmax, or flags or claims its column where it reaches the threshold.
   __device__ __forceinline__ void look(float x, int64_t k, uint32_t &largest) const {
     const uint32_t magnitude = __float_as_uint(fabsf(x));
     if (is_outlier(magnitude)) {
-      if (claim < 0) args.outliers[k] = 1;
-      else reinterpret_cast<int32_t *>(args.outliers)[k] = claim;
+      if (claims == nullptr) args.outliers[k] = 1;
+      else claims[k] = own_row;
     } else largest = max(largest, magnitude);
   }
   __device__ __forceinline__ uint32_t code(float x, float scale) const {

@@ -32,11 +32,12 @@ typedef struct {
   int64_t n;
 } bsh_int8_clear_args;
 
-/* quantize_int8. claimed: rows.outliers are int32 claims, of columns that have outliers a row where one is; nothing has
- * to be cleared before. */
+/* quantize_int8. claims: in the place of rows.outliers. A column that has an outlier gets a row in which it has one; what
+ * was in memory before stays where there is none, so that nothing has to be cleared first. Who reads a claim looks that
+ * row up: it is a row of x, and reaches the threshold there, or it says nothing. */
 typedef struct {
   bsh_quantize_int8_args rows;
-  int32_t claimed;
+  int32_t *claims; /* [K] or NULL */
 } bsh_int8_rows_args;
 
 /* outliers_int8: clears the codes of outlier columns of x, and gathers those of x and W where capacity > 0. With
@@ -76,9 +77,9 @@ typedef struct {
    * sums, int32 [tiles][splits - 1][sums of a thread / 4][256 threads][4]. More than 1: a cluster has one tile. */
   int32_t splits;
   int32_t *partial;
-  int32_t found;   /* gemm_int8_sm90 finds outlier columns itself, by outliers.flags; codes of them are still in a */
-  int32_t claimed; /* flags are int32 claims: rows in which columns reach the threshold, or anything else */
-  float threshold; /* found: as of quantize_int8 */
+  /* gemm_int8_sm90: of outlier columns that it finds itself; the codes of these are still in a. Or NULL. */
+  const int32_t *claims; /* [K] */
+  float threshold;       /* of claims, as in bsh_quantize_int8_args */
 } bsh_int8_gemm_args;
 
 /* gemm_int8: a block of threads has 128 x 128 of y; a stage is 128 codes of 256 rows, with 128-byte swizzle. */

@@ -1,7 +1,7 @@
 // outliers_int8_sm90.cuh - outlier columns of x that gemm_int8_sm90 finds itself: three warps of a block list them, and
 // make 16-bit operands of 64 of them at a time.
 //
-//   flags [K] --a list, in order--> columns k
+//   claims [K] --those that are true, in order--> a list of columns k
 //   stages of b that pass through the ring --codes of W at k--> W [COLUMNS, 64]       the first 64 columns
 //   x at k --------------------------> x [ROWS, 64], and its codes [ROWS, 64]         loads of many columns at once
 //   further columns: codes of W at k from memory
@@ -39,7 +39,7 @@ template <typename T, typename FORM> struct outlier_warps {
   const bsh_int8_gemm_args &args;
   const int warp, lane; // warp 0 takes W out of the ring
   const uint32_t threshold, x_operand, codes_operand, w_operand;
-  int begin, end, before, count; // words of 16 flags of this thread; columns before them; all columns
+  int begin, end, before, count; // words of 16 claims of this thread; columns before them; all columns
 
   __device__ __forceinline__ outlier_warps(const int8_work<FORM> &w, int own_warp, int own_lane)
       : work(w), args(w.args), warp(own_warp), lane(own_lane), threshold(__float_as_uint(w.args.threshold)),
@@ -54,28 +54,19 @@ template <typename T, typename FORM> struct outlier_warps {
   }
   __device__ __forceinline__ bool reaches(float x) const { return is_outlier(__float_as_uint(fabsf(x)), threshold); }
 
-  // Which of columns 16 w and on are outlier columns. A claim is a row of which quantize_int8 says that the column
-  // reaches the threshold there, or what was in memory before: it is looked up.
+  // Which of columns 16 w and on are outlier columns, as bits: claims that are true.
   __device__ __forceinline__ uint32_t marks(int w) const {
-    uint32_t found = 0;
-    if (!(args.claimed & 1)) {
-      const uint4 v = reinterpret_cast<const uint4 *>(args.outliers.flags)[w];
-      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int i = 0; i < 4; i++) found |= (words[i] * 0x10204080u >> 28) << 4 * i;
-      return found;
-    }
-    uint32_t claims[16];
+    uint32_t of[16], found = 0; // claims, then elements of x
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const uint4 v = reinterpret_cast<const uint4 *>(args.outliers.flags)[w * 4 + i];
-      claims[4 * i] = v.x, claims[4 * i + 1] = v.y, claims[4 * i + 2] = v.z, claims[4 * i + 3] = v.w;
+      const uint4 v = reinterpret_cast<const uint4 *>(args.claims)[w * 4 + i];
+      of[4 * i] = v.x, of[4 * i + 1] = v.y, of[4 * i + 2] = v.z, of[4 * i + 3] = v.w;
     }
-    const uint16_t *const x = static_cast<const uint16_t *>(args.x) + w * 16;
+    const uint16_t *const x = x_at(0) + w * 16;
 #pragma unroll
-    for (int i = 0; i < 16; i++) claims[i] = claims[i] < (uint32_t)args.M ? x[claims[i] * args.ldx + i] : 0;
+    for (int i = 0; i < 16; i++) of[i] = of[i] < (uint32_t)args.M ? x[of[i] * args.ldx + i] : 0;
 #pragma unroll
-    for (int i = 0; i < 16; i++) found |= (uint32_t)reaches(value_of(claims[i])) << i;
+    for (int i = 0; i < 16; i++) found |= (uint32_t)reaches(value_of(of[i])) << i;
     return found;
   }
 
@@ -83,13 +74,8 @@ template <typename T, typename FORM> struct outlier_warps {
     const int words = args.K / 16, span = (words + THREADS - 1) / THREADS;
     begin = min(words, (warp * 32 + lane) * span), end = min(words, begin + span);
     int own = 0;
-    if (args.claimed & 1) {
 #pragma unroll 1
-      for (int w = begin; w < end; w++) own += __popc(marks(w));
-    } else {
-#pragma unroll 4
-      for (int w = begin; w < end; w++) own += __popc(marks(w));
-    }
+    for (int w = begin; w < end; w++) own += __popc(marks(w));
     int upto = own;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {

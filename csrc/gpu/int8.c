@@ -6,7 +6,6 @@
  *
  * How many outlier columns there are stays on the GPU. */
 #include "gpu/int8.h"
-#include <stdlib.h>
 
 #include "core/arithmetic.h"
 #include "gpu/cublas.h"
@@ -39,14 +38,15 @@ static bsh_status launch(const bsh_cuda_context *const context, bsh_cuda_kernel 
 
 /* ---- quantize_int8 ---- */
 
-static bsh_status quantize(const bsh_quantize_int8_args *const args, const bool claimed,
+/* claims: instead of flags, or NULL. */
+static bsh_status quantize(const bsh_quantize_int8_args *const args, int32_t *const claims,
                            const bsh_cuda_context *const context) {
   static bsh_cuda_kernel kernels[DTYPES] = BY_DTYPE("quantize_int8_");
   static bsh_cuda_kernel clear = {.fatbin = BSH_FATBIN_int8, .name = "clear_int8"};
-  bsh_int8_rows_args used = {*args, claimed};
+  bsh_int8_rows_args used = {*args, claims};
   if (!(args->threshold > 0)) used.rows.outliers = NULL;
   const bsh_int8_clear_args flags = {used.rows.outliers, args->K};
-  if (used.rows.outliers != NULL && !claimed) BSH_TRY(launch(context, &clear, divide_up(args->K, BSH_INT8_THREADS), &flags));
+  if (used.rows.outliers != NULL) BSH_TRY(launch(context, &clear, divide_up(args->K, BSH_INT8_THREADS), &flags));
   return launch(context, &kernels[args->dtype], args->M, &used);
 }
 
@@ -66,7 +66,7 @@ static bsh_status check_size(const bsh_cuda_context *const context, const int64_
 bsh_status bsh_cuda_quantize_int8_rows(const bsh_quantize_int8_args *const args,
                                        const bsh_cuda_context *const context) {
   BSH_TRY(check_size(context, args->M, args->K));
-  return quantize(args, false, context);
+  return quantize(args, NULL, context);
 }
 
 bsh_status bsh_cuda_quantize_int8(const bsh_quantize_int8_args *const args, const bsh_cuda_context *const context) {
@@ -150,7 +150,6 @@ static bsh_status run_any(const bsh_linear_int8_args *const args, const bsh_int8
 
 static bsh_int8_outliers outliers_in(const bsh_int8_plan *const plan, char *const memory, const bool there) {
   if (!there) return (bsh_int8_outliers){0};
-  if (plan->found) return (bsh_int8_outliers){.flags = (const uint8_t *)memory + plan->at.flags};
   return (bsh_int8_outliers){.flags = (const uint8_t *)memory + plan->at.flags,
                              .count = (int32_t *)(memory + plan->at.count),
                              .list = (int32_t *)(memory + plan->at.list),
@@ -170,7 +169,7 @@ static bsh_int8_gemm_args gemm_args(const bsh_linear_int8_args *const args, cons
                               .bias = args->bias,
                               .x = args->x,
                               .ldx = args->ldx,
-                              .outliers = outliers_in(plan, memory, args->threshold > 0),
+                              .outliers = outliers_in(plan, memory, args->threshold > 0 && !plan->finds),
                               .M = (int32_t)args->M,
                               .N = (int32_t)args->N,
                               .K = (int32_t)args->K,
@@ -180,8 +179,7 @@ static bsh_int8_gemm_args gemm_args(const bsh_linear_int8_args *const args, cons
                               .tiles = plan->tiles,
                               .splits = plan->splits,
                               .partial = (int32_t *)(memory + plan->at.partial),
-                              .found = plan->found,
-                              .claimed = plan->claimed | (getenv("BSH_PREFETCH") ? atoi(getenv("BSH_PREFETCH")) << 1 : 0),
+                              .claims = plan->finds ? (const int32_t *)(memory + plan->at.claims) : NULL,
                               .threshold = args->threshold};
 }
 
@@ -205,7 +203,7 @@ static bsh_status make_codes(const bsh_linear_int8_args *const args, const bsh_i
                                         .M = product->M,
                                         .N = product->N,
                                         .K = product->K};
-  BSH_TRY(quantize(&codes, product->claimed & 1, context));
+  BSH_TRY(quantize(&codes, (int32_t *)(uintptr_t)product->claims, context));
   return product->outliers.count == NULL ? BSH_OK : gather(&columns, args->dtype, context);
 }
 

@@ -145,13 +145,12 @@ static int32_t capacity_of(const bsh_int8_facts *const f) {
 
 static void place_codes(const bsh_int8_facts *const f, bsh_int8_plan *const plan) {
   bsh_int8_scratch *const at = &plan->at;
-  plan->claimed = plan->found && getenv("BSH_CLAIMS") != NULL && atoi(getenv("BSH_CLAIMS"));
   plan->codes = true;
   at->codes = place(at, f->M * f->K);
   at->absmax = place(at, f->M * (int64_t)sizeof(float));
   if (!f->outliers) return;
-  if (plan->found) {
-    at->flags = place(at, f->K * (plan->claimed ? (int64_t)sizeof(int32_t) : 1));
+  if (plan->finds) {
+    at->claims = place(at, f->K * (int64_t)sizeof(int32_t));
     return;
   }
   plan->capacity = capacity_of(f);
@@ -302,7 +301,7 @@ static void plan_sm90(const bsh_int8_facts *const f, bsh_int8_plan *const plan) 
     best = cut_sm90(f, atoi(getenv("BSH_FORM")), getenv("BSH_SPLITS") ? atoi(getenv("BSH_SPLITS")) : 1);
   const bsh_int8_form *const s = &bsh_int8_forms[best.form];
   const int32_t blocks = s->cluster * best.splits; /* of a cluster */
-  plan->found = f->outliers && s->columns <= 128 && best.splits == 1 && getenv("BSH_FOUND") != NULL && atoi(getenv("BSH_FOUND"));
+  plan->finds = f->outliers && s->columns <= 128 && best.splits == 1 && getenv("BSH_FOUND") != NULL && atoi(getenv("BSH_FOUND"));
   place_codes(f, plan);
   plan->at.partial = place(&plan->at, best.tiles * (best.splits - 1) * s->rows * s->columns * (int64_t)sizeof(int32_t));
   plan->product.kernel = &kernels[f->dtype == BSH_F16][best.form];
