@@ -181,32 +181,34 @@ __device__ __forceinline__ void multiply_tiles(const int8_work<FORM> &work, int 
   int8_ring<FORM> ring(work, lane);
   int8_place p;
   p.c = lane % 4;
-  uint32_t uses = 0; // of operands of found columns
+  found_columns<T, FORM> found(work, group, warp, lane);
   for (int tile = work.cluster; tile < args.tiles; tile += work.clusters()) {
     p.m = work.row(tile) + (FORM::ROWS == 64 ? 0 : group * 64) + warp % 4 * 16 + lane / 4;
     p.n = work.column(tile) + (FORM::ROWS == 64 ? group * FORM::OWN : 0) + 2 * p.c;
     int sum[FORM::SUMS];
 #pragma unroll
     for (int i = 0; i < FORM::SUMS; i++) sum[i] = 0;
-    ring.walk(work.steps, [&](int stage) {
+    const auto multiply = [&](int stage) {
       const uint64_t at = (uint64_t)(stage * FORM::STAGE_BYTES) >> 4;
 #pragma unroll
       for (int k = 0; k < 4; k++) wgmma_codes<FORM::OWN>::mma_async(sum, a + at + 2 * k, b + at + 2 * k);
-    });
+    };
+    if constexpr (FORM::FINDS) {
+      ring.walk(work.steps, multiply, [&](int stage, int step) { found.take_w(stage, step); });
+      found.leave();
+    } else ring.walk(work.steps, multiply, [](int, int) {});
     renew(sum);
     if (work.shares_depth() && !join<FORM>(sum, work, tile, lane)) continue;
     const float row[2] = {p.m < args.M ? args.row_absmax[p.m] : 0.f, p.m + 8 < args.M ? args.row_absmax[p.m + 8] : 0.f};
     auto col = [&](int n) { return n < args.N ? args.col_absmax[n] : 0.f; };
     auto bias = [&](int n) { return n < args.N ? bias_of<T>(args.bias, n) : 0.f; };
-    int found = 0;
-    if (work.finds()) mbarrier_wait(work.known, 0), found = (int)ld_shared_4(work.counts);
-    if (count == 0 && found == 0) {
+    if (count == 0 && found.count == 0) {
       store<T, FORM>(args, p, [&](int i, int r, int n) { return scale_sum(sum[i], row[r], col(n), bias(n)); });
       continue;
     }
     float part[FORM::SUMS];
-    if (work.finds()) {
-      if constexpr (FORM::FINDS) multiply_found<T, FORM>(sum, part, work, group, found, lane, uses);
+    if (found.count > 0) {
+      found.multiply(sum, part);
 #pragma unroll
       for (int i = 0; i < FORM::SUMS; i++) part[i] += sum_beside_outliers(sum[i], row[i / 2 % 2]);
       store<T, FORM>(args, p, [&](int i, int r, int n) { return scale_codes(part[i], col(n), bias(n)); });
@@ -214,11 +216,14 @@ __device__ __forceinline__ void multiply_tiles(const int8_work<FORM> &work, int 
     }
 #pragma unroll
     for (int i = 0; i < FORM::SUMS; i++) part[i] = sum_beside_outliers(sum[i], row[i / 2 % 2]);
-    ring.walk(work.chunks, [&](int stage) {
-      const uint64_t at = (uint64_t)(stage * FORM::STAGE_BYTES) >> 4;
+    ring.walk(
+        work.chunks,
+        [&](int stage) {
+          const uint64_t at = (uint64_t)(stage * FORM::STAGE_BYTES) >> 4;
 #pragma unroll
-      for (int k = 0; k < 4; k++) wgmma_ss<T, FORM::OWN>::mma_async(part, a + at + 2 * k, b + at + 2 * k);
-    });
+          for (int k = 0; k < 4; k++) wgmma_ss<T, FORM::OWN>::mma_async(part, a + at + 2 * k, b + at + 2 * k);
+        },
+        [](int, int) {});
     renew(part);
     multiply_listed<T, FORM>(part, args, p, min(count, args.outliers.capacity), count);
     store<T, FORM>(args, p, [&](int i, int r, int n) { return scale_codes(part[i], col(n), bias(n)); });

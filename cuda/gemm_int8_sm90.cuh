@@ -36,8 +36,10 @@ template <typename FORM> struct int8_work {
   const bsh_int8_gemm_args &args;
   uint32_t memory, found, state; // the ring; operands of found columns; barriers and the list of columns
   uint32_t full, empty, joined;
-  uint32_t known, ready, free; // how many columns there are; their operands are made; and read
-  uint32_t listed, counts;     // positions of columns; numbers of them, of warps, and the whole
+  uint32_t known, ready, free; // barriers: columns are listed; their operands are made; and read
+  uint32_t counts;             // of found columns: all, of warps
+  uint32_t listed, later;      // uint16 columns: the first 64, 64 further ones
+  uint32_t starts;             // uint8: which of the first 64 come before a stage
   int stages;
   int rank, size, cluster;       // of this block in its cluster of `size`
   int first_step, steps, chunks; // stages of codes, of gathered columns
@@ -48,7 +50,8 @@ template <typename FORM> struct int8_work {
     state = finds() ? found + 2 * FORM::X_BYTES + FORM::W_BYTES : found;
     full = state, empty = full + 8 * FORM::STAGES, joined = empty + 8 * FORM::STAGES;
     known = joined + 8, ready = joined + 16, free = joined + 24;
-    listed = state + BSH_GEMM_INT8_SM90_STATE - 512, counts = listed + 4 * BSH_INT8_CHUNK;
+    counts = state + BSH_GEMM_INT8_SM90_STATE / 2 - 16, listed = counts + 16;
+    later = listed + 2 * BSH_INT8_CHUNK, starts = later + 2 * BSH_INT8_CHUNK;
     size = FORM::CLUSTER > 1 ? FORM::CLUSTER : args.splits;
     cluster = blockIdx.x / size, rank = blockIdx.x - cluster * size;
     const int all = (args.K + BSH_GEMM_INT8_DEPTH - 1) / BSH_GEMM_INT8_DEPTH;
@@ -68,9 +71,9 @@ template <typename FORM> struct int8_work {
   // One thread. A stage is filled by the copies of all blocks of the cluster and freed by the warps of all of them.
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < FORM::STAGES; i++)
-      mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, (CONSUMERS + finds()) * FORM::CLUSTER);
+      mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, CONSUMERS * FORM::CLUSTER);
     mbarrier_init(joined, CONSUMERS * max(1, size - 1));
-    mbarrier_init(known, 1), mbarrier_init(ready, OUTLIER_WARPS), mbarrier_init(free, CONSUMERS);
+    mbarrier_init(known, 1), mbarrier_init(ready, OUTLIER_WARPS + CONSUMERS), mbarrier_init(free, CONSUMERS);
     fence_mbarrier_init();
   }
   __device__ __forceinline__ int clusters() const { return gridDim.x / size; }
@@ -81,7 +84,7 @@ template <typename FORM> struct int8_work {
   __device__ __forceinline__ int column(int tile) const { return tile / args.m_tiles * FORM::COLUMNS; }
 };
 
-// The ring as those go round it that read it.
+// The ring as consumers go round.
 template <typename FORM> struct int8_ring {
   const int8_work<FORM> &work;
   uint32_t there; // `empty` in block lane % CLUSTER of the cluster
@@ -95,27 +98,25 @@ template <typename FORM> struct int8_ring {
   __device__ __forceinline__ void release(int s) const {
     if (lane < FORM::CLUSTER) mbarrier_arrive_there(there + 8 * s);
   }
-  __device__ __forceinline__ void next() {
-    if (++stage == work.stages) stage = 0, parity ^= 1;
-  }
   // `read` multiplies a stage, which is freed when the products after it are on their way and its own are done.
-  template <typename READ> __device__ __forceinline__ void walk(int steps, READ read) {
+  // `beside`, of a stage and its number, reads it while its products are made.
+  template <typename READ, typename BESIDE> __device__ __forceinline__ void walk(int steps, READ read, BESIDE beside) {
     int before = -1;
-    for (; steps > 0; steps--) {
+    for (int step = 0; step < steps; step++) {
       mbarrier_wait(work.full + 8 * stage, parity);
       wgmma_fence();
       read(stage);
       wgmma_commit();
+      beside(stage, step);
       wgmma_wait<1>();
       if (before >= 0) release(before);
       before = stage;
-      next();
+      if (++stage == work.stages) stage = 0, parity ^= 1;
     }
     wgmma_wait<0>();
     if (before >= 0) release(before);
   }
 };
-
 #endif
 
 } // namespace

@@ -52,20 +52,18 @@ template <typename T> struct row_quantizer {
   int8_t *codes;
   uint32_t threshold; // bits, more than those of any number where there is none
   int vectors;
-  int32_t *const claims;
-  const int32_t own_row;
+  uint16_t *const claims;
+  const uint16_t own_row;
 
   __device__ __forceinline__ row_quantizer(const bsh_int8_rows_args &a, int64_t m)
-      : args(a.rows), claims(a.claims), own_row((int32_t)m) {
+      : args(a.rows), claims(a.claims), own_row((uint16_t)m) {
     row = static_cast<const T *>(args.x) + m * args.ldx, codes = args.codes + m * args.K;
     const bool none = args.outliers == nullptr && claims == nullptr;
     threshold = none ? 0xFFFFFFFFu : __float_as_uint(args.threshold);
     const bool fast = reinterpret_cast<uintptr_t>(row) % 16 == 0 && reinterpret_cast<uintptr_t>(codes) % WIDTH == 0;
     vectors = fast ? (int)(args.K / WIDTH) : 0;
   }
-  __device__ __forceinline__ bool is_outlier(uint32_t magnitude) const {
-    return bsh::is_outlier(magnitude, threshold);
-  }
+  __device__ __forceinline__ bool is_outlier(uint32_t magnitude) const { return bsh::is_outlier(magnitude, threshold); }
   // Takes an element into the absmax, or flags or claims its column where it reaches the threshold.
   __device__ __forceinline__ void look(float x, int64_t k, uint32_t &largest) const {
     const uint32_t magnitude = __float_as_uint(fabsf(x));
@@ -369,7 +367,7 @@ template <typename T> __device__ __forceinline__ void linear_int8_dgrad_any(cons
 #define KERNEL(NAME, T, ARGS, THREADS, CALL)                                                                           \
   extern "C" __global__ void __launch_bounds__(THREADS) NAME(const __grid_constant__ ARGS args) { bsh::CALL(args); }
 #define KERNELS(SUFFIX, T)                                                                                             \
-  KERNEL(quantize_int8_##SUFFIX, T, bsh_int8_rows_args, BSH_INT8_THREADS, quantize_int8<T>)                        \
+  KERNEL(quantize_int8_##SUFFIX, T, bsh_int8_rows_args, BSH_INT8_THREADS, quantize_int8<T>)                            \
   KERNEL(outliers_int8_##SUFFIX, T, bsh_int8_gather_args, BSH_INT8_THREADS, outliers_int8<T>)                          \
   KERNEL(dequantize_int8_##SUFFIX, T, bsh_int8_rectangle_args, BSH_INT8_THREADS, dequantize_int8<T BSH_COMMA true>)    \
   KERNEL(dequantize_int8_any_##SUFFIX, T, bsh_int8_rectangle_args, BSH_INT8_THREADS,                                   \

@@ -32,12 +32,12 @@ typedef struct {
   int64_t n;
 } bsh_int8_clear_args;
 
-/* quantize_int8. claims: in the place of rows.outliers. A column that has an outlier gets a row in which it has one; what
- * was in memory before stays where there is none, so that nothing has to be cleared first. Who reads a claim looks that
- * row up: it is a row of x, and reaches the threshold there, or it says nothing. */
+/* quantize_int8. claims: in the place of rows.outliers. A column that has an outlier gets a row in which it has one;
+ * what was in memory before stays where there is none, so that nothing has to be cleared first. Who reads a claim looks
+ * that row up: it is a row of x, and reaches the threshold there, or it says nothing. */
 typedef struct {
   bsh_quantize_int8_args rows;
-  int32_t *claims; /* [K] or NULL */
+  uint16_t *claims; /* [K] or NULL */
 } bsh_int8_rows_args;
 
 /* outliers_int8: clears the codes of outlier columns of x, and gathers those of x and W where capacity > 0. With
@@ -78,8 +78,8 @@ typedef struct {
   int32_t splits;
   int32_t *partial;
   /* gemm_int8_sm90: of outlier columns that it finds itself; the codes of these are still in a. Or NULL. */
-  const int32_t *claims; /* [K] */
-  float threshold;       /* of claims, as in bsh_quantize_int8_args */
+  const uint16_t *claims; /* [K] */
+  float threshold;        /* of claims, as in bsh_quantize_int8_args */
 } bsh_int8_gemm_args;
 
 /* gemm_int8: a block of threads has 128 x 128 of y; a stage is 128 codes of 256 rows, with 128-byte swizzle. */
@@ -102,20 +102,23 @@ BSH_SIZE int32_t bsh_gemm_int8_shared_bytes(int32_t arch) {
   X(m128_n256, 128, 256, 4, 2)
 enum { BSH_GEMM_INT8_SM90_THREADS = 384, BSH_GEMM_INT8_SM90_STATE = 1024 /* bytes: barriers, a list of columns */ };
 enum { BSH_GEMM_INT8_SM90_SHARED = 227 << 10 };
+/* Where outlier columns are found: most rows and columns of x, whose numbers the list and claims hold. */
+enum { BSH_INT8_FOUND_ROWS = 65535, BSH_INT8_FOUND_K = 255 * BSH_GEMM_INT8_DEPTH };
 /* Bytes of the operands of a product with found outlier columns: x, its codes, and W, in 16 bits. */
 BSH_SIZE int32_t bsh_gemm_int8_sm90_found_bytes(int32_t rows, int32_t columns) {
   return (2 * rows + columns) * 2 * BSH_INT8_CHUNK;
 }
 /* Of the ring, of at most `stages`, where outlier columns are found. */
 BSH_SIZE int32_t bsh_gemm_int8_sm90_found_stages(int32_t rows, int32_t columns, int32_t stages) {
-  const int32_t left = BSH_GEMM_INT8_SM90_SHARED - 1024 - BSH_GEMM_INT8_SM90_STATE -
-                       bsh_gemm_int8_sm90_found_bytes(rows, columns);
+  const int32_t left =
+      BSH_GEMM_INT8_SM90_SHARED - 1024 - BSH_GEMM_INT8_SM90_STATE - bsh_gemm_int8_sm90_found_bytes(rows, columns);
   const int32_t fit = left / ((rows + columns) * BSH_GEMM_INT8_DEPTH);
   return fit < stages ? fit : stages;
 }
 /* Of a block, with found outlier columns or without: a kernel is allowed one size. */
 BSH_SIZE int32_t bsh_gemm_int8_sm90_shared_bytes(int32_t rows, int32_t columns, int32_t stages) {
-  const int32_t stage = (rows + columns) * BSH_GEMM_INT8_DEPTH, fit = bsh_gemm_int8_sm90_found_stages(rows, columns, stages);
+  const int32_t stage = (rows + columns) * BSH_GEMM_INT8_DEPTH,
+                fit = bsh_gemm_int8_sm90_found_stages(rows, columns, stages);
   const int32_t found = fit * stage + bsh_gemm_int8_sm90_found_bytes(rows, columns), plain = stages * stage;
   return 1024 + BSH_GEMM_INT8_SM90_STATE + (found > plain ? found : plain);
 }

@@ -39,7 +39,7 @@ static bsh_status launch(const bsh_cuda_context *const context, bsh_cuda_kernel 
 /* ---- quantize_int8 ---- */
 
 /* claims: instead of flags, or NULL. */
-static bsh_status quantize(const bsh_quantize_int8_args *const args, int32_t *const claims,
+static bsh_status quantize(const bsh_quantize_int8_args *const args, uint16_t *const claims,
                            const bsh_cuda_context *const context) {
   static bsh_cuda_kernel kernels[DTYPES] = BY_DTYPE("quantize_int8_");
   static bsh_cuda_kernel clear = {.fatbin = BSH_FATBIN_int8, .name = "clear_int8"};
@@ -179,7 +179,7 @@ static bsh_int8_gemm_args gemm_args(const bsh_linear_int8_args *const args, cons
                               .tiles = plan->tiles,
                               .splits = plan->splits,
                               .partial = (int32_t *)(memory + plan->at.partial),
-                              .claims = plan->finds ? (const int32_t *)(memory + plan->at.claims) : NULL,
+                              .claims = plan->finds ? (const uint16_t *)(memory + plan->at.claims) : NULL,
                               .threshold = args->threshold};
 }
 
@@ -203,7 +203,7 @@ static bsh_status make_codes(const bsh_linear_int8_args *const args, const bsh_i
                                         .M = product->M,
                                         .N = product->N,
                                         .K = product->K};
-  BSH_TRY(quantize(&codes, (int32_t *)(uintptr_t)product->claims, context));
+  BSH_TRY(quantize(&codes, (uint16_t *)(uintptr_t)product->claims, context));
   return product->outliers.count == NULL ? BSH_OK : gather(&columns, args->dtype, context);
 }
 

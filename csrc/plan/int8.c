@@ -150,7 +150,7 @@ static void place_codes(const bsh_int8_facts *const f, bsh_int8_plan *const plan
   at->absmax = place(at, f->M * (int64_t)sizeof(float));
   if (!f->outliers) return;
   if (plan->finds) {
-    at->claims = place(at, f->K * (int64_t)sizeof(int32_t));
+    at->claims = place(at, f->K * (int64_t)sizeof(uint16_t));
     return;
   }
   plan->capacity = capacity_of(f);
