@@ -36,24 +36,22 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
-    tokens, k = top_k_index.shape
     order, back, rows, offs = ops.sort_by_expert(top_k_index.long(), self.num_experts)
     up, down = stack_names(self)
-    x = RowsOfExperts.apply(hidden_states, rows, back, k)
+    x = RowsOfExperts.apply(hidden_states, rows, back, top_k_index.shape[1])
     parallel = getattr(self, "_is_expert_parallel", False)
     if parallel:  # products of torch leave rows behind the last offset undefined, and so their gradients
-        x = x.masked_fill((top_k_index.reshape(-1)[order] >= self.num_experts).unsqueeze(-1), 0)
+        elsewhere = top_k_index >= self.num_experts
+        behind = elsewhere.reshape(-1)[order].unsqueeze(-1)
+        x = x.masked_fill(behind, 0)
     h = _product(self, up, x, offs)
     h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
     y = _product(self, down, h, offs)
     if getattr(self, "has_post_expert_norm", False):  # transformers 5.18 and later
         y = self.post_expert_norm(y)
-    if not parallel:
-        return SumByToken.apply(y, top_k_weights, order, back, rows).to(hidden_states.dtype)
-    y, counts = InOrderOfTokens.apply(y, order, back).view(tokens, k, -1), top_k_weights.unsqueeze(-1)
-    elsewhere = (top_k_index >= self.num_experts).unsqueeze(-1)
-    y, counts = y.masked_fill(elsewhere, 0), counts.masked_fill(elsewhere, 0)
-    return (y * counts).sum(1).to(hidden_states.dtype)
+    if parallel:
+        y, top_k_weights = y.masked_fill(behind, 0), top_k_weights.masked_fill(elsewhere, 0)
+    return SumByToken.apply(y, top_k_weights, order, back, rows).to(hidden_states.dtype)
 
 
 class RowsOfExperts(torch.autograd.Function):
