@@ -229,7 +229,7 @@ def main() -> None:
         above = [a - b for a, b in zip(found, dense, strict=True)]
         plain = above if name == "NF4" else plain
         shares = " / ".join(f"{a / b:.2f}" for a, b in zip(above, plain, strict=True)) if plain else ""
-        cells = " | ".join(f"{a:.4f} (+{b:.4f})" for a, b in zip(found, above, strict=True))
+        cells = " | ".join(f"{a:.4f} ({b:+.4f})" for a, b in zip(found, above, strict=True))
         lines.append(f"| {name} | {bits:.4g} | {seconds:.0f} | {cells} | {shares} |")
         print(lines[-1], flush=True)
     lines += ["", f"Peak memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB"]

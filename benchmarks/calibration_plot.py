@@ -24,7 +24,7 @@ def rows(page: str) -> dict[str, tuple[float, float]]:
     found = {}
     for line in re.findall(r"^\| (.* \| .*)\|$", page, re.MULTILINE):
         name, bits, *cells = line.split(" | ")
-        above = [float(number) for number in re.findall(r"\(\+([\d.]+)\)", " ".join(cells))]
+        above = [float(number) for number in re.findall(r"\(([+-][\d.]+)\)", " ".join(cells))]
         if above and name != "dense":
             found.setdefault(name.strip("*"), (float(bits), sum(above) / len(above)))
     return found

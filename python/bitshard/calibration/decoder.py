@@ -170,3 +170,23 @@ def stack_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
             f"{count} of them"
         )
     return next(name for name, module in model.named_modules() if module is found[0]), found[0]
+
+
+@contextmanager
+def float32_products(precision: str) -> Iterator[None]:
+    """Products of float32 in full ("highest"), or in TF32 where a GPU has it ("high"), whatever the caller has set."""
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # set by torch's newer interface, of which the older one says nothing
+        matmul, wanted = torch.backends.cuda.matmul, {"highest": "ieee", "high": "tf32"}[precision]
+        newer, matmul.fp32_precision = matmul.fp32_precision, wanted
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = newer
+        return
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

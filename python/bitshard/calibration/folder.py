@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bitshard.calibration import low_rank
-from bitshard.calibration.decoder import Decoder, stack_of
+from bitshard.calibration.decoder import Decoder, float32_products, stack_of
 from bitshard.calibration.layers import LayerReport, Layers, Made, Target, Walked, calibrate_layers
 from bitshard.calibration.solve import Format
 from bitshard.calibration.stored import Stored
@@ -147,7 +147,8 @@ def _layers(
     require_ids(dense.model, ids)
     walk.fill_rest(head=walked is not None)
     layers = Layers(walk.decoder, walk.load, walk.targets, stored.recall, stored.keep)
-    reports = list(progress(calibrate_layers(layers, ids, walked), len(walk.decoder.layers)))
+    with float32_products("highest"):
+        reports = list(progress(calibrate_layers(layers, ids, walked), len(walk.decoder.layers)))
     return reports, layers
 
 

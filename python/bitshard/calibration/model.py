@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard.calibration.decoder import Decoder
+from bitshard.calibration.decoder import Decoder, float32_products
 from bitshard.calibration.folder import LayerProgress, require_4bit, require_ids, targets_of
 from bitshard.calibration.layers import LayerReport, Layers, Made, Walked, calibrate_layers
 from bitshard.calibration.tuning import TuneProgress, settings_of, tune
@@ -73,7 +73,8 @@ def calibrate(
     layers = Layers(decoder, load, lambda number: targets.get(number, []), lambda number: None, keep)
     walked = Walked() if settings.steps else None
     try:
-        reports = list(layer_progress(calibrate_layers(layers, ids, walked=walked), len(decoder.layers)))
+        with float32_products("highest"):
+            reports = list(layer_progress(calibrate_layers(layers, ids, walked=walked), len(decoder.layers)))
         if walked is not None:
             made, tuned = tune(layers, made, walked, settings, tune_progress)
             if not tuned.kept:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ENOUGH = 32  # characters that are read for each token that is wanted, at most
+_ENOUGH = 32  # characters that are read for each token that is wanted, about
 
 
 def samples(
     text: str | os.PathLike, tokenizer: Any, count: int = 128, length: int = 2048, seed: int = 0, column: str = "text"
 ) -> Tensor:
-    """int64 [S, L]: up to `count` pieces of L = `length` tokens, drawn from all that a text has.
+    """int64 [S, L]: up to `count` pieces of L = `length` tokens, drawn from a text's first 32 L `count` characters.
 
     Args:
         text: a file of UTF-8 text, .jsonl or .parquet with a column of texts, a folder of these, or a name that
@@ -32,11 +32,11 @@ def samples(
     """
     if count < 1 or length < 2:
         raise ValueError(f"{count} samples of {length} tokens: expected at least 1 of at least 2")
-    parts, characters = [], 0
-    for part in _texts(text, column):
+    parts, characters, most = [], 0, _ENOUGH * count * length
+    for part in _texts(text, column, most):
         parts.append(part)
         characters += len(part)
-        if characters > _ENOUGH * count * length:
+        if characters >= most:
             break
     ids = torch.tensor(tokenizer("\n\n".join(parts), verbose=False)["input_ids"], dtype=torch.long)
     pieces = len(ids) // length
@@ -46,7 +46,8 @@ def samples(
     return ids[: pieces * length].view(pieces, length)[chosen].clone()
 
 
-def _texts(text: str | os.PathLike, column: str) -> Iterator[str]:
+def _texts(text: str | os.PathLike, column: str, most: int) -> Iterator[str]:
+    """Texts in their order; of a file that is one text, `most` characters."""
     path = Path(text)
     if not str(text):
         raise ValueError("a text without a name: expected a file, a folder or a dataset's name")
@@ -55,14 +56,14 @@ def _texts(text: str | os.PathLike, column: str) -> Iterator[str]:
         if not files:
             raise ValueError(f"{path}: a folder without files")
         for file in files:
-            yield from _of_file(file, column)
+            yield from _of_file(file, column, most)
     elif path.exists():
-        yield from _of_file(path, column)
+        yield from _of_file(path, column, most)
     else:
         yield from _of_dataset(str(text), column)
 
 
-def _of_file(path: Path, column: str) -> Iterator[str]:
+def _of_file(path: Path, column: str, most: int) -> Iterator[str]:
     if path.suffix == ".parquet":
         yield from _of_parquet(path, column)
         return
@@ -71,7 +72,7 @@ def _of_file(path: Path, column: str) -> Iterator[str]:
             if path.suffix == ".jsonl":
                 yield from (_of_line(path, number, line, column) for number, line in enumerate(file, 1) if line.strip())
             else:
-                yield _plain(path, file.read())
+                yield _plain(path, file.read(most))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: no UTF-8 text (byte {error.start})") from None
 

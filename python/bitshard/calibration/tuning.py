@@ -8,8 +8,8 @@ token. With W' = (1 + t) s c for a block's scale s and the values c of its codes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from bitshard import functional, ops
+from bitshard.calibration.decoder import float32_products
 from bitshard.calibration.layers import Layers, Made, Walked
 from bitshard.calibration.solve import nearest_nested
 
@@ -212,7 +213,7 @@ def _tune(
     optimizer, rate = _optimizer(student, settings.steps)
     per_step = min(max(1, STEP_TOKENS // first.shape[1]), len(seen))
     order = _order(seen, per_step * settings.steps, generator)
-    with _tf32() if layers.decoder.device.type == "cuda" else nullcontext():
+    with float32_products("high") if layers.decoder.device.type == "cuda" else nullcontext():
         for step in progress(range(settings.steps), settings.steps):
             lost(order[step * per_step : (step + 1) * per_step], backward=True)
             optimizer.step()
@@ -286,14 +287,3 @@ def _optimizer(student: Student, steps: int) -> tuple[torch.optim.Optimizer, tor
         return (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, share)
-
-
-@contextmanager
-def _tf32() -> Iterator[None]:
-    """Products of float32 in TF32 where a GPU has it, while it lasts."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
