@@ -1,4 +1,4 @@
-"""bitshard.calibration: what its caller has set for all of torch, and texts larger than what is wanted."""
+"""bitshard.calibration: what its caller has set for all of torch, activations that are no numbers, large texts."""
 
 import pytest
 import torch
@@ -8,6 +8,12 @@ from test_calibration import config, tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 MATMUL = torch.backends.cuda.matmul
+
+
+def tiny():
+    """A model of one layer."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes))
 
 
 @pytest.fixture(params=["high", "tf32"])
@@ -26,8 +32,7 @@ def caller(request):
 
 def test_layers_run_in_float32_whatever_is_set(caller):
     """No TF32 in moments and hidden states; afterwards all is as it was, after an error, too."""
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model, before, seen = LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes)), caller(), []
+    model, before, seen = tiny(), caller(), []
 
     def watched(reports, _):
         for report in reports:
@@ -41,6 +46,22 @@ def test_layers_run_in_float32_whatever_is_set(caller):
     assert caller() == before
     with float32_products("high"):
         assert caller() == before
+
+
+def test_tuning_what_gives_no_numbers():
+    """Not one step is done."""
+    model, steps = tiny(), []
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight[3] = float("nan")
+    with pytest.warns(UserWarning, match="not tuned, weights are as calibrated: its divergence .* is nan"):
+        reports = calibrate(
+            model,
+            torch.arange(64).view(2, 32),
+            config(),
+            tune_steps=9,
+            tune_progress=lambda _, total: steps.append(total),
+        )
+    assert not steps and "moments that are not finite" in reports[0].remarks[0]
 
 
 def test_of_a_large_text_only_its_beginning_is_read(tmp_path):

@@ -210,6 +210,8 @@ def _tune(
     lost = partial(_lost, student, first, dense, at_once=at_once)
     with torch.no_grad():
         before = lost(held)
+    if not math.isfinite(before):
+        return made, Tuned(0, before, before, False, f"its divergence from the dense model is {before} nats a token")
     optimizer, rate = _optimizer(student, settings.steps)
     per_step = min(max(1, STEP_TOKENS // first.shape[1]), len(seen))
     order = _order(seen, per_step * settings.steps, generator)
