@@ -90,16 +90,25 @@ dev: .venv/.packages
 given:
 	$(python) -m bitshard
 
-# torch first and alone: what comes after it must not bring another build of it.
-.venv/.packages: constraints.txt
+.venv/.made:
 	python3 -m venv .venv
+	touch $@
+
+# torch first and alone: what comes after it must not bring another build of it.
+.venv/.packages: constraints.txt | .venv/.made
 	$(pip) -c constraints.txt torch
 	$(pip) -c constraints.txt $(packages)
 	touch $@
 
-.venv/.installed: .venv/.packages $(sources)
+# They need none of the packages, so `make -j 2` compiles them while pip installs those.
+.cache/wheels/.made: $(sources) | .venv/.made
+	rm -rf .cache/wheels
+	$(python) -m pip wheel -qq --disable-pip-version-check --no-deps -w .cache/wheels . ./python/bitsandbytes
+	touch $@
+
+.venv/.installed: .venv/.packages $(if $(wildcard .venv/.editable),$(sources),.cache/wheels/.made)
 	if [ -e .venv/.editable ]; then $(python) setup.py -q build_ext --inplace; \
-	else $(pip) -c constraints.txt . ./python/bitsandbytes; fi
+	else $(pip) --no-deps --force-reinstall .cache/wheels/*.whl; fi
 	$(python) -m bitshard
 	touch $@
 

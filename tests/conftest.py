@@ -25,20 +25,23 @@ LAUNCHER += ("ACCELERATE_USE_DEEPSPEED", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
 def pytest_configure(config):
-    """One server of interpreters for all lanes: the controller's."""
+    """One server of interpreters of each kind for all lanes: the controller's."""
     if not hasattr(config, "workerinput") and warm.PROGRAM not in os.environ:
-        config.warm = warm.start()
+        config.warm = [warm.start()]
+        if not warm.GPU:
+            config.warm.append(warm.start(warm.BARE, warm.BARE_IMPORTS))
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    threads = warm.ask({"cpu": ""}).get("threads") if hasattr(config, "warm") else None
+    servers = config.warm if hasattr(config, "warm") else []
+    threads = [name for one in servers for name in warm.ask({"cpu": ""}, one.variable).get("threads", [])]
     if threads:
         terminalreporter.write_line(f"No forks: imports started threads {threads}; all interpreters were real ones")
 
 
 def pytest_unconfigure(config):
-    if hasattr(config, "warm"):
-        warm.stop(config.warm)
+    for server in getattr(config, "warm", []):
+        warm.stop(server)
 
 
 @pytest.hookimpl(optionalhook=True)

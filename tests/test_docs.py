@@ -234,7 +234,7 @@ def test_first_py():
     file = ROOT / "examples" / "first.py"
     assert file.read_text(encoding="utf-8").endswith(f'"""\n\n{first_py()}')
     (shown,) = [text for language, text in blocks(ROOT / "README.md") if language == "text"]
-    assert printed(run([*TORCHRUN, str(file)], 120, fresh=True)) == shown
+    assert printed(run([*TORCHRUN, str(file)], 120, bare=True)) == shown
 
 
 def test_bitsandbytes_prints_false(tmp_path):
@@ -245,7 +245,7 @@ def test_bitsandbytes_prints_false(tmp_path):
     (tmp_path / "first.py").write_text(script)
     place = os.pathsep.join([str(upstream.folder()), os.environ.get("PYTHONPATH", "")])
     said = "the same bits as before sharding"
-    output = run([*TORCHRUN, str(tmp_path / "first.py")], 120, fresh=True, PYTHONPATH=place)
+    output = run([*TORCHRUN, str(tmp_path / "first.py")], 120, bare=True, PYTHONPATH=place)
     assert printed(output) == f"{said}: False\n{said}: True\n"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import upstream
 from bitshard_cli import console, installed, main, run
+from helpers import warm
 
 WHICH = "import importlib.metadata as m, bitsandbytes as b; print(m.version('bitsandbytes'), b.__version__, flush=True)"
 
@@ -29,7 +30,7 @@ def start(original: str, facade: Path, *words: str, **variables: str) -> subproc
     )
     paths = [original, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "BITSHARD_PLUGIN": "0", **variables}
-    command = [sys.executable, "-c", code, str(facade), *words]
+    command = [warm.bare(), "-c", code, str(facade), *words]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=180)
 
 
@@ -65,7 +66,7 @@ def test_workers_of_a_launcher(original, facade, tmp_path):
 
 def test_without_run_it_is_the_original(original):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([original, os.environ.get("PYTHONPATH", "")])}
-    ran = subprocess.run([sys.executable, "-c", WHICH], capture_output=True, text=True, env=env, timeout=120)
+    ran = subprocess.run([warm.bare(), "-c", WHICH], capture_output=True, text=True, env=env, timeout=120)
     assert ran.stdout.split() == ["0.50.2", "0.50.2"], ran.stderr
 
 
@@ -97,7 +98,7 @@ def beside(original: str, code: str, plugin: str = "1") -> subprocess.CompletedP
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([original, os.environ.get("PYTHONPATH", "")])}
     text = textwrap.dedent(before) + textwrap.dedent(code)
     env["BITSHARD_PLUGIN"] = plugin
-    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=180, env=env)
+    return subprocess.run([warm.bare(), "-c", text], capture_output=True, text=True, timeout=180, env=env)
 
 
 def test_the_entry_point_is_declared():
@@ -186,7 +187,7 @@ def test_off(original):
 def test_the_report_asks_upstream(original):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([original, os.environ.get("PYTHONPATH", "")])}
     ran = subprocess.run(
-        [sys.executable, "-m", "bitshard", "report", "--json"], capture_output=True, text=True, timeout=180, env=env
+        [warm.bare(), "-m", "bitshard", "report", "--json"], capture_output=True, text=True, timeout=180, env=env
     )
     assert ran.returncode == 1 and "plug-in" in ran.stdout and "upstream, so bitshard is not used" in ran.stdout
 

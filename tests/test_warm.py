@@ -74,11 +74,47 @@ def test_a_failure_shows_its_own_lines_only(tmp_path):
 
 
 def test_what_is_read_at_import_gets_a_real_interpreter(tmp_path):
+    """A PYTHONPATH too, where a folder of it has something that the server has imported from elsewhere."""
     assert "warm.py" in run([sys.executable, "-c", FORKED], 60)
     code = "import sys; print(sys.executable, 'torch' in sys.modules)"
+    assert run([sys.executable, "-c", code], 60, HF_HOME=str(tmp_path)) == f"{sys.executable} False\n"
+    (tmp_path / "beside.py").write_text("")
+    program = run([sys.executable, "-c", f"import beside; {code}"], 60, PYTHONPATH=str(tmp_path))
+    assert program == f"{warm.python()} True\n"
+    (tmp_path / "bitsandbytes").mkdir()
     assert run([sys.executable, "-c", code], 60, PYTHONPATH=str(tmp_path)) == f"{sys.executable} False\n"
     assert run([sys.executable, "-I", "-c", code], 60) == f"{sys.executable} False\n"
     assert run([sys.executable, "-c", code], 60, fresh=True) == f"{sys.executable} False\n"
+
+
+@pytest.mark.skipif(warm.BARE not in os.environ, reason="this run has no second server")
+def test_the_second_server_has_torch_alone(tmp_path):
+    """What a PYTHONPATH names is imported from there, by ranks too."""
+    (tmp_path / "bitsandbytes.py").write_text("import sys\nfound = [n for n in sys.argv if n in sys.modules]\n")
+    code = "import bitsandbytes as b, os; print(b.__file__, b.found, os.environ.get('RANK'))"
+    names = ["torch", "bitshard", "transformers"]
+    said = f"{tmp_path / 'bitsandbytes.py'} ['torch']"
+    assert run([sys.executable, "-c", code, *names], 60, bare=True, PYTHONPATH=str(tmp_path)) == f"{said} None\n"
+    (tmp_path / "rank.py").write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ranks = run([*command, str(tmp_path / "rank.py"), *names], 60, bare=True, PYTHONPATH=str(tmp_path))
+    assert f"{said} 0\n" in ranks and f"{said} 1\n" in ranks
+    (tmp_path / "torch.py").write_text("print('not the one that was imported')")
+    assert "not the one" in run([sys.executable, "-c", "import torch"], 60, bare=True, PYTHONPATH=str(tmp_path))
+
+
+def test_what_a_fork_reads_again(tmp_path):
+    """A demo's variables: the fork does with them what a real interpreter does."""
+    code = "import sys, torch, transformers, warnings; warnings.warn('heard')\n"
+    code += "print(torch.get_num_threads(), transformers.logging.get_verbosity(), sys.warnoptions, sys.executable)"
+    environment = {"OMP_NUM_THREADS": "2", "PYTHONWARNINGS": "error::DeprecationWarning,ignore"}
+    environment["TRANSFORMERS_VERBOSITY"] = "error"
+    for fresh in (False, True):
+        pipe, program = subprocess.PIPE, sys.executable if fresh else warm.python()
+        variables = {**warm.without_launcher(), **warm.WORKER, **environment}
+        done = subprocess.run([program, "-c", code], env=variables, stdout=pipe, stderr=pipe, text=True, timeout=60)
+        assert done.stderr == "" and done.stdout == f"2 40 ['error::DeprecationWarning', 'ignore'] {program}\n"
+    assert "heard" in start("-c", code).communicate(timeout=60)[1]
 
 
 def test_ranks_are_forks_too(tmp_path):

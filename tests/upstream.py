@@ -7,6 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from helpers import warm
+
 VERSION = "0.50.2"
 FOLDER = Path(__file__).resolve().parents[1] / ".cache" / "upstream"
 
@@ -57,7 +59,7 @@ def run(script: Path, *arguments: str, timeout: float = 300) -> str:
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
         "assert 'bitshard' not in sys.modules\n"
     )
-    command = [sys.executable, "-c", check, str(script), *arguments]
+    command = [warm.bare(), "-c", check, str(script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
     assert done.returncode == 0, f"{script.name} {arguments}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout

@@ -32,14 +32,14 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def run(command: list[str], timeout: int, fails: bool = False, fresh: bool = False, **environment: str) -> str:
+def run(command: list[str], timeout: int, fails=False, fresh=False, bare=False, **environment: str) -> str:
     """Run a command of sys.executable; what it writes to stdout. Of one that must fail (`fails`) all that it writes.
 
-    Its interpreters, those of launched ranks too, are forks of the server in helpers/warm.py; `fresh` ones where the
-    command itself is what is tested.
+    Its interpreters, those of launched ranks too, are forks of the server in helpers/warm.py; of the second one, which
+    has torch alone, where what is imported is part of the test (`bare`), `fresh` ones where the command itself is.
     """
     assert command[0] == sys.executable
-    interpreter = sys.executable if fresh else warm.python()
+    interpreter = sys.executable if fresh else warm.bare() if bare else warm.python()
     env = {**warm.without_launcher(), **warm.WORKER, **environment}
     done = subprocess.run([interpreter, *command[1:]], env=env, text=True, capture_output=True, timeout=timeout)
     seen = f"{' '.join(command)}\n{done.stdout[-6000:]}\n{done.stderr[-10000:]}"

@@ -6,11 +6,12 @@ A file's seconds need not be right, only its place among the others: what is lef
 from xdist.scheduler import LoadFileScheduling
 
 LONGEST = """
-test_fsdp_parts test_docs test_ptx_wide test_examples test_fsdp_save test_fsdp_optim test_fsdp_train test_core_c
-test_isa test_ptx test_export test_lora_models test_compile_models test_fsdp_axes test_checkpoints test_compile
-test_optimizer_ops test_report test_fsdp_matrix test_fsdp_int8 test_int8_models test_fsdp_lora test_warm
-test_optim test_native test_hf test_checkpoint_writing test_bench_report test_facade_names test_fuzz_state
-test_plan test_quantize
+test_fsdp_parts test_fsdp_save test_docs test_fsdp_train test_fsdp_optim test_core_c test_ptx_int8 test_fsdp_matrix
+test_examples test_isa test_fsdp_experts test_ptx_wide test_export test_compile_models test_calibration test_fsdp_axes
+test_experts test_convert test_wheels test_ptx_grouped test_planning test_optimizer_ops test_ptx test_compile test_run
+test_fsdp_int8 test_fsdp_lora test_checkpoints test_lora_models test_report test_serving test_fuzz_state test_quantize
+test_hf test_calibration_ops test_optim test_int8_models test_embeddings test_checkpoint_writing
+test_calibration_experts test_fuzz_optim test_merging test_bench_report test_native test_plan test_lora test_switch
 """.split()
 TOGETHER = {"tests/test_fsdp_units.py": "tests/test_fsdp_parts.py"}  # read what one fixture makes
 

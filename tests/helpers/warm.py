@@ -10,9 +10,14 @@ one thread, so a fork of it is sound; the fork takes all that over, runs what wa
 program as its sys.executable: torchrun and accelerate, run so, start their ranks so too. It ends as the program is
 ended: a program that was killed takes its fork with it, and the server's end that of all.
 
-What is read from the environment at import cannot differ between forks. The program runs a real interpreter instead
-where a variable of READ_AT_IMPORT is another one than the server's, where the interpreter has other options, and where
-some import has started a thread, which the end of the suite's output then says.
+What is read from the environment at import cannot differ between forks, but for the few variables that a fork can read
+again. The program runs a real interpreter instead where another variable of READ_AT_IMPORT is not the server's, where
+the interpreter has other options, and where some import has started a thread, which the end of the suite's output says.
+
+There are two servers. FULL has the whole stack, for workers. BARE has torch with its compiler and launcher, and nothing
+of bitshard, of a bitsandbytes or of transformers: for tests of what an import of those does, with a PYTHONPATH of its
+own. It saves 2 s of CPU time each, and 4 where the original bitsandbytes, which imports torch's compiler, is imported.
+With a GPU there is no BARE: torch's compiler may have looked for GPUs before a fork.
 """
 
 import atexit
@@ -35,12 +40,20 @@ import warnings
 from pathlib import Path
 
 PROGRAM = "BITSHARD_TEST_PYTHON"  # the variable that names the program to all processes of a run of the suite
+BARE = "BITSHARD_TEST_BARE_PYTHON"  # the same for the second server
 WORKER = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 READ_AT_IMPORT = ("PYTHON", "LD_", "OMP_", "GOMP_", "MKL_", "OPENBLAS_", "CUDA_", "HF_", "TRANSFORMERS_", "TORCH_")
 READ_AT_IMPORT += ("BITSHARD_ISA", "BITSHARD_LINEAR", "BITSHARD_WORKSPACE", "BITSHARD_PAGING")
-READ_LATER = ("TORCH_NCCL_",)  # which torchrun sets
+GPU = os.path.exists("/dev/nvidia0")
+READ_LATER = ("TORCH_NCCL_",) if GPU else ("TORCH_NCCL_", "CUDA_VISIBLE_DEVICES")  # torchrun sets the first
+READ_AGAIN = ("OMP_NUM_THREADS", "PYTHONPATH", "PYTHONWARNINGS", "TRANSFORMERS_VERBOSITY")  # by a fork: `read_again`
+READ_BY = {"BITSHARD_": "bitshard", "HF_": "huggingface_hub", "TRANSFORMERS_": "transformers"}  # by whose import
 # Threads that numpy and pyarrow would start as they are imported. A fork has only the thread that forks.
 NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+BARE_IMPORTS = """
+torch torch.distributed.run torch.distributed.fsdp torch.distributed.device_mesh torch._dynamo
+torch._inductor.compile_fx torch._inductor.lowering
+""".split()
 IMPORTS = """
 torch torch.distributed.run torch.distributed.fsdp torch.distributed.checkpoint.state_dict torch._dynamo
 transformers.trainer transformers.models.llama.modeling_llama transformers.models.auto.modeling_auto
@@ -54,8 +67,8 @@ LONGEST_REQUEST = 1 << 18  # bytes: an environment and a command line
 # ---- for the suite ----
 
 
-def start() -> subprocess.Popen:
-    """Start the server, which imports nothing before it is first asked, and name its program in os.environ.
+def start(variable: str = PROGRAM, imports: list[str] = IMPORTS) -> subprocess.Popen:
+    """Start a server, which imports nothing before it is first asked, and name its program in os.environ.
 
     It ends with this process; `stop` ends it and waits.
     """
@@ -68,8 +81,9 @@ def start() -> subprocess.Popen:
     stub = Path(__file__).with_name("warm_python.py")
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{stub}" "{folder / "socket"}" "$@"\n')
     program.chmod(0o700)
-    environment = {**without_launcher(), **WORKER}
+    environment = {**without_launcher(), **(WORKER if variable == PROGRAM else {})}
     (folder / "environment").write_text(json.dumps(environment))
+    (folder / "imports").write_text(json.dumps(imports))
     with open(folder / "log", "wb") as log:
         command = [sys.executable, "-u", __file__, str(folder), str(listener.fileno()), str(alive)]
         server = subprocess.Popen(
@@ -83,14 +97,14 @@ def start() -> subprocess.Popen:
         )
     listener.close()
     os.close(alive)
-    server.held, server.folder = held, folder
-    os.environ[PROGRAM] = str(program)
+    server.held, server.folder, server.variable = held, folder, variable
+    os.environ[variable] = str(program)
     return server
 
 
 def stop(server: subprocess.Popen) -> None:
     """End the server and what it has forked."""
-    os.environ.pop(PROGRAM, None)
+    os.environ.pop(server.variable, None)
     os.close(server.held)
     server.wait(timeout=60)
 
@@ -100,17 +114,22 @@ def python() -> str:
     return os.environ.get(PROGRAM, sys.executable)
 
 
+def bare() -> str:
+    """The interpreter for what imports bitshard, a bitsandbytes or transformers by itself."""
+    return os.environ.get(BARE, sys.executable)
+
+
 def without_launcher() -> dict[str, str]:
     """The environment without what accelerate tells a worker."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
 
 
-def ask(request: dict) -> dict:
-    """The answer of the server to a request that is no command; {} without a server."""
-    if PROGRAM not in os.environ:
+def ask(request: dict, variable: str = PROGRAM) -> dict:
+    """The answer of a server to a request that is no command; {} without a server."""
+    if variable not in os.environ:
         return {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.connect(str(Path(os.environ[PROGRAM]).with_name("socket")))
+        connection.connect(str(Path(os.environ[variable]).with_name("socket")))
         connection.send(json.dumps(request).encode())
         return json.loads(connection.recv(LONGEST_REQUEST) or b"{}")
 
@@ -124,6 +143,7 @@ class Server:
     def __init__(self, folder: Path, listener: socket.socket, alive: int):
         self.program, self.listener, self.alive = str(folder / "python"), listener, alive
         self.environment = json.loads((folder / "environment").read_text())
+        self.imports = json.loads((folder / "imports").read_text())
         self.forks: dict[socket.socket, int] = {}  # connection -> process
         self.spent: dict[str, float] = {}  # lane -> CPU seconds of the forks that have ended
         self.threads: list[str] = []  # that an import has started, and for which nothing can be forked
@@ -168,11 +188,9 @@ class Server:
 
     def fork(self, connection: socket.socket, request: dict, files: list[int]) -> dict | None:
         """Begin what was asked; what to answer where that cannot be."""
-        if not understood(request["arguments"]) or read_at_import(request["environment"]) != read_at_import(
-            self.environment
-        ):
+        load(self.imports)
+        if not understood(request["arguments"]) or not same_imports(request["environment"], self.environment):
             return {"real": True}
-        load()
         threads = [Path(f"/proc/self/task/{one}/comm").read_text().strip() for one in os.listdir("/proc/self/task")]
         if len(threads) > 1:
             self.threads = threads[1:]
@@ -225,7 +243,8 @@ class Server:
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
-        sys.executable = self.program
+        sys.executable, sys.orig_argv = self.program, [self.program, *request["arguments"]]
+        read_again(self.environment)
         leave(interpret(request["arguments"]))
 
 
@@ -237,11 +256,13 @@ def quiet():
         yield
 
 
-def load() -> None:
-    """Import what is there of IMPORTS, at the first fork."""
-    while IMPORTS:
+def load(imports: list[str]) -> None:
+    """Import what is there, at the first fork."""
+    if not imports:
+        return
+    while imports:
         with contextlib.suppress(ImportError), quiet():
-            importlib.import_module(IMPORTS.pop(0))
+            importlib.import_module(imports.pop(0))
     gc.collect()
     gc.freeze()  # so that collections in forks leave these pages shared
 
@@ -252,12 +273,52 @@ def understood(arguments: list[str]) -> bool:
     return bool(rest) and (not rest[0].startswith("-") or (rest[0] in ("-m", "-c") and len(rest) > 1))
 
 
-def read_at_import(environment: dict[str, str]) -> dict[str, str]:
-    names = (name for name in environment if name.startswith(READ_AT_IMPORT) and not name.startswith(READ_LATER))
-    return {name: environment[name] for name in names}
+def same_imports(asked: dict[str, str], ours: dict[str, str]) -> bool:
+    """Can a fork of this process, with the environment `ours`, be what an interpreter with `asked` is?"""
+    absent = tuple(prefix for prefix, module in READ_BY.items() if module not in sys.modules)
+    names = {name for name in {**asked, **ours} if name.startswith(READ_AT_IMPORT)}
+    names = {name for name in names if not name.startswith((*READ_LATER, *absent))}
+    if any(asked.get(name) != ours.get(name) and (name not in READ_AGAIN or name not in asked) for name in names):
+        return False
+    return not hidden(new_folders(asked, ours))
+
+
+def folders(environment: dict[str, str]) -> list[str]:
+    """Of PYTHONPATH, in which nothing between two colons is the working folder."""
+    path = environment.get("PYTHONPATH", "")
+    return [os.path.abspath(entry) for entry in path.split(os.pathsep)] if path else []
+
+
+def new_folders(asked: dict[str, str], ours: dict[str, str]) -> list[str]:
+    return [folder for folder in folders(asked) if folder not in folders(ours)]
+
+
+def hidden(new: list[str]) -> bool:
+    """Has a folder something that was imported from elsewhere?"""
+    for folder in filter(os.path.isdir, new):
+        for name in {entry.partition(".")[0] for entry in os.listdir(folder)} & sys.modules.keys():
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and not os.path.realpath(file).startswith(os.path.realpath(folder) + os.sep):
+                return True
+    return False
 
 
 # ---- a fork ----
+
+
+def read_again(ours: dict[str, str]) -> None:
+    """Do what an interpreter and its imports do with READ_AGAIN, where a value is not that of the server."""
+    asked = {name: os.environ[name] for name in READ_AGAIN if os.environ.get(name) != ours.get(name)}
+    if "OMP_NUM_THREADS" in asked:
+        sys.modules["torch"].set_num_threads(int(asked["OMP_NUM_THREADS"]))
+    if "PYTHONPATH" in asked:
+        sys.path[:] = [*folders(os.environ), *(folder for folder in sys.path if folder not in folders(ours))]
+    if "PYTHONWARNINGS" in asked:
+        sys.warnoptions[:] = asked["PYTHONWARNINGS"].split(",")
+        warnings._processoptions(sys.warnoptions)
+    if "TRANSFORMERS_VERBOSITY" in asked and "transformers" in sys.modules:
+        logging = sys.modules["transformers.utils.logging"]
+        logging.set_verbosity(logging.log_levels[asked["TRANSFORMERS_VERBOSITY"]])
 
 
 def interpret(arguments: list[str]) -> int:
@@ -285,7 +346,7 @@ def interpret(arguments: list[str]) -> int:
 
 def run_module(name: str, arguments: list[str]) -> None:
     sys.path.insert(0, os.getcwd())
-    sys.argv = [name, *arguments]
+    sys.argv = ["-m", *arguments]  # until the module is found, as `python -m` has it
     warnings.filterwarnings("ignore", message=".*found in sys.modules", category=RuntimeWarning)
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 

@@ -27,6 +27,9 @@ BUILT = ROOT / ".cache" / "built"
 C_FLAGS = ("-std=gnu11", "-Og", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing")
 C_FLAGS += ("-Wall", "-Wextra", "-Wno-unused-function", "-Wno-unused-variable", "-Wno-unused-label")
 C_FLAGS += ("-Werror=implicit-function-declaration", "-Wl,-z,defs")
+MACHINE_FLAGS = tuple("-O3" if flag == "-Og" else flag for flag in C_FLAGS)  # it runs long, and is compiled once
+LARGE = ("calibration",)  # kernels that take longer to compile than to run
+LARGE_FLAGS = tuple("-O0" if flag == "-Og" else flag for flag in C_FLAGS)
 # Instructions of one generation of GPUs come with its "a".
 TARGETS = {75: "compute_75", 80: "compute_80", 90: "compute_90a"}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -98,31 +101,37 @@ MACHINE = [HERE / "machine.h", ROOT / "csrc/core/numerics.h", ROOT / "csrc/core/
 def machine() -> Path:
     """machine.c as an object, once for all kernels."""
     source = HERE / "machine.c"
-    command = ["gcc", *C_FLAGS, "-I", str(ROOT / "csrc"), "-c", str(source)]
-    return built("machine.o", [source, *MACHINE], list(C_FLAGS), lambda to: run([*command, "-o", str(to)]))
+    command = ["gcc", *MACHINE_FLAGS, "-I", str(ROOT / "csrc"), "-c", str(source)]
+    return built("machine.o", [source, *MACHINE], list(MACHINE_FLAGS), lambda to: run([*command, "-o", str(to)]))
 
 
-def compiled(text: str, kernel: str, name: str, sources: list[Path]) -> ctypes.CDLL:
+def compiled(text: str, kernel: str, name: str, sources: list[Path], flags: tuple[str, ...] = C_FLAGS) -> ctypes.CDLL:
     """A kernel of a PTX text over the machine."""
 
     def make(to: Path) -> None:
         source = to.with_suffix(".c")
         source.write_text(translate.translate(text, [kernel]))
-        command = ["gcc", *C_FLAGS, "-I", str(HERE), "-I", str(ROOT / "csrc"), str(source), str(machine())]
+        command = ["gcc", *flags, "-I", str(HERE), "-I", str(ROOT / "csrc"), str(source), str(machine())]
         run([*command, "-lm", "-o", str(to)])
         source.unlink()
 
     made_of = [*sources, HERE / "machine.c", HERE / "translate.py", *MACHINE]
-    return ctypes.CDLL(str(built(f"{name}.so", made_of, list(C_FLAGS), make)))
+    return ctypes.CDLL(str(built(f"{name}.so", made_of, [*flags, *MACHINE_FLAGS], make)))
+
+
+@cache
+def text_of(ptx: Path) -> str:
+    return ptx.read_text()
 
 
 @cache
 def kernel_of(stem: str, kernel: str, sm: int) -> tuple[ctypes.CDLL, list[int]]:
     """A kernel of cuda/<stem>.cu, compiled, and the sizes of its parameters."""
     ptx = ptx_of(stem, sm)
-    text = translate.without_comments(ptx.read_text())
-    sizes = list(translate.functions_of(text)[kernel].parameters.values())
-    return compiled(text, kernel, f"{kernel}-sm{sm}", [ptx]), sizes
+    functions, _ = translate.module_of(text_of(ptx))
+    flags = LARGE_FLAGS if stem in LARGE else C_FLAGS
+    library = compiled(text_of(ptx), kernel, f"{kernel}-sm{sm}", [ptx], flags)
+    return library, list(functions[kernel].parameters.values())
 
 
 @cache

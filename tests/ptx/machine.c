@@ -5,7 +5,8 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
-enum { STACK = 256 << 10, BULK_COPIES = 4096, SPINS = 20000, LATE = 50 };
+/* APART: from stack to stack, no multiple of a page: their tops do not compete for the same lines of the cache. */
+enum { STACK = 256 << 10, APART = STACK + 4096 + 64, BULK_COPIES = 4096, SPINS = 20000, LATE = 50 };
 
 /* ---- fibers ---- */
 
@@ -73,8 +74,10 @@ static void prepare(ptx_thread *const t) {
   memset(t->stack, 0x5A, 64);
 }
 
+/* Its end is looked at when the thread has ended: far from all that a turn touches. */
 static bool overflowed(const ptx_thread *const t) {
-  for (int i = 0; i < 64; i++)
+  if ((const uint8_t *)t->stack_pointer < t->stack + 64) return true;
+  for (int i = 0; t->done && i < 64; i++)
     if (t->stack[i] != 0x5A) return true;
   return false;
 }
@@ -387,44 +390,39 @@ static uint32_t bits_of_sum(const ptx_product *const p, const double sum) {
   return p->kind == PTX_S8 ? (uint32_t)(int32_t)(int64_t)sum : ptx_bits((float)sum);
 }
 
-/* A and B in shared memory. */
-static void multiply_tiles(ptx_thread *const t, const ptx_product *const p) {
-  const uint32_t depth = p->kind == PTX_S8 ? 32 : 16;
-  static float a[64][32], b[256][32];
-  for (uint32_t row = 0; row < 64; row++)
-    for (uint32_t k = 0; k < depth; k++) a[row][k] = element_tile(t, p->a_tile, row, k, p->kind);
-  for (uint32_t n = 0; n < p->columns; n++)
-    for (uint32_t k = 0; k < depth; k++) b[n][k] = element_tile(t, p->b, n, k, p->kind);
-  for (uint32_t thread = 0; thread < 128; thread++)
-    for (uint32_t i = 0; i < p->columns / 2; i++) {
-      const uint32_t lane = thread % 32, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-      const uint32_t row = thread / 32 * 16 + lane / 4 + i / 2 % 2 * 8;
-      uint32_t *const d = p->d[thread][i];
-      double sum = p->keep ? sum_of(p, *d) : 0;
-      for (uint32_t k = 0; k < depth; k++) sum += (double)a[row][k] * b[column][k];
-      *d = bits_of_sum(p, sum);
-    }
+/* Element (row, k) of A in registers: 16 rows of each warp. */
+static float element_group(const ptx_product *const p, const uint32_t row, const uint32_t k) {
+  const uint32_t from = row / 16 * 32 + row % 8 * 4 + k % 8 / 2;
+  return number(p->a[from][row / 8 % 2 + k / 8 * 2], k & 1, p->kind == PTX_BF16);
+}
+
+/* Where element (row, column) of D is. */
+static uint32_t *place_of_sum(const ptx_product *const p, const uint32_t row, const uint32_t column) {
+  const uint32_t thread = row / 16 * 32 + row % 8 * 4 + column % 8 / 2;
+  return p->d[thread][column / 8 * 4 + row / 8 % 2 * 2 + column % 2];
+}
+
+/* sums += a of each depth times its row of b, in the order of depth. */
+__attribute__((target_clones("avx2", "default"))) static void add_products(double *const sums, const double *const a,
+                                                                           double (*const b)[256], const uint32_t depth,
+                                                                           const uint32_t columns) {
+  for (uint32_t k = 0; k < depth; k++)
+    for (uint32_t n = 0; n < columns; n++) sums[n] += a[k] * b[k][n];
 }
 
 static void multiply(ptx_thread *const t, const ptx_product *const p) {
-  float tile[256][16];
-  if (p->a_tile != 0) {
-    multiply_tiles(t, p);
-    return;
-  }
+  const uint32_t depth = p->kind == PTX_S8 ? 32 : 16;
+  static double b[32][256];
   for (uint32_t n = 0; n < p->columns; n++)
-    for (uint32_t k = 0; k < 16; k++) tile[n][k] = element_tile(t, p->b, n, k, p->kind);
-  for (uint32_t thread = 0; thread < 128; thread++)
-    for (uint32_t i = 0; i < p->columns / 2; i++) {
-      const uint32_t lane = thread % 32, column = i / 4 * 8 + lane % 4 * 2 + i % 2, high = i / 2 % 2;
-      uint32_t *const d = p->d[thread][i];
-      double sum = p->keep ? ptx_float(*d) : 0;
-      for (uint32_t k = 0; k < 16; k++) {
-        const uint32_t from = thread - lane + lane / 4 * 4 + k % 8 / 2;
-        sum += (double)number(p->a[from][high + k / 8 * 2], k & 1, p->kind == PTX_BF16) * tile[column][k];
-      }
-      *d = ptx_bits((float)sum);
-    }
+    for (uint32_t k = 0; k < depth; k++) b[k][n] = element_tile(t, p->b, n, k, p->kind);
+  for (uint32_t row = 0; row < 64; row++) {
+    double a[32], sums[256];
+    for (uint32_t k = 0; k < depth; k++)
+      a[k] = p->a_tile != 0 ? element_tile(t, p->a_tile, row, k, p->kind) : element_group(p, row, k);
+    for (uint32_t n = 0; n < p->columns; n++) sums[n] = p->keep ? sum_of(p, *place_of_sum(p, row, n)) : 0;
+    add_products(sums, a, b, depth, p->columns);
+    for (uint32_t n = 0; n < p->columns; n++) *place_of_sum(p, row, n) = bits_of_sum(p, sums[n]);
+  }
 }
 
 /* The four warps of a warpgroup come together; true in the one that is last, which calls group_done. */
@@ -503,6 +501,7 @@ void ptx_wgmma_wait(ptx_thread *const t, const uint32_t pending) {
 
 void ptx_copy(ptx_thread *const t, const uint64_t to, const uint64_t from, const uint32_t size, const uint32_t taken) {
   if (t->n_copies == PTX_COPIES) ptx_fail(t, "too many pending cp.async");
+  if (t->copies == NULL) t->copies = malloc(PTX_COPIES * sizeof *t->copies);
   const uint8_t *const source = taken ? ptx_global(t, from, size, false) : NULL;
   t->copies[t->n_copies++] = (ptx_copy_of){ptx_shared(t, to, size, true), source, size, taken, t->copy_group};
 }
@@ -668,17 +667,18 @@ static bool make(residents *const r, ptx_run *const run) {
     cta->groups = zeroed(r->groups * sizeof *cta->groups);
     cta->threads = zeroed(r->threads * sizeof *cta->threads);
     uint8_t *const stacks =
-        mmap(NULL, r->threads * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        mmap(NULL, r->threads * APART, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (stacks == MAP_FAILED) return false;
-    for (uint64_t j = 0; j < r->threads; j++) cta->threads[j].stack = stacks + j * STACK;
+    for (uint64_t j = 0; j < r->threads; j++) cta->threads[j].stack = stacks + j * APART;
   }
   return true;
 }
 
 static void discard(const residents *const r) {
   for (uint64_t i = 0; i < r->n; i++) {
-    munmap(r->ctas[i].threads[0].stack, r->threads * STACK);
+    munmap(r->ctas[i].threads[0].stack, r->threads * APART);
     for (uint64_t g = 0; g < r->groups; g++) free(r->ctas[i].groups[g].pending);
+    for (uint64_t j = 0; j < r->threads; j++) free(r->ctas[i].threads[j].copies);
     free(r->ctas[i].threads), free(r->ctas[i].groups), free(r->ctas[i].warps), free(r->ctas[i].shared);
   }
   free(r->clusters), free(r->ctas);

@@ -134,7 +134,7 @@ struct ptx_thread {
   const uint32_t *waiting; /* goes on when this is not `for_change` any more */
   uint32_t for_change;
   bool done, spinning, waited; /* waited: for earlier kernels */
-  ptx_copy_of copies[PTX_COPIES];
+  ptx_copy_of *copies;         /* PTX_COPIES, apart: every round looks at all threads */
   uint32_t n_copies, copy_group;
 };
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 
 SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
 WIDTHS = {"pred": "uint32_t", "b8": "uint8_t", "b16": "uint16_t", "b32": "uint32_t", "f32": "uint32_t"}
@@ -25,6 +26,7 @@ WIDTHS |= {
 }
 WIDTHS |= {"u16": "uint16_t", "s16": "uint16_t", "f16": "uint16_t", "f16x2": "uint32_t"}
 HEAD = re.compile(r"(?:\.visible\s+|\.weak\s+)?\.(entry|func)\s+(?:\(([^)]*)\)\s*)?([\w$]+)\s*\(([^)]*)\)[^{;]*([{;])")
+BRACE, SPACE, LABEL = re.compile(r"[{}]"), re.compile(r"\s*"), re.compile(r"([\w$]+):")
 VARIABLE = re.compile(
     r"\.(global|shared|const|local)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(\[(\d*)\])?(?:\s*=\s*(.*))?$", re.S
 )
@@ -85,10 +87,10 @@ def without_comments(text: str) -> str:
 def closing(text: str, start: int) -> int:
     """Index behind the brace that closes the one before `start`."""
     depth = 1
-    for brace in re.finditer(r"[{}]", text[start:]):
+    for brace in BRACE.finditer(text, start):
         depth += 1 if brace.group() == "{" else -1
         if depth == 0:
-            return start + brace.end()
+            return brace.end()
     raise ValueError("a brace is not closed")
 
 
@@ -132,14 +134,14 @@ def statements(body: str):
     """ "{", "}", (label,) and statements, in order."""
     at = 0
     while True:
-        at += len(body[at:]) - len(body[at:].lstrip())
+        at = SPACE.match(body, at).end()
         if at >= len(body):
             return
         if body[at] in "{}":
             yield body[at]
             at += 1
             continue
-        label = re.compile(r"([\w$]+):").match(body, at)
+        label = LABEL.match(body, at)
         if label:
             yield (label.group(1),)
             at = label.end()
@@ -580,17 +582,27 @@ def c_of(function: Function) -> str:
     return "\n".join([*out, "  (void)t;", *(f"  {line}" for line in function.lines), "}", ""])
 
 
+@cache
+def module_of(text: str) -> tuple[dict[str, Function], dict[str, tuple[str, int, str]]]:
+    """Functions and variables of a PTX text."""
+    text = without_comments(text)
+    return functions_of(text), variables_of(text)
+
+
 def translate(text: str, kernels: list[str]) -> str:
     """A C file with the kernels named, and all that they call."""
-    text = without_comments(text)
-    functions, variables = functions_of(text), variables_of(text)
+    functions, variables = module_of(text)
+    functions = {
+        name: replace(function, registers={}, shared={}, local={}, lines=[]) for name, function in functions.items()
+    }
     wanted, done, layout = list(kernels), [], Layout()
     while wanted:
         function = functions[wanted.pop()]
         if function not in done:
             Translator(function, variables, layout).run()
             done.append(function)
-            wanted += [name for name in functions if f"ptx_func_{identifier(name)}(" in "\n".join(function.lines)]
+            lines = "\n".join(function.lines)
+            wanted += [name for name in functions if f"ptx_func_{identifier(name)}(" in lines]
     out = ['#include "machine.h"', f"enum {{ STATIC_SHARED = {-(-layout.end // 1024) * 1024} }};"]
     used, tables = "\n".join(line for function in done for line in function.lines), []
     for name, (space, size, initial) in variables.items():
