@@ -15,68 +15,12 @@
 // beyond the matrices is copied as zeros and not stored. Where there are few tiles, the blocks of a cluster share the
 // depth of one instead: the others leave their sums in memory for the first, which adds them, exactly, and stores. The
 // bits of y are those of scale_product_int8 where there are no outliers.
-#include "int8.cuh"
-#include "ptx_sm90_cluster.cuh"
-#include "wgmma_codes_sm90.cuh"
+#include "outliers_int8_sm90.cuh"
 
 namespace bsh {
 namespace {
 
 #ifdef BSH_HAS_WGMMA
-enum { COPY_WARP = 8, CONSUMERS = 8 }; // warps
-enum { CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40 };
-
-template <int ROWS_, int COLUMNS_, int STAGES_, int CLUSTER_> struct int8_form {
-  static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
-  static constexpr int A_BYTES = ROWS * BSH_GEMM_INT8_DEPTH, B_BYTES = COLUMNS * BSH_GEMM_INT8_DEPTH;
-  static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
-  static constexpr int OWN = ROWS == 64 ? COLUMNS / 2 : COLUMNS; // columns of a warpgroup
-  static constexpr int SUMS = OWN / 2;                           // of a thread
-};
-
-struct int8_maps {
-  const bsh_tensor_map *a, *b, *x, *w; // x, w: gathered
-};
-
-// Where a block's work is: its tiles, how many stages each takes, the ring.
-template <typename FORM> struct int8_work {
-  const bsh_int8_gemm_args &args;
-  uint32_t memory, full, empty, joined;
-  int rank, size, cluster;       // of this block in its cluster of `size`
-  int first_step, steps, chunks; // stages of codes, of outlier columns
-
-  __device__ __forceinline__ int8_work(const bsh_int8_gemm_args &a, uint32_t m) : args(a), memory(m) {
-    full = memory + FORM::STAGES * FORM::STAGE_BYTES, empty = full + 8 * FORM::STAGES,
-    joined = empty + 8 * FORM::STAGES;
-    size = FORM::CLUSTER > 1 ? FORM::CLUSTER : args.splits;
-    cluster = blockIdx.x / size, rank = blockIdx.x - cluster * size;
-    const int all = (args.K + BSH_GEMM_INT8_DEPTH - 1) / BSH_GEMM_INT8_DEPTH;
-    first_step = shares_depth() ? all * rank / size : 0, chunks = 0;
-    steps = (shares_depth() ? all * (rank + 1) / size : all) - first_step;
-  }
-  __device__ __forceinline__ bool shares_depth() const { return FORM::CLUSTER == 1 && size > 1; }
-  // After the earlier kernels.
-  __device__ __forceinline__ int count_outliers() {
-    const int count = args.outliers.count == nullptr ? 0 : *args.outliers.count;
-    if (!shares_depth() || rank == 0)
-      chunks = (min(count, args.outliers.capacity) + BSH_INT8_CHUNK - 1) / BSH_INT8_CHUNK;
-    return count;
-  }
-  // One thread. A stage is filled by the copies of all blocks of the cluster and freed by the warps of all of them.
-  __device__ __forceinline__ void init() const {
-    for (int i = 0; i < FORM::STAGES; i++)
-      mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, CONSUMERS * FORM::CLUSTER);
-    mbarrier_init(joined, CONSUMERS * max(1, size - 1));
-    fence_mbarrier_init();
-  }
-  __device__ __forceinline__ int clusters() const { return gridDim.x / size; }
-  // args.m_tiles: of the rows of a cluster.
-  __device__ __forceinline__ int row(int tile) const {
-    return (tile % args.m_tiles * FORM::CLUSTER + (FORM::CLUSTER > 1 ? rank : 0)) * FORM::ROWS;
-  }
-  __device__ __forceinline__ int column(int tile) const { return tile / args.m_tiles * FORM::COLUMNS; }
-};
-
 // One thread.
 template <typename FORM>
 __device__ __forceinline__ void copy_tiles(const int8_work<FORM> &work, const int8_maps &maps) {
@@ -98,7 +42,7 @@ __device__ __forceinline__ void copy_tiles(const int8_work<FORM> &work, const in
       else
         tensor_copy_to(to_b + work.rank * PART * BSH_GEMM_INT8_DEPTH, codes ? maps.b : maps.w, at, n, full,
                        (1 << FORM::CLUSTER) - 1);
-      if (++stage == FORM::STAGES) stage = 0, parity ^= 1;
+      if (++stage == work.stages) stage = 0, parity ^= 1;
     }
   }
 }
@@ -114,53 +58,24 @@ __device__ __forceinline__ void prefetch_b(const int8_work<FORM> &work, const bs
     tensor_prefetch_l2(b, (work.first_step + step) * BSH_GEMM_INT8_DEPTH, n);
 }
 
+// Scales and bias of the first tile, to L2, by lanes of a warp.
+template <typename T, typename FORM>
+__device__ __forceinline__ void prefetch_scales(const int8_work<FORM> &work, int lane) {
+  constexpr int LINE = 128, SCALES = FORM::COLUMNS * (int)sizeof(float) / LINE;
+  const bool of_bias = lane >= SCALES;
+  const int n = work.column(work.cluster) + (of_bias ? (lane - SCALES) * LINE / (int)sizeof(T) : lane * LINE / 4);
+  if (n >= min(work.args.N, work.column(work.cluster) + FORM::COLUMNS)) return;
+  if (!of_bias) prefetch_l2(work.args.col_absmax + n);
+  else if (work.args.bias != nullptr) prefetch_l2(static_cast<const T *>(work.args.bias) + n);
+}
+
 // Where a thread's sums are: element i of a tile's sums is row `row` + 8 (i / 2 % 2), column `column` + 8 (i / 4) + i
 // % 2.
 struct int8_place {
   int m, n, c; // of element 0 in y; lane of its quad
+  // Of elements i to i + 15, those of column e of eight.
+  __device__ __forceinline__ int column(int i, int e) const { return n + (i + e / 2 * 4) * 2 + e % 2; }
 };
-
-// The ring as consumers go round. `read` multiplies a stage; a stage is freed when the products after it are on their
-// way and its own are done.
-template <typename FORM> struct int8_ring {
-  const int8_work<FORM> &work;
-  uint32_t there; // `empty` in block lane % CLUSTER of the cluster
-  int stage = 0;
-  uint32_t parity = 0;
-  int lane;
-
-  __device__ __forceinline__ int8_ring(const int8_work<FORM> &w, int l) : work(w), lane(l) {
-    there = FORM::CLUSTER == 1 ? w.empty : map_to_rank(w.empty, l % FORM::CLUSTER);
-  }
-  __device__ __forceinline__ void release(int s) const {
-    if (lane < FORM::CLUSTER) mbarrier_arrive_there(there + 8 * s);
-  }
-  template <typename READ> __device__ __forceinline__ void walk(int steps, READ read) {
-    int before = -1;
-    for (; steps > 0; steps--) {
-      mbarrier_wait(work.full + 8 * stage, parity);
-      wgmma_fence();
-      read(stage);
-      wgmma_commit();
-      wgmma_wait<1>();
-      if (before >= 0) release(before);
-      before = stage;
-      if (++stage == FORM::STAGES) stage = 0, parity ^= 1;
-    }
-    wgmma_wait<0>();
-    if (before >= 0) release(before);
-  }
-};
-
-// To the compiler sums are new after the wait for the products that make them: nothing that reads them comes before it.
-template <int N> __device__ __forceinline__ void renew(int (&sum)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+r"(sum[i])::"memory");
-}
-template <int N> __device__ __forceinline__ void renew(float (&sum)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+f"(sum[i])::"memory");
-}
 
 // Adds the sums of the blocks that share a tile's depth in the first of them; whether this is the first.
 template <typename FORM>
@@ -224,21 +139,35 @@ __device__ __forceinline__ void transpose_quad(uint32_t *w, int c) {
     }
 }
 
-// value(i, row of the thread (0, 1), column of y): element i as a float.
-template <typename T, typename FORM, typename VALUE>
-__device__ __forceinline__ void store(const bsh_int8_gemm_args &args, const int8_place &p, VALUE value) {
-  T *const y = static_cast<T *>(args.y);
+// Scales and bias of eight columns of a thread, those of elements i to i + 15.
+template <typename T> struct int8_columns {
+  float scale[8], bias[8];
+
+  __device__ __forceinline__ void load(const bsh_int8_gemm_args &args, const int8_place &p, int i) {
 #pragma unroll
-  for (int i = 0; i < FORM::SUMS; i += 16) // 32 columns
+    for (int e = 0; e < 8; e++) {
+      const int n = p.column(i, e);
+      scale[e] = n < args.N ? __ldg(args.col_absmax + n) : 0.f;
+      bias[e] = n < args.N ? bias_of<T>(args.bias, n) : 0.f;
+    }
+  }
+};
+
+// value(i, row of the thread (0, 1), scale and bias of the column): element i as a float. first: the first columns.
+template <typename T, typename FORM, typename VALUE>
+__device__ __forceinline__ void store(const bsh_int8_gemm_args &args, const int8_place &p, const int8_columns<T> &first,
+                                      VALUE value) {
+  T *const y = static_cast<T *>(args.y);
+  int8_columns<T> columns = first, next;
+#pragma unroll
+  for (int i = 0; i < FORM::SUMS; i += 16, columns = next) { // 32 columns of y
+    if (i + 16 < FORM::SUMS) next.load(args, p, i + 16);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int m = p.m + 8 * r;
       float v[8];
 #pragma unroll
-      for (int e = 0; e < 8; e++) {
-        const int n = p.n + (i + e / 2 * 4) * 2 + e % 2;
-        v[e] = value(i + e / 2 * 4 + r * 2 + e % 2, r, n);
-      }
+      for (int e = 0; e < 8; e++) v[e] = value(i + e / 2 * 4 + r * 2 + e % 2, r, columns.scale[e], columns.bias[e]);
       if constexpr (sizeof(T) == 2) {
         if (args.store_fours) {
           uint32_t w[4];
@@ -253,10 +182,11 @@ __device__ __forceinline__ void store(const bsh_int8_gemm_args &args, const int8
       }
 #pragma unroll
       for (int e = 0; e < 8; e++) {
-        const int n = p.n + (i + e / 2 * 4) * 2 + e % 2;
+        const int n = p.column(i, e);
         if (m < args.M && n < args.N) from_float(v[e], y + (int64_t)m * args.N + n);
       }
     }
+  }
 }
 
 template <typename T, typename FORM>
@@ -269,9 +199,13 @@ __device__ __forceinline__ void multiply_tiles(const int8_work<FORM> &work, int 
   int8_ring<FORM> ring(work, lane);
   int8_place p;
   p.c = lane % 4;
+  uint32_t uses = 0; // of operands of found columns
   for (int tile = work.cluster; tile < args.tiles; tile += work.clusters()) {
     p.m = work.row(tile) + (FORM::ROWS == 64 ? 0 : group * 64) + warp % 4 * 16 + lane / 4;
     p.n = work.column(tile) + (FORM::ROWS == 64 ? group * FORM::OWN : 0) + 2 * p.c;
+    const float row[2] = {p.m < args.M ? args.row_absmax[p.m] : 0.f, p.m + 8 < args.M ? args.row_absmax[p.m + 8] : 0.f};
+    int8_columns<T> columns;
+    columns.load(args, p, 0);
     int sum[FORM::SUMS];
 #pragma unroll
     for (int i = 0; i < FORM::SUMS; i++) sum[i] = 0;
@@ -282,14 +216,20 @@ __device__ __forceinline__ void multiply_tiles(const int8_work<FORM> &work, int 
     });
     renew(sum);
     if (work.shares_depth() && !join<FORM>(sum, work, tile, lane)) continue;
-    const float row[2] = {p.m < args.M ? args.row_absmax[p.m] : 0.f, p.m + 8 < args.M ? args.row_absmax[p.m + 8] : 0.f};
-    auto col = [&](int n) { return n < args.N ? args.col_absmax[n] : 0.f; };
-    auto bias = [&](int n) { return n < args.N ? bias_of<T>(args.bias, n) : 0.f; };
-    if (count == 0) {
-      store<T, FORM>(args, p, [&](int i, int r, int n) { return scale_sum(sum[i], row[r], col(n), bias(n)); });
+    const int found = count_found(work);
+    if (count == 0 && found == 0) {
+      store<T, FORM>(args, p, columns,
+                     [&](int i, int r, float col, float b) { return scale_sum(sum[i], row[r], col, b); });
       continue;
     }
     float part[FORM::SUMS];
+    if (found > 0) {
+      if constexpr (FORM::FINDS) multiply_found<T, FORM>(sum, part, work, group, found, lane, uses);
+#pragma unroll
+      for (int i = 0; i < FORM::SUMS; i++) part[i] += sum_beside_outliers(sum[i], row[i / 2 % 2]);
+      store<T, FORM>(args, p, columns, [&](int i, int, float col, float b) { return scale_codes(part[i], col, b); });
+      continue;
+    }
 #pragma unroll
     for (int i = 0; i < FORM::SUMS; i++) part[i] = sum_beside_outliers(sum[i], row[i / 2 % 2]);
     ring.walk(work.chunks, [&](int stage) {
@@ -299,7 +239,7 @@ __device__ __forceinline__ void multiply_tiles(const int8_work<FORM> &work, int 
     });
     renew(part);
     multiply_listed<T, FORM>(part, args, p, min(count, args.outliers.capacity), count);
-    store<T, FORM>(args, p, [&](int i, int r, int n) { return scale_codes(part[i], col(n), bias(n)); });
+    store<T, FORM>(args, p, columns, [&](int i, int, float col, float b) { return scale_codes(part[i], col, b); });
   }
 }
 
@@ -314,13 +254,16 @@ __device__ __forceinline__ void gemm(const int8_maps &maps, const bsh_int8_gemm_
   if (work.size > 1) cluster_meet();
   let_later_kernels_start();
   if (warp == COPY_WARP && lane == 0) prefetch_b<FORM>(work, maps.b);
+  if (warp == COPY_WARP + 1) prefetch_scales<T, FORM>(work, lane);
   wait_for_earlier_kernels();
   const int count = work.count_outliers();
   if (warp >= COPY_WARP) {
-    give_registers<PRODUCER_REGISTERS>();
+    give_registers<FORM::PRODUCER_REGISTERS>();
     if (warp == COPY_WARP && lane == 0) copy_tiles<FORM>(work, maps);
+    if constexpr (FORM::FINDS)
+      if (warp > COPY_WARP && work.finds()) outlier_warps<T, FORM>(work, warp - COPY_WARP - 1, lane).run();
   } else {
-    take_registers<CONSUMER_REGISTERS>();
+    take_registers<FORM::CONSUMER_REGISTERS>();
     multiply_tiles<T, FORM>(work, count, warp, lane);
   }
   __syncwarp();

@@ -27,23 +27,6 @@ __device__ __forceinline__ uint32_t block_max(uint32_t value, uint32_t *scratch)
 
 // ---- quantize_int8 --------------------------------------------------------------------------------------------------
 
-constexpr uint32_t INFINITE = 0x7F800000u;
-template <typename T> constexpr bool IS_HALF = false;
-template <> constexpr bool IS_HALF<__half> = true;
-
-// int8_scale and int8_code of core/numerics.h.
-template <typename T> __device__ __forceinline__ float scale_of_row(float absmax) {
-  if (!(absmax >= 3.009265538105056e-36f && absmax <= LARGEST)) return 0.f; // 2^-118
-  return IS_HALF<T> ? __fmul_rn(127.f, reciprocal(absmax)) : __fmul_rn(31.75f, __fdiv_rn(4.f, absmax));
-}
-// A code of an element of at most the row's absmax, whose scale is not 0, in the low byte.
-__device__ __forceinline__ uint32_t code_of(float x, float scale) {
-  return __float_as_uint(__fadd_rn(__fmul_rn(x, scale), 12582912.f)); // 1.5 * 2^23
-}
-__device__ __forceinline__ uint32_t pack_codes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  return __byte_perm(__byte_perm(a, b, 0x40), __byte_perm(c, d, 0x40), 0x5410);
-}
-
 // The largest magnitude of a vector, as the bits of an fp32 number: those of NaN are the largest.
 template <typename T> __device__ __forceinline__ uint32_t largest_of(const vector16<T> &v) {
   const uint32_t words[4] = {v.raw.x, v.raw.y, v.raw.z, v.raw.w};
@@ -65,22 +48,25 @@ template <typename T> struct row_quantizer {
   int8_t *codes;
   uint32_t threshold; // bits, more than those of any number where there is none
   int vectors;
+  uint16_t *const claims;
+  const uint16_t claim;
 
-  __device__ __forceinline__ row_quantizer(const bsh_quantize_int8_args &a, int64_t m) : args(a) {
-    row = static_cast<const T *>(a.x) + m * a.ldx, codes = a.codes + m * a.K;
-    threshold = a.outliers == nullptr ? 0xFFFFFFFFu : __float_as_uint(a.threshold);
+  __device__ __forceinline__ row_quantizer(const bsh_int8_rows_args &a, int64_t m)
+      : args(a.rows), claims(a.claims), claim((uint16_t)~m) {
+    row = static_cast<const T *>(args.x) + m * args.ldx, codes = args.codes + m * args.K;
+    const bool none = args.outliers == nullptr && claims == nullptr;
+    threshold = none ? 0xFFFFFFFFu : __float_as_uint(args.threshold);
     const bool fast = reinterpret_cast<uintptr_t>(row) % 16 == 0 && reinterpret_cast<uintptr_t>(codes) % WIDTH == 0;
-    vectors = fast ? (int)(a.K / WIDTH) : 0;
+    vectors = fast ? (int)(args.K / WIDTH) : 0;
   }
-  // NaN is no outlier.
-  __device__ __forceinline__ bool is_outlier(uint32_t magnitude) const {
-    return magnitude >= threshold && magnitude <= INFINITE;
-  }
-  // Takes an element into the absmax, or flags its column where it reaches the threshold.
+  __device__ __forceinline__ bool is_outlier(uint32_t magnitude) const { return bsh::is_outlier(magnitude, threshold); }
+  // Takes an element into the absmax, or flags or claims its column where it reaches the threshold.
   __device__ __forceinline__ void look(float x, int64_t k, uint32_t &largest) const {
     const uint32_t magnitude = __float_as_uint(fabsf(x));
-    if (is_outlier(magnitude)) args.outliers[k] = 1;
-    else largest = max(largest, magnitude);
+    if (is_outlier(magnitude)) {
+      if (claims == nullptr) args.outliers[k] = 1;
+      else claims[k] = claim;
+    } else largest = max(largest, magnitude);
   }
   __device__ __forceinline__ uint32_t code(float x, float scale) const {
     return is_outlier(__float_as_uint(fabsf(x))) ? 0 : code_of(x, scale);
@@ -147,10 +133,11 @@ __device__ __forceinline__ void clear_int8(const bsh_int8_clear_args &args) {
   if (i < args.n) args.flags[i] = 0;
 }
 
-template <typename T> __device__ __forceinline__ void quantize_int8(const bsh_quantize_int8_args &args) {
+template <typename T> __device__ __forceinline__ void quantize_int8(const bsh_int8_rows_args &args) {
   __shared__ uint32_t scratch[WARPS];
   let_later_kernels_start();
   wait_for_earlier_kernels();
+  if (args.shares != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *args.shares = 0;
   row_quantizer<T>(args, blockIdx.x).run(blockIdx.x, scratch);
 }
 
@@ -377,7 +364,7 @@ template <typename T> __device__ __forceinline__ void linear_int8_dgrad_any(cons
 #define KERNEL(NAME, T, ARGS, THREADS, CALL)                                                                           \
   extern "C" __global__ void __launch_bounds__(THREADS) NAME(const __grid_constant__ ARGS args) { bsh::CALL(args); }
 #define KERNELS(SUFFIX, T)                                                                                             \
-  KERNEL(quantize_int8_##SUFFIX, T, bsh_quantize_int8_args, BSH_INT8_THREADS, quantize_int8<T>)                        \
+  KERNEL(quantize_int8_##SUFFIX, T, bsh_int8_rows_args, BSH_INT8_THREADS, quantize_int8<T>)                            \
   KERNEL(outliers_int8_##SUFFIX, T, bsh_int8_gather_args, BSH_INT8_THREADS, outliers_int8<T>)                          \
   KERNEL(dequantize_int8_##SUFFIX, T, bsh_int8_rectangle_args, BSH_INT8_THREADS, dequantize_int8<T BSH_COMMA true>)    \
   KERNEL(dequantize_int8_any_##SUFFIX, T, bsh_int8_rectangle_args, BSH_INT8_THREADS,                                   \

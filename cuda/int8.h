@@ -32,6 +32,15 @@ typedef struct {
   int64_t n;
 } bsh_int8_clear_args;
 
+/* quantize_int8. claims: in the place of rows.outliers. A column that has an outlier gets the complement of the number
+ * of a row in which it has one; what was in memory before stays where there is none, so that nothing has to be cleared
+ * first. Who reads a claim looks it up: it names a row of x, which reaches the threshold there, or it says nothing. */
+typedef struct {
+  bsh_quantize_int8_args rows;
+  uint16_t *claims; /* [K] or NULL */
+  uint32_t *shares; /* with claims: set to 0, for gemm_int8_sm90 */
+} bsh_int8_rows_args;
+
 /* outliers_int8: clears the codes of outlier columns of x, and gathers those of x and W where capacity > 0. With
  * count NULL it only clears. */
 typedef struct {
@@ -69,6 +78,12 @@ typedef struct {
    * sums, int32 [tiles][splits - 1][sums of a thread / 4][256 threads][4]. More than 1: a cluster has one tile. */
   int32_t splits;
   int32_t *partial;
+  /* gemm_int8_sm90: of outlier columns that it finds itself; the codes of these are still in a. Or NULL. */
+  const uint16_t *claims; /* [K] */
+  float threshold;        /* of claims, as in bsh_quantize_int8_args */
+  void *found_x;          /* of dtype, [M, BSH_INT8_CHUNK]: x at the first of them, gathered by all blocks */
+  int8_t *found_codes;    /* [M, BSH_INT8_CHUNK]: the codes of these, negated */
+  uint32_t *shares;       /* blocks that have gathered their rows: 0 before the kernel */
 } bsh_int8_gemm_args;
 
 /* gemm_int8: a block of threads has 128 x 128 of y; a stage is 128 codes of 256 rows, with 128-byte swizzle. */
@@ -87,10 +102,29 @@ BSH_SIZE int32_t bsh_gemm_int8_shared_bytes(int32_t arch) {
   X(m128_n128, 128, 128, 6, 1)                                                                                         \
   X(m128_n128_c2, 128, 128, 6, 2)                                                                                      \
   X(m128_n256, 128, 256, 4, 2)
-enum { BSH_GEMM_INT8_SM90_THREADS = 384 };
+enum { BSH_GEMM_INT8_SM90_THREADS = 384, BSH_GEMM_INT8_SM90_SHARED = 227 << 10 };
+enum { BSH_GEMM_INT8_SM90_STATE = 1024 }; /* bytes: barriers, a list of outlier columns */
+/* Where outlier columns are found: most rows and columns of x, of which a claim says one, and there is a bit each. */
+enum { BSH_INT8_FOUND_ROWS = 65535, BSH_INT8_FOUND_K = 32768 };
+/* Whether a form finds them. */
+BSH_SIZE int32_t bsh_gemm_int8_sm90_finds(int32_t columns) { return columns <= 128; }
+/* Bytes of operands of 64 columns: x and W in 16 bits, and codes; and of the bits. */
+BSH_SIZE int32_t bsh_gemm_int8_sm90_found_bytes(int32_t rows, int32_t columns) {
+  return (rows + 64 + 2 * columns) * 128 + BSH_INT8_FOUND_K / 8;
+}
+/* Of the ring, of at most `stages`, where outlier columns are found. */
+BSH_SIZE int32_t bsh_gemm_int8_sm90_found_stages(int32_t rows, int32_t columns, int32_t stages) {
+  const int32_t left =
+      BSH_GEMM_INT8_SM90_SHARED - 1024 - BSH_GEMM_INT8_SM90_STATE - bsh_gemm_int8_sm90_found_bytes(rows, columns);
+  const int32_t fit = left / ((rows + columns) * BSH_GEMM_INT8_DEPTH);
+  return fit < stages ? fit : stages;
+}
+/* Of a block, with found outlier columns or without: a kernel has one size. */
 BSH_SIZE int32_t bsh_gemm_int8_sm90_shared_bytes(int32_t rows, int32_t columns, int32_t stages) {
-  return 1024 + stages * ((rows + columns) * BSH_GEMM_INT8_DEPTH + 16) +
-         8; /* barriers: of stages, and of shared sums */
+  const int32_t stage = (rows + columns) * BSH_GEMM_INT8_DEPTH, plain = stages * stage;
+  const int32_t found =
+      bsh_gemm_int8_sm90_found_stages(rows, columns, stages) * stage + bsh_gemm_int8_sm90_found_bytes(rows, columns);
+  return 1024 + BSH_GEMM_INT8_SM90_STATE + (bsh_gemm_int8_sm90_finds(columns) && found > plain ? found : plain);
 }
 
 /* mixed_int8_sm90 and dgrad_int8_sm90: a pair of blocks has 256 rows, of W, or for dx of its transpose, by `tokens`

@@ -79,15 +79,27 @@ def test_which_kernel(kernel, M, settings):
 def test_outlier_columns_that_are_gathered():
     """What the workspace holds of x and W in 16 bits, whole chunks of 64, no more than there are."""
     assert plan(200)["capacity"] == 0
-    assert plan(200, outliers=True)["capacity"] == 4096
+    assert plan(200, outliers=True, sm=80)["capacity"] == 4096
     assert plan(4096, 28672, 8192, outliers=True)["capacity"] == (64 << 20) // (2 * (4096 + 28672)) // 64 * 64
     assert plan(64, K=100, packed_alignment=4, outliers=True)["capacity"] == 128
-    assert plan(200, outliers=True, workspace=1 << 16)["capacity"] == 0
+    assert plan(200, outliers=True, sm=80, workspace=1 << 16)["capacity"] == 0
     assert plan(64, dtype=F32, outliers=True)["capacity"] == 0
     assert plan(64, dtype=BF16, sm=75, outliers=True)["capacity"] == 0
     assert plan(64, outliers=True)["capacity"] == 0  # x as it is
     with_outliers, without = plan(200, outliers=True), plan(200)
     assert with_outliers["scratch_bytes"] > without["scratch_bytes"] >= 200 * 4096 + 200 * 4
+
+
+def test_outlier_columns_that_the_product_finds():
+    """All of gemm_int8_sm90 but its largest form, and blocks that share a tile: less memory than to gather them."""
+    for M, N, K in ((200, 4096, 4096), (256, 28672, 8192), (4096, 4096, 4096), (65535, 4096, 2048)):
+        found = plan(M, N, K, outliers=True)
+        assert found["finds"] and found["capacity"] == 0 and found["scratch_bytes"] < M * (K + 256) + 2 * K + 2048
+        assert not plan(M, N, K)["finds"]
+    for M, N, K in ((4096, 14336, 4096), (65536, 4096, 2048), (200, 4096, 32768 + 128)):
+        found = plan(M, N, K, outliers=True)
+        assert found["kernel"] == "gemm_int8_sm90" and not found["finds"] and found["capacity"] > 0
+    assert not plan(200, outliers=True, sm=80)["finds"]
 
 
 SIZES = [(33, 4096, 4096), (128, 4096, 4096), (300, 14336, 4096), (1024, 4096, 4096), (4096, 28672, 8192), (40, 48, 16)]

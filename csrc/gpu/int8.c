@@ -38,13 +38,15 @@ static bsh_status launch(const bsh_cuda_context *const context, bsh_cuda_kernel 
 
 /* ---- quantize_int8 ---- */
 
-static bsh_status quantize(const bsh_quantize_int8_args *const args, const bsh_cuda_context *const context) {
+/* claims: instead of flags, or NULL; shares: as in bsh_int8_rows_args. */
+static bsh_status quantize(const bsh_quantize_int8_args *const args, uint16_t *const claims, uint32_t *const shares,
+                           const bsh_cuda_context *const context) {
   static bsh_cuda_kernel kernels[DTYPES] = BY_DTYPE("quantize_int8_");
   static bsh_cuda_kernel clear = {.fatbin = BSH_FATBIN_int8, .name = "clear_int8"};
-  bsh_quantize_int8_args used = *args;
-  if (!(args->threshold > 0)) used.outliers = NULL;
-  const bsh_int8_clear_args flags = {used.outliers, args->K};
-  if (used.outliers != NULL) BSH_TRY(launch(context, &clear, divide_up(args->K, BSH_INT8_THREADS), &flags));
+  bsh_int8_rows_args used = {*args, claims, shares};
+  if (!(args->threshold > 0)) used.rows.outliers = NULL;
+  const bsh_int8_clear_args flags = {used.rows.outliers, args->K};
+  if (used.rows.outliers != NULL) BSH_TRY(launch(context, &clear, divide_up(args->K, BSH_INT8_THREADS), &flags));
   return launch(context, &kernels[args->dtype], args->M, &used);
 }
 
@@ -64,7 +66,7 @@ static bsh_status check_size(const bsh_cuda_context *const context, const int64_
 bsh_status bsh_cuda_quantize_int8_rows(const bsh_quantize_int8_args *const args,
                                        const bsh_cuda_context *const context) {
   BSH_TRY(check_size(context, args->M, args->K));
-  return quantize(args, context);
+  return quantize(args, NULL, NULL, context);
 }
 
 bsh_status bsh_cuda_quantize_int8(const bsh_quantize_int8_args *const args, const bsh_cuda_context *const context) {
@@ -167,7 +169,7 @@ static bsh_int8_gemm_args gemm_args(const bsh_linear_int8_args *const args, cons
                               .bias = args->bias,
                               .x = args->x,
                               .ldx = args->ldx,
-                              .outliers = outliers_in(plan, memory, args->threshold > 0),
+                              .outliers = outliers_in(plan, memory, args->threshold > 0 && !plan->finds),
                               .M = (int32_t)args->M,
                               .N = (int32_t)args->N,
                               .K = (int32_t)args->K,
@@ -176,7 +178,12 @@ static bsh_int8_gemm_args gemm_args(const bsh_linear_int8_args *const args, cons
                               .m_tiles = plan->m_tiles,
                               .tiles = plan->tiles,
                               .splits = plan->splits,
-                              .partial = (int32_t *)(memory + plan->at.partial)};
+                              .partial = (int32_t *)(memory + plan->at.partial),
+                              .claims = plan->finds ? (const uint16_t *)(memory + plan->at.claims) : NULL,
+                              .threshold = args->threshold,
+                              .found_x = memory + plan->at.x,
+                              .found_codes = (int8_t *)memory + plan->at.x + args->M * BSH_INT8_CHUNK * 2,
+                              .shares = plan->finds ? (uint32_t *)(memory + plan->at.shares) : NULL};
 }
 
 /* Codes of x, and what of its outlier columns is gathered. */
@@ -199,7 +206,7 @@ static bsh_status make_codes(const bsh_linear_int8_args *const args, const bsh_i
                                         .M = product->M,
                                         .N = product->N,
                                         .K = product->K};
-  BSH_TRY(quantize(&codes, context));
+  BSH_TRY(quantize(&codes, (uint16_t *)(uintptr_t)product->claims, product->shares, context));
   return product->outliers.count == NULL ? BSH_OK : gather(&columns, args->dtype, context);
 }
 

@@ -149,6 +149,12 @@ static void place_codes(const bsh_int8_facts *const f, bsh_int8_plan *const plan
   at->codes = place(at, f->M * f->K);
   at->absmax = place(at, f->M * (int64_t)sizeof(float));
   if (!f->outliers) return;
+  if (plan->finds) {
+    at->claims = place(at, f->K * (int64_t)sizeof(uint16_t));
+    at->shares = place(at, (int64_t)sizeof(uint32_t));
+    at->x = place(at, f->M * BSH_INT8_CHUNK * 3); /* and their codes */
+    return;
+  }
   plan->capacity = capacity_of(f);
   at->flags = place(at, f->K);
   at->count = place(at, (int64_t)sizeof(int32_t));
@@ -288,6 +294,12 @@ static sm90_cut best_sm90(const bsh_int8_facts *const f) {
   return best;
 }
 
+/* Whether gemm_int8_sm90 finds outlier columns itself. */
+static bool finds_columns(const bsh_int8_facts *const f, const sm90_cut *const c) {
+  const bool can = f->outliers && c->splits == 1 && bsh_gemm_int8_sm90_finds(bsh_int8_forms[c->form].columns);
+  return can && f->M <= BSH_INT8_FOUND_ROWS && f->K <= BSH_INT8_FOUND_K;
+}
+
 static void plan_sm90(const bsh_int8_facts *const f, bsh_int8_plan *const plan) {
 #define SM90_BF16(form, ...) KERNEL(gemm_int8_sm90, "gemm_int8_sm90_bf16_" #form),
 #define SM90_F16(form, ...) KERNEL(gemm_int8_sm90, "gemm_int8_sm90_f16_" #form),
@@ -296,6 +308,7 @@ static void plan_sm90(const bsh_int8_facts *const f, bsh_int8_plan *const plan) 
   const sm90_cut best = best_sm90(f);
   const bsh_int8_form *const s = &bsh_int8_forms[best.form];
   const int32_t blocks = s->cluster * best.splits; /* of a cluster */
+  plan->finds = finds_columns(f, &best);
   place_codes(f, plan);
   plan->at.partial = place(&plan->at, best.tiles * (best.splits - 1) * s->rows * s->columns * (int64_t)sizeof(int32_t));
   plan->product.kernel = &kernels[f->dtype == BSH_F16][best.form];

@@ -33,7 +33,7 @@ typedef struct {
 
 /* Scratch memory of a product, at bytes. */
 typedef struct {
-  int64_t codes, absmax, flags, count, list, x, w, partial, scales, bytes;
+  int64_t codes, absmax, claims, shares, flags, count, list, x, w, partial, scales, bytes;
 } bsh_int8_scratch;
 
 typedef struct {
@@ -45,6 +45,7 @@ typedef struct {
   int32_t m_tiles, tiles; /* of the kernels on tensor cores for many rows: of rows of x, of all */
   int32_t form, splits;   /* of those of sm_90: which of their forms; blocks, or pairs, that share a tile's depth */
   int32_t capacity;       /* outlier columns that are gathered */
+  bool finds;             /* gemm_int8_sm90 finds outlier columns itself: nothing is gathered */
   int64_t panel_columns, panel_bytes, vendor_bytes;
 } bsh_int8_plan;
 

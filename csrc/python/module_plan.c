@@ -239,10 +239,11 @@ PyObject *bsh_module_plan_int8(PyObject *const module, PyObject *const args, PyO
   if (!read_int8_facts(args, keywords, &facts)) return NULL;
   if (bsh_plan_linear_int8(facts.dgrad ? "linear_int8_dgrad" : "linear_int8", &facts, &plan) != BSH_OK)
     return raise_status();
-  return Py_BuildValue("{s:s,s:O,s:L,s:i,s:L,s:N,s:N}", "kernel", bsh_int8_kernel_name(plan.kernel), "codes",
+  return Py_BuildValue("{s:s,s:O,s:L,s:i,s:O,s:L,s:N,s:N}", "kernel", bsh_int8_kernel_name(plan.kernel), "codes",
                        plan.codes ? Py_True : Py_False, "scratch_bytes", (long long)plan.at.bytes, "capacity",
-                       (int)plan.capacity, "panel_columns", (long long)plan.panel_columns, "launch",
-                       launch_dict(&plan.product), "after", launch_dict(&plan.after));
+                       (int)plan.capacity, "finds", plan.finds ? Py_True : Py_False, "panel_columns",
+                       (long long)plan.panel_columns, "launch", launch_dict(&plan.product), "after",
+                       launch_dict(&plan.after));
 }
 
 /* ---- forced kernels ---- */

@@ -27,6 +27,7 @@ EXPORT struct {
   int32_t sm, sms;
   int64_t workspace_bytes;
   uint64_t scratch_begin, scratch_end; /* of the op that runs, for the machine's checks */
+  int32_t ones_each; /* 16-bit words of new scratch memory, of which the first has ones; 0: all have */
 } gpu_state;
 
 static bsh_cuda_context context_of(const char *const op) {
@@ -62,13 +63,15 @@ bsh_status bsh_cuda_zero(const bsh_cuda_context *const context, void *const data
   return BSH_OK;
 }
 
-/* Filled with NaN: what is read before it is written shows. */
+/* Filled with NaN: what is read before it is written shows. Or as gpu_state says, with zeros between. */
 bsh_status bsh_cuda_scratch_new(const bsh_cuda_context *const context, const int64_t n_bytes,
                                 bsh_cuda_scratch *const scratch) {
   (void)context;
   const size_t rounded = ((size_t)n_bytes + 255) / 256 * 256;
   *scratch = (bsh_cuda_scratch){.data = aligned_alloc(256, rounded)};
-  memset(scratch->data, 0xFF, rounded);
+  memset(scratch->data, gpu_state.ones_each ? 0 : 0xFF, rounded);
+  for (size_t i = 0; gpu_state.ones_each && i < rounded / 2; i += (size_t)gpu_state.ones_each)
+    ((uint16_t *)scratch->data)[i] = 0xFFFF;
   gpu_state.scratch_begin = (uint64_t)(uintptr_t)scratch->data;
   gpu_state.scratch_end = gpu_state.scratch_begin + (uint64_t)n_bytes;
   return BSH_OK;

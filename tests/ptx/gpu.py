@@ -234,6 +234,7 @@ class State(ctypes.Structure):
         ("workspace_bytes", LONG),
         ("scratch_begin", ctypes.c_uint64),
         ("scratch_end", ctypes.c_uint64),
+        ("ones_each", ctypes.c_int32),
     ]
 
 
@@ -275,13 +276,22 @@ class Gpu:
     """A GPU of compute capability `sm` with `sms` multiprocessors; `launches` lists the kernels that ran.
 
     `seed`: 0 runs threads in order, another number draws one. `at_once`: blocks of threads that run, the first to begin
-    with. RuntimeError with block and thread where a kernel touches
+    with. `ones_each`: 16-bit words of new scratch memory of which one has ones, the others zeros; 0: all have ones.
+    RuntimeError with block and thread where a kernel touches
     memory that its op does not own, waits for ever, or traps.
     """
 
-    def __init__(self, sm: int = 90, sms: int = 4, seed: int = 0, workspace_bytes: int = 64 << 20, at_once: int = 0):
+    def __init__(
+        self,
+        sm: int = 90,
+        sms: int = 4,
+        seed: int = 0,
+        workspace_bytes: int = 64 << 20,
+        at_once: int = 0,
+        ones_each: int = 0,
+    ):
         self.sm, self.sms, self.seed, self.workspace_bytes = sm, sms, seed, workspace_bytes
-        self.at_once = at_once or 4 * sms
+        self.at_once, self.ones_each = at_once or 4 * sms, ones_each
         self.launches: list[str] = []
         self.blocks: list[tuple[int, int]] = []  # of each launch: of a cluster, of all
         self.tensors: list[Tensor] = []
@@ -313,6 +323,7 @@ class Gpu:
         self.launches, self.blocks, self.error = [], [], ""
         self.state.launch = ctypes.cast(self.callback, POINTER)
         self.state.sm, self.state.sms, self.state.workspace_bytes = self.sm, self.sms, self.workspace_bytes
+        self.state.ones_each = self.ones_each
         first = ctypes.byref(args) if isinstance(args, ctypes.Structure) else args
         if getattr(host(), f"gpu_{op}")(first, *more):
             raise RuntimeError(self.error or host().gpu_error().decode())
