@@ -43,18 +43,17 @@ template <typename T> __device__ __forceinline__ uint32_t largest_of(const vecto
 // stay in registers, others come from the cache. Vectors without an outlier are taken whole.
 template <typename T> struct row_quantizer {
   static constexpr int WIDTH = vector16<T>::WIDTH, KEPT = 4;
+  static constexpr bool CLAIMS = ARCH >= 90 && sizeof(T) == 2; // what gemm_int8_sm90 takes
   const bsh_quantize_int8_args &args;
   const T *row;
   int8_t *codes;
   uint32_t threshold; // bits, more than those of any number where there is none
   int vectors;
   uint16_t *const claims;
-  const uint16_t claim;
 
-  __device__ __forceinline__ row_quantizer(const bsh_int8_rows_args &a, int64_t m)
-      : args(a.rows), claims(a.claims), claim((uint16_t)~m) {
+  __device__ __forceinline__ row_quantizer(const bsh_int8_rows_args &a, int64_t m) : args(a.rows), claims(a.claims) {
     row = static_cast<const T *>(args.x) + m * args.ldx, codes = args.codes + m * args.K;
-    const bool none = args.outliers == nullptr && claims == nullptr;
+    const bool none = args.outliers == nullptr && !(CLAIMS && claims != nullptr);
     threshold = none ? 0xFFFFFFFFu : __float_as_uint(args.threshold);
     const bool fast = reinterpret_cast<uintptr_t>(row) % 16 == 0 && reinterpret_cast<uintptr_t>(codes) % WIDTH == 0;
     vectors = fast ? (int)(args.K / WIDTH) : 0;
@@ -64,8 +63,8 @@ template <typename T> struct row_quantizer {
   __device__ __forceinline__ void look(float x, int64_t k, uint32_t &largest) const {
     const uint32_t magnitude = __float_as_uint(fabsf(x));
     if (is_outlier(magnitude)) {
-      if (claims == nullptr) args.outliers[k] = 1;
-      else claims[k] = claim;
+      if (CLAIMS && claims != nullptr) claims[k] = (uint16_t)~blockIdx.x;
+      else args.outliers[k] = 1;
     } else largest = max(largest, magnitude);
   }
   __device__ __forceinline__ uint32_t code(float x, float scale) const {
@@ -137,7 +136,7 @@ template <typename T> __device__ __forceinline__ void quantize_int8(const bsh_in
   __shared__ uint32_t scratch[WARPS];
   let_later_kernels_start();
   wait_for_earlier_kernels();
-  if (args.shares != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *args.shares = 0;
+  if (row_quantizer<T>::CLAIMS && args.shares != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *args.shares = 0;
   row_quantizer<T>(args, blockIdx.x).run(blockIdx.x, scratch);
 }
 

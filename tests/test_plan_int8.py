@@ -27,8 +27,10 @@ def chosen_by_the_plan():
         ("gemm_int8_sm90", 33, {}),
         ("gemv_int8", 32, {"outliers": True}),
         ("mixed_int8_sm90", 33, {"outliers": True}),
-        ("mixed_int8_sm90", 128, {"outliers": True}),
-        ("gemm_int8_sm90", 129, {"outliers": True}),
+        ("mixed_int8_sm90", 64, {"outliers": True}),
+        ("gemm_int8_sm90", 65, {"outliers": True}),
+        ("mixed_int8_sm90", 128, {"outliers": True, "N": 14336}),
+        ("gemm_int8_sm90", 129, {"outliers": True, "N": 14336}),
         ("gemm_int8_sm90", 64, {"outliers": True, "x_alignment": 8}),
         ("gemm_int8", 64, {"outliers": True, "tensor_maps": False}),
         ("gemv_int8", 16, LARGE),
@@ -92,11 +94,11 @@ def test_outlier_columns_that_are_gathered():
 
 def test_outlier_columns_that_the_product_finds():
     """All of gemm_int8_sm90 but its largest form, and blocks that share a tile: less memory than to gather them."""
-    for M, N, K in ((200, 4096, 4096), (256, 28672, 8192), (4096, 4096, 4096), (65535, 4096, 2048)):
+    for M, N, K in ((200, 4096, 4096), (256, 28672, 8192), (4096, 4096, 4096)):
         found = plan(M, N, K, outliers=True)
         assert found["finds"] and found["capacity"] == 0 and found["scratch_bytes"] < M * (K + 256) + 2 * K + 2048
         assert not plan(M, N, K)["finds"]
-    for M, N, K in ((4096, 14336, 4096), (65536, 4096, 2048), (200, 4096, 32768 + 128)):
+    for M, N, K in ((4096, 14336, 4096), (200, 4096, 32768 + 128)):
         found = plan(M, N, K, outliers=True)
         assert found["kernel"] == "gemm_int8_sm90" and not found["finds"] and found["capacity"] > 0
     assert not plan(200, outliers=True, sm=80)["finds"]
@@ -142,7 +144,9 @@ FASTEST = [
     ({}, 1024, 28672, 8192, "m128_n256", 2),
     ({}, 4096, 14336, 4096, "m128_n256", 2),
     ({"outliers": True}, 64, 4096, 4096, "m64", 6),
-    ({"outliers": True}, 128, 4096, 4096, "m128", 6),
+    ({"outliers": True}, 128, 4096, 4096, "m64_n128_c2", 2),
+    ({"outliers": True}, 192, 4096, 4096, "m64_n128", 1),
+    ({"outliers": True}, 128, 28672, 8192, "m128_n128", 1),
     ({"outliers": True}, 64, 14336, 4096, "m64", 2),
     ({"outliers": True}, 128, 14336, 4096, "m128", 2),
     ({"outliers": True}, 64, 28672, 8192, "m64", 2),

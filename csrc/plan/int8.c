@@ -108,19 +108,18 @@ static bsh_int8_kernel choose_dgrad(const bsh_int8_facts *const f) {
 }
 
 /* On an H200. A weight of 28672 x 8192: gemv_int8 took 99 us at 24 and 32 rows, gemm_int8_sm90 without a threshold 73
- * and
- * 71. With a threshold and 8 columns the latter and its search for them, and mixed_int8_sm90: 19 and 14 us at 64 rows
- * of 4096 x 4096, 23 and 17 at 128, 33 and 24 at 64 of 14336 x 4096, 37 and 30 at 128; but at 128 of 28672 x 8192 98
- * and 109. */
+ * and 71. With a threshold, on an H100, mixed_int8_sm90, and gemm_int8_sm90 with 0, 8 and 64 columns that it finds: 16
+ * and 13, 17, 20 us at 64 rows of 4096 x 4096, 18 and 13, 17, 19 at 128; 32 and 33, 35, 37 at 128 of 14336 x 4096; 92
+ * and 94, 96, 97 at 64 of 28672 x 8192. */
 static bsh_int8_kernel choose(const bsh_int8_facts *const f) {
-  enum { MIXED_ROWS = 128, MIXED_ROWS_OF_LARGE = 64 };
+  enum { MIXED_ROWS = 128, MIXED_ROWS_OF_OTHERS = 64, SMALL = 32000000 };
   if (f->forced != BSH_INT8_COUNT) return f->forced;
   if (f->dgrad) return choose_dgrad(f);
   if (f->K == 0) return BSH_INT8_any;
-  const bool large = f->N * f->K >= LARGE, codes = !refuses(BSH_INT8_gemm_int8_sm90, f);
+  const bool large = f->N * f->K >= LARGE, small = f->N * f->K < SMALL, codes = !refuses(BSH_INT8_gemm_int8_sm90, f);
   const bool few = f->M <= (large && codes && !f->outliers ? BSH_INT8_FEW_ROWS : few_rows(f));
   if (few) return refuses(BSH_INT8_gemv_int8, f) ? BSH_INT8_any : BSH_INT8_gemv_int8;
-  const bool mixed = f->outliers && f->M <= (large ? MIXED_ROWS_OF_LARGE : MIXED_ROWS);
+  const bool mixed = f->outliers && f->M <= (large || small ? MIXED_ROWS_OF_OTHERS : MIXED_ROWS);
   if (mixed && !refuses(BSH_INT8_mixed_int8_sm90, f)) return BSH_INT8_mixed_int8_sm90;
   return codes ? BSH_INT8_gemm_int8_sm90 : BSH_INT8_gemm_int8;
 }
@@ -269,8 +268,7 @@ static void take_cut(bsh_int8_plan *const plan, const sm90_cut *const c, const i
 
 /* Nanoseconds, which order the forms and cuts as an H200 did at 19 sizes, and m64_n128_c2 as an H100 did, too: of a
  * stage of 128 of depth; of a tile beside them; of joining sums; of the last pair of blocks where one of it has no
- * rows. Infinite for a cut that there is not.
- */
+ * rows. Infinite for a cut that there is not. */
 static double sm90_nanoseconds(const bsh_int8_facts *const f, const sm90_cut *const c) {
   static const double stage[FORMS] = {260, 230, 430, 400, 880}, beside[FORMS] = {1500, 1500, 2000, 2000, 3000};
   static const double join = 5500, half_empty = 5000, measured = 1.5e11;
