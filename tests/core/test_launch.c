@@ -363,7 +363,8 @@ static void check_codes(const char *const name, const bsh_int8_gemm_args *const 
   used.n = 0;
   use_scratch(name, args->a, (int64_t)args->M * args->K);
   use_scratch(name, args->row_absmax, args->M * (int64_t)sizeof(float));
-  CHECK((of->count != NULL) == (int8_product->threshold > 0), "%s: outliers", name);
+  CHECK((of->count != NULL || args->claims != NULL) == (int8_product->threshold > 0), "%s: outliers", name);
+  CHECK(of->count == NULL || args->claims == NULL, "%s: outliers gathered and found", name);
   CHECK(args->fast == (aligned(args->b, 16) && args->K % 16 == 0), "%s: %d", name, args->fast);
   if (of->count == NULL) return;
   CHECK(of->capacity % BSH_INT8_CHUNK == 0 && of->capacity < args->K + BSH_INT8_CHUNK &&
@@ -388,6 +389,18 @@ static void check_clusters(const char *const name, const bsh_cuda_launch_shape *
         "%s: %u blocks for %" PRId64 " tiles", name, shape->grid[0], tiles);
 }
 
+/* Outlier columns that the product finds: of one tile, or pair of tiles, a block, or pair of blocks. */
+static void check_found(const char *const name, const bsh_int8_gemm_args *const args, const int64_t columns) {
+  if (args->claims == NULL) return;
+  CHECK(bsh_gemm_int8_sm90_finds((int32_t)columns) && args->splits == 1 && args->M <= BSH_INT8_FOUND_ROWS &&
+            args->K <= BSH_INT8_FOUND_K && args->threshold == int8_product->threshold,
+        "%s: cannot find outliers of %d x %d", name, args->M, args->K);
+  use_scratch(name, args->claims, args->K * (int64_t)sizeof(uint16_t));
+  use_scratch(name, args->shares, (int64_t)sizeof(uint32_t));
+  use_scratch(name, args->found_x, 2 * (int64_t)args->M * BSH_INT8_CHUNK);
+  use_scratch(name, args->found_codes, (int64_t)args->M * BSH_INT8_CHUNK);
+}
+
 static void check_gemm_int8_sm90(const char *const name, const bsh_int8_gemm_args *const args,
                                  const bsh_cuda_launch_shape *const shape, const int32_t sms) {
 #define ROWS_FORM(name, rows, columns, stages, cluster) {#name, rows, columns},
@@ -406,6 +419,7 @@ static void check_gemm_int8_sm90(const char *const name, const bsh_int8_gemm_arg
       bsh_gemm_int8_sm90_shared_bytes((int32_t)forms[i].first, (int32_t)columns, (int32_t)rings[i].first);
   CHECK(shape->shared_bytes == shared, "%s: %d bytes", name, (int)shape->shared_bytes);
   use_scratch(name, args->partial, args->tiles * (args->splits - 1) * forms[i].first * columns * 4);
+  check_found(name, args, columns);
   if (args->outliers.capacity > 0)
     CHECK(maps[0].data == args->outliers.x && maps[1].data == args->outliers.w && maps[0].box_rows == forms[i].first &&
               maps[1].box_rows * rings[i].second == columns && maps[0].columns == args->outliers.capacity &&
