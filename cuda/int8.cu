@@ -27,6 +27,19 @@ __device__ __forceinline__ uint32_t block_max(uint32_t value, uint32_t *scratch)
 
 // ---- quantize_int8 --------------------------------------------------------------------------------------------------
 
+template <typename T> constexpr bool IS_HALF = false;
+template <> constexpr bool IS_HALF<__half> = true;
+
+// int8_scale and int8_code of core/numerics.h.
+template <typename T> __device__ __forceinline__ float scale_of_row(float absmax) {
+  if (!(absmax >= 3.009265538105056e-36f && absmax <= LARGEST)) return 0.f; // 2^-118
+  return IS_HALF<T> ? __fmul_rn(127.f, reciprocal(absmax)) : __fmul_rn(31.75f, __fdiv_rn(4.f, absmax));
+}
+// A code of an element of at most the row's absmax, whose scale is not 0, in the low byte.
+__device__ __forceinline__ uint32_t code_of(float x, float scale) {
+  return __float_as_uint(__fadd_rn(__fmul_rn(x, scale), 12582912.f)); // 1.5 * 2^23
+}
+
 // The largest magnitude of a vector, as the bits of an fp32 number: those of NaN are the largest.
 template <typename T> __device__ __forceinline__ uint32_t largest_of(const vector16<T> &v) {
   const uint32_t words[4] = {v.raw.x, v.raw.y, v.raw.z, v.raw.w};

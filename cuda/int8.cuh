@@ -10,18 +10,7 @@ namespace bsh {
 constexpr float INVERSE_127 = BSH_INT8_UNIT;
 
 constexpr uint32_t INFINITE = 0x7F800000u;
-template <typename T> constexpr bool IS_HALF = false;
-template <> constexpr bool IS_HALF<__half> = true;
 
-// int8_scale and int8_code of core/numerics.h.
-template <typename T> __device__ __forceinline__ float scale_of_row(float absmax) {
-  if (!(absmax >= 3.009265538105056e-36f && absmax <= LARGEST)) return 0.f; // 2^-118
-  return IS_HALF<T> ? __fmul_rn(127.f, reciprocal(absmax)) : __fmul_rn(31.75f, __fdiv_rn(4.f, absmax));
-}
-// A code of an element of at most the row's absmax, whose scale is not 0, in the low byte.
-__device__ __forceinline__ uint32_t code_of(float x, float scale) {
-  return __float_as_uint(__fadd_rn(__fmul_rn(x, scale), 12582912.f)); // 1.5 * 2^23
-}
 // Four low bytes, the first lowest.
 __device__ __forceinline__ uint32_t pack_codes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return __byte_perm(__byte_perm(a, b, 0x40), __byte_perm(c, d, 0x40), 0x5410);
