@@ -53,14 +53,15 @@ template <typename T> __device__ __forceinline__ uint32_t largest_of(const vecto
 }
 
 // One row of x by a block of threads: a look for its absmax, one for its codes. The elements of the first look that fit
-// stay in registers, others come from the cache. Vectors without an outlier are taken whole.
+// stay in registers, others come from the cache.
 template <typename T> struct row_quantizer {
   static constexpr int WIDTH = vector16<T>::WIDTH, KEPT = 4;
   static constexpr bool CLAIMS = ARCH >= 90 && sizeof(T) == 2; // what gemm_int8_sm90 takes
   const bsh_quantize_int8_args &args;
   const T *row;
   int8_t *codes;
-  uint32_t threshold; // bits, more than those of any number where there is none
+  uint32_t threshold;           // bits, more than those of any number where there is none
+  uint32_t threshold_to_0x8000; // of elements of 16 bits
   int vectors;
   uint16_t *const claims;
 
@@ -68,17 +69,21 @@ template <typename T> struct row_quantizer {
     row = static_cast<const T *>(args.x) + m * args.ldx, codes = args.codes + m * args.K;
     const bool none = args.outliers == nullptr && !(CLAIMS && claims != nullptr);
     threshold = none ? 0xFFFFFFFFu : __float_as_uint(args.threshold);
+    threshold_to_0x8000 = missing_to_0x8000(threshold);
     const bool fast = reinterpret_cast<uintptr_t>(row) % 16 == 0 && reinterpret_cast<uintptr_t>(codes) % WIDTH == 0;
     vectors = fast ? (int)(args.K / WIDTH) : 0;
   }
   __device__ __forceinline__ bool is_outlier(uint32_t magnitude) const { return bsh::is_outlier(magnitude, threshold); }
-  // Takes an element into the absmax, or flags or claims its column where it reaches the threshold.
+  // Flags or claims a column.
+  __device__ __forceinline__ void mark(int64_t k) const {
+    if (CLAIMS && claims != nullptr) claims[k] = (uint16_t)~blockIdx.x;
+    else args.outliers[k] = 1;
+  }
+  // Takes an element into the absmax, or marks its column where it reaches the threshold.
   __device__ __forceinline__ void look(float x, int64_t k, uint32_t &largest) const {
     const uint32_t magnitude = __float_as_uint(fabsf(x));
-    if (is_outlier(magnitude)) {
-      if (CLAIMS && claims != nullptr) claims[k] = (uint16_t)~blockIdx.x;
-      else args.outliers[k] = 1;
-    } else largest = max(largest, magnitude);
+    if (is_outlier(magnitude)) mark(k);
+    else largest = max(largest, magnitude);
   }
   __device__ __forceinline__ uint32_t code(float x, float scale) const {
     return is_outlier(__float_as_uint(fabsf(x))) ? 0 : code_of(x, scale);
@@ -88,26 +93,57 @@ template <typename T> struct row_quantizer {
     loaded.raw = reinterpret_cast<const uint4 *>(row)[v];
     return loaded;
   }
-  __device__ __forceinline__ void look(const vector16<T> &v, int at, uint32_t &largest) const {
-    const uint32_t most = largest_of(v);
-    if (most < threshold) {
-      largest = max(largest, most);
-      return;
-    }
+  // Zeros in the place of outliers, and a bit for each: of 16-bit elements as in place_of. Without branches: lanes of a
+  // warp have theirs at many places.
+  __device__ __forceinline__ uint32_t take_out(vector16<T> &v) const {
+    uint32_t words[4] = {v.raw.x, v.raw.y, v.raw.z, v.raw.w}, mask[4], found = 0;
 #pragma unroll
-    for (int i = 0; i < WIDTH; i++) look(v.get(i), (int64_t)at * WIDTH + i, largest);
+    for (int i = 0; i < 4; i++) {
+      mask[i] = outliers_of(words[i]);
+      words[i] &= ~mask[i];
+      if (sizeof(T) == 4) found |= mask[i] & 1u << i;
+    }
+    v.raw = make_uint4(words[0], words[1], words[2], words[3]);
+    if (sizeof(T) == 4) return found;
+    return (__byte_perm(mask[0], mask[1], 0x6420) & 0x01010101u) |
+           (__byte_perm(mask[2], mask[3], 0x6420) & 0x10101010u);
   }
+  static __device__ __forceinline__ int place_of(int bit) { return sizeof(T) == 4 ? bit : bit >> 3 | (bit & 4); }
+  // Ones in the place of the outliers of a word.
+  __device__ __forceinline__ uint32_t outliers_of(uint32_t word) const {
+    if (sizeof(T) == 4) return 0u - (uint32_t)is_outlier(word & 0x7FFFFFFFu);
+    // In both halves bit 15 is set where a magnitude is at least the threshold, and where it is more than infinity.
+    constexpr uint32_t MORE_THAN_INFINITE = IS_HALF<T> ? 0x7C01u : 0x7F81u, BOTH = 0x00010001u;
+    const uint32_t magnitudes = word & 0x7FFF7FFFu;
+    const uint32_t found = magnitudes + threshold_to_0x8000,
+                   no_numbers = magnitudes + (0x8000u - MORE_THAN_INFINITE) * BOTH;
+    return ((found & ~no_numbers) >> 15 & BOTH) * 0xFFFFu;
+  }
+  // Of two numbers of 16 bits: what takes the threshold, a number of T, to 0x8000.
+  static __device__ __forceinline__ uint32_t missing_to_0x8000(uint32_t threshold) {
+    if (threshold > INFINITE) return 0;
+    T least;
+    from_float(__uint_as_float(threshold), &least);
+    uint16_t bits;
+    memcpy(&bits, &least, sizeof bits);
+    return (0x8000u - bits) * 0x00010001u;
+  }
+  // Leaves zeros in the place of outliers.
+  __device__ __forceinline__ void look(vector16<T> &v, int at, uint32_t &largest) const {
+    if (largest_of(v) >= threshold)
+      for (uint32_t left = take_out(v); left != 0; left &= left - 1)
+        mark((int64_t)at * WIDTH + place_of(__ffs(left) - 1));
+    largest = max(largest, largest_of(v));
+  }
+  // Of a vector without outliers.
   __device__ __forceinline__ void store(const vector16<T> &v, int at, float scale) const {
     uint32_t c[WIDTH];
     if (scale == 0.f) {
 #pragma unroll
       for (int i = 0; i < WIDTH; i++) c[i] = 0;
-    } else if (largest_of(v) < threshold) {
-#pragma unroll
-      for (int i = 0; i < WIDTH; i++) c[i] = code_of(v.get(i), scale);
     } else {
 #pragma unroll
-      for (int i = 0; i < WIDTH; i++) c[i] = code(v.get(i), scale);
+      for (int i = 0; i < WIDTH; i++) c[i] = code_of(v.get(i), scale);
     }
     const uint32_t first = pack_codes(c[0], c[1], c[2], c[3]);
     if constexpr (WIDTH == 8)
@@ -123,7 +159,10 @@ template <typename T> struct row_quantizer {
 #pragma unroll
     for (int i = 0; i < KEPT; i++)
       if (threadIdx.x + i * THREADS < vectors) look(kept[i], threadIdx.x + i * THREADS, largest);
-    for (int v = threadIdx.x + KEPT * THREADS; v < vectors; v += THREADS) look(load(v), v, largest);
+    for (int v = threadIdx.x + KEPT * THREADS; v < vectors; v += THREADS) {
+      vector16<T> loaded = load(v);
+      look(loaded, v, largest);
+    }
     for (int64_t k = vectors * WIDTH + threadIdx.x; k < args.K; k += THREADS) look(to_float(row[k]), k, largest);
     largest = block_max(largest, scratch);
     const float absmax = __uint_as_float(largest > INFINITE ? 0x7FFFFFFFu : largest);
@@ -132,7 +171,11 @@ template <typename T> struct row_quantizer {
 #pragma unroll
     for (int i = 0; i < KEPT; i++)
       if (threadIdx.x + i * THREADS < vectors) store(kept[i], threadIdx.x + i * THREADS, scale);
-    for (int v = threadIdx.x + KEPT * THREADS; v < vectors; v += THREADS) store(load(v), v, scale);
+    for (int v = threadIdx.x + KEPT * THREADS; v < vectors; v += THREADS) {
+      vector16<T> loaded = load(v);
+      if (largest_of(loaded) >= threshold) take_out(loaded);
+      store(loaded, v, scale);
+    }
     for (int64_t k = vectors * WIDTH + threadIdx.x; k < args.K; k += THREADS)
       codes[k] = (int8_t)(scale == 0.f ? 0 : code(to_float(row[k]), scale));
   }

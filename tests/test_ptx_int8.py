@@ -46,12 +46,24 @@ def test_quantize(dtype):
     """Codes, scales and flags are the CPU's, byte for byte."""
     gpu = machine.Gpu(90, 2, seed=5)
     cases = [(3, 64, 0.0, None), (5, 1001, 6.0, None), (1, 130, 6.0, None), (4, 9000, 6.0, 9008), (2, 8, 6.0, 9)]
+    cases += [(1, 9000, 6.0, None)]  # codes are not cleared behind the kernel
     for M, K, threshold, ld in cases:
         x = activations(M, K, dtype, min(K // 2, 70) if threshold else 0, ld)
         if M > 1:
             x[0, : K // 2] = 0
             x[0] *= 1e-3
         assert all(map(same, gpu.quantize_int8(x, threshold), ops.quantize_int8(x, threshold))), (M, K)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("threshold", [3e-8, 5.999, 6.0, 65503.0, 1e9, float("inf")])
+def test_thresholds_and_every_number(dtype, threshold):
+    """All numbers of 16 bits, a column each, NaN among them; a threshold as the op hands it on, a number of the dtype."""
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).view(32, -1)
+    threshold = torch.tensor(threshold).to(dtype).item()
+    found, expected = machine.Gpu(90, 4).quantize_int8(x, threshold), ops.quantize_int8(x, threshold)
+    assert all(map(same, found, expected))
+    assert expected[2].any()
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
