@@ -132,7 +132,7 @@ BSH_SIZE int32_t bsh_gemm_int8_sm90_shared_bytes(int32_t rows, int32_t columns, 
 #define BSH_MIXED_INT8_FORMS(X) X(m64, 64, 12) X(m128, 128, 8) X(m256, 256, 5)
 enum { BSH_MIXED_INT8_ROWS = 128, BSH_MIXED_INT8_DEPTH = 64, BSH_MIXED_INT8_SPLITS = 4 /* at most */ };
 BSH_SIZE int32_t bsh_mixed_int8_shared_bytes(int32_t tokens, int32_t stages) {
-  return 1024 + stages * ((tokens + BSH_MIXED_INT8_DEPTH) * 128 + 16) + 8;
+  return 1024 + stages * ((tokens + BSH_MIXED_INT8_DEPTH) * 128 + 16);
 }
 /* split_scales_int8: the scale absmax / 127 of two neighbouring rows of W as a sum of two pairs of T; zeros beyond N,
  * up to a multiple of twice BSH_MIXED_INT8_DEPTH, and a stage more. */
@@ -155,9 +155,8 @@ typedef struct {
   const float *absmax;               /* of mixed_int8_sm90: [rows] */
   const void *bias;                  /* likewise, or NULL */
   void *y;                           /* y or dx, [M, rows] */
-  float *partial;         /* where splits > 1: f32 [tiles][2][splits][sums of a thread / 4][256 threads][4] */
-  int32_t M, rows, depth; /* rows, depth: N and K of W; for dx K and N */
-  int32_t store_pairs;    /* y and its rows are 4-byte aligned */
+  int32_t M, rows, depth;            /* rows, depth: N and K of W; for dx K and N */
+  int32_t store_pairs;               /* y and its rows are 4-byte aligned */
   int32_t token_tiles, tiles;
   int32_t splits; /* pairs of blocks that share the depth. More than 1: a cluster has one tile */
 } bsh_int8_mixed_args;

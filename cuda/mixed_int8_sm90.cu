@@ -84,14 +84,18 @@ template <typename T> struct to_y {
 } // namespace
 } // namespace bsh
 
+// 64 tokens need no more; fewer made no difference in time.
+#define REGISTERS_OF(TOKENS) (TOKENS == 64 ? 80 : (int)bsh::REGISTERS)
 #ifdef BSH_HAS_WGMMA
 #define BODY(T, TOKENS, STAGES)                                                                                        \
-  bsh::multiply_mixed<T, bsh::mixed_form<TOKENS, STAGES>, bsh::rows_of_w<T>, bsh::to_y<T>>(x, w, args)
+  bsh::multiply_mixed<T, bsh::mixed_form<TOKENS, STAGES, REGISTERS_OF(TOKENS)>, bsh::rows_of_w<T>, bsh::to_y<T>>(x, w, \
+                                                                                                                 args)
 #else
 #define BODY(T, TOKENS, STAGES) __trap()
 #endif
-#define MIXED_F16(FORM, TOKENS, STAGES) BSH_MIXED_KERNEL(mixed_int8_sm90_f16_##FORM, BODY(__half, TOKENS, STAGES))
+#define MIXED_F16(FORM, TOKENS, STAGES)                                                                                \
+  BSH_MIXED_KERNEL(mixed_int8_sm90_f16_##FORM, REGISTERS_OF(TOKENS), BODY(__half, TOKENS, STAGES))
 #define MIXED_BF16(FORM, TOKENS, STAGES)                                                                               \
-  BSH_MIXED_KERNEL(mixed_int8_sm90_bf16_##FORM, BODY(__nv_bfloat16, TOKENS, STAGES))
+  BSH_MIXED_KERNEL(mixed_int8_sm90_bf16_##FORM, REGISTERS_OF(TOKENS), BODY(__nv_bfloat16, TOKENS, STAGES))
 BSH_MIXED_INT8_FORMS(MIXED_F16)
 BSH_MIXED_INT8_FORMS(MIXED_BF16)

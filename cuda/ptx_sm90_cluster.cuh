@@ -68,6 +68,15 @@ __device__ __forceinline__ uint4 ld_shared_16(uint32_t address) {
                : "memory");
   return v;
 }
+// From another block of the cluster: an address of map_to_rank.
+__device__ __forceinline__ uint4 ld_cluster_16(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared::cluster.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
 __device__ __forceinline__ void st_shared_16(uint32_t address, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");

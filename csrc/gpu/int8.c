@@ -271,7 +271,6 @@ static bsh_int8_mixed_args mixed_args(const bsh_linear_int8_args *const args, co
                                .absmax = args->absmax,
                                .bias = args->bias,
                                .y = args->y,
-                               .partial = (float *)(memory + plan->at.partial),
                                .M = (int32_t)args->M,
                                .rows = (int32_t)rows,
                                .depth = (int32_t)depth,

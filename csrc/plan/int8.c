@@ -357,8 +357,6 @@ static void plan_mixed(const bsh_int8_facts *const f, bsh_int8_plan *const plan)
       {{BSH_MIXED_INT8_FORMS(DGRAD_BF16)}, {BSH_MIXED_INT8_FORMS(DGRAD_F16)}}};
   const sm90_cut best = best_mixed(f);
   const int32_t tokens = bsh_mixed_int8_tokens[best.form], blocks = PAIR * best.splits;
-  const int64_t sums = best.splits == 1 ? 0 : best.tiles * blocks * BSH_MIXED_INT8_ROWS * tokens;
-  plan->at.partial = place(&plan->at, sums * (int64_t)sizeof(float));
   if (f->dgrad) plan->at.scales = place(&plan->at, bsh_dgrad_int8_pairs(f->N) * (int64_t)sizeof(bsh_int8_scale_pair));
   plan->product.kernel = &kernels[f->dgrad][f->dtype == BSH_F16][best.form];
   take_cut(plan, &best, blocks, bsh_mixed_int8_shared_bytes(tokens, mixed_stages[best.form]));

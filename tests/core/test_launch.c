@@ -450,8 +450,6 @@ static void check_mixed(const char *const name, const bsh_int8_mixed_args *const
             maps[1].box_rows * maps[1].box_columns == BSH_MIXED_INT8_DEPTH * BSH_MIXED_INT8_ROWS,
         "%s: map of W", name);
   CHECK(args->store_pairs == (aligned(args->y, 4) && args->rows % 2 == 0), "%s: pairs", name);
-  const int64_t sums = 2 * (int64_t)args->splits * BSH_MIXED_INT8_ROWS * known.first;
-  use_scratch(name, args->partial, args->splits == 1 ? 0 : args->tiles * sums * (int64_t)sizeof(float));
   if (dgrad) use_scratch(name, args->scales, bsh_dgrad_int8_pairs(N) * (int64_t)sizeof *args->scales);
 }
 

@@ -359,6 +359,7 @@ class Translator:
         return f"ptx_{space}(t, {self.address(operand)}, {size}, {what})"
 
     def do_ld(self, parts, operands):
+        parts = ["shared" if part == "shared::cluster" else part for part in parts]
         space = next((s for s in ("global", "shared", "param", "local", "const") if s in parts), "generic")
         kind, target = parts[-1], operands[0]
         names = operands_of(target.strip("{}")) if target.startswith("{") else [target]
