@@ -255,8 +255,13 @@ __device__ __forceinline__ void gemm(const int8_maps &maps, const bsh_int8_gemm_
   let_later_kernels_start();
   if (warp == COPY_WARP && lane == 0) prefetch_b<FORM>(work, maps.b);
   if (warp == COPY_WARP + 1) prefetch_scales<T, FORM>(work, lane);
+  if constexpr (FORM::FINDS)
+    if (warp > COPY_WARP && work.finds()) outlier_warps<T, FORM>(work, warp - COPY_WARP - 1, lane).clear_w();
   wait_for_earlier_kernels();
   const int count = work.count_outliers();
+  if constexpr (FORM::FINDS)
+    if (work.finds() && warp != COPY_WARP)
+      outlier_warps<T, FORM>::mark_columns(work, threadIdx.x - (warp > COPY_WARP ? 32 : 0));
   if (warp >= COPY_WARP) {
     give_registers<FORM::PRODUCER_REGISTERS>();
     if (warp == COPY_WARP && lane == 0) copy_tiles<FORM>(work, maps);
@@ -264,6 +269,8 @@ __device__ __forceinline__ void gemm(const int8_maps &maps, const bsh_int8_gemm_
       if (warp > COPY_WARP && work.finds()) outlier_warps<T, FORM>(work, warp - COPY_WARP - 1, lane).run();
   } else {
     take_registers<FORM::CONSUMER_REGISTERS>();
+    if constexpr (FORM::FINDS)
+      if (work.finds()) named_barrier_arrive<outlier_warps<T, FORM>::MARKERS>(outlier_warps<T, FORM>::MARKED);
     multiply_tiles<T, FORM>(work, count, warp, lane);
   }
   __syncwarp();
@@ -280,7 +287,7 @@ __device__ __forceinline__ void gemm(const int8_maps &maps, const bsh_int8_gemm_
 #define BODY(T, ...) __trap()
 #endif
 #define GEMM(NAME, T, ...)                                                                                             \
-  extern "C" __global__ void __launch_bounds__(BSH_GEMM_INT8_SM90_THREADS, 1)                                          \
+  extern "C" __global__ void __maxnreg__(bsh::REGISTERS)                                                               \
       NAME(const __grid_constant__ bsh_tensor_map a, const __grid_constant__ bsh_tensor_map b,                         \
            const __grid_constant__ bsh_tensor_map x, const __grid_constant__ bsh_tensor_map w,                         \
            const __grid_constant__ bsh_int8_gemm_args args) {                                                          \

@@ -33,10 +33,14 @@ __device__ __forceinline__ uint32_t ld_shared_2(uint32_t address) {
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
   return v;
 }
-__device__ __forceinline__ uint32_t ld_shared_1(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-  return v;
+// A byte of each of two rows of 128 bytes that are 32 rows apart. Without a branch, and nothing is read where it is not
+// wanted: wgmma reads the same memory.
+__device__ __forceinline__ void ld_bytes_if(bool wanted, uint32_t address, uint32_t (&v)[2]) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\n"
+               "@p ld.shared.u8 %0, [%2];\n@p ld.shared.u8 %1, [%2+4096];\n}"
+               : "=&r"(v[0]), "=&r"(v[1])
+               : "r"(address), "r"((uint32_t)wanted)
+               : "memory");
 }
 // Zero where there is none. Without a branch, which would wait for each load.
 __device__ __forceinline__ uint32_t ld_if(bool there, const uint16_t *from) {
@@ -73,8 +77,9 @@ struct eight_codes {
 
 template <typename T, typename FORM> struct outlier_warps {
   static constexpr int THREADS = OUTLIER_WARPS * 32, CHUNK = BSH_INT8_CHUNK, BARRIER = 1, NO_COLUMN = 0xFFFF;
-  static constexpr int AT_ONCE = 1024;                             // words of eight claims
-  static constexpr int W_ROWS = FORM::COLUMNS / (32 * RING_WARPS); // of a lane, of what comes out of the ring
+  static constexpr int MARKERS = CONSUMERS * 32 + THREADS, MARKED = 2; // who marks columns, and a barrier
+  static constexpr int AT_ONCE = 1024;                                 // words of eight claims
+  static constexpr int W_ROWS = FORM::COLUMNS / (32 * RING_WARPS);     // of a lane, of what comes out of the ring
   const int8_work<FORM> &work;
   const bsh_int8_gemm_args &args;
   const int warp, lane;
@@ -84,30 +89,39 @@ template <typename T, typename FORM> struct outlier_warps {
   __device__ __forceinline__ outlier_warps(const int8_work<FORM> &w, int own_warp, int own_lane)
       : work(w), args(w.args), warp(own_warp), lane(own_lane) {}
 
+  // Before the earlier kernels: columns behind the last, which are multiplied, too.
+  __device__ __forceinline__ void clear_w() const {
+#pragma unroll 1
+    for (int i = warp * 32 + lane; i < FORM::COLUMNS * 8; i += THREADS)
+      st_shared_16(work.w + 16 * i, make_uint4(0, 0, 0, 0));
+  }
+
   // ---- the list ----
 
-  // A bit for each column that has a claim, zeros beyond K; claims pass where operands will be. Loops are not unrolled:
-  // this code is new to the multiprocessor in each launch, and fetching it would take longer than running it.
-  __device__ __forceinline__ void mark_columns() const {
-    const int words = args.K / 8, padded = (args.K + 31) / 32 * 4;
-    const uint4 *const claims = reinterpret_cast<const uint4 *>(args.claims);
+  // A bit for each column that has a claim, zeros beyond K; claims pass where operands will be. By all that do not
+  // copy: those that multiply have nothing to do yet. Loops are not unrolled: this code is new to the multiprocessor in
+  // each launch, and fetching it would take longer than running it.
+  static __device__ __forceinline__ void mark_columns(const int8_work<FORM> &work, int thread) {
+    const int words = work.args.K / 8, padded = (work.args.K + 31) / 32 * 4;
+    const uint4 *const claims = reinterpret_cast<const uint4 *>(work.args.claims);
 #pragma unroll 1
     for (int first = 0; first < padded; first += AT_ONCE) {
-      const int begin_word = warp * 32 + lane, end_word = min(AT_ONCE, padded - first);
+      const int end_word = min(AT_ONCE, padded - first);
 #pragma unroll 1
-      for (int w = begin_word; w < end_word; w += THREADS)
+      for (int w = thread; w < end_word; w += MARKERS)
         if (first + w < words) cp_async_16(work.x + 16 * w, claims + first + w);
       cp_async_commit();
       cp_async_wait<0>();
 #pragma unroll 1
-      for (int w = begin_word; w < end_word; w += THREADS)
-        st_shared_1(work.marks + first + w, first + w < words ? marks_of(ld_shared_16(work.x + 16 * w)) : 0);
+      for (int w = thread; w < end_word; w += MARKERS) {
+        const uint32_t marks = first + w < words ? marks_of(ld_shared_16(work.x + 16 * w), (uint32_t)work.args.M) : 0;
+        st_shared_1(work.marks + first + w, marks);
+      }
     }
-    named_barrier<THREADS>(BARRIER);
   }
   // Of eight claims: bit 16 of claim + M says whether the complement of a claim is a row of x.
-  __device__ __forceinline__ uint32_t marks_of(const uint4 &claims) const {
-    const uint32_t pairs[4] = {claims.x, claims.y, claims.z, claims.w}, M = (uint32_t)args.M;
+  static __device__ __forceinline__ uint32_t marks_of(const uint4 &claims, uint32_t M) {
+    const uint32_t pairs[4] = {claims.x, claims.y, claims.z, claims.w};
     uint32_t marks = 0;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -197,7 +211,7 @@ template <typename T, typename FORM> struct outlier_warps {
   }
   // Lists the first columns, and says how many there are.
   __device__ __forceinline__ void find() {
-    mark_columns();
+    named_barrier<MARKERS>(MARKED);
     count_columns();
     if (count > CHUNK) {
       look_up_marks();
@@ -335,8 +349,8 @@ template <typename T, typename FORM> struct outlier_warps {
 
   // ---- W of the first columns, out of the ring: the other warps ----
 
-  // The first n columns of a tile, of this warp's rows, with zeros behind them as far as products read. Frees every
-  // stage.
+  // The first n columns of a tile, of this warp's rows. Behind them are zeros; codes there are multiplied by those of
+  // x, which are zeros. Frees every stage.
   __device__ __forceinline__ void take_w(int8_ring<FORM> &ring, int n) const {
     constexpr int WIDE = 4; // columns at once
     const int row = warp * (32 * W_ROWS) + lane;
@@ -366,8 +380,7 @@ template <typename T, typename FORM> struct outlier_warps {
 #pragma unroll
         for (int j = 0; j < WIDE; j++) {
           in_stage[j] = k[j] < end_k;
-#pragma unroll
-          for (int i = 0; i < W_ROWS; i++) c[j][i] = ld_shared_1(b + in_tile(row + 32 * i, k[j] % BSH_GEMM_INT8_DEPTH));
+          ld_bytes_if(in_stage[j], b + in_tile(row, k[j] % BSH_GEMM_INT8_DEPTH), c[j]);
         }
         const int taken = in_stage[3] ? 4 : in_stage[2] ? 3 : in_stage[1] ? 2 : 1;
         read_list(at + taken);
@@ -380,7 +393,7 @@ template <typename T, typename FORM> struct outlier_warps {
       ring.next();
     }
     const uint32_t none[W_ROWS] = {};
-    while (at % 32 != 0) push(none);
+    while (at % 8 != 0) push(none);
   }
 
   // ---- all ----
