@@ -71,14 +71,14 @@ template <typename T> struct to_dx {
 
 #ifdef BSH_HAS_WGMMA
 #define BODY(T, TOKENS, STAGES)                                                                                        \
-  bsh::multiply_mixed<T, bsh::mixed_form<TOKENS, STAGES, bsh::REGISTERS>, bsh::columns_of_w<T>, bsh::to_dx<T>>(x, w,   \
-                                                                                                               args)
+  bsh::multiply_mixed<T, bsh::mixed_form<TOKENS, STAGES, BSH_GEMM_INT8_SM90_REGISTERS>, bsh::columns_of_w<T>,          \
+                      bsh::to_dx<T>>(x, w, args)
 #else
 #define BODY(T, TOKENS, STAGES) __trap()
 #endif
 #define DGRAD_F16(FORM, TOKENS, STAGES)                                                                                \
-  BSH_MIXED_KERNEL(dgrad_int8_sm90_f16_##FORM, bsh::REGISTERS, BODY(__half, TOKENS, STAGES))
+  BSH_MIXED_KERNEL(dgrad_int8_sm90_f16_##FORM, BSH_GEMM_INT8_SM90_REGISTERS, BODY(__half, TOKENS, STAGES))
 #define DGRAD_BF16(FORM, TOKENS, STAGES)                                                                               \
-  BSH_MIXED_KERNEL(dgrad_int8_sm90_bf16_##FORM, bsh::REGISTERS, BODY(__nv_bfloat16, TOKENS, STAGES))
+  BSH_MIXED_KERNEL(dgrad_int8_sm90_bf16_##FORM, BSH_GEMM_INT8_SM90_REGISTERS, BODY(__nv_bfloat16, TOKENS, STAGES))
 BSH_MIXED_INT8_FORMS(DGRAD_F16)
 BSH_MIXED_INT8_FORMS(DGRAD_BF16)

@@ -287,7 +287,7 @@ __device__ __forceinline__ void gemm(const int8_maps &maps, const bsh_int8_gemm_
 #define BODY(T, ...) __trap()
 #endif
 #define GEMM(NAME, T, ...)                                                                                             \
-  extern "C" __global__ void __maxnreg__(bsh::REGISTERS)                                                               \
+  extern "C" __global__ void __maxnreg__(BSH_GEMM_INT8_SM90_REGISTERS)                                                 \
       NAME(const __grid_constant__ bsh_tensor_map a, const __grid_constant__ bsh_tensor_map b,                         \
            const __grid_constant__ bsh_tensor_map x, const __grid_constant__ bsh_tensor_map w,                         \
            const __grid_constant__ bsh_int8_gemm_args args) {                                                          \

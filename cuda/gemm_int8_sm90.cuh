@@ -8,9 +8,6 @@
 namespace bsh {
 namespace {
 
-// With which a thread begins: a multiprocessor's, shared by a block's.
-enum { REGISTERS = 65536 / BSH_GEMM_INT8_SM90_THREADS / 8 * 8 };
-
 #ifdef BSH_HAS_WGMMA
 enum { COPY_WARP = 8, CONSUMERS = 8 };      // warps
 enum { OUTLIER_WARPS = 3, RING_WARPS = 2 }; // behind COPY_WARP; those of them that read the ring
@@ -26,7 +23,8 @@ template <int ROWS_, int COLUMNS_, int STAGES_, int CLUSTER_> struct int8_form {
   static constexpr bool FINDS = bsh_gemm_int8_sm90_finds(COLUMNS);
   // Of a thread, multiples of 8. Who asks for more than others gave waits for ever.
   static constexpr int CONSUMER_REGISTERS = FINDS ? 192 : 232, PRODUCER_REGISTERS = FINDS ? 120 : 40;
-  static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * REGISTERS, "more registers than a block has");
+  static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * BSH_GEMM_INT8_SM90_REGISTERS,
+                "more registers than a block has");
 };
 
 struct int8_maps {

@@ -103,6 +103,8 @@ BSH_SIZE int32_t bsh_gemm_int8_shared_bytes(int32_t arch) {
   X(m128_n128_c2, 128, 128, 6, 2)                                                                                      \
   X(m128_n256, 128, 256, 4, 2)
 enum { BSH_GEMM_INT8_SM90_THREADS = 384, BSH_GEMM_INT8_SM90_SHARED = 227 << 10 };
+/* With which a thread begins: a multiprocessor's, shared by a block's. */
+enum { BSH_GEMM_INT8_SM90_REGISTERS = 65536 / BSH_GEMM_INT8_SM90_THREADS / 8 * 8 };
 enum { BSH_GEMM_INT8_SM90_STATE = 1024 }; /* bytes: barriers, a list of outlier columns */
 /* Where outlier columns are found: most rows and columns of x, of which a claim says one, and there is a bit each. */
 enum { BSH_INT8_FOUND_ROWS = 65535, BSH_INT8_FOUND_K = 32768 };

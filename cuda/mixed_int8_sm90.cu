@@ -84,8 +84,8 @@ template <typename T> struct to_y {
 } // namespace
 } // namespace bsh
 
-// 64 tokens need no more; fewer made no difference in time.
-#define REGISTERS_OF(TOKENS) (TOKENS == 64 ? 80 : (int)bsh::REGISTERS)
+// Of a thread: 64 tokens need no more.
+#define REGISTERS_OF(TOKENS) (TOKENS == 64 ? 80 : (int)BSH_GEMM_INT8_SM90_REGISTERS)
 #ifdef BSH_HAS_WGMMA
 #define BODY(T, TOKENS, STAGES)                                                                                        \
   bsh::multiply_mixed<T, bsh::mixed_form<TOKENS, STAGES, REGISTERS_OF(TOKENS)>, bsh::rows_of_w<T>, bsh::to_y<T>>(x, w, \

@@ -26,9 +26,6 @@
 namespace bsh {
 namespace {
 
-// With which a thread begins: all that there are for it.
-enum { REGISTERS = 65536 / BSH_GEMM_INT8_SM90_THREADS / 8 * 8 };
-
 #ifdef BSH_HAS_WGMMA
 enum { COPY_WARP = 8, CONSUMERS = 8, PAIR = 2 }; // warps, warps, blocks
 constexpr int ROWS = BSH_MIXED_INT8_ROWS, DEPTH = BSH_MIXED_INT8_DEPTH, TOKEN_BYTES = DEPTH * 2;

@@ -58,7 +58,7 @@ def test_quantize(dtype):
 @pytest.mark.parametrize("dtype", [F16, BF16])
 @pytest.mark.parametrize("threshold", [3e-8, 5.999, 6.0, 65503.0, 1e9, float("inf")])
 def test_thresholds_and_every_number(dtype, threshold):
-    """All numbers of 16 bits, a column each, NaN among them. The threshold is a number of the dtype, as the op rounds it."""
+    """All numbers of 16 bits, a column each, NaN among them. Thresholds are numbers of the dtype, as in the op."""
     x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).view(32, -1)
     threshold = torch.tensor(threshold).to(dtype).item()
     found, expected = machine.Gpu(90, 4).quantize_int8(x, threshold), ops.quantize_int8(x, threshold)
