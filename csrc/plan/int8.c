@@ -108,8 +108,8 @@ static bsh_int8_kernel choose_dgrad(const bsh_int8_facts *const f) {
 }
 
 /* On an H200. A weight of 28672 x 8192: gemv_int8 took 99 us at 24 and 32 rows, gemm_int8_sm90 without a threshold 73
- * and 71. With a threshold, on an H100, mixed_int8_sm90, and gemm_int8_sm90 with 0, 8 and 64 columns that it finds: 16
- * and 13, 17, 20 us at 64 rows of 4096 x 4096, 18 and 13, 17, 19 at 128; 32 and 33, 35, 37 at 128 of 14336 x 4096; 92
+ * and 71. With a threshold, on an H100, mixed_int8_sm90, and gemm_int8_sm90 with 0, 8 and 64 columns that it finds: 14
+ * and 12, 15, 19 us at 64 rows of 4096 x 4096, 17 and 12, 14, 17 at 128; 32 and 33, 35, 37 at 128 of 14336 x 4096; 92
  * and 94, 96, 97 at 64 of 28672 x 8192. */
 static bsh_int8_kernel choose(const bsh_int8_facts *const f) {
   enum { MIXED_ROWS = 128, MIXED_ROWS_OF_OTHERS = 64, SMALL = 32000000 };
