@@ -286,6 +286,8 @@ __device__ __forceinline__ void gemm(const int8_maps &maps, const bsh_int8_gemm_
 #else
 #define BODY(T, ...) __trap()
 #endif
+// Registers are stated, not threads: the same number, but what the compiler then makes of 128 rows takes less time
+// (benchmarks/results/int8_h100_202611.md).
 #define GEMM(NAME, T, ...)                                                                                             \
   extern "C" __global__ void __maxnreg__(BSH_GEMM_INT8_SM90_REGISTERS)                                                 \
       NAME(const __grid_constant__ bsh_tensor_map a, const __grid_constant__ bsh_tensor_map b,                         \

@@ -125,12 +125,13 @@ __device__ __forceinline__ void join(const float *sum, const mixed_work<FORM> &w
     uint4 v[MOST];
 #pragma unroll
     for (int k = 0; k < MOST; k++) v[k] = k < splits ? ld_cluster_16(from[k] + i * GROUP * 16) : make_uint4(0, 0, 0, 0);
-    float total[4] = {};
+    float total[4];
 #pragma unroll
     for (int k = 0; k < MOST; k++) {
-      const uint32_t words[4] = {v[k].x, v[k].y, v[k].z, v[k].w};
+      const float part[4] = {__uint_as_float(v[k].x), __uint_as_float(v[k].y), __uint_as_float(v[k].z),
+                             __uint_as_float(v[k].w)};
 #pragma unroll
-      for (int e = 0; e < 4; e++) total[e] = k == 0 ? __uint_as_float(words[e]) : total[e] + __uint_as_float(words[e]);
+      for (int e = 0; e < 4; e++) total[e] = k == 0 ? part[e] : total[e] + part[e];
     }
     epilogue.store(i, total);
   }
