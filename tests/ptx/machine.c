@@ -727,9 +727,14 @@ static bool turn(ptx_thread *const t) {
 
 /* One turn for every thread of a CTA, warps in an order of their own. */
 static bool turns(const residents *const r, ptx_cta *const cta) {
+  enum { LATE = 8 }; /* one warp of so many misses its turn: others may come twice before it */
   bool moved = false;
   const uint64_t shift = machine.random ? draw() % r->warps : 0;
   for (uint64_t w = 0; w < r->warps && !machine.failed; w++) {
+    if (machine.random && draw() % LATE == 0) {
+      moved = true;
+      continue;
+    }
     const uint64_t first = (w + shift) % r->warps * PTX_WARP;
     for (uint64_t j = first; j < first + PTX_WARP && j < r->threads && !machine.failed; j++)
       moved |= turn(&cta->threads[j]);
