@@ -24,11 +24,10 @@ namespace {
 // One thread.
 template <typename FORM>
 __device__ __forceinline__ void copy_tiles(const int8_work<FORM> &work, const int8_maps &maps) {
-  constexpr int PART = FORM::COLUMNS / FORM::CLUSTER;
   int stage = 0;
   uint32_t parity = 1;
   for (int tile = work.cluster; tile < work.args.tiles; tile += work.clusters()) {
-    const int m = work.row(tile), n = work.column(tile) + (FORM::CLUSTER > 1 ? work.rank * PART : 0);
+    const int m = work.row(tile), n = work.column(tile) + (FORM::CLUSTER > 1 ? work.rank * FORM::PART : 0);
 #pragma unroll 1
     for (int step = 0; step < work.steps + work.chunks; step++) {
       const bool codes = step < work.steps;
@@ -39,8 +38,8 @@ __device__ __forceinline__ void copy_tiles(const int8_work<FORM> &work, const in
       mbarrier_expect(full, FORM::STAGE_BYTES, true);
       tensor_copy(to, codes ? maps.a : maps.x, at, m, full);
       if (FORM::CLUSTER == 1) tensor_copy(to_b, codes ? maps.b : maps.w, at, n, full);
-      else
-        tensor_copy_to(to_b + work.rank * PART * BSH_GEMM_INT8_DEPTH, codes ? maps.b : maps.w, at, n, full,
+      else if (work.rank < FORM::READERS)
+        tensor_copy_to(to_b + work.rank * FORM::PART * BSH_GEMM_INT8_DEPTH, codes ? maps.b : maps.w, at, n, full,
                        (1 << FORM::CLUSTER) - 1);
       if (++stage == work.stages) stage = 0, parity ^= 1;
     }
@@ -50,9 +49,8 @@ __device__ __forceinline__ void copy_tiles(const int8_work<FORM> &work, const in
 // One thread, while earlier kernels make the codes of x: what it will read first of b.
 template <typename FORM>
 __device__ __forceinline__ void prefetch_b(const int8_work<FORM> &work, const bsh_tensor_map *b) {
-  constexpr int PART = FORM::COLUMNS / FORM::CLUSTER;
-  if (work.cluster >= work.args.tiles) return;
-  const int n = work.column(work.cluster) + (FORM::CLUSTER > 1 ? work.rank * PART : 0);
+  if (work.cluster >= work.args.tiles || (FORM::CLUSTER > 1 && work.rank >= FORM::READERS)) return;
+  const int n = work.column(work.cluster) + (FORM::CLUSTER > 1 ? work.rank * FORM::PART : 0);
 #pragma unroll 1
   for (int step = 0; step < min(work.steps, 2 * FORM::STAGES); step++)
     tensor_prefetch_l2(b, (work.first_step + step) * BSH_GEMM_INT8_DEPTH, n);
@@ -139,35 +137,53 @@ __device__ __forceinline__ void transpose_quad(uint32_t *w, int c) {
     }
 }
 
-// Scales and bias of eight columns of a thread, those of elements i to i + 15.
-template <typename T> struct int8_columns {
-  float scale[8], bias[8];
+// Scales and bias of a tile's columns, which a thread loads one of when the product begins, in shared memory when it
+// has ended. Twice, for tiles in turn: who writes for the next tile has met all that have read those before this one.
+template <typename T, typename FORM> struct int8_columns {
+  static constexpr int BARRIER = 3;
+  const int8_work<FORM> &work;
+  float2 own;         // scale and bias
+  uint32_t place = 0; // of which of the two
 
-  __device__ __forceinline__ void load(const bsh_int8_gemm_args &args, const int8_place &p, int i) {
-#pragma unroll
-    for (int e = 0; e < 8; e++) {
-      const int n = p.column(i, e);
-      scale[e] = n < args.N ? __ldg(args.col_absmax + n) : 0.f;
-      bias[e] = n < args.N ? bias_of<T>(args.bias, n) : 0.f;
-    }
+  __device__ __forceinline__ explicit int8_columns(const int8_work<FORM> &w) : work(w) {}
+  __device__ __forceinline__ void load(int tile) {
+    const int n = work.column(tile) + threadIdx.x;
+    own = make_float2(0.f, 0.f);
+    if (threadIdx.x < FORM::COLUMNS && n < work.args.N)
+      own = make_float2(__ldg(work.args.col_absmax + n), bias_of<T>(work.args.bias, n));
+  }
+  // By all that multiply. Where column 0 is.
+  __device__ __forceinline__ uint32_t share() {
+    const uint32_t all = work.columns + place;
+    place ^= FORM::COLUMNS * 8;
+    if (threadIdx.x < FORM::COLUMNS)
+      st_shared_8(all + 8 * threadIdx.x, make_uint2(__float_as_uint(own.x), __float_as_uint(own.y)));
+    named_barrier<CONSUMERS * 32>(BARRIER);
+    return all;
   }
 };
 
-// value(i, row of the thread (0, 1), scale and bias of the column): element i as a float. first: the first columns.
+// value(i, row of the thread (0, 1), scale and bias of the column): element i as a float. columns: where the thread's
+// first column is, of int8_columns.
 template <typename T, typename FORM, typename VALUE>
-__device__ __forceinline__ void store(const bsh_int8_gemm_args &args, const int8_place &p, const int8_columns<T> &first,
+__device__ __forceinline__ void store(const bsh_int8_gemm_args &args, const int8_place &p, uint32_t columns,
                                       VALUE value) {
   T *const y = static_cast<T *>(args.y);
-  int8_columns<T> columns = first, next;
 #pragma unroll
-  for (int i = 0; i < FORM::SUMS; i += 16, columns = next) { // 32 columns of y
-    if (i + 16 < FORM::SUMS) next.load(args, p, i + 16);
+  for (int i = 0; i < FORM::SUMS; i += 16) { // 32 columns of y
+    float scale[8], bias[8];
+#pragma unroll
+    for (int e = 0; e < 8; e += 2) {
+      const uint4 two = ld_shared_16(columns + 8 * p.column(i, e) - 8 * p.n);
+      scale[e] = __uint_as_float(two.x), bias[e] = __uint_as_float(two.y);
+      scale[e + 1] = __uint_as_float(two.z), bias[e + 1] = __uint_as_float(two.w);
+    }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int m = p.m + 8 * r;
       float v[8];
 #pragma unroll
-      for (int e = 0; e < 8; e++) v[e] = value(i + e / 2 * 4 + r * 2 + e % 2, r, columns.scale[e], columns.bias[e]);
+      for (int e = 0; e < 8; e++) v[e] = value(i + e / 2 * 4 + r * 2 + e % 2, r, scale[e], bias[e]);
       if constexpr (sizeof(T) == 2) {
         if (args.store_fours) {
           uint32_t w[4];
@@ -199,13 +215,13 @@ __device__ __forceinline__ void multiply_tiles(const int8_work<FORM> &work, int 
   int8_ring<FORM> ring(work, lane);
   int8_place p;
   p.c = lane % 4;
+  int8_columns<T, FORM> of_tile(work);
   uint32_t uses = 0; // of operands of found columns
   for (int tile = work.cluster; tile < args.tiles; tile += work.clusters()) {
     p.m = work.row(tile) + (FORM::ROWS == 64 ? 0 : group * 64) + warp % 4 * 16 + lane / 4;
     p.n = work.column(tile) + (FORM::ROWS == 64 ? group * FORM::OWN : 0) + 2 * p.c;
     const float row[2] = {p.m < args.M ? args.row_absmax[p.m] : 0.f, p.m + 8 < args.M ? args.row_absmax[p.m + 8] : 0.f};
-    int8_columns<T> columns;
-    columns.load(args, p, 0);
+    of_tile.load(tile);
     int sum[FORM::SUMS];
 #pragma unroll
     for (int i = 0; i < FORM::SUMS; i++) sum[i] = 0;
@@ -216,6 +232,7 @@ __device__ __forceinline__ void multiply_tiles(const int8_work<FORM> &work, int 
     });
     renew(sum);
     if (work.shares_depth() && !join<FORM>(sum, work, tile, lane)) continue;
+    const uint32_t columns = of_tile.share() + 8 * (p.n - work.column(tile));
     const int found = count_found(work);
     if (count == 0 && found == 0) {
       store<T, FORM>(args, p, columns,
@@ -263,12 +280,12 @@ __device__ __forceinline__ void gemm(const int8_maps &maps, const bsh_int8_gemm_
     if (work.finds() && warp != COPY_WARP)
       outlier_warps<T, FORM>::mark_columns(work, threadIdx.x - (warp > COPY_WARP ? 32 : 0));
   if (warp >= COPY_WARP) {
-    give_registers<FORM::PRODUCER_REGISTERS>();
+    if constexpr (!FORM::SAME) give_registers<FORM::PRODUCER_REGISTERS>();
     if (warp == COPY_WARP && lane == 0) copy_tiles<FORM>(work, maps);
     if constexpr (FORM::FINDS)
       if (warp > COPY_WARP && work.finds()) outlier_warps<T, FORM>(work, warp - COPY_WARP - 1, lane).run();
   } else {
-    take_registers<FORM::CONSUMER_REGISTERS>();
+    if constexpr (!FORM::SAME) take_registers<FORM::CONSUMER_REGISTERS>();
     if constexpr (FORM::FINDS)
       if (work.finds()) named_barrier_arrive<outlier_warps<T, FORM>::MARKERS>(outlier_warps<T, FORM>::MARKED);
     multiply_tiles<T, FORM>(work, count, warp, lane);
@@ -288,12 +305,12 @@ __device__ __forceinline__ void gemm(const int8_maps &maps, const bsh_int8_gemm_
 #endif
 // Registers are stated, not threads: the same number, but what the compiler then makes of 128 rows takes less time
 // (benchmarks/results/int8_h100_202611.md).
-#define GEMM(NAME, T, ...)                                                                                             \
-  extern "C" __global__ void __maxnreg__(BSH_GEMM_INT8_SM90_REGISTERS)                                                 \
+#define GEMM(NAME, T, ROWS, COLUMNS, STAGES, CLUSTER)                                                                  \
+  extern "C" __global__ void __maxnreg__(bsh_gemm_int8_sm90_registers(COLUMNS))                                        \
       NAME(const __grid_constant__ bsh_tensor_map a, const __grid_constant__ bsh_tensor_map b,                         \
            const __grid_constant__ bsh_tensor_map x, const __grid_constant__ bsh_tensor_map w,                         \
            const __grid_constant__ bsh_int8_gemm_args args) {                                                          \
-    BODY(T, __VA_ARGS__);                                                                                              \
+    BODY(T, ROWS, COLUMNS, STAGES, CLUSTER);                                                                           \
   }
 #define GEMM_F16(FORM, ...) GEMM(gemm_int8_sm90_f16_##FORM, __half, __VA_ARGS__)
 #define GEMM_BF16(FORM, ...) GEMM(gemm_int8_sm90_bf16_##FORM, __nv_bfloat16, __VA_ARGS__)

@@ -12,19 +12,27 @@ namespace {
 enum { COPY_WARP = 8, CONSUMERS = 8 };      // warps
 enum { OUTLIER_WARPS = 3, RING_WARPS = 2 }; // behind COPY_WARP; those of them that read the ring
 
+__device__ __forceinline__ void st_shared_8(uint32_t address, uint2 v) {
+  asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+}
+
 template <int ROWS_, int COLUMNS_, int STAGES_, int CLUSTER_> struct int8_form {
   static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
   static constexpr int A_BYTES = ROWS * BSH_GEMM_INT8_DEPTH, B_BYTES = COLUMNS * BSH_GEMM_INT8_DEPTH;
   static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
+  static constexpr int READERS = bsh_gemm_int8_sm90_readers(CLUSTER),
+                       PART = COLUMNS / READERS;                 // blocks; rows of W each
   static constexpr int OWN = ROWS == 64 ? COLUMNS / 2 : COLUMNS; // columns of a warpgroup
   static constexpr int SUMS = OWN / 2;                           // of a thread
   // Of the ring where outlier columns are found.
   static constexpr int FOUND_STAGES = bsh_gemm_int8_sm90_found_stages(ROWS, COLUMNS, STAGES);
   static constexpr bool FINDS = bsh_gemm_int8_sm90_finds(COLUMNS);
   // Of a thread, multiples of 8. Who asks for more than others gave waits for ever.
-  static constexpr int CONSUMER_REGISTERS = FINDS ? 192 : 232, PRODUCER_REGISTERS = FINDS ? 120 : 40;
-  static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * BSH_GEMM_INT8_SM90_REGISTERS,
-                "more registers than a block has");
+  static constexpr int REGISTERS = bsh_gemm_int8_sm90_registers(COLUMNS);
+  static constexpr bool SAME = REGISTERS < BSH_GEMM_INT8_SM90_REGISTERS; // all keep those with which they begin
+  static constexpr int CONSUMER_REGISTERS = SAME ? REGISTERS : FINDS ? 192 : 232;
+  static constexpr int PRODUCER_REGISTERS = SAME ? REGISTERS : FINDS ? 120 : 40;
+  static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * REGISTERS, "more registers than a block has");
 };
 
 struct int8_maps {
@@ -39,6 +47,7 @@ template <typename FORM> struct int8_work {
   uint32_t known, ready, free;     // how many columns there are; their operands are made; and read
   uint32_t counts, found_count;    // of found columns: of warps, all
   uint32_t listed, later;          // uint16 columns: the first 64, 64 further ones, and one behind them
+  uint32_t columns;                // of a tile, twice: scale and bias of each
   uint32_t marks;                  // a bit for each column of x
   uint32_t x, w, x_codes, w_codes; // operands of found columns
   int stages;
@@ -53,7 +62,8 @@ template <typename FORM> struct int8_work {
     full = state, empty = full + 8 * FORM::STAGES, joined = empty + 8 * FORM::STAGES;
     known = joined + 8, ready = joined + 16, free = joined + 24;
     counts = state + BSH_GEMM_INT8_SM90_STATE / 2, found_count = counts + 16, listed = counts + 32;
-    later = listed + 2 * (BSH_INT8_CHUNK + 8), marks = state + BSH_GEMM_INT8_SM90_STATE;
+    later = listed + 2 * (BSH_INT8_CHUNK + 8), columns = state + BSH_GEMM_INT8_SM90_STATE;
+    marks = columns + 2 * 8 * FORM::COLUMNS;
     size = FORM::CLUSTER > 1 ? FORM::CLUSTER : args.splits;
     cluster = blockIdx.x / size, rank = blockIdx.x - cluster * size;
     const int all = (args.K + BSH_GEMM_INT8_DEPTH - 1) / BSH_GEMM_INT8_DEPTH;

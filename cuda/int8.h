@@ -95,17 +95,29 @@ BSH_SIZE int32_t bsh_gemm_int8_shared_bytes(int32_t arch) {
 }
 
 /* gemm_int8_sm90. X(name, rows of x of a tile, rows of W, stages, blocks of a cluster). The blocks of a cluster have
- * neighbouring rows of x and the same rows of W, of which each reads its part for all. */
+ * neighbouring rows of x and the same rows of W, of which each reads its part for all; of three blocks two do. */
 #define BSH_GEMM_INT8_SM90_FORMS(X)                                                                                    \
+  X(m64_n64, 64, 64, 12, 1)                                                                                            \
+  X(m64_n64_c2, 64, 64, 12, 2)                                                                                         \
   X(m64_n128, 64, 128, 8, 1)                                                                                           \
   X(m64_n128_c2, 64, 128, 8, 2)                                                                                        \
+  X(m64_n128_c3, 64, 128, 8, 3)                                                                                        \
+  X(m128_n96_c2, 128, 96, 7, 2)                                                                                        \
   X(m128_n128, 128, 128, 6, 1)                                                                                         \
   X(m128_n128_c2, 128, 128, 6, 2)                                                                                      \
   X(m128_n256, 128, 256, 4, 2)
+/* Blocks of a cluster that read W. */
+BSH_SIZE int32_t bsh_gemm_int8_sm90_readers(int32_t cluster) { return cluster == 3 ? 2 : cluster; }
 enum { BSH_GEMM_INT8_SM90_THREADS = 384, BSH_GEMM_INT8_SM90_SHARED = 227 << 10 };
 /* With which a thread begins: a multiprocessor's, shared by a block's. */
 enum { BSH_GEMM_INT8_SM90_REGISTERS = 65536 / BSH_GEMM_INT8_SM90_THREADS / 8 * 8 };
+/* Of a thread of a form. With 112, quantize_int8 of the next product has room beside it. */
+BSH_SIZE int32_t bsh_gemm_int8_sm90_registers(int32_t columns) {
+  return columns == 64 ? 112 : BSH_GEMM_INT8_SM90_REGISTERS;
+}
 enum { BSH_GEMM_INT8_SM90_STATE = 1024 }; /* bytes: barriers, a list of outlier columns */
+/* With scale and bias of a tile's columns, twice. */
+BSH_SIZE int32_t bsh_gemm_int8_sm90_state_bytes(int32_t columns) { return BSH_GEMM_INT8_SM90_STATE + 16 * columns; }
 /* Where outlier columns are found: most rows and columns of x, of which a claim says one, and there is a bit each. */
 enum { BSH_INT8_FOUND_ROWS = 65535, BSH_INT8_FOUND_K = 32768 };
 /* Whether a form finds them. */
@@ -116,8 +128,8 @@ BSH_SIZE int32_t bsh_gemm_int8_sm90_found_bytes(int32_t rows, int32_t columns) {
 }
 /* Of the ring, of at most `stages`, where outlier columns are found. */
 BSH_SIZE int32_t bsh_gemm_int8_sm90_found_stages(int32_t rows, int32_t columns, int32_t stages) {
-  const int32_t left =
-      BSH_GEMM_INT8_SM90_SHARED - 1024 - BSH_GEMM_INT8_SM90_STATE - bsh_gemm_int8_sm90_found_bytes(rows, columns);
+  const int32_t left = BSH_GEMM_INT8_SM90_SHARED - 1024 - bsh_gemm_int8_sm90_state_bytes(columns) -
+                       bsh_gemm_int8_sm90_found_bytes(rows, columns);
   const int32_t fit = left / ((rows + columns) * BSH_GEMM_INT8_DEPTH);
   return fit < stages ? fit : stages;
 }
@@ -126,7 +138,8 @@ BSH_SIZE int32_t bsh_gemm_int8_sm90_shared_bytes(int32_t rows, int32_t columns, 
   const int32_t stage = (rows + columns) * BSH_GEMM_INT8_DEPTH, plain = stages * stage;
   const int32_t found =
       bsh_gemm_int8_sm90_found_stages(rows, columns, stages) * stage + bsh_gemm_int8_sm90_found_bytes(rows, columns);
-  return 1024 + BSH_GEMM_INT8_SM90_STATE + (bsh_gemm_int8_sm90_finds(columns) && found > plain ? found : plain);
+  return 1024 + bsh_gemm_int8_sm90_state_bytes(columns) +
+         (bsh_gemm_int8_sm90_finds(columns) && found > plain ? found : plain);
 }
 
 /* mixed_int8_sm90 and dgrad_int8_sm90: a pair of blocks has 256 rows, of W, or for dx of its transpose, by `tokens`

@@ -159,6 +159,7 @@ __device__ __forceinline__ void multiply_tiles(const mixed_work<FORM> &work, int
 #pragma unroll
     for (int i = 0; i < FORM::SUMS; i++) sum[i] = 0.f;
     operand.enter(work.first);
+    epilogue.enter(work.row(tile) + warp * 16, work.token(tile));
     for (int pair = 0; pair < work.pairs; pair++) {
 #pragma unroll
       for (int u = 0; u < 2; u++) {
@@ -180,7 +181,6 @@ __device__ __forceinline__ void multiply_tiles(const mixed_work<FORM> &work, int
     for (int i = 0; i < FORM::SUMS; i++) asm volatile("" : "+f"(sum[i])::"memory"); // read after the wait
     if (before >= 0) release(before);
     before = -1;
-    epilogue.enter(work.row(tile) + warp * 16, work.token(tile));
     if (work.args.splits > 1) {
       join(sum, work, epilogue);
       continue;

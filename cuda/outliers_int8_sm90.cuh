@@ -25,22 +25,19 @@ __device__ __forceinline__ void st_shared_1(uint32_t address, uint32_t v) {
 __device__ __forceinline__ void st_shared_2(uint32_t address, uint32_t v) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((uint16_t)v) : "memory");
 }
-__device__ __forceinline__ void st_shared_8(uint32_t address, uint2 v) {
-  asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
-}
 __device__ __forceinline__ uint32_t ld_shared_2(uint32_t address) {
   uint16_t v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
   return v;
 }
-// A byte of each of two rows of 128 bytes that are 32 rows apart. Without a branch, and nothing is read where it is not
-// wanted: wgmma reads the same memory.
-__device__ __forceinline__ void ld_bytes_if(bool wanted, uint32_t address, uint32_t (&v)[2]) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\n"
-               "@p ld.shared.u8 %0, [%2];\n@p ld.shared.u8 %1, [%2+4096];\n}"
-               : "=&r"(v[0]), "=&r"(v[1])
+// Zero where it is not wanted. Without a branch, and nothing is read then: copies write the same memory.
+__device__ __forceinline__ uint32_t ld_shared_if(bool wanted, uint32_t address) {
+  uint32_t v;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\nmov.u32 %0, 0;\n@p ld.shared.u8 %0, [%1];\n}"
+               : "=&r"(v)
                : "r"(address), "r"((uint32_t)wanted)
                : "memory");
+  return v;
 }
 // Zero where there is none. Without a branch, which would wait for each load.
 __device__ __forceinline__ uint32_t ld_if(bool there, const uint16_t *from) {
@@ -78,8 +75,9 @@ struct eight_codes {
 template <typename T, typename FORM> struct outlier_warps {
   static constexpr int THREADS = OUTLIER_WARPS * 32, CHUNK = BSH_INT8_CHUNK, BARRIER = 1, NO_COLUMN = 0xFFFF;
   static constexpr int MARKERS = CONSUMERS * 32 + THREADS, MARKED = 2; // who marks columns, and a barrier
-  static constexpr int AT_ONCE = 1024;                                 // words of eight claims
-  static constexpr int W_ROWS = FORM::COLUMNS / (32 * RING_WARPS);     // of a lane, of what comes out of the ring
+  static constexpr int AT_ONCE = FORM::ROWS * 128 / 16; // words of eight claims: what the operand of x has room for
+  static constexpr int WARP_ROWS = FORM::COLUMNS / RING_WARPS; // of W, of what comes out of the ring
+  static constexpr int W_ROWS = (WARP_ROWS + 31) / 32;         // of a lane
   const int8_work<FORM> &work;
   const bsh_int8_gemm_args &args;
   const int warp, lane;
@@ -98,9 +96,9 @@ template <typename T, typename FORM> struct outlier_warps {
 
   // ---- the list ----
 
-  // A bit for each column that has a claim, zeros beyond K; claims pass where operands will be. By all that do not
-  // copy: those that multiply have nothing to do yet. Loops are not unrolled: this code is new to the multiprocessor in
-  // each launch, and fetching it would take longer than running it.
+  // A bit for each column that has a claim, zeros beyond K; claims pass where x will be, and not beyond: W's operand
+  // may be cleared after them. By all that do not copy: those that multiply have nothing to do yet. Loops are not
+  // unrolled: this code is new to the multiprocessor in each launch, and fetching it would take longer than running it.
   static __device__ __forceinline__ void mark_columns(const int8_work<FORM> &work, int thread) {
     const int words = work.args.K / 8, padded = (work.args.K + 31) / 32 * 4;
     const uint4 *const claims = reinterpret_cast<const uint4 *>(work.args.claims);
@@ -353,7 +351,8 @@ template <typename T, typename FORM> struct outlier_warps {
   // x, which are zeros. Frees every stage.
   __device__ __forceinline__ void take_w(int8_ring<FORM> &ring, int n) const {
     constexpr int WIDE = 4; // columns at once
-    const int row = warp * (32 * W_ROWS) + lane;
+    const int row = warp * WARP_ROWS + lane;
+    const auto has_row = [&](int i) { return 32 * (i + 1) <= WARP_ROWS || 32 * i + lane < WARP_ROWS; };
     eight_codes codes[W_ROWS];
     int at = 0;
     const auto push = [&](const uint32_t *c) {
@@ -361,7 +360,8 @@ template <typename T, typename FORM> struct outlier_warps {
       for (int i = 0; i < W_ROWS; i++) codes[i].push(c[i]);
       if (++at % 8 != 0) return;
 #pragma unroll
-      for (int i = 0; i < W_ROWS; i++) store_w(row + 32 * i, at - 8, codes[i].of);
+      for (int i = 0; i < W_ROWS; i++)
+        if (has_row(i)) store_w(row + 32 * i, at - 8, codes[i].of);
     };
     int k[WIDE];
     const auto read_list = [&](int from) {
@@ -380,7 +380,9 @@ template <typename T, typename FORM> struct outlier_warps {
 #pragma unroll
         for (int j = 0; j < WIDE; j++) {
           in_stage[j] = k[j] < end_k;
-          ld_bytes_if(in_stage[j], b + in_tile(row, k[j] % BSH_GEMM_INT8_DEPTH), c[j]);
+          const uint32_t from = b + in_tile(row, k[j] % BSH_GEMM_INT8_DEPTH);
+#pragma unroll
+          for (int i = 0; i < W_ROWS; i++) c[j][i] = ld_shared_if(in_stage[j] && has_row(i), from + 32 * 128 * i);
         }
         const int taken = in_stage[3] ? 4 : in_stage[2] ? 3 : in_stage[1] ? 2 : 1;
         read_list(at + taken);
@@ -457,12 +459,6 @@ __device__ __forceinline__ void multiply_found(int (&sum)[FORM::SUMS], float (&p
     wgmma_fence();
 #pragma unroll 1
     for (int k = 0; k < (n + 31) / 32; k++) wgmma_codes<FORM::OWN>::mma_async(sum, x_codes + 2 * k, w_codes + 2 * k);
-    if constexpr (FORM::SUMS > 32) { // both at once would take too many registers
-      wgmma_commit();
-      wgmma_wait<0>();
-      renew(sum);
-      wgmma_fence();
-    }
 #pragma unroll 1
     for (int k = 0; k < (n + 15) / 16; k++) wgmma_ss<T, FORM::OWN>::mma_async(part, x + 2 * k, w + 2 * k);
     wgmma_commit();

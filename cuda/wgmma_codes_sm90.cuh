@@ -23,7 +23,9 @@ template <int N> struct wgmma_codes;
                    : "l"(a), "l"(b));                                                                                  \
     }                                                                                                                  \
   };
+BSH_WGMMA_CODES(32, BSH_LIST_16, "16", "17", BSH_I16(0))
 BSH_WGMMA_CODES(64, BSH_LIST_32, "32", "33", BSH_I32(0))
+BSH_WGMMA_CODES(96, BSH_LIST_48, "48", "49", BSH_I32(0), BSH_I16(32))
 BSH_WGMMA_CODES(128, BSH_LIST_64, "64", "65", BSH_I32(0), BSH_I32(32))
 BSH_WGMMA_CODES(256, BSH_LIST_128, "128", "129", BSH_I32(0), BSH_I32(32), BSH_I32(64), BSH_I32(96))
 
@@ -39,7 +41,9 @@ template <typename T, int N> struct wgmma_ss;
     }                                                                                                                  \
   };
 #define BSH_WGMMA_SS_SIZES(TYPE, PTX)                                                                                  \
+  BSH_WGMMA_SS(TYPE, PTX, 32, BSH_LIST_16, "16", "17", BSH_D16(0))                                                     \
   BSH_WGMMA_SS(TYPE, PTX, 64, BSH_LIST_32, "32", "33", BSH_D32(0))                                                     \
+  BSH_WGMMA_SS(TYPE, PTX, 96, BSH_LIST_48, "48", "49", BSH_D32(0), BSH_D16(32))                                        \
   BSH_WGMMA_SS(TYPE, PTX, 128, BSH_LIST_64, "64", "65", BSH_D32(0), BSH_D32(32))                                       \
   BSH_WGMMA_SS(TYPE, PTX, 256, BSH_LIST_128, "128", "129", BSH_D32(0), BSH_D32(32), BSH_D32(64), BSH_D32(96))
 BSH_WGMMA_SS_SIZES(__nv_bfloat16, "bf16")

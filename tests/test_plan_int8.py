@@ -26,12 +26,11 @@ def chosen_by_the_plan():
         ("gemv_int8", 32, {}),
         ("gemm_int8_sm90", 33, {}),
         ("gemv_int8", 32, {"outliers": True}),
-        ("mixed_int8_sm90", 33, {"outliers": True}),
-        ("mixed_int8_sm90", 64, {"outliers": True}),
-        ("gemm_int8_sm90", 65, {"outliers": True}),
+        ("gemm_int8_sm90", 33, {"outliers": True}),
+        ("mixed_int8_sm90", 33, {"outliers": True, "N": 14336}),
         ("mixed_int8_sm90", 128, {"outliers": True, "N": 14336}),
         ("gemm_int8_sm90", 129, {"outliers": True, "N": 14336}),
-        ("gemm_int8_sm90", 64, {"outliers": True, "x_alignment": 8}),
+        ("gemm_int8_sm90", 64, {"outliers": True, "N": 14336, "x_alignment": 8}),
         ("gemm_int8", 64, {"outliers": True, "tensor_maps": False}),
         ("gemv_int8", 16, LARGE),
         ("gemm_int8_sm90", 17, LARGE),
@@ -94,7 +93,7 @@ def test_outlier_columns_that_are_gathered():
 
 def test_outlier_columns_that_the_product_finds():
     """All of gemm_int8_sm90 but its largest form, and blocks that share a tile: less memory than to gather them."""
-    for M, N, K in ((200, 4096, 4096), (256, 28672, 8192), (4096, 4096, 4096)):
+    for M, N, K in ((200, 4096, 4096), (256, 28672, 8192), (1024, 4096, 4096)):
         found = plan(M, N, K, outliers=True)
         assert found["finds"] and found["capacity"] == 0 and found["scratch_bytes"] < M * (K + 256) + 2 * K + 2048
         assert not plan(M, N, K)["finds"]
@@ -117,39 +116,50 @@ def test_a_cut_fills_the_gpu_once(M, N, K, settings):
     blocks, cluster = launch["grid"][0], launch["cluster"]
     assert blocks % cluster == 0 and blocks <= 132 and launch["shared_bytes"] <= 227 << 10
     pairs = "kernel" in settings or launch["entry"].endswith(("n256", "c2"))
-    assert cluster % (1 + pairs) == 0 and (cluster == 1 + pairs or M <= 300)
+    of_form = 3 if launch["entry"].endswith("c3") else 1 + pairs
+    assert cluster % of_form == 0 and (cluster == of_form or M <= 300)
 
 
-# Which form and how many blocks of a cluster were the fastest on an H200 or an H100, by direction or kernel and size.
+# Which form and how many blocks of a cluster were the fastest by direction or kernel and size: on an H100, to 4 %;
+# mixed_int8_sm90 and gradients on an H200.
 FASTEST = [
-    ({}, 64, 4096, 4096, "m64_n128", 1),
-    ({}, 192, 4096, 4096, "m64_n128", 1),
-    ({}, 128, 4096, 4096, "m64_n128_c2", 2),
-    ({}, 256, 4096, 4096, "m64_n128_c2", 2),
+    ({}, 33, 4096, 4096, "m64_n64", 1),
+    ({}, 96, 4096, 4096, "m64_n64_c2", 2),
+    ({}, 128, 4096, 4096, "m64_n64_c2", 2),
+    ({}, 160, 4096, 4096, "m64_n128_c3", 3),
+    ({}, 192, 4096, 4096, "m64_n128_c3", 3),
+    ({}, 256, 4096, 4096, "m128_n96_c2", 2),
     ({}, 384, 4096, 4096, "m128_n128", 1),
     ({}, 512, 4096, 4096, "m128_n128_c2", 2),
-    ({}, 1024, 4096, 4096, "m128_n128_c2", 2),
-    ({}, 4096, 4096, 4096, "m128_n128_c2", 2),
-    ({}, 64, 14336, 4096, "m64_n128", 1),
+    ({}, 1024, 4096, 4096, "m128_n256", 2),
+    ({}, 4096, 4096, 4096, "m128_n256", 2),
+    ({}, 64, 14336, 4096, "m64_n64", 1),
     ({}, 128, 14336, 4096, "m128_n128", 1),
+    ({}, 192, 14336, 4096, "m128_n256", 2),
     ({}, 384, 14336, 4096, "m128_n128", 1),
-    ({}, 192, 14336, 4096, "m64_n128", 1),
-    ({}, 256, 14336, 4096, "m128_n128_c2", 2),
+    ({}, 512, 14336, 4096, "m128_n256", 2),
     ({}, 1024, 14336, 4096, "m128_n128_c2", 2),
     ({}, 32, 28672, 8192, "m64_n128", 1),
     ({}, 128, 28672, 8192, "m128_n128", 1),
-    ({}, 256, 28672, 8192, "m128_n128_c2", 2),
+    ({}, 192, 28672, 8192, "m128_n256", 2),
     ({}, 384, 28672, 8192, "m128_n128", 1),
     ({}, 512, 28672, 8192, "m128_n128_c2", 2),
     ({}, 1024, 28672, 8192, "m128_n256", 2),
-    ({}, 4096, 14336, 4096, "m128_n256", 2),
-    ({"outliers": True}, 64, 4096, 4096, "m64", 6),
-    ({"outliers": True}, 128, 4096, 4096, "m64_n128_c2", 2),
-    ({"outliers": True}, 192, 4096, 4096, "m64_n128", 1),
+    ({"outliers": True}, 33, 4096, 4096, "m64_n64", 1),
+    ({"outliers": True}, 128, 4096, 4096, "m64_n64_c2", 2),
+    ({"outliers": True}, 192, 4096, 4096, "m64_n128_c3", 3),
+    ({"outliers": True}, 256, 4096, 4096, "m128_n96_c2", 2),
+    ({"outliers": True}, 768, 4096, 4096, "m128_n96_c2", 2),
+    ({"outliers": True}, 1024, 4096, 4096, "m128_n128_c2", 2),
+    ({"outliers": True}, 4096, 4096, 4096, "m128_n256", 2),
+    ({"outliers": True}, 192, 14336, 4096, "m64_n128", 1),
+    ({"outliers": True}, 256, 14336, 4096, "m128_n128_c2", 2),
     ({"outliers": True}, 128, 28672, 8192, "m128_n128", 1),
+    ({"outliers": True}, 1024, 28672, 8192, "m128_n256", 2),
     ({"outliers": True}, 64, 14336, 4096, "m64", 2),
     ({"outliers": True}, 128, 14336, 4096, "m128", 2),
     ({"outliers": True}, 64, 28672, 8192, "m64", 2),
+    ({"outliers": True, "kernel": "mixed_int8_sm90"}, 64, 4096, 4096, "m64", 6),
     ({"gradient": True}, 64, 4096, 4096, "m64", 6),
     ({"gradient": True}, 256, 4096, 4096, "m256", 6),
     ({"gradient": True}, 64, 14336, 4096, "m64", 6),

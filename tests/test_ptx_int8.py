@@ -223,9 +223,14 @@ def test_many_rows(case, outliers):
 
 # M, N, K, multiprocessors, the form, blocks of a cluster, of all
 SM90 = [
-    (40, 600, 272, 3, "m64_n128", 1, 3),
-    (20, 200, 4112, 20, "m64_n128", 7, 14),
-    (120, 500, 400, 8, "m64_n128_c2", 2, 8),
+    (40, 600, 272, 3, "m64_n64", 1, 3),
+    (20, 100, 8208, 20, "m64_n64", 8, 16),
+    (70, 40, 8208, 2, "m64_n64_c2", 2, 2),
+    (20, 200, 272, 3, "m64_n128", 1, 2),
+    (20, 200, 8208, 20, "m64_n128", 7, 14),
+    (70, 280, 272, 3, "m64_n128_c2", 2, 2),
+    (130, 100, 800, 5, "m64_n128_c3", 3, 3),
+    (200, 40, 2064, 3, "m128_n96_c2", 2, 2),
     (100, 1000, 400, 4, "m128_n128", 1, 4),
     (250, 500, 1200, 2, "m128_n256", 2, 2),
     (200, 250, 272, 6, "m128_n128_c2", 2, 4),
@@ -235,13 +240,13 @@ SM90 = [
 @pytest.mark.parametrize("outliers", [0, 70])
 @pytest.mark.parametrize("case", SM90, ids=lambda case: "-".join(map(str, case)))
 def test_each_form_of_sm90(case, outliers):
-    """Blocks that take tile after tile, blocks that share a tile, pairs of blocks of which one has few rows."""
+    """Blocks that take tile after tile, blocks that share a tile, clusters of which one block has few rows or none."""
     M, N, K, sms, form, *blocks = case
     codes, absmax = weight(N, K)
     x = activations(M, K, F16, outliers)
     gpu = machine.Gpu(90, sms, seed=outliers + 1)
     y = gpu.linear_int8(x, codes, absmax, None, 6.0, "gemm_int8_sm90")
-    finds = form != "m128_n256" and blocks[0] <= 2  # else the columns are gathered by kernels before
+    finds = form != "m128_n256" and blocks[0] <= 3  # else the columns are gathered by kernels before
     assert gpu.launches[-1] == f"gemm_int8_sm90_f16_{form}" and gpu.blocks[-1] == tuple(blocks)
     assert len(gpu.launches) == (2 if finds else 4)
     other = machine.Gpu(90, sms).linear_int8(x, codes, absmax, None, 6.0, "gemm_int8")
@@ -251,13 +256,16 @@ def test_each_form_of_sm90(case, outliers):
         assert ((y.double() - other.double()).abs() <= 2.0**-10 * other.double().abs() + 1e-4).all()
 
 
-@pytest.mark.parametrize("outliers", [0, 5, 40, 64, 100])
-@pytest.mark.parametrize("dtype", [F16, BF16])
-def test_columns_that_the_product_finds(dtype, outliers):
+FOUND = [(dtype, outliers, 600, 272) for dtype in (F16, BF16) for outliers in (0, 5, 40, 64, 100)]
+FOUND += [(F16, 8, 100, 8192), (BF16, 40, 100, 8192)]  # more claims than x's operand has room for
+
+
+@pytest.mark.parametrize("dtype, outliers, N, K", FOUND)
+def test_columns_that_the_product_finds(dtype, outliers, N, K):
     """Whatever was in memory before, claims of other columns or of all, and whether blocks run at the same time and
     share what they gather of x, or one after the other: the same bits."""
-    codes, absmax = weight(600, 272)
-    x, bias = activations(40, 272, dtype, outliers, 280), drawn(600, dtype=dtype)
+    codes, absmax = weight(N, K)
+    x, bias = activations(40, K, dtype, outliers, K + 8), drawn(N, dtype=dtype)
     gpu = machine.Gpu(90, 3, seed=outliers + 1, ones_each=1000000)
     y = gpu.linear_int8(x, codes, absmax, bias, 6.0, "gemm_int8_sm90")
     assert [name[:7] for name in gpu.launches] == ["quantiz", "gemm_in"]

@@ -230,7 +230,7 @@ static bsh_status run_sm90(const bsh_int8_plan *const plan, bsh_int8_gemm_args *
   const bsh_int8_form *const form = &bsh_int8_forms[plan->form];
   const bsh_int8_outliers *const of = &args->outliers;
   const bsh_map_type type = dtype == BSH_F16 ? BSH_MAP_F16 : BSH_MAP_BF16;
-  const int32_t part = form->columns / form->cluster;
+  const int32_t part = form->columns / bsh_gemm_int8_sm90_readers(form->cluster);
   bsh_tensor_map a, b, x, w;
   BSH_TRY(map_of(context, args->a, args->M, args->K, BSH_MAP_U8, form->rows, &a));
   BSH_TRY(map_of(context, args->b, args->N, args->K, BSH_MAP_U8, part, &b));

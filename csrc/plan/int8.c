@@ -1,6 +1,6 @@
 /* plan/int8.c - see plan/int8.h. Which kernel, form and cut computes a product where several can is estimated. The
- * numbers of the kernels of sm_90 are from an H200 (benchmarks/results/int8_h200_202611.md); others are what its tensor
- * cores and memory can do. */
+ * numbers of gemm_int8_sm90 are from an H100, of other kernels of sm_90 from an H200
+ * (benchmarks/results/int8_h100_202611.md, int8_h200_202611.md); others are what its tensor cores and memory can do. */
 #include "plan/int8.h"
 
 #include <inttypes.h>
@@ -19,8 +19,9 @@ const char *bsh_int8_kernel_name(const bsh_int8_kernel kernel) { return names[ke
 
 #define FORM(name, rows, columns, stages, cluster) {rows, columns, stages, cluster},
 const bsh_int8_form bsh_int8_forms[] = {BSH_GEMM_INT8_SM90_FORMS(FORM)};
-enum { FORMS = 5, MOST_ROWS = 65535 * BSH_INT8_ANY_TOKENS }; /* a grid's second size, of `any` */
-enum { LARGE = 150000000 };                                  /* codes of a weight */
+enum { FORMS = sizeof bsh_int8_forms / sizeof *bsh_int8_forms };
+enum { MOST_ROWS = 65535 * BSH_INT8_ANY_TOKENS }; /* a grid's second size, of `any` */
+enum { LARGE = 150000000 };                       /* codes of a weight */
 
 /* ---- what a kernel refuses ---- */
 
@@ -109,17 +110,17 @@ static bsh_int8_kernel choose_dgrad(const bsh_int8_facts *const f) {
 
 /* On an H200. A weight of 28672 x 8192: gemv_int8 took 99 us at 24 and 32 rows, gemm_int8_sm90 without a threshold 73
  * and 71. With a threshold, on an H100, mixed_int8_sm90, and gemm_int8_sm90 with 0, 8 and 64 columns that it finds: 14
- * and 12, 15, 19 us at 64 rows of 4096 x 4096, 17 and 12, 14, 17 at 128; 32 and 33, 35, 37 at 128 of 14336 x 4096; 92
- * and 94, 96, 97 at 64 of 28672 x 8192. */
+ * and 12, 13, 16 us at 33 rows of 4096 x 4096, 17 and 12, 13, 16 at 128; 32 and 32, 35, 36 at 128 of 14336 x 4096; 93
+ * and 92, 94, 97 at 64 of 28672 x 8192. */
 static bsh_int8_kernel choose(const bsh_int8_facts *const f) {
-  enum { MIXED_ROWS = 128, MIXED_ROWS_OF_OTHERS = 64, SMALL = 32000000 };
+  enum { MIXED_ROWS = 128, MIXED_ROWS_OF_LARGE = 64, SMALL = 32000000 };
   if (f->forced != BSH_INT8_COUNT) return f->forced;
   if (f->dgrad) return choose_dgrad(f);
   if (f->K == 0) return BSH_INT8_any;
   const bool large = f->N * f->K >= LARGE, small = f->N * f->K < SMALL, codes = !refuses(BSH_INT8_gemm_int8_sm90, f);
   const bool few = f->M <= (large && codes && !f->outliers ? BSH_INT8_FEW_ROWS : few_rows(f));
   if (few) return refuses(BSH_INT8_gemv_int8, f) ? BSH_INT8_any : BSH_INT8_gemv_int8;
-  const bool mixed = f->outliers && f->M <= (large || small ? MIXED_ROWS_OF_OTHERS : MIXED_ROWS);
+  const bool mixed = f->outliers && f->M <= (small && codes ? 0 : large ? MIXED_ROWS_OF_LARGE : MIXED_ROWS);
   if (mixed && !refuses(BSH_INT8_mixed_int8_sm90, f)) return BSH_INT8_mixed_int8_sm90;
   return codes ? BSH_INT8_gemm_int8_sm90 : BSH_INT8_gemm_int8;
 }
@@ -266,20 +267,30 @@ static void take_cut(bsh_int8_plan *const plan, const sm90_cut *const c, const i
                                                 .overlap = true};
 }
 
-/* Nanoseconds, which order the forms and cuts as an H200 did at 19 sizes, and m64_n128_c2 as an H100 did, too: of a
- * stage of 128 of depth; of a tile beside them; of joining sums; of the last pair of blocks where one of it has no
- * rows. Infinite for a cut that there is not. */
+/* Whether gemm_int8_sm90 finds outlier columns itself. */
+static bool finds_columns(const bsh_int8_facts *const f, const sm90_cut *const c) {
+  const bool can = f->outliers && c->splits == 1 && bsh_gemm_int8_sm90_finds(bsh_int8_forms[c->form].columns);
+  return can && f->M <= BSH_INT8_FOUND_ROWS && f->K <= BSH_INT8_FOUND_K;
+}
+
+/* Nanoseconds, which order the forms as an H100 did at 32 sizes (benchmarks/results/int8_h100_202611.md), to 4 %: of a
+ * stage of 128 of depth; of a tile beside them; of joining sums; where one of a cluster's blocks has no rows; where
+ * quantize_int8 of the next product finds no room; of gathering columns of a W of N rows. Infinite for a cut that there
+ * is not, and for clusters of three where they may not run at once. */
 static double sm90_nanoseconds(const bsh_int8_facts *const f, const sm90_cut *const c) {
-  static const double stage[FORMS] = {260, 230, 430, 400, 880}, beside[FORMS] = {1500, 1500, 2000, 2000, 3000};
-  static const double join = 5500, half_empty = 5000, measured = 1.5e11;
-  enum { LARGEST = FORMS - 1, MANY_ROWS = 512 };
+  static const double stage[FORMS] = {190, 185, 255, 240, 215, 280, 400, 385, 740};
+  static const double beside[FORMS] = {1400, 1500, 1300, 1500, 1500, 3300, 2000, 1900, 2000};
+  static const double join = 5500, half_empty = 6800, no_room = 6000, gather = 2600, gather_row = 0.6;
+  enum { THREES = 32, MOST_BLOCKS = 105 }; /* on 132 multiprocessors */
   const bsh_int8_form *const s = &bsh_int8_forms[c->form];
-  const int64_t stages = divide_up(f->K, BSH_GEMM_INT8_DEPTH);
+  const int64_t stages = divide_up(f->K, BSH_GEMM_INT8_DEPTH), blocks = min_i64(c->tiles, c->clusters) * s->cluster;
   if (c->splits > 1 && (s->cluster > 1 || stages < 2 * c->splits)) return HUGE_VAL;
-  const bool beyond = f->M >= MANY_ROWS && (double)f->M * (double)f->N * (double)f->K > measured;
-  if (beyond && c->form != LARGEST) return HUGE_VAL;
-  const bool empty = s->cluster > 1 && divide_up(f->M, s->rows) % s->cluster != 0;
-  return nanoseconds(c, stages, stage[c->form], beside[c->form], join) + (empty ? half_empty : 0);
+  if (s->cluster == 3 && c->tiles * 132 > THREES * f->sms) return HUGE_VAL;
+  const bool full = bsh_gemm_int8_sm90_registers(s->columns) == BSH_GEMM_INT8_SM90_REGISTERS &&
+                    blocks * c->splits * 132 > MOST_BLOCKS * f->sms;
+  const double empty = divide_up(f->M, s->rows) % s->cluster != 0 ? half_empty : 0;
+  const double gathered = f->outliers && !finds_columns(f, c) ? gather + gather_row * (double)f->N : 0;
+  return nanoseconds(c, stages, stage[c->form], beside[c->form], join) + empty + (full ? no_room : 0) + gathered;
 }
 
 static sm90_cut best_sm90(const bsh_int8_facts *const f) {
@@ -290,12 +301,6 @@ static sm90_cut best_sm90(const bsh_int8_facts *const f) {
       if (sm90_nanoseconds(f, &other) < sm90_nanoseconds(f, &best)) best = other;
     }
   return best;
-}
-
-/* Whether gemm_int8_sm90 finds outlier columns itself. */
-static bool finds_columns(const bsh_int8_facts *const f, const sm90_cut *const c) {
-  const bool can = f->outliers && c->splits == 1 && bsh_gemm_int8_sm90_finds(bsh_int8_forms[c->form].columns);
-  return can && f->M <= BSH_INT8_FOUND_ROWS && f->K <= BSH_INT8_FOUND_K;
 }
 
 static void plan_sm90(const bsh_int8_facts *const f, bsh_int8_plan *const plan) {

@@ -422,8 +422,8 @@ static void check_gemm_int8_sm90(const char *const name, const bsh_int8_gemm_arg
   check_found(name, args, columns);
   if (args->outliers.capacity > 0)
     CHECK(maps[0].data == args->outliers.x && maps[1].data == args->outliers.w && maps[0].box_rows == forms[i].first &&
-              maps[1].box_rows * rings[i].second == columns && maps[0].columns == args->outliers.capacity &&
-              maps[1].rows == args->N,
+              maps[1].box_rows * bsh_gemm_int8_sm90_readers((int32_t)rings[i].second) == columns &&
+              maps[0].columns == args->outliers.capacity && maps[1].rows == args->N,
           "%s: maps of gathered columns", name);
 }
 
