@@ -20,10 +20,10 @@ template <int ROWS_, int COLUMNS_, int STAGES_, int CLUSTER_> struct int8_form {
   static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
   static constexpr int A_BYTES = ROWS * BSH_GEMM_INT8_DEPTH, B_BYTES = COLUMNS * BSH_GEMM_INT8_DEPTH;
   static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
-  static constexpr int READERS = bsh_gemm_int8_sm90_readers(CLUSTER),
-                       PART = COLUMNS / READERS;                 // blocks; rows of W each
-  static constexpr int OWN = ROWS == 64 ? COLUMNS / 2 : COLUMNS; // columns of a warpgroup
-  static constexpr int SUMS = OWN / 2;                           // of a thread
+  static constexpr int READERS = bsh_gemm_int8_sm90_readers(CLUSTER); // blocks of a cluster
+  static constexpr int PART = COLUMNS / READERS;                      // rows of W that each reads
+  static constexpr int OWN = ROWS == 64 ? COLUMNS / 2 : COLUMNS;      // columns of a warpgroup
+  static constexpr int SUMS = OWN / 2;                                // of a thread
   // Of the ring where outlier columns are found.
   static constexpr int FOUND_STAGES = bsh_gemm_int8_sm90_found_stages(ROWS, COLUMNS, STAGES);
   static constexpr bool FINDS = bsh_gemm_int8_sm90_finds(COLUMNS);

@@ -135,6 +135,18 @@ def test_products_of_layers(kernel, dtype, columns):
     assert tried or dtype is F32 or torch.cuda.get_device_capability()[0] != 9
 
 
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("rows", [33, 70, 128, 160, 192, 250, 384, 500, 1000])
+def test_forms_and_columns(dtype, rows):
+    """Each form that the plan takes; K beyond what shared memory has for claims; columns that are found or gathered."""
+    for N, K, columns in ((4096, 4096, 5), (4096, 4096, 64), (1096, 8192, 8), (14336, 4096, 20), (1000, 8192, 150)):
+        codes, absmax = weight(N, K)
+        bias, x = torch.randn(N, device="cuda").to(dtype), activations(rows, K, dtype, columns)
+        y = linear(x, codes, absmax, bias, 6.0, "gemm_int8_sm90")
+        assert same_bytes(y, linear(x, codes, absmax, bias, 6.0, "gemm_int8_sm90"))
+        check(y, as_coded(x, 6.0), codes, absmax, bias)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 33, 500])
 def test_input_gradient(dtype, rows):
