@@ -110,17 +110,17 @@ static bsh_int8_kernel choose_dgrad(const bsh_int8_facts *const f) {
 
 /* On an H200. A weight of 28672 x 8192: gemv_int8 took 99 us at 24 and 32 rows, gemm_int8_sm90 without a threshold 73
  * and 71. With a threshold, on an H100, mixed_int8_sm90, and gemm_int8_sm90 with 0, 8 and 64 columns that it finds: 14
- * and 12, 13, 16 us at 33 rows of 4096 x 4096, 17 and 12, 13, 16 at 128; 32 and 32, 35, 36 at 128 of 14336 x 4096; 93
- * and 92, 94, 97 at 64 of 28672 x 8192. */
+ * and 12, 13, 15 us at 33 rows of 4096 x 4096, 17 and 12, 13, 16 at 128; 29 and 28, 30, 32 at 64 of 14336 x 4096, 34
+ * and 31, 33, 34 at 128; 93 and 92, 94, 97 at 64 of 28672 x 8192. */
 static bsh_int8_kernel choose(const bsh_int8_facts *const f) {
-  enum { MIXED_ROWS = 128, MIXED_ROWS_OF_LARGE = 64, SMALL = 32000000 };
+  enum { MIXED_ROWS = 64, SMALL = 32000000 };
   if (f->forced != BSH_INT8_COUNT) return f->forced;
   if (f->dgrad) return choose_dgrad(f);
   if (f->K == 0) return BSH_INT8_any;
   const bool large = f->N * f->K >= LARGE, small = f->N * f->K < SMALL, codes = !refuses(BSH_INT8_gemm_int8_sm90, f);
   const bool few = f->M <= (large && codes && !f->outliers ? BSH_INT8_FEW_ROWS : few_rows(f));
   if (few) return refuses(BSH_INT8_gemv_int8, f) ? BSH_INT8_any : BSH_INT8_gemv_int8;
-  const bool mixed = f->outliers && f->M <= (small && codes ? 0 : large ? MIXED_ROWS_OF_LARGE : MIXED_ROWS);
+  const bool mixed = f->outliers && f->M <= MIXED_ROWS && !(small && codes);
   if (mixed && !refuses(BSH_INT8_mixed_int8_sm90, f)) return BSH_INT8_mixed_int8_sm90;
   return codes ? BSH_INT8_gemm_int8_sm90 : BSH_INT8_gemm_int8;
 }
