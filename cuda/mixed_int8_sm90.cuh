@@ -200,7 +200,7 @@ __device__ __forceinline__ void multiply_mixed(const bsh_tensor_map &x, const bs
   if (threadIdx.x == 0) work.init();
   if (warp == COPY_WARP && lane == 0) prefetch_map(&x), prefetch_map(&w);
   __syncthreads();
-  cluster_meet();
+  cluster_meet_relaxed();
   let_later_kernels_start();
   if (warp == COPY_WARP && lane == 0) prefetch_w<OPERAND::DEPTH_FIRST>(work, &w);
   wait_for_earlier_kernels();
@@ -214,7 +214,7 @@ __device__ __forceinline__ void multiply_mixed(const bsh_tensor_map &x, const bs
     multiply_tiles<T>(work, warp, lane, OPERAND(args, warp, lane), EPILOGUE(args, lane));
   }
   __syncwarp();
-  cluster_meet(); // nobody ends while a block of its cluster may still write here
+  cluster_meet_relaxed(); // nobody ends while a block of its cluster may still write here
 }
 #endif
 

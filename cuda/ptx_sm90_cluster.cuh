@@ -46,6 +46,11 @@ __device__ __forceinline__ void mbarrier_arrive_there(uint32_t barrier) {
 __device__ __forceinline__ void cluster_meet() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
+// The same, and what was written before is not ordered, which takes MEMBAR: barriers are, by fence_mbarrier_init, and
+// what was read has been used.
+__device__ __forceinline__ void cluster_meet_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 
 template <int REGISTERS> __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
