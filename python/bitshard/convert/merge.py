@@ -230,7 +230,8 @@ def _adapted(model: nn.Module, config: Any, tensors: dict[str, Tensor], adapter:
 
     with warnings.catch_warnings(), blamed_on("peft cannot load the adapter"):
         warnings.simplefilter("ignore")
-        tuned = PeftModel(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
+        shares = bool(config.layer_replication)  # parameters, which peft's saving of memory would make anew
+        tuned = PeftModel(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=not shares)
     _require_sizes(tuned, tensors, adapter)
     named: dict[str, Tensor] = {}
 
@@ -247,7 +248,8 @@ def _adapted(model: nn.Module, config: Any, tensors: dict[str, Tensor], adapter:
     if found.unexpected_keys:
         count = f"{len(found.unexpected_keys)} of {len(tensors)}"
         raise ValueError(f"{adapter}: {count} tensors fit no module of the base: {some(sorted(found.unexpected_keys))}")
-    absent = [name for name in found.missing_keys if _ADAPTER in name.split(".")]
+    own = dict(tuned.named_parameters(remove_duplicate=False))  # a tied adapter has other names for the same ones
+    absent = [name for name, parameter in own.items() if _ADAPTER in name.split(".") and parameter.is_meta]
     if absent:
         raise ValueError(f"{adapter}: {len(absent)} tensors of the adapter are missing: {some(sorted(absent))}")
     return tuned.eval()

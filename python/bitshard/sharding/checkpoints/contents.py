@@ -159,17 +159,33 @@ def is_adapted(module: nn.Module) -> bool:
     return is_tuner(module) or not _PEFT.isdisjoint(kind.__name__ for kind in type(module).__mro__)
 
 
+def is_adapted_by_peft(module: nn.Module) -> bool:
+    """Whether this is a layer, wrapper or model of peft."""
+    return is_adapted(module) or hasattr(module, "get_base_model")
+
+
 def pieces(model: nn.Module, merge: bool) -> list[Piece]:
     """All pieces of `model` in the order of its state dict, a tensor in each of its places.
 
     ValueError with `merge` for a model without adapters that could be merged; for a wrapper of peft that is not known;
     for weights that are not quantized yet.
     """
+    if merge:
+        _require_weights(model)
     walk = _Walk(model, merge)
     found = list(walk.below(model, "", None))
     if merge and not walk.tuners:
         raise ValueError("merge=True: this model has no adapters of peft")
     return found
+
+
+def _require_weights(model: nn.Module) -> None:
+    """ValueError where the active adapter is a prompt, which no weight can hold."""
+    for module in model.modules():
+        config = getattr(module, "active_peft_config", None) if hasattr(module, "get_base_model") else None
+        if getattr(config, "is_prompt_learning", False):
+            kind = getattr(config.peft_type, "value", config.peft_type)
+            raise ValueError(f"merge=True: the adapter is a prompt ({kind}), which cannot be merged into weights")
 
 
 def require_readable(found: list[Piece]) -> None:

@@ -103,7 +103,7 @@ class DenseWeights:
                 yield from self._of(ranks, collector, *gathered)
 
     def _written(self, model: nn.Module) -> Written:
-        merge = self.merge and any(map(contents.is_adapted, model.modules()))
+        merge = self.merge and any(map(contents.is_adapted_by_peft, model.modules()))
         found = written(model, merge, self.dtype, _WHAT)
         # FSDP registers parameters anew, and so in another order, but the order is to be the one announced before.
         found.pieces = [merging.part_of(piece, sorted(piece.names)) for piece in found.pieces]
