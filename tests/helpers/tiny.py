@@ -1,5 +1,6 @@
 """Tiny models of any architecture of transformers, made from its config class by the names of its settings."""
 
+import contextlib
 import copy
 import inspect
 import re
@@ -82,10 +83,8 @@ def shrink(config):
 
 def configs(config_class, **options):
     """Small configs of a class, the most consistent one first; each may be refused by its model."""
-    try:
+    with contextlib.suppress(Exception):  # whatever its code says of these settings
         yield config_class(**{**settings(config_class()), **options})
-    except Exception as error:  # whatever its code says of these settings
-        reason = error
     config = shrink(config_class())
     for name, value in options.items():
         setattr(config, name, value)
@@ -187,14 +186,19 @@ def inputs(model):
 
 
 @torch.no_grad()
-def outputs(model, arguments=None):
+def outputs(model, arguments=None, **more):
     """{name: float tensor} that a seeded forward gives, and the arguments it was made with. LookupError that says why
-    there is none."""
+    there is none.
+
+    Args:
+        arguments: of an earlier forward; None: of those of `inputs` the first ones that the model takes.
+        more: beside them.
+    """
     reason = "no argument that is known here"
     for given in [arguments] if arguments is not None else inputs(model):
         try:
             torch.manual_seed(0)
-            found = model(**given, **({"use_cache": False} if _takes(model, "use_cache") else {}))
+            found = model(**given, **more, **({"use_cache": False} if _takes(model, "use_cache") else {}))
         except Exception as error:  # whatever its code says of these arguments
             reason = words(error)
             continue

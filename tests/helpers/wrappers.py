@@ -143,6 +143,8 @@ def _tuner(kind, made):
 
     def config(model):
         known = {"r": 4} if "r" in options else {}
+        if kind == "MULTITASK_PROMPT_TUNING":
+            return made(task_type="CAUSAL_LM", num_virtual_tokens=4, num_tasks=2)
         if kind in _PROMPTS:
             return made(task_type="CAUSAL_LM", num_virtual_tokens=4)
         if kind == "ADAPTION_PROMPT":
@@ -184,7 +186,24 @@ TUNERS = {
     for kind, made in PEFT_TYPE_TO_CONFIG_MAPPING.items()
     if kind.value not in ("LORA",)
 }
+# those that peft cannot put around a 4-bit layer
+DENSE_ONLY = {
+    "deft",
+    "delora",
+    "frod",
+    "glora",
+    "hra",
+    "loha",
+    "lokr",
+    "osf",
+    "peanut",
+    "psoft",
+    "supertuning",
+    "tinylora",
+}
+DENSE_ONLY = DENSE_ONLY & set(TUNERS)
 WRAPPERS = {**LORA, **TUNERS}
+OF_TASKS = {"POLY", "MULTITASK_PROMPT_TUNING"}  # whose forward asks for the number of a task
 CHANGES_BASE = {"layer_replication"}
 
 

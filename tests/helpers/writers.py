@@ -17,7 +17,7 @@ from bitshard.convert.merge import merge_folder
 from bitshard.convert.quantize import quantize_folder
 from bitshard.inventory import holder_of
 from helpers import tiny
-from helpers.wrappers import adapted_paths
+from helpers.wrappers import OF_TASKS, adapted_paths
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -134,18 +134,21 @@ class Subject:
         cls: class of transformers.
         folder: for its files.
         change: function of a model that is called for each one after it was loaded.
+        files: function of the folder of the dense files, which gives them their published names.
         options: settings of its config.
 
     LeftOut where no tiny model is made, or where transformers' own files give another model.
     """
 
-    def __init__(self, cls, folder, change=None, **options):
+    def __init__(self, cls, folder, change=None, files=None, **options):
         self.cls, self.folder, self.change = cls, Path(folder), change
         self.dense, self.packed = self.folder / "dense", self.folder / "packed"
         self.note = ""
         try:
             model = tiny.make(cls, **options)
             model.save_pretrained(self.dense)
+            if files is not None:
+                files(self.dense)
         except Exception as error:
             raise LeftOut(tiny.words(error)) from error
         try:
@@ -153,7 +156,11 @@ class Subject:
         except LookupError as error:
             expected, self.arguments, self.note = None, None, f"tensors compared only: {error}"
         self.models, self.given = {}, {}
-        self._have("dense", self._own(self.dense, model, expected))
+        again = self._own(self.dense, model, expected)
+        if files is not None:
+            again.save_pretrained(self.folder / "saved")
+        self.names = names_in(self.dense if files is None else self.folder / "saved")
+        self._have("dense", again)
 
     def _have(self, base, model):
         if self.change is not None:
@@ -183,7 +190,9 @@ class Subject:
 
     def outputs(self, model):
         """What it gives for the arguments of this subject; None where there is no forward."""
-        return None if self.arguments is None else tiny.outputs(model, self.arguments)[0]
+        kinds = {config.peft_type.value for config in getattr(model, "peft_config", {}).values()}
+        more = {"task_ids": torch.tensor([0])} if kinds & OF_TASKS else {}
+        return None if self.arguments is None else tiny.outputs(model, self.arguments, **more)[0]
 
     def _own(self, folder, model, expected):
         """Loaded again from transformers' own files. LeftOut where that is another model."""
@@ -290,7 +299,7 @@ def tried(subject, way, wrap, folder, wrapper_changes_base=False):
             model, adapted = base, before
         else:
             model, adapted = wrapped(subject, way, wrap)
-            if before is not None and not wrapper_changes_base and _gap(adapted, before) < 0.01:
+            if before is not None and not wrapper_changes_base and _gap(adapted, before) < 1e-3:
                 raise LeftOut("the adapter changes nothing")
         if wrapper_changes_base and not spec.adapters:
             with model.disable_adapter():
@@ -392,8 +401,8 @@ def _is_tied(subject, key):
 
 def _misnamed(subject, spec, out):
     """Names that differ from those in transformers' own folder; a tied tensor may have got one of its own."""
-    own = subject.packed if spec.packed and subject.is_packed else subject.dense
-    if not (names := names_in(own)):
+    names = names_in(subject.packed) if spec.packed and subject.is_packed else subject.names
+    if not names:
         return ""
     found = names_in(out)
     new = {name for name in found - names if not _is_tied(subject, name)}
