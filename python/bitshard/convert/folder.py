@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from bitshard.convert.source import Source
+from bitshard.sharding.checkpoints.expected import untied
 from bitshard.sharding.loading.skeleton import Skeleton
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_TIED = "tie_word_embeddings"
 _SHOWN = 240  # characters of what another library says
 
 
@@ -85,8 +87,23 @@ def skeleton_of(
             floats = [_DTYPES[source.dtype(name)] for name in source.files if source.dtype(name) in _DTYPES]
             config.dtype = floats[0] if floats else torch.float32
     skeleton = Skeleton(config, quantization_config, dtype, device, build, own_dtypes=True)
+    if _differ(source, getattr(skeleton.model, "all_tied_weights_keys", None) or {}):
+        skeleton = Skeleton(untied(config), quantization_config, dtype, device, build, own_dtypes=True)
+        skeleton.untied = True
     skeleton.check(source)
     return skeleton
+
+
+def _differ(source: Source, tied: dict[str, str]) -> bool:
+    """Whether the files have other values for some tensor than for the one that the model ties to it."""
+    for pair in tied.items():
+        files = [source.files.get(name) for name in pair]
+        if None in files or not all(file.exists() for file in files):  # consumed: only what is tied is
+            continue
+        first, second = map(source.read, pair)
+        if not torch.equal(first, second):
+            return True
+    return False
 
 
 def _class_of(config: Any) -> Any:
@@ -109,8 +126,17 @@ def small_files(folder: Path) -> set[str]:
     }
 
 
-def others(folder: Path, quantization_config: Any, dtype: str | None = None) -> dict[str, bytes]:
-    """The small files as they are, but the config, which says what the weights are now: in 4 bits, or in `dtype`."""
+def others(
+    folder: Path,
+    quantization_config: Any,
+    dtype: str | None = None,
+    untie: bool = False,
+    changes: dict[str, Any] | None = None,
+) -> dict[str, bytes]:
+    """The small files as they are, but the config, which says what the weights are now: in 4 bits, or in `dtype`.
+
+    `untie`: it says that no weights are tied; `changes`: what else it says of the model.
+    """
     found = {name: (folder / name).read_bytes() for name in sorted(small_files(folder))}
     config = json.loads(found["config.json"])
     config.pop("quantization_config", None)
@@ -119,5 +145,9 @@ def others(folder: Path, quantization_config: Any, dtype: str | None = None) -> 
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = dtype
+    for each in (config, *config.values()) if untie else ():
+        if each is config or (isinstance(each, dict) and each.get(_TIED)):
+            each[_TIED] = False
+    config.update(changes or {})
     found["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
     return found

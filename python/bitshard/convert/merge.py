@@ -6,13 +6,13 @@ those that it gives in one process: with a 4-bit base those of its dequantized w
 
 from __future__ import annotations
 
-import copy
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,18 +29,21 @@ from bitshard.convert.folder import (
 from bitshard.convert.headers import read_header
 from bitshard.convert.output import Output, require_new
 from bitshard.convert.source import Source
-from bitshard.convert.tensors import packed_like, reverted, use_conversions
-from bitshard.inventory import holder_of, holders_of
+from bitshard.convert.tensors import empty_weight, packed_entries
+from bitshard.inventory import holders_of
 from bitshard.kinds import QUANT_METHOD
-from bitshard.sharding.checkpoints import contents, gathering, merging
+from bitshard.sharding.checkpoints import gathering
+from bitshard.sharding.checkpoints.contents import Piece
 from bitshard.sharding.checkpoints.files import Entry, byte_count
 from bitshard.sharding.checkpoints.reading import some
+from bitshard.sharding.checkpoints.written import written
 from bitshard.sharding.loading.skeleton import Skeleton
 from bitshard.state import dtype_name
+from bitshard.tensor import Params4bit
 
 _FOUR_BIT = ("bitsandbytes", QUANT_METHOD)
+_ADAPTER = "default"  # peft's name for the adapter
 _NONE = "No such file: a folder of adapters has one"
-_PREFIX = "base_model.model."
 
 
 def merge_folder(
@@ -56,7 +59,8 @@ def merge_folder(
 ) -> int:
     """Write the model of `base` with the adapters of `adapter` in its weights to `out`.
 
-    At most one module is in memory beside the adapters. Files are written as `quantize_folder` writes them, and an
+    At most one module is in memory beside the adapters. What the base ties and the adapter changes in one place only is
+    written twice, and the config says that nothing is tied. Files are written as `quantize_folder` writes them, and an
     interrupted run goes on.
 
     Args:
@@ -91,172 +95,177 @@ def merge_folder(
             output.write(number, made)
         quantized = skeleton.quantizer.quantization_config if dtype is None else None
         name = None if dtype is None else dtype_name(dtype)
-        output.finish(others(base, quantized, name), sum(module.elements for module in merged.modules))
+        output.finish(others(base, quantized, name, merged.untied, merged.changes), merged.elements)
     finally:
         output.close()
         source.close()
-    return sum(bool(module.adapter) for module in merged.modules)
-
-
-class _Module(NamedTuple):
-    """A module with tensors of its own.
-
-    Attributes:
-        path: its name in the model.
-        module: on the meta device.
-        places: of its tensors, as of `Skeleton.places`.
-        adapter: the adapter's tensors for it, by peft's names; empty: there is none.
-        entries: what the new checkpoint has of it.
-        elements: numbers in it.
-    """
-
-    path: str
-    module: nn.Module
-    places: list[tuple[str, nn.Module, str]]
-    adapter: dict[str, Tensor]
-    entries: dict[str, Entry]
-    elements: int
+    return merged.adapted
 
 
 class _Merged:
-    """All modules, each made when it is asked for."""
+    """All modules of the base with tensors of their own, each made when it is asked for.
+
+    peft's model around the empty base says which adapters are where; the modules get their weights one after the other.
+    """
 
     def __init__(self, skeleton: Skeleton, files: Source, adapter: Path, dtype: torch.dtype | None):
         self.skeleton, self.files, self.dtype = skeleton, files, dtype
-        use_conversions(skeleton, packed=dtype is None)
-        self.config, tensors = _read_adapter(adapter)
-        ignored = set(getattr(skeleton.model, "_keys_to_ignore_on_save", None) or ())
-        groups: dict[int, list[tuple[str, nn.Module, str]]] = {}
-        for place in skeleton.places():
-            if place[0] not in ignored:
-                groups.setdefault(id(place[1]), []).append(place)
-        paths = {id(module): path for path, module in skeleton.model.named_modules()}
-        owned = _by_owner(tensors, {paths[key] for key in groups})
-        self.modules = [self._module(paths[key], places, owned[paths[key]]) for key, places in groups.items()]
-        left = tensors.keys() - {name for module in self.modules for name in module.adapter}
-        if left:
-            count = f"{len(left)} of {len(tensors)}"
-            raise ValueError(f"{adapter}: {count} tensors fit no module of the base: {some(sorted(left))}")
-        wrong = [line for module in self.modules for line in _misfits(module)]
-        if wrong:
-            raise ValueError(f"{adapter}: {len(wrong)} tensors do not fit the base: {some(wrong)}")
-        self.entries = {name: entry for module in self.modules for name, entry in module.entries.items()}
+        model = skeleton.model
+        pairs = list(_give_states(model))
+        self._empty = {id(new): (new, old) for new, old in pairs}  # what was in the places of packed weights
+        model._weight_conversions = skeleton.used
+        model.is_loaded_in_4bit = bool(self._empty)  # peft asks the model
+        config, tensors = _read_adapter(adapter)
+        self._replicated = bool(config.layer_replication)
+        self.tuned = _adapted(model, config, tensors, adapter)
+        self.found = written(self.tuned, True, dtype, "merge", self._entries)
+        self.pieces = self.found.pieces
+        self._made = {key: entry for piece in self.pieces for key, entry in self._entries(piece).items()}
+        self._names_of = [set(self._files_names(piece)) for piece in self.pieces]
+        self.adapted = sum(piece.tuner is not None or not self._is_of_base(piece) for piece in self.pieces)
+        self.elements = sum(math.prod(piece.shape(name)) for piece in self.pieces for name in piece.names)
 
-    def _module(self, path: str, places: list, adapter: dict[str, Tensor]) -> _Module:
-        module, made, late, elements = places[0][1], {}, "", 0
-        for key, _, name in places:
-            tensor, held = contents.tensor_of(module, name), holder_of(module, name)
-            shown = tensor.shape if held is None else held.shown or tensor.shape
-            elements += shown.numel()
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """What the new checkpoint has."""
+        return self.found.entries
+
+    @property
+    def untied(self) -> bool:
+        """Whether the base ties weights, and the new checkpoint does not."""
+        return self.skeleton.untied or self.found.untied
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What its config says otherwise than that of the base: how many layers there are, if peft replicates some."""
+        return {"num_hidden_layers": self.found.config.num_hidden_layers} if self._replicated else {}
+
+    def _entries(self, piece: Piece) -> dict[str, Entry]:
+        """By the model's keys. What the model wants in fp32 stays."""
+        found: dict[str, Entry] = {}
+        for name in piece.names:
+            key, held = piece.name_of(name), piece.held.get(name)
             if held is not None and self.dtype is None:
-                packed, late = packed_like(key, held, tensor)
-                made |= packed
+                found |= packed_entries(key, held, self._old(piece.tensor(name)))
+            elif held is not None:
+                found[key] = Entry(self.dtype, piece.dense_shape(name))
             else:
-                dtype = self._dtype_of(tensor) if held is None else self.dtype
-                made[key] = torch.empty(shown, dtype=dtype, device="meta")
-        entries = {
-            name: Entry(value.dtype, tuple(value.shape), late=bool(late) and name.endswith(late))
-            for name, value in reverted(self.skeleton.model, made).items()
-        }
-        return _Module(path, module, places, adapter, entries, elements)
-
-    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
-        cast = self.dtype is not None and tensor.dtype is self.skeleton.dtype  # what its model wants in fp32 stays
-        return self.dtype if cast else tensor.dtype
+                dtype = piece.tensor(name).dtype if self._is_empty(piece, name) else self.skeleton.dtype
+                cast = self.dtype is not None and dtype is self.skeleton.dtype
+                found[key] = Entry(self.dtype if cast else dtype, piece.shape(name))
+        return found
 
     def of(self, names: set[str]) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) for each of these names of the new checkpoint."""
-        for module in self.modules:
-            if not names.isdisjoint(module.entries):
-                yield from ((name, tensor) for name, tensor in self._read(module).items() if name in names)
+        collector = self.found.names.collector()
+        for piece, own in zip(self.pieces, self._names_of, strict=True):
+            if not names.isdisjoint(own):
+                made = collector.add(self._read(piece))
+                yield from ((name, tensor) for name, tensor in made.items() if name in names)
+
+    def _files_names(self, piece: Piece) -> Iterable[str]:
+        together = self.found.names.together
+        keys = {each for key in self._entries(piece) for each in together(key)}
+        return self.found.names.entries({key: self._made[key] for key in sorted(keys)})
 
     @torch.no_grad()
-    def _read(self, module: _Module) -> dict[str, Tensor]:
-        dtypes = {
-            key: self._dtype_of(contents.tensor_of(module.module, name))
-            for key, _, name in module.places
-            if holder_of(module.module, name) is None
-        }
-        trained = {key: module.adapter.get(_PREFIX + key) for key, _, _ in module.places}  # modules_to_save
-        adapter = {name: tensor for name, tensor in module.adapter.items() if name.removeprefix(_PREFIX) not in trained}
-        with self._filled(module):
-            root = _adapted(_alone(module), self.config, adapter) if adapter else _alone(module)
-            made: dict[str, Tensor] = {}
-            for piece in contents.pieces(root, merge=bool(adapter)):
-                made |= gathering.converted(piece, gathering.whole(piece), self.dtype)
-            made |= {key: tensor for key, tensor in trained.items() if tensor is not None}
-            made = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in made.items()}
-            return reverted(self.skeleton.model, made)
+    def _read(self, piece: Piece) -> dict[str, Tensor]:
+        with self._filled(piece):
+            made = gathering.converted(piece, gathering.whole(piece), self.dtype)
+            return {key: self._cast(tensor, self._made[key]) for key, tensor in made.items()}
+
+    @staticmethod
+    def _cast(tensor: Tensor, entry: Entry) -> Tensor:
+        floats = entry.dtype.is_floating_point and tensor.is_floating_point() and not entry.late
+        return tensor.to(entry.dtype) if floats else tensor
 
     @contextmanager
-    def _filled(self, module: _Module) -> Iterator[None]:
+    def _filled(self, piece: Piece) -> Iterator[None]:
         """While this is open the module has its weights."""
-        before = {name: contents.tensor_of(module.module, name) for _, _, name in module.places}
-        holders = [(held, vars(held).copy()) for held in holders_of(module.module)]
+        module = piece.module
+        names = [name for name in piece.names if self._is_empty(piece, name)]
+        before = {name: piece.tensor(name) for name in names}
+        holders = [(held, vars(held).copy()) for held in holders_of(module)]
         try:
-            values = [(place, self.skeleton.value(place, self.files)) for place in module.places]
-            for (_, owner, name), value in values:
-                self.skeleton.put(owner, name, value)
+            place = {name: (piece.name_of(name), module, name) for name in names}
+            values = {name: self.skeleton.value(place[name], self.files, self._old(before[name])) for name in names}
+            for name, value in values.items():
+                self.skeleton.put(module, name, value)
             yield
         finally:
             for held, known in holders:
                 vars(held).clear()
                 vars(held).update(known)
             for name, tensor in before.items():
-                owner = module.module
-                (owner._parameters if name in owner._parameters else owner._buffers)[name] = tensor
+                (module._parameters if name in module._parameters else module._buffers)[name] = tensor
+
+    def _old(self, tensor: Tensor) -> Tensor:
+        return self._empty.get(id(tensor), (None, tensor))[1]
+
+    def _is_empty(self, piece: Piece, name: str) -> bool:
+        """Whether a tensor comes from the files of the base: not those of a copy that peft has trained."""
+        return self.skeleton.has(self._old(piece.tensor(name)))
+
+    def _is_of_base(self, piece: Piece) -> bool:
+        return any(self._is_empty(piece, name) for name in piece.names)
 
 
-def _by_owner(tensors: dict[str, Tensor], paths: set[str]) -> dict[str, dict[str, Tensor]]:
-    """{path of a module: the adapter's tensors for it}: of modules around one another for the inner one."""
-    found: dict[str, dict[str, Tensor]] = {path: {} for path in paths}
-    for name, tensor in tensors.items():
-        parts = name.removeprefix(_PREFIX).split(".")
-        path = next((p for n in range(len(parts), 0, -1) if (p := ".".join(parts[:n])) in paths), None)
-        if path is not None and name.startswith(_PREFIX):
-            found[path][name] = tensor
-    return found
+def _give_states(model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Give all packed weights of an empty model the states of empty ones: of each (the new weight, the old one).
+
+    peft reads the weights of layers with DoRA while it adds its own to them.
+    """
+    for module in list(model.modules()):
+        for held in holders_of(module):
+            old = module._parameters[held.name]
+            packed, state = empty_weight(held, old)
+            state.offset = state.offset if state.offset is None else torch.zeros_like(state.offset, device="cpu")
+            held.take(Params4bit.of_state(packed, state, old.quant_storage, held.layer))
+            yield module._parameters[held.name], old
 
 
-def _misfits(module: _Module) -> Iterator[str]:
-    """Matrices of LoRA that do not fit the linear layer: A [r, in features], B [out features, r]."""
-    if not isinstance(module.module, nn.Linear):
-        return
-    for name, tensor in module.adapter.items():
-        for end, place, wanted in ((".lora_A.weight", 1, "in_features"), (".lora_B.weight", 0, "out_features")):
-            size = getattr(module.module, wanted)
-            if name.endswith(end) and (tensor.dim() != 2 or tensor.shape[place] != size):
-                yield f"{name} is {list(tensor.shape)}, of a layer with {size} {wanted.replace('_', ' ')}"
-
-
-def _alone(module: _Module) -> nn.Module:
-    """A tree of modules that has only this one, where the model has it."""
-    root = node = nn.Module()
-    *parents, last = module.path.split(".")
-    for name in parents:
-        node._modules[name] = nn.Module()
-        node = node._modules[name]
-    alone = module.module
-    if alone._modules and not holders_of(alone) and not module.adapter:  # its children are modules of their own here
-        alone = merging.shallow(alone)
-        alone._modules = {}
-    node._modules[last] = alone
-    root.is_loaded_in_4bit = bool(holders_of(module.module))  # peft asks the model that it is given
-    root.is_gradient_checkpointing = False
-    return root
-
-
-def _adapted(root: nn.Module, config: Any, tensors: dict[str, Tensor]) -> nn.Module:
-    """peft's model around it, with these tensors in its adapter. ValueError where they do not fit."""
+def _adapted(model: nn.Module, config: Any, tensors: dict[str, Tensor], adapter: Path) -> nn.Module:
+    """peft's model around an empty one, with these tensors in its adapter. ValueError where they do not fit."""
     from peft import PeftModel, set_peft_model_state_dict
 
     with warnings.catch_warnings(), blamed_on("peft cannot load the adapter"):
-        warnings.simplefilter("ignore")  # that names of other modules are not in this one
-        model = PeftModel(root, copy.deepcopy(config), autocast_adapter_dtype=False)
-        found = set_peft_model_state_dict(model, dict(tensors))
+        warnings.simplefilter("ignore")
+        shares = bool(config.layer_replication)  # parameters, which peft's saving of memory would make anew
+        tuned = PeftModel(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=not shares)
+    _require_sizes(tuned, tensors, adapter)
+    named: dict[str, Tensor] = {}
+
+    def load_state_dict(given: dict[str, Tensor], **others: Any) -> Any:
+        named.update(given)
+        return type(tuned).load_state_dict(tuned, given, **others)
+
+    with warnings.catch_warnings(), blamed_on("peft cannot load the adapter"):
+        warnings.simplefilter("ignore")
+        tuned.__dict__["load_state_dict"] = load_state_dict  # for peft moves all to the device of the base afterwards
+        found = set_peft_model_state_dict(tuned, dict(tensors), low_cpu_mem_usage=True)
+        del tuned.__dict__["load_state_dict"]
+        tuned.load_state_dict(named, strict=False, assign=True)
     if found.unexpected_keys:
-        raise ValueError(f"the adapter has tensors that peft does not know here: {some(sorted(found.unexpected_keys))}")
-    return model.eval()
+        count = f"{len(found.unexpected_keys)} of {len(tensors)}"
+        raise ValueError(f"{adapter}: {count} tensors fit no module of the base: {some(sorted(found.unexpected_keys))}")
+    own = dict(tuned.named_parameters(remove_duplicate=False))  # a tied adapter has other names for the same ones
+    absent = [name for name, parameter in own.items() if _ADAPTER in name.split(".") and parameter.is_meta]
+    if absent:
+        raise ValueError(f"{adapter}: {len(absent)} tensors of the adapter are missing: {some(sorted(absent))}")
+    return tuned.eval()
+
+
+def _require_sizes(tuned: nn.Module, tensors: dict[str, Tensor], adapter: Path) -> None:
+    """ValueError where the adapter's tensors have other shapes than peft's model has for them."""
+    own = {name: list(tensor.shape) for name, tensor in tuned.named_parameters(remove_duplicate=False)}
+    wanted = {name.replace(f".{_ADAPTER}", "").replace(".modules_to_save", ""): own[name] for name in own}
+    wrong = [
+        f"{name} is {list(tensor.shape)}, expected {wanted[name]}"
+        for name, tensor in tensors.items()
+        if wanted.get(name, list(tensor.shape)) != list(tensor.shape)
+    ]
+    if wrong:
+        raise ValueError(f"{adapter}: {len(wrong)} tensors do not fit the base: {some(wrong)}")
 
 
 def _read_adapter(folder: Path) -> tuple[Any, dict[str, Tensor]]:

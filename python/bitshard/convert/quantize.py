@@ -111,7 +111,8 @@ def quantize_folder(
         if consume:  # where another run has written the last file, too
             _consume(source, tensors.items, output)
         parameters = sum(item.elements for item in tensors.items)
-        output.finish(others(folder, skeleton.quantizer.quantization_config), parameters)
+        settings = skeleton.quantizer.quantization_config
+        output.finish(others(folder, settings, untie=skeleton.untied), parameters)
     finally:
         output.close()
         source.close()
@@ -212,10 +213,10 @@ def _report(items: list[Item], entries: dict[str, Any], files: int, left_out: li
     dense = sum(item.elements for item in items if not item.packed)
     skipped = {}
     for item in items:
-        key, module, name = item.place
-        dimensions = contents.tensor_of(module, name).dim()
-        if not item.packed and dimensions > 1 and item.elements > _SMALL:
-            skipped[key] = _reason(module, name, dimensions)
+        for key, module, name in item.places:
+            tensor = contents.tensor_of(module, name)
+            if not item.packed and tensor.dim() > 1 and tensor.numel() > _SMALL:
+                skipped[key] = _reason(module, name, tensor.dim())
     return Report(packed, dense, skipped, files, sum(entry.nbytes for entry in entries.values()), left_out)
 
 

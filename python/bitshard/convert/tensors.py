@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bitshard.inventory import holder_of
 from bitshard.kinds import INT8
 from bitshard.sharding.checkpoints import contents
+from bitshard.sharding.checkpoints.expected import Expected, expected, require_fitting
 from bitshard.sharding.checkpoints.files import Entry
-from bitshard.sharding.checkpoints.names import conversions, reverted
+from bitshard.sharding.checkpoints.names import Names
 from bitshard.sharding.checkpoints.reading import Checkpoint
 from bitshard.sharding.loading.skeleton import Skeleton
 from bitshard.state import QuantState, int8_state
@@ -25,21 +26,22 @@ from bitshard.tensor import Params4bit
 _JSON_BYTES, _EXPERT_BYTES = 256, 24  # of a weight's JSON entry, and of each expert's number in it
 
 
+Place = tuple[str, Any, str]  # key in the model, module, name in it
 Chosen = Callable[[str], "tuple[Tensor, QuantState] | None"]
 
 
 class Item(NamedTuple):
-    """One parameter or buffer of the model.
+    """One parameter or buffer of the model, or several that are one tensor of the files.
 
     Attributes:
-        place: its key in the model, its module and its name there.
+        places: of each its key in the model, its module and its name there.
         entries: what the new checkpoint has of it, by the names there.
         sources: names of the tensors in the files that it is made of.
         elements: numbers in it.
         packed: whether it becomes a 4-bit or int8 weight.
     """
 
-    place: tuple[str, nn.Module, str]
+    places: list[Place]
     entries: dict[str, Entry]
     sources: list[str]
     elements: int
@@ -53,41 +55,50 @@ class Tensors:
         skeleton: with the settings of 4-bit or int8 weights.
         files: dense ones, which the skeleton has checked.
         chosen: key -> packed bytes and state of a 4-bit weight that is not quantized here; None: it is.
+
+    ValueError where they are not what `from_pretrained` of the model's class asks for.
     """
 
     def __init__(self, skeleton: Skeleton, files: Checkpoint, chosen: Chosen = lambda key: None):
         self.skeleton, self.files, self.chosen = skeleton, files, chosen
-        use_conversions(skeleton)
-        ignored = set(getattr(skeleton.model, "_keys_to_ignore_on_save", None) or ())
-        self.items = [self._item(place) for place in skeleton.places() if place[0] not in ignored]
+        wanted = expected(skeleton.model, skeleton.model.config)
+        places = {place[0]: place for place in _written(skeleton, wanted)}
+        made = {key: _entries(place) for key, place in places.items()}
+        packed = [key for key, place in places.items() if holder_of(*place[1:]) is not None]
+        self.names = Names(skeleton.model, skeleton.used, [key for each in made.values() for key in each], packed)
+        groups = [self.names.together(key) for key in places]
+        self.items = [
+            self._item([places[key] for key in group], made) for key, group in zip(places, groups, strict=True)
+            if group[0] == key
+        ]  # fmt: skip
+        if wanted is not None:
+            facts = {key: (_in_files(place), _is_float(place)) for key, place in places.items()}
+            files_names = self.names.entries({key: made[key][key] for key in places})
+            require_fitting(wanted, facts, files_names, "quantize")
 
-    def _item(self, place: tuple[str, nn.Module, str]) -> Item:
-        key, module, name = place
-        tensor, held = contents.tensor_of(module, name), holder_of(module, name)
-        if held is None:
-            made, late = {key: tensor.detach()}, ""
-        else:
-            made, late = packed_like(key, held, tensor)
-        entries = {
-            saved: Entry(value.dtype, tuple(value.shape), late=bool(late) and saved.endswith(late))
-            for saved, value in reverted(self.skeleton.model, made).items()
-        }
-        return Item(place, entries, self.skeleton.sources(place, self.files), tensor.numel(), held is not None)
+    def _item(self, places: list[Place], made: dict[str, dict[str, Entry]]) -> Item:
+        entries = self.names.entries({name: entry for key, *_ in places for name, entry in made[key].items()})
+        sources = [name for place in places for name in self.skeleton.sources(place, self.files)]
+        elements = sum(contents.tensor_of(module, name).numel() for _, module, name in places)
+        return Item(places, entries, sources, elements, holder_of(*places[0][1:]) is not None)
 
     def read(self, item: Item) -> dict[str, Tensor]:
         """Its tensors for the new checkpoint; nothing of them is kept here."""
-        key, module, name = item.place
-        given = self.chosen(key) if item.packed else None
+        collector = self.names.collector()
+        found: dict[str, Tensor] = {}
+        for place in item.places:
+            found |= collector.add(self._tensors(place, item.packed))
+        return found
+
+    def _tensors(self, place: Place, packed: bool) -> dict[str, Tensor]:
+        key, module, name = place
+        given = self.chosen(key) if packed else None
         if given is not None:
-            storage = module._parameters[name].quant_storage
-            return reverted(self.skeleton.model, contents.packed_tensors(key, *given, storage))
-        value = self.skeleton.value(item.place, self.files)
+            return contents.packed_tensors(key, *given, module._parameters[name].quant_storage)
+        value = self.skeleton.value(place, self.files)
         if not isinstance(value, Params4bit):
-            return reverted(self.skeleton.model, {key: value.detach()})
-        storage = value.quant_storage
-        return reverted(
-            self.skeleton.model, contents.packed_tensors(key, value.saved_data(), value.quant_state, storage)
-        )
+            return {key: value.detach()}
+        return contents.packed_tensors(key, value.saved_data(), value.quant_state, value.quant_storage)
 
     def of(self, names: set[str]) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) for each of these names of the new checkpoint."""
@@ -96,30 +107,67 @@ class Tensors:
                 yield from ((name, tensor) for name, tensor in self.read(item).items() if name in names)
 
 
-def packed_like(key: str, held: Any, weight: Any) -> tuple[dict[str, Tensor], str]:
-    """Tensors of the meta device as a quantized weight's, and how the name of its JSON ends, whose length varies."""
+def _written(skeleton: Skeleton, wanted: Expected | None) -> Iterator[Place]:
+    """The places whose tensors are written: each that loading does not tie to another one."""
+    ignored = set(getattr(skeleton.model, "_keys_to_ignore_on_save", None) or ())
+    if wanted is None:
+        yield from (place for place in skeleton.places() if place[0] not in ignored)
+        return
+    places = {place[0]: place for place in skeleton.all_places()}
+    for key, place in places.items():
+        if key not in ignored and wanted.tied.get(key) not in places:
+            yield place
+
+
+def _entries(place: Place) -> dict[str, Entry]:
+    """What a checkpoint has of one parameter or buffer, by the model's names."""
+    key, held, tensor = place[0], holder_of(*place[1:]), contents.tensor_of(*place[1:])
+    if held is not None:
+        return packed_entries(key, held, tensor)
+    return {key: Entry(tensor.dtype, tuple(tensor.shape))}
+
+
+def _in_files(place: Place) -> tuple[int, ...]:
+    """Shape of the values in files of dense weights."""
+    tensor, held = contents.tensor_of(*place[1:]), holder_of(*place[1:])
+    return tuple(tensor.shape)[::-1] if held is not None and held.of_conv1d else tuple(tensor.shape)
+
+
+def _is_float(place: Place) -> bool:
+    return holder_of(*place[1:]) is not None or contents.tensor_of(*place[1:]).is_floating_point()
+
+
+def packed_entries(key: str, held: Any, weight: Any) -> dict[str, Entry]:
+    """What a checkpoint has of a packed weight: it, and what is beside it, by the model's names.
+
+    Args:
+        key: of the weight.
+        held: its holder.
+        weight: of the meta device, not quantized.
+    """
+    packed, state = empty_weight(held, weight)
+    if held.kind is INT8:
+        made, late = {key: packed.view(state.shape), **INT8.beside(key, state)}, None
+    else:
+        made = {key: packed, f"{key}.absmax": state.absmax, f"{key}.quant_map": state.code}
+        if state.nested:
+            made |= {f"{key}.nested_absmax": state.state2.absmax, f"{key}.nested_quant_map": state.state2.code}
+        late = f"{key}.quant_state.bitsandbytes__{weight.quant_type}"  # JSON, whose length varies
+        size = _JSON_BYTES + _EXPERT_BYTES * held.kind.parts(state)
+        made[late] = torch.empty(size, dtype=torch.uint8, device="meta")
+    return {name: Entry(value.dtype, tuple(value.shape), late=name == late) for name, value in made.items()}
+
+
+def empty_weight(held: Any, weight: Any) -> tuple[Tensor, QuantState]:
+    """Packed bytes and state of a quantized weight, on the meta device; `held`, `weight` as of `packed_entries`."""
     shape = held.shape if held.shape is not None else weight.shape
     if held.kind is INT8:
         state = int8_state(torch.empty(shape[0], device="meta"), shape, torch.bfloat16)
-        return {key: torch.empty(shape, dtype=torch.int8, device="meta"), **INT8.beside(key, state)}, ""
-    packed, state = held.kind.quantize(
+        return torch.empty(shape, dtype=torch.int8, device="meta").view(-1, 1), state
+    return held.kind.quantize(
         torch.empty(shape, dtype=torch.bfloat16, device="meta"),
         blocksize=weight.blocksize,
         compress_statistics=weight.compress_statistics,
         quant_type=weight.quant_type,
         quant_storage=weight.quant_storage,
     )
-    found = {"": packed, ".absmax": state.absmax, ".quant_map": state.code}
-    if state.nested:
-        found |= {".nested_absmax": state.state2.absmax, ".nested_quant_map": state.state2.code}
-    json = f".quant_state.bitsandbytes__{weight.quant_type}"
-    size = _JSON_BYTES + _EXPERT_BYTES * held.kind.parts(state)
-    found[json] = torch.empty(size, dtype=torch.uint8, device="meta")
-    return {key + name: value for name, value in found.items()}, json
-
-
-def use_conversions(skeleton: Skeleton, packed: bool = True) -> None:
-    """Let a model know what transformers would reverse if it had loaded it; `packed`: and keeps its 4-bit weights."""
-    model, quantizer = skeleton.model, skeleton.quantizer
-    known = conversions(model)
-    model._weight_conversions = quantizer.reversible(known) if packed and hasattr(quantizer, "reversible") else known

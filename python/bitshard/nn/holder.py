@@ -120,6 +120,11 @@ class PackedWeight:
         """The shape of the values that the owner shows."""
         return self.shape
 
+    @property
+    def of_conv1d(self) -> bool:
+        """Whether files of dense weights have its transpose: transformers has replaced a Conv1D, [in, out], by it."""
+        return getattr(getattr(self.owner, "source_cls", None), "__name__", "") == "Conv1D"
+
     def fitting(self, state: QuantState) -> QuantState:
         """A state that was read, as one of this weight's kind. ValueError where its bytes are laid out otherwise."""
         if state.kind is self.kind:

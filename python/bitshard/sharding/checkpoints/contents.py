@@ -28,6 +28,7 @@ WRAPPED = (
     "_checkpoint_wrapped_module",
     "_orig_mod",
 )  # names under which wrappers keep a module
+_PEFT = {"AuxiliaryTrainingWrapper", "BaseTunerLayer"}  # base classes of peft's layers and wrappers
 _FLAT = "_flat_param"  # under which FSDP1 registers its flat parameter
 _PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.(\w+)\.original$")  # saved under the parameter's own name
 
@@ -44,6 +45,7 @@ class Piece:
         tuner: peft's layer around it whose adapters are to be merged, of several the outermost; else None.
         unit: FSDP1's unit that has its tensors, else None.
         flat: of FSDP1: name -> what an unsharded parameter would be.
+        shared: of FSDP1: name -> which place in its flat parameter that is.
     """
 
     key: str
@@ -53,6 +55,7 @@ class Piece:
     tuner: nn.Module | None = None
     unit: Any = None
     flat: dict[str, Entry] = field(default_factory=dict)
+    shared: dict[str, tuple] = field(default_factory=dict)
 
     def name_of(self, name: str) -> str:
         """Key of one of its tensors."""
@@ -66,7 +69,7 @@ class Piece:
             if held is not None and dtype is None:
                 found[self.name_of(name)] = _packed_entry(held)
             elif held is not None:
-                found[self.name_of(name)] = Entry(dtype, tuple(held.shown or held.state.shape))
+                found[self.name_of(name)] = Entry(dtype, self.dense_shape(name))
             else:
                 entry = self.flat.get(name) or _entry(self.tensor(name))
                 cast = dtype is not None and entry.dtype.is_floating_point
@@ -85,6 +88,26 @@ class Piece:
         for name, entry in found.items():
             entry.late = self.tuner is not None and BLOB_PREFIX in name
         return found
+
+    def dense_shape(self, name: str) -> tuple[int, ...]:
+        """Of the values of a 4-bit weight as files of dense weights have them."""
+        shape = self.shape(name)
+        return shape[::-1] if self.held[name].of_conv1d else shape
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the values that a tensor stands for, as the model has them."""
+        held = self.held.get(name)
+        if held is not None:
+            return tuple(held.shown or held.state.shape)
+        return tuple((self.flat.get(name) or _entry(self.tensor(name))).shape)
+
+    def identity(self, name: str) -> tuple:
+        """What two places have in common whose tensors get the same values."""
+        held = self.shared.get(name) or (id(self.tensor(name)),)
+        if self.tuner is None or (_adapts_parameter(self.tuner) and name not in _adapted_names(self.tuner)):
+            return held
+        deltas = self.tuner._modules.get("trainable_tokens_delta")  # of a tied head it is that of the embedding
+        return (*held, id(self.tuner if deltas is None else deltas))
 
     def tensor(self, name: str) -> Any:
         """Parameter or buffer `name`, as it is now: whole, a DTensor, or FSDP1's view."""
@@ -131,16 +154,38 @@ def is_tuner(module: nn.Module) -> bool:
     return "base_layer" in module._modules and hasattr(module, "merged_adapters")
 
 
-def pieces(model: nn.Module, merge: bool) -> list[Piece]:
-    """All pieces of `model` in the order of its state dict, each tensor once.
+def is_adapted(module: nn.Module) -> bool:
+    """Whether this is a layer or wrapper of peft."""
+    return is_tuner(module) or not _PEFT.isdisjoint(kind.__name__ for kind in type(module).__mro__)
 
-    ValueError with `merge` for a model without adapters that could be merged.
+
+def is_adapted_by_peft(module: nn.Module) -> bool:
+    """Whether this is a layer, wrapper or model of peft."""
+    return is_adapted(module) or hasattr(module, "get_base_model")
+
+
+def pieces(model: nn.Module, merge: bool) -> list[Piece]:
+    """All pieces of `model` in the order of its state dict, a tensor in each of its places.
+
+    ValueError with `merge` for a model without adapters that could be merged; for a wrapper of peft that is not known;
+    for weights that are not quantized yet.
     """
+    if merge:
+        _require_weights(model)
     walk = _Walk(model, merge)
     found = list(walk.below(model, "", None))
     if merge and not walk.tuners:
         raise ValueError("merge=True: this model has no adapters of peft")
     return found
+
+
+def _require_weights(model: nn.Module) -> None:
+    """ValueError where the active adapter is a prompt, which no weight can hold."""
+    for module in model.modules():
+        config = getattr(module, "active_peft_config", None) if hasattr(module, "get_base_model") else None
+        if getattr(config, "is_prompt_learning", False):
+            kind = getattr(config.peft_type, "value", config.peft_type)
+            raise ValueError(f"merge=True: the adapter is a prompt ({kind}), which cannot be merged into weights")
 
 
 def require_readable(found: list[Piece]) -> None:
@@ -167,7 +212,6 @@ class _Walk:
         self.merge = merge
         self.flat = _flat_parameters(model)
         self.ignored = set(getattr(unwrapped(model), "_keys_to_ignore_on_save", None) or ())
-        self.seen: set[int] = set()
         self.tuners = 0
 
     def below(self, module: nn.Module, key: str, tuner: nn.Module | None) -> Iterator[Piece]:
@@ -177,11 +221,12 @@ class _Walk:
             if tuner is not None and not (_adapts_parameter(tuner) and _adapts_parameter(module)):
                 raise ValueError(f"{key}: one layer of peft around another cannot be saved")
             self.tuners += 1
-            yield from self.below(module._modules["base_layer"], key, (tuner or module) if self.merge else None)
+            adds = self.merge and _adds(module)
+            yield from self.below(module._modules["base_layer"], key, (tuner or module) if adds else tuner)
             return
-        if {"original_module", "modules_to_save"} <= set(module._modules):
+        if is_adapted(module):
             self.tuners += 1
-            yield from self.below(_chosen(module, self.merge), key, None)
+            yield from self.below(_inside(module, self.merge, key), key, None)
             return
         piece = self._piece(module, key, tuner)
         if tuner is not None and _adapts_parameter(tuner):
@@ -193,12 +238,8 @@ class _Walk:
                 yield from self.below(child, f"{key}{name}.", None)
 
     def _piece(self, module: nn.Module, key: str, tuner: nn.Module | None) -> Piece | None:
-        unit, entries = self.flat.get(id(module), (None, {}))
-        names = []
-        for name, tensor in module._parameters.items():
-            if tensor is not None and name != _FLAT and id(tensor) not in self.seen:
-                self.seen.add(id(tensor))
-                names.append(name)
+        unit, entries, shared = self.flat.get(id(module), (None, {}, {}))
+        names = [name for name, tensor in module._parameters.items() if tensor is not None and name != _FLAT]
         names += [name for name in entries if name not in names]
         unsaved = module._non_persistent_buffers_set
         names += [name for name, tensor in module._buffers.items() if tensor is not None and name not in unsaved]
@@ -210,12 +251,38 @@ class _Walk:
                 raise ValueError(
                     f"{key}{name}: this {one.kind.word} weight is not quantized yet, so it cannot be saved"
                 )
-        return Piece(key, module, names, held, tuner, unit, entries) if names else None
+        return Piece(key, module, names, held, tuner, unit, entries, shared) if names else None
+
+
+def _adds(tuner: nn.Module) -> bool:
+    """Whether this layer of peft has an active adapter that its layer does not contain yet."""
+    if getattr(tuner, "disable_adapters", False):
+        return False
+    there = tuner._get_available_adapters() if hasattr(tuner, "_get_available_adapters") else tuner.active_adapters
+    return any(name in there and name not in tuner.merged_adapters for name in tuner.active_adapters)
+
+
+def _inside(wrapper: nn.Module, merge: bool, key: str) -> nn.Module:
+    """What the model has in the place of a wrapper of peft. ValueError for one that is not known."""
+    if {"original_module", "modules_to_save"} <= set(wrapper._modules):
+        return _chosen(wrapper, merge)
+    if "token_adapter" in wrapper._modules:
+        return wrapper._modules["token_adapter"]
+    raise ValueError(
+        f"{key.removesuffix('.')}: {type(wrapper).__name__} of peft is not known to bitshard, so what it trains would "
+        "be lost: save the adapter with bitshard.fsdp.save_adapter, and the base from a model without adapters"
+    )
 
 
 def _adapts_parameter(tuner: nn.Module) -> bool:
     """Whether this layer of peft adapts one named parameter of a module (`target_parameters`)."""
     return hasattr(tuner, "parameter_name")
+
+
+def _adapted_names(tuner: nn.Module) -> list[str]:
+    """Names of the parameters that this layer of peft, and those inside of it, adapt."""
+    inner = unwrapped(tuner._modules["base_layer"])
+    return [tuner.parameter_name, *(_adapted_names(inner) if is_tuner(inner) else [])]
 
 
 def _require_there(tuner: nn.Module, names: list[str], key: str) -> None:
@@ -232,18 +299,28 @@ def _require_there(tuner: nn.Module, names: list[str], key: str) -> None:
 def _chosen(wrapper: nn.Module, merge: bool) -> nn.Module:
     """Of a module that peft trains whole: the trained copy, or without `merge` the original."""
     copies = wrapper._modules["modules_to_save"]
-    active = [name for name in getattr(wrapper, "active_adapters", ()) if name in copies]
+    off = getattr(wrapper, "disable_adapters", False)
+    active = [name for name in getattr(wrapper, "active_adapters", ()) if name in copies and not off]
     return copies[active[0]] if merge and active else wrapper._modules["original_module"]
 
 
-def _flat_parameters(model: nn.Module) -> dict[int, tuple[Any, dict[str, Entry]]]:
-    """FSDP1: id(module) -> (unit, what its parameters are when they are whole)."""
-    found: dict[int, tuple[Any, dict[str, Entry]]] = {}
+def _flat_parameters(model: nn.Module) -> dict[int, tuple[Any, dict[str, Entry], dict[str, tuple]]]:
+    """FSDP1: id(module) -> (unit, what its parameters are when they are whole, which place each has in the unit)."""
+    found: dict[int, tuple[Any, dict[str, Entry], dict[str, tuple]]] = {}
     for unit in FullyShardedDataParallel.fsdp_modules(model):
         if unit._handle is None:
             continue
-        flat = unit._handle.flat_param
-        for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
-            entries = found.setdefault(id(info.module), (unit, {}))[1]
-            entries[info.param_name] = Entry(flat.dtype, tuple(shape))
+        flat, places = unit._handle.flat_param, {}
+
+        def put(module: nn.Module, name: str, entry: Entry, place: tuple, unit: Any = unit) -> None:
+            _, entries, shared = found.setdefault(id(module), (unit, {}, {}))
+            entries[name], shared[name] = entry, place
+
+        for number, (info, shape) in enumerate(zip(flat._param_infos, flat._shapes, strict=True)):
+            place, entry = (id(flat), number), Entry(flat.dtype, tuple(shape))
+            places[id(info.module), info.param_name] = place, entry
+            put(info.module, info.param_name, entry, place)
+        for info in flat._shared_param_infos:
+            place, entry = places[id(info.prim_module), info.prim_param_name]
+            put(info.module, info.param_name, entry, place)
     return found

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from bitshard import gather
-from bitshard.sharding.checkpoints import contents, gathering, merging, names
+from bitshard.sharding.checkpoints import contents, gathering, merging
 from bitshard.sharding.checkpoints.contents import Piece
+from bitshard.sharding.checkpoints.names import Collector
+from bitshard.sharding.checkpoints.written import Written, written
 from bitshard.sharding.together import Ranks
 from bitshard.state import VALUE_DTYPES, dtype_name
 
@@ -64,13 +66,13 @@ class DenseWeights:
 
         Nothing is gathered, so one rank may ask alone.
         """
-        model = self.model
-        inner = _named(model)
+        found = self._written(self.model)
+        collector = found.names.collector()
         return [
             (name, dtype_name(tensor.dtype), list(tensor.shape))
-            for piece in self._pieces(model)
-            for found in _like(piece, self.dtype)
-            for name, tensor in names.reverted(inner, found).items()
+            for piece in found.pieces
+            for tensors in _like(piece, self.dtype)
+            for name, tensor in collector.add(tensors).items()
         ]
 
     @property
@@ -81,32 +83,34 @@ class DenseWeights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         model = self.model
         ranks = Ranks(alone=not gathering.is_sharded(model))
-        inner = _named(model)
 
-        def look() -> tuple[list[Piece], str]:
+        def look() -> tuple[Written, str]:
             gathering.reshard(model)
-            pieces = self._pieces(model)
-            facts = [piece.entries(self.dtype) for piece in pieces]
-            return pieces, hashlib.sha256(repr((facts, self.dtype, self.merge)).encode()).hexdigest()[:16]
+            found = self._written(model)
+            facts = repr((found.entries, self.dtype, self.merge)).encode()
+            return found, hashlib.sha256(facts).hexdigest()[:16]
 
         with torch.no_grad():
-            pieces = ranks.together(_WHAT, look)
-        walk = gathering.gathered(_WHAT, ranks, model, pieces)
+            found = ranks.together(_WHAT, look)
+        collector = found.names.collector()
+        walk = gathering.gathered(_WHAT, ranks, model, found.pieces)
         with contextlib.closing(walk):
             while True:
                 with torch.no_grad():  # not around `yield`: the caller's own mode is not ours
-                    found = next(walk, None)
-                if found is None:
+                    gathered = next(walk, None)
+                if gathered is None:
                     return
-                yield from self._of(ranks, inner, *found)
+                yield from self._of(ranks, collector, *gathered)
 
-    def _pieces(self, model: nn.Module) -> list[Piece]:
-        merge = self.merge and any(map(_is_adapted, model.modules()))
+    def _written(self, model: nn.Module) -> Written:
+        merge = self.merge and any(map(contents.is_adapted_by_peft, model.modules()))
+        found = written(model, merge, self.dtype, _WHAT)
         # FSDP registers parameters anew, and so in another order, but the order is to be the one announced before.
-        return [merging.part_of(piece, sorted(piece.names)) for piece in contents.pieces(model, merge)]
+        found.pieces = [merging.part_of(piece, sorted(piece.names)) for piece in found.pieces]
+        return found
 
     def _of(
-        self, ranks: Ranks, inner: nn.Module, piece: Piece, tensors: dict[Any, Any], failure: Exception | None
+        self, ranks: Ranks, collector: Collector, piece: Piece, tensors: dict[Any, Any], failure: Exception | None
     ) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a piece, one at a time. All ranks raise where one has failed to make the first."""
         made = self._made(piece, tensors)
@@ -119,10 +123,9 @@ class DenseWeights:
         found = ranks.together(_WHAT, first)
         while found is not None:
             with torch.no_grad():
-                reverted = names.reverted(inner, found)
-            found.clear()
-            for name in list(reverted):
-                yield name, reverted.pop(name).detach()
+                named = collector.add(found)
+            for name in list(named):
+                yield name, named.pop(name).detach()
             found = self._next(made)
 
     @staticmethod
@@ -159,16 +162,3 @@ def _like(piece: Piece, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
     """What `_made` gives, on the meta device."""
     for key, entry in piece.entries(dtype).items():
         yield {key: torch.empty(entry.shape, dtype=entry.dtype, device="meta")}
-
-
-def _is_adapted(module: nn.Module) -> bool:
-    inner = contents.unwrapped(module)
-    return contents.is_tuner(inner) or {"original_module", "modules_to_save"} <= set(inner._modules)
-
-
-def _named(model: nn.Module) -> nn.Module:
-    """A model as `names.reverted` wants it: one that knows what loading did to the files' tensors."""
-    inner = merging.shallow(contents.unwrapped(model))
-    if hasattr(inner, "config") and getattr(inner, "_weight_conversions", None) is not None:
-        inner.__dict__["_weight_conversions"] = names.conversions(inner)
-    return inner if names.are_changed(inner) else nn.Module()  # whose names stay; asked once, not for each tensor

@@ -148,10 +148,15 @@ def converted(piece: Piece, tensors: dict[Any, Any], dtype: torch.dtype | None) 
     for name, (codes, state) in packed.items():
         key, held = piece.name_of(name), piece.held[name]
         if dtype is not None:
-            found[key] = held.oriented(state.kind.dequantize(codes, state)).to(dtype)
+            found[key] = as_in_files(held, held.oriented(state.kind.dequantize(codes, state)), dtype)
         else:
             found.update(contents.packed_tensors(key, codes, state, held.storage))
     return {**found, **{piece.name_of(name): tensor for name, tensor in others.items()}}
+
+
+def as_in_files(held: Any, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values of a 4-bit weight as files of dense weights have them."""
+    return (values.t().contiguous() if held.of_conv1d else values).to(dtype)
 
 
 def _merged(
@@ -163,7 +168,7 @@ def _merged(
         (packed, state), key = tensors[name], piece.name_of(name)
         if dtype is not None:
             values, others = merging.merged_values(piece.tuner, adapter, packed, state, others)
-            found[key] = values.to(dtype)
+            found[key] = as_in_files(held, values, dtype)
         elif state.kind is INT8:
             (packed, state), others = merging.merged_int8(piece.tuner, adapter, packed, state, others)
             found.update(contents.packed_tensors(key, packed, state, held.storage))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitshard import ops
 from bitshard.container import repack
 from bitshard.int8_params import Int8Params
 from bitshard.inventory import holder_of
@@ -33,11 +34,10 @@ def merged_4bit(
         others: bias and whatever the layer has, by name.
         name: of the weight in its layer.
     """
-    base = nn.Module()
+    _require_no_rows(tuner)
+    base = _stand_in(others)
     base.register_parameter(name, weight)
-    for other, tensor in others.items():
-        base.register_parameter(other, nn.Parameter(tensor.clone(), requires_grad=False))
-    _copy(tuner, adapter, base).merge()
+    _merge(_copy(tuner, adapter, base))
     return getattr(base, name), {other: getattr(base, other).data for other in others}
 
 
@@ -48,12 +48,11 @@ def merged_int8(
 
     The layer that peft merges into is bitsandbytes' own, not sharded: codes [N, K], and scales in its `state`.
     """
-    base = nn.Module()
+    _require_no_rows(tuner)
+    base = _stand_in(others)
     base.state = SimpleNamespace(SCB=None, CB=None, reset_grads=lambda: None)
     base.weight = Int8Params(repack(packed, torch.int8, state).view(state.shape), SCB=state.absmax)
-    for other, tensor in others.items():
-        base.register_parameter(other, nn.Parameter(tensor.clone(), requires_grad=False))
-    _copy(tuner, adapter, base).merge()
+    _merge(_copy(tuner, adapter, base))
     new = int8_state(base.weight.SCB, state.shape, state.dtype)
     return (base.weight.plain_data().reshape(-1, 1), new), {other: getattr(base, other).data for other in others}
 
@@ -68,7 +67,11 @@ def merged_values(
     values, base = state.kind.dequantize(packed, state), nn.Module()
     base.register_buffer("weight", values)
     layer = _copy(tuner, adapter, base)
-    if not hasattr(layer, "lora_A"):
+    if _has_rows(tuner):
+        base.weight = nn.Parameter(base._buffers.pop("weight"), requires_grad=False)
+        _merge(layer)
+        return base.weight.data, others
+    if not (hasattr(layer, "lora_A") and hasattr(layer, "get_delta_weight")):
         raise ValueError(f"dtype= with merge=True: {type(tuner).__name__} of peft is no LoRA; leave out dtype")
     names = [name for name in layer.active_adapters if name in layer.lora_A and name not in layer.merged_adapters]
     for name in names:
@@ -80,6 +83,8 @@ def merged_values(
         base.weight = values  # the next adapter finds this one merged, as in peft's own merging
         layer.merged_adapters.append(name)
         if layer.lora_bias.get(name):
+            if "bias" not in others:
+                raise ValueError(f"{type(tuner).__name__}: lora_bias needs a layer with a bias, this one has none")
             others = {**others, "bias": others["bias"] + layer.lora_B[name].bias * layer.scaling[name]}
     return values, others
 
@@ -105,7 +110,7 @@ def merged_stacks(
     for name, tensor in others.items():
         base._parameters[name] = nn.Parameter(tensor.clone(), requires_grad=False)
     for layer in around(_copy(tuner, adapter, base)):
-        layer.merge()
+        _merge(layer)
     weights = {name: base._parameters[name] for name in packed}
     merged = {name: (weight.detach().as_subclass(Tensor), weight.quant_state) for name, weight in weights.items()}
     return merged, {name: base._parameters[name].data for name in others}
@@ -123,10 +128,45 @@ def merged_dense(tuner: nn.Module, adapter: dict[int, Tensor], tensors: dict[str
         table = base._buffers if name in base._buffers else base._parameters
         base.__dict__.pop(name, None)
         table[name] = tensor.clone() if table is base._buffers else nn.Parameter(tensor.clone(), requires_grad=False)
-    for layer in around(_copy(tuner, adapter, base)):
+    layers = around(_copy(tuner, adapter, base))
+    for layer in layers:
         if getattr(layer, "parameter_name", None) in (None, *tensors):
-            layer.merge()
+            _merge(layer)
+    base = unwrapped(layers[-1]._modules["base_layer"])  # which some of peft's layers exchange
     return {name: getattr(base, name).data for name in tensors}
+
+
+def _stand_in(others: dict[str, Tensor]) -> nn.Module:
+    """A module for peft to merge into, with bias and whatever the layer has beside its weight."""
+    base = nn.Module()
+    base.register_parameter("bias", None)
+    for name, tensor in others.items():
+        base.register_parameter(name, nn.Parameter(tensor.clone(), requires_grad=False))
+    return base
+
+
+def _merge(layer: nn.Module) -> None:
+    """Let peft's layer merge. ValueError that names it where peft cannot."""
+    try:
+        layer.merge()
+    except Exception as error:
+        if ops.is_out_of_memory(error):
+            raise
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"peft cannot merge the adapters of its {type(layer).__name__} here: {words}") from error
+
+
+def _has_rows(tuner: nn.Module) -> bool:
+    """Whether this layer of peft replaces rows of an embedding (`trainable_token_indices`)."""
+    return "trainable_tokens_delta" in tuner._modules
+
+
+def _require_no_rows(tuner: nn.Module) -> None:
+    if _has_rows(tuner):
+        raise ValueError(
+            "trainable_token_indices: trained rows cannot be put into a quantized embedding without quantizing it "
+            "again; save with dtype=torch.bfloat16, say, or leave the embedding in 16 bits"
+        )
 
 
 def part_of(piece: Piece, names: list[str]) -> Piece:

@@ -1,34 +1,158 @@
-"""The names under which, and the pieces in which, files have the tensors of a model of transformers."""
+"""The names under which, and the pieces in which, files have the tensors of a model of transformers.
+
+transformers renames and regroups the tensors of some architectures while it loads them. Here that is reversed, tensor
+by tensor, for what loading has used: a name that no file had before is never written.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from bitshard.sharding.checkpoints.files import Entry
 
-def conversions(model: nn.Module) -> list[Any]:
+
+def defaults(model: nn.Module, legacy: bool = False) -> list[Any]:
     """What transformers does to a checkpoint's tensors of this kind of model while it loads them, dense ones."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    return get_model_conversion_mapping(model)
+    return get_model_conversion_mapping(model, add_legacy=legacy)
 
 
-def are_changed(model: nn.Module) -> bool:
-    """Whether `reverted` has anything to do for this model; transformers reads all of its modules to say so."""
-    from transformers.core_model_loading import revert_weight_conversion
+class Names:
+    """The files' names of a model's tensors, and what puts these into the files' pieces.
 
-    if not hasattr(model, "config"):
-        return False
-    known, tensors = getattr(model, "_weight_conversions", None), {}
-    return bool(known) if known is not None else revert_weight_conversion(model, tensors) is not tensors
-
-
-def reverted(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under the names, and in the pieces, in which transformers saves them; of other modules as they are.
-
-    In a dict of their own: transformers gives back the one that it got where nothing is to be reversed.
+    Args:
+        model: of transformers, without wrappers, on whatever device; None: any other, whose names stay.
+        used: the conversions that loading has used; None: it was not loaded, and gets the names that transformers
+            gives it then.
+        keys: of all tensors that are written, entries beside packed weights included.
+        packed: those of weights that are written packed. No conversion can put packed bytes together or apart.
+        stacks: those of experts' stacks that are 4-bit in the model. Loading packed ones uses no conversion of them.
     """
-    from transformers.core_model_loading import revert_weight_conversion
 
-    return dict(revert_weight_conversion(model, tensors) if hasattr(model, "config") else tensors)
+    def __init__(
+        self,
+        model: nn.Module | None,
+        used: list[Any] | None,
+        keys: Iterable[str],
+        packed: Iterable[str] = (),
+        stacks: Iterable[str] = (),
+    ):
+        self.keys, packed = list(keys), list(packed)
+        self._plain: dict[str, str] = {key: key for key in self.keys}
+        self._group_of: dict[str, str] = {}
+        self._groups: dict[str, list[str]] = {}
+        self._model: Any = None
+        if model is not None:
+            kept = [each for each in _conversions(model, used, list(stacks)) if not _touches(each, packed)]
+            self._model = _Reversed(model, kept)
+            if kept:
+                self._find(kept)
+
+    def _find(self, conversions: list[Any]) -> None:
+        """Name all keys in one pass, in transformers' order, on which some of its renamings depend."""
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+        reverse = [each.reverse_transform() for each in conversions[::-1]]
+        renamings = [each for each in reverse if isinstance(each, WeightRenaming)]
+        converters = [each for each in reverse if isinstance(each, WeightConverter)]
+        for key in sorted(self.keys, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, reverse=True)
+            if pattern is None:
+                self._plain[key] = name
+            else:
+                del self._plain[key]
+                self._group_of[key] = name
+                self._groups.setdefault(name, []).append(key)
+
+    def together(self, key: str) -> list[str]:
+        """The keys of the tensors that the files have in one piece, or in pieces of one, with that of `key`."""
+        return self._groups[self._group_of[key]] if key in self._group_of else [key]
+
+    def entries(self, entries: dict[str, Entry]) -> dict[str, Entry]:
+        """{file's name: entry} of {key: entry}, complete groups of them, in their order."""
+        found: dict[str, Entry] = {}
+        for key, entry in entries.items():
+            if key in self._plain:
+                found[self._plain[key]] = entry
+            elif self.together(key)[0] == key:
+                group = {each: _empty(entries[each]) for each in self.together(key)}
+                made = self._model.reverted(group)
+                found |= {name: Entry(value.dtype, tuple(value.shape)) for name, value in made.items()}
+        return found
+
+    def collector(self) -> Collector:
+        """What takes the tensors one after the other and gives those of the files."""
+        return Collector(self)
+
+
+class Collector:
+    """Tensors that wait until all of those are there that the files have in one piece with them."""
+
+    def __init__(self, names: Names):
+        self._names = names
+        self._waiting: dict[str, dict[str, Tensor]] = {}
+
+    def add(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """{file's name: tensor} of what is complete with these; the dict that is given is emptied."""
+        found: dict[str, Tensor] = {}
+        names = self._names
+        for key in list(tensors):
+            tensor = tensors.pop(key)
+            if key in names._plain:
+                found[names._plain[key]] = tensor
+                continue
+            group = names._group_of[key]
+            waiting = self._waiting.setdefault(group, {})
+            waiting[key] = tensor
+            if len(waiting) == len(names._groups[group]):
+                found.update(names._model.reverted(self._waiting.pop(group)))
+        return found
+
+
+class _Reversed:
+    """A model as transformers' saving asks it for its conversions."""
+
+    def __init__(self, model: nn.Module, conversions: list[Any]):
+        self._model, self._weight_conversions = model, conversions
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def reverted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return dict(revert_weight_conversion(self, tensors))
+
+
+def _conversions(model: nn.Module, used: list[Any] | None, stacks: list[str]) -> list[Any]:
+    """Those that saving reverses."""
+    from transformers.core_model_loading import PrefixChange
+
+    if used is None:  # nothing was loaded: whether files would have a prefix is not known
+        return [each for each in defaults(model) if not isinstance(each, PrefixChange)]
+    known = {_pattern(each) for each in used}
+    missing = [each for each in defaults(model) if _touches(each, stacks) and _pattern(each) not in known]
+    return [*used, *missing]
+
+
+def _pattern(conversion: Any) -> tuple:
+    return type(conversion), tuple(conversion.source_patterns), tuple(conversion.target_patterns)
+
+
+def _touches(conversion: Any, keys: Iterable[str]) -> bool:
+    """Whether this puts one of these tensors of the model together or apart."""
+    from transformers.core_model_loading import WeightConverter
+
+    if not isinstance(conversion, WeightConverter):
+        return False
+    reverse = conversion.reverse_transform()
+    return any(reverse.rename_source_key(key)[1] is not None for key in keys)
+
+
+def _empty(entry: Entry) -> Tensor:
+    return torch.empty(entry.shape, dtype=entry.dtype, device="meta")

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from bitshard.sharding.checkpoints import contents, gathering
 from bitshard.sharding.checkpoints.contents import Piece
+from bitshard.sharding.checkpoints.expected import class_of
 from bitshard.sharding.checkpoints.files import CheckpointFiles, Entry, byte_count
+from bitshard.sharding.checkpoints.written import Written, written
 from bitshard.sharding.together import Ranks
 from bitshard.state import VALUE_DTYPES, dtype_name
 
@@ -68,25 +70,27 @@ def save_pretrained(
     """
     ranks = Ranks(alone=not gathering.is_sharded(model))
 
-    def look() -> tuple[tuple[list[Piece], dict[str, Entry]], str]:
+    def look() -> tuple[Written, str]:
         _check(dtype, max_shard_size)
         gathering.reshard(model)
-        pieces = contents.pieces(model, merge)
-        if dtype is None and _has_config(model):
-            contents.require_readable(pieces)
-        entries = {key: entry for piece in pieces for key, entry in piece.entries(dtype).items()}
-        facts = repr((entries, dtype, merge, max_shard_size)).encode()
-        return (pieces, entries), hashlib.sha256(facts).hexdigest()[:16]
+        found = written(model, merge, dtype, _WHAT)
+        if dtype is None and found.config is not None:
+            contents.require_readable(found.pieces)
+        facts = repr((found.entries, dtype, merge, max_shard_size)).encode()
+        return found, hashlib.sha256(facts).hexdigest()[:16]
 
-    pieces, entries = ranks.together(_WHAT, look)
+    found = ranks.together(_WHAT, look)
     if not ranks.collective and ranks.rank > 0:
         return
-    with _Writer(ranks, folder, entries, max_shard_size, progress) as writer:
-        for piece, tensors, failure in gathering.gathered(_WHAT, ranks, model, pieces):
-            writer.write(lambda piece=piece, tensors=tensors: gathering.converted(piece, tensors, dtype), failure)
+    collector = found.names.collector()
+    with _Writer(ranks, folder, found.entries, max_shard_size, progress) as writer:
+        for piece, tensors, failure in gathering.gathered(_WHAT, ranks, model, found.pieces):
+            writer.write(
+                lambda piece=piece, tensors=tensors: collector.add(gathering.converted(piece, tensors, dtype)), failure
+            )
             tensors.clear()
-        parameters = sum(math.prod(_shape(piece, name)) for piece in pieces for name in piece.names)
-        writer.finish(lambda: _configs(model, dtype, pieces, entries), parameters)
+        parameters = sum(math.prod(piece.shape(name)) for piece in found.pieces for name in piece.names)
+        writer.finish(lambda: _configs(model, dtype, found), parameters)
 
 
 def _check(dtype: torch.dtype | None, max_shard_size: int | str) -> None:
@@ -95,41 +99,24 @@ def _check(dtype: torch.dtype | None, max_shard_size: int | str) -> None:
     byte_count(max_shard_size)
 
 
-def _shape(piece: Piece, name: str) -> Any:
-    """Shape of the weight that a tensor stands for."""
-    if name in piece.held:
-        return piece.held[name].state.shape
-    return piece.flat[name].shape if name in piece.flat else piece.tensor(name).shape
-
-
 # ---- what rank 0 does ----
 
 
-def _configs(
-    model: nn.Module, dtype: torch.dtype | None, pieces: list[Piece], entries: dict[str, Entry]
-) -> dict[str, bytes]:
+def _configs(model: nn.Module, dtype: torch.dtype | None, found: Written) -> dict[str, bytes]:
     """The files beside the weights that transformers writes: name -> content. Only for a model with a config."""
     inner = contents.unwrapped(model)
-    if not _has_config(model):
+    if found.config is None:
         return {}
-    config = copy.deepcopy(inner.config)
-    config.dtype = dtype_name(dtype or _dtype_of(pieces))
-    config.architectures = [type(inner).__name__.removeprefix("FSDP")]
+    config = copy.deepcopy(found.config)
+    config.dtype = dtype_name(dtype or _dtype_of(found.pieces))
+    config.architectures = [class_of(inner).__name__]
     if dtype is not None and hasattr(config, "quantization_config"):
         del config.quantization_config
-    tied = set(getattr(inner, "_tied_weights_keys", None) or ())
-    if getattr(config, "tie_word_embeddings", False) and entries.keys() & tied:
-        config.tie_word_embeddings = False  # peft has trained a copy of one of the two
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         if getattr(inner, "generation_config", None) is not None and inner.can_generate():
             inner.generation_config.save_pretrained(folder)
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
-
-
-def _has_config(model: nn.Module) -> bool:
-    """Whether the checkpoint gets a config.json, for transformers to read."""
-    return hasattr(getattr(contents.unwrapped(model), "config", None), "save_pretrained")
 
 
 def _dtype_of(pieces: list[Piece]) -> torch.dtype:

@@ -45,7 +45,10 @@ class Skeleton:
     Attributes:
         model: on the meta device, but for the buffers that no file has.
         dtype, device: what is filled gets them.
+        untied: whether the config ties weights that are not tied here.
     """
+
+    untied = False
 
     def __init__(
         self,
@@ -105,8 +108,9 @@ class Skeleton:
                 complaints.append(f"{slots[0][2]} is missing")
             elif key is None:
                 continue
-            elif not files.entries(key) and files.shape(key) != list(tensor.shape):
-                complaints.append(f"{key} is {files.shape(key)}, expected {list(tensor.shape)}")
+            elif not files.entries(key) and files.shape(key) != _shape_in_files(tensor, *slots[0][:2]):
+                wanted = _shape_in_files(tensor, *slots[0][:2])
+                complaints.append(f"{key} is {files.shape(key)}, expected {wanted}")
             elif files.entries(key) and not _is_4bit(*slots[0][:2]):
                 complaints.append(f"{key} is packed, for a layer that is not quantized so")
         if complaints:
@@ -139,8 +143,12 @@ class Skeleton:
     def _read(self, old: Tensor, module: nn.Module, name: str, key: str, files: Checkpoint) -> Tensor:
         try:
             values = files.read(key) if key in files else self._conversions.read(key, files)
-            if list(values.shape) != list(old.shape) and not files.entries(key):
-                raise ValueError(f"is {list(values.shape)} in the files, expected {list(old.shape)}")
+            if not files.entries(key):
+                if list(values.shape) != _shape_in_files(old, module, name):
+                    raise ValueError(
+                        f"is {list(values.shape)} in the files, expected {_shape_in_files(old, module, name)}"
+                    )
+                values = values.t() if _is_transposed(module, name) else values
             if _is_4bit(module, name):
                 return self._packed(old, values, holder_of(module, name).layer, key, files)
             if values.is_floating_point() and values.element_size() < 2:
@@ -189,24 +197,40 @@ class Skeleton:
         """(key, module, name) of every parameter and saved buffer, one that is shared in its first place."""
         return ((slots[0][2], *slots[0][:2]) for _, slots in self._places.values())
 
+    def all_places(self) -> Iterator[tuple[str, nn.Module, str]]:
+        """The same in the order of the state dict, one that is shared in each of its places."""
+        return ((key, module, name) for module, name, key in _slots(self.model))
+
+    @property
+    def used(self) -> list[Any]:
+        """transformers' conversions that the names of the files need; `check` finds them."""
+        return self._conversions.used
+
     def sources(self, place: tuple[str, nn.Module, str], files: Checkpoint) -> list[str]:
         """Names of the tensors in the files that one is made of."""
         key = self._key_in_files(place, files)
         return [key] if key in files else self._conversions.sources(key)
 
-    def value(self, place: tuple[str, nn.Module, str], files: Checkpoint) -> Tensor:
-        """One as it would be filled in: a `Params4bit` that is quantized, or a dense tensor."""
+    def value(self, place: tuple[str, nn.Module, str], files: Checkpoint, of: Tensor | None = None) -> Tensor:
+        """One as it would be filled in: a `Params4bit` that is quantized, or a dense tensor. `of`: the empty tensor of
+        this model that it is, where something else has its place now."""
         _, module, name = place
-        return self._read(_get((module, name, "")), module, name, self._key_in_files(place, files), files)
+        old = _get((module, name, "")) if of is None else of
+        return self._read(old, module, name, self._key_in_files(place, files, old), files)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether this is one of the empty tensors."""
+        known, _ = self._places.get(id(tensor), (None, []))
+        return known is tensor
 
     @staticmethod
     def put(module: nn.Module, name: str, value: Tensor) -> None:
         """Give a module one of its tensors."""
         _put(module, name, value)
 
-    def _key_in_files(self, place: tuple[str, nn.Module, str], files: Checkpoint) -> str:
+    def _key_in_files(self, place: tuple[str, nn.Module, str], files: Checkpoint, of: Tensor | None = None) -> str:
         _, module, name = place
-        slots = self._places[id(_get((module, name, "")))][1]
+        slots = self._places[id(_get((module, name, "")) if of is None else of)][1]
         found = [(key, self._name_in(files, key)) for _, _, key in slots]
         return next(name or key for key, name in found if name or key in self._conversions)
 
@@ -237,6 +261,7 @@ class Conversions:
         self._renamings = [each for each in known if isinstance(each, WeightRenaming)]
         self._converters = [each for each in known if isinstance(each, WeightConverter)]
         self._of_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
+        self._known = known
         self._sources: dict[str, list[tuple[str, str | None]]] = {}  # key -> (name in the files, its pattern)
 
     def look(self, files: Checkpoint, keys: set[str]) -> None:
@@ -248,6 +273,11 @@ class Conversions:
             key, pattern = rename_source_key(name, self._renamings, self._converters, prefix, meta)
             if key in keys and key not in files:
                 self._sources.setdefault(key, []).append((name, pattern))
+
+    @property
+    def used(self) -> list[Any]:
+        """Those that some name of the files has needed."""
+        return [each for each in self._known if each.was_used()]
 
     def __contains__(self, key: str) -> bool:
         return key in self._sources
@@ -289,7 +319,7 @@ def packed_weights(module: nn.Module) -> Iterator[Any]:
 
 def _slots(model: nn.Module) -> Iterator[Slot]:
     """The parameters and saved buffers of `model`, one that is shared in each of its places."""
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=False):
         for name, value in [*module._parameters.items(), *module._buffers.items()]:
             if value is not None and name not in module._non_persistent_buffers_set:
                 yield module, name, f"{path}.{name}" if path else name
@@ -324,6 +354,17 @@ def _put(module: nn.Module, name: str, value: Tensor) -> None:
 
 def _is_4bit(module: nn.Module, name: str) -> bool:
     return holder_of(module, name) is not None
+
+
+def _is_transposed(module: nn.Module, name: str) -> bool:
+    held = holder_of(module, name)
+    return held is not None and held.of_conv1d
+
+
+def _shape_in_files(tensor: Tensor, module: nn.Module, name: str) -> list[int]:
+    """Shape that a tensor has in files of 16 or 32 bits."""
+    shape = list(tensor.shape)
+    return shape[::-1] if _is_transposed(module, name) else shape
 
 
 def _causal(config: Any, dtype: torch.dtype) -> nn.Module:
