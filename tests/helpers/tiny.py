@@ -28,6 +28,9 @@ SIZES = {
     r"mamba_d_state|ssm_state_size|mamba_n_groups|n_groups|state_size": 8,
     r"max_position_embeddings|n_positions|max_.*_positions|n_ctx|max_seq(uence)?_len(gth)?": 64,
     r"first_k_dense_replace|num_dense_layers|num_nextn_predict_layers|moe_layer_start_index": 0,
+    r"num_kv_shared_layers": 0,
+    r"rotary_dim": 8,
+    r".*group_vocab": TOKENS,
     r"image_size|img_size": 32,
     r"patch_size|vision_patch_size": 8,
     r"num_queries|query_length|num_query.*|n_queries": 4,
@@ -36,10 +39,34 @@ SIZES = {
     r"type_vocab_size": 2,
     r"num_labels": 3,
 }
-ABSENT = r"num_experts|n_routed_experts|top_k_experts|(moe|expert)_intermediate_size"  # None in some default configs
+ABSENT = (  # what is None in some default configs
+    r"num_experts_per_tok|n_shared_experts|num_experts|n_routed_experts|top_k_experts|(moe|expert)_intermediate_size"
+)
 SPECIAL = (
     r"(pad|bos|eos|sep|cls|unk|image|video|audio|vision|boi|eoi|decoder_start|forced).*token.*|.*_token_(id|index)"
 )
+
+# What else a type of model needs.
+OWN = {
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]},
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 4},
+    "nemotron_h": {
+        **{"layers_block_type": ["attention", "moe"], "n_group": 1, "topk_group": 1, "mamba_num_heads": 4},
+        **{"mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 16},
+    },
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
+    "zamba2": {"mamba_headdim": 8, "n_mamba_heads": 8},
+    "xmod": {"default_language": "en_XX"},
+}
 
 
 def _small(name, value):
@@ -83,6 +110,7 @@ def shrink(config):
 
 def configs(config_class, **options):
     """Small configs of a class, the most consistent one first; each may be refused by its model."""
+    options = {**OWN.get(config_class.model_type, {}), **options}
     with contextlib.suppress(Exception):  # whatever its code says of these settings
         yield config_class(**{**settings(config_class()), **options})
     config = shrink(config_class())
@@ -211,4 +239,5 @@ def outputs(model, arguments=None, **more):
 
 
 def _takes(model, name):
-    return name in inspect.signature(model.forward).parameters
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return name in inspect.signature(inner.forward).parameters

@@ -1,6 +1,8 @@
 """Every way of peft to put adapters around a model, with random values in them."""
 
+import contextlib
 import copy
+import re
 
 import peft
 import torch
@@ -12,16 +14,19 @@ STRENGTH = 0.3  # standard deviation of what is added to each trained tensor
 
 
 def linears(model):
-    """Names of the first two and the last two linear layers that are no head."""
+    """Names of the first two and last two linear layers that are no head; of a model inside of others the text's."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    found = [
+    every = [
         name
         for name, module in model.named_modules()
         if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D") and module is not head
     ]
+    found = [name for name in every if not re.search(r"vision|visual|audio|image|speech|sam_", name)] or every
     if not found:
         raise ValueError("the model has no linear layer")
-    return list(dict.fromkeys(found[:2] + found[-2:]))
+    chosen = found[:2] + found[-2:]
+    gates = [name.replace("up_proj", "gate_proj") for name in chosen]  # peft takes both or none where they are fused
+    return [name for name in found if name in chosen or name in gates]
 
 
 def last_linear(model):
@@ -44,7 +49,10 @@ def embedding(model):
 def used_embedding(model):
     """The name of the embedding that is called: an encoder's own where the model's is shared and never called."""
     encoder = model.get_encoder() if model.config.is_encoder_decoder else model
-    return _name_of(model, encoder.get_input_embeddings(), "embedding of tokens")
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        if isinstance(encoder.get_input_embeddings(), nn.Embedding):
+            return _name_of(model, encoder.get_input_embeddings(), "embedding of tokens")
+    return embedding(model)
 
 
 def head(model):

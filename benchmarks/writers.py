@@ -1,0 +1,261 @@
+"""Every architecture of the installed transformers and every wrapper of peft through every writer of checkpoints.
+
+    python benchmarks/writers.py --record FILE.json [--only TYPE] [--way WAY] [--wrapper NAME|all] [--tied yes|no]
+                                 [--jobs N] [--out FILE.md]
+
+A tiny model of each class is made from its config class and written in every way: `bitshard.fsdp.save_pretrained`,
+`dense_weights` (collected into a folder), `bitshard quantize`, `bitshard merge`. It is loaded again by its class, which
+must miss nothing, find nothing that it does not know, and give the same outputs and tensors; or the writer must have
+raised a clear error before the first byte. Each class is tried in a process of its own, with limits of time and memory.
+Results are kept in FILE.json with a digest of the writers' sources: a run goes on where another one ended, and tries
+again what was tried with other sources.
+
+The wrappers of SWEEP are tried on every class; `--wrapper all` tries all of them (on the classes of `--only`).
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import peft
+import torch
+import transformers
+from helpers import tiny, writers
+from helpers.wrappers import CHANGES_BASE, WRAPPERS
+from transformers.models.auto import modeling_auto
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS, BYTES = 90, 8 << 30  # of one class
+# Mappings of transformers from a model type to a class.
+HEADS = {
+    "CAUSAL_LM": "text",
+    "SEQ_TO_SEQ_CAUSAL_LM": "text to text",
+    "IMAGE_TEXT_TO_TEXT": "image and text",
+    "MULTIMODAL_LM": "image, sound and text",
+    "SPEECH_SEQ_2_SEQ": "speech to text",
+    "CTC": "speech to text",
+    "RNNT": "speech to text",
+    "TDT": "speech to text",
+    "AUDIO_CLASSIFICATION": "sound",
+    "IMAGE_CLASSIFICATION": "image",
+    "MASKED_LM": "masked text",
+}
+# What is tried on every class: the wrapper, and the ways that it says something new about.
+SWEEP = {
+    "": writers.PLAIN,
+    "lora": ("save merge", "save merge dtype", "merge (dense)", "merge 4bit"),
+    "lora embedding": ("dense_weights",),
+    "lora head": ("save merge dtype",),
+    "modules_to_save embedding": ("save merge dtype",),
+    "trainable_token_indices": ("save merge dtype",),
+}
+NO_TOKENS = ("image", "sound")  # heads without an embedding of tokens
+SOURCES = ("sharding/checkpoints", "convert", "sharding/loading")
+
+
+def classes():
+    """[(model type, class, head)], each class once."""
+    found = {}
+    for mapping, head in HEADS.items():
+        for kind, names in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES", {}).items():
+            for name in [names] if isinstance(names, str) else names:
+                found.setdefault(name, (head, []))[1].append(kind)
+    return [(_own(kinds, name), name, head) for name, (head, kinds) in found.items()]
+
+
+def _own(kinds, name):
+    """Of the model types that share a class, the one that it is named after."""
+    named = [kind for kind in kinds if name.lower().startswith(re.sub("[-_]", "", kind))]
+    return max(named, key=len) if named else kinds[0]
+
+
+def digest():
+    """Of the writers' sources and of what tries them."""
+    hashed = hashlib.sha256()
+    files = [path for folder in SOURCES for path in sorted((ROOT / "python/bitshard" / folder).rglob("*.py"))]
+    files += [ROOT / "tests/helpers" / f"{name}.py" for name in ("tiny", "wrappers", "writers")]
+    for path in files:
+        hashed.update(path.read_bytes())
+    return hashed.hexdigest()[:12]
+
+
+def wanted(head, args):
+    """[(wrapper, way)] of a class."""
+    if args.wrapper == "all":
+        table = {name: writers.ways_of(name or None) for name in ("", *WRAPPERS)}
+    elif args.wrapper:
+        table = {args.wrapper: writers.ways_of(args.wrapper)}
+    else:
+        table = {name: ways for name, ways in SWEEP.items() if head not in NO_TOKENS or name in ("", "lora")}
+    return [(name, way) for name, ways in table.items() for way in ways if args.way in (None, way)]
+
+
+# ---- one class, in a process of its own ----
+
+
+def key_of(name, tied, wrapper, way):
+    """Of a row in the record."""
+    return " | ".join((name, {None: "", True: "tied", False: "not tied"}[tied], wrapper, way))
+
+
+def try_class(name, tied, tries, file):
+    """Append a line to `file` for each of the tries, and one for the class itself where none can be made."""
+
+    def put(wrapper, way, kind, words, begun):
+        row = {"key": key_of(name, tied, wrapper, way), "kind": kind, "words": words, "s": time.time() - begun}
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+
+    begun = time.time()
+    with tempfile.TemporaryDirectory(prefix="bitshard-writers-") as place:
+        place = Path(place)
+        try:
+            options = {} if tied is None else {"tie_word_embeddings": tied}
+            subject = writers.Subject(getattr(transformers, name), place / "model", **options)
+            subject.prepare()
+        except writers.LeftOut as error:
+            put("", "", "left out", str(error), begun)
+            return
+        put("", "", "ok", subject.note + ("" if subject.is_packed else " no 4-bit weight"), begun)
+        for number, (wrapper, way) in enumerate(tries):
+            begun, folder = time.time(), place / str(number)
+            folder.mkdir()
+            wrap = WRAPPERS[wrapper] if wrapper else None
+            result = writers.tried(subject, way, wrap, folder, wrapper in CHANGES_BASE)
+            put(wrapper, way, result.kind, re.sub(rf"{re.escape(str(place))}\S*/", "", result.words), begun)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def in_a_fork(name, tied, tries):
+    """The process id, and the file of its lines."""
+    file = tempfile.NamedTemporaryFile("w+", suffix=".jsonl", delete=False)
+    pid = os.fork()
+    if pid:
+        return pid, file
+    try:
+        resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        try_class(name, tied, tries, file)
+    except BaseException as error:
+        file.write(
+            json.dumps({"key": key_of(name, tied, "", ""), "kind": "left out", "words": tiny.words(error)}) + "\n"
+        )
+        file.flush()
+    finally:
+        os._exit(0)
+
+
+class Running:
+    """A class that is being tried."""
+
+    def __init__(self, job, tries):
+        self.job, self.tries, self.begun = job, tries, time.time()
+        self.pid, self.file = in_a_fork(job[1], job[3], tries)
+
+    def poll(self):
+        """Whether it has ended; after its time it is ended."""
+        late = time.time() - self.begun > SECONDS
+        if late:
+            os.kill(self.pid, signal.SIGKILL)
+        pid, status = os.waitpid(self.pid, 0 if late else os.WNOHANG)
+        self.why = f"{SECONDS} s were over" if late else f"ended by signal {os.WTERMSIG(status)}" if status else ""
+        return pid != 0
+
+    def rows(self):
+        """What it has written, and what it was ended in."""
+        found = [json.loads(line) for line in Path(self.file.name).read_text().splitlines()]
+        os.unlink(self.file.name)
+        _, name, _, tied = self.job
+        have = {row["key"] for row in found}
+        rest = [key for key in (key_of(name, tied, *one) for one in self.tries) if key not in have]
+        if self.why and not any(row["kind"] == "left out" and row["key"].endswith(" |  | ") for row in found):
+            key = rest[0] if have and rest else key_of(name, tied, "", "")
+            found.append({"key": key, "kind": "left out", "words": self.why})
+        for row in found:
+            row |= {"type": self.job[0], "head": self.job[2]}
+        return found
+
+
+# ---- all of them ----
+
+
+def sweep(args, record):
+    """Try all classes that are not in the record yet; the record is written after each."""
+    now = digest()
+    jobs = []
+    for kind, name, head in classes():
+        if args.only and args.only not in (kind, name):
+            continue
+        tied = {"yes": True, "no": False, None: None}[args.tied]
+        base = record.get(key_of(name, tied, "", ""))
+        if base is not None and base["digest"] == now and base["kind"] == "left out":
+            continue
+        tries = [
+            one for one in wanted(head, args) if record.get(key_of(name, tied, *one), {"digest": ""})["digest"] != now
+        ]
+        if tries:
+            jobs.append(((kind, name, head, tied), tries))
+    running, done, begun = [], 0, time.time()
+    while jobs or running:
+        while jobs and len(running) < args.jobs:
+            running.append(Running(*jobs.pop(0)))
+        time.sleep(0.02)
+        for one in [one for one in running if one.poll()]:
+            running.remove(one)
+            done += 1
+            rows = one.rows()
+            for row in rows:
+                record[row.pop("key")] = {**row, "digest": now}
+            Path(args.record).write_text(json.dumps(record, indent=0, sort_keys=True))
+            left = (time.time() - begun) / done * (len(jobs) + len(running)) / 60
+            counts = {kind: sum(row["kind"] == kind for row in rows) for kind in ("ok", "raises", "WRONG", "NAMES")}
+            why = next((row["words"] for row in rows if row["kind"] == "left out" and len(rows) == 1), "")
+            text = why or " ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+            print(
+                f"{done}/{done + len(jobs) + len(running)} {left:4.0f} min left  {one.job[1]:44s} {text}"[:170],
+                flush=True,
+            )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--record", required=True, help="JSON file of the results")
+    parser.add_argument("--only", help="a model type, or a class")
+    parser.add_argument("--way", choices=writers.WAYS)
+    parser.add_argument("--wrapper", choices=["all", *WRAPPERS])
+    parser.add_argument("--tied", choices=["yes", "no"], help="(default: as the config has it)")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--out", help="Markdown file of the table")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    record = {}
+    with contextlib.suppress(FileNotFoundError):
+        record = json.loads(Path(args.record).read_text())
+    tiny.outputs(tiny.make(transformers.LlamaForCausalLM))  # imports what every fork needs
+    sweep(args, record)
+    print({kind: sum(row["kind"] == kind for row in record.values()) for kind in ("ok", "raises", "WRONG", "NAMES")})
+    if args.out:
+        from writers_table import table
+
+        Path(args.out).write_text(table(record, digest(), peft.__version__), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
