@@ -287,6 +287,10 @@ def test_pip_installed_another_upstream_since(site, tmp_path):
     upstream(site, "0.51.0")
     with pytest.raises(switch.Mistake, match=r"0\.51\.0 was installed since and is active.*0\.50\.2 is kept"):
         switch.unuse(site)
+    said = report_rows(site)
+    assert "`bitshard unuse` puts it back" not in said["text"] and said["mend"] == "bitshard use"
+    assert f"bitsandbytes 0.50.2 in {site / switch.KEPT}, which pip has replaced by 0.51.0 since" in said["text"]
+    assert f"rm -r {site / switch.KEPT}" in said["text"]
     before = {name: text for name, text in bytes_of(site).items() if switch.KEPT not in name}
     assert switch.use(site)["kept"] == "0.51.0"
     assert [path.name for path in (site / switch.KEPT).glob("kept-*")] == ["kept-1"]
@@ -563,3 +567,30 @@ def test_a_folder_that_is_no_environment_s(base, tmp_path, give_bitshard):
     assert installed.FACADE_MARK in base.imports(**variables)[0] and not sites_of(base)
     assert base.bitshard("unuse", **variables).returncode == 0
     assert {name: text for name, text in bytes_of(target).items() if "__pycache__" not in name} == before
+
+
+def test_bitshard_was_uninstalled_while_in_use(base, give_bitshard):
+    """The façade that stays says so itself when it is imported; so it does where pip has left an empty folder."""
+    upstream(base.site)
+    give_bitshard(base.site)
+    assert base.bitshard("use").returncode == 0
+    shutil.rmtree(base.site / "bitshard_cli")
+    for leftover in (False, True):
+        if leftover:
+            (base.site / "bitshard" / "__pycache__").mkdir(parents=True)
+        for code in ("import bitsandbytes", "from bitsandbytes.nn import Linear4bit"):
+            last = base(code).stderr.splitlines()[-1]
+            assert last.startswith("ImportError: ") and "bitshard's" in last and "not installed" in last, last
+            assert "install bitshard again" in last and "`bitshard unuse`" in last, last
+            assert "pip install --force-reinstall --no-deps bitsandbytes==0.50.2" in last, last
+    give_bitshard(base.site)
+    assert base.bitshard("unuse").returncode == 0 and base.imports() == ("0.50.2", base.site)
+
+
+def test_another_fault_of_the_engine_is_shown_as_it_is(tmp_path, facade):
+    """Only a missing engine is taken for one."""
+    write(tmp_path, {"bitshard/__init__.py": "import torch_of_nobody\n"})
+    env = {"PATH": "", "PYTHONPATH": os.pathsep.join([str(tmp_path), str(facade)])}
+    command = [sys.executable, "-S", "-c", "import bitsandbytes"]
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    assert "ModuleNotFoundError: No module named 'torch_of_nobody'" in ran.stderr

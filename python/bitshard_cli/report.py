@@ -139,7 +139,12 @@ def _kept() -> tuple[list[Row], list[Row]]:
         return [Row("kept", f"`{begun}` was interrupted in {site}", begun)], []
     if journal is None or not journal.version:
         return [], []
-    return [], [Row("kept", f"bitsandbytes {journal.version} in {site / switch.KEPT}: `bitshard unuse` puts it back")]
+    text = f"bitsandbytes {journal.version} in {site / switch.KEPT}"
+    newer = next((owner.version for owner in installed.owners_in(site) if not owner.is_facade), None)
+    if newer is None:
+        return [], [Row("kept", f"{text}: `bitshard unuse` puts it back")]
+    text += f", which pip has replaced by {newer} since: no longer needed, `rm -r {site / switch.KEPT}` deletes it"
+    return [], [Row("kept", text)]
 
 
 def _tried() -> list[Row]:
