@@ -1,10 +1,12 @@
 """Fused models through what peft, accelerate and transformers do with a model: switch, merge, save, copy, train."""
 
 import copy
+import functools
 import io
 import pickle
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,9 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
+import bitsandbytes as bnb  # noqa: E402
 import datasets  # noqa: E402
-from bitshard import lora  # noqa: E402
+from bitshard import functional, lora  # noqa: E402
 from bitshard.lora.layer import FusedLinear4bit, Peft  # noqa: E402
 from helpers.bytes import same_bytes  # noqa: E402
 from helpers.llama import TOKENS, load_4bit, save_llama  # noqa: E402
@@ -388,6 +391,85 @@ def test_hooks_on_the_layer_see_what_they_saw():
     with fused_calls() as calls:
         run(wrapped, torch.randn(5, 128), torch.randn(5, 96))
     assert seen == ["y", "dx"] and calls == ["trained"]
+
+
+# ---- unsloth, played by stand-ins that do to a model what its get_peft_model does ----
+
+
+def read_around(layer, x):
+    """y of a LoRA layer out of its weights, without calling it or one of its modules."""
+    base, scale = layer.base_layer.weight, layer.scaling["default"]
+    dense = functional.dequantize_4bit(base.data, base.quant_state).to(x.dtype)
+    A, B = (part["default"].weight.to(x.dtype) for part in (layer.lora_A, layer.lora_B))
+    return x @ dense.t() + scale * (x @ A.t()) @ B.t()
+
+
+def of_unsloth(function):
+    """`function`, as unsloth.kernels.fast_lora would have it."""
+    function.__module__ = "unsloth.kernels.fast_lora"
+    return function
+
+
+@of_unsloth
+def apply_lora_mlp_swiglu(self, x, inplace=True):
+    up = torch.nn.functional.silu(read_around(self.gate_proj, x)) * read_around(self.up_proj, x)
+    return read_around(self.down_proj, up)
+
+
+@of_unsloth
+def apply_lora_qkv(self, x, inplace=True):
+    return tuple(read_around(layer, x) for layer in (self.q_proj, self.k_proj, self.v_proj))
+
+
+@of_unsloth
+def apply_lora_o(self, x):
+    return read_around(self.o_proj, x)
+
+
+def patched_by_unsloth(wrapped, mlp=apply_lora_mlp_swiglu):
+    """The blocks' functions in the places where unsloth puts them."""
+    (decoder,) = wrapped.base_model.model.model.layers
+    decoder.mlp.forward = types.MethodType(mlp, decoder.mlp)
+    decoder.self_attn.apply_qkv, decoder.self_attn.apply_o = apply_lora_qkv, apply_lora_o
+    return wrapped
+
+
+ITS_OWN = "unsloth's own kernels, which never call them"
+
+
+def test_what_unsloth_computes_is_said(folder):
+    """fuse and report: no layer is fused, none is peft's, and whose kernels are used."""
+    expected, _ = outputs(adapted(folder))
+    wrapped = patched_by_unsloth(adapted(folder))
+    report = lora.fuse(wrapped)
+    assert str(report) == str(lora.report(wrapped)) == f"7 LoRA layers: 0 fused, 7 computed by {ITS_OWN}"
+    assert len(report.elsewhere) == LINEARS and not report.left and not report.fused
+    found, calls = outputs(wrapped)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert calls == 4  # transformers' attention, which unsloth replaces by one that asks for apply_qkv and apply_o
+    assert lora.unfuse(wrapped) == LINEARS
+
+
+@pytest.mark.parametrize("mlp", [functools.partial(apply_lora_mlp_swiglu, inplace=False), lambda self, x: x])
+def test_a_forward_of_a_block_is_unsloth_s_or_somebody_s(folder, mlp):
+    """Of Cohere it is a partial; another's forward of an MLP is no business of the report."""
+    wrapped = adapted(folder)
+    (decoder,) = wrapped.base_model.model.model.layers
+    decoder.mlp.forward = types.MethodType(mlp, decoder.mlp)
+    unsloths = isinstance(mlp, functools.partial)
+    assert len(lora.fuse(wrapped).elsewhere) == 3 * unsloths and len(lora.report(wrapped).fused) == 7 - 3 * unsloths
+
+
+@pytest.mark.parametrize("cls", [Peft, bnb.nn.Linear4bit], ids=["of peft", "of bitsandbytes"])
+def test_a_class_s_forward_that_unsloth_replaced(folder, monkeypatch, cls):
+    """Importing unsloth replaces that of bitsandbytes' layer, FastModel that of peft's."""
+    wrapped = adapted(folder, target_modules=["q_proj"])
+    forward = cls.forward
+    replaced = lambda self, *args, **kwargs: forward(self, *args, **kwargs)  # noqa: E731
+    replaced.__module__ = "unsloth_compiled_module_peft" if cls is Peft else "unsloth_zoo.temporary_patches"
+    monkeypatch.setattr(cls, "forward", replaced)
+    assert lora.fuse(wrapped).reasons == {"the forward of Linear4bit has been replaced by unsloth": 1}
+    assert outputs(wrapped)[1] == 0
 
 
 # ---- training ----

@@ -38,6 +38,7 @@ LAYERS = [
     "int8",
     "functional",
     "rows",
+    "recognized",
     "outliers",
     "optim",
     "foreign",

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitshard.recognized import OfBitsandbytes
+
 logger = logging.getLogger(__name__)
 
 
@@ -125,7 +127,7 @@ def find_outlier_dims(
     return ((deviation - deviation.mean()) / deviation.std() > zscore).nonzero().view(-1)
 
 
-class OutlierAwareLinear(nn.Linear):
+class OutlierAwareLinear(nn.Linear, OfBitsandbytes):
     """A base class: a linear layer that quantizes its weight once, knowing its outlier columns.
 
     A subclass has `quantize_weight` and `forward_with_outliers`.

@@ -22,6 +22,8 @@ from typing import Any
 
 from torch import nn
 
+from bitshard.lora import unsloth
+
 
 @dataclass(frozen=True)
 class Report:
@@ -30,10 +32,12 @@ class Report:
     Attributes:
         fused: names of the layers whose next call is fused.
         left: {name: why its next call in training is peft's} of the other LoRA layers.
+        elsewhere: names of those that unsloth's own kernels compute: neither peft's code nor bitshard's is called.
     """
 
     fused: tuple[str, ...] = ()
     left: dict[str, str] = field(default_factory=dict)
+    elsewhere: tuple[str, ...] = ()
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -41,7 +45,9 @@ class Report:
         return dict(Counter(self.left.values()).most_common())
 
     def __str__(self) -> str:
-        line = f"{len(self.fused) + len(self.left)} LoRA layers: {len(self.fused)} fused"
+        line = f"{len(self.fused) + len(self.left) + len(self.elsewhere)} LoRA layers: {len(self.fused)} fused"
+        if self.elsewhere:
+            line += f", {len(self.elsewhere)} computed by {unsloth.WORDS}, which never call them"
         if self.left:
             line += f", {len(self.left)} left to peft ({'; '.join(f'{n}: {why}' for why, n in self.reasons.items())})"
         return line
@@ -88,8 +94,10 @@ def unfuse(model: nn.Module) -> int:
 def report(model: nn.Module) -> Report:
     """Which LoRA layers of `model` are fused now, and why the others' next call in training would be peft's."""
     found = _layers(model, "report")
-    left = {name: words for name, layer in found.items() if (words := _ways(layer).why(layer)) is not None}
-    return Report(tuple(name for name in found if name not in left), left)
+    elsewhere = tuple(name for name in unsloth.computed(model) if name in found)
+    called = {name: _ways(layer).why(layer) for name, layer in found.items() if name not in elsewhere}
+    left = {name: words for name, words in called.items() if words is not None}
+    return Report(tuple(name for name in called if name not in left), left, elsewhere)
 
 
 def _layers(model: nn.Module, caller: str, needed: bool = True) -> dict[str, nn.Module]:

@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 
 from bitshard import _C, gather
+from bitshard.lora import unsloth
 from bitshard.lora.product import Int8, LoraLinear, product
 from bitshard.nn.linear import Linear4bit as Base
 from bitshard.nn.linear import LinearFP4, LinearNF4
@@ -154,7 +155,8 @@ def operands_of_int8(base: Base8, x: Tensor) -> tuple[Tensor, Int8 | None, Tenso
 def watched(of: Family) -> str | None:
     """Who replaces or watches the calls that a fused layer does not make; None: nobody."""
     if of.Peft.forward is not of.forward or of.Base.forward is not of.base_forward:
-        return f"the forward of {of.Base.__name__} has been replaced"
+        replaced = of.Peft.forward if of.Peft.forward is not of.forward else of.Base.forward
+        return f"the forward of {of.Base.__name__} has been replaced{unsloth.by(replaced)}"
     if nn.Linear.forward is not LINEAR_FORWARD or nn.functional.linear is not LINEAR:
         return "torch's linear has been replaced"
     if (

@@ -23,6 +23,7 @@ from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
 from bitshard.nn.linear8bit import HoldsInt8Weight, Int8Weight
 from bitshard.optim.config import GlobalOptimManager
 from bitshard.place import Place
+from bitshard.recognized import OfBitsandbytes
 from bitshard.rows import embedding_4bit, embedding_int8
 from bitshard.state import QuantState, dtype_name
 from bitshard.tensor import Params4bit
@@ -30,7 +31,7 @@ from bitshard.tensor import Params4bit
 logger = logging.getLogger(__name__)
 
 
-class _Kept32Bits(nn.Embedding):
+class _Kept32Bits(nn.Embedding, OfBitsandbytes):
     """An embedding that is initialized by Xavier's rule, and whose weight has optimizer states of 32 bits."""
 
     def reset_parameters(self) -> None:

@@ -24,6 +24,7 @@ from bitshard.kinds import EXPERTS, FOUR_BIT, Kind
 from bitshard.nn import merged
 from bitshard.place import Place
 from bitshard.placeholder import PlaceholderParams4bit
+from bitshard.recognized import OfBitsandbytes
 from bitshard.state import QuantState, dtype_name
 from bitshard.tensor import Params4bit, verify
 
@@ -540,7 +541,7 @@ def _keeps_device(fn: Any, device: torch.device) -> bool:
     return fn(torch.empty(0, dtype=torch.uint8, device=device)).device == device
 
 
-class HoldsPackedWeights(nn.Module):
+class HoldsPackedWeights(nn.Module, OfBitsandbytes):
     """A module some of whose parameters may be packed 4-bit weights. Derive from this before the module.
 
     `packed_stacks` are the holders of several by name. A layer of one weight is a `HoldsPackedWeight`.
