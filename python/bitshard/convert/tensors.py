@@ -100,7 +100,7 @@ def packed_like(key: str, held: Any, weight: Any) -> tuple[dict[str, Tensor], st
     """Tensors of the meta device as a quantized weight's, and how the name of its JSON ends, whose length varies."""
     shape = held.shape if held.shape is not None else weight.shape
     if held.kind is INT8:
-        state = int8_state(torch.empty(shape[0], device="meta"), shape, torch.bfloat16)
+        state = int8_state(torch.empty(shape[0], dtype=torch.float32, device="meta"), shape, torch.bfloat16)
         return {key: torch.empty(shape, dtype=torch.int8, device="meta"), **INT8.beside(key, state)}, ""
     packed, state = held.kind.quantize(
         torch.empty(shape, dtype=torch.bfloat16, device="meta"),
