@@ -39,7 +39,7 @@ class Int8Weight(PackedWeight):
 
     Attributes:
         dtype: of the float weight, and of the container in which FSDP shards it.
-        rows: what the last forward that was not traced has multiplied with; torch.export is given its scales.
+        rows: what the last forward that was not traced has multiplied with.
     """
 
     kind = INT8
@@ -207,8 +207,8 @@ class HoldsInt8Weight(HoldsPackedWeight):
     def _scales(self, weight: Tensor) -> RowScales:
         """The scales of codes [N, K]. RuntimeError or ValueError where there are none, or others."""
         scales, shape, held = self.state.SCB, self.matrix_shape(), self.packed_weight
-        if scales is None and torch.compiler.is_exporting():  # with tensors in the places of parameters
-            scales = None if held.rows is None else held.rows.absmax
+        if scales is None and torch.compiler.is_exporting():
+            scales = getattr(held.kept_by_export(), "SCB", None)
         if scales is None:
             raise RuntimeError(
                 f"{type(self).__name__}: the int8 weight {list(shape)} has no scales: load a state dict with SCB "
@@ -337,6 +337,14 @@ class HoldsInt8Weight(HoldsPackedWeight):
             self.state.SCB.copy_(scales.view(-1))
 
 
+def unquantized(module: nn.Module, weight: Tensor) -> RuntimeError:
+    """The error for a float weight where a quantized one is needed."""
+    return RuntimeError(
+        f"{type(module).__name__}: the weight {list(weight.shape)} of {dtype_name(weight.dtype)} is not quantized yet: "
+        "move the module to a device first, for instance with .to('cpu') or .cuda()"
+    )
+
+
 class Linear8bitLt(HoldsInt8Weight, nn.Linear):
     """y = x W^T + b with W in int8.
 
@@ -395,6 +403,8 @@ class Linear8bitLt(HoldsInt8Weight, nn.Linear):
             weight, scales = held.ready(weight)
         else:
             if weight.dtype is not torch.int8:
+                if torch.compiler.is_exporting() and not (state.has_fp16_weights or weight.requires_grad):
+                    raise unquantized(self, weight)
                 if not isinstance(weight, Int8Params) or state.has_fp16_weights or weight.requires_grad:
                     return weight, None, bias
                 weight.to(weight.device)
