@@ -529,6 +529,8 @@ class PackedWeight:
             missing_keys.append(key)
             return
         device = data.device if self.weight.is_meta else self.weight.device
+        if data.is_meta and device.type != "meta":
+            raise ValueError("the weight is on the meta device and holds no bytes")
         if not statistics and data.shape == self.shape:
             raise ValueError(
                 f"a dense weight {list(data.shape)} of {dtype_name(data.dtype)} for a layer that is quantized "

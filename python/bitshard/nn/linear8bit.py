@@ -292,10 +292,8 @@ class HoldsInt8Weight(HoldsPackedWeight):
         assigns = bool(local_metadata.get("assign_to_params_buffers", False))
         if scales is None and not quantized and (codes is None or codes.dtype is not torch.int8):
             return nn.Module._load_from_state_dict(self, state_dict, prefix, *arguments)
-        if self.loads_codes_at_once and not quantized and not assigns:
-            device, assigns = None if weight is None or weight.is_meta else weight.device, True
-            codes, scales = (each if each is None else each.to(device, copy=True) for each in (codes, scales))
-        if scales is not None and not assigns and (not quantized or self.state.SCB is None):
+        replaces = assigns or (self.loads_codes_at_once and not quantized)
+        if scales is not None and not replaces and (not quantized or self.state.SCB is None):
             raise RuntimeError(
                 f"Loading a quantized checkpoint into non-quantized {type(self).__name__} ({prefix}): move the module "
                 "to its device first, which quantizes it (module.to(...)), or load with assign=True"
@@ -309,7 +307,7 @@ class HoldsInt8Weight(HoldsPackedWeight):
             missing_keys.extend([f"{prefix}weight", f"{prefix}SCB"] if strict else [])
             return
         try:
-            self._load_codes(codes, scales, assigns)
+            self._load_codes(codes, scales, assigns, replaces)
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{prefix}weight: {error}")
 
@@ -325,11 +323,21 @@ class HoldsInt8Weight(HoldsPackedWeight):
         if tuple(codes.shape) != shape:
             raise ValueError(f"codes {list(codes.shape)} for a layer of {list(shape)}")
         int8.check_scales(scales, shape[0], "SCB")
+        if codes.is_meta is not scales.is_meta:
+            raise ValueError(f"{'weight' if codes.is_meta else 'SCB'} is on the meta device and holds no values")
 
-    def _load_codes(self, codes: Tensor | None, scales: Tensor | None, assigns: bool) -> None:
-        """Take over codes and scales of a checkpoint: both, or neither with TypeError or ValueError."""
+    def _load_codes(self, codes: Tensor | None, scales: Tensor | None, assigns: bool, replaces: bool) -> None:
+        """Take over codes and scales of a checkpoint: both, or neither with TypeError or ValueError.
+
+        They become the weight's themselves (`assigns`), or copies do (`replaces`), or they are written into it.
+        """
         self.check_codes(codes, scales)
-        if assigns:
+        here = None if self.weight is None or self.weight.is_meta else self.weight.device
+        if codes.is_meta and here is not None and not assigns:
+            raise ValueError("weight is on the meta device and holds no values")
+        if replaces and not assigns:
+            codes, scales = (each.to(here, copy=True) for each in (codes, scales))
+        if replaces:
             self.weight = Int8Params(codes, requires_grad=False, SCB=scales.view(-1))
             return
         with torch.no_grad():
@@ -438,6 +446,8 @@ def maybe_rearrange_weight(
     if state_dict.get(f"{prefix}weight") is None:
         return
     found = state_dict.pop(f"{prefix}weight_format", "row")
+    if isinstance(found, Tensor) and found.is_meta:
+        raise ValueError(f"{prefix}weight_format is on the meta device and holds no values")
     found = found.item() if isinstance(found, Tensor) else found
     name = FORMATS.get(found) if isinstance(found, int) else found
     if name is None:
