@@ -486,7 +486,11 @@ BAD_ENTRIES = {
     "scales of another dtype": (lambda e: e.update(SCB=torch.ones(N).half()), "SCB is float16"),
     "codes of another shape": (lambda e: e.update(weight=torch.zeros(K, N).char()), rf"codes \[{K}, {N}\]"),
     "codes of another dtype": (lambda e: e.update(weight=torch.zeros(N, K)), "weight is float32"),
+    "scales without values": (lambda e: e.update(SCB=e["SCB"].to("meta")), "SCB is on the meta device"),
+    "codes without values": (lambda e: e.update(weight=e["weight"].to("meta")), "weight is on the meta device"),
+    "no values": (lambda e: e.update({k: e[k].to("meta") for k in ("weight", "SCB")}), "weight is on the meta device"),
 }
+META = [case for case in BAD_ENTRIES if case.endswith("values")]
 
 
 @pytest.mark.parametrize("case", BAD_ENTRIES)
@@ -500,6 +504,33 @@ def test_bad_state_dicts_change_nothing(case):
     with pytest.raises(RuntimeError, match=words):
         made.load_state_dict(entries)
     assert same_bytes(made(inputs()), before)
+
+
+@pytest.mark.parametrize("case, assign", [*((case, True) for case in META[:2]), *((case, False) for case in META)])
+def test_embeddings_without_values(case, assign):
+    """Codes or scales on the meta device into a real embedding, quantized or not yet: nothing changes."""
+    spoil, words = BAD_ENTRIES[case]
+    for made in (bnb.nn.Embedding8bit(N, K).to("cpu"), bnb.nn.Embedding8bit(N, K)):
+        entries = bnb.nn.Embedding8bit(N, K).to("cpu").state_dict()
+        spoil(entries)
+        before = copy.deepcopy(made.weight)
+        with pytest.raises(RuntimeError, match=words):
+            made.load_state_dict(entries, assign=assign)
+        assert same_bytes(made.weight.detach(), before.detach()) and made.weight.dtype is before.dtype
+        assert before.SCB is None or torch.equal(made.weight.SCB, before.SCB)
+
+
+def test_a_skeleton_is_assigned():
+    """Both without values, as a model that is made on the meta device has them."""
+    made = layer()
+    entries = {name: value.to("meta") for name, value in layer().state_dict().items()}
+    with pytest.raises(ValueError, match="weight_format is on the meta device"):
+        made.load_state_dict(entries, assign=True)
+    del entries["weight_format"]
+    made.load_state_dict(entries, assign=True)
+    assert made.weight.is_meta and made.weight.SCB.is_meta
+    made.load_state_dict(layer().state_dict(), assign=True)
+    assert same_bytes(made(inputs()), layer()(inputs()))
 
 
 def test_foreign_formats_raise():

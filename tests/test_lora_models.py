@@ -24,6 +24,8 @@ from helpers.bytes import same_bytes  # noqa: E402
 from helpers.llama import TOKENS, load_4bit, save_llama  # noqa: E402
 from helpers.lora import fused_calls, fused_copy, layers, model, randomize, run  # noqa: E402
 from helpers.versions import transformers_takes_peft  # noqa: E402
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 LINEARS = 7  # of the decoder layer of helpers/llama.py
 
@@ -190,6 +192,64 @@ def test_a_head_and_embeddings_are_left(folder):
     assert str(report) == "3 LoRA layers: 1 fused, 2 left to peft (2: its weight is not quantized)"
     assert report.reasons == {"its weight is not quantized": 2}
     assert outputs(wrapped)[1] == 1
+
+
+def casts_of_adapters(wrapped, again):
+    """Casts of A and B and of their gradients in a step under autocast to bfloat16; `again`: with checkpointing."""
+    x = torch.randn(3, 128, dtype=torch.bfloat16, requires_grad=True)
+
+    def step():
+        wrapped.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = checkpoint(wrapped, x, use_reentrant=False) if again else wrapped(x)
+        y.sum().backward()
+
+    step()
+    with fused_calls() as calls, profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+        step()
+    assert calls == ["trained"] * (2 + 2 * again)
+    shapes = {tuple(p.shape) for p in wrapped.parameters() if p.requires_grad}
+    cast = [event for event in seen.events() if event.name == "aten::_to_copy"]
+    return sum(tuple(event.input_shapes[0]) in shapes for event in cast)
+
+
+@pytest.mark.parametrize("threshold", [None, 6.0], ids=["4-bit", "int8"])
+def test_what_float32_adapters_cost(threshold):
+    """The report counts the casts that a step makes; with adapters of the products' dtype there are none to count."""
+    wrapped = model([(96, 128), (64, 96)], torch.bfloat16, threshold=threshold)
+    for layer in layers(wrapped) if threshold else ():
+        layer.base_layer.packed_weight.dtype = torch.bfloat16  # as of a model that is loaded in it
+    report = lora.fuse(wrapped)
+    assert report.float32 == {"bfloat16": 2}
+    found = [casts_of_adapters(wrapped, again) for again in (False, True)]
+    assert [report.casts, report.casts_checkpointed] == found == [8, 12]
+    assert "2 float32 adapters on bfloat16 products: under autocast 8 casts a step, 12 with" in str(report)
+    assert "autocast_adapter_dtype=False" in str(report) and "p.data = p.data.to(torch.bfloat16)" in str(report)
+    for p in wrapped.parameters():
+        if p.requires_grad:
+            p.data = p.data.to(torch.bfloat16)
+    assert [casts_of_adapters(wrapped, again) for again in (False, True)] == [0, 0]
+    report = lora.report(wrapped)
+    assert report.float32 == {} and report.casts == 0 and str(report) == "2 LoRA layers: 2 fused"
+
+
+def test_adapters_that_had_better_stay_in_float32():
+    """float16 ones, which torch's GradScaler refuses, are not advised; float32 products cast nothing."""
+    report = lora.fuse(model([(96, 128), (64, 96)], torch.float16))
+    assert report.float32 == {"float16": 2} and report.casts == 8
+    assert str(report).endswith("8 casts a step, 12 with gradient checkpointing")
+    assert lora.fuse(model()).float32 == {}
+    lora.unfuse(wrapped := fused_copy(model(compute=torch.bfloat16)))
+    assert lora.report(wrapped).float32 == {}, "peft's own layers"
+
+
+def test_the_line_that_changes_it():
+    """What the report names: autocast_adapter_dtype=False gives adapters of 4-bit layers their compute dtype."""
+    base = torch.nn.Sequential(bnb.nn.Linear4bit(128, 96, compute_dtype=torch.bfloat16, quant_type="nf4")).to("cpu")
+    base.is_loaded_in_4bit = True
+    config = peft.LoraConfig(target_modules=["0"])
+    wrapped = peft.get_peft_model(base.requires_grad_(False), config, autocast_adapter_dtype=False)
+    assert lora.fuse(wrapped).float32 == {}
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -195,6 +195,61 @@ def test_nothing_is_written_twice():
     assert not repeated({"one": lines, "other": "x"})
 
 
+# ---- dtypes ----
+
+# Functions of torch whose result has a dtype that they choose, mostly torch's default, unless they are given one
+MAKERS = """
+arange as_tensor asarray bartlett_window blackman_window complex empty empty_permuted empty_strided eye full
+hamming_window hann_window kaiser_window linspace logspace normal ones rand randn randint randperm range scalar_tensor
+sparse_coo_tensor tensor tril_indices triu_indices zeros Tensor
+""".split()
+
+
+def without_dtype(source: str) -> list[str]:
+    """Calls of MAKERS, as attributes of torch or imported from it, without `dtype=`; "line: call"."""
+    tree = ast.parse(source)
+    own = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "torch"
+        for alias in node.names
+        if alias.name in MAKERS
+    }
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or any(keyword.arg == "dtype" for keyword in node.keywords):
+            continue
+        called = node.func
+        of_torch = (
+            isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == "torch"
+        )
+        if (of_torch and called.attr in MAKERS) or (isinstance(called, ast.Name) and called.id in own):
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "code, count",
+    [
+        ("torch.zeros(3)", 1),
+        ("x = [torch.tensor(1.0, device=device).double()]", 1),
+        ("def f():\n    return torch.linspace(0, 1, 5)", 1),
+        ("from torch import Tensor, full as filled\nfilled((2,), 0.5)\nTensor(3)", 2),
+        ("torch.zeros(3, dtype=torch.int64); x.new_zeros(3); torch.zeros_like(x); numpy.zeros(3); zeros(3)", 0),
+        ("from torch import Tensor\nx: Tensor = torch.mm(a, b)", 0),
+    ],
+)
+def test_a_constant_without_a_dtype_is_found(code, count):
+    assert len(without_dtype(code)) == count
+
+
+def test_constants_name_their_dtype():
+    """No tensor of the engine, the façade or the command line has a dtype that torch.set_default_dtype chooses."""
+    paths = [path for path in files() if path.suffix == ".py" and path.is_relative_to(ROOT / "python")]
+    assert len(paths) > 100
+    assert not {str(path): found for path in paths if (found := without_dtype(read(path)))}
+
+
 # ---- imports ----
 
 

@@ -73,8 +73,15 @@ PEFT_UNMERGES = Foreign(
     "merged_adapters",
     "gives a layer new bytes: it gets those from before",
 )
+TORCH_EXPORTS = Foreign(
+    "torch.export._trace",
+    "_export_for_training",
+    "original_state_dict = _get_original_state_dict(mod)",
+    "traces a module with tensors without attributes in the places of its parameters: the scales of a weight are those "
+    "of the parameter that it has kept",
+)
 KNOWN = (FSDP2_PREPARES, FSDP1_WRAPS, FSDP1_FLATTENS, DDP_SENDS, TRANSFORMERS_RESERVES, TRANSFORMERS_SAVES)
-KNOWN += (PEFT_MERGES, PEFT_UNMERGES)
+KNOWN += (PEFT_MERGES, PEFT_UNMERGES, TORCH_EXPORTS)
 
 
 def asker() -> FrameType | None:
@@ -96,3 +103,11 @@ def asked_by(known: Foreign) -> FrameType | None:
     if frame is not None and frame.f_code.co_name == "<genexpr>":
         frame = frame.f_back
     return frame if frame is not None and is_of(frame, known) else None
+
+
+def running(known: Foreign) -> FrameType | None:
+    """The innermost frame of a known function that is running in this thread; None where there is none."""
+    frame = sys._getframe(1)
+    while frame is not None and not is_of(frame, known):
+        frame = frame.f_back
+    return frame

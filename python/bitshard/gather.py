@@ -126,7 +126,7 @@ def own_rows(packed: Tensor, weight: Any) -> Tensor:
 def anywhere(flag: bool, weight: Any) -> bool:
     """Whether `flag` holds on any rank of the mesh of `weight`. A collective."""
     mesh = weight.device_mesh
-    found = torch.tensor(int(flag), device=mesh.device_type)
+    found = torch.tensor(int(flag), dtype=torch.int64, device=mesh.device_type)
     for dim in range(mesh.ndim):
         torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
     return bool(found)

@@ -62,7 +62,7 @@ class Int8Params(Packed, torch.nn.Parameter, metaclass=PackedMeta):
         SCB: Tensor | None = None,
         **kwargs: Any,
     ) -> Int8Params:
-        data = torch.empty(0) if data is None else data
+        data = torch.empty(0, dtype=torch.float32) if data is None else data
         quantized = data.dtype is torch.int8
         with plain():
             self = torch.Tensor._make_subclass(cls, data.detach(), requires_grad and not quantized)

@@ -120,7 +120,7 @@ def find_outlier_dims(
     With `topk` the so many largest; with `rdm` as many by chance.
     """
     if rdm:
-        return torch.randint(0, weight.shape[1], size=(topk,), device=weight.device)
+        return torch.randint(0, weight.shape[1], size=(topk,), dtype=torch.int64, device=weight.device)
     deviation = weight.std(reduction_dim)
     if topk is not None:
         return deviation.abs().topk(topk, dim=0).indices

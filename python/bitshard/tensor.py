@@ -150,7 +150,7 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=PackedMeta):
         bnb_quantized: bool = False,
         **kwargs: Any,
     ) -> Params4bit:
-        data = torch.empty(0) if data is None else data
+        data = torch.empty(0, dtype=torch.float32) if data is None else data
         if type(data) is PackedShard:
             return data
         if gather.is_dtensor(data):

@@ -42,7 +42,9 @@ def samples(
     pieces = len(ids) // length
     if pieces == 0:
         raise ValueError(f"{text}: {len(ids)} tokens of text, and a sample has {length}")
-    chosen = torch.randperm(pieces, generator=torch.Generator().manual_seed(seed))[:count].sort().values
+    chosen = (
+        torch.randperm(pieces, dtype=torch.int64, generator=torch.Generator().manual_seed(seed))[:count].sort().values
+    )
     return ids[: pieces * length].view(pieces, length)[chosen].clone()
 
 

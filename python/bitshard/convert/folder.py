@@ -47,7 +47,7 @@ def device_of(name: str | torch.device) -> torch.device:
     """torch's device of this name. ValueError where there is none."""
     with blamed_on(f"device {name}"):
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.uint8, device=device)
     if device.type == "meta":
         raise ValueError("device meta: it has no values")
     return device

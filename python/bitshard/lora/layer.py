@@ -92,6 +92,19 @@ class Family(NamedTuple):
             return found
         return watched(self) if isinstance(layer, self.Fused) else watched(self) or "fuse has not been called"
 
+    def cast_to(self, layer: nn.Module) -> torch.dtype | None:
+        """The dtype of 16 bits that autocast gives the float32 A and B of `layer` in each forward; None: there is none.
+
+        None also where FSDP2 has sharded them, for its mixed precision casts what it gathers.
+        """
+        found = chosen(layer, self.bases, in_training=True)
+        if type(found) is str or found[0].dtype is not torch.float32 or gather.is_dtensor(found[0]):
+            return None
+        base = found[2]
+        held = base.packed_weight
+        dtype = held.dtype if self.Base is Base8 else base.compute_dtype or getattr(held.state, "dtype", None)
+        return dtype if dtype in (torch.float16, torch.bfloat16) else None
+
 
 class FusedLinear4bit(Peft):
     """peft's `lora.Linear4bit`, whose forward is one autograd function where that gives what peft would."""

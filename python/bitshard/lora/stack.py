@@ -68,6 +68,10 @@ def why(layer: nn.Module) -> str | None:
     return None if isinstance(layer, FusedParamWrapper) else "fuse has not been called"
 
 
+def cast_to(layer: nn.Module) -> None:
+    """See `bitshard.lora.layer.Family`: a cast of A and B is part of copies that are made anyway."""
+
+
 def chosen(layer: nn.Module, in_training: bool = False) -> tuple[PackedStack, Tensor, Tensor, int, float] | str:
     """(holder of the stack, A, B, rank, scale) of the one plain adapter that is active, or why the call is peft's.
 

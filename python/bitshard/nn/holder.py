@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import gather, kept_part, ops
+from bitshard import foreign, gather, kept_part, ops
 from bitshard.container import repack
 from bitshard.guards import module_move
 from bitshard.inventory import held_by
@@ -166,7 +166,7 @@ class PackedWeight:
         ):
             return weight, state
         brought = getattr(weight, "quant_state", None) is not None
-        self.reconcile(weight)
+        self.reconcile(weight if brought or not torch.compiler.is_exporting() else self.kept_by_export())
         state = self.state
         if self.foreign or not brought or type(weight) is not Params4bit:
             if self.checked is state and type(weight) is not Params4bit:
@@ -175,6 +175,25 @@ class PackedWeight:
                 state.to(weight.device)
             self._verify(weight, state)
         return weight, state
+
+    def kept_by_export(self) -> Tensor:
+        """The owner's parameter, in whose place torch.export traces a tensor without its attributes.
+
+        RuntimeError where torch keeps it elsewhere than in the releases that are known: a state from before would be
+        that of another weight, if somebody has put one there since.
+        """
+        frame = foreign.running(foreign.TORCH_EXPORTS)
+        traced, kept = (None if frame is None else frame.f_locals.get(name) for name in ("mod", "original_state_dict"))
+        modules = traced.named_modules(remove_duplicate=False) if isinstance(traced, nn.Module) else ()
+        path = next((path for path, module in modules if module is self.owner), None)
+        weight = None if path is None or kept is None else kept.get(f"{path}.{self.name}" if path else self.name)
+        if weight is None:
+            raise RuntimeError(
+                f"{type(self.owner).__name__}: torch.export of torch {torch.__version__} has put another tensor in the "
+                f"place of the {self.kind.word} weight {list(self.shape or ())}, and the weight with its scales is not "
+                "found: export with strict=True"
+            )
+        return weight
 
     def _verify(self, weight: Tensor, state: QuantState) -> None:
         """Check delivered bytes.
@@ -516,6 +535,8 @@ class PackedWeight:
             missing_keys.append(key)
             return
         device = data.device if self.weight.is_meta else self.weight.device
+        if data.is_meta and device.type != "meta":
+            raise ValueError("the weight is on the meta device and holds no bytes")
         if not statistics and data.shape == self.shape:
             raise ValueError(
                 f"a dense weight {list(data.shape)} of {dtype_name(data.dtype)} for a layer that is quantized "

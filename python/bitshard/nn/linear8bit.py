@@ -39,7 +39,7 @@ class Int8Weight(PackedWeight):
 
     Attributes:
         dtype: of the float weight, and of the container in which FSDP shards it.
-        rows: what the last forward that was not traced has multiplied with; torch.export is given its scales.
+        rows: what the last forward that was not traced has multiplied with.
     """
 
     kind = INT8
@@ -207,8 +207,8 @@ class HoldsInt8Weight(HoldsPackedWeight):
     def _scales(self, weight: Tensor) -> RowScales:
         """The scales of codes [N, K]. RuntimeError or ValueError where there are none, or others."""
         scales, shape, held = self.state.SCB, self.matrix_shape(), self.packed_weight
-        if scales is None and torch.compiler.is_exporting():  # with tensors in the places of parameters
-            scales = None if held.rows is None else held.rows.absmax
+        if scales is None and torch.compiler.is_exporting():
+            scales = getattr(held.kept_by_export(), "SCB", None)
         if scales is None:
             raise RuntimeError(
                 f"{type(self).__name__}: the int8 weight {list(shape)} has no scales: load a state dict with SCB "
@@ -292,10 +292,8 @@ class HoldsInt8Weight(HoldsPackedWeight):
         assigns = bool(local_metadata.get("assign_to_params_buffers", False))
         if scales is None and not quantized and (codes is None or codes.dtype is not torch.int8):
             return nn.Module._load_from_state_dict(self, state_dict, prefix, *arguments)
-        if self.loads_codes_at_once and not quantized and not assigns:
-            device, assigns = None if weight is None or weight.is_meta else weight.device, True
-            codes, scales = (each if each is None else each.to(device, copy=True) for each in (codes, scales))
-        if scales is not None and not assigns and (not quantized or self.state.SCB is None):
+        replaces = assigns or (self.loads_codes_at_once and not quantized)
+        if scales is not None and not replaces and (not quantized or self.state.SCB is None):
             raise RuntimeError(
                 f"Loading a quantized checkpoint into non-quantized {type(self).__name__} ({prefix}): move the module "
                 "to its device first, which quantizes it (module.to(...)), or load with assign=True"
@@ -309,7 +307,7 @@ class HoldsInt8Weight(HoldsPackedWeight):
             missing_keys.extend([f"{prefix}weight", f"{prefix}SCB"] if strict else [])
             return
         try:
-            self._load_codes(codes, scales, assigns)
+            self._load_codes(codes, scales, assigns, replaces)
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{prefix}weight: {error}")
 
@@ -325,16 +323,34 @@ class HoldsInt8Weight(HoldsPackedWeight):
         if tuple(codes.shape) != shape:
             raise ValueError(f"codes {list(codes.shape)} for a layer of {list(shape)}")
         int8.check_scales(scales, shape[0], "SCB")
+        if codes.is_meta is not scales.is_meta:
+            raise ValueError(f"{'weight' if codes.is_meta else 'SCB'} is on the meta device and holds no values")
 
-    def _load_codes(self, codes: Tensor | None, scales: Tensor | None, assigns: bool) -> None:
-        """Take over codes and scales of a checkpoint: both, or neither with TypeError or ValueError."""
+    def _load_codes(self, codes: Tensor | None, scales: Tensor | None, assigns: bool, replaces: bool) -> None:
+        """Take over codes and scales of a checkpoint: both, or neither with TypeError or ValueError.
+
+        They become the weight's themselves (`assigns`), or copies do (`replaces`), or they are written into it.
+        """
         self.check_codes(codes, scales)
-        if assigns:
+        here = None if self.weight is None or self.weight.is_meta else self.weight.device
+        if codes.is_meta and here is not None and not assigns:
+            raise ValueError("weight is on the meta device and holds no values")
+        if replaces and not assigns:
+            codes, scales = (each.to(here, copy=True) for each in (codes, scales))
+        if replaces:
             self.weight = Int8Params(codes, requires_grad=False, SCB=scales.view(-1))
             return
         with torch.no_grad():
             self.weight.data.copy_(codes)
             self.state.SCB.copy_(scales.view(-1))
+
+
+def unquantized(module: nn.Module, weight: Tensor) -> RuntimeError:
+    """The error for a float weight where a quantized one is needed."""
+    return RuntimeError(
+        f"{type(module).__name__}: the weight {list(weight.shape)} of {dtype_name(weight.dtype)} is not quantized yet: "
+        "move the module to a device first, for instance with .to('cpu') or .cuda()"
+    )
 
 
 class Linear8bitLt(HoldsInt8Weight, nn.Linear):
@@ -395,6 +411,8 @@ class Linear8bitLt(HoldsInt8Weight, nn.Linear):
             weight, scales = held.ready(weight)
         else:
             if weight.dtype is not torch.int8:
+                if torch.compiler.is_exporting() and not (state.has_fp16_weights or weight.requires_grad):
+                    raise unquantized(self, weight)
                 if not isinstance(weight, Int8Params) or state.has_fp16_weights or weight.requires_grad:
                     return weight, None, bias
                 weight.to(weight.device)
@@ -428,6 +446,8 @@ def maybe_rearrange_weight(
     if state_dict.get(f"{prefix}weight") is None:
         return
     found = state_dict.pop(f"{prefix}weight_format", "row")
+    if isinstance(found, Tensor) and found.is_meta:
+        raise ValueError(f"{prefix}weight_format is on the meta device and holds no values")
     found = found.item() if isinstance(found, Tensor) else found
     name = FORMATS.get(found) if isinstance(found, int) else found
     if name is None:
