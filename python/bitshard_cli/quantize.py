@@ -116,6 +116,7 @@ def run(args: argparse.Namespace) -> Result:
         raise console.Mistake(f"--seed {args.seed}: expected a number from 0 to 2**63 - 1")
     options = {
         "device": args.device, "max_shard_size": args.max_shard_size, "consume": args.consume, "progress": bar,
+        "check_progress": console.checking,
     }  # fmt: skip
     layers, tuned = [], None
     with console.quiet():

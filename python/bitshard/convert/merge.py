@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from bitshard.convert.headers import read_header
 from bitshard.convert.output import Output, require_new
 from bitshard.convert.source import Source
 from bitshard.convert.tensors import packed_like, reverted, use_conversions
+from bitshard.convert.values import Progress, buffers, require_finite, require_numbers
 from bitshard.inventory import holder_of, holders_of
 from bitshard.kinds import QUANT_METHOD
 from bitshard.sharding.checkpoints import contents, gathering, merging
@@ -52,7 +53,8 @@ def merge_folder(
     device: str | torch.device = "cpu",
     max_shard_size: int | str = "5GB",
     quant_type: str | None = None,
-    progress: Callable[[Iterable, int], Iterable] = lambda steps, total: steps,
+    progress: Progress = lambda steps, total: steps,
+    check_progress: Progress = lambda steps, total: steps,
 ) -> int:
     """Write the model of `base` with the adapters of `adapter` in its weights to `out`.
 
@@ -65,11 +67,12 @@ def merge_folder(
         out: must not exist.
         dtype: of what is written; None: 4-bit weights of a 4-bit base, quantized again as peft does.
         device: that merges.
-        max_shard_size, progress: as of `quantize_folder`.
+        max_shard_size, progress, check_progress: as of `quantize_folder`.
         quant_type: with dtype=None: which one the base must have.
 
     Returns how many modules have got an adapter. OSError: a folder or file cannot be read or written, `out` exists.
-    ValueError: files that are not sound, a base that is not 4-bit with dtype=None, adapters that fit no module.
+    ValueError: files that are not sound, a base that is not 4-bit with dtype=None, adapters that fit no module, values
+    that are not finite, before or after merging.
     """
     base, adapter, out = Path(base), Path(adapter), Path(out)
     require_new(out)
@@ -84,8 +87,9 @@ def merge_folder(
     source = Source(base)
     skeleton = skeleton_of(base, source, None, device)
     merged = _Merged(skeleton, source, adapter, dtype)
+    require_finite(skeleton, source, check_progress)
     made_by = {"base": str(base.resolve()), "adapter": _settings(adapter), "dtype": str(dtype), "size": max_shard_size}
-    output = Output(out, made_by, source.table(), merged.entries, byte_count(max_shard_size))
+    output = Output(out, made_by, source.table(), merged.entries, byte_count(max_shard_size), buffers(skeleton))
     try:
         for number, made in output.steps(merged.of, progress):
             output.write(number, made)
@@ -183,6 +187,9 @@ class _Merged:
             root = _adapted(_alone(module), self.config, adapter) if adapter else _alone(module)
             made: dict[str, Tensor] = {}
             for piece in contents.pieces(root, merge=bool(adapter)):
+                if self.dtype is None and piece.tuner is not None:  # codes would hide what is not finite
+                    values = gathering.converted(piece, gathering.whole(piece), self.skeleton.dtype)
+                    require_numbers(values, "with the adapters merged")
                 made |= gathering.converted(piece, gathering.whole(piece), self.dtype)
             made |= {key: tensor for key, tensor in trained.items() if tensor is not None}
             made = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in made.items()}
@@ -281,7 +288,9 @@ def _read_adapter(folder: Path) -> tuple[Any, dict[str, Tensor]]:
         config = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = True
     with blamed_on(files[0]):
-        return config, load_peft_weights(str(folder), device="cpu")
+        tensors = load_peft_weights(str(folder), device="cpu")
+    require_numbers(tensors, folder)
+    return config, tensors
 
 
 def _settings(adapter: Path) -> dict[str, Any]:
