@@ -17,7 +17,7 @@ from bitshard.calibration.layers import LayerReport, Layers, Made, Target, Walke
 from bitshard.calibration.solve import Format
 from bitshard.calibration.stored import Stored
 from bitshard.calibration.tuning import Tuned, TuneProgress, settings_of, tune
-from bitshard.convert.folder import device_of, format_of, skeleton_of
+from bitshard.convert.folder import device_of, format_of, skeleton_of, small_files
 from bitshard.convert.output import PARTIAL, checksum, remembered, require_new
 from bitshard.convert.quantize import Report, quantize_folder
 from bitshard.convert.source import Source
@@ -86,6 +86,7 @@ def calibrate_folder(
         require_new(_partial(adapter))
     require_dense(folder)
     require_4bit(quantization_config)
+    small_files(folder)
     journal = remembered(out)
     source = Source(folder, None if journal is None else journal["source"])
     skeleton = skeleton_of(folder, source, quantization_config, torch.device("cpu"))

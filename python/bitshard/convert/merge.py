@@ -25,6 +25,7 @@ from bitshard.convert.folder import (
     others,
     quantization_of,
     skeleton_of,
+    small_files,
 )
 from bitshard.convert.headers import read_header
 from bitshard.convert.output import Output, require_new
@@ -87,6 +88,7 @@ def merge_folder(
     source = Source(base)
     skeleton = skeleton_of(base, source, None, device)
     merged = _Merged(skeleton, source, adapter, dtype)
+    small_files(base)  # links are refused before anything is written
     require_finite(skeleton, source, check_progress)
     made_by = {"base": str(base.resolve()), "adapter": _settings(adapter), "dtype": str(dtype), "size": max_shard_size}
     output = Output(out, made_by, source.table(), merged.entries, byte_count(max_shard_size), buffers(skeleton))

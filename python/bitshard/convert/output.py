@@ -124,16 +124,19 @@ class Output:
                 f"{dtype_name(tensor.dtype)} on the way. A wider dtype may hold them: of the config, or of merge --to"
             )
 
-    def finish(self, others: dict[str, bytes], parameters: int) -> None:
-        """The index and `others`, then the folder gets its name."""
+    def finish(self, others: dict[str, bytes | Path], parameters: int) -> None:
+        """The index and `others`, contents or files to copy, then the folder gets its name."""
         files = [self.path(number).name for number in range(len(self.names))]
         if len(files) > 1:
             weights = {name: file for file, names in zip(files, self.names, strict=True) for name in names}
             size = sum(entry.nbytes for entry in self.entries.values())
             metadata = {"total_parameters": parameters, "total_size": size}
             write_json(self.partial / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weights.items()))})
-        for name, data in others.items():
-            (self.partial / name).write_bytes(data)
+        for name, content in others.items():
+            if isinstance(content, Path):
+                copy(content, self.partial / name)
+            else:
+                write_whole(self.partial / name, content)
         _name(self.partial, self.folder)
         self.close()
 
@@ -242,6 +245,15 @@ def _require_same(path: Path, sums: dict[str, str]) -> None:
         reader.close()
     if wrong:
         raise OSError(errno.EIO, f"{len(wrong)} tensors read back differ from those written: {wrong[:3]}", str(path))
+
+
+def copy(source: Path, target: Path) -> None:
+    """A file's content, by the system. OSError, which names `target` where that cannot be written."""
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:
+        name = error.filename if error.filename2 is None else target
+        raise OSError(error.errno, error.strerror, str(name)) from None
 
 
 def flush(folder: Path) -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from bitshard.convert.folder import device_of, format_of, others, skeleton_of, small_files
+from bitshard.convert.folder import blamed_on, device_of, format_of, others, skeleton_of, small_files
 from bitshard.convert.look import look
-from bitshard.convert.output import Output, anew, remembered, require_new
+from bitshard.convert.output import Output, anew, copy, remembered, require_new
 from bitshard.convert.source import Source
 from bitshard.convert.tensors import Chosen, Item, Tensors
 from bitshard.convert.values import Progress, buffers, require_all_finite, require_finite
@@ -21,6 +20,7 @@ from bitshard.inventory import holder_of
 from bitshard.sharding.checkpoints import contents
 from bitshard.sharding.checkpoints.files import byte_count
 from bitshard.sharding.checkpoints.reading import some
+from bitshard.sharding.loading.skeleton import refusing_code
 
 _SMALL = 4096  # elements: smaller matrices are not worth a line
 
@@ -97,6 +97,7 @@ def quantize_folder(
     left_out = _left_out(tensors, source)
     if consume:
         _require_consumable(folder, source, left_out)
+    small_files(folder)  # links are refused before anything is written
     require_finite(skeleton, source, check_progress)
     entries = {name: entry for item in tensors.items for name, entry in item.entries.items()}
     made_by = {
@@ -153,19 +154,26 @@ def _decoded(
 
     if consume:
         raise ValueError(f"{folder}: files in {format_of(folder)} are read as a whole, so none can be consumed before")
+    small = small_files(folder)
     source = Source(folder)  # whose files are sound
     require_all_finite(source, check_progress)
     source.close()
-    options = {"config": dense_config(folder), "quantization_config": quantization_config, "device_map": str(device)}
+    with blamed_on(folder), refusing_code(folder):
+        config = dense_config(folder, trust_remote_code=False)
+    options = {
+        "config": config, "quantization_config": quantization_config, "device_map": str(device),
+        "trust_remote_code": False,
+    }  # fmt: skip
     made_by = {"source": str(folder.resolve()), "settings": quantization_config.to_dict()}
     with anew(out, made_by) as partial:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+        with blamed_on(folder), refusing_code(folder):
+            model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
         _require_complete(folder, info)
         save_pretrained(model, partial, max_shard_size=max_shard_size)
         if wrong := look(partial).complaints:
             raise ValueError(f"{folder}: what is made of its values cannot be used: {some(wrong)}")
-        for name in small_files(folder) - {path.name for path in partial.iterdir()}:
-            shutil.copy(folder / name, partial / name)
+        for name in small.keys() - {path.name for path in partial.iterdir()}:
+            copy(small[name], partial / name)
     return _report_of(model, out)
 
 
