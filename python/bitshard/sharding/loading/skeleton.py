@@ -345,12 +345,12 @@ def own_code(where: str | Path, auto_map: Any, kind: Any) -> OwnCode:
     )
 
 
-def causal(config: Any, dtype: torch.dtype) -> nn.Module:
-    """The causal language model of a config, of transformers' own class."""
+def causal(config: Any, dtype: torch.dtype, auto: Any = None) -> nn.Module:
+    """The causal language model of a config, of transformers' own class; `auto`: the one that such a class chooses."""
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        return (auto or AutoModelForCausalLM).from_config(config, dtype=dtype, trust_remote_code=False)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
