@@ -47,9 +47,11 @@ COMMANDS = {
     ),
     "bitshard merge Llama-3-8B-nf4 adapter Llama-3-8B-tuned": "tests/test_convert.py::test_mistakes_in_merging",
     "bitshard inspect Llama-3-8B-nf4": "tests/test_convert.py::test_the_commands",
-    "bitshard plan llama-3-70b --gpus 2x24 --seq 512 --nested --lora-rank 16": (
+    "bitshard plan qwen2.5-32b --gpus 2x24 --seq 2048 --nested --lora-rank 16": (
         "tests/test_planning.py::test_commands_of_the_pages"
     ),
+    "bitshard plan llama-3-70b --gpus 2x24 --seq 512 --nested --optimizer adamw_8bit --lora-dtype bfloat16 "
+    "--gather-in-place --load native --offload activations": "tests/test_planning.py::test_commands_of_the_pages",
     "bitshard plan qwen3-30b-a3b --nested --experts --lora-experts --lora-rank 8 --lora-dtype bfloat16 "
     "--optimizer adamw_8bit": "tests/test_planning.py::test_commands_of_the_pages",
     "make wheels": "tests/test_wheels.py::wheels",

@@ -94,3 +94,8 @@ def progress(steps: Iterable, total: int | None = None, unit: str = "it", label:
     except ImportError:
         return steps
     return tqdm(steps, total=total, unit=unit, desc=label or None, disable=None, leave=False)
+
+
+def checking(names: Iterable[str], total: int) -> Iterable[str]:
+    """A bar over the tensors whose values are looked at."""
+    return progress(names, total=total, unit="tensor", label="Checking values")

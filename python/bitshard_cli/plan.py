@@ -11,7 +11,7 @@ from bitshard_cli import console
 from bitshard_cli.console import Mistake, Result
 
 HELP = "will this train: memory of each GPU by parts, while loading and in a step, and what would make it fit"
-EXAMPLE = "bitshard plan llama-3-70b --gpus 2x24 --seq 2048 --nested --lora-rank 16"
+EXAMPLE = "bitshard plan qwen2.5-32b --gpus 2x24 --seq 2048 --nested --lora-rank 16"
 OFFLOADS = ("weights", "activations")
 
 

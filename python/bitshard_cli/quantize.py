@@ -116,6 +116,7 @@ def run(args: argparse.Namespace) -> Result:
         raise console.Mistake(f"--seed {args.seed}: expected a number from 0 to 2**63 - 1")
     options = {
         "device": args.device, "max_shard_size": args.max_shard_size, "consume": args.consume, "progress": bar,
+        "check_progress": console.checking,
     }  # fmt: skip
     layers, tuned = [], None
     with console.quiet():
@@ -165,12 +166,14 @@ def calibrated(args: argparse.Namespace, config: object, options: dict) -> tuple
     calibration = console.load("transformers", "bitshard.calibration")
     from bitshard.calibration.folder import require_dense
     from bitshard.convert.output import require_new
+    from bitshard.sharding.loading.skeleton import refusing_code
     from transformers import AutoTokenizer
 
     require_new(args.out)
     require_dense(args.folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(args.folder)
+        with refusing_code(args.folder, "tokenizer_config.json"):
+            tokenizer = AutoTokenizer.from_pretrained(args.folder, trust_remote_code=False)
     except Exception as error:
         raise console.Mistake(f"{args.folder}: no tokenizer ({console.line_of(error)})") from None
     ids = calibration.samples(args.calibrate, tokenizer, args.samples, args.length, args.seed, args.column)

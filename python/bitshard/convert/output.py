@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitshard.convert import values
 from bitshard.sharding.checkpoints import owned
 from bitshard.sharding.checkpoints.files import Entry, TensorFile, split
 from bitshard.sharding.checkpoints.reading import INDEX, SINGLE, Checkpoint
+from bitshard.state import dtype_name
 
 PARTIAL = ".partial"
 _JOURNAL = "bitshard-journal.json"
@@ -39,11 +41,15 @@ class Output:
         source: what the source's files hold, for a run that goes on when some of them are gone.
         entries: what each tensor will be, in the order in which they come.
         max_bytes: the most bytes of a file.
+        infinite: names of tensors that may hold infinities.
     """
 
-    def __init__(self, folder: Path, made_by: dict[str, Any], source: dict, entries: dict[str, Entry], max_bytes: int):
+    def __init__(
+        self, folder: Path, made_by: dict[str, Any], source: dict, entries: dict[str, Entry], max_bytes: int,
+        infinite: Container[str] = (),
+    ):  # fmt: skip
         self.folder, self.partial = folder, folder.with_name(folder.name + PARTIAL)
-        self.entries = entries
+        self.entries, self.infinite = entries, infinite
         self.names = split(entries, max_bytes)
         self.made_by = plain(made_by)
         self._lock = claimed(self.partial, self.made_by)
@@ -84,7 +90,10 @@ class Output:
         next(ticks, None)
 
     def write(self, number: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """One file, of all its tensors in whatever order: written, flushed, read back, and only then named."""
+        """One file, of all its tensors in whatever order: written, flushed, read back, and only then named.
+
+        ValueError for values that are not finite: what is made of finite ones overflows.
+        """
         partial = self.path(number).with_suffix(".writing")
         partial.unlink(missing_ok=True)
         file = TensorFile(partial, {name: self.entries[name] for name in self.names[number]})
@@ -92,6 +101,7 @@ class Output:
             sums = {}
             for name, tensor in tensors:
                 tensor = tensor.detach().as_subclass(Tensor).cpu().contiguous()
+                self._require_finite(name, tensor)
                 file.write(name, tensor)
                 sums[name] = checksum(tensor)
             file.finish()
@@ -104,16 +114,29 @@ class Output:
             file.close()
         flush(self.partial)
 
-    def finish(self, others: dict[str, bytes], parameters: int) -> None:
-        """The index and `others`, then the folder gets its name."""
+    def _require_finite(self, name: str, tensor: Tensor) -> None:
+        if values.is_packed(name, self.entries):
+            return
+        fault = values.fault_in(tensor, infinite=name in self.infinite)
+        if fault is not None:
+            raise ValueError(
+                f"{self.folder}: {name}: {fault}, though those that it is made of are: they overflow "
+                f"{dtype_name(tensor.dtype)} on the way. A wider dtype may hold them: of the config, or of merge --to"
+            )
+
+    def finish(self, others: dict[str, bytes | Path], parameters: int) -> None:
+        """The index and `others`, contents or files to copy, then the folder gets its name."""
         files = [self.path(number).name for number in range(len(self.names))]
         if len(files) > 1:
             weights = {name: file for file, names in zip(files, self.names, strict=True) for name in names}
             size = sum(entry.nbytes for entry in self.entries.values())
             metadata = {"total_parameters": parameters, "total_size": size}
             write_json(self.partial / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weights.items()))})
-        for name, data in others.items():
-            (self.partial / name).write_bytes(data)
+        for name, content in others.items():
+            if isinstance(content, Path):
+                copy(content, self.partial / name)
+            else:
+                write_whole(self.partial / name, content)
         _name(self.partial, self.folder)
         self.close()
 
@@ -222,6 +245,15 @@ def _require_same(path: Path, sums: dict[str, str]) -> None:
         reader.close()
     if wrong:
         raise OSError(errno.EIO, f"{len(wrong)} tensors read back differ from those written: {wrong[:3]}", str(path))
+
+
+def copy(source: Path, target: Path) -> None:
+    """A file's content, by the system. OSError, which names `target` where that cannot be written."""
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:
+        name = error.filename if error.filename2 is None else target
+        raise OSError(error.errno, error.strerror, str(name)) from None
 
 
 def flush(folder: Path) -> None:

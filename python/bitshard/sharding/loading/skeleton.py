@@ -8,7 +8,10 @@ both versions of FSDP shard.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,7 +69,7 @@ class Skeleton:
         self.device = device
         self.quantizer = _quantizer(config, quantization_config)
         with torch.device("meta"):
-            self.model = (build or _causal)(config, dtype=self.dtype)
+            self.model = (build or causal)(config, dtype=self.dtype)
         wanted = _own_dtypes(self.model, self.dtype) if own_dtypes else {}
         if self.quantizer is not None:
             self.quantizer.preprocess_model(model=self.model, dtype=self.dtype, device_map=None)
@@ -367,10 +370,63 @@ def _shape_in_files(tensor: Tensor, module: nn.Module, name: str) -> list[int]:
     return shape[::-1] if _is_transposed(module, name) else shape
 
 
-def _causal(config: Any, dtype: torch.dtype) -> nn.Module:
+class OwnCode(ValueError):
+    """transformers would make a model or tokenizer by running code that comes with the files; bitshard does not."""
+
+
+def own_code(where: str | Path, auto_map: Any, kind: Any) -> OwnCode:
+    """The error for a file that names code in its auto_map; `kind`: the model's type."""
+    from transformers import __version__
+
+    names = [str(each[0] if isinstance(each, list) else each) for each in dict(auto_map).values()]
+    return OwnCode(
+        f"{where}: its auto_map names code of the model's own ({', '.join(names)}), which bitshard never runs, and "
+        f"transformers {__version__} has no such class of its own for {kind!r}. Who trusts that code loads the model "
+        "in Python with trust_remote_code=True and a quantization_config, and calls save_pretrained"
+    )
+
+
+def causal(config: Any, dtype: torch.dtype, auto: Any = None) -> nn.Module:
+    """The causal language model of a config, of transformers' own class; `auto`: the one that such a class chooses."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    try:
+        return (auto or AutoModelForCausalLM).from_config(config, dtype=dtype, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        where = Path(getattr(config, "_name_or_path", "") or ".") / "config.json"
+        raise own_code(where, config.auto_map, config.model_type) from error
+
+
+def config_of(folder: str | Path) -> Any:
+    """The config of a folder, of transformers' own class."""
+    from transformers import AutoConfig
+
+    with refusing_code(folder):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+@contextmanager
+def refusing_code(folder: str | Path, *files: str) -> Iterator[None]:
+    """OwnCode where transformers lacks a class and would ask whether to run code that comes with a folder.
+
+    What is called inside has trust_remote_code=False: it takes a class of transformers where there is one. `files` have
+    an auto_map, besides config.json.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        found = {}
+        for path in (Path(folder) / file for file in (*files, "config.json")):
+            if path.is_file():
+                found[path] = json.loads(path.read_text(encoding="utf-8"))
+        for path, values in found.items():
+            if values.get("auto_map"):
+                raise own_code(path, values["auto_map"], values.get("model_type", "it")) from error
+        raise
 
 
 def _quantizer(config: Any, quantization_config: Any) -> Any:
