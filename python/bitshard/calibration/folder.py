@@ -21,7 +21,7 @@ from bitshard.convert.folder import device_of, format_of, skeleton_of, small_fil
 from bitshard.convert.output import PARTIAL, checksum, remembered, require_new
 from bitshard.convert.quantize import Report, quantize_folder
 from bitshard.convert.source import Source
-from bitshard.convert.values import Progress, require_finite, require_numbers
+from bitshard.convert.values import Progress, require_finite, require_numbers, to_check
 from bitshard.inventory import holder_of
 from bitshard.sharding.checkpoints.files import byte_count
 from bitshard.sharding.loading.skeleton import Skeleton
@@ -94,7 +94,7 @@ def calibrate_folder(
         "source": str(folder.resolve()), "settings": quantization_config.to_dict(), "ids": checksum(ids.contiguous()),
         "rank": rank if adapter is not None else 0, "table": source.table(),
     }  # fmt: skip
-    require_finite(skeleton, source, check_progress)
+    require_finite(source, to_check(skeleton, source), check_progress)
     stored = Stored(out, made_by)
     try:
         tuned = stored.recall_tuned(settings)

@@ -31,7 +31,7 @@ from bitshard.convert.headers import read_header
 from bitshard.convert.output import Output, require_new
 from bitshard.convert.source import Source
 from bitshard.convert.tensors import empty_weight, packed_entries
-from bitshard.convert.values import Progress, buffers, require_finite, require_numbers
+from bitshard.convert.values import Progress, buffers, require_finite, require_numbers, to_check
 from bitshard.inventory import holders_of
 from bitshard.kinds import QUANT_METHOD
 from bitshard.sharding.checkpoints import gathering
@@ -91,9 +91,10 @@ def merge_folder(
         raise ValueError(f"{base}: its weights are {own}, and stay {own} when they are merged in 4 bits")
     source = Source(base)
     skeleton = skeleton_of(base, source, None, device)
+    wanted = to_check(skeleton, source)
     merged = _Merged(skeleton, source, adapter, dtype)
     small_files(base)  # links are refused before anything is written
-    require_finite(skeleton, source, check_progress)
+    require_finite(source, wanted, check_progress)
     made_by = {"base": str(base.resolve()), "adapter": _settings(adapter), "dtype": str(dtype), "size": max_shard_size}
     output = Output(out, made_by, source.table(), merged.entries, byte_count(max_shard_size), merged.buffers)
     try:

@@ -15,7 +15,7 @@ from bitshard.convert.look import look
 from bitshard.convert.output import Output, anew, copy, remembered, require_new
 from bitshard.convert.source import Source
 from bitshard.convert.tensors import Chosen, Item, Tensors
-from bitshard.convert.values import Progress, buffers, require_all_finite, require_finite
+from bitshard.convert.values import Progress, buffers, require_all_finite, require_finite, to_check
 from bitshard.inventory import holder_of
 from bitshard.sharding.checkpoints import contents
 from bitshard.sharding.checkpoints.files import byte_count
@@ -98,7 +98,7 @@ def quantize_folder(
     if consume:
         _require_consumable(folder, source, left_out)
     small_files(folder)  # links are refused before anything is written
-    require_finite(skeleton, source, check_progress)
+    require_finite(source, to_check(skeleton, source), check_progress)
     entries = {name: entry for item in tensors.items for name, entry in item.entries.items()}
     made_by = {
         "source": str(folder.resolve()), "settings": quantization_config.to_dict(), "consume": consume,

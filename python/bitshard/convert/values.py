@@ -134,15 +134,22 @@ def is_packed(name: str, names: Any) -> bool:
 # ---- before anything is written ----
 
 
-def require_finite(skeleton: Skeleton, source: Source, progress: Progress = lambda steps, total: steps) -> None:
+Wanted = dict[str, "tuple[torch.dtype | None, bool]"]  # name -> dtype that it becomes, whether it may be infinite
+
+
+def to_check(skeleton: Skeleton, source: Source) -> Wanted:
+    """What the model is made of, for `require_finite`. Files that are consumed already were looked at before."""
+    return {name: how for name, how in _wanted(skeleton, source) if source.files[name].exists()}
+
+
+def require_finite(source: Source, wanted: Wanted, progress: Progress = lambda steps, total: steps) -> None:
     """ValueError that names the tensors of the files in which values are not finite, or do not fit the dtype that the
-    model has them in. Buffers may be infinite. Files that are consumed already were looked at before.
+    model has them in. Buffers may be infinite.
 
     Args:
-        skeleton: of the model, which says what is read of the files.
+        wanted: of `to_check`.
         progress: wraps the names of the tensors, (names, how many).
     """
-    wanted = {name: how for name, how in _wanted(skeleton, source) if source.files[name].exists()}
     _require(source.where, source, wanted, progress)
 
 
