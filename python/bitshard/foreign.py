@@ -80,8 +80,21 @@ TORCH_EXPORTS = Foreign(
     "traces a module with tensors without attributes in the places of its parameters: the scales of a weight are those "
     "of the parameter that it has kept",
 )
+PEFT_LOOKS = Foreign(
+    "peft.tuners.tuners_utils",
+    "BaseTunerLayer.get_base_layer",
+    'hasattr(base_layer, "base_layer")',
+    "the first that `merge` and `unmerge` ask of a layer: what they cannot do raises now, and an adapter that "
+    "`unmerge` has taken off its list stays on it until the weight has been put back",
+)
+PEFT_MERGES_STACKS = Foreign(
+    "peft.tuners.lora.layer",
+    "ParamWrapper.merge",
+    "param.data.clone()",
+    "with safe_merge adds to a copy of the values: of packed bytes a stand-in takes what is added",
+)
 KNOWN = (FSDP2_PREPARES, FSDP1_WRAPS, FSDP1_FLATTENS, DDP_SENDS, TRANSFORMERS_RESERVES, TRANSFORMERS_SAVES)
-KNOWN += (PEFT_MERGES, PEFT_UNMERGES, TORCH_EXPORTS)
+KNOWN += (PEFT_MERGES, PEFT_UNMERGES, PEFT_LOOKS, PEFT_MERGES_STACKS, TORCH_EXPORTS)
 
 
 def asker() -> FrameType | None:

@@ -55,7 +55,7 @@ def _numbers_class() -> type:
         with.
 
         peft adds the product of its adapter's matrices to it. These are DTensors if the adapter is sharded, and plain
-        tensors if every rank has all of it.
+        tensors if every rank has all of it. The results, too, can be combined with plain tensors.
         """
 
         @classmethod
@@ -70,7 +70,10 @@ def _numbers_class() -> type:
                 return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*map(beside, args), **(kwargs or {}))
+                out = func(*map(beside, args), **(kwargs or {}))
+            if type(out) is DTensor:
+                out.__class__ = cls
+            return out
 
     return Numbers
 

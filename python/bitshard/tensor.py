@@ -136,6 +136,7 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=PackedMeta):
     quant_type: str = "fp4"
     quant_storage: torch.dtype = torch.uint8
     module: Any = None
+    summed: Any = None  # what peft adds to where it merges into a stack of experts (`bitshard.experts.adapted`)
 
     def __new__(
         cls,

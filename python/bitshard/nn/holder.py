@@ -49,9 +49,11 @@ class PackedWeight:
         kind: what the bytes are (`bitshard.kinds`).
         reported: the log has told what of the model is 4-bit (`bitshard.inventory`).
         kept: the weight from before adapters were merged into it (`bitshard.nn.merged.Kept`), while some are.
+        restored: which adapter was the last to be taken out of it (`bitshard.nn.merged.Writer.name`).
     """
 
     kind: Kind = FOUR_BIT
+    restored: tuple[int, str] | None = None
 
     def __init__(self, owner: nn.Module, name: str, shape: tuple[int, ...] | None = None):
         self.owner = owner
@@ -87,7 +89,7 @@ class PackedWeight:
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "kept": None}  # of copies and pickles
+        return {**self.__dict__, "kept": None, "restored": None}  # of copies and pickles
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
         """Of a copied layer. The copy of a shard or part keeps its state, for scales that were cut stay one."""
@@ -371,6 +373,7 @@ class PackedWeight:
             if before is not None:
                 before.into(value)
             if type(view) is not Params4bit or not value.bnb_quantized:
+                self.known(value.quant_state or self.state)
                 return self._registers(value)
             self._overwrite(view, value)
         return True
@@ -569,6 +572,13 @@ class HoldsPackedWeights(nn.Module, OfBitsandbytes):
     """
 
     packed_stacks: dict[str, PackedWeight]
+
+    @property
+    def base_layer(self) -> nn.Module:
+        """AttributeError, for this is the innermost layer. peft looks for that before it merges (`nn.merged.asked`)."""
+        if not torch.compiler.is_compiling():
+            merged.asked(self)
+        raise AttributeError
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = self.__dict__.get("packed_stacks", {}).get(name)

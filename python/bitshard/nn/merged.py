@@ -3,7 +3,12 @@
 peft merges into a 4-bit weight by dequantizing it, adding the adapter and quantizing the sum, and unmerges by
 subtracting likewise. Both ways round, so that each round would leave another weight. Nothing of peft is replaced: a
 layer that is given a packed weight looks who gives it. In `merge` of peft's layer around it, it keeps what it has; in
-`unmerge` it takes that, whatever peft has computed.
+`unmerge` it takes that, whatever peft has computed. Both ask the layer whether it is the innermost one (`asked`): what
+cannot be done raises then. `unmerge` takes an adapter off peft's list before it computes: the list (`Listed`) has it
+until the weight is back, so that whatever fails in peft's arithmetic leaves a list that says what is in the weight.
+
+For their time the tensors of an adapter that FSDP2 has sharded are whole in all they are used for (`_Whole`): peft
+combines them with plain tensors, and reshapes them where ranks do not divide them evenly.
 
 What is kept, the packed bytes and scales as this rank has them, is in host memory. It belongs to the layer that peft
 put around: it goes when that goes (`merge_and_unload`, `unload`), and no copy, pickle or state dict has it.
@@ -12,16 +17,22 @@ put around: it goes when that goes (`merge_and_unload`, `unload`), and no copy, 
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from bitshard import foreign, ops
+from bitshard import foreign, gather, ops
+from bitshard.checks import check_there
 from bitshard.guards import plain
+from bitshard.inventory import held_by
+from bitshard.place import Place
 from bitshard.state import QuantState
 from bitshard.tensor import Params4bit
 
@@ -42,21 +53,50 @@ class Writer:
     chooses: bool
 
     @classmethod
-    def of(cls, owner: torch.nn.Module) -> Writer | None:
+    def of(cls, owner: nn.Module) -> Writer | None:
         """Who is giving `owner` a weight now; None where that is somebody else."""
         frame = foreign.asker()
         while frame is not None:
-            unmerges = foreign.is_of(frame, foreign.PEFT_UNMERGES)
-            known = unmerges or foreign.is_of(frame, foreign.PEFT_MERGES)
-            if known and _base_of(frame.f_locals.get("self")) is owner:
-                tuner, adapter = frame.f_locals["self"], frame.f_locals.get("active_adapter")
-                return cls(tuner, adapter, unmerges, frame.f_code.co_argcount > 1)
+            found = cls.at(frame)
+            if found is not None and _base_of(found.tuner) is owner:
+                return found
             frame = frame.f_back
         return None
 
+    @classmethod
+    def at(cls, frame: FrameType | None) -> Writer | None:
+        """Whose `merge` or `unmerge` a frame is; None for another function."""
+        if frame is None:
+            return None
+        unmerges = foreign.is_of(frame, foreign.PEFT_UNMERGES)
+        if not unmerges and not foreign.is_of(frame, foreign.PEFT_MERGES):
+            return None
+        tuner = frame.f_locals.get("self")
+        if not _is_tuner(tuner):
+            return None
+        return cls(tuner, frame.f_locals.get("active_adapter"), unmerges, frame.f_code.co_argcount > 1)
+
+    @property
+    def name(self) -> tuple[int, str]:
+        """Which adapter of which layer of peft."""
+        return id(self.tuner), self.adapter
+
     def merged(self) -> list[str]:
-        """The adapters that peft has on its list."""
-        return list(self.tuner.merged_adapters)
+        """The adapters that peft has on its list, without the one that `unmerge` is taking out."""
+        listed = list(self.tuner.merged_adapters)
+        if self.unmerges and self.adapter in listed:
+            listed.remove(self.adapter)
+        return listed
+
+    def lists(self) -> None:
+        """Put the adapter that `unmerge` has taken off peft's list on it again, if it is not."""
+        if self.unmerges and self.adapter is not None and self.adapter not in self.tuner.merged_adapters:
+            self.tuner.merged_adapters.append(self.adapter)
+
+    def unlists(self) -> None:
+        """The adapter is out of the weight."""
+        if self.adapter in self.tuner.merged_adapters:
+            self.tuner.merged_adapters.remove(self.adapter)
 
 
 class Kept:
@@ -92,6 +132,10 @@ class Kept:
         """Bytes of host memory that this takes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in (self.packed, self.state.absmax))
 
+    def has(self, writer: Writer) -> bool:
+        """Whether the adapter that is being unmerged is in the weight."""
+        return any(tuner() is writer.tuner and name == writer.adapter for tuner, name in self.merged)
+
     def into(self, weight: Params4bit) -> None:
         """Give `weight`, a new one for the whole layer, these bytes and scales."""
         with plain():
@@ -99,10 +143,13 @@ class Kept:
         weight._set_state(_copied(self.state, weight.device))
 
 
+def _is_tuner(module: Any) -> bool:
+    return isinstance(getattr(module, "merged_adapters", None), list) and hasattr(module, "get_base_layer")
+
+
 def _base_of(tuner: Any) -> Any:
-    """What `tuner` is around, where it is a layer of peft."""
-    is_layer = isinstance(getattr(tuner, "merged_adapters", None), list) and hasattr(tuner, "get_base_layer")
-    return tuner.get_base_layer() if is_layer else None
+    """What `tuner`, a layer of peft, is around."""
+    return tuner.get_base_layer()
 
 
 def _copied(state: QuantState, device: torch.device) -> QuantState:
@@ -110,6 +157,161 @@ def _copied(state: QuantState, device: torch.device) -> QuantState:
     state = state.clone()
     state.sharded, state.absmax = None, state.absmax.clone()
     return state.to(device)
+
+
+# ---- before peft computes ----
+
+
+class Listed(list):
+    """peft's list of the adapters that are in a layer's weight. `unmerge` pops a name: it stays until it is out."""
+
+    def __init__(self, held: Any, tuner: nn.Module):
+        super().__init__(tuner.merged_adapters)
+        self.held, self.tuner = weakref.ref(held), weakref.ref(tuner)
+
+    def pop(self, index: int = -1) -> str:
+        """The name at `index`. ValueError, with the list as it is, where its adapter cannot be taken out."""
+        writer, held, name = Writer.at(foreign.asker()), self.held(), self[index]
+        if held is None or writer is None or not writer.unmerges or writer.tuner is not self.tuner():
+            return super().pop(index)
+        writer.adapter = name
+        _require_there(held, writer)
+        kept = _unmerging(held, writer, _known(held))
+        if not _has_weights(writer) or not kept.has(writer):  # deleted, or out already with another one
+            return super().pop(index)
+        held.restored = None
+        _make_whole(writer.tuner)
+        return name
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return list, (list(self),)  # of copies and pickles, which have nothing kept
+
+
+def _has_weights(writer: Writer) -> bool:
+    """Whether peft's layer has the adapter still; `unmerge` passes over another."""
+    tables = (nn.ModuleDict, nn.ParameterDict)
+    return any(isinstance(child, tables) and writer.adapter in child for child in writer.tuner.children())
+
+
+def asked(owner: nn.Module) -> None:
+    """Somebody looks whether `owner` is the innermost layer. Where that is a `merge` or `unmerge` of peft, raise what
+    it cannot do, and prepare what it computes with.
+
+    ValueError with the weight and peft's list of merged adapters as they were before the call.
+    """
+    looks = foreign.asked_by(foreign.PEFT_LOOKS)
+    writer = None if looks is None else Writer.at(looks.f_back)
+    held = None if writer is None else _written(owner, writer)
+    if held is None or (writer.unmerges and held.restored == writer.name):
+        return
+    try:
+        _require_there(held, writer)
+        if writer.unmerges:
+            _takes_out(held, writer)
+    except BaseException:
+        writer.lists()
+        raise
+    if not writer.unmerges:
+        held.restored = None
+    _make_whole(writer.tuner)
+
+
+def _written(owner: nn.Module, writer: Writer) -> Any:
+    """The holder of the quantized weight that is about to be written, None if there is none."""
+    name = getattr(writer.tuner, "parameter_name", None)
+    found = [held for held in held_by(owner) if held.owner is owner and name in (None, held.name)]
+    return found[0] if found and found[0].state is not None else None
+
+
+def _require_there(held: Any, writer: Writer) -> None:
+    """ValueError where FSDP1 has freed the weight, or left this rank its piece of the flat parameter."""
+    if held.place is Place.VIEW or held.flat:
+        weight = held.weight.detach().as_subclass(Tensor)
+        whole = weight if weight.dim() == 2 else weight[:0]
+        check_there(whole, held.state, f"{'un' if writer.unmerges else ''}merging {writer.adapter!r}")
+
+
+def _takes_out(held: Any, writer: Writer) -> None:
+    """An `unmerge` begins with one adapter. It stays on peft's list while it is in the weight."""
+    if writer.adapter is None or writer.adapter in writer.tuner.merged_adapters:
+        return
+    if _unmerging(held, writer, _known(held)).has(writer):
+        writer.lists()
+
+
+def _make_whole(tuner: nn.Module) -> None:
+    """Until the weight has been replaced: DTensors of an adapter are whole, and so is what it has kept of a merge."""
+    for tensor in _own_tensors(tuner):
+        if gather.is_dtensor(tensor) and not isinstance(tensor, _whole_class()):
+            tensor.__class__ = _whole_class()
+    cache = getattr(tuner, "_caches", {})  # the norm of DoRA, which was a DTensor where the layer was sharded then
+    for key, value in cache.items():
+        if isinstance(value, Tensor) and gather.is_dtensor(value):
+            cache[key] = gather.whole(value)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Any]:
+    """Parameters and buffers of peft's layer, those of what it is around left out."""
+    for table in (module._parameters, module._buffers):
+        yield from (tensor for tensor in table.values() if tensor is not None)
+    for name, child in module._modules.items():
+        if name != "base_layer" and child is not None:
+            yield from _own_tensors(child)
+
+
+@functools.cache
+def _whole_class() -> type:
+    from torch.distributed.tensor import DTensor
+
+    class Whole(DTensor):
+        """A tensor of an adapter while peft merges: what uses it gets all of it, gathered once, as a plain tensor.
+
+        Outside of `merge` and `unmerge`, as after an error in one, it is FSDP2's DTensor again.
+        """
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            use = _gathered_once if _in_merge() else _as_it_was
+            return func(*map(use, args), **{name: use(value) for name, value in (kwargs or {}).items()})
+
+    return Whole
+
+
+def _gathered_once(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_gathered_once, value))
+    if not isinstance(value, _whole_class()):
+        return value
+    if "_whole" not in vars(value):
+        with plain():
+            value._whole = gather.whole(gather.plain(value)).detach()
+    return value._whole
+
+
+def _as_it_was(value: Any) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_as_it_was, value))
+    if isinstance(value, _whole_class()):
+        vars(value).pop("_whole", None)
+        value.__class__ = DTensor
+    return value
+
+
+def _in_merge() -> bool:
+    """Whether this is called in a `merge` or `unmerge` of peft."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if Writer.at(frame) is not None:
+            return True
+        frame = frame.f_back
+    return False
+
+
+# ---- while a weight is replaced ----
 
 
 @contextlib.contextmanager
@@ -127,7 +329,7 @@ def replacing(held: Any, new: Params4bit) -> Iterator[Kept | None]:
         yield None
         held.kept = None
         return
-    kept = held.kept if held.kept is not None and held.kept.left == _checksum(held) else None
+    kept = _known(held)
     try:
         kept = _unmerging(held, writer, kept) if writer.unmerges else _merging(held, writer, kept)
         yield kept if writer.unmerges else None
@@ -137,7 +339,19 @@ def replacing(held: Any, new: Params4bit) -> Iterator[Kept | None]:
     if kept is not None:
         kept.left = int(held.state.checksum if held.shard is not None else ops.checksum(_bytes(new)))
         kept.merged = [] if writer.unmerges else [*kept.merged, (_tied(held, writer.tuner), writer.adapter)]
-    held.kept = None if writer.unmerges and not writer.merged() else kept
+    held.kept, held.restored = kept, None
+    if kept is not None and not isinstance(writer.tuner.merged_adapters, Listed):
+        writer.tuner.merged_adapters = Listed(held, writer.tuner)
+    if writer.unmerges:
+        writer.unlists()
+        held.kept, held.restored = kept if writer.merged() else None, writer.name
+    for tensor in _own_tensors(writer.tuner):
+        _as_it_was(tensor)
+
+
+def _known(held: Any) -> Kept | None:
+    """What is kept of the weight from before merging; None where the weight was written since."""
+    return held.kept if held.kept is not None and held.kept.left == _checksum(held) else None
 
 
 def _is_move(held: Any, new: Params4bit) -> bool:
@@ -186,14 +400,13 @@ def _unmerging(held: Any, writer: Writer, kept: Kept | None) -> Kept:
 
 def _undo(held: Any, writer: Writer) -> None:
     """The assignment has failed: the weight that the layer has stays, and an adapter in it stays on peft's list."""
-    if writer.unmerges and writer.adapter is not None:
-        writer.tuner.merged_adapters.append(writer.adapter)
+    writer.lists()
     weight = held.weight if held.shard is None else held.shard
     weight.__dict__["bnb_quantized"] = True  # peft clears it in the attributes that it rebuilds a weight from
     held.known(weight.quant_state)
 
 
-def _tied(held: Any, tuner: torch.nn.Module) -> weakref.ref:
+def _tied(held: Any, tuner: nn.Module) -> weakref.ref:
     """A reference to peft's layer; what is kept goes with that layer."""
     holder = weakref.ref(held)
 
