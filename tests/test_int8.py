@@ -1,5 +1,6 @@
 """LLM.int8 in Python: bitsandbytes' functions, `matmul`, `Int8Params` and `Linear8bitLt`, and who uses them."""
 
+import concurrent.futures
 import copy
 import io
 import pickle
@@ -9,6 +10,7 @@ import pytest
 import reference
 import torch
 from bitshard.int8_params import Int8Params
+from bitshard.matmul_int8 import MatmulLtState
 from bitshard.tensor import Params4bit, verify
 from helpers.bytes import same_bytes
 from torch import nn
@@ -652,3 +654,19 @@ def test_torch_s_state_dicts(tmp_path):
         dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
         new.load_state_dict(loaded["model"])
         assert same_bytes(new(x), expected)
+
+
+def test_float_weights_in_threads(monkeypatch):
+    """has_fp16_weights: a forward multiplies with what it has quantized, whatever other forwards do with the layer."""
+    layer = bnb.nn.Linear8bitLt(64, 48, has_fp16_weights=True).to("cpu")
+    x, whole = torch.randn(3, 64), MatmulLtState.SCB
+    expected = layer(x).detach()
+
+    def interrupted(state, value):
+        whole.fset(state, value)
+        if value is not None:
+            pool.submit(state.reset_grads).result()  # as another forward begins
+
+    monkeypatch.setattr(MatmulLtState, "SCB", property(whole.fget, interrupted))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert same_bytes(layer(x).detach(), expected)

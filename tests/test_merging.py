@@ -1,4 +1,4 @@
-"""Adapters of peft merged into 4-bit layers and taken out again: the bytes and scales from before, every time.
+"""Adapters of peft merged into 4-bit and int8 layers and taken out again: the bytes and scales from before, every time.
 
 Two ranks of FSDP2 are in fsdp/train.py (test_fsdp_train.py); checkpoints with merged adapters in test_fsdp_save.py.
 """
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def base_layers(wrapped):
-    return [module for module in wrapped.modules() if isinstance(module, bnb.nn.Linear4bit)]
+    return [m for m in wrapped.modules() if isinstance(m, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt))]
 
 
 def picture(wrapped):
@@ -34,16 +34,17 @@ def picture(wrapped):
     for layer in base_layers(wrapped):
         full = fsdp.full_state_dict(layer)
         entries = {name: bytes(value.view(-1).view(torch.uint8).tolist()).rstrip() for name, value in full.items()}
-        found.append((entries, int(layer.quant_state.checksum), layer.quant_state.dtype, layer.weight.dtype))
+        state = layer.quant_state  # None of int8 weights that are no columns
+        found.append((entries, state and int(state.checksum), state and state.dtype, layer.weight.dtype))
     return found
 
 
-def adapted(kind="lora", adapters=1, nested=True, fused=False, bias=False):
-    """Two 4-bit layers under adapters whose values are random, in eval()."""
+def adapted(kind="lora", adapters=1, nested=True, fused=False, bias=False, threshold=None):
+    """Two 4-bit layers, or with a `threshold` int8 ones, under adapters whose values are random, in eval()."""
     if kind in ("lora", "dora"):
-        wrapped = model([(96, 128), (64, 96)], bias=bias, use_dora=kind == "dora")
+        wrapped = model([(96, 128), (64, 96)], bias=bias, use_dora=kind == "dora", threshold=threshold)
     else:
-        wrapped = other_tuner(kind)
+        wrapped = other_tuner(kind, threshold)
     for i in range(1, adapters):
         config = peft.LoraConfig(r=4, target_modules=["0", "1"], use_dora=kind == "dora" and i % 2)
         wrapped.add_adapter(f"more{i}", config)
@@ -68,10 +69,16 @@ TUNERS = {
 }
 
 
-def other_tuner(kind):
+def linear(threshold):
+    if threshold is None:
+        return bnb.nn.Linear4bit(64, 64, bias=False, quant_type="nf4")
+    return bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False, threshold=threshold)
+
+
+def other_tuner(kind, threshold=None):
     torch.manual_seed(3)
-    base = torch.nn.Sequential(*[bnb.nn.Linear4bit(64, 64, bias=False, quant_type="nf4") for _ in range(2)]).to("cpu")
-    base.is_loaded_in_4bit = True
+    base = torch.nn.Sequential(*[linear(threshold) for _ in range(2)]).to("cpu")
+    base.is_loaded_in_4bit, base.is_loaded_in_8bit = threshold is None, threshold is not None
     wrapped = peft.get_peft_model(base.requires_grad_(False), TUNERS[kind]())
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
@@ -94,6 +101,9 @@ FORMS = {
     "three of dora": {"kind": "dora", "adapters": 3},
     **{kind: {"kind": kind} for kind in TUNERS},
 }
+INT8 = {f"int8, {form}": {**FORMS[form], "threshold": 6.0} for form in FORMS if form != "plain scales"}
+INT8["int8, no threshold"] = {"threshold": 0.0}
+FORMS |= INT8
 
 
 @pytest.mark.parametrize("safe", [False, True])
@@ -115,8 +125,9 @@ def test_unmerging_gives_the_weight_from_before_the_first_merge(form, safe):
     assert picture(wrapped) == merged
 
 
-def test_adapters_merged_one_after_the_other():
-    wrapped = adapted(adapters=2)
+@pytest.mark.parametrize("threshold", [None, 6.0])
+def test_adapters_merged_one_after_the_other(threshold):
+    wrapped = adapted(adapters=2, threshold=threshold)
     before = picture(wrapped)
     for _ in range(2):
         for name in ("more1", "default"):
@@ -125,9 +136,10 @@ def test_adapters_merged_one_after_the_other():
         assert picture(wrapped) == before
 
 
-def test_a_disabled_adapter_is_unmerged():
+@pytest.mark.parametrize("threshold", [None, 6.0])
+def test_a_disabled_adapter_is_unmerged(threshold):
     """peft unmerges in the forward where adapters are disabled."""
-    wrapped = adapted(fused=True)
+    wrapped = adapted(fused=True, threshold=threshold)
     before, x = picture(wrapped), torch.randn(3, 128)
     with wrapped.disable_adapter():
         y = wrapped(x)
@@ -144,8 +156,9 @@ def kept(wrapped):
     return fsdp.measure(wrapped).before_merge
 
 
-def test_what_is_kept_is_counted_and_goes_with_the_last_adapter():
-    wrapped = adapted(adapters=2)
+@pytest.mark.parametrize("threshold", [None, 6.0])
+def test_what_is_kept_is_counted_and_goes_with_the_last_adapter(threshold):
+    wrapped = adapted(adapters=2, threshold=threshold)
     assert kept(wrapped) == 0 and "before merging" not in fsdp.describe(wrapped)
     share = fsdp.measure(wrapped)
     wrapped.merge_adapter()
@@ -156,9 +169,10 @@ def test_what_is_kept_is_counted_and_goes_with_the_last_adapter():
     assert kept(wrapped) == 0
 
 
+@pytest.mark.parametrize("threshold", [None, 6.0])
 @pytest.mark.parametrize("how", ["merge_and_unload", "merged before", "unload"])
-def test_nothing_is_kept_without_the_adapter(how):
-    wrapped = adapted(adapters=2)
+def test_nothing_is_kept_without_the_adapter(how, threshold):
+    wrapped = adapted(adapters=2, threshold=threshold)
     if how != "merge_and_unload":
         wrapped.merge_adapter()
     plain = wrapped.unload() if how == "unload" else wrapped.merge_and_unload()
@@ -187,10 +201,11 @@ def saved_whole(wrapped):
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.parametrize("threshold", [None, 6.0])
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved_whole])
-def test_a_copy_has_nothing_kept_and_does_not_unmerge(copied):
+def test_a_copy_has_nothing_kept_and_does_not_unmerge(copied, threshold):
     """Its unmerging raises and leaves it merged, in peft's books too; the original is unmerged as ever."""
-    wrapped = adapted()
+    wrapped = adapted(threshold=threshold)
     before = picture(wrapped)
     keys = list(wrapped.state_dict())
     wrapped.merge_adapter()
@@ -199,7 +214,7 @@ def test_a_copy_has_nothing_kept_and_does_not_unmerge(copied):
     merged, x = picture(twin), torch.randn(3, 128)
     assert kept(twin) == 0 and merged == picture(wrapped)
     for _ in range(2):
-        with pytest.raises(ValueError, match="'default' from the 4-bit weight .*Unmerge before copying"):
+        with pytest.raises(ValueError, match="'default' from the (4-bit|int8) weight .*Unmerge before copying"):
             twin.unmerge_adapter()
         assert picture(twin) == merged and layers(twin)[0].merged_adapters == ["default"]
         assert torch.equal(twin(x), wrapped(x))
@@ -213,13 +228,25 @@ def test_a_copy_has_nothing_kept_and_does_not_unmerge(copied):
 def assigned(wrapped):
     for layer in base_layers(wrapped):
         values = torch.randn(layer.out_features, layer.in_features)
-        layer.weight = bnb.nn.Params4bit(values, quant_type="nf4", module=layer).to("cpu")
+        if isinstance(layer, bnb.nn.Linear8bitLt):
+            layer.weight = bnb.nn.Int8Params(values, requires_grad=False).to("cpu")
+        else:
+            layer.weight = bnb.nn.Params4bit(values, quant_type="nf4", module=layer).to("cpu")
 
 
 def loaded(wrapped):
-    other = adapted()
+    other = adapted(threshold=6.0 if isinstance(base_layers(wrapped)[0], bnb.nn.Linear8bitLt) else None)
     assigned(other)
     wrapped.load_state_dict(other.state_dict())
+
+
+def rescaled(wrapped):
+    """The same codes with other scales."""
+    state = {name: value.clone() for name, value in wrapped.state_dict().items()}
+    for name in state:
+        if name.endswith((".SCB", ".weight.absmax", ".nested_absmax")):
+            state[name] = state[name] if state[name].dtype is torch.uint8 else state[name] * 2
+    wrapped.load_state_dict(state)
 
 
 def written(wrapped):
@@ -227,20 +254,23 @@ def written(wrapped):
         layer.weight.data = layer.weight.data.clone().fill_(7)
 
 
-@pytest.mark.parametrize("write", [assigned, loaded, written])
-def test_another_weight_while_merged_is_not_taken_back(write):
-    wrapped = adapted()
+@pytest.mark.parametrize("threshold", [None, 6.0])
+@pytest.mark.parametrize("write", [assigned, loaded, rescaled, written])
+def test_another_weight_while_merged_is_not_taken_back(write, threshold):
+    wrapped = adapted(threshold=threshold)
     wrapped.merge_adapter()
     write(wrapped)
     found = [layer.weight.data.clone() for layer in base_layers(wrapped)]
-    with pytest.raises(ValueError, match="was loaded or assigned since"):
-        wrapped.unmerge_adapter()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="was loaded or assigned since"):
+            wrapped.unmerge_adapter()
+        assert merged_lists(wrapped) == [["default"]] * 2
     assert all(torch.equal(layer.weight.data, data) for layer, data in zip(base_layers(wrapped), found, strict=True))
-    assert layers(wrapped)[0].merged_adapters == ["default"]
 
 
-def test_the_same_weight_loaded_while_merged():
-    wrapped = adapted()
+@pytest.mark.parametrize("threshold", [None, 6.0])
+def test_the_same_weight_loaded_while_merged(threshold):
+    wrapped = adapted(threshold=threshold)
     before = picture(wrapped)
     wrapped.merge_adapter()
     wrapped.load_state_dict(wrapped.state_dict())
@@ -248,8 +278,9 @@ def test_the_same_weight_loaded_while_merged():
     assert picture(wrapped) == before
 
 
-def test_another_base_loaded_when_nothing_is_merged_starts_anew():
-    wrapped = adapted()
+@pytest.mark.parametrize("threshold", [None, 6.0])
+def test_another_base_loaded_when_nothing_is_merged_starts_anew(threshold):
+    wrapped = adapted(threshold=threshold)
     rounds(wrapped, 1)
     loaded(wrapped)
     before = picture(wrapped)
@@ -475,7 +506,7 @@ def merged_lists(wrapped):
     return [list(module.merged_adapters) for module in wrapped.modules() if hasattr(module, "merged_adapters")]
 
 
-MADE = {form: functools.partial(adapted, **FORMS[form]) for form in ("lora", "dora", "oft")} | {
+MADE = {form: functools.partial(adapted, **FORMS[form]) for form in ("lora", "dora", "oft", "int8, lora")} | {
     "experts": experts_model
 }
 
@@ -511,6 +542,23 @@ def test_a_sharded_weight_that_was_loaded_while_merged(group):
     with pytest.raises(ValueError, match="was loaded or assigned since"):
         wrapped.unmerge_adapter()
     assert layers(wrapped)[0].merged_adapters == ["default"]
+
+
+def test_sharded_int8_weights_stay_merged(group):
+    """Their scales are sharded, so peft cannot read them: that raises, and changes nothing."""
+    wrapped = adapted(threshold=6.0)
+    before = picture(wrapped)
+    wrapped.merge_adapter()
+    fsdp.shardable(wrapped)
+    wrapped.unmerge_adapter()  # kept of the form that it had
+    assert [entries for entries, *_ in picture(wrapped)] == [entries for entries, *_ in before]
+    wrapped.merge_adapter()
+    wrapped = sharded(wrapped)
+    merged = picture(wrapped)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="is sharded, its scales too"):
+            wrapped.unmerge_adapter()
+        assert picture(wrapped) == merged and merged_lists(wrapped) == [["default"]] * 2
 
 
 def test_another_function_called_merge_is_no_merge():

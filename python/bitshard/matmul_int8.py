@@ -213,15 +213,14 @@ def _check_x(x: Tensor, shape: torch.Size) -> None:
 
 def _codes_of(B: Tensor, state: MatmulLtState) -> tuple[Tensor, RowScales]:
     """Codes and scales of the weight of a product: those of `state`, or those of B [N, K] quantized now."""
-    if state.has_fp16_weights or state.CB is None or state.SCB is None:
-        scales = getattr(B, "SCB", None) if B.dtype is torch.int8 else None
-        state.reset_grads()
-        if scales is not None:
-            state.CB, state.SCB = B.detach(), scales
-        else:
-            with torch.no_grad():
-                state.CB, state.SCB, _ = int8.quantize(B.detach().contiguous())
     codes, scales = state.CB, state.SCB
+    if state.has_fp16_weights or codes is None or scales is None:
+        codes, scales = B.detach(), getattr(B, "SCB", None) if B.dtype is torch.int8 else None
+        if scales is None:
+            with torch.no_grad():
+                codes, scales, _ = int8.quantize(codes.contiguous())
+        state.reset_grads()
+        state.CB, state.SCB = codes, scales  # for others: another thread may call with the same state
     int8.check_codes(codes, "matmul: CB")
     if codes.dim() != 2:
         raise ValueError(f"matmul: CB has shape {list(codes.shape)}, expected [N, K]")

@@ -9,6 +9,7 @@ Of a stack that FSDP2 has sharded the packed bytes are gathered for that, and ev
 
 from __future__ import annotations
 
+from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,31 @@ class Dense(NamedTuple):
         """As of `LowRank`."""
         delta = self.delta if transposed else self.delta.transpose(1, 2)
         return grouped_mm(x, delta.to(x.dtype), offs)
+
+
+# What fused adapters add in the forwards that are running: (holder of the stack, what). Of a call, not of the module,
+# which other threads call and which may be copied.
+of_call: ContextVar[tuple[tuple[Any, LowRank], ...]] = ContextVar("of_call", default=())
+
+
+_running: list[None] = []  # one for each such forward of all threads: Dynamo reads no context variable
+
+
+def begin_call(held: Any, added: LowRank) -> Token:
+    """In the forward that begins `added` is added to the stack of `held`; what `end_call` wants."""
+    _running.append(None)
+    return of_call.set((*of_call.get(), (held, added)))
+
+
+def end_call(begun: Token) -> None:
+    """The forward ends, also in an error."""
+    of_call.reset(begun)
+    _running.pop()
+
+
+def added_in_call(held: Any) -> tuple[LowRank, ...]:
+    """What fused adapters add to the stack of `held` in the forward that is running."""
+    return tuple(added for stack, added in of_call.get() if stack is held) if _running else ()
 
 
 class AdaptedStack(Params4bit):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bitshard import inventory, ops
 from bitshard.autograd import grouped_matmul_4bit
 from bitshard.experts import lora
-from bitshard.experts.adapted import AdaptedStack
+from bitshard.experts.adapted import AdaptedStack, added_in_call
 from bitshard.experts.modules import PackedExperts, stack_names
 
 IMPLEMENTATION = "bitshard"  # config._experts_implementation
@@ -131,7 +131,7 @@ def _product(module: Any, name: str, x: Tensor, offs: Tensor) -> Tensor:
         raise TypeError(f"experts: x is {dtype}, expected a floating-point dtype")
     x = x.to(held.compute_dtype or dtype)
     bias = None if bias is None else bias.to(x.dtype)
-    added = held.applied if adapted is None else (*held.applied, *adapted.added)
+    added = added_in_call(held) if adapted is None else (*added_in_call(held), *adapted.added)
     if len(added) == 1 and lora.fits(added[0], x, bias):
         return lora.product(x, offs, weight, state, bias, *added[0].factors(held.transposed), added[0].scale).to(dtype)
     y = grouped_matmul_4bit(x, offs, weight, state, bias)

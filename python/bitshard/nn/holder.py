@@ -86,6 +86,7 @@ class PackedWeight:
         new = copy.copy(self)
         new.owner, new.state, new.place, new.shard, new.awaited = owner, state, Place.WHOLE, None, None
         new.flat = new.foreign = new.unwatched = False
+        new.kept = self.kept if owner is self.owner else None
         return new
 
     def __getstate__(self) -> dict[str, Any]:

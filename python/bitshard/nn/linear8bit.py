@@ -13,6 +13,7 @@ weight is, with a holder (`Int8Weight`) that knows where FSDP has put it; codes 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -24,6 +25,7 @@ from bitshard.container import repack
 from bitshard.int8_params import Int8Params
 from bitshard.kinds import INT8
 from bitshard.matmul_int8 import MatmulLtState, RowScales, matmul, matmul_int8
+from bitshard.nn import merged
 from bitshard.nn.bias import keep_in
 from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
 from bitshard.place import Place
@@ -87,9 +89,7 @@ class Int8Weight(PackedWeight):
                 if not super().put(column):
                     self.owner._parameters[self.name] = column
                 return True
-            if launch.fsdp_launch() or launch.keeps_parts():
-                self.owner._parameters[self.name] = value
-                return self.enter()
+            return self._put_codes(value)
         if type(value) is Params4bit and isinstance(self.owner._parameters.get(self.name), Int8Params):
             self.owner._parameters[self.name] = value  # the first column
             self.follow(value.quant_state)
@@ -113,6 +113,18 @@ class Int8Weight(PackedWeight):
                 self.state, self.foreign, self.checked = None, False, None
                 return self._registers(value)
         return super().put(value)
+
+    def _put_codes(self, value: Int8Params) -> bool:
+        """A quantized weight for one that is no column; see `put`. Of what peft unmerges, what was there before."""
+        with contextlib.ExitStack() as stack:
+            if isinstance(self.owner._parameters.get(self.name), Int8Params) and self.quantized() is not None:
+                before = stack.enter_context(merged.replacing(self, value))
+                if before is not None:
+                    before.into(value)
+            if launch.fsdp_launch() or launch.keeps_parts():
+                self.owner._parameters[self.name] = value
+                return self.enter()
+            return self._registers(value)
 
     def stored(self) -> PackedWeight | None:
         """See `PackedWeight.stored`; of an `Int8Params` a holder that shows it as a column."""

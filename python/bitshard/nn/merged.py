@@ -1,6 +1,6 @@
 """What a layer's weight was before adapters were merged into it: unmerging gives exactly that back.
 
-peft merges into a 4-bit weight by dequantizing it, adding the adapter and quantizing the sum, and unmerges by
+peft merges into a 4-bit or int8 weight by dequantizing it, adding the adapter and quantizing the sum, and unmerges by
 subtracting likewise. Both ways round, so that each round would leave another weight. Nothing of peft is replaced: a
 layer that is given a packed weight looks who gives it. In `merge` of peft's layer around it, it keeps what it has; in
 `unmerge` it takes that, whatever peft has computed. Both ask the layer whether it is the innermost one (`asked`): what
@@ -23,14 +23,16 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bitshard import foreign, gather, ops
 from bitshard.checks import check_there
+from bitshard.container import repack
 from bitshard.guards import plain
+from bitshard.int8_params import Int8Params
 from bitshard.inventory import held_by
 from bitshard.place import Place
 from bitshard.state import QuantState
@@ -103,23 +105,25 @@ class Kept:
     """The weight from before the first merge, in host memory.
 
     Attributes:
-        packed: packed bytes, whole [n, 1] or this rank's rows of a shard.
+        packed: packed bytes, or int8 codes, as a column: whole [n, 1] or this rank's rows of a shard.
         state: their state; of rows `absmax` is this rank's chunk of the scales.
         of_rows: whether these are rows.
         scales_checksum: what the ranks compare gathered scales with, where they have cut them.
         merged: (peft's layer, adapter) of all that is in the weight now.
-        left: checksum of the weight as peft's last assignment has left it, None where it is unknown.
+        left: checksums of the weight as peft's last assignment has left it (`Checksums`).
     """
 
     def __init__(self, held: Any):
         weight, self.of_rows = held.weight if held.shard is None else held.shard, held.shard is not None
         self.merged: list[tuple[weakref.ref, str]] = []
-        self.left: int | None = None
+        self.left: Checksums | None = None
         self.scales_checksum = None
         if self.of_rows:
             packed, state = weight._local_tensor.plain(), held.state.clone()
             if state.sharded is not None:
                 state.absmax, self.scales_checksum = state.sharded.own, state.sharded.checksum
+        elif isinstance(weight, Int8Params):
+            packed, state = weight.plain_data().reshape(-1, 1), held.quantized().state
         elif weight.quant_state.part is not None:
             packed, state = weight.quant_state.part.gathered()
         else:
@@ -136,8 +140,15 @@ class Kept:
         """Whether the adapter that is being unmerged is in the weight."""
         return any(tuner() is writer.tuner and name == writer.adapter for tuner, name in self.merged)
 
-    def into(self, weight: Params4bit) -> None:
+    def into(self, weight: Params4bit | Int8Params) -> None:
         """Give `weight`, a new one for the whole layer, these bytes and scales."""
+        if isinstance(weight, Int8Params):
+            with plain():
+                weight.data = (
+                    repack(self.packed, torch.int8, self.state).view(weight.shape).to(weight.device, copy=True)
+                )
+            weight.SCB = self.state.absmax.to(weight.device, copy=True)
+            return
         with plain():
             weight.data = self.packed.to(weight.device, copy=True)
         weight._set_state(_copied(self.state, weight.device))
@@ -220,7 +231,7 @@ def _written(owner: nn.Module, writer: Writer) -> Any:
     """The holder of the quantized weight that is about to be written, None if there is none."""
     name = getattr(writer.tuner, "parameter_name", None)
     found = [held for held in held_by(owner) if held.owner is owner and name in (None, held.name)]
-    return found[0] if found and found[0].state is not None else None
+    return found[0] if found and found[0].quantized() is not None else None
 
 
 def _require_there(held: Any, writer: Writer) -> None:
@@ -315,7 +326,7 @@ def _in_merge() -> bool:
 
 
 @contextlib.contextmanager
-def replacing(held: Any, new: Params4bit) -> Iterator[Kept | None]:
+def replacing(held: Any, new: Params4bit | Int8Params) -> Iterator[Kept | None]:
     """While the quantized weight `new` takes the place of the one that the layer has.
 
     Gives what is to be put back instead of `new`, or None. ValueError, with the layer as it was and peft's list of
@@ -337,7 +348,7 @@ def replacing(held: Any, new: Params4bit) -> Iterator[Kept | None]:
         _undo(held, writer)
         raise
     if kept is not None:
-        kept.left = int(held.state.checksum if held.shard is not None else ops.checksum(_bytes(new)))
+        kept.left = Checksums.of(held, new)
         kept.merged = [] if writer.unmerges else [*kept.merged, (_tied(held, writer.tuner), writer.adapter)]
     held.kept, held.restored = kept, None
     if kept is not None and not isinstance(writer.tuner.merged_adapters, Listed):
@@ -351,7 +362,9 @@ def replacing(held: Any, new: Params4bit) -> Iterator[Kept | None]:
 
 def _known(held: Any) -> Kept | None:
     """What is kept of the weight from before merging; None where the weight was written since."""
-    return held.kept if held.kept is not None and held.kept.left == _checksum(held) else None
+    kept = held.kept
+    same = kept is not None and kept.left is not None and kept.left.fits(Checksums.of(held, held.weight))
+    return kept if same else None
 
 
 def _is_move(held: Any, new: Params4bit) -> bool:
@@ -360,7 +373,13 @@ def _is_move(held: Any, new: Params4bit) -> bool:
     What is another weight after all, unmerging knows by its checksum.
     """
     weight = held.weight
-    return held.shard is None and (new.quant_state is weight.quant_state or new.device != weight.device)
+    if held.shard is not None or new.device != weight.device:
+        return held.shard is None
+    return isinstance(new, type(weight)) and _scales_of(new) is _scales_of(weight)
+
+
+def _scales_of(weight: Params4bit | Int8Params) -> Any:
+    return weight.SCB if isinstance(weight, Int8Params) else weight.quant_state
 
 
 def _merging(held: Any, writer: Writer, kept: Kept | None) -> Kept | None:
@@ -382,7 +401,7 @@ def _merging(held: Any, writer: Writer, kept: Kept | None) -> Kept | None:
 
 def _unmerging(held: Any, writer: Writer, kept: Kept | None) -> Kept:
     """What is put back. ValueError where that would not be what peft's list will say."""
-    what = f"unmerging {writer.adapter!r} from the {held.state.kind.word} weight of {list(held.state.shape)}"
+    what = f"unmerging {writer.adapter!r} from the {held.kind.word} weight of {list(held.shape)}"
     if kept is None:
         raise ValueError(
             f"{what}: the weight from before it was merged is not here, and subtracting would not give it back, for "
@@ -402,8 +421,9 @@ def _undo(held: Any, writer: Writer) -> None:
     """The assignment has failed: the weight that the layer has stays, and an adapter in it stays on peft's list."""
     writer.lists()
     weight = held.weight if held.shard is None else held.shard
-    weight.__dict__["bnb_quantized"] = True  # peft clears it in the attributes that it rebuilds a weight from
-    held.known(weight.quant_state)
+    if not isinstance(weight, Int8Params):
+        weight.__dict__["bnb_quantized"] = True  # peft clears it in the attributes that it rebuilds a weight from
+        held.known(weight.quant_state)
 
 
 def _tied(held: Any, tuner: nn.Module) -> weakref.ref:
@@ -418,13 +438,37 @@ def _tied(held: Any, tuner: nn.Module) -> weakref.ref:
     return weakref.ref(tuner, forget)
 
 
-def _checksum(held: Any) -> int | None:
-    """Of the weight that the layer has, None where it is unknown."""
-    weight = held.weight if held.shard is None else held.shard
-    if held.shard is None and weight.quant_state.part is None:
-        return int(ops.checksum(_bytes(weight)))
-    checksum = weight.quant_state.checksum
-    return None if checksum is None else int(checksum)
+class Checksums(NamedTuple):
+    """What tells a weight from another: of its bytes, scales, and second-level scales; None where one is not known."""
+
+    packed: int | None
+    scales: int | None
+    second: int | None
+
+    @classmethod
+    def of(cls, held: Any, weight: Any) -> Checksums:
+        """Of the weight that a layer has, or, where it is not sharded, of `weight`, which it gets."""
+        if isinstance(weight, Int8Params):
+            scales = held.owner.state.SCB if weight.SCB is None else weight.SCB
+            return cls(_number(weight.plain_data()), _number(scales), None)
+        state = weight.quant_state if held.shard is None else held.shard.quant_state
+        whole = held.shard is None and state.part is None
+        packed = ops.checksum(_bytes(weight)) if whole else state.checksum
+        second = None if state.state2 is None else _number(state.state2.absmax)
+        return cls(
+            None if packed is None else int(packed),
+            None if state.sharded is not None else _number(state.absmax),
+            second,
+        )
+
+    def fits(self, other: Checksums) -> bool:
+        """Whether both can be of one weight: the bytes are known, and the same, and no scales are known to differ."""
+        known = (pair for pair in zip(self, other, strict=True) if None not in pair)
+        return None not in (self.packed, other.packed) and all(one == two for one, two in known)
+
+
+def _number(tensor: Tensor | None) -> int | None:
+    return None if tensor is None or tensor.is_meta else int(ops.checksum(tensor))
 
 
 def _bytes(weight: Tensor) -> Tensor:
