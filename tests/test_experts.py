@@ -586,11 +586,11 @@ def test_the_page_works(folders, tmp_path):
     assert len(stacks(values["model"])) == 4
 
 
-def test_the_three_lines_of_the_readme(folders):
-    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+def test_the_three_lines_of_drop_in(folders):
+    text = (Path(__file__).parents[1] / "docs" / "drop-in.md").read_text(encoding="utf-8")
     values = {}
     try:
-        exec(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[2], values)
+        exec(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[1], values)
         stock = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
         model = load(folders / "qwen3_moe", quantization_config=stock)
     finally:

@@ -111,6 +111,7 @@ def is_foreign(folder: Path) -> bool:
     """
     own = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     own += [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    own += [path for path in site.getsitepackages() if Path(path).is_relative_to(sys.prefix)]  # Debian has two
     if any(_same(folder, Path(path)) for path in own):
         return False
     is_a_python_s = folder.name in ("site-packages", "dist-packages")

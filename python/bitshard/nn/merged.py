@@ -392,9 +392,8 @@ def _merging(held: Any, writer: Writer, kept: Kept | None) -> Kept | None:
         writer.tuner.merged_adapters[:] = inside
         raise ValueError(
             f"merging {writer.adapter!r} into the {kept.state.kind.word} weight of {list(kept.state.shape)}: it still "
-            f"holds the adapters {inside}, where peft has {listed} on its list, as after an unmerge that failed "
-            "halfway. They are on the list again: call unmerge_adapter(), which gives the weight from before back, "
-            "then merge."
+            f"holds the adapters {inside}, but peft lists {listed}: an unmerge failed halfway. The list is restored; "
+            "call unmerge_adapter(), which puts the weight from before back, then merge."
         )
     return kept
 
@@ -404,8 +403,8 @@ def _unmerging(held: Any, writer: Writer, kept: Kept | None) -> Kept:
     what = f"unmerging {writer.adapter!r} from the {held.kind.word} weight of {list(held.shape)}"
     if kept is None:
         raise ValueError(
-            f"{what}: the weight from before it was merged is not here, and subtracting would not give it back, for "
-            "both ways round. Copies and pickles do not have it, and a weight that was loaded or assigned since has "
+            f"{what}: the weight from before it was merged is not here, and subtracting would not give it back: it "
+            "would round twice. Copies and pickles do not have it, and a weight that was loaded or assigned since has "
             "taken its place. Unmerge before copying or loading, or load the base model again."
         )
     others = [name for tuner, name in kept.merged if tuner() is not writer.tuner]
