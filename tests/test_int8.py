@@ -2,8 +2,10 @@
 
 import concurrent.futures
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import bitsandbytes as bnb
 import pytest
@@ -369,6 +371,56 @@ def test_moves_keep_everything():
         made.weight.data = Int8Params(codes.clone(), SCB=scales.clone())
         made.to("cpu")
         assert torch.equal(made.weight.CB, codes) and torch.equal(made.weight.SCB, scales) and same_bytes(made(x), y)
+
+
+COPIES = {
+    "itself": lambda made: made,
+    "called": lambda made: made(inputs() if isinstance(made, nn.Linear) else torch.tensor([1])) is None or made,
+    "in a module": lambda made: nn.Sequential(made).to(torch.bfloat16)[0],
+    "deepcopy": copy.deepcopy,
+    "deepcopy of a model": lambda made: copy.deepcopy(nn.Sequential(made))[0],
+    "copy": copy.copy,
+    "pickle": lambda made: pickle.loads(pickle.dumps(made)),
+    "state dict": lambda made: made.load_state_dict(made.state_dict()) and made,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("kind", ["linear", "float linear", "trained linear", "embedding"])
+def test_nothing_keeps_itself_alive(kind, how):
+    """Memory is free at once when the last reference goes, without the garbage collector."""
+    made = {
+        "linear": layer,
+        "float linear": lambda: layer(quantized=False),
+        "trained linear": lambda: bnb.nn.Linear8bitLt(K, N),
+        "embedding": lambda: bnb.nn.Embedding8bit(N, K).to("cpu"),
+    }[kind]()
+    layer()(inputs())  # what the first call in a process keeps
+    gc.collect()
+    gc.disable()
+    try:
+        other = COPIES[how](made)
+        watched = [weakref.ref(each) for each in (made, other, made.weight, other.weight)]
+        del made, other
+        assert [ref() is None for ref in watched] == [True] * 4
+    finally:
+        gc.enable()
+
+
+def test_what_belongs_to_a_layer_is_copied_with_it_and_alone():
+    """A state that is copied or pickled alone keeps the layer that it reads, as its copies have always done."""
+    made = layer()
+    for twin in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert twin.state.owner is twin and twin.packed_weight.owner is twin is not made
+    assert made.state.owner is made and made.packed_weight.owner is made
+    for alone in (copy.deepcopy(made.state), pickle.loads(pickle.dumps(made.state))):
+        assert torch.equal(alone.CB, made.weight.CB) and torch.equal(alone.SCB, made.weight.SCB)
+    alone = copy.deepcopy(made.packed_weight)
+    assert torch.equal(alone.weight.CB, made.weight.CB) and alone.owner is not made
+    state = made.state
+    codes, scales = state.CB, state.SCB
+    del made
+    assert codes is not None and scales is not None and state.owner is None
 
 
 def test_scales_follow_codes():

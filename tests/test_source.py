@@ -21,6 +21,7 @@ LAYERS = [
     "ops",
     "maps",
     "kinds",
+    "registry",
     "state",
     "checks",
     "launch",
@@ -31,6 +32,7 @@ LAYERS = [
     "gather",
     "kept_part",
     "place",
+    "foreign",
     "inventory",
     "blockwise",
     "reordered",
@@ -41,7 +43,6 @@ LAYERS = [
     "recognized",
     "outliers",
     "optim",
-    "foreign",
     "guards",
     "adapters",
     "tensor",
@@ -63,10 +64,10 @@ LAYERS = [
     "experts.lora",
     "experts.sources",
     "experts.forward",
+    "experts",
     "lora",
     "transformers",
-    "registry",
-    "experts",
+    "entries",
     "convert",
     "planning",
     "calibration",
@@ -273,9 +274,9 @@ def base_of(node: ast.ImportFrom, name: str, is_package: bool) -> str | None:
 
 
 def imports_of(source: str, name: str, is_package: bool, known: set[str]) -> set[str]:
-    """Modules of the engine that module `name` imports anywhere in it: in functions, classes and branches too.
+    """Modules of the engine that module `name` names in imports anywhere in it: in functions, classes and branches too.
 
-    Importing a module of a package counts as that module, not as its package, which Python loads on the way.
+    A module of a package counts as that module; `with_packages` adds the package.
     """
     wanted = set()
     for node in ast.walk(ast.parse(source)):
@@ -287,13 +288,27 @@ def imports_of(source: str, name: str, is_package: bool, known: set[str]) -> set
     return {full.removeprefix("bitshard.") for full in wanted} - {name}
 
 
+def packages_of(name: str) -> set[str]:
+    """A module's packages, and the module itself."""
+    parts = name.split(".")
+    return {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
+
+
+def with_packages(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The graph with packages too, which Python loads before a module of theirs; but for those that a module is in."""
+    return {
+        name: imported | set().union(*map(packages_of, imported)) - packages_of(name)
+        for name, imported in graph.items()
+    }
+
+
 def import_graph() -> dict[str, set[str]]:
     """{module: modules it imports}; the C core, which imports nothing here, is "_C"."""
     paths = module_files()
     known = {*paths, "_C"}
     graph = {name: imports_of(read(path), name, path.name == "__init__.py", known) for name, path in paths.items()}
     assert all(imported <= known for imported in graph.values()), graph
-    return {**graph, "_C": set()}
+    return with_packages({**graph, "_C": set()})
 
 
 def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
@@ -344,6 +359,16 @@ def test_relative_imports_of_packages():
     assert imports_of("from .one import f\nfrom ..state import g", "parts", True, known) == {"parts.one", "state"}
     assert imports_of("from . import state\nfrom .parts import one", "bitshard", True, known) == {"state", "parts.one"}
     assert imports_of("from . import state\nfrom .parts import g", "top", False, known) == {"state", "parts"}
+
+
+def test_a_circle_through_a_package_is_found():
+    """One module imports another's neighbour, and with it the package, which imports the first module."""
+    graph = {"low": {"top"}, "top": {"parts.one"}, "parts": {"low", "parts.one"}, "parts.one": set()}
+    assert not circles_of(graph) and circles_of(with_packages(graph)) == [["low", "parts", "top"]]
+    assert with_packages({"parts.one": {"parts.two"}, "parts": {"parts.two"}}) == {
+        "parts.one": {"parts.two"},
+        "parts": {"parts.two"},
+    }
 
 
 def test_no_modules_import_each_other():

@@ -8,8 +8,9 @@ it any more: `tests/test_foreign.py` looks into the installed libraries and fail
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Foreign(NamedTuple):
@@ -95,6 +96,23 @@ PEFT_MERGES_STACKS = Foreign(
 )
 KNOWN = (FSDP2_PREPARES, FSDP1_WRAPS, FSDP1_FLATTENS, DDP_SENDS, TRANSFORMERS_RESERVES, TRANSFORMERS_SAVES)
 KNOWN += (PEFT_MERGES, PEFT_UNMERGES, PEFT_LOOKS, PEFT_MERGES_STACKS, TORCH_EXPORTS)
+
+
+# Methods of modules and trainers in which a forward runs: torch's, transformers' and Lightning's
+_RUNNING = frozenset("_call_impl forward generate training_step validation_step test_step predict_step".split())
+
+
+def running_methods() -> Iterator[Any]:
+    """`self` of every method on the call stack in which a forward runs, innermost first.
+
+    Up to Python 3.12 a look into a frame's variables keeps them all alive until its function returns. These functions
+    end with the forward; that which has made the model, and may drop it, is not looked into.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in _RUNNING:
+            yield frame.f_locals.get("self")
+        frame = frame.f_back
 
 
 def asker() -> FrameType | None:

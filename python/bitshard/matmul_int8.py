@@ -7,6 +7,7 @@ context, not a saved tensor: see `bitshard.autograd`.
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,35 @@ class RowScales(NamedTuple):
     shape: torch.Size
 
 
-class MatmulLtState:
+class OfModule:
+    """What a module has and what knows the module, as `owner`, without keeping it alive.
+
+    A copy or pickle that was made alone keeps its module, which nobody else has; one that was made with the module is
+    claimed by it (`owner = self` in its `__setstate__`).
+    """
+
+    _owner: weakref.ref | None = None
+    _kept: Any = None
+
+    @property
+    def owner(self) -> Any:
+        """The module; None where there is none, or it is gone."""
+        return None if self._owner is None else self._owner()
+
+    @owner.setter
+    def owner(self, module: Any) -> None:
+        self._owner, self._kept = None if module is None else weakref.ref(module), None
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: value for name, value in self.__dict__.items() if name not in ("_owner", "_kept")}
+        return {**own, "owner": self.owner}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({name: value for name, value in state.items() if name != "owner"})
+        self.owner = self._kept = state.get("owner")
+
+
+class MatmulLtState(OfModule):
     """Codes and scales of one weight for `matmul`, and its settings.
 
     Of a layer (`Linear8bitLt`) these are its weight's: `CB` and `SCB` read them there, wherever the weight is, and what
@@ -37,7 +66,7 @@ class MatmulLtState:
         threshold: of outlier columns of A; 0 for none.
         has_fp16_weights: the weight is a float matrix, quantized anew in every forward.
         is_training: set by the layer.
-        owner: the layer, or None.
+        owner: the layer, or None; it is not kept alive.
     """
 
     force_no_igemmlt = has_accumulated_gradients = False
@@ -46,7 +75,6 @@ class MatmulLtState:
     is_training = True
     has_fp16_weights = True
     use_pool = False
-    owner: Any = None
     _deprecated_fields = frozenset({"CxB", "CxBt", "formatB", "_tile_indices"})
 
     def __init__(
@@ -114,7 +142,7 @@ class MatmulLtState:
         for name, own in (("CB", "_codes"), ("SCB", "_scales")):
             if name in state:
                 state = {own: state[name], **{key: value for key, value in state.items() if key != name}}
-        self.__dict__.update({"_codes": None, "_scales": None, **state})
+        super().__setstate__({"_codes": None, "_scales": None, **state})
 
 
 def _same(a: Any, b: Any) -> bool:

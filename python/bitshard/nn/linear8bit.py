@@ -24,7 +24,7 @@ from bitshard import gather, int8, inventory, launch
 from bitshard.container import repack
 from bitshard.int8_params import Int8Params
 from bitshard.kinds import INT8
-from bitshard.matmul_int8 import MatmulLtState, RowScales, matmul, matmul_int8
+from bitshard.matmul_int8 import MatmulLtState, OfModule, RowScales, matmul, matmul_int8
 from bitshard.nn import merged
 from bitshard.nn.bias import keep_in
 from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
@@ -36,7 +36,7 @@ from bitshard.tensor import Params4bit
 FORMATS = {number: name for number, name in enumerate(("row", "col32", "col_turing", "col_ampere"))}
 
 
-class Int8Weight(PackedWeight):
+class Int8Weight(OfModule, PackedWeight):
     """The holder of an int8 weight: without a state while that is an `Int8Params`, with one while it is a column.
 
     Attributes:
@@ -52,7 +52,12 @@ class Int8Weight(PackedWeight):
         self.dtype = dtype if dtype in VALUE_DTYPES.values() else torch.float32
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "rows": None}
+        return {**super().__getstate__(), "kept": None, "rows": None}  # without what `PackedWeight` leaves out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Int8Weight:
+        new = super().__deepcopy__(memo)
+        new._kept = new.owner
+        return new
 
     def rows_of(self, weight: Tensor) -> RowScales | None:
         """`rows`, if they are those of this weight still: a whole one with the scales of the last forward.
@@ -250,9 +255,8 @@ class HoldsInt8Weight(HoldsPackedWeight):
         if "packed_weight" not in state:
             dtype = torch.float32 if weight is None else weight.dtype
             self.packed_weight = Int8Weight(self, self.matrix_shape(), dtype)
-        if held.owner is not self:
-            self.state = copy.copy(held)
-            self.state.owner = self
+        self.state = held if held.owner is self else copy.copy(held)
+        self.state.owner = self.packed_weight.owner = self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         held, weight = self.packed_weight, self._parameters.get("weight")
