@@ -163,7 +163,7 @@ class StackValues:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.isfinite and type(args[0]) is cls:
-            return torch.tensor(args[0].finite)
+            return torch.tensor(args[0].finite, dtype=torch.bool)
         raise ValueError(
             f"{getattr(func, '__name__', func)}: of a 4-bit stack that is being merged there are no numbers"
         )

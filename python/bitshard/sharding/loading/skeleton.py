@@ -266,6 +266,7 @@ class Conversions:
         self._of_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
         self._known = known
         self._sources: dict[str, list[tuple[str, str | None]]] = {}  # key -> (name in the files, its pattern)
+        self._first: dict[str, str] = {}  # key -> the first of the keys that are made of the same tensors
 
     def look(self, files: Checkpoint, keys: set[str]) -> None:
         """Find out which of the model's `keys` are made of other tensors of the files."""
@@ -273,9 +274,18 @@ class Conversions:
 
         meta, prefix = dict.fromkeys(keys, True), getattr(self._model, "base_model_prefix", "")
         for name in sorted(set(files.files) - keys, key=dot_natural_key):
-            key, pattern = rename_source_key(name, self._renamings, self._converters, prefix, meta)
-            if key in keys and key not in files:
-                self._sources.setdefault(key, []).append((name, pattern))
+            first, pattern = rename_source_key(name, self._renamings, self._converters, prefix, meta)
+            for key in self._made_with(first, pattern):
+                if key in keys and key not in files:
+                    self._sources.setdefault(key, []).append((name, pattern))
+                    self._first[key] = first
+
+    def _made_with(self, first: str, pattern: str | None) -> list[str]:
+        """All keys that are made of the tensors that `first` is made of."""
+        if pattern is None:
+            return [first]
+        name, *others = self._of_pattern[pattern].target_patterns
+        return [first, *(first.replace(name, other) for other in others)]
 
     @property
     def used(self) -> list[Any]:
@@ -301,9 +311,10 @@ class Conversions:
         sources = self._sources[key]
         pattern = sources[0][1]
         made = WeightRenaming(sources[0][0], key) if pattern is None else copy.deepcopy(self._of_pattern[pattern])
+        first = self._first[key]
         for name, pattern in sources:
-            made.add_tensor(key, name, pattern or name, files.read(name))
-        values = made.convert(key, model=self._model, config=self._model.config)[key]
+            made.add_tensor(first, name, pattern or name, files.read(name))
+        values = made.convert(first, model=self._model, config=self._model.config)[key]
         return values[0] if isinstance(values, list) else values
 
 
@@ -454,7 +465,9 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
 
 def _compute_buffers(model: nn.Module, device: torch.device) -> None:
     """Give the buffers that no file has (frequencies of rotary embeddings) the values that their model computes."""
+    owners: dict[str, nn.Module] = {}  # path -> the model of transformers whose part it is, a model inside of one first
     for path, module in model.named_modules():
+        owners[path] = module if hasattr(module, "_init_weights") else owners[path.rpartition(".")[0]]
         names = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
         if not names:
             continue
@@ -462,7 +475,7 @@ def _compute_buffers(model: nn.Module, device: torch.device) -> None:
             empty = torch.empty_like(module._buffers[name], device=device)
             module._buffers[name] = empty.fill_(torch.nan) if empty.is_floating_point() else empty
         with torch.no_grad():
-            model._init_weights(module)
+            owners[path]._init_weights(module)
         for name in names:
             if module._buffers[name].isnan().any():
                 raise ValueError(f"load: {type(model).__name__} does not compute its buffer {path}.{name}")
