@@ -6,7 +6,8 @@
 #   docker build -t bitshard --build-arg BASE=nvidia/cuda:13.0.0-devel-ubuntu24.04 .      for GPUs: nvcc is in that image
 #   docker run --rm --gpus all --shm-size 2g bitshard
 #
-# Not built by the tests, which have no Docker engine.
+# Not built here: there is no Docker engine. Its RUN line with make, and `make demo QUICK=1`, were run in a clone on
+# Debian 12, for CPUs, with nothing on the PATH but that system's programs.
 ARG BASE=debian:bookworm
 FROM ${BASE}
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev make python3 python3-dev python3-venv \

@@ -44,11 +44,12 @@ C_FLAGS = [
 ]
 NVCC_FLAGS = ["-std=c++17", "-O3", "--ftz=false", "--prec-div=true", "--fmad=true"]
 ARCHITECTURES_DEFAULT = "75,80,90a,compute_80"  # a T4 has no newer card's code to fall back on
-DURATION = (  # of the default architectures on two cores with nothing else to do
-    "That takes 3 to 4 minutes on two idle cores for 75,80,90a,compute_80, and much longer beside other work; "
-    "BITSHARD_CUDA_ARCHS=native compiles for the GPUs of this machine only"
+DURATION = (  # benchmarks/results/build_times_202611.md
+    "The default, 75,80,90a,compute_80, takes 5 minutes of CPU time, 90a alone 4, 75 or 86 alone 1.5; more beside "
+    "other work. BITSHARD_CUDA_ARCHS=native compiles for the GPUs of this machine only"
 )
-LONGEST = ("optimizer", "calibration")  # to compile: begun first, so that no core is left with one of them at the end
+# To compile: begun first, so that no core is left with one of them at the end
+LONGEST = ("optimizer", "calibration", "gemm_int8_sm90", "gemm_4bit_sm90_wide")
 NO_NATIVE = "BITSHARD_CUDA_ARCHS=native: {}; name the architecture, as in BITSHARD_CUDA_ARCHS=86, or leave it out"
 ARCHITECTURES_ALL = "75,80,86,89,90a,100,120,compute_120"
 
