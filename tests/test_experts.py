@@ -389,6 +389,22 @@ def test_experts_of_other_ranks_add_nothing():
     torch.testing.assert_close(module(x, index, weights), expected)
 
 
+@pytest.mark.parametrize("parallel", [False, True])
+def test_numbers_below_0_are_no_experts(parallel):
+    """As transformers' own forward: nothing is left out in silence."""
+    model = moe.model("qwen3_moe")
+    dense = next(module for _, module in modules.found(model))
+    dense.config._experts_implementation = "eager"
+    x, index, weights = torch.randn(2, 64), torch.tensor([[0, -1], [-3, 2]]), torch.rand(2, 2)
+    with pytest.raises(RuntimeError, match="non-negative"):
+        dense(x, index, weights)
+    experts.quantize(model)
+    dense._is_expert_parallel = parallel
+    with pytest.raises(ValueError, match="2 of 4 numbers below 0, the lowest -3, for 8 experts"):
+        dense(x, index, weights)
+    assert dense(x[:0], index[:0], weights[:0]).shape == (0, 64)
+
+
 # ---- mistakes ----
 
 

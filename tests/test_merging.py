@@ -20,6 +20,7 @@ from bitshard import experts, fsdp, lora  # noqa: E402
 from bitshard.experts import modules  # noqa: E402
 from helpers import moe  # noqa: E402
 from helpers.lora import layers, model, randomize  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -69,15 +70,15 @@ TUNERS = {
 }
 
 
-def linear(threshold):
+def linear(threshold, bias):
     if threshold is None:
-        return bnb.nn.Linear4bit(64, 64, bias=False, quant_type="nf4")
-    return bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False, threshold=threshold)
+        return bnb.nn.Linear4bit(64, 64, bias=bias, quant_type="nf4")
+    return bnb.nn.Linear8bitLt(64, 64, bias=bias, has_fp16_weights=False, threshold=threshold)
 
 
-def other_tuner(kind, threshold=None):
+def other_tuner(kind, threshold=None, bias=False):
     torch.manual_seed(3)
-    base = torch.nn.Sequential(*[linear(threshold) for _ in range(2)]).to("cpu")
+    base = torch.nn.Sequential(*[linear(threshold, bias) for _ in range(2)]).to("cpu")
     base.is_loaded_in_4bit, base.is_loaded_in_8bit = threshold is None, threshold is not None
     wrapped = peft.get_peft_model(base.requires_grad_(False), TUNERS[kind]())
     for parameter in wrapped.parameters():
@@ -362,6 +363,79 @@ def test_an_unmerge_that_would_leave_an_adapter_raises():
     with pytest.raises(ValueError, match="'more1' from .*'default'.* would stay in it"):
         unmerge(first, ["more1"])
     assert sorted(first.merged_adapters) == ["default", "more1"] and picture(wrapped) == merged
+
+
+# ---- biases of adapters (lora_bias) ----
+
+
+def biased(bias=True, threshold=None, alpha=8):
+    wrapped = model([(96, 128), (64, 96)], bias=bias, lora_bias=True, lora_alpha=alpha, threshold=threshold)
+    for layer in layers(wrapped):
+        layer.lora_B["default"].bias.data.normal_()
+    return wrapped.eval()
+
+
+REFUSED = {
+    "no bias": ({"bias": False}, False, "no bias"),
+    "scale": ({"alpha": 12}, False, "scale 1.5"),
+    "safe": ({}, True, "safe_merge=False"),
+}
+
+
+@pytest.mark.parametrize("threshold", [None, 6.0])
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_bias_that_peft_would_merge_wrongly_is_refused(case, threshold):
+    """It raises behind the weight (no bias, safe_merge), or leaves the scale out: nothing has changed here."""
+    settings, safe, words = REFUSED[case]
+    wrapped = biased(threshold=threshold, **settings)
+    before, x = picture(wrapped), torch.randn(3, 128)
+    y = wrapped(x)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"(?s)merging 'default' into the (4-bit|int8) weight of .*{words}"):
+            wrapped.merge_adapter(safe_merge=safe)
+        assert picture(wrapped) == before and merged_lists(wrapped) == [[], []] and torch.equal(wrapped(x), y)
+
+
+@pytest.mark.parametrize("threshold", [None, 6.0])
+def test_a_bias_of_scale_1_is_merged(threshold):
+    wrapped = biased(threshold=threshold)
+    biases = [layer.bias.data.clone() for layer in base_layers(wrapped)]
+    wrapped.merge_adapter()
+    for layer, tuner, bias in zip(base_layers(wrapped), layers(wrapped), biases, strict=True):
+        assert torch.equal(layer.bias.data, bias + tuner.lora_B["default"].bias.data)
+    wrapped.unmerge_adapter()
+    assert all(
+        torch.allclose(layer.bias, bias, atol=1e-6) for layer, bias in zip(base_layers(wrapped), biases, strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize("threshold", [None, 6.0])
+def test_a_bias_is_written_with_its_scale(tmp_path, threshold, dtype):
+    wrapped = biased(threshold=threshold, alpha=12)
+    expected = [layer.base_layer.bias + 1.5 * layer.lora_B["default"].bias for layer in layers(wrapped)]
+    fsdp.save_pretrained(wrapped, tmp_path, merge=True, dtype=dtype)
+    files = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(files[f"{i}.bias"], bias.detach()) for i, bias in enumerate(expected)), list(files)
+
+
+@pytest.mark.parametrize("when", ["sharded", "gathered", "merged first"])
+@pytest.mark.parametrize("kind", ["lora_bias", "road"])
+def test_a_sharded_bias_is_not_merged(group, kind, when):
+    """peft assigns `.data` of a DTensor, or of what FSDP2 frees: without effect, and without an error."""
+    if kind == "lora_bias":
+        wrapped = biased()
+    else:
+        wrapped = other_tuner(kind, bias=True).eval()
+    x = torch.randn(3, base_layers(wrapped)[0].in_features)
+    if when == "merged first":
+        wrapped.merge_adapter()
+    wrapped = sharded(wrapped, reshard_after_forward=when != "gathered")
+    y, names = wrapped(x), merged_lists(wrapped)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="bias, too. That is sharded by FSDP2"):
+            wrapped.unmerge_adapter() if when == "merged first" else wrapped.merge_adapter()
+        assert merged_lists(wrapped) == names and torch.equal(wrapped(x), y)
 
 
 # ---- FSDP2 in one process; two ranks are in fsdp/train.py ----

@@ -46,12 +46,14 @@ class Writer:
     Attributes:
         adapter: which adapter is being merged or unmerged.
         unmerges: it is `unmerge`, which has taken the adapter off the tuner's list already.
+        safe: its `safe_merge`.
         chooses: the function takes names, so it may leave adapters merged.
     """
 
     tuner: Any
     adapter: str
     unmerges: bool
+    safe: bool
     chooses: bool
 
     @classmethod
@@ -76,7 +78,9 @@ class Writer:
         tuner = frame.f_locals.get("self")
         if not _is_tuner(tuner):
             return None
-        return cls(tuner, frame.f_locals.get("active_adapter"), unmerges, frame.f_code.co_argcount > 1)
+        local = frame.f_locals
+        adapter, safe = local.get("active_adapter"), bool(local.get("safe_merge"))
+        return cls(tuner, adapter, unmerges, safe, frame.f_code.co_argcount > 1)
 
     @property
     def name(self) -> tuple[int, str]:
@@ -187,6 +191,7 @@ class Listed(list):
             return super().pop(index)
         writer.adapter = name
         _require_there(held, writer)
+        _require_bias(held, writer)
         kept = _unmerging(held, writer, _known(held))
         if not _has_weights(writer) or not kept.has(writer):  # deleted, or out already with another one
             return super().pop(index)
@@ -217,6 +222,7 @@ def asked(owner: nn.Module) -> None:
         return
     try:
         _require_there(held, writer)
+        _require_bias(held, writer)
         if writer.unmerges:
             _takes_out(held, writer)
     except BaseException:
@@ -240,6 +246,33 @@ def _require_there(held: Any, writer: Writer) -> None:
         weight = held.weight.detach().as_subclass(Tensor)
         whole = weight if weight.dim() == 2 else weight[:0]
         check_there(whole, held.state, f"{'un' if writer.unmerges else ''}merging {writer.adapter!r}")
+
+
+def _require_bias(held: Any, writer: Writer) -> None:
+    """ValueError where peft would change the layer's bias wrongly, or fail once the weight has been replaced."""
+    tuner, bias = writer.tuner, getattr(held.owner, "bias", None)
+    trained = getattr(tuner, "lora_bias", {}).get(writer.adapter, False)
+    rotated = hasattr(tuner, "road_theta") and bias is not None
+    verb, into = ("unmerging", "from") if writer.unmerges else ("merging", "into")
+    what = f"{verb} {writer.adapter!r} {into} the {held.kind.word} weight of {list(held.shape)}"
+    way = "Write the merged model with bitshard.fsdp.save_pretrained(model, folder, merge=True), or keep the adapter."
+    if (trained or rotated) and held.shard is not None:
+        raise ValueError(
+            f"{what}: it changes the bias, too. That is sharded by FSDP2, and peft would change what FSDP2 does not "
+            f"keep. {'Unmerge before fully_shard.' if writer.unmerges else way}"
+        )
+    if not trained or writer.unmerges:
+        return
+    scale = tuner.scaling[writer.adapter]
+    what = f"{what}: it has a bias (lora_bias=True)"
+    if bias is None:
+        raise ValueError(f"{what}, and the layer has no bias to add it to. Keep the adapter.")
+    if scale != 1:
+        raise ValueError(
+            f"{what} and the scale {scale:g}, which peft leaves out of the bias of a quantized layer. {way}"
+        )
+    if writer.safe:
+        raise ValueError(f"{what}, with which peft's safe_merge fails too late. Merge with safe_merge=False.")
 
 
 def _takes_out(held: Any, writer: Writer) -> None:

@@ -116,6 +116,24 @@ def merged_stacks(
     return merged, {name: base._parameters[name].data for name in others}
 
 
+def with_biases(
+    tuner: nn.Module, adapter: dict[int, Tensor], before: dict[str, Tensor], merged: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """`merged`, the other tensors of a layer that peft has merged into quantized, made of those from before it.
+
+    peft leaves the scale out of what `lora_bias` adds to the bias there.
+    """
+    layer = _copy(tuner, adapter, nn.Module())
+    trained = (name for name in layer.active_adapters if getattr(layer, "lora_bias", {}).get(name))
+    names = [name for name in trained if name in layer.lora_B and name not in layer.merged_adapters]
+    if not names:
+        return merged
+    bias = before["bias"]
+    for name in names:
+        bias = bias + layer.lora_B[name].bias * layer.scaling[name]
+    return {**merged, "bias": bias.detach().to(merged["bias"].dtype)}
+
+
 def inner_holder(tuner: nn.Module, name: str) -> Any:
     """The holder of stack `name` of the experts module that `tuner` is around."""
     return holder_of(unwrapped(around(tuner)[-1]._modules["base_layer"]), name)
