@@ -12,6 +12,7 @@ import tracemalloc
 import pytest
 import torch
 from bitshard import fsdp
+from bitshard.calibration.samples import _of_dataset
 from bitshard.convert.quantize import quantize_folder
 from helpers import moe
 from safetensors.torch import load_file, save_file
@@ -199,6 +200,20 @@ def test_a_tokenizer_with_code(dense, tmp_path, asked):
         status == 1 and "tokenizer_config.json: its auto_map names code of the model's own (code.Tokenizer)" in err[0]
     )
     assert not asked and not (dense / "ran").exists()
+
+
+def test_a_dataset_with_code(dense, tmp_path, monkeypatch):
+    """Versions of datasets that know such code get False; later ones run none."""
+    import datasets
+
+    given = []
+
+    def load_dataset(name, split, streaming, trust_remote_code=None):
+        given.append(trust_remote_code)
+        return iter([{"text": "words"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert list(_of_dataset("some/texts", "text")) == ["words"] and given == [False]
 
 
 # ---- what commands print of strange folders ----
