@@ -339,6 +339,22 @@ def test_runs_into_one_folder(sound, tmp_path):
         os.close(lock)
 
 
+@pytest.mark.parametrize("given", ["dense", "mxfp4"])
+def test_a_folder_that_another_run_has_just_made(dense, tmp_path, monkeypatch, given):
+    """Between the first look and the lock: named, and nothing is written or left."""
+    from bitshard.convert import quantize
+
+    if given == "mxfp4":
+        moe.save_mxfp4(moe.model("gpt_oss", 3, intermediate_size=64), tmp_path / given)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").touch()
+    monkeypatch.setattr(quantize, "require_new", lambda folder: None)
+    with pytest.raises(FileExistsError) as error:
+        quantize_folder(tmp_path / given, tmp_path / "out", settings(given == "mxfp4"), consume=given == "dense")
+    assert error.value.filename == str(tmp_path / "out") and len(list(dense.glob("*.safetensors"))) == 3
+    assert not list(tmp_path.glob("out.*"))
+
+
 def test_sizes_of_small_folders(dense, tmp_path):
     status, lines, _ = command("quantize", dense, tmp_path / "out")
     said = float(re.search(r"out: (\d+\.\d) kB in 1 file", lines[0])[1])

@@ -55,6 +55,7 @@ class Output:
         self.made_by = plain(made_by)
         self._lock = claimed(self.partial, self.made_by)
         try:
+            require_new(folder)  # another run may have made it since somebody looked
             begin(self.partial, self.made_by, source)
             self._require_room()
         except BaseException:
@@ -177,6 +178,7 @@ def anew(folder: Path, made_by: dict[str, Any]) -> Iterator[Path]:
     partial, made_by = folder.with_name(folder.name + PARTIAL), plain(made_by)
     lock = claimed(partial, made_by)
     try:
+        require_new(folder)
         for path in partial.iterdir():
             if path.name != _LOCK:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
