@@ -3,14 +3,20 @@ of strange ones."""
 
 import builtins
 import json
+import os
+import re
 import shutil
+import time
 import tracemalloc
 
 import pytest
+import torch
 from bitshard import fsdp
+from bitshard.calibration.samples import _of_dataset
 from bitshard.convert.quantize import quantize_folder
 from helpers import moe
-from test_convert import adapted, command, llama, settings, tensors
+from safetensors.torch import load_file, save_file
+from test_convert import adapted, command, llama, raw, settings, tensors
 
 
 @pytest.fixture(scope="module")
@@ -194,3 +200,178 @@ def test_a_tokenizer_with_code(dense, tmp_path, asked):
         status == 1 and "tokenizer_config.json: its auto_map names code of the model's own (code.Tokenizer)" in err[0]
     )
     assert not asked and not (dense / "ran").exists()
+
+
+def test_a_dataset_with_code(dense, tmp_path, monkeypatch):
+    """Versions of datasets that know such code get False; later ones run none."""
+    import datasets
+
+    given = []
+
+    def load_dataset(name, split, streaming, trust_remote_code=None):
+        given.append(trust_remote_code)
+        return iter([{"text": "words"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert list(_of_dataset("some/texts", "text")) == ["words"] and given == [False]
+
+
+# ---- what commands print of strange folders ----
+
+
+STARTS = {
+    "git lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 5\n", "a pointer of Git LFS"),
+    "html": (b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>\n" * 9, "an HTML page"),
+    "html, small": (b"\n <html lang='en'></html>", "an HTML page"),
+    "zip": (b"PK\x03\x04" + bytes(400), "an archive as torch.save writes it"),
+    "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(400), "a file of GGUF"),
+    "xml": (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "an XML page"),
+}
+
+
+@pytest.mark.parametrize("kind", STARTS)
+def test_files_that_are_something_else(sound, dense, tmp_path, kind):
+    """Named for what they are, wherever one is read."""
+    start, said = STARTS[kind]
+    adapter = shutil.copytree(sound / "adapter", tmp_path / "adapter")
+    (adapter / "adapter_model.safetensors").write_bytes(start)
+    status, _, err = command("merge", dense, adapter, tmp_path / "out")
+    assert status == 1 and f"adapter_model.safetensors: {said}" in err[0], err
+    first = sorted(dense.glob("*.safetensors"))[0]
+    first.write_bytes(start)
+    status, lines, _ = command("inspect", dense)
+    assert status == 1 and any(line.startswith(f"wrong: {first}: {said}") for line in lines), lines
+    for words in both(sound, dense, tmp_path / "out"):
+        status, _, err = command(*words)
+        assert status == 1 and len(err) == 1 and f"{first}: {said}" in err[0], err
+    (dense / "model.safetensors.index.json").unlink()
+    for path in dense.glob("*.safetensors"):
+        path.rename(dense / "model.safetensors") if path == first else path.unlink()
+    status, _, err = command("quantize", dense, tmp_path / "out")
+    assert status == 1 and len(err) == 1 and f"model.safetensors: {said}" in err[0], err
+    (dense / "config.json").write_bytes(start)
+    for words in (*both(sound, dense, tmp_path / "out"), ("plan", dense)):
+        status, _, err = command(*words)
+        assert status == 1 and len(err) == 1 and f"config.json: {said}" in err[0], err
+
+
+@pytest.mark.parametrize("name, said", [
+    ("pytorch_model.bin", ".save_pretrained("), ("pytorch_model-00001-of-00002.bin", ".save_pretrained("),
+    ("model-q4.gguf", "gguf_file="), ("tf_model.h5", "afetensors files there, but"),
+])  # fmt: skip
+def test_other_files_of_weights(dense, tmp_path, name, said):
+    """What to do with those that no command reads."""
+    for path in dense.glob("*.safetensors*"):
+        path.unlink()
+    (dense / name).write_bytes(b"weights")
+    for words in (("quantize", dense, tmp_path / "out"), ("inspect", dense)):
+        status, _, err = command(*words)
+        assert status == 1 and len(err) == 1 and name in err[0] and said in err[0], err
+
+
+def test_an_adapter_that_holds_code(sound, tmp_path):
+    """torch's advice to load it all the same is no advice."""
+    adapter = shutil.copytree(sound / "adapter", tmp_path / "adapter")
+    (adapter / "adapter_model.safetensors").unlink()
+    torch.save({"a": test_an_adapter_that_holds_code}, adapter / "adapter_model.bin")
+    status, _, err = command("merge", sound / "dense", adapter, tmp_path / "out")
+    assert status == 1 and len(err) == 1 and "weights_only" not in err[0], err
+    assert "adapter_model.bin: it holds more than tensors" in err[0] and "safetensors" in err[0]
+
+
+HUGE = [10**4000], [10**4000, 10**400], [10**30, 0], [2**64]
+
+
+@pytest.mark.parametrize("shape", HUGE, ids=["large", "larger", "empty", "64 bits"])
+def test_shapes_that_no_machine_has(tmp_path, shape):
+    """In a header, and in the description of a 4-bit weight."""
+    raw(tmp_path / "model.safetensors", {"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}, bytes(4))
+    status, lines, err = command("inspect", tmp_path)
+    assert status == 1 and not err and lines[-1].startswith("wrong: ") and len(lines[-1]) < 400, err
+    text = json.dumps({"shape": shape, "blocksize": 64, "quant_type": "nf4", "dtype": "float32"}).encode()
+    entries = {"a.weight": ("U8", [2], [0, 2]),
+               "a.weight.quant_state.bitsandbytes__nf4": ("U8", [len(text)], [2, 2 + len(text)])}  # fmt: skip
+    header = {name: dict(zip(("dtype", "shape", "data_offsets"), each, strict=True)) for name, each in entries.items()}
+    raw(tmp_path / "model.safetensors", header, b"ab" + text)
+    status, lines, err = command("inspect", tmp_path)
+    assert status == 1 and not err and all(len(line) < 600 for line in lines), (err, lines)
+
+
+def test_escape_sequences_stay_in_files(tmp_path):
+    """Names are printed without those that move a cursor, change a title or forge a line."""
+    names = ["\x1b[2J\x1b]0;title\x07.weight", "a\nwrong: forged", "b\r\x9b31m", "\u202egnp.exe"]
+    save_file({name: torch.full((2,), float("nan")) for name in names}, tmp_path / "model.safetensors")
+    status, lines, err = command("inspect", tmp_path, "--tensors")
+    assert status == 1 and not err and all(line.isprintable() for line in lines), lines
+    assert not [line for line in lines if line.startswith("wrong: forged")] and "\\x1b[2J" in "\n".join(lines)
+    assert len([line for line in lines if line.startswith("wrong: ")]) == len(names)
+    raw(tmp_path / "model.safetensors", {"\x1b[2J": {"dtype": "\x1b[31m", "shape": [], "data_offsets": []}})
+    for words in (("inspect", tmp_path), ("quantize", tmp_path, tmp_path / "out")):
+        status, lines, err = command(*words)
+        assert status == 1 and all(line.isprintable() for line in (*lines, *err)), (lines, err)
+
+
+def test_left_out_names_are_printed_plainly(dense, tmp_path):
+    path = sorted(dense.glob("*.safetensors"))[0]
+    save_file(load_file(path) | {"\x1b[2Jextra": torch.zeros(2)}, path, {"format": "pt"})
+    (dense / "model.safetensors.index.json").unlink()
+    for number, path in enumerate(sorted(dense.glob("*.safetensors"))):
+        path.rename(dense / f"part-{number}.safetensors")
+    status, lines, err = command("quantize", dense, tmp_path / "out")
+    assert status == 0 and all(line.isprintable() for line in lines) and "\\x1b[2Jextra" in lines[-1]
+
+
+def test_runs_into_one_folder(sound, tmp_path):
+    """The second one names the folder and the run, at once."""
+    from bitshard.convert import output
+
+    made_by = {"some": "run"}
+    lock = output.claimed(tmp_path / "out.partial", made_by)
+    try:
+        for words in both(sound, sound / "dense", tmp_path / "out"):
+            begin = time.monotonic()
+            status, _, err = command(*words)
+            assert status == 1 and err == [
+                f"bitshard: {tmp_path}/out: another run, process {os.getpid()}, is writing it: wait for that, or end it"
+            ]
+            assert time.monotonic() - begin < 20
+    finally:
+        os.close(lock)
+
+
+@pytest.mark.parametrize("given", ["dense", "mxfp4"])
+def test_a_folder_that_another_run_has_just_made(dense, tmp_path, monkeypatch, given):
+    """Between the first look and the lock: named, and nothing is written or left."""
+    from bitshard.convert import quantize
+
+    if given == "mxfp4":
+        moe.save_mxfp4(moe.model("gpt_oss", 3, intermediate_size=64), tmp_path / given)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").touch()
+    monkeypatch.setattr(quantize, "require_new", lambda folder: None)
+    with pytest.raises(FileExistsError) as error:
+        quantize_folder(tmp_path / given, tmp_path / "out", settings(given == "mxfp4"), consume=given == "dense")
+    assert error.value.filename == str(tmp_path / "out") and len(list(dense.glob("*.safetensors"))) == 3
+    assert not list(tmp_path.glob("out.*"))
+
+
+def test_sizes_of_small_folders(dense, tmp_path):
+    status, lines, _ = command("quantize", dense, tmp_path / "out")
+    said = float(re.search(r"out: (\d+\.\d) kB in 1 file", lines[0])[1])
+    size = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    assert status == 0 and said == pytest.approx(size / 1e3, rel=0.1)  # without headers
+
+
+@pytest.mark.parametrize("words", [
+    ["plan", "llama-3-8b", "--gpus", "0x24"], ["plan", "llama-3-8b", "--gpus", "two"], ["run"], ["run", "-m"],
+    ["plan", "llama-3-8b", "--gpus", "2x0"], ["plan", "llama-3-8b", "--seq", "0"],
+    ["plan", "llama-3-8b", "--offload", "x"],
+    ["plan", "llama-3-8b", "--optimizer", "strange"], ["plan", "llama-3-8b", "--load-in-8bit", "--nested"],
+    ["quantize", "a", "b", "--storage", "x"], ["quantize", "a", "b", "--blocksize", "128"],
+    ["quantize", "a", "b", "--max-shard-size", "five"], ["merge", "a", "b", "c", "--max-shard-size", "five"],
+    ["quantize", "a", "b", "--rank", "3"], ["quantize", "a", "b", "--bits", "8", "--nested"],
+    ["quantize", "a", "b", "--device", "nowhere"], ["merge", "a", "b", "c", "--device", "meta"],
+])  # fmt: skip
+def test_wrong_arguments_have_status_2(words):
+    status, lines, err = command(*words)
+    assert status == 2 and len(err) == 1 and not lines, err

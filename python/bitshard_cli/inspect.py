@@ -36,4 +36,4 @@ def run(args: argparse.Namespace) -> Result:
     if args.tensors or args.sums:
         lines += [f"  {weight.line()}" for weight in found.weights]
     lines += [f"wrong: {complaint}" for complaint in found.complaints]
-    return Result(found.data(), "\n".join(lines), 1 if found.complaints else 0)
+    return Result(found.data(), "\n".join(map(console.plain, lines)), 1 if found.complaints else 0)

@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> Result:
     """Merges, and says how many modules had an adapter."""
     torch = console.load("torch")
     merge_folder = console.load("transformers.modeling_utils", "peft", "bitshard.convert.merge").merge_folder
+    console.require_device_and_size(args)
     dtype = None if args.to in ("4bit", "nf4", "fp4") else getattr(torch, args.to)
     count = merge_folder(
         args.base, args.adapter, args.out, dtype, device=args.device, max_shard_size=args.max_shard_size, progress=bar,

@@ -18,7 +18,7 @@ from bitshard.calibration.solve import Format
 from bitshard.calibration.stored import Stored
 from bitshard.calibration.tuning import Tuned, TuneProgress, settings_of, tune
 from bitshard.convert.folder import device_of, format_of, skeleton_of, small_files
-from bitshard.convert.output import PARTIAL, checksum, remembered, require_new
+from bitshard.convert.output import PARTIAL, checksum, naming, remembered, require_new
 from bitshard.convert.quantize import Report, quantize_folder
 from bitshard.convert.source import Source
 from bitshard.convert.values import Progress, require_finite, require_numbers, to_check
@@ -110,7 +110,8 @@ def calibrate_folder(
         given = Given(skeleton, stored, len(reports), tuned)
         given.require_finite()
         if adapter is not None:  # before the weights have their name: a run that fails here can be repeated
-            low_rank.save_adapter(_partial(adapter), out, given.factors(), rank)
+            with naming(_partial(adapter)):
+                low_rank.save_adapter(_partial(adapter), out, given.factors(), rank)
         report = quantize_folder(
             folder, out, quantization_config, device=device, max_shard_size=max_shard_size, consume=consume,
             progress=progress, check_progress=check_progress, chosen=given.weight,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Iterator
@@ -121,8 +122,10 @@ def _of_dataset(name: str, column: str) -> Iterator[str]:
         raise FileNotFoundError(2, "No such file or folder", name)
     import datasets
 
+    known = inspect.signature(datasets.load_dataset).parameters  # datasets 4 and later run no code of a dataset
+    code = {"trust_remote_code": False} if "trust_remote_code" in known else {}
     try:
-        found = datasets.load_dataset(name, split="train", streaming=True)
+        found = datasets.load_dataset(name, split="train", streaming=True, **code)
         for row in found:
             if not isinstance(row.get(column), str):
                 raise ValueError(f"{name}: no text in a column {column!r} among {sorted(row)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bitshard.convert.headers import require_kind
 from bitshard.convert.source import Source
 from bitshard.sharding.checkpoints.expected import untied
 from bitshard.sharding.loading.skeleton import OwnCode, Skeleton, causal, config_of
@@ -22,6 +24,7 @@ _SHOWN = 240  # characters of what another library says
 
 def json_object(path: Path) -> dict[str, Any]:
     """The JSON object of a small file. OSError where it cannot be read; ValueError where it is none."""
+    require_kind(path)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -41,6 +44,18 @@ def blamed_on(what: Path | str) -> Iterator[None]:
     except Exception as error:
         words = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{what}: {words if len(words) <= _SHOWN else words[:_SHOWN] + ' ...'}") from error
+
+
+@contextmanager
+def tensors_alone(path: Path) -> Iterator[None]:
+    """While it lasts, torch's refusal of a pickle that holds more than tensors is a ValueError without torch's advice
+    to load it all the same."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            "it holds more than tensors, and reading it would run code: save the adapter as safetensors"
+        ) from error
 
 
 def device_of(name: str | torch.device) -> torch.device:

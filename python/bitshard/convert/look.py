@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bitshard.convert import values
-from bitshard.convert.headers import Stored, read_header, read_index
+from bitshard.convert.headers import Stored, other_weights, read_header, read_index
 from bitshard.sharding.checkpoints.reading import INDEX, SINGLE
 
 _JSON = ".quant_state.bitsandbytes__"
@@ -125,7 +125,7 @@ def look(
         raise FileNotFoundError(2, "No such file or folder", str(path))
     files, complaints = ([path], []) if path.is_file() else _files(path)
     if not files and not complaints:
-        raise FileNotFoundError(2, "No safetensors files there", str(path))
+        raise FileNotFoundError(2, f"No safetensors files there{other_weights(path)}", str(path))
     stored: dict[str, tuple[Path, Stored]] = {}
     for file in files:
         try:
@@ -246,6 +246,8 @@ def _packed(name: str, described: str, stored: dict) -> tuple[Weight | None, lis
         state = _json(file, entry)
         shape, blocksize = tuple(int(n) for n in state["shape"]), int(state["blocksize"])
         format, experts = str(state["quant_type"]), state.get("layout") == "experts"
+        if max(*shape, blocksize, math.prod(shape)) >= 2**63:
+            raise ValueError("its shape or blocksize is beyond what a file can hold: expected numbers below 2^63")
         if min((*shape, blocksize)) < 1 or format not in ("nf4", "fp4"):
             raise ValueError(f"shape {list(shape)}, blocksize {blocksize}, quant_type {format}")
         offset = state.get("nested_offset", 0.0)

@@ -26,6 +26,7 @@ from bitshard.convert.folder import (
     quantization_of,
     skeleton_of,
     small_files,
+    tensors_alone,
 )
 from bitshard.convert.headers import read_header
 from bitshard.convert.output import Output, require_new
@@ -304,7 +305,7 @@ def _read_adapter(folder: Path) -> tuple[Any, dict[str, Tensor]]:
     with blamed_on(path):
         config = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = True
-    with blamed_on(files[0]):
+    with blamed_on(files[0]), tensors_alone(files[0]):
         tensors = load_peft_weights(str(folder), device="cpu")
     require_numbers(tensors, folder)
     return config, tensors

@@ -29,7 +29,8 @@ from bitshard.state import dtype_name
 
 PARTIAL = ".partial"
 _JOURNAL = "bitshard-journal.json"
-_LOCK = "bitshard-lock"
+_LOCK = "bitshard-lock"  # with the number of the process
+_PATIENCE_S = 1
 
 
 class Output:
@@ -54,6 +55,7 @@ class Output:
         self.made_by = plain(made_by)
         self._lock = claimed(self.partial, self.made_by)
         try:
+            require_new(folder)  # another run may have made it since somebody looked
             begin(self.partial, self.made_by, source)
             self._require_room()
         except BaseException:
@@ -94,6 +96,11 @@ class Output:
 
         ValueError for values that are not finite: what is made of finite ones overflows.
         """
+        with naming(self.path(number), sum(self.entries[name].nbytes for name in self.names[number])):
+            self._write(number, tensors)
+        flush(self.partial)
+
+    def _write(self, number: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         partial = self.path(number).with_suffix(".writing")
         partial.unlink(missing_ok=True)
         file = TensorFile(partial, {name: self.entries[name] for name in self.names[number]})
@@ -112,7 +119,6 @@ class Output:
             raise
         finally:
             file.close()
-        flush(self.partial)
 
     def _require_finite(self, name: str, tensor: Tensor) -> None:
         if values.is_packed(name, self.entries):
@@ -150,6 +156,20 @@ class Output:
 
 
 @contextmanager
+def naming(path: Path, nbytes: int | None = None) -> Iterator[None]:
+    """While it lasts, an OSError without a path gets this one; of a full disk also the `nbytes` to be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        words = error.strerror
+        if nbytes is not None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            words += f": the file has {nbytes:,} bytes, and {shutil.disk_usage(path.parent).free:,} are free"
+        raise OSError(error.errno, words, str(path)) from None
+
+
+@contextmanager
 def anew(folder: Path, made_by: dict[str, Any]) -> Iterator[Path]:
     """An empty partial folder, for a run that cannot go on: it gets its name at the end, and goes where that fails.
 
@@ -158,11 +178,13 @@ def anew(folder: Path, made_by: dict[str, Any]) -> Iterator[Path]:
     partial, made_by = folder.with_name(folder.name + PARTIAL), plain(made_by)
     lock = claimed(partial, made_by)
     try:
+        require_new(folder)
         for path in partial.iterdir():
             if path.name != _LOCK:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         begin(partial, made_by)
-        yield partial
+        with naming(partial):
+            yield partial
         _name(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -199,16 +221,50 @@ def claimed(
     own = {_LOCK, _JOURNAL, Path(_JOURNAL).with_suffix(".writing").name}
     if found is None and os.path.lexists(work) and not (work.is_dir() and own.issuperset(os.listdir(work))):
         raise OSError(errno.EEXIST, "exists already, and no interrupted run has left it: remove it", str(work))
-    if found is not None and found["made_by"] != made_by:
-        raise ValueError(f"{work} is what {left}: delete it, or repeat that run")
+    _require_same_run(work, found, made_by, left)
     work.mkdir(parents=True, exist_ok=True)
-    return owned.hold(work / _LOCK)[0]
+    lock = _held(work)
+    try:
+        _require_same_run(work, _journal_of(work), made_by, left)  # which another one may have begun meanwhile
+        os.truncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _require_same_run(work: Path, journal: dict[str, Any] | None, made_by: dict[str, Any], left: str) -> None:
+    if journal is not None and journal["made_by"] != made_by:
+        raise ValueError(f"{work} is what {left}: delete it, or repeat that run")
+
+
+def _held(work: Path) -> int:
+    """The lock on a run's folder. OSError that names the folder and the run that has it."""
+    try:
+        return owned.hold(work / _LOCK, _PATIENCE_S)[0]
+    except FileNotFoundError:  # a run has just given the folder its name
+        raise OSError(errno.EBUSY, "another run was writing it, and has ended", str(_target(work))) from None
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+    try:
+        who = f", process {int((work / _LOCK).read_text())},"
+    except (OSError, ValueError):
+        who = ""
+    words = f"another run{who} is writing it: wait for that, or end it"
+    raise OSError(errno.EBUSY, words, str(_target(work)))
+
+
+def _target(work: Path) -> Path:
+    """The folder that a run in `work` makes."""
+    return work.with_suffix("") if work.suffix == PARTIAL else work
 
 
 def begin(work: Path, made_by: dict[str, Any], source: dict[str, Any] | None = None) -> None:
     """The journal of a run in a folder that it has claimed; that of an interrupted one stays."""
     if _journal_of(work) is None:
-        write_json(work / _JOURNAL, {"made_by": made_by, "source": source or {}})
+        write_json(work / _JOURNAL, {"made_by": made_by, "source": source or {}}, indent=None)  # of every tensor
 
 
 def _name(partial: Path, folder: Path) -> None:
@@ -265,9 +321,9 @@ def flush(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:
     """A small file, whole or not at all."""
-    write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
+    write_whole(path, (json.dumps(content, indent=indent) + "\n").encode())
 
 
 def write_whole(path: Path, data: bytes) -> None:
