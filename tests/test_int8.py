@@ -373,6 +373,47 @@ def test_moves_keep_everything():
         assert torch.equal(made.weight.CB, codes) and torch.equal(made.weight.SCB, scales) and same_bytes(made(x), y)
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda data: data.clamp_(-1, 1),
+        lambda data: data.mul_(2),
+        lambda data: data.fill_(1),
+        lambda data: data.abs_(),
+        lambda data: torch._foreach_mul_([data], 2),
+        lambda data: torch._foreach_neg_([data]),
+        lambda data: nn.init.ones_(data),
+        lambda data: data.__iadd__(1),
+    ],
+)
+def test_codes_are_not_computed_with_in_place(write):
+    """Neither the weight's nor its data's, with whole numbers too: their values would be others without an error."""
+    made = layer()
+    before = made.weight.CB.clone()
+    for codes in (made.weight, made.weight.data):
+        with pytest.raises(ValueError, match="an int8 weight of .* not numbers"):
+            write(codes)
+    assert torch.equal(made.weight.CB, before)
+    write(made.weight.data.clone())  # a copy is a plain tensor
+    floats = layer(quantized=False)
+    with torch.no_grad():
+        write(floats.weight.data)
+
+
+def test_codes_may_be_read_and_copied():
+    """What dequantizes by hand, and what writes codes of another weight."""
+    made, other = layer(), layer()
+    scales = made.weight.SCB[:, None] / 127
+    assert torch.allclose((made.weight.data * scales).double(), values(made))
+    assert torch.allclose(torch.zeros(N, K).add_(made.weight.data).mul_(scales).double(), values(made))
+    other.weight.data.copy_(made.weight.data)
+    torch._foreach_copy_([other.weight.data], [made.weight.data])
+    other.weight.data[0] = made.weight.data[0]
+    assert torch.equal(other.weight.CB, made.weight.CB)
+    other.weight.data.zero_()
+    assert not other.weight.dequantize().any()
+
+
 COPIES = {
     "itself": lambda made: made,
     "called": lambda made: made(inputs() if isinstance(made, nn.Linear) else torch.tensor([1])) is None or made,

@@ -112,6 +112,12 @@ def model_of(layer: nn.Module) -> nn.Module:
     return model
 
 
+def path_of(layer: nn.Module) -> str:
+    """The path of `layer` in the outermost module whose forward is calling it; its class where that is itself."""
+    found = (path for path, module in model_of(layer).named_modules() if module is layer)
+    return next(found, "") or type(layer).__name__
+
+
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, int]]:
     """(module, name in it, elements) of every parameter once, those in FSDP1's flat parameters included."""
     seen = set()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bitshard import int8
 from bitshard.checks import check_dense, into
+from bitshard.guards import SKIP
 from bitshard.outliers import GlobalOutlierPooler
 from bitshard.state import VALUE_DTYPES, dtype_name
 
@@ -231,7 +232,8 @@ def matmul_int8(x: Tensor, packed: Tensor, scales: Any, bias: Tensor | None = No
 def _check_x(x: Tensor, shape: torch.Size) -> None:
     check_dense(x, "matmul: x")
     if x.dtype not in VALUE_DTYPES.values():
-        raise TypeError(f"matmul: x is {dtype_name(x.dtype)}, expected float32, float16 or bfloat16")
+        text = f"matmul: x is {dtype_name(x.dtype)}, expected float32, float16 or bfloat16"
+        raise TypeError(f"{text}. {SKIP}" if x.dtype is torch.int8 else text)
     if x.dim() == 0 or x.shape[-1] != shape[1]:
         raise ValueError(f"matmul: x of shape {list(x.shape)} does not fit a weight of shape {list(shape)}")
 

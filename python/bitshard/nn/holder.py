@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bitshard import foreign, gather, kept_part, ops
 from bitshard.container import repack
 from bitshard.guards import module_move
-from bitshard.inventory import held_by
+from bitshard.inventory import held_by, model_of, path_of
 from bitshard.kinds import EXPERTS, FOUR_BIT, Kind
 from bitshard.nn import merged
 from bitshard.place import Place
@@ -239,6 +239,8 @@ class PackedWeight:
             if own.part is not None:
                 raise kept_part.unreadable(owner, own)
             return
+        if self.state is None and type(weight) is nn.Parameter and weight.is_floating_point():
+            raise self._plain_error(weight)
         if self.state is None or (isinstance(weight, Params4bit) and not weight.bnb_quantized):
             raise RuntimeError(
                 f"{owner}: the weight {list(weight.shape)} of {dtype_name(weight.dtype)} is not quantized yet: move "
@@ -252,6 +254,24 @@ class PackedWeight:
             )
         if isinstance(weight, Params4bit):
             weight.quant_state = self.state
+
+    def _plain_error(self, weight: nn.Parameter) -> RuntimeError:
+        """The error for a float parameter that nobody quantizes, mostly that of another module, to which it is tied."""
+        path = path_of(self.owner)
+        others = [
+            f"{other}.{name}"
+            for other, module in model_of(self.owner).named_modules()
+            for name, parameter in module._parameters.items()
+            if parameter is weight and module is not self.owner
+        ]
+        what = f"{path} is not quantized: its weight {list(weight.shape)} of {dtype_name(weight.dtype)} is"
+        if not others:
+            return RuntimeError(f"{what} a plain parameter, which no move quantizes: assign a Params4bit")
+        return RuntimeError(
+            f"{what} tied to {' and '.join(others)}, which is not quantized. Name {path.rpartition('.')[2]!r} in "
+            "llm_int8_skip_modules when the model is loaded (the argument replaces transformers' own list, which has "
+            "the head), or quantize both: bnb_4bit_embedding_bits of bitshard.transformers.FourBitConfig"
+        )
 
     def watch(self) -> None:
         """In the first forward with gradients: see to it that a backward warns of adapters that nobody averages."""
