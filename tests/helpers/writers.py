@@ -176,10 +176,18 @@ class Subject:
         self._have("4bit", model)
         self.is_packed = any(holder_of(m, n) is not None for m in model.modules() for n in m._parameters)
         if self.change is None:
-            try:
-                model.save_pretrained(self.packed)
-            except Exception as error:
-                self.note += f" transformers saves no 4 bits: {tiny.words(error)}"
+            self._save_packed(model)
+
+    def _save_packed(self, model):
+        """Its folder, where transformers can load that again: not where it fuses packed bytes of several layers."""
+        try:
+            model.save_pretrained(self.packed)
+            again, wrong = self.load(self.packed, **({"device_map": {"": "cpu"}} if self.is_packed else {}))
+            if wrong != self.own_complaints or self.given["4bit"] and _gap(self.outputs(again), self.given["4bit"]):
+                raise ValueError(wrong or "another model")
+        except Exception as error:
+            self.note += f" transformers' own 4-bit files do not load: {tiny.words(error)}"
+            shutil.rmtree(self.packed, ignore_errors=True)
 
     def load(self, folder, **options):
         """(model, complaints of loading)."""
@@ -275,11 +283,19 @@ def wrapped(subject, way, wrap):
     except Exception as error:
         raise LeftOut(f"peft makes none: {tiny.words(error)}") from error
     model.eval()
+    if any(map(_loses_bias, model.modules())):
+        raise LeftOut("peft computes the head, tied to an embedding with trained tokens, without its bias")
     try:
         given = subject.outputs(model)
     except LookupError as error:
         raise LeftOut(f"no forward with it: {error}") from error
     return model, given
+
+
+def _loses_bias(module):
+    """Whether peft's forward leaves out the bias of a layer, which its own merging keeps."""
+    base = getattr(module, "base_layer", None)
+    return hasattr(module, "trainable_tokens_delta") and getattr(base, "bias", None) is not None
 
 
 def tried(subject, way, wrap, folder, wrapper_changes_base=False):
