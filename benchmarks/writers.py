@@ -1,7 +1,7 @@
 """Every architecture of the installed transformers and every wrapper of peft through every writer of checkpoints.
 
     python benchmarks/writers.py --record FILE.json [--only TYPE] [--way WAY] [--wrapper NAME|all] [--tied yes|no]
-                                 [--jobs N] [--out FILE.md]
+                                 [--jobs N] [--pages FILE.md ...]
 
 A tiny model of each class is made from its config class and written in every way: `bitshard.fsdp.save_pretrained`,
 `dense_weights` (collected into a folder), `bitshard quantize`, `bitshard merge`. It is loaded again by its class, which
@@ -11,6 +11,9 @@ Results are kept in FILE.json with a digest of the writers' sources: a run goes 
 again what was tried with other sources.
 
 The wrappers of SWEEP are tried on every class; `--wrapper all` tries all of them (on the classes of `--only`).
+
+`--pages` puts the tables of the record into pages that have a place for them: docs/models.md, and the record in
+benchmarks/results/.
 """
 
 import argparse
@@ -22,24 +25,27 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-import peft
 import torch
 import transformers
 from helpers import tiny, writers
 from helpers.wrappers import CHANGES_BASE, WRAPPERS
+from transformers.conversion_mapping import _build_checkpoint_conversion_mapping
 from transformers.models.auto import modeling_auto
+from writers_table import Record, exceptions, heads, not_made, replaced, wrappers
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS, BYTES = 90, 8 << 30  # of one class
+SECONDS, SECONDS_A_TRY, BYTES = 60, 4, 8 << 30  # limits of one class
 # Mappings of transformers from a model type to a class.
 HEADS = {
     "CAUSAL_LM": "text",
@@ -56,25 +62,26 @@ HEADS = {
 }
 # What is tried on every class: the wrapper, and the ways that it says something new about.
 SWEEP = {
-    "": writers.PLAIN,
-    "lora": ("save merge", "save merge dtype", "merge (dense)", "merge 4bit"),
+    "": ("save", "dense_weights", "quantize"),
+    "lora": ("save merge dtype", "merge (dense)"),
     "lora embedding": ("dense_weights",),
-    "lora head": ("save merge dtype",),
     "modules_to_save embedding": ("save merge dtype",),
-    "trainable_token_indices": ("save merge dtype",),
 }
+RESULTS = ("ok", "raises", "WRONG", "NAMES", "left out")
 NO_TOKENS = ("image", "sound")  # heads without an embedding of tokens
 SOURCES = ("sharding/checkpoints", "convert", "sharding/loading")
 
 
 def classes():
-    """[(model type, class, head)], each class once."""
+    """[(model type, class, head)], each class once, first those that transformers renames tensors of."""
     found = {}
     for mapping, head in HEADS.items():
         for kind, names in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES", {}).items():
             for name in [names] if isinstance(names, str) else names:
                 found.setdefault(name, (head, []))[1].append(kind)
-    return [(_own(kinds, name), name, head) for name, (head, kinds) in found.items()]
+    jobs = [(_own(kinds, name), name, head) for name, (head, kinds) in found.items()]
+    renamed = _build_checkpoint_conversion_mapping()
+    return sorted(jobs, key=lambda job: job[0] not in renamed and job[1] not in renamed)
 
 
 def _own(kinds, name):
@@ -84,10 +91,9 @@ def _own(kinds, name):
 
 
 def digest():
-    """Of the writers' sources and of what tries them."""
+    """Of the writers' sources."""
     hashed = hashlib.sha256()
     files = [path for folder in SOURCES for path in sorted((ROOT / "python/bitshard" / folder).rglob("*.py"))]
-    files += [ROOT / "tests/helpers" / f"{name}.py" for name in ("tiny", "wrappers", "writers")]
     for path in files:
         hashed.update(path.read_bytes())
     return hashed.hexdigest()[:12]
@@ -169,11 +175,12 @@ class Running:
 
     def poll(self):
         """Whether it has ended; after its time it is ended."""
-        late = time.time() - self.begun > SECONDS
+        limit = SECONDS + SECONDS_A_TRY * len(self.tries)
+        late = time.time() - self.begun > limit
         if late:
             os.kill(self.pid, signal.SIGKILL)
         pid, status = os.waitpid(self.pid, 0 if late else os.WNOHANG)
-        self.why = f"{SECONDS} s were over" if late else f"ended by signal {os.WTERMSIG(status)}" if status else ""
+        self.why = f"{limit} s were over" if late else f"ended by signal {os.WTERMSIG(status)}" if status else ""
         return pid != 0
 
     def rows(self):
@@ -196,8 +203,10 @@ class Running:
 
 def sweep(args, record):
     """Try all classes that are not in the record yet; the record is written after each."""
-    now = digest()
-    jobs = []
+    now, jobs = digest(), []
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
     for kind, name, head in classes():
         if args.only and args.only not in (kind, name):
             continue
@@ -220,10 +229,10 @@ def sweep(args, record):
             done += 1
             rows = one.rows()
             for row in rows:
-                record[row.pop("key")] = {**row, "digest": now}
+                record[row.pop("key")] = {**row, "digest": now, "tree": commit}
             Path(args.record).write_text(json.dumps(record, indent=0, sort_keys=True))
             left = (time.time() - begun) / done * (len(jobs) + len(running)) / 60
-            counts = {kind: sum(row["kind"] == kind for row in rows) for kind in ("ok", "raises", "WRONG", "NAMES")}
+            counts = {kind: sum(row["kind"] == kind for row in rows) for kind in RESULTS[:-1]}
             why = next((row["words"] for row in rows if row["kind"] == "left out" and len(rows) == 1), "")
             text = why or " ".join(f"{count} {kind}" for kind, count in counts.items() if count)
             print(
@@ -240,7 +249,7 @@ def main():
     parser.add_argument("--wrapper", choices=["all", *WRAPPERS])
     parser.add_argument("--tied", choices=["yes", "no"], help="(default: as the config has it)")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--out", help="Markdown file of the table")
+    parser.add_argument("--pages", nargs="*", default=[], help="pages whose tables are made anew")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -248,13 +257,28 @@ def main():
     record = {}
     with contextlib.suppress(FileNotFoundError):
         record = json.loads(Path(args.record).read_text())
-    tiny.outputs(tiny.make(transformers.LlamaForCausalLM))  # imports what every fork needs
+    with tempfile.TemporaryFile("w+") as file:  # imports and reads what every fork needs
+        try_class("LlamaForCausalLM", None, wanted("text", args), file)
     sweep(args, record)
-    print({kind: sum(row["kind"] == kind for row in record.values()) for kind in ("ok", "raises", "WRONG", "NAMES")})
-    if args.out:
-        from writers_table import table
+    print({kind: sum(row["kind"] == kind for row in record.values()) for kind in RESULTS})
+    for page in map(Path, args.pages):
+        page.write_text(replaced(page.read_text(encoding="utf-8"), tables(record)), encoding="utf-8")
 
-        Path(args.out).write_text(table(record, digest(), peft.__version__), encoding="utf-8")
+
+def tables(record):
+    """{name of a place in a page: table}."""
+    rows, tried = Record(record), {(name, way) for name, ways in SWEEP.items() for way in ways}
+    trees = Counter(row["tree"] for row in record.values())
+    return {
+        "heads": heads(rows, tried),
+        "exceptions": exceptions(rows, tried),
+        "not made": not_made(rows),
+        "tensors only": ", ".join(rows.tensors_only()),
+        "wrappers": wrappers(rows, WRAPPERS, "not tied"),
+        "wrappers, tied": wrappers(rows, WRAPPERS, "tied"),
+        "trees": ", ".join(f"{count:,} of {tree}" for tree, count in trees.most_common()),
+        "counts": ", ".join(f"{sum(row['kind'] == kind for row in record.values()):,} {kind}" for kind in RESULTS),
+    }
 
 
 if __name__ == "__main__":

@@ -1,129 +1,161 @@
-"""The record of benchmarks/writers.py as tables: families by result, and wrappers by way."""
+"""The record of benchmarks/writers.py as tables: families by result, wrappers by way, and the page docs/models.md."""
 
 import re
 from collections import defaultdict
 
 KINDS = {"ok": "right", "raises": "raises", "WRONG": "WRONG", "NAMES": "other names"}
+BAD = ("raises", "WRONG", "NAMES")
 WRAPPED = "LlamaForCausalLM"  # that all wrappers are tried on
-GROUPS = (
-    ("as it is", ("save", "save (dense)", "quantize")),
-    ("dense", ("save dtype", "dense_weights", "dense_weights (dense)")),
-    ("merged, dense", ("save merge dtype", "save merge (dense)")),
-    ("merged, 4-bit", ("save merge",)),
-    ("bitshard merge", ("merge (dense)", "merge", "merge 4bit")),
-)
-
-
-def rows(record):
-    """(class, tied, wrapper, way, row) of each that says something."""
-    for key, row in sorted(record.items()):
-        name, tied, wrapper, way = key.split(" | ")
-        yield name, tied, wrapper, way, row
+GROUPS = {
+    "save_pretrained": ("save", "save (dense)", "save dtype"),
+    "merge=True, dense": ("save merge dtype", "save merge (dense)", "dense_weights", "dense_weights (dense)"),
+    "merge=True, 4-bit": ("save merge",),
+    "bitshard merge": ("merge (dense)", "merge", "merge 4bit"),
+}
+CUT = 110  # characters of an error in a cell
 
 
 def plain(words):
     """The words of a result without names, numbers and paths, so that equal ones are equal."""
-    words = re.sub(r"\[[^\]]*\]|\{[^}]*\}|'[^']*'", "…", words)
-    words = re.sub(r"\b[\w.]*\.(weight|bias|[a-z_]+_proj)\b", "…", words)
+    words = re.sub(r"^(ValueError|NotImplementedError): ", "", words)
+    words = re.sub(r"\S*adapter_config\.json: ", "", words)
+    words = re.sub(r"\[[^\]]*\]|\{[^}]*\}", "…", words)
+    words = re.sub(r"(\w+\.)+(weight|bias|\w+_proj|blocks)\b", "…", words)
     words = re.sub(r"\d+(\.\d+)?(e[+-]\d+)?", "N", words)
-    return re.sub(r"\s+", " ", words)[:110].replace("|", "/")
+    return re.sub(r"\s+", " ", words).replace("|", "/").replace("*", "")
 
 
-def joined(names):
-    """Names in one cell, cut off where there are many."""
-    names = sorted(names)
-    return ", ".join(names)
+def shortened(words):
+    """Cut off at a word."""
+    return words if len(words) <= CUT else words[:CUT].rpartition(" ")[0] + " …"
 
 
-# ---- families ----
+class Record:
+    """All rows, by class.
+
+    Attributes:
+        classes: class -> its own row, of those with the tie that their config has.
+        tries: class -> {(wrapper, way): row}.
+        tied: the same of WRAPPED by "tied" and "not tied".
+    """
+
+    def __init__(self, rows):
+        self.classes, self.tries = {}, defaultdict(dict)
+        self.tied = defaultdict(lambda: defaultdict(dict))
+        for key, row in sorted(rows.items()):
+            name, tied, wrapper, way = key.split(" | ")
+            if tied and way and name == WRAPPED:
+                self.tied[tied][wrapper][way] = row
+            elif not tied and way:
+                self.tries[name][wrapper, way] = row
+            elif not tied:
+                self.classes[name] = row
+
+    def made(self):
+        """Classes that a tiny model was made of."""
+        return [name for name, row in self.classes.items() if row["kind"] != "left out"]
+
+    def bad(self, name, sweep):
+        """{(kind, words): [what was tried]} of what is not right."""
+        found = defaultdict(list)
+        for (wrapper, way), row in self.tries[name].items():
+            if row["kind"] in BAD and (wrapper, way) in sweep:
+                words = plain(row["words"]) if row["kind"] == "raises" else ""
+                found[row["kind"], words].append(f"{way}, {wrapper}" if wrapper else way)
+        return found
+
+    def tensors_only(self):
+        """Classes without a forward here: their tensors were compared."""
+        return [name for name in self.made() if "tensors compared only" in self.classes[name]["words"]]
 
 
-def made(record):
-    """{class: row of the class itself}, and {class: {(wrapper, way): row}} of those that were tried."""
-    bases, tries = {}, defaultdict(dict)
-    for name, tied, wrapper, way, row in rows(record):
-        if tied:
-            continue
-        if way:
-            tries[name][wrapper, way] = row
+def heads(record, sweep):
+    """A row for each kind of head."""
+    counts = defaultdict(lambda: [0, 0, 0, 0, 0])
+    for name, row in record.classes.items():
+        kinds = {kind for kind, _ in record.bad(name, sweep)}
+        one = counts[row["head"]]
+        one[0] += 1
+        if row["kind"] == "left out":
+            one[4] += 1
         else:
-            bases[name] = row
-    return bases, tries
+            one[1] += not kinds
+            one[2] += kinds == {"raises"}
+            one[3] += bool(kinds & {"WRONG", "NAMES"})
+    lines = ["| models for | classes | all right | raises | not right | not tried |", "|---|---|---|---|---|---|"]
+    lines += [f"| {head} | {' | '.join(map(str, one))} |" for head, one in sorted(counts.items())]
+    total = [sum(one[i] for one in counts.values()) for i in range(5)]
+    return "\n".join([*lines, f"| together | {' | '.join(map(str, total))} |"])
 
 
-def families(record, sweep):
-    """[(what holds, how many tries, classes)]: classes with the same results, the good ones first."""
-    bases, tries = made(record)
-    found = defaultdict(list)
-    for name, row in bases.items():
-        if row["kind"] == "left out":
-            continue
-        own = {one: tries[name][one] for one in sweep if one in tries[name]}
-        wrong = {
-            (row["kind"], wrapper, way, plain(row["words"]))
-            for (wrapper, way), row in own.items()
-            if row["kind"] in ("raises", "WRONG", "NAMES")
-        }
-        found[frozenset(wrong)].append(name)
-    return sorted(found.items(), key=lambda item: (len(item[0]), -len(item[1])))
-
-
-def family_table(record, sweep):
-    """Families with the same results in one row each."""
-    lines = ["| classes | what is not right | |", "|---|---|---|"]
-    for wrong, names in families(record, sweep):
-        said = defaultdict(list)
-        for kind, wrapper, way, words in sorted(wrong):
-            said[kind, words].append(f"{way} of {wrapper}" if wrapper else way)
-        text = "; ".join(f"{KINDS[kind]}: {', '.join(ways)} ({words})" for (kind, words), ways in said.items())
-        lines.append(f"| {len(names)} | {text or 'all right'} | {joined(names)} |")
+def exceptions(record, sweep, cell=190):
+    """Classes of which something is not right, those with the same words in one row."""
+    groups = defaultdict(list)
+    for name in record.made():
+        for (kind, words), what in record.bad(name, sweep).items():
+            groups[KINDS[kind], "; ".join(what), shortened(words)].append(name)
+    if not groups:
+        return ""
+    lines = ["| what | | why | classes |", "|---|---|---|---|"]
+    for (kind, what, words), names in sorted(groups.items(), key=lambda item: -len(item[1])):
+        lines += [f"| {what} | {kind} | {words} | {part} |" for part in cells(names, cell)]
     return "\n".join(lines)
 
 
-def left_out(record):
+def cells(names, cell):
+    """Names in as many cells as it takes."""
+    line = ""
+    for name in names:
+        if line and len(line) + len(name) > cell:
+            yield line
+            line = ""
+        line += (", " if line else "") + name
+    yield line
+
+
+def not_made(record, cell=190):
     """Classes that were not tried, by reason."""
-    bases, _ = made(record)
-    found = defaultdict(list)
-    for name, row in bases.items():
+    groups = defaultdict(list)
+    for name, row in record.classes.items():
         if row["kind"] == "left out":
-            found[plain(row["words"])].append(name)
-    lines = ["| classes | reason |", "|---|---|"]
-    lines += [f"| {joined(names)} | {why} |" for why, names in sorted(found.items(), key=lambda item: -len(item[1]))]
+            groups[shortened(plain(row["words"].removeprefix("RuntimeError: ")))].append(name)
+    lines = ["| reason | classes |", "|---|---|"]
+    for why, names in sorted(groups.items(), key=lambda item: -len(item[1])):
+        lines += [f"| {why} | {part} |" for part in cells(names, cell)]
     return "\n".join(lines)
 
 
-def tensors_only(record):
-    """Classes without a forward: their tensors were compared."""
-    bases, _ = made(record)
-    return sorted(name for name, row in bases.items() if "tensors compared only" in row.get("words", ""))
-
-
-# ---- wrappers ----
-
-
-def cell(found):
-    """What a group of ways gave: one word where all agree."""
+def _cell(found):
     kinds = {row["kind"] for row in found}
-    if not kinds - {"left out"}:
-        return "—"
-    return " / ".join(KINDS[kind] for kind in KINDS if kind in kinds)
+    return " or ".join(KINDS[kind] for kind in KINDS if kind in kinds) or "—"
 
 
-def wrapper_table(record, wrappers, tied):
-    """A row for each wrapper, of the Llama that is tied or not."""
-    tries = defaultdict(dict)
-    for name, tied_, wrapper, way, row in rows(record):
-        if name == WRAPPED and tied_ == tied and way:
-            tries[wrapper][way] = row
-    lines = [f"| wrapper | {' | '.join(name for name, _ in GROUPS)} | words |", "|---|" + "---|" * (len(GROUPS) + 1)]
-    for wrapper in wrappers:
-        own = tries.get(wrapper, {})
+def wrappers(record, names, tied):
+    """A row for each wrapper around a Llama."""
+    lines = [
+        f"| wrapper | {' | '.join(GROUPS)} | why it raises, or is not there |",
+        "|---|" + "---|" * (len(GROUPS) + 1),
+    ]
+    for name in names:
+        own = record.tied[tied].get(name)
         if not own:
             continue
-        cells = [cell([own[way] for way in ways if way in own]) for _, ways in GROUPS]
-        said = {plain(row["words"]) for row in own.values() if row["kind"] in ("raises", "WRONG", "NAMES")}
-        if all(row["kind"] == "left out" for row in own.values()):
-            said = {plain(row["words"]) for row in own.values()}
-        text = "; ".join(sorted(word[:90] for word in said))[:180]
-        lines.append(f"| {wrapper or 'no adapter'} | {' | '.join(cells)} | {text} |")
+        results = [_cell([own[way] for way in ways if way in own]) for ways in GROUPS.values()]
+        no_lora = "expected 'LORA'"
+        said = [row["words"] for row in own.values() if row["kind"] in BAD and no_lora not in row["words"]]
+        said = said or [row["words"] for row in own.values() if row["kind"] == "left out"]
+        said = list(dict.fromkeys(shortened(plain(words)) for words in said))
+        lines.append(f"| {name or 'none'} | {' | '.join(results)} | {'; '.join(said[:2])[:190]} |")
     return "\n".join(lines)
+
+
+# ---- pages ----
+
+
+def replaced(page, parts):
+    """A page with new text between `<!-- name -->` and `<!-- end of name -->`."""
+    for name, text in parts.items():
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        before, _, rest = page.partition(begin)
+        page = f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
+    return page

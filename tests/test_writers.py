@@ -87,6 +87,7 @@ WORKS = {
 }
 # what cannot be written exactly, or is no part of a weight, may be refused
 MAY_RAISE = {
+    ("gpt2", "lora_bias"): ("save merge", "save merge dtype"),
     ("llama", "lora_bias"): ("save", "save merge", "save merge dtype", "save merge (dense)", "dense_weights", "merge"),
     ("llama", "layer_replication"): ("merge (dense)",),
     **{("llama", name): ("save", "save merge", "dense_weights") for name in sorted(TUNERS) if name not in DENSE_ONLY},

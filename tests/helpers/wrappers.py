@@ -212,7 +212,7 @@ DENSE_ONLY = {
 DENSE_ONLY = DENSE_ONLY & set(TUNERS)
 WRAPPERS = {**LORA, **TUNERS}
 OF_TASKS = {"POLY", "MULTITASK_PROMPT_TUNING"}  # whose forward asks for the number of a task
-CHANGES_BASE = {"layer_replication"}
+CHANGES_BASE = {"layer_replication", "lora bias=all"}
 
 
 def adapted_paths(model):

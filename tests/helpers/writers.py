@@ -176,10 +176,18 @@ class Subject:
         self._have("4bit", model)
         self.is_packed = any(holder_of(m, n) is not None for m in model.modules() for n in m._parameters)
         if self.change is None:
-            try:
-                model.save_pretrained(self.packed)
-            except Exception as error:
-                self.note += f" transformers saves no 4 bits: {tiny.words(error)}"
+            self._save_packed(model)
+
+    def _save_packed(self, model):
+        """Its folder, where transformers can load that again: not where it fuses packed bytes of several layers."""
+        try:
+            model.save_pretrained(self.packed)
+            again, wrong = self.load(self.packed, **({"device_map": {"": "cpu"}} if self.is_packed else {}))
+            if wrong != self.own_complaints or self.given["4bit"] and _gap(self.outputs(again), self.given["4bit"]):
+                raise ValueError(wrong or "another model")
+        except Exception as error:
+            self.note += f" transformers' own 4-bit files do not load: {tiny.words(error)}"
+            shutil.rmtree(self.packed, ignore_errors=True)
 
     def load(self, folder, **options):
         """(model, complaints of loading)."""
@@ -275,11 +283,19 @@ def wrapped(subject, way, wrap):
     except Exception as error:
         raise LeftOut(f"peft makes none: {tiny.words(error)}") from error
     model.eval()
+    if any(map(_loses_bias, model.modules())):
+        raise LeftOut("peft computes the head, tied to an embedding with trained tokens, without its bias")
     try:
         given = subject.outputs(model)
     except LookupError as error:
         raise LeftOut(f"no forward with it: {error}") from error
     return model, given
+
+
+def _loses_bias(module):
+    """Whether peft's forward leaves out the bias of a layer, which its own merging keeps."""
+    base = getattr(module, "base_layer", None)
+    return hasattr(module, "trainable_tokens_delta") and getattr(base, "bias", None) is not None
 
 
 def tried(subject, way, wrap, folder, wrapper_changes_base=False):
@@ -289,7 +305,7 @@ def tried(subject, way, wrap, folder, wrapper_changes_base=False):
         subject, way: a `Subject`, a name of WAYS.
         wrap: function of a model that gives it under adapters; None: no adapters.
         folder: for files, empty.
-        wrapper_changes_base: the base under the adapters is another model than before (layer_replication).
+        wrapper_changes_base: the base under the adapters is another model than before (layer_replication, bias="all").
     """
     spec = WAYS[way]
     try:
@@ -305,6 +321,7 @@ def tried(subject, way, wrap, folder, wrapper_changes_base=False):
             with model.disable_adapter():
                 before = subject.outputs(model)
         expected = adapted if spec.adapters else before
+        spec = spec._replace(adapters=spec.adapters or wrapper_changes_base)
         adapter = Path(folder) / "adapter"
         if way.startswith(("merge", "quantize")) and subject.change is not None:
             raise LeftOut("the model is not that of its folder")
@@ -327,6 +344,8 @@ def _with_folder(subject, spec, model, adapter, expected):
         given = subject.outputs(again)
     except Exception as error:
         raise LeftOut(f"peft cannot load its own adapter: {tiny.words(error)}") from error
+    if given is not None and _gap(given, expected) > TOLERANCE:
+        raise LeftOut(f"peft loads another adapter than it has saved: off by {_gap(given, expected):.1e}")
     return again, given
 
 
@@ -371,7 +390,7 @@ def _compared(subject, way, spec, wrap, model, found, expected, folder):
             gap = _gap(subject.outputs(found), expected)
         except LookupError as error:
             return Result("WRONG", f"no forward of what was loaded: {error}")
-        if not gap <= limit and spec.match == _AGAIN:
+        if not gap <= limit and spec.match == _AGAIN and len(getattr(model, "active_adapters", ())) > 1:
             beside = "; beside peft's own merging, which quantizes after each adapter"
             gap = _beside_peft(subject, model, found, expected)
         if not gap <= limit:
@@ -430,12 +449,10 @@ def _quantized_again(subject, way, wrap, model, adapted, folder):
 
 
 def _beside_peft(subject, model, found, expected):
-    """How far it is from what peft's own merging in 4 bits gives, where that is near the merged values."""
+    """How far it is from what peft's own merging in 4 bits gives, which quantizes after each of several adapters."""
     with contextlib.suppress(Exception):
-        merged = subject.outputs(copy.deepcopy(model).merge_and_unload())
-        if _gap(merged, expected) < 0.5:
-            return _gap(subject.outputs(found), merged)
-    return _gap(subject.outputs(found), expected)
+        return _gap(subject.outputs(found), subject.outputs(copy.deepcopy(model).merge_and_unload()))
+    return float("inf")
 
 
 def _by_bitshard(subject, wrap, model, folder):
