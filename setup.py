@@ -3,7 +3,8 @@
 Needs gcc (or clang) and nothing of torch. nvcc is used where found (PATH, CUDA_HOME, /usr/local/cuda); without it the
 build goes on CPU-only and says so. Environment:
   BITSHARD_CUDA=0            leave CUDA out even where nvcc is found
-  BITSHARD_CUDA_ARCHS=all    every architecture, or a list such as 80,90a,compute_90 (compute_* embeds PTX)
+  BITSHARD_CUDA_ARCHS=all    every architecture, or a list such as 80,90a,compute_90 (compute_* embeds PTX), or native:
+                             that of this machine's GPUs, as nvidia-smi names them, in a fraction of the time
   BITSHARD_WERROR=1          compiler warnings are errors
   BITSHARD_SANITIZE=1        AddressSanitizer and UndefinedBehaviorSanitizer in the extension
 
@@ -11,15 +12,18 @@ The façade, a project of its own below python/bitsandbytes, is built as a wheel
 bitshard_cli/facade: `bitshard use` and `bitshard run` take it from there.
 """
 
+import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -40,7 +44,13 @@ C_FLAGS = [
 ]
 NVCC_FLAGS = ["-std=c++17", "-O3", "--ftz=false", "--prec-div=true", "--fmad=true"]
 ARCHITECTURES_DEFAULT = "75,80,90a,compute_80"  # a T4 has no newer card's code to fall back on
-LONGEST = ("optimizer", "calibration")  # to compile: begun first, so that no core is left with one of them at the end
+DURATION = (  # benchmarks/results/build_times_202611.md
+    "The default, 75,80,90a,compute_80, takes 5 minutes of CPU time, 90a alone 4, 75 or 86 alone 1.5; more beside "
+    "other work. BITSHARD_CUDA_ARCHS=native compiles for the GPUs of this machine only"
+)
+# To compile: begun first, so that no core is left with one of them at the end
+LONGEST = ("optimizer", "calibration", "gemm_int8_sm90", "gemm_4bit_sm90_wide")
+NO_NATIVE = "BITSHARD_CUDA_ARCHS=native: {}; name the architecture, as in BITSHARD_CUDA_ARCHS=86, or leave it out"
 ARCHITECTURES_ALL = "75,80,86,89,90a,100,120,compute_120"
 
 
@@ -74,7 +84,30 @@ def cuda_include(nvcc: str) -> list[str]:
 def architectures() -> list[str]:
     """Architecture names as nvcc numbers: '90a' for machine code, 'compute_80' for PTX."""
     chosen = os.environ.get("BITSHARD_CUDA_ARCHS", ARCHITECTURES_DEFAULT)
+    if chosen == "native":
+        return list(native())
     return (ARCHITECTURES_ALL if chosen == "all" else chosen).replace(";", ",").split(",")
+
+
+@functools.cache
+def native() -> tuple[str, ...]:
+    """Architectures of this machine's GPUs, each once; ends the build where they cannot be known."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        asked = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    except FileNotFoundError:
+        sys.exit(NO_NATIVE.format("there is no nvidia-smi on the PATH"))
+    said = asked.stdout.split("\n") if asked.returncode == 0 else []
+    capabilities = {line.strip() for line in said if line.strip()}
+    if asked.returncode or not capabilities:
+        sys.exit(NO_NATIVE.format(f"nvidia-smi named no GPU: {asked.stdout.strip() or 'no output'}"))
+    for text in capabilities:
+        if not re.fullmatch(r"\d+\.\d", text):
+            sys.exit(NO_NATIVE.format(f"nvidia-smi said {text!r} for a compute capability"))
+        if float(text) < 7.5:
+            sys.exit(NO_NATIVE.format(f"a GPU has compute capability {text}, and bitshard's kernels need 7.5"))
+    numbers = sorted(int(text.replace(".", "")) for text in capabilities)
+    return tuple("90a" if number == 90 else str(number) for number in numbers)
 
 
 def gencode(arch: str) -> str:
@@ -95,13 +128,24 @@ def digest(made_by: list[str], source: Path) -> str:
     return found.hexdigest()[:16]
 
 
+def nvcc_command(nvcc: str, source: Path) -> list[str]:
+    """What compiles a source, but for where to."""
+    return [nvcc, *NVCC_FLAGS, *map(gencode, architectures()), "-I", str(ROOT / "csrc"), "-fatbin", str(source)]
+
+
+def fatbin_of(command: list[str], source: Path, folder: Path) -> Path:
+    """Where the result lies; another one for each command, nvcc's own variable, source and header."""
+    made_by = [*command, *filter(None, [os.environ.get("NVCC_APPEND_FLAGS")])]
+    return folder / f"{source.stem}-{digest(made_by, source)}.fatbin"
+
+
 def compile_fatbin(nvcc: str, source: Path, folder: Path) -> Path:
     """nvcc's fatbin of one source; reused where source, headers, flags and compiler are unchanged.
 
     Beside it nvcc's PTX for each architecture, <source>-<digest>.<architecture>.ptx, which tests/ptx/ runs.
     """
-    command = [nvcc, *NVCC_FLAGS, *map(gencode, architectures()), "-I", str(ROOT / "csrc"), "-fatbin", str(source)]
-    fatbin = folder / f"{source.stem}-{digest(command, source)}.fatbin"
+    command = nvcc_command(nvcc, source)
+    fatbin = fatbin_of(command, source, folder)
     if not fatbin.exists():
         partial = fatbin.with_suffix(f".{os.getpid()}.partial")
         with tempfile.TemporaryDirectory(dir=folder) as kept:
@@ -110,6 +154,35 @@ def compile_fatbin(nvcc: str, source: Path, folder: Path) -> Path:
                 ptx.replace(folder / f"{source.stem}-{digest(NVCC_FLAGS, source)}{ptx.name.removeprefix(source.stem)}")
         partial.replace(fatbin)
     return fatbin
+
+
+def is_compiled(nvcc: str, source: Path, folder: Path) -> bool:
+    """Whether `compile_fatbin` has nothing to do."""
+    return fatbin_of(nvcc_command(nvcc, source), source, folder).exists()
+
+
+def compile_fatbins(nvcc: str, sources: list[Path], folder: Path) -> list[Path]:
+    """Fatbins of all sources, in their order. What nvcc has to compile is counted on stderr, with seconds."""
+    new = [source for source in sources if not is_compiled(nvcc, source, folder)]
+    cores, begin = os.cpu_count() or 1, time.monotonic()
+    if new:
+        say(f"nvcc compiles {len(new)} CUDA sources for {','.join(architectures())} on {cores} cores. {DURATION}")
+
+    def timed(source: Path) -> tuple[Path, float]:
+        own = time.monotonic()
+        return compile_fatbin(nvcc, source, folder), time.monotonic() - own
+
+    with ThreadPoolExecutor(cores) as pool:
+        compiled = {pool.submit(timed, source): source for source in new}
+        for count, done in enumerate(as_completed(compiled), 1):
+            own, total = done.result()[1], time.monotonic() - begin
+            say(f"nvcc {count} of {len(new)}: {compiled[done].name} in {own:.0f} s, {total:.0f} s since the start")
+    return [compile_fatbin(nvcc, source, folder) for source in sources]
+
+
+def say(line: str) -> None:
+    """At once, also where pip reads it."""
+    print(f"bitshard: {line}", file=sys.stderr, flush=True)
 
 
 def embed(fatbins: dict[str, Path], assembly: Path) -> None:
@@ -149,7 +222,7 @@ class BuildExtension(build_ext):
             include_dirs += cuda_include(nvcc)
         else:
             macros.append(("BSH_NO_CUDA", None))
-            print("bitshard: nvcc not found or switched off: this build is CPU-only", file=sys.stderr)
+            say("nvcc not found or switched off: this build is CPU-only")
 
         def compile_one(source: Path) -> str:
             relative = os.path.relpath(source, ROOT)
@@ -170,9 +243,8 @@ class BuildExtension(build_ext):
         partial.replace(target)
 
     def embed_cuda(self, nvcc: str, temporary: Path) -> Path:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            sources = sorted((ROOT / "cuda").glob("*.cu"), key=lambda source: (source.stem not in LONGEST, source))
-            fatbins = list(pool.map(lambda source: compile_fatbin(nvcc, source, temporary), sources))
+        sources = sorted((ROOT / "cuda").glob("*.cu"), key=lambda source: (source.stem not in LONGEST, source))
+        fatbins = compile_fatbins(nvcc, sources, temporary)
         assembly = temporary / "fatbins.S"
         named = sorted((source.stem, fatbin) for source, fatbin in zip(sources, fatbins, strict=True))
         embed(dict(named), assembly)

@@ -6,9 +6,10 @@
 machine has, and checked by auditwheel. It has code for every GPU architecture of setup.py's list if nvcc is found;
 without nvcc this is an error, unless --architectures none says that a CPU-only wheel is wanted.
 
-The same tree gives the same bytes: everything is built in one folder of a fixed name, as nvcc names internal symbols by
-a hash of the path, into which only tracked files came, with times from SOURCE_DATE_EPOCH (default: the last commit's)
-and pinned tools (release/tools.txt).
+The same tree gives the same bytes with the same version of Python and of nvcc: everything is built from a copy of the
+tracked files, with times from SOURCE_DATE_EPOCH (default: the last commit's), pinned tools (release/tools.txt) and none
+of the interpreter's own compiler flags. Python's headers have inline functions (Py_INCREF), which differ between 3.11
+and 3.12: the engine's wheels that were built with them differ, though each runs on both.
 
 BITSHARD_URL is the project's page, for the metadata and for links of README, which lead into the tree here and nowhere
 on an index.
@@ -24,6 +25,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 from collections.abc import Iterator
@@ -31,7 +33,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ROOT / ".cache" / "release-tools"
-FOLDER = Path("/tmp/bitshard-release")
+TOOLS_TARGET = ".cache/release-tools/.installed"  # of make
+# nvcc puts a hash of a source's path into the names of what is internal to it. This is the path that it shall hash.
+CUDA_VARIABLES = {"NVCC_APPEND_FLAGS": "-Xcicc=--orig_src_path_name -Xcicc=kernel.cu"}
 GLIBC = "2.28"
 TAG = "manylinux_2_28_x86_64"
 BUILD_WHEEL = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
@@ -92,7 +96,8 @@ def sdist(tree: Path, out: Path, seconds: str) -> Path:
 def unpacked(archive: Path, folder: Path) -> Path:
     """The tree of a source distribution."""
     with tarfile.open(archive) as opened:
-        opened.extractall(folder, filter="data")
+        opened.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 and 3.10.12 have it
+        opened.extractall(folder)
     (tree,) = folder.iterdir()
     return tree
 
@@ -108,7 +113,9 @@ def compiler(folder: Path) -> str:
 def engine(tree: Path, out: Path, architectures: str, seconds: str, folder: Path) -> Path:
     """The engine's wheel."""
     cuda = {"BITSHARD_CUDA": "0"} if architectures == "none" else {"BITSHARD_CUDA_ARCHS": architectures}
-    common = {"CC": compiler(folder), "LDFLAGS": "-s", "BITSHARD_WERROR": "1", "SOURCE_DATE_EPOCH": seconds}
+    cc = compiler(folder)
+    flags = {"CC": cc, "LDSHARED": f"{cc} -shared", "CFLAGS": "-DNDEBUG -fwrapv", "CPPFLAGS": "", "LDFLAGS": "-s"}
+    common = {"BITSHARD_WERROR": "1", "SOURCE_DATE_EPOCH": seconds, **flags, **CUDA_VARIABLES}
     run([sys.executable, "setup.py", "-q", "bdist_wheel", "--plat-name", TAG, "-d", str(out)], tree, **cuda, **common)
     (wheel,) = out.glob(f"bitshard-*-{TAG}.whl")
     return wheel
@@ -143,9 +150,8 @@ def main() -> None:
     parser.add_argument("--sdist", action="store_true", help="the source distribution and the sums, too")
     parser.add_argument("--architectures", default="all", help="as BITSHARD_CUDA_ARCHS; none: CPU only")
     options = parser.parse_args()
-    if options.architectures != "none" and shutil.which("nvcc", path=nvcc_path()) is None:
-        sys.exit("nvcc is not on the PATH nor below CUDA_HOME; --architectures none makes a CPU-only wheel")
-    with fixed_folder() as folder:
+    with private_folder() as folder:
+        try_tools(options.architectures, folder)
         seconds = epoch()
         (folder / "tree").mkdir()
         (folder / "made").mkdir()
@@ -167,22 +173,54 @@ def main() -> None:
         (options.out / "SHA256SUMS").write_text(sums(made))
     for path in made:
         print(f"{path.stat().st_size / 1e6:8.2f} MB  {path.name}")
-    print(f"auditwheel: {verdict}")
+    print(f"auditwheel: {verdict}; headers of Python {sysconfig.get_python_version()}")
     if not url:
         print("BITSHARD_URL is not set: the metadata names no page of the project")
 
 
 @contextlib.contextmanager
-def fixed_folder() -> Iterator[Path]:
-    """The one folder in which releases are built, empty, for this process alone."""
-    try:
-        FOLDER.mkdir()
-    except FileExistsError:
-        sys.exit(f"{FOLDER} exists: another release is being built, or one was killed; then remove it")
-    try:
-        yield FOLDER
-    finally:
-        shutil.rmtree(FOLDER, ignore_errors=True)
+def private_folder() -> Iterator[Path]:
+    """A new folder that only this user can open, removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="bitshard-release-") as folder:
+        yield Path(folder)
+
+
+def python_h(folder: Path) -> list[str]:
+    """What compiles Python's headers and nothing else."""
+    (folder / "try.c").write_text("#include <Python.h>\n")
+    words = [f"-I{sysconfig.get_path('include')}", "-c", str(folder / "try.c"), "-o", str(folder / "try.o")]
+    return [compiler(folder), *words]
+
+
+def try_tools(architectures: str, folder: Path) -> None:
+    """Run each tool once, so that none is found missing after minutes of compiling; ends this program then."""
+    again = f"`rm -r {TOOLS}` and `make {TOOLS_TARGET}` fetches release/tools.txt again"
+    python = [sys.executable, "-c"]
+    tried = {
+        "auditwheel": ([sys.executable, "-m", "auditwheel", "--version"], again),
+        "setuptools": ([*python, "import setuptools, elftools, packaging"], again),
+        "zig": ([str(TOOLS / "ziglang" / "zig"), "version"], again),
+        "git": (["git", "--version"], "a release is made of tracked files"),
+        "Python.h": (
+            python_h(folder),
+            f"the headers of {sys.executable} are not where it says, or spread over folders",
+        ),
+    }
+    if architectures != "none":
+        nvcc = shutil.which("nvcc", path=nvcc_path())
+        if nvcc is None:
+            sys.exit("nvcc is not on the PATH nor below CUDA_HOME; --architectures none makes a CPU-only wheel")
+        tried["nvcc"] = ([nvcc, "--version"], "--architectures none makes a CPU-only wheel")
+    for name, (command, help_) in tried.items():
+        try:
+            ran = subprocess.run(
+                command, env={**os.environ, "PYTHONPATH": str(TOOLS)}, capture_output=True, text=True, timeout=60
+            )
+            said = ran.returncode and (ran.stderr.strip().splitlines() or [f"status {ran.returncode}"])[-1]
+        except OSError as error:
+            said = str(error)
+        if said:
+            sys.exit(f"{name} does not run: {said}; {help_}")
 
 
 def nvcc_path() -> str:

@@ -20,7 +20,8 @@ pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")])
+README, DROP_IN = ROOT / "README.md", ROOT / "docs" / "drop-in.md"
+PAGES = sorted([README, ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")])
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # Each command as it stands there, without its comment: the test that runs it, or what `make test` and CI do themselves.
 COMMANDS = {
@@ -47,9 +48,11 @@ COMMANDS = {
     ),
     "bitshard merge Llama-3-8B-nf4 adapter Llama-3-8B-tuned": "tests/test_convert.py::test_mistakes_in_merging",
     "bitshard inspect Llama-3-8B-nf4": "tests/test_convert.py::test_the_commands",
-    "bitshard plan llama-3-70b --gpus 2x24 --seq 512 --nested --lora-rank 16": (
+    "bitshard plan qwen2.5-32b --gpus 2x24 --seq 2048 --nested --lora-rank 16": (
         "tests/test_planning.py::test_commands_of_the_pages"
     ),
+    "bitshard plan llama-3-70b --gpus 2x24 --seq 512 --nested --optimizer adamw_8bit --lora-dtype bfloat16 "
+    "--gather-in-place --load native --offload activations": "tests/test_planning.py::test_commands_of_the_pages",
     "bitshard plan qwen3-30b-a3b --nested --experts --lora-experts --lora-rank 8 --lora-dtype bfloat16 "
     "--optimizer adamw_8bit": "tests/test_planning.py::test_commands_of_the_pages",
     "make wheels": "tests/test_wheels.py::wheels",
@@ -117,8 +120,9 @@ def test_blocks_say_what_they_are(page):
 def test_python_blocks_have_a_test():
     """The pages whose blocks the tests below run; fsdp/documented.py itself fails where it leaves one out."""
     assert {page.name: len(python_blocks(page)) for page in PAGES if python_blocks(page)} == {
-        "README.md": 3,  # the third in test_experts.py
+        "README.md": 1,
         "calibration.md": 1,  # in test_calibration.py
+        "drop-in.md": 2,  # the second in test_experts.py
         "embeddings.md": 1,  # in test_embeddings.py
         "int8.md": 1,  # in test_int8_models.py
         "experts.md": 3,  # there, too
@@ -193,18 +197,41 @@ def test_pages_use_the_words_of_the_field(page):
     assert not re.findall(ruled_out, text, re.IGNORECASE)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
-def test_results_have_one_number_a_row(page):
+def test_results_have_one_number_a_row():
     """A number or a range with its unit, and the file that it is from."""
-    text = (ROOT / page).read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     header = re.escape("| what was measured | result | file |\n|---|---|---|\n")
     tables = re.findall(header + r"((?:\|.*\n)+)", text)
     rows = [row.strip("| ").split(" | ") for table in tables for row in table.splitlines()]
-    assert len(rows) > 10
+    assert len(rows) > 100
     assert not [row for row in rows if len(row) != 3 or len(row[1]) > 16 or "benchmarks/results/" not in row[2]]
 
 
 # ---- the README ----
+
+
+def test_the_readme_is_short_and_begins_with_what_works():
+    """Two commands that a bare clone can run are in the first 20 lines, before anything that must be had first."""
+    text = README.read_text(encoding="utf-8")
+    first, rest = "\n".join(text.splitlines()[:20]), text.partition("\n## ")[0]
+    assert re.findall(r"^(make \w+)  #", first, re.MULTILINE) == ["make demo", "make test"]
+    assert rest.count("```") == 2 and "![" in rest and "wheel" not in rest and "pip install" not in rest
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["Install", "Train", "Three numbers", "Five limits", "More"]
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert len(re.sub(r"\]\([^)]*\)", "]", prose).split()) <= 700
+
+
+def test_the_readme_s_numbers_are_results():
+    """Three of them, each in docs/results.md in a row of the file that it links to; five limits."""
+    parts = dict(
+        re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    )
+    numbers = re.findall(r"^- \*\*(?:0 of )?([\d.]+).*?\]\((\S+?)\)", parts["Three numbers"], re.MULTILINE | re.DOTALL)
+    assert len(numbers) == 3 == parts["Three numbers"].count("\n- ") and parts["Five limits"].count("\n- ") == 5
+    rows = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
+    for number, record in numbers:
+        assert (ROOT / record).exists()
+        assert [row for row in rows if record in row and re.search(rf"\b{re.escape(number)}", row)], (number, record)
 
 
 @pytest.fixture(scope="module")
@@ -216,8 +243,8 @@ def model(tmp_path_factory):
 
 
 def first_py() -> str:
-    """The README's first block."""
-    return python_blocks(ROOT / "README.md")[0]
+    """The first block of docs/drop-in.md."""
+    return python_blocks(DROP_IN)[0]
 
 
 def printed(out: str) -> str:
@@ -230,15 +257,15 @@ def printed(out: str) -> str:
 
 
 def test_first_py():
-    """It is the file, and prints what the README says it prints."""
+    """It is the file, and prints what docs/drop-in.md says it prints."""
     file = ROOT / "examples" / "first.py"
     assert file.read_text(encoding="utf-8").endswith(f'"""\n\n{first_py()}')
-    (shown,) = [text for language, text in blocks(ROOT / "README.md") if language == "text"]
+    (shown,) = [text for language, text in blocks(DROP_IN) if language == "text"]
     assert printed(run([*TORCHRUN, str(file)], 120, bare=True)) == shown
 
 
 def test_bitsandbytes_prints_false(tmp_path):
-    """What the README says of the original, by the same lines without ours; it is right where nothing is cast."""
+    """What docs/drop-in.md says of the original, by the same lines without ours; it is right where nothing is cast."""
     lines = "".join(line for line in first_py().splitlines(True) if "describe" not in line)
     script = "import bitsandbytes\nassert '+' not in bitsandbytes.__version__\n"
     script += lines + lines.replace("param_dtype=torch.float16", "param_dtype=None")
@@ -258,7 +285,7 @@ def shim(version: int) -> list[str]:
 
 def test_the_readme_trains(model, tmp_path, monkeypatch):
     """Its training script with another model, data and fewer steps, and the line that proves sharding."""
-    script = python_blocks(ROOT / "README.md")[1]
+    (script,) = python_blocks(README)
     for written, here in (
         ('"meta-llama/Llama-3.1-8B"', repr(str(model))),
         ("max_steps=100", "max_steps=2, report_to=[]"),
@@ -267,7 +294,7 @@ def test_the_readme_trains(model, tmp_path, monkeypatch):
         assert script.count(written) == 1
         script = script.replace(written, here)
     proof = "bitshard.fsdp.describe(trainer.model)"
-    assert f"print({proof})" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"print({proof})" in README.read_text(encoding="utf-8")
     script = f"import datasets, bitshard.fsdp\nrows = [list(range(24))] * 32\n{script}print({proof}, flush=True)\n"
     (tmp_path / "train.py").write_text(script)
     monkeypatch.chdir(tmp_path)
@@ -367,6 +394,22 @@ def test_targets_of_make(target):
     """Too long to run here, but make knows what to do."""
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "-m p" in done.stdout, done.stderr
+
+
+def test_the_dockerfile_ends_in_the_demo():
+    """Nothing here builds an image: what it runs are targets of make, in a tree without what this machine has built."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    made = [line.split()[2:] for line in lines if line.startswith("RUN make ")]
+    made.append(json.loads(lines[-1].removeprefix("CMD "))[1:])
+    assert made == [[".venv/.installed"], ["demo"]]
+    for target in made:
+        done = subprocess.run(["make", "-n", *target], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+    (packages,) = [line for line in lines if line.startswith("RUN apt-get ")]
+    assert {"gcc", "make", "python3-dev", "python3-venv"} <= set(packages.split())
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+    assert {".venv", ".cache", "build", "**/*.so"} <= set(ignored)
 
 
 def test_what_quick_runs_is_there():

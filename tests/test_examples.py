@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -273,10 +274,32 @@ def test_sft_trains_alike_under_both_versions(tmp_path):
     assert (tmp_path / "fsdp2" / "adapter_model.safetensors").exists()
 
 
+def cells_of_the_notebook() -> list[str]:
+    """Code of examples/two_t4.ipynb, a cell each."""
+    notebook = json.loads((EXAMPLES / "two_t4.ipynb").read_text(encoding="utf-8"))
+    assert notebook["nbformat"] == 4 and len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def test_the_notebook_says_what_was_not_run():
+    """Without outputs it says on top that it was not run. Its cells are Python, and its links lead somewhere."""
+    notebook = json.loads((EXAMPLES / "two_t4.ipynb").read_text(encoding="utf-8"))
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    ran = any(cell["outputs"] or cell["execution_count"] for cell in code)
+    assert ("Not run on T4" in "".join(notebook["cells"][0]["source"])) is not ran
+    for source in cells_of_the_notebook():
+        compile(source, "two_t4.ipynb", "exec")
+    text = "".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) == 3 and all((EXAMPLES / link).exists() for link in links)
+
+
 def test_two_gpus_train_as_one_does(tmp_path):
-    """One process, two, and two that resume; the program itself compares, and draws."""
-    command = [sys.executable, str(EXAMPLES / "fsdp2_two_gpus.py"), "--tiny", "--output", str(tmp_path)]
-    output = run_worker([*command, "--steps", "4", "--length", "32", "--lr", "1e-2"], 240)
+    """One process, two, and two that resume, by the notebook's cells; the program itself compares, and draws."""
+    cells = ["import os", f"os.chdir({str(tmp_path)!r})", *cells_of_the_notebook()]
+    (tmp_path / "cells.py").write_text("\n".join(cells))
+    output = run_worker([sys.executable, str(tmp_path / "cells.py")], 240, BITSHARD_CLONE=str(EXAMPLES.parent))
+    tmp_path = tmp_path / "two-gpus-out"
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["gap"] <= result["bound"] == 1e-5
     assert "sharded by FSDP2 over 2 ranks" in result["resumed"]["sharding"] and "(bound 1e-05)" in output

@@ -389,6 +389,22 @@ def test_experts_of_other_ranks_add_nothing():
     torch.testing.assert_close(module(x, index, weights), expected)
 
 
+@pytest.mark.parametrize("parallel", [False, True])
+def test_numbers_below_0_are_no_experts(parallel):
+    """As transformers' own forward: nothing is left out in silence."""
+    model = moe.model("qwen3_moe")
+    dense = next(module for _, module in modules.found(model))
+    dense.config._experts_implementation = "eager"
+    x, index, weights = torch.randn(2, 64), torch.tensor([[0, -1], [-3, 2]]), torch.rand(2, 2)
+    with pytest.raises(RuntimeError, match="non-negative"):
+        dense(x, index, weights)
+    experts.quantize(model)
+    dense._is_expert_parallel = parallel
+    with pytest.raises(ValueError, match="2 of 4 numbers below 0, the lowest -3, for 8 experts"):
+        dense(x, index, weights)
+    assert dense(x[:0], index[:0], weights[:0]).shape == (0, 64)
+
+
 # ---- mistakes ----
 
 
@@ -586,11 +602,11 @@ def test_the_page_works(folders, tmp_path):
     assert len(stacks(values["model"])) == 4
 
 
-def test_the_three_lines_of_the_readme(folders):
-    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+def test_the_three_lines_of_drop_in(folders):
+    text = (Path(__file__).parents[1] / "docs" / "drop-in.md").read_text(encoding="utf-8")
     values = {}
     try:
-        exec(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[2], values)
+        exec(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[1], values)
         stock = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
         model = load(folders / "qwen3_moe", quantization_config=stock)
     finally:

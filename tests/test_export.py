@@ -1,14 +1,18 @@
 """torch.export of 4-bit models, saved and loaded again, and AOTInductor packages of them."""
 
+import copy
 import io
 import subprocess
 import sys
 import warnings
 
+import bitsandbytes as bnb
 import pytest
 import torch
+from bitshard import foreign
 from bitshard.nn.linear import LinearNF4
 from bitshard.nn.parametrize import replace_parameter_4bit
+from bitshard.nn.tied import TiedHead
 from torch import nn
 from torch.export import Dim, export
 
@@ -96,6 +100,93 @@ def test_parameter_of_another_module(strict):
     program = export(model, (x,), strict=strict)
     assert ops_of(program).count("bitshard.dequantize_4bit.default") == 1
     assert torch.equal(saved_and_loaded(program).module()(x), model(x))
+
+
+def int8(kind):
+    """A quantized module of one int8 weight that nobody has called yet, and an input."""
+    torch.manual_seed(0)
+    if kind == "linear":
+        layer = bnb.nn.Linear8bitLt(96, 30, has_fp16_weights=False, threshold=6.0).to("cpu")
+        return layer.requires_grad_(False), torch.randn(3, 96)
+    embedding = bnb.nn.Embedding8bit(50, 96).to("cpu")
+    tokens = torch.tensor([[1, 2], [3, 49]])
+    return (embedding, tokens) if kind == "embedding" else (nn.Sequential(embedding, TiedHead(embedding)), tokens)
+
+
+@pytest.mark.parametrize("kind, strict", [("linear", False), ("linear", True), ("embedding", False), ("tied", False)])
+def test_int8_before_a_first_forward(kind, strict):
+    """And inside another module, at whose path the weight is found; saved, loaded, and of a copy."""
+    module, x = int8(kind)
+    outer = nn.Sequential(nn.Sequential(copy.deepcopy(module)))
+    program = export(module, (x,), strict=strict)
+    expected = module(x)
+    for found in (program.module(), saved_and_loaded(program).module()):
+        assert torch.equal(found(x), expected)
+    if not strict:
+        assert torch.equal(export(outer, (x,), strict=False).module()(x), expected)
+
+
+def another_weight(layer, put):
+    """Other values for a quantized layer: by assignment, into `_parameters`, or with a state dict."""
+    new = type(layer.weight)(torch.randn(layer.weight.shape if layer.quant_state is None else layer.quant_state.shape))
+    new = type(new)(new.data * 3, requires_grad=False, compress_statistics=False, quant_type="nf4").to("cpu")
+    if put == "state dict":
+        other = copy.deepcopy(layer)
+        other.weight = new
+        return layer.load_state_dict(other.state_dict())
+    return setattr(layer, "weight", new) if put == "weight" else layer._parameters.update(weight=new)
+
+
+@pytest.mark.parametrize("cls", [bnb.nn.Linear8bitLt, bnb.nn.Embedding8bit, LinearNF4, bnb.nn.EmbeddingNF4])
+def test_scales_are_those_of_the_weight_that_is_there(cls):
+    """Of one that came after the last forward, too."""
+    module, x = made(cls)
+    module.to("cpu")
+    before = module(x)
+    for put in ("weight", "_parameters", "state dict"):
+        another_weight(module, put)
+        y = export(module, (x,), strict=False).module()(x)
+        assert torch.equal(y, module(x)) and not torch.equal(y, before), put
+        before = y
+
+
+def made(cls):
+    """A module of one weight [64, 64] that is not quantized yet, and an input."""
+    options = {bnb.nn.Linear8bitLt: {"has_fp16_weights": False}, LinearNF4: {"compute_dtype": torch.float32}}.get(
+        cls, {}
+    )
+    module = cls(64, 64, **options).requires_grad_(False)
+    return module, torch.randn(3, 64) if isinstance(module, nn.Linear) else torch.tensor([1, 2])
+
+
+@pytest.mark.parametrize("cls", [bnb.nn.Linear8bitLt, bnb.nn.Embedding8bit, LinearNF4, bnb.nn.EmbeddingNF4])
+def test_what_is_not_quantized_yet_is_not_exported(cls):
+    """A program that quantized in every call would break when the layer's own first call quantizes its weight."""
+    module, x = made(cls)
+    for strict, error, words in ((False, RuntimeError, "not quantized yet: move"), (True, Exception, "")):
+        with pytest.raises(error, match=words):
+            export(module, (x,), strict=strict)
+    assert torch.equal(export(module.to("cpu"), (x,), strict=False).module()(x), module(x))
+
+
+def test_int8_that_is_trained_is_exported():
+    """With has_fp16_weights each call quantizes, in the program too."""
+    layer, x = bnb.nn.Linear8bitLt(96, 30), torch.randn(3, 96)
+    with torch.no_grad():
+        assert torch.equal(export(layer, (x,), strict=False).module()(x), layer(x))
+
+
+@pytest.mark.parametrize("cls, word", [(bnb.nn.Linear8bitLt, "int8"), (LinearNF4, "4-bit")])
+def test_a_torch_that_exports_otherwise(monkeypatch, cls, word):
+    """Where the weight cannot be found the error says so and names the way that works."""
+    module, x = made(cls)
+    module.to("cpu")
+    monkeypatch.setattr(foreign, "TORCH_EXPORTS", foreign.TORCH_EXPORTS._replace(function="another_name"))
+    with pytest.raises(
+        RuntimeError, match=rf"another tensor in the place of the {word} weight \[64, 64\].*strict=True"
+    ):
+        export(module, (x,), strict=False)
+    assert torch.equal(export(module, (x,), strict=True).module()(x), module(x))
 
 
 DENSE_PACKAGE = """

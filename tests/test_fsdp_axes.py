@@ -11,6 +11,7 @@ BROADCAST = (
 ).split()
 CHECKS = (
     *"ranks_that_differ ranks_that_differ_in_scales ranks_agree_once".split(),
+    *"replicas_that_differ replicas_agree_once replicas_of_fsdp1_that_differ".split(),
     *"ddp_of_ranks_that_differ ddp_of_equal_ranks".split(),
     *"offload checkpointing gather_in_place no_reshard freed_after_use single_layers".split(),
     *"inference_mode eval_modes hsdp".split(),
@@ -79,7 +80,8 @@ def test_three_ranks(two, folder):
 
 
 def test_hybrid_sharding_on_four_ranks(folder):
-    """Two replicas of two shards, of FSDP2 and of FSDP1."""
-    for rank in results(4, folder, "--only", "hsdp,fsdp1_options"):
-        for name in ("hsdp", "fsdp1_options"):
+    """Two replicas of two shards, of FSDP2 and of FSDP1, equal and not."""
+    checks = "hsdp fsdp1_options replicas_that_differ replicas_agree_once replicas_of_fsdp1_that_differ".split()
+    for rank in results(4, folder, "--only", ",".join(checks)):
+        for name in checks:
             assert "error" not in rank[name], rank[name].get("trace")

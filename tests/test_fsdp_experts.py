@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 LOADED = ("in_parts", "native", "by_units", "units_of_experts")
 TWO = [f"{how}_{cell}" for cell in ("qwen3_moe_nested", "gpt_oss_plain") for how in LOADED]
 TWO += [f"training_{how}_{what}" for what in (*moe.FAMILIES, "in_16_bits") for how in ("fsdp1", "fsdp2")]
-TWO += [f"{what}_{family}" for family in ("qwen3_moe", "gpt_oss") for what in ("saved", "merged")]
+TWO += [f"{what}_{family}" for family in ("qwen3_moe", "gpt_oss") for what in ("saved", "merged", "merging")]
 TWO += [f"dense_{how}_{family}" for family in moe.FAMILIES for how in ("fsdp1", "fsdp2")]
 TWO += [f"late_adapters_{how}_{family}" for how in ("native", "by_units") for family in ("qwen3_moe", "gpt_oss")]
 TWO += ["training_checkpointing", "training_fused_fsdp1", "training_fused_fsdp2", "fsdp1_orig", "fsdp1_flat", "offload"]
-TWO += ["published_mxfp4", "published_fp8", "parallel_plans"]
+TWO += ["merging_fsdp1", "published_mxfp4", "published_fp8", "parallel_plans"]
 TWO += ["distributed_checkpoint", "distributed_checkpoint_gpt_oss", "quantizing_shards"]
 THREE = [f"{how}_few_nested" for how in LOADED if how != "native"] + ["training_fsdp2_few", "distributed_checkpoint"]
 FOUR = ["hybrid_qwen3_moe", "hybrid_gpt_oss"]

@@ -552,3 +552,86 @@ def test_a_cast_of_fp32_parameters_in_a_launched_process(dense_path, monkeypatch
             parameter.data = parameter.data.to(torch.bfloat16)
     assert_same_bytes(packed_bytes(model), before)
     assert {module.weight.dtype for module in layers_4bit(model).values()} == {torch.uint8}
+
+
+# ---- models that tie a layer's weight, or read it themselves ----
+
+
+def tied_llama():
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def longt5():
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": VOCABULARY}
+    sizes |= {"local_radius": 3, "decoder_start_token_id": 0}
+    return transformers.LongT5ForConditionalGeneration(transformers.LongT5Config(**sizes))
+
+
+def gemma3n():
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": VOCABULARY, "laurel_rank": 8}
+    sizes |= {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0}
+    sizes |= {"layer_types": ["full_attention"], "activation_sparsity_pattern": [0.0], "pad_token_id": 0}
+    return transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(**sizes))
+
+
+@pytest.mark.parametrize(
+    "make, bits, skipped, words, advised",
+    [
+        (
+            tied_llama,
+            4,
+            ["nothing"],
+            r"lm_head is not quantized: its weight \[128, 64\] of float32 is tied to model.embed_tokens.weight.*"
+            r"Name 'lm_head' in llm_int8_skip_modules",
+            ["lm_head"],
+        ),
+        (
+            longt5,
+            4,
+            None,
+            r"x is uint8.*DenseReluDense\.wo\.weight.*in llm_int8_skip_modules.*Here: 'wo'",
+            ["lm_head", "wo"],
+        ),
+        (
+            gemma3n,
+            4,
+            None,
+            r"clamp_: a 4-bit weight.*itself, name its layer in llm_int8_skip_modules",
+            ["lm_head", "prediction_coefs", "correction_coefs"],
+        ),
+        (
+            gemma3n,
+            8,
+            None,
+            r"clamp_: an int8 weight.*itself, name its layer in llm_int8_skip_modules",
+            ["lm_head", "prediction_coefs", "correction_coefs"],
+        ),
+    ],
+    ids=["tied", "longt5", "gemma3n", "gemma3n int8"],
+)
+def test_the_advice_in_these_errors_helps(tmp_path, make, bits, skipped, words, advised):
+    """The model raises, the error names a tie or a layer, and with what it says the model runs, in training too."""
+    transformers.set_seed(0)
+    make().save_pretrained(tmp_path)
+    for skip in (skipped, advised):
+        own = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32} if bits == 4 else {"load_in_8bit": True}
+        config = BitsAndBytesConfig(llm_int8_skip_modules=skip, **own)
+        model = getattr(transformers, make().__class__.__name__).from_pretrained(tmp_path, quantization_config=config)
+        ids = torch.arange(4, 12).view(1, 8)
+        inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if make is longt5 else {})}
+        model.train()
+        if skip is advised:
+            assert model(**inputs).logits.isfinite().all()
+            continue
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=words):
+            model(**inputs)

@@ -1,14 +1,18 @@
 """LLM.int8 in Python: bitsandbytes' functions, `matmul`, `Int8Params` and `Linear8bitLt`, and who uses them."""
 
+import concurrent.futures
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import bitsandbytes as bnb
 import pytest
 import reference
 import torch
 from bitshard.int8_params import Int8Params
+from bitshard.matmul_int8 import MatmulLtState
 from bitshard.tensor import Params4bit, verify
 from helpers.bytes import same_bytes
 from torch import nn
@@ -369,6 +373,97 @@ def test_moves_keep_everything():
         assert torch.equal(made.weight.CB, codes) and torch.equal(made.weight.SCB, scales) and same_bytes(made(x), y)
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda data: data.clamp_(-1, 1),
+        lambda data: data.mul_(2),
+        lambda data: data.fill_(1),
+        lambda data: data.abs_(),
+        lambda data: torch._foreach_mul_([data], 2),
+        lambda data: torch._foreach_neg_([data]),
+        lambda data: nn.init.ones_(data),
+        lambda data: data.__iadd__(1),
+    ],
+)
+def test_codes_are_not_computed_with_in_place(write):
+    """Neither the weight's nor its data's, with whole numbers too: their values would be others without an error."""
+    made = layer()
+    before = made.weight.CB.clone()
+    for codes in (made.weight, made.weight.data):
+        with pytest.raises(ValueError, match="an int8 weight of .* not numbers"):
+            write(codes)
+    assert torch.equal(made.weight.CB, before)
+    write(made.weight.data.clone())  # a copy is a plain tensor
+    floats = layer(quantized=False)
+    with torch.no_grad():
+        write(floats.weight.data)
+
+
+def test_codes_may_be_read_and_copied():
+    """What dequantizes by hand, and what writes codes of another weight."""
+    made, other = layer(), layer()
+    scales = made.weight.SCB[:, None] / 127
+    assert torch.allclose((made.weight.data * scales).double(), values(made))
+    assert torch.allclose(torch.zeros(N, K).add_(made.weight.data).mul_(scales).double(), values(made))
+    other.weight.data.copy_(made.weight.data)
+    torch._foreach_copy_([other.weight.data], [made.weight.data])
+    other.weight.data[0] = made.weight.data[0]
+    assert torch.equal(other.weight.CB, made.weight.CB)
+    other.weight.data.zero_()
+    assert not other.weight.dequantize().any()
+
+
+COPIES = {
+    "itself": lambda made: made,
+    "called": lambda made: made(inputs() if isinstance(made, nn.Linear) else torch.tensor([1])) is None or made,
+    "in a module": lambda made: nn.Sequential(made).to(torch.bfloat16)[0],
+    "deepcopy": copy.deepcopy,
+    "deepcopy of a model": lambda made: copy.deepcopy(nn.Sequential(made))[0],
+    "copy": copy.copy,
+    "pickle": lambda made: pickle.loads(pickle.dumps(made)),
+    "state dict": lambda made: made.load_state_dict(made.state_dict()) and made,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("kind", ["linear", "float linear", "trained linear", "embedding"])
+def test_nothing_keeps_itself_alive(kind, how):
+    """Memory is free at once when the last reference goes, without the garbage collector."""
+    made = {
+        "linear": layer,
+        "float linear": lambda: layer(quantized=False),
+        "trained linear": lambda: bnb.nn.Linear8bitLt(K, N),
+        "embedding": lambda: bnb.nn.Embedding8bit(N, K).to("cpu"),
+    }[kind]()
+    layer()(inputs())  # what the first call in a process keeps
+    gc.collect()
+    gc.disable()
+    try:
+        other = COPIES[how](made)
+        watched = [weakref.ref(each) for each in (made, other, made.weight, other.weight)]
+        del made, other
+        assert [ref() is None for ref in watched] == [True] * 4
+    finally:
+        gc.enable()
+
+
+def test_what_belongs_to_a_layer_is_copied_with_it_and_alone():
+    """A state that is copied or pickled alone keeps the layer that it reads, as its copies have always done."""
+    made = layer()
+    for twin in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert twin.state.owner is twin and twin.packed_weight.owner is twin is not made
+    assert made.state.owner is made and made.packed_weight.owner is made
+    for alone in (copy.deepcopy(made.state), pickle.loads(pickle.dumps(made.state))):
+        assert torch.equal(alone.CB, made.weight.CB) and torch.equal(alone.SCB, made.weight.SCB)
+    alone = copy.deepcopy(made.packed_weight)
+    assert torch.equal(alone.weight.CB, made.weight.CB) and alone.owner is not made
+    state = made.state
+    codes, scales = state.CB, state.SCB
+    del made
+    assert codes is not None and scales is not None and state.owner is None
+
+
 def test_scales_follow_codes():
     """What is assigned to `.data` brings its scales, or has those of the weight moved to it."""
 
@@ -486,7 +581,11 @@ BAD_ENTRIES = {
     "scales of another dtype": (lambda e: e.update(SCB=torch.ones(N).half()), "SCB is float16"),
     "codes of another shape": (lambda e: e.update(weight=torch.zeros(K, N).char()), rf"codes \[{K}, {N}\]"),
     "codes of another dtype": (lambda e: e.update(weight=torch.zeros(N, K)), "weight is float32"),
+    "scales without values": (lambda e: e.update(SCB=e["SCB"].to("meta")), "SCB is on the meta device"),
+    "codes without values": (lambda e: e.update(weight=e["weight"].to("meta")), "weight is on the meta device"),
+    "no values": (lambda e: e.update({k: e[k].to("meta") for k in ("weight", "SCB")}), "weight is on the meta device"),
 }
+META = [case for case in BAD_ENTRIES if case.endswith("values")]
 
 
 @pytest.mark.parametrize("case", BAD_ENTRIES)
@@ -500,6 +599,33 @@ def test_bad_state_dicts_change_nothing(case):
     with pytest.raises(RuntimeError, match=words):
         made.load_state_dict(entries)
     assert same_bytes(made(inputs()), before)
+
+
+@pytest.mark.parametrize("case, assign", [*((case, True) for case in META[:2]), *((case, False) for case in META)])
+def test_embeddings_without_values(case, assign):
+    """Codes or scales on the meta device into a real embedding, quantized or not yet: nothing changes."""
+    spoil, words = BAD_ENTRIES[case]
+    for made in (bnb.nn.Embedding8bit(N, K).to("cpu"), bnb.nn.Embedding8bit(N, K)):
+        entries = bnb.nn.Embedding8bit(N, K).to("cpu").state_dict()
+        spoil(entries)
+        before = copy.deepcopy(made.weight)
+        with pytest.raises(RuntimeError, match=words):
+            made.load_state_dict(entries, assign=assign)
+        assert same_bytes(made.weight.detach(), before.detach()) and made.weight.dtype is before.dtype
+        assert before.SCB is None or torch.equal(made.weight.SCB, before.SCB)
+
+
+def test_a_skeleton_is_assigned():
+    """Both without values, as a model that is made on the meta device has them."""
+    made = layer()
+    entries = {name: value.to("meta") for name, value in layer().state_dict().items()}
+    with pytest.raises(ValueError, match="weight_format is on the meta device"):
+        made.load_state_dict(entries, assign=True)
+    del entries["weight_format"]
+    made.load_state_dict(entries, assign=True)
+    assert made.weight.is_meta and made.weight.SCB.is_meta
+    made.load_state_dict(layer().state_dict(), assign=True)
+    assert same_bytes(made(inputs()), layer()(inputs()))
 
 
 def test_foreign_formats_raise():
@@ -621,3 +747,19 @@ def test_torch_s_state_dicts(tmp_path):
         dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
         new.load_state_dict(loaded["model"])
         assert same_bytes(new(x), expected)
+
+
+def test_float_weights_in_threads(monkeypatch):
+    """has_fp16_weights: a forward multiplies with what it has quantized, whatever other forwards do with the layer."""
+    layer = bnb.nn.Linear8bitLt(64, 48, has_fp16_weights=True).to("cpu")
+    x, whole = torch.randn(3, 64), MatmulLtState.SCB
+    expected = layer(x).detach()
+
+    def interrupted(state, value):
+        whole.fset(state, value)
+        if value is not None:
+            pool.submit(state.reset_grads).result()  # as another forward begins
+
+    monkeypatch.setattr(MatmulLtState, "SCB", property(whole.fget, interrupted))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert same_bytes(layer(x).detach(), expected)

@@ -1,6 +1,8 @@
 """The line that says what of a model is 4-bit."""
 
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -96,6 +98,41 @@ def test_a_float_layer_of_int8_reports_when_it_is_quantized(told):
     layer = Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)
     layer(torch.ones(2, 64))
     assert told() == [(logging.INFO, "int8: 1 weight, 4,096 of 4,096 elements (100.0%).")]
+
+
+@pytest.mark.parametrize("of", [Linear4bit, Linear8bitLt])
+def test_a_caller_may_drop_its_model(told, of):
+    """The look for the model on the call stack keeps no variable of a function that goes on without it."""
+    options = {"has_fp16_weights": False} if of is Linear8bitLt else {}
+    model = nn.Sequential(of(64, 64, bias=False, **options).to("cpu"), nn.ReLU())
+    model(torch.ones(2, 64))
+    assert len(told()) == 1
+    gone = weakref.ref(model), weakref.ref(model[0].weight)
+    del model
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+def test_the_outermost_module_is_found(told):
+    """Through methods that others than nn.Module call: generate, and the steps of Lightning."""
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.head = quantized(64, 64), nn.Linear(64, 64, bias=False)
+
+        def generate(self, x):
+            return self.encoder(x)
+
+        def training_step(self, x):
+            return self.encoder(x)
+
+        def predict_step(self, x):
+            return self.encoder(x)
+
+    for method in ("generate", "training_step", "predict_step"):
+        getattr(Whole(), method)(torch.ones(2, 64))
+    assert [text.partition(" (")[0] for _, text in told()] == ["4-bit: 1 weight, 4,096 of 8,192 elements"] * 3
 
 
 def test_experts_count_where_they_are_4_bit():

@@ -470,6 +470,11 @@ def bad_dicts():
         "no blob": (without("weight.quant_state.bitsandbytes__nf4"), "neither quant_type"),
         "no weight": (without("weight"), 'Missing key.*"weight"'),
         "short weight": (with_("weight", lambda saved: saved["weight"][:-1]), "needs 6240"),
+        "no bytes": (with_("weight", lambda saved: saved["weight"].to("meta")), "weight is on the meta device"),
+        "scales without values": (
+            with_("weight.absmax", lambda saved: saved["weight.absmax"].to("meta")),
+            "absmax is on the meta device",
+        ),
         "cast weight": (with_("weight", lambda saved: saved["weight"].bfloat16()), "needs 3120"),
         "another shape": (
             lambda saved: saved.update(LinearNF4(64, 96).to("cpu").state_dict()),

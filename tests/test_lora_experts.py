@@ -1,7 +1,9 @@
 """`bitshard.lora.fuse` on stacks of experts: the bits of peft's way, and every way back to it."""
 
+import concurrent.futures
 import copy
 import pickle
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from bitshard import experts, lora  # noqa: E402
 from bitshard.autograd import grouped_matmul_4bit  # noqa: E402
+from bitshard.experts import adapted as adapted_module  # noqa: E402
 from bitshard.experts import lora as product  # noqa: E402
 from bitshard.experts.adapted import LowRank  # noqa: E402
 from bitshard.functional import quantize_experts_4bit  # noqa: E402
@@ -96,7 +99,7 @@ def test_bits_are_those_of_pefts_way(calls, family, r, dtype, checkpointing):
     assert fused == 4 and len([name for name in report.fused if "experts" in name]) == 4, report
     del calls[:]
     assert equal(step(model, checkpointing), expected) and not calls
-    assert all(held.applied == () for _, held in stacks(model))
+    assert adapted_module.of_call.get() == ()
     assert lora.unfuse(model) == fused and {type(each) for each in wrappers(model)} == {Peft}
     assert equal(step(model, checkpointing), expected) and calls
 
@@ -175,7 +178,45 @@ def test_an_error_leaves_nothing_behind():
     with pytest.raises((TypeError, ValueError, RuntimeError)):
         loss(model)
     held.compute_dtype = None
-    assert all(held.applied == () for _, held in stacks(model)) and same_bytes(loss(model), expected)
+    assert adapted_module.of_call.get() == () and same_bytes(loss(model), expected)
+
+
+def in_threads(calls):
+    """What each of `calls` gives, all of them at once, in threads of their own."""
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
+        start = threading.Barrier(len(calls))
+        return list(pool.map(lambda call: (start.wait(), call())[1], calls))
+
+
+def test_forwards_in_threads_are_those_of_one():
+    """A forward's adapter is that forward's: other threads neither see it nor leave theirs."""
+    model = adapted(targets=()).eval()
+    lora.fuse(model)
+    inputs = [torch.randint(0, 32, (1, 8 + i), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+    @torch.no_grad()
+    def logits(ids):
+        return model(input_ids=ids).logits
+
+    expected = [logits(ids) for ids in inputs]
+    found = in_threads([lambda ids=ids: [logits(ids) for _ in range(15)] for ids in inputs])
+    wrong = sum(not same_bytes(y, other) for ys, other in zip(found, expected, strict=True) for y in ys)
+    assert wrong == 0 and all(same_bytes(logits(ids), other) for ids, other in zip(inputs, expected, strict=True))
+
+
+def test_a_copy_made_in_a_forward_has_no_adapter_of_it():
+    model, copies = adapted(targets=()), []
+    lora.fuse(model)
+    expected = loss(model)
+    with model.disable_adapter():
+        base = loss(model)
+    module = stacks(model)[0][0]
+    handle = module.register_forward_pre_hook(lambda *_: copies.append(copy.deepcopy(model)) if not copies else None)
+    assert same_bytes(loss(model), expected) and len(copies) == 1
+    handle.remove()
+    assert same_bytes(loss(copies[0]), expected)
+    with copies[0].disable_adapter():
+        assert same_bytes(loss(copies[0]), base)
 
 
 def test_dense_experts_are_left_to_peft():

@@ -1,10 +1,12 @@
 """Fused models through what peft, accelerate and transformers do with a model: switch, merge, save, copy, train."""
 
 import copy
+import functools
 import io
 import pickle
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -14,13 +16,16 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
+import bitsandbytes as bnb  # noqa: E402
 import datasets  # noqa: E402
-from bitshard import lora  # noqa: E402
+from bitshard import functional, lora  # noqa: E402
 from bitshard.lora.layer import FusedLinear4bit, Peft  # noqa: E402
 from helpers.bytes import same_bytes  # noqa: E402
 from helpers.llama import TOKENS, load_4bit, save_llama  # noqa: E402
 from helpers.lora import fused_calls, fused_copy, layers, model, randomize, run  # noqa: E402
 from helpers.versions import transformers_takes_peft  # noqa: E402
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 LINEARS = 7  # of the decoder layer of helpers/llama.py
 
@@ -187,6 +192,64 @@ def test_a_head_and_embeddings_are_left(folder):
     assert str(report) == "3 LoRA layers: 1 fused, 2 left to peft (2: its weight is not quantized)"
     assert report.reasons == {"its weight is not quantized": 2}
     assert outputs(wrapped)[1] == 1
+
+
+def casts_of_adapters(wrapped, again):
+    """Casts of A and B and of their gradients in a step under autocast to bfloat16; `again`: with checkpointing."""
+    x = torch.randn(3, 128, dtype=torch.bfloat16, requires_grad=True)
+
+    def step():
+        wrapped.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = checkpoint(wrapped, x, use_reentrant=False) if again else wrapped(x)
+        y.sum().backward()
+
+    step()
+    with fused_calls() as calls, profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+        step()
+    assert calls == ["trained"] * (2 + 2 * again)
+    shapes = {tuple(p.shape) for p in wrapped.parameters() if p.requires_grad}
+    cast = [event for event in seen.events() if event.name == "aten::_to_copy"]
+    return sum(tuple(event.input_shapes[0]) in shapes for event in cast)
+
+
+@pytest.mark.parametrize("threshold", [None, 6.0], ids=["4-bit", "int8"])
+def test_what_float32_adapters_cost(threshold):
+    """The report counts the casts that a step makes; with adapters of the products' dtype there are none to count."""
+    wrapped = model([(96, 128), (64, 96)], torch.bfloat16, threshold=threshold)
+    for layer in layers(wrapped) if threshold else ():
+        layer.base_layer.packed_weight.dtype = torch.bfloat16  # as of a model that is loaded in it
+    report = lora.fuse(wrapped)
+    assert report.float32 == {"bfloat16": 2}
+    found = [casts_of_adapters(wrapped, again) for again in (False, True)]
+    assert [report.casts, report.casts_checkpointed] == found == [8, 12]
+    assert "2 float32 adapters on bfloat16 products: under autocast 8 casts a step, 12 with" in str(report)
+    assert "autocast_adapter_dtype=False" in str(report) and "p.data = p.data.to(torch.bfloat16)" in str(report)
+    for p in wrapped.parameters():
+        if p.requires_grad:
+            p.data = p.data.to(torch.bfloat16)
+    assert [casts_of_adapters(wrapped, again) for again in (False, True)] == [0, 0]
+    report = lora.report(wrapped)
+    assert report.float32 == {} and report.casts == 0 and str(report) == "2 LoRA layers: 2 fused"
+
+
+def test_adapters_that_had_better_stay_in_float32():
+    """float16 ones, which torch's GradScaler refuses, are not advised; float32 products cast nothing."""
+    report = lora.fuse(model([(96, 128), (64, 96)], torch.float16))
+    assert report.float32 == {"float16": 2} and report.casts == 8
+    assert str(report).endswith("8 casts a step, 12 with gradient checkpointing")
+    assert lora.fuse(model()).float32 == {}
+    lora.unfuse(wrapped := fused_copy(model(compute=torch.bfloat16)))
+    assert lora.report(wrapped).float32 == {}, "peft's own layers"
+
+
+def test_the_line_that_changes_it():
+    """What the report names: autocast_adapter_dtype=False gives adapters of 4-bit layers their compute dtype."""
+    base = torch.nn.Sequential(bnb.nn.Linear4bit(128, 96, compute_dtype=torch.bfloat16, quant_type="nf4")).to("cpu")
+    base.is_loaded_in_4bit = True
+    config = peft.LoraConfig(target_modules=["0"])
+    wrapped = peft.get_peft_model(base.requires_grad_(False), config, autocast_adapter_dtype=False)
+    assert lora.fuse(wrapped).float32 == {}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -388,6 +451,85 @@ def test_hooks_on_the_layer_see_what_they_saw():
     with fused_calls() as calls:
         run(wrapped, torch.randn(5, 128), torch.randn(5, 96))
     assert seen == ["y", "dx"] and calls == ["trained"]
+
+
+# ---- unsloth, played by stand-ins that do to a model what its get_peft_model does ----
+
+
+def read_around(layer, x):
+    """y of a LoRA layer out of its weights, without calling it or one of its modules."""
+    base, scale = layer.base_layer.weight, layer.scaling["default"]
+    dense = functional.dequantize_4bit(base.data, base.quant_state).to(x.dtype)
+    A, B = (part["default"].weight.to(x.dtype) for part in (layer.lora_A, layer.lora_B))
+    return x @ dense.t() + scale * (x @ A.t()) @ B.t()
+
+
+def of_unsloth(function):
+    """`function`, as unsloth.kernels.fast_lora would have it."""
+    function.__module__ = "unsloth.kernels.fast_lora"
+    return function
+
+
+@of_unsloth
+def apply_lora_mlp_swiglu(self, x, inplace=True):
+    up = torch.nn.functional.silu(read_around(self.gate_proj, x)) * read_around(self.up_proj, x)
+    return read_around(self.down_proj, up)
+
+
+@of_unsloth
+def apply_lora_qkv(self, x, inplace=True):
+    return tuple(read_around(layer, x) for layer in (self.q_proj, self.k_proj, self.v_proj))
+
+
+@of_unsloth
+def apply_lora_o(self, x):
+    return read_around(self.o_proj, x)
+
+
+def patched_by_unsloth(wrapped, mlp=apply_lora_mlp_swiglu):
+    """The blocks' functions in the places where unsloth puts them."""
+    (decoder,) = wrapped.base_model.model.model.layers
+    decoder.mlp.forward = types.MethodType(mlp, decoder.mlp)
+    decoder.self_attn.apply_qkv, decoder.self_attn.apply_o = apply_lora_qkv, apply_lora_o
+    return wrapped
+
+
+ITS_OWN = "unsloth's own kernels, which never call them"
+
+
+def test_what_unsloth_computes_is_said(folder):
+    """fuse and report: no layer is fused, none is peft's, and whose kernels are used."""
+    expected, _ = outputs(adapted(folder))
+    wrapped = patched_by_unsloth(adapted(folder))
+    report = lora.fuse(wrapped)
+    assert str(report) == str(lora.report(wrapped)) == f"7 LoRA layers: 0 fused, 7 computed by {ITS_OWN}"
+    assert len(report.elsewhere) == LINEARS and not report.left and not report.fused
+    found, calls = outputs(wrapped)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert calls == 4  # transformers' attention, which unsloth replaces by one that asks for apply_qkv and apply_o
+    assert lora.unfuse(wrapped) == LINEARS
+
+
+@pytest.mark.parametrize("mlp", [functools.partial(apply_lora_mlp_swiglu, inplace=False), lambda self, x: x])
+def test_a_forward_of_a_block_is_unsloth_s_or_somebody_s(folder, mlp):
+    """Of Cohere it is a partial; another's forward of an MLP is no business of the report."""
+    wrapped = adapted(folder)
+    (decoder,) = wrapped.base_model.model.model.layers
+    decoder.mlp.forward = types.MethodType(mlp, decoder.mlp)
+    unsloths = isinstance(mlp, functools.partial)
+    assert len(lora.fuse(wrapped).elsewhere) == 3 * unsloths and len(lora.report(wrapped).fused) == 7 - 3 * unsloths
+
+
+@pytest.mark.parametrize("cls", [Peft, bnb.nn.Linear4bit], ids=["of peft", "of bitsandbytes"])
+def test_a_class_s_forward_that_unsloth_replaced(folder, monkeypatch, cls):
+    """Importing unsloth replaces that of bitsandbytes' layer, FastModel that of peft's."""
+    wrapped = adapted(folder, target_modules=["q_proj"])
+    forward = cls.forward
+    replaced = lambda self, *args, **kwargs: forward(self, *args, **kwargs)  # noqa: E731
+    replaced.__module__ = "unsloth_compiled_module_peft" if cls is Peft else "unsloth_zoo.temporary_patches"
+    monkeypatch.setattr(cls, "forward", replaced)
+    assert lora.fuse(wrapped).reasons == {"the forward of Linear4bit has been replaced by unsloth": 1}
+    assert outputs(wrapped)[1] == 0
 
 
 # ---- training ----

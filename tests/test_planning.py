@@ -11,6 +11,7 @@ import torch
 from bitshard import planning
 from bitshard.planning import meter, played, shapes, text
 from bitshard_cli import main
+from bitshard_cli.plan import EXAMPLE
 from helpers import moe
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
@@ -400,12 +401,53 @@ def test_the_command(tiny, tmp_path, capsys):
 
 
 def test_commands_of_the_pages(capsys):
-    found = [line for page in ("plan.md", "experts.md") for line in (ROOT / "docs" / page).read_text().splitlines()]
-    commands = [line.split() for line in found if line.startswith("bitshard plan ")]
-    assert len(commands) == 2
+    """What they plan fits, and so does the example of --help."""
+    pages = ("plan.md", "experts.md", "commands.md")
+    found = [line for page in pages for line in (ROOT / "docs" / page).read_text().splitlines()]
+    commands = {line.partition("  #")[0].strip() for line in found if line.startswith("bitshard plan ")}
+    assert len(commands) == 3 and EXAMPLE in commands
+    commands = [command.split() for command in commands]
     for command in commands:
         assert main.main(command[1:]) == 0
-        assert "fit" in capsys.readouterr().out
+        assert "\nFits: " in capsys.readouterr().out, command
+
+
+@pytest.mark.parametrize("kind", ["whisper", "t5", "bart"])
+def test_encoder_decoders_are_refused(kind):
+    """Their decoders alone are causal language models of transformers, which would leave out the rest."""
+    with pytest.raises(ValueError, match=f"{kind}: an encoder-decoder model, of which a plan would leave out"):
+        planning.plan({"model_type": kind})
+
+
+def test_a_decoder_of_an_encoder_decoder():
+    """Saved by itself, as a language model."""
+    small = {"d_model": 64, "decoder_layers": 2, "decoder_ffn_dim": 64, "decoder_attention_heads": 4, "vocab_size": 96}
+    found = planning.plan({"model_type": "bart", "is_encoder_decoder": False, "is_decoder": True, **small}, seq=64)
+    assert text.header(found)[0].startswith("bart (BartForCausalLM): ")
+
+
+VISION = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 56,
+    "patch_size": 14,
+}  # fmt: skip
+
+
+def test_what_is_planned_is_said():
+    """Models of images are planned for text, with their towers' weights; and the class that the config names."""
+    tower = {"model_type": "clip_vision_model", **VISION}
+    config = {"model_type": "llava", "text_config": SMALL, "vision_config": tower}
+    found = planning.plan({**config, "architectures": ["LlavaForConditionalGeneration"]}, seq=64)
+    assert text.header(found)[0].startswith("llava (LlavaForConditionalGeneration): ")
+    said = "\n".join(text.verdict(found))
+    assert "Planned for text: activations of its parts for vision are left out. Count their tokens in --seq" in said
+    assert text.data(found)["class"] == "LlavaForConditionalGeneration" and len(text.data(found)["notes"]) == 1
+    towers = [name for name, _ in found.model.layers() if "vision" in name]
+    assert towers and not found.estimated
+    encoder = {"model_type": "bert", "architectures": ["BertForMaskedLM"], **VISION, "vocab_size": 96}
+    masked = planning.plan(encoder, seq=64)
+    said = "\n".join(text.verdict(masked))
+    assert "The config names BertForMaskedLM; planned is BertLMHeadModel, a language model" in said
+    assert not planning.plan(SMALL | {"architectures": ["LlamaForCausalLM"]}, seq=64).notes
 
 
 @pytest.mark.parametrize(
@@ -418,7 +460,7 @@ def test_commands_of_the_pages(capsys):
         (["{folder}/list"], "config.json: expected a JSON object, found list"),
         (["{folder}/kindless"], "config.json: it has no model_type"),
         (["{folder}/strange"], "strange"),
-        (["{folder}/encoder"], "no language model of transformers"),
+        (["{folder}/encoder"], "encoder: no language model of transformers: it has none of type 'vit'"),
         (["{folder}/uneven"], "Field 'hidden_size' expected int, got str (value: 'many')"),
         (["{folder}/deep"], "config.json: no JSON (maximum recursion"),
         (["{folder}/negative"], "negative: no language model of transformers: Trying to create tensor with negative"),
@@ -440,7 +482,8 @@ def test_mistakes_of_the_user(arguments, words, tmp_path, capsys):
         (tmp_path / name / "config.json").write_text(words_of, encoding="latin-1")
     status = main.main(["plan", *(argument.format(folder=tmp_path) for argument in arguments)])
     said = capsys.readouterr()
-    assert status == 1 and words in said.err and said.err.count("\n") == 1 and not said.out
+    wrong_argument = {"--gpus", "--offload"} & set(arguments)
+    assert status == (2 if wrong_argument else 1) and words in said.err and said.err.count("\n") == 1 and not said.out
     assert "BITSHARD_TRACEBACK" not in said.err and not [path for path in tmp_path.rglob("*x.*")]
 
 

@@ -21,6 +21,7 @@ LAYERS = [
     "ops",
     "maps",
     "kinds",
+    "registry",
     "state",
     "checks",
     "launch",
@@ -31,6 +32,7 @@ LAYERS = [
     "gather",
     "kept_part",
     "place",
+    "foreign",
     "inventory",
     "blockwise",
     "reordered",
@@ -38,9 +40,9 @@ LAYERS = [
     "int8",
     "functional",
     "rows",
+    "recognized",
     "outliers",
     "optim",
-    "foreign",
     "guards",
     "adapters",
     "tensor",
@@ -62,10 +64,10 @@ LAYERS = [
     "experts.lora",
     "experts.sources",
     "experts.forward",
+    "experts",
     "lora",
     "transformers",
-    "registry",
-    "experts",
+    "entries",
     "convert",
     "planning",
     "calibration",
@@ -194,6 +196,61 @@ def test_nothing_is_written_twice():
     assert not repeated({"one": lines, "other": "x"})
 
 
+# ---- dtypes ----
+
+# Functions of torch whose result has a dtype that they choose, mostly torch's default, unless they are given one
+MAKERS = """
+arange as_tensor asarray bartlett_window blackman_window complex empty empty_permuted empty_strided eye full
+hamming_window hann_window kaiser_window linspace logspace normal ones rand randn randint randperm range scalar_tensor
+sparse_coo_tensor tensor tril_indices triu_indices zeros Tensor
+""".split()
+
+
+def without_dtype(source: str) -> list[str]:
+    """Calls of MAKERS, as attributes of torch or imported from it, without `dtype=`; "line: call"."""
+    tree = ast.parse(source)
+    own = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "torch"
+        for alias in node.names
+        if alias.name in MAKERS
+    }
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or any(keyword.arg == "dtype" for keyword in node.keywords):
+            continue
+        called = node.func
+        of_torch = (
+            isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == "torch"
+        )
+        if (of_torch and called.attr in MAKERS) or (isinstance(called, ast.Name) and called.id in own):
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "code, count",
+    [
+        ("torch.zeros(3)", 1),
+        ("x = [torch.tensor(1.0, device=device).double()]", 1),
+        ("def f():\n    return torch.linspace(0, 1, 5)", 1),
+        ("from torch import Tensor, full as filled\nfilled((2,), 0.5)\nTensor(3)", 2),
+        ("torch.zeros(3, dtype=torch.int64); x.new_zeros(3); torch.zeros_like(x); numpy.zeros(3); zeros(3)", 0),
+        ("from torch import Tensor\nx: Tensor = torch.mm(a, b)", 0),
+    ],
+)
+def test_a_constant_without_a_dtype_is_found(code, count):
+    assert len(without_dtype(code)) == count
+
+
+def test_constants_name_their_dtype():
+    """No tensor of the engine, the façade or the command line has a dtype that torch.set_default_dtype chooses."""
+    paths = [path for path in files() if path.suffix == ".py" and path.is_relative_to(ROOT / "python")]
+    assert len(paths) > 100
+    assert not {str(path): found for path in paths if (found := without_dtype(read(path)))}
+
+
 # ---- imports ----
 
 
@@ -217,9 +274,9 @@ def base_of(node: ast.ImportFrom, name: str, is_package: bool) -> str | None:
 
 
 def imports_of(source: str, name: str, is_package: bool, known: set[str]) -> set[str]:
-    """Modules of the engine that module `name` imports anywhere in it: in functions, classes and branches too.
+    """Modules of the engine that module `name` names in imports anywhere in it: in functions, classes and branches too.
 
-    Importing a module of a package counts as that module, not as its package, which Python loads on the way.
+    A module of a package counts as that module; `with_packages` adds the package.
     """
     wanted = set()
     for node in ast.walk(ast.parse(source)):
@@ -231,13 +288,27 @@ def imports_of(source: str, name: str, is_package: bool, known: set[str]) -> set
     return {full.removeprefix("bitshard.") for full in wanted} - {name}
 
 
+def packages_of(name: str) -> set[str]:
+    """A module's packages, and the module itself."""
+    parts = name.split(".")
+    return {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
+
+
+def with_packages(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The graph with packages too, which Python loads before a module of theirs; but for those that a module is in."""
+    return {
+        name: imported | set().union(*map(packages_of, imported)) - packages_of(name)
+        for name, imported in graph.items()
+    }
+
+
 def import_graph() -> dict[str, set[str]]:
     """{module: modules it imports}; the C core, which imports nothing here, is "_C"."""
     paths = module_files()
     known = {*paths, "_C"}
     graph = {name: imports_of(read(path), name, path.name == "__init__.py", known) for name, path in paths.items()}
     assert all(imported <= known for imported in graph.values()), graph
-    return {**graph, "_C": set()}
+    return with_packages({**graph, "_C": set()})
 
 
 def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
@@ -288,6 +359,16 @@ def test_relative_imports_of_packages():
     assert imports_of("from .one import f\nfrom ..state import g", "parts", True, known) == {"parts.one", "state"}
     assert imports_of("from . import state\nfrom .parts import one", "bitshard", True, known) == {"state", "parts.one"}
     assert imports_of("from . import state\nfrom .parts import g", "top", False, known) == {"state", "parts"}
+
+
+def test_a_circle_through_a_package_is_found():
+    """One module imports another's neighbour, and with it the package, which imports the first module."""
+    graph = {"low": {"top"}, "top": {"parts.one"}, "parts": {"low", "parts.one"}, "parts.one": set()}
+    assert not circles_of(graph) and circles_of(with_packages(graph)) == [["low", "parts", "top"]]
+    assert with_packages({"parts.one": {"parts.two"}, "parts": {"parts.two"}}) == {
+        "parts.one": {"parts.two"},
+        "parts": {"parts.two"},
+    }
 
 
 def test_no_modules_import_each_other():

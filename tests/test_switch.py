@@ -6,9 +6,11 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from bitshard_cli import installed, main, report, switch
@@ -26,15 +28,9 @@ def site(tmp_path, facade, monkeypatch):
     folder = tmp_path / "site-packages"
     folder.mkdir()
     monkeypatch.setattr(installed, "CARRIED", facade)
-    monkeypatch.setattr(switch, "site_of", lambda found: folder)  # never those of the Python that runs the tests
+    monkeypatch.setattr(installed, "home", lambda: folder)  # never those of the Python that runs the tests
     monkeypatch.setattr(sys, "path", [str(folder), *(path for path in sys.path if "site-packages" not in path)])
     return folder
-
-
-def test_the_folder_is_that_of_the_imported_one(tmp_path):
-    owner = installed.Owner("bitsandbytes", "0.50.2", tmp_path, tmp_path / "info", [], False)
-    assert switch.site_of([owner, owner._replace(site=tmp_path / "later")]) == tmp_path
-    assert switch.site_of([]) == Path(sysconfig.get_path("purelib"))
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
@@ -59,6 +55,27 @@ def upstream(site: Path, version: str = "0.50.2", name: str = "bitsandbytes", re
     if record:
         files[f"{info}/RECORD"] = record_text
     write(site, files | {"bitsandbytes/__pycache__/made_later.pyc": "not in the RECORD"})
+
+
+def test_files_outside_of_the_site_stay(site, tmp_path):
+    """Whatever a RECORD names: scripts, files above, absolute paths, and what lies below a link out of the site."""
+    upstream(site)
+    elsewhere = tmp_path / "elsewhere"
+    write(elsewhere, {"absolute.py": "", "linked.py": "", "above.py": ""})
+    write(site, {"within.py": "", "folder/deeper.py": ""})
+    (site / "link").symlink_to(elsewhere)
+    record = site / "bitsandbytes-0.50.2.dist-info" / "RECORD"
+    named = ["../elsewhere/above.py", f"{elsewhere}/absolute.py", "link/linked.py", "folder/../../elsewhere/above.py"]
+    inside = ["../site-packages/within.py", "folder/deeper.py"]
+    record.write_text(record.read_text() + "".join(f"{name},,\n" for name in [*named, *inside]))
+    before, script = bytes_of(tmp_path), site / "../../bin/bnb-tool"
+    outside, born = bytes_of(elsewhere), script.stat().st_ino
+    assert len(outside) == 3
+    switch.use(site)
+    assert bytes_of(elsewhere) == outside and script.stat().st_ino == born
+    assert not (site / "within.py").exists() and not (site / "folder" / "deeper.py").exists()
+    switch.unuse(site)
+    assert bytes_of(tmp_path) == before and bytes_of(elsewhere) == outside
 
 
 def bytes_of(folder: Path) -> dict[str, str]:
@@ -270,6 +287,10 @@ def test_pip_installed_another_upstream_since(site, tmp_path):
     upstream(site, "0.51.0")
     with pytest.raises(switch.Mistake, match=r"0\.51\.0 was installed since and is active.*0\.50\.2 is kept"):
         switch.unuse(site)
+    said = report_rows(site)
+    assert "`bitshard unuse` puts it back" not in said["text"] and said["mend"] == "bitshard use"
+    assert f"bitsandbytes 0.50.2 in {site / switch.KEPT}, which pip has replaced by 0.51.0 since" in said["text"]
+    assert f"rm -r {site / switch.KEPT}" in said["text"]
     before = {name: text for name, text in bytes_of(site).items() if switch.KEPT not in name}
     assert switch.use(site)["kept"] == "0.51.0"
     assert [path.name for path in (site / switch.KEPT).glob("kept-*")] == ["kept-1"]
@@ -376,3 +397,200 @@ def test_an_editable_engine_says_what_to_do(site, monkeypatch, capsys):
     assert main.main(["use"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("bitshard: this bitshard carries no façade") and said.count("\n") == 1
+
+
+# ---- environments that see each other: real interpreters, real environments ----
+
+
+class Environment(NamedTuple):
+    """A Python of its own with a folder of installed packages."""
+
+    python: Path
+    site: Path
+
+    def __call__(self, code: str, **variables: str) -> subprocess.CompletedProcess:
+        env = {"PATH": "", "HOME": str(self.site.parents[3]), **variables}
+        command = [str(self.python), "-c", code]
+        return subprocess.run(command, capture_output=True, text=True, env=env, cwd=self.python.parent, timeout=60)
+
+    def bitshard(self, *words: str, **variables: str) -> subprocess.CompletedProcess:
+        """The command, as the script that pip writes runs it."""
+        return self(f"import sys; from bitshard_cli import main; sys.exit(main.main({list(words)}))", **variables)
+
+    def imports(self, **variables: str) -> tuple[str, Path]:
+        """Version and folder of the bitsandbytes that a program here gets."""
+        code = "import importlib.metadata as m, importlib.util as u; print(m.version('bitsandbytes'));"
+        ran = self(f"{code} print(u.find_spec('bitsandbytes').origin)", **variables)
+        version, origin = ran.stdout.splitlines()
+        return version, Path(origin).parents[1]
+
+
+def found_in(python: Path) -> Environment:
+    ask = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    return Environment(python, Path(subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()))
+
+
+def interpreter(prefix: Path) -> Environment:
+    """A copy of this Python whose standard library is linked and whose own packages are none."""
+    library = Path(sysconfig.get_path("stdlib"))
+    own = prefix / "lib" / library.name
+    own.mkdir(parents=True)
+    (prefix / "bin").mkdir()
+    shutil.copy(os.path.realpath(sys.executable), prefix / "bin" / "python3")
+    for path in library.iterdir():
+        if path.name not in ("site-packages", "dist-packages"):
+            (own / path.name).symlink_to(path)
+    found = found_in(prefix / "bin" / "python3")
+    assert found.site.is_relative_to(prefix)
+    found.site.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+def made_by(base: Environment, prefix: Path, *options: str) -> Environment:
+    subprocess.run([str(base.python), "-m", "venv", "--without-pip", *options, str(prefix)], check=True, timeout=60)
+    return found_in(prefix / "bin" / "python3")
+
+
+@pytest.fixture
+def give_bitshard(facade):
+    """give_bitshard(site): bitshard's command there, as its wheel has it."""
+
+    def give(site: Path) -> None:
+        source = Path(installed.__file__).parent
+        shutil.copytree(source, site / "bitshard_cli", ignore=shutil.ignore_patterns("__pycache__", "facade"))
+        shutil.copytree(facade, site / "bitshard_cli" / "facade")
+
+    return give
+
+
+@pytest.fixture
+def base(tmp_path):
+    return interpreter(tmp_path / "base")
+
+
+def sites_of(*environments: Environment) -> dict[str, str]:
+    found = {}
+    for environment in environments:
+        files = bytes_of(environment.site)
+        found |= {f"{environment.site}/{name}": text for name, text in files.items() if "__pycache__" not in name}
+    return found
+
+
+@pytest.mark.parametrize("how", ["system", "pth"])
+def test_upstream_in_another_environment_stays(base, tmp_path, give_bitshard, how):
+    """The façade comes into the environment's own site, first on its path, and nothing of the other one changes."""
+    if how == "system":
+        other, env = base, made_by(base, tmp_path / "env", "--system-site-packages")
+    else:
+        other, env = made_by(base, tmp_path / "other"), made_by(base, tmp_path / "env")
+        (env.site / "other.pth").write_text(f"{other.site}\n")
+    upstream(other.site)
+    give_bitshard(env.site)
+    assert env.imports() == ("0.50.2", other.site)
+    theirs, ours = sites_of(base, other), sites_of(env)
+    ran = env.bitshard("use")
+    assert ran.returncode == 0 and not ran.stderr, ran.stderr
+    assert f"is active in {env.site}\n" in ran.stdout
+    assert f"bitsandbytes 0.50.2 in {other.site} is as it was, and no longer imported here" in ran.stdout
+    version, place = env.imports()
+    assert installed.FACADE_MARK in version and place == env.site
+    assert sites_of(base, other) == theirs
+    assert "already" in env.bitshard("use").stdout
+    assert env.bitshard("unuse").returncode == 0
+    assert env.imports() == ("0.50.2", other.site)
+    assert sites_of(base, other) == theirs and sites_of(env) == ours
+
+
+def test_the_user_s_site(base, tmp_path, give_bitshard):
+    """bitshard in it: nothing of the interpreter's own is written. Upstream in it: refused, for it comes first."""
+    variables = {"PYTHONUSERBASE": str(tmp_path / "user")}
+    user = Path(base("import site; print(site.getusersitepackages())", **variables).stdout.strip())
+    user.mkdir(parents=True)
+    give_bitshard(user)
+    upstream(base.site)
+    before = sites_of(base)
+    assert base.bitshard("use", **variables).returncode == 0
+    assert base.imports(**variables)[1] == user and sites_of(base) == before
+    assert base.bitshard("unuse", **variables).returncode == 0
+    assert base.imports(**variables) == ("0.50.2", base.site)
+    shutil.rmtree(user)
+    upstream(user, "0.49.0")
+    give_bitshard(base.site)
+    before = sites_of(base), bytes_of(user)
+    ran = base.bitshard("use", **variables)
+    assert ran.returncode == 1 and ran.stderr.count("\n") == 1, ran.stderr
+    assert f"{user} comes first" in ran.stderr and "bitshard run" in ran.stderr
+    assert (sites_of(base), bytes_of(user)) == before
+
+
+@pytest.mark.parametrize("name", ["use", "unuse"])
+def test_bitshard_of_another_environment(base, tmp_path, give_bitshard, name):
+    """Seen by a .pth file or PYTHONPATH: neither site is changed, whichever has an upstream."""
+    other, env = made_by(base, tmp_path / "other"), made_by(base, tmp_path / "env")
+    give_bitshard(other.site)
+    upstream(other.site)
+    if name == "unuse":
+        assert other.bitshard("use").returncode == 0
+    upstream(env.site, "0.49.0")
+    before = sites_of(env, other, base)
+    (env.site / "other.pth").write_text(f"{other.site}\n")
+    for variables in ({}, {"PYTHONPATH": str(other.site)}):
+        ran = env.bitshard(name, **variables)
+        assert ran.returncode == 1 and ran.stderr.count("\n") == 1, ran.stderr
+        assert f"{other.site}, which is not of this environment" in ran.stderr and "bitshard run" in ran.stderr
+    (env.site / "other.pth").unlink()
+    assert sites_of(env, other, base) == before
+
+
+def test_an_upstream_on_pythonpath(base, tmp_path, give_bitshard):
+    """It comes before every site, so `use` would change nothing for a program: the report names `bitshard run`, too."""
+    give_bitshard(base.site)
+    upstream(tmp_path / "target")
+    before = bytes_of(tmp_path / "target"), sites_of(base)
+    variables = {"PYTHONPATH": str(tmp_path / "target")}
+    ran = base.bitshard("use", **variables)
+    assert ran.returncode == 1 and f"{tmp_path / 'target'} comes first" in ran.stderr
+    code = "from bitshard_cli import report; print(report._exchange())"
+    assert base(code, **variables).stdout.startswith("bitshard run ")
+    assert base(code).stdout == "bitshard use\n"
+    assert (bytes_of(tmp_path / "target"), sites_of(base)) == before
+
+
+def test_a_folder_that_is_no_environment_s(base, tmp_path, give_bitshard):
+    """As `pip install --target` fills it: bitshard and upstream there are exchanged there."""
+    target = tmp_path / "target"
+    upstream(target)
+    give_bitshard(target)
+    before = {name: text for name, text in bytes_of(target).items() if "__pycache__" not in name}
+    variables = {"PYTHONPATH": str(target), "PYTHONDONTWRITEBYTECODE": "1"}
+    assert base.bitshard("use", **variables).returncode == 0
+    assert installed.FACADE_MARK in base.imports(**variables)[0] and not sites_of(base)
+    assert base.bitshard("unuse", **variables).returncode == 0
+    assert {name: text for name, text in bytes_of(target).items() if "__pycache__" not in name} == before
+
+
+def test_bitshard_was_uninstalled_while_in_use(base, give_bitshard):
+    """The façade that stays says so itself when it is imported; so it does where pip has left an empty folder."""
+    upstream(base.site)
+    give_bitshard(base.site)
+    assert base.bitshard("use").returncode == 0
+    shutil.rmtree(base.site / "bitshard_cli")
+    for leftover in (False, True):
+        if leftover:
+            (base.site / "bitshard" / "__pycache__").mkdir(parents=True)
+        for code in ("import bitsandbytes", "from bitsandbytes.nn import Linear4bit"):
+            last = base(code).stderr.splitlines()[-1]
+            assert last.startswith("ImportError: ") and "bitshard's" in last and "not installed" in last, last
+            assert "install bitshard again" in last and "`bitshard unuse`" in last, last
+            assert "pip install --force-reinstall --no-deps bitsandbytes==0.50.2" in last, last
+    give_bitshard(base.site)
+    assert base.bitshard("unuse").returncode == 0 and base.imports() == ("0.50.2", base.site)
+
+
+def test_another_fault_of_the_engine_is_shown_as_it_is(tmp_path, facade):
+    """Only a missing engine is taken for one."""
+    write(tmp_path, {"bitshard/__init__.py": "import torch_of_nobody\n"})
+    env = {"PATH": "", "PYTHONPATH": os.pathsep.join([str(tmp_path), str(facade)])}
+    command = [sys.executable, "-S", "-c", "import bitsandbytes"]
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    assert "ModuleNotFoundError: No module named 'torch_of_nobody'" in ran.stderr

@@ -1,12 +1,15 @@
-"""`make release` without CUDA: two wheels and a source distribution, for old systems, the same bytes again."""
+"""`make release` without CUDA: two wheels and a source distribution, for old systems, the same bytes again. And what
+setup.py says and asks while it compiles."""
 
 import hashlib
 import importlib.util
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
+import types
 import zipfile
 from pathlib import Path
 
@@ -43,6 +46,16 @@ def build(out: Path, seconds: str) -> str:
     return done.stdout
 
 
+def loaded(file: str) -> types.ModuleType:
+    """A script of the tree as a module."""
+    spec = importlib.util.spec_from_file_location(f"loaded_{Path(file).stem}", ROOT / file)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("setuptools.setup", lambda **options: None)  # setup.py would build
+        spec.loader.exec_module(module)
+    return module
+
+
 def test_names_and_sums(wheels):
     names = sorted(path.name for path in wheels.iterdir())
     assert names == [
@@ -62,9 +75,81 @@ def test_the_same_bytes_again(wheels, tmp_path):
     assert int(found) <= 28
 
 
+def test_the_tools_need_nothing_else(wheels, tmp_path):
+    """Pinned as a whole: they run by an interpreter that has no package of its own."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True, timeout=60)
+    env = {"PATH": "", "PYTHONPATH": str(ROOT / ".cache" / "release-tools")}
+    command = [str(tmp_path / "bin" / "python"), "-m", "auditwheel", "--version"]
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("missing", ["tools", "nvcc"])
+def test_tools_are_tried_before_anything_is_built(monkeypatch, tmp_path, missing):
+    release = loaded("release/wheels.py")
+    monkeypatch.setattr(release, "export", lambda target: pytest.fail("began to build"))
+    monkeypatch.setattr(sys, "argv", ["wheels.py", "--out", str(tmp_path / "dist")])
+    if missing == "tools":
+        monkeypatch.setattr(release, "TOOLS", tmp_path / "empty")
+        said = r"auditwheel.*rm -r .*make"
+    else:
+        stand_in(tmp_path / "bin", "nvcc", "echo no licence >&2; exit 3")
+        monkeypatch.setattr(release, "TOOLS", stand_in_tools(tmp_path))
+        monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]]))
+        said = r"nvcc.*no licence"
+    with pytest.raises(SystemExit, match=said):
+        release.main()
+    assert not (tmp_path / "dist").exists()
+
+
+def stand_in_tools(folder: Path) -> Path:
+    """Modules and a compiler that run and do nothing."""
+    for name in ("auditwheel", "elftools", "setuptools", "packaging"):
+        (folder / "tools" / name).mkdir(parents=True)
+        for file in ("__init__.py", "__main__.py"):
+            (folder / "tools" / name / file).touch()
+    stand_in(folder / "tools" / "ziglang", "zig", "exit 0")
+    return folder / "tools"
+
+
+def test_a_release_is_built_in_a_private_folder():
+    """Nobody else can be there before, or look into it; two can be built at once."""
+    release = loaded("release/wheels.py")
+    with release.private_folder() as one, release.private_folder() as other:
+        for folder in (one, other):
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and not list(folder.iterdir())
+        assert one != other
+    assert not one.exists() and not other.exists()
+
+
+def test_nvcc_s_bytes_do_not_depend_on_the_folder(tmp_path, monkeypatch):
+    """nvcc puts a hash of a source's path into the names of what is internal to it; a release leaves it out."""
+    setup, release = loaded("setup.py"), loaded("release/wheels.py")
+    nvcc = setup.find_nvcc()
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    monkeypatch.setenv("BITSHARD_CUDA_ARCHS", "80,compute_80")
+    text = "namespace { __device__ int TABLE[2] = {1, 2}; }\n"
+    text += 'extern "C" __global__ void f(int *y) { *y = TABLE[*y]; }\n'
+    made = {}
+    for variables in ({}, release.CUDA_VARIABLES):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        for folder in ("one", "an/other"):
+            source = tmp_path / folder / "kernel.cu"
+            source.parent.mkdir(parents=True, exist_ok=True)
+            source.write_text(text)
+            fatbin = setup.compile_fatbin(nvcc, source, source.parent)
+            made.setdefault(len(variables), set()).add(fatbin.read_bytes())
+            fatbin.unlink()
+    assert len(made[0]) == 2 and len(made[len(release.CUDA_VARIABLES)]) == 1
+
+
 def test_what_the_wheel_holds(wheels):
     (wheel,) = wheels.glob("bitshard-*.whl")
     with zipfile.ZipFile(wheel) as opened:
+        library = opened.read("bitshard/_C.abi3.so")
+        assert sys.base_prefix.encode() not in library and str(ROOT).encode() not in library  # as a RUNPATH was
         names = opened.namelist()
         metadata = opened.read("bitshard-0.1.0.dist-info/METADATA").decode()
         entries = opened.read("bitshard-0.1.0.dist-info/entry_points.txt").decode()
@@ -79,9 +164,7 @@ def test_what_the_wheel_holds(wheels):
 
 def test_the_project_s_page(tmp_path):
     """With BITSHARD_URL: in the metadata of both projects; links of READMEs lead there, others stay as they are."""
-    spec = importlib.util.spec_from_file_location("release_wheels", ROOT / "release" / "wheels.py")
-    release = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(release)
+    release = loaded("release/wheels.py")
     for project in ("", "python/bitsandbytes"):
         (tmp_path / project).mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / project / "pyproject.toml", tmp_path / project / "pyproject.toml")
@@ -136,3 +219,61 @@ def test_the_source_distribution_builds(wheels, tmp_path):
         assert {member.mtime for member in opened.getmembers()} == {1764000000}
     assert {"setup.py", "pyproject.toml", "LICENSE", "README.md", "python/bitsandbytes/pyproject.toml"} <= set(names)
     assert not [name for name in names if name.startswith(("tests", ".cache", "benchmarks")) or name.endswith(".so")]
+
+
+# ---- what setup.py says and asks ----
+
+
+def stand_in(folder: Path, name: str, script: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize("said, found", [("8.6", "86"), ("9.0\n8.6\n9.0", "86,90a"), ("12.0", "120")])
+def test_the_architecture_of_this_machine(tmp_path, monkeypatch, said, found):
+    """BITSHARD_CUDA_ARCHS=native: that of each GPU that nvidia-smi names, once."""
+    stand_in(tmp_path / "bin", "nvidia-smi", f"echo \"$@\" >> {tmp_path}/asked\nprintf '{said}\\n'")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("BITSHARD_CUDA_ARCHS", "native")
+    setup = loaded("setup.py")
+    assert setup.architectures() == setup.architectures() == found.split(",")
+    assert (tmp_path / "asked").read_text() == "--query-gpu=compute_cap --format=csv,noheader\n"
+
+
+@pytest.mark.parametrize(
+    "script, words",
+    [
+        (None, "there is no nvidia-smi"),
+        ("echo NVIDIA-SMI has failed; exit 9", "NVIDIA-SMI has failed"),
+        ("true", "named no GPU"),
+        ("echo '[N/A]'", r"said '\[N/A\]'"),
+        ("echo 6.1", "6.1.*7.5"),
+    ],
+)
+def test_no_architecture_of_this_machine(tmp_path, monkeypatch, script, words):
+    (tmp_path / "bin").mkdir()
+    if script:
+        stand_in(tmp_path / "bin", "nvidia-smi", script)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("BITSHARD_CUDA_ARCHS", "native")
+    with pytest.raises(SystemExit, match=f"(?s)BITSHARD_CUDA_ARCHS=native.*{words}.*BITSHARD_CUDA_ARCHS=86"):
+        loaded("setup.py").architectures()
+
+
+def test_progress_of_nvcc(tmp_path, monkeypatch, capfd):
+    """A line before the first source and one for each: which of how many, and seconds; none if nothing is compiled."""
+    write = 'while [ "$1" != -o ]; do shift; done; echo made > "$2"'
+    stand_in(tmp_path / "bin", "nvcc", write)
+    monkeypatch.setenv("BITSHARD_CUDA_ARCHS", "75,90a")
+    setup = loaded("setup.py")
+    sources = [tmp_path / f"{name}.cu" for name in "abc"]
+    for source in sources:
+        source.touch()
+    for _ in range(2):
+        fatbins = setup.compile_fatbins(str(tmp_path / "bin" / "nvcc"), sources, tmp_path)
+    assert [path.read_text() for path in fatbins] == ["made\n"] * 3
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 4 and "3 CUDA sources for 75,90a" in said[0] and "BITSHARD_CUDA_ARCHS=native" in said[0]
+    for n, line in enumerate(said[1:], 1):
+        assert re.fullmatch(rf"bitshard: nvcc {n} of 3: [abc]\.cu in \d+ s, \d+ s since the start", line), line

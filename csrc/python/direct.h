@@ -17,12 +17,18 @@
 
 #include "torch/tensor.h"
 
-/* configure(exchange, tensor, weights, dtypes, watchers, settings, profiler, grad_enabled, storage_address, holds):
- * torch.Tensor.__dlpack_c_exchange_api__, the class Tensor, the classes of packed weights, torch.float32, float16 and
- * bfloat16, callables that say whether somebody watches, for each dtype pairs of a callable and what it returns while
- * products are to be torch's default, torch.autograd.profiler, torch.is_grad_enabled, a function that gives the address
- * of a tensor's storage, 0 of a freed one, one that says whether the storage holds all elements of a tensor. Returns
- * whether the exchange table can be used. */
+/* configure(ten arguments): whether the exchange table can be used.
+ *
+ *   exchange          torch.Tensor.__dlpack_c_exchange_api__
+ *   tensor            the class Tensor
+ *   weights           the classes of packed weights
+ *   dtypes            torch.float32, torch.float16, torch.bfloat16
+ *   watchers          callables: is a profiler or a dispatch mode active?
+ *   settings          for each dtype pairs (callable, what it returns while products are torch's default)
+ *   profiler          torch.autograd.profiler
+ *   grad_enabled      torch.is_grad_enabled
+ *   storage_address   callable: address of a tensor's storage; 0 if it was freed
+ *   holds             callable: does the storage hold all elements of a tensor? */
 PyObject *bsh_direct_configure(PyObject *module, PyObject *args);
 
 /* fall_back((linear_4bit, linear_4bit_dgrad, dequantize_4bit, linear_int8, linear_int8_dgrad) or None): callables with

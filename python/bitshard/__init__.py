@@ -14,13 +14,14 @@ try:
 
     from bitshard import _C, autograd, direct, functional, nn, ops, registry, state, tensor
     from bitshard.autograd import matmul_4bit
+    from bitshard.entries import ENTRIES
     from bitshard.int8_params import Int8Params
     from bitshard.nn.linear import Linear4bit, LinearFP4, LinearNF4
     from bitshard.state import QuantState
     from bitshard.tensor import PackedData, Params4bit
 
     direct.enable_direct_calls(Params4bit, PackedData, Int8Params)
-    registry.watch()
+    registry.watch(ENTRIES)
     __version__ = _C.version
 except ImportError:
     # `python -m bitshard` says what is wrong, so it must get past this.

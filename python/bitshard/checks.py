@@ -63,7 +63,7 @@ def check_packed(packed: Tensor, state: QuantState, where: str) -> None:
             f"{where}: packed weight has {packed.numel()} elements of {dtype_name(packed.dtype)}, but "
             f"{list(state.shape)} needs {expected}. Is it sharded, or was it cast to another dtype?"
         )
-    _check_there(packed, state, where)
+    check_there(packed, state, where)
     n_blocks = ops.block_count(n, state.blocksize)
     if state.absmax.numel() != n_blocks:
         raise ValueError(
@@ -88,13 +88,15 @@ def _check_int8(packed: Tensor, state: QuantState, where: str) -> None:
             f"{dtype_name(packed.dtype)} and {scales} scales, expected {expected} and {state.scale_count}. Is it "
             "sharded, or was it cast to another dtype?"
         )
-    _check_there(packed, state, where)
+    check_there(packed, state, where)
     if state.absmax.device != packed.device:
         raise ValueError(f"{where}: the int8 weight is on {packed.device}, its scales are on {state.absmax.device}")
 
 
-def _check_there(packed: Tensor, state: QuantState, where: str) -> None:
-    if state.shape.numel() > 0 and packed.untyped_storage().nbytes() == 0:
+def check_there(packed: Tensor, state: QuantState, where: str) -> None:
+    """ValueError where FSDP1 has freed the memory of packed bytes."""
+    missing = packed.numel() < state.packed_elements(packed.element_size())
+    if state.shape.numel() > 0 and (missing or packed.untyped_storage().nbytes() == 0):
         raise ValueError(
             f"{where}: FSDP1 has freed this packed weight of {list(state.shape)}, as it does after a module's forward, "
             "so it cannot be dequantized or merged here. Merge in one process with the saved adapter, load "

@@ -8,8 +8,9 @@ it any more: `tests/test_foreign.py` looks into the installed libraries and fail
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Foreign(NamedTuple):
@@ -73,8 +74,45 @@ PEFT_UNMERGES = Foreign(
     "merged_adapters",
     "gives a layer new bytes: it gets those from before",
 )
+TORCH_EXPORTS = Foreign(
+    "torch.export._trace",
+    "_export_for_training",
+    "original_state_dict = _get_original_state_dict(mod)",
+    "traces a module with tensors without attributes in the places of its parameters: the scales of a weight are those "
+    "of the parameter that it has kept",
+)
+PEFT_LOOKS = Foreign(
+    "peft.tuners.tuners_utils",
+    "BaseTunerLayer.get_base_layer",
+    'hasattr(base_layer, "base_layer")',
+    "the first that `merge` and `unmerge` ask of a layer: what they cannot do raises now, and an adapter that "
+    "`unmerge` has taken off its list stays on it until the weight has been put back",
+)
+PEFT_MERGES_STACKS = Foreign(
+    "peft.tuners.lora.layer",
+    "ParamWrapper.merge",
+    "param.data.clone()",
+    "with safe_merge adds to a copy of the values: of packed bytes a stand-in takes what is added",
+)
 KNOWN = (FSDP2_PREPARES, FSDP1_WRAPS, FSDP1_FLATTENS, DDP_SENDS, TRANSFORMERS_RESERVES, TRANSFORMERS_SAVES)
-KNOWN += (PEFT_MERGES, PEFT_UNMERGES)
+KNOWN += (PEFT_MERGES, PEFT_UNMERGES, PEFT_LOOKS, PEFT_MERGES_STACKS, TORCH_EXPORTS)
+
+
+# Methods of modules and trainers in which a forward runs: torch's, transformers' and Lightning's
+_RUNNING = frozenset("_call_impl forward generate training_step validation_step test_step predict_step".split())
+
+
+def running_methods() -> Iterator[Any]:
+    """`self` of every method on the call stack in which a forward runs, innermost first.
+
+    Up to Python 3.12 a look into a frame's variables keeps them all alive until its function returns. These functions
+    end with the forward; that which has made the model, and may drop it, is not looked into.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in _RUNNING:
+            yield frame.f_locals.get("self")
+        frame = frame.f_back
 
 
 def asker() -> FrameType | None:
@@ -96,3 +134,11 @@ def asked_by(known: Foreign) -> FrameType | None:
     if frame is not None and frame.f_code.co_name == "<genexpr>":
         frame = frame.f_back
     return frame if frame is not None and is_of(frame, known) else None
+
+
+def running(known: Foreign) -> FrameType | None:
+    """The innermost frame of a known function that is running in this thread; None where there is none."""
+    frame = sys._getframe(1)
+    while frame is not None and not is_of(frame, known):
+        frame = frame.f_back
+    return frame

@@ -55,7 +55,7 @@ def _numbers_class() -> type:
         with.
 
         peft adds the product of its adapter's matrices to it. These are DTensors if the adapter is sharded, and plain
-        tensors if every rank has all of it.
+        tensors if every rank has all of it. The results, too, can be combined with plain tensors.
         """
 
         @classmethod
@@ -70,7 +70,10 @@ def _numbers_class() -> type:
                 return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*map(beside, args), **(kwargs or {}))
+                out = func(*map(beside, args), **(kwargs or {}))
+            if type(out) is DTensor:
+                out.__class__ = cls
+            return out
 
     return Numbers
 
@@ -126,7 +129,7 @@ def own_rows(packed: Tensor, weight: Any) -> Tensor:
 def anywhere(flag: bool, weight: Any) -> bool:
     """Whether `flag` holds on any rank of the mesh of `weight`. A collective."""
     mesh = weight.device_mesh
-    found = torch.tensor(int(flag), device=mesh.device_type)
+    found = torch.tensor(int(flag), dtype=torch.int64, device=mesh.device_type)
     for dim in range(mesh.ndim):
         torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
     return bool(found)

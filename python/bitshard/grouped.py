@@ -84,7 +84,7 @@ def _product(x: Tensor, offs: Tensor, packed: Tensor, scales: tuple, numbers: tu
     experts, _, _, N, K = numbers
     S, width = x.shape[0], K if gradient else N
     ends = offs.clamp(0, S).cummax(0).values
-    rows = torch.arange(S, device=x.device)
+    rows = torch.arange(S, dtype=torch.int64, device=x.device)
     y = x.new_zeros(S, width)
     if S == 0:
         return y

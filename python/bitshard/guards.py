@@ -92,14 +92,27 @@ def word_of(weight: Tensor) -> str:
     return weight.word if state is None else state.kind.word
 
 
+# What helps where it is the model that takes packed bytes for numbers
+SKIP = (
+    "Where the model reads this weight itself, name its layer in llm_int8_skip_modules when the model is loaded, and "
+    "the head, which transformers' own list has: the argument replaces it."
+)
+
+
 def cast_error(weight: Tensor, what: str) -> TypeError:
     word = word_of(weight)
     container = "the dtype" if word == "int8" else "bnb_4bit_quant_storage"
     return TypeError(
         f"{what}: this {word} weight holds packed bytes in a {dtype_name(weight.dtype)} container; a cast would "
         f"destroy them. Choose the container with {container} when the model is loaded; for numbers use "
-        "dequantize_4bit(weight.data, weight.quant_state)."
+        f"{_values(weight)}. {SKIP}"
     )
+
+
+def _values(weight: Tensor) -> str:
+    """What gives the values of a packed weight, in words."""
+    whole_int8 = getattr(weight, "quant_state", None) is None and word_of(weight) == "int8"
+    return "weight.dequantize()" if whole_int8 else "dequantize_4bit(weight.data, weight.quant_state)"
 
 
 def grad_error(word: str) -> RuntimeError:
@@ -162,15 +175,19 @@ def arithmetic(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
+def arithmetic_error(func: Any, weight: Tensor) -> ValueError:
+    """The error for a function that takes packed bytes for numbers."""
+    word = word_of(weight)
+    product = "the layer" if word == "int8" else "matmul_4bit"
+    return ValueError(
+        f"{getattr(func, '__name__', func)}: {'an' if word == 'int8' else 'a'} {word} weight of container dtype "
+        f"{dtype_name(weight.dtype)} holds packed bytes, not numbers. Use {_values(weight)}, or {product}. {SKIP}"
+    )
+
+
 def _arithmetic_error(func: Any, weight: Tensor | None) -> None:
     if weight is not None:  # a TypeError would reach the user as "unsupported operand"
-        word = word_of(weight)
-        product = "the layer" if word == "int8" else "matmul_4bit"
-        raise ValueError(
-            f"{getattr(func, '__name__', func)}: {'an' if word == 'int8' else 'a'} {word} weight of container dtype "
-            f"{dtype_name(weight.dtype)} holds packed bytes, not numbers. Use "
-            f"dequantize_4bit(weight.data, weight.quant_state), or {product}."
-        )
+        raise arithmetic_error(func, weight)
 
 
 def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

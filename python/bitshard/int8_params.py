@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bitshard import agreement, foreign, int8, launch, ops
 from bitshard.container import repack, shardable_dtype
-from bitshard.guards import Packed, guarded, plain
+from bitshard.guards import IN_PLACE, Packed, arithmetic_error, guarded, plain
 from bitshard.state import dtype_name, int8_state
 from bitshard.tensor import PackedMeta, Params4bit
 
@@ -62,7 +62,7 @@ class Int8Params(Packed, torch.nn.Parameter, metaclass=PackedMeta):
         SCB: Tensor | None = None,
         **kwargs: Any,
     ) -> Int8Params:
-        data = torch.empty(0) if data is None else data
+        data = torch.empty(0, dtype=torch.float32) if data is None else data
         quantized = data.dtype is torch.int8
         with plain():
             self = torch.Tensor._make_subclass(cls, data.detach(), requires_grad and not quantized)
@@ -200,11 +200,13 @@ def _rebuild(data: Tensor, requires_grad: bool) -> Int8Params:
 
 
 class Int8Data(Tensor):
-    """What `.data` of a quantized weight gives: its codes as a plain tensor, but floats cannot be copied into it.
+    """What `.data` of a quantized weight gives: its codes as a plain tensor, into which only codes can be copied.
 
-    `module.weight.data.copy_(w)` is how code writes into weights; torch would round the values to codes. Results,
-    copies and views are plain tensors.
+    `module.weight.data.copy_(w)` and `.clamp_(...)` are how code writes into weights; torch would round the values to
+    codes, or compute with the codes. Results, copies and views are plain tensors.
     """
+
+    word = "int8"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -311,7 +313,18 @@ def _is_floating_point(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     return func(*args, **kwargs)
 
 
-WRITES = {Tensor.copy_: _copy, Tensor.__setitem__: _copy}
+def _compute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Functions that write into their first argument: ValueError where that is codes, for numbers mean values."""
+    target = args[0] if args else next(iter(kwargs.values()), None)
+    for each in target if isinstance(target, (list, tuple)) else (target,):
+        if isinstance(each, (Int8Params, Int8Data)) and each.dtype is torch.int8:
+            raise arithmetic_error(func, each)
+    return func(*args, **kwargs)
+
+
+_ZERO = (Tensor.zero_, torch.zero_, torch._foreach_zero_)  # the code of the value 0 is 0
+WRITES = {func: _compute for func in IN_PLACE if func not in _ZERO}
+WRITES.update({Tensor.copy_: _copy, Tensor.__setitem__: _copy, torch._foreach_copy_: IN_PLACE[torch._foreach_copy_]})
 Int8Params.handlers = {
     **WRITES,
     Tensor.data.__get__: _get_data,

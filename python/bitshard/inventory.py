@@ -7,7 +7,6 @@ modules and stay in 16 bits, most of such a model, unless `bitshard.experts` tak
 from __future__ import annotations
 
 import logging
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from bitshard import foreign
 from bitshard.kinds import EXPERTS
 
 logger = logging.getLogger("bitshard")
@@ -105,13 +105,17 @@ def log_line(layer: nn.Module) -> None:
 
 def model_of(layer: nn.Module) -> nn.Module:
     """The outermost module on the call stack in whose forward `layer` is being called; else `layer`."""
-    model, frame = layer, sys._getframe(1)
-    while frame is not None:
-        module = frame.f_locals.get("self")
+    model = layer
+    for module in foreign.running_methods():
         if isinstance(module, nn.Module) and module is not model and any(part is layer for part in module.modules()):
             model = module
-        frame = frame.f_back
     return model
+
+
+def path_of(layer: nn.Module) -> str:
+    """The path of `layer` in the outermost module whose forward is calling it; its class where that is itself."""
+    found = (path for path, module in model_of(layer).named_modules() if module is layer)
+    return next(found, "") or type(layer).__name__
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, int]]:

@@ -51,8 +51,8 @@ stand_in: Any = None  # class of the placeholder; `bitshard.placeholder` sets it
 def unreadable(what: str, state: QuantState) -> ValueError:
     """The error for reading a weight of which this rank has only its part."""
     return ValueError(
-        f"{what}: this rank keeps only its part of this {state.kind.word} weight of {list(state.shape)} since it was "
-        f"loaded, for FSDP2 shards in this process. {_ADVICE}."
+        f"{what}: this rank keeps only its part of this {state.kind.word} weight of {list(state.shape)}, because "
+        f"FSDP2 is active, and cannot read the weight here. {_ADVICE}."
     )
 
 

@@ -46,9 +46,9 @@ def create_linear_map(signed: bool = True, total_bits: int = 8, add_zero: bool =
     total = 2**total_bits
     if signed and (add_zero or total_bits < 8):
         total -= 1
-    values = torch.linspace(-1.0 if signed else 0.0, 1.0, total)
+    values = torch.linspace(-1.0 if signed else 0.0, 1.0, total, dtype=torch.float32)
     half = values.numel() // 2
-    return torch.cat([values[:half], torch.zeros(256 - values.numel()), values[half:]])
+    return torch.cat([values[:half], torch.zeros(256 - values.numel(), dtype=torch.float32), values[half:]])
 
 
 def create_normal_map(offset: float = 0.9677083, use_extra_value: bool = True) -> Tensor:
@@ -57,9 +57,11 @@ def create_normal_map(offset: float = 0.9677083, use_extra_value: bool = True) -
     Quantiles at equal steps from `offset` to 0.5, 8 on the positive and 7 on the negative side (7 and 7 without
     `use_extra_value`). Source: QLoRA (arXiv 2305.14314), appendix E.
     """
-    positive = torch.special.ndtri(torch.linspace(offset, 0.5, 9 if use_extra_value else 8).double())[:-1]
-    negative = -torch.special.ndtri(torch.linspace(offset, 0.5, 8).double())[:-1]
-    values = _padded_map([*positive.tolist(), *negative.tolist()])
+    positive, negative = (
+        torch.special.ndtri(torch.linspace(offset, 0.5, count, dtype=torch.float32).double())[:-1].tolist()
+        for count in (9 if use_extra_value else 8, 8)
+    )
+    values = _padded_map(positive + [-value for value in negative])
     return values / values.max()
 
 
@@ -98,7 +100,7 @@ def create_dynamic_map(signed: bool = True, max_exponent_bits: int = 7, total_bi
         powers.append((0, extra))
     values = [0.0, 1.0]
     for power, count in powers:
-        steps = torch.linspace(0.1, 1, int(count) + 1)
+        steps = torch.linspace(0.1, 1, int(count) + 1, dtype=torch.float32)
         middles = (10**power * ((steps[:-1] + steps[1:]) / 2)).tolist()
         values += middles + ([-value for value in middles] if signed else [])
     if len(values) != 2**total_bits:

@@ -7,6 +7,7 @@ context, not a saved tensor: see `bitshard.autograd`.
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from bitshard import int8
 from bitshard.checks import check_dense, into
+from bitshard.guards import SKIP
 from bitshard.outliers import GlobalOutlierPooler
 from bitshard.state import VALUE_DTYPES, dtype_name
 
@@ -25,7 +27,35 @@ class RowScales(NamedTuple):
     shape: torch.Size
 
 
-class MatmulLtState:
+class OfModule:
+    """What a module has and what knows the module, as `owner`, without keeping it alive.
+
+    A copy or pickle that was made alone keeps its module, which nobody else has; one that was made with the module is
+    claimed by it (`owner = self` in its `__setstate__`).
+    """
+
+    _owner: weakref.ref | None = None
+    _kept: Any = None
+
+    @property
+    def owner(self) -> Any:
+        """The module; None where there is none, or it is gone."""
+        return None if self._owner is None else self._owner()
+
+    @owner.setter
+    def owner(self, module: Any) -> None:
+        self._owner, self._kept = None if module is None else weakref.ref(module), None
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: value for name, value in self.__dict__.items() if name not in ("_owner", "_kept")}
+        return {**own, "owner": self.owner}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({name: value for name, value in state.items() if name != "owner"})
+        self.owner = self._kept = state.get("owner")
+
+
+class MatmulLtState(OfModule):
     """Codes and scales of one weight for `matmul`, and its settings.
 
     Of a layer (`Linear8bitLt`) these are its weight's: `CB` and `SCB` read them there, wherever the weight is, and what
@@ -37,7 +67,7 @@ class MatmulLtState:
         threshold: of outlier columns of A; 0 for none.
         has_fp16_weights: the weight is a float matrix, quantized anew in every forward.
         is_training: set by the layer.
-        owner: the layer, or None.
+        owner: the layer, or None; it is not kept alive.
     """
 
     force_no_igemmlt = has_accumulated_gradients = False
@@ -46,7 +76,6 @@ class MatmulLtState:
     is_training = True
     has_fp16_weights = True
     use_pool = False
-    owner: Any = None
     _deprecated_fields = frozenset({"CxB", "CxBt", "formatB", "_tile_indices"})
 
     def __init__(
@@ -114,7 +143,7 @@ class MatmulLtState:
         for name, own in (("CB", "_codes"), ("SCB", "_scales")):
             if name in state:
                 state = {own: state[name], **{key: value for key, value in state.items() if key != name}}
-        self.__dict__.update({"_codes": None, "_scales": None, **state})
+        super().__setstate__({"_codes": None, "_scales": None, **state})
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -203,7 +232,8 @@ def matmul_int8(x: Tensor, packed: Tensor, scales: Any, bias: Tensor | None = No
 def _check_x(x: Tensor, shape: torch.Size) -> None:
     check_dense(x, "matmul: x")
     if x.dtype not in VALUE_DTYPES.values():
-        raise TypeError(f"matmul: x is {dtype_name(x.dtype)}, expected float32, float16 or bfloat16")
+        text = f"matmul: x is {dtype_name(x.dtype)}, expected float32, float16 or bfloat16"
+        raise TypeError(f"{text}. {SKIP}" if x.dtype is torch.int8 else text)
     if x.dim() == 0 or x.shape[-1] != shape[1]:
         raise ValueError(f"matmul: x of shape {list(x.shape)} does not fit a weight of shape {list(shape)}")
 
@@ -213,15 +243,14 @@ def _check_x(x: Tensor, shape: torch.Size) -> None:
 
 def _codes_of(B: Tensor, state: MatmulLtState) -> tuple[Tensor, RowScales]:
     """Codes and scales of the weight of a product: those of `state`, or those of B [N, K] quantized now."""
-    if state.has_fp16_weights or state.CB is None or state.SCB is None:
-        scales = getattr(B, "SCB", None) if B.dtype is torch.int8 else None
-        state.reset_grads()
-        if scales is not None:
-            state.CB, state.SCB = B.detach(), scales
-        else:
-            with torch.no_grad():
-                state.CB, state.SCB, _ = int8.quantize(B.detach().contiguous())
     codes, scales = state.CB, state.SCB
+    if state.has_fp16_weights or codes is None or scales is None:
+        codes, scales = B.detach(), getattr(B, "SCB", None) if B.dtype is torch.int8 else None
+        if scales is None:
+            with torch.no_grad():
+                codes, scales, _ = int8.quantize(codes.contiguous())
+        state.reset_grads()
+        state.CB, state.SCB = codes, scales  # for others: another thread may call with the same state
     int8.check_codes(codes, "matmul: CB")
     if codes.dim() != 2:
         raise ValueError(f"matmul: CB has shape {list(codes.shape)}, expected [N, K]")

@@ -105,7 +105,7 @@ _empty: dict[torch.device, Tensor] = {}
 def empty(device: torch.device) -> Tensor:
     """The "None" of op arguments: a float32 tensor of no elements, one per device."""
     if torch.compiler.is_compiling():
-        return torch.empty(0, device=device)
+        return torch.empty(0, dtype=torch.float32, device=device)
     tensor = _empty.get(device)
     if tensor is None:
         with torch.inference_mode(False):

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitshard.recognized import OfBitsandbytes
+
 logger = logging.getLogger(__name__)
 
 
@@ -118,14 +120,14 @@ def find_outlier_dims(
     With `topk` the so many largest; with `rdm` as many by chance.
     """
     if rdm:
-        return torch.randint(0, weight.shape[1], size=(topk,), device=weight.device)
+        return torch.randint(0, weight.shape[1], size=(topk,), dtype=torch.int64, device=weight.device)
     deviation = weight.std(reduction_dim)
     if topk is not None:
         return deviation.abs().topk(topk, dim=0).indices
     return ((deviation - deviation.mean()) / deviation.std() > zscore).nonzero().view(-1)
 
 
-class OutlierAwareLinear(nn.Linear):
+class OutlierAwareLinear(nn.Linear, OfBitsandbytes):
     """A base class: a linear layer that quantizes its weight once, knowing its outlier columns.
 
     A subclass has `quantize_weight` and `forward_with_outliers`.

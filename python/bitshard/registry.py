@@ -1,8 +1,8 @@
-"""What transformers' registries get as soon as transformers is imported, before or after bitshard.
+"""When transformers' registries get something: as soon as transformers is imported, before or after bitshard.
 
 The method "bitshard_4bit", so that `from_pretrained` reads models with 4-bit experts wherever bitshard was imported;
 and, where `bitshard.experts.enable` was called or BITSHARD_EXPERTS=1 is set, the quantizer for experts in the place of
-the one for BitsAndBytesConfig. Nothing of transformers is imported here: what is entered imports it when it is called.
+the one for BitsAndBytesConfig. Nothing of transformers is imported here. What is entered, `bitshard.entries` says.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from bitshard.kinds import QUANT_METHOD
 
@@ -21,22 +22,14 @@ _REGISTRIES = "transformers.quantizers.auto"
 _before: Any = None  # the quantizer that had the stock name
 
 
-class _Config:
-    """Stands in the registry of configs for `bitshard.transformers.FourBitConfig`."""
+class Entries(NamedTuple):
+    """What stands in the registries of configs and of quantizers, until it is called."""
 
-    @staticmethod
-    def from_dict(given: dict[str, Any], **others: Any) -> Any:
-        """The config of a model's config.json."""
-        from bitshard.transformers import FourBitConfig
-
-        return FourBitConfig.from_dict(given, **others)
+    config: Any
+    quantizer: Callable[..., Any]
 
 
-def _quantizer(config: Any, **arguments: Any) -> Any:
-    """Stands in the registry of quantizers for `bitshard.transformers.FourBitQuantizer`."""
-    from bitshard.transformers import FourBitQuantizer
-
-    return FourBitQuantizer(config, **arguments)
+_entries: Entries | None = None  # since `watch`, which `import bitshard` calls
 
 
 def enter(registries: Any = None) -> None:
@@ -44,8 +37,8 @@ def enter(registries: Any = None) -> None:
     registries = registries or sys.modules.get(_REGISTRIES)
     if registries is None:
         return
-    registries.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(QUANT_METHOD, _Config)
-    registries.AUTO_QUANTIZER_MAPPING.setdefault(QUANT_METHOD, _quantizer)
+    registries.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(QUANT_METHOD, _entries.config)
+    registries.AUTO_QUANTIZER_MAPPING.setdefault(QUANT_METHOD, _entries.quantizer)
     if os.environ.get("BITSHARD_EXPERTS") == "1":
         take_over(registries)
 
@@ -54,8 +47,8 @@ def take_over(registries: Any = None) -> None:
     """Let BitsAndBytesConfig(load_in_4bit=True) take experts; again changes nothing."""
     global _before
     mapping = (registries or importlib.import_module(_REGISTRIES)).AUTO_QUANTIZER_MAPPING
-    if mapping.get(STOCK) is not _quantizer:
-        _before, mapping[STOCK] = mapping[STOCK], _quantizer
+    if mapping.get(STOCK) is not _entries.quantizer:
+        _before, mapping[STOCK] = mapping[STOCK], _entries.quantizer
 
 
 def give_back() -> None:
@@ -85,8 +78,10 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def watch() -> None:
+def watch(entries: Entries) -> None:
     """Enter the method now, or once transformers is imported."""
+    global _entries
+    _entries = entries
     if _REGISTRIES in sys.modules:
         enter()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):

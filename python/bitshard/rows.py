@@ -55,7 +55,7 @@ def embedding_4bit(indices: Tensor, packed: Tensor, state: QuantState) -> Tensor
             codes, scales, none, none, none, blocksize, format, rows.numel(), width, state.dtype
         )
         if not whole:
-            values = values.gather(1, first[:, None] + torch.arange(K, device=values.device))
+            values = values.gather(1, first[:, None] + torch.arange(K, dtype=torch.int64, device=values.device))
         return values.view(*indices.shape, K)
 
 
@@ -107,14 +107,14 @@ def _covering(starts: Tensor, length: int, size: int, count: int) -> tuple[Tenso
     """
     most = length // size if length % size == 0 else (length - 1) // size + 2
     first = starts // size
-    blocks = first[:, None] + torch.arange(most, device=starts.device)
+    blocks = first[:, None] + torch.arange(most, dtype=torch.int64, device=starts.device)
     return blocks.clamp_(max=count - 1), starts - first * size
 
 
 def _elements(blocks: Tensor, size: int, count: int) -> Tensor:
     """Indices of the elements of blocks [n, C]: int64 [n, C * size]. The last block may be short of `count` elements:
     beyond them it has the last once more, which nobody selects."""
-    elements = (blocks * size)[:, :, None] + torch.arange(size, device=blocks.device)
+    elements = (blocks * size)[:, :, None] + torch.arange(size, dtype=torch.int64, device=blocks.device)
     return elements.clamp_(max=count - 1).flatten(1)
 
 

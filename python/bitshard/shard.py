@@ -246,9 +246,9 @@ class PackedShard(torch.Tensor):
         data = _padded(self.plain(), -(-origin.size[0] // world)).view(torch.uint8)
         if origin.state.code.device != self.device:
             origin.state.to(self.device)
+        agreement.agree(origin, mesh)
         if world == 1:
             return (data,), (self.dtype, None)
-        agreement.agree(origin, mesh)
         origin.cut_scales(world, mesh.get_local_rank(), self.device)
         scales = origin.state.sharded.scales.to(self.device, non_blocking=True)
         return (data, scales.view(torch.uint8)), (self.dtype, scales.dtype)

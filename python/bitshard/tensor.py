@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from types import FrameType
 from typing import Any
 
 import torch
@@ -136,6 +137,7 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=PackedMeta):
     quant_type: str = "fp4"
     quant_storage: torch.dtype = torch.uint8
     module: Any = None
+    summed: Any = None  # what peft adds to where it merges into a stack of experts (`bitshard.experts.adapted`)
 
     def __new__(
         cls,
@@ -150,7 +152,7 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=PackedMeta):
         bnb_quantized: bool = False,
         **kwargs: Any,
     ) -> Params4bit:
-        data = torch.empty(0) if data is None else data
+        data = torch.empty(0, dtype=torch.float32) if data is None else data
         if type(data) is PackedShard:
             return data
         if gather.is_dtensor(data):
@@ -566,12 +568,33 @@ def _detach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _compare_before_ddp(weight: Params4bit, module: Any, group: Any) -> None:
     """At the first packed weight of a module: compare all of them among the ranks."""
-    named = module.named_parameters() if isinstance(module, torch.nn.Module) else ()
-    packed = {
-        name: p for name, p in named if isinstance(p, Params4bit) and p.bnb_quantized and p.quant_state is not None
-    }
+    packed = _packed_of(module)
     if next(iter(packed.values()), None) is weight:
         agreement.agree_on(packed, group)
+
+
+def _packed_of(module: Any) -> dict[str, Params4bit]:
+    """The packed weights of a module by name."""
+    named = module.named_parameters() if isinstance(module, torch.nn.Module) else ()
+    return {name: p for name, p in named if isinstance(p, Params4bit) and p.bnb_quantized and p.quant_state is not None}
+
+
+def _compare_before_fsdp1(frame: FrameType | None) -> None:
+    """Where FSDP1 flattens the first weights of a model that it shards in replicas, or not at all: compare all."""
+    if frame is None:
+        return
+    handle, replicas, model = frame.f_locals["self"], None, None
+    shards = handle.process_group
+    while frame is not None:  # within the constructors of the units, the outermost last
+        state = frame.f_locals.get("state")
+        replicas = replicas or getattr(state, "__dict__", {}).get("_inter_node_pg")
+        if "sharding_strategy" in frame.f_locals and isinstance(frame.f_locals.get("module"), torch.nn.Module):
+            model = frame.f_locals["module"]
+        frame = frame.f_back
+    if replicas is None and not handle.uses_sharded_strategy and shards.size() > 1:
+        shards, replicas = None, shards
+    if replicas is not None and model is not None:
+        agreement.agree_in_replicas(model, _packed_of(model), shards, replicas)
 
 
 def _empty_like(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -626,6 +649,7 @@ def _is_floating_point(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         return answer
     adapters.before_fsdp2()
     if answer:
+        _compare_before_fsdp1(foreign.asked_by(foreign.FSDP1_FLATTENS))
         return answer
     if foreign.asked_by(foreign.FSDP1_FLATTENS):
         raise ValueError(

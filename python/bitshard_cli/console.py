@@ -19,6 +19,36 @@ class Mistake(Exception):
     """What the user can mend, in one line."""
 
 
+class WrongArgument(Mistake):
+    """An argument, or several together, that make no sense whatever the files are: exit status 2, as argparse's own."""
+
+
+@contextmanager
+def of_arguments() -> Iterator[None]:
+    """While it lasts, a ValueError is a WrongArgument."""
+    try:
+        yield
+    except ValueError as error:
+        raise WrongArgument(str(error)) from error
+
+
+def plain(line: str) -> str:
+    """A line of characters that only show something: names in files may have others, which move a cursor."""
+    if line.isprintable():
+        return line
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode() for each in line
+    )
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people: 5.54 GB, 12.3 MB."""
+    for unit, bytes_of, digits in (("TB", 1e12, 2), ("GB", 1e9, 2), ("MB", 1e6, 1), ("kB", 1e3, 1)):
+        if nbytes >= bytes_of:
+            return f"{nbytes / bytes_of:.{digits}f} {unit}"
+    return f"{nbytes} bytes"
+
+
 class Result(NamedTuple):
     """What a command found: for programs, for people, and the exit status."""
 
@@ -33,6 +63,10 @@ _IN_PLAIN_WORDS = (Mistake, ValueError, NotImplementedError, ImportError)
 
 def line_of(error: BaseException) -> str:
     """One line for an error that ended a command."""
+    return plain(_line_of(error))
+
+
+def _line_of(error: BaseException) -> str:
     words = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, OSError):
         if error.strerror and error.filename is not None:
@@ -82,6 +116,13 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def require_device_and_size(args: Any) -> None:
+    """WrongArgument unless --device is one that torch has, and --max-shard-size a size."""
+    with of_arguments():
+        load("bitshard.convert.folder").device_of(args.device)
+        load("bitshard.sharding.checkpoints.files").byte_count(args.max_shard_size)
+
+
 def wants_traceback() -> bool:
     """Whether whoever looks for the cause of an error asked for more than its line."""
     return os.environ.get(TRACEBACK, "0") not in ("", "0")
@@ -94,3 +135,8 @@ def progress(steps: Iterable, total: int | None = None, unit: str = "it", label:
     except ImportError:
         return steps
     return tqdm(steps, total=total, unit=unit, desc=label or None, disable=None, leave=False)
+
+
+def checking(names: Iterable[str], total: int) -> Iterable[str]:
+    """A bar over the tensors whose values are looked at."""
+    return progress(names, total=total, unit="tensor", label="Checking values")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import re
+import site
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -77,6 +80,56 @@ def owners() -> Iterator[Owner]:
         yield Owner(name, version, Path(info).parent, Path(info), files, _is_editable(distribution, files))
 
 
+def owners_in(folder: Path) -> list[Owner]:
+    """Those whose files are below this folder of installed packages."""
+    return [owner for owner in owners() if _same(owner.site, folder)]
+
+
+def owners_beside(folder: Path) -> list[Owner]:
+    """Those elsewhere."""
+    return [owner for owner in owners() if not _same(owner.site, folder)]
+
+
+def _same(one: Path, other: Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def home() -> Path:
+    """The folder of installed packages that holds this bitshard; of an editable one, that of its metadata."""
+    here = CARRIED.parents[1]
+    if CARRIED.is_dir():
+        return here
+    infos = [getattr(found, "_path", None) for found in importlib.metadata.distributions(name="bitshard")]
+    sites = [Path(info).parent for info in infos if info is not None]
+    return next((folder for folder in sites if not _same(folder, here)), here)
+
+
+def is_foreign(folder: Path) -> bool:
+    """Whether a folder belongs to another Python than this one, which sees it by a .pth file or a variable.
+
+    One that belongs to none, such as pip's `--target` fills, is not foreign.
+    """
+    own = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    own += [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    own += [path for path in site.getsitepackages() if Path(path).is_relative_to(sys.prefix)]  # Debian has two
+    if any(_same(folder, Path(path)) for path in own):
+        return False
+    is_a_python_s = folder.name in ("site-packages", "dist-packages")
+    return is_a_python_s and os.path.exists(folder.parents[2] / "bin" / "python3")
+
+
+def ahead_of(folder: Path) -> Path | None:
+    """What comes before a folder on sys.path and has the module, so that it is imported instead; None: nothing."""
+    sites = [owner.site for owner in owners()]
+    for entry in map(Path, sys.path):
+        if _same(entry, folder):
+            return None
+        names = (entry / MODULE / "__init__.py", entry / f"{MODULE}.py")
+        if any(map(os.path.exists, names)) or any(_same(entry, owner) for owner in sites):
+            return entry
+    return None
+
+
 def imported() -> Path | None:
     """The folder of the package that an import finds; None: no such package, or one without a file of its own."""
     try:
@@ -118,8 +171,8 @@ def complaints() -> list[str]:
     """What is wrong with the distributions of the module, a line each."""
     found = list(owners())
     lines = []
-    for site in dict.fromkeys(owner.site for owner in found):
-        here = [owner for owner in found if owner.site == site]
+    for folder in dict.fromkeys(owner.site for owner in found):
+        here = [owner for owner in found if owner.site == folder]
         if len(here) > 1:
             lines.append(doubled(here))
     for owner in found:

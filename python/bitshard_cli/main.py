@@ -59,7 +59,7 @@ def _print(result: console.Result, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result.data, indent=2, default=str))
     elif result.text:
-        print(result.text)
+        print("\n".join(map(console.plain, result.text.split("\n"))))
     sys.stdout.flush()
 
 
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if console.wants_traceback():
             raise
         print(f"bitshard: {console.line_of(error)}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, console.WrongArgument) else 1
 
 
 if __name__ == "__main__":

@@ -35,10 +35,11 @@ def run(args: argparse.Namespace) -> Result:
     """Merges, and says how many modules had an adapter."""
     torch = console.load("torch")
     merge_folder = console.load("transformers.modeling_utils", "peft", "bitshard.convert.merge").merge_folder
+    console.require_device_and_size(args)
     dtype = None if args.to in ("4bit", "nf4", "fp4") else getattr(torch, args.to)
     count = merge_folder(
         args.base, args.adapter, args.out, dtype, device=args.device, max_shard_size=args.max_shard_size, progress=bar,
-        quant_type=args.to if args.to in ("nf4", "fp4") else None,
+        check_progress=console.checking, quant_type=args.to if args.to in ("nf4", "fp4") else None,
     )  # fmt: skip
     text = f"{args.out}: adapters merged into {count} module{'' if count == 1 else 's'}, in {args.to}"
     return Result({"out": str(args.out), "modules": count, "to": args.to}, text)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from bitshard_cli import console
-from bitshard_cli.console import Mistake, Result
+from bitshard_cli.console import Result, WrongArgument
 
 HELP = "will this train: memory of each GPU by parts, while loading and in a step, and what would make it fit"
-EXAMPLE = "bitshard plan llama-3-70b --gpus 2x24 --seq 2048 --nested --lora-rank 16"
+EXAMPLE = "bitshard plan qwen2.5-32b --gpus 2x24 --seq 2048 --nested --lora-rank 16"
 OFFLOADS = ("weights", "activations")
 
 
@@ -49,11 +49,11 @@ def job_of(args: argparse.Namespace) -> dict[str, Any]:
     """The job that was asked for: fields of `bitshard.planning.Job`."""
     found = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)", args.gpus)
     if not found:
-        raise Mistake(f"--gpus {args.gpus}: expected a number of GPUs and GiB, such as 2x24")
+        raise WrongArgument(f"--gpus {args.gpus}: expected a number of GPUs and GiB, such as 2x24")
     offload = [word for word in args.offload.split(",") if word]
     unknown = [word for word in offload if word not in OFFLOADS]
     if unknown:
-        raise Mistake(f"--offload {unknown[0]}: expected {' or '.join(OFFLOADS)}")
+        raise WrongArgument(f"--offload {unknown[0]}: expected {' or '.join(OFFLOADS)}")
     gpus = int(found[1] or 1)
     return dict(
         gpus=gpus, gib=float(found[2]), seq=args.seq, batch=args.batch, rank=args.lora_rank,
@@ -72,7 +72,9 @@ def run(args: argparse.Namespace) -> Result:
     job = job_of(args)
     planning = console.load("torch", "transformers.modeling_utils", "bitshard.planning")
     text = console.load("bitshard.planning.text")
-    found = planning.plan(args.model, planning.Job(**job))
+    with console.of_arguments():
+        wanted = planning.Job(**job).checked()
+    found = planning.plan(args.model, wanted)
     if args.picture:
         text.picture(found, args.picture)
     return Result(text.data(found), text.text(found))

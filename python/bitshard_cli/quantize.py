@@ -67,7 +67,7 @@ def config_of(args: argparse.Namespace) -> object:
         _require_plain(args)
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=args.skip)
     if not isinstance(getattr(torch, args.storage, None), torch.dtype):
-        raise console.Mistake(f"--storage {args.storage}: no dtype of torch")
+        raise console.WrongArgument(f"--storage {args.storage}: no dtype of torch")
     settings = {
         "bnb_4bit_quant_type": args.type,
         "bnb_4bit_use_double_quant": args.nested,
@@ -76,16 +76,21 @@ def config_of(args: argparse.Namespace) -> object:
         "llm_int8_skip_modules": args.skip,
     }
     if args.experts:
+        from bitshard.state import BLOCKSIZES
         from bitshard.transformers import FourBitConfig
 
+        if args.blocksize not in BLOCKSIZES:
+            raise console.WrongArgument(
+                f"--blocksize {args.blocksize}: expected one of {', '.join(map(str, BLOCKSIZES))}"
+            )
         return FourBitConfig(bnb_4bit_blocksize=args.blocksize, **settings)
     if args.blocksize != 64:
-        raise console.Mistake("--blocksize is of experts: linear layers of transformers have 64; add --experts")
+        raise console.WrongArgument("--blocksize is of experts: linear layers of transformers have 64; add --experts")
     return BitsAndBytesConfig(load_in_4bit=True, **settings)
 
 
 def _require_plain(args: argparse.Namespace) -> None:
-    """Mistake where 8 bits are asked for with an option of 4-bit weights."""
+    """WrongArgument where 8 bits are asked for with an option of 4-bit weights."""
     of_four = {
         "--type": args.type != "nf4", "--nested": args.nested, "--blocksize": args.blocksize != 64,
         "--storage": args.storage != "uint8", "--compute-dtype": args.compute_dtype != "bfloat16",
@@ -93,7 +98,26 @@ def _require_plain(args: argparse.Namespace) -> None:
     }  # fmt: skip
     given = [name for name, there in of_four.items() if there]
     if given:
-        raise console.Mistake(f"{given[0]} is of 4-bit weights: leave it out, or --bits 8")
+        raise console.WrongArgument(f"{given[0]} is of 4-bit weights: leave it out, or --bits 8")
+
+
+def _require_sound(args: argparse.Namespace) -> None:
+    """WrongArgument where options make no sense, or exclude one another."""
+    if args.adapter is not None and args.calibrate is None:
+        raise console.WrongArgument("--adapter corrects what calibration leaves: add --calibrate TEXT")
+    if args.tune is not None and args.calibrate is None:
+        raise console.WrongArgument("--tune follows calibration: add --calibrate TEXT")
+    if args.rank is not None and args.adapter is None:
+        raise console.WrongArgument("--rank is of an adapter: add --adapter FOLDER")
+    if args.rank is not None and args.rank < 1:
+        raise console.WrongArgument(f"--rank {args.rank}: expected 1 or more")
+    if not 0 <= args.seed < 2**63:
+        raise console.WrongArgument(f"--seed {args.seed}: expected a number from 0 to 2**63 - 1")
+    for name, least in (("samples", 1), ("length", 2), ("tune", 0)):
+        given = getattr(args, name)
+        if given is not None and given < least:
+            raise console.WrongArgument(f"--{name} {given}: expected {least} or more")
+    console.require_device_and_size(args)
 
 
 def bar(numbers: Iterable[int], total: int) -> Iterable[int]:
@@ -104,18 +128,10 @@ def bar(numbers: Iterable[int], total: int) -> Iterable[int]:
 def run(args: argparse.Namespace) -> Result:
     """Quantizes, and says what share of the elements that are, and what is not."""
     config = config_of(args)
-    if args.adapter is not None and args.calibrate is None:
-        raise console.Mistake("--adapter corrects what calibration leaves: add --calibrate TEXT")
-    if args.tune is not None and args.calibrate is None:
-        raise console.Mistake("--tune follows calibration: add --calibrate TEXT")
-    if args.rank is not None and args.adapter is None:
-        raise console.Mistake("--rank is of an adapter: add --adapter FOLDER")
-    if args.rank is not None and args.rank < 1:
-        raise console.Mistake(f"--rank {args.rank}: expected 1 or more")
-    if not 0 <= args.seed < 2**63:
-        raise console.Mistake(f"--seed {args.seed}: expected a number from 0 to 2**63 - 1")
+    _require_sound(args)
     options = {
         "device": args.device, "max_shard_size": args.max_shard_size, "consume": args.consume, "progress": bar,
+        "check_progress": console.checking,
     }  # fmt: skip
     layers, tuned = [], None
     with console.quiet():
@@ -126,7 +142,7 @@ def run(args: argparse.Namespace) -> Result:
             (report, layers, tuned), count = calibrated(args, config, options)
     total = report.packed + report.dense
     lines = [
-        f"{args.out}: {report.nbytes / 1e9:.2f} GB in {report.files} file{'' if report.files == 1 else 's'}; "
+        f"{args.out}: {console.size(report.nbytes)} in {report.files} file{'' if report.files == 1 else 's'}; "
         f"{report.packed:,} of {total:,} elements ({report.packed / total:.1%}) in {args.bits} bits"
     ]
     reasons: dict[str, list[str]] = {}
@@ -157,7 +173,7 @@ def run(args: argparse.Namespace) -> Result:
         if count < args.samples:
             lines.append(f"{count} samples instead of {args.samples}: the text has no more of {args.length} tokens")
         lines += found["remarks"]
-    return Result(data, "\n".join(lines))
+    return Result(data, "\n".join(map(console.plain, lines)))
 
 
 def calibrated(args: argparse.Namespace, config: object, options: dict) -> tuple:
@@ -165,12 +181,14 @@ def calibrated(args: argparse.Namespace, config: object, options: dict) -> tuple
     calibration = console.load("transformers", "bitshard.calibration")
     from bitshard.calibration.folder import require_dense
     from bitshard.convert.output import require_new
+    from bitshard.sharding.loading.skeleton import refusing_code
     from transformers import AutoTokenizer
 
     require_new(args.out)
     require_dense(args.folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(args.folder)
+        with refusing_code(args.folder, "tokenizer_config.json"):
+            tokenizer = AutoTokenizer.from_pretrained(args.folder, trust_remote_code=False)
     except Exception as error:
         raise console.Mistake(f"{args.folder}: no tokenizer ({console.line_of(error)})") from None
     ids = calibration.samples(args.calibrate, tokenizer, args.samples, args.length, args.seed, args.column)

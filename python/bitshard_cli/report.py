@@ -45,6 +45,10 @@ def _exchange() -> str:
         installed.carried()
     except Mistake:
         return f"pip install --force-reinstall --no-deps ./python/bitsandbytes   ({IN_A_TREE})"
+    try:
+        switch.check_first(switch.own_site())
+    except Mistake:
+        return "bitshard run PROGRAM   (`bitshard use` says why it cannot exchange the package here)"
     return "bitshard use"
 
 
@@ -79,7 +83,7 @@ def _core() -> list[Row]:
 def _bitsandbytes() -> list[Row]:
     """What an exchange left undone, what is wrong, the active one, the plug-in, what is kept."""
     found, place = list(installed.owners()), installed.imported()
-    undone, kept = _kept(found)
+    undone, kept = _kept()
     wrong = [Row("bitsandbytes", line, line.rpartition(": ")[2]) for line in installed.complaints()]
     plug_in = [_plugin()] if place is not None and found and not found[0].is_facade else []
     return [*undone, *wrong, _imported(found, place), *plug_in, *kept]
@@ -123,9 +127,9 @@ def _plugin() -> Row:
     return Row("plug-in", ran.stdout.strip().splitlines()[-1])
 
 
-def _kept(found: list[installed.Owner]) -> tuple[list[Row], list[Row]]:
+def _kept() -> tuple[list[Row], list[Row]]:
     """Of `use` and `unuse`: what was interrupted, and what is kept."""
-    site = switch.site_of(found)
+    site = installed.home()
     try:
         journal = switch.kept(site)
     except Mistake as error:
@@ -135,7 +139,12 @@ def _kept(found: list[installed.Owner]) -> tuple[list[Row], list[Row]]:
         return [Row("kept", f"`{begun}` was interrupted in {site}", begun)], []
     if journal is None or not journal.version:
         return [], []
-    return [], [Row("kept", f"bitsandbytes {journal.version} in {site / switch.KEPT}: `bitshard unuse` puts it back")]
+    text = f"bitsandbytes {journal.version} in {site / switch.KEPT}"
+    newer = next((owner.version for owner in installed.owners_in(site) if not owner.is_facade), None)
+    if newer is None:
+        return [], [Row("kept", f"{text}: `bitshard unuse` puts it back")]
+    text += f", which pip has replaced by {newer} since: no longer needed, `rm -r {site / switch.KEPT}` deletes it"
+    return [], [Row("kept", text)]
 
 
 def _tried() -> list[Row]:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from bitshard_cli import installed
-from bitshard_cli.console import Mistake, Result
+from bitshard_cli.console import Mistake, Result, WrongArgument
 
 HELP = "run a script, a module (-m) or a command with the façade, and change nothing on disk"
 EXAMPLE = "bitshard run train.py --epochs 1\n  bitshard run accelerate launch --config_file fsdp.yaml train.py"
@@ -23,7 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def command_of(program: list[str]) -> list[str]:
     """What is executed: a script or module by this Python, else a command of the PATH."""
     if not program or program == ["-m"]:
-        raise Mistake(
+        raise WrongArgument(
             "run what? `bitshard run script.py ...`, `bitshard run -m module ...` or `bitshard run command ...`"
         )
     name = program[0]

@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import shutil
-import sysconfig
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,9 +102,28 @@ def _opened(site: Path) -> Iterator[Store]:
             shutil.rmtree(store.folder, ignore_errors=True)
 
 
-def site_of(found: list[Owner]) -> Path:
-    """The folder of installed packages whose bitsandbytes is imported, or would be."""
-    return found[0].site if found else Path(sysconfig.get_path("purelib"))
+def own_site() -> Path:
+    """The one folder of installed packages that may be changed: the one that holds this bitshard.
+
+    Raises Mistake where another Python owns it.
+    """
+    site = installed.home()
+    if installed.is_foreign(site):
+        raise Mistake(
+            f"this bitshard lies in {site}, which is not of this environment, {sys.prefix}: nothing was changed; "
+            "run the other environment's `bitshard`, install bitshard here, or start programs with `bitshard run`"
+        )
+    return site
+
+
+def check_first(site: Path) -> None:
+    """Raises Mistake where a façade in `site` would not be what is imported."""
+    first = installed.ahead_of(site)
+    if first is not None:
+        raise Mistake(
+            f"{first} comes first on Python's path and has a bitsandbytes, so one in {site} would not be imported: "
+            "nothing was changed; `bitshard run` starts a program with bitshard's"
+        )
 
 
 def kept(site: Path) -> Journal | None:
@@ -112,8 +131,20 @@ def kept(site: Path) -> Journal | None:
     return Store(site).read()
 
 
+def _within(site: Path, file: str) -> str | None:
+    """The path of a RECORD from the site; None: it leads out of the site, by itself or through a link."""
+    name = os.path.normpath(file)
+    real, root = os.path.realpath((site / name).parent), os.path.realpath(site)
+    if os.path.isabs(name) or os.path.commonpath([real, root]) != root:
+        return None
+    return os.path.relpath(os.path.join(real, os.path.basename(name)), root)
+
+
 def _pieces(owner: Owner) -> list[str]:
-    """Paths, from its site, of folders and files that are a distribution's alone."""
+    """Paths, from its site, of folders and files in it that are a distribution's alone.
+
+    What a RECORD names outside of the site, as scripts, stays where it is.
+    """
     if owner.files is None:
         raise Mistake(
             f"{owner.name} {owner.version} in {owner.site} has no RECORD of its files: pip uninstall {owner.name}"
@@ -121,15 +152,15 @@ def _pieces(owner: Owner) -> list[str]:
     whole = {MODULE, owner.info.name}
     found = dict.fromkeys(name for name in sorted(whole) if (owner.site / name).exists())
     for file in owner.files:
-        first = Path(file).parts[0]
-        if first not in whole and (owner.site / file).exists():
-            found[file] = None
+        name = _within(owner.site, file)
+        if name is not None and Path(name).parts[0] not in whole and (owner.site / name).exists():
+            found[name] = None
     return list(found)
 
 
 def _alone(site: Path) -> Owner | None:
     """The distribution that owns the module there."""
-    here = [owner for owner in installed.owners() if owner.site == site]
+    here = installed.owners_in(site)
     if len(here) > 1:
         raise Mistake(installed.doubled(here))
     if not here and (site / MODULE).exists():
@@ -168,7 +199,7 @@ def _begun(store: Store, earlier: Journal | None, owner: Owner | None) -> Journa
     elif owner is not None:
         folder = next(name for name in map("kept-{}".format, itertools.count()) if not store.path(name).exists())
         version = owner.version
-        moves = [[name, f"{folder}/{name.replace('..', '_up')}"] for name in _pieces(owner)]
+        moves = [[name, f"{folder}/{name}"] for name in _pieces(owner)]
     journal = Journal("using", version, moves, installed.carried_names(), dropped)
     store.write(journal)
     return journal
@@ -209,7 +240,7 @@ def unuse(site: Path) -> dict[str, Any]:
         journal = store.read()
         if journal is None:
             return {"changed": False, "put_back": "", "site": str(site)}
-        owner = next((owner for owner in installed.owners() if owner.site == site), None)
+        owner = next(iter(installed.owners_in(site)), None)
         if journal.phase == "used" and owner is not None and not owner.is_facade:
             raise Mistake(
                 f"bitsandbytes {owner.version} was installed since and is active; "

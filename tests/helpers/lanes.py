@@ -11,7 +11,8 @@ test_examples test_isa test_fsdp_experts test_ptx_wide test_export test_compile_
 test_experts test_convert test_wheels test_ptx_grouped test_planning test_optimizer_ops test_ptx test_compile test_run
 test_fsdp_int8 test_fsdp_lora test_checkpoints test_lora_models test_report test_serving test_fuzz_state test_quantize
 test_hf test_calibration_ops test_optim test_int8_models test_embeddings test_checkpoint_writing
-test_calibration_experts test_fuzz_optim test_merging test_bench_report test_native test_plan test_lora test_switch
+test_calibration_experts test_values test_folders test_fuzz_optim test_merging test_bench_report test_native test_plan
+test_lora test_switch
 """.split()
 TOGETHER = {"tests/test_fsdp_units.py": "tests/test_fsdp_parts.py"}  # read what one fixture makes
 

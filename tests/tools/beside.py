@@ -21,11 +21,20 @@ OURS, THEIRS = "bitshard", "bitsandbytes"
 BOTH = (OURS, THEIRS)
 
 
-def run(which: str, tools: list[str], worker: str, *args: str, out: Path, launcher: str = "", timeout: int = 300):
+def run(
+    which: str,
+    tools: list[str],
+    worker: str,
+    *args: str,
+    out: Path,
+    launcher: str = "",
+    timeout: int = 300,
+    **variables: str,
+):
     """Results of a worker, a list with one dict per rank; AssertionError with its output where it fails.
 
     `which` is OURS or THEIRS, `tools` are names of `fetch.PINS` to put on the path, `launcher` is "" for one process,
-    "torchrun" or "fsdp2" (accelerate with FSDP2) for two.
+    "torchrun" or "fsdp2" (accelerate with FSDP2) for two; `variables` are further ones of the environment.
     """
     out.mkdir(parents=True, exist_ok=True)
     for old in [*out.glob("result.*"), *out.glob("error.*")]:
@@ -33,7 +42,7 @@ def run(which: str, tools: list[str], worker: str, *args: str, out: Path, launch
     command = [str(WORKERS / worker), *args, "--out", str(out)]
     done = subprocess.run(
         [sys.executable, *launch(launcher), *command],
-        env=environment(which, tools),
+        env=environment(which, tools) | variables,
         cwd=out,  # unsloth writes into the working folder
         text=True,
         capture_output=True,
@@ -67,7 +76,12 @@ def environment(which: str, tools: list[str]) -> dict[str, str]:
     given = [os.path.abspath(path) for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     path = [*first, *(str(fetch.folder(tool)) for tool in tools), *given]
     env.update(PYTHONPATH=os.pathsep.join(path), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", BITSHARD_PLUGIN="0")
-    return env | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
+    return env | {
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "DS_ACCELERATOR": "cpu",
+        "UNSLOTH_DISABLE_STATISTICS": "1",
+    }
 
 
 def free_port() -> int:

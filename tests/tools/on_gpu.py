@@ -30,7 +30,6 @@ PARTS = {
     "unsloth_ctypes": ("unsloth", 1, {"UNSLOTH_BNB_TRITON": "0"}),
     "unsloth_linear": ("unsloth", 1, {"UNSLOTH_BNB_NF4_LINEAR": "1"}),
     "unsloth_fsdp2": ("unsloth", 2, {}),
-    "unsloth_whole": ("unsloth", 1, {"UNSLOTH_DISABLE_STATISTICS": "1", "UNSLOTH_IS_PRESENT": "1"}),
 }
 
 
@@ -368,25 +367,6 @@ def unsloth_linear(rows):
 
     rows.attempt("override", override, limit=0.02)
     rows.attempt("zoo's forward", zoo, limit=0.02)
-
-
-def unsloth_whole(rows):
-    """`import unsloth`, and three steps of a model that it patched."""
-
-    def whole():
-        from tokenizers import Tokenizer, models
-        from transformers import PreTrainedTokenizerFast
-        from unsloth import FastLanguageModel
-
-        words = {f"w{i}": i for i in range(3, 512)} | {"<pad>": 0, "<s>": 1, "</s>": 2}
-        tokens = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-        tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens).save_pretrained(dense())
-        model, _ = FastLanguageModel.from_pretrained(dense(), max_seq_length=64, load_in_4bit=True)
-        model = FastLanguageModel.get_peft_model(model, r=8, use_gradient_checkpointing=False)
-        return step_losses(model)
-
-    rows.attempt("losses", whole)
 
 
 def step_losses(model, shard=lambda model: None, steps=3):

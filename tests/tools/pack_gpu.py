@@ -1,13 +1,16 @@
-"""Put what tests/tools/on_gpu.py needs of the tools into one folder, to carry to a machine with GPUs.
+"""Put what on_gpu.py and on_gpu_unsloth.py need of the tools into one folder, to carry to a machine with GPUs.
 
 python tests/tools/pack_gpu.py [FOLDER]             .cache/tools-gpu, some MB: sources only, in one archive
 python tests/tools/pack_gpu.py --upstream cuda130   the original too, with its library for that CUDA version only
+python tests/tools/pack_gpu.py --whole 3.12         what unsloth's trainer imports, for that Python: on_gpu_unsloth.py
 """
 
 import argparse
 import io
+import subprocess
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
 
 import fetch
@@ -17,6 +20,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import upstream  # noqa: E402
 
 PACKAGES = {"axolotl": ("axolotl", "addict"), "unsloth": ("unsloth", "unsloth_zoo")}
+
+
+# What `import unsloth` and trl's SFTTrainer import, beside torch, transformers, accelerate and what these need.
+WHOLE = """
+trl==1.15.0 datasets==4.8.4 peft==0.21.2 pyarrow==26.0.1 pandas==3.1.1 python-dateutil six xxhash dill multiprocess
+tyro docstring_parser shtab msgspec cut_cross_entropy psutil httpx httpcore h11 anyio idna certifi sniffio requests
+charset_normalizer urllib3
+""".split()
+# pyarrow has each of its libraries up to three times, and some that nothing here loads
+NOT_NEEDED = ("tests", "include", "__pycache__", "bin")
+LIBRARIES_NOT_NEEDED = ("flight", "_s3", "s3fs", "gcsfs", "azurefs", "hdfs", "_orc", "encryption", "gandiva")
 
 
 def add(archive: tarfile.TarFile, root: Path, folder: str, keep) -> None:
@@ -47,6 +61,31 @@ def pack(target: Path, cuda: str) -> None:
             add(archive, upstream.folder(), name, lambda path: path.name == "METADATA")
 
 
+def pack_whole(target: Path, python: str) -> None:
+    """whole.tar.xz: WHOLE from PyPI for Linux on x86-64 and the given version of Python, without what is not needed."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary=:all:", "--python-version", python, "--implementation", "cp", "--no-compile"]
+    for tag in ("2_28", "2_24", "2_17"):
+        command += ["--platform", f"manylinux_{tag}_x86_64"]
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(target / "whole.tar.xz", "w:xz", preset=3) as archive:
+        subprocess.run([*command, "--platform", "manylinux2014_x86_64", "--target", folder, *WHOLE], check=True)
+        add(archive, Path(folder), ".", lambda path: needed(path.relative_to(folder)))
+
+
+def needed(path: Path) -> bool:
+    """Whether a file of an installed package is imported, loaded or read as metadata."""
+    if any(part in NOT_NEEDED for part in path.parts):
+        return False
+    if path.parent.name.endswith(".dist-info"):
+        return path.name in ("METADATA", "entry_points.txt")
+    if path.parts[0] != "pyarrow":
+        return path.suffix not in (".pyi", ".pyx", ".pxd", ".pxi")
+    if ".so" in path.suffixes and path.name.startswith("lib") and not path.name.startswith("lib."):
+        stem, *version = path.name.partition(".so")[2].split(".")
+        return len(version) == 1 and not any(word in path.name for word in LIBRARIES_NOT_NEEDED)
+    return path.suffix in (".py", ".so") and not any(word in path.name for word in LIBRARIES_NOT_NEEDED)
+
+
 def version(tool: str) -> str:
     """The version that fetch.py pins."""
     return fetch.PINS[tool][0].partition("==")[2]
@@ -56,7 +95,10 @@ if __name__ == "__main__":
     options = argparse.ArgumentParser()
     options.add_argument("folder", nargs="?", type=Path, default=fetch.FOLDER.parent / "tools-gpu")
     options.add_argument("--upstream", default="", metavar="CUDA", help="as cuda130")
+    options.add_argument("--whole", default="", metavar="PYTHON", help="as 3.12")
     args = options.parse_args()
     pack(args.folder, args.upstream)
+    if args.whole:
+        pack_whole(args.folder, args.whole)
     for path in sorted(args.folder.iterdir()):
         print(f"{path.stat().st_size / 2**20:6.1f} MiB  {path}")

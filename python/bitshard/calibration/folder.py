@@ -17,10 +17,11 @@ from bitshard.calibration.layers import LayerReport, Layers, Made, Target, Walke
 from bitshard.calibration.solve import Format
 from bitshard.calibration.stored import Stored
 from bitshard.calibration.tuning import Tuned, TuneProgress, settings_of, tune
-from bitshard.convert.folder import device_of, format_of, skeleton_of
-from bitshard.convert.output import PARTIAL, checksum, remembered, require_new
-from bitshard.convert.quantize import Progress, Report, quantize_folder
+from bitshard.convert.folder import device_of, format_of, skeleton_of, small_files
+from bitshard.convert.output import PARTIAL, checksum, naming, remembered, require_new
+from bitshard.convert.quantize import Report, quantize_folder
 from bitshard.convert.source import Source
+from bitshard.convert.values import Progress, require_finite, require_numbers, to_check
 from bitshard.inventory import holder_of
 from bitshard.sharding.checkpoints.files import byte_count
 from bitshard.sharding.loading.skeleton import Skeleton
@@ -50,6 +51,7 @@ def calibrate_folder(
     tune_steps: int | None = None,
     seed: int = 0,
     progress: Progress = lambda steps, total: steps,
+    check_progress: Progress = lambda steps, total: steps,
     layer_progress: LayerProgress = lambda reports, total: reports,
     tune_progress: TuneProgress = lambda steps, total: steps,
 ) -> Calibrated:
@@ -84,6 +86,7 @@ def calibrate_folder(
         require_new(_partial(adapter))
     require_dense(folder)
     require_4bit(quantization_config)
+    small_files(folder)
     journal = remembered(out)
     source = Source(folder, None if journal is None else journal["source"])
     skeleton = skeleton_of(folder, source, quantization_config, torch.device("cpu"))
@@ -91,6 +94,7 @@ def calibrate_folder(
         "source": str(folder.resolve()), "settings": quantization_config.to_dict(), "ids": checksum(ids.contiguous()),
         "rank": rank if adapter is not None else 0, "table": source.table(),
     }  # fmt: skip
+    require_finite(source, to_check(skeleton, source), check_progress)
     stored = Stored(out, made_by)
     try:
         tuned = stored.recall_tuned(settings)
@@ -104,11 +108,14 @@ def calibrate_folder(
             stored.keep_tuned(found, tuned, settings)
             del walk, made, found
         given = Given(skeleton, stored, len(reports), tuned)
+        given.require_finite()
         if adapter is not None:  # before the weights have their name: a run that fails here can be repeated
-            low_rank.save_adapter(_partial(adapter), out, given.factors(), rank)
+            with naming(_partial(adapter)):
+                low_rank.save_adapter(_partial(adapter), out, given.factors(), rank)
         report = quantize_folder(
             folder, out, quantization_config, device=device, max_shard_size=max_shard_size, consume=consume,
-            progress=progress, chosen=given.weight, chosen_by=made_by | {"tuned": settings._asdict()},
+            progress=progress, check_progress=check_progress, chosen=given.weight,
+            chosen_by=made_by | {"tuned": settings._asdict()},
         )  # fmt: skip
         if adapter is not None:
             os.rename(_partial(adapter), adapter)
@@ -284,6 +291,16 @@ class Given:
                 if made.adapter is not None:
                     found[key.removesuffix(".weight")] = made.adapter
         return found
+
+    def require_finite(self) -> None:
+        """ValueError where a scale, or a factor of an adapter, is not finite."""
+        for number in range(self._count):
+            for key, made in self._layer(number).items():
+                scales = made.state.state2 if made.state.nested else made.state
+                found = {f"{key}.absmax": scales.absmax}
+                if made.adapter is not None:
+                    found |= {f"{key}.lora_A": made.adapter[0], f"{key}.lora_B": made.adapter[1]}
+                require_numbers(found, self._stored.folder)
 
     def _layer(self, number: int) -> dict[str, Made]:
         made = self._stored.recall(number)[0]

@@ -203,7 +203,7 @@ def _counted(found: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def _inputs(H: Tensor | None, K: int, layer: nn.Module) -> Inputs:
-    return Inputs(torch.zeros(K, K, device=next(layer.parameters()).device) if H is None else H)
+    return Inputs(torch.zeros(K, K, dtype=torch.float32, device=next(layer.parameters()).device) if H is None else H)
 
 
 def _linear(layer: nn.Module, target: Target, inputs: Inputs) -> Made:

@@ -26,7 +26,7 @@ def correction(left: Tensor, H: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     ridge.diagonal().add_(_RIDGE * H.diagonal().mean().clamp_min(1e-30))
     root, failed = torch.linalg.cholesky_ex(ridge)
     if int(failed) or not bool(torch.isfinite(root).all()):
-        root = torch.eye(len(H), device=H.device)
+        root = torch.eye(len(H), dtype=H.dtype, device=H.device)
     scaled = left @ root
     if scaled.shape[0] <= scaled.shape[1]:  # by the smaller Gram matrix: only the first vectors are wanted
         _, vectors = torch.linalg.eigh((scaled @ scaled.t()).double())

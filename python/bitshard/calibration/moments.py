@@ -25,7 +25,7 @@ class Sum:
         """Rows [..., K]."""
         x = x.reshape(-1, x.shape[-1]).float()
         if self.total is None:
-            self.total = torch.zeros(x.shape[-1], x.shape[-1], device=x.device)
+            self.total = torch.zeros(x.shape[-1], x.shape[-1], dtype=torch.float32, device=x.device)
         self.total.addmm_(x.t(), x)
         self.rows += len(x)
 

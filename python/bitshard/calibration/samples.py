@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Iterator
@@ -42,7 +43,9 @@ def samples(
     pieces = len(ids) // length
     if pieces == 0:
         raise ValueError(f"{text}: {len(ids)} tokens of text, and a sample has {length}")
-    chosen = torch.randperm(pieces, generator=torch.Generator().manual_seed(seed))[:count].sort().values
+    chosen = (
+        torch.randperm(pieces, dtype=torch.int64, generator=torch.Generator().manual_seed(seed))[:count].sort().values
+    )
     return ids[: pieces * length].view(pieces, length)[chosen].clone()
 
 
@@ -119,8 +122,10 @@ def _of_dataset(name: str, column: str) -> Iterator[str]:
         raise FileNotFoundError(2, "No such file or folder", name)
     import datasets
 
+    known = inspect.signature(datasets.load_dataset).parameters  # datasets 4 and later run no code of a dataset
+    code = {"trust_remote_code": False} if "trust_remote_code" in known else {}
     try:
-        found = datasets.load_dataset(name, split="train", streaming=True)
+        found = datasets.load_dataset(name, split="train", streaming=True, **code)
         for row in found:
             if not isinstance(row.get(column), str):
                 raise ValueError(f"{name}: no text in a column {column!r} among {sorted(row)}")

@@ -81,10 +81,10 @@ class Inputs:
         self.passes: Tensor | None = None
         diagonal = H.diagonal()
         if not bool(torch.isfinite(H).all()):
-            self.H = torch.eye(len(H), device=H.device)
+            self.H = torch.eye(len(H), dtype=H.dtype, device=H.device)
             self.why = "moments that are not finite"
         elif not bool((diagonal > 0).any()):
-            self.H = torch.eye(len(H), device=H.device)
+            self.H = torch.eye(len(H), dtype=H.dtype, device=H.device)
             self.why = "no input but zeros"
         self.weights = self.H.diagonal().contiguous()
         self.order = torch.argsort(self.weights, descending=True, stable=True)
@@ -199,7 +199,7 @@ def _nearest(w: Tensor, inputs: Inputs, fmt: Format) -> Choice:
     codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
     by_element = _by_element(scales, w.shape, fmt.blocksize)
     for columns in _panels(w.shape[1]):
-        alone = torch.eye(columns.stop - columns.start, device=w.device)
+        alone = torch.eye(columns.stop - columns.start, dtype=w.dtype, device=w.device)
         part = (each[:, columns].contiguous() for each in (w, by_element))
         codes[:, columns] = _rounded(*part, alone, fmt)[0]
     return Choice(codes, scales, nested, "search")
@@ -234,7 +234,7 @@ def _panels(K: int) -> list[slice]:
 
 
 def _multiples(device: torch.device) -> Tensor:
-    steps = torch.linspace(LEAST, MOST, STEPS, device=device)
+    steps = torch.linspace(LEAST, MOST, STEPS, dtype=torch.float32, device=device)
     return torch.cat([steps, -steps])
 
 

@@ -203,7 +203,7 @@ def _tune(
 ) -> tuple[dict[str, Made], Tuned]:
     first, dense = _joined(walked.first), _joined(walked.dense)
     generator = torch.Generator().manual_seed(settings.seed)
-    mixed = torch.randperm(len(first), generator=generator)
+    mixed = torch.randperm(len(first), dtype=torch.int64, generator=generator)
     held, seen = mixed.split([max(1, len(first) // HELD), len(first) - max(1, len(first) // HELD)])
     student = Student(layers, made, walked)
     at_once = max(1, LOGITS // student.logits(dense[:1, :1]).shape[-1])
@@ -271,7 +271,7 @@ def _lost(
 def _order(seen: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Samples in a new order each time that all were seen."""
     rounds = -(-count // len(seen))
-    return torch.cat([seen[torch.randperm(len(seen), generator=generator)] for _ in range(rounds)])
+    return torch.cat([seen[torch.randperm(len(seen), dtype=torch.int64, generator=generator)] for _ in range(rounds)])
 
 
 def _optimizer(student: Student, steps: int) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 
 import torch
 
+from bitshard.convert.headers import require_kind
 from bitshard.convert.source import Source
 from bitshard.sharding.checkpoints.expected import untied
-from bitshard.sharding.loading.skeleton import Skeleton
+from bitshard.sharding.loading.skeleton import OwnCode, Skeleton, causal, config_of
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -22,6 +24,7 @@ _SHOWN = 240  # characters of what another library says
 
 def json_object(path: Path) -> dict[str, Any]:
     """The JSON object of a small file. OSError where it cannot be read; ValueError where it is none."""
+    require_kind(path)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -33,21 +36,33 @@ def json_object(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def blamed_on(what: Path | str) -> Iterator[None]:
-    """While it lasts, exceptions of another library are ValueErrors that begin with `what`, but OSErrors stay."""
+    """While it lasts, other exceptions than OSError and OwnCode are ValueErrors that begin with `what`."""
     try:
         yield
-    except OSError:
+    except (OSError, OwnCode):
         raise
     except Exception as error:
         words = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{what}: {words if len(words) <= _SHOWN else words[:_SHOWN] + ' ...'}") from error
 
 
+@contextmanager
+def tensors_alone(path: Path) -> Iterator[None]:
+    """While it lasts, torch's refusal of a pickle that holds more than tensors is a ValueError without torch's advice
+    to load it all the same."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            "it holds more than tensors, and reading it would run code: save the adapter as safetensors"
+        ) from error
+
+
 def device_of(name: str | torch.device) -> torch.device:
     """torch's device of this name. ValueError where there is none."""
     with blamed_on(f"device {name}"):
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.uint8, device=device)
     if device.type == "meta":
         raise ValueError("device meta: it has no values")
     return device
@@ -73,16 +88,14 @@ def skeleton_of(
     folder: Path, source: Source, quantization_config: Any, device: torch.device, dtype: torch.dtype | None = None
 ) -> Skeleton:
     """The model on the meta device, of its own class, in its own dtypes; the files fit it."""
-    from transformers import AutoConfig
 
     def build(config: Any, dtype: torch.dtype) -> Any:
         made = _class_of(config)
-        make = made._from_config if hasattr(made, "_from_config") else made.from_config
         with blamed_on(folder / "config.json"):
-            return make(config, dtype=dtype)
+            return made._from_config(config, dtype=dtype) if hasattr(made, "_from_config") else causal(config, dtype)
 
     with blamed_on(folder / "config.json"):
-        config = AutoConfig.from_pretrained(folder)
+        config = config_of(folder)
         if getattr(config, "dtype", None) is None:
             floats = [_DTYPES[source.dtype(name)] for name in source.files if source.dtype(name) in _DTYPES]
             config.dtype = floats[0] if floats else torch.float32
@@ -117,13 +130,28 @@ def _class_of(config: Any) -> Any:
     return found if is_model else transformers.AutoModelForCausalLM
 
 
-def small_files(folder: Path) -> set[str]:
-    """Names of the files beside the weights: configs, tokenizer, licence."""
-    return {
-        path.name
-        for path in folder.iterdir()
-        if path.is_file() and not path.name.endswith(_WEIGHTS) and not path.name.startswith(".")
-    }
+def small_files(folder: Path) -> dict[str, Path]:
+    """The files beside the weights by name, where links lead: configs, tokenizer, licence.
+
+    ValueError for a link that leads nowhere or out of the folder; Hugging Face's cache has the files of a snapshot in
+    the `blobs` beside it.
+    """
+    real = folder.resolve()
+    allowed = [real, *([real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [])]
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if path.name.endswith(_WEIGHTS) or path.name.startswith(".") or not (path.is_file() or path.is_symlink()):
+            continue
+        target = path.resolve()
+        if path.is_symlink() and not target.exists():
+            raise ValueError(f"{path}: a link to {target}, which leads nowhere: remove it")
+        if not any(target.is_relative_to(place) for place in allowed):
+            raise ValueError(
+                f"{path}: a link to {target}, outside of the model's folder, is not copied: put the file itself there"
+            )
+        if target.is_file():
+            found[path.name] = target
+    return found
 
 
 def others(
@@ -132,13 +160,14 @@ def others(
     dtype: str | None = None,
     untie: bool = False,
     changes: dict[str, Any] | None = None,
-) -> dict[str, bytes]:
-    """The small files as they are, but the config, which says what the weights are now: in 4 bits, or in `dtype`.
+) -> dict[str, bytes | Path]:
+    """The small files, to be copied as they are, but the config, which says what the weights are now: in 4 bits, or in
+    `dtype`.
 
     `untie`: it says that no weights are tied; `changes`: what else it says of the model.
     """
-    found = {name: (folder / name).read_bytes() for name in sorted(small_files(folder))}
-    config = json.loads(found["config.json"])
+    found: dict[str, bytes | Path] = dict(small_files(folder))
+    config = json_object(folder / "config.json")
     config.pop("quantization_config", None)
     if quantization_config is not None:
         config["quantization_config"] = json.loads(json.dumps(quantization_config.to_dict(), default=str))

@@ -12,6 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LIMIT = 100 << 20  # bytes of a header that safetensors itself reads
+_PAGE = "page instead of the file, as a server gives it that wants a login or lacks the file: download it again"
+_OTHER_KINDS = {
+    b"version https://git-lfs": "a pointer of Git LFS instead of the file: git lfs pull",
+    b"<!doctype html": f"an HTML {_PAGE}", b"<html": f"an HTML {_PAGE}", b"<?xml": f"an XML {_PAGE}",
+    b"pk\x03\x04": "an archive as torch.save writes it, not of safetensors: load it in transformers and save it again",
+    b"gguf": "a file of GGUF, not of safetensors: load it in transformers with gguf_file=, and save it again",
+}  # fmt: skip
+_MOST = 2**63  # elements, and bytes
 _BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16, "I16": 16,
     "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8, "F4": 4, "F6_E2M3": 6,
@@ -37,9 +45,11 @@ def read_header(path: str | Path) -> dict[str, Stored]:
     with path.open("rb") as file:
         start = file.read(8)
         if len(start) < 8:
+            require_kind(path)
             raise ValueError(f"{path}: {size} bytes, too few for a safetensors file")
         (length,) = struct.unpack("<Q", start)
         if length > min(LIMIT, size - 8):
+            require_kind(path)
             raise ValueError(
                 f"{path}: a header of {length:,} bytes in a file of {size:,}; at most {LIMIT:,} are allowed"
             )
@@ -56,8 +66,33 @@ def read_header(path: str | Path) -> dict[str, Stored]:
     return found
 
 
+def require_kind(path: Path) -> None:
+    """ValueError, in which it is named, for a file that begins as one of another kind than those that are read here."""
+    with path.open("rb") as file:
+        start = file.read(512).lstrip().lower()
+    for begin, kind in _OTHER_KINDS.items():
+        if start.startswith(begin):
+            raise ValueError(f"{path}: {kind}")
+
+
+def other_weights(folder: Path) -> str:
+    """Behind the words that a folder has no safetensors files: which other ones, and how they are converted."""
+    kinds = {"*.bin": "", "*.pt": "", "*.pth": "", "*.h5": None, "*.gguf": ", gguf_file={!r}"}
+    for pattern, options in kinds.items():
+        found = sorted(path.name for path in folder.glob(pattern))
+        if not found:
+            continue
+        if options is None:
+            return f", but {found[0]}, which is of another library"
+        load = f"from_pretrained({str(folder)!r}{options.format(found[0])}, dtype='auto')"
+        made = f"AutoModelForCausalLM.{load}.save_pretrained('converted')"
+        return f", but {found[0]}: convert it in transformers with {made}"
+    return ""
+
+
 def read_index(path: Path) -> dict[str, str]:
     """{tensor: name of a file beside `path`} of an index. ValueError where it says something else."""
+    require_kind(path)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         if all(isinstance(file, str) and Path(file).name == file for file in found.values()):
@@ -71,9 +106,11 @@ def _stored(path: Path, name: str, entry: Any, first: int) -> Stored:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         numbers = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (*shape, begin, end))
+        if numbers and max(*shape, begin, end, math.prod(shape)) >= _MOST:
+            raise ValueError("beyond what a file can hold")
     except (TypeError, KeyError, ValueError):
         raise ValueError(
-            f"{path}: {name!r}: an entry needs dtype, shape and data_offsets, it is {entry!r:.120}"
+            f"{path}: {name!r}: an entry needs dtype, shape and data_offsets below 2^63, it is {entry!r:.120}"
         ) from None
     if not numbers or dtype not in _BITS:
         raise ValueError(f"{path}: {name!r}: dtype {dtype!r:.40}, shape {list(shape)}, offsets {[begin, end]}")

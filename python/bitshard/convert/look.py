@@ -1,4 +1,4 @@
-"""What a checkpoint's files hold, found out without loading tensors but the few bytes that describe 4-bit weights.
+"""What a checkpoint's files hold: from their headers, the few bytes that describe 4-bit weights, and all float values.
 
 An int8 weight has no description: it is int8 [N, K] with a float32 [N] beside it that is called SCB.
 """
@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bitshard.convert.headers import Stored, read_header, read_index
+from bitshard.convert import values
+from bitshard.convert.headers import Stored, other_weights, read_header, read_index
 from bitshard.sharding.checkpoints.reading import INDEX, SINGLE
 
 _JSON = ".quant_state.bitsandbytes__"
@@ -107,13 +108,15 @@ class Looked(NamedTuple):
 
 
 def look(
-    path: str | Path, sums: bool = False, progress: Callable[[Iterable, int], Iterable] = lambda steps, total: steps
-) -> Looked:
+    path: str | Path, sums: bool = False, progress: Callable[[Iterable, int], Iterable] = lambda steps, total: steps,
+    check_values: bool = True,
+) -> Looked:  # fmt: skip
     """What `path`, a folder or a file, holds.
 
     Args:
         sums: read all bytes, and give each weight a checksum.
         progress: wraps the names of the files' tensors, (names, how many).
+        check_values: read all floats, scales among them, and complain about those that are not finite.
 
     FileNotFoundError where it is not there or has no safetensors files. What is wrong in files is in `complaints`.
     """
@@ -122,7 +125,7 @@ def look(
         raise FileNotFoundError(2, "No such file or folder", str(path))
     files, complaints = ([path], []) if path.is_file() else _files(path)
     if not files and not complaints:
-        raise FileNotFoundError(2, "No safetensors files there", str(path))
+        raise FileNotFoundError(2, f"No safetensors files there{other_weights(path)}", str(path))
     stored: dict[str, tuple[Path, Stored]] = {}
     for file in files:
         try:
@@ -135,7 +138,8 @@ def look(
         except ValueError as error:
             complaints.append(str(error))
     complaints += _against_index(path, stored)
-    weights = list(_weights(stored, complaints, sums, progress))
+    names = progress(stored, len(stored))
+    weights = list(_weights(stored, names, complaints, sums, check_values))
     return Looked(path, len(files), sum(file.stat().st_size for file in files), weights, complaints)
 
 
@@ -172,13 +176,15 @@ def _against_index(path: Path, stored: dict[str, tuple[Path, Stored]]) -> list[s
     return lines + ([f"{len(wrong)} tensors are in other files than {INDEX} says: {wrong[:3]}"] if wrong else [])
 
 
-def _weights(stored: dict, complaints: list[str], sums: bool, progress: Callable) -> Iterator[Weight]:
+def _weights(
+    stored: dict, names: Iterable[str], complaints: list[str], sums: bool, check_values: bool
+) -> Iterator[Weight]:
     """Dense tensors, and packed ones with what is beside them."""
     packed = {name.partition(_JSON)[0]: name for name in stored if _JSON in name}
     int8 = {name for name, (_, entry) in stored.items() if entry.dtype == "I8" and _scales_of(name) in stored}
     beside = {f"{key}.{end}" for key in packed for end in _BESIDE} | set(packed.values())
     beside |= {name.removesuffix("weight") + end for name in int8 for end in _BESIDE_INT8}
-    for name in progress(stored, len(stored)):
+    for name in names:
         if name in beside:
             continue
         _, entry = stored[name]
@@ -188,6 +194,8 @@ def _weights(stored: dict, complaints: list[str], sums: bool, progress: Callable
         elif name in int8:
             parts += [name.removesuffix("weight") + end for end in _BESIDE_INT8]
         total = _sum([stored[part] for part in parts if part in stored]) if sums else None
+        if check_values:
+            complaints += _faults(parts[1:] if name in packed else parts, stored)
         if name in int8:
             weight, wrong = _int8(name, [stored[part][1] for part in parts if part in stored])
             complaints += wrong
@@ -201,6 +209,17 @@ def _weights(stored: dict, complaints: list[str], sums: bool, progress: Callable
         if weight is not None:
             yield weight._replace(sum=total)
     complaints += [f"{name}: its packed weight is absent" for name in packed if name not in stored]
+
+
+def _faults(names: list[str], stored: dict) -> Iterator[str]:
+    """Values that are not finite."""
+    for name in names:
+        file, entry = stored.get(name, (None, None))
+        if entry is None or not entry.nbytes or values.is_packed(name, stored):
+            continue
+        fault = values.fault_in_file(file, entry, values.dtype_in(name, entry.dtype, stored))
+        if fault is not None:
+            yield f"{name}: {fault}"
 
 
 def _scales_of(name: str) -> str | None:
@@ -227,8 +246,14 @@ def _packed(name: str, described: str, stored: dict) -> tuple[Weight | None, lis
         state = _json(file, entry)
         shape, blocksize = tuple(int(n) for n in state["shape"]), int(state["blocksize"])
         format, experts = str(state["quant_type"]), state.get("layout") == "experts"
+        if max(*shape, blocksize, math.prod(shape)) >= 2**63:
+            raise ValueError("its shape or blocksize is beyond what a file can hold: expected numbers below 2^63")
         if min((*shape, blocksize)) < 1 or format not in ("nf4", "fp4"):
             raise ValueError(f"shape {list(shape)}, blocksize {blocksize}, quant_type {format}")
+        offset = state.get("nested_offset", 0.0)
+        for number in offset if isinstance(offset, list) else [offset]:  # of experts one each
+            if not math.isfinite(number):
+                raise ValueError(f"nested_offset {number} is not finite")
     except (ValueError, KeyError, TypeError, OSError, RecursionError, OverflowError) as error:
         return None, [f"{described} does not describe a 4-bit weight: {error!r:.200}"]
     nested, elements = "nested_blocksize" in state, math.prod(shape)

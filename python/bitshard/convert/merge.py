@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,14 @@ from bitshard.convert.folder import (
     others,
     quantization_of,
     skeleton_of,
+    small_files,
+    tensors_alone,
 )
 from bitshard.convert.headers import read_header
 from bitshard.convert.output import Output, require_new
 from bitshard.convert.source import Source
 from bitshard.convert.tensors import empty_weight, packed_entries
+from bitshard.convert.values import Progress, buffers, require_finite, require_numbers, to_check
 from bitshard.inventory import holders_of
 from bitshard.kinds import QUANT_METHOD
 from bitshard.sharding.checkpoints import gathering
@@ -55,7 +58,8 @@ def merge_folder(
     device: str | torch.device = "cpu",
     max_shard_size: int | str = "5GB",
     quant_type: str | None = None,
-    progress: Callable[[Iterable, int], Iterable] = lambda steps, total: steps,
+    progress: Progress = lambda steps, total: steps,
+    check_progress: Progress = lambda steps, total: steps,
 ) -> int:
     """Write the model of `base` with the adapters of `adapter` in its weights to `out`.
 
@@ -69,11 +73,12 @@ def merge_folder(
         out: must not exist.
         dtype: of what is written; None: 4-bit weights of a 4-bit base, quantized again as peft does.
         device: that merges.
-        max_shard_size, progress: as of `quantize_folder`.
+        max_shard_size, progress, check_progress: as of `quantize_folder`.
         quant_type: with dtype=None: which one the base must have.
 
     Returns how many modules have got an adapter. OSError: a folder or file cannot be read or written, `out` exists.
-    ValueError: files that are not sound, a base that is not 4-bit with dtype=None, adapters that fit no module.
+    ValueError: files that are not sound, a base that is not 4-bit with dtype=None, adapters that fit no module, values
+    that are not finite, before or after merging.
     """
     base, adapter, out = Path(base), Path(adapter), Path(out)
     require_new(out)
@@ -87,9 +92,12 @@ def merge_folder(
         raise ValueError(f"{base}: its weights are {own}, and stay {own} when they are merged in 4 bits")
     source = Source(base)
     skeleton = skeleton_of(base, source, None, device)
+    wanted = to_check(skeleton, source)
     merged = _Merged(skeleton, source, adapter, dtype)
+    small_files(base)  # links are refused before anything is written
+    require_finite(source, wanted, check_progress)
     made_by = {"base": str(base.resolve()), "adapter": _settings(adapter), "dtype": str(dtype), "size": max_shard_size}
-    output = Output(out, made_by, source.table(), merged.entries, byte_count(max_shard_size))
+    output = Output(out, made_by, source.table(), merged.entries, byte_count(max_shard_size), merged.buffers)
     try:
         for number, made in output.steps(merged.of, progress):
             output.write(number, made)
@@ -129,6 +137,11 @@ class _Merged:
     def entries(self) -> dict[str, Entry]:
         """What the new checkpoint has."""
         return self.found.entries
+
+    @property
+    def buffers(self) -> set[str]:
+        """Names of those that are buffers."""
+        return buffers(self.skeleton, self.found.names)
 
     @property
     def untied(self) -> bool:
@@ -171,6 +184,9 @@ class _Merged:
     @torch.no_grad()
     def _read(self, piece: Piece) -> dict[str, Tensor]:
         with self._filled(piece):
+            if self.dtype is None and piece.tuner is not None:  # codes would hide what is not finite
+                values = gathering.converted(piece, gathering.whole(piece), self.skeleton.dtype)
+                require_numbers(values, "with the adapters merged")
             made = gathering.converted(piece, gathering.whole(piece), self.dtype)
             return {key: self._cast(tensor, self._made[key]) for key, tensor in made.items()}
 
@@ -289,8 +305,10 @@ def _read_adapter(folder: Path) -> tuple[Any, dict[str, Tensor]]:
     with blamed_on(path):
         config = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = True
-    with blamed_on(files[0]):
-        return config, load_peft_weights(str(folder), device="cpu")
+    with blamed_on(files[0]), tensors_alone(files[0]):
+        tensors = load_peft_weights(str(folder), device="cpu")
+    require_numbers(tensors, folder)
+    return config, tensors
 
 
 def _settings(adapter: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitshard.convert import values
 from bitshard.sharding.checkpoints import owned
 from bitshard.sharding.checkpoints.files import Entry, TensorFile, split
 from bitshard.sharding.checkpoints.reading import INDEX, SINGLE, Checkpoint
+from bitshard.state import dtype_name
 
 PARTIAL = ".partial"
 _JOURNAL = "bitshard-journal.json"
-_LOCK = "bitshard-lock"
+_LOCK = "bitshard-lock"  # with the number of the process
+_PATIENCE_S = 1
 
 
 class Output:
@@ -39,15 +42,20 @@ class Output:
         source: what the source's files hold, for a run that goes on when some of them are gone.
         entries: what each tensor will be, in the order in which they come.
         max_bytes: the most bytes of a file.
+        infinite: names of tensors that may hold infinities.
     """
 
-    def __init__(self, folder: Path, made_by: dict[str, Any], source: dict, entries: dict[str, Entry], max_bytes: int):
+    def __init__(
+        self, folder: Path, made_by: dict[str, Any], source: dict, entries: dict[str, Entry], max_bytes: int,
+        infinite: Container[str] = (),
+    ):  # fmt: skip
         self.folder, self.partial = folder, folder.with_name(folder.name + PARTIAL)
-        self.entries = entries
+        self.entries, self.infinite = entries, infinite
         self.names = split(entries, max_bytes)
         self.made_by = plain(made_by)
         self._lock = claimed(self.partial, self.made_by)
         try:
+            require_new(folder)  # another run may have made it since somebody looked
             begin(self.partial, self.made_by, source)
             self._require_room()
         except BaseException:
@@ -84,7 +92,15 @@ class Output:
         next(ticks, None)
 
     def write(self, number: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """One file, of all its tensors in whatever order: written, flushed, read back, and only then named."""
+        """One file, of all its tensors in whatever order: written, flushed, read back, and only then named.
+
+        ValueError for values that are not finite: what is made of finite ones overflows.
+        """
+        with naming(self.path(number), sum(self.entries[name].nbytes for name in self.names[number])):
+            self._write(number, tensors)
+        flush(self.partial)
+
+    def _write(self, number: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         partial = self.path(number).with_suffix(".writing")
         partial.unlink(missing_ok=True)
         file = TensorFile(partial, {name: self.entries[name] for name in self.names[number]})
@@ -92,6 +108,7 @@ class Output:
             sums = {}
             for name, tensor in tensors:
                 tensor = tensor.detach().as_subclass(Tensor).cpu().contiguous()
+                self._require_finite(name, tensor)
                 file.write(name, tensor)
                 sums[name] = checksum(tensor)
             file.finish()
@@ -102,18 +119,30 @@ class Output:
             raise
         finally:
             file.close()
-        flush(self.partial)
 
-    def finish(self, others: dict[str, bytes], parameters: int) -> None:
-        """The index and `others`, then the folder gets its name."""
+    def _require_finite(self, name: str, tensor: Tensor) -> None:
+        if values.is_packed(name, self.entries):
+            return
+        fault = values.fault_in(tensor, infinite=name in self.infinite)
+        if fault is not None:
+            raise ValueError(
+                f"{self.folder}: {name}: {fault}, though those that it is made of are: they overflow "
+                f"{dtype_name(tensor.dtype)} on the way. A wider dtype may hold them: of the config, or of merge --to"
+            )
+
+    def finish(self, others: dict[str, bytes | Path], parameters: int) -> None:
+        """The index and `others`, contents or files to copy, then the folder gets its name."""
         files = [self.path(number).name for number in range(len(self.names))]
         if len(files) > 1:
             weights = {name: file for file, names in zip(files, self.names, strict=True) for name in names}
             size = sum(entry.nbytes for entry in self.entries.values())
             metadata = {"total_parameters": parameters, "total_size": size}
             write_json(self.partial / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weights.items()))})
-        for name, data in others.items():
-            (self.partial / name).write_bytes(data)
+        for name, content in others.items():
+            if isinstance(content, Path):
+                copy(content, self.partial / name)
+            else:
+                write_whole(self.partial / name, content)
         _name(self.partial, self.folder)
         self.close()
 
@@ -127,6 +156,20 @@ class Output:
 
 
 @contextmanager
+def naming(path: Path, nbytes: int | None = None) -> Iterator[None]:
+    """While it lasts, an OSError without a path gets this one; of a full disk also the `nbytes` to be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        words = error.strerror
+        if nbytes is not None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            words += f": the file has {nbytes:,} bytes, and {shutil.disk_usage(path.parent).free:,} are free"
+        raise OSError(error.errno, words, str(path)) from None
+
+
+@contextmanager
 def anew(folder: Path, made_by: dict[str, Any]) -> Iterator[Path]:
     """An empty partial folder, for a run that cannot go on: it gets its name at the end, and goes where that fails.
 
@@ -135,11 +178,13 @@ def anew(folder: Path, made_by: dict[str, Any]) -> Iterator[Path]:
     partial, made_by = folder.with_name(folder.name + PARTIAL), plain(made_by)
     lock = claimed(partial, made_by)
     try:
+        require_new(folder)
         for path in partial.iterdir():
             if path.name != _LOCK:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         begin(partial, made_by)
-        yield partial
+        with naming(partial):
+            yield partial
         _name(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -176,16 +221,50 @@ def claimed(
     own = {_LOCK, _JOURNAL, Path(_JOURNAL).with_suffix(".writing").name}
     if found is None and os.path.lexists(work) and not (work.is_dir() and own.issuperset(os.listdir(work))):
         raise OSError(errno.EEXIST, "exists already, and no interrupted run has left it: remove it", str(work))
-    if found is not None and found["made_by"] != made_by:
-        raise ValueError(f"{work} is what {left}: delete it, or repeat that run")
+    _require_same_run(work, found, made_by, left)
     work.mkdir(parents=True, exist_ok=True)
-    return owned.hold(work / _LOCK)[0]
+    lock = _held(work)
+    try:
+        _require_same_run(work, _journal_of(work), made_by, left)  # which another one may have begun meanwhile
+        os.truncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _require_same_run(work: Path, journal: dict[str, Any] | None, made_by: dict[str, Any], left: str) -> None:
+    if journal is not None and journal["made_by"] != made_by:
+        raise ValueError(f"{work} is what {left}: delete it, or repeat that run")
+
+
+def _held(work: Path) -> int:
+    """The lock on a run's folder. OSError that names the folder and the run that has it."""
+    try:
+        return owned.hold(work / _LOCK, _PATIENCE_S)[0]
+    except FileNotFoundError:  # a run has just given the folder its name
+        raise OSError(errno.EBUSY, "another run was writing it, and has ended", str(_target(work))) from None
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+    try:
+        who = f", process {int((work / _LOCK).read_text())},"
+    except (OSError, ValueError):
+        who = ""
+    words = f"another run{who} is writing it: wait for that, or end it"
+    raise OSError(errno.EBUSY, words, str(_target(work)))
+
+
+def _target(work: Path) -> Path:
+    """The folder that a run in `work` makes."""
+    return work.with_suffix("") if work.suffix == PARTIAL else work
 
 
 def begin(work: Path, made_by: dict[str, Any], source: dict[str, Any] | None = None) -> None:
     """The journal of a run in a folder that it has claimed; that of an interrupted one stays."""
     if _journal_of(work) is None:
-        write_json(work / _JOURNAL, {"made_by": made_by, "source": source or {}})
+        write_json(work / _JOURNAL, {"made_by": made_by, "source": source or {}}, indent=None)  # of every tensor
 
 
 def _name(partial: Path, folder: Path) -> None:
@@ -224,6 +303,15 @@ def _require_same(path: Path, sums: dict[str, str]) -> None:
         raise OSError(errno.EIO, f"{len(wrong)} tensors read back differ from those written: {wrong[:3]}", str(path))
 
 
+def copy(source: Path, target: Path) -> None:
+    """A file's content, by the system. OSError, which names `target` where that cannot be written."""
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:
+        name = error.filename if error.filename2 is None else target
+        raise OSError(error.errno, error.strerror, str(name)) from None
+
+
 def flush(folder: Path) -> None:
     """Wait until the disk knows the names in a folder."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -233,9 +321,9 @@ def flush(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:
     """A small file, whole or not at all."""
-    write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
+    write_whole(path, (json.dumps(content, indent=indent) + "\n").encode())
 
 
 def write_whole(path: Path, data: bytes) -> None:

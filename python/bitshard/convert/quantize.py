@@ -5,24 +5,22 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from bitshard.convert.folder import device_of, format_of, others, skeleton_of, small_files
-from bitshard.convert.output import Output, anew, remembered, require_new
+from bitshard.convert.folder import blamed_on, device_of, format_of, others, skeleton_of, small_files
+from bitshard.convert.look import look
+from bitshard.convert.output import Output, anew, copy, remembered, require_new
 from bitshard.convert.source import Source
 from bitshard.convert.tensors import Chosen, Item, Tensors
+from bitshard.convert.values import Progress, buffers, require_all_finite, require_finite, to_check
 from bitshard.inventory import holder_of
 from bitshard.sharding.checkpoints import contents
 from bitshard.sharding.checkpoints.files import byte_count
 from bitshard.sharding.checkpoints.reading import some
-
-Progress = Callable[[Iterable, int], Iterable]
-
+from bitshard.sharding.loading.skeleton import refusing_code
 
 _SMALL = 4096  # elements: smaller matrices are not worth a line
 
@@ -55,6 +53,7 @@ def quantize_folder(
     max_shard_size: int | str = "5GB",
     consume: bool = False,
     progress: Progress = lambda steps, total: steps,
+    check_progress: Progress = lambda steps, total: steps,
     chosen: Chosen = lambda key: None,
     chosen_by: Any = None,
 ) -> Report:
@@ -62,7 +61,7 @@ def quantize_folder(
 
     At most one tensor is in memory at a time, of a stack of experts the whole stack. Files are written into OUT.partial
     and named when they are whole; `out` appears at the end. An interrupted run is repeated with the same arguments, and
-    goes on behind the last whole file.
+    goes on behind the last whole file. Before the first one is written, all values of the source are read once.
 
     Args:
         folder: config.json and safetensors files in float32, float16 or bfloat16. Those in MXFP4 or FP8 are loaded in
@@ -75,17 +74,18 @@ def quantize_folder(
         consume: delete each file of `folder` once all that was made of it is on the disk and was read back. The last
             copy of the weights is then `out`.
         progress: wraps the tensors to write, (numbers, how many).
+        check_progress: wraps the tensors whose values are looked at before, (names, how many).
         chosen: key -> packed bytes and state of a weight that somebody else has quantized; None: it is quantized here.
         chosen_by: what that depends on, for a run that goes on.
 
     OSError: a folder or file cannot be read or written, `out` exists, the disk is full. ValueError: the files are not
-    sound, not dense, or not those of the model.
+    sound, not dense, or not those of the model; values are not finite, or overflow the dtype of the model.
     """
     folder, out = Path(folder), Path(out)
     require_new(out)
     device = device_of(device)
     if format_of(folder) in ("mxfp4", "fp8"):
-        return _decoded(folder, out, quantization_config, device, max_shard_size, consume)
+        return _decoded(folder, out, quantization_config, device, max_shard_size, consume, check_progress)
     journal = remembered(out)
     source = Source(folder, None if journal is None else journal["source"])
     if format_of(folder):
@@ -97,12 +97,14 @@ def quantize_folder(
     left_out = _left_out(tensors, source)
     if consume:
         _require_consumable(folder, source, left_out)
+    small_files(folder)  # links are refused before anything is written
+    require_finite(source, to_check(skeleton, source), check_progress)
     entries = {name: entry for item in tensors.items for name, entry in item.entries.items()}
     made_by = {
         "source": str(folder.resolve()), "settings": quantization_config.to_dict(), "consume": consume,
         "max_shard_size": max_shard_size, **({} if chosen_by is None else {"chosen_by": chosen_by}),
     }  # fmt: skip
-    output = Output(out, made_by, source.table(), entries, byte_count(max_shard_size))
+    output = Output(out, made_by, source.table(), entries, byte_count(max_shard_size), buffers(skeleton, tensors.names))
     try:
         for number, made in output.steps(tensors.of, progress):
             output.write(number, made)
@@ -142,8 +144,9 @@ def _require_consumable(folder: Path, source: Source, left_out: list[str]) -> No
 
 
 def _decoded(
-    folder: Path, out: Path, quantization_config: Any, device: Any, max_shard_size: int | str, consume: bool
-) -> Report:
+    folder: Path, out: Path, quantization_config: Any, device: Any, max_shard_size: int | str, consume: bool,
+    check_progress: Progress,
+) -> Report:  # fmt: skip
     """The same for files that transformers decodes while it loads them."""
     from transformers import AutoModelForCausalLM
 
@@ -152,15 +155,26 @@ def _decoded(
 
     if consume:
         raise ValueError(f"{folder}: files in {format_of(folder)} are read as a whole, so none can be consumed before")
-    Source(folder).close()  # whose files are sound
-    options = {"config": dense_config(folder), "quantization_config": quantization_config, "device_map": str(device)}
+    small = small_files(folder)
+    source = Source(folder)  # whose files are sound
+    require_all_finite(source, check_progress)
+    source.close()
+    with blamed_on(folder), refusing_code(folder):
+        config = dense_config(folder, trust_remote_code=False)
+    options = {
+        "config": config, "quantization_config": quantization_config, "device_map": str(device),
+        "trust_remote_code": False,
+    }  # fmt: skip
     made_by = {"source": str(folder.resolve()), "settings": quantization_config.to_dict()}
     with anew(out, made_by) as partial:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+        with blamed_on(folder), refusing_code(folder):
+            model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
         _require_complete(folder, info)
         save_pretrained(model, partial, max_shard_size=max_shard_size)
-        for name in small_files(folder) - {path.name for path in partial.iterdir()}:
-            shutil.copy(folder / name, partial / name)
+        if wrong := look(partial).complaints:
+            raise ValueError(f"{folder}: what is made of its values cannot be used: {some(wrong)}")
+        for name in small.keys() - {path.name for path in partial.iterdir()}:
+            copy(small[name], partial / name)
     return _report_of(model, out)
 
 

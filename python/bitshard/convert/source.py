@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bitshard.convert.headers import read_header, read_index
+from bitshard.convert.headers import other_weights, read_header, read_index
 from bitshard.sharding.checkpoints.reading import INDEX, Checkpoint
 
 
@@ -25,7 +25,7 @@ class Source(Checkpoint):
         if remembered is None:
             if (folder / INDEX).is_file():
                 read_index(folder / INDEX)
-            super().__init__(folder)
+            self._open_all(folder)
             headers = {path: read_header(path) for path in sorted(set(self.files.values()))}
             there = {name: headers[path] for name, path in self.files.items() if name in headers[path]}
             self._shapes = {name: header[name].shape for name, header in there.items()}
@@ -45,6 +45,17 @@ class Source(Checkpoint):
                     raise ValueError(
                         f"{folder / file}: it has changed since the run that was interrupted; delete what that has left"
                     )
+
+    def _open_all(self, folder: Path) -> None:
+        try:
+            super().__init__(folder)
+        except ValueError as error:
+            paths = sorted(folder.glob("*.safetensors"))
+            for path in paths:
+                read_header(path)  # whose words for a file that is none are plainer
+            if paths or not (others := other_weights(folder)):
+                raise
+            raise ValueError(f"{error}{others}") from None
 
     def table(self) -> dict[str, list[Any]]:
         """{name: [file, shape, dtype, size and time of the file]}, for another run."""

@@ -162,7 +162,7 @@ def empty_weight(held: Any, weight: Any) -> tuple[Tensor, QuantState]:
     """Packed bytes and state of a quantized weight, on the meta device; `held`, `weight` as of `packed_entries`."""
     shape = held.shape if held.shape is not None else weight.shape
     if held.kind is INT8:
-        state = int8_state(torch.empty(shape[0], device="meta"), shape, torch.bfloat16)
+        state = int8_state(torch.empty(shape[0], dtype=torch.float32, device="meta"), shape, torch.bfloat16)
         return torch.empty(shape, dtype=torch.int8, device="meta").view(-1, 1), state
     return held.kind.quantize(
         torch.empty(shape, dtype=torch.bfloat16, device="meta"),

@@ -4,17 +4,19 @@ For the time of each forward peft parametrizes the stack: reading it then gives 
 for one active adapter, W + delta for several. Of a 4-bit W both answer with an `AdaptedStack`: W as it is, and beside
 it what was added, which `bitshard.experts.forward` multiplies apart. Only the sum of several adapters is a dense stack.
 peft's `merge` says `param.data += delta`, `unmerge` `param.data -= delta`: a new 4-bit weight takes the place of W.
+Of a stack that FSDP2 has sharded the packed bytes are gathered for that, and every rank adds the same delta.
 """
 
 from __future__ import annotations
 
+from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bitshard import functional, guards, ops
-from bitshard.guards import IN_PLACE, PackedData
+from bitshard import foreign, functional, gather, guards, ops
+from bitshard.guards import IN_PLACE
 from bitshard.kinds import EXPERTS
 from bitshard.tensor import Params4bit
 
@@ -48,6 +50,31 @@ class Dense(NamedTuple):
         """As of `LowRank`."""
         delta = self.delta if transposed else self.delta.transpose(1, 2)
         return grouped_mm(x, delta.to(x.dtype), offs)
+
+
+# What fused adapters add in the forwards that are running: (holder of the stack, what). Of a call, not of the module,
+# which other threads call and which may be copied.
+of_call: ContextVar[tuple[tuple[Any, LowRank], ...]] = ContextVar("of_call", default=())
+
+
+_running: list[None] = []  # one for each such forward of all threads: Dynamo reads no context variable
+
+
+def begin_call(held: Any, added: LowRank) -> Token:
+    """In the forward that begins `added` is added to the stack of `held`; what `end_call` wants."""
+    _running.append(None)
+    return of_call.set((*of_call.get(), (held, added)))
+
+
+def end_call(begun: Token) -> None:
+    """The forward ends, also in an error."""
+    of_call.reset(begun)
+    _running.pop()
+
+
+def added_in_call(held: Any) -> tuple[LowRank, ...]:
+    """What fused adapters add to the stack of `held` in the forward that is running."""
+    return tuple(added for stack, added in of_call.get() if stack is held) if _running else ()
 
 
 class AdaptedStack(Params4bit):
@@ -105,34 +132,83 @@ def _add(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     return AdaptedStack.of(args[0], Dense(args[1]))
 
 
+class StackValues:
+    """What peft adds to of a stack: not the packed bytes, but the weight that takes its place once something is added.
+
+    Attributes:
+        weight: the stack, whole or sharded by FSDP2 (`bitshard.sharding.weights.parameter.ShardedWeight`).
+        dtype: of its values, to which peft casts what it adds.
+        replacement: the 4-bit weight with the sum; None before.
+        finite: whether all values of the sum are finite, as `torch.isfinite` is asked by `safe_merge`.
+    """
+
+    def __init__(self, weight: Any):
+        self.weight, self.dtype = weight, weight.quant_state.dtype
+        self.replacement: Params4bit | None = None
+        self.finite = True
+
+    def __iadd__(self, delta: Tensor) -> StackValues:
+        return self._added(delta, 1)
+
+    def __isub__(self, delta: Tensor) -> StackValues:
+        return self._added(delta, -1)
+
+    def _added(self, delta: Tensor, sign: int) -> StackValues:
+        if not _fits(delta, self.weight):
+            found = list(delta.shape) if isinstance(delta, Tensor) else type(delta).__name__
+            raise ValueError(f"{found} added to a 4-bit stack of {list(self.weight.ds_shape)}: expected that shape")
+        self.replacement, self.finite = merged(self.weight, delta, sign)
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.isfinite and type(args[0]) is cls:
+            return torch.tensor(args[0].finite, dtype=torch.bool)
+        raise ValueError(
+            f"{getattr(func, '__name__', func)}: of a 4-bit stack that is being merged there are no numbers"
+        )
+
+
 def _merging(sign: int) -> Any:
-    def merge(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    def merge(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         weight = getattr(args[0], "of_stack", None) if args else None
         if weight is None or kwargs or len(args) != 2 or not _fits(args[1], weight):
             return guards.arithmetic(func, args, kwargs)
-        new = merged(weight, args[1], sign)
-        made = new.data.as_subclass(PackedData)
-        made.replacement = new
-        return made
+        return StackValues(weight)._added(args[1], sign)
 
     return merge
 
 
+def _clone(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A copy of the bytes; of a stack that peft merges with safe_merge what takes the sum."""
+    weight = getattr(args[0], "of_stack", None) if args else None
+    if weight is None or torch.compiler.is_compiling() or foreign.asked_by(foreign.PEFT_MERGES_STACKS) is None:
+        return func(*args, **kwargs)
+    return StackValues(weight)
+
+
 @torch.no_grad()
-def merged(weight: Params4bit, delta: Tensor, sign: int = 1) -> Params4bit:
-    """A 4-bit weight of W + sign * delta, quantized as W was; no more than one expert of W is dense at a time.
+def merged(weight: Any, delta: Tensor, sign: int = 1) -> tuple[Params4bit, bool]:
+    """A 4-bit weight of W + sign * delta, quantized as W was, and whether all of the sum is finite.
+
+    No more than one expert of W is dense at a time. Of a sharded weight a collective.
 
     Args:
-        weight: a stack that is whole.
+        weight: a stack that is whole, or sharded by FSDP2.
         delta: of the shape that the module shows.
     """
-    state, packed = weight.quant_state, weight.data.as_subclass(Tensor)
-    delta = weight._holder().oriented(delta)
-    made, scales = torch.zeros_like(packed), []
+    held = weight.module
+    if gather.is_dtensor(weight):
+        packed, state = gather.gathered(weight, weight.quant_state)
+    else:
+        packed, state = weight.data.as_subclass(Tensor), weight.quant_state
+    delta = held.oriented(gather.whole(delta) if gather.is_dtensor(delta) else delta)
+    made, scales, finite = torch.zeros_like(packed), [], True
     codes = made.view(-1).view(torch.uint8)[: state.shape.numel() // 2].view(state.shape[0], -1)
     for expert, added in enumerate(delta):
         dense = functional.dequantize_4bit(*functional.expert_of(packed, state, expert))
-        dense = (dense.float() + sign * added.float()).to(state.dtype)
+        dense = (dense.float() + sign * added.to(dense.device).float()).to(state.dtype)
+        finite = finite and bool(torch.isfinite(dense).all())
         own, of = functional.quantize_4bit(dense, None, None, state.blocksize, False, state.quant_type)
         codes[expert].copy_(own.view(-1))
         scales.append(of.absmax)
@@ -141,7 +217,7 @@ def merged(weight: Params4bit, delta: Tensor, sign: int = 1) -> Params4bit:
     if state.nested:
         functional.nest(new)
     new.checksum = ops.checksum(made)
-    return Params4bit.of_state(made, new, weight.quant_storage, weight.module)
+    return Params4bit.of_state(made, new, weight.quant_storage, held), finite
 
 
 for _function in (torch.baddbmm, Tensor.baddbmm):
@@ -150,3 +226,5 @@ for _function in (torch.add, Tensor.add, Tensor.__add__):
     Params4bit.handlers[_function] = _add
 for _name, _sign in (("add_", 1), ("__iadd__", 1), ("sub_", -1), ("__isub__", -1)):
     IN_PLACE[getattr(Tensor, _name)] = _merging(_sign)
+IN_PLACE[Tensor.clone] = _clone
+Params4bit.summed = StackValues

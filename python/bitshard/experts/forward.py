@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bitshard import inventory, ops
 from bitshard.autograd import grouped_matmul_4bit
 from bitshard.experts import lora
-from bitshard.experts.adapted import AdaptedStack
+from bitshard.experts.adapted import AdaptedStack, added_in_call
 from bitshard.experts.modules import PackedExperts, stack_names
 
 IMPLEMENTATION = "bitshard"  # config._experts_implementation
@@ -26,7 +26,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     Args:
         hidden_states: [T, H].
         top_k_index: integers [T, k], the experts of each token; from num_experts on they are those of other ranks
-            (expert parallelism).
+            (expert parallelism). ValueError for one below 0; on a GPU it counts as none.
         top_k_weights: [T, k], what the results of its experts count in the sum of a token.
 
     Returns:
@@ -36,6 +36,8 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
+    if not top_k_index.is_cuda and not torch.compiler.is_compiling():  # on a GPU this would wait for it
+        _require_experts(top_k_index, self.num_experts)
     order, back, rows, offs = ops.sort_by_expert(top_k_index.long(), self.num_experts)
     up, down = stack_names(self)
     x = RowsOfExperts.apply(hidden_states, rows, back, top_k_index.shape[1])
@@ -52,6 +54,16 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     if parallel:
         y, top_k_weights = y.masked_fill(behind, 0), top_k_weights.masked_fill(elsewhere, 0)
     return SumByToken.apply(y, top_k_weights, order, back, rows).to(hidden_states.dtype)
+
+
+def _require_experts(top_k_index: Tensor, experts: int) -> None:
+    """ValueError for a number below 0, as transformers' own forward raises; nothing else of it would tell."""
+    if top_k_index.numel() and int(lowest := top_k_index.min()) < 0:
+        count = int((top_k_index < 0).sum())
+        raise ValueError(
+            f"experts: top_k_index has {count} of {top_k_index.numel()} numbers below 0, the lowest {int(lowest)}, for "
+            f"{experts} experts; those of other ranks are numbered from {experts} on"
+        )
 
 
 class RowsOfExperts(torch.autograd.Function):
@@ -131,7 +143,7 @@ def _product(module: Any, name: str, x: Tensor, offs: Tensor) -> Tensor:
         raise TypeError(f"experts: x is {dtype}, expected a floating-point dtype")
     x = x.to(held.compute_dtype or dtype)
     bias = None if bias is None else bias.to(x.dtype)
-    added = held.applied if adapted is None else (*held.applied, *adapted.added)
+    added = added_in_call(held) if adapted is None else (*added_in_call(held), *adapted.added)
     if len(added) == 1 and lora.fits(added[0], x, bias):
         return lora.product(x, offs, weight, state, bias, *added[0].factors(held.transposed), added[0].scale).to(dtype)
     y = grouped_matmul_4bit(x, offs, weight, state, bias)

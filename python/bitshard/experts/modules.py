@@ -32,7 +32,6 @@ class PackedStack(PackedWeight):
         transposed: whether the module shows [E, K, N].
         compute_dtype: dtype of x and biases in a product; None: that of x.
         packed_files: whether what is loaded comes packed.
-        applied: what a fused adapter adds to the weight in the forward that is running (`experts.adapted.LowRank`).
     """
 
     kind = EXPERTS
@@ -46,7 +45,6 @@ class PackedStack(PackedWeight):
         self.compress_statistics: bool = settings["compress_statistics"]
         self.compute_dtype: torch.dtype | None = settings.get("compute_dtype")
         self.packed_files: bool = settings.get("packed_files", False)
-        self.applied: tuple = ()
 
     def fitting(self, state: QuantState) -> QuantState:
         """A flat stack, as `bitsandbytes.nn.parametrize` writes it, becomes one of experts where its bytes are theirs.

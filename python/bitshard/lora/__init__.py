@@ -22,6 +22,15 @@ from typing import Any
 
 from torch import nn
 
+from bitshard.lora import unsloth
+from bitshard.state import dtype_name
+
+# For bfloat16 alone: torch's GradScaler, which float16 needs, refuses gradients in float16.
+_ADVICE = (
+    ". For none, before the optimizer is made: get_peft_model(..., autocast_adapter_dtype=False) for 4-bit layers, or "
+    "p.data = p.data.to(torch.bfloat16) for each p that is trained; its updates are rounded to bfloat16 then"
+)
+
 
 @dataclass(frozen=True)
 class Report:
@@ -30,21 +39,41 @@ class Report:
     Attributes:
         fused: names of the layers whose next call is fused.
         left: {name: why its next call in training is peft's} of the other LoRA layers.
+        elsewhere: names of those that unsloth's own kernels compute: neither peft's code nor bitshard's is called.
+        float32: {dtype of 16 bits: how many fused layers multiply in it, with A and B that are float32}.
     """
 
     fused: tuple[str, ...] = ()
     left: dict[str, str] = field(default_factory=dict)
+    elsewhere: tuple[str, ...] = ()
+    float32: dict[str, int] = field(default_factory=dict)
 
     @property
     def reasons(self) -> dict[str, int]:
         """How many layers are left to peft for each reason, most first."""
         return dict(Counter(self.left.values()).most_common())
 
+    @property
+    def casts(self) -> int:
+        """Casts of float32 A's and B's, and of their gradients, in a forward and backward under autocast."""
+        return 4 * sum(self.float32.values())
+
+    @property
+    def casts_checkpointed(self) -> int:
+        """The same with gradient checkpointing, which runs the forward twice."""
+        return 6 * sum(self.float32.values())
+
     def __str__(self) -> str:
-        line = f"{len(self.fused) + len(self.left)} LoRA layers: {len(self.fused)} fused"
+        line = f"{len(self.fused) + len(self.left) + len(self.elsewhere)} LoRA layers: {len(self.fused)} fused"
+        if self.elsewhere:
+            line += f", {len(self.elsewhere)} computed by {unsloth.WORDS}, which never call them"
         if self.left:
             line += f", {len(self.left)} left to peft ({'; '.join(f'{n}: {why}' for why, n in self.reasons.items())})"
-        return line
+        if self.float32:
+            each = " and ".join(f"{n} float32 adapters on {dtype} products" for dtype, n in self.float32.items())
+            line += f"; {each}: under autocast {self.casts:,} casts a step, {self.casts_checkpointed:,} with gradient"
+            line += " checkpointing"
+        return line + _ADVICE if "bfloat16" in self.float32 else line
 
 
 def fuse(model: nn.Module) -> Report:
@@ -88,8 +117,14 @@ def unfuse(model: nn.Module) -> int:
 def report(model: nn.Module) -> Report:
     """Which LoRA layers of `model` are fused now, and why the others' next call in training would be peft's."""
     found = _layers(model, "report")
-    left = {name: words for name, layer in found.items() if (words := _ways(layer).why(layer)) is not None}
-    return Report(tuple(name for name in found if name not in left), left)
+    elsewhere = tuple(name for name in unsloth.computed(model) if name in found)
+    called = {name: _ways(layer).why(layer) for name, layer in found.items() if name not in elsewhere}
+    left = {name: words for name, words in called.items() if words is not None}
+    fused = tuple(name for name in called if name not in left)
+    cast = Counter(
+        dtype_name(dtype) for name in fused if (dtype := _ways(found[name]).cast_to(found[name])) is not None
+    )
+    return Report(fused, left, elsewhere, dict(cast.most_common()))
 
 
 def _layers(model: nn.Module, caller: str, needed: bool = True) -> dict[str, nn.Module]:

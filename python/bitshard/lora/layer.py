@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 
 from bitshard import _C, gather
+from bitshard.lora import unsloth
 from bitshard.lora.product import Int8, LoraLinear, product
 from bitshard.nn.linear import Linear4bit as Base
 from bitshard.nn.linear import LinearFP4, LinearNF4
@@ -91,6 +92,19 @@ class Family(NamedTuple):
             return found
         return watched(self) if isinstance(layer, self.Fused) else watched(self) or "fuse has not been called"
 
+    def cast_to(self, layer: nn.Module) -> torch.dtype | None:
+        """The dtype of 16 bits that autocast gives the float32 A and B of `layer` in each forward; None: there is none.
+
+        None also where FSDP2 has sharded them, for its mixed precision casts what it gathers.
+        """
+        found = chosen(layer, self.bases, in_training=True)
+        if type(found) is str or found[0].dtype is not torch.float32 or gather.is_dtensor(found[0]):
+            return None
+        base = found[2]
+        held = base.packed_weight
+        dtype = held.dtype if self.Base is Base8 else base.compute_dtype or getattr(held.state, "dtype", None)
+        return dtype if dtype in (torch.float16, torch.bfloat16) else None
+
 
 class FusedLinear4bit(Peft):
     """peft's `lora.Linear4bit`, whose forward is one autograd function where that gives what peft would."""
@@ -154,7 +168,8 @@ def operands_of_int8(base: Base8, x: Tensor) -> tuple[Tensor, Int8 | None, Tenso
 def watched(of: Family) -> str | None:
     """Who replaces or watches the calls that a fused layer does not make; None: nobody."""
     if of.Peft.forward is not of.forward or of.Base.forward is not of.base_forward:
-        return f"the forward of {of.Base.__name__} has been replaced"
+        replaced = of.Peft.forward if of.Peft.forward is not of.forward else of.Base.forward
+        return f"the forward of {of.Base.__name__} has been replaced{unsloth.by(replaced)}"
     if nn.Linear.forward is not LINEAR_FORWARD or nn.functional.linear is not LINEAR:
         return "torch's linear has been replaced"
     if (

@@ -3,8 +3,8 @@
 Every sum is the accumulation of a product (`addmm_` with beta = 1) and every scale its factor (alpha), so that no pass
 over y, dy or dx is of their own. Dtypes: `compute` is that of the product with W, `factor` that of the products with A
 and B, x and y have a third. Where they are one, nothing is cast, and with W in 4 bits all products of a call are one
-call of the C core (csrc/python/direct_lora.c), which declines by None what the lines behind it do. Elsewhere sums are
-float32 and rounded once.
+call of the C core (csrc/python/direct_lora.c). It returns None if it cannot run; the code below then computes the same.
+Elsewhere sums are float32 and rounded once.
 
 Saved for backward are x, A, B and x A^T, what peft's layer saves. A and B go through `save_for_backward`, for FSDP,
 checkpointing and offloading know tensors that are saved so; the packed weight does not (see `bitshard.autograd`).

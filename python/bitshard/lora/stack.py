@@ -1,9 +1,9 @@
 """peft's adapter on a 4-bit stack of experts (`target_parameters`), whose forward goes around peft's parametrization.
 
-For each forward peft makes a class with the stack as a property, and takes it away again. A fused wrapper tells the
-stack's holder what is added to it instead, `bitshard.experts.lora` multiplies with both, and a cast of A and B is part
-of copies that it makes anyway. As with layers (`bitshard.lora.layer`), each call decides, and is peft's where the
-result would not be that of one plain adapter.
+For each forward peft makes a class with the stack as a property, and takes it away again. A fused wrapper notes in the
+context of the call what is added to it instead (`bitshard.experts.adapted.of_call`), `bitshard.experts.lora` multiplies
+with both, and a cast of A and B is part of copies that it makes anyway. As with layers (`bitshard.lora.layer`), each
+call decides, and is peft's where the result would not be that of one plain adapter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from peft.tuners.lora import layer as peft_layer
 from torch import Tensor, nn
 
-from bitshard.experts.adapted import LowRank
+from bitshard.experts.adapted import LowRank, begin_call, end_call
 from bitshard.experts.modules import PackedExperts, PackedStack
 from bitshard.lora.layer import DTYPES, LINEARS, own_forward, weight_of
 from bitshard.state import dtype_name
@@ -34,12 +34,11 @@ class FusedParamWrapper(Peft):
         found = chosen(self) if isinstance(self, FusedParamWrapper) else ""
         if type(found) is str:
             return Peft.forward(self, x, *args, **kwargs)
-        held = found[0]
-        before, held.applied = held.applied, (*held.applied, added_by(*found))
+        begun = begin_call(found[0], added_by(*found))
         try:
             return self.base_layer(x, *args, **kwargs)
         finally:
-            held.applied = before
+            end_call(begun)
 
 
 FusedParamWrapper.__name__ = FusedParamWrapper.__qualname__ = "ParamWrapper"  # as peft prints its layers
@@ -66,6 +65,10 @@ def why(layer: nn.Module) -> str | None:
     if type(found) is str:
         return found
     return None if isinstance(layer, FusedParamWrapper) else "fuse has not been called"
+
+
+def cast_to(layer: nn.Module) -> None:
+    """See `bitshard.lora.layer.Family`: a cast of A and B is part of copies that are made anyway."""
 
 
 def chosen(layer: nn.Module, in_training: bool = False) -> tuple[PackedStack, Tensor, Tensor, int, float] | str:

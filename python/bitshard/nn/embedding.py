@@ -20,17 +20,18 @@ from bitshard.functional import dequantize_4bit
 from bitshard.int8_params import Int8Params
 from bitshard.matmul_int8 import MatmulLtState, matmul_int8
 from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
-from bitshard.nn.linear8bit import HoldsInt8Weight, Int8Weight
+from bitshard.nn.linear8bit import HoldsInt8Weight, Int8Weight, unquantized
 from bitshard.optim.config import GlobalOptimManager
 from bitshard.place import Place
+from bitshard.recognized import OfBitsandbytes
 from bitshard.rows import embedding_4bit, embedding_int8
-from bitshard.state import QuantState, dtype_name
+from bitshard.state import QuantState
 from bitshard.tensor import Params4bit
 
 logger = logging.getLogger(__name__)
 
 
-class _Kept32Bits(nn.Embedding):
+class _Kept32Bits(nn.Embedding, OfBitsandbytes):
     """An embedding that is initialized by Xavier's rule, and whose weight has optimizer states of 32 bits."""
 
     def reset_parameters(self) -> None:
@@ -278,10 +279,7 @@ class Embedding8bit(HoldsInt8Weight, nn.Embedding):
         elif weight.dtype is torch.int8:
             scales = self._scales(weight)
         else:
-            raise RuntimeError(
-                f"Embedding8bit: the weight {list(weight.shape)} of {dtype_name(weight.dtype)} is not quantized yet: "
-                "move the module to a device first, for instance with .to('cpu') or .cuda()"
-            )
+            raise unquantized(self, weight)
         if not held.reported and not torch.compiler.is_compiling():
             inventory.log_line(self)
         return weight, scales

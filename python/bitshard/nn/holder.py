@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import gather, kept_part, ops
+from bitshard import foreign, gather, kept_part, ops
 from bitshard.container import repack
 from bitshard.guards import module_move
-from bitshard.inventory import held_by
+from bitshard.inventory import held_by, model_of, path_of
 from bitshard.kinds import EXPERTS, FOUR_BIT, Kind
 from bitshard.nn import merged
 from bitshard.place import Place
 from bitshard.placeholder import PlaceholderParams4bit
+from bitshard.recognized import OfBitsandbytes
 from bitshard.state import QuantState, dtype_name
 from bitshard.tensor import Params4bit, verify
 
@@ -48,9 +49,11 @@ class PackedWeight:
         kind: what the bytes are (`bitshard.kinds`).
         reported: the log has told what of the model is 4-bit (`bitshard.inventory`).
         kept: the weight from before adapters were merged into it (`bitshard.nn.merged.Kept`), while some are.
+        restored: which adapter was the last to be taken out of it (`bitshard.nn.merged.Writer.name`).
     """
 
     kind: Kind = FOUR_BIT
+    restored: tuple[int, str] | None = None
 
     def __init__(self, owner: nn.Module, name: str, shape: tuple[int, ...] | None = None):
         self.owner = owner
@@ -83,10 +86,11 @@ class PackedWeight:
         new = copy.copy(self)
         new.owner, new.state, new.place, new.shard, new.awaited = owner, state, Place.WHOLE, None, None
         new.flat = new.foreign = new.unwatched = False
+        new.kept = self.kept if owner is self.owner else None
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "kept": None}  # of copies and pickles
+        return {**self.__dict__, "kept": None, "restored": None}  # of copies and pickles
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
         """Of a copied layer. The copy of a shard or part keeps its state, for scales that were cut stay one."""
@@ -165,7 +169,7 @@ class PackedWeight:
         ):
             return weight, state
         brought = getattr(weight, "quant_state", None) is not None
-        self.reconcile(weight)
+        self.reconcile(weight if brought or not torch.compiler.is_exporting() else self.kept_by_export())
         state = self.state
         if self.foreign or not brought or type(weight) is not Params4bit:
             if self.checked is state and type(weight) is not Params4bit:
@@ -174,6 +178,25 @@ class PackedWeight:
                 state.to(weight.device)
             self._verify(weight, state)
         return weight, state
+
+    def kept_by_export(self) -> Tensor:
+        """The owner's parameter, in whose place torch.export traces a tensor without its attributes.
+
+        RuntimeError where torch keeps it elsewhere than in the releases that are known: a state from before would be
+        that of another weight, if somebody has put one there since.
+        """
+        frame = foreign.running(foreign.TORCH_EXPORTS)
+        traced, kept = (None if frame is None else frame.f_locals.get(name) for name in ("mod", "original_state_dict"))
+        modules = traced.named_modules(remove_duplicate=False) if isinstance(traced, nn.Module) else ()
+        path = next((path for path, module in modules if module is self.owner), None)
+        weight = None if path is None or kept is None else kept.get(f"{path}.{self.name}" if path else self.name)
+        if weight is None:
+            raise RuntimeError(
+                f"{type(self.owner).__name__}: torch.export of torch {torch.__version__} has put another tensor in the "
+                f"place of the {self.kind.word} weight {list(self.shape or ())}, and the weight with its scales is not "
+                "found: export with strict=True"
+            )
+        return weight
 
     def _verify(self, weight: Tensor, state: QuantState) -> None:
         """Check delivered bytes.
@@ -216,6 +239,8 @@ class PackedWeight:
             if own.part is not None:
                 raise kept_part.unreadable(owner, own)
             return
+        if self.state is None and type(weight) is nn.Parameter and weight.is_floating_point():
+            raise self._plain_error(weight)
         if self.state is None or (isinstance(weight, Params4bit) and not weight.bnb_quantized):
             raise RuntimeError(
                 f"{owner}: the weight {list(weight.shape)} of {dtype_name(weight.dtype)} is not quantized yet: move "
@@ -229,6 +254,24 @@ class PackedWeight:
             )
         if isinstance(weight, Params4bit):
             weight.quant_state = self.state
+
+    def _plain_error(self, weight: nn.Parameter) -> RuntimeError:
+        """The error for a float parameter that nobody quantizes, mostly that of another module, to which it is tied."""
+        path = path_of(self.owner)
+        others = [
+            f"{other}.{name}"
+            for other, module in model_of(self.owner).named_modules()
+            for name, parameter in module._parameters.items()
+            if parameter is weight and module is not self.owner
+        ]
+        what = f"{path} is not quantized: its weight {list(weight.shape)} of {dtype_name(weight.dtype)} is"
+        if not others:
+            return RuntimeError(f"{what} a plain parameter, which no move quantizes: assign a Params4bit")
+        return RuntimeError(
+            f"{what} tied to {' and '.join(others)}, which is not quantized. Name {path.rpartition('.')[2]!r} in "
+            "llm_int8_skip_modules when the model is loaded (the argument replaces transformers' own list, which has "
+            "the head), or quantize both: bnb_4bit_embedding_bits of bitshard.transformers.FourBitConfig"
+        )
 
     def watch(self) -> None:
         """In the first forward with gradients: see to it that a backward warns of adapters that nobody averages."""
@@ -351,6 +394,7 @@ class PackedWeight:
             if before is not None:
                 before.into(value)
             if type(view) is not Params4bit or not value.bnb_quantized:
+                self.known(value.quant_state or self.state)
                 return self._registers(value)
             self._overwrite(view, value)
         return True
@@ -515,6 +559,8 @@ class PackedWeight:
             missing_keys.append(key)
             return
         device = data.device if self.weight.is_meta else self.weight.device
+        if data.is_meta and device.type != "meta":
+            raise ValueError("the weight is on the meta device and holds no bytes")
         if not statistics and data.shape == self.shape:
             raise ValueError(
                 f"a dense weight {list(data.shape)} of {dtype_name(data.dtype)} for a layer that is quantized "
@@ -540,13 +586,20 @@ def _keeps_device(fn: Any, device: torch.device) -> bool:
     return fn(torch.empty(0, dtype=torch.uint8, device=device)).device == device
 
 
-class HoldsPackedWeights(nn.Module):
+class HoldsPackedWeights(nn.Module, OfBitsandbytes):
     """A module some of whose parameters may be packed 4-bit weights. Derive from this before the module.
 
     `packed_stacks` are the holders of several by name. A layer of one weight is a `HoldsPackedWeight`.
     """
 
     packed_stacks: dict[str, PackedWeight]
+
+    @property
+    def base_layer(self) -> nn.Module:
+        """AttributeError, for this is the innermost layer. peft looks for that before it merges (`nn.merged.asked`)."""
+        if not torch.compiler.is_compiling():
+            merged.asked(self)
+        raise AttributeError
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = self.__dict__.get("packed_stacks", {}).get(name)

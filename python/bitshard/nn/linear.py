@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from bitshard import inventory, launch
 from bitshard.autograd import matmul_4bit
+from bitshard.guards import SKIP
 from bitshard.nn.bias import keep_in
 from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
 from bitshard.state import QuantState, dtype_name
@@ -82,10 +83,20 @@ class Linear4bit(HoldsPackedWeight, nn.Linear):
         dtype = x.dtype
         if dtype is not compute_dtype:
             if not dtype.is_floating_point:
-                raise TypeError(f"Linear4bit: x is {dtype_name(dtype)}, expected a floating-point dtype")
+                raise self._no_floats(dtype)
             x = x.to(compute_dtype)
         y = matmul_4bit(x, weight, state, bias=bias)
         return y if dtype is compute_dtype else y.to(dtype)
+
+    def _no_floats(self, dtype: torch.dtype) -> TypeError:
+        """The error for an x of `dtype`, which is that of the packed bytes where the model has asked them for it."""
+        text = f"Linear4bit: x is {dtype_name(dtype)}, expected a floating-point dtype"
+        if dtype is not self.weight.dtype:
+            return TypeError(text)
+        path = inventory.path_of(self)
+        return TypeError(
+            f"{text}. {path}.weight holds packed bytes of this dtype. {SKIP} Here: {path.rpartition('.')[2]!r}"
+        )
 
     def operands(self, x: Tensor) -> tuple[Tensor, QuantState, Tensor | None, torch.dtype]:
         """(packed weight, its state, bias, dtype of the product) with which this forward multiplies x.

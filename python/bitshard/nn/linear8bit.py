@@ -13,6 +13,7 @@ weight is, with a holder (`Int8Weight`) that knows where FSDP has put it; codes 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -23,7 +24,8 @@ from bitshard import gather, int8, inventory, launch
 from bitshard.container import repack
 from bitshard.int8_params import Int8Params
 from bitshard.kinds import INT8
-from bitshard.matmul_int8 import MatmulLtState, RowScales, matmul, matmul_int8
+from bitshard.matmul_int8 import MatmulLtState, OfModule, RowScales, matmul, matmul_int8
+from bitshard.nn import merged
 from bitshard.nn.bias import keep_in
 from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
 from bitshard.place import Place
@@ -34,12 +36,12 @@ from bitshard.tensor import Params4bit
 FORMATS = {number: name for number, name in enumerate(("row", "col32", "col_turing", "col_ampere"))}
 
 
-class Int8Weight(PackedWeight):
+class Int8Weight(OfModule, PackedWeight):
     """The holder of an int8 weight: without a state while that is an `Int8Params`, with one while it is a column.
 
     Attributes:
         dtype: of the float weight, and of the container in which FSDP shards it.
-        rows: what the last forward that was not traced has multiplied with; torch.export is given its scales.
+        rows: what the last forward that was not traced has multiplied with.
     """
 
     kind = INT8
@@ -50,7 +52,12 @@ class Int8Weight(PackedWeight):
         self.dtype = dtype if dtype in VALUE_DTYPES.values() else torch.float32
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "rows": None}
+        return {**super().__getstate__(), "kept": None, "rows": None}  # without what `PackedWeight` leaves out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Int8Weight:
+        new = super().__deepcopy__(memo)
+        new._kept = new.owner
+        return new
 
     def rows_of(self, weight: Tensor) -> RowScales | None:
         """`rows`, if they are those of this weight still: a whole one with the scales of the last forward.
@@ -87,9 +94,7 @@ class Int8Weight(PackedWeight):
                 if not super().put(column):
                     self.owner._parameters[self.name] = column
                 return True
-            if launch.fsdp_launch() or launch.keeps_parts():
-                self.owner._parameters[self.name] = value
-                return self.enter()
+            return self._put_codes(value)
         if type(value) is Params4bit and isinstance(self.owner._parameters.get(self.name), Int8Params):
             self.owner._parameters[self.name] = value  # the first column
             self.follow(value.quant_state)
@@ -113,6 +118,18 @@ class Int8Weight(PackedWeight):
                 self.state, self.foreign, self.checked = None, False, None
                 return self._registers(value)
         return super().put(value)
+
+    def _put_codes(self, value: Int8Params) -> bool:
+        """A quantized weight for one that is no column; see `put`. Of what peft unmerges, what was there before."""
+        with contextlib.ExitStack() as stack:
+            if isinstance(self.owner._parameters.get(self.name), Int8Params) and self.quantized() is not None:
+                before = stack.enter_context(merged.replacing(self, value))
+                if before is not None:
+                    before.into(value)
+            if launch.fsdp_launch() or launch.keeps_parts():
+                self.owner._parameters[self.name] = value
+                return self.enter()
+            return self._registers(value)
 
     def stored(self) -> PackedWeight | None:
         """See `PackedWeight.stored`; of an `Int8Params` a holder that shows it as a column."""
@@ -207,8 +224,8 @@ class HoldsInt8Weight(HoldsPackedWeight):
     def _scales(self, weight: Tensor) -> RowScales:
         """The scales of codes [N, K]. RuntimeError or ValueError where there are none, or others."""
         scales, shape, held = self.state.SCB, self.matrix_shape(), self.packed_weight
-        if scales is None and torch.compiler.is_exporting():  # with tensors in the places of parameters
-            scales = None if held.rows is None else held.rows.absmax
+        if scales is None and torch.compiler.is_exporting():
+            scales = getattr(held.kept_by_export(), "SCB", None)
         if scales is None:
             raise RuntimeError(
                 f"{type(self).__name__}: the int8 weight {list(shape)} has no scales: load a state dict with SCB "
@@ -238,9 +255,8 @@ class HoldsInt8Weight(HoldsPackedWeight):
         if "packed_weight" not in state:
             dtype = torch.float32 if weight is None else weight.dtype
             self.packed_weight = Int8Weight(self, self.matrix_shape(), dtype)
-        if held.owner is not self:
-            self.state = copy.copy(held)
-            self.state.owner = self
+        self.state = held if held.owner is self else copy.copy(held)
+        self.state.owner = self.packed_weight.owner = self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         held, weight = self.packed_weight, self._parameters.get("weight")
@@ -292,10 +308,8 @@ class HoldsInt8Weight(HoldsPackedWeight):
         assigns = bool(local_metadata.get("assign_to_params_buffers", False))
         if scales is None and not quantized and (codes is None or codes.dtype is not torch.int8):
             return nn.Module._load_from_state_dict(self, state_dict, prefix, *arguments)
-        if self.loads_codes_at_once and not quantized and not assigns:
-            device, assigns = None if weight is None or weight.is_meta else weight.device, True
-            codes, scales = (each if each is None else each.to(device, copy=True) for each in (codes, scales))
-        if scales is not None and not assigns and (not quantized or self.state.SCB is None):
+        replaces = assigns or (self.loads_codes_at_once and not quantized)
+        if scales is not None and not replaces and (not quantized or self.state.SCB is None):
             raise RuntimeError(
                 f"Loading a quantized checkpoint into non-quantized {type(self).__name__} ({prefix}): move the module "
                 "to its device first, which quantizes it (module.to(...)), or load with assign=True"
@@ -309,7 +323,7 @@ class HoldsInt8Weight(HoldsPackedWeight):
             missing_keys.extend([f"{prefix}weight", f"{prefix}SCB"] if strict else [])
             return
         try:
-            self._load_codes(codes, scales, assigns)
+            self._load_codes(codes, scales, assigns, replaces)
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{prefix}weight: {error}")
 
@@ -325,16 +339,34 @@ class HoldsInt8Weight(HoldsPackedWeight):
         if tuple(codes.shape) != shape:
             raise ValueError(f"codes {list(codes.shape)} for a layer of {list(shape)}")
         int8.check_scales(scales, shape[0], "SCB")
+        if codes.is_meta is not scales.is_meta:
+            raise ValueError(f"{'weight' if codes.is_meta else 'SCB'} is on the meta device and holds no values")
 
-    def _load_codes(self, codes: Tensor | None, scales: Tensor | None, assigns: bool) -> None:
-        """Take over codes and scales of a checkpoint: both, or neither with TypeError or ValueError."""
+    def _load_codes(self, codes: Tensor | None, scales: Tensor | None, assigns: bool, replaces: bool) -> None:
+        """Take over codes and scales of a checkpoint: both, or neither with TypeError or ValueError.
+
+        They become the weight's themselves (`assigns`), or copies do (`replaces`), or they are written into it.
+        """
         self.check_codes(codes, scales)
-        if assigns:
+        here = None if self.weight is None or self.weight.is_meta else self.weight.device
+        if codes.is_meta and here is not None and not assigns:
+            raise ValueError("weight is on the meta device and holds no values")
+        if replaces and not assigns:
+            codes, scales = (each.to(here, copy=True) for each in (codes, scales))
+        if replaces:
             self.weight = Int8Params(codes, requires_grad=False, SCB=scales.view(-1))
             return
         with torch.no_grad():
             self.weight.data.copy_(codes)
             self.state.SCB.copy_(scales.view(-1))
+
+
+def unquantized(module: nn.Module, weight: Tensor) -> RuntimeError:
+    """The error for a float weight where a quantized one is needed."""
+    return RuntimeError(
+        f"{type(module).__name__}: the weight {list(weight.shape)} of {dtype_name(weight.dtype)} is not quantized yet: "
+        "move the module to a device first, for instance with .to('cpu') or .cuda()"
+    )
 
 
 class Linear8bitLt(HoldsInt8Weight, nn.Linear):
@@ -395,6 +427,8 @@ class Linear8bitLt(HoldsInt8Weight, nn.Linear):
             weight, scales = held.ready(weight)
         else:
             if weight.dtype is not torch.int8:
+                if torch.compiler.is_exporting() and not (state.has_fp16_weights or weight.requires_grad):
+                    raise unquantized(self, weight)
                 if not isinstance(weight, Int8Params) or state.has_fp16_weights or weight.requires_grad:
                     return weight, None, bias
                 weight.to(weight.device)
@@ -428,6 +462,8 @@ def maybe_rearrange_weight(
     if state_dict.get(f"{prefix}weight") is None:
         return
     found = state_dict.pop(f"{prefix}weight_format", "row")
+    if isinstance(found, Tensor) and found.is_meta:
+        raise ValueError(f"{prefix}weight_format is on the meta device and holds no values")
     found = found.item() if isinstance(found, Tensor) else found
     name = FORMATS.get(found) if isinstance(found, int) else found
     if name is None:

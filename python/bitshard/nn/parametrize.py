@@ -15,11 +15,12 @@ from torch.nn.utils import parametrize
 
 from bitshard import foreign, functional, gather
 from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
+from bitshard.recognized import OfBitsandbytes
 from bitshard.state import QuantState
 from bitshard.tensor import Params4bit
 
 
-class Bnb4bitParametrization(nn.Module):
+class Bnb4bitParametrization(nn.Module, OfBitsandbytes):
     """Turns packed bytes into the weight they stand for.
 
     Args:

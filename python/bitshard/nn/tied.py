@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from bitshard.nn.embedding import Embedding4bit, Embedding8bit
 from bitshard.place import Place
+from bitshard.recognized import OfBitsandbytes
 
 logger = logging.getLogger("bitshard")
 BITS = (4, 8)
 
 
-class TiedHead(nn.Module):
+class TiedHead(nn.Module, OfBitsandbytes):
     """y [..., N] = x W^T + bias with the weight of a quantized embedding.
 
     Under FSDP2 embedding and head must be in one unit (`fully_shard([embedding, head])`, or the root's): ValueError in

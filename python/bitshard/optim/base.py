@@ -412,7 +412,7 @@ class _Stateful(Optimizer8bit):
                 state[f"qmap{n}"] = self._map(key, shards.local(p).device)
                 state[f"absmax{n}"] = saved_state.new_scales(p, lead)
         if config["max_unorm"] > 0.0:
-            state["unorm_vec"] = torch.zeros((1,), device=shards.local(p).device)
+            state["unorm_vec"] = torch.zeros((1,), dtype=torch.float32, device=shards.local(p).device)
         self.state[p].update(state)
 
     def _batches(self, work: list[tuple], states: list[dict]) -> tuple[dict[tuple, list[tuple]], list, list[tuple]]:
@@ -520,7 +520,7 @@ class _Stateful(Optimizer8bit):
         squares = torch.linalg.vector_norm(values, dtype=torch.float32).square()
         limit = float(shards.global_norm(squares, p))
         if "unorm_vec" not in state:
-            state["unorm_vec"] = torch.zeros((1,), device=part.device)
+            state["unorm_vec"] = torch.zeros((1,), dtype=torch.float32, device=part.device)
         whole = Bound(state["unorm_vec"], config["max_unorm"], limit)
         if not shards.is_split(p):
             return settings, whole

@@ -87,8 +87,10 @@ def by_rows(absmax: Tensor, rows: int, row: int) -> Tensor:
     A row has the place of its first element in its block, 0 to 255, and the scales of the blocks that it touches,
     zeros behind them.
     """
-    first = torch.arange(rows, device=absmax.device) * row
-    index = first.div(BLOCKSIZE, rounding_mode="floor")[:, None] + torch.arange(touched(row), device=absmax.device)
+    first = torch.arange(rows, dtype=torch.int64, device=absmax.device) * row
+    index = first.div(BLOCKSIZE, rounding_mode="floor")[:, None] + torch.arange(
+        touched(row), dtype=torch.int64, device=absmax.device
+    )
     used = index <= (first + row - 1).div(BLOCKSIZE, rounding_mode="floor")[:, None]
     scales = (
         absmax[..., index.where(used, torch.zeros_like(index))] * used
@@ -112,10 +114,12 @@ def of_rows(codes: Tensor, table: Tensor, qmap: Tensor, name: str) -> tuple[Tens
     place, scales = table[:, 0], table[:, 1:]
     if not ((place >= 0) & (place <= scales.shape[1] * BLOCKSIZE - row) & (place == place.floor())).all():
         raise ValueError(f"{name}: the places of rows in blocks are no whole numbers from 0 to {BLOCKSIZE - 1}")
-    first = torch.arange(rows, device=table.device) * row
+    first = torch.arange(rows, dtype=torch.int64, device=table.device) * row
     if not torch.equal(place.long(), first % BLOCKSIZE):
         return _quantize(_of_places(codes.reshape(rows, row), place.long(), scales, qmap), qmap, codes.shape)
-    index = first.div(BLOCKSIZE, rounding_mode="floor")[:, None] + torch.arange(scales.shape[1], device=table.device)
+    index = first.div(BLOCKSIZE, rounding_mode="floor")[:, None] + torch.arange(
+        scales.shape[1], dtype=torch.int64, device=table.device
+    )
     used = index <= (first + row - 1).div(BLOCKSIZE, rounding_mode="floor")[:, None]
     return codes, table.new_zeros((blocks,)).index_put((index[used],), scales[used])
 
@@ -123,7 +127,7 @@ def of_rows(codes: Tensor, table: Tensor, qmap: Tensor, name: str) -> tuple[Tens
 def _of_places(codes: Tensor, place: Tensor, scales: Tensor, qmap: Tensor) -> Tensor:
     """float32 values of codes [rows, row]; some rows at a time, for the place of each element takes eight bytes."""
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-    step = torch.arange(codes.shape[1], device=codes.device)
+    step = torch.arange(codes.shape[1], dtype=torch.int64, device=codes.device)
     some = max(1, 2**22 // codes.shape[1])
     for begin in range(0, codes.shape[0], some):
         part = slice(begin, begin + some)

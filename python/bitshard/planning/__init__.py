@@ -1,6 +1,7 @@
 """Will this train? The memory of a 4-bit or 8-bit training job, before a GPU is rented: `plan(model, Job(...))`.
 
-The model is built on the meta device, so every causal language model of transformers can be planned, experts included.
+The model is built on the meta device, so every language model of transformers that is a decoder alone can be planned,
+experts included; one of images and text, for text.
 What lies in memory all the time is counted; what a step keeps for backward is found by running one decoder layer of
 each kind, and embeddings, head and loss, on the meta device (`bitshard.planning.played`). docs/plan.md.
 """
@@ -59,6 +60,11 @@ class Plan:
     def estimated(self) -> str | None:
         """Why activations are estimated, if they are: the model's code does not run on the meta device."""
         return self._play.estimated
+
+    @property
+    def notes(self) -> list[str]:
+        """What is not planned, or otherwise than the config may have it, a sentence each."""
+        return self.model.notes
 
     @property
     def peak(self) -> float:
@@ -177,8 +183,7 @@ def plan(source: str | os.PathLike | dict | Model, job: Job | None = None, **opt
         options: fields of Job, over those of `job`.
 
     ValueError where the job makes no sense or names layers that the model has not, or where that is not one of
-    transformers; FileNotFoundError for a name that
-    is no file and not known.
+    transformers, or an encoder-decoder; FileNotFoundError for a name that is no file and not known.
     """
     job = (job or Job())._replace(**options).checked()
     model = source if isinstance(source, Model) else Model(source)

@@ -14,6 +14,7 @@ from bitshard.convert.folder import blamed_on, json_object
 from bitshard.experts import modules as experts
 from bitshard.planning.job import Job
 from bitshard.planning.shapes import KNOWN, known
+from bitshard.sharding.loading.skeleton import causal, own_code
 
 
 class Matrix(NamedTuple):
@@ -67,19 +68,13 @@ class Parts(NamedTuple):
 
 def config_of(source: str | os.PathLike | dict) -> Any:
     """transformers' config of a config.json, a folder with one, a dictionary, or a known name."""
-    from transformers import AutoConfig
-
     if isinstance(source, dict):
         return _of_dictionary(source, "the dictionary")
     path = Path(source)
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
-        found = json_object(path)
-        if "auto_map" not in found:
-            return _of_dictionary(found, str(path))
-        with blamed_on(path):
-            return AutoConfig.from_pretrained(path.parent)
+        return _of_dictionary(json_object(path), str(path))
     found = known(str(source))
     if found is None:
         raise FileNotFoundError(2, f"No config.json here, and no known name ({', '.join(KNOWN)})", str(source))
@@ -87,14 +82,33 @@ def config_of(source: str | os.PathLike | dict) -> Any:
 
 
 def _of_dictionary(values: dict, where: str) -> Any:
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     values = {key: value for key, value in values.items() if key != "quantization_config"}
     kind = values.pop("model_type", None)
     if not kind:
         raise ValueError(f"{where}: it has no model_type")
+    if "auto_map" in values and kind not in CONFIG_MAPPING:
+        raise own_code(where, values["auto_map"], kind)
     with blamed_on(where):
         return AutoConfig.for_model(kind, **values)
+
+
+def _auto_class(name: str, config: Any) -> Any:
+    """What makes the model: a causal language model, or one of images and text. ValueError where transformers has none,
+    or where it is only a part of the model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{name}: an encoder-decoder model, of which a plan would leave out the encoder and what reads it: only "
+            "language models that are decoders alone can be planned"
+        )
+    if type(config) in AutoModelForCausalLM._model_mapping or getattr(config, "auto_map", None):
+        return AutoModelForCausalLM
+    if type(config) in AutoModelForImageTextToText._model_mapping:
+        return AutoModelForImageTextToText
+    raise ValueError(f"{name}: no language model of transformers: it has none of type {config.model_type!r}")
 
 
 class Model:
@@ -108,15 +122,14 @@ class Model:
     """
 
     def __init__(self, source: str | os.PathLike | dict):
-        from transformers import AutoModelForCausalLM
-
         self.name = Path(source).name if not isinstance(source, dict) else source.get("model_type", "model")
         self.config = config_of(source)
         self.config.use_cache = False
         if getattr(self.config, "dtype", None) in (None, torch.float32):
             self.config.dtype = torch.bfloat16  # quantized weights are trained beside 16-bit ones
+        auto = _auto_class(self.name, self.config)
         with blamed_on(f"{self.name}: no language model of transformers"), torch.device("meta"):
-            self.model = AutoModelForCausalLM.from_config(self.config, dtype=self.config.dtype)
+            self.model = causal(self.config, self.config.dtype, auto)
         self.model.requires_grad_(False).train()
         self.head = self.model.get_output_embeddings()
         self.embedding = self.model.get_input_embeddings()
@@ -124,6 +137,23 @@ class Model:
         self._parts: dict[tuple, Parts] = {}
         if not self._layers:
             raise ValueError(f"{self.name}: {type(self.model).__name__} names no layers (_no_split_modules)")
+
+    @property
+    def notes(self) -> list[str]:
+        """What of it is not planned as the config may have it, a sentence each."""
+        found, kind = [], type(self.model).__name__
+        named = (getattr(self.config, "architectures", None) or [kind])[0]
+        if named != kind:
+            found.append(f"The config names {named}; planned is {kind}, a language model.")
+        written = self.config.get_text_config()
+        own = {name: getattr(self.config, name, None) for name in self.config.sub_configs}
+        parts = [name for name, part in own.items() if part is not None and part is not written]
+        if parts:
+            names = " and ".join(name.removesuffix("_config") for name in parts)
+            found.append(
+                f"Planned for text: activations of its parts for {names} are left out. Count their tokens in --seq."
+            )
+        return found
 
     def layers(self) -> list[tuple[str, nn.Module]]:
         """The decoder layers with their names."""

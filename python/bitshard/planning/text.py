@@ -26,7 +26,7 @@ def header(plan: Plan) -> list[str]:
     gpus = f"{job.gpus} GPU{'' if job.gpus == 1 else 's'} of {job.gib:g} GiB"
     sharding = "" if job.sharding == "none" else f", {job.sharding.upper()}"
     return [
-        f"{plan.model.name}: {elements / 1e9:.2f} billion parameters, {share}; "
+        f"{plan.model.name} ({type(plan.model.model).__name__}): {elements / 1e9:.2f} billion parameters, {share}; "
         f"{trained / 1e6:.1f} million trained (LoRA, r = {job.rank}, {job.lora_dtype}), {job.optimizer}",
         f"{gpus}{sharding}; {job.batch} x {job.seq} tokens on each",
     ]
@@ -67,7 +67,7 @@ def verdict(plan: Plan) -> list[str]:
     job = plan.job
     line = f"{'Fits' if plan.fits else 'Does not fit'}: {_gib(plan.needs)} of {job.gib:g} GiB, of which"
     line += f" {_gib(plan.fragments)} fragments and {_gib(plan.outside)} outside torch"
-    lines = [line]
+    lines = [line, *plan.notes]
     if plan.estimated:
         lines.append(f"Activations are estimated, within a fifth: {plan.estimated}")
     if plan.loading is None:
@@ -111,6 +111,8 @@ def data(plan: Plan) -> dict[str, Any]:
     worst, other, remedy = plan.memory.worst(), plan.bitsandbytes(), None if plan.fits else plan.remedy()
     return {
         "model": plan.model.name,
+        "class": type(plan.model.model).__name__,
+        "notes": plan.notes,
         "job": plan.job._asdict(),
         "fits": plan.fits,
         "estimated": plan.estimated,

@@ -6,19 +6,22 @@ from bitshard import agreement, fsdp
 from bitshard.nn.linear import Linear4bit
 from bitshard.tensor import Params4bit
 from checks.common import batch, build, exact, layers, raises, shard
-from common import hostile_values
+from common import hostile_values, shard_fsdp1
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
 
 
 def last_rank():
     return dist.get_rank() == dist.get_world_size() - 1 > 0
 
 
-def one_layer(device, **settings):
-    """A layer whose weight is made with `settings` on the last rank and with those of a QLoRA on all others."""
-    values = hostile_values(64, 32, torch.bfloat16, settings.pop("seed", 0) if last_rank() else 0)
-    settings = {"compress_statistics": True, "quant_type": "nf4", "blocksize": 64, **(settings if last_rank() else {})}
+def one_layer(device, planted=None, **settings):
+    """A layer whose weight is made with `settings` where they are `planted`, on the last rank unless that says
+    otherwise, and with those of a QLoRA elsewhere."""
+    planted = last_rank() if planted is None else planted
+    values = hostile_values(64, 32, torch.bfloat16, settings.pop("seed", 0) if planted else 0)
+    settings = {"compress_statistics": True, "quant_type": "nf4", "blocksize": 64, **(settings if planted else {})}
     layer = Linear4bit(32, 64, bias=False, compute_dtype=torch.bfloat16, quant_storage=torch.bfloat16)
     layer.weight = Params4bit(values, quant_storage=torch.bfloat16, module=layer, **settings)
     return nn.Sequential(layer).to(device)
@@ -78,6 +81,79 @@ def check_ranks_agree_once(device, args):
     assert all(ref() is None or not ref().agreed for ref in agreement._waiting) or not several
     model(batch(device))
     return exchanges
+
+
+def replicas(device):
+    """A mesh of two replicas, and whether this rank is in the second; (None, False) where there are none."""
+    world = dist.get_world_size()
+    if world % 2:
+        return None, False
+    mesh = init_device_mesh(device.type, (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    return mesh, dist.get_rank() >= world // 2
+
+
+def check_replicas_that_differ(device, args):
+    """HSDP: whole replicas of another seed or other scales, and one changed byte of one rank's rows."""
+    mesh, second = replicas(device)
+    if mesh is None:
+        return None
+    world, x = dist.get_world_size(), torch.randn(2, 32, device=device, dtype=torch.bfloat16)
+    told = f"keeps as replicas hold different 4-bit weights 0.weight of [64, 32]|of these {world} ranks"
+    for words, settings in (("checksum of the bytes", {"seed": 5}), ("nested scales", {"compress_statistics": False})):
+        model = shard_of(one_layer(device, second, **settings), mesh)
+        raises(ValueError, f"{told}|{words}|({world // 2} of ", lambda m=model: m(x))
+    model = shard_of(one_layer(device), mesh)
+    if last_rank():
+        model[0].packed_weight.shard._local_tensor.plain().view(torch.uint8)[3] ^= 1
+    raises(ValueError, f"{told}|checksum of its rows|(1 of ", lambda: model(x))
+    return True
+
+
+def shard_of(model, mesh):
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def check_replicas_agree_once(device, args):
+    """Equal replicas: two exchanges for a model, a digest between replicas and one within each, none later."""
+    mesh, _ = replicas(device)
+    if mesh is None:
+        return None
+    exchanges, exchange = [], dist.all_gather_object
+
+    def counted(*arguments):
+        exchanges.append(type(arguments[1]).__name__)
+        return exchange(*arguments)
+
+    agreement._waiting.clear()
+    model = shard(build(device), mesh=mesh)
+    agreement.torch.distributed.all_gather_object = counted
+    try:
+        exact(model, device, build(device), steps=2)
+    finally:
+        agreement.torch.distributed.all_gather_object = exchange
+    assert exchanges == ["bytes"] + ["tuple"] * (dist.get_world_size() > 2), exchanges
+    return exchanges
+
+
+def check_replicas_of_fsdp1_that_differ(device, args):
+    """HYBRID_SHARD, and NO_SHARD, where every rank is a replica: all raise before anything is flattened."""
+    mesh, second = replicas(device)
+    if mesh is None:
+        return None
+    cases = [{"sharding_strategy": ShardingStrategy.NO_SHARD}]
+    if dist.get_world_size() > 2:
+        cases.append({"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh})
+    for options in cases:
+        for orig in (False, True):
+            model = one_layer(device, second, seed=5)
+            raises(
+                ValueError,
+                "FSDP1 joins or keeps as replicas hold different 4-bit weights 0.weight of [64, 32]|checksum of the b",
+                lambda m=model, o=orig, s=options: shard_fsdp1(m, None, device, use_orig_params=o, **s),
+            )
+            shard_fsdp1(one_layer(device, False), None, device, use_orig_params=orig, **options)
+    return True
 
 
 def check_ddp_of_ranks_that_differ(device, args):

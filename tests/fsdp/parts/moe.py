@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.append(str(Path(__file__).parents[2]))
 from helpers import moe  # noqa: E402
+from helpers.bytes import as_bytes  # noqa: E402
 
 FAMILIES = tuple(moe.FAMILIES)
 
@@ -286,6 +287,59 @@ def check_merged(folder, family):
     assert len(merged) > 8 and all(same_bytes(files[key], value) for key, value in merged.items())
 
 
+def stack_bytes(model):
+    """Bytes and scales of every stack, whole."""
+    found = {}
+    for name, held in held_stacks(model).items():
+        local = held.shard is None
+        packed, state = (held.weight, held.state) if local else functional.gather.gathered(held.shard, held.state)
+        found[name] = [as_bytes(part).clone() for part in (packed, state.absmax, state.state2.absmax)]
+    return found
+
+
+def equal_stacks(found, expected):
+    return all(
+        torch.equal(a, b) for name in expected for a, b in zip(found[name], expected[name], strict=True)
+    ) and len(found) == len(expected)
+
+
+def check_merging(folder, family):
+    """peft's merge and unmerge in shards, and unmerge where the model was merged first: the bytes of one process."""
+    alone = adapted(family, folder)
+    before, y = stack_bytes(alone), moe.logits(alone)
+    first, second = copy.deepcopy(alone), copy.deepcopy(alone)
+    second.merge_adapter()
+    merged = stack_bytes(second)
+    for model in (first, second):
+        shard(model, model.base_model.model.model.layers)
+        for _ in range(2):
+            model.merge_adapter()  # nothing where it is merged
+            assert equal_stacks(stack_bytes(model), merged)
+            model.unmerge_adapter()
+            assert equal_stacks(stack_bytes(model), before) and torch.equal(moe.logits(model), y)
+            model.reshard()
+
+
+def check_merging_fsdp1(folder, family):
+    """Refused with peft's lists as they were: FSDP1 has freed the weights."""
+    for merged in (False, True):
+        with environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):  # a float container, for FSDP1
+            model = adapted(family, folder)
+            if merged:
+                model.merge_adapter()
+        inner = model.base_model.model
+        policy = ModuleWrapPolicy({type(inner.model.layers[0])})
+        options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, **options)
+        expected = moe.logits(wrapped)
+        tuners = [module for module in model.modules() if hasattr(module, "parameter_name")]
+        for tuner in tuners:
+            for _ in range(2):
+                refused(tuner.unmerge if merged else tuner.merge, "FSDP1 has freed")
+                assert tuner.merged_adapters == ["default"] * merged, tuner.merged_adapters
+        assert tuners and torch.equal(moe.logits(wrapped), expected)
+
+
 def check_dense(folder, family, how):
     """What a server is sent: names, order and bits of one process, behind a step of training too."""
     model = adapted(family, folder)
@@ -350,6 +404,8 @@ def checks():
     for family in ("qwen3_moe", "gpt_oss"):
         found[f"saved_{family}"] = functools.partial(check_saved, family=family)
         found[f"merged_{family}"] = functools.partial(check_merged, family=family)
+        found[f"merging_{family}"] = functools.partial(check_merging, family=family)
+    found["merging_fsdp1"] = functools.partial(check_merging_fsdp1, family="qwen3_moe")
     for family, how in itertools.product(FAMILIES, ("fsdp1", "fsdp2")):
         found[f"dense_{how}_{family}"] = functools.partial(check_dense, family=family, how=how)
     again = functools.partial(check_training, family="qwen3_moe", how="fsdp2", checkpointing=True)

@@ -17,7 +17,7 @@ LIMIT = 30_000  # bytes of a file: the base takes several, and its largest tenso
 KINDS = {
     "lora": {},
     "dora": {"use_dora": True},
-    "bias": {"lora_bias": True, "target_modules": ["q_proj", "v_proj"]},
+    "bias": {"lora_bias": True, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 4},  # peft leaves out a scale
     "trained": {"modules_to_save": ["lm_head"], "target_modules": ["q_proj", "embed_tokens"]},
 }
 

@@ -10,6 +10,7 @@ import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import bitsandbytes as bnb
 import torch
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 TOKENS, LENGTH, ROWS = 96, 24, 32
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def which() -> str:
@@ -63,30 +65,47 @@ def package_without_init(name: str) -> None:
     sys.modules[name] = module
 
 
-def make_model(folder: Path, dtype: torch.dtype = torch.float32) -> None:
+def make_model(folder: Path, dtype: torch.dtype = torch.float32, **sizes: float) -> None:
     """A Llama of two layers. Its widths are whole blocks: others the original dequantizes wrongly on CPUs."""
     set_seed(0)
-    config = LlamaConfig(
-        vocab_size=TOKENS,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    settings = {
+        **{"vocab_size": TOKENS, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+        **{"initializer_range": 0.1, "tie_word_embeddings": False},
+        **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    }
+    config = LlamaConfig(**{**settings, **sizes})
     LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
-    words = {f"w{i}": i for i in range(3, TOKENS)} | {"<pad>": 0, "<s>": 1, "</s>": 2}
+    words = {f"w{i}": i for i in range(3, config.vocab_size)} | {"<pad>": 0, "<s>": 1, "</s>": 2}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     ).save_pretrained(folder)
+
+
+def texts(rows: int = ROWS, length: int = LENGTH, tokens: int = TOKENS) -> list[str]:
+    """Rows of words of `make_model`'s tokenizer, the same in each run."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randint(3, tokens, (rows, length), generator=generator).tolist()
+    return [" ".join(f"w{token}" for token in row) for row in drawn]
+
+
+def layers_of(model: torch.nn.Module) -> dict[str, Any]:
+    """What of the decoder's linear layers is 4-bit: how many of how many, classes of layers and weights, dtypes, bytes
+    of their weights, and those that 16 bits would take."""
+    found = [layer for name, layer in model.named_modules() if name.endswith(LINEARS) and hasattr(layer, "in_features")]
+    found = [getattr(layer, "base_layer", layer) for layer in found]
+    weights = [layer.weight for layer in found]
+    packed = [weight for weight in weights if type(weight).__name__ == "Params4bit" and weight.bnb_quantized]
+    return {
+        "linear": len(found),
+        "four_bit": len(packed),
+        "classes": sorted({f"{type(layer).__name__} {type(layer.weight).__name__}" for layer in found}),
+        "dtypes": sorted({str(weight.dtype) for weight in weights}),
+        "bytes": sum(weight.numel() * weight.element_size() for weight in weights),
+        "bytes_in_16_bits": sum(2 * layer.in_features * layer.out_features for layer in found),
+    }
 
 
 def as_bytes(data: torch.Tensor) -> torch.Tensor:

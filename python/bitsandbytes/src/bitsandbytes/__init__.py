@@ -5,6 +5,17 @@ is defined here is the `bitsandbytes::` operator names (`_ops`), what is said of
 `cextension`, `diagnostics`), and names that bitshard does not have yet (`_absent`).
 """
 
+try:
+    import bitshard.functional as _engine  # noqa: F401  (a folder that pip has left empty has no such module)
+except ModuleNotFoundError as error:
+    if error.name not in ("bitshard", "bitshard.functional"):
+        raise
+    raise ImportError(
+        "this bitsandbytes is bitshard's package, and its engine, the distribution bitshard, is not installed: install "
+        "bitshard again (then `bitshard unuse` puts a kept bitsandbytes back), or get the original by "
+        "`pip install --force-reinstall --no-deps bitsandbytes==0.50.2`"
+    ) from None
+
 import torch
 
 from . import _ops as _ops

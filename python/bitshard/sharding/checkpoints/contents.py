@@ -258,8 +258,9 @@ def _adds(tuner: nn.Module) -> bool:
     """Whether this layer of peft has an active adapter that its layer does not contain yet."""
     if getattr(tuner, "disable_adapters", False):
         return False
-    there = tuner._get_available_adapters() if hasattr(tuner, "_get_available_adapters") else tuner.active_adapters
-    return any(name in there and name not in tuner.merged_adapters for name in tuner.active_adapters)
+    dicts = [unwrapped(getattr(tuner, name)) for name in getattr(tuner, "adapter_layer_names", ())]
+    there = {name for each in dicts if hasattr(each, "keys") for name in each.keys()}  # noqa: SIM118
+    return any(name not in tuner.merged_adapters and (name in there or not there) for name in tuner.active_adapters)
 
 
 def _inside(wrapper: nn.Module, merge: bool, key: str) -> nn.Module:

@@ -164,6 +164,7 @@ def _merged(
 ) -> dict[str, Tensor]:
     """The same of one layer with the adapters of peft's layer around it."""
     found: dict[str, Tensor] = {}
+    before = others
     for name, held in piece.held.items():
         (packed, state), key = tensors[name], piece.name_of(name)
         if dtype is not None:
@@ -178,6 +179,8 @@ def _merged(
             found.update(contents.packed_tensors(key, weight.saved_data(), weight.quant_state, held.storage))
     if not piece.held:
         others = merging.merged_dense(piece.tuner, adapter, others)
+    elif dtype is None:
+        others = merging.with_biases(piece.tuner, adapter, before, others)
     return {**found, **{piece.name_of(name): tensor for name, tensor in others.items()}}
 
 

@@ -116,6 +116,24 @@ def merged_stacks(
     return merged, {name: base._parameters[name].data for name in others}
 
 
+def with_biases(
+    tuner: nn.Module, adapter: dict[int, Tensor], before: dict[str, Tensor], merged: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """`merged`, the other tensors of a layer that peft has merged into quantized, made of those from before it.
+
+    peft leaves the scale out of what `lora_bias` adds to the bias there.
+    """
+    layer = _copy(tuner, adapter, nn.Module())
+    trained = (name for name in layer.active_adapters if getattr(layer, "lora_bias", {}).get(name))
+    names = [name for name in trained if name in layer.lora_B and name not in layer.merged_adapters]
+    if not names:
+        return merged
+    bias = before["bias"]
+    for name in names:
+        bias = bias + layer.lora_B[name].bias * layer.scaling[name]
+    return {**merged, "bias": bias.detach().to(merged["bias"].dtype)}
+
+
 def inner_holder(tuner: nn.Module, name: str) -> Any:
     """The holder of stack `name` of the experts module that `tuner` is around."""
     return holder_of(unwrapped(around(tuner)[-1]._modules["base_layer"]), name)
@@ -123,6 +141,8 @@ def inner_holder(tuner: nn.Module, name: str) -> Any:
 
 def merged_dense(tuner: nn.Module, adapter: dict[int, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a layer, or some of them, with the adapters of `tuner` in them, none of them 4-bit."""
+    if not _has_rows(tuner):
+        _require_plain(tuner)
     base = shallow(unwrapped(around(tuner)[-1]._modules["base_layer"]))
     for name, tensor in tensors.items():
         table = base._buffers if name in base._buffers else base._parameters
@@ -143,6 +163,17 @@ def _stand_in(others: dict[str, Tensor]) -> nn.Module:
     for name, tensor in others.items():
         base.register_parameter(name, nn.Parameter(tensor.clone(), requires_grad=False))
     return base
+
+
+def _require_plain(tuner: nn.Module) -> None:
+    """ValueError for LoRA on an embedding that changes the rows it looks up: what is added to them is not in a row."""
+    base = unwrapped(around(tuner)[-1]._modules["base_layer"])
+    own = isinstance(base, nn.Embedding) and type(base).forward is not nn.Embedding.forward
+    if own and type(base).__module__.startswith("transformers.") and not hasattr(base, "embed_scale"):
+        raise ValueError(
+            f"adapters on a {type(base).__name__} cannot be merged: it changes the rows that it looks up, and the "
+            "adapter adds to what comes out. Leave the adapter unmerged"
+        )
 
 
 def _merge(layer: nn.Module) -> None:

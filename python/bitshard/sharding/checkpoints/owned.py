@@ -20,12 +20,14 @@ _PATIENCE_S = 60
 _LOOK_S = 0.02
 
 
-def hold(path: Path) -> tuple[int, bool]:
+def hold(path: Path, patience_s: float | None = None) -> tuple[int, bool]:
     """(descriptor of `path`, made if need be and now owned, whether the file system has locks).
 
-    Waits for an owner that lives; OSError where it does not let go within a minute. Closing the descriptor lets go.
+    Waits for an owner that lives; OSError where it does not let go within a minute, or `patience_s`. Closing the
+    descriptor lets go.
     """
-    until = time.monotonic() + _PATIENCE_S
+    patience_s = _PATIENCE_S if patience_s is None else patience_s
+    until = time.monotonic() + patience_s
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -38,7 +40,7 @@ def hold(path: Path) -> tuple[int, bool]:
                 os.close(descriptor)
         if time.monotonic() > until:
             raise OSError(
-                errno.EBUSY, f"another save has not let go of this file for {_PATIENCE_S} s: end it", os.fspath(path)
+                errno.EBUSY, f"another save has not let go of this file for {patience_s} s: end it", os.fspath(path)
             )
         time.sleep(_LOOK_S)
 

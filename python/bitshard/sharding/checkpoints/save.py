@@ -57,7 +57,8 @@ def save_pretrained(
         folder: made if need be. Rank 0 needs it, the others do not.
         dtype: None: 4-bit weights stay 4-bit, all others as they are. float32, bfloat16 or float16: 4-bit weights are
             dequantized, and all float tensors have this dtype.
-        merge: add the active adapters to the weights. 4-bit weights are quantized again, as peft's `merge_and_unload`
+        merge: add the active adapters to the weights, trained tokens and modules included. Where that breaks a tie the
+            config says tie_word_embeddings=False. 4-bit weights are quantized again, as peft's `merge_and_unload`
             does; with `dtype` they are not, so nothing is lost.
         max_shard_size: the most bytes of a file, as a number or "5GB".
         progress: show a bar on rank 0 where it takes longer than 2 seconds.
@@ -66,7 +67,8 @@ def save_pretrained(
         OSError: the disk is full, or cannot be written; another process has been giving its files their names here for
             a minute. A rank that is out of memory raises torch.OutOfMemoryError itself, the others ValueError.
         ValueError: arguments that cannot be, or that the ranks do not share; weights that are not quantized yet; bytes
-            that are not those that were quantized.
+            that are not those that were quantized; tensors that are not those which from_pretrained of the model's
+            class asks for; adapters that peft cannot merge.
     """
     ranks = Ranks(alone=not gathering.is_sharded(model))
 

@@ -120,7 +120,7 @@ def _await(held: Any, entries: dict, checksum: int, shape: tuple, dtype: torch.d
     state = QuantState.from_dict(entries, device="cpu")
     if list(state.shape) != list(held.shape):
         raise ValueError(f"rank 0 has a weight of {list(state.shape)} for a layer of {list(held.shape)}")
-    state.checksum = torch.tensor(checksum)
+    state.checksum = torch.tensor(checksum, dtype=torch.int64)
     weight = Params4bit.of_state(torch.empty(shape, dtype=dtype, device="meta"), state, storage, held.layer)
     held.take(weight)
     held.delivered()

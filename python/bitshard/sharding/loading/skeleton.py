@@ -8,7 +8,10 @@ both versions of FSDP shard.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,7 +69,7 @@ class Skeleton:
         self.device = device
         self.quantizer = _quantizer(config, quantization_config)
         with torch.device("meta"):
-            self.model = (build or _causal)(config, dtype=self.dtype)
+            self.model = (build or causal)(config, dtype=self.dtype)
         wanted = _own_dtypes(self.model, self.dtype) if own_dtypes else {}
         if self.quantizer is not None:
             self.quantizer.preprocess_model(model=self.model, dtype=self.dtype, device_map=None)
@@ -263,6 +266,7 @@ class Conversions:
         self._of_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
         self._known = known
         self._sources: dict[str, list[tuple[str, str | None]]] = {}  # key -> (name in the files, its pattern)
+        self._first: dict[str, str] = {}  # key -> the first of the keys that are made of the same tensors
 
     def look(self, files: Checkpoint, keys: set[str]) -> None:
         """Find out which of the model's `keys` are made of other tensors of the files."""
@@ -270,9 +274,18 @@ class Conversions:
 
         meta, prefix = dict.fromkeys(keys, True), getattr(self._model, "base_model_prefix", "")
         for name in sorted(set(files.files) - keys, key=dot_natural_key):
-            key, pattern = rename_source_key(name, self._renamings, self._converters, prefix, meta)
-            if key in keys and key not in files:
-                self._sources.setdefault(key, []).append((name, pattern))
+            first, pattern = rename_source_key(name, self._renamings, self._converters, prefix, meta)
+            for key in self._made_with(first, pattern):
+                if key in keys and key not in files:
+                    self._sources.setdefault(key, []).append((name, pattern))
+                    self._first[key] = first
+
+    def _made_with(self, first: str, pattern: str | None) -> list[str]:
+        """All keys that are made of the tensors that `first` is made of."""
+        if pattern is None:
+            return [first]
+        name, *others = self._of_pattern[pattern].target_patterns
+        return [first, *(first.replace(name, other) for other in others)]
 
     @property
     def used(self) -> list[Any]:
@@ -298,9 +311,10 @@ class Conversions:
         sources = self._sources[key]
         pattern = sources[0][1]
         made = WeightRenaming(sources[0][0], key) if pattern is None else copy.deepcopy(self._of_pattern[pattern])
+        first = self._first[key]
         for name, pattern in sources:
-            made.add_tensor(key, name, pattern or name, files.read(name))
-        values = made.convert(key, model=self._model, config=self._model.config)[key]
+            made.add_tensor(first, name, pattern or name, files.read(name))
+        values = made.convert(first, model=self._model, config=self._model.config)[key]
         return values[0] if isinstance(values, list) else values
 
 
@@ -367,10 +381,63 @@ def _shape_in_files(tensor: Tensor, module: nn.Module, name: str) -> list[int]:
     return shape[::-1] if _is_transposed(module, name) else shape
 
 
-def _causal(config: Any, dtype: torch.dtype) -> nn.Module:
+class OwnCode(ValueError):
+    """transformers would make a model or tokenizer by running code that comes with the files; bitshard does not."""
+
+
+def own_code(where: str | Path, auto_map: Any, kind: Any) -> OwnCode:
+    """The error for a file that names code in its auto_map; `kind`: the model's type."""
+    from transformers import __version__
+
+    names = [str(each[0] if isinstance(each, list) else each) for each in dict(auto_map).values()]
+    return OwnCode(
+        f"{where}: its auto_map names code of the model's own ({', '.join(names)}), which bitshard never runs, and "
+        f"transformers {__version__} has no such class of its own for {kind!r}. Who trusts that code loads the model "
+        "in Python with trust_remote_code=True and a quantization_config, and calls save_pretrained"
+    )
+
+
+def causal(config: Any, dtype: torch.dtype, auto: Any = None) -> nn.Module:
+    """The causal language model of a config, of transformers' own class; `auto`: the one that such a class chooses."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    try:
+        return (auto or AutoModelForCausalLM).from_config(config, dtype=dtype, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        where = Path(getattr(config, "_name_or_path", "") or ".") / "config.json"
+        raise own_code(where, config.auto_map, config.model_type) from error
+
+
+def config_of(folder: str | Path) -> Any:
+    """The config of a folder, of transformers' own class."""
+    from transformers import AutoConfig
+
+    with refusing_code(folder):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+@contextmanager
+def refusing_code(folder: str | Path, *files: str) -> Iterator[None]:
+    """OwnCode where transformers lacks a class and would ask whether to run code that comes with a folder.
+
+    What is called inside has trust_remote_code=False: it takes a class of transformers where there is one. `files` have
+    an auto_map, besides config.json.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        found = {}
+        for path in (Path(folder) / file for file in (*files, "config.json")):
+            if path.is_file():
+                found[path] = json.loads(path.read_text(encoding="utf-8"))
+        for path, values in found.items():
+            if values.get("auto_map"):
+                raise own_code(path, values["auto_map"], values.get("model_type", "it")) from error
+        raise
 
 
 def _quantizer(config: Any, quantization_config: Any) -> Any:
@@ -398,7 +465,9 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
 
 def _compute_buffers(model: nn.Module, device: torch.device) -> None:
     """Give the buffers that no file has (frequencies of rotary embeddings) the values that their model computes."""
+    owners: dict[str, nn.Module] = {}  # path -> the model of transformers whose part it is, a model inside of one first
     for path, module in model.named_modules():
+        owners[path] = module if hasattr(module, "_init_weights") else owners[path.rpartition(".")[0]]
         names = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
         if not names:
             continue
@@ -406,7 +475,7 @@ def _compute_buffers(model: nn.Module, device: torch.device) -> None:
             empty = torch.empty_like(module._buffers[name], device=device)
             module._buffers[name] = empty.fill_(torch.nan) if empty.is_floating_point() else empty
         with torch.no_grad():
-            model._init_weights(module)
+            owners[path]._init_weights(module)
         for name in names:
             if module._buffers[name].isnan().any():
                 raise ValueError(f"load: {type(model).__name__} does not compute its buffer {path}.{name}")

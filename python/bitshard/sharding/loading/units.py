@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from bitshard import gather, ops
 from bitshard.kinds import INT8
 from bitshard.sharding.checkpoints.reading import Checkpoint
-from bitshard.sharding.loading.skeleton import Skeleton, packed_weights
+from bitshard.sharding.loading.skeleton import Skeleton, config_of, packed_weights
 from bitshard.sharding.together import together
 
 
@@ -100,13 +100,11 @@ def _config(source: Any) -> tuple[Any, Any]:
     """The config and the folder of its files, None where `source` is a config."""
     if not isinstance(source, (str, Path)):
         return source, getattr(source, "_name_or_path", "") or "."
-    from transformers import AutoConfig
-
     if not Path(source).is_dir():
         from huggingface_hub import snapshot_download
 
         source = snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors"])
-    return AutoConfig.from_pretrained(source), source
+    return config_of(source), source
 
 
 # ---- one unit ----

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from bitshard import gather
+from bitshard import foreign, gather
 from bitshard.container import repack
 from bitshard.guards import grad_error
 from bitshard.kinds import EXPERTS
 from bitshard.shard import PackedShard
 from bitshard.sharding.weights.state_entries import sharded_entries, state_of
 from bitshard.state import QuantState
+from bitshard.tensor import Params4bit
 
 
 def _keeping_class(name: str) -> Callable[..., DTensor]:
@@ -76,6 +77,22 @@ class ShardedWeight(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return gather.plain(self).__reduce_ex__(protocol)
+
+    @property
+    def data(self) -> Any:
+        """As of any DTensor. Of a stack of experts that peft merges into: what takes the sum."""
+        stack = getattr(self.__dict__.get("module"), "kind", None) is EXPERTS
+        if stack and any(map(foreign.asked_by, (foreign.PEFT_MERGES, foreign.PEFT_UNMERGES))):
+            return Params4bit.summed(self)
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        replacement = getattr(value, "replacement", None)
+        if replacement is None:
+            return torch.Tensor.data.__set__(self, value)
+        held = self.__dict__["module"]
+        setattr(held.owner, held.name, replacement)
 
     @property
     def quant_state(self) -> QuantState:

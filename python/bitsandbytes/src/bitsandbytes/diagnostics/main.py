@@ -35,7 +35,7 @@ def main() -> int:
 
 def sanity_check() -> None:
     """Multiply by a quantized weight on the GPU: AssertionError where that is wrong, torch's error without a GPU."""
-    weight, x = torch.randn(64, 64, device="cuda"), torch.randn(2, 64, device="cuda")
+    weight, x = (torch.randn(rows, 64, dtype=torch.float32, device="cuda") for rows in (64, 2))
     packed, state = quantize_4bit(weight, quant_type="nf4")
     product, expected = matmul_4bit(x, packed.t(), state), x @ dequantize_4bit(packed, state).t()
     torch.testing.assert_close(product, expected, rtol=1e-2, atol=1e-2)

@@ -1,0 +1,28 @@
+"""What stands in transformers' registries for `bitshard.transformers`, which is imported when one of it is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bitshard.registry import Entries
+
+
+class _Config:
+    """Stands in the registry of configs for `bitshard.transformers.FourBitConfig`."""
+
+    @staticmethod
+    def from_dict(given: dict[str, Any], **others: Any) -> Any:
+        """The config of a model's config.json."""
+        from bitshard.transformers import FourBitConfig
+
+        return FourBitConfig.from_dict(given, **others)
+
+
+def _quantizer(config: Any, **arguments: Any) -> Any:
+    """Stands in the registry of quantizers for `bitshard.transformers.FourBitQuantizer`."""
+    from bitshard.transformers import FourBitQuantizer
+
+    return FourBitQuantizer(config, **arguments)
+
+
+ENTRIES = Entries(_Config, _quantizer)

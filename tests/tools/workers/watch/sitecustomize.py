@@ -1,0 +1,55 @@
+"""Every interpreter that finds this folder on its path writes what `Trainer` trained to the file $WATCHED, as JSON.
+
+So a tool can be started by its own command, and nothing of it is replaced: the Trainer's model is looked at before and
+after `train`, by `common.layers_of`.
+"""
+
+import importlib.abc
+import importlib.util
+import json
+import os
+import sys
+
+NAME = "transformers.trainer"
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Lets `watch` see transformers.trainer as soon as it has been imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != NAME:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            watch(module.Trainer)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def watch(trainer: type) -> None:
+    """Wrap `Trainer.train`."""
+    train = trainer.train
+
+    def watched(self, *args, **kwargs):
+        from common import layers_of, which
+
+        before = layers_of(self.model)
+        result = train(self, *args, **kwargs)
+        losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
+        found = {"bitsandbytes": which(), "trainer": type(self).__name__, "losses": [float(loss) for loss in losses]}
+        found |= {"before": before, "after": layers_of(self.model)}
+        found["trained"] = sum(one.numel() for one in self.model.parameters() if one.requires_grad)
+        with open(os.environ["WATCHED"], "w") as file:
+            json.dump(found, file)
+        return result
+
+    trainer.train = watched
+
+
+if "WATCHED" in os.environ:
+    sys.meta_path.insert(0, Finder())
