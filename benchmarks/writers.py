@@ -67,13 +67,14 @@ SWEEP = {
     "lora embedding": ("dense_weights",),
     "modules_to_save embedding": ("save merge dtype",),
 }
+LATER = {"text": 1, "image": 2, "masked text": 3}  # heads of which there are many alike
 RESULTS = ("ok", "raises", "WRONG", "NAMES", "left out")
 NO_TOKENS = ("image", "sound")  # heads without an embedding of tokens
 SOURCES = ("sharding/checkpoints", "convert", "sharding/loading")
 
 
 def classes():
-    """[(model type, class, head)], each class once, first those that transformers renames tensors of."""
+    """[(model type, class, head)], each class once: first those that transformers renames tensors of, then the rest."""
     found = {}
     for mapping, head in HEADS.items():
         for kind, names in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES", {}).items():
@@ -81,7 +82,7 @@ def classes():
                 found.setdefault(name, (head, []))[1].append(kind)
     jobs = [(_own(kinds, name), name, head) for name, (head, kinds) in found.items()]
     renamed = _build_checkpoint_conversion_mapping()
-    return sorted(jobs, key=lambda job: job[0] not in renamed and job[1] not in renamed)
+    return sorted(jobs, key=lambda job: (job[0] not in renamed and job[1] not in renamed, LATER.get(job[2], 0)))
 
 
 def _own(kinds, name):
@@ -211,7 +212,9 @@ def sweep(args, record):
         if args.only and args.only not in (kind, name):
             continue
         tied = {"yes": True, "no": False, None: None}[args.tied]
-        own = [row for key, row in record.items() if key.startswith(key_of(name, tied, "", "").rstrip("| "))]
+        own = [
+            row for key, row in record.items() if key.split(" | ")[:2] == key_of(name, tied, "", "").split(" | ")[:2]
+        ]
         if args.failed and all(row["kind"] == "ok" for row in own):
             continue
         have = {key for key, row in record.items() if row["digest"] == now or args.keep}
