@@ -1,7 +1,7 @@
 """Every architecture of the installed transformers and every wrapper of peft through every writer of checkpoints.
 
     python benchmarks/writers.py --record FILE.json [--only TYPE] [--way WAY] [--wrapper NAME|all] [--tied yes|no]
-                                 [--jobs N] [--pages FILE.md ...]
+                                 [--jobs N] [--keep] [--failed] [--pages FILE.md ...]
 
 A tiny model of each class is made from its config class and written in every way: `bitshard.fsdp.save_pretrained`,
 `dense_weights` (collected into a folder), `bitshard quantize`, `bitshard merge`. It is loaded again by its class, which
@@ -67,13 +67,14 @@ SWEEP = {
     "lora embedding": ("dense_weights",),
     "modules_to_save embedding": ("save merge dtype",),
 }
+LATER = {"text": 1, "image": 2, "masked text": 3}  # heads of which there are many alike
 RESULTS = ("ok", "raises", "WRONG", "NAMES", "left out")
 NO_TOKENS = ("image", "sound")  # heads without an embedding of tokens
 SOURCES = ("sharding/checkpoints", "convert", "sharding/loading")
 
 
 def classes():
-    """[(model type, class, head)], each class once, first those that transformers renames tensors of."""
+    """[(model type, class, head)], each class once: first those that transformers renames tensors of, then the rest."""
     found = {}
     for mapping, head in HEADS.items():
         for kind, names in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES", {}).items():
@@ -81,7 +82,7 @@ def classes():
                 found.setdefault(name, (head, []))[1].append(kind)
     jobs = [(_own(kinds, name), name, head) for name, (head, kinds) in found.items()]
     renamed = _build_checkpoint_conversion_mapping()
-    return sorted(jobs, key=lambda job: job[0] not in renamed and job[1] not in renamed)
+    return sorted(jobs, key=lambda job: (job[0] not in renamed and job[1] not in renamed, LATER.get(job[2], 0)))
 
 
 def _own(kinds, name):
@@ -211,12 +212,16 @@ def sweep(args, record):
         if args.only and args.only not in (kind, name):
             continue
         tied = {"yes": True, "no": False, None: None}[args.tied]
-        base = record.get(key_of(name, tied, "", ""))
-        if base is not None and base["digest"] == now and base["kind"] == "left out":
-            continue
-        tries = [
-            one for one in wanted(head, args) if record.get(key_of(name, tied, *one), {"digest": ""})["digest"] != now
+        own = [
+            row for key, row in record.items() if key.split(" | ")[:2] == key_of(name, tied, "", "").split(" | ")[:2]
         ]
+        if args.failed and all(row["kind"] == "ok" for row in own):
+            continue
+        have = {key for key, row in record.items() if row["digest"] == now or args.keep}
+        base = key_of(name, tied, "", "")
+        if base in have and record[base]["kind"] == "left out":
+            continue
+        tries = [one for one in wanted(head, args) if key_of(name, tied, *one) not in have]
         if tries:
             jobs.append(((kind, name, head, tied), tries))
     running, done, begun = [], 0, time.time()
@@ -249,6 +254,8 @@ def main():
     parser.add_argument("--wrapper", choices=["all", *WRAPPERS])
     parser.add_argument("--tied", choices=["yes", "no"], help="(default: as the config has it)")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--keep", action="store_true", help="do not try again what was tried with other sources")
+    parser.add_argument("--failed", action="store_true", help="only classes of which something in the record is not ok")
     parser.add_argument("--pages", nargs="*", default=[], help="pages whose tables are made anew")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
