@@ -17,11 +17,12 @@ CUT = 110  # characters of an error in a cell
 
 def plain(words):
     """The words of a result without names, numbers and paths, so that equal ones are equal."""
-    words = re.sub(r"^(ValueError|NotImplementedError): ", "", words)
+    words = re.sub(r"^(ValueError|NotImplementedError|RuntimeError|LookupError): ", "", words)
     words = re.sub(r"\S*adapter_config\.json: ", "", words)
+    words = re.sub(r"(tensors of dense do not fit|is written|fit no module of the base):.*", r"\1", words)
     words = re.sub(r"\[[^\]]*\]|\{[^}]*\}", "…", words)
-    words = re.sub(r"(\w+\.)+(weight|bias|\w+_proj|blocks)\b", "…", words)
-    words = re.sub(r"\d+(\.\d+)?(e[+-]\d+)?", "N", words)
+    words = re.sub(r"\b\w+For[A-Z]\w+|\b\w+(\.+\w+){2,}", "…", words)
+    words = re.sub(r"\b\d[\d.,]*(e[+-]\d+)?\b", "N", words)
     return re.sub(r"\s+", " ", words).replace("|", "/").replace("*", "")
 
 

@@ -242,7 +242,7 @@ def values(model):
                 continue
             held = holder_of(module, name)
             value = tensor.detach()
-            if held is not None:
+            if held is not None and held.state is not None:
                 value = held.oriented(functional.dequantize_4bit(tensor.data, held.state))
             found[prefix + name] = value.t() if transposed and value.dim() == 2 else value
     return found
