@@ -458,10 +458,11 @@ def test_what_belongs_to_a_layer_is_copied_with_it_and_alone():
         assert torch.equal(alone.CB, made.weight.CB) and torch.equal(alone.SCB, made.weight.SCB)
     alone = copy.deepcopy(made.packed_weight)
     assert torch.equal(alone.weight.CB, made.weight.CB) and alone.owner is not made
-    state = made.state
-    codes, scales = state.CB, state.SCB
+    state, alone, codes = made.state, copy.copy(made.state), made.weight.CB
     del made
-    assert codes is not None and scales is not None and state.owner is None
+    assert torch.equal(alone.CB, codes) and state.owner is alone.owner is not None
+    del alone
+    assert state.owner is None and state.CB is None
 
 
 def test_scales_follow_codes():

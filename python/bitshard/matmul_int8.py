@@ -46,9 +46,13 @@ class OfModule:
     def owner(self, module: Any) -> None:
         self._owner, self._kept = None if module is None else weakref.ref(module), None
 
-    def __getstate__(self) -> dict[str, Any]:
-        own = {name: value for name, value in self.__dict__.items() if name not in ("_owner", "_kept")}
+    def with_owner(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What a copy and a pickle hold of `state`, the attributes: the module itself instead of a reference to it."""
+        own = {name: value for name, value in state.items() if name not in ("_owner", "_kept")}
         return {**own, "owner": self.owner}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.with_owner(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({name: value for name, value in state.items() if name != "owner"})
@@ -136,6 +140,7 @@ class MatmulLtState(OfModule):
     def __copy__(self) -> MatmulLtState:
         new = type(self).__new__(type(self))
         new.__dict__.update(self.__dict__)
+        new._kept = self.owner
         return new
 
     def __setstate__(self, state: dict[str, Any]) -> None:

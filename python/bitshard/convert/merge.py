@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from bitshard.convert.folder import (
     blamed_on,
@@ -248,22 +249,24 @@ def _adapted(model: nn.Module, config: Any, tensors: dict[str, Tensor], adapter:
         warnings.simplefilter("ignore")
         shares = bool(config.layer_replication)  # parameters, which peft's saving of memory would make anew
         tuned = PeftModel(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=not shares)
-    _require_sizes(tuned, tensors, adapter)
-    named: dict[str, Tensor] = {}
+        own = {**dict(tuned.named_parameters(remove_duplicate=False)), **dict(tuned.named_buffers())}
+        named: dict[str, Tensor] = {}
 
-    def load_state_dict(given: dict[str, Tensor], **others: Any) -> Any:
-        named.update(given)
-        return type(tuned).load_state_dict(tuned, given, **others)
+        def load_state_dict(given: dict[str, Tensor], **others: Any) -> Any:
+            named.update(given)
+            return _IncompatibleKeys([], [])
 
-    with warnings.catch_warnings(), blamed_on("peft cannot load the adapter"):
-        warnings.simplefilter("ignore")
-        tuned.__dict__["load_state_dict"] = load_state_dict  # for peft moves all to the device of the base afterwards
-        found = set_peft_model_state_dict(tuned, dict(tensors), low_cpu_mem_usage=True)
+        tuned.__dict__["load_state_dict"] = load_state_dict  # peft names them; it would move them to the base's device
+        set_peft_model_state_dict(tuned, dict(tensors), low_cpu_mem_usage=True)
         del tuned.__dict__["load_state_dict"]
-        tuned.load_state_dict(named, strict=False, assign=True)
-    if found.unexpected_keys:
-        count = f"{len(found.unexpected_keys)} of {len(tensors)}"
-        raise ValueError(f"{adapter}: {count} tensors fit no module of the base: {some(sorted(found.unexpected_keys))}")
+    _require_fitting(own, named, adapter)
+    for name, tensor in named.items():
+        path, _, leaf = name.rpartition(".")
+        module = tuned.get_submodule(path)
+        is_buffer = leaf in module._buffers
+        (module._buffers if is_buffer else module._parameters)[leaf] = (
+            tensor if is_buffer else nn.Parameter(tensor, requires_grad=False)
+        )
     own = dict(tuned.named_parameters(remove_duplicate=False))  # a tied adapter has other names for the same ones
     absent = [name for name, parameter in own.items() if _ADAPTER in name.split(".") and parameter.is_meta]
     if absent:
@@ -271,14 +274,16 @@ def _adapted(model: nn.Module, config: Any, tensors: dict[str, Tensor], adapter:
     return tuned.eval()
 
 
-def _require_sizes(tuned: nn.Module, tensors: dict[str, Tensor], adapter: Path) -> None:
-    """ValueError where the adapter's tensors have other shapes than peft's model has for them."""
-    own = {name: list(tensor.shape) for name, tensor in tuned.named_parameters(remove_duplicate=False)}
-    wanted = {name.replace(f".{_ADAPTER}", "").replace(".modules_to_save", ""): own[name] for name in own}
+def _require_fitting(own: dict[str, Tensor], named: dict[str, Tensor], adapter: Path) -> None:
+    """ValueError where peft's model has no place, or one of another shape, for tensors of the adapter."""
+    alien = sorted(named.keys() - own.keys())
+    if alien:
+        count = f"{len(alien)} of {len(named)}"
+        raise ValueError(f"{adapter}: {count} tensors fit no module of the base: {some(alien)}")
     wrong = [
-        f"{name} is {list(tensor.shape)}, expected {wanted[name]}"
-        for name, tensor in tensors.items()
-        if wanted.get(name, list(tensor.shape)) != list(tensor.shape)
+        f"{name} is {list(tensor.shape)}, expected {list(own[name].shape)}"
+        for name, tensor in named.items()
+        if tensor.shape != own[name].shape
     ]
     if wrong:
         raise ValueError(f"{adapter}: {len(wrong)} tensors do not fit the base: {some(wrong)}")

@@ -167,7 +167,7 @@ def _decoded(
     }  # fmt: skip
     made_by = {"source": str(folder.resolve()), "settings": quantization_config.to_dict()}
     with anew(out, made_by) as partial:
-        with blamed_on(folder), refusing_code(folder):
+        with refusing_code(folder):
             model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
         _require_complete(folder, info)
         save_pretrained(model, partial, max_shard_size=max_shard_size)

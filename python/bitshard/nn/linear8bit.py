@@ -52,7 +52,7 @@ class Int8Weight(OfModule, PackedWeight):
         self.dtype = dtype if dtype in VALUE_DTYPES.values() else torch.float32
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "kept": None, "rows": None}  # without what `PackedWeight` leaves out
+        return self.with_owner({**PackedWeight.__getstate__(self), "rows": None})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Int8Weight:
         new = super().__deepcopy__(memo)

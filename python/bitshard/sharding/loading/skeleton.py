@@ -72,7 +72,7 @@ class Skeleton:
             self.model = (build or causal)(config, dtype=self.dtype)
         wanted = _own_dtypes(self.model, self.dtype) if own_dtypes else {}
         if self.quantizer is not None:
-            self.quantizer.preprocess_model(model=self.model, dtype=self.dtype, device_map=None)
+            _preprocess(self.quantizer, self.model, self.dtype)
         for module, name, key in _slots(self.model):  # the biases of the new 4-bit layers are of torch's default dtype
             tensor = _get((module, name, ""))
             if tensor.is_floating_point() and not _is_4bit(module, name):
@@ -337,6 +337,19 @@ def _slots(model: nn.Module) -> Iterator[Slot]:
         for name, value in [*module._parameters.items(), *module._buffers.items()]:
             if value is not None and name not in module._non_persistent_buffers_set:
                 yield module, name, f"{path}.{name}" if path else name
+
+
+def _preprocess(quantizer: Any, model: nn.Module, dtype: torch.dtype) -> None:
+    """What from_pretrained does to a model that nothing ties yet: which layers stay in 16 bits may depend on that."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    for key in tied:
+        path, _, name = key.rpartition(".")
+        module = model.get_submodule(path)
+        table = module._parameters if name in module._parameters else module._buffers
+        table[name] = type(table[name])(torch.empty_like(table[name]))
+    quantizer.preprocess_model(model=model, dtype=dtype, device_map=None)
+    if tied:
+        model.tie_weights()
 
 
 def _own_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
