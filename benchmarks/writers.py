@@ -69,12 +69,14 @@ SWEEP = {
 }
 LATER = {"text": 1, "image": 2, "masked text": 3}  # heads of which there are many alike
 RESULTS = ("ok", "raises", "WRONG", "NAMES", "left out")
+# On those of which there are many alike; those that transformers renames nothing of, and that are no text to text.
+BRIEF = {"": ("save", "quantize"), "lora": ("save merge dtype", "merge (dense)")}
 NO_TOKENS = ("image", "sound")  # heads without an embedding of tokens
 SOURCES = ("sharding/checkpoints", "convert", "sharding/loading")
 
 
 def classes():
-    """[(model type, class, head)], each class once: first those that transformers renames tensors of, then the rest."""
+    """[(model type, class, head, whether BRIEF is tried)], each class once, those first that transformers renames."""
     found = {}
     for mapping, head in HEADS.items():
         for kind, names in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES", {}).items():
@@ -82,7 +84,8 @@ def classes():
                 found.setdefault(name, (head, []))[1].append(kind)
     jobs = [(_own(kinds, name), name, head) for name, (head, kinds) in found.items()]
     renamed = _build_checkpoint_conversion_mapping()
-    return sorted(jobs, key=lambda job: (job[0] not in renamed and job[1] not in renamed, LATER.get(job[2], 0)))
+    order = {job: LATER.get(job[2], 0) for job in jobs if job[0] not in renamed and job[1] not in renamed}
+    return [(*job, order.get(job, 0) > 0) for job in sorted(jobs, key=lambda job: order.get(job, -1))]
 
 
 def _own(kinds, name):
@@ -100,14 +103,15 @@ def digest():
     return hashed.hexdigest()[:12]
 
 
-def wanted(head, args):
+def wanted(head, brief, args):
     """[(wrapper, way)] of a class."""
     if args.wrapper == "all":
         table = {name: writers.ways_of(name or None) for name in ("", *WRAPPERS)}
     elif args.wrapper:
         table = {args.wrapper: writers.ways_of(args.wrapper)}
     else:
-        table = {name: ways for name, ways in SWEEP.items() if head not in NO_TOKENS or name in ("", "lora")}
+        table = BRIEF if brief else SWEEP
+        table = {name: ways for name, ways in table.items() if head not in NO_TOKENS or name in ("", "lora")}
     return [(name, way) for name, ways in table.items() for way in ways if args.way in (None, way)]
 
 
@@ -208,7 +212,7 @@ def sweep(args, record):
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()
-    for kind, name, head in classes():
+    for kind, name, head, brief in classes():
         if args.only and args.only not in (kind, name):
             continue
         tied = {"yes": True, "no": False, None: None}[args.tied]
@@ -221,7 +225,7 @@ def sweep(args, record):
         base = key_of(name, tied, "", "")
         if base in have and record[base]["kind"] == "left out":
             continue
-        tries = [one for one in wanted(head, args) if key_of(name, tied, *one) not in have]
+        tries = [one for one in wanted(head, brief, args) if key_of(name, tied, *one) not in have]
         if tries:
             jobs.append(((kind, name, head, tied), tries))
     running, done, begun = [], 0, time.time()
@@ -265,7 +269,7 @@ def main():
     with contextlib.suppress(FileNotFoundError):
         record = json.loads(Path(args.record).read_text())
     with tempfile.TemporaryFile("w+") as file:  # imports and reads what every fork needs
-        try_class("LlamaForCausalLM", None, wanted("text", args), file)
+        try_class("LlamaForCausalLM", None, [(name, way) for name, ways in BRIEF.items() for way in ways], file)
     sweep(args, record)
     print({kind: sum(row["kind"] == kind for row in record.values()) for kind in RESULTS})
     for page in map(Path, args.pages):

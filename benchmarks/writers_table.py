@@ -154,9 +154,11 @@ def wrappers(record, names, tied):
 
 
 def replaced(page, parts):
-    """A page with new text between `<!-- name -->` and `<!-- end of name -->`."""
+    """A page with new text between `<!-- name -->` and `<!-- end of name -->`, where it has these."""
     for name, text in parts.items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        before, _, rest = page.partition(begin)
+        before, here, rest = page.partition(begin)
+        if not here:
+            continue
         page = f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
     return page

@@ -146,8 +146,10 @@ def _each(config_class, options, reasons):
 @torch.no_grad()
 def randomized(model):
     """Values of such a size that each tensor counts: matrices by their width, vectors and norms by a tenth."""
-    seen = set()
-    for parameter in model.parameters():
+    seen, unsaved = set(), [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_save", None) or ()]
+    for name, parameter in model.named_parameters():
+        if any(pattern.search(name) for pattern in unsaved):
+            continue  # the class computes it
         if parameter.dim() > 1:
             parameter.copy_(torch.randn_like(parameter) / max(parameter[0].numel(), 1) ** 0.5)
         else:
