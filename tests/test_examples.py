@@ -363,4 +363,4 @@ def test_moe(tmp_path, monkeypatch, capsys):
     ids = torch.arange(32)[None]
     with torch.no_grad():
         found, expected = again(ids).logits, trainer.model(ids).logits
-    assert (found - expected).norm() < 0.2 * expected.norm()
+    assert (found - expected).norm() < 0.25 * expected.norm()

@@ -308,7 +308,8 @@ def check_merging(folder, family):
     alone = adapted(family, folder)
     before, y = stack_bytes(alone), moe.logits(alone)
     first, second = copy.deepcopy(alone), copy.deepcopy(alone)
-    second.merge_adapter()
+    with environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):  # quantized again into a float container, for torch 2.11
+        second.merge_adapter()
     merged = stack_bytes(second)
     for model in (first, second):
         shard(model, model.base_model.model.model.layers)
