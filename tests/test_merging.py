@@ -150,6 +150,33 @@ def test_a_disabled_adapter_is_unmerged(threshold):
     assert picture(wrapped) == before
 
 
+@pytest.mark.parametrize("threshold", [None, 6.0])
+def test_an_adapter_that_was_deleted_while_merged(threshold):
+    """peft's unmerge passes over it; the weight from before both comes back."""
+    wrapped = adapted(adapters=2, threshold=threshold)
+    before = picture(wrapped)
+    wrapped.merge_adapter()
+    for layer in layers(wrapped):
+        for table in (layer.lora_A, layer.lora_B):
+            del table["more1"]
+        del layer.lora_dropout["more1"]
+    wrapped.unmerge_adapter()
+    assert picture(wrapped) == before and merged_lists(wrapped) == [[], []]
+
+
+def test_the_list_of_an_adapter_that_is_around_another_layer_now():
+    wrapped = adapted()
+    wrapped.merge_adapter()
+    tuner, other = layers(wrapped)[0], layers(adapted())[0].base_layer
+    tuner.base_layer, old = other, tuner.base_layer
+    with pytest.raises(ValueError, match="was loaded or assigned since"):
+        tuner.unmerge()
+    assert tuner.merged_adapters == ["default"]
+    tuner.base_layer = old
+    wrapped.unmerge_adapter()
+    assert merged_lists(wrapped) == [[], []]
+
+
 # ---- what is kept ----
 
 

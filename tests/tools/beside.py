@@ -54,6 +54,25 @@ def run(
     return found
 
 
+def command(which: str, tool: str, words: list[str], files: dict[str, str], out: Path, timeout: int = 600) -> dict:
+    """What `Trainer` trained in a tool that its own command starts: `python -m WORDS` in a folder with `files` by name,
+    the model and the rows of workers/model.py. AssertionError with its output where it fails."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = [str(WORKERS / "watch"), str(WORKERS / "standins"), str(WORKERS)]
+    env = environment(which, [tool]) | {"WATCHED": str(out / "watched")}
+    env["PYTHONPATH"] = os.pathsep.join([*path, env["PYTHONPATH"]])
+    for name, text in files.items():
+        (out / name).write_text(text)
+    for line in ([str(WORKERS / "model.py"), str(out)], ["-m", *words]):
+        done = subprocess.run(
+            [sys.executable, *line], env=env, cwd=out, text=True, capture_output=True, timeout=timeout
+        )
+        assert done.returncode == 0, f"{which}: {' '.join(line)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    found = json.loads((out / "watched").read_text())
+    assert found["bitsandbytes"] == which, found
+    return found
+
+
 def cause(out: Path, stderr: str) -> str:
     """The ranks' own tracebacks where they left any, else the end of what was printed."""
     return "\n".join(left.read_text()[-5000:] for left in sorted(out.glob("error.*"))) or stderr[-6000:]

@@ -2,8 +2,9 @@
 
     python tests/tools/fetch.py [NAME ...]
 
-Only these pins decide what is tried. What a tool needs beside the environment of the tests lies in its folder too;
-nothing is installed into the environment, and nothing of it is committed.
+Only these pins decide what is tried, and those in whole/, one file for each tool that is started as its users do.
+What a tool needs beside the environment of the tests lies in its folder too; nothing is installed into the environment,
+and nothing of it is committed.
 """
 
 import os
@@ -36,6 +37,8 @@ PINS = {
         "threadpoolctl==3.8.0",
     ),
 }
+# Packages of the versions that a tool's own pins allow; torch is that of the tests.
+PINS |= {path.stem: tuple(path.read_text().split()) for path in sorted((Path(__file__).parent / "whole").glob("*.txt"))}
 
 
 def folder(name: str) -> Path:

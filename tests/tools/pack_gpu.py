@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import upstream  # noqa: E402
 
-PACKAGES = {"axolotl": ("axolotl", "addict"), "unsloth": ("unsloth", "unsloth_zoo")}
+PACKAGES = {"axolotl": ("axolotl", "addict"), "unsloth": ("unsloth", "unsloth_zoo", "unsloth_zoo_downloads")}
 
 
 # What `import unsloth` and trl's SFTTrainer import, beside torch, transformers, accelerate and what these need.

@@ -17,6 +17,7 @@ from bitshard.experts import lora
 from bitshard.experts.adapted import AdaptedStack, added_in_call
 from bitshard.experts.modules import PackedExperts, stack_names
 
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 IMPLEMENTATION = "bitshard"  # config._experts_implementation
 
 
@@ -36,8 +37,8 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
-    if not top_k_index.is_cuda and not torch.compiler.is_compiling():  # on a GPU this would wait for it
-        _require_experts(top_k_index, self.num_experts)
+    if not torch.compiler.is_compiling() and top_k_index.is_cpu and not _dispatch_modes():
+        _require_experts(top_k_index, self.num_experts)  # not on a GPU, which it would wait for
     order, back, rows, offs = ops.sort_by_expert(top_k_index.long(), self.num_experts)
     up, down = stack_names(self)
     x = RowsOfExperts.apply(hidden_states, rows, back, top_k_index.shape[1])

@@ -189,6 +189,8 @@ class Listed(list):
         writer, held, name = Writer.at(foreign.asker()), self.held(), self[index]
         if held is None or writer is None or not writer.unmerges or writer.tuner is not self.tuner():
             return super().pop(index)
+        if _written(_base_of(writer.tuner), writer) is not held:  # around another layer by now
+            return super().pop(index)
         writer.adapter = name
         _require_there(held, writer)
         _require_bias(held, writer)
@@ -384,7 +386,7 @@ def replacing(held: Any, new: Params4bit | Int8Params) -> Iterator[Kept | None]:
         kept.left = Checksums.of(held, new)
         kept.merged = [] if writer.unmerges else [*kept.merged, (_tied(held, writer.tuner), writer.adapter)]
     held.kept, held.restored = kept, None
-    if kept is not None and not isinstance(writer.tuner.merged_adapters, Listed):
+    if kept is not None and getattr(writer.tuner.merged_adapters, "held", lambda: None)() is not held:
         writer.tuner.merged_adapters = Listed(held, writer.tuner)
     if writer.unmerges:
         writer.unlists()

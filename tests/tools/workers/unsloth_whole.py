@@ -79,7 +79,7 @@ def train(model, tokenizer, args) -> dict:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    data = Dataset.from_dict({"text": texts(4 * args.steps, args.length, args.vocabulary)})
+    data = Dataset.from_dict({"text": texts(4, args.length, args.vocabulary) * args.steps})
     settings = SFTConfig(
         output_dir=str(args.out / "run"),
         per_device_train_batch_size=4,

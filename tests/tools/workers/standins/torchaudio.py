@@ -1,0 +1,1 @@
+"""Empty: LLaMA-Factory imports torchaudio for audio alone, and the build on PyPI does not load beside a CPU torch."""
