@@ -148,7 +148,7 @@ def _layers(
         while (found := stored.recall(len(reports))) is not None:
             reports.append(found[1])
         return reports, None
-    dense = skeleton_of(folder, source, None, torch.device("cpu"), dtype=torch.float32)
+    dense = skeleton_of(folder, source, None, torch.device("cpu"), dtype=torch.float32, runs=True)
     dense.model.eval()
     walk = Walk(dense, skeleton, source, device, rank)
     require_ids(dense.model, ids)

@@ -85,9 +85,14 @@ def quantization_of(folder: Path) -> dict[str, Any]:
 
 
 def skeleton_of(
-    folder: Path, source: Source, quantization_config: Any, device: torch.device, dtype: torch.dtype | None = None
+    folder: Path,
+    source: Source,
+    quantization_config: Any,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    runs: bool = False,
 ) -> Skeleton:
-    """The model on the meta device, of its own class, in its own dtypes; the files fit it."""
+    """The model on the meta device, of its own class, in its own dtypes; the files fit it. `runs`: to be run."""
 
     def build(config: Any, dtype: torch.dtype) -> Any:
         made = _class_of(config)
@@ -99,12 +104,17 @@ def skeleton_of(
         if getattr(config, "dtype", None) is None:
             floats = [_DTYPES[source.dtype(name)] for name in source.files if source.dtype(name) in _DTYPES]
             config.dtype = floats[0] if floats else torch.float32
-    skeleton = Skeleton(config, quantization_config, dtype, device, build, own_dtypes=True)
+    skeleton = Skeleton(config, quantization_config, dtype, device, build, own_dtypes=True, runs=runs)
     if _differ(source, getattr(skeleton.model, "all_tied_weights_keys", None) or {}):
-        skeleton = Skeleton(untied(config), quantization_config, dtype, device, build, own_dtypes=True)
+        skeleton = Skeleton(untied(config), quantization_config, dtype, device, build, own_dtypes=True, runs=runs)
         skeleton.untied = True
-    skeleton.check(source)
+    skeleton.check(source, unsaved(skeleton.model))
     return skeleton
+
+
+def unsaved(model: Any) -> set[str]:
+    """Keys of what transformers computes and does not save, sinusoidal positions for instance."""
+    return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 def _differ(source: Source, tied: dict[str, str]) -> bool:

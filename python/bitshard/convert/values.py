@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitshard.convert.folder import unsaved
 from bitshard.convert.headers import Stored
 from bitshard.convert.source import Source
 from bitshard.inventory import holder_of
@@ -181,7 +182,9 @@ def _require(where: Path, source: Source, wanted: dict[str, tuple], progress: Pr
 def _wanted(skeleton: Skeleton, source: Checkpoint) -> Iterator[tuple[str, tuple[torch.dtype | None, bool]]]:
     """(name in the files, (dtype that it becomes, whether it may be infinite)) of all that the model is made of."""
     for place in skeleton.places():
-        _, module, leaf = place
+        key, module, leaf = place
+        if key in unsaved(skeleton.model):
+            continue
         is_dense = holder_of(module, leaf) is None
         dtype = contents.tensor_of(module, leaf).dtype if is_dense else skeleton.dtype
         for name in skeleton.sources(place, source):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class Skeleton:
         build: makes the model from the config and dtype; None: the causal language model of the config.
         own_dtypes: whether what the model itself wants in another dtype gets that, as from_pretrained does. FSDP wants
             one dtype.
+        runs: whether the model is to be run, for which buffers that no file has are computed.
 
     Attributes:
         model: on the meta device, but for the buffers that no file has.
@@ -61,6 +62,7 @@ class Skeleton:
         device: torch.device,
         build: Callable[..., nn.Module] | None = None,
         own_dtypes: bool = False,
+        runs: bool = True,
     ):
         config = copy.deepcopy(config)
         self.dtype = dtype or getattr(config, "dtype", None) or torch.float32
@@ -77,7 +79,8 @@ class Skeleton:
             tensor = _get((module, name, ""))
             if tensor.is_floating_point() and not _is_4bit(module, name):
                 tensor.data = tensor.data.to(wanted.get(key, self.dtype))
-        _compute_buffers(self.model, device)
+        if runs:
+            _compute_buffers(self.model, device)
         self._conversions = Conversions(self.model)
         # id of a tensor on the meta device -> itself, so that the id stays its own, and every place that it has
         self._places: dict[int, tuple[Tensor, list[Slot]]] = {}
@@ -101,12 +104,14 @@ class Skeleton:
                 inside.update(module.modules())
         return found
 
-    def check(self, files: Checkpoint) -> None:
-        """ValueError that names those which the files lack or have otherwise."""
+    def check(self, files: Checkpoint, unsaved: Collection[str] = ()) -> None:
+        """ValueError that names those which the files lack, but for those `unsaved`, or have otherwise."""
         complaints = []
         self._conversions.look(files, {key for _, slots in self._places.values() for _, _, key in slots})
         for tensor, slots in self._places.values():
             key = next(filter(None, (self._name_in(files, key) for _, _, key in slots)), None)
+            if key is None and any(key in unsaved for _, _, key in slots):
+                continue
             if key is None and not any(key in self._conversions for _, _, key in slots):
                 complaints.append(f"{slots[0][2]} is missing")
             elif key is None:
