@@ -4,7 +4,7 @@
 # make wheels                          both wheels in dist/: for glibc 2.28 and later, every GPU architecture
 # make release                         the same, a source distribution, and their sums; BITSHARD_URL=... goes into them
 # make lint                            layout and lint of Python, C and CUDA
-# make tools-tests                     unsloth, axolotl, LLaMA-Factory, deepspeed, diffusers and others as they are, from PyPI
+# make tools-tests                     unsloth, axolotl, LLaMA-Factory, ms-swift, deepspeed and others as they are, from PyPI
 # make dev                             editable installs: Python edits count at once, `make test` rebuilds the C core
 #
 # Each makes .venv/ first, from constraints.txt. PYTHON=... uses the environment of another interpreter as it is, which

@@ -1,10 +1,15 @@
 """Run a worker with bitshard's bitsandbytes and with the original, each in a process of its own."""
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
+import warnings
 from pathlib import Path
 
 import fetch
@@ -63,14 +68,49 @@ def command(which: str, tool: str, words: list[str], files: dict[str, str], out:
     env["PYTHONPATH"] = os.pathsep.join([*path, env["PYTHONPATH"]])
     for name, text in files.items():
         (out / name).write_text(text)
-    for line in ([str(WORKERS / "model.py"), str(out)], ["-m", *words]):
-        done = subprocess.run(
-            [sys.executable, *line], env=env, cwd=out, text=True, capture_output=True, timeout=timeout
-        )
-        assert done.returncode == 0, f"{which}: {' '.join(line)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    for line, results in (([str(WORKERS / "model.py"), str(out)], None), (["-m", *words], out / "watched")):
+        code, said = ended([sys.executable, *line], results, timeout, env=env, cwd=out)
+        assert code in (0, None), f"{which}: {' '.join(line)} ended with {code}\n{said}"
     found = json.loads((out / "watched").read_text())
     assert found["bitsandbytes"] == which, found
     return found
+
+
+def ended(
+    line: list[str], results: Path | None, timeout: float, after: float = 30, **options
+) -> tuple[int | None, str]:
+    """Run a command in a process group of its own: its exit code and the end of its output.
+
+    Where it has written `results` and runs on for `after` seconds, the group is ended; the code is then None, and a
+    warning says so. Where it has written none in `timeout` seconds, the group is ended with an AssertionError.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as output:  # not a pipe, which a child left behind holds open
+        process = subprocess.Popen(line, stdout=output, stderr=output, start_new_session=True, **options)
+        try:
+            late = wait(process, results, timeout, after)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        said = output.read()[-8000:]
+    if late is None:
+        return process.returncode, said
+    assert late == "results", f"{' '.join(line)} wrote no results in {timeout} s\n{said}"
+    warnings.warn(f"{' '.join(line)} was ended {after} s after it had written its results", stacklevel=2)
+    return None, said
+
+
+def wait(process: subprocess.Popen, results: Path | None, timeout: float, after: float) -> str | None:
+    """None where the process has ended by itself, "results" where it runs on after it wrote them, else "nothing"."""
+    limit, written = time.monotonic() + timeout, False
+    while process.poll() is None:
+        if not written and results is not None and results.exists():
+            limit, written = time.monotonic() + after, True
+        if time.monotonic() > limit:
+            return "results" if written else "nothing"
+        time.sleep(0.2)
+    return None
 
 
 def cause(out: Path, stderr: str) -> str:
@@ -100,6 +140,7 @@ def environment(which: str, tools: list[str]) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "DS_ACCELERATOR": "cpu",
         "UNSLOTH_DISABLE_STATISTICS": "1",
+        "DO_NOT_TRACK": "1",  # axolotl waits at its end for what it reports, with no limit
     }
 
 

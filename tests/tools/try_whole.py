@@ -1,7 +1,11 @@
-"""unsloth, axolotl and LLaMA-Factory as their users start them, beside the original: what is 4-bit, and the losses."""
+"""unsloth, axolotl, LLaMA-Factory and ms-swift as their users start them: what is 4-bit, and the original's losses."""
+
+import pathlib
+import sys
 
 import beside
 import pytest
+import torch
 from beside import BOTH, OURS, THEIRS
 
 AXOLOTL = """
@@ -56,15 +60,43 @@ save_strategy: "no"
 report_to: none
 seed: 5
 """
+SWIFT = """
+model: ./model
+model_type: llama
+template: dummy
+torch_dtype: float32
+tuner_type: lora
+quant_method: bnb
+quant_bits: 4
+lora_rank: 8
+lora_alpha: 16
+lora_dropout: 0
+target_modules: all-linear
+dataset: ./rows.json
+columns: {text: response}
+split_dataset_ratio: 0
+max_length: 32
+max_steps: 4
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 1
+learning_rate: 0.01
+lr_scheduler_type: constant
+warmup_ratio: 0
+optim: adamw_torch
+logging_steps: 1
+save_strategy: "no"
+report_to: none
+output_dir: ./out
+seed: 5
+"""
 ROWS = '{"rows": {"file_name": "rows.json", "columns": {"prompt": "text"}}}'
 # tool: the words of its command, the files that it reads
 COMMANDS = {
     "axolotl-whole": (["axolotl.cli.main", "train", "c.yml", "--launcher", "python"], {"c.yml": AXOLOTL}),
     "llamafactory-whole": (["llamafactory.cli", "train", "c.yml"], {"c.yml": FACTORY, "dataset_info.json": ROWS}),
+    "ms-swift-whole": (["swift.cli.main", "sft", "c.yml"], {"c.yml": SWIFT}),
 }
 LINEARS = 14  # of the two decoder layers
-# of the losses after the first; axolotl's differ more, and why was not found out
-BOUNDS = {"axolotl-whole": 2e-2, "llamafactory-whole": 1e-3}
 
 
 def all_are_4_bit(found):
@@ -85,10 +117,53 @@ def test_by_its_command(tool, tmp_path):
     for moment in ("before", "after"):
         all_are_4_bit(ours[moment])
         assert ours[moment] == theirs[moment]
+    assert ours["before"]["digest"] == ours["after"]["digest"]
     assert ours["trained"] == theirs["trained"] > 0 and ours["trainer"] == theirs["trainer"]
-    assert abs(ours["losses"][0] - theirs["losses"][0]) <= 1e-4 * theirs["losses"][0]
-    assert beside.gap(theirs["losses"], ours["losses"]) <= BOUNDS[tool]
+    assert ours["gradient_gap"] <= 1e-5, both
+    assert abs(ours["losses"][0] - theirs["losses"][0]) <= 1e-5 * theirs["losses"][0], both
+    assert beside.gap(theirs["losses"], ours["losses"]) <= 1e-3, both
     fall(ours["losses"])
+
+
+def test_gradient_gap_sees_a_wrong_layer(monkeypatch):
+    """It is 0 where a layer computes as torch does, and the error where it does not."""
+    monkeypatch.syspath_prepend(str(beside.WORKERS))
+    from bitsandbytes.nn import Linear4bit
+    from dense import gradient_gap
+
+    class Wrong(Linear4bit):
+        def forward(self, x):
+            return 1.01 * super().forward(x)
+
+    torch.manual_seed(0)
+    gaps = []
+    for layer in (Linear4bit, Wrong):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), layer(64, 8, compute_dtype=torch.float32).to("cpu"))
+        x = torch.randn(4, 64)
+        model(x).sum().backward()
+        kept = model[0].weight.grad
+        gaps.append(gradient_gap(model, lambda model=model, x=x: model(x).sum().backward()))
+        assert model[0].weight.grad is kept
+    assert gaps[0] <= 1e-6 and abs(gaps[1] - 0.01) <= 1e-5
+
+
+LEFT = """
+import pathlib, subprocess, sys, time
+left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path(sys.argv[1]).write_text(str(left.pid))
+time.sleep(600)
+"""
+
+
+def test_a_command_that_does_not_end(tmp_path):
+    """Its results are kept; it and what it started are gone."""
+    results, line = tmp_path / "results", [sys.executable, "-c", LEFT]
+    with pytest.warns(UserWarning, match="after it had written its results"):
+        assert beside.ended([*line, str(results)], results, 60, after=0.5) == (None, "")
+    state = pathlib.Path(f"/proc/{results.read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+    with pytest.raises(AssertionError, match="wrote no results in 1 s"):
+        beside.ended([*line, str(results)], tmp_path / "others", 1)
 
 
 def unsloth(folder, **variables):

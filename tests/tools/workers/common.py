@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import hashlib
 import importlib.util
 import json
 import os
@@ -92,8 +93,8 @@ def texts(rows: int = ROWS, length: int = LENGTH, tokens: int = TOKENS) -> list[
 
 
 def layers_of(model: torch.nn.Module) -> dict[str, Any]:
-    """What of the decoder's linear layers is 4-bit: how many of how many, classes of layers and weights, dtypes, bytes
-    of their weights, and those that 16 bits would take."""
+    """What of the decoder's linear layers is 4-bit: how many of how many, classes of layers and weights, dtypes, number
+    of bytes of their weights, a digest of these bytes, and the number that 16 bits would take."""
     found = [layer for name, layer in model.named_modules() if name.endswith(LINEARS) and hasattr(layer, "in_features")]
     found = [getattr(layer, "base_layer", layer) for layer in found]
     weights = [layer.weight for layer in found]
@@ -104,6 +105,7 @@ def layers_of(model: torch.nn.Module) -> dict[str, Any]:
         "classes": sorted({f"{type(layer).__name__} {type(layer.weight).__name__}" for layer in found}),
         "dtypes": sorted({str(weight.dtype) for weight in weights}),
         "bytes": sum(weight.numel() * weight.element_size() for weight in weights),
+        "digest": hashlib.sha256(b"".join(as_bytes(weight).numpy().tobytes() for weight in packed)).hexdigest(),
         "bytes_in_16_bits": sum(2 * layer.in_features * layer.out_features for layer in found),
     }
 

@@ -1,7 +1,7 @@
 """Every interpreter that finds this folder on its path writes what `Trainer` trained to the file $WATCHED, as JSON.
 
 So a tool can be started by its own command, and nothing of it is replaced: the Trainer's model is looked at before and
-after `train`, by `common.layers_of`.
+after `train`, by `common.layers_of`, and the gradients of the first step are compared with those of dense layers.
 """
 
 import importlib.abc
@@ -24,7 +24,10 @@ class Finder(importlib.abc.MetaPathFinder):
         execute = spec.loader.exec_module
 
         def exec_module(module):
+            import torch
+
             execute(module)
+            torch.manual_seed(5)  # axolotl draws LoRA's first values before its seed is set; torch's own differs by run
             watch(module.Trainer)
 
         spec.loader.exec_module = exec_module
@@ -32,8 +35,17 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 def watch(trainer: type) -> None:
-    """Wrap `Trainer.train`."""
-    train = trainer.train
+    """Wrap `Trainer.train`, and `training_step` for the first step."""
+    train, training_step = trainer.train, trainer.training_step
+    first = {}
+
+    def watched_step(self, model, *args, **kwargs):
+        loss = training_step(self, model, *args, **kwargs)
+        if not first:
+            from dense import gradient_gap
+
+            first["gradient_gap"] = gradient_gap(model, lambda: training_step(self, model, *args, **kwargs))
+        return loss
 
     def watched(self, *args, **kwargs):
         from common import layers_of, which
@@ -42,13 +54,14 @@ def watch(trainer: type) -> None:
         result = train(self, *args, **kwargs)
         losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
         found = {"bitsandbytes": which(), "trainer": type(self).__name__, "losses": [float(loss) for loss in losses]}
-        found |= {"before": before, "after": layers_of(self.model)}
+        found |= {"before": before, "after": layers_of(self.model), **first}
         found["trained"] = sum(one.numel() for one in self.model.parameters() if one.requires_grad)
-        with open(os.environ["WATCHED"], "w") as file:
+        with open(os.environ["WATCHED"] + ".part", "w") as file:
             json.dump(found, file)
+        os.replace(file.name, os.environ["WATCHED"])  # whole as soon as it is there: beside.py waits for it
         return result
 
-    trainer.train = watched
+    trainer.train, trainer.training_step = watched, watched_step
 
 
 if "WATCHED" in os.environ:
