@@ -26,7 +26,6 @@ from helpers.bytes import same_bytes
 from packaging.version import Version
 from torch import nn
 
-ROOT = Path(__file__).resolve().parents[1]
 QUANTIZED = (linear.Linear4bit, linear8bit.Linear8bitLt, embedding.Embedding4bit, embedding.Embedding8bit)
 FORMATS = (linear.LinearNF4, linear.LinearFP4, embedding.EmbeddingNF4, embedding.EmbeddingFP4)
 FLOATS = (embedding.Embedding, embedding.StableEmbedding, outliers.OutlierAwareLinear)
@@ -118,7 +117,7 @@ def test_pickles_and_copies_name_no_bitsandbytes(make):
 @pytest.mark.parametrize("which", ["none", "upstream"])
 def test_the_engine_beside_another_bitsandbytes_or_none(which):
     """A layer of the engine is pickled, copied and shown as ever; upstream's own classes are not found in it."""
-    path = [str(ROOT / "python"), *([str(upstream.folder())] if which == "upstream" else [])]
+    path = [*([str(upstream.folder())] if which == "upstream" else []), str(Path(linear.__file__).parents[2])]
     run([sys.executable, "-c", BESIDE, which], 120, bare=True, PYTHONPATH=os.pathsep.join(path))
 
 

@@ -54,7 +54,8 @@ def test_unknown_isa():
 
 
 def test_original_bitsandbytes_is_active(tmp_path):
-    """An original on the path takes the façade's place, and transformers then does not use bitshard."""
+    """An original on the path takes the façade's place, and transformers then does not use bitshard. PYTHONPATH comes
+    first, so an exchange of installed packages would change nothing."""
     (tmp_path / "bitsandbytes").mkdir()
     (tmp_path / "bitsandbytes" / "__init__.py").touch()
     (tmp_path / "bitsandbytes-0.50.2.dist-info").mkdir()
@@ -62,7 +63,7 @@ def test_original_bitsandbytes_is_active(tmp_path):
     ran = report(tmp_path)
     assert ran.returncode == 1 and "0.50.2: upstream, so bitshard is not used" in ran.stdout
     tree = "pip install --force-reinstall --no-deps ./python/bitsandbytes"
-    assert f"To mend: {'bitshard use' if installed.CARRIED.is_dir() else tree}" in ran.stdout
+    assert f"To mend: {'bitshard run PROGRAM' if installed.CARRIED.is_dir() else tree}" in ran.stdout
 
 
 def test_broken_core(tmp_path):
