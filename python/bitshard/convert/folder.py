@@ -14,6 +14,7 @@ import torch
 from bitshard.convert.headers import require_kind
 from bitshard.convert.source import Source
 from bitshard.sharding.checkpoints.expected import untied
+from bitshard.sharding.checkpoints.names import unsaved
 from bitshard.sharding.loading.skeleton import OwnCode, Skeleton, causal, config_of
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
@@ -110,11 +111,6 @@ def skeleton_of(
         skeleton.untied = True
     skeleton.check(source, unsaved(skeleton.model))
     return skeleton
-
-
-def unsaved(model: Any) -> set[str]:
-    """Keys of what transformers computes and does not save, sinusoidal positions for instance."""
-    return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 def _differ(source: Source, tied: dict[str, str]) -> bool:

@@ -129,8 +129,9 @@ class _Merged:
         self.tuned = _adapted(model, config, tensors, adapter)
         self.found = written(self.tuned, True, dtype, "merge", self._entries)
         self.pieces = self.found.pieces
-        self._made = {key: entry for piece in self.pieces for key, entry in self._entries(piece).items()}
-        self._names_of = [set(self._files_names(piece)) for piece in self.pieces]
+        own = [self._entries(piece) for piece in self.pieces]
+        self._made = {key: entry for entries in own for key, entry in entries.items()}
+        self._names_of = [set(self._files_names(entries)) for entries in own]
         self.adapted = sum(piece.tuner is not None or not self._is_of_base(piece) for piece in self.pieces)
         self.elements = sum(math.prod(piece.shape(name)) for piece in self.pieces for name in piece.names)
 
@@ -177,9 +178,10 @@ class _Merged:
                 made = collector.add(self._read(piece))
                 yield from ((name, tensor) for name, tensor in made.items() if name in names)
 
-    def _files_names(self, piece: Piece) -> Iterable[str]:
+    def _files_names(self, entries: dict[str, Entry]) -> Iterable[str]:
+        """Of what these are, or are a part of."""
         together = self.found.names.together
-        keys = {each for key in self._entries(piece) for each in together(key)}
+        keys = {each for key in entries for each in together(key)}
         return self.found.names.entries({key: self._made[key] for key in sorted(keys)})
 
     @torch.no_grad()

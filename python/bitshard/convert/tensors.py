@@ -17,7 +17,7 @@ from bitshard.kinds import INT8
 from bitshard.sharding.checkpoints import contents
 from bitshard.sharding.checkpoints.expected import Expected, expected, require_fitting
 from bitshard.sharding.checkpoints.files import Entry
-from bitshard.sharding.checkpoints.names import Names
+from bitshard.sharding.checkpoints.names import Names, unsaved
 from bitshard.sharding.checkpoints.reading import Checkpoint
 from bitshard.sharding.loading.skeleton import Skeleton
 from bitshard.state import QuantState, int8_state
@@ -109,7 +109,7 @@ class Tensors:
 
 def _written(skeleton: Skeleton, wanted: Expected | None) -> Iterator[Place]:
     """The places whose tensors are written: each that loading does not tie to another one."""
-    ignored = set(getattr(skeleton.model, "_keys_to_ignore_on_save", None) or ())
+    ignored = unsaved(skeleton.model)
     if wanted is None:
         yield from (place for place in skeleton.places() if place[0] not in ignored)
         return

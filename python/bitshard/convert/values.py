@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitshard.convert.folder import unsaved
 from bitshard.convert.headers import Stored
 from bitshard.convert.source import Source
 from bitshard.inventory import holder_of
 from bitshard.sharding.checkpoints import contents
 from bitshard.sharding.checkpoints.files import Entry
-from bitshard.sharding.checkpoints.names import Names
+from bitshard.sharding.checkpoints.names import Names, unsaved
 from bitshard.sharding.checkpoints.reading import Checkpoint, some
 from bitshard.sharding.loading.skeleton import Skeleton
 from bitshard.state import dtype_name
@@ -181,9 +180,10 @@ def _require(where: Path, source: Source, wanted: dict[str, tuple], progress: Pr
 
 def _wanted(skeleton: Skeleton, source: Checkpoint) -> Iterator[tuple[str, tuple[torch.dtype | None, bool]]]:
     """(name in the files, (dtype that it becomes, whether it may be infinite)) of all that the model is made of."""
+    left_out = unsaved(skeleton.model)
     for place in skeleton.places():
         key, module, leaf = place
-        if key in unsaved(skeleton.model):
+        if key in left_out:
             continue
         is_dense = holder_of(module, leaf) is None
         dtype = contents.tensor_of(module, leaf).dtype if is_dense else skeleton.dtype

@@ -20,6 +20,7 @@ from bitshard.container import repack
 from bitshard.inventory import holders_of
 from bitshard.place import Place
 from bitshard.sharding.checkpoints.files import Entry
+from bitshard.sharding.checkpoints.names import unsaved
 from bitshard.sharding.weights.state_entries import BLOB_PREFIX
 from bitshard.state import QuantState
 
@@ -211,7 +212,7 @@ class _Walk:
     def __init__(self, model: nn.Module, merge: bool):
         self.merge = merge
         self.flat = _flat_parameters(model)
-        self.ignored = set(getattr(unwrapped(model), "_keys_to_ignore_on_save", None) or ())
+        self.ignored = unsaved(unwrapped(model))
         self.tuners = 0
 
     def below(self, module: nn.Module, key: str, tuner: nn.Module | None) -> Iterator[Piece]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from bitshard.sharding.checkpoints.names import defaults
+from bitshard.sharding.checkpoints.names import Loading, unsaved
 from bitshard.sharding.checkpoints.reading import some
 
 logger = logging.getLogger("bitshard")
@@ -45,10 +45,9 @@ class Expected:
         tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
         self.tied = {key: source for key, source in tied.items() if {key, source} <= state.keys()}
         patterns = [*(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())]
-        unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
         self.needed = {
             key
-            for key in self.shapes.keys() - self.tied.keys() - unsaved
+            for key in self.shapes.keys() - self.tied.keys() - unsaved(model)
             if not any(re.search(pattern, key) for pattern in patterns)
         }
 
@@ -65,22 +64,13 @@ class Expected:
 
     def found_by_loading(self, names: Iterable[str]) -> set[str]:
         """Keys of the tensors for which `from_pretrained` takes the files' tensors of these names."""
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+        from transformers.core_model_loading import dot_natural_key
 
-        known = defaults(self.model, legacy=True)
-        renamings = [each for each in known if isinstance(each, WeightRenaming)]
-        converters = [each for each in known if isinstance(each, WeightConverter)]
-        of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-        prefix, keys = self.model.base_model_prefix, dict.fromkeys(self.shapes, True)
+        loading, keys = Loading(self.model), dict.fromkeys(self.shapes, True)
         found: set[str] = set()
         for name in sorted(names, key=dot_natural_key):
-            key, pattern = rename_source_key(name, renamings, converters, prefix, keys)
-            if key not in keys and name in keys:
-                key, pattern = rename_source_key(name, [], [], prefix, keys)
-            found.add(key)
-            if pattern is not None:
-                first, *others = of_pattern[pattern].target_patterns
-                found.update(key.replace(first, other) for other in others)
+            made, _ = loading.made_of(name, keys)
+            found.update([loading.unrenamed(name, keys)] if made[0] not in keys and name in keys else made)
         return found
 
 

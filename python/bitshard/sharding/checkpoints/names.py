@@ -22,6 +22,53 @@ def defaults(model: nn.Module, legacy: bool = False) -> list[Any]:
     return get_model_conversion_mapping(model, add_legacy=legacy)
 
 
+class Loading:
+    """Which tensors of a model `from_pretrained` makes of those of the files, by transformers' conversions.
+
+    Args:
+        model: of transformers, without wrappers, on whatever device.
+
+    Attributes:
+        known: the conversions.
+        of_pattern: pattern in the files' names -> the converter that it belongs to.
+    """
+
+    def __init__(self, model: nn.Module):
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        self.known = defaults(model, legacy=True)
+        self._prefix = getattr(model, "base_model_prefix", "")
+        self._renamings = [each for each in self.known if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in self.known if isinstance(each, WeightConverter)]
+        self.of_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
+
+    def made_of(self, name: str, keys: dict[str, Any]) -> tuple[list[str], str | None]:
+        """What the files' tensor `name` becomes, or a part of: (keys in the model, the first of which names them all in
+        transformers' conversion; its pattern, None where it is only renamed).
+
+        Args:
+            keys: those of the model.
+        """
+        from transformers.core_model_loading import rename_source_key
+
+        first, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, keys)
+        if pattern is None:
+            return [first], None
+        target, *others = self.of_pattern[pattern].target_patterns
+        return [first, *(first.replace(target, other) for other in others)], pattern
+
+    def unrenamed(self, name: str, keys: dict[str, Any]) -> str:
+        """The key of a name that the model has itself, but for the prefix of its class."""
+        from transformers.core_model_loading import rename_source_key
+
+        return rename_source_key(name, [], [], self._prefix, keys)[0]
+
+
+def unsaved(model: nn.Module) -> set[str]:
+    """Keys of what transformers computes and does not save, sinusoidal positions for instance."""
+    return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+
 class Names:
     """The files' names of a model's tensors, and what puts these into the files' pieces.
 

@@ -23,6 +23,7 @@ from bitshard.guards import plain
 from bitshard.int8_params import Int8Params
 from bitshard.inventory import holder_of, holders_of
 from bitshard.kinds import INT8
+from bitshard.sharding.checkpoints.names import Loading
 from bitshard.sharding.checkpoints.reading import Checkpoint, some
 from bitshard.state import VALUE_DTYPES, dtype_name
 from bitshard.tensor import Params4bit
@@ -261,41 +262,26 @@ class Conversions:
     """
 
     def __init__(self, model: nn.Module):
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-        known = get_model_conversion_mapping(model)
-        self._model = model
-        self._renamings = [each for each in known if isinstance(each, WeightRenaming)]
-        self._converters = [each for each in known if isinstance(each, WeightConverter)]
-        self._of_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
-        self._known = known
+        self._model, self._loading = model, Loading(model)
         self._sources: dict[str, list[tuple[str, str | None]]] = {}  # key -> (name in the files, its pattern)
         self._first: dict[str, str] = {}  # key -> the first of the keys that are made of the same tensors
 
     def look(self, files: Checkpoint, keys: set[str]) -> None:
         """Find out which of the model's `keys` are made of other tensors of the files."""
-        from transformers.core_model_loading import dot_natural_key, rename_source_key
+        from transformers.core_model_loading import dot_natural_key
 
-        meta, prefix = dict.fromkeys(keys, True), getattr(self._model, "base_model_prefix", "")
+        meta = dict.fromkeys(keys, True)
         for name in sorted(set(files.files) - keys, key=dot_natural_key):
-            first, pattern = rename_source_key(name, self._renamings, self._converters, prefix, meta)
-            for key in self._made_with(first, pattern):
+            made, pattern = self._loading.made_of(name, meta)
+            for key in made:
                 if key in keys and key not in files:
                     self._sources.setdefault(key, []).append((name, pattern))
-                    self._first[key] = first
-
-    def _made_with(self, first: str, pattern: str | None) -> list[str]:
-        """All keys that are made of the tensors that `first` is made of."""
-        if pattern is None:
-            return [first]
-        name, *others = self._of_pattern[pattern].target_patterns
-        return [first, *(first.replace(name, other) for other in others)]
+                    self._first[key] = made[0]
 
     @property
     def used(self) -> list[Any]:
         """Those that some name of the files has needed."""
-        return [each for each in self._known if each.was_used()]
+        return [each for each in self._loading.known if each.was_used()]
 
     def __contains__(self, key: str) -> bool:
         return key in self._sources
@@ -315,7 +301,9 @@ class Conversions:
 
         sources = self._sources[key]
         pattern = sources[0][1]
-        made = WeightRenaming(sources[0][0], key) if pattern is None else copy.deepcopy(self._of_pattern[pattern])
+        made = (
+            WeightRenaming(sources[0][0], key) if pattern is None else copy.deepcopy(self._loading.of_pattern[pattern])
+        )
         first = self._first[key]
         for name, pattern in sources:
             made.add_tensor(first, name, pattern or name, files.read(name))
