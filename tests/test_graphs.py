@@ -14,14 +14,15 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from bitshard import graphs  # noqa: E402
+from bitshard.graphs import captured_step  # noqa: E402
 from helpers.graphs import Played  # noqa: E402
 from helpers.lora import fused_copy, layers, model  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def played(monkeypatch):
-    monkeypatch.setattr(graphs, "Graph", Played)
-    monkeypatch.setattr(graphs, "DEVICE", "cpu")
+    monkeypatch.setattr(captured_step, "Graph", Played)
+    monkeypatch.setattr(captured_step, "DEVICE", "cpu")
 
 
 def batches(n, rows=5):
@@ -193,7 +194,7 @@ def test_what_cannot_be_captured(monkeypatch):
     assert "scalar" in str(raised.value.__cause__) and gradients(ours) == [None] * 4
     with pytest.raises(ValueError, match="requires a gradient"):
         capture(torch.nn.Linear(128, 96).requires_grad_(False), batch)
-    monkeypatch.setattr(graphs, "DEVICE", "cuda")
+    monkeypatch.setattr(captured_step, "DEVICE", "cuda")
     with pytest.raises(ValueError, match=r"must be on one GPU, found \['cpu'\]"):
         capture(ours, batch)
 
@@ -246,9 +247,9 @@ def test_the_real_graph_captures_on_the_stream_it_warmed_up_on(monkeypatch):
         "graph": lambda *args, **kwargs: inside("graph", *args, **kwargs),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    graph = graphs.Graph(lambda: done.append("work") or [])
+    graph = captured_step.Graph(lambda: done.append("work") or [])
     graph.replay()
-    warm = ["work"] * graphs.WARM_UP
+    warm = ["work"] * captured_step.WARM_UP
     expected = ["wait", ("stream", stream), *warm, "end", "wait", ("graph", stream), "work", "end", "replay"]
     assert done == expected
 

@@ -1,0 +1,394 @@
+"""What stands in front of the call of a model: each call of a training step as two CUDA graphs, or as it is.
+
+`Enabled` is what `model(...)` calls, hooks and all: torch asks a module's `_compiled_call_impl` for that first, where its
+own `compile` puts a call, too. It is dropped from copies and pickles. Nothing is patched.
+
+A call of a new form (shapes, dtypes, other arguments, settings) runs as it is, and is looked at. The next one of this
+form is recorded and launched, all later ones are launched. Ranks need not agree on that: what is recorded calls nothing,
+and what is launched calls the collectives of the step, in its order, whichever way another rank goes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitshard.graphs import masks, record, watched, watcher
+from bitshard.graphs.calls import Answer, Call, Refused, settings
+from bitshard.graphs.pair import Gradients, Learned, Pair, Run
+from bitshard.graphs.sharded import Sharded
+
+logger = logging.getLogger("bitshard")
+
+RECORDER = record.Recorder  # for tests
+KEPT = 16  # graphs of a model, for as many forms of calls; the one that was used least lately goes
+FORMS = 4096  # forms that are remembered
+_inside = threading.local()
+
+
+@dataclass(frozen=True)
+class Report:
+    """How calls of a model in training ran so far; prints as one line.
+
+    Attributes:
+        graphs: forms of calls that have graphs now.
+        captures: how often a form was recorded.
+        replays: calls that were launched as graphs.
+        eager: {why: calls that ran as they are}.
+    """
+
+    graphs: int = 0
+    captures: int = 0
+    replays: int = 0
+    eager: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        line = f"{self.replays:,} steps as graphs (a forward and a backward each) of {self.graphs} forms, recorded "
+        line += f"{self.captures} times"
+        return line + "".join(f"; {n:,} without: {why}" for why, n in self.eager.items())
+
+
+class Enabled:
+    """The call of `model`, as graphs where that is the same."""
+
+    def __init__(self, model: nn.Module):
+        self._model = weakref.ref(model)
+        self._forms: OrderedDict[Hashable, Learned | Pair | str] = OrderedDict()
+        self._recorder: Any = None
+        self._units: Sharded | None = None
+        self._memory: Gradients | None = None
+        self._seen: list[Any] = []
+        self._modules: list[nn.Module] = []
+        self._never: str | None = None
+        self._device = torch.device("cpu")
+        self._outstanding: Any = lambda: None
+        self._lent: list[tuple[Any, Pair, int]] = []
+        self._captures = self._replays = 0
+        self._eager: Counter = Counter()
+        self._said: set[str] = set()
+        self._anchor: Tensor | None = None
+
+    # -- a call --
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model()
+        if not (torch.is_grad_enabled() and model.training) or getattr(_inside, "call", False) or _traced():
+            return model._call_impl(*args, **kwargs)
+        _inside.call = True
+        try:
+            return self._run(model, args, kwargs)
+        finally:
+            _inside.call = False
+
+    def _run(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        try:
+            self._prepare(model)
+            call = Call.of(args, kwargs, self._device)
+            key = call.key, masks.facts(args, kwargs), settings()
+            form = self._current(key)
+        except Refused as refused:
+            return self._eagerly(model, args, kwargs, str(refused))
+        if isinstance(form, str):
+            return self._eagerly(model, args, kwargs, form)
+        if form is None or (isinstance(form, Learned) and form.used is None):
+            return self._look(model, key, call)
+        if (why := self._not_now()) is not None:
+            return self._eagerly(model, args, kwargs, why)
+        if isinstance(form, Learned):
+            form = self._record(model, key, call, form)
+        if isinstance(form, str):
+            return self._eagerly(model, args, kwargs, form)
+        return self._launch(form, call)
+
+    def _prepare(self, model: nn.Module) -> None:
+        """Look at the model in its first call in training, and again where it has changed; Refused for good reasons."""
+        if self._recorder is None:
+            self._recorder = RECORDER()
+        if not self._modules:
+            self._take(model)
+        if self._units and self._never is None:
+            self._units.between_steps()
+            self._units.reduce_always()
+        if self._everything() != self._seen:
+            self._take(model)
+        if self._never is not None:
+            raise Refused(self._never)
+        _refuse_contexts()
+
+    def _take(self, model: nn.Module) -> None:
+        """What the model is now. Its graphs are dropped: they have parts of another one inside."""
+        self._forget()
+        self._modules = list(model.modules())
+        self._units = Sharded(model)
+        if not self._units.ready():
+            self._modules = []
+            raise Refused(_FIRST)
+        self._units.between_steps()
+        self._never = self._reason(model)
+        if self._never is None:
+            self._units.reduce_always()
+        trained = list(watched.trained(model))
+        self._memory = Gradients(trained) if trained and self._never is None else None
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._seen = self._everything()
+
+    def _reason(self, model: nn.Module) -> str | None:
+        """Why no call of the model can be a graph."""
+        devices = set(watched.places(model))
+        wanted = self._recorder.device
+        if len(devices) != 1 or next(iter(devices)).type != wanted:
+            return f"the model is on {', '.join(sorted(map(str, devices)))}, not on one GPU"
+        self._device = next(iter(devices))
+        if not watched.trained(model):
+            return "no parameter requires a gradient"
+        if (words := watched.unknown_hooks(model)) is not None:
+            return f"{words} may read what a graph does not show"
+        if self._units and (words := self._units.never(wanted == "cuda")) is not None:
+            return words
+        return watched.foreign(model, {id(param.sharded_param) for param in self._units.parameters})
+
+    def _everything(self) -> list[Any]:
+        found = watched.seen(self._modules)
+        return found + self._units.seen() if self._units else found
+
+    def _current(self, key: Hashable) -> Learned | Pair | str | None:
+        """What is known of this form of calls."""
+        form = self._forms.get(key)
+        if form is not None:
+            self._forms.move_to_end(key)
+        return form
+
+    def _not_now(self) -> str | None:
+        """Why this call runs as it is, though the next may be a graph."""
+        run = self._outstanding()
+        if run is not None and not run.done:
+            return "the backward of the forward before had not come"
+        for storage, pair, number in self._lent:
+            if not storage.expired():
+                pair.lent.discard(number)
+                self._lent = [entry for entry in self._lent if not entry[0].expired()]
+                return "a large result of the step before was still held; it is copied from now on"
+        self._lent.clear()
+        return self._units.not_now() if self._units else None
+
+    # -- without a graph --
+
+    def _eagerly(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], why: str) -> Any:
+        self._eager[why] += 1
+        self._say(why)
+        return model._call_impl(*args, **kwargs)
+
+    def _say(self, why: str) -> None:
+        if why not in self._said and not why.startswith(_PASSING):
+            self._said.add(why)
+            if _first_rank():
+                logger.warning("bitshard.graphs: %s runs without a graph: %s", type(self._model()).__name__, why)
+
+    def _look(self, model: nn.Module, key: Hashable, call: Call) -> Any:
+        """Run the first call of a form as it is, and learn from it."""
+        self._eager[_FIRST] += 1
+        learned = Learned(self._device)
+        args, kwargs = call.arguments(call.tensors)
+        try:
+            output = looked_at(model, learned, args, kwargs, self._anchor if self._units else None)
+            self._remember(key, learned)
+        except _RefusedLater as later:
+            self._remember(key, later.why)
+            self._say(later.why)
+            output = later.output
+        return output
+
+    def _remember(self, key: Hashable, form: Learned | Pair | str) -> None:
+        self._forms[key] = form
+        self._forms.move_to_end(key)
+        pairs = [key for key, form in self._forms.items() if isinstance(form, Pair)]
+        for old in pairs[: len(pairs) - KEPT]:
+            self._forms.pop(old).drop()
+        while len(self._forms) > FORMS:
+            old = self._forms.popitem(last=False)[1]
+            if isinstance(old, Pair):
+                old.drop()
+
+    # -- with one --
+
+    def _record(self, model: nn.Module, key: Hashable, call: Call, learned: Learned) -> Pair | str:
+        """Record a form; the words why not where it can't be."""
+        before = self._everything()
+        try:
+            form: Pair | str = Pair(model, call, learned, self._recorder, self._units, self._memory)
+            self._captures += 1
+        except (RuntimeError, Refused) as error:  # torch's error of memory is one
+            self._units.abandon()
+            form = str(error) if isinstance(error, Refused) else f"it can't be recorded ({_first_line(error)})"
+        except BaseException:
+            self._units.abandon()
+            raise
+        if self._everything() != before:
+            if isinstance(form, Pair):
+                form.drop()
+            self._units.between_steps()
+            form = "its forward changes the model"
+        self._remember(key, form)
+        if isinstance(form, Pair):
+            watcher.knows(self)
+        return form
+
+    def _launch(self, pair: Pair, call: Call) -> Any:
+        self._replays += 1
+        run = pair.forward(call.tensors)
+        self._outstanding = weakref.ref(run)
+        self._lend(pair, run)
+        results, run.results = list(run.results), None
+        graded = _Step.apply(run, [results[n] for n in pair.graded], self._anchor, *run.inputs)
+        for n, tensor in zip(pair.graded, graded, strict=True):
+            results[n] = tensor
+        if self._units:
+            watcher.launched(self._device)
+        return pair.output(results)
+
+    def _lend(self, pair: Pair, run: Run) -> None:
+        """Remember which results the caller gets where they are: the next launch overwrites them."""
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        lent = [n for n in range(len(run.results)) if pair.lends(n)]
+        self._lent = [(StorageWeakRef(run.results[n].untyped_storage()), pair, n) for n in lent]
+
+    def _forget(self) -> None:
+        """Drop all graphs, and what was learned."""
+        for form in self._forms.values():
+            if isinstance(form, Pair):
+                form.drop()
+        self._forms.clear()
+
+    # -- for others --
+
+    def drop(self) -> None:
+        """Drop all graphs; later calls record anew."""
+        self._forget()
+        self._modules, self._seen = [], []
+
+    def report(self) -> Report:
+        """How calls ran so far."""
+        graphs = sum(isinstance(form, Pair) for form in self._forms.values())
+        return Report(graphs, self._captures, self._replays, dict(self._eager.most_common()))
+
+
+_FIRST = "the first of its form"
+_PASSING = ("the backward of", "a large result", _FIRST)
+
+
+class _RefusedLater(Exception):
+    """A call that ran, with its output, after which it turned out that it can't be a graph."""
+
+    def __init__(self, why: str, output: Any):
+        super().__init__(why)
+        self.why, self.output = why, output
+
+
+class _Step(torch.autograd.Function):
+    """Differentiable results of a launched forward, whose backward launches the other graph."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, results: list[Tensor], anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, None, *ctx.run.backward(incoming)
+
+
+class _Look(torch.autograd.Function):
+    """Results as they are; notes which of them get a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, learned: Learned, *results: Tensor) -> tuple[Tensor, ...]:
+        ctx.learned = learned
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in results)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.learned.gradients_of(incoming)
+        return None, *incoming
+
+
+class _Apart(torch.autograd.Function):
+    """The same for FSDP2, with autograd's graph of the call apart from the caller's.
+
+    A caller who holds a result would hold the leaves of FSDP2's whole parameters with it, which belong to the stream of
+    this call: the recording, on another stream, would meet them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, learned: Learned, results: list[Tensor], anchor: Tensor) -> tuple[Tensor, ...]:
+        ctx.learned, ctx.results = learned, list(results)
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in results)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[None, None, None]:
+        if ctx.results is None:
+            raise RuntimeError("bitshard.graphs: a second backward through one step (retain_graph)")
+        ctx.learned.gradients_of(incoming)
+        pairs = [(tensor, grad) for tensor, grad in zip(ctx.results, incoming, strict=True) if grad is not None]
+        ctx.results = None
+        with torch.enable_grad():
+            torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
+        return None, None, None
+
+
+def looked_at(model: nn.Module, learned: Learned, args: tuple, kwargs: dict[str, Any], anchor: Tensor | None) -> Any:
+    """The module's output, of a call that is looked at; `_RefusedLater` with it where that shows a reason."""
+    output = None
+    try:
+        with masks.noted(learned.notes), learned.draws.noted(model):
+            output = model._call_impl(*args, **kwargs)
+        answer = Answer(output)
+        if not answer.graded:
+            raise Refused("its output has nothing differentiable")
+    except Refused as refused:
+        raise _RefusedLater(str(refused), output) from None
+    tensors, answer.tensors, learned.answer = answer.tensors, None, answer
+    graded = [tensors[n] for n in answer.graded]
+    passed = _Look.apply(learned, *graded) if anchor is None else _Apart.apply(learned, graded, anchor)
+    for n, tensor in zip(answer.graded, passed, strict=True):
+        tensors[n] = tensor
+    return answer.output(tensors)
+
+
+def _traced() -> bool:
+    """Whether somebody else records or transforms this call."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _refuse_contexts() -> None:
+    """Refused within contexts that look into a step."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise Refused("hooks on saved tensors (activations offloaded)")
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        raise Refused("a dispatch or function mode of torch")
+    if torch.is_anomaly_enabled():
+        raise Refused("autograd's anomaly mode")
+
+
+def _first_rank() -> bool:
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

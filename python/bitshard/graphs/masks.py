@@ -1,0 +1,95 @@
+"""Attention masks of transformers' models, as they are without a graph.
+
+transformers leaves a mask out where it masks nothing beyond what is causal, which lets attention take its fast kernel.
+It looks at the mask's values for that, and does not while a graph is recorded: it makes every mask then. So the answer
+of each mask function is noted in the call that goes before, and given again while the graph is recorded. It depends on
+two facts about values, which belong to the key of a graph: whether a mask has zeros, and whether positions restart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitshard.graphs.calls import Refused
+
+Noted = list[bool]  # of each call of a mask function, whether it gave no mask
+
+
+def facts(args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """What mask functions ask of values: (a mask has no zeros, positions restart) of each argument that may be one.
+
+    Waits for the GPU where there is such an argument, as transformers does without a graph.
+    """
+    asked = [kwargs[name] for name in ("attention_mask", "position_ids") if name in kwargs]
+    asked = [tensor for tensor in (*args[1:], *asked) if _may_be_mask(tensor)]
+    if not asked:
+        return ()
+    found = [
+        value for t in asked for value in (t.all(), (t.diff(dim=-1) != 1).any() if t.dtype != torch.bool else t.all())
+    ]
+    return tuple(torch.stack(found).tolist())
+
+
+def _may_be_mask(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.ndim == 2 and not tensor.is_floating_point() and tensor.numel() > 0
+
+
+@contextlib.contextmanager
+def noted(notes: Noted) -> Iterator[None]:
+    """Note the answers of mask functions within."""
+
+    def noting(function: Callable) -> Callable:
+        def mask(*args: Any, **kwargs: Any) -> Any:
+            found = function(*args, **kwargs)
+            notes.append(found is None)
+            return found
+
+        return mask
+
+    with _replaced(noting):
+        yield
+
+
+@contextlib.contextmanager
+def given(notes: Noted) -> Iterator[None]:
+    """Give no mask where none was given before; Refused where the calls are not those that were noted."""
+    left = iter(notes)
+
+    def giving(function: Callable) -> Callable:
+        def mask(*args: Any, **kwargs: Any) -> Any:
+            omitted = next(left, None)
+            if omitted is None:
+                raise Refused("it makes another number of attention masks than in the call before")
+            return None if omitted else function(*args, **kwargs)
+
+        return mask
+
+    with _replaced(giving):
+        yield
+    if next(left, None) is not None:
+        raise Refused("it makes another number of attention masks than in the call before")
+
+
+@contextlib.contextmanager
+def _replaced(by: Callable[[Callable], Callable]) -> Iterator[None]:
+    """Other mask functions in transformers' registry, within."""
+    registry = getattr(sys.modules.get("transformers.masking_utils"), "ALL_MASK_ATTENTION_FUNCTIONS", None)
+    if registry is None:
+        yield
+        return
+    before = {name: registry[name] for name in registry}
+    for name, function in before.items():
+        registry[name] = by(function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            del registry[name]
+            if name not in registry or registry[name] is not function:  # this registry's own, not that of all
+                registry[name] = function

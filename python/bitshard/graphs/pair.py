@@ -1,0 +1,285 @@
+"""The forward and the backward of calls of one form as two CUDA graphs.
+
+    pair = Pair(model, call, learned, recorder, units)
+    run = pair.forward(call.tensors)          # run.output(...), tensors as the module returned them
+    gradients = run.backward(incoming)        # one for each of pair.plain; those of sharded parameters are in p.grad
+
+Both graphs are recorded before either is launched. The forward's graph keeps for the backward's what autograd keeps.
+Then nothing of it is held: only the places of inputs, results and incoming gradients are known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitshard.graphs import masks, watched
+from bitshard.graphs.calls import Answer, Call, Refused
+from bitshard.graphs.randomness import Draws
+from bitshard.graphs.record import Place
+from bitshard.graphs.sharded import Sharded, part
+
+SMALL = 1 << 20  # bytes; smaller results are copied for the caller, larger ones lent
+
+
+class Learned:
+    """What the call before the recording showed, which ran without a graph.
+
+    Attributes:
+        answer: the form of the module's output, without its tensors.
+        used: which of the output's tensors got a gradient; None until a backward came.
+        notes: the answers of mask functions.
+        draws: where random numbers were drawn.
+    """
+
+    def __init__(self, device: torch.device):
+        self.answer: Answer | None = None
+        self.used: list[int] | None = None
+        self.notes: masks.Noted = []
+        self.draws = Draws(device)
+
+    def gradients_of(self, incoming: tuple[Tensor | None, ...]) -> None:
+        """Learn from a backward: gradients of the differentiable tensors, in their order."""
+        self.used = [n for n, grad in zip(self.answer.graded, incoming, strict=True) if grad is not None]
+
+
+class Gradients:
+    """Memory for the gradients of all trained parameters, one piece for each dtype, outside of the graphs' pool."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self._flat: dict[torch.dtype, Tensor] = {}
+        self._at: dict[nn.Parameter, tuple[torch.dtype, int, torch.Size]] = {}
+        by_dtype: dict[torch.dtype, int] = {}
+        for parameter in parameters:
+            local = part(parameter)
+            begin = by_dtype.get(local.dtype, 0)
+            self._at[parameter] = local.dtype, begin, local.shape
+            by_dtype[local.dtype] = begin + local.numel()
+        device = part(parameters[0]).device
+        self._flat = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in by_dtype.items()}
+
+    def put(self, gradients: dict[nn.Parameter, Tensor]) -> None:
+        """Copy gradients here, in few launches. Refused where one has another dtype than its parameter."""
+        views = self._views(self._flat, list(gradients))
+        torch._foreach_copy_(views, list(gradients.values()))
+
+    def copies(self, parameters: list[nn.Parameter]) -> list[Tensor]:
+        """Copies of the gradients of some parameters."""
+        return self._views({dtype: flat.clone() for dtype, flat in self._flat.items()}, parameters)
+
+    def _views(self, flat: dict[torch.dtype, Tensor], parameters: list[nn.Parameter]) -> list[Tensor]:
+        views = []
+        for parameter in parameters:
+            dtype, begin, shape = self._at[parameter]
+            views.append(flat[dtype].narrow(0, begin, shape.numel()).view(shape))
+        return views
+
+
+class Pair:
+    """See the module. RuntimeError of torch or CUDA, or Refused, where a step can't be recorded."""
+
+    def __init__(
+        self, model: nn.Module, call: Call, learned: Learned, recorder: Any, units: Sharded, memory: Gradients
+    ):
+        self._model, self._learned, self._recorder, self._units = model, learned, recorder, units
+        self._call, self._memory = call.without_tensors(), memory
+        self._inputs = [tensor.detach().clone() for tensor in call.tensors]
+        self._streams = units.streams()
+        self._trained = watched.trained(model)
+        managed = {id(param.sharded_param) for param in units.parameters}
+        self._managed = [p for p in self._trained if id(p) in managed]
+        # The graphs' own leaves: hooks on the model's parameters, DDP's above all, belong to the backward outside
+        self._leaves = {p: nn.Parameter(p.data) for p in self._trained if id(p) not in managed}
+        self._outs: list[Tensor] | None = None
+        self._incoming: list[Tensor] | None = None
+        self._places: list[Place] | None = None
+        self.plain = list(self._leaves)  # those that get a gradient, and are not FSDP2's
+        self.sharded: list[nn.Parameter] = []
+        self.lent: set[int] = set(range(len(learned.answer.shapes)))  # results that callers get without a copy
+        self.launches = 0
+        generators = learned.draws.generators()
+        self._forward = recorder.record(self._run_forward)
+        self._backward = recorder.record(self._run_backward, generators)
+        self._settle()
+
+    # -- what is recorded --
+
+    def _run_forward(self) -> list[Tensor]:
+        """The module's call; returns its tensors."""
+        learned = self._learned
+        self._recorder.fork(self._streams)
+        args, kwargs = self._call.arguments(self._inputs)
+        with (
+            self._own_leaves(),
+            _no_autocast_cache(),
+            masks.given(learned.notes),
+            learned.draws.recorded(self._model),
+        ):
+            answer = Answer(self._model._call_impl(*args, **kwargs))
+        if answer.shapes != learned.answer.shapes or answer.graded != learned.answer.graded:
+            raise Refused("its output has another form than in the call before")
+        self._outs = [answer.tensors[n] for n in learned.used]
+        if self._places is None:
+            self._incoming = [torch.empty_like(out, memory_format=torch.contiguous_format) for out in self._outs]
+        self._recorder.join(self._streams)
+        return [tensor.detach() for tensor in answer.tensors]
+
+    def _run_backward(self) -> list[Tensor]:
+        """Gradients of all trained parameters, put into `_memory`."""
+        incoming = self._incoming if self._places is None else [place.tensor() for place in self._into]
+        before = [p.grad for p in self._trained]
+        for p in self._trained:
+            p.grad = None
+        self._recorder.fork(self._streams)
+        try:
+            torch.autograd.backward(self._outs, incoming)
+            found = self._found()
+            self._memory.put(found)
+        finally:
+            self._outs = None
+            for leaf in self._leaves.values():
+                leaf.grad = None
+            for p, grad in zip(self._trained, before, strict=True):
+                p.grad = grad
+        self._recorder.join(self._streams)
+        self.plain = [p for p in found if p in self._leaves]
+        self.sharded = [p for p in found if p not in self._leaves]
+        return []
+
+    def _found(self) -> dict[nn.Parameter, Tensor]:
+        """Gradients by parameter, this process's part of sharded ones."""
+        around = next((p for p in self._leaves if p.grad is not None), None)
+        if around is not None:
+            raise Refused(f"a parameter of shape {list(around.shape)} is read from elsewhere than its module")
+        found = {p: leaf.grad for p, leaf in self._leaves.items() if leaf.grad is not None}
+        found.update({p: part(p.grad) for p in self._managed if p.grad is not None})
+        if not found:
+            raise Refused("no parameter gets a gradient")
+        return found
+
+    @contextlib.contextmanager
+    def _own_leaves(self) -> Iterator[None]:
+        """The graphs' leaves in the modules' places, within."""
+        slots = [(module._parameters, name, p) for p, at in self._trained.items() for module, name in at]
+        slots = [(parameters, name, p) for parameters, name, p in slots if p in self._leaves]
+        for parameters, name, p in slots:
+            parameters[name] = self._leaves[p]
+        try:
+            yield
+        finally:
+            for parameters, name, p in slots:
+                parameters[name] = p
+
+    def _settle(self) -> None:
+        """Know the places of results, and hold them no longer."""
+        if self._places is None and self._forward.results is not None:
+            self._places = [self._recorder.place(tensor) for tensor in self._forward.results]
+            self._into = [self._recorder.place(tensor) for tensor in self._incoming]
+            self._incoming = None
+            self._forward.forget()
+
+    # -- launches --
+
+    def forward(self, tensors: list[Tensor]) -> Run:
+        """Launch the forward with these inputs."""
+        self._recorder.before_launch()
+        for mine, given in zip(self._inputs, tensors, strict=True):
+            mine.copy_(given, non_blocking=True)
+        self._learned.draws.before_forward()
+        self._forward.replay()
+        self._settle()
+        self.launches += 1
+        return Run(self, [self._result(n, place) for n, place in enumerate(self._places)])
+
+    def _result(self, number: int, place: Place) -> Tensor:
+        tensor = place.tensor()
+        return tensor if self.lends(number) else tensor.clone()
+
+    def lends(self, number: int) -> bool:
+        """Whether a result is handed out where it is: until the next launch it is the caller's."""
+        return number in self.lent and self._places[number].bytes > SMALL
+
+    def backward(self, incoming: dict[int, Tensor], plain: list[nn.Parameter]) -> list[Tensor | None]:
+        """Launch the backward with the gradients of results, by number; gradients of parameters that are not FSDP2's."""
+        used = self._learned.used
+        unknown = sorted(set(incoming) - set(used))
+        if unknown:
+            raise RuntimeError(
+                f"bitshard.graphs: a gradient came for result {unknown[0]} of the module, of shape "
+                f"{list(self._learned.answer.shapes[unknown[0]][0])}, but the graph was recorded after a step that used "
+                f"{used} only. Call bitshard.graphs.disable(model), or use the same results in each step"
+            )
+        for number, place in zip(used, self._into, strict=True):
+            given = incoming.get(number)
+            place.tensor().zero_() if given is None else place.tensor().copy_(given)
+        self._learned.draws.before_backward()
+        self._backward.replay()
+        copies = self._memory.copies([*self.plain, *self.sharded])
+        deliver(self.sharded, copies[len(self.plain) :])
+        found = dict(zip(self.plain, copies, strict=False))
+        return [found.get(p) for p in plain]
+
+    def output(self, tensors: list[Tensor]) -> Any:
+        """The module's output with these tensors."""
+        return self._learned.answer.output(tensors)
+
+    @property
+    def graded(self) -> list[int]:
+        """Which results are differentiable."""
+        return self._learned.answer.graded
+
+    def drop(self) -> None:
+        """Free both graphs."""
+        self._forward.drop()
+        self._backward.drop()
+
+
+class Run:
+    """One launched forward, whose backward may come once."""
+
+    def __init__(self, pair: Pair, results: list[Tensor]):
+        self.pair, self.results, self.done = pair, results, False
+        self.inputs = list(pair.plain)
+
+    def backward(self, incoming: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        """Launch the backward with gradients of the differentiable results, in their order; those of `inputs`."""
+        if self.done:
+            raise RuntimeError(
+                "bitshard.graphs: a second backward through one step, whose graph keeps nothing for it (retain_graph)"
+            )
+        self.done = True
+        given = zip(self.pair.graded, incoming, strict=True)
+        return self.pair.backward({n: grad for n, grad in given if grad is not None}, self.inputs)
+
+
+def deliver(parameters: list[nn.Parameter], parts: list[Tensor]) -> None:
+    """Add this process's parts of gradients to those of sharded parameters, as FSDP2 does."""
+    adding = [(p.grad._local_tensor, new) for p, new in zip(parameters, parts, strict=True) if p.grad is not None]
+    if adding:
+        torch._foreach_add_([old for old, _ in adding], [new for _, new in adding])
+    for p, new in zip(parameters, parts, strict=True):
+        if p.grad is None:
+            p.grad = _as_dtensor(new, p)
+
+
+def _as_dtensor(local: Tensor, parameter: nn.Parameter) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, parameter._spec, requires_grad=False)
+
+
+@contextlib.contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Without autocast's cache: a cast from before would be a constant of the graph."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+        torch.clear_autocast_cache()

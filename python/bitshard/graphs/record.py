@@ -1,0 +1,101 @@
+"""Work of a GPU recorded once and launched as one: CUDA graphs that share one pool of memory.
+
+A graph's own tensors belong to the pool. Nothing here keeps them: another graph may be recorded over the same memory,
+so that the pool is as large as the largest graph needs. What a graph reads from outside or leaves behind for others is
+known by its `Place`, and holds until another graph of the pool is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Body = Callable[[], list[Tensor]]
+
+
+class Place(NamedTuple):
+    """Where a tensor of a graph is: address and bytes that it spans, size, stride in elements, dtype, device."""
+
+    address: int
+    span: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Place:
+        """The place of a strided tensor."""
+        size, stride = tensor.size(), tensor.stride()
+        last = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if tensor.numel() else -1
+        return cls(tensor.data_ptr(), (last + 1) * tensor.element_size(), size, stride, tensor.dtype, tensor.device)
+
+    @property
+    def bytes(self) -> int:
+        """What a copy of the tensor takes."""
+        return self.size.numel() * self.dtype.itemsize
+
+    def tensor(self) -> Tensor:
+        """A new tensor over the memory, in a storage of its own, which frees nothing."""
+        out = torch.empty(0, dtype=self.dtype, device=self.device)
+        if self.size.numel() == 0:
+            return out.new_empty(self.size)
+        storage = torch._C._construct_storage_from_data_pointer(self.address, self.device, self.span)
+        return out.set_(storage, 0, self.size, self.stride)
+
+
+class Graph:
+    """Everything that `body` launches, as one launch; `results` are what it returned, until `forget`."""
+
+    def __init__(self, body: Body, pool: Any, stream: Any, generators: Iterable[torch.Generator] = ()):
+        self._graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            self._graph.register_generator_state(generator)
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            self.results: list[Tensor] | None = body()
+
+    def replay(self) -> None:
+        """Launch it again: the same work on the same memory."""
+        self._graph.replay()
+
+    def forget(self) -> None:
+        """Give the memory of the results back to the pool, for the next graph."""
+        self.results = None
+
+    def drop(self) -> None:
+        """Free the graph, also what NCCL keeps for it."""
+        self._graph.reset()
+
+
+class Recorder:
+    """Records graphs that are launched one after the other, in one pool of memory of one GPU."""
+
+    device = "cuda"
+
+    def __init__(self) -> None:
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    def record(self, body: Body, generators: Iterable[torch.Generator] = ()) -> Graph:
+        """The graph of what `body` launches, which is not run now. Waits for the GPU; gives cached memory back."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        return Graph(body, self.pool, self.stream, generators)
+
+    def place(self, tensor: Tensor) -> Place:
+        """Where a result of a graph is."""
+        return Place.of(tensor)
+
+    def before_launch(self) -> None:
+        """What was left in the pool by the last graph is overwritten from now on."""
+
+    def fork(self, streams: Iterable[Any]) -> None:
+        """Within a body: let streams that others work on belong to what is recorded."""
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+
+    def join(self, streams: Iterable[Any]) -> None:
+        """At the end of a body: wait for streams that were forked."""
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)

@@ -1,0 +1,111 @@
+"""What of a model a graph has inside, compared in each call with the time when it was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitshard import gather, inventory
+
+PEFT = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# Whose hooks on modules may run while a graph is recorded: what they do belongs to the step, or to no training step.
+KNOWN_HOOKS = ("torch.distributed.", "torch.utils.checkpoint", "accelerate.", "peft.", "transformers.", "bitshard.")
+
+
+def seen(modules: list[nn.Module]) -> list[Any]:
+    """Parameters and buffers with their addresses, modes, hooks, configs and peft's settings.
+
+    2 to 3 ms for the 2,700 modules of an 8B model with adapters.
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # makes attributes of 4-bit weights as fast as those of other tensors
+        return _seen_plainly(modules)
+
+
+def _seen_plainly(modules: list[nn.Module]) -> list[Any]:
+    found: list[Any] = []
+    configs: dict[int, Any] = {}
+    for module in modules:
+        mine = module.__dict__
+        found.append(mine["training"])
+        found += map(id, mine["_modules"].values())
+        for tensors in (mine["_parameters"], mine["_buffers"]):
+            for tensor in tensors.values() if tensors else ():
+                if tensor is not None:
+                    found += id(tensor), address(tensor), tensor.requires_grad
+        for held in inventory.held_by(module):
+            found += held.captured()
+        for name in HOOKS:
+            if mine[name]:
+                found += map(id, mine[name].values())
+        if "_active_adapter" in mine:
+            found += [_copied(mine.get(name)) for name in PEFT]
+        config = mine.get("config")
+        if hasattr(config, "__dict__"):
+            configs[id(config)] = config
+    found += [dict(vars(config)) for config in configs.values()]
+    return found
+
+
+def address(tensor: Tensor) -> int:
+    """Where the values of a tensor, or this process's part of a DTensor, are."""
+    local = getattr(tensor, "_local_tensor", None)
+    return (tensor if local is None else local).data_ptr()
+
+
+def _copied(value: Any) -> Any:
+    """A setting as it is now."""
+    return value.copy() if isinstance(value, (list, dict)) else value
+
+
+def unknown_hooks(model: nn.Module) -> str | None:
+    """The first hook on a module that nobody knows, in words: it may read activations, which a graph does not show."""
+    for name, module in model.named_modules():
+        for kind in HOOKS:
+            for hook in vars(module)[kind].values():
+                origin = getattr(getattr(hook, "__func__", hook), "__module__", None) or type(hook).__module__
+                if not f"{origin}.".startswith(KNOWN_HOOKS):
+                    return f"a hook of {origin} on {name or type(model).__name__}"
+    return None
+
+
+def trained(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Parameters that require a gradient, once each, and every place that has one."""
+    found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad:
+                found.setdefault(parameter, []).append((module, name))
+    return found
+
+
+def places(model: nn.Module) -> Iterator[torch.device]:
+    """Devices of all parameters and buffers."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        yield tensor._local_tensor.device if gather.is_dtensor(tensor) else tensor.device
+
+
+def foreign(model: nn.Module, managed: set[int]) -> str | None:
+    """Who else decides how a part of the model is called or kept, in words; `managed`: ids of FSDP2's parameters."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind == "FullyShardedDataParallel":
+            return "FSDP1 keeps flat parameters by hooks that a graph can't have inside: use FSDP2 (fsdp_version: 2)"
+        if kind == "DistributedDataParallel":
+            return f"{name or 'it'} is wrapped by DistributedDataParallel: enable the module inside"
+        if kind == "OptimizedModule" or (name and _compiled(module)):
+            return f"torch.compile compiles {name or 'it'}"
+    for name, parameter in model.named_parameters():
+        if gather.is_dtensor(parameter) and id(parameter) not in managed:
+            return f"{name} is a DTensor that FSDP2 does not manage"
+        if hasattr(parameter, "ds_id"):
+            return f"DeepSpeed keeps {name}"
+    return None
+
+
+def _compiled(module: nn.Module) -> bool:
+    call = vars(module).get("_compiled_call_impl")
+    return call is not None and not type(call).__module__.startswith("bitshard.")
