@@ -31,7 +31,7 @@ class Call(NamedTuple):
     def of(cls, args: tuple, kwargs: dict[str, Any], device: torch.device) -> Call:
         """Take a call apart; Refused where a graph can't hold one of its arguments."""
         kwargs = {**kwargs, **{name: as_tensor(kwargs[name], device) for name in NUMBERS if name in kwargs}}
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=lambda value: isinstance(value, torch.Size))
         described, tensors = [], []
         for leaf in leaves:
             if isinstance(leaf, Tensor):

@@ -70,11 +70,11 @@ class Enabled:
         self._never: str | None = None
         self._device = torch.device("cpu")
         self._outstanding: Any = lambda: None
-        self._lent: list[tuple[Any, Pair, int]] = []
+        self._lent: list[tuple[Any, Learned | Pair, int]] = []
         self._captures = self._replays = 0
         self._eager: Counter = Counter()
         self._said: set[str] = set()
-        self._anchor: Tensor | None = None
+        self._anchor = torch.zeros((), requires_grad=True)
 
     # -- a call --
 
@@ -93,20 +93,15 @@ class Enabled:
             self._prepare(model)
             call = Call.of(args, kwargs, self._device)
             key = call.key, masks.facts(args, kwargs), settings()
-            form = self._current(key)
         except Refused as refused:
             return self._eagerly(model, args, kwargs, str(refused))
-        if isinstance(form, str):
-            return self._eagerly(model, args, kwargs, form)
+        form, why = self._current(key), self._not_now()
         if form is None or (isinstance(form, Learned) and form.used is None):
             return self._look(model, key, call)
-        if (why := self._not_now()) is not None:
-            return self._eagerly(model, args, kwargs, why)
-        if isinstance(form, Learned):
+        if why is None and isinstance(form, Learned):
             form = self._record(model, key, call, form)
-        if isinstance(form, str):
-            return self._eagerly(model, args, kwargs, form)
-        return self._launch(form, call)
+        why = form if isinstance(form, str) else why
+        return self._launch(form, call) if why is None else self._eagerly(model, args, kwargs, why)
 
     def _prepare(self, model: nn.Module) -> None:
         """Look at the model in its first call in training, and again where it has changed; Refused for good reasons."""
@@ -137,7 +132,6 @@ class Enabled:
             self._units.reduce_always()
         trained = list(watched.trained(model))
         self._memory = Gradients(trained) if trained and self._never is None else None
-        self._anchor = torch.zeros((), requires_grad=True)
         self._seen = self._everything()
 
     def _reason(self, model: nn.Module) -> str | None:
@@ -171,12 +165,12 @@ class Enabled:
         run = self._outstanding()
         if run is not None and not run.done:
             return "the backward of the forward before had not come"
-        for storage, pair, number in self._lent:
-            if not storage.expired():
-                pair.lent.discard(number)
-                self._lent = [entry for entry in self._lent if not entry[0].expired()]
-                return "a large result of the step before was still held; it is copied from now on"
-        self._lent.clear()
+        held = [(form, number) for storage, form, number in self._lent if not storage.expired()]
+        self._lent = [entry for entry in self._lent if not entry[0].expired()]
+        for form, number in held:
+            form.copied.add(number)
+        if any(isinstance(form, Pair) for form, _ in held):
+            return "a large result of the step before was still held; it is copied from now on"
         return self._units.not_now() if self._units else None
 
     # -- without a graph --
@@ -184,12 +178,17 @@ class Enabled:
     def _eagerly(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], why: str) -> Any:
         self._eager[why] += 1
         self._say(why)
-        return model._call_impl(*args, **kwargs)
+        if self._never is not None or not self._units:
+            return model._call_impl(*args, **kwargs)
+        try:
+            return looked_at(model, Learned(self._device), args, kwargs, self._anchor)
+        except _RefusedLater as later:
+            return later.output
 
     def _say(self, why: str) -> None:
         if why not in self._said and not why.startswith(_PASSING):
             self._said.add(why)
-            if _first_rank():
+            if why.startswith(_FAILED) or _first_rank():
                 logger.warning("bitshard.graphs: %s runs without a graph: %s", type(self._model()).__name__, why)
 
     def _look(self, model: nn.Module, key: Hashable, call: Call) -> Any:
@@ -199,11 +198,12 @@ class Enabled:
         args, kwargs = call.arguments(call.tensors)
         try:
             output = looked_at(model, learned, args, kwargs, self._anchor if self._units else None)
-            self._remember(key, learned)
         except _RefusedLater as later:
             self._remember(key, later.why)
             self._say(later.why)
-            output = later.output
+            return later.output
+        self._remember(key, learned)
+        self._lend(learned, Answer(output).tensors)
         return output
 
     def _remember(self, key: Hashable, form: Learned | Pair | str) -> None:
@@ -226,10 +226,10 @@ class Enabled:
             form: Pair | str = Pair(model, call, learned, self._recorder, self._units, self._memory)
             self._captures += 1
         except (RuntimeError, Refused) as error:  # torch's error of memory is one
-            self._units.abandon()
-            form = str(error) if isinstance(error, Refused) else f"it can't be recorded ({_first_line(error)})"
+            self._give_up()
+            form = str(error) if isinstance(error, Refused) else f"{_FAILED} ({_first_line(error)})"
         except BaseException:
-            self._units.abandon()
+            self._give_up()
             raise
         if self._everything() != before:
             if isinstance(form, Pair):
@@ -241,12 +241,19 @@ class Enabled:
             watcher.knows(self)
         return form
 
+    def _give_up(self) -> None:
+        """After an error in the middle of a recording: the state between two steps again. Graphs go: they may draw."""
+        self._recorder.recover()
+        self._units.abandon()
+        for key in [key for key, form in self._forms.items() if isinstance(form, Pair)]:
+            self._forms.pop(key).drop()
+
     def _launch(self, pair: Pair, call: Call) -> Any:
         self._replays += 1
         run = pair.forward(call.tensors)
         self._outstanding = weakref.ref(run)
-        self._lend(pair, run)
         results, run.results = list(run.results), None
+        self._lend(pair, results)
         graded = _Step.apply(run, [results[n] for n in pair.graded], self._anchor, *run.inputs)
         for n, tensor in zip(pair.graded, graded, strict=True):
             results[n] = tensor
@@ -254,12 +261,12 @@ class Enabled:
             watcher.launched(self._device)
         return pair.output(results)
 
-    def _lend(self, pair: Pair, run: Run) -> None:
-        """Remember which results the caller gets where they are: the next launch overwrites them."""
+    def _lend(self, form: Learned | Pair, results: list[Tensor]) -> None:
+        """Remember which large results the caller has: those of a graph are overwritten by the next launch."""
         from torch.multiprocessing.reductions import StorageWeakRef
 
-        lent = [n for n in range(len(run.results)) if pair.lends(n)]
-        self._lent = [(StorageWeakRef(run.results[n].untyped_storage()), pair, n) for n in lent]
+        large = [n for n, tensor in enumerate(results) if form.lends(n)]
+        self._lent = [(StorageWeakRef(results[n].untyped_storage()), form, n) for n in large]
 
     def _forget(self) -> None:
         """Drop all graphs, and what was learned."""
@@ -281,6 +288,7 @@ class Enabled:
         return Report(graphs, self._captures, self._replays, dict(self._eager.most_common()))
 
 
+_FAILED = "it can't be recorded"
 _FIRST = "the first of its form"
 _PASSING = ("the backward of", "a large result", _FIRST)
 

@@ -34,6 +34,7 @@ class Learned:
         used: which of the output's tensors got a gradient; None until a backward came.
         notes: the answers of mask functions.
         draws: where random numbers were drawn.
+        copied: results that callers held until the next call: they get copies of these.
     """
 
     def __init__(self, device: torch.device):
@@ -41,6 +42,12 @@ class Learned:
         self.used: list[int] | None = None
         self.notes: masks.Noted = []
         self.draws = Draws(device)
+        self.copied: set[int] = set()
+
+    def lends(self, number: int) -> bool:
+        """Whether a result is large enough to be handed out where it is."""
+        shape, dtype = self.answer.shapes[number]
+        return number not in self.copied and shape.numel() * dtype.itemsize > SMALL
 
     def gradients_of(self, incoming: tuple[Tensor | None, ...]) -> None:
         """Learn from a backward: gradients of the differentiable tensors, in their order."""
@@ -99,7 +106,7 @@ class Pair:
         self._places: list[Place] | None = None
         self.plain = list(self._leaves)  # those that get a gradient, and are not FSDP2's
         self.sharded: list[nn.Parameter] = []
-        self.lent: set[int] = set(range(len(learned.answer.shapes)))  # results that callers get without a copy
+        self.copied, self.lends = learned.copied, learned.lends
         self.launches = 0
         generators = learned.draws.generators()
         self._forward = recorder.record(self._run_forward)
@@ -198,10 +205,6 @@ class Pair:
     def _result(self, number: int, place: Place) -> Tensor:
         tensor = place.tensor()
         return tensor if self.lends(number) else tensor.clone()
-
-    def lends(self, number: int) -> bool:
-        """Whether a result is handed out where it is: until the next launch it is the caller's."""
-        return number in self.lent and self._places[number].bytes > SMALL
 
     def backward(self, incoming: dict[int, Tensor], plain: list[nn.Parameter]) -> list[Tensor | None]:
         """Launch the backward with the gradients of results, by number; gradients of parameters that are not FSDP2's."""

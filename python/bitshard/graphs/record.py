@@ -90,6 +90,11 @@ class Recorder:
     def before_launch(self) -> None:
         """What was left in the pool by the last graph is overwritten from now on."""
 
+    def recover(self) -> None:
+        """After an error while recording: torch leaves the default generator as one that is being recorded."""
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+
     def fork(self, streams: Iterable[Any]) -> None:
         """Within a body: let streams that others work on belong to what is recorded."""
         for stream in streams:
