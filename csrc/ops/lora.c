@@ -43,15 +43,16 @@ static bsh_status forward(const multiplier *const by, const bsh_lora_args *const
 /* dxa [M, r] takes scale dy B. */
 static bsh_status backward(const multiplier *const by, const bsh_lora_args *const l, void *const dxa) {
   const bsh_torch_matrix dy = matrix(l->dy, l->M, l->N), inner = matrix(dxa, l->M, l->r);
-  if (l->dx != NULL || l->dA != NULL) BSH_TRY(add_product(by, inner, l->scale, dy, matrix(l->B, l->N, l->r), 0.0));
+  void *const into = l->dx_apart != NULL ? l->dx_apart : l->dx;
+  if (into != NULL || l->dA != NULL) BSH_TRY(add_product(by, inner, l->scale, dy, matrix(l->B, l->N, l->r), 0.0));
   if (l->dB != NULL)
     BSH_TRY(add_product(by, matrix(l->dB, l->N, l->r), l->scale, transposed(l->dy, l->M, l->N),
                         matrix(l->xa, l->M, l->r), 0.0));
   if (l->dA != NULL)
     BSH_TRY(
         add_product(by, matrix(l->dA, l->r, l->K), 1.0, transposed(dxa, l->M, l->r), matrix(l->x, l->M, l->K), 0.0));
-  if (l->dx == NULL) return BSH_OK;
-  return add_product(by, matrix(l->dx, l->M, l->K), 1.0, inner, matrix(l->A, l->r, l->K), 1.0);
+  if (into == NULL) return BSH_OK;
+  return add_product(by, matrix(into, l->M, l->K), 1.0, inner, matrix(l->A, l->r, l->K), into == l->dx ? 1.0 : 0.0);
 }
 
 bsh_status bsh_cpu_lora(const bsh_lora_args *const args) {

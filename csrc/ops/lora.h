@@ -12,13 +12,14 @@ enum { BSH_LORA_WORKSPACE = 4 << 20 }; /* bytes for cuBLAS: with few columns, a 
 
 /* All matrices are contiguous, by rows, of `dtype`, and have elements. r: the rank. */
 typedef struct {
-  const void *x;  /* [M, K]; NULL without dA */
+  const void *x;  /* [M, K], what A multiplies; NULL without dA */
   const void *dy; /* [M, N], of the gradients */
   const void *A;  /* [r, K] */
   const void *B;  /* [N, r] */
   void *xa;       /* [M, r]: x A^T, made by the forward unless has_xa; NULL without dB */
   void *y;        /* [M, N]: the forward adds scale xa B^T; NULL: it makes xa only */
   void *dx;       /* [M, K]: scale (dy B) A is added; NULL where not needed, as dA and dB */
+  void *dx_apart; /* [M, K]: takes scale (dy B) A instead of dx, which is not touched; NULL: dx does */
   void *dA;       /* [r, K]: scale (dy B)^T x */
   void *dB;       /* [N, r]: scale dy^T xa */
   int64_t M, N, K, r;

@@ -6,8 +6,9 @@
 #include "python/direct_call.h"
 
 /* Places of arguments. */
-enum { F_X = 0, F_N = 9, F_K = 10, F_A = 11, F_B = 12, F_SCALE = 13, F_KEEP = 14, F_COUNT };
-enum { B_DY = 0, B_N = 8, B_K = 9, B_X = 10, B_A = 11, B_B = 12, B_XA = 13, B_SCALE = 14, B_NEEDS_X = 15, B_COUNT };
+enum { F_X = 0, F_N = 9, F_K = 10, F_A = 11, F_B = 12, F_SCALE = 13, F_KEEP = 14, F_DROPPED = 15, F_COUNT };
+enum { B_DY = 0, B_N = 8, B_K = 9, B_X = 10, B_A = 11, B_B = 12, B_XA = 13, B_SCALE = 14 };
+enum { B_NEEDS_X = 15, B_APART = 16, B_COUNT };
 
 /* ---- reading: false where Python must decide ---- */
 
@@ -86,13 +87,21 @@ static PyObject *declined(PyObject *const *const made, const int n_made) {
 
 /* ---- forward ---- */
 
-static bool read_forward(PyObject *const *const objects, bsh_lora_args *const lora, bsh_tensor *const x) {
+/* An argument at the end; NULL where it is left out or None. */
+static PyObject *optional(PyObject *const *const objects, const Py_ssize_t n_objects, const int place) {
+  return n_objects > place && objects[place] != Py_None ? objects[place] : NULL;
+}
+
+static bool read_forward(PyObject *const *const objects, PyObject *const dropped, bsh_lora_args *const lora,
+                         bsh_tensor *const x) {
   PyObject *const factors[] = {objects[F_A], objects[F_B]};
+  bsh_tensor other;
   if (!read_sizes(objects[F_N], objects[F_K], objects[F_SCALE], lora) ||
       !read_activation(objects[F_X], lora->K, NULL, lora, x) || !read_factors(factors[0], factors[1], x, lora))
     return false;
-  lora->x = x->data;
-  return !bsh_direct_wants_gradient(factors, 2);
+  if (dropped != NULL && !read_activation(dropped, lora->K, x, lora, &other)) return false;
+  lora->x = dropped != NULL ? other.data : x->data;
+  return !bsh_direct_wants_gradient(factors, 2) && (dropped == NULL || !bsh_direct_wants_gradient(&dropped, 1));
 }
 
 /* x A^T, of which `keep` is told. False: it has raised an exception, or none is set and it was not called. */
@@ -113,9 +122,10 @@ PyObject *bsh_direct_lora_4bit(PyObject *const module, PyObject *const *const ob
   bsh_lora_args lora = {0};
   bsh_direct_call base = {0};
   bsh_tensor x;
-  if (n_objects < F_KEEP || n_objects > F_COUNT || !bsh_direct_known() || !read_forward(objects, &lora, &x))
+  if (n_objects < F_KEEP || n_objects > F_COUNT || !bsh_direct_known() ||
+      !read_forward(objects, optional(objects, n_objects, F_DROPPED), &lora, &x))
     return declined(NULL, 0);
-  PyObject *const keep = n_objects == F_COUNT && objects[F_KEEP] != Py_None ? objects[F_KEEP] : NULL;
+  PyObject *const keep = optional(objects, n_objects, F_KEEP);
   PyObject *const xa = new_matrix(objects[F_X], lora.M, lora.r, &lora.xa);
   if (xa == NULL) return declined(NULL, 0);
   if (keep != NULL && !keep_inner(keep, xa, &lora, &x)) {
@@ -139,7 +149,7 @@ PyObject *bsh_direct_lora_4bit(PyObject *const module, PyObject *const *const ob
 typedef struct {
   bsh_lora_args lora;
   bsh_tensor dy;
-  PyObject *dA, *dB; /* NULL where not needed */
+  PyObject *dA, *dB, *dx_apart; /* NULL where not needed */
   bool needs_x;
 } gradients;
 
@@ -161,11 +171,12 @@ static bool read_backward(PyObject *const *const objects, gradients *const g) {
   return !bsh_direct_wants_gradient(inputs, 5);
 }
 
-static bool new_gradients(PyObject *const like, gradients *const g) {
+static bool new_gradients(PyObject *const like, const bool apart, gradients *const g) {
   bsh_lora_args *const lora = &g->lora;
   if (lora->x != NULL) g->dA = new_matrix(like, lora->r, lora->K, &lora->dA);
   if (lora->xa != NULL) g->dB = new_matrix(like, lora->N, lora->r, &lora->dB);
-  return (lora->x == NULL || g->dA != NULL) && (lora->xa == NULL || g->dB != NULL);
+  if (apart) g->dx_apart = new_matrix(like, lora->M, lora->K, &lora->dx_apart);
+  return (lora->x == NULL || g->dA != NULL) && (lora->xa == NULL || g->dB != NULL) && (!apart || g->dx_apart != NULL);
 }
 
 static PyObject *or_none(PyObject *const object) {
@@ -180,17 +191,18 @@ PyObject *bsh_direct_lora_4bit_backward(PyObject *const module, PyObject *const 
   gradients g = {0};
   bsh_direct_call base = {0};
   bsh_status status = BSH_NO_KERNEL;
-  if (n_objects == B_COUNT && bsh_direct_known() && read_backward(objects, &g) &&
-      (g.needs_x || bsh_direct_possible()) && new_gradients(objects[B_DY], &g))
+  const bool apart = n_objects == B_COUNT && objects[B_APART] == Py_True;
+  if (n_objects >= B_APART && n_objects <= B_COUNT && bsh_direct_known() && read_backward(objects, &g) &&
+      (g.needs_x || bsh_direct_possible()) && new_gradients(objects[B_DY], apart && g.needs_x, &g))
     status = BSH_OK;
   if (status == BSH_OK && g.needs_x) status = bsh_direct_begin(&base, &bsh_direct_op_linear_4bit_dgrad, objects);
   if (status == BSH_OK && !g.needs_x) base.released = PyEval_SaveThread();
   g.lora.dx = base.result;
   if (status == BSH_OK) status = compute(&g.lora, &g.dy, true);
   bsh_direct_end(&base);
-  PyObject *const made[] = {base.made, g.dA, g.dB};
-  PyObject *const results = status == BSH_OK ? PyTuple_New(3) : NULL;
-  if (results == NULL) return declined(made, 3);
-  for (int i = 0; i < 3; i++) PyTuple_SetItem(results, i, or_none(made[i]));
+  PyObject *const made[] = {base.made, g.dA, g.dB, g.dx_apart};
+  PyObject *const results = status == BSH_OK ? PyTuple_New(apart ? 4 : 3) : NULL;
+  if (results == NULL) return declined(made, 4);
+  for (int i = 0; i < (apart ? 4 : 3); i++) PyTuple_SetItem(results, i, or_none(made[i]));
   return results;
 }

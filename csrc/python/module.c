@@ -147,11 +147,12 @@ static PyMethodDef methods[] = {
     {"linear_int8_dgrad", (PyCFunction)(void (*)(void))bsh_direct_linear_int8_dgrad, METH_FASTCALL,
      "linear_int8_dgrad(dy, packed, absmax, N, K): dx, by the op where it must be."},
     {"lora_4bit", (PyCFunction)(void (*)(void))bsh_direct_lora_4bit, METH_FASTCALL,
-     "lora_4bit(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K, A, B, scale[, keep]): "
-     "(y, xa), or None if Python must do it; keep(xa) is called before the product with W."},
+     "lora_4bit(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K, A, B, scale[, keep[, "
+     "dropped]]): (y, xa), or None if Python must do it; keep(xa) is called before the product with W; A multiplies "
+     "dropped in the place of x."},
     {"lora_4bit_backward", (PyCFunction)(void (*)(void))bsh_direct_lora_4bit_backward, METH_FASTCALL,
      "lora_4bit_backward(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K, x, A, B, xa, scale, "
-     "needs_x): (dx, dA, dB), or None if Python must do it."},
+     "needs_x[, apart]): (dx, dA, dB), or None if Python must do it; apart: (dy W, dA, dB, scale (dy B) A)."},
     {"plain_modules", (PyCFunction)(void (*)(void))bsh_plain_modules, METH_FASTCALL,
      "plain_modules(dict, ...): of modules given by their __dict__, whether none has hooks, its own forward, or was "
      "compiled."},

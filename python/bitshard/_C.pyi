@@ -200,11 +200,13 @@ def lora_4bit(
     B: Tensor,
     scale: float,
     keep: Callable[[Tensor], object] | None = None,
+    dropped: Tensor | None = None,
     /,
 ) -> tuple[Tensor, Tensor] | None:
     """(y = W x + bias + scale B (A x) [..., N], x A^T [M, r]) around torch's dispatcher, for contiguous tensors of one
     dtype and device, no gradient; None where it cannot: do it in Python. A: [r, K], B: [N, r], M: rows of x. keep is
-    called with x A^T before the product with W; what it raises is raised."""
+    called with x A^T before the product with W; what it raises is raised. dropped, of the shape of x, is what A
+    multiplies in its place."""
 
 def lora_4bit_backward(
     dy: Tensor,
@@ -223,10 +225,12 @@ def lora_4bit_backward(
     xa: Tensor | None,
     scale: float,
     needs_x: bool,
+    apart: bool = False,
     /,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
+) -> tuple[Tensor | None, ...] | None:
     """The gradients (dx, dA, dB) of `lora_4bit` in the same way, for dy [..., N] and xa = x A^T. dx is None unless
-    needs_x, dA where x is None, dB where xa is."""
+    needs_x, dA where x is None, dB where xa is. apart: (dx, dA, dB, scale (dy B) A [M, K]) with dx = dy W; the last is
+    None unless needs_x."""
 
 def plain_modules(*modules: dict[str, object]) -> bool:
     """Of torch modules given by their __dict__: whether none has hooks, a forward of its own, or was compiled."""
