@@ -1,6 +1,6 @@
 """Host time of a LoRA layer on a 4-bit weight, and time of a training step: peft's layers and fused ones in turn.
 
-    python benchmarks/lora.py [--device cuda] [--out RESULT.md]
+    python benchmarks/lora.py [--device cuda] [--dropout 0.05] [--out RESULT.md]
 
 One process and one model, which `bitshard.lora.fuse` and `unfuse` switch in turns, so that both meet the same clock
 and neighbours; medians. For the host's time a turn has several steps, of which the later half counts: a change of the
@@ -44,10 +44,10 @@ def quantized(linear: torch.nn.Linear, dtype: torch.dtype, device: str) -> torch
     return layer.to(dtype).to(device)
 
 
-def adapted(model: torch.nn.Module, targets: list[str] | str, dtype: torch.dtype) -> torch.nn.Module:
-    """`model` under one LoRA adapter of rank 16 and of its own dtype, as trl has it."""
+def adapted(model: torch.nn.Module, targets: list[str] | str, dtype: torch.dtype, p: float) -> torch.nn.Module:
+    """`model` under one LoRA adapter of rank 16, with dropout p and of its own dtype, as trl has it."""
     model.is_loaded_in_4bit = True
-    config = peft.LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules=targets)
+    config = peft.LoraConfig(r=16, lora_alpha=32, lora_dropout=p, target_modules=targets)
     model = peft.get_peft_model(model.requires_grad_(False), config, autocast_adapter_dtype=False)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -72,11 +72,13 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def host(device: str, dtype: torch.dtype, rows: int, width: int, rounds: int) -> dict[str, tuple[float, float]]:
+def host(
+    device: str, dtype: torch.dtype, rows: int, width: int, rounds: int, p: float
+) -> dict[str, tuple[float, float]]:
     """{kind: microseconds of the host per layer, (forward, backward)}."""
     linear = torch.nn.Linear(width, width, device="meta")
     chain = torch.nn.Sequential(*(quantized(linear, dtype, device) for _ in range(CHAIN)))
-    model = adapted(chain, [str(i) for i in range(CHAIN)], dtype)
+    model = adapted(chain, [str(i) for i in range(CHAIN)], dtype, p)
     trained = [p for p in model.parameters() if p.requires_grad]
     x = torch.randn(1, rows, width, dtype=dtype, device=device, requires_grad=True)
     dy = torch.randn(1, rows, width, dtype=dtype, device=device)
@@ -98,7 +100,9 @@ def host(device: str, dtype: torch.dtype, rows: int, width: int, rounds: int) ->
     return {kind: tuple(statistics.median(t) / CHAIN * 1e6 for t in zip(*times[kind], strict=True)) for kind in KINDS}
 
 
-def step(device: str, dtype: torch.dtype, layers: int, tokens: int, rounds: int) -> dict[str, tuple[float, float]]:
+def step(
+    device: str, dtype: torch.dtype, layers: int, tokens: int, rounds: int, p: float
+) -> dict[str, tuple[float, float]]:
     """{kind: (milliseconds, peak GiB, 0 on a CPU)} of a step of a Llama with checkpointing and AdamW."""
     settings = {"num_hidden_layers": layers, "vocab_size": 32000, "use_cache": False, **MODEL[device]}
     with torch.device(device):
@@ -109,7 +113,7 @@ def step(device: str, dtype: torch.dtype, layers: int, tokens: int, rounds: int)
         if type(module) is torch.nn.Linear:
             model.model.set_submodule(name, quantized(module, dtype, device))
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    model = adapted(model, "all-linear", dtype)
+    model = adapted(model, "all-linear", dtype, p)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
     ids = torch.randint(0, 32000, (1, tokens), device=device)
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -143,6 +147,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=300, help="steps that count for the host's time; a twentieth of it for the model"
     )
+    parser.add_argument("--dropout", type=float, default=0.0, help="of the adapters, between 0 and 1")
     parser.add_argument("--layers", type=int, help="of the model of the step, 2 on a CPU and 6 on a GPU")
     parser.add_argument("--out", help="write the tables with versions and command here")
     options = parser.parse_args()
@@ -155,12 +160,12 @@ def main() -> None:
     for name in dtypes.split(","):
         dtype = getattr(torch, name)
         for shape in HOST[device]:
-            found = host(device, dtype, *shape, options.rounds)
+            found = host(device, dtype, *shape, options.rounds, options.dropout)
             numbers = [f"{found[kind][i]:.1f}" for i in (0, 1) for kind in KINDS]
             ratios = [ratio(found, 0), ratio(found, 1), f"{sum(found['fused']) / sum(found['peft']):.2f}"]
             rows.append([name, f"{shape[0]} x {shape[1]}", *numbers[:2], ratios[0], *numbers[2:], *ratios[1:]])
         for tokens in TOKENS[device]:
-            found = step(device, dtype, layers, tokens, max(options.rounds // 20, 5))
+            found = step(device, dtype, layers, tokens, max(options.rounds // 20, 5), options.dropout)
             peaks = [f"{found[kind][1]:.2f}" for kind in KINDS] if device == "cuda" else []
             steps.append([name, f"1 x {tokens}", *(f"{found[kind][0]:.1f}" for kind in KINDS), ratio(found, 0), *peaks])
     head = "dtype,rows x width,forward peft us,forward fused us,ratio,backward peft us,backward fused us,ratio,both"
