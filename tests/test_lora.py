@@ -25,6 +25,7 @@ from helpers.lora import (  # noqa: E402
     part_of,
     randomize,
     run,
+    saved,
 )
 from torch.autograd import forward_ad  # noqa: E402
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop  # noqa: E402
@@ -212,21 +213,6 @@ def test_nan_and_infinity(where, value, mix):
     for mine, other in zip(found, run(theirs, x, dy), strict=True):
         assert torch.equal(mine.isnan(), other.isnan()) and torch.equal(mine.isinf(), other.isinf())
         assert torch.equal(mine[mine.isinf()], other[other.isinf()])
-
-
-def saved(wrapped, x, autocast=None):
-    """Bytes that a forward keeps for its backward: (all, without parameters)."""
-    sizes, owned = [], {p.untyped_storage().data_ptr() for p in wrapped.parameters()}
-
-    def keep(tensor):
-        sizes.append((tensor.nbytes, tensor.untyped_storage().data_ptr() in owned))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-            y = wrapped(x)
-    assert y.requires_grad
-    return sum(size for size, _ in sizes), sum(size for size, parameter in sizes if not parameter)
 
 
 @pytest.mark.parametrize("trained", ["both", "A", "B"])
@@ -534,7 +520,7 @@ STATES = {
     "no adapter": ({}, lambda wrapped: layer_of(wrapped).set_adapter("nobody"), "it has no weights of the active"),
     "DoRA": ({"use_dora": True}, None, "Dora"),
     "lora_bias": ({"lora_bias": True}, None, "A or B has a bias"),
-    "dropout": ({"lora_dropout": 0.3}, None, "dropout, which training needs"),
+    "dropout of everything": ({"lora_dropout": 1.0}, None, "its dropout has p = 1.0"),
     "another dropout": ({}, other_dropout, "its dropout is a AlphaDropout"),
     "scale 0": ({}, scale(0.0), "its scale is 0, infinite or no number"),
     "scale inf": ({}, scale(float("inf")), "its scale is 0, infinite or no number"),
@@ -603,9 +589,13 @@ def test_what_a_state_undone_gives_back():
             wrapped(x)
         return calls == ["no gradient"]
 
+    assert fuses()
+    layer.lora_dropout["default"].p = 1.0
     assert not fuses()
     wrapped.eval()
-    assert fuses() and lora.report(wrapped).reasons == {"dropout, which training needs": 1}
+    assert fuses() and lora.report(wrapped).reasons == {"its dropout has p = 1.0": 1}
+    layer.lora_dropout["default"].p = 0.3
+    assert fuses() and not lora.report(wrapped).left
     with wrapped.disable_adapter():
         assert not fuses()
     assert fuses()

@@ -29,12 +29,12 @@ def taken(monkeypatch):
     return found
 
 
-def by_python(monkeypatch, *arguments):
+def by_python(monkeypatch, *arguments, seed=None):
     """`run` with the C core declining everything."""
     with monkeypatch.context() as patch:
         for name in NAMES:
             patch.setattr(_C, name, lambda *args: None)
-        return run(*arguments)
+        return run(*arguments, seed=seed)
 
 
 def same(actual, expected):
@@ -80,6 +80,19 @@ def test_the_bits_are_those_of_torch(dtype, shape, taken, monkeypatch):
         found = run(wrapped, x, dy)
         assert taken == list(NAMES)
         assert same(found, by_python(monkeypatch, wrapped, x, dy)), (rank, scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(128,), (5, 128), (2, 3, 128)])
+def test_the_bits_behind_a_dropout(dtype, shape, taken, monkeypatch):
+    """Taken forward and backward, and the bits of the products of torch with the same mask."""
+    dtype = DTYPES[dtype]
+    wrapped = fused_copy(model(compute=dtype, adapter=dtype, lora_dropout=0.3))
+    layers(wrapped)[0].base_layer.bias.data = layers(wrapped)[0].base_layer.bias.to(dtype)
+    x, dy = torch.randn(shape).to(dtype), torch.randn(*shape[:-1], 96).to(dtype)
+    found = run(wrapped, x, dy, seed=3)
+    assert taken == list(NAMES)
+    assert same(found, by_python(monkeypatch, wrapped, x, dy, seed=3))
 
 
 @pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
@@ -212,6 +225,36 @@ def test_what_does_not_fit_is_declined(back):
     for count in range(len(given)):
         assert getattr(_C, NAMES[back])(*list(given.values())[:count]) is None
     assert all(map(torch.equal, call(given), expected))
+
+
+def test_another_x_for_a():
+    """y = W x + bias + s B (A dropped); the two parts of dx apart, which are then those of dx in one."""
+    first, second = arguments()
+    dropped = first["x"] * 2.5
+    (y, xa), (plain, _) = (
+        forward({**first, "keep": None, "dropped": dropped}),
+        forward({**first, "B": first["B"] * 0}),
+    )
+    assert torch.equal(xa, dropped @ first["A"].T)
+    assert torch.allclose(y, plain + SCALE * xa @ first["B"].T, atol=1e-4)
+    *whole, last = backward({**second, "apart": True})
+    dx, dA, dB = backward(second)
+    assert torch.equal(whole[1], dA) and torch.equal(whole[2], dB)
+    assert torch.allclose(last, SCALE * second["dy"] @ second["B"] @ second["A"], atol=1e-4)
+    assert torch.allclose(whole[0] + last, dx, atol=1e-4) and not torch.allclose(whole[0], dx, atol=1e-1)
+    assert backward({**second, "needs_x": False, "apart": True})[0::3] == (None, None)
+    assert len(backward({**second, "apart": False})) == 3
+
+
+def test_what_does_not_fit_in_the_place_of_x():
+    first, _ = arguments()
+    expected = forward({**first, "keep": None, "dropped": first["x"]})
+    assert torch.equal(expected[0], forward(first)[0])
+    for wrong in WRONG[1:]:
+        assert forward({**first, "keep": None, "dropped": wrong}) is None, wrong
+    assert forward({**first, "keep": None, "dropped": first["x"].clone().requires_grad_()}) is None
+    assert forward({**first, "keep": None, "dropped": None, "more": None}) is None
+    assert torch.equal(forward({**first, "keep": None, "dropped": None})[0], expected[0])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from bitshard import lora  # noqa: E402
-from helpers.lora import error, fused_calls, fused_copy, layers, model, run  # noqa: E402
+from helpers.lora import error, fused_calls, fused_copy, layers, model, noise_of, run  # noqa: E402
 
 MIXES = [(x, adapter) for x in (torch.float32, torch.bfloat16, torch.float16) for adapter in (torch.float32, x)]
 
@@ -24,13 +24,13 @@ def inputs(rows, K, N, dtype, outliers=True):
     return x.to(dtype), torch.randn(rows, N, generator=generator).to(dtype)
 
 
-def exact(layer, x, dy):
-    """What `run` gives for one layer, in float64: of a product of codes, from what it multiplies."""
+def exact(layer, x, dy, noise=1.0):
+    """What `run` gives for one layer, in float64: of a product of codes, from what it multiplies. noise: of dropout."""
     base, (name,) = layer.base_layer, layer.active_adapters
     y = base(x).double().detach()
     W = base.weight.data.double() * base.state.SCB.double()[:, None] / 127
     x, A, B = (t.detach().double().requires_grad_() for t in (x, layer.lora_A[name].weight, layer.lora_B[name].weight))
-    added = layer.scaling[name] * (x @ A.t()) @ B.t()
+    added = layer.scaling[name] * (x * noise @ A.t()) @ B.t()
     (added + x @ W.t()).backward(dy.double())
     return [y + added.detach(), x.grad, A.grad, B.grad]
 
@@ -45,6 +45,23 @@ def test_errors(dtype, adapter, rows, threshold):
     expected = exact(layers(theirs)[0], x, dy)
     with fused_calls() as calls:
         found = [run(wrapped, x, dy) for wrapped in (theirs, fused_copy(theirs))]
+    assert calls == ["trained"]
+    for mine, other, right, bound in zip(*reversed(found), expected, (1.02, 1.1, 1.1, 1.1), strict=True):
+        assert mine.dtype is other.dtype and mine.shape == other.shape
+        assert error(mine, right) <= bound * error(other, right) + 4e-7
+
+
+@pytest.mark.parametrize("dtype, adapter", MIXES)
+@pytest.mark.parametrize("p", [0.05, 0.5])
+def test_dropout(dtype, adapter, p):
+    """Peft's mask, by which codes and outliers are not touched, and no larger errors."""
+    theirs = model([(200, 320)], adapter=adapter, threshold=6.0, lora_dropout=p)
+    x, dy = inputs(40, 320, 200, dtype)
+    with torch.no_grad():
+        theirs(x)
+    expected = exact(layers(theirs)[0], x, dy, noise_of(layers(theirs)[0], x, 5).double())
+    with fused_calls() as calls:
+        found = [run(wrapped, x, dy, seed=5) for wrapped in (theirs, fused_copy(theirs))]
     assert calls == ["trained"]
     for mine, other, right, bound in zip(*reversed(found), expected, (1.02, 1.1, 1.1, 1.1), strict=True):
         assert mine.dtype is other.dtype and mine.shape == other.shape
@@ -115,7 +132,7 @@ def test_fused_and_back():
 
 
 def test_what_is_left_to_peft(monkeypatch):
-    """A float weight, dropout in training, a replaced forward: peft's bits."""
+    """A float weight, dropout of everything, a replaced forward: peft's bits."""
     from bitshard.nn.linear8bit import Linear8bitLt
 
     theirs, plain = model(threshold=6.0), Linear8bitLt.forward
@@ -126,7 +143,7 @@ def test_what_is_left_to_peft(monkeypatch):
         if change == "float":
             layer.base_layer = Linear8bitLt(128, 96, has_fp16_weights=True, threshold=6.0).requires_grad_(False)
         elif change == "dropout":
-            layer.lora_dropout["default"] = torch.nn.Dropout(0.5)
+            layer.lora_dropout["default"] = torch.nn.Dropout(1.0)
         else:
             monkeypatch.setattr(Linear8bitLt, "forward", lambda self, x: plain(self, x))
             assert lora.report(ours).reasons == {"the forward of Linear8bitLt has been replaced": 1}

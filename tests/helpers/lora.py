@@ -67,10 +67,12 @@ def fused_copy(wrapped):
     return twin
 
 
-def run(wrapped, x, dy, autocast=None):
-    """[y, dx, dA and dB of each layer] of a model under the output gradient dy."""
+def run(wrapped, x, dy, autocast=None, seed=None):
+    """[y, dx, dA and dB of each layer] of a model under the output gradient dy; seed: of what a dropout draws."""
     x = x.detach().clone().requires_grad_()
     wrapped.zero_grad()
+    if seed is not None:
+        torch.manual_seed(seed)
     with torch.autocast("cpu", dtype=autocast) if autocast else contextlib.nullcontext():
         y = wrapped(x)
     y.backward(dy)
@@ -78,8 +80,15 @@ def run(wrapped, x, dy, autocast=None):
     return [y.detach(), x.grad, *trained]
 
 
-def exact(layer, x, dy):
-    """What `run` gives for one layer, in float64, from the decoded weight."""
+def noise_of(layer, x, seed):
+    """What peft's dropout multiplies x with after `torch.manual_seed(seed)`: 0 or about 1 / (1 - p), in its dtype."""
+    (name,) = layer.active_adapters
+    torch.manual_seed(seed)
+    return layer.lora_dropout[name](torch.ones_like(x, dtype=layer.lora_A[name].weight.dtype))
+
+
+def exact(layer, x, dy, noise=1.0):
+    """What `run` gives for one layer, in float64, from the decoded weight; A multiplies x times noise."""
     base = layer.base_layer
     weight = functional.dequantize_4bit(base.weight.data, base.quant_state).double()
     (name,) = layer.active_adapters
@@ -88,9 +97,24 @@ def exact(layer, x, dy):
         for tensor in (x, layer.lora_A[name].weight, layer.lora_B[name].weight)
     )
     bias = None if base.bias is None else base.bias.detach().double()
-    y = torch.nn.functional.linear(x, weight, bias) + layer.scaling[name] * (x @ A.t()) @ B.t()
+    y = torch.nn.functional.linear(x, weight, bias) + layer.scaling[name] * (x * noise @ A.t()) @ B.t()
     y.backward(dy.double())
     return [y.detach(), x.grad, A.grad, B.grad]
+
+
+def saved(wrapped, x, autocast=None):
+    """Bytes that a forward keeps for its backward: (all, without parameters)."""
+    sizes, owned = [], {p.untyped_storage().data_ptr() for p in wrapped.parameters()}
+
+    def keep(tensor):
+        sizes.append((tensor.nbytes, tensor.untyped_storage().data_ptr() in owned))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+            y = wrapped(x)
+    assert y.requires_grad
+    return sum(size for size, _ in sizes), sum(size for size, parameter in sizes if not parameter)
 
 
 def error(actual, expected):
@@ -121,7 +145,7 @@ def wrong_scale():
     plain, scaled, backward = product.product, product.scaled, _C.lora_4bit_backward
     product.product = layer.product = lambda *args: plain(*args[:6], 1.02 * args[6], *args[7:])
     product.scaled = lambda left, right, scale: scaled(left, right, 1.02 * scale)
-    _C.lora_4bit_backward = lambda *args: backward(*args[:14], 1.02 * args[14], args[15])
+    _C.lora_4bit_backward = lambda *args: backward(*args[:14], 1.02 * args[14], *args[15:])
     try:
         yield
     finally:

@@ -1,14 +1,15 @@
 """LoRA on quantized weights in few launches: `fuse(model)` behind peft's `get_peft_model`, `unfuse(model)` to undo it.
 
-    model = get_peft_model(model, LoraConfig(target_modules="all-linear", lora_dropout=0.0))
+    model = get_peft_model(model, LoraConfig(target_modules="all-linear", lora_dropout=0.05))
     print(bitshard.lora.fuse(model))        # 224 LoRA layers: 224 fused
 
-A fused layer computes y = W x + bias + s B (A x) and its gradients as one autograd function (`bitshard.lora.product`).
-So do peft's adapters on 4-bit stacks of experts (`bitshard.lora.stack`). Parameters, names, files, `isinstance` and all
-functions of peft stay as they are. What a call cannot do as peft does, goes peft's way: several active adapters, DoRA
-and other variants, dropout in training, merged or disabled adapters, `adapter_names`, a trained bias, hooks on the
-modules inside, a replaced forward, torch.compile, functorch, forward-mode derivatives, dispatch and function modes.
-That is decided in each call, so adapters may be added, switched, merged and deleted as before.
+A fused layer computes y = W x + bias + s B (A dropout(x)) and its gradients as one autograd function
+(`bitshard.lora.product`), with the draws of peft's own dropout (`bitshard.lora.dropout`). So do peft's adapters on
+4-bit stacks of experts (`bitshard.lora.stack`). Parameters, names, files, `isinstance` and all functions of peft stay
+as they are. What a call cannot do as peft does, goes peft's way: several active adapters, DoRA and other variants,
+dropout in place or of 1, merged or disabled adapters, `adapter_names`, a trained bias, hooks on the modules inside, a
+replaced forward, torch.compile, functorch, forward-mode derivatives, dispatch and function modes. That is
+decided in each call, so adapters may be added, switched, merged and deleted as before.
 
 The A's of layers that share their input (q, k, v) are not multiplied together: they are parameters of their own, so
 that one product needs a copy of them and a split of its result, which cost the host more than the products it saves.

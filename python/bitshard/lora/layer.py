@@ -23,6 +23,7 @@ from torch.nn.modules import module as modules
 
 from bitshard import _C, gather
 from bitshard.lora import unsloth
+from bitshard.lora.dropout import Dropout
 from bitshard.lora.product import Int8, LoraLinear, product
 from bitshard.nn.linear import Linear4bit as Base
 from bitshard.nn.linear import LinearFP4, LinearNF4
@@ -38,8 +39,16 @@ def own_forward(cls: type) -> Any:
     return cls.forward if code and code.co_filename == sys.modules[cls.__module__].__file__ else None
 
 
+def own_function(module: Any, name: str) -> Any:
+    """The same of a function of a module."""
+    function = getattr(module, name)
+    code = getattr(function, "__code__", None)
+    return function if code and code.co_filename == module.__file__ else None
+
+
 # What is gone around. Where somebody replaces one of these, the replacement is called.
 LINEAR_FORWARD, LINEAR = own_forward(nn.Linear), torch._C._nn.linear
+DROPOUT_FORWARD, DROPOUT = own_forward(nn.Dropout), own_function(nn.functional, "dropout")
 DROPOUTS = frozenset((nn.Identity, nn.Dropout))
 LINEARS = frozenset((nn.Linear,))
 TENSORS = frozenset((Tensor, nn.Parameter))
@@ -142,18 +151,19 @@ def forward(of: Family, layer: nn.Module, x: Tensor, args: tuple, kwargs: dict[s
     found = chosen(layer, of.bases) if isinstance(layer, of.Fused) else ""
     if type(found) is str:
         return of.Peft.forward(layer, x)
-    A, B, base, scale = found
-    dtype = factor = x.dtype
-    if A.dtype is not dtype or _autocast():
-        factor = factor_dtype(layer, x, A)
+    A, B, base, scale, p = found
+    factor = dropped = x.dtype
+    if A.dtype is not factor or _autocast():
+        factor, dropped = factor_dtype(layer, x, A), dropped_dtype(layer, x, A)
         if factor is None:
             return of.Peft.forward(layer, x)
     packed, state, bias, compute = base.operands(x) if of is FOUR else operands_of_int8(base, x)
     if state is None:  # a weight in floats
         return of.Peft.forward(layer, x)
+    dropout = Dropout(p, dropped) if p and x.numel() else None  # of nothing torch draws nothing
     if torch.is_grad_enabled() and (x.requires_grad or A.requires_grad or B.requires_grad):
-        return _apply(_unwrap(x), _unwrap(A), _unwrap(B), packed, state, bias, scale, compute, factor)
-    return product(x, A, B, packed, state, bias, scale, compute, factor)[0]
+        return _apply(_unwrap(x), _unwrap(A), _unwrap(B), packed, state, bias, scale, compute, factor, dropout)
+    return product(x, A, B, packed, state, bias, scale, compute, factor, dropout)[0]
 
 
 def operands_of_int8(base: Base8, x: Tensor) -> tuple[Tensor, Int8 | None, Tensor | None, torch.dtype]:
@@ -189,8 +199,9 @@ def watched(of: Family) -> str | None:
 
 def chosen(
     layer: nn.Module, bases: frozenset[type], in_training: bool = False
-) -> tuple[Tensor, Tensor, nn.Module, float] | str:
-    """(A [r, K], B [N, r], base layer, scale) of the one plain adapter that is active in `layer`, or why it is peft's.
+) -> tuple[Tensor, Tensor, nn.Module, float, float] | str:
+    """(A [r, K], B [N, r], base layer, scale, p) of the one plain adapter that is active in `layer`, or why it is
+    peft's. p: of its dropout, 0.0 where none is made.
 
     bases: classes of base layers that are gone around.
     in_training: of the next call in training, before which FSDP2 gathers A and B.
@@ -222,8 +233,11 @@ def chosen(
     ours, theirs, basis, drops = A.__dict__, B.__dict__, base.__dict__, dropout.__dict__
     if not _plain_modules(ours, theirs, basis, drops):
         return _unlike(A, B, base, dropout, bases)
+    p = 0.0
     if type(dropout) is nn.Dropout and drops["p"] != 0.0 and (in_training or drops["training"]):
-        return "dropout, which training needs"
+        p = drops["p"]
+        if (words := _unlike_dropout(p, drops["inplace"])) is not None:
+            return words
     a, b = weight_of(ours, in_training), weight_of(theirs, in_training)
     if ours["_parameters"].get("bias", ours) is not None or theirs["_parameters"].get("bias", theirs) is not None:
         return "A or B has a bias"
@@ -235,7 +249,18 @@ def chosen(
     bias = parameters["bias"] if "bias" in parameters else base.bias
     if bias is not None and bias.requires_grad:
         return "the bias of its base layer is trained"
-    return a, b, base, scale
+    return a, b, base, scale, p
+
+
+def _unlike_dropout(p: Any, in_place: bool) -> str | None:
+    """Why a dropout that is made is not `bitshard.lora.dropout`'s; None where it is."""
+    if not isinstance(p, float) or not 0.0 < p < 1.0:
+        return f"its dropout has p = {p}"
+    if in_place:
+        return "its dropout is made in place"
+    if nn.Dropout.forward is not DROPOUT_FORWARD or nn.functional.dropout is not DROPOUT:
+        return "torch's dropout has been replaced"
+    return None
 
 
 def _unlike(A: nn.Module, B: nn.Module, base: nn.Module, dropout: nn.Module, bases: frozenset[type]) -> str:
@@ -261,6 +286,13 @@ def weight_of(linear: dict[str, Any], gathers: bool = False) -> Tensor | None:
     if weight is None:
         weight = linear.get("weight")
     return weight if type(weight) in TENSORS or (gathers and gather.is_dtensor(weight)) else None
+
+
+def dropped_dtype(layer: nn.Module, x: Tensor, A: Tensor) -> torch.dtype:
+    """The dtype in which peft drops elements of x: it casts x before, unless CUDA's autocast is on, and A's product
+    casts it behind."""
+    casts = layer.__dict__["cast_input_dtype_enabled"] and not torch.is_autocast_enabled()
+    return A.dtype if casts else x.dtype
 
 
 def factor_dtype(layer: nn.Module, x: Tensor, A: Tensor) -> torch.dtype | None:
