@@ -14,7 +14,7 @@ import torch
 peft = pytest.importorskip("peft", reason="peft is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from bitshard import graphs  # noqa: E402
+from bitshard import _C, graphs  # noqa: E402
 from bitshard.graphs import enabled  # noqa: E402
 from helpers.graphs import StandIn  # noqa: E402
 from helpers.llama import TOKENS, load_4bit, save_llama  # noqa: E402
@@ -612,3 +612,48 @@ def test_a_model_inside_an_enabled_one(folder):
     graphs.enable(ours.base_model.model)
     assert run(ours, 3) == run(theirs, 3)
     assert graphs.report(ours).replays == 2
+
+
+# ---- what is compared ----
+
+STATES = {
+    "mode": lambda m: m.inner.eval(),
+    "a module": lambda m: setattr(m, "more", torch.nn.Identity()),
+    "another module": lambda m: setattr(m, "inner", torch.nn.Linear(2, 2)),
+    "a parameter": lambda m: setattr(m.inner, "weight", torch.nn.Parameter(torch.ones(2, 2))),
+    "no bias": lambda m: setattr(m.inner, "bias", None),
+    "values elsewhere": lambda m: setattr(m.inner.weight, "data", torch.ones(2, 2)),
+    "frozen": lambda m: m.inner.weight.requires_grad_(False),
+    "a buffer": lambda m: setattr(m, "count", torch.ones(3)),
+    "a new buffer": lambda m: m.register_buffer("other", torch.ones(3)),
+    "a hook": lambda m: m.inner.register_forward_hook(print),
+    "a hook before": lambda m: m.register_forward_pre_hook(print),
+    "a hook in the backward": lambda m: m.register_full_backward_hook(print),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_what_is_compared(name):
+    model = torch.nn.Module()
+    model.inner = torch.nn.Linear(2, 2)
+    model.register_buffer("count", torch.zeros(3))
+
+    def states():
+        return _C.module_states([vars(module) for module in model.modules()])
+
+    before = states()
+    model.inner.weight.data.add_(1)
+    model.count.add_(1)
+    assert states() == before
+    STATES[name](model)
+    assert states() != before
+
+
+def test_states_of_what_is_no_module():
+    with pytest.raises(TypeError, match="no list"):
+        _C.module_states(())
+    with pytest.raises(TypeError, match="element 1 is no dictionary"):
+        _C.module_states([vars(torch.nn.Identity()), torch.nn.Identity()])
+    with pytest.raises(KeyError, match="training"):
+        _C.module_states([{}])
+    assert _C.module_states([]) == b""

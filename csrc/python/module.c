@@ -15,6 +15,7 @@
 #include "python/direct.h"
 #include "python/direct_lora.h"
 #include "python/module_plan.h"
+#include "python/module_states.h"
 #include "python/optimizer_list.h"
 #include "python/plain_modules.h"
 #include "torch/abi.h"
@@ -156,6 +157,9 @@ static PyMethodDef methods[] = {
     {"plain_modules", (PyCFunction)(void (*)(void))bsh_plain_modules, METH_FASTCALL,
      "plain_modules(dict, ...): of modules given by their __dict__, whether none has hooks, its own forward, or was "
      "compiled."},
+    {"module_states", bsh_module_states, METH_O,
+     "module_states([dict, ...]): of modules given by their __dict__, bytes that are equal while their modes, hooks, "
+     "modules, parameters and buffers, and the addresses of their values, are the same."},
     {"optimizer_steps", bsh_optimizer_steps, METH_O,
      "optimizer_steps([(settings, parameters), ...]): one step of all parameters; whether it was done, else the ops "
      "must do it."},

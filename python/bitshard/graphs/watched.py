@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import gather, inventory
+from bitshard import _C, gather, inventory
 
 PEFT = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -19,33 +19,20 @@ KNOWN_HOOKS = ("torch.distributed.", "torch.utils.checkpoint", "accelerate.", "p
 def seen(modules: list[nn.Module]) -> list[Any]:
     """Parameters and buffers with their addresses, modes, hooks, configs and peft's settings.
 
-    2 to 3 ms for the 2,700 modules of an 8B model with adapters.
+    About 2 ms for the 2,700 modules of an 8B model with adapters.
     """
+    owned = [module.__dict__ for module in modules]
     with torch._C.DisableTorchFunctionSubclass():  # makes attributes of 4-bit weights as fast as those of other tensors
-        return _seen_plainly(modules)
-
-
-def _seen_plainly(modules: list[nn.Module]) -> list[Any]:
-    found: list[Any] = []
+        found: list[Any] = [_C.module_states(owned)]
     configs: dict[int, Any] = {}
-    for module in modules:
-        mine = module.__dict__
-        found.append(mine["training"])
-        found += map(id, mine["_modules"].values())
-        for tensors in (mine["_parameters"], mine["_buffers"]):
-            for tensor in tensors.values() if tensors else ():
-                if tensor is not None:
-                    found += id(tensor), address(tensor), tensor.requires_grad
-        for held in inventory.held_by(module):
-            found += held.captured()
-        for name in HOOKS:
-            if mine[name]:
-                found += map(id, mine[name].values())
+    for module, mine in zip(modules, owned, strict=True):
+        if "packed_weight" in mine or "packed_stacks" in mine:
+            for held in inventory.held_by(module):
+                found += held.captured()
         if "_active_adapter" in mine:
             found += [_copied(mine.get(name)) for name in PEFT]
-        config = mine.get("config")
-        if hasattr(config, "__dict__"):
-            configs[id(config)] = config
+        if "config" in mine and hasattr(mine["config"], "__dict__"):
+            configs[id(mine["config"])] = mine["config"]
     found += [dict(vars(config)) for config in configs.values()]
     return found
 

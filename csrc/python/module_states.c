@@ -1,0 +1,129 @@
+/* python/module_states.c - see python/module_states.h. */
+#include "python/module_states.h"
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+enum {
+  TRAINING,
+  MODULES,
+  PARAMETERS,
+  BUFFERS,
+  HOOKS,
+  N_KEYS = HOOKS + 4,
+  DATA_PTR = N_KEYS,
+  REQUIRES_GRAD,
+  LOCAL,
+  NAMES
+};
+
+static const char *const texts[NAMES] = {
+    "training",           "_modules",       "_parameters",         "_buffers",
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
+    "data_ptr",           "requires_grad",  "_local_tensor"};
+static PyObject *names[NAMES]; /* interned, kept for the process */
+
+/* Words written so far; grows. `seen` and `is_dtensor` keep what is known of the class of the last tensor. */
+typedef struct {
+  uint64_t *words;
+  size_t n, capacity;
+  PyTypeObject *seen;
+  bool is_dtensor;
+} states;
+
+static bool put(states *const s, const uint64_t word) {
+  if (s->n == s->capacity) {
+    const size_t capacity = s->capacity ? 2 * s->capacity : 16384;
+    uint64_t *const words = realloc(s->words, capacity * sizeof *words);
+    if (words == NULL) return PyErr_NoMemory() != NULL;
+    s->words = words, s->capacity = capacity;
+  }
+  s->words[s->n++] = word;
+  return true;
+}
+
+static bool put_object(states *const s, PyObject *const object) { return put(s, (uint64_t)(uintptr_t)object); }
+
+static bool intern_names(void) {
+  for (int i = 0; i < NAMES; i++)
+    if (names[i] == NULL && (names[i] = PyUnicode_InternFromString(texts[i])) == NULL) return false;
+  return true;
+}
+
+/* Where the values of a plain tensor are. */
+static bool put_address(states *const s, PyObject *const tensor) {
+  PyObject *const address = PyObject_CallMethodObjArgs(tensor, names[DATA_PTR], NULL);
+  if (address == NULL) return false;
+  const uint64_t word = PyLong_AsUnsignedLongLongMask(address);
+  Py_DECREF(address);
+  return put(s, word);
+}
+
+/* Of a class that has `_local_tensor`, the address of that. */
+static bool put_values(states *const s, PyObject *const tensor) {
+  if (Py_TYPE(tensor) != s->seen) {
+    s->seen = Py_TYPE(tensor);
+    s->is_dtensor = PyObject_HasAttr((PyObject *)s->seen, names[LOCAL]) == 1;
+  }
+  if (!s->is_dtensor) return put_address(s, tensor);
+  PyObject *const local = PyObject_GetAttr(tensor, names[LOCAL]);
+  if (local == NULL) return false;
+  const bool done = put_address(s, local);
+  Py_DECREF(local);
+  return done;
+}
+
+static bool put_tensor(states *const s, PyObject *const tensor) {
+  PyObject *const graded = PyObject_GetAttr(tensor, names[REQUIRES_GRAD]);
+  if (graded == NULL) return false;
+  const bool done = put_object(s, tensor) && put_object(s, graded) && put_values(s, tensor);
+  Py_DECREF(graded);
+  return done;
+}
+
+/* The values of a dictionary behind their number. */
+static bool put_all(states *const s, PyObject *const dict, const bool tensors) {
+  PyObject *key, *value;
+  Py_ssize_t at = 0;
+  if (!put(s, (uint64_t)PyDict_Size(dict))) return false;
+  while (PyDict_Next(dict, &at, &key, &value))
+    if (!(tensors && value != Py_None ? put_tensor(s, value) : put_object(s, value))) return false;
+  return true;
+}
+
+static bool put_module(states *const s, PyObject *const dict) {
+  for (int i = 0; i < N_KEYS; i++) {
+    PyObject *const value = PyDict_GetItemWithError(dict, names[i]);
+    if (value == NULL) {
+      if (PyErr_Occurred() == NULL) PyErr_SetObject(PyExc_KeyError, names[i]);
+      return false;
+    }
+    if (i == TRAINING || !PyDict_Check(value)) {
+      if (!put_object(s, value)) return false;
+    } else if (!put_all(s, value, i == PARAMETERS || i == BUFFERS)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+PyObject *bsh_module_states(PyObject *const module, PyObject *const dicts) {
+  (void)module;
+  if (!PyList_Check(dicts)) return PyErr_Format(PyExc_TypeError, "module_states: the argument is no list");
+  if (!intern_names()) return NULL;
+  states s = {0};
+  bool done = true;
+  for (Py_ssize_t i = 0; done && i < PyList_Size(dicts); i++) {
+    PyObject *const dict = PyList_GetItem(dicts, i);
+    if (!PyDict_Check(dict)) {
+      PyErr_Format(PyExc_TypeError, "module_states: element %zd is no dictionary", i);
+      done = false;
+    } else {
+      done = put_module(&s, dict);
+    }
+  }
+  PyObject *const found = done ? PyBytes_FromStringAndSize((const char *)s.words, (Py_ssize_t)(s.n * 8)) : NULL;
+  free(s.words);
+  return found;
+}
