@@ -11,7 +11,8 @@ pytest.importorskip("transformers")
 from helpers.llama import save_llama  # noqa: E402
 
 FSDP2 = "ddp fsdp2 fsdp2_fused_later fsdp2_kept fsdp2_mixed fsdp2_offload fsdp2_checkpointed fsdp2_layers".split()
-FSDP1 = "fsdp1 fsdp1_fused_later fsdp1_bf16 fsdp1_trainer".split()
+FSDP1 = "fsdp1 fsdp1_fused_later fsdp1_bf16 fsdp1_trainer fsdp1_trainer_orig_params".split()
+BY_SWITCH = "ddp fsdp2 fsdp1 fsdp1_trainer fsdp1_trainer_orig_params".split()  # fused by BITSHARD_FUSE=1
 CALLS = 7 * 3  # linears, steps
 BOUNDS = {"fsdp2_mixed": 2e-2, "fsdp1_bf16": 2e-2}  # relative; a wrong scale makes 5e-2 or more
 
@@ -61,8 +62,12 @@ def check(name, found, alone):
     assert gap(theirs, ours) <= bound, gap(theirs, ours)
     if name not in BOUNDS:
         assert gap(alone["fused"], ours) <= bound and gap(alone["peft"], ours) <= bound
-    if name == "fsdp1_trainer":  # each A and B is an FSDP1 module, which only a call of it gathers
-        assert ours["calls"] == 0 and "7: its A is a FullyShardedDataParallel" in ours["report"]
+    trainer = name.startswith("fsdp1_trainer")  # each A and B is an FSDP1 module, which only a call of it gathers
+    line = f"{'WARNING' if trainer else 'INFO'} BITSHARD_FUSE=1: {ours['report']}"
+    assert ours["said"] == ([line] if name in BY_SWITCH else []) and theirs["said"] == []
+    if trainer:
+        assert ours["calls"] == 0 and "0 fused, 7 left to peft (7: FSDP1 has its A and B in units" in ours["report"]
+        assert "take FSDP2 (fsdp_version: 2), or use_orig_params with a policy" in ours["report"]
         return
     forwards = 2 if name == "fsdp2_checkpointed" else 1
     assert ours["calls"] == CALLS * forwards and ours["report"] == "7 LoRA layers: 7 fused"

@@ -12,7 +12,7 @@ try:
         raise ImportError("bitshard needs Python with the GIL: this one is free-threaded")
     import torch  # noqa: F401  (the C core looks up libtorch, which must be loaded)
 
-    from bitshard import _C, autograd, direct, functional, nn, ops, registry, state, tensor
+    from bitshard import _C, at_train, autograd, direct, functional, nn, ops, registry, state, switches, tensor
     from bitshard.autograd import matmul_4bit
     from bitshard.entries import ENTRIES
     from bitshard.int8_params import Int8Params
@@ -21,6 +21,7 @@ try:
     from bitshard.tensor import PackedData, Params4bit
 
     direct.enable_direct_calls(Params4bit, PackedData, Int8Params)
+    switches.attend(at_train.ACTS)
     registry.watch(ENTRIES)
     __version__ = _C.version
 except ImportError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 
@@ -94,8 +94,14 @@ PEFT_MERGES_STACKS = Foreign(
     "param.data.clone()",
     "with safe_merge adds to a copy of the values: of packed bytes a stand-in takes what is added",
 )
+TORCH_TRAINS = Foreign(
+    "torch.nn.modules.module",
+    "Module.train",
+    "module.train(mode)",
+    "tells each part of a model that training begins: the outermost one that runs is of the model itself",
+)
 KNOWN = (FSDP2_PREPARES, FSDP1_WRAPS, FSDP1_FLATTENS, DDP_SENDS, TRANSFORMERS_RESERVES, TRANSFORMERS_SAVES)
-KNOWN += (PEFT_MERGES, PEFT_UNMERGES, PEFT_LOOKS, PEFT_MERGES_STACKS, TORCH_EXPORTS)
+KNOWN += (PEFT_MERGES, PEFT_UNMERGES, PEFT_LOOKS, PEFT_MERGES_STACKS, TORCH_EXPORTS, TORCH_TRAINS)
 
 
 # Methods of modules and trainers in which a forward runs: torch's, transformers' and Lightning's
@@ -108,11 +114,9 @@ def running_methods() -> Iterator[Any]:
     Up to Python 3.12 a look into a frame's variables keeps them all alive until its function returns. These functions
     end with the forward; that which has made the model, and may drop it, is not looked into.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _outwards(sys._getframe(1)):
         if frame.f_code.co_name in _RUNNING:
             yield frame.f_locals.get("self")
-        frame = frame.f_back
 
 
 def asker() -> FrameType | None:
@@ -138,7 +142,26 @@ def asked_by(known: Foreign) -> FrameType | None:
 
 def running(known: Foreign) -> FrameType | None:
     """The innermost frame of a known function that is running in this thread; None where there is none."""
-    frame = sys._getframe(1)
-    while frame is not None and not is_of(frame, known):
+    return next((frame for frame in _outwards(sys._getframe(1)) if is_of(frame, known)), None)
+
+
+def outermost(known: Foreign, code: CodeType) -> FrameType | None:
+    """The outermost running call of a known function whose calls call each other; None without one.
+
+    `code` is that of the function itself. Others of its name may be between them (those of subclasses and wrappers); a
+    function of another name ends the search.
+    """
+    name, found = known.function.rpartition(".")[2], None
+    for frame in _outwards(sys._getframe(2)):  # from what calls the function that asks
+        if frame.f_code is code:
+            found = frame
+        elif frame.f_code.co_name != name:
+            break
+    return found
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """`frame` and those that it was called from."""
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return frame

@@ -10,11 +10,11 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from bitshard import switches
 from bitshard.kinds import QUANT_METHOD
 
 STOCK = "bitsandbytes_4bit"  # transformers' name of BitsAndBytesConfig(load_in_4bit=True)
@@ -39,7 +39,7 @@ def enter(registries: Any = None) -> None:
         return
     registries.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(QUANT_METHOD, _entries.config)
     registries.AUTO_QUANTIZER_MAPPING.setdefault(QUANT_METHOD, _entries.quantizer)
-    if os.environ.get("BITSHARD_EXPERTS") == "1":
+    if switches.read().experts:
         take_over(registries)
 
 

@@ -8,6 +8,7 @@ scale is wrong. Ranks share a batch, so that their mean loss is that of one proc
 
 import contextlib
 import functools
+import logging
 
 import peft
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import transformers
 from bitshard import lora
 from common import finish, start
+from helpers import switches
 from helpers.llama import TOKENS
 from helpers.lora import fused_calls, layers, randomize, wrong_scale
 from torch.distributed.fsdp import (
@@ -66,12 +68,10 @@ def fsdp1(model, **options):
     )
 
 
-def as_trainer_wraps(model):
-    """peft's policy for FSDP1 without use_orig_params: each A and B is a unit of its own."""
+def as_trainer_wraps(model, orig):
+    """peft's policy for FSDP1: each A and B is a unit of its own, with use_orig_params and without."""
     policy = peft.utils.other.fsdp_auto_wrap_policy(model)
-    return FullyShardedDataParallel(
-        model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=False
-    )
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=orig)
 
 
 def layer_by_layer(model):
@@ -102,19 +102,40 @@ SCENARIOS = {
     "fsdp1": (fsdp1, torch.float32, True),
     "fsdp1_fused_later": (fsdp1, torch.float32, False),
     "fsdp1_bf16": (functools.partial(fsdp1, mixed_precision=BF16), torch.bfloat16, True),
-    "fsdp1_trainer": (as_trainer_wraps, torch.float32, True),
+    "fsdp1_trainer": (functools.partial(as_trainer_wraps, orig=False), torch.float32, True),
+    "fsdp1_trainer_orig_params": (functools.partial(as_trainer_wraps, orig=True), torch.float32, True),
 }
+BY_SWITCH = ("ddp", "fsdp2", "fsdp1", "fsdp1_trainer", "fsdp1_trainer_orig_params")  # BITSHARD_FUSE=1 instead of `fuse`
+
+
+def by_switch(model):
+    """Fuse a wrapped model as BITSHARD_FUSE=1 does when its train() is called; what rank 0 says of it."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(f"{record.levelname} {record.getMessage()}")
+    logger = logging.getLogger("bitshard")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    with switches.set_to(FUSE="1"):
+        for _ in range(2):
+            model.train()
+    logger.removeHandler(handler)
+    assert dist.get_rank() == 0 or not said, said
+    everybody = [said]
+    dist.broadcast_object_list(everybody)
+    return everybody[0]
 
 
 def train(args, name, kind):
     """Losses and gradient norms of a run, calls that were fused, what `report` says, the adapter; and after unfuse."""
     wrap, dtype, first = SCENARIOS[name]
     model = build(args, dtype)
-    if kind != "peft" and first:
+    by_hand = kind == "planted" or (kind == "fused" and name not in BY_SWITCH)
+    if by_hand and first:
         lora.fuse(model)
     model = wrap(model)
-    if kind != "peft" and not first:
+    if by_hand and not first:
         lora.fuse(model)
+    said = [] if by_hand or kind == "peft" else by_switch(model)
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     assert bool(sharded) is name.startswith("fsdp2"), name
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
@@ -132,7 +153,7 @@ def train(args, name, kind):
             mean = loss.detach().float()
             dist.all_reduce(mean)
             losses.append(float(mean) / dist.get_world_size())
-    found = {"losses": losses, "norms": norms, "calls": len(calls), "report": str(lora.report(model))}
+    found = {"losses": losses, "norms": norms, "calls": len(calls), "report": str(lora.report(model)), "said": said}
     found |= {"weights": weights(model, name), "unfused": lora.unfuse(model)}
     with fused_calls() as calls, torch.no_grad():
         model(input_ids=rows)

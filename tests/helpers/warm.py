@@ -307,7 +307,10 @@ def hidden(new: list[str]) -> bool:
 
 
 def read_again(ours: dict[str, str]) -> None:
-    """Do what an interpreter and its imports do with READ_AGAIN, where a value is not that of the server."""
+    """Do what an interpreter and its imports do with READ_AGAIN, where a value is not that of the server.
+
+    And what bitshard does with its switches.
+    """
     asked = {name: os.environ[name] for name in READ_AGAIN if os.environ.get(name) != ours.get(name)}
     if "OMP_NUM_THREADS" in asked:
         sys.modules["torch"].set_num_threads(int(asked["OMP_NUM_THREADS"]))
@@ -319,6 +322,8 @@ def read_again(ours: dict[str, str]) -> None:
     if "TRANSFORMERS_VERBOSITY" in asked and "transformers" in sys.modules:
         logging = sys.modules["transformers.utils.logging"]
         logging.set_verbosity(logging.log_levels[asked["TRANSFORMERS_VERBOSITY"]])
+    if "bitshard.switches" in sys.modules:
+        sys.modules["bitshard.switches"].read()
 
 
 def interpret(arguments: list[str]) -> int:

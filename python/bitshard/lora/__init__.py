@@ -17,6 +17,7 @@ that one product needs a copy of them and a split of its result, which cost the 
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,6 +127,12 @@ def report(model: nn.Module) -> Report:
         dtype_name(dtype) for name in fused if (dtype := _ways(found[name]).cast_to(found[name])) is not None
     )
     return Report(fused, left, elsewhere, dict(cast.most_common()))
+
+
+def first_layer(model: nn.Module) -> nn.Module | None:
+    """The first LoRA layer of `model`, None without one. Does not import peft: a model with such layers has."""
+    layers = sys.modules.get("peft.tuners.lora")
+    return layers and next((module for module in model.modules() if isinstance(module, layers.LoraLayer)), None)
 
 
 def _layers(model: nn.Module, caller: str, needed: bool = True) -> dict[str, nn.Module]:

@@ -54,6 +54,11 @@ LINEARS = frozenset((nn.Linear,))
 TENSORS = frozenset((Tensor, nn.Parameter))
 FORWARDS = ("forward", "_compiled_call_impl")  # which a module has in its `__dict__` where somebody has set them
 DTYPES = frozenset(VALUE_DTYPES.values())
+FSDP1 = "FullyShardedDataParallel"  # the class of a unit of FSDP1
+OWN_UNITS = (
+    "FSDP1 has its A and B in units of their own, as peft's wrap policy and Trainer make them, and gathers these only "
+    "by calling them: take FSDP2 (fsdp_version: 2), or use_orig_params with a policy that wraps decoder layers only"
+)
 # What peft's layer keeps in its `__dict__`, and is read there.
 ATTRIBUTES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant")
 ATTRIBUTES += ("cast_input_dtype_enabled",)
@@ -267,6 +272,8 @@ def _unlike(A: nn.Module, B: nn.Module, base: nn.Module, dropout: nn.Module, bas
     """What is around or in the place of one of four modules that are not all plain ones of their classes."""
     plain = {"base layer": (base, bases), "A": (A, LINEARS), "B": (B, LINEARS), "dropout": (dropout, DROPOUTS)}
     for role, (part, classes) in plain.items():
+        if role in ("A", "B") and type(part).__name__ == FSDP1:
+            return OWN_UNITS
         if type(part) not in classes:
             return f"its {role} is a {type(part).__name__}"
         own = dict(vars(part))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import foreign, gather, kept_part, ops
+from bitshard import foreign, gather, kept_part, ops, switches
 from bitshard.container import repack
 from bitshard.guards import module_move
 from bitshard.inventory import held_by, model_of, path_of
@@ -45,7 +45,8 @@ class PackedWeight:
         flat: FSDP1 with use_orig_params, which looks for the very tensors that it put here.
         foreign: somebody else has set the bytes since they were quantized or loaded.
         checked: the state that foreign bytes were last compared with.
-        unwatched: loaded into shards, and no forward with gradients has been seen (`sharding.weights.late_adapters`).
+        unwatched: no forward with gradients has been seen, and somebody waits for it (`watch`).
+        late: loaded into shards: adapters may come after `fully_shard` (`sharding.weights.late_adapters`).
         kind: what the bytes are (`bitshard.kinds`).
         reported: the log has told what of the model is 4-bit (`bitshard.inventory`).
         kept: the weight from before adapters were merged into it (`bitshard.nn.merged.Kept`), while some are.
@@ -53,6 +54,7 @@ class PackedWeight:
     """
 
     kind: Kind = FOUR_BIT
+    late = False
     restored: tuple[int, str] | None = None
 
     def __init__(self, owner: nn.Module, name: str, shape: tuple[int, ...] | None = None):
@@ -66,7 +68,7 @@ class PackedWeight:
         self.flat = False
         self.foreign = False
         self.checked: QuantState | None = None
-        self.unwatched = False
+        self.unwatched = switches.acting is not None
         self.reported = False
         self.kept: merged.Kept | None = None
 
@@ -85,7 +87,7 @@ class PackedWeight:
         """A holder like this one for another module, in which the weight is whole."""
         new = copy.copy(self)
         new.owner, new.state, new.place, new.shard, new.awaited = owner, state, Place.WHOLE, None, None
-        new.flat = new.foreign = new.unwatched = False
+        new.flat = new.foreign = new.unwatched = new.late = False
         new.kept = self.kept if owner is self.owner else None
         return new
 
@@ -274,10 +276,17 @@ class PackedWeight:
         )
 
     def watch(self) -> None:
-        """In the first forward with gradients: see to it that a backward warns of adapters that nobody averages."""
-        from bitshard.sharding.weights import late_adapters
+        """In the first forward with gradients: see to it that a backward warns of adapters that nobody averages.
 
-        late_adapters.watch(self.owner)
+        And tell of switches that wait for a `train` which nobody has called (`bitshard.switches`).
+        """
+        self.unwatched = False
+        if self.late:
+            from bitshard.sharding.weights import late_adapters
+
+            late_adapters.watch(self.owner)
+        if switches.acting is not None:
+            switches.acting.forwards(self.owner)
 
     # -- what the weight tells (see Params4bit) --
 
@@ -298,7 +307,8 @@ class PackedWeight:
 
     def arrived(self, state: QuantState) -> None:
         """The awaited rows are quantized, and FSDP2 is about to register their shard."""
-        self.awaited, self.state, self.place, self.unwatched = None, state, Place.SHARD, True
+        self.awaited, self.state, self.place = None, state, Place.SHARD
+        self.unwatched = self.late = True
 
     def rebuilt(self) -> None:
         """A float weight is being made for the layer, by peft out of the attributes of the packed one that it has.
@@ -621,6 +631,12 @@ class HoldsPackedWeights(nn.Module, OfBitsandbytes):
     def _replace_holder(self, held: PackedWeight, new: PackedWeight) -> None:
         new.owner = self
         self.packed_stacks = {**self.packed_stacks, held.name: new}
+
+    def train(self, mode: bool = True) -> Any:
+        """As of any module; switches in the environment learn here that a model trains (`bitshard.at_train`)."""
+        if switches.acting is not None and mode and not torch.compiler.is_compiling():
+            switches.acting.trains(self)
+        return super().train(mode)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with contextlib.ExitStack() as stack:

@@ -421,6 +421,8 @@ class Linear8bitLt(HoldsInt8Weight, nn.Linear):
         state.is_training = self.training
         weight, bias = parameters["weight"] if "weight" in parameters else self.weight, self._bias(x)
         scales = None if torch.compiler.is_compiling() else held.rows_of(weight)
+        if held.unwatched and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            held.watch()
         if scales is not None:
             return weight, scales, bias
         if held.state is not None or getattr(weight, "quant_state", None) is not None:

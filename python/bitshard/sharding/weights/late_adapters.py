@@ -107,7 +107,7 @@ def watch(layer: nn.Module) -> None:
     """
     model = inventory.model_of(layer)
     for _, held in inventory.holders(model):
-        held.unwatched = False
+        held.unwatched = held.late = False
     late = (module for module in model.modules() if module not in _sharded)  # while it runs, theirs are plain, too
     own = (p for module in late for p in module.parameters(recurse=False))
     plain = [p for p in own if p.requires_grad and not isinstance(p, DTensor)]

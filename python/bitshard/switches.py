@@ -1,0 +1,75 @@
+"""Switches in the environment, for scripts that nobody wants to edit: what they are, and their one place of reading.
+
+    BITSHARD_EXPERTS=1    as bitshard.experts.enable() before the model is loaded
+    BITSHARD_FUSE=1       as bitshard.lora.fuse(model)
+    BITSHARD_GRAPHS=1     as bitshard.graphs.enable(model)
+    BITSHARD_FAST=1       the last two; a 0 for one of them leaves that one out
+
+The last three need a model. Layers with packed weights know when one begins to train, and call what stands in `acting`
+(`bitshard.at_train`, which is above them); it is None where no such switch is on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+logger = logging.getLogger("bitshard")
+
+
+class Switches(NamedTuple):
+    """For each thing the variable that turns it on; "" where none does."""
+
+    experts: str = ""
+    fuse: str = ""
+    graphs: str = ""
+
+
+class Acts(NamedTuple):
+    """What a layer with a packed weight calls: in its `train(True)`, and in its first forward with gradients."""
+
+    trains: Callable[[Any], None]
+    forwards: Callable[[Any], None]
+
+
+on = Switches()  # as last read
+acting: Acts | None = None  # where `on` has something that needs a model
+_acts: Acts | None = None  # since `attend`, which `import bitshard` calls
+_warned: set[tuple[str, str]] = set()
+
+
+def read() -> Switches:
+    """What the environment says now. A line for each value that is none, once, on rank 0."""
+    global on, acting
+    fast = _asked("BITSHARD_FAST")
+    on = Switches(_by("BITSHARD_EXPERTS"), _by("BITSHARD_FUSE", fast), _by("BITSHARD_GRAPHS", fast))
+    acting = _acts if on.fuse or on.graphs else None
+    return on
+
+
+def attend(acts: Acts) -> None:
+    """Let layers call `acts` where a switch that needs a model is on."""
+    global _acts
+    _acts = acts
+    read()
+
+
+def _by(name: str, fast: bool | None = None) -> str:
+    """The variable that turns on what `name` is for, by itself or because BITSHARD_FAST does (`fast`)."""
+    asked = _asked(name)
+    if asked is None and fast:
+        return "BITSHARD_FAST"
+    return name if asked else ""
+
+
+def _asked(name: str) -> bool | None:
+    """What a variable says: on, off, or None for nothing."""
+    value = os.environ.get(name, "")
+    if value in ("", "0", "1"):
+        return value == "1" if value else None
+    if (name, value) not in _warned and os.environ.get("RANK", "0") == "0":
+        _warned.add((name, value))
+        logger.warning("%s=%s is ignored: expected 1 (on), 0 (off) or nothing", name, value)
+    return None

@@ -1,0 +1,26 @@
+"""Switches of the environment, read again within a test, and a recorder in the place of `bitshard.graphs.enable`."""
+
+import contextlib
+
+import pytest
+from bitshard import at_train, graphs, switches
+
+NAMES = ("BITSHARD_EXPERTS", "BITSHARD_FUSE", "BITSHARD_GRAPHS", "BITSHARD_FAST")
+
+
+@contextlib.contextmanager
+def set_to(**values: str):
+    """BITSHARD_<NAME> by name while this is open, and no other switch; yields what `graphs.enable` was called with."""
+    enabled = []
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in NAMES:
+                patch.delenv(name, raising=False)
+            for name, value in values.items():
+                patch.setenv(f"BITSHARD_{name}", value)
+            patch.setattr(graphs, "enable", enabled.append, raising=False)
+            patch.setattr(at_train, "_missed", False)
+            switches.read()
+            yield enabled
+    finally:
+        switches.read()
