@@ -256,7 +256,7 @@ def test_adapters_that_come_later(told):
     "made, level, text",
     [
         (model, "INFO", "1 LoRA layers: 1 fused"),
-        (lambda: model(lora_dropout=0.5), "WARNING", "1 LoRA layers: 0 fused, 1 left to peft (1: dropout, which "),
+        (lambda: model(lora_bias=True), "WARNING", "1 LoRA layers: 0 fused, 1 left to peft (1: A or B has a bias"),
         (lambda: nn.Sequential(quantized(), dense()), "WARNING", "none of the 1 LoRA layers of this Sequential can be"),
         (quantized, None, None),
     ],
@@ -277,13 +277,13 @@ def dense():
     return peft.get_peft_model(nn.Sequential(nn.Linear(8, 8)), peft.LoraConfig(target_modules=["0"]))
 
 
-def test_what_graphs_refuse_is_said_once(told, monkeypatch):
-    with environment.set_to(GRAPHS="1"):
+def test_what_graphs_refuse_is_said_once(told):
+    with environment.set_to(GRAPHS="1"), pytest.MonkeyPatch.context() as patch:
 
         def refuse(_):
             raise ValueError("bitshard.graphs.enable: no GPU")
 
-        monkeypatch.setattr(graphs, "enable", refuse)
+        patch.setattr(graphs, "enable", refuse)
         wrapped = model()
         for _ in range(2):
             wrapped.train()

@@ -399,4 +399,7 @@ def _first_rank() -> bool:
 
 
 def _first_line(error: BaseException) -> str:
+    """Of the first error: what comes of it while a recording is ended says less."""
+    while error.__context__ is not None:
+        error = error.__context__
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

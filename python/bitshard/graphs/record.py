@@ -7,6 +7,7 @@ known by its `Place`, and holds until another graph of the pool is launched.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -91,9 +92,13 @@ class Recorder:
         """What was left in the pool by the last graph is overwritten from now on."""
 
     def recover(self) -> None:
-        """After an error while recording: torch leaves the default generator as one that is being recorded."""
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        """After an error while recording: torch leaves the default generator and the pool as being recorded."""
+        device = torch.cuda.current_device()
+        generator = torch.cuda.default_generators[device]
         generator.graphsafe_set_state(generator.clone_state())
+        with contextlib.suppress(AttributeError, RuntimeError):  # it may have ended
+            torch._C._cuda_endAllocateToPool(device, self.pool)
+        self.pool = torch.cuda.graph_pool_handle()
 
     def fork(self, streams: Iterable[Any]) -> None:
         """Within a body: let streams that others work on belong to what is recorded."""
