@@ -614,6 +614,75 @@ def test_a_model_inside_an_enabled_one(folder):
     assert graphs.report(ours).replays == 2
 
 
+# ---- lengths that share a graph ----
+
+
+def packed(lengths):
+    """Sequences in one row, as trl packs them."""
+    ids = torch.randint(0, TOKENS, (1, sum(lengths)))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    labels = ids.masked_fill(positions == 0, -100)
+    return {
+        **{"input_ids": ids, "labels": labels, "position_ids": positions, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends},
+        **{"max_length_q": max(lengths), "max_length_k": max(lengths)},
+    }
+
+
+LENGTHS = (5, 6, 7, 8, 7, 5, 6, 5, 8, 6)
+BATCHES = {
+    "ones": lambda step: batch(step, length=LENGTHS[step]),
+    "zeros": lambda step: batch(step, length=LENGTHS[step], padded=True),
+    "no mask": lambda step: {k: v for k, v in batch(step, length=LENGTHS[step]).items() if k != "attention_mask"},
+    "packed": lambda step: packed([(2, 3), (3, 4), (2, 2, 2), (7,), (4, 3)][step % 5]),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_padding_to_a_step(folder, kind):
+    """All lengths are one graph; losses, norms and what was trained are those of the batches as they are."""
+    ours, theirs = (adapted(folder) for _ in range(2))
+    graphs.enable(ours, pad_to_multiple_of=8)
+    found = [run(model, 10, make=BATCHES[kind]) for model in (ours, theirs)]
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    said = graphs.report(ours)
+    assert said.graphs <= 2 and said.replays >= 8, said
+    given = BATCHES[kind](0)
+    shapes = [model(**given).logits.shape for model in (ours, theirs)]
+    assert shapes[0] == shapes[1]
+
+
+def test_what_is_not_padded(folder):
+    """Batches with a tensor of unknown meaning, and models where tokens behind others count."""
+    from bitshard.graphs import padding
+
+    given = {"input_ids": torch.ones(1, 5, dtype=torch.long)}
+    assert padding.padded(given, 8, True).kwargs["input_ids"].shape == (1, 8)
+    for more in (
+        {"weights": torch.ones(1, 5)},
+        {"labels": torch.ones(1, 4)},
+        {"attention_mask": torch.ones(1, 1, 5, 5)},
+    ):
+        assert padding.padded({**given, **more}, 8, True).kwargs.keys() == {*given, *more}
+        assert padding.padded({**given, **more}, 8, True).kwargs["input_ids"].shape == (1, 5)
+    model = adapted(folder)
+    assert padding.pads(model)
+    model.config.output_router_logits = True
+    assert not padding.pads(model) and not padding.pads(Scaled())
+    for wrong in (0, -8, True, 2.0):
+        with pytest.raises(ValueError, match="pad_to_multiple_of is"):
+            graphs.enable(model, pad_to_multiple_of=wrong)
+
+
+def test_the_step_by_a_variable(monkeypatch, caplog):
+    for value, step in (("16", 16), ("", None), ("x", None), ("0", None)):
+        monkeypatch.setenv("BITSHARD_PAD_TO_MULTIPLE_OF", value)
+        model = Scaled()
+        graphs.enable(model)
+        assert vars(model)["_compiled_call_impl"]._step == step
+    assert caplog.text.count("BITSHARD_PAD_TO_MULTIPLE_OF=x is ignored: expected a number of tokens") == 1
+
+
 # ---- what is compared ----
 
 STATES = {
@@ -647,6 +716,22 @@ def test_what_is_compared(name):
     assert states() == before
     STATES[name](model)
     assert states() != before
+
+
+def test_the_same_hook_again():
+    """transformers' trainers let the embeddings want a gradient in each step, by one more hook each."""
+    model = torch.nn.Linear(2, 2)
+
+    def make_inputs_require_grads(module, given, output):
+        output.requires_grad_(True)
+
+    before = _C.module_states([vars(model)])
+    model.register_forward_hook(make_inputs_require_grads)
+    once = _C.module_states([vars(model)])
+    model.register_forward_hook(make_inputs_require_grads)
+    assert before != once == _C.module_states([vars(model)])
+    model.register_forward_hook(print)
+    assert _C.module_states([vars(model)]) != once
 
 
 def test_states_of_what_is_no_module():

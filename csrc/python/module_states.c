@@ -15,13 +15,24 @@ enum {
   DATA_PTR = N_KEYS,
   REQUIRES_GRAD,
   LOCAL,
+  NAME,
+  SAME,
   NAMES
 };
 
-static const char *const texts[NAMES] = {
-    "training",           "_modules",       "_parameters",         "_buffers",
-    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
-    "data_ptr",           "requires_grad",  "_local_tensor"};
+static const char *const texts[NAMES] = {"training",
+                                         "_modules",
+                                         "_parameters",
+                                         "_buffers",
+                                         "_forward_pre_hooks",
+                                         "_forward_hooks",
+                                         "_backward_pre_hooks",
+                                         "_backward_hooks",
+                                         "data_ptr",
+                                         "requires_grad",
+                                         "_local_tensor",
+                                         "__name__",
+                                         "make_inputs_require_grads"};
 static PyObject *names[NAMES]; /* interned, kept for the process */
 
 /* Words written so far; grows. `seen` and `is_dtensor` keep what is known of the class of the last tensor. */
@@ -92,6 +103,28 @@ static bool put_all(states *const s, PyObject *const dict, const bool tensors) {
   return true;
 }
 
+/* Whether a hook is the one by which transformers makes embeddings want a gradient: its trainers add it in each step.
+ */
+static bool same_hook(PyObject *const hook) {
+  PyObject *const name = PyObject_GetAttr(hook, names[NAME]);
+  if (name == NULL) PyErr_Clear();
+  const bool same = name != NULL && PyUnicode_Check(name) && PyUnicode_Compare(name, names[SAME]) == 0;
+  Py_XDECREF(name);
+  return same;
+}
+
+/* The hooks of a dictionary; however many of those that are the same as one. */
+static bool put_hooks(states *const s, PyObject *const dict) {
+  PyObject *key, *value;
+  Py_ssize_t at = 0;
+  uint64_t same = 0;
+  while (PyDict_Next(dict, &at, &key, &value)) {
+    if (same_hook(value)) same = 1;
+    else if (!put_object(s, value)) return false;
+  }
+  return put(s, same);
+}
+
 static bool put_module(states *const s, PyObject *const dict) {
   for (int i = 0; i < N_KEYS; i++) {
     PyObject *const value = PyDict_GetItemWithError(dict, names[i]);
@@ -101,7 +134,7 @@ static bool put_module(states *const s, PyObject *const dict) {
     }
     if (i == TRAINING || !PyDict_Check(value)) {
       if (!put_object(s, value)) return false;
-    } else if (!put_all(s, value, i == PARAMETERS || i == BUFFERS)) {
+    } else if (!(i >= HOOKS ? put_hooks(s, value) : put_all(s, value, i == PARAMETERS || i == BUFFERS))) {
       return false;
     }
   }

@@ -4,9 +4,10 @@
     BITSHARD_FUSE=1       as bitshard.lora.fuse(model)
     BITSHARD_GRAPHS=1     as bitshard.graphs.enable(model)
     BITSHARD_FAST=1       the last two; a 0 for one of them leaves that one out
+    BITSHARD_PAD_TO_MULTIPLE_OF=64    the step of bitshard.graphs.enable(model, pad_to_multiple_of=64)
 
-The last three need a model. Layers with packed weights know when one begins to train, and call what stands in `acting`
-(`bitshard.at_train`, which is above them); it is None where no such switch is on.
+FUSE, GRAPHS and FAST need a model. Layers with packed weights know when one begins to train, and call what stands in
+`acting` (`bitshard.at_train`, which is above them); it is None where no such switch is on.
 """
 
 from __future__ import annotations
@@ -49,6 +50,17 @@ def read() -> Switches:
     return on
 
 
+def padding() -> int | None:
+    """The step to which graphs pad batches, as BITSHARD_PAD_TO_MULTIPLE_OF says; None where it says none."""
+    name = "BITSHARD_PAD_TO_MULTIPLE_OF"
+    value = os.environ.get(name, "")
+    if value.isdecimal() and int(value) > 0:
+        return int(value)
+    if value:
+        _warn(name, value, "a number of tokens from 1 on")
+    return None
+
+
 def attend(acts: Acts) -> None:
     """Let layers call `acts` where a switch that needs a model is on."""
     global _acts
@@ -69,7 +81,12 @@ def _asked(name: str) -> bool | None:
     value = os.environ.get(name, "")
     if value in ("", "0", "1"):
         return value == "1" if value else None
+    _warn(name, value, "1 (on), 0 (off) or nothing")
+    return None
+
+
+def _warn(name: str, value: str, expected: str) -> None:
+    """A line about a value that is none, once, on rank 0."""
     if (name, value) not in _warned and os.environ.get("RANK", "0") == "0":
         _warned.add((name, value))
-        logger.warning("%s=%s is ignored: expected 1 (on), 0 (off) or nothing", name, value)
-    return None
+        logger.warning("%s=%s is ignored: expected %s", name, value, expected)

@@ -1,7 +1,6 @@
 """A graph that is played, by calling again what it would launch, for machines without a GPU."""
 
 import torch
-
 from bitshard.graphs.record import Place
 
 

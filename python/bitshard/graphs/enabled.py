@@ -1,11 +1,11 @@
 """What stands in front of the call of a model: each call of a training step as two CUDA graphs, or as it is.
 
-`Enabled` is what `model(...)` calls, hooks and all: torch asks a module's `_compiled_call_impl` for that first, where its
-own `compile` puts a call, too. It is dropped from copies and pickles. Nothing is patched.
+`Enabled` is what `model(...)` calls, hooks and all: torch asks a module's `_compiled_call_impl` for that first, where
+its own `compile` puts a call, too. It is dropped from copies and pickles. Nothing is patched.
 
 A call of a new form (shapes, dtypes, other arguments, settings) runs as it is, and is looked at. The next one of this
-form is recorded and launched, all later ones are launched. Ranks need not agree on that: what is recorded calls nothing,
-and what is launched calls the collectives of the step, in its order, whichever way another rank goes.
+form is recorded and launched, all later ones are launched. Ranks need not agree on that: what is recorded calls
+nothing, and what is launched calls the collectives of the step, in its order, whichever way another rank goes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard.graphs import masks, record, watched, watcher
+from bitshard.graphs import masks, padding, record, watched, watcher
 from bitshard.graphs.calls import Answer, Call, Refused, settings
 from bitshard.graphs.pair import Gradients, Learned, Pair, Run
 from bitshard.graphs.sharded import Sharded
@@ -59,8 +59,8 @@ class Report:
 class Enabled:
     """The call of `model`, as graphs where that is the same."""
 
-    def __init__(self, model: nn.Module):
-        self._model = weakref.ref(model)
+    def __init__(self, model: nn.Module, step: int | None = None):
+        self._model, self._step, self._pads = weakref.ref(model), step, False
         self._forms: OrderedDict[Hashable, Learned | Pair | str] = OrderedDict()
         self._recorder: Any = None
         self._units: Sharded | None = None
@@ -91,17 +91,25 @@ class Enabled:
     def _run(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         try:
             self._prepare(model)
-            call = Call.of(args, kwargs, self._device)
-            key = call.key, masks.facts(args, kwargs), settings()
+            facts = masks.facts(args, kwargs)
+            given = self._padded(args, kwargs, facts)
+            call = Call.of(args, given.kwargs, self._device)
+            key = call.key, given.facts(facts), settings()
         except Refused as refused:
             return self._eagerly(model, args, kwargs, str(refused))
         form, why = self._current(key), self._not_now()
-        if form is None or (isinstance(form, Learned) and form.used is None):
-            return self._look(model, key, call)
+        if form is None or (isinstance(form, Learned) and not form.used):
+            return given.cut(self._look(model, key, call))
         if why is None and isinstance(form, Learned):
             form = self._record(model, key, call, form)
         why = form if isinstance(form, str) else why
-        return self._launch(form, call) if why is None else self._eagerly(model, args, kwargs, why)
+        return given.cut(self._launch(form, call)) if why is None else self._eagerly(model, args, kwargs, why)
+
+    def _padded(self, args: tuple, kwargs: dict[str, Any], facts: tuple) -> padding.Padded:
+        """The arguments, with tokens behind all others where somebody asked for that."""
+        if self._step is None or args or not self._pads:
+            return padding.Padded(kwargs)
+        return padding.padded(kwargs, self._step, "attention_mask" not in kwargs or facts[:1] == (True,))
 
     def _prepare(self, model: nn.Module) -> None:
         """Look at the model in its first call in training, and again where it has changed; Refused for good reasons."""
@@ -130,6 +138,7 @@ class Enabled:
         self._never = self._reason(model)
         if self._never is None:
             self._units.reduce_always()
+        self._pads = padding.pads(model)
         trained = list(watched.trained(model))
         self._memory = Gradients(trained) if trained and self._never is None else None
         self._seen = self._everything()
@@ -257,6 +266,7 @@ class Enabled:
         graded = _Step.apply(run, [results[n] for n in pair.graded], self._anchor, *run.inputs)
         for n, tensor in zip(pair.graded, graded, strict=True):
             results[n] = tensor
+        run.keep(results)
         if self._units:
             watcher.launched(self._device)
         return pair.output(results)
@@ -317,22 +327,22 @@ class _Step(torch.autograd.Function):
 
 
 class _Look(torch.autograd.Function):
-    """Results as they are; notes which of them get a gradient."""
+    """Copies of results, for the caller may change them in place; notes which of them get a gradient from there."""
 
     @staticmethod
     def forward(ctx: Any, learned: Learned, *results: Tensor) -> tuple[Tensor, ...]:
         ctx.learned = learned
         ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in results)
+        return tuple(tensor.clone() for tensor in results)
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.learned.gradients_of(incoming)
+        ctx.learned.came(incoming)
         return None, *incoming
 
 
 class _Apart(torch.autograd.Function):
-    """The same for FSDP2, with autograd's graph of the call apart from the caller's.
+    """The same for FSDP2's units, with autograd's graph of the call apart from the caller's.
 
     A caller who holds a result would hold the leaves of FSDP2's whole parameters with it, which belong to the stream of
     this call: the recording, on another stream, would meet them.
@@ -342,14 +352,14 @@ class _Apart(torch.autograd.Function):
     def forward(ctx: Any, learned: Learned, results: list[Tensor], anchor: Tensor) -> tuple[Tensor, ...]:
         ctx.learned, ctx.results = learned, list(results)
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in results)
+        return tuple(tensor.clone() for tensor in results)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[None, None, None]:
         if ctx.results is None:
             raise RuntimeError("bitshard.graphs: a second backward through one step (retain_graph)")
-        ctx.learned.gradients_of(incoming)
+        ctx.learned.came(incoming)
         pairs = [(tensor, grad) for tensor, grad in zip(ctx.results, incoming, strict=True) if grad is not None]
         ctx.results = None
         with torch.enable_grad():

@@ -30,10 +30,12 @@ def facts(args: tuple, kwargs: dict[str, Any]) -> tuple:
     asked = [tensor for tensor in (*args[1:], *asked) if _may_be_mask(tensor)]
     if not asked:
         return ()
-    found = [
-        value for t in asked for value in (t.all(), (t.diff(dim=-1) != 1).any() if t.dtype != torch.bool else t.all())
-    ]
+    found = [value for tensor in asked for value in (tensor.all(), _restarts(tensor))]
     return tuple(torch.stack(found).tolist())
+
+
+def _restarts(tensor: Tensor) -> Tensor:
+    return tensor.all() if tensor.dtype == torch.bool else (tensor.diff(dim=-1) != 1).any()
 
 
 def _may_be_mask(tensor: Any) -> bool:

@@ -31,7 +31,7 @@ class Learned:
 
     Attributes:
         answer: the form of the module's output, without its tensors.
-        used: which of the output's tensors got a gradient; None until a backward came.
+        used: which of the output's tensors got a gradient; none until a backward came.
         notes: the answers of mask functions.
         draws: where random numbers were drawn.
         copied: results that callers held until the next call: they get copies of these.
@@ -39,19 +39,22 @@ class Learned:
 
     def __init__(self, device: torch.device):
         self.answer: Answer | None = None
-        self.used: list[int] | None = None
+        self.used: set[int] = set()
         self.notes: masks.Noted = []
         self.draws = Draws(device)
         self.copied: set[int] = set()
 
     def lends(self, number: int) -> bool:
-        """Whether a result is large enough to be handed out where it is."""
-        shape, dtype = self.answer.shapes[number]
-        return number not in self.copied and shape.numel() * dtype.itemsize > SMALL
+        """Whether a result is handed out where it is: a large one that gets no gradient, which nobody held so far.
 
-    def gradients_of(self, incoming: tuple[Tensor | None, ...]) -> None:
-        """Learn from a backward: gradients of the differentiable tensors, in their order."""
-        self.used = [n for n, grad in zip(self.answer.graded, incoming, strict=True) if grad is not None]
+        What gets one is often changed in place on its way to a loss; the backward's graph may need it as it was.
+        """
+        shape, dtype = self.answer.shapes[number]
+        return number not in self.copied and number not in self.used and shape.numel() * dtype.itemsize > SMALL
+
+    def came(self, incoming: tuple[Tensor | None, ...]) -> None:
+        """A backward came, with gradients of differentiable results in their order."""
+        self.used.update(n for n, grad in zip(self.answer.graded, incoming, strict=True) if grad is not None)
 
 
 class Gradients:
@@ -107,6 +110,7 @@ class Pair:
         self.plain = list(self._leaves)  # those that get a gradient, and are not FSDP2's
         self.sharded: list[nn.Parameter] = []
         self.copied, self.lends = learned.copied, learned.lends
+        self._used = sorted(learned.used)
         self.launches = 0
         generators = learned.draws.generators()
         self._forward = recorder.record(self._run_forward)
@@ -129,7 +133,7 @@ class Pair:
             answer = Answer(self._model._call_impl(*args, **kwargs))
         if answer.shapes != learned.answer.shapes or answer.graded != learned.answer.graded:
             raise Refused("its output has another form than in the call before")
-        self._outs = [answer.tensors[n] for n in learned.used]
+        self._outs = [answer.tensors[n] for n in self._used]
         if self._places is None:
             self._incoming = [torch.empty_like(out, memory_format=torch.contiguous_format) for out in self._outs]
         self._recorder.join(self._streams)
@@ -207,14 +211,14 @@ class Pair:
         return tensor if self.lends(number) else tensor.clone()
 
     def backward(self, incoming: dict[int, Tensor], plain: list[nn.Parameter]) -> list[Tensor | None]:
-        """Launch the backward with the gradients of results, by number; gradients of parameters that are not FSDP2's."""
-        used = self._learned.used
+        """Launch the backward with gradients of results, by number; those of parameters that are not FSDP2's."""
+        used = self._used
         unknown = sorted(set(incoming) - set(used))
         if unknown:
             raise RuntimeError(
                 f"bitshard.graphs: a gradient came for result {unknown[0]} of the module, of shape "
-                f"{list(self._learned.answer.shapes[unknown[0]][0])}, but the graph was recorded after a step that used "
-                f"{used} only. Call bitshard.graphs.disable(model), or use the same results in each step"
+                f"{list(self._learned.answer.shapes[unknown[0]][0])}, but the graph was recorded after a step that "
+                f"used {used} only. Call bitshard.graphs.disable(model), or use the same results in each step"
             )
         for number, place in zip(used, self._into, strict=True):
             given = incoming.get(number)
@@ -247,6 +251,12 @@ class Run:
     def __init__(self, pair: Pair, results: list[Tensor]):
         self.pair, self.results, self.done = pair, results, False
         self.inputs = list(pair.plain)
+        self._lent: list[tuple[Tensor, int]] = []
+
+    def keep(self, results: list[Tensor]) -> None:
+        """Remember which results the caller has where they are: the backward's graph may need their values."""
+        lent = [tensor for n, tensor in enumerate(results) if self.pair.lends(n)]
+        self._lent = [(tensor.detach(), tensor._version) for tensor in lent]
 
     def backward(self, incoming: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Launch the backward with gradients of the differentiable results, in their order; those of `inputs`."""
@@ -254,7 +264,13 @@ class Run:
             raise RuntimeError(
                 "bitshard.graphs: a second backward through one step, whose graph keeps nothing for it (retain_graph)"
             )
-        self.done = True
+        changed = next((tensor for tensor, version in self._lent if tensor._version != version), None)
+        if changed is not None:
+            raise RuntimeError(
+                f"bitshard.graphs: a result of shape {list(changed.shape)} was changed in place before the backward, "
+                "whose graph may need it as it was; change a copy"
+            )
+        self.done, self._lent = True, []
         given = zip(self.pair.graded, incoming, strict=True)
         return self.pair.backward({n: grad for n, grad in given if grad is not None}, self.inputs)
 

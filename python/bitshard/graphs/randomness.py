@@ -4,7 +4,8 @@ A GPU's generator is a seed and an offset, which each random kernel moves on. A 
 offset when it is launched, so its forward draws what the same call would draw without it. Gradient checkpointing
 computes parts of the forward ("regions") again in the backward, where torch sets the generator back
 (preserve_rng_state); that needs the host. So the call before a graph is recorded notes at which offset each region
-begins, and a region that draws gets a generator of its own in the backward graph, put to that offset before each launch.
+begins, and a region that draws gets a generator of its own in the backward graph, put to that offset before each
+launch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Draws:
 
     @contextlib.contextmanager
     def noted(self, model: nn.Module) -> Iterator[None]:
-        """Note what is drawn within; Refused afterwards where the host's generators, whose values a graph keeps, are."""
+        """Note what is drawn within; Refused where the host's generators, whose values a graph keeps, are."""
         before = (torch.get_rng_state(), random.getstate()) if self._generator else None
         self.regions.clear()
         self._base = self._offset()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bitshard import gather
 from bitshard.graphs import watched
 
-# Read or set here; torch 2.10 to 2.15 have them. Those of later releases that are set only where they exist: `_CLEARED`.
+# Read or set here. What only some releases have, and is emptied where it exists, stands in `_CLEARED` and `_EMPTIED`.
 STATE = ("_state_ctx", "_comm_ctx", "_training_state")
 CONTEXT = ("iter_forward_root", "post_backward_final_callback_queued", "is_last_backward")
 COMMUNICATION = ("all_gather_stream", "all_gather_copy_in_stream", "reduce_scatter_stream", "post_forward_order")
