@@ -342,11 +342,11 @@ def test_the_lines_of_lora(model, capsys):
 
 def test_the_step_as_one_graph(model, monkeypatch):
     """docs/lora.md: a loop with a captured step, played without a GPU, trains as one without."""
-    import bitshard.graphs as graphs
+    from bitshard.graphs import captured_step
 
     if not torch.cuda.is_available():
-        monkeypatch.setattr(graphs, "Graph", Played)
-        monkeypatch.setattr(graphs, "DEVICE", "cpu")
+        monkeypatch.setattr(captured_step, "Graph", Played)
+        monkeypatch.setattr(captured_step, "DEVICE", "cpu")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model).to(device)
     ids = torch.arange(3, 19, device=device)[None]

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 # Numbers that differ from call to call, which a module takes as tensors, too: the divisor of transformers' losses.
 NUMBERS = ("num_items_in_batch",)
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -51,15 +52,16 @@ class Call(NamedTuple):
 
     def without_tensors(self) -> Call:
         """The same, keeping no tensor of the caller's."""
-        kept = [torch.empty(0) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        kept = [_NOTHING if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return Call(self.key, [], kept, self.spec)
 
 
 def as_tensor(value: Any, device: torch.device) -> Any:
     """A number as a tensor of no dimensions, so that a graph reads it in each launch; all else unchanged."""
-    return (
-        value if isinstance(value, bool) or not isinstance(value, (int, float)) else torch.tensor(value, device=device)
-    )
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value
+    dtype = torch.int64 if isinstance(value, int) else torch.float64  # of no dimensions: decides no result's dtype
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def _tensor(tensor: Tensor, device: torch.device) -> Hashable:

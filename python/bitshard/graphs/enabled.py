@@ -74,7 +74,7 @@ class Enabled:
         self._captures = self._replays = 0
         self._eager: Counter = Counter()
         self._said: set[str] = set()
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._anchor = torch.zeros((), dtype=torch.float32, requires_grad=True)
 
     # -- a call --
 
