@@ -15,7 +15,7 @@ CHECKS = (
     *"ddp_of_ranks_that_differ ddp_of_equal_ranks".split(),
     *"offload checkpointing gather_in_place no_reshard freed_after_use single_layers".split(),
     *"inference_mode eval_modes hsdp".split(),
-    *"assign assign_misfits dequantize describe replicated".split(),
+    *"assign assign_misfits later_gathers dequantize describe replicated".split(),
     *"sharded_state_dict torch_save contradictions full_state_dict torch_full_state_dict".split(),
     *BROADCAST,
     *"embedding_units embedding_tied_head embedding_state_dicts embedding_load".split(),
@@ -26,6 +26,7 @@ CHECKS = (
 THREE_RANKS = (
     *"ranks_that_differ ranks_that_differ_in_scales ranks_agree_once".split(),
     *"gather_in_place inference_mode sharded_state_dict full_state_dict dcp offload assign dequantize".split(),
+    "later_gathers",
     *"int8_dcp int8_full_state_dict int8_torch_state_dicts int8_misfits".split(),
     *BROADCAST,
     *"embedding_units embedding_tied_head embedding_state_dicts".split(),

@@ -1,8 +1,10 @@
 """PackedShard in one process: what its hooks hand over and take back, for many sizes, and what it refuses."""
 
 import copy
+import gc
 import inspect
 import pickle
+import weakref
 
 import bitshard.tensor
 import pytest
@@ -12,7 +14,7 @@ from bitshard.nn.linear import Linear4bit
 from bitshard.shard import PackedShard
 from bitshard.sharding.weights.record import record_of, start_over
 from bitshard.tensor import Params4bit
-from helpers.bytes import same_bytes
+from helpers.bytes import as_bytes, same_bytes
 
 STORAGES = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -86,8 +88,181 @@ def test_gathered_is_what_was_quantized(storage, nested, shape, world):
         assert type(whole) is Params4bit and whole.quant_state is origin.state
         assert same_bytes(whole, packed)
         assert same_bytes(origin.state.absmax, absmax)
-        assert all(a is b for a, b in zip(inner, outputs, strict=True))
+        assert inner == ()
         assert shard.fsdp_post_all_gather(outputs, metadata, torch.float16, out=whole) is None
+
+
+# ---- what is kept from one gather to the next ----
+
+
+def one_of_two(storage=torch.bfloat16, shape=(96, 64)):
+    """The shard of rank 0 of two, and its mesh."""
+    return shards([quantized(*shape, storage) for _ in range(2)], 2)[0], Mesh(2, 0)
+
+
+def made_anew(shard, mesh):
+    """What is handed over where nothing is kept."""
+    other = PackedShard.wrap(shard.plain(), shard.origin)
+    return other.fsdp_pre_all_gather(mesh)[0]
+
+
+@pytest.mark.parametrize("storage", (torch.uint8, torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("world", (1, 2))
+def test_every_gather_hands_over_the_same_tensors(storage, world):
+    """And what is written into the shard and its scales is in them, as loading does it."""
+    shard, mesh = shards([quantized(96, 64, storage) for _ in range(world)], world)[0], Mesh(world, 0)
+    first = shard.fsdp_pre_all_gather(mesh)
+    assert shard.fsdp_pre_all_gather(mesh) is first and len(first[0]) == world
+    shard.copy_(shard.plain().flip(0).clone())
+    if world > 1:
+        shard.origin.state.sharded.own.add_(1)
+    inputs, metadata = shard.fsdp_pre_all_gather(mesh)
+    assert inputs is first[0] and metadata == first[1]
+    for kept, anew in zip(inputs, made_anew(shard, mesh), strict=True):
+        assert same_bytes(kept, anew)
+
+
+def other_bytes(shard):
+    shard.data = PackedShard.wrap(shard.plain().flip(0).clone(), shard.origin)
+
+
+def other_storage(shard):
+    shard.set_(shard.plain().flip(0).clone())
+
+
+def other_part_of_its_storage(shard):
+    longer = torch.cat([shard.plain(), shard.plain().flip(0)])
+    shard.set_(longer[:768])
+    shard.fsdp_pre_all_gather(Mesh(2, 0))
+    shard.set_(longer[768:])
+
+
+def other_scales(shard):
+    sharded = shard.origin.state.sharded
+    sharded.scales = sharded.scales + 1
+
+
+def other_chunk(shard):
+    state = shard.origin.state
+    state.sharded = copy.copy(state.sharded)
+    state.sharded.scales = state.sharded.scales + 1
+
+
+@pytest.mark.parametrize("change", (other_bytes, other_storage, other_part_of_its_storage, other_scales, other_chunk))
+def test_what_was_handed_over_ends_with_its_memory(change):
+    shard, mesh = one_of_two()
+    before = [data.clone() for data in shard.fsdp_pre_all_gather(mesh)[0]]
+    change(shard)
+    inputs = shard.fsdp_pre_all_gather(mesh)[0]
+    assert [same_bytes(new, old) for new, old in zip(inputs, before, strict=True)].count(False) == 1
+    for data, anew in zip(inputs, made_anew(shard, mesh), strict=True):
+        assert data.data_ptr() == anew.data_ptr() and same_bytes(data, anew)
+
+
+def test_freed_and_allocated_again():
+    """As what offloads weights by their storages does."""
+    shard, mesh = one_of_two()
+    shard.fsdp_pre_all_gather(mesh)
+    storage, values = shard.untyped_storage(), shard.plain().clone()
+    size = storage.nbytes()
+    storage.resize_(0)
+    taken = torch.zeros(size, dtype=torch.uint8)  # perhaps where it was
+    storage.resize_(size)
+    shard.copy_(values.flip(0))
+    assert same_bytes(shard.fsdp_pre_all_gather(mesh)[0][0], as_bytes(values.flip(0))) and not taken.any()
+
+
+def test_another_mesh_is_asked_for_its_own():
+    shard, mesh = one_of_two()
+    first = shard.fsdp_pre_all_gather(mesh)
+    assert shard.fsdp_pre_all_gather(Mesh(2, 0)) is not first
+    with pytest.raises(ValueError, match="768 rows where this mesh expects 512"):
+        shard.fsdp_pre_all_gather(Mesh(3, 0))
+
+
+def test_a_state_elsewhere_is_brought_back(monkeypatch):
+    """A state is moved as a whole; whoever moves it puts other tensors into it, and the next gather moves it back."""
+    shard, mesh = one_of_two()
+    shard.fsdp_pre_all_gather(mesh)
+    state = shard.origin.state
+    state.code = state.code.to("meta")
+    moves = []
+    monkeypatch.setattr(type(state), "to", lambda self, device: moves.append((self, device)))
+    shard.fsdp_pre_all_gather(mesh)
+    assert moves == [(state, shard.device)]
+
+
+def test_copies_are_handed_over_once():
+    """A short shard without its padding is copied for each gather: nothing would follow what is written into it."""
+    shard = shards([quantized(35, 33, torch.uint8) for _ in range(3)], 3)[2]
+    shard = PackedShard.wrap(shard.plain().clone(), shard.origin)
+    mesh = Mesh(3, 2)
+    before = shard.fsdp_pre_all_gather(mesh)[0][0]
+    shard.copy_(shard.plain() ^ 0xFF)
+    after = shard.fsdp_pre_all_gather(mesh)[0][0]
+    rows = shard.size(0)
+    assert shard.handed is None and before.numel() > rows
+    assert same_bytes(after[:rows], before[:rows] ^ 0xFF)
+
+
+def test_copies_of_a_shard_hand_over_their_own():
+    shard, mesh = one_of_two()
+    first = shard.fsdp_pre_all_gather(mesh)[0][0]
+    for made in (copy.deepcopy(shard), shard.clone(), shard.to("cpu", copy=True)):
+        made.copy_(made.plain().flip(0).clone())
+        given = made.fsdp_pre_all_gather(mesh)[0][0]
+        assert given.data_ptr() == made.data_ptr() and not same_bytes(given, first)
+    assert shard.fsdp_pre_all_gather(mesh)[0][0] is first
+
+
+@pytest.mark.parametrize("storage", (torch.uint8, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("grad", (True, False))
+def test_what_is_kept_does_not_keep_the_shard(storage, grad):
+    with torch.set_grad_enabled(grad):
+        shard, mesh = one_of_two(storage)
+        outputs = tuple(torch.cat((data, data)) for data in shard.fsdp_pre_all_gather(mesh)[0])
+        shard.fsdp_post_all_gather(outputs, shard.fsdp_pre_all_gather(mesh)[1], None)
+    gone = weakref.ref(shard)
+    gc.disable()
+    try:
+        del shard
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_gathered_scales_are_those_of_this_gather():
+    """FSDP2 frees what it gathers into and fills it again, and where it begins anew it has other memory."""
+    made = shards([quantized(96, 64, torch.bfloat16) for _ in range(2)], 2)
+    shard = made[0]
+    outputs, metadata = gather(made, 2)
+    whole, _ = shard.fsdp_post_all_gather(outputs, metadata, None)
+    first, values = shard.origin.state.absmax, outputs[1].clone()
+    storage = outputs[1].untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(size)
+    outputs[1].copy_(values.flip(0))
+    again = tuple(output.view(-1) for output in outputs)  # FSDP2 makes views anew
+    shard.origin.state.absmax = None
+    shard.fsdp_post_all_gather(again, metadata, None, out=whole)
+    assert shard.origin.state.absmax is first and same_bytes(first, values.flip(0)[: first.numel()])
+    others = tuple(output.clone() for output in outputs)
+    others[1].copy_(values)
+    storage.resize_(0)
+    shard.fsdp_post_all_gather(others, metadata, None, out=whole)
+    now = shard.origin.state.absmax
+    assert now.data_ptr() == others[1].data_ptr() and same_bytes(now, values[: now.numel()])
+
+
+def test_loaded_bytes_get_their_checksum_in_the_next_gather():
+    made = shards([quantized(96, 64, torch.bfloat16) for _ in range(2)], 2)
+    outputs, metadata = gather(made, 2)
+    whole, _ = made[0].fsdp_post_all_gather(outputs, metadata, None)
+    state = made[0].origin.state
+    expected, state.checksum = int(state.checksum), None
+    made[0].fsdp_post_all_gather(outputs, metadata, None, out=whole)
+    assert int(state.checksum) == expected
 
 
 def test_torch_accepts_the_hook_with_one_argument():

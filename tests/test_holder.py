@@ -6,9 +6,10 @@ import pickle
 import pytest
 import torch
 from bitshard import fsdp, launch
-from bitshard.nn.holder import Place
+from bitshard.nn.holder import PackedWeight, Place
 from bitshard.nn.linear import Linear4bit
 from bitshard.nn.parametrize import replace_parameter_4bit
+from bitshard.shard import PackedShard
 from bitshard.tensor import Params4bit
 from torch import nn
 
@@ -208,6 +209,64 @@ def test_pickles_from_before_places_were_kept(quantized):
     module = layer().to("cpu") if quantized else layer()
     del module.packed_weight.place
     assert place(pickle.loads(pickle.dumps(module))) is (Place.WHOLE if quantized else Place.FLOAT)
+
+
+# ---- what FSDP2 puts here in turns ----
+
+
+@pytest.mark.parametrize(
+    "spoil", [dict.clear, lambda own: own.update(bnb_quantized=False), lambda own: own.update(module=None)]
+)
+def test_a_shard_answers_as_a_weight_in_every_turn(group, spoil):
+    """Its attributes are others where a move has swapped tensors; peft clears `bnb_quantized`."""
+    module, x = layer().to("cpu"), torch.randn(2, 64)
+    outer = shard_around(module)
+    for _ in range(2):
+        outer(x)
+        weight = module.packed_weight.shard
+        spoil(vars(weight))
+        outer.reshard()
+        assert module.weight is weight and place(module) is Place.SHARD
+        assert weight.module is module and weight.bnb_quantized and weight.quant_type == "nf4"
+
+
+def test_a_weight_of_another_state_is_none_that_fsdp2_gathered(group):
+    """It is written into the shards."""
+    module, other, x = layer().to("cpu"), layer(5).to("cpu"), torch.randn(2, 64)
+    outer = shard_around(module)
+    outer(x)
+    module.weight = copy.deepcopy(other.weight)
+    assert place(module) is Place.GATHERED and module.weight is not other.weight
+    for _ in range(2):
+        assert torch.equal(outer(x), other(x))
+        outer.reshard()
+
+
+def test_a_shard_that_fsdp2_keeps_on_the_cpu_does_not_stay_elsewhere(group):
+    module = layer().to("cpu")
+    shard_around(module)
+    weight, held = module.weight, module.packed_weight
+    local = weight._local_tensor
+    weight._local_tensor = PackedShard.wrap(local.plain().to("meta"), local.origin)
+    assert held.swapped(weight)
+    local.origin.on_cpu = True
+    assert not held.swapped(weight)
+
+
+def test_later_turns_make_nothing_anew(group, monkeypatch):
+    def fails(*args):
+        raise AssertionError("made anew")
+
+    module, x = layer().to("cpu"), torch.randn(2, 64)
+    outer = shard_around(module)
+    expected = outer(x)
+    outer.reshard()
+    monkeypatch.setattr(PackedWeight, "put", fails)
+    monkeypatch.setattr(PackedShard, "plain", fails)
+    for _ in range(2):
+        assert torch.equal(outer(x), expected) and place(module) is Place.GATHERED
+        outer.reshard()
+        assert place(module) is Place.SHARD
 
 
 # ---- copies ----

@@ -11,6 +11,9 @@ the ranks compare what they hold (`bitshard.agreement`).
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -168,6 +171,49 @@ class Origin:
             sharded.scales = sharded.scales.pin_memory()
 
 
+class _Bound(functools.partial):
+    """The hook of one shard."""
+
+    __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
+
+
+def _hook(function: Callable[..., Any]) -> Any:
+    """A method whose signature is made once.
+
+    FSDP2 asks `inspect.signature` how many arguments the hook takes, for each weight in each gather. Reading it from a
+    method takes longer than all that the hook does. No Python runs to bind it, for FSDP2 looks three times for it.
+    """
+    return property(functools.partial(_Bound, function), doc=function.__doc__)
+
+
+class _Handed:
+    """What a shard last handed to FSDP2, and what that was made of.
+
+    The tensors are views of the shard and of the chunk of the scales: what is written into these is in them.
+    """
+
+    __slots__ = ("code", "data", "mesh", "result", "scales", "sharded")
+
+    def __init__(self, mesh: Any, state: Any, result: tuple):
+        self.mesh, self.code, self.sharded, self.result = mesh, state.code, state.sharded, result
+        self.data, self.scales = (*result[0], None)[:2]
+
+    def again(self, shard: PackedShard, mesh: Any) -> bool:
+        """Whether the same would be made for `shard` now: for this mesh, of these objects and of their memory.
+
+        False where the tensors are copies. Tensors of one address share their memory, for both keep it alive. Another
+        `code` may be on another device.
+        """
+        state = shard.origin.state
+        return (
+            mesh is self.mesh
+            and state._code is self.code
+            and state.sharded is self.sharded
+            and self.data.data_ptr() == shard.data_ptr() != 0
+            and (self.scales is None or self.scales.data_ptr() == self.sharded.scales.data_ptr())
+        )
+
+
 class PackedShard(torch.Tensor):
     """Some rows of a packed 4-bit weight: storage-backed, of the container's dtype, [rows, 1] or a flat view of it.
 
@@ -178,6 +224,8 @@ class PackedShard(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     origin: Origin
+    handed: _Handed | None = None
+    whole_scales: torch.Tensor | None = None  # [S], a view of the memory into which FSDP2 gathers the scales
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, state: Any, outer_size: torch.Size, like: torch.Tensor | None = None):
@@ -236,44 +284,57 @@ class PackedShard(torch.Tensor):
     def __repr__(self, *, tensor_contents=None):
         return f"PackedShard({tuple(self.shape)} of {tuple(self.origin.size)}, {self.dtype}, {self.device})"
 
+    @_hook
     def fsdp_pre_all_gather(self, mesh):
-        """FSDP2: what this rank contributes, ((bytes, scales), metadata), both uint8 and of one size on every rank.
+        """FSDP2: what this rank contributes, ((bytes, scales), metadata), both uint8 [n] and of one n on every rank.
 
         The form with one argument is used because the other demands that every input has the padded size of the weight.
         One rank gathers nothing and may return one input only.
         """
+        handed = self.handed
+        if handed is not None and handed.again(self, mesh):
+            return handed.result
         world, origin = mesh.size(), self.origin
-        data = _padded(self.plain(), -(-origin.size[0] // world)).view(torch.uint8)
+        inputs = (_padded(self.plain(), -(-origin.size[0] // world)).view(-1).view(torch.uint8),)
         if origin.state.code.device != self.device:
             origin.state.to(self.device)
         agreement.agree(origin, mesh)
-        if world == 1:
-            return (data,), (self.dtype, None)
-        origin.cut_scales(world, mesh.get_local_rank(), self.device)
-        scales = origin.state.sharded.scales.to(self.device, non_blocking=True)
-        return (data, scales.view(torch.uint8)), (self.dtype, scales.dtype)
+        scales_dtype = None
+        if world > 1:
+            origin.cut_scales(world, mesh.get_local_rank(), self.device)
+            scales = origin.state.sharded.scales.to(self.device, non_blocking=True)
+            inputs, scales_dtype = (*inputs, scales.view(torch.uint8)), scales.dtype
+        handed = _Handed(mesh, origin.state, (inputs, (self.dtype, scales_dtype)))
+        self.handed = handed if handed.again(self, mesh) else None  # copies are not kept
+        return handed.result
 
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
         """FSDP2: the whole weight, a view of the gathered bytes; the gathered scales are put into the state.
 
         `param_dtype` is ignored: packed words are never cast. FSDP2 frees the storage of `outputs` after use and fills
-        the same storage again, so views made here stay valid; `out` is then the weight made the first time.
+        the same storage again, so views made here stay valid; `out` is then the weight made the first time. There are
+        no inner tensors, for FSDP2 would allocate and free them besides `outputs`.
         """
         dtype, scales_dtype = metadata
         origin = self.origin
+        state = origin.state
         if scales_dtype is not None:
-            origin.state.absmax = outputs[1].view(-1).view(scales_dtype)[: origin.state.sharded.total]
-        if out is not None and origin.state.checksum is not None:
+            whole_scales = self.whole_scales
+            if whole_scales is None or whole_scales.data_ptr() != outputs[1].data_ptr():
+                whole_scales = outputs[1].view(scales_dtype)[: state.sharded.total]
+                self.whole_scales = whole_scales
+            state.absmax = whole_scales
+        if out is not None and state.checksum is not None:
             return None
-        whole = outputs[0].view(-1).view(dtype)[: origin.size.numel()].view(origin.size)
-        if origin.state.checksum is None:
-            origin.state.checksum = ops.checksum(whole)
+        whole = outputs[0].view(dtype)[: origin.size.numel()].view(origin.size)
+        if state.checksum is None:
+            state.checksum = ops.checksum(whole)
         if out is not None:
             return None
         if origin.parameter is not None:
             whole = torch.Tensor._make_subclass(origin.parameter, whole, False)
             whole.__dict__.update(origin.attributes)
-        return whole, tuple(outputs)
+        return whole, ()
 
 
 def _first_shard(args: Any) -> PackedShard | None:

@@ -170,7 +170,7 @@ def gathered_dtypes():
     hook, dtypes = PackedShard.fsdp_pre_all_gather, set()
 
     def spy(self, mesh):
-        inputs, metadata = hook(self, mesh)
+        inputs, metadata = hook.__get__(self)(mesh)
         dtypes.update(data.dtype for data in inputs)
         return inputs, metadata
 

@@ -25,6 +25,7 @@ from bitshard.nn import merged
 from bitshard.place import Place
 from bitshard.placeholder import PlaceholderParams4bit
 from bitshard.recognized import OfBitsandbytes
+from bitshard.shard import PackedShard
 from bitshard.state import QuantState, dtype_name
 from bitshard.tensor import Params4bit, verify
 
@@ -360,6 +361,28 @@ class PackedWeight:
             )
         return self._registers(value)
 
+    def swapped(self, value: Any) -> bool:
+        """Register `value` where it is what FSDP2 puts here again and again: its shard, or the weight that it gathers.
+
+        False for anything else, and for a shard that does not answer as a weight, or is elsewhere (`put`).
+        """
+        shard = self.shard
+        local = None if shard is None else shard._local_tensor
+        if type(local) is not PackedShard:
+            return False
+        if value is shard:
+            own = value.__dict__
+            module, moves = own.get("module"), local.origin.on_cpu and local.device.type != "cpu"
+            if moves or not own.get("bnb_quantized") or (module is not self.owner and module is not self):
+                return False
+            place = Place.SHARD
+        elif type(value) is Params4bit and value.__dict__.get("quant_state") is local.origin.state:
+            place = Place.GATHERED
+        else:
+            return False
+        self.owner._parameters[self.name], self.place = value, place
+        return True
+
     def _registers(self, value: Any) -> bool:
         """`value` is left to nn.Module: where the weight is once it is the parameter, and False, as `put` gives it."""
         if isinstance(value, nn.Parameter):
@@ -613,7 +636,7 @@ class HoldsPackedWeights(nn.Module, OfBitsandbytes):
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = self.__dict__.get("packed_stacks", {}).get(name)
-        if held is None or not held.put(value):
+        if held is None or not (held.swapped(value) or held.put(value)):
             super().__setattr__(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -718,7 +741,7 @@ class HoldsPackedWeight(HoldsPackedWeights):
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = self.__dict__.get("packed_weight")
-        if held is None or name != held.name or not held.put(value):
+        if held is None or name != held.name or not (held.swapped(value) or held.put(value)):
             nn.Module.__setattr__(self, name, value)
 
     def _replace_holder(self, held: PackedWeight, new: PackedWeight) -> None:

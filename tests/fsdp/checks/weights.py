@@ -3,11 +3,13 @@
 import functools
 
 import torch
+from bitshard import fsdp
 from bitshard.functional import dequantize_4bit
 from bitshard.tensor import Params4bit
 from checks.common import batch, build, exact, layers, raises, shard
 from common import BASE_DTYPE, hostile_values
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -79,3 +81,40 @@ def check_dequantize(device, args):
                 expected = dequantize_4bit(alone.weight.data, alone.quant_state)
                 assert torch.equal(values.to_local(), expected) and values.size() == expected.size()
             model(batch(device)).float().sum().backward()
+
+
+def check_later_gathers(device, args):
+    """What a shard keeps from one gather for the next follows each way to change weights that were gathered before."""
+    reference = build(device, seed=50).state_dict()
+    sharded = shard(build(device, seed=50)).state_dict()
+    whole = {key: value.full_tensor() for key, value in sharded.items()}
+    everything = StateDictOptions(full_state_dict=True)
+
+    def copies():
+        return {key: value.clone() for key, value in sharded.items()}
+
+    for options, changes in (
+        (
+            {},
+            (
+                lambda model: model.load_state_dict(copies()),
+                lambda model: model.load_state_dict(copies(), assign=True),
+                lambda model: fsdp.load_full_state_dict(model, reference),
+                lambda model: set_model_state_dict(model, whole, options=everything),
+            ),
+        ),
+        (
+            {"offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")},
+            (lambda model: fsdp.load_full_state_dict(model, reference),),
+        ),
+    ):
+        for change in changes:
+            model = shard(build(device), **options)
+            for like in (build(device), build(device, seed=50)):
+                exact(model, device, like)
+                kept = [layer.packed_weight.shard._local_tensor.handed for layer in layers(model)]
+                model(batch(device)).float().sum().backward()
+                again = [layer.packed_weight.shard._local_tensor.handed for layer in layers(model)]
+                assert all(a is b for a, b in zip(kept, again, strict=True))
+                assert (None in kept) == (bool(options) and device.type != "cpu")
+                change(model)
