@@ -38,7 +38,8 @@ class PackedWeight:
     Attributes:
         owner: the module that registers the parameter.
         name: the parameter's name in it.
-        place: where the weight is; `put` changes it, `known` where a float weight is quantized, `awaits` and `arrived`.
+        place: where the weight is; `put` and `swapped` change it, `known` where a float weight is quantized, `awaits`
+            and `arrived`.
         shape: shape of the weight that was quantized, None before it is known.
         state: its quantization state; None before it is quantized.
         awaited: what FSDP2 sharded before it was quantized (`bitshard.sharding.weights.rows.AwaitedRows`), else None.
