@@ -7,8 +7,9 @@
 //                 --place--> order, back, row; offs: where each expert's pairs end
 //
 // Each block of threads counts all pairs, which saves a second launch, and places those of some of the experts: one
-// multiprocessor would take long for the stores of many pairs. Pairs of one expert keep their order. Numbers that are
-// no expert's count as one more expert, the last.
+// multiprocessor would take long for the stores of many pairs. Pairs of one expert keep their order. Experts elsewhere
+// count as one more expert, the last. A wrong number counts as that of the nearest expert, and marks `back`: a GPU
+// cannot raise without a wait.
 //
 // sum_by_token: a thread has 16 bytes of a token's sum, or one element where rows don't begin at 16 bytes.
 #include "pairs.h"
@@ -18,10 +19,15 @@
 namespace bsh {
 namespace {
 
-__device__ __forceinline__ int bucket_of(const bsh_sort_by_expert_args &args, int64_t pair) {
+// The bucket of a pair: its expert, or E for all that are elsewhere. ~bucket where the number is wrong.
+__device__ __forceinline__ int marked_bucket_of(const bsh_sort_by_expert_args &args, int64_t pair) {
   const int64_t expert = args.chosen[pair];
-  return expert < 0 || expert >= args.E ? args.E : (int)expert;
+  if (expert >= 0 && expert < args.E) return (int)expert;
+  if (expert < 0) return ~0;
+  return args.elsewhere ? args.E : ~(args.E - 1);
 }
+
+__device__ __forceinline__ int unmarked(int bucket) { return bucket < 0 ? ~bucket : bucket; }
 
 // Lanes of `among` that have the same bucket, of `bits` bits.
 __device__ __forceinline__ uint32_t alike(int bucket, int bits, uint32_t among) {
@@ -33,12 +39,12 @@ __device__ __forceinline__ uint32_t alike(int bucket, int bits, uint32_t among) 
   return among;
 }
 
-// The buckets of the pairs from `first` on, one of 32 in turn, asked for together; the last one's, or none, behind
-// them.
+// The marked buckets of the pairs from `first` on, one of 32 in turn, asked for together; the last one's, or none,
+// behind them.
 constexpr int BATCH = 8;
 __device__ __forceinline__ void read(const bsh_sort_by_expert_args &args, int first, int end, int *buckets) {
 #pragma unroll
-  for (int i = 0; i < BATCH; i++) buckets[i] = bucket_of(args, min(first + i * 32, end - 1));
+  for (int i = 0; i < BATCH; i++) buckets[i] = marked_bucket_of(args, min(first + i * 32, end - 1));
 }
 
 // next[bucket]: pairs of it in this warp's stretch.
@@ -48,7 +54,7 @@ __device__ __forceinline__ void count(const bsh_sort_by_expert_args &args, uint3
     read(args, first, end, buckets);
 #pragma unroll
     for (int i = 0; i < BATCH; i++)
-      if (first + i * 32 < end) atomicAdd(next + buckets[i], 1u);
+      if (first + i * 32 < end) atomicAdd(next + unmarked(buckets[i]), 1u);
   }
 }
 
@@ -95,7 +101,7 @@ __device__ __forceinline__ void place(const bsh_sort_by_expert_args &args, uint3
     read(args, first + lane, end, buckets);
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {
-      const int pair = first + i * 32 + lane, bucket = buckets[i];
+      const int pair = first + i * 32 + lane, bucket = unmarked(buckets[i]);
       const bool own = pair < end && bucket >= low && bucket < high;
       const uint32_t lanes = __ballot_sync(ALL_LANES, own);
       if (lanes == 0) continue;
@@ -105,7 +111,7 @@ __device__ __forceinline__ void place(const bsh_sort_by_expert_args &args, uint3
       if (own && before == 0) next[bucket] += __popc(same);
       __syncwarp();
       if (!own) continue;
-      args.order[at] = pair, args.back[pair] = at;
+      args.order[at] = pair, args.back[pair] = buckets[i] < 0 ? at - args.S : at;
       args.row[at] = (uint32_t)pair / (uint32_t)args.k;
     }
   }
@@ -125,7 +131,7 @@ template <typename T, int WIDTH> struct alignas(sizeof(T) * WIDTH) run {
 };
 
 // Products and sums are rounded one by one, in the order of a token's experts. The rows of 8 of them are on their way
-// together.
+// together. A place that y does not have, as that of a wrong number, counts NaN.
 template <typename T, int WIDTH> __device__ __forceinline__ void sum_by_token(const bsh_sum_by_token_args &args) {
   constexpr int BATCH = 8;
   wait_for_earlier_kernels();
@@ -140,9 +146,10 @@ template <typename T, int WIDTH> __device__ __forceinline__ void sum_by_token(co
     float counts[BATCH];
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {
-      const int64_t pair = token * k + min(first + i, k - 1), row = min(max(args.back[pair], (int64_t)0), pairs - 1);
-      rows[i] = *reinterpret_cast<const run<T, WIDTH> *>(y + row * args.H);
-      counts[i] = count_of(args, pair);
+      const int64_t pair = token * k + min(first + i, k - 1), row = args.back[pair];
+      const bool there = row >= 0 && row < pairs;
+      rows[i] = *reinterpret_cast<const run<T, WIDTH> *>(y + (there ? row : 0) * args.H);
+      counts[i] = there ? count_of(args, pair) : __int_as_float(0x7fffffff);
     }
 #pragma unroll
     for (int i = 0; i < BATCH; i++)

@@ -101,21 +101,27 @@ def grouped_linear_4bit_dgrad(dy: Tensor, offs: Tensor, weights: Tensor) -> Tens
     return grouped_linear_4bit(dy, offs, weights.transpose(1, 2), None)
 
 
-def sort_by_expert(chosen: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The pairs of tokens and experts, numbers that are no expert's behind all: order, its inverse, tokens, ends."""
-    expert = chosen.flatten()
-    expert = torch.where((expert >= 0) & (expert < E), expert, E)
+def sort_by_expert(chosen: Tensor, E: int, elsewhere: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The pairs of tokens and experts: order, its inverse, tokens, ends.
+
+    Experts elsewhere are behind all. Wrong numbers are with the nearest expert; their places count from the end.
+    """
+    numbers = chosen.flatten()
+    expert = numbers.clamp(0, E if elsewhere else E - 1)
     order = expert.argsort(stable=True)
+    wrong = (numbers < 0) | (numbers >= E) & (not elsewhere)
+    back = order.argsort() - len(order) * wrong
     ends = (expert.unsqueeze(0) <= torch.arange(E).unsqueeze(1)).sum(1)
-    return order, order.argsort(), order // chosen.shape[-1], ends.int()
+    return order, back, order // chosen.shape[-1], ends.int()
 
 
 def sum_by_token(y: Tensor, back: Tensor, counts: Tensor) -> Tensor:
-    """Each token's rows times what they count, in fp32, one after the other."""
+    """Each token's rows times what they count, in fp32, one after the other; places below 0 count NaN."""
     total = torch.zeros(counts.shape[0], y.shape[1])
+    back = back.view(counts.shape)
+    counts = counts.float().masked_fill(back < 0, torch.nan)
     for i in range(counts.shape[1]):
-        rows = y[back.view(counts.shape)[:, i]].float()
-        total = total + counts[:, i : i + 1].float() * rows
+        total = total + counts[:, i : i + 1] * y[back[:, i]].float()
     return total.to(y.dtype)
 
 

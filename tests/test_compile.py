@@ -51,7 +51,7 @@ def arguments(name: str, nested: bool, dtype: torch.dtype) -> tuple:
         "linear_4bit_dgrad": (torch.randn(2, 3, N).to(dtype), packed, *state.scales(), 64, 0, N, K),
         "grouped_linear_4bit": (w.new_ones(6, 48), offs, stack, *of_stack.scales(), none, 32, 0, 32, 48),
         "grouped_linear_4bit_dgrad": (w.new_ones(6, 32), offs, stack, *of_stack.scales(), 32, 0, 32, 48),
-        "sort_by_expert": (torch.tensor([[1, 0], [3, 1], [-1, 2]]), 3),
+        "sort_by_expert": (torch.tensor([[1, 0], [3, 1], [-1, 2]]), 3, False),
         "sum_by_token": (w[:6], torch.tensor([3, 0, 5, 1, 2, 4]), w.new_ones(2, 3)),
         "search_4bit": (w.float(), torch.ones(7), torch.ones(-(-N * K // 64), 5), 64, 0),
         "round_4bit": (torch.ones(3, 8), torch.eye(8), torch.ones(3, 8), 0),

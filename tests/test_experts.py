@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -390,19 +391,50 @@ def test_experts_of_other_ranks_add_nothing():
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-def test_numbers_below_0_are_no_experts(parallel):
-    """As transformers' own forward: nothing is left out in silence."""
+def test_wrong_numbers_raise(parallel):
+    """As in transformers' own forward: nothing is left out in silence."""
     model = moe.model("qwen3_moe")
     dense = next(module for _, module in modules.found(model))
     dense.config._experts_implementation = "eager"
-    x, index, weights = torch.randn(2, 64), torch.tensor([[0, -1], [-3, 2]]), torch.rand(2, 2)
+    x, index, weights = torch.randn(2, 64), torch.tensor([[0, -1], [-3, 9]]), torch.rand(2, 2)
     with pytest.raises(RuntimeError, match="non-negative"):
         dense(x, index, weights)
     experts.quantize(model)
     dense._is_expert_parallel = parallel
-    with pytest.raises(ValueError, match="2 of 4 numbers below 0, the lowest -3, for 8 experts"):
+    count = 2 if parallel else 3
+    with pytest.raises(ValueError, match=f"{count} of 4 .* from -3 to 9, are none of the 8 experts'.*_is_expert_para"):
         dense(x, index, weights)
+    with nullcontext() if parallel else pytest.raises(ValueError, match="1 of 4 .* from 0 to 8"):
+        dense(x, torch.tensor([[0, 8], [3, 2]]), weights)
     assert dense(x[:0], index[:0], weights[:0]).shape == (0, 64)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_tokens_with_wrong_numbers_are_nan(parallel, adapters, monkeypatch):
+    """Where nothing waits to raise, as on a GPU: their rows, and the gradients of a loss that counts them. Other tokens
+    are as without them, and a loss of those alone has no gradient for the wrong ones."""
+    monkeypatch.setattr(forward, "require_experts", lambda *_: None)
+    model = moe.model("qwen3_moe")
+    experts.quantize(model)
+    if adapters:
+        model = get_peft_model(model, LoraConfig(r=8, target_parameters=TARGETS, init_lora_weights=False))
+    layer = next(module for module in model.modules() if type(module).__name__ == "Qwen3MoeSparseMoeBlock").experts
+    next(module for _, module in modules.found(model))._is_expert_parallel = parallel
+    index = torch.tensor([[0, 1], [2, -1], [7, 3], [-(2**40), 9], [4, 3], [5, 0 if parallel else 8]])
+    clean, wrong = index.clamp(0, 8 if parallel else 7), torch.tensor([1, 3] if parallel else [1, 3, 5])
+    right = [token for token in range(6) if token not in wrong]
+    x, weights = torch.randn(6, 64, requires_grad=True), torch.rand(6, 2, requires_grad=True)
+    y, expected = layer(x, index, weights), layer(x, clean, weights)
+    assert y[wrong].isnan().all() and torch.equal(y[right], expected[right])
+    trained = (x, weights, *(p for p in layer.parameters() if p.requires_grad))
+    assert len(trained) == (6 if adapters else 2)
+    found = torch.autograd.grad(y[right].square().sum(), trained, retain_graph=True)
+    assert all(map(torch.equal, found, torch.autograd.grad(expected[right].square().sum(), trained, retain_graph=True)))
+    assert not found[0][wrong].any() and not found[1][wrong].any()
+    dx, dweights, *of_adapters = torch.autograd.grad(y.square().sum(), trained)
+    assert dx[wrong].isnan().all() and dweights[wrong].isnan().any(1).all() and dx[right].isfinite().all()
+    assert all(gradient.isnan().any() for gradient in of_adapters)
 
 
 # ---- mistakes ----
@@ -619,22 +651,23 @@ def test_the_three_lines_of_drop_in(folders):
 def test_orders_of_rows_are_derived_twice():
     """From tokens to rows sorted by expert and back, as torch's index, with an order that is not its own inverse."""
     order = torch.tensor([3, 0, 5, 1, 2, 4])
-    back, token = order.argsort(), order // 2
-    assert not torch.equal(order, back)
+    places, token = order.argsort(), order // 2
+    assert not torch.equal(order, places)
+    for back in (places, places - torch.tensor([0, 6, 0, 0, 6, 0])):  # those of wrong numbers
 
-    def rows(x):
-        return forward.InOrderOfTokens.apply(forward.RowsOfExperts.apply(x, token, back, 2) ** 3, order, back)
+        def rows(x, back=back):
+            return forward.InOrderOfTokens.apply(forward.RowsOfExperts.apply(x, token, back, 2) ** 3, order, back)
 
-    x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    assert torch.equal(rows(x), (x.repeat_interleave(2, 0)) ** 3)
-    assert torch.autograd.gradcheck(rows, x) and torch.autograd.gradgradcheck(rows, x)
+        x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        assert torch.equal(rows(x), (x.repeat_interleave(2, 0)) ** 3)
+        assert torch.autograd.gradcheck(rows, x) and torch.autograd.gradgradcheck(rows, x)
 
 
 def test_sums_of_tokens_are_derived_twice():
     """As torch's index, product and sum, with counts of another dtype too."""
     generator = torch.Generator().manual_seed(1)
     chosen = torch.randint(0, 3, (5, 4), generator=generator)
-    order, back, rows, _ = forward.ops.sort_by_expert(chosen, 3)
+    order, back, rows, _ = forward.ops.sort_by_expert(chosen, 3, False)
     y, counts = torch.randn(20, 6, generator=generator), torch.rand(5, 4, generator=generator)
 
     def plain(y, counts):

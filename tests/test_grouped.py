@@ -117,16 +117,30 @@ PAIRS = [(0, 4, 8), (1, 8, 128), (7, 3, 5), (64, 8, 256), (40, 1, 2000), (3000, 
 
 def pairs(tokens, k, E):
     """Numbers of experts, and some that are none's."""
-    chosen = torch.randint(-2, E + 3, (tokens, k), generator=torch.Generator().manual_seed(E))
-    return torch.where(chosen == -2, 2**40, chosen)
+    chosen = torch.randint(-3, E + 3, (tokens, k), generator=torch.Generator().manual_seed(E))
+    return torch.where(chosen == -2, 2**40, torch.where(chosen == -3, -(2**40), chosen))
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("tokens, k, E", PAIRS)
-def test_sort_by_expert(tokens, k, E, device):
+def test_sort_by_expert(tokens, k, E, elsewhere, device):
     chosen = pairs(tokens, k, E)
-    found = ops.sort_by_expert(chosen.to(device), E)
+    found = ops.sort_by_expert(chosen.to(device), E, elsewhere)
     assert [t.dtype for t in found] == [torch.int64] * 3 + [torch.int32]
-    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, reference.sort_by_expert(chosen, E), strict=True))
+    expected = reference.sort_by_expert(chosen, E, elsewhere)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+
+
+def test_wrong_numbers_mark_their_places():
+    """Below 0, and from E on where no expert is elsewhere: among the nearest expert's pairs, minus S."""
+    chosen = torch.tensor([[2, -1], [3, 0], [-7, 1]])
+    order, back, rows, offs = ops.sort_by_expert(chosen, 3, False)
+    assert order.tolist() == [1, 3, 4, 5, 0, 2] and rows.tolist() == [0, 1, 2, 2, 0, 1] and offs.tolist() == [3, 4, 6]
+    assert back.tolist() == [4, 0 - 6, 5 - 6, 1, 2 - 6, 3]
+    assert torch.equal(order[back], torch.arange(6))
+    order, back, _, offs = ops.sort_by_expert(chosen, 3, True)
+    assert order.tolist() == [1, 3, 4, 5, 0, 2] and offs.tolist() == [3, 4, 5]
+    assert back.tolist() == [4, 0 - 6, 5, 1, 2 - 6, 3]
 
 
 def test_what_sort_by_expert_refuses():
@@ -138,7 +152,7 @@ def test_what_sort_by_expert_refuses():
         (chosen[0, 0], 3, "chosen has 0 dimensions"),
     ):
         with pytest.raises(RuntimeError, match=f"sort_by_expert: {message}"):
-            ops.sort_by_expert(given, E)
+            ops.sort_by_expert(given, E, False)
 
 
 SUMS = [(5, 8, 96), (1, 1, 8), (3, 11, 1), (70, 4, 2880), (2, 9, 1001), (0, 2, 64), (4, 0, 64), (4, 2, 0)]
@@ -162,6 +176,20 @@ def test_sum_by_token(tokens, k, H, dtype, device):
         assert same_bytes(ops.sum_by_token(*(t.to(device) for t in (y, *given[1:]))).cpu(), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_with_a_marked_place_is_nan(dtype, device):
+    """Whatever it counts, and no other token: the places of wrong numbers, which `sort_by_expert` has marked."""
+    for k, H in ((3, 96), (11, 1001)):
+        y, back, counts = summands(6, k, H, dtype, dtype)
+        expected = reference.sum_by_token(y, back, counts)
+        for pair in (1, 2 * k, 4 * k - 1):
+            back[pair] -= len(back)
+            counts.view(-1)[pair] = 0
+        found = ops.sum_by_token(*(t.to(device) for t in (y, back, counts))).cpu()
+        assert found[[0, 2, 3]].isnan().all() and same_bytes(found[[1, 4, 5]], expected[[1, 4, 5]])
+        torch.testing.assert_close(found, reference.sum_by_token(y, back, counts), rtol=0, atol=0, equal_nan=True)
+
+
 def test_what_sum_by_token_refuses():
     y, back, counts = summands(3, 2, 8, torch.float32, torch.float32)
     for given, message in (
@@ -172,7 +200,7 @@ def test_what_sum_by_token_refuses():
         ((y, back[:5], counts), "back has 5 elements, expected 6"),
         ((y.double(), back, counts), "y"),
         ((y, back, counts.double()), "counts"),
-        ((y, back - 1, counts), r"back\[\d\] is -1 of 6 rows"),
+        ((y, back - 7, counts), r"back\[\d\] is -7 of 6 rows"),
         ((y, back + 1, counts), r"back\[\d\] is 6 of 6 rows"),
     ):
         with pytest.raises(RuntimeError, match=f"sum_by_token: {message}"):

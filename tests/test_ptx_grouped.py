@@ -92,33 +92,36 @@ def test_offs_that_do_not_fit_are_clamped(kernel):
 @pytest.mark.parametrize("sm", [75, 90])
 def test_sort_by_expert(tokens, k, E, sm):
     """Warps in order, and in an order drawn from a seed; numbers that are no expert's."""
-    chosen = torch.randint(-1, E + 2, (tokens, k), generator=torch.Generator().manual_seed(E))
-    expected = reference.sort_by_expert(chosen, E)
-    for seed in (0, 3):
-        found = machine.Gpu(sm, 1, seed).sort_by_expert(chosen, E)
+    chosen = torch.randint(-2, E + 2, (tokens, k), generator=torch.Generator().manual_seed(E))
+    chosen = torch.where(chosen == -2, -(2**40), torch.where(chosen == E + 1, 2**40, chosen))
+    for seed, elsewhere in ((0, False), (3, True)):
+        found = machine.Gpu(sm, 1, seed).sort_by_expert(chosen, E, elsewhere)
+        expected = reference.sort_by_expert(chosen, E, elsewhere)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("tokens, k, H", [(5, 8, 96), (3, 11, 1), (4, 4, 1100), (2, 9, 1001)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_sum_by_token(tokens, k, H, dtype):
-    """The bits of the reference; rows that y does not have are not read."""
+    """The bits of the reference; rows that y does not have are not read, and make a token NaN."""
     generator = torch.Generator().manual_seed(H)
     y, back = torch.randn(tokens * k, H, generator=generator).to(dtype), torch.randperm(tokens * k, generator=generator)
     counts = torch.rand(tokens, k, generator=generator)
     for given in (counts, counts.to(dtype)):
         found = machine.Gpu(75, 2).sum_by_token(y, back, given)
         assert torch.equal(found, reference.sum_by_token(y, back, given))
-    back[0], back[1] = -5, 2**40
-    clamped = back.clamp(0, tokens * k - 1)
-    assert torch.equal(machine.Gpu(90, 2).sum_by_token(y, back, counts), reference.sum_by_token(y, clamped, counts))
+    expected = reference.sum_by_token(y, back, counts)
+    back[0], back[2 * k - 1] = back[0] - tokens * k, 2**40
+    counts[0, 0] = counts[1, -1] = 0
+    found = machine.Gpu(90, 2).sum_by_token(y, back, counts)
+    assert found[:2].isnan().all() and torch.equal(found[2:], expected[2:])
 
 
 def test_more_experts_than_sort_by_expert_counts():
     chosen = torch.zeros(2, 2, dtype=torch.int64)
-    assert machine.Gpu(90, 1).sort_by_expert(chosen, 6143)[3][0] == 4
+    assert machine.Gpu(90, 1).sort_by_expert(chosen, 6143, False)[3][0] == 4
     with pytest.raises(RuntimeError, match="4 pairs of 6144 experts, at most 1073741823 of 6143"):
-        machine.Gpu(90, 1).sort_by_expert(chosen, 6144)
+        machine.Gpu(90, 1).sort_by_expert(chosen, 6144, False)
 
 
 def test_what_a_kernel_cannot_take_is_said():

@@ -434,7 +434,7 @@ LEAK_CALLS = {
     "grouped_linear_4bit_dgrad": lambda a: ops.grouped_linear_4bit_dgrad(
         a["dy"][:, :128], a["offs"], a["packed"], *a["stack"], 64, 0, 128, 512
     ),
-    "sort_by_expert": lambda a: ops.sort_by_expert(a["chosen"], 4096),
+    "sort_by_expert": lambda a: ops.sort_by_expert(a["chosen"], 4096, True),
     "sum_by_token": lambda a: ops.sum_by_token(a["x"], a["back"], a["map"][:128].view(-1, 2)),
     "search_4bit": lambda a: ops.search_4bit(a["x"], a["map"], a["x"][:, :20], 512, 0),
     "round_4bit": lambda a: ops.round_4bit(a["x"][:64, :64], a["x"][:64, :64], a["x"][:64, 64:128], 0),

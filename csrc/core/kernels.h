@@ -108,22 +108,25 @@ typedef struct {
 } bsh_grouped_linear_4bit_args;
 
 /* The pairs of T tokens and the k experts of each, pair t k + i, in the order of their experts, those of one expert in
- * their own order; numbers that are no expert's behind all. k divides S. */
+ * their own order. With `elsewhere` numbers from E on are those of experts elsewhere, whose pairs come behind all.
+ * Other numbers that are no expert's are wrong: such a pair comes among those of the nearest expert, so that its row
+ * has values, and its place is marked. k divides S. */
 typedef struct {
   const int64_t *chosen; /* [S], S = T k */
   int64_t *order;        /* [S]: the pair that comes to each place */
-  int64_t *back;         /* [S]: the place of each pair */
+  int64_t *back;         /* [S]: the place of each pair; minus S, so below 0, where its number is wrong */
   int64_t *row;          /* [S]: the token that comes to each place */
   int32_t *offs;         /* [E]: where the pairs of each expert end */
   int64_t S, k;
   int32_t E;
+  bool elsewhere;
 } bsh_sort_by_expert_args;
 
 /* out[t] = the sum over i < k of counts[t, i] y[back[t k + i]]: fp32 products and sums, each rounded, in the order of
- * i, then rounded to the dtype. */
+ * i, then rounded to the dtype. NaN where one of its `back` is below 0, which marks a number that was wrong. */
 typedef struct {
   const void *y;       /* [T k, H] */
-  const int64_t *back; /* [T k], rows of y */
+  const int64_t *back; /* [T k], rows of y, or those minus T k */
   const void *counts;  /* [T, k] */
   void *out;           /* [T, H], dtype of y */
   int64_t T, k, H;

@@ -43,7 +43,7 @@ bsh_status bsh_cpu_linear_4bit(const bsh_linear_4bit_args *args, const bsh_cpu_g
 /* The same for a stack of weights. BSH_BAD_VALUE where offs do not ascend, or end beyond the rows. */
 bsh_status bsh_cpu_grouped_linear_4bit(const bsh_grouped_linear_4bit_args *args, const bsh_cpu_gemm *gemm);
 
-/* Pairs of tokens and experts. BSH_BAD_VALUE where `back` names a row that y does not have. */
+/* Pairs of tokens and experts. BSH_BAD_VALUE where `back` is no place of a row of y. */
 bsh_status bsh_cpu_sort_by_expert(const bsh_sort_by_expert_args *args);
 bsh_status bsh_cpu_sum_by_token(const bsh_sum_by_token_args *args);
 

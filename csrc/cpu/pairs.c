@@ -7,15 +7,23 @@
 #include "core/numerics.h"
 #include "cpu/cpu.h"
 
-static bool is_expert(const bsh_sort_by_expert_args *const args, const int64_t pair) {
-  return args->chosen[pair] >= 0 && args->chosen[pair] < args->E;
+/* The expert among whose pairs this one comes; E: behind all. */
+static int64_t expert_of(const bsh_sort_by_expert_args *const args, const int64_t pair) {
+  const int64_t expert = args->chosen[pair], most = args->elsewhere ? args->E : args->E - 1;
+  return expert < 0 ? 0 : min_i64(expert, most);
+}
+
+static bool is_wrong(const bsh_sort_by_expert_args *const args, const int64_t pair) {
+  return args->chosen[pair] < 0 || (args->chosen[pair] >= args->E && !args->elsewhere);
 }
 
 /* offs[e] is first the number of e's pairs, then where the next of them goes, which in the end is where they end. */
 bsh_status bsh_cpu_sort_by_expert(const bsh_sort_by_expert_args *const args) {
   memset(args->offs, 0, (size_t)args->E * sizeof *args->offs);
-  for (int64_t i = 0; i < args->S; i++)
-    if (is_expert(args, i)) args->offs[args->chosen[i]]++;
+  for (int64_t i = 0; i < args->S; i++) {
+    const int64_t expert = expert_of(args, i);
+    if (expert < args->E) args->offs[expert]++;
+  }
   int64_t rest = 0;
   for (int32_t e = 0; e < args->E; e++) {
     const int32_t pairs = args->offs[e];
@@ -23,9 +31,9 @@ bsh_status bsh_cpu_sort_by_expert(const bsh_sort_by_expert_args *const args) {
     rest += pairs;
   }
   for (int64_t i = 0; i < args->S; i++) {
-    const int64_t at = is_expert(args, i) ? args->offs[args->chosen[i]]++ : rest++;
+    const int64_t expert = expert_of(args, i), at = expert < args->E ? args->offs[expert]++ : rest++;
     args->order[at] = i;
-    args->back[i] = at;
+    args->back[i] = is_wrong(args, i) ? at - args->S : at;
     args->row[at] = i / args->k;
   }
   return BSH_OK;
@@ -45,8 +53,9 @@ static void sum_columns(const bsh_sum_by_token_args *const args, const int64_t t
   const int64_t n = min_i64(COLUMNS, args->H - column);
   float sum[COLUMNS] = {0};
   for (int64_t pair = token * args->k; pair < (token + 1) * args->k; pair++) {
-    const float count = load_f32(args->counts, args->counts_dtype, pair);
-    const int64_t first = args->back[pair] * args->H + column;
+    const int64_t back = args->back[pair], row = back < 0 ? back + args->T * args->k : back;
+    const float count = back < 0 ? NAN : load_f32(args->counts, args->counts_dtype, pair);
+    const int64_t first = row * args->H + column;
     if (args->dtype == BSH_F32) add_row(sum, count, args->y, BSH_F32, first, n);
     else if (args->dtype == BSH_F16) add_row(sum, count, args->y, BSH_F16, first, n);
     else add_row(sum, count, args->y, BSH_BF16, first, n);
@@ -64,7 +73,7 @@ bsh_status bsh_cpu_sum_by_token(const bsh_sum_by_token_args *const args) {
   enum { GRAIN = 1 << 15 }; /* elements that a thread should have */
   const int64_t pairs = args->T * args->k;
   for (int64_t i = 0; i < pairs; i++)
-    if (args->back[i] < 0 || args->back[i] >= pairs)
+    if (args->back[i] < -pairs || args->back[i] >= pairs)
       return bsh_fail(BSH_BAD_VALUE, "sum_by_token: back[%" PRId64 "] is %" PRId64 " of %" PRId64 " rows", i,
                       args->back[i], pairs);
   const int64_t each = args->k * args->H;

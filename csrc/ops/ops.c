@@ -40,7 +40,7 @@
     "(Tensor sums, Tensor row_absmax, Tensor col_absmax, Tensor bias, ScalarType dtype) -> Tensor")                    \
   X(linear_int8, 4, "(Tensor x, Tensor packed, Tensor absmax, Tensor bias, float threshold, int N, int K) -> Tensor")  \
   X(linear_int8_dgrad, 3, "(Tensor dy, Tensor packed, Tensor absmax, int N, int K) -> Tensor")                         \
-  X(sort_by_expert, 1, "(Tensor chosen, int E) -> (Tensor, Tensor, Tensor, Tensor)")                                   \
+  X(sort_by_expert, 1, "(Tensor chosen, int E, bool elsewhere) -> (Tensor, Tensor, Tensor, Tensor)")                   \
   X(sum_by_token, 3, "(Tensor y, Tensor back, Tensor counts) -> Tensor")                                               \
   X(checksum, 1, "(Tensor packed) -> Tensor")                                                                          \
   X(optimizer_32bit, 5,                                                                                                \
@@ -349,7 +349,7 @@ static bsh_status bsh_op_sort_by_expert(bsh_call *const call) {
   bsh_tensor chosen, pairs[3], offs;
   if (E < 1 || E > INT32_MAX) return bsh_fail(BSH_BAD_VALUE, "%s: %" PRId64 " experts", call->op, E);
   BSH_TRY(bsh_call_tensor(call, 0, &chosen));
-  bsh_sort_by_expert_args args = {.S = chosen.numel, .E = (int32_t)E};
+  bsh_sort_by_expert_args args = {.S = chosen.numel, .E = (int32_t)E, .elsewhere = bsh_call_bool(call, 2)};
   BSH_TRY(
       bsh_data_of(call, &chosen, "chosen", bsh_torch.dtype_int64, args.S, &chosen, (void **)(uintptr_t)&args.chosen));
   if (chosen.dim < 1 || args.S > INT32_MAX)

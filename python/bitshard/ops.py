@@ -200,7 +200,7 @@ def _(dy, offs, packed, absmax, absmax_map, absmax2, offset, blocksize, format, 
 
 
 @torch.library.register_fake("bitshard::sort_by_expert")
-def _(chosen: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(chosen: Tensor, E: int, elsewhere: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pairs = (chosen.new_empty(chosen.numel()) for _ in range(3))
     return *pairs, chosen.new_empty(E, dtype=torch.int32)
 

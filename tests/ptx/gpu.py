@@ -184,7 +184,7 @@ Quantize = struct("Quantize", "*x *packed *absmax n blocksize -dtype -format")
 Dequantize = struct("Dequantize", "weight *out columns row0 n_rows column0 n_columns ld -dtype")
 QuantizeBlockwise = struct("QuantizeBlockwise", "*x *map *offset *code *absmax n blocksize -dtype")
 DequantizeBlockwise = struct("DequantizeBlockwise", "*code *absmax *map *offset *out n blocksize -dtype")
-Sort = struct("Sort", "*chosen *order *back *row *offs S k -E")
+Sort = struct("Sort", "*chosen *order *back *row *offs S k -E -elsewhere")
 Sum = struct("Sum", "*y *back *counts *out T k H -dtype -counts_dtype")
 Search = struct("Search", "*x *weights *scales *choice n period blocksize G -format")
 Round = struct("Round", "*w *u *scales *codes *errors N P -format")
@@ -369,9 +369,9 @@ class Gpu:
         self.call("dequantize_blockwise", args, tensors=[code, absmax, values, out])
         return out
 
-    def sort_by_expert(self, chosen: Tensor, E: int) -> list[Tensor]:
+    def sort_by_expert(self, chosen: Tensor, E: int, elsewhere: bool) -> list[Tensor]:
         found = [torch.empty(chosen.numel(), dtype=torch.int64) for _ in range(3)] + [torch.empty(E, dtype=torch.int32)]
-        args = Sort(*(t.data_ptr() for t in (chosen, *found)), chosen.numel(), chosen.shape[-1], E)
+        args = Sort(*(t.data_ptr() for t in (chosen, *found)), chosen.numel(), chosen.shape[-1], E, elsewhere)
         self.call("sort_by_expert", args, tensors=[chosen, *found])
         return found
 

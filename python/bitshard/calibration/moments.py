@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bitshard.experts import modules
+from bitshard.experts.forward import require_experts
 
 IMPLEMENTATION = "bitshard_moments"  # of transformers' experts, while a layer is looked at
 
@@ -146,6 +147,7 @@ def _register() -> None:
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The experts' part of a layer, expert by expert; arguments as of `experts.forward.experts_forward`."""
+    require_experts(top_k_index, self.num_experts, getattr(self, "_is_expert_parallel", False))
     out = torch.zeros_like(hidden_states)
     up, down = modules.stack_names(self)
     tell = self.bitshard_moments

@@ -26,8 +26,9 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
 
     Args:
         hidden_states: [T, H].
-        top_k_index: integers [T, k], the experts of each token; from num_experts on they are those of other ranks
-            (expert parallelism). ValueError for one below 0; on a GPU it counts as none.
+        top_k_index: integers [T, k], the experts of each token. Where `_is_expert_parallel` of the module is True,
+            those from num_experts on are of other ranks and add nothing. Other numbers that are no expert's are wrong:
+            ValueError. On a GPU, which would have to be waited for, and in compiled code the token's row is NaN.
         top_k_weights: [T, k], what the results of its experts count in the sum of a token.
 
     Returns:
@@ -37,12 +38,12 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
+    parallel = getattr(self, "_is_expert_parallel", False)
     if not torch.compiler.is_compiling() and top_k_index.is_cpu and not _dispatch_modes():
-        _require_experts(top_k_index, self.num_experts)  # not on a GPU, which it would wait for
-    order, back, rows, offs = ops.sort_by_expert(top_k_index.long(), self.num_experts)
+        require_experts(top_k_index, self.num_experts, parallel)
+    order, back, rows, offs = ops.sort_by_expert(top_k_index.long(), self.num_experts, parallel)
     up, down = stack_names(self)
     x = RowsOfExperts.apply(hidden_states, rows, back, top_k_index.shape[1])
-    parallel = getattr(self, "_is_expert_parallel", False)
     if parallel:  # products of torch leave rows behind the last offset undefined, and so their gradients
         elsewhere = top_k_index >= self.num_experts
         behind = elsewhere.reshape(-1)[order].unsqueeze(-1)
@@ -57,14 +58,23 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     return SumByToken.apply(y, top_k_weights, order, back, rows).to(hidden_states.dtype)
 
 
-def _require_experts(top_k_index: Tensor, experts: int) -> None:
-    """ValueError for a number below 0, as transformers' own forward raises; nothing else of it would tell."""
-    if top_k_index.numel() and int(lowest := top_k_index.min()) < 0:
-        count = int((top_k_index < 0).sum())
-        raise ValueError(
-            f"experts: top_k_index has {count} of {top_k_index.numel()} numbers below 0, the lowest {int(lowest)}, for "
-            f"{experts} experts; those of other ranks are numbered from {experts} on"
-        )
+def require_experts(top_k_index: Tensor, experts: int, elsewhere: bool) -> None:
+    """ValueError for a number that is no expert's. Waits for a GPU.
+
+    Args:
+        elsewhere: whether those from `experts` on are of experts elsewhere.
+    """
+    if not top_k_index.numel():
+        return
+    lowest, highest = map(int, top_k_index.aminmax())
+    if lowest >= 0 and (elsewhere or highest < experts):
+        return
+    wrong = top_k_index < 0 if elsewhere else (top_k_index < 0) | (top_k_index >= experts)
+    raise ValueError(
+        f"experts: {int(wrong.sum())} of {top_k_index.numel()} numbers in top_k_index, which are from {lowest} to "
+        f"{highest}, are none of the {experts} experts'. Those from {experts} on are taken for experts of other ranks "
+        "only where the module's _is_expert_parallel is True"
+    )
 
 
 class RowsOfExperts(torch.autograd.Function):
@@ -75,7 +85,7 @@ class RowsOfExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, back: Tensor, k: int) -> Tensor:
-        """rows: [S], the token of each pair; back: the place of each pair."""
+        """rows: [S], the token of each pair; back: the place of each pair, as of `ops.sort_by_expert`."""
         ctx.save_for_backward(back)
         ctx.k = k
         return x[rows]
@@ -102,7 +112,8 @@ class InOrderOfTokens(torch.autograd.Function):
 class SumByToken(torch.autograd.Function):
     """y [S, H] sorted by expert, counts [T, k] -> [T, H]: of each token the sum of its pairs' rows times their counts.
 
-    One launch, and no product that is kept; order, back, rows: of `ops.sort_by_expert`.
+    One launch, and no product that is kept; order, back, rows: of `ops.sort_by_expert`. NaN for a token with a `back`
+    below 0. torch's index counts such a place from the end, which gives the row of the pair.
     """
 
     @staticmethod
@@ -123,9 +134,10 @@ class SumByToken(torch.autograd.Function):
 
 
 def _reordered(dy: Tensor, places: Tensor) -> Tensor:
-    """dy[places], of which all are different."""
+    """dy[places], of which all are different; those below 0 count from the end."""
     if torch.is_grad_enabled() and dy.requires_grad:  # create_graph=True
-        return InOrderOfTokens.apply(dy, places.argsort(), places)
+        order = torch.where(places < 0, places + len(places), places).argsort()
+        return InOrderOfTokens.apply(dy, order, places)
     return dy[places]
 
 
