@@ -6,7 +6,7 @@
 // Products and sums are rounded one by one. Host side: csrc/gpu/calibration.c.
 #include "calibration.h"
 
-#include "common.cuh"
+#include "ptx.cuh"
 
 namespace bsh {
 
@@ -101,6 +101,8 @@ template <bsh_format FORMAT> __device__ __forceinline__ void round_4bit(const bs
   load_panel<FORMAT>(a, shared);
   const int64_t row = (int64_t)blockIdx.x * BSH_ROUND_THREADS + threadIdx.x;
   if (row >= a.N) return;
+  const uint32_t u = shared_address(shared.u); // read by instructions: ordinary loads give the same code, and take nvcc
+                                               // six times as long
   float w[COLUMNS];
 #pragma unroll
   for (int j = 0; j < COLUMNS; j++) w[j] = j < a.P ? a.w[row * a.P + j] : 0.0f;
@@ -110,7 +112,8 @@ template <bsh_format FORMAT> __device__ __forceinline__ void round_4bit(const bs
     const int code = encode<FORMAT>(__fmul_rn(w[j], inverse_scale(scale)));
     const float error = __fmul_rn(__fsub_rn(w[j], __fmul_rn(shared.units[code], scale)), shared.inverse[j]);
 #pragma unroll
-    for (int k = j + 1; k < COLUMNS; k++) w[k] = __fsub_rn(w[k], __fmul_rn(error, shared.u[j][k]));
+    for (int k = j + 1; k < COLUMNS; k++)
+      w[k] = __fsub_rn(w[k], __fmul_rn(error, __uint_as_float(ld_shared_4(u + 4 * (j * COLUMNS + k)))));
     if (j >= a.P) continue;
     a.errors[row * a.P + j] = error;
     a.codes[row * a.P + j] = (uint8_t)code;

@@ -149,7 +149,8 @@ template <typename T, int WIDTH> __device__ __forceinline__ void sum_by_token(co
       const int64_t pair = token * k + min(first + i, k - 1), row = args.back[pair];
       const bool there = row >= 0 && row < pairs;
       rows[i] = *reinterpret_cast<const run<T, WIDTH> *>(y + (there ? row : 0) * args.H);
-      counts[i] = there ? count_of(args, pair) : __int_as_float(0x7fffffff);
+      const float count = count_of(args, pair); // in any case: a branch around its load costs registers
+      counts[i] = there ? count : __int_as_float(0x7fffffff);
     }
 #pragma unroll
     for (int i = 0; i < BATCH; i++)

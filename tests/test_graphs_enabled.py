@@ -742,3 +742,11 @@ def test_states_of_what_is_no_module():
     with pytest.raises(KeyError, match="training"):
         _C.module_states([{}])
     assert _C.module_states([]) == b""
+
+
+def test_a_torch_without_cuda(monkeypatch, folder):
+    """Nothing of CUDA is asked where the model is on a CPU."""
+    monkeypatch.undo()
+    ours, theirs = twins(folder)
+    assert run(ours, 2) == run(theirs, 2)
+    assert graphs.report(ours).eager == {"the model is on cpu, not on one GPU": 2}

@@ -169,3 +169,42 @@ def test_a_job_is_that_without_graphs(folder, tmp_path, name):
     assert losses(trainer) == expected and len(expected) >= 3 and not given
     assert said.replays >= replays, said
     assert set(said.eager) <= {FIRST}, said
+
+
+def test_trl_asks_whether_to_take_positions_out():
+    """By this name, which is replaced while a graph is recorded: on a GPU it would wait for the number of labels."""
+    import inspect
+
+    from bitshard.graphs import masks
+    from trl.trainer import utils
+
+    if not hasattr(utils, "add_fused_lm_head"):
+        pytest.skip("this trl has no fused head")
+    assert inspect.getsource(utils).count(f"{masks._CHOICE}(") == 1
+    assert "if compact else" in inspect.getsource(utils.add_fused_lm_head)
+    before = utils._use_triton
+    with masks.every_position():
+        assert utils._use_triton(torch.device("cuda")) is False
+    assert utils._use_triton is before
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO"])
+def test_positions_without_a_label_change_nothing(folder, tmp_path, name, monkeypatch):
+    """Losses of trl's way on GPUs, without graphs, and of graphs, which score every position."""
+    from trl.trainer import utils
+
+    job = JOBS[name][0]
+    if hasattr(utils, "_use_triton"):
+        monkeypatch.setattr(utils, "_use_triton", lambda device: True)
+    expected = [entry["loss"] for entry in losses(job(folder, tmp_path / "plain")) if "loss" in entry]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BITSHARD_GRAPHS", "1")
+        environment.switches.read()
+        try:
+            trainer = job(folder, tmp_path / "graphs")
+        finally:
+            patch.undo()
+            environment.switches.read()
+    found = [entry["loss"] for entry in losses(trainer) if "loss" in entry]
+    assert found == pytest.approx(expected, rel=1e-4) and len(found) >= 3
+    assert graphs.report(trainer.model).replays >= 2

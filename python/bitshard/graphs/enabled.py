@@ -113,8 +113,6 @@ class Enabled:
 
     def _prepare(self, model: nn.Module) -> None:
         """Look at the model in its first call in training, and again where it has changed; Refused for good reasons."""
-        if self._recorder is None:
-            self._recorder = RECORDER()
         if not self._modules:
             self._take(model)
         if self._units and self._never is None:
@@ -138,6 +136,7 @@ class Enabled:
         self._never = self._reason(model)
         if self._never is None:
             self._units.reduce_always()
+            self._recorder = self._recorder or RECORDER()
         self._pads = padding.pads(model)
         trained = list(watched.trained(model))
         self._memory = Gradients(trained) if trained and self._never is None else None
@@ -146,7 +145,7 @@ class Enabled:
     def _reason(self, model: nn.Module) -> str | None:
         """Why no call of the model can be a graph."""
         devices = set(watched.places(model))
-        wanted = self._recorder.device
+        wanted = RECORDER.device
         if len(devices) != 1 or next(iter(devices)).type != wanted:
             return f"the model is on {', '.join(sorted(map(str, devices)))}, not on one GPU"
         self._device = next(iter(devices))

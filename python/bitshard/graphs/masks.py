@@ -1,4 +1,4 @@
-"""Attention masks of transformers' models, as they are without a graph.
+"""What other libraries decide by values while a forward runs: attention masks of transformers, positions of trl.
 
 transformers leaves a mask out where it masks nothing beyond what is causal, which lets attention take its fast kernel.
 It looks at the mask's values for that, and does not while a graph is recorded: it makes every mask then. So the answer
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bitshard.graphs.calls import Refused
 
+_CHOICE = "_use_triton"  # of trl.trainer.utils, asked by the forward of its fused head alone
 Noted = list[bool]  # of each call of a mask function, whether it gave no mask
 
 
@@ -76,6 +77,25 @@ def given(notes: Noted) -> Iterator[None]:
         yield
     if next(left, None) is not None:
         raise Refused("it makes another number of attention masks than in the call before")
+
+
+@contextlib.contextmanager
+def every_position() -> Iterator[None]:
+    """Let trl's fused head score every position, as it does on devices without Triton.
+
+    Elsewhere it takes out those that have a label, for whose number the host would wait. Those without one get zeros
+    and no gradient either way.
+    """
+    utils = sys.modules.get("trl.trainer.utils")
+    before = getattr(utils, _CHOICE, None)
+    if before is None:
+        yield
+        return
+    setattr(utils, _CHOICE, lambda device: False)
+    try:
+        yield
+    finally:
+        setattr(utils, _CHOICE, before)
 
 
 @contextlib.contextmanager

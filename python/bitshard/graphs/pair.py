@@ -128,6 +128,7 @@ class Pair:
             self._own_leaves(),
             _no_autocast_cache(),
             masks.given(learned.notes),
+            masks.every_position(),
             learned.draws.recorded(self._model),
         ):
             answer = Answer(self._model._call_impl(*args, **kwargs))
