@@ -3,8 +3,8 @@
     python examples/qlora.py --model FOLDER_OR_NAME --text FILE
     accelerate launch --config_file examples/fsdp2.yaml examples/qlora.py --model FOLDER_OR_NAME --text FILE
 
-Nothing but `--fuse` and `--graph` knows about sharding or about the package behind `import bitsandbytes`: the launch
-config decides the first, pip the second. To launch it without a GPU go through examples/cpu_fsdp.py, which says why.
+Nothing but `--fuse` and `--graph` knows about the package behind `import bitsandbytes`, which pip decides, as the launch
+config does sharding. BITSHARD_FAST=1 in the environment is both. To launch it without a GPU go through examples/cpu_fsdp.py, which says why.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quant-storage", default="bfloat16", help="dtype that carries the packed bytes")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--fuse", action="store_true", help="LoRA layers in few launches: bitshard.lora.fuse")
-    parser.add_argument("--graph", action="store_true", help="forward and backward as one CUDA graph, on one GPU")
+    parser.add_argument("--graph", action="store_true", help="steps as CUDA graphs: bitshard.graphs.enable")
     return parser.parse_args(argv)
 
 
@@ -52,21 +52,6 @@ def cut(tokenizer: PreTrainedTokenizerBase, text: str, length: int) -> list[dict
     ids = tokenizer(text, verbose=False)["input_ids"]
     starts = range(0, len(ids) - length + 1, length)
     return [{"input_ids": ids[start : start + length], "labels": ids[start : start + length]} for start in starts]
-
-
-class GraphTrainer(Trainer):
-    """Trainer whose forward and backward are one CUDA graph, for batches of one shape; the rest is Trainer's."""
-
-    captured = None
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        if self.args.gradient_accumulation_steps > 1 or self.accelerator.scaler is not None:
-            raise ValueError("--graph is for one batch a step, without loss scaling: bfloat16 or float32")
-        model.train()
-        inputs = self._prepare_inputs(inputs)
-        if self.captured is None:
-            self.captured = bitshard.graphs.CapturedStep(model, lambda batch: self.compute_loss(model, batch), inputs)
-        return self.captured(inputs)
 
 
 def main(argv: Sequence[str] | None = None) -> Trainer:
@@ -85,8 +70,6 @@ def main(argv: Sequence[str] | None = None) -> Trainer:
         bf16=dtype == torch.bfloat16 and torch.cuda.is_available(),  # Trainer refuses both flags without a GPU
         fp16=dtype == torch.float16 and torch.cuda.is_available(),
         gradient_checkpointing=options.gradient_checkpointing or None,
-        gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False} if options.graph else None,
-        dataloader_drop_last=options.graph,  # the last batch may be smaller
         logging_steps=1,
         save_strategy="no",
         report_to="none",
@@ -107,7 +90,9 @@ def main(argv: Sequence[str] | None = None) -> Trainer:
     model = get_peft_model(model, lora)
     if options.fuse:
         print(bitshard.lora.fuse(model))
-    trainer = (GraphTrainer if options.graph else Trainer)(
+    if options.graph:
+        bitshard.graphs.enable(model)
+    trainer = Trainer(
         model=model,
         args=training,
         train_dataset=cut(tokenizer, Path(options.text).read_text(encoding="utf-8"), options.length),
