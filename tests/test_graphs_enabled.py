@@ -323,7 +323,8 @@ def test_a_loaded_adapter_is_seen(folder, tmp_path):
     assert graphs.report(ours).captures == 1
 
 
-def test_a_hook_that_reads_activations(folder, caplog):
+def test_a_hook_that_reads_activations(folder, caplog, monkeypatch):
+    monkeypatch.setattr(enabled, "AGAIN", 1)
     ours, theirs = twins(folder)
     seen = []
     run(ours, 3)
@@ -750,3 +751,37 @@ def test_a_torch_without_cuda(monkeypatch, folder):
     ours, theirs = twins(folder)
     assert run(ours, 2) == run(theirs, 2)
     assert graphs.report(ours).eager == {"the model is on cpu, not on one GPU": 2}
+
+
+def test_a_copy_of_data_parallel_is_called_itself(folder):
+    """Its threads call copies that have the module's `__dict__`, and so what stands in front of its call."""
+    import threading
+
+    ours = Scaled().train()
+    graphs.enable(ours)
+    for _ in range(3):
+        ours(torch.ones(3, 4))["loss"].backward()
+    other = copy.deepcopy(ours)
+    other.__dict__["_compiled_call_impl"] = vars(ours)["_compiled_call_impl"]
+    with torch.no_grad():
+        other.linear.weight.mul_(2)
+    found = []
+    source = "def _worker(module, x):\n    found.append(module(x)['loss'].item())\n"
+    scope = {"found": found}
+    exec(compile(source, "torch/nn/parallel/parallel_apply.py", "exec"), scope)
+    thread = threading.Thread(target=scope["_worker"], args=(other, torch.ones(3, 4)))
+    thread.start()
+    thread.join()
+    assert found == [other._call_impl(torch.ones(3, 4))["loss"].item()]
+    assert found[0] != ours(torch.ones(3, 4))["loss"].item()
+
+
+def test_a_model_that_can_be_captured_later(folder, monkeypatch):
+    """What stands against it is looked for again, every few calls."""
+    monkeypatch.setattr(enabled, "AGAIN", 4)
+    ours, theirs = twins(folder)
+    handle = ours.base_model.model.model.norm.register_forward_hook(lambda *call: None)
+    assert run(ours, 3) == run(theirs, 3)
+    handle.remove()
+    assert run(ours, 8) == run(theirs, 8)
+    assert graphs.report(ours).replays >= 4

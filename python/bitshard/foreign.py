@@ -8,6 +8,7 @@ it any more: `tests/test_foreign.py` looks into the installed libraries and fail
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -100,8 +101,21 @@ TORCH_TRAINS = Foreign(
     "module.train(mode)",
     "tells each part of a model that training begins: the outermost one that runs is of the model itself",
 )
+TORCH_DESTROYS = Foreign(
+    "torch.distributed.distributed_c10d",
+    "destroy_process_group",
+    "_update_default_pg(None)",
+    "waits for all that NCCL has of a group, also what is inside of CUDA graphs: these are dropped first",
+)
+TORCH_REPLICATES = Foreign(
+    "torch.nn.parallel.parallel_apply",
+    "parallel_apply",
+    "def _worker(",
+    "calls DataParallel's copies of a module, each in a thread: they share what stands in front of the module's call",
+)
 KNOWN = (FSDP2_PREPARES, FSDP1_WRAPS, FSDP1_FLATTENS, DDP_SENDS, TRANSFORMERS_RESERVES, TRANSFORMERS_SAVES)
 KNOWN += (PEFT_MERGES, PEFT_UNMERGES, PEFT_LOOKS, PEFT_MERGES_STACKS, TORCH_EXPORTS, TORCH_TRAINS)
+KNOWN += (TORCH_DESTROYS, TORCH_REPLICATES)
 
 
 # Methods of modules and trainers in which a forward runs: torch's, transformers' and Lightning's
@@ -158,6 +172,27 @@ def outermost(known: Foreign, code: CodeType) -> FrameType | None:
         elif frame.f_code.co_name != name:
             break
     return found
+
+
+def runs_in_a_thread(known: Foreign) -> bool:
+    """Whether any thread is in a known function of that module."""
+    file = known.module.replace(".", "/") + ".py"
+    return any(
+        is_of(frame, known) and frame.f_code.co_filename.endswith(file)
+        for innermost in sys._current_frames().values()
+        for frame in _outwards(innermost)
+    )
+
+
+def threaded_module(known: Foreign) -> Any:
+    """The module that this thread was started to call, by a known function that starts one for each; else None."""
+    if threading.current_thread() is threading.main_thread():
+        return None
+    file = known.module.replace(".", "/") + ".py"
+    for frame in _outwards(sys._getframe(1)):
+        if frame.f_code.co_name == "_worker" and frame.f_code.co_filename.endswith(file):
+            return frame.f_locals.get("module")
+    return None
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

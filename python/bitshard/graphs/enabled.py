@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitshard import foreign
 from bitshard.graphs import masks, padding, record, watched, watcher
 from bitshard.graphs.calls import Answer, Call, Refused, settings
 from bitshard.graphs.pair import Gradients, Learned, Pair, Run
@@ -30,6 +31,7 @@ logger = logging.getLogger("bitshard")
 
 RECORDER = record.Recorder  # for tests
 KEPT = 16  # graphs of a model, for as many forms of calls; the one that was used least lately goes
+AGAIN = 16  # calls until a model that can't be captured is looked at again
 FORMS = 4096  # forms that are remembered
 _inside = threading.local()
 
@@ -68,6 +70,7 @@ class Enabled:
         self._seen: list[Any] = []
         self._modules: list[nn.Module] = []
         self._never: str | None = None
+        self._calls = 0
         self._device = torch.device("cpu")
         self._outstanding: Any = lambda: None
         self._lent: list[tuple[Any, Learned | Pair, int]] = []
@@ -80,6 +83,8 @@ class Enabled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()
+        if (copied := foreign.threaded_module(foreign.TORCH_REPLICATES)) is not None:
+            return copied._call_impl(*args, **kwargs)
         if not (torch.is_grad_enabled() and model.training) or getattr(_inside, "call", False) or _traced():
             return model._call_impl(*args, **kwargs)
         _inside.call = True
@@ -113,8 +118,11 @@ class Enabled:
 
     def _prepare(self, model: nn.Module) -> None:
         """Look at the model in its first call in training, and again where it has changed; Refused for good reasons."""
+        self._calls += 1
         if not self._modules:
             self._take(model)
+        if self._never is not None and self._calls % AGAIN:
+            raise Refused(self._never)
         if self._units and self._never is None:
             self._units.between_steps()
             self._units.reduce_always()

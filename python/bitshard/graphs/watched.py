@@ -81,6 +81,8 @@ def foreign(model: nn.Module, managed: set[int]) -> str | None:
         kind = type(module).__name__
         if kind == "FullyShardedDataParallel":
             return "FSDP1 keeps flat parameters by hooks that a graph can't have inside: use FSDP2 (fsdp_version: 2)"
+        if kind == "DataParallel":
+            return "DataParallel copies the model in each call: start one process for each GPU (accelerate launch)"
         if kind == "DistributedDataParallel":
             return f"{name or 'it'} is wrapped by DistributedDataParallel: enable the module inside"
         if kind == "OptimizedModule" or (name and _compiled(module)):

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from bitshard import foreign
+
 PERIOD = 0.25  # s
 TIMEOUT = 600.0  # s, where the group has none; torch's own for NCCL
 
@@ -74,13 +76,7 @@ def _watch(limit: float) -> None:
 
 def destroying() -> bool:
     """Whether a thread is in torch's destroy_process_group."""
-    for frame in sys._current_frames().values():
-        while frame is not None:
-            code = frame.f_code
-            if code.co_name == "destroy_process_group" and code.co_filename.endswith("distributed_c10d.py"):
-                return True
-            frame = frame.f_back
-    return False
+    return foreign.runs_in_a_thread(foreign.TORCH_DESTROYS)
 
 
 def late(limit: float) -> bool:
