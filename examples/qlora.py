@@ -4,8 +4,8 @@
     accelerate launch --config_file examples/fsdp2.yaml examples/qlora.py --model FOLDER_OR_NAME --text FILE
 
 Nothing but `--fuse` and `--graph` knows about sharding or about the package behind `import bitsandbytes`: the launch
-config decides the first, pip the second. BITSHARD_FAST=1 in the environment does what these two do. To launch it without a
-GPU go through examples/cpu_fsdp.py, which says why.
+config decides the first, pip the second. BITSHARD_FAST=1 in the environment does what these two do. To launch it
+without a GPU go through examples/cpu_fsdp.py, which says why.
 """
 
 import argparse

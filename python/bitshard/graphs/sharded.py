@@ -15,14 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from bitshard import gather
-from bitshard.graphs import watched
 
 # Read or set here. What only some releases have, and is emptied where it exists, stands in `_CLEARED` and `_EMPTIED`.
 STATE = ("_state_ctx", "_comm_ctx", "_training_state")
 CONTEXT = ("iter_forward_root", "post_backward_final_callback_queued", "is_last_backward")
 COMMUNICATION = ("all_gather_stream", "all_gather_copy_in_stream", "reduce_scatter_stream", "post_forward_order")
 GROUP = ("fsdp_params", "reduce_grads", "all_reduce_grads", "reshard_after_backward", "offload_policy", "mesh_info")
-GROUP += ("_training_state", "_all_gather_result", "_post_forward_indices", "_to_sharded", "_partial_reduce_output")
+GROUP += (
+    "_reshard_after_forward",
+    "_training_state",
+    "_all_gather_result",
+    "_post_forward_indices",
+    "_to_sharded",
+    "_partial_reduce_output",
+)
+# By which a group gathers and reduces; some only in later releases.
+SETTINGS = ("reduce_grads", "reshard_after_backward", "unshard_async_op", "unshard_in_backward")
+SETTINGS += ("gradient_divide_factor", "reduce_scatter_unused_params", "force_sum_reduction_for_comms")
 PARAMETER = ("sharded_param", "_sharded_param_data", "_sharding_spec")
 # What an interrupted step leaves: each is emptied, whatever the release calls it.
 _CLEARED = ("all_gather_state", "reduce_scatter_state", "_all_gather_result", "_post_reduce_event", "_all_reduce_state")
@@ -110,13 +119,10 @@ class Sharded:
                 unit.set_requires_gradient_sync(True, recurse=False)
 
     def seen(self) -> list[Any]:
-        """What a graph has inside, beside what `watched.seen` tells: where the parts are, and how they are gathered."""
-        found: list[Any] = []
-        for group in self.groups:
-            found += group.reshard_after_backward, group._reshard_after_forward, group.reduce_grads
-            for param in group.fsdp_params:
-                found += id(param.sharded_param), watched.address(param.sharded_param)
-                found.append(param._sharded_param_data.data_ptr())
+        """What a graph has inside beside what `watched.seen` tells: the memory that is gathered, and how."""
+        found: list[Any] = [[vars(group).get(name) for name in SETTINGS] for group in self.groups]
+        found += [group._reshard_after_forward for group in self.groups]
+        found += [param._sharded_param_data.data_ptr() for param in self.parameters]
         return found
 
     def abandon(self) -> None:
