@@ -71,8 +71,8 @@ RIGHT = ran([4.0, 3.0, 2.0])
         ("sft", ran([4.0, 3.0, 2.0], norms=[1.0, 2.2, 1.5]), "norms 2.0e-01 apart"),
         ("sft", ran([4.0, 3.0, 2.0], captures=0, replays=0, eager=3), "not captured"),
         ("sft", ran([4.0, 3.0, 2.0], replays=1, eager=2), "not captured"),
-        ("dropout", ran([4.0, 3.0, 3.0]), "1 losses are repeated"),
-        ("dropout", ran([9.0, 9.1, 9.2]), "mean losses"),
+        ("dropout", ran([4.0, 3.0, 3.0]), "losses 1.0e+00 apart"),
+        ("dropout", ran([9.0, 9.1, 9.2]), "losses 7.2e+00 apart"),
         ("clipping", ran([4.0, 3.0, 2.0]), "right"),
     ],
 )
