@@ -131,7 +131,44 @@ def by_grpo(folder, out):
     return trainer
 
 
+class Loop:
+    """What a loop with accelerate leaves, as trainers do."""
+
+    def __init__(self, model, history):
+        self.model, self.state = model, transformers.TrainerState(log_history=history)
+
+
+def by_accelerate(folder, out):
+    """Accumulation and clipping by accelerate, an evaluation after each epoch."""
+    import accelerate
+
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    transformers.set_seed(3)
+    model = peft.get_peft_model(load_4bit(folder), lora_config())
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    rows = [{"input_ids": torch.randint(0, TOKENS, (8,)), "attention_mask": torch.ones(8).long()} for _ in range(8)]
+    data = torch.utils.data.DataLoader([{**row, "labels": row["input_ids"]} for row in rows], batch_size=2)
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    history = []
+    for _ in range(3):
+        model.train()
+        for given in data:
+            with accelerator.accumulate(model):
+                loss = model(**given, use_cache=False).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    history.append({"grad_norm": float(accelerator.clip_grad_norm_(model.parameters(), 0.5))})
+                optimizer.step()
+                optimizer.zero_grad()
+            history.append({"loss": loss.item()})
+        model.eval()
+        with torch.no_grad():
+            history.append({"eval_loss": model(**given).loss.item()})
+    return Loop(accelerator.unwrap_model(model), history)
+
+
 JOBS = {
+    "accelerate": (by_accelerate, 11),
     "padded": (by_trainer, 2),
     "one length": (lambda *args: by_trainer(*args, lengths=(10,)), 5),
     "dropout": (lambda *args: by_trainer(*args, dropout=0.3), 2),
@@ -208,3 +245,58 @@ def test_positions_without_a_label_change_nothing(folder, tmp_path, name, monkey
     found = [entry["loss"] for entry in losses(trainer) if "loss" in entry]
     assert found == pytest.approx(expected, rel=1e-4) and len(found) >= 3
     assert graphs.report(trainer.model).replays >= 2
+
+
+def test_masks_are_those_without_a_graph(folder, monkeypatch):
+    """While a graph is recorded transformers makes every mask; here attention gets what it gets without one."""
+    from bitshard.graphs import masks
+    from transformers import masking_utils
+
+    got, recording, attention = [], [], torch.nn.functional.scaled_dot_product_attention
+
+    def attends(*args, attn_mask=None, **kwargs):
+        got.append(None if attn_mask is None else attn_mask.clone())
+        return attention(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attends)
+    monkeypatch.setattr(masking_utils, "is_tracing", lambda *_: bool(recording))
+    model = load_4bit(folder).train()
+    ids = torch.arange(24).view(2, 12)
+    padding = torch.ones_like(ids)
+    padding[0, -3:] = 0
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    calls = {
+        "no mask": {"input_ids": ids},
+        "ones": {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        "zeros": {"input_ids": ids, "attention_mask": padding},
+        "packed": {"input_ids": ids[:1], "position_ids": positions},
+    }
+    for name, given in calls.items():
+        notes = []
+        with masks.noted(notes):
+            model(**given, use_cache=False)
+        recording.append(name)
+        with masks.given(notes):
+            model(**given, use_cache=False)
+        model(**given, use_cache=False)
+        recording.clear()
+        without, recorded, made = got
+        got.clear()
+        assert (without is None) is (name in ("no mask", "ones")) is (notes == [True]), name
+        assert (recorded is None) is (without is None), name
+        assert without is None or torch.equal(recorded, without), name
+        assert made is not None, name
+
+
+def test_another_number_of_masks():
+    from bitshard.graphs import masks
+    from bitshard.graphs.calls import Refused
+    from transformers import masking_utils
+
+    registry = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    before = {name: registry[name] for name in registry}
+    with pytest.raises(Refused, match="another number of attention masks"), masks.given([True]):
+        pass
+    with pytest.raises(Refused, match="another number of attention masks"), masks.given([]):
+        registry["sdpa"]()
+    assert {name: registry[name] for name in registry} == before and "sdpa" not in registry._local_mapping
