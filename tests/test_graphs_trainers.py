@@ -117,6 +117,21 @@ def by_dpo(folder, out):
     return trainer
 
 
+def by_kto(folder, out):
+    kinds = {"prompt": (1, 3), "completion": (2, 4)}
+    rows = {name: [text(10 * i + seed, n) for i in range(24)] for name, (seed, n) in kinds.items()}
+    transformers.set_seed(3)
+    trainer = trl.KTOTrainer(
+        model=load_4bit(folder),
+        args=trl.KTOConfig(output_dir=str(out), max_length=16, **SETTINGS),
+        train_dataset=datasets.Dataset.from_dict({**rows, "label": [i % 2 == 0 for i in range(24)]}),
+        processing_class=tokenizer(),
+        peft_config=lora_config(),
+    )
+    trainer.train()
+    return trainer
+
+
 def by_grpo(folder, out):
     transformers.set_seed(3)
     trainer = trl.GRPOTrainer(
@@ -178,6 +193,7 @@ JOBS = {
     "SFT": (by_sft, 2),
     "SFT, packed": (lambda *args: by_sft(*args, packing=True), 2),
     "DPO": (by_dpo, 3),
+    "KTO": (by_kto, 3),
     "GRPO": (by_grpo, 3),
 }
 
