@@ -266,6 +266,34 @@ def test_a_constant_that_changes(kind):
     assert graphs.report(ours).replays == 6
 
 
+def test_an_attribute_that_changes():
+    """A number that a module keeps, changed by the script between steps: another graph."""
+    ours, theirs = Scaled().train(), Scaled().train()
+    graphs.enable(ours)
+    found = []
+    for model in (ours, theirs):
+        found.append([])
+        for alpha in (1.0, 3.0):
+            model.alpha = alpha
+            found[-1] += steps_of(model, [1.0] * 3)
+    assert found[0] == found[1]
+    assert graphs.report(ours).captures == 2 and graphs.report(ours).replays == 4
+
+
+def test_a_forward_that_counts():
+    """In Python, which a graph would not do: such a model has none."""
+
+    class Counts(Scaled):
+        def forward(self, x, constant=1.0):
+            self.alpha = self.alpha + 0.5
+            return super().forward(x, constant)
+
+    ours, theirs = Counts().train(), Counts().train()
+    graphs.enable(ours)
+    assert steps_of(ours, [1.0] * 5) == steps_of(theirs, [1.0] * 5)
+    assert graphs.report(ours).replays == 0
+
+
 def test_a_captured_constant_would_be_seen():
     """The stand-in runs the body with what was recorded: a number that escaped the key makes another loss."""
     ours, theirs = Scaled().train(), Scaled().train()
@@ -697,6 +725,12 @@ STATES = {
     "a buffer": lambda m: setattr(m, "count", torch.ones(3)),
     "a new buffer": lambda m: m.register_buffer("other", torch.ones(3)),
     "a hook": lambda m: m.inner.register_forward_hook(print),
+    "a float": lambda m: setattr(m, "alpha", 2.0),
+    "an int": lambda m: setattr(m.inner, "in_features", 3),
+    "a bool": lambda m: setattr(m, "flag", False),
+    "a text": lambda m: setattr(m, "mode", "b"),
+    "None for a number": lambda m: setattr(m, "alpha", None),
+    "another attribute": lambda m: setattr(m, "beta", 0),
     "a hook before": lambda m: m.register_forward_pre_hook(print),
     "a hook in the backward": lambda m: m.register_full_backward_hook(print),
 }
@@ -707,6 +741,7 @@ def test_what_is_compared(name):
     model = torch.nn.Module()
     model.inner = torch.nn.Linear(2, 2)
     model.register_buffer("count", torch.zeros(3))
+    model.alpha, model.flag, model.mode = 1.0, True, "a"
 
     def states():
         return _C.module_states([vars(module) for module in model.modules()])

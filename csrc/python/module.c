@@ -159,7 +159,7 @@ static PyMethodDef methods[] = {
      "compiled."},
     {"module_states", bsh_module_states, METH_O,
      "module_states([dict, ...]): of modules given by their __dict__, bytes that are equal while their modes, hooks, "
-     "modules, parameters and buffers, and the addresses of their values, are the same."},
+     "settings, modules, parameters and buffers, and the addresses of their values, are the same."},
     {"optimizer_steps", bsh_optimizer_steps, METH_O,
      "optimizer_steps([(settings, parameters), ...]): one step of all parameters; whether it was done, else the ops "
      "must do it."},

@@ -4,6 +4,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum {
   TRAINING,
@@ -125,6 +126,35 @@ static bool put_hooks(states *const s, PyObject *const dict) {
   return put(s, same);
 }
 
+/* A number, a truth value or a text that a forward may read; false for anything else. */
+static bool is_setting(PyObject *const value, uint64_t *const word) {
+  double number;
+  if (PyUnicode_Check(value)) {
+    *word = (uint64_t)PyObject_Hash(value);
+  } else if (PyFloat_Check(value)) {
+    number = PyFloat_AsDouble(value);
+    memcpy(word, &number, sizeof number);
+  } else if (PyLong_Check(value)) {
+    *word = (uint64_t)PyLong_AsUnsignedLongLongMask(value);
+  } else {
+    return false;
+  }
+  return true;
+}
+
+/* The module's own settings in the order in which it has them, behind them how many there are. */
+static bool put_settings(states *const s, PyObject *const dict) {
+  PyObject *key, *value;
+  Py_ssize_t at = 0;
+  uint64_t n = 0, word;
+  while (PyDict_Next(dict, &at, &key, &value))
+    if (is_setting(value, &word)) {
+      if (!put(s, word)) return false;
+      n++;
+    }
+  return put(s, n);
+}
+
 static bool put_module(states *const s, PyObject *const dict) {
   for (int i = 0; i < N_KEYS; i++) {
     PyObject *const value = PyDict_GetItemWithError(dict, names[i]);
@@ -138,7 +168,7 @@ static bool put_module(states *const s, PyObject *const dict) {
       return false;
     }
   }
-  return true;
+  return put_settings(s, dict);
 }
 
 PyObject *bsh_module_states(PyObject *const module, PyObject *const dicts) {

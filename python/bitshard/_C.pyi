@@ -236,8 +236,9 @@ def plain_modules(*modules: dict[str, object]) -> bool:
     """Of torch modules given by their __dict__: whether none has hooks, a forward of its own, or was compiled."""
 
 def module_states(modules: list[dict[str, object]], /) -> bytes:
-    """Of torch modules given by their __dict__: bytes that are equal while their modes, hooks, modules, parameters and
-    buffers, the addresses of their values, and whether they want a gradient, are the same."""
+    """Of torch modules given by their __dict__: bytes that are equal while these are: modes, hooks, modules inside,
+    numbers, truth values and texts among their attributes, parameters and buffers, the addresses of their values, and
+    whether they want a gradient."""
 
 def dequantize_4bit(
     packed: Tensor,
