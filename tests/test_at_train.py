@@ -7,6 +7,7 @@ import logging
 import pickle
 import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -461,6 +462,7 @@ def test_a_training_is_that_of_fuse_by_hand(folder, tmp_path, training, told):
 
 SCRIPT = """
 import logging, sys
+sys.path.append(sys.argv[3])
 logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stdout)
 import transformers, peft, torch, json
 from helpers.llama import load_4bit
@@ -476,7 +478,8 @@ transformers.Trainer(model=model, args=transformers.TrainingArguments(**settings
 def test_a_script_that_nobody_edits(folder, tmp_path):
     """With nothing but the variable in its environment."""
     settings = json.dumps({**SETTINGS, "max_steps": 1, "output_dir": str(tmp_path)})
-    said = run([sys.executable, "-c", SCRIPT, str(folder), settings], 120, BITSHARD_FUSE="1")
+    tests = str(Path(__file__).parent)
+    said = run([sys.executable, "-c", SCRIPT, str(folder), settings, tests], 120, BITSHARD_FUSE="1")
     lines = [line for line in said.splitlines() if "BITSHARD_" in line]
     assert lines == [f"bitshard: BITSHARD_FUSE=1: {LINEARS} LoRA layers: {LINEARS} fused"], said[-2000:]
 

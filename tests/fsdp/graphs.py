@@ -68,7 +68,7 @@ def evaluated(model, step):
 
 def dropped(model, step):
     """A loaded adapter with other values."""
-    if step == 5:
+    if step == 3:
         values = {key: value * 0.5 for key, value in get_model_state_dict(model).items() if "lora_A" in key}
         set_model_state_dict(model, values, options=StateDictOptions(strict=False))
     return 0.0
@@ -84,10 +84,10 @@ SCENARIOS = {
     "fsdp2_freed": (functools.partial(fsdp2, reshard_after_forward=True), torch.float32, {}),
     "fsdp2_mixed": (functools.partial(fsdp2, mp_policy=MIXED), torch.float32, {}),
     "fsdp2_checkpointed": (checkpointed, torch.float32, {}),
-    "fsdp2_evaluated": (fsdp2, torch.float32, {"between": evaluated, "steps": 20}),
+    "fsdp2_evaluated": (fsdp2, torch.float32, {"between": evaluated, "steps": 10}),
     "fsdp2_loaded": (fsdp2, torch.float32, {"between": dropped}),
     "fsdp2_accumulate": (fsdp2, torch.float32, {"accumulate": 3}),
-    "fsdp2_own_lengths": (checkpointed, torch.float32, {"lengths": (6, 7, 8, 9), "steps": 40}),
+    "fsdp2_own_lengths": (checkpointed, torch.float32, {"lengths": (6, 7, 8), "steps": 24}),
     "fsdp2_in_place": (in_place, torch.float32, {}),
     "hsdp": (hybrid, torch.float32, {}),
     "fsdp2_offload": (functools.partial(fsdp2, offload_policy=CPUOffloadPolicy(pin_memory=False)), torch.float32, {}),
@@ -115,7 +115,7 @@ def train(args, name, captured):
     return found
 
 
-def loop(model, steps=8, accumulate=1, lengths=(12,), between=None):
+def loop(model, steps=5, accumulate=1, lengths=(12,), between=None):
     """[loss, gradient norm, what `between` found] of each step; ranks have batches of their own."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
