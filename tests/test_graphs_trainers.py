@@ -88,62 +88,48 @@ def resumed(folder, out):
     return by_trainer(folder, out, **between, resume=str(out / "checkpoint-3"))
 
 
-def by_sft(folder, out, **options):
-    rows = {"text": [text(i, 5 + i % 3) for i in range(24)]}
+def by_trl(folder, trainer, config, rows, **options):
     transformers.set_seed(3)
-    trainer = trl.SFTTrainer(
+    made = trainer(
         model=load_4bit(folder),
-        args=trl.SFTConfig(output_dir=str(out), max_length=16, **SETTINGS, **options),
+        args=config,
         train_dataset=datasets.Dataset.from_dict(rows),
         processing_class=tokenizer(),
         peft_config=lora_config(),
+        **options,
     )
-    trainer.train()
-    return trainer
+    made.train()
+    return made
+
+
+def texts(**kinds):
+    """{name: 24 texts of so many words}, by {name: (seed, words)}."""
+    return {name: [text(10 * i + seed, n) for i in range(24)] for name, (seed, n) in kinds.items()}
+
+
+def by_sft(folder, out, **options):
+    config = trl.SFTConfig(output_dir=str(out), max_length=16, **SETTINGS, **options)
+    return by_trl(folder, trl.SFTTrainer, config, {"text": [text(i, 5 + i % 3) for i in range(24)]})
 
 
 def by_dpo(folder, out):
-    kinds = {"prompt": (1, 3), "chosen": (2, 4), "rejected": (3, 4)}
-    rows = {name: [text(10 * i + seed, n) for i in range(24)] for name, (seed, n) in kinds.items()}
-    transformers.set_seed(3)
-    trainer = trl.DPOTrainer(
-        model=load_4bit(folder),
-        args=trl.DPOConfig(output_dir=str(out), max_length=16, **SETTINGS),
-        train_dataset=datasets.Dataset.from_dict(rows),
-        processing_class=tokenizer(),
-        peft_config=lora_config(),
-    )
-    trainer.train()
-    return trainer
+    config = trl.DPOConfig(output_dir=str(out), max_length=16, **SETTINGS)
+    return by_trl(folder, trl.DPOTrainer, config, texts(prompt=(1, 3), chosen=(2, 4), rejected=(3, 4)))
 
 
 def by_kto(folder, out):
-    kinds = {"prompt": (1, 3), "completion": (2, 4)}
-    rows = {name: [text(10 * i + seed, n) for i in range(24)] for name, (seed, n) in kinds.items()}
-    transformers.set_seed(3)
-    trainer = trl.KTOTrainer(
-        model=load_4bit(folder),
-        args=trl.KTOConfig(output_dir=str(out), max_length=16, **SETTINGS),
-        train_dataset=datasets.Dataset.from_dict({**rows, "label": [i % 2 == 0 for i in range(24)]}),
-        processing_class=tokenizer(),
-        peft_config=lora_config(),
-    )
-    trainer.train()
-    return trainer
+    config = trl.KTOConfig(output_dir=str(out), max_length=16, **SETTINGS)
+    rows = {**texts(prompt=(1, 3), completion=(2, 4)), "label": [i % 2 == 0 for i in range(24)]}
+    return by_trl(folder, trl.KTOTrainer, config, rows)
 
 
 def by_grpo(folder, out):
-    transformers.set_seed(3)
-    trainer = trl.GRPOTrainer(
-        model=load_4bit(folder),
-        reward_funcs=lambda completions, **_: [float(len(set(words.split()))) for words in completions],
-        args=trl.GRPOConfig(output_dir=str(out), max_completion_length=4, num_generations=2, beta=0.1, **SETTINGS),
-        train_dataset=datasets.Dataset.from_dict({"prompt": [text(i, 4) for i in range(8)]}),
-        processing_class=tokenizer(),
-        peft_config=lora_config(),
-    )
-    trainer.train()
-    return trainer
+    config = trl.GRPOConfig(output_dir=str(out), max_completion_length=4, num_generations=2, beta=0.1, **SETTINGS)
+
+    def rewards(completions, **_):
+        return [float(len(set(words.split()))) for words in completions]
+
+    return by_trl(folder, trl.GRPOTrainer, config, {"prompt": [text(i, 4) for i in range(8)]}, reward_funcs=rewards)
 
 
 class Loop:

@@ -18,7 +18,7 @@ import logging
 import torch
 from torch import nn
 
-from bitshard import foreign, gather
+from bitshard import foreign, gather, launch
 from bitshard.guards import Packed
 from bitshard.state import dtype_name
 
@@ -76,8 +76,7 @@ def unify(model: nn.Module, why: str) -> None:
     widest = functools.reduce(torch.promote_types, found)
     for parameter in parameters:
         parameter.data = parameter.data.to(widest)
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0:
+    if launch.first_rank():
         logger.warning(
             "%s, and those of this model have %s: they are now %s, all %d, and so is the adapter that is saved.",
             why,

@@ -19,10 +19,9 @@ import logging
 import weakref
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
-from bitshard import foreign, inventory, switches
+from bitshard import foreign, inventory, launch, switches
 
 logger = logging.getLogger("bitshard")
 
@@ -135,9 +134,8 @@ def forwards(layer: nn.Module) -> None:
 
 def _log(line: str, effect: bool) -> None:
     """A line on rank 0; a warning where a switch has no effect."""
-    if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
-        return
-    logger.log(logging.INFO if effect else logging.WARNING, "%s", line)
+    if launch.first_rank():
+        logger.log(logging.INFO if effect else logging.WARNING, "%s", line)
 
 
 ACTS = switches.Acts(trains, forwards)

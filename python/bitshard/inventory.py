@@ -11,10 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
-from bitshard import foreign
+from bitshard import foreign, launch
 from bitshard.kinds import EXPERTS
 
 logger = logging.getLogger("bitshard")
@@ -96,7 +95,7 @@ def log_line(layer: nn.Module) -> None:
     for module in model.modules():
         for held in holders_of(module):
             held.reported = held.reported or held.quantized() is not None
-    if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
+    if not launch.first_rank():
         return
     text, share, word = line(model)
     advice = "" if share >= 0.5 else _ADVICE.format(word)

@@ -142,6 +142,12 @@ def _packed_gib(elements: int) -> float:
     return elements * (0.5 + 1 / 64) / 2**30
 
 
+def first_rank() -> bool:
+    """Whether this process says what all would say: rank 0, or one alone."""
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+
+
 def loading() -> None:
     """Called for the first weights. accelerate's FSDP1 needs them whole: log once how much memory that takes."""
     global _warned_of_fsdp1

@@ -11,8 +11,8 @@ For a few hundred tokens the host needs several times as long to launch the work
 one launch. Optimizer, clipping and schedule stay outside, so that all of them may change from step to step.
 
 A graph repeats what was captured, on the same memory. So each call compares the model with the time of capture: every
-parameter and buffer and its address, the mode of every module, the settings of peft's layers. What it cannot compare
-must not change: hooks, other attributes, and anything else that the function does.
+parameter and buffer and its address, the mode, the hooks and the settings of every module. What it cannot compare must
+not change: what else a module keeps in Python, and anything else that the function does.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from bitshard import gather
+from bitshard.graphs import record
+from bitshard.graphs.record import Body
 from bitshard.graphs.watched import seen
 
 DEVICE = "cuda"  # for tests
@@ -31,25 +33,19 @@ WARM_UP = 2  # calls before the capture: libraries load kernels and take workspa
 _NAME = "bitshard.graphs.CapturedStep: "
 
 Batch = Mapping[str, Tensor]
-Body = Callable[[], list[Tensor]]
 
 
-class Graph:
-    """Everything that `body` launches, as one launch."""
+class Graph(record.Graph):
+    """Everything that `body` launches, as one launch, behind calls of it that warm up; in a pool of its own."""
 
     def __init__(self, body: Body):
-        self._graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
                 body()
         torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-            self.results = body()
-
-    def replay(self) -> None:
-        """Run the graph again; fills `results`."""
-        self._graph.replay()
+        super().__init__(body, None, stream)
 
 
 class CapturedStep:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import foreign
+from bitshard import foreign, launch
 from bitshard.graphs import masks, padding, record, watched, watcher
 from bitshard.graphs.calls import Answer, Call, Refused, settings
 from bitshard.graphs.pair import Gradients, Learned, Pair, Run
@@ -163,7 +163,7 @@ class Enabled:
             return f"{words} may read what a graph does not show"
         if self._units and (words := self._units.never(wanted == "cuda")) is not None:
             return words
-        return watched.foreign(model, {id(param.sharded_param) for param in self._units.parameters})
+        return watched.foreign(model, self._units.managed())
 
     def _everything(self) -> list[Any]:
         found = watched.seen(self._modules)
@@ -204,7 +204,7 @@ class Enabled:
     def _say(self, why: str) -> None:
         if why not in self._said and not why.startswith(_PASSING):
             self._said.add(why)
-            if why.startswith(_FAILED) or _first_rank():
+            if why.startswith(_FAILED) or launch.first_rank():
                 logger.warning("bitshard.graphs: %s runs without a graph: %s", type(self._model()).__name__, why)
 
     def _look(self, model: nn.Module, key: Hashable, call: Call) -> Any:
@@ -408,11 +408,6 @@ def _refuse_contexts() -> None:
         raise Refused("a dispatch or function mode of torch")
     if torch.is_anomaly_enabled():
         raise Refused("autograd's anomaly mode")
-
-
-def _first_rank() -> bool:
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
 
 
 def _first_line(error: BaseException) -> str:

@@ -61,7 +61,6 @@ class Gradients:
     """Memory for the gradients of all trained parameters, one piece for each dtype, outside of the graphs' pool."""
 
     def __init__(self, parameters: list[nn.Parameter]):
-        self._flat: dict[torch.dtype, Tensor] = {}
         self._at: dict[nn.Parameter, tuple[torch.dtype, int, torch.Size]] = {}
         by_dtype: dict[torch.dtype, int] = {}
         for parameter in parameters:
@@ -73,7 +72,7 @@ class Gradients:
         self._flat = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in by_dtype.items()}
 
     def put(self, gradients: dict[nn.Parameter, Tensor]) -> None:
-        """Copy gradients here, in few launches. Refused where one has another dtype than its parameter."""
+        """Copy gradients here, in few launches."""
         views = self._views(self._flat, list(gradients))
         torch._foreach_copy_(views, list(gradients.values()))
 
@@ -95,12 +94,12 @@ class Pair:
     def __init__(
         self, model: nn.Module, call: Call, learned: Learned, recorder: Any, units: Sharded, memory: Gradients
     ):
-        self._model, self._learned, self._recorder, self._units = model, learned, recorder, units
+        self._model, self._learned, self._recorder = model, learned, recorder
         self._call, self._memory = call.without_tensors(), memory
         self._inputs = [tensor.detach().clone() for tensor in call.tensors]
         self._streams = units.streams()
         self._trained = watched.trained(model)
-        managed = {id(param.sharded_param) for param in units.parameters}
+        managed = units.managed()
         self._managed = [p for p in self._trained if id(p) in managed]
         # The graphs' own leaves: hooks on the model's parameters, DDP's above all, belong to the backward outside
         self._leaves = {p: nn.Parameter(p.data) for p in self._trained if id(p) not in managed}
@@ -111,7 +110,6 @@ class Pair:
         self.sharded: list[nn.Parameter] = []
         self.copied, self.lends = learned.copied, learned.lends
         self._used = sorted(learned.used)
-        self.launches = 0
         generators = learned.draws.generators()
         self._forward = recorder.record(self._run_forward)
         self._backward = recorder.record(self._run_backward, generators)
@@ -204,7 +202,6 @@ class Pair:
         self._learned.draws.before_forward()
         self._forward.replay()
         self._settle()
-        self.launches += 1
         return Run(self, [self._result(n, place) for n, place in enumerate(self._places)])
 
     def _result(self, number: int, place: Place) -> Tensor:

@@ -52,6 +52,10 @@ class Sharded:
     def __bool__(self) -> bool:
         return bool(self.units)
 
+    def managed(self) -> set[int]:
+        """Ids of the sharded parameters."""
+        return {id(param.sharded_param) for param in self.parameters}
+
     def ready(self) -> bool:
         """Whether FSDP2 has run: it finds its root, and makes its streams, in the first forward."""
         return all(getattr(state, "_is_root", False) is not None for state in self._states)
