@@ -9,7 +9,6 @@ own, and graphs that see another batch than they should are found.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import random
@@ -24,10 +23,9 @@ import bitshard.graphs
 import bitshard.lora
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from random_llama import END, FIRST, LINEARS, build, tokenizer
+from random_llama import END, FIRST, LINEARS, build, forget, tokenizer
 from transformers import (
     DataCollatorForLanguageModeling,
     Trainer,
@@ -224,14 +222,6 @@ def once(options, name: str, graphed: bool) -> dict:
         forget()
     found.update(losses=seen.losses, norms=seen.norms, evaluated=seen.evaluated, seconds=time.time() - begun)
     return found
-
-
-def forget() -> None:
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    gc.collect()
-    if CUDA:
-        torch.cuda.empty_cache()
 
 
 def three(options, name: str) -> dict:

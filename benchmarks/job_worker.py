@@ -8,7 +8,6 @@ environment decide which package answers to `import bitsandbytes`, and what it d
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import random
@@ -22,10 +21,9 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
 from job_clock import Clock, Watch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from random_llama import END, FIRST, LINEARS, build, device, tokenizer
+from random_llama import END, FIRST, LINEARS, build, device, forget, tokenizer
 from transformers import Trainer, TrainingArguments, default_data_collator, set_seed
 
 CUDA = torch.cuda.is_available()
@@ -240,15 +238,6 @@ def described(options, model) -> dict:
     except (AttributeError, ValueError):  # it has no such function yet, or graphs are not on
         return found
     return {**found, "graphs": str(report), "captures": report.captures, "eager": dict(report.eager)}
-
-
-def forget() -> None:
-    """Let the next part begin as in a new process; what is not given back is seen in its `left_gib`."""
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    gc.collect()
-    if CUDA:
-        torch.cuda.empty_cache()
 
 
 # ---- the process ----

@@ -6,7 +6,10 @@ it, and only the reading of files is left out. Works with the original bitsandby
 
 from __future__ import annotations
 
+import gc
+
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -110,3 +113,12 @@ def tokenizer(words: int = 1000) -> PreTrainedTokenizerFast:
     made = Tokenizer(models.WordLevel(vocabulary, unk_token=f"w{FIRST}"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>")
+
+
+def forget() -> None:
+    """Let the next part begin as in a new process, as far as a process can: no accelerator, no cached memory."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
