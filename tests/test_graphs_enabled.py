@@ -15,7 +15,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from bitshard import graphs  # noqa: E402
-from bitshard.graphs import enabled  # noqa: E402
+from bitshard.graphs import enabled, offload  # noqa: E402
 from helpers.graphs import StandIn  # noqa: E402
 from helpers.llama import TOKENS, load_4bit, save_llama  # noqa: E402
 
@@ -111,6 +111,39 @@ def test_lengths_and_padding(folder):
     """Three lengths, with a mask of ones and another: a graph each, whose memory the others overwrite."""
     said = check(folder, 30, 24, make=lambda step: batch(step, length=6 + step % 3, padded=step % 2 == 1))
     assert said.graphs == 6
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_activations_on_the_host(folder, monkeypatch, dropout):
+    """Inputs of checkpointed layers wait in memory that all forms share; torch's hooks are called by no recording."""
+    packed, place = [], offload.HostMemory.place
+    monkeypatch.setattr(offload, "SMALLEST", 1)
+    monkeypatch.setattr(offload, "PIECE", 4096)  # of the form of 8 tokens one layer fills it
+    monkeypatch.setattr(offload.HostMemory, "place", lambda host, like: packed.append(like.shape) or place(host, like))
+
+    def loss(model, given):
+        with torch.autograd.graph.save_on_cpu():
+            return model(**given).loss
+
+    def make(step):
+        return batch(step, length=8 - step % 2)
+
+    said = check(folder, 8, 6, loss=loss, make=make, options={"dropout": dropout})
+    assert said.graphs == 2 and len(packed) == 6 and set(packed) == {(2, 8, 48), (2, 7, 48)}
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_host_memory_is_given_out_once():
+    host = offload.HostMemory()
+    for _ in range(2):  # the second step takes what the first one took
+        host.begin()
+        found = [
+            host.place(torch.zeros(n, dtype=dtype)) for n in (3, 1 << 25, 7) for dtype in (torch.bfloat16, torch.int8)
+        ]
+        spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in found)
+        assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False)), spans
+        assert [tensor.numel() for tensor in found] == [3, 3, 1 << 25, 1 << 25, 7, 7]
+    assert sum(piece.numel() for piece in host._pieces) <= 4 << 26
 
 
 @pytest.mark.parametrize("clear", [True, False])
@@ -450,7 +483,8 @@ WAYS = {
         "argument is a Sub",
     ),
     "mode": (lambda m: in_mode(lambda: m(torch.ones(4)).backward()), "mode of torch"),
-    "saved": (lambda m: offloaded(lambda: m(torch.ones(4)).backward()), "activations offloaded"),
+    "saved": (lambda m: offloaded(lambda: m(torch.ones(4)).backward()), "offloaded without gradient checkpointing"),
+    "hooks": (lambda m: in_hooks(lambda: m(torch.ones(4)).backward()), "hooks on saved tensors that nobody knows"),
     "anomaly": (lambda m: in_anomaly(lambda: m(torch.ones(4)).backward()), "anomaly mode"),
 }
 
@@ -472,6 +506,11 @@ def in_mode(call):
 
 def offloaded(call):
     with torch.autograd.graph.save_on_cpu():
+        call()
+
+
+def in_hooks(call):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         call()
 
 

@@ -113,9 +113,21 @@ TORCH_REPLICATES = Foreign(
     "def _worker(",
     "calls DataParallel's copies of a module, each in a thread: they share what stands in front of the module's call",
 )
+TORCH_OFFLOADS = Foreign(
+    "torch.autograd.graph",
+    "save_on_cpu.__init__",
+    "def pack_to_cpu(",
+    "brings what autograd keeps to the host: a graph brings the inputs of checkpointed layers there itself",
+)
+TRL_OFFLOADS = Foreign(
+    "trl.models.activation_offloading",
+    "OffloadActivations.__init__",
+    "def pack_tensor(",
+    "the same, for trl's `activation_offloading`",
+)
 KNOWN = (FSDP2_PREPARES, FSDP1_WRAPS, FSDP1_FLATTENS, DDP_SENDS, TRANSFORMERS_RESERVES, TRANSFORMERS_SAVES)
 KNOWN += (PEFT_MERGES, PEFT_UNMERGES, PEFT_LOOKS, PEFT_MERGES_STACKS, TORCH_EXPORTS, TORCH_TRAINS)
-KNOWN += (TORCH_DESTROYS, TORCH_REPLICATES)
+KNOWN += (TORCH_DESTROYS, TORCH_REPLICATES, TORCH_OFFLOADS, TRL_OFFLOADS)
 
 
 # Methods of modules and trainers in which a forward runs: torch's, transformers' and Lightning's
@@ -172,6 +184,12 @@ def outermost(known: Foreign, code: CodeType) -> FrameType | None:
         elif frame.f_code.co_name != name:
             break
     return found
+
+
+def made_in(function: Any, known: Foreign) -> bool:
+    """Whether `function` is defined inside of a known one."""
+    name = getattr(function, "__qualname__", "")
+    return getattr(function, "__module__", None) == known.module and name.startswith(f"{known.function}.<locals>.")
 
 
 def runs_in_a_thread(known: Foreign) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from bitshard import foreign, launch
-from bitshard.graphs import masks, padding, record, watched, watcher
+from bitshard.graphs import masks, offload, padding, record, watched, watcher
 from bitshard.graphs.calls import Answer, Call, Refused, settings
 from bitshard.graphs.pair import Gradients, Learned, Pair, Run
 from bitshard.graphs.sharded import Sharded
@@ -67,6 +67,7 @@ class Enabled:
         self._recorder: Any = None
         self._units: Sharded | None = None
         self._memory: Gradients | None = None
+        self._host = offload.HostMemory()
         self._seen: list[Any] = []
         self._modules: list[nn.Module] = []
         self._never: str | None = None
@@ -99,14 +100,15 @@ class Enabled:
             facts = masks.facts(args, kwargs)
             given = self._padded(args, kwargs, facts)
             call = Call.of(args, given.kwargs, self._device)
-            key = call.key, given.facts(facts), settings()
+            offloaded = offload.asked(model)
+            key = call.key, given.facts(facts), settings(), offloaded
         except Refused as refused:
             return self._eagerly(model, args, kwargs, str(refused))
         form, why = self._current(key), self._not_now()
         if form is None or (isinstance(form, Learned) and not form.used):
             return given.cut(self._look(model, key, call))
         if why is None and isinstance(form, Learned):
-            form = self._record(model, key, call, form)
+            form = self._record(model, key, call, form, self._host if offloaded else None)
         why = form if isinstance(form, str) else why
         return given.cut(self._launch(form, call)) if why is None else self._eagerly(model, args, kwargs, why)
 
@@ -235,11 +237,13 @@ class Enabled:
 
     # -- with one --
 
-    def _record(self, model: nn.Module, key: Hashable, call: Call, learned: Learned) -> Pair | str:
-        """Record a form; the words why not where it can't be."""
+    def _record(
+        self, model: nn.Module, key: Hashable, call: Call, learned: Learned, host: offload.HostMemory | None
+    ) -> Pair | str:
+        """Record a form, with activations on the host where `host` is given; the words why not where it can't be."""
         before = self._everything()
         try:
-            form: Pair | str = Pair(model, call, learned, self._recorder, self._units, self._memory)
+            form: Pair | str = Pair(model, call, learned, self._recorder, self._units, self._memory, host)
             self._captures += 1
         except (RuntimeError, Refused) as error:  # torch's error of memory is one
             self._give_up()
@@ -402,8 +406,6 @@ def _traced() -> bool:
 
 def _refuse_contexts() -> None:
     """Refused within contexts that look into a step."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        raise Refused("hooks on saved tensors (activations offloaded)")
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         raise Refused("a dispatch or function mode of torch")
     if torch.is_anomaly_enabled():

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from bitshard.graphs import masks, watched
 from bitshard.graphs.calls import Answer, Call, Refused
+from bitshard.graphs.offload import HostMemory
 from bitshard.graphs.randomness import Draws
 from bitshard.graphs.record import Place
 from bitshard.graphs.sharded import Sharded, part
@@ -92,9 +93,16 @@ class Pair:
     """See the module. RuntimeError of torch or CUDA, or Refused, where a step can't be recorded."""
 
     def __init__(
-        self, model: nn.Module, call: Call, learned: Learned, recorder: Any, units: Sharded, memory: Gradients
+        self,
+        model: nn.Module,
+        call: Call,
+        learned: Learned,
+        recorder: Any,
+        units: Sharded,
+        memory: Gradients,
+        host: HostMemory | None = None,
     ):
-        self._model, self._learned, self._recorder = model, learned, recorder
+        self._model, self._learned, self._recorder, self._host = model, learned, recorder, host
         self._call, self._memory = call.without_tensors(), memory
         self._inputs = [tensor.detach().clone() for tensor in call.tensors]
         self._streams = units.streams()
@@ -128,6 +136,7 @@ class Pair:
             masks.given(learned.notes),
             masks.every_position(),
             learned.draws.recorded(self._model),
+            self._host.layers(self._model) if self._host else contextlib.nullcontext(),
         ):
             answer = Answer(self._model._call_impl(*args, **kwargs))
         if answer.shapes != learned.answer.shapes or answer.graded != learned.answer.graded:

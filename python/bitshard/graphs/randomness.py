@@ -39,7 +39,7 @@ class Draws:
         before = (torch.get_rng_state(), random.getstate()) if self._generator else None
         self.regions.clear()
         self._base = self._offset()
-        with _checkpoints_replaced(model, self._noting):
+        with checkpoints_replaced(model, self._noting):
             yield
         if before and not (torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()):
             raise Refused("its forward draws random numbers on the CPU")
@@ -58,7 +58,7 @@ class Draws:
             yield
             return
         left = iter(self._own)
-        with _checkpoints_replaced(model, lambda checkpoint: _region(checkpoint, left, self._drawing)):
+        with checkpoints_replaced(model, lambda checkpoint: _region(checkpoint, left, self._drawing)):
             yield
         if next(left, self) is not self:
             raise Refused(_OTHER_LAYERS)
@@ -117,7 +117,7 @@ def _region(checkpoint: Callable, left: Iterator[Any], drawing: Callable) -> Cal
 
 
 @contextlib.contextmanager
-def _checkpoints_replaced(model: nn.Module, by: Callable[[Callable], Callable]) -> Iterator[None]:
+def checkpoints_replaced(model: nn.Module, by: Callable[[Callable], Callable]) -> Iterator[None]:
     """Other checkpointing functions in the modules that keep one, within."""
     before = [(vars(module), name) for module in model.modules() for name in CHECKPOINTS if name in vars(module)]
     kept = [mine[name] for mine, name in before]

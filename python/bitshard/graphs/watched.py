@@ -14,6 +14,7 @@ PEFT = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "l
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Whose hooks on modules may run while a graph is recorded: what they do belongs to the step, or to no training step.
 KNOWN_HOOKS = ("torch.distributed.", "torch.utils.checkpoint", "accelerate.", "peft.", "transformers.", "bitshard.")
+KNOWN_HOOKS += ("trl.models.activation_offloading.",)  # keeps what a head saves on the GPU
 
 
 def seen(modules: list[nn.Module]) -> list[Any]:
