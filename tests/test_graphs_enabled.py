@@ -15,7 +15,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from bitshard import graphs  # noqa: E402
-from bitshard.graphs import enabled, offload  # noqa: E402
+from bitshard.graphs import enabled, offload, pair  # noqa: E402
 from helpers.graphs import StandIn  # noqa: E402
 from helpers.llama import TOKENS, load_4bit, save_llama  # noqa: E402
 
@@ -181,7 +181,6 @@ def test_an_unused_result_stays_unused(folder):
 
 def test_results_are_the_callers(folder, monkeypatch):
     """Losses and logits of earlier steps keep their values, small or large."""
-    from bitshard.graphs import pair
 
     monkeypatch.setattr(pair, "SMALL", 64)
     ours, theirs = twins(folder)
@@ -201,7 +200,6 @@ def test_results_are_the_callers(folder, monkeypatch):
 
 def test_a_large_result_is_lent(folder, monkeypatch):
     """Not copied where nobody holds it when the next step comes; copied from the first time that somebody did."""
-    from bitshard.graphs import pair
 
     monkeypatch.setattr(pair, "SMALL", 64)
     ours, _ = twins(folder)
@@ -215,6 +213,53 @@ def test_a_large_result_is_lent(folder, monkeypatch):
     assert not form.lends(1) and graphs.report(ours).eager.pop(HELD) == 1
     second.loss.backward()
     assert ours(**batch(5)).logits.data_ptr() != form._places[1].tensor().data_ptr()
+
+
+def test_a_held_result_keeps_its_graph(folder, monkeypatch):
+    """Where the model has changed: the memory of a graph is nobody else's while a caller has a result in it."""
+    monkeypatch.setattr(pair, "SMALL", 64)
+    ours = adapted(folder)
+    graphs.enable(ours)
+    for step in range(4):
+        held = None
+        held = (out := ours(**batch(step))).logits
+        out.loss.backward()
+        del out
+    values, recorder = held.clone(), vars(ours)["_compiled_call_impl"]._recorder
+    assert graphs.report(ours).replays == 3
+    ours.base_model.model.config.any_new_setting = 1
+    for step in range(3):
+        ours(**batch(step)).loss.backward()
+        assert not any(graph.dropped for graph in recorder.graphs) and torch.equal(held, values)
+    del held
+    for step in range(3):
+        ours(**batch(step)).loss.backward()
+    assert [graph.dropped for graph in recorder.graphs] == [True, True, False, False]
+
+
+class Short(StandIn):
+    """Has room for a step without a graph while there is no graph."""
+
+    def short_of_memory(self):
+        return any(not graph.dropped for graph in self.graphs)
+
+
+@pytest.mark.parametrize("lengths, looks, captures", [([9, 9, 7, 8, 9, 7, 8], 1, 3), ([7, 7, 9, 9, 7, 8], 2, 4)])
+def test_where_memory_is_short(folder, monkeypatch, lengths, looks, captures):
+    """A form of fewer tokens than another had is recorded in its first call; a longer one runs with no graph alive."""
+    monkeypatch.setattr(enabled, "RECORDER", Short)
+    said = check(folder, len(lengths), len(lengths) - looks, make=lambda step: batch(step, length=lengths[step]))
+    assert (said.captures, said.graphs) == (captures, 3)
+
+
+def test_draws_are_counted_by_size(folder):
+    learned = pair.Learned(torch.device("cpu"))
+    assert learned.for_shorter(torch.device("cpu")) is None  # no backward came
+    learned.used, learned.notes = {0}, [True, False]
+    found = learned.for_shorter(torch.device("cpu"))
+    assert (found.used, found.notes, found.answer) == ({0}, [True, False], None)
+    learned.draws.regions = [(0, 0), (0, 4)]
+    assert learned.for_shorter(torch.device("cpu")) is None
 
 
 HELD = "a large result of the step before was still held; it is copied from now on"

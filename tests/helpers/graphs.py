@@ -47,6 +47,12 @@ class StandIn:
     def recover(self):
         pass
 
+    def short_of_memory(self):
+        return False
+
+    def give_back(self):
+        pass
+
     def fork(self, streams):
         assert not list(streams)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -43,6 +44,15 @@ class Call(NamedTuple):
             else:
                 raise Refused(f"an argument is a {type(leaf).__name__}")
         return cls((spec, tuple(described)), tensors, leaves, spec)
+
+    def kind(self) -> Hashable:
+        """The key without the sizes of tensors."""
+        spec, described = self.key
+        return spec, tuple((len(leaf[0]), *leaf[1:]) if isinstance(leaf[0], torch.Size) else leaf for leaf in described)
+
+    def shapes(self) -> list[torch.Size]:
+        """Of all tensors."""
+        return [tensor.shape for tensor in self.tensors]
 
     def arguments(self, tensors: list[Tensor]) -> tuple[tuple, dict[str, Any]]:
         """The arguments with others in the place of the tensors."""
@@ -94,6 +104,12 @@ class Answer:
         if odd is not None:
             raise Refused(f"its output has a {type(odd).__name__}")
         self.tensors: list[Tensor] | None = tensors
+
+    def form(self) -> Answer:
+        """The same without tensors."""
+        found = copy.copy(self)
+        found.tensors = None
+        return found
 
     def output(self, tensors: list[Tensor]) -> Any:
         """The module's output with these tensors."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +33,7 @@ RECORDER = record.Recorder  # for tests
 KEPT = 16  # graphs of a model, for as many forms of calls; the one that was used least lately goes
 AGAIN = 16  # calls until a model that can't be captured is looked at again
 FORMS = 4096  # forms that are remembered
+LOOKS = 64  # of them, those whose first calls may teach another one
 _inside = threading.local()
 
 
@@ -75,6 +76,8 @@ class Enabled:
         self._device = torch.device("cpu")
         self._outstanding: Any = lambda: None
         self._lent: list[tuple[Any, Learned | Pair, int]] = []
+        self._ended: list[Pair] = []
+        self._looks: deque[tuple[Hashable, list[torch.Size], Learned]] = deque(maxlen=LOOKS)
         self._captures = self._replays = 0
         self._eager: Counter = Counter()
         self._said: set[str] = set()
@@ -105,6 +108,8 @@ class Enabled:
         except Refused as refused:
             return self._eagerly(model, args, kwargs, str(refused))
         form, why = self._current(key), self._not_now()
+        if form is None and why is None and self._recorder.short_of_memory():
+            form = self._without_a_look(key, call)
         if form is None or (isinstance(form, Learned) and not form.used):
             return given.cut(self._look(model, key, call))
         if why is None and isinstance(form, Learned):
@@ -183,13 +188,26 @@ class Enabled:
         run = self._outstanding()
         if run is not None and not run.done:
             return "the backward of the forward before had not come"
-        held = [(form, number) for storage, form, number in self._lent if not storage.expired()]
-        self._lent = [entry for entry in self._lent if not entry[0].expired()]
+        held = self._held()
+        self._let_go([])
         for form, number in held:
             form.copied.add(number)
         if any(isinstance(form, Pair) for form, _ in held):
             return "a large result of the step before was still held; it is copied from now on"
         return self._units.not_now() if self._units else None
+
+    def _held(self) -> list[tuple[Learned | Pair, int]]:
+        """Large results that a caller still has, by form and number."""
+        self._lent = [entry for entry in self._lent if not entry[0].expired()]
+        return [(form, number) for _, form, number in self._lent]
+
+    def _let_go(self, pairs: list[Pair]) -> None:
+        """Drop graphs as soon as no caller has a result that lies in their memory."""
+        self._ended += pairs
+        if self._ended and not self._held():
+            for pair in self._ended:
+                pair.drop()
+            self._ended.clear()
 
     # -- without a graph --
 
@@ -221,19 +239,39 @@ class Enabled:
             self._say(later.why)
             return later.output
         self._remember(key, learned)
+        self._looks.append((_kind(key, call), call.shapes(), learned))
         self._lend(learned, Answer(output).tensors)
         return output
+
+    def _without_a_look(self, key: Hashable, call: Call) -> Learned | None:
+        """What a longer call of the same kind showed, where memory is short: this form is recorded at once then, in the
+        graphs' own pool. Without one the graphs are dropped, to be made anew, so that the call has room."""
+        for other, shapes, learned in reversed(self._looks):
+            longer = all(
+                all(n <= most for n, most in zip(mine, theirs, strict=True))
+                for mine, theirs in zip(call.shapes(), shapes, strict=False)
+            )
+            if longer and other == _kind(key, call) and (found := learned.for_shorter(self._device)) is not None:
+                return found
+        self._set_aside()
+        return None
+
+    def _set_aside(self) -> None:
+        """Drop all graphs and keep what their forms' first calls showed."""
+        pairs = {key: form for key, form in self._forms.items() if isinstance(form, Pair)}
+        for key, pair in pairs.items():
+            self._forms[key] = pair.learned
+        self._let_go(list(pairs.values()))
+        self._recorder.give_back()
 
     def _remember(self, key: Hashable, form: Learned | Pair | str) -> None:
         self._forms[key] = form
         self._forms.move_to_end(key)
         pairs = [key for key, form in self._forms.items() if isinstance(form, Pair)]
-        for old in pairs[: len(pairs) - KEPT]:
-            self._forms.pop(old).drop()
+        old = [self._forms.pop(key) for key in pairs[: len(pairs) - KEPT]]
         while len(self._forms) > FORMS:
-            old = self._forms.popitem(last=False)[1]
-            if isinstance(old, Pair):
-                old.drop()
+            old.append(self._forms.popitem(last=False)[1])
+        self._let_go([form for form in old if isinstance(form, Pair)])
 
     # -- with one --
 
@@ -253,7 +291,7 @@ class Enabled:
             raise
         if self._everything() != before:
             if isinstance(form, Pair):
-                form.drop()
+                self._let_go([form])
             self._units.between_steps()
             form = "its forward changes the model"
         self._remember(key, form)
@@ -265,8 +303,8 @@ class Enabled:
         """After an error in the middle of a recording: the state between two steps again. Graphs go: they may draw."""
         self._recorder.recover()
         self._units.abandon()
-        for key in [key for key, form in self._forms.items() if isinstance(form, Pair)]:
-            self._forms.pop(key).drop()
+        pairs = [key for key, form in self._forms.items() if isinstance(form, Pair)]
+        self._let_go([self._forms.pop(key) for key in pairs])
 
     def _launch(self, pair: Pair, call: Call) -> Any:
         self._replays += 1
@@ -287,19 +325,20 @@ class Enabled:
         from torch.multiprocessing.reductions import StorageWeakRef
 
         large = [n for n, tensor in enumerate(results) if form.lends(n)]
-        self._lent = [(StorageWeakRef(results[n].untyped_storage()), form, n) for n in large]
+        in_pool = [entry for entry in self._lent if isinstance(entry[1], Pair)]
+        self._lent = in_pool + [(StorageWeakRef(results[n].untyped_storage()), form, n) for n in large]
 
     def _forget(self) -> None:
         """Drop all graphs, and what was learned."""
-        for form in self._forms.values():
-            if isinstance(form, Pair):
-                form.drop()
+        self._let_go([form for form in self._forms.values() if isinstance(form, Pair)])
         self._forms.clear()
+        self._looks.clear()
 
     # -- for others --
 
     def drop(self) -> None:
         """Drop all graphs; later calls record anew."""
+        self._lent.clear()
         self._forget()
         self._modules, self._seen = [], []
 
@@ -312,6 +351,11 @@ class Enabled:
 _FAILED = "it can't be recorded"
 _FIRST = "the first of its form"
 _PASSING = ("the backward of", "a large result", _FIRST)
+
+
+def _kind(key: tuple, call: Call) -> Hashable:
+    """A form without the sizes of its tensors."""
+    return call.kind(), *key[1:]
 
 
 class _RefusedLater(Exception):

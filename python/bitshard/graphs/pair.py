@@ -45,6 +45,16 @@ class Learned:
         self.draws = Draws(device)
         self.copied: set[int] = set()
 
+    def for_shorter(self, device: torch.device) -> Learned | None:
+        """The same for a call of the same kind with shorter tensors, which is recorded at once; None where it must run
+        first: draws are counted by size. A mask that is left out here is left out there (a window masks nothing of
+        fewer tokens)."""
+        if not self.used or any(taken for _, taken in self.draws.regions):
+            return None
+        found = Learned(device)
+        found.used, found.notes, found.draws.regions = set(self.used), list(self.notes), list(self.draws.regions)
+        return found
+
     def lends(self, number: int) -> bool:
         """Whether a result is handed out where it is: a large one that gets no gradient, which nobody held so far.
 
@@ -102,7 +112,7 @@ class Pair:
         memory: Gradients,
         host: HostMemory | None = None,
     ):
-        self._model, self._learned, self._recorder, self._host = model, learned, recorder, host
+        self._model, self.learned, self._recorder, self._host = model, learned, recorder, host
         self._call, self._memory = call.without_tensors(), memory
         self._inputs = [tensor.detach().clone() for tensor in call.tensors]
         self._streams = units.streams()
@@ -127,7 +137,7 @@ class Pair:
 
     def _run_forward(self) -> list[Tensor]:
         """The module's call; returns its tensors."""
-        learned = self._learned
+        learned = self.learned
         self._recorder.fork(self._streams)
         args, kwargs = self._call.arguments(self._inputs)
         with (
@@ -139,8 +149,12 @@ class Pair:
             self._host.layers(self._model) if self._host else contextlib.nullcontext(),
         ):
             answer = Answer(self._model._call_impl(*args, **kwargs))
+        if learned.answer is None:
+            learned.answer = answer.form()
         if answer.shapes != learned.answer.shapes or answer.graded != learned.answer.graded:
             raise Refused("its output has another form than in the call before")
+        if not set(self._used) <= set(answer.graded):
+            raise Refused("other results are differentiable than in a longer call")
         self._outs = [answer.tensors[n] for n in self._used]
         if self._places is None:
             self._incoming = [torch.empty_like(out, memory_format=torch.contiguous_format) for out in self._outs]
@@ -208,7 +222,7 @@ class Pair:
         self._recorder.before_launch()
         for mine, given in zip(self._inputs, tensors, strict=True):
             mine.copy_(given, non_blocking=True)
-        self._learned.draws.before_forward()
+        self.learned.draws.before_forward()
         self._forward.replay()
         self._settle()
         return Run(self, [self._result(n, place) for n, place in enumerate(self._places)])
@@ -224,13 +238,13 @@ class Pair:
         if unknown:
             raise RuntimeError(
                 f"bitshard.graphs: a gradient came for result {unknown[0]} of the module, of shape "
-                f"{list(self._learned.answer.shapes[unknown[0]][0])}, but the graph was recorded after a step that "
+                f"{list(self.learned.answer.shapes[unknown[0]][0])}, but the graph was recorded after a step that "
                 f"used {used} only. Call bitshard.graphs.disable(model), or use the same results in each step"
             )
         for number, place in zip(used, self._into, strict=True):
             given = incoming.get(number)
             place.tensor().zero_() if given is None else place.tensor().copy_(given)
-        self._learned.draws.before_backward()
+        self.learned.draws.before_backward()
         self._backward.replay()
         copies = self._memory.copies([*self.plain, *self.sharded])
         deliver(self.sharded, copies[len(self.plain) :])
@@ -239,12 +253,12 @@ class Pair:
 
     def output(self, tensors: list[Tensor]) -> Any:
         """The module's output with these tensors."""
-        return self._learned.answer.output(tensors)
+        return self.learned.answer.output(tensors)
 
     @property
     def graded(self) -> list[int]:
         """Which results are differentiable."""
-        return self._learned.answer.graded
+        return self.learned.answer.graded
 
     def drop(self) -> None:
         """Free both graphs."""

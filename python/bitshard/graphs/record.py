@@ -86,6 +86,26 @@ class Recorder:
         self.stream.wait_stream(torch.cuda.current_stream())
         return Graph(body, self.pool, self.stream, generators)
 
+    def short_of_memory(self) -> bool:
+        """Whether a step without a graph might find no memory beside the graphs' pool. It takes about as much."""
+        pool = sum(segment["total_size"] for segment in self._segments())
+        if not pool:
+            return False
+        device = torch.cuda.current_device()
+        free, total = torch.cuda.mem_get_info(device)
+        reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+        limit = min(reserved + free, int(total * torch.cuda.get_per_process_memory_fraction(device)))
+        return limit - allocated - pool < pool
+
+    def give_back(self) -> None:
+        """After graphs were dropped: their memory goes back to the GPU."""
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def _segments(self) -> list[dict[str, Any]]:
+        """The allocator's segments that belong to the pool."""
+        return [segment for segment in torch.cuda.memory_snapshot() if segment["segment_pool_id"] == self.pool]
+
     def place(self, tensor: Tensor) -> Place:
         """Where a result of a graph is."""
         return Place.of(tensor)
