@@ -262,6 +262,7 @@ class Enabled:
         for key, pair in pairs.items():
             self._forms[key] = pair.learned
         self._let_go(list(pairs.values()))
+        self._recorder.new_pool()
         self._recorder.give_back()
 
     def _remember(self, key: Hashable, form: Learned | Pair | str) -> None:
@@ -330,7 +331,10 @@ class Enabled:
 
     def _forget(self) -> None:
         """Drop all graphs, and what was learned."""
-        self._let_go([form for form in self._forms.values() if isinstance(form, Pair)])
+        pairs = [form for form in self._forms.values() if isinstance(form, Pair)]
+        self._let_go(pairs)
+        if pairs:
+            self._recorder.new_pool()
         self._forms.clear()
         self._looks.clear()
 

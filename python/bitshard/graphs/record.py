@@ -78,7 +78,12 @@ class Recorder:
     device = "cuda"
 
     def __init__(self) -> None:
-        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self.stream = torch.cuda.Stream()
+        self.new_pool()
+
+    def new_pool(self) -> None:
+        """Record into another pool from now on: torch takes none again whose graphs have all gone."""
+        self.pool = torch.cuda.graph_pool_handle()
 
     def record(self, body: Body, generators: Iterable[torch.Generator] = ()) -> Graph:
         """The graph of what `body` launches, which is not run now. Waits for the GPU; gives cached memory back."""
@@ -120,7 +125,7 @@ class Recorder:
         generator.graphsafe_set_state(generator.clone_state())
         with contextlib.suppress(AttributeError, RuntimeError):  # it may have ended
             torch._C._cuda_endAllocateToPool(device, self.pool)
-        self.pool = torch.cuda.graph_pool_handle()
+        self.new_pool()
 
     def fork(self, streams: Iterable[Any]) -> None:
         """Within a body: let streams that others work on belong to what is recorded."""
