@@ -9,6 +9,7 @@ own, and graphs that see another batch than they should are found.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -23,6 +24,7 @@ import bitshard.graphs
 import bitshard.lora
 import torch
 import torch.distributed as dist
+from bitshard.graphs import masks
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from random_llama import END, FIRST, LINEARS, build, forget, tokenizer
@@ -140,6 +142,22 @@ def dpo(options) -> Trainer:
     )
 
 
+def kto(options) -> Trainer:
+    from trl import KTOConfig, KTOTrainer
+
+    length = options.two_lengths[0]
+    made = [words(row) for row in rows(options, 4 * options.steps * WORLD, [length])]
+    pairs = enumerate(zip(made[0::2], made[1::2], strict=True))
+    made = [{"prompt": p, "completion": f" {c}", "label": number % 2 == 0} for number, (p, c) in pairs]
+    return KTOTrainer(
+        model=base(options),
+        args=KTOConfig(**settings(options, max_length=4 * length, learning_rate=1e-4)),
+        train_dataset=Dataset.from_list(made),
+        processing_class=tokenizer(WORDS),
+        peft_config=lora(),
+    )
+
+
 def grpo(options) -> Trainer:
     """Learns so slowly that completions stay those of the run without graphs."""
     from trl import GRPOConfig, GRPOTrainer
@@ -172,7 +190,10 @@ JOBS: dict[str, Callable] = {
     "trainer": plain,
     "sft": sft,
     "sft packed": lambda options: sft(options, packing=True),
+    "offload": lambda options: sft(options, activation_offloading=True),
     "dpo": dpo,
+    "dpo scored alike": dpo,
+    "kto": kto,
     "grpo": grpo,
     "dropout": dropped,
     "accumulate": lambda options: plain(options, gradient_accumulation_steps=4),
@@ -180,6 +201,9 @@ JOBS: dict[str, Callable] = {
     "fp16": lambda options: plain(options, "fp16"),
     "resume": evaluated,
 }
+
+
+ALIKE = "scored alike"  # without graphs, too, trl's fused head scores every position
 
 
 # ---- one job, three times ----
@@ -209,7 +233,8 @@ def once(options, name: str, graphed: bool) -> dict:
             bitshard.lora.fuse(trainer.model)
         if graphed:
             bitshard.graphs.enable(trainer.model)
-        trainer.train(resume_from_checkpoint=checkpoint)
+        with masks.every_position() if name.endswith(ALIKE) else contextlib.nullcontext():
+            trainer.train(resume_from_checkpoint=checkpoint)
         if graphed:
             report = bitshard.graphs.report(trainer.model)
             found["captures"] += report.captures
