@@ -125,7 +125,7 @@ def build(options: argparse.Namespace, record: loading.Record):
     """The sharded model with its adapters, and the optimizer."""
     import bitsandbytes as bnb
     import torch
-    from bitshard import lora
+    from bitshard import graphs, lora
     from bitshard.fsdp import shard_adapters
     from experts_step import ATTENTION, STACKS
     from peft import LoraConfig, get_peft_model
@@ -148,6 +148,8 @@ def build(options: argparse.Namespace, record: loading.Record):
             shard_adapters(model)
         record.values["fused"] = str(lora.fuse(model))
         optimizer = bnb.optim.AdamW8bit([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+        if options.graphs:
+            graphs.enable(model)
     return model.train(), optimizer
 
 
@@ -181,6 +183,11 @@ def rank(options: argparse.Namespace) -> None:
                 optimizer.zero_grad(set_to_none=True)
                 record.values["losses"].append(loss.item())
             say(record, f"step {number + 1}")
+        if options.graphs:
+            from bitshard import graphs
+
+            print(graphs.report(model), flush=True)
+            graphs.disable(model)
     except Exception as error:
         record.write()
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -220,7 +227,11 @@ def row(result: dict) -> str:
 def train(options: argparse.Namespace) -> None:
     """One launch, its JSON file and its row."""
     out = Path(options.out)
-    name = f"{options.ranks}x{options.tokens}-r{options.rank}" + "-one-card" * options.one_card
+    name = (
+        f"{options.ranks}x{options.tokens}-r{options.rank}"
+        + "-one-card" * options.one_card
+        + "-graphs" * options.graphs
+    )
     command = loading.launcher(False, options.ranks, out)
     command += [__file__, "rank", *sys.argv[2:], "--record", str(out / f"{name}.rank")]
     error = loading.launch(command, out / f"{name}.log", options.timeout)
@@ -245,6 +256,7 @@ def main() -> None:
         command.add_argument("--steps", type=int, default=4)
         command.add_argument("--cap", type=float, default=0, help="GiB that torch may reserve for a rank")
         command.add_argument("--one-card", action="store_true", help="all ranks on one GPU, through gloo")
+        command.add_argument("--graphs", action="store_true", help="bitshard.graphs.enable")
         command.add_argument("--out", default="experts-sharded-results")
         command.add_argument("--timeout", type=float, default=500, help="seconds of the launch")
         if name == "rank":

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import bitsandbytes as bnb
 import torch
-from bitshard import experts, lora
+from bitshard import experts, graphs, lora
 from bitshard.planning import plan
 from bitshard.planning.job import GIB
 from bitshard.planning.model import config_of
@@ -118,6 +118,8 @@ class Job:
         self.model.train()
         self.adapters = torch.cuda.memory_allocated() - begin - self.base
         self.optimizer = bnb.optim.AdamW8bit(trained, lr=1e-4)
+        if options.graphs:
+            graphs.enable(self.model)
 
     def step(self, ids: torch.Tensor) -> tuple[float, float]:
         """(milliseconds, loss)."""
@@ -162,6 +164,7 @@ def run(options: argparse.Namespace) -> str:
     lines = [
         f"{kind}, 1 x {tokens} tokens, r = {options.rank}, cap {options.cap or 'none'} GiB: {where()}",
         job.fused,
+        str(graphs.report(job.model)) if options.graphs else "",
         f"- peak of loading, reserved: {gib(job.loading)} GiB",
         f"- base: {gib(job.base)} GiB, adapters {gib(job.adapters)}, states of the optimizer {gib(states)}",
         f"- trained: {job.trained:,} elements",
@@ -204,6 +207,7 @@ def main() -> None:
     parser.add_argument("--cap", type=float, help="GiB")
     parser.add_argument("--dense", action="store_true")
     parser.add_argument("--attention-only", action="store_true", help="no adapters on experts")
+    parser.add_argument("--graphs", action="store_true", help="each step as CUDA graphs")
     parser.add_argument("--original", action="store_true", help="the original bitsandbytes")
     parser.add_argument("--turns", type=int, help="steps of each model, both in this process")
     parser.add_argument("--out", type=Path)

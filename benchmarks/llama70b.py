@@ -139,17 +139,25 @@ def load_layerwise(options: argparse.Namespace, dtype):
 # ---- the loss -------------------------------------------------------------------------------------------------------
 
 
-class ChunkedHead:
-    """In the place of `lm_head.forward`: the mean loss instead of logits, which exist for `size` tokens at a time."""
+def hidden_states_as_logits(base):
+    """Let the head give the loss its input; returns the head's own forward."""
+    import types
 
-    def __init__(self, head, size: int):
-        self.logits, self.size, self.labels = head.forward, size, None
-        head.forward = self
+    logits, base.lm_head.forward = base.lm_head.forward, types.MethodType(lambda head, hidden: hidden, base.lm_head)
+    return logits
 
-    def __call__(self, hidden):
+
+class ChunkedLoss:
+    """In the place of the model's loss: logits exist for `size` tokens at a time."""
+
+    def __init__(self, base, size: int):
+        self.logits, self.size = hidden_states_as_logits(base), size
+        base.loss_function = self
+
+    def __call__(self, logits, labels, **_):
         from torch.utils.checkpoint import checkpoint
 
-        hidden, labels = hidden[:, :-1].flatten(0, 1), self.labels[:, 1:].flatten()
+        hidden, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
         total = 0
         for some, targets in zip(hidden.split(self.size), labels.split(self.size), strict=True):
             total = total + checkpoint(self.summed, some, targets, use_reentrant=False)
@@ -165,7 +173,7 @@ def split_vocabulary(base, size: int):
     """Let no rank gather the embeddings [V, H] or the head [V, H]: tokens go to the rows instead of rows to tokens.
 
     Each rank looks up, and scores, the tokens of all ranks in its own V / N rows. What travels are hidden states
-    [tokens, H] in the place of two matrices of V x H. Returns the head, which gives the mean loss instead of logits.
+    [tokens, H] in the place of two matrices of V x H. The model has its loss, and hidden states for logits.
     """
     import torch
     import torch.distributed as dist
@@ -226,36 +234,17 @@ def split_vocabulary(base, size: int):
         def backward(ctx, scale):
             return ctx.saved_tensors[0] * scale, None, None, None
 
-    class Head(torch.nn.Module):
+    class Loss:
         def __init__(self, rows, vocabulary: int):
-            super().__init__()
-            self.rows, self.first, self.labels = rows, rank * -(-vocabulary // world), None
+            self.rows, self.first = rows, rank * -(-vocabulary // world)
 
-        def forward(self, hidden):
-            tokens = hidden[:, :-1].flatten(0, 1)
-            return CrossEntropy.apply(tokens, self.labels[:, 1:].flatten(), self.rows, self.first)
+        def __call__(self, logits, labels, **_):
+            return CrossEntropy.apply(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), self.rows, self.first)
 
     vocabulary = base.config.vocab_size
     base.model.embed_tokens = Embedding(own_rows(base.model.embed_tokens), vocabulary)
-    base.lm_head = Head(own_rows(base.lm_head), vocabulary)
-    return base.lm_head
-
-
-def offloaded_activations(shape: tuple[int, ...]):
-    """Keep tensors of `shape`, the inputs of the checkpointed layers, on the host between forward and backward."""
-    import torch
-
-    def pack(tensor):
-        if tensor.shape != shape or not tensor.is_cuda:
-            return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
-        return host, tensor.device
-
-    def unpack(kept):
-        return kept[0].to(kept[1], non_blocking=True) if isinstance(kept, tuple) else kept
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    base.loss_function = Loss(own_rows(base.lm_head), vocabulary)
+    base.lm_head = torch.nn.Identity()
 
 
 def offload_dense(base) -> None:
@@ -271,12 +260,11 @@ def offload_dense(base) -> None:
 
 
 def build(options: argparse.Namespace, record: loading.Record):
-    """(model, optimizer, head that gives the loss or None, what runs backward)."""
+    """(model, optimizer, what runs backward)."""
     import torch
 
     dtype = getattr(torch, options.lora_dtype)
     accelerator = options.accelerator
-    head = None
     if options.load == "layerwise":
         with record.phase("load"):
             model = base = load_layerwise(options, dtype)
@@ -286,9 +274,9 @@ def build(options: argparse.Namespace, record: loading.Record):
     if options.offload_weights and options.load == "native":
         offload_dense(base)
     if options.vocabulary == "split":
-        head = split_vocabulary(base, options.chunk)
+        split_vocabulary(base, options.chunk)
     elif options.loss == "chunked":
-        head = ChunkedHead(base.lm_head, options.chunk)
+        ChunkedLoss(base, options.chunk)
     base.config.use_cache = False
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     with record.phase("prepare"):
@@ -308,21 +296,23 @@ def build(options: argparse.Namespace, record: loading.Record):
         optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=torch.cuda.is_available() and not options.offload_weights)
         if accelerator is not None:
             model, optimizer = accelerator.prepare(model, optimizer)
-    return model.train(), optimizer, head, accelerator.backward if accelerator is not None else None
+    if options.graphs:
+        from bitshard import graphs
+
+        graphs.enable(model)
+    return model.train(), optimizer, accelerator.backward if accelerator is not None else None
 
 
-def step(model, optimizer, head, backward, ids, options: argparse.Namespace) -> float:
+def step(model, optimizer, backward, ids, options: argparse.Namespace) -> float:
     import contextlib
+
+    import torch
 
     around = contextlib.nullcontext()
     if options.offload_activations:
-        around = offloaded_activations((*ids.shape, options.hidden))
+        around = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
     with around:
-        if head is None:
-            loss = model(input_ids=ids, labels=ids).loss
-        else:
-            head.labels = ids
-            loss = model(input_ids=ids).logits
+        loss = model(input_ids=ids, labels=ids).loss
     (backward or (lambda value: value.backward()))(loss)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -352,18 +342,24 @@ def rank(options: argparse.Namespace) -> None:
     ids = torch.randint(0, config.vocab_size, (options.batch, options.tokens), generator=generator)
     ids = ids.to("cuda" if record.cuda else "cpu")
     try:
-        model, optimizer, head, backward = build(options, record)
+        model, optimizer, backward = build(options, record)
         record.values["described"] = loading.described(model)
         say(record, "prepare")
         for number in range(options.steps):
             with record.phase(f"step {number + 1}"):
-                record.values["losses"].append(step(model, optimizer, head, backward, ids, options))
+                record.values["losses"].append(step(model, optimizer, backward, ids, options))
             say(record, f"step {number + 1}")
         times = [phase["seconds"] for name, phase in record.values["phases"].items() if name.startswith("step")]
         record.values["step_s"] = statistics.median(times[2:] or times)
         record.values["tokens_per_s"] = world * ids.numel() / record.values["step_s"]
+        if options.graphs:
+            from bitshard import graphs
+
+            record.values["graphs"] = str(graphs.report(model))
+            print(record.values["graphs"], flush=True)
+            graphs.disable(model)
         if options.whose:
-            count(record, options.whose, lambda: step(model, optimizer, head, backward, ids, options))
+            count(record, options.whose, lambda: step(model, optimizer, backward, ids, options))
     except Exception as error:
         record.write()
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -417,6 +413,7 @@ def train(options: argparse.Namespace) -> None:
         + ["activations"] * options.offload_activations
         + ["weights"] * options.offload_weights
         + ["fused"] * options.fuse
+        + ["graphs"] * options.graphs
         + ([Path(options.package).name] if options.package else [])
     )
     if (out / f"{name}.json").exists() and not options.again:
@@ -486,6 +483,7 @@ def parse() -> argparse.Namespace:
         command.add_argument("--load", default="native", choices=["native", "cut", "layerwise"])
         command.add_argument("directory")
         command.add_argument("--fuse", action="store_true", help="bitshard.lora.fuse on the sharded model")
+        command.add_argument("--graphs", action="store_true", help="bitshard.graphs.enable on the sharded model")
         command.add_argument("--steps", type=int, default=5)
         command.add_argument("--whose", type=int, default=0, help="more steps, to count whose the host's time is")
         command.add_argument("--cap", type=float, default=0, help="GiB that torch may reserve on a GPU")
