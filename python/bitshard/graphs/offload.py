@@ -37,18 +37,28 @@ def asked(model: nn.Module) -> bool:
 
 
 class HostMemory:
-    """Memory of the host for one step at a time, as much as the largest one needs; pinned where a GPU copies to it."""
+    """Memory of the host for one step at a time, as much as the largest one needs; pinned where a GPU copies to it.
+
+    Copies run beside the step, on a stream of their own: the next layer is computed while the input of the last one
+    leaves, and while that of the layer before comes back.
+    """
 
     def __init__(self) -> None:
         self._pieces: list[Tensor] = []
         self._piece = self._used = 0
+        self._stream: Any = None
+        self._kept: list[tuple[Tensor, torch.device]] = []
+        self._leaving: list[tuple[Tensor, Any]] = []
+        self._ahead: dict[int, tuple[Tensor, Any]] = {}
 
-    def begin(self) -> None:
-        """A step begins: nothing is in use."""
-        self._piece = self._used = 0
+    def streams(self, device: torch.device) -> list[Any]:
+        """The stream of the copies, which what is recorded has to fork and to join."""
+        if device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return [self._stream] if self._stream is not None else []
 
     def place(self, like: Tensor) -> Tensor:
-        """Memory for a copy of a contiguous tensor, of its shape and dtype. It holds until the next `begin`."""
+        """Memory for a copy of a contiguous tensor, of its shape and dtype. It holds until the next step."""
         size = -(-like.nbytes // 256) * 256
         while self._piece < len(self._pieces) and self._used + size > self._pieces[self._piece].numel():
             self._piece, self._used = self._piece + 1, 0
@@ -61,14 +71,17 @@ class HostMemory:
     @contextlib.contextmanager
     def layers(self, model: nn.Module) -> Iterator[None]:
         """Let inputs of the checkpointed layers that are called within wait here for the backward, by no other hooks
-        than these."""
-        self.begin()
+        than these. A step begins: what is in use is free again."""
+        self._piece = self._used = 0
+        self._kept.clear()
+        self._ahead.clear()
         with _no_hooks(), checkpoints_replaced(model, self._offloading):
             yield
+        self._has_left(0)
 
     def _offloading(self, checkpoint: Callable) -> Callable:
         def layer(*args: Any, **kwargs: Any) -> Any:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 return checkpoint(*args, **kwargs)
 
         return layer
@@ -77,7 +90,47 @@ class HostMemory:
         """Hidden states alone: what layers share (masks, rotary tables) needs no gradient."""
         if not tensor.requires_grad or tensor.nbytes < SMALLEST or not tensor.is_contiguous():
             return tensor
-        return self.place(tensor).copy_(tensor.detach(), non_blocking=True), tensor.device
+        host, values = self.place(tensor), tensor.detach()
+        self._leaving.append((values, self._copy(host, values)))
+        self._has_left(1)
+        self._kept.append((host, tensor.device))
+        return len(self._kept) - 1
+
+    def _has_left(self, later: int) -> None:
+        """Wait for all copies to the host but the last `later`: until then nobody else gets their memory."""
+        while len(self._leaving) > later:
+            self._wait(self._leaving.pop(0)[1])
+
+    def _unpack(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        self._fetch(kept)
+        tensor, event = self._ahead.pop(kept)
+        self._wait(event)
+        if kept:
+            self._fetch(kept - 1)  # that of the layer before, which comes next
+        return tensor
+
+    def _fetch(self, number: int) -> None:
+        """Begin to bring an input back."""
+        if number not in self._ahead:
+            host, device = self._kept[number]
+            tensor = torch.empty_like(host, device=device, pin_memory=False)
+            self._ahead[number] = tensor, self._copy(tensor, host)
+
+    def _copy(self, target: Tensor, source: Tensor) -> Any:
+        """Copy between host and GPU; the event that it has ended, where it runs beside."""
+        if self._stream is None:
+            target.copy_(source)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def _wait(self, event: Any) -> None:
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
 
 
 @contextlib.contextmanager
@@ -92,10 +145,3 @@ def _no_hooks() -> Iterator[None]:
     finally:
         for hooks in reversed(taken):
             autograd._push_saved_tensors_default_hooks(*hooks)
-
-
-def _unpack(kept: Any) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    host, device = kept
-    return host.clone() if device.type == "cpu" else host.to(device, non_blocking=True)

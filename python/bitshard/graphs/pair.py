@@ -69,33 +69,30 @@ class Learned:
 
 
 class Gradients:
-    """Memory for the gradients of all trained parameters, one piece for each dtype, outside of the graphs' pool."""
+    """Where the gradients of all trained parameters lie, behind one another in one piece for each dtype."""
 
     def __init__(self, parameters: list[nn.Parameter]):
         self._at: dict[nn.Parameter, tuple[torch.dtype, int, torch.Size]] = {}
-        by_dtype: dict[torch.dtype, int] = {}
+        self._sizes: dict[torch.dtype, int] = {}
         for parameter in parameters:
             local = part(parameter)
-            begin = by_dtype.get(local.dtype, 0)
+            begin = self._sizes.get(local.dtype, 0)
             self._at[parameter] = local.dtype, begin, local.shape
-            by_dtype[local.dtype] = begin + local.numel()
-        device = part(parameters[0]).device
-        self._flat = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in by_dtype.items()}
+            self._sizes[local.dtype] = begin + local.numel()
+        self._device = part(parameters[0]).device
 
-    def put(self, gradients: dict[nn.Parameter, Tensor]) -> None:
-        """Copy gradients here, in few launches."""
-        views = self._views(self._flat, list(gradients))
-        torch._foreach_copy_(views, list(gradients.values()))
+    def together(self, gradients: dict[nn.Parameter, Tensor]) -> list[Tensor]:
+        """New pieces with these gradients, in few launches. What lies in the places of others is undefined."""
+        pieces = [torch.empty(n, dtype=dtype, device=self._device) for dtype, n in self._sizes.items()]
+        torch._foreach_copy_(self.views(pieces, list(gradients)), list(gradients.values()))
+        return pieces
 
-    def copies(self, parameters: list[nn.Parameter]) -> list[Tensor]:
-        """Copies of the gradients of some parameters."""
-        return self._views({dtype: flat.clone() for dtype, flat in self._flat.items()}, parameters)
-
-    def _views(self, flat: dict[torch.dtype, Tensor], parameters: list[nn.Parameter]) -> list[Tensor]:
-        views = []
+    def views(self, pieces: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor]:
+        """The gradients of some parameters in such pieces."""
+        by_dtype, views = dict(zip(self._sizes, pieces, strict=True)), []
         for parameter in parameters:
             dtype, begin, shape = self._at[parameter]
-            views.append(flat[dtype].narrow(0, begin, shape.numel()).view(shape))
+            views.append(by_dtype[dtype].narrow(0, begin, shape.numel()).view(shape))
         return views
 
 
@@ -115,7 +112,7 @@ class Pair:
         self._model, self.learned, self._recorder, self._host = model, learned, recorder, host
         self._call, self._memory = call.without_tensors(), memory
         self._inputs = [tensor.detach().clone() for tensor in call.tensors]
-        self._streams = units.streams()
+        self._streams = units.streams() + (host.streams(call.tensors[0].device) if host else [])
         self._trained = watched.trained(model)
         managed = units.managed()
         self._managed = [p for p in self._trained if id(p) in managed]
@@ -124,6 +121,7 @@ class Pair:
         self._outs: list[Tensor] | None = None
         self._incoming: list[Tensor] | None = None
         self._places: list[Place] | None = None
+        self._pieces: list[Place] | None = None
         self.plain = list(self._leaves)  # those that get a gradient, and are not FSDP2's
         self.sharded: list[nn.Parameter] = []
         self.copied, self.lends = learned.copied, learned.lends
@@ -162,7 +160,7 @@ class Pair:
         return [tensor.detach() for tensor in answer.tensors]
 
     def _run_backward(self) -> list[Tensor]:
-        """Gradients of all trained parameters, put into `_memory`."""
+        """Gradients of all trained parameters, together in the pieces of `_memory`."""
         incoming = self._incoming if self._places is None else [place.tensor() for place in self._into]
         before = [p.grad for p in self._trained]
         for p in self._trained:
@@ -171,7 +169,7 @@ class Pair:
         try:
             torch.autograd.backward(self._outs, incoming)
             found = self._found()
-            self._memory.put(found)
+            pieces = self._memory.together(found)
         finally:
             self._outs = None
             for leaf in self._leaves.values():
@@ -181,7 +179,7 @@ class Pair:
         self._recorder.join(self._streams)
         self.plain = [p for p in found if p in self._leaves]
         self.sharded = [p for p in found if p not in self._leaves]
-        return []
+        return pieces
 
     def _found(self) -> dict[nn.Parameter, Tensor]:
         """Gradients by parameter, this process's part of sharded ones."""
@@ -214,6 +212,9 @@ class Pair:
             self._into = [self._recorder.place(tensor) for tensor in self._incoming]
             self._incoming = None
             self._forward.forget()
+        if self._pieces is None and self._backward.results is not None:
+            self._pieces = [self._recorder.place(tensor) for tensor in self._backward.results]
+            self._backward.forget()
 
     # -- launches --
 
@@ -246,7 +247,9 @@ class Pair:
             place.tensor().zero_() if given is None else place.tensor().copy_(given)
         self.learned.draws.before_backward()
         self._backward.replay()
-        copies = self._memory.copies([*self.plain, *self.sharded])
+        self._settle()
+        pieces = [place.tensor().clone() for place in self._pieces]
+        copies = self._memory.views(pieces, [*self.plain, *self.sharded])
         deliver(self.sharded, copies[len(self.plain) :])
         found = dict(zip(self.plain, copies, strict=False))
         return [found.get(p) for p in plain]
