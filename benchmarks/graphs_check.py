@@ -3,7 +3,7 @@
     python benchmarks/graphs_check.py --out RESULT.md [--gpus 1,2] [--only trainer,sft]
 
 The jobs are those of benchmarks/graphs_jobs.py: Trainer with padded batches, SFTTrainer, packed, with activations
-offloaded, DPO (also with trl's head alike in all runs), KTO, GRPO, dropout, accumulation, clipping, fp16, and
+offloaded, DPO and KTO (also with trl's head alike in all runs), GRPO, dropout, accumulation, clipping, fp16, and
 evaluating, saving and resuming; a small model in 4 bits, on one GPU and under FSDP2 by `accelerate launch`. A job is
 right if graphs were recorded, at least half of its steps ran as graphs, and the loss and gradient norm of each step are
 as near to those without graphs as rounding allows: BOUNDS, or three times what two runs without are apart. With
@@ -26,8 +26,8 @@ from pathlib import Path
 import launches
 from timing import commit, markdown_table
 
-JOBS = ["trainer", "sft", "sft packed", "offload", "dpo", "dpo scored alike", "kto", "grpo", "dropout", "accumulate"]
-JOBS += ["clipping", "fp16", "resume"]
+JOBS = ["trainer", "sft", "sft packed", "offload", "dpo", "dpo scored alike", "kto", "kto scored alike", "grpo"]
+JOBS += ["dropout", "accumulate", "clipping", "fp16", "resume"]
 BOUNDS = {"losses": 5e-3, "evaluated": 5e-3, "norms": 3e-2}  # of the largest value of a run, in 16 bits
 FLOOR = 1e-5  # GRPO's loss is zero but for rounding; its gradients are not
 OWN = {"hidden": 1024, "intermediate": 2816, "layers": 4, "heads": 16, "kv_heads": 8}

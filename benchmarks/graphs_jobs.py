@@ -194,6 +194,7 @@ JOBS: dict[str, Callable] = {
     "dpo": dpo,
     "dpo scored alike": dpo,
     "kto": kto,
+    "kto scored alike": kto,
     "grpo": grpo,
     "dropout": dropped,
     "accumulate": lambda options: plain(options, gradient_accumulation_steps=4),
