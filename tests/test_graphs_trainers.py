@@ -290,6 +290,27 @@ def test_masks_are_those_without_a_graph(folder, monkeypatch):
         assert made is not None, name
 
 
+def test_no_number_is_copied_to_a_device():
+    from bitshard.graphs import masks
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    called = []
+    with masks._NoCopies(), Seen():
+        found = [torch.tensor(0.5, device="meta", dtype=torch.bfloat16), torch.tensor(2, device="meta")]
+        found.append(torch.tensor([1.0]))
+    assert [(tensor.dtype, tensor.shape, tensor.device.type) for tensor in found] == [
+        (torch.bfloat16, (), "meta"),
+        (torch.int64, (), "meta"),
+        (torch.float32, (1,), "cpu"),
+    ]
+    assert called.count("full.default") == 2 and "_to_copy.default" not in called
+
+
 def test_another_number_of_masks():
     from bitshard.graphs import masks
     from bitshard.graphs.calls import Refused

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from bitshard.graphs.calls import Refused
 
@@ -43,6 +44,17 @@ def _may_be_mask(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.ndim == 2 and not tensor.is_floating_point() and tensor.numel() > 0
 
 
+class _NoCopies(TorchFunctionMode):
+    """Lets `torch.tensor(0.0, device=...)` fill its tensor on the device: a copy from the host can't be recorded
+    (transformers' mask for eager attention before 5.21)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and len(args) == 1 and isinstance(args[0], (bool, int, float)):
+            return torch.full((), args[0], **{"dtype": torch.tensor(args[0]).dtype, **kwargs})
+        return func(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def noted(notes: Noted) -> Iterator[None]:
     """Note the answers of mask functions within."""
@@ -69,7 +81,8 @@ def given(notes: Noted) -> Iterator[None]:
             omitted = next(left, None)
             if omitted is None:
                 raise Refused("it makes another number of attention masks than in the call before")
-            return None if omitted else function(*args, **kwargs)
+            with _NoCopies():
+                return None if omitted else function(*args, **kwargs)
 
         return mask
 
