@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     rows, device, cap = [], "no device", 0.0
     parts = [part for name in options.only for part in (MEMORY if name == "memory" else [name])]
     for part in parts:
-        found = launch(options, part, cap)
+        found = launch(options, part, cap if part.endswith("capped") else 0.0)
         device = found.get("device", device)
         cap = 1.1 * found["reserved"] if part == "memory" and "reserved" in found else cap
         rows.append(row(found))

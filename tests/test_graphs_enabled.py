@@ -241,7 +241,7 @@ def test_a_held_result_keeps_its_graph(folder, monkeypatch):
 class Short(StandIn):
     """Has room for a step without a graph while there is no graph."""
 
-    def short_of_memory(self):
+    def short_of_memory(self, share):
         return any(not graph.dropped for graph in self.graphs)
 
 
@@ -606,6 +606,20 @@ def test_an_error_while_recording(folder, monkeypatch, error, number, caplog):
     said = check(folder, replays=0)
     assert said.eager[f"it can't be recorded ({str(error).splitlines()[0]})"] == 5
     assert caplog.text.count("it can't be recorded") == 1
+
+
+def test_no_memory_beside_other_graphs(folder, monkeypatch):
+    """The others go, and are made anew in their turn."""
+
+    class Small(StandIn):
+        def record(self, body, generators=()):
+            if sum(not graph.dropped for graph in self.graphs) == 2:
+                raise torch.OutOfMemoryError("none left")
+            return super().record(body, generators)
+
+    monkeypatch.setattr(enabled, "RECORDER", Small)
+    said = check(folder, 9, 7, make=lambda step: batch(step, length=[8, 8, 9, 9, 9, 8, 8, 9, 8][step]))
+    assert (said.captures, said.graphs, set(said.eager)) == (5, 1, {"the first of its form"})
 
 
 def test_an_interrupt_while_recording(folder, monkeypatch):

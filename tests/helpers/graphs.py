@@ -47,7 +47,7 @@ class StandIn:
     def recover(self):
         pass
 
-    def short_of_memory(self):
+    def short_of_memory(self, share):
         return False
 
     def give_back(self):

@@ -50,6 +50,10 @@ class Call(NamedTuple):
         spec, described = self.key
         return spec, tuple((len(leaf[0]), *leaf[1:]) if isinstance(leaf[0], torch.Size) else leaf for leaf in described)
 
+    def elements(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.numel() for tensor in self.tensors)
+
     def shapes(self) -> list[torch.Size]:
         """Of all tensors."""
         return [tensor.shape for tensor in self.tensors]

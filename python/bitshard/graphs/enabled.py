@@ -108,7 +108,7 @@ class Enabled:
         except Refused as refused:
             return self._eagerly(model, args, kwargs, str(refused))
         form, why = self._current(key), self._not_now()
-        if form is None and why is None and self._recorder.short_of_memory():
+        if form is None and why is None and self._recorder.short_of_memory(self._share(call)):
             form = self._without_a_look(key, call)
         if form is None or (isinstance(form, Learned) and not form.used):
             return given.cut(self._look(model, key, call))
@@ -243,6 +243,11 @@ class Enabled:
         self._lend(learned, Answer(output).tensors)
         return output
 
+    def _share(self, call: Call) -> float:
+        """How many elements a call's arguments have, of those of the largest call that has graphs."""
+        most = max((form.elements for form in self._forms.values() if isinstance(form, Pair)), default=0)
+        return call.elements() / most if most else 0.0
+
     def _without_a_look(self, key: Hashable, call: Call) -> Learned | None:
         """What a longer call of the same kind showed, where memory is short: this form is recorded at once then, in the
         graphs' own pool. Without one the graphs are dropped, to be made anew, so that the call has room."""
@@ -256,14 +261,15 @@ class Enabled:
         self._set_aside()
         return None
 
-    def _set_aside(self) -> None:
-        """Drop all graphs and keep what their forms' first calls showed."""
+    def _set_aside(self) -> bool:
+        """Drop all graphs and keep what their forms' first calls showed. Returns whether there were any."""
         pairs = {key: form for key, form in self._forms.items() if isinstance(form, Pair)}
         for key, pair in pairs.items():
             self._forms[key] = pair.learned
         self._let_go(list(pairs.values()))
         self._recorder.new_pool()
         self._recorder.give_back()
+        return bool(pairs)
 
     def _remember(self, key: Hashable, form: Learned | Pair | str) -> None:
         self._forms[key] = form
@@ -284,12 +290,18 @@ class Enabled:
         try:
             form: Pair | str = Pair(model, call, learned, self._recorder, self._units, self._memory, host)
             self._captures += 1
-        except (RuntimeError, Refused) as error:  # torch's error of memory is one
+        except torch.OutOfMemoryError as error:
+            form = learned if self._give_up() else f"{_FAILED} ({_first_line(error)})"
+        except (RuntimeError, Refused) as error:
             self._give_up()
             form = str(error) if isinstance(error, Refused) else f"{_FAILED} ({_first_line(error)})"
         except BaseException:
             self._give_up()
             raise
+        if form is learned:  # there is more memory for it now
+            return self._record(model, key, call, learned, host)
+        if isinstance(form, str):
+            self._recorder.give_back()
         if self._everything() != before:
             if isinstance(form, Pair):
                 self._let_go([form])
@@ -300,12 +312,12 @@ class Enabled:
             watcher.knows(self)
         return form
 
-    def _give_up(self) -> None:
-        """After an error in the middle of a recording: the state between two steps again. Graphs go: they may draw."""
+    def _give_up(self) -> bool:
+        """After an error in the middle of a recording: the state between two steps again. Graphs go, for they may draw.
+        Returns whether there were any."""
         self._recorder.recover()
         self._units.abandon()
-        pairs = [key for key, form in self._forms.items() if isinstance(form, Pair)]
-        self._let_go([self._forms.pop(key) for key in pairs])
+        return self._set_aside()
 
     def _launch(self, pair: Pair, call: Call) -> Any:
         self._replays += 1

@@ -110,7 +110,7 @@ class Pair:
         host: HostMemory | None = None,
     ):
         self._model, self.learned, self._recorder, self._host = model, learned, recorder, host
-        self._call, self._memory = call.without_tensors(), memory
+        self._call, self._memory, self.elements = call.without_tensors(), memory, call.elements()
         self._inputs = [tensor.detach().clone() for tensor in call.tensors]
         self._streams = units.streams() + (host.streams(call.tensors[0].device) if host else [])
         self._trained = watched.trained(model)

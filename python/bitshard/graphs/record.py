@@ -91,8 +91,9 @@ class Recorder:
         self.stream.wait_stream(torch.cuda.current_stream())
         return Graph(body, self.pool, self.stream, generators)
 
-    def short_of_memory(self) -> bool:
-        """Whether a step without a graph might find no memory beside the graphs' pool. It takes about as much."""
+    def short_of_memory(self, share: float) -> bool:
+        """Whether a step without a graph might find no memory beside the graphs' pool. It takes about as much, times
+        its share: how much larger it is than the largest that has graphs."""
         pool = sum(segment["total_size"] for segment in self._segments())
         if not pool:
             return False
@@ -100,7 +101,7 @@ class Recorder:
         free, total = torch.cuda.mem_get_info(device)
         reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
         limit = min(reserved + free, int(total * torch.cuda.get_per_process_memory_fraction(device)))
-        return limit - allocated - pool < pool
+        return limit - allocated - pool < 1.25 * share * pool
 
     def give_back(self) -> None:
         """After graphs were dropped: their memory goes back to the GPU."""
