@@ -15,9 +15,10 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from bitshard import graphs  # noqa: E402
-from bitshard.graphs import enabled, offload, pair  # noqa: E402
+from bitshard.graphs import enabled, pair  # noqa: E402
+from helpers.graph_twins import adapted, batch, check, loss_of, run, trained, twins  # noqa: E402
 from helpers.graphs import StandIn  # noqa: E402
-from helpers.llama import TOKENS, load_4bit, save_llama  # noqa: E402
+from helpers.llama import TOKENS, save_llama  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -30,69 +31,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     save_llama(folder)
     return folder
-
-
-def adapted(folder, dropout=0.0, checkpointing=True):
-    model = load_4bit(folder)
-    config = peft.LoraConfig(r=4, lora_dropout=dropout, target_modules="all-linear", init_lora_weights=False)
-    torch.manual_seed(0)
-    model = peft.get_peft_model(model, config)
-    if checkpointing:
-        model.enable_input_require_grads()
-        model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.config.use_cache = False
-    return model.train()
-
-
-def twins(folder, **options):
-    """A model with graphs and the same without."""
-    ours, theirs = (adapted(folder, **options) for _ in range(2))
-    graphs.enable(ours)
-    return ours, theirs
-
-
-def trained(model):
-    return [p for p in model.parameters() if p.requires_grad]
-
-
-def batch(step, rows=2, length=8, padded=False):
-    torch.manual_seed(100 + step)
-    ids = torch.randint(0, TOKENS, (rows, length))
-    mask = torch.ones_like(ids)
-    if padded:
-        mask[0, -1 - step % 3 :] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-
-def loss_of(model, given):
-    return model(**given).loss
-
-
-def run(model, steps, make=batch, loss=loss_of, accumulate=1, between=None, clear=True):
-    """Losses and gradient norms of a training loop."""
-    optimizer, found = torch.optim.AdamW(trained(model), lr=1e-2), []
-    torch.manual_seed(7)
-    for step in range(steps):
-        given = make(step)
-        torch.manual_seed(1000 + step)
-        value = loss(model, given)
-        (value / accumulate).backward()
-        found.append(value.item())
-        if (step + 1) % accumulate == 0:
-            found.append(torch.nn.utils.clip_grad_norm_(trained(model), 1.0).item())
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=clear)
-        if between:
-            found.append(between(model, step))
-    return found
-
-
-def check(folder, steps=6, replays=None, options=None, **how):
-    ours, theirs = twins(folder, **(options or {}))
-    assert run(ours, steps, **how) == run(theirs, steps, **how)
-    said = graphs.report(ours)
-    assert said.replays == (steps - 1 if replays is None else replays), said
-    return said
 
 
 def test_each_step_is_that_without_graphs(folder):
@@ -111,40 +49,6 @@ def test_lengths_and_padding(folder):
     """Three lengths, with a mask of ones and another: a graph each, whose memory the others overwrite."""
     said = check(folder, 30, 24, make=lambda step: batch(step, length=6 + step % 3, padded=step % 2 == 1))
     assert said.graphs == 6
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_activations_on_the_host(folder, monkeypatch, dropout):
-    """Inputs of checkpointed layers wait in memory that all forms share; torch's hooks are called by no recording."""
-    packed, place = [], offload.HostMemory.place
-    monkeypatch.setattr(offload, "SMALLEST", 1)
-    monkeypatch.setattr(offload, "PIECE", 4096)  # of the form of 8 tokens one layer fills it
-    monkeypatch.setattr(offload.HostMemory, "place", lambda host, like: packed.append(like.shape) or place(host, like))
-
-    def loss(model, given):
-        with torch.autograd.graph.save_on_cpu():
-            return model(**given).loss
-
-    def make(step):
-        return batch(step, length=8 - step % 2)
-
-    said = check(folder, 8, 6, loss=loss, make=make, options={"dropout": dropout})
-    assert said.graphs == 2 and len(packed) == 6 and set(packed) == {(2, 8, 48), (2, 7, 48)}
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-
-
-def test_host_memory_is_given_out_once():
-    host = offload.HostMemory()
-    for _ in range(2):  # the second step takes what the first one took
-        with host.layers(torch.nn.Module()):
-            pass
-        found = [
-            host.place(torch.zeros(n, dtype=dtype)) for n in (3, 1 << 25, 7) for dtype in (torch.bfloat16, torch.int8)
-        ]
-        spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in found)
-        assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False)), spans
-        assert [tensor.numel() for tensor in found] == [3, 3, 1 << 25, 1 << 25, 7, 7]
-    assert sum(piece.numel() for piece in host._pieces) <= 4 << 26
 
 
 @pytest.mark.parametrize("clear", [True, False])
@@ -214,53 +118,6 @@ def test_a_large_result_is_lent(folder, monkeypatch):
     assert not form.lends(1) and graphs.report(ours).eager.pop(HELD) == 1
     second.loss.backward()
     assert ours(**batch(5)).logits.data_ptr() != form._places[1].tensor().data_ptr()
-
-
-def test_a_held_result_keeps_its_graph(folder, monkeypatch):
-    """Where the model has changed: the memory of a graph is nobody else's while a caller has a result in it."""
-    monkeypatch.setattr(pair, "SMALL", 64)
-    ours = adapted(folder)
-    graphs.enable(ours)
-    for step in range(4):
-        held = None
-        held = (out := ours(**batch(step))).logits
-        out.loss.backward()
-        del out
-    values, recorder = held.clone(), vars(ours)["_compiled_call_impl"]._recorder
-    assert graphs.report(ours).replays == 3
-    ours.base_model.model.config.any_new_setting = 1
-    for step in range(3):
-        ours(**batch(step)).loss.backward()
-        assert not any(graph.dropped for graph in recorder.graphs) and torch.equal(held, values)
-    del held
-    for step in range(3):
-        ours(**batch(step)).loss.backward()
-    assert [graph.dropped for graph in recorder.graphs] == [True, True, False, False]
-
-
-class Short(StandIn):
-    """Has room for a step without a graph while there is no graph."""
-
-    def short_of_memory(self, share):
-        return any(not graph.dropped for graph in self.graphs)
-
-
-@pytest.mark.parametrize("lengths, looks, captures", [([9, 9, 7, 8, 9, 7, 8], 1, 3), ([7, 7, 9, 9, 7, 8], 2, 4)])
-def test_where_memory_is_short(folder, monkeypatch, lengths, looks, captures):
-    """A form of fewer tokens than another had is recorded in its first call; a longer one runs with no graph alive."""
-    monkeypatch.setattr(enabled, "RECORDER", Short)
-    said = check(folder, len(lengths), len(lengths) - looks, make=lambda step: batch(step, length=lengths[step]))
-    assert (said.captures, said.graphs) == (captures, 3)
-
-
-def test_draws_are_counted_by_size(folder):
-    learned = pair.Learned(torch.device("cpu"))
-    assert learned.for_shorter(torch.device("cpu")) is None  # no backward came
-    learned.used, learned.notes = {0}, [True, False]
-    found = learned.for_shorter(torch.device("cpu"))
-    assert (found.used, found.notes, found.answer) == ({0}, [True, False], None)
-    learned.draws.regions = [(0, 0), (0, 4)]
-    assert learned.for_shorter(torch.device("cpu")) is None
 
 
 HELD = "a large result of the step before was still held; it is copied from now on"
@@ -606,20 +463,6 @@ def test_an_error_while_recording(folder, monkeypatch, error, number, caplog):
     said = check(folder, replays=0)
     assert said.eager[f"it can't be recorded ({str(error).splitlines()[0]})"] == 5
     assert caplog.text.count("it can't be recorded") == 1
-
-
-def test_no_memory_beside_other_graphs(folder, monkeypatch):
-    """The others go, and are made anew in their turn."""
-
-    class Small(StandIn):
-        def record(self, body, generators=()):
-            if sum(not graph.dropped for graph in self.graphs) == 2:
-                raise torch.OutOfMemoryError("none left")
-            return super().record(body, generators)
-
-    monkeypatch.setattr(enabled, "RECORDER", Small)
-    said = check(folder, 9, 7, make=lambda step: batch(step, length=[8, 8, 9, 9, 9, 8, 8, 9, 8][step]))
-    assert (said.captures, said.graphs, set(said.eager)) == (5, 1, {"the first of its form"})
 
 
 def test_an_interrupt_while_recording(folder, monkeypatch):

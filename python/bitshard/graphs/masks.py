@@ -49,9 +49,10 @@ class _NoCopies(TorchFunctionMode):
     (transformers' mask for eager attention before 5.21)."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.tensor and len(args) == 1 and isinstance(args[0], (bool, int, float)):
-            return torch.full((), args[0], **{"dtype": torch.tensor(args[0]).dtype, **kwargs})
+        kwargs = dict(kwargs or {})
+        if func is torch.tensor and len(args) == 1 and isinstance(args[0], float) and "dtype" in kwargs:
+            dtype = kwargs.pop("dtype")
+            return torch.full((), args[0], dtype=dtype, **kwargs)
         return func(*args, **kwargs)
 
 
