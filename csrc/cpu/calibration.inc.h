@@ -1,18 +1,10 @@
 /* cpu/calibration.inc.h - search_4bit and round_4bit with a row (or block) in each lane.
  *
- * Included by each vector instruction set, which defines LANES before. The vectors are those of gcc and clang: each
- * lane computes what cpu/scalar_calibration.c does, in its order. Padding lanes compute with zeros. */
+ * Each lane computes what cpu/scalar_calibration.c does, in its order. Padding lanes compute with zeros. */
 #ifndef BSH_CPU_CALIBRATION_INC_H
 #define BSH_CPU_CALIBRATION_INC_H
 
-#include "core/numerics.h"
 #include "cpu/calibration.h"
-#include "cpu/cpu.h"
-
-typedef float floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-
-#define ALWAYS_INLINE static inline __attribute__((always_inline))
 
 /* NF4: thresholds, units and codes by ascending value; FP4: 7 and 8 of them by ascending magnitude, then again. */
 typedef struct {
@@ -32,21 +24,16 @@ static ranks ranks_of(const bsh_format format) {
   return found;
 }
 
-ALWAYS_INLINE floats splat(const float value) { return (floats){0} + value; }
-ALWAYS_INLINE floats choose(const ints mask, const floats a, const floats b) {
-  return (floats)((mask & (ints)a) | (~mask & (ints)b));
-}
-
 /* The unit nearest to v in each lane, and its rank; of FP4 with 8 added where v is negative. */
 ALWAYS_INLINE floats nearest(const ranks *const format, const bool is_nf4, const floats v, ints *const rank) {
   const ints sign = (ints)v & (int32_t)0x80000000;
   const floats compared = is_nf4 ? v : (floats)((ints)v ^ sign);
-  floats unit = splat(format->units[0]);
+  floats unit = v_set(format->units[0]);
   *rank = (ints){0};
   for (int i = 0; i < (is_nf4 ? 15 : 7); i++) {
-    const ints above = compared > splat(format->thresholds[i]);
-    unit = choose(above, splat(format->units[i + 1]), unit);
-    *rank -= above;
+    const mask above = v_above(compared, v_set(format->thresholds[i]));
+    unit = v_choose(above, v_set(format->units[i + 1]), unit);
+    *rank = i_count(*rank, above);
   }
   if (is_nf4) return unit;
   *rank += (v < 0.0f) & 8;
@@ -54,8 +41,7 @@ ALWAYS_INLINE floats nearest(const ranks *const format, const bool is_nf4, const
 }
 
 ALWAYS_INLINE floats inverse_scales(const floats scale) {
-  const floats magnitude = (floats)((ints)scale & 0x7FFFFFFF);
-  return choose(magnitude >= FLT_MIN, 1.0f / scale, splat(0.0f));
+  return v_choose(v_at_most(v_set(FLT_MIN), v_abs(scale)), 1.0f / scale, v_set(0.0f));
 }
 
 /* Up to LANES numbers that lie `stride` apart; zeros behind them. */
@@ -93,14 +79,14 @@ ALWAYS_INLINE void add_errors(const bsh_search_4bit_args *const args, const rank
 /* `lanes` full blocks, or one short block. */
 ALWAYS_INLINE void search_tile(const bsh_search_4bit_args *const args, const ranks *const format, const bool is_nf4,
                                const int64_t block, const int64_t lanes, const int64_t length) {
-  floats sums[BSH_MAX_SCALES] = {0}, least = splat(INFINITY);
+  floats sums[BSH_MAX_SCALES] = {0}, least = v_set(INFINITY);
   ints choice = {0};
   for (int64_t first = 0; first < length; first += CHUNK)
     add_errors(args, format, is_nf4, block, lanes, first, min_i64(CHUNK, length - first), sums);
   for (int64_t g = 0; g < args->G; g++) {
-    const ints better = sums[g] < least;
-    least = choose(better, sums[g], least);
-    choice = (better & (int32_t)g) | (~better & choice);
+    const mask better = v_above(least, sums[g]);
+    least = v_choose(better, sums[g], least);
+    choice = (ints)v_choose(better, (floats)((ints){0} + (int32_t)g), (floats)choice);
   }
   for (int64_t lane = 0; lane < lanes; lane++) args->choice[block + lane] = (uint8_t)choice[lane];
 }

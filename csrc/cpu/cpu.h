@@ -90,7 +90,7 @@ typedef struct {
   bool wide, stream;
 } bsh_decode_run;
 
-/* Single-threaded optimizers of one instruction set (*_optimizer.c), equal bit for bit. search1 and search2 are of
+/* Single-threaded optimizers of one instruction set, equal bit for bit. search1 and search2 are of
  * map1 and map2; NULL where there is none. */
 typedef struct {
   void (*optimizer_32bit)(const bsh_optimizer_32bit_args *args, int64_t begin, int64_t end);
@@ -100,22 +100,14 @@ typedef struct {
 } bsh_cpu_optimizers;
 
 extern const bsh_cpu_optimizers bsh_cpu_scalar_optimizers;
-#if defined(__x86_64__)
-extern const bsh_cpu_optimizers bsh_cpu_avx2_optimizers;
-extern const bsh_cpu_optimizers bsh_cpu_avx512_optimizers;
-#endif
 
-/* Single-threaded calibration of one instruction set (*_calibration.c), equal bit for bit. */
+/* Single-threaded calibration of one instruction set, equal bit for bit. */
 typedef struct {
   void (*search_4bit)(const bsh_search_4bit_args *args, int64_t block_begin, int64_t block_end);
   void (*round_4bit)(const bsh_round_4bit_args *args, int64_t row_begin, int64_t row_end);
 } bsh_cpu_calibration;
 
 extern const bsh_cpu_calibration bsh_cpu_scalar_calibration;
-#if defined(__x86_64__)
-extern const bsh_cpu_calibration bsh_cpu_avx2_calibration;
-extern const bsh_cpu_calibration bsh_cpu_avx512_calibration;
-#endif
 
 /* Code of a state for v = state / absmax: the nearest entry of the map, and with keep_sign its neighbour where that has
  * the other sign (the neighbour of 255 is 0): a small negative moment does not become zero. */
@@ -140,11 +132,10 @@ typedef struct {
   const bsh_cpu_int8_kernels *int8;
 } bsh_cpu_kernels;
 
+/* Each one in a file of its name; not all are in every build: the list is in cpu.c. */
 extern const bsh_cpu_kernels bsh_cpu_scalar;
-#if defined(__x86_64__)
 extern const bsh_cpu_kernels bsh_cpu_avx2;   /* AVX2, FMA, F16C */
 extern const bsh_cpu_kernels bsh_cpu_avx512; /* AVX-512 F, BW, VL, DQ, VBMI */
-#endif
 
 const bsh_cpu_kernels *bsh_cpu(void);
 

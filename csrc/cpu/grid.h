@@ -46,8 +46,4 @@ static inline bool ordinary_absmax(const float absmax) { return absmax >= 0x1p-1
 /* The same for scales, which may be negative in a checkpoint: products with any code value are normal numbers. */
 static inline bool ordinary_scale(const float scale) { return ordinary_absmax(fabsf(scale)); }
 
-/* f(args, begin, end, dtype, format) with constants, so that a form is compiled for each. */
-#define BY_FORMAT(f, args, begin, end, dtype)                                                                          \
-  ((args)->format == BSH_NF4 ? f(args, begin, end, dtype, BSH_NF4) : f(args, begin, end, dtype, BSH_FP4))
-
 #endif

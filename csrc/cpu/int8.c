@@ -22,7 +22,7 @@ enum { CHUNK_BYTES = 16 << 20, TILE_M = 384, TILE_N = BSH_INT8_PANEL, SMALL_STEP
 static const bsh_cpu_int8_kernels *kernels(void) {
   const bsh_cpu_int8_kernels *const found = bsh_cpu()->int8;
 #if defined(__x86_64__)
-  if (found == &bsh_cpu_avx512_int8 && bsh_cpu_has()->avx512vnni) return &bsh_cpu_avx512_vnni_int8;
+  if (found == bsh_cpu_avx512.int8 && bsh_cpu_has()->avx512vnni) return &bsh_cpu_avx512_vnni_int8;
 #endif
   return found;
 }

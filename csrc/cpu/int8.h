@@ -55,10 +55,9 @@ typedef struct {
 } bsh_cpu_int8_kernels;
 
 extern const bsh_cpu_int8_kernels bsh_cpu_scalar_int8;
-#if defined(__x86_64__)
-extern const bsh_cpu_int8_kernels bsh_cpu_avx2_int8;
-extern const bsh_cpu_int8_kernels bsh_cpu_avx512_int8;
-extern const bsh_cpu_int8_kernels bsh_cpu_avx512_vnni_int8; /* and AVX512-VNNI, which not all CPUs with VBMI have */
-#endif
+
+/* Instead of bsh_cpu_avx512's, with AVX512-VNNI, which not all CPUs with VBMI have. */
+extern const bsh_cpu_int8_kernels bsh_cpu_avx512_vnni_int8;
+void bsh_cpu_avx512_vnni_product(const bsh_product_int8_args *args, int64_t ld, void *scratch);
 
 #endif

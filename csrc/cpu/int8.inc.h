@@ -1,31 +1,10 @@
-/* cpu/int8.inc.h - the int8 kernels in vectors of any width, all but the product of codes.
+/* cpu/int8.inc.h - the int8 kernels in vectors of any width (cpu/isa/vectors.h), all but the product of codes.
  *
- * Included by each vector instruction set, which defines before:
- *   LANES                             numbers in a vector; floats and ints are vectors of gcc and clang
- *   load_floats(x, dtype, i)          x[i ...] as fp32
- *   store_floats(out, dtype, i, v)    out[i ...], rounded; NaN as in core/numerics.h
- *   load_codes(codes)                 LANES codes as fp32
- *   store_codes(codes, v)             the lowest byte of each lane
- *   fused(a, b, c)                    a * b + c, one rounding
- *   most_of(a, b)                     the larger in each lane, of ints
- *   MOST_SUMS                         vectors of sums that stay in registers
- *   any_from(v, threshold)            whether any lane of v is the threshold or more; false for NaN
  * What does not fill a vector is left to the scalar kernels, where bits must be equal. */
 #ifndef BSH_CPU_INT8_INC_H
 #define BSH_CPU_INT8_INC_H
 
-#include "core/numerics.h"
-#include "cpu/cpu.h"
-#include "cpu/int8.h"
-
-/* f(..., dtype) with a constant, so that a form is compiled for each. */
-#define BY_DTYPE(f, dtype, ...)                                                                                        \
-  ((dtype) == BSH_F32   ? f(__VA_ARGS__, BSH_F32)                                                                      \
-   : (dtype) == BSH_F16 ? f(__VA_ARGS__, BSH_F16)                                                                      \
-                        : f(__VA_ARGS__, BSH_BF16))
-
-ALWAYS_INLINE floats magnitude(const floats v) { return (floats)((ints)v & 0x7FFFFFFF); }
-ALWAYS_INLINE floats spread(const float number) { return (floats){0} + number; }
+enum { MOST_SUMS = REGISTERS == 32 ? 24 : 8 }; /* vectors of sums that stay in registers */
 
 static const void *at(const void *const x, const bsh_dtype dtype, const int64_t i) {
   return (const char *)x + i * dtype_size(dtype);
@@ -40,9 +19,9 @@ ALWAYS_INLINE float row_absmax(const void *const x, const int64_t n, const float
   int32_t largest = 0;
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
-    const floats v = magnitude(load_floats(x, dtype, i));
-    if (outliers == NULL || !any_from(v, threshold)) {
-      most = most_of(most, (ints)v);
+    const floats v = v_abs(v_load(x, dtype, i));
+    if (outliers == NULL || !m_any(v_at_most(v_set(threshold), v))) {
+      most = i_max(most, (ints)v);
       continue;
     }
     const float part = bsh_cpu_scalar_int8.absmax(at(x, dtype, i), dtype, LANES, threshold, outliers + i);
@@ -51,8 +30,7 @@ ALWAYS_INLINE float row_absmax(const void *const x, const int64_t n, const float
   const float rest =
       bsh_cpu_scalar_int8.absmax(at(x, dtype, i), dtype, n - i, threshold, outliers != NULL ? outliers + i : NULL);
   if ((int32_t)float_bits(rest) > largest) largest = (int32_t)float_bits(rest);
-  for (int lane = 0; lane < LANES; lane++)
-    if (most[lane] > largest) largest = most[lane];
+  if ((int32_t)i_reduce_max(most) > largest) largest = (int32_t)i_reduce_max(most);
   return bits_float(largest > 0x7F800000 ? 0x7FFFFFFFu : (uint32_t)largest);
 }
 
@@ -65,10 +43,10 @@ ALWAYS_INLINE void encode_row(const void *const x, const int64_t n, const float 
                               int8_t *const codes, const bsh_dtype dtype) {
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
-    const floats v = load_floats(x, dtype, i), product = v * scale;
-    ints kept = magnitude(product) <= 128.0f;
-    if (threshold > 0.0f) kept &= magnitude(v) < threshold;
-    store_codes(codes + i, (ints)(product + 0x1.8p23f) & kept);
+    const floats v = v_load(x, dtype, i), product = v * scale;
+    ints kept = v_abs(product) <= 128.0f;
+    if (threshold > 0.0f) kept &= v_abs(v) < threshold;
+    i_store_bytes(codes + i, (ints)(product + 0x1.8p23f) & kept);
   }
   bsh_cpu_scalar_int8.encode(at(x, dtype, i), dtype, n - i, scale, threshold, codes + i);
 }
@@ -81,19 +59,13 @@ static void encode_lanes(const void *const x, const bsh_dtype dtype, const int64
 ALWAYS_INLINE void decode_row(const int8_t *const codes, const float absmax, const int64_t n, void *const y,
                               const bsh_dtype dtype) {
   int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) store_floats(y, dtype, i, load_codes(codes + i) * absmax * BSH_INT8_UNIT);
+  for (; i + LANES <= n; i += LANES) v_store(y, dtype, i, v_load_codes(codes + i) * absmax * BSH_INT8_UNIT);
   bsh_cpu_scalar_int8.decode(codes + i, absmax, n - i, dtype, (char *)y + i * dtype_size(dtype));
 }
 
 static void decode_lanes(const int8_t *const codes, const float absmax, const int64_t n, const bsh_dtype dtype,
                          void *const y) {
   BY_DTYPE(decode_row, dtype, codes, absmax, n, y);
-}
-
-ALWAYS_INLINE floats load_unaligned(const float *const from) {
-  floats v;
-  memcpy(&v, from, sizeof v);
-  return v;
 }
 
 ALWAYS_INLINE void scale_row(const int32_t *const sums, const float row_absmax, const float *const col_absmax,
@@ -103,11 +75,11 @@ ALWAYS_INLINE void scale_row(const int32_t *const sums, const float row_absmax, 
   for (; i + LANES <= n; i += LANES) {
     ints sum;
     memcpy(&sum, sums + i, sizeof sum);
-    const floats scaled = __builtin_convertvector(sum, floats) * row_absmax * load_unaligned(col_absmax + i);
-    const floats added = bias != NULL ? load_floats(bias, dtype, i) : spread(0.0f);
-    floats v = fused(scaled, spread(BSH_INT8_PRODUCT_SCALE), added);
-    if (more != NULL) v += load_unaligned(more + i);
-    store_floats(y, dtype, i, v);
+    const floats scaled = __builtin_convertvector(sum, floats) * row_absmax * v_read(col_absmax + i);
+    const floats added = bias != NULL ? v_load(bias, dtype, i) : v_set(0.0f);
+    floats v = v_fma(scaled, v_set(BSH_INT8_PRODUCT_SCALE), added);
+    if (more != NULL) v += v_read(more + i);
+    v_store(y, dtype, i, v);
   }
   bsh_cpu_scalar_int8.scale(sums + i, row_absmax, col_absmax + i, bias != NULL ? at(bias, dtype, i) : NULL,
                             more != NULL ? more + i : NULL, n - i, dtype, (char *)y + i * dtype_size(dtype));
@@ -125,7 +97,7 @@ static void columns_lanes(const float *const x, const float *const w, const int6
     floats sums[VECTORS] = {0};
     for (int64_t i = 0; i < n; i++)
       UNROLL for (int j = 0; j < VECTORS; j++) sums[j] =
-          fused(spread(x[i]), load_unaligned(w + i * BSH_INT8_PANEL + j0 + j * LANES), sums[j]);
+          v_fma(v_set(x[i]), v_read(w + i * BSH_INT8_PANEL + j0 + j * LANES), sums[j]);
     memcpy(sum + j0, sums, sizeof sums);
   }
 }
@@ -150,13 +122,12 @@ ALWAYS_INLINE void multiply_tile(const int8_t *const codes, const int64_t K, con
   int64_t k = 0;
   for (; k + LANES <= n; k += LANES) {
     UNROLL for (int r = 0; r < rows; r++) {
-      w[r] = load_codes(codes + r * K + k);
+      w[r] = v_load_codes(codes + r * K + k);
       __builtin_prefetch(codes + (r + rows) * K + k);
     }
     UNROLL for (int m = 0; m < M; m++) {
-      floats of_row = load_unaligned(x + m * padded + k);
-      __asm__("" : "+v"(of_row)); /* loaded once, not by each instruction */
-      UNROLL for (int r = 0; r < rows; r++) accumulators[r][m] = fused(w[r], of_row, accumulators[r][m]);
+      const floats of_row = v_hold(v_read(x + m * padded + k)); /* loaded once, not by each instruction */
+      UNROLL for (int r = 0; r < rows; r++) accumulators[r][m] = v_fma(w[r], of_row, accumulators[r][m]);
     }
   }
   if (k < n) {
@@ -164,10 +135,10 @@ ALWAYS_INLINE void multiply_tile(const int8_t *const codes, const int64_t K, con
       int8_t tail[LANES] = {0};
       memcpy(tail, codes + r * K + k, (size_t)(n - k));
       UNROLL for (int m = 0; m < M; m++) accumulators[r][m] =
-          fused(load_codes(tail), load_unaligned(x + m * padded + k), accumulators[r][m]);
+          v_fma(v_load_codes(tail), v_read(x + m * padded + k), accumulators[r][m]);
     }
   }
-  UNROLL for (int r = 0; r < rows; r++) { UNROLL for (int m = 0; m < M; m++) sums[r][m] += sum_of(accumulators[r][m]); }
+  UNROLL for (int r = 0; r < rows; r++) { UNROLL for (int m = 0; m < M; m++) sums[r][m] += v_sum(accumulators[r][m]); }
 }
 
 #define BY_ROWS(M)                                                                                                     \

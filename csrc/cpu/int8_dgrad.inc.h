@@ -1,28 +1,30 @@
-/* cpu/int8_dgrad.inc.h - dx = dy W for int8 weights, in vectors of any width. Included by cpu/int8.inc.h, and needs
- * what that one needs, and EACH_DY, WIDE     rows of dy, and vectors of columns of W, whose sums stay in registers
+/* cpu/int8_dgrad.inc.h - dx = dy W for int8 weights, in vectors of any width. Included by cpu/int8.inc.h.
  *
  * dy is scaled first, so that codes are multiplied as they are: dx[m, k] = sum over n of (dy[m, n] absmax[n] / 127)
  * codes[n, k]. */
 #ifndef BSH_CPU_INT8_DGRAD_INC_H
 #define BSH_CPU_INT8_DGRAD_INC_H
 
+/* Rows of dy, and vectors of columns of W, whose sums stay in registers. */
+enum { EACH_DY = REGISTERS == 32 ? 6 : 4, WIDE = REGISTERS == 32 ? 4 : 2 };
+
 /* ---- the gradient of few rows --------------------------------------------------------------------------------- */
 
 enum { COLUMNS = 512, ROWS = 4 }; /* sums of so many columns stay in the first-level cache; rows of W at a time */
 
 /* sums[k] += the products of ROWS numbers with columns [0, n) of as many rows of W; n is a multiple of LANES. */
-ALWAYS_INLINE void add_rows(float *const sums, const floats w[ROWS], const float scales[ROWS]) {
-  floats sum = load_unaligned(sums);
-  UNROLL for (int r = 0; r < ROWS; r++) sum = fused(w[r], spread(scales[r]), sum);
-  memcpy(sums, &sum, sizeof sum);
+ALWAYS_INLINE void add_products(float *const sums, const floats w[ROWS], const float scales[ROWS]) {
+  floats sum = v_read(sums);
+  UNROLL for (int r = 0; r < ROWS; r++) sum = v_fma(w[r], v_set(scales[r]), sum);
+  v_write(sums, sum);
 }
 
 static void add_tile(const int8_t *const codes, const int64_t K, const int64_t n, const int64_t M,
                      const float (*const scales)[ROWS], float (*const sums)[COLUMNS]) {
   for (int64_t k = 0; k < n; k += LANES) {
     floats w[ROWS];
-    UNROLL for (int r = 0; r < ROWS; r++) w[r] = load_codes(codes + r * K + k);
-    for (int64_t m = 0; m < M; m++) add_rows(sums[m] + k, w, scales[m]);
+    UNROLL for (int r = 0; r < ROWS; r++) w[r] = v_load_codes(codes + r * K + k);
+    for (int64_t m = 0; m < M; m++) add_products(sums[m] + k, w, scales[m]);
   }
 }
 
@@ -76,10 +78,7 @@ static void decode_panel(const bsh_linear_int8_args *const args, const int64_t k
     int8_t padded[BSH_INT8_COLUMNS] = {0};
     if (row0 + r + 8 < args->N) __builtin_prefetch(codes + 8 * args->K); /* no hardware follows pieces of rows */
     if (n < BSH_INT8_COLUMNS) codes = memcpy(padded, codes, (size_t)n);
-    for (int64_t k = 0; k < BSH_INT8_COLUMNS; k += LANES) {
-      const floats w = load_codes(codes + k);
-      memcpy(&own->w[r][k], &w, sizeof w);
-    }
+    for (int64_t k = 0; k < BSH_INT8_COLUMNS; k += LANES) v_write(&own->w[r][k], v_load_codes(codes + k));
   }
 }
 
@@ -88,21 +87,17 @@ ALWAYS_INLINE void add_panel(const float *dy, const float (*w)[BSH_INT8_COLUMNS]
                              float (*const sums)[BSH_INT8_COLUMNS]) {
   floats sum[EACH_DY][WIDE];
   UNROLL for (int m = 0; m < EACH_DY; m++) UNROLL for (int j = 0; j < WIDE; j++) sum[m][j] =
-      load_unaligned(&sums[m][j * LANES]);
+      v_read(&sums[m][j * LANES]);
   for (int64_t r = 0; r < rows; r++, w++, dy += BSH_INT8_DGRAD_GROUP) {
-    floats of_w[WIDE];
-    UNROLL for (int j = 0; j < WIDE; j++) {
-      of_w[j] = load_unaligned(&w[0][j * LANES]);
-      __asm__("" : "+v"(of_w[j])); /* loaded once, not by each instruction */
-    }
+    floats of_w[WIDE]; /* loaded once, not by each instruction */
+    UNROLL for (int j = 0; j < WIDE; j++) of_w[j] = v_hold(v_read(&w[0][j * LANES]));
     UNROLL for (int m = 0; m < EACH_DY; m++) {
-      floats of_dy = spread(dy[m]);
-      __asm__("" : "+v"(of_dy));
-      UNROLL for (int j = 0; j < WIDE; j++) sum[m][j] = fused(of_w[j], of_dy, sum[m][j]);
+      const floats of_dy = v_hold(v_set(dy[m]));
+      UNROLL for (int j = 0; j < WIDE; j++) sum[m][j] = v_fma(of_w[j], of_dy, sum[m][j]);
     }
   }
   UNROLL for (int m = 0; m < EACH_DY; m++) UNROLL for (int j = 0; j < WIDE; j++)
-      memcpy(&sums[m][j * LANES], &sum[m][j], sizeof(floats));
+      v_write(&sums[m][j * LANES], sum[m][j]);
 }
 
 static void add_groups(const float *const dy, const int64_t N, const int64_t row0, const int64_t rows, const int64_t M,

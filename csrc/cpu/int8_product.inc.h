@@ -1,29 +1,32 @@
 /* cpu/int8_product.inc.h - products of int8 codes by tiles of a and b that were copied into the order they are used in.
  *
- * Included by each vector instruction set, which defines before:
- *   sums_of_lanes                     a vector of int32
- *   WIDTH                             columns that one step multiplies
- *   operand                           a vector of WIDTH codes as `multiply` takes them
- *   left_operand(codes), right_operand(codes)    WIDTH codes of a, of b
+ * Codes are multiplied as int16. Who multiplies them otherwise defines INT8_OPERANDS before, and
+ *   WIDTH, STEPS                      columns that one step multiplies, steps in a chunk
+ *   left_operand(codes), right_operand(codes)    WIDTH codes of a, of b, as `multiply` takes them
  *   multiply(sum, a, b)               sum + the products of neighbours in each lane, exact
- *   reduce4(sums, out)                out[j] = the sum of the lanes of sums[j], j < 4
  *   EXCESS                            what right_operand adds to each code of b; its products are subtracted again
- *   EACH_ROWS                         rows of a at a time: EACH_ROWS * 4 sums stay in registers
  *
  * Within a chunk of STEPS * WIDTH columns, b is copied as [group of 4 rows][step][4] operands and reused for all rows
  * of a, and a group of rows of a as [step][EACH_ROWS]. Missing rows and columns are zeros of a. */
 #ifndef BSH_CPU_INT8_PRODUCT_INC_H
 #define BSH_CPU_INT8_PRODUCT_INC_H
 
-#include "core/numerics.h"
-#include "cpu/int8.h"
+#ifndef INT8_OPERANDS
+enum { WIDTH = 2 * LANES, STEPS = 32, EXCESS = 0 };
+ALWAYS_INLINE ints left_operand(const int8_t *const codes) { return i_load_words(codes); }
+ALWAYS_INLINE ints right_operand(const int8_t *const codes) { return i_load_words(codes); }
+ALWAYS_INLINE ints multiply(const ints sum, const ints a, const ints b) { return i_multiply_words(sum, a, b); }
+#endif
 
-enum { STEPS = BSH_INT8_STEPS, GROUP_ROWS = 4, GROUPS = BSH_INT8_PANEL / GROUP_ROWS };
+/* EACH_ROWS rows of a at a time, whose EACH_ROWS * GROUP_ROWS sums stay in registers. */
+enum { EACH_ROWS = REGISTERS == 32 ? 6 : 3, GROUP_ROWS = 4, GROUPS = BSH_INT8_PANEL / GROUP_ROWS };
+
+static const int8_t zeros[WIDTH];
 
 /* Per thread. */
 typedef struct {
-  operand b[GROUPS][STEPS][GROUP_ROWS];
-  operand a[STEPS][EACH_ROWS];
+  ints b[GROUPS][STEPS][GROUP_ROWS];
+  ints a[STEPS][EACH_ROWS];
   int32_t excess[EACH_ROWS]; /* EXCESS times the sum of a row of a */
 } product_scratch;
 
@@ -54,25 +57,24 @@ static void copy_a(product_scratch *const own, const bsh_product_int8_args *cons
   int8_t padded[WIDTH];
   for (int64_t row = 0; row < EACH_ROWS; row++) {
     const int8_t *const codes = m + row < args->M ? args->a + (m + row) * args->K + k0 : NULL;
-    sums_of_lanes sums[4] = {0};
+    ints sums[4] = {0};
     int32_t all[4];
     for (int64_t step = 0; step < divide_up(n, WIDTH); step++) {
-      const operand a = left_operand(step_of(codes, step * WIDTH, n, padded));
+      const ints a = left_operand(step_of(codes, step * WIDTH, n, padded));
       own->a[step][row] = a;
       if (EXCESS != 0) sums[0] = multiply(sums[0], a, right_operand(zeros)); /* a code 0 there is EXCESS */
     }
-    reduce4(sums, all);
+    i_reduce4(sums, all);
     own->excess[row] = all[0];
   }
 }
 
 /* out[r * ld + j] = the sums of lanes, as `first` chunk or added. */
-ALWAYS_INLINE void store_group(const product_scratch *const own, sums_of_lanes (*const sums)[GROUP_ROWS],
-                               int32_t *const out, const int64_t ld, const int64_t rows, const int64_t columns,
-                               const bool first) {
+ALWAYS_INLINE void store_group(const product_scratch *const own, ints (*const sums)[GROUP_ROWS], int32_t *const out,
+                               const int64_t ld, const int64_t rows, const int64_t columns, const bool first) {
   UNROLL for (int r = 0; r < EACH_ROWS; r++) {
     uint32_t all[GROUP_ROWS];
-    reduce4(sums[r], (int32_t *)all);
+    i_reduce4(sums[r], (int32_t *)all);
     if (r >= rows) continue;
     uint32_t before[GROUP_ROWS] = {0};
     if (!first && columns == GROUP_ROWS) memcpy(before, out + r * ld, sizeof before);
@@ -84,10 +86,10 @@ ALWAYS_INLINE void store_group(const product_scratch *const own, sums_of_lanes (
 }
 
 /* EACH_ROWS * 4 sums over `steps` steps. */
-ALWAYS_INLINE void multiply_group(const product_scratch *const own, const operand (*const b)[GROUP_ROWS],
+ALWAYS_INLINE void multiply_group(const product_scratch *const own, const ints (*const b)[GROUP_ROWS],
                                   const int64_t steps, int32_t *const out, const int64_t ld, const int64_t rows,
                                   const int64_t columns, const bool first) {
-  sums_of_lanes sums[EACH_ROWS][GROUP_ROWS] = {0};
+  ints sums[EACH_ROWS][GROUP_ROWS] = {0};
   for (int64_t step = 0; step < steps; step++)
     UNROLL for (int r = 0; r < EACH_ROWS; r++) UNROLL for (int j = 0; j < GROUP_ROWS; j++) sums[r][j] =
         multiply(sums[r][j], own->a[step][r], b[step][j]);
@@ -98,9 +100,9 @@ ALWAYS_INLINE void multiply_group(const product_scratch *const own, const operan
 ALWAYS_INLINE void multiply_rows_once(const product_scratch *const own, const int most, const int8_t *const b,
                                       const int64_t K, const int64_t steps, int32_t *const out, const int64_t ld,
                                       const int64_t rows, const bool first) {
-  sums_of_lanes sums[EACH_ROWS][GROUP_ROWS] = {0};
+  ints sums[EACH_ROWS][GROUP_ROWS] = {0};
   for (int64_t step = 0; step < steps; step++) UNROLL for (int j = 0; j < GROUP_ROWS; j++) {
-      const operand of_b = right_operand(b + j * K + step * WIDTH);
+      const ints of_b = right_operand(b + j * K + step * WIDTH);
       __builtin_prefetch(b + (j + GROUP_ROWS) * K + step * WIDTH);
       UNROLL for (int r = 0; r < most; r++) sums[r][j] = multiply(sums[r][j], own->a[step][r], of_b);
     }

@@ -1,9 +1,7 @@
 /* cpu/optimizer.inc.h - the loops over 32-bit states in vectors of any width; the scalar form has a width of one.
  *
- * Included by each instruction set, which defines before what core/optimizer.h asks for, and
- *   LANES                             numbers in a value
- *   load_values(x, dtype, i)          x[i ...] as fp32
- *   store_values(out, dtype, i, v)    out[i ...], rounded; NaN as in core/numerics.h
+ * Included behind an instruction set's header (cpu/isa/vectors.h), or, with LANES 1, behind what core/optimizer.h asks
+ * for, v_load and v_store.
  * What does not fill a value is left to the scalar form. The algorithm is a constant in each loop; dtypes are not.
  * 8-bit states: cpu/optimizer_blocks.inc.h. */
 #ifndef BSH_CPU_OPTIMIZER_INC_H
@@ -13,6 +11,17 @@
 #include "cpu/cpu.h"
 
 #if LANES > 1
+#define STEP_FUNCTION ALWAYS_INLINE
+typedef floats value;
+
+STEP_FUNCTION value v_if_zero(const value g, const value a, const value b) {
+  return v_choose(v_equal(g, v_set(0.0f)), a, b);
+}
+
+STEP_FUNCTION value v_if_finite(const value g, const value a, const value b) {
+  return v_choose(v_at_most(v_abs(g), v_set(FLT_MAX)), a, b);
+}
+
 /* 1 / number as a sum, and -number: see quotient(). */
 typedef struct {
   value high, low, negative;
@@ -51,11 +60,8 @@ STEP_FUNCTION value quotient(const value a, const value number, const reciprocal
 #include "core/optimizer.h"
 
 #if LANES > 1
-STEP_FUNCTION value keep(const float number) {
-  value v = v_set(number);
-  __asm__("" : "+v"(v)); /* no longer known to be one number */
-  return v;
-}
+/* No longer known to be one number. */
+STEP_FUNCTION value keep(const float number) { return v_hold(v_set(number)); }
 
 STEP_FUNCTION reciprocal_of spread_reciprocal(const float number) {
   const float high = 1.0f / number;
@@ -117,10 +123,10 @@ STEP_FUNCTION step_numbers spread(const bsh_step_numbers *const k) { return *k; 
 
 STEP_FUNCTION step_element load_element(const bsh_optimizer algorithm, const bsh_optimizer_32bit_args *const args,
                                         const int64_t i) {
-  step_element e = {load_values(args->g, args->g_dtype, i), load_values(args->p, args->p_dtype, i),
-                    load_values(args->state1, BSH_F32, i), v_set(0.0f), v_set(0.0f)};
-  if (BSH_HAS_SECOND_STATE(algorithm)) e.s2 = load_values(args->state2, BSH_F32, i);
-  if (algorithm == BSH_ADEMAMIX) e.s3 = load_values(args->state1, BSH_F32, args->n + i);
+  step_element e = {v_load(args->g, args->g_dtype, i), v_load(args->p, args->p_dtype, i),
+                    v_load(args->state1, BSH_F32, i), v_set(0.0f), v_set(0.0f)};
+  if (BSH_HAS_SECOND_STATE(algorithm)) e.s2 = v_load(args->state2, BSH_F32, i);
+  if (algorithm == BSH_ADEMAMIX) e.s3 = v_load(args->state1, BSH_F32, args->n + i);
   return e;
 }
 
@@ -131,10 +137,10 @@ STEP_FUNCTION void step_32bit(const bsh_optimizer algorithm, const bsh_optimizer
   for (; i + LANES <= end; i += LANES) {
     step_element e = load_element(algorithm, args, i);
     step(&numbers, algorithm, &e, false);
-    store_values(args->p, args->p_dtype, i, e.p);
-    store_values(args->state1, BSH_F32, i, e.s1);
-    if (BSH_HAS_SECOND_STATE(algorithm)) store_values(args->state2, BSH_F32, i, e.s2);
-    if (algorithm == BSH_ADEMAMIX) store_values(args->state1, BSH_F32, args->n + i, e.s3);
+    v_store(args->p, args->p_dtype, i, e.p);
+    v_store(args->state1, BSH_F32, i, e.s1);
+    if (BSH_HAS_SECOND_STATE(algorithm)) v_store(args->state2, BSH_F32, i, e.s2);
+    if (algorithm == BSH_ADEMAMIX) v_store(args->state1, BSH_F32, args->n + i, e.s3);
   }
   if (i < end) bsh_cpu_scalar_optimizers.optimizer_32bit(args, i, end);
 }
@@ -149,7 +155,7 @@ STEP_FUNCTION void squares_32bit(const bsh_optimizer algorithm, const bsh_optimi
   int64_t i = begin;
   for (; i + LANES <= end; i += LANES) {
     const step_element e = load_element(algorithm, args, i);
-    store_values(out, BSH_F32, i - begin, update_square(&numbers, algorithm, &e));
+    v_store(out, BSH_F32, i - begin, update_square(&numbers, algorithm, &e));
   }
   if (i < end) bsh_cpu_scalar_optimizers.optimizer_squares(args, i, end, out + (i - begin));
 }

@@ -1,17 +1,5 @@
 /* cpu/optimizer_blocks.inc.h - the loops over 8-bit states, in vectors.
  *
- * Included by each instruction set behind cpu/optimizer.inc.h, which defines before
- *   peak                               unsigned integers of 32 bits, as many as a value has lanes
- *   p_zero()  p_bits(p, v)  p_magnitude(p, v)  the larger of p and the bits of v, all or without the sign; by lane
- *   reduce_peak(p)                     the largest lane
- *   load_plain(x)  store_plain(out, v) fp32 as it is
- *   all_lanes()                        a mask for what gathers
- *   places  load_places(code)          code[0 ... LANES - 1] as places in a map
- *   look_up(map, at, all)              map[at]
- *   codes  search(cells, v, all)       codes of LANES states by cpu/state_search.h
- *   store_codes(code, a)  store_unit(code, join(a, b), join(c, d))  of one, of four
- *   write_run(values, n, out, dtype)   fp32 rounded, NaN as in core/numerics.h; n is a multiple of LANES
- *
  * All new states of a block are known before anything of it is written. Where one is infinite or NaN, which it is where
  * a gradient is, or where a state without sign has one, the block is left to the scalar form. */
 #ifndef BSH_CPU_OPTIMIZER_BLOCKS_INC_H
@@ -78,8 +66,8 @@ STEP_FUNCTION state_stream open_stream(const block_states *const s) {
       .map = s->search->flushed, .code = s->code, .out = s->states, .scale = v_set(scale), .flush = !normal};
 }
 
-STEP_FUNCTION value decode(const state_stream *const s, const places at, const lanes all, const bool flush_products) {
-  const value v = v_mul(look_up(s->map, at, all), s->scale);
+STEP_FUNCTION value decode(const state_stream *const s, const ints at, const mask all, const bool flush_products) {
+  const value v = v_mul(v_gather(s->map, at, all), s->scale);
   return flush_products ? v_flush(v) : v;
 }
 
@@ -97,36 +85,36 @@ STEP_FUNCTION void step_run(const bsh_optimizer algorithm, const kind kind,
   const char *const g = (const char *)args->g + begin * dtype_size(g_dtype);
   const char *const p = (const char *)args->p + begin * dtype_size(p_dtype);
   const step_numbers k = numbers_of(args, kind);
-  const lanes all = all_lanes();
-  peak most1 = p_zero(), most2 = p_zero(), most3 = p_zero();
-  places next1 = load_places(s1.code), next2 = load_places(s2.code), next3 = load_places(s3.code);
+  const mask all = m_all();
+  ints most1 = {0}, most2 = {0}, most3 = {0};
+  ints next1 = i_load_bytes(s1.code), next2 = i_load_bytes(s2.code), next3 = i_load_bytes(s3.code);
   for (int64_t i = 0; i < n; i += LANES) {
-    const places at1 = two ? next1 : load_places(s1.code + i), at2 = next2, at3 = next3;
+    const ints at1 = two ? next1 : i_load_bytes(s1.code + i), at2 = next2, at3 = next3;
     const int64_t next = i + LANES < n ? i + LANES : i;
-    if (two) next1 = load_places(s1.code + next);
-    if (two) next2 = load_places(s2.code + next);
-    if (three) next3 = load_places(s3.code + next);
-    step_element e = {load_values(g, g_dtype, i), v_set(0.0f), decode(&s1, at1, all, flush), v_set(0.0f), v_set(0.0f)};
+    if (two) next1 = i_load_bytes(s1.code + next);
+    if (two) next2 = i_load_bytes(s2.code + next);
+    if (three) next3 = i_load_bytes(s3.code + next);
+    step_element e = {v_load(g, g_dtype, i), v_set(0.0f), decode(&s1, at1, all, flush), v_set(0.0f), v_set(0.0f)};
     if (two) e.s2 = decode(&s2, at2, all, flush);
     if (three) e.s3 = decode(&s3, at3, all, flush);
     if (two) {
       new_states(&k, algorithm, &e, true);
-      store_plain(out + i, divisor(&k, algorithm, e.s2));
+      v_write(out + i, divisor(&k, algorithm, e.s2));
     } else {
-      e.p = load_values(p, p_dtype, i);
+      e.p = v_load(p, p_dtype, i);
       step_of_finite(&k, algorithm, &e, true);
-      store_plain(out + i, e.p);
+      v_write(out + i, e.p);
     }
-    store_plain(s1.out + i, e.s1);
-    most1 = p_magnitude(most1, e.s1);
-    if (two) store_plain(s2.out + i, e.s2);
-    if (two) most2 = p_bits(most2, e.s2);
-    if (three) store_plain(s3.out + i, e.s3);
-    if (three) most3 = p_magnitude(most3, e.s3);
+    v_write(s1.out + i, e.s1);
+    most1 = i_max(most1, (ints)v_abs(e.s1));
+    if (two) v_write(s2.out + i, e.s2);
+    if (two) most2 = i_max(most2, (ints)e.s2);
+    if (three) v_write(s3.out + i, e.s3);
+    if (three) most3 = i_max(most3, (ints)v_abs(e.s3));
   }
-  states[0].most = reduce_peak(most1);
-  if (two) states[1].most = reduce_peak(most2);
-  if (three) states[2].most = reduce_peak(most3);
+  states[0].most = i_reduce_max(most1);
+  if (two) states[1].most = i_reduce_max(most2);
+  if (three) states[2].most = i_reduce_max(most3);
 }
 
 STEP_FUNCTION void step_kind(const bsh_optimizer algorithm, const bsh_optimizer_8bit_blockwise_args *const args,
@@ -180,19 +168,34 @@ STEP_FUNCTION void close_codes(const block_states *const s, const int64_t n) {
 }
 
 STEP_FUNCTION value scaled(const code_stream *const s, const int64_t i) {
-  return v_mul(s->inverse, load_plain(s->states + i));
+  return v_mul(s->inverse, v_read(s->states + i));
+}
+
+/* Of LANES states: the sums of cpu/state_search.h. */
+STEP_FUNCTION ints search(const uint32_t *const cells, const value v, const mask all) {
+  return (ints)((unsigneds)i_gather(cells, (ints)((unsigneds)v >> 16), all) + (unsigneds)v);
+}
+
+/* Their codes: what is in bits 16 to 23, without the sign in those above. */
+STEP_FUNCTION words join(const ints a, const ints b) {
+  const words sums = i_upper_halves(a, b);
+  return (sums ^ sums >> 8) & 0xFF;
+}
+
+STEP_FUNCTION void store_codes(uint8_t *const code, const ints a) {
+  i_store_bytes(code, (ints)((unsigneds)a >> 16 ^ (unsigneds)a >> 24));
 }
 
 enum { UNIT = 4 };
 
 STEP_FUNCTION void finish_codes(const block_states *const states, const int64_t n) {
-  const lanes all = all_lanes();
+  const mask all = m_all();
   const code_stream s = open_codes(states);
   int64_t i = 0;
   for (; i + UNIT * LANES <= n; i += UNIT * LANES) {
-    codes c[UNIT];
+    ints c[UNIT];
     for (int j = 0; j < UNIT; j++) c[j] = search(s.cells, scaled(&s, i + j * LANES), all);
-    store_unit(s.code + i, join(c[0], c[1]), join(c[2], c[3]));
+    w_store_bytes(s.code + i, join(c[0], c[1]), join(c[2], c[3]));
   }
   for (; i < n; i += LANES) store_codes(s.code + i, search(s.cells, scaled(&s, i), all));
   close_codes(states, n);
@@ -207,7 +210,7 @@ typedef struct {
   int64_t n;
   float *out; /* divisors, which become parameters */
   code_stream s1, s2, s3;
-  lanes all;
+  mask all;
 } finish_loop;
 
 /* What is computed one turn ahead: what waits for divisions and what gathers wait for. A core holds a hundred
@@ -217,9 +220,9 @@ typedef struct {
 } ahead;
 
 STEP_FUNCTION ahead ahead_of(const finish_loop *const loop, const step_numbers *const k, const int64_t i) {
-  step_element e = {.s1 = load_plain(loop->s1.states + i)};
-  if (loop->three) e.s3 = load_plain(loop->s3.states + i);
-  return (ahead){.update = divided_update(k, loop->algorithm, &e, load_plain(loop->out + i)),
+  step_element e = {.s1 = v_read(loop->s1.states + i)};
+  if (loop->three) e.s3 = v_read(loop->s3.states + i);
+  return (ahead){.update = divided_update(k, loop->algorithm, &e, v_read(loop->out + i)),
                  .v1 = scaled(&loop->s1, i),
                  .v2 = scaled(&loop->s2, i),
                  .v3 = loop->three ? scaled(&loop->s3, i) : v_set(0.0f)};
@@ -227,12 +230,12 @@ STEP_FUNCTION ahead ahead_of(const finish_loop *const loop, const step_numbers *
 
 /* Stores the parameters i ...; codes of the three states in found[0 ... 2]. */
 STEP_FUNCTION void finish_values(const finish_loop *const loop, const step_numbers *const k, const int64_t i,
-                                 ahead *const next, codes found[3]) {
+                                 ahead *const next, ints found[3]) {
   const ahead now = *next;
   *next = ahead_of(loop, k, i + LANES < loop->n ? i + LANES : i);
-  const value old = load_values(loop->p, loop->p_dtype, i);
+  const value old = v_load(loop->p, loop->p_dtype, i);
   const value p = updated_parameter(k, loop->algorithm, old, now.update);
-  store_plain(loop->out + i, k->skip_zeros ? v_if_zero(load_values(loop->g, loop->g_dtype, i), old, p) : p);
+  v_write(loop->out + i, k->skip_zeros ? v_if_zero(v_load(loop->g, loop->g_dtype, i), old, p) : p);
   found[0] = search(loop->s1.cells, now.v1, loop->all);
   found[1] = search(loop->s2.cells, now.v2, loop->all);
   if (loop->three) found[2] = search(loop->s3.cells, now.v3, loop->all);
@@ -241,16 +244,16 @@ STEP_FUNCTION void finish_values(const finish_loop *const loop, const step_numbe
 /* The same of UNIT * LANES, and stores the codes. */
 STEP_FUNCTION void finish_unit(const finish_loop *const loop, const step_numbers *const k, const int64_t i,
                                ahead *const next) {
-  codes pairs[2][3];
+  words pairs[2][3];
   for (int j = 0; j < 2; j++) {
-    codes a[3], b[3];
+    ints a[3], b[3];
     finish_values(loop, k, i + 2 * j * LANES, next, a);
     finish_values(loop, k, i + (2 * j + 1) * LANES, next, b);
     for (int state = 0; state < (loop->three ? 3 : 2); state++) pairs[j][state] = join(a[state], b[state]);
   }
-  store_unit(loop->s1.code + i, pairs[0][0], pairs[1][0]);
-  store_unit(loop->s2.code + i, pairs[0][1], pairs[1][1]);
-  if (loop->three) store_unit(loop->s3.code + i, pairs[0][2], pairs[1][2]);
+  w_store_bytes(loop->s1.code + i, pairs[0][0], pairs[1][0]);
+  w_store_bytes(loop->s2.code + i, pairs[0][1], pairs[1][1]);
+  if (loop->three) w_store_bytes(loop->s3.code + i, pairs[0][2], pairs[1][2]);
 }
 
 STEP_FUNCTION finish_loop open_loop(const bsh_optimizer algorithm, const kind kind,
@@ -271,7 +274,7 @@ STEP_FUNCTION finish_loop open_loop(const bsh_optimizer algorithm, const kind ki
                        .s1 = s1,
                        .s2 = open_codes(block->states + 1),
                        .s3 = three ? open_codes(block->states + 2) : s1,
-                       .all = all_lanes()};
+                       .all = m_all()};
 }
 
 STEP_FUNCTION void finish_block(const bsh_optimizer algorithm, const kind kind,
@@ -283,7 +286,7 @@ STEP_FUNCTION void finish_block(const bsh_optimizer algorithm, const kind kind,
   int64_t i = 0;
   for (; i + UNIT * LANES <= loop.n; i += UNIT * LANES) finish_unit(&loop, &k, i, &next);
   for (; i < loop.n; i += LANES) {
-    codes found[3];
+    ints found[3];
     finish_values(&loop, &k, i, &next, found);
     store_codes(loop.s1.code + i, found[0]);
     store_codes(loop.s2.code + i, found[1]);
@@ -292,13 +295,20 @@ STEP_FUNCTION void finish_block(const bsh_optimizer algorithm, const kind kind,
   for (int state = 0; state < (loop.three ? 3 : 2); state++) close_codes(block->states + state, loop.n);
 }
 
+/* fp32 rounded; n is a multiple of LANES. */
+STEP_FUNCTION void write_run(const float *const values, const int64_t n, void *const out, const bsh_dtype dtype) {
+  int64_t i = 0;
+  for (; i + 2 * LANES <= n; i += 2 * LANES) v_store_two(out, dtype, i, v_read(values + i), v_read(values + i + LANES));
+  if (i < n) v_store(out, dtype, i, v_read(values + i));
+}
+
 static __attribute__((noinline)) void finish(const bsh_optimizer_8bit_blockwise_args *const args, block *const block,
                                              float *const out) {
   if (block->n == 0) return;
   if (args->algorithm == BSH_ADAM) BY_KIND(finish_block, BSH_ADAM, kind_of(args), args, block, out);
   else if (args->algorithm == BSH_ADEMAMIX) BY_KIND(finish_block, BSH_ADEMAMIX, kind_of(args), args, block, out);
   else finish_codes(block->states, block->n);
-  write_run(out, block->n, (char *)args->p + block->begin * dtype_size(args->p_dtype), args->p_dtype);
+  BY_DTYPE(write_run, args->p_dtype, out, block->n, (char *)args->p + block->begin * dtype_size(args->p_dtype));
   block->n = 0;
 }
 

@@ -23,11 +23,11 @@ STEP_FUNCTION value v_round(const bsh_dtype dtype, const value a) {
   return dtype == BSH_F32 ? a : round_to_dtype(a, dtype);
 }
 
-STEP_FUNCTION value load_values(const void *const x, const bsh_dtype dtype, const int64_t i) {
+STEP_FUNCTION value v_load(const void *const x, const bsh_dtype dtype, const int64_t i) {
   return load_f32(x, dtype, i);
 }
 
-STEP_FUNCTION void store_values(void *const out, const bsh_dtype dtype, const int64_t i, const value v) {
+STEP_FUNCTION void v_store(void *const out, const bsh_dtype dtype, const int64_t i, const value v) {
   store_f32(out, dtype, i, v);
 }
 

@@ -1,19 +1,33 @@
 /* cpu/tiles.inc.h - linear_4bit and its gradient for any K and blocksize, by way of small decoded tiles on the stack.
  *
- * Included by each vector instruction set, which defines before:
- *   decode_run(run)              the set's decode_4bit
- *   convert_to_f32(x, dtype, out, n), convert_from_f32(x, dtype, out, n)
- *   dot(a, b, n)                 sum of a[i] * b[i]
- *   add_scaled(out, a, scale, n) out[i] += a[i] * scale
  * Forward: a tile of x, [M, TILE_K], is converted once for TILE_ROWS rows of W. Gradient: sums [M, TILE_K] stay on the
  * stack while all rows of W pass by. The order of every sum depends on K (or N) alone. */
 #ifndef BSH_CPU_TILES_INC_H
 #define BSH_CPU_TILES_INC_H
 
-#include "core/numerics.h"
-#include "cpu/cpu.h"
+#include "cpu/blocks.inc.h"
+#include "cpu/decode.inc.h"
 
 enum { TILE_K = 512, TILE_ROWS = 32 };
+
+static float dot(const float *const a, const float *const b, const int64_t n) {
+  floats sums[4] = {0};
+  int64_t i = 0;
+  for (; i + 4 * LANES <= n; i += 4 * LANES)
+    for (int j = 0; j < 4; j++) sums[j] = v_fma(v_read(a + i + j * LANES), v_read(b + i + j * LANES), sums[j]);
+  for (; MASKED_ENDS && i < n; i += LANES)
+    sums[0] = v_fma(v_load_some(a, BSH_F32, i, n - i), v_load_some(b, BSH_F32, i, n - i), sums[0]);
+  float sum = v_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  for (; i < n; i++) sum += a[i] * b[i];
+  return sum;
+}
+
+/* out[i] += a[i] * scale. */
+static void add_scaled(float *const out, const float *const a, const float scale, const int64_t n) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) v_write(out + i, v_fma(v_read(a + i), v_set(scale), v_read(out + i)));
+  for (; i < n; i++) out[i] = fmaf(a[i], scale, out[i]);
+}
 
 static void decode_tile(const bsh_weight *const weight, const bsh_dtype dtype, const int64_t begin, const int64_t n,
                         float *const tile) {

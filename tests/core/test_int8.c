@@ -132,10 +132,11 @@ static void features(void) {
 /* All kernels, also the one that this CPU does not choose. */
 static int tables(const bsh_cpu_int8_kernels *found[4]) {
   int n = 0;
-  found[n++] = &bsh_cpu_scalar_int8;
+  for (; n < n_isas; n++) {
+    use(n, 1);
+    found[n] = bsh_cpu()->int8;
+  }
 #if defined(__x86_64__)
-  if (n_isas > 1) found[n++] = &bsh_cpu_avx2_int8;
-  if (n_isas > 2) found[n++] = &bsh_cpu_avx512_int8;
   if (n_isas > 2 && bsh_cpu_has()->avx512vnni) found[n++] = &bsh_cpu_avx512_vnni_int8;
 #endif
   return n;

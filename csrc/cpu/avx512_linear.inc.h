@@ -1,30 +1,6 @@
-/* cpu/avx512_linear.c - linear_4bit for few rows and its input gradient with AVX-512. */
-#include "cpu/avx512.h"
-
-static void decode_run(const bsh_decode_run *const run) { bsh_cpu_avx512_decode_4bit(run); }
-
-static float dot(const float *const a, const float *const b, const int64_t n) {
-  __m512 sums[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
-  int64_t i = 0;
-  for (; i + 64 <= n; i += 64)
-    for (int j = 0; j < 4; j++)
-      sums[j] = _mm512_fmadd_ps(_mm512_loadu_ps(a + i + 16 * j), _mm512_loadu_ps(b + i + 16 * j), sums[j]);
-  for (; i < n; i += 16) {
-    const __mmask16 mask = first_lanes(n - i);
-    sums[0] = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, a + i), _mm512_maskz_loadu_ps(mask, b + i), sums[0]);
-  }
-  return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3])));
-}
-
-static void add_scaled(float *const out, const float *const a, const float scale, const int64_t n) {
-  const __m512 scales = _mm512_set1_ps(scale);
-  for (int64_t i = 0; i < n; i += 16) {
-    const __mmask16 mask = first_lanes(n - i);
-    const __m512 sum =
-        _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, a + i), scales, _mm512_maskz_loadu_ps(mask, out + i));
-    _mm512_mask_storeu_ps(out + i, mask, sum);
-  }
-}
+/* cpu/avx512_linear.inc.h - linear_4bit for few rows and its input gradient with AVX-512. Included by cpu/avx512.c. */
+#ifndef BSH_CPU_AVX512_LINEAR_INC_H
+#define BSH_CPU_AVX512_LINEAR_INC_H
 
 #include "cpu/tiles.inc.h"
 
@@ -38,7 +14,7 @@ ALWAYS_INLINE bool has_whole_groups(const bsh_weight *const weight, const int64_
 }
 
 /* fp32 vectors of a group: vector j holds the elements of nibble j. */
-ALWAYS_INLINE void decode_group(const uint8_t *const packed, const __m512 values, __m512 w[4]) {
+ALWAYS_INLINE void decode_group(const uint8_t *const packed, const floats values, floats w[4]) {
   const __m512i nibbles = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)packed));
   w[0] = _mm512_permutexvar_ps(nibbles, values);
   w[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(nibbles, 4), values);
@@ -62,30 +38,28 @@ static void permute_x(const bsh_linear_4bit_args *const args, const int64_t k0, 
     }
 }
 
-/* Adds the sum of the lanes of v[m] to sums[m], m < 16: a transposition by halves instead of 16 reductions. */
-ALWAYS_INLINE void add_lane_sums(const __m512 v[16], const __mmask16 mask, float *const sums) {
-  __m512 pairs[8], fours[4], halves[2];
+/* Adds the sum of the lanes of v[m] to sums[m], m < n <= 16: a transposition by halves instead of 16 reductions. */
+ALWAYS_INLINE void add_lane_sums(const floats v[16], const int64_t n, float *const sums) {
+  floats pairs[8], fours[4], halves[2];
   UNROLL for (int i = 0; i < 8; i++) pairs[i] =
-      _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
-  UNROLL for (int i = 0; i < 4; i++) fours[i] = _mm512_add_ps(_mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0x44),
-                                                              _mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0xEE));
-  UNROLL for (int i = 0; i < 2; i++) halves[i] =
-      _mm512_add_ps(_mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0x88),
-                    _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0xDD));
-  const __m512 all =
-      _mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88), _mm512_shuffle_f32x4(halves[0], halves[1], 0xDD));
-  _mm512_mask_storeu_ps(sums, mask, _mm512_add_ps(_mm512_maskz_loadu_ps(mask, sums), all));
+      _mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]) + _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]);
+  UNROLL for (int i = 0; i < 4; i++) fours[i] =
+      _mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0x44) + _mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0xEE);
+  UNROLL for (int i = 0; i < 2; i++) halves[i] = _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0x88) +
+                                                 _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0xDD);
+  const floats all =
+      _mm512_shuffle_f32x4(halves[0], halves[1], 0x88) + _mm512_shuffle_f32x4(halves[0], halves[1], 0xDD);
+  v_write_some(sums, n, v_load_some(sums, BSH_F32, 0, n) + all);
 }
 
 /* One row of W times M rows of x over n columns: adds to sums[m]. */
-ALWAYS_INLINE void multiply_row(const bsh_linear_4bit_args *const args, const __m512 units, const int64_t begin,
+ALWAYS_INLINE void multiply_row(const bsh_linear_4bit_args *const args, const floats units, const int64_t begin,
                                 const int64_t n, const float *x, float *const sums, const int M) {
-  enum { LANES = 16 };
   const int ways = M <= 4 ? 4 : M <= 8 ? 2 : 1; /* independent sums per row of x, to hide the latency of an FMA */
   const int shift = __builtin_ctzll((uint64_t)args->weight.blocksize);
   const uint8_t *packed = args->weight.packed + begin / 2;
-  __m512 accumulators[BSH_CPU_SMALL_M * 4];
-  UNROLL for (int i = 0; i < M * ways; i++) accumulators[i] = _mm512_setzero_ps();
+  floats accumulators[BSH_CPU_SMALL_M * 4];
+  UNROLL for (int i = 0; i < M * ways; i++) accumulators[i] = v_set(0.0f);
   for (int64_t i = 0; i < n;) {
     float buffer[SCALES];
     const int64_t n_now = min_i64(n - i, SCALES * GROUP);
@@ -94,28 +68,28 @@ ALWAYS_INLINE void multiply_row(const bsh_linear_4bit_args *const args, const __
         load_scales(&args->weight.scales, block0, ((begin + i + n_now - 1) >> shift) - block0 + 1, buffer);
     for (const int64_t end = i + n_now; i < end; i += GROUP, packed += GROUP / 2, x += M * GROUP) {
       const float scale = scales[((begin + i) >> shift) - block0];
-      const __m512 values = values_f32(units, args->weight.format, args->dtype, scale);
-      __m512 w[4];
+      floats values, w[4];
+      scaled_values(&units, args->weight.format, args->dtype, scale, &values);
       decode_group(packed, values, w);
       UNROLL for (int j = 0; j < 4; j++) UNROLL for (int m = 0; m < M; m++) {
-        __m512 *const sum = &accumulators[m * ways + j % ways];
-        *sum = _mm512_fmadd_ps(w[j], _mm512_loadu_ps(x + m * GROUP + j * LANES), *sum);
+        floats *const sum = &accumulators[m * ways + j % ways];
+        *sum = v_fma(w[j], v_read(x + m * GROUP + j * LANES), *sum);
       }
     }
   }
-  __m512 totals[16];
+  floats totals[16];
   UNROLL for (int m = 0; m < 16; m++) {
-    totals[m] = m < M ? accumulators[m * ways] : _mm512_setzero_ps();
-    UNROLL for (int i = 1; m < M && i < ways; i++) totals[m] = _mm512_add_ps(totals[m], accumulators[m * ways + i]);
+    totals[m] = m < M ? accumulators[m * ways] : v_set(0.0f);
+    UNROLL for (int i = 1; m < M && i < ways; i++) totals[m] += accumulators[m * ways + i];
   }
-  add_lane_sums(totals, first_lanes(M), sums);
+  add_lane_sums(totals, M, sums);
 }
 
 /* X(M) for every M of a small product: the kernels below are compiled once for each. */
 #define EACH_M(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15) X(16)
 _Static_assert(BSH_CPU_SMALL_M == 16, "EACH_M lists every small M");
 
-static void multiply_row_any(const bsh_linear_4bit_args *const args, const __m512 units, const int64_t begin,
+static void multiply_row_any(const bsh_linear_4bit_args *const args, const floats units, const int64_t begin,
                              const int64_t n, const float *const x, float *const sums) {
   switch (args->M) {
 #define CASE(M)                                                                                                        \
@@ -130,7 +104,7 @@ static void multiply_row_any(const bsh_linear_4bit_args *const args, const __m51
 static void linear_by_groups(const bsh_linear_4bit_args *const args, const int64_t row_begin, const int64_t row_end) {
   float x[X_BYTES / 4] __attribute__((aligned(64)));
   float sums[TILE_ROWS * BSH_CPU_SMALL_M];
-  const __m512 units = _mm512_loadu_ps(format_values(args->weight.format));
+  const floats units = v_read(format_values(args->weight.format));
   const int64_t step = X_BYTES / 4 / args->M / GROUP * GROUP;
   int64_t loaded = -1;
   for (int64_t row0 = row_begin; row0 < row_end; row0 += TILE_ROWS) {
@@ -196,13 +170,13 @@ ALWAYS_INLINE __m512i nibble_shift(const int half) {
   return _mm512_inserti64x4(_mm512_set1_epi16((short)(8 * half)), _mm256_set1_epi16((short)(8 * half + 4)), 1);
 }
 
-ALWAYS_INLINE void load_codes(const uint8_t *const packed, __m512i codes[2]) {
+ALWAYS_INLINE void load_nibbles(const uint8_t *const packed, __m512i codes[2]) {
   const __m512i words = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)packed));
   codes[0] = _mm512_srlv_epi16(words, nibble_shift(0));
   codes[1] = _mm512_srlv_epi16(words, nibble_shift(1));
 }
 
-/* Columns [k0, k0 + n) of some rows of x -> out[group][row][half][lane], in the order of load_codes. */
+/* Columns [k0, k0 + n) of some rows of x -> out[group][row][half][lane], in the order of load_nibbles. */
 static void arrange_x(const bsh_linear_4bit_args *const args, const tile rows, const int64_t k0, const int64_t n,
                       uint16_t *const out) {
   int16_t element[2][32];
@@ -225,7 +199,7 @@ static void arrange_x(const bsh_linear_4bit_args *const args, const tile rows, c
 static void split_units(const bsh_scales *const scales, __m512i bytes[4][4]) {
   if (scales->absmax) return;
   for (int i = 0; i < 16; i++) {
-    const __m512i unit = _mm512_castps_si512(flush(_mm512_loadu_ps(scales->absmax_map + 16 * i)));
+    const __m512i unit = _mm512_castps_si512(v_flush(v_read(scales->absmax_map + 16 * i)));
     for (int b = 0; b < 4; b++)
       _mm_store_si128((__m128i *)bytes[b] + i, _mm512_cvtepi32_epi8(_mm512_srli_epi32(unit, (unsigned)(8 * b))));
   }
@@ -234,10 +208,10 @@ static void split_units(const bsh_scales *const scales, __m512i bytes[4][4]) {
 /* As load_scales with nested scales: four lookups of bytes for 64 scales instead of 64 gathered loads. */
 static void nested_scales(const bsh_scales *const scales, const __m512i bytes[4][4], const int64_t begin,
                           const int64_t n, float out[SCALES]) {
-  const __mmask64 mask = n >= 64 ? ~(__mmask64)0 : ((__mmask64)1 << n) - 1;
+  const __mmask64 present = n >= 64 ? ~(__mmask64)0 : ((__mmask64)1 << n) - 1;
   const __m512i transposition = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m512i codes =
-      _mm512_permutexvar_epi32(transposition, _mm512_maskz_loadu_epi8(mask, scales->absmax_code + begin));
+      _mm512_permutexvar_epi32(transposition, _mm512_maskz_loadu_epi8(present, scales->absmax_code + begin));
   __m512i plane[4], pairs[4], unit[4];
   UNROLL for (int b = 0; b < 4; b++) plane[b] =
       _mm512_mask_mov_epi8(_mm512_permutex2var_epi8(bytes[b][0], codes, bytes[b][1]), _mm512_movepi8_mask(codes),
@@ -252,13 +226,13 @@ static void nested_scales(const bsh_scales *const scales, const __m512i bytes[4]
   }
   const int64_t second = begin / BSH_NESTED_BLOCKSIZE, last = (begin + n - 1) / BSH_NESTED_BLOCKSIZE;
   const int64_t within = begin % BSH_NESTED_BLOCKSIZE;
-  const __m512 before = flush(_mm512_set1_ps(scales->absmax2[second]));
-  const __m512 after = flush(_mm512_set1_ps(scales->absmax2[last]));
+  const floats before = v_flush(v_set(scales->absmax2[second]));
+  const floats after = v_flush(v_set(scales->absmax2[last]));
   const __mmask64 beyond = last > second ? ~(__mmask64)0 << (BSH_NESTED_BLOCKSIZE - within) : 0;
-  const __m512 offset = _mm512_set1_ps(scales->offset[0]);
+  const floats offset = v_set(scales->offset[0]);
   UNROLL for (int i = 0; i < 4; i++) {
-    const __m512 absmax2 = _mm512_mask_mov_ps(before, (__mmask16)(beyond >> 16 * i), after);
-    _mm512_storeu_ps(out + 16 * i, _mm512_add_ps(flush(_mm512_mul_ps(_mm512_castsi512_ps(unit[i]), absmax2)), offset));
+    const floats absmax2 = v_choose((mask)(beyond >> 16 * i), after, before);
+    v_write(out + 16 * i, v_flush((floats)unit[i] * absmax2) + offset);
   }
 }
 
@@ -285,32 +259,32 @@ static void prefetch_scales(const bsh_weight *const weight, const int64_t begin,
 
 /* ordinary_scale of each. */
 static bool all_ordinary(const float *const scales, const int64_t n) {
-  __mmask16 odd = 0;
+  mask odd = 0;
   for (int64_t i = 0; i < n; i += 16) {
-    const __m512 scale = _mm512_abs_ps(_mm512_mask_loadu_ps(_mm512_set1_ps(1.0f), first_lanes(n - i), scales + i));
-    odd |= _mm512_cmp_ps_mask(scale, _mm512_set1_ps(0x1p-100f), _CMP_NGE_UQ);
-    odd |= _mm512_cmp_ps_mask(scale, _mm512_set1_ps(FLT_MAX), _CMP_NLE_UQ);
+    const floats scale = v_abs(_mm512_mask_loadu_ps(v_set(1.0f), first_lanes(n - i), scales + i));
+    odd |= _mm512_cmp_ps_mask(scale, v_set(0x1p-100f), _CMP_NGE_UQ);
+    odd |= _mm512_cmp_ps_mask(scale, v_set(FLT_MAX), _CMP_NLE_UQ);
   }
   return odd == 0;
 }
 
-/* The 16 values of a block as bf16, twice; the scale is ordinary. */
-ALWAYS_INLINE BF16_TARGET __m512i values_bf16(const __m512 units, const float scale) {
-  const __m512 values = _mm512_mul_ps(units, _mm512_set1_ps(scale));
+/* make_table of the values of a block whose scale is ordinary. */
+ALWAYS_INLINE BF16_TARGET __m512i values_bf16(const floats units, const float scale) {
+  const floats values = units * v_set(scale);
   return (__m512i)_mm512_cvtne2ps_pbh(values, values);
 }
 
 /* Adds the lane sums of acc[T * QUAD] to sums. */
-ALWAYS_INLINE void add_quad_sums(const __m512 acc[QUAD * TILE_M], float *const sums, const int T) {
+ALWAYS_INLINE void add_quad_sums(const floats acc[QUAD * TILE_M], float *const sums, const int T) {
   UNROLL for (int first = 0; first < QUAD * T; first += 16) {
-    __m512 v[16];
-    UNROLL for (int i = 0; i < 16; i++) v[i] = first + i < QUAD * T ? acc[first + i] : _mm512_setzero_ps();
-    add_lane_sums(v, first_lanes(QUAD * T - first), sums + first);
+    floats v[16];
+    UNROLL for (int i = 0; i < 16; i++) v[i] = first + i < QUAD * T ? acc[first + i] : v_set(0.0f);
+    add_lane_sums(v, QUAD * T - first, sums + first);
   }
 }
 
 /* T rows of x times a quad that is decoded here; with `keep` also to w. */
-ALWAYS_INLINE BF16_TARGET void multiply_packed(const quad *const q, const __m512 units, const uint16_t *x, uint16_t *w,
+ALWAYS_INLINE BF16_TARGET void multiply_packed(const quad *const q, const floats units, const uint16_t *x, uint16_t *w,
                                                float *const sums, const int T, const bool keep) {
   const uint8_t *packed[QUAD];
   const float *scales[QUAD];
@@ -319,15 +293,15 @@ ALWAYS_INLINE BF16_TARGET void multiply_packed(const quad *const q, const __m512
     packed[r] = q->packed[r];
     scales[r] = q->scales[r];
   }
-  __m512 acc[QUAD * TILE_M];
-  UNROLL for (int i = 0; i < QUAD * T; i++) acc[i] = _mm512_setzero_ps();
+  floats acc[QUAD * TILE_M];
+  UNROLL for (int i = 0; i < QUAD * T; i++) acc[i] = v_set(0.0f);
   for (int64_t g = 0; g < n_groups; g++, x += T * GROUP, w += QUAD * GROUP) {
     __m512bh halves[2][FUSED_M];
     UNROLL for (int t = 0; t < T; t++) UNROLL for (int h = 0; h < 2; h++) halves[h][t] =
         (__m512bh)_mm512_load_si512(x + t * GROUP + 32 * h);
     UNROLL for (int r = 0; r < QUAD; r++) {
       __m512i codes[2];
-      load_codes(packed[r] + g * (GROUP / 2), codes);
+      load_nibbles(packed[r] + g * (GROUP / 2), codes);
       _mm_prefetch((const char *)packed[r] + g * (GROUP / 2) + ahead, _MM_HINT_T1);
       const __m512i values = values_bf16(units, scales[r][g]);
       UNROLL for (int h = 0; h < 2; h++) {
@@ -344,8 +318,8 @@ ALWAYS_INLINE BF16_TARGET void multiply_packed(const quad *const q, const __m512
 /* T rows of x times a decoded quad. */
 ALWAYS_INLINE BF16_TARGET void multiply_decoded(const uint16_t *w, const int64_t n_groups, const uint16_t *x,
                                                 float *const sums, const int T) {
-  __m512 acc[QUAD * TILE_M];
-  UNROLL for (int i = 0; i < QUAD * T; i++) acc[i] = _mm512_setzero_ps();
+  floats acc[QUAD * TILE_M];
+  UNROLL for (int i = 0; i < QUAD * T; i++) acc[i] = v_set(0.0f);
   for (int64_t g = 0; g < n_groups; g++, x += T * GROUP, w += QUAD * GROUP) {
     UNROLL for (int h = 0; h < 2; h++) {
       __m512bh rows[QUAD];
@@ -359,7 +333,7 @@ ALWAYS_INLINE BF16_TARGET void multiply_decoded(const uint16_t *w, const int64_t
   add_quad_sums(acc, sums, T);
 }
 
-BF16_TARGET static void multiply_packed_any(const quad *const q, const __m512 units, const uint16_t *const x,
+BF16_TARGET static void multiply_packed_any(const quad *const q, const floats units, const uint16_t *const x,
                                             uint16_t *const w, float *const sums, const int64_t T, const bool keep) {
   if (keep) multiply_packed(q, units, x, w, sums, FUSED_M, true);
   else if (T == 1) multiply_packed(q, units, x, w, sums, 1, false);
@@ -379,12 +353,14 @@ BF16_TARGET static void multiply_decoded_any(const uint16_t *const w, const int6
 }
 
 /* Any scales. */
-static void decode_quad(const quad *const q, const __m512 units, const bsh_format format, uint16_t *w) {
+static void decode_quad(const quad *const q, const floats units, const bsh_format format, uint16_t *w) {
   for (int64_t g = 0; g < q->n_groups; g++, w += QUAD * GROUP)
     for (int r = 0; r < QUAD; r++) {
       __m512i codes[2];
-      load_codes(q->packed[r] + g * (GROUP / 2), codes);
-      const __m512i values = values_16bit(units, format, BSH_BF16, q->scales[r][g]);
+      load_nibbles(q->packed[r] + g * (GROUP / 2), codes);
+      floats scaled;
+      scaled_values(&units, format, BSH_BF16, q->scales[r][g], &scaled);
+      const table_16bit values = make_table(&scaled, BSH_BF16);
       for (int h = 0; h < 2; h++)
         _mm512_store_si512(w + (h * QUAD + r) * 32, _mm512_permutexvar_epi16(codes[h], values));
     }
@@ -393,7 +369,7 @@ static void decode_quad(const quad *const q, const __m512 units, const bsh_forma
 /* Rows [row, row + QUAD) of W times all of x, columns [k0, k0 + n): adds to sums. */
 static void add_quad(const bsh_linear_4bit_args *const args, workspace *const own, const int64_t row, const int64_t k0,
                      const int64_t n, const int64_t ahead, float *const sums) {
-  const __m512 units = _mm512_loadu_ps(format_values(args->weight.format));
+  const floats units = v_read(format_values(args->weight.format));
   quad q = {.n_groups = n / GROUP, .ahead = ahead};
   bool ordinary = true;
   for (int r = 0; r < QUAD; r++) {
@@ -419,14 +395,13 @@ static void store_sums(const bsh_linear_4bit_args *const args, const int64_t row
   const int64_t quad_sums = QUAD * args->M;
   for (int64_t m = 0; m < args->M; m++)
     for (int64_t r = 0; r < n_rows; r += 16) {
-      const __mmask16 mask = first_lanes(n_rows - r);
       const float *const from = sums + r / QUAD * quad_sums + m * QUAD;
-      __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(from));
+      floats v = _mm512_castps128_ps512(_mm_loadu_ps(from));
       v = _mm512_insertf32x4(v, _mm_loadu_ps(from + quad_sums), 1);
       v = _mm512_insertf32x4(v, _mm_loadu_ps(from + 2 * quad_sums), 2);
       v = _mm512_insertf32x4(v, _mm_loadu_ps(from + 3 * quad_sums), 3);
-      if (args->bias) v = _mm512_add_ps(v, load16(args->bias, BSH_BF16, row0 + r, mask));
-      store16(args->y, BSH_BF16, m * args->ldy + row0 + r, mask, v);
+      if (args->bias) v += v_load_some(args->bias, BSH_BF16, row0 + r, n_rows - r);
+      v_store_some(args->y, BSH_BF16, m * args->ldy + row0 + r, n_rows - r, v);
     }
 }
 
@@ -456,8 +431,7 @@ static void linear_bf16(const bsh_linear_4bit_args *const args, const int64_t ro
   }
 }
 
-void bsh_cpu_avx512_linear_4bit(const bsh_linear_4bit_args *const args, const int64_t row_begin,
-                                const int64_t row_end) {
+static void linear_avx512(const bsh_linear_4bit_args *const args, const int64_t row_begin, const int64_t row_end) {
   if (has_whole_groups(&args->weight, args->K) && args->dtype == BSH_BF16 && bsh_cpu_fast_bf16())
     linear_bf16(args, row_begin, row_end);
   else if (has_whole_groups(&args->weight, args->K)) linear_by_groups(args, row_begin, row_end);
@@ -467,12 +441,12 @@ void bsh_cpu_avx512_linear_4bit(const bsh_linear_4bit_args *const args, const in
 enum { DGRAD_ROWS = 4, DGRAD_FLOATS = 8192 };
 
 /* Rows [row, row + n_rows) of W, columns [k0, k0 + n), times dy, into sums[group][m][nibble][lane]. */
-ALWAYS_INLINE void add_rows(const bsh_linear_4bit_args *const args, const int64_t row, const int n_rows,
-                            const int64_t k0, const int64_t n, float *sums) {
+ALWAYS_INLINE void add_weight_rows(const bsh_linear_4bit_args *const args, const int64_t row, const int n_rows,
+                                   const int64_t k0, const int64_t n, float *sums) {
   float dy[DGRAD_ROWS][BSH_CPU_SMALL_M], buffers[DGRAD_ROWS][SCALES];
   const float *scales[DGRAD_ROWS];
   int64_t block0[DGRAD_ROWS];
-  const __m512 units = _mm512_loadu_ps(format_values(args->weight.format));
+  const floats units = v_read(format_values(args->weight.format));
   const int shift = __builtin_ctzll((uint64_t)args->weight.blocksize);
   for (int r = 0; r < n_rows; r++) {
     for (int64_t m = 0; m < args->M; m++) dy[r][m] = load_f32(args->x, args->dtype, m * args->ldx + row + r);
@@ -481,17 +455,18 @@ ALWAYS_INLINE void add_rows(const bsh_linear_4bit_args *const args, const int64_
     scales[r] = load_scales(&args->weight.scales, block0[r], ((begin + n - 1) >> shift) - block0[r] + 1, buffers[r]);
   }
   for (int64_t k = k0; k < k0 + n; k += GROUP) {
-    __m512 w[DGRAD_ROWS][4];
-    for (int r = 0; r < n_rows; r++) {
+    floats w[DGRAD_ROWS][4];
+    UNROLL for (int r = 0; r < n_rows; r++) {
       const int64_t begin = (row + r) * args->K + k;
       const float scale = scales[r][(begin >> shift) - block0[r]];
-      decode_group(args->weight.packed + begin / 2, values_f32(units, args->weight.format, args->dtype, scale), w[r]);
+      floats values;
+      scaled_values(&units, args->weight.format, args->dtype, scale, &values);
+      decode_group(args->weight.packed + begin / 2, values, w[r]);
     }
-    for (int64_t m = 0; m < args->M; m++, sums += GROUP)
-      for (int j = 0; j < 4; j++) {
-        __m512 sum = _mm512_loadu_ps(sums + 16 * j);
-        for (int r = 0; r < n_rows; r++) sum = _mm512_fmadd_ps(w[r][j], _mm512_set1_ps(dy[r][m]), sum);
-        _mm512_storeu_ps(sums + 16 * j, sum);
+    for (int64_t m = 0; m < args->M; m++, sums += GROUP) UNROLL for (int j = 0; j < 4; j++) {
+        floats sum = v_read(sums + 16 * j);
+        UNROLL for (int r = 0; r < n_rows; r++) sum = v_fma(w[r][j], v_set(dy[r][m]), sum);
+        v_write(sums + 16 * j, sum);
       }
   }
 }
@@ -509,8 +484,7 @@ static void store_dx(const bsh_linear_4bit_args *const args, const int64_t k0, c
     }
 }
 
-void bsh_cpu_avx512_linear_4bit_dgrad(const bsh_linear_4bit_args *const args, const int64_t column_begin,
-                                      const int64_t column_end) {
+static void dgrad_avx512(const bsh_linear_4bit_args *const args, const int64_t column_begin, const int64_t column_end) {
   if (!has_whole_groups(&args->weight, args->K)) {
     dgrad_by_tiles(args, column_begin, column_end);
     return;
@@ -521,8 +495,10 @@ void bsh_cpu_avx512_linear_4bit_dgrad(const bsh_linear_4bit_args *const args, co
     const int64_t n = min_i64(step, column_end - k0);
     memset(sums, 0, sizeof sums);
     int64_t row = 0;
-    for (; row + DGRAD_ROWS <= args->N; row += DGRAD_ROWS) add_rows(args, row, DGRAD_ROWS, k0, n, sums);
-    for (; row < args->N; row++) add_rows(args, row, 1, k0, n, sums);
+    for (; row + DGRAD_ROWS <= args->N; row += DGRAD_ROWS) add_weight_rows(args, row, DGRAD_ROWS, k0, n, sums);
+    for (; row < args->N; row++) add_weight_rows(args, row, 1, k0, n, sums);
     store_dx(args, k0, n, sums);
   }
 }
+
+#endif

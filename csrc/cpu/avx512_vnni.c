@@ -1,40 +1,33 @@
-/* cpu/avx512_vnni_int8.c - products of int8 codes with AVX-512 VNNI: vpdpbusd adds four products of an unsigned and a
+/* cpu/avx512_vnni.c - products of int8 codes with AVX-512 VNNI: vpdpbusd adds four products of an unsigned and a
  * signed byte to an int32, without saturation. The unsigned one is a code of b plus 128: its bits with the sign
  * inverted. Every sum is right modulo 2^32, for any codes.
  *
  * Few rows of a take the tiles of cpu/int8_product.inc.h. For many, b is copied as [64 rows][4 columns], so that a lane
  * is a row of b, four codes of a go to all lanes, and no sum has lanes to be added up. */
-#include "cpu/avx512.h"
+#include "cpu/isa/avx512.h"
 
 #if !defined(__AVX512VNNI__)
 #error "compile with -mavx512vnni too"
 #endif
 
-typedef __m512i sums_of_lanes;
-typedef __m512i operand;
-enum { WIDTH = 64, EXCESS = 128, EACH_ROWS = 6 };
+#define INT8_OPERANDS
+enum { WIDTH = 64, STEPS = 64, EXCESS = 128 };
 
-static const int8_t zeros[WIDTH];
-
-ALWAYS_INLINE operand left_operand(const int8_t *const codes) { return _mm512_loadu_si512(codes); }
-ALWAYS_INLINE operand right_operand(const int8_t *const codes) {
-  return _mm512_xor_si512(_mm512_loadu_si512(codes), _mm512_set1_epi8((char)EXCESS));
-}
+ALWAYS_INLINE ints left_operand(const int8_t *const codes) { return (ints)v_read(codes); }
+ALWAYS_INLINE ints right_operand(const int8_t *const codes) { return left_operand(codes) ^ (int32_t)0x80808080; }
 /* Not the intrinsic: gcc 12 copies the sum before and after it, and runs out of registers. */
-ALWAYS_INLINE sums_of_lanes multiply(sums_of_lanes sum, const operand a, const operand b) {
+ALWAYS_INLINE ints multiply(ints sum, const ints a, const ints b) {
   __asm__("vpdpbusd %1, %2, %0" : "+v"(sum) : "vm"(a), "v"(b));
   return sum;
 }
-#include "cpu/avx512_int8.h"
-#define BSH_INT8_STEPS 64
 #include "cpu/int8_product.inc.h"
 
 /* ---- many rows of a ------------------------------------------------------------------------------------------- */
 
 enum {
-  MANY = 128,     /* rows of a from which copying b so pays */
-  LANE_ROWS = 16, /* rows of b in a vector */
-  VECTORS = 4,    /* vectors of rows of b at a time: EACH_ROWS * VECTORS sums stay in registers */
+  MANY = 128,        /* rows of a from which copying b so pays */
+  LANE_ROWS = LANES, /* rows of b in a vector */
+  VECTORS = 4,       /* vectors of rows of b at a time: EACH_ROWS * VECTORS sums stay in registers */
   BLOCK_ROWS = LANE_ROWS * VECTORS,
   DEPTH = 4096,      /* columns that are copied at a time */
   QUADS = DEPTH / 4, /* of which four make one step */
@@ -42,7 +35,7 @@ enum {
 
 /* Per thread: codes of b plus 128, [block][quad][vector][row][4]. */
 typedef struct {
-  __m512i b[BSH_INT8_PANEL / BLOCK_ROWS][QUADS][VECTORS];
+  ints b[BSH_INT8_PANEL / BLOCK_ROWS][QUADS][VECTORS];
 } lanes_scratch;
 
 _Static_assert(sizeof(lanes_scratch) <= BSH_INT8_SCRATCH, "the scratch memory of a thread");
@@ -77,13 +70,13 @@ static void copy_lanes(lanes_scratch *const own, const bsh_product_int8_args *co
   for (int64_t row = 0; row < divide_up(args->N, BLOCK_ROWS) * BLOCK_ROWS; row += LANE_ROWS)
     for (int64_t k = 0; k < n; k += WIDTH) {
       int8_t padded[WIDTH];
-      __m512i codes[LANE_ROWS];
+      ints codes[LANE_ROWS];
       UNROLL for (int i = 0; i < LANE_ROWS; i++) {
         const int8_t *const of_row = row + i < args->N ? args->b + (row + i) * args->K + k0 : NULL;
         codes[i] = right_operand(step_of(of_row, k, n, padded));
       }
-      transpose_quads(codes);
-      __m512i(*const to)[VECTORS] = &own->b[row / BLOCK_ROWS][k / 4];
+      transpose_quads((__m512i *)codes);
+      ints(*const to)[VECTORS] = &own->b[row / BLOCK_ROWS][k / 4];
       UNROLL for (int i = 0; i < LANE_ROWS; i++) to[i][row % BLOCK_ROWS / LANE_ROWS] = codes[i];
     }
 }
@@ -91,23 +84,23 @@ static void copy_lanes(lanes_scratch *const own, const bsh_product_int8_args *co
 /* EXCESS times the sum of n codes. */
 static int32_t excess_of(const int8_t *const codes, const int64_t n) {
   int8_t padded[WIDTH];
-  __m512i sum = _mm512_setzero_si512();
+  ints sum = {0};
   for (int64_t k = 0; k < n; k += WIDTH)
     sum = multiply(sum, left_operand(step_of(codes, k, n, padded)), right_operand(zeros));
-  return _mm512_reduce_add_epi32(sum);
+  return _mm512_reduce_add_epi32((__m512i)sum);
 }
 
-ALWAYS_INLINE __m512i quad_of(const int8_t *const codes) {
+ALWAYS_INLINE ints quad_of(const int8_t *const codes) {
   int32_t quad;
   memcpy(&quad, codes, sizeof quad);
-  return _mm512_set1_epi32(quad);
+  return (ints)_mm512_set1_epi32(quad);
 }
 
 /* sums[r][v] += products of n columns of rows a + r * K with a block of b. */
-ALWAYS_INLINE void multiply_quads(__m512i (*const sums)[VECTORS], const int rows, const int8_t *const a,
-                                  const int64_t K, const __m512i (*const b)[VECTORS], const int64_t n) {
+ALWAYS_INLINE void multiply_quads(ints (*const sums)[VECTORS], const int rows, const int8_t *const a, const int64_t K,
+                                  const ints (*const b)[VECTORS], const int64_t n) {
   for (int64_t k = 0; k + 4 <= n; k += 4) UNROLL for (int r = 0; r < rows; r++) {
-      const __m512i quad = quad_of(a + r * K + k);
+      const ints quad = quad_of(a + r * K + k);
       UNROLL for (int v = 0; v < VECTORS; v++) sums[r][v] = multiply(sums[r][v], quad, b[k / 4][v]);
     }
   if (n % 4 == 0) return;
@@ -120,18 +113,18 @@ ALWAYS_INLINE void multiply_quads(__m512i (*const sums)[VECTORS], const int rows
 
 /* out[r * ld + j], j < columns, as the `first` chunk or added. */
 ALWAYS_INLINE void multiply_block(const int rows, const int8_t *const a, const int64_t K,
-                                  const __m512i (*const b)[VECTORS], const int64_t n, const int32_t *const excess,
+                                  const ints (*const b)[VECTORS], const int64_t n, const int32_t *const excess,
                                   int32_t *const out, const int64_t ld, const int64_t columns, const bool first) {
-  __m512i sums[EACH_ROWS][VECTORS];
+  ints sums[EACH_ROWS][VECTORS];
   UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < VECTORS; v++) sums[r][v] =
-      _mm512_set1_epi32((int32_t)(0u - (uint32_t)excess[r]));
+      (ints)_mm512_set1_epi32((int32_t)(0u - (uint32_t)excess[r]));
   multiply_quads(sums, rows, a, K, b, n);
   UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < VECTORS; v++) {
     const int64_t left = columns - v * LANE_ROWS;
-    const __mmask16 mask = left >= LANE_ROWS ? 0xffff : left > 0 ? (__mmask16)((1u << left) - 1) : 0;
+    const mask m = left > 0 ? first_lanes(left) : 0;
     int32_t *const to = out + r * ld + v * LANE_ROWS;
-    const __m512i before = first ? _mm512_setzero_si512() : _mm512_maskz_loadu_epi32(mask, to);
-    _mm512_mask_storeu_epi32(to, mask, _mm512_add_epi32(sums[r][v], before));
+    const __m512i before = first ? _mm512_setzero_si512() : _mm512_maskz_loadu_epi32(m, to);
+    _mm512_mask_storeu_epi32(to, m, _mm512_add_epi32((__m512i)sums[r][v], before));
   }
 }
 
@@ -146,7 +139,7 @@ static void product_by_lanes(const bsh_product_int8_args *const args, const int6
       for (int64_t r = 0; r < rows; r++) excess[r] = excess_of(a + r * args->K, n);
       for (int64_t j = 0; j < args->N; j += BLOCK_ROWS) {
         int32_t *const out = args->sums + m * ld + j;
-        const __m512i(*const b)[VECTORS] = (const __m512i(*)[VECTORS])own->b[j / BLOCK_ROWS];
+        const ints(*const b)[VECTORS] = (const ints(*)[VECTORS])own->b[j / BLOCK_ROWS];
         const int64_t columns = args->N - j;
         if (rows == EACH_ROWS) multiply_block(EACH_ROWS, a, args->K, b, n, excess, out, ld, columns, k0 == 0);
         else multiply_block(1, a, args->K, b, n, excess, out, ld, columns, k0 == 0);

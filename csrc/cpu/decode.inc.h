@@ -1,0 +1,97 @@
+/* cpu/decode.inc.h - dequantize_4bit in vectors of any width (cpu/isa/vectors.h). */
+#ifndef BSH_CPU_DECODE_INC_H
+#define BSH_CPU_DECODE_INC_H
+
+#include "cpu/grid.h"
+
+enum { SCALES = 64, HALVES = 16 / LANES }; /* scales decoded at a time; vectors of the 16 values of a block */
+
+/* Scales of blocks [begin, begin + n), n <= SCALES: in place, or decoded into `buffer`. */
+#ifndef load_scales
+ALWAYS_INLINE const float *load_scales(const bsh_scales *const scales, const int64_t begin, const int64_t n,
+                                       float buffer[SCALES]) {
+  if (scales->absmax) return scales->absmax + begin;
+  for (int64_t i = 0; i < n; i++) buffer[i] = block_scale(scales, begin + i);
+  return buffer;
+}
+#endif
+
+ALWAYS_INLINE void load_units(const bsh_format format, floats units[HALVES]) {
+  for (int half = 0; half < HALVES; half++) units[half] = v_read(format_values(format) + half * LANES);
+}
+
+/* The 16 values of a block as fp32, rounded to dtype. */
+ALWAYS_INLINE void scaled_values(const floats units[HALVES], const bsh_format format, const bsh_dtype dtype,
+                                 const float scale, floats values[HALVES]) {
+  if (__builtin_expect(!ordinary_scale(scale), 0)) {
+    float scalars[16];
+    block_values(format, dtype, scale, scalars);
+    for (int half = 0; half < HALVES; half++) values[half] = v_read(scalars + half * LANES);
+    return;
+  }
+  for (int half = 0; half < HALVES; half++) values[half] = v_round_number(dtype, units[half] * v_set(scale));
+}
+
+/* Elements [begin, end) of one block: 32 of them, or several times as many; begin is even. */
+ALWAYS_INLINE void decode_block(const uint8_t *const packed, const int64_t begin, const int64_t end, char *out,
+                                const floats values[HALVES], const bsh_dtype dtype, const bool wide,
+                                const bool stream) {
+  if (wide || dtype == BSH_F32) {
+    for (int64_t i = begin; i < end; i += 32, out += 128) decode32_f32(packed + i / 2, values, out, stream);
+  } else {
+    const table_16bit table = make_table(values, dtype);
+    for (int64_t i = begin; i < end; i += 32, out += 64) decode32_16bit(packed + i / 2, &table, out, stream);
+  }
+}
+
+/* Up to 31 elements [begin, end) of one block. */
+static void decode_edge(const bsh_decode_run *const run, const int64_t begin, const int64_t end) {
+  const bsh_weight *const weight = run->weight;
+  const int64_t size = run->wide ? 4 : dtype_size(run->dtype), first = begin & -2;
+  uint8_t packed[16] = {0};
+  char decoded[32 * 4];
+  floats units[HALVES], values[HALVES];
+  load_units(weight->format, units);
+  scaled_values(units, weight->format, run->dtype, block_scale(&weight->scales, begin / weight->blocksize), values);
+  memcpy(packed, weight->packed + first / 2, (size_t)(end - first + 1) / 2);
+  decode_block(packed, 0, 32, decoded, values, run->dtype, run->wide, false);
+  memcpy((char *)run->out + (begin - run->begin) * size, decoded + (begin - first) * size,
+         (size_t)((end - begin) * size));
+}
+
+/* Edges are apart: with a call in it, the loop over blocks loses its registers. */
+ALWAYS_INLINE void decode_blocks(const bsh_decode_run *const run, const bool wide, const bsh_dtype dtype) {
+  const bsh_weight *const weight = run->weight;
+  const int shift = __builtin_ctzll((uint64_t)weight->blocksize);
+  const bool stream = run->stream && (uintptr_t)run->out % sizeof(floats) == 0 && run->begin % 32 == 0;
+  const int64_t size = wide ? 4 : dtype_size(dtype), last = run->end & -32;
+  int64_t i = min_i64((run->begin + 31) & -32, run->end);
+  char *out = (char *)run->out + (i - run->begin) * size;
+  floats units[HALVES];
+  load_units(weight->format, units);
+  if (run->begin < i) decode_edge(run, run->begin, i);
+  while (i < last) {
+    float buffer[SCALES];
+    const int64_t block0 = i >> shift;
+    const int64_t n_blocks = min_i64(SCALES, ((last - 1) >> shift) - block0 + 1);
+    const float *const scales = load_scales(&weight->scales, block0, n_blocks, buffer);
+    for (int64_t b = 0; b < n_blocks; b++) {
+      const int64_t end = min_i64((block0 + b + 1) << shift, last);
+      floats values[HALVES];
+      scaled_values(units, weight->format, dtype, scales[b], values);
+      if (stream) decode_block(weight->packed, i, end, out, values, dtype, wide, true);
+      else decode_block(weight->packed, i, end, out, values, dtype, wide, false);
+      out += (end - i) * size;
+      i = end;
+    }
+  }
+  if (i < run->end) decode_edge(run, i, run->end);
+  if (stream) end_stream();
+}
+
+static void decode_run(const bsh_decode_run *const run) {
+  if (run->wide || run->dtype == BSH_F32) BY_DTYPE(decode_blocks, run->dtype, run, true);
+  else BY_DTYPE(decode_blocks, run->dtype, run, false);
+}
+
+#endif

@@ -1,0 +1,269 @@
+/* cpu/isa/avx2.h - cpu/isa/vectors.h with AVX2, FMA and F16C.
+ *
+ * The 16 values of a block, already scaled and rounded, are looked up by vpshufb (two planes of bytes) for 16-bit
+ * results and by vpermps (two halves) for fp32. */
+#ifndef BSH_CPU_ISA_AVX2_H
+#define BSH_CPU_ISA_AVX2_H
+
+#if !defined(__AVX2__) || !defined(__FMA__) || !defined(__F16C__)
+#error "compile this file with -mavx2 -mfma -mf16c"
+#endif
+
+#include <immintrin.h>
+
+#define LANES 8
+#define REGISTERS 16
+#include "cpu/isa/vectors.h"
+
+typedef floats mask; /* all bits of a lane, or none */
+enum { MASKED_ENDS = 0 };
+
+/* ---- numbers --------------------------------------------------------------------------------------------------- */
+
+ALWAYS_INLINE floats v_set(const float number) { return _mm256_set1_ps(number); }
+ALWAYS_INLINE floats v_fma(const floats a, const floats b, const floats c) { return _mm256_fmadd_ps(a, b, c); }
+ALWAYS_INLINE floats v_sqrt(const floats a) { return _mm256_sqrt_ps(a); }
+
+ALWAYS_INLINE float v_sum(const floats v) {
+  __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  quarter = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
+  return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
+}
+
+ALWAYS_INLINE floats v_hold(floats v) {
+  __asm__("" : "+x"(v));
+  return v;
+}
+
+ALWAYS_INLINE ints i_max(const ints a, const ints b) { return (ints)_mm256_max_epu32((__m256i)a, (__m256i)b); }
+ALWAYS_INLINE words w_max(const words a, const words b) { return (words)_mm256_max_epu16((__m256i)a, (__m256i)b); }
+
+ALWAYS_INLINE uint32_t i_reduce_max(const ints v) {
+  __m128i most = _mm_max_epu32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0x4E));
+  most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0xB1));
+  return (uint32_t)_mm_cvtsi128_si32(most);
+}
+
+ALWAYS_INLINE words i_upper_halves(const ints a, const ints b) {
+  const __m256i pairs = _mm256_packus_epi32(_mm256_srli_epi32((__m256i)a, 16), _mm256_srli_epi32((__m256i)b, 16));
+  return (words)_mm256_permute4x64_epi64(pairs, 0xD8); /* quarters a b a b -> a a b b */
+}
+
+/* ---- masks ------------------------------------------------------------------------------------------------------ */
+
+ALWAYS_INLINE mask v_above(const floats a, const floats b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
+ALWAYS_INLINE mask v_at_most(const floats a, const floats b) { return _mm256_cmp_ps(a, b, _CMP_LE_OQ); }
+ALWAYS_INLINE mask v_equal(const floats a, const floats b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
+ALWAYS_INLINE floats v_choose(const mask m, const floats a, const floats b) { return _mm256_blendv_ps(b, a, m); }
+ALWAYS_INLINE ints i_count(const ints n, const mask m) { return n - (ints)m; }
+ALWAYS_INLINE bool m_any(const mask m) { return _mm256_movemask_ps(m) != 0; }
+ALWAYS_INLINE mask m_all(void) { return v_hold((floats)_mm256_set1_epi32(-1)); }
+
+ALWAYS_INLINE floats v_sign(const floats a) {
+  const floats above = _mm256_and_ps(v_above(a, v_set(0.0f)), v_set(1.0f));
+  return _mm256_or_ps(above, _mm256_and_ps(v_above(v_set(0.0f), a), v_set(-1.0f)));
+}
+
+/* ---- rounding --------------------------------------------------------------------------------------------------- */
+
+ALWAYS_INLINE floats v_flush(const floats v) {
+  const mask denormal = (mask)_mm256_cmpeq_epi32((__m256i)((ints)v & 0x7F800000), _mm256_setzero_si256());
+  return v_choose(denormal, _mm256_and_ps(v, v_set(-0.0f)), v);
+}
+
+ALWAYS_INLINE floats canonical_nan(const floats v) {
+  return v_choose(_mm256_cmp_ps(v, v, _CMP_UNORD_Q), (floats)_mm256_set1_epi32(0x7FFFFFFF), v);
+}
+
+/* bf16 in the upper half of each lane, nearest even; what is below is not defined, and NaN become anything. */
+ALWAYS_INLINE unsigneds round_bf16(const floats v) {
+  const unsigneds bits = (unsigneds)v;
+  return bits + 0x7FFF + (bits >> 16 & 1);
+}
+
+ALWAYS_INLINE __m128i to_bf16(const floats v) {
+  const mask nan = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
+  const __m256i words =
+      _mm256_blendv_epi8((__m256i)(round_bf16(v) >> 16), _mm256_set1_epi32(0x7FFF), _mm256_castps_si256(nan));
+  return _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+}
+
+ALWAYS_INLINE __m128i to_f16(const floats v) {
+  return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+ALWAYS_INLINE floats v_round_number(const bsh_dtype dtype, const floats v) {
+  if (dtype == BSH_F32) return v;
+  if (dtype == BSH_F16) return _mm256_cvtph_ps(to_f16(v));
+  return (floats)(round_bf16(v) & 0xFFFF0000);
+}
+
+ALWAYS_INLINE floats v_round(const bsh_dtype dtype, const floats v) {
+  if (dtype == BSH_F32) return v;
+  if (dtype == BSH_F16) return v_round_number(dtype, canonical_nan(v));
+  const floats nan = (floats)_mm256_set1_epi32(0x7FFF0000);
+  return v_choose(_mm256_cmp_ps(v, v, _CMP_UNORD_Q), nan, v_round_number(dtype, v));
+}
+
+/* ---- memory ----------------------------------------------------------------------------------------------------- */
+
+ALWAYS_INLINE floats v_load(const void *const x, const bsh_dtype dtype, const int64_t i) {
+  if (dtype == BSH_F32) return _mm256_loadu_ps((const float *)x + i);
+  const __m128i words = _mm_loadu_si128((const __m128i *)((const uint16_t *)x + i));
+  if (dtype == BSH_F16) return _mm256_cvtph_ps(words);
+  return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16);
+}
+
+ALWAYS_INLINE void v_store(void *const out, const bsh_dtype dtype, const int64_t i, const floats v) {
+  if (dtype == BSH_F32) {
+    _mm256_storeu_ps((float *)out + i, canonical_nan(v));
+    return;
+  }
+  const __m128i words = dtype == BSH_F16 ? to_f16(canonical_nan(v)) : to_bf16(v);
+  _mm_storeu_si128((__m128i *)((uint16_t *)out + i), words);
+}
+
+ALWAYS_INLINE void v_store_two(void *const out, const bsh_dtype dtype, const int64_t i, const floats a,
+                               const floats b) {
+  v_store(out, dtype, i, a);
+  v_store(out, dtype, i + LANES, b);
+}
+
+ALWAYS_INLINE floats v_load_some(const void *const x, const bsh_dtype dtype, const int64_t i, const int64_t n) {
+  float lanes[LANES] = {0};
+  for (int64_t lane = 0; lane < min_i64(n, LANES); lane++) lanes[lane] = load_f32(x, dtype, i + lane);
+  return v_read(lanes);
+}
+
+ALWAYS_INLINE void v_store_some(void *const out, const bsh_dtype dtype, const int64_t i, const int64_t n,
+                                const floats v) {
+  for (int64_t lane = 0; lane < min_i64(n, LANES); lane++) store_f32(out, dtype, i + lane, v[lane]);
+}
+
+ALWAYS_INLINE void v_write_some(float *const out, const int64_t n, const floats v) {
+  for (int64_t lane = 0; lane < min_i64(n, LANES); lane++) out[lane] = v[lane];
+}
+
+ALWAYS_INLINE floats v_load_codes(const int8_t *const codes) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)codes)));
+}
+
+ALWAYS_INLINE ints i_load_bytes(const uint8_t *const bytes) {
+  return (ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes));
+}
+
+ALWAYS_INLINE void i_store_bytes(void *const out, const ints v) {
+  const __m256i lowest = _mm256_shuffle_epi8((__m256i)v, _mm256_set1_epi32(0x0C080400)); /* in each half */
+  _mm_storel_epi64((__m128i *)out,
+                   _mm_unpacklo_epi32(_mm256_castsi256_si128(lowest), _mm256_extracti128_si256(lowest, 1)));
+}
+
+ALWAYS_INLINE void w_store_bytes(uint8_t *const out, const words a, const words b) {
+  const __m256i bytes = _mm256_packus_epi16((__m256i)a, (__m256i)b); /* quarters a b a b */
+  _mm256_storeu_si256((__m256i *)out, _mm256_permute4x64_epi64(bytes, 0xD8));
+}
+
+ALWAYS_INLINE void i_store_nibbles(uint8_t *const out, const ints v[4]) {
+  /* 128-bit lane l: four codes of each vector from 4 l on; then pairs even << 4 | odd; then the lanes together. */
+  const __m256i codes = _mm256_packus_epi16(_mm256_packus_epi32((__m256i)v[0], (__m256i)v[1]),
+                                            _mm256_packus_epi32((__m256i)v[2], (__m256i)v[3]));
+  const __m256i words = _mm256_maddubs_epi16(codes, _mm256_set1_epi16(0x0110));
+  const __m256i bytes = _mm256_packus_epi16(words, words);
+  _mm_storeu_si128((__m128i *)out,
+                   _mm_unpacklo_epi16(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
+}
+
+/* ---- tables ----------------------------------------------------------------------------------------------------- */
+
+ALWAYS_INLINE floats v_gather(const float *const table, const ints at, const mask all) {
+  return _mm256_mask_i32gather_ps(_mm256_setzero_ps(), table, (__m256i)at, all, 4);
+}
+
+ALWAYS_INLINE ints i_gather(const uint32_t *const table, const ints at, const mask all) {
+  return (ints)_mm256_mask_i32gather_epi32(_mm256_setzero_si256(), (const int *)table, (__m256i)at, (__m256i)all, 4);
+}
+
+ALWAYS_INLINE ints i_look_up8(const uint32_t table[8], const ints at) {
+  return (ints)_mm256_permutevar8x32_epi32((__m256i)v_read(table), (__m256i)at);
+}
+
+ALWAYS_INLINE floats v_heap_entry(const float *const heap, const int level, const ints node) {
+  (void)level;
+  return v_gather(heap, node, m_all());
+}
+
+/* ---- 4 bits ----------------------------------------------------------------------------------------------------- */
+
+/* Bytes of 16 values of 16 bits, in both 128-bit lanes. */
+typedef struct {
+  __m256i low, high;
+} table_16bit;
+
+ALWAYS_INLINE table_16bit make_table(const floats values[2], const bsh_dtype dtype) {
+  __m128i words[2];
+  for (int half = 0; half < 2; half++) words[half] = dtype == BSH_F16 ? to_f16(values[half]) : to_bf16(values[half]);
+  const __m128i low_byte = _mm_set1_epi16(0xFF);
+  const __m128i low = _mm_packus_epi16(_mm_and_si128(words[0], low_byte), _mm_and_si128(words[1], low_byte));
+  const __m128i high = _mm_packus_epi16(_mm_srli_epi16(words[0], 8), _mm_srli_epi16(words[1], 8));
+  return (table_16bit){_mm256_broadcastsi128_si256(low), _mm256_broadcastsi128_si256(high)};
+}
+
+/* 16 bytes -> 32 codes, one a byte, in order: the first 16 in the lower lane. */
+ALWAYS_INLINE __m256i spread16(const uint8_t *const packed) {
+  const __m128i bytes = _mm_loadu_si128((const __m128i *)packed);
+  const __m128i high = _mm_and_si128(_mm_srli_epi16(bytes, 4), _mm_set1_epi8(15));
+  const __m128i low = _mm_and_si128(bytes, _mm_set1_epi8(15));
+  return _mm256_set_m128i(_mm_unpackhi_epi8(high, low), _mm_unpacklo_epi8(high, low));
+}
+
+ALWAYS_INLINE void store_ymm(char *const out, const __m256i v, const bool stream) {
+  if (stream) _mm256_stream_si256((__m256i *)out, v);
+  else _mm256_storeu_si256((__m256i *)out, v);
+}
+
+ALWAYS_INLINE void end_stream(void) { _mm_sfence(); }
+
+ALWAYS_INLINE void decode32_16bit(const uint8_t *const packed, const table_16bit *const table, char *const out,
+                                  const bool stream) {
+  const __m256i codes = spread16(packed);
+  const __m256i low = _mm256_shuffle_epi8(table->low, codes), high = _mm256_shuffle_epi8(table->high, codes);
+  const __m256i even = _mm256_unpacklo_epi8(low, high), odd = _mm256_unpackhi_epi8(low, high); /* eighths 0 2 | 1 3 */
+  store_ymm(out, _mm256_permute2x128_si256(even, odd, 0x20), stream);
+  store_ymm(out + 32, _mm256_permute2x128_si256(even, odd, 0x31), stream);
+}
+
+ALWAYS_INLINE void decode32_f32(const uint8_t *const packed, const floats values[2], char *const out,
+                                const bool stream) {
+  const __m256i codes = spread16(packed);
+  const __m128i halves[2] = {_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1)};
+  for (int i = 0; i < 4; i++) {
+    const __m128i eight = i % 2 ? _mm_srli_si128(halves[i / 2], 8) : halves[i / 2];
+    const __m256i index = _mm256_cvtepu8_epi32(eight); /* vpermps uses three bits, the fourth picks the half */
+    const floats low = _mm256_permutevar8x32_ps(values[0], index), high = _mm256_permutevar8x32_ps(values[1], index);
+    const floats chosen = v_choose((mask)_mm256_slli_epi32(index, 28), high, low);
+    store_ymm(out + 32 * i, (__m256i)chosen, stream);
+  }
+}
+
+/* ---- int8 ------------------------------------------------------------------------------------------------------- */
+
+ALWAYS_INLINE ints i_load_words(const int8_t *const codes) {
+  return (ints)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)codes));
+}
+
+/* By vpmaddwd, whose sums of two fit an int32 for any codes (vpmaddubsw saturates). One after the other: gcc computes
+ * all products first, and runs out of registers. */
+ALWAYS_INLINE ints i_multiply_words(ints sum, const ints a, const ints b) {
+  ints products;
+  __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(products) : "xm"(a), "x"(b));
+  return sum;
+}
+
+ALWAYS_INLINE void i_reduce4(const ints sums[4], int32_t out[4]) {
+  const __m256i low = _mm256_hadd_epi32((__m256i)sums[0], (__m256i)sums[1]);
+  const __m256i all = _mm256_hadd_epi32(low, _mm256_hadd_epi32((__m256i)sums[2], (__m256i)sums[3]));
+  _mm_storeu_si128((__m128i *)out, _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1)));
+}
+
+#endif

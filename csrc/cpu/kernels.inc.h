@@ -1,0 +1,34 @@
+/* cpu/kernels.inc.h - all kernels of an instruction set, in its vectors. Included once, behind its header.
+ *
+ * KERNELS_BY_LANES are the members of a bsh_cpu_kernels that every set takes from here; of linear_4bit and
+ * linear_4bit_dgrad, linear_by_tiles and dgrad_by_tiles are there for any. */
+#ifndef BSH_CPU_KERNELS_INC_H
+#define BSH_CPU_KERNELS_INC_H
+
+#include "cpu/blocks.inc.h"
+#include "cpu/calibration.inc.h"
+#include "cpu/decode.inc.h"
+#include "cpu/int8.inc.h"
+#include "cpu/int8_product.inc.h"
+#include "cpu/optimizer_blocks.inc.h"
+#include "cpu/tiles.inc.h"
+
+static const bsh_cpu_optimizers optimizers_by_lanes = {
+    .optimizer_32bit = optimizer_32bit,
+    .optimizer_squares = optimizer_squares,
+    .optimizer_8bit_blockwise = optimizer_8bit_blockwise,
+};
+
+static const bsh_cpu_calibration calibration_by_lanes = {
+    .search_4bit = search_4bit_lanes,
+    .round_4bit = round_4bit_lanes,
+};
+
+static const bsh_cpu_int8_kernels int8_by_lanes = {INT8_BY_LANES, .product = product_by_tiles};
+
+#define KERNELS_BY_LANES                                                                                               \
+  .quantize_4bit = quantize_4bit_lanes, .decode_4bit = decode_run, .quantize_blockwise = quantize_blockwise_lanes,     \
+  .dequantize_blockwise = dequantize_blockwise_lanes, .to_f32 = convert_to_f32, .from_f32 = convert_from_f32,          \
+  .optimizers = &optimizers_by_lanes, .calibration = &calibration_by_lanes, .int8 = &int8_by_lanes
+
+#endif
