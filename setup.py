@@ -15,6 +15,7 @@ bitshard_cli/facade: `bitshard use` and `bitshard run` take it from there.
 import functools
 import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -56,13 +57,14 @@ ARCHITECTURES_ALL = "75,80,86,89,90a,100,120,compute_120"
 
 def c_sources(leave_out: str = "") -> dict[str, list[str]]:
     """{source: flags of its instruction set} of csrc/sources.txt, which says what its lines mean; without those of a
-    word."""
-    flags, sources = {}, {}
+    word, or of another machine."""
+    flags, foreign, sources = {}, {leave_out}, {}
     for line in (ROOT / "csrc" / "sources.txt").read_text().splitlines():
         first, *words = line.partition("#")[0].split() or [""]
         if first == "flags":
-            flags[words[0]] = words[1:]
-        elif first and leave_out not in words:
+            name, machine, *flags[words[0]] = words
+            foreign |= {name} if machine != platform.machine() else set()
+        elif first and foreign.isdisjoint(words):
             sources[f"csrc/{first}"] = [flag for word in words for flag in flags.get(word, [])]
     return sources
 

@@ -8,11 +8,14 @@ cc=${CC:-gcc}
 # -g1: lines for reports. With variables, and at -O1, it takes twice as long to compile and as long to run.
 flags="-std=gnu11 -g1 -Og -Wall -Wextra -Werror -ffp-contract=off -fno-strict-aliasing -pthread -I$root/csrc -I$root"
 flags="$flags -fsanitize=address,undefined -fno-sanitize-recover=all ${CFLAGS-}"
-listed() { # sources of csrc/sources.txt that have the word $1, below csrc
-  awk -v word="$1" '/^[^#]/ && $1 != "flags" { for (i = 2; i <= NF; i++) if ($i == word) print $1 }' "$root/csrc/sources.txt"
+listed() { # sources of csrc/sources.txt that have the word $1, below csrc, without those of other machines
+  awk -v word="$1" -v machine="$(uname -m)" '$1 == "flags" && $3 != machine { foreign[$2] }
+    /^[^#]/ && $1 != "flags" { found = own = 0
+      for (i = 2; i <= NF; i++) { found += $i == word; own += ($i in foreign) }
+      if (found && !own) print $1 }' "$root/csrc/sources.txt"
 }
 isa_flags() { # of the source $1
-  awk -v source="$1" '$1 == "flags" { name = $2; $1 = $2 = ""; flags[name] = $0 }
+  awk -v source="$1" '$1 == "flags" { name = $2; $1 = $2 = $3 = ""; flags[name] = $0 }
     $1 == source { for (i = 2; i <= NF; i++) if ($i in flags) print flags[$i] }' "$root/csrc/sources.txt"
 }
 
@@ -42,7 +45,6 @@ mkdir -p "$build"
 $cc --version | grep -q clang || export ASAN_OPTIONS="detect_stack_use_after_return=0${ASAN_OPTIONS+:$ASAN_OPTIONS}"
 
 sources=$(listed core)
-case $(uname -m) in x86_64) ;; *) sources=$(echo "$sources" | grep -v '^cpu/avx') ;; esac
 tests="test_packed test_cpu test_int8 test_launch test_ops test_lora test_steps test_native"
 headers=$( ($cc --version && cat "$root"/csrc/*/*.h "$root"/csrc/*/*/*.h "$root"/cuda/*.h "$root"/tests/core/*.h) | sha256sum | cut -c 1-16)
 for name in $sources; do echo "$root/csrc/$name"; done >"$build/sources"
