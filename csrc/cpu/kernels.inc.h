@@ -1,7 +1,7 @@
-/* cpu/kernels.inc.h - all kernels of an instruction set, in its vectors. Included once, behind its header.
+/* cpu/kernels.inc.h - all kernels of an instruction set. Its file includes its header (cpu/isa/), then this.
  *
- * KERNELS_BY_LANES are the members of a bsh_cpu_kernels that every set takes from here; of linear_4bit and
- * linear_4bit_dgrad, linear_by_tiles and dgrad_by_tiles are there for any. */
+ * KERNELS_BY_LANES: the members of a bsh_cpu_kernels that are the same for all sets. linear_4bit and linear_4bit_dgrad
+ * are linear_by_tiles and dgrad_by_tiles, or its own. */
 #ifndef BSH_CPU_KERNELS_INC_H
 #define BSH_CPU_KERNELS_INC_H
 

@@ -1,6 +1,6 @@
 /* cpu/optimizer.inc.h - the loops over 32-bit states in vectors of any width; the scalar form has a width of one.
  *
- * Included behind an instruction set's header (cpu/isa/vectors.h), or, with LANES 1, behind what core/optimizer.h asks
+ * Included after an instruction set's header (cpu/isa/vectors.h); or, with LANES 1, after what core/optimizer.h asks
  * for, v_load and v_store.
  * What does not fill a value is left to the scalar form. The algorithm is a constant in each loop; dtypes are not.
  * 8-bit states: cpu/optimizer_blocks.inc.h. */

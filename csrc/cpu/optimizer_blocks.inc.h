@@ -1,4 +1,4 @@
-/* cpu/optimizer_blocks.inc.h - the loops over 8-bit states, in vectors.
+/* cpu/optimizer_blocks.inc.h - the loops over 8-bit states, in vectors of any width (cpu/isa/vectors.h).
  *
  * All new states of a block are known before anything of it is written. Where one is infinite or NaN, which it is where
  * a gradient is, or where a state without sign has one, the block is left to the scalar form. */

@@ -1,8 +1,8 @@
-/* cpu/isa/vectors.h - the vocabulary of vectors that the templates (cpu/<name>.inc.h) are written in.
+/* cpu/isa/vectors.h - the vectors that the templates (cpu/<name>.inc.h) compute with, and what they do with them.
  *
  * An instruction set is one header of this folder. It defines LANES, the fp32 numbers in a vector, and REGISTERS, the
- * vectors that there are, includes this file, and defines the words below. n: the first n lanes, which may be all of
- * them and more; the others are not read (zero) or not written.
+ * number of vector registers, includes this file, and defines the functions and types below. n: the first n lanes, n at
+ * least 1; from LANES on all of them. The other lanes are not read (zero), or not written.
  *
  *   memory     v_load(x, dtype, i)  v_load_some(x, dtype, i, n)           x[i ...] as fp32
  *              v_store(out, dtype, i, v)  v_store_some(out, dtype, i, n, v)
@@ -18,15 +18,15 @@
  *              v_flush(a)                   denormals as zero of the same sign
  *              v_sign(a)                    1, 0 or -1; 0 for a NaN
  *              v_round(dtype, a)            rounded to dtype and back; v_round_number(dtype, a): where a is no NaN
- *              v_hold(a)                    a, of which the compiler knows nothing, in a register
+ *              v_hold(a)                    a in a register; the compiler no longer knows its value
  *              i_max(a, b)  i_reduce_max(a)  w_max(a, b)                  without sign; the largest lane
  *              i_upper_halves(a, b)         words: those of a, then those of b
  *   masks      v_above(a, b)  v_at_most(a, b)  v_equal(a, b)              a > b, a <= b, a == b: false for NaN
  *              v_choose(m, a, b)            a where m is set, else b
  *              i_count(n, m)                n + 1 where m is set
- *              m_any(m)  m_all()            whether a lane is set; all lanes, of which the compiler knows nothing
- *   tables     v_gather(table, at, all)  i_gather(table, at, all)         all: m_all(), kept in a register
- *              v_heap_entry(heap, level, node)                            heap[node], node from 2^level on, below twice
+ *              m_any(m)  m_all()            whether any lane is set; all lanes set, which the compiler does not know
+ *   tables     v_gather(table, at, all)  i_gather(table, at, all)         all: m_all(), once for a loop
+ *              v_heap_entry(heap, level, node)                            heap[node], 2^level <= node < 2^(level + 1)
  *   4 bits     table_16bit  make_table(values, dtype)                     16 values, rounded, as words to look up
  *              decode32_16bit(packed, table, out, stream)                 16 bytes -> 32 values of 16 bits
  *              decode32_f32(packed, values, out, stream)                  16 bytes -> 32 values of fp32
