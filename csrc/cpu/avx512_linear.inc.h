@@ -463,9 +463,10 @@ ALWAYS_INLINE void add_weight_rows(const bsh_linear_4bit_args *const args, const
       scaled_values(&units, args->weight.format, args->dtype, scale, &values);
       decode_group(args->weight.packed + begin / 2, values, w[r]);
     }
-    for (int64_t m = 0; m < args->M; m++, sums += GROUP) UNROLL for (int j = 0; j < 4; j++) {
+    for (int64_t m = 0; m < args->M; m++, sums += GROUP)
+      for (int j = 0; j < 4; j++) {
         floats sum = v_read(sums + 16 * j);
-        UNROLL for (int r = 0; r < n_rows; r++) sum = v_fma(w[r][j], v_set(dy[r][m]), sum);
+        for (int r = 0; r < n_rows; r++) sum = v_fma(w[r][j], v_set(dy[r][m]), sum);
         v_write(sums + 16 * j, sum);
       }
   }
