@@ -33,6 +33,7 @@ from timing import commit, markdown_table
 OWN = {"hidden": 2048, "intermediate": 5632, "layers": 4, "heads": 16, "kv_heads": 8}
 RANKS = ["lengths", "hsdp", "late", "leaves", "raises", "SIGINT", "SIGTERM"]
 MEMORY = ["memory", "memory 8", "memory 8 capped"]
+ENDED = ["leaves", "raises", "SIGINT", "SIGTERM"]  # parts in which processes end by an error
 BEFORE = 8  # steps until something happens
 LATE, TIMEOUT = 10, 20  # seconds
 
@@ -67,10 +68,10 @@ def launch(options: argparse.Namespace, part: str, cap: float) -> dict:
         records, seen = launches.Records(record), []
 
         def allow(seconds: float) -> str:
-            seen.extend(records.new())
-            happens = next((line["happens"] for line in seen if "happens" in line), None)
-            if happens and part.startswith("SIG") and "sent" not in found:
-                found["sent"] = os.kill(happens, getattr(signal, part))
+            for line in records.new():
+                seen.append(line)
+                if "happens" in line and part.startswith("SIG"):
+                    os.kill(line["happens"], getattr(signal, part))
             return f"no end after {seconds:.0f} s" if seconds > options.patience else ""
 
         found: dict = {"part": part}
@@ -81,10 +82,19 @@ def launch(options: argparse.Namespace, part: str, cap: float) -> dict:
             found.update(line)
         if "at" in found:
             found["ended_s"] = ended - found["at"]
-        wrong = reason or (f"exit status {status}" if status and "at" not in found else "")
+        wrong = reason or unexpected(part, status, "at" in found)
         if wrong:
             print(launches.telling_lines(log, 15), file=sys.stderr, flush=True)
         return {**found, **({"error": wrong} if wrong else {}), "said": said_of(log)}
+
+
+def unexpected(part: str, status: int, happened: bool) -> str:
+    """What is wrong with how a launch ended, or ""; ENDED may fail, but not before what is to happen."""
+    if part in ENDED and not happened:
+        return f"exit status {status} before anything had happened"
+    if part in ENDED:
+        return ""
+    return f"exit status {status}" if status else ""
 
 
 def said_of(log: Path) -> str:

@@ -139,25 +139,23 @@ def load_layerwise(options: argparse.Namespace, dtype):
 # ---- the loss -------------------------------------------------------------------------------------------------------
 
 
-def hidden_states_as_logits(base):
-    """Let the head give the loss its input; returns the head's own forward."""
-    import types
-
-    logits, base.lm_head.forward = base.lm_head.forward, types.MethodType(lambda head, hidden: hidden, base.lm_head)
-    return logits
-
-
-class ChunkedLoss:
-    """In the place of the model's loss: logits exist for `size` tokens at a time."""
+class ChunkedHead:
+    """In the place of the head's forward, while FSDP2 has its weight whole: the mean loss instead of logits, which
+    exist for `size` tokens at a time. The model's own loss is what the head gives."""
 
     def __init__(self, base, size: int):
-        self.logits, self.size = hidden_states_as_logits(base), size
-        base.loss_function = self
+        self.logits, self.forward, self.size, self.labels = base.lm_head.forward, base.forward, size, None
+        base.lm_head.forward, base.forward = self.loss, self.with_labels
+        base.loss_function = lambda logits, labels, **_: logits
 
-    def __call__(self, logits, labels, **_):
+    def with_labels(self, *args, labels, **kwargs):
+        self.labels = labels
+        return self.forward(*args, labels=labels, **kwargs)
+
+    def loss(self, hidden):
         from torch.utils.checkpoint import checkpoint
 
-        hidden, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        hidden, labels = hidden[:, :-1].flatten(0, 1), self.labels[:, 1:].flatten()
         total = 0
         for some, targets in zip(hidden.split(self.size), labels.split(self.size), strict=True):
             total = total + checkpoint(self.summed, some, targets, use_reentrant=False)
@@ -276,7 +274,7 @@ def build(options: argparse.Namespace, record: loading.Record):
     if options.vocabulary == "split":
         split_vocabulary(base, options.chunk)
     elif options.loss == "chunked":
-        ChunkedLoss(base, options.chunk)
+        ChunkedHead(base, options.chunk)
     base.config.use_cache = False
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     with record.phase("prepare"):

@@ -132,3 +132,22 @@ def facade(tmp_path_factory):
     with zipfile.ZipFile(wheel) as opened:
         opened.extractall(folder / "carried")
     return folder / "carried"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The files of a Llama of one layer; a module that needs others has a fixture of this name."""
+    from helpers.llama import save_llama
+
+    folder = tmp_path_factory.mktemp("llama")
+    save_llama(folder)
+    return folder
+
+
+@pytest.fixture
+def played_graphs(monkeypatch):
+    """Graphs that run their bodies again, for machines without a GPU."""
+    from bitshard.graphs import enabled
+    from helpers.graphs import StandIn
+
+    monkeypatch.setattr(enabled, "RECORDER", StandIn)

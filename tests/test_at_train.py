@@ -22,7 +22,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-from helpers.llama import TOKENS, load_4bit, save_llama  # noqa: E402
+from helpers.llama import TOKENS, load_4bit  # noqa: E402
 from helpers.lora import fused_calls, layers, model, randomize  # noqa: E402
 
 LINEARS = 7  # of the decoder layer of helpers/llama.py
@@ -353,13 +353,6 @@ def test_no_line_without_need(told):
 
 
 # ---- whole trainings ----
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    save_llama(folder)
-    return folder
 
 
 def adapted(folder):

@@ -8,7 +8,6 @@ from fsdp.launch import launch
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from helpers.llama import save_llama  # noqa: E402
 
 FIRST = "the first of its form"
 OWN = "fsdp2_own_lengths"
@@ -17,13 +16,6 @@ TWO = [*TWO.split(), "fsdp2_accumulate", OWN, "fsdp2_in_place", "hsdp"]
 ONE = ["alone", "fsdp2", "fsdp2_evaluated"]
 THREE = ["fsdp2_checkpointed", OWN]
 NEVER = {"fsdp2_offload": "fsdp_offload_params", "fsdp1": "use FSDP2"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("graphs")
-    save_llama(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

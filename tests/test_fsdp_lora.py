@@ -8,20 +8,12 @@ from fsdp.launch import launch
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from helpers.llama import save_llama  # noqa: E402
 
 FSDP2 = "ddp fsdp2 fsdp2_fused_later fsdp2_kept fsdp2_mixed fsdp2_offload fsdp2_checkpointed fsdp2_layers".split()
 FSDP1 = "fsdp1 fsdp1_fused_later fsdp1_bf16 fsdp1_trainer fsdp1_trainer_orig_params".split()
 BY_SWITCH = "ddp fsdp2 fsdp1 fsdp1_trainer fsdp1_trainer_orig_params".split()  # fused by BITSHARD_FUSE=1
 CALLS = 7 * 3  # linears, steps
 BOUNDS = {"fsdp2_mixed": 2e-2, "fsdp1_bf16": 2e-2}  # relative; a wrong scale makes 5e-2 or more
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("lora")
-    save_llama(folder)
-    return folder
 
 
 def results(folder, world, names):

@@ -18,19 +18,9 @@ from bitshard import graphs  # noqa: E402
 from bitshard.graphs import enabled, pair  # noqa: E402
 from helpers.graph_twins import adapted, batch, check, loss_of, run, trained, twins  # noqa: E402
 from helpers.graphs import StandIn  # noqa: E402
-from helpers.llama import TOKENS, save_llama  # noqa: E402
+from helpers.llama import TOKENS  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch):
-    monkeypatch.setattr(enabled, "RECORDER", StandIn)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    save_llama(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("played_graphs")
 
 
 def test_each_step_is_that_without_graphs(folder):
@@ -86,7 +76,6 @@ def test_an_unused_result_stays_unused(folder):
 
 def test_results_are_the_callers(folder, monkeypatch):
     """Losses and logits of earlier steps keep their values, small or large."""
-
     monkeypatch.setattr(pair, "SMALL", 64)
     ours, theirs = twins(folder)
     kept = [[m(**batch(step)) for step in range(5) if not m.zero_grad()] for m in (ours, theirs)]
@@ -105,7 +94,6 @@ def test_results_are_the_callers(folder, monkeypatch):
 
 def test_a_large_result_is_lent(folder, monkeypatch):
     """Not copied where nobody holds it when the next step comes; copied from the first time that somebody did."""
-
     monkeypatch.setattr(pair, "SMALL", 64)
     ours, _ = twins(folder)
     for step in range(3):

@@ -7,27 +7,16 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from bitshard import graphs  # noqa: E402
-from bitshard.graphs import enabled, offload, pair  # noqa: E402
+from bitshard.graphs import enabled, offload, pair, record  # noqa: E402
 from helpers.graph_twins import adapted, batch, check  # noqa: E402
 from helpers.graphs import StandIn  # noqa: E402
-from helpers.llama import save_llama  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch):
-    monkeypatch.setattr(enabled, "RECORDER", StandIn)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    save_llama(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("played_graphs")
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_activations_on_the_host(folder, monkeypatch, dropout):
-    """Inputs of checkpointed layers wait in memory that all forms share; torch's hooks are called by no recording."""
+    """Inputs of checkpointed layers wait in memory that all forms share."""
     packed, place = [], offload.HostMemory.place
     monkeypatch.setattr(offload, "SMALLEST", 1)
     monkeypatch.setattr(offload, "PIECE", 4096)  # of the form of 8 tokens one layer fills it
@@ -43,6 +32,21 @@ def test_activations_on_the_host(folder, monkeypatch, dropout):
     said = check(folder, 8, 6, loss=loss, make=make, options={"dropout": dropout})
     assert said.graphs == 2 and len(packed) == 6 and set(packed) == {(2, 8, 48), (2, 7, 48)}
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_no_other_hooks_in_a_recording():
+    """Those of the caller, of whom one may stand inside another, are there again afterwards."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    host = offload.HostMemory()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        outer = top(True)
+        with torch.autograd.graph.save_on_cpu():
+            inner = top(True)
+            with host.layers(torch.nn.Module()):
+                assert top(True) is None
+            assert top(True) == inner
+        assert top(True) == outer
+    assert top(True) is None
 
 
 def test_host_memory_is_given_out_once():
@@ -79,6 +83,65 @@ def test_a_held_result_keeps_its_graph(folder, monkeypatch):
     for step in range(3):
         ours(**batch(step)).loss.backward()
     assert [graph.dropped for graph in recorder.graphs] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("order", [[2, 1, 0], [0, 2, 1]])
+def test_inputs_come_back_as_they_left(monkeypatch, order):
+    """Of each layer its own, whichever comes next, and however the layer's memory is used meanwhile."""
+    monkeypatch.setattr(offload, "SMALLEST", 1)
+    host, inputs = offload.HostMemory(), [torch.full((4,), float(n), requires_grad=True) for n in range(3)]
+    shared = torch.ones(4)
+    with host.layers(torch.nn.Module()):
+        kept = [host._pack(tensor) for tensor in inputs]
+        assert host._pack(shared) is shared and host._unpack(shared) is shared
+    with torch.no_grad():
+        for tensor in inputs:
+            tensor.fill_(-1)
+    assert [host._unpack(kept[n]).tolist() for n in order] == [[float(n)] * 4 for n in order]
+
+
+def test_a_recording_that_failed_leaves_nothing(monkeypatch):
+    """What it had begun to copy is no business of the next one."""
+    monkeypatch.setattr(offload, "SMALLEST", 1)
+    host, tensor = offload.HostMemory(), torch.ones(4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="in the middle"), host.layers(torch.nn.Module()):
+        host._pack(tensor)
+        host._fetch(0)
+        raise RuntimeError("in the middle")
+    assert host._leaving and host._ahead
+    with host.layers(torch.nn.Module()):
+        assert not (host._kept or host._leaving or host._ahead)
+
+
+@pytest.mark.parametrize(
+    "facts, share, short",
+    [
+        ({}, 1.0, False),
+        ({"free": 124}, 1.0, True),  # 124 are left, 375 wanted
+        ({"free": 124}, 0.3, False),
+        ({"fraction": 0.9}, 1.0, True),
+        ({"pool": 0, "free": 0}, 1.0, False),
+        ({"backend": "cudaMallocAsync", "free": 0}, 1.0, False),  # has no snapshot
+    ],
+)
+def test_short_of_memory(monkeypatch, facts, share, short):
+    """Of a GPU of 1,300 bytes: 800 are reserved, of which the pool has 300 and tensors 500."""
+    seen = {"free": 500, "fraction": 1.0, "pool": 300, "backend": "native"} | facts
+    segments = [{"total_size": 500, "segment_pool_id": (0, 0)}, {"total_size": seen["pool"], "segment_pool_id": (0, 1)}]
+    answers = {
+        "get_allocator_backend": seen["backend"],
+        "memory_snapshot": segments,
+        "current_device": 0,
+        "mem_get_info": (seen["free"], 1300),
+        "memory_reserved": 800,
+        "memory_allocated": 500,
+        "get_per_process_memory_fraction": seen["fraction"],
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    recorder = record.Recorder.__new__(record.Recorder)
+    recorder.pool = (0, 1)
+    assert recorder.short_of_memory(share) is short
 
 
 class Short(StandIn):

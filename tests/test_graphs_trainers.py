@@ -9,10 +9,8 @@ trl = pytest.importorskip("trl", reason="trl is not installed")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 
 from bitshard import graphs  # noqa: E402
-from bitshard.graphs import enabled  # noqa: E402
 from helpers import switches as environment  # noqa: E402
-from helpers.graphs import StandIn  # noqa: E402
-from helpers.llama import TOKENS, load_4bit, save_llama  # noqa: E402
+from helpers.llama import TOKENS, load_4bit  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FIRST = "the first of its form"
@@ -23,16 +21,7 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    save_llama(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch):
-    monkeypatch.setattr(enabled, "RECORDER", StandIn)
+pytestmark = pytest.mark.usefixtures("played_graphs")
 
 
 def lora_config(dropout=0.0):

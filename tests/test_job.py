@@ -1,4 +1,4 @@
-"""benchmarks/job.py and graphs_check.py: they run to their end without a GPU, and see what they are there to see."""
+"""benchmarks/job.py, graphs_check.py, graphs_ranks.py: they run without a GPU, and see what they are there to see."""
 
 import json
 import os
@@ -16,6 +16,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 import graphs_check  # noqa: E402
+import graphs_ranks  # noqa: E402
 import job  # noqa: E402
 import job_clock  # noqa: E402
 import launches  # noqa: E402
@@ -79,6 +80,20 @@ RIGHT = ran([4.0, 3.0, 2.0])
 def test_what_is_wrong_with_graphs_is_said(job_name, graphs, words):
     record = {"gpus": 1, "job": job_name, "eager": RIGHT, "again": RIGHT, "graphs": graphs}
     assert graphs_check.verdict(record)[0].startswith(words), graphs_check.verdict(record)
+
+
+@pytest.mark.parametrize(
+    "part, status, happened, words",
+    [
+        ("late", 0, True, ""),
+        ("late", 1, True, "exit status 1"),
+        ("lengths", 1, False, "exit status 1"),
+        ("raises", 1, True, ""),
+        ("leaves", 1, False, "exit status 1 before anything had happened"),
+    ],
+)
+def test_how_a_launch_of_ranks_may_end(part, status, happened, words):
+    assert graphs_ranks.unexpected(part, status, happened) == words
 
 
 def test_two_runs_without_graphs_widen_what_is_allowed():

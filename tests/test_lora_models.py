@@ -21,20 +21,13 @@ import datasets  # noqa: E402
 from bitshard import functional, lora  # noqa: E402
 from bitshard.lora.layer import FusedLinear4bit, Peft  # noqa: E402
 from helpers.bytes import same_bytes  # noqa: E402
-from helpers.llama import TOKENS, load_4bit, save_llama  # noqa: E402
+from helpers.llama import TOKENS, load_4bit  # noqa: E402
 from helpers.lora import fused_calls, fused_copy, layers, model, randomize, run  # noqa: E402
 from helpers.versions import transformers_takes_peft  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 LINEARS = 7  # of the decoder layer of helpers/llama.py
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    save_llama(folder)
-    return folder
 
 
 def adapted(folder, fuse=False, **options):

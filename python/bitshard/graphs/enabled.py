@@ -259,6 +259,7 @@ class Enabled:
             if longer and other == _kind(key, call) and (found := learned.for_shorter(self._device)) is not None:
                 return found
         self._set_aside()
+        self._recorder.give_back()
         return None
 
     def _set_aside(self) -> bool:
@@ -267,8 +268,8 @@ class Enabled:
         for key, pair in pairs.items():
             self._forms[key] = pair.learned
         self._let_go(list(pairs.values()))
-        self._recorder.new_pool()
-        self._recorder.give_back()
+        if pairs:
+            self._recorder.new_pool()
         return bool(pairs)
 
     def _remember(self, key: Hashable, form: Learned | Pair | str) -> None:
@@ -343,10 +344,7 @@ class Enabled:
 
     def _forget(self) -> None:
         """Drop all graphs, and what was learned."""
-        pairs = [form for form in self._forms.values() if isinstance(form, Pair)]
-        self._let_go(pairs)
-        if pairs:
-            self._recorder.new_pool()
+        self._set_aside()
         self._forms.clear()
         self._looks.clear()
 

@@ -73,8 +73,8 @@ class HostMemory:
         """Let inputs of the checkpointed layers that are called within wait here for the backward, by no other hooks
         than these. A step begins: what is in use is free again."""
         self._piece = self._used = 0
-        self._kept.clear()
-        self._ahead.clear()
+        for begun in (self._kept, self._leaving, self._ahead):  # also what a recording that failed has left
+            begun.clear()
         with _no_hooks(), checkpoints_replaced(model, self._offloading):
             yield
         self._has_left(0)

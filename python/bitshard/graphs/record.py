@@ -93,7 +93,9 @@ class Recorder:
 
     def short_of_memory(self, share: float) -> bool:
         """Whether a step without a graph might find no memory beside the graphs' pool. It takes about as much, times
-        its share: how much larger it is than the largest that has graphs."""
+        its share: how much larger it is than the largest that has graphs. Allocators but torch's own don't say."""
+        if torch.cuda.get_allocator_backend() != "native":
+            return False
         pool = sum(segment["total_size"] for segment in self._segments())
         if not pool:
             return False
