@@ -41,10 +41,11 @@ CASES = {  # variables of the environment
 }
 WORDS = {"upstream": "the original bitsandbytes", "plain": "bitshard as it is", "bf16": "bf16 LoRA, no 4-bit weights"}
 TOLD = ("job", "losses", "dropout", "prepare", "adapters", "batch", "shortest", "typical", "longest")  # to workers
-TOLD += ("multiple", "warm", "windows", "steps", "profile")
+TOLD += ("multiple", "warm", "windows", "steps", "profile", "arguments")
+SHOWN = 20  # losses in a table
 SFT_PARTS = "padded,padded rounded,fixed,packed,packed rounded,full"
 SFT_WORDS = """Texts of log-normal lengths (median {typical}, {shortest} to {longest} tokens). Tokens are counted
-without padding. padded: {batch} texts a step, padded to the longest; padded rounded: to a multiple of {multiple};
+without padding; filled: their share of the positions that are computed. padded: {batch} texts a step, padded to the longest; padded rounded: to a multiple of {multiple};
 fixed: {batch} of their mean length. packed: a row of up to {longest} tokens of several texts; packed rounded: padded to
 {longest}; full: one text of {longest}."""
 
@@ -61,6 +62,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.0, help="of LoRA")
     parser.add_argument("--prepare", choices=["kbit", "none"], default="kbit", help="prepare_model_for_kbit_training")
     parser.add_argument("--adapters", choices=["float32", "bfloat16"], default="float32", help="float32: as peft does")
+    parser.add_argument("--arguments", type=json.loads, default={}, help="JSON: more of TrainingArguments")
     parser.add_argument("--batch", type=int, help="rows a GPU and step: 1, and 4 for --job sft")
     parser.add_argument("--longest", type=int, default=2048, help="tokens of a row of --job sft")
     parser.add_argument("--multiple", type=int, default=256, help="of tokens, to which `rounded` pads")
@@ -209,6 +211,7 @@ def times(rows: dict[tuple, dict]) -> str:
     """The table of times."""
     header = "GPUs,part,case,step ms,windows ms,tok/s,against upstream,against bf16,clip ms,optimizer ms,allocated GiB,"
     header += "reserved GiB,captures"
+    padded = any(row.get("filled", 1) < 1 for row in rows.values())
     profiled = any("launches" in row for row in rows.values())
     lines = []
     for key, row in rows.items():
@@ -220,8 +223,8 @@ def times(rows: dict[tuple, dict]) -> str:
         cells += [number(row, "optimizer_ms"), number(row, "allocated_gib", ".2f"), number(row, "reserved_gib", ".2f")]
         cells.append(number(row, "captures", "d"))
         extra = [number(row, name, form) for name, form in (("launches", ".0f"), ("kernels", ".0f"), ("gpu_ms", ".1f"))]
-        lines.append(cells + extra * profiled)
-    names = header.split(",") + ["launches", "kernels", "GPU ms"] * profiled
+        lines.append(cells + [number(row, "filled", ".2f")] * padded + extra * profiled)
+    names = header.split(",") + ["filled"] * padded + ["launches", "kernels", "GPU ms"] * profiled
     return markdown_table(names, lines) if lines else "No part ended.\n"
 
 
@@ -240,7 +243,9 @@ def losses(rows: dict[tuple, dict]) -> str:
         base = [other for other in rows if other[:2] == (key[0], part) and rows[other].get("losses")]
         base = next((other for other in base if other[2] not in ("upstream", "bf16")), base[0])
         gap = "-" if base == key else f"{apart(row['losses'], rows[base]['losses']):.1e}"
-        lines.append([*map(str, key), " ".join(f"{loss:.5g}" for loss in row["losses"]), gap])
+        shown = [f"{loss:.5g}" for loss in row["losses"]]
+        shown = [*shown[:4], "...", *shown[-4:]] if len(shown) > SHOWN else shown
+        lines.append([*map(str, key), " ".join(shown), gap])
     return markdown_table(["GPUs", "part", "case", "losses", "largest difference"], lines) if lines else ""
 
 

@@ -52,6 +52,7 @@ def settings(options, steps: int) -> dict:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
+        **options.arguments,
     }
 
 
@@ -171,15 +172,16 @@ def lengths(options, kind: str, rows: int) -> list[int]:
 
 
 class Counted:
-    """A collator that remembers how many tokens its batches had; padding is none."""
+    """A collator that remembers how many tokens its batches had, padding not counted, and how many with it."""
 
     def __init__(self, collate: Callable):
-        self.collate, self.counts = collate, []
+        self.collate, self.counts, self.positions = collate, [], []
 
     def __call__(self, rows):
         batch = self.collate(rows)
         mask = batch.get("attention_mask")
-        self.counts.append(int(batch["input_ids"].numel() if mask is None else mask.sum()))
+        self.positions.append(batch["input_ids"].numel())
+        self.counts.append(self.positions[-1] if mask is None else int(mask.sum()))
         return batch
 
 
@@ -201,6 +203,8 @@ def run(options, part: str) -> dict:
         job.train()
         model, counts = job.model, counted.counts
     found = clock.result(of_all_ranks(counts[: clock.total]))
+    if options.job != "loop":
+        found["filled"] = sum(counted.counts) / sum(counted.positions)
     found.update(left_gib=left, seconds=time.time() - begun, **described(options, model))
     found["share"] = share(model)
     if options.gpus > 1 and found["share"] > 0.75:

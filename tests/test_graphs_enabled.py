@@ -611,6 +611,14 @@ def test_padding_to_a_step(folder, kind):
     assert shapes[0] == shapes[1]
 
 
+def test_packed_rows_of_one_length(folder):
+    """However many sequences a row holds, and however long they are: one graph, and one for rows that are a sequence,
+    which need no mask."""
+    rows = [(3, 5), (8,), (2, 2, 4), (1, 7), (2, 2, 2, 2)]
+    said = check(folder, 10, 8, make=lambda step: packed(rows[step % 5]))
+    assert said.graphs == 2
+
+
 def test_what_is_not_padded(folder):
     """Batches with a tensor of unknown meaning, and models where tokens behind others count."""
     from bitshard.graphs import padding

@@ -118,10 +118,11 @@ class Enabled:
         return given.cut(self._launch(form, call)) if why is None else self._eagerly(model, args, kwargs, why)
 
     def _padded(self, args: tuple, kwargs: dict[str, Any], facts: tuple) -> padding.Padded:
-        """The arguments, with tokens behind all others where somebody asked for that."""
-        if self._step is None or args or not self._pads:
+        """The arguments, with tokens behind all others where somebody asked for that; packed rows always alike."""
+        step = self._step if self._step is not None and self._pads else 1
+        if args or (step == 1 and not padding.packed(kwargs)):
             return padding.Padded(kwargs)
-        return padding.padded(kwargs, self._step, "attention_mask" not in kwargs or facts[:1] == (True,))
+        return padding.padded(kwargs, step, "attention_mask" not in kwargs or facts[:1] == (True,))
 
     def _prepare(self, model: nn.Module) -> None:
         """Look at the model in its first call in training, and again where it has changed; Refused for good reasons."""

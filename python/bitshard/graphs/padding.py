@@ -3,7 +3,10 @@
 A token of a causal model sees what is left of it, so tokens behind all others change nothing of them. They get labels
 that losses ignore (-100), and results are cut to the length of the batch again. A mask of ones goes on with ones, for
 zeros would cost attention its fast kernel; a mask with zeros goes on with zeros. In packed batches the new tokens are a
-sequence of their own, and the list of sequences is filled up with empty ones.
+sequence of their own.
+
+Rows of one length that hold packed sequences share a graph, too, with or without new tokens: the list of sequences is
+filled up with empty ones, and the length of the longest, an upper bound to attention, becomes a power of two.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 IGNORED = -100  # label that torch's and transformers' losses leave out
 SEQUENCES = 8  # the list of packed sequences has a multiple of this many entries
+LEAST = 128  # what the longest of them counts as at least
 FILLS = {"input_ids": 0, "labels": IGNORED, "shift_labels": IGNORED, "token_type_ids": 0}
 ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")  # int32 [sequences + 1]: where packed sequences begin, and the last ends
 LONGEST = ("max_length_q", "max_length_k")  # int: at least the longest of them
@@ -54,6 +58,11 @@ def pads(model: nn.Module) -> bool:
     return causal and not balanced and not getattr(config, "is_encoder_decoder", False)
 
 
+def packed(kwargs: dict[str, Any]) -> bool:
+    """Whether rows hold several sequences, of which the call has a list."""
+    return any(end in kwargs for end in ENDS)
+
+
 def padded(kwargs: dict[str, Any], step: int, ones: bool) -> Padded:
     """Arguments whose rows have a multiple of `step` tokens; unchanged where one of them has a meaning not known here.
 
@@ -64,7 +73,7 @@ def padded(kwargs: dict[str, Any], step: int, ones: bool) -> Padded:
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         return Padded(kwargs)
     before = ids.size(1)
-    more, packed = -before % step, any(end in kwargs for end in ENDS)
+    more, several = -before % step, packed(kwargs)
     out = dict(kwargs)
     for name, value in kwargs.items():
         if name in ENDS or not isinstance(value, Tensor) or value.ndim == 0:
@@ -75,7 +84,7 @@ def padded(kwargs: dict[str, Any], step: int, ones: bool) -> Padded:
             fill = int(ones) if name == "attention_mask" else FILLS[name]
             out[name] = pad(value, (0, more), value=fill) if more else value
         elif name == "position_ids":
-            out[name] = _positions(value, more, packed)
+            out[name] = _positions(value, more, several)
         elif name == "seq_idx":
             out[name] = torch.cat([value, value[:, -1:].add(1).expand(-1, more)], 1) if more else value
         else:
@@ -85,17 +94,17 @@ def padded(kwargs: dict[str, Any], step: int, ones: bool) -> Padded:
             out[name] = _ends(kwargs[name], before, more)
     for name in LONGEST:
         if isinstance(kwargs.get(name), int):
-            longest = max(kwargs[name], more)
-            out[name] = longest + -longest % step
-    return Padded(out, before + more, before, packed)
+            longest = max(kwargs[name], more, LEAST)
+            out[name] = 1 << (longest - 1).bit_length()
+    return Padded(out, before + more, before, several)
 
 
-def _positions(positions: Tensor, more: int, packed: bool) -> Tensor:
+def _positions(positions: Tensor, more: int, several: bool) -> Tensor:
     """[B, S + more]: going on, or from 0 where sequences are packed."""
     if not more:
         return positions
     new = torch.arange(more, device=positions.device, dtype=positions.dtype).expand(positions.size(0), -1)
-    return torch.cat([positions, new if packed else new + positions[:, -1:] + 1], 1)
+    return torch.cat([positions, new if several else new + positions[:, -1:] + 1], 1)
 
 
 def _ends(ends: Tensor, before: int, more: int) -> Tensor:
