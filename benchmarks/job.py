@@ -45,9 +45,9 @@ TOLD += ("multiple", "warm", "windows", "steps", "profile", "arguments")
 SHOWN = 20  # losses in a table
 SFT_PARTS = "padded,padded rounded,fixed,packed,packed rounded,full"
 SFT_WORDS = """Texts of log-normal lengths (median {typical}, {shortest} to {longest} tokens). Tokens are counted
-without padding; filled: their share of the positions that are computed. padded: {batch} texts a step, padded to the longest; padded rounded: to a multiple of {multiple};
-fixed: {batch} of their mean length. packed: a row of up to {longest} tokens of several texts; packed rounded: padded to
-{longest}; full: one text of {longest}."""
+without padding; filled: their share of the positions that are computed. padded: {batch} texts a step, padded to the
+longest; padded rounded: to a multiple of {multiple}; fixed: {batch} of their mean length. packed: a row of up to
+{longest} tokens of several texts; packed rounded: padded to {longest}; full: one text of {longest}."""
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

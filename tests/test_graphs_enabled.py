@@ -619,6 +619,21 @@ def test_packed_rows_of_one_length(folder):
     assert said.graphs == 2
 
 
+def test_packed_rows_are_described_alike():
+    """Where sequences end as before, whatever their number; a bound of the longest; and where rows are long."""
+    from bitshard.graphs import padding
+
+    rows = [((3, 5), 1, 32, 8), ((2,) * 40, 1, 64, 80), ((3, 4), 8, 32, 8), ((100, 20000), 1, 32, 20100)]
+    for lengths, step, entries, longest in [*rows, ((30000, 7000, 7000), 1, 32, 32768)]:
+        given, sequences = packed(lengths), torch.tensor([0, *lengths]).cumsum(0).int()
+        found = padding.padded(given, step, True).kwargs
+        total = sum(lengths) + -sum(lengths) % step
+        assert found["input_ids"].shape == (1, total) and found["max_length_q"] == longest >= max(lengths)
+        ends = found["cu_seq_lens_q"]
+        assert ends.dtype == torch.int32 and ends.shape == (entries,) and ends[-1] == total
+        assert torch.equal(ends[: len(sequences)], sequences) and bool((ends[len(sequences) :] == total).all())
+
+
 def test_what_is_not_padded(folder):
     """Batches with a tensor of unknown meaning, and models where tokens behind others count."""
     from bitshard.graphs import padding

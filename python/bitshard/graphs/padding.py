@@ -6,7 +6,7 @@ zeros would cost attention its fast kernel; a mask with zeros goes on with zeros
 sequence of their own.
 
 Rows of one length that hold packed sequences share a graph, too, with or without new tokens: the list of sequences is
-filled up with empty ones, and the length of the longest, an upper bound to attention, becomes a power of two.
+filled up with empty ones, and the length of the longest, an upper bound to attention, becomes that of the row.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
 IGNORED = -100  # label that torch's and transformers' losses leave out
-SEQUENCES = 8  # the list of packed sequences has a multiple of this many entries
-LEAST = 128  # what the longest of them counts as at least
+SEQUENCES = 32  # entries that the list of packed sequences has at least; else a power of two
+LONG = 8192  # in longer rows the bound is a power of two from here on: attention has idle blocks for what is too much
 FILLS = {"input_ids": 0, "labels": IGNORED, "shift_labels": IGNORED, "token_type_ids": 0}
 ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")  # int32 [sequences + 1]: where packed sequences begin, and the last ends
 LONGEST = ("max_length_q", "max_length_k")  # int: at least the longest of them
@@ -94,8 +94,7 @@ def padded(kwargs: dict[str, Any], step: int, ones: bool) -> Padded:
             out[name] = _ends(kwargs[name], before, more)
     for name in LONGEST:
         if isinstance(kwargs.get(name), int):
-            longest = max(kwargs[name], more, LEAST)
-            out[name] = 1 << (longest - 1).bit_length()
+            out[name] = min(before + more, _power_of_two(max(kwargs[name], more, LONG)))
     return Padded(out, before + more, before, several)
 
 
@@ -110,4 +109,9 @@ def _positions(positions: Tensor, more: int, several: bool) -> Tensor:
 def _ends(ends: Tensor, before: int, more: int) -> Tensor:
     """With the new tokens as a sequence, and empty sequences behind."""
     count = ends.numel() + (more > 0)
-    return pad(ends, (0, count - ends.numel() + -count % SEQUENCES), value=before + more)
+    return pad(ends, (0, _power_of_two(max(count, SEQUENCES)) - ends.numel()), value=before + more)
+
+
+def _power_of_two(number: int) -> int:
+    """The least that is not below it."""
+    return 1 << (number - 1).bit_length()
