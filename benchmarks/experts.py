@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,6 +23,8 @@ from bitshard import _C, functional, grouped, ops
 from timing import commit, markdown_table
 from turns import microseconds
 
+KERNELS = {"gemv": "gemv_4bit_grouped", "wide": "gemm_4bit_sm90_wide_grouped"}
+PANEL = 64 << 20  # bytes of decoded experts
 SHAPES = {  # experts, chosen, hidden, intermediate
     "Qwen3-30B-A3B": (128, 8, 2048, 768),
     "gpt-oss-20b": (32, 4, 2880, 2880),
@@ -31,6 +34,16 @@ SHAPES = {  # experts, chosen, hidden, intermediate
 CONTESTANTS = ("grouped_mm", "each", "bitshard")
 TURNS = 24
 DEVICE, DTYPE = "cuda", torch.bfloat16
+
+
+def by(kernel: str, op: Callable, *arguments) -> torch.Tensor:
+    """A product by a kernel that is forced."""
+    name = op.name().split("::")[1].removesuffix("_fused")
+    _C.force_kernel(name, kernel)
+    try:
+        return op(*arguments)
+    finally:
+        _C.force_kernel(name, None)
 
 
 def routing(experts: int, chosen: int, tokens: int, skewed: bool, seed: int) -> torch.Tensor:
@@ -67,6 +80,7 @@ class Stack:
         ends = [[0, *r.tolist()] for r in routings]
         weights = self.dense if gradient else self.dense.transpose(1, 2)
         numbers = (self.E, 64, 0, self.N, self.K)
+        panel = max(1, PANEL // (self.N * self.K * DTYPE.itemsize))
         scales = self.state.scales()
 
         def each(i: int) -> None:
@@ -84,11 +98,11 @@ class Stack:
             "grouped_mm": lambda i: torch.nn.functional.grouped_mm(x, weights, offs=offs[i]),
             "each": each,
             "bitshard": ours,
-            "panels": lambda i: grouped._product(x, offs[i], self.packed, scales, numbers, gradient),
+            "panels": lambda i: grouped.by_panels(x, offs[i], self.packed, scales, numbers, gradient, panel),
         }
         op = ops.grouped_linear_4bit_dgrad_fused if gradient else ops.grouped_linear_4bit_fused
-        for index, name in enumerate(("gemv", "wide")[gradient:], gradient):
-            found[name] = lambda i, index=index: op(x, offs[i], *self.arguments(not gradient), index)
+        for name, kernel in list(KERNELS.items())[gradient:]:
+            found[name] = lambda i, kernel=kernel: by(kernel, op, x, offs[i], *self.arguments(not gradient))
         return found
 
     def errors(self, x: torch.Tensor, ends: torch.Tensor, ways: dict, gradient: bool) -> tuple[float, float]:
@@ -124,7 +138,9 @@ def measure(stack: Stack, chosen: int, tokens: int, skewed: bool, gradient: bool
     base = times["grouped_mm"]
     cells = [f"{times.get(name, float('nan')):.1f}" for name in contestants]
     cells += [f"{base / times['bitshard']:.2f}", f"{times['each'] / times['bitshard']:.2f}"]
-    kernel = grouped.plan(x, stack.packed, stack.state.absmax, (stack.E, 64, 0, stack.N, stack.K), gradient)["kernel"]
+    gpu = torch.cuda.get_device_properties(DEVICE)
+    card = (10 * gpu.major + gpu.minor, gpu.multi_processor_count)
+    kernel = _C.plan_grouped_linear_4bit(stack.E, len(x), stack.N, stack.K, 2, *card, gradient=gradient)["kernel"]
     return [*cells, kernel, *(f"{error:.2e}" for error in errors)]
 
 

@@ -368,7 +368,7 @@ template <typename T> __device__ __forceinline__ void split_scales_int8(const bs
 // ---- linear_int8_any ------------------------------------------------------------------------------------------------
 
 // A warp has one row of W and, of x, ANY_TOKENS rows; blockIdx.y counts these. Lanes take every 32nd element.
-template <typename T> __device__ __forceinline__ void linear_int8_any(const bsh_linear_int8_args &args) {
+template <typename T> __device__ __forceinline__ void linear_int8_any(const bsh_int8_any_args &args) {
   constexpr int TOKENS = BSH_INT8_ANY_TOKENS;
   let_later_kernels_start();
   wait_for_earlier_kernels();
@@ -394,7 +394,7 @@ template <typename T> __device__ __forceinline__ void linear_int8_any(const bsh_
 }
 
 // dx[m, k] of ANY_TOKENS rows m, which blockIdx.y counts, a column a thread: any sizes.
-template <typename T> __device__ __forceinline__ void linear_int8_dgrad_any(const bsh_linear_int8_args &args) {
+template <typename T> __device__ __forceinline__ void linear_int8_dgrad_any(const bsh_int8_any_args &args) {
   constexpr int TOKENS = BSH_INT8_ANY_TOKENS;
   let_later_kernels_start();
   wait_for_earlier_kernels();
@@ -425,8 +425,8 @@ template <typename T> __device__ __forceinline__ void linear_int8_dgrad_any(cons
   KERNEL(dequantize_int8_any_##SUFFIX, T, bsh_int8_rectangle_args, BSH_INT8_THREADS,                                   \
          dequantize_int8<T BSH_COMMA false>)                                                                           \
   KERNEL(scale_product_int8_##SUFFIX, T, bsh_scale_product_int8_args, BSH_INT8_THREADS, scale_product_int8<T>)         \
-  KERNEL(linear_int8_any_##SUFFIX, T, bsh_linear_int8_args, BSH_INT8_ANY_WARPS * 32, linear_int8_any<T>)               \
-  KERNEL(linear_int8_dgrad_any_##SUFFIX, T, bsh_linear_int8_args, BSH_INT8_ANY_WARPS * 32, linear_int8_dgrad_any<T>)
+  KERNEL(linear_int8_any_##SUFFIX, T, bsh_int8_any_args, BSH_INT8_ANY_WARPS * 32, linear_int8_any<T>)                  \
+  KERNEL(linear_int8_dgrad_any_##SUFFIX, T, bsh_int8_any_args, BSH_INT8_ANY_WARPS * 32, linear_int8_dgrad_any<T>)
 #define BSH_COMMA ,
 KERNEL(clear_int8, , bsh_int8_clear_args, BSH_INT8_THREADS, clear_int8)
 KERNEL(split_scales_int8_f16, , bsh_int8_split_args, BSH_INT8_THREADS, split_scales_int8<__half>)

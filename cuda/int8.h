@@ -202,4 +202,16 @@ BSH_SIZE int32_t bsh_gemv_int8_shared_bytes(int32_t warps, int32_t slots, int32_
   return warps * slots * BSH_PIECE_BYTES + sums_bytes;
 }
 
+/* linear_int8_any, linear_int8_dgrad_any: y = x W^T + bias; dx [M, K] = dy [M, N] W, no bias, no threshold. */
+typedef struct {
+  const void *x;        /* [M, K] of dtype (dgrad: dy [M, N]), rows ldx elements apart */
+  const int8_t *packed; /* [N, K] */
+  const float *absmax;  /* [N] */
+  const void *bias;     /* [N] of dtype, or NULL */
+  void *y;              /* [M, N] of dtype (dgrad: dx [M, K]) */
+  int64_t M, N, K, ldx;
+  float threshold;
+  bsh_dtype dtype;
+} bsh_int8_any_args;
+
 #endif

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import reference
 import torch
-from bitshard import autograd, functional, grouped, kinds, ops
+from bitshard import _C, autograd, functional, grouped, kinds, ops
 from bitshard.state import QuantState
 from cases import DTYPES, FORMATS, LINEAR_BOUND, ROUNDING
 from helpers.bytes import same_bytes
@@ -72,6 +72,11 @@ def test_errors_against_fp64(dtype):
     ).all()
 
 
+def declining(panel):
+    """What the C core answers on CUDA where its plan has panels of so many experts."""
+    return lambda x, *rest: x.new_empty(0, panel, 0)
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_panels_of_the_gpu(nested, monkeypatch):
     """What runs on CUDA, here on the CPU: any number of panels, rows of no expert, offs that do not fit."""
@@ -81,7 +86,8 @@ def test_panels_of_the_gpu(nested, monkeypatch):
     dx = functional.grouped_linear_4bit_dgrad(dy, offs, packed, state)
     numbers = (64, 0, 96, 128)
     for experts in (1, 3, 8):
-        monkeypatch.setattr(grouped, "WORKSPACE", experts * 96 * 128 * 4)
+        monkeypatch.setattr(ops, "grouped_linear_4bit_fused", declining(experts))
+        monkeypatch.setattr(ops, "grouped_linear_4bit_dgrad_fused", declining(experts))
         found = grouped.grouped_linear_4bit(x, offs, packed, *state.scales(), bias, *numbers)
         torch.testing.assert_close(found, y, rtol=1e-5, atol=1e-5)
         found = grouped.grouped_linear_4bit_dgrad(dy, offs, packed, *state.scales(), *numbers)
@@ -343,7 +349,8 @@ def test_on_a_gpu(dtype, nested, monkeypatch):
     there = copy.deepcopy(state).to("cuda")
     x, offs, dy, bias, packed = on_gpu(x, offs, dy, bias, packed)
     for experts in (1, 3, 8):
-        monkeypatch.setattr(grouped, "WORKSPACE", experts * 96 * 128 * x.element_size())
+        monkeypatch.setattr(ops, "grouped_linear_4bit_fused", declining(experts))
+        monkeypatch.setattr(ops, "grouped_linear_4bit_dgrad_fused", declining(experts))
         x.requires_grad_()
         y = autograd.grouped_matmul_4bit(x, offs, packed, there, bias)
         (dx,) = torch.autograd.grad(y, x, dy)
@@ -353,6 +360,19 @@ def test_on_a_gpu(dtype, nested, monkeypatch):
         assert not y[offs[-1] :].any() and not dx[offs[-1] :].any()
 
 
+@pytest.fixture
+def forced():
+    """Makes products of stacks take a kernel, and their gradients where it has them."""
+
+    def force(kernel):
+        _C.force_kernel("grouped_linear_4bit", kernel)
+        _C.force_kernel("grouped_linear_4bit_dgrad", "gemm_4bit_sm90_wide_grouped")
+
+    yield force
+    for op in ("grouped_linear_4bit", "grouped_linear_4bit_dgrad"):
+        _C.force_kernel(op, None)
+
+
 # Rows of an expert with which gemm_4bit_sm90_wide_grouped makes other tiles of what is left of them.
 ENDS = (1, 128, 129, 192, 193, 256, 257, 320, 321, 384, 385, 448, 449, 512, 513, 1000)
 
@@ -360,7 +380,7 @@ ENDS = (1, 128, 129, 192, 193, 256, 257, 320, 321, 384, 385, 448, 449, 512, 513,
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("N, K", [(264, 320), (512, 128), (64, 2880)])
-def test_every_width_of_a_tile_on_a_gpu(N, K, dtype):
+def test_every_width_of_a_tile_on_a_gpu(N, K, dtype, forced):
     """The error rule in every row, and the bits of an expert's rows whatever others there are."""
     E = len(ENDS) + 2
     _, packed, state = stack(E, N, K, nested=True)
@@ -371,7 +391,8 @@ def test_every_width_of_a_tile_on_a_gpu(N, K, dtype):
     of_dtype = copy.copy(state)
     of_dtype.dtype = torch.float32
     weights, there = functional.dequantize_4bit(packed, of_dtype), copy.deepcopy(state).to("cuda")
-    settings = (64, ops.FORMATS["nf4"], N, K, 1)
+    settings = (64, ops.FORMATS["nf4"], N, K)
+    forced("gemm_4bit_sm90_wide_grouped")
     for given, op, of in (
         (x, ops.grouped_linear_4bit_fused, weights),
         (dy, ops.grouped_linear_4bit_dgrad_fused, weights.transpose(1, 2)),
@@ -400,9 +421,9 @@ def test_every_width_of_a_tile_on_a_gpu(N, K, dtype):
 @pytest.mark.parametrize(
     "E, N, K", [(8, 96, 128), (8, 384, 192), (5, 2880, 320), (33, 128, 2880), (40, 16, 4160), (4, 64, 9216)]
 )
-def test_kernels_on_a_gpu(E, N, K, kernel, kind, dtype):
+def test_kernels_on_a_gpu(E, N, K, kernel, kind, dtype, forced):
     """The error rule, with offs that leave experts without rows, some with many, and rows of no expert; twice equal."""
-    index = ["gemv_4bit_grouped", "gemm_4bit_sm90_wide_grouped"].index(kernel)
+    forced(kernel)
     _, packed, state = stack(E, N, K, blocksize=128 if "128" in kind else 64, nested=kind != "plain")
     counts = torch.randint(0, 20, (E,), generator=torch.Generator().manual_seed(N))
     counts[::3], counts[1] = 0, 300
@@ -413,7 +434,7 @@ def test_kernels_on_a_gpu(E, N, K, kernel, kind, dtype):
     of_dtype.dtype = torch.float32
     weights = functional.dequantize_4bit(packed, of_dtype)
     there = copy.deepcopy(state).to("cuda")
-    settings = (state.blocksize, ops.FORMATS["nf4"], N, K, index)
+    settings = (state.blocksize, ops.FORMATS["nf4"], N, K)
     arguments = on_gpu(x, offs, packed)
     y, again = (ops.grouped_linear_4bit_fused(*arguments, *there.scales(), bias.cuda(), *settings) for _ in range(2))
     expected = reference.grouped_linear_4bit(x, offs, weights, bias)
@@ -425,7 +446,7 @@ def test_kernels_on_a_gpu(E, N, K, kernel, kind, dtype):
 
     assert right(y, expected, norms)
     assert same_bytes(y, again) and not y[offs[-1] :].any()
-    if index:
+    if kernel == "gemm_4bit_sm90_wide_grouped":
         dx = ops.grouped_linear_4bit_dgrad_fused(*on_gpu(dy, offs, packed), *there.scales(), *settings)
         norms = reference.grouped_linear_4bit_dgrad(dy.double().square(), offs, weights.double().square())
         assert right(dx, reference.grouped_linear_4bit_dgrad(dy, offs, weights), norms)

@@ -436,8 +436,7 @@ def test_the_next_best_kernel(M, facts, kernel):
         ({"K": 130, "vendor": ""}, "nothing multiplies M = 48, N = 4096, K = 130"),
         (
             {"K": 130, "vendor": ""},
-            "gemv_4bit_simt: K is no multiple of 32; gemm_4bit_sm90: K is no multiple of 64; "
-            "gemm_4bit_sm90_wide: K is no multiple of 64; panels",
+            "gemm_4bit_sm90_wide: K is no multiple of 64; gemv_4bit_simt: K is no multiple of 32; panels",
         ),
         ({"K": 130, "vendor": "cublas", "bias_alignment": 2}, "panels: the bias is not 16-byte aligned for cuBLAS"),
         ({"kernel": "gemv"}, "no kernel 'gemv'"),
@@ -490,7 +489,10 @@ def test_forcing_by_the_environment():
     code = "import torch; from bitshard import _C; print(_C.plan_linear_4bit(1, 4096, 4096, 2, 90, 132)['kernel'])"
     assert in_fresh_process(code, BITSHARD_LINEAR_4BIT="gemv_4bit_simt").stdout == "gemv_4bit_simt\n"
     wrong = in_fresh_process(code, BITSHARD_LINEAR_4BIT_DGRAD="fast")
-    assert wrong.returncode != 0 and "no kernel 'fast': expected gemv_4bit, " in wrong.stderr
+    assert (
+        wrong.returncode != 0
+        and "no kernel 'fast' of linear_4bit_dgrad: expected one of gemm_4bit_sm90, " in wrong.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -589,7 +591,7 @@ def grouped(E, M, N, K, **settings):
 def test_grouped_products(E, M, N, K, gradient, kernel, entry, cluster):
     """The kernel, its form and its clusters, by the rows that an expert has on average."""
     plan = grouped(E, M, N, K, gradient=gradient)
-    launch = plan["launch"]
+    launch = plan["slices"][0]["launches"][0]
     assert plan["kernel"] == kernel and entry in launch["entry"] and launch["cluster"] == cluster
     assert launch["grid"][0] <= 132 and launch["shared_bytes"] <= 227 << 10
 
@@ -601,8 +603,8 @@ def test_grouped_products_that_no_kernel_takes(settings, sm, dtype):
     plan = _C.plan_grouped_linear_4bit(
         128, 64, 1536, 2048, dtype, sm, 132, architectures="80,90a", workspace=256 << 20, **settings
     )
-    assert plan["kernel"] == "panels" and plan["launch"] is None
-    assert plan["panel_experts"] == (256 << 20) // (1536 * 2048 * (4 if dtype == 0 else 2))
+    assert plan["kernel"] == "panels" and not plan["slices"]
+    assert plan["panel_lines"] == (256 << 20) // (1536 * 2048 * (4 if dtype == 0 else 2))
 
 
 def test_more_rows_than_a_word_counts_tiles_of():

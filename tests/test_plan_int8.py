@@ -9,7 +9,9 @@ LARGE = {"N": 28672, "K": 8192}
 
 
 def plan(M, N=4096, K=4096, dtype=F16, sm=90, sms=132, architectures=ALL, **settings):
-    return _C.plan_linear_int8(M, N, K, dtype, sm, sms, architectures=architectures, **settings)
+    found = _C.plan_linear_int8(M, N, K, dtype, sm, sms, architectures=architectures, **settings)
+    part = found["slices"][0] if found["slices"] else {"codes": False, "launches": [None]}
+    return {**part, **found, "launch": part["launches"][0]}
 
 
 @pytest.fixture(autouse=True)
@@ -66,8 +68,8 @@ def chosen_by_the_plan():
         ("panels", 4096, {"gradient": True, "dtype": BF16}),
         ("any", 40, {"gradient": True, "dtype": F32}),
         ("any", 40, {"gradient": True, "N": 0}),
-        ("dgrad_int8_sm90", 4096, {"gradient": True, "cublas": False}),
-        ("any", 40, {"gradient": True, "cublas": False, "sm": 80}),
+        ("dgrad_int8_sm90", 4096, {"gradient": True, "vendor": ""}),
+        ("any", 40, {"gradient": True, "vendor": "", "sm": 80}),
     ],
 )
 def test_which_kernel(kernel, M, settings):
@@ -176,9 +178,9 @@ def test_the_fastest_cut(settings, M, N, K, form, cluster):
 
 def test_panels_of_the_gradient():
     found = plan(4096, 28672, 8192, gradient=True)
-    assert found["panel_columns"] == 1024 and found["scratch_bytes"] <= 64 << 20
-    assert plan(64, 256, 96, gradient=True, kernel="panels")["panel_columns"] == 96
-    assert plan(64, 40, 96, gradient=True, workspace=64, kernel="panels")["panel_columns"] == 1
+    assert found["panel_lines"] == 1024 and found["scratch_bytes"] <= 64 << 20
+    assert plan(64, 256, 96, gradient=True, kernel="panels")["panel_lines"] == 96
+    assert plan(64, 40, 96, gradient=True, workspace=64, kernel="panels")["panel_lines"] == 1
 
 
 def test_forced():
@@ -186,7 +188,7 @@ def test_forced():
     assert plan(1)["kernel"] == "gemm_int8"
     _C.force_kernel("linear_int8", "gemv_int8")
     assert plan(64)["launch"]["grid"][1] == 4
-    with pytest.raises(ValueError, match="M = 65, N = 4096, K = 4096 on sm_90: too many rows"):
+    with pytest.raises(ValueError, match="M = 65, N = 4096, K = 4096 of float16 on sm_90: gemv_int8: too many rows"):
         plan(65)
     _C.force_kernel("linear_int8_dgrad", "gemv_int8_dgrad")
     assert plan(33, gradient=True)["kernel"] == "gemv_int8_dgrad"
@@ -197,7 +199,7 @@ def test_forced():
     for refused in ({"K": 4104}, {"sm": 100}, {"dtype": F32}, {"x_alignment": 8}, {"tensor_maps": False}):
         with pytest.raises(ValueError, match="the kernel that was forced cannot multiply"):
             plan(40, **refused)
-    with pytest.raises(ValueError, match="no kernel 'gemm': expected gemv_int8"):
+    with pytest.raises(ValueError, match="no kernel 'gemm' of linear_int8: expected one of gemv_int8"):
         _C.force_kernel("linear_int8", "gemm")
     with pytest.raises(ValueError, match="too large for 32-bit indices"):
         plan(2**40)

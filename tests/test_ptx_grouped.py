@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(machine.nvcc() is None, reason="needs nvcc"),
     pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("gcc") is None, reason="needs gcc on x86-64"),
 ]
-GEMV, WIDE = 0, 1
+GEMV, WIDE = "gemv_4bit_grouped", "gemm_4bit_sm90_wide_grouped"
 # kernel, dtype, rows of each expert, N, K, blocksize, format, nested, bias: none, one group, several; K in parts, of
 # more tiles than wait at a time; tiles that end inside an expert, and behind the last one
 CASES = [
@@ -126,7 +126,9 @@ def test_more_experts_than_sort_by_expert_counts():
 
 def test_what_a_kernel_cannot_take_is_said():
     x, _, offs, packed, scales, _, _ = given(torch.bfloat16, [2, 3], 16, 96, 32, "nf4", False, False)
-    with pytest.raises(RuntimeError, match=r"gemv_4bit_grouped cannot multiply 7 rows with 2 experts \[16, 96\]"):
+    with pytest.raises(
+        RuntimeError, match=r"M = 7, N = 16, K = 96 of bfloat16 in blocks of 32, 2 experts on sm_90: gemv_4bit_grouped"
+    ):
         machine.Gpu(90, 2).grouped_linear_4bit(x, offs, packed, scales, None, 32, 0, 16, 96, GEMV)
     with pytest.raises(RuntimeError, match="needs code for sm_90"):
         machine.Gpu(80, 2).grouped_linear_4bit(x, offs, packed, scales, None, 32, 0, 16, 96, GEMV)

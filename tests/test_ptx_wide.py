@@ -181,10 +181,11 @@ def test_wide_keeps_columns_of_y_apart():
     x, wide = torch.randn(9, 128).to(BF16), torch.full((9, 256), 7.0, dtype=BF16)
     y = wide[:, :250]
     args, tensors = Gpu.weight(packed, scales, 64, 0, w.numel())
-    linear = ptx_gpu.Linear(args, x.data_ptr(), None, y.data_ptr(), 9, 250, 128, 128, 256, ptx_gpu.DTYPES[BF16])
+    sizes, one = (9, 250, 128, 128, 256), (None, 0, 0.0)
+    product = ptx_gpu.Product(args, x.data_ptr(), None, y.data_ptr(), *sizes, *one, ptx_gpu.DTYPES[BF16])
     chosen = ptx_gpu.ctypes.c_char_p()
     name = ptx_gpu.ctypes.byref(chosen)
-    Gpu(90, 4, 1).call("linear_4bit", linear, KERNEL.encode(), name, tensors=[*tensors, x, wide])
+    Gpu(90, 4, 1).call("product", product, b"linear_4bit", KERNEL.encode(), name, tensors=[*tensors, x, wide])
     assert error_ratio(y, x, w, None, False) < 1.1
     assert bool((wide[:, 250:] == 7).all())
 

@@ -472,12 +472,27 @@ def test_folders_of_the_c_core_go_one_way():
     assert not upwards(calls) and not upwards(includes)
     assert {name.partition("/")[0] for name in includes} == set(FOLDERS)
     assert not [path for path in (ROOT / "csrc").glob("*.[ch]")]
-    kernels = {name for name in calls if name.startswith("plan/") and "4bit" in name}
-    assert len(kernels) == 4 and not set().union(*(calls[name] for name in kernels))
+
+
+def test_kernels_of_the_plan_do_not_know_each_other():
+    """plan/choose.c alone knows all, each once; what several share is no kernel."""
+    calls = core_graph()
+    texts = {path.stem: read(path) for path in (ROOT / "csrc/plan").glob("*.c")}
+    kernels = {
+        name: re.findall(r"^const bsh_kernel (bsh_kernel_\w+) = ", text, re.MULTILINE) for name, text in texts.items()
+    }
+    files = {f"plan/{name}" for name, found in kernels.items() if found}
+    rows = re.findall(r"&(bsh_kernel_\w+)", texts["choose"])
+    assert sorted(rows) == sorted(one for found in kernels.values() for one in found) and len(rows) > 12
+    shared = {"plan/cards", "plan/dequantize", "plan/gemv", "plan/int8"}
+    for name in files:
+        others = set(rows) - set(kernels[name.partition("/")[2]])
+        assert not calls[name] - shared - {"core/status"}, name
+        assert not others & set(re.findall(r"bsh_kernel_\w+", texts[name.partition("/")[2]])), name
 
 
 @pytest.mark.parametrize(
-    "low, high", [("core/packed", "ops/ops"), ("plan/plan", "gpu/launch"), ("gpu/wide", "torch/gemm")]
+    "low, high", [("core/packed", "ops/ops"), ("plan/choose", "gpu/launch"), ("gpu/wide", "torch/gemm")]
 )
 def test_an_arrow_turned_around_is_found(low, high):
     calls = core_graph()

@@ -14,9 +14,8 @@ static inline int64_t min_i64(const int64_t a, const int64_t b) { return a < b ?
 static inline int64_t divide_up(const int64_t a, const int64_t b) { return a / b + (a % b != 0); }
 
 /* Rows [m, m + rows) of a product. */
-static inline bsh_linear_4bit_args rows_of(const bsh_linear_4bit_args *const args, const int64_t m,
-                                           const int64_t rows) {
-  bsh_linear_4bit_args part = *args;
+static inline bsh_product_args rows_of(const bsh_product_args *const args, const int64_t m, const int64_t rows) {
+  bsh_product_args part = *args;
   part.M = rows;
   part.x = (const char *)args->x + m * args->ldx * dtype_size(args->dtype);
   part.y = (char *)args->y + m * args->ldy * dtype_size(args->dtype);

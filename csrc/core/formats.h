@@ -5,7 +5,7 @@
 #ifndef BSH_CORE_FORMATS_H
 #define BSH_CORE_FORMATS_H
 
-typedef enum { BSH_NF4 = 0, BSH_FP4 = 1 } bsh_format;
+typedef enum { BSH_NF4 = 0, BSH_FP4 = 1, BSH_INT8 = 2 } bsh_format; /* BSH_INT8: codes are numbers, core/int8.h */
 
 /* Value of each of the 16 codes, for a block whose absmax is 1. */
 #define BSH_NF4_VALUES                                                                                                 \

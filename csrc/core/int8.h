@@ -44,6 +44,9 @@ typedef struct {
   bsh_dtype dtype;
 } bsh_dequantize_int8_args;
 
+/* Of a weight in int8. */
+static inline const int8_t *int8_codes(const bsh_weight *const weight) { return (const int8_t *)weight->packed; }
+
 /* Columns up to which a sum of products of codes, -128 among them, is an int32. */
 enum { BSH_INT8_MAX_K = 131071 };
 
@@ -66,17 +69,5 @@ typedef struct {
   int64_t M, N;
   bsh_dtype dtype;
 } bsh_scale_product_int8_args;
-
-/* y = x W^T + bias; `dgrad`: dx [M, K] = dy [M, N] W, no bias, no threshold. K is BSH_INT8_MAX_K at most. */
-typedef struct {
-  const void *x;        /* [M, K] of dtype (dgrad: dy [M, N]), rows ldx elements apart */
-  const int8_t *packed; /* [N, K] */
-  const float *absmax;  /* [N] */
-  const void *bias;     /* [N] of dtype, or NULL */
-  void *y;              /* [M, N] of dtype (dgrad: dx [M, K]) */
-  int64_t M, N, K, ldx;
-  float threshold;
-  bsh_dtype dtype;
-} bsh_linear_int8_args;
 
 #endif

@@ -26,12 +26,13 @@ typedef struct {
   const float *offset;        /* f32 [1] */
 } bsh_scales;
 
-/* A packed 4-bit tensor of n elements. packed: u8 [ceil(n / 2)], any alignment unless a kernel asks for more. */
+/* A packed tensor of n elements. 4 bits: packed u8 [ceil(n / 2)]. BSH_INT8: int8 [n], and its blocks are rows: absmax
+ * is f32 [N]. Any alignment unless a kernel asks for more. */
 typedef struct {
   const uint8_t *packed;
   bsh_scales scales;
   int64_t n;
-  int64_t blocksize; /* a power of two, 32 to 4096 */
+  int64_t blocksize; /* 4 bits: a power of two, 32 to 4096 */
   bsh_format format;
 } bsh_weight;
 
@@ -86,26 +87,24 @@ typedef struct {
 typedef enum { BSH_FORWARD, BSH_INPUT_GRADIENT } bsh_direction; /* y = x W^T + bias; dx = dy W */
 
 /* y[M, N] = x[M, K] W^T + bias. The input gradient: y[M, K] = x[M, N] W, where x is dy, y is dx and bias is NULL. x
- * rows are ldx apart, y rows ldy apart (elements); bias [N] or NULL; all of `dtype`. */
+ * rows are ldx apart, y rows ldy apart (elements); bias [N] or NULL; all of `dtype`.
+ *
+ * A stack: E weights [N, K], one after the other in `weight`, each with blocks and nested scales of its own. Rows
+ * [offs[e - 1], offs[e]) of x and y belong to expert e, rows from offs[E - 1] on to none: y is zero there. M is the
+ * number of all rows, bias [E, N] or NULL. */
 typedef struct {
-  bsh_weight weight; /* n = N * K */
+  bsh_weight weight; /* n = N * K, of a stack E * N * K */
   const void *x;
   const void *bias;
   void *y;
   int64_t M, N, K;
   int64_t ldx, ldy;
+  const int32_t *offs; /* [E] of a stack, ascending, none above M; else NULL */
+  int64_t E;           /* weights of a stack; 0: one weight */
+  float threshold;     /* of outliers in x, for BSH_INT8; 0: none */
   bsh_dtype dtype;
   bsh_direction direction;
-} bsh_linear_4bit_args;
-
-/* Products of a stack of E weights [N, K], one after the other in `rows.weight`, each with blocks and nested scales of
- * its own: rows [offs[e - 1], offs[e]) of x and y belong to expert e, rows from offs[E - 1] on to none: y is zero
- * there. rows.M is the number of all rows, rows.bias [E, N] or NULL. */
-typedef struct {
-  bsh_linear_4bit_args rows; /* weight.n = E * N * K */
-  const int32_t *offs;       /* [E], ascending, none above rows.M */
-  int64_t E;
-} bsh_grouped_linear_4bit_args;
+} bsh_product_args;
 
 /* The pairs of T tokens and the k experts of each, pair t k + i, in the order of their experts, those of one expert in
  * their own order. With `elsewhere` numbers from E on are those of experts elsewhere, whose pairs come behind all.

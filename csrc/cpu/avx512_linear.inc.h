@@ -25,7 +25,7 @@ ALWAYS_INLINE void decode_group(const uint8_t *const packed, const floats values
 static const int nibble_element[4] = {1, 0, 3, 2};
 
 /* Columns [k0, k0 + n) of x, M rows -> out[group][m][nibble][lane]. */
-static void permute_x(const bsh_linear_4bit_args *const args, const int64_t k0, const int64_t n, float *const out) {
+static void permute_x(const bsh_product_args *const args, const int64_t k0, const int64_t n, float *const out) {
   float natural[GROUP];
   const int64_t row_bytes = args->ldx * dtype_size(args->dtype);
   for (int64_t m = 0; m < args->M; m++)
@@ -53,7 +53,7 @@ ALWAYS_INLINE void add_lane_sums(const floats v[16], const int64_t n, float *con
 }
 
 /* One row of W times M rows of x over n columns: adds to sums[m]. */
-ALWAYS_INLINE void multiply_row(const bsh_linear_4bit_args *const args, const floats units, const int64_t begin,
+ALWAYS_INLINE void multiply_row(const bsh_product_args *const args, const floats units, const int64_t begin,
                                 const int64_t n, const float *x, float *const sums, const int M) {
   const int ways = M <= 4 ? 4 : M <= 8 ? 2 : 1; /* independent sums per row of x, to hide the latency of an FMA */
   const int shift = __builtin_ctzll((uint64_t)args->weight.blocksize);
@@ -89,7 +89,7 @@ ALWAYS_INLINE void multiply_row(const bsh_linear_4bit_args *const args, const fl
 #define EACH_M(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15) X(16)
 _Static_assert(BSH_CPU_SMALL_M == 16, "EACH_M lists every small M");
 
-static void multiply_row_any(const bsh_linear_4bit_args *const args, const floats units, const int64_t begin,
+static void multiply_row_any(const bsh_product_args *const args, const floats units, const int64_t begin,
                              const int64_t n, const float *const x, float *const sums) {
   switch (args->M) {
 #define CASE(M)                                                                                                        \
@@ -101,7 +101,7 @@ static void multiply_row_any(const bsh_linear_4bit_args *const args, const float
   }
 }
 
-static void linear_by_groups(const bsh_linear_4bit_args *const args, const int64_t row_begin, const int64_t row_end) {
+static void linear_by_groups(const bsh_product_args *const args, const int64_t row_begin, const int64_t row_end) {
   float x[X_BYTES / 4] __attribute__((aligned(64)));
   float sums[TILE_ROWS * BSH_CPU_SMALL_M];
   const floats units = v_read(format_values(args->weight.format));
@@ -177,7 +177,7 @@ ALWAYS_INLINE void load_nibbles(const uint8_t *const packed, __m512i codes[2]) {
 }
 
 /* Columns [k0, k0 + n) of some rows of x -> out[group][row][half][lane], in the order of load_nibbles. */
-static void arrange_x(const bsh_linear_4bit_args *const args, const tile rows, const int64_t k0, const int64_t n,
+static void arrange_x(const bsh_product_args *const args, const tile rows, const int64_t k0, const int64_t n,
                       uint16_t *const out) {
   int16_t element[2][32];
   for (int half = 0; half < 2; half++)
@@ -367,7 +367,7 @@ static void decode_quad(const quad *const q, const floats units, const bsh_forma
 }
 
 /* Rows [row, row + QUAD) of W times all of x, columns [k0, k0 + n): adds to sums. */
-static void add_quad(const bsh_linear_4bit_args *const args, workspace *const own, const int64_t row, const int64_t k0,
+static void add_quad(const bsh_product_args *const args, workspace *const own, const int64_t row, const int64_t k0,
                      const int64_t n, const int64_t ahead, float *const sums) {
   const floats units = v_read(format_values(args->weight.format));
   quad q = {.n_groups = n / GROUP, .ahead = ahead};
@@ -390,7 +390,7 @@ static void add_quad(const bsh_linear_4bit_args *const args, workspace *const ow
 }
 
 /* Adds bias, rounds, and writes the sums of n_rows rows of W. */
-static void store_sums(const bsh_linear_4bit_args *const args, const int64_t row0, const int64_t n_rows,
+static void store_sums(const bsh_product_args *const args, const int64_t row0, const int64_t n_rows,
                        const float *const sums) {
   const int64_t quad_sums = QUAD * args->M;
   for (int64_t m = 0; m < args->M; m++)
@@ -406,7 +406,7 @@ static void store_sums(const bsh_linear_4bit_args *const args, const int64_t row
 }
 
 /* Chunks of columns within blocks of rows: x is brought into order once for each. */
-static void linear_bf16(const bsh_linear_4bit_args *const args, const int64_t row_begin, const int64_t row_end) {
+static void linear_bf16(const bsh_product_args *const args, const int64_t row_begin, const int64_t row_end) {
   workspace own __attribute__((aligned(64)));
   split_units(&args->weight.scales, own.unit_bytes);
   const int64_t step = min_i64(X_ELEMENTS / args->M / GROUP * GROUP, W_COLUMNS);
@@ -431,7 +431,7 @@ static void linear_bf16(const bsh_linear_4bit_args *const args, const int64_t ro
   }
 }
 
-static void linear_avx512(const bsh_linear_4bit_args *const args, const int64_t row_begin, const int64_t row_end) {
+static void linear_avx512(const bsh_product_args *const args, const int64_t row_begin, const int64_t row_end) {
   if (has_whole_groups(&args->weight, args->K) && args->dtype == BSH_BF16 && bsh_cpu_fast_bf16())
     linear_bf16(args, row_begin, row_end);
   else if (has_whole_groups(&args->weight, args->K)) linear_by_groups(args, row_begin, row_end);
@@ -441,7 +441,7 @@ static void linear_avx512(const bsh_linear_4bit_args *const args, const int64_t 
 enum { DGRAD_ROWS = 4, DGRAD_FLOATS = 8192 };
 
 /* Rows [row, row + n_rows) of W, columns [k0, k0 + n), times dy, into sums[group][m][nibble][lane]. */
-ALWAYS_INLINE void add_weight_rows(const bsh_linear_4bit_args *const args, const int64_t row, const int n_rows,
+ALWAYS_INLINE void add_weight_rows(const bsh_product_args *const args, const int64_t row, const int n_rows,
                                    const int64_t k0, const int64_t n, float *sums) {
   float dy[DGRAD_ROWS][BSH_CPU_SMALL_M], buffers[DGRAD_ROWS][SCALES];
   const float *scales[DGRAD_ROWS];
@@ -472,8 +472,7 @@ ALWAYS_INLINE void add_weight_rows(const bsh_linear_4bit_args *const args, const
   }
 }
 
-static void store_dx(const bsh_linear_4bit_args *const args, const int64_t k0, const int64_t n,
-                     const float *const sums) {
+static void store_dx(const bsh_product_args *const args, const int64_t k0, const int64_t n, const float *const sums) {
   float natural[GROUP];
   for (int64_t group = 0; group < n / GROUP; group++)
     for (int64_t m = 0; m < args->M; m++) {
@@ -485,7 +484,7 @@ static void store_dx(const bsh_linear_4bit_args *const args, const int64_t k0, c
     }
 }
 
-static void dgrad_avx512(const bsh_linear_4bit_args *const args, const int64_t column_begin, const int64_t column_end) {
+static void dgrad_avx512(const bsh_product_args *const args, const int64_t column_begin, const int64_t column_end) {
   if (!has_whole_groups(&args->weight, args->K)) {
     dgrad_by_tiles(args, column_begin, column_end);
     return;

@@ -38,10 +38,13 @@ bsh_status bsh_cpu_dequantize_blockwise(const bsh_dequantize_blockwise_args *arg
 
 /* M up to 16 decodes as it multiplies and allocates nothing. Larger M goes through panels of W and `gemm`, with at most
  * 60 MiB of workspace (cpu/linear.c). */
-bsh_status bsh_cpu_linear_4bit(const bsh_linear_4bit_args *args, const bsh_cpu_gemm *gemm);
+bsh_status bsh_cpu_linear_4bit(const bsh_product_args *args, const bsh_cpu_gemm *gemm);
 
 /* The same for a stack of weights. BSH_BAD_VALUE where offs do not ascend, or end beyond the rows. */
-bsh_status bsh_cpu_grouped_linear_4bit(const bsh_grouped_linear_4bit_args *args, const bsh_cpu_gemm *gemm);
+bsh_status bsh_cpu_grouped_linear_4bit(const bsh_product_args *args, const bsh_cpu_gemm *gemm);
+
+/* Any product, by one of these or of cpu/int8.h. No size is zero but the terms of a 4-bit sum. */
+bsh_status bsh_cpu_product(const bsh_product_args *args, const bsh_cpu_gemm *gemm);
 
 /* Pairs of tokens and experts. BSH_BAD_VALUE where `back` is no place of a row of y. */
 bsh_status bsh_cpu_sort_by_expert(const bsh_sort_by_expert_args *args);
@@ -76,9 +79,9 @@ enum { BSH_CPU_SMALL_M = 16 }; /* rows of x up to which linear_4bit decodes in r
 
 /* A product of few rows in units that any thread may take: how many there are, how many of M rows each make a task
  * worth a thread, and the product of units [begin, end). */
-int64_t bsh_cpu_small_units(const bsh_linear_4bit_args *args);
-int64_t bsh_cpu_small_grain(const bsh_linear_4bit_args *args, int64_t M);
-void bsh_cpu_multiply_small(const bsh_linear_4bit_args *args, int64_t begin, int64_t end);
+int64_t bsh_cpu_small_units(const bsh_product_args *args);
+int64_t bsh_cpu_small_grain(const bsh_product_args *args, int64_t M);
+void bsh_cpu_multiply_small(const bsh_product_args *args, int64_t begin, int64_t end);
 
 /* A run [begin, end) of the flattened W, decoded to out[0 ...]. Each value is rounded to `dtype`; with `wide` it is
  * then stored as fp32. `stream`: out is large and not read soon, bypass the cache. */
@@ -123,8 +126,8 @@ typedef struct {
   void (*decode_4bit)(const bsh_decode_run *run);
   void (*quantize_blockwise)(const bsh_quantize_blockwise_args *args, int64_t block_begin, int64_t block_end);
   void (*dequantize_blockwise)(const bsh_dequantize_blockwise_args *args, int64_t begin, int64_t end);
-  void (*linear_4bit)(const bsh_linear_4bit_args *args, int64_t row_begin, int64_t row_end); /* M <= BSH_CPU_SMALL_M */
-  void (*linear_4bit_dgrad)(const bsh_linear_4bit_args *args, int64_t column_begin, int64_t column_end); /* same */
+  void (*linear_4bit)(const bsh_product_args *args, int64_t row_begin, int64_t row_end); /* M <= BSH_CPU_SMALL_M */
+  void (*linear_4bit_dgrad)(const bsh_product_args *args, int64_t column_begin, int64_t column_end); /* same */
   void (*to_f32)(const void *x, bsh_dtype dtype, float *out, int64_t n);
   void (*from_f32)(const float *x, bsh_dtype dtype, void *out, int64_t n);
   const bsh_cpu_optimizers *optimizers;

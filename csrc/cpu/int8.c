@@ -138,7 +138,7 @@ static void multiply_small(const int64_t begin, const int64_t end, void *const c
 }
 
 static void multiply_small_dgrad(const int64_t begin, const int64_t end, void *const ctx) {
-  const bsh_linear_int8_args *const args = ctx;
+  const bsh_product_args *const args = ctx;
   kernels()->linear_dgrad(args, begin * SMALL_STEP, min_i64(end * SMALL_STEP, args->K));
 }
 
@@ -148,7 +148,7 @@ static int64_t small_grain(const int64_t products) { return divide_up(1 << 16, p
 /* ---- a layer: many rows --------------------------------------------------------------------------------------- */
 
 typedef struct {
-  const bsh_linear_int8_args *args;
+  const bsh_product_args *args;
   float *absmax;     /* [M] of rows of x */
   uint8_t *outliers; /* [K], NULL where there is no threshold */
   int64_t *columns;  /* [n_columns]: the outlier columns */
@@ -168,7 +168,7 @@ static void find_absmax(const int64_t begin, const int64_t end, void *const ctx)
 
 static void encode_chunk(const int64_t begin, const int64_t end, void *const ctx) {
   const product *const p = ctx;
-  const bsh_linear_int8_args *const args = p->args;
+  const bsh_product_args *const args = p->args;
   for (int64_t m = begin; m < end; m++) {
     const void *const x = row_of(args->x, args->dtype, args->ldx, p->m0 + m);
     int8_t *const codes = p->codes + m * args->K;
@@ -191,29 +191,29 @@ static void decode_columns(const product *const p, const int64_t n0, const int64
   memset(w, 0, (size_t)(p->n_columns * TILE_N) * sizeof(float));
   for (int64_t i = 0; i < p->n_columns; i++)
     for (int64_t j = 0; j < n; j++) {
-      const float code = (float)p->args->packed[(n0 + j) * p->args->K + p->columns[i]];
-      w[i * TILE_N + j] = code * p->args->absmax[n0 + j] * BSH_INT8_UNIT;
+      const float code = (float)int8_codes(&p->args->weight)[(n0 + j) * p->args->K + p->columns[i]];
+      w[i * TILE_N + j] = code * p->args->weight.scales.absmax[n0 + j] * BSH_INT8_UNIT;
     }
 }
 
 static void finish_row(const product *const p, const workspace *const own, const int64_t m, const int64_t tile_row,
                        const int64_t n0, const int64_t n) {
-  const bsh_linear_int8_args *const args = p->args;
+  const bsh_product_args *const args = p->args;
   const int64_t size = dtype_size(args->dtype);
   float sum[TILE_N];
   if (p->n_columns > 0) kernels()->columns(p->x + m * p->n_columns, own->w, p->n_columns, sum);
-  kernels()->scale(own->sums + tile_row * TILE_N, p->absmax[p->m0 + m], args->absmax + n0,
+  kernels()->scale(own->sums + tile_row * TILE_N, p->absmax[p->m0 + m], args->weight.scales.absmax + n0,
                    args->bias != NULL ? (const char *)args->bias + n0 * size : NULL, p->n_columns > 0 ? sum : NULL, n,
                    args->dtype, (char *)args->y + ((p->m0 + m) * args->N + n0) * size);
 }
 
 static void multiply_panel(const product *const p, const workspace *const own, const int64_t n0) {
-  const bsh_linear_int8_args *const args = p->args;
+  const bsh_product_args *const args = p->args;
   const int64_t n = min_i64(panel_rows(args->N), args->N - n0);
   decode_columns(p, n0, n, own->w);
   for (int64_t m = 0; m < p->m_n; m += TILE_M) {
     const bsh_product_int8_args tile = {.a = p->codes + m * args->K,
-                                        .b = args->packed + n0 * args->K,
+                                        .b = int8_codes(&args->weight) + n0 * args->K,
                                         .sums = own->sums,
                                         .M = min_i64(TILE_M, p->m_n - m),
                                         .N = n,
@@ -265,7 +265,7 @@ static int64_t rows_of_chunk(const int64_t M, const int64_t K) {
   return min_i64(M, rows < TILE_M ? TILE_M : rows);
 }
 
-static bsh_status multiply_many(const bsh_linear_int8_args *const args) {
+static bsh_status multiply_many(const bsh_product_args *const args) {
   const bool marks = args->threshold > 0.0f;
   const int64_t n_bytes = args->M * (int64_t)sizeof(float) + (marks ? args->K * ((int64_t)sizeof(int64_t) + 1) : 0);
   int64_t *const memory = allocate(n_bytes);
@@ -285,18 +285,18 @@ static bsh_status multiply_many(const bsh_linear_int8_args *const args) {
 enum { GROUP = BSH_INT8_DGRAD_GROUP };
 
 typedef struct {
-  bsh_linear_int8_args args; /* of a chunk of rows */
-  float *dy;                 /* [groups, N, GROUP], as dgrad_panel takes it */
+  bsh_product_args args; /* of a chunk of rows */
+  float *dy;             /* [groups, N, GROUP], as dgrad_panel takes it */
   bool out_of_memory;
 } gradient;
 
 static void scale_groups(const int64_t begin, const int64_t end, void *const ctx) {
   const gradient *const p = ctx;
-  const bsh_linear_int8_args *const args = &p->args;
+  const bsh_product_args *const args = &p->args;
   for (int64_t group = begin; group < end; group++) {
     float *const out = p->dy + group * args->N * GROUP;
     for (int64_t n = 0; n < args->N; n++) {
-      const float unit = args->absmax[n] * BSH_INT8_UNIT;
+      const float unit = args->weight.scales.absmax[n] * BSH_INT8_UNIT;
       for (int64_t m = 0; m < GROUP; m++) {
         const int64_t row = group * GROUP + m;
         out[n * GROUP + m] = row < args->M ? load_f32(args->x, args->dtype, row * args->ldx + n) * unit : 0.0f;
@@ -320,15 +320,15 @@ static void run_dgrad_panels(const int64_t begin, const int64_t end, void *const
 }
 
 /* Rows [m, m + rows) of a product. */
-static bsh_linear_int8_args dgrad_rows(const bsh_linear_int8_args *const args, const int64_t m, const int64_t rows) {
-  bsh_linear_int8_args part = *args;
+static bsh_product_args dgrad_rows(const bsh_product_args *const args, const int64_t m, const int64_t rows) {
+  bsh_product_args part = *args;
   part.M = min_i64(rows, args->M - m);
   part.x = row_of(args->x, args->dtype, args->ldx, m);
   part.y = (char *)args->y + m * args->K * dtype_size(args->dtype);
   return part;
 }
 
-static bsh_status multiply_many_dgrad(const bsh_linear_int8_args *const args) {
+static bsh_status multiply_many_dgrad(const bsh_product_args *const args) {
   const int64_t most = CHUNK_BYTES / (args->N * (int64_t)sizeof(float)) / GROUP * GROUP;
   const int64_t rows = min_i64(most < GROUP ? GROUP : most, BSH_INT8_DGRAD_ROWS);
   const int64_t n_bytes = divide_up(min_i64(rows, args->M), GROUP) * GROUP * args->N * (int64_t)sizeof(float);
@@ -346,16 +346,16 @@ static bsh_status multiply_many_dgrad(const bsh_linear_int8_args *const args) {
 
 /* ---- the ops -------------------------------------------------------------------------------------------------- */
 
-bsh_status bsh_cpu_linear_int8(const bsh_linear_int8_args *const args) {
+bsh_status bsh_cpu_linear_int8(const bsh_product_args *const args) {
   if (args->M > BSH_INT8_FEW) return multiply_many(args);
-  bsh_linear_int8_args copy = *args;
+  bsh_product_args copy = *args;
   bsh_parallel_for(0, args->N, small_grain(args->M * args->K), multiply_small, &copy);
   return BSH_OK;
 }
 
-bsh_status bsh_cpu_linear_int8_dgrad(const bsh_linear_int8_args *const args) {
+bsh_status bsh_cpu_linear_int8_dgrad(const bsh_product_args *const args) {
   if (args->M > BSH_INT8_FEW_DY) return multiply_many_dgrad(args);
-  bsh_linear_int8_args copy = *args;
+  bsh_product_args copy = *args;
   bsh_parallel_for(0, divide_up(args->K, SMALL_STEP), small_grain(args->M * args->N * SMALL_STEP), multiply_small_dgrad,
                    &copy);
   return BSH_OK;

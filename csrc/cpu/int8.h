@@ -15,8 +15,8 @@ bsh_status bsh_cpu_scale_product_int8(const bsh_scale_product_int8_args *args);
 
 /* Up to BSH_INT8_FEW rows x is multiplied as it is, and nothing is allocated; more rows are coded. dy is never coded:
  * up to BSH_INT8_FEW_DY rows nothing is allocated. */
-bsh_status bsh_cpu_linear_int8(const bsh_linear_int8_args *args);
-bsh_status bsh_cpu_linear_int8_dgrad(const bsh_linear_int8_args *args);
+bsh_status bsh_cpu_linear_int8(const bsh_product_args *args);
+bsh_status bsh_cpu_linear_int8_dgrad(const bsh_product_args *args);
 
 /* ---- below: for csrc/cpu and tests ---------------------------------------------------------------------------------
  */
@@ -47,11 +47,11 @@ typedef struct {
   /* sum[j] = sum over i of x[i] w[i * BSH_INT8_PANEL + j], j < BSH_INT8_PANEL: outlier columns of a row of x. */
   void (*columns)(const float *x, const float *w, int64_t n, float *sum);
   /* Columns of y, or of dx, for few rows. */
-  void (*linear)(const bsh_linear_int8_args *args, int64_t n_begin, int64_t n_end);
-  void (*linear_dgrad)(const bsh_linear_int8_args *args, int64_t k_begin, int64_t k_end);
+  void (*linear)(const bsh_product_args *args, int64_t n_begin, int64_t n_end);
+  void (*linear_dgrad)(const bsh_product_args *args, int64_t k_begin, int64_t k_end);
   /* Columns [k0, k0 + n) of dx, n <= BSH_INT8_COLUMNS, M <= BSH_INT8_DGRAD_ROWS. dy[g][row][m], m <
    * BSH_INT8_DGRAD_GROUP: row m of group g of dy, zero behind the last one, times absmax[row] / 127. */
-  void (*dgrad_panel)(const bsh_linear_int8_args *args, const float *dy, int64_t k0, int64_t n, void *scratch);
+  void (*dgrad_panel)(const bsh_product_args *args, const float *dy, int64_t k0, int64_t n, void *scratch);
 } bsh_cpu_int8_kernels;
 
 extern const bsh_cpu_int8_kernels bsh_cpu_scalar_int8;

@@ -107,7 +107,7 @@ static void columns_lanes(const float *const x, const float *const w, const int6
 enum { X_FLOATS = 8192, BLOCK = 64 }; /* a chunk of x stays in the first-level cache while BLOCK rows of W pass */
 
 /* Columns [k0, k0 + n) of x -> fp32, `rows` rows `padded` apart; zeros behind the n columns and the M rows. */
-static void convert_chunk(const bsh_linear_int8_args *const args, const int64_t k0, const int64_t n, const int64_t rows,
+static void convert_chunk(const bsh_product_args *const args, const int64_t k0, const int64_t n, const int64_t rows,
                           const int64_t padded, float *const out) {
   memset(out, 0, (size_t)(rows * padded) * sizeof(float));
   for (int64_t m = 0; m < args->M; m++)
@@ -172,17 +172,17 @@ static void multiply_rows(const int8_t *const codes, const int64_t K, const int6
     tiles[M](codes + r * K, K, n, x, padded, sums + r, min_i64(at_once, rows - r));
 }
 
-static void store_block(const bsh_linear_int8_args *const args, const int64_t n0, const int64_t rows,
+static void store_block(const bsh_product_args *const args, const int64_t n0, const int64_t rows,
                         float (*const sums)[BSH_INT8_FEW]) {
   for (int64_t r = 0; r < rows; r++) {
-    const float unit = args->absmax[n0 + r] * BSH_INT8_UNIT;
+    const float unit = args->weight.scales.absmax[n0 + r] * BSH_INT8_UNIT;
     const float bias = args->bias ? load_f32(args->bias, args->dtype, n0 + r) : 0.0f;
     for (int64_t m = 0; m < args->M; m++)
       store_f32(args->y, args->dtype, m * args->N + n0 + r, sums[r][m] * unit + bias);
   }
 }
 
-static void linear_lanes(const bsh_linear_int8_args *const args, const int64_t n_begin, const int64_t n_end) {
+static void linear_lanes(const bsh_product_args *const args, const int64_t n_begin, const int64_t n_end) {
   float x[X_FLOATS] __attribute__((aligned(64))); /* loads across two lines take twice as long */
   const int64_t K = args->K, M = args->M <= 2 ? args->M : 4;
   const int64_t step = min_i64(X_FLOATS / M / 16 * 16, divide_up(K, 16) * 16);
@@ -192,7 +192,7 @@ static void linear_lanes(const bsh_linear_int8_args *const args, const int64_t n
     for (int64_t k0 = 0; k0 < K; k0 += step) {
       const int64_t n = min_i64(step, K - k0);
       if (n0 == n_begin || step < K) convert_chunk(args, k0, n, M, step, x);
-      multiply_rows(args->packed + n0 * K + k0, K, n, x, step, sums, rows, M);
+      multiply_rows(int8_codes(&args->weight) + n0 * K + k0, K, n, x, step, sums, rows, M);
     }
     store_block(args, n0, rows, sums);
   }

@@ -36,7 +36,7 @@ static void add_ragged(const int8_t *const codes, const int64_t K, const int64_t
   add_tile(padded, COLUMNS, divide_up(n, LANES) * LANES, M, scales, sums);
 }
 
-static void linear_dgrad_lanes(const bsh_linear_int8_args *const args, const int64_t k_begin, const int64_t k_end) {
+static void linear_dgrad_lanes(const bsh_product_args *const args, const int64_t k_begin, const int64_t k_end) {
   float sums[BSH_INT8_FEW_DY][COLUMNS] __attribute__((aligned(64)));
   for (int64_t k0 = k_begin; k0 < k_end; k0 += COLUMNS) {
     const int64_t n = min_i64(COLUMNS, k_end - k0);
@@ -46,9 +46,9 @@ static void linear_dgrad_lanes(const bsh_linear_int8_args *const args, const int
       float scales[BSH_INT8_FEW_DY][ROWS] = {0};
       for (int64_t m = 0; m < args->M; m++)
         for (int64_t r = 0; r < rows; r++)
-          scales[m][r] =
-              load_f32(args->x, args->dtype, m * args->ldx + row + r) * (args->absmax[row + r] * BSH_INT8_UNIT);
-      const int8_t *const codes = args->packed + row * args->K + k0;
+          scales[m][r] = load_f32(args->x, args->dtype, m * args->ldx + row + r) *
+                         (args->weight.scales.absmax[row + r] * BSH_INT8_UNIT);
+      const int8_t *const codes = int8_codes(&args->weight) + row * args->K + k0;
       if (rows == ROWS && n % LANES == 0) add_tile(codes, args->K, n, args->M, scales, sums);
       else add_ragged(codes, args->K, n, rows, args->M, scales, sums);
     }
@@ -71,10 +71,10 @@ _Static_assert(sizeof(panel_scratch) <= BSH_INT8_SCRATCH, "the scratch memory of
 _Static_assert(BSH_INT8_DGRAD_GROUP % EACH_DY == 0 && BSH_INT8_COLUMNS % (WIDE * LANES) == 0, "whole tiles");
 
 /* Columns [k0, k0 + n) of `rows` rows of W from row0 on, zeros behind them. */
-static void decode_panel(const bsh_linear_int8_args *const args, const int64_t k0, const int64_t n, const int64_t row0,
+static void decode_panel(const bsh_product_args *const args, const int64_t k0, const int64_t n, const int64_t row0,
                          const int64_t rows, panel_scratch *const own) {
   for (int64_t r = 0; r < rows; r++) {
-    const int8_t *codes = args->packed + (row0 + r) * args->K + k0;
+    const int8_t *codes = int8_codes(&args->weight) + (row0 + r) * args->K + k0;
     int8_t padded[BSH_INT8_COLUMNS] = {0};
     if (row0 + r + 8 < args->N) __builtin_prefetch(codes + 8 * args->K); /* no hardware follows pieces of rows */
     if (n < BSH_INT8_COLUMNS) codes = memcpy(padded, codes, (size_t)n);
@@ -110,7 +110,7 @@ static void add_groups(const float *const dy, const int64_t N, const int64_t row
                   (float (*)[BSH_INT8_COLUMNS])(own->sums[group * BSH_INT8_DGRAD_GROUP + m] + k));
 }
 
-static void dgrad_panel_lanes(const bsh_linear_int8_args *const args, const float *const dy, const int64_t k0,
+static void dgrad_panel_lanes(const bsh_product_args *const args, const float *const dy, const int64_t k0,
                               const int64_t n, void *const scratch) {
   panel_scratch *const own = scratch;
   memset(own->sums, 0, sizeof own->sums);

@@ -25,16 +25,16 @@ enum { PANEL_BYTES = 2 << 20, CHUNK_BYTES = 12 << 20, WORKERS = 16, MIN_PANEL = 
 enum { SMALL_STEP = 64 }; /* columns a thread owns come in groups of this many */
 
 /* Rows of W forward, groups of SMALL_STEP columns for the gradient. */
-int64_t bsh_cpu_small_units(const bsh_linear_4bit_args *const args) {
+int64_t bsh_cpu_small_units(const bsh_product_args *const args) {
   return args->direction == BSH_FORWARD ? args->N : divide_up(args->K, SMALL_STEP);
 }
 
 /* At least 2^16 multiplications. */
-int64_t bsh_cpu_small_grain(const bsh_linear_4bit_args *const args, const int64_t M) {
+int64_t bsh_cpu_small_grain(const bsh_product_args *const args, const int64_t M) {
   return divide_up(1 << 16, M * (args->direction == BSH_FORWARD ? args->K : args->N * SMALL_STEP) + 1);
 }
 
-void bsh_cpu_multiply_small(const bsh_linear_4bit_args *const args, const int64_t begin, const int64_t end) {
+void bsh_cpu_multiply_small(const bsh_product_args *const args, const int64_t begin, const int64_t end) {
   if (args->direction == BSH_FORWARD) bsh_cpu()->linear_4bit(args, begin, end);
   else bsh_cpu()->linear_4bit_dgrad(args, begin * SMALL_STEP, min_i64(end * SMALL_STEP, args->K));
 }
@@ -236,7 +236,7 @@ static bsh_status run_product(product *const p) {
 }
 
 /* An empty inner sum: y = bias, or zero. */
-static void fill_with_bias(const bsh_linear_4bit_args *const args, const int64_t columns) {
+static void fill_with_bias(const bsh_product_args *const args, const int64_t columns) {
   for (int64_t i = 0; i < args->M; i++)
     for (int64_t j = 0; j < columns; j++)
       store_f32(args->y, args->dtype, i * args->ldy + j, args->bias ? load_f32(args->bias, args->dtype, j) : 0.0f);
@@ -244,13 +244,13 @@ static void fill_with_bias(const bsh_linear_4bit_args *const args, const int64_t
 
 /* ---- the op --------------------------------------------------------------------------------------------------- */
 
-bsh_status bsh_cpu_linear_4bit(const bsh_linear_4bit_args *const args, const bsh_cpu_gemm *const gemm) {
+bsh_status bsh_cpu_linear_4bit(const bsh_product_args *const args, const bsh_cpu_gemm *const gemm) {
   const bool forward = args->direction == BSH_FORWARD;
   const int64_t M = args->M, inner = forward ? args->K : args->N, outer = forward ? args->N : args->K;
   if (inner == 0) fill_with_bias(args, outer);
   if (M == 0 || inner == 0 || outer == 0) return BSH_OK;
   if (M <= BSH_CPU_SMALL_M) {
-    bsh_linear_4bit_args copy = *args;
+    bsh_product_args copy = *args;
     bsh_parallel_for(0, bsh_cpu_small_units(args), bsh_cpu_small_grain(args, M), multiply_small, &copy);
     return BSH_OK;
   }

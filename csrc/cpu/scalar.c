@@ -85,7 +85,7 @@ static void decode_tile(const bsh_weight *const weight, const bsh_dtype dtype, c
       &(bsh_decode_run){.weight = weight, .out = tile, .begin = begin, .end = begin + n, .dtype = dtype, .wide = true});
 }
 
-static void linear_4bit_scalar(const bsh_linear_4bit_args *const args, const int64_t row_begin, const int64_t row_end) {
+static void linear_4bit_scalar(const bsh_product_args *const args, const int64_t row_begin, const int64_t row_end) {
   float tile[TILE];
   for (int64_t row = row_begin; row < row_end; row++) {
     double sums[BSH_CPU_SMALL_M] = {0};
@@ -101,7 +101,7 @@ static void linear_4bit_scalar(const bsh_linear_4bit_args *const args, const int
   }
 }
 
-static void linear_4bit_dgrad_scalar(const bsh_linear_4bit_args *const args, const int64_t column_begin,
+static void linear_4bit_dgrad_scalar(const bsh_product_args *const args, const int64_t column_begin,
                                      const int64_t column_end) {
   float tile[TILE];
   for (int64_t k0 = column_begin; k0 < column_end; k0 += TILE) {

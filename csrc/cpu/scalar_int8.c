@@ -59,10 +59,10 @@ static void columns_scalar(const float *const x, const float *const w, const int
     for (int64_t j = 0; j < BSH_INT8_PANEL; j++) sum[j] += x[i] * w[i * BSH_INT8_PANEL + j];
 }
 
-static void linear_scalar(const bsh_linear_int8_args *const args, const int64_t n_begin, const int64_t n_end) {
+static void linear_scalar(const bsh_product_args *const args, const int64_t n_begin, const int64_t n_end) {
   for (int64_t n = n_begin; n < n_end; n++) {
-    const int8_t *const codes = args->packed + n * args->K;
-    const double unit = (double)(args->absmax[n] * BSH_INT8_UNIT);
+    const int8_t *const codes = int8_codes(&args->weight) + n * args->K;
+    const double unit = (double)(args->weight.scales.absmax[n] * BSH_INT8_UNIT);
     const double bias = args->bias ? (double)load_f32(args->bias, args->dtype, n) : 0.0;
     for (int64_t m = 0; m < args->M; m++) {
       double sum = 0.0;
@@ -73,15 +73,16 @@ static void linear_scalar(const bsh_linear_int8_args *const args, const int64_t 
   }
 }
 
-static void linear_dgrad_scalar(const bsh_linear_int8_args *const args, const int64_t k_begin, const int64_t k_end) {
+static void linear_dgrad_scalar(const bsh_product_args *const args, const int64_t k_begin, const int64_t k_end) {
   enum { TILE = 256 };
   for (int64_t k0 = k_begin; k0 < k_end; k0 += TILE) {
     const int64_t columns = min_i64(TILE, k_end - k0);
     for (int64_t m = 0; m < args->M; m++) {
       float sums[TILE] = {0};
       for (int64_t n = 0; n < args->N; n++) {
-        const float dy = load_f32(args->x, args->dtype, m * args->ldx + n) * (args->absmax[n] * BSH_INT8_UNIT);
-        const int8_t *const codes = args->packed + n * args->K + k0;
+        const float dy =
+            load_f32(args->x, args->dtype, m * args->ldx + n) * (args->weight.scales.absmax[n] * BSH_INT8_UNIT);
+        const int8_t *const codes = int8_codes(&args->weight) + n * args->K + k0;
         for (int64_t k = 0; k < columns; k++) sums[k] += dy * (float)codes[k];
       }
       for (int64_t k = 0; k < columns; k++) store_f32(args->y, args->dtype, m * args->K + k0 + k, sums[k]);
@@ -89,7 +90,7 @@ static void linear_dgrad_scalar(const bsh_linear_int8_args *const args, const in
   }
 }
 
-static void dgrad_panel_scalar(const bsh_linear_int8_args *const args, const float *const dy, const int64_t k0,
+static void dgrad_panel_scalar(const bsh_product_args *const args, const float *const dy, const int64_t k0,
                                const int64_t n, void *const scratch) {
   enum { GROUP = BSH_INT8_DGRAD_GROUP };
   (void)scratch;
@@ -97,7 +98,8 @@ static void dgrad_panel_scalar(const bsh_linear_int8_args *const args, const flo
     float sums[BSH_INT8_COLUMNS] = {0};
     for (int64_t row = 0; row < args->N; row++)
       for (int64_t k = 0; k < n; k++)
-        sums[k] += dy[(m / GROUP * args->N + row) * GROUP + m % GROUP] * (float)args->packed[row * args->K + k0 + k];
+        sums[k] += dy[(m / GROUP * args->N + row) * GROUP + m % GROUP] *
+                   (float)int8_codes(&args->weight)[row * args->K + k0 + k];
     for (int64_t k = 0; k < n; k++) store_f32(args->y, args->dtype, m * args->K + k0 + k, sums[k]);
   }
 }

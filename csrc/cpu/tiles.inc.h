@@ -36,7 +36,7 @@ static void decode_tile(const bsh_weight *const weight, const bsh_dtype dtype, c
 }
 
 /* Adds bias, rounds, and writes sums[r * M + m] to y[m, row0 + r]. */
-static void store_rows(const bsh_linear_4bit_args *const args, const int64_t row0, const int64_t n_rows,
+static void store_rows(const bsh_product_args *const args, const int64_t row0, const int64_t n_rows,
                        const float *const sums) {
   for (int64_t r = 0; r < n_rows; r++) {
     const float bias = args->bias ? load_f32(args->bias, args->dtype, row0 + r) : 0.0f;
@@ -45,7 +45,7 @@ static void store_rows(const bsh_linear_4bit_args *const args, const int64_t row
   }
 }
 
-static void linear_by_tiles(const bsh_linear_4bit_args *const args, const int64_t row_begin, const int64_t row_end) {
+static void linear_by_tiles(const bsh_product_args *const args, const int64_t row_begin, const int64_t row_end) {
   float x[BSH_CPU_SMALL_M][TILE_K], w[TILE_K], sums[TILE_ROWS * BSH_CPU_SMALL_M];
   for (int64_t row0 = row_begin; row0 < row_end; row0 += TILE_ROWS) {
     const int64_t n_rows = min_i64(TILE_ROWS, row_end - row0);
@@ -63,8 +63,7 @@ static void linear_by_tiles(const bsh_linear_4bit_args *const args, const int64_
   }
 }
 
-static void dgrad_by_tiles(const bsh_linear_4bit_args *const args, const int64_t column_begin,
-                           const int64_t column_end) {
+static void dgrad_by_tiles(const bsh_product_args *const args, const int64_t column_begin, const int64_t column_end) {
   float sums[BSH_CPU_SMALL_M][TILE_K], w[TILE_K];
   for (int64_t k0 = column_begin; k0 < column_end; k0 += TILE_K) {
     const int64_t n = min_i64(TILE_K, column_end - k0);

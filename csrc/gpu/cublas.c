@@ -4,7 +4,7 @@
 #include <pthread.h>
 #include <string.h>
 
-#include "plan/plan.h"
+#include "plan/product.h"
 #include "torch/abi.h"
 
 /* Values of cublasLt.h and library_types.h. */

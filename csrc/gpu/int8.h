@@ -9,6 +9,7 @@
 
 #include "core/int8.h"
 #include "core/status.h"
+#include "cuda/int8.h"
 #include "gpu/driver.h"
 
 bsh_status bsh_cuda_quantize_int8(const bsh_quantize_int8_args *args, const bsh_cuda_context *context);
@@ -21,8 +22,20 @@ bsh_status bsh_cuda_dequantize_int8(const bsh_dequantize_int8_args *args, const 
 bsh_status bsh_cuda_product_int8(const bsh_product_int8_args *args, const bsh_cuda_context *context);
 bsh_status bsh_cuda_scale_product_int8(const bsh_scale_product_int8_args *args, const bsh_cuda_context *context);
 
-/* y = x W^T + bias; K may be 0. With `dgrad`: dx = dy W, where args->x is dy [M, N] and args->y is dx [M, K]; N may be
- * 0. */
-bsh_status bsh_cuda_linear_int8(const bsh_linear_int8_args *args, bool dgrad, const bsh_cuda_context *context);
+/* ---- below: for gpu/ -------------------------------------------------------------------------------------------- */
+
+/* Codes of rows. claims: instead of flags, or NULL; shares: as in bsh_int8_rows_args. */
+bsh_status bsh_cuda_code_rows(const bsh_quantize_int8_args *args, uint16_t *claims, uint32_t *shares,
+                              const bsh_cuda_context *context);
+
+/* Outlier columns of x and of W beside each other, and none of their codes. */
+bsh_status bsh_cuda_gather_outliers(const bsh_int8_gather_args *args, bsh_dtype dtype, const bsh_cuda_context *context);
+
+/* A rectangle of a weight in int8. */
+bsh_status bsh_cuda_dequantize_int8_part(const bsh_dequantize_4bit_args *args, const bsh_cuda_context *context);
+
+/* Scales of rows of W as the input gradient reads them. */
+bsh_status bsh_cuda_split_scales_int8(const bsh_product_args *args, const bsh_int8_scale_pair *pairs,
+                                      const bsh_cuda_context *context);
 
 #endif

@@ -1,4 +1,4 @@
-/* gpu/ops.h - blocks and optimizers on CUDA (products: gpu/linear.h): device pointers and sizes in, kernels enqueued
+/* gpu/ops.h - blocks and optimizers on CUDA (products: gpu/product.h): device pointers and sizes in, kernels enqueued
  * on context->stream.
  *
  * Nothing here waits for the GPU. All pointers of the argument structs are device pointers of context->device. */

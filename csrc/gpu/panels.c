@@ -1,12 +1,12 @@
-/* gpu/panels.c - see gpu/panels.h.
+/* gpu/panels.c - products with W dequantized by panels into bounded scratch memory, a vendor's product of each.
  *
  * Forward takes panels of rows of W, the input gradient panels of columns: each panel gives its own columns of the
  * result, written once. Nothing is accumulated over panels, so the rounding is that of the whole product. */
-#include "gpu/panels.h"
-
 #include "core/arithmetic.h"
 #include "gpu/cublas.h"
+#include "gpu/int8.h"
 #include "gpu/ops.h"
+#include "gpu/product.h"
 #include "torch/gemm.h"
 #include "torch/tensor.h"
 
@@ -18,22 +18,24 @@ static bsh_status new_panel(const bsh_cuda_context *const context, const bsh_pla
 }
 
 /* Rows (forward) or columns of W: [first, first + n). */
-static bsh_dequantize_4bit_args panel_of(const bsh_linear_4bit_args *const args, void *const panel, const int64_t first,
-                                         const int64_t n) {
+static bsh_status dequantize(const bsh_product_args *const args, void *const panel, const int64_t first,
+                             const int64_t n, const bsh_cuda_context *const context) {
   const bool rows = args->direction == BSH_FORWARD;
-  return (bsh_dequantize_4bit_args){.weight = args->weight,
-                                    .out = panel,
-                                    .columns = args->K,
-                                    .row0 = rows ? first : 0,
-                                    .n_rows = rows ? n : args->N,
-                                    .column0 = rows ? 0 : first,
-                                    .n_columns = rows ? args->K : n,
-                                    .ld = rows ? args->K : n,
-                                    .dtype = args->dtype};
+  const bsh_dequantize_4bit_args rectangle = {.weight = args->weight,
+                                              .out = panel,
+                                              .columns = args->K,
+                                              .row0 = rows ? first : 0,
+                                              .n_rows = rows ? n : args->N,
+                                              .column0 = rows ? 0 : first,
+                                              .n_columns = rows ? args->K : n,
+                                              .ld = rows ? args->K : n,
+                                              .dtype = args->dtype};
+  if (args->weight.format == BSH_INT8) return bsh_cuda_dequantize_int8_part(&rectangle, context);
+  return bsh_cuda_dequantize_4bit(&rectangle, context);
 }
 
 /* Columns [first, first + n) of y = x times the panel, which forward holds transposed. */
-static bsh_status multiply_panel(const bsh_linear_4bit_args *const args, const bsh_plan *const plan,
+static bsh_status multiply_panel(const bsh_product_args *const args, const bsh_plan *const plan,
                                  const bsh_torch_operands *const operands, const bsh_cuda_scratch *const panel,
                                  const int64_t first, const int64_t n, const bsh_cuda_context *const context) {
   const bool forward = args->direction == BSH_FORWARD;
@@ -48,16 +50,15 @@ static bsh_status multiply_panel(const bsh_linear_4bit_args *const args, const b
                          plan->vendor_bytes);
 }
 
-bsh_status bsh_cuda_panels(const bsh_linear_4bit_args *const args, const bsh_plan *const plan,
-                           const bsh_torch_operands *const operands, const bsh_cuda_context *const context) {
+bsh_status bsh_launch_panels(const bsh_product_args *const args, const bsh_plan *const plan,
+                             const bsh_torch_operands *const operands, const bsh_cuda_context *const context) {
   const int64_t outer = args->direction == BSH_FORWARD ? args->N : args->K, lines = plan->panel_lines;
   bsh_cuda_scratch panel;
   BSH_TRY(new_panel(context, plan, args->dtype, &panel));
   bsh_status status = BSH_OK;
   for (int64_t first = 0; first < outer && status == BSH_OK; first += lines) {
     const int64_t n = min_i64(lines, outer - first);
-    const bsh_dequantize_4bit_args rectangle = panel_of(args, panel.data, first, n);
-    status = bsh_cuda_dequantize_4bit(&rectangle, context);
+    status = dequantize(args, panel.data, first, n, context);
     if (status == BSH_OK) status = multiply_panel(args, plan, operands, &panel, first, n, context);
   }
   bsh_cuda_scratch_delete(&panel);

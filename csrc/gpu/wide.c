@@ -1,10 +1,10 @@
-/* gpu/wide.c - see gpu/wide.h. */
-#include "gpu/wide.h"
+/* gpu/wide.c - launches of the kernels whose parameters are bsh_gemm_wide_args. */
+#include "gpu/product.h"
 
 #include "core/arithmetic.h"
 #include "core/stack.h"
 
-static bsh_gemm_wide_args wide_args(const bsh_linear_4bit_args *const args, const bsh_fused_slice *const slice) {
+static bsh_gemm_wide_args wide_args(const bsh_product_args *const args, const bsh_plan_slice *const slice) {
   const bsh_weight *const weight = &args->weight;
   const bsh_scales *const scales = &weight->scales;
   const int64_t rows = args->direction == BSH_FORWARD ? args->N : args->K;
@@ -30,7 +30,7 @@ static bsh_gemm_wide_args wide_args(const bsh_linear_4bit_args *const args, cons
 }
 
 /* `tokens` of x, copied at once, by 64 of depth; 128 rows of W, of all `experts`, by 64 packed bytes. */
-static bsh_status make_maps(const bsh_linear_4bit_args *const args, const int64_t experts, const int32_t tokens,
+static bsh_status make_maps(const bsh_product_args *const args, const int64_t experts, const int32_t tokens,
                             const bsh_cuda_context *const context, bsh_tensor_map *const x, bsh_tensor_map *const w) {
   const bsh_map_of of_x = {.data = args->x,
                            .rows = args->M,
@@ -50,7 +50,7 @@ static bsh_status make_maps(const bsh_linear_4bit_args *const args, const int64_
   return bsh_cuda_tensor_map(context, &of_w, w);
 }
 
-static bsh_status launch(const bsh_fused_slice *const slice, bsh_tensor_map *const x, bsh_tensor_map *const w,
+static bsh_status launch(const bsh_plan_slice *const slice, bsh_tensor_map *const x, bsh_tensor_map *const w,
                          bsh_gemm_wide_args *const args, const bsh_cuda_context *const context) {
   int32_t n_flags = slice->counters;
   void *clear[] = {&args->flags, &n_flags}, *product[] = {x, w, args};
@@ -59,40 +59,23 @@ static bsh_status launch(const bsh_fused_slice *const slice, bsh_tensor_map *con
   return bsh_cuda_launch(context, slice->product.kernel, &slice->product.shape, product);
 }
 
-/* Rows [m, m + slice->rows) of the product. */
-static bsh_status run_slice(const bsh_linear_4bit_args *const all, const int64_t m, const bsh_fused_slice *const slice,
-                            const bsh_cuda_context *const context) {
-  const bsh_linear_4bit_args part = rows_of(all, m, slice->rows);
-  bsh_gemm_wide_args args = wide_args(&part, slice);
+bsh_status bsh_launch_wide(const bsh_product_args *const args, const bsh_plan_slice *const slice, char *const memory,
+                           const bsh_cuda_context *const context) {
+  const bsh_weight *const weight = &args->weight;
+  const bool stack = args->E > 0;
+  bsh_gemm_wide_args of_kernel = wide_args(args, slice);
   bsh_tensor_map x, w;
-  BSH_TRY(make_maps(&part, 1, slice->wide.tokens / BSH_GEMM_WIDE_PAIR, context, &x, &w));
-  bsh_cuda_scratch scratch = {0};
-  if (slice->scratch_bytes > 0) {
-    BSH_TRY(bsh_cuda_scratch_new(context, slice->scratch_bytes, &scratch));
-    args.flags = (uint32_t *)((char *)scratch.data + slice->counters_at);
-    args.partial = (float *)((char *)scratch.data + slice->partial_at);
+  if (stack) {
+    of_kernel.offs = args->offs;
+    of_kernel.experts = (int32_t)args->E;
+    of_kernel.expert_blocks = (int32_t)(weight->n / args->E / weight->blocksize);
+    of_kernel.expert_scales2 = (int32_t)bsh_expert_scales2(weight->n, args->E, weight->blocksize);
   }
-  const bsh_status status = launch(slice, &x, &w, &args, context);
-  bsh_cuda_scratch_delete(&scratch);
-  return status;
-}
-
-bsh_status bsh_cuda_wide(const bsh_linear_4bit_args *const args, const bsh_plan *const plan,
-                         const bsh_cuda_context *const context) {
-  const int64_t rows = plan->slice.rows, left = plan->n_slices * rows;
-  for (int64_t m = 0; m < left; m += rows) BSH_TRY(run_slice(args, m, &plan->slice, context));
-  return plan->rest.rows == 0 ? BSH_OK : run_slice(args, left, &plan->rest, context);
-}
-
-bsh_status bsh_cuda_wide_grouped(const bsh_grouped_linear_4bit_args *const all, const bsh_fused_slice *const slice,
-                                 const bsh_cuda_context *const context) {
-  const bsh_weight *const stack = &all->rows.weight;
-  bsh_gemm_wide_args args = wide_args(&all->rows, slice);
-  bsh_tensor_map x, w;
-  args.offs = all->offs;
-  args.experts = (int32_t)all->E;
-  args.expert_blocks = (int32_t)(stack->n / all->E / stack->blocksize);
-  args.expert_scales2 = (int32_t)bsh_expert_scales2(stack->n, all->E, stack->blocksize);
-  BSH_TRY(make_maps(&all->rows, all->E, BSH_GEMM_WIDE_BOX, context, &x, &w));
-  return launch(slice, &x, &w, &args, context);
+  if (memory != NULL) {
+    of_kernel.flags = (uint32_t *)(memory + slice->counters_at);
+    of_kernel.partial = (float *)(memory + slice->partial_at);
+  }
+  BSH_TRY(make_maps(args, stack ? args->E : 1, stack ? BSH_GEMM_WIDE_BOX : slice->wide.tokens / BSH_GEMM_WIDE_PAIR,
+                    context, &x, &w));
+  return launch(slice, &x, &w, &of_kernel, context);
 }

@@ -13,8 +13,8 @@
 #include "core/packed.h"
 #include "gpu/cublas.h"
 #include "gpu/int8.h"
-#include "gpu/linear.h"
 #include "gpu/ops.h"
+#include "gpu/product.h"
 #include "native/native.h"
 #include "ops/arguments.h"
 #include "torch/abi.h"
@@ -150,13 +150,14 @@ BSH_NATIVE_DTYPES(DEQUANTIZE_FP4)
 
 /* cuBLAS multiplies dequantized 16-bit panels, nobody fp32 ones and those with an odd bias: a fused kernel takes them,
  * some rows at a time. */
-static bsh_status run_linear(const bsh_linear_4bit_args *const args, const bsh_cuda_context *const context) {
-  const bool cublas = bsh_torch.has_cublas && args->dtype != BSH_F32;
+static bsh_status run_linear(const bsh_product_args *const args, const bsh_cuda_context *const context) {
+  const bool odd = args->bias != NULL && !aligned(args->bias, BSH_CUBLAS_BIAS_ALIGNMENT);
+  const bool cublas = bsh_torch.has_cublas && args->dtype != BSH_F32 && !odd;
   const bsh_torch_operands none = {0};
   bsh_plan plan;
-  BSH_TRY(bsh_cuda_plan_linear_4bit(context->op, args, context->sm, context->sms,
-                                    cublas ? BSH_VENDOR_CUBLAS : BSH_VENDOR_NONE, &plan));
-  return bsh_cuda_linear_4bit(args, &plan, &none, context);
+  BSH_TRY(
+      bsh_cuda_plan(context->op, args, context->sm, context->sms, cublas ? BSH_VENDOR_CUBLAS : BSH_VENDOR_NONE, &plan));
+  return bsh_cuda_product(args, &plan, &none, context);
 }
 
 static bsh_status check_product(const char *const op, const int64_t M, const int64_t N, const int64_t K,
@@ -169,7 +170,7 @@ static bsh_status check_product(const char *const op, const int64_t M, const int
 /* Plain scales, or all four parts of nested ones; 2: the numbers of the formats in quant_type. */
 enum { QUANT_TYPE_FP4 = 1, QUANT_TYPE_NF4 = 2 };
 
-static bsh_status gemm(const char *const op, bsh_linear_4bit_args *const args, const int32_t quant_type,
+static bsh_status gemm(const char *const op, bsh_product_args *const args, const int32_t quant_type,
                        void *const stream) {
   const uintptr_t itemsize = (uintptr_t)dtype_size(args->dtype);
   const bsh_scales *const s = &args->weight.scales;
@@ -209,7 +210,7 @@ static bsh_status gemm(const char *const op, bsh_linear_4bit_args *const args, c
         .absmax_code = absmax_8bit, .absmax_map = absmax_code, .absmax2 = absmax, .offset = absmax_offset};            \
     const bsh_weight weight = {                                                                                        \
         .packed = B, .scales = absmax_8bit != NULL ? nested : plain, .n = (int64_t)N * K, .blocksize = blocksize};     \
-    bsh_linear_4bit_args args = {                                                                                      \
+    bsh_product_args args = {                                                                                          \
         .weight = weight, .x = A, .bias = bias, .y = out, .M = M, .N = N, .K = K, .ldx = K, .ldy = N, .dtype = DTYPE}; \
     bsh_native_finish(gemm("cgemm_4bit_" #NAME, &args, quant_type, stream));                                           \
   }
@@ -231,7 +232,7 @@ static bsh_status read_format(const bsh_cuda_context *const context, const float
                   (double)values[0], (double)values[1], (double)values[15]);
 }
 
-static bsh_status gemv(const char *const op, bsh_linear_4bit_args *const args, const float *const datatype,
+static bsh_status gemv(const char *const op, bsh_product_args *const args, const float *const datatype,
                        const int32_t rows, const int32_t ldb, void *const stream) {
   const uintptr_t itemsize = (uintptr_t)dtype_size(args->dtype);
   const bsh_native_pointer pointers[] = {{"A", args->x, itemsize},
@@ -260,7 +261,7 @@ static bsh_status gemv(const char *const op, bsh_linear_4bit_args *const args, c
       void *out, int32_t lda, int32_t ldb, int32_t ldc, int32_t blocksize, void *stream) {                             \
     const bsh_weight weight = {                                                                                        \
         .packed = B, .scales = {.absmax = absmax}, .n = (int64_t)m * k, .blocksize = blocksize};                       \
-    bsh_linear_4bit_args args = {                                                                                      \
+    bsh_product_args args = {                                                                                          \
         .weight = weight, .x = A, .y = out, .M = 1, .N = m, .K = k, .ldx = k, .ldy = m, .dtype = DTYPE};               \
     (void)lda, (void)ldc;                                                                                              \
     bsh_native_finish(gemv("cgemm_4bit_inference_naive_" #NAME, &args, datatype, n, ldb, stream));                     \

@@ -9,6 +9,7 @@
 #include "gpu/int8.h"
 #include "ops/arguments.h"
 #include "ops/ops.h"
+#include "ops/product.h"
 
 /* Bytes that were handed over as codes of a weight [N, K] are in storage of any dtype, filled up to whole items. */
 static bsh_status read_weight(bsh_call *const call, const int first, const int64_t N, const int64_t K,
@@ -140,46 +141,32 @@ bsh_status bsh_op_scale_product_int8(bsh_call *const call) {
 
 /* ---- layers ---- */
 
-static bsh_status compute_linear(bsh_call *const call, const bsh_linear_int8_args *const args, const bool dgrad,
-                                 const bsh_tensor *const x) {
-  bsh_call_compute(call);
-  if (!bsh_on_cuda(x)) return dgrad ? bsh_cpu_linear_int8_dgrad(args) : bsh_cpu_linear_int8(args);
-  bsh_cuda_context context;
-  BSH_TRY(bsh_cuda_enter(&context, call->op, x->device_index, args->M, args->N, args->K));
-  const bsh_status computed = bsh_cuda_linear_int8(args, dgrad, &context);
-  bsh_cuda_leave(&context);
-  return computed;
+/* The weight [N, K] of a layer at stack[1], as a product has it. */
+static bsh_status read_operand(bsh_call *const call, bsh_product *const product) {
+  bsh_product_args *const args = &product->args;
+  const int8_t *codes = NULL;
+  BSH_TRY(read_weight(call, 1, args->N, args->K, &product->packed, &codes, &args->weight.scales.absmax));
+  args->weight.packed = (const uint8_t *)codes;
+  args->weight.n = args->N * args->K;
+  args->weight.format = BSH_INT8;
+  return BSH_OK;
 }
 
 bsh_status bsh_op_linear_int8(bsh_call *const call) {
   const int64_t N = bsh_call_int(call, 5), K = bsh_call_int(call, 6);
-  bsh_linear_int8_args args = {.N = N, .K = K, .ldx = K};
-  bsh_tensor x, packed, bias, y;
-  BSH_TRY(read_weight(call, 1, N, K, &packed, &args.packed, &args.absmax));
+  bsh_product product = {.args = {.N = N, .K = K, .ldx = K, .ldy = N, .direction = BSH_FORWARD}};
+  BSH_TRY(read_operand(call, &product));
   BSH_TRY(check_columns(call, K));
-  BSH_TRY(bsh_read_activation(call, "x", K, &x, &args.dtype, &args.M));
-  BSH_TRY(bsh_same_device(call, &x, "x", &packed, "packed"));
-  BSH_TRY(bsh_int8_threshold(call->op, bsh_call_float(call, 4), args.dtype, &args.threshold));
-  BSH_TRY(bsh_call_tensor(call, 3, &bias));
-  if (bias.numel != 0) BSH_TRY(bsh_data_of(call, &bias, "bias", x.dtype, N, &packed, (void **)&args.bias));
-  BSH_TRY(bsh_new_activation(call, &x, N, x.dtype, &y));
-  if (y.numel == 0) return BSH_OK;
-  if (K == 0) return bsh_empty_sums(call, &y, args.bias != NULL ? &bias : NULL);
-  args.x = x.data;
-  args.y = y.data;
-  return compute_linear(call, &args, false, &x);
+  BSH_TRY(bsh_call_tensor(call, 3, &product.bias));
+  BSH_TRY(bsh_read_input(call, "x", &product));
+  BSH_TRY(bsh_int8_threshold(call->op, bsh_call_float(call, 4), product.args.dtype, &product.args.threshold));
+  return bsh_multiply(call, &product);
 }
 
 bsh_status bsh_op_linear_int8_dgrad(bsh_call *const call) {
   const int64_t N = bsh_call_int(call, 3), K = bsh_call_int(call, 4);
-  bsh_linear_int8_args args = {.N = N, .K = K, .ldx = N};
-  bsh_tensor dy, packed, dx;
-  BSH_TRY(read_weight(call, 1, N, K, &packed, &args.packed, &args.absmax));
-  BSH_TRY(bsh_read_activation(call, "dy", N, &dy, &args.dtype, &args.M));
-  BSH_TRY(bsh_same_device(call, &dy, "dy", &packed, "packed"));
-  BSH_TRY(bsh_new_activation(call, &dy, K, dy.dtype, &dx));
-  if (dx.numel == 0 || N == 0) return zero(call, &dx);
-  args.x = dy.data;
-  args.y = dx.data;
-  return compute_linear(call, &args, true, &dy);
+  bsh_product product = {.args = {.N = N, .K = K, .ldx = N, .ldy = K, .direction = BSH_INPUT_GRADIENT}};
+  BSH_TRY(read_operand(call, &product));
+  BSH_TRY(bsh_read_input(call, "dy", &product));
+  return bsh_multiply(call, &product);
 }

@@ -9,11 +9,9 @@
 
 #include "core/packed.h"
 #include "cpu/cpu.h"
-#include "gpu/grouped.h"
-#include "gpu/linear.h"
 #include "gpu/ops.h"
 #include "ops/arguments.h"
-#include "torch/gemm.h"
+#include "ops/product.h"
 
 #define WEIGHT_ARGUMENTS "Tensor packed, Tensor absmax, Tensor absmax_map, Tensor absmax2, Tensor offset"
 #define STEP_ARGUMENTS                                                                                                 \
@@ -59,10 +57,9 @@
     "(Tensor dy, Tensor offs, " WEIGHT_ARGUMENTS ", int blocksize, int format, int N, int K) -> Tensor")
 #define BSH_CUDA_OPS(X)                                                                                                \
   X(grouped_linear_4bit_fused, 8,                                                                                      \
-    "(Tensor x, Tensor offs, " WEIGHT_ARGUMENTS                                                                        \
-    ", Tensor bias, int blocksize, int format, int N, int K, int kernel) -> Tensor")                                   \
+    "(Tensor x, Tensor offs, " WEIGHT_ARGUMENTS ", Tensor bias, int blocksize, int format, int N, int K) -> Tensor")   \
   X(grouped_linear_4bit_dgrad_fused, 7,                                                                                \
-    "(Tensor dy, Tensor offs, " WEIGHT_ARGUMENTS ", int blocksize, int format, int N, int K, int kernel) -> Tensor")
+    "(Tensor dy, Tensor offs, " WEIGHT_ARGUMENTS ", int blocksize, int format, int N, int K) -> Tensor")
 
 static bsh_status optional_offset(bsh_call *const call, const int index, const bsh_tensor *const like,
                                   const float **const offset) {
@@ -204,71 +201,29 @@ static bsh_status bsh_op_dequantize_blockwise(bsh_call *const call) {
 
 /* ---- linear ---- */
 
-static const bsh_cpu_gemm cpu_gemm = {.mm = bsh_torch_cpu_gemm};
-
-/* Only then the result is made: where panels would be multiplied by nobody, nothing was allocated. */
-static bsh_status plan_product(bsh_call *const call, const bsh_tensor *const x, const bsh_linear_4bit_args *const args,
-                               bsh_plan *const plan) {
-  int32_t sm, sms;
-  if (!bsh_on_cuda(x) || args->M == 0 || args->N == 0 || args->K == 0) return BSH_OK;
-  BSH_TRY(bsh_cuda_gpu(call->op, x->device_index, &sm, &sms));
-  BSH_TRY(bsh_cuda_plan_linear_4bit(call->op, args, sm, sms, call->caller->vendor, plan));
-  return plan->vendor != BSH_VENDOR_NONE ? bsh_call_may_multiply(call, args->dtype) : BSH_OK;
-}
-
-static bsh_status run_plan(const bsh_call *const call, const bsh_linear_4bit_args *const args,
-                           const bsh_plan *const plan, const bsh_torch_operands *const operands, const int32_t device) {
-  bsh_cuda_context context;
-  BSH_TRY(bsh_cuda_enter(&context, call->op, device, args->M, args->N, args->K));
-  const bsh_status computed = bsh_cuda_linear_4bit(args, plan, operands, &context);
-  bsh_cuda_leave(&context);
-  return computed;
-}
-
-/* Of a product whose weight and bias were read into args: its input `argument` at stack[0], its plan, its result. */
-static bsh_status compute_product(bsh_call *const call, const char *const argument, const bsh_tensor *const packed,
-                                  const bsh_tensor *const bias, bsh_linear_4bit_args *const args) {
-  bsh_tensor x, y;
-  bsh_plan plan;
-  BSH_TRY(bsh_read_activation(call, argument, args->ldx, &x, &args->dtype, &args->M));
-  BSH_TRY(bsh_same_device(call, &x, argument, packed, "packed"));
-  if (bias->numel != 0) BSH_TRY(bsh_data_of(call, bias, "bias", x.dtype, args->N, packed, (void **)&args->bias));
-  args->x = x.data;
-  BSH_TRY(plan_product(call, &x, args, &plan));
-  BSH_TRY(bsh_new_activation(call, &x, args->ldy, x.dtype, &y));
-  if (y.numel == 0) return BSH_OK;
-  if (args->ldx == 0 && bsh_on_cuda(&x)) return bsh_empty_sums(call, &y, args->bias != NULL ? bias : NULL);
-  args->y = y.data;
-  bsh_call_compute(call);
-  if (!bsh_on_cuda(&x)) return bsh_cpu_linear_4bit(args, &cpu_gemm);
-  const bsh_torch_operands operands = {x.handle, y.handle, args->bias != NULL ? bias->handle : NULL};
-  return run_plan(call, args, &plan, &operands, x.device_index);
-}
-
 bsh_status bsh_op_linear_4bit(bsh_call *const call) {
   const int64_t N = bsh_call_int(call, 9), K = bsh_call_int(call, 10);
-  bsh_linear_4bit_args args = {.N = N, .K = K, .ldx = K, .ldy = N, .direction = BSH_FORWARD};
-  bsh_tensor packed, bias;
-  BSH_TRY(read_weight(call, 1, 7, N, K, &packed, &args.weight));
-  BSH_TRY(bsh_call_tensor(call, 6, &bias));
-  return compute_product(call, "x", &packed, &bias, &args);
+  bsh_product product = {.args = {.N = N, .K = K, .ldx = K, .ldy = N, .direction = BSH_FORWARD}};
+  BSH_TRY(read_weight(call, 1, 7, N, K, &product.packed, &product.args.weight));
+  BSH_TRY(bsh_call_tensor(call, 6, &product.bias));
+  BSH_TRY(bsh_read_input(call, "x", &product));
+  return bsh_multiply(call, &product);
 }
 
 bsh_status bsh_op_linear_4bit_dgrad(bsh_call *const call) {
   const int64_t N = bsh_call_int(call, 8), K = bsh_call_int(call, 9);
-  bsh_linear_4bit_args args = {.N = N, .K = K, .ldx = N, .ldy = K, .direction = BSH_INPUT_GRADIENT};
-  const bsh_tensor no_bias = {0};
-  bsh_tensor packed;
-  BSH_TRY(read_weight(call, 1, 6, N, K, &packed, &args.weight));
-  return compute_product(call, "dy", &packed, &no_bias, &args);
+  bsh_product product = {.args = {.N = N, .K = K, .ldx = N, .ldy = K, .direction = BSH_INPUT_GRADIENT}};
+  BSH_TRY(read_weight(call, 1, 6, N, K, &product.packed, &product.args.weight));
+  BSH_TRY(bsh_read_input(call, "dy", &product));
+  return bsh_multiply(call, &product);
 }
 
 /* ---- a stack of weights ---- */
 
 /* The ends of the experts' rows at stack[1], int32 [E], and a stack of E weights [N, K], each of whole blocks. */
-static bsh_status read_stack(bsh_call *const call, const int ints, bsh_tensor *const packed,
-                             bsh_grouped_linear_4bit_args *const args) {
-  const int64_t N = args->rows.N, K = args->rows.K, blocksize = bsh_call_int(call, ints);
+static bsh_status read_stack(bsh_call *const call, const int ints, bsh_product *const product) {
+  bsh_product_args *const args = &product->args;
+  const int64_t N = args->N, K = args->K, blocksize = bsh_call_int(call, ints);
   int64_t n = 0, rows = 0;
   bsh_tensor offs;
   BSH_TRY(bsh_call_tensor(call, 1, &offs));
@@ -281,66 +236,31 @@ static bsh_status read_stack(bsh_call *const call, const int ints, bsh_tensor *c
                     "%s: %" PRId64 " experts of [%" PRId64 ", %" PRId64
                     "]: there must be some, and each of whole blocks of %" PRId64,
                     call->op, args->E, N, K, blocksize);
-  BSH_TRY(read_weights(call, 2, ints, args->E, rows, K, packed, &args->rows.weight));
-  return bsh_data_of(call, &offs, "offs", bsh_torch.dtype_int32, args->E, packed, (void **)(uintptr_t)&args->offs);
+  BSH_TRY(read_weights(call, 2, ints, args->E, rows, K, &product->packed, &args->weight));
+  return bsh_data_of(call, &offs, "offs", bsh_torch.dtype_int32, args->E, &product->packed,
+                     (void **)(uintptr_t)&args->offs);
 }
 
-static bsh_status run_grouped(const bsh_call *const call, const bsh_grouped_linear_4bit_args *const args,
-                              const int64_t kernel, const int32_t device) {
-  if (kernel < 0 || kernel >= BSH_GROUPED_panels)
-    return bsh_fail(BSH_BAD_VALUE, "%s: kernel %" PRId64 ", expected 0 to %d", call->op, kernel,
-                    BSH_GROUPED_panels - 1);
-  bsh_cuda_context context;
-  BSH_TRY(bsh_cuda_enter(&context, call->op, device, args->rows.M, args->rows.N, args->rows.K));
-  const bsh_status computed = bsh_cuda_grouped_linear_4bit(args, (bsh_grouped_kernel)kernel, &context);
-  bsh_cuda_leave(&context);
-  return computed;
-}
-
-/* Of a product whose stack was read into args: its input `argument` [S, width] at stack[0], bias [E, N], its result. */
-static bsh_status compute_grouped(bsh_call *const call, const char *const argument, const bsh_tensor *const packed,
-                                  const bsh_tensor *const bias, const int64_t kernel,
-                                  bsh_grouped_linear_4bit_args *const args) {
-  bsh_linear_4bit_args *const rows = &args->rows;
-  bsh_tensor x, y;
-  BSH_TRY(bsh_read_activation(call, argument, rows->ldx, &x, &rows->dtype, &rows->M));
-  BSH_TRY(bsh_same_device(call, &x, argument, packed, "packed"));
-  if (bias->numel != 0)
-    BSH_TRY(bsh_data_of(call, bias, "bias", x.dtype, args->E * rows->N, packed, (void **)&rows->bias));
-  BSH_TRY(bsh_new_activation(call, &x, rows->ldy, x.dtype, &y));
-  rows->x = x.data;
-  rows->y = y.data;
-  bsh_call_compute(call);
-  if (y.numel == 0) return BSH_OK;
-  return bsh_on_cuda(&x) ? run_grouped(call, args, kernel, x.device_index)
-                         : bsh_cpu_grouped_linear_4bit(args, &cpu_gemm);
-}
-
-/* kernel: of BSH_GROUPED_KERNELS, on a GPU. */
-static bsh_status grouped_forward(bsh_call *const call, const int64_t kernel) {
+static bsh_status bsh_op_grouped_linear_4bit(bsh_call *const call) {
   const int64_t N = bsh_call_int(call, 10), K = bsh_call_int(call, 11);
-  bsh_grouped_linear_4bit_args args = {.rows = {.N = N, .K = K, .ldx = K, .ldy = N, .direction = BSH_FORWARD}};
-  bsh_tensor packed, bias;
-  BSH_TRY(read_stack(call, 8, &packed, &args));
-  BSH_TRY(bsh_call_tensor(call, 7, &bias));
-  return compute_grouped(call, "x", &packed, &bias, kernel, &args);
-}
-static bsh_status bsh_op_grouped_linear_4bit(bsh_call *const call) { return grouped_forward(call, -1); }
-static bsh_status bsh_op_grouped_linear_4bit_fused(bsh_call *const call) {
-  return grouped_forward(call, bsh_call_int(call, 12));
+  bsh_product product = {.args = {.N = N, .K = K, .ldx = K, .ldy = N, .direction = BSH_FORWARD}};
+  BSH_TRY(read_stack(call, 8, &product));
+  BSH_TRY(bsh_call_tensor(call, 7, &product.bias));
+  BSH_TRY(bsh_read_input(call, "x", &product));
+  return bsh_multiply(call, &product);
 }
 
-static bsh_status grouped_dgrad(bsh_call *const call, const int64_t kernel) {
+static bsh_status bsh_op_grouped_linear_4bit_dgrad(bsh_call *const call) {
   const int64_t N = bsh_call_int(call, 9), K = bsh_call_int(call, 10);
-  bsh_grouped_linear_4bit_args args = {.rows = {.N = N, .K = K, .ldx = N, .ldy = K, .direction = BSH_INPUT_GRADIENT}};
-  const bsh_tensor no_bias = {0};
-  bsh_tensor packed;
-  BSH_TRY(read_stack(call, 7, &packed, &args));
-  return compute_grouped(call, "dy", &packed, &no_bias, kernel, &args);
+  bsh_product product = {.args = {.N = N, .K = K, .ldx = N, .ldy = K, .direction = BSH_INPUT_GRADIENT}};
+  BSH_TRY(read_stack(call, 7, &product));
+  BSH_TRY(bsh_read_input(call, "dy", &product));
+  return bsh_multiply(call, &product);
 }
-static bsh_status bsh_op_grouped_linear_4bit_dgrad(bsh_call *const call) { return grouped_dgrad(call, -1); }
+
+static bsh_status bsh_op_grouped_linear_4bit_fused(bsh_call *const call) { return bsh_op_grouped_linear_4bit(call); }
 static bsh_status bsh_op_grouped_linear_4bit_dgrad_fused(bsh_call *const call) {
-  return grouped_dgrad(call, bsh_call_int(call, 11));
+  return bsh_op_grouped_linear_4bit_dgrad(call);
 }
 
 /* order, back, row [S] and offs [E] of chosen [..., k]. */

@@ -1,20 +1,33 @@
 /* plan/gemm_4bit_sm90.c - what gemm_4bit_sm90.cu takes and how a product is cut into its thread blocks. */
 #include "core/arithmetic.h"
 #include "cuda/gemm_4bit_sm90.h"
-#include "plan/kernel.h"
+#include "plan/cards.h"
+#include "plan/gemv.h"
 
 static const char *refuses(const bsh_facts *const facts) {
-  if (facts->sm != 90 || facts->image.arch != 90 || !facts->image.this_gpu_only) return "needs sm_90a code on sm_90";
   if (facts->dtype == BSH_F32) return "no float32";
   if (facts->N % BSH_ROW_TILE) return "N is no multiple of 16";
   if (facts->K % BSH_UNIT) return "K is no multiple of 64";
-  if (facts->blocksize % BSH_UNIT) return "the blocksize is below 64";
+  if (facts->w.blocksize % BSH_UNIT) return "the blocksize is below 64";
   /* 32-bit block indices; fewer than 2^22 pieces of 192 x 256 weights, times up to 512 multiprocessors. */
   if (facts->K > INT32_MAX / BSH_ROW_TILE || facts->N > INT32_MAX / 2 || facts->N * (facts->K / BSH_UNIT) > INT32_MAX)
     return "W is too large for 32-bit indices";
   if (facts->packed_alignment < 16) return "packed is not 16-byte aligned"; /* bulk copies of packed rows */
   if (facts->y_alignment < 4) return "y is not 4-byte aligned";             /* two rows of W a store */
-  return bsh_fused_refuses(facts);
+  return bsh_few_rows_refuse(facts);
+}
+
+/* By borders that were measured: before gemv_4bit and gemv_4bit_simt where W is large enough for its rows, else after
+ * them; up to some rows faster than panels. From 65 rows on gemm_4bit_sm90_wide has an estimate: this one comes after
+ * it where panels would. */
+static double cost(const bsh_facts *const facts) {
+  const bsh_card *const card = bsh_card_of(facts->sm);
+  const int64_t M = facts->M, weights = facts->N * facts->K;
+  const int64_t *const from = card->gemm_4bit_sm90.weights;
+  if (M > bsh_border_value(card->gemm_4bit_sm90.rows, weights, BSH_GEMM_TOKENS)) return BSH_LAST;
+  if (M > card->gemm_4bit_sm90_wide.rows) return bsh_before_panels(facts);
+  const bool large = M > 8 && weights >= from[M <= 16 ? 0 : M <= 32 ? 1 : 2];
+  return large ? BSH_ORDER(1) : BSH_ORDER(4);
 }
 
 #define GEMM_KERNEL(NAME) {.fatbin = BSH_FATBIN_gemm_4bit_sm90, .name = NAME}
@@ -28,8 +41,8 @@ static bsh_cuda_kernel kernels[2][FORMS][2] = {{BSH_GEMM_FORMS(GEMM_BF16)}, {BSH
 static bsh_cuda_kernel x_units = GEMM_KERNEL("x_units");
 
 static bsh_cuda_kernel *kernel_of(const bsh_facts *const facts, const int32_t tokens, const int32_t k_parts) {
-  const bool codes_together = facts->nested && facts->blocksize == 64 && facts->K % (4 * BSH_UNIT) == 0 &&
-                              facts->code_alignment >= 4; /* of 4 units */
+  const bool codes_together = facts->w.scales == BSH_SCALES_NESTED && facts->w.blocksize == 64 &&
+                              facts->K % (4 * BSH_UNIT) == 0 && facts->code_alignment >= 4; /* of 4 units */
   int form = 0;
   while (forms[form][0] != tokens || forms[form][1] != k_parts) form++;
   return &kernels[facts->dtype == BSH_F16][form][!codes_together];
@@ -43,23 +56,24 @@ static int64_t row_tiles_of(const int64_t tiles, const int64_t warps, const int6
   return divide_up(tiles, sms);
 }
 
-enum { TWO_PARTS_32 = 70000000, TWO_PARTS_64 = 40000000, TWO_PARTS_64_BUSY = 90000000 }; /* weights */
-
 /* Two parts of K in a block of threads halve its rows. Then every block has one share of one row block, whole or cut
  * along K. For larger weights, sharing all pieces out evenly is faster; at 64 rows that depends on whether 5 of 6 warps
  * would get rows (benchmarks/results/small_m_h200_202611.md). */
-static bool two_parts(const int64_t M, const int64_t N, const int64_t K, const int32_t sms) {
-  const int64_t tiles = N / BSH_ROW_TILE;
+static bool two_parts(const bsh_facts *const facts, const int64_t M) {
+  const bsh_card *const card = bsh_card_of(facts->sm);
+  const int64_t N = facts->N, tiles = N / BSH_ROW_TILE, weights = N * facts->K;
+  const int32_t sms = facts->sms;
   if (M <= 16 || tiles > (int64_t)sms * BSH_GEMM_WARPS / 2) return false;
-  if (M <= 32) return N * K <= TWO_PARTS_32;
-  if (N * K <= TWO_PARTS_64) return true;
+  if (M <= 32) return weights <= card->gemm_4bit_sm90.two_parts[0];
+  if (weights <= card->gemm_4bit_sm90.two_parts[1]) return true;
   const int64_t row_blocks = divide_up(tiles, row_tiles_of(tiles, BSH_GEMM_WARPS, 2, sms));
-  return N * K <= TWO_PARTS_64_BUSY && 6 * tiles * (sms / row_blocks) >= 5 * sms * BSH_GEMM_WARPS / 2;
+  return weights <= card->gemm_4bit_sm90.two_parts_busy &&
+         6 * tiles * (sms / row_blocks) >= 5 * sms * BSH_GEMM_WARPS / 2;
 }
 
 /* Thread blocks, and the pieces of W that each of them takes. */
 static void share_out(const bsh_facts *const facts, const int64_t row_blocks, const int64_t pieces,
-                      const int32_t k_parts, bsh_fused_slice *const slice) {
+                      const int32_t k_parts, bsh_plan_slice *const slice) {
   uint32_t *const grid = slice->product.shape.grid;
   int64_t shared =
       pieces; /* two parts of K: at most as many row blocks as multiprocessors, each with shares of its own */
@@ -80,8 +94,7 @@ static void share_out(const bsh_facts *const facts, const int64_t row_blocks, co
 /* x in the kernel's order, its counters, the partial sums: one piece of scratch memory. Where a product that orders x
  * itself has nothing to join, there is none of it, and no kernel in front. Else that kernel puts x in order and clears
  * the counters, or only the latter. */
-static void lay_out_scratch(const int64_t N, const int32_t tokens, const int32_t k_parts,
-                            bsh_fused_slice *const slice) {
+static void lay_out_scratch(const int64_t N, const int32_t tokens, const int32_t k_parts, bsh_plan_slice *const slice) {
   const int64_t splits = slice->cut.k_splits;
   slice->orders_x = !bsh_gemm_own_x(tokens, k_parts);
   slice->tokens = slice->orders_x ? tokens : 0;
@@ -100,12 +113,12 @@ static void lay_out_scratch(const int64_t N, const int32_t tokens, const int32_t
                               .overlap = true};
 }
 
-static void cut(const bsh_facts *const facts, bsh_fused_slice *const slice) {
+static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {
   const int64_t M = slice->rows, N = facts->N, tiles = N / BSH_ROW_TILE;
-  const int32_t k_parts = two_parts(M, N, facts->K, facts->sms) ? 2 : 1, tokens = M <= 16 ? 16 : M <= 32 ? 32 : 64;
+  const int32_t k_parts = two_parts(facts, M) ? 2 : 1, tokens = M <= 16 ? 16 : M <= 32 ? 32 : 64;
   const int64_t pieces = divide_up(facts->K / BSH_UNIT, BSH_PIECE_UNITS * k_parts); /* of a row block */
   const int64_t row_tiles = row_tiles_of(tiles, bsh_gemm_warps(tokens, k_parts), k_parts, facts->sms);
-  slice->block_shift = __builtin_ctzll((uint64_t)facts->blocksize / BSH_UNIT);
+  slice->block_shift = bsh_block_shift(facts, BSH_UNIT);
   slice->cut.row_tiles = (int32_t)row_tiles;
   slice->product.kernel = kernel_of(facts, tokens, k_parts);
   slice->product.shape = (bsh_cuda_launch_shape){.grid = {0, 0, 1},
@@ -117,4 +130,12 @@ static void cut(const bsh_facts *const facts, bsh_fused_slice *const slice) {
   lay_out_scratch(N, tokens, k_parts, slice);
 }
 
-const bsh_fused_kernel bsh_plan_gemm_4bit_sm90 = {.rows = BSH_GEMM_TOKENS, .refuses = refuses, .cut = cut};
+const bsh_kernel bsh_kernel_gemm_4bit_sm90 = {.name = "gemm_4bit_sm90",
+                                              .operands = BSH_KIND(4BIT),
+                                              .directions = BSH_FORWARD_ONLY,
+                                              .needs = BSH_SM90A,
+                                              .launch = BSH_LAUNCH_FUSED,
+                                              .rows = BSH_GEMM_TOKENS,
+                                              .refuses = refuses,
+                                              .cost = cost,
+                                              .cut = cut};

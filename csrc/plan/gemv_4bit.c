@@ -1,68 +1,7 @@
 /* plan/gemv_4bit.c - what gemv_4bit.cu takes and how a product is cut into its thread blocks. */
 #include "core/arithmetic.h"
 #include "cuda/gemv_4bit.h"
-#include "plan/kernel.h"
-
-typedef bsh_gemv_division division;
-
-/* A cluster lies in one GPC; an H200 has 132 multiprocessors in GPCs of 14 to 18. A guess too high costs a second wave,
- * nothing else. */
-int64_t bsh_gemv_clusters_at_once(const int64_t sms, const int64_t k) {
-  static const int32_t of_132[BSH_GEMV_CLUSTER + 1] = {0, 132, 66, 42, 30, 22, 20, 16, 14};
-  const int64_t clusters = of_132[k] * sms / 132;
-  return clusters > 0 ? clusters : 1;
-}
-static int64_t teams_at_once(const int64_t sms, const int64_t k_splits, const bool wide) {
-  if (wide) return bsh_gemv_clusters_at_once(sms, k_splits);
-  return sms / k_splits > 0 ? sms / k_splits : 1;
-}
-
-/* Groups of 16 tokens decode W again for each group, yet beat 32 tokens a block where blocks have 16 warps: x of 32
- * tokens takes the registers of 8 of them (benchmarks/results/small_m_h200_202611.md). */
-static int32_t token_tiles_of(const int64_t M, const int32_t arch) {
-  if (M <= 8) return 1;
-  return M <= 16 || bsh_is_wide(arch) || arch < 80 ? 2 : 4;
-}
-
-/* Tokens and K; the rest of a division follows from what runs at once. */
-static division divide_tokens(const int64_t M, const int64_t K, const int32_t arch) {
-  const int64_t units = K / BSH_UNIT, warps = bsh_gemv_warps(arch);
-  division d = {.token_tiles = token_tiles_of(M, arch)};
-  d.token_groups = (int32_t)divide_up(M, d.token_tiles * 8);
-  d.units = d.token_tiles == 1 && units > 4 * warps ? 8 : 4;
-  const int64_t all_warps = divide_up(units, d.units);
-  d.k_splits = (int32_t)divide_up(all_warps, warps);
-  d.k_warps = (int32_t)divide_up(all_warps, d.k_splits);
-  return d;
-}
-
-bsh_gemv_division bsh_gemv_divide(const int64_t M, const int64_t N, const int64_t K, const int32_t arch,
-                                  const int32_t sms) {
-  const int64_t tiles = N / BSH_ROW_TILE;
-  division d = divide_tokens(M, K, arch);
-  const int64_t most = teams_at_once(sms, d.k_splits, bsh_is_wide(arch)) / d.token_groups;
-  const int64_t teams = most > 0 ? most : 1;
-  d.row_groups = (int32_t)min_i64(bsh_gemv_warps(arch) / d.k_warps, divide_up(tiles, teams));
-  d.teams = (int32_t)min_i64(teams, divide_up(tiles, d.row_groups));
-  return d;
-}
-
-static const char *refuses(const bsh_facts *const facts) {
-  const int32_t arch = facts->image.arch;
-  if (facts->dtype == BSH_F32) return "no float32";
-  if (arch < (facts->dtype == BSH_BF16 ? 80 : 75)) return "no tensor cores for the dtype in this code";
-  if (bsh_is_wide(arch) && !bsh_is_wide(facts->sm)) return "code for more shared memory than the GPU has";
-  if (facts->N % BSH_ROW_TILE) return "N is no multiple of 16";
-  if (facts->K % BSH_UNIT) return "K is no multiple of 64";
-  if (facts->blocksize % BSH_UNIT) return "the blocksize is below 64";
-  if (facts->K > INT32_MAX / BSH_ROW_TILE || facts->N > INT32_MAX / 16 || facts->N * (facts->K / BSH_UNIT) > UINT32_MAX)
-    return "W is too large for 32-bit indices";
-  if (facts->packed_alignment < 16) return "packed is not 16-byte aligned";
-  const int64_t rows = min_i64(facts->M, BSH_GEMV_TOKENS);
-  if (bsh_is_wide(arch) && divide_tokens(rows, facts->K, arch).k_splits > BSH_GEMV_CLUSTER)
-    return "K is longer than a cluster of blocks holds";
-  return bsh_fused_refuses(facts);
-}
+#include "plan/gemv.h"
 
 #define GEMV_KERNEL(NAME) {.fatbin = BSH_FATBIN_gemv_4bit, .name = NAME}
 #define GEMV_BF16(form, tiles, units)                                                                                  \
@@ -76,50 +15,30 @@ static const int32_t forms[FORMS][2] = {BSH_GEMV_FORMS(GEMV_TILES)};
 static bsh_cuda_kernel kernels[2][FORMS][2] = {{BSH_GEMV_FORMS(GEMV_BF16)}, {BSH_GEMV_FORMS(GEMV_F16)}};
 static bsh_cuda_kernel joins[2][JOINS] = {{BSH_GEMV_JOINS(JOIN_BF16)}, {BSH_GEMV_JOINS(JOIN_F16)}};
 
-static int form_of(const division *const d) {
+/* Measured as faster than panels at every size; some of them gemm_4bit_sm90 takes faster. */
+static double cost(const bsh_facts *const facts) { return facts->M <= BSH_GEMV_TOKENS ? BSH_ORDER(2) : BSH_LAST; }
+
+static int form_of(const bsh_gemv_division *const d) {
   int form = 0;
   while (forms[form][0] != d->token_tiles || forms[form][1] != d->units) form++;
   return form;
 }
 
-bool bsh_gemv_reads_codes_together(const bsh_facts *const facts, const int32_t units) {
-  if (!facts->nested || facts->blocksize != 64) return false;
-  return units == 4 || (facts->K / BSH_UNIT % 2 == 0 && facts->code_alignment >= 2);
-}
-
-bsh_fused_cut bsh_gemv_cut(const bsh_gemv_division *const d, const int64_t N) {
-  const int32_t tiles = (int32_t)(N / BSH_ROW_TILE), team_tiles = tiles / d->teams;
-  return (bsh_fused_cut){.k_splits = d->k_splits,
-                         .k_warps = d->k_warps,
-                         .row_groups = d->row_groups,
-                         .group_of_warp = (int32_t)divide_up(1 << 16, d->k_warps),
-                         .team_tiles = team_tiles,
-                         .longer_teams = tiles % d->teams,
-                         .steps = (int32_t)divide_up(team_tiles, d->row_groups),
-                         .longer_steps = (int32_t)divide_up(team_tiles + 1, d->row_groups)};
-}
-
-static void cut(const bsh_facts *const facts, bsh_fused_slice *const slice) {
+static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {
   const int32_t arch = facts->image.arch;
-  const bool wide = bsh_is_wide(arch), f16 = facts->dtype == BSH_F16;
-  const division d = bsh_gemv_divide(slice->rows, facts->N, facts->K, arch, facts->sms);
-  slice->cut = bsh_gemv_cut(&d, facts->N);
-  slice->block_shift = __builtin_ctzll((uint64_t)facts->blocksize / BSH_UNIT);
+  const bool f16 = facts->dtype == BSH_F16;
+  const bsh_gemv_division d = bsh_gemv_divide(slice->rows, facts->N, facts->K, arch, facts->sms);
+  bsh_gemv_lay_out(&d, facts, joins[f16], slice);
+  slice->block_shift = bsh_block_shift(facts, BSH_UNIT);
   slice->product.kernel = &kernels[f16][form_of(&d)][!bsh_gemv_reads_codes_together(facts, d.units)];
-  slice->product.shape =
-      (bsh_cuda_launch_shape){.grid = {(uint32_t)(d.teams * d.k_splits), (uint32_t)d.token_groups, 1},
-                              .block = {(uint32_t)(BSH_WARP * d.k_warps * d.row_groups), 1, 1},
-                              .cluster = wide ? (uint32_t)d.k_splits : 1,
-                              .shared_bytes = bsh_gemv_shared_bytes(arch, d.token_tiles),
-                              .overlap = wide};
-  if (d.k_splits == 1) return;
-  const int64_t sums = facts->N / BSH_ROW_TILE * bsh_gemv_tile_sums(d.token_tiles);
-  slice->scratch_bytes = sums * d.token_groups * d.k_splits * (int64_t)sizeof(float);
-  if (wide) return; /* the cluster joins */
-  slice->after.kernel = &joins[f16][d.token_tiles / 2];
-  slice->after.shape =
-      (bsh_cuda_launch_shape){.grid = {(uint32_t)divide_up(sums, BSH_GEMV_JOIN_THREADS), (uint32_t)d.token_groups, 1},
-                              .block = {BSH_GEMV_JOIN_THREADS, 1, 1}};
+  slice->product.shape.shared_bytes = bsh_gemv_shared_bytes(arch, d.token_tiles);
 }
 
-const bsh_fused_kernel bsh_plan_gemv_4bit = {.rows = BSH_GEMV_TOKENS, .refuses = refuses, .cut = cut};
+const bsh_kernel bsh_kernel_gemv_4bit = {.name = "gemv_4bit",
+                                         .operands = BSH_KIND(4BIT),
+                                         .directions = BSH_FORWARD_ONLY,
+                                         .launch = BSH_LAUNCH_FUSED,
+                                         .rows = BSH_GEMV_TOKENS,
+                                         .refuses = bsh_gemv_4bit_refuses,
+                                         .cost = cost,
+                                         .cut = cut};

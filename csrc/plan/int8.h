@@ -1,77 +1,62 @@
-/* plan/int8.h - how a product with an int8 weight is computed on a GPU. Pure, as plan/plan.h. */
+/* plan/int8.h - what the kernels for int8 weights have in common. */
 #ifndef BSH_PLAN_INT8_H
 #define BSH_PLAN_INT8_H
 
+#include "core/arithmetic.h"
+#include "cuda/gemv_4bit.h"
 #include "cuda/int8.h"
-#include "plan/plan.h"
-
-/* X(name). gemv_int8: few rows of x as they are, any: the same for all sizes and dtypes, and the input gradient.
- * mixed_int8_sm90: more rows of x as they are. gemm_int8, gemm_int8_sm90: x in codes. dgrad_int8_sm90, gemv_int8_dgrad:
- * the input gradient in one pass over W, the latter of few rows. panels: of it, W dequantized a panel of columns at a
- * time, and the vendor's product of each. */
-#define BSH_INT8_KERNELS(X)                                                                                            \
-  X(gemv_int8) X(any) X(mixed_int8_sm90) X(gemm_int8) X(gemm_int8_sm90) X(dgrad_int8_sm90) X(gemv_int8_dgrad) X(panels)
-#define BSH_INT8_INDEX(name) BSH_INT8_##name,
-typedef enum { BSH_INT8_KERNELS(BSH_INT8_INDEX) BSH_INT8_COUNT } bsh_int8_kernel;
-#undef BSH_INT8_INDEX
+#include "plan/gemv.h"
 
 /* Rows of x up to which it is multiplied as it is, whatever kernel does; twice as many of 16 bits on sm_90 and sm_100.
  */
 enum { BSH_INT8_FEW_ROWS = 16 };
 
+/* The same of a GPU. From 17 on a second group of blocks reads W again, out of L2. */
+static inline int64_t bsh_int8_few_rows(const bsh_facts *const facts) {
+  return bsh_is_wide(facts->image.arch) && facts->dtype != BSH_F32 ? 2 * BSH_INT8_FEW_ROWS : BSH_INT8_FEW_ROWS;
+}
+
+/* How few rows are multiplied as they are: as gemm_int8_sm90 is faster in a large weight from 17 on, only where that
+ * one does not take them (`after`). */
+typedef enum { BSH_MANY, BSH_FEW, BSH_FEW_AFTER_CODES } bsh_int8_rows;
+static inline bsh_int8_rows bsh_int8_rows_of(const bsh_facts *const facts) {
+  const bsh_card *const card = bsh_card_of(facts->sm);
+  if (facts->M > bsh_int8_few_rows(facts)) return BSH_MANY;
+  const bool large = facts->N * facts->K >= card->int8.large && !facts->threshold;
+  return large && facts->M > card->int8.few_rows ? BSH_FEW_AFTER_CODES : BSH_FEW;
+}
+
+/* NULL, or that numbers are too large. */
+static inline const char *bsh_int8_sizes_refuse(const bsh_facts *const facts) {
+  const int64_t M = facts->M, N = facts->N, K = facts->K, most = INT32_MAX / 2;
+  const double tiles = (double)divide_up(M, BSH_GEMM_INT8_TILE / 2) * (double)divide_up(N, BSH_GEMM_INT8_TILE);
+  return M > most || N > most || K > most || tiles > INT32_MAX ? "too large for 32-bit indices" : NULL;
+}
+
+/* What the kernels of sm_90 with tensor maps refuse. `sums`: terms of each sum. */
+const char *bsh_int8_maps_refuse(const bsh_facts *facts, int64_t sums);
+
+/* Place of n_bytes more of a slice's scratch memory. */
+int64_t bsh_place(bsh_plan_slice *slice, int64_t n_bytes);
+
+/* Scratch memory of codes of x, and of outlier columns where there is a threshold. `finds`: the kernel does. */
+void bsh_place_codes(const bsh_facts *facts, bool finds, bsh_plan_slice *slice);
+
+/* A product cut into tiles, each of which clusters share among `splits` groups of their blocks. */
 typedef struct {
-  int64_t M, N, K;
-  int64_t workspace_bytes; /* that a panel and the vendor's scratch memory, or gathered outlier columns, may take */
-  bool dgrad, outliers;    /* outliers: there is a threshold */
-  bsh_dtype dtype;
-  int32_t x_alignment, y_alignment, packed_alignment; /* as in bsh_facts */
-  int32_t sm, sms;
-  bsh_kernel_image image;
-  bool tensor_maps, cublas; /* cublas: multiplies panels */
-  bsh_int8_kernel forced;   /* or BSH_INT8_COUNT */
-} bsh_int8_facts;
+  int32_t form, splits;
+  int64_t m_tiles, tiles, clusters; /* clusters: that run at once */
+} bsh_tiles;
 
-/* Scratch memory of a product, at bytes. */
-typedef struct {
-  int64_t codes, absmax, claims, shares, flags, count, list, x, w, partial, scales, bytes;
-} bsh_int8_scratch;
+/* Of tiles with so many stages of depth, from the nanoseconds of a stage, of a tile beside them, and of joining sums.
+ * Infinite where blocks would share the depth of a tile, and there are more tiles than clusters. */
+double bsh_tiles_nanoseconds(const bsh_tiles *tiles, int64_t stages, double stage, double beside, double join);
 
-typedef struct {
-  bsh_int8_kernel kernel;
-  bool codes;                        /* x is quantized before */
-  bsh_planned_launch product, after; /* after: gemv_int8's second kernel, or NULL */
-  bsh_int8_scratch at;
-  bsh_fused_cut cut;      /* gemv_int8 */
-  int32_t m_tiles, tiles; /* of the kernels on tensor cores for many rows: of rows of x, of all */
-  int32_t form, splits;   /* of those of sm_90: which of their forms; blocks, or pairs, that share a tile's depth */
-  int32_t capacity;       /* outlier columns that are gathered */
-  bool finds;             /* gemm_int8_sm90 finds outlier columns itself: nothing is gathered */
-  int64_t panel_columns, panel_bytes, vendor_bytes;
-} bsh_int8_plan;
+/* What a slice says of its tiles, by clusters of `blocks`. */
+void bsh_lay_out_tiles(const bsh_tiles *tiles, int32_t blocks, uint32_t shared_bytes, bsh_plan_slice *slice);
 
-/* BSH_NO_KERNEL, saying why, where the forced kernel cannot, or sizes are too large. Sizes may be 0 as gpu/int8.h says.
- */
-bsh_status bsh_plan_linear_int8(const char *op, const bsh_int8_facts *facts, bsh_int8_plan *plan);
-
-/* The product of codes alone, to int32. */
-bsh_status bsh_plan_product_int8(const char *op, int64_t M, int64_t N, int64_t K, int32_t arch, bsh_int8_plan *plan);
-
-/* Of a form of gemm_int8_sm90. */
-typedef struct {
-  int32_t rows, columns, stages, cluster;
-} bsh_int8_form;
-extern const bsh_int8_form bsh_int8_forms[];
-extern const int32_t bsh_mixed_int8_tokens[]; /* of a form of mixed_int8_sm90 and dgrad_int8_sm90 */
-
-/* "gemv_int8", ...; and the kernel of a name, BSH_BAD_VALUE for one that is none. */
-const char *bsh_int8_kernel_name(bsh_int8_kernel kernel);
-bsh_status bsh_int8_kernel_of(const char *name, bsh_int8_kernel *kernel);
-
-/* For tests and benchmarks: every later plan takes the kernel of this name, of products or of input gradients; NULL
- * ends that. BITSHARD_LINEAR_INT8 and BITSHARD_LINEAR_INT8_DGRAD in the environment do the same, read by
- * bsh_read_forced_int8. */
-bsh_status bsh_force_int8_kernel(bool dgrad, const char *name);
-bsh_int8_kernel bsh_forced_int8_kernel(bool dgrad);
-bsh_status bsh_read_forced_int8(void);
+#define BSH_KERNEL(file, NAME) {.fatbin = BSH_FATBIN_##file, .name = NAME}
+#define BSH_BY_DTYPE(file, stem)                                                                                       \
+  {BSH_KERNEL(file, stem "f32"), BSH_KERNEL(file, stem "f16"), BSH_KERNEL(file, stem "bf16")}
 
 #endif

@@ -1,48 +1,64 @@
-/* plan/kernel.h - what plan/plan.c asks of a fused kernel: what it cannot take, and how a product is cut. One object of
- * each, in plan_<kernel>.c. */
+/* plan/kernel.h - a kernel as plan/choose.c sees it: what it takes, what it costs, and how a product is cut for it. One
+ * object of each, in plan/<kernel>.c. */
 #ifndef BSH_PLAN_KERNEL_H
 #define BSH_PLAN_KERNEL_H
 
-#include "plan/plan.h"
+#include <math.h>
 
-typedef struct {
-  int64_t rows; /* of x, of a launch */
+#include "plan/cards.h"
+#include "plan/product.h"
+
+/* Code that a kernel has; its `refuses` says more. */
+typedef enum {
+  BSH_ANY_CARD,
+  BSH_SM90A,      /* wgmma */
+  BSH_SM90A_MAPS, /* the same, with tensor maps */
+} bsh_needs;
+
+enum { BSH_FORWARD_ONLY = 1 << BSH_FORWARD, BSH_GRADIENT_ONLY = 1 << BSH_INPUT_GRADIENT, BSH_BOTH = 3 };
+#define BSH_KIND(kind) (1 << BSH_OF_##kind)
+
+struct bsh_kernel {
+  const char *name;
+  uint8_t operands;   /* bits: BSH_KIND(4BIT), ... */
+  uint8_t directions; /* BSH_FORWARD_ONLY, BSH_GRADIENT_ONLY or BSH_BOTH */
+  bsh_needs needs;
+  bsh_launch launch;
+  int64_t rows; /* of x, of a launch; 0: all */
   /* NULL, or what of the facts it cannot take. Any number of rows: they go in slices. */
   const char *(*refuses)(const bsh_facts *facts);
-  /* Fills a zeroed slice for slice->rows rows of a product that is not refused. */
-  void (*cut)(const bsh_facts *facts, bsh_fused_slice *slice);
-} bsh_fused_kernel;
+  /* Nanoseconds, where there is an estimate of them. Where borders were measured instead, BSH_ORDER: such kernels come
+   * before all with estimates, in this order. BSH_LAST: only where nobody multiplies panels. */
+  double (*cost)(const bsh_facts *facts);
+  /* Fills a zeroed slice for slice->rows rows of a product that is not refused. NULL: panels. */
+  void (*cut)(const bsh_facts *facts, bsh_plan_slice *slice);
+};
 
-extern const bsh_fused_kernel bsh_plan_gemv_4bit, bsh_plan_gemv_4bit_simt, bsh_plan_gemm_4bit_sm90,
-    bsh_plan_gemm_4bit_sm90_wide;
+#define BSH_ORDER(n) ((double)(n)) /* below 100; no product takes 100 ns */
+#define BSH_LAST HUGE_VAL
 
-/* How long gemm_4bit_sm90_wide would take for a product that it does not refuse, nanoseconds on an H200. */
-double bsh_plan_wide_nanoseconds(const bsh_facts *facts);
-
-/* How long a piece of a tile of 128, 192 or 256 tokens takes there. */
-double bsh_plan_wide_piece_nanoseconds(int32_t tokens, const bsh_facts *facts);
-
-/* Nested scales, one a unit, whose codes a lane of gemv_4bit reads together: of two units where a warp has 8. */
-bool bsh_gemv_reads_codes_together(const bsh_facts *facts, int32_t units);
-
-/* How gemv_4bit and gemv_int8 cut a product; the words are those of bsh_fused_cut. */
-typedef struct {
-  int32_t token_tiles, units; /* template arguments of the kernel: tokens / 8, units of K per warp */
-  int32_t token_groups;       /* of token_tiles * 8 tokens, each with blocks of its own */
-  int32_t k_splits, k_warps, row_groups;
-  int32_t teams; /* groups of k_splits blocks, for each token group */
-} bsh_gemv_division;
-bsh_gemv_division bsh_gemv_divide(int64_t M, int64_t N, int64_t K, int32_t arch, int32_t sms);
-bsh_fused_cut bsh_gemv_cut(const bsh_gemv_division *division, int64_t N);
-
-/* Clusters of k blocks, one block per multiprocessor, that run at once. */
-int64_t bsh_gemv_clusters_at_once(int64_t sms, int64_t k);
-
-/* What all for few rows refuse. */
-static inline const char *bsh_fused_refuses(const bsh_facts *const facts) {
-  if (facts->direction != BSH_FORWARD) return "no input gradient";
-  if (facts->x_alignment < 16) return "rows of x are not 16-byte aligned";
-  return facts->packed_alignment < 4 ? "packed is not 4-byte aligned" : NULL;
+/* Nanoseconds by panels: every weight is dequantized, then comes the vendor's product, at the speed of its tensor
+ * cores, which are fewer on smaller cards, or of its memory, and not below what a launch takes. */
+static inline double bsh_panels_nanoseconds(const bsh_facts *const facts) {
+  const bsh_card *const card = bsh_card_of(facts->sm);
+  const double flops_per_ns = card->panels.flops_per_ns / card->sms * facts->sms;
+  const double weights = (double)facts->N * (double)facts->K;
+  const double product = fmax(2 * weights * (double)facts->M / flops_per_ns, 2 * weights / card->panels.bytes_per_ns);
+  return card->panels.begin + weights / card->panels.weights_per_ns + fmax(product, card->panels.least);
 }
+
+/* The cost of what was measured as faster than panels, by how much was not. */
+static inline double bsh_before_panels(const bsh_facts *const facts) {
+  return facts->vendor == BSH_VENDOR_NONE ? BSH_LAST : nextafter(bsh_panels_nanoseconds(facts), 0);
+}
+
+/* The rows of plan/choose.c. */
+extern const bsh_kernel bsh_kernel_gemm_4bit_sm90, bsh_kernel_gemv_4bit, bsh_kernel_gemm_4bit_sm90_wide,
+    bsh_kernel_gemv_4bit_simt, bsh_kernel_gemv_4bit_grouped, bsh_kernel_gemm_4bit_sm90_wide_grouped,
+    bsh_kernel_gemv_int8, bsh_kernel_mixed_int8_sm90, bsh_kernel_gemm_int8_sm90, bsh_kernel_gemm_int8,
+    bsh_kernel_any_int8, bsh_kernel_gemv_int8_dgrad, bsh_kernel_dgrad_int8_sm90, bsh_kernel_panels;
+
+/* Of panels: fills the plan of a product that they do not refuse. */
+void bsh_cut_panels(const bsh_facts *facts, bsh_plan *plan);
 
 #endif

@@ -10,8 +10,7 @@
 #include "cpu/cpu.h"
 #include "gpu/driver.h"
 #include "ops/ops.h"
-#include "plan/int8.h"
-#include "plan/plan.h"
+#include "plan/product.h"
 #include "python/direct.h"
 #include "python/direct_lora.h"
 #include "python/module_plan.h"
@@ -180,8 +179,7 @@ static int execute(PyObject *const module) {
   const char *trouble = in_main_interpreter();
   if (trouble == NULL) trouble = bsh_torch_load();
   if (trouble == NULL && bsh_cpu_set_isa(NULL) != BSH_OK) trouble = bsh_status_message();
-  if (trouble == NULL && (bsh_read_forced_kernels() != BSH_OK || bsh_read_forced_int8() != BSH_OK))
-    trouble = bsh_status_message();
+  if (trouble == NULL && bsh_read_forced_kernels() != BSH_OK) trouble = bsh_status_message();
   if (trouble == NULL) trouble = bsh_ops_register();
   if (trouble != NULL) {
     PyErr_SetString(PyExc_ImportError, trouble);

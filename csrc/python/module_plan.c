@@ -4,9 +4,7 @@
 #include <string.h>
 
 #include "core/packed.h"
-#include "plan/grouped.h"
-#include "plan/int8.h"
-#include "plan/plan.h"
+#include "plan/product.h"
 
 static const char *const vendors[] = {
     [BSH_VENDOR_NONE] = "", [BSH_VENDOR_TORCH] = "torch", [BSH_VENDOR_CUBLAS] = "cublas"};
@@ -29,41 +27,37 @@ static bool read_vendor(const char *const name, bsh_vendor *const vendor) {
   return false;
 }
 
-/* NULL: as in the environment. */
-static bool read_kernel(const char *const name, bsh_facts *const facts) {
-  facts->forced = bsh_forced_kernel(facts->direction);
-  if (name == NULL) return true;
-  int kernel = 0;
-  while (kernel < BSH_LINEAR_COUNT && strcmp(bsh_linear_kernel_name((bsh_linear_kernel)kernel), name) != 0) kernel++;
-  facts->forced = (bsh_linear_kernel)kernel;
-  if (kernel == BSH_LINEAR_COUNT) PyErr_Format(PyExc_ValueError, "no kernel '%s'", name);
-  return kernel < BSH_LINEAR_COUNT;
-}
-
 static bool is_power_of_two(const int32_t bytes) { return bytes > 0 && bytes <= 16 && (bytes & (bytes - 1)) == 0; }
 
-static bool check_facts(const bsh_facts *const f) {
+/* Sizes of a sum may be 0 of int8 weights. */
+static bool check_sizes(const bsh_facts *const f, const char *const op) {
+  const int64_t least = f->w.bits == 8 ? 0 : 1;
   int64_t product;
-  if (f->dtype < BSH_F32 || f->dtype > BSH_BF16) {
-    PyErr_Format(PyExc_ValueError, "dtype %d is none of float32 (%d), float16 (%d), bfloat16 (%d)", f->dtype, BSH_F32,
-                 BSH_F16, BSH_BF16);
-    return false;
-  }
-  if (f->M < 1 || f->N < 1 || f->K < 1 || f->sms < 1 || f->workspace_bytes < 1 || !is_power_of_two(f->x_alignment) ||
-      !is_power_of_two(f->y_alignment) || !is_power_of_two(f->packed_alignment) ||
+  if (f->M < 1 || f->N < least || f->K < least || f->sms < 1 || f->workspace_bytes < 1 ||
+      !is_power_of_two(f->x_alignment) || !is_power_of_two(f->y_alignment) || !is_power_of_two(f->packed_alignment) ||
       !is_power_of_two(f->code_alignment) || (f->bias_alignment != 0 && !is_power_of_two(f->bias_alignment))) {
     PyErr_SetString(PyExc_ValueError, "M, N, K, sms and workspace must be positive, alignments 1, 2, 4, 8 or 16");
     return false;
   }
-  if (bsh_check_blocksize("plan_linear_4bit", f->blocksize, BSH_MAX_BLOCKSIZE) == BSH_OK &&
-      bsh_checked_product("plan_linear_4bit", f->N, f->K, &product) == BSH_OK &&
-      bsh_checked_product("plan_linear_4bit", f->M, f->N, &product) == BSH_OK &&
-      bsh_checked_product("plan_linear_4bit", f->M, f->K, &product) == BSH_OK)
+  if ((f->w.bits == 8 || bsh_check_blocksize(op, f->w.blocksize, BSH_MAX_BLOCKSIZE) == BSH_OK) &&
+      bsh_checked_product(op, f->N, f->K, &product) == BSH_OK &&
+      bsh_checked_product(op, f->M, f->N, &product) == BSH_OK &&
+      bsh_checked_product(op, f->M, f->K, &product) == BSH_OK)
     return true;
   return raise_status() != NULL;
 }
 
-static bool read_facts(PyObject *const args, PyObject *const keywords, bsh_facts *const facts) {
+static bool check_facts(const bsh_facts *const f, const char *const op) {
+  if (f->dtype >= BSH_F32 && f->dtype <= BSH_BF16) return check_sizes(f, op);
+  PyErr_Format(PyExc_ValueError, "dtype %d is none of float32 (%d), float16 (%d), bfloat16 (%d)", f->dtype, BSH_F32,
+               BSH_F16, BSH_BF16);
+  return false;
+}
+
+/* (M, N, K, dtype, sm, sms, *, ...) of a product with operands of a kind; `op`, its name without a direction, becomes
+ * that of the direction. */
+static bool read_facts(PyObject *const args, PyObject *const keywords, const bsh_operand_kind kind,
+                       const char *const ops[2], bsh_facts *const facts, const char **const op) {
   static const char *const names[] = {"",
                                       "",
                                       "",
@@ -84,24 +78,30 @@ static bool read_facts(PyObject *const args, PyObject *const keywords, bsh_facts
                                       "kernel",
                                       "architectures",
                                       "tensor_maps",
+                                      "outliers",
                                       NULL};
   long long M, N, K, blocksize = 64, workspace = 64 << 20;
   int dtype, sm, sms, nested = 1, format = BSH_NF4, gradient = 0, x = 16, y = 16, packed = 16, codes = 16, bias = 0,
-                      maps = 1;
+                      maps = 1, outliers = 0;
   const char *vendor = "torch", *kernel = NULL, *architectures = NULL;
-  if (!PyArg_ParseTupleAndKeywords(args, keywords, "LLLiii|$LpipiiiiisLzzp", (char **)(uintptr_t)names, &M, &N, &K,
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "LLLiii|$LpipiiiiisLzzpp", (char **)(uintptr_t)names, &M, &N, &K,
                                    &dtype, &sm, &sms, &blocksize, &nested, &format, &gradient, &x, &y, &packed, &codes,
-                                   &bias, &vendor, &workspace, &kernel, &architectures, &maps))
+                                   &bias, &vendor, &workspace, &kernel, &architectures, &maps, &outliers))
     return false;
-  *facts = (bsh_facts){.M = M,
+  const bool int8 = kind == BSH_OF_INT8;
+  *facts = (bsh_facts){.w = {.bits = int8 ? 8 : 4,
+                             .table = int8 ? BSH_INT8 : (bsh_format)format,
+                             .scales = int8     ? BSH_SCALES_ROWS
+                                       : nested ? BSH_SCALES_NESTED
+                                                : BSH_SCALES_BLOCKS,
+                             .blocksize = blocksize},
+                       .M = M,
                        .N = N,
                        .K = K,
-                       .blocksize = blocksize,
                        .workspace_bytes = workspace,
                        .direction = gradient ? BSH_INPUT_GRADIENT : BSH_FORWARD,
                        .dtype = (bsh_dtype)dtype,
-                       .format = (bsh_format)format,
-                       .nested = nested != 0,
+                       .threshold = outliers != 0,
                        .x_alignment = x,
                        .y_alignment = y,
                        .packed_alignment = packed,
@@ -111,7 +111,10 @@ static bool read_facts(PyObject *const args, PyObject *const keywords, bsh_facts
                        .sms = sms,
                        .tensor_maps = maps != 0,
                        .image = architectures != NULL ? bsh_image_for(architectures, sm) : bsh_image_here(sm)};
-  return read_vendor(vendor, &facts->vendor) && read_kernel(kernel, facts) && check_facts(facts);
+  *op = ops[facts->direction];
+  facts->forced = bsh_forced_kernel(kind, facts->direction);
+  if (kernel != NULL && bsh_kernel_named(*op, kernel, &facts->forced) != BSH_OK) return raise_status() != NULL;
+  return read_vendor(vendor, &facts->vendor) && check_facts(facts, *op);
 }
 
 /* ---- what is answered ---- */
@@ -132,136 +135,81 @@ static bool append(PyObject *const list, PyObject *const item) {
   return done;
 }
 
-static PyObject *slice_dict(const bsh_fused_slice *const slice, const int64_t times) {
+/* Of one of a plan's slices, which is used `times` times. */
+static PyObject *slice_dict(const bsh_plan_slice *const slice, const int64_t times) {
   const bsh_planned_launch *const all[] = {&slice->before, &slice->product, &slice->after};
   PyObject *const launches = PyList_New(0);
   bool done = launches != NULL;
   for (int i = 0; i < 3 && done; i++) done = all[i]->kernel == NULL || append(launches, launch_dict(all[i]));
   if (done)
-    return Py_BuildValue("{s:L,s:L,s:L,s:N}", "rows", (long long)slice->rows, "times", (long long)times,
-                         "scratch_bytes", (long long)slice->scratch_bytes, "launches", launches);
+    return Py_BuildValue("{s:L,s:L,s:L,s:N,s:O,s:i,s:O}", "rows", (long long)slice->rows, "times", (long long)times,
+                         "scratch_bytes", (long long)slice->scratch_bytes, "launches", launches, "codes",
+                         slice->int8.codes ? Py_True : Py_False, "capacity", (int)slice->int8.capacity, "finds",
+                         slice->int8.finds ? Py_True : Py_False);
   Py_XDECREF(launches);
   return NULL;
 }
 
-PyObject *bsh_module_plan(PyObject *const module, PyObject *const args, PyObject *const keywords) {
-  (void)module;
-  bsh_facts facts;
-  bsh_plan plan;
-  if (!read_facts(args, keywords, &facts)) return NULL;
-  if (bsh_plan_linear_4bit(facts.direction == BSH_FORWARD ? "linear_4bit" : "linear_4bit_dgrad", &facts, &plan) !=
-      BSH_OK)
-    return raise_status();
+static PyObject *plan_dict(const bsh_plan *const plan) {
   PyObject *const slices = PyList_New(0);
   bool done = slices != NULL;
-  if (done && plan.n_slices > 0) done = append(slices, slice_dict(&plan.slice, plan.n_slices));
-  if (done && plan.rest.rows > 0) done = append(slices, slice_dict(&plan.rest, 1));
+  if (done && plan->n_slices > 0) done = append(slices, slice_dict(&plan->slice, plan->n_slices));
+  if (done && plan->rest.rows > 0) done = append(slices, slice_dict(&plan->rest, 1));
   if (done)
-    return Py_BuildValue("{s:s,s:s,s:L,s:L,s:N,s:L,s:N}", "kernel", bsh_linear_kernel_name(plan.kernel), "vendor",
-                         vendors[plan.vendor], "scratch_bytes", (long long)plan.scratch_bytes, "panel_lines",
-                         (long long)plan.panel_lines, "panel", launch_dict(&plan.panel), "vendor_bytes",
-                         (long long)plan.vendor_bytes, "slices", slices);
+    return Py_BuildValue("{s:s,s:s,s:L,s:L,s:N,s:L,s:N}", "kernel", bsh_kernel_name(plan->kernel), "vendor",
+                         vendors[plan->vendor], "scratch_bytes", (long long)plan->scratch_bytes, "panel_lines",
+                         (long long)plan->panel_lines, "panel", launch_dict(&plan->panel), "vendor_bytes",
+                         (long long)plan->vendor_bytes, "slices", slices);
   Py_XDECREF(slices);
   return NULL;
 }
 
+static PyObject *planned(const char *const op, const bsh_facts *const facts) {
+  bsh_plan plan;
+  return bsh_plan_product(op, facts, &plan) == BSH_OK ? plan_dict(&plan) : raise_status();
+}
+
+PyObject *bsh_module_plan(PyObject *const module, PyObject *const args, PyObject *const keywords) {
+  static const char *const ops[] = {"linear_4bit", "linear_4bit_dgrad"};
+  const char *op;
+  bsh_facts facts;
+  (void)module;
+  return read_facts(args, keywords, BSH_OF_4BIT, ops, &facts, &op) ? planned(op, &facts) : NULL;
+}
+
+PyObject *bsh_module_plan_int8(PyObject *const module, PyObject *const args, PyObject *const keywords) {
+  static const char *const ops[] = {"linear_int8", "linear_int8_dgrad"};
+  const char *op;
+  bsh_facts facts;
+  (void)module;
+  return read_facts(args, keywords, BSH_OF_INT8, ops, &facts, &op) ? planned(op, &facts) : NULL;
+}
+
 /* The arguments of a plan, E before them. */
 PyObject *bsh_module_plan_grouped(PyObject *const module, PyObject *const args, PyObject *const keywords) {
-  (void)module;
+  static const char *const ops[] = {"grouped_linear_4bit", "grouped_linear_4bit_dgrad"};
+  const char *op;
   bsh_facts facts;
-  bsh_grouped_plan plan;
+  (void)module;
   const Py_ssize_t count = PyTuple_Size(args);
   const long long E = count > 0 ? PyLong_AsLongLong(PyTuple_GetItem(args, 0)) : 0;
   if (E == -1 && PyErr_Occurred() != NULL) return NULL;
   if (E < 1 || E > INT32_MAX) return PyErr_Format(PyExc_ValueError, "%lld experts, expected 1 to 2^31 - 1", E);
   PyObject *const others = PyTuple_GetSlice(args, 1, count);
-  const bool read = others != NULL && read_facts(others, keywords, &facts);
+  const bool read = others != NULL && read_facts(others, keywords, BSH_OF_STACK, ops, &facts, &op);
   Py_XDECREF(others);
   if (!read) return NULL;
-  bsh_plan_grouped_linear_4bit(&facts, E, &plan);
-  return Py_BuildValue("{s:s,s:i,s:L,s:N}", "kernel", bsh_grouped_kernel_name(plan.kernel), "index", (int)plan.kernel,
-                       "panel_experts", (long long)plan.panel_experts, "launch", launch_dict(&plan.slice.product));
-}
-
-/* ---- int8 ---- */
-
-static bool read_int8_facts(PyObject *const args, PyObject *const keywords, bsh_int8_facts *const facts) {
-  static const char *const names[] = {"",
-                                      "",
-                                      "",
-                                      "",
-                                      "",
-                                      "",
-                                      "outliers",
-                                      "gradient",
-                                      "x_alignment",
-                                      "packed_alignment",
-                                      "workspace",
-                                      "kernel",
-                                      "architectures",
-                                      "tensor_maps",
-                                      "cublas",
-                                      NULL};
-  long long M, N, K, workspace = 64 << 20;
-  int dtype, sm, sms, outliers = 0, gradient = 0, x = 16, packed = 16, maps = 1, cublas = 1;
-  const char *kernel = NULL, *architectures = NULL;
-  if (!PyArg_ParseTupleAndKeywords(args, keywords, "LLLiii|$ppiiLzzpp", (char **)(uintptr_t)names, &M, &N, &K, &dtype,
-                                   &sm, &sms, &outliers, &gradient, &x, &packed, &workspace, &kernel, &architectures,
-                                   &maps, &cublas))
-    return false;
-  *facts = (bsh_int8_facts){.M = M,
-                            .N = N,
-                            .K = K,
-                            .workspace_bytes = workspace,
-                            .dgrad = gradient != 0,
-                            .outliers = outliers != 0,
-                            .dtype = (bsh_dtype)dtype,
-                            .x_alignment = x,
-                            .packed_alignment = packed,
-                            .sm = sm,
-                            .sms = sms,
-                            .image = architectures != NULL ? bsh_image_for(architectures, sm) : bsh_image_here(sm),
-                            .tensor_maps = maps != 0,
-                            .cublas = cublas != 0,
-                            .forced = bsh_forced_int8_kernel(gradient != 0)};
-  if (kernel != NULL && bsh_int8_kernel_of(kernel, &facts->forced) != BSH_OK) return raise_status() != NULL;
-  if (M > 0 && N >= 0 && K >= 0 && sms > 0 && workspace > 0 && dtype >= BSH_F32 && dtype <= BSH_BF16 &&
-      is_power_of_two(x) && is_power_of_two(packed))
-    return true;
-  PyErr_SetString(PyExc_ValueError, "M, sms and workspace must be positive, dtype 0 to 2, alignments 1, 2, 4, 8 or 16");
-  return false;
-}
-
-PyObject *bsh_module_plan_int8(PyObject *const module, PyObject *const args, PyObject *const keywords) {
-  (void)module;
-  bsh_int8_facts facts;
-  bsh_int8_plan plan;
-  if (!read_int8_facts(args, keywords, &facts)) return NULL;
-  if (bsh_plan_linear_int8(facts.dgrad ? "linear_int8_dgrad" : "linear_int8", &facts, &plan) != BSH_OK)
-    return raise_status();
-  return Py_BuildValue("{s:s,s:O,s:L,s:i,s:O,s:L,s:N,s:N}", "kernel", bsh_int8_kernel_name(plan.kernel), "codes",
-                       plan.codes ? Py_True : Py_False, "scratch_bytes", (long long)plan.at.bytes, "capacity",
-                       (int)plan.capacity, "finds", plan.finds ? Py_True : Py_False, "panel_columns",
-                       (long long)plan.panel_columns, "launch", launch_dict(&plan.product), "after",
-                       launch_dict(&plan.after));
+  facts.E = E;
+  return planned(op, &facts);
 }
 
 /* ---- forced kernels ---- */
 
 PyObject *bsh_module_force_kernel(PyObject *const module, PyObject *const args) {
-  static const char *const ops[] = {"linear_4bit", "linear_4bit_dgrad", "linear_int8", "linear_int8_dgrad"};
   (void)module;
   const char *op, *name;
-  int which = 0;
   if (!PyArg_ParseTuple(args, "sz", &op, &name)) return NULL;
-  while (which < 4 && strcmp(ops[which], op) != 0) which++;
-  if (which == 4)
-    return PyErr_Format(PyExc_ValueError,
-                        "no kernels of '%s': expected linear_4bit, linear_4bit_dgrad, linear_int8 or linear_int8_dgrad",
-                        op);
-  const bsh_direction direction = which == 0 ? BSH_FORWARD : BSH_INPUT_GRADIENT;
-  const bsh_status status = which < 2 ? bsh_force_kernel(direction, name) : bsh_force_int8_kernel(which == 3, name);
-  if (status != BSH_OK) return raise_status();
+  if (bsh_force_kernel(op, name) != BSH_OK) return raise_status();
   Py_RETURN_NONE;
 }
 

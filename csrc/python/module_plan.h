@@ -1,4 +1,4 @@
-/* python/module_plan.h - Python's questions about plans (plan/plan.h): which kernel, how it is launched, and forcing
+/* python/module_plan.h - Python's questions about plans (plan/product.h): which kernel, how it is launched, and forcing
  * one. */
 #ifndef BSH_PYTHON_MODULE_PLAN_H
 #define BSH_PYTHON_MODULE_PLAN_H

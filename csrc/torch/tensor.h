@@ -11,7 +11,7 @@
 
 #include "core/kernels.h"
 #include "core/status.h"
-#include "plan/plan.h"
+#include "plan/product.h"
 #include "torch/abi.h"
 
 typedef struct {

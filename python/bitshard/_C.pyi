@@ -40,11 +40,10 @@ def kernel_image(architectures: str, sm: int, /) -> tuple[int, bool]:
 def plan_grouped_linear_4bit(
     E: int, M: int, N: int, K: int, dtype: int, sm: int, sms: int, /, **options: Any
 ) -> dict[str, Any]:
-    """The same of a stack of E weights [N, K] and M rows in all; the alignments are those of the whole stack.
+    """The same of a stack of E weights [N, K] and M rows in all; alignments are those of the whole stack.
 
-    "kernel": "gemv_4bit_grouped", "gemm_4bit_sm90_wide_grouped" or "panels", "index": of it, as the fused ops take it;
-    "panel_experts": dequantized at a time; "launch": of the kernel, or None.
-    """
+    Kernels: gemv_4bit_grouped, gemm_4bit_sm90_wide_grouped and panels: panel_lines experts are dequantized at a time
+    (python/bitshard/grouped.py)."""
 
 def plan_linear_4bit(
     M: int,
@@ -87,38 +86,18 @@ def plan_linear_4bit(
 
     ValueError, saying why, where nothing computes this or `kernel` cannot."""
 
-def plan_linear_int8(
-    M: int,
-    N: int,
-    K: int,
-    dtype: int,
-    sm: int,
-    sms: int,
-    /,
-    *,
-    outliers: bool = False,
-    gradient: bool = False,
-    x_alignment: int = 16,
-    packed_alignment: int = 16,
-    workspace: int = 67108864,
-    kernel: str | None = None,
-    architectures: str | None = None,
-    tensor_maps: bool = True,
-    cublas: bool = True,
-) -> dict[str, Any]:
-    """How a GPU computes a product with an int8 weight [N, K]; arguments as of plan_linear_4bit, outliers: there is a
-    threshold.
+def plan_linear_int8(M: int, N: int, K: int, dtype: int, sm: int, sms: int, /, **options: Any) -> dict[str, Any]:
+    """The same with an int8 weight [N, K]; N and K may be 0. `outliers`: there is a threshold.
 
-    Keys: kernel (gemv_int8, any, mixed_int8_sm90, gemm_int8, gemm_int8_sm90, gemv_int8_dgrad, dgrad_int8_sm90 or
-    panels); codes (x is quantized before);
-    scratch_bytes; capacity (outlier columns that are gathered); panel_columns; launch and after (as the launches of
-    plan_linear_4bit, or None). ValueError where sizes are too large or a forced kernel cannot."""
+    Kernels: gemv_int8, any, mixed_int8_sm90, gemm_int8, gemm_int8_sm90, gemv_int8_dgrad, dgrad_int8_sm90 and panels,
+    which are of the gradient. A slice has besides: codes (x is quantized before), capacity (outlier columns that are
+    gathered), finds (the kernel finds them itself)."""
 
 def force_kernel(op: str, name: str | None, /) -> None:
-    """Every later product of op "linear_4bit", "linear_4bit_dgrad", "linear_int8" or "linear_int8_dgrad" on a GPU by
-    the kernel of this name, as BITSHARD_LINEAR_4BIT, BITSHARD_LINEAR_4BIT_DGRAD, BITSHARD_LINEAR_INT8 and
-    BITSHARD_LINEAR_INT8_DGRAD do from the start; None: by the plan's choice. A product that the kernel cannot take
-    raises RuntimeError. For tests and benchmarks."""
+    """Every later product of op "linear_4bit", "grouped_linear_4bit", "linear_int8" or one of these with "_dgrad" on a
+    GPU by the kernel of this name, as BITSHARD_LINEAR_4BIT, BITSHARD_GROUPED_LINEAR_4BIT_DGRAD and so on do from the
+    start; None: by the plan's choice. A product that the kernel cannot take raises RuntimeError; ValueError for an
+    op or a name that is none. For tests and benchmarks."""
 
 def configure_direct(
     exchange: object,

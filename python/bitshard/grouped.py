@@ -1,23 +1,18 @@
 """Grouped products of 4-bit stacks on CUDA: by a kernel of the C core, else by panels.
 
-Which of them, and how many experts a panel has, is the plan's choice (csrc/plan/grouped.c). Panels of experts are
-decoded into a bounded workspace and multiplied. Nothing waits for the host and no shape depends on data, so that a CUDA
-graph can hold it: offs stay on the device.
+Which of them, and how many experts a panel has, is the C core's plan (csrc/plan). Panels of experts are decoded into
+memory bounded by BITSHARD_WORKSPACE_MB, one expert at least, and multiplied. Nothing waits for the host and no shape
+depends on data, so that a CUDA graph can hold it: offs stay on the device.
 torch multiplies groups of rows with bfloat16 on sm_80 and newer. With other dtypes and on older GPUs each expert is
 multiplied with all rows, of which its own are kept, which costs E times as much.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from bitshard import _C, ops
-
-WORKSPACE = 256 << 20  # bytes of decoded experts, at least one
+from bitshard import ops
 
 
 def _by_expert(values: Tensor, first: int, last: int, experts: int) -> Tensor:
@@ -53,34 +48,10 @@ def _grouped_mm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return y
 
 
-@functools.cache
-def _gpu(device: torch.device) -> tuple[int, int]:
-    """(compute capability as 10 * major + minor, multiprocessors) of a GPU; of a CPU, where tests run this, (0, 1)."""
-    if device.type != "cuda":
-        return 0, 1
-    found = torch.cuda.get_device_properties(device)
-    return 10 * found.major + found.minor, found.multi_processor_count
-
-
-def _alignment(values: Tensor) -> int:
-    """Bytes, up to 16, that the data begin at a multiple of."""
-    address = values.data_ptr() | 16
-    return address & -address
-
-
-def plan(x: Tensor, packed: Tensor, absmax: Tensor, numbers: tuple, gradient: bool) -> dict[str, Any]:
-    """How a GPU multiplies: `_C.plan_grouped_linear_4bit`, which has E before the arguments of `plan_linear_4bit`."""
-    experts, blocksize, format, N, K = numbers
-    dtype = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}[x.dtype]
-    return _C.plan_grouped_linear_4bit(
-        experts, x.shape[0], N, K, dtype, *_gpu(x.device),
-        blocksize=blocksize, format=format, nested=absmax.dtype is torch.uint8, gradient=gradient, workspace=WORKSPACE,
-        x_alignment=min(_alignment(x), 16 if x.shape[1] % 8 == 0 else 2), packed_alignment=_alignment(packed),
-        code_alignment=_alignment(absmax),
-    )  # fmt: skip
-
-
-def _product(x: Tensor, offs: Tensor, packed: Tensor, scales: tuple, numbers: tuple, gradient: bool) -> Tensor:
+def by_panels(
+    x: Tensor, offs: Tensor, packed: Tensor, scales: tuple, numbers: tuple, gradient: bool, panel: int
+) -> Tensor:
+    """The product without bias, `panel` experts at a time; numbers: E, blocksize, format, N, K."""
     experts, _, _, N, K = numbers
     S, width = x.shape[0], K if gradient else N
     ends = offs.clamp(0, S).cummax(0).values
@@ -88,7 +59,6 @@ def _product(x: Tensor, offs: Tensor, packed: Tensor, scales: tuple, numbers: tu
     y = x.new_zeros(S, width)
     if S == 0:
         return y
-    panel = plan(x, packed, scales[0], numbers, gradient)["panel_experts"]
     for first in range(0, experts, panel):
         last = min(first + panel, experts)
         weights = _decoded(packed, scales, first, last, numbers, x.dtype)
@@ -101,12 +71,9 @@ def _product(x: Tensor, offs: Tensor, packed: Tensor, scales: tuple, numbers: tu
     return y
 
 
-def _fused(x: Tensor, packed: Tensor, absmax: Tensor, numbers: tuple, gradient: bool) -> int | None:
-    """The kernel of the C core that multiplies, as its ops take it; None: panels."""
-    if not x.shape[0]:
-        return None
-    found = plan(x, packed, absmax, numbers, gradient)
-    return None if found["kernel"] == "panels" else found["index"]
+def _panel(y: Tensor) -> int:
+    """0 where the C core has multiplied; else how many experts a panel has: it answers [0, n, 0] then."""
+    return y.shape[1] if y.ndim == 3 else 0
 
 
 def grouped_linear_4bit(
@@ -115,10 +82,10 @@ def grouped_linear_4bit(
 ) -> Tensor:  # fmt: skip
     """The op's kernel on CUDA: arguments of its schema (csrc/ops/ops.c)."""
     numbers, scales = (offs.numel(), blocksize, format, N, K), (absmax, absmax_map, absmax2, offset)
-    kernel = _fused(x, packed, absmax, numbers, gradient=False)
-    if kernel is not None:
-        return ops.grouped_linear_4bit_fused(x, offs, packed, *scales, bias, blocksize, format, N, K, kernel)
-    y = _product(x, offs, packed, scales, numbers, gradient=False)
+    y = ops.grouped_linear_4bit_fused(x, offs, packed, *scales, bias, blocksize, format, N, K)
+    if not (panel := _panel(y)):
+        return y
+    y = by_panels(x, offs, packed, scales, numbers, gradient=False, panel=panel)
     if bias.numel() == 0:
         return y
     rows = torch.arange(x.shape[0], device=x.device, dtype=offs.dtype)
@@ -133,10 +100,9 @@ def grouped_linear_4bit_dgrad(
 ) -> Tensor:  # fmt: skip
     """The same for the input gradient."""
     numbers, scales = (offs.numel(), blocksize, format, N, K), (absmax, absmax_map, absmax2, offset)
-    kernel = _fused(dy, packed, absmax, numbers, gradient=True)
-    if kernel is not None:
-        return ops.grouped_linear_4bit_dgrad_fused(dy, offs, packed, *scales, blocksize, format, N, K, kernel)
-    return _product(dy, offs, packed, scales, numbers, gradient=True)
+    dx = ops.grouped_linear_4bit_dgrad_fused(dy, offs, packed, *scales, blocksize, format, N, K)
+    panel = _panel(dx)
+    return by_panels(dy, offs, packed, scales, numbers, gradient=True, panel=panel) if panel else dx
 
 
 # What the ops run on CUDA; the C core has them for the CPU.

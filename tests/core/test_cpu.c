@@ -356,13 +356,12 @@ static void compare_linear(uint64_t *const state, const bsh_dtype dtype, const i
                          .x = x,
                          .dy = dy,
                          .bias = random_below(state, 2) ? bias : NULL};
-  const bsh_linear_4bit_args forward = {w.weight, .x = x, .bias = c.bias, .y = y,     .M = M,
-                                        .N = N,   .K = K, .ldx = ldx,     .ldy = ldy, .dtype = dtype};
-  const bsh_linear_4bit_args gradient = {
-      w.weight, .x = dy,    .y = dx,    .M = M,         .N = N,
-      .K = K,   .ldx = ldy, .ldy = ldx, .dtype = dtype, .direction = BSH_INPUT_GRADIENT};
-  bsh_linear_4bit_args forward_threads = forward;
-  bsh_linear_4bit_args gradient_threads = gradient;
+  const bsh_product_args forward = {w.weight, .x = x, .bias = c.bias, .y = y,     .M = M,
+                                    .N = N,   .K = K, .ldx = ldx,     .ldy = ldy, .dtype = dtype};
+  const bsh_product_args gradient = {w.weight, .x = dy,    .y = dx,    .M = M,         .N = N,
+                                     .K = K,   .ldx = ldy, .ldy = ldx, .dtype = dtype, .direction = BSH_INPUT_GRADIENT};
+  bsh_product_args forward_threads = forward;
+  bsh_product_args gradient_threads = gradient;
   forward_threads.y = y_threads;
   gradient_threads.y = dx_threads;
   for (int i = 0; i < n_isas; i++) {
@@ -438,15 +437,14 @@ static void compare_grouped(uint64_t *const state, const bsh_dtype dtype, const 
   void *const x = make_input(state, S * width, dtype, false), *const bias = make_input(state, E * N, dtype, false);
   void *const y = buffer(S * height * size), *const expected = buffer(S * height * size);
   const bool biased = direction == BSH_FORWARD && random_below(state, 2);
-  bsh_grouped_linear_4bit_args args = {
-      .rows = {stack.weight, .x = x, .y = y, .M = S, .N = N, .K = K}, .offs = offs, .E = E};
-  args.rows.bias = biased ? bias : NULL;
-  args.rows.ldx = width, args.rows.ldy = height, args.rows.dtype = dtype, args.rows.direction = direction;
+  bsh_product_args args = {.weight = stack.weight, .x = x, .y = y, .M = S, .N = N, .K = K, .offs = offs, .E = E};
+  args.bias = biased ? bias : NULL;
+  args.ldx = width, args.ldy = height, args.dtype = dtype, args.direction = direction;
   for (int i = 0; i < n_isas; i++) {
     use(isas[i], 1);
     memset(expected, 0, (size_t)(S * height * size));
     for (int64_t e = 0, begin = 0; e < E; begin = offs[e++]) {
-      bsh_linear_4bit_args own = rows_of(&args.rows, begin, offs[e] - begin);
+      bsh_product_args own = rows_of(&args, begin, offs[e] - begin);
       own.weight = experts[e].weight;
       own.y = (char *)expected + begin * height * size;
       if (biased) own.bias = (const char *)bias + e * N * size;

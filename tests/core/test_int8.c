@@ -212,6 +212,27 @@ static layer make_layer(uint64_t *const state, const int64_t M, const int64_t N,
   return made;
 }
 
+/* y = x W^T + bias of a layer, or dx = dy W. */
+static bsh_product_args product_of(const layer *const l, const void *const bias, const float threshold,
+                                   const bsh_direction direction) {
+  const bool forward = direction == BSH_FORWARD;
+  return (bsh_product_args){.weight = {.packed = (const uint8_t *)l->codes,
+                                       .scales = {.absmax = l->absmax},
+                                       .n = l->N * l->K,
+                                       .format = BSH_INT8},
+                            .x = l->x,
+                            .bias = bias,
+                            .y = l->y,
+                            .M = l->M,
+                            .N = l->N,
+                            .K = l->K,
+                            .ldx = forward ? l->K : l->N,
+                            .ldy = forward ? l->N : l->K,
+                            .threshold = threshold,
+                            .dtype = l->dtype,
+                            .direction = direction};
+}
+
 static void free_layer(const layer *const l) { free(l->codes), free(l->absmax), free(l->x), free(l->bias), free(l->y); }
 
 static double weight(const layer *const l, const int64_t n, const int64_t k) {
@@ -246,8 +267,7 @@ static void compare_linear(uint64_t *const state, const int64_t M, const int64_t
   float *const absmax = buffer(4 * M);
   uint8_t *const outliers = buffer(K);
   memset(outliers, 0, (size_t)K);
-  const bsh_linear_int8_args args = {l.x, l.codes,   l.absmax, with_bias ? l.bias : NULL, l.y, M, N, K,
-                                     K,   threshold, dtype};
+  const bsh_product_args args = product_of(&l, with_bias ? l.bias : NULL, threshold, BSH_FORWARD);
   const bsh_quantize_int8_args quantized = {l.x, codes,     absmax, threshold > 0.0f ? outliers : NULL, M, K,
                                             K,   threshold, dtype};
   use(0, 1);
@@ -284,7 +304,7 @@ static void compare_composition(uint64_t *const state, const int64_t M, const in
   const bsh_quantize_int8_args quantized = {l.x, codes, absmax, NULL, M, K, K, 0.0f, dtype};
   const bsh_product_int8_args product = {codes, l.codes, sums, M, N, K};
   const bsh_scale_product_int8_args scaled = {sums, absmax, l.absmax, l.bias, expected, M, N, dtype};
-  const bsh_linear_int8_args args = {l.x, l.codes, l.absmax, l.bias, l.y, M, N, K, K, 0.0f, dtype};
+  const bsh_product_args args = product_of(&l, l.bias, 0.0f, BSH_FORWARD);
   use(0, 1);
   CHECK(bsh_cpu_quantize_int8(&quantized) == BSH_OK && bsh_cpu_product_int8(&product) == BSH_OK, "quantize, product");
   CHECK(bsh_cpu_scale_product_int8(&scaled) == BSH_OK, "scale_product_int8");
@@ -302,7 +322,7 @@ static void compare_dgrad(uint64_t *const state, const int64_t M, const int64_t 
   const layer l = make_layer(state, M, N, K, dtype, true);
   const int64_t n_bytes = M * K * dtype_size(dtype);
   void *const one_thread = buffer(n_bytes);
-  const bsh_linear_int8_args args = {l.x, l.codes, l.absmax, NULL, l.y, M, N, K, N, 0.0f, dtype};
+  const bsh_product_args args = product_of(&l, NULL, 0.0f, BSH_INPUT_GRADIENT);
   for (int isa = 0; isa < n_isas; isa++) {
     use(isa, 1);
     CHECK(bsh_cpu_linear_int8_dgrad(&args) == BSH_OK, "linear_int8_dgrad");
@@ -331,7 +351,7 @@ static void compare_hostile(uint64_t *const state, const int64_t M, const float 
   const int64_t row = random_below(state, M), k = random_below(state, K);
   for (int64_t n = 0; n < N; n++) l.codes[n * K + k] = (int8_t)(1 + random_below(state, 127));
   store_f32(l.x, l.dtype, row * K + k, random_below(state, 2) ? NAN : INFINITY);
-  const bsh_linear_int8_args args = {l.x, l.codes, l.absmax, NULL, l.y, M, N, K, K, threshold, l.dtype};
+  const bsh_product_args args = product_of(&l, NULL, threshold, BSH_FORWARD);
   for (int isa = 0; isa < n_isas; isa++) {
     use(isa, 1);
     CHECK(bsh_cpu_linear_int8(&args) == BSH_OK, "linear_int8");

@@ -1,5 +1,5 @@
-/* test_launch.c - how products are planned (csrc/plan*.c) and launched (gpu/linear.c, gpu/fused.c, gpu/panels.c,
- * gpu/int8.c), without a GPU: the driver and the vendors' products are replaced by functions that check what a GPU
+/* test_launch.c - how products are planned (csrc/plan) and launched (gpu/product.c and what it
+ * launches), without a GPU: the driver and the vendors' products are replaced by functions that check what a GPU
  * would do with their arguments. What a kernel computes from its arguments is written down here again; its sizes come
  * from its header. */
 #include "check.h"
@@ -12,9 +12,8 @@
 #include "cuda/gemv_4bit_simt.h"
 #include "gpu/cublas.h"
 #include "gpu/int8.h"
-#include "gpu/linear.h"
 #include "gpu/ops.h"
-#include "plan/int8.h"
+#include "gpu/product.h"
 #include "torch/gemm.h"
 #include "torch/tensor.h"
 
@@ -34,10 +33,20 @@ static bsh_map_of maps[2]; /* the last two: of x, of W */
 static const uint32_t *flags_cleared;
 static int64_t dequantized;         /* lines of W in the panel */
 static int64_t lines_done, n_lines; /* of W, by panels */
-static int launches, by_kernel[BSH_LINEAR_COUNT][2];
+static int launches;
+
+/* The kernels of an op, and how often each multiplied, by direction. */
+static const char *const of_4bit[] = {"gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "gemm_4bit_sm90_wide", "panels"};
+static const char *const of_int8[] = {
+    "gemv_int8",       "any",   "mixed_int8_sm90", "gemm_int8", "gemm_int8_sm90", "dgrad_int8_sm90",
+    "gemv_int8_dgrad", "panels"};
+enum { OF_4BIT = sizeof of_4bit / sizeof *of_4bit, OF_INT8 = sizeof of_int8 / sizeof *of_int8 };
+static int by_4bit[OF_4BIT][2], by_int8[OF_INT8];
+
+static bool is_planned(const char *const name) { return strcmp(bsh_kernel_name(plan.kernel), name) == 0; }
 
 /* The int8 product under test, or NULL, and what of it has been done. */
-static const bsh_linear_int8_args *int8_product;
+static const bsh_product_args *int8_product;
 static int64_t int8_done; /* rows, or columns by panels */
 
 bsh_status bsh_cuda_scratch_new(const bsh_cuda_context *const context, const int64_t n_bytes,
@@ -554,55 +563,55 @@ static void forget(const void *const x, const int64_t lines) {
 
 static void check_done(const char *const op, const int64_t M, const int64_t N, const int64_t K,
                        const bsh_direction direction) {
-  const bool panels = plan.kernel == BSH_LINEAR_panels;
-  by_kernel[plan.kernel][direction]++;
+  const bool panels = is_planned("panels");
+  for (int i = 0; i < OF_4BIT; i++) by_4bit[i][direction] += is_planned(of_4bit[i]);
   CHECK(panels ? lines_done == n_lines && rows_done == 0 : lines_done == 0 && rows_done == M,
         "%s: M %" PRId64 " N %" PRId64 " K %" PRId64 " by %s: %" PRId64 " rows, %" PRId64 " lines done", op, M, N, K,
-        bsh_linear_kernel_name(plan.kernel), rows_done, lines_done);
+        bsh_kernel_name(plan.kernel), rows_done, lines_done);
   CHECK(!panels || plan.scratch_bytes <= bsh_cuda_workspace_bytes() || plan.panel_lines == 1,
         "%" PRId64 " bytes of scratch", plan.scratch_bytes);
 }
 
 /* By the kernel of this name, or NULL. Whether there is a plan. */
-static bool forward(const bsh_linear_4bit_args *const args, const char *const name, const bsh_vendor vendor,
+static bool forward(const bsh_product_args *const args, const char *const name, const bsh_vendor vendor,
                     const int32_t sm, const int32_t sms) {
   const bsh_cuda_context context = {.op = "linear_4bit", .sm = sm, .sms = sms};
   const bsh_torch_operands operands = {(void *)8, (void *)8, (void *)8};
-  CHECK(bsh_force_kernel(BSH_FORWARD, name) == BSH_OK, "%s", bsh_status_message());
-  const bsh_status status = bsh_cuda_plan_linear_4bit("linear_4bit", args, sm, sms, vendor, &plan);
+  CHECK(bsh_force_kernel("linear_4bit", name) == BSH_OK, "%s", bsh_status_message());
+  const bsh_status status = bsh_cuda_plan("linear_4bit", args, sm, sms, vendor, &plan);
   CHECK(status == BSH_OK || (status == BSH_NO_KERNEL && (name != NULL || vendor == BSH_VENDOR_NONE)), "%s",
         bsh_status_message());
   if (status != BSH_OK) return false;
-  CHECK(name == NULL || strcmp(name, bsh_linear_kernel_name(plan.kernel)) == 0, "%s was forced", name);
+  CHECK(name == NULL || is_planned(name), "%s was forced", name);
   forget(args->x, args->N);
-  CHECK(bsh_cuda_linear_4bit(args, &plan, &operands, &context) == BSH_OK, "%s", bsh_status_message());
+  CHECK(bsh_cuda_product(args, &plan, &operands, &context) == BSH_OK, "%s", bsh_status_message());
   check_done("linear_4bit", args->M, args->N, args->K, BSH_FORWARD);
   return true;
 }
 
 /* By the kernel of this name, or NULL. Whether there is a plan. */
-static bool gradient(const bsh_linear_4bit_args *const args, const char *const name, const bsh_vendor vendor,
+static bool gradient(const bsh_product_args *const args, const char *const name, const bsh_vendor vendor,
                      const int32_t sm, const int32_t sms) {
-  bsh_linear_4bit_args back = *args;
+  bsh_product_args back = *args;
   back.x = args->y, back.y = (void *)(uintptr_t)args->x, back.bias = NULL;
   back.ldx = args->N, back.ldy = args->K, back.direction = BSH_INPUT_GRADIENT;
   const bsh_cuda_context context = {.op = "linear_4bit_dgrad", .sm = sm, .sms = sms};
   const bsh_torch_operands operands = {(void *)8, (void *)8, NULL};
-  CHECK(bsh_force_kernel(BSH_INPUT_GRADIENT, name) == BSH_OK, "%s", bsh_status_message());
-  const bsh_status status = bsh_cuda_plan_linear_4bit("linear_4bit_dgrad", &back, sm, sms, vendor, &plan);
+  CHECK(bsh_force_kernel("linear_4bit_dgrad", name) == BSH_OK, "%s", bsh_status_message());
+  const bsh_status status = bsh_cuda_plan("linear_4bit_dgrad", &back, sm, sms, vendor, &plan);
   CHECK(status == BSH_OK || (status == BSH_NO_KERNEL && (name != NULL || vendor == BSH_VENDOR_NONE)), "%s",
         bsh_status_message());
   if (status != BSH_OK) return false;
   forget(back.x, args->K);
-  CHECK(bsh_cuda_linear_4bit(&back, &plan, &operands, &context) == BSH_OK, "%s", bsh_status_message());
+  CHECK(bsh_cuda_product(&back, &plan, &operands, &context) == BSH_OK, "%s", bsh_status_message());
   check_done("linear_4bit_dgrad", args->M, args->N, args->K, BSH_INPUT_GRADIENT);
   return true;
 }
 
-static bsh_linear_4bit_args random_product(uint64_t *const state) {
+static bsh_product_args random_product(uint64_t *const state) {
   char *const memory = (char *)0x1000;
   const bool plain = random_below(state, 2), odd = random_below(state, 8) == 0;
-  bsh_linear_4bit_args args = {.x = memory, .y = memory, .dtype = (bsh_dtype)random_below(state, 3)};
+  bsh_product_args args = {.x = memory, .y = memory, .dtype = (bsh_dtype)random_below(state, 3)};
   args.M = 1 + random_below(state, random_below(state, 2) ? 64 : 300);
   args.N = BSH_ROW_TILE * (1 + random_below(state, random_below(state, 4) ? 1100 : 10000)) - odd;
   args.K = BSH_UNIT * (1 + random_below(state, random_below(state, 4) ? 150 : 500)) - 32 * odd;
@@ -623,12 +632,12 @@ static void products(uint64_t *const state, const int rounds) {
                                     {75, 40},  {89, 128}, {86, 82},  {100, 148}, {120, 170}};
   for (int round = 0; round < rounds; round++) {
     const int32_t *const gpu = gpus[random_below(state, 11)];
-    const bsh_linear_4bit_args args = random_product(state);
+    const bsh_product_args args = random_product(state);
     const bsh_vendor vendor = random_below(state, 2) ? BSH_VENDOR_TORCH : BSH_VENDOR_CUBLAS;
     int taken = 0;
     workspace = random_below(state, 4) ? 64 << 20 : 1 << (20 + random_below(state, 6));
-    for (int kernel = 0; kernel < BSH_LINEAR_COUNT; kernel++)
-      if (forward(&args, bsh_linear_kernel_name((bsh_linear_kernel)kernel), vendor, gpu[0], gpu[1])) taken++;
+    for (int kernel = 0; kernel < OF_4BIT; kernel++)
+      if (forward(&args, of_4bit[kernel], vendor, gpu[0], gpu[1])) taken++;
     CHECK(taken > 0 && forward(&args, NULL, vendor, gpu[0], gpu[1]), "panels take anything");
     CHECK(forward(&args, NULL, BSH_VENDOR_NONE, gpu[0], gpu[1]) == (taken > 1), "%d kernels take it", taken);
     CHECK(gradient(&args, NULL, vendor, gpu[0], gpu[1]), "panels take any gradient");
@@ -641,17 +650,19 @@ static void products(uint64_t *const state, const int rounds) {
 
 /* ---- int8 ---- */
 
-static int by_int8[BSH_INT8_COUNT];
-
 /* By the kernel of this name, or NULL. Whether it takes the product. */
-static bool run_int8(const bsh_linear_int8_args *const args, const bool dgrad, const char *const name, const int32_t sm,
+static bool run_int8(const bsh_product_args *const args, const bool dgrad, const char *const name, const int32_t sm,
                      const int32_t sms) {
-  const bsh_cuda_context context = {.op = "linear_int8", .sm = sm, .sms = sms};
-  bsh_linear_int8_args product = *args;
-  if (dgrad) product.ldx = args->N + args->ldx - args->K, product.bias = NULL;
-  CHECK(bsh_force_int8_kernel(dgrad, name) == BSH_OK, "%s", bsh_status_message());
-  plan.scratch_bytes = INT64_MAX, scratch_bytes = int8_done = 0, int8_product = &product;
-  const bsh_status status = bsh_cuda_linear_int8(&product, dgrad, &context);
+  const char *const op = dgrad ? "linear_int8_dgrad" : "linear_int8";
+  const bsh_cuda_context context = {.op = op, .sm = sm, .sms = sms};
+  const bsh_torch_operands none = {0};
+  bsh_product_args product = *args;
+  if (dgrad) product.ldx = args->N + args->ldx - args->K, product.ldy = args->K, product.bias = NULL;
+  product.direction = dgrad ? BSH_INPUT_GRADIENT : BSH_FORWARD;
+  CHECK(bsh_force_kernel(op, name) == BSH_OK, "%s", bsh_status_message());
+  scratch_bytes = int8_done = 0, int8_product = &product;
+  bsh_status status = bsh_cuda_plan(op, &product, sm, sms, BSH_VENDOR_CUBLAS, &plan);
+  if (status == BSH_OK) status = bsh_cuda_product(&product, &plan, &none, &context);
   const int64_t M = args->M;
   const bool panels = dgrad && int8_done == args->K && (name == NULL || strcmp(name, "panels") == 0);
   CHECK(status == BSH_NO_KERNEL ? name != NULL : status == BSH_OK && (int8_done == M || panels),
@@ -668,20 +679,21 @@ static void int8_products(uint64_t *const state, const int rounds) {
   for (int round = 0; round < rounds; round++) {
     const int32_t *const gpu = gpus[random_below(state, 9)];
     const bool odd = random_below(state, 8) == 0;
-    bsh_linear_int8_args args = {.x = memory, .packed = (int8_t *)memory, .absmax = (float *)memory, .y = memory};
+    bsh_product_args args = {.x = memory, .y = memory};
+    args.weight = (bsh_weight){.packed = (uint8_t *)memory, .scales = {.absmax = (float *)memory}, .format = BSH_INT8};
     args.dtype = (bsh_dtype)random_below(state, 3), args.threshold = random_below(state, 2) ? 6.f : 0.f;
     args.M = 1 + random_below(state, random_below(state, 2) ? 130 : 1200);
     args.N = 16 * (1 + random_below(state, random_below(state, 4) ? 300 : 2000)) - odd;
     args.K = 64 * (1 + random_below(state, random_below(state, 4) ? 80 : 300)) - 8 * odd;
-    args.ldx = args.K + 8 * random_below(state, 3);
+    args.ldx = args.K + 8 * random_below(state, 3), args.ldy = args.N, args.weight.n = args.N * args.K;
     if (random_below(state, 16) == 0) args.y = memory + dtype_size(args.dtype);
     if (random_below(state, 16) == 0) args.x = memory + 8;
-    if (random_below(state, 16) == 0) args.packed += 1 << random_below(state, 4);
+    if (random_below(state, 16) == 0) args.weight.packed += 1 << random_below(state, 4);
     workspace = random_below(state, 4) ? 64 << 20 : 1 << (16 + random_below(state, 8));
     no_tensor_maps = random_below(state, 16) == 0;
     for (int dgrad = 0; dgrad < 2; dgrad++) {
-      for (int kernel = 0; kernel < BSH_INT8_COUNT; kernel++)
-        if (run_int8(&args, dgrad, bsh_int8_kernel_name((bsh_int8_kernel)kernel), gpu[0], gpu[1])) by_int8[kernel]++;
+      for (int kernel = 0; kernel < OF_INT8; kernel++)
+        if (run_int8(&args, dgrad, of_int8[kernel], gpu[0], gpu[1])) by_int8[kernel]++;
       CHECK(run_int8(&args, dgrad, NULL, gpu[0], gpu[1]), "some kernel takes anything");
     }
   }
@@ -691,39 +703,39 @@ static void int8_products(uint64_t *const state, const int rounds) {
 /* A result that lies elsewhere than planned is refused: the kernels would store beyond what the GPU can. */
 static void another_address(void) {
   char *const memory = (char *)0x1000;
-  bsh_linear_4bit_args args = {.x = memory, .M = 1, .N = 4096, .K = 4096, .ldx = 4096, .ldy = 4096, .dtype = BSH_BF16};
+  bsh_product_args args = {.x = memory, .M = 1, .N = 4096, .K = 4096, .ldx = 4096, .ldy = 4096, .dtype = BSH_BF16};
   args.weight = (bsh_weight){.packed = (uint8_t *)memory, .n = 1 << 24, .blocksize = 64};
   const bsh_cuda_context context = {.op = "linear_4bit", .sm = 90, .sms = 132};
   const bsh_torch_operands none = {0};
-  CHECK(bsh_cuda_plan_linear_4bit("linear_4bit", &args, 90, 132, BSH_VENDOR_TORCH, &plan) == BSH_OK, "%s",
-        bsh_status_message());
+  CHECK(bsh_cuda_plan("linear_4bit", &args, 90, 132, BSH_VENDOR_TORCH, &plan) == BSH_OK, "%s", bsh_status_message());
   const int before = launches;
   args.y = memory + 2;
-  CHECK(bsh_cuda_linear_4bit(&args, &plan, &none, &context) == BSH_BAD_VALUE && launches == before, "y moved");
+  CHECK(bsh_cuda_product(&args, &plan, &none, &context) == BSH_BAD_VALUE && launches == before, "y moved");
 }
 
 /* Many rows of a large weight; where the driver makes no tensor maps, panels take over; forced, the refusal says why.
  */
 static void old_driver(void) {
   char *const memory = (char *)0x1000;
-  bsh_linear_4bit_args args = {
+  bsh_product_args args = {
       .x = memory, .y = memory, .M = 256, .N = 8192, .K = 8192, .ldx = 8192, .ldy = 8192, .dtype = BSH_BF16};
   args.weight = (bsh_weight){.packed = (uint8_t *)memory, .n = 1 << 26, .blocksize = 64};
   no_tensor_maps = true;
   CHECK(!forward(&args, "gemm_4bit_sm90_wide", BSH_VENDOR_TORCH, 90, 132) &&
             strstr(bsh_status_message(), "no tensor maps") != NULL,
         "%s", bsh_status_message());
-  CHECK(forward(&args, NULL, BSH_VENDOR_TORCH, 90, 132) && plan.kernel == BSH_LINEAR_panels, "panels");
-  CHECK(gradient(&args, NULL, BSH_VENDOR_TORCH, 90, 132) && plan.kernel == BSH_LINEAR_panels, "panels");
+  CHECK(forward(&args, NULL, BSH_VENDOR_TORCH, 90, 132) && is_planned("panels"), "panels");
+  CHECK(gradient(&args, NULL, BSH_VENDOR_TORCH, 90, 132) && is_planned("panels"), "panels");
   no_tensor_maps = false;
-  CHECK(forward(&args, NULL, BSH_VENDOR_TORCH, 90, 132) && plan.kernel == BSH_LINEAR_gemm_4bit_sm90_wide, "by default");
-  CHECK(gradient(&args, NULL, BSH_VENDOR_TORCH, 90, 132) && plan.kernel == BSH_LINEAR_gemm_4bit_sm90_wide,
-        "by default");
+  CHECK(forward(&args, NULL, BSH_VENDOR_TORCH, 90, 132) && is_planned("gemm_4bit_sm90_wide"), "by default");
+  CHECK(gradient(&args, NULL, BSH_VENDOR_TORCH, 90, 132) && is_planned("gemm_4bit_sm90_wide"), "by default");
 }
 
 static void wrong_names(void) {
-  CHECK(bsh_force_kernel(BSH_FORWARD, "gemv") == BSH_BAD_VALUE, "gemv is no kernel");
-  CHECK(bsh_forced_kernel(BSH_FORWARD) == BSH_LINEAR_COUNT, "nothing is forced");
+  CHECK(bsh_force_kernel("linear_4bit", "gemv") == BSH_BAD_VALUE, "gemv is no kernel");
+  CHECK(bsh_force_kernel("linear_4bit", "gemv_int8") == BSH_BAD_VALUE, "gemv_int8 is none of 4-bit weights");
+  CHECK(bsh_force_kernel("linear", "panels") == BSH_BAD_VALUE, "linear is no op");
+  CHECK(bsh_forced_kernel(BSH_OF_4BIT, BSH_FORWARD) == NULL, "nothing is forced");
 }
 
 int main(const int argc, char **const argv) {
@@ -735,11 +747,9 @@ int main(const int argc, char **const argv) {
   another_address();
   old_driver();
   wrong_names();
-  for (int kernel = 0; kernel < BSH_LINEAR_COUNT; kernel++)
-    CHECK(by_kernel[kernel][BSH_FORWARD] > rounds, "%s", bsh_linear_kernel_name((bsh_linear_kernel)kernel));
-  CHECK(by_kernel[BSH_LINEAR_gemm_4bit_sm90_wide][BSH_INPUT_GRADIENT] > rounds, "gradients");
-  for (int kernel = 0; kernel < BSH_INT8_COUNT; kernel++)
-    CHECK(by_int8[kernel] > rounds, "%s", bsh_int8_kernel_name((bsh_int8_kernel)kernel));
+  for (int kernel = 0; kernel < OF_4BIT; kernel++) CHECK(by_4bit[kernel][BSH_FORWARD] > rounds, "%s", of_4bit[kernel]);
+  CHECK(by_4bit[3][BSH_INPUT_GRADIENT] > rounds, "gradients by %s", of_4bit[3]);
+  for (int kernel = 0; kernel < OF_INT8; kernel++) CHECK(by_int8[kernel] > rounds, "%s", of_int8[kernel]);
   printf("test_launch: ok, seed %" PRIu64 ", %d launches\n", check_seed, launches);
   return 0;
 }

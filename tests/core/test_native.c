@@ -12,7 +12,7 @@
 #include "cpu/cpu.h"
 #include "cuda/int8.h"
 #include "gpu/int8.h"
-#include "gpu/linear.h"
+#include "gpu/product.h"
 #include "gpu/ops.h"
 #include "native/native.h"
 #include "torch/abi.h"
@@ -87,8 +87,8 @@ bsh_status bsh_cuda_zero(const bsh_cuda_context *const context, void *const data
   return BSH_OK;
 }
 
-bsh_status bsh_cuda_panels(const bsh_linear_4bit_args *const args, const bsh_plan *const plan,
-                           const bsh_torch_operands *const operands, const bsh_cuda_context *const context) {
+bsh_status bsh_launch_panels(const bsh_product_args *const args, const bsh_plan *const plan,
+                             const bsh_torch_operands *const operands, const bsh_cuda_context *const context) {
   (void)args, (void)plan, (void)operands;
   return bsh_fail(BSH_NO_KERNEL, "%s: the test has no panels", context->op);
 }
@@ -106,16 +106,16 @@ static bsh_status run_fused(const bsh_fused_args *const fused, const char *const
                              .n = (int64_t)fused->N * fused->K,
                              .blocksize = INT64_C(64) << fused->block_shift >> (strstr(name, "simt") != NULL),
                              .format = (bsh_format)fused->format};
-  const bsh_linear_4bit_args args = {.weight = weight,
-                                     .x = fused->x,
-                                     .bias = fused->bias,
-                                     .y = fused->y,
-                                     .M = fused->M,
-                                     .N = fused->N,
-                                     .K = fused->K,
-                                     .ldx = fused->ldx,
-                                     .ldy = fused->ldy,
-                                     .dtype = dtype};
+  const bsh_product_args args = {.weight = weight,
+                                 .x = fused->x,
+                                 .bias = fused->bias,
+                                 .y = fused->y,
+                                 .M = fused->M,
+                                 .N = fused->N,
+                                 .K = fused->K,
+                                 .ldx = fused->ldx,
+                                 .ldy = fused->ldy,
+                                 .dtype = dtype};
   return bsh_cpu_linear_4bit(&args, NULL);
 }
 
@@ -310,16 +310,16 @@ static void products(uint64_t *const state, const bsh_format format, const bool 
     weight.scales = (bsh_scales){.absmax_code = codes, .absmax_map = map, .absmax2 = absmax2, .offset = offset};
   else weight.scales.absmax = absmax;
   for (int64_t m = 0; m < M; m++) { /* row by row: the order of sums depends on the number of rows */
-    const bsh_linear_4bit_args row = {.weight = weight,
-                                      .x = x + m * K,
-                                      .bias = biased ? bias : NULL,
-                                      .y = expected + m * N,
-                                      .M = 1,
-                                      .N = N,
-                                      .K = K,
-                                      .ldx = K,
-                                      .ldy = N,
-                                      .dtype = BSH_F32};
+    const bsh_product_args row = {.weight = weight,
+                                  .x = x + m * K,
+                                  .bias = biased ? bias : NULL,
+                                  .y = expected + m * N,
+                                  .M = 1,
+                                  .N = N,
+                                  .K = K,
+                                  .ldx = K,
+                                  .ldy = N,
+                                  .dtype = BSH_F32};
     CHECK(bsh_cpu_linear_4bit(&row, NULL) == BSH_OK, "%s", bsh_status_message());
   }
   gemm[BSH_F32](x, packed, nested ? absmax2 : absmax, nested ? codes : NULL, nested ? map : NULL,

@@ -7,7 +7,7 @@
 #include "core/arithmetic.h"
 #include "gpu/cublas.h"
 #include "ops/ops.h"
-#include "plan/plan.h"
+#include "plan/product.h"
 #include "torch/gemm.h"
 
 uint64_t check_seed;
@@ -225,10 +225,10 @@ int main(const int argc, char **const argv) {
   expect(run(&around, forward, 1, 4096, 4096), BSH_OK, "gpu output compute enter fused leave");
   expect(run(&around, gradient, 3, 8192, 8192), BSH_OK, "gpu output compute enter scratch fused fused leave");
   declines = false;
-  CHECK(bsh_force_kernel(forward, "gemv_4bit") == BSH_OK, "%s", bsh_status_message());
+  CHECK(bsh_force_kernel("linear_4bit", "gemv_4bit") == BSH_OK, "%s", bsh_status_message());
   expect(run(&dispatcher, forward, 3, 98, 130), BSH_NO_KERNEL, "gpu");
   expect(run(&dispatcher, forward, 100, 4096, 4096), BSH_OK, "gpu output enter fused fused leave");
-  CHECK(bsh_force_kernel(forward, NULL) == BSH_OK, "%s", bsh_status_message());
+  CHECK(bsh_force_kernel("linear_4bit", NULL) == BSH_OK, "%s", bsh_status_message());
 
   /* After a failure everything is given back, and the next call works. */
   static const struct {

@@ -115,8 +115,8 @@ def planned(sm: int, architectures: str) -> dict[str, Launch]:
     for E, rows, (N, K), dtype, blocksize, nested, gradient in itertools.product(*axes):
         settings = {"gradient": gradient, "blocksize": blocksize, "nested": nested, "architectures": architectures}
         plan = _C.plan_grouped_linear_4bit(E, E * rows, N, K, dtype, sm, 132, **settings)
-        if plan["launch"] is not None:
-            note(found, plan["launch"])
+        for launch in (launch for part in plan["slices"] for launch in part["launches"]):
+            note(found, launch)
     kernels = (None, "any", "mixed_int8_sm90", "gemm_int8", "dgrad_int8_sm90", "gemv_int8_dgrad", "panels")
     for M, (N, K), dtype, sms, gradient, kernel in itertools.product(
         (*ROWS, 1024), SHAPES, range(3), (40, 132), (False, True), kernels
@@ -126,9 +126,8 @@ def planned(sm: int, architectures: str) -> dict[str, Launch]:
             plan = _C.plan_linear_int8(M, N, K, dtype, sm, sms, **settings)
         except ValueError:
             continue
-        for launch in (plan["launch"], plan["after"]):
-            if launch is not None:
-                note(found, launch)
+        for launch in (launch for part in plan["slices"] for launch in part["launches"]):
+            note(found, launch)
     return found
 
 

@@ -7,12 +7,10 @@
 #include "cpu/cpu.h"
 #include "cpu/state_search.h"
 #include "gpu/cublas.h"
-#include "gpu/grouped.h"
 #include "gpu/int8.h"
-#include "gpu/linear.h"
 #include "gpu/ops.h"
+#include "gpu/product.h"
 #include "ops/optimizer_step.h"
-#include "plan/int8.h"
 #include "torch/gemm.h"
 #include "torch/tensor.h"
 
@@ -143,14 +141,12 @@ EXPORT int64_t gpu_size(const int which) {
                                  sizeof(bsh_sum_by_token_args),
                                  sizeof(bsh_search_4bit_args),
                                  sizeof(bsh_round_4bit_args),
-                                 sizeof(bsh_linear_4bit_args),
-                                 sizeof(bsh_grouped_linear_4bit_args),
+                                 sizeof(bsh_product_args),
                                  sizeof(bsh_step_tensor),
                                  sizeof(bsh_quantize_int8_args),
                                  sizeof(bsh_dequantize_int8_args),
                                  sizeof(bsh_product_int8_args),
-                                 sizeof(bsh_scale_product_int8_args),
-                                 sizeof(bsh_linear_int8_args)};
+                                 sizeof(bsh_scale_product_int8_args)};
   return (int64_t)sizes[which];
 }
 
@@ -172,34 +168,20 @@ OP(dequantize_int8)
 OP(product_int8)
 OP(scale_product_int8)
 
-/* kernel: forced, or NULL. */
-EXPORT int gpu_linear_int8(const bsh_linear_int8_args *const args, const int dgrad, const char *const kernel) {
-  const bsh_cuda_context context = context_of(dgrad ? "linear_int8_dgrad" : "linear_int8");
-  BSH_TRY(bsh_force_int8_kernel(dgrad != 0, kernel));
-  return bsh_cuda_linear_int8(args, dgrad != 0, &context);
-}
-
 EXPORT int gpu_checksum(const uint8_t *const bytes, const int64_t n_bytes, uint64_t *const sum) {
   const bsh_cuda_context context = context_of("checksum");
   return bsh_cuda_checksum(bytes, n_bytes, sum, &context);
 }
 
-/* `kernel`: forced, or NULL; `chosen` gets the name of the one that ran. */
-EXPORT int gpu_linear_4bit(const bsh_linear_4bit_args *const args, const char *const kernel,
-                           const char **const chosen) {
-  const char *const op = args->direction == BSH_FORWARD ? "linear_4bit" : "linear_4bit_dgrad";
+/* A product of the op. `kernel`: forced, or NULL; `chosen` gets the name of the one that ran. */
+EXPORT int gpu_product(const bsh_product_args *const args, const char *const op, const char *const kernel,
+                       const char **const chosen) {
   bsh_plan plan;
   const bsh_cuda_context context = context_of(op);
-  BSH_TRY(bsh_force_kernel(args->direction, kernel));
-  BSH_TRY(bsh_cuda_plan_linear_4bit(op, args, gpu_state.sm, gpu_state.sms, BSH_VENDOR_CUBLAS, &plan));
-  *chosen = bsh_linear_kernel_name(plan.kernel);
-  return bsh_cuda_linear_4bit(args, &plan, &(bsh_torch_operands){0}, &context);
-}
-
-/* kernel: of BSH_GROUPED_KERNELS. */
-EXPORT int gpu_grouped_linear_4bit(const bsh_grouped_linear_4bit_args *const args, const int kernel) {
-  const bsh_cuda_context context = context_of("grouped_linear_4bit");
-  return bsh_cuda_grouped_linear_4bit(args, (bsh_grouped_kernel)kernel, &context);
+  BSH_TRY(bsh_force_kernel(op, kernel));
+  BSH_TRY(bsh_cuda_plan(op, args, gpu_state.sm, gpu_state.sms, BSH_VENDOR_CUBLAS, &plan));
+  *chosen = bsh_kernel_name(plan.kernel);
+  return bsh_cuda_product(args, &plan, &(bsh_torch_operands){0}, &context);
 }
 
 bsh_status bsh_cuda_enter(bsh_cuda_context *const context, const char *const op, const int32_t device,

@@ -179,6 +179,7 @@ def struct(name: str, fields: str) -> type[ctypes.Structure]:
     return type(name, (ctypes.Structure,), {"_fields_": members})
 
 
+INT8 = 2  # bsh_format
 Weight = struct("Weight", "*packed *absmax *absmax_code *absmax_map *absmax2 *offset n blocksize -format")
 Quantize = struct("Quantize", "*x *packed *absmax n blocksize -dtype -format")
 Dequantize = struct("Dequantize", "weight *out columns row0 n_rows column0 n_columns ld -dtype")
@@ -188,21 +189,12 @@ Sort = struct("Sort", "*chosen *order *back *row *offs S k -E -elsewhere")
 Sum = struct("Sum", "*y *back *counts *out T k H -dtype -counts_dtype")
 Search = struct("Search", "*x *weights *scales *choice n period blocksize G -format")
 Round = struct("Round", "*w *u *scales *codes *errors N P -format")
-Linear = struct("Linear", "weight *x *bias *y M N K ldx ldy -dtype -direction")
-
-
-class Grouped(ctypes.Structure):
-    """bsh_grouped_linear_4bit_args."""
-
-    _fields_ = [("rows", Linear), ("offs", POINTER), ("E", LONG)]
-
-
+Product = struct("Product", "weight *x *bias *y M N K ldx ldy *offs E ~threshold -dtype -direction")
 StepTensor = struct("StepTensor", "*g *p *state1 *state2 *absmax1 *absmax2 n")
 QuantizeInt8 = struct("QuantizeInt8", "*x *codes *absmax *outliers M K ldx ~threshold -dtype")
 DequantizeInt8 = struct("DequantizeInt8", "*codes *absmax *y N K -dtype")
 ProductInt8 = struct("ProductInt8", "*a *b *sums M N K")
 ScaleProductInt8 = struct("ScaleProductInt8", "*sums *row_absmax *col_absmax *bias *y M N -dtype")
-LinearInt8 = struct("LinearInt8", "*x *packed *absmax *bias *y M N K ldx ~threshold -dtype")
 STRUCTS = (
     Weight,
     Quantize,
@@ -213,14 +205,12 @@ STRUCTS = (
     Sum,
     Search,
     Round,
-    Linear,
-    Grouped,
+    Product,
     StepTensor,
     QuantizeInt8,
     DequantizeInt8,
     ProductInt8,
     ScaleProductInt8,
-    LinearInt8,
 )
 
 
@@ -431,37 +421,36 @@ class Gpu:
         touched = [p.get(name) for p in parameters for name in names]
         self.call("optimizer_step", tensors, *more, place, tensors=[*touched, *(maps or ()), unorm])
 
+    def product(self, op, weight, x, bias, N, K, kernel=None, threshold=0.0, offs=None, tensors=()):
+        """[M, N] by an op of the core, [M, K] by a "..._dgrad", and the kernel that was planned; `kernel`: forced."""
+        backward = op.endswith("_dgrad")
+        M, columns, E = x.shape[0], K if backward else N, 0 if offs is None else offs.numel()
+        y = torch.full((M, columns), torch.nan, dtype=x.dtype)
+        places = (x.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
+        stack = (None if offs is None else offs.data_ptr(), E)
+        sizes = (M, N, K, x.stride(0), columns)
+        args = Product(weight, *places, *sizes, *stack, threshold, DTYPES[x.dtype], backward)
+        chosen, forced = ctypes.c_char_p(), kernel.encode() if kernel else None
+        self.call("product", args, op.encode(), forced, ctypes.byref(chosen), tensors=[*tensors, x, bias, y, offs])
+        return y, chosen.value.decode()
+
     def linear_4bit(self, x, packed, scales, bias, blocksize: int, fmt: int, N: int, K: int, kernel: str | None = None):
         """y [M, N], and the kernel that was planned."""
-        return self._product(x, packed, scales, bias, blocksize, fmt, N, K, kernel, backward=False)
+        weight, tensors = self.weight(packed, scales, blocksize, fmt, N * K)
+        return self.product("linear_4bit", weight, x, bias, N, K, kernel, tensors=tensors)
 
     def linear_4bit_dgrad(
         self, dy, packed, scales, blocksize: int, fmt: int, N: int, K: int, kernel: str | None = None
     ):
         """dx [M, K], and the kernel that was planned."""
-        return self._product(dy, packed, scales, None, blocksize, fmt, N, K, kernel, backward=True)
-
-    def _product(self, x, packed, scales, bias, blocksize, fmt, N, K, kernel, backward):
         weight, tensors = self.weight(packed, scales, blocksize, fmt, N * K)
-        M, columns = x.shape[0], K if backward else N
-        y = torch.full((M, columns), torch.nan, dtype=x.dtype)
-        places = (x.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
-        args = Linear(weight, *places, M, N, K, x.stride(0), columns, DTYPES[x.dtype], backward)
-        chosen = ctypes.c_char_p()
-        forced = kernel.encode() if kernel else None
-        self.call("linear_4bit", args, forced, ctypes.byref(chosen), tensors=[*tensors, x, bias, y])
-        return y, chosen.value.decode()
+        return self.product("linear_4bit_dgrad", weight, dy, None, N, K, kernel, tensors=tensors)
 
-    def grouped_linear_4bit(self, x, offs, packed, scales, bias, blocksize, fmt, N, K, kernel: int, backward=False):
-        """y [S, N] of a stack, or with `backward` dx [S, K], by a kernel of csrc/plan/grouped.h."""
-        E, (S, columns) = offs.numel(), (x.shape[0], K if backward else N)
-        weight, tensors = self.weight(packed, scales, blocksize, fmt, E * N * K)
-        y = torch.full((S, columns), torch.nan, dtype=x.dtype)
-        places = (x.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
-        rows = Linear(weight, *places, S, N, K, x.stride(0), columns, DTYPES[x.dtype], backward)
-        args = Grouped(rows, offs.data_ptr(), E)
-        self.call("grouped_linear_4bit", args, ctypes.c_int(kernel), tensors=[*tensors, x, offs, bias, y])
-        return y
+    def grouped_linear_4bit(self, x, offs, packed, scales, bias, blocksize, fmt, N, K, kernel: str, backward=False):
+        """y [S, N] of a stack, or with `backward` dx [S, K]."""
+        weight, tensors = self.weight(packed, scales, blocksize, fmt, offs.numel() * N * K)
+        op = "grouped_linear_4bit" + "_dgrad" * backward
+        return self.product(op, weight, x, bias, N, K, kernel, offs=offs, tensors=tensors)[0]
 
     # ---- int8 ----
 
@@ -497,9 +486,6 @@ class Gpu:
     def linear_int8(self, x, packed, absmax, bias, threshold: float, kernel: str | None = None, dgrad: bool = False):
         """y [M, N], or with `dgrad` dx [M, K] of x = dy; packed [N, K]."""
         N, K = packed.shape
-        y = torch.full((x.shape[0], K if dgrad else N), torch.nan, dtype=x.dtype)
-        places = (x.data_ptr(), packed.data_ptr(), absmax.data_ptr(), None if bias is None else bias.data_ptr())
-        args = LinearInt8(*places, y.data_ptr(), x.shape[0], N, K, x.stride(0), threshold, DTYPES[x.dtype])
-        forced = kernel.encode() if kernel else None
-        self.call("linear_int8", args, ctypes.c_int(dgrad), forced, tensors=[x, packed, absmax, bias, y])
-        return y
+        weight = Weight(packed.data_ptr(), absmax.data_ptr(), None, None, None, None, N * K, 0, INT8)
+        op = "linear_int8" + "_dgrad" * dgrad
+        return self.product(op, weight, x, bias, N, K, kernel, threshold, tensors=[packed, absmax])[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NamedTuple
 
-from bitshard import grouped
 from bitshard.planning.job import OPTIMIZERS, Job
 from bitshard.planning.model import Matrix, Model, Parts, Unit
 from bitshard.planning.played import Layer, Play
@@ -256,7 +255,7 @@ class Memory:
             unit, buffer = self._unit(number)
             ahead = self._unit(number - 1)[1] if number else self._embeddings_in_vain()
             parts = {GATHERED: unit, GRADIENTS: gradients, KEPT: self._kept(number + self.job.checkpointing)}
-            parts[COMPUTED] = self._played[number].backward + (grouped.WORKSPACE if self.layers[number].experts else 0)
+            parts[COMPUTED] = self._played[number].backward + (PANELS if self.layers[number].experts else 0)
             found.append(self._moment(f"layer {number}, backward", parts, max(buffer, ahead)))
             gradients += self.adapters_of(self.layers[number]) / self.ranks
         most = max(found, key=lambda moment: moment.total)

@@ -1,0 +1,61 @@
+/* plan/cards.c - see plan/cards.h. */
+#include "plan/cards.h"
+
+/* An H200, and an H100 for gemm_int8_sm90 and int8.mixed_rows. */
+static const bsh_card hopper = {
+    .sms = 132,
+    /* In GPCs of 14 to 18 multiprocessors. A guess too high costs a second wave, nothing else. */
+    .clusters = {0, 132, 66, 42, 30, 22, 20, 16, 14},
+    /* benchmarks/results/wide_h200_202611.md */
+    .panels = {.begin = 1500, .weights_per_ns = 1180, .bytes_per_ns = 4200, .flops_per_ns = 680e3, .least = 5000},
+    .gemm_4bit_sm90_wide = {.piece = {{1050, 1050, 1050}, {1320, 1580, 1350}, {1620, 1900, 1670}},
+                            .ends = 4000,
+                            .join_in_order = 3000,
+                            .join_2 = 4500,
+                            .join_4 = 6000,
+                            .rows = 64},
+    /* benchmarks/results/small_m_h200_202611.md; with 16 rows slower at 68 M weights, faster at 71 M */
+    .gemm_4bit_sm90 = {.weights = {70000000, 16000000, 12000000},
+                       .rows = {{150000000, 256}, {40000000, 192}, {30000000, 128}},
+                       .two_parts = {70000000, 40000000},
+                       .two_parts_busy = 90000000},
+    .gemv_4bit_simt = {.rows_16bit = 16, .rows_32bit = {{40000000, 16}, {10000000, 8}}},
+    /* benchmarks/results/experts_h200_202611.md */
+    .gemv_4bit_grouped = {.rows = 24, .rows_16 = 10},
+    /* benchmarks/results/int8_h200_202611.md. A weight of 28672 x 8192: gemv_int8 took 99 us at 24 and 32 rows,
+     * gemm_int8_sm90 without a threshold 73 and 71. Gradients, at 4096 x 4096, 14336 x 4096 and 28672 x 8192:
+     * gemv_int8_dgrad was the fastest at 1 row, and of the last of these at 16 and 32; else dgrad_int8_sm90 up to 1,024
+     * rows; panels at 4,096. benchmarks/results/int8_h100_202611.md: with a threshold, mixed_int8_sm90, and
+     * gemm_int8_sm90 with 0, 8 and 64 columns that it finds: 14 and 12, 13, 15 us at 33 rows of 4096 x 4096, 17 and 12,
+     * 13, 16 at 128; 29 and 28, 30, 32 at 64 of 14336 x 4096, 34 and 31, 33, 34 at 128; 93 and 92, 94, 97 at 64 of
+     * 28672 x 8192. */
+    .int8 = {.large = 150000000,
+             .small = 32000000,
+             .few_rows = 16,
+             .mixed_rows = 64,
+             .dgrad_rows = 8,
+             .large_dgrad_rows = 32,
+             .one_pass_rows = 1024},
+    /* The same file: they order the forms as an H100 did at 32 sizes, to 4 %. */
+    .gemm_int8_sm90 = {.stage = {190, 185, 255, 240, 215, 280, 400, 385, 740},
+                       .beside = {1400, 1500, 1300, 1500, 1500, 3300, 2000, 1900, 2000},
+                       .join = 5500,
+                       .half_empty = 6800,
+                       .no_space = 6000,
+                       .gather = 2600,
+                       .gather_row = 0.6,
+                       .threes = 32,
+                       .most_blocks = 105},
+    .mixed_int8_sm90 = {.stage = {{240, 350, 620}, {390, 495, 700}}, .beside = 4000, .join = {4000, 4300, 7300}},
+};
+
+const bsh_card *bsh_card_of(const int32_t sm) {
+  (void)sm; /* no other was measured */
+  return &hopper;
+}
+
+int64_t bsh_border_value(const bsh_border *list, const int64_t weights, const int64_t least) {
+  for (; list->from != 0; list++)
+    if (weights >= list->from) return list->value;
+  return least;
+}

@@ -1,0 +1,25 @@
+/* plan/wide.h - what gemm_4bit_sm90_wide has in common with its form for stacks. */
+#ifndef BSH_PLAN_WIDE_H
+#define BSH_PLAN_WIDE_H
+
+#include "core/arithmetic.h"
+#include "plan/kernel.h"
+
+static inline const char *bsh_wide_refuses(const bsh_facts *const facts) {
+  enum { LARGEST_SIDE = INT32_MAX / 1024 };
+  if (facts->sms < BSH_GEMM_WIDE_PAIR) return "fewer than 2 multiprocessors";
+  if (facts->dtype == BSH_F32) return "no float32";
+  if (facts->K % BSH_UNIT) return "K is no multiple of 64";
+  if (facts->w.blocksize % BSH_UNIT) return "the blocksize is below 64";
+  if (facts->N > LARGEST_SIDE || facts->K > LARGEST_SIDE || facts->N * (facts->K / BSH_UNIT) > INT32_MAX)
+    return "W is too large for 32-bit indices";
+  if (facts->x_alignment < 16) return "rows of x are not 16-byte aligned";
+  return facts->packed_alignment < 16 ? "packed is not 16-byte aligned" : NULL;
+}
+
+/* Of bsh_card's times of a piece. */
+static inline int bsh_wide_column(const bsh_facts *const facts) {
+  return facts->direction != BSH_FORWARD ? 2 : facts->dtype == BSH_F16;
+}
+
+#endif
