@@ -152,7 +152,7 @@ def stacks():
     packed, state = functional.quantize_experts_4bit(values(3, 32, 64), compress_statistics=True)
     x, ends = values(9, 64), torch.tensor([2, 5, 9], dtype=torch.int32)
     out = [packed, state, functional.grouped_linear_4bit(x, ends, packed, state)]
-    out += [grouped._product(x, ends, packed, state.scales(), (3, 64, 0, 32, 64), False)]
+    out += [grouped.by_panels(x, ends, packed, state.scales(), (3, 64, 0, 32, 64), False, 2)]
     found = copy.deepcopy(mixture())
     experts.quantize(found)
     return [*out, moe.logits(found)]

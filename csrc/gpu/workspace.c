@@ -3,8 +3,7 @@
 #include <stdlib.h>
 
 #include "gpu/driver.h"
-
-enum { DEFAULT_WORKSPACE_MB = 64 };
+#include "plan/product.h"
 
 int64_t bsh_cuda_workspace_bytes(void) {
   static _Atomic(int64_t) cached;
@@ -12,7 +11,7 @@ int64_t bsh_cuda_workspace_bytes(void) {
   if (bytes != 0) return bytes;
   const char *const text = getenv("BITSHARD_WORKSPACE_MB");
   const long megabytes = text != NULL ? strtol(text, NULL, 10) : 0;
-  bytes = (int64_t)(megabytes > 0 ? megabytes : DEFAULT_WORKSPACE_MB) << 20;
+  bytes = megabytes > 0 ? (int64_t)megabytes << 20 : BSH_WORKSPACE_BYTES;
   atomic_store_explicit(&cached, bytes, memory_order_relaxed);
   return bytes;
 }

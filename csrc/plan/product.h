@@ -29,6 +29,7 @@ typedef enum {
   BSH_VENDOR_CUBLAS, /* cuBLASLt, with what the plan leaves it behind the panel */
 } bsh_vendor;
 
+enum { BSH_WORKSPACE_BYTES = 64 << 20 };  /* of bsh_facts.workspace_bytes, where nobody says otherwise */
 enum { BSH_CUBLAS_WORKSPACE = 16 << 20 }; /* bytes it can use: sums of a product cut along its terms */
 enum { BSH_CUBLAS_BIAS_ALIGNMENT = 16 };  /* bytes */
 

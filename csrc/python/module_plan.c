@@ -80,7 +80,7 @@ static bool read_facts(PyObject *const args, PyObject *const keywords, const bsh
                                       "tensor_maps",
                                       "outliers",
                                       NULL};
-  long long M, N, K, blocksize = 64, workspace = 64 << 20;
+  long long M, N, K, blocksize = 64, workspace = BSH_WORKSPACE_BYTES;
   int dtype, sm, sms, nested = 1, format = BSH_NF4, gradient = 0, x = 16, y = 16, packed = 16, codes = 16, bias = 0,
                       maps = 1, outliers = 0;
   const char *vendor = "torch", *kernel = NULL, *architectures = NULL;

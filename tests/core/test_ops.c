@@ -185,6 +185,25 @@ static bsh_status run(const bsh_caller *const caller, const bsh_direction direct
   return status;
 }
 
+/* The same with a weight in int8, without a threshold. */
+static bsh_status run_int8(const bsh_caller *const caller, const bsh_direction direction, const int64_t M,
+                           const int64_t N, const int64_t K) {
+  const bool forward = direction == BSH_FORWARD;
+  StableIValue stack[7] = {0};
+  const int first = forward ? 5 : 3;
+  stack[first] = (StableIValue)N, stack[first + 1] = (StableIValue)K;
+  shape[0] = M, shape[1] = forward ? K : N;
+  memset(tensors, 0, sizeof tensors);
+  tensors[0] = tensor_of(M * shape[1], BF16, shape, 2);
+  tensors[1] = tensor_of(N * K, U8, NULL, 0);
+  tensors[2] = tensor_of(N, F32, NULL, 0);
+  bsh_call call = {.op = forward ? "linear_int8" : "linear_int8_dgrad", .caller = caller, .stack = stack};
+  events[0] = 0;
+  const bsh_status status = forward ? bsh_op_linear_int8(&call) : bsh_op_linear_int8_dgrad(&call);
+  CHECK(open_scratch == 0 && entered == 0, "%s: left open", events);
+  return status;
+}
+
 static void expect(const bsh_status status, const bsh_status expected, const char *const sequence) {
   CHECK(status == expected && strcmp(events, sequence) == 0, "status %d, '%s', expected %d, '%s' (%s)", status, events,
         expected, sequence, bsh_status_message());
@@ -217,6 +236,16 @@ int main(const int argc, char **const argv) {
     expect(run(&dispatcher, (bsh_direction)direction, INT64_MAX, 0, 0), BSH_OK, "output");
   }
 
+  /* int8 weights: codes of x, then their product; the gradient's panels are multiplied by the caller's vendor. */
+  expect(run_int8(&dispatcher, forward, 1, 4096, 4096), BSH_OK, "gpu output enter fused leave");
+  expect(run_int8(&around, forward, 512, 4096, 4096), BSH_OK, "gpu output compute enter scratch fused fused leave");
+  expect(run_int8(&dispatcher, gradient, 4096, 4096, 4096), BSH_OK, "gpu output enter scratch dequantize torch leave");
+  expect(run_int8(&around, gradient, 4096, 4096, 4096), BSH_OK,
+         "gpu ask output compute enter scratch dequantize cublas leave");
+  expect(run_int8(&dispatcher, forward, 3, 98, 0), BSH_OK, "output zero");
+  expect(run_int8(&dispatcher, gradient, 3, 0, 96), BSH_OK, "output zero");
+  expect(run_int8(&around, forward, 0, 96, 96), BSH_OK, "output");
+
   /* What is declined or cannot be has allocated nothing. */
   declines = true;
   expect(run(&around, forward, 3, 98, 130), BSH_NO_KERNEL, "gpu ask");
@@ -224,7 +253,11 @@ int main(const int argc, char **const argv) {
   expect(run(&around, gradient, 3, 98, 130), BSH_NO_KERNEL, "gpu ask");
   expect(run(&around, forward, 1, 4096, 4096), BSH_OK, "gpu output compute enter fused leave");
   expect(run(&around, gradient, 3, 8192, 8192), BSH_OK, "gpu output compute enter scratch fused fused leave");
+  expect(run_int8(&around, gradient, 4096, 4096, 4096), BSH_NO_KERNEL, "gpu ask");
   declines = false;
+  CHECK(bsh_force_kernel("linear_int8", "gemv_int8") == BSH_OK, "%s", bsh_status_message());
+  expect(run_int8(&dispatcher, forward, 100, 4096, 4096), BSH_NO_KERNEL, "gpu");
+  CHECK(bsh_force_kernel("linear_int8", NULL) == BSH_OK, "%s", bsh_status_message());
   CHECK(bsh_force_kernel("linear_4bit", "gemv_4bit") == BSH_OK, "%s", bsh_status_message());
   expect(run(&dispatcher, forward, 3, 98, 130), BSH_NO_KERNEL, "gpu");
   expect(run(&dispatcher, forward, 100, 4096, 4096), BSH_OK, "gpu output enter fused fused leave");
