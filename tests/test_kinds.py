@@ -98,7 +98,9 @@ def test_int8_is_bytes_with_scales_of_rows():
     assert again.dtype is torch.bfloat16 and torch.equal(again, state.kind.dequantize(column, state))
     assert (again.float() - values.float()).abs().max() < 0.02 * values.abs().max()
     x = torch.randn(3, 5, dtype=torch.bfloat16)
-    assert torch.allclose(state.kind.linear(x, column, state, None).float(), x.float() @ again.float().t(), atol=0.05)
+    assert torch.allclose(
+        state.kind.product(x, column, state, None, None, 0.0).float(), x.float() @ again.float().t(), atol=0.05
+    )
     with pytest.raises(ValueError, match="expected 18 and 7"):
         functional.dequantize_4bit(column[1:], state)
 

@@ -245,12 +245,33 @@ class Checkpointed(torch.nn.Module):
 def products(monkeypatch):
     """Names of the products with W that fused layers made, in their order."""
     from bitshard import _C
-    from bitshard.lora import product
+    from bitshard.kinds import FOUR_BIT
 
     made = []
-    for where, name in ((_C, "lora_4bit"), (product, "linear_4bit")):
+    for where, name in ((_C, "lora_4bit"), (FOUR_BIT, "product")):
         monkeypatch.setattr(where, name, noting(made, name, getattr(where, name)))
     return made
+
+
+@pytest.mark.parametrize("words", ["CUDA out of memory. Tried to allocate 2.00 GiB", "can't allocate memory: 2 bytes"])
+def test_what_failed_for_want_of_memory_is_not_tried_again(words, monkeypatch):
+    """It raises what torch raises; other failures are computed and explained by the layer's own product."""
+    from bitshard import _C
+    from bitshard.kinds import FOUR_BIT
+
+    layer, calls = fused_copy(model([(128, 128)], torch.float32, torch.float32)), []
+    monkeypatch.setattr(FOUR_BIT, "product", noting(calls, "product", FOUR_BIT.product))
+
+    def fails(*_):
+        raise RuntimeError(given)
+
+    monkeypatch.setattr(_C, "lora_4bit", fails)
+    given = words
+    with pytest.raises(torch.OutOfMemoryError if "CUDA" in words else RuntimeError, match=words[:18]):
+        layer(torch.randn(5, 128))
+    assert not calls
+    given = "another failure"
+    assert layer(torch.randn(5, 128)).shape == (5, 128) and calls == ["product"]
 
 
 @pytest.mark.parametrize("mix", [SAME[0], SAME[1], MIXED[0], AUTOCAST[0]])

@@ -25,6 +25,7 @@ LAYERS = [
     "registry",
     "state",
     "checks",
+    "products",
     "launch",
     "container",
     "direct",

@@ -410,12 +410,44 @@ def _check_grouped(
         )
 
 
-FOUR_BIT.dequantize, FOUR_BIT.linear = dequantize_4bit, linear_4bit
-EXPERTS.dequantize = INT8.dequantize = dequantize_4bit
+# ---- what the kinds compute ----
+
+
+def _product(x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None, offs: None, threshold: float) -> Tensor:
+    return linear_4bit(x, packed, state, bias)
+
+
+def _gradient(dy: Tensor, packed: Tensor, state: QuantState, offs: None) -> Tensor:
+    return linear_4bit_dgrad(dy, packed, state)
+
+
+def _stack_product(
+    x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None, offs: Tensor, threshold: float
+) -> Tensor:
+    return grouped_linear_4bit(x, offs, packed, state, bias)
+
+
+def _stack_gradient(dy: Tensor, packed: Tensor, state: QuantState, offs: Tensor) -> Tensor:
+    return grouped_linear_4bit_dgrad(dy, offs, packed, state)
+
+
+def _int8_product(x: Tensor, packed: Tensor, state: Any, bias: Tensor | None, offs: None, threshold: float) -> Tensor:
+    if bias is not None and bias.dtype is not x.dtype:
+        bias = bias.to(x.dtype)
+    return int8.linear(x, packed, state.absmax, *state.shape, bias, threshold)
+
+
+def _int8_gradient(dy: Tensor, packed: Tensor, state: Any, offs: None) -> Tensor:
+    return int8.linear_dgrad(dy, packed, state.absmax, *state.shape)
+
+
+FOUR_BIT.product, FOUR_BIT.gradient = _product, _gradient
+EXPERTS.product, EXPERTS.gradient = _stack_product, _stack_gradient
+INT8.product, INT8.gradient = _int8_product, _int8_gradient
+FOUR_BIT.dequantize = EXPERTS.dequantize = INT8.dequantize = dequantize_4bit
 FOUR_BIT.quantize = lambda values, **settings: quantize_4bit(values, **settings)
 EXPERTS.quantize = lambda values, **settings: quantize_experts_4bit(values, **settings)
 INT8.quantize = lambda values, **settings: _int8_column(values, settings["quant_storage"])
-INT8.linear = lambda x, packed, state, bias: int8.linear(x, packed, state.absmax, *state.shape, bias)
 
 
 def _int8_column(values: Tensor, storage: torch.dtype) -> tuple[Tensor, QuantState]:

@@ -27,7 +27,9 @@ class Kind:
         format: names of a state's attributes that must be equal for its bytes and scales to be of one format.
         quantize: (values, with keywords the settings of `functional.quantize_4bit`) -> (packed, state).
         dequantize: (packed, state) -> values of state.shape and state.dtype.
-        linear: (x [..., K], packed, state, bias or None) -> x W^T + bias [..., N]; no gradient.
+        product: (x [..., K], packed, state, bias or None, offs, threshold) -> x W^T + bias [..., N]; no gradient
+            (`bitshard.products` has it). offs: where the rows of each expert of a stack end, else None.
+        gradient: (dy [..., N], packed, state, offs) -> dy W [..., K]; no gradient.
     """
 
     word: str
@@ -35,7 +37,8 @@ class Kind:
     format: tuple[str, ...]
     quantize: Callable[..., Any]
     dequantize: Callable[..., Tensor]
-    linear: Callable[..., Tensor]
+    product: Callable[..., Tensor]
+    gradient: Callable[..., Tensor]
 
     def elements(self, state: Any, itemsize: int) -> int:
         """Elements of `itemsize` bytes that hold the packed bytes of a state's tensor."""
@@ -48,6 +51,10 @@ class Kind:
     def parts(self, state: Any) -> int:
         """Into how many parts of equal size the tensor falls, each with a second level of scales of its own."""
         return 1
+
+    def bias_gradient(self, dy: Tensor, state: Any, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Sums of the rows of dy [..., N], of a stack of each expert's: [N] or [E, N] of `dtype`."""
+        return dy.reshape(dy.shape[:-1].numel(), dy.shape[-1]).sum(0, dtype=dtype)
 
     def stored_shape(self, state: Any, itemsize: int) -> tuple[int, ...]:
         """Shape of the packed bytes in a checkpoint file, in a storage dtype of `itemsize` bytes."""
@@ -91,6 +98,12 @@ class ExpertStack(FourBit):
     def parts(self, state: Any) -> int:
         return state.shape[0]
 
+    def bias_gradient(self, dy: Tensor, state: Any, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+        rows = torch.arange(dy.shape[0], device=dy.device, dtype=offs.dtype)
+        expert = torch.searchsorted(offs, rows, right=True)  # in float32, an expert's rows in their order
+        sums = dy.new_zeros(offs.numel() + 1, dy.shape[1], dtype=torch.float32)
+        return sums.index_add(0, expert, dy.float())[:-1].to(dtype)
+
 
 class Int8(Kind):
     """LLM.int8: a weight [N, K], a byte for each element by rows, one float32 scale for each row (`bitshard.int8`).
@@ -107,6 +120,10 @@ class Int8(Kind):
 
     def scale_count(self, state: Any) -> int:
         return state.shape[0]
+
+    def bias_gradient(self, dy: Tensor, state: Any, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Sums of the rows of dy [..., N], of a stack of each expert's: [N] or [E, N] of `dtype`."""
+        return dy.reshape(dy.shape[:-1].numel(), dy.shape[-1]).sum(0, dtype=dtype)
 
     def stored_shape(self, state: Any, itemsize: int) -> tuple[int, ...]:
         return tuple(state.shape)

@@ -1,7 +1,6 @@
 """matmul: y = A W^T + bias with W in int8 (LLM.int8), and its gradients with respect to A, bias and a float W.
 
-`MatmulLtState` says which codes and scales a product uses. The packed weight is a plain attribute of the autograd
-context, not a saved tensor: see `bitshard.autograd`.
+`MatmulLtState` says which codes and scales a product uses. Derivatives of a frozen weight: `bitshard.products`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,10 @@ from torch import Tensor
 from bitshard import int8
 from bitshard.checks import check_dense, into
 from bitshard.guards import SKIP
+from bitshard.kinds import INT8
 from bitshard.outliers import GlobalOutlierPooler
+from bitshard.products.matmul import input_gradient
+from bitshard.products.matmul import matmul as matmul_of
 from bitshard.state import VALUE_DTYPES, dtype_name
 
 
@@ -25,6 +27,7 @@ class RowScales(NamedTuple):
 
     absmax: Tensor
     shape: torch.Size
+    kind = INT8
 
 
 class OfModule:
@@ -157,60 +160,7 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-# ---- gradients ----
-
-
-def _forward(ctx: Any, x: Tensor, packed: Tensor, scales: Any, bias: Tensor | None, threshold: float) -> Tensor:
-    """y [..., N], and in `ctx` what `_backward` needs of the weight and the bias."""
-    ctx.packed, ctx.scales = packed, scales
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    if bias is not None and bias.dtype is not x.dtype:
-        bias = bias.to(x.dtype)
-    return int8.linear(x, packed, scales.absmax, *scales.shape, bias, threshold)
-
-
-def _backward(ctx: Any, dy: Tensor, needs_x: bool, needs_bias: bool) -> tuple[Tensor | None, Tensor | None]:
-    """(dx = dy W, dbias = the sum of dy over its rows), each if it is needed."""
-    dx = dbias = None
-    if needs_x:
-        again = torch.is_grad_enabled() and dy.requires_grad  # create_graph=True: a derivative of dx is wanted
-        product = MatMulInt8InputGradient.apply if again else _input_gradient
-        dx = product(dy, ctx.packed, ctx.scales)
-    if needs_bias:
-        dbias = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.bias_dtype)
-    return dx, dbias
-
-
-def _input_gradient(dy: Tensor, packed: Tensor, scales: Any) -> Tensor:
-    return int8.linear_dgrad(dy, packed, scales.absmax, *scales.shape)
-
-
-class MatMulInt8(torch.autograd.Function):
-    """y [..., N] = x [..., K] W^T + bias of a frozen int8 weight; dx = dy W, dbias = the sum of dy over its rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Any, bias: Tensor | None, threshold: float) -> Tensor:
-        return _forward(ctx, x, packed, scales, bias, threshold)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
-        needs_x, _, _, needs_bias, _ = ctx.needs_input_grad
-        dx, dbias = _backward(ctx, dy, needs_x, needs_bias)
-        return dx, None, None, dbias, None
-
-
-class MatMulInt8InputGradient(torch.autograd.Function):
-    """dx [..., K] = dy [..., N] W, differentiable in dy."""
-
-    @staticmethod
-    def forward(ctx: Any, dy: Tensor, packed: Tensor, scales: Any) -> Tensor:
-        ctx.packed, ctx.scales = packed, scales
-        return _input_gradient(dy, packed, scales)
-
-    @staticmethod
-    def backward(ctx: Any, ddx: Tensor) -> tuple[Tensor, None, None]:
-        # without a threshold and in x's own numbers for few rows only: as exact as the forward
-        return MatMulInt8.apply(ddx, ctx.packed, ctx.scales, None, 0.0), None, None
+# ---- a frozen weight ----
 
 
 def matmul_int8(x: Tensor, packed: Tensor, scales: Any, bias: Tensor | None = None, threshold: float = 0.0) -> Tensor:
@@ -227,11 +177,7 @@ def matmul_int8(x: Tensor, packed: Tensor, scales: Any, bias: Tensor | None = No
         [..., N] of the dtype of x.
     """
     _check_x(x, scales.shape)
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        return MatMulInt8.apply(x, packed, scales, bias, threshold)
-    if bias is not None and bias.dtype is not x.dtype:
-        bias = bias.to(x.dtype)
-    return int8.linear(x, packed, scales.absmax, *scales.shape, bias, threshold)
+    return matmul_of(x, packed, scales, bias, threshold=threshold)
 
 
 def _check_x(x: Tensor, shape: torch.Size) -> None:
@@ -288,13 +234,15 @@ class MatMul8bitLt(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             ctx.save_for_backward(A)
             ctx.weight_dtype = B.dtype
-        y = _forward(ctx, A, codes, scales, bias, int8.check_threshold(state.threshold))
+        ctx.packed, ctx.scales, ctx.bias_dtype = codes, scales, None if bias is None else bias.dtype
+        y = INT8.product(A, codes, scales, bias, None, int8.check_threshold(state.threshold))
         return into(out, y, "matmul: out")
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_weight, _, needs_bias, _ = (*ctx.needs_input_grad, False, False, False)[:5]
-        dx, dbias = _backward(ctx, grad_output, needs_x, needs_bias)
+        dx = input_gradient(grad_output, ctx.packed, ctx.scales) if needs_x else None
+        dbias = INT8.bias_gradient(grad_output, ctx.scales, None, ctx.bias_dtype) if needs_bias else None
         dweight = _weight_gradient(ctx, grad_output) if needs_weight else None
         return (dx, dweight, None, dbias, None)[: len(ctx.needs_input_grad)]
 

@@ -24,7 +24,7 @@ from torch.nn.modules import module as modules
 from bitshard import _C, gather
 from bitshard.lora import unsloth
 from bitshard.lora.dropout import Dropout
-from bitshard.lora.product import Int8, LoraLinear, product
+from bitshard.lora.product import LoraLinear, product
 from bitshard.nn.linear import Linear4bit as Base
 from bitshard.nn.linear import LinearFP4, LinearNF4
 from bitshard.nn.linear8bit import Linear8bitLt as Base8
@@ -162,19 +162,20 @@ def forward(of: Family, layer: nn.Module, x: Tensor, args: tuple, kwargs: dict[s
         factor, dropped = factor_dtype(layer, x, A), dropped_dtype(layer, x, A)
         if factor is None:
             return of.Peft.forward(layer, x)
-    packed, state, bias, compute = base.operands(x) if of is FOUR else operands_of_int8(base, x)
+    packed, state, bias, compute, threshold = (*base.operands(x), 0.0) if of is FOUR else operands_of_int8(base, x)
     if state is None:  # a weight in floats
         return of.Peft.forward(layer, x)
     dropout = Dropout(p, dropped) if p and x.numel() else None  # of nothing torch draws nothing
     if torch.is_grad_enabled() and (x.requires_grad or A.requires_grad or B.requires_grad):
-        return _apply(_unwrap(x), _unwrap(A), _unwrap(B), packed, state, bias, scale, compute, factor, dropout)
-    return product(x, A, B, packed, state, bias, scale, compute, factor, dropout)[0]
+        x, A, B = _unwrap(x), _unwrap(A), _unwrap(B)
+        return _apply(x, A, B, packed, state, bias, scale, compute, factor, dropout, threshold)
+    return product(x, A, B, packed, state, bias, scale, compute, factor, dropout, threshold)[0]
 
 
-def operands_of_int8(base: Base8, x: Tensor) -> tuple[Tensor, Int8 | None, Tensor | None, torch.dtype]:
-    """`Linear4bit.operands` of an int8 layer, which multiplies x in its own dtype; without a state for a float W."""
-    packed, scales, bias = base.operands(x)
-    return packed, None if scales is None else Int8(scales, base.state.threshold), bias, x.dtype
+def operands_of_int8(base: Base8, x: Tensor) -> tuple[Tensor, Any, Tensor | None, torch.dtype, float]:
+    """`Linear4bit.operands` of an int8 layer, which multiplies x in its own dtype, and its threshold; without a state
+    for a float W."""
+    return *base.operands(x), x.dtype, base.state.threshold
 
 
 # ---- what is fused, and in words what is not ----

@@ -9,7 +9,7 @@ float32 and rounded once.
 
 Saved for backward are x, A, B and x A^T, what peft's layer saves, and the mask of a dropout (`bitshard.lora.dropout`);
 x A^T stands for dropout(x) A^T there. A and B go through `save_for_backward`, for FSDP, checkpointing and offloading
-know tensors that are saved so; the packed weight does not (see `bitshard.autograd`).
+know tensors that are saved so; the packed weight does not (see `bitshard.products.matmul`).
 
 Where torch.utils.checkpoint runs a forward again for what it saves, torch's hooks are told before the product with W:
 the last of them ends that forward, and the product of the region's last layer, whose result nobody needs, is not made.
@@ -18,43 +18,19 @@ the last of them ends that forward, and the product of the region's last layer, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from bitshard import _C, int8, ops
-from bitshard.autograd import MatMul4BitInputGradient
-from bitshard.functional import linear_4bit, linear_4bit_dgrad
+from bitshard import _C, ops
+from bitshard.kinds import FOUR_BIT
 from bitshard.lora.dropout import Dropout
-from bitshard.matmul_int8 import MatMulInt8InputGradient
-from bitshard.state import QuantState
+from bitshard.products import InputGradient
 
 _graph_task, _top_hooks = torch._C._current_graph_task_id, torch._C._autograd._top_saved_tensors_default_hooks
 _ignored: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # what `addmm` with beta = 0 does not read
-
-
-class Int8(NamedTuple):
-    """What a product asks of an int8 weight beside its codes: its scales and shape, and the threshold of outliers."""
-
-    scales: Any
-    threshold: float
-
-
-def times(x: Tensor, packed: Tensor, state: QuantState | Int8, bias: Tensor | None) -> Tensor:
-    """x W^T + bias."""
-    if type(state) is not Int8:
-        return linear_4bit(x, packed, state, bias)
-    bias = bias if bias is None or bias.dtype is x.dtype else bias.to(x.dtype)
-    return int8.linear(x, packed, state.scales.absmax, *state.scales.shape, bias, state.threshold)
-
-
-def times_back(dy: Tensor, packed: Tensor, state: QuantState | Int8) -> Tensor:
-    """dy W."""
-    if type(state) is not Int8:
-        return linear_4bit_dgrad(dy, packed, state)
-    return int8.linear_dgrad(dy, packed, state.scales.absmax, *state.scales.shape)
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -78,12 +54,13 @@ def product(
     A: Tensor,
     B: Tensor,
     packed: Tensor,
-    state: QuantState | Int8,
+    state: Any,
     bias: Tensor | None,
     scale: float,
     compute: torch.dtype,
     factor: torch.dtype,
     dropout: Dropout | None = None,
+    threshold: float = 0.0,
     keep: Callable[..., None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """(y, and what its gradients need: x, A and B as they were multiplied, x A^T [rows, r], the mask); no gradient.
@@ -93,6 +70,7 @@ def product(
         scale: s, finite and not 0.
         compute, factor: dtypes of the products, see above.
         dropout: of the x that A multiplies, or None; x has elements then.
+        threshold: of outlier columns of x, for an int8 weight.
         keep: called once with what the gradients need, before the product with W; what it raises is raised.
     """
     dtype, kept, keep_inner, given, dropped, mask = x.dtype, [], None, x, None, None
@@ -105,7 +83,7 @@ def product(
             kept.append(xa)
             keep(x, A, B, xa, mask)
 
-    if dtype is compute and dtype is factor and A.dtype is dtype and type(state) is not Int8:
+    if dtype is compute and dtype is factor and A.dtype is dtype and state.kind is FOUR_BIT:
         try:
             absmax, absmax_map, absmax2, offset = state.scales()
             N, K = state.shape
@@ -114,20 +92,24 @@ def product(
                 given, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K, A, B, scale,
                 keep_inner, dropped,
             )  # fmt: skip
-        except (RuntimeError, TypeError, KeyError, AttributeError):  # `linear_4bit` explains it
+        except (RuntimeError, TypeError, KeyError, AttributeError) as error:
             if kept:
                 raise
-            made = None
+            failed = ops.torchs(error) if isinstance(error, RuntimeError) else error
+            if ops.is_out_of_memory(failed):
+                raise failed from None
+            made = None  # the product below explains it
         if made is not None:
             return made[0], x, A, B, made[1], mask
     total = dtype if dtype is compute and dtype is factor else torch.float32
-    y = times(given.to(compute), packed, state, bias).to(total) if keep is None else None
+    times = state.kind.product
+    y = times(given.to(compute), packed, state, bias, None, threshold).to(total) if keep is None else None
     x, A, B = x.to(factor), A.to(factor), B.to(factor)
     xa = kept[0] if kept else linear(rows_of(x), A)
     if keep_inner is not None and not kept:
         keep_inner(xa)
     if y is None:
-        y = times(given.to(compute), packed, state, bias).to(total)
+        y = times(given.to(compute), packed, state, bias, None, threshold).to(total)
     rows_of(y).addmm_(xa.to(total), B.t().to(total), alpha=scale)
     return y.to(dtype), x, A, B, xa, mask
 
@@ -145,19 +127,20 @@ class LoraLinear(torch.autograd.Function):
         A: Tensor,
         B: Tensor,
         packed: Tensor,
-        state: QuantState | Int8,
+        state: Any,
         bias: Tensor | None,
         scale: float,
         compute: torch.dtype,
         factor: torch.dtype,
         dropout: Dropout | None,
+        threshold: float = 0.0,
     ) -> Tensor:
         hooks = _top_hooks(True) if _graph_task() != -1 else None
         ctx.rest = (packed, state, scale, compute, factor, x.dtype, A.dtype, B.dtype)
         ctx.dropout = dropout
         if hooks is None:
             ctx.unpack = None
-            y, *used = product(x, A, B, packed, state, bias, scale, compute, factor, dropout)
+            y, *used = product(x, A, B, packed, state, bias, scale, compute, factor, dropout, threshold)
             ctx.save_for_backward(*_needed(ctx, x, A, B, *used))
             return y
         pack, ctx.unpack = hooks
@@ -166,7 +149,7 @@ class LoraLinear(torch.autograd.Function):
             tensors = _needed(ctx, x, A, B, *used)
             ctx.early = [None if tensor is None else (pack(tensor.detach()),) for tensor in tensors]
 
-        return product(x, A, B, packed, state, bias, scale, compute, factor, dropout, keep)[0]
+        return product(x, A, B, packed, state, bias, scale, compute, factor, dropout, threshold, keep)[0]
 
     @staticmethod
     def saved(ctx: Any) -> tuple[Tensor | None, ...]:
@@ -189,7 +172,7 @@ class LoraLinear(torch.autograd.Function):
         if dropout is not None and needs[1] and not ctx.kept_dropped:
             x = dropout.again(x, mask)
         plain = dtype is compute and dtype is factor
-        if plain and a_dtype is dtype and type(state) is not Int8 and not torch.compiler.is_dynamo_compiling():
+        if plain and a_dtype is dtype and state.kind is FOUR_BIT and not torch.compiler.is_dynamo_compiling():
             absmax, absmax_map, absmax2, offset = state.scales()
             N, K = state.shape
             blocksize, format = state.blocksize, ops.FORMATS[state.quant_type]
@@ -201,7 +184,7 @@ class LoraLinear(torch.autograd.Function):
             if made is not None:
                 if dropout is not None and needs[0]:
                     dropout.add_gradient(rows_of(made[0]), made[3], rows_of(mask))
-                return *made[:3], None, None, None, None, None, None, None
+                return *made[:3], *(None,) * 8
         dx = dxa = dA = dB = None
         rows = rows_of(dy)
         if not plain:
@@ -220,13 +203,13 @@ class LoraLinear(torch.autograd.Function):
                 dA = dA.to(a_dtype)
         if needs[0]:
             total = dtype if plain else torch.float32
-            dx = times_back(dy.to(compute), packed, state).to(total)
+            dx = state.kind.gradient(dy.to(compute), packed, state, None).to(total)
             if dropout is None:
                 rows_of(dx).addmm_(dxa.to(total), A.to(total))
             else:
                 dropout.add_gradient(rows_of(dx), torch.mm(dxa.to(total), A.to(total)), rows_of(mask))
             dx = dx.to(dtype)
-        return dx, dA, dB, None, None, None, None, None, None, None
+        return dx, dA, dB, *(None,) * 8
 
 
 def _needed(
@@ -276,10 +259,7 @@ def _differentiable(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if needs[1]:
         dA = dxa.t() @ x
     if needs[0]:
-        if type(state) is Int8:
-            base = MatMulInt8InputGradient.apply(dy.to(compute), packed, state.scales)
-        else:
-            base = MatMul4BitInputGradient.apply(dy.to(compute), packed, state)
+        base = InputGradient.apply(dy.to(compute), packed, state)
         added = dxa @ A if dropout is None else dropout.again(dxa @ A, rows_of(mask))
         dx = (base + added.view(base.shape)).to(dy.dtype)
-    return dx, dA, dB, None, None, None, None, None, None, None
+    return dx, dA, dB, *(None,) * 8
