@@ -1,4 +1,4 @@
-"""Builds bitshard._C: C sources as C, and cuda/*.cu into fatbins that are embedded in the extension.
+"""Builds bitshard._C: C sources as C, and those of cuda/ into fatbins that are embedded in the extension.
 
 Needs gcc (or clang) and nothing of torch. nvcc is used where found (PATH, CUDA_HOME, /usr/local/cuda); without it the
 build goes on CPU-only and says so. Environment:
@@ -119,7 +119,14 @@ def gencode(arch: str) -> str:
 
 def headers() -> list[Path]:
     """All that a kernel includes: those beside it and the lowest ones of the C core."""
-    return sorted(path for folder in ("cuda", "csrc/core") for path in (ROOT / folder).glob("*.*h"))
+    return sorted([*(ROOT / "cuda").rglob("*.*h"), *(ROOT / "csrc/core").glob("*.*h")])
+
+
+def cuda_sources() -> dict[Path, list[str]]:
+    """{source: architectures of this build that it is compiled for} of cuda/sources.txt."""
+    lines = [line.split() for line in (ROOT / "cuda" / "sources.txt").read_text().splitlines()]
+    listed = {ROOT / "cuda" / line[0]: line[1:] for line in lines if line and line[0] != "#"}
+    return {source: [arch for arch in architectures() if not only or arch in only] for source, only in listed.items()}
 
 
 def digest(made_by: list[str], source: Path) -> str:
@@ -132,7 +139,8 @@ def digest(made_by: list[str], source: Path) -> str:
 
 def nvcc_command(nvcc: str, source: Path) -> list[str]:
     """What compiles a source, but for where to."""
-    return [nvcc, *NVCC_FLAGS, *map(gencode, architectures()), "-I", str(ROOT / "csrc"), "-fatbin", str(source)]
+    chosen, folders = cuda_sources().get(source, architectures()), ["-I", str(ROOT / "csrc"), "-I", str(ROOT)]
+    return [nvcc, *NVCC_FLAGS, *map(gencode, chosen), *folders, "-fatbin", str(source)]
 
 
 def fatbin_of(command: list[str], source: Path, folder: Path) -> Path:
@@ -187,8 +195,8 @@ def say(line: str) -> None:
     print(f"bitshard: {line}", file=sys.stderr, flush=True)
 
 
-def embed(fatbins: dict[str, Path], assembly: Path) -> None:
-    """An assembler file that gives each fatbin the symbol bsh_fatbin_<stem>."""
+def embed(fatbins: dict[str, Path | None], assembly: Path) -> None:
+    """An assembler file that gives each fatbin the symbol bsh_fatbin_<stem>; None: of no architecture of this build."""
     lines = ['.section .note.GNU-stack,"",@progbits', ".section .rodata"]
     for stem, fatbin in fatbins.items():
         symbol = f"bsh_fatbin_{stem}"
@@ -197,7 +205,7 @@ def embed(fatbins: dict[str, Path], assembly: Path) -> None:
             f".hidden {symbol}",
             ".balign 16",
             f"{symbol}:",
-            f'.incbin "{fatbin}"',
+            *([f'.incbin "{fatbin}"'] if fatbin else []),
             ".byte 0",
         ]
     assembly.write_text("\n".join(lines) + "\n")
@@ -245,11 +253,11 @@ class BuildExtension(build_ext):
         partial.replace(target)
 
     def embed_cuda(self, nvcc: str, temporary: Path) -> Path:
-        sources = sorted((ROOT / "cuda").glob("*.cu"), key=lambda source: (source.stem not in LONGEST, source))
-        fatbins = compile_fatbins(nvcc, sources, temporary)
+        listed = cuda_sources()
+        sources = sorted((s for s in listed if listed[s]), key=lambda source: (source.stem not in LONGEST, source))
+        made = dict(zip(sources, compile_fatbins(nvcc, sources, temporary), strict=True))
         assembly = temporary / "fatbins.S"
-        named = sorted((source.stem, fatbin) for source, fatbin in zip(sources, fatbins, strict=True))
-        embed(dict(named), assembly)
+        embed({source.stem: made.get(source) for source in sorted(listed)}, assembly)
         return assembly
 
 

@@ -214,18 +214,15 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS if "BITSHARD_ALL_KERNELS" in os.environ else list(FAULTS)[:2])
 def test_faults_show(fault, tmp_path, monkeypatch):
     """BITSHARD_ALL_KERNELS=1: all of them."""
-    file, pattern = FAULTS[fault]
-    sources = ptx_gpu.ROOT / "cuda"
-    for source in sources.glob("*.*h"):
-        shutil.copy(source, tmp_path)
-    (tmp_path / f"{KERNEL}.cu").write_text((sources / f"{KERNEL}.cu").read_text().split("#define GEMM_WIDE_FORM(")[0])
-    changed, n = re.subn(pattern, "", (tmp_path / file).read_text())
+    name, pattern = FAULTS[fault]
+    sources = shutil.copytree(ptx_gpu.ROOT / "cuda", tmp_path / "cuda")
+    main, file = (next(sources.rglob(found)) for found in (f"{KERNEL}.cu", name))
+    main.write_text(main.read_text().split("#define GEMM_WIDE_FORM(")[0] + ONE_KERNEL)
+    changed, n = re.subn(pattern, "", file.read_text())
     assert n > 0
-    (tmp_path / file).write_text(changed)
-    with (tmp_path / f"{KERNEL}.cu").open("a") as main:
-        main.write(ONE_KERNEL)
-    flags = [*ptx_gpu.nvcc_flags(), "-arch=compute_90a", "-ptx", "-I", str(ptx_gpu.ROOT / "csrc")]
-    ptx_gpu.run([ptx_gpu.nvcc(), *flags, str(tmp_path / f"{KERNEL}.cu"), "-o", str(tmp_path / "one.ptx")])
+    file.write_text(changed)
+    flags = [*ptx_gpu.nvcc_flags(), "-arch=compute_90a", "-ptx", "-I", str(ptx_gpu.ROOT / "csrc"), "-I", str(tmp_path)]
+    ptx_gpu.run([ptx_gpu.nvcc(), *flags, str(main), "-o", str(tmp_path / "one.ptx")])
     monkeypatch.setattr(ptx_gpu, "BUILT", tmp_path)
     monkeypatch.setattr(ptx_gpu, "ptx_of", lambda source, sm: tmp_path / "one.ptx")
     monkeypatch.setattr(ptx_gpu, "kernel_of", functools.cache(ptx_gpu.kernel_of.__wrapped__))

@@ -513,22 +513,50 @@ def test_the_list_of_c_sources_is_whole():
     assert list(dict.fromkeys(name.partition("/")[0] for name in listed)) == FOLDERS
 
 
+# The folders of cuda, lowest first: each includes only those before it, and itself.
+CUDA_FOLDERS = "sizes numerics ptx operands schedulers loaders epilogues gemv gemm elementwise".split()
+
+
+def cuda_includes() -> dict[str, set[str]]:
+    """{file of cuda: what it includes}, as #include says it."""
+    files = {f"cuda/{path.relative_to(ROOT / 'cuda').as_posix()}": path for path in (ROOT / "cuda").rglob("*.*u*")}
+    files |= {f"cuda/{path.relative_to(ROOT / 'cuda').as_posix()}": path for path in (ROOT / "cuda").rglob("*.h")}
+    return {name: set(re.findall(r'^#include "([^"]+)"', read(path), re.MULTILINE)) for name, path in files.items()}
+
+
 def test_no_headers_include_each_other():
-    """csrc by folders, cuda by names: as "cuda/fused.h" from csrc, as "fused.h" from its own folder."""
-    cuda = {f"cuda/{path.name}": path for path in (ROOT / "cuda").glob("*.*h")}
-    headers = {path.relative_to(ROOT / "csrc").as_posix(): path for path in (ROOT / "csrc").rglob("*.h")} | cuda
-    graph: dict[str, set[str]] = {}
-    for name, path in headers.items():
-        included = re.findall(r'^#include "([^"]+)"', read(path), re.MULTILINE)
-        graph[name] = {found if found in headers else f"cuda/{found}" for found in included}
-    assert len(graph) > 30 and "core/kernels.h" in graph["cuda/fused.h"] and set().union(*graph.values()) <= set(graph)
-    assert not circles_of(graph)
+    """csrc by folders; those of cuda as "cuda/sizes/fused.h" from everywhere."""
+    headers = {path.relative_to(ROOT / "csrc").as_posix(): path for path in (ROOT / "csrc").rglob("*.h")}
+    graph = {name: set(re.findall(r'^#include "([^"]+)"', read(path), re.MULTILINE)) for name, path in headers.items()}
+    graph |= cuda_includes()
+    assert len(graph) > 80 and "core/kernels.h" in graph["cuda/sizes/fused.h"]
+    assert set().union(*graph.values()) <= set(graph) and not circles_of(graph)
 
 
-def test_kernels_include_only_the_lowest_headers():
-    """So nvcc runs again only when one of those changes (setup.py's digest)."""
-    found = {name for path in (ROOT / "cuda").iterdir() for name in re.findall(r'#include "(\w+)/', read(path))}
-    assert found == {"core"}
+def test_folders_of_cuda_go_one_way():
+    """And none includes more of csrc than its lowest headers: nvcc runs again when one of those changes."""
+    includes = cuda_includes()
+    assert {name.split("/")[1] for name in includes} == set(CUDA_FOLDERS)
+    places = {folder: i for i, folder in enumerate(CUDA_FOLDERS)}
+    for name, found in includes.items():
+        for other in found:
+            parts = other.split("/")
+            assert parts[0] in ("cuda", "core"), f"{name} includes {other}"
+            assert parts[0] == "core" or places[parts[1]] <= places[name.split("/")[1]], f"{name} includes {other}"
+
+
+def test_the_list_of_cuda_sources_is_whole():
+    """cuda/sources.txt, by which setup.py compiles: every source once; wgmma is machine code of sm_90a alone."""
+    lines = [line.split() for line in read(ROOT / "cuda/sources.txt").splitlines()]
+    listed = {line[0]: line[1:] for line in lines if line and line[0] != "#"}
+    there = {path.relative_to(ROOT / "cuda").as_posix(): path for path in (ROOT / "cuda").rglob("*.cu")}
+    assert sorted(listed) == sorted(there) and len(listed) == sum(bool(line) and line[0] != "#" for line in lines)
+    stems = re.findall(
+        r"X\((\w+)\)", read(ROOT / "csrc/core/cuda_kernel.h").split("BSH_FATBINS(X)")[1].split("#define")[0]
+    )
+    assert sorted(stems) == sorted(path.stem for path in there.values())
+    for name, only in listed.items():
+        assert only == (["90a"] if "sm90" in name else []), name
 
 
 def messages() -> str:

@@ -1,8 +1,8 @@
-/* gpu/blockwise.c - chooses and launches the kernels of cuda/blockwise.cu. */
+/* gpu/blockwise.c - chooses and launches the kernels of cuda/elementwise/blockwise.cu. */
 #include "gpu/ops.h"
 
 #include "core/arithmetic.h"
-#include "cuda/blockwise.h"
+#include "cuda/sizes/blockwise.h"
 #include "plan/dequantize.h"
 
 enum { SEARCH_BLOCKS_PER_SM = 4 }; /* blocks that fill a search table first: as many as run at once */

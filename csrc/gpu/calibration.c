@@ -1,6 +1,6 @@
-/* gpu/calibration.c - launches the kernels of cuda/calibration.cu. */
+/* gpu/calibration.c - launches the kernels of cuda/elementwise/calibration.cu. */
 #include "core/arithmetic.h"
-#include "cuda/calibration.h"
+#include "cuda/sizes/calibration.h"
 #include "gpu/ops.h"
 
 #define BY_FORMAT(prefix)                                                                                              \

@@ -9,7 +9,7 @@
 
 #include "core/int8.h"
 #include "core/status.h"
-#include "cuda/int8.h"
+#include "cuda/sizes/int8.h"
 #include "gpu/driver.h"
 
 bsh_status bsh_cuda_quantize_int8(const bsh_quantize_int8_args *args, const bsh_cuda_context *context);

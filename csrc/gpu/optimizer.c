@@ -1,4 +1,4 @@
-/* gpu/optimizer.c - chooses and launches the kernels of cuda/optimizer.cu. */
+/* gpu/optimizer.c - chooses and launches the kernels of cuda/elementwise/optimizer.cu. */
 #include "core/arithmetic.h"
 #include "gpu/ops.h"
 

@@ -1,8 +1,8 @@
-/* gpu/pairs.c - launches the kernels of cuda/pairs.cu. */
+/* gpu/pairs.c - launches the kernels of cuda/elementwise/pairs.cu. */
 #include <inttypes.h>
 
 #include "core/arithmetic.h"
-#include "cuda/pairs.h"
+#include "cuda/sizes/pairs.h"
 #include "gpu/ops.h"
 
 bsh_status bsh_cuda_sort_by_expert(const bsh_sort_by_expert_args *const args, const bsh_cuda_context *const context) {

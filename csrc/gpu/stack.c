@@ -1,6 +1,6 @@
 /* gpu/stack.c - the launch of a stack's product whose parameters are bsh_grouped_gemv_args. */
 #include "core/stack.h"
-#include "cuda/gemv_4bit_grouped.h"
+#include "cuda/sizes/gemv_4bit_grouped.h"
 #include "gpu/product.h"
 
 bsh_status bsh_launch_stack(const bsh_product_args *const args, const bsh_plan_slice *const slice, char *const memory,

@@ -11,7 +11,7 @@ typedef struct {
 
 enum { BSH_WIDE_FORMS = 3, BSH_CODES_FORMS = 9, BSH_MIXED_FORMS = 3, BSH_LARGEST_CLUSTER = 8 };
 
-/* Times are nanoseconds. Tables have a column for each form of a kernel (cuda/<kernel>.h). */
+/* Times are nanoseconds. Tables have a column for each form of a kernel (cuda/sizes). */
 typedef struct {
   int32_t sms;                               /* of the card that was measured */
   int32_t clusters[BSH_LARGEST_CLUSTER + 1]; /* of so many blocks, one a multiprocessor, that run at once */

@@ -2,7 +2,7 @@
 #include "plan/dequantize.h"
 
 #include "core/arithmetic.h"
-#include "cuda/blockwise.h"
+#include "cuda/sizes/blockwise.h"
 
 enum { BLOCKS_PER_SM = 16 }; /* for kernels whose threads loop */
 

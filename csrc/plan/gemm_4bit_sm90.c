@@ -1,6 +1,6 @@
 /* plan/gemm_4bit_sm90.c - what gemm_4bit_sm90.cu takes and how a product is cut into its thread blocks. */
 #include "core/arithmetic.h"
-#include "cuda/gemm_4bit_sm90.h"
+#include "cuda/sizes/gemm_4bit_sm90.h"
 #include "plan/cards.h"
 #include "plan/gemv.h"
 

@@ -1,6 +1,6 @@
 /* plan/gemm_4bit_sm90_wide.c - what gemm_4bit_sm90_wide.cu takes and how its tiles are shared out. */
 #include "core/arithmetic.h"
-#include "cuda/gemm_4bit_sm90_wide.h"
+#include "cuda/sizes/gemm_4bit_sm90_wide.h"
 #include "plan/cards.h"
 #include "plan/gemv.h"
 #include "plan/wide.h"

@@ -3,7 +3,7 @@
 #include <math.h>
 
 #include "core/arithmetic.h"
-#include "cuda/gemm_4bit_sm90_wide.h"
+#include "cuda/sizes/gemm_4bit_sm90_wide.h"
 #include "plan/cards.h"
 #include "plan/gemv.h"
 #include "plan/wide.h"
@@ -43,7 +43,7 @@ static double more_than(const double rows, const int32_t tokens) {
 }
 
 /* Nanoseconds of an expert's tiles for a piece of depth, on average: what the next tokens add, as often as an expert
- * has them. Tiles of 256 tokens, and narrower ones, as cuda/scheduler_sm90_wide.cuh makes them. */
+ * has them. Tiles of 256 tokens, and narrower ones, as cuda/schedulers/scheduler_sm90_wide.cuh makes them. */
 static double time_of_expert(const bsh_facts *const facts, const double rows, const int32_t tokens) {
   enum { STEP = 64, ROUND = 256 };
   const int32_t (*const piece)[3] = bsh_card_of(facts->sm)->gemm_4bit_sm90_wide.piece;

@@ -2,7 +2,7 @@
 #include "plan/gemv.h"
 
 #include "core/arithmetic.h"
-#include "cuda/gemv_4bit.h"
+#include "cuda/sizes/gemv_4bit.h"
 #include "plan/cards.h"
 
 typedef bsh_gemv_division division;

@@ -1,6 +1,6 @@
 /* plan/gemv_4bit.c - what gemv_4bit.cu takes and how a product is cut into its thread blocks. */
 #include "core/arithmetic.h"
-#include "cuda/gemv_4bit.h"
+#include "cuda/sizes/gemv_4bit.h"
 #include "plan/gemv.h"
 
 #define GEMV_KERNEL(NAME) {.fatbin = BSH_FATBIN_gemv_4bit, .name = NAME}

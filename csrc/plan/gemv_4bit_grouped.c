@@ -1,8 +1,8 @@
 /* plan/gemv_4bit_grouped.c - what gemv_4bit_grouped.cu takes of a stack, and its launch: all experts in one, few rows
  * of each. How many rows an expert has is known on the GPU only: the plan goes by the average. */
 #include "core/arithmetic.h"
-#include "cuda/gemv_4bit.h"
-#include "cuda/gemv_4bit_grouped.h"
+#include "cuda/sizes/gemv_4bit.h"
+#include "cuda/sizes/gemv_4bit_grouped.h"
 #include "plan/cards.h"
 #include "plan/gemv.h"
 

@@ -1,6 +1,6 @@
 /* plan/gemv_4bit_simt.c - what gemv_4bit_simt.cu takes and how it is launched. */
 #include "core/arithmetic.h"
-#include "cuda/gemv_4bit_simt.h"
+#include "cuda/sizes/gemv_4bit_simt.h"
 #include "plan/cards.h"
 #include "plan/gemv.h"
 

@@ -3,8 +3,8 @@
 #define BSH_PLAN_INT8_H
 
 #include "core/arithmetic.h"
-#include "cuda/gemv_4bit.h"
-#include "cuda/int8.h"
+#include "cuda/sizes/gemv_4bit.h"
+#include "cuda/sizes/int8.h"
 #include "plan/gemv.h"
 
 /* Rows of x up to which it is multiplied as it is, whatever kernel does; twice as many of 16 bits on sm_90 and sm_100.

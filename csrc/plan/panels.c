@@ -2,7 +2,7 @@
  * that no kernel of ours takes, and where such a product is faster. Panels are rows of W; for the input gradient
  * columns; of a stack experts. */
 #include "core/arithmetic.h"
-#include "cuda/blockwise.h"
+#include "cuda/sizes/blockwise.h"
 #include "plan/dequantize.h"
 #include "plan/kernel.h"
 

@@ -5,7 +5,7 @@
  *              plan/choose.c    all kernels; the cheapest of those that take the product
  *              plan/<kernel>.c  what that kernel takes, what it costs, how a product is cut into its thread blocks
  *              plan/cards.c     what was measured on a card
- *              cuda/<kernel>.h  its sizes
+ *              cuda/sizes/      its sizes
  *
  * A product is an operand (the weight), a direction and sizes. Whoever multiplies makes one plan, before anything is
  * allocated, and does what it says. A further kernel is one more plan/<kernel>.c and one row in plan/choose.c. */
@@ -18,8 +18,8 @@
 #include "core/cuda_kernel.h"
 #include "core/kernels.h"
 #include "core/status.h"
-#include "cuda/fused.h"
-#include "cuda/gemm_4bit_sm90_wide.h"
+#include "cuda/sizes/fused.h"
+#include "cuda/sizes/gemm_4bit_sm90_wide.h"
 #include "plan/images.h"
 
 /* Who multiplies panels. */

@@ -46,7 +46,7 @@ $cc --version | grep -q clang || export ASAN_OPTIONS="detect_stack_use_after_ret
 
 sources=$(listed core)
 tests="test_packed test_cpu test_int8 test_launch test_ops test_lora test_steps test_native"
-headers=$( ($cc --version && cat "$root"/csrc/*/*.h "$root"/csrc/*/*/*.h "$root"/cuda/*.h "$root"/tests/core/*.h) | sha256sum | cut -c 1-16)
+headers=$( ($cc --version && cat "$root"/csrc/*/*.h "$root"/csrc/*/*/*.h "$root"/cuda/*/*.h "$root"/tests/core/*.h) | sha256sum | cut -c 1-16)
 for name in $sources; do echo "$root/csrc/$name"; done >"$build/sources"
 for name in $tests; do echo "$root/tests/core/$name.c"; done >>"$build/sources"
 xargs -P "${JOBS:-2}" -n 1 "$0" --object "$build" "$headers" <"$build/sources"

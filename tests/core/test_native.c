@@ -10,7 +10,7 @@
 #include "core/arithmetic.h"
 #include "core/packed.h"
 #include "cpu/cpu.h"
-#include "cuda/int8.h"
+#include "cuda/sizes/int8.h"
 #include "gpu/int8.h"
 #include "gpu/product.h"
 #include "gpu/ops.h"

@@ -65,19 +65,14 @@ SHAPES = ((4096, 4096), (1024, 8192), (14336, 4096), (28672, 8192), (48, 128), (
 ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 160, 200, 600)
 
 
+# Of the sources that cuda/sources.txt has for this architecture alone.
+ONLY_90A = ("gemm_4bit", "gemm_wide", "x_units", "clear_flags", "gemm_int8_sm90", "mixed_int8_sm90", "dgrad_int8_sm90")
+
+
 def expected(name: str, image: Image) -> bool:
     """Whether the host starts an entry where it has loaded `image`; those that it does not may be empty shells."""
     wide = 90 <= image.arch < 120  # 224 KiB of shared memory, clusters
-    only_90a = (
-        "gemm_4bit",
-        "gemm_wide",
-        "x_units",
-        "clear_flags",
-        "gemm_int8_sm90",
-        "mixed_int8_sm90",
-        "dgrad_int8_sm90",
-    )
-    if name.startswith(only_90a):
+    if name.startswith(ONLY_90A):
         return (image.arch, image.only) == (90, True)
     if name.startswith(("gemv_4bit_grouped", "gemv_int8_dgrad")):
         return wide

@@ -87,10 +87,10 @@ def ptx_of_the_build(source: Path, headers: list[Path], target: str) -> Path | N
 @cache
 def ptx_of(source: str, sm: int) -> Path:
     """PTX of cuda/<source>.cu for a GPU."""
-    headers = sorted([*(ROOT / "cuda").glob("*.*h"), *(ROOT / "csrc/core").glob("*.*h")])
+    headers = sorted([*(ROOT / "cuda").rglob("*.*h"), *(ROOT / "csrc/core").glob("*.*h")])
     flags = [*NVCC_FLAGS, f"-arch={TARGETS[sm]}", "-ptx"]
-    file = ROOT / "cuda" / f"{source}.cu"
-    command = [nvcc(), *flags, "-I", str(ROOT / "csrc"), str(file)]
+    file = next((ROOT / "cuda").rglob(f"{source}.cu"))
+    command = [nvcc(), *flags, "-I", str(ROOT / "csrc"), "-I", str(ROOT), str(file)]
     made = ptx_of_the_build(file, headers, TARGETS[sm])
     return made or built(f"{source}-sm{sm}.ptx", [file, *headers], flags, lambda to: run([*command, "-o", str(to)]))
 
@@ -142,7 +142,7 @@ def host() -> ctypes.CDLL:
         HERE / "driver.c",
         *(ROOT / "csrc" / line[0] for line in lines if "played" in line[1:] and line[0] != "#"),
     ]
-    headers = sorted([*(ROOT / "cuda").glob("*.h"), *(ROOT / "csrc").rglob("*.*h")])
+    headers = sorted([*(ROOT / "cuda").rglob("*.h"), *(ROOT / "csrc").rglob("*.*h")])
     command = ["gcc", *C_FLAGS, "-I", str(ROOT / "csrc"), "-I", str(ROOT), *map(str, sources), "-lm"]
     path = built("host.so", [*sources, *headers], list(C_FLAGS), lambda to: run([*command, "-o", str(to)]))
     library = ctypes.CDLL(str(path))

@@ -1,0 +1,560 @@
+// blockwise.cu - quantize and dequantize 4-bit and 8-bit blocks, and the checksum: everything bound by memory.
+//
+//   quantize     x, 16 bytes a lane and step -> largest magnitude of the block (shuffles) -> absmax
+//                  '-> x 1 / absmax -> code: threshold of its bin -> packed
+//   dequantize   packed -> value of the code (shuffle table) x scale, nested or not -> out, 16 bytes a lane and step
+//
+// The fast kernels give a warp a tile of 1024 elements: 16 bytes of the wide tensor per lane and step, so that every
+// access is coalesced, and all loads of a warp are in flight before the first use. The grid covers the tensor once. A
+// tile cut by an end of the tensor, and the *_any kernels, which take any alignment, go one element (or one block) at a
+// time. Host side: csrc/gpu/blockwise.c.
+#include "cuda/sizes/blockwise.h"
+
+#include "cuda/numerics/common.cuh"
+
+namespace bsh {
+
+constexpr int WARPS = BSH_BLOCK_WARPS, WARP_TILE = BSH_WARP_TILE;
+
+__device__ __forceinline__ int64_t global_warp() { return (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; }
+
+__device__ __forceinline__ int log2_of(int64_t power_of_two) { return __ffsll(power_of_two) - 1; }
+
+// ---- dequantize_4bit ------------------------------------------------------------------------------------------------
+
+template <typename T>
+__device__ __forceinline__ void dequantize_element(const bsh_dequantize_4bit_args &a, int64_t row, int64_t column) {
+  const int64_t element = (a.row0 + row) * a.columns + a.column0 + column;
+  const int64_t block = element >> log2_of(a.weight.blocksize);
+  if (element >= a.weight.n) return;
+  const int byte = a.weight.packed[element / 2]; // the first of a pair is in the high nibble
+  const float unit = VALUES[a.weight.format][element % 2 ? byte & 15 : byte >> 4];
+  const bool nested = a.weight.scales.absmax == nullptr;
+  const float scale = nested ? block_scale<true>(a.weight.scales, block) : block_scale<false>(a.weight.scales, block);
+  from_float(multiply_flush(unit, scale), static_cast<T *>(a.out) + row * a.ld + column);
+}
+
+// A warp tile is STEPS rows of SPAN columns. Lane l fetches the scale of one block of the tile: of row l / PER_ROW,
+// the (l % PER_ROW)-th block from the left; a span holds at most PER_ROW blocks of 32. Needs, besides alignment, that a
+// span starts at a block border or lies inside one block (csrc/gpu/blockwise.c checks).
+template <typename T> struct dequantize_tile {
+  static constexpr int WIDTH = vector16<T>::WIDTH, SPAN = 32 * WIDTH, STEPS = WARP_TILE / SPAN;
+  static constexpr int PER_ROW = 32 / STEPS;
+};
+
+// WIDTH codes, the first in the lowest nibble pair's high nibble.
+template <int WIDTH> __device__ __forceinline__ uint32_t load_codes(const uint8_t *source) {
+  uint32_t codes;
+  if constexpr (WIDTH == 8) {
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(codes) : "l"(source));
+  } else {
+    uint16_t half;
+    asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(half) : "l"(source));
+    codes = half;
+  }
+  return codes;
+}
+
+template <typename T, bool NESTED> __device__ __forceinline__ void dequantize_4bit(const bsh_dequantize_4bit_args &a) {
+  using tile = dequantize_tile<T>;
+  constexpr int WIDTH = tile::WIDTH, SPAN = tile::SPAN, STEPS = tile::STEPS, PER_ROW = tile::PER_ROW;
+  const int lane = threadIdx.x % 32;
+  const int shift = log2_of(a.weight.blocksize);
+  const float unit = VALUES[a.weight.format][lane % 16];
+  const uint32_t spans = (uint32_t)((a.n_columns + SPAN - 1) / SPAN);
+  const uint32_t warp = (uint32_t)global_warp();
+  const int64_t row = (int64_t)(warp / spans) * STEPS;
+  const int64_t column = (int64_t)(warp % spans) * SPAN;
+  const int64_t corner = (a.row0 + row) * a.columns + a.column0 + column;
+  wait_for_earlier_kernels();
+  if (row + STEPS > a.n_rows || column + SPAN > a.n_columns || corner + (STEPS - 1) * a.columns + SPAN > a.weight.n) {
+    const int64_t right = min(column + SPAN, a.n_columns);
+    for (int64_t r = row; r < min(row + STEPS, a.n_rows); r++)
+      for (int64_t c = column + lane; c < right; c += 32) dequantize_element<T>(a, r, c);
+    return;
+  }
+
+  const uint8_t *const source = a.weight.packed + (corner + lane * WIDTH) / 2;
+  uint32_t codes[STEPS];
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) codes[i] = load_codes<WIDTH>(source + i * (a.columns / 2));
+  const int64_t scaled = corner + (lane / PER_ROW) * a.columns + min((lane % PER_ROW) << shift, SPAN - 1);
+  const float scales = block_scale<NESTED>(a.weight.scales, scaled >> shift);
+
+  T *const out = static_cast<T *>(a.out) + row * a.ld + column + lane * WIDTH;
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    const float scale = __shfl_sync(ALL_LANES, scales, i * PER_ROW + ((lane * WIDTH) >> shift));
+    float values[WIDTH];
+#pragma unroll
+    for (int k = 0; k < WIDTH; k++)
+      values[k] = multiply_flush(__shfl_sync(ALL_LANES, unit, codes[i] >> (4 * (k ^ 1)), 16), scale);
+    vector16<T> packed;
+    packed.set(values);
+    __stcs(reinterpret_cast<uint4 *>(out + i * a.ld), packed.raw);
+  }
+}
+
+template <typename T> __device__ __forceinline__ void dequantize_4bit_any(const bsh_dequantize_4bit_args &a) {
+  const int64_t total = a.n_rows * a.n_columns;
+  wait_for_earlier_kernels();
+  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += (int64_t)gridDim.x * blockDim.x)
+    dequantize_element<T>(a, i / a.n_columns, i % a.n_columns);
+}
+
+// ---- quantize_4bit --------------------------------------------------------------------------------------------------
+
+// The code of v is the number of thresholds below it. [-1, 1] is cut into bins of width 1/15 (FP4: [0, 1] into 1/14),
+// each with one threshold at most: code = thresholds of lower bins + (v > threshold of this bin). The bin is the
+// rounded 15 v, taken from the low bits of 15 v + 15 + 1.5 * 2^23; rounding is monotonic, so a threshold in another bin
+// lies on the right side of v. The low bits of a NaN are 31, a bin of its own with code 0.
+constexpr int BINS = 32, NAN_BIN = 31;
+constexpr float BIN_BIAS = 12582912.0f;
+constexpr uint32_t NO_THRESHOLD = 0x7F800000u;
+
+template <int FORMAT> struct bins {
+  static constexpr float SCALE = FORMAT == BSH_FP4 ? 14.0f : 15.0f;
+  static constexpr int FIRST = FORMAT == BSH_FP4 ? 0 : -15; // bin of entry 0
+};
+
+constexpr double value_of_bits(uint32_t bits) {
+  double value = 1.0 + (bits & 0x7FFFFFu) / 8388608.0;
+  for (int e = (int)(bits >> 23 & 255u) - 127; e < 0; e++) value /= 2;
+  return bits >> 31 ? -value : value; // magnitudes below 1 only
+}
+
+template <int FORMAT> constexpr int bin_of(uint32_t bits) {
+  const double scaled = value_of_bits(bits) * bins<FORMAT>::SCALE;
+  return (int)(scaled < 0 ? scaled - 0.5 : scaled + 0.5);
+}
+
+struct bin_table {
+  uint32_t threshold[BINS]; // fp32 bits
+  uint32_t below[BINS];     // thresholds of lower bins
+  bool unique;
+};
+
+template <int FORMAT, int COUNT> constexpr bin_table make_bins(const uint32_t (&thresholds)[COUNT]) {
+  bin_table table{};
+  table.unique = true;
+  for (int entry = 0; entry < BINS; entry++) {
+    const int bin = entry + bins<FORMAT>::FIRST;
+    table.threshold[entry] = NO_THRESHOLD;
+    int inside = 0;
+    for (int i = 0; i < COUNT && entry != NAN_BIN; i++) {
+      if (bin_of<FORMAT>(thresholds[i]) < bin) table.below[entry]++;
+      if (bin_of<FORMAT>(thresholds[i]) != bin) continue;
+      table.threshold[entry] = thresholds[i];
+      inside++;
+    }
+    table.unique = table.unique && inside <= 1;
+  }
+  return table;
+}
+
+constexpr uint32_t NF4_THRESHOLDS[15] = {BSH_NF4_THRESHOLD_BITS};
+constexpr uint32_t FP4_THRESHOLDS[7] = {BSH_FP4_THRESHOLD_BITS};
+static_assert(make_bins<BSH_NF4>(NF4_THRESHOLDS).unique && make_bins<BSH_FP4>(FP4_THRESHOLDS).unique,
+              "a bin holds two thresholds");
+__device__ constexpr bin_table BIN_TABLES[2] = {make_bins<BSH_NF4>(NF4_THRESHOLDS), make_bins<BSH_FP4>(FP4_THRESHOLDS)};
+
+constexpr uint32_t order_nibbles() {
+  constexpr uint32_t order[8] = {BSH_FP4_ORDER};
+  uint32_t nibbles = 0;
+  for (int i = 0; i < 8; i++) nibbles |= order[i] << (4 * i);
+  return nibbles;
+}
+constexpr uint32_t FP4_ORDER = order_nibbles();
+
+// Encodes with one bin per lane; all lanes of the warp take part in every call.
+template <int FORMAT> struct code_encoder {
+  float threshold;
+  uint32_t below;
+
+  __device__ __forceinline__ code_encoder() {
+    threshold = __uint_as_float(BIN_TABLES[FORMAT].threshold[threadIdx.x % BINS]);
+    below = BIN_TABLES[FORMAT].below[threadIdx.x % BINS];
+  }
+
+  // codes + (code of v << shift), for v = x / absmax or NaN.
+  __device__ __forceinline__ uint32_t add_code(uint32_t codes, float v, int shift) const {
+    const float position = FORMAT == BSH_FP4 ? fabsf(v) : v;
+    const int bin = __float_as_int(__fmaf_rn(position, bins<FORMAT>::SCALE, BIN_BIAS - bins<FORMAT>::FIRST));
+    const float nearest = __shfl_sync(ALL_LANES, threshold, bin);
+    const uint32_t lower = __shfl_sync(ALL_LANES, below, bin);
+    if constexpr (FORMAT == BSH_NF4) {
+      codes += lower << shift;
+      asm("{ .reg .pred above; setp.gt.f32 above, %1, %2; @above add.u32 %0, %0, %3; }"
+          : "+r"(codes)
+          : "f"(v), "f"(nearest), "r"(1u << shift));
+      return codes;
+    }
+    const uint32_t code = (FP4_ORDER >> (4 * (lower + (position > nearest))) & 7u) | (v < 0.0f ? 8u : 0u);
+    return codes + (code << shift);
+  }
+};
+
+__device__ __forceinline__ float warp_absmax(float absmax) {
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) absmax = fmaxf(absmax, __shfl_xor_sync(ALL_LANES, absmax, d));
+  return absmax;
+}
+
+// One block by one warp, twice over its elements. What is missing of a short block counts as zeros.
+template <typename T, int FORMAT>
+__device__ void quantize_block(const bsh_quantize_4bit_args &a, const code_encoder<FORMAT> &encoder, int64_t block) {
+  const int lane = threadIdx.x % 32;
+  const int64_t begin = block * a.blocksize;
+  const T *const x = static_cast<const T *>(a.x) + begin;
+  const int length = (int)min(a.blocksize, a.n - begin);
+  float absmax = length < a.blocksize ? 0.0f : -LARGEST;
+  for (int i = lane; i < length; i += 32) absmax = absmax_step(absmax, to_float(x[i]));
+  absmax = warp_absmax(absmax);
+  const float inverse = reciprocal(absmax);
+  if (lane == 0) a.absmax[block] = absmax;
+  for (int pair = 0; pair < length; pair += 64) {
+    const int i = pair + 2 * lane;
+    const float high = i < length ? to_float(x[i]) : 0.0f, low = i + 1 < length ? to_float(x[i + 1]) : 0.0f;
+    uint32_t codes = encoder.add_code(0, multiply_flush(inverse, high), 4);
+    codes = encoder.add_code(codes, multiply_flush(inverse, low), 0);
+    if (i < length) a.packed[(begin + i) / 2] = (uint8_t)codes;
+  }
+}
+
+template <typename T, int FORMAT> __device__ __forceinline__ void quantize_4bit_any(const bsh_quantize_4bit_args &a) {
+  const code_encoder<FORMAT> encoder;
+  const int64_t block = global_warp();
+  wait_for_earlier_kernels();
+  if (block * a.blocksize < a.n) quantize_block<T, FORMAT>(a, encoder, block);
+}
+
+// A block is a group of neighbouring lanes in one step (blocksize <= SPAN) or some neighbouring steps.
+template <typename T, int FORMAT> __device__ __forceinline__ void quantize_4bit(const bsh_quantize_4bit_args &a) {
+  constexpr int WIDTH = vector16<T>::WIDTH, SPAN = 32 * WIDTH, STEPS = WARP_TILE / SPAN;
+  const int lane = threadIdx.x % 32;
+  const int shift = log2_of(a.blocksize);
+  const int block_lanes = (int)a.blocksize / WIDTH, block_steps = (int)a.blocksize / SPAN;
+  const int64_t tile = global_warp() * WARP_TILE, first = tile + lane * WIDTH;
+  const code_encoder<FORMAT> encoder;
+  wait_for_earlier_kernels();
+  if (tile + WARP_TILE > a.n) {
+    for (int64_t block = tile >> shift; block << shift < a.n; block++) quantize_block<T, FORMAT>(a, encoder, block);
+    return;
+  }
+
+  vector16<T> x[STEPS];
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) x[i].load(static_cast<const T *>(a.x) + first + i * SPAN);
+
+  float absmax[STEPS];
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    absmax[i] = x[i].absmax();
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2)
+      if (d < block_lanes) absmax[i] = fmaxf(absmax[i], __shfl_xor_sync(ALL_LANES, absmax[i], d));
+  }
+#pragma unroll
+  for (int d = 1; d < STEPS; d *= 2) {
+    if (d >= block_steps) break;
+    float partner[STEPS];
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) partner[i] = absmax[i ^ d];
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) absmax[i] = fmaxf(absmax[i], partner[i]);
+  }
+
+  // Lane l stores the scale of block l of the tile, which starts in step `step` at lane `source`.
+  const int step = (lane << shift) / SPAN, source = (lane << shift) % SPAN / WIDTH;
+  float scale = 0.0f;
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    const float candidate = __shfl_sync(ALL_LANES, absmax[i], source);
+    if (i == step) scale = candidate;
+  }
+  if (lane << shift < WARP_TILE) a.absmax[(tile >> shift) + lane] = scale;
+
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    const float inverse = reciprocal(absmax[i]);
+    uint32_t codes = 0; // the first of a pair goes to the high nibble
+#pragma unroll
+    for (int k = 0; k < WIDTH; k++) codes = encoder.add_code(codes, multiply_flush(inverse, x[i].get(k)), 4 * (k ^ 1));
+    uint8_t *const out = a.packed + (first + i * SPAN) / 2;
+    if constexpr (WIDTH == 8) *reinterpret_cast<uint32_t *>(out) = codes;
+    else *reinterpret_cast<uint16_t *>(out) = (uint16_t)codes;
+  }
+}
+
+// ---- quantize_blockwise ---------------------------------------------------------------------------------------------
+
+// Nearest of 256 ascending entries. Seven comparisons with entries of odd index (a tree in breadth-first order, so that
+// its upper levels are free of bank conflicts) leave one entry of even index; the midpoints to its neighbours decide,
+// and a tie goes to the even index. A NaN compares false throughout: index 0.
+struct search_table {
+  float tree[128];       // [1 .. 127]: children of node i are 2 i and 2 i + 1
+  float2 midpoints[128]; // of entry 2 j: with entry 2 j - 1 (entry 0: nothing is below) and with entry 2 j + 1
+};
+
+__device__ __forceinline__ void fill_search_table(search_table &table, const float *map) {
+  const int i = threadIdx.x % 128;
+  if (threadIdx.x < 128) {
+    const float entry = map[2 * i], before = map[max(2 * i - 1, 0)], after = map[2 * i + 1];
+    const float lower = i == 0 ? -INFINITY : multiply_flush(before + entry, 0.5f);
+    table.midpoints[i] = make_float2(lower, multiply_flush(after + entry, 0.5f));
+  } else if (i > 0) {
+    const int level = 31 - __clz(i), position = i - (1 << level);
+    table.tree[i] = map[2 * (((2 * position + 1) << (6 - level)) - 1) + 1];
+  }
+}
+
+__device__ __forceinline__ uint32_t search(const search_table &table, float v) {
+  const char *const tree = reinterpret_cast<const char *>(table.tree);
+  uint32_t node = 4; // as an offset in bytes: a level then takes four instructions
+#pragma unroll
+  for (int level = 0; level < 7; level++) {
+    const bool above = v > *reinterpret_cast<const float *>(tree + node);
+    node += node;
+    if (above) node += 4;
+  }
+  const char *const midpoints = reinterpret_cast<const char *>(table.midpoints) - 1024;
+  const float2 midpoint = *reinterpret_cast<const float2 *>(midpoints + 2 * node);
+  return node / 2 - 256 + (v > midpoint.y) - (v < midpoint.x);
+}
+
+// One warp per block, in chunks of 256 elements; blocks of one chunk are read once. A whole chunk of aligned memory
+// moves 16 bytes of x at a time, anything else element by element.
+template <typename T> struct block_chunk {
+  static constexpr int PER_LANE = 8, ELEMENTS = 32 * PER_LANE, PER_LOAD = 16 / sizeof(T);
+  float values[PER_LANE];
+
+  static __device__ __forceinline__ bool is_wide(int first, int length, bool aligned) {
+    return aligned && first + ELEMENTS <= length;
+  }
+
+  // Element of the chunk that values[k] is.
+  static __device__ __forceinline__ int wide_index(int k) {
+    return k / PER_LOAD * 32 * PER_LOAD + (int)threadIdx.x % 32 * PER_LOAD + k % PER_LOAD;
+  }
+  static __device__ __forceinline__ int narrow_index(int k) { return 32 * k + (int)threadIdx.x % 32; }
+
+  __device__ __forceinline__ void load(const T *x, int first, int length, float offset, bool aligned) {
+    if (is_wide(first, length, aligned)) {
+#pragma unroll
+      for (int k = 0; k < PER_LANE; k += PER_LOAD) {
+        vector16<T> vector;
+        vector.load(x + first + wide_index(k));
+#pragma unroll
+        for (int j = 0; j < PER_LOAD; j++) values[k + j] = __fsub_rn(vector.get(j), offset);
+      }
+      return;
+    }
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) {
+      const int i = first + narrow_index(k);
+      values[k] = i < length ? __fsub_rn(to_float(x[i]), offset) : __int_as_float(0x7FFFFFFF); // no magnitude
+    }
+  }
+
+  __device__ __forceinline__ float absmax(float result) const {
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) result = absmax_step(result, values[k]);
+    return result;
+  }
+
+  __device__ __forceinline__ void encode(const search_table &table, float inverse, uint8_t *code, int first, int length,
+                                         bool aligned) const {
+    uint32_t found[PER_LANE]; // all searches side by side
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) found[k] = search(table, multiply_flush(inverse, values[k]));
+    if (is_wide(first, length, aligned)) {
+#pragma unroll
+      for (int k = 0; k < PER_LANE; k += 4) {
+        const uint32_t low = __byte_perm(found[k], found[k + 1], 0x0040);
+        const uint32_t high = __byte_perm(found[k + 2], found[k + 3], 0x0040);
+        *reinterpret_cast<uint32_t *>(code + first + wide_index(k)) = __byte_perm(low, high, 0x5410);
+      }
+      return;
+    }
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) {
+      const int i = first + narrow_index(k);
+      if (i < length) code[i] = (uint8_t)found[k];
+    }
+  }
+};
+
+template <typename T> __device__ __forceinline__ void quantize_blockwise(const bsh_quantize_blockwise_args &a) {
+  constexpr int CHUNK = block_chunk<T>::ELEMENTS;
+  __shared__ search_table table;
+  const int64_t n_blocks = (a.n + a.blocksize - 1) / a.blocksize, stride = (int64_t)gridDim.x * WARPS;
+  const bool aligned = reinterpret_cast<uintptr_t>(a.x) % 16 == 0 && reinterpret_cast<uintptr_t>(a.code) % 4 == 0;
+  wait_for_earlier_kernels();
+  const float offset = a.offset == nullptr ? 0.0f : *a.offset;
+  int64_t block = global_warp();
+  block_chunk<T> chunk;
+  const auto load = [&](int first) {
+    const int64_t begin = block * a.blocksize;
+    chunk.load(static_cast<const T *>(a.x) + begin, first, (int)min(a.blocksize, a.n - begin), offset, aligned);
+  };
+  if (block < n_blocks) load(0);
+  fill_search_table(table, a.map);
+  __syncthreads();
+  while (block < n_blocks) {
+    const int length = (int)min(a.blocksize, a.n - block * a.blocksize);
+    float absmax = chunk.absmax(length < a.blocksize ? 0.0f : -LARGEST);
+    for (int first = CHUNK; first < length; first += CHUNK) {
+      load(first);
+      absmax = chunk.absmax(absmax);
+    }
+    absmax = warp_absmax(absmax);
+    const float inverse = reciprocal(absmax);
+    if (threadIdx.x % 32 == 0) a.absmax[block] = absmax;
+    for (int first = 0; first < length; first += CHUNK) {
+      if (length > CHUNK) load(first);
+      chunk.encode(table, inverse, a.code + block * a.blocksize, first, length, aligned);
+    }
+    block += stride;
+    if (block < n_blocks) load(0);
+  }
+}
+
+// ---- dequantize_blockwise -------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float decode_8bit(const float *map, uint32_t code, float absmax, bool shifted,
+                                             float offset) {
+  const float value = multiply_flush(map[code], absmax);
+  return shifted ? __fadd_rn(value, offset) : value;
+}
+
+template <typename T> __device__ __forceinline__ void dequantize_blockwise(const bsh_dequantize_blockwise_args &a) {
+  constexpr int WIDTH = vector16<T>::WIDTH, SPAN = 32 * WIDTH, STEPS = WARP_TILE / SPAN;
+  __shared__ float map[256];
+  const int shift = log2_of(a.blocksize);
+  const int64_t tile = global_warp() * WARP_TILE + (threadIdx.x % 32) * WIDTH;
+  wait_for_earlier_kernels();
+  map[threadIdx.x] = a.map[threadIdx.x];
+  const bool shifted = a.offset != nullptr;
+  const float offset = shifted ? *a.offset : 0.0f;
+  uint8_t codes[STEPS][WIDTH];
+  float absmax[STEPS];
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    const int64_t first = tile + i * SPAN;
+    const uint8_t *const source = a.code + first;
+    absmax[i] = first < a.n ? a.absmax[first >> shift] : 0.0f;
+    if (first + WIDTH > a.n) {
+#pragma unroll
+      for (int k = 0; k < WIDTH; k++) codes[i][k] = first + k < a.n ? source[k] : 0;
+    } else if constexpr (WIDTH == 8) {
+      *reinterpret_cast<uint2 *>(codes[i]) = *reinterpret_cast<const uint2 *>(source);
+    } else {
+      *reinterpret_cast<uint32_t *>(codes[i]) = *reinterpret_cast<const uint32_t *>(source);
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    const int64_t first = tile + i * SPAN;
+    T *const out = static_cast<T *>(a.out) + first;
+    float values[WIDTH];
+#pragma unroll
+    for (int k = 0; k < WIDTH; k++) values[k] = decode_8bit(map, codes[i][k], absmax[i], shifted, offset);
+    vector16<T> packed;
+    packed.set(values);
+    if (first + WIDTH <= a.n) *reinterpret_cast<uint4 *>(out) = packed.raw;
+    else
+#pragma unroll
+      for (int k = 0; k < WIDTH; k++)
+        if (first + k < a.n) from_float(values[k], out + k);
+  }
+}
+
+template <typename T> __device__ __forceinline__ void dequantize_blockwise_any(const bsh_dequantize_blockwise_args &a) {
+  const int shift = log2_of(a.blocksize);
+  wait_for_earlier_kernels();
+  const bool shifted = a.offset != nullptr;
+  const float offset = shifted ? *a.offset : 0.0f;
+  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < a.n; i += (int64_t)gridDim.x * blockDim.x)
+    from_float(decode_8bit(a.map, a.code[i], a.absmax[i >> shift], shifted, offset), static_cast<T *>(a.out) + i);
+}
+
+// ---- checksum -------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ unsigned long long mix_word(uint64_t word, int64_t i) {
+  uint64_t z = word + (uint64_t)(i + 1) * 0x9E3779B97F4A7C15u;
+  z ^= z >> 32;
+  z *= 0xD6E8FEB86659FD93u;
+  return z ^ (z >> 32);
+}
+
+__device__ __forceinline__ uint64_t load_word(const uint8_t *bytes, int64_t n_bytes, int64_t i, bool aligned) {
+  if (aligned && 8 * i + 8 <= n_bytes) return reinterpret_cast<const uint64_t *>(bytes)[i];
+  uint64_t word = 0;
+  for (int k = 0; k < 8 && 8 * i + k < n_bytes; k++) word |= (uint64_t)bytes[8 * i + k] << (8 * k);
+  return word;
+}
+
+} // namespace bsh
+
+// ---- entry points: <op>[_any]_<dtype>[_<variant>] -------------------------------------------------------------------
+
+#define BSH_KERNEL extern "C" __global__ void __launch_bounds__(32 * bsh::WARPS)
+/* 6 blocks per SM where it holds 2048 threads, else 4. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 800 && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
+#define BSH_BLOCKS_PER_SM 4
+#else
+#define BSH_BLOCKS_PER_SM 6
+#endif
+#define BSH_BUSY_KERNEL extern "C" __global__ void __launch_bounds__(32 * bsh::WARPS, BSH_BLOCKS_PER_SM)
+#define BSH_DTYPES(X) X(f32, float) X(f16, __half) X(bf16, __nv_bfloat16)
+
+#define BSH_ENTRIES(name, T)                                                                                           \
+  BSH_BUSY_KERNEL dequantize_4bit_##name##_plain(const __grid_constant__ bsh_dequantize_4bit_args a) {                 \
+    bsh::dequantize_4bit<T, false>(a);                                                                                 \
+  }                                                                                                                    \
+  BSH_BUSY_KERNEL dequantize_4bit_##name##_nested(const __grid_constant__ bsh_dequantize_4bit_args a) {                \
+    bsh::dequantize_4bit<T, true>(a);                                                                                  \
+  }                                                                                                                    \
+  BSH_KERNEL dequantize_4bit_any_##name(const __grid_constant__ bsh_dequantize_4bit_args a) {                          \
+    bsh::dequantize_4bit_any<T>(a);                                                                                    \
+  }                                                                                                                    \
+  BSH_KERNEL quantize_4bit_##name##_nf4(const __grid_constant__ bsh_quantize_4bit_args a) {                            \
+    bsh::quantize_4bit<T, BSH_NF4>(a);                                                                                 \
+  }                                                                                                                    \
+  BSH_KERNEL quantize_4bit_##name##_fp4(const __grid_constant__ bsh_quantize_4bit_args a) {                            \
+    bsh::quantize_4bit<T, BSH_FP4>(a);                                                                                 \
+  }                                                                                                                    \
+  BSH_KERNEL quantize_4bit_any_##name##_nf4(const __grid_constant__ bsh_quantize_4bit_args a) {                        \
+    bsh::quantize_4bit_any<T, BSH_NF4>(a);                                                                             \
+  }                                                                                                                    \
+  BSH_KERNEL quantize_4bit_any_##name##_fp4(const __grid_constant__ bsh_quantize_4bit_args a) {                        \
+    bsh::quantize_4bit_any<T, BSH_FP4>(a);                                                                             \
+  }                                                                                                                    \
+  BSH_KERNEL quantize_blockwise_##name(const __grid_constant__ bsh_quantize_blockwise_args a) {                        \
+    bsh::quantize_blockwise<T>(a);                                                                                     \
+  }                                                                                                                    \
+  BSH_KERNEL dequantize_blockwise_##name(const __grid_constant__ bsh_dequantize_blockwise_args a) {                    \
+    bsh::dequantize_blockwise<T>(a);                                                                                   \
+  }                                                                                                                    \
+  BSH_KERNEL dequantize_blockwise_any_##name(const __grid_constant__ bsh_dequantize_blockwise_args a) {                \
+    bsh::dequantize_blockwise_any<T>(a);                                                                               \
+  }
+
+BSH_DTYPES(BSH_ENTRIES)
+
+// *sum must be 0. Integer addition: any order of the atomics gives the same sum.
+BSH_KERNEL checksum(const uint8_t *bytes, int64_t n_bytes, unsigned long long *sum) {
+  __shared__ unsigned long long partial[bsh::WARPS];
+  const bool aligned = reinterpret_cast<uintptr_t>(bytes) % 8 == 0;
+  const int64_t n_words = (n_bytes + 7) / 8;
+  unsigned long long mine = 0;
+  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n_words; i += (int64_t)gridDim.x * blockDim.x)
+    mine += bsh::mix_word(bsh::load_word(bytes, n_bytes, i, aligned), i);
+  for (int d = 16; d > 0; d /= 2) mine += __shfl_xor_sync(bsh::ALL_LANES, mine, d);
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = mine;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int w = 1; w < bsh::WARPS; w++) mine += partial[w];
+  atomicAdd(sum, mine);
+}

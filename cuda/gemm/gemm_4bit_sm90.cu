@@ -1,0 +1,209 @@
+// gemm_4bit_sm90.cu - y[M, N] = x[M, K] W^T + bias for M <= 64 on Hopper's wgmma tensor-core instructions (sm_90a).
+//
+//   W, packed [N, K / 2]                          x [M, K]
+//     | cp.async: 16 rows x 256 of K a warp         | x_units, the kernel in front
+//     v                                             v
+//   ring of 3 slots, one for each warp            x in the kernel's order [unit][token][64]
+//     | 8 bytes of two rows a lane                  | cp.async.bulk, 3 stages  (OWN_X: x -> four more warps -> stages)
+//     v                                             v
+//   table of pairs -> A operand, registers        B operand, shared memory
+//     '----------------------.  .-------------------'
+//                            v  v
+//          four wgmma m64 n16|32|64 k16 for a unit: part, fp32 registers
+//                             | x scale of row and unit
+//                             v
+//          sum, fp32 registers, until the row block ends --> y
+//                                                        '-> args.partial --> its last owner adds all --> y
+//
+// W is the A operand from registers: each warp decodes its 16 rows of an m64 tile, so a code is looked up once for all
+// tokens. x is the B operand in shared memory, in the order of k that the packed bytes dictate (decode_unit), swizzled,
+// tokens padded with zeros. x_units, a small kernel in front, has put it so, and a plain bulk copy brings each stage;
+// or (OWN_X) four more warps do it, which saves the kernel but costs shared-memory cycles. The product of one unit (64
+// of K) is made unscaled, then added to the sums times its fp32 scales.
+//
+// Work split: W is cut into row blocks, one row tile a warp, and these into pieces of 4 units of K; the blocks of
+// threads share all pieces, in order, evenly. Where several own parts of one row block, the owner of its last piece
+// waits until the others have left their sums in args.partial and adds all in the order of K: equal inputs give equal
+// bits. A block of threads begins with its last row block, so that what others wait for is left early and what it waits
+// for is needed late. It waits for blocks of lower index only. There are no more blocks than multiprocessors, so all
+// run at once unless other work holds some; and blocks start in the order of their index, so that even then those it
+// waits for have started.
+//
+// K_PARTS = 2: half of the warps take the first half of K, the others the second, so that row blocks are half as high.
+// Each block of threads then has one share of one row block, and the two warps of a row tile finish half of the
+// tokens each. The host also chooses how many row tiles a row block has, so that all multiprocessors get one; the warps
+// left over decode nothing.
+#include "cuda/epilogues/epilogue_sm90.cuh"
+#include "cuda/loaders/loaders_sm90.cuh"
+
+namespace bsh {
+namespace {
+
+// A barrier of the warps that multiply.
+template <typename FORM> __device__ __forceinline__ void consumers_meet() { named_barrier<FORM::WARPS * BSH_WARP>(1); }
+
+template <typename T, typename FORM, scale_kind KIND> __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
+  constexpr int TOKENS = FORM::TOKENS, K_PARTS = FORM::K_PARTS;
+  constexpr int SUMS = TOKENS / 2, UNITS = FORM::STAGE_UNITS, WARPS = FORM::WARPS, ROW_WARPS = FORM::ROW_WARPS;
+  constexpr bool AHEAD = FORM::AHEAD, OWN_X = FORM::OWN_X;
+  extern __shared__ __align__(1024) char memory[];
+  const shared_layout shared = lay_out<FORM>(memory);
+  // The shuffle tells the compiler that all lanes agree.
+  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), g = lane >> 2, c = lane & 3;
+  const row_block<FORM> rows(args);
+  const scheduler<FORM> work(args);
+  const int base = K_PARTS == 1 ? 0 : warp / ROW_WARPS * work.pieces; // this warp's part of K: its first piece
+  const work_range start = work.first();
+
+  // ---- before the wait: constants, and hints about what will be read
+  weight_loader weights(args, shared.ring);
+  weights.enter(args, rows.tile(start.block));
+  if (warp < WARPS)
+    for (int i = 0; i < min(work.count, OWN_X ? 2 : 4); i++)
+      weights.prefetch(base + min(start.piece + i, work.pieces - 1));
+  build_table<T>(shared.table, args.format);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++)
+      mbarrier_init(shared.full + 8 * i, OWN_X ? BSH_GEMM_X_WARPS : 1), mbarrier_init(shared.empty + 8 * i, WARPS);
+    fence_mbarrier_init();
+  }
+  if (OWN_X) __syncthreads();
+  wait_for_earlier_kernels();
+  let_later_kernels_start();
+  if constexpr (OWN_X)
+    if (warp >= WARPS) {
+      constexpr int STEPS = BSH_PIECE_UNITS / UNITS; // stages of a piece
+      return x_producer<FORM>(args, shared, work.pieces).run(start.piece * STEPS, start.end * STEPS);
+    }
+
+  // ---- the ring of packed pieces, x, scales: filled for the first pieces
+  work_range ahead = start; // the piece that the ring loads next
+  auto load_next = [&](bool there_is, uint32_t to_slot) {
+    if (there_is && rows.active) weights.start(base + ahead.piece, to_slot);
+    cp_async_commit();
+    if (++ahead.piece < ahead.end || K_PARTS == 2) return; // two parts of K: one row block
+    ahead = work.after(ahead);
+    weights.enter(args, rows.tile(ahead.block));
+  };
+#pragma unroll
+  for (int i = 0; i < SLOTS - 1; i++) load_next(i < work.count, i * PIECE_BYTES);
+  const bool brings_x = !OWN_X && __any_sync(~0u, threadIdx.x < 32); // the vote: all lanes agree
+  x_loader<FORM> x_in(args, shared, work);
+  if (brings_x)
+    for (int i = 0; i < STAGES - 1; i++) x_in.bring();
+  const float map_value = args.absmax ? 0.f : args.absmax_map[threadIdx.x & 255];
+  const float offset = args.absmax ? 0.f : *args.offset;
+  scale_loader<KIND> scales;
+  scales.fetch(args, rows.tile(start.block), base + start.piece);
+  if (threadIdx.x < 256) shared.map[threadIdx.x] = map_value;
+  consumers_meet<FORM>();
+
+  // ---- the pieces of this block's share: decode a unit, multiply it, scale its product into the sums
+  const uint32_t lane_base = keep(shared_address(shared.table) + lane * 4);
+  const uint32_t own = keep(shared_address(shared.ring) + warp * SLOTS * PIECE_BYTES + g * 128 + (g & 3) * 32 + c * 8);
+  const uint32_t x_base =
+      wgmma_descriptor(shared_address(shared.x) + (K_PARTS == 1 ? 0 : warp / ROW_WARPS * FORM::PART_BYTES));
+  uint32_t a[AHEAD ? 2 : 1][4][4] = {};
+  float sum[SUMS] = {}, part[SUMS];
+  uint32_t slot = 0, fill = (SLOTS - 1) * PIECE_BYTES, stage = 0, parity = 0;
+  int left = work.count;
+  for (work_range at = start; left > 0; at = work.after(at)) {
+    const int from = at.piece;
+    for (; at.piece < at.end; at.piece++, left--) {
+      cp_async_wait<SLOTS - 2>();
+      __syncwarp();
+      load_next(left >= SLOTS, fill);
+      const int piece = base + at.piece;
+      if (at.piece == from || piece % scales.GROUP == 0) {
+        scales.resolve(args, shared.map, offset);
+        work_range next = {at.block, (piece / scales.GROUP + 1) * scales.GROUP, 0};
+        if (K_PARTS == 1 && next.piece >= at.end) next = work.after(at);
+        scales.fetch(args, rows.tile(next.block), next.piece);
+      }
+      uint2 upper_bytes, lower_bytes; // of the unit decoded next, read one unit ahead
+      auto read_bytes = [&](int unit) {
+        const uint32_t bytes = (own + slot) ^ (unit * 32);
+        upper_bytes = ld_shared(bytes), lower_bytes = ld_shared(bytes + PIECE_BYTES / 2);
+      };
+      read_bytes(0);
+      if (AHEAD) decode_unit<K_PARTS == 2>(a[0], upper_bytes, lower_bytes, lane_base, rows.active), read_bytes(1);
+#pragma unroll
+      for (int unit = 0; unit < BSH_PIECE_UNITS; unit++) {
+        if (unit % UNITS == 0) {
+          if (brings_x) x_in.bring();
+          mbarrier_wait(shared.full + 8 * stage, parity);
+        }
+        if (!AHEAD) {
+          decode_unit<K_PARTS == 2>(a[0], upper_bytes, lower_bytes, lane_base, rows.active);
+          if (unit + 1 < BSH_PIECE_UNITS) read_bytes(unit + 1);
+        }
+        const uint32_t x = x_base + ((stage * FORM::STAGE_BYTES + unit % UNITS * (TOKENS * 128)) >> 4);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; k++) wgmma<T, TOKENS>::mma_async(part, a[AHEAD ? unit & 1 : 0][k], x + k * 2, k > 0);
+        wgmma_commit();
+        if (AHEAD && unit + 1 < BSH_PIECE_UNITS) {
+          decode_unit<K_PARTS == 2>(a[(unit + 1) & 1], upper_bytes, lower_bytes, lane_base, rows.active);
+          if (unit + 2 < BSH_PIECE_UNITS) read_bytes(unit + 2);
+        }
+        const float upper = scales.of(0, piece, unit), lower = scales.of(1, piece, unit);
+        wgmma_wait<0, SUMS>(part);
+        if (unit % UNITS == UNITS - 1) {
+          if (lane == 0) mbarrier_arrive(shared.empty + 8 * stage);
+          if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) sum[i] += (i & 2 ? lower : upper) * part[i];
+      }
+      fill = slot;
+      slot = slot == (SLOTS - 1) * PIECE_BYTES ? 0 : slot + PIECE_BYTES;
+    }
+    // ---- the end of a row block
+    if constexpr (K_PARTS == 2) {
+      add_parts<FORM>(sum, shared.ring);
+      return epilogue_of_parts<T, FORM>(args, rows, sum); // out of the loop: its shuffles cost no uniform registers
+    } else {
+      epilogue<T, FORM>(args, work, at, from, rows.tile(at.block), sum);
+#pragma unroll
+      for (int i = 0; i < SUMS; i++) sum[i] = 0.f;
+    }
+  }
+}
+
+} // namespace
+} // namespace bsh
+
+#define GEMM_BODY(T, TOKENS, K_PARTS, KIND) bsh::gemm<T, bsh::gemm_form<TOKENS, K_PARTS>, bsh::KIND>(args);
+#define GEMM(T, NAME, TOKENS, K_PARTS, KIND)                                                                           \
+  extern "C" __global__ void __launch_bounds__(bsh_gemm_threads(TOKENS, K_PARTS), 1)                                   \
+      NAME(const __grid_constant__ bsh_fused_args args) {                                                              \
+    GEMM_BODY(T, TOKENS, K_PARTS, KIND)                                                                                \
+  }
+#define GEMM_PAIR(T, NAME, TOKENS, K_PARTS)                                                                            \
+  GEMM(T, NAME, TOKENS, K_PARTS, NESTED_64) GEMM(T, NAME##_any, TOKENS, K_PARTS, ANY_SCALES)
+#define GEMM_BF16(FORM, TOKENS, K_PARTS) GEMM_PAIR(__nv_bfloat16, gemm_4bit_bf16_##FORM, TOKENS, K_PARTS)
+#define GEMM_F16(FORM, TOKENS, K_PARTS) GEMM_PAIR(__half, gemm_4bit_f16_##FORM, TOKENS, K_PARTS)
+BSH_GEMM_FORMS(GEMM_BF16)
+BSH_GEMM_FORMS(GEMM_F16)
+
+// x[M, K] (2-byte elements) -> [all_units][tokens][64] in the layout of one stage, as x_producer makes it. Missing
+// tokens and units are zero. Also clears the counters; with tokens = 0 nothing else.
+extern "C" __global__ void x_units(const __grid_constant__ bsh_fused_args args, uint4 *out, int tokens, int all_units,
+                                   int counters) {
+  bsh::let_later_kernels_start(); // the product waits for this kernel, which waits for those before it
+  bsh::wait_for_earlier_kernels();
+  const int units = args.K / BSH_UNIT, at = blockIdx.x * blockDim.x + threadIdx.x;
+  for (int i = at; i < counters; i += gridDim.x * blockDim.x) args.counters[i] = 0;
+  if (tokens == 0) return;
+  const int chunk = at & 7, token = (at >> 3) % tokens, unit = (at >> 3) / tokens;
+  if (unit >= all_units) return;
+  uint32_t pairs[4] = {};
+  if (token < args.M && unit < units) {
+    const uint32_t *from = reinterpret_cast<const uint32_t *>(static_cast<const uint16_t *>(args.x) + token * args.ldx +
+                                                              unit * BSH_UNIT + chunk * 2);
+#pragma unroll
+    for (int c = 0; c < 4; c++) pairs[c] = from[c * 8];
+  }
+  out[((int64_t)unit * tokens + token) * 8 + (chunk ^ (token & 7))] =
+      make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
