@@ -124,7 +124,7 @@ template <typename FORM> __device__ __forceinline__ void add_parts(float *sum, c
     }
     given[i * 8] = make_float4(v[0], v[1], v[2], v[3]);
   }
-  named_barrier<2 * BSH_WARP>(2 + warp % ROW_WARPS); // barrier 1 is consumers_meet's
+  named_barrier<2 * BSH_WARP>(2 + warp % ROW_WARPS); // barrier 1 is sync_consumers's
 #pragma unroll
   for (int i = 0; i < HALF; i += 4) {
     const float4 v = taken[i * 8];

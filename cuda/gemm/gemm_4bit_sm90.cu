@@ -40,7 +40,7 @@ namespace bsh {
 namespace {
 
 // A barrier of the warps that multiply.
-template <typename FORM> __device__ __forceinline__ void consumers_meet() { named_barrier<FORM::WARPS * BSH_WARP>(1); }
+template <typename FORM> __device__ __forceinline__ void sync_consumers() { named_barrier<FORM::WARPS * BSH_WARP>(1); }
 
 template <typename T, typename FORM, scale_kind KIND> __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
   constexpr int TOKENS = FORM::TOKENS, K_PARTS = FORM::K_PARTS;
@@ -96,7 +96,7 @@ template <typename T, typename FORM, scale_kind KIND> __device__ __forceinline__
   scale_loader<KIND> scales;
   scales.fetch(args, rows.tile(start.block), base + start.piece);
   if (threadIdx.x < 256) shared.map[threadIdx.x] = map_value;
-  consumers_meet<FORM>();
+  sync_consumers<FORM>();
 
   // ---- the pieces of this block's share: decode a unit, multiply it, scale its product into the sums
   const uint32_t lane_base = keep(shared_address(shared.table) + lane * 4);

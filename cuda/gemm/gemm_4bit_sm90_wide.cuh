@@ -253,7 +253,7 @@ __device__ __forceinline__ void gemm_wide(const bsh_tensor_map &x_map, const bsh
     clear_rows<T>(args.y, args.ldy, FORM::GRADIENT ? args.K : args.N, of.end(args.experts - 1), args.M);
   }
   __syncthreads();
-  cluster_meet();
+  cluster_sync_aligned();
   if (warp >= BSH_GEMM_WIDE_CONSUMERS) {
     give_registers<PRODUCER_REGISTERS<FORM>>();
     produce<T, FORM>(args, &x_map, &w_map, memory, base, place, warp, lane);
@@ -266,7 +266,7 @@ __device__ __forceinline__ void gemm_wide(const bsh_tensor_map &x_map, const bsh
     else consume<T, FORM>(args, memory, base, place, warp, lane);
   }
   __syncwarp();
-  cluster_meet(); // nobody ends while a block of its cluster may still write here
+  cluster_sync_aligned(); // nobody ends while a block of its cluster may still write here
 }
 
 } // namespace

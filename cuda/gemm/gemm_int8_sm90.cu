@@ -267,7 +267,7 @@ __device__ __forceinline__ void gemm(const int8_maps &maps, const bsh_int8_gemm_
   if (threadIdx.x == 0) work.init();
   if (warp == COPY_WARP && lane == 0) prefetch_map(maps.a), prefetch_map(maps.b);
   __syncthreads();
-  if (work.size > 1) cluster_meet_relaxed();
+  if (work.size > 1) cluster_sync_aligned_relaxed();
   let_later_kernels_start();
   if (warp == COPY_WARP && lane == 0) prefetch_b<FORM>(work, maps.b);
   if (warp == COPY_WARP + 1) prefetch_scales<T, FORM>(work, lane);
@@ -290,7 +290,7 @@ __device__ __forceinline__ void gemm(const int8_maps &maps, const bsh_int8_gemm_
     multiply_tiles<T, FORM>(work, count, warp, lane);
   }
   __syncwarp();
-  if (work.size > 1) cluster_meet_relaxed(); // nobody ends while a block of its cluster may still write here
+  if (work.size > 1) cluster_sync_aligned_relaxed(); // nobody ends while a block of its cluster may still write here
 }
 
 } // namespace

@@ -199,7 +199,7 @@ __device__ __forceinline__ void multiply_mixed(const bsh_tensor_map &x, const bs
   if (threadIdx.x == 0) work.init();
   if (warp == COPY_WARP && lane == 0) prefetch_map(&x), prefetch_map(&w);
   __syncthreads();
-  cluster_meet_relaxed();
+  cluster_sync_aligned_relaxed();
   let_later_kernels_start();
   if (warp == COPY_WARP && lane == 0) prefetch_w<OPERAND::DEPTH_FIRST>(work, &w);
   wait_for_earlier_kernels();
@@ -213,7 +213,7 @@ __device__ __forceinline__ void multiply_mixed(const bsh_tensor_map &x, const bs
     multiply_tiles<T>(work, warp, lane, OPERAND(args, warp, lane), EPILOGUE(args, lane));
   }
   __syncwarp();
-  cluster_meet_relaxed(); // nobody ends while a block of its cluster may still write here
+  cluster_sync_aligned_relaxed(); // nobody ends while a block of its cluster may still write here
 }
 
 } // namespace

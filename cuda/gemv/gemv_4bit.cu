@@ -17,7 +17,7 @@
 // K for the whole kernel, keeps x for them in registers and walks over row tiles of 16; k_warps warps span the block's
 // part of K, row_groups groups of them take different row tiles. The packed bytes come through a ring in shared memory
 // that belongs to one warp, so the stream has no block barrier. Codes go to the tensor cores unscaled; the fp32 sums of
-// a unit are multiplied by its fp32 scale. The warps' sums meet in shared memory every TILES_PER_MEETING row tiles and
+// a unit are multiplied by its fp32 scale. The warps' sums meet in shared memory every TILES_PER_SYNC row tiles and
 // are added in a fixed order. Where K is longer than a block holds, k_splits blocks share a row tile: their sums meet
 // in args.partial, behind a cluster barrier (sm_90 on) or in a second kernel, again in a fixed order. Nothing is added
 // atomically: equal inputs give equal bits.

@@ -13,7 +13,7 @@ namespace {
 constexpr int WARPS = bsh_gemv_warps(ARCH);
 constexpr int PIECE_BYTES = BSH_PIECE_BYTES;                                        // a ring slot
 template <int TOKEN_TILES> constexpr int SLOTS = bsh_gemv_slots(ARCH, TOKEN_TILES); // of a warp's ring
-template <int TOKEN_TILES> constexpr int TILES_PER_MEETING = bsh_gemv_meeting(ARCH, TOKEN_TILES);
+template <int TOKEN_TILES> constexpr int TILES_PER_SYNC = bsh_gemv_meeting(ARCH, TOKEN_TILES);
 
 struct shared_layout {
   char *table, *ring;
@@ -221,7 +221,7 @@ template <typename T, int TOKEN_TILES> struct meet_blocks {
 template <int TOKEN_TILES, typename MEET>
 __device__ __forceinline__ void meet(const bsh_fused_args &args, const place &p, const float *sums, int step, int steps,
                                      const MEET &meet_at) {
-  constexpr int TILE = TOKEN_TILES * 128, MEETING = TILES_PER_MEETING<TOKEN_TILES>;
+  constexpr int TILE = TOKEN_TILES * 128, MEETING = TILES_PER_SYNC<TOKEN_TILES>;
   int o = threadIdx.x;
   if (TOKEN_TILES == 2 && step & 1) // 256 sums a meeting: the halves of the block in turn
     o = o < blockDim.x / 2 ? o + blockDim.x / 2 : o - blockDim.x / 2;
@@ -242,7 +242,7 @@ __device__ __forceinline__ int walk(const bsh_fused_args &args, const place &p, 
                                     scale_loader<UNITS / BSH_PIECE_UNITS, KIND> &scales,
                                     const uint32_t (*x)[TOKEN_TILES][8], float offset, int first_half,
                                     const MEET &meet_at) {
-  constexpr int PIECES = UNITS / BSH_PIECE_UNITS, MEETING = TILES_PER_MEETING<TOKEN_TILES>, TILE = TOKEN_TILES * 128;
+  constexpr int PIECES = UNITS / BSH_PIECE_UNITS, MEETING = TILES_PER_SYNC<TOKEN_TILES>, TILE = TOKEN_TILES * 128;
   constexpr int SLOTS = bsh::SLOTS<TOKEN_TILES>;
   const uint32_t lane_base = keep(shared_address(shared.table) + p.lane * 4);
   // This lane's 8 bytes of unit 0 of row g, in slot 0; unit j lies at the address ^ (32 * j).

@@ -42,12 +42,12 @@ __device__ __forceinline__ uint32_t map_to_rank(uint32_t address, uint32_t rank)
 __device__ __forceinline__ void mbarrier_arrive_there(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ void cluster_meet() {
+__device__ __forceinline__ void cluster_sync_aligned() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 // The same, and what was written before is not ordered, which takes MEMBAR: barriers are, by fence_mbarrier_init, and
 // what was read has been used.
-__device__ __forceinline__ void cluster_meet_relaxed() {
+__device__ __forceinline__ void cluster_sync_aligned_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
