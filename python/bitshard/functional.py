@@ -273,35 +273,7 @@ def dequantize_4bit(
             raise ValueError("dequantize_4bit requires both absmax and out when quant_state is not provided")
         blocksize = 64 if blocksize is None else blocksize
         quant_state = QuantState(absmax, out.shape, None, blocksize, quant_type, out.dtype)
-    shape = quant_state.shape
-    if quant_state.kind is INT8:
-        check_packed(A, quant_state, "dequantize_4bit")
-        return into(out, int8.dequantize(A, quant_state.absmax, *shape, quant_state.dtype), "out")
-    if quant_state.kind is EXPERTS and quant_state.nested:
-        return dequantize_4bit(A, with_plain_scales(quant_state), out=out)
-    try:
-        rows, columns = shape if len(shape) == 2 else (math.prod(shape[:-1]), shape[-1] if shape else 1)
-        absmax, absmax_map, absmax2, offset = quant_state.scales()
-        blocksize, format = quant_state.blocksize, ops.FORMATS[quant_state.quant_type]
-        call = _C.dequantize_4bit
-        if torch.compiler.is_dynamo_compiling():
-            call = _in_graph[2]
-            if quant_state.reordered:
-                return dequantize_4bit(*reordered.restored(A, quant_state), out=out)
-        values = call(A, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, quant_state.dtype)
-    except (RuntimeError, TypeError, KeyError) as error:
-        if quant_state.reordered:  # the op knows no scales of bfloat16
-            return dequantize_4bit(*reordered.restored(A, quant_state), out=out)
-        check_packed(A, quant_state, "dequantize_4bit")
-        if quant_state.dtype not in VALUE_DTYPES.values():
-            raise ValueError(f"4-bit dequantization only gives 16/32-bit floats, not {quant_state.dtype}") from error
-        raise
-    if len(shape) != 2:
-        values = values.view(shape)
-    if out is not None:
-        values = into(out, values, "out")
-    row = A.dim() == 2 and A.size(0) == 1 and A.size(1) > 1
-    return values.t() if row and len(shape) == 2 else values
+    return quant_state.kind.dequantize(A, quant_state, out)
 
 
 def dequantize_fp4(A, quant_state=None, absmax=None, out=None, blocksize=None):
@@ -413,6 +385,43 @@ def _check_grouped(
 # ---- what the kinds compute ----
 
 
+def _values(A: Tensor, state: QuantState, out: Tensor | None = None) -> Tensor:
+    """The numbers of a whole 4-bit tensor; transposed for a row vector [1, n] of codes."""
+    shape = state.shape
+    try:
+        rows, columns = shape if len(shape) == 2 else (math.prod(shape[:-1]), shape[-1] if shape else 1)
+        absmax, absmax_map, absmax2, offset = state.scales()
+        blocksize, format = state.blocksize, ops.FORMATS[state.quant_type]
+        call = _C.dequantize_4bit
+        if torch.compiler.is_dynamo_compiling():
+            call = _in_graph[2]
+            if state.reordered:
+                return _values(*reordered.restored(A, state), out)
+        values = call(A, absmax, absmax_map, absmax2, offset, blocksize, format, rows, columns, state.dtype)
+    except (RuntimeError, TypeError, KeyError) as error:
+        if state.reordered:  # the op knows no scales of bfloat16
+            return _values(*reordered.restored(A, state), out)
+        check_packed(A, state, "dequantize_4bit")
+        if state.dtype not in VALUE_DTYPES.values():
+            raise ValueError(f"4-bit dequantization only gives 16/32-bit floats, not {state.dtype}") from error
+        raise
+    if len(shape) != 2:
+        values = values.view(shape)
+    if out is not None:
+        values = into(out, values, "out")
+    row = A.dim() == 2 and A.size(0) == 1 and A.size(1) > 1
+    return values.t() if row and len(shape) == 2 else values
+
+
+def _stack_values(A: Tensor, state: QuantState, out: Tensor | None = None) -> Tensor:
+    return _values(A, with_plain_scales(state), out)
+
+
+def _int8_values(A: Tensor, state: QuantState, out: Tensor | None = None) -> Tensor:
+    check_packed(A, state, "dequantize_4bit")
+    return into(out, int8.dequantize(A, state.absmax, *state.shape, state.dtype), "out")
+
+
 def _product(x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None, offs: None, threshold: float) -> Tensor:
     return linear_4bit(x, packed, state, bias)
 
@@ -444,7 +453,7 @@ def _int8_gradient(dy: Tensor, packed: Tensor, state: Any, offs: None) -> Tensor
 FOUR_BIT.product, FOUR_BIT.gradient = _product, _gradient
 EXPERTS.product, EXPERTS.gradient = _stack_product, _stack_gradient
 INT8.product, INT8.gradient = _int8_product, _int8_gradient
-FOUR_BIT.dequantize = EXPERTS.dequantize = INT8.dequantize = dequantize_4bit
+FOUR_BIT.dequantize, EXPERTS.dequantize, INT8.dequantize = _values, _stack_values, _int8_values
 FOUR_BIT.quantize = lambda values, **settings: quantize_4bit(values, **settings)
 EXPERTS.quantize = lambda values, **settings: quantize_experts_4bit(values, **settings)
 INT8.quantize = lambda values, **settings: _int8_column(values, settings["quant_storage"])

@@ -26,7 +26,7 @@ class Kind:
         name: of the layout of the bytes in checkpoints; None for bitsandbytes' own.
         format: names of a state's attributes that must be equal for its bytes and scales to be of one format.
         quantize: (values, with keywords the settings of `functional.quantize_4bit`) -> (packed, state).
-        dequantize: (packed, state) -> values of state.shape and state.dtype.
+        dequantize: (packed, state, out=None) -> values of state.shape and state.dtype, of a weight that is whole here.
         product: (x [..., K], packed, state, bias or None, offs, threshold) -> x W^T + bias [..., N]; no gradient
             (`bitshard.products` has it). offs: where the rows of each expert of a stack end, else None.
         gradient: (dy [..., N], packed, state, offs) -> dy W [..., K]; no gradient.
