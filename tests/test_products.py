@@ -1,6 +1,6 @@
 """bitshard.products.matmul of every kind of packed weight against the dense product, and its derivatives of any order.
 
-Weights are what their bytes decode to, in float64 here; x in float32. CPU; GPUs have their error rules in test_cuda.
+Weights are what their bytes decode to, in float64 here; x in float32. On a CPU, and on a GPU where one is.
 """
 
 import pytest
@@ -18,13 +18,13 @@ OFFS = torch.tensor([2, 2, 6], dtype=torch.int32)  # an expert without rows, and
 class Weight:
     """A packed weight, what a product takes of it, and what it decodes to."""
 
-    def __init__(self, kind: str):
+    def __init__(self, kind: str, device: str = "cpu"):
         generator = torch.Generator().manual_seed(5)
-        values = torch.randn(*((E, N, K) if kind == "stack" else (N, K)), generator=generator)
+        values = torch.randn(*((E, N, K) if kind == "stack" else (N, K)), generator=generator).to(device)
         self.rest = {}
         if kind == "stack":
             self.packed, self.state = functional.quantize_experts_4bit(values, compress_statistics=True)
-            self.rest["offs"] = OFFS
+            self.rest["offs"] = OFFS.to(device)
         elif kind == "int8":
             self.packed, scales, _ = int8.quantize(values)
             self.state = RowScales(scales, values.shape)
@@ -32,9 +32,9 @@ class Weight:
             self.packed, self.state = functional.quantize_4bit(values, compress_statistics=True, quant_type=kind)
         dense = int8.dequantize(self.packed, scales, N, K, torch.float32) if kind == "int8" else None
         self.values = (functional.dequantize_4bit(self.packed, self.state) if dense is None else dense).double()
-        self.x = torch.randn(ROWS, K, generator=generator)
-        self.bias = torch.randn(*((E, N) if kind == "stack" else (N,)), generator=generator)
-        self.dy = torch.randn(ROWS, N, generator=generator)
+        self.x = torch.randn(ROWS, K, generator=generator).to(device)
+        self.bias = torch.randn(*((E, N) if kind == "stack" else (N,)), generator=generator).to(device)
+        self.dy = torch.randn(ROWS, N, generator=generator).to(device)
 
     def product(self, x, bias=None, out=None):
         return matmul(x, self.packed, self.state, bias, out, **self.rest)
@@ -51,9 +51,17 @@ class Weight:
         return torch.cat([*parts, x.new_zeros(ROWS - begin, N)])
 
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_gpu)])
+def device(request):
+    return request.param
+
+
 @pytest.fixture(params=["nf4", "fp4", "stack", "int8"])
-def weight(request):
-    return Weight(request.param)
+def weight(request, device):
+    return Weight(request.param, device)
 
 
 def close(found, expected, rel=2e-2):
@@ -83,15 +91,16 @@ def test_second_derivatives(weight):
     dy = weight.dy.clone().requires_grad_()
     x = weight.x.clone().requires_grad_()
     (dx,) = torch.autograd.grad(weight.product(x), x, dy, create_graph=True)
-    v = torch.randn(ROWS, K, generator=torch.Generator().manual_seed(6))
+    v = torch.randn(ROWS, K, generator=torch.Generator().manual_seed(6)).to(weight.x.device)
     (ddy,) = torch.autograd.grad(dx, dy, v)
     assert close(ddy, weight.exact(v))
 
 
 @pytest.mark.parametrize("parts", ["x", "bias", "both"])
 def test_forward_mode(weight, parts):
-    dx = torch.randn(ROWS, K, generator=torch.Generator().manual_seed(7)) if parts != "bias" else None
-    db = torch.randn(weight.bias.shape, generator=torch.Generator().manual_seed(8)) if parts != "x" else None
+    draw = torch.Generator().manual_seed(7)
+    dx = torch.randn(ROWS, K, generator=draw).to(weight.x.device) if parts != "bias" else None
+    db = torch.randn(weight.bias.shape, generator=draw).to(weight.x.device) if parts != "x" else None
     with forward_ad.dual_level():
         x = weight.x if dx is None else forward_ad.make_dual(weight.x, dx)
         bias = weight.bias if db is None else forward_ad.make_dual(weight.bias, db)
@@ -118,8 +127,8 @@ def test_kinds_say_what_multiplies(weight, monkeypatch):
     assert called == [5, 3] and not x.grad.any()
 
 
-def test_a_threshold_is_of_int8_alone():
-    weight = Weight("int8")
+def test_a_threshold_is_of_int8_alone(device):
+    weight = Weight("int8", device)
     x = weight.x.clone()
     x[:, 5] = 50.0  # more than few rows are coded; the outlier column is multiplied as it is
     found = matmul(x, weight.packed, weight.state, threshold=6.0)
