@@ -129,8 +129,8 @@ def test_kinds_say_what_multiplies(weight, monkeypatch):
 
 def test_a_threshold_is_of_int8_alone(device):
     weight = Weight("int8", device)
-    x = weight.x.clone()
-    x[:, 5] = 50.0  # more than few rows are coded; the outlier column is multiplied as it is
+    x = weight.x.repeat(6, 1)  # more than those that are multiplied as they are
+    x[:, 5] = 50.0
     found = matmul(x, weight.packed, weight.state, threshold=6.0)
     without = matmul(x, weight.packed, weight.state)
     exact = weight.exact(x)
