@@ -27,7 +27,7 @@ class Weight:
             self.rest["offs"] = OFFS.to(device)
         elif kind == "int8":
             self.packed, scales, _ = int8.quantize(values)
-            self.state = RowScales(scales, values.shape)
+            self.state = RowScales(scales, values.shape, INT8)
         else:
             self.packed, self.state = functional.quantize_4bit(values, compress_statistics=True, quant_type=kind)
         dense = int8.dequantize(self.packed, scales, N, K, torch.float32) if kind == "int8" else None

@@ -15,7 +15,7 @@ from torch import Tensor
 from bitshard import int8
 from bitshard.checks import check_dense, into
 from bitshard.guards import SKIP
-from bitshard.kinds import INT8
+from bitshard.kinds import INT8, Kind
 from bitshard.outliers import GlobalOutlierPooler
 from bitshard.products.matmul import input_gradient
 from bitshard.products.matmul import matmul as matmul_of
@@ -23,11 +23,11 @@ from bitshard.state import VALUE_DTYPES, dtype_name
 
 
 class RowScales(NamedTuple):
-    """What a product asks of an int8 weight beside its bytes (of a `QuantState`, too): scales [N] and shape [N, K]."""
+    """What a product asks of an int8 weight beside its bytes (of a `QuantState`, too): scales [N], [N, K], `INT8`."""
 
     absmax: Tensor
     shape: torch.Size
-    kind = INT8
+    kind: Kind  # without a default, which torch 2.10 does not trace
 
 
 class OfModule:
@@ -206,7 +206,7 @@ def _codes_of(B: Tensor, state: MatmulLtState) -> tuple[Tensor, RowScales]:
     if codes.dim() != 2:
         raise ValueError(f"matmul: CB has shape {list(codes.shape)}, expected [N, K]")
     int8.check_scales(scales, codes.shape[0], "matmul: SCB")
-    return codes, RowScales(scales, codes.shape)
+    return codes, RowScales(scales, codes.shape, INT8)
 
 
 def _weight_gradient(ctx: Any, dy: Tensor) -> Tensor:

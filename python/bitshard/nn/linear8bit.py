@@ -236,7 +236,7 @@ class HoldsInt8Weight(HoldsPackedWeight):
                 f"{type(self).__name__}: codes {list(weight.shape)} and scales {list(scales.shape)} for a layer of "
                 f"{list(shape)}"
             )
-        rows = RowScales(scales, weight.shape)
+        rows = RowScales(scales, weight.shape, INT8)
         if not torch.compiler.is_compiling():
             held.rows = rows
         return rows
