@@ -130,5 +130,7 @@ def test_what_a_kernel_cannot_take_is_said():
         RuntimeError, match=r"M = 7, N = 16, K = 96 of bfloat16 in blocks of 32, 2 experts on sm_90: gemv_4bit_grouped"
     ):
         machine.Gpu(90, 2).grouped_linear_4bit(x, offs, packed, scales, None, 32, 0, 16, 96, GEMV)
+    with pytest.raises(RuntimeError, match="panels of a stack are multiplied by torch"):
+        machine.Gpu(90, 2).grouped_linear_4bit(x, offs, packed, scales, None, 32, 0, 16, 96, "panels")
     with pytest.raises(RuntimeError, match="needs code for sm_90"):
         machine.Gpu(80, 2).grouped_linear_4bit(x, offs, packed, scales, None, 32, 0, 16, 96, GEMV)

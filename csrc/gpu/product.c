@@ -75,7 +75,10 @@ static bsh_status run_slice(const bsh_product_args *const args, const int64_t m,
 
 bsh_status bsh_cuda_product(const bsh_product_args *const args, const bsh_plan *const plan,
                             const bsh_torch_operands *const operands, const bsh_cuda_context *const context) {
-  if (plan->launch == BSH_LAUNCH_PANELS) return bsh_launch_panels(args, plan, operands, context);
+  const bool panels = plan->launch == BSH_LAUNCH_PANELS;
+  if (panels && args->E > 0)
+    return bsh_fail(BSH_NO_KERNEL, "%s: panels of a stack are multiplied by torch", context->op);
+  if (panels) return bsh_launch_panels(args, plan, operands, context);
   const int64_t rows = plan->slice.rows, left = plan->n_slices * rows;
   BSH_TRY(check_result(args, plan, context));
   for (int64_t m = 0; m < left; m += rows) BSH_TRY(run_slice(args, m, plan, &plan->slice, context));

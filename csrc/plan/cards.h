@@ -1,4 +1,4 @@
-/* plan/cards.h - what was measured on a card, and which kernel is the fastest where follows from. */
+/* plan/cards.h - what was measured on a card: from it follows which kernel is the fastest for a product. */
 #ifndef BSH_PLAN_CARDS_H
 #define BSH_PLAN_CARDS_H
 
@@ -50,7 +50,7 @@ typedef struct {
   } int8;
   struct {
     double stage[BSH_CODES_FORMS], beside[BSH_CODES_FORMS]; /* of 128 of depth; of a tile beside its stages */
-    double join, half_empty, no_space, gather, gather_row;
+    double join, half_empty, no_space, gather, gather_row;  /* beside: plan/gemm_int8_sm90.c */
     int32_t threes, most_blocks;
   } gemm_int8_sm90;
   struct {

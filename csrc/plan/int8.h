@@ -16,8 +16,8 @@ static inline int64_t bsh_int8_few_rows(const bsh_facts *const facts) {
   return bsh_is_wide(facts->image.arch) && facts->dtype != BSH_F32 ? 2 * BSH_INT8_FEW_ROWS : BSH_INT8_FEW_ROWS;
 }
 
-/* How few rows are multiplied as they are: as gemm_int8_sm90 is faster in a large weight from 17 on, only where that
- * one does not take them (`after`). */
+/* Whether rows are few, which are multiplied as they are. BSH_FEW_AFTER_CODES: with a large weight and no threshold
+ * gemm_int8_sm90 is faster, where it takes them. */
 typedef enum { BSH_MANY, BSH_FEW, BSH_FEW_AFTER_CODES } bsh_int8_rows;
 static inline bsh_int8_rows bsh_int8_rows_of(const bsh_facts *const facts) {
   const bsh_card *const card = bsh_card_of(facts->sm);
@@ -39,7 +39,7 @@ const char *bsh_int8_maps_refuse(const bsh_facts *facts, int64_t sums);
 /* Place of n_bytes more of a slice's scratch memory. */
 int64_t bsh_place(bsh_plan_slice *slice, int64_t n_bytes);
 
-/* Scratch memory of codes of x, and of outlier columns where there is a threshold. `finds`: the kernel does. */
+/* Scratch memory for codes of x, and for outlier columns where there is a threshold. `finds`: the kernel finds them. */
 void bsh_place_codes(const bsh_facts *facts, bool finds, bsh_plan_slice *slice);
 
 /* A product cut into tiles, each of which clusters share among `splits` groups of their blocks. */
@@ -52,7 +52,7 @@ typedef struct {
  * Infinite where blocks would share the depth of a tile, and there are more tiles than clusters. */
 double bsh_tiles_nanoseconds(const bsh_tiles *tiles, int64_t stages, double stage, double beside, double join);
 
-/* What a slice says of its tiles, by clusters of `blocks`. */
+/* Fills a slice's tiles and launch, by clusters of `blocks`. */
 void bsh_lay_out_tiles(const bsh_tiles *tiles, int32_t blocks, uint32_t shared_bytes, bsh_plan_slice *slice);
 
 #define BSH_KERNEL(file, NAME) {.fatbin = BSH_FATBIN_##file, .name = NAME}

@@ -47,12 +47,12 @@ static inline double bsh_panels_nanoseconds(const bsh_facts *const facts) {
   return card->panels.begin + weights / card->panels.weights_per_ns + fmax(product, card->panels.least);
 }
 
-/* The cost of what was measured as faster than panels, by how much was not. */
+/* The cost of a kernel that was measured as faster than panels; by how much was not. */
 static inline double bsh_before_panels(const bsh_facts *const facts) {
   return facts->vendor == BSH_VENDOR_NONE ? BSH_LAST : nextafter(bsh_panels_nanoseconds(facts), 0);
 }
 
-/* The rows of plan/choose.c. */
+/* All kernels, each a row of plan/choose.c. */
 extern const bsh_kernel bsh_kernel_gemm_4bit_sm90, bsh_kernel_gemv_4bit, bsh_kernel_gemm_4bit_sm90_wide,
     bsh_kernel_gemv_4bit_simt, bsh_kernel_gemv_4bit_grouped, bsh_kernel_gemm_4bit_sm90_wide_grouped,
     bsh_kernel_gemv_int8, bsh_kernel_mixed_int8_sm90, bsh_kernel_gemm_int8_sm90, bsh_kernel_gemm_int8,
