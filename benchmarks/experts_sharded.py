@@ -134,7 +134,9 @@ def build(options: argparse.Namespace, record: loading.Record):
 
     with record.phase("load"):
         plan = DistributedConfig(fsdp_size=int(os.environ["WORLD_SIZE"]))
-        model = AutoModelForCausalLM.from_pretrained(options.directory, dtype="bfloat16", distributed_config=plan)
+        model = AutoModelForCausalLM.from_pretrained(
+            options.directory, dtype="bfloat16", distributed_config=plan, attn_implementation=options.attention
+        )
     model.config.use_cache = False
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     with record.phase("prepare"):
@@ -231,6 +233,7 @@ def train(options: argparse.Namespace) -> None:
         f"{options.ranks}x{options.tokens}-r{options.rank}"
         + "-one-card" * options.one_card
         + "-graphs" * options.graphs
+        + (f"-{options.attention}" if options.attention else "")
     )
     command = loading.launcher(False, options.ranks, out)
     command += [__file__, "rank", *sys.argv[2:], "--record", str(out / f"{name}.rank")]
@@ -257,6 +260,7 @@ def main() -> None:
         command.add_argument("--cap", type=float, default=0, help="GiB that torch may reserve for a rank")
         command.add_argument("--one-card", action="store_true", help="all ranks on one GPU, through gloo")
         command.add_argument("--graphs", action="store_true", help="bitshard.graphs.enable")
+        command.add_argument("--attention", help="attn_implementation; transformers chooses eager for gpt-oss")
         command.add_argument("--out", default="experts-sharded-results")
         command.add_argument("--timeout", type=float, default=500, help="seconds of the launch")
         if name == "rank":

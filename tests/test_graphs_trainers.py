@@ -273,7 +273,7 @@ def test_masks_are_those_without_a_graph(folder, monkeypatch):
         recording.clear()
         without, recorded, made = got
         got.clear()
-        assert (without is None) is (name in ("no mask", "ones")) is (notes == [True]), name
+        assert (without is None) is (name in ("no mask", "ones")) is (notes == [None]), name
         assert (recorded is None) is (without is None), name
         assert without is None or torch.equal(recorded, without), name
         assert made is not None, name
@@ -296,6 +296,65 @@ def test_no_number_is_copied_to_a_device():
     assert called.count("full.default") == 1 and "_to_copy.default" not in called
 
 
+def blocks_of(name, ids):
+    """What transformers gives flex attention, not compiled, and how often it was made."""
+    from torch.nn.attention import flex_attention
+    from transformers import masking_utils
+
+    made, create = [], flex_attention.create_block_mask
+
+    def creates(*args, _compile=False, **kwargs):
+        made.append(create(*args, **kwargs))
+        return made[-1]
+
+    config = transformers.LlamaConfig(attn_implementation="flex_attention", sliding_window=4)
+    call = {"config": config, "inputs_embeds": torch.zeros(*ids.shape, 8), "past_key_values": None}
+    padding, positions = torch.ones_like(ids), torch.arange(ids.shape[1])[None]
+    if name == "zeros":
+        padding[0, -3:] = 0
+    call["attention_mask"] = None if name in ("no mask", "packed") else padding
+    call["position_ids"] = positions % 5 if name == "packed" else positions
+    makes = masking_utils.create_sliding_window_causal_mask if name == "window" else masking_utils.create_causal_mask
+
+    def mask():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(masking_utils, "create_block_mask", creates)
+            return makes(**call)
+
+    return mask, made
+
+
+@pytest.mark.parametrize("name", ["no mask", "ones", "window", "zeros", "packed"])
+def test_masks_of_blocks(name):
+    """One that follows from the shape is the same object while a graph is recorded; another is made from its inputs."""
+    from bitshard.graphs import masks
+
+    mask, made = blocks_of(name, torch.arange(24)[None])
+    notes = []
+    with masks.noted(notes):
+        first = mask()
+    with masks.given(notes):
+        second = mask()
+    by_shape = name in ("no mask", "ones", "window")
+    assert (second is first) is by_shape and len(made) == 2 - by_shape
+    assert torch.equal(first.to_dense(), second.to_dense())
+    assert masks.for_any_shape(notes) is not by_shape
+
+
+def test_what_a_mask_function_reads():
+    from bitshard.graphs import masks
+
+    rows, limit = torch.zeros(3), 5
+    plain = [lambda b, h, q, k: q >= k, lambda b, h, q, k: k > q - limit, lambda b, h, q, k, shift=2: q + shift >= k]
+    plain.append(lambda b, h, q, k: plain[0](b, h, q, k))  # closes over itself
+    reading = [lambda b, h, q, k: rows[q] > 0, lambda b, h, q, k, given=rows: given[q] > 0]
+    reading += [lambda b, h, q, k: reading[0](b, h, q, k), lambda b, h, q, k: SEEN[q] > 0]
+    assert [masks._reads_tensors(function) for function in plain + reading] == [False] * 4 + [True] * 4
+
+
+SEEN = torch.zeros(3)
+
+
 def test_another_number_of_masks():
     from bitshard.graphs import masks
     from bitshard.graphs.calls import Refused
@@ -303,7 +362,7 @@ def test_another_number_of_masks():
 
     registry = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     before = {name: registry[name] for name in registry}
-    with pytest.raises(Refused, match="another number of attention masks"), masks.given([True]):
+    with pytest.raises(Refused, match="another number of attention masks"), masks.given([None]):
         pass
     with pytest.raises(Refused, match="another number of attention masks"), masks.given([]):
         registry["sdpa"]()

@@ -4,6 +4,8 @@ transformers leaves a mask out where it masks nothing beyond what is causal, whi
 It looks at the mask's values for that, and does not while a graph is recorded: it makes every mask then. So the answer
 of each mask function is noted in the call that goes before, and given again while the graph is recorded. It depends on
 two facts about values, which belong to the key of a graph: whether a mask has zeros, and whether positions restart.
+A mask of blocks (flex attention) that follows from the shape alone is made once: it takes compiled code and copies from
+the host, neither of which can be recorded.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,7 +23,10 @@ from torch.overrides import TorchFunctionMode
 from bitshard.graphs.calls import Refused
 
 _CHOICE = "_use_triton"  # of trl.trainer.utils, asked by the forward of its fused head alone
-Noted = list[bool]  # of each call of a mask function, whether it gave no mask
+MADE = "made from values"
+# Of each call of a mask function: None where it gave no mask, one that follows from the shape alone, or MADE
+Noted = list[Any]
+_END = object()
 
 
 def facts(args: tuple, kwargs: dict[str, Any]) -> tuple:
@@ -44,6 +50,35 @@ def _may_be_mask(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.ndim == 2 and not tensor.is_floating_point() and tensor.numel() > 0
 
 
+def for_any_shape(notes: Noted) -> bool:
+    """Whether the notes hold for shorter calls too: a mask of blocks has the size of its call."""
+    return all(note is None or note is MADE for note in notes)
+
+
+def _follows_from_shape(mask: Any) -> bool:
+    """Whether this is a `BlockMask` whose function reads no tensor."""
+    function = getattr(mask, "mask_mod", None)
+    return isinstance(function, FunctionType) and not isinstance(mask, Tensor) and not _reads_tensors(function)
+
+
+def _reads_tensors(function: FunctionType) -> bool:
+    """Whether it, or a function that it closes over, may read a tensor: one holds more than functions and numbers."""
+    left, seen = [function], set()
+    while left:
+        value = left.pop()
+        if isinstance(value, (list, tuple)):
+            left.extend(value)
+        elif not isinstance(value, FunctionType):
+            if not (value is None or isinstance(value, (bool, int, float, str))):
+                return True
+        elif value not in seen:
+            seen.add(value)
+            named = (value.__globals__.get(name) for name in value.__code__.co_names)
+            left += [cell.cell_contents for cell in value.__closure__ or ()]
+            left += [*(value.__defaults__ or ()), *(each for each in named if isinstance(each, Tensor))]
+    return False
+
+
 class _NoCopies(TorchFunctionMode):
     """Lets `torch.tensor(0.0, device=...)` fill its tensor on the device: a copy from the host can't be recorded
     (transformers' mask for eager attention before 5.21)."""
@@ -63,7 +98,7 @@ def noted(notes: Noted) -> Iterator[None]:
     def noting(function: Callable) -> Callable:
         def mask(*args: Any, **kwargs: Any) -> Any:
             found = function(*args, **kwargs)
-            notes.append(found is None)
+            notes.append(found if found is None or _follows_from_shape(found) else MADE)
             return found
 
         return mask
@@ -74,22 +109,24 @@ def noted(notes: Noted) -> Iterator[None]:
 
 @contextlib.contextmanager
 def given(notes: Noted) -> Iterator[None]:
-    """Give no mask where none was given before; Refused where the calls are not those that were noted."""
+    """Give what was noted before; Refused where the calls are not those that were noted."""
     left = iter(notes)
 
     def giving(function: Callable) -> Callable:
         def mask(*args: Any, **kwargs: Any) -> Any:
-            omitted = next(left, None)
-            if omitted is None:
+            note = next(left, _END)
+            if note is _END:
                 raise Refused("it makes another number of attention masks than in the call before")
+            if note is not MADE:
+                return note
             with _NoCopies():
-                return None if omitted else function(*args, **kwargs)
+                return function(*args, **kwargs)
 
         return mask
 
     with _replaced(giving):
         yield
-    if next(left, None) is not None:
+    if next(left, _END) is not _END:
         raise Refused("it makes another number of attention masks than in the call before")
 
 

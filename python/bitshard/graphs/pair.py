@@ -47,9 +47,9 @@ class Learned:
 
     def for_shorter(self, device: torch.device) -> Learned | None:
         """The same for a call of the same kind with shorter tensors, which is recorded at once; None where it must run
-        first: draws are counted by size. A mask that is left out here is left out there (a window masks nothing of
-        fewer tokens)."""
-        if not self.used or any(taken for _, taken in self.draws.regions):
+        first: draws are counted by size, and so are masks of blocks. A mask that is left out here is left out there (a
+        window masks nothing of fewer tokens)."""
+        if not self.used or any(taken for _, taken in self.draws.regions) or not masks.for_any_shape(self.notes):
             return None
         found = Learned(device)
         found.used, found.notes, found.draws.regions = set(self.used), list(self.notes), list(self.draws.regions)
