@@ -162,9 +162,12 @@ def test_where_memory_is_short(folder, monkeypatch, lengths, looks, captures):
 def test_draws_are_counted_by_size(folder):
     learned = pair.Learned(torch.device("cpu"))
     assert learned.for_shorter(torch.device("cpu")) is None  # no backward came
-    learned.used, learned.notes = {0}, [True, False]
+    learned.used, learned.notes = {0}, [None, masks.MADE]
     found = learned.for_shorter(torch.device("cpu"))
-    assert (found.used, found.notes, found.answer) == ({0}, [True, False], None)
+    assert (found.used, found.notes, found.answer) == ({0}, [None, masks.MADE], None)
+    learned.notes = [None, object()]  # a mask of blocks, of this call's size
+    assert learned.for_shorter(torch.device("cpu")) is None
+    learned.notes = []
     learned.draws.regions = [(0, 0), (0, 4)]
     assert learned.for_shorter(torch.device("cpu")) is None
 
