@@ -7,7 +7,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from bitshard import graphs  # noqa: E402
-from bitshard.graphs import enabled, offload, pair, record  # noqa: E402
+from bitshard.graphs import enabled, masks, offload, pair, record  # noqa: E402
 from helpers.graph_twins import adapted, batch, check  # noqa: E402
 from helpers.graphs import StandIn  # noqa: E402
 
