@@ -59,12 +59,20 @@ def run(
     return found
 
 
-def command(which: str, tool: str, words: list[str], files: dict[str, str], out: Path, timeout: int = 600) -> dict:
+def command(
+    which: str,
+    tool: str,
+    words: list[str],
+    files: dict[str, str],
+    out: Path,
+    timeout: int = 600,
+    **variables: str,
+) -> dict:
     """What `Trainer` trained in a tool that its own command starts: `python -m WORDS` in a folder with `files` by name,
     the model and the rows of workers/model.py. AssertionError with its output where it fails."""
     out.mkdir(parents=True, exist_ok=True)
-    path = [str(WORKERS / "watch"), str(WORKERS / "standins"), str(WORKERS)]
-    env = environment(which, [tool]) | {"WATCHED": str(out / "watched")}
+    path = [str(WORKERS / "watch"), str(WORKERS / "standins"), str(WORKERS), str(ROOT / "tests" / "helpers")]
+    env = environment(which, [tool]) | {"WATCHED": str(out / "watched")} | variables
     env["PYTHONPATH"] = os.pathsep.join([*path, env["PYTHONPATH"]])
     for name, text in files.items():
         (out / name).write_text(text)

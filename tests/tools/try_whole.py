@@ -125,6 +125,22 @@ def test_by_its_command(tool, tmp_path):
     fall(ours["losses"])
 
 
+@pytest.mark.parametrize("tool", ["axolotl-whole"])
+def test_by_its_command_as_graphs(tool, tmp_path):
+    """With BITSHARD_FAST=1, graphs played on the CPU: the losses of the same command without it."""
+    words, files = COMMANDS[tool]
+    files = {
+        name: text.replace("sequence_len: 32", "sequence_len: 32\npad_to_sequence_len: true")
+        for name, text in files.items()
+    }
+    plain = beside.command(OURS, tool, words, files, tmp_path / "plain")
+    played = beside.command(OURS, tool, words, files, tmp_path / "played", BITSHARD_FAST="1", PLAYED="1")
+    assert beside.gap(plain["losses"], played["losses"]) <= 1e-5, (plain, played)
+    assert played["replays"] >= 2 and set(played["eager"]) == {"the first of its form"}, played
+    assert played["trained"] == plain["trained"] and played["before"]["digest"] == played["after"]["digest"]
+    assert f"{LINEARS} fused" in played["fused"], played
+
+
 def test_gradient_gap_sees_a_wrong_layer(monkeypatch):
     """It is 0 where a layer computes as torch does, and the error where it does not."""
     monkeypatch.syspath_prepend(str(beside.WORKERS))

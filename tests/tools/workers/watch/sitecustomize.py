@@ -1,7 +1,8 @@
 """Every interpreter that finds this folder on its path writes what `Trainer` trained to the file $WATCHED, as JSON.
 
 So a tool can be started by its own command, and nothing of it is replaced: the Trainer's model is looked at before and
-after `train`, by `common.layers_of`, and the gradients of the first step are compared with those of dense layers.
+after `train`, by `common.layers_of`, and the gradients of the first step are compared with those of dense layers. With
+$PLAYED the stand-in of tests/helpers/graphs.py plays graphs on the CPU, and what ran as graphs is written instead.
 """
 
 import importlib.abc
@@ -41,7 +42,7 @@ def watch(trainer: type) -> None:
 
     def watched_step(self, model, *args, **kwargs):
         loss = training_step(self, model, *args, **kwargs)
-        if not first:
+        if not first and "PLAYED" not in os.environ:
             from dense import gradient_gap
 
             first["gradient_gap"] = gradient_gap(model, lambda: training_step(self, model, *args, **kwargs))
@@ -55,13 +56,28 @@ def watch(trainer: type) -> None:
         losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
         found = {"bitsandbytes": which(), "trainer": type(self).__name__, "losses": [float(loss) for loss in losses]}
         found |= {"before": before, "after": layers_of(self.model), **first}
+        if "PLAYED" in os.environ:
+            found |= played(self.model)
         found["trained"] = sum(one.numel() for one in self.model.parameters() if one.requires_grad)
         with open(os.environ["WATCHED"] + ".part", "w") as file:
             json.dump(found, file)
         os.replace(file.name, os.environ["WATCHED"])  # whole as soon as it is there: beside.py waits for it
         return result
 
+    if "PLAYED" in os.environ:
+        from bitshard.graphs import enabled
+        from graphs import StandIn
+
+        enabled.RECORDER = StandIn
     trainer.train, trainer.training_step = watched, watched_step
+
+
+def played(model) -> dict:
+    """What ran as graphs."""
+    from bitshard import graphs, lora
+
+    report = graphs.report(model)
+    return {"replays": report.replays, "eager": report.eager, "fused": str(lora.report(model))}
 
 
 if "WATCHED" in os.environ:
