@@ -112,6 +112,6 @@ given:
 	$(python) -m bitshard
 	touch $@
 
-# The original, in a folder of its own: checkpoints go both ways between it and the façade (tests/test_checkpoints.py).
+# The original, in a folder of its own: checkpoints go both ways between it and the façade (tests/upstream/test_checkpoints.py).
 $(original):
 	$(if $(PYTHON),$(python),python3) -m pip install -qq --disable-pip-version-check --no-deps --target .cache/upstream $(UPSTREAM)

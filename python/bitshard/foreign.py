@@ -2,7 +2,7 @@
 
 Nobody is patched. These libraries ask a weight something (whether it is of a float dtype, how large it is), and the
 right answer, or what must happen first, depends on who asks. Where a library renames its function nothing is done for
-it any more: `tests/test_foreign.py` looks into the installed libraries and fails then, before a user sees it.
+it any more: `tests/upstream/test_foreign.py` looks into the installed libraries and fails then, before a user sees it.
 """
 
 from __future__ import annotations

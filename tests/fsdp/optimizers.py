@@ -1,4 +1,4 @@
-"""Optimizers on sharded parameters, and under Trainer. Launched by tests/test_fsdp_optim.py.
+"""Optimizers on sharded parameters, and under Trainer. Launched by tests/sharding/test_fsdp_optim.py.
 
     torchrun --nproc-per-node 2 tests/fsdp/optimizers.py --out r.json --dir FOLDER
 

@@ -15,7 +15,7 @@ test_hf test_calibration_ops test_optim test_int8_models test_embeddings test_ch
 test_calibration_experts test_values test_folders test_fuzz_optim test_merging test_bench_report test_native test_plan
 test_lora test_switch
 """.split()
-TOGETHER = {"tests/test_fsdp_units.py": "tests/test_fsdp_parts.py"}  # read what one fixture makes
+TOGETHER = {"tests/sharding/test_fsdp_units.py": "tests/sharding/test_fsdp_parts.py"}  # read what one fixture makes
 
 
 def place(file: str) -> int:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKERS = Path(__file__).parent / "workers"
 sys.path.insert(0, str(ROOT / "tests"))
 
-import upstream  # noqa: E402
+from helpers import upstream  # noqa: E402
 
 SHIM = ROOT / "tests" / "fsdp" / "cpu_fsdp.py"
 FSDP2 = ROOT / "tests" / "fsdp" / "fsdp2.yaml"

@@ -17,7 +17,7 @@ import fetch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import upstream  # noqa: E402
+from helpers import upstream  # noqa: E402
 
 PACKAGES = {"axolotl": ("axolotl", "addict"), "unsloth": ("unsloth", "unsloth_zoo", "unsloth_zoo_downloads")}
 

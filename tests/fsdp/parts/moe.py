@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 tests/fsdp/parts/moe.py --dir DIR --out DIR/moe2
 
-DIR is made by tests/test_fsdp_experts.py: dense files of tiny models, one folder each.
+DIR is made by tests/sharding/test_fsdp_experts.py: dense files of tiny models, one folder each.
 """
 
 import copy

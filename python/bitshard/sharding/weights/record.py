@@ -4,7 +4,7 @@ Tried with torch 2.11 and 2.13. Used are `FSDPParam.__init__` with its arguments
 names that it keeps, `_module_info`, `_post_load_hook_handle`, `_unsharded_param`, `sharded_param`,
 `reset_sharded_param`; for `only_record` the groups of a unit, and for `gathered_output` the tensors that FSDP2 copies
 a gathered unit into.
-`tests/test_fsdp_parts.py` goes through all of it.
+`tests/sharding/test_fsdp_parts.py` goes through all of it.
 """
 
 from __future__ import annotations
