@@ -5,7 +5,7 @@ No GPU and no tools of CUDA are needed. Architectures that this build does not h
     BITSHARD_CUDA_ARCHS=all python setup.py build_ext --build-lib build/all --build-temp build/all-temp
     BITSHARD_KERNELS=build/all/bitshard/_C.abi3.so python -m pytest tests/gpu/test_kernel_resources.py
 
-`python tests/gpu/test_kernel_resources.py [FILE]` prints the table of docs/cards.md.
+`PYTHONPATH=tests python tests/gpu/test_kernel_resources.py [FILE]` prints the table of docs/cards.md.
 """
 
 import dataclasses

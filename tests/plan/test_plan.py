@@ -3,7 +3,8 @@
 The rows and sizes at which kernels change are measured (benchmarks/results) and may move. Tested is what must hold
 wherever they lie; the boundaries are searched for, not written down.
 
-`python tests/plan/test_plan.py` prints the table: for each shape and GPU the rows of x at which the kernel changes.
+`PYTHONPATH=tests python tests/plan/test_plan.py` prints the table: for each shape and GPU the rows of x at which the
+kernel changes.
 """
 
 import itertools

@@ -8,7 +8,8 @@ import threading
 import time
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests")]  # a test runs this file as a program, too
 
 import whose  # noqa: E402
 from fsdp.launch import run  # noqa: E402
