@@ -16,8 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two lanes have a 
 import torch  # noqa: E402
 from bitshard import _C  # noqa: E402
 from bitshard_cli import installed  # noqa: E402
-from helpers import warm  # noqa: E402
-from helpers.bytes import as_bytes, same_bytes  # noqa: E402
+from helpers import bytes, warm  # noqa: E402
 
 # Variables of accelerate and torchrun that change the container of packed bytes.
 LAUNCHER = ("ACCELERATE_USE_FSDP", "RANK", "WORLD_SIZE", "LOCAL_RANK", "FSDP_VERSION", "ACCELERATE_MIXED_PRECISION")
@@ -99,24 +98,10 @@ def planted():
         yield lambda: stack.enter_context(wrong_scale())
 
 
-def report(actual: torch.Tensor, expected: torch.Tensor, bad: torch.Tensor) -> str:
-    """How many elements are bad, and the first of them with its place and both values."""
-    index = tuple(int(i) for i in torch.nonzero(bad)[0])
-    return f"{int(bad.sum())} of {bad.numel()} wrong, first at {index}: {actual[index]!r}, expected {expected[index]!r}"
-
-
 @pytest.fixture
 def assert_equal():
-    """assert_equal(actual, expected): same shape, dtype and bits (NaN equals NaN of the same bits)."""
-
-    def check(actual: torch.Tensor, expected: torch.Tensor) -> None:
-        assert actual.shape == expected.shape and actual.dtype == expected.dtype, (actual.shape, actual.dtype)
-        if not same_bytes(actual, expected):
-            actual, expected = actual.detach().cpu(), expected.detach().cpu()
-            bad = (as_bytes(actual) != as_bytes(expected)).view(*actual.shape, actual.itemsize).any(-1)
-            raise AssertionError(report(actual, expected, bad))
-
-    return check
+    """assert_equal(actual, expected) of helpers/bytes.py."""
+    return bytes.assert_equal
 
 
 @pytest.fixture(scope="session")

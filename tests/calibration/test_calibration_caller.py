@@ -4,16 +4,11 @@ import pytest
 import torch
 from bitshard.calibration import calibrate, samples
 from bitshard.calibration.decoder import float32_products
+from helpers import tiny
 from test_calibration import config, tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
 
 MATMUL = torch.backends.cuda.matmul
-
-
-def tiny():
-    """A model of one layer."""
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes))
+ONE_LAYER = {"intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 @pytest.fixture(params=["high", "tf32"])
@@ -32,7 +27,7 @@ def caller(request):
 
 def test_layers_run_in_float32_whatever_is_set(caller):
     """No TF32 in moments and hidden states; afterwards all is as it was, after an error, too."""
-    model, before, seen = tiny(), caller(), []
+    model, before, seen = tiny.llama(**ONE_LAYER), caller(), []
 
     def watched(reports, _):
         for report in reports:
@@ -50,7 +45,7 @@ def test_layers_run_in_float32_whatever_is_set(caller):
 
 def test_tuning_what_gives_no_numbers():
     """Not one step is done."""
-    model, steps = tiny(), []
+    model, steps = tiny.llama(**ONE_LAYER), []
     with torch.no_grad():
         model.model.layers[0].input_layernorm.weight[3] = float("nan")
     with pytest.warns(UserWarning, match="not tuned, weights are as calibrated: its divergence .* is nan"):

@@ -24,18 +24,15 @@ from bitshard.convert.merge import merge_folder
 from bitshard.convert.quantize import quantize_folder
 from bitshard.transformers import FourBitConfig
 from bitshard_cli import main
-from helpers import moe
+from helpers import moe, tiny
 from helpers.files import same, tensors
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
-
-SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 
 def llama(folder, dtype=torch.bfloat16, shard="60KB", **options):
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SMALL, **options)).to(dtype).save_pretrained(folder, max_shard_size=shard)
+    tiny.llama(folder, dtype, shard=shard, **options)
     (folder / "tokenizer_config.json").write_text("{}\n")
     return folder
 
@@ -321,7 +318,7 @@ def test_hostile_files(tmp_path, kind):
     path.touch()
     status, lines, err = command("inspect", tmp_path)
     assert status == 1 and any(line.startswith("wrong: ") and said in line for line in lines), lines
-    LlamaConfig(**SMALL).save_pretrained(tmp_path)
+    LlamaConfig(**tiny.LLAMA).save_pretrained(tmp_path)
     status, lines, err = command("quantize", tmp_path, tmp_path / "out")
     assert status == 1 and len(err) == 1 and not lines and not list(tmp_path.glob("out*")), err
 
@@ -491,7 +488,7 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch):
     (tmp_path / "there").mkdir()
     empty = tmp_path / "empty"
     empty.mkdir()
-    LlamaConfig(**SMALL).save_pretrained(empty)
+    LlamaConfig(**tiny.LLAMA).save_pretrained(empty)
     quantize_folder(dense, tmp_path / "packed", settings())
     mixture = tmp_path / "mixture"
     moe.model("qwen3_moe", 4, dtype=torch.bfloat16).save_pretrained(mixture)

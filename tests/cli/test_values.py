@@ -10,11 +10,11 @@ from bitshard.convert import output
 from bitshard.convert.look import look
 from bitshard.convert.merge import merge_folder
 from bitshard.convert.quantize import quantize_folder
-from helpers import moe
+from helpers import moe, tiny
 from helpers.files import tensors
 from safetensors.torch import load_file, save_file
-from test_convert import SMALL, adapted, command, llama, settings
-from transformers import AutoConfig, BitsAndBytesConfig, Gemma4Config, LlamaConfig, LlamaForCausalLM
+from test_convert import adapted, command, llama, settings
+from transformers import AutoConfig, BitsAndBytesConfig, Gemma4Config
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 NAN, INF = float("nan"), float("inf")
@@ -119,8 +119,7 @@ def test_published_formats(tmp_path, family):
 @pytest.mark.parametrize("name", [Q, "model.norm.weight"])
 def test_values_that_the_models_dtype_does_not_hold(tmp_path, name):
     """Finite in the files, infinite in the dtype of the config."""
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(tmp_path / "dense")
+    tiny.llama(tmp_path / "dense")
     config = json.loads((tmp_path / "dense" / "config.json").read_text()) | {"dtype": "float16"}
     (tmp_path / "dense" / "config.json").write_text(json.dumps(config))
     spoil(tmp_path / "dense", name, 70000.0, (3, 17) if name == Q else (3,))
@@ -137,8 +136,9 @@ def test_infinite_buffers_are_right(tmp_path):
     from transformers import AutoModelForImageTextToText
 
     text = {
-        **SMALL, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16, "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 96, "num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 2,
+        **tiny.LLAMA, "vocab_size": 96, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96, "num_kv_shared_layers": 0,
+        "layer_types": ["full_attention"] * 2,
     }  # fmt: skip
     vision = {
         "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import Trainer, TrainingArguments
 
 sys.path.append(str(Path(__file__).parents[1]))  # a worker starts in this folder, and helpers/ is beside it
+from helpers import tiny  # noqa: E402
 from helpers.optim import TRAINER_NAMES  # noqa: E402
 
 WORLD, RANK = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
@@ -29,9 +30,7 @@ SHARDED = ("ademamix_8bit", "lion_32bit") if os.environ.get("FSDP_VERSION") == "
 
 def model():
     """One layer; MLP weights of 64 x 96 are large enough for 8 bits, the embedding is too and stays in 32."""
-    set_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=TOKENS, tie_word_embeddings=False, **sizes))
+    return tiny.llama(vocab_size=TOKENS, num_hidden_layers=1, num_attention_heads=2)
 
 
 def rows():

@@ -24,6 +24,7 @@ from bitshard.nn.linear import Linear4bit
 from bitshard.shard import PackedShard
 from bitshard.tensor import Params4bit
 from common import SIGNAL, Spy, hostile_values, no_launch, plant, wrong_bytes
+from helpers import tiny
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from peft.utils.other import fsdp_auto_wrap_policy
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -31,8 +32,6 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
@@ -49,22 +48,9 @@ def make_model(folder):
     """A Llama of two layers with odd sizes, in fp32, and a tokenizer for it."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    set_seed(0)
-    config = LlamaConfig(
-        vocab_size=TOKENS,
-        hidden_size=48,
-        intermediate_size=104,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {"vocab_size": TOKENS, "hidden_size": 48, "intermediate_size": 104, "num_key_value_heads": 2}
+    sizes |= {"max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    tiny.llama(folder, initializer_range=0.1, **sizes)
     words = {f"w{i}": i for i in range(3, TOKENS)} | {"<pad>": 0, "<s>": 1, "</s>": 2}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

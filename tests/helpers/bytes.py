@@ -25,3 +25,14 @@ def wrong_bytes(got: Tensor, expected: Tensor) -> int:
 def on_device(data: Tensor) -> Tensor:
     """The bytes [bytes] where the tensor is; a view of it if it is contiguous."""
     return data.detach().as_subclass(Tensor).contiguous().view(-1).view(torch.uint8)
+
+
+def assert_equal(actual: Tensor, expected: Tensor) -> None:
+    """Same shape, dtype and bytes; else how many elements are wrong, and the first of them with both values."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype, (actual.shape, actual.dtype)
+    if same_bytes(actual, expected):
+        return
+    bad = (as_bytes(actual) != as_bytes(expected)).view(*actual.shape, actual.itemsize).any(-1)
+    index = tuple(int(i) for i in torch.nonzero(bad)[0])
+    values = f"{actual[index].cpu()!r}, expected {expected[index].cpu()!r}"
+    raise AssertionError(f"{int(bad.sum())} of {bad.numel()} wrong, first at {index}: {values}")

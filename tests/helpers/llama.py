@@ -2,24 +2,14 @@
 
 import torch
 import transformers
-
-TOKENS = 96
+from helpers import tiny
+from helpers.tiny import TOKENS as TOKENS
 
 
 def save_llama(folder) -> None:
     """One layer with odd sizes and random weights, in fp32."""
-    transformers.set_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=TOKENS,
-        hidden_size=48,
-        intermediate_size=104,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.1,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {"hidden_size": 48, "intermediate_size": 104, "num_hidden_layers": 1, "num_key_value_heads": 2}
+    tiny.llama(folder, max_position_embeddings=64, initializer_range=0.1, **sizes)
 
 
 def load_4bit(folder) -> torch.nn.Module:

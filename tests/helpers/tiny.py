@@ -9,6 +9,7 @@ import torch
 import transformers
 
 TOKENS, LENGTH = 96, 12
+LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 LARGEST = 6_000_000  # parameters of a tiny model
 # What makes a config small. A number in a config whose name is none of these stays as it is.
 SIZES = {
@@ -67,6 +68,16 @@ OWN = {
     "zamba2": {"mamba_headdim": 8, "n_mamba_heads": 8},
     "xmod": {"default_language": "en_XX"},
 }
+
+
+def llama(folder=None, dtype=torch.float32, seed=0, shard="50GB", **sizes):
+    """A Llama with random weights, saved to `folder` where one is given; `sizes` go into its config beside LLAMA."""
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(**{"vocab_size": TOKENS, **LLAMA, **sizes})
+    model = transformers.LlamaForCausalLM(config).to(dtype)
+    if folder is not None:
+        model.save_pretrained(folder, max_shard_size=shard)
+    return model
 
 
 def _small(name, value):

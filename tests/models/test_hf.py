@@ -11,10 +11,11 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 peft = pytest.importorskip("peft", reason="peft is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
+from helpers import tiny  # noqa: E402
 from helpers.bytes import as_bytes, same_bytes, wrong_bytes  # noqa: E402
 from peft.utils.integrations import dequantize_module_weight  # noqa: E402
 from safetensors import safe_open  # noqa: E402
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig  # noqa: E402
 
 VOCABULARY = 128
 STORAGES = ["uint8", "int8", "bfloat16", "float16", "float32", "float64"]
@@ -24,21 +25,10 @@ FSDP_STORAGES = ["uint8", "bfloat16", "float16", "float32"]
 @pytest.fixture(scope="module")
 def dense_path(tmp_path_factory):
     """Folder of a two-layer Llama with random bf16 weights; no size is a multiple of a power of two above 16."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=80,
-        intermediate_size=144,
-        num_hidden_layers=2,
-        num_attention_heads=5,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-    )
     path = tmp_path_factory.mktemp("dense")
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    sizes = {"hidden_size": 80, "intermediate_size": 144, "num_attention_heads": 5, "num_key_value_heads": 1}
+    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
+    tiny.llama(path, torch.bfloat16, initializer_range=0.2, pad_token_id=0, **sizes)
     return path
 
 
@@ -558,16 +548,8 @@ def test_a_cast_of_fp32_parameters_in_a_launched_process(dense_path, monkeypatch
 
 
 def tied_llama():
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            tie_word_embeddings=True,
-        )
-    )
+    sizes = {"vocab_size": VOCABULARY, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return tiny.llama(tie_word_embeddings=True, **sizes)
 
 
 def longt5():

@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 peft = pytest.importorskip("peft", reason="peft is not installed")
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-from helpers import upstream  # noqa: E402
+from helpers import tiny, upstream  # noqa: E402
 from original import upstream_int8 as cases  # noqa: E402
 from peft.utils.integrations import dequantize_module_weight  # noqa: E402
 
@@ -30,21 +30,9 @@ SKIPPED = ("lm_head",)  # as transformers has it
 @pytest.fixture(scope="module")
 def dense_path(tmp_path_factory):
     """Folder of a two-layer Llama with random bf16 weights."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-    )
     path = tmp_path_factory.mktemp("dense")
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    sizes = {"vocab_size": 128, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    tiny.llama(path, torch.bfloat16, initializer_range=0.2, pad_token_id=0, **sizes)
     return path
 
 

@@ -251,12 +251,12 @@ def test_the_originals_embeddings(tmp_path):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A small model that ties its head to its embedding."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    sizes = {"vocab_size": 90, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 1}
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True)
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from helpers import tiny
+
     path = tmp_path_factory.mktemp("tied")
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    sizes = {"vocab_size": 90, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 1}
+    tiny.llama(path, torch.bfloat16, **sizes, num_attention_heads=2, tie_word_embeddings=True)
     return path
 
 

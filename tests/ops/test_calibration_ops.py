@@ -6,8 +6,9 @@ import shutil
 import pytest
 import reference
 import torch
-from bitshard import _C, functional, ops
+from bitshard import functional, ops
 from bitshard.calibration import solve
+from helpers.alike import agree, by_isa, by_threads
 from helpers.drawn import assert_close
 from ptx import gpu as machine
 
@@ -33,18 +34,6 @@ def hostile():
     w[0], w[1, ::3], w[2] = float("nan"), float("inf"), 1e-42
     scales[3], scales[4], scales[5], scales[6, 5] = 0.0, 1e-40, float("inf"), float("nan")
     return w, u, scales
-
-
-def by_isa(call):
-    """What each instruction set gives."""
-    before, found = _C.isa(), {}
-    try:
-        for isa in _C.isas():
-            _C.set_isa(isa)
-            found[isa] = call()
-    finally:
-        _C.set_isa(before)
-    return found
 
 
 def bits(*tensors):
@@ -100,16 +89,9 @@ def test_every_instruction_set_gives_the_same_bits(quant_type):
 
 
 def test_threads_do_not_change_bits():
-    given, before = panel(3000, 64), torch.get_num_threads()
+    given = panel(3000, 64)
     x, scales = given[0].reshape(-1), torch.randn(3000, 42)
-    try:
-        found = []
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            found.append([*bits(*ops.round_4bit(*given, 0)), ops.search_4bit(x, torch.rand(1) * 0 + 1, scales, 64, 0)])
-    finally:
-        torch.set_num_threads(before)
-    assert found[0][:2] == found[1][:2] and torch.equal(found[0][2], found[1][2])
+    agree(by_threads(lambda: (*ops.round_4bit(*given, 0), ops.search_4bit(x, torch.ones(1), scales, 64, 0)), 1, 3))
 
 
 @plays

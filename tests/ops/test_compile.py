@@ -191,11 +191,11 @@ def test_compiled_quantize_and_dequantize():
 
 def test_transformers_llama_with_peft():
     """transformers' own Llama with peft's LoRA on 4-bit layers, compiled whole."""
-    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    _, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, vocab_size=128, **shape))
+    from helpers import tiny
+
+    model = tiny.llama(num_hidden_layers=1, vocab_size=128, num_key_value_heads=2)
     for name, linear in list(model.model.layers.named_modules()):
         if isinstance(linear, nn.Linear):
             layer = LinearNF4(

@@ -6,8 +6,9 @@ import math
 import pytest
 import reference
 import torch
-from bitshard import _C, ops
+from bitshard import ops
 from cases import DTYPES, LINEAR, STORAGES, largest_error
+from helpers.alike import agree, by_isa, by_threads
 
 NONE = torch.empty(0)
 FEW = 4  # rows that the CPU multiplies as they are: BSH_INT8_FEW
@@ -28,18 +29,6 @@ def rows(M, K, dtype, seed=1):
     x = torch.randn(M, K, generator=generator)
     x[:, :: max(1, K // 3)] *= 3
     return x.to(dtype)
-
-
-def by_isa(call):
-    """What each instruction set gives."""
-    before, found = _C.isa(), {}
-    try:
-        for isa in _C.isas():
-            _C.set_isa(isa)
-            found[isa] = call()
-    finally:
-        _C.set_isa(before)
-    return found
 
 
 # ---- codes ----
@@ -352,7 +341,7 @@ def test_empty(device):
         assert ops.scale_product_int8(sums, scale, absmax, none, torch.float32).shape == (M, N)
 
 
-def test_every_instruction_set_gives_the_same_bits(assert_equal):
+def test_every_instruction_set_gives_the_same_bits():
     """What is exact: codes, decoded weights, sums, scaled sums, and so layers of many rows without outliers."""
     codes, absmax, _ = weight_of(70, 130, "cpu")
     for dtype in DTYPES:
@@ -363,27 +352,20 @@ def test_every_instruction_set_gives_the_same_bits(assert_equal):
             found = (*ops.quantize_int8(x, 2.0), ops.dequantize_int8(codes, absmax, 70, 130, dtype))
             return *found, ops.linear_int8(x, codes, absmax, bias, 0.0, 70, 130)
 
-        found = by_isa(call)
-        for each in found.values():
-            for actual, expected in zip(each, found["scalar"], strict=True):
-                assert_equal(actual, expected)
+        agree(by_isa(call))
 
 
-def test_threads_do_not_change_bits(assert_equal):
+def test_threads_do_not_change_bits():
     codes, absmax, _ = weight_of(300, 256, "cpu")
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            x = rows(130, 256, torch.bfloat16)
-            y = ops.linear_int8(x, codes, absmax, NONE, 2.0, 300, 256)
-            dx = [ops.linear_int8_dgrad(y[:M], codes, absmax, 300, 256) for M in (2, 130)]
-            few = ops.linear_int8(x[:5], codes, absmax, NONE, 2.0, 300, 256)
-            found.append((*ops.quantize_int8(x, 2.0), ops.product_int8(codes, codes), y, few, *dx))
-    finally:
-        torch.set_num_threads(before)
-    for one, three in zip(*found, strict=True):
-        assert_equal(one, three)
+    x = rows(130, 256, torch.bfloat16)
+
+    def call():
+        y = ops.linear_int8(x, codes, absmax, NONE, 2.0, 300, 256)
+        dx = [ops.linear_int8_dgrad(y[:M], codes, absmax, 300, 256) for M in (2, 130)]
+        few = ops.linear_int8(x[:5], codes, absmax, NONE, 2.0, 300, 256)
+        return *ops.quantize_int8(x, 2.0), ops.product_int8(codes, codes), y, few, *dx
+
+    agree(by_threads(call, 1, 3))
 
 
 # ---- errors ----

@@ -9,7 +9,8 @@ import sys
 import cases
 import pytest
 import torch
-from bitshard import _C, ops
+from bitshard import ops
+from helpers.alike import agree, by_isa, by_threads
 from helpers.direct import alone
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -17,14 +18,6 @@ BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 SIZES = (0, 1, 2, 3, 31, 33, 64, 127, 1000, 4097, 12288 + 77)
 NONE = ops.empty(torch.device("cpu"))
 MiB = 1 << 20
-
-
-@pytest.fixture
-def each_isa():
-    """Yields a function that calls f once per instruction set, the scalar reference first, and gives the results."""
-    before = _C.isa()
-    yield lambda f: [(isa, (_C.set_isa(isa), f())[1]) for isa in _C.isas()]
-    _C.set_isa(before)
 
 
 def hostile(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -42,63 +35,53 @@ def hostile(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.where(kind == 6, (x * 4).round() / 12, x).to(dtype)
 
 
-def same(results: list, assert_equal) -> None:
-    (_, expected), *others = results
-    for isa, actual in others:
-        for part, reference in zip(actual, expected, strict=True):
-            try:
-                assert_equal(part, reference)
-            except AssertionError as error:
-                raise AssertionError(f"{isa}: {error}") from None
-
-
 @pytest.mark.parametrize("format", ops.FORMATS.values(), ids=ops.FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_4bit_bytes_are_equal(each_isa, assert_equal, dtype, format):
+def test_4bit_bytes_are_equal(dtype, format):
     for blocksize in BLOCKSIZES:
         for n in SIZES:
             x = hostile(n, dtype, n + blocksize)
-            results = each_isa(lambda x=x, b=blocksize: ops.quantize_4bit(x, b, format, torch.uint8))
-            same(results, assert_equal)
-            packed, absmax = results[0][1]
+            results = by_isa(lambda x=x, b=blocksize: ops.quantize_4bit(x, b, format, torch.uint8))
+            agree(results)
+            packed, absmax = results["scalar"]
             for out in DTYPES:
                 arguments = (packed, absmax, NONE, NONE, NONE, blocksize, format, 1, n, out)
-                same(each_isa(lambda a=arguments: (ops.dequantize_4bit(*a),)), assert_equal)
+                agree(by_isa(lambda a=arguments: (ops.dequantize_4bit(*a),)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nested_and_8bit_bytes_are_equal(each_isa, assert_equal, dtype):
+def test_nested_and_8bit_bytes_are_equal(dtype):
     table = ops.table("dynamic")
     for blocksize in (64, 256, 4096):
         for n in SIZES:
             x = hostile(n, dtype, n - blocksize)
-            results = each_isa(lambda x=x, b=blocksize: ops.quantize_blockwise(x, table, NONE, b))
-            same(results, assert_equal)
-            back = (*results[0][1], table, NONE, blocksize, dtype)
-            same(each_isa(lambda a=back: (ops.dequantize_blockwise(*a),)), assert_equal)
+            results = by_isa(lambda x=x, b=blocksize: ops.quantize_blockwise(x, table, NONE, b))
+            agree(results)
+            back = (*results["scalar"], table, NONE, blocksize, dtype)
+            agree(by_isa(lambda a=back: (ops.dequantize_blockwise(*a),)))
     for n in (1, 640, 64 * 255, 64 * 257 + 5, 64 * 1000):
         packed, absmax = ops.quantize_4bit(torch.randn(n).to(dtype), 64, 0, torch.uint8)
         offset = absmax.mean()
-        results = each_isa(lambda a=absmax, o=offset: ops.quantize_blockwise(a, table, o, 256))
-        same(results, assert_equal)
-        code, absmax2 = results[0][1]
+        results = by_isa(lambda a=absmax, o=offset: ops.quantize_blockwise(a, table, o, 256))
+        agree(results)
+        code, absmax2 = results["scalar"]
         arguments = (packed, code, table, absmax2, offset, 64, 0, 1, n, dtype)
-        same(each_isa(lambda a=arguments: (ops.dequantize_4bit(*a),)), assert_equal)
+        agree(by_isa(lambda a=arguments: (ops.dequantize_4bit(*a),)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_blocks_of_nan_only(each_isa, dtype):
+def test_blocks_of_nan_only(dtype):
     """bitsandbytes' CUDA build: the scale of a whole block is where its maximum starts, of a short one 0; codes 0."""
     n, table = 64 + 5, ops.table("dynamic")
     x = torch.full((n,), torch.nan, dtype=dtype)
     scales = torch.tensor([-torch.finfo(torch.float32).max, 0.0])
     for format, first in ((0, torch.finfo(torch.float32).max), (1, -0.0)):
         values = torch.cat([torch.full((64,), first), torch.full((5,), 0.0 if format else -0.0)]).to(dtype)
-        for isa, (packed, absmax) in each_isa(lambda f=format: ops.quantize_4bit(x, 64, f, torch.uint8)):
+        for isa, (packed, absmax) in by_isa(lambda f=format: ops.quantize_4bit(x, 64, f, torch.uint8)).items():
             assert torch.equal(absmax, scales) and not packed.any(), isa
             out = ops.dequantize_4bit(packed, absmax, NONE, NONE, NONE, 64, format, 1, n, dtype)[0]
             assert torch.equal(out, values) and torch.equal(out.signbit(), values.signbit()), isa
-    for isa, (code, absmax) in each_isa(lambda: ops.quantize_blockwise(x, table, NONE, 64)):
+    for isa, (code, absmax) in by_isa(lambda: ops.quantize_blockwise(x, table, NONE, 64)).items():
         assert torch.equal(absmax, scales) and not code.any(), isa
 
 
@@ -114,29 +97,21 @@ def make_weight(N: int, K: int, nested: bool, blocksize: int = 64) -> tuple[torc
 
 @pytest.mark.parametrize("nested", (False, True))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_threads_do_not_change_bits(each_isa, assert_equal, dtype, nested):
-    threads = torch.get_num_threads()
+def test_threads_do_not_change_bits(dtype, nested):
+    for N, K in ((384, 512), (321, 130), (1, 4096)):
+        weight = make_weight(N, K, nested)
+        for M in (1, 4, 16, 17, 64):
+            x, dy = torch.randn(M, K, generator=torch.manual_seed(M)).to(dtype), torch.ones(M, N, dtype=dtype)
 
-    def run(N, K, M, weight):
-        x, dy = torch.randn(M, K, generator=torch.manual_seed(M)).to(dtype), torch.ones(M, N, dtype=dtype)
-        results = []
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            y = ops.linear_4bit(x, *weight, NONE, 64, 0, N, K)
-            results.append((str(count), (y, ops.linear_4bit_dgrad(dy, *weight, 64, 0, N, K))))
-        same(results, assert_equal)
+            def both(x=x, dy=dy, weight=weight, size=(N, K)):
+                y = ops.linear_4bit(x, *weight, NONE, 64, 0, *size)
+                return y, ops.linear_4bit_dgrad(dy, *weight, 64, 0, *size)
 
-    try:
-        for N, K in ((384, 512), (321, 130), (1, 4096)):
-            weight = make_weight(N, K, nested)
-            for M in (1, 4, 16, 17, 64):
-                each_isa(lambda s=(N, K, M, weight): run(*s))
-    finally:
-        torch.set_num_threads(threads)
+            by_isa(lambda both=both: agree(by_threads(both, 1, 2)))
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
-def test_a_biased_product_is_rounded_once(each_isa, dtype):
+def test_a_biased_product_is_rounded_once(dtype):
     """The nearest number of the dtype, but where float32 sums end beside a tie. A sum of a rounded product and the
     bias is another number in 29 of 100 places."""
     for N, K in ((256, 512), (1000, 330)):
@@ -147,54 +122,42 @@ def test_a_biased_product_is_rounded_once(each_isa, dtype):
             x = torch.randn(M, K).to(dtype)
             nearest = (x.double() @ w.T + bias.double()).to(dtype)
             arguments = (x, *weight, bias, 64, 0, N, K)
-            for isa, found in each_isa(lambda a=arguments: (ops.linear_4bit(*a), alone.linear_4bit(*a))):
+            for isa, found in by_isa(lambda a=arguments: (ops.linear_4bit(*a), alone.linear_4bit(*a))).items():
                 for y in found:
                     others = int((y != nearest).sum())
                     assert others <= 0.01 * y.numel(), (isa, N, K, M, f"{others} of {y.numel()}")
 
 
+def check_products(M, N, K, blocksize, nested, dtype):
+    """Both products on each instruction set within their bound of float64."""
+    weight = make_weight(N, K, nested, blocksize)
+    w = ops.dequantize_4bit(*weight, blocksize, 0, N, K, dtype).double()
+    x, dy, bias = torch.randn(M, K).to(dtype), torch.randn(M, N).to(dtype), torch.randn(N).to(dtype)
+
+    def call():
+        y = ops.linear_4bit(x, *weight, bias, blocksize, 0, N, K)
+        return y, ops.linear_4bit_dgrad(dy, *weight, blocksize, 0, N, K)
+
+    exact = (x.double() @ w.T + bias.double(), dy.double() @ w)
+    sizes = (x.double().abs() @ w.abs().T + bias.double().abs(), dy.double().abs() @ w.abs())
+    for isa, found in by_isa(call).items():
+        for one, expected, size, terms in zip(found, exact, sizes, (K, N), strict=True):
+            wrong = (one.double() - expected).abs() > cases.largest_error(expected, size, terms, dtype, False)
+            assert not wrong.any(), (isa, M, N, K, terms, wrong.nonzero()[:3].tolist())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_linear_is_within_its_bound_of_fp64(each_isa, dtype):
+def test_linear_is_within_its_bound_of_fp64(dtype):
     for N, K, blocksize in ((96, 256, 64), (50, 98, 64), (33, 320, 4096), (40, 96, 32)):
-        weight = make_weight(N, K, True, blocksize)
-        w = ops.dequantize_4bit(*weight, blocksize, 0, N, K, dtype).double()
-        bias = torch.randn(N).to(dtype)
         for M in (1, 3, 16, 40):
-            x, dy = torch.randn(M, K).to(dtype), torch.randn(M, N).to(dtype)
-            for isa, (y, dx) in each_isa(
-                lambda s=(x, dy, weight, bias, blocksize, N, K): (
-                    ops.linear_4bit(s[0], *s[2], s[3], s[4], 0, s[5], s[6]),
-                    ops.linear_4bit_dgrad(s[1], *s[2], s[4], 0, s[5], s[6]),
-                )
-            ):
-                size = x.double().abs() @ w.abs().T + bias.double().abs()
-                exact = x.double() @ w.T + bias.double()
-                allowed = cases.largest_error(exact, size, K, dtype, False)
-                assert ((y.double() - exact).abs() <= allowed).all(), (isa, N, K, M)
-                size, exact = dy.double().abs() @ w.abs(), dy.double() @ w
-                allowed = cases.largest_error(exact, size, N, dtype, False)
-                assert ((dx.double() - exact).abs() <= allowed).all(), (isa, N, K, M)
+            check_products(M, N, K, blocksize, True, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_column_is_written_over_another(each_isa, dtype):
+def test_no_column_is_written_over_another(dtype):
     """Panels of W whose last would be one row or column, which torch 2.10 stores in the wrong places of y or dx."""
     for N, K in ((65, 64), (321, 128), (128, 321), (1, 64), (64, 1), (2, 64), (1041, 32)):
-        weight = make_weight(N, K, False)
-        w = ops.dequantize_4bit(*weight, 64, 0, N, K, dtype).double()
-        x, dy, bias = torch.randn(64, K).to(dtype), torch.randn(64, N).to(dtype), torch.randn(N).to(dtype)
-        for isa, (y, dx) in each_isa(
-            lambda s=(x, dy, weight, bias, N, K): (
-                ops.linear_4bit(s[0], *s[2], s[3], 64, 0, s[4], s[5]),
-                ops.linear_4bit_dgrad(s[1], *s[2], 64, 0, s[4], s[5]),
-            )
-        ):
-            exact, size = x.double() @ w.T + bias.double(), x.double().abs() @ w.abs().T + bias.double().abs()
-            wrong = (y.double() - exact).abs() > cases.largest_error(exact, size, K, dtype, False)
-            assert not wrong.any(), (isa, N, K, wrong.nonzero()[:3].tolist())
-            exact, size = dy.double() @ w, dy.double().abs() @ w.abs()
-            wrong = (dx.double() - exact).abs() > cases.largest_error(exact, size, N, dtype, False)
-            assert not wrong.any(), (isa, N, K, wrong.nonzero()[:3].tolist())
+        check_products(64, N, K, 64, False, dtype)
 
 
 def run_script(script: str) -> str:

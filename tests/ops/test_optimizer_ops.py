@@ -8,6 +8,7 @@ import pytest
 import reference
 import torch
 from bitshard import _C, maps, ops
+from helpers.alike import agree, by_isa, by_threads
 from helpers.bytes import same_bytes
 
 NAMES = ("adam", "momentum", "rmsprop", "adagrad", "lion", "ademamix")
@@ -216,22 +217,12 @@ def test_it_trains(name, kind, device):
 # ---- equal bits ----
 
 
-def on_all(make, g: torch.Tensor, h: dict, steps: int = 3) -> list[tuple[torch.Tensor, ...]]:
-    """The tensors after some steps, for each instruction set."""
-    before, found = _C.isa(), []
-    for isa in _C.isas():
-        _C.set_isa(isa)
-        it = make()
-        for _ in range(steps):
-            it.step(g, h)
-        found.append(it.tensors())
-    _C.set_isa(before)
-    return found
-
-
-def assert_same(results: list[tuple[torch.Tensor, ...]]) -> None:
-    for other in results[1:]:
-        assert all(same_bytes(a, b) for a, b in zip(results[0], other, strict=True))
+def stepped(make, g: torch.Tensor, h: dict, steps: int = 3) -> tuple[torch.Tensor, ...]:
+    """The tensors after some steps."""
+    it = make()
+    for _ in range(steps):
+        it.step(g, h)
+    return it.tensors()
 
 
 def hostile(n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -249,10 +240,11 @@ def test_instruction_sets_agree(name, kind):
     variants = (*VARIANTS.values(), *BOUNDED.values())
     for (g_dtype, p_dtype), h, n in itertools.product(PAIRS, variants, (7, 1000 + 256, 20000)):
         g, p = inputs(n, g_dtype, p_dtype)
-        assert_same(on_all(lambda p=p: kind(name, p), g, h))
+        agree(by_isa(lambda p=p, g=g, h=h: stepped(lambda: kind(name, p), g, h)))
     for (g_dtype, p_dtype), h in itertools.product(PAIRS, variants):
         _, p = inputs(3000, g_dtype, p_dtype)
-        assert_same(on_all(lambda p=p: kind(name, p), hostile(3000, g_dtype), h))
+        g = hostile(3000, g_dtype)
+        agree(by_isa(lambda p=p, g=g, h=h: stepped(lambda: kind(name, p), g, h)))
 
 
 def near_midpoints(number: float) -> torch.Tensor:
@@ -287,7 +279,7 @@ def test_quotients_of_roots_agree(step):
         return it
 
     h = numbers(beta2=0.5, step=step, eps=0.0)
-    assert_same(on_all(make, torch.zeros(32 * len(roots)), h, steps=1))
+    agree(by_isa(lambda: stepped(make, torch.zeros(32 * len(roots)), h, steps=1)))
 
 
 @pytest.mark.parametrize("name", ["adam", "momentum"])
@@ -296,19 +288,18 @@ def test_threads_and_alignment_do_not_matter(name, kind):
     """The same bits with one and several threads, and at addresses that are multiples of the element only."""
     g, p = inputs(70001, torch.bfloat16, torch.float32)
     h = numbers(max_unorm=0.02, param_norm=3.0)
-    results, threads = [], torch.get_num_threads()
-    for count, shift in ((1, 0), (2, 0), (3, 1), (2, 3)):
-        torch.set_num_threads(count)
+
+    def shifted(shift):
         it = kind(name, p)
         for key, tensor in vars(it).items():
             if isinstance(tensor, torch.Tensor):
                 moved = torch.empty(tensor.numel() + shift, dtype=tensor.dtype)[shift:]
                 setattr(it, key, moved.copy_(tensor))
-        shifted = torch.empty(g.numel() + shift, dtype=g.dtype)[shift:].copy_(g)
-        it.step(shifted, h)
-        results.append(it.tensors())
-    torch.set_num_threads(threads)
-    assert_same(results)
+        it.step(torch.empty(g.numel() + shift, dtype=g.dtype)[shift:].copy_(g), h)
+        return it.tensors()
+
+    found = by_threads(lambda: shifted(0), 1, 2)
+    agree(found | by_threads(lambda: shifted(1), 3) | {"2, at 3": by_threads(lambda: shifted(3), 2)[2]})
 
 
 @pytest.mark.parametrize("map", ["linear", "equal", "unsorted", "nan", "no zero"])
@@ -330,14 +321,14 @@ def test_any_map(map):
         it.qmap1 = it.qmap2 = values
         return it
 
-    assert_same(on_all(make, g, numbers()))
+    agree(by_isa(lambda: stepped(make, g, numbers())))
 
 
 @pytest.mark.parametrize("blocksize", [32, 64, 1024, 4096])
 @pytest.mark.parametrize("name", ["ademamix", "lion"])
 def test_blocksizes(name, blocksize):
     g, p = inputs(9001, torch.float32, torch.bfloat16)
-    assert_same(on_all(lambda: Blocks(name, p, blocksize), g, numbers()))
+    agree(by_isa(lambda: stepped(lambda: Blocks(name, p, blocksize), g, numbers())))
 
 
 # ---- gradients that are no numbers, and parameters that are hardly there ----

@@ -8,6 +8,7 @@ import pytest
 import reference
 import torch
 from bitshard import _C, autograd, blockwise, functional, ops
+from helpers.alike import agree, by_isa, by_threads
 from helpers.drawn import assert_close, packed_weight, random_weight
 from torch.nn import functional as F
 
@@ -325,56 +326,41 @@ def test_not_contiguous(device):
     assert torch.equal(functional.quantize_blockwise(strided)[0], functional.quantize_blockwise(x)[0])
 
 
-def test_isas_agree(assert_equal):
+def test_isas_agree():
     """Every instruction set gives the same bits for what the format determines."""
     x = random_weight(4096 * 3 + 5, torch.bfloat16, torch.device("cpu"))
-    before, seen = _C.isa(), {}
-    try:
-        for isa in _C.isas():
-            _C.set_isa(isa)
-            packed, state = functional.quantize_nf4(x, compress_statistics=True)
-            seen[isa] = (packed, state.absmax, state.state2.absmax, functional.dequantize_4bit(packed, state))
-    finally:
-        _C.set_isa(before)
-    for results in seen.values():
-        for actual, expected in zip(results, seen["scalar"], strict=True):
-            assert_equal(actual, expected)
+
+    def call():
+        packed, state = functional.quantize_nf4(x, compress_statistics=True)
+        return packed, state.absmax, state.state2.absmax, functional.dequantize_4bit(packed, state)
+
+    agree(by_isa(call))
 
 
-def test_threads_agree(assert_equal):
+def test_threads_agree():
     """One thread and two give the same bits, also of the product."""
     packed, state, _ = packed_weight(300, 512, torch.device("cpu"), "nf4", True)
     x = torch.randn(33, 512, generator=torch.Generator().manual_seed(3)).bfloat16()
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            y = functional.linear_4bit(x, packed, state)
-            dx = ops.linear_4bit_dgrad(y, packed, *state.scales(), 64, 0, 300, 512)
-            results.append((functional.linear_4bit(x[:1], packed, state), y, dx))
-    finally:
-        torch.set_num_threads(before)
-    for one, two in zip(*results, strict=True):
-        assert_equal(one, two)
+
+    def call():
+        y = functional.linear_4bit(x, packed, state)
+        dx = ops.linear_4bit_dgrad(y, packed, *state.scales(), 64, 0, 300, 512)
+        return functional.linear_4bit(x[:1], packed, state), y, dx
+
+    agree(by_threads(call, 1, 2))
 
 
-def test_threads_quantize_alike(assert_equal):
+def test_threads_quantize_alike():
     """Also the offset of many scales, which torch's mean would add in another order."""
     x = random_weight(5_000_003, torch.bfloat16, torch.device("cpu"), seed=1)
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            packed, state = functional.quantize_nf4(x, compress_statistics=True)
-            code, state8 = functional.quantize_blockwise(x, blocksize=64, nested=True)
-            results.append((packed, *state.scales(), functional.dequantize_4bit(packed, state)))
-            results[-1] += (code, *state8.scales(), functional.dequantize_blockwise(code, state8))
-    finally:
-        torch.set_num_threads(before)
-    for one, two in zip(*results, strict=True):
-        assert_equal(one, two)
+
+    def call():
+        packed, state = functional.quantize_nf4(x, compress_statistics=True)
+        code, state8 = functional.quantize_blockwise(x, blocksize=64, nested=True)
+        values = functional.dequantize_4bit(packed, state), functional.dequantize_blockwise(code, state8)
+        return packed, *state.scales(), code, *state8.scales(), *values
+
+    agree(by_threads(call, 1, 2))
 
 
 @pytest.mark.parametrize("n", [1, 2, 100, 129, 1000, 4099, 7680, 7681, 32767, 32768, 100_001])

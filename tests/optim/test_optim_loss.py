@@ -28,11 +28,10 @@ def text():
 
 
 def model():
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=256, tie_word_embeddings=False, **sizes)
-    return transformers.LlamaForCausalLM(config)
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from helpers import tiny
+
+    return tiny.llama(vocab_size=256, intermediate_size=128, num_attention_heads=2)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fsdp.launch import WORKERS
 from fsdp.launch import run as run_worker
+from helpers import tiny
 
 pytest.importorskip("peft")
 pytest.importorskip("accelerate")
@@ -32,16 +33,7 @@ def job(tmp_path_factory):
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "model")
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tiny.llama(folder / "model", vocab_size=256, intermediate_size=192, num_key_value_heads=2)
     (folder / "text.txt").write_text(TEXT * 20)
     return folder
 

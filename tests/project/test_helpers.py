@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from bitshard import _C
+from helpers.alike import agree, by_isa, by_threads
 from helpers.bytes import as_bytes, same_bytes, wrong_bytes
 
 NAN = torch.tensor([0x7F81, 0x7FC0], dtype=torch.int16).view(torch.bfloat16)  # signalling, quiet
@@ -55,3 +57,18 @@ def test_a_report_names_the_first_wrong_element(assert_equal):
     wrong[1, 0] = wrong[1, 2] = 5
     with pytest.raises(AssertionError, match=r"2 of 6 wrong, first at \(1, 0\): tensor\(5.\), expected tensor\(0.\)"):
         assert_equal(wrong, torch.zeros(2, 3))
+
+
+def test_calls_on_every_instruction_set_and_number_of_threads():
+    """Each call sees its own, what was set before is set again, and one wrong bit is named."""
+    before = _C.isa(), torch.get_num_threads()
+    assert by_isa(_C.isa) == {isa: isa for isa in _C.isas()} and "scalar" in _C.isas()
+    assert by_threads(torch.get_num_threads, 1, 3) == {1: 1, 3: 3}
+    with pytest.raises(ZeroDivisionError):
+        by_threads(lambda: by_isa(lambda: 1 / 0), 2)
+    assert before == (_C.isa(), torch.get_num_threads())
+    agree({"scalar": (torch.zeros(3), torch.ones(2)), "other": [torch.zeros(3), torch.ones(2)]})
+    with pytest.raises(AssertionError, match="other against scalar, result 1: 1 of 2 wrong"):
+        agree({"scalar": (torch.zeros(3), torch.ones(2)), "other": (torch.zeros(3), torch.tensor([1.0, 2.0]))})
+    with pytest.raises(ValueError):
+        agree({"scalar": (torch.zeros(3),), "other": (torch.zeros(3), torch.zeros(3))})

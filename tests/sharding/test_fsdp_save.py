@@ -15,7 +15,7 @@ from bitshard.nn.linear import Linear4bit
 from bitshard.nn.parametrize import replace_parameter_4bit
 from bitshard.sharding.checkpoints import save
 from fsdp.launch import WORKERS, launch, run
-from helpers import upstream
+from helpers import tiny, upstream
 from helpers.bytes import same_bytes
 from safetensors.torch import load_file
 
@@ -205,10 +205,12 @@ def test_a_tensor_that_two_modules_share_has_both_names(tmp_path):
     assert same_bytes(found["0.weight"], found["1.weight"])
 
 
+SMALL = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
 def test_transformers_reads_what_was_saved_over_another_checkpoint(tmp_path):
     """In files of the usual names, then in files of names of one save, then in one file."""
-    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    model = tiny.llama(**SMALL)
     for size, usual in ((4096, True), (8192, False), ("1GB", True), (4096, False)):
         with torch.no_grad():
             model.lm_head.weight.add_(1)
@@ -222,9 +224,7 @@ def test_transformers_reads_what_was_saved_over_another_checkpoint(tmp_path):
 
 def test_tied_embeddings(tmp_path):
     """Saved once, as transformers does; twice, and no longer tied, where peft has trained a copy of the head."""
-    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True)
-    model = LlamaForCausalLM(config)
+    model = tiny.llama(**SMALL, tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "theirs")
     fsdp.save_pretrained(model, tmp_path / "ours")
     for name in ("model.safetensors", "config.json"):
@@ -301,8 +301,7 @@ class MoE(LlamaForCausalLM):
 
 
 def quantized_moe():
-    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    model = MoE(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    model = MoE(LlamaConfig(**SMALL))
     for name in ("up", "down"):
         replace_parameter_4bit(model.experts, name)
     return model
@@ -338,9 +337,7 @@ def test_an_adapter_on_a_4bit_stack_is_not_left_out(tmp_path):
 
 def tiny_lora(**options):
     """A tiny Llama under LoRA with values that are random."""
-    torch.manual_seed(1)
-    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    base = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    base = tiny.llama(seed=1, **SMALL | {"intermediate_size": 48, "num_hidden_layers": 2})
     for layer in base.model.layers:
         replaced = Linear4bit(32, 48, bias=False, quant_type="nf4", quant_storage=torch.bfloat16)
         replaced.load_state_dict(layer.mlp.up_proj.state_dict())

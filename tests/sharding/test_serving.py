@@ -16,23 +16,20 @@ from bitshard import fsdp
 from bitshard.sharding.checkpoints import dense, gathering
 from bitshard.transformers import FourBitConfig
 from fsdp.launch import WORKERS, accelerate_launch, run
-from helpers import moe
+from helpers import moe, tiny
 from helpers.bytes import same_bytes
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
-
-SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Files in 16 bits: a Llama with biases, one with tied embeddings, the five families of experts."""
     folder = tmp_path_factory.mktemp("dense")
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SMALL, attention_bias=True)).bfloat16().save_pretrained(folder / "llama")
-    LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=True)).bfloat16().save_pretrained(folder / "tied")
+    tiny.llama(folder / "llama", torch.bfloat16, attention_bias=True)
+    tiny.llama(folder / "tied", torch.bfloat16, tie_word_embeddings=True)
     for family in moe.FAMILIES:
         moe.model(family, 4, dtype=torch.bfloat16).save_pretrained(folder / family)
     return folder
@@ -165,9 +162,7 @@ def test_modules_without_transformers():
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_a_model_that_was_not_loaded(kind):
     """Made from its config, with names that files have and with others: every tensor that is announced comes."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=96, **sizes)
-    model = LlamaForCausalLM(config) if kind == "llama" else moe.model(kind, 4)
+    model = tiny.llama() if kind == "llama" else moe.model(kind, 4)
     weights = fsdp.dense_weights(model, dtype=torch.float32)
     found = dict(weights)
     assert list(found) == [name for name, _, _ in weights.metadata()] and len(found) > 10
@@ -249,9 +244,7 @@ def job(tmp_path_factory):
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
     fast.save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    sizes = {**SMALL, "vocab_size": 257, "num_key_value_heads": 2}
-    LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16().save_pretrained(folder / "model")
+    tiny.llama(folder / "model", torch.bfloat16, vocab_size=257, num_key_value_heads=2)
     lines = [json.dumps({"prompt": f"{i} and {i}", "answer": str(2 * i)}) for i in range(8)]
     (folder / "data.jsonl").write_text("\n".join(lines))
     return folder

@@ -14,10 +14,9 @@ from safetensors.torch import load_file
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from helpers import upstream  # noqa: E402
+from helpers import tiny, upstream  # noqa: E402
 from helpers.bytes import same_bytes  # noqa: E402
 from original import upstream_checkpoints as cases  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 SCRIPT = Path(cases.__file__)
 LAYERS = {name: case for name, *case in cases.layer_cases()}
@@ -37,19 +36,9 @@ def folders(tmp_path_factory):
     place = {name: root / name for name in names}
     for path in place.values():
         path.mkdir()
-    torch.manual_seed(0)
-    config = LlamaConfig(  # the original's CPU forward wants N in multiples of 32 and K in multiples of the blocksize
-        vocab_size=128,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(place["dense"])
+    # the original's CPU forward wants N in multiples of 32 and K in multiples of the blocksize
+    sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1}
+    tiny.llama(place["dense"], torch.bfloat16, num_key_value_heads=2, initializer_range=0.2, **sizes)
     upstream.run(SCRIPT, "write", str(place["theirs"]), str(place["dense"]))
     cases.write(place["ours"], place["dense"])
     upstream.run(SCRIPT, "read", str(place["ours"]), str(place["theirs_from_ours"]))

@@ -102,14 +102,13 @@ def check_embedding_state_dicts(device, args):
 def check_embedding_load(device, args):
     """`fsdp.load` keeps embedding and head in one unit, exact, and writes them again, in 4 and 8 bits."""
     from bitshard.transformers import FourBitConfig
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from helpers import tiny
+    from transformers import AutoModelForCausalLM
 
     folder = Path(args.dir, f"tied{dist.get_world_size()}")
     sizes = {"vocab_size": 91, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     if dist.get_rank() == 0:
-        torch.manual_seed(0)
-        config = LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True)
-        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+        tiny.llama(folder, torch.bfloat16, **sizes, num_attention_heads=2, tie_word_embeddings=True)
     dist.barrier()
     for bits in (4, 8):
         quantization = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parents[1]))
 from common import Spy, as_bytes, same_bytes, wrong_bytes  # noqa: E402, F401
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from helpers import tiny  # noqa: E402
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
 VOCABULARY = 96
@@ -37,20 +38,8 @@ def name_of(storage, nested, dtype):
 
 def make_dense(folder):
     """A Llama in fp32 whose query rows 2 and 3 ranks divide between blocks, unlike its MLP of 173 rows and columns."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=96,
-        intermediate_size=173,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attention_bias=True,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 96, "intermediate_size": 173, "num_key_value_heads": 2}
+    tiny.llama(folder, attention_bias=True, initializer_range=0.1, pad_token_id=0, **sizes)
 
 
 def quantization(storage="uint8", nested=True):

@@ -12,6 +12,7 @@ import faults
 import torch
 import torch.distributed as dist
 from bitshard import fsdp
+from helpers import tiny
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import fsdp_auto_wrap_policy
@@ -40,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False}
@@ -133,9 +134,7 @@ def check_dense_and_tied(folder):
     """Without 4-bit weights, and with a head that is the embeddings, which no file has twice; from a config, too."""
     target = f"{folder}/tied{world()}"
     if rank() == 0:
-        config = LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
-        config.num_attention_heads, config.num_key_value_heads, config.tie_word_embeddings = 4, 4, True
-        LlamaForCausalLM(config).save_pretrained(target)
+        tiny.llama(target, hidden_size=32, intermediate_size=64, num_hidden_layers=1, tie_word_embeddings=True)
     dist.barrier()
     whole = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     model = fsdp.load(whole.config, [f"{target}/model.safetensors"], dtype=torch.float32, progress=False)
@@ -192,9 +191,7 @@ def check_memory(folder):
     """What a rank has made at once while loading is its shard and less than one dense layer, of ten times its size."""
     target, layers = f"{folder}/deep{world()}", 12
     if rank() == 0:
-        config = LlamaConfig(vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=layers)
-        config.num_attention_heads, config.num_key_value_heads = 4, 4
-        LlamaForCausalLM(config).save_pretrained(target)
+        tiny.llama(target, vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=layers)
     dist.barrier()
     layer = sum(p.numel() * 4 for p in AutoModelForCausalLM.from_pretrained(target).model.layers[0].parameters())
     settings = {"dtype": torch.float32, "quantization_config": quantization()}

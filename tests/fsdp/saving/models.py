@@ -7,10 +7,10 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "parts"))
 from bitshard.functional import dequantize_4bit  # noqa: E402
+from helpers import tiny  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from shared import DTYPES, linears, load, load_from, name_of  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 CELLS = [("uint8", True, "bf16"), ("bf16", False, "fp32"), ("fp32", True, "bf16")]
 LIMIT = 30_000  # bytes of a file: the base takes several, and its largest tensor is smaller
@@ -58,18 +58,8 @@ def dense_of(folder, cell):
 
 def make_wide(folder):
     """A dense model whose 4-bit layers are most of it, so that what is held at a time can be told from the rest."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=384,
-        intermediate_size=768,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(f"{folder}/wide/dense")
+    sizes = {"vocab_size": 128, "hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 5}
+    tiny.llama(f"{folder}/wide/dense", torch.bfloat16, pad_token_id=0, **sizes)
 
 
 def write_reference(folder, cell, kind="none", what="4bit", limit=LIMIT):
