@@ -17,7 +17,7 @@ def test_each_file_loads_and_runs(results, case):
 
 
 def test_verdict_about_native_kernels_is_the_original_s(results):
-    """On a CPU both say no; on GPUs tests/tools/on_gpu.py asks."""
+    """On a CPU both say no; on GPUs benchmarks/checks/tools/on_gpu.py asks."""
     assert results[OURS]["check"] == results[THEIRS]["check"]
 
 

@@ -15,7 +15,7 @@ adapter: qlora
 lora_r: 8
 lora_alpha: 16
 lora_target_linear: true
-lora_mlp_kernel: false  # its kernels need a GPU: tests/tools/on_gpu.py
+lora_mlp_kernel: false  # its kernels need a GPU: benchmarks/checks/tools/on_gpu.py
 lora_qkv_kernel: false
 lora_o_kernel: false
 datasets: [{path: rows.json, ds_type: json, type: completion}]

@@ -1,8 +1,8 @@
 """Put what on_gpu.py and on_gpu_unsloth.py need of the tools into one folder, to carry to a machine with GPUs.
 
-python tests/tools/pack_gpu.py [FOLDER]             .cache/tools-gpu, some MB: sources only, in one archive
-python tests/tools/pack_gpu.py --upstream cuda130   the original too, with its library for that CUDA version only
-python tests/tools/pack_gpu.py --whole 3.12         what unsloth's trainer imports, for that Python: on_gpu_unsloth.py
+    python benchmarks/checks/tools/pack_gpu.py [FOLDER]             # .cache/tools-gpu, some MB: sources only, one archive
+    python benchmarks/checks/tools/pack_gpu.py --upstream cuda130   # the original too, its library for that CUDA version
+    python benchmarks/checks/tools/pack_gpu.py --whole 3.12         # what unsloth's trainer imports, for that Python
 """
 
 import argparse
@@ -13,10 +13,10 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-import fetch
+TESTS = Path(__file__).resolve().parents[3] / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "tools")]
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+import fetch  # noqa: E402
 from helpers import upstream  # noqa: E402
 
 PACKAGES = {"axolotl": ("axolotl", "addict"), "unsloth": ("unsloth", "unsloth_zoo", "unsloth_zoo_downloads")}

@@ -1,6 +1,6 @@
 """unsloth as users start it, on a GPU: bitshard's `bitsandbytes` beside the original, one table.
 
-    python tests/tools/on_gpu_unsloth.py --pack .cache/tools-gpu [--out result.json] [--steps 8] [--layers 16] ...
+    python benchmarks/checks/tools/on_gpu_unsloth.py --pack .cache/tools-gpu [--out FILE] [--steps 8] [--layers 16] ...
 
 The pack is what `pack_gpu.py --upstream cuda130 --whole 3.12` made. FastLanguageModel.from_pretrained on a Llama with
 random weights, get_peft_model and some steps of SFTTrainer, each package in a process of its own and one after the
@@ -18,7 +18,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+WORKERS = Path(__file__).resolve().parents[3] / "tests" / "tools" / "workers"
 BOTH = ("bitshard", "bitsandbytes")
 SIZES = {"hidden": 2048, "intermediate": 5632, "layers": 16, "heads": 16, "vocabulary": 4096, "length": 512}
 LIMIT = 240  # seconds of a process
@@ -34,13 +34,13 @@ def run(which: str, args: argparse.Namespace, folder: Path) -> dict:
     """What the worker found with one of the two packages, or {"error": the end of what it printed}."""
     theirs = [str(args.upstream or folder / "upstream")] if which == "bitsandbytes" else []
     given = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    path = [*theirs, str(folder / "tools"), str(folder / "whole"), str(HERE / "workers"), *given]
+    path = [*theirs, str(folder / "tools"), str(folder / "whole"), str(WORKERS), *given]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1", "BITSHARD_PLUGIN": "0"}
     env |= {"UNSLOTH_DISABLE_STATISTICS": "1", "TOKENIZERS_PARALLELISM": "false"}
     env |= {"TRITON_CACHE_DIR": str(folder / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     out = folder / which
     out.mkdir()
-    command = [sys.executable, str(HERE / "workers" / "unsloth_whole.py"), "--out", str(out), "--rate", "1e-3"]
+    command = [sys.executable, str(WORKERS / "unsloth_whole.py"), "--out", str(out), "--rate", "1e-3"]
     command += ["--model", str(folder / "model"), "--dtype", args.dtype, "--steps", str(args.steps)]
     for name in SIZES:
         command += [f"--{name}", str(getattr(args, name))]

@@ -1,6 +1,6 @@
 """axolotl's and unsloth's own files on a GPU, with bitshard's `bitsandbytes` and with the original, one table.
 
-    python tests/tools/on_gpu.py --pack .cache/tools-gpu [--upstream FOLDER] [--out result.json] [--only NAME,...]
+    python benchmarks/checks/tools/on_gpu.py --pack .cache/tools-gpu [--upstream FOLDER] [--out FILE] [--only NAME,...]
 
 The pack is what pack_gpu.py made. Without --upstream the original is taken from the pack, where it is in there. Each
 part runs in processes of its own, both packages at a time, 120 s at most; whatever fails is a row with its error.
@@ -18,7 +18,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+WORKERS = Path(__file__).resolve().parents[3] / "tests" / "tools" / "workers"
 BOTH = ("bitshard", "bitsandbytes")
 LIMIT = 120  # seconds of a part
 # name: the tool on the path, how many processes, variables of the environment
@@ -51,7 +51,7 @@ def start(name: str, which: str, args: argparse.Namespace, folder: Path) -> subp
     processes = min(processes, max(torch.cuda.device_count(), 1)) if torch.cuda.is_available() else processes
     theirs = [str(args.upstream.resolve())] if which == "bitsandbytes" else []
     given = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    path = [*theirs, str(folder / "tools"), str(HERE / "workers"), *given]
+    path = [*theirs, str(folder / "tools"), str(WORKERS), *given]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1", "BITSHARD_PLUGIN": "0"} | extra
     env |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "4", "TRITON_CACHE_DIR": str(folder / which)}
     command = [sys.executable]
