@@ -96,6 +96,8 @@ def _check_int8(packed: Tensor, state: QuantState, where: str) -> None:
 def check_there(packed: Tensor, state: QuantState, where: str) -> None:
     """ValueError where FSDP1 has freed the memory of packed bytes."""
     missing = packed.numel() < state.packed_elements(packed.element_size())
+    if torch._C._functorch.is_functorch_wrapped_tensor(packed):  # by jvp, of what has memory
+        packed = torch._C._functorch.get_unwrapped(packed)
     if state.shape.numel() > 0 and (missing or packed.untyped_storage().nbytes() == 0):
         raise ValueError(
             f"{where}: FSDP1 has freed this packed weight of {list(state.shape)}, as it does after a module's forward, "

@@ -2,7 +2,64 @@
 
 import cases
 import torch
-from bitshard import functional, ops
+from bitshard import functional, int8, ops
+from bitshard.kinds import INT8
+from bitshard.matmul_int8 import RowScales
+from bitshard.products import matmul
+
+KINDS = ("nf4", "fp4", "stack", "int8")  # nested scales, plain ones, experts, rows of int8
+EXPERTS = 3
+
+
+class Weight:
+    """A random packed weight [N, K] of a kind (a stack: [E, N, K]), its values in float64, and its product both ways.
+
+    offs(rows): where the rows of each expert of a stack end: one has none, and the last row is no expert's.
+    """
+
+    def __init__(self, kind: str, N: int = 96, K: int = 130, device="cpu"):
+        self.kind, self.N, self.K = kind, N, K
+        shape = (EXPERTS, N, K) if kind == "stack" else (N, K)
+        w = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(device)
+        if kind == "stack":
+            self.packed, self.state = functional.quantize_experts_4bit(w, compress_statistics=True)
+        elif kind == "int8":
+            self.packed, scales, _ = int8.quantize(w)
+            self.state = RowScales(scales, w.shape, INT8)
+            self.values = int8.dequantize(self.packed, scales, N, K, torch.float32).double()
+        else:
+            settings = {"compress_statistics": kind == "nf4", "quant_type": kind}
+            self.packed, self.state = functional.quantize_4bit(w, **settings)
+        if kind != "int8":
+            self.values = functional.dequantize_4bit(self.packed, self.state).double()
+
+    def offs(self, rows: int):
+        """int32 [E], or None for what is no stack."""
+        ends = [rows // 3, rows // 3, max(rows - 1, 0)]
+        return torch.tensor(ends, dtype=torch.int32, device=self.packed.device) if self.kind == "stack" else None
+
+    def drawn(self, *shape: int, seed: int = 0, dtype=torch.float32):
+        """Random numbers where the weight is."""
+        generator = torch.Generator().manual_seed(seed + sum(shape))
+        return torch.randn(shape, generator=generator).to(self.packed.device, dtype)
+
+    def bias(self, dtype=torch.float32):
+        return self.drawn(*self.values.shape[:-1], seed=1, dtype=dtype)
+
+    def product(self, x, bias=None, out=None):
+        """What is tested."""
+        return matmul(x, self.packed, self.state, bias, out, self.offs(x.shape[0] if x.dim() else 0))
+
+    def exact(self, x, bias=None):
+        """The same of the values, in the dtype of x; rows of no expert are zeros."""
+        w, linear = self.values.to(x.dtype), torch.nn.functional.linear
+        if self.kind != "stack":
+            return linear(x, w, bias)
+        begin, parts = 0, []
+        for e, end in enumerate(self.offs(x.shape[0]).tolist()):
+            parts.append(linear(x[begin:end], w[e], None if bias is None else bias[e]))
+            begin = end
+        return torch.cat([*parts, x.new_zeros(x.shape[0] - begin, self.N)])
 
 
 def random_weight(n: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:

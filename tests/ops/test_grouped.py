@@ -213,30 +213,6 @@ def test_what_sum_by_token_refuses():
             ops.sum_by_token(*given)
 
 
-def test_gradients():
-    _, packed, state = stack(5, 48, 64, torch.float32)
-    weights = functional.dequantize_4bit(packed, state)
-    x, offs = rows(5, 64, torch.float32)
-    bias = torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
-    given = [t.clone().requires_grad_() for t in (x, bias)]
-    y = autograd.grouped_matmul_4bit(given[0], offs, packed, state, given[1])
-    others = [t.double().clone().requires_grad_() for t in (x, bias)]
-    expert = torch.searchsorted(offs, torch.arange(len(x), dtype=torch.int32), right=True)
-    inside = (expert < 5).unsqueeze(1)
-    w = torch.cat([weights.double(), torch.zeros(1, 48, 64)])[expert]
-    expected = torch.einsum("sk,snk->sn", others[0], w) + torch.cat([others[1], torch.zeros(1, 48)])[expert] * inside
-    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
-    (dx, db), (ex, eb) = (
-        torch.autograd.grad((t / 8).pow(3).sum(), g, create_graph=True) for t, g in ((y, given), (expected, others))
-    )
-    for a, b in ((dx, ex), (db, eb)):
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
-    second, of = (torch.autograd.grad(d.square().sum(), g[0])[0] for d, g in ((dx, given), (ex, others)))
-    torch.testing.assert_close(second.double(), of, rtol=1e-4, atol=1e-4)
-    assert dx[offs[-1] :].count_nonzero() == 0
-    assert not autograd.grouped_matmul_4bit(x, offs, packed, state).requires_grad
-
-
 MISTAKES = [
     ({"x": torch.zeros(4, 65)}, ValueError, r"\[4, 65\], a stack of \[3, 32, 64\] needs \[S, 64\]"),
     ({"x": torch.zeros(4, 1, 64)}, ValueError, r"\[4, 1, 64\]"),

@@ -1,8 +1,8 @@
 """Put what on_gpu.py and on_gpu_unsloth.py need of the tools into one folder, to carry to a machine with GPUs.
 
-    python benchmarks/checks/tools/pack_gpu.py [FOLDER]             # .cache/tools-gpu, some MB: sources only, one archive
-    python benchmarks/checks/tools/pack_gpu.py --upstream cuda130   # the original too, its library for that CUDA version
-    python benchmarks/checks/tools/pack_gpu.py --whole 3.12         # what unsloth's trainer imports, for that Python
+python benchmarks/checks/tools/pack_gpu.py [FOLDER]             # .cache/tools-gpu: sources only one archive
+python benchmarks/checks/tools/pack_gpu.py --upstream cuda130   # the original too, with its library for that
+python benchmarks/checks/tools/pack_gpu.py --whole 3.12         # what unsloth's trainer imports, for that Python
 """
 
 import argparse
