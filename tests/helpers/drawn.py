@@ -1,5 +1,7 @@
 """Random weights, packed, for tests of products; and how near to its reference a product must be."""
 
+import copy
+
 import cases
 import torch
 from bitshard import functional, int8, ops
@@ -26,12 +28,19 @@ class Weight:
         elif kind == "int8":
             self.packed, scales, _ = int8.quantize(w)
             self.state = RowScales(scales, w.shape, INT8)
-            self.values = int8.dequantize(self.packed, scales, N, K, torch.float32).double()
         else:
-            settings = {"compress_statistics": kind == "nf4", "quant_type": kind}
+            storage = {"nf4": torch.uint8, "fp4": torch.bfloat16}[kind]
+            settings = {"compress_statistics": kind == "nf4", "quant_type": kind, "quant_storage": storage}
             self.packed, self.state = functional.quantize_4bit(w, **settings)
-        if kind != "int8":
-            self.values = functional.dequantize_4bit(self.packed, self.state).double()
+        self.values = self.decoded(torch.float32).double()
+
+    def decoded(self, dtype):
+        """The weight in a dtype, as products with x of that dtype see it."""
+        if self.kind == "int8":
+            return int8.dequantize(self.packed, self.state.absmax, self.N, self.K, dtype)
+        state = copy.copy(self.state)
+        state.dtype = dtype
+        return functional.dequantize_4bit(self.packed, state)
 
     def offs(self, rows: int):
         """int32 [E], or None for what is no stack."""
@@ -50,16 +59,16 @@ class Weight:
         """What is tested."""
         return matmul(x, self.packed, self.state, bias, out, self.offs(x.shape[0] if x.dim() else 0))
 
-    def exact(self, x, bias=None):
-        """The same of the values, in the dtype of x; rows of no expert are zeros."""
-        w, linear = self.values.to(x.dtype), torch.nn.functional.linear
+    def exact(self, x, bias=None, w=None):
+        """The same of the values, or of `w`, in the dtype of x; rows of no expert are zeros."""
+        w, linear = (self.values if w is None else w).to(x.dtype), torch.nn.functional.linear
         if self.kind != "stack":
             return linear(x, w, bias)
         begin, parts = 0, []
         for e, end in enumerate(self.offs(x.shape[0]).tolist()):
             parts.append(linear(x[begin:end], w[e], None if bias is None else bias[e]))
             begin = end
-        return torch.cat([*parts, x.new_zeros(x.shape[0] - begin, self.N)])
+        return torch.cat([*parts, x.new_zeros(x.shape[0] - begin, w.shape[-2])])
 
 
 def random_weight(n: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:

@@ -279,18 +279,6 @@ def test_all_columns_may_be_outliers(device):
     assert torch.equal(infinite, ops.linear_int8(x.to(device), codes, absmax, NONE.to(device), 0.0, 33, 65))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("M, N, K", [*LINEAR, (260, 65, 130)])
-def test_gradient(device, dtype, M, N, K):
-    dy, (codes, absmax, decoded) = rows(M, N, dtype), weight_of(N, K, device)
-    dx = ops.linear_int8_dgrad(dy.to(device), codes, absmax, N, K)
-    exact = reference.linear_int8_dgrad(dy, decoded)
-    magnitude = dy.double().abs() @ decoded.double().abs()
-    assert dx.shape == (M, K) and dx.dtype == dtype
-    own = device.type == "cuda"
-    assert ((dx.cpu().double() - exact).abs() <= largest_error(exact, magnitude, N + 8, dtype, own)).all()
-
-
 @pytest.mark.parametrize("M", [1, 20])
 def test_a_row_that_is_no_number_spoils_no_other(device, M):
     codes, absmax, _ = weight_of(33, 70, device)

@@ -11,7 +11,7 @@ import torch
 from bitshard import autograd, matmul_4bit
 from bitshard.kinds import INT8
 from bitshard.products import matmul
-from cases import DTYPES
+from cases import DTYPES, LINEAR, LINEAR_BOUND
 from helpers.drawn import KINDS, Weight
 from torch.autograd import forward_ad
 
@@ -22,13 +22,13 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_gpu)])
-def device(request):
+def place(request):
     return request.param
 
 
 @pytest.fixture(params=KINDS)
-def weight(request, device):
-    return Weight(request.param, N, K, device)
+def weight(request, place):
+    return Weight(request.param, N, K, place)
 
 
 def close(found, expected, weight, rows, dtype=torch.float32):
@@ -47,6 +47,35 @@ def twins(*tensors):
         [None if t is None else t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad) for t in tensors]
         for dtype in (None, torch.float64)
     ]
+
+
+# A stack has whole blocks in each expert; rows that int8 codes have test_int8_ops.py.
+BOUNDED = [(k, d, s) for k in KINDS for d in ("forward", "gradient") for s in (*LINEAR, (260, 65, 130))]
+BOUNDED = [(k, d, s) for k, d, s in BOUNDED if k != "stack" or s[1] * s[2] % 64 == 0]
+BOUNDED = [(k, d, s) for k, d, s in BOUNDED if (k, d) != ("int8", "forward") or s[0] <= FEW]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind, direction, shape", BOUNDED)
+def test_within_the_bound_of_fp64(device, kind, direction, shape, dtype):
+    """|y - exact| <= bound * sqrt(sum of squared products) + one rounding of y; strided, expanded x, and a bias."""
+    if (kind, direction, device.type) == ("int8", "forward", "cuda"):
+        pytest.skip("which rows are coded differs there: tests/gpu/test_cuda_int8.py")
+    rows, n, k = shape
+    weight, forward = Weight(kind, n, k, device), direction == "forward"
+    w = weight.decoded(dtype).double()
+    x, w = weight.drawn(rows, k if forward else n, dtype=dtype), w if forward else w.transpose(-1, -2)
+    limits, offs = torch.finfo(dtype), weight.offs(rows)
+    cases = [(x, None), (torch.stack([x, x], -1)[..., 0], None), (x[:1].expand(rows, -1), None)]
+    for given, bias in [*cases, (x, weight.bias(dtype))] if forward else cases:
+        arguments = (given, weight.packed, weight.state)
+        y = weight.state.kind.product(*arguments, bias, offs, 0.0) if forward else None
+        y = weight.state.kind.gradient(*arguments, offs) if y is None else y
+        b = None if bias is None else bias.double()
+        exact = weight.exact(given.double(), b, w)
+        size = weight.exact(given.double().square(), None if b is None else b.square(), w.square()).sqrt()
+        wrong = (y.double() - exact).abs() > LINEAR_BOUND[dtype] * size + limits.eps * exact.abs() + limits.tiny
+        assert y.dtype is dtype and y.shape == exact.shape and not wrong.any(), (int(wrong.sum()), bias is not None)
 
 
 @pytest.mark.parametrize("rows", [1, FEW, MANY])
@@ -73,8 +102,8 @@ def test_forward_and_gradients(weight, dtype, rows):
 
 @pytest.mark.parametrize("shape", [(K,), (2, FEW, K), (2, MANY, K)])
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_leading_dimensions(kind, shape, device):
-    weight = Weight(kind, N, K, device)
+def test_leading_dimensions(kind, shape, place):
+    weight = Weight(kind, N, K, place)
     x, bias = weight.drawn(*shape).requires_grad_(), weight.bias().requires_grad_()
     grad = weight.drawn(*shape[:-1], N)
     ours, flat = twins(x, bias)[0], twins(x.reshape(-1, K), bias)[0]
@@ -215,10 +244,10 @@ def test_kinds_say_what_multiplies(weight, monkeypatch):
     assert called == [5, 3] and not x.grad.any()
 
 
-def test_the_functions_of_4bit_weights_are_this_one(device):
+def test_the_functions_of_4bit_weights_are_this_one(place):
     """`matmul_4bit` and `grouped_matmul_4bit`: the same bits, forward and backward."""
     for kind in ("nf4", "stack"):
-        weight = Weight(kind, N, K, device)
+        weight = Weight(kind, N, K, place)
         ours, theirs = (twins(weight.drawn(MANY, K).requires_grad_(), weight.bias().requires_grad_())[0] for _ in "12")
         named = (
             matmul_4bit(theirs[0], weight.packed, weight.state, bias=theirs[1])
@@ -231,8 +260,8 @@ def test_the_functions_of_4bit_weights_are_this_one(device):
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_a_threshold_is_of_int8_alone(device):
-    weight = Weight("int8", N, K, device)
+def test_a_threshold_is_of_int8_alone(place):
+    weight = Weight("int8", N, K, place)
     x = weight.drawn(42, K)
     x[:, 5] = 50.0
     found = matmul(x, weight.packed, weight.state, threshold=6.0)

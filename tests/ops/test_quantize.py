@@ -9,7 +9,7 @@ import reference
 import torch
 from bitshard import _C, autograd, blockwise, functional, ops
 from helpers.alike import agree, by_isa, by_threads
-from helpers.drawn import assert_close, packed_weight, random_weight
+from helpers.drawn import packed_weight, random_weight
 from torch.nn import functional as F
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "golden.npz"
@@ -202,41 +202,6 @@ def test_blockwise(device, n, dtype, assert_equal):
         assert_codes(code.cpu().long(), expected, v, reference.thresholds(map))
         values = ops.dequantize_blockwise(code, absmax, map.to(device), none, blocksize, torch.float32)
         assert_equal(values, reference.dequantize_blockwise(code.cpu(), absmax.cpu(), map, offset, blocksize))
-
-
-@pytest.mark.parametrize("shape", cases.LINEAR, ids=str)
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_linear_4bit(device, shape, dtype):
-    M, N, K = shape
-    for quant_type, nested, storage in (("nf4", True, torch.uint8), ("fp4", False, torch.bfloat16)):
-        packed, state, decode = packed_weight(N, K, device, quant_type, nested, storage)
-        x = torch.randn(M, K, generator=torch.Generator().manual_seed(1)).to(device=device, dtype=dtype)
-        bias = torch.randn(N, generator=torch.Generator().manual_seed(2)).to(device=device, dtype=dtype)
-        for b in (None, bias):
-            y = functional.linear_4bit(x, packed, state, b)
-            assert y.dtype is dtype and y.shape == (M, N)
-            weight = decode(dtype)
-            assert_close(y, reference.linear_4bit(x, weight, b), x, weight.T, b)
-        stride = torch.stack([x, x], dim=-1)[..., 0]  # not contiguous: for the op, which on CUDA has another GEMM
-        y = functional.linear_4bit(stride, packed, state)
-        assert_close(y, reference.linear_4bit(x, weight, None), x, weight.T)
-        arguments = (packed, *state.scales(), ops.empty(device), 64, ops.FORMATS[quant_type], N, K)
-        assert torch.equal(y, ops.linear_4bit(x, *arguments))
-
-
-@pytest.mark.parametrize("shape", cases.LINEAR, ids=str)
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_linear_4bit_dgrad(device, shape, dtype):
-    M, N, K = shape
-    for quant_type, nested, storage in (("nf4", True, torch.uint8), ("fp4", False, torch.bfloat16)):
-        packed, state, decode = packed_weight(N, K, device, quant_type, nested, storage)
-        dy = torch.randn(M, N, generator=torch.Generator().manual_seed(1)).to(device=device, dtype=dtype)
-        dx = ops.linear_4bit_dgrad(dy, packed, *state.scales(), 64, ops.FORMATS[quant_type], N, K)
-        weight = decode(dtype)
-        assert_close(dx, reference.linear_4bit_dgrad(dy, weight), dy, weight)
-        expanded = dy[:1].expand(M, N)
-        wide = ops.linear_4bit_dgrad(expanded, packed, *state.scales(), 64, ops.FORMATS[quant_type], N, K)
-        assert_close(wide, reference.linear_4bit_dgrad(expanded, weight), expanded, weight)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
