@@ -28,47 +28,31 @@ namespace {
 
 template <typename T, int TOKEN_TILES, int UNITS, scale_kind KIND>
 __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
-  constexpr int PIECES = UNITS / BSH_PIECE_UNITS;
-  constexpr int SLOTS = bsh::SLOTS<TOKEN_TILES>;
+  using codes = codes_4bit<T, TOKEN_TILES, UNITS, KIND>;
   extern __shared__ __align__(1024) char memory[];
-  const shared_layout shared = lay_out<TOKEN_TILES>(memory);
+  const gemv_memory shared = memory_of<TOKEN_TILES>(memory);
   const place p = find_place<UNITS>(args);
 
   // Before the wait: constants, and hints about what will be read.
-  const weight_loader<PIECES, SLOTS> stream(args, p, shared.ring);
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-    if (i / PIECES < p.steps) stream.prefetch(p.tile(i / PIECES), i % PIECES);
+  const typename codes::loader stream(args, p, shared.ring);
+  stream.prefetch(p);
   build_table<T>(shared.table, args.format);
   wait_for_earlier_kernels();
   let_later_kernels_start();
 
-#pragma unroll
-  for (int i = 0; i < SLOTS - 1; i++) {
-    if (i / PIECES < p.steps) stream.start(p.tile(i / PIECES), i % PIECES, i * PIECE_BYTES);
-    cp_async_commit();
-  }
+  stream.begin(p);
   const float map_value = args.absmax == nullptr ? args.absmax_map[threadIdx.x & 255] : 0.f;
-  const float offset = args.absmax == nullptr ? *args.offset : 0.f;
-  scale_loader<PIECES, KIND> scales;
-  scales.locate(args, p);
-  scales.fetch(args, p.tile(0));
+  codes w(args, p, shared.map, args.absmax == nullptr ? *args.offset : 0.f);
   uint32_t x[UNITS][TOKEN_TILES][8];
   load_x<TOKEN_TILES, UNITS>(x, args, p);
   if (threadIdx.x < 256) shared.map[threadIdx.x] = map_value;
   if (args.absmax == nullptr)
     for (int i = threadIdx.x + blockDim.x; i < 256; i += blockDim.x) shared.map[i] = args.absmax_map[i];
   __syncthreads();
+  w.begin(p, shared);
 
-  walk<T, TOKEN_TILES, UNITS, KIND>(args, p, shared, stream, scales, x, offset, 0, meet_blocks<T, TOKEN_TILES>{});
-#if __CUDA_ARCH__ >= 900
-  if (args.cut.k_splits > 1) {
-    cluster_sync();
-    join_splits<TOKEN_TILES>(args, p.tile_begin, p.split * blockDim.x + threadIdx.x,
-                             (p.tile_end - p.tile_begin) * TOKEN_TILES * 128, args.cut.k_splits * blockDim.x,
-                             store_sum<T>{args});
-  }
-#endif
+  multiply_tiles<codes, TOKEN_TILES>(args, p, shared.sums, stream, w, x, 0, hand_on<TOKEN_TILES, store_sum<T>>{});
+  join_cluster<TOKEN_TILES, store_sum<T>>(args, p);
 }
 
 } // namespace

@@ -50,11 +50,11 @@ template <int TOKEN_TILES> struct waiting_sums {
 };
 
 // What becomes of an element's sums of one part of K: those of all parts are added in their order, by one thread.
-template <typename T, int TOKEN_TILES> struct meet_parts {
+template <typename T, int TOKEN_TILES> struct add_parts {
   waiting_sums<TOKEN_TILES> sums;
   __device__ __forceinline__ void operator()(const bsh_fused_args &args, const place &p, int tile, int e,
                                              const float *from) const {
-    float sum = met_sum<TOKEN_TILES>(args, from);
+    float sum = sum_of_warps<TOKEN_TILES>(args, from);
     float &waiting = sums.at((tile - p.tile_begin) * (TOKEN_TILES * 128) + e);
     if (p.split > 0) sum = waiting + sum;
     if (p.split + 1 == args.cut.k_splits) store_sum<T>{args}(element(tile, 0, e), sum);
@@ -63,23 +63,17 @@ template <typename T, int TOKEN_TILES> struct meet_parts {
 };
 
 template <typename T, int TOKEN_TILES, int UNITS, scale_kind KIND>
-__device__ __forceinline__ void multiply_segment(const bsh_fused_args &args, const place &p,
-                                                 const shared_layout &shared, int &half) {
-  constexpr int PIECES = UNITS / BSH_PIECE_UNITS, SLOTS = bsh::SLOTS<TOKEN_TILES>;
-  const weight_loader<PIECES, SLOTS> stream(args, p, shared.ring);
-#pragma unroll
-  for (int i = 0; i < SLOTS - 1; i++) {
-    if (i / PIECES < p.steps) stream.start(p.tile(i / PIECES), i % PIECES, i * PIECE_BYTES);
-    cp_async_commit();
-  }
-  const float offset = args.absmax == nullptr ? *args.offset : 0.f;
-  scale_loader<PIECES, KIND> scales;
-  scales.locate(args, p);
-  scales.fetch(args, p.tile(0));
+__device__ __forceinline__ void multiply_segment(const bsh_fused_args &args, const place &p, const gemv_memory &shared,
+                                                 int &half) {
+  using codes = codes_4bit<T, TOKEN_TILES, UNITS, KIND>;
+  const typename codes::loader stream(args, p, shared.ring);
+  stream.begin(p);
+  codes w(args, p, shared.map, args.absmax == nullptr ? *args.offset : 0.f);
   uint32_t x[UNITS][TOKEN_TILES][8];
   load_x<TOKEN_TILES, UNITS>(x, args, p);
-  const meet_parts<T, TOKEN_TILES> meet_at{waiting_sums<TOKEN_TILES>(shared.table)};
-  half = walk<T, TOKEN_TILES, UNITS, KIND>(args, p, shared, stream, scales, x, offset, half, meet_at);
+  w.begin(p, shared);
+  const add_parts<T, TOKEN_TILES> add{waiting_sums<TOKEN_TILES>(shared.table)};
+  half = multiply_tiles<codes, TOKEN_TILES>(args, p, shared.sums, stream, w, x, half, add);
 }
 
 template <typename T, int TOKEN_TILES, int UNITS, scale_kind KIND>
@@ -87,7 +81,7 @@ __device__ __forceinline__ void gemv_grouped(const bsh_grouped_gemv_args &args) 
   constexpr int TOKENS = TOKEN_TILES * 8;
   static_assert(BSH_MAP_BYTES + bsh_gemv_sums_bytes(ARCH, TOKEN_TILES) <= BSH_GROUPED_ENDS_AT, "the sums end below");
   extern __shared__ __align__(1024) char memory[];
-  const shared_layout shared = lay_out<TOKEN_TILES>(memory);
+  const gemv_memory shared = memory_of<TOKEN_TILES>(memory);
   const expert_rows of(shared_address(memory) + BSH_GROUPED_ENDS_AT, args.experts);
   const int tiles = args.rows.N / BSH_ROW_TILE;
   build_table<T>(shared.table, args.rows.format);

@@ -20,13 +20,15 @@ BSH_SIZE int32_t bsh_gemv_tile_sums(int32_t token_tiles) { return token_tiles * 
 BSH_SIZE int32_t bsh_gemv_warps(int32_t arch) { return bsh_is_wide(arch) ? 16 : arch >= 80 ? 8 : 4; }
 /* Slots of a warp's ring of packed bytes. */
 BSH_SIZE int32_t bsh_gemv_slots(int32_t arch, int32_t token_tiles) { return arch >= 80 && token_tiles < 4 ? 3 : 2; }
-/* Row tiles after which the warps' sums meet. */
-BSH_SIZE int32_t bsh_gemv_meeting(int32_t arch, int32_t token_tiles) { return token_tiles == 1 && arch >= 80 ? 2 : 1; }
+/* Row tiles after which the warps synchronize and their sums are added. */
+BSH_SIZE int32_t bsh_gemv_tiles_per_sync(int32_t arch, int32_t token_tiles) {
+  return token_tiles == 1 && arch >= 80 ? 2 : 1;
+}
 
 /* Dynamic shared memory. Wide: [map, two sets of sums] below 64 KiB, the table at 64 KiB, the rings at 128 KiB. Else:
  * [table, map, two sets of sums, rings]. */
 BSH_SIZE int32_t bsh_gemv_sums_bytes(int32_t arch, int32_t token_tiles) {
-  return 2 * bsh_gemv_meeting(arch, token_tiles) * bsh_gemv_warps(arch) * bsh_gemv_tile_sums(token_tiles) * 4;
+  return 2 * bsh_gemv_tiles_per_sync(arch, token_tiles) * bsh_gemv_warps(arch) * bsh_gemv_tile_sums(token_tiles) * 4;
 }
 BSH_SIZE int32_t bsh_gemv_shared_bytes(int32_t arch, int32_t token_tiles) {
   const int32_t rings = bsh_gemv_warps(arch) * bsh_gemv_slots(arch, token_tiles) * BSH_PIECE_BYTES;
