@@ -20,30 +20,31 @@
 namespace bsh {
 namespace {
 
-// One thread.
-template <typename FORM>
-__device__ __forceinline__ void copy_tiles(const int8_work<FORM> &work, const int8_maps &maps) {
-  int stage = 0;
-  uint32_t parity = 1;
-  for (int tile = work.cluster; tile < work.args.tiles; tile += work.clusters()) {
-    const int m = work.row(tile), n = work.column(tile) + (FORM::CLUSTER > 1 ? work.rank * FORM::PART : 0);
-#pragma unroll 1
-    for (int step = 0; step < work.steps + work.chunks; step++) {
-      const bool codes = step < work.steps;
-      const int at = codes ? (work.first_step + step) * BSH_GEMM_INT8_DEPTH : (step - work.steps) * BSH_INT8_CHUNK;
-      const uint32_t to = work.memory + stage * FORM::STAGE_BYTES, to_b = to + FORM::A_BYTES,
-                     full = work.full + 8 * stage;
-      mbarrier_wait(work.empty + 8 * stage, parity);
-      mbarrier_expect(full, FORM::STAGE_BYTES, true);
-      tensor_copy(to, codes ? maps.a : maps.x, at, m, full);
-      if (FORM::CLUSTER == 1) tensor_copy(to_b, codes ? maps.b : maps.w, at, n, full);
-      else if (work.rank < FORM::READERS)
-        tensor_copy_to(to_b + work.rank * FORM::PART * BSH_GEMM_INT8_DEPTH, codes ? maps.b : maps.w, at, n, full,
-                       (1 << FORM::CLUSTER) - 1);
-      if (++stage == work.stages) stage = 0, parity ^= 1;
-    }
+template <typename FORM> struct int8_copies {
+  const int8_maps &maps;
+  int m, n;
+
+  static __device__ __forceinline__ int steps(const int8_work<FORM> &work) { return work.steps + work.chunks; }
+  __device__ __forceinline__ void enter(const int8_work<FORM> &work, int tile) {
+    m = work.row(tile), n = work.column(tile) + (FORM::CLUSTER > 1 ? work.rank * FORM::PART : 0);
   }
-}
+  struct place {
+    bool codes;
+    int at;
+  };
+  static __device__ __forceinline__ place from(const int8_work<FORM> &work, int step) {
+    const bool codes = step < work.steps;
+    return {codes, codes ? (work.first_step + step) * BSH_GEMM_INT8_DEPTH : (step - work.steps) * BSH_INT8_CHUNK};
+  }
+  __device__ __forceinline__ void copy(const int8_work<FORM> &work, place from, uint32_t to, uint32_t full) const {
+    const uint32_t to_b = to + FORM::A_BYTES;
+    tensor_copy(to, from.codes ? maps.a : maps.x, from.at, m, full);
+    if (FORM::CLUSTER == 1) tensor_copy(to_b, from.codes ? maps.b : maps.w, from.at, n, full);
+    else if (work.rank < FORM::READERS)
+      tensor_copy_to(to_b + work.rank * FORM::PART * BSH_GEMM_INT8_DEPTH, from.codes ? maps.b : maps.w, from.at, n,
+                     full, (1 << FORM::CLUSTER) - 1);
+  }
+};
 
 // One thread, while earlier kernels make the codes of x: what it will read first of b.
 template <typename FORM>
@@ -211,7 +212,7 @@ __device__ __forceinline__ void multiply_tiles(const int8_work<FORM> &work, int 
   const uint64_t a = wgmma_descriptor_64(work.memory + (FORM::ROWS == 64 ? 0 : group * 64 * BSH_GEMM_INT8_DEPTH));
   const uint64_t b = wgmma_descriptor_64(work.memory + FORM::A_BYTES +
                                          (FORM::ROWS == 64 ? group * FORM::OWN * BSH_GEMM_INT8_DEPTH : 0));
-  int8_ring<FORM> ring(work, lane);
+  int8_ring<FORM> ring = ring_of(work, lane);
   int8_place p;
   p.c = lane % 4;
   int8_columns<T, FORM> of_tile(work);
@@ -224,11 +225,16 @@ __device__ __forceinline__ void multiply_tiles(const int8_work<FORM> &work, int 
     int sum[FORM::SUMS];
 #pragma unroll
     for (int i = 0; i < FORM::SUMS; i++) sum[i] = 0;
-    ring.walk(work.steps, [&](int stage) {
-      const uint64_t at = (uint64_t)(stage * FORM::STAGE_BYTES) >> 4;
+    for (int left = work.steps; left > 0; left--) {
+      ring.get(work);
+      wgmma_fence();
+      const uint64_t at = (uint64_t)(ring.stage * FORM::STAGE_BYTES) >> 4;
 #pragma unroll
       for (int k = 0; k < 4; k++) wgmma_codes<FORM::OWN>::mma_async(sum, a + at + 2 * k, b + at + 2 * k);
-    });
+      ring.put(work);
+    }
+    wgmma_wait<0>();
+    ring.done();
     renew(sum);
     if (work.shares_depth() && !join<FORM>(sum, work, tile, lane)) continue;
     const uint32_t columns = of_tile.share() + 8 * (p.n - work.column(tile));
@@ -248,11 +254,16 @@ __device__ __forceinline__ void multiply_tiles(const int8_work<FORM> &work, int 
     }
 #pragma unroll
     for (int i = 0; i < FORM::SUMS; i++) part[i] = sum_beside_outliers(sum[i], row[i / 2 % 2]);
-    ring.walk(work.chunks, [&](int stage) {
-      const uint64_t at = (uint64_t)(stage * FORM::STAGE_BYTES) >> 4;
+    for (int left = work.chunks; left > 0; left--) {
+      ring.get(work);
+      wgmma_fence();
+      const uint64_t at = (uint64_t)(ring.stage * FORM::STAGE_BYTES) >> 4;
 #pragma unroll
       for (int k = 0; k < 4; k++) wgmma_ss<T, FORM::OWN>::mma_async(part, a + at + 2 * k, b + at + 2 * k);
-    });
+      ring.put(work);
+    }
+    wgmma_wait<0>();
+    ring.done();
     renew(part);
     multiply_listed<T, FORM>(part, args, p, min(count, args.outliers.capacity), count);
     store<T, FORM>(args, p, columns, [&](int i, int, float col, float b) { return scale_codes(part[i], col, b); });
@@ -280,7 +291,7 @@ __device__ __forceinline__ void gemm(const int8_maps &maps, const bsh_int8_gemm_
       outlier_warps<T, FORM>::mark_columns(work, threadIdx.x - (warp > COPY_WARP ? 32 : 0));
   if (warp >= COPY_WARP) {
     if constexpr (!FORM::SAME) give_registers<FORM::PRODUCER_REGISTERS>();
-    if (warp == COPY_WARP && lane == 0) copy_tiles<FORM>(work, maps);
+    if (warp == COPY_WARP && lane == 0) fill_ring<FORM>(work, int8_copies<FORM>{maps});
     if constexpr (FORM::FINDS)
       if (warp > COPY_WARP && work.finds()) outlier_warps<T, FORM>(work, warp - COPY_WARP - 1, lane).run();
   } else {

@@ -1,14 +1,13 @@
 // gemm_int8_sm90.cuh - what the warps of gemm_int8_sm90 share: forms, the work of a block, its ring of stages.
 #pragma once
 
+#include "cuda/gemm/mainloop_sm90.cuh"
 #include "cuda/operands/int8.cuh"
-#include "cuda/ptx/ptx_sm90_cluster.cuh"
 #include "cuda/ptx/wgmma_codes_sm90.cuh"
 
 namespace bsh {
 namespace {
 
-enum { COPY_WARP = 8, CONSUMERS = 8 };      // warps
 enum { OUTLIER_WARPS = 3, RING_WARPS = 2 }; // behind COPY_WARP; those of them that read the ring
 
 __device__ __forceinline__ void st_shared_8(uint32_t address, uint2 v) {
@@ -96,50 +95,10 @@ template <typename FORM> struct int8_work {
   __device__ __forceinline__ int column(int tile) const { return tile / args.m_tiles * FORM::COLUMNS; }
 };
 
-// To the compiler sums are new after the wait for the products that make them: nothing that reads them comes before it.
-template <int N> __device__ __forceinline__ void renew(int (&sum)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+r"(sum[i])::"memory");
+template <typename FORM> using int8_ring = ring_reader<int8_work<FORM>, FORM::CLUSTER, stage_first>;
+template <typename FORM> __device__ __forceinline__ int8_ring<FORM> ring_of(const int8_work<FORM> &work, int lane) {
+  return int8_ring<FORM>(FORM::CLUSTER == 1 ? work.empty : map_to_rank(work.empty, lane % FORM::CLUSTER), lane);
 }
-template <int N> __device__ __forceinline__ void renew(float (&sum)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+f"(sum[i])::"memory");
-}
-
-// The ring as those go round it that read it.
-template <typename FORM> struct int8_ring {
-  const int8_work<FORM> &work;
-  uint32_t there; // `empty` in block lane % CLUSTER of the cluster
-  int stage = 0;
-  uint32_t parity = 0;
-  int lane;
-
-  __device__ __forceinline__ int8_ring(const int8_work<FORM> &w, int l) : work(w), lane(l) {
-    there = FORM::CLUSTER == 1 ? w.empty : map_to_rank(w.empty, l % FORM::CLUSTER);
-  }
-  __device__ __forceinline__ void release(int s) const {
-    if (lane < FORM::CLUSTER) mbarrier_arrive_there(there + 8 * s);
-  }
-  __device__ __forceinline__ void next() {
-    if (++stage == work.stages) stage = 0, parity ^= 1;
-  }
-  // `read` multiplies a stage, which is freed when the products after it are on their way and its own are done.
-  template <typename READ> __device__ __forceinline__ void walk(int steps, READ read) {
-    int before = -1;
-    for (; steps > 0; steps--) {
-      mbarrier_wait(work.full + 8 * stage, parity);
-      wgmma_fence();
-      read(stage);
-      wgmma_commit();
-      wgmma_wait<1>();
-      if (before >= 0) release(before);
-      before = stage;
-      next();
-    }
-    wgmma_wait<0>();
-    if (before >= 0) release(before);
-  }
-};
 
 } // namespace
 } // namespace bsh

@@ -19,20 +19,19 @@
 // give equal bits.
 #pragma once
 
+#include "cuda/gemm/mainloop_sm90.cuh"
 #include "cuda/operands/int8.cuh"
-#include "cuda/ptx/ptx_sm90_cluster.cuh"
-#include "cuda/ptx/wgmma_sm90.cuh"
 
 namespace bsh {
 namespace {
 
-enum { COPY_WARP = 8, CONSUMERS = 8, PAIR = 2 }; // warps, warps, blocks
+enum { PAIR = 2 }; // blocks
 constexpr int ROWS = BSH_MIXED_INT8_ROWS, DEPTH = BSH_MIXED_INT8_DEPTH, TOKEN_BYTES = DEPTH * 2;
 
 // REGISTERS_: with which a thread begins.
 template <int TOKENS_, int STAGES_, int REGISTERS_> struct mixed_form {
   static constexpr int TOKENS = TOKENS_, STAGES = STAGES_, SUMS = TOKENS / 2;
-  static constexpr int X_BYTES = TOKENS * TOKEN_BYTES, W_BYTES = DEPTH * ROWS, STAGE_BYTES = X_BYTES + W_BYTES;
+  static constexpr int A_BYTES = TOKENS * TOKEN_BYTES, B_BYTES = DEPTH * ROWS, STAGE_BYTES = A_BYTES + B_BYTES;
   // Of a thread, multiples of 8. Who asks for more than others gave waits for ever.
   static constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = (3 * REGISTERS_ - PRODUCER_REGISTERS) / 16 * 8;
 };
@@ -68,27 +67,25 @@ template <typename FORM> struct mixed_work {
   __device__ __forceinline__ int row(int tile) const { return (tile / args.token_tiles * PAIR + member) * ROWS; }
 };
 
-// One thread. DEPTH_FIRST: a row of W's matrix lies along the depth.
-template <bool DEPTH_FIRST, typename FORM>
-__device__ __forceinline__ void copy_tiles(const mixed_work<FORM> &work, const bsh_tensor_map *x,
-                                           const bsh_tensor_map *w) {
-  constexpr int HALF = FORM::TOKENS / PAIR;
-  int stage = 0;
-  uint32_t parity = 1;
-  for (int tile = work.cluster; tile < work.args.tiles; tile += work.clusters()) {
-    const int token = work.token(tile) + work.member * HALF, row = work.row(tile);
-#pragma unroll 1
-    for (int step = 0; step < 2 * work.pairs; step++) {
-      const uint32_t to = work.memory + stage * FORM::STAGE_BYTES, full = work.full + 8 * stage;
-      const int depth = work.first + step * DEPTH;
-      mbarrier_wait(work.empty + 8 * stage, parity);
-      mbarrier_expect(full, FORM::STAGE_BYTES, true);
-      tensor_copy_to(to + work.member * HALF * TOKEN_BYTES, x, depth, token, full, 3 << (PAIR * work.split));
-      tensor_copy(to + FORM::X_BYTES, w, DEPTH_FIRST ? depth : row, DEPTH_FIRST ? row : depth, full);
-      if (++stage == work.stages) stage = 0, parity ^= 1;
-    }
+// Stages of tokens, half of which each block of a pair brings for both, and of codes. DEPTH_FIRST: a row of W's matrix
+// lies along the depth.
+template <bool DEPTH_FIRST, typename FORM> struct mixed_copies {
+  const bsh_tensor_map *x, *w;
+  int token, row;
+
+  static __device__ __forceinline__ int steps(const mixed_work<FORM> &work) { return 2 * work.pairs; }
+  __device__ __forceinline__ void enter(const mixed_work<FORM> &work, int tile) {
+    token = work.token(tile) + work.member * (FORM::TOKENS / PAIR), row = work.row(tile);
   }
-}
+  static __device__ __forceinline__ int from(const mixed_work<FORM> &work, int step) {
+    return work.first + step * DEPTH;
+  }
+  __device__ __forceinline__ void copy(const mixed_work<FORM> &work, int depth, uint32_t to, uint32_t full) const {
+    tensor_copy_to(to + work.member * (FORM::TOKENS / PAIR) * TOKEN_BYTES, x, depth, token, full,
+                   3 << (PAIR * work.split));
+    tensor_copy(to + FORM::A_BYTES, w, DEPTH_FIRST ? depth : row, DEPTH_FIRST ? row : depth, full);
+  }
+};
 
 // One thread, while earlier kernels run: what it will read first of W.
 template <bool DEPTH_FIRST, typename FORM>
@@ -145,15 +142,11 @@ template <typename T, typename FORM, typename OPERAND, typename EPILOGUE>
 __device__ __forceinline__ void multiply_tiles(const mixed_work<FORM> &work, int warp, int lane, OPERAND operand,
                                                EPILOGUE epilogue) {
   const uint64_t b = wgmma_descriptor_64(work.memory);
-  const uint32_t codes = work.memory + FORM::X_BYTES;
-  const uint32_t there = map_to_rank(work.empty, PAIR * work.split + lane % PAIR);
+  const uint32_t codes = work.memory + FORM::A_BYTES;
+  ring_reader<mixed_work<FORM>, PAIR, parity_first> ring(map_to_rank(work.empty, PAIR * work.split + lane % PAIR),
+                                                         lane);
   uint32_t a[2][16];
   float sum[FORM::SUMS];
-  int stage = 0, before = -1;
-  uint32_t parity = 0;
-  auto release = [&](int s) {
-    if (lane < PAIR) mbarrier_arrive_there(there + 8 * s);
-  };
   for (int tile = work.cluster; tile < work.args.tiles; tile += work.clusters()) {
 #pragma unroll
     for (int i = 0; i < FORM::SUMS; i++) sum[i] = 0.f;
@@ -162,24 +155,18 @@ __device__ __forceinline__ void multiply_tiles(const mixed_work<FORM> &work, int
     for (int pair = 0; pair < work.pairs; pair++) {
 #pragma unroll
       for (int u = 0; u < 2; u++) {
-        mbarrier_wait(work.full + 8 * stage, parity);
-        operand.decode(a[u], codes + stage * FORM::STAGE_BYTES, work.first + (2 * pair + u + 1) * DEPTH);
+        ring.get(work);
+        operand.decode(a[u], codes + ring.stage * FORM::STAGE_BYTES, work.first + (2 * pair + u + 1) * DEPTH);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; k++)
-          wgmma_rs<T, FORM::TOKENS>::mma_async(sum, a[u] + 4 * k, b + ((stage * FORM::STAGE_BYTES) >> 4) + 2 * k);
-        wgmma_commit();
-        wgmma_wait<1>(); // the products of the stage before this one are done, with their operands, too
-        if (before >= 0) release(before);
-        before = stage;
-        if (++stage == work.stages) stage = 0, parity ^= 1;
+          wgmma_rs<T, FORM::TOKENS>::mma_async(sum, a[u] + 4 * k, b + ((ring.stage * FORM::STAGE_BYTES) >> 4) + 2 * k);
+        ring.put(work);
       }
     }
     wgmma_wait<0>();
-#pragma unroll
-    for (int i = 0; i < FORM::SUMS; i++) asm volatile("" : "+f"(sum[i])::"memory"); // read after the wait
-    if (before >= 0) release(before);
-    before = -1;
+    renew(sum);
+    ring.done();
     if (work.args.splits > 1) {
       join(sum, work, epilogue);
       continue;
@@ -205,7 +192,7 @@ __device__ __forceinline__ void multiply_mixed(const bsh_tensor_map &x, const bs
   wait_for_earlier_kernels();
   if (warp >= COPY_WARP) {
     give_registers<FORM::PRODUCER_REGISTERS>();
-    if (warp == COPY_WARP && lane == 0) copy_tiles<OPERAND::DEPTH_FIRST>(work, &x, &w);
+    if (warp == COPY_WARP && lane == 0) fill_ring<FORM>(work, mixed_copies<OPERAND::DEPTH_FIRST, FORM>{&x, &w});
     __syncwarp();
     if (args.splits > 1) cluster_sync(); // with those that join sums
   } else {

@@ -370,7 +370,7 @@ template <typename T, typename FORM> struct outlier_warps {
     read_list(0);
 #pragma unroll 1
     for (int end_k = BSH_GEMM_INT8_DEPTH, step = 0; step < work.steps; step++, end_k += BSH_GEMM_INT8_DEPTH) {
-      mbarrier_wait(work.full + 8 * ring.stage, ring.parity);
+      ring.get(work);
       const uint32_t b = work.memory + ring.stage * FORM::STAGE_BYTES + FORM::A_BYTES;
 #pragma unroll 1
       while (k[0] < end_k) {
@@ -391,7 +391,7 @@ template <typename T, typename FORM> struct outlier_warps {
       }
       __syncwarp();
       ring.release(ring.stage);
-      ring.next();
+      ring.next(work);
     }
     const uint32_t none[W_ROWS] = {};
     while (at % 8 != 0) push(none);
@@ -408,7 +408,7 @@ template <typename T, typename FORM> struct outlier_warps {
         gather(tile, group, work.later, n);
   }
   __device__ __forceinline__ void run() {
-    int8_ring<FORM> ring(work, lane);
+    int8_ring<FORM> ring = ring_of(work, lane);
     uint32_t uses = 0;
     find();
     if (warp == RING_WARPS && count > 0) share(min(count, CHUNK));
