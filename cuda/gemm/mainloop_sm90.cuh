@@ -5,7 +5,7 @@
 //     v
 //   ring of stages in shared memory, each with a barrier `full` and one `empty`
 //     v
-//   two warpgroups     prepare(...): a stage to registers; multiply(...): wgmma of it        ring_reader::walk
+//   two warpgroups     get(): wait for a stage; its products on wgmma; put(): the one before is free    ring_reader
 //
 // WORK of a block: `memory`, `full`, `empty`, `stages` of the ring, FORM::STAGE_BYTES each; `cluster` and clusters():
 // its tiles are every clusters()-th of args.tiles from `cluster` on.
