@@ -42,6 +42,66 @@ namespace {
 // A barrier of the warps that multiply.
 template <typename FORM> __device__ __forceinline__ void sync_consumers() { named_barrier<FORM::WARPS * BSH_WARP>(1); }
 
+template <typename FORM> __device__ __forceinline__ void init_barriers(const shared_layout &shared) {
+  for (int i = 0; i < STAGES; i++)
+    mbarrier_init(shared.full + 8 * i, FORM::OWN_X ? BSH_GEMM_X_WARPS : 1),
+        mbarrier_init(shared.empty + 8 * i, FORM::WARPS);
+  fence_mbarrier_init();
+}
+
+// part = 64 of K of A in registers times x.
+template <typename T, int TOKENS>
+__device__ __forceinline__ void multiply_unit(float *part, const uint32_t (*a)[4], uint32_t x) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; k++) wgmma<T, TOKENS>::mma_async(part, a[k], x + k * 2, k > 0);
+  wgmma_commit();
+}
+
+// The units of a piece, whose bytes lie in `slot` of the ring: decoded, multiplied, their products scaled into the
+// sums. References: so the compiler makes the same code as where this stood in gemm().
+template <typename T, typename FORM, scale_kind KIND, int SUMS>
+__device__ __forceinline__ void
+multiply_piece(const shared_layout &shared, const scale_loader<KIND> &scales, x_loader<FORM> &x_in,
+               const bool &brings_x, const bool &active, const int &lane, const int &piece, const uint32_t &slot,
+               const uint32_t &own, const uint32_t &lane_base, const uint32_t &x_base, uint32_t &stage,
+               uint32_t &parity, uint32_t (*a)[4][4], float (&sum)[SUMS], float (&part)[SUMS]) {
+  constexpr int TOKENS = FORM::TOKENS, K_PARTS = FORM::K_PARTS, UNITS = FORM::STAGE_UNITS;
+  constexpr bool AHEAD = FORM::AHEAD;
+  uint2 upper_bytes, lower_bytes; // of the unit decoded next, read one unit ahead
+  auto read_bytes = [&](int unit) {
+    const uint32_t bytes = (own + slot) ^ (unit * 32);
+    upper_bytes = ld_shared(bytes), lower_bytes = ld_shared(bytes + PIECE_BYTES / 2);
+  };
+  read_bytes(0);
+  if (AHEAD) decode_unit<K_PARTS == 2>(a[0], upper_bytes, lower_bytes, lane_base, active), read_bytes(1);
+#pragma unroll
+  for (int unit = 0; unit < BSH_PIECE_UNITS; unit++) {
+    if (unit % UNITS == 0) {
+      if (brings_x) x_in.bring();
+      mbarrier_wait(shared.full + 8 * stage, parity);
+    }
+    if (!AHEAD) {
+      decode_unit<K_PARTS == 2>(a[0], upper_bytes, lower_bytes, lane_base, active);
+      if (unit + 1 < BSH_PIECE_UNITS) read_bytes(unit + 1);
+    }
+    multiply_unit<T, TOKENS>(part, a[AHEAD ? unit & 1 : 0],
+                             x_base + ((stage * FORM::STAGE_BYTES + unit % UNITS * (TOKENS * 128)) >> 4));
+    if (AHEAD && unit + 1 < BSH_PIECE_UNITS) {
+      decode_unit<K_PARTS == 2>(a[(unit + 1) & 1], upper_bytes, lower_bytes, lane_base, active);
+      if (unit + 2 < BSH_PIECE_UNITS) read_bytes(unit + 2);
+    }
+    const float upper = scales.of(0, piece, unit), lower = scales.of(1, piece, unit);
+    wgmma_wait<0, SUMS>(part);
+    if (unit % UNITS == UNITS - 1) {
+      if (lane == 0) mbarrier_arrive(shared.empty + 8 * stage);
+      if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) sum[i] += (i & 2 ? lower : upper) * part[i];
+  }
+}
+
 template <typename T, typename FORM, scale_kind KIND> __device__ __forceinline__ void gemm(const bsh_fused_args &args) {
   constexpr int TOKENS = FORM::TOKENS, K_PARTS = FORM::K_PARTS;
   constexpr int SUMS = TOKENS / 2, UNITS = FORM::STAGE_UNITS, WARPS = FORM::WARPS, ROW_WARPS = FORM::ROW_WARPS;
@@ -62,11 +122,7 @@ template <typename T, typename FORM, scale_kind KIND> __device__ __forceinline__
     for (int i = 0; i < min(work.count, OWN_X ? 2 : 4); i++)
       weights.prefetch(base + min(start.piece + i, work.pieces - 1));
   build_table<T>(shared.table, args.format);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++)
-      mbarrier_init(shared.full + 8 * i, OWN_X ? BSH_GEMM_X_WARPS : 1), mbarrier_init(shared.empty + 8 * i, WARPS);
-    fence_mbarrier_init();
-  }
+  if (threadIdx.x == 0) init_barriers<FORM>(shared);
   if (OWN_X) __syncthreads();
   wait_for_earlier_kernels();
   let_later_kernels_start();
@@ -93,6 +149,7 @@ template <typename T, typename FORM, scale_kind KIND> __device__ __forceinline__
     for (int i = 0; i < STAGES - 1; i++) x_in.bring();
   const float map_value = args.absmax ? 0.f : args.absmax_map[threadIdx.x & 255];
   const float offset = args.absmax ? 0.f : *args.offset;
+  work_range at = start;
   scale_loader<KIND> scales;
   scales.fetch(args, rows.tile(start.block), base + start.piece);
   if (threadIdx.x < 256) shared.map[threadIdx.x] = map_value;
@@ -107,7 +164,7 @@ template <typename T, typename FORM, scale_kind KIND> __device__ __forceinline__
   float sum[SUMS] = {}, part[SUMS];
   uint32_t slot = 0, fill = (SLOTS - 1) * PIECE_BYTES, stage = 0, parity = 0;
   int left = work.count;
-  for (work_range at = start; left > 0; at = work.after(at)) {
+  for (; left > 0; at = work.after(at)) {
     const int from = at.piece;
     for (; at.piece < at.end; at.piece++, left--) {
       cp_async_wait<SLOTS - 2>();
@@ -120,41 +177,8 @@ template <typename T, typename FORM, scale_kind KIND> __device__ __forceinline__
         if (K_PARTS == 1 && next.piece >= at.end) next = work.after(at);
         scales.fetch(args, rows.tile(next.block), next.piece);
       }
-      uint2 upper_bytes, lower_bytes; // of the unit decoded next, read one unit ahead
-      auto read_bytes = [&](int unit) {
-        const uint32_t bytes = (own + slot) ^ (unit * 32);
-        upper_bytes = ld_shared(bytes), lower_bytes = ld_shared(bytes + PIECE_BYTES / 2);
-      };
-      read_bytes(0);
-      if (AHEAD) decode_unit<K_PARTS == 2>(a[0], upper_bytes, lower_bytes, lane_base, rows.active), read_bytes(1);
-#pragma unroll
-      for (int unit = 0; unit < BSH_PIECE_UNITS; unit++) {
-        if (unit % UNITS == 0) {
-          if (brings_x) x_in.bring();
-          mbarrier_wait(shared.full + 8 * stage, parity);
-        }
-        if (!AHEAD) {
-          decode_unit<K_PARTS == 2>(a[0], upper_bytes, lower_bytes, lane_base, rows.active);
-          if (unit + 1 < BSH_PIECE_UNITS) read_bytes(unit + 1);
-        }
-        const uint32_t x = x_base + ((stage * FORM::STAGE_BYTES + unit % UNITS * (TOKENS * 128)) >> 4);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; k++) wgmma<T, TOKENS>::mma_async(part, a[AHEAD ? unit & 1 : 0][k], x + k * 2, k > 0);
-        wgmma_commit();
-        if (AHEAD && unit + 1 < BSH_PIECE_UNITS) {
-          decode_unit<K_PARTS == 2>(a[(unit + 1) & 1], upper_bytes, lower_bytes, lane_base, rows.active);
-          if (unit + 2 < BSH_PIECE_UNITS) read_bytes(unit + 2);
-        }
-        const float upper = scales.of(0, piece, unit), lower = scales.of(1, piece, unit);
-        wgmma_wait<0, SUMS>(part);
-        if (unit % UNITS == UNITS - 1) {
-          if (lane == 0) mbarrier_arrive(shared.empty + 8 * stage);
-          if (++stage == STAGES) stage = 0, parity ^= 1;
-        }
-#pragma unroll
-        for (int i = 0; i < SUMS; i++) sum[i] += (i & 2 ? lower : upper) * part[i];
-      }
+      multiply_piece<T, FORM, KIND>(shared, scales, x_in, brings_x, rows.active, lane, piece, slot, own, lane_base,
+                                    x_base, stage, parity, a, sum, part);
       fill = slot;
       slot = slot == (SLOTS - 1) * PIECE_BYTES ? 0 : slot + PIECE_BYTES;
     }
