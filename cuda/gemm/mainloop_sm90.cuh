@@ -1,11 +1,11 @@
 // mainloop_sm90.cuh - the main loop of the kernels whose operands of a product lie in one stage: gemm_int8_sm90 (both
 // from shared memory), mixed_int8_sm90 and dgrad_int8_sm90 (A decoded into registers).
 //
-//   one thread     copies.enter(tile), from(step): where; copy(it, stage, barrier)      fill_ring
+//   one thread        copies.enter(tile), from(step): where it lies; copy(that, stage, barrier)      fill_ring
 //     v
 //   ring of stages in shared memory, each with a barrier `full` and one `empty`
 //     v
-//   two warpgroups     get(): wait for a stage; its products on wgmma; put(): the one before is free    ring_reader
+//   two warpgroups    get(): waits for a stage; wgmma; put(): the stage before is free               ring_reader
 //
 // WORK of a block: `memory`, `full`, `empty`, `stages` of the ring, FORM::STAGE_BYTES each; `cluster` and clusters():
 // its tiles are every clusters()-th of args.tiles from `cluster` on.
