@@ -90,6 +90,14 @@ def parts_folder(tmp_path_factory):
 
 
 @pytest.fixture
+def group():
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def planted():
     """planted(): from now on fused LoRA layers have a scale that is wrong by a fiftieth in every product with B."""
     from helpers.lora import wrong_scale

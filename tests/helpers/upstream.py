@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 from helpers import warm
 
 VERSION = "0.50.2"
@@ -27,6 +28,14 @@ def folder() -> Path:
         raise OSError(f"BITSHARD_UPSTREAM={given} holds no package bitsandbytes")
     _install(target)
     return target
+
+
+def folder_or_skip() -> Path:
+    """`folder`, in a test that is skipped where it cannot be had."""
+    try:
+        return folder()
+    except OSError as error:
+        pytest.skip(f"needs the original bitsandbytes {VERSION}: {error}")
 
 
 def _install(target: Path) -> None:

@@ -43,13 +43,6 @@ def fast():
         yield enabled
 
 
-@pytest.fixture
-def group():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def quantized(*names):
     """A module with 4-bit layers of these names, in eval mode as `from_pretrained` leaves it."""
     found = nn.Module()

@@ -246,10 +246,7 @@ def test_trainer(dense_path, model, tmp_path):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, dense_path):
     """Files by writer: "theirs" and "ours" from scratch, "theirs_from_ours" after loading."""
-    try:
-        upstream.folder()
-    except OSError as error:
-        pytest.skip(f"the original bitsandbytes is not to be had: {error}")
+    upstream.folder_or_skip()
     place = {name: tmp_path_factory.mktemp(name) for name in ("theirs", "ours", "theirs_from_ours", "ours_from_theirs")}
     cases.write(place["ours"], dense_path)
     upstream.run(SCRIPT, *(str(place[name]) for name in ("theirs", "ours", "theirs_from_ours")), str(dense_path))

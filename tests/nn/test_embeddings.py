@@ -224,10 +224,7 @@ def test_values_of_dense_embeddings():
 
 def test_the_originals_embeddings(tmp_path):
     """Its values for the same weights, and its pickles, read here."""
-    try:
-        upstream.folder()
-    except OSError as error:
-        pytest.skip(f"needs bitsandbytes {upstream.VERSION}: {error}")
+    upstream.folder_or_skip()
     upstream.run(upstream.SCRIPTS / "upstream_embeddings.py", str(tmp_path))
     found = json.loads((tmp_path / "cases.json").read_text())
     assert len(found) == 8

@@ -100,10 +100,7 @@ def test_a_call_that_failed_in_the_middle_goes_on_and_counts_nothing_twice(after
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """State dicts by writer: from scratch, and after loading the other's."""
-    try:
-        upstream.folder()
-    except OSError as error:
-        pytest.skip(f"the original bitsandbytes is not to be had: {error}")
+    upstream.folder_or_skip()
     root = tmp_path_factory.mktemp("optim")
     place = {name: root / name for name in ("theirs", "ours", "theirs_from_ours", "ours_from_theirs")}
     for path in place.values():

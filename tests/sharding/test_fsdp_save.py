@@ -160,10 +160,7 @@ def test_without_an_index_nothing_is_loaded(tmp_path, damage):
 def test_the_original_bitsandbytes_reads_what_shards_wrote(folder, streamed2, tmp_path):
     """Through transformers: the same bytes, scales and settings of every layer as are in the files."""
     passed(streamed2, "base_whole")
-    try:
-        upstream.folder()
-    except OSError as error:
-        pytest.skip(f"the original bitsandbytes is not to be had: {error}")
+    upstream.folder_or_skip()
     saved = folder / "streamed2-whole-uint8-nested-bf16-none-behind"
     upstream.run(SAVING / "read.py", str(saved), str(tmp_path / "theirs"))
     found, theirs = {}, load_file(tmp_path / "theirs")
@@ -261,14 +258,6 @@ def adapted_experts(parameters, base=None):
         if "lora_" in name:
             torch.nn.init.normal_(parameter)
     return model
-
-
-@pytest.fixture
-def group():
-    """A process group of this process alone."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -27,10 +27,7 @@ RESULTS = ("x", "y", "dense")
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Checkpoints by writer: "theirs" and "ours" from scratch, "theirs_from_ours" and the reverse after loading."""
-    try:
-        upstream.folder()
-    except OSError as error:
-        pytest.skip(f"the original bitsandbytes is not to be had: {error}")
+    upstream.folder_or_skip()
     root = tmp_path_factory.mktemp("checkpoints")
     names = ("dense", "theirs", "ours", "theirs_from_ours", "ours_from_theirs")
     place = {name: root / name for name in names}

@@ -75,10 +75,7 @@ def find(module: str, name: str):
 @pytest.fixture(scope="module")
 def original():
     """What the original says of itself on this machine, in a process of its own."""
-    try:
-        upstream.folder()
-    except OSError as error:
-        pytest.skip(f"needs bitsandbytes {upstream.VERSION}: {error}")
+    upstream.folder_or_skip()
     return json.loads(upstream.run(upstream_names.__file__, "--describe").splitlines()[-1])
 
 

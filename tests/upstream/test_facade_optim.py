@@ -21,10 +21,7 @@ LIST = json.loads(upstream_names.FILE.read_text(encoding="utf-8"))["modules"]
 @pytest.fixture(scope="module")
 def original():
     """What the original makes of the same calls, in a process of its own."""
-    try:
-        upstream.folder()
-    except OSError as error:
-        pytest.skip(f"needs bitsandbytes {upstream.VERSION}: {error}")
+    upstream.folder_or_skip()
     return json.loads(upstream.run(upstream_classes.__file__).splitlines()[-1])
 
 

@@ -67,10 +67,7 @@ def dequantized(packed: Tensor, absmax: Tensor, blocksize: int, quant_type: str,
 @pytest.fixture(scope="module")
 def described() -> dict:
     """What upstream_native.py says about the original."""
-    try:
-        upstream.folder()
-    except OSError as error:
-        pytest.skip(f"needs the original bitsandbytes: {error}")
+    upstream.folder_or_skip()
     return json.loads(upstream.run(SCRIPT, "describe").splitlines()[-1])
 
 

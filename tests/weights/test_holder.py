@@ -41,14 +41,6 @@ def quantized_experts(seed=0):
     return module
 
 
-@pytest.fixture
-def group():
-    """A process group of this process alone."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.fixture(autouse=True)
 def shards(monkeypatch):
     """A process that FSDP shards: torch before 2.12 takes no uint8."""
