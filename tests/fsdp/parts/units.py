@@ -191,7 +191,8 @@ def check_memory(folder):
     """What a rank has made at once while loading is its shard and less than one dense layer, of ten times its size."""
     target, layers = f"{folder}/deep{world()}", 12
     if rank() == 0:
-        tiny.llama(target, vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=layers)
+        sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "head_dim": 8}
+        tiny.llama(target, num_hidden_layers=layers, **sizes)
     dist.barrier()
     layer = sum(p.numel() * 4 for p in AutoModelForCausalLM.from_pretrained(target).model.layers[0].parameters())
     settings = {"dtype": torch.float32, "quantization_config": quantization()}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[1] / "parts"))
+sys.path += [str(Path(__file__).parents[1] / "parts"), str(Path(__file__).parents[2])]
 from bitshard.functional import dequantize_4bit  # noqa: E402
 from helpers import tiny  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
