@@ -25,13 +25,17 @@ typedef enum { BSH_FATBINS(BSH_FATBIN_INDEX) BSH_FATBIN_COUNT } bsh_fatbin;
 #undef BSH_FATBIN_INDEX
 
 /* A kernel by name; the rest is filled on first launch. Objects are static:
- *   static bsh_cuda_kernel dequantize = {.fatbin = BSH_FATBIN_blockwise, .name = "dequantize_4bit_bf16"}; */
+ *   static bsh_cuda_kernel dequantize = BSH_KERNEL(blockwise, "dequantize_4bit_bf16"); */
 typedef struct {
   bsh_fatbin fatbin;
   const char *name;         /* extern "C" name in the .cu file */
   _Atomic(void *) handle;   /* CUkernel: valid in every context */
   _Atomic(uint64_t) raised; /* devices, as bits, on which the limit of shared memory was raised */
 } bsh_cuda_kernel;
+#define BSH_KERNEL(file, NAME) {.fatbin = BSH_FATBIN_##file, .name = NAME}
+#define BSH_BY_DTYPE(file, prefix, suffix) /* indexed by bsh_dtype */                                                  \
+  {BSH_KERNEL(file, prefix "f32" suffix), BSH_KERNEL(file, prefix "f16" suffix), BSH_KERNEL(file, prefix "bf16" suffix)}
+enum { BSH_DTYPES = 3 };
 
 typedef struct {
   uint32_t grid[3];
@@ -42,5 +46,15 @@ typedef struct {
   bool overlap;         /* programmatic dependent launch: the kernel must execute griddepcontrol.wait before it touches
                            anything an earlier kernel may have written, or may still read */
 } bsh_cuda_launch_shape;
+
+/* Blocks of `threads` threads, in clusters, with overlap. */
+static inline bsh_cuda_launch_shape bsh_overlapping(const int64_t blocks, const int64_t threads, const int64_t cluster,
+                                                    const int32_t shared_bytes) {
+  return (bsh_cuda_launch_shape){.grid = {(uint32_t)blocks, 1, 1},
+                                 .block = {(uint32_t)threads, 1, 1},
+                                 .cluster = (uint32_t)cluster,
+                                 .shared_bytes = shared_bytes,
+                                 .overlap = true};
+}
 
 #endif

@@ -7,23 +7,9 @@
 
 enum { SEARCH_BLOCKS_PER_SM = 4 }; /* blocks that fill a search table first: as many as run at once */
 
-#define DTYPES 3 /* kernels below are indexed by bsh_dtype: f32, f16, bf16 */
-#define BY_DTYPE(prefix, suffix)                                                                                       \
-  {                                                                                                                    \
-      {.fatbin = BSH_FATBIN_blockwise, .name = prefix "f32" suffix},                                                   \
-      {.fatbin = BSH_FATBIN_blockwise, .name = prefix "f16" suffix},                                                   \
-      {.fatbin = BSH_FATBIN_blockwise, .name = prefix "bf16" suffix},                                                  \
-  }
-
-/* Launches `blocks` blocks of BSH_BLOCK_THREADS threads; the only kernel parameter is the argument struct. */
 static bsh_status launch(const bsh_cuda_context *const context, bsh_cuda_kernel *const kernel, const int64_t blocks,
                          const void *const args) {
-  if (blocks > INT32_MAX)
-    return bsh_fail(BSH_BAD_SHAPE, "%s: tensor too large: %lld blocks of threads", context->op, (long long)blocks);
-  const bsh_cuda_launch_shape shape = {
-      .grid = {(uint32_t)blocks, 1, 1}, .block = {BSH_BLOCK_THREADS, 1, 1}, .overlap = true};
-  void *arguments[] = {(void *)(uintptr_t)args};
-  return bsh_cuda_launch(context, kernel, &shape, arguments);
+  return bsh_cuda_launch_blocks(context, kernel, blocks, BSH_BLOCK_THREADS, true, args);
 }
 
 /* ---- dequantize_4bit ---- */
@@ -36,9 +22,10 @@ bsh_status bsh_cuda_dequantize_4bit(const bsh_dequantize_4bit_args *const args, 
 /* ---- quantize_4bit ---- */
 
 bsh_status bsh_cuda_quantize_4bit(const bsh_quantize_4bit_args *const args, const bsh_cuda_context *const context) {
-  static bsh_cuda_kernel fast[2][DTYPES] = {BY_DTYPE("quantize_4bit_", "_nf4"), BY_DTYPE("quantize_4bit_", "_fp4")};
-  static bsh_cuda_kernel any[2][DTYPES] = {BY_DTYPE("quantize_4bit_any_", "_nf4"),
-                                           BY_DTYPE("quantize_4bit_any_", "_fp4")};
+  static bsh_cuda_kernel fast[2][BSH_DTYPES] = {BSH_BY_DTYPE(blockwise, "quantize_4bit_", "_nf4"),
+                                                BSH_BY_DTYPE(blockwise, "quantize_4bit_", "_fp4")};
+  static bsh_cuda_kernel any[2][BSH_DTYPES] = {BSH_BY_DTYPE(blockwise, "quantize_4bit_any_", "_nf4"),
+                                               BSH_BY_DTYPE(blockwise, "quantize_4bit_any_", "_fp4")};
   if (args->blocksize <= BSH_WARP_TILE && aligned(args->x, BSH_VECTOR_BYTES) && aligned(args->packed, 4))
     return launch(context, &fast[args->format][args->dtype], divide_up(args->n, BSH_BLOCK_WARPS * BSH_WARP_TILE), args);
   return launch(context, &any[args->format][args->dtype],
@@ -49,7 +36,7 @@ bsh_status bsh_cuda_quantize_4bit(const bsh_quantize_4bit_args *const args, cons
 
 bsh_status bsh_cuda_quantize_blockwise(const bsh_quantize_blockwise_args *const args,
                                        const bsh_cuda_context *const context) {
-  static bsh_cuda_kernel kernels[DTYPES] = BY_DTYPE("quantize_blockwise_", "");
+  static bsh_cuda_kernel kernels[BSH_DTYPES] = BSH_BY_DTYPE(blockwise, "quantize_blockwise_", "");
   const int64_t all = divide_up(divide_up(args->n, args->blocksize), BSH_BLOCK_WARPS);
   const int64_t most = (int64_t)context->sms * SEARCH_BLOCKS_PER_SM;
   return launch(context, &kernels[args->dtype], min_i64(all, most), args);
@@ -57,8 +44,8 @@ bsh_status bsh_cuda_quantize_blockwise(const bsh_quantize_blockwise_args *const 
 
 bsh_status bsh_cuda_dequantize_blockwise(const bsh_dequantize_blockwise_args *const args,
                                          const bsh_cuda_context *const context) {
-  static bsh_cuda_kernel fast[DTYPES] = BY_DTYPE("dequantize_blockwise_", "");
-  static bsh_cuda_kernel any[DTYPES] = BY_DTYPE("dequantize_blockwise_any_", "");
+  static bsh_cuda_kernel fast[BSH_DTYPES] = BSH_BY_DTYPE(blockwise, "dequantize_blockwise_", "");
+  static bsh_cuda_kernel any[BSH_DTYPES] = BSH_BY_DTYPE(blockwise, "dequantize_blockwise_any_", "");
   if (aligned(args->code, 8) && aligned(args->out, BSH_VECTOR_BYTES))
     return launch(context, &fast[args->dtype], divide_up(args->n, BSH_BLOCK_WARPS * BSH_WARP_TILE), args);
   return launch(context, &any[args->dtype], bsh_looping_blocks(args->n, context->sms), args);
@@ -68,7 +55,7 @@ bsh_status bsh_cuda_dequantize_blockwise(const bsh_dequantize_blockwise_args *co
 
 bsh_status bsh_cuda_checksum(const uint8_t *const bytes, const int64_t n_bytes, uint64_t *const sum,
                              const bsh_cuda_context *const context) {
-  static bsh_cuda_kernel kernel = {.fatbin = BSH_FATBIN_blockwise, .name = "checksum"};
+  static bsh_cuda_kernel kernel = BSH_KERNEL(blockwise, "checksum");
   BSH_TRY(bsh_cuda_zero(context, sum, sizeof *sum));
   if (n_bytes == 0) return BSH_OK;
   const bsh_cuda_launch_shape shape = {

@@ -61,6 +61,18 @@ bool bsh_cuda_owns(const void *pointer);
 bsh_status bsh_cuda_launch(const bsh_cuda_context *context, bsh_cuda_kernel *kernel, const bsh_cuda_launch_shape *shape,
                            void **arguments);
 
+/* The same of a line of blocks; the only kernel parameter is `args`. */
+static inline bsh_status bsh_cuda_launch_blocks(const bsh_cuda_context *const context, bsh_cuda_kernel *const kernel,
+                                                const int64_t blocks, const int32_t threads, const bool overlap,
+                                                const void *const args) {
+  if (blocks > INT32_MAX)
+    return bsh_fail(BSH_BAD_SHAPE, "%s: tensor too large: %lld blocks of threads", context->op, (long long)blocks);
+  bsh_cuda_launch_shape shape = bsh_overlapping(blocks, threads, 1, 0);
+  void *arguments[] = {(void *)(uintptr_t)args};
+  shape.overlap = overlap;
+  return bsh_cuda_launch(context, kernel, &shape, arguments);
+}
+
 /* Whether the driver makes tensor maps; and one. */
 bool bsh_cuda_has_tensor_maps(void);
 bsh_status bsh_cuda_tensor_map(const bsh_cuda_context *context, const bsh_map_of *what, bsh_tensor_map *map);

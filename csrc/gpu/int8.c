@@ -5,31 +5,17 @@
 #include "gpu/alignment.h"
 #include "plan/product.h"
 
-#define DTYPES 3 /* kernels below are indexed by bsh_dtype: f32, f16, bf16 */
-#define BY_DTYPE(prefix)                                                                                               \
-  {                                                                                                                    \
-      {.fatbin = BSH_FATBIN_int8, .name = prefix "f32"},                                                               \
-      {.fatbin = BSH_FATBIN_int8, .name = prefix "f16"},                                                               \
-      {.fatbin = BSH_FATBIN_int8, .name = prefix "bf16"},                                                              \
-  }
-
-/* Launches `blocks` blocks of BSH_INT8_THREADS threads; the only kernel parameter is the argument struct. */
 static bsh_status launch(const bsh_cuda_context *const context, bsh_cuda_kernel *const kernel, const int64_t blocks,
                          const void *const args) {
-  if (blocks > INT32_MAX)
-    return bsh_fail(BSH_BAD_SHAPE, "%s: tensor too large: %lld blocks of threads", context->op, (long long)blocks);
-  const bsh_cuda_launch_shape shape = {
-      .grid = {(uint32_t)blocks, 1, 1}, .block = {BSH_INT8_THREADS, 1, 1}, .overlap = true};
-  void *arguments[] = {(void *)(uintptr_t)args};
-  return bsh_cuda_launch(context, kernel, &shape, arguments);
+  return bsh_cuda_launch_blocks(context, kernel, blocks, BSH_INT8_THREADS, true, args);
 }
 
 /* ---- quantize_int8 ---- */
 
 bsh_status bsh_cuda_code_rows(const bsh_quantize_int8_args *const args, uint16_t *const claims, uint32_t *const shares,
                               const bsh_cuda_context *const context) {
-  static bsh_cuda_kernel kernels[DTYPES] = BY_DTYPE("quantize_int8_");
-  static bsh_cuda_kernel clear = {.fatbin = BSH_FATBIN_int8, .name = "clear_int8"};
+  static bsh_cuda_kernel kernels[BSH_DTYPES] = BSH_BY_DTYPE(int8, "quantize_int8_", "");
+  static bsh_cuda_kernel clear = BSH_KERNEL(int8, "clear_int8");
   bsh_int8_rows_args used = {*args, claims, shares};
   if (!(args->threshold > 0)) used.rows.outliers = NULL;
   const bsh_int8_clear_args flags = {used.rows.outliers, args->K};
@@ -39,7 +25,7 @@ bsh_status bsh_cuda_code_rows(const bsh_quantize_int8_args *const args, uint16_t
 
 bsh_status bsh_cuda_gather_outliers(const bsh_int8_gather_args *const args, const bsh_dtype dtype,
                                     const bsh_cuda_context *const context) {
-  static bsh_cuda_kernel kernels[DTYPES] = BY_DTYPE("outliers_int8_");
+  static bsh_cuda_kernel kernels[BSH_DTYPES] = BSH_BY_DTYPE(int8, "outliers_int8_", "");
   const int64_t rows = (int64_t)args->M + (args->outliers.capacity > 0 ? args->N : 0);
   const int64_t at_once = (int64_t)context->sms * BSH_INT8_OUTLIER_BLOCKS;
   return launch(context, &kernels[dtype], min_i64(divide_up(rows, BSH_INT8_OUTLIER_ROWS), at_once), args);
@@ -72,7 +58,8 @@ bsh_status bsh_cuda_quantize_int8(const bsh_quantize_int8_args *const args, cons
 
 static bsh_status dequantize(const bsh_int8_rectangle_args *const args, const bsh_dtype dtype,
                              const bsh_cuda_context *const context) {
-  static bsh_cuda_kernel fast[DTYPES] = BY_DTYPE("dequantize_int8_"), any[DTYPES] = BY_DTYPE("dequantize_int8_any_");
+  static bsh_cuda_kernel fast[BSH_DTYPES] = BSH_BY_DTYPE(int8, "dequantize_int8_", ""),
+                         any[BSH_DTYPES] = BSH_BY_DTYPE(int8, "dequantize_int8_any_", "");
   const bool wide = rows_alignment(args->codes, args->pitch) == 16 && args->columns % 16 == 0 && aligned(args->y, 16);
   const int64_t threads = args->rows * (args->columns / (wide ? 16 : 1));
   return launch(context, &(wide ? fast : any)[dtype], divide_up(threads, BSH_INT8_THREADS), args);
@@ -96,30 +83,32 @@ bsh_status bsh_cuda_dequantize_int8_part(const bsh_dequantize_4bit_args *const a
 
 bsh_status bsh_cuda_product_int8(const bsh_product_int8_args *const args, const bsh_cuda_context *const context) {
   bsh_plan_slice plan;
-  BSH_TRY(bsh_plan_product_int8(context->op, args->M, args->N, args->K, bsh_image_here(context->sm).arch, &plan));
+  const int32_t of_a = rows_alignment(args->a, args->K), of_b = rows_alignment(args->b, args->K);
+  BSH_TRY(bsh_plan_product_int8(context->op, args->M, args->N, args->K, of_a < of_b ? of_a : of_b,
+                                bsh_image_here(context->sm).arch, &plan));
   bsh_int8_gemm_args product = {.a = args->a,
                                 .b = args->b,
                                 .y = args->sums,
                                 .M = (int32_t)args->M,
                                 .N = (int32_t)args->N,
                                 .K = (int32_t)args->K,
+                                .fast = plan.reads_together,
                                 .m_tiles = plan.int8.m_tiles,
                                 .tiles = plan.int8.tiles};
-  product.fast = rows_alignment(args->a, args->K) == 16 && rows_alignment(args->b, args->K) == 16;
   void *arguments[] = {&product};
   return bsh_cuda_launch(context, plan.product.kernel, &plan.product.shape, arguments);
 }
 
 bsh_status bsh_cuda_scale_product_int8(const bsh_scale_product_int8_args *const args,
                                        const bsh_cuda_context *const context) {
-  static bsh_cuda_kernel kernels[DTYPES] = BY_DTYPE("scale_product_int8_");
+  static bsh_cuda_kernel kernels[BSH_DTYPES] = BSH_BY_DTYPE(int8, "scale_product_int8_", "");
   return launch(context, &kernels[args->dtype], divide_up(args->M * args->N, BSH_INT8_THREADS), args);
 }
 
 bsh_status bsh_cuda_split_scales_int8(const bsh_product_args *const args, const bsh_int8_scale_pair *const pairs,
                                       const bsh_cuda_context *const context) {
-  static bsh_cuda_kernel split[] = {{.fatbin = BSH_FATBIN_int8, .name = "split_scales_int8_bf16"},
-                                    {.fatbin = BSH_FATBIN_int8, .name = "split_scales_int8_f16"}};
+  static bsh_cuda_kernel split[] = {BSH_KERNEL(int8, "split_scales_int8_bf16"),
+                                    BSH_KERNEL(int8, "split_scales_int8_f16")};
   const bsh_int8_split_args scales = {args->weight.scales.absmax, (bsh_int8_scale_pair *)(uintptr_t)pairs,
                                       (int32_t)args->N, bsh_dgrad_int8_pairs(args->N)};
   return launch(context, &split[args->dtype == BSH_F16], divide_up(scales.n_pairs, BSH_INT8_THREADS), &scales);

@@ -6,7 +6,6 @@
  *
  * How many outlier columns there are stays on the GPU. */
 #include "core/arithmetic.h"
-#include "gpu/alignment.h"
 #include "gpu/int8.h"
 #include "gpu/product.h"
 
@@ -45,7 +44,6 @@ static bsh_int8_outliers outliers_in(const bsh_int8_cut *const cut, char *const 
 static bsh_int8_gemm_args gemm_args(const bsh_product_args *const args, const bsh_plan_slice *const slice,
                                     char *const memory) {
   const bsh_int8_cut *const cut = &slice->int8;
-  const bool fours = rows_alignment(args->y, args->N * dtype_size(args->dtype)) == 16;
   return (bsh_int8_gemm_args){.a = (const int8_t *)memory + cut->codes_at,
                               .b = int8_codes(&args->weight),
                               .y = args->y,
@@ -58,8 +56,8 @@ static bsh_int8_gemm_args gemm_args(const bsh_product_args *const args, const bs
                               .M = (int32_t)args->M,
                               .N = (int32_t)args->N,
                               .K = (int32_t)args->K,
-                              .fast = rows_alignment(args->weight.packed, args->K) == 16,
-                              .store_fours = fours,
+                              .fast = slice->reads_together,
+                              .store_fours = slice->stores_together,
                               .m_tiles = cut->m_tiles,
                               .tiles = cut->tiles,
                               .splits = cut->splits,
@@ -149,7 +147,7 @@ static bsh_int8_mixed_args mixed_args(const bsh_product_args *const args, const 
                                .M = (int32_t)args->M,
                                .rows = (int32_t)rows,
                                .depth = (int32_t)depth,
-                               .store_pairs = rows_alignment(args->y, rows * dtype_size(args->dtype)) >= 4,
+                               .store_pairs = slice->stores_together,
                                .token_tiles = slice->int8.m_tiles,
                                .tiles = slice->int8.tiles,
                                .splits = slice->int8.splits};
@@ -159,23 +157,10 @@ bsh_status bsh_launch_mixed_int8(const bsh_product_args *const args, const bsh_p
                                  char *const memory, const bsh_cuda_context *const context) {
   const bool back = args->direction == BSH_INPUT_GRADIENT;
   bsh_int8_mixed_args of_kernel = mixed_args(args, slice, memory);
-  const bsh_map_of of_x = {.data = args->x,
-                           .rows = args->M,
-                           .columns = of_kernel.depth,
-                           .row_bytes = args->ldx * dtype_size(args->dtype),
-                           .box_rows = slice->int8.rows,
-                           .box_columns = BSH_MIXED_INT8_DEPTH,
-                           .type = args->dtype == BSH_F16 ? BSH_MAP_F16 : BSH_MAP_BF16};
-  const bsh_map_of of_w = {.data = args->weight.packed,
-                           .rows = args->N,
-                           .columns = args->K,
-                           .row_bytes = args->K,
-                           .box_rows = back ? BSH_MIXED_INT8_DEPTH : BSH_MIXED_INT8_ROWS,
-                           .box_columns = back ? BSH_MIXED_INT8_ROWS : BSH_MIXED_INT8_DEPTH,
-                           .type = BSH_MAP_U8};
   bsh_tensor_map x, w;
-  BSH_TRY(bsh_cuda_tensor_map(context, &of_x, &x));
-  BSH_TRY(bsh_cuda_tensor_map(context, &of_w, &w));
+  BSH_TRY(bsh_map_x(args, slice->int8.rows, context, &x));
+  BSH_TRY(bsh_map_w(args, args->N, args->K, back ? BSH_MIXED_INT8_DEPTH : BSH_MIXED_INT8_ROWS,
+                    back ? BSH_MIXED_INT8_ROWS : BSH_MIXED_INT8_DEPTH, context, &w));
   if (back) BSH_TRY(bsh_cuda_split_scales_int8(args, of_kernel.scales, context));
   void *arguments[] = {&x, &w, &of_kernel};
   return bsh_cuda_launch(context, slice->product.kernel, &slice->product.shape, arguments);

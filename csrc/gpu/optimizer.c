@@ -4,7 +4,7 @@
 
 enum { THREADS = BSH_STEP_THREADS, WARPS = THREADS / 32, SUM_THREADS = 256 }; /* of optimizer.cu */
 
-#define KERNEL(text) {.fatbin = BSH_FATBIN_optimizer, .name = text}
+#define KERNEL(text) BSH_KERNEL(optimizer, text)
 #define BY_DTYPE(prefix) {KERNEL(prefix "f32"), KERNEL(prefix "f16"), KERNEL(prefix "bf16"), KERNEL(prefix "mixed")}
 #define BY_ALGORITHM(prefix)                                                                                           \
   {BY_DTYPE(prefix "adam_"),    BY_DTYPE(prefix "momentum_"), BY_DTYPE(prefix "rmsprop_"),                             \

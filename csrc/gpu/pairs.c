@@ -6,7 +6,7 @@
 #include "gpu/ops.h"
 
 bsh_status bsh_cuda_sort_by_expert(const bsh_sort_by_expert_args *const args, const bsh_cuda_context *const context) {
-  static bsh_cuda_kernel kernel = {.fatbin = BSH_FATBIN_pairs, .name = "sort_by_expert"};
+  static bsh_cuda_kernel kernel = BSH_KERNEL(pairs, "sort_by_expert");
   const int64_t most =
       BSH_SORT_COUNTERS / ((int64_t)args->E + 1) - 1; /* warps whose counters there is room for, and the sums */
   if (most < 1 || args->S > INT32_MAX / 2)
@@ -25,7 +25,7 @@ bsh_status bsh_cuda_sort_by_expert(const bsh_sort_by_expert_args *const args, co
   return bsh_cuda_launch(context, &kernel, &shape, arguments);
 }
 
-#define SUM_KERNEL(NAME) {.fatbin = BSH_FATBIN_pairs, .name = NAME}
+#define SUM_KERNEL(NAME) BSH_KERNEL(pairs, NAME)
 #define SUM_KERNELS(name) {SUM_KERNEL("sum_by_token_" name), SUM_KERNEL("sum_by_token_" name "_any")}
 
 bsh_status bsh_cuda_sum_by_token(const bsh_sum_by_token_args *const args, const bsh_cuda_context *const context) {

@@ -40,6 +40,12 @@ bsh_launch_slice bsh_launch_fused, bsh_launch_stack, bsh_launch_wide, bsh_launch
 bsh_status bsh_launch_panels(const bsh_product_args *args, const bsh_plan *plan, const bsh_torch_operands *operands,
                              const bsh_cuda_context *context);
 
+/* A map of x (dy) by boxes of 64 columns; and of W, `rows` rows of `columns` bytes each. */
+bsh_status bsh_map_x(const bsh_product_args *args, int32_t box_rows, const bsh_cuda_context *context,
+                     bsh_tensor_map *map);
+bsh_status bsh_map_w(const bsh_product_args *args, int64_t rows, int64_t columns, int32_t box_rows, int32_t box_columns,
+                     const bsh_cuda_context *context, bsh_tensor_map *map);
+
 /* The parameters of a fused kernel for a slice, without scratch memory. */
 bsh_fused_args bsh_fused_arguments(const bsh_product_args *args, const bsh_plan_slice *slice);
 

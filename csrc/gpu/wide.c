@@ -7,7 +7,6 @@
 static bsh_gemm_wide_args wide_args(const bsh_product_args *const args, const bsh_plan_slice *const slice) {
   const bsh_weight *const weight = &args->weight;
   const bsh_scales *const scales = &weight->scales;
-  const int64_t rows = args->direction == BSH_FORWARD ? args->N : args->K;
   return (bsh_gemm_wide_args){
       .absmax = scales->absmax,
       .absmax_code = scales->absmax_code,
@@ -22,32 +21,29 @@ static bsh_gemm_wide_args wide_args(const bsh_product_args *const args, const bs
       .K = (int32_t)args->K,
       .format = (int32_t)weight->format,
       .block_shift = slice->block_shift,
-      .code_pairs = scales->absmax == NULL && slice->block_shift == 0 && args->K % BSH_GEMM_WIDE_PIECE == 0 &&
-                    (uintptr_t)scales->absmax_code % 2 == 0,
-      .store_fours = rows % 4 == 0 && (uintptr_t)args->y % 8 == 0 && args->ldy % 4 == 0,
+      .code_pairs = slice->reads_together,
+      .store_fours = slice->stores_together,
       .cut = slice->wide,
   };
 }
 
-/* `tokens` of x, copied at once, by 64 of depth; 128 rows of W, of all `experts`, by 64 packed bytes. */
-static bsh_status make_maps(const bsh_product_args *const args, const int64_t experts, const int32_t tokens,
-                            const bsh_cuda_context *const context, bsh_tensor_map *const x, bsh_tensor_map *const w) {
-  const bsh_map_of of_x = {.data = args->x,
-                           .rows = args->M,
-                           .columns = args->direction == BSH_FORWARD ? args->K : args->N,
-                           .row_bytes = args->ldx * dtype_size(args->dtype),
-                           .box_rows = tokens,
-                           .box_columns = BSH_UNIT,
-                           .type = args->dtype == BSH_F16 ? BSH_MAP_F16 : BSH_MAP_BF16};
-  const bsh_map_of of_w = {.data = args->weight.packed,
-                           .rows = experts * args->N,
-                           .columns = args->K / 2,
-                           .row_bytes = args->K / 2,
-                           .box_rows = BSH_GEMM_WIDE_ROWS,
-                           .box_columns = BSH_GEMM_WIDE_PIECE / 2,
-                           .type = BSH_MAP_U8};
-  BSH_TRY(bsh_cuda_tensor_map(context, &of_x, x));
-  return bsh_cuda_tensor_map(context, &of_w, w);
+bsh_status bsh_map_x(const bsh_product_args *const args, const int32_t box_rows, const bsh_cuda_context *const context,
+                     bsh_tensor_map *const map) {
+  const bsh_map_of x = {.data = args->x,
+                        .rows = args->M,
+                        .columns = args->direction == BSH_FORWARD ? args->K : args->N,
+                        .row_bytes = args->ldx * dtype_size(args->dtype),
+                        .box_rows = box_rows,
+                        .box_columns = BSH_UNIT,
+                        .type = args->dtype == BSH_F16 ? BSH_MAP_F16 : BSH_MAP_BF16};
+  return bsh_cuda_tensor_map(context, &x, map);
+}
+
+bsh_status bsh_map_w(const bsh_product_args *const args, const int64_t rows, const int64_t columns,
+                     const int32_t box_rows, const int32_t box_columns, const bsh_cuda_context *const context,
+                     bsh_tensor_map *const map) {
+  const bsh_map_of w = {args->weight.packed, rows, columns, columns, box_rows, box_columns, BSH_MAP_U8};
+  return bsh_cuda_tensor_map(context, &w, map);
 }
 
 static bsh_status launch(const bsh_plan_slice *const slice, bsh_tensor_map *const x, bsh_tensor_map *const w,
@@ -75,7 +71,9 @@ bsh_status bsh_launch_wide(const bsh_product_args *const args, const bsh_plan_sl
     of_kernel.flags = (uint32_t *)(memory + slice->counters_at);
     of_kernel.partial = (float *)(memory + slice->partial_at);
   }
-  BSH_TRY(make_maps(args, stack ? args->E : 1, stack ? BSH_GEMM_WIDE_BOX : slice->wide.tokens / BSH_GEMM_WIDE_PAIR,
-                    context, &x, &w));
+  const int32_t tokens = stack ? BSH_GEMM_WIDE_BOX : slice->wide.tokens / BSH_GEMM_WIDE_PAIR; /* copied at once */
+  BSH_TRY(bsh_map_x(args, tokens, context, &x));
+  BSH_TRY(bsh_map_w(args, (stack ? args->E : 1) * args->N, args->K / 2, BSH_GEMM_WIDE_ROWS, BSH_GEMM_WIDE_PIECE / 2,
+                    context, &w));
   return launch(slice, &x, &w, &of_kernel, context);
 }

@@ -14,8 +14,8 @@ static double cost(const bsh_facts *const f) {
 }
 
 static void cut(const bsh_facts *const f, bsh_plan_slice *const slice) {
-  static bsh_cuda_kernel forward[3] = BSH_BY_DTYPE(int8, "linear_int8_any_");
-  static bsh_cuda_kernel dgrad[3] = BSH_BY_DTYPE(int8, "linear_int8_dgrad_any_");
+  static bsh_cuda_kernel forward[3] = BSH_BY_DTYPE(int8, "linear_int8_any_", "");
+  static bsh_cuda_kernel dgrad[3] = BSH_BY_DTYPE(int8, "linear_int8_dgrad_any_", "");
   const bool back = f->direction == BSH_INPUT_GRADIENT;
   const int64_t blocks = back ? divide_up(f->K, BSH_INT8_ANY_WARPS * 32) : divide_up(f->N, BSH_INT8_ANY_WARPS);
   slice->product.kernel = &(back ? dgrad : forward)[f->dtype];

@@ -34,6 +34,8 @@ static const char *const ops[BSH_OPERANDS][2] = {
     [BSH_OF_INT8] = {"linear_int8", "linear_int8_dgrad"},
 };
 
+const char *bsh_op_name(const bsh_operand_kind kind, const bsh_direction direction) { return ops[kind][direction]; }
+
 const char *bsh_kernel_name(const bsh_kernel *const kernel) { return kernel->name; }
 
 /* ---- which kernel ---- */

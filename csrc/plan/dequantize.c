@@ -30,17 +30,9 @@ static bool fast_dequantize(const bsh_dequantize_4bit_args *const args, const in
          args->column0 % border == 0 && args->ld % width == 0;
 }
 
-#define DTYPES 3 /* kernels are indexed by bsh_dtype: f32, f16, bf16 */
-#define BY_DTYPE(prefix, suffix)                                                                                       \
-  {                                                                                                                    \
-      {.fatbin = BSH_FATBIN_blockwise, .name = prefix "f32" suffix},                                                   \
-      {.fatbin = BSH_FATBIN_blockwise, .name = prefix "f16" suffix},                                                   \
-      {.fatbin = BSH_FATBIN_blockwise, .name = prefix "bf16" suffix},                                                  \
-  }
-
-static bsh_cuda_kernel plain[DTYPES] = BY_DTYPE("dequantize_4bit_", "_plain");
-static bsh_cuda_kernel nested[DTYPES] = BY_DTYPE("dequantize_4bit_", "_nested");
-static bsh_cuda_kernel any[DTYPES] = BY_DTYPE("dequantize_4bit_any_", "");
+static bsh_cuda_kernel plain[BSH_DTYPES] = BSH_BY_DTYPE(blockwise, "dequantize_4bit_", "_plain");
+static bsh_cuda_kernel nested[BSH_DTYPES] = BSH_BY_DTYPE(blockwise, "dequantize_4bit_", "_nested");
+static bsh_cuda_kernel any[BSH_DTYPES] = BSH_BY_DTYPE(blockwise, "dequantize_4bit_any_", "");
 
 bsh_dequantize_plan bsh_plan_dequantize_4bit(const bsh_dequantize_4bit_args *const args, const int32_t sms) {
   const int64_t span = 32 * BSH_VECTOR_BYTES / dtype_size(args->dtype);

@@ -30,7 +30,7 @@ static double cost(const bsh_facts *const facts) {
   return large ? BSH_ORDER(1) : BSH_ORDER(4);
 }
 
-#define GEMM_KERNEL(NAME) {.fatbin = BSH_FATBIN_gemm_4bit_sm90, .name = NAME}
+#define GEMM_KERNEL(NAME) BSH_KERNEL(gemm_4bit_sm90, NAME)
 #define GEMM_BF16(form, tokens, parts)                                                                                 \
   {GEMM_KERNEL("gemm_4bit_bf16_" #form), GEMM_KERNEL("gemm_4bit_bf16_" #form "_any")},
 #define GEMM_F16(form, tokens, parts) {GEMM_KERNEL("gemm_4bit_f16_" #form), GEMM_KERNEL("gemm_4bit_f16_" #form "_any")},
@@ -108,9 +108,7 @@ static void lay_out_scratch(const int64_t N, const int32_t tokens, const int32_t
   const int64_t chunks = (int64_t)slice->x_units * slice->tokens * BSH_X_UNIT_CHUNKS;
   slice->before.kernel = &x_units;
   slice->before.shape =
-      (bsh_cuda_launch_shape){.grid = {chunks == 0 ? 1 : (uint32_t)divide_up(chunks, BSH_X_UNITS_THREADS), 1, 1},
-                              .block = {BSH_X_UNITS_THREADS, 1, 1},
-                              .overlap = true};
+      bsh_overlapping(chunks == 0 ? 1 : divide_up(chunks, BSH_X_UNITS_THREADS), BSH_X_UNITS_THREADS, 1, 0);
 }
 
 static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {
@@ -121,10 +119,7 @@ static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {
   slice->block_shift = bsh_block_shift(facts, BSH_UNIT);
   slice->cut.row_tiles = (int32_t)row_tiles;
   slice->product.kernel = kernel_of(facts, tokens, k_parts);
-  slice->product.shape = (bsh_cuda_launch_shape){.grid = {0, 0, 1},
-                                                 .block = {(uint32_t)bsh_gemm_threads(tokens, k_parts), 1, 1},
-                                                 .shared_bytes = BSH_GEMM_SHARED_BYTES,
-                                                 .overlap = true};
+  slice->product.shape = bsh_overlapping(0, bsh_gemm_threads(tokens, k_parts), 1, BSH_GEMM_SHARED_BYTES);
   share_out(facts, divide_up(tiles, row_tiles), pieces, k_parts, slice);
   slice->x_units = (int32_t)(pieces * BSH_PIECE_UNITS * k_parts);
   lay_out_scratch(N, tokens, k_parts, slice);

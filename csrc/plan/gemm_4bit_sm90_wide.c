@@ -7,7 +7,7 @@
 
 enum { SLICE_ROWS = 1 << 16, FLAG_THREADS = 256, SUMS_ALIGNMENT = 256 };
 
-#define WIDE_KERNEL(NAME) {.fatbin = BSH_FATBIN_gemm_4bit_sm90_wide, .name = NAME}
+#define WIDE_KERNEL(NAME) BSH_KERNEL(gemm_4bit_sm90_wide, NAME)
 #define WIDE_FORM(form, tokens)                                                                                        \
   {{WIDE_KERNEL("gemm_wide_bf16_" #form), WIDE_KERNEL("gemm_wide_dgrad_bf16_" #form)},                                 \
    {WIDE_KERNEL("gemm_wide_f16_" #form), WIDE_KERNEL("gemm_wide_dgrad_f16_" #form)}},
@@ -106,7 +106,7 @@ static void lay_out_scratch(bsh_plan_slice *const slice) {
   slice->partial_at = flag_bytes(&slice->wide);
   slice->scratch_bytes = scratch_bytes(&slice->wide);
   slice->before.kernel = &clear_flags;
-  slice->before.shape = (bsh_cuda_launch_shape){.grid = {1, 1, 1}, .block = {FLAG_THREADS, 1, 1}, .overlap = true};
+  slice->before.shape = bsh_overlapping(1, FLAG_THREADS, 1, 0);
 }
 
 static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {
@@ -114,14 +114,12 @@ static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {
   int32_t form = 0;
   while (form_tokens[form] != slice->wide.tokens) form++;
   slice->block_shift = bsh_block_shift(facts, BSH_UNIT);
+  bsh_wide_accesses(facts, slice);
   slice->product.kernel = &kernels[form][facts->dtype == BSH_F16][facts->direction == BSH_INPUT_GRADIENT];
   const int32_t pairs = facts->sms / BSH_GEMM_WIDE_PAIR;
   const int64_t busy = slice->wide.sharing > 0 ? slice->wide.sharing : min_i64(slice->wide.tiles, pairs);
-  slice->product.shape = (bsh_cuda_launch_shape){.grid = {(uint32_t)busy * BSH_GEMM_WIDE_PAIR, 1, 1},
-                                                 .block = {BSH_GEMM_WIDE_THREADS, 1, 1},
-                                                 .cluster = BSH_GEMM_WIDE_PAIR,
-                                                 .shared_bytes = bsh_gemm_wide_shared_bytes(slice->wide.tokens),
-                                                 .overlap = true};
+  slice->product.shape = bsh_overlapping(busy * BSH_GEMM_WIDE_PAIR, BSH_GEMM_WIDE_THREADS, BSH_GEMM_WIDE_PAIR,
+                                         bsh_gemm_wide_shared_bytes(slice->wide.tokens));
   lay_out_scratch(slice);
 }
 

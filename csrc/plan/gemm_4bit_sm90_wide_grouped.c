@@ -26,7 +26,7 @@ static double cost(const bsh_facts *const facts) {
   return BSH_ORDER(2);
 }
 
-#define WIDE_KERNEL(NAME) {.fatbin = BSH_FATBIN_gemm_4bit_sm90_wide_grouped, .name = NAME}
+#define WIDE_KERNEL(NAME) BSH_KERNEL(gemm_4bit_sm90_wide_grouped, NAME)
 #define WIDE_FORM(form, tokens)                                                                                        \
   {{WIDE_KERNEL("gemm_wide_grouped_bf16_" #form), WIDE_KERNEL("gemm_wide_grouped_dgrad_bf16_" #form)},                 \
    {WIDE_KERNEL("gemm_wide_grouped_f16_" #form), WIDE_KERNEL("gemm_wide_grouped_dgrad_f16_" #form)}},
@@ -76,17 +76,15 @@ static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {
   const bool gradient = facts->direction == BSH_INPUT_GRADIENT;
   const int32_t form = form_of(facts);
   slice->block_shift = bsh_block_shift(facts, BSH_UNIT);
+  bsh_wide_accesses(facts, slice);
   slice->wide = (bsh_gemm_wide_cut){
       .tokens = form_tokens[form],
       .pieces = (int32_t)divide_up(gradient ? facts->N : facts->K, BSH_GEMM_WIDE_PIECE),
   };
   slice->product.kernel = &kernels[form][facts->dtype == BSH_F16][gradient];
   slice->product.shape =
-      (bsh_cuda_launch_shape){.grid = {(uint32_t)(facts->sms / BSH_GEMM_WIDE_PAIR * BSH_GEMM_WIDE_PAIR), 1, 1},
-                              .block = {BSH_GEMM_WIDE_THREADS, 1, 1},
-                              .cluster = BSH_GEMM_WIDE_PAIR,
-                              .shared_bytes = bsh_gemm_wide_grouped_bytes(form_tokens[form], BSH_GEMM_WIDE_EXPERTS),
-                              .overlap = true};
+      bsh_overlapping(facts->sms / BSH_GEMM_WIDE_PAIR * BSH_GEMM_WIDE_PAIR, BSH_GEMM_WIDE_THREADS, BSH_GEMM_WIDE_PAIR,
+                      bsh_gemm_wide_grouped_bytes(form_tokens[form], BSH_GEMM_WIDE_EXPERTS));
 }
 
 const bsh_kernel bsh_kernel_gemm_4bit_sm90_wide_grouped = {.name = "gemm_4bit_sm90_wide_grouped",

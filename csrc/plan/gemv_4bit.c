@@ -3,7 +3,7 @@
 #include "cuda/sizes/gemv_4bit.h"
 #include "plan/gemv.h"
 
-#define GEMV_KERNEL(NAME) {.fatbin = BSH_FATBIN_gemv_4bit, .name = NAME}
+#define GEMV_KERNEL(NAME) BSH_KERNEL(gemv_4bit, NAME)
 #define GEMV_BF16(form, tiles, units)                                                                                  \
   {GEMV_KERNEL("gemv_4bit_bf16_" #form), GEMV_KERNEL("gemv_4bit_bf16_" #form "_any")},
 #define GEMV_F16(form, tiles, units) {GEMV_KERNEL("gemv_4bit_f16_" #form), GEMV_KERNEL("gemv_4bit_f16_" #form "_any")},

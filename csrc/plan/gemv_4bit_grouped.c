@@ -39,7 +39,7 @@ static double cost(const bsh_facts *const facts) {
   return facts->M <= bsh_card_of(facts->sm)->gemv_4bit_grouped.rows * facts->E ? BSH_ORDER(1) : BSH_LAST;
 }
 
-#define GROUPED_KERNEL(NAME) {.fatbin = BSH_FATBIN_gemv_4bit_grouped, .name = NAME}
+#define GROUPED_KERNEL(NAME) BSH_KERNEL(gemv_4bit_grouped, NAME)
 #define GROUPED_BF16(form, tiles, units)                                                                               \
   {GROUPED_KERNEL("gemv_4bit_grouped_bf16_" #form), GROUPED_KERNEL("gemv_4bit_grouped_bf16_" #form "_any")},
 #define GROUPED_F16(form, tiles, units)                                                                                \
@@ -67,10 +67,8 @@ static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {
                                .row_groups = row_groups,
                                .group_of_warp = (int32_t)divide_up(1 << 16, k.k_warps)};
   slice->product.kernel = kernel_of(facts, token_tiles, k.units);
-  slice->product.shape = (bsh_cuda_launch_shape){.grid = {(uint32_t)facts->sms, 1, 1},
-                                                 .block = {(uint32_t)(BSH_WARP * k.k_warps * row_groups), 1, 1},
-                                                 .shared_bytes = bsh_gemv_shared_bytes(arch, token_tiles),
-                                                 .overlap = true};
+  slice->product.shape =
+      bsh_overlapping(facts->sms, BSH_WARP * k.k_warps * row_groups, 1, bsh_gemv_shared_bytes(arch, token_tiles));
 }
 
 const bsh_kernel bsh_kernel_gemv_4bit_grouped = {.name = "gemv_4bit_grouped",

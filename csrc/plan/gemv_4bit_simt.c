@@ -22,15 +22,14 @@ static double cost(const bsh_facts *const facts) {
   return facts->M <= rows ? BSH_ORDER(3) : BSH_LAST;
 }
 
-#define SIMT_KERNEL(DTYPE, SCALES) {.fatbin = BSH_FATBIN_gemv_4bit_simt, .name = "gemv_4bit_simt_" DTYPE "_" SCALES}
+#define SIMT_KERNEL(DTYPE, SCALES) BSH_KERNEL(gemv_4bit_simt, "gemv_4bit_simt_" DTYPE "_" SCALES)
 #define SIMT_SCALES(DTYPE) {SIMT_KERNEL(DTYPE, "plain"), SIMT_KERNEL(DTYPE, "nested")}
 static bsh_cuda_kernel kernels[3][2] = {SIMT_SCALES("f32"), SIMT_SCALES("f16"), SIMT_SCALES("bf16")};
 
 static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {
   const int64_t blocks = divide_up(facts->N, BSH_SIMT_WARPS * BSH_SIMT_ROWS);
   slice->product.kernel = &kernels[facts->dtype][facts->w.scales == BSH_SCALES_NESTED];
-  slice->product.shape = (bsh_cuda_launch_shape){
-      .grid = {(uint32_t)blocks, 1, 1}, .block = {BSH_SIMT_WARPS * BSH_WARP, 1, 1}, .overlap = true};
+  slice->product.shape = bsh_overlapping(blocks, BSH_SIMT_WARPS * BSH_WARP, 1, 0);
   slice->block_shift = bsh_block_shift(facts, BSH_SIMT_BLOCKSIZE);
 }
 

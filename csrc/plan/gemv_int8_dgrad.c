@@ -34,11 +34,9 @@ static void cut(const bsh_facts *const f, bsh_plan_slice *const slice) {
   slice->int8.splits = (int32_t)splits;
   slice->partial_at = bsh_place(slice, sums * (int64_t)sizeof(float));
   slice->product.kernel = &kernels[f->dtype == BSH_F16][form];
-  slice->product.shape = (bsh_cuda_launch_shape){.grid = {(uint32_t)(slabs * splits), (uint32_t)groups, 1},
-                                                 .block = {BSH_GEMV_DGRAD_WARPS * BSH_WARP, 1, 1},
-                                                 .cluster = (uint32_t)splits,
-                                                 .shared_bytes = bsh_gemv_dgrad_shared_bytes(sizes[form][1]),
-                                                 .overlap = true};
+  slice->product.shape = bsh_overlapping(slabs * splits, BSH_GEMV_DGRAD_WARPS * BSH_WARP, splits,
+                                         bsh_gemv_dgrad_shared_bytes(sizes[form][1]));
+  slice->product.shape.grid[1] = (uint32_t)groups;
 }
 
 const bsh_kernel bsh_kernel_gemv_int8_dgrad = {.name = "gemv_int8_dgrad",

@@ -26,6 +26,7 @@ static int32_t capacity_of(const bsh_facts *const f) {
 void bsh_place_codes(const bsh_facts *const f, const bool finds, bsh_plan_slice *const slice) {
   bsh_int8_cut *const cut = &slice->int8;
   cut->codes = true;
+  slice->reads_together = f->packed_alignment == 16, slice->stores_together = f->y_alignment == 16;
   cut->finds = finds;
   cut->codes_at = bsh_place(slice, f->M * f->K);
   cut->absmax_at = bsh_place(slice, f->M * (int64_t)sizeof(float));
@@ -56,9 +57,6 @@ void bsh_lay_out_tiles(const bsh_tiles *const t, const int32_t blocks, const uin
                        bsh_plan_slice *const slice) {
   slice->int8.splits = t->splits;
   slice->int8.m_tiles = (int32_t)t->m_tiles, slice->int8.tiles = (int32_t)t->tiles;
-  slice->product.shape = (bsh_cuda_launch_shape){.grid = {(uint32_t)(min_i64(t->tiles, t->clusters) * blocks), 1, 1},
-                                                 .block = {BSH_GEMM_INT8_SM90_THREADS, 1, 1},
-                                                 .cluster = (uint32_t)blocks,
-                                                 .shared_bytes = (int32_t)shared_bytes,
-                                                 .overlap = true};
+  slice->product.shape = bsh_overlapping(min_i64(t->tiles, t->clusters) * blocks, BSH_GEMM_INT8_SM90_THREADS, blocks,
+                                         (int32_t)shared_bytes);
 }

@@ -55,8 +55,4 @@ double bsh_tiles_nanoseconds(const bsh_tiles *tiles, int64_t stages, double stag
 /* Fills a slice's tiles and launch, by clusters of `blocks`. */
 void bsh_lay_out_tiles(const bsh_tiles *tiles, int32_t blocks, uint32_t shared_bytes, bsh_plan_slice *slice);
 
-#define BSH_KERNEL(file, NAME) {.fatbin = BSH_FATBIN_##file, .name = NAME}
-#define BSH_BY_DTYPE(file, stem)                                                                                       \
-  {BSH_KERNEL(file, stem "f32"), BSH_KERNEL(file, stem "f16"), BSH_KERNEL(file, stem "bf16")}
-
 #endif

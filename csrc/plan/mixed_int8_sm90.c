@@ -67,6 +67,7 @@ static void cut(const bsh_facts *const f, bsh_plan_slice *const slice) {
   const int32_t tokens = form_tokens[best.form];
   if (back) slice->int8.scales_at = bsh_place(slice, bsh_dgrad_int8_pairs(f->N) * (int64_t)sizeof(bsh_int8_scale_pair));
   slice->int8.maps = true;
+  slice->stores_together = f->y_alignment >= 4;
   slice->int8.rows = tokens / PAIR;
   slice->product.kernel = &kernels[back][f->dtype == BSH_F16][best.form];
   bsh_lay_out_tiles(&best, PAIR * best.splits, bsh_mixed_int8_shared_bytes(tokens, form_stages[best.form]), slice);

@@ -108,6 +108,8 @@ typedef struct {
   int64_t counters_at, partial_at;   /* bytes */
   bsh_fused_cut cut;                 /* BSH_LAUNCH_FUSED, BSH_LAUNCH_STACK */
   int32_t block_shift;               /* as in bsh_fused_args */
+  bool reads_together;               /* bsh_gemm_wide_args.code_pairs, bsh_int8_gemm_args.fast */
+  bool stores_together;              /* store_fours of these, bsh_int8_mixed_args.store_pairs */
   bool orders_x;                     /* `before` writes x to the scratch memory, and the kernel reads it there */
   int32_t tokens, x_units, counters; /* of `before`: rows and units that it writes, counters that it clears */
   bsh_gemm_wide_cut wide;            /* BSH_LAUNCH_WIDE */
@@ -140,10 +142,13 @@ static inline bsh_operand_kind bsh_kind_of(const bsh_facts *const facts) {
   return facts->E > 0 ? BSH_OF_STACK : BSH_OF_4BIT;
 }
 
-/* The product of int8 codes alone, to int32 [M, N]: a slice whose kernel takes bsh_int8_gemm_args. */
-bsh_status bsh_plan_product_int8(const char *op, int64_t M, int64_t N, int64_t K, int32_t arch, bsh_plan_slice *slice);
+/* The product of int8 codes alone, to int32 [M, N]: a slice whose kernel takes bsh_int8_gemm_args. alignment: bytes, of
+ * all rows of codes. */
+bsh_status bsh_plan_product_int8(const char *op, int64_t M, int64_t N, int64_t K, int32_t alignment, int32_t arch,
+                                 bsh_plan_slice *slice);
 
-/* "gemv_4bit", ... */
+/* "linear_4bit", "grouped_linear_4bit_dgrad", ...; "gemv_4bit", ... */
+const char *bsh_op_name(bsh_operand_kind kind, bsh_direction direction);
 const char *bsh_kernel_name(const bsh_kernel *kernel);
 
 /* The kernel of this name that takes the operands of an op ("linear_4bit", "grouped_linear_4bit_dgrad", ...), whatever

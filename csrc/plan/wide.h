@@ -17,6 +17,14 @@ static inline const char *bsh_wide_refuses(const bsh_facts *const facts) {
   return facts->packed_alignment < 16 ? "packed is not 16-byte aligned" : NULL;
 }
 
+/* Two codes of scales a load, four rows of y a store. */
+static inline void bsh_wide_accesses(const bsh_facts *const facts, bsh_plan_slice *const slice) {
+  const int64_t rows = facts->direction == BSH_FORWARD ? facts->N : facts->K;
+  slice->reads_together = facts->w.scales == BSH_SCALES_NESTED && facts->w.blocksize == BSH_UNIT &&
+                          facts->K % BSH_GEMM_WIDE_PIECE == 0 && facts->code_alignment >= 2;
+  slice->stores_together = rows % 4 == 0 && facts->y_alignment >= 8;
+}
+
 /* Of bsh_card's times of a piece. */
 static inline int bsh_wide_column(const bsh_facts *const facts) {
   return facts->direction != BSH_FORWARD ? 2 : facts->dtype == BSH_F16;

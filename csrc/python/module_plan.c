@@ -54,10 +54,9 @@ static bool check_facts(const bsh_facts *const f, const char *const op) {
   return false;
 }
 
-/* (M, N, K, dtype, sm, sms, *, ...) of a product with operands of a kind; `op`, its name without a direction, becomes
- * that of the direction. */
+/* (M, N, K, dtype, sm, sms, *, ...) of a product with operands of a kind, and the op that it is. */
 static bool read_facts(PyObject *const args, PyObject *const keywords, const bsh_operand_kind kind,
-                       const char *const ops[2], bsh_facts *const facts, const char **const op) {
+                       bsh_facts *const facts, const char **const op) {
   static const char *const names[] = {"",
                                       "",
                                       "",
@@ -111,7 +110,7 @@ static bool read_facts(PyObject *const args, PyObject *const keywords, const bsh
                        .sms = sms,
                        .tensor_maps = maps != 0,
                        .image = architectures != NULL ? bsh_image_for(architectures, sm) : bsh_image_here(sm)};
-  *op = ops[facts->direction];
+  *op = bsh_op_name(kind, facts->direction);
   facts->forced = bsh_forced_kernel(kind, facts->direction);
   if (kernel != NULL && bsh_kernel_named(*op, kernel, &facts->forced) != BSH_OK) return raise_status() != NULL;
   return read_vendor(vendor, &facts->vendor) && check_facts(facts, *op);
@@ -164,43 +163,37 @@ static PyObject *plan_dict(const bsh_plan *const plan) {
   return NULL;
 }
 
-static PyObject *planned(const char *const op, const bsh_facts *const facts) {
+/* Of E experts, or 0. */
+static PyObject *plan_of(PyObject *const args, PyObject *const keywords, const bsh_operand_kind kind, const int64_t E) {
+  const char *op;
+  bsh_facts facts;
   bsh_plan plan;
-  return bsh_plan_product(op, facts, &plan) == BSH_OK ? plan_dict(&plan) : raise_status();
+  if (!read_facts(args, keywords, kind, &facts, &op)) return NULL;
+  facts.E = E;
+  return bsh_plan_product(op, &facts, &plan) == BSH_OK ? plan_dict(&plan) : raise_status();
 }
 
 PyObject *bsh_module_plan(PyObject *const module, PyObject *const args, PyObject *const keywords) {
-  static const char *const ops[] = {"linear_4bit", "linear_4bit_dgrad"};
-  const char *op;
-  bsh_facts facts;
   (void)module;
-  return read_facts(args, keywords, BSH_OF_4BIT, ops, &facts, &op) ? planned(op, &facts) : NULL;
+  return plan_of(args, keywords, BSH_OF_4BIT, 0);
 }
 
 PyObject *bsh_module_plan_int8(PyObject *const module, PyObject *const args, PyObject *const keywords) {
-  static const char *const ops[] = {"linear_int8", "linear_int8_dgrad"};
-  const char *op;
-  bsh_facts facts;
   (void)module;
-  return read_facts(args, keywords, BSH_OF_INT8, ops, &facts, &op) ? planned(op, &facts) : NULL;
+  return plan_of(args, keywords, BSH_OF_INT8, 0);
 }
 
 /* The arguments of a plan, E before them. */
 PyObject *bsh_module_plan_grouped(PyObject *const module, PyObject *const args, PyObject *const keywords) {
-  static const char *const ops[] = {"grouped_linear_4bit", "grouped_linear_4bit_dgrad"};
-  const char *op;
-  bsh_facts facts;
   (void)module;
   const Py_ssize_t count = PyTuple_Size(args);
   const long long E = count > 0 ? PyLong_AsLongLong(PyTuple_GetItem(args, 0)) : 0;
   if (E == -1 && PyErr_Occurred() != NULL) return NULL;
   if (E < 1 || E > INT32_MAX) return PyErr_Format(PyExc_ValueError, "%lld experts, expected 1 to 2^31 - 1", E);
   PyObject *const others = PyTuple_GetSlice(args, 1, count);
-  const bool read = others != NULL && read_facts(others, keywords, BSH_OF_STACK, ops, &facts, &op);
+  PyObject *const plan = others != NULL ? plan_of(others, keywords, BSH_OF_STACK, E) : NULL;
   Py_XDECREF(others);
-  if (!read) return NULL;
-  facts.E = E;
-  return planned(op, &facts);
+  return plan;
 }
 
 /* ---- forced kernels ---- */
