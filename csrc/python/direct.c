@@ -387,81 +387,28 @@ static PyObject *call_op(const bsh_direct_op *const what, PyObject *const *const
   return PyErr_Occurred() == NULL ? fall_back(what, objects, n_objects) : NULL;
 }
 
-#define ARGUMENTS PyObject *const module, PyObject *const *const objects, const Py_ssize_t n_objects
-
-const bsh_direct_op bsh_direct_op_linear_4bit = {.name = "linear_4bit",
-                                                 .op = bsh_op_linear_4bit,
-                                                 .fallback = 0,
-                                                 .n_tensors = 7,
-                                                 .n_arguments = 11,
-                                                 .weight = 1,
-                                                 .like = 0,
-                                                 .bias = 6,
-                                                 .dtype = BSH_DIRECT_NONE,
-                                                 .number = BSH_DIRECT_NONE};
-
-PyObject *bsh_direct_linear_4bit(ARGUMENTS) {
-  (void)module;
-  return call_op(&bsh_direct_op_linear_4bit, objects, n_objects);
-}
-
-const bsh_direct_op bsh_direct_op_linear_4bit_dgrad = {.name = "linear_4bit_dgrad",
-                                                       .op = bsh_op_linear_4bit_dgrad,
-                                                       .fallback = 1,
-                                                       .n_tensors = 6,
-                                                       .n_arguments = 10,
-                                                       .weight = 1,
-                                                       .like = 0,
-                                                       .bias = BSH_DIRECT_NONE,
-                                                       .dtype = BSH_DIRECT_NONE,
-                                                       .number = BSH_DIRECT_NONE};
-
-PyObject *bsh_direct_linear_4bit_dgrad(ARGUMENTS) {
-  (void)module;
-  return call_op(&bsh_direct_op_linear_4bit_dgrad, objects, n_objects);
-}
-
-PyObject *bsh_direct_dequantize_4bit(ARGUMENTS) {
-  static const bsh_direct_op what = {.name = "dequantize_4bit",
-                                     .op = bsh_op_dequantize_4bit,
-                                     .fallback = 2,
-                                     .n_tensors = 5,
-                                     .n_arguments = 10,
-                                     .weight = 0,
-                                     .like = 1,
-                                     .bias = BSH_DIRECT_NONE,
-                                     .dtype = 9,
-                                     .number = BSH_DIRECT_NONE};
-  (void)module;
-  return call_op(&what, objects, n_objects);
-}
-
-PyObject *bsh_direct_linear_int8(ARGUMENTS) {
-  static const bsh_direct_op what = {.name = "linear_int8",
-                                     .op = bsh_op_linear_int8,
-                                     .fallback = 3,
-                                     .n_tensors = 4,
-                                     .n_arguments = 7,
-                                     .weight = 1,
-                                     .like = 0,
-                                     .bias = 3,
-                                     .dtype = BSH_DIRECT_NONE,
-                                     .number = 4};
-  (void)module;
-  return call_op(&what, objects, n_objects);
-}
-
-PyObject *bsh_direct_linear_int8_dgrad(ARGUMENTS) {
-  static const bsh_direct_op what = {.name = "linear_int8_dgrad",
-                                     .op = bsh_op_linear_int8_dgrad,
-                                     .fallback = 4,
-                                     .n_tensors = 3,
-                                     .n_arguments = 5,
-                                     .weight = 1,
-                                     .like = 0,
-                                     .bias = BSH_DIRECT_NONE,
-                                     .dtype = BSH_DIRECT_NONE,
-                                     .number = BSH_DIRECT_NONE};
-  (void)module;
-  return call_op(&what, objects, n_objects);
-}
+#define NONE BSH_DIRECT_NONE
+/* Fall-back; tensors, arguments; which argument is the weight, what the result is like, the bias, its dtype, a number.
+ */
+#define DIRECT_OPS(X)                                                                                                  \
+  X(linear_4bit, 0, 7, 11, 1, 0, 6, NONE, NONE)                                                                        \
+  X(linear_4bit_dgrad, 1, 6, 10, 1, 0, NONE, NONE, NONE)                                                               \
+  X(dequantize_4bit, 2, 5, 10, 0, 1, NONE, 9, NONE)                                                                    \
+  X(linear_int8, 3, 4, 7, 1, 0, 3, NONE, 4)                                                                            \
+  X(linear_int8_dgrad, 4, 3, 5, 1, 0, NONE, NONE, NONE)
+#define DIRECT_OP(OP, FALLBACK, TENSORS, ARGUMENTS, WEIGHT, LIKE, BIAS, DTYPE, NUMBER)                                 \
+  const bsh_direct_op bsh_direct_op_##OP = {.name = #OP,                                                               \
+                                            .op = bsh_op_##OP,                                                         \
+                                            .fallback = FALLBACK,                                                      \
+                                            .n_tensors = TENSORS,                                                      \
+                                            .n_arguments = ARGUMENTS,                                                  \
+                                            .weight = WEIGHT,                                                          \
+                                            .like = LIKE,                                                              \
+                                            .bias = BIAS,                                                              \
+                                            .dtype = DTYPE,                                                            \
+                                            .number = NUMBER};                                                         \
+  PyObject *bsh_direct_##OP(PyObject *const module, PyObject *const *const objects, const Py_ssize_t n_objects) {      \
+    (void)module;                                                                                                      \
+    return call_op(&bsh_direct_op_##OP, objects, n_objects);                                                           \
+  }
+DIRECT_OPS(DIRECT_OP)

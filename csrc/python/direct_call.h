@@ -23,7 +23,8 @@ typedef struct {
   int fallback; /* index among those of bsh_direct_fall_back */
 } bsh_direct_op;
 
-extern const bsh_direct_op bsh_direct_op_linear_4bit, bsh_direct_op_linear_4bit_dgrad;
+extern const bsh_direct_op bsh_direct_op_linear_4bit, bsh_direct_op_linear_4bit_dgrad, bsh_direct_op_dequantize_4bit,
+    bsh_direct_op_linear_int8, bsh_direct_op_linear_int8_dgrad;
 
 typedef struct {
   bsh_call call; /* first: what bsh_caller's functions get */
