@@ -499,52 +499,34 @@ __device__ __forceinline__ uint64_t load_word(const uint8_t *bytes, int64_t n_by
 
 // ---- entry points: <op>[_any]_<dtype>[_<variant>] -------------------------------------------------------------------
 
-#define BSH_KERNEL extern "C" __global__ void __launch_bounds__(32 * bsh::WARPS)
 /* 6 blocks per SM where it holds 2048 threads, else 4. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 800 && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
 #define BSH_BLOCKS_PER_SM 4
 #else
 #define BSH_BLOCKS_PER_SM 6
 #endif
-#define BSH_BUSY_KERNEL extern "C" __global__ void __launch_bounds__(32 * bsh::WARPS, BSH_BLOCKS_PER_SM)
+#define ENTRY(NAME, ARGS, ...) BSH_ENTRY(__launch_bounds__(32 * bsh::WARPS), NAME, ARGS, __VA_ARGS__)
+#define BUSY_ENTRY(NAME, ...)                                                                                          \
+  BSH_ENTRY(__launch_bounds__(32 * bsh::WARPS, BSH_BLOCKS_PER_SM), NAME, bsh_dequantize_4bit_args, __VA_ARGS__)
 #define BSH_DTYPES(X) X(f32, float) X(f16, __half) X(bf16, __nv_bfloat16)
 
 #define BSH_ENTRIES(name, T)                                                                                           \
-  BSH_BUSY_KERNEL dequantize_4bit_##name##_plain(const __grid_constant__ bsh_dequantize_4bit_args a) {                 \
-    bsh::dequantize_4bit<T, false>(a);                                                                                 \
-  }                                                                                                                    \
-  BSH_BUSY_KERNEL dequantize_4bit_##name##_nested(const __grid_constant__ bsh_dequantize_4bit_args a) {                \
-    bsh::dequantize_4bit<T, true>(a);                                                                                  \
-  }                                                                                                                    \
-  BSH_KERNEL dequantize_4bit_any_##name(const __grid_constant__ bsh_dequantize_4bit_args a) {                          \
-    bsh::dequantize_4bit_any<T>(a);                                                                                    \
-  }                                                                                                                    \
-  BSH_KERNEL quantize_4bit_##name##_nf4(const __grid_constant__ bsh_quantize_4bit_args a) {                            \
-    bsh::quantize_4bit<T, BSH_NF4>(a);                                                                                 \
-  }                                                                                                                    \
-  BSH_KERNEL quantize_4bit_##name##_fp4(const __grid_constant__ bsh_quantize_4bit_args a) {                            \
-    bsh::quantize_4bit<T, BSH_FP4>(a);                                                                                 \
-  }                                                                                                                    \
-  BSH_KERNEL quantize_4bit_any_##name##_nf4(const __grid_constant__ bsh_quantize_4bit_args a) {                        \
-    bsh::quantize_4bit_any<T, BSH_NF4>(a);                                                                             \
-  }                                                                                                                    \
-  BSH_KERNEL quantize_4bit_any_##name##_fp4(const __grid_constant__ bsh_quantize_4bit_args a) {                        \
-    bsh::quantize_4bit_any<T, BSH_FP4>(a);                                                                             \
-  }                                                                                                                    \
-  BSH_KERNEL quantize_blockwise_##name(const __grid_constant__ bsh_quantize_blockwise_args a) {                        \
-    bsh::quantize_blockwise<T>(a);                                                                                     \
-  }                                                                                                                    \
-  BSH_KERNEL dequantize_blockwise_##name(const __grid_constant__ bsh_dequantize_blockwise_args a) {                    \
-    bsh::dequantize_blockwise<T>(a);                                                                                   \
-  }                                                                                                                    \
-  BSH_KERNEL dequantize_blockwise_any_##name(const __grid_constant__ bsh_dequantize_blockwise_args a) {                \
-    bsh::dequantize_blockwise_any<T>(a);                                                                               \
-  }
+  BUSY_ENTRY(dequantize_4bit_##name##_plain, dequantize_4bit<T, false>)                                                \
+  BUSY_ENTRY(dequantize_4bit_##name##_nested, dequantize_4bit<T, true>)                                                \
+  ENTRY(dequantize_4bit_any_##name, bsh_dequantize_4bit_args, dequantize_4bit_any<T>)                                  \
+  ENTRY(quantize_4bit_##name##_nf4, bsh_quantize_4bit_args, quantize_4bit<T, BSH_NF4>)                                 \
+  ENTRY(quantize_4bit_##name##_fp4, bsh_quantize_4bit_args, quantize_4bit<T, BSH_FP4>)                                 \
+  ENTRY(quantize_4bit_any_##name##_nf4, bsh_quantize_4bit_args, quantize_4bit_any<T, BSH_NF4>)                         \
+  ENTRY(quantize_4bit_any_##name##_fp4, bsh_quantize_4bit_args, quantize_4bit_any<T, BSH_FP4>)                         \
+  ENTRY(quantize_blockwise_##name, bsh_quantize_blockwise_args, quantize_blockwise<T>)                                 \
+  ENTRY(dequantize_blockwise_##name, bsh_dequantize_blockwise_args, dequantize_blockwise<T>)                           \
+  ENTRY(dequantize_blockwise_any_##name, bsh_dequantize_blockwise_args, dequantize_blockwise_any<T>)
 
 BSH_DTYPES(BSH_ENTRIES)
 
 // *sum must be 0. Integer addition: any order of the atomics gives the same sum.
-BSH_KERNEL checksum(const uint8_t *bytes, int64_t n_bytes, unsigned long long *sum) {
+extern "C" __global__ void __launch_bounds__(32 * bsh::WARPS)
+    checksum(const uint8_t *bytes, int64_t n_bytes, unsigned long long *sum) {
   __shared__ unsigned long long partial[bsh::WARPS];
   const bool aligned = reinterpret_cast<uintptr_t>(bytes) % 8 == 0;
   const int64_t n_words = (n_bytes + 7) / 8;

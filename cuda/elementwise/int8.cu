@@ -416,21 +416,19 @@ template <typename T> __device__ __forceinline__ void linear_int8_dgrad_any(cons
 } // namespace
 } // namespace bsh
 
-#define KERNEL(NAME, T, ARGS, THREADS, CALL)                                                                           \
-  extern "C" __global__ void __launch_bounds__(THREADS) NAME(const __grid_constant__ ARGS args) { bsh::CALL(args); }
-#define KERNELS(SUFFIX, T)                                                                                             \
-  KERNEL(quantize_int8_##SUFFIX, T, bsh_int8_rows_args, BSH_INT8_THREADS, quantize_int8<T>)                            \
-  KERNEL(outliers_int8_##SUFFIX, T, bsh_int8_gather_args, BSH_INT8_THREADS, outliers_int8<T>)                          \
-  KERNEL(dequantize_int8_##SUFFIX, T, bsh_int8_rectangle_args, BSH_INT8_THREADS, dequantize_int8<T BSH_COMMA true>)    \
-  KERNEL(dequantize_int8_any_##SUFFIX, T, bsh_int8_rectangle_args, BSH_INT8_THREADS,                                   \
-         dequantize_int8<T BSH_COMMA false>)                                                                           \
-  KERNEL(scale_product_int8_##SUFFIX, T, bsh_scale_product_int8_args, BSH_INT8_THREADS, scale_product_int8<T>)         \
-  KERNEL(linear_int8_any_##SUFFIX, T, bsh_int8_any_args, BSH_INT8_ANY_WARPS * 32, linear_int8_any<T>)                  \
-  KERNEL(linear_int8_dgrad_any_##SUFFIX, T, bsh_int8_any_args, BSH_INT8_ANY_WARPS * 32, linear_int8_dgrad_any<T>)
-#define BSH_COMMA ,
-KERNEL(clear_int8, , bsh_int8_clear_args, BSH_INT8_THREADS, clear_int8)
-KERNEL(split_scales_int8_f16, , bsh_int8_split_args, BSH_INT8_THREADS, split_scales_int8<__half>)
-KERNEL(split_scales_int8_bf16, , bsh_int8_split_args, BSH_INT8_THREADS, split_scales_int8<__nv_bfloat16>)
-KERNELS(f32, float)
-KERNELS(f16, __half)
-KERNELS(bf16, __nv_bfloat16)
+#define ENTRY(NAME, ARGS, ...) BSH_ENTRY(__launch_bounds__(BSH_INT8_THREADS), NAME, ARGS, __VA_ARGS__)
+#define ANY_ENTRY(NAME, ...) BSH_ENTRY(__launch_bounds__(BSH_INT8_ANY_WARPS * 32), NAME, bsh_int8_any_args, __VA_ARGS__)
+#define ENTRIES(SUFFIX, T)                                                                                             \
+  ENTRY(quantize_int8_##SUFFIX, bsh_int8_rows_args, quantize_int8<T>)                                                  \
+  ENTRY(outliers_int8_##SUFFIX, bsh_int8_gather_args, outliers_int8<T>)                                                \
+  ENTRY(dequantize_int8_##SUFFIX, bsh_int8_rectangle_args, dequantize_int8<T, true>)                                   \
+  ENTRY(dequantize_int8_any_##SUFFIX, bsh_int8_rectangle_args, dequantize_int8<T, false>)                              \
+  ENTRY(scale_product_int8_##SUFFIX, bsh_scale_product_int8_args, scale_product_int8<T>)                               \
+  ANY_ENTRY(linear_int8_any_##SUFFIX, linear_int8_any<T>)                                                              \
+  ANY_ENTRY(linear_int8_dgrad_any_##SUFFIX, linear_int8_dgrad_any<T>)
+ENTRY(clear_int8, bsh_int8_clear_args, clear_int8)
+ENTRY(split_scales_int8_f16, bsh_int8_split_args, split_scales_int8<__half>)
+ENTRY(split_scales_int8_bf16, bsh_int8_split_args, split_scales_int8<__nv_bfloat16>)
+ENTRIES(f32, float)
+ENTRIES(f16, __half)
+ENTRIES(bf16, __nv_bfloat16)

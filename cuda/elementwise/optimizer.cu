@@ -634,17 +634,13 @@ template <bsh_optimizer kAlgorithm> __device__ __forceinline__ void squares(cons
 
 } // namespace bsh
 
-#define BSH_KERNEL(name, ...)                                                                                          \
-  extern "C" __global__ void __launch_bounds__(bsh::kStepThreads, 1)                                                   \
-      name(const __grid_constant__ bsh_step_list list) {                                                               \
-    bsh::__VA_ARGS__(list);                                                                                            \
-  }
+#define STEP_ENTRY(NAME, ...) BSH_ENTRY(__launch_bounds__(bsh::kStepThreads, 1), NAME, bsh_step_list, __VA_ARGS__)
 
 #define BSH_BY_DTYPE(kind, name, algorithm)                                                                            \
-  BSH_KERNEL(optimizer_##kind##_##name##_f32, step_##kind<algorithm, bsh::kF32>)                                       \
-  BSH_KERNEL(optimizer_##kind##_##name##_f16, step_##kind<algorithm, bsh::kF16>)                                       \
-  BSH_KERNEL(optimizer_##kind##_##name##_bf16, step_##kind<algorithm, bsh::kBF16>)                                     \
-  BSH_KERNEL(optimizer_##kind##_##name##_mixed, step_##kind<algorithm, bsh::kMixed>)
+  STEP_ENTRY(optimizer_##kind##_##name##_f32, step_##kind<algorithm, bsh::kF32>)                                       \
+  STEP_ENTRY(optimizer_##kind##_##name##_f16, step_##kind<algorithm, bsh::kF16>)                                       \
+  STEP_ENTRY(optimizer_##kind##_##name##_bf16, step_##kind<algorithm, bsh::kBF16>)                                     \
+  STEP_ENTRY(optimizer_##kind##_##name##_mixed, step_##kind<algorithm, bsh::kMixed>)
 
 #define BSH_BY_BITS(name, algorithm) BSH_BY_DTYPE(32bit, name, algorithm) BSH_BY_DTYPE(8bit, name, algorithm)
 

@@ -189,15 +189,10 @@ extern "C" __global__ void __launch_bounds__(32 * BSH_SORT_WARPS)
   if (warp < stretches) bsh::place(args, next, start, begin, end, low, high);
 }
 
+#define SUM_ENTRY(NAME, ...) BSH_ENTRY(__launch_bounds__(BSH_SUM_THREADS), NAME, bsh_sum_by_token_args, __VA_ARGS__)
 #define SUM_BY_TOKEN(name, T)                                                                                          \
-  extern "C" __global__ void __launch_bounds__(BSH_SUM_THREADS)                                                        \
-      sum_by_token_##name(const __grid_constant__ bsh_sum_by_token_args args) {                                        \
-    bsh::sum_by_token<T, 16 / sizeof(T)>(args);                                                                        \
-  }                                                                                                                    \
-  extern "C" __global__ void __launch_bounds__(BSH_SUM_THREADS)                                                        \
-      sum_by_token_##name##_any(const __grid_constant__ bsh_sum_by_token_args args) {                                  \
-    bsh::sum_by_token<T, 1>(args);                                                                                     \
-  }
+  SUM_ENTRY(sum_by_token_##name, sum_by_token<T, 16 / sizeof(T)>)                                                      \
+  SUM_ENTRY(sum_by_token_##name##_any, sum_by_token<T, 1>)
 SUM_BY_TOKEN(f32, float)
 SUM_BY_TOKEN(f16, __half)
 SUM_BY_TOKEN(bf16, __nv_bfloat16)

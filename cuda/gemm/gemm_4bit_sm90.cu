@@ -197,12 +197,9 @@ template <typename T, typename FORM, scale_kind KIND> __device__ __forceinline__
 } // namespace
 } // namespace bsh
 
-#define GEMM_BODY(T, TOKENS, K_PARTS, KIND) bsh::gemm<T, bsh::gemm_form<TOKENS, K_PARTS>, bsh::KIND>(args);
 #define GEMM(T, NAME, TOKENS, K_PARTS, KIND)                                                                           \
-  extern "C" __global__ void __launch_bounds__(bsh_gemm_threads(TOKENS, K_PARTS), 1)                                   \
-      NAME(const __grid_constant__ bsh_fused_args args) {                                                              \
-    GEMM_BODY(T, TOKENS, K_PARTS, KIND)                                                                                \
-  }
+  BSH_ENTRY(__launch_bounds__(bsh_gemm_threads(TOKENS, K_PARTS), 1), NAME, bsh_fused_args,                             \
+            gemm<T, bsh::gemm_form<TOKENS, K_PARTS>, bsh::KIND>)
 #define GEMM_PAIR(T, NAME, TOKENS, K_PARTS)                                                                            \
   GEMM(T, NAME, TOKENS, K_PARTS, NESTED_64) GEMM(T, NAME##_any, TOKENS, K_PARTS, ANY_SCALES)
 #define GEMM_BF16(FORM, TOKENS, K_PARTS) GEMM_PAIR(__nv_bfloat16, gemm_4bit_bf16_##FORM, TOKENS, K_PARTS)

@@ -26,18 +26,8 @@
 // all-gather writes W); only hints go ahead.
 #include "cuda/gemm/gemm_4bit_sm90_wide.cuh"
 
-#define GEMM_WIDE_BODY(T, TOKENS, GRADIENT) bsh::gemm_wide<T, bsh::wide_form<T, TOKENS, GRADIENT>>(x_map, w_map, args);
-#define GEMM_WIDE(T, NAME, TOKENS, GRADIENT)                                                                           \
-  extern "C" __global__ void __launch_bounds__(BSH_GEMM_WIDE_THREADS, 1)                                               \
-      NAME(const __grid_constant__ bsh_tensor_map x_map, const __grid_constant__ bsh_tensor_map w_map,                 \
-           const __grid_constant__ bsh_gemm_wide_args args) {                                                          \
-    GEMM_WIDE_BODY(T, TOKENS, GRADIENT)                                                                                \
-  }
-#define GEMM_WIDE_FORM(FORM, TOKENS)                                                                                   \
-  GEMM_WIDE(__nv_bfloat16, gemm_wide_bf16_##FORM, TOKENS, false)                                                       \
-  GEMM_WIDE(__half, gemm_wide_f16_##FORM, TOKENS, false)                                                               \
-  GEMM_WIDE(__nv_bfloat16, gemm_wide_dgrad_bf16_##FORM, TOKENS, true)                                                  \
-  GEMM_WIDE(__half, gemm_wide_dgrad_f16_##FORM, TOKENS, true)
+#define GEMM_WIDE(T, NAME, TOKENS, GRADIENT) BSH_GEMM_WIDE_ENTRY(T, NAME, wide_form<T, TOKENS, GRADIENT>)
+#define GEMM_WIDE_FORM(FORM, TOKENS) BSH_GEMM_WIDE_ENTRIES(GEMM_WIDE, gemm_wide_, FORM, TOKENS)
 BSH_GEMM_WIDE_FORMS(GEMM_WIDE_FORM)
 
 // In front of a product that shares tiles: clears its flags.

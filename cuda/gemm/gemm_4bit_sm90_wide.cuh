@@ -312,3 +312,16 @@ __device__ __forceinline__ void gemm_wide(const bsh_tensor_map &x_map, const bsh
 
 } // namespace
 } // namespace bsh
+
+#define BSH_GEMM_WIDE_ENTRY(T, NAME, ... /* form */)                                                                   \
+  extern "C" __global__ void __launch_bounds__(BSH_GEMM_WIDE_THREADS, 1)                                               \
+      NAME(const __grid_constant__ bsh_tensor_map x_map, const __grid_constant__ bsh_tensor_map w_map,                 \
+           const __grid_constant__ bsh_gemm_wide_args args) {                                                          \
+    bsh::gemm_wide<T, bsh::__VA_ARGS__>(x_map, w_map, args);                                                           \
+  }
+// Of a form: both dtypes, both directions.
+#define BSH_GEMM_WIDE_ENTRIES(ENTRY, STEM, FORM, TOKENS)                                                               \
+  ENTRY(__nv_bfloat16, STEM##bf16_##FORM, TOKENS, false)                                                               \
+  ENTRY(__half, STEM##f16_##FORM, TOKENS, false)                                                                       \
+  ENTRY(__nv_bfloat16, STEM##dgrad_bf16_##FORM, TOKENS, true)                                                          \
+  ENTRY(__half, STEM##dgrad_f16_##FORM, TOKENS, true)

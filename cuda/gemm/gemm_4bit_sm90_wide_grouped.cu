@@ -8,16 +8,6 @@
 // it is zero in x. Experts without rows have no tiles. Rows behind the last expert's are zeroed.
 #include "cuda/gemm/gemm_4bit_sm90_wide.cuh"
 
-#define GROUPED_BODY(T, TOKENS, GRADIENT) bsh::gemm_wide<T, bsh::grouped_form<T, TOKENS, GRADIENT>>(x_map, w_map, args);
-#define GROUPED(T, NAME, TOKENS, GRADIENT)                                                                             \
-  extern "C" __global__ void __launch_bounds__(BSH_GEMM_WIDE_THREADS, 1)                                               \
-      NAME(const __grid_constant__ bsh_tensor_map x_map, const __grid_constant__ bsh_tensor_map w_map,                 \
-           const __grid_constant__ bsh_gemm_wide_args args) {                                                          \
-    GROUPED_BODY(T, TOKENS, GRADIENT)                                                                                  \
-  }
-#define GROUPED_FORM(FORM, TOKENS)                                                                                     \
-  GROUPED(__nv_bfloat16, gemm_wide_grouped_bf16_##FORM, TOKENS, false)                                                 \
-  GROUPED(__half, gemm_wide_grouped_f16_##FORM, TOKENS, false)                                                         \
-  GROUPED(__nv_bfloat16, gemm_wide_grouped_dgrad_bf16_##FORM, TOKENS, true)                                            \
-  GROUPED(__half, gemm_wide_grouped_dgrad_f16_##FORM, TOKENS, true)
+#define GROUPED(T, NAME, TOKENS, GRADIENT) BSH_GEMM_WIDE_ENTRY(T, NAME, grouped_form<T, TOKENS, GRADIENT>)
+#define GROUPED_FORM(FORM, TOKENS) BSH_GEMM_WIDE_ENTRIES(GROUPED, gemm_wide_grouped_, FORM, TOKENS)
 BSH_GEMM_WIDE_GROUPED_FORMS(GROUPED_FORM)

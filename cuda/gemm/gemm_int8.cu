@@ -213,11 +213,7 @@ template <typename T> __device__ __forceinline__ void gemm(const bsh_int8_gemm_a
 } // namespace
 } // namespace bsh
 
-#define GEMM(NAME, T)                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(BSH_GEMM_INT8_THREADS, 1)                                               \
-      NAME(const __grid_constant__ bsh_int8_gemm_args args) {                                                          \
-    bsh::gemm<T>(args);                                                                                                \
-  }
+#define GEMM(NAME, T) BSH_ENTRY(__launch_bounds__(BSH_GEMM_INT8_THREADS, 1), NAME, bsh_int8_gemm_args, gemm<T>)
 GEMM(gemm_int8_i32, char)
 GEMM(gemm_int8_f32, float)
 GEMM(gemm_int8_f16, __half)

@@ -88,15 +88,9 @@ template <typename T, bool NESTED> __device__ __forceinline__ void gemv(const bs
 } // namespace
 } // namespace bsh
 
-#define GEMV(T, NAME)                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(bsh::WARPS * 32)                                                        \
-      gemv_4bit_simt_##NAME##_nested(const __grid_constant__ bsh_fused_args args) {                                    \
-    bsh::gemv<T, true>(args);                                                                                          \
-  }                                                                                                                    \
-  extern "C" __global__ void __launch_bounds__(bsh::WARPS * 32)                                                        \
-      gemv_4bit_simt_##NAME##_plain(const __grid_constant__ bsh_fused_args args) {                                     \
-    bsh::gemv<T, false>(args);                                                                                         \
-  }
+#define ENTRY(NAME, ...)                                                                                               \
+  BSH_ENTRY(__launch_bounds__(bsh::WARPS * 32), gemv_4bit_simt_##NAME, bsh_fused_args, __VA_ARGS__)
+#define GEMV(T, NAME) ENTRY(NAME##_nested, gemv<T, true>) ENTRY(NAME##_plain, gemv<T, false>)
 GEMV(float, f32)
 GEMV(__half, f16)
 GEMV(__nv_bfloat16, bf16)

@@ -92,9 +92,7 @@ __device__ __forceinline__ void gemv_int8(const bsh_fused_args &args) {
 } // namespace bsh
 
 #define GEMV(T, NAME, TOKEN_TILES, UNITS)                                                                              \
-  extern "C" __global__ void __launch_bounds__(bsh::WARPS * 32, 1) NAME(const __grid_constant__ bsh_fused_args args) { \
-    bsh::gemv_int8<T, TOKEN_TILES, UNITS>(args);                                                                       \
-  }
+  BSH_ENTRY(__launch_bounds__(bsh::WARPS * 32, 1), NAME, bsh_fused_args, gemv_int8<T, TOKEN_TILES, UNITS>)
 #define GEMV_BF16(FORM, TOKEN_TILES, UNITS) GEMV(__nv_bfloat16, gemv_int8_bf16_##FORM, TOKEN_TILES, UNITS)
 #define GEMV_F16(FORM, TOKEN_TILES, UNITS) GEMV(__half, gemv_int8_f16_##FORM, TOKEN_TILES, UNITS)
 BSH_GEMV_INT8_FORMS(GEMV_BF16)

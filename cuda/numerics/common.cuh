@@ -11,6 +11,10 @@
 #include "core/formats.h"
 #include "core/kernels.h"
 
+// A kernel of one argument struct that calls bsh::FUNCTION with it.
+#define BSH_ENTRY(BOUNDS, NAME, ARGS, ...) /* FUNCTION */                                                              \
+  extern "C" __global__ void BOUNDS NAME(const __grid_constant__ ARGS args) { bsh::__VA_ARGS__(args); }
+
 namespace bsh {
 
 constexpr unsigned ALL_LANES = 0xFFFFFFFFu, kAllLanes = ALL_LANES; // the latter: optimizer.cu
