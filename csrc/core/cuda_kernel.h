@@ -14,6 +14,7 @@
   X(gemv_4bit)                                                                                                         \
   X(gemv_4bit_grouped)                                                                                                 \
   X(gemv_4bit_simt)                                                                                                    \
+  X(gemm_4bit_sm80)                                                                                                    \
   X(gemm_4bit_sm90)                                                                                                    \
   X(gemm_4bit_sm90_wide)                                                                                               \
   X(gemm_4bit_sm90_wide_grouped)                                                                                       \

@@ -2,6 +2,7 @@
 #ifndef BSH_PLAN_CARDS_H
 #define BSH_PLAN_CARDS_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 /* `value` from `from` weights (N * K) on. Lists end with from = 0. */
@@ -9,7 +10,7 @@ typedef struct {
   int64_t from, value;
 } bsh_border;
 
-enum { BSH_WIDE_FORMS = 3, BSH_CODES_FORMS = 9, BSH_MIXED_FORMS = 3, BSH_LARGEST_CLUSTER = 8 };
+enum { BSH_SM80_FORMS = 2, BSH_WIDE_FORMS = 3, BSH_CODES_FORMS = 9, BSH_MIXED_FORMS = 3, BSH_LARGEST_CLUSTER = 8 };
 
 /* Times are nanoseconds. Tables have a column for each form of a kernel (cuda/sizes). */
 typedef struct {
@@ -60,6 +61,18 @@ typedef struct {
 
 /* The card whose numbers stand for a GPU (10 * major + minor). */
 const bsh_card *bsh_card_of(int32_t sm);
+
+/* What a GPU was counted to do, from its data sheet: a model, not measured. Of one multiprocessor, per nanosecond: the
+ * vendor's products of 16 bits with fp32 sums; bytes that a product reads; bytes that dequantizing reads and writes. */
+typedef struct {
+  bool chosen; /* by it gemm_4bit_sm80 is compared to panels; else it only cuts tiles where that is forced */
+  double flops_per_ns_sm, bytes_per_ns_sm, dequantized_per_ns_sm;
+  double share[BSH_SM80_FORMS]; /* of the vendor's products that each form of gemm_4bit_sm80 reaches */
+  double begin;                 /* nanoseconds: of panels, until dequantizing begins */
+  double ends, join;            /* of a product before its first and behind its last stage; where sums are joined */
+  int64_t l2_bytes;
+} bsh_rates;
+const bsh_rates *bsh_rates_of(int32_t sm);
 
 /* What a list says for so many weights; `least` below all of its borders. */
 int64_t bsh_border_value(const bsh_border *list, int64_t weights, int64_t least);

@@ -15,6 +15,7 @@ static const bsh_kernel *const kernels[] = {
     &bsh_kernel_gemv_4bit,
     &bsh_kernel_gemm_4bit_sm90_wide,
     &bsh_kernel_gemv_4bit_simt,
+    &bsh_kernel_gemm_4bit_sm80,
     &bsh_kernel_gemv_4bit_grouped,
     &bsh_kernel_gemm_4bit_sm90_wide_grouped,
     &bsh_kernel_gemv_int8,

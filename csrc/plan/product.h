@@ -19,6 +19,7 @@
 #include "core/kernels.h"
 #include "core/status.h"
 #include "cuda/sizes/fused.h"
+#include "cuda/sizes/gemm_4bit_sm80.h"
 #include "cuda/sizes/gemm_4bit_sm90_wide.h"
 #include "plan/images.h"
 
@@ -74,6 +75,7 @@ typedef enum {
   BSH_LAUNCH_FUSED,      /* bsh_fused_args */
   BSH_LAUNCH_STACK,      /* bsh_grouped_gemv_args */
   BSH_LAUNCH_WIDE,       /* bsh_gemm_wide_args, of a weight or a stack */
+  BSH_LAUNCH_SM80,       /* bsh_gemm_sm80_args */
   BSH_LAUNCH_ROWS_INT8,  /* bsh_int8_any_args */
   BSH_LAUNCH_CODES_INT8, /* bsh_int8_gemm_args, after x was coded */
   BSH_LAUNCH_MIXED_INT8, /* bsh_int8_mixed_args */
@@ -107,12 +109,13 @@ typedef struct {
   int64_t scratch_bytes;             /* fused: [x in the kernel's order][counters][sums] */
   int64_t counters_at, partial_at;   /* bytes */
   bsh_fused_cut cut;                 /* BSH_LAUNCH_FUSED, BSH_LAUNCH_STACK */
-  int32_t block_shift;               /* as in bsh_fused_args */
+  int32_t block_shift;               /* as in bsh_fused_args, or in bsh_gemm_sm80_args */
   bool reads_together;               /* bsh_gemm_wide_args.code_pairs, bsh_int8_gemm_args.fast */
-  bool stores_together;              /* store_fours of these, bsh_int8_mixed_args.store_pairs */
+  bool stores_together;              /* store_fours of these, bsh_int8_mixed_args.store_pairs, store_eights */
   bool orders_x;                     /* `before` writes x to the scratch memory, and the kernel reads it there */
   int32_t tokens, x_units, counters; /* of `before`: rows and units that it writes, counters that it clears */
   bsh_gemm_wide_cut wide;            /* BSH_LAUNCH_WIDE */
+  bsh_gemm_sm80_cut sm80;            /* BSH_LAUNCH_SM80 */
   bsh_int8_cut int8;
 } bsh_plan_slice;
 

@@ -4,6 +4,7 @@
 // sum[4j + e], e = 0, 1: token 8j + 2t + e of the first of the thread's two rows of A; e = 2, 3: of the second.
 #pragma once
 
+#include "cuda/epilogues/shared_tile.cuh"
 #include "cuda/operands/decode_sm90_wide.cuh"
 #include "cuda/schedulers/scheduler_sm90_wide.cuh"
 
@@ -117,13 +118,7 @@ __device__ __forceinline__ void share_sums(const bsh_gemm_wide_args &args, const
 
 // ---- scatter: SHARES pairs have equal parts of one tile, and each joins and stores its own part of the tokens ----
 //
-// Each pair writes its partial sums of the others' tokens and waits for theirs, with a timeout, since nothing says that
-// they run. A pair that times out writes the partial sum of its own tokens too, sets its bit and exits; the last pair
-// to arrive adds that part as well. All use one word per span of rows: the number of pairs that arrived, and above it
-// one bit for each pair that timed out.
-
-enum : uint32_t { CAME = 7, GONE = 8 };
-enum { PATIENCE = 64 }; // reads of the word before the timeout: some 40 us
+// How they wait for each other: shared_tile.cuh. One word per span of rows.
 
 // What the first thread of a span has, for all 64.
 __device__ __forceinline__ uint32_t for_span(char *memory, uint32_t value) {
@@ -132,19 +127,6 @@ __device__ __forceinline__ uint32_t for_span(char *memory, uint32_t value) {
   if (threadIdx.x % (2 * BSH_WARP) == 0) st_shared(at, value);
   named_barrier<2 * BSH_WARP>(3 + span);
   return ld_shared_4(at);
-}
-
-// One thread, behind what its span has left. Which parts of the tokens it has to join, as bits; 0: not all have come.
-template <int SHARES> __device__ __forceinline__ uint32_t come(uint32_t *word, int me) {
-  const uint32_t state = count_acq_rel(word, 0);
-  if ((state & CAME) == SHARES - 1) return 1u << me | state / GONE; // the last
-#pragma unroll 1
-  for (int i = 0; i < PATIENCE; i++)
-    if ((load_acquire(word) & CAME) == SHARES) return 1u << me;
-  return 0;
-}
-template <int SHARES> __device__ __forceinline__ uint32_t go(uint32_t *word, int me) {
-  return (or_acq_rel(word, GONE << me) & CAME) == SHARES ? 1u << me : 0;
 }
 
 template <int OWN> struct own_part {
@@ -191,14 +173,14 @@ __device__ __forceinline__ void scatter_sums(const bsh_gemm_wide_args &args, con
 #pragma unroll
       for (int j = part * GROUPS; j < (part + 1) * GROUPS; j++) leave(to, sum, j);
   named_barrier<2 * BSH_WARP>(3 + span);
-  uint32_t parts = for_span(memory, speaks ? come<SHARES>(word, me) : 0);
+  uint32_t parts = for_span(memory, speaks ? come(word, me, SHARES) : 0);
   if (parts == 0) {
     with_own<SHARES>(me, [&](auto own) {
 #pragma unroll
       for (int j = own.INDEX * GROUPS; j < (own.INDEX + 1) * GROUPS; j++) leave(to, sum, j);
     });
     named_barrier<2 * BSH_WARP>(3 + span);
-    parts = for_span(memory, speaks ? go<SHARES>(word, me) : 0);
+    parts = for_span(memory, speaks ? go(word, me, SHARES) : 0);
   }
   if (parts == 0) return;
   with_own<SHARES>(me, [&](auto own) {

@@ -82,13 +82,6 @@ __device__ __forceinline__ void mma_codes(int *d, const uint32_t *a, uint32_t b0
 #endif
 }
 
-__device__ __forceinline__ void ldmatrix_x4(uint32_t *v, uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-               : "r"(address)
-               : "memory");
-}
-
 // Whether tensor cores of this architecture multiply T.
 template <typename T> constexpr bool HAS_MMA = false;
 template <> constexpr bool HAS_MMA<__half> = true;

@@ -73,6 +73,49 @@ template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
 // prefetched before an earlier kernel writes it is still right when it is read.
 __device__ __forceinline__ void prefetch_l2(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
+// Matrices of 8 x 8 16-bit units: lane l gives the address of row l % 8 of matrix l / 8, and v[i] gets units 2 (l % 4) and
+// the next one of row l / 4 of matrix i.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t *v, uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(address)
+               : "memory");
+}
+// The same of the transposed matrices.
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t *v, uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(address)
+               : "memory");
+}
+
+// ---- words that blocks share ----
+
+// Adds 1 for a warp, after all that it wrote before; what was there in lane 0, 0 in the others.
+__device__ __forceinline__ uint32_t count_acq_rel(uint32_t *counter, uint32_t lane) {
+  uint32_t before = 0;
+  asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %2, 0;\n@p atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;\n}"
+               : "+r"(before)
+               : "l"(counter), "r"(lane)
+               : "memory");
+  return before;
+}
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t *counter) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+// All that this warp wrote before, then `value`, for other blocks.
+__device__ __forceinline__ void store_release(uint32_t *flag, uint32_t value) {
+  asm volatile("fence.acq_rel.gpu;\nst.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+// One thread: the word's value before, behind all that this thread and those it has met wrote before.
+__device__ __forceinline__ uint32_t or_acq_rel(uint32_t *word, uint32_t bits) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.or.b32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(bits) : "memory");
+  return before;
+}
+
 // ---- clusters ----
 
 // All threads of the cluster; what they wrote before is seen by all after it.

@@ -52,21 +52,6 @@ template <int THREADS> __device__ __forceinline__ void named_barrier(int id) {
 template <int THREADS> __device__ __forceinline__ void named_barrier_arrive(int id) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
-// Adds 1 for a warp, after all that it wrote before; what was there in lane 0, 0 in the others.
-__device__ __forceinline__ uint32_t count_acq_rel(uint32_t *counter, uint32_t lane) {
-  uint32_t before = 0;
-  asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %2, 0;\n@p atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;\n}"
-               : "+r"(before)
-               : "l"(counter), "r"(lane)
-               : "memory");
-  return before;
-}
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t *counter) {
-  uint32_t value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
-  return value;
-}
-
 // ---- wgmma ----
 
 // The descriptor of x in shared memory: rows of 128 bytes with 128-byte swizzle, groups of 8 rows 1024 bytes apart.

@@ -58,12 +58,6 @@ template <int REGISTERS> __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t *v, uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-               : "r"(address)
-               : "memory");
-}
 __device__ __forceinline__ uint4 ld_shared_16(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -90,17 +84,6 @@ __device__ __forceinline__ uint2 ld_shared_8(uint32_t address) {
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
   return v;
 }
-// All that this warp wrote before, then `value`, for other blocks.
-__device__ __forceinline__ void store_release(uint32_t *flag, uint32_t value) {
-  asm volatile("fence.acq_rel.gpu;\nst.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
-}
-// One thread: the word's value before, behind all that this thread and those it has met wrote before.
-__device__ __forceinline__ uint32_t or_acq_rel(uint32_t *word, uint32_t bits) {
-  uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.or.b32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(bits) : "memory");
-  return before;
-}
-
 // d = a * b + c and a * b of two 16-bit floats each, rounded once.
 template <typename T> __device__ __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c);
 template <typename T> __device__ __forceinline__ uint32_t mul_pair(uint32_t a, uint32_t b);

@@ -1,0 +1,54 @@
+/* gpu/sm80.c - launches of the kernels whose parameters are bsh_gemm_sm80_args. */
+#include "core/arithmetic.h"
+#include "core/formats.h"
+#include "cuda/sizes/gemm_4bit_sm80.h"
+#include "gpu/alignment.h"
+#include "gpu/product.h"
+
+#include <string.h>
+
+enum { HALF_UNIT = BSH_UNIT / 2 };
+
+/* Nested: a block's code is in the map; plain: see bsh_gemm_sm80_args. */
+static void set_weight(const bsh_weight *const weight, const bsh_plan_slice *const slice,
+                       bsh_gemm_sm80_args *const of_kernel) {
+  static const float values[2][16] = {[BSH_NF4] = {BSH_NF4_VALUES}, [BSH_FP4] = {BSH_FP4_VALUES}};
+  const bsh_scales *const scales = &weight->scales;
+  const bool nested = scales->absmax == NULL;
+  of_kernel->packed = weight->packed;
+  of_kernel->codes = nested ? scales->absmax_code : weight->packed;
+  of_kernel->map = nested ? scales->absmax_map : NULL;
+  of_kernel->absmax = nested ? scales->absmax2 : scales->absmax;
+  of_kernel->offset = scales->offset;
+  of_kernel->block_shift = slice->block_shift;
+  of_kernel->absmax_shift = slice->block_shift + (nested ? __builtin_ctz(BSH_NESTED_BLOCKSIZE) : 0);
+  of_kernel->last_half = (uint32_t)(weight->n / HALF_UNIT - 1);
+  memcpy(of_kernel->values, values[weight->format], sizeof of_kernel->values);
+}
+
+bsh_status bsh_launch_sm80(const bsh_product_args *const args, const bsh_plan_slice *const slice, char *const memory,
+                           const bsh_cuda_context *const context) {
+  const int64_t size = dtype_size(args->dtype), rows = slice->sm80.rows, step = bsh_gemm_sm80_x_step((int32_t)rows);
+  bsh_gemm_sm80_args of_kernel = {
+      .x = args->x,
+      .bias = args->bias,
+      .y = args->y,
+      .ldx = args->ldx,
+      .ldy = args->ldy,
+      .x_step = step * args->ldx * size,
+      .x_back = (BSH_UNIT - rows * args->ldx) * size,
+      .M = (int32_t)args->M,
+      .N = (int32_t)args->N,
+      .K = (int32_t)args->K,
+      .store_eights = rows_alignment(args->y, args->ldy * size) >= 16,
+      .cut = slice->sm80,
+  };
+  set_weight(&args->weight, slice, &of_kernel);
+  void *arguments[] = {&of_kernel};
+  if (memory != NULL) {
+    of_kernel.flags = (uint32_t *)memory;
+    of_kernel.partial = (float *)(memory + slice->partial_at);
+    BSH_TRY(bsh_cuda_zero(context, memory, slice->counters * (int64_t)sizeof(uint32_t)));
+  }
+  return bsh_cuda_launch(context, slice->product.kernel, &slice->product.shape, arguments);
+}

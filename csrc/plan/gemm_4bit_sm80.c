@@ -1,0 +1,182 @@
+/* plan/gemm_4bit_sm80.c - what gemm_4bit_sm80.cu takes, and how its tiles are shared out. */
+#include "cuda/sizes/gemm_4bit_sm80.h"
+
+#include "core/arithmetic.h"
+#include "plan/cards.h"
+#include "plan/gemv.h"
+
+enum { SLICE_ROWS = 1 << 16, SUMS_ALIGNMENT = 256, HALF_UNIT = BSH_UNIT / 2 };
+
+#define SM80_KERNEL(NAME) {.fatbin = BSH_FATBIN_gemm_4bit_sm80, .name = NAME}
+#define SM80_FORM(form, rows)                                                                                          \
+  {{SM80_KERNEL("gemm_sm80_bf16_" #form), SM80_KERNEL("gemm_sm80_dgrad_bf16_" #form)},                                 \
+   {SM80_KERNEL("gemm_sm80_f16_" #form), SM80_KERNEL("gemm_sm80_dgrad_f16_" #form)}},
+static bsh_cuda_kernel kernels[][2][2] = {BSH_GEMM_SM80_FORMS(SM80_FORM)}; /* [form][dtype][direction] */
+#define SM80_ROWS(form, rows) rows,
+static const int32_t form_rows[] = {BSH_GEMM_SM80_FORMS(SM80_ROWS)};
+enum { FORMS = sizeof form_rows / sizeof *form_rows };
+_Static_assert((int)FORMS == (int)BSH_SM80_FORMS, "a share for each form");
+
+static const char *refuses(const bsh_facts *const facts) {
+  enum { LARGEST_SIDE = INT32_MAX / 1024 };
+  if (facts->image.arch < 80) return "no code for sm_80 or later";
+  if (facts->dtype == BSH_F32) return "no float32";
+  if (facts->K % BSH_UNIT) return "K is no multiple of 64";
+  if (facts->w.blocksize % HALF_UNIT) return "the blocksize is below 32";
+  if (facts->direction == BSH_INPUT_GRADIENT && facts->N % 8) return "N is no multiple of 8";
+  if (facts->N > LARGEST_SIDE || facts->K > LARGEST_SIDE || facts->N * (facts->K / BSH_UNIT) > INT32_MAX)
+    return "W is too large for 32-bit indices";
+  if (facts->x_alignment < 16) return "rows of x are not 16-byte aligned";
+  return facts->packed_alignment < 16 ? "packed is not 16-byte aligned" : NULL;
+}
+
+/* ---- how long it takes, by the card's model ---- */
+
+typedef struct {
+  const bsh_rates *rates;
+  double share; /* of the rates */
+  int64_t workspace_bytes; /* that the sums of shared tiles may take */
+  int32_t sms, form;
+  bsh_gemm_sm80_cut cut;
+  double ns; /* of the busiest block */
+} candidate;
+
+/* Blocks that a multiprocessor holds. */
+static int32_t blocks_at_once(const int32_t form, const int32_t sm) {
+  const bool small = sm != 80 && sm != 87 && !bsh_is_wide(sm); /* 100 KiB of shared memory */
+  return form_rows[form] == 128 && !small ? 2 : 1;
+}
+static int32_t blocks_of(const candidate *const of) {
+  return of->cut.splits > 0 ? of->cut.tiles * of->cut.splits : of->sms;
+}
+
+/* A block's time by the multiprocessor's rate, which `resident` blocks share, and what lies around it. */
+static double nanoseconds(const candidate *const of, const int32_t resident) {
+  const bsh_gemm_sm80_cut *const cut = &of->cut;
+  const double flops = 2.0 * cut->rows * BSH_GEMM_SM80_COLUMNS * BSH_UNIT;
+  const double stage = resident * flops / (of->rates->flops_per_ns_sm * of->share);
+  const double ends = of->rates->ends, join = of->rates->join;
+  if (cut->splits > 0) return ends + join + (double)divide_up(cut->stages, cut->splits) * stage;
+  const int32_t whole = cut->tiles - cut->shared, slots = of->sms;
+  double time = ends + (double)divide_up(whole, slots) * cut->stages * stage;
+  if (cut->shared > 0) time += join + (double)(cut->share + (cut->longer > 0)) * stage;
+  return time;
+}
+
+/* ---- how tiles are shared out ---- */
+
+/* [flags][sums], bytes; 0: nothing is shared. */
+static int64_t flag_bytes(const bsh_gemm_sm80_cut *const cut, const int64_t blocks) {
+  const int64_t flags = cut->splits > 0 ? cut->tiles : blocks;
+  return divide_up(flags * (int64_t)sizeof(uint32_t), SUMS_ALIGNMENT) * SUMS_ALIGNMENT;
+}
+static int64_t scratch_bytes(const bsh_gemm_sm80_cut *const cut, const int64_t blocks) {
+  if (cut->splits == 0 && cut->shared == 0) return 0;
+  return flag_bytes(cut, blocks) + blocks * bsh_gemm_sm80_partial_bytes(cut->rows);
+}
+
+/* All blocks share the last round of whole tiles and the one before it, or all tiles where they are fewer. */
+static bsh_gemm_sm80_cut shared_in_order(bsh_gemm_sm80_cut cut, const int32_t blocks) {
+  cut.shared = cut.tiles < blocks ? cut.tiles : cut.tiles % blocks + blocks;
+  const int64_t all = (int64_t)cut.shared * cut.stages;
+  cut.share = (int32_t)(all / blocks), cut.longer = (int32_t)(all % blocks);
+  return cut;
+}
+
+static void take_faster(candidate *const best, candidate next, const int32_t resident) {
+  next.ns = nanoseconds(&next, resident);
+  if (next.ns < best->ns && scratch_bytes(&next.cut, blocks_of(&next)) <= next.workspace_bytes) *best = next;
+}
+
+/* Of a form and `resident` blocks on each multiprocessor the fastest way. Blocks that wait for blocks of any index must
+ * run together, or time out. */
+static void try_form(candidate *const best, candidate next, const int32_t resident) {
+  enum { LEAST_STAGES = 8 }; /* of a block that shares in order */
+  next.sms *= resident;
+  take_faster(best, next, resident);
+  for (int32_t splits = 2; splits <= 4; splits += 2) {
+    candidate split = next;
+    split.cut.splits = splits, split.cut.shared = split.cut.tiles;
+    const bool fits = next.cut.tiles <= next.sms / splits && next.cut.tiles * splits > next.sms / resident * (resident - 1);
+    if (fits && splits <= next.cut.stages) take_faster(best, split, resident);
+  }
+  if (next.cut.tiles % next.sms == 0 || (int64_t)next.cut.tiles * next.cut.stages < (int64_t)next.sms * LEAST_STAGES)
+    return;
+  next.cut = shared_in_order(next.cut, next.sms);
+  take_faster(best, next, resident);
+}
+
+/* Of all forms and ways the fastest. Blocks of 32 weights have scales of their own, and a thread has one scale: the form
+ * in which it decodes 32. dense: W is there in 16 bits. */
+static candidate cut_rows(const bsh_facts *const facts, const int64_t rows_of_x, const bool dense) {
+  const bool forward = facts->direction == BSH_FORWARD;
+  const int64_t width = forward ? facts->N : facts->K, depth = forward ? facts->K : facts->N;
+  candidate best = {.ns = HUGE_VAL};
+  for (int32_t form = 0; form < FORMS; form++) {
+    if (!dense && facts->w.blocksize < BSH_UNIT && form_rows[form] != 256) continue;
+    bsh_gemm_sm80_cut cut = {.rows = form_rows[form], .stages = (int32_t)divide_up(depth, BSH_UNIT)};
+    cut.row_tiles = (int32_t)divide_up(rows_of_x, cut.rows);
+    cut.tiles = cut.row_tiles * (int32_t)divide_up(width, BSH_GEMM_SM80_COLUMNS);
+    const bsh_rates *const rates = bsh_rates_of(facts->sm);
+    const candidate next = {.rates = rates,
+                            .share = dense ? 1 : rates->share[form],
+                            .workspace_bytes = facts->workspace_bytes,
+                            .sms = facts->sms,
+                            .form = form,
+                            .cut = cut};
+    for (int32_t resident = 1; resident <= blocks_at_once(form, facts->sm); resident++)
+      try_form(&best, next, resident);
+  }
+  return best;
+}
+
+/* Where there is a model of the card; not below what reading W takes. */
+static double cost(const bsh_facts *const facts) {
+  const bsh_rates *const rates = bsh_rates_of(facts->sm);
+  if (!rates->chosen) return BSH_LAST;
+  const int64_t rows = min_i64(facts->M, SLICE_ROWS);
+  const double bytes = (double)facts->N * (double)facts->K * (0.5 + 1.0 / (double)facts->w.blocksize);
+  const double reading = rates->ends + bytes / (rates->bytes_per_ns_sm * facts->sms);
+  return (double)facts->M / (double)rows * fmax(cut_rows(facts, rows, false).ns, reading);
+}
+
+/* The vendor's product is taken to be as fast as these tiles without decoding: measured were 0.92 to 1.19 of its speed. A
+ * panel that L2 holds passes memory neither written nor read. */
+double bsh_modelled_panels(const bsh_facts *const facts) {
+  const bsh_rates *const rates = bsh_rates_of(facts->sm);
+  const double weights = (double)facts->N * (double)facts->K;
+  const bool kept = fmin(2 * weights, (double)facts->workspace_bytes) <= (double)rates->l2_bytes;
+  const double moved = 0.5 + 1.0 / (double)facts->w.blocksize + (kept ? 0 : 2);
+  const int64_t rows = min_i64(facts->M, SLICE_ROWS);
+  const double product = (double)facts->M / (double)rows * cut_rows(facts, rows, true).ns;
+  const double reading = kept ? 0 : rates->ends + 2 * weights / (rates->bytes_per_ns_sm * facts->sms);
+  return rates->begin + weights * moved / (rates->dequantized_per_ns_sm * facts->sms) + fmax(product, reading);
+}
+
+/* ---- the cut ---- */
+
+static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {
+  const candidate best = cut_rows(facts, slice->rows, false);
+  const bool shares = best.cut.splits > 0 || best.cut.shared > 0;
+  const int64_t blocks = shares ? blocks_of(&best) : min_i64(best.cut.tiles, best.sms);
+  slice->sm80 = best.cut;
+  slice->block_shift = bsh_block_shift(facts, HALF_UNIT);
+  slice->product.kernel = &kernels[best.form][facts->dtype == BSH_F16][facts->direction == BSH_INPUT_GRADIENT];
+  slice->product.shape = (bsh_cuda_launch_shape){.grid = {(uint32_t)blocks, 1, 1},
+                                                 .block = {(uint32_t)bsh_gemm_sm80_threads(best.cut.rows), 1, 1},
+                                                 .shared_bytes = bsh_gemm_sm80_shared_bytes(best.cut.rows),
+                                                 .overlap = bsh_is_wide(facts->image.arch)};
+  if (!shares) return;
+  slice->counters = (int32_t)(flag_bytes(&best.cut, blocks) / (int64_t)sizeof(uint32_t));
+  slice->partial_at = flag_bytes(&best.cut, blocks);
+  slice->scratch_bytes = scratch_bytes(&best.cut, blocks);
+}
+
+const bsh_kernel bsh_kernel_gemm_4bit_sm80 = {.name = "gemm_4bit_sm80",
+                                              .operands = BSH_KIND(4BIT),
+                                              .directions = BSH_BOTH,
+                                              .launch = BSH_LAUNCH_SM80,
+                                              .rows = SLICE_ROWS,
+                                              .refuses = refuses,
+                                              .cost = cost,
+                                              .cut = cut};

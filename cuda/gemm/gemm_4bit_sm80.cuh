@@ -1,0 +1,175 @@
+// gemm_4bit_sm80.cuh - the kernel of gemm_4bit_sm80.cu, which says how it works.
+#pragma once
+
+#include "cuda/epilogues/epilogue_sm80.cuh"
+
+namespace bsh {
+namespace {
+
+#ifndef BSH_SM80_PRODUCTS
+#define BSH_SM80_PRODUCTS 1 // 4 in benchmarks: as if tensor cores were as many times slower. y is as many times larger.
+#endif
+
+// The operands of a k16 step: one set of registers, loaded again behind the last product that reads it.
+template <typename FORM> struct sm80_operands {
+  uint32_t a[4][4], b[4][4]; // 16 rows each; 16 columns each
+  uint32_t a_at, b_at;       // of this lane in a stage
+
+  __device__ __forceinline__ explicit sm80_operands(uint32_t base) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wm = warp >> 1, wn = warp & 1, w = base + FORM::W_AT;
+    a_at = base + (wm * 64 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+    b_at = FORM::GRADIENT ? w + (lane & 15) * 256 + wn * 128 + (((lane >> 4) ^ (lane & 7)) << 4)
+                          : w + (wn * 64 + (lane & 7) + (lane >> 4) * 8) * 128 + (((lane >> 3 & 1) ^ (lane & 7)) << 4);
+  }
+  __device__ __forceinline__ void load_a(int i, int step) { ldmatrix_x4(a[i], (a_at ^ (step << 5)) + i * 2048); }
+  __device__ __forceinline__ void load_b(int j, int step) {
+    if (FORM::GRADIENT) ldmatrix_x4_trans(b[j], (b_at ^ (j << 5)) + step * 4096);
+    else ldmatrix_x4(b[j], (b_at ^ (step << 5)) + j * 2048);
+  }
+  __device__ __forceinline__ void load() {
+#pragma unroll
+    for (int i = 0; i < 4; i++) load_b(i, 0), load_a(i, 0);
+  }
+};
+
+// What is decoded for the next stage between the products of this one. A stage has 16 slots of 4 pairs of products.
+template <typename FORM> struct sm80_schedule {
+  static constexpr int WORDS = FORM::WORDS, EACH = WORDS / 4; // of 32 steps of decoding those of 4 words are one
+  enum { X_SLOTS = 4, SCALE_SLOT = 7, W_SLOT = 11, TABLE_SLOT = 12, SLOTS = 16, STEPS = 32 };
+
+  // Words are stored two slots behind their decoding or later: an ldmatrix may not pass a store.
+  static constexpr __device__ int store_at(int slot) {
+    return slot == 5 ? 0 : slot == 7 ? 1 : slot == 9 ? 2 : slot == 11 ? 3 : -1;
+  }
+  // The step at pair `at` of the stage, or -1.
+  static constexpr __device__ int step_at(int at) { return at >= 10 && at - 10 < STEPS ? at - 10 : -1; }
+  static __device__ __forceinline__ void behind_pair(w_loader<FORM> &w, const float *values, int slot, int j) {
+    if (slot >= TABLE_SLOT) w.values.build((slot - TABLE_SLOT) * 4 + j, values, w.scale);
+    const int step = step_at(slot * 4 + j);
+    if (step >= 0)
+#pragma unroll
+      for (int k = 0; k < EACH; k++) w.decode(step * EACH + k);
+  }
+  static __device__ __forceinline__ void behind_slot(w_loader<FORM> &w, int slot) {
+    const int part = store_at(slot);
+    if (part >= 0)
+#pragma unroll
+      for (int k = 0; k < EACH; k++) w.store(part * EACH + k);
+  }
+};
+
+// Two neighbouring products: 16 rows by 16 columns.
+template <typename T> __device__ __forceinline__ void multiply_pair(float (*sum)[4], const uint32_t *a, const uint32_t *b) {
+#pragma unroll
+  for (int i = 0; i < BSH_SM80_PRODUCTS; i++) in_order<T>::mma(sum[0], a, b), in_order<T>::mma(sum[1], a, b + 2);
+}
+
+template <typename FORM> struct sm80_block {
+  const bsh_gemm_sm80_args &args;
+  sm80_pieces pieces;
+  const float *const map;
+  const float *const offset;
+  x_loader<FORM> x;
+  w_loader<FORM> w;
+  sm80_operands<FORM> in;
+  sm80_sums sum = {};
+  int turn = FORM::X_BYTES;
+
+  __device__ __forceinline__ sm80_block(const bsh_gemm_sm80_args &args, char *memory)
+      : args(args), pieces(memory + bsh_gemm_sm80_pieces_at(FORM::ROWS)),
+        map(reinterpret_cast<const float *>(memory + bsh_gemm_sm80_map_at(FORM::ROWS))),
+        offset(reinterpret_cast<const float *>(memory + bsh_gemm_sm80_words_at(FORM::ROWS))), x(shared_address(memory)),
+        w(shared_address(memory)), in(shared_address(memory)) {}
+
+  __device__ __forceinline__ void load_x() {
+    x.seek(args, pieces);
+#pragma unroll
+    for (int quarter = 0; quarter < 4; quarter++) x.load(args, quarter, FORM::X_BYTES);
+  }
+  __device__ __forceinline__ void load_w() {
+    w.seek(args, pieces);
+    w.load_scale(args), w.load(args), w.make_scale(map, *offset), w.build(args.values);
+  }
+  // The first stage in shared memory, of the second what is loaded a stage ahead.
+  __device__ __forceinline__ void begin() {
+    load_x();
+    load_w();
+#pragma unroll
+    for (int k = 0; k < w.DECODE_STEPS; k++) w.decode(k);
+#pragma unroll
+    for (int j = 0; j < w.WORDS; j++) w.store(j);
+    w.to += FORM::W_BYTES;
+    load_w();
+    w.seek(args, pieces);
+    cp_async_wait<0>();
+    __syncthreads();
+    x.seek(args, pieces);
+  }
+  // Loads of x and W that begin at a slot.
+  __device__ __forceinline__ void load_at(int slot) {
+    using schedule = sm80_schedule<FORM>;
+    if (slot < schedule::X_SLOTS) x.load(args, slot, -turn);
+    if (slot == schedule::SCALE_SLOT) w.load_scale(args);
+    if (slot == schedule::W_SLOT) w.load(args), w.make_scale(map, *offset);
+  }
+  // To the other stage: complete, and what is read here no longer needed.
+  __device__ __forceinline__ void turn_over() {
+    cp_async_wait<0>();
+    __syncthreads();
+    const int turn_w = turn * FORM::W_BYTES / FORM::X_BYTES;
+    in.a_at += turn, in.b_at += turn_w, w.to -= turn_w, turn = -turn;
+  }
+  __device__ __forceinline__ void multiply_stage() {
+    using schedule = sm80_schedule<FORM>;
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+      if (step == 3) turn_over();
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int slot = step * 4 + i;
+        load_at(slot);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          multiply_pair<typename FORM::T>(sum[i] + 2 * j, in.a[i], in.b[j]);
+          if (i == 3) in.load_b(j, (step + 1) % 4);
+          schedule::behind_pair(w, args.values, slot, j);
+        }
+        in.load_a(i, (step + 1) % 4);
+        schedule::behind_slot(w, slot);
+      }
+    }
+    x.seek(args, pieces);
+    w.seek(args, pieces);
+  }
+  __device__ __forceinline__ void run(uint32_t word_at) {
+    begin();
+#pragma unroll 1
+    for (;; pieces.advance()) {
+      const sm80_piece piece = pieces.now();
+      if (!uniform(piece.work())) break;
+      pieces.follow(args.cut);
+      in.load(); // here, and so not held while sums are finished
+#pragma unroll 1
+      for (int left = uniform(piece.to() - piece.from()); left > 0; left--) multiply_stage();
+      finish_sums<FORM>(args, sum, pieces.now(), word_at);
+    }
+    cp_async_wait<0>();
+  }
+};
+
+template <typename FORM> __device__ __forceinline__ void gemm_sm80(const bsh_gemm_sm80_args &args) {
+  extern __shared__ __align__(1024) char memory[];
+  float *const map = reinterpret_cast<float *>(memory + bsh_gemm_sm80_map_at(FORM::ROWS));
+  float *const words = reinterpret_cast<float *>(memory + bsh_gemm_sm80_words_at(FORM::ROWS));
+  let_later_kernels_start();
+  wait_for_earlier_kernels();
+  sm80_block<FORM> block(args, memory);
+  block.pieces.begin(args.cut, threadIdx.x);
+  for (int i = threadIdx.x; i < 256; i += FORM::THREADS) map[i] = args.map ? args.map[i] : 1.f;
+  if (threadIdx.x == 0) words[0] = args.map ? *args.offset : -0.f; // x + -0 is x
+  __syncthreads();
+  block.run(shared_address(words + 1));
+}
+
+} // namespace
+} // namespace bsh

@@ -1,0 +1,61 @@
+// decode_sm80.cuh - packed words of a block of W to 16-bit values with their scale, for gemm_4bit_sm80.cu.
+//
+// A block has one scale, and so only 16 different values: T(value of the code * scale), an fp32 product and one rounding,
+// the bits of dequantize_4bit. A thread makes them once for what it decodes of a block, keeps them as two planes of bytes
+// in eight registers, and looks up four codes at a time by byte permutations. Nothing of it is in memory.
+//
+// Both are steps of one to three instructions, which the main loop lays between its products.
+#pragma once
+
+#include "cuda/sizes/gemm_4bit_sm80.h"
+
+#include "cuda/ptx/ptx_sm80.cuh"
+
+namespace bsh {
+namespace {
+
+// Selectors name the bytes of the result, highest first; 0 to 3 are those of the first register, 4 to 7 of the second.
+template <typename T> struct block_values {
+  enum { BUILD_STEPS = 16, DECODE_STEPS = 8 };
+  uint32_t low[4], high[4]; // byte i & 3 of [i >> 2]: of the value of code i
+
+  __device__ __forceinline__ void build(int step, const float *values, float scale) {
+    const int i = step >> 2;
+    auto pair = [&](int code) {
+      return in_order<T>::pack(multiply_flush_in_order(values[code], scale),
+                               multiply_flush_in_order(values[code + 1], scale));
+    };
+    if (step % 4 == 0) first = pair(4 * i);
+    if (step % 4 == 1) second = pair(4 * i + 2);
+    if (step % 4 == 2) low[i] = permute_in_order(first, second, 0x6420);
+    if (step % 4 == 3) high[i] = permute_in_order(first, second, 0x7531);
+  }
+
+  // The 8 values of a packed word, in order: out[4]. A code's lower three bits select from two registers, one for codes
+  // below 8 and one for the others; its highest bit then selects between the two results.
+  __device__ __forceinline__ void decode(int step, uint32_t *out, uint32_t word) {
+    const int half = step >> 2; // four codes: nibbles 4 half .. 4 half + 3
+    switch (step % 4) {
+    case 0:
+      if (half == 0) lower = word & 0x77777777u, upper = ((word >> 1) & 0x44444444u) | 0x32103210u;
+      else lower >>= 16, upper >>= 16;
+      break;
+    case 1: below = permute_in_order(low[0], low[1], lower), above = permute_in_order(low[2], low[3], lower); break;
+    case 2:
+      high_below = permute_in_order(high[0], high[1], lower), high_above = permute_in_order(high[2], high[3], lower);
+      low_bytes = permute_in_order(below, above, upper);
+      break;
+    default:
+      high_below = permute_in_order(high_below, high_above, upper);
+      // Elements lie upper nibble first: bytes 1 and 0 of the planes, then 3 and 2.
+      out[2 * half] = permute_in_order(low_bytes, high_below, 0x4051);
+      out[2 * half + 1] = permute_in_order(low_bytes, high_below, 0x6273);
+    }
+  }
+
+private: // between steps
+  uint32_t first, second, lower, upper, below, above, high_below, high_above, low_bytes;
+};
+
+} // namespace
+} // namespace bsh
