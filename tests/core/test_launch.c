@@ -31,12 +31,13 @@ static bool no_tensor_maps;
 static int64_t workspace = 64 << 20;
 static bsh_map_of maps[2]; /* the last two: of x, of W */
 static const uint32_t *flags_cleared;
+static const bsh_weight *weight_of_product;
 static int64_t dequantized;         /* lines of W in the panel */
 static int64_t lines_done, n_lines; /* of W, by panels */
 static int launches;
 
 /* The kernels of an op, and how often each multiplied, by direction. */
-static const char *const of_4bit[] = {"gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "gemm_4bit_sm90_wide", "panels"};
+static const char *const of_4bit[] = {"gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "gemm_4bit_sm90_wide", "gemm_4bit_sm80", "panels"};
 static const char *const of_int8[] = {
     "gemv_int8",       "any",   "mixed_int8_sm90", "gemm_int8", "gemm_int8_sm90", "dgrad_int8_sm90",
     "gemv_int8_dgrad", "panels"};
@@ -67,7 +68,8 @@ void bsh_cuda_scratch_delete(bsh_cuda_scratch *const scratch) {
   scratch_bytes = 0;
 }
 bsh_status bsh_cuda_zero(const bsh_cuda_context *const context, void *const data, const int64_t n_bytes) {
-  (void)context, (void)data, (void)n_bytes;
+  (void)context;
+  flags_cleared = data, counters_cleared = n_bytes / (int64_t)sizeof(uint32_t);
   return BSH_OK;
 }
 bool bsh_cuda_has_tensor_maps(void) { return !no_tensor_maps; }
@@ -324,6 +326,8 @@ static void check_wide(const char *const name, void **const arguments, const bsh
   counters_cleared = 0, flags_cleared = NULL; /* the next slice wants its own */
 }
 
+#include "launch_sm80.h"
+
 /* Lines that lie one behind the other come as one stretch, cut into rows that end with the weight. */
 static void check_dequantize(const bsh_dequantize_4bit_args *const args, const int64_t itemsize) {
   const int64_t left = args->weight.n - args->row0 * args->columns - args->column0;
@@ -542,6 +546,12 @@ bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kerne
     flags_cleared = *(uint32_t **)arguments[0], counters_cleared = *(int32_t *)arguments[1];
     return BSH_OK;
   }
+  if (strncmp(name, "gemm_sm80", 9) == 0) {
+    check_sm80(name, arguments[0], shape, context->sm, context->sms);
+    check_scales(name, arguments[0], weight_of_product);
+    rows_done += ((const bsh_gemm_sm80_args *)arguments[0])->M;
+    return BSH_OK;
+  }
   if (strncmp(name, "gemm_wide", 9) == 0) {
     check_wide(name, arguments, shape, context->sms);
     rows_done += ((const bsh_gemm_wide_args *)arguments[2])->M;
@@ -556,8 +566,8 @@ bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kerne
 
 /* ---- products ---- */
 
-static void forget(const void *const x, const int64_t lines) {
-  x_of_product = x, n_lines = lines;
+static void forget(const bsh_product_args *const args, const int64_t lines) {
+  x_of_product = args->x, weight_of_product = &args->weight, n_lines = lines;
   rows_done = lines_done = dequantized = counters_cleared = scratch_bytes = 0, x_ordered = false;
 }
 
@@ -583,7 +593,7 @@ static bool forward(const bsh_product_args *const args, const char *const name, 
         bsh_status_message());
   if (status != BSH_OK) return false;
   CHECK(name == NULL || is_planned(name), "%s was forced", name);
-  forget(args->x, args->N);
+  forget(args, args->N);
   CHECK(bsh_cuda_product(args, &plan, &operands, &context) == BSH_OK, "%s", bsh_status_message());
   check_done("linear_4bit", args->M, args->N, args->K, BSH_FORWARD);
   return true;
@@ -602,7 +612,7 @@ static bool gradient(const bsh_product_args *const args, const char *const name,
   CHECK(status == BSH_OK || (status == BSH_NO_KERNEL && (name != NULL || vendor == BSH_VENDOR_NONE)), "%s",
         bsh_status_message());
   if (status != BSH_OK) return false;
-  forget(back.x, args->K);
+  forget(&back, args->K);
   CHECK(bsh_cuda_product(&back, &plan, &operands, &context) == BSH_OK, "%s", bsh_status_message());
   check_done("linear_4bit_dgrad", args->M, args->N, args->K, BSH_INPUT_GRADIENT);
   return true;
@@ -643,7 +653,8 @@ static void products(uint64_t *const state, const int rounds) {
     CHECK(gradient(&args, NULL, vendor, gpu[0], gpu[1]), "panels take any gradient");
     gradient(&args, "panels", vendor, gpu[0], gpu[1]);
     const bool wide = gradient(&args, "gemm_4bit_sm90_wide", vendor, gpu[0], gpu[1]);
-    CHECK(gradient(&args, NULL, BSH_VENDOR_NONE, gpu[0], gpu[1]) == wide, "one kernel knows the gradient");
+    const bool sm80 = gradient(&args, "gemm_4bit_sm80", vendor, gpu[0], gpu[1]);
+    CHECK(gradient(&args, NULL, BSH_VENDOR_NONE, gpu[0], gpu[1]) == (wide || sm80), "two kernels know the gradient");
   }
   workspace = 64 << 20;
 }
@@ -748,7 +759,8 @@ int main(const int argc, char **const argv) {
   old_driver();
   wrong_names();
   for (int kernel = 0; kernel < OF_4BIT; kernel++) CHECK(by_4bit[kernel][BSH_FORWARD] > rounds, "%s", of_4bit[kernel]);
-  CHECK(by_4bit[3][BSH_INPUT_GRADIENT] > rounds, "gradients by %s", of_4bit[3]);
+  for (int kernel = 3; kernel < OF_4BIT; kernel++)
+    CHECK(by_4bit[kernel][BSH_INPUT_GRADIENT] > rounds, "gradients by %s", of_4bit[kernel]);
   for (int kernel = 0; kernel < OF_INT8; kernel++) CHECK(by_int8[kernel] > rounds, "%s", of_int8[kernel]);
   printf("test_launch: ok, seed %" PRIu64 ", %d launches\n", check_seed, launches);
   return 0;

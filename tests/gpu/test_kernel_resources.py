@@ -217,6 +217,8 @@ GROUPS = {
     "gemm_4bit_sm90_wide, 192 tokens": r"gemm_wide_.*m192",
     "gemm_4bit_sm90_wide, 256 tokens": r"gemm_wide_.*m256",
     "clear_flags": r"clear_flags",
+    "gemm_4bit_sm80, 128 rows": r"gemm_sm80_.*m128",
+    "gemm_4bit_sm80, 256 rows": r"gemm_sm80_.*m256",
     "dequantize_4bit": r"dequantize_4bit_b?f",
     "quantize_4bit": r"quantize_4bit_b?f",
     "quantize_blockwise": r"quantize_blockwise_b?f",

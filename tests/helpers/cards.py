@@ -74,6 +74,8 @@ def expected(name: str, image: Image) -> bool:
     wide = 90 <= image.arch < 120  # 224 KiB of shared memory, clusters
     if name.startswith(ONLY_90A):
         return (image.arch, image.only) == (90, True)
+    if name.startswith("gemm_sm80"):
+        return image.arch >= 80
     if name.startswith(("gemv_4bit_grouped", "gemv_int8_dgrad")):
         return wide
     if re.match(r"gemv_(?:4bit|int8)_(?:bf16|f16)_m|join_(?:splits|codes)_", name):
@@ -88,10 +90,10 @@ def expected(name: str, image: Image) -> bool:
 def planned(sm: int, architectures: str) -> dict[str, Launch]:
     """The largest block of each entry that products start on a GPU `sm`, from a build for `architectures`."""
     found: dict[str, Launch] = {}
-    kernels = (None, "gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "gemm_4bit_sm90_wide")
+    kernels = (None, "gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "gemm_4bit_sm90_wide", "gemm_4bit_sm80")
     axes = (ROWS, SHAPES, range(3), (40, 132), (32, 64, 128), (False, True), kernels, (False, True))
     for M, (N, K), dtype, sms, blocksize, nested, kernel, gradient in itertools.product(*axes):
-        if gradient and kernel not in (None, "gemm_4bit_sm90_wide"):
+        if gradient and kernel not in (None, "gemm_4bit_sm90_wide", "gemm_4bit_sm80"):
             continue
         settings = {
             "gradient": gradient,
