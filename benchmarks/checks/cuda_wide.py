@@ -1,6 +1,6 @@
-"""gemm_4bit_sm90_wide on a GPU against fp64, a line for each check: what to run first on an H100 or H200.
+"""gemm_4bit_sm90_wide, or gemm_4bit_sm80, on a GPU against fp64, a line for each check: what to run first on a card.
 
-    python benchmarks/checks/cuda_wide.py [--only WORD] [--seconds 300] [--large]
+    python benchmarks/checks/cuda_wide.py [--kernel gemm_4bit_sm80] [--only WORD] [--seconds 300] [--large]
     compute-sanitizer --tool memcheck|racecheck|synccheck python benchmarks/checks/cuda_wide.py --only small
 
 Each check: two runs give equal bits; error over that of W rounded to the dtype at most 1.02 forward, 1.1 for the input
@@ -18,7 +18,8 @@ import time
 import torch
 from bitshard import _C, functional, ops
 
-KERNEL, BOUNDS = "gemm_4bit_sm90_wide", {False: 1.02, True: 1.1}
+KERNELS = ("gemm_4bit_sm90_wide", "gemm_4bit_sm80")
+BOUNDS = {False: 1.02, True: 1.1}
 BF16, F16 = torch.bfloat16, torch.float16
 # Name, M, N, K. Ragged ones, tiles shared by 2 and 4 pairs, by all pairs, and whole.
 SIZES = {
@@ -160,12 +161,13 @@ def cases(groups: list[str]):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernel", default=KERNELS[0], choices=KERNELS)
     parser.add_argument("--only", default="", help="checks whose name has this")
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--large", action="store_true")
     options = parser.parse_args()
     for op in ("linear_4bit", "linear_4bit_dgrad"):
-        _C.force_kernel(op, KERNEL)
+        _C.force_kernel(op, options.kernel)
     begin, done, failed = time.monotonic(), 0, 0
     for name, run in cases(["small", "ragged", "whole", *["large"] * options.large]):
         if options.only not in name:

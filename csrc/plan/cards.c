@@ -55,27 +55,33 @@ const bsh_card *bsh_card_of(const int32_t sm) {
 }
 
 /* Multiprocessors, TFLOP/s of 16 bits with fp32 sums, GB/s of memory, and shares of them that are reached: of products,
- * 0.85 of a read, 0.80 of what dequantizing moves. The shares of gemm_4bit_sm80 were measured on an H100, whose mma.sync
- * has an A100's ratio of tensor cores to the rest, and with each product issued four times, GeForce's ratio:
+ * 0.85 of a read, 0.80 of what dequantizing moves. The shares of gemm_4bit_sm80 were measured on an H100, whose
+ * mma.sync has an A100's ratio of tensor cores to the rest, and with each product issued four times, GeForce's ratio:
  * benchmarks/results/gemm_sm80_h100_202611.md. */
 #define RATES(sms, tflops, products, gb)                                                                               \
-  .flops_per_ns_sm = tflops * 1e3 * (products) / (sms), .bytes_per_ns_sm = (gb)*0.85 / (sms),                          \
-  .dequantized_per_ns_sm = (gb)*0.80 / (sms), .begin = 1500, .ends = 4000, .join = 4500
+  .flops_per_ns_sm = tflops * 1e3 * (products) / (sms), .bytes_per_ns_sm = (gb) * 0.85 / (sms),                        \
+  .dequantized_per_ns_sm = (gb) * 0.80 / (sms), .begin = 1500, .ends = 4000, .join = 6000
 
 const bsh_rates *bsh_rates_of(const int32_t sm) {
   static const bsh_rates a100 = {RATES(108, 312, 0.85, 2039), .share = {0.78, 0.87}, .l2_bytes = 0, .chosen = true};
-  static const bsh_rates rtx3090 = {RATES(82, 71, 0.90, 936), .share = {0.94, 0.96}, .l2_bytes = 6 << 20, .chosen = true};
-  static const bsh_rates rtx4090 = {
-      RATES(128, 165, 0.90, 1008), .share = {0.94, 0.96}, .l2_bytes = 72 << 20, .chosen = true};
-  static const bsh_rates rtx5090 = {
-      RATES(170, 210, 0.90, 1792), .share = {0.94, 0.96}, .l2_bytes = 96 << 20, .chosen = true};
+  static const bsh_rates rtx3090 = {RATES(82, 71, 0.90, 936), .share = {0.94, 0.96}, .l2_bytes = 6 << 20,
+                                    .chosen = true};
+  static const bsh_rates rtx4090 = {RATES(128, 165, 0.90, 1008), .share = {0.94, 0.96}, .l2_bytes = 72 << 20,
+                                    .chosen = true};
+  static const bsh_rates rtx5090 = {RATES(170, 210, 0.90, 1792), .share = {0.94, 0.96}, .l2_bytes = 96 << 20,
+                                    .chosen = true};
   static const bsh_rates h100 = {RATES(132, 450, 1.0, 3350), .share = {0.78, 0.87}, .l2_bytes = 50 << 20};
   switch (sm) {
-  case 80: return &a100;
-  case 86: return &rtx3090;
-  case 89: return &rtx4090;
-  case 120: return &rtx5090;
-  default: return &h100; /* mma.sync of sm_90: there wgmma is faster */
+  case 80:
+    return &a100;
+  case 86:
+    return &rtx3090;
+  case 89:
+    return &rtx4090;
+  case 120:
+    return &rtx5090;
+  default:
+    return &h100; /* mma.sync of sm_90: there wgmma is faster */
   }
 }
 

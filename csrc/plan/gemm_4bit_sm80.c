@@ -6,6 +6,7 @@
 #include "plan/gemv.h"
 
 enum { SLICE_ROWS = 1 << 16, SUMS_ALIGNMENT = 256, HALF_UNIT = BSH_UNIT / 2 };
+enum { LEAST_STAGES = 8 }; /* of a block that shares tiles in order */
 
 #define SM80_KERNEL(NAME) {.fatbin = BSH_FATBIN_gemm_4bit_sm80, .name = NAME}
 #define SM80_FORM(form, rows)                                                                                          \
@@ -34,7 +35,7 @@ static const char *refuses(const bsh_facts *const facts) {
 
 typedef struct {
   const bsh_rates *rates;
-  double share; /* of the rates */
+  double share;            /* of the rates */
   int64_t workspace_bytes; /* that the sums of shared tiles may take */
   int32_t sms, form;
   bsh_gemm_sm80_cut cut;
@@ -75,9 +76,11 @@ static int64_t scratch_bytes(const bsh_gemm_sm80_cut *const cut, const int64_t b
   return flag_bytes(cut, blocks) + blocks * bsh_gemm_sm80_partial_bytes(cut->rows);
 }
 
-/* All blocks share the last round of whole tiles and the one before it, or all tiles where they are fewer. */
+/* All blocks share the tiles of the last round, which is not full; where that gives them few stages, those of the round
+ * before it, too. */
 static bsh_gemm_sm80_cut shared_in_order(bsh_gemm_sm80_cut cut, const int32_t blocks) {
-  cut.shared = cut.tiles < blocks ? cut.tiles : cut.tiles % blocks + blocks;
+  cut.shared = cut.tiles % blocks;
+  if ((int64_t)cut.shared * cut.stages < (int64_t)blocks * LEAST_STAGES) cut.shared += blocks;
   const int64_t all = (int64_t)cut.shared * cut.stages;
   cut.share = (int32_t)(all / blocks), cut.longer = (int32_t)(all % blocks);
   return cut;
@@ -91,13 +94,13 @@ static void take_faster(candidate *const best, candidate next, const int32_t res
 /* Of a form and `resident` blocks on each multiprocessor the fastest way. Blocks that wait for blocks of any index must
  * run together, or time out. */
 static void try_form(candidate *const best, candidate next, const int32_t resident) {
-  enum { LEAST_STAGES = 8 }; /* of a block that shares in order */
   next.sms *= resident;
   take_faster(best, next, resident);
   for (int32_t splits = 2; splits <= 4; splits += 2) {
     candidate split = next;
     split.cut.splits = splits, split.cut.shared = split.cut.tiles;
-    const bool fits = next.cut.tiles <= next.sms / splits && next.cut.tiles * splits > next.sms / resident * (resident - 1);
+    const bool fits =
+        next.cut.tiles <= next.sms / splits && next.cut.tiles * splits > next.sms / resident * (resident - 1);
     if (fits && splits <= next.cut.stages) take_faster(best, split, resident);
   }
   if (next.cut.tiles % next.sms == 0 || (int64_t)next.cut.tiles * next.cut.stages < (int64_t)next.sms * LEAST_STAGES)
@@ -106,8 +109,8 @@ static void try_form(candidate *const best, candidate next, const int32_t reside
   take_faster(best, next, resident);
 }
 
-/* Of all forms and ways the fastest. Blocks of 32 weights have scales of their own, and a thread has one scale: the form
- * in which it decodes 32. dense: W is there in 16 bits. */
+/* Of all forms and ways the fastest. Blocks of 32 weights have scales of their own, and a thread has one scale: the
+ * form in which it decodes 32. dense: W is there in 16 bits. */
 static candidate cut_rows(const bsh_facts *const facts, const int64_t rows_of_x, const bool dense) {
   const bool forward = facts->direction == BSH_FORWARD;
   const int64_t width = forward ? facts->N : facts->K, depth = forward ? facts->K : facts->N;
@@ -124,8 +127,7 @@ static candidate cut_rows(const bsh_facts *const facts, const int64_t rows_of_x,
                             .sms = facts->sms,
                             .form = form,
                             .cut = cut};
-    for (int32_t resident = 1; resident <= blocks_at_once(form, facts->sm); resident++)
-      try_form(&best, next, resident);
+    for (int32_t resident = 1; resident <= blocks_at_once(form, facts->sm); resident++) try_form(&best, next, resident);
   }
   return best;
 }
@@ -140,8 +142,8 @@ static double cost(const bsh_facts *const facts) {
   return (double)facts->M / (double)rows * fmax(cut_rows(facts, rows, false).ns, reading);
 }
 
-/* The vendor's product is taken to be as fast as these tiles without decoding: measured were 0.92 to 1.19 of its speed. A
- * panel that L2 holds passes memory neither written nor read. */
+/* The vendor's product is taken to be as fast as these tiles without decoding: measured were 0.92 to 1.19 of its speed.
+ * A panel that L2 holds passes memory neither written nor read. */
 double bsh_modelled_panels(const bsh_facts *const facts) {
   const bsh_rates *const rates = bsh_rates_of(facts->sm);
   const double weights = (double)facts->N * (double)facts->K;

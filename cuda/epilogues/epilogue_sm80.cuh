@@ -22,8 +22,7 @@ template <typename F> __device__ __forceinline__ void for_groups(uint32_t groups
 }
 
 // What a block leaves of a row group, of this thread: a float4 for each column group.
-template <typename FORM>
-__device__ __forceinline__ float4 *sums_of(const bsh_gemm_sm80_args &args, int block) {
+template <typename FORM> __device__ __forceinline__ float4 *sums_of(const bsh_gemm_sm80_args &args, int block) {
   return reinterpret_cast<float4 *>(args.partial) + (int64_t)block * (ROW_GROUPS * COLUMN_GROUPS * FORM::THREADS) +
          thread_index();
 }
@@ -74,8 +73,8 @@ __device__ __forceinline__ uint32_t for_block(uint32_t word_at, uint32_t value) 
 
 // Those who share a tile. LEFT and JOINED: all blocks share tiles in order. A block waits for blocks of lower index
 // only, which leave theirs before they wait for anything, and adds theirs from the lowest on. SCATTERED: blocks share a
-// tile in equal parts of its depth. Part p of the rows, some row groups of each warp, is joined by block p of them, or by
-// the last to arrive (shared_tile.cuh): what block p has, and what the others have, from the lowest on.
+// tile in equal parts of its depth. Part p of the rows, some row groups of each warp, is joined by block p of them, or
+// by the last to arrive (shared_tile.cuh): what block p has, and what the others have, from the lowest on.
 struct sm80_sharing {
   int kind, first, shares, me; // first: of the blocks that share; shares: SCATTERED, how many they are
   __device__ __forceinline__ sm80_sharing(const bsh_gemm_sm80_cut &cut, const sm80_piece &piece)
@@ -108,11 +107,10 @@ struct sm80_sharing {
     return parts;
   }
   // Which block comes k-th where a part is joined: its own, 0, and then the others.
-  __device__ __forceinline__ int block_of(int part, int k) const {
-    return first + (k == 0 ? part : k - (k <= part));
-  }
+  __device__ __forceinline__ int block_of(int part, int k) const { return first + (k == 0 ? part : k - (k <= part)); }
   template <typename FORM>
-  __device__ __forceinline__ void join(const bsh_gemm_sm80_args &args, sm80_sums &sum, uint32_t groups, int part) const {
+  __device__ __forceinline__ void join(const bsh_gemm_sm80_args &args, sm80_sums &sum, uint32_t groups,
+                                       int part) const {
     const bool in_order = kind == JOINED, own = in_order || part == me;
     if (!own) clear_groups(sum, groups);
     const int blocks = in_order ? blockIdx.x - first : shares;
@@ -172,12 +170,14 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], int c) {
   const bool odd = c & 1, upper = c & 2;
   const uint32_t first = __shfl_xor_sync(~0u, odd ? v[0] : v[1], 1), third = __shfl_xor_sync(~0u, odd ? v[2] : v[3], 1);
   const uint32_t u[] = {odd ? first : v[0], odd ? v[1] : first, odd ? third : v[2], odd ? v[3] : third};
-  const uint32_t even = __shfl_xor_sync(~0u, upper ? u[0] : u[2], 2), other = __shfl_xor_sync(~0u, upper ? u[1] : u[3], 2);
+  const uint32_t even = __shfl_xor_sync(~0u, upper ? u[0] : u[2], 2),
+                 other = __shfl_xor_sync(~0u, upper ? u[1] : u[3], 2);
   v[0] = upper ? even : u[0], v[2] = upper ? u[2] : even, v[1] = upper ? other : u[1], v[3] = upper ? u[3] : other;
 }
 
 // 8 neighbours of y, of which `left` exist.
-template <typename T> __device__ __forceinline__ void store_eight(T *y, const uint32_t (&v)[4], int left, bool at_once) {
+template <typename T>
+__device__ __forceinline__ void store_eight(T *y, const uint32_t (&v)[4], int left, bool at_once) {
   if (at_once && left >= 8) {
     *reinterpret_cast<uint4 *>(y) = make_uint4(v[0], v[1], v[2], v[3]);
     return;

@@ -35,7 +35,7 @@ template <typename FORM> struct sm80_operands {
 // What is decoded for the next stage between the products of this one. A stage has 16 slots of 4 pairs of products.
 template <typename FORM> struct sm80_schedule {
   static constexpr int WORDS = FORM::WORDS, EACH = WORDS / 4; // of 32 steps of decoding those of 4 words are one
-  enum { X_SLOTS = 4, SCALE_SLOT = 7, W_SLOT = 11, TABLE_SLOT = 12, SLOTS = 16, STEPS = 32 };
+  enum { X_SLOTS = 4, SCALE_SLOT = 3, W_SLOT = 11, TABLE_SLOT = 12, SLOTS = 16, STEPS = 32 };
 
   // Words are stored two slots behind their decoding or later: an ldmatrix may not pass a store.
   static constexpr __device__ int store_at(int slot) {
@@ -59,7 +59,8 @@ template <typename FORM> struct sm80_schedule {
 };
 
 // Two neighbouring products: 16 rows by 16 columns.
-template <typename T> __device__ __forceinline__ void multiply_pair(float (*sum)[4], const uint32_t *a, const uint32_t *b) {
+template <typename T>
+__device__ __forceinline__ void multiply_pair(float (*sum)[4], const uint32_t *a, const uint32_t *b) {
 #pragma unroll
   for (int i = 0; i < BSH_SM80_PRODUCTS; i++) in_order<T>::mma(sum[0], a, b), in_order<T>::mma(sum[1], a, b + 2);
 }

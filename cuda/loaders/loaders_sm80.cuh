@@ -1,8 +1,8 @@
-// loaders_sm80.cuh - x by asynchronous copies to shared memory, and packed W to registers, decoded to shared memory, for
-// gemm_4bit_sm80.cu.
+// loaders_sm80.cuh - x by asynchronous copies to shared memory, and packed W to registers, decoded to shared memory,
+// for gemm_4bit_sm80.cu.
 //
-// A stage of x is [rows][64], rows of 128 bytes in 8 chunks of 16, chunk c of row r at c ^ r % 8. A stage of W is, decoded,
-// forward [128 rows of W][64] in the same layout, for the gradient [64 rows of W][2][64].
+// A stage of x is [rows][64], rows of 128 bytes in 8 chunks of 16, chunk c of row r at c ^ r % 8. A stage of W is,
+// decoded, forward [128 rows of W][64] in the same layout, for the gradient [64 rows of W][2][64].
 #pragma once
 
 #include "cuda/operands/decode_sm80.cuh"
@@ -42,7 +42,8 @@ template <typename FORM> struct x_loader {
       rows = args.M - piece.row - (t >> 3);
     }
     if (FORM::GRADIENT && left == 1 && args.N % BSH_UNIT) // columns of dy beyond N are zero
-      if (pieces.last<sm80_pieces::X>().to() == args.cut.stages && (args.cut.stages - 1) * BSH_UNIT + (thread_index() & 7) * 8 >= args.N)
+      if (pieces.last<sm80_pieces::X>().to() == args.cut.stages &&
+          (args.cut.stages - 1) * BSH_UNIT + (thread_index() & 7) * 8 >= args.N)
         rows = 0;
   }
   // A quarter of a stage; behind the last, `step` bytes to the other stage.
@@ -61,10 +62,10 @@ template <typename FORM> struct w_loader {
   static constexpr bool GRADIENT = FORM::GRADIENT;
   static constexpr int WORDS = FORM::WORDS;
   static constexpr int DECODE_STEPS = block_values<T>::DECODE_STEPS * WORDS;
-  uint32_t to;             // where the first word goes, decoded; word j at ^ j << 4
-  int left = 0;            // stages of the piece
-  uint32_t at;             // the first 32 weights that this thread decodes
-  bool beyond = false;     // gradient: W has no such row
+  uint32_t to;                                 // where the first word goes, decoded; word j at ^ j << 4
+  int left = 0;                                // stages of the piece
+  uint32_t at;                                 // the first 32 weights that this thread decodes
+  bool beyond = false;                         // gradient: W has no such row
   uint32_t word[WORDS], ready[WORDS][4], code; // ready: decoded, not yet stored
   float absmax, scale;
   block_values<T> values;
@@ -104,7 +105,8 @@ template <typename FORM> struct w_loader {
     code = __ldg(args.codes + (at >> args.block_shift));
     absmax = __ldg(args.absmax + (at >> args.absmax_shift));
   }
-  // The packed words of a stage; and asks L2 for a later one.
+  // The packed words of a stage; and asks L2 for a later one, of the gradient also for codes of its scales: forward a
+  // sector of them lasts for many stages.
   __device__ __forceinline__ void load(const bsh_gemm_sm80_args &args) {
     const uint4 *from = reinterpret_cast<const uint4 *>(args.packed + (uint64_t)at * 16);
 #pragma unroll
@@ -113,7 +115,9 @@ template <typename FORM> struct w_loader {
       word[4 * i] = v.x, word[4 * i + 1] = v.y, word[4 * i + 2] = v.z, word[4 * i + 3] = v.w;
     }
     at += GRADIENT ? 2 * args.K : 2, left--;
-    prefetch_l2(args.packed + (uint64_t)min(GRADIENT ? at : at + 6, args.last_half) * 16);
+    const uint32_t ahead = min(at + (GRADIENT ? 2 * args.K : 6), args.last_half);
+    prefetch_l2(args.packed + (uint64_t)ahead * 16);
+    if (GRADIENT) prefetch_l2(args.codes + (ahead >> args.block_shift));
   }
   // What dequantize_4bit has.
   __device__ __forceinline__ void make_scale(const float *map, float offset) {

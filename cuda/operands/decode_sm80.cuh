@@ -1,8 +1,9 @@
 // decode_sm80.cuh - packed words of a block of W to 16-bit values with their scale, for gemm_4bit_sm80.cu.
 //
-// A block has one scale, and so only 16 different values: T(value of the code * scale), an fp32 product and one rounding,
-// the bits of dequantize_4bit. A thread makes them once for what it decodes of a block, keeps them as two planes of bytes
-// in eight registers, and looks up four codes at a time by byte permutations. Nothing of it is in memory.
+// A block has one scale, and so only 16 different values: T(value of the code * scale), an fp32 product and one
+// rounding, the bits of dequantize_4bit. A thread makes them once for what it decodes of a block, keeps them as two
+// planes of bytes in eight registers, and looks up four codes at a time by byte permutations. Nothing of it is in
+// memory.
 //
 // Both are steps of one to three instructions, which the main loop lays between its products.
 #pragma once
@@ -40,7 +41,9 @@ template <typename T> struct block_values {
       if (half == 0) lower = word & 0x77777777u, upper = ((word >> 1) & 0x44444444u) | 0x32103210u;
       else lower >>= 16, upper >>= 16;
       break;
-    case 1: below = permute_in_order(low[0], low[1], lower), above = permute_in_order(low[2], low[3], lower); break;
+    case 1:
+      below = permute_in_order(low[0], low[1], lower), above = permute_in_order(low[2], low[3], lower);
+      break;
     case 2:
       high_below = permute_in_order(high[0], high[1], lower), high_above = permute_in_order(high[2], high[3], lower);
       low_bytes = permute_in_order(below, above, upper);

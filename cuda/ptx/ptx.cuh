@@ -73,8 +73,8 @@ template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
 // prefetched before an earlier kernel writes it is still right when it is read.
 __device__ __forceinline__ void prefetch_l2(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-// Matrices of 8 x 8 16-bit units: lane l gives the address of row l % 8 of matrix l / 8, and v[i] gets units 2 (l % 4) and
-// the next one of row l / 4 of matrix i.
+// Matrices of 8 x 8 16-bit units: lane l gives the address of row l % 8 of matrix l / 8, and v[i] gets units 2 (l % 4)
+// and the next one of row l / 4 of matrix i.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t *v, uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])

@@ -1,5 +1,5 @@
-// ptx_sm80.cuh - instructions of sm_80 and later whose order is that of the source: they are volatile, so that a main loop
-// can lay decoding between its products.
+// ptx_sm80.cuh - instructions of sm_80 and later whose order is that of the source: they are volatile, so that a main
+// loop can lay decoding between its products.
 #pragma once
 
 #include "cuda/ptx/ptx.cuh"

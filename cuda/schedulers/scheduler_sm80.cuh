@@ -17,9 +17,9 @@ enum { NO_WORK = 4, KIND_BITS = 3 };
 
 // As it lies in shared memory: 16 bytes.
 struct sm80_piece {
-  int row, column;   // of y
-  uint32_t stages;   // from | to << 16
-  uint32_t rest;     // kind | NO_WORK | tile << KIND_BITS
+  int row, column; // of y
+  uint32_t stages; // from | to << 16
+  uint32_t rest;   // kind | NO_WORK | tile << KIND_BITS
   __device__ __forceinline__ int from() const { return stages & 0xFFFF; }
   __device__ __forceinline__ int to() const { return stages >> 16; }
   __device__ __forceinline__ int kind() const { return rest & 3; }

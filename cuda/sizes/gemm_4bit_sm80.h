@@ -13,7 +13,7 @@
 /* X(name, rows of a tile) */
 #define BSH_GEMM_SM80_FORMS(X) X(m128, 128) X(m256, 256)
 
-enum { BSH_GEMM_SM80_COLUMNS = 128, BSH_GEMM_SM80_STAGES = 2 }; /* of a tile; in shared memory, of x and of W */
+enum { BSH_GEMM_SM80_COLUMNS = 128, BSH_GEMM_SM80_STAGES = 2 };        /* of a tile; in shared memory, of x and of W */
 enum { BSH_GEMM_SM80_W_BYTES = BSH_GEMM_SM80_COLUMNS * BSH_UNIT * 2 }; /* of a stage, decoded */
 /* Pieces of work that a block knows ahead, 16 bytes each (scheduler_sm80.cuh). */
 enum { BSH_GEMM_SM80_PIECES = 8 };

@@ -37,7 +37,8 @@ static int64_t lines_done, n_lines; /* of W, by panels */
 static int launches;
 
 /* The kernels of an op, and how often each multiplied, by direction. */
-static const char *const of_4bit[] = {"gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "gemm_4bit_sm90_wide", "gemm_4bit_sm80", "panels"};
+static const char *const of_4bit[] = {"gemv_4bit",           "gemv_4bit_simt", "gemm_4bit_sm90",
+                                      "gemm_4bit_sm90_wide", "gemm_4bit_sm80", "panels"};
 static const char *const of_int8[] = {
     "gemv_int8",       "any",   "mixed_int8_sm90", "gemm_int8", "gemm_int8_sm90", "dgrad_int8_sm90",
     "gemv_int8_dgrad", "panels"};

@@ -33,6 +33,8 @@ INTEGERS = {4: np.int32, 2: np.int16, 1: np.uint8}
 GOLDEN = Path(__file__).parents[1] / "golden" / "golden.npz"
 EPSILON = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # of one product, relative to its norm
 LLAMA = (28672, 8192)
+# Of 4-bit products; from the fourth on of both directions.
+KERNELS = ("gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "gemm_4bit_sm90_wide", "gemm_4bit_sm80", "panels")
 
 
 def empty() -> Tensor:
@@ -314,7 +316,7 @@ def plan_here(M: int, weight: Weight, **facts) -> dict:
     return _C.plan_linear_4bit(M, weight.N, weight.K, number, *gpu, blocksize=weight.blocksize, **facts)
 
 
-@pytest.mark.parametrize("kernel", ["gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "gemm_4bit_sm90_wide", "panels"])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_forced_kernels(kernel, dtype, force):
     """Each of them, for more rows than one launch takes too: slices and what is left over."""
@@ -332,7 +334,7 @@ def test_forced_kernels(kernel, dtype, force):
         assert relative_error(weight.direct_linear(x, bias), expected) < EPSILON[dtype], M
 
 
-@pytest.mark.parametrize("kernel", ["gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "gemm_4bit_sm90_wide", "panels"])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_biased_product_is_rounded_once(kernel, dtype, force):
     """By every kernel, and panels by torch's product and by cuBLAS: another number than the rounded product plus the
@@ -350,7 +352,7 @@ def test_a_biased_product_is_rounded_once(kernel, dtype, force):
             assert (linear(x, bias) != twice).float().mean() > 0.1, (M, linear)
 
 
-@pytest.mark.parametrize("kernel", ["gemm_4bit_sm90_wide", "panels"])
+@pytest.mark.parametrize("kernel", KERNELS[3:])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_forced_kernels_of_the_input_gradient(kernel, dtype, force):
     weight = Weight(1040, 4096, dtype)

@@ -116,7 +116,7 @@ def test_sm80_multiplies_what_dequantize_gives(case):
 @pytest.mark.parametrize("fmt", [0, 1])
 @pytest.mark.parametrize(("rows", "blocksize", "nested"), [(60, 64, True), (250, 64, False), (250, 32, True)])
 def test_sm80_decodes_the_bits_of_dequantize(gradient, dtype, fmt, rows, blocksize, nested):
-    """Rows of the unit matrix show W: all bytes, scales of both signs from 2^-20 to 2^7, some 0, fp16 beyond its range."""
+    """Rows of the unit matrix show W: all bytes, scales of both signs from 2^-20 to 2^7, some 0, fp16 beyond it."""
     torch.manual_seed(0)
     N, K = (128, 320) if gradient else (320, 128)
     packed = torch.arange(N * K // 2, dtype=torch.int32).mul(193).add(torch.arange(N * K // 2) // 256).to(torch.uint8)
@@ -134,8 +134,10 @@ def test_sm80_decodes_the_bits_of_dequantize(gradient, dtype, fmt, rows, blocksi
     assert gpu.launches[0].endswith("m128" if rows == 60 else "m256")
     wanted = (w if gradient else w.T).repeat(2, 1)[:rows]
     finite = torch.isfinite(wanted).all(dim=0)  # an infinite W makes NaN of the other rows
-    assert torch.equal(y[:, finite], wanted[:, finite]) and bool(finite.any()) and finite.all() == (
-        dtype == BF16 or nested
+    assert (
+        torch.equal(y[:, finite], wanted[:, finite])
+        and bool(finite.any())
+        and finite.all() == (dtype == BF16 or nested)
     )
 
 
@@ -189,13 +191,22 @@ def test_sm80_keeps_columns_of_y_apart():
 
 # What is left out, and of which file. Without it the machine must see wrong results, or threads that wait for ever.
 FAULTS = {
-    "a stage is read before it is complete": ("gemm_4bit_sm80.cuh", r"(?<=void turn_over\(\) \{)\s*cp_async_wait<0>\(\);"),
+    "a stage is read before it is complete": (
+        "gemm_4bit_sm80.cuh",
+        r"(?<=void turn_over\(\) \{)\s*cp_async_wait<0>\(\);",
+    ),
     "a stage is overwritten before it has been read": (
         "gemm_4bit_sm80.cuh",
         r"__syncthreads\(\);(?=\s*const int turn_w)",
     ),
-    "sums are joined before they have been left": ("epilogue_sm80.cuh", r"if \(thread_index\(\) == 0\)\s*while \(!load_acquire[^}]*}"),
-    "sums are left behind the flag": ("epilogue_sm80.cuh", r"leave_groups<FORM>\(args, sum, groups\);\s*__syncthreads\(\);"),
+    "sums are joined before they have been left": (
+        "epilogue_sm80.cuh",
+        r"if \(thread_index\(\) == 0\)\s*while \(!load_acquire[^}]*}",
+    ),
+    "sums are left behind the flag": (
+        "epilogue_sm80.cuh",
+        r"leave_groups<FORM>\(args, sum, groups\);\s*__syncthreads\(\);",
+    ),
     "rows of W beyond the last one count": ("loaders_sm80.cuh", r"beyond = true, at = 0;"),
     "columns of dy beyond the last one count": ("loaders_sm80.cuh", r"rows = 0;"),
     "who times out leaves nothing": ("epilogue_sm80.cuh", r"groups = groups_of\(me\);"),
@@ -220,7 +231,7 @@ def test_faults_show(fault, tmp_path, monkeypatch):
     assert any(goes_wrong(case, at_once, seed) for case in FAULTY for at_once in (0, 1) for seed in (1, 2))
 
 
-# Blocks that scatter a tile, and share tiles in order; a gradient whose last stage is short; five tiles of a stage each.
+# Blocks that scatter a tile, and share tiles in order; a gradient whose last stage is short; five tiles of a stage.
 FAULTY = [(100, 256, 640, False, 8), (5, 640, 896, False, 4), (33, 712, 384, True, 4), (40, 640, 64, False, 1)]
 
 
