@@ -1,11 +1,15 @@
 """gemm_4bit_sm80 beside the fastest product of the same instructions that cuBLASLt has, alone and behind dequantizing.
 
-    python benchmarks/gemm_sm80.py [--seconds 500] [--shapes 4096x4096 ...] [--rows 128 ...]
+    python benchmarks/gemm_sm80.py [--seconds 500] [--shapes 4096x4096 ...] [--rows 128 ...] [--slow]
 
 On a Hopper card, too: mma.sync there has an A100's ratio of tensor cores to the rest. cuBLASLt lists its algorithms;
 those whose kernels are of sm_80 (mma.sync, no wgmma) are timed one by one, all tiles, stages and parts of the depth,
 and the fastest is taken. Prints a table in microseconds: medians of graph replays that take turns, weights rotate
 through more than L2. "one pass" is the kernel that the plan would launch if it were forced.
+
+--slow: then the kernel with every product issued four times (gemm_sm80.cu, compiled here by nvcc for this card), of its
+cuts the fastest: as on a card whose tensor cores are four times slower beside everything else. Four times the vendor's
+time, of one product each, over that.
 """
 
 from __future__ import annotations
@@ -13,11 +17,15 @@ from __future__ import annotations
 import argparse
 import ctypes
 import itertools
+import pathlib
 import statistics
+import subprocess
+import tempfile
 import time
 
 import torch
 from bitshard import _C, functional, ops
+from bitshard.maps import get_4bit_type
 
 SHAPES = ("4096x4096", "14336x4096", "4096x14336", "28672x8192")  # N x K
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -217,6 +225,79 @@ def lt_call(lt: Lt, product, call, x, y):
     return lambda w: lt.run(product, algorithm, w, x, y)
 
 
+class Args(ctypes.Structure):
+    """bsh_gemm_sm80_args."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("packed", "codes", "map", "absmax", "offset", "x", "bias", "y")]
+    _fields_ += [("partial", ctypes.c_void_p), ("flags", ctypes.c_void_p)]
+    _fields_ += [(name, ctypes.c_int64) for name in ("ldx", "ldy", "x_step", "x_back")]
+    _fields_ += [(name, ctypes.c_int32) for name in ("M", "N", "K", "block_shift", "absmax_shift")]
+    _fields_ += [("last_half", ctypes.c_uint32), ("store_eights", ctypes.c_int32)]
+    _fields_ += [(name, ctypes.c_int32) for name in ("rows", "row_tiles", "tiles", "stages", "shared", "splits")]
+    _fields_ += [("share", ctypes.c_int32), ("longer", ctypes.c_int32), ("values", ctypes.c_float * 16)]
+
+
+class Slow:
+    """The kernel with `products` for each product."""
+
+    def __init__(self, products: int):
+        root, folder = pathlib.Path(__file__).parents[1], tempfile.mkdtemp()
+        file, (sm, self.sms) = f"{folder}/slow{products}.so", card()
+        command = ["nvcc", "-std=c++17", "-O3", f"-arch=sm_{sm}", "-shared", "-Xcompiler", "-fPIC"]
+        command += [
+            f"-DBSH_SM80_PRODUCTS={products}",
+            "-I",
+            root / "csrc",
+            "-I",
+            root,
+            root / "benchmarks/gemm_sm80.cu",
+        ]
+        subprocess.run([*command, "-o", file], check=True)
+        self.lib = ctypes.CDLL(file)
+        assert self.lib.args_bytes() == ctypes.sizeof(Args)
+        self.flags = torch.zeros(1024, dtype=torch.int32, device="cuda")
+        self.partial = torch.empty(2 * self.sms, 256 * 128, device="cuda")
+
+    def cuts(self, M: int, width: int, depth: int):
+        """(blocks, cut) that may be the fastest: whole tiles, shared by 2 and by 4, by all blocks in order."""
+        for rows, blocks in ((256, self.sms), (128, self.sms), (128, 2 * self.sms)):
+            row_tiles, stages = -(-M // rows), -(-depth // 64)
+            tiles = row_tiles * -(-width // 128)
+            base = {"rows": rows, "row_tiles": row_tiles, "tiles": tiles, "stages": stages}
+            yield min(tiles, blocks), base
+            for splits in (2, 4):
+                if tiles * splits <= blocks and stages >= 4 * splits:
+                    yield tiles * splits, base | {"splits": splits, "shared": tiles}
+            shared = tiles % blocks
+            if shared * stages >= 8 * blocks:
+                all_stages = shared * stages
+                order = {"shared": shared, "share": all_stages // blocks, "longer": all_stages % blocks}
+                yield blocks, base | order
+
+    def call(self, case: Case, x, y, i: int, gradient: bool, blocks: int, cut: dict) -> None:
+        step = cut["rows"] // 8 * x.stride(0) * 2
+        code, values, absmax, offset = case.scales
+        places = [one.data_ptr() for one in (case.codes[i], code, values, absmax, offset, x)]
+        sizes = (x.stride(0), y.stride(0), step, 128 - 8 * step, x.shape[0], case.N, case.K)
+        args = Args(*places, None, y.data_ptr(), self.partial.data_ptr(), self.flags.data_ptr(), *sizes, 1, 9)
+        args.last_half, args.store_eights = case.N * case.K // 32 - 1, 1
+        args.values[:] = get_4bit_type("nf4", "cpu").tolist()
+        for name, value in cut.items():
+            setattr(args, name, value)
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        status = self.lib.run(int(gradient), ctypes.byref(args), blocks, stream)
+        assert status == 0, status
+
+    def fastest(self, case: Case, M: int, gradient: bool) -> float:
+        width, depth = (case.K, case.N) if gradient else (case.N, case.K)
+        x = torch.randn(M, depth, device="cuda", dtype=torch.bfloat16)
+        y = torch.empty(M, width, device="cuda", dtype=torch.bfloat16)
+        calls = {}
+        for blocks, cut in self.cuts(M, width, depth):
+            calls[f"{blocks} {cut}"] = lambda i, b=blocks, c=cut: self.call(case, x, y, i, gradient, b, c)
+        return min(timed(calls, dict.fromkeys(calls, len(case.codes)), rounds=3).values())
+
+
 def card() -> tuple[int, int]:
     properties = torch.cuda.get_device_properties(0)
     return 10 * properties.major + properties.minor, properties.multi_processor_count
@@ -227,11 +308,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--shapes", nargs="*", default=SHAPES)
     parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
+    parser.add_argument("--slow", action="store_true")
     options = parser.parse_args()
+    slow = [Slow(products) for products in (1, 4)] if options.slow else []
     begin, lt = time.monotonic(), Lt()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {len(options.shapes)} shapes")
     head = ("N x K", "rows", "", "wgmma", "vendor sm_80", "one pass", "tile", "panels", "vendor / one pass")
-    print("| " + " | ".join((*head, "panels / one pass")) + " |\n" + "|---" * (len(head) + 1) + "|")
+    head += ("panels / one pass", *["best cut", "four products", "4 vendor / four products"] * options.slow)
+    print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
     for shape in options.shapes:
         N, K = map(int, shape.split("x"))
         case = Case(N, K)
@@ -243,6 +327,9 @@ def main() -> None:
             times = [f"{us[name]:.1f}" for name in ("wgmma", "vendor", "one pass")]
             ratios = [f"{us[name] / us['one pass']:.2f}" for name in ("vendor", "panels")]
             cells = [f"{N} x {K}", M, "gradient" if gradient else "forward", *times, us["form"], f"{us['panels']:.1f}"]
+            if slow and M <= 1024:
+                one, four = (it.fastest(case, M, gradient) for it in slow)
+                ratios += [f"{one:.1f}", f"{four:.1f}", f"{4 * us['vendor'] / four:.2f}"]
             print("| " + " | ".join(map(str, (*cells, *ratios))) + " |", flush=True)
         del case
         torch.cuda.empty_cache()

@@ -21,13 +21,14 @@ from bitshard import _C
 
 ROOT = pathlib.Path(__file__).parents[2]
 F32, F16, BF16 = 0, 1, 2
-WIDE = "gemm_4bit_sm90_wide"
-NAMES = {"gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", WIDE, "panels"}
-MANY_ROWS = {WIDE, "panels"}
+WIDE, SM80 = "gemm_4bit_sm90_wide", "gemm_4bit_sm80"
+NAMES = {"gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", WIDE, SM80, "panels"}
+MANY_ROWS = {WIDE, SM80, "panels"}
 TENSOR_CORES = NAMES - {"gemv_4bit_simt"}
 SHAPES = tuple(cases.MODEL_LINEAR.values())
 SWEEP = sorted({*SHAPES, *((16 * round(1.1**i), 4096) for i in range(30, 90))}, key=lambda s: s[0] * s[1])  # to 318 M
 GPUS = {"T4": (75, 40), "A100": (80, 108), "RTX 4090": (89, 128), "H200": (90, 132), "B200": (100, 148)}
+MODELLED = ("A100", "RTX 4090")  # where gemm_4bit_sm80 is chosen
 OLDER = ("A100", "RTX 4090", "B200")  # with bf16 on tensor cores, without wgmma
 ROWS = (*range(1, 130), 192, 193, 256, 257, 512, 1024, 4096, 65536)
 
@@ -70,8 +71,7 @@ def first_gemm(N: int, K: int) -> float:
 def test_each_kernel_has_one_range_of_rows(gpu, dtype):
     """One row is fused, no kernel for few rows comes back after another took over, and many rows go to the vendor GEMM.
 
-    With wgmma panels and gemm_4bit_sm90_wide take turns while the weight is small: its time has steps, a tile of rows
-    each.
+    Panels and the kernels for many rows take turns while the weight is small: their time has steps, a tile of rows each.
     """
     for N, K in SWEEP:
         names = [name for _, name in changes(N, K, dtype, gpu)]
@@ -79,7 +79,9 @@ def test_each_kernel_has_one_range_of_rows(gpu, dtype):
         many = names[len(few) :]
         assert few[0].startswith("gemv_4bit") and set(few) <= NAMES and len(few) == len(set(few)), (N, K, names)
         assert many and set(many) <= MANY_ROWS, (N, K, names)
-        assert many == ["panels"] or has_wide(gpu, dtype), (N, K, names)
+        known = {"panels", *[WIDE] * has_wide(gpu, dtype), *[SM80] * (gpu in MODELLED and dtype != F32)}
+        assert "panels" in many and set(many) <= known, (N, K, names)
+        assert many[-1] == "panels" or has_wide(gpu, dtype), (N, K, names)
 
 
 @wgmma
@@ -98,18 +100,32 @@ def test_many_rows_of_large_weights_go_in_one_pass(dtype, gradient):
     assert {select(M, 1024, 4096, dtype, gradient=gradient) for M in range(65, 513)} == {"panels"}
 
 
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=["float16", "bfloat16"])
+def test_cards_without_wgmma_multiply_some_hundred_rows_in_one_pass(dtype, gradient):
+    """By the model: where dequantizing costs more than decoding in each tile, which grows with the rows. Up to 64 rows
+    forward stay fused; the gradient begins with the first row. A card without a model keeps panels."""
+    few = range(1, 65) if not gradient else []
+    for gpu in MODELLED:
+        for N, K in ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)):
+            chosen = {M: select(M, N, K, dtype, gpu, gradient=gradient) for M in (*few, 65, 128, 256, 512, 4096, 16384)}
+            assert {chosen[M] for M in (65, 128, 256, 512)} == {SM80}, (gpu, N, K, chosen)
+            assert {chosen[M] for M in few} <= {"gemv_4bit"} and chosen[4096] == chosen[16384] == "panels", (gpu, N, K)
+    assert {select(M, N, K, dtype, "B200", gradient=gradient) for N, K in SWEEP for M in (65, 512)} == {"panels"}
+
+
 @wgmma
 def test_every_kernel_is_chosen_somewhere():
     """gemm_4bit_sm90 and _wide on the one GPU whose instructions they need, the former the earlier the larger the
     weight; the latter alone knows the input gradient."""
     chosen = {gpu: {select(M, N, K, BF16, gpu) for N, K in SWEEP for M in ROWS} for gpu in GPUS}
-    assert chosen.pop("H200") == TENSOR_CORES
+    assert chosen.pop("H200") == TENSOR_CORES - {SM80}
     assert chosen.pop("T4") == {"gemv_4bit_simt", "panels"}  # no bf16 on its tensor cores
     assert set().union(*chosen.values()) == TENSOR_CORES - {"gemm_4bit_sm90", WIDE}
     assert first_gemm(*SWEEP[0]) > first_gemm(*SWEEP[-1])
     for gpu in GPUS:
         back = {select(M, N, K, BF16, gpu, gradient=True) for N, K in SWEEP for M in ROWS}
-        assert back == (MANY_ROWS if gpu == "H200" else {"panels"}), gpu
+        assert back == {"panels", *[WIDE] * (gpu == "H200"), *[SM80] * (gpu in MODELLED)}, gpu
 
 
 def has_tensor_cores(gpu: str, dtype: int) -> bool:
@@ -123,6 +139,9 @@ def has_wide(gpu: str, dtype: int) -> bool:
 def takes(name: str, gradient: bool, M: int, N: int, K: int, dtype: int, gpu: str, blocksize: int) -> bool:
     """Whether a kernel can compute this, by what its .cu file says it reads."""
     whole_units = has_tensor_cores(gpu, dtype) and K % 64 == 0 and blocksize % 64 == 0
+    if name == SM80:
+        whole = K % 64 == 0 and blocksize % 32 == 0 and (not gradient or N % 8 == 0)
+        return whole and dtype != F32 and image(gpu)[0] >= 80
     if name in MANY_ROWS:
         return name == "panels" or (has_wide(gpu, dtype) and whole_units)
     if name == "gemm_4bit_sm90":
@@ -425,6 +444,13 @@ def test_the_next_best_kernel(M, facts, kernel):
         ({"kernel": "gemm_4bit_sm90_wide", "blocksize": 32}, "the blocksize is below 64"),
         ({"kernel": "gemm_4bit_sm90_wide", "dtype": F32}, "no float32"),
         ({"kernel": "gemm_4bit_sm90_wide", "sms": 1}, "fewer than 2 multiprocessors"),
+        ({"kernel": "gemm_4bit_sm80", "sm": 75}, "no code for sm_80 or later"),
+        ({"kernel": "gemm_4bit_sm80", "dtype": F32}, "no float32"),
+        ({"kernel": "gemm_4bit_sm80", "K": 4128}, "K is no multiple of 64"),
+        ({"kernel": "gemm_4bit_sm80", "x_alignment": 8}, "rows of x are not 16-byte aligned"),
+        ({"kernel": "gemm_4bit_sm80", "packed_alignment": 8}, "packed is not 16-byte aligned"),
+        ({"kernel": "gemm_4bit_sm80", "N": 4100, "gradient": True}, "N is no multiple of 8"),
+        ({"kernel": "gemm_4bit_sm80", "N": 1 << 22}, "W is too large for 32-bit indices"),
         ({"kernel": "gemv_4bit", "N": 4097}, "gemv_4bit: N is no multiple of 16"),
         ({"kernel": "gemv_4bit", "K": 4128}, "K is no multiple of 64"),
         ({"kernel": "gemv_4bit", "blocksize": 32}, "the blocksize is below 64"),
@@ -437,7 +463,7 @@ def test_the_next_best_kernel(M, facts, kernel):
         ({"K": 130, "vendor": ""}, "nothing multiplies M = 48, N = 4096, K = 130"),
         (
             {"K": 130, "vendor": ""},
-            "gemm_4bit_sm90_wide: K is no multiple of 64; gemv_4bit_simt: K is no multiple of 32; panels",
+            "gemm_4bit_sm90_wide: K is no multiple of 64; gemv_4bit_simt: K is no multiple of 32; gemm_4bit_sm80: K is no",
         ),
         ({"K": 130, "vendor": "cublas", "bias_alignment": 2}, "panels: the bias is not 16-byte aligned for cuBLAS"),
         ({"kernel": "gemv"}, "no kernel 'gemv'"),
