@@ -62,15 +62,15 @@ const bsh_card *bsh_card_of(const int32_t sm) {
   .flops_per_ns_sm = tflops * 1e3 * (products) / (sms), .bytes_per_ns_sm = (gb) * 0.85 / (sms),                        \
   .dequantized_per_ns_sm = (gb) * 0.80 / (sms), .begin = 1500, .ends = 4000, .join = 6000
 
+#define LIKE_GEFORCE {{0.94, 0.96}, {0.92, 0.95}}
+#define LIKE_A100 {{0.75, 0.83}, {0.68, 0.76}}
+
 const bsh_rates *bsh_rates_of(const int32_t sm) {
-  static const bsh_rates a100 = {RATES(108, 312, 0.85, 2039), .share = {0.78, 0.87}, .l2_bytes = 0, .chosen = true};
-  static const bsh_rates rtx3090 = {RATES(82, 71, 0.90, 936), .share = {0.94, 0.96}, .l2_bytes = 6 << 20,
-                                    .chosen = true};
-  static const bsh_rates rtx4090 = {RATES(128, 165, 0.90, 1008), .share = {0.94, 0.96}, .l2_bytes = 72 << 20,
-                                    .chosen = true};
-  static const bsh_rates rtx5090 = {RATES(170, 210, 0.90, 1792), .share = {0.94, 0.96}, .l2_bytes = 96 << 20,
-                                    .chosen = true};
-  static const bsh_rates h100 = {RATES(132, 450, 1.0, 3350), .share = {0.78, 0.87}, .l2_bytes = 50 << 20};
+  static const bsh_rates a100 = {RATES(108, 312, 0.85, 2039), .share = LIKE_A100, .chosen = true};
+  static const bsh_rates rtx3090 = {RATES(82, 71, 0.90, 936), .share = LIKE_GEFORCE, .l2 = 6 << 20, .chosen = true};
+  static const bsh_rates rtx4090 = {RATES(128, 165, 0.90, 1008), .share = LIKE_GEFORCE, .l2 = 72 << 20, .chosen = true};
+  static const bsh_rates rtx5090 = {RATES(170, 210, 0.90, 1792), .share = LIKE_GEFORCE, .l2 = 96 << 20, .chosen = true};
+  static const bsh_rates h100 = {RATES(132, 480, 1.0, 3350), .share = LIKE_A100};
   switch (sm) {
   case 80:
     return &a100;
@@ -81,7 +81,7 @@ const bsh_rates *bsh_rates_of(const int32_t sm) {
   case 120:
     return &rtx5090;
   default:
-    return &h100; /* mma.sync of sm_90: there wgmma is faster */
+    return &h100; /* mma.sync of sm_90, where wgmma is faster */
   }
 }
 

@@ -67,10 +67,11 @@ const bsh_card *bsh_card_of(int32_t sm);
 typedef struct {
   bool chosen; /* by it gemm_4bit_sm80 is compared to panels; else it only cuts tiles where that is forced */
   double flops_per_ns_sm, bytes_per_ns_sm, dequantized_per_ns_sm;
-  double share[BSH_SM80_FORMS]; /* of the vendor's products that each form of gemm_4bit_sm80 reaches */
+  double share[2]
+              [BSH_SM80_FORMS]; /* of the vendor's products that gemm_4bit_sm80 reaches: by direction, of each form */
   double begin;                 /* nanoseconds: of panels, until dequantizing begins */
   double ends, join;            /* of a product before its first and behind its last stage; where sums are joined */
-  int64_t l2_bytes;
+  int64_t l2;                   /* bytes that hold a panel; 0: as if none */
 } bsh_rates;
 const bsh_rates *bsh_rates_of(int32_t sm);
 

@@ -35,9 +35,9 @@ static const char *refuses(const bsh_facts *const facts) {
 
 typedef struct {
   const bsh_rates *rates;
-  double share;            /* of the rates */
-  int64_t workspace_bytes; /* that the sums of shared tiles may take */
-  int32_t sms, form;
+  double share;               /* of the rates */
+  int64_t workspace_bytes;    /* that the sums of shared tiles may take */
+  int32_t sms, form, at_once; /* at_once: blocks that a multiprocessor holds */
   bsh_gemm_sm80_cut cut;
   double ns; /* of the busiest block */
 } candidate;
@@ -55,7 +55,8 @@ static int32_t blocks_of(const candidate *const of) {
 static double nanoseconds(const candidate *const of, const int32_t resident) {
   const bsh_gemm_sm80_cut *const cut = &of->cut;
   const double flops = 2.0 * cut->rows * BSH_GEMM_SM80_COLUMNS * BSH_UNIT;
-  const double stage = resident * flops / (of->rates->flops_per_ns_sm * of->share);
+  const double alone = resident < of->at_once ? 0.85 : 1; /* a block hides less alone */
+  const double stage = resident * flops / (of->rates->flops_per_ns_sm * of->share * alone);
   const double ends = of->rates->ends, join = of->rates->join;
   if (cut->splits > 0) return ends + join + (double)divide_up(cut->stages, cut->splits) * stage;
   const int32_t whole = cut->tiles - cut->shared, slots = of->sms;
@@ -122,12 +123,13 @@ static candidate cut_rows(const bsh_facts *const facts, const int64_t rows_of_x,
     cut.tiles = cut.row_tiles * (int32_t)divide_up(width, BSH_GEMM_SM80_COLUMNS);
     const bsh_rates *const rates = bsh_rates_of(facts->sm);
     const candidate next = {.rates = rates,
-                            .share = dense ? 1 : rates->share[form],
+                            .share = dense ? 1 : rates->share[facts->direction][form],
                             .workspace_bytes = facts->workspace_bytes,
                             .sms = facts->sms,
                             .form = form,
+                            .at_once = blocks_at_once(form, facts->sm),
                             .cut = cut};
-    for (int32_t resident = 1; resident <= blocks_at_once(form, facts->sm); resident++) try_form(&best, next, resident);
+    for (int32_t resident = 1; resident <= next.at_once; resident++) try_form(&best, next, resident);
   }
   return best;
 }
@@ -147,7 +149,7 @@ static double cost(const bsh_facts *const facts) {
 double bsh_modelled_panels(const bsh_facts *const facts) {
   const bsh_rates *const rates = bsh_rates_of(facts->sm);
   const double weights = (double)facts->N * (double)facts->K;
-  const bool kept = fmin(2 * weights, (double)facts->workspace_bytes) <= (double)rates->l2_bytes;
+  const bool kept = fmin(2 * weights, (double)facts->workspace_bytes) <= (double)rates->l2;
   const double moved = 0.5 + 1.0 / (double)facts->w.blocksize + (kept ? 0 : 2);
   const int64_t rows = min_i64(facts->M, SLICE_ROWS);
   const double product = (double)facts->M / (double)rows * cut_rows(facts, rows, true).ns;

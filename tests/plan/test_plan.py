@@ -80,7 +80,7 @@ def test_each_kernel_has_one_range_of_rows(gpu, dtype):
         assert few[0].startswith("gemv_4bit") and set(few) <= NAMES and len(few) == len(set(few)), (N, K, names)
         assert many and set(many) <= MANY_ROWS, (N, K, names)
         known = {"panels", *[WIDE] * has_wide(gpu, dtype), *[SM80] * (gpu in MODELLED and dtype != F32)}
-        assert "panels" in many and set(many) <= known, (N, K, names)
+        assert set(many) <= known, (N, K, names)
         assert many[-1] == "panels" or has_wide(gpu, dtype), (N, K, names)
 
 
@@ -219,6 +219,7 @@ def test_what_no_kernel_takes_goes_by_panels():
 # blocks if there are clusters, KiB of dynamic shared memory if any]; 3 * (...): for as many slices of x. dx: gradient;
 # by: that kernel is forced.
 EVERY = "75,80,86,89,90a,100,120,compute_120"
+ONE_PASS = {"3090", "A100", "4090", "L40S", "5090"}
 CARDS = GPUS | {"H100": (90, 132), "3090": (86, 82), "4090": (89, 128), "L40S": (89, 142), "5090": (120, 170)}
 PLANS = """
 H100 bf16  4096 x 4096  M 1        0 gemv_4bit_bf16_m8_k4[132x1 512 224K]
@@ -247,7 +248,14 @@ A100 bf16 14336 x 4096  M 64 7340032 gemv_4bit_bf16_m32_k4[54x2 256 97K] join_sp
 A100 bf16  4096 x 14336 M 4   524288 gemv_4bit_bf16_m8_k8[108x1 224 97K] join_splits_bf16_m8[128x1 256]
 3090 f16   4096 x 4096  M 32 1048576 gemv_4bit_f16_m32_k4[82x1 256 97K] join_splits_f16_m32[512x1 256]
 4090 bf16 14336 x 4096  M 8        0 gemv_4bit_bf16_m8_k8[128x1 256 97K]
-4090 bf16 14336 x 4096  M 65 67108864 panels of 8192: dequantize_4bit_bf16_nested[4096x1 256]
+4090 bf16 14336 x 4096  M 65 8389120 gemm_sm80_bf16_m128[128x1 128 65K]
+4090 bf16 14336 x 4096  M 8192 67108864 panels of 8192: dequantize_4bit_bf16_nested[4096x1 256]
+A100 bf16  4096 x 4096  M 128 14156800 gemm_sm80_bf16_m128[216x1 128 65K]
+A100 bf16 14336 x 4096  dx M 512 14156288 gemm_sm80_dgrad_bf16_m256[108x1 256 97K]
+3090 bf16  4096 x 4096  dx M 1 5374464 gemm_sm80_dgrad_bf16_m128[82x1 128 65K]
+3090 f16   4096 x 14336 M 512 10748416 gemm_sm80_f16_m256[82x1 256 97K]
+5090 bf16 28672 x 8192  M 200 22283008 gemm_sm80_bf16_m256[170x1 256 97K]
+L40S bf16  4096 x 4096  dx M 256 9306880 gemm_sm80_dgrad_bf16_m128[142x1 128 65K]
 L40S bf16  8192 x 8192  M 16 2097152 gemv_4bit_bf16_m16_k4[140x1 256 97K] join_splits_bf16_m16[512x1 256]
 5090 bf16  4096 x 14336 M 1   524288 gemv_4bit_bf16_m8_k8[168x1 224 97K] join_splits_bf16_m8[128x1 256]
 T4   f16   4096 x 4096  M 1   262144 gemv_4bit_f16_m8_k8[40x1 128 53K] join_splits_f16_m8[128x1 256]
@@ -581,10 +589,26 @@ def test_documented_rows():
         for card, (N, K) in itertools.product(cards, SHAPES):
             plans = [_C.plan_linear_4bit(M, N, K, dtype, *CARDS[card], architectures=EVERY) for M in range(1, 130)]
             chosen = [plan["kernel"] for plan in plans]
-            last = chosen.index("panels")
-            assert low <= last <= high and set(chosen[:last]) == {kernel} and set(chosen[last:]) == {"panels"}, card
+            many = {SM80} if card in ONE_PASS and dtype != F32 else {"panels"}
+            last = next(M for M, name in enumerate(chosen) if name in MANY_ROWS)
+            assert low <= last <= high and set(chosen[:last]) == {kernel} and set(chosen[last:]) == many, card
             back = _C.plan_linear_4bit(1, N, K, dtype, *CARDS[card], architectures=EVERY, gradient=True)
-            assert back["kernel"] == "panels", card
+            assert {back["kernel"]} == many, card
+
+
+def test_documented_rows_of_one_pass():
+    """Up to how many rows gemm_4bit_sm80 takes these layers, as docs/cards.md has it: from the least to the most."""
+    steps = (128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 8192)
+    rows = documented("| GPU | forward")
+    assert {name.removeprefix("RTX ") for name, *_ in rows} == ONE_PASS
+    for name, *documented_rows in rows:
+        for gradient, text in zip((False, True), documented_rows, strict=True):
+            low, high = map(int, (re.findall(r"\d+", text.replace(",", "")) * 2)[:2])
+            for N, K in SHAPES:
+                settings = (BF16, *CARDS[name.removeprefix("RTX ")])
+                plans = {M: _C.plan_linear_4bit(M, N, K, *settings, architectures=EVERY, gradient=gradient) for M in steps}
+                taken = [M for M, plan in plans.items() if plan["kernel"] == SM80]
+                assert all(plans[M]["kernel"] == SM80 for M in steps if M <= low) and max(taken) <= high, (name, N, K)
 
 
 if __name__ == "__main__":
