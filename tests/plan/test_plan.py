@@ -71,7 +71,7 @@ def first_gemm(N: int, K: int) -> float:
 def test_each_kernel_has_one_range_of_rows(gpu, dtype):
     """One row is fused, no kernel for few rows comes back after another took over, and many rows go to the vendor GEMM.
 
-    Panels and the kernels for many rows take turns while the weight is small: their time has steps, a tile of rows each.
+    Panels and kernels for many rows take turns while the weight is small: their time has steps, a tile of rows each.
     """
     for N, K in SWEEP:
         names = [name for _, name in changes(N, K, dtype, gpu)]
@@ -471,7 +471,7 @@ def test_the_next_best_kernel(M, facts, kernel):
         ({"K": 130, "vendor": ""}, "nothing multiplies M = 48, N = 4096, K = 130"),
         (
             {"K": 130, "vendor": ""},
-            "gemm_4bit_sm90_wide: K is no multiple of 64; gemv_4bit_simt: K is no multiple of 32; gemm_4bit_sm80: K is no",
+            "gemm_4bit_sm90_wide: K is no multiple of 64; gemv_4bit_simt: K is no multiple of 32; gemm_4bit_sm80: ",
         ),
         ({"K": 130, "vendor": "cublas", "bias_alignment": 2}, "panels: the bias is not 16-byte aligned for cuBLAS"),
         ({"kernel": "gemv"}, "no kernel 'gemv'"),
@@ -606,7 +606,9 @@ def test_documented_rows_of_one_pass():
             low, high = map(int, (re.findall(r"\d+", text.replace(",", "")) * 2)[:2])
             for N, K in SHAPES:
                 settings = (BF16, *CARDS[name.removeprefix("RTX ")])
-                plans = {M: _C.plan_linear_4bit(M, N, K, *settings, architectures=EVERY, gradient=gradient) for M in steps}
+                plans = {
+                    M: _C.plan_linear_4bit(M, N, K, *settings, architectures=EVERY, gradient=gradient) for M in steps
+                }
                 taken = [M for M, plan in plans.items() if plan["kernel"] == SM80]
                 assert all(plans[M]["kernel"] == SM80 for M in steps if M <= low) and max(taken) <= high, (name, N, K)
 
