@@ -78,9 +78,9 @@ def way_of(gpu: Gpu) -> str:
 # dtype, M, N, K, format, blocksize, nested, bias, gradient, multiprocessors, seed; blocks / tiles that they share
 CASES = [
     (BF16, 100, 256, 640, 0, 64, True, True, False, 8, 1, "m128 8/2"),
-    (BF16, 250, 120, 640, 0, 64, True, False, False, 4, 2, "m128 4/2"),  # N ragged
+    (BF16, 500, 120, 1280, 0, 64, True, False, False, 4, 2, "m256 4/2"),  # N ragged
     (F16, 40, 643, 192, 1, 64, True, True, False, 4, 3, "m128 whole"),  # y of odd width
-    (BF16, 5, 640, 896, 0, 256, False, False, False, 4, 4, "m128 4/5"),  # plain scales, blocks beyond a row
+    (BF16, 5, 640, 896, 0, 256, False, False, False, 2, 4, "m128 4/5"),  # plain scales, blocks beyond a row
     (BF16, 300, 264, 192, 1, 128, True, True, False, 4, 5, "m128 whole"),
     (BF16, 400, 384, 64, 0, 4096, True, False, False, 3, 6, "m256 whole"),  # tiles of one stage
     (F16, 250, 128, 2048, 0, 64, True, True, False, 4, 7, "m256 4/1"),
@@ -150,8 +150,8 @@ def hostile_scales(code, values, absmax2):
 # M, N, K, gradient, multiprocessors; how tiles are shared
 SHARED = [
     (100, 256, 640, False, 8, "m128 8/2"),
-    (250, 120, 640, False, 4, "m128 4/2"),
-    (5, 640, 896, False, 4, "m128 4/5"),
+    (500, 120, 1280, False, 4, "m256 4/2"),
+    (5, 640, 896, False, 2, "m128 4/5"),
     (100, 640, 256, True, 8, "m128 8/2"),
     (700, 1288, 128, True, 4, "m256 4/3"),
 ]
@@ -232,7 +232,7 @@ def test_faults_show(fault, tmp_path, monkeypatch):
 
 
 # Blocks that scatter a tile, and share tiles in order; a gradient whose last stage is short; five tiles of a stage.
-FAULTY = [(100, 256, 640, False, 8), (5, 640, 896, False, 4), (33, 712, 384, True, 4), (40, 640, 64, False, 1)]
+FAULTY = [(100, 256, 640, False, 8), (5, 640, 896, False, 2), (33, 712, 384, True, 4), (40, 640, 64, False, 1)]
 
 
 def goes_wrong(case, at_once: int, seed: int) -> bool:
