@@ -2,7 +2,6 @@
 #include "core/arithmetic.h"
 #include "core/formats.h"
 #include "cuda/sizes/gemm_4bit_sm80.h"
-#include "gpu/alignment.h"
 #include "gpu/product.h"
 
 #include <string.h>
@@ -40,7 +39,7 @@ bsh_status bsh_launch_sm80(const bsh_product_args *const args, const bsh_plan_sl
       .M = (int32_t)args->M,
       .N = (int32_t)args->N,
       .K = (int32_t)args->K,
-      .store_eights = rows_alignment(args->y, args->ldy * size) >= 16,
+      .store_eights = slice->stores_together,
       .cut = slice->sm80,
   };
   set_weight(&args->weight, slice, &of_kernel);

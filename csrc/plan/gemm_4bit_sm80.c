@@ -8,7 +8,7 @@
 enum { SLICE_ROWS = 1 << 16, SUMS_ALIGNMENT = 256, HALF_UNIT = BSH_UNIT / 2 };
 enum { LEAST_STAGES = 8 }; /* of a block that shares tiles in order */
 
-#define SM80_KERNEL(NAME) {.fatbin = BSH_FATBIN_gemm_4bit_sm80, .name = NAME}
+#define SM80_KERNEL(NAME) BSH_KERNEL(gemm_4bit_sm80, NAME)
 #define SM80_FORM(form, rows)                                                                                          \
   {{SM80_KERNEL("gemm_sm80_bf16_" #form), SM80_KERNEL("gemm_sm80_dgrad_bf16_" #form)},                                 \
    {SM80_KERNEL("gemm_sm80_f16_" #form), SM80_KERNEL("gemm_sm80_dgrad_f16_" #form)}},
@@ -165,6 +165,7 @@ static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {
   const int64_t blocks = shares ? blocks_of(&best) : min_i64(best.cut.tiles, best.sms);
   slice->sm80 = best.cut;
   slice->block_shift = bsh_block_shift(facts, HALF_UNIT);
+  slice->stores_together = facts->y_alignment >= 16;
   slice->product.kernel = &kernels[best.form][facts->dtype == BSH_F16][facts->direction == BSH_INPUT_GRADIENT];
   slice->product.shape = (bsh_cuda_launch_shape){.grid = {(uint32_t)blocks, 1, 1},
                                                  .block = {(uint32_t)bsh_gemm_sm80_threads(best.cut.rows), 1, 1},
