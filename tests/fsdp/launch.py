@@ -1,5 +1,6 @@
-"""Start worker scripts on several processes of this machine's CPU."""
+"""Start worker scripts on several processes of this machine's CPU, and read what they found."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 from helpers import warm
 
 WORKERS = Path(__file__).parent
+LIMIT = 240  # seconds; a rank waits 25 s for the others, so nothing comes near it unless something hangs
 
 
 def launch(world: int, script: str, *args: str, timeout: int = 240, **options: bool | str) -> str:
@@ -45,3 +47,20 @@ def run(command: list[str], timeout: int, fails=False, fresh=False, bare=False, 
     seen = f"{' '.join(command)}\n{done.stdout[-6000:]}\n{done.stderr[-10000:]}"
     assert (done.returncode != 0) is fails, seen
     return done.stdout + done.stderr if fails else done.stdout
+
+
+def options(folder: Path, name: str) -> list[str]:
+    """Arguments of a worker that reads `folder` and writes what it found there, as `name`."""
+    return ["--dir", str(folder), "--out", str(folder / name)]
+
+
+def results(folder: Path, name: str, ranks: int) -> list[dict]:
+    """What each rank of such a worker found: {check: {"ok": ...} or {"error": ..., "trace": ...}}."""
+    return [json.loads((folder / f"{name}.{rank}").read_text()) for rank in range(ranks)]
+
+
+def passed(ranks: list[dict], check: str) -> None:
+    """AssertionError where a check did not run on each rank, or found something."""
+    for rank in ranks:
+        assert check in rank, f"not run: {list(rank)[-1]} failed before: {rank[list(rank)[-1]].get('trace')}"
+        assert "error" not in rank[check], rank[check].get("trace")

@@ -16,6 +16,17 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(on_device(a), on_device(b).to(a.device))
 
 
+def same(found, expected) -> bool:
+    """The same for dictionaries, lists and tuples of them, to any depth; what is no tensor is equal."""
+    if isinstance(found, Tensor):
+        return isinstance(expected, Tensor) and same_bytes(found, expected)
+    if isinstance(found, dict) and isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in found)
+    if isinstance(found, (list, tuple)) and isinstance(expected, (list, tuple)):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return found == expected
+
+
 def wrong_bytes(got: Tensor, expected: Tensor) -> int:
     """How many bytes of `got` are not those of `expected`, whatever their dtypes; the larger size if sizes differ."""
     got, expected = as_bytes(got), as_bytes(expected)

@@ -9,7 +9,7 @@ import tracemalloc
 import pytest
 import torch
 from bitshard import maps, ops
-from helpers.bytes import same_bytes
+from helpers.bytes import same, same_bytes
 from helpers.optim import gradients, make
 from torch import nn
 
@@ -135,16 +135,6 @@ CHANGES = (change_entry, change_entry, change_entry, change_entry, change_state,
 def snapshot(optimizer):
     """Everything a load or a step may change, in memory of its own."""
     return copy.deepcopy(([p.detach() for p in parameters(optimizer)], optimizer.state_dict()))
-
-
-def same(left, right):
-    if isinstance(left, torch.Tensor):
-        return isinstance(right, torch.Tensor) and same_bytes(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
-    return left == right
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from bitshard import _C
 from helpers.alike import agree, by_isa, by_threads
-from helpers.bytes import as_bytes, same_bytes, wrong_bytes
+from helpers.bytes import as_bytes, same, same_bytes, wrong_bytes
 
 NAN = torch.tensor([0x7F81, 0x7FC0], dtype=torch.int16).view(torch.bfloat16)  # signalling, quiet
 
@@ -35,6 +35,16 @@ def test_same_bytes(a, b, equal, assert_equal):
     else:
         with pytest.raises(AssertionError):
             assert_equal(a, b)
+
+
+def test_same_looks_into_what_holds_tensors():
+    def held(value):
+        return {"a": [torch.tensor([value]), 1], "b": ("x", {"c": NAN})}
+
+    assert same(held(0.0), held(0.0)) and not same(held(0.0), held(-0.0))
+    for key, value in (("a", []), ("a", [torch.zeros(1), 2]), ("b", ("x", {})), ("a", [0.0, 1]), ("b", None)):
+        assert not same(held(0.0), {**held(0.0), key: value})
+    assert not same(held(0.0), {**held(0.0), "d": 1}) and not same(held(0.0), {"a": held(0.0)["a"]})
 
 
 def test_wrong_bytes():

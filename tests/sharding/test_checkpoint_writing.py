@@ -16,7 +16,7 @@ import torch
 from bitshard.sharding.checkpoints import files, owned
 from bitshard.sharding.checkpoints.files import CheckpointFiles, Entry, byte_count, split
 from bitshard.sharding.checkpoints.reading import Checkpoint
-from helpers.bytes import same_bytes
+from helpers.bytes import same
 from safetensors.torch import load_file, save_file
 
 DTYPES = [*files._DTYPES]
@@ -63,10 +63,6 @@ def read(folder):
     found = {name: load_file(folder / name) for name in set(weights.values())}
     assert {key for file in found.values() for key in file} == set(weights)
     return {key: found[name][key] for key, name in weights.items()}
-
-
-def same(found, expected):
-    return found.keys() == expected.keys() and all(same_bytes(found[key], expected[key]) for key in expected)
 
 
 def test_a_file_is_that_of_safetensors(tmp_path):

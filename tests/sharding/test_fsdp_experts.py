@@ -6,9 +6,8 @@ import sys
 import pytest
 import torch
 from bitshard.transformers import FourBitConfig
-from fsdp.launch import WORKERS, accelerate_launch, launch, run
+from fsdp.launch import LIMIT, WORKERS, accelerate_launch, launch, options, passed, results, run
 from helpers import moe
-from test_fsdp_parts import LIMIT, options, passed, results
 from transformers import AutoModelForCausalLM
 
 LOADED = ("in_parts", "native", "by_units", "units_of_experts")

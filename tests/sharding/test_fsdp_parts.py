@@ -4,11 +4,10 @@ The workers are in tests/fsdp/parts: native.py under torchrun, cut.py under acce
 """
 
 import inspect
-import json
 import time
 
 import pytest
-from fsdp.launch import WORKERS, accelerate_launch, launch
+from fsdp.launch import LIMIT, WORKERS, accelerate_launch, launch, options, passed, results
 
 PARTS = WORKERS / "parts"
 SHAPES = "256x256 128x256 98x256 97x100 5x64 2x96 512x688 96x688 96x720 1x64 6x33 768x1536".split()
@@ -44,21 +43,12 @@ BEFORE = (
 ).split()
 CUT = [*BEFORE, *FAULTS, "first_models", "later_model", *MODELS, "other_mesh", "planted", "different_files"]
 CUT_THREE = [*BEFORE, "first_models", "later_model", *HALF, "other_mesh", "planted", "different_files"]
-LIMIT = 240  # seconds; a rank waits 25 s for the others, so nothing here comes near it unless something hangs
 
 
 @pytest.fixture(scope="module")
 def folder(parts_folder):
     """The models of alone.py, and what one process makes of them."""
     return parts_folder
-
-
-def options(folder, name):
-    return ["--dir", str(folder), "--out", str(folder / name)]
-
-
-def results(folder, name, ranks):
-    return [json.loads((folder / f"{name}.{rank}").read_text()) for rank in range(ranks)]
 
 
 def native(folder, ranks):
@@ -97,12 +87,6 @@ def cut2(folder):
 @pytest.fixture(scope="module")
 def cut3(folder):
     return cut(folder, 3)
-
-
-def passed(ranks, check):
-    for rank in ranks:
-        assert check in rank, f"not run: {list(rank)[-1]} failed before: {rank[list(rank)[-1]].get('trace')}"
-        assert "error" not in rank[check], rank[check].get("trace")
 
 
 @pytest.mark.parametrize("check", EXACT)

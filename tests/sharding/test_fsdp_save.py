@@ -14,7 +14,7 @@ from bitshard import fsdp
 from bitshard.nn.linear import Linear4bit
 from bitshard.nn.parametrize import replace_parameter_4bit
 from bitshard.sharding.checkpoints import save
-from fsdp.launch import WORKERS, launch, run
+from fsdp.launch import LIMIT, WORKERS, launch, options, passed, results, run
 from helpers import tiny, upstream
 from helpers.bytes import same_bytes
 from safetensors.torch import load_file
@@ -27,7 +27,6 @@ from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 SAVING = WORKERS / "saving"
-LIMIT = 240
 WAYS = "whole cut native native_sharded fsdp1 fsdp1_orig parts".split()
 KINDS = {
     "whole": "dora bias trained",
@@ -68,14 +67,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-def options(folder, name):
-    return ["--dir", str(folder), "--out", str(folder / name)]
-
-
-def results(folder, name, ranks):
-    return [json.loads((folder / f"{name}.{rank}").read_text()) for rank in range(ranks)]
-
-
 @pytest.fixture(scope="module")
 def streamed2(folder):
     launch(2, "cpu_fsdp.py", str(SAVING / "streamed.py"), *options(folder, "streamed"), timeout=LIMIT)
@@ -91,12 +82,6 @@ def checkpoints(tmp_path_factory):
         launch(world, "saving/checkpoints.py", "--dir", str(folder), "--out", str(out), timeout=LIMIT)
         found[world] = json.loads(out.read_text())["ranks"]
     return found
-
-
-def passed(ranks, check):
-    for rank in ranks:
-        assert check in rank, f"not run: {list(rank)[-1]} failed before: {rank[list(rank)[-1]].get('trace')}"
-        assert "error" not in rank[check], rank[check].get("trace")
 
 
 @pytest.mark.parametrize("check", STREAMED)

@@ -5,8 +5,8 @@ The worker is tests/fsdp/parts/units.py, whose models alone.py makes.
 
 import pytest
 from bitshard import fsdp as bitshard_fsdp
-from fsdp.launch import launch
-from test_fsdp_parts import CELLS, FAULTS, HALF, LIMIT, MODELS, options, passed, results
+from fsdp.launch import LIMIT, launch, options, passed, results
+from test_fsdp_parts import CELLS, FAULTS, HALF, MODELS
 
 CHECKS = ["memory", *MODELS, *(name.replace("model", "rank0") for name in HALF)]
 CHECKS += "adapters_lora adapters_dora rank0_lora rank0_dora own_units dense_and_tied saved saved_rank0 missing".split()

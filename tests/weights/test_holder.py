@@ -11,6 +11,7 @@ from bitshard.nn.linear import Linear4bit
 from bitshard.nn.parametrize import replace_parameter_4bit
 from bitshard.shard import PackedShard
 from bitshard.tensor import Params4bit
+from helpers.bytes import same
 from torch import nn
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
@@ -296,10 +297,6 @@ def full(module):
 
 def as_bytes(data):
     return data.plain() if hasattr(data, "plain") else data
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[key].view(torch.uint8), b[key].view(torch.uint8)) for key in a)
 
 
 def test_saving_leaves_no_load_behind(group):
