@@ -224,12 +224,7 @@ struct outlier_list {
       const uint4 v = word(w);
       own += __popc(v.x) + __popc(v.y) + __popc(v.z) + __popc(v.w);
     }
-    int upto = own;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(ALL_LANES, upto, step);
-      if (lane >= step) upto += other;
-    }
+    const int upto = sum_upto(own, lane);
     if (lane == 31) scratch[threadIdx.x / 32] = upto;
     __syncthreads();
     before = upto - own, count = 0;

@@ -77,13 +77,7 @@ __device__ __forceinline__ void scan_buckets(const bsh_sort_by_expert_args &args
   const int begin = min(lane * run, buckets), end = min(begin + run, buckets);
   uint32_t own = 0;
   for (int bucket = begin; bucket < end; bucket++) own += total[bucket];
-  uint32_t at = own;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const uint32_t left = __shfl_up_sync(ALL_LANES, at, step);
-    if (lane >= step) at += left;
-  }
-  at -= own;
+  uint32_t at = sum_upto(own, lane) - own;
   for (int bucket = begin; bucket < end; bucket++) {
     const uint32_t pairs = total[bucket];
     total[bucket] = at;

@@ -30,14 +30,19 @@ template <typename T> struct store_sum {
   }
 };
 
+// Of rows `row` and row + 8, if there is one.
+template <typename T> __device__ __forceinline__ void load_bias(const bsh_fused_args &args, int row, float (&bias)[2]) {
+  if (args.bias)
+#pragma unroll
+    for (int r = 0; r < 2; r++) bias[r] = to_float(static_cast<const T *>(args.bias)[row + 8 * r]);
+}
+
 // A tile from token `first` on, out of a warp's registers.
 template <typename T, int TOKEN_TILES>
 __device__ __forceinline__ void store_tile(const bsh_fused_args &args, int tile, int first, const float *sum) {
   const int lane = threadIdx.x & 31, row = tile * BSH_ROW_TILE + (lane >> 2), token = first + (lane & 3) * 2;
   float bias[2] = {};
-  if (args.bias)
-#pragma unroll
-    for (int r = 0; r < 2; r++) bias[r] = to_float(static_cast<const T *>(args.bias)[row + 8 * r]);
+  load_bias<T>(args, row, bias);
   T *to = static_cast<T *>(args.y) + token * args.ldy + row;
 #pragma unroll
   for (int n = 0; n < TOKEN_TILES; n++, to += 8 * args.ldy)
@@ -54,9 +59,7 @@ __device__ __forceinline__ void store_tile_pairs(const bsh_fused_args &args, int
   const int lane = threadIdx.x & 31, row = tile * BSH_ROW_TILE + (lane >> 2), odd = row & 1;
   const int token = first + (lane & 3) * 2 + odd;
   float bias[2] = {};
-  if (args.bias)
-#pragma unroll
-    for (int r = 0; r < 2; r++) bias[r] = to_float(static_cast<const T *>(args.bias)[row + 8 * r]);
+  load_bias<T>(args, row, bias);
   T *to = static_cast<T *>(args.y) + token * args.ldy + (row - odd);
 #pragma unroll
   for (int n = 0; n < TOKEN_TILES; n++, to += 8 * args.ldy)

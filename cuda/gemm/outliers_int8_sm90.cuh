@@ -153,12 +153,7 @@ template <typename T, typename FORM> struct outlier_warps {
     int own = 0;
 #pragma unroll 1
     for (int w = begin; w < end; w++) own += __popc(ld_shared_4(work.marks + 4 * w));
-    int upto = own;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(ALL_LANES, upto, step);
-      if (lane >= step) upto += other;
-    }
+    const int upto = sum_upto(own, lane);
     if (lane == 31) st_shared(work.counts + 4 * warp, (uint32_t)upto);
     named_barrier<THREADS>(BARRIER);
     before = upto - own, count = 0;

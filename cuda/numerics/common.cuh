@@ -18,6 +18,16 @@
 namespace bsh {
 
 constexpr unsigned ALL_LANES = 0xFFFFFFFFu, kAllLanes = ALL_LANES; // the latter: optimizer.cu
+// The sum of `own` over the lanes up to this one.
+template <typename T> __device__ __forceinline__ T sum_upto(T own, int lane) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const T other = __shfl_up_sync(ALL_LANES, own, step);
+    if (lane >= step) own += other;
+  }
+  return own;
+}
+
 constexpr float LARGEST = 3.40282346638528859812e38f;
 
 // Value of each code, [format][code].

@@ -41,12 +41,7 @@ struct expert_rows {
       end = max(end, last);
       const int before = __shfl_up_sync(~0u, end, 1), begin = lane == 0 ? last : before;
       const int own = count(end - begin);
-      int sum = own;
-#pragma unroll
-      for (int step = 1; step < BSH_WARP; step *= 2) {
-        const int left = __shfl_up_sync(~0u, sum, step);
-        if (lane >= step) sum += left;
-      }
+      const int sum = sum_upto(own, lane);
       if (expert < experts) {
         st_shared(at + 4 * expert, (uint32_t)end);
         st_shared(at + 4 * (experts + expert), (uint32_t)(groups + sum - own));
