@@ -225,17 +225,7 @@ __device__ __forceinline__ void multiply_tiles(const int8_work<FORM> &work, int 
     int sum[FORM::SUMS];
 #pragma unroll
     for (int i = 0; i < FORM::SUMS; i++) sum[i] = 0;
-    for (int left = work.steps; left > 0; left--) {
-      ring.get(work);
-      wgmma_fence();
-      const uint64_t at = (uint64_t)(ring.stage * FORM::STAGE_BYTES) >> 4;
-#pragma unroll
-      for (int k = 0; k < 4; k++) wgmma_codes<FORM::OWN>::mma_async(sum, a + at + 2 * k, b + at + 2 * k);
-      ring.put(work);
-    }
-    wgmma_wait<0>();
-    ring.done();
-    renew(sum);
+    multiply_stages<wgmma_codes<FORM::OWN>, FORM>(work, ring, work.steps, sum, a, b);
     if (work.shares_depth() && !join<FORM>(sum, work, tile, lane)) continue;
     const uint32_t columns = of_tile.share() + 8 * (p.n - work.column(tile));
     const int found = count_found(work);
@@ -254,17 +244,7 @@ __device__ __forceinline__ void multiply_tiles(const int8_work<FORM> &work, int 
     }
 #pragma unroll
     for (int i = 0; i < FORM::SUMS; i++) part[i] = sum_beside_outliers(sum[i], row[i / 2 % 2]);
-    for (int left = work.chunks; left > 0; left--) {
-      ring.get(work);
-      wgmma_fence();
-      const uint64_t at = (uint64_t)(ring.stage * FORM::STAGE_BYTES) >> 4;
-#pragma unroll
-      for (int k = 0; k < 4; k++) wgmma_ss<T, FORM::OWN>::mma_async(part, a + at + 2 * k, b + at + 2 * k);
-      ring.put(work);
-    }
-    wgmma_wait<0>();
-    ring.done();
-    renew(part);
+    multiply_stages<wgmma_ss<T, FORM::OWN>, FORM>(work, ring, work.chunks, part, a, b);
     multiply_listed<T, FORM>(part, args, p, min(count, args.outliers.capacity), count);
     store<T, FORM>(args, p, columns, [&](int i, int, float col, float b) { return scale_codes(part[i], col, b); });
   }

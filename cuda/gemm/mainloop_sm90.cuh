@@ -90,5 +90,23 @@ template <int N> __device__ __forceinline__ void renew(float (&sum)[N]) {
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(sum[i])::"memory");
 }
 
+// sum += products of stages of which both operands lie in shared memory, a and b in the first one. MMA: a step of 32
+// bytes of depth.
+template <typename MMA, typename FORM, typename WORK, typename RING, typename SUM, int SUMS>
+__device__ __forceinline__ void multiply_stages(const WORK &work, RING &ring, const int &stages, SUM (&sum)[SUMS],
+                                                const uint64_t &a, const uint64_t &b) {
+  for (int left = stages; left > 0; left--) {
+    ring.get(work);
+    wgmma_fence();
+    const uint64_t at = (uint64_t)(ring.stage * FORM::STAGE_BYTES) >> 4;
+#pragma unroll
+    for (int k = 0; k < 4; k++) MMA::mma_async(sum, a + at + 2 * k, b + at + 2 * k);
+    ring.put(work);
+  }
+  wgmma_wait<0>();
+  ring.done();
+  renew(sum);
+}
+
 } // namespace
 } // namespace bsh
