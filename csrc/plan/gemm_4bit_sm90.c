@@ -43,9 +43,7 @@ static bsh_cuda_kernel x_units = GEMM_KERNEL("x_units");
 static bsh_cuda_kernel *kernel_of(const bsh_facts *const facts, const int32_t tokens, const int32_t k_parts) {
   const bool codes_together = facts->w.scales == BSH_SCALES_NESTED && facts->w.blocksize == 64 &&
                               facts->K % (4 * BSH_UNIT) == 0 && facts->code_alignment >= 4; /* of 4 units */
-  int form = 0;
-  while (forms[form][0] != tokens || forms[form][1] != k_parts) form++;
-  return &kernels[facts->dtype == BSH_F16][form][!codes_together];
+  return &kernels[facts->dtype == BSH_F16][bsh_form_of(forms, tokens, k_parts)][!codes_together];
 }
 
 /* Row tiles of a row block: one for each warp, or, for two parts of K, as few as leave each multiprocessor one row

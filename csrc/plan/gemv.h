@@ -27,6 +27,13 @@ const char *bsh_gemv_4bit_refuses(const bsh_facts *facts);
 /* Nested scales, one a unit, whose codes a lane reads together: of two units where a warp has 8. */
 bool bsh_gemv_reads_codes_together(const bsh_facts *facts, int32_t units);
 
+/* Which of a kernel's forms has these two numbers; one has. */
+static inline int bsh_form_of(const int32_t (*const forms)[2], const int32_t first, const int32_t second) {
+  int form = 0;
+  while (forms[form][0] != first || forms[form][1] != second) form++;
+  return form;
+}
+
 /* 4-bit blocks as a shift: how often a block has the unit of a kernel. */
 static inline int32_t bsh_block_shift(const bsh_facts *const facts, const int64_t unit) {
   return __builtin_ctzll((uint64_t)(facts->w.blocksize / unit));

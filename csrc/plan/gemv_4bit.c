@@ -18,19 +18,14 @@ static bsh_cuda_kernel joins[2][JOINS] = {{BSH_GEMV_JOINS(JOIN_BF16)}, {BSH_GEMV
 /* Measured as faster than panels at every size; some of them gemm_4bit_sm90 takes faster. */
 static double cost(const bsh_facts *const facts) { return facts->M <= BSH_GEMV_TOKENS ? BSH_ORDER(2) : BSH_LAST; }
 
-static int form_of(const bsh_gemv_division *const d) {
-  int form = 0;
-  while (forms[form][0] != d->token_tiles || forms[form][1] != d->units) form++;
-  return form;
-}
-
 static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {
   const int32_t arch = facts->image.arch;
   const bool f16 = facts->dtype == BSH_F16;
   const bsh_gemv_division d = bsh_gemv_divide(slice->rows, facts->N, facts->K, arch, facts->sms);
   bsh_gemv_lay_out(&d, facts, joins[f16], slice);
   slice->block_shift = bsh_block_shift(facts, BSH_UNIT);
-  slice->product.kernel = &kernels[f16][form_of(&d)][!bsh_gemv_reads_codes_together(facts, d.units)];
+  slice->product.kernel =
+      &kernels[f16][bsh_form_of(forms, d.token_tiles, d.units)][!bsh_gemv_reads_codes_together(facts, d.units)];
   slice->product.shape.shared_bytes = bsh_gemv_shared_bytes(arch, d.token_tiles);
 }
 

@@ -51,8 +51,7 @@ static bsh_cuda_kernel kernels[2][FORMS][2] = {{BSH_GROUPED_GEMV_FORMS(GROUPED_B
                                                {BSH_GROUPED_GEMV_FORMS(GROUPED_F16)}};
 
 static bsh_cuda_kernel *kernel_of(const bsh_facts *const facts, const int32_t token_tiles, const int32_t units) {
-  int form = 0;
-  while (forms[form][0] != token_tiles || forms[form][1] != units) form++;
+  const int form = bsh_form_of(forms, token_tiles, units);
   return &kernels[facts->dtype == BSH_F16][form][!bsh_gemv_reads_codes_together(facts, units)];
 }
 

@@ -35,10 +35,8 @@ static void cut(const bsh_facts *const f, bsh_plan_slice *const slice) {
   const int32_t arch = f->image.arch, warps = bsh_gemv_warps(arch);
   const bsh_gemv_division d = bsh_gemv_divide(f->M, f->N, f->K, arch, f->sms);
   const int32_t sums_bytes = 2 * warps * bsh_gemv_tile_sums(d.token_tiles) * (int32_t)sizeof(float);
-  int form = 0;
-  while (forms[form][0] != d.token_tiles || forms[form][1] != d.units) form++;
   bsh_gemv_lay_out(&d, f, joins[f->dtype == BSH_F16], slice);
-  slice->product.kernel = &kernels[f->dtype == BSH_F16][form];
+  slice->product.kernel = &kernels[f->dtype == BSH_F16][bsh_form_of(forms, d.token_tiles, d.units)];
   slice->product.shape.shared_bytes =
       bsh_gemv_int8_shared_bytes(warps, bsh_gemv_slots(arch, d.token_tiles), sums_bytes);
 }
