@@ -25,13 +25,6 @@ namespace {
 constexpr int WARPS = BSH_GEMV_DGRAD_WARPS, COLUMNS = BSH_GEMV_DGRAD_COLUMNS, PIECE_ROWS = 32;
 constexpr int PIECE = PIECE_ROWS * COLUMNS; // bytes
 
-__device__ __forceinline__ void ldmatrix_trans(uint32_t *v, uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-               : "r"(address)
-               : "memory");
-}
-
 // This lane's B operands of a piece: of token tile n and 16 of N, two words of dy; and the scales of their rows of W.
 template <typename T, int TOKEN_TILES> struct dy_piece {
   uint32_t raw[TOKEN_TILES][4]; // pairs of N: 2t, 8 + 2t, 16 + 2t, 24 + 2t
@@ -94,7 +87,7 @@ __device__ __forceinline__ void multiply_piece(dgrad_sums<TOKEN_TILES> &sum, con
 #pragma unroll
   for (int c = 0; c < COLUMNS / 16; c++) {
     uint32_t v[4];
-    ldmatrix_trans(v, piece + lane * COLUMNS + ((c ^ (lane & 7)) << 4));
+    ldmatrix_x4_trans(v, piece + lane * COLUMNS + ((c ^ (lane & 7)) << 4));
 #pragma unroll
     for (int s = 0; s < 2; s++) { // 16 of N
       uint32_t a[4];
