@@ -181,6 +181,21 @@ def test_cells_of_tables_are_short(page):
     assert not [cell for cell in cells if len(cell) > 200]
 
 
+# They tell how a measurement was organised, or what somebody had hoped for; a page says what was measured, on what, how
+NOT_FOR_READERS = (
+    r"the targets?\b|its target\b|targets:|\(targets?\b|aimed for|was wanted|hours earlier|(?:that|same) day"
+)
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted((ROOT / "benchmarks/results").glob("*.md"))], ids=lambda page: page.name
+)
+def test_pages_say_what_was_measured(page):
+    assert re.search(NOT_FOR_READERS, "Of float16 nothing is below its target.")
+    found = re.findall(NOT_FOR_READERS, page.read_text(encoding="utf-8"), re.IGNORECASE)
+    assert not found
+
+
 def ruled_out_words() -> list[str]:
     """The left column of the first table of "Words" in docs/contributing.md."""
     words = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8").partition("\n## Words\n")[2]
@@ -220,7 +235,9 @@ def test_the_readme_is_short_and_begins_with_what_works():
     first, rest = "\n".join(text.splitlines()[:20]), text.partition("\n## ")[0]
     assert re.findall(r"^(make \w+)  #", first, re.MULTILINE) == ["make demo", "make test"]
     assert rest.count("```") == 2 and "![" in rest and "wheel" not in rest and "pip install" not in rest
-    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["Install", "Train", "Three numbers", "Five limits", "More"]
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == [
+        *("Install", "Train", "Three numbers", "Better 4-bit weights", "Five limits", "More")
+    ]
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     assert len(re.sub(r"\]\([^)]*\)", "]", prose).split()) <= 700
 
