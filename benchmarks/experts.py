@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bitshard import _C, functional, grouped, ops
+from bitshard import _C, functional, ops
+from bitshard.functions import grouped
 from timing import commit, markdown_table
 from turns import microseconds
 

@@ -22,8 +22,9 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import torch
 import transformers
-from bitshard import experts, functional, inventory
+from bitshard import experts, functional
 from bitshard.experts import modules
+from bitshard.weights import inventory
 
 ROOT = Path(transformers.__file__).parent / "models"
 LARGEST = 40_000_000  # parameters of a tiny model

@@ -35,7 +35,7 @@ OWNERS = (
     ("/bitshard/lora/", "bitshard, fused layers"),
     ("/bitshard/nn/linear.py", "bitshard, fused layers"),
     ("/bitshard/nn/holder.py:ready", "bitshard, fused layers"),
-    ("/bitshard/state.py:scales", "bitshard, fused layers"),
+    ("/bitshard/formats/state.py:scales", "bitshard, fused layers"),
     ("/bitshard/", "bitshard, sharding"),
     ("/inspect.py:", "signatures of hooks"),
     ("/torch/distributed/fsdp/", "FSDP2"),

@@ -25,7 +25,7 @@ import time
 
 import torch
 from bitshard import _C, functional, ops
-from bitshard.maps import get_4bit_type
+from bitshard.formats.maps import get_4bit_type
 
 SHAPES = ("4096x4096", "14336x4096", "4096x14336", "28672x8192")  # N x K
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096)

@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 import reference
 import torch
 from bitshard import _C, functional, ops
-from bitshard.maps import create_dynamic_map
+from bitshard.formats.maps import create_dynamic_map
 from bitshard.optim.base import Optimizer1State, Optimizer2State
 from cuda_optim import NAMES, Ours, State
 from torch import Tensor

@@ -8,7 +8,7 @@
 
 static const char *refuses(const bsh_facts *const facts) {
   const bsh_operand_kind kind = bsh_kind_of(facts);
-  if (kind == BSH_OF_STACK) return NULL; /* torch's grouped product, python/bitshard/grouped.py */
+  if (kind == BSH_OF_STACK) return NULL; /* torch's grouped product, python/bitshard/functions/grouped.py */
   if (facts->vendor == BSH_VENDOR_NONE) return "no vendor's product";
   if (kind == BSH_OF_INT8) {
     if (facts->direction == BSH_FORWARD) return "only of the input gradient";

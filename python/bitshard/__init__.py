@@ -12,13 +12,19 @@ try:
         raise ImportError("bitshard needs Python with the GIL: this one is free-threaded")
     import torch  # noqa: F401  (the C core looks up libtorch, which must be loaded)
 
-    from bitshard import _C, at_train, autograd, direct, functional, nn, ops, registry, state, switches, tensor
-    from bitshard.autograd import matmul_4bit
-    from bitshard.entries import ENTRIES
-    from bitshard.int8_params import Int8Params
+    from bitshard import _C, nn, ops
+    from bitshard.formats import state
+    from bitshard.formats.state import QuantState
+    from bitshard.functions import direct, functional
+    from bitshard.huggingface import at_train
+    from bitshard.huggingface.entries import ENTRIES
     from bitshard.nn.linear import Linear4bit, LinearFP4, LinearNF4
-    from bitshard.state import QuantState
-    from bitshard.tensor import PackedData, Params4bit
+    from bitshard.process import registry, switches
+    from bitshard.products import autograd
+    from bitshard.products.autograd import matmul_4bit
+    from bitshard.weights import tensor
+    from bitshard.weights.int8_params import Int8Params
+    from bitshard.weights.tensor import PackedData, Params4bit
 
     direct.enable_direct_calls(Params4bit, PackedData, Int8Params)
     switches.attend(at_train.ACTS)

@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 import torch
 
-from bitshard import _C, int8, reordered
-from bitshard.functional import get_4bit_type
+from bitshard import _C
+from bitshard.formats.state import BLOCKSIZES, VALUE_DTYPES
+from bitshard.functions import int8, reordered
+from bitshard.functions.functional import get_4bit_type
 from bitshard.ops import FORMATS, block_count, storage_elements
 from bitshard.optim.update import Bound, Settings, Tensors, algorithm, update
-from bitshard.state import BLOCKSIZES, VALUE_DTYPES
 
 
 class Op(NamedTuple):

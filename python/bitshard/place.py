@@ -1,17 +1,7 @@
-"""Where a layer's packed weight is: the word that `bitshard.nn.holder.PackedWeight` keeps and others ask for."""
+"""The public name of `bitshard.formats.place`: the same module."""
 
-from __future__ import annotations
+import sys
 
-import enum
+from bitshard.formats import place
 
-
-class Place(enum.Enum):
-    """Where a layer's packed weight is."""
-
-    FLOAT = "not quantized yet"
-    AWAITED = "sharded by FSDP2, its rows still to come"
-    WHOLE = "whole"
-    PART = "this rank's part, before fully_shard"
-    VIEW = "FSDP1 view"
-    SHARD = "FSDP2 shard"
-    GATHERED = "gathered"
+sys.modules[__name__] = place

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from bitshard import ops, tensor
 from bitshard.nn.linear import Linear4bit
 from bitshard.nn.linear8bit import Linear8bitLt
-from bitshard.shard import PackedShard
+from bitshard.shards.shard import PackedShard
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy

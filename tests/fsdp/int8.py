@@ -16,7 +16,7 @@ import torch.distributed as dist
 import train
 from bitshard import fsdp
 from bitshard.nn.linear8bit import Linear8bitLt
-from bitshard.shard import PackedShard
+from bitshard.shards.shard import PackedShard
 from common import no_launch, same_bytes
 from peft import LoraConfig, PeftModel
 from torch.distributed.tensor import DTensor

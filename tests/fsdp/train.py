@@ -21,7 +21,7 @@ from accelerate.state import AcceleratorState, GradientState
 from bitshard import fsdp
 from bitshard.functional import dequantize_4bit
 from bitshard.nn.linear import Linear4bit
-from bitshard.shard import PackedShard
+from bitshard.shards.shard import PackedShard
 from bitshard.tensor import Params4bit
 from common import SIGNAL, Spy, hostile_values, no_launch, plant, wrong_bytes
 from helpers import tiny

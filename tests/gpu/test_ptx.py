@@ -13,7 +13,8 @@ import struct
 
 import pytest
 import torch
-from bitshard import functional, maps, ops
+from bitshard import functional, ops
+from bitshard.formats import maps
 from helpers.drawn import assert_close, packed_weight
 from ptx import gpu as machine
 from ptx import translate

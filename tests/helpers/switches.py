@@ -3,7 +3,9 @@
 import contextlib
 
 import pytest
-from bitshard import at_train, graphs, switches
+from bitshard import graphs
+from bitshard.huggingface import at_train
+from bitshard.process import switches
 
 NAMES = ("BITSHARD_EXPERTS", "BITSHARD_FUSE", "BITSHARD_GRAPHS", "BITSHARD_FAST")
 

@@ -322,8 +322,8 @@ def read_again(ours: dict[str, str]) -> None:
     if "TRANSFORMERS_VERBOSITY" in asked and "transformers" in sys.modules:
         logging = sys.modules["transformers.utils.logging"]
         logging.set_verbosity(logging.log_levels[asked["TRANSFORMERS_VERBOSITY"]])
-    if "bitshard.switches" in sys.modules:
-        sys.modules["bitshard.switches"].read()
+    if "bitshard.process.switches" in sys.modules:
+        sys.modules["bitshard.process.switches"].read()
 
 
 def interpret(arguments: list[str]) -> int:

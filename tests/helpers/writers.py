@@ -15,7 +15,7 @@ import transformers
 from bitshard import fsdp, functional
 from bitshard.convert.merge import merge_folder
 from bitshard.convert.quantize import quantize_folder
-from bitshard.inventory import holder_of
+from bitshard.weights.inventory import holder_of
 from helpers import tiny
 from helpers.wrappers import OF_TASKS, adapted_paths
 from safetensors import safe_open

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from bitshard import at_train, foreign, graphs, lora, switches
+from bitshard import graphs, lora
+from bitshard.huggingface import at_train
 from bitshard.nn.linear import Linear4bit
 from bitshard.nn.parametrize import replace_parameter_4bit
+from bitshard.process import foreign, switches
 from fsdp.launch import run
 from helpers import switches as environment
 from torch import nn
@@ -473,7 +475,7 @@ def test_a_script_that_nobody_edits(folder, tmp_path):
 def test_they_are_read_at_import():
     """And again when transformers is imported, as BITSHARD_EXPERTS is; peft is not imported for it."""
     code = (
-        "import os, sys, bitshard; from bitshard import at_train, switches\n"
+        "import os, sys, bitshard; from bitshard.huggingface import at_train; from bitshard.process import switches\n"
         "print(switches.on.fuse, switches.acting is at_train.ACTS, 'bitshard.lora' in sys.modules, end=' ')\n"
         "os.environ.update(BITSHARD_FUSE='0', BITSHARD_GRAPHS='1'); import transformers.quantizers.auto\n"
         "print(*switches.on, 'peft' in sys.modules)"

@@ -9,10 +9,10 @@ import warnings
 import bitsandbytes as bnb
 import pytest
 import torch
-from bitshard import foreign
 from bitshard.nn.linear import LinearNF4
 from bitshard.nn.parametrize import replace_parameter_4bit
 from bitshard.nn.tied import TiedHead
+from bitshard.process import foreign
 from torch import nn
 from torch.export import Dim, export
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from bitshard import ops
+from bitshard.functions.rows import embedding_4bit, embedding_int8
 from bitshard.nn import tied
-from bitshard.rows import embedding_4bit, embedding_int8
 from helpers import upstream
 from helpers.bytes import same_bytes
 from torch import nn

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from bitshard import experts, functional, inventory, kinds
+from bitshard import experts, functional, kinds
 from bitshard.experts import forward, modules
 from bitshard.kinds import QUANT_METHOD
 from bitshard.tensor import Params4bit
 from bitshard.transformers import FourBitConfig, dense_config
+from bitshard.weights import inventory
 from helpers import moe
 from helpers.bytes import same_bytes
 from peft import LoraConfig, get_peft_model

@@ -12,9 +12,10 @@ import io
 import bitsandbytes as bnb
 import pytest
 import torch
-from bitshard import experts, functional, grouped, optim, rows
+from bitshard import experts, functional, optim
 from bitshard.calibration import layers, low_rank, solve
 from bitshard.calibration.moments import Sum
+from bitshard.functions import grouped, rows
 from helpers import moe
 from helpers import optim as optimizers
 from helpers.bytes import same_bytes

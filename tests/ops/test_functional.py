@@ -7,7 +7,8 @@ import pickle
 import cases
 import pytest
 import torch
-from bitshard import functional, maps, matmul_4bit, ops
+from bitshard import functional, matmul_4bit, ops
+from bitshard.formats import maps
 from bitshard.nn.linear import LinearNF4
 from bitshard.state import QuantState, pack_dict_to_tensor, unpack_tensor_to_dict
 from helpers.bytes import as_bytes

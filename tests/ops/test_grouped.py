@@ -6,7 +6,8 @@ import pickle
 import pytest
 import reference
 import torch
-from bitshard import _C, autograd, functional, grouped, kinds, ops
+from bitshard import _C, autograd, functional, kinds, ops
+from bitshard.functions import grouped
 from bitshard.state import QuantState
 from cases import DTYPES, FORMATS, LINEAR_BOUND, ROUNDING
 from helpers.bytes import same_bytes

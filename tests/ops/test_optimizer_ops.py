@@ -7,7 +7,8 @@ import cases
 import pytest
 import reference
 import torch
-from bitshard import _C, maps, ops
+from bitshard import _C, ops
+from bitshard.formats import maps
 from helpers.alike import agree, by_isa, by_threads
 from helpers.bytes import same_bytes
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import reference
 import torch
-from bitshard import _C, autograd, blockwise, functional, ops
+from bitshard import _C, autograd, functional, ops
+from bitshard.functions import blockwise
 from helpers.alike import agree, by_isa, by_threads
 from helpers.drawn import packed_weight, random_weight
 from torch.nn import functional as F

@@ -8,7 +8,8 @@ import tracemalloc
 
 import pytest
 import torch
-from bitshard import maps, ops
+from bitshard import ops
+from bitshard.formats import maps
 from helpers.bytes import same, same_bytes
 from helpers.optim import gradients, make
 from torch import nn

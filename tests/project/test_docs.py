@@ -455,6 +455,9 @@ def test_paths_in_pages_exist():
         found = named.findall((ROOT / "docs" / page).read_text())
         assert len(found) > 10
         assert not [name for name in found if not any((root / name).exists() for root in roots)]
-    sharding = re.findall(r"`((?:weights|checkpoints|loading)/\w+)`", (ROOT / "docs/design.md").read_text())
+    section = (ROOT / "docs/design.md").read_text().partition("\nInside `sharding/`")[2].partition("\nInside `")[0]
+    sharding = re.findall(r"`((?:weights|checkpoints|loading)/\w+)`", section)
     modules = {f"{path.parent.name}/{path.stem}" for path in (ROOT / "python/bitshard/sharding").glob("*/[!_]*.py")}
     assert set(sharding) == modules
+    folders = {path.parent.name for path in (ROOT / "python/bitshard").glob("*/__init__.py")}
+    assert set(re.findall(r"^\| `(\w+)/` \|", (ROOT / "docs/design.md").read_text(), re.MULTILINE)) >= folders

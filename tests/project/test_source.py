@@ -1,6 +1,7 @@
 """Rules of the project that a reader could break without noticing: sizes of files, one table, one list of ops."""
 
 import ast
+import importlib
 import pathlib
 import re
 import subprocess
@@ -15,41 +16,19 @@ ROOT = pathlib.Path(__file__).parents[2]
 ALL = [name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("bitshard::")]
 FUSED = sorted(name for name in ALL if name.endswith("_fused"))  # kernels of another op on CUDA, called by it only
 OPS = sorted(set(ALL) - set(FUSED))
+# Modules that stand for one in a folder, under the name that users, other libraries and pickles know
+FACES = """functional int8 outliers tensor int8_params state kinds autograd
+transformers matmul_int8 place""".split()
 # The engine's modules, lowest first: each imports only from those before it. A package stands for its modules.
 LAYERS = [
     "_C",
     "ops",
-    "maps",
-    "kinds",
-    "switches",
-    "registry",
-    "state",
-    "checks",
-    "products",
-    "launch",
-    "container",
-    "direct",
-    "agreement",
-    "shard",
-    "gather",
-    "kept_part",
-    "place",
-    "foreign",
-    "inventory",
-    "blockwise",
-    "reordered",
-    "grouped",
-    "int8",
-    "functional",
-    "rows",
-    "recognized",
-    "outliers",
+    "process",
+    "formats",
+    "shards",
+    "functions",
     "optim",
-    "guards",
-    "adapters",
-    "tensor",
-    "int8_params",
-    "placeholder",
+    "weights",
     "sharding",
     "sharding.together",
     "sharding.report",
@@ -57,8 +36,7 @@ LAYERS = [
     "sharding.checkpoints",
     "sharding.loading",
     "fsdp",
-    "autograd",
-    "matmul_int8",
+    "products",
     "nn",
     "graphs",
     "experts.modules",
@@ -68,14 +46,13 @@ LAYERS = [
     "experts.forward",
     "experts",
     "lora",
-    "at_train",
-    "transformers",
-    "entries",
+    "huggingface",
     "convert",
     "planning",
     "calibration",
     "bitshard",
     "bnb_ops",
+    *FACES,
     "__main__",
 ]
 # The folders of csrc, lowest first: each includes and calls only those before it, and itself
@@ -393,6 +370,13 @@ def test_imports_go_one_way():
     graph = import_graph()
     upwards = [f"{name} -> {other}" for name in graph for other in graph[name] if layer_of(other) > layer_of(name)]
     assert not upwards
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_public_names_are_the_modules_themselves(name):
+    """What is set or replaced in one is so in the other, underscored names included."""
+    face = importlib.import_module(f"bitshard.{name}")
+    assert re.fullmatch(rf"bitshard\.\w+\.{name}", face.__name__) and sys.modules[face.__name__] is face
 
 
 def test_the_engine_does_not_know_the_command_line():

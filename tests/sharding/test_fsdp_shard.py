@@ -9,10 +9,11 @@ import weakref
 import bitshard.tensor
 import pytest
 import torch
-from bitshard import _C, agreement
+from bitshard import _C
 from bitshard.nn.linear import Linear4bit
-from bitshard.shard import PackedShard
 from bitshard.sharding.weights.record import record_of, start_over
+from bitshard.shards import agreement
+from bitshard.shards.shard import PackedShard
 from bitshard.tensor import Params4bit
 from helpers.bytes import as_bytes, same_bytes
 

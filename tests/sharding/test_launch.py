@@ -7,8 +7,9 @@ import weakref
 
 import pytest
 import torch
-from bitshard import functional, launch
+from bitshard import functional
 from bitshard.nn.linear import Linear4bit, LinearNF4
+from bitshard.process import launch
 from bitshard.tensor import Params4bit
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""What `bitshard.foreign` knows of other libraries still stands in those that are installed."""
+"""What `bitshard.process.foreign` knows of other libraries still stands in those that are installed."""
 
 import importlib
 import inspect
@@ -6,7 +6,7 @@ import re
 import sys
 
 import pytest
-from bitshard import foreign
+from bitshard.process import foreign
 
 
 @pytest.mark.parametrize("known", foreign.KNOWN, ids=lambda known: known.function)

@@ -4,9 +4,9 @@ import threading
 
 import pytest
 import torch
-from bitshard import guards
 from bitshard.nn.linear import Linear4bit
 from bitshard.tensor import Params4bit
+from bitshard.weights import guards
 from torch import Tensor, nn
 
 SPACES = (torch, Tensor, nn.functional, torch._C._nn)

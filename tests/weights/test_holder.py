@@ -5,11 +5,12 @@ import pickle
 
 import pytest
 import torch
-from bitshard import fsdp, launch
+from bitshard import fsdp
 from bitshard.nn.holder import PackedWeight, Place
 from bitshard.nn.linear import Linear4bit
 from bitshard.nn.parametrize import replace_parameter_4bit
-from bitshard.shard import PackedShard
+from bitshard.process import launch
+from bitshard.shards.shard import PackedShard
 from bitshard.tensor import Params4bit
 from helpers.bytes import same
 from torch import nn

@@ -6,11 +6,11 @@ import weakref
 
 import pytest
 import torch
-from bitshard import inventory
 from bitshard.nn.linear import Linear4bit
 from bitshard.nn.linear8bit import Linear8bitLt
 from bitshard.nn.parametrize import replace_parameter_4bit
 from bitshard.sharding.report import describe
+from bitshard.weights import inventory
 from torch import nn
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from bitshard import container, functional, kinds, tensor
+from bitshard import functional, kinds, tensor
+from bitshard.formats import container
 from bitshard.sharding.checkpoints import contents
 from bitshard.sharding.weights.state_entries import differences
 from bitshard.state import QuantState

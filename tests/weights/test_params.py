@@ -11,12 +11,12 @@ import cases
 import pytest
 import torch
 from bitshard import _C, functional, ops
-from bitshard.container import container_dtype, repack
-from bitshard.guards import Packed
-from bitshard.launch import fsdp_launch
+from bitshard.formats.container import container_dtype, repack
 from bitshard.nn.linear import Linear4bit, LinearNF4
+from bitshard.process.launch import fsdp_launch
 from bitshard.state import QuantState
 from bitshard.tensor import Params4bit, verify
+from bitshard.weights.guards import Packed
 from torch import nn
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -371,7 +371,7 @@ def test_detach_and_as_strided_keep_the_class():
 
 
 def test_new_zeros_is_a_shard():
-    from bitshard.shard import PackedShard
+    from bitshard.shards.shard import PackedShard
 
     weight = quantized()
     assert type(weight.new_zeros(1560, 1)) is PackedShard

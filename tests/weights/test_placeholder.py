@@ -4,9 +4,10 @@ import io
 
 import pytest
 import torch
-from bitshard import kept_part, tensor
-from bitshard.placeholder import PlaceholderParams4bit
+from bitshard import tensor
+from bitshard.shards import kept_part
 from bitshard.state import QuantState
+from bitshard.weights.placeholder import PlaceholderParams4bit
 from torch import Tensor
 
 REFUSAL = "keeps only its part"

@@ -22,9 +22,9 @@ from bitshard.convert.output import PARTIAL, checksum, naming, remembered, requi
 from bitshard.convert.quantize import Report, quantize_folder
 from bitshard.convert.source import Source
 from bitshard.convert.values import Progress, require_finite, require_numbers, to_check
-from bitshard.inventory import holder_of
 from bitshard.sharding.checkpoints.files import byte_count
 from bitshard.sharding.loading.skeleton import Skeleton
+from bitshard.weights.inventory import holder_of
 
 LayerProgress = Callable[[Iterable[LayerReport], int], Iterable[LayerReport]]
 

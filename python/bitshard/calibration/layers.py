@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bitshard import functional
 from bitshard.calibration import low_rank
 from bitshard.calibration.decoder import Decoder
 from bitshard.calibration.moments import Moments
 from bitshard.calibration.solve import Format, Inputs, Solved, packed, solve
-from bitshard.functional import QuantState
-from bitshard.kinds import EXPERTS
+from bitshard.formats.kinds import EXPERTS
+from bitshard.functions import functional
+from bitshard.functions.functional import QuantState
 
 TOKENS = 8192  # of samples that go through a layer at once, on a GPU
 

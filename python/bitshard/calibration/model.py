@@ -13,10 +13,10 @@ from bitshard.calibration.decoder import Decoder, float32_products
 from bitshard.calibration.folder import LayerProgress, require_4bit, require_ids, targets_of
 from bitshard.calibration.layers import LayerReport, Layers, Made, Walked, calibrate_layers
 from bitshard.calibration.tuning import TuneProgress, settings_of, tune
-from bitshard.container import repack
-from bitshard.inventory import holders_of
+from bitshard.formats.container import repack
 from bitshard.sharding.loading.skeleton import Skeleton
-from bitshard.tensor import Params4bit
+from bitshard.weights.inventory import holders_of
+from bitshard.weights.tensor import Params4bit
 
 
 def calibrate(

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bitshard import functional, ops
-from bitshard.blockwise import mean
-from bitshard.maps import table
-from bitshard.state import NESTED_BLOCKSIZE, QuantState
+from bitshard import ops
+from bitshard.formats.maps import table
+from bitshard.formats.state import NESTED_BLOCKSIZE, QuantState
+from bitshard.functions import functional
+from bitshard.functions.blockwise import mean
 
 PANEL = 64  # columns that are rounded before what they have passed on reaches all others
 STEPS, LEAST, MOST = 21, 0.72, 1.12  # scales that are tried: multiples of a block's largest magnitude, of either sign

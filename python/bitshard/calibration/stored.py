@@ -14,7 +14,7 @@ from torch import Tensor
 from bitshard.calibration.layers import LayerReport, Made
 from bitshard.calibration.tuning import Settings, Tuned
 from bitshard.convert import output
-from bitshard.functional import QuantState
+from bitshard.functions.functional import QuantState
 from bitshard.sharding.checkpoints import contents
 
 FOLDER = ".calibration"

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from bitshard import functional, ops
+from bitshard import ops
 from bitshard.calibration.decoder import float32_products
 from bitshard.calibration.layers import Layers, Made, Walked
 from bitshard.calibration.solve import nearest_nested
+from bitshard.functions import functional
 
 STEPS = 150  # on a GPU, where nobody says how many
 LR, LR_ADAPTER = 3e-3, 3e-4  # of t, and of an adapter's factors

@@ -34,16 +34,16 @@ from bitshard.convert.output import Output, require_new
 from bitshard.convert.source import Source
 from bitshard.convert.tensors import empty_weight, packed_entries
 from bitshard.convert.values import Progress, buffers, require_finite, require_numbers, to_check
-from bitshard.inventory import holders_of
-from bitshard.kinds import QUANT_METHOD
+from bitshard.formats.state import dtype_name
+from bitshard.process.registry import QUANT_METHOD
 from bitshard.sharding.checkpoints import gathering
 from bitshard.sharding.checkpoints.contents import Piece
 from bitshard.sharding.checkpoints.files import Entry, byte_count
 from bitshard.sharding.checkpoints.reading import some
 from bitshard.sharding.checkpoints.written import written
 from bitshard.sharding.loading.skeleton import Skeleton
-from bitshard.state import dtype_name
-from bitshard.tensor import Params4bit
+from bitshard.weights.inventory import holders_of
+from bitshard.weights.tensor import Params4bit
 
 _FOUR_BIT = ("bitsandbytes", QUANT_METHOD)
 _ADAPTER = "default"  # peft's name for the adapter

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from bitshard.convert import values
+from bitshard.formats.state import dtype_name
 from bitshard.sharding.checkpoints import owned
 from bitshard.sharding.checkpoints.files import Entry, TensorFile, split
 from bitshard.sharding.checkpoints.reading import INDEX, SINGLE, Checkpoint
-from bitshard.state import dtype_name
 
 PARTIAL = ".partial"
 _JOURNAL = "bitshard-journal.json"

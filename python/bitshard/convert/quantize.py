@@ -16,11 +16,11 @@ from bitshard.convert.output import Output, anew, copy, remembered, require_new
 from bitshard.convert.source import Source
 from bitshard.convert.tensors import Chosen, Item, Tensors
 from bitshard.convert.values import Progress, buffers, require_all_finite, require_finite, to_check
-from bitshard.inventory import holder_of
 from bitshard.sharding.checkpoints import contents
 from bitshard.sharding.checkpoints.files import byte_count
 from bitshard.sharding.checkpoints.reading import some
 from bitshard.sharding.loading.skeleton import refusing_code
+from bitshard.weights.inventory import holder_of
 
 _SMALL = 4096  # elements: smaller matrices are not worth a line
 
@@ -150,8 +150,8 @@ def _decoded(
     """The same for files that transformers decodes while it loads them."""
     from transformers import AutoModelForCausalLM
 
+    from bitshard.huggingface.transformers import dense_config
     from bitshard.sharding.checkpoints.save import save_pretrained
-    from bitshard.transformers import dense_config
 
     if consume:
         raise ValueError(f"{folder}: files in {format_of(folder)} are read as a whole, so none can be consumed before")

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bitshard.inventory import holder_of
-from bitshard.kinds import INT8
+from bitshard.formats.kinds import INT8
+from bitshard.formats.state import QuantState, int8_state
 from bitshard.sharding.checkpoints import contents
 from bitshard.sharding.checkpoints.expected import Expected, expected, require_fitting
 from bitshard.sharding.checkpoints.files import Entry
 from bitshard.sharding.checkpoints.names import Names, unsaved
 from bitshard.sharding.checkpoints.reading import Checkpoint
 from bitshard.sharding.loading.skeleton import Skeleton
-from bitshard.state import QuantState, int8_state
-from bitshard.tensor import Params4bit
+from bitshard.weights.inventory import holder_of
+from bitshard.weights.tensor import Params4bit
 
 _JSON_BYTES, _EXPERT_BYTES = 256, 24  # of a weight's JSON entry, and of each expert's number in it
 

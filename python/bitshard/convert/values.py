@@ -16,13 +16,13 @@ from torch import Tensor
 
 from bitshard.convert.headers import Stored
 from bitshard.convert.source import Source
-from bitshard.inventory import holder_of
+from bitshard.formats.state import dtype_name
 from bitshard.sharding.checkpoints import contents
 from bitshard.sharding.checkpoints.files import Entry
 from bitshard.sharding.checkpoints.names import Names, unsaved
 from bitshard.sharding.checkpoints.reading import Checkpoint, some
 from bitshard.sharding.loading.skeleton import Skeleton
-from bitshard.state import dtype_name
+from bitshard.weights.inventory import holder_of
 
 Progress = Callable[[Iterable, int], Iterable]
 _CHUNK = 1 << 22  # elements that are looked at together

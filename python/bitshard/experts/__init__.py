@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bitshard import registry
 from bitshard.experts import forward, modules
+from bitshard.process import registry
 
 __all__ = ["disable", "enable", "quantize"]
 

@@ -15,10 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bitshard import foreign, functional, gather, guards, ops
-from bitshard.guards import IN_PLACE
-from bitshard.kinds import EXPERTS
-from bitshard.tensor import Params4bit
+from bitshard import ops
+from bitshard.formats.kinds import EXPERTS
+from bitshard.functions import functional
+from bitshard.process import foreign
+from bitshard.shards import gather
+from bitshard.weights import guards
+from bitshard.weights.guards import IN_PLACE
+from bitshard.weights.tensor import Params4bit
 
 ALIGNED = 16  # bytes: rows and columns of what torch multiplies by groups begin at multiples of it
 

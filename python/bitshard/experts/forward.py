@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import inventory, ops
-from bitshard.autograd import grouped_matmul_4bit
+from bitshard import ops
 from bitshard.experts import lora
 from bitshard.experts.adapted import AdaptedStack, added_in_call
 from bitshard.experts.modules import PackedExperts, stack_names
+from bitshard.products.autograd import grouped_matmul_4bit
+from bitshard.weights import inventory
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 IMPLEMENTATION = "bitshard"  # config._experts_implementation

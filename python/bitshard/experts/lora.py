@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm, pad
 
-from bitshard import functional
-from bitshard.autograd import grouped_matmul_4bit
 from bitshard.experts.adapted import ALIGNED, Dense, LowRank
-from bitshard.state import QuantState
+from bitshard.formats.state import QuantState
+from bitshard.functions import functional
+from bitshard.products.autograd import grouped_matmul_4bit
 
 
 def fits(added: LowRank | Dense, x: Tensor, bias: Tensor | None) -> bool:

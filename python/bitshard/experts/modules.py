@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import functional, gather, launch
-from bitshard.checks import check_format, check_storage
-from bitshard.kinds import EXPERTS
+from bitshard.formats.checks import check_format, check_storage
+from bitshard.formats.kinds import EXPERTS
+from bitshard.formats.state import QuantState
+from bitshard.functions import functional
 from bitshard.nn.holder import HoldsPackedWeights, PackedWeight
-from bitshard.state import QuantState
-from bitshard.tensor import Params4bit
+from bitshard.process import launch
+from bitshard.shards import gather
+from bitshard.weights.tensor import Params4bit
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed")  # what transformers' decorator of experts classes sets
 _classes: dict[type, type] = {}

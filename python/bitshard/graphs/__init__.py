@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from bitshard import switches
 from bitshard.graphs.captured_step import CapturedStep
 from bitshard.graphs.enabled import Enabled, Report
+from bitshard.process import switches
 
 __all__ = ["CapturedStep", "Report", "disable", "enable", "report"]
 

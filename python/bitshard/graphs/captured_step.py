@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import gather
 from bitshard.graphs import record
 from bitshard.graphs.record import Body
 from bitshard.graphs.watched import seen
+from bitshard.shards import gather
 
 DEVICE = "cuda"  # for tests
 WARM_UP = 2  # calls before the capture: libraries load kernels and take workspaces in their first ones

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import foreign, launch
 from bitshard.graphs import masks, offload, padding, record, watched, watcher
 from bitshard.graphs.calls import Answer, Call, Refused, settings
 from bitshard.graphs.pair import Gradients, Learned, Pair, Run
 from bitshard.graphs.sharded import Sharded
+from bitshard.process import foreign, launch
 
 logger = logging.getLogger("bitshard")
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import foreign
 from bitshard.graphs.calls import Refused
 from bitshard.graphs.randomness import CHECKPOINTS, checkpoints_replaced
+from bitshard.process import foreign
 
 SMALLEST = 1 << 16  # bytes of a tensor that goes to the host
 PIECE = 64 << 20  # bytes that are pinned at once

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import gather
+from bitshard.shards import gather
 
 # Read or set here. What only some releases have, and is emptied where it exists, stands in `_CLEARED` and `_EMPTIED`.
 STATE = ("_state_ctx", "_comm_ctx", "_training_state")

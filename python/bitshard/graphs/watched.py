@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitshard import _C, gather, inventory
+from bitshard import _C
+from bitshard.shards import gather
+from bitshard.weights import inventory
 
 PEFT = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

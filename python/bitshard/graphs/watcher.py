@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bitshard import foreign
+from bitshard.process import foreign
 
 PERIOD = 0.25  # s
 TIMEOUT = 600.0  # s, where the group has none; torch's own for NCCL

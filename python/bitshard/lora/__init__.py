@@ -24,8 +24,8 @@ from typing import Any
 
 from torch import nn
 
+from bitshard.formats.state import dtype_name
 from bitshard.lora import unsloth
-from bitshard.state import dtype_name
 
 # For bfloat16 alone: torch's GradScaler, which float16 needs, refuses gradients in float16.
 _ADVICE = (

@@ -21,14 +21,15 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 
-from bitshard import _C, gather
+from bitshard import _C
+from bitshard.formats.state import VALUE_DTYPES, dtype_name
 from bitshard.lora import unsloth
 from bitshard.lora.dropout import Dropout
 from bitshard.lora.product import LoraLinear, product
 from bitshard.nn.linear import Linear4bit as Base
 from bitshard.nn.linear import LinearFP4, LinearNF4
 from bitshard.nn.linear8bit import Linear8bitLt as Base8
-from bitshard.state import VALUE_DTYPES, dtype_name
+from bitshard.shards import gather
 
 Peft, Peft8 = bnb.Linear4bit, bnb.Linear8bitLt
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from bitshard import _C, ops
-from bitshard.kinds import FOUR_BIT
+from bitshard.formats.kinds import FOUR_BIT
 from bitshard.lora.dropout import Dropout
 from bitshard.products import InputGradient
 

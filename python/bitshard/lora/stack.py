@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from bitshard.experts.adapted import LowRank, begin_call, end_call
 from bitshard.experts.modules import PackedExperts, PackedStack
+from bitshard.formats.state import dtype_name
 from bitshard.lora.layer import DTYPES, LINEARS, own_forward, weight_of
-from bitshard.state import dtype_name
 
 Peft = peft_layer.ParamWrapper
 FORWARD, ACTIVATE = own_forward(Peft), Peft._activate_lora

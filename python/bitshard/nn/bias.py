@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from bitshard.state import VALUE_DTYPES
+from bitshard.formats.state import VALUE_DTYPES
 
 _DTYPES = frozenset(VALUE_DTYPES.values())
 _dispatch_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active

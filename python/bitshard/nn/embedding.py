@@ -14,19 +14,21 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from bitshard import int8, inventory, launch
-from bitshard.autograd import matmul_4bit
-from bitshard.functional import dequantize_4bit
-from bitshard.int8_params import Int8Params
-from bitshard.matmul_int8 import MatmulLtState, matmul_int8
+from bitshard.formats.place import Place
+from bitshard.formats.state import QuantState
+from bitshard.functions import int8
+from bitshard.functions.functional import dequantize_4bit
+from bitshard.functions.rows import embedding_4bit, embedding_int8
 from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
 from bitshard.nn.linear8bit import HoldsInt8Weight, Int8Weight, unquantized
 from bitshard.optim.config import GlobalOptimManager
-from bitshard.place import Place
-from bitshard.recognized import OfBitsandbytes
-from bitshard.rows import embedding_4bit, embedding_int8
-from bitshard.state import QuantState
-from bitshard.tensor import Params4bit
+from bitshard.process import launch
+from bitshard.process.recognized import OfBitsandbytes
+from bitshard.products.autograd import matmul_4bit
+from bitshard.products.matmul_int8 import MatmulLtState, matmul_int8
+from bitshard.weights import inventory
+from bitshard.weights.int8_params import Int8Params
+from bitshard.weights.tensor import Params4bit
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +100,8 @@ class StableEmbedding(_Kept32Bits):
 class Embedding4bit(HoldsPackedWeight, nn.Embedding):
     """An embedding whose weight [N, K] is quantized to 4 bits when it moves to a device; frozen.
 
-    The rows of a batch are decoded when they are needed (`bitshard.rows`), with the bits of the dequantized weight. A
-    row that is no whole number of blocks (of 64) costs more, for the blocks that cover it are decoded.
+    The rows of a batch are decoded when they are needed (`bitshard.functions.rows`), with the bits of the dequantized
+    weight. A row that is no whole number of blocks (of 64) costs more, for the blocks that cover it are decoded.
 
     State dicts have the keys of a `Linear4bit`. As in bitsandbytes, which saves no quantized embedding, a weight that
     is not quantized yet is not saved: NotImplementedError.
@@ -224,7 +226,7 @@ class EmbeddingFP4(_OneFormat):
 class Embedding8bit(HoldsInt8Weight, nn.Embedding):
     """An embedding whose weight [N, K] is quantized to int8 by rows when it moves to a device; frozen.
 
-    The rows of a batch are decoded when they are needed (`bitshard.rows`). State dicts have the keys of a
+    The rows of a batch are decoded when they are needed (`bitshard.functions.rows`). State dicts have the keys of a
     `Linear8bitLt`, and load into an embedding that is quantized, or not yet. As in bitsandbytes, which saves no
     quantized embedding, a weight that is not quantized yet is not saved: NotImplementedError.
 

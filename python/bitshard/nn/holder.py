@@ -16,18 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import foreign, gather, kept_part, ops, switches
-from bitshard.container import repack
-from bitshard.guards import module_move
-from bitshard.inventory import held_by, model_of, path_of
-from bitshard.kinds import EXPERTS, FOUR_BIT, Kind
+from bitshard import ops
+from bitshard.formats.container import repack
+from bitshard.formats.kinds import EXPERTS, FOUR_BIT, Kind
+from bitshard.formats.place import Place
+from bitshard.formats.state import QuantState, dtype_name
 from bitshard.nn import merged
-from bitshard.place import Place
-from bitshard.placeholder import PlaceholderParams4bit
-from bitshard.recognized import OfBitsandbytes
-from bitshard.shard import PackedShard
-from bitshard.state import QuantState, dtype_name
-from bitshard.tensor import Params4bit, verify
+from bitshard.process import foreign, switches
+from bitshard.process.recognized import OfBitsandbytes
+from bitshard.shards import gather, kept_part
+from bitshard.shards.shard import PackedShard
+from bitshard.weights.guards import module_move
+from bitshard.weights.inventory import held_by, model_of, path_of
+from bitshard.weights.placeholder import PlaceholderParams4bit
+from bitshard.weights.tensor import Params4bit, verify
 
 _SETTINGS = ("quant_type", "quant_storage", "compress_statistics")  # of a weight, which its layer repeats
 
@@ -50,7 +52,7 @@ class PackedWeight:
         unwatched: no forward with gradients has been seen, and somebody waits for it (`watch`).
         late: loaded into shards: adapters may come after `fully_shard` (`sharding.weights.late_adapters`).
         kind: what the bytes are (`bitshard.kinds`).
-        reported: the log has told what of the model is 4-bit (`bitshard.inventory`).
+        reported: the log has told what of the model is 4-bit (`bitshard.weights.inventory`).
         kept: the weight from before adapters were merged into it (`bitshard.nn.merged.Kept`), while some are.
         restored: which adapter was the last to be taken out of it (`bitshard.nn.merged.Writer.name`).
     """
@@ -280,7 +282,7 @@ class PackedWeight:
     def watch(self) -> None:
         """In the first forward with gradients: see to it that a backward warns of adapters that nobody averages.
 
-        And tell of switches that wait for a `train` which nobody has called (`bitshard.switches`).
+        And tell of switches that wait for a `train` which nobody has called (`bitshard.process.switches`).
         """
         self.unwatched = False
         if self.late:
@@ -657,7 +659,7 @@ class HoldsPackedWeights(nn.Module, OfBitsandbytes):
         self.packed_stacks = {**self.packed_stacks, held.name: new}
 
     def train(self, mode: bool = True) -> Any:
-        """As of any module; switches in the environment learn here that a model trains (`bitshard.at_train`)."""
+        """As of any module; switches in the environment learn here that a model trains (`huggingface.at_train`)."""
         if switches.acting is not None and mode and not torch.compiler.is_compiling():
             switches.acting.trains(self)
         return super().train(mode)

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import inventory, launch
-from bitshard.autograd import matmul_4bit
-from bitshard.guards import SKIP
+from bitshard.formats.state import QuantState, dtype_name
 from bitshard.nn.bias import keep_in
 from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
-from bitshard.state import QuantState, dtype_name
-from bitshard.tensor import Params4bit
+from bitshard.process import launch
+from bitshard.products.autograd import matmul_4bit
+from bitshard.weights import inventory
+from bitshard.weights.guards import SKIP
+from bitshard.weights.tensor import Params4bit
 
 logger = logging.getLogger(__name__)
 

@@ -20,18 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import gather, int8, inventory, launch
-from bitshard.container import repack
-from bitshard.int8_params import Int8Params
-from bitshard.kinds import INT8
-from bitshard.matmul_int8 import MatmulLtState, OfModule, RowScales, matmul, matmul_int8
+from bitshard.formats.container import repack
+from bitshard.formats.kinds import INT8
+from bitshard.formats.place import Place
+from bitshard.formats.state import VALUE_DTYPES, dtype_name, int8_state
+from bitshard.functions import int8
 from bitshard.nn import merged
 from bitshard.nn.bias import keep_in
 from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
-from bitshard.place import Place
-from bitshard.shard import PackedShard
-from bitshard.state import VALUE_DTYPES, dtype_name, int8_state
-from bitshard.tensor import Params4bit
+from bitshard.process import launch
+from bitshard.products.matmul_int8 import MatmulLtState, OfModule, RowScales, matmul, matmul_int8
+from bitshard.shards import gather
+from bitshard.shards.shard import PackedShard
+from bitshard.weights import inventory
+from bitshard.weights.int8_params import Int8Params
+from bitshard.weights.tensor import Params4bit
 
 FORMATS = {number: name for number, name in enumerate(("row", "col32", "col_turing", "col_ampere"))}
 

@@ -28,15 +28,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bitshard import foreign, gather, ops
-from bitshard.checks import check_there
-from bitshard.container import repack
-from bitshard.guards import plain
-from bitshard.int8_params import Int8Params
-from bitshard.inventory import held_by
-from bitshard.place import Place
-from bitshard.state import QuantState
-from bitshard.tensor import Params4bit
+from bitshard import ops
+from bitshard.formats.checks import check_there
+from bitshard.formats.container import repack
+from bitshard.formats.place import Place
+from bitshard.formats.state import QuantState
+from bitshard.process import foreign
+from bitshard.shards import gather
+from bitshard.weights.guards import plain
+from bitshard.weights.int8_params import Int8Params
+from bitshard.weights.inventory import held_by
+from bitshard.weights.tensor import Params4bit
 
 
 @dataclass

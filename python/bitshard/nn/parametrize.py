@@ -13,11 +13,13 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from bitshard import foreign, functional, gather
+from bitshard.formats.state import QuantState
+from bitshard.functions import functional
 from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
-from bitshard.recognized import OfBitsandbytes
-from bitshard.state import QuantState
-from bitshard.tensor import Params4bit
+from bitshard.process import foreign
+from bitshard.process.recognized import OfBitsandbytes
+from bitshard.shards import gather
+from bitshard.weights.tensor import Params4bit
 
 
 class Bnb4bitParametrization(nn.Module, OfBitsandbytes):

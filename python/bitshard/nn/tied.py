@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from bitshard.formats.place import Place
 from bitshard.nn.embedding import Embedding4bit, Embedding8bit
-from bitshard.place import Place
-from bitshard.recognized import OfBitsandbytes
+from bitshard.process.recognized import OfBitsandbytes
 
 logger = logging.getLogger("bitshard")
 BITS = (4, 8)

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitshard.gather import is_dtensor
-from bitshard.maps import create_dynamic_map
+from bitshard.formats.maps import create_dynamic_map
 from bitshard.optim import paging, saved_state, shards
 from bitshard.optim.config import GlobalOptimManager, MockArgs
 from bitshard.optim.failed import Failed
@@ -35,6 +34,7 @@ from bitshard.optim.update import (
     update,
     update_all,
 )
+from bitshard.shards.gather import is_dtensor
 
 DTYPES = {32: torch.float32, 8: torch.uint8}
 COPIED = ("initialized", "name2qmap", "is_paged", "args", "optimizer_name", "non_castable_tensor_keys")

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from bitshard.gather import is_dtensor
 from bitshard.optim import shards
+from bitshard.shards.gather import is_dtensor
 
 
 class _Mark(NamedTuple):

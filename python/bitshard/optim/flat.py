@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bitshard import ops
-from bitshard.maps import create_dynamic_map
+from bitshard.formats.maps import create_dynamic_map
 from bitshard.optim.shards import BLOCKSIZE
 
 PLAIN = -1.0

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from bitshard import ops
-from bitshard.gather import is_dtensor
 from bitshard.optim import flat, shards
+from bitshard.shards.gather import is_dtensor
 
 WRAPPED = "__bnb_optimizer_quant_state__"
 HIDDEN = {

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bitshard import ops
-from bitshard.gather import is_dtensor, without_gaps
+from bitshard.shards.gather import is_dtensor, without_gaps
 
 BLOCKSIZE = 256
 

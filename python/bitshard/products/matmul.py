@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from bitshard.checks import into
+from bitshard.formats.checks import into
 
 
 class MatMul(torch.autograd.Function):

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from bitshard import gather
-from bitshard.inventory import bits, counted, holder_of, quantized
+from bitshard.shards import gather
+from bitshard.weights.inventory import bits, counted, holder_of, quantized
 
 
 @dataclass

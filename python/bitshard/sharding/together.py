@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from bitshard import ops
-from bitshard.gather import everyone
+from bitshard.shards.gather import everyone
 
 Done = TypeVar("Done")
 

@@ -2,8 +2,9 @@
 
 import torch
 import torch.distributed as dist
-from bitshard import agreement, fsdp
+from bitshard import fsdp
 from bitshard.nn.linear import Linear4bit
+from bitshard.shards import agreement
 from bitshard.tensor import Params4bit
 from checks.common import batch, build, exact, layers, raises, shard
 from common import hostile_values, shard_fsdp1

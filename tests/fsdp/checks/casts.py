@@ -1,7 +1,7 @@
 """Dtypes: casts of a shard raise, mixed precision in fp16 leaves it alone."""
 
 import torch
-from bitshard.shard import PackedShard
+from bitshard.shards.shard import PackedShard
 from checks.common import build, exact, layers, raises, shard
 from common import BASE_DTYPE, gathered_dtypes
 from torch import nn

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from bitshard import fsdp
 from bitshard.int8_params import Int8Params
 from bitshard.nn.linear8bit import Linear8bitLt
-from bitshard.shard import PackedShard
+from bitshard.shards.shard import PackedShard
 from common import BASE_DTYPE, UNEVEN, no_launch, same_bytes
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict

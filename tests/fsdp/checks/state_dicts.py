@@ -5,7 +5,7 @@ import io
 
 import torch
 from bitshard.nn.linear import Linear4bit
-from bitshard.shard import PackedShard
+from bitshard.shards.shard import PackedShard
 from checks.common import ENTRIES, batch, build, exact, layers, raises, shard
 from torch import nn
 from torch.distributed.tensor import DTensor

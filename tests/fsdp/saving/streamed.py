@@ -16,7 +16,7 @@ import one_rank
 import torch
 import torch.distributed as dist
 from bitshard import fsdp
-from bitshard.inventory import holders
+from bitshard.weights.inventory import holders
 from models import CELLS, LIMIT, adapted, differing_files, reference
 from shared import linears, load, logits, name_of, rank, refused, run, same_bytes, start, world
 from torch.profiler import ProfilerActivity, profile

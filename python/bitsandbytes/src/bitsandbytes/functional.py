@@ -4,7 +4,6 @@ import ctypes
 from collections.abc import Iterable
 
 import torch
-from bitshard import reordered
 from bitshard.functional import (
     QuantState,
     create_dynamic_map,
@@ -24,6 +23,7 @@ from bitshard.functional import (
     quantize_nf4,
     unpack_tensor_to_dict,
 )
+from bitshard.functions import reordered
 from bitshard.int8 import (
     batched_igemm,
     check_matmul,
@@ -209,7 +209,7 @@ def has_avx512bf16() -> bool:
 def _convert_weight_packed_for_cpu(
     qweight: torch.Tensor, quant_state: QuantState, block_n: int = reordered.GROUP
 ) -> tuple[torch.Tensor, QuantState]:
-    """The form that bitsandbytes' CPU build multiplies by: codes in groups of 32 rows (`bitshard.reordered`).
+    """The form that bitsandbytes' CPU build multiplies by: codes in groups of 32 rows (`bitshard.functions.reordered`).
 
     Packed codes of W [N, K] -> uint8 [N, K / 2]; the scales of `quant_state`, which is changed in place, become
     bfloat16 [K / blocksize, N], nested ones too. `gemv_4bit`, `matmul_4bit` and `dequantize_4bit` take the result.

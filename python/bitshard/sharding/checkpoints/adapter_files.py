@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from bitshard import gather
 from bitshard.sharding.checkpoints.contents import WRAPPED
 from bitshard.sharding.together import Ranks
+from bitshard.shards import gather
 
 _WHAT = "save_adapter"
 _CONFIG = "adapter_config.json"

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from bitshard.container import repack
-from bitshard.inventory import holders_of
-from bitshard.place import Place
+from bitshard.formats.container import repack
+from bitshard.formats.place import Place
+from bitshard.formats.state import QuantState
 from bitshard.sharding.checkpoints.files import Entry
 from bitshard.sharding.checkpoints.names import unsaved
 from bitshard.sharding.weights.state_entries import BLOB_PREFIX
-from bitshard.state import QuantState
+from bitshard.weights.inventory import holders_of
 
 WRAPPED = (
     "_fsdp_wrapped_module",

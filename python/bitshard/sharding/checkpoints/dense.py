@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import gather
+from bitshard.formats.state import VALUE_DTYPES, dtype_name
 from bitshard.sharding.checkpoints import contents, gathering, merging
 from bitshard.sharding.checkpoints.contents import Piece
 from bitshard.sharding.checkpoints.names import Collector
 from bitshard.sharding.checkpoints.written import Written, written
 from bitshard.sharding.together import Ranks
-from bitshard.state import VALUE_DTYPES, dtype_name
+from bitshard.shards import gather
 
 _WHAT = "dense_weights"
 Model = nn.Module | Callable[[], nn.Module]

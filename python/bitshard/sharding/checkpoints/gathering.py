@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from bitshard import gather
-from bitshard.inventory import holders
-from bitshard.kinds import EXPERTS, INT8
+from bitshard.formats.kinds import EXPERTS, INT8
 from bitshard.sharding.checkpoints import contents, merging, ready
 from bitshard.sharding.checkpoints.contents import Piece
 from bitshard.sharding.together import Ranks
-from bitshard.tensor import Params4bit, verify
+from bitshard.shards import gather
+from bitshard.weights.inventory import holders
+from bitshard.weights.tensor import Params4bit, verify
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from bitshard import ops
-from bitshard.container import repack
-from bitshard.int8_params import Int8Params
-from bitshard.inventory import holder_of
+from bitshard.formats.container import repack
+from bitshard.formats.state import QuantState, int8_state
 from bitshard.sharding.checkpoints.contents import Piece, is_tuner, unwrapped
-from bitshard.state import QuantState, int8_state
-from bitshard.tensor import Params4bit
+from bitshard.weights.int8_params import Int8Params
+from bitshard.weights.inventory import holder_of
+from bitshard.weights.tensor import Params4bit
 
 
 def merged_4bit(

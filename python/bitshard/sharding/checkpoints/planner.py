@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from bitshard import gather, ops
+from bitshard import ops
 from bitshard.optim import saved_state
-from bitshard.shard import PackedShard
 from bitshard.sharding.weights.state_entries import BLOB_PREFIX
+from bitshard.shards import gather
+from bitshard.shards.shard import PackedShard
 
 
 class _Part:

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from bitshard import gather, ops
-from bitshard.shard import PackedShard
+from bitshard import ops
 from bitshard.sharding.checkpoints import merging
 from bitshard.sharding.checkpoints.contents import Piece
+from bitshard.shards import gather
+from bitshard.shards.shard import PackedShard
 
 
 def piece(found: Piece) -> None:

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitshard.formats.state import VALUE_DTYPES, dtype_name
 from bitshard.sharding.checkpoints import contents, gathering
 from bitshard.sharding.checkpoints.contents import Piece
 from bitshard.sharding.checkpoints.expected import class_of
 from bitshard.sharding.checkpoints.files import CheckpointFiles, Entry, byte_count
 from bitshard.sharding.checkpoints.written import Written, written
 from bitshard.sharding.together import Ranks
-from bitshard.state import VALUE_DTYPES, dtype_name
 
 _PATIENCE_S = 2  # a bar is shown for what takes longer
 _WHAT = "save_pretrained"

@@ -12,13 +12,13 @@ from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 
-from bitshard import gather
-from bitshard.container import repack_whole
-from bitshard.inventory import holders
-from bitshard.kinds import INT8
+from bitshard.formats.container import repack_whole
+from bitshard.formats.kinds import INT8
+from bitshard.formats.state import int8_state
 from bitshard.sharding.checkpoints import contents
 from bitshard.sharding.weights.state_entries import BLOB_PREFIX, padded_blob
-from bitshard.state import int8_state
+from bitshard.shards import gather
+from bitshard.weights.inventory import holders
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # in module names, not in state dicts
 

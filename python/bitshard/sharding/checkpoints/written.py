@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitshard.kinds import EXPERTS
+from bitshard.formats.kinds import EXPERTS
 from bitshard.sharding.checkpoints import contents
 from bitshard.sharding.checkpoints.contents import Piece
 from bitshard.sharding.checkpoints.expected import (

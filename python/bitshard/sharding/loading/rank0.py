@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bitshard.formats.state import QuantState
 from bitshard.sharding.loading.skeleton import Skeleton, packed_weights
 from bitshard.sharding.loading.units import begin, compute_device, outermost, shown, unit_name
 from bitshard.sharding.together import together
-from bitshard.state import QuantState
-from bitshard.tensor import Params4bit
+from bitshard.weights.tensor import Params4bit
 
 _MADE = "_materialized"  # attribute of a parameter on the meta device: what has taken its place
 

@@ -17,16 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard import int8, ops
-from bitshard.container import repack
-from bitshard.guards import plain
-from bitshard.int8_params import Int8Params
-from bitshard.inventory import holder_of, holders_of
-from bitshard.kinds import INT8
+from bitshard import ops
+from bitshard.formats.container import repack
+from bitshard.formats.kinds import INT8
+from bitshard.formats.state import VALUE_DTYPES, dtype_name
+from bitshard.functions import int8
 from bitshard.sharding.checkpoints.names import Loading
 from bitshard.sharding.checkpoints.reading import Checkpoint, some
-from bitshard.state import VALUE_DTYPES, dtype_name
-from bitshard.tensor import Params4bit
+from bitshard.weights.guards import plain
+from bitshard.weights.int8_params import Int8Params
+from bitshard.weights.inventory import holder_of, holders_of
+from bitshard.weights.tensor import Params4bit
 
 _CONVERT = (
     "load them once with from_pretrained(path, config=bitshard.transformers.dense_config(path), "

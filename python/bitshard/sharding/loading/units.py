@@ -13,11 +13,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from bitshard import gather, ops
-from bitshard.kinds import INT8
+from bitshard import ops
+from bitshard.formats.kinds import INT8
 from bitshard.sharding.checkpoints.reading import Checkpoint
 from bitshard.sharding.loading.skeleton import Skeleton, config_of, packed_weights
 from bitshard.sharding.together import together
+from bitshard.shards import gather
 
 
 def load(

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from bitshard import gather
-from bitshard.shard import PackedShard
 from bitshard.sharding.weights.record import gathered_output, only_record
+from bitshard.shards import gather
+from bitshard.shards.shard import PackedShard
 
 
 def gather_in_place(model: nn.Module) -> int:

@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from bitshard import foreign, inventory
+from bitshard.process import foreign
+from bitshard.weights import inventory
 
 logger = logging.getLogger("bitshard")
 

@@ -10,14 +10,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from bitshard import foreign, gather
-from bitshard.container import repack
-from bitshard.guards import grad_error
-from bitshard.kinds import EXPERTS
-from bitshard.shard import PackedShard
+from bitshard.formats.container import repack
+from bitshard.formats.kinds import EXPERTS
+from bitshard.formats.state import QuantState
+from bitshard.process import foreign
 from bitshard.sharding.weights.state_entries import sharded_entries, state_of
-from bitshard.state import QuantState
-from bitshard.tensor import Params4bit
+from bitshard.shards import gather
+from bitshard.shards.shard import PackedShard
+from bitshard.weights.guards import grad_error
+from bitshard.weights.tensor import Params4bit
 
 
 def _keeping_class(name: str) -> Callable[..., DTensor]:

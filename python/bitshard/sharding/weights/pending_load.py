@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from bitshard import gather, ops
-from bitshard.container import repack_whole
-from bitshard.shard import PackedShard
+from bitshard import ops
+from bitshard.formats.container import repack_whole
+from bitshard.formats.state import QuantState, check_scales
 from bitshard.sharding.weights.state_entries import BLOB_PREFIX, differences, sharded_entries
-from bitshard.state import QuantState, check_scales
+from bitshard.shards import gather
+from bitshard.shards.shard import PackedShard
 
 
 class PendingLoad:

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from bitshard import gather, ops
-from bitshard.container import repack
+from bitshard import ops
+from bitshard.formats.container import repack
+from bitshard.formats.state import QuantState
 from bitshard.sharding.weights.state_entries import differences, state_of
-from bitshard.state import QuantState
-from bitshard.tensor import Params4bit
+from bitshard.shards import gather
+from bitshard.weights.tensor import Params4bit
 
 
 def write(weight: DTensor, gathered: Params4bit | None, new: Params4bit) -> None:

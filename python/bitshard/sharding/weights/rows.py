@@ -20,14 +20,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bitshard import foreign, functional, gather, inventory, launch, ops
-from bitshard.container import repack, shardable_dtype
-from bitshard.kinds import FOUR_BIT, Kind
-from bitshard.shard import PackedShard, ShardedScales
+from bitshard import ops
+from bitshard.formats.container import repack, shardable_dtype
+from bitshard.formats.kinds import FOUR_BIT, Kind
+from bitshard.formats.state import VALUE_DTYPES, QuantState, check_scales, dtype_name, unpack_tensor_to_dict
+from bitshard.functions import functional
+from bitshard.process import foreign, launch
 from bitshard.sharding.weights.record import record_of, start_over
 from bitshard.sharding.weights.state_entries import BLOB_PREFIX
-from bitshard.state import VALUE_DTYPES, QuantState, check_scales, dtype_name, unpack_tensor_to_dict
-from bitshard.tensor import Params4bit
+from bitshard.shards import gather
+from bitshard.shards.shard import PackedShard, ShardedScales
+from bitshard.weights import inventory
+from bitshard.weights.tensor import Params4bit
 
 _KEPT = ("blocksize", "_is_hf_initialized")  # of the weight that FSDP2 took, for the one that is made of its rows
 

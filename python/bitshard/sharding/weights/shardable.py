@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from bitshard.inventory import held_by
-from bitshard.kinds import INT8
+from bitshard.formats.kinds import INT8
+from bitshard.weights.inventory import held_by
 
 
 def shardable(model: nn.Module) -> int:

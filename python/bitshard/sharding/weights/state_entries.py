@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from bitshard import gather
-from bitshard.state import QuantState
+from bitshard.formats.state import QuantState
+from bitshard.shards import gather
 
 BLOB_PREFIX = "quant_state.bitsandbytes__"
 # The JSON entry of a state dict is padded with spaces to a multiple of this: its length depends on the digits of the

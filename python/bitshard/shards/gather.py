@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from bitshard import ops
-from bitshard.shard import PackedShard
-from bitshard.state import QuantState
+from bitshard.formats.state import QuantState
+from bitshard.shards.shard import PackedShard
 
 
 def is_dtensor(value: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitshard.state import dtype_name
+from bitshard.formats.state import dtype_name
 
 plain = torch._C.DisableTorchFunctionSubclass
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)

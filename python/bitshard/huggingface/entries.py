@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bitshard.registry import Entries
+from bitshard.process.registry import Entries
 
 
 class _Config:
@@ -13,14 +13,14 @@ class _Config:
     @staticmethod
     def from_dict(given: dict[str, Any], **others: Any) -> Any:
         """The config of a model's config.json."""
-        from bitshard.transformers import FourBitConfig
+        from bitshard.huggingface.transformers import FourBitConfig
 
         return FourBitConfig.from_dict(given, **others)
 
 
 def _quantizer(config: Any, **arguments: Any) -> Any:
     """Stands in the registry of quantizers for `bitshard.transformers.FourBitQuantizer`."""
-    from bitshard.transformers import FourBitQuantizer
+    from bitshard.huggingface.transformers import FourBitQuantizer
 
     return FourBitQuantizer(config, **arguments)
 

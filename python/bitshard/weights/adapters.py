@@ -7,7 +7,7 @@ DoRA's magnitudes in float32, which bfloat16 would freeze. The first forward wou
 FSDP1 of torch 2.10 takes several dtypes but clips gradients of one dtype only, so there it is the same.
 
 Nobody is patched: accelerate asks each packed weight whether it is of a float dtype, FSDP1 how large it is
-(`bitshard.foreign`). In another release, where nobody asks so, nothing is cast and torch raises.
+(`bitshard.process.foreign`). In another release, where nobody asks so, nothing is cast and torch raises.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import logging
 import torch
 from torch import nn
 
-from bitshard import foreign, gather, launch
-from bitshard.guards import Packed
-from bitshard.state import dtype_name
+from bitshard.formats.state import dtype_name
+from bitshard.process import foreign, launch
+from bitshard.shards import gather
+from bitshard.weights.guards import Packed
 
 logger = logging.getLogger(__name__)
 

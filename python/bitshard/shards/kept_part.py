@@ -1,7 +1,7 @@
 """A 4-bit weight of which a rank keeps only its part, from loading until `fully_shard`.
 
 Each rank quantizes the whole weight, one at a time, and keeps the chunk of bytes and of scales that `fully_shard` over
-all processes will leave it. Until then `bitshard.placeholder` has the size, dtype and device of the weight,
+all processes will leave it. Until then `bitshard.weights.placeholder` has the size, dtype and device of the weight,
 and a storage of 0 bytes. This needs no communication and no private part of torch: FSDP2 calls `chunk(world)` of a
 parameter and takes its own chunk, then `new_zeros`, which returns the `PackedShard`.
 """
@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitshard import gather, ops
-from bitshard.shard import Origin, ShardedScales
-from bitshard.state import QuantState
+from bitshard import ops
+from bitshard.formats.state import QuantState
+from bitshard.shards import gather
+from bitshard.shards.shard import Origin, ShardedScales
 
 _ADVICE = (
     "Prepare the model first (Trainer.train, accelerator.prepare: FSDP2 gathers it then), or set BITSHARD_CUT=0, with "
@@ -45,7 +46,7 @@ def _readers() -> frozenset[Any]:
 READERS = _readers()
 # Operators that return metadata of a tensor, or the same memory without reading it.
 QUESTIONS = frozenset(getattr(torch.ops.aten, name) for name in ("detach", "is_pinned", "is_same_size", "is_complex"))
-stand_in: Any = None  # class of the placeholder; `bitshard.placeholder` sets it
+stand_in: Any = None  # class of the placeholder; `bitshard.weights.placeholder` sets it
 
 
 def unreadable(what: str, state: QuantState) -> ValueError:

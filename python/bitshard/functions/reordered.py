@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitshard.state import QuantState
+from bitshard.formats.state import QuantState
 
 GROUP = 32  # rows
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bitshard import ops
-from bitshard.kinds import FOUR_BIT, INT8
+from bitshard.formats.kinds import FOUR_BIT, INT8
 
 _waiting: list[weakref.ref] = []  # weights that were sharded and not compared yet, in the order of sharding
 _compared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # models that FSDP1 shards in replicas
@@ -28,7 +28,7 @@ _NAMES += ("checksum of the bytes", "checksum of the scales", "checksum of the s
 
 
 def awaits(origin: Any) -> None:
-    """A weight was sharded: `origin` (`bitshard.shard.Origin`) is to be compared."""
+    """A weight was sharded: `origin` (`bitshard.shards.shard.Origin`) is to be compared."""
     _waiting.append(weakref.ref(origin))
 
 
@@ -168,7 +168,7 @@ def _require_alike(who: str, named: list[dict[str, tuple]]) -> None:
 
 
 class Held(NamedTuple):
-    """A whole weight, as `bitshard.shard.Origin` describes a sharded one."""
+    """A whole weight, as `bitshard.shards.shard.Origin` describes a sharded one."""
 
     state: Any
     dtype: torch.dtype

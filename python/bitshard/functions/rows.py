@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from bitshard import ops
-from bitshard.checks import check_packed
-from bitshard.state import NESTED_BLOCKSIZE, VALUE_DTYPES, QuantState, dtype_name
+from bitshard.formats.checks import check_packed
+from bitshard.formats.state import NESTED_BLOCKSIZE, VALUE_DTYPES, QuantState, dtype_name
 
 
 def embedding_4bit(indices: Tensor, packed: Tensor, state: QuantState) -> Tensor:

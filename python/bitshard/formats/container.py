@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitshard import launch
-from bitshard.kinds import EXPERTS, FOUR_BIT, Kind
-from bitshard.state import VALUE_DTYPES, QuantState
+from bitshard.formats.kinds import EXPERTS, FOUR_BIT, Kind
+from bitshard.formats.state import VALUE_DTYPES, QuantState
+from bitshard.process import launch
 
 
 def container_dtype(weight_dtype: torch.dtype, quant_storage: torch.dtype, kind: Kind = FOUR_BIT) -> torch.dtype:

@@ -2,7 +2,8 @@
 
 The method "bitshard_4bit", so that `from_pretrained` reads models with 4-bit experts wherever bitshard was imported;
 and, where `bitshard.experts.enable` was called or BITSHARD_EXPERTS=1 is set, the quantizer for experts in the place of
-the one for BitsAndBytesConfig. Nothing of transformers is imported here. What is entered, `bitshard.entries` says.
+the one for BitsAndBytesConfig. Nothing of transformers is imported here. What is entered:
+`bitshard.huggingface.entries`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from bitshard import switches
-from bitshard.kinds import QUANT_METHOD
+from bitshard.process import switches
 
+QUANT_METHOD = "bitshard_4bit"  # of transformers' config.json, where a model has weights that are not bitsandbytes' own
 STOCK = "bitsandbytes_4bit"  # transformers' name of BitsAndBytesConfig(load_in_4bit=True)
 _REGISTRIES = "transformers.quantizers.auto"
 _before: Any = None  # the quantizer that had the stock name

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from bitshard import foreign, launch
-from bitshard.kinds import EXPERTS
+from bitshard.formats.kinds import EXPERTS
+from bitshard.process import foreign, launch
 
 logger = logging.getLogger("bitshard")
 

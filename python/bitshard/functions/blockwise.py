@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from bitshard import ops
-from bitshard.checks import check_8bit, check_values, into
-from bitshard.maps import table
-from bitshard.state import QuantState
+from bitshard.formats.checks import check_8bit, check_values, into
+from bitshard.formats.maps import table
+from bitshard.formats.state import QuantState
 
 
 def mean(scales: Tensor) -> Tensor:

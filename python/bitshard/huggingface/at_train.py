@@ -1,4 +1,4 @@
-"""What the switches of the environment do to a model (`bitshard.switches`), and when: at its `train()`.
+"""What the switches of the environment do to a model (`bitshard.process.switches`), and when: at its `train()`.
 
 A quantized layer is told by the `train(True)` of the model that it is in. The outermost module whose `train` runs is
 the model, and what a script would do by hand is done to it: `bitshard.lora.fuse(model)`,
@@ -21,7 +21,8 @@ from typing import Any
 
 from torch import nn
 
-from bitshard import foreign, inventory, launch, switches
+from bitshard.process import foreign, launch, switches
+from bitshard.weights import inventory
 
 logger = logging.getLogger("bitshard")
 

@@ -6,7 +6,7 @@ hooks, and the copy into the all-gather buffer, which on CUDA rewrites NaN patte
 The block scales are gathered with the bytes: each rank keeps ceil(S / N) of them.
 
 This module needs torch only, never `torch.distributed`: the mesh is an argument of the hook. Before the first gather
-the ranks compare what they hold (`bitshard.agreement`).
+the ranks compare what they hold (`bitshard.shards.agreement`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch.utils._mode_utils import no_dispatch
 
-from bitshard import agreement, ops
+from bitshard import ops
+from bitshard.shards import agreement
 
 aten = torch.ops.aten
 
@@ -115,7 +116,7 @@ class Origin:
         parameter, attributes: class and `__dict__` of the parameter that forward sees after a gather.
         on_cpu, pinned: where FSDP2 keeps the shards, and so the chunk of the scales.
         pending: the state dict that is being loaded into the shards (`sharding.weights.pending_load`), else None.
-        agreed: the ranks have compared the weight (`bitshard.agreement`).
+        agreed: the ranks have compared the weight (`bitshard.shards.agreement`).
         scales_checksum: of the whole scales, once they are cut here.
     """
 

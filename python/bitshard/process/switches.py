@@ -7,7 +7,7 @@
     BITSHARD_PAD_TO_MULTIPLE_OF=64    the step of bitshard.graphs.enable(model, pad_to_multiple_of=64)
 
 FUSE, GRAPHS and FAST need a model. Layers with packed weights know when one begins to train, and call what stands in
-`acting` (`bitshard.at_train`, which is above them); it is None where no such switch is on.
+`acting` (`bitshard.huggingface.at_train`, which is above them); it is None where no such switch is on.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bitshard import _C
-from bitshard.state import VALUE_DTYPES
+from bitshard.formats.state import VALUE_DTYPES
 
 
 def _allowed(reduction: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:

@@ -1,6 +1,6 @@
 """The placeholder of a 4-bit weight of which this rank keeps only its part: a Params4bit that cannot be read.
 
-`bitshard.launch` decides which weights get one. `bitshard.kept_part` keeps the part.
+`bitshard.process.launch` decides which weights get one. `bitshard.shards.kept_part` keeps the part.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bitshard import guards, kept_part, launch
-from bitshard.guards import cast_error, guarded, in_module_move, plain
-from bitshard.shard import PackedShard
-from bitshard.state import QuantState, dtype_name
-from bitshard.tensor import Params4bit, require_shardable
+from bitshard.formats.state import QuantState, dtype_name
+from bitshard.process import launch
+from bitshard.shards import kept_part
+from bitshard.shards.shard import PackedShard
+from bitshard.weights import guards
+from bitshard.weights.guards import cast_error, guarded, in_module_move, plain
+from bitshard.weights.tensor import Params4bit, require_shardable
 
 
 class _NoOperator(TorchDispatchMode):
@@ -35,7 +37,7 @@ class _NoOperator(TorchDispatchMode):
 
 
 class PlaceholderParams4bit(Params4bit):
-    """Placeholder of a weight of which this rank keeps only its part, until `fully_shard` (`bitshard.kept_part`).
+    """Placeholder of a weight of which this rank keeps only its part, until `fully_shard` (`shards.kept_part`).
 
     Other libraries see a Params4bit of the whole size. Reading its bytes raises ValueError.
     """

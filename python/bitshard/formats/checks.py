@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bitshard import ops
-from bitshard.kinds import INT8
-from bitshard.state import (
+from bitshard.formats.kinds import INT8
+from bitshard.formats.state import (
     BLOCKSIZES,
     BLOCKSIZES_8BIT,
     NESTED_BLOCKSIZE,

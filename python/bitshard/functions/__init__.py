@@ -1,0 +1,1 @@
+"""Quantize, dequantize and multiply, with bitsandbytes' names and arguments; no gradients."""

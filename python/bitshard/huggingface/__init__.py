@@ -1,0 +1,1 @@
+"""What transformers, its Trainer and their like get from here."""

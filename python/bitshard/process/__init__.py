@@ -1,0 +1,1 @@
+"""What this process was asked to do: its environment, other libraries' registries and functions."""

@@ -1,0 +1,1 @@
+"""Parameters that hold packed bytes, and what is done to them in torch."""

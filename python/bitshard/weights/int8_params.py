@@ -1,0 +1,345 @@
+"""Int8Params: a parameter that holds a weight in int8 [N, K] with a scale for each row, quantized when it first moves.
+
+`__dict__` holds constructor keywords only, because transformers, accelerate and peft rebuild a weight by
+`Int8Params(data, requires_grad=False, **old.__dict__)`. The scales go where the codes go: what `Module.to` and others
+assign to `.data` brings its own, or has them moved to it.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitshard import ops
+from bitshard.formats.container import repack, shardable_dtype
+from bitshard.formats.state import dtype_name, int8_state
+from bitshard.functions import int8
+from bitshard.process import foreign, launch
+from bitshard.shards import agreement
+from bitshard.weights.guards import IN_PLACE, Packed, arithmetic_error, guarded, plain
+from bitshard.weights.tensor import PackedMeta, Params4bit
+
+
+def _class_asked(weight: Int8Params) -> type:
+    """The class. accelerate asks for it before FSDP2 shards: a weight that was loaded before it was known that FSDP
+    shards becomes a column now, which answers to the name of a 4-bit one.
+    """
+    if weight.dtype is torch.int8 and not torch.compiler.is_compiling() and launch.sharding_begins():
+        if weight.SCB is not None and foreign.asked_by(foreign.FSDP2_PREPARES):
+            weight._become_column()
+    return type(weight)
+
+
+class Int8Params(Packed, torch.nn.Parameter, metaclass=PackedMeta):
+    """A linear layer's weight, quantized to int8 when it first moves to a device.
+
+    Before: float data [N, K]. `.to(device)`, `.cuda()` or `.cpu()` then quantize in place and return self, unless
+    `has_fp16_weights`, with which it stays a float weight that can be trained.
+    After: int8 [N, K], and scales `SCB`.
+
+    Args:
+        data: float32, float16 or bfloat16 [N, K], or int8 codes together with `SCB`.
+        requires_grad: of a float weight.
+        has_fp16_weights: never quantize; the layer does, in each forward.
+        CB: ignored, for the codes are the data.
+        SCB: scales float32 [N] of int8 data.
+
+    Other keywords are ignored: foreign code passes whatever it finds in `__dict__`.
+    """
+
+    __module__ = "bitshard.int8_params"  # as pickles name it
+
+    # what a weight has that foreign code made with `torch.Tensor._make_subclass`
+    word = "int8"
+    SCB: Tensor | None = None
+    has_fp16_weights: bool = False
+
+    def __new__(
+        cls,
+        data: Tensor | None = None,
+        requires_grad: bool = True,
+        has_fp16_weights: bool = False,
+        CB: Tensor | None = None,
+        SCB: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Int8Params:
+        data = torch.empty(0, dtype=torch.float32) if data is None else data
+        quantized = data.dtype is torch.int8
+        with plain():
+            self = torch.Tensor._make_subclass(cls, data.detach(), requires_grad and not quantized)
+        self.__dict__.update(SCB=SCB if quantized else None, has_fp16_weights=has_fp16_weights)
+        return self
+
+    __class__ = property(_class_asked, object.__dict__["__class__"].__set__)  # for Dynamo, see PackedMeta
+
+    @property
+    def bnb_quantized(self) -> bool:
+        """Whether the data are int8 codes."""
+        return self.dtype is torch.int8
+
+    @property
+    def CB(self) -> Tensor | None:
+        """The codes int8 [N, K] as a plain tensor; None before the weight is quantized."""
+        return self.plain_data() if self.bnb_quantized else None
+
+    @CB.setter
+    def CB(self, value: Any) -> None:
+        """Nothing: the codes are the data. Others set this to None, or to the same codes on another device."""
+
+    def plain_data(self) -> Tensor:
+        """`data` as a plain tensor."""
+        with plain():
+            return self.data
+
+    def dequantize(self) -> Tensor:
+        """float32 values [N, K]. ValueError before the weight is quantized."""
+        if not self.bnb_quantized or self.SCB is None:
+            raise ValueError(f"this weight {list(self.shape)} of {dtype_name(self.dtype)} is not quantized")
+        return int8.int8_vectorwise_dequant(self.plain_data(), self.SCB)
+
+    # -- making one --
+
+    def _quantize(self, device: torch.device | str | int) -> Int8Params:
+        """Quantize the float data in place, on `device`."""
+        if self.requires_grad:
+            raise RuntimeError(
+                f"an int8 weight has no gradient, and this one {list(self.shape)} requires it: make it with "
+                "requires_grad=False, or with has_fp16_weights=True to train it"
+            )
+        codes, scales, _ = int8.quantize(self.plain_data().to(device).contiguous())
+        with plain():
+            self.data = codes
+        self.SCB = scales
+        return self
+
+    def column(self, module: Any, dtype: torch.dtype) -> Params4bit:
+        """This quantized weight in the form that FSDP shards: one column of a container that is `dtype`, or bytes.
+
+        It becomes that of the layer `module`, or of each rank its part (`launch.keeps_parts`).
+        """
+        state = int8_state(self.SCB, self.shape, dtype)
+        codes = self.plain_data().reshape(-1, 1)
+        new = Params4bit.of_state(codes, state, torch.int8, module)
+        new._install(repack(codes, shardable_dtype(dtype, torch.int8, state.kind), state), state)
+        if self.__dict__.get("_is_hf_initialized"):  # or transformers initializes it
+            new._is_hf_initialized = True
+        return new
+
+    def _become_column(self) -> None:
+        new = self.column(None, torch.float32)
+        with plain():
+            self.data = new.data
+        self.__class__ = Params4bit
+        self.__dict__.clear()
+        self.__dict__.update(new.__dict__)
+
+    def _like(self, data: Tensor, scales: Tensor | None) -> Int8Params:
+        new = Int8Params(data, self.requires_grad)
+        new.__dict__.update({**self.__dict__, "SCB": scales})
+        return new
+
+    # -- copies --
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Int8Params:
+        new = memo[id(self)] = self._like(self.plain_data().clone(), None)
+        for name, value in self.__dict__.items():
+            new.__dict__[name] = copy.deepcopy(value, memo)
+        return new
+
+    def __copy__(self) -> Int8Params:
+        return self._like(self.plain_data(), self.SCB)
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return _rebuild, (self.plain_data(), self.requires_grad), dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    # -- moves --
+
+    def to(self, *args: Any, **kwargs: Any) -> Int8Params:
+        """Quantize in place (first move to a real device), or move codes and scales. See the class.
+
+        TypeError for a cast of codes: their values are `dequantize()`.
+        """
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if not self.bnb_quantized:
+            if device is not None and device.type != "meta" and not self.has_fp16_weights:
+                return self._quantize(device)
+            with plain():
+                data = torch.Tensor.to(self, device=device, dtype=dtype, non_blocking=non_blocking)
+            return self if data is self else self._like(data, None)
+        if dtype not in (None, torch.int8):
+            raise TypeError(
+                f"to({dtype_name(dtype)}): this weight holds int8 codes of {list(self.shape)}, which a cast would "
+                "rob of their scales; for numbers use weight.dequantize()"
+            )
+        if device is None or device == self.device:
+            return self
+        with plain():
+            data = torch.Tensor.to(self.data, device=device, non_blocking=non_blocking)
+        scales = self.SCB
+        if scales is not None and device.type != "meta":  # on the meta device the scales stay real
+            scales = scales.to(device, non_blocking=non_blocking)
+        return self._like(data, scales)
+
+    def cpu(self) -> Int8Params:
+        """`to("cpu")`."""
+        return self.to(device="cpu")
+
+    def cuda(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> Int8Params:
+        """`to("cuda")`, or to the given CUDA device."""
+        return self.to(device="cuda" if device is None else device, non_blocking=non_blocking)
+
+    def xpu(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> Int8Params:
+        """`to("xpu")`, which has no kernels: codes can only be kept there."""
+        return self.to(device="xpu" if device is None else device, non_blocking=non_blocking)
+
+
+def _rebuild(data: Tensor, requires_grad: bool) -> Int8Params:
+    return Int8Params(data, requires_grad)
+
+
+class Int8Data(Tensor):
+    """What `.data` of a quantized weight gives: its codes as a plain tensor, into which only codes can be copied.
+
+    `module.weight.data.copy_(w)` and `.clamp_(...)` are how code writes into weights; torch would round the values to
+    codes, or compute with the codes. Results, copies and views are plain tensors.
+    """
+
+    word = "int8"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return guarded(WRITES, func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.clone())
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        with plain():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+# ---- what torch functions do with it; called with the class's own __torch_function__ off ----
+
+
+def _get_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    data = func(*args, **kwargs)
+    if type(data) is not Tensor or data.dtype is not torch.int8 or torch.compiler.is_dynamo_compiling():
+        return data
+    return data.as_subclass(Int8Data)
+
+
+def _set_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """weight.data = data: the scales of codes come along, or go where the codes are."""
+    weight, data = args
+    if isinstance(weight, Int8Params) and weight.bnb_quantized and data.dtype is not torch.int8:
+        raise TypeError(
+            f".data = {dtype_name(data.dtype)} {list(data.shape)}: this weight holds int8 codes and keeps its scales; "
+            "assign a new Int8Params to the layer instead"
+        )
+    func(weight, data)
+    if not isinstance(weight, Int8Params) or not weight.bnb_quantized:
+        return
+    if isinstance(data, Int8Params) and data.SCB is not None:
+        weight.SCB = data.SCB
+    elif weight.SCB is not None and not data.is_meta and weight.SCB.device != data.device:
+        weight.SCB = weight.SCB.to(data.device)
+
+
+def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """copy_ and w[...] = value: into codes only codes, for torch would round values to them."""
+    target, source = args[0], kwargs.get("src", args[-1])
+    codes = isinstance(target, (Int8Params, Int8Data)) and target.dtype is torch.int8
+    if codes and isinstance(source, Tensor) and source.dtype is not torch.int8:
+        raise TypeError(
+            f"copy of {dtype_name(source.dtype)} {list(source.shape)} into int8 codes {list(target.shape)}: assign a "
+            "new Int8Params to the layer, or load a state dict with SCB beside the codes"
+        )
+    return func(*args, **kwargs)
+
+
+def _detach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """detach(), by which DDP takes what it then sends from rank 0 to all others: codes without their scales."""
+    weight = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    if isinstance(weight, Int8Params) and weight.bnb_quantized and not torch.compiler.is_compiling():
+        frame = foreign.asked_by(foreign.DDP_SENDS)
+        if frame is not None:
+            _compare_before_ddp(weight, frame.f_locals.get("module"), frame.f_locals.get("process_group"))
+    return func(*args, **kwargs)
+
+
+def _compare_before_ddp(weight: Int8Params, module: Any, group: Any) -> None:
+    """At the first int8 weight of a module: compare all of them among the ranks."""
+    named = module.named_parameters() if isinstance(module, torch.nn.Module) else ()
+    packed = {name: p for name, p in named if isinstance(p, Int8Params) and p.bnb_quantized and p.SCB is not None}
+    if next(iter(packed.values()), None) is weight:
+        agreement.agree_on({name: _described(p) for name, p in packed.items()}, group)
+
+
+def _described(weight: Int8Params) -> SimpleNamespace:
+    """A weight as `agreement.agree_on` asks for it."""
+    state = int8_state(weight.SCB, weight.shape, torch.float32)
+    state.checksum = ops.checksum(weight.plain_data())
+    return SimpleNamespace(quant_state=state, dtype=weight.dtype)
+
+
+def _to(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """torch.Tensor.to(weight, ...), which does not find the method of the class."""
+    return args[0].to(*args[1:], **kwargs) if isinstance(args[0], Int8Params) else func(*args, **kwargs)
+
+
+_SHARDING = (
+    "an int8 weight {shape} would be sharded by its codes alone, without its scales. Load the model after "
+    "TrainingArguments(fsdp=...) or `accelerate launch` have told this process that FSDP shards, or call "
+    "bitshard.fsdp.shardable(model) before it is sharded"
+)
+
+
+def _new_zeros(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What FSDP2 makes its shards with: ValueError, unless it is for another dtype."""
+    weight, out = args[0], func(*args, **kwargs)
+    if isinstance(weight, Int8Params) and weight.bnb_quantized and out.dtype is torch.int8:
+        raise ValueError("FSDP2: " + _SHARDING.format(shape=list(weight.shape)))
+    return out
+
+
+def _is_floating_point(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """ValueError where FSDP1 asks, before it flattens."""
+    weight = args[0]
+    if isinstance(weight, Int8Params) and weight.bnb_quantized and not torch.compiler.is_compiling():
+        if foreign.asked_by(foreign.FSDP1_FLATTENS):
+            raise ValueError("FSDP1: " + _SHARDING.format(shape=list(weight.shape)))
+    return func(*args, **kwargs)
+
+
+def _compute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Functions that write into their first argument: ValueError where that is codes, for numbers mean values."""
+    target = args[0] if args else next(iter(kwargs.values()), None)
+    for each in target if isinstance(target, (list, tuple)) else (target,):
+        if isinstance(each, (Int8Params, Int8Data)) and each.dtype is torch.int8:
+            raise arithmetic_error(func, each)
+    return func(*args, **kwargs)
+
+
+_ZERO = (Tensor.zero_, torch.zero_, torch._foreach_zero_)  # the code of the value 0 is 0
+WRITES = {func: _compute for func in IN_PLACE if func not in _ZERO}
+WRITES.update({Tensor.copy_: _copy, Tensor.__setitem__: _copy, torch._foreach_copy_: IN_PLACE[torch._foreach_copy_]})
+Int8Params.handlers = {
+    **WRITES,
+    Tensor.data.__get__: _get_data,
+    Tensor.data.__set__: _set_data,
+    Tensor.to: _to,
+    Tensor.detach: _detach,
+    torch.detach: _detach,
+    Tensor.new_zeros: _new_zeros,
+    Tensor.is_floating_point: _is_floating_point,
+    torch.is_floating_point: _is_floating_point,
+}
+_rebuild.__module__ = "bitshard.int8_params"  # as pickles name it
+torch.serialization.add_safe_globals([Int8Params, _rebuild])
