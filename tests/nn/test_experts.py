@@ -16,7 +16,7 @@ import torch
 import transformers
 from bitshard import experts, functional, kinds
 from bitshard.experts import forward, modules
-from bitshard.kinds import QUANT_METHOD
+from bitshard.process.registry import QUANT_METHOD
 from bitshard.tensor import Params4bit
 from bitshard.transformers import FourBitConfig, dense_config
 from bitshard.weights import inventory

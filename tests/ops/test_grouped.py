@@ -80,6 +80,27 @@ def test_panels_of_the_gpu(nested, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("N, K", [(96, 128), (16, 36), (12, 64)])
+def test_panels_of_sizes_that_torch_takes(N, K, monkeypatch):
+    """`grouped_mm` wants rows that begin at multiples of 16 bytes; other stacks go an expert at a time."""
+    called = []
+
+    def grouped_mm(x, weights, offs):
+        assert not [size for size in weights.shape[1:] if size % 8]
+        called.append(tuple(weights.shape))
+        experts = torch.searchsorted(offs, torch.arange(len(x), dtype=offs.dtype), right=True).clamp(max=len(offs) - 1)
+        return torch.stack([row @ weights[expert] for row, expert in zip(x, experts, strict=True)])
+
+    _, packed, state = stack(4, N, K, nested=False, storage=torch.bfloat16)
+    x, offs = rows(4, K, torch.bfloat16)
+    expected = functional.grouped_linear_4bit(x, offs, packed, state)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm, raising=False)
+    found = grouped.by_panels(x, offs, packed, state.scales(), (4, 64, 0, N, K), False, 2)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    assert bool(called) is (N % 8 == 0 and K % 8 == 0)
+
+
 def test_the_op_is_called_where_somebody_sees_it():
     """On CUDA its kernel is called directly otherwise."""
     from torch._subclasses import FakeTensorMode

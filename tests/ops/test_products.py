@@ -245,7 +245,8 @@ def test_kinds_say_what_multiplies(weight, monkeypatch):
 
 
 def test_the_functions_of_4bit_weights_are_this_one(place):
-    """`matmul_4bit` and `grouped_matmul_4bit`: the same bits, forward and backward."""
+    """`matmul_4bit` and `grouped_matmul_4bit`: the same bits, forward and backward. On a GPU torch adds up an expert's
+    rows of the bias's gradient in any order."""
     for kind in ("nf4", "stack"):
         weight = Weight(kind, N, K, place)
         ours, theirs = (twins(weight.drawn(MANY, K).requires_grad_(), weight.bias().requires_grad_())[0] for _ in "12")
@@ -257,7 +258,9 @@ def test_the_functions_of_4bit_weights_are_this_one(place):
         y = weight.product(*ours)
         y.square().sum().backward(), named.square().sum().backward()
         assert torch.equal(y, named)
-        assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))
+        assert torch.equal(ours[0].grad, theirs[0].grad)
+        same = torch.equal if kind == "nf4" or place == "cpu" else torch.allclose
+        assert same(ours[1].grad, theirs[1].grad)
 
 
 def test_a_threshold_is_of_int8_alone(place):

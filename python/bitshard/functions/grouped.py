@@ -3,8 +3,8 @@
 Which of them, and how many experts a panel has, is the C core's plan (csrc/plan). Panels of experts are decoded into
 memory bounded by BITSHARD_WORKSPACE_MB, one expert at least, and multiplied. Nothing waits for the host and no shape
 depends on data, so that a CUDA graph can hold it: offs stay on the device.
-torch multiplies groups of rows with bfloat16 on sm_80 and newer. With other dtypes and on older GPUs each expert is
-multiplied with all rows, of which its own are kept, which costs E times as much.
+torch multiplies groups of rows with bfloat16 on sm_80 and newer, N and K being multiples of 8. With other dtypes and
+sizes, and on older GPUs, each expert is multiplied with all rows, of which its own are kept: E times the work.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def _decoded(packed: Tensor, scales: tuple, first: int, last: int, numbers: tupl
 
 def _grouped_mm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """[S, N]: rows of x by their expert in weights [n, K, N]; what rows beyond the last end get does not matter."""
-    if x.dtype is torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0):
+    aligned = weights.shape[1] % 8 == 0 == weights.shape[2] % 8  # its rows begin at multiples of 16 bytes
+    if x.dtype is torch.bfloat16 and aligned and torch.cuda.get_device_capability(x.device) >= (8, 0):
         return torch.nn.functional.grouped_mm(x, weights, offs=ends)
     rows = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)
     y = x.new_zeros(x.shape[0], weights.shape[2])
