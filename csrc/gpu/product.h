@@ -22,8 +22,8 @@ bsh_status bsh_cuda_plan(const char *op, const bsh_product_args *args, int32_t s
                          bsh_plan *plan);
 
 /* y = x W^T + bias, or dx = dy W, as planned, on context->stream. No size is zero but terms of int8's sums. Panels of
- * a stack are not launched here (python/bitshard/functions/grouped.py). BSH_BAD_VALUE where y lies at another multiple than the
- * plan was made for; BSH_OUT_OF_MEMORY where there is no scratch memory. */
+ * a stack are not launched here (python/bitshard/functions/grouped.py). BSH_BAD_VALUE where y lies at another multiple
+ * than the plan was made for; BSH_OUT_OF_MEMORY where there is no scratch memory. */
 bsh_status bsh_cuda_product(const bsh_product_args *args, const bsh_plan *plan, const bsh_torch_operands *operands,
                             const bsh_cuda_context *context);
 

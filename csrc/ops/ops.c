@@ -48,8 +48,8 @@
     "(Tensor g, Tensor(a!) p, Tensor(b!) state1, Tensor(c!) state2, Tensor qmap1, Tensor qmap2, Tensor(d!) absmax1, "  \
     "Tensor(e!) absmax2, " STEP_ARGUMENTS ", float gnorm_scale, bool skip_zeros, int blocksize) -> ()")
 
-/* Those of a stack of weights: in C for the CPU, for CUDA in Python (python/bitshard/functions/grouped.py), by panels or by the
- * op behind them. */
+/* Those of a stack of weights: in C for the CPU, for CUDA in Python (python/bitshard/functions/grouped.py), by panels
+ * or by the op behind them. */
 #define BSH_CPU_OPS(X)                                                                                                 \
   X(grouped_linear_4bit, 8,                                                                                            \
     "(Tensor x, Tensor offs, " WEIGHT_ARGUMENTS ", Tensor bias, int blocksize, int format, int N, int K) -> Tensor")   \
