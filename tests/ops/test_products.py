@@ -259,8 +259,8 @@ def test_the_functions_of_4bit_weights_are_this_one(place):
         y.square().sum().backward(), named.square().sum().backward()
         assert torch.equal(y, named)
         assert torch.equal(ours[0].grad, theirs[0].grad)
-        same = torch.equal if kind == "nf4" or place == "cpu" else torch.allclose
-        assert same(ours[1].grad, theirs[1].grad)
+        apart = (ours[1].grad - theirs[1].grad).abs().max()
+        assert apart <= (0 if kind == "nf4" or place == "cpu" else 1e-5) * theirs[1].grad.abs().max()
 
 
 def test_a_threshold_is_of_int8_alone(place):
