@@ -119,10 +119,6 @@ class Int8(Kind):
     def scale_count(self, state: Any) -> int:
         return state.shape[0]
 
-    def bias_gradient(self, dy: Tensor, state: Any, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Sums of the rows of dy [..., N], of a stack of each expert's: [N] or [E, N] of `dtype`."""
-        return dy.reshape(dy.shape[:-1].numel(), dy.shape[-1]).sum(0, dtype=dtype)
-
     def stored_shape(self, state: Any, itemsize: int) -> tuple[int, ...]:
         return tuple(state.shape)
 
