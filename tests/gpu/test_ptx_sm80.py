@@ -6,53 +6,27 @@ W has the bits of dequantize_4bit: y is compared to a product of those, exact bu
 import functools
 import itertools
 import os
-import re
-import shutil
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from bitshard import _C, ops
+from bitshard import _C
 from bitshard import functional as F
 from ptx import gpu as ptx_gpu
+from ptx import products
 from ptx.gpu import Gpu
+from ptx.products import dequantized, goes_wrong, hostile_scales, weight
 
 pytestmark = pytest.mark.skipif(ptx_gpu.nvcc() is None, reason="nvcc makes the PTX that runs here")
 
 KERNEL = "gemm_4bit_sm80"
-FORMATS = ("nf4", "fp4")
 BF16, F16 = torch.bfloat16, torch.float16
-NONE = ops.empty(torch.device("cpu"))
+multiply = functools.partial(products.multiply, KERNEL)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    """All kernels that run here, on all cores."""
-    ptx_gpu.ptx_of(KERNEL, 80)
     names = [f"gemm_sm80_{way}_{m}" for way in ("bf16", "f16", "dgrad_bf16", "dgrad_f16") for m in ("m128", "m256")]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(ptx_gpu.kernel_of, itertools.repeat(KERNEL), names, itertools.repeat(80)))
-
-
-def weight(N: int, K: int, dtype: torch.dtype, fmt: int, blocksize: int, nested: bool):
-    """Packed bytes, scales, and W of them in dtype, with the bits of dequantize_4bit."""
-    w = torch.randn(N, K).to(dtype) * 0.1
-    packed, state = F.quantize_4bit(w, blocksize=blocksize, compress_statistics=nested, quant_type=FORMATS[fmt])
-    scales = (state.absmax, None, None, None)
-    if nested:
-        scales = (state.absmax, state.state2.code, state.state2.absmax, state.offset.reshape(1))
-    return packed.flatten(), scales, dequantized(packed, scales, blocksize, fmt, N, K, dtype)
-
-
-def dequantized(packed, scales, blocksize: int, fmt: int, N: int, K: int, dtype: torch.dtype):
-    filled = [NONE if one is None else one for one in scales]
-    return ops.dequantize_4bit(packed.view(-1, 1), *filled, blocksize, fmt, N, K, dtype).reshape(N, K)
-
-
-def multiply(gpu: Gpu, x, packed, scales, bias, blocksize: int, fmt: int, N: int, K: int, gradient: bool):
-    if gradient:
-        return gpu.linear_4bit_dgrad(x, packed, scales, blocksize, fmt, N, K, KERNEL)[0]
-    return gpu.linear_4bit(x, packed, scales, bias, blocksize, fmt, N, K, KERNEL)[0]
+    products.compile_kernels(KERNEL, names, 80)
 
 
 def assert_product(y, x, w, bias, gradient: bool):
@@ -124,7 +98,7 @@ def test_sm80_decodes_the_bits_of_dequantize(gradient, dtype, fmt, rows, blocksi
     scales = (torch.exp2(torch.randint(-20, 8, (blocks,)).float()) * torch.randn(blocks), None, None, None)
     if nested:
         _, state = F.quantize_4bit(torch.randn(N, K), blocksize=blocksize, compress_statistics=True, quant_type="nf4")
-        scales = hostile_scales(state.absmax, state.state2.code, state.state2.absmax)
+        scales = hostile_scales((state.absmax, state.state2.code, state.state2.absmax, None), 0.0173)
     if dtype == F16 and not nested:
         scales[0][::5] *= 2.0**12
     w = dequantized(packed, scales, blocksize, fmt, N, K, dtype)
@@ -139,12 +113,6 @@ def test_sm80_decodes_the_bits_of_dequantize(gradient, dtype, fmt, rows, blocksi
         and bool(finite.any())
         and finite.all() == (dtype == BF16 or nested)
     )
-
-
-def hostile_scales(code, values, absmax2):
-    spread = torch.exp2(torch.randint(-20, 8, absmax2.shape).float()) * (torch.rand(absmax2.shape) + 0.5)
-    spread[::7] = 0
-    return torch.randint_like(code, 256), values, spread, torch.full((1,), 0.0173)
 
 
 # M, N, K, gradient, multiprocessors; how tiles are shared
@@ -179,12 +147,7 @@ def test_sm80_keeps_columns_of_y_apart():
     packed, scales, w = weight(250, 128, BF16, 0, 64, True)
     x, wide = torch.randn(9, 128).to(BF16), torch.full((9, 256), 7.0, dtype=BF16)
     y = wide[:, :250]
-    args, tensors = Gpu.weight(packed, scales, 64, 0, w.numel())
-    sizes, one = (9, 250, 128, 128, 256), (None, 0, 0.0)
-    product = ptx_gpu.Product(args, x.data_ptr(), None, y.data_ptr(), *sizes, *one, ptx_gpu.DTYPES[BF16])
-    chosen = ptx_gpu.ctypes.c_char_p()
-    name = ptx_gpu.ctypes.byref(chosen)
-    Gpu(80, 4, 1).call("product", product, b"linear_4bit", KERNEL.encode(), name, tensors=[*tensors, x, wide])
+    products.multiply_into(KERNEL, Gpu(80, 4, 1), x, packed, scales, y)
     assert_product(y, x, w, None, False)
     assert bool((wide[:, 250:] == 7).all())
 
@@ -216,26 +179,18 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS if "BITSHARD_ALL_KERNELS" in os.environ else list(FAULTS)[:2])
 def test_faults_show(fault, tmp_path, monkeypatch):
     """BITSHARD_ALL_KERNELS=1: all of them."""
-    name, pattern = FAULTS[fault]
-    sources = shutil.copytree(ptx_gpu.ROOT / "cuda", tmp_path / "cuda")
-    main, file = (next(sources.rglob(found)) for found in (f"{KERNEL}.cu", name))
-    main.write_text(main.read_text().split("#define GEMM_SM80_FORM(")[0] + TWO_KERNELS)
-    changed, n = re.subn(pattern, ";", file.read_text())
-    assert n > 0
-    file.write_text(changed)
-    flags = [*ptx_gpu.nvcc_flags(), "-arch=compute_80", "-ptx", "-I", str(ptx_gpu.ROOT / "csrc"), "-I", str(tmp_path)]
-    ptx_gpu.run([ptx_gpu.nvcc(), *flags, str(main), "-o", str(tmp_path / "two.ptx")])
-    monkeypatch.setattr(ptx_gpu, "BUILT", tmp_path)
-    monkeypatch.setattr(ptx_gpu, "ptx_of", lambda source, sm: tmp_path / "two.ptx")
-    monkeypatch.setattr(ptx_gpu, "kernel_of", functools.cache(ptx_gpu.kernel_of.__wrapped__))
-    assert any(goes_wrong(case, at_once, seed) for case in FAULTY for at_once in (0, 1) for seed in (1, 2))
+    products.plant(monkeypatch, tmp_path, KERNEL, 80, "GEMM_SM80_FORM", TWO_KERNELS, *FAULTS[fault])
+    cases = itertools.product(FAULTY, (0, 1), (1, 2))
+    assert any(goes_wrong(functools.partial(check_faulty, *case)) for case in cases)
 
 
-# Blocks that scatter a tile, and share tiles in order; a gradient whose last stage is short; five tiles of a stage.
+# Blocks that scatter a tile, and share tiles in order; a gradient whose last stage is short; five tiles of a stage; three
+# tiles in order, so long that a block waits.
 FAULTY = [(100, 256, 640, False, 8), (5, 640, 896, False, 2), (33, 712, 384, True, 4), (40, 640, 64, False, 1)]
+FAULTY += [(5, 384, 2048, False, 1)]
 
 
-def goes_wrong(case, at_once: int, seed: int) -> bool:
+def check_faulty(case, at_once: int, seed: int) -> None:
     M, N, K, gradient, sms = case
     torch.manual_seed(0)
     packed, scales, w = weight(N, K, BF16, 0, 64, True)
@@ -245,15 +200,8 @@ def goes_wrong(case, at_once: int, seed: int) -> bool:
     if gradient:
         scales[0][-K // 64 :] = 255  # the last row, of large values
         w = dequantized(packed, scales, 64, 0, N, K, BF16)
-    try:
-        y = multiply(Gpu(80, sms, seed, at_once=at_once), x, packed, scales, None, 64, 0, N, K, gradient)
-        assert_product(y, x, w, None, gradient)
-    except AssertionError:
-        return True
-    except RuntimeError as error:
-        assert "block (" in str(error) or "wait for one another" in str(error)
-        return True
-    return False
+    y = multiply(Gpu(80, sms, seed, at_once=at_once), x, packed, scales, None, 64, 0, N, K, gradient)
+    assert_product(y, x, w, None, gradient)
 
 
 TWO_KERNELS = """

@@ -7,23 +7,20 @@ allows.
 import functools
 import itertools
 import os
-import re
-import shutil
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from bitshard import functional as F
-from bitshard import ops
 from ptx import gpu as ptx_gpu
+from ptx import products
 from ptx.gpu import Gpu
+from ptx.products import dequantized, goes_wrong, hostile_scales
 
 pytestmark = pytest.mark.skipif(ptx_gpu.nvcc() is None, reason="nvcc makes the PTX that runs here")
 
 KERNEL = "gemm_4bit_sm90_wide"
-FORMATS = ("nf4", "fp4")
 BF16, F16 = torch.bfloat16, torch.float16
-NONE = ops.empty(torch.device("cpu"))
+multiply = functools.partial(products.multiply, KERNEL)
+weight = functools.partial(products.weight, decoded=torch.float32)
 FORWARD_BOUND, GRADIENT_BOUND = 1.02, 1.1
 UNSCALED_BOUND = 0.85  # forward, tiles of 128 rows: W itself is not rounded, only its 16 values
 SAMPLING = 1.03  # a ratio of errors of a few thousand elements
@@ -31,39 +28,10 @@ SAMPLING = 1.03  # a ratio of errors of a few thousand elements
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    """All kernels that run here, on all cores."""
-    ptx_gpu.ptx_of(KERNEL, 90)
     names = [f"gemm_wide_{way}_m128" for way in ("bf16", "f16", "dgrad_bf16", "dgrad_f16")]
     names += [f"gemm_wide_{way}_{form}" for way in ("bf16", "dgrad_bf16") for form in ("m192", "m256")]
     names += ["clear_flags"]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(ptx_gpu.kernel_of, itertools.repeat(KERNEL), names, itertools.repeat(90)))
-
-
-def weight(N: int, K: int, dtype: torch.dtype, fmt: int, blocksize: int, nested: bool):
-    """Packed bytes, scales, and fp32 W of them."""
-    w = torch.randn(N, K).to(dtype) * 0.1
-    packed, state = F.quantize_4bit(w, blocksize=blocksize, compress_statistics=nested, quant_type=FORMATS[fmt])
-    scales = (state.absmax, None, None, None)
-    if nested:
-        scales = (state.absmax, state.state2.code, state.state2.absmax, state.offset.reshape(1))
-    filled = [NONE if one is None else one for one in scales]
-    values = ops.dequantize_4bit(packed, *filled, blocksize, fmt, N, K, torch.float32)
-    return packed.flatten(), scales, values.reshape(N, K)
-
-
-def hostile_scales(scales):
-    """Of both signs, spread over 2^28, some 0."""
-    code, values, absmax2, offset = scales
-    spread = torch.exp2(torch.randint(-20, 8, absmax2.shape).float()) * (torch.rand(absmax2.shape) + 0.5)
-    spread[::7] = 0
-    return torch.randint_like(code, 256), values, spread, torch.zeros_like(offset)
-
-
-def multiply(gpu: Gpu, x, packed, scales, bias, blocksize: int, fmt: int, N: int, K: int, gradient: bool):
-    if gradient:
-        return gpu.linear_4bit_dgrad(x, packed, scales, blocksize, fmt, N, K, KERNEL)[0]
-    return gpu.linear_4bit(x, packed, scales, bias, blocksize, fmt, N, K, KERNEL)[0]
+    products.compile_kernels(KERNEL, names, 90)
 
 
 def error_ratio(y, x, w, bias, gradient: bool) -> float:
@@ -121,7 +89,7 @@ def test_wide_with_hostile_scales(gradient, small):
     packed, scales, _ = weight(N, K, BF16, 0, 64, True)
     scales = hostile_scales(scales)
     scales[2].mul_(2.0**-small)
-    w = ops.dequantize_4bit(packed.view(-1, 1), *scales, 64, 0, N, K, torch.float32).reshape(N, K)
+    w = dequantized(packed, scales, 64, 0, N, K, torch.float32)
     x = (torch.randn(100, N if gradient else K) * 2.0**small).to(BF16)
     y = multiply(Gpu(90, 6, 5), x, packed, scales, None, 64, 0, N, K, gradient)
     assert error_ratio(y, x, w, None, gradient) < (GRADIENT_BOUND if gradient else FORWARD_BOUND) * SAMPLING
@@ -138,8 +106,7 @@ def test_wide_decodes_alike_everywhere(gradient, dtype, fmt):
     packed = torch.arange(256, dtype=torch.uint8)
     packed = packed.repeat(N) if gradient else packed.repeat_interleave(K // 2)
     scales = (torch.full((N * K // 64,), 0.0173), None, None, None)
-    filled = [NONE if one is None else one for one in scales]
-    w = ops.dequantize_4bit(packed.view(-1, 1), *filled, 64, fmt, N, K, torch.float32).reshape(N, K)
+    w = dequantized(packed, scales, 64, fmt, N, K, torch.float32)
     y = multiply(Gpu(90, 4, 1), torch.eye(128, dtype=dtype), packed, scales, None, 64, fmt, N, K, gradient)
     assert torch.equal(y, y[: 1 if gradient else 2].repeat(128 if gradient else 64, 1))
     torch.testing.assert_close(y.float(), w if gradient else w.T, rtol=2**-6, atol=0)
@@ -180,12 +147,7 @@ def test_wide_keeps_columns_of_y_apart():
     packed, scales, w = weight(250, 128, BF16, 0, 64, True)
     x, wide = torch.randn(9, 128).to(BF16), torch.full((9, 256), 7.0, dtype=BF16)
     y = wide[:, :250]
-    args, tensors = Gpu.weight(packed, scales, 64, 0, w.numel())
-    sizes, one = (9, 250, 128, 128, 256), (None, 0, 0.0)
-    product = ptx_gpu.Product(args, x.data_ptr(), None, y.data_ptr(), *sizes, *one, ptx_gpu.DTYPES[BF16])
-    chosen = ptx_gpu.ctypes.c_char_p()
-    name = ptx_gpu.ctypes.byref(chosen)
-    Gpu(90, 4, 1).call("product", product, b"linear_4bit", KERNEL.encode(), name, tensors=[*tensors, x, wide])
+    products.multiply_into(KERNEL, Gpu(90, 4, 1), x, packed, scales, y)
     assert error_ratio(y, x, w, None, False) < 1.1
     assert bool((wide[:, 250:] == 7).all())
 
@@ -214,32 +176,17 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS if "BITSHARD_ALL_KERNELS" in os.environ else list(FAULTS)[:2])
 def test_faults_show(fault, tmp_path, monkeypatch):
     """BITSHARD_ALL_KERNELS=1: all of them."""
-    name, pattern = FAULTS[fault]
-    sources = shutil.copytree(ptx_gpu.ROOT / "cuda", tmp_path / "cuda")
-    main, file = (next(sources.rglob(found)) for found in (f"{KERNEL}.cu", name))
-    main.write_text(main.read_text().split("#define GEMM_WIDE_FORM(")[0] + ONE_KERNEL)
-    changed, n = re.subn(pattern, "", file.read_text())
-    assert n > 0
-    file.write_text(changed)
-    flags = [*ptx_gpu.nvcc_flags(), "-arch=compute_90a", "-ptx", "-I", str(ptx_gpu.ROOT / "csrc"), "-I", str(tmp_path)]
-    ptx_gpu.run([ptx_gpu.nvcc(), *flags, str(main), "-o", str(tmp_path / "one.ptx")])
-    monkeypatch.setattr(ptx_gpu, "BUILT", tmp_path)
-    monkeypatch.setattr(ptx_gpu, "ptx_of", lambda source, sm: tmp_path / "one.ptx")
-    monkeypatch.setattr(ptx_gpu, "kernel_of", functools.cache(ptx_gpu.kernel_of.__wrapped__))
-    assert any(goes_wrong(N, seed) for N in (768, 256) for seed in (1, 2))
+    products.plant(monkeypatch, tmp_path, KERNEL, 90, "GEMM_WIDE_FORM", ONE_KERNEL, *FAULTS[fault])
+    assert any(goes_wrong(functools.partial(check_faulty, *case)) for case in itertools.product((768, 256), (1, 2)))
 
 
-def goes_wrong(N: int, seed: int) -> bool:
+def check_faulty(N: int, seed: int) -> None:
     """768: tiles shared by two pairs one after the other; 256: one that both scatter at the same time."""
     torch.manual_seed(0)
     packed, scales, w = weight(N, 1280, BF16, 0, 64, True)
     x = torch.randn(20, 1280).to(BF16)
-    try:
-        y = multiply(Gpu(90, 4, seed), x, packed, scales, None, 64, 0, N, 1280, False)
-    except RuntimeError as error:
-        assert "block (" in str(error) or "wait for one another" in str(error)
-        return True
-    return not error_ratio(y, x, w, None, False) < 1.1  # NaN too
+    y = multiply(Gpu(90, 4, seed), x, packed, scales, None, 64, 0, N, 1280, False)
+    assert error_ratio(y, x, w, None, False) < 1.1  # NaN is not
 
 
 ONE_KERNEL = """
