@@ -14,7 +14,7 @@ EXAMPLE = "bitshard quantize Qwen3-30B-A3B Qwen3-30B-A3B-nf4 --nested --experts"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Of BitsAndBytesConfig, in short, and how files are written."""
+    """Add the options: those of BitsAndBytesConfig by short names, and how files are written."""
     parser.add_argument("folder", type=Path, help="with config.json and safetensors files")
     parser.add_argument("out", type=Path, help="a folder that does not exist yet")
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="8: LLM.int8, load_in_8bit (default: 4)")

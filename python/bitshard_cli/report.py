@@ -128,7 +128,7 @@ def _plugin() -> Row:
 
 
 def _kept() -> tuple[list[Row], list[Row]]:
-    """Of `use` and `unuse`: what was interrupted, and what is kept."""
+    """What `use` or `unuse` was interrupted in, and what is kept."""
     site = installed.home()
     try:
         journal = switch.kept(site)

@@ -184,8 +184,8 @@ def test_faults_show(fault, tmp_path, monkeypatch):
     assert any(goes_wrong(functools.partial(check_faulty, *case)) for case in cases)
 
 
-# Blocks that scatter a tile, and share tiles in order; a gradient whose last stage is short; five tiles of a stage; three
-# tiles in order, so long that a block waits.
+# Blocks that scatter a tile, and share tiles in order; a gradient whose last stage is short; five tiles of a stage;
+# three tiles in order, so deep that a block waits.
 FAULTY = [(100, 256, 640, False, 8), (5, 640, 896, False, 2), (33, 712, 384, True, 4), (40, 640, 64, False, 1)]
 FAULTY += [(5, 384, 2048, False, 1)]
 

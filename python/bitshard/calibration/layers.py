@@ -304,7 +304,7 @@ def _put(layer: nn.Module, target: Target, made: Made) -> None:
 
 
 def summary(reports: list[LayerReport]) -> dict[str, Any]:
-    """Of all layers: mean shares that are lost, how many matrices were chosen how, and remarks."""
+    """Mean shares that are lost in all layers, how many matrices were chosen by which method, and remarks."""
     count = max(len(reports), 1)
     return {
         "error": sum(report.error for report in reports) / count,

@@ -31,7 +31,7 @@ class Sum:
         self.rows += len(x)
 
     def mean(self) -> Tensor | None:
-        """Of x x^T; None: of no rows."""
+        """The mean of x x^T; None without rows."""
         return self.total / self.rows if self.rows else None
 
 

@@ -143,7 +143,7 @@ class Nested:
 
 
 def nearest_nested(scales: Tensor, state: QuantState) -> tuple[Tensor, Tensor]:
-    """Of scales [S] the nearest that a nested state can have with its second level as it is, and their codes."""
+    """Scales nearest to `scales` [S] that the second level of a nested state can express, and their codes."""
     parts = state.kind.parts(state)
     rows = zip(scales.view(parts, -1), state.state2.absmax.view(parts, -1), state.offset.view(parts), strict=True)
     found = [Nested(second, offset).nearest(row.unsqueeze(1)) for row, second, offset in rows]
@@ -225,7 +225,7 @@ def _rounded(w: Tensor, scales: Tensor, u: Tensor, fmt: Format) -> tuple[Tensor,
 
 
 def _searched(w: Tensor, weights: Tensor, wanted: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Of wanted scales [S, G] the best of each block [S], and its number [S, 1]."""
+    """The best of the wanted scales [S, G] for each block [S], and its number [S, 1]."""
     choice = ops.search_4bit(w, weights, wanted, fmt.blocksize, ops.FORMATS[fmt.quant_type]).long().unsqueeze(1)
     return wanted.gather(1, choice).squeeze(1), choice
 

@@ -51,11 +51,11 @@ class Call(NamedTuple):
         return spec, tuple((len(leaf[0]), *leaf[1:]) if isinstance(leaf[0], torch.Size) else leaf for leaf in described)
 
     def elements(self) -> int:
-        """Of all tensors."""
+        """Elements of all tensors together."""
         return sum(tensor.numel() for tensor in self.tensors)
 
     def shapes(self) -> list[torch.Size]:
-        """Of all tensors."""
+        """The shape of each tensor."""
         return [tensor.shape for tensor in self.tensors]
 
     def arguments(self, tensors: list[Tensor]) -> tuple[tuple, dict[str, Any]]:

@@ -472,7 +472,7 @@ def _refuse_contexts() -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Of the first error: what comes of it while a recording is ended says less."""
+    """First line of the first error: those that follow while the recording ends say less."""
     while error.__context__ is not None:
         error = error.__context__
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

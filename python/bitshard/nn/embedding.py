@@ -176,7 +176,7 @@ class Embedding4bit(HoldsPackedWeight, nn.Embedding):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, a pickle, or an embedding that bitsandbytes pickled, whose weight arrives as a plain parameter."""
+        """Read a copy or a pickle, bitsandbytes' too, in which the weight is a plain parameter."""
         super().__setstate__(state)
         weight = self._parameters.get("weight")
         if "packed_weight" not in state:
@@ -293,7 +293,7 @@ class Embedding8bit(HoldsInt8Weight, nn.Embedding):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, a pickle, or an embedding that bitsandbytes pickled, which has no `state`."""
+        """Read a copy or a pickle; bitsandbytes' has no `state`."""
         super().__setstate__({"state": _int8_state(self), **state})
 
 

@@ -134,7 +134,7 @@ class Linear4bit(HoldsPackedWeight, nn.Linear):
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, a pickle, or a layer that bitsandbytes pickled, whose weight arrives as a plain parameter."""
+        """Read a copy or a pickle, bitsandbytes' too, in which the weight is a plain parameter."""
         state = dict(state)
         foreign_state = state.pop("quant_state", None)
         super().__setstate__(state)

@@ -428,27 +428,27 @@ def _merging(held: Any, writer: Writer, kept: Kept | None) -> Kept | None:
     if inside != listed:
         writer.tuner.merged_adapters[:] = inside
         raise ValueError(
-            f"merging {writer.adapter!r} into the {kept.state.kind.word} weight of {list(kept.state.shape)}: it still "
-            f"holds the adapters {inside}, but peft lists {listed}: an unmerge failed halfway. The list is restored; "
-            "call unmerge_adapter(), which puts the weight from before back, then merge."
+            f"cannot merge {writer.adapter!r} into the {kept.state.kind.word} weight of {list(kept.state.shape)}: it "
+            f"still holds the adapters {inside}, but peft lists {listed}: an unmerge failed halfway. The list is "
+            "restored. Call unmerge_adapter(), then merge."
         )
     return kept
 
 
 def _unmerging(held: Any, writer: Writer, kept: Kept | None) -> Kept:
     """What is put back. ValueError where that would not be what peft's list will say."""
-    what = f"unmerging {writer.adapter!r} from the {held.kind.word} weight of {list(held.shape)}"
+    what = f"cannot unmerge {writer.adapter!r} from the {held.kind.word} weight of {list(held.shape)}"
     if kept is None:
         raise ValueError(
-            f"{what}: the weight from before it was merged is not here, and subtracting would not give it back: it "
-            "would round twice. Copies and pickles do not have it, and a weight that was loaded or assigned since has "
-            "taken its place. Unmerge before copying or loading, or load the base model again."
+            f"{what}: the weight from before the merge is gone, and subtracting the adapter would round twice. Copies, "
+            "pickles and weights that were loaded or assigned later do not have it. Unmerge before copying or "
+            "loading, or load the base model again."
         )
     others = [name for tuner, name in kept.merged if tuner() is not writer.tuner]
     if others or (writer.chooses and writer.merged()):
         raise ValueError(
-            f"{what}: {others or writer.merged()} would stay in it, and only the weight from before all of them is "
-            "kept; unmerge all adapters together, or load the base model again."
+            f"{what}: {others or writer.merged()} would stay in it, and only the weight from before all merges is "
+            "kept. Unmerge all adapters together, or load the base model again."
         )
     return kept
 
@@ -483,7 +483,7 @@ class Checksums(NamedTuple):
 
     @classmethod
     def of(cls, held: Any, weight: Any) -> Checksums:
-        """Of the weight that a layer has, or, where it is not sharded, of `weight`, which it gets."""
+        """Checksums of a layer's own weight, or, where that is not sharded, of `weight`, which the layer gets."""
         if isinstance(weight, Int8Params):
             scales = held.owner.state.SCB if weight.SCB is None else weight.SCB
             return cls(_number(weight.plain_data()), _number(scales), None)

@@ -245,7 +245,7 @@ class Optimizer8bit(torch.optim.Optimizer):
             self._failed.forget([*starts, *(p for _, p, _, _ in work)])
 
     def _starts(self, work: list[tuple]) -> dict[Tensor, int | None]:
-        """Of each parameter the element that a step which failed has not updated; None where it has updated all."""
+        """The first element of each parameter that a failed step has not updated; None where it has updated all."""
         return {p: self._failed.end_of(p) for _, p, _, _ in work}
 
     def _update(self, work: list[tuple], states: list[dict], starts: dict[Tensor, int | None], reached: dict) -> None:

@@ -47,7 +47,7 @@ class Failed:
         return bool(self._marks)
 
     def note(self, p: Tensor, name: str, end: int | None) -> None:
-        """Of this rank's part of `p` the first `end` elements are updated, and so is their state; None: not known."""
+        """Store that the first `end` elements of this rank's part of `p` are updated, state too; None: not known."""
         own = _own(p.grad)
         self._marks[p] = _Mark(TensorWeakRef(own), _version(own), end, shards.local(p).numel(), name)
 

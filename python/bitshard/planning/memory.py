@@ -73,13 +73,13 @@ class Memory:
         return weight.elements * self.job.bits / 8
 
     def scales(self, weight: Matrix) -> float:
-        """Of each block a byte, or a float32 where scales are not nested; of 8-bit weights a float32 for each row."""
+        """Bytes: one for each block, four where scales are not nested; in 8-bit weights four for each row."""
         if self.job.bits == 8:
             return weight.rows * 4.0
         return weight.elements / self.job.blocksize * (1 if self.job.nested else 4)
 
     def second_level(self, weight: Matrix) -> float:
-        """Of nested scales a float32 for 256 blocks, whole on every rank."""
+        """Bytes of the second level of nested scales: a float32 for 256 blocks, whole on every rank."""
         return weight.elements / self.job.blocksize / 256 * 4 if self.job.nested else 0.0
 
     def head(self) -> float:

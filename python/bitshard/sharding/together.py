@@ -56,7 +56,7 @@ class Ranks:
 
 
 def _differences(facts: list[Any]) -> Any:
-    """Of dictionaries, by rank, the entries that differ; other facts as they are."""
+    """The entries of dictionaries that differ, by rank; other facts as they are."""
     if not all(isinstance(fact, dict) for fact in facts):
         return facts
     by_name = {name: [fact.get(name) for fact in facts] for fact in facts for name in fact}

@@ -101,7 +101,7 @@ def _shard_of(origin: Any) -> Any:
 
 
 def _replicas(origin: Any) -> list[Any]:
-    """Of each dimension of its mesh over which the weight is not sharded, the group of this rank."""
+    """This rank's group in each dimension of the mesh over which the weight is not sharded."""
     shard = _shard_of(origin)
     if shard is None:
         return []
@@ -111,7 +111,7 @@ def _replicas(origin: Any) -> list[Any]:
 
 
 def _parts(origins: list[Any]) -> list[tuple]:
-    """Of each weight the checksums of the rows and of the scales that this rank keeps; None where it has none."""
+    """Checksums of the rows and of the scales that this rank keeps of each weight; None where it has none."""
     sums = []
     for origin in origins:
         shard, sharded = _shard_of(origin), origin.state.sharded

@@ -91,12 +91,12 @@ class Piece:
         return found
 
     def dense_shape(self, name: str) -> tuple[int, ...]:
-        """Of the values of a 4-bit weight as files of dense weights have them."""
+        """Shape of a 4-bit weight's values as files of dense weights have them."""
         shape = self.shape(name)
         return shape[::-1] if self.held[name].of_conv1d else shape
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the values that a tensor stands for, as the model has them."""
+        """Shape of the values that a tensor stands for, as the model has them."""
         held = self.held.get(name)
         if held is not None:
             return tuple(held.shown or held.state.shape)
@@ -299,7 +299,7 @@ def _require_there(tuner: nn.Module, names: list[str], key: str) -> None:
 
 
 def _chosen(wrapper: nn.Module, merge: bool) -> nn.Module:
-    """Of a module that peft trains whole: the trained copy, or without `merge` the original."""
+    """The trained copy in a module that peft trains whole, or without `merge` the original."""
     copies = wrapper._modules["modules_to_save"]
     off = getattr(wrapper, "disable_adapters", False)
     active = [name for name in getattr(wrapper, "active_adapters", ()) if name in copies and not off]

@@ -225,7 +225,7 @@ class CheckpointFiles:
             )
 
     def _names(self, locked: bool) -> list[str]:
-        """Of one file its usual name, which is replaced in one step; of several the usual ones in a new folder.
+        """The usual name of a single file, which is replaced in one step; the usual ones of several in a new folder.
 
         Else names of this save alone: a reader may still follow an index that it has read before, whatever came then.
         """

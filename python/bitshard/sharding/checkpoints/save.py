@@ -122,7 +122,7 @@ def _configs(model: nn.Module, dtype: torch.dtype | None, found: Written) -> dic
 
 
 def _dtype_of(pieces: list[Piece]) -> torch.dtype:
-    """Of the first float tensor, which is what transformers says of a model."""
+    """Dtype of the first float tensor, which transformers takes for the model's."""
     for piece in pieces:
         for name in piece.names:
             held = piece.held.get(name)

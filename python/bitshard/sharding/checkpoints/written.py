@@ -135,7 +135,7 @@ def _kept(found: list[Piece], wanted: Expected | None) -> list[Piece]:
 
 
 def _facts(found: list[Piece], entries: dict[str, Entry]) -> dict[str, tuple[tuple[int, ...], bool]]:
-    """Of each tensor (shape, whether float); of packed ones what files of dense weights have."""
+    """(shape, whether float) of each tensor; for packed ones as files of dense weights have it."""
     facts = {}
     for piece in found:
         for name in piece.names:

@@ -102,7 +102,7 @@ class ShardedWeight(DTensor):
 
     @property
     def ds_shape(self) -> torch.Size:
-        """Of a stack of experts, the shape that its module shows, as of a `Params4bit`."""
+        """Shape of a stack of experts as its module shows it, as in `Params4bit`."""
         held = self.__dict__.get("module")
         if getattr(held, "kind", None) is not EXPERTS:
             raise AttributeError("ds_shape: this is the weight of a layer")
