@@ -351,7 +351,7 @@ def test_an_interrupted_run_goes_on(dense, tmp_path, monkeypatch, consume):
     it is said where the layers are."""
     shutil.copytree(dense, tmp_path / "dense")
     calibrate_folder(tmp_path / "dense", tmp_path / "whole", config(), IDS)
-    keep, kept = stored.Stored.keep, []
+    keep, kept = stored.KeptLayers.keep, []
 
     def stops(self, number, *rest):
         if number == 2:
@@ -359,7 +359,7 @@ def test_an_interrupted_run_goes_on(dense, tmp_path, monkeypatch, consume):
         kept.append(number)
         keep(self, number, *rest)
 
-    monkeypatch.setattr(stored.Stored, "keep", stops)
+    monkeypatch.setattr(stored.KeptLayers, "keep", stops)
     with pytest.raises(KeyboardInterrupt):
         calibrate_folder(tmp_path / "dense", tmp_path / "out", config(), IDS, consume=consume)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out.calibration", "whole"]
@@ -372,7 +372,7 @@ def test_an_interrupted_run_goes_on(dense, tmp_path, monkeypatch, consume):
         calibrate_folder(tmp_path / "dense", tmp_path / "out", config(), IDS, consume=consume)
     os.utime(file, ns=(written.st_atime_ns, written.st_mtime_ns))
     monkeypatch.setattr(
-        stored.Stored, "keep", lambda self, number, *rest: kept.append(number) or keep(self, number, *rest)
+        stored.KeptLayers, "keep", lambda self, number, *rest: kept.append(number) or keep(self, number, *rest)
     )
     calibrate_folder(tmp_path / "dense", tmp_path / "out", config(), IDS, consume=consume)
     assert kept == [0, 1, 2]
@@ -535,9 +535,9 @@ def test_interrupted_tuning(dense, tmp_path, monkeypatch):
     calibrate_folder(dense, tmp_path / "whole", config(), TUNED_ON, tune_steps=4)
     calibrate_folder(dense, tmp_path / "plain", config(), TUNED_ON)
     kept = []
-    keep = stored.Stored.keep
+    keep = stored.KeptLayers.keep
     monkeypatch.setattr(
-        stored.Stored, "keep", lambda self, number, *rest: kept.append(number) or keep(self, number, *rest)
+        stored.KeptLayers, "keep", lambda self, number, *rest: kept.append(number) or keep(self, number, *rest)
     )
 
     def stops(steps, total):

@@ -15,7 +15,7 @@ from bitshard.calibration import low_rank
 from bitshard.calibration.decoder import Decoder, float32_products, stack_of
 from bitshard.calibration.layers import LayerReport, Layers, Made, Target, Walked, calibrate_layers
 from bitshard.calibration.solve import Format
-from bitshard.calibration.stored import Stored
+from bitshard.calibration.stored import KeptLayers
 from bitshard.calibration.tuning import Tuned, TuneProgress, settings_of, tune
 from bitshard.convert.folder import device_of, format_of, skeleton_of, small_files
 from bitshard.convert.output import PARTIAL, checksum, naming, remembered, require_new
@@ -95,7 +95,7 @@ def calibrate_folder(
         "rank": rank if adapter is not None else 0, "table": source.table(),
     }  # fmt: skip
     require_finite(source, to_check(skeleton, source), check_progress)
-    stored = Stored(out, made_by)
+    stored = KeptLayers(out, made_by)
     try:
         tuned = stored.recall_tuned(settings)
         walk = Walked() if settings.steps and tuned is None else None
@@ -139,7 +139,7 @@ def _partial(folder: Path) -> Path:
 
 
 def _layers(
-    folder: Path, source: Source, skeleton: Skeleton, stored: Stored, ids: Tensor, device: torch.device, rank: int,
+    folder: Path, source: Source, skeleton: Skeleton, stored: KeptLayers, ids: Tensor, device: torch.device, rank: int,
     progress: LayerProgress, journal: Any, walked: Walked | None,
 ) -> tuple[list[LayerReport], Layers | None]:  # fmt: skip
     """What became of each layer, and what has run them: nothing where all were there."""
@@ -265,7 +265,7 @@ class Given:
         tuned: what tuning did to them.
     """
 
-    def __init__(self, packed: Skeleton, stored: Stored, count: int, tuned: Tuned | None):
+    def __init__(self, packed: Skeleton, stored: KeptLayers, count: int, tuned: Tuned | None):
         self._stored = stored
         self._is_tuned = tuned is not None and tuned.kept
         found = targets_of(packed, stack_of(packed.model)[0])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bitshard.calibration.layers import LayerReport, Made
-from bitshard.calibration.tuning import Settings, Tuned
+from bitshard.calibration.tuning import Tuned, TuneSettings
 from bitshard.convert import output
 from bitshard.functions.functional import QuantState
 from bitshard.sharding.checkpoints import contents
@@ -21,7 +21,7 @@ FOLDER = ".calibration"
 TUNED = "tuned.safetensors"
 
 
-class Stored:
+class KeptLayers:
     """The folder OUT.calibration, of one run at a time. OSError where another process has it, or no run has left it.
 
     Args:
@@ -66,7 +66,7 @@ class Stored:
             made = {key: _read(file, names, key, numbers[key]) for key in numbers}
         return made, report
 
-    def keep_tuned(self, made: dict[str, Made], tuned: Tuned, settings: Settings) -> None:
+    def keep_tuned(self, made: dict[str, Made], tuned: Tuned, settings: TuneSettings) -> None:
         """Write what tuning has changed, and what it did."""
         from safetensors.torch import save
 
@@ -79,7 +79,7 @@ class Stored:
         metadata = {"tuned": json.dumps(tuned._asdict()), "settings": json.dumps(settings)}
         output.write_whole(self.folder / TUNED, save(plain, metadata))
 
-    def recall_tuned(self, settings: Settings) -> Tuned | None:
+    def recall_tuned(self, settings: TuneSettings) -> Tuned | None:
         """What tuning with these settings did; None: there was none, or with others."""
         from safetensors import safe_open
 

@@ -58,7 +58,7 @@ class Tuned(NamedTuple):
         )
 
 
-class Settings(NamedTuple):
+class TuneSettings(NamedTuple):
     """How to tune: steps (0: not at all), and the seed of the order of samples."""
 
     steps: int = 0
@@ -173,7 +173,7 @@ def divergence(student: Tensor, dense: Tensor) -> Tensor:
 
 
 def tune(
-    layers: Layers, made: dict[str, Made], walked: Walked, settings: Settings,
+    layers: Layers, made: dict[str, Made], walked: Walked, settings: TuneSettings,
     progress: TuneProgress = lambda steps, total: steps,
 ) -> tuple[dict[str, Made], Tuned]:  # fmt: skip
     """Train the scales, and the adapters where there are some, of weights that are calibrated.
@@ -200,7 +200,7 @@ def tune(
 
 
 def _tune(
-    layers: Layers, made: dict[str, Made], walked: Walked, settings: Settings, progress: TuneProgress
+    layers: Layers, made: dict[str, Made], walked: Walked, settings: TuneSettings, progress: TuneProgress
 ) -> tuple[dict[str, Made], Tuned]:
     first, dense = _joined(walked.first), _joined(walked.dense)
     generator = torch.Generator().manual_seed(settings.seed)
@@ -237,14 +237,14 @@ def _joined(batches: list[Tensor]) -> Tensor:
     return found
 
 
-def settings_of(steps: int | None, seed: int, device: torch.device, count: int) -> Settings:
+def settings_of(steps: int | None, seed: int, device: torch.device, count: int) -> TuneSettings:
     """How to tune with `count` samples: steps is None where nobody has said. ValueError where it cannot be."""
     chosen = steps if steps is not None else STEPS if device.type == "cuda" and count > 1 else 0
     if chosen < 0:
         raise ValueError(f"{chosen} steps of tuning: expected 0 or more")
     if chosen and count < 2:
         raise ValueError("tuning trains on some samples and is judged by others: there is only 1")
-    return Settings(chosen, seed)
+    return TuneSettings(chosen, seed)
 
 
 def _lost(

@@ -1,6 +1,6 @@
 """State of paged optimizers on a GPU: it lives in pinned host memory and is streamed through a bounded device buffer.
 
-A step cuts the states of all paged parameters into slots (`plan`) and moves each through one of `RING` places of the
+A step cuts the states of all paged parameters into slots (`cut`) and moves each through one of `RING` places of the
 buffer: one stream copies it in, the current stream updates it, a third copies it back, so that copies both ways and
 updates overlap. Scales and maps stay on the device. A step returns when the last copies back are done, as that of
 bitsandbytes' paged optimizers does: who reads a state then, or saves it, sees what the step has written.
@@ -62,10 +62,10 @@ def is_paged(value: Any) -> bool:
     return getattr(value, "is_paged", False)
 
 
-# ---- the plan ----
+# ---- slots ----
 
 
-def plan(sizes: list[int], widths: list[int], room: int, starts: list[int] | None = None) -> list[list[Chunk]]:
+def cut(sizes: list[int], widths: list[int], room: int, starts: list[int] | None = None) -> list[list[Chunk]]:
     """Slots of at most `room` bytes, each a list of chunks, in order; all elements of all parameters, each once.
 
     sizes: elements of each parameter; widths: bytes of state an element; starts: the first element of each that is
@@ -260,7 +260,7 @@ class _Progress:
 
 
 class _Pager:
-    """What one device has: its streams, its buffer, and the slots that were planned last."""
+    """What one device has: its streams, its buffer, and the slots that were cut last."""
 
     def __init__(self, device: torch.device, pages: Pages):
         self.device, self.pages, self.lanes = device, pages, _Lanes(device)
@@ -293,7 +293,7 @@ class _Pager:
             for n, parameter in zip(sizes, parameters, strict=True)
         ]
         room = slot_room(sizes, widths, budget())
-        chunks = plan(sizes, widths, room, starts)
+        chunks = cut(sizes, widths, room, starts)
         self._allocate(min(RING, len(chunks)), room)
         self.slots = [self._slot(number % RING, slot, parameters) for number, slot in enumerate(chunks)]
         self.known, self.limit = states, limit
