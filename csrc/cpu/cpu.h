@@ -83,14 +83,14 @@ int64_t bsh_cpu_small_units(const bsh_product_args *args);
 int64_t bsh_cpu_small_grain(const bsh_product_args *args, int64_t M);
 void bsh_cpu_multiply_small(const bsh_product_args *args, int64_t begin, int64_t end);
 
-/* A run [begin, end) of the flattened W, decoded to out[0 ...]. Each value is rounded to `dtype`; with `wide` it is
+/* A run [begin, end) of the flattened W, decoded to out[0 ...]. Each value is rounded to `dtype`; with `as_f32` it is
  * then stored as fp32. `stream`: out is large and not read soon, bypass the cache. */
 typedef struct {
   const bsh_weight *weight;
   void *out;
   int64_t begin, end;
   bsh_dtype dtype;
-  bool wide, stream;
+  bool as_f32, stream;
 } bsh_decode_run;
 
 /* Single-threaded optimizers of one instruction set, equal bit for bit. search1 and search2 are of

@@ -34,9 +34,9 @@ ALWAYS_INLINE void scaled_values(const floats units[HALVES], const bsh_format fo
 
 /* Elements [begin, end) of one block: 32 of them, or several times as many; begin is even. */
 ALWAYS_INLINE void decode_block(const uint8_t *const packed, const int64_t begin, const int64_t end, char *out,
-                                const floats values[HALVES], const bsh_dtype dtype, const bool wide,
+                                const floats values[HALVES], const bsh_dtype dtype, const bool as_f32,
                                 const bool stream) {
-  if (wide || dtype == BSH_F32) {
+  if (as_f32 || dtype == BSH_F32) {
     for (int64_t i = begin; i < end; i += 32, out += 128) decode32_f32(packed + i / 2, values, out, stream);
   } else {
     const table_16bit table = make_table(values, dtype);
@@ -47,24 +47,24 @@ ALWAYS_INLINE void decode_block(const uint8_t *const packed, const int64_t begin
 /* Up to 31 elements [begin, end) of one block. */
 static void decode_edge(const bsh_decode_run *const run, const int64_t begin, const int64_t end) {
   const bsh_weight *const weight = run->weight;
-  const int64_t size = run->wide ? 4 : dtype_size(run->dtype), first = begin & -2;
+  const int64_t size = run->as_f32 ? 4 : dtype_size(run->dtype), first = begin & -2;
   uint8_t packed[16] = {0};
   char decoded[32 * 4];
   floats units[HALVES], values[HALVES];
   load_units(weight->format, units);
   scaled_values(units, weight->format, run->dtype, block_scale(&weight->scales, begin / weight->blocksize), values);
   memcpy(packed, weight->packed + first / 2, (size_t)(end - first + 1) / 2);
-  decode_block(packed, 0, 32, decoded, values, run->dtype, run->wide, false);
+  decode_block(packed, 0, 32, decoded, values, run->dtype, run->as_f32, false);
   memcpy((char *)run->out + (begin - run->begin) * size, decoded + (begin - first) * size,
          (size_t)((end - begin) * size));
 }
 
 /* Edges are apart: with a call in it, the loop over blocks loses its registers. */
-ALWAYS_INLINE void decode_blocks(const bsh_decode_run *const run, const bool wide, const bsh_dtype dtype) {
+ALWAYS_INLINE void decode_blocks(const bsh_decode_run *const run, const bool as_f32, const bsh_dtype dtype) {
   const bsh_weight *const weight = run->weight;
   const int shift = __builtin_ctzll((uint64_t)weight->blocksize);
   const bool stream = run->stream && (uintptr_t)run->out % sizeof(floats) == 0 && run->begin % 32 == 0;
-  const int64_t size = wide ? 4 : dtype_size(dtype), last = run->end & -32;
+  const int64_t size = as_f32 ? 4 : dtype_size(dtype), last = run->end & -32;
   int64_t i = min_i64((run->begin + 31) & -32, run->end);
   char *out = (char *)run->out + (i - run->begin) * size;
   floats units[HALVES];
@@ -79,8 +79,8 @@ ALWAYS_INLINE void decode_blocks(const bsh_decode_run *const run, const bool wid
       const int64_t end = min_i64((block0 + b + 1) << shift, last);
       floats values[HALVES];
       scaled_values(units, weight->format, dtype, scales[b], values);
-      if (stream) decode_block(weight->packed, i, end, out, values, dtype, wide, true);
-      else decode_block(weight->packed, i, end, out, values, dtype, wide, false);
+      if (stream) decode_block(weight->packed, i, end, out, values, dtype, as_f32, true);
+      else decode_block(weight->packed, i, end, out, values, dtype, as_f32, false);
       out += (end - i) * size;
       i = end;
     }
@@ -90,7 +90,7 @@ ALWAYS_INLINE void decode_blocks(const bsh_decode_run *const run, const bool wid
 }
 
 static void decode_run(const bsh_decode_run *const run) {
-  if (run->wide || run->dtype == BSH_F32) BY_DTYPE(decode_blocks, run->dtype, run, true);
+  if (run->as_f32 || run->dtype == BSH_F32) BY_DTYPE(decode_blocks, run->dtype, run, true);
   else BY_DTYPE(decode_blocks, run->dtype, run, false);
 }
 

@@ -118,7 +118,7 @@ static void decode_panel(const product *const p, const int64_t outer0, const int
         .begin = first + row * p->K,
         .end = first + row * p->K + columns,
         .dtype = p->dtype,
-        .wide = converts(p),
+        .as_f32 = converts(p),
     });
   }
 }

@@ -38,7 +38,7 @@ static void quantize_4bit_scalar(const bsh_quantize_4bit_args *const args, const
 
 static void decode_4bit_scalar(const bsh_decode_run *const run) {
   const bsh_weight *const weight = run->weight;
-  const bsh_dtype out_dtype = run->wide ? BSH_F32 : run->dtype;
+  const bsh_dtype out_dtype = run->as_f32 ? BSH_F32 : run->dtype;
   float values[16];
   int64_t block = -1;
   for (int64_t i = run->begin; i < run->end; i++) {
@@ -81,8 +81,8 @@ enum { TILE = 256 }; /* weights decoded at a time, on the stack */
 
 static void decode_tile(const bsh_weight *const weight, const bsh_dtype dtype, const int64_t begin, const int64_t n,
                         float tile[TILE]) {
-  decode_4bit_scalar(
-      &(bsh_decode_run){.weight = weight, .out = tile, .begin = begin, .end = begin + n, .dtype = dtype, .wide = true});
+  decode_4bit_scalar(&(bsh_decode_run){
+      .weight = weight, .out = tile, .begin = begin, .end = begin + n, .dtype = dtype, .as_f32 = true});
 }
 
 static void linear_4bit_scalar(const bsh_product_args *const args, const int64_t row_begin, const int64_t row_end) {

@@ -60,9 +60,10 @@ static bsh_status dequantize(const bsh_int8_rectangle_args *const args, const bs
                              const bsh_cuda_context *const context) {
   static bsh_cuda_kernel fast[BSH_DTYPES] = BSH_BY_DTYPE(int8, "dequantize_int8_", ""),
                          any[BSH_DTYPES] = BSH_BY_DTYPE(int8, "dequantize_int8_any_", "");
-  const bool wide = rows_alignment(args->codes, args->pitch) == 16 && args->columns % 16 == 0 && aligned(args->y, 16);
-  const int64_t threads = args->rows * (args->columns / (wide ? 16 : 1));
-  return launch(context, &(wide ? fast : any)[dtype], divide_up(threads, BSH_INT8_THREADS), args);
+  const bool vectors =
+      rows_alignment(args->codes, args->pitch) == 16 && args->columns % 16 == 0 && aligned(args->y, 16);
+  const int64_t threads = args->rows * (args->columns / (vectors ? 16 : 1));
+  return launch(context, &(vectors ? fast : any)[dtype], divide_up(threads, BSH_INT8_THREADS), args);
 }
 
 bsh_status bsh_cuda_dequantize_int8(const bsh_dequantize_int8_args *const args, const bsh_cuda_context *const context) {

@@ -12,8 +12,8 @@ int64_t bsh_clusters_at_once(const int64_t sms, const int64_t k) {
   const int64_t clusters = card->clusters[k] * sms / card->sms;
   return clusters > 0 ? clusters : 1;
 }
-static int64_t teams_at_once(const int64_t sms, const int64_t k_splits, const bool wide) {
-  if (wide) return bsh_clusters_at_once(sms, k_splits);
+static int64_t teams_at_once(const int64_t sms, const int64_t k_splits, const bool clusters) {
+  if (clusters) return bsh_clusters_at_once(sms, k_splits);
   return sms / k_splits > 0 ? sms / k_splits : 1;
 }
 
@@ -61,17 +61,17 @@ static bsh_fused_cut cut_of(const division *const d, const int64_t N) {
 
 void bsh_gemv_lay_out(const division *const d, const bsh_facts *const facts, bsh_cuda_kernel *const joins,
                       bsh_plan_slice *const slice) {
-  const bool wide = bsh_is_wide(facts->image.arch);
+  const bool clusters = bsh_is_wide(facts->image.arch);
   const int64_t sums = facts->N / BSH_ROW_TILE * bsh_gemv_tile_sums(d->token_tiles);
   slice->cut = cut_of(d, facts->N);
   slice->product.shape =
       (bsh_cuda_launch_shape){.grid = {(uint32_t)(d->teams * d->k_splits), (uint32_t)d->token_groups, 1},
                               .block = {(uint32_t)(BSH_WARP * d->k_warps * d->row_groups), 1, 1},
-                              .cluster = wide ? (uint32_t)d->k_splits : 1,
-                              .overlap = wide};
+                              .cluster = clusters ? (uint32_t)d->k_splits : 1,
+                              .overlap = clusters};
   if (d->k_splits == 1) return;
   slice->scratch_bytes = sums * d->token_groups * d->k_splits * (int64_t)sizeof(float);
-  if (wide) return; /* the cluster joins */
+  if (clusters) return; /* the cluster joins */
   slice->after.kernel = &joins[d->token_tiles / 2];
   slice->after.shape =
       (bsh_cuda_launch_shape){.grid = {(uint32_t)divide_up(sums, BSH_GEMV_JOIN_THREADS), (uint32_t)d->token_groups, 1},

@@ -345,7 +345,7 @@ static void compare_linear(uint64_t *const state, const bsh_dtype dtype, const i
   void *const y_threads = buffer(y_bytes), *const dx_threads = buffer(dx_bytes);
   float *const decoded = buffer(4 * N * K);
   bsh_cpu_scalar.decode_4bit(
-      &(bsh_decode_run){.weight = &w.weight, .out = decoded, .end = N * K, .dtype = dtype, .wide = true});
+      &(bsh_decode_run){.weight = &w.weight, .out = decoded, .end = N * K, .dtype = dtype, .as_f32 = true});
   const linear_case c = {.M = M,
                          .N = N,
                          .K = K,
