@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -94,6 +95,15 @@ def parts_folder(tmp_path_factory):
     command = [sys.executable, str(WORKERS / "parts" / "alone.py")]
     run([*command, "--dir", str(folder), "--out", str(folder / "alone")], 240)
     return folder
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """Nothing compiled before, and no warnings of the compiler."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @pytest.fixture

@@ -49,6 +49,15 @@ def run(command: list[str], timeout: int, fails=False, fresh=False, bare=False, 
     return done.stdout + done.stderr if fails else done.stdout
 
 
+def made_model(folder: Path) -> Path:
+    """The folder, with the tiny Llama and the tokenizer of train.py in model/."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(WORKERS)!r}); import train; train.make_model({str(folder / 'model')!r})"
+    )
+    run([sys.executable, "-c", code], 120)
+    return folder
+
+
 def options(folder: Path, name: str) -> list[str]:
     """Arguments of a worker that reads `folder` and writes what it found there, as `name`."""
     return ["--dir", str(folder), "--out", str(folder / name)]

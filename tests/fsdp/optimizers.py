@@ -5,7 +5,6 @@
 Each check raises where something is not exact, or where bad input is taken.
 """
 
-import pickle
 import traceback
 from copy import deepcopy
 from math import prod
@@ -17,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from bitshard.fsdp import load_checkpoint
 from common import finish, here, start
+from helpers.copies import pickled
 from helpers.optim import CLASSES, gradients, make, same_state, values_of
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -162,7 +162,7 @@ def check_copies(saved, full):
         assert type(copy) is type(entry) and (
             local(copy).data_ptr() != local(entry).data_ptr() or not local(copy).numel()
         )
-        assert type(pickle.loads(pickle.dumps(entry))) in (torch.Tensor, DTensor)
+        assert type(pickled(entry)) in (torch.Tensor, DTensor)
     gathered = [whole(tensor) for tensor in tensors_of(copied)]
     assert equal(gathered, tensors_of(full)) and all(tensor.is_contiguous() for tensor in gathered)
 

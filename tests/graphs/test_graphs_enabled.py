@@ -6,7 +6,6 @@ Each step is compared with that of a twin without graphs, bit for bit, and the r
 import contextlib
 import copy
 import gc
-import pickle
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from bitshard import graphs  # noqa: E402
 from bitshard.graphs import enabled, pair  # noqa: E402
+from helpers.copies import pickled  # noqa: E402
 from helpers.graph_twins import adapted, batch, check, loss_of, run, trained, twins  # noqa: E402
 from helpers.graphs import StandIn  # noqa: E402
 from helpers.llama import TOKENS  # noqa: E402
@@ -495,7 +495,7 @@ def test_copies_are_not_enabled():
     model = Scaled().train()
     graphs.enable(model)
     steps_of(model, [1.0] * 3)
-    others = copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model))
+    others = copy.deepcopy(model), copy.copy(model), pickled(model)
     expected = steps_of(copy.deepcopy(model), [1.0])
     for other in others:
         assert "_compiled_call_impl" not in vars(other)

@@ -1,5 +1,7 @@
 """Comparing tensors by their bytes, as packed words must be: NaN equals NaN of the same bits, 0.0 is not -0.0."""
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -47,3 +49,8 @@ def assert_equal(actual: Tensor, expected: Tensor) -> None:
     index = tuple(int(i) for i in torch.nonzero(bad)[0])
     values = f"{actual[index].cpu()!r}, expected {expected[index].cpu()!r}"
     raise AssertionError(f"{int(bad.sum())} of {bad.numel()} wrong, first at {index}: {values}")
+
+
+def resident_bytes() -> int:
+    """Memory that this process has in RAM."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -7,6 +7,7 @@ import bitsandbytes as bnb
 import peft
 import torch
 from bitshard import functional, lora
+from torch.utils.checkpoint import checkpoint
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -65,6 +66,17 @@ def fused_copy(wrapped):
     twin = copy.deepcopy(wrapped)
     lora.fuse(twin)
     return twin
+
+
+class Checkpointed(torch.nn.Module):
+    """`inner` with gradient checkpointing."""
+
+    def __init__(self, inner, **options):
+        super().__init__()
+        self.inner, self.options = inner, options
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, **self.options)
 
 
 def run(wrapped, x, dy, autocast=None, seed=None):

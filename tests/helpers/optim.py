@@ -30,6 +30,14 @@ def gradients(params, step, dtype=None):
     return found
 
 
+def train(optimizer, params, steps):
+    """These steps, each with its gradients."""
+    for step in steps:
+        for p, gradient in zip(params, gradients(params, step), strict=True):
+            p.grad = gradient
+        optimizer.step()
+
+
 def values_of(state, n):
     """float32 values of state<n>, whether in 8 bits or in 32."""
     value = state[f"state{n}"]

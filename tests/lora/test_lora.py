@@ -16,6 +16,7 @@ from bitshard import lora  # noqa: E402
 from helpers.direct import noting  # noqa: E402
 from helpers.lora import (  # noqa: E402
     DTYPES,
+    Checkpointed,
     error,
     exact,
     fused_calls,
@@ -230,15 +231,6 @@ def test_no_more_is_saved_than_peft_saves(mix, trained):
         assert mine == other
     elif mix[0] != "fp32" and mix[2] == "fp32" and not autocast and trained != "B":
         assert mine[0] == other[0] - x.nbytes  # x is kept, not its cast copy
-
-
-class Checkpointed(torch.nn.Module):
-    def __init__(self, inner, **options):
-        super().__init__()
-        self.inner, self.options = inner, options
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, **self.options)
 
 
 @pytest.fixture

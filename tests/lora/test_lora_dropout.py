@@ -15,6 +15,7 @@ from bitshard.lora.dropout import Dropout  # noqa: E402
 from bitshard.lora.layer import dropped_dtype  # noqa: E402
 from helpers.lora import (  # noqa: E402
     DTYPES,
+    Checkpointed,
     error,
     exact,
     fused_calls,
@@ -26,7 +27,7 @@ from helpers.lora import (  # noqa: E402
     run,
     saved,
 )
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop  # noqa: E402
+from torch.utils.checkpoint import set_checkpoint_early_stop  # noqa: E402
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 # dtype of x, of the product with W, of A and B, of autocast
@@ -288,15 +289,6 @@ def test_launches_of_a_layer(one_kernel):
 
 
 # ---- when ----
-
-
-class Checkpointed(torch.nn.Module):
-    def __init__(self, inner, **options):
-        super().__init__()
-        self.inner, self.options = inner, options
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, **self.options)
 
 
 @pytest.mark.parametrize("mix", [MIXES[0], MIXES[1], MIXES[3], MIXES[6]])

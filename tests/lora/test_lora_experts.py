@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import copy
-import pickle
 import threading
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from bitshard.lora import stack  # noqa: E402
 from bitshard.lora.stack import FusedParamWrapper, Peft  # noqa: E402
 from helpers import moe  # noqa: E402
 from helpers.bytes import same_bytes  # noqa: E402
+from helpers.copies import pickled  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -230,7 +230,7 @@ def test_copies_and_pickles_of_fused_wrappers():
     model = adapted(targets=())
     assert len(lora.fuse(model).fused) == 4
     expected = loss(model)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for other in (copy.deepcopy(model), pickled(model)):
         assert [type(each) for each in wrappers(other)] == [FusedParamWrapper] * 4
         assert same_bytes(loss(other), expected) and lora.unfuse(other) == 4
     assert repr(model) == repr(copy.deepcopy(model)) and "lora.ParamWrapper(" in repr(model)

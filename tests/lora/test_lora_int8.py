@@ -1,7 +1,6 @@
 """Fused LoRA layers on int8 weights against peft's; every way back to peft that 4-bit layers have not."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from bitshard import lora  # noqa: E402
+from helpers.copies import pickled  # noqa: E402
 from helpers.lora import error, fused_calls, fused_copy, layers, model, noise_of, run  # noqa: E402
 
 MIXES = [(x, adapter) for x in (torch.float32, torch.bfloat16, torch.float16) for adapter in (torch.float32, x)]
@@ -124,7 +124,7 @@ def test_fused_and_back():
     assert wrapped.state_dict().keys() == before.keys() and "lora.Linear8bitLt(" in repr(wrapped)
     x = torch.randn(3, 128)
     y = wrapped(x)
-    for twin in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
+    for twin in (copy.deepcopy(wrapped), pickled(wrapped)):
         assert len(lora.report(twin).fused) == 2 and torch.equal(twin(x), y)
     assert lora.unfuse(wrapped) == 2
     assert lora.report(wrapped).reasons == {"fuse has not been called": 2}

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import io
 import pickle
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import datasets  # noqa: E402
 from bitshard import functional, lora  # noqa: E402
 from bitshard.lora.layer import FusedLinear4bit, Peft  # noqa: E402
 from helpers.bytes import same_bytes  # noqa: E402
+from helpers.copies import pickled, saved  # noqa: E402
 from helpers.llama import TOKENS, load_4bit  # noqa: E402
 from helpers.lora import fused_calls, fused_copy, layers, model, randomize, run  # noqa: E402
 from helpers.versions import transformers_takes_peft  # noqa: E402
@@ -326,18 +326,7 @@ def test_without_peft():
 # ---- copies and files ----
 
 
-def pickled(wrapped):
-    return pickle.loads(pickle.dumps(wrapped))
-
-
-def saved_whole(wrapped):
-    file = io.BytesIO()
-    torch.save(wrapped, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved_whole])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
 def test_copies_are_fused(copied):
     """Each is a model of its own: what one is trained to is not seen by the other."""
     wrapped = model()

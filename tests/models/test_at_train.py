@@ -4,7 +4,6 @@ import copy
 import gc
 import json
 import logging
-import pickle
 import sys
 import weakref
 from pathlib import Path
@@ -18,6 +17,7 @@ from bitshard.nn.parametrize import replace_parameter_4bit
 from bitshard.process import foreign, switches
 from fsdp.launch import run
 from helpers import switches as environment
+from helpers.copies import pickled
 from torch import nn
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -187,7 +187,7 @@ def test_under_fsdp2(fast, group, monkeypatch):
 def test_copies_and_pickles(fast):
     """They hold nothing of what was done to the model, and are models of their own."""
     wrapped = model().train()
-    twins = copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))
+    twins = copy.deepcopy(wrapped), pickled(wrapped)
     for twin in twins:
         assert fused(twin) == 1 and [*vars(twin)] == [*vars(wrapped)]
         assert twin.train() is fast[-1]

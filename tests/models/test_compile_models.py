@@ -1,7 +1,5 @@
 """torch.compile, without graph breaks, of 4-bit models with adapters and of code that reads packed weights itself."""
 
-import warnings
-
 import pytest
 import torch
 from bitshard import functional
@@ -16,15 +14,8 @@ peft = pytest.importorskip("peft")
 
 from helpers.llama import TOKENS, load_4bit, save_llama  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 ADAPTERS = {"lora": {"init_lora_weights": False}, "dora": {"use_dora": True}}
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import copy
 import io
 import subprocess
 import sys
-import warnings
 
 import bitsandbytes as bnb
 import pytest
@@ -16,15 +15,8 @@ from bitshard.process import foreign
 from torch import nn
 from torch.export import Dim, export
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 STRICT = [pytest.param(True, id="strict"), pytest.param(False, id="non-strict")]
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def saved_and_loaded(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:

@@ -4,7 +4,6 @@ import copy
 import gc
 import json
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from bitshard.transformers import FourBitConfig, dense_config
 from bitshard.weights import inventory
 from helpers import moe
 from helpers.bytes import same_bytes
+from helpers.copies import pickled
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -337,7 +337,7 @@ def test_copies_and_pickles():
     y = moe.logits(model)
     module = next(module for _, module in modules.found(model))
     assert type(module).__name__ == "GptOssExperts" and isinstance(module, modules.PackedExperts)
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for again in (copy.deepcopy(model), pickled(model)):
         assert torch.equal(moe.logits(again), y)
         other = next(module for _, module in modules.found(again))
         assert (

@@ -1,7 +1,6 @@
 """Linear4bit: forward, dtypes, state dicts, and what forward does with weights that others put in its place."""
 
 import contextlib
-import io
 import logging
 import warnings
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from bitshard import functional
 from bitshard.nn.linear import Linear4bit, LinearFP4, LinearNF4, fix_4bit_weight_quant_state_from_module
 from bitshard.nn.linear8bit import Linear8bitLt
 from bitshard.tensor import Params4bit
+from helpers import copies
 from helpers.bytes import same_bytes
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -398,14 +398,11 @@ NESTED_KEYS = {"weight.nested_absmax", "weight.nested_quant_map"}
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_dict(storage, nested, assign):
     module = layer(quant_storage=storage, compress_statistics=nested)
-    saved = module.state_dict()
-    assert set(saved) == KEYS | {"bias"} | (NESTED_KEYS if nested else set())
-    assert all(type(value) is torch.Tensor for key, value in saved.items()), "plain tensors only"
-    assert saved["weight"].dtype is storage and saved["weight"].shape[1] == 1
-    buffer = io.BytesIO()
-    torch.save(saved, buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=True)
+    entries = module.state_dict()
+    assert set(entries) == KEYS | {"bias"} | (NESTED_KEYS if nested else set())
+    assert all(type(value) is torch.Tensor for key, value in entries.items()), "plain tensors only"
+    assert entries["weight"].dtype is storage and entries["weight"].shape[1] == 1
+    loaded = copies.saved(entries, weights_only=True)
     x = torch.randn(3, 130)
     for fresh in (
         LinearNF4(130, 96),

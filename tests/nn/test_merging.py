@@ -6,8 +6,6 @@ Two ranks of FSDP2 are in fsdp/train.py (test_fsdp_train.py); checkpoints with m
 import copy
 import functools
 import gc
-import io
-import pickle
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ import bitsandbytes as bnb  # noqa: E402
 from bitshard import experts, fsdp, lora  # noqa: E402
 from bitshard.experts import modules  # noqa: E402
 from helpers import moe  # noqa: E402
+from helpers.copies import pickled, saved  # noqa: E402
 from helpers.lora import layers, model, randomize  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
@@ -218,19 +217,8 @@ def test_what_is_kept_goes_with_the_layer_of_peft():
     assert kept(bases) == 0
 
 
-def pickled(wrapped):
-    return pickle.loads(pickle.dumps(wrapped))
-
-
-def saved_whole(wrapped):
-    file = io.BytesIO()
-    torch.save(wrapped, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 @pytest.mark.parametrize("threshold", [None, 6.0])
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved_whole])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
 def test_a_copy_has_nothing_kept_and_does_not_unmerge(copied, threshold):
     """Its unmerging raises and leaves it merged, in peft's books too; the original is unmerged as ever."""
     wrapped = adapted(threshold=threshold)

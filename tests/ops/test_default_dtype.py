@@ -7,7 +7,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import io
 
 import bitsandbytes as bnb
 import pytest
@@ -19,6 +18,7 @@ from bitshard.functions import grouped, rows
 from helpers import moe
 from helpers import optim as optimizers
 from helpers.bytes import same_bytes
+from helpers.copies import saved
 from helpers.lora import fused_copy
 from helpers.lora import model as lora_model
 from helpers.lora import run as run_lora
@@ -112,10 +112,8 @@ def layer_of_4_bits():
         x = values(5, 96, seed=1).requires_grad_()
         y = layer(x)
         y.sum().backward()
-        file = io.BytesIO()
-        torch.save(copy.deepcopy(layer).state_dict(), file)
-        file.seek(0)
-        out += [y.detach(), x.grad, dict(layer.state_dict()), torch.load(file)]
+        entries = saved(copy.deepcopy(layer).state_dict(), weights_only=True)
+        out += [y.detach(), x.grad, dict(layer.state_dict()), entries]
     return [*out, bnb.nn.Params4bit(None), bnb.nn.Int8Params(None).data]
 
 

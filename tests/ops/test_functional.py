@@ -12,6 +12,7 @@ from bitshard.formats import maps
 from bitshard.nn.linear import LinearNF4
 from bitshard.state import QuantState, pack_dict_to_tensor, unpack_tensor_to_dict
 from helpers.bytes import as_bytes
+from helpers.copies import pickled
 
 
 def weight(N=96, K=130, dtype=torch.float32, seed=0):
@@ -193,7 +194,7 @@ def test_state_round_trips(nested, quant_type):
         assert again == state and again.dtype is state.dtype and again.shape == state.shape
     assert set(prefixed) == before, "from_dict changed its argument"
     assert torch.equal(getattr(state, f"bitsandbytes__{quant_type}"), flat[f"quant_state.bitsandbytes__{quant_type}"])
-    for copied in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state), copy.copy(state)):
+    for copied in (pickled(state), copy.deepcopy(state), copy.copy(state)):
         assert copied == state and copied is not state
     assert copy.copy(state).absmax is state.absmax
     with pytest.raises(AttributeError, match="nonsense"):
@@ -219,7 +220,7 @@ def test_code_is_an_ordinary_attribute(quant_type, tmp_path):
         copy.deepcopy(state),
         copy.copy(state),
         state.clone().to("cpu"),
-        pickle.loads(pickle.dumps(state)),
+        pickled(state),
         QuantState.from_dict(state.clone().as_dict(packed=True), "cpu"),
     ]
     torch.save(state, tmp_path / "state.pt")

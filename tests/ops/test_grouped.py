@@ -1,7 +1,6 @@
 """Products of a stack of expert weights: each expert as a weight of its own, byte for byte, whatever the others are."""
 
 import copy
-import pickle
 
 import pytest
 import reference
@@ -11,6 +10,7 @@ from bitshard.functions import grouped
 from bitshard.state import QuantState
 from cases import DTYPES, FORMATS, LINEAR_BOUND, ROUNDING
 from helpers.bytes import same_bytes
+from helpers.copies import pickled
 
 COUNTS = [0, 1, 20, 3, 7, 0, 17, 2]  # rows of each expert: none, few, more than are decoded in registers
 
@@ -271,7 +271,7 @@ def test_shapes_that_are_no_stack(shape):
 def test_states_go_through_files_copies_and_pickles(nested):
     _, packed, state = stack(3, 48, 64, nested=nested, blocksize=32, quant_type="fp4")
     entries = state.as_dict(packed=True)
-    for again in (QuantState.from_dict(entries, "cpu"), copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+    for again in (QuantState.from_dict(entries, "cpu"), copy.deepcopy(state), pickled(state)):
         assert again == state and again.kind is kinds.EXPERTS
         assert same_bytes(functional.dequantize_4bit(packed, again), functional.dequantize_4bit(packed, state))
 

@@ -1,7 +1,6 @@
 """Optimizer steps of the C core: against the reference, equal on all instruction sets, and what they refuse."""
 
 import itertools
-import pathlib
 
 import cases
 import pytest
@@ -10,7 +9,7 @@ import torch
 from bitshard import _C, ops
 from bitshard.formats import maps
 from helpers.alike import agree, by_isa, by_threads
-from helpers.bytes import same_bytes
+from helpers.bytes import resident_bytes, same_bytes
 
 NAMES = ("adam", "momentum", "rmsprop", "adagrad", "lion", "ademamix")
 TWO_MOMENTS = ("adam", "ademamix")
@@ -33,10 +32,6 @@ def inputs(n: int, g_dtype: torch.dtype, p_dtype: torch.dtype, seed: int = 0) ->
     g = torch.randn(n, generator=generator) * torch.rand(n, generator=generator) ** 6 * 0.1
     g[3::7] = 0
     return g.to(g_dtype), torch.randn(n, generator=generator).to(p_dtype)
-
-
-def resident_bytes() -> int:
-    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def first_moments(name: str) -> int:

@@ -10,6 +10,7 @@ import torch
 from bitshard import _C, autograd, functional, ops
 from bitshard.functions import blockwise
 from helpers.alike import agree, by_isa, by_threads
+from helpers.bytes import resident_bytes
 from helpers.drawn import packed_weight, random_weight
 from torch.nn import functional as F
 
@@ -367,11 +368,6 @@ LEAK_CALLS = {
     "linear_int8_dgrad": lambda a: ops.linear_int8_dgrad(a["dy"], a["int8"], a["rows"], 256, 512),
     "checksum": lambda a: ops.checksum(a["packed"]),
 }
-
-
-def resident_bytes() -> int:
-    fields = pathlib.Path("/proc/self/statm").read_text().split()
-    return int(fields[1]) * 4096
 
 
 @pytest.mark.parametrize("name", LEAK_CALLS)

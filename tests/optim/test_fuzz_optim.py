@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import pathlib
 import random
 import tracemalloc
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from bitshard import ops
 from bitshard.formats import maps
-from helpers.bytes import same, same_bytes
+from helpers.bytes import resident_bytes, same, same_bytes
 from helpers.optim import gradients, make
 from torch import nn
 
@@ -21,10 +20,6 @@ VALUES += ([], [64], {}, {"a": 1}, (0.9, 0.999), b"x", torch.float32)
 DTYPES = (torch.uint8, torch.int8, torch.int64, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SHAPES = ((64, 100), (16, 256), (7,), ())
 NAMES = ("AdamW8bit", "AdEMAMix8bit", "Lion8bit", "AdamW32bit", "LAMB32bit", "AdEMAMix32bit", "SGD32bit")
-
-
-def resident_bytes() -> int:
-    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 # ---- state dicts ----

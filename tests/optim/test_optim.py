@@ -3,7 +3,6 @@
 import copy
 import io
 import logging
-import pickle
 from pathlib import Path
 
 import bitsandbytes as bnb
@@ -13,7 +12,8 @@ from bitshard.optim import paged, paging, update
 from bitshard.optim.base import schedule
 from helpers import upstream
 from helpers.bytes import same_bytes
-from helpers.optim import CLASSES, PAGED, gradients, make, values_of
+from helpers.copies import pickled
+from helpers.optim import CLASSES, PAGED, gradients, make, train, values_of
 from original import upstream_optim as cases
 from torch import nn
 
@@ -24,13 +24,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def parameter(*shape, dtype=torch.float32, seed=0):
     return nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype))
-
-
-def train(optimizer, params, steps):
-    for step in steps:
-        for p, gradient in zip(params, gradients(params, step), strict=True):
-            p.grad = gradient
-        optimizer.step()
 
 
 # ---- one call for all parameters ----
@@ -650,7 +643,7 @@ def test_settings_of_a_parameter_that_is_gone_are_no_others():
 
 COPIES = {
     "deepcopy": copy.deepcopy,
-    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "pickle": pickled,
     "torch.save": lambda value: torch.load(io.BytesIO(saved_bytes(value)), weights_only=False),
 }
 

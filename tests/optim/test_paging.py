@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from bitshard.optim import paged, paging, update
-from helpers.optim import PAGED, gradients, make, values_of
+from helpers.optim import PAGED, gradients, make, train, values_of
 from torch import nn
 
 SHAPES = ((60, 200), (7,), (1001, 3), (255,), (4096,), (1,), (257, 9))
@@ -28,13 +28,6 @@ def slots(monkeypatch):
 def parameters(dtype=torch.float32, shapes=SHAPES):
     generator = torch.Generator().manual_seed(1)
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
-
-
-def train(optimizer, params, steps):
-    for step in steps:
-        for p, gradient in zip(params, gradients(params, step), strict=True):
-            p.grad = gradient
-        optimizer.step()
 
 
 def assert_same(ours, theirs):
@@ -62,7 +55,7 @@ def pair(name, dtype=torch.float32, shapes=SHAPES, **options):
 @pytest.mark.parametrize("room", [1, 255, 512, 4096, 5000, 10**6])
 def test_plan_has_all_elements_once_in_slots_that_fit(room):
     sizes, widths = [1000, 256, 1, 3, 70_000, 255, 513], [2, 8, 12, 3, 2, 4, 1]
-    slots = paging.plan(sizes, widths, room)
+    slots = paging.cut(sizes, widths, room)
     chunks = [chunk for slot in slots for chunk in slot]
     ends = [0] * len(sizes)
     for index, begin, end in chunks:
@@ -74,7 +67,7 @@ def test_plan_has_all_elements_once_in_slots_that_fit(room):
         assert sum(used) <= room or (len(used) == 1 and slot[0][2] - slot[0][1] <= 256)
     if room == 10**6:
         assert len(slots) == 1
-    assert paging.plan([], [], room) == []
+    assert paging.cut([], [], room) == []
 
 
 def test_slots_are_within_the_budget(monkeypatch):

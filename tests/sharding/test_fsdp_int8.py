@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from fsdp.launch import WORKERS, accelerate_launch, run
+from fsdp.launch import WORKERS, accelerate_launch, made_model, run
 from helpers.bytes import same_bytes
 from safetensors.torch import load_file
 
@@ -14,12 +14,7 @@ BOUND = 1e-5  # relative, of each loss, as of 4-bit weights in float32
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny Llama in model/, and room for runs."""
-    folder = tmp_path_factory.mktemp("int8")
-    code = (
-        f"import sys; sys.path.insert(0, {str(WORKERS)!r}); import train; train.make_model({str(folder / 'model')!r})"
-    )
-    run([sys.executable, "-c", code], 120)
-    return folder
+    return made_model(tmp_path_factory.mktemp("int8"))
 
 
 def results(folder, name, start, ranks, scenarios):

@@ -3,7 +3,6 @@
 import copy
 import gc
 import inspect
-import pickle
 import weakref
 
 import bitshard.tensor
@@ -16,6 +15,7 @@ from bitshard.shards import agreement
 from bitshard.shards.shard import PackedShard
 from bitshard.tensor import Params4bit
 from helpers.bytes import as_bytes, same_bytes
+from helpers.copies import pickled
 
 STORAGES = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -312,7 +312,7 @@ def test_moves_keep_the_class_and_pickles_are_plain():
     ):
         assert type(moved) is PackedShard and moved.origin is shard.origin
     assert type(copy.deepcopy(shard)) is PackedShard
-    loaded = pickle.loads(pickle.dumps(shard))
+    loaded = pickled(shard)
     assert type(loaded) is torch.Tensor and same_bytes(loaded, shard.plain())
     assert "of (128, 1)" in repr(shard[:3])
 

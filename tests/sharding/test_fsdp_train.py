@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from bitshard import tensor
-from fsdp.launch import WORKERS, accelerate_launch, launch, run
+from fsdp.launch import WORKERS, accelerate_launch, launch, made_model, run
 from packaging import version
 
 BASELINE = "trainer trainer_bf16 sft sft_dora dora kbit fp16".split()
@@ -35,12 +35,7 @@ BASE_BYTES = 21888  # packed bytes of the tiny model's 14 linears; 684 scales
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny Llama and its tokenizer in model/, and room for runs."""
-    folder = tmp_path_factory.mktemp("train")
-    code = (
-        f"import sys; sys.path.insert(0, {str(WORKERS)!r}); import train; train.make_model({str(folder / 'model')!r})"
-    )
-    run([sys.executable, "-c", code], 120)
-    return folder
+    return made_model(tmp_path_factory.mktemp("train"))
 
 
 def options(folder, name, scenarios):

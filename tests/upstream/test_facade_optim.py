@@ -5,13 +5,13 @@ Signatures are held to tests/original/upstream_names.json by test_facade_names.p
 
 import inspect
 import json
-import pickle
 import re
 
 import bitsandbytes as bnb
 import pytest
 import torch
 from helpers import upstream
+from helpers.copies import pickled
 from original import upstream_classes, upstream_names
 
 CLASSES = upstream_classes.classes()
@@ -69,7 +69,7 @@ def test_pickles_and_signatures_of_init(name):
     """A pickle names the class at its module; `__init__` itself has the signature of the class."""
     cls = CLASSES[name]
     assert getattr(__import__(cls.__module__, fromlist=[name]), name) is cls is getattr(bnb.optim, name)
-    copied = pickle.loads(pickle.dumps(make(name, lr=0.125)))
+    copied = pickled(make(name, lr=0.125))
     assert type(copied) is cls and copied.param_groups[0]["lr"] == 0.125
     of_init = str(inspect.signature(cls.__init__)).replace("(self, ", "(")
     assert of_init == str(inspect.signature(cls)) == LIST[cls.__module__][name]

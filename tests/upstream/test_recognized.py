@@ -22,6 +22,7 @@ from bitshard.nn import embedding, linear, linear8bit, parametrize, tied
 from fsdp.launch import run
 from helpers import moe, upstream
 from helpers.bytes import same_bytes
+from helpers.copies import pickled
 from packaging.version import Version
 from torch import nn
 
@@ -99,7 +100,7 @@ def test_a_class_stays_at_its_place(cls):
     assert inspect.getsource(cls).startswith(f"class {cls.__name__}(")
     forward = vars(cls).get("forward")
     assert forward is None or hasattr(forward, "__wrapped__") or own_forward(cls) is forward
-    assert typing.get_type_hints(cls) is not None and pickle.loads(pickle.dumps(cls)) is cls
+    assert typing.get_type_hints(cls) is not None and pickled(cls) is cls
 
 
 @pytest.mark.parametrize("make", [*(lambda cls=cls: quantized(cls) for cls in QUANTIZED), stacks])

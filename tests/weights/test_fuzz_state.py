@@ -1,7 +1,6 @@
 """100,000 damaged checkpoint entries: each is read, or refused with TypeError or ValueError, and takes no memory."""
 
 import json
-import pathlib
 import random
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from bitshard import _C, functional
 from bitshard.state import QuantState
 from bitshard.tensor import Params4bit
+from helpers.bytes import resident_bytes
 
 ROUNDS, SEEDS = 10_000, range(10)
 VALUES = (
@@ -154,10 +154,6 @@ def change_keys(rng: random.Random, entries: dict) -> None:
 
 
 CHANGES = (change_value, change_text, change_tensor, change_keys)
-
-
-def resident_bytes() -> int:
-    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -1,7 +1,6 @@
 """A layer's packed weight wherever it is: in one word, in copies of the layer, while a state dict is being loaded."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from bitshard.process import launch
 from bitshard.shards.shard import PackedShard
 from bitshard.tensor import Params4bit
 from helpers.bytes import same
+from helpers.copies import pickled
 from torch import nn
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
@@ -202,7 +202,7 @@ def test_a_replica_leaves_the_place_alone():
 def test_pickles_from_before_places_were_kept(quantized):
     module = layer().to("cpu") if quantized else layer()
     del module.packed_weight.place
-    assert place(pickle.loads(pickle.dumps(module))) is (Place.WHOLE if quantized else Place.FLOAT)
+    assert place(pickled(module)) is (Place.WHOLE if quantized else Place.FLOAT)
 
 
 # ---- what FSDP2 puts here in turns ----

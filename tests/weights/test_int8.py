@@ -3,8 +3,6 @@
 import concurrent.futures
 import copy
 import gc
-import io
-import pickle
 import weakref
 
 import bitsandbytes as bnb
@@ -15,6 +13,7 @@ from bitshard.int8_params import Int8Params
 from bitshard.matmul_int8 import MatmulLtState
 from bitshard.tensor import Params4bit, verify
 from helpers.bytes import same_bytes
+from helpers.copies import pickled, saved
 from torch import nn
 
 F = bnb.functional
@@ -421,7 +420,7 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "deepcopy of a model": lambda made: copy.deepcopy(nn.Sequential(made))[0],
     "copy": copy.copy,
-    "pickle": lambda made: pickle.loads(pickle.dumps(made)),
+    "pickle": pickled,
     "state dict": lambda made: made.load_state_dict(made.state_dict()) and made,
 }
 
@@ -451,10 +450,10 @@ def test_nothing_keeps_itself_alive(kind, how):
 def test_what_belongs_to_a_layer_is_copied_with_it_and_alone():
     """A state that is copied or pickled alone keeps the layer that it reads, as its copies have always done."""
     made = layer()
-    for twin in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+    for twin in (copy.copy(made), copy.deepcopy(made), pickled(made)):
         assert twin.state.owner is twin and twin.packed_weight.owner is twin is not made
     assert made.state.owner is made and made.packed_weight.owner is made
-    for alone in (copy.deepcopy(made.state), pickle.loads(pickle.dumps(made.state))):
+    for alone in (copy.deepcopy(made.state), pickled(made.state)):
         assert torch.equal(alone.CB, made.weight.CB) and torch.equal(alone.SCB, made.weight.SCB)
     alone = copy.deepcopy(made.packed_weight)
     assert torch.equal(alone.weight.CB, made.weight.CB) and alone.owner is not made
@@ -499,15 +498,7 @@ def test_device_and_back(device):
 def test_copies(way):
     made, x = layer(), inputs()
     y = made(x)
-    if way == "torch.save":
-        buffer = io.BytesIO()
-        torch.save(made, buffer)
-        buffer.seek(0)
-        new = torch.load(buffer, weights_only=False)
-    else:
-        new = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": lambda m: pickle.loads(pickle.dumps(m))}[way](
-            made
-        )
+    new = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": pickled, "torch.save": saved}[way](made)
     assert same_bytes(new(x), y) and isinstance(new.weight, Int8Params) and new.state is not made.state
     assert (new.weight is made.weight) is (way == "copy")
     assert new.state.CB.data_ptr() == new.weight.data_ptr() and new.state == made.state
@@ -518,15 +509,12 @@ def test_copies(way):
 
 def test_weights_alone_are_copied():
     weight = layer().weight
-    for new in (copy.copy(weight), copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
+    for new in (copy.copy(weight), copy.deepcopy(weight), pickled(weight)):
         assert type(new) is Int8Params and torch.equal(new.SCB, weight.SCB) and torch.equal(new.CB, weight.CB)
     assert copy.copy(weight).SCB is weight.SCB and copy.deepcopy(weight).SCB is not weight.SCB
     again = Int8Params(weight.data, requires_grad=False, **weight.__dict__)
     assert torch.equal(again.SCB, weight.SCB) and torch.equal(again.dequantize(), weight.dequantize())
-    buffer = io.BytesIO()
-    torch.save(weight, buffer)
-    buffer.seek(0)
-    assert torch.equal(torch.load(buffer, weights_only=True).SCB, weight.SCB)
+    assert torch.equal(saved(weight, weights_only=True).SCB, weight.SCB)
 
 
 def test_trainable_weights_are_not_quantized():

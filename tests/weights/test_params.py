@@ -2,8 +2,6 @@
 
 import copy
 import gc
-import io
-import pickle
 import weakref
 
 import bitshard.tensor
@@ -17,6 +15,7 @@ from bitshard.process.launch import fsdp_launch
 from bitshard.state import QuantState
 from bitshard.tensor import Params4bit, verify
 from bitshard.weights.guards import Packed
+from helpers.copies import pickled, saved
 from torch import nn
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -244,7 +243,7 @@ def test_data_is_plain_but_for_in_place_functions():
     data, bytes_ = weight.data, raw(weight)
     for plain in (data.clone(), data.view(-1), data.t(), data.float(), copy.deepcopy(data), data[:5]):
         assert type(plain) is torch.Tensor
-    for loaded in (load(save(data), weights_only=True), pickle.loads(pickle.dumps(data))):
+    for loaded in (saved(data, weights_only=True), pickled(data)):
         assert type(loaded) is torch.Tensor and torch.equal(loaded.view(torch.uint8).flatten(), bytes_)
     other = quantized()
     other.data.copy_(weight.data)
@@ -305,10 +304,10 @@ def test_copies(storage):
     weight = quantized(storage)
     copies = {
         "deepcopy": copy.deepcopy(weight),
-        "pickle": pickle.loads(pickle.dumps(weight)),
+        "pickle": pickled(weight),
         "copy": copy.copy(weight),
-        "torch.save": load(save(weight), weights_only=False),
-        "weights_only": load(save(weight), weights_only=True),
+        "torch.save": saved(weight),
+        "weights_only": saved(weight, weights_only=True),
     }
     for name, other in copies.items():
         assert type(other) is Params4bit and isinstance(other, nn.Parameter) and set(other.__dict__) == ATTRIBUTES, name
@@ -318,28 +317,16 @@ def test_copies(storage):
         assert (other.quant_state is weight.quant_state) is (name == "copy")
 
 
-def save(thing) -> io.BytesIO:
-    buffer = io.BytesIO()
-    torch.save(thing, buffer)
-    buffer.seek(0)
-    return buffer
-
-
-def load(buffer: io.BytesIO, weights_only: bool):
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=weights_only)
-
-
 def test_copies_of_a_float_weight():
     weight = Params4bit(dense(), quant_type="nf4")
-    for other in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
+    for other in (copy.deepcopy(weight), pickled(weight)):
         assert other.to("cpu").quant_type == "nf4"
     assert not weight.bnb_quantized
 
 
 def test_copied_modules_are_whole():
     layer = LinearNF4(130, 96, quant_storage=torch.bfloat16).to("cpu")
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+    for other in (copy.deepcopy(layer), pickled(layer)):
         assert other.weight.module is other and other.quant_state is other.weight.quant_state
         assert other.quant_state is not layer.quant_state
     alone = copy.deepcopy(layer.weight)
