@@ -179,7 +179,7 @@ class _Merged:
                 yield from ((name, tensor) for name, tensor in made.items() if name in names)
 
     def _files_names(self, entries: dict[str, Entry]) -> Iterable[str]:
-        """Of what these are, or are a part of."""
+        """Names in files of what these entries are, or are a part of."""
         together = self.found.names.together
         keys = {each for key in entries for each in together(key)}
         return self.found.names.entries({key: self._made[key] for key in sorted(keys)})

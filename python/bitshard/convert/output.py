@@ -288,7 +288,7 @@ def require_new(folder: Path) -> None:
 
 
 def checksum(tensor: Tensor) -> str:
-    """Of the bytes of a tensor on the CPU."""
+    """Hexadecimal digest (BLAKE2b, 128 bits) of the bytes of a tensor on the CPU."""
     return hashlib.blake2b(tensor.reshape(-1).view(torch.uint8).numpy(), digest_size=16).hexdigest()
 
 

@@ -190,7 +190,7 @@ def _require_complete(folder: Path, info: dict[str, Any]) -> None:
 
 
 def _report_of(model: torch.nn.Module, out: Path) -> Report:
-    """Of a model that was loaded and saved as a whole."""
+    """The report on a model that was loaded and saved as a whole."""
     packed, dense, skipped = 0, 0, {}
     paths = {id(module): path for path, module in model.named_modules()}
     owners = {id(p): (module, name) for module in model.modules() for name, p in module._parameters.items()}

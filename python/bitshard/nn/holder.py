@@ -99,7 +99,7 @@ class PackedWeight:
         return {**self.__dict__, "kept": None, "restored": None}  # of copies and pickles
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
-        """Of a copied layer. The copy of a shard or part keeps its state, for scales that were cut stay one."""
+        """The holder of a copied layer. The copy of a shard or part keeps the state: its scales are cut already."""
         new = memo[id(self)] = copy.copy(self)
         new.owner = copy.deepcopy(self.owner, memo)
         if self.place is Place.PART:

@@ -247,7 +247,7 @@ class HoldsInt8Weight(HoldsPackedWeight):
     # -- copies and moves --
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, a pickle, or a layer that bitsandbytes pickled, whose weight arrives as a plain parameter."""
+        """Read a copy or a pickle, bitsandbytes' too, in which the weight is a plain parameter."""
         super().__setstate__(state)
         weight, held = self._parameters.get("weight"), self.state
         if type(weight) is nn.Parameter and "SCB" in vars(weight):

@@ -149,7 +149,7 @@ class MatmulLtState(OfModule):
         return new
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a pickle, bitsandbytes' own among them, whose codes and scales are plain attributes."""
+        """Read a pickle; bitsandbytes' has codes and scales as plain attributes."""
         for name, own in (("CB", "_codes"), ("SCB", "_scales")):
             if name in state:
                 state = {own: state[name], **{key: value for key, value in state.items() if key != name}}

@@ -208,7 +208,7 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=PackedMeta):
 
     @property
     def ds_shape(self) -> torch.Size:
-        """Of a stack of experts, the shape that its module shows, from which peft makes adapters.
+        """Shape of a stack of experts as its module shows it, from which peft makes adapters.
 
         peft asks for this name, under which DeepSpeed keeps the shape of a parameter that it has cut.
         """
@@ -219,13 +219,13 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=PackedMeta):
 
     @property
     def has_fp16_weights(self) -> bool:
-        """Of an int8 weight False; peft makes a merged one with it."""
+        """False; only int8 weights have it, and peft makes a merged one with it."""
         self._require_int8("has_fp16_weights")
         return False
 
     @property
     def SCB(self) -> Tensor:
-        """Of an int8 weight its scales, float32 [N]."""
+        """Scales of an int8 weight, float32 [N]. AttributeError for 4-bit weights."""
         self._require_int8("SCB")
         return self.quant_state.absmax
 
