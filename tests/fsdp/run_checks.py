@@ -11,6 +11,7 @@ import traceback
 import torch.distributed as dist
 from checks import (
     agreement,
+    another_kind,
     broadcast,
     casts,
     checkpoints,
@@ -28,6 +29,7 @@ from common import finish, start
 
 FILES = (
     agreement,
+    another_kind,
     options,
     weights,
     report,

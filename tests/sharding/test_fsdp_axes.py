@@ -19,6 +19,7 @@ CHECKS = (
     *"sharded_state_dict torch_save contradictions full_state_dict torch_full_state_dict".split(),
     *BROADCAST,
     *"embedding_units embedding_tied_head embedding_state_dicts embedding_load".split(),
+    *"another_kind another_kind_in_files another_kind_quantized_after_sharding another_kind_differs".split(),
     *"dcp resume loss_curves casts_raise fp16 fsdp1_options fsdp1_shared_weight fsdp1_state_dicts".split(),
     *"int8_dcp int8_full_state_dict int8_entries_of_files int8_torch_state_dicts int8_misfits int8_offload".split(),
     *"int8_loaded_before int8_float_weights int8_refusals int8_words int8_ddp".split(),

@@ -73,13 +73,17 @@ def test_format_is_the_kinds(made):
 
 
 def test_whoever_moves_bytes_asks_the_kind():
-    """Holder, shard, loading and saving count no codes themselves; rows are quantized where no state is yet."""
+    """Holder, shard, loading and saving count no codes themselves, and nothing asks which kind it has."""
     counted = re.compile(r"ops\.(?:storage_elements|block_count)\(")
     package = ROOT / "python/bitshard"
     above = [path for name in ("nn", "sharding", "weights", "shards") for path in (package / name).rglob("*.py")]
     above.append(package / "formats/container.py")
-    found = [path.relative_to(package).as_posix() for path in above if counted.search(path.read_text())]
-    assert found == ["sharding/weights/rows.py"]
+    assert not [path.relative_to(package).as_posix() for path in above if counted.search(path.read_text())]
+    asked = re.compile(r"kind (?:is|is not|==|!=) (?:\w+\.)?(?:INT8|EXPERTS|FOUR_BIT)\b")
+    assert asked.search("if state.kind is not kinds.INT8:")
+    assert not [
+        path.relative_to(package).as_posix() for path in package.rglob("*.py") if asked.search(path.read_text())
+    ]
 
 
 def int8_weight(dtype=torch.bfloat16):
@@ -102,7 +106,7 @@ def test_int8_is_bytes_with_scales_of_rows():
     assert torch.allclose(
         state.kind.product(x, column, state, None, None, 0.0).float(), x.float() @ again.float().t(), atol=0.05
     )
-    with pytest.raises(ValueError, match="expected 18 and 7"):
+    with pytest.raises(ValueError, match="\\[7, 5\\] needs 18"):
         functional.dequantize_4bit(column[1:], state)
 
 

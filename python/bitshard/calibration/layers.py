@@ -14,7 +14,6 @@ from bitshard.calibration import low_rank
 from bitshard.calibration.decoder import Decoder
 from bitshard.calibration.moments import Moments
 from bitshard.calibration.solve import Format, Inputs, Solved, packed, solve
-from bitshard.formats.kinds import EXPERTS
 from bitshard.functions import functional
 from bitshard.functions.functional import QuantState
 
@@ -252,7 +251,7 @@ def _joined(packed_parts: list[Tensor], states: list[QuantState]) -> tuple[Tenso
         absmax=absmax, shape=shape, blocksize=state.blocksize, quant_type=state.quant_type, dtype=state.dtype
     )
     made.share(state.quant_type)
-    made.kind = EXPERTS
+    made.kind = made.kind.stack
     if state.nested:
         second = torch.cat([each.state2.absmax for each in states])
         functional.set_nested(made, absmax, second, torch.stack([each.offset for each in states]))

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bitshard.formats.kinds import INT8
-from bitshard.formats.state import QuantState, int8_state
+from bitshard.formats.state import QuantState
 from bitshard.sharding.checkpoints import contents
 from bitshard.sharding.checkpoints.expected import Expected, expected, require_fitting
 from bitshard.sharding.checkpoints.files import Entry
@@ -23,6 +22,7 @@ from bitshard.sharding.loading.skeleton import Skeleton
 from bitshard.weights.inventory import holder_of
 from bitshard.weights.tensor import Params4bit
 
+_SETTINGS = ("blocksize", "compress_statistics", "quant_type")  # of a weight, where it has them
 _JSON_BYTES, _EXPERT_BYTES = 256, 24  # of a weight's JSON entry, and of each expert's number in it
 
 
@@ -146,28 +146,17 @@ def packed_entries(key: str, held: Any, weight: Any) -> dict[str, Entry]:
         weight: of the meta device, not quantized.
     """
     packed, state = empty_weight(held, weight)
-    if held.kind is INT8:
-        made, late = {key: packed.view(state.shape), **INT8.beside(key, state)}, None
-    else:
-        made = {key: packed, f"{key}.absmax": state.absmax, f"{key}.quant_map": state.code}
-        if state.nested:
-            made |= {f"{key}.nested_absmax": state.state2.absmax, f"{key}.nested_quant_map": state.state2.code}
-        late = f"{key}.quant_state.bitsandbytes__{weight.quant_type}"  # JSON, whose length varies
-        size = _JSON_BYTES + _EXPERT_BYTES * held.kind.parts(state)
-        made[late] = torch.empty(size, dtype=torch.uint8, device="meta")
+    kind = held.kind
+    beside, late = kind.empty_beside(key, state, _JSON_BYTES + _EXPERT_BYTES * kind.parts(state))
+    made = {key: packed.view(kind.stored_shape(state, packed.element_size())), **beside}
     return {name: Entry(value.dtype, tuple(value.shape), late=name == late) for name, value in made.items()}
 
 
 def empty_weight(held: Any, weight: Any) -> tuple[Tensor, QuantState]:
     """Packed bytes and state of a quantized weight, on the meta device; `held`, `weight` as of `packed_entries`."""
     shape = held.shape if held.shape is not None else weight.shape
-    if held.kind is INT8:
-        state = int8_state(torch.empty(shape[0], dtype=torch.float32, device="meta"), shape, torch.bfloat16)
-        return torch.empty(shape, dtype=torch.int8, device="meta").view(-1, 1), state
     return held.kind.quantize(
         torch.empty(shape, dtype=torch.bfloat16, device="meta"),
-        blocksize=weight.blocksize,
-        compress_statistics=weight.compress_statistics,
-        quant_type=weight.quant_type,
-        quant_storage=weight.quant_storage,
+        quant_storage=held.storage,
+        **{name: getattr(weight, name) for name in _SETTINGS if hasattr(weight, name)},
     )

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from bitshard import ops
-from bitshard.formats.kinds import EXPERTS
 from bitshard.functions import functional
 from bitshard.process import foreign
 from bitshard.shards import gather
@@ -116,7 +115,7 @@ def grouped_mm(x: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
 
 def _is_stack(value: Any) -> bool:
     state = getattr(value, "quant_state", None)
-    return isinstance(value, Params4bit) and state is not None and state.kind is EXPERTS
+    return isinstance(value, Params4bit) and state is not None and state.kind.stacked
 
 
 def _fits(delta: Any, weight: Params4bit) -> bool:

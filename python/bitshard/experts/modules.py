@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard.formats.checks import check_format, check_storage
-from bitshard.formats.kinds import EXPERTS
+from bitshard.formats.checks import check_storage
+from bitshard.formats.kind import Kind, kind_of
 from bitshard.formats.state import QuantState
 from bitshard.functions import functional
 from bitshard.nn.holder import HoldsPackedWeights, PackedWeight
@@ -36,8 +36,6 @@ class PackedStack(PackedWeight):
         packed_files: whether what is loaded comes packed.
     """
 
-    kind = EXPERTS
-
     def __init__(self, owner: nn.Module, name: str, settings: dict[str, Any]):
         shown = owner._parameters[name].shape
         self.transposed = bool(owner.is_transposed)
@@ -53,7 +51,7 @@ class PackedStack(PackedWeight):
 
         Its nested scales have one second level for all experts, so they become plain ones, 4 bytes a block.
         """
-        if state.kind is EXPERTS:
+        if state.kind.stacked:
             return state
         if self.transposed or state.shape != self.shape or state.shape[1:].numel() % state.blocksize:
             raise ValueError(
@@ -62,14 +60,23 @@ class PackedStack(PackedWeight):
                 "load the values"
             )
         state = functional.with_plain_scales(state).clone()
-        state.kind = EXPERTS
+        state.kind = self.kind
         return state
+
+    @property
+    def kind(self) -> Kind:
+        """What the bytes are: a stack of weights in the format of the settings."""
+        return kind_of(self.quant_type).stack
 
     @property
     def shown(self) -> torch.Size:
         """The shape that the module shows: [E, N, K], or [E, K, N] where it is `transposed`."""
         experts, N, K = self.shape
         return torch.Size((experts, K, N) if self.transposed else (experts, N, K))
+
+    def shown_as(self, view: Tensor) -> Tensor:
+        """A parameter in any case, for peft parametrizes no other tensors; under a version counter of its own."""
+        return Params4bit.of_state(view.data, self.state, self.storage, self.layer)
 
     def oriented(self, values: Tensor) -> Tensor:
         """Values of the module's shape as [E, N, K], or the reverse."""
@@ -123,7 +130,9 @@ def check(module: nn.Module, path: str, quant_type: str, blocksize: int, quant_s
     """TypeError or ValueError unless the stacks of an experts module can be 4-bit; `path` is its name."""
     if isinstance(module, PackedExperts):
         raise ValueError(f"{path}: these experts are 4-bit already")
-    check_format(quant_type, blocksize)
+    if (kind := kind_of(quant_type).stack) is None:
+        raise ValueError(f"{path}: experts cannot be {quant_type!r}")
+    kind.check(quant_type, blocksize)
     check_storage(quant_storage)
     for name in stack_names(module):
         stack = module._parameters[name]

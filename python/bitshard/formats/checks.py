@@ -5,22 +5,11 @@ The ops (csrc/ops/ops.c) check again only what would corrupt memory.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from bitshard import ops
-from bitshard.formats.kinds import INT8
-from bitshard.formats.state import (
-    BLOCKSIZES,
-    BLOCKSIZES_8BIT,
-    NESTED_BLOCKSIZE,
-    STORAGE_DTYPES,
-    VALUE_DTYPES,
-    QuantState,
-    dtype_name,
-)
+from bitshard.formats.kind import kind_of
+from bitshard.formats.state import BLOCKSIZES_8BIT, STORAGE_DTYPES, VALUE_DTYPES, QuantState, dtype_name
 
 
 def check_storage(quant_storage: torch.dtype) -> None:
@@ -31,66 +20,31 @@ def check_storage(quant_storage: torch.dtype) -> None:
 
 
 def check_format(quant_type: str, blocksize: int) -> None:
-    """ValueError unless the 4-bit format and the block size exist."""
-    if quant_type not in ops.FORMATS:
-        raise ValueError(f"quant_type is {quant_type!r}, expected 'nf4' or 'fp4'")
-    if blocksize not in BLOCKSIZES:
-        raise ValueError(f"invalid blocksize {blocksize}: expected one of {BLOCKSIZES}")
+    """ValueError unless the format and the block size exist."""
+    kind_of(quant_type).check(quant_type, blocksize)
 
 
 def check_packed(packed: Tensor, state: QuantState, where: str) -> None:
     """TypeError or ValueError unless `packed` has as many bytes, and `state` as many scales, as `state.shape` needs."""
     if not isinstance(state, QuantState):
         raise TypeError(f"{where}: expected a QuantState, got {type(state).__name__}")
-    if state.kind is INT8:
-        return _check_int8(packed, state, where)
-    if state.shape is None or state.quant_type not in ops.FORMATS:
-        raise ValueError(
-            f"{where}: quant_state is of type {state.quant_type!r} and shape {state.shape}, not a 4-bit state"
-        )
-    check_format(state.quant_type, state.blocksize)
-    if state.reordered:
-        raise ValueError(
-            f"{where}: the weight of shape {list(state.shape)} is in the form of _convert_weight_packed_for_cpu, which "
-            "functions take and layers do not: turn it back with _convert_weight_packed_for_cpu_inverse"
-        )
+    state.kind.check_state(packed, state, where)
     if packed.dtype not in STORAGE_DTYPES:
         raise TypeError(f"{where}: packed weight is {packed.dtype}, which is no storage dtype")
-    n = math.prod(state.shape)
-    expected = ops.storage_elements(n, packed.element_size())
+    expected = state.packed_elements(packed.element_size())
     if packed.numel() != expected:
         raise ValueError(
             f"{where}: packed weight has {packed.numel()} elements of {dtype_name(packed.dtype)}, but "
             f"{list(state.shape)} needs {expected}. Is it sharded, or was it cast to another dtype?"
         )
     check_there(packed, state, where)
-    n_blocks = ops.block_count(n, state.blocksize)
-    if state.absmax.numel() != n_blocks:
+    if state.absmax.numel() != state.scale_count:
         raise ValueError(
             f"{where}: absmax has {state.absmax.numel()} scales, but {list(state.shape)} with blocksize "
-            f"{state.blocksize} needs {n_blocks}"
-        )
-    if state.absmax.dtype is not (torch.uint8 if state.nested else torch.float32):
-        raise TypeError(f"{where}: absmax is {state.absmax.dtype}, expected {'uint8' if state.nested else 'float32'}")
-    if state.nested and state.state2.blocksize != NESTED_BLOCKSIZE:
-        raise ValueError(
-            f"{where}: nested blocksize {state.state2.blocksize} is not supported, only {NESTED_BLOCKSIZE}"
+            f"{state.blocksize} needs {state.scale_count}"
         )
     if state.absmax.device != packed.device:
         raise ValueError(f"{where}: packed weight is on {packed.device}, its scales are on {state.absmax.device}")
-
-
-def _check_int8(packed: Tensor, state: QuantState, where: str) -> None:
-    expected, scales = state.packed_elements(packed.element_size()), state.absmax.numel()
-    if packed.numel() != expected or scales != state.scale_count:
-        raise ValueError(
-            f"{where}: an int8 weight of {list(state.shape)} has {packed.numel()} elements of "
-            f"{dtype_name(packed.dtype)} and {scales} scales, expected {expected} and {state.scale_count}. Is it "
-            "sharded, or was it cast to another dtype?"
-        )
-    check_there(packed, state, where)
-    if state.absmax.device != packed.device:
-        raise ValueError(f"{where}: the int8 weight is on {packed.device}, its scales are on {state.absmax.device}")
 
 
 def check_there(packed: Tensor, state: QuantState, where: str) -> None:

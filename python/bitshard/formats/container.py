@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitshard.formats.kinds import EXPERTS, FOUR_BIT, Kind
+from bitshard.formats.kinds import FOUR_BIT, Kind
 from bitshard.formats.state import VALUE_DTYPES, QuantState
 from bitshard.process import launch
 
@@ -17,13 +17,13 @@ def container_dtype(weight_dtype: torch.dtype, quant_storage: torch.dtype, kind:
     dtype of the weight. accelerate leaves integer parameters unsharded, and FSDP1 refuses them. Files keep the declared
     dtype. Stacks of experts are always kept in the dtype of their values, to which peft casts what it adds to them.
     """
-    shards = launch.fsdp_launch() or launch.keeps_parts() or kind is EXPERTS
+    shards = launch.fsdp_launch() or launch.keeps_parts() or kind.stacked
     return shardable_dtype(weight_dtype, quant_storage, kind) if shards else quant_storage
 
 
 def shardable_dtype(weight_dtype: torch.dtype, container: torch.dtype, kind: Kind = FOUR_BIT) -> torch.dtype:
     """The container that FSDP can shard: a float one unchanged, else the dtype of the weight if it can hold bytes."""
-    unchanged = container.is_floating_point and kind is not EXPERTS
+    unchanged = container.is_floating_point and not kind.stacked
     if unchanged or weight_dtype not in VALUE_DTYPES.values():
         return container
     return weight_dtype

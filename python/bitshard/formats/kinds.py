@@ -1,73 +1,19 @@
-"""Kinds of packed weights: what holder, shard, loading and saving ask of bytes with scales, whatever the bytes hold.
-
-A weight is a column of bytes in a container dtype, its scales, and a `QuantState` that names its kind. How many there
-are of each, what must agree for one weight's bytes to take another's place, and what is computed with them, is here and
-nowhere above. A further kind is one more object.
-"""
+"""The kinds of packed weights: 4-bit ones, stacks of them, and int8. What each is asked: `bitshard.formats.kind`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bitshard import ops
+from bitshard.formats import entries
+from bitshard.formats.kind import KINDS, Kind, kind_named, kind_of, register
 
-
-class Kind:
-    """One kind of packed weight.
-
-    Attributes:
-        word: for messages: a "4-bit" or an "int8" weight.
-        name: of the layout of the bytes in checkpoints; None for bitsandbytes' own.
-        format: names of a state's attributes that must be equal for its bytes and scales to be of one format.
-        quantize: (values, with keywords the settings of `functional.quantize_4bit`) -> (packed, state).
-        dequantize: (packed, state, out=None) -> values of state.shape and state.dtype, of a weight that is whole here.
-        product: (x [..., K], packed, state, bias or None, offs, threshold) -> x W^T + bias [..., N]; no gradient
-            (`bitshard.products` has it). offs: where the rows of each expert of a stack end, else None.
-        gradient: (dy [..., N], packed, state, offs) -> dy W [..., K]; no gradient.
-    """
-
-    word: str
-    name: str | None
-    format: tuple[str, ...]
-    quantize: Callable[..., Any]
-    dequantize: Callable[..., Tensor]
-    product: Callable[..., Tensor]
-    gradient: Callable[..., Tensor]
-
-    def elements(self, state: Any, itemsize: int) -> int:
-        """Elements of `itemsize` bytes that hold the packed bytes of a state's tensor."""
-        raise NotImplementedError
-
-    def scale_count(self, state: Any) -> int:
-        """Scales of a state's tensor."""
-        raise NotImplementedError
-
-    def parts(self, state: Any) -> int:
-        """Into how many parts of equal size the tensor falls, each with a second level of scales of its own."""
-        return 1
-
-    def bias_gradient(self, dy: Tensor, state: Any, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Sums of the rows of dy [..., N], of a stack of each expert's: [N] or [E, N] of `dtype`."""
-        return dy.reshape(dy.shape[:-1].numel(), dy.shape[-1]).sum(0, dtype=dtype)
-
-    def stored_shape(self, state: Any, itemsize: int) -> tuple[int, ...]:
-        """Shape of the packed bytes in a checkpoint file, in a storage dtype of `itemsize` bytes."""
-        return self.elements(state, itemsize), 1
-
-    def beside(self, key: str, state: Any) -> dict[str, Tensor]:
-        """The entries of a checkpoint file beside the weight `key`, by their whole keys; of a state with all scales."""
-        return {f"{key}.{name}": value for name, value in state.as_dict(packed=True).items()}
-
-    def unfiled(self, key: str, entries: dict[str, Any], state: Any) -> dict[str, Any]:
-        """Entries of a state dict with those of the weight `key` as `QuantState.as_dict` names them."""
-        return entries
-
-    def __reduce__(self) -> tuple:
-        return kind_named, (self.name,)  # copies and pickles are the same object
+__all__ = ["EXPERTS", "FOUR_BIT", "INT8", "KINDS", "ExpertStack", "FourBit", "Int8", "Kind"]
+__all__ += ["kind_named", "kind_of", "register"]
 
 
 class FourBit(Kind):
@@ -75,13 +21,68 @@ class FourBit(Kind):
 
     word = "4-bit"
     name = None
-    format = ("shape", "blocksize", "quant_type", "nested", "kind")
+    bits = 4
+    quant_types = tuple(ops.FORMATS)
+    nests = fuses_lora = True
 
-    def elements(self, state: Any, itemsize: int) -> int:
-        return ops.storage_elements(state.shape.numel(), itemsize)
+    def check_state(self, packed: Tensor, state: Any, where: str) -> None:
+        if state.shape is None or state.quant_type not in self.quant_types:
+            raise ValueError(
+                f"{where}: quant_state is of type {state.quant_type!r} and shape {state.shape}, not a 4-bit state"
+            )
+        self.check(state.quant_type, state.blocksize)
+        if state.reordered:
+            raise ValueError(
+                f"{where}: the weight of shape {list(state.shape)} is in the form of _convert_weight_packed_for_cpu, "
+                "which functions take and layers do not: turn it back with _convert_weight_packed_for_cpu_inverse"
+            )
+        wanted = torch.uint8 if state.nested else torch.float32
+        if state.absmax.dtype is not wanted:
+            raise TypeError(f"{where}: absmax is {state.absmax.dtype}, expected {entries.dtype_name(wanted)}")
+        if state.nested and state.state2.blocksize != entries.NESTED_BLOCKSIZE:
+            raise ValueError(
+                f"{where}: nested blocksize {state.state2.blocksize} is not supported, only {entries.NESTED_BLOCKSIZE}"
+            )
 
-    def scale_count(self, state: Any) -> int:
-        return ops.block_count(state.shape.numel(), state.blocksize)
+    def tensors(self, state: Any) -> dict[str, Tensor]:
+        if not state.nested:
+            return super().tensors(state)
+        code = state.state2.code.clone()  # safetensors drops tensors that share storage
+        return {**super().tensors(state), "nested_absmax": state.state2.absmax, "nested_quant_map": code}
+
+    def read(self, cls: Any, given: dict[str, Any]) -> Any:
+        blocksize = entries.integer(given, "blocksize")
+        if blocksize not in self.blocksizes:
+            raise ValueError(
+                f"quantization state: blocksize is {entries.short(blocksize)}, expected one of {self.blocksizes}"
+            )
+        shape = entries.read_shape(given)
+        self._check_shape(shape, blocksize)
+        n_blocks = ops.block_count(math.prod(shape), blocksize)
+        nested = entries.has_nested(given)
+        why = f"{'nested' if nested else 'plain'} scales of shape {list(shape)} with blocksize {blocksize}"
+        absmax = entries.vector(given, "absmax", (torch.uint8 if nested else torch.float32,), n_blocks, why)
+        entries.check_scales(absmax, "absmax")
+        offset = state2 = None
+        if nested:
+            experts = shape[0] if self.stacked else None
+            offset, state2 = entries.read_nested(cls, given, n_blocks, (entries.NESTED_BLOCKSIZE,), experts)
+        state = cls(
+            absmax=absmax.contiguous(),
+            shape=shape,
+            code=entries.code_map(given, "quant_map", ops.table(given["quant_type"])),
+            blocksize=blocksize,
+            quant_type=given["quant_type"],
+            dtype=entries.value_dtype(given, "dtype"),
+            offset=offset,
+            state2=state2,
+        )
+        if self is not cls.kind:
+            state.kind = self
+        return state
+
+    def _check_shape(self, shape: torch.Size, blocksize: int) -> None:
+        """ValueError unless there are such weights."""
 
 
 class ExpertStack(FourBit):
@@ -92,9 +93,15 @@ class ExpertStack(FourBit):
     """
 
     name = "experts"
+    stacked = True
+    fuses_lora = False
 
-    def parts(self, state: Any) -> int:
-        return state.shape[0]
+    def _check_shape(self, shape: torch.Size, blocksize: int) -> None:
+        if len(shape) != 3 or 0 in shape or shape[1:].numel() % blocksize:
+            raise ValueError(
+                f"quantization state: layout {self.name!r} needs a shape [E, N, K] with N K a multiple of the "
+                f"blocksize {blocksize}, got {list(shape)}"
+            )
 
     def bias_gradient(self, dy: Tensor, state: Any, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
         rows = torch.arange(dy.shape[0], device=dy.device, dtype=offs.dtype)
@@ -111,40 +118,70 @@ class Int8(Kind):
     """
 
     word = name = "int8"
+    bits = 8
+    quant_types = ("int8",)
     format = ("shape", "kind")
-
-    def elements(self, state: Any, itemsize: int) -> int:
-        return -(-state.shape.numel() // itemsize)
+    attributes = ("SCB", "has_fp16_weights")
 
     def scale_count(self, state: Any) -> int:
         return state.shape[0]
 
+    def check(self, quant_type: str, blocksize: int) -> None:
+        """Nothing: a block is a row."""
+
     def stored_shape(self, state: Any, itemsize: int) -> tuple[int, ...]:
         return tuple(state.shape)
+
+    def tensors(self, state: Any) -> dict[str, Tensor]:
+        return {"absmax": state.absmax}
+
+    def read(self, cls: Any, given: dict[str, Any]) -> Any:
+        shape, layout = entries.read_shape(given), given.get(entries.LAYOUT_KEY)
+        if len(shape) != 2 or layout != self.name or entries.has_nested(given):
+            raise ValueError(f"quantization state: int8 of shape {list(shape)}, layout {entries.short(layout)}")
+        absmax = entries.vector(given, "absmax", (torch.float32,), shape[0], f"scales of the rows of {list(shape)}")
+        entries.check_scales(absmax, "absmax", signed=False)
+        return self.state(cls, absmax.contiguous(), shape, entries.value_dtype(given, "dtype"))
+
+    def state(self, cls: Any, scales: Tensor, shape: torch.Size, dtype: torch.dtype) -> Any:
+        """The state, made by `cls`, of a weight [N, K] with `scales` float32 [N], which dequantizes to `dtype`."""
+        state = cls(scales, torch.Size(shape), scales.new_empty(0), shape[1], self.name, dtype)
+        state.kind = self
+        return state
 
     def beside(self, key: str, state: Any) -> dict[str, Tensor]:
         layer = key.removesuffix("weight")
         return {f"{layer}SCB": state.absmax, f"{layer}weight_format": torch.zeros((), dtype=torch.uint8)}
 
-    def unfiled(self, key: str, entries: dict[str, Any], state: Any) -> dict[str, Any]:
+    def names_beside(self, key: str, files: Any) -> list[str]:
+        name = f"{key.removesuffix('weight')}SCB"
+        return [name] if name in files else []
+
+    def empty_beside(self, key: str, state: Any, json_bytes: int) -> tuple[dict[str, Tensor], str | None]:
+        return self.beside(key, state), None
+
+    def unfiled(self, key: str, given: dict[str, Any], state: Any) -> dict[str, Any]:
         layer = key.removesuffix("weight")
-        if f"{layer}SCB" not in entries:
-            return entries
-        rest = {name: value for name, value in entries.items() if name not in (f"{layer}SCB", f"{layer}weight_format")}
+        if f"{layer}SCB" not in given:
+            return given
+        rest = {name: value for name, value in given.items() if name not in (f"{layer}SCB", f"{layer}weight_format")}
         own = state.clone()
-        own.absmax, own.sharded, own.part = entries[f"{layer}SCB"], None, None
+        own.absmax, own.sharded, own.part = given[f"{layer}SCB"], None, None
         return {**rest, **super().beside(key, own)}
+
+    def filed(self, key: str, given: dict[str, Any], state: Any) -> dict[str, Any]:
+        if key not in given:
+            return given
+        codes = given[key].reshape(-1).view(torch.int8)[: state.shape.numel()].view(state.shape)
+        if f"{key}.absmax" not in given:  # a whole weight, with its scales in SCB already
+            return {**given, key: codes}
+        own = self.state(type(state), given[f"{key}.absmax"], state.shape, state.dtype)
+        rest = {name: value for name, value in given.items() if name != key and not name.startswith(f"{key}.")}
+        return {**rest, key: codes, **self.beside(key, own)}
 
 
 EXPERTS = ExpertStack()
 INT8 = Int8()
 FOUR_BIT = FourBit()  # `bitshard.functional` gives it what it computes
-KINDS: dict[str | None, Kind] = {kind.name: kind for kind in (FOUR_BIT, EXPERTS, INT8)}  # by their names in checkpoints
-
-
-def kind_named(name: str | None) -> Kind:
-    """The kind with this name in checkpoints."""
-    return KINDS[name]
-
-
-kind_named.__module__ = "bitshard.kinds"  # as pickles name it
+FOUR_BIT.stack = EXPERTS
+register(FOUR_BIT, EXPERTS, INT8)

@@ -8,35 +8,34 @@ Checkpoints are not trusted: no size in them decides an allocation, and a contra
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bitshard import ops
-from bitshard.formats import maps
-from bitshard.formats.kinds import FOUR_BIT, INT8, KINDS, Kind
+from bitshard.formats import entries, maps
+from bitshard.formats.entries import (
+    BLOB_PREFIX,
+    BLOCKSIZES,
+    LAYOUT_KEY,
+    NESTED_BLOCKSIZE,
+    TENSOR_KEYS,
+    VALUE_DTYPES,
+    VALUE_KEYS,
+    check_scales,
+    dtype_name,
+    pack_dict_to_tensor,
+    unpack_tensor_to_dict,
+)
+from bitshard.formats.kind import Kind, kind_of_entries, quant_types
+from bitshard.formats.kinds import FOUR_BIT, INT8
+
+__all__ = ["BLOCKSIZES", "BLOCKSIZES_8BIT", "NESTED_BLOCKSIZE", "STORAGE_DTYPES", "VALUE_DTYPES", "QuantState"]
+__all__ += ["check_scales", "dtype_name", "int8_state", "pack_dict_to_tensor", "unpack_tensor_to_dict"]
 
 STORAGE_DTYPES = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
-VALUE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 BLOCKSIZES_8BIT = (*BLOCKSIZES, 8192, 16384)
-NESTED_BLOCKSIZE = 256  # scales per second-level scale
-
-_MAX_BLOB_BYTES = 65536  # a real blob has about 200
-_MAX_ELEMENTS = 2**48
-_BLOB_PREFIX = "bitsandbytes__"
-_TENSOR_KEYS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-_VALUE_KEYS = ("quant_type", "blocksize", "dtype", "shape", "nested_blocksize", "nested_dtype", "nested_offset")
-_LAYOUT_KEY = "layout"  # the name of a kind of bytes that is not bitsandbytes' own
-
-
-def dtype_name(dtype: torch.dtype | None) -> str:
-    """`torch.bfloat16` -> "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 class QuantState:
@@ -51,6 +50,7 @@ class QuantState:
         quant_type: "nf4", "fp4", "int8" for a weight of LLM.int8 (`kinds.INT8`), or None for 8-bit codes in blocks.
         offset: float32 [], subtracted from the scales before they were quantized (nested only); [E] of a stack.
         state2: QuantState of the scales: absmax float32 [ceil(n_blocks / 256)], code float32 [256] (nested only).
+        global_scale: of kinds that have one, factors of all scales: float32 [1], or as many as the kind says.
         checksum: int64 [], checksum of the packed bytes, or None where unknown. Never saved.
         sharded: the rank's part of the scales if FSDP2 has sharded them, else None. Then `absmax` is real only while
             gathered.
@@ -61,10 +61,11 @@ class QuantState:
 
     __module__ = "bitshard.state"  # as pickles name it
     valid_quant_types = ("fp4", "nf4")
-    valid_qs_type_keys = [f"{_BLOB_PREFIX}{name}" for name in valid_quant_types]
-    valid_qs_keys = ["quant_state", *_TENSOR_KEYS, *_VALUE_KEYS]
+    valid_qs_type_keys = [f"{BLOB_PREFIX}{name}" for name in valid_quant_types]
+    valid_qs_keys = ["quant_state", *TENSOR_KEYS, *VALUE_KEYS]
 
     kind: Kind = FOUR_BIT
+    global_scale: Tensor | None = None
     checksum: Tensor | None = None
     sharded: Any = None
     part: Any = None
@@ -112,7 +113,7 @@ class QuantState:
 
     def __getattr__(self, name: str) -> Any:
         # torch's state-dict code resolves the key "X.weight.quant_state.bitsandbytes__nf4" by attribute access.
-        if name.startswith(_BLOB_PREFIX) and name == f"{_BLOB_PREFIX}{self.__dict__.get('quant_type')}":
+        if name.startswith(BLOB_PREFIX) and name == f"{BLOB_PREFIX}{self.__dict__.get('quant_type')}":
             return pack_dict_to_tensor(self._values())
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
@@ -127,7 +128,7 @@ class QuantState:
         plain = ("shape", "dtype", "blocksize", "quant_type")
         if any(getattr(self, name) != getattr(other, name) for name in plain):
             return False
-        tensors = ("absmax", "code", "offset")
+        tensors = ("absmax", "code", "offset", "global_scale")
         return all(_same(getattr(self, name), getattr(other, name)) for name in tensors) and self.state2 == other.state2
 
     __hash__ = None  # type: ignore[assignment]
@@ -188,7 +189,7 @@ class QuantState:
             self.sharded.to(device)
         else:
             self.absmax = self.absmax.to(device)
-        for name in ("_code", "shared_code", "offset", "checksum"):
+        for name in ("_code", "shared_code", "offset", "global_scale", "checksum"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, tensor.to(device))
@@ -223,7 +224,7 @@ class QuantState:
             values["nested_dtype"] = dtype_name(self.state2.dtype)
             values["nested_offset"] = self.offset.tolist()
         if self.kind.name is not None:
-            values[_LAYOUT_KEY] = self.kind.name
+            values[LAYOUT_KEY] = self.kind.name
         return values
 
     def as_dict(self, packed: bool = False) -> dict[str, Any]:
@@ -238,13 +239,10 @@ class QuantState:
                 f"a weight of shape {list(self.shape)} cannot be saved as _convert_weight_packed_for_cpu made it: no "
                 "checkpoint has that form. Turn it back first, with _convert_weight_packed_for_cpu_inverse."
             )
-        tensors = {"absmax": self.absmax} if self.kind is INT8 else {"absmax": self.absmax, "quant_map": self.code}
-        if self.nested:
-            tensors["nested_absmax"] = self.state2.absmax
-            tensors["nested_quant_map"] = self.state2.code.clone()  # safetensors drops tensors that share storage
+        tensors = self.kind.tensors(self)
         if not packed or self.quant_type is None:
             return {**tensors, **self._values()}
-        return {**tensors, f"quant_state.{_BLOB_PREFIX}{self.quant_type}": pack_dict_to_tensor(self._values())}
+        return {**tensors, f"quant_state.{BLOB_PREFIX}{self.quant_type}": pack_dict_to_tensor(self._values())}
 
     @classmethod
     def from_dict(cls, qs_dict: dict[str, Any], device: torch.device | str | int) -> QuantState:
@@ -252,11 +250,13 @@ class QuantState:
 
         TypeError or ValueError, with the numbers, for anything missing, unknown, contradictory or out of range.
         """
-        entries = _read_entries(qs_dict)
-        if entries.get("quant_type") is None:
-            return _read_8bit(cls, entries, device)
-        state = _read_int8(cls, entries) if entries["quant_type"] == INT8.name else _read_4bit(cls, entries)
-        return state.to(device)
+        given = entries.read_all(qs_dict, quant_types())
+        if given.get("quant_type") is None:
+            entries.check_entries(given, ())
+            return _read_8bit(cls, given, device)
+        kind = kind_of_entries(given)
+        entries.check_entries(given, kind.own_keys)
+        return kind.read(cls, given).to(device)
 
 
 def _copy_of(table: Tensor) -> Tensor:
@@ -272,317 +272,24 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a.float(), b.float(), atol=1e-6, equal_nan=True)
 
 
-# ---- the JSON blob ----
-
-
-def pack_dict_to_tensor(source_dict: dict[str, Any]) -> Tensor:
-    """A dict as JSON text in a uint8 tensor [bytes], as checkpoints hold it."""
-    return torch.tensor(list(json.dumps(source_dict).encode("utf-8")), dtype=torch.uint8, device="cpu")
-
-
-def unpack_tensor_to_dict(tensor_data: Tensor) -> dict[str, Any]:
-    """The dict in a uint8 tensor [bytes] of JSON text. TypeError or ValueError if it is none."""
-    if not isinstance(tensor_data, Tensor):
-        raise TypeError(f"the quant_state blob must be a uint8 tensor, got {type(tensor_data).__name__}")
-    if tensor_data.dtype is not torch.uint8 or tensor_data.is_meta:
-        raise TypeError(f"the quant_state blob must be uint8 bytes, got {tensor_data.dtype} on {tensor_data.device}")
-    if not 0 < tensor_data.numel() <= _MAX_BLOB_BYTES:
-        raise ValueError(f"the quant_state blob has {tensor_data.numel()} bytes, expected 1 to {_MAX_BLOB_BYTES}")
-    text = bytes(tensor_data.detach().cpu().flatten().tolist())
-    try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the quant_state blob of {len(text)} bytes is no JSON object: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"the quant_state blob holds a JSON {type(value).__name__}, expected an object")
-    return value
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError(f"a key occurs twice among {_names(key for key, _ in pairs)}")
-    return result
-
-
-# ---- reading ----
-
-
-def _read_entries(qs_dict: dict[str, Any]) -> dict[str, Any]:
-    """Entries by bare name, the blob unpacked, of the right kind each."""
-    if not isinstance(qs_dict, dict):
-        raise TypeError(f"quantization state: expected a dict, got {type(qs_dict).__name__}")
-    entries: dict[str, Any] = {}
-    blobs: dict[str, Any] = {}
-    for key, value in qs_dict.items():
-        if not isinstance(key, str):
-            raise TypeError(f"quantization state: key {_short(key)} is no string")
-        name = key.split(".")[-1]
-        target = blobs if name.startswith(_BLOB_PREFIX) else entries
-        if name in target:
-            raise ValueError(f"quantization state: two entries are named {name[:60]}: {_names(qs_dict)}")
-        target[name] = value
-    if len(blobs) > 1:
-        raise ValueError(f"quantization state: expected one quant_state entry, got {_names(blobs)}")
-    for name, blob in blobs.items():
-        if name not in (*QuantState.valid_qs_type_keys, f"{_BLOB_PREFIX}{INT8.name}"):
-            raise ValueError(f"quantization state: {_names([name])} is none of {QuantState.valid_qs_type_keys}")
-        values = unpack_tensor_to_dict(blob)
-        _check_names("its JSON entry", values, (*_VALUE_KEYS, _LAYOUT_KEY))
-        twice = sorted(set(values) & set(entries))
-        if twice:
-            raise ValueError(f"quantization state: {twice} given both as entries and in {name}")
-        if values.get("quant_type") != name.removeprefix(_BLOB_PREFIX):
-            raise ValueError(
-                f"quantization state: {name} contradicts its quant_type {_short(values.get('quant_type'))}"
-            )
-        entries.update(values)
-    if not blobs and "quant_type" not in entries:
-        raise ValueError(f"quantization state: neither quant_type nor a quant_state entry among {_names(entries)}")
-    _check_names("the entries", entries, (*_TENSOR_KEYS, *_VALUE_KEYS, _LAYOUT_KEY))
-    for name in _TENSOR_KEYS:
-        if name in entries and not isinstance(entries[name], Tensor):
-            raise TypeError(f"quantization state: {name} must be a tensor, got {type(entries[name]).__name__}")
-    return entries
-
-
-def _check_names(where: str, entries: dict[str, Any], allowed: tuple[str, ...]) -> None:
-    unknown = [name for name in entries if name not in allowed]
-    if unknown:
-        raise ValueError(f"quantization state: {where} hold unknown {_names(unknown)}, known are {sorted(allowed)}")
-
-
-def _entry(entries: dict[str, Any], name: str) -> Any:
-    if name not in entries:
-        raise ValueError(f"quantization state: {name} is missing, there are {sorted(entries)}")
-    return entries[name]
-
-
-def _integer(entries: dict[str, Any], name: str) -> int:
-    value = _entry(entries, name)
-    if type(value) is not int:
-        raise TypeError(f"quantization state: {name} must be an integer, got {_short(value)}")
-    return value
-
-
-def _names(keys: Iterable[Any]) -> list[str]:
-    """The first few of the keys, shortened: the length of a message must not depend on a file."""
-    return sorted(str(key)[:60] for key in keys)[:8]
-
-
-def _short(value: Any) -> str:
-    return f"{type(value).__name__} {repr(value)[:60]}"
-
-
-def _value_dtype(entries: dict[str, Any], name: str) -> torch.dtype:
-    value = _entry(entries, name)
-    if not isinstance(value, str):
-        raise TypeError(f"quantization state: {name} must be a string, got {_short(value)}")
-    if value not in VALUE_DTYPES:
-        raise ValueError(f"quantization state: {name} is {value[:60]!r}, expected one of {sorted(VALUE_DTYPES)}")
-    return VALUE_DTYPES[value]
-
-
-def _shape(entries: dict[str, Any]) -> torch.Size:
-    value = _entry(entries, "shape")
-    if not isinstance(value, (list, tuple)):
-        raise TypeError(f"quantization state: shape must be a list of sizes, got {_short(value)}")
-    if len(value) > 8:
-        raise ValueError(f"quantization state: shape has {len(value)} dimensions, at most 8 are allowed")
-    total = 1
-    for size in value:
-        if type(size) is not int:
-            raise TypeError(f"quantization state: shape holds {_short(size)}, expected integers")
-        if not 0 <= size <= _MAX_ELEMENTS:
-            raise ValueError(f"quantization state: shape holds {_short(size)}, expected 0 to {_MAX_ELEMENTS}")
-        total *= size
-    if total > _MAX_ELEMENTS:
-        raise ValueError(f"quantization state: shape {list(value)} has {total} elements, at most {_MAX_ELEMENTS}")
-    return torch.Size(value)
-
-
-def _vector(entries: dict[str, Any], name: str, dtypes: tuple[torch.dtype, ...], numel: int | None, why: str) -> Tensor:
-    tensor = _entry(entries, name)
-    if tensor.dtype not in dtypes:
-        raise TypeError(
-            f"quantization state: {name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))} ({why})"
-        )
-    if numel is not None and tensor.numel() != numel:
-        raise ValueError(f"quantization state: {name} has {tensor.numel()} entries, expected {numel} ({why})")
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"quantization state: {name} has layout {tensor.layout}, expected a dense tensor")
-    if tensor.is_meta:
-        raise ValueError(f"quantization state: {name} is on the meta device and holds no values")
-    return tensor.detach().reshape(-1)
-
-
-def check_scales(scales: Tensor, name: str, signed: bool = True) -> None:
-    """ValueError unless float32 `scales` are finite, and none below zero unless `signed`; codes may be any."""
-    if scales.dtype is not torch.float32:
-        return
-    wrong = ~torch.isfinite(scales) if signed else ~(torch.isfinite(scales) & (scales >= 0))
-    if bool(wrong.any()):
-        first = int(torch.nonzero(wrong.flatten())[0])
-        raise ValueError(
-            f"quantization state: {int(wrong.sum())} of the {scales.numel()} scales in {name} are not finite"
-            f"{'' if signed else ' or below zero'}, the first at {first}: {float(scales.flatten()[first])!r}"
-        )
-
-
-def _code_map(entries: dict[str, Any], name: str, table: Tensor) -> Tensor:
-    """The values of the codes, which must be those of the format within the rounding of their dtype; float32."""
-    given = _vector(entries, name, tuple(VALUE_DTYPES.values()), table.numel(), f"a map of {table.numel()} values")
-    error = (given.cpu().float() - table).abs()
-    allowed = 2 * torch.finfo(given.dtype).eps
-    wrong = torch.nonzero(~(error <= allowed)).flatten()
-    if wrong.numel():
-        first = int(wrong[0])
-        raise ValueError(
-            f"quantization state: {name} is not the table of {entries.get('quant_type')!r}: {wrong.numel()} of "
-            f"{table.numel()} values differ, the first at {first}: {float(given[first])!r}, expected "
-            f"{float(table[first])!r}. Weights quantized with other values cannot be used."
-        )
-    return table.to(given.device)
-
-
-def _check_offset(offset: Any) -> None:
-    if type(offset) not in (int, float):
-        raise TypeError(f"quantization state: nested_offset must be a number, got {_short(offset)}")
-    try:
-        finite = math.isfinite(offset) and abs(offset) <= torch.finfo(torch.float32).max
-    except OverflowError:
-        finite = False
-    if not finite:
-        raise ValueError(f"quantization state: nested_offset is {_short(offset)}, expected a finite float32")
-
-
-def _read_offsets(entries: dict[str, Any], experts: int | None) -> Tensor:
-    """The offset of nested scales, float32 []; of a stack of `experts` weights a list of as many, float32 [E]."""
-    given = _entry(entries, "nested_offset")
-    if experts is None:
-        _check_offset(given)
-        return torch.tensor(float(given), dtype=torch.float32, device="cpu")
-    if not isinstance(given, list) or len(given) != experts:
-        found = f"{len(given)} numbers" if isinstance(given, list) else _short(given)
-        raise ValueError(f"quantization state: nested_offset is {found}, expected a list of one for {experts} experts")
-    for offset in given:
-        _check_offset(offset)
-    return torch.tensor(given, dtype=torch.float32, device="cpu")
-
-
-def _read_nested(
-    cls: type[QuantState],
-    entries: dict[str, Any],
-    n_blocks: int,
-    blocksizes: tuple[int, ...],
-    experts: int | None = None,
-) -> tuple[Tensor, QuantState]:
-    """(offset, state2) of `n_blocks` quantized scales."""
-    blocksize = _integer(entries, "nested_blocksize")
-    if blocksize not in blocksizes:
-        raise ValueError(f"quantization state: nested_blocksize is {_short(blocksize)}, supported: {blocksizes}")
-    offset, parts = _read_offsets(entries, experts), 1 if experts is None else experts
-    n_blocks2 = parts * ops.block_count(n_blocks // parts, blocksize)
-    why = f"one per {blocksize} of {n_blocks // parts} scales"
-    absmax = _vector(entries, "nested_absmax", (torch.float32,), n_blocks2, why)
-    check_scales(absmax, "nested_absmax", signed=False)
-    code = _vector(entries, "nested_quant_map", (torch.float32,), 256, "a map of 256 values")
-    if not bool(torch.isfinite(code).all()):
-        raise ValueError("quantization state: nested_quant_map holds values that are not finite")
-    dtype = _value_dtype(entries, "nested_dtype")
-    state2 = cls(absmax=absmax.contiguous(), code=code.contiguous(), blocksize=blocksize, dtype=dtype)
-    return offset, state2
-
-
-def _read_layout(entries: dict[str, Any], shape: torch.Size, blocksize: int) -> Kind:
-    """The kind of the bytes; bitsandbytes' own where no entry names another. ValueError where it does not fit."""
-    name = entries.get(_LAYOUT_KEY)
-    if name is None:
-        return FOUR_BIT
-    if not isinstance(name, str) or name not in KINDS or name == INT8.name:
-        raise ValueError(f"quantization state: layout is {_short(name)}, known are {[name for name in KINDS if name]}")
-    if len(shape) != 3 or 0 in shape or shape[1:].numel() % blocksize:
-        raise ValueError(
-            f"quantization state: layout {name!r} needs a shape [E, N, K] with N K a multiple of the blocksize "
-            f"{blocksize}, got {list(shape)}"
-        )
-    return KINDS[name]
-
-
-def _check_nested_names(entries: dict[str, Any]) -> bool:
-    """Whether the scales are nested: either all nested entries exist, or none."""
-    names = [name for name in (*_TENSOR_KEYS, *_VALUE_KEYS) if name.startswith("nested_")]
-    given = [name for name in names if name in entries]
-    if given and len(given) != len(names):
-        raise ValueError(f"quantization state: {sorted(set(names) - set(given))} missing beside {given}")
-    return bool(given)
-
-
-def _read_4bit(cls: type[QuantState], entries: dict[str, Any]) -> QuantState:
-    quant_type = entries["quant_type"]
-    if not isinstance(quant_type, str) or quant_type not in ops.FORMATS:
-        raise ValueError(
-            f"quantization state: quant_type is {_short(quant_type)}, expected one of {sorted(ops.FORMATS)}"
-        )
-    blocksize = _integer(entries, "blocksize")
-    if blocksize not in BLOCKSIZES:
-        raise ValueError(f"quantization state: blocksize is {_short(blocksize)}, expected one of {BLOCKSIZES}")
-    shape = _shape(entries)
-    kind = _read_layout(entries, shape, blocksize)
-    n_blocks = ops.block_count(math.prod(shape), blocksize)
-    nested = _check_nested_names(entries)
-    absmax_dtype = torch.uint8 if nested else torch.float32
-    why = f"{'nested' if nested else 'plain'} scales of shape {list(shape)} with blocksize {blocksize}"
-    absmax = _vector(entries, "absmax", (absmax_dtype,), n_blocks, why)
-    check_scales(absmax, "absmax")
-    offset = state2 = None
-    if nested:
-        experts = None if kind is FOUR_BIT else shape[0]
-        offset, state2 = _read_nested(cls, entries, n_blocks, (NESTED_BLOCKSIZE,), experts)
-    state = cls(
-        absmax=absmax.contiguous(),
-        shape=shape,
-        code=_code_map(entries, "quant_map", ops.table(quant_type)),
-        blocksize=blocksize,
-        quant_type=quant_type,
-        dtype=_value_dtype(entries, "dtype"),
-        offset=offset,
-        state2=state2,
-    )
-    if kind is not FOUR_BIT:
-        state.kind = kind
-    return state
-
-
-def _read_int8(cls: type[QuantState], entries: dict[str, Any]) -> QuantState:
-    """The state of a weight [N, K] of LLM.int8."""
-    shape = _shape(entries)
-    if len(shape) != 2 or entries.get(_LAYOUT_KEY) != INT8.name or _check_nested_names(entries):
-        raise ValueError(f"quantization state: int8 of shape {list(shape)}, layout {_short(entries.get(_LAYOUT_KEY))}")
-    absmax = _vector(entries, "absmax", (torch.float32,), shape[0], f"scales of the rows of {list(shape)}")
-    check_scales(absmax, "absmax", signed=False)
-    return int8_state(absmax.contiguous(), shape, _value_dtype(entries, "dtype"))
-
-
 def int8_state(scales: Tensor, shape: torch.Size, dtype: torch.dtype) -> QuantState:
     """The state of a weight [N, K] of LLM.int8 with `scales` float32 [N], which dequantizes to `dtype`."""
-    none = scales.new_empty(0)
-    state = QuantState(scales, torch.Size(shape), none, shape[1], INT8.name, dtype)
-    state.kind = INT8
-    return state
+    return INT8.state(QuantState, scales, shape, dtype)
 
 
-def _read_8bit(cls: type[QuantState], entries: dict[str, Any], device: torch.device | str | int) -> QuantState:
+def _read_8bit(cls: type[QuantState], given: dict[str, Any], device: torch.device | str | int) -> QuantState:
     """The state of 8-bit codes (`quantize_blockwise`), which names no shape: sizes are checked when it is used."""
-    blocksize = _integer(entries, "blocksize")
+    blocksize = entries.integer(given, "blocksize")
     if blocksize not in BLOCKSIZES_8BIT:
-        raise ValueError(f"quantization state: blocksize is {_short(blocksize)}, expected one of {BLOCKSIZES_8BIT}")
-    if entries.get("shape") is not None:
-        raise ValueError(f"quantization state: shape {_short(entries['shape'])} without a quant_type")
-    nested = _check_nested_names(entries)
-    absmax = _vector(entries, "absmax", (torch.uint8 if nested else torch.float32,), None, "8-bit scales")
+        raise ValueError(
+            f"quantization state: blocksize is {entries.short(blocksize)}, expected one of {BLOCKSIZES_8BIT}"
+        )
+    if given.get("shape") is not None:
+        raise ValueError(f"quantization state: shape {entries.short(given['shape'])} without a quant_type")
+    nested = entries.has_nested(given)
+    absmax = entries.vector(given, "absmax", (torch.uint8 if nested else torch.float32,), None, "8-bit scales")
     check_scales(absmax, "absmax")
-    offset, state2 = _read_nested(cls, entries, absmax.numel(), BLOCKSIZES_8BIT) if nested else (None, None)
-    code = _vector(entries, "quant_map", (torch.float32,), 256, "a map of 256 values")
-    state = cls(absmax, None, code, blocksize, None, _value_dtype(entries, "dtype"), offset, state2)
+    offset, state2 = entries.read_nested(cls, given, absmax.numel(), BLOCKSIZES_8BIT) if nested else (None, None)
+    code = entries.vector(given, "quant_map", (torch.float32,), 256, "a map of 256 values")
+    state = cls(absmax, None, code, blocksize, None, entries.value_dtype(given, "dtype"), offset, state2)
     return state.to(device)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bitshard import _C, ops
-from bitshard.formats.checks import check_dense, check_format, check_packed, check_storage, check_values, into
+from bitshard.formats.checks import check_dense, check_packed, check_storage, check_values, into
 from bitshard.formats.container import repack
 from bitshard.formats.kinds import EXPERTS, FOUR_BIT, INT8
 from bitshard.formats.maps import (
@@ -124,7 +124,7 @@ def quantize_4bit(
         the high half of its byte; and the QuantState.
     """
     blocksize = 64 if blocksize is None else blocksize
-    check_format(quant_type, blocksize)
+    FOUR_BIT.check(quant_type, blocksize)
     check_storage(quant_storage)
     check_values(A, "4-bit quantization")
     packed, scales = ops.quantize_4bit(A, blocksize, ops.FORMATS[quant_type], quant_storage)
@@ -175,7 +175,7 @@ def nest(state: QuantState) -> None:
     An offset [E] and second-level scales [E ceil(n / 256)] are those of a stack whose experts have n scales each.
     """
     code = table("dynamic", state.absmax.device)
-    if state.kind is FOUR_BIT:
+    if not state.kind.stacked:
         offset = mean(state.absmax)
         state.absmax, absmax2 = ops.quantize_blockwise(state.absmax, code, offset, NESTED_BLOCKSIZE)
     else:
@@ -363,7 +363,7 @@ def _check_grouped(
     name: str, x: Tensor, offs: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None = None
 ) -> None:
     """TypeError or ValueError, with the numbers, unless the arguments of a grouped product fit."""
-    if state.kind is not EXPERTS:
+    if not state.kind.stacked:
         raise ValueError(f"grouped_linear_4bit: the state is of one weight {list(state.shape)}, not of a stack")
     (E, N, K), what = state.shape, f"grouped_linear_4bit: {name}"
     width = K if name == "x" else N

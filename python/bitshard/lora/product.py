@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from bitshard import _C, ops
-from bitshard.formats.kinds import FOUR_BIT
 from bitshard.lora.dropout import Dropout
 from bitshard.products import InputGradient
 
@@ -83,7 +82,7 @@ def product(
             kept.append(xa)
             keep(x, A, B, xa, mask)
 
-    if dtype is compute and dtype is factor and A.dtype is dtype and state.kind is FOUR_BIT:
+    if dtype is compute and dtype is factor and A.dtype is dtype and state.kind.fuses_lora:
         try:
             absmax, absmax_map, absmax2, offset = state.scales()
             N, K = state.shape
@@ -172,7 +171,7 @@ class LoraLinear(torch.autograd.Function):
         if dropout is not None and needs[1] and not ctx.kept_dropped:
             x = dropout.again(x, mask)
         plain = dtype is compute and dtype is factor
-        if plain and a_dtype is dtype and state.kind is FOUR_BIT and not torch.compiler.is_dynamo_compiling():
+        if plain and a_dtype is dtype and state.kind.fuses_lora and not torch.compiler.is_dynamo_compiling():
             absmax, absmax_map, absmax2, offset = state.scales()
             N, K = state.shape
             blocksize, format = state.blocksize, ops.FORMATS[state.quant_type]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bitshard import ops
 from bitshard.formats.container import repack
-from bitshard.formats.kinds import EXPERTS, FOUR_BIT, Kind
+from bitshard.formats.kind import Kind, kind_of
 from bitshard.formats.place import Place
 from bitshard.formats.state import QuantState, dtype_name
 from bitshard.nn import merged
@@ -51,13 +51,11 @@ class PackedWeight:
         checked: the state that foreign bytes were last compared with.
         unwatched: no forward with gradients has been seen, and somebody waits for it (`watch`).
         late: loaded into shards: adapters may come after `fully_shard` (`sharding.weights.late_adapters`).
-        kind: what the bytes are (`bitshard.kinds`).
         reported: the log has told what of the model is 4-bit (`bitshard.weights.inventory`).
         kept: the weight from before adapters were merged into it (`bitshard.nn.merged.Kept`), while some are.
         restored: which adapter was the last to be taken out of it (`bitshard.nn.merged.Writer.name`).
     """
 
-    kind: Kind = FOUR_BIT
     late = False
     restored: tuple[int, str] | None = None
 
@@ -119,6 +117,11 @@ class PackedWeight:
     def weight(self) -> Any:
         """What is in the weight's place now."""
         return getattr(self.owner, self.name)
+
+    @property
+    def kind(self) -> Kind:
+        """What the bytes are, or will be (`bitshard.kinds`)."""
+        return self.state.kind if self.state is not None else kind_of(self.layer.quant_type)
 
     @property
     def storage(self) -> torch.dtype:
@@ -403,11 +406,12 @@ class PackedWeight:
     def _put_view(self, view: Tensor) -> bool:
         """FSDP1's view of its flat parameter, a plain tensor; as a packed weight foreign code dequantizes it, too."""
         self.foreign, self.place = True, Place.VIEW
-        if not self.flat or self.kind is EXPERTS:  # peft parametrizes parameters only
-            own = view.data if self.kind is EXPERTS else view  # under a version counter of its own
-            view = Params4bit.of_state(own, self.state, self.storage, self.layer)
-        self.owner.__dict__[self.name] = view
+        self.owner.__dict__[self.name] = self.shown_as(view)
         return True
+
+    def shown_as(self, view: Tensor) -> Tensor:
+        """FSDP1's view as the owner has it."""
+        return view if self.flat else Params4bit.of_state(view, self.state, self.storage, self.layer)
 
     def _put_packed(self, value: Params4bit) -> bool:
         view = self.owner.__dict__.get(self.name)
@@ -471,6 +475,30 @@ class PackedWeight:
         self.state = state
         if type(view) is Params4bit:
             view.quant_state, view.bnb_quantized = state, True
+
+    # -- made elsewhere than in its place --
+
+    def of_values(self, values: Tensor, settings: dict[str, Any]) -> Params4bit:
+        """A quantized weight for this place from float values, on their device; `settings`: of the weight before."""
+        return Params4bit(values, requires_grad=False, **{**settings, "module": self.layer}).to(values.device)
+
+    def of_codes(self, codes: Tensor, beside: dict[str, Tensor], key: str, dtype: torch.dtype) -> Params4bit:
+        """A quantized weight for this place from what a file has of the weight `key`; `dtype`: of the model."""
+        entries = {name.removeprefix(f"{key}."): value for name, value in beside.items()}
+        return Params4bit.from_prequantized(codes, entries, device=codes.device, module=self.layer)
+
+    def lend(self, base: nn.Module, packed: Tensor, state: QuantState) -> None:
+        """Give the stand-in `base` of the owner a whole weight, for peft to merge into."""
+        base.register_parameter(self.name, Params4bit.of_state(packed, state, self.storage, None))
+
+    def lent(self, base: nn.Module, state: QuantState) -> tuple[Tensor, QuantState]:
+        """(packed bytes, their state) of the weight that the stand-in has now; it was lent one of `state`."""
+        weight = getattr(base, self.name)
+        return weight.saved_data(), weight.quant_state
+
+    def enter(self) -> bool:
+        """Bring a quantized weight into the form that FSDP shards, where it has another; whether it had."""
+        return False
 
     def take(self, new: Params4bit) -> None:
         """Take over a weight that was loaded packed; the parameter object stays where it can."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -133,6 +134,25 @@ class Int8Weight(OfModule, PackedWeight):
                 self.owner._parameters[self.name] = value
                 return self.enter()
             return self._registers(value)
+
+    def of_values(self, values: Tensor, settings: dict[str, Any]) -> Params4bit:
+        """See `PackedWeight.of_values`: a column."""
+        return Int8Params(values, requires_grad=False)._quantize(values.device).column(self.owner, values.dtype)
+
+    def of_codes(self, codes: Tensor, beside: dict[str, Tensor], key: str, dtype: torch.dtype) -> Params4bit:
+        """See `PackedWeight.of_codes`: a column of codes [N, K] and their SCB."""
+        (scales,) = beside.values()
+        self.owner.check_codes(codes, scales)
+        return Int8Params(codes, SCB=scales.view(-1).to(codes.device)).column(self.owner, dtype)
+
+    def lend(self, base: nn.Module, packed: Tensor, state: Any) -> None:
+        """See `PackedWeight.lend`: as peft finds it in one process, codes [N, K] and scales in the layer's `state`."""
+        base.state = SimpleNamespace(SCB=None, CB=None, reset_grads=lambda: None)
+        base.weight = Int8Params(self.codes(packed, state), SCB=state.absmax)
+
+    def lent(self, base: nn.Module, state: Any) -> tuple[Tensor, Any]:
+        """See `PackedWeight.lent`."""
+        return base.weight.plain_data().reshape(-1, 1), int8_state(base.weight.SCB, state.shape, state.dtype)
 
     def stored(self) -> PackedWeight | None:
         """See `PackedWeight.stored`; of an `Int8Params` a holder that shows it as a column."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bitshard import ops
-from bitshard.formats.kinds import FOUR_BIT, INT8
+from bitshard.formats.kind import kind_of
 
 _waiting: list[weakref.ref] = []  # weights that were sharded and not compared yet, in the order of sharding
 _compared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # models that FSDP1 shards in replicas
@@ -202,7 +202,8 @@ def _checksums(origin: Any) -> tuple:
     scales = origin.scales_checksum if sharded is None or sharded.checksum is None else sharded.checksum
     if scales is None and sharded is None and not state.absmax.is_meta:
         scales = ops.checksum(state.absmax)
-    second = None if state.state2 is None or state.state2.absmax.is_meta else ops.checksum(state.state2.absmax)
+    second = state.global_scale if state.state2 is None else state.state2.absmax
+    second = None if second is None or second.is_meta else ops.checksum(second)
     return state.checksum, scales, second
 
 
@@ -219,7 +220,7 @@ def _told(who: str, name: str, descriptions: list[tuple]) -> str:
         for name, first, other in zip(names, descriptions[first_rank], descriptions[rank], strict=False)
         if not _alike([(first,), (other,)])
     ]
-    word = INT8.word if descriptions[0][0] == INT8.name else FOUR_BIT.word
+    word = kind_of(descriptions[first_rank][0]).word
     others = sum(not _alike([descriptions[first_rank], other]) for other in descriptions)
     return (
         f"the ranks that {who} hold different {word} weights{name} of {list(descriptions[0][2] or ())}: "

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from bitshard.formats.kinds import EXPERTS
 from bitshard.process import foreign, launch
 
 logger = logging.getLogger("bitshard")
@@ -55,7 +54,7 @@ def quantized(model: nn.Module) -> list[Any]:
 
 def counted(held: list[Any]) -> str:
     """Holders in words: "12 weights, 4 of them stacks of experts"."""
-    stacks = sum(each.state.kind is EXPERTS for each in held)
+    stacks = sum(each.state.kind.stacked for each in held)
     weights = f"{len(held)} weight{'' if len(held) == 1 else 's'}"
     return f"{weights}, {stacks} of them stacks of experts" if stacks else weights
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from bitshard import ops
-from bitshard.formats.checks import check_format, check_packed, check_storage
+from bitshard.formats.checks import check_packed, check_storage
 from bitshard.formats.container import container_dtype, repack, shardable_dtype
-from bitshard.formats.kinds import EXPERTS, FOUR_BIT, INT8
+from bitshard.formats.kind import kind_of
 from bitshard.formats.state import VALUE_DTYPES, QuantState, dtype_name
 from bitshard.process import foreign, launch
 from bitshard.shards import agreement, gather, kept_part
@@ -132,7 +132,7 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=PackedMeta):
             sharded weights, say) is gathered: every rank quantizes the same numbers. A `PackedShard`, which patches of
             FSDP2 wrap once more, is itself the result.
         quant_state: the state of packed `data`. Data that cannot be the packed form of it counts as not quantized.
-        blocksize: elements per scale; 64 if None.
+        blocksize: elements per scale; None: as the format has it, 64 for these.
         compress_statistics: quantize the scales too.
         quant_type: "nf4" or "fp4".
         quant_storage: dtype of the packed bytes, in memory and in files.
@@ -171,9 +171,9 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=PackedMeta):
             return data
         if gather.is_dtensor(data):
             data = gather.whole(data)
-        blocksize = 64 if blocksize is None else blocksize
-        if quant_state is None or quant_state.kind is not INT8:
-            check_format(quant_type, blocksize)
+        kind = kind_of(quant_type) if quant_state is None else quant_state.kind
+        blocksize = kind.blocksize if blocksize is None else blocksize
+        kind.check(quant_type, blocksize)
         check_storage(quant_storage)
         packed = bool(bnb_quantized) and _may_be_packed(data, quant_state)
         if packed and requires_grad:
@@ -205,6 +205,7 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=PackedMeta):
     nested_quant_map = _proxy("nested_quant_map", "state2", "code")
     nested_dtype = _proxy("nested_dtype", "state2", "dtype")
     nested_offset = _proxy("nested_offset", "offset")
+    global_scale = _proxy("global_scale", "global_scale")
 
     @property
     def ds_shape(self) -> torch.Size:
@@ -213,24 +214,24 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=PackedMeta):
         peft asks for this name, under which DeepSpeed keeps the shape of a parameter that it has cut.
         """
         held = self._holder()
-        if held is None or held.kind is not EXPERTS:
+        if held is None or not held.kind.stacked:
             raise AttributeError("ds_shape: this is the weight of a layer")
         return held.shown
 
     @property
     def has_fp16_weights(self) -> bool:
         """False; only int8 weights have it, and peft makes a merged one with it."""
-        self._require_int8("has_fp16_weights")
+        self._require("has_fp16_weights")
         return False
 
     @property
     def SCB(self) -> Tensor:
         """Scales of an int8 weight, float32 [N]. AttributeError for 4-bit weights."""
-        self._require_int8("SCB")
+        self._require("SCB")
         return self.quant_state.absmax
 
-    def _require_int8(self, name: str) -> None:
-        if self.quant_state is None or self.quant_state.kind is not INT8:
+    def _require(self, name: str) -> None:
+        if self.quant_state is None or name not in self.quant_state.kind.attributes:
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     # -- making one --
@@ -293,7 +294,7 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=PackedMeta):
     def _quantize(self, device: torch.device | str | int) -> Params4bit:
         """Quantize the float data in place, on `device`."""
         values, held = self.data.to(device), self._holder()
-        kind = FOUR_BIT if held is None else held.kind
+        kind = kind_of(self.quant_type) if held is None else held.kind
         if held is not None:
             values = held.oriented(values)
         if held is not None and held.state is None and held.shape not in (None, values.shape):
@@ -486,10 +487,10 @@ def _get_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
         return _traced(data)
     data, state = data.as_subclass(PackedData), args[0].quant_state
-    if state is not None and state.kind is EXPERTS:
-        data.of_stack = args[0]
-    elif state is not None and state.kind is INT8:
-        data.word = INT8.word
+    if state is not None:
+        data.word = state.kind.word
+        if state.kind.stacked:
+            data.of_stack = args[0]
     return data
 
 

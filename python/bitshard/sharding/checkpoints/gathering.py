@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from bitshard.formats.kinds import EXPERTS, INT8
 from bitshard.sharding.checkpoints import contents, merging, ready
 from bitshard.sharding.checkpoints.contents import Piece
 from bitshard.sharding.together import Ranks
 from bitshard.shards import gather
 from bitshard.weights.inventory import holders
-from bitshard.weights.tensor import Params4bit, verify
+from bitshard.weights.tensor import verify
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -135,7 +134,7 @@ def converted(piece: Piece, tensors: dict[Any, Any], dtype: torch.dtype | None) 
         _verify(*tensors[name], held.state, piece.name_of(name))
     if piece.tuner is None:
         packed = {name: tensors[name] for name in piece.held}
-    elif all(held.kind is not EXPERTS for held in piece.held.values()):
+    elif not any(held.kind.stacked for held in piece.held.values()):
         return _merged(piece, tensors, adapter, others, dtype)
     elif dtype is None:
         packed, others = merging.merged_stacks(
@@ -170,13 +169,9 @@ def _merged(
         if dtype is not None:
             values, others = merging.merged_values(piece.tuner, adapter, packed, state, others)
             found[key] = as_in_files(held, values, dtype)
-        elif state.kind is INT8:
-            (packed, state), others = merging.merged_int8(piece.tuner, adapter, packed, state, others)
-            found.update(contents.packed_tensors(key, packed, state, held.storage))
         else:
-            weight = Params4bit.of_state(packed, state, held.storage, None)
-            weight, others = merging.merged_4bit(piece.tuner, adapter, weight, others, name)
-            found.update(contents.packed_tensors(key, weight.saved_data(), weight.quant_state, held.storage))
+            (packed, state), others = merging.merged_packed(piece.tuner, adapter, held, packed, state, others)
+            found.update(contents.packed_tensors(key, packed, state, held.storage))
     if not piece.held:
         others = merging.merged_dense(piece.tuner, adapter, others)
     elif dtype is None:

@@ -7,54 +7,39 @@ whole ones, and has a base layer of its own; so the bytes are those that peft gi
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from bitshard import ops
-from bitshard.formats.container import repack
-from bitshard.formats.state import QuantState, int8_state
+from bitshard.formats.state import QuantState
 from bitshard.sharding.checkpoints.contents import Piece, is_tuner, unwrapped
-from bitshard.weights.int8_params import Int8Params
 from bitshard.weights.inventory import holder_of
 from bitshard.weights.tensor import Params4bit
 
 
-def merged_4bit(
-    tuner: nn.Module, adapter: dict[int, Tensor], weight: Params4bit, others: dict[str, Tensor], name: str
-) -> tuple[Params4bit, dict[str, Tensor]]:
-    """A 4-bit weight with the adapters of `tuner` in it, quantized again, and the other tensors of its layer.
+def merged_packed(
+    tuner: nn.Module,
+    adapter: dict[int, Tensor],
+    held: Any,
+    packed: Tensor,
+    state: QuantState,
+    others: dict[str, Tensor],
+) -> tuple[tuple[Tensor, QuantState], dict[str, Tensor]]:
+    """(bytes and state) of a weight with the adapters of `tuner` in it, quantized again, and what else its layer has.
 
     Args:
         tuner: peft's layer.
         adapter: id of a tensor in it -> the whole of it.
-        weight: the whole weight.
+        held: the holder of the weight.
+        packed, state: the whole weight.
         others: bias and whatever the layer has, by name.
-        name: of the weight in its layer.
     """
     _require_no_rows(tuner)
     base = _stand_in(others)
-    base.register_parameter(name, weight)
+    held.lend(base, packed, state)
     _merge(_copy(tuner, adapter, base))
-    return getattr(base, name), {other: getattr(base, other).data for other in others}
-
-
-def merged_int8(
-    tuner: nn.Module, adapter: dict[int, Tensor], packed: Tensor, state: QuantState, others: dict[str, Tensor]
-) -> tuple[tuple[Tensor, QuantState], dict[str, Tensor]]:
-    """(codes and state) of an int8 weight with the adapters of `tuner` in it, quantized again, and the other tensors.
-
-    The layer that peft merges into is bitsandbytes' own, not sharded: codes [N, K], and scales in its `state`.
-    """
-    _require_no_rows(tuner)
-    base = _stand_in(others)
-    base.state = SimpleNamespace(SCB=None, CB=None, reset_grads=lambda: None)
-    base.weight = Int8Params(repack(packed, torch.int8, state).view(state.shape), SCB=state.absmax)
-    _merge(_copy(tuner, adapter, base))
-    new = int8_state(base.weight.SCB, state.shape, state.dtype)
-    return (base.weight.plain_data().reshape(-1, 1), new), {other: getattr(base, other).data for other in others}
+    return held.lent(base, state), {other: getattr(base, other).data for other in others}
 
 
 def merged_values(
@@ -99,7 +84,7 @@ def merged_stacks(
 
     Args:
         packed: name of a stack -> packed bytes and state, whole.
-        tuner, adapter, others: as of `merged_4bit`.
+        tuner, adapter, others: as of `merged_packed`.
     """
     base = shallow(unwrapped(around(tuner)[-1]._modules["base_layer"]))
     base.packed_stacks = {}

@@ -13,9 +13,6 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from bitshard.formats.container import repack_whole
-from bitshard.formats.kinds import INT8
-from bitshard.formats.state import int8_state
-from bitshard.sharding.checkpoints import contents
 from bitshard.sharding.weights.state_entries import BLOB_PREFIX, padded_blob
 from bitshard.shards import gather
 from bitshard.weights.inventory import holders
@@ -45,19 +42,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             full[key] = repack_whole(value, *storages[key], key) if key in storages else value
         elif keep:
             full[key] = value
-    return _as_filed(full, storages)
-
-
-def _as_filed(full: dict[str, Any], storages: dict[str, Any]) -> dict[str, Any]:
-    """Whole entries of int8 weights as files have them, codes [N, K] and SCB; all others are so already."""
-    for key, (state, storage) in storages.items():
-        if state.kind is INT8 and f"{key}.absmax" in full:
-            own = int8_state(full.pop(f"{key}.absmax"), state.shape, state.dtype)
-            packed = full.pop(key)
-            full = {name: value for name, value in full.items() if not name.startswith(f"{key}.")}
-            full.update(contents.packed_tensors(key, packed, own, storage))
-        elif state.kind is INT8 and key in full:  # of a whole weight, with its scales in SCB already
-            full[key] = full[key].view(state.shape)
+    for key, (state, _) in storages.items():
+        full = state.kind.filed(key, full, state)
     return full
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitshard.formats.kinds import EXPERTS
 from bitshard.sharding.checkpoints import contents
 from bitshard.sharding.checkpoints.contents import Piece
 from bitshard.sharding.checkpoints.expected import (
@@ -85,7 +84,7 @@ def written(
     found = _kept(found, wanted)
     entries = {key: entry for piece in found for key, entry in entries_of(piece).items()}
     held = {piece.name_of(name): one for piece in found for name, one in piece.held.items()}
-    stacks = [key for key, one in held.items() if one.kind is EXPERTS]
+    stacks = [key for key, one in held.items() if one.kind.stacked]
     names = Names(
         wanted.model if wanted is not None else inner,
         getattr(inner, "_weight_conversions", None),

@@ -19,13 +19,10 @@ from torch import Tensor, nn
 
 from bitshard import ops
 from bitshard.formats.container import repack
-from bitshard.formats.kinds import INT8
 from bitshard.formats.state import VALUE_DTYPES, dtype_name
-from bitshard.functions import int8
 from bitshard.sharding.checkpoints.names import Loading
 from bitshard.sharding.checkpoints.reading import Checkpoint, some
 from bitshard.weights.guards import plain
-from bitshard.weights.int8_params import Int8Params
 from bitshard.weights.inventory import holder_of, holders_of
 from bitshard.weights.tensor import Params4bit
 
@@ -175,31 +172,15 @@ class Skeleton:
 
     def _packed(self, old: Tensor, values: Tensor, layer: Any, key: str, files: Checkpoint) -> Params4bit:
         """A packed weight of `layer` from its float values, or from packed bytes and the entries beside them."""
-        if layer.packed_weight.kind is INT8:
-            return self._int8(values, layer, key, files)
-        entries = {name: files.read(f"{key}.{name}") for name in files.entries(key)}
-        if entries:
-            weight = Params4bit.from_prequantized(values, entries, device=self.device, module=layer)
-        else:
-            if values.dtype not in VALUE_DTYPES.values():
-                raise TypeError(
-                    f"weights of {dtype_name(values.dtype)}, expected float32, float16 or bfloat16; {_CONVERT}"
-                )
-            settings = {**old.__dict__, "module": layer}
-            weight = Params4bit(values.to(self.device, self.dtype), requires_grad=False, **settings).to(self.device)
-        return contained(weight, self.dtype)
-
-    def _int8(self, values: Tensor, layer: Any, key: str, files: Checkpoint) -> Params4bit:
-        """An int8 weight of `layer`, as FSDP shards it, from its float values, or from codes [N, K] and their SCB."""
-        if values.dtype is torch.int8:
-            scales = files.read(f"{key.removesuffix('weight')}SCB")
-            int8.check_scales(scales, values.shape[0], "SCB")
-            weight = Int8Params(values.to(self.device), SCB=scales.to(self.device))
+        held = layer.packed_weight
+        beside = {name: files.read(name) for name in held.kind.names_beside(key, files)}
+        if beside:
+            weight = held.of_codes(values.to(self.device), beside, key, self.dtype)
         elif values.dtype in VALUE_DTYPES.values():
-            weight = Int8Params(values.to(self.device, self.dtype), requires_grad=False)._quantize(self.device)
+            weight = held.of_values(values.to(self.device, self.dtype), vars(old))
         else:
-            raise TypeError(f"weights of {dtype_name(values.dtype)}, expected int8 codes or 16 and 32 bits; {_CONVERT}")
-        return weight.column(layer, self.dtype)
+            raise TypeError(f"weights of {dtype_name(values.dtype)}, expected float32, float16 or bfloat16; {_CONVERT}")
+        return contained(weight, self.dtype)
 
     # -- or its tensors, one by one, without keeping them --
 

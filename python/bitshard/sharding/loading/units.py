@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from bitshard import ops
-from bitshard.formats.kinds import INT8
 from bitshard.sharding.checkpoints.reading import Checkpoint
 from bitshard.sharding.loading.skeleton import Skeleton, config_of, packed_weights
 from bitshard.sharding.together import together
@@ -115,8 +114,8 @@ def _fill(skeleton: Skeleton, unit: nn.Module, reader: Checkpoint, adapt: Any) -
     """Fill and adapt a unit; a checksum of its packed weights and their scales is what the ranks compare."""
     packed = skeleton.fill(unit, reader)
     if adapt is not None:
-        kinds = {held.kind for held in packed_weights(unit)}  # peft asks the module that it is given
-        unit.is_loaded_in_4bit, unit.is_loaded_in_8bit = bool(kinds - {INT8}), INT8 in kinds
+        bits = {held.kind.bits for held in packed_weights(unit)}  # peft asks the module that it is given
+        unit.is_loaded_in_4bit, unit.is_loaded_in_8bit = 4 in bits, 8 in bits
         adapt(unit)
     sums = [int(weight.quant_state.checksum) for weight in packed]
     sums += [int(ops.checksum(w.quant_state.absmax)) for w in packed if w.quant_state.part is None]

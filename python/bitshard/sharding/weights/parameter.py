@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from bitshard.formats.container import repack
-from bitshard.formats.kinds import EXPERTS
 from bitshard.formats.state import QuantState
 from bitshard.process import foreign
 from bitshard.sharding.weights.state_entries import sharded_entries, state_of
@@ -82,8 +81,8 @@ class ShardedWeight(DTensor):
     @property
     def data(self) -> Any:
         """As of any DTensor. Of a stack of experts that peft merges into: what takes the sum."""
-        stack = getattr(self.__dict__.get("module"), "kind", None) is EXPERTS
-        if stack and any(map(foreign.asked_by, (foreign.PEFT_MERGES, foreign.PEFT_UNMERGES))):
+        merges = (foreign.PEFT_MERGES, foreign.PEFT_UNMERGES)
+        if _is_stack(self.__dict__.get("module")) and any(map(foreign.asked_by, merges)):
             return Params4bit.summed(self)
         return torch.Tensor.data.__get__(self)
 
@@ -104,7 +103,7 @@ class ShardedWeight(DTensor):
     def ds_shape(self) -> torch.Size:
         """Shape of a stack of experts as its module shows it, as in `Params4bit`."""
         held = self.__dict__.get("module")
-        if getattr(held, "kind", None) is not EXPERTS:
+        if not _is_stack(held):
             raise AttributeError("ds_shape: this is the weight of a layer")
         return held.shown
 
@@ -112,9 +111,15 @@ class ShardedWeight(DTensor):
     quant_map = _entry("quant_map")
     nested_absmax = _entry("nested_absmax")
     nested_quant_map = _entry("nested_quant_map")
+    global_scale = _entry("global_scale")
 
 
 ShardedWeight.__name__ = "Params4bit"
+
+
+def _is_stack(held: Any) -> bool:
+    kind = getattr(held, "kind", None)
+    return kind is not None and kind.stacked
 
 
 def adopt(weight: DTensor, module: nn.Module) -> bool:

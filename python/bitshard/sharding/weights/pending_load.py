@@ -192,7 +192,8 @@ class PendingLoad:
         own.copy_(given)
         if state.sharded is not None:
             state.sharded.checksum = None
-        state.code, state.dtype, state.offset, state.state2 = loaded.code, loaded.dtype, loaded.offset, loaded.state2
+        for name in ("code", "dtype", "offset", "state2", "global_scale"):
+            setattr(state, name, getattr(loaded, name))
         state.checksum = None  # of the loaded bytes; the next gather computes it
 
     def _read(self, entries: dict[str, torch.Tensor], scales: torch.Tensor) -> QuantState:
@@ -219,7 +220,9 @@ class PendingLoad:
             return
         state = self.state
         same = torch.equal(own, given.to(own.device)) and loaded.state2 == state.state2
-        same = same and (state.offset is None or torch.equal(loaded.offset, state.offset))
+        for name in ("offset", "global_scale"):
+            here = getattr(state, name)
+            same = same and (here is None or torch.equal(getattr(loaded, name), here))
         if not self._changed() and gather.anywhere(not same, self.weight):
             raise ValueError(
                 f"{key}: the state dict brings other scales but the weight stays (an adapter of another base?): "

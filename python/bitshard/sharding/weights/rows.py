@@ -22,12 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from bitshard import ops
 from bitshard.formats.container import repack, shardable_dtype
-from bitshard.formats.kinds import FOUR_BIT, Kind
-from bitshard.formats.state import VALUE_DTYPES, QuantState, check_scales, dtype_name, unpack_tensor_to_dict
+from bitshard.formats.kinds import Kind
+from bitshard.formats.state import VALUE_DTYPES, QuantState, check_scales, dtype_name
 from bitshard.functions import functional
 from bitshard.process import foreign, launch
 from bitshard.sharding.weights.record import record_of, start_over
-from bitshard.sharding.weights.state_entries import BLOB_PREFIX
 from bitshard.shards import gather
 from bitshard.shards.shard import PackedShard, ShardedScales
 from bitshard.weights import inventory
@@ -115,7 +114,7 @@ class AwaitedRows:
         record = record_of(self.held.owner, self.held.name)
         if record is not None and record.offload_to_cpu:
             launch.read_in_order()  # or all rows come to the GPU before the first of them go to the host
-        dims = 1 if self.held.kind is FOUR_BIT or self.held.packed_files else 3
+        dims = 1 if not self.held.kind.stacked or self.held.packed_files else 3
         entry = local.new_empty(local.size()[:dims], dtype=self.dtype)
         return gather.like(entry, self.weight, self.weight.size()[:dims])
 
@@ -131,21 +130,21 @@ class AwaitedRows:
         quantizes all of it.
         """
         self._agree(lambda: self._check_rows(rows))
-        layer, blocksize = self.held.layer, self.weight.__dict__.get("blocksize", 64)
+        layer, kind, device = self.held.layer, self.held.kind, rows.device
+        blocksize, nested = self.weight.__dict__.get("blocksize", kind.blocksize), layer.compress_statistics
         world, rank = gather.shard_world(self.weight)
-        kind, device = self.held.kind, rows.device
         container = shardable_dtype(rows.dtype, layer.quant_storage, kind)
         shown = self.weight.size()
         quantize = _quantizer(kind, layer.quant_type, blocksize, container)
-        if not _splits_whole_blocks(shown[0], shown[1:].numel(), world, blocksize, container):
+        if not _splits_whole_blocks(kind, shown[0], shown[1:].numel(), world, blocksize, container):
             values = self.held.oriented(gather.whole(_placed(rows, self.weight)).to(device))
-            packed, state = quantize(values, layer.compress_statistics)
+            packed, state = quantize(values, nested)
             begin, length = ops.rank_slice(packed.size(0), world, rank)
             return self._install(packed[begin : begin + length].clone(), state, None)
         packed, state = quantize(self.held.oriented(rows), False)
         own, state.shape = state.absmax, self.held.shape or shown
-        if layer.compress_statistics:
-            total = torch.Size((ops.block_count(shown.numel(), blocksize),))
+        if nested and kind.nests:
+            total = torch.Size((state.scale_count,))
             state.absmax = gather.whole(gather.like(own, self.weight, total)).to(device)
             functional.nest(state)
             own = None
@@ -158,12 +157,11 @@ class AwaitedRows:
         scales = parts.pop("absmax", None)
         small, sizes = self._agree(lambda: _check_parts(data, scales, parts))
         world, rank = gather.shard_world(self.weight)
-        total = ops.block_count(self.weight.numel(), _blocksize(small, self.key))
-        elements = ops.storage_elements(self.weight.numel(), data.element_size())
-        self._check_sizes(sizes, elements, total)
-        scales, length = scales.to(device), data.numel()
+        scales, length, total = scales.to(device), data.numel(), sum(n_scales for _, n_scales in sizes)
         # of the scales only their number is read; the values are this rank's
         state = self._read({**small, "absmax": torch.zeros(total, dtype=scales.dtype)}, device)
+        elements = state.packed_elements(data.element_size())
+        self._check_sizes(sizes, elements, total)
         data = data.to(device).reshape(-1, 1)
         container = shardable_dtype(state.dtype, data.dtype, state.kind)
         self.held.layer.quant_storage = data.dtype
@@ -304,9 +302,10 @@ def _quantizer(
     return call
 
 
-def _splits_whole_blocks(N: int, K: int, world: int, blocksize: int, container: torch.dtype) -> bool:
-    """Whether each rank's rows are whole blocks, and the very bytes of its chunk of the packed column."""
-    return N % world == 0 and (N // world * K) % math.lcm(blocksize, 2 * container.itemsize) == 0
+def _splits_whole_blocks(kind: Kind, N: int, K: int, world: int, blocksize: int, container: torch.dtype) -> bool:
+    """Whether each rank's rows, quantized alone, are the very bytes of its chunk of the packed column."""
+    unit = math.lcm(blocksize, 8 * container.itemsize // kind.bits)
+    return kind.by_blocks and N % world == 0 and (N // world * K) % unit == 0
 
 
 def _check_parts(data: Tensor, scales: Any, parts: dict[str, Any]) -> _Brought:
@@ -317,19 +316,6 @@ def _check_parts(data: Tensor, scales: Any, parts: dict[str, Any]) -> _Brought:
         if not isinstance(value, Tensor) or value.dim() != 1:
             raise TypeError(f"{name}: expected a vector, got {getattr(value, 'shape', type(value).__name__)}")
     return (dtype_name(data.dtype), dtype_name(scales.dtype), sorted(parts)), (data.numel(), scales.numel()), parts
-
-
-def _blocksize(small: dict[str, Tensor], key: str) -> int:
-    blobs = [value for name, value in small.items() if name.startswith(BLOB_PREFIX)]
-    if len(blobs) != 1:
-        raise ValueError(f"{key}: expected one quant_state entry beside the packed weight, got {sorted(small)}")
-    try:
-        blocksize = unpack_tensor_to_dict(blobs[0]).get("blocksize")
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{key}: {error}") from error
-    if type(blocksize) is not int or blocksize <= 0:
-        raise ValueError(f"{key}: blocksize is {str(blocksize)[:60]!r}")
-    return blocksize
 
 
 def _placed(rows: Tensor, weight: DTensor) -> DTensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from bitshard.formats.kinds import INT8
 from bitshard.weights.inventory import held_by
 
 
@@ -14,5 +13,4 @@ def shardable(model: nn.Module) -> int:
     A model that is loaded in a process where FSDP shards needs no call: its weights are columns already. Call it on
     every rank, before `fully_shard` or FSDP1 wraps the model. What a forward computes stays the same, bit for bit.
     """
-    found = (held for module in model.modules() for held in held_by(module) if held.kind is INT8)
-    return sum(held.enter() for held in found)
+    return sum(held.enter() for module in model.modules() for held in held_by(module))
