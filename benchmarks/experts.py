@@ -1,6 +1,6 @@
 """Grouped products of 4-bit experts on a GPU against torch's `grouped_mm` and against one vendor product per expert.
 
-    python benchmarks/experts.py [--shapes Qwen3-30B-A3B,...] [--tokens 1,64,4096] [--with gemv,wide,panels]
+    python benchmarks/experts.py [--shapes Qwen3-30B-A3B,...] [--tokens 1,64,4096] [--with gemv,wide,sm80,panels]
                                  [--forward] [--out FILE]
 
 Products: gate and up [2 I, H], down [H, I], and their input gradients. The 16-bit contestants multiply with bf16
@@ -24,7 +24,7 @@ from bitshard.functions import grouped
 from timing import commit, markdown_table
 from turns import microseconds
 
-KERNELS = {"gemv": "gemv_4bit_grouped", "wide": "gemm_4bit_sm90_wide_grouped"}
+KERNELS = {"gemv": "gemv_4bit_grouped", "wide": "gemm_4bit_sm90_wide_grouped", "sm80": "gemm_4bit_sm80_grouped"}
 PANEL = 64 << 20  # bytes of decoded experts
 SHAPES = {  # experts, chosen, hidden, intermediate
     "Qwen3-30B-A3B": (128, 8, 2048, 768),
@@ -150,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default="1,64,4096")
-    parser.add_argument("--with", default="", dest="more", help="gemv, wide, panels")
+    parser.add_argument("--with", default="", dest="more", help="gemv, wide, sm80, panels")
     parser.add_argument("--forward", action="store_true", help="no gradients")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

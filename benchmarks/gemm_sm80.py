@@ -233,6 +233,7 @@ class Args(ctypes.Structure):
     _fields_ += [(name, ctypes.c_int64) for name in ("ldx", "ldy", "x_step", "x_back")]
     _fields_ += [(name, ctypes.c_int32) for name in ("M", "N", "K", "block_shift", "absmax_shift")]
     _fields_ += [("last_half", ctypes.c_uint32), ("store_eights", ctypes.c_int32)]
+    _fields_ += [("offs", ctypes.c_void_p), ("experts", ctypes.c_int32), ("expert_absmax", ctypes.c_int32)]
     _fields_ += [(name, ctypes.c_int32) for name in ("rows", "row_tiles", "tiles", "stages", "shared", "splits")]
     _fields_ += [("share", ctypes.c_int32), ("longer", ctypes.c_int32), ("values", ctypes.c_float * 16)]
 

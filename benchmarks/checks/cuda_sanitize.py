@@ -123,16 +123,17 @@ def grouped(N: int, K: int, dtype: torch.dtype, nested: bool, counts: tuple[int,
     x, dy = (torch.randn(end + 3, width, device="cuda", dtype=dtype) for width in (K, N))
     bias = torch.randn(len(counts), N, device="cuda", dtype=dtype)
     exact = reference.grouped_linear_4bit(x, offs, decoded, bias)
-    for kernel in ("gemv_4bit_grouped", "gemm_4bit_sm90_wide_grouped"):
+    for kernel in ("gemv_4bit_grouped", "gemm_4bit_sm90_wide_grouped", "gemm_4bit_sm80_grouped"):
         _C.force_kernel("grouped_linear_4bit", kernel)
         y = ops.grouped_linear_4bit_fused(x, offs, packed, *state.scales(), bias, 64, 0, N, K)
         assert (y - exact).norm() < 0.02 * exact.norm() and not y[end:].any(), (N, K, counts, kernel)
     _C.force_kernel("grouped_linear_4bit", None)
-    _C.force_kernel("grouped_linear_4bit_dgrad", "gemm_4bit_sm90_wide_grouped")
-    dx = ops.grouped_linear_4bit_dgrad_fused(dy, offs, packed, *state.scales(), 64, 0, N, K)
-    _C.force_kernel("grouped_linear_4bit_dgrad", None)
     exact = reference.grouped_linear_4bit_dgrad(dy, offs, decoded)
-    assert (dx - exact).norm() < 0.02 * exact.norm() and not dx[end:].any(), (N, K, counts)
+    for kernel in ("gemm_4bit_sm90_wide_grouped", "gemm_4bit_sm80_grouped"):
+        _C.force_kernel("grouped_linear_4bit_dgrad", kernel)
+        dx = ops.grouped_linear_4bit_dgrad_fused(dy, offs, packed, *state.scales(), 64, 0, N, K)
+        assert (dx - exact).norm() < 0.02 * exact.norm() and not dx[end:].any(), (N, K, counts, kernel)
+    _C.force_kernel("grouped_linear_4bit_dgrad", None)
 
 
 def few_rows(dtype: torch.dtype) -> None:

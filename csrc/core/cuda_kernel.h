@@ -15,6 +15,7 @@
   X(gemv_4bit_grouped)                                                                                                 \
   X(gemv_4bit_simt)                                                                                                    \
   X(gemm_4bit_sm80)                                                                                                    \
+  X(gemm_4bit_sm80_grouped)                                                                                            \
   X(gemm_4bit_sm90)                                                                                                    \
   X(gemm_4bit_sm90_wide)                                                                                               \
   X(gemm_4bit_sm90_wide_grouped)                                                                                       \

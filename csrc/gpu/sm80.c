@@ -1,6 +1,7 @@
 /* gpu/sm80.c - launches of the kernels whose parameters are bsh_gemm_sm80_args. */
 #include "core/arithmetic.h"
 #include "core/formats.h"
+#include "core/stack.h"
 #include "cuda/sizes/gemm_4bit_sm80.h"
 #include "gpu/product.h"
 
@@ -25,6 +26,15 @@ static void set_weight(const bsh_weight *const weight, const bsh_plan_slice *con
   memcpy(of_kernel->values, values[weight->format], sizeof of_kernel->values);
 }
 
+static void set_stack(const bsh_product_args *const args, bsh_gemm_sm80_args *const of_kernel) {
+  const bsh_weight *const stack = &args->weight;
+  const int64_t blocks = stack->n / args->E / stack->blocksize;
+  const bool nested = stack->scales.absmax == NULL;
+  of_kernel->offs = args->offs;
+  of_kernel->experts = (int32_t)args->E;
+  of_kernel->expert_absmax = (int32_t)(nested ? bsh_expert_scales2(stack->n, args->E, stack->blocksize) : blocks);
+}
+
 bsh_status bsh_launch_sm80(const bsh_product_args *const args, const bsh_plan_slice *const slice, char *const memory,
                            const bsh_cuda_context *const context) {
   const int64_t size = dtype_size(args->dtype), rows = slice->sm80.rows, step = bsh_gemm_sm80_x_step((int32_t)rows);
@@ -43,6 +53,7 @@ bsh_status bsh_launch_sm80(const bsh_product_args *const args, const bsh_plan_sl
       .cut = slice->sm80,
   };
   set_weight(&args->weight, slice, &of_kernel);
+  if (args->E > 0) set_stack(args, &of_kernel);
   void *arguments[] = {&of_kernel};
   if (memory != NULL) {
     of_kernel.flags = (uint32_t *)memory;

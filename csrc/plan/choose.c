@@ -18,6 +18,7 @@ static const bsh_kernel *const kernels[] = {
     &bsh_kernel_gemm_4bit_sm80,
     &bsh_kernel_gemv_4bit_grouped,
     &bsh_kernel_gemm_4bit_sm90_wide_grouped,
+    &bsh_kernel_gemm_4bit_sm80_grouped,
     &bsh_kernel_gemv_int8,
     &bsh_kernel_mixed_int8_sm90,
     &bsh_kernel_gemm_int8_sm90,

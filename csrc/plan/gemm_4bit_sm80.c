@@ -1,11 +1,10 @@
 /* plan/gemm_4bit_sm80.c - what gemm_4bit_sm80.cu takes, and how its tiles are shared out. */
-#include "cuda/sizes/gemm_4bit_sm80.h"
-
 #include "core/arithmetic.h"
 #include "plan/cards.h"
 #include "plan/gemv.h"
+#include "plan/sm80.h"
 
-enum { SLICE_ROWS = 1 << 16, SUMS_ALIGNMENT = 256, HALF_UNIT = BSH_UNIT / 2 };
+enum { SLICE_ROWS = 1 << 16, SUMS_ALIGNMENT = 256 };
 enum { LEAST_STAGES = 8 }; /* of a block that shares tiles in order */
 
 #define SM80_KERNEL(NAME) BSH_KERNEL(gemm_4bit_sm80, NAME)
@@ -18,19 +17,6 @@ static const int32_t form_rows[] = {BSH_GEMM_SM80_FORMS(SM80_ROWS)};
 enum { FORMS = sizeof form_rows / sizeof *form_rows };
 _Static_assert((int)FORMS == (int)BSH_SM80_FORMS, "a share for each form");
 
-static const char *refuses(const bsh_facts *const facts) {
-  enum { LARGEST_SIDE = INT32_MAX / 1024 };
-  if (facts->image.arch < 80) return "no code for sm_80 or later";
-  if (facts->dtype == BSH_F32) return "no float32";
-  if (facts->K % BSH_UNIT) return "K is no multiple of 64";
-  if (facts->w.blocksize % HALF_UNIT) return "the blocksize is below 32";
-  if (facts->direction == BSH_INPUT_GRADIENT && facts->N % 8) return "N is no multiple of 8";
-  if (facts->N > LARGEST_SIDE || facts->K > LARGEST_SIDE || facts->N * (facts->K / BSH_UNIT) > INT32_MAX)
-    return "W is too large for 32-bit indices";
-  if (facts->x_alignment < 16) return "rows of x are not 16-byte aligned";
-  return facts->packed_alignment < 16 ? "packed is not 16-byte aligned" : NULL;
-}
-
 /* ---- how long it takes, by the card's model ---- */
 
 typedef struct {
@@ -42,11 +28,6 @@ typedef struct {
   double ns; /* of the busiest block */
 } candidate;
 
-/* Blocks that a multiprocessor holds. */
-static int32_t blocks_at_once(const int32_t form, const int32_t sm) {
-  const bool small = sm != 80 && sm != 87 && !bsh_is_wide(sm); /* 100 KiB of shared memory */
-  return form_rows[form] == 128 && !small ? 2 : 1;
-}
 static int32_t blocks_of(const candidate *const of) {
   return of->cut.splits > 0 ? of->cut.tiles * of->cut.splits : of->sms;
 }
@@ -110,14 +91,13 @@ static void try_form(candidate *const best, candidate next, const int32_t reside
   take_faster(best, next, resident);
 }
 
-/* Of all forms and ways the fastest. Blocks of 32 weights have scales of their own, and a thread has one scale: the
- * form in which it decodes 32. dense: W is there in 16 bits. */
+/* Of all forms and ways the fastest. dense: W is there in 16 bits. */
 static candidate cut_rows(const bsh_facts *const facts, const int64_t rows_of_x, const bool dense) {
   const bool forward = facts->direction == BSH_FORWARD;
   const int64_t width = forward ? facts->N : facts->K, depth = forward ? facts->K : facts->N;
   candidate best = {.ns = HUGE_VAL};
   for (int32_t form = 0; form < FORMS; form++) {
-    if (!dense && facts->w.blocksize < BSH_UNIT && form_rows[form] != 256) continue;
+    if (!dense && !bsh_sm80_decodes(facts, form_rows[form])) continue;
     bsh_gemm_sm80_cut cut = {.rows = form_rows[form], .stages = (int32_t)divide_up(depth, BSH_UNIT)};
     cut.row_tiles = (int32_t)divide_up(rows_of_x, cut.rows);
     cut.tiles = cut.row_tiles * (int32_t)divide_up(width, BSH_GEMM_SM80_COLUMNS);
@@ -127,7 +107,7 @@ static candidate cut_rows(const bsh_facts *const facts, const int64_t rows_of_x,
                             .workspace_bytes = facts->workspace_bytes,
                             .sms = facts->sms,
                             .form = form,
-                            .at_once = blocks_at_once(form, facts->sm),
+                            .at_once = bsh_sm80_at_once(form_rows[form], facts->sm),
                             .cut = cut};
     for (int32_t resident = 1; resident <= next.at_once; resident++) try_form(&best, next, resident);
   }
@@ -164,7 +144,7 @@ static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {
   const bool shares = best.cut.splits > 0 || best.cut.shared > 0;
   const int64_t blocks = shares ? blocks_of(&best) : min_i64(best.cut.tiles, best.sms);
   slice->sm80 = best.cut;
-  slice->block_shift = bsh_block_shift(facts, HALF_UNIT);
+  slice->block_shift = bsh_block_shift(facts, BSH_SM80_HALF_UNIT);
   slice->stores_together = facts->y_alignment >= 16;
   slice->product.kernel = &kernels[best.form][facts->dtype == BSH_F16][facts->direction == BSH_INPUT_GRADIENT];
   slice->product.shape = (bsh_cuda_launch_shape){.grid = {(uint32_t)blocks, 1, 1},
@@ -182,6 +162,6 @@ const bsh_kernel bsh_kernel_gemm_4bit_sm80 = {.name = "gemm_4bit_sm80",
                                               .directions = BSH_BOTH,
                                               .launch = BSH_LAUNCH_SM80,
                                               .rows = SLICE_ROWS,
-                                              .refuses = refuses,
+                                              .refuses = bsh_sm80_refuses,
                                               .cost = cost,
                                               .cut = cut};

@@ -1,7 +1,9 @@
-// epilogue_sm80.cuh - from a thread's sums to y, for gemm_4bit_sm80.cu: stored, left for other blocks, or joined with
-// theirs. Partial sums are added in an order that depends on the cut alone, so equal inputs give equal bits.
+// epilogue_sm80.cuh - from a thread's sums to y, for gemm_4bit_sm80.cu and gemm_4bit_sm80_grouped.cu: stored, left for
+// other blocks, or joined with theirs. Partial sums are added in an order that depends on the cut alone, so equal
+// inputs give equal bits.
 //
-// sum[i][j][e]: row 16 i + 8 (e / 2) + lane / 4 and column 8 j + 2 (lane % 4) + e % 2 of the warp's 64 x 64.
+// sum[i][j][e]: row 8 (e / 2) + lane / 4 and column 8 j + 2 (lane % 4) + e % 2 of the warp's row group i and 64
+// columns. Row groups of warps take turns: sm80_group.
 #pragma once
 
 #include "cuda/epilogues/shared_tile.cuh"
@@ -12,6 +14,10 @@ namespace {
 
 enum { ROW_GROUPS = 4, COLUMN_GROUPS = 8 }; // of a warp: of 16 rows, 8 columns
 using sm80_sums = float[ROW_GROUPS][COLUMN_GROUPS][4];
+template <typename FORM> struct sm80_group {
+  static constexpr int APART = FORM::ROWS / ROW_GROUPS; // rows, of a warp's row groups
+  static __device__ __forceinline__ int first(int t) { return (t >> 6) * 16; }
+};
 
 // Row groups in a mask, as bits.
 enum : uint32_t { ALL_GROUPS = (1u << ROW_GROUPS) - 1 };
@@ -154,12 +160,12 @@ template <typename T> __device__ __forceinline__ float load_bias(const void *bia
   return to_float(*reinterpret_cast<const T *>(&bits));
 }
 template <typename T>
-__device__ __forceinline__ void add_bias(const bsh_gemm_sm80_args &args, sm80_sums &sum, int column) {
+__device__ __forceinline__ void add_bias(const void *of_expert, int N, sm80_sums &sum, int column) {
 #pragma unroll
   for (int j = 0; j < COLUMN_GROUPS; j++)
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      const float bias = load_bias<T>(args.bias, min(column + 8 * j + e, args.N - 1));
+      const float bias = load_bias<T>(of_expert, min(column + 8 * j + e, N - 1));
 #pragma unroll
       for (int i = 0; i < ROW_GROUPS; i++) sum[i][j][e] += bias, sum[i][j][2 + e] += bias;
     }
@@ -189,12 +195,13 @@ __device__ __forceinline__ void store_eight(T *y, const uint32_t (&v)[4], int le
 
 // The row groups in `groups`. Lane 4 g + c gets the 8 columns of column group 4 q + c.
 template <typename FORM>
-__device__ __forceinline__ void store_sums(const bsh_gemm_sm80_args &args, sm80_sums &sum, int row0, int column0,
+__device__ __forceinline__ void store_sums(const bsh_gemm_sm80_args &args, sm80_sums &sum, const sm80_piece &piece,
                                            uint32_t groups) {
   using T = typename FORM::T;
   const int t = thread_index(), lane = t & 31, c = lane & 3, width = FORM::GRADIENT ? args.K : args.N;
-  row0 += (t >> 6) * 64 + (lane >> 2), column0 += (t >> 5 & 1) * 64;
-  if (!FORM::GRADIENT && args.bias) add_bias<T>(args, sum, column0 + 2 * c);
+  const int row0 = sm80_group<FORM>::first(t) + (lane >> 2), column0 = piece.column + (t >> 5 & 1) * 64;
+  if (!FORM::GRADIENT && args.bias)
+    add_bias<T>(static_cast<const T *>(args.bias) + piece.expert * args.N, args.N, sum, column0 + 2 * c);
 #pragma unroll
   for (int i = 0; i < ROW_GROUPS; i++) {
     if (!(groups >> i & 1)) continue;
@@ -206,9 +213,10 @@ __device__ __forceinline__ void store_sums(const bsh_gemm_sm80_args &args, sm80_
 #pragma unroll
         for (int j = 0; j < 4; j++) v[j] = pack_pair<T>(sum[i][4 * q + j][2 * h], sum[i][4 * q + j][2 * h + 1]);
         transpose_quad(v, c);
-        const int row = row0 + i * 16 + h * 8, column = column0 + (4 * q + c) * 8;
-        if (row < args.M)
-          store_eight(static_cast<T *>(args.y) + row * args.ldy + column, v, width - column, args.store_eights);
+        const int row = row0 + i * sm80_group<FORM>::APART + h * 8, column = column0 + (4 * q + c) * 8;
+        if (row < piece.left)
+          store_eight(static_cast<T *>(args.y) + (piece.row + row) * args.ldy + column, v, width - column,
+                      args.store_eights);
       }
   }
 }
@@ -217,8 +225,9 @@ __device__ __forceinline__ void store_sums(const bsh_gemm_sm80_args &args, sm80_
 template <typename FORM>
 __device__ __forceinline__ void finish_sums(const bsh_gemm_sm80_args &args, sm80_sums &sum, const sm80_piece &piece,
                                             uint32_t word_at) {
-  const uint32_t groups = piece.kind() == WHOLE ? ALL_GROUPS : share_sums<FORM>(args, sum, piece, word_at);
-  if (groups) store_sums<FORM>(args, sum, piece.row, piece.column, groups);
+  uint32_t groups = ALL_GROUPS;
+  if (!FORM::GROUPED && piece.kind() != WHOLE) groups = share_sums<FORM>(args, sum, piece, word_at);
+  if (groups) store_sums<FORM>(args, sum, piece, groups);
   clear_groups(sum, ALL_GROUPS);
 }
 

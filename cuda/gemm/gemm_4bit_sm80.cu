@@ -9,26 +9,14 @@
 //                                                                         (for dx transposed)
 //   fp32 sums in registers over all of depth --> y, or args.partial (epilogue_sm80.cuh)
 //
-// A tile is 128 or 256 rows of x by 128 columns of y, 4 or 8 warps of 64 x 64. A stage is 64 of depth. There is one
-// barrier a stage, before its last k16 step: loads and decoding of the next stages lie between the products, in the
-// order of the source (ptx_sm80.cuh). Blocks stay: loads run on from tile to tile (scheduler_sm80.cuh).
+// A tile is 128 or 256 rows of x by 128 columns of y, 4 or 8 warps of 64 x 64; their row groups of 16 take turns. A
+// stage is 64 of depth. There is one barrier a stage, before its last k16 step: loads and decoding of the next stages
+// lie between the products, in the order of the source (ptx_sm80.cuh). Blocks stay: loads run on from tile to tile
+// (scheduler_sm80.cuh).
 //
 // W has the bits of dequantize_4bit: the error is that of W rounded to x's dtype.
 #include "cuda/gemm/gemm_4bit_sm80.cuh"
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-#define GEMM_SM80_BODY(T, ROWS, GRADIENT) bsh::gemm_sm80<bsh::sm80_form<T, ROWS, GRADIENT>>(args);
-#else
-#define GEMM_SM80_BODY(T, ROWS, GRADIENT) __trap(); // the host does not launch it
-#endif
-#define GEMM_SM80(T, NAME, ROWS, GRADIENT)                                                                             \
-  extern "C" __global__ void __launch_bounds__(bsh_gemm_sm80_threads(ROWS), ROWS == 256 ? 1 : 2)                       \
-      NAME(const __grid_constant__ bsh_gemm_sm80_args args) {                                                          \
-    GEMM_SM80_BODY(T, ROWS, GRADIENT)                                                                                  \
-  }
-#define GEMM_SM80_FORM(FORM, ROWS)                                                                                     \
-  GEMM_SM80(__nv_bfloat16, gemm_sm80_bf16_##FORM, ROWS, false)                                                         \
-  GEMM_SM80(__half, gemm_sm80_f16_##FORM, ROWS, false)                                                                 \
-  GEMM_SM80(__nv_bfloat16, gemm_sm80_dgrad_bf16_##FORM, ROWS, true)                                                    \
-  GEMM_SM80(__half, gemm_sm80_dgrad_f16_##FORM, ROWS, true)
+#define GEMM_SM80(T, NAME, ROWS, GRADIENT) BSH_GEMM_SM80_ENTRY(T, NAME, ROWS, GRADIENT, false)
+#define GEMM_SM80_FORM(FORM, ROWS) BSH_GEMM_SM80_ENTRIES(GEMM_SM80, gemm_sm80_, FORM, ROWS)
 BSH_GEMM_SM80_FORMS(GEMM_SM80_FORM)

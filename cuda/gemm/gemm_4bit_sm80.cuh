@@ -1,4 +1,4 @@
-// gemm_4bit_sm80.cuh - the kernel of gemm_4bit_sm80.cu, which says how it works.
+// gemm_4bit_sm80.cuh - the kernel of gemm_4bit_sm80.cu, which says how it works, and of gemm_4bit_sm80_grouped.cu.
 #pragma once
 
 #include "cuda/epilogues/epilogue_sm80.cuh"
@@ -14,14 +14,24 @@ namespace {
 template <typename FORM> struct sm80_operands {
   uint32_t a[4][4], b[4][4]; // 16 rows each; 16 columns each
   uint32_t a_at, b_at;       // of this lane in a stage
+  int groups;                // GROUPED: of the warp's row groups those that have rows
 
   __device__ __forceinline__ explicit sm80_operands(uint32_t base) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wm = warp >> 1, wn = warp & 1, w = base + FORM::W_AT;
-    a_at = base + (wm * 64 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+    const int lane = threadIdx.x & 31, wn = threadIdx.x >> 5 & 1, w = base + FORM::W_AT;
+    a_at = base + (sm80_group<FORM>::first(threadIdx.x) + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
     b_at = FORM::GRADIENT ? w + (lane & 15) * 256 + wn * 128 + (((lane >> 4) ^ (lane & 7)) << 4)
                           : w + (wn * 64 + (lane & 7) + (lane >> 4) * 8) * 128 + (((lane >> 3 & 1) ^ (lane & 7)) << 4);
   }
-  __device__ __forceinline__ void load_a(int i, int step) { ldmatrix_x4(a[i], (a_at ^ (step << 5)) + i * 2048); }
+  // Of row groups without rows nothing is loaded or multiplied.
+  __device__ __forceinline__ void count_groups(const sm80_piece &piece) {
+    const int rows = piece.left - sm80_group<FORM>::first(thread_index()), apart = sm80_group<FORM>::APART;
+    if (FORM::GROUPED) groups = uniform((rows + apart - 1) / apart);
+  }
+  __device__ __forceinline__ void load_a(int i, int step) {
+    const uint32_t at = (a_at ^ (step << 5)) + i * sm80_group<FORM>::APART * 128;
+    if (FORM::GROUPED) ldmatrix_x4_if(a[i], at, i, groups);
+    else ldmatrix_x4(a[i], at);
+  }
   __device__ __forceinline__ void load_b(int j, int step) {
     if (FORM::GRADIENT) ldmatrix_x4_trans(b[j], (b_at ^ (j << 5)) + step * 4096);
     else ldmatrix_x4(b[j], (b_at ^ (step << 5)) + j * 2048);
@@ -29,6 +39,15 @@ template <typename FORM> struct sm80_operands {
   __device__ __forceinline__ void load() {
 #pragma unroll
     for (int i = 0; i < 4; i++) load_b(i, 0), load_a(i, 0);
+  }
+  // Two neighbouring products: row group i by 16 columns.
+  __device__ __forceinline__ void multiply_pair(float (*sum)[4], int i, int j) const {
+    using in_order = in_order<typename FORM::T>;
+#pragma unroll
+    for (int k = 0; k < 2 * BSH_SM80_PRODUCTS; k++) {
+      if (FORM::GROUPED) in_order::mma_if(sum[k & 1], a[i], b[j] + 2 * (k & 1), i, groups);
+      else in_order::mma(sum[k & 1], a[i], b[j] + 2 * (k & 1));
+    }
   }
 };
 
@@ -58,16 +77,11 @@ template <typename FORM> struct sm80_schedule {
   }
 };
 
-// Two neighbouring products: 16 rows by 16 columns.
-template <typename T>
-__device__ __forceinline__ void multiply_pair(float (*sum)[4], const uint32_t *a, const uint32_t *b) {
-#pragma unroll
-  for (int i = 0; i < BSH_SM80_PRODUCTS; i++) in_order<T>::mma(sum[0], a, b), in_order<T>::mma(sum[1], a, b + 2);
-}
+template <typename FORM> using pieces_of = std::conditional_t<FORM::GROUPED, grouped_pieces<FORM>, dense_pieces>;
 
 template <typename FORM> struct sm80_block {
   const bsh_gemm_sm80_args &args;
-  sm80_pieces pieces;
+  pieces_of<FORM> pieces;
   const float *const map;
   const float *const offset;
   x_loader<FORM> x;
@@ -89,7 +103,7 @@ template <typename FORM> struct sm80_block {
   }
   __device__ __forceinline__ void load_w() {
     w.seek(args, pieces);
-    w.load_scale(args), w.load(args), w.make_scale(map, *offset), w.build(args.values);
+    w.load_scale(args), w.load(args), w.make_scale(map, offset), w.build(args.values);
   }
   // The first stage in shared memory, of the second what is loaded a stage ahead.
   __device__ __forceinline__ void begin() {
@@ -111,7 +125,7 @@ template <typename FORM> struct sm80_block {
     using schedule = sm80_schedule<FORM>;
     if (slot < schedule::X_SLOTS) x.load(args, slot, -turn);
     if (slot == schedule::SCALE_SLOT) w.load_scale(args);
-    if (slot == schedule::W_SLOT) w.load(args), w.make_scale(map, *offset);
+    if (slot == schedule::W_SLOT) w.load(args), w.make_scale(map, offset);
   }
   // To the other stage: complete, and what is read here no longer needed.
   __device__ __forceinline__ void turn_over() {
@@ -131,7 +145,7 @@ template <typename FORM> struct sm80_block {
         load_at(slot);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-          multiply_pair<typename FORM::T>(sum[i] + 2 * j, in.a[i], in.b[j]);
+          in.multiply_pair(sum[i] + 2 * j, i, j);
           if (i == 3) in.load_b(j, (step + 1) % 4);
           schedule::behind_pair(w, args.values, slot, j);
         }
@@ -148,7 +162,8 @@ template <typename FORM> struct sm80_block {
     for (;; pieces.advance()) {
       const sm80_piece piece = pieces.now();
       if (!uniform(piece.work())) break;
-      pieces.follow(args.cut);
+      pieces.follow(args);
+      in.count_groups(piece);
       in.load(); // here, and so not held while sums are finished
 #pragma unroll 1
       for (int left = uniform(piece.to() - piece.from()); left > 0; left--) multiply_stage();
@@ -158,6 +173,14 @@ template <typename FORM> struct sm80_block {
   }
 };
 
+// Rows that no expert has.
+template <typename FORM> __device__ __forceinline__ void clear_behind(const bsh_gemm_sm80_args &args) {
+  int end = 0;
+  for (int i = threadIdx.x & 31; i < args.experts; i += BSH_WARP) end = max(end, args.offs[i]);
+  end = min((int)__reduce_max_sync(~0u, (uint32_t)end), args.M);
+  clear_rows<typename FORM::T>(args.y, args.ldy, FORM::GRADIENT ? args.K : args.N, end, args.M);
+}
+
 template <typename FORM> __device__ __forceinline__ void gemm_sm80(const bsh_gemm_sm80_args &args) {
   extern __shared__ __align__(1024) char memory[];
   float *const map = reinterpret_cast<float *>(memory + bsh_gemm_sm80_map_at(FORM::ROWS));
@@ -165,12 +188,30 @@ template <typename FORM> __device__ __forceinline__ void gemm_sm80(const bsh_gem
   let_later_kernels_start();
   wait_for_earlier_kernels();
   sm80_block<FORM> block(args, memory);
-  block.pieces.begin(args.cut, threadIdx.x);
+  block.pieces.begin(args);
+  if (FORM::GROUPED) clear_behind<FORM>(args);
   for (int i = threadIdx.x; i < 256; i += FORM::THREADS) map[i] = args.map ? args.map[i] : 1.f;
-  if (threadIdx.x == 0) words[0] = args.map ? *args.offset : -0.f; // x + -0 is x
+  if (!FORM::GROUPED && threadIdx.x == 0) words[0] = args.map ? *args.offset : -0.f; // x + -0 is x
   __syncthreads();
   block.run(shared_address(words + 1));
 }
 
 } // namespace
 } // namespace bsh
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#define BSH_GEMM_SM80_BODY(T, ROWS, GRADIENT, GROUPED) bsh::gemm_sm80<bsh::sm80_form<T, ROWS, GRADIENT, GROUPED>>(args);
+#else
+#define BSH_GEMM_SM80_BODY(T, ROWS, GRADIENT, GROUPED) __trap(); // the host does not launch it
+#endif
+#define BSH_GEMM_SM80_ENTRY(T, NAME, ROWS, GRADIENT, GROUPED)                                                          \
+  extern "C" __global__ void __launch_bounds__(bsh_gemm_sm80_threads(ROWS), ROWS == 256 ? 1 : 2)                       \
+      NAME(const __grid_constant__ bsh_gemm_sm80_args args) {                                                          \
+    BSH_GEMM_SM80_BODY(T, ROWS, GRADIENT, GROUPED)                                                                     \
+  }
+// Of a form: both dtypes, both directions.
+#define BSH_GEMM_SM80_ENTRIES(ENTRY, STEM, FORM, ROWS)                                                                 \
+  ENTRY(__nv_bfloat16, STEM##bf16_##FORM, ROWS, false)                                                                 \
+  ENTRY(__half, STEM##f16_##FORM, ROWS, false)                                                                         \
+  ENTRY(__nv_bfloat16, STEM##dgrad_bf16_##FORM, ROWS, true)                                                            \
+  ENTRY(__half, STEM##dgrad_f16_##FORM, ROWS, true)

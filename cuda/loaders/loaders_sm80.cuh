@@ -1,5 +1,5 @@
 // loaders_sm80.cuh - x by asynchronous copies to shared memory, and packed W to registers, decoded to shared memory,
-// for gemm_4bit_sm80.cu.
+// for gemm_4bit_sm80.cu and gemm_4bit_sm80_grouped.cu.
 //
 // A stage of x is [rows][64], rows of 128 bytes in 8 chunks of 16, chunk c of row r at c ^ r % 8. A stage of W is,
 // decoded, forward [128 rows of W][64] in the same layout, for the gradient [64 rows of W][2][64].
@@ -11,10 +11,11 @@
 namespace bsh {
 namespace {
 
-template <typename T_, int ROWS_, bool GRADIENT_> struct sm80_form {
+// GROUPED: of a stack of experts.
+template <typename T_, int ROWS_, bool GRADIENT_, bool GROUPED_ = false> struct sm80_form {
   using T = T_;
   static constexpr int ROWS = ROWS_, THREADS = bsh_gemm_sm80_threads(ROWS);
-  static constexpr bool GRADIENT = GRADIENT_;
+  static constexpr bool GRADIENT = GRADIENT_, GROUPED = GROUPED_;
   static constexpr int X_BYTES = bsh_gemm_sm80_x_bytes(ROWS), W_BYTES = BSH_GEMM_SM80_W_BYTES;
   static constexpr int W_AT = bsh_gemm_sm80_w_at(ROWS);
   static constexpr int WORDS = BSH_GEMM_SM80_COLUMNS * BSH_UNIT / 8 / THREADS; // packed ones, of a thread and stage
@@ -39,18 +40,20 @@ template <typename FORM> struct x_loader {
       left = uniform(piece.to() - piece.from());
       from = reinterpret_cast<const char *>(static_cast<const T *>(args.x) + (piece.row + (t >> 3)) * args.ldx +
                                             piece.from() * BSH_UNIT + (t & 7) * 8);
-      rows = args.M - piece.row - (t >> 3);
+      rows = piece.left - (t >> 3);
     }
     if (FORM::GRADIENT && left == 1 && args.N % BSH_UNIT) // columns of dy beyond N are zero
       if (pieces.last<sm80_pieces::X>().to() == args.cut.stages &&
           (args.cut.stages - 1) * BSH_UNIT + (thread_index() & 7) * 8 >= args.N)
         rows = 0;
   }
-  // A quarter of a stage; behind the last, `step` bytes to the other stage.
+  // A quarter of a stage; behind the last, `step` bytes to the other stage. Of a stack rows that do not exist keep what
+  // they had, which gets into no other row's sums.
   __device__ __forceinline__ void load(const bsh_gemm_sm80_args &args, int quarter, int step) {
 #pragma unroll
     for (int i = quarter * CHUNKS / 4; i < (quarter + 1) * CHUNKS / 4; i++, from += args.x_step)
-      cp_async_16_or_zero(to + i * STEP * 128, from, i * STEP < rows);
+      if (!FORM::GROUPED || rows <= 0 || i * STEP < rows)
+        cp_async_16_or_zero(to + i * STEP * 128, from, i * STEP < rows);
     if (quarter < 3) return;
     cp_async_commit();
     from += args.x_back, left--, to += step;
@@ -66,6 +69,9 @@ template <typename FORM> struct w_loader {
   int left = 0;                                // stages of the piece
   uint32_t at;                                 // the first 32 weights that this thread decodes
   bool beyond = false;                         // gradient: W has no such row
+  uint32_t begin = 0;                          // of a stack: the expert's first 32 weights
+  uint32_t absmax_at = 0;                      // and its first place in absmax
+  float offset;                                // of its scales
   uint32_t word[WORDS], ready[WORDS][4], code; // ready: decoded, not yet stored
   float absmax, scale;
   block_values<T> values;
@@ -96,14 +102,19 @@ template <typename FORM> struct w_loader {
       else at = (piece.from() * BSH_UNIT + row(t)) * units + min(piece.column / BSH_UNIT + column_half(t), units - 1);
       at = 2 * at + half(t);
       beyond = false;
+      if (FORM::GROUPED) {
+        begin = 2u * piece.expert * args.N * units, at += begin,
+        absmax_at = (uint32_t)piece.expert * args.expert_absmax;
+        offset = args.map ? __ldg(args.offset + piece.expert) : -0.f; // x + -0 is x
+      }
     }
     if (GRADIENT && left == 1 && args.N % BSH_UNIT)
       if (pieces.last<sm80_pieces::W>().to() == args.cut.stages && row(thread_index()) >= args.N % BSH_UNIT)
-        beyond = true, at = 0;
+        beyond = true, at = begin;
   }
   __device__ __forceinline__ void load_scale(const bsh_gemm_sm80_args &args) {
     code = __ldg(args.codes + (at >> args.block_shift));
-    absmax = __ldg(args.absmax + (at >> args.absmax_shift));
+    absmax = __ldg(args.absmax + absmax_at + ((at - begin) >> args.absmax_shift));
   }
   // The packed words of a stage; and asks L2 for a later one, of the gradient also for codes of its scales: forward a
   // sector of them lasts for many stages.
@@ -120,8 +131,8 @@ template <typename FORM> struct w_loader {
     if (GRADIENT) prefetch_l2(args.codes + (ahead >> args.block_shift));
   }
   // What dequantize_4bit has.
-  __device__ __forceinline__ void make_scale(const float *map, float offset) {
-    scale = __fadd_rn(multiply_flush_in_order(map[code], absmax), offset);
+  __device__ __forceinline__ void make_scale(const float *map, const float *of_weight) {
+    scale = __fadd_rn(multiply_flush_in_order(map[code], absmax), FORM::GROUPED ? offset : *of_weight);
     if (GRADIENT && beyond) scale = 0.f;
   }
   __device__ __forceinline__ void build(const float *of_codes) {

@@ -13,6 +13,18 @@ template <int TOKENS> struct groups_of {
   __device__ __forceinline__ int operator()(int rows) const { return (rows + TOKENS - 1) / TOKENS; }
 };
 
+// Where the rows of the 32 experts from `first` on end, one a lane, none before `last` and none beyond the M rows: ends
+// that are not sorted are clamped. Lanes behind the last expert have what it has.
+__device__ __forceinline__ int sorted_end(const int32_t *offs, int first, int lane, int experts, int M, int last) {
+  int end = first + lane < experts ? min(max(offs[first + lane], 0), M) : 0;
+#pragma unroll
+  for (int step = 1; step < BSH_WARP; step *= 2) {
+    const int before = __shfl_up_sync(~0u, end, step);
+    if (lane >= step) end = max(end, before);
+  }
+  return max(end, last);
+}
+
 // In shared memory, from `at` on: where the rows of each expert end, and how many groups the experts before it have;
 // one more: of all. 8 bytes an expert, and 4.
 struct expert_rows {
@@ -25,20 +37,13 @@ struct expert_rows {
   __device__ __forceinline__ int start(int expert) const { return read(experts + expert); } // groups before it
   __device__ __forceinline__ int read(int i) const { return (int)ld_shared_4(at + 4 * i); }
 
-  // By one warp; a barrier by the caller. Ends that are not sorted, or beyond the M rows, are clamped. count(rows):
-  // groups of an expert.
+  // By one warp; a barrier by the caller. count(rows): groups of an expert.
   template <typename COUNT> __device__ __forceinline__ void fill(const int32_t *offs, int M, COUNT count) const {
     const int lane = threadIdx.x & 31;
     int last = 0, groups = 0;
     for (int first = 0; first < experts; first += BSH_WARP) {
       const int expert = first + lane;
-      int end = expert < experts ? min(max(offs[expert], 0), M) : 0;
-#pragma unroll
-      for (int step = 1; step < BSH_WARP; step *= 2) {
-        const int before = __shfl_up_sync(~0u, end, step);
-        if (lane >= step) end = max(end, before);
-      }
-      end = max(end, last);
+      const int end = sorted_end(offs, first, lane, experts, M, last);
       const int before = __shfl_up_sync(~0u, end, 1), begin = lane == 0 ? last : before;
       const int own = count(end - begin);
       const int sum = sum_upto(own, lane);

@@ -42,8 +42,8 @@ def plan_grouped_linear_4bit(
 ) -> dict[str, Any]:
     """The same of a stack of E weights [N, K] and M rows in all; alignments are those of the whole stack.
 
-    Kernels: gemv_4bit_grouped, gemm_4bit_sm90_wide_grouped and panels: panel_lines experts are dequantized at a time
-    (python/bitshard/functions/grouped.py)."""
+    Kernels: gemv_4bit_grouped, gemm_4bit_sm90_wide_grouped, gemm_4bit_sm80_grouped and panels: panel_lines experts are
+    dequantized at a time (python/bitshard/functions/grouped.py)."""
 
 def plan_linear_4bit(
     M: int,

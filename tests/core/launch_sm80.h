@@ -1,4 +1,5 @@
-/* launch_sm80.h - a launch of gemm_4bit_sm80 against its product: part of test_launch.c. */
+/* launch_sm80.h - launches of gemm_4bit_sm80 and gemm_4bit_sm80_grouped against their products: part of test_launch.c.
+ */
 #include "cuda/sizes/gemm_4bit_sm80.h"
 
 /* The blocks walk through their stages as the kernel does: every stage of every tile once, and every block has some. */
@@ -62,4 +63,31 @@ static void check_sm80(const char *const name, const bsh_gemm_sm80_args *const a
   CHECK(begin + blocks * bsh_gemm_sm80_partial_bytes(cut->rows) <= scratch_bytes && scratch_bytes <= workspace,
         SHAPE ": %" PRId64 " bytes of scratch", SHAPE_OF(name, args), scratch_bytes);
   counters_cleared = 0, flags_cleared = NULL; /* the next slice wants its own */
+}
+
+/* What a thread reads of the last expert's scales, and the most tiles that a block counts. */
+static void check_sm80_grouped(const char *const name, const bsh_gemm_sm80_args *const args,
+                               const bsh_cuda_launch_shape *const shape, const bsh_weight *const weight,
+                               const int32_t sms) {
+  const bsh_gemm_sm80_cut *const cut = &args->cut;
+  const bool forward = strstr(name, "dgrad") == NULL, nested = weight->scales.absmax == NULL;
+  const int64_t width = forward ? args->N : args->K, depth = forward ? args->K : args->N, blocks = shape->grid[0];
+  const int64_t elements = (int64_t)args->N * args->K, of_expert = elements / weight->blocksize;
+  CHECK(strstr(name, cut->rows == 128 ? "_m128" : "_m256") != NULL && (cut->rows == 256 || weight->blocksize > 32),
+        "%s for tiles of %d rows", name, cut->rows);
+  CHECK(blocks <= 2 * sms && (int32_t)shape->block[0] == bsh_gemm_sm80_threads(cut->rows) &&
+            shape->shared_bytes == bsh_gemm_sm80_grouped_bytes(cut->rows) && shape->shared_bytes <= 99 << 10,
+        SHAPE ": %d bytes of shared memory", SHAPE_OF(name, args), (int)shape->shared_bytes);
+  CHECK(cut->stages == divide_up(depth, 64) && cut->shared == 0 && cut->splits == 0, SHAPE ": %d stages",
+        SHAPE_OF(name, args), cut->stages);
+  CHECK((args->M / cut->rows + args->experts) * divide_up(width, 128) / blocks < 1 << 16 || blocks < sms, SHAPE,
+        SHAPE_OF(name, args));
+  CHECK(args->experts * elements == weight->n && args->last_half == weight->n / 32 - 1 &&
+            (args->last_half >> args->block_shift) == weight->n / weight->blocksize - 1,
+        SHAPE ": %d experts", SHAPE_OF(name, args), args->experts);
+  const int64_t last = (elements / 32 - 1) >> args->absmax_shift;
+  CHECK(last == args->expert_absmax - 1 && last == (nested ? (of_expert - 1) / BSH_NESTED_BLOCKSIZE : of_expert - 1),
+        SHAPE ": %d scales of an expert", SHAPE_OF(name, args), args->expert_absmax);
+  CHECK(aligned(args->y, 16) && args->ldy % 8 == 0 && args->N % 8 == 0, SHAPE ": stores of 16 bytes",
+        SHAPE_OF(name, args));
 }

@@ -547,6 +547,11 @@ bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kerne
     flags_cleared = *(uint32_t **)arguments[0], counters_cleared = *(int32_t *)arguments[1];
     return BSH_OK;
   }
+  if (strncmp(name, "gemm_sm80_grouped", 17) == 0) {
+    check_sm80_grouped(name, arguments[0], shape, weight_of_product, context->sms);
+    rows_done += ((const bsh_gemm_sm80_args *)arguments[0])->M;
+    return BSH_OK;
+  }
   if (strncmp(name, "gemm_sm80", 9) == 0) {
     check_sm80(name, arguments[0], shape, context->sm, context->sms);
     check_scales(name, arguments[0], weight_of_product);
@@ -660,6 +665,8 @@ static void products(uint64_t *const state, const int rounds) {
   workspace = 64 << 20;
 }
 
+#include "launch_stacks.h"
+
 /* ---- int8 ---- */
 
 /* By the kernel of this name, or NULL. Whether it takes the product. */
@@ -755,6 +762,7 @@ int main(const int argc, char **const argv) {
   const int rounds = argc > 2 ? atoi(argv[2]) : 60;
   uint64_t state = check_seed;
   products(&state, 100 * rounds);
+  stacks(&state, 20 * rounds);
   int8_products(&state, 20 * rounds);
   another_address();
   old_driver();

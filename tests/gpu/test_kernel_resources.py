@@ -105,7 +105,7 @@ def test_plans_start_every_kernel(arch, sm):
     """Products of the sweep start all kernels that are there for them, but for empty shells of other architectures."""
     started = {kernel.name for kernel, _ in launches(arch, sm) if not ALONE.match(kernel.name)}
     there = [(image, kernel) for image, kernel in kernels_of(arch) if not ALONE.match(kernel.name)]
-    assert started == {kernel.name for image, kernel in there if expected(kernel.name, image)}
+    assert started == {kernel.name for image, kernel in there if expected(kernel.name, image, sm)}
 
 
 @needs_code
@@ -217,8 +217,10 @@ GROUPS = {
     "gemm_4bit_sm90_wide, 192 tokens": r"gemm_wide_.*m192",
     "gemm_4bit_sm90_wide, 256 tokens": r"gemm_wide_.*m256",
     "clear_flags": r"clear_flags",
-    "gemm_4bit_sm80, 128 rows": r"gemm_sm80_.*m128",
-    "gemm_4bit_sm80, 256 rows": r"gemm_sm80_.*m256",
+    "gemm_4bit_sm80, 128 rows": r"gemm_sm80_(?!grouped).*m128",
+    "gemm_4bit_sm80, 256 rows": r"gemm_sm80_(?!grouped).*m256",
+    "gemm_4bit_sm80_grouped, 128 rows": r"gemm_sm80_grouped_.*m128",
+    "gemm_4bit_sm80_grouped, 256 rows": r"gemm_sm80_grouped_.*m256",
     "dequantize_4bit": r"dequantize_4bit_b?f",
     "quantize_4bit": r"quantize_4bit_b?f",
     "quantize_blockwise": r"quantize_blockwise_b?f",

@@ -1,5 +1,6 @@
 """The grouped kernels of stacks without a GPU, on the machine of tests/ptx/: bounds of accesses, results, bits."""
 
+import os
 import platform
 import shutil
 
@@ -9,12 +10,14 @@ import torch
 from bitshard import functional, ops
 from cases import LINEAR_BOUND, ROUNDING
 from ptx import gpu as machine
+from ptx import products
 
 pytestmark = [
     pytest.mark.skipif(machine.nvcc() is None, reason="needs nvcc"),
     pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("gcc") is None, reason="needs gcc on x86-64"),
 ]
-GEMV, WIDE = "gemv_4bit_grouped", "gemm_4bit_sm90_wide_grouped"
+GEMV, WIDE, SM80 = "gemv_4bit_grouped", "gemm_4bit_sm90_wide_grouped", "gemm_4bit_sm80_grouped"
+GPU = {GEMV: 90, WIDE: 90, SM80: 80}
 # kernel, dtype, rows of each expert, N, K, blocksize, format, nested, bias: none, one group, several; K in parts, of
 # more tiles than wait at a time; tiles that end inside an expert, and behind the last one
 CASES = [
@@ -30,6 +33,13 @@ CASES = [
     (WIDE, torch.bfloat16, [1, 0, 129, 193, 257], 264, 64, 64, "nf4", True, True),
     (WIDE, torch.float16, [385, 0, 321], 72, 320, 64, "nf4", False, False),
     (WIDE, torch.bfloat16, [449, 513], 64, 64, 64, "fp4", True, False),
+    # tiles of 128 and 256 rows, with fewer; second-level scales of their own; dy whose last stage is short; more
+    # experts than are looked up at once, with tiles of one stage
+    (SM80, torch.bfloat16, [5, 0, 130], 264, 192, 64, "nf4", True, True),
+    (SM80, torch.float16, [3, 70, 0], 128, 320, 128, "fp4", False, False),
+    (SM80, torch.bfloat16, [40, 0, 33, 257], 136, 192, 32, "nf4", True, True),
+    (SM80, torch.float16, [260, 0, 140], 64, 128, 4096, "nf4", False, True),
+    (SM80, torch.bfloat16, [1] * 40 + [0] * 30 + [200, 3], 64, 64, 64, "fp4", True, True),
 ]
 OFFS = torch.tensor([5, -3, 4000, 2**31 - 1, -(2**31), 1], dtype=torch.int32)  # clamped, none goes back
 
@@ -58,7 +68,7 @@ def test_products(case):
     x, dy, offs, packed, scales, b, weights = given(*case[1:])
     settings = (blocksize, ops.FORMATS[quant_type], N, K, kernel)
     results = [
-        machine.Gpu(90, sms, seed).grouped_linear_4bit(x, offs, packed, scales, b, *settings)
+        machine.Gpu(GPU[kernel], sms, seed).grouped_linear_4bit(x, offs, packed, scales, b, *settings)
         for sms, seed in ((4, 0), (4, 11), (2, 5))
     ]
     assert all(torch.equal(y.view(torch.uint8), results[0].view(torch.uint8)) for y in results)
@@ -69,23 +79,68 @@ def test_products(case):
     assert not results[0][offs[-1] :].any()
     if kernel == GEMV:
         return
-    dx = machine.Gpu(90, 4).grouped_linear_4bit(dy, offs, packed, scales, None, *settings, backward=True)
+    dx = machine.Gpu(GPU[kernel], 4).grouped_linear_4bit(dy, offs, packed, scales, None, *settings, backward=True)
     norms = reference.grouped_linear_4bit_dgrad(dy.double().square(), offs, weights.double().square())
     check(dx, reference.grouped_linear_4bit_dgrad(dy, offs, weights), norms, dtype)
     assert not dx[offs[-1] :].any()
 
 
-@pytest.mark.parametrize("kernel", [GEMV, WIDE])
+@pytest.mark.parametrize("kernel", [GEMV, WIDE, SM80])
 def test_offs_that_do_not_fit_are_clamped(kernel):
     """Nothing is read or written out of bounds, and every row has one expert or none."""
     x, _, _, packed, scales, _, weights = given(torch.bfloat16, [2, 0, 0, 5, 0, 3], 128, 128, 64, "nf4", True, False)
-    y = machine.Gpu(90, 2).grouped_linear_4bit(x, OFFS, packed, scales, None, 64, ops.FORMATS["nf4"], 128, 128, kernel)
+    gpu, settings = machine.Gpu(GPU[kernel], 2), (64, ops.FORMATS["nf4"], 128, 128, kernel)
+    y = gpu.grouped_linear_4bit(x, OFFS, packed, scales, None, *settings)
     offs = OFFS.clamp(0, len(x)).cummax(0).values
     expected = reference.grouped_linear_4bit(x, offs, weights, torch.zeros(6, 128, dtype=x.dtype))
     norms = reference.grouped_linear_4bit(
         x.double().square(), offs, weights.double().square(), torch.zeros(6, 128).double()
     )
     check(y, expected, norms, x.dtype)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("rows, blocksize", [(90, 64), (200, 32)])
+def test_sm80_has_the_bits_of_one_weight(rows, blocksize, gradient):
+    """Those of gemm_4bit_sm80 without scratch memory, whose tiles have one block each, too: W is dequantize_4bit's."""
+    case = (torch.bfloat16, [rows, 3, rows], 136, 192, blocksize, "nf4", True, True)
+    x, dy, offs, packed, scales, b, _ = given(*case)
+    settings, x, b = (blocksize, 0, 136, 192), dy if gradient else x, None if gradient else b
+    gpu = machine.Gpu(80, 3, workspace_bytes=0)
+    y = gpu.grouped_linear_4bit(x, offs, packed, scales, b, *settings, SM80, backward=gradient)
+    assert gpu.launches[0].endswith("m256" if blocksize == 32 else "m128")
+    for e, (begin, end) in enumerate(zip([0, *offs.tolist()], offs.tolist(), strict=False)):
+        codes, absmax, absmax2, offset = (one.view(3, -1)[e] for one in (packed, scales[0], scales[2], scales[3]))
+        weight = (codes, (absmax, scales[1], absmax2, offset))
+        if gradient:
+            expected, _ = gpu.linear_4bit_dgrad(x[begin:end], *weight, *settings, "gemm_4bit_sm80")
+        else:
+            expected, _ = gpu.linear_4bit(x[begin:end], *weight, b[e], *settings, "gemm_4bit_sm80")
+        assert torch.equal(y[begin:end], expected)
+
+
+# File, what is there, and what takes its place: results are wrong, or accesses out of bounds.
+FAULTS = {
+    "rows of the next expert are stored": ("epilogue_sm80.cuh", r"if \(row < piece.left\)", ""),
+    "all experts have the first one's bias": ("epilogue_sm80.cuh", r" \+ piece.expert \* args.N(?=, args.N)", ""),
+    "a window knows nothing of those before it": ("scheduler_sm80.cuh", r"(?<=sum = )tiles \+ ", ""),
+    "all experts have the first one's scales": ("loaders_sm80.cuh", r"\(uint32_t\)piece.expert", "0"),
+    "all experts have the first one's offset": ("loaders_sm80.cuh", r"(?<=args.offset) \+ piece.expert", ""),
+    "a row group too few": ("gemm_4bit_sm80.cuh", r" \+ apart - 1(?=\))", ""),
+    "rows of no expert stay": ("gemm_4bit_sm80.cuh", r"clear_rows<[^;]*;", ";"),
+}
+TWO_KERNELS = """
+GROUPED(__nv_bfloat16, gemm_sm80_grouped_bf16_m128, 128, false)
+GROUPED(__nv_bfloat16, gemm_sm80_grouped_dgrad_bf16_m128, 128, true)
+"""
+
+
+@pytest.mark.parametrize("fault", FAULTS if "BITSHARD_ALL_KERNELS" in os.environ else list(FAULTS)[:1])
+def test_faults_of_sm80_show(fault, tmp_path, monkeypatch):
+    """BITSHARD_ALL_KERNELS=1: all of them."""
+    products.plant(monkeypatch, tmp_path, SM80, 80, "GROUPED_FORM", TWO_KERNELS, *FAULTS[fault])
+    case = (SM80, torch.bfloat16, [5, 40, *[0] * 30, 9, 130], 136, 192, 64, "nf4", True, True)
+    assert products.goes_wrong(lambda: test_products(case))
 
 
 @pytest.mark.parametrize("tokens, k, E", [(0, 4, 8), (1, 8, 128), (7, 3, 5), (64, 8, 256), (40, 1, 2000), (300, 6, 64)])

@@ -170,7 +170,7 @@ FAULTS = {
         "epilogue_sm80.cuh",
         r"leave_groups<FORM>\(args, sum, groups\);\s*__syncthreads\(\);",
     ),
-    "rows of W beyond the last one count": ("loaders_sm80.cuh", r"beyond = true, at = 0;"),
+    "rows of W beyond the last one count": ("loaders_sm80.cuh", r"beyond = true, at = begin;"),
     "columns of dy beyond the last one count": ("loaders_sm80.cuh", r"rows = 0;"),
     "who times out leaves nothing": ("epilogue_sm80.cuh", r"groups = groups_of\(me\);"),
 }

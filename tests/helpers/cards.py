@@ -69,13 +69,15 @@ ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 160, 200, 600)
 ONLY_90A = ("gemm_4bit", "gemm_wide", "x_units", "clear_flags", "gemm_int8_sm90", "mixed_int8_sm90", "dgrad_int8_sm90")
 
 
-def expected(name: str, image: Image) -> bool:
-    """Whether the host starts an entry where it has loaded `image`; those that it does not may be empty shells."""
+def expected(name: str, image: Image, sm: int | None = None) -> bool:
+    """Whether the host starts an entry where it has loaded `image`, on some GPU or on one; else it may be an empty
+    shell."""
     wide = 90 <= image.arch < 120  # 224 KiB of shared memory, clusters
     if name.startswith(ONLY_90A):
         return (image.arch, image.only) == (90, True)
     if name.startswith("gemm_sm80"):
-        return image.arch >= 80
+        small = sm is not None and LIMITS[sm].shared_sm < 128 * KIB  # one block of a tile of 128 rows at once
+        return image.arch >= 80 and not (small and re.match(r"gemm_sm80_grouped_.*m128", name))
     if name.startswith(("gemv_4bit_grouped", "gemv_int8_dgrad")):
         return wide
     if re.match(r"gemv_(?:4bit|int8)_(?:bf16|f16)_m|join_(?:splits|codes)_", name):
@@ -109,9 +111,14 @@ def planned(sm: int, architectures: str) -> dict[str, Launch]:
         for launch in (launch for part in plan["slices"] for launch in part["launches"]):
             note(found, launch)
     axes = ((4, 128), (1, 8, 16, 40, 110, 170, 256, 500), SHAPES, range(3), (64, 128), (False, True), (False, True))
-    for E, rows, (N, K), dtype, blocksize, nested, gradient in itertools.product(*axes):
-        settings = {"gradient": gradient, "blocksize": blocksize, "nested": nested, "architectures": architectures}
-        plan = _C.plan_grouped_linear_4bit(E, E * rows, N, K, dtype, sm, 132, **settings)
+    axes += ((None, "gemm_4bit_sm80_grouped"),)
+    for E, rows, (N, K), dtype, blocksize, nested, gradient, kernel in itertools.product(*axes):
+        settings = {"gradient": gradient, "blocksize": blocksize, "nested": nested, "kernel": kernel}
+        settings["architectures"] = architectures
+        try:
+            plan = _C.plan_grouped_linear_4bit(E, E * rows, N, K, dtype, sm, 132, **settings)
+        except ValueError:
+            continue
         for launch in (launch for part in plan["slices"] for launch in part["launches"]):
             note(found, launch)
     kernels = (None, "any", "mixed_int8_sm90", "gemm_int8", "dgrad_int8_sm90", "gemv_int8_dgrad", "panels")

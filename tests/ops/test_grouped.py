@@ -344,13 +344,16 @@ def test_on_a_gpu(dtype, nested, monkeypatch):
         assert not y[offs[-1] :].any() and not dx[offs[-1] :].any()
 
 
+WITH_GRADIENT = ("gemm_4bit_sm90_wide_grouped", "gemm_4bit_sm80_grouped")
+
+
 @pytest.fixture
 def forced():
     """Makes products of stacks take a kernel, and their gradients where it has them."""
 
     def force(kernel):
         _C.force_kernel("grouped_linear_4bit", kernel)
-        _C.force_kernel("grouped_linear_4bit_dgrad", "gemm_4bit_sm90_wide_grouped")
+        _C.force_kernel("grouped_linear_4bit_dgrad", kernel if kernel in WITH_GRADIENT else WITH_GRADIENT[0])
 
     yield force
     for op in ("grouped_linear_4bit", "grouped_linear_4bit_dgrad"):
@@ -362,9 +365,10 @@ ENDS = (1, 128, 129, 192, 193, 256, 257, 320, 321, 384, 385, 448, 449, 512, 513,
 
 
 @needs_gpu
+@pytest.mark.parametrize("kernel", WITH_GRADIENT)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("N, K", [(264, 320), (512, 128), (64, 2880)])
-def test_every_width_of_a_tile_on_a_gpu(N, K, dtype, forced):
+def test_every_width_of_a_tile_on_a_gpu(N, K, dtype, kernel, forced):
     """The error rule in every row, and the bits of an expert's rows whatever others there are."""
     E = len(ENDS) + 2
     _, packed, state = stack(E, N, K, nested=True)
@@ -376,7 +380,7 @@ def test_every_width_of_a_tile_on_a_gpu(N, K, dtype, forced):
     of_dtype.dtype = torch.float32
     weights, there = functional.dequantize_4bit(packed, of_dtype), copy.deepcopy(state).to("cuda")
     settings = (64, ops.FORMATS["nf4"], N, K)
-    forced("gemm_4bit_sm90_wide_grouped")
+    forced(kernel)
     for given, op, of in (
         (x, ops.grouped_linear_4bit_fused, weights),
         (dy, ops.grouped_linear_4bit_dgrad_fused, weights.transpose(1, 2)),
@@ -400,15 +404,18 @@ def test_every_width_of_a_tile_on_a_gpu(N, K, dtype, forced):
 
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["nested", "plain", "blocks of 128"])
-@pytest.mark.parametrize("kernel", ["gemv_4bit_grouped", "gemm_4bit_sm90_wide_grouped"])
+@pytest.mark.parametrize("kind", ["nested", "plain", "blocks of 128", "blocks of 32"])
+@pytest.mark.parametrize("kernel", ["gemv_4bit_grouped", *WITH_GRADIENT])
 @pytest.mark.parametrize(
     "E, N, K", [(8, 96, 128), (8, 384, 192), (5, 2880, 320), (33, 128, 2880), (40, 16, 4160), (4, 64, 9216)]
 )
 def test_kernels_on_a_gpu(E, N, K, kernel, kind, dtype, forced):
     """The error rule, with offs that leave experts without rows, some with many, and rows of no expert; twice equal."""
+    blocksize = int(kind.split()[-1]) if "of" in kind else 64
+    if blocksize == 32 and kernel != "gemm_4bit_sm80_grouped":
+        pytest.skip("takes larger blocks")
     forced(kernel)
-    _, packed, state = stack(E, N, K, blocksize=128 if "128" in kind else 64, nested=kind != "plain")
+    _, packed, state = stack(E, N, K, blocksize=blocksize, nested=kind != "plain")
     counts = torch.randint(0, 20, (E,), generator=torch.Generator().manual_seed(N))
     counts[::3], counts[1] = 0, 300
     offs = counts.cumsum(0).int()
@@ -430,7 +437,7 @@ def test_kernels_on_a_gpu(E, N, K, kernel, kind, dtype, forced):
 
     assert right(y, expected, norms)
     assert same_bytes(y, again) and not y[offs[-1] :].any()
-    if kernel == "gemm_4bit_sm90_wide_grouped":
+    if kernel in WITH_GRADIENT:
         dx = ops.grouped_linear_4bit_dgrad_fused(*on_gpu(dy, offs, packed), *there.scales(), *settings)
         norms = reference.grouped_linear_4bit_dgrad(dy.double().square(), offs, weights.double().square())
         assert right(dx, reference.grouped_linear_4bit_dgrad(dy, offs, weights), norms)

@@ -649,12 +649,29 @@ def test_grouped_products(E, M, N, K, gradient, kernel, entry, cluster):
     assert launch["grid"][0] <= 132 and launch["shared_bytes"] <= 227 << 10
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("sm, rows, blocksize, form", [
+    (80, 16, 64, "m128"), (80, 128, 64, "m256"), (80, 16, 32, "m256"),
+    (86, 16, 64, "m256"), (89, 100, 4096, "m256"), (120, 512, 128, "m256"),
+])  # fmt: skip
+def test_grouped_products_of_cards_with_a_model(sm, rows, blocksize, form, gradient):
+    """In one pass, without scratch memory, in 99 KiB of shared memory."""
+    settings = {"gradient": gradient, "blocksize": blocksize, "architectures": "80,86,89,120"}
+    plan = _C.plan_grouped_linear_4bit(128, 128 * rows, 1536, 2048, 2, sm, 100, **settings)
+    (part,) = plan["slices"]
+    (launch,) = part["launches"]
+    assert plan["kernel"] == "gemm_4bit_sm80_grouped" and launch["entry"].endswith(form) and not plan["scratch_bytes"]
+    assert launch["grid"][0] == (200 if form == "m128" else 100) and launch["shared_bytes"] <= 99 << 10
+
+
 @pytest.mark.parametrize(
-    "settings, sm, dtype", [({}, 80, 2), ({"blocksize": 32}, 90, 2), ({}, 90, 0), ({"x_alignment": 8}, 90, 2)]
+    "settings, sm, dtype",
+    [({}, 75, 2), ({}, 80, 0), ({"blocksize": 32}, 90, 2), ({}, 90, 0)]
+    + [({"x_alignment": 8}, sm, 2) for sm in (80, 90)],
 )
 def test_grouped_products_that_no_kernel_takes(settings, sm, dtype):
     plan = _C.plan_grouped_linear_4bit(
-        128, 64, 1536, 2048, dtype, sm, 132, architectures="80,90a", workspace=256 << 20, **settings
+        128, 64, 1536, 2048, dtype, sm, 132, architectures="75,80,90a", workspace=256 << 20, **settings
     )
     assert plan["kernel"] == "panels" and not plan["slices"]
     assert plan["panel_lines"] == (256 << 20) // (1536 * 2048 * (4 if dtype == 0 else 2))

@@ -65,15 +65,15 @@ def multiply_into(kernel: str, gpu: machine.Gpu, x, packed, scales, y) -> None:
     gpu.call("product", product, b"linear_4bit", kernel.encode(), name, tensors=[*tensors, x, y])
 
 
-def plant(monkeypatch, folder, kernel: str, sm: int, form: str, kernels: str, file: str, pattern: str) -> None:
-    """From now on `kernel` is built without what `pattern` finds in `file`.
+def plant(monkeypatch, folder, kernel: str, sm: int, form: str, kernels: str, file: str, pattern: str, instead=";"):
+    """From now on `kernel` is built with `instead` in the place of what `pattern` finds in `file`.
 
     Its list of kernels, from the definition of the macro `form` on, is replaced by `kernels`: few compile fast.
     """
     sources = shutil.copytree(machine.ROOT / "cuda", folder / "cuda")
     main, changed = (next(sources.rglob(name)) for name in (f"{kernel}.cu", file))
     main.write_text(main.read_text().split(f"#define {form}(")[0] + kernels)
-    text, n = re.subn(pattern, ";", changed.read_text())
+    text, n = re.subn(pattern, instead, changed.read_text())
     assert n > 0
     changed.write_text(text)
     flags = [*machine.nvcc_flags(), f"-arch={machine.TARGETS[sm]}", "-ptx"]

@@ -245,17 +245,14 @@ class Memory:
         return size, size
 
     def _backward(self) -> list[Moment]:
-        """The decoder layers in backward: the last, the first, and the one with most.
-
-        Experts are decoded in panels where no kernel multiplies them as they are, on GPUs older than Hopper.
-        """
+        """The decoder layers in backward: the last, the first, and the one with most."""
         found = []
         gradients = self.adapters_of(self.units.rest) / self.ranks
         for number in reversed(range(len(self.layers))):
             unit, buffer = self._unit(number)
             ahead = self._unit(number - 1)[1] if number else self._embeddings_in_vain()
             parts = {GATHERED: unit, GRADIENTS: gradients, KEPT: self._kept(number + self.job.checkpointing)}
-            parts[COMPUTED] = self._played[number].backward + (PANELS if self.layers[number].experts else 0)
+            parts[COMPUTED] = float(self._played[number].backward)
             found.append(self._moment(f"layer {number}, backward", parts, max(buffer, ahead)))
             gradients += self.adapters_of(self.layers[number]) / self.ranks
         most = max(found, key=lambda moment: moment.total)

@@ -1,0 +1,59 @@
+/* plan/gemm_4bit_sm80_grouped.c - what gemm_4bit_sm80_grouped.cu takes of a stack, and its launch: all experts in one.
+ * How many rows an expert has is known on the GPU only: the plan goes by the average. */
+#include "core/arithmetic.h"
+#include "plan/gemv.h"
+#include "plan/sm80.h"
+
+/* Rows of an expert, on average, from which tiles of 256 rows decode so much less as their row groups of 64 multiply
+ * more: by the shares of plan/cards.c, a model. */
+enum { WIDER_ROWS = 128 };
+enum { MOST_TILES = (1 << 16) - 8 }; /* of a thread block, which counts in 16 bits and looks a few ahead */
+
+#define GROUPED_KERNEL(NAME) BSH_KERNEL(gemm_4bit_sm80_grouped, NAME)
+#define GROUPED_FORM(form, rows)                                                                                       \
+  {{GROUPED_KERNEL("gemm_sm80_grouped_bf16_" #form), GROUPED_KERNEL("gemm_sm80_grouped_dgrad_bf16_" #form)},           \
+   {GROUPED_KERNEL("gemm_sm80_grouped_f16_" #form), GROUPED_KERNEL("gemm_sm80_grouped_dgrad_f16_" #form)}},
+static bsh_cuda_kernel kernels[][2][2] = {BSH_GEMM_SM80_FORMS(GROUPED_FORM)}; /* [form][dtype][direction] */
+
+static int64_t tiles_at_most(const bsh_facts *const facts, const int32_t rows) {
+  const int64_t width = facts->direction == BSH_FORWARD ? facts->N : facts->K;
+  return (facts->M / rows + min_i64(facts->M, facts->E)) * divide_up(width, BSH_GEMM_SM80_COLUMNS);
+}
+
+static const char *refuses(const bsh_facts *const facts) {
+  const char *const reason = bsh_sm80_refuses(facts);
+  if (reason != NULL) return reason;
+  if (facts->N % 8 || facts->y_alignment < 16) return "rows of y are not 16-byte aligned";
+  const bool counted = facts->M <= INT32_MAX && tiles_at_most(facts, 128) <= (int64_t)facts->sms * MOST_TILES;
+  return counted ? NULL : "more tiles than a thread block counts";
+}
+
+/* Before panels on cards that have a model. */
+static double cost(const bsh_facts *const facts) { return bsh_rates_of(facts->sm)->chosen ? BSH_ORDER(2) : BSH_LAST; }
+
+/* Where a multiprocessor holds one block of either form, the one with more warps hides more. */
+static int32_t tile_rows(const bsh_facts *const facts) {
+  const bool few = facts->M < facts->E * WIDER_ROWS && bsh_sm80_at_once(128, facts->sm) > 1;
+  return few && bsh_sm80_decodes(facts, 128) ? 128 : 256;
+}
+
+static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {
+  const bool gradient = facts->direction == BSH_INPUT_GRADIENT;
+  const int32_t rows = tile_rows(facts);
+  const int64_t blocks = min_i64(facts->sms * bsh_sm80_at_once(rows, facts->sm), tiles_at_most(facts, rows));
+  slice->sm80 =
+      (bsh_gemm_sm80_cut){.rows = rows, .stages = (int32_t)divide_up(gradient ? facts->N : facts->K, BSH_UNIT)};
+  slice->block_shift = bsh_block_shift(facts, BSH_SM80_HALF_UNIT);
+  slice->stores_together = true;
+  slice->product.kernel = &kernels[rows == 256][facts->dtype == BSH_F16][gradient];
+  slice->product.shape = bsh_overlapping(blocks, bsh_gemm_sm80_threads(rows), 1, bsh_gemm_sm80_grouped_bytes(rows));
+  slice->product.shape.overlap = bsh_is_wide(facts->image.arch);
+}
+
+const bsh_kernel bsh_kernel_gemm_4bit_sm80_grouped = {.name = "gemm_4bit_sm80_grouped",
+                                                      .operands = BSH_KIND(STACK),
+                                                      .directions = BSH_BOTH,
+                                                      .launch = BSH_LAUNCH_SM80,
+                                                      .refuses = refuses,
+                                                      .cost = cost,
+                                                      .cut = cut};
