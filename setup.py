@@ -144,8 +144,11 @@ def nvcc_command(nvcc: str, source: Path) -> list[str]:
 
 
 def fatbin_of(command: list[str], source: Path, folder: Path) -> Path:
-    """Where the result lies; another one for each command, nvcc's own variable, source and header."""
-    made_by = [*command, *filter(None, [os.environ.get("NVCC_APPEND_FLAGS")])]
+    """Where the result lies; another one for each command, nvcc's own variable, source and header.
+
+    The same in another copy of the tree, so that a build folder may be copied with it.
+    """
+    made_by = [part.replace(str(ROOT), ".") for part in [*command, os.environ.get("NVCC_APPEND_FLAGS", "")] if part]
     return folder / f"{source.stem}-{digest(made_by, source)}.fatbin"
 
 

@@ -32,6 +32,7 @@ except ModuleNotFoundError:  # built in place, not installed
     import bitshard
 
 sys.path.append(str(ROOT / "tests"))
+import card_rates  # noqa: E402
 import cases  # noqa: E402
 import optimizers  # noqa: E402
 import reference  # noqa: E402
@@ -427,7 +428,8 @@ def measure(device: torch.device, scope: Scope) -> dict:
     """Everything, as JSON can hold it."""
     begin = time.monotonic()
     kinds = dict.fromkeys((sixteen_bits(device), *cases.DTYPES))
-    run = Run(5 + len(kinds) + len(scope.shapes) * (2 + len(scope.rows)), scope.seconds)
+    with_rates = device.type == "cuda" and scope is WHOLE and torch.cuda.get_device_capability(device) >= (8, 0)
+    run = Run(5 + with_rates + len(kinds) + len(scope.shapes) * (2 + len(scope.rows)), scope.seconds)
     result: dict = {"date": f"{datetime.date.today():%Y-%m-%d}", "device": device.type}
     with on_device(device):
         result |= {"dtype": str(sixteen_bits(device)).removeprefix("torch.")}
@@ -444,6 +446,9 @@ def measure(device: torch.device, scope: Scope) -> dict:
         result["limits"] = run.attempt("limits", times.limits)
         result["host"] = run.attempt("host time", times.host)
         result["optimizer"] = run.attempt("8-bit optimizer", times.optimizer)
+        if with_rates:
+            sizes, counts = scope.shapes[:2], (128, 512, 2048)
+            result["rates"] = run.attempt("rates of the card", lambda: card_rates.text(sizes, counts, device))
         result["layers"] = [measure_layer(run, times, N, K, i) for i, (N, K) in enumerate(scope.shapes)]
         if device.type == "cuda":
             result["nvidia-smi after"] = nvidia_smi(device)
@@ -575,6 +580,7 @@ def markdown(result: dict, device: torch.device) -> str:
         markdown_table(["N x K", "copy us", "dequantize us", "share", "quantize us", "share"], block_rows(result)),
         f"## More\n\n- limits: {limits}\n- host, us a call: {host}\n- step of 8-bit AdamW: {optimizer_words(result)}",
         f"- peak of torch's memory: {result.get('peak MiB', '-')} MiB; the whole took {result['seconds']} s",
+        f"## What the plan takes this GPU to do\n\n{result.get('rates') or 'Not measured.'}",
         f"## What failed or was left out\n\n{failure_words(result['failures'])}",
         "## The same for programs\n\n```json\n" + json.dumps(result, indent=1) + "\n```",
     ]

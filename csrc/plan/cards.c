@@ -1,6 +1,8 @@
 /* plan/cards.c - see plan/cards.h. */
 #include "plan/cards.h"
 
+#include <stddef.h>
+
 /* An H200, and an H100 for gemm_int8_sm90 and int8.mixed_rows. */
 static const bsh_card hopper = {
     .sms = 132,
@@ -65,12 +67,21 @@ const bsh_card *bsh_card_of(const int32_t sm) {
 #define LIKE_GEFORCE {{0.94, 0.96}, {0.92, 0.95}}
 #define LIKE_A100 {{0.75, 0.83}, {0.68, 0.76}}
 
+static int32_t measured_sm; /* 0: none */
+static bsh_rates measured;
+
+void bsh_set_rates(const int32_t sm, const bsh_rates *const rates) {
+  measured_sm = rates != NULL ? sm : 0;
+  if (rates != NULL) measured = *rates;
+}
+
 const bsh_rates *bsh_rates_of(const int32_t sm) {
   static const bsh_rates a100 = {RATES(108, 312, 0.85, 2039), .share = LIKE_A100, .chosen = true};
   static const bsh_rates rtx3090 = {RATES(82, 71, 0.90, 936), .share = LIKE_GEFORCE, .l2 = 6 << 20, .chosen = true};
   static const bsh_rates rtx4090 = {RATES(128, 165, 0.90, 1008), .share = LIKE_GEFORCE, .l2 = 72 << 20, .chosen = true};
   static const bsh_rates rtx5090 = {RATES(170, 210, 0.90, 1792), .share = LIKE_GEFORCE, .l2 = 96 << 20, .chosen = true};
   static const bsh_rates h100 = {RATES(132, 480, 1.0, 3350), .share = LIKE_A100};
+  if (sm == measured_sm) return &measured;
   switch (sm) {
   case 80:
     return &a100;

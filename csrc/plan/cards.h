@@ -62,8 +62,9 @@ typedef struct {
 /* The card whose numbers stand for a GPU (10 * major + minor). */
 const bsh_card *bsh_card_of(int32_t sm);
 
-/* What a GPU was counted to do, from its data sheet: a model, not measured. Of one multiprocessor, per nanosecond: the
- * vendor's products of 16 bits with fp32 sums; bytes that a product reads; bytes that dequantizing reads and writes. */
+/* What a GPU was counted to do, from its data sheet: a model, unless its owner has measured it. Of one multiprocessor,
+ * per nanosecond: the vendor's products of 16 bits with fp32 sums; bytes that a product reads; bytes that dequantizing
+ * reads and writes. */
 typedef struct {
   bool chosen; /* by it gemm_4bit_sm80 is compared to panels; else it only cuts tiles where that is forced */
   double flops_per_ns_sm, bytes_per_ns_sm, dequantized_per_ns_sm;
@@ -74,6 +75,10 @@ typedef struct {
   int64_t l2;                   /* bytes that hold a panel; 0: as if none */
 } bsh_rates;
 const bsh_rates *bsh_rates_of(int32_t sm);
+
+/* From now on these, which were measured on a GPU of `sm`, instead of the counted ones; NULL: the counted ones again.
+ * Not while another thread plans. */
+void bsh_set_rates(int32_t sm, const bsh_rates *rates);
 
 /* What a list says for so many weights; `least` below all of its borders. */
 int64_t bsh_border_value(const bsh_border *list, int64_t weights, int64_t least);

@@ -4,9 +4,9 @@
 #include "plan/gemv.h"
 #include "plan/sm80.h"
 
-/* Rows of an expert, on average, from which tiles of 256 rows decode so much less as their row groups of 64 multiply
- * more: by the shares of plan/cards.c, a model. */
-enum { WIDER_ROWS = 128 };
+/* Average rows of an expert where tiles of 256 rows were faster with rows spread as a router spreads them, in bf16, on
+ * an H100, whose mma.sync is an A100's: benchmarks/results/experts_sm80_h100_202611.md. */
+enum { WIDER_FROM = 144, WIDER_TO = 224, WIDER_FORWARD_FROM = 400 };
 enum { MOST_TILES = (1 << 16) - 8 }; /* of a thread block, which counts in 16 bits and looks a few ahead */
 
 #define GROUPED_KERNEL(NAME) BSH_KERNEL(gemm_4bit_sm80_grouped, NAME)
@@ -33,8 +33,10 @@ static double cost(const bsh_facts *const facts) { return bsh_rates_of(facts->sm
 
 /* Where a multiprocessor holds one block of either form, the one with more warps hides more. */
 static int32_t tile_rows(const bsh_facts *const facts) {
-  const bool few = facts->M < facts->E * WIDER_ROWS && bsh_sm80_at_once(128, facts->sm) > 1;
-  return few && bsh_sm80_decodes(facts, 128) ? 128 : 256;
+  const int64_t average = facts->M / facts->E;
+  const bool wider = (average > WIDER_FROM && average < WIDER_TO) ||
+                     (facts->direction == BSH_FORWARD && average >= WIDER_FORWARD_FROM);
+  return !wider && bsh_sm80_at_once(128, facts->sm) > 1 && bsh_sm80_decodes(facts, 128) ? 128 : 256;
 }
 
 static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {

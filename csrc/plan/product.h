@@ -153,6 +153,8 @@ bsh_status bsh_plan_product_int8(const char *op, int64_t M, int64_t N, int64_t K
 /* "linear_4bit", "grouped_linear_4bit_dgrad", ...; "gemv_4bit", ... */
 const char *bsh_op_name(bsh_operand_kind kind, bsh_direction direction);
 const char *bsh_kernel_name(const bsh_kernel *kernel);
+/* Estimated nanoseconds of a product that it does not refuse; below 100, or infinite, where there is no estimate. */
+double bsh_kernel_cost(const bsh_kernel *kernel, const bsh_facts *facts);
 
 /* The kernel of this name that takes the operands of an op ("linear_4bit", "grouped_linear_4bit_dgrad", ...), whatever
  * the op's direction. BSH_BAD_VALUE for a name that is none. */

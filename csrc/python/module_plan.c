@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "core/packed.h"
+#include "plan/cards.h"
 #include "plan/product.h"
 
 static const char *const vendors[] = {
@@ -149,16 +150,16 @@ static PyObject *slice_dict(const bsh_plan_slice *const slice, const int64_t tim
   return NULL;
 }
 
-static PyObject *plan_dict(const bsh_plan *const plan) {
+static PyObject *plan_dict(const bsh_plan *const plan, const bsh_facts *const facts) {
   PyObject *const slices = PyList_New(0);
   bool done = slices != NULL;
   if (done && plan->n_slices > 0) done = append(slices, slice_dict(&plan->slice, plan->n_slices));
   if (done && plan->rest.rows > 0) done = append(slices, slice_dict(&plan->rest, 1));
   if (done)
-    return Py_BuildValue("{s:s,s:s,s:L,s:L,s:N,s:L,s:N}", "kernel", bsh_kernel_name(plan->kernel), "vendor",
-                         vendors[plan->vendor], "scratch_bytes", (long long)plan->scratch_bytes, "panel_lines",
-                         (long long)plan->panel_lines, "panel", launch_dict(&plan->panel), "vendor_bytes",
-                         (long long)plan->vendor_bytes, "slices", slices);
+    return Py_BuildValue("{s:s,s:d,s:s,s:L,s:L,s:N,s:L,s:N}", "kernel", bsh_kernel_name(plan->kernel), "ns",
+                         bsh_kernel_cost(plan->kernel, facts), "vendor", vendors[plan->vendor], "scratch_bytes",
+                         (long long)plan->scratch_bytes, "panel_lines", (long long)plan->panel_lines, "panel",
+                         launch_dict(&plan->panel), "vendor_bytes", (long long)plan->vendor_bytes, "slices", slices);
   Py_XDECREF(slices);
   return NULL;
 }
@@ -170,7 +171,7 @@ static PyObject *plan_of(PyObject *const args, PyObject *const keywords, const b
   bsh_plan plan;
   if (!read_facts(args, keywords, kind, &facts, &op)) return NULL;
   facts.E = E;
-  return bsh_plan_product(op, &facts, &plan) == BSH_OK ? plan_dict(&plan) : raise_status();
+  return bsh_plan_product(op, &facts, &plan) == BSH_OK ? plan_dict(&plan, &facts) : raise_status();
 }
 
 PyObject *bsh_module_plan(PyObject *const module, PyObject *const args, PyObject *const keywords) {
@@ -194,6 +195,40 @@ PyObject *bsh_module_plan_grouped(PyObject *const module, PyObject *const args, 
   PyObject *const plan = others != NULL ? plan_of(others, keywords, BSH_OF_STACK, E) : NULL;
   Py_XDECREF(others);
   return plan;
+}
+
+/* ---- rates of a card ---- */
+
+PyObject *bsh_module_card_rates(PyObject *const module, PyObject *const args) {
+  (void)module;
+  int sm;
+  if (!PyArg_ParseTuple(args, "i", &sm)) return NULL;
+  const bsh_rates *const r = bsh_rates_of(sm);
+  return Py_BuildValue("{s:O,s:d,s:d,s:d,s:((dd)(dd)),s:L}", "chosen", r->chosen ? Py_True : Py_False,
+                       "flops_per_ns_sm", r->flops_per_ns_sm, "bytes_per_ns_sm", r->bytes_per_ns_sm,
+                       "dequantized_per_ns_sm", r->dequantized_per_ns_sm, "share", r->share[0][0], r->share[0][1],
+                       r->share[1][0], r->share[1][1], "l2", (long long)r->l2);
+}
+
+PyObject *bsh_module_set_card_rates(PyObject *const module, PyObject *const args) {
+  (void)module;
+  enum { RATES = 7 };
+  int sm;
+  long long l2 = 0;
+  double r[RATES] = {0};
+  if (!PyArg_ParseTuple(args, "i|ddd((dd)(dd))L", &sm, &r[0], &r[1], &r[2], &r[3], &r[4], &r[5], &r[6], &l2))
+    return NULL;
+  bsh_set_rates(sm, NULL);
+  if (PyTuple_Size(args) == 1) Py_RETURN_NONE;
+  for (int i = 0; i < RATES; i++)
+    if (!(r[i] > 0 && r[i] < 1e9))
+      return PyErr_Format(PyExc_ValueError, "rate %d of the card is no positive number", i);
+  bsh_rates rates = *bsh_rates_of(sm);
+  rates.chosen = true, rates.l2 = l2;
+  rates.flops_per_ns_sm = r[0], rates.bytes_per_ns_sm = r[1], rates.dequantized_per_ns_sm = r[2];
+  memcpy(rates.share, r + 3, sizeof rates.share);
+  bsh_set_rates(sm, &rates);
+  Py_RETURN_NONE;
 }
 
 /* ---- forced kernels ---- */

@@ -13,6 +13,10 @@ PyObject *bsh_module_plan_int8(PyObject *module, PyObject *args, PyObject *keywo
 /* force_kernel(op, name): op "linear_4bit", "linear_int8" or these with "_dgrad", name of a kernel or None. */
 PyObject *bsh_module_force_kernel(PyObject *module, PyObject *args);
 
+/* card_rates(sm), set_card_rates(sm, ...): see _C.pyi. */
+PyObject *bsh_module_card_rates(PyObject *module, PyObject *args);
+PyObject *bsh_module_set_card_rates(PyObject *module, PyObject *args);
+
 /* kernel_image(architectures, sm): (architecture, for this GPU only) of the kernels that would be loaded there. */
 PyObject *bsh_module_kernel_image(PyObject *module, PyObject *args);
 

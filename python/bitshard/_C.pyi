@@ -93,6 +93,25 @@ def plan_linear_int8(M: int, N: int, K: int, dtype: int, sm: int, sms: int, /, *
     which are of the gradient. A slice has besides: codes (x is quantized before), capacity (outlier columns that are
     gathered), finds (the kernel finds them itself)."""
 
+def card_rates(sm: int, /) -> dict[str, Any]:
+    """What the plan takes a GPU of `sm` (10 major + minor) to do, counted from its data sheet or set.
+
+    Of a multiprocessor: flops_per_ns_sm, the vendor's products; bytes_per_ns_sm, read; dequantized_per_ns_sm, moved by
+    dequantizing. share: of these products that gemm_4bit_sm80 reaches, forward and gradient, in tiles of 128 and 256
+    rows. l2: bytes that hold a panel. chosen: whether gemm_4bit_sm80 and panels are compared by them."""
+
+def set_card_rates(
+    sm: int,
+    flops_per_ns_sm: float = ...,
+    bytes_per_ns_sm: float = ...,
+    dequantized_per_ns_sm: float = ...,
+    share: tuple[tuple[float, float], tuple[float, float]] = ...,
+    l2: int = ...,
+    /,
+) -> None:
+    """Compare kernels by these rates, all of them or none: none for the counted ones. ValueError unless they are above
+    0. Not while other threads multiply."""
+
 def force_kernel(op: str, name: str | None, /) -> None:
     """Every later product of op "linear_4bit", "grouped_linear_4bit", "linear_int8" or one of these with "_dgrad" on a
     GPU by the kernel of this name, as BITSHARD_LINEAR_4BIT, BITSHARD_GROUPED_LINEAR_4BIT_DGRAD and so on do from the

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from bitshard.functions import card
 from bitshard.process import foreign, launch
 
 logger = logging.getLogger("bitshard")
@@ -87,9 +88,13 @@ def line(model: nn.Module) -> tuple[str, float, str]:
 
 
 def log_line(layer: nn.Module) -> None:
-    """Log the line about the model whose forward is calling `layer`, on rank 0; a warning below one half."""
+    """Log the line about the model whose forward is calling `layer`, on rank 0; a warning below one half.
+
+    The first forward is also when a GPU is measured, where that is asked for.
+    """
     for held in held_by(layer):  # also by a replica of DataParallel, whose holder names the original as its owner
         held.reported = True
+        card.at_first_use(held.weight.device)
     model = model_of(layer)
     for module in model.modules():
         for held in holders_of(module):
