@@ -5,6 +5,5 @@
 const bsh_cpu_kernels bsh_cpu_avx2 = {
     KERNELS_BY_LANES,
     .isa = "avx2",
-    .linear_4bit = linear_by_tiles,
-    .linear_4bit_dgrad = dgrad_by_tiles,
+    .linear_4bit = linear_by_groups,
 };

@@ -7,7 +7,6 @@ const bsh_cpu_kernels bsh_cpu_avx512 = {
     KERNELS_BY_LANES,
     .isa = "avx512",
     .linear_4bit = linear_avx512,
-    .linear_4bit_dgrad = dgrad_avx512,
 };
 
 const bsh_cpu_int8_kernels bsh_cpu_avx512_vnni_int8 = {INT8_BY_LANES, .product = bsh_cpu_avx512_vnni_product};

@@ -1,137 +1,17 @@
-/* cpu/avx512_linear.inc.h - linear_4bit for few rows and its input gradient with AVX-512. Included by cpu/avx512.c. */
-#ifndef BSH_CPU_AVX512_LINEAR_INC_H
-#define BSH_CPU_AVX512_LINEAR_INC_H
-
-#include "cpu/tiles.inc.h"
-
-/* The fast path: K a multiple of 64 and blocks of at least 64, so that 64 elements of a row share one scale and 32
- * bytes. 32 bytes are 16 lanes of 4 nibbles; nibble j of lane l is element 4 l + NIBBLE_ELEMENT[j]. x is brought into
- * that order once ("permuted"), instead of every row of W into the order of x. */
-enum { GROUP = 64, X_BYTES = 32 << 10 }; /* a chunk of x stays in the first-level cache */
-
-ALWAYS_INLINE bool has_whole_groups(const bsh_weight *const weight, const int64_t K) {
-  return K % GROUP == 0 && weight->blocksize >= GROUP;
-}
-
-/* fp32 vectors of a group: vector j holds the elements of nibble j. */
-ALWAYS_INLINE void decode_group(const uint8_t *const packed, const floats values, floats w[4]) {
-  const __m512i nibbles = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)packed));
-  w[0] = _mm512_permutexvar_ps(nibbles, values);
-  w[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(nibbles, 4), values);
-  w[2] = _mm512_permutexvar_ps(_mm512_srli_epi32(nibbles, 8), values);
-  w[3] = _mm512_permutexvar_ps(_mm512_srli_epi32(nibbles, 12), values);
-}
-
-static const int nibble_element[4] = {1, 0, 3, 2};
-
-/* Columns [k0, k0 + n) of x, M rows -> out[group][m][nibble][lane]. */
-static void permute_x(const bsh_product_args *const args, const int64_t k0, const int64_t n, float *const out) {
-  float natural[GROUP];
-  const int64_t row_bytes = args->ldx * dtype_size(args->dtype);
-  for (int64_t m = 0; m < args->M; m++)
-    for (int64_t group = 0; group < n / GROUP; group++) {
-      const char *const x = (const char *)args->x + m * row_bytes;
-      convert_to_f32(x + (k0 + group * GROUP) * dtype_size(args->dtype), args->dtype, natural, GROUP);
-      float *const to = out + (group * args->M + m) * GROUP;
-      for (int j = 0; j < 4; j++)
-        for (int lane = 0; lane < 16; lane++) to[16 * j + lane] = natural[4 * lane + nibble_element[j]];
-    }
-}
-
-/* Adds the sum of the lanes of v[m] to sums[m], m < n <= 16: a transposition by halves instead of 16 reductions. */
-ALWAYS_INLINE void add_lane_sums(const floats v[16], const int64_t n, float *const sums) {
-  floats pairs[8], fours[4], halves[2];
-  UNROLL for (int i = 0; i < 8; i++) pairs[i] =
-      _mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]) + _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]);
-  UNROLL for (int i = 0; i < 4; i++) fours[i] =
-      _mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0x44) + _mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0xEE);
-  UNROLL for (int i = 0; i < 2; i++) halves[i] = _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0x88) +
-                                                 _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0xDD);
-  const floats all =
-      _mm512_shuffle_f32x4(halves[0], halves[1], 0x88) + _mm512_shuffle_f32x4(halves[0], halves[1], 0xDD);
-  v_write_some(sums, n, v_load_some(sums, BSH_F32, 0, n) + all);
-}
-
-/* One row of W times M rows of x over n columns: adds to sums[m]. */
-ALWAYS_INLINE void multiply_row(const bsh_product_args *const args, const floats units, const int64_t begin,
-                                const int64_t n, const float *x, float *const sums, const int M) {
-  const int ways = M <= 4 ? 4 : M <= 8 ? 2 : 1; /* independent sums per row of x, to hide the latency of an FMA */
-  const int shift = __builtin_ctzll((uint64_t)args->weight.blocksize);
-  const uint8_t *packed = args->weight.packed + begin / 2;
-  floats accumulators[BSH_CPU_SMALL_M * 4];
-  UNROLL for (int i = 0; i < M * ways; i++) accumulators[i] = v_set(0.0f);
-  for (int64_t i = 0; i < n;) {
-    float buffer[SCALES];
-    const int64_t n_now = min_i64(n - i, SCALES * GROUP);
-    const int64_t block0 = (begin + i) >> shift;
-    const float *const scales =
-        load_scales(&args->weight.scales, block0, ((begin + i + n_now - 1) >> shift) - block0 + 1, buffer);
-    for (const int64_t end = i + n_now; i < end; i += GROUP, packed += GROUP / 2, x += M * GROUP) {
-      const float scale = scales[((begin + i) >> shift) - block0];
-      floats values, w[4];
-      scaled_values(&units, args->weight.format, args->dtype, scale, &values);
-      decode_group(packed, values, w);
-      UNROLL for (int j = 0; j < 4; j++) UNROLL for (int m = 0; m < M; m++) {
-        floats *const sum = &accumulators[m * ways + j % ways];
-        *sum = v_fma(w[j], v_read(x + m * GROUP + j * LANES), *sum);
-      }
-    }
-  }
-  floats totals[16];
-  UNROLL for (int m = 0; m < 16; m++) {
-    totals[m] = m < M ? accumulators[m * ways] : v_set(0.0f);
-    UNROLL for (int i = 1; m < M && i < ways; i++) totals[m] += accumulators[m * ways + i];
-  }
-  add_lane_sums(totals, M, sums);
-}
-
-/* X(M) for every M of a small product: the kernels below are compiled once for each. */
-#define EACH_M(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15) X(16)
-_Static_assert(BSH_CPU_SMALL_M == 16, "EACH_M lists every small M");
-
-static void multiply_row_any(const bsh_product_args *const args, const floats units, const int64_t begin,
-                             const int64_t n, const float *const x, float *const sums) {
-  switch (args->M) {
-#define CASE(M)                                                                                                        \
-  case M:                                                                                                              \
-    multiply_row(args, units, begin, n, x, sums, M);                                                                   \
-    break;
-    EACH_M(CASE)
-#undef CASE
-  }
-}
-
-static void linear_by_groups(const bsh_product_args *const args, const int64_t row_begin, const int64_t row_end) {
-  float x[X_BYTES / 4] __attribute__((aligned(64)));
-  float sums[TILE_ROWS * BSH_CPU_SMALL_M];
-  const floats units = v_read(format_values(args->weight.format));
-  const int64_t step = X_BYTES / 4 / args->M / GROUP * GROUP;
-  int64_t loaded = -1;
-  for (int64_t row0 = row_begin; row0 < row_end; row0 += TILE_ROWS) {
-    const int64_t n_rows = min_i64(TILE_ROWS, row_end - row0);
-    memset(sums, 0, sizeof sums);
-    for (int64_t k0 = 0; k0 < args->K; k0 += step) {
-      const int64_t n = min_i64(step, args->K - k0);
-      if (loaded != k0) permute_x(args, k0, n, x);
-      loaded = k0;
-      for (int64_t r = 0; r < n_rows; r++) {
-        const int64_t begin = (row0 + r) * args->K + k0;
-        multiply_row_any(args, units, begin, n, x, sums + r * args->M);
-      }
-    }
-    store_rows(args, row0, n_rows, sums);
-  }
-}
-
-/* ---- linear_4bit in bf16, on a CPU with VDPBF16PS ----------------------------------------------------------------
+/* cpu/avx512_linear.inc.h - linear_4bit for few rows in bf16, on a CPU with VDPBF16PS. Included by cpu/avx512.c.
  *
  * Products of bf16 pairs, exact in fp32. Four rows of W ("a quad") at a time share every load of x. They are decoded in
  * registers, in their own turn for the first FUSED_M rows of x and kept on the stack for the others, TILE_M rows at a
  * time: as many sums as there are registers. A sum runs over the groups of a chunk of columns in order, whatever quad
  * its row is in, so that threads may split the rows anywhere. */
+#ifndef BSH_CPU_AVX512_LINEAR_INC_H
+#define BSH_CPU_AVX512_LINEAR_INC_H
+
+#include "cpu/groups.inc.h"
+
 #define BF16_TARGET __attribute__((target("avx512bf16")))
 
-enum { QUAD = 4, FUSED_M = 4, TILE_M = 6, BLOCK_ROWS = 256 };
+enum { QUAD = 4, FUSED_M = 4, TILE_M = 6 };
 enum { X_ELEMENTS = 32 << 10, W_COLUMNS = SCALES * GROUP };
 
 /* On the stack of a thread: 114 KiB. */
@@ -255,17 +135,6 @@ static void prefetch_scales(const bsh_weight *const weight, const int64_t begin,
   const char *const all =
       weight->scales.absmax ? (const char *)weight->scales.absmax : (const char *)weight->scales.absmax_code;
   for (int64_t i = 0; i < (n >> shift) * size; i += 64) _mm_prefetch(all + (begin >> shift) * size + i, _MM_HINT_T1);
-}
-
-/* ordinary_scale of each. */
-static bool all_ordinary(const float *const scales, const int64_t n) {
-  mask odd = 0;
-  for (int64_t i = 0; i < n; i += 16) {
-    const floats scale = v_abs(_mm512_mask_loadu_ps(v_set(1.0f), first_lanes(n - i), scales + i));
-    odd |= _mm512_cmp_ps_mask(scale, v_set(0x1p-100f), _CMP_NGE_UQ);
-    odd |= _mm512_cmp_ps_mask(scale, v_set(FLT_MAX), _CMP_NLE_UQ);
-  }
-  return odd == 0;
 }
 
 /* make_table of the values of a block whose scale is ordinary. */
@@ -434,71 +303,7 @@ static void linear_bf16(const bsh_product_args *const args, const int64_t row_be
 static void linear_avx512(const bsh_product_args *const args, const int64_t row_begin, const int64_t row_end) {
   if (has_whole_groups(&args->weight, args->K) && args->dtype == BSH_BF16 && bsh_cpu_fast_bf16())
     linear_bf16(args, row_begin, row_end);
-  else if (has_whole_groups(&args->weight, args->K)) linear_by_groups(args, row_begin, row_end);
-  else linear_by_tiles(args, row_begin, row_end);
-}
-
-enum { DGRAD_ROWS = 4, DGRAD_FLOATS = 8192 };
-
-/* Rows [row, row + n_rows) of W, columns [k0, k0 + n), times dy, into sums[group][m][nibble][lane]. */
-ALWAYS_INLINE void add_weight_rows(const bsh_product_args *const args, const int64_t row, const int n_rows,
-                                   const int64_t k0, const int64_t n, float *sums) {
-  float dy[DGRAD_ROWS][BSH_CPU_SMALL_M], buffers[DGRAD_ROWS][SCALES];
-  const float *scales[DGRAD_ROWS];
-  int64_t block0[DGRAD_ROWS];
-  const floats units = v_read(format_values(args->weight.format));
-  const int shift = __builtin_ctzll((uint64_t)args->weight.blocksize);
-  for (int r = 0; r < n_rows; r++) {
-    for (int64_t m = 0; m < args->M; m++) dy[r][m] = load_f32(args->x, args->dtype, m * args->ldx + row + r);
-    const int64_t begin = (row + r) * args->K + k0;
-    block0[r] = begin >> shift;
-    scales[r] = load_scales(&args->weight.scales, block0[r], ((begin + n - 1) >> shift) - block0[r] + 1, buffers[r]);
-  }
-  for (int64_t k = k0; k < k0 + n; k += GROUP) {
-    floats w[DGRAD_ROWS][4];
-    UNROLL for (int r = 0; r < n_rows; r++) {
-      const int64_t begin = (row + r) * args->K + k;
-      const float scale = scales[r][(begin >> shift) - block0[r]];
-      floats values;
-      scaled_values(&units, args->weight.format, args->dtype, scale, &values);
-      decode_group(args->weight.packed + begin / 2, values, w[r]);
-    }
-    for (int64_t m = 0; m < args->M; m++, sums += GROUP)
-      for (int j = 0; j < 4; j++) {
-        floats sum = v_read(sums + 16 * j);
-        for (int r = 0; r < n_rows; r++) sum = v_fma(w[r][j], v_set(dy[r][m]), sum);
-        v_write(sums + 16 * j, sum);
-      }
-  }
-}
-
-static void store_dx(const bsh_product_args *const args, const int64_t k0, const int64_t n, const float *const sums) {
-  float natural[GROUP];
-  for (int64_t group = 0; group < n / GROUP; group++)
-    for (int64_t m = 0; m < args->M; m++) {
-      const float *const from = sums + (group * args->M + m) * GROUP;
-      for (int j = 0; j < 4; j++)
-        for (int lane = 0; lane < 16; lane++) natural[4 * lane + nibble_element[j]] = from[16 * j + lane];
-      char *const row = (char *)args->y + m * args->ldy * dtype_size(args->dtype);
-      convert_from_f32(natural, args->dtype, row + (k0 + group * GROUP) * dtype_size(args->dtype), GROUP);
-    }
-}
-
-static void dgrad_avx512(const bsh_product_args *const args, const int64_t column_begin, const int64_t column_end) {
-  if (!has_whole_groups(&args->weight, args->K)) {
-    dgrad_by_tiles(args, column_begin, column_end);
-    return;
-  }
-  float sums[DGRAD_FLOATS] __attribute__((aligned(64)));
-  const int64_t step = min_i64(DGRAD_FLOATS / args->M / GROUP * GROUP, SCALES * GROUP - GROUP);
-  for (int64_t k0 = column_begin; k0 < column_end; k0 += step) {
-    const int64_t n = min_i64(step, column_end - k0);
-    memset(sums, 0, sizeof sums);
-    int64_t row = 0;
-    for (; row + DGRAD_ROWS <= args->N; row += DGRAD_ROWS) add_weight_rows(args, row, DGRAD_ROWS, k0, n, sums);
-    for (; row < args->N; row++) add_weight_rows(args, row, 1, k0, n, sums);
-    store_dx(args, k0, n, sums);
-  }
+  else linear_by_groups(args, row_begin, row_end);
 }
 
 #endif

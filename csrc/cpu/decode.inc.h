@@ -11,7 +11,18 @@ enum { SCALES = 64, HALVES = 16 / LANES }; /* scales decoded at a time; vectors 
 ALWAYS_INLINE const float *load_scales(const bsh_scales *const scales, const int64_t begin, const int64_t n,
                                        float buffer[SCALES]) {
   if (scales->absmax) return scales->absmax + begin;
-  for (int64_t i = 0; i < n; i++) buffer[i] = block_scale(scales, begin + i);
+  const floats offset = v_set(scales->offset[0]);
+  const mask all = m_all();
+  for (int64_t i = 0; i < n;) {
+    const int64_t b = begin + i, second = b / BSH_NESTED_BLOCKSIZE;
+    if (i + LANES > n || b % BSH_NESTED_BLOCKSIZE > BSH_NESTED_BLOCKSIZE - LANES) {
+      buffer[i++] = block_scale(scales, b);
+      continue;
+    }
+    const floats unit = v_gather(scales->absmax_map, i_load_bytes(scales->absmax_code + b), all);
+    v_write(buffer + i, v_flush(v_flush(unit) * v_flush(v_set(scales->absmax2[second]))) + offset);
+    i += LANES;
+  }
   return buffer;
 }
 #endif

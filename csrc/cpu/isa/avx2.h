@@ -1,7 +1,6 @@
 /* cpu/isa/avx2.h - cpu/isa/vectors.h with AVX2, FMA and F16C.
  *
- * The 16 values of a block, already scaled and rounded, are looked up by vpshufb (two planes of bytes) for 16-bit
- * results and by vpermps (two halves) for fp32. */
+ * The 16 values of a block, already scaled and rounded, are looked up by vpshufb, a byte of 32 values at a time. */
 #ifndef BSH_CPU_ISA_AVX2_H
 #define BSH_CPU_ISA_AVX2_H
 
@@ -195,26 +194,53 @@ ALWAYS_INLINE floats v_heap_entry(const float *const heap, const int level, cons
 
 /* ---- 4 bits ----------------------------------------------------------------------------------------------------- */
 
-/* Bytes of 16 values of 16 bits, in both 128-bit lanes. */
+/* Byte b, the lowest first, of 16 values, in both 128-bit lanes: those of 16 bits have two. */
 typedef struct {
-  __m256i low, high;
-} table_16bit;
+  __m256i byte[4];
+} table_bytes;
 
-ALWAYS_INLINE table_16bit make_table(const floats values[2], const bsh_dtype dtype) {
-  __m128i words[2];
-  for (int half = 0; half < 2; half++) words[half] = dtype == BSH_F16 ? to_f16(values[half]) : to_bf16(values[half]);
-  const __m128i low_byte = _mm_set1_epi16(0xFF);
-  const __m128i low = _mm_packus_epi16(_mm_and_si128(words[0], low_byte), _mm_and_si128(words[1], low_byte));
-  const __m128i high = _mm_packus_epi16(_mm_srli_epi16(words[0], 8), _mm_srli_epi16(words[1], 8));
-  return (table_16bit){_mm256_broadcastsi128_si256(low), _mm256_broadcastsi128_si256(high)};
+/* Words, 0 to 3 and 8 to 11 in the lower lane and the others in the upper one, to two planes of bytes. */
+ALWAYS_INLINE void split_words(const __m256i words, __m256i planes[2]) {
+  const __m256i bytes =
+      _mm256_packus_epi16(_mm256_and_si256(words, _mm256_set1_epi16(0xFF)), _mm256_srli_epi16(words, 8));
+  planes[0] = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
+  planes[1] = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(2, 6, 3, 7, 2, 6, 3, 7));
 }
 
-/* 16 bytes -> 32 codes, one a byte, in order: the first 16 in the lower lane. */
-ALWAYS_INLINE __m256i spread16(const uint8_t *const packed) {
-  const __m128i bytes = _mm_loadu_si128((const __m128i *)packed);
-  const __m128i high = _mm_and_si128(_mm_srli_epi16(bytes, 4), _mm_set1_epi8(15));
-  const __m128i low = _mm_and_si128(bytes, _mm_set1_epi8(15));
-  return _mm256_set_m128i(_mm_unpackhi_epi8(high, low), _mm_unpacklo_epi8(high, low));
+/* The words at bit `shift` of fp32 values, as split_words takes them. */
+ALWAYS_INLINE __m256i words_at(const floats values[2], const int shift) {
+  return _mm256_packus_epi32((__m256i)((unsigneds)values[0] >> shift & 0xFFFF),
+                             (__m256i)((unsigneds)values[1] >> shift & 0xFFFF));
+}
+
+ALWAYS_INLINE table_bytes make_f32_table(const floats values[2]) {
+  table_bytes table;
+  split_words(words_at(values, 0), table.byte);
+  split_words(words_at(values, 16), table.byte + 2);
+  return table;
+}
+
+typedef table_bytes table_16bit;
+
+ALWAYS_INLINE table_16bit make_table(const floats values[2], const bsh_dtype dtype) {
+  table_16bit table;
+  if (dtype == BSH_BF16) split_words(words_at(values, 16), table.byte);
+  else split_words(_mm256_permute4x64_epi64(_mm256_set_m128i(to_f16(values[1]), to_f16(values[0])), 0xD8), table.byte);
+  return table;
+}
+
+/* 16 bytes -> 32 codes, one a byte; `twice` names each byte twice. */
+ALWAYS_INLINE __m256i spread16(const uint8_t *const packed, const __m256i twice) {
+  const __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)packed));
+  const unsigneds pairs = (unsigneds)_mm256_shuffle_epi8(bytes, twice);
+  return (__m256i)((pairs >> 4 & 0x000F000F) | (pairs & 0x0F000F00));
+}
+
+/* Words of two bytes of the values of codes: of the first and the last 8 codes of each 128-bit lane. */
+ALWAYS_INLINE void look_up_words(const __m256i planes[2], const __m256i codes, __m256i words[2]) {
+  const __m256i low = _mm256_shuffle_epi8(planes[0], codes), high = _mm256_shuffle_epi8(planes[1], codes);
+  words[0] = _mm256_unpacklo_epi8(low, high);
+  words[1] = _mm256_unpackhi_epi8(low, high);
 }
 
 ALWAYS_INLINE void store_ymm(char *const out, const __m256i v, const bool stream) {
@@ -224,26 +250,68 @@ ALWAYS_INLINE void store_ymm(char *const out, const __m256i v, const bool stream
 
 ALWAYS_INLINE void end_stream(void) { _mm_sfence(); }
 
+/* Each 128-bit lane takes the bytes whose codes end up in it. */
 ALWAYS_INLINE void decode32_16bit(const uint8_t *const packed, const table_16bit *const table, char *const out,
                                   const bool stream) {
-  const __m256i codes = spread16(packed);
-  const __m256i low = _mm256_shuffle_epi8(table->low, codes), high = _mm256_shuffle_epi8(table->high, codes);
-  const __m256i even = _mm256_unpacklo_epi8(low, high), odd = _mm256_unpackhi_epi8(low, high); /* eighths 0 2 | 1 3 */
-  store_ymm(out, _mm256_permute2x128_si256(even, odd, 0x20), stream);
-  store_ymm(out + 32, _mm256_permute2x128_si256(even, odd, 0x31), stream);
+  const __m256i twice = _mm256_setr_epi8(0, 0, 1, 1, 2, 2, 3, 3, 8, 8, 9, 9, 10, 10, 11, 11, /* */
+                                         4, 4, 5, 5, 6, 6, 7, 7, 12, 12, 13, 13, 14, 14, 15, 15);
+  __m256i words[2];
+  look_up_words(table->byte, spread16(packed, twice), words);
+  store_ymm(out, words[0], stream);
+  store_ymm(out + 32, words[1], stream);
 }
 
 ALWAYS_INLINE void decode32_f32(const uint8_t *const packed, const floats values[2], char *const out,
                                 const bool stream) {
-  const __m256i codes = spread16(packed);
-  const __m128i halves[2] = {_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1)};
-  for (int i = 0; i < 4; i++) {
-    const __m128i eight = i % 2 ? _mm_srli_si128(halves[i / 2], 8) : halves[i / 2];
-    const __m256i index = _mm256_cvtepu8_epi32(eight); /* vpermps uses three bits, the fourth picks the half */
-    const floats low = _mm256_permutevar8x32_ps(values[0], index), high = _mm256_permutevar8x32_ps(values[1], index);
-    const floats chosen = v_choose((mask)_mm256_slli_epi32(index, 28), high, low);
-    store_ymm(out + 32 * i, (__m256i)chosen, stream);
+  const __m256i twice = _mm256_setr_epi8(0, 0, 1, 1, 4, 4, 5, 5, 8, 8, 9, 9, 12, 12, 13, 13, /* */
+                                         2, 2, 3, 3, 6, 6, 7, 7, 10, 10, 11, 11, 14, 14, 15, 15);
+  const table_bytes table = make_f32_table(values);
+  const __m256i codes = spread16(packed, twice);
+  __m256i low[2], high[2];
+  look_up_words(table.byte, codes, low);
+  look_up_words(table.byte + 2, codes, high);
+  for (int i = 0; i < 2; i++) {
+    store_ymm(out + 64 * i, _mm256_unpacklo_epi16(low[i], high[i]), stream);
+    store_ymm(out + 64 * i + 32, _mm256_unpackhi_epi16(low[i], high[i]), stream);
   }
+}
+
+/* Vector j = 4 h + 2 u + p has elements 2 i + h of the bytes i with u in bit 3 and p in bit 0. */
+typedef table_bytes group_table;
+typedef __m256i group_codes;
+enum { BF16_GROUPS = 1 };
+
+ALWAYS_INLINE int group_element(const int j, const int lane) {
+  return 2 * (16 * (lane / 4) + 8 * (j / 2 % 2) + 2 * (lane % 4) + j % 2) + j / 4;
+}
+
+ALWAYS_INLINE group_table make_group_table(const floats scaled[2], const bsh_dtype dtype) {
+  group_table table = {{_mm256_setzero_si256(), _mm256_setzero_si256()}};
+  if (dtype == BSH_BF16) {
+    const unsigneds low = round_bf16(scaled[0]) >> 16, high = round_bf16(scaled[1]) >> 16;
+    split_words(_mm256_packus_epi32((__m256i)low, (__m256i)high), table.byte + 2);
+    return table;
+  }
+  return make_f32_table((const floats[2]){v_round_number(dtype, scaled[0]), v_round_number(dtype, scaled[1])});
+}
+
+ALWAYS_INLINE group_codes load_group(const uint8_t *const packed) {
+  return _mm256_loadu_si256((const __m256i *)packed);
+}
+
+ALWAYS_INLINE floats decode_vector(const group_codes *const codes, const group_table *const table,
+                                   const bsh_dtype dtype, const int j) {
+  const __m256i nibbles = (__m256i)((unsigneds)*codes >> (j < 4 ? 4 : 0) & 0x0F0F0F0F);
+  __m256i low[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()}, high[2];
+  if (dtype != BSH_BF16) look_up_words(table->byte, nibbles, low);
+  look_up_words(table->byte + 2, nibbles, high);
+  const __m256i a = low[j / 2 % 2], b = high[j / 2 % 2], even = _mm256_slli_epi32(b, 16);
+  if (j % 2) return (floats)_mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xAA);
+  return (floats)(dtype == BSH_BF16 ? even : _mm256_blend_epi16(a, even, 0xAA));
+}
+
+ALWAYS_INLINE void add_lane_sums(const floats *const v, const int64_t n, float *const sums) {
+  for (int64_t i = 0; i < n; i++) sums[i] += v_sum(v[i]);
 }
 
 /* ---- int8 ------------------------------------------------------------------------------------------------------- */

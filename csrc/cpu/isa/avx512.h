@@ -242,6 +242,43 @@ ALWAYS_INLINE void decode32_f32(const uint8_t *const packed, const floats values
   store_zmm(out + 64, (__m512i)_mm512_permutexvar_ps(spread8(packed + 8), values[0]), stream);
 }
 
+/* 32 bytes are 16 lanes of 4 nibbles; nibble j of lane l is element 4 l + nibble_element[j], and vector j holds those.
+ */
+typedef floats group_table;
+typedef __m512i group_codes;
+enum { BF16_GROUPS = 0 };
+static const int nibble_element[4] = {1, 0, 3, 2};
+
+ALWAYS_INLINE int group_element(const int j, const int lane) { return 4 * lane + nibble_element[j]; }
+
+ALWAYS_INLINE group_table make_group_table(const floats scaled[1], const bsh_dtype dtype) {
+  return v_round_number(dtype, scaled[0]);
+}
+
+ALWAYS_INLINE group_codes load_group(const uint8_t *const packed) {
+  return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)packed));
+}
+
+ALWAYS_INLINE floats decode_vector(const group_codes *const codes, const group_table *const table,
+                                   const bsh_dtype dtype, const int j) {
+  (void)dtype;
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(*codes, (unsigned)(4 * j)), *table);
+}
+
+/* Adds the sum of the lanes of v[m] to sums[m], m < n <= 16: a transposition by halves instead of 16 reductions. */
+ALWAYS_INLINE void add_lane_sums(const floats v[16], const int64_t n, float *const sums) {
+  floats pairs[8], fours[4], halves[2];
+  UNROLL for (int i = 0; i < 8; i++) pairs[i] =
+      _mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]) + _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]);
+  UNROLL for (int i = 0; i < 4; i++) fours[i] =
+      _mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0x44) + _mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0xEE);
+  UNROLL for (int i = 0; i < 2; i++) halves[i] = _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0x88) +
+                                                 _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0xDD);
+  const floats all =
+      _mm512_shuffle_f32x4(halves[0], halves[1], 0x88) + _mm512_shuffle_f32x4(halves[0], halves[1], 0xDD);
+  v_write_some(sums, n, v_load_some(sums, BSH_F32, 0, n) + all);
+}
+
 /* As in cpu/decode.inc.h. */
 ALWAYS_INLINE const float *load_scales(const bsh_scales *const scales, const int64_t begin, const int64_t n,
                                        float *const buffer) {
@@ -262,6 +299,18 @@ ALWAYS_INLINE const float *load_scales(const bsh_scales *const scales, const int
   return buffer;
 }
 #define load_scales load_scales
+
+/* As in cpu/groups.inc.h. */
+ALWAYS_INLINE bool all_ordinary(const float *const scales, const int64_t n) {
+  mask odd = 0;
+  for (int64_t i = 0; i < n; i += 16) {
+    const floats scale = v_abs(_mm512_mask_loadu_ps(v_set(1.0f), first_lanes(n - i), scales + i));
+    odd |= _mm512_cmp_ps_mask(scale, v_set(0x1p-100f), _CMP_NGE_UQ);
+    odd |= _mm512_cmp_ps_mask(scale, v_set(FLT_MAX), _CMP_NLE_UQ);
+  }
+  return odd == 0;
+}
+#define all_ordinary all_ordinary
 
 /* By a uniform grid (cpu/grid.h), whose 32 cells are looked up. */
 typedef struct {

@@ -31,13 +31,19 @@
  *              decode32_16bit(packed, table, out, stream)                 16 bytes -> 32 values of 16 bits
  *              decode32_f32(packed, values, out, stream)                  16 bytes -> 32 values of fp32
  *              end_stream()                 after results that bypass the cache
+ *   64 codes   group_table  make_group_table(scaled, dtype)               16 values to look up, rounded here
+ *              group_codes  load_group(packed)                            of 32 bytes
+ *              decode_vector(codes, table, dtype, j)                      fp32 of the codes of vector j, j < 64 / LANES
+ *              group_element(j, lane)       which of the 64 that lane has
+ *              BF16_GROUPS                  whether that is faster with bf16 as a constant
+ *              add_lane_sums(v, n, sums)    sums[i] += the sum of the lanes of v[i], i < n; n at most REGISTERS / 2
  *   int8       i_load_words(codes)          2 LANES int8 as int16
  *              i_multiply_words(sum, a, b)  sum + the products of neighbours
  *              i_reduce4(sums, out)         out[j] = the sum of the lanes of sums[j], j < 4
  *   MASKED_ENDS                             whether the end of a dot product is summed in lanes
  *
- * Where it knows a faster form of load_scales (cpu/decode.inc.h) or encode (cpu/blocks.inc.h), it defines that, and a
- * macro of the same name. Without an encode of its own:
+ * Where it knows a faster form of load_scales (cpu/decode.inc.h), all_ordinary (cpu/groups.inc.h) or encode
+ * (cpu/blocks.inc.h), it defines that, and a macro of the same name. Without an encode of its own:
  *   i_look_up8(table, at)                   table[at], at below 8 */
 #ifndef BSH_CPU_ISA_VECTORS_H
 #define BSH_CPU_ISA_VECTORS_H
