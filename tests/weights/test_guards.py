@@ -72,7 +72,7 @@ def test_operators_that_write_are_refused(weight, name):
     packet = getattr(torch.ops.aten, name, None)
     if packet is None or name in guards._IN_PLACE:
         return
-    for overload in map(packet.__getattr__, packet.overloads()):
+    for overload in [getattr(packet, key) for key in packet.overloads()]:  # by __getattr__ it would be made anew
         places = [
             (i, str(argument.type).startswith("List"))
             for i, argument in enumerate(overload._schema.arguments)

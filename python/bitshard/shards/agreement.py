@@ -128,12 +128,12 @@ def _with_parts(descriptions: list[tuple], parts: list[tuple], rank: int, world:
     return [(*one, *before, *part, *behind) for one, part in zip(descriptions, parts, strict=True)]
 
 
-def agree_in_replicas(model: torch.nn.Module, weights: dict[str, Any], shards: Any, replicas: Any) -> None:
+def agree_in_replicas(model: torch.nn.Module, held: dict[str, Held], shards: Any, replicas: Any) -> None:
     """Compare all quantized weights of a model that FSDP1 is about to keep in replicas, once. A collective.
 
     Args:
         model: the outermost module that FSDP1 wraps.
-        weights: by name.
+        held: its weights by name.
         shards, replicas: groups of the ranks that join their parts (None: nothing is sharded), and of those that hold
             what this one does.
 
@@ -142,20 +142,18 @@ def agree_in_replicas(model: torch.nn.Module, weights: dict[str, Any], shards: A
     if model in _compared:
         return
     _compared.add(model)
-    held = [Held(weight.quant_state, weight.dtype) for weight in weights.values()]
-    brought, differ = _exchanged((list(weights), _descriptions(held)), shards, [replicas])
+    brought, differ = _exchanged((list(held), _descriptions(list(held.values()))), shards, [replicas])
     if differ:
         named = [dict(zip(names, found, strict=True)) for _, (names, found) in brought]
         _require_alike("FSDP1 joins or keeps as replicas", named)
 
 
-def agree_on(weights: dict[str, Any], group: Any) -> None:
+def agree_on(held: dict[str, Held], group: Any) -> None:
     """Compare all quantized weights of a model, by name, among the ranks of a process group. A collective of these.
 
     ValueError on all of them if one holds another weight.
     """
-    held = [Held(weight.quant_state, weight.dtype) for weight in weights.values()]
-    named = _everyone(dict(zip(weights, _descriptions(held), strict=True)), group)
+    named = _everyone(dict(zip(held, _descriptions(list(held.values())), strict=True)), group)
     _require_alike("DDP sends rank 0's bytes to", named)
 
 

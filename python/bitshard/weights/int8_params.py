@@ -8,7 +8,6 @@ assign to `.data` brings its own, or has them moved to it.
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,8 +19,9 @@ from bitshard.formats.state import dtype_name, int8_state
 from bitshard.functions import int8
 from bitshard.process import foreign, launch
 from bitshard.shards import agreement
-from bitshard.weights.guards import IN_PLACE, Packed, arithmetic_error, guarded, plain
-from bitshard.weights.tensor import PackedMeta, Params4bit
+from bitshard.weights.guards import IN_PLACE, arithmetic_error, guarded, plain
+from bitshard.weights.packed import PackedParameter, before_detach, method_to
+from bitshard.weights.tensor import Params4bit
 
 
 def _class_asked(weight: Int8Params) -> type:
@@ -34,7 +34,7 @@ def _class_asked(weight: Int8Params) -> type:
     return type(weight)
 
 
-class Int8Params(Packed, torch.nn.Parameter, metaclass=PackedMeta):
+class Int8Params(PackedParameter):
     """A linear layer's weight, quantized to int8 when it first moves to a device.
 
     Before: float data [N, K]. `.to(device)`, `.cuda()` or `.cpu()` then quantize in place and return self, unless
@@ -90,10 +90,13 @@ class Int8Params(Packed, torch.nn.Parameter, metaclass=PackedMeta):
     def CB(self, value: Any) -> None:
         """Nothing: the codes are the data. Others set this to None, or to the same codes on another device."""
 
-    def plain_data(self) -> Tensor:
-        """`data` as a plain tensor."""
-        with plain():
-            return self.data
+    def described(self) -> agreement.Held | None:
+        """See `PackedParameter.described`."""
+        if self.SCB is None:
+            return None
+        state = int8_state(self.SCB, self.shape, torch.float32)
+        state.checksum = ops.checksum(self.plain_data())
+        return agreement.Held(state, self.dtype)
 
     def dequantize(self) -> Tensor:
         """float32 values [N, K]. ValueError before the weight is quantized."""
@@ -187,18 +190,6 @@ class Int8Params(Packed, torch.nn.Parameter, metaclass=PackedMeta):
             scales = scales.to(device, non_blocking=non_blocking)
         return self._like(data, scales)
 
-    def cpu(self) -> Int8Params:
-        """`to("cpu")`."""
-        return self.to(device="cpu")
-
-    def cuda(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> Int8Params:
-        """`to("cuda")`, or to the given CUDA device."""
-        return self.to(device="cuda" if device is None else device, non_blocking=non_blocking)
-
-    def xpu(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> Int8Params:
-        """`to("xpu")`, which has no kernels: codes can only be kept there."""
-        return self.to(device="xpu" if device is None else device, non_blocking=non_blocking)
-
 
 def _rebuild(data: Tensor, requires_grad: bool) -> Int8Params:
     return Int8Params(data, requires_grad)
@@ -265,33 +256,8 @@ def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _detach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """detach(), by which DDP takes what it then sends from rank 0 to all others: codes without their scales."""
-    weight = args[0] if args else kwargs.get("input", kwargs.get("self"))
-    if isinstance(weight, Int8Params) and weight.bnb_quantized and not torch.compiler.is_compiling():
-        frame = foreign.asked_by(foreign.DDP_SENDS)
-        if frame is not None:
-            _compare_before_ddp(weight, frame.f_locals.get("module"), frame.f_locals.get("process_group"))
+    before_detach(args[0] if args else kwargs.get("input", kwargs.get("self")))
     return func(*args, **kwargs)
-
-
-def _compare_before_ddp(weight: Int8Params, module: Any, group: Any) -> None:
-    """At the first int8 weight of a module: compare all of them among the ranks."""
-    named = module.named_parameters() if isinstance(module, torch.nn.Module) else ()
-    packed = {name: p for name, p in named if isinstance(p, Int8Params) and p.bnb_quantized and p.SCB is not None}
-    if next(iter(packed.values()), None) is weight:
-        agreement.agree_on({name: _described(p) for name, p in packed.items()}, group)
-
-
-def _described(weight: Int8Params) -> SimpleNamespace:
-    """A weight as `agreement.agree_on` asks for it."""
-    state = int8_state(weight.SCB, weight.shape, torch.float32)
-    state.checksum = ops.checksum(weight.plain_data())
-    return SimpleNamespace(quant_state=state, dtype=weight.dtype)
-
-
-def _to(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """torch.Tensor.to(weight, ...), which does not find the method of the class."""
-    return args[0].to(*args[1:], **kwargs) if isinstance(args[0], Int8Params) else func(*args, **kwargs)
 
 
 _SHARDING = (
@@ -334,7 +300,7 @@ Int8Params.handlers = {
     **WRITES,
     Tensor.data.__get__: _get_data,
     Tensor.data.__set__: _set_data,
-    Tensor.to: _to,
+    Tensor.to: method_to,
     Tensor.detach: _detach,
     torch.detach: _detach,
     Tensor.new_zeros: _new_zeros,

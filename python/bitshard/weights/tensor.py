@@ -29,7 +29,6 @@ from bitshard.shards import agreement, gather, kept_part
 from bitshard.shards.shard import PackedShard
 from bitshard.weights import adapters, guards
 from bitshard.weights.guards import (
-    Packed,
     PackedData,
     cast_error,
     grad_error,
@@ -38,6 +37,7 @@ from bitshard.weights.guards import (
     plain,
     word_of,
 )
+from bitshard.weights.packed import PackedParameter, before_detach, described_in, method_to
 
 logger = logging.getLogger(__name__)
 
@@ -104,24 +104,7 @@ def _proxy(name: str, *path: str) -> property:
     return property(read, doc=f"`quant_state.{'.'.join(path)}`")
 
 
-def class_of(weight: Tensor) -> type:
-    return type(weight)
-
-
-class PackedMeta(type(torch.nn.Parameter)):
-    """Lets Dynamo trace `weight.__class__`, which peft reads in every forward of DoRA, and `isinstance(weight, ...)`.
-
-    Of a class with `__torch_function__` it traces no `__class__` but one that is a property, whose getter it then looks
-    up as `Params4bit.__class__.fget`, and `Params4bit.__class__` is this class. And from torch 2.15 on it traces no
-    `isinstance` of a class that answers otherwise than `type` does; the hook of nn.Parameter's metaclass answers
-    otherwise for nn.Parameter only.
-    """
-
-    fget = staticmethod(class_of)
-    __instancecheck__ = type.__instancecheck__
-
-
-class Params4bit(Packed, torch.nn.Parameter, metaclass=PackedMeta):
+class Params4bit(PackedParameter):
     """A linear layer's weight, quantized to 4 bits when it first moves to a device.
 
     Before: float data [N, K]. `.to(device)`, `.cuda()` or `.cpu()` then quantize in place and return self.
@@ -192,8 +175,6 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=PackedMeta):
             bnb_quantized=packed,
         )
         return self
-
-    __class__ = property(class_of, object.__dict__["__class__"].__set__)  # for Dynamo, see PackedMeta
 
     absmax = _proxy("absmax", "absmax")
     code = _proxy("code", "code")
@@ -353,10 +334,9 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=PackedMeta):
         new.__dict__.update(self.__dict__)
         return new
 
-    def _plain_data(self) -> Tensor:
-        """`self.data` without the guard of `PackedData`."""
-        with plain():
-            return self.data
+    def described(self) -> agreement.Held | None:
+        """See `PackedParameter.described`."""
+        return None if self.quant_state is None else agreement.Held(self.quant_state, self.dtype)
 
     # -- copies --
 
@@ -369,14 +349,14 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=PackedMeta):
         return new
 
     def __copy__(self) -> Params4bit:
-        return self._like(self._plain_data()).requires_grad_(self.requires_grad)
+        return self._like(self.plain_data()).requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         state = {**self.__dict__, "module": None}
-        return _rebuild, (type(self), self._plain_data(), self.requires_grad), state
+        return _rebuild, (type(self), self.plain_data(), self.requires_grad), state
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "data": self._plain_data(), "requires_grad": self.requires_grad}
+        return {**self.__dict__, "data": self.plain_data(), "requires_grad": self.requires_grad}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
@@ -419,21 +399,9 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=PackedMeta):
         new.quant_state = None if self.quant_state is None else self.quant_state.moved(new.device)
         return new.requires_grad_(self.requires_grad)
 
-    def cpu(self) -> Params4bit:
-        """`to("cpu")`."""
-        return self.to("cpu")
-
-    def cuda(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> Params4bit:
-        """`to("cuda")`, or to the given CUDA device."""
-        return self.to("cuda" if device is None else device, non_blocking=non_blocking)
-
-    def xpu(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> Params4bit:
-        """`to("xpu")`, which has no kernels: packed weights can only be kept there."""
-        return self.to("xpu" if device is None else device, non_blocking=non_blocking)
-
     def _enter_float_container(self) -> bool:
         """Present the bytes in the container that FSDP shards, before it does; whether that could be."""
-        state, data = self.quant_state, self._plain_data()
+        state, data = self.quant_state, self.plain_data()
         if state is None or shardable_dtype(state.dtype, data.dtype, state.kind) is data.dtype:
             return False
         with plain():
@@ -442,7 +410,7 @@ class Params4bit(Packed, torch.nn.Parameter, metaclass=PackedMeta):
 
     def saved_data(self) -> Tensor:
         """What files get: the packed bytes as a plain tensor of `quant_storage`; else the data as it is."""
-        data, state = self._plain_data(), self.quant_state
+        data, state = self.plain_data(), self.quant_state
         if not self.bnb_quantized or state is None or data.dtype is self.quant_storage:
             return data
         whole = data.numel() == state.packed_elements(data.element_size())
@@ -572,26 +540,8 @@ def _keep_class(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _detach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """detach(), by which DDP takes what it then sends from rank 0 to all others: bytes without their scales."""
-    weight = args[0] if args else kwargs.get("input", kwargs.get("self"))
-    if not torch.compiler.is_compiling() and isinstance(weight, Params4bit) and weight.bnb_quantized:
-        frame = foreign.asked_by(foreign.DDP_SENDS)
-        if frame is not None:
-            _compare_before_ddp(weight, frame.f_locals.get("module"), frame.f_locals.get("process_group"))
+    before_detach(args[0] if args else kwargs.get("input", kwargs.get("self")))
     return _keep_class(func, args, kwargs)
-
-
-def _compare_before_ddp(weight: Params4bit, module: Any, group: Any) -> None:
-    """At the first packed weight of a module: compare all of them among the ranks."""
-    packed = _packed_of(module)
-    if next(iter(packed.values()), None) is weight:
-        agreement.agree_on(packed, group)
-
-
-def _packed_of(module: Any) -> dict[str, Params4bit]:
-    """The packed weights of a module by name."""
-    named = module.named_parameters() if isinstance(module, torch.nn.Module) else ()
-    return {name: p for name, p in named if isinstance(p, Params4bit) and p.bnb_quantized and p.quant_state is not None}
 
 
 def _compare_before_fsdp1(frame: FrameType | None) -> None:
@@ -609,7 +559,7 @@ def _compare_before_fsdp1(frame: FrameType | None) -> None:
     if replicas is None and not handle.uses_sharded_strategy and shards.size() > 1:
         shards, replicas = None, shards
     if replicas is not None and model is not None:
-        agreement.agree_in_replicas(model, _packed_of(model), shards, replicas)
+        agreement.agree_in_replicas(model, described_in(model), shards, replicas)
 
 
 def _empty_like(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -712,11 +662,6 @@ def _warn_of_bytes(name: str, weight: Tensor) -> None:
 _warned_of_bytes = False
 
 
-def _to(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """torch.Tensor.to(weight, ...), which does not find the method of the class."""
-    return args[0].to(*args[1:], **kwargs) if isinstance(args[0], Params4bit) else func(*args, **kwargs)
-
-
 def _numel(func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
     """The number of elements; while parts are kept, those of this rank where transformers asks what to reserve."""
     weight = args[0]
@@ -739,7 +684,7 @@ def _handlers() -> dict[Any, Any]:
         table[func] = _keep_class
     table[torch.Tensor.detach] = table[torch.detach] = _detach
     table[torch.as_strided] = table[torch.Tensor.as_strided] = _keep_class
-    table[torch.Tensor.to] = _to
+    table[torch.Tensor.to] = method_to
     table[torch.is_floating_point] = table[torch.Tensor.is_floating_point] = _is_floating_point
     table.update(dict.fromkeys(guards.reductions(), _reduce))
     table[torch.Tensor.requires_grad_] = table[torch.Tensor.requires_grad.__set__] = _set_requires_grad
