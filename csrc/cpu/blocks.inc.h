@@ -38,33 +38,6 @@ ALWAYS_INLINE float largest_magnitude(const void *const x, const bsh_dtype dtype
   return dtype == BSH_BF16 ? bf16_to_f32(largest) : f16_to_f32(largest);
 }
 
-#ifndef encode
-typedef struct {
-  uint32_t order[8];
-} encoder;
-
-ALWAYS_INLINE encoder make_encoder(const bsh_format format) {
-  (void)format;
-  return (encoder){{BSH_FP4_ORDER}};
-}
-
-/* Number of thresholds below each lane. */
-ALWAYS_INLINE ints count_below(const floats v, const uint32_t *const thresholds, const int n) {
-  ints count = {0};
-  for (int i = 0; i < n; i++) count += v > v_set(bits_float(thresholds[i])); /* -1 where true */
-  return -count;
-}
-
-/* Codes of LANES elements of a block. */
-ALWAYS_INLINE ints encode(const encoder *const coder, const bsh_format format, const floats x, const floats inverse) {
-  static const uint32_t nf4[15] = {BSH_NF4_THRESHOLD_BITS}, fp4[7] = {BSH_FP4_THRESHOLD_BITS};
-  const floats v = x * inverse;
-  if (format == BSH_NF4) return count_below(v, nf4, 15);
-  const floats least = v_set(-FLT_MIN); /* a product or an element that is flushed has no sign */
-  return i_look_up8(coder->order, count_below(v_abs(v), fp4, 7)) | ((v <= least) & (x <= least) & 8);
-}
-#endif
-
 ALWAYS_INLINE void quantize_blocks(const bsh_quantize_4bit_args *const args, const int64_t block_begin,
                                    const int64_t block_end, const bsh_dtype dtype, const bsh_format format) {
   enum { VECTORS = 32 / LANES };

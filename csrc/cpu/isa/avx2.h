@@ -183,16 +183,50 @@ ALWAYS_INLINE ints i_gather(const uint32_t *const table, const ints at, const ma
   return (ints)_mm256_mask_i32gather_epi32(_mm256_setzero_si256(), (const int *)table, (__m256i)at, (__m256i)all, 4);
 }
 
-ALWAYS_INLINE ints i_look_up8(const uint32_t table[8], const ints at) {
-  return (ints)_mm256_permutevar8x32_epi32((__m256i)v_read(table), (__m256i)at);
-}
-
 ALWAYS_INLINE floats v_heap_entry(const float *const heap, const int level, const ints node) {
-  (void)level;
-  return v_gather(heap, node, m_all());
+  if (level > 3) return v_gather(heap, node, m_all());
+  return _mm256_permutevar8x32_ps(v_read(heap + (level == 3 ? 8 : 0)), (__m256i)node); /* by three bits of node */
 }
 
 /* ---- 4 bits ----------------------------------------------------------------------------------------------------- */
+
+/* Thresholds as a binary tree, whose third and fourth levels are looked up. Both, and the codes, lie at minus their
+ * index modulo their count, as a comparison counts -1. */
+typedef struct {
+  floats first, second[2], third, fourth;
+  ints codes;
+} encoder;
+
+ALWAYS_INLINE encoder make_encoder(const bsh_format format) {
+  static const uint32_t nf4[15] = {BSH_NF4_THRESHOLD_BITS}, fp4[7] = {BSH_FP4_THRESHOLD_BITS};
+  static const uint8_t fp4_order[8] = {BSH_FP4_ORDER};
+  const floats none = {0};
+  const int n = format == BSH_NF4 ? 16 : 8;
+  const uint32_t *const below = format == BSH_NF4 ? nf4 : fp4; /* below[i]: between i and i + 1 */
+  encoder tree = {v_set(bits_float(below[n / 2 - 1])),
+                  {v_set(bits_float(below[n / 4 - 1])), v_set(bits_float(below[n / 2 + n / 4 - 1]))},
+                  none,
+                  none,
+                  (ints)none};
+  for (int i = 0; i < 8; i++) {
+    tree.third[-i & 7] = bits_float(below[n / 8 - 1 + i % 4 * (n / 4)]);
+    if (format == BSH_NF4) tree.fourth[-i & 7] = bits_float(below[2 * i]);
+    else tree.codes[-i & 7] = fp4_order[i];
+  }
+  return tree;
+}
+
+/* Codes of 8 elements of a block. */
+ALWAYS_INLINE ints encode(const encoder *const tree, const bsh_format format, const floats x, const floats inverse) {
+  const floats v = x * inverse, key = format == BSH_NF4 ? v : v_abs(v);
+  ints n = (ints)v_above(key, tree->first);
+  n += n + (ints)v_above(key, v_choose((mask)n, tree->second[1], tree->second[0]));
+  n += n + (ints)v_above(key, _mm256_permutevar_ps(tree->third, (__m256i)n));
+  if (format == BSH_NF4) return -(n + n + (ints)v_above(key, _mm256_permutevar8x32_ps(tree->fourth, (__m256i)n)));
+  const floats least = v_set(-FLT_MIN); /* a product or an element that is flushed has no sign */
+  const ints sign = (v <= least) & (x <= least) & 8;
+  return (ints)_mm256_permutevar8x32_epi32((__m256i)tree->codes, (__m256i)n) | sign;
+}
 
 /* Byte b, the lowest first, of 16 values, in both 128-bit lanes: those of 16 bits have two. */
 typedef struct {

@@ -330,7 +330,6 @@ ALWAYS_INLINE encoder make_encoder(const bsh_format format) {
                    v_set(grid.shift)};
 }
 
-/* As in cpu/blocks.inc.h. */
 ALWAYS_INLINE ints encode(const encoder *const grid, const bsh_format format, const floats x, const floats inverse) {
   const floats v = x * inverse, key = format == BSH_NF4 ? v : v_abs(v);
   const __m512i cell = _mm512_cvttps_epi32(v_fma(key, grid->scale, grid->shift));
@@ -343,7 +342,6 @@ ALWAYS_INLINE ints encode(const encoder *const grid, const bsh_format format, co
   const __m512i signless = _mm512_and_si512(code, _mm512_set1_epi32(7));
   return (ints)_mm512_mask_or_epi32(code, negative, signless, _mm512_set1_epi32(8)) & 15;
 }
-#define encode encode
 
 /* ---- int8 ------------------------------------------------------------------------------------------------------- */
 

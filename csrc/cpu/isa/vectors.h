@@ -27,7 +27,8 @@
  *              m_any(m)  m_all()            whether any lane is set; all lanes set, which the compiler does not know
  *   tables     v_gather(table, at, all)  i_gather(table, at, all)         all: m_all(), once for a loop
  *              v_heap_entry(heap, level, node)                            heap[node], 2^level <= node < 2^(level + 1)
- *   4 bits     table_16bit  make_table(values, dtype)                     16 values, rounded, as words to look up
+ *   4 bits     encoder  make_encoder(format)  encode(coder, format, x, inverse)      codes of LANES elements
+ *              table_16bit  make_table(values, dtype)                     16 values, rounded, as words to look up
  *              decode32_16bit(packed, table, out, stream)                 16 bytes -> 32 values of 16 bits
  *              decode32_f32(packed, values, out, stream)                  16 bytes -> 32 values of fp32
  *              end_stream()                 after results that bypass the cache
@@ -42,9 +43,8 @@
  *              i_reduce4(sums, out)         out[j] = the sum of the lanes of sums[j], j < 4
  *   MASKED_ENDS                             whether the end of a dot product is summed in lanes
  *
- * Where it knows a faster form of load_scales (cpu/decode.inc.h), all_ordinary (cpu/groups.inc.h) or encode
- * (cpu/blocks.inc.h), it defines that, and a macro of the same name. Without an encode of its own:
- *   i_look_up8(table, at)                   table[at], at below 8 */
+ * Where it knows a faster form of load_scales (cpu/decode.inc.h) or all_ordinary (cpu/groups.inc.h), it defines that,
+ * and a macro of the same name. */
 #ifndef BSH_CPU_ISA_VECTORS_H
 #define BSH_CPU_ISA_VECTORS_H
 
