@@ -10,12 +10,12 @@ Nothing is read from its file or written there. `bench.py --report` has the same
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import turns
 from bitshard import _C, functional
 from bitshard.functions import card
 
@@ -23,36 +23,20 @@ SHAPES, ROWS = ("4096x4096", "14336x4096", "4096x14336"), (64, 128, 256, 512, 10
 HEAD = ("N x K", "rows", "", "one pass", "panels", "counted", "measured", "faster", "by data sheet", "by measuring")
 
 
-def microseconds(call) -> float:
-    """Median of five rounds of some two milliseconds each."""
-    times = []
-    call()
-    for _ in range(6):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        count = max(1, min(50, int(2000 / times[-1]))) if times else 1
-        begin.record()
-        for _ in range(count):
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1000 * begin.elapsed_time(end) / count)
-    return statistics.median(times[1:])
-
-
-def timed(kernel: str, x: torch.Tensor, packed: torch.Tensor, state, gradient: bool) -> float:
-    """Microseconds of a product by `kernel`."""
+def timed(x: torch.Tensor, packed: torch.Tensor, state, gradient: bool) -> list[float]:
+    """Microseconds of a product in one pass and by panels, which take turns."""
     call = functional.linear_4bit_dgrad if gradient else functional.linear_4bit
     op = "linear_4bit_dgrad" if gradient else "linear_4bit"
-    _C.force_kernel(op, kernel)
+    ways = {kernel: lambda i: call(x, packed, state) for kernel in (card.ONE_PASS, card.PANELS)}
     try:
-        return microseconds(lambda: call(x, packed, state))
+        return list(turns.microseconds(ways, prepare=lambda kernel: _C.force_kernel(op, kernel)).values())
     finally:
         _C.force_kernel(op, None)
 
 
 def estimates(rates: dict, sm: int, sms: int, sizes: tuple, gradient: bool) -> list[float]:
     """Microseconds of one pass and of panels by such rates."""
-    _C.set_card_rates(sm, *(rates[name] for name in card._KEPT))
+    _C.set_card_rates(sm, *(rates[name] for name in card.KEPT))
     try:
         plans = [
             _C.plan_linear_4bit(*sizes, 2, sm, sms, gradient=gradient, kernel=kernel)
@@ -74,7 +58,7 @@ def rows_of(counted: dict, measured: dict, shapes, rows, device) -> Iterator[lis
         for M in rows:
             for gradient in (False, True):
                 x = torch.randn(M, N if gradient else K, device=device, dtype=torch.bfloat16)
-                times = [timed(kernel, x, packed, state, gradient) for kernel in (card.ONE_PASS, card.PANELS)]
+                times = timed(x, packed, state, gradient)
                 found = [estimates(rates, sm, sms, (M, N, K), gradient) for rates in (counted, measured)]
                 lost = [times[each.index(min(each))] / min(times) for each in found]
                 yield [
@@ -93,7 +77,7 @@ def text(shapes, rows, device: torch.device) -> str:
     counted, measured = _C.card_rates(sm), card.measured(device)
     lines = [f"Measured in {1000 * (time.perf_counter() - begin):.0f} ms.", "", "| rate | counted | measured |"]
     lines += ["|---|---|---|"]
-    for name in card._KEPT:
+    for name in card.KEPT:
         lines.append(f"| {name} | {_shown(counted[name])} | {_shown(measured[name])} |")
     table = list(rows_of(counted, measured, shapes, rows, device))
     lines += ["", f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}", *(f"| {' | '.join(row)} |" for row in table)]

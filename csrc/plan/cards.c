@@ -67,12 +67,13 @@ const bsh_card *bsh_card_of(const int32_t sm) {
 #define LIKE_GEFORCE {{0.94, 0.96}, {0.92, 0.95}}
 #define LIKE_A100 {{0.75, 0.83}, {0.68, 0.76}}
 
-static int32_t measured_sm; /* 0: none */
-static bsh_rates measured;
+enum { ARCHITECTURES = 200 };
+static bsh_rates measured[ARCHITECTURES]; /* by sm; not chosen: none */
+
+static bool is_known(const int32_t sm) { return sm >= 0 && sm < ARCHITECTURES; }
 
 void bsh_set_rates(const int32_t sm, const bsh_rates *const rates) {
-  measured_sm = rates != NULL ? sm : 0;
-  if (rates != NULL) measured = *rates;
+  if (is_known(sm)) measured[sm] = rates != NULL ? *rates : (bsh_rates){0};
 }
 
 const bsh_rates *bsh_rates_of(const int32_t sm) {
@@ -81,7 +82,7 @@ const bsh_rates *bsh_rates_of(const int32_t sm) {
   static const bsh_rates rtx4090 = {RATES(128, 165, 0.90, 1008), .share = LIKE_GEFORCE, .l2 = 72 << 20, .chosen = true};
   static const bsh_rates rtx5090 = {RATES(170, 210, 0.90, 1792), .share = LIKE_GEFORCE, .l2 = 96 << 20, .chosen = true};
   static const bsh_rates h100 = {RATES(132, 480, 1.0, 3350), .share = LIKE_A100};
-  if (sm == measured_sm) return &measured;
+  if (is_known(sm) && measured[sm].chosen) return &measured[sm];
   switch (sm) {
   case 80:
     return &a100;

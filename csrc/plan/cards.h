@@ -77,7 +77,7 @@ typedef struct {
 const bsh_rates *bsh_rates_of(int32_t sm);
 
 /* From now on these, which were measured on a GPU of `sm`, instead of the counted ones; NULL: the counted ones again.
- * Not while another thread plans. */
+ * Each architecture has its own. Not while another thread plans. */
 void bsh_set_rates(int32_t sm, const bsh_rates *rates);
 
 /* What a list says for so many weights; `least` below all of its borders. */

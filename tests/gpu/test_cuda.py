@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 from bitshard import _C, ops
+from bitshard.functions import card
+from bitshard.nn.linear import Linear4bit
 from helpers import upstream
 from helpers.bytes import same_bytes
 from helpers.direct import alone
@@ -759,3 +761,29 @@ def test_empty_inputs():
 def test_state():
     state = _C.cuda_state()
     assert state["built"] and state["driver"] and not state["error"], state
+
+
+def test_a_gpu_is_measured_at_the_first_forward(monkeypatch, tmp_path):
+    """Rates in a file, of which the plan knows; random numbers, forced kernels and memory stay as they were."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    sm = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
+    if sm < 80:
+        pytest.skip("gemm_4bit_sm80 needs sm_80")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(card.VARIABLE, "1")
+    monkeypatch.setattr(card, "_seen", set())
+    counted = _C.card_rates(sm)
+    layer = Linear4bit(256, 128, compute_dtype=torch.bfloat16, quant_type="nf4").to(device)
+    x = torch.randn(2, 256, device=device, dtype=torch.bfloat16)
+    before, kernels = torch.cuda.get_rng_state(), [_C.plan_linear_4bit(512, 4096, 4096, 2, 90, 132)["kernel"]]
+    try:
+        _C.set_card_rates(sm, *(counted[name] for name in card.KEPT))  # also a Hopper is measured then
+        layer(x)
+        found = _C.card_rates(sm)
+        assert found["chosen"] and found != counted and torch.equal(torch.cuda.get_rng_state(), before)
+        assert (tmp_path / "bitshard/cards.json").exists()
+        _C.set_card_rates(sm)
+        kernels.append(_C.plan_linear_4bit(512, 4096, 4096, 2, 90, 132)["kernel"])
+        assert kernels[0] == kernels[1]
+    finally:
+        _C.set_card_rates(sm)

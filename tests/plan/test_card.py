@@ -50,7 +50,7 @@ def test_fitted_rates_predict_other_products(sm, sms):
     found = card.fitted(sm, sms, timed, real[-1])
     assert len(asked) == 6 and _C.card_rates(sm)["chosen"]
     assert _C.card_rates(sm)["flops_per_ns_sm"] * 1.4 == pytest.approx(real[0])  # set back
-    rates = [found[name] for name in card._KEPT]
+    rates = [found[name] for name in card.KEPT]
     for N, K in SHAPES:
         for rows in (64, 256, 2048):
             for gradient in (False, True):
@@ -63,19 +63,21 @@ def test_fitted_rates_predict_other_products(sm, sms):
 def test_plan_follows_the_rates():
     """Where one pass was measured as slow, panels are taken."""
     counted = _C.card_rates(86)
-    rates = [counted[name] for name in card._KEPT]
+    rates = [counted[name] for name in card.KEPT]
     assert _C.plan_linear_4bit(256, 4096, 4096, 2, 86, 82)["kernel"] == card.ONE_PASS
     rates[3] = ((0.2, 0.2), (0.2, 0.2))
     _C.set_card_rates(86, *rates)
     assert _C.plan_linear_4bit(256, 4096, 4096, 2, 86, 82)["kernel"] == card.PANELS
     assert _C.plan_linear_4bit(256, 4096, 4096, 2, 89, 82)["kernel"] == card.ONE_PASS  # another architecture
+    _C.set_card_rates(89, *(_C.card_rates(89)[name] for name in card.KEPT))
+    assert _C.plan_linear_4bit(256, 4096, 4096, 2, 86, 82)["kernel"] == card.PANELS  # which has rates of its own
     _C.set_card_rates(86)
     assert _C.plan_linear_4bit(256, 4096, 4096, 2, 86, 82)["kernel"] == card.ONE_PASS
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
 def test_bad_rates(bad):
-    rates = [_C.card_rates(86)[name] for name in card._KEPT]
+    rates = [_C.card_rates(86)[name] for name in card.KEPT]
     with pytest.raises(ValueError, match="rate 1"):
         _C.set_card_rates(86, rates[0], bad, *rates[2:])
     with pytest.raises(ValueError, match="rate 5"):

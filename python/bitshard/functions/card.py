@@ -1,8 +1,8 @@
 """What a GPU does, measured when it is first used: by it the plan compares one pass over a 4-bit weight with panels.
 
 For GPUs other than Hopper these rates are counted from data sheets (`csrc/plan/cards.c`), and two cards of one
-architecture have the same. With BITSHARD_MEASURE_CARD=1 the first forward of a 4-bit layer times a few products, some
-50 ms, and the rates are fitted to them. They are kept in a file, so that later processes choose the same kernels:
+architecture have the same. With BITSHARD_MEASURE_CARD=1 the first forward of a 4-bit layer times six products, and the
+rates are fitted to them. They are kept in a file, so that later processes choose the same kernels:
 `$XDG_CACHE_HOME/bitshard/cards.json` (`~/.cache` without the variable). Delete it to measure again.
 """
 
@@ -28,7 +28,7 @@ FEW, MANY = 128, 1024  # rows: what takes dequantizing longest, and what takes p
 ONE_PASS, PANELS = "gemm_4bit_sm80", "panels"
 _OPS = {False: "linear_4bit", True: "linear_4bit_dgrad"}
 _BF16 = 2  # of `_C.plan_linear_4bit`
-_KEPT = ("flops_per_ns_sm", "bytes_per_ns_sm", "dequantized_per_ns_sm", "share", "l2")  # in the order of set_card_rates
+KEPT = ("flops_per_ns_sm", "bytes_per_ns_sm", "dequantized_per_ns_sm", "share", "l2")  # in the order of set_card_rates
 _ROUNDS = 6
 
 _seen: set[int] = set()
@@ -52,20 +52,28 @@ def at_first_use(device: torch.device) -> None:
     except torch.OutOfMemoryError:
         logger.warning("%s=1: no memory to measure %s; its data sheet counts", VARIABLE, properties.name)
         return
-    _C.set_card_rates(sm, *(rates[name] for name in _KEPT))
+    _C.set_card_rates(sm, *(rates[name] for name in KEPT))
 
 
 def measured(device: torch.device) -> dict[str, Any]:
-    """The rates of a GPU, as `_C.card_rates` has them, fitted to times of its own. Takes some 200 MB for a moment."""
+    """The rates of a GPU, as `_C.card_rates` has them, fitted to times of its own.
+
+    torch's random numbers stay as they are: a job that measures draws what the next one does.
+    """
     properties = torch.cuda.get_device_properties(device)
     sm = 10 * properties.major + properties.minor
     N, K = SIZES
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+
     with torch.cuda.device(device), torch.no_grad():
-        packed, scales = ops.quantize_4bit(torch.randn(N, K, device=device, dtype=torch.bfloat16), 64, 0, torch.uint8)
+        packed, scales = ops.quantize_4bit(random(N, K), 64, 0, torch.uint8)
         none = ops.empty(device)
 
         def timed(kernel: str, rows: int, gradient: bool) -> float:
-            x = torch.randn(rows, N if gradient else K, device=device, dtype=torch.bfloat16)
+            x = random(rows, N if gradient else K)
             weight = (packed, scales, none, none, none)
             if gradient:
                 return _forced(kernel, gradient, lambda: ops.linear_4bit_dgrad(x, *weight, 64, 0, N, K))
@@ -117,7 +125,7 @@ def _nearer(rates: dict[str, Any], times: dict[tuple, float], sm: int, sms: int)
 
     def off(kernel: str, rows: int, gradient: bool) -> tuple[float, str]:
         """(estimate / measured, the kernel's name in the image) by the rates as they are now."""
-        _C.set_card_rates(sm, *(rates[name] for name in _KEPT))
+        _C.set_card_rates(sm, *(rates[name] for name in KEPT))
         plan = _C.plan_linear_4bit(rows, *SIZES, _BF16, sm, sms, nested=False, gradient=gradient, kernel=kernel)
         entry = "" if kernel == PANELS else plan["slices"][0]["launches"][0]["entry"]
         return plan["ns"] / times[kernel, rows, gradient], entry
@@ -157,7 +165,7 @@ def _read(name: str) -> dict[str, Any] | None:
     """What was kept of a card; None where nothing was, or nothing that can be used."""
     kept = _all().get(name)
     try:
-        numbers = [kept[key] for key in _KEPT[:3]] + [value for row in kept["share"] for value in row]
+        numbers = [kept[key] for key in KEPT[:3]] + [value for row in kept["share"] for value in row]
         usable = len(numbers) == 7 and all(math.isfinite(value) and 0 < value < 1e9 for value in numbers)
         return {**kept, "share": tuple(map(tuple, kept["share"]))} if usable and type(kept["l2"]) is int else None
     except (KeyError, TypeError):
@@ -166,7 +174,7 @@ def _read(name: str) -> dict[str, Any] | None:
 
 def _write(name: str, rates: dict[str, Any]) -> dict[str, Any]:
     """Keep the rates; other cards in the file stay. Returns them."""
-    kept = {key: rates[key] for key in _KEPT}
+    kept = {key: rates[key] for key in KEPT}
     path = _path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
