@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitshard.formats.kind import kind_of
 from bitshard.formats.state import BLOCKSIZES_8BIT, STORAGE_DTYPES, VALUE_DTYPES, QuantState, dtype_name
 
 
@@ -17,11 +16,6 @@ def check_storage(quant_storage: torch.dtype) -> None:
     if quant_storage not in STORAGE_DTYPES:
         names = ", ".join(dtype_name(dtype) for dtype in STORAGE_DTYPES)
         raise TypeError(f"quant_storage is {quant_storage}, supported are {names}")
-
-
-def check_format(quant_type: str, blocksize: int) -> None:
-    """ValueError unless the format and the block size exist."""
-    kind_of(quant_type).check(quant_type, blocksize)
 
 
 def check_packed(packed: Tensor, state: QuantState, where: str) -> None:
