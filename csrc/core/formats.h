@@ -5,7 +5,8 @@
 #ifndef BSH_CORE_FORMATS_H
 #define BSH_CORE_FORMATS_H
 
-typedef enum { BSH_NF4 = 0, BSH_FP4 = 1, BSH_INT8 = 2 } bsh_format; /* BSH_INT8: codes are numbers, core/int8.h */
+/* BSH_E2M1: of MXFP4 and NVFP4. BSH_INT8: codes are numbers, core/int8.h. */
+typedef enum { BSH_NF4 = 0, BSH_FP4 = 1, BSH_E2M1 = 2, BSH_INT8 = 3 } bsh_format;
 
 /* Value of each of the 16 codes, for a block whose absmax is 1. */
 #define BSH_NF4_VALUES                                                                                                 \
@@ -17,6 +18,17 @@ typedef enum { BSH_NF4 = 0, BSH_FP4 = 1, BSH_INT8 = 2 } bsh_format; /* BSH_INT8:
       -0.0f, -0.005208333488553762f, -0.6666666865348816f, -1.0f, -0.3333333432674408f, -0.5f, -0.1666666716337204f,   \
       -0.25f
 
+/* E2M1 (OCP Microscaling Formats v1.0, 5.3.3): sign, two bits of exponent, one of mantissa; 0 to 6. */
+#define BSH_E2M1_VALUES                                                                                                \
+  0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f
+
+/* The three, by their numbers. */
+#define BSH_4BIT_VALUES                                                                                                \
+  {                                                                                                                    \
+    {BSH_NF4_VALUES}, {BSH_FP4_VALUES}, { BSH_E2M1_VALUES }                                                            \
+  }
+enum { BSH_4BIT_FORMATS = 3 };
+
 /* NF4: code = number of thresholds t with v > t (strict; a NaN gives code 0). fp32 bits, ascending. */
 #define BSH_NF4_THRESHOLD_BITS                                                                                         \
   0xBF591CD9u, 0xBF1C5270u, 0xBEEB8480u, 0xBEADEA76u, 0xBE703CECu, 0xBE0D38BCu, 0xBD3A7871u, 0x3D22FAFFu, 0x3DF64863u, \
@@ -25,6 +37,12 @@ typedef enum { BSH_NF4 = 0, BSH_FP4 = 1, BSH_INT8 = 2 } bsh_format; /* BSH_INT8:
 /* FP4: with k = number of thresholds t with |v| > t, code = BSH_FP4_ORDER[k] + (v < 0 ? 8 : 0). */
 #define BSH_FP4_THRESHOLD_BITS 0x3B2AAAB9u, 0x3DB00000u, 0x3E555555u, 0x3E955555u, 0x3ED55556u, 0x3F155550u, 0x3F555555u
 #define BSH_FP4_ORDER 0, 1, 6, 7, 4, 5, 2, 3
+
+/* The same of E2M1, to the nearest and of two as near to the even code: 3/4, 7/4 and 7/2 go up, so theirs are one ulp
+ * less. */
+#define BSH_E2M1_THRESHOLD_BITS                                                                                        \
+  0x3E800000u, 0x3F3FFFFFu, 0x3FA00000u, 0x3FDFFFFFu, 0x40200000u, 0x405FFFFFu, 0x40A00000u
+#define BSH_E2M1_ORDER 0, 1, 2, 3, 4, 5, 6, 7
 
 /* The signed dynamic 8-bit map (default of quantize_blockwise and of nested scales), fp32 bits, ascending. */
 #define BSH_DYNAMIC_MAP_BITS                                                                                           \

@@ -32,7 +32,7 @@ typedef struct {
   const uint8_t *packed;
   bsh_scales scales;
   int64_t n;
-  int64_t blocksize; /* 4 bits: a power of two, 32 to 4096 */
+  int64_t blocksize; /* 4 bits: a power of two, 16 to 4096 */
   bsh_format format;
 } bsh_weight;
 

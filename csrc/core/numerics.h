@@ -127,17 +127,27 @@ static inline uint8_t encode_nf4(const float v) {
   return code;
 }
 
-static inline uint8_t encode_fp4(const float v) {
-  static const uint32_t thresholds[7] = {BSH_FP4_THRESHOLD_BITS};
-  static const uint8_t order[8] = {BSH_FP4_ORDER};
+/* Of FP4 and E2M1, whose values are magnitudes with a sign: the seven thresholds, and the code of each rank. */
+typedef struct {
+  uint32_t thresholds[7];
+  uint8_t order[8];
+} magnitude_codes;
+
+static inline const magnitude_codes *magnitude_codes_of(const bsh_format format) {
+  static const magnitude_codes fp4 = {{BSH_FP4_THRESHOLD_BITS}, {BSH_FP4_ORDER}};
+  static const magnitude_codes e2m1 = {{BSH_E2M1_THRESHOLD_BITS}, {BSH_E2M1_ORDER}};
+  return format == BSH_FP4 ? &fp4 : &e2m1;
+}
+
+static inline uint8_t encode_signed(const magnitude_codes *const codes, const float v) {
   int rank = 0;
-  for (int i = 0; i < 7; i++) rank += fabsf(v) > bits_float(thresholds[i]);
-  return (uint8_t)(order[rank] + (v < 0 ? 8 : 0));
+  for (int i = 0; i < 7; i++) rank += fabsf(v) > bits_float(codes->thresholds[i]);
+  return (uint8_t)(codes->order[rank] + (v < 0 ? 8 : 0));
 }
 
 /* Code of v = x / scale: the nearest value of the format. */
 static inline uint8_t encode_4bit(const bsh_format format, const float v) {
-  return format == BSH_NF4 ? encode_nf4(v) : encode_fp4(v);
+  return format == BSH_NF4 ? encode_nf4(v) : encode_signed(magnitude_codes_of(format), v);
 }
 
 /* Nearest entry of a 256-entry map. Seven halvings against entries of odd index leave an entry of even index between
@@ -151,7 +161,7 @@ static inline uint8_t encode_8bit(const float *const map, const float v) {
   return (uint8_t)(even - (v < flush_denormal((map[even] + map[even - 1]) * 0.5f)));
 }
 
-/* Scale of block `b`. */
+/* Scale of block `b`; denormal products count as zero. */
 static inline float block_scale(const bsh_scales *const scales, const int64_t b) {
   if (scales->absmax) return scales->absmax[b];
   return multiply_flush(scales->absmax_map[scales->absmax_code[b]], scales->absmax2[b / BSH_NESTED_BLOCKSIZE]) +
@@ -159,15 +169,22 @@ static inline float block_scale(const bsh_scales *const scales, const int64_t b)
 }
 
 static inline const float *format_values(const bsh_format format) {
-  static const float nf4[16] = {BSH_NF4_VALUES};
-  static const float fp4[16] = {BSH_FP4_VALUES};
-  return format == BSH_NF4 ? nf4 : fp4;
+  static const float values[BSH_4BIT_FORMATS][16] = BSH_4BIT_VALUES;
+  return values[format];
 }
 
-/* The 16 values of a block of scale `scale`, rounded to `dtype`. */
-static inline void block_values(const bsh_format format, const bsh_dtype dtype, const float scale, float values[16]) {
-  const float *const units = format_values(format);
-  for (int code = 0; code < 16; code++) values[code] = round_to_dtype(multiply_flush(units[code], scale), dtype);
+/* The 16 values of block `b`, rounded to `dtype`. NF4 and FP4 flush denormal products, as bitsandbytes does; E2M1 keeps
+ * them, as its specification does. */
+static inline void block_values(const bsh_weight *const weight, const bsh_dtype dtype, const int64_t b,
+                                float values[16]) {
+  const float *const units = format_values(weight->format);
+  const bsh_scales *const scales = &weight->scales;
+  const bool flushes = weight->format != BSH_E2M1;
+  float scale = block_scale(scales, b);
+  if (!flushes && !scales->absmax)
+    scale = scales->absmax_map[scales->absmax_code[b]] * scales->absmax2[b / BSH_NESTED_BLOCKSIZE] + scales->offset[0];
+  for (int code = 0; code < 16; code++)
+    values[code] = round_to_dtype(flushes ? multiply_flush(units[code], scale) : units[code] * scale, dtype);
 }
 
 static inline uint8_t packed_code(const uint8_t *const packed, const int64_t i) {

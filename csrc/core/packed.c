@@ -20,11 +20,20 @@ bsh_slice bsh_rank_slice(const int64_t total, const int64_t world, const int64_t
   return (bsh_slice){.begin = begin, .length = chunk < total - begin ? chunk : total - begin};
 }
 
-bsh_status bsh_check_blocksize(const char *const op, const int64_t blocksize, const int64_t largest) {
+bsh_status bsh_check_blocksize_from(const char *const op, const int64_t blocksize, const int64_t least,
+                                    const int64_t largest) {
   const int power_of_two = blocksize > 0 && (blocksize & (blocksize - 1)) == 0;
-  if (power_of_two && blocksize >= BSH_MIN_BLOCKSIZE && blocksize <= largest) return BSH_OK;
-  return bsh_fail(BSH_BAD_VALUE, "%s: blocksize %" PRId64 " is not a power of two from %d to %" PRId64, op, blocksize,
-                  BSH_MIN_BLOCKSIZE, largest);
+  if (power_of_two && blocksize >= least && blocksize <= largest) return BSH_OK;
+  return bsh_fail(BSH_BAD_VALUE, "%s: blocksize %" PRId64 " is not a power of two from %" PRId64 " to %" PRId64, op,
+                  blocksize, least, largest);
+}
+
+bsh_status bsh_check_blocksize(const char *const op, const int64_t blocksize, const int64_t largest) {
+  return bsh_check_blocksize_from(op, blocksize, BSH_MIN_BLOCKSIZE, largest);
+}
+
+bsh_status bsh_check_blocksize_weight(const char *const op, const int64_t blocksize) {
+  return bsh_check_blocksize_from(op, blocksize, BSH_MIN_BLOCKSIZE_WEIGHT, BSH_MAX_BLOCKSIZE);
 }
 
 bsh_status bsh_check_packed_bytes(const char *const op, const int64_t n_bytes, const int64_t itemsize,

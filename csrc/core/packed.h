@@ -9,6 +9,7 @@
 #include "core/status.h"
 
 enum { BSH_MIN_BLOCKSIZE = 32, BSH_MAX_BLOCKSIZE = 4096, BSH_MAX_BLOCKSIZE_8BIT = 16384 };
+enum { BSH_MIN_BLOCKSIZE_WEIGHT = 16 }; /* that is decoded or multiplied */
 
 /* A run of elements of a flat tensor. */
 typedef struct {
@@ -29,8 +30,11 @@ int64_t bsh_block_count(int64_t n, int64_t blocksize);
  * last ranks shorter or empty. */
 bsh_slice bsh_rank_slice(int64_t total, int64_t world, int64_t rank);
 
-/* A power of two from 32 to `largest`, or BSH_BAD_VALUE. */
+/* A power of two from `least` to `largest`, or BSH_BAD_VALUE. */
+bsh_status bsh_check_blocksize_from(const char *op, int64_t blocksize, int64_t least, int64_t largest);
+/* The same from BSH_MIN_BLOCKSIZE, and of a weight. */
 bsh_status bsh_check_blocksize(const char *op, int64_t blocksize, int64_t largest);
+bsh_status bsh_check_blocksize_weight(const char *op, int64_t blocksize);
 
 /* `n_bytes` of storage in elements of `itemsize` must be exactly what n codes take, or BSH_BAD_SHAPE. */
 bsh_status bsh_check_packed_bytes(const char *op, int64_t n_bytes, int64_t itemsize, int64_t n);

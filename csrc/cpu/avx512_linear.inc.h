@@ -222,13 +222,14 @@ BF16_TARGET static void multiply_decoded_any(const uint16_t *const w, const int6
 }
 
 /* Any scales. */
-static void decode_quad(const quad *const q, const floats units, const bsh_format format, uint16_t *w) {
+static void decode_quad(const quad *const q, const floats units, const bsh_weight *const weight, uint16_t *w) {
   for (int64_t g = 0; g < q->n_groups; g++, w += QUAD * GROUP)
     for (int r = 0; r < QUAD; r++) {
       __m512i codes[2];
       load_nibbles(q->packed[r] + g * (GROUP / 2), codes);
       floats scaled;
-      scaled_values(&units, format, BSH_BF16, q->scales[r][g], &scaled);
+      const int64_t element = 2 * (q->packed[r] - weight->packed) + g * GROUP;
+      scaled_values(&units, weight, BSH_BF16, q->scales[r][g], element / weight->blocksize, &scaled);
       const table_16bit values = make_table(&scaled, BSH_BF16);
       for (int h = 0; h < 2; h++)
         _mm512_store_si512(w + (h * QUAD + r) * 32, _mm512_permutexvar_epi16(codes[h], values));
@@ -248,7 +249,7 @@ static void add_quad(const bsh_product_args *const args, workspace *const own, c
     ordinary = ordinary && all_ordinary(q.scales[r], q.n_groups);
     prefetch_scales(&args->weight, begin + 2 * ahead, n);
   }
-  if (!ordinary) decode_quad(&q, units, args->weight.format, own->w);
+  if (!ordinary) decode_quad(&q, units, &args->weight, own->w);
   for (int64_t i = 0; i < count_tiles(args->M); i++) {
     const tile rows = get_tile(args->M, i);
     const uint16_t *const x = own->x + rows.begin * n;

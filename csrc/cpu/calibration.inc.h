@@ -6,25 +6,27 @@
 
 #include "cpu/calibration.h"
 
-/* NF4: thresholds, units and codes by ascending value; FP4: 7 and 8 of them by ascending magnitude, then again. */
+/* NF4: thresholds, units and codes by ascending value; the others: 7 and 8 of them by ascending magnitude, then again.
+ */
 typedef struct {
   float thresholds[15], units[16];
   uint8_t codes[16];
 } ranks;
 
 static ranks ranks_of(const bsh_format format) {
-  static const uint32_t nf4[15] = {BSH_NF4_THRESHOLD_BITS}, fp4[7] = {BSH_FP4_THRESHOLD_BITS};
-  static const uint8_t order[8] = {BSH_FP4_ORDER};
+  static const uint32_t nf4[15] = {BSH_NF4_THRESHOLD_BITS};
+  const magnitude_codes *const signless = magnitude_codes_of(format);
   ranks found = {0};
-  for (int i = 0; i < 15; i++) found.thresholds[i] = format == BSH_NF4 ? bits_float(nf4[i]) : bits_float(fp4[i % 7]);
+  for (int i = 0; i < 15; i++)
+    found.thresholds[i] = bits_float(format == BSH_NF4 ? nf4[i] : signless->thresholds[i % 7]);
   for (int i = 0; i < 16; i++) {
-    found.codes[i] = format == BSH_NF4 ? (uint8_t)i : order[i & 7];
+    found.codes[i] = format == BSH_NF4 ? (uint8_t)i : signless->order[i & 7];
     found.units[i] = format_values(format)[found.codes[i]];
   }
   return found;
 }
 
-/* The unit nearest to v in each lane, and its rank; of FP4 with 8 added where v is negative. */
+/* The unit nearest to v in each lane, and its rank; of the others with 8 added where v is negative. */
 ALWAYS_INLINE floats nearest(const ranks *const format, const bool is_nf4, const floats v, ints *const rank) {
   const ints sign = (ints)v & (int32_t)0x80000000;
   const floats compared = is_nf4 ? v : (floats)((ints)v ^ sign);

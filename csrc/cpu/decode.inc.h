@@ -31,12 +31,12 @@ ALWAYS_INLINE void load_units(const bsh_format format, floats units[HALVES]) {
   for (int half = 0; half < HALVES; half++) units[half] = v_read(format_values(format) + half * LANES);
 }
 
-/* The 16 values of a block as fp32, rounded to dtype. */
-ALWAYS_INLINE void scaled_values(const floats units[HALVES], const bsh_format format, const bsh_dtype dtype,
-                                 const float scale, floats values[HALVES]) {
+/* The 16 values of block `b`, whose scale this is, as fp32, rounded to dtype. */
+ALWAYS_INLINE void scaled_values(const floats units[HALVES], const bsh_weight *const weight, const bsh_dtype dtype,
+                                 const float scale, const int64_t b, floats values[HALVES]) {
   if (__builtin_expect(!ordinary_scale(scale), 0)) {
     float scalars[16];
-    block_values(format, dtype, scale, scalars);
+    block_values(weight, dtype, b, scalars);
     for (int half = 0; half < HALVES; half++) values[half] = v_read(scalars + half * LANES);
     return;
   }
@@ -55,19 +55,37 @@ ALWAYS_INLINE void decode_block(const uint8_t *const packed, const int64_t begin
   }
 }
 
-/* Up to 31 elements [begin, end) of one block. */
+/* Up to 31 elements [begin, end), of one block but where blocks have 16. */
 static void decode_edge(const bsh_decode_run *const run, const int64_t begin, const int64_t end) {
   const bsh_weight *const weight = run->weight;
-  const int64_t size = run->as_f32 ? 4 : dtype_size(run->dtype), first = begin & -2;
-  uint8_t packed[16] = {0};
-  char decoded[32 * 4];
+  const int64_t size = run->as_f32 ? 4 : dtype_size(run->dtype);
   floats units[HALVES], values[HALVES];
   load_units(weight->format, units);
-  scaled_values(units, weight->format, run->dtype, block_scale(&weight->scales, begin / weight->blocksize), values);
-  memcpy(packed, weight->packed + first / 2, (size_t)(end - first + 1) / 2);
-  decode_block(packed, 0, 32, decoded, values, run->dtype, run->as_f32, false);
-  memcpy((char *)run->out + (begin - run->begin) * size, decoded + (begin - first) * size,
-         (size_t)((end - begin) * size));
+  for (int64_t from = begin, to; from < end; from = to) {
+    const int64_t b = from / weight->blocksize, first = from & -2;
+    uint8_t packed[16] = {0};
+    char decoded[32 * 4];
+    to = min_i64(end, (b + 1) * weight->blocksize);
+    scaled_values(units, weight, run->dtype, block_scale(&weight->scales, b), b, values);
+    memcpy(packed, weight->packed + first / 2, (size_t)(to - first + 1) / 2);
+    decode_block(packed, 0, 32, decoded, values, run->dtype, run->as_f32, false);
+    memcpy((char *)run->out + (from - run->begin) * size, decoded + (from - first) * size,
+           (size_t)((to - from) * size));
+  }
+}
+
+/* Elements [i, i + 32) of two blocks of 16: each by the values of both. */
+ALWAYS_INLINE void decode_two_blocks(const bsh_weight *const weight, const int64_t i, char *const out,
+                                     const floats units[HALVES], const float scales[2], const bsh_dtype dtype,
+                                     const bool as_f32) {
+  const int64_t half = 16 * (as_f32 ? 4 : dtype_size(dtype));
+  char second[32 * 4];
+  floats values[HALVES];
+  scaled_values(units, weight, dtype, scales[0], i / 16, values);
+  decode_block(weight->packed, i, i + 32, out, values, dtype, as_f32, false);
+  scaled_values(units, weight, dtype, scales[1], i / 16 + 1, values);
+  decode_block(weight->packed, i, i + 32, second, values, dtype, as_f32, false);
+  memcpy(out + half, second + half, (size_t)half);
 }
 
 /* Edges are apart: with a call in it, the loop over blocks loses its registers. */
@@ -86,10 +104,15 @@ ALWAYS_INLINE void decode_blocks(const bsh_decode_run *const run, const bool as_
     const int64_t block0 = i >> shift;
     const int64_t n_blocks = min_i64(SCALES, ((last - 1) >> shift) - block0 + 1);
     const float *const scales = load_scales(&weight->scales, block0, n_blocks, buffer);
+    if (shift == 4) {
+      for (int64_t b = 0; b < n_blocks; b += 2, i += 32, out += 32 * size)
+        decode_two_blocks(weight, i, out, units, scales + b, dtype, as_f32);
+      continue;
+    }
     for (int64_t b = 0; b < n_blocks; b++) {
       const int64_t end = min_i64((block0 + b + 1) << shift, last);
       floats values[HALVES];
-      scaled_values(units, weight->format, dtype, scales[b], values);
+      scaled_values(units, weight, dtype, scales[b], block0 + b, values);
       if (stream) decode_block(weight->packed, i, end, out, values, dtype, as_f32, true);
       else decode_block(weight->packed, i, end, out, values, dtype, as_f32, false);
       out += (end - i) * size;

@@ -44,7 +44,7 @@ static void decode_4bit_scalar(const bsh_decode_run *const run) {
   for (int64_t i = run->begin; i < run->end; i++) {
     if (i / weight->blocksize != block) {
       block = i / weight->blocksize;
-      block_values(weight->format, run->dtype, block_scale(&weight->scales, block), values);
+      block_values(weight, run->dtype, block, values);
     }
     store_f32(run->out, out_dtype, i - run->begin, values[packed_code(weight->packed, i)]);
   }

@@ -12,7 +12,7 @@ enum { HALF_UNIT = BSH_UNIT / 2 };
 /* Nested: a block's code is in the map; plain: see bsh_gemm_sm80_args. */
 static void set_weight(const bsh_weight *const weight, const bsh_plan_slice *const slice,
                        bsh_gemm_sm80_args *const of_kernel) {
-  static const float values[2][16] = {[BSH_NF4] = {BSH_NF4_VALUES}, [BSH_FP4] = {BSH_FP4_VALUES}};
+  static const float values[BSH_4BIT_FORMATS][16] = BSH_4BIT_VALUES;
   const bsh_scales *const scales = &weight->scales;
   const bool nested = scales->absmax == NULL;
   of_kernel->packed = weight->packed;

@@ -86,6 +86,13 @@ static bsh_status read_scales(bsh_call *const call, const int first, const bsh_t
 }
 
 static bsh_status check_format(const char *const op, const int64_t format) {
+  if (format >= 0 && format < BSH_4BIT_FORMATS) return BSH_OK;
+  return bsh_fail(BSH_BAD_VALUE, "%s: format %" PRId64 " is none of NF4 (%d), FP4 (%d) and E2M1 (%d)", op, format,
+                  BSH_NF4, BSH_FP4, BSH_E2M1);
+}
+
+/* E2M1's scales are no maxima of blocks: they are chosen before its codes. */
+static bsh_status check_absmax_format(const char *const op, const int64_t format) {
   if (format == BSH_NF4 || format == BSH_FP4) return BSH_OK;
   return bsh_fail(BSH_BAD_VALUE, "%s: format %" PRId64 " is neither NF4 (%d) nor FP4 (%d)", op, format, BSH_NF4,
                   BSH_FP4);
@@ -98,7 +105,7 @@ static bsh_status read_weights(bsh_call *const call, const int first, const int 
                                bsh_weight *const weight) {
   const int64_t blocksize = bsh_call_int(call, ints), format = bsh_call_int(call, ints + 1);
   int64_t n = 0;
-  BSH_TRY(bsh_check_blocksize(call->op, blocksize, BSH_MAX_BLOCKSIZE));
+  BSH_TRY(bsh_check_blocksize_weight(call->op, blocksize));
   BSH_TRY(check_format(call->op, format));
   BSH_TRY(bsh_checked_product(call->op, rows, columns, &n));
   BSH_TRY(bsh_call_tensor(call, first, packed));
@@ -124,7 +131,7 @@ static bsh_status bsh_op_quantize_4bit(bsh_call *const call) {
   bsh_tensor x, packed, absmax;
   bsh_dtype dtype;
   BSH_TRY(bsh_check_blocksize(call->op, blocksize, BSH_MAX_BLOCKSIZE));
-  BSH_TRY(check_format(call->op, format));
+  BSH_TRY(check_absmax_format(call->op, format));
   if (itemsize == 0)
     return bsh_fail(BSH_BAD_DTYPE, "%s: ScalarType %" PRId32 " is no quant_storage", call->op, storage);
   BSH_TRY(bsh_call_tensor(call, 0, &x));
@@ -228,7 +235,7 @@ static bsh_status read_stack(bsh_call *const call, const int ints, bsh_product *
   bsh_tensor offs;
   BSH_TRY(bsh_call_tensor(call, 1, &offs));
   args->E = offs.numel;
-  BSH_TRY(bsh_check_blocksize(call->op, blocksize, BSH_MAX_BLOCKSIZE));
+  BSH_TRY(bsh_check_blocksize_weight(call->op, blocksize));
   BSH_TRY(bsh_checked_product(call->op, N, K, &n));
   BSH_TRY(bsh_checked_product(call->op, args->E, N, &rows));
   if (args->E == 0 || n % blocksize != 0)
@@ -331,7 +338,7 @@ static bsh_status bsh_op_search_4bit(bsh_call *const call) {
   const int64_t format = bsh_call_int(call, 4);
   bsh_search_4bit_args args = {.blocksize = bsh_call_int(call, 3), .format = (bsh_format)format};
   bsh_tensor x, weights, scales, choice;
-  BSH_TRY(bsh_check_blocksize(call->op, args.blocksize, BSH_MAX_BLOCKSIZE));
+  BSH_TRY(bsh_check_blocksize_weight(call->op, args.blocksize));
   BSH_TRY(check_format(call->op, format));
   BSH_TRY(bsh_call_tensor(call, 0, &x));
   BSH_TRY(bsh_data_of(call, &x, "x", bsh_torch.dtype_float32, x.numel, &x, (void **)(uintptr_t)&args.x));

@@ -32,6 +32,7 @@ static bool fast_dequantize(const bsh_dequantize_4bit_args *const args, const in
 
 static bsh_cuda_kernel plain[BSH_DTYPES] = BSH_BY_DTYPE(blockwise, "dequantize_4bit_", "_plain");
 static bsh_cuda_kernel nested[BSH_DTYPES] = BSH_BY_DTYPE(blockwise, "dequantize_4bit_", "_nested");
+static bsh_cuda_kernel exact[BSH_DTYPES] = BSH_BY_DTYPE(blockwise, "dequantize_4bit_", "_exact"); /* E2M1 */
 static bsh_cuda_kernel any[BSH_DTYPES] = BSH_BY_DTYPE(blockwise, "dequantize_4bit_any_", "");
 
 bsh_dequantize_plan bsh_plan_dequantize_4bit(const bsh_dequantize_4bit_args *const args, const int32_t sms) {
@@ -41,6 +42,8 @@ bsh_dequantize_plan bsh_plan_dequantize_4bit(const bsh_dequantize_4bit_args *con
   if (!fast_dequantize(&tiled, span))
     return (bsh_dequantize_plan){&any[args->dtype], bsh_looping_blocks(args->n_rows * args->n_columns, sms), *args};
   const int64_t warps = divide_up(tiled.n_rows, BSH_WARP_TILE / span) * divide_up(tiled.n_columns, span);
-  bsh_cuda_kernel *const kernel = args->weight.scales.absmax != NULL ? plain : nested;
+  bsh_cuda_kernel *const kernel = args->weight.format == BSH_E2M1      ? exact
+                                  : args->weight.scales.absmax != NULL ? plain
+                                                                       : nested;
   return (bsh_dequantize_plan){&kernel[args->dtype], divide_up(warps, BSH_BLOCK_WARPS), tiled};
 }

@@ -59,6 +59,7 @@ static PyObject *rank_slice(PyObject *const module, PyObject *const args) {
 
 static const float nf4_values[16] = {BSH_NF4_VALUES};
 static const float fp4_values[16] = {BSH_FP4_VALUES};
+static const float e2m1_values[16] = {BSH_E2M1_VALUES};
 static const uint32_t dynamic_map_bits[256] = {BSH_DYNAMIC_MAP_BITS};
 
 static PyObject *table(PyObject *const module, PyObject *const args) {
@@ -67,9 +68,10 @@ static PyObject *table(PyObject *const module, PyObject *const args) {
   if (!PyArg_ParseTuple(args, "s", &name)) return NULL;
   if (strcmp(name, "nf4") == 0) return PyBytes_FromStringAndSize((const char *)nf4_values, sizeof nf4_values);
   if (strcmp(name, "fp4") == 0) return PyBytes_FromStringAndSize((const char *)fp4_values, sizeof fp4_values);
+  if (strcmp(name, "e2m1") == 0) return PyBytes_FromStringAndSize((const char *)e2m1_values, sizeof e2m1_values);
   if (strcmp(name, "dynamic") == 0)
     return PyBytes_FromStringAndSize((const char *)dynamic_map_bits, sizeof dynamic_map_bits);
-  return PyErr_Format(PyExc_ValueError, "no table '%s': expected nf4, fp4 or dynamic", name);
+  return PyErr_Format(PyExc_ValueError, "no table '%s': expected nf4, fp4, e2m1 or dynamic", name);
 }
 
 /* ---- what runs here ---- */

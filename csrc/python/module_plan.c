@@ -40,7 +40,7 @@ static bool check_sizes(const bsh_facts *const f, const char *const op) {
     PyErr_SetString(PyExc_ValueError, "M, N, K, sms and workspace must be positive, alignments 1, 2, 4, 8 or 16");
     return false;
   }
-  if ((f->w.bits == 8 || bsh_check_blocksize(op, f->w.blocksize, BSH_MAX_BLOCKSIZE) == BSH_OK) &&
+  if ((f->w.bits == 8 || bsh_check_blocksize_weight(op, f->w.blocksize) == BSH_OK) &&
       bsh_checked_product(op, f->N, f->K, &product) == BSH_OK &&
       bsh_checked_product(op, f->M, f->N, &product) == BSH_OK &&
       bsh_checked_product(op, f->M, f->K, &product) == BSH_OK)

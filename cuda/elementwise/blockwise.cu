@@ -22,6 +22,16 @@ __device__ __forceinline__ int log2_of(int64_t power_of_two) { return __ffsll(po
 
 // ---- dequantize_4bit ------------------------------------------------------------------------------------------------
 
+// Value of a code by scale, and the scale of a block. NF4 and FP4 flush denormal products, E2M1 (EXACT) does not.
+template <bool EXACT> __device__ __forceinline__ float scaled(float unit, float scale) {
+  return EXACT ? __fmul_rn(unit, scale) : multiply_flush(unit, scale);
+}
+__device__ __forceinline__ float exact_scale(const bsh_scales &scales, int64_t b) {
+  if (scales.absmax != nullptr) return scales.absmax[b];
+  const float unit = scales.absmax_map[scales.absmax_code[b]];
+  return scale_with_denormals(unit, scales.absmax2[b / BSH_NESTED_BLOCKSIZE], *scales.offset);
+}
+
 template <typename T>
 __device__ __forceinline__ void dequantize_element(const bsh_dequantize_4bit_args &a, int64_t row, int64_t column) {
   const int64_t element = (a.row0 + row) * a.columns + a.column0 + column;
@@ -29,14 +39,17 @@ __device__ __forceinline__ void dequantize_element(const bsh_dequantize_4bit_arg
   if (element >= a.weight.n) return;
   const int byte = a.weight.packed[element / 2]; // the first of a pair is in the high nibble
   const float unit = VALUES[a.weight.format][element % 2 ? byte & 15 : byte >> 4];
+  T *const out = static_cast<T *>(a.out) + row * a.ld + column;
   const bool nested = a.weight.scales.absmax == nullptr;
+  if (a.weight.format == BSH_E2M1) return from_float(scaled<true>(unit, exact_scale(a.weight.scales, block)), out);
   const float scale = nested ? block_scale<true>(a.weight.scales, block) : block_scale<false>(a.weight.scales, block);
-  from_float(multiply_flush(unit, scale), static_cast<T *>(a.out) + row * a.ld + column);
+  from_float(scaled<false>(unit, scale), out);
 }
 
 // A warp tile is STEPS rows of SPAN columns. Lane l fetches the scale of one block of the tile: of row l / PER_ROW,
 // the (l % PER_ROW)-th block from the left; a span holds at most PER_ROW blocks of 32. Needs, besides alignment, that a
-// span starts at a block border or lies inside one block (csrc/gpu/blockwise.c checks).
+// span starts at a block border or lies inside one block (csrc/plan/dequantize.c checks). EXACT, for E2M1, whose blocks
+// may have 16 elements: each lane fetches the scale of its own.
 template <typename T> struct dequantize_tile {
   static constexpr int WIDTH = vector16<T>::WIDTH, SPAN = 32 * WIDTH, STEPS = WARP_TILE / SPAN;
   static constexpr int PER_ROW = 32 / STEPS;
@@ -55,7 +68,8 @@ template <int WIDTH> __device__ __forceinline__ uint32_t load_codes(const uint8_
   return codes;
 }
 
-template <typename T, bool NESTED> __device__ __forceinline__ void dequantize_4bit(const bsh_dequantize_4bit_args &a) {
+template <typename T, bool NESTED, bool EXACT = false>
+__device__ __forceinline__ void dequantize_4bit(const bsh_dequantize_4bit_args &a) {
   using tile = dequantize_tile<T>;
   constexpr int WIDTH = tile::WIDTH, SPAN = tile::SPAN, STEPS = tile::STEPS, PER_ROW = tile::PER_ROW;
   const int lane = threadIdx.x % 32;
@@ -78,17 +92,18 @@ template <typename T, bool NESTED> __device__ __forceinline__ void dequantize_4b
   uint32_t codes[STEPS];
 #pragma unroll
   for (int i = 0; i < STEPS; i++) codes[i] = load_codes<WIDTH>(source + i * (a.columns / 2));
-  const int64_t scaled = corner + (lane / PER_ROW) * a.columns + min((lane % PER_ROW) << shift, SPAN - 1);
-  const float scales = block_scale<NESTED>(a.weight.scales, scaled >> shift);
+  const int64_t first = corner + (lane / PER_ROW) * a.columns + min((lane % PER_ROW) << shift, SPAN - 1);
+  const float scales = EXACT ? 0.f : block_scale<NESTED>(a.weight.scales, first >> shift);
 
   T *const out = static_cast<T *>(a.out) + row * a.ld + column + lane * WIDTH;
 #pragma unroll
   for (int i = 0; i < STEPS; i++) {
-    const float scale = __shfl_sync(ALL_LANES, scales, i * PER_ROW + ((lane * WIDTH) >> shift));
+    const float scale = EXACT ? exact_scale(a.weight.scales, (corner + i * a.columns + lane * WIDTH) >> shift)
+                              : __shfl_sync(ALL_LANES, scales, i * PER_ROW + ((lane * WIDTH) >> shift));
     float values[WIDTH];
 #pragma unroll
     for (int k = 0; k < WIDTH; k++)
-      values[k] = multiply_flush(__shfl_sync(ALL_LANES, unit, codes[i] >> (4 * (k ^ 1)), 16), scale);
+      values[k] = scaled<EXACT>(__shfl_sync(ALL_LANES, unit, codes[i] >> (4 * (k ^ 1)), 16), scale);
     vector16<T> packed;
     packed.set(values);
     __stcs(reinterpret_cast<uint4 *>(out + i * a.ld), packed.raw);
@@ -513,6 +528,7 @@ __device__ __forceinline__ uint64_t load_word(const uint8_t *bytes, int64_t n_by
 #define BSH_ENTRIES(name, T)                                                                                           \
   BUSY_ENTRY(dequantize_4bit_##name##_plain, dequantize_4bit<T, false>)                                                \
   BUSY_ENTRY(dequantize_4bit_##name##_nested, dequantize_4bit<T, true>)                                                \
+  BUSY_ENTRY(dequantize_4bit_##name##_exact, dequantize_4bit<T, true, true>)                                           \
   ENTRY(dequantize_4bit_any_##name, bsh_dequantize_4bit_args, dequantize_4bit_any<T>)                                  \
   ENTRY(quantize_4bit_##name##_nf4, bsh_quantize_4bit_args, quantize_4bit<T, BSH_NF4>)                                 \
   ENTRY(quantize_4bit_##name##_fp4, bsh_quantize_4bit_args, quantize_4bit<T, BSH_FP4>)                                 \

@@ -24,19 +24,22 @@ __device__ __forceinline__ int encode_nf4(float v) {
   return code;
 }
 
-__device__ __forceinline__ int encode_fp4(float v) {
-  constexpr uint32_t thresholds[7] = {BSH_FP4_THRESHOLD_BITS};
-  constexpr uint64_t order[8] = {BSH_FP4_ORDER};
-  constexpr uint64_t nibbles = order[0] | order[1] << 4 | order[2] << 8 | order[3] << 12 | order[4] << 16 |
-                               order[5] << 20 | order[6] << 24 | order[7] << 28;
+// FP4 and E2M1: magnitudes with a sign.
+template <bsh_format FORMAT> __device__ __forceinline__ int encode_magnitude(float v) {
+  constexpr uint32_t thresholds[2][7] = {{BSH_FP4_THRESHOLD_BITS}, {BSH_E2M1_THRESHOLD_BITS}};
+  constexpr uint64_t orders[2][8] = {{BSH_FP4_ORDER}, {BSH_E2M1_ORDER}};
+  constexpr int WHICH = FORMAT == BSH_FP4 ? 0 : 1;
+  uint64_t nibbles = 0; // known to the compiler
+#pragma unroll
+  for (int i = 0; i < 8; i++) nibbles |= orders[WHICH][i] << 4 * i;
   int rank = 0;
 #pragma unroll
-  for (int i = 0; i < 7; i++) rank += fabsf(v) > __uint_as_float(thresholds[i]);
+  for (int i = 0; i < 7; i++) rank += fabsf(v) > __uint_as_float(thresholds[WHICH][i]);
   return (int)(nibbles >> 4 * rank & 7) + (v < 0 ? 8 : 0);
 }
 
 template <bsh_format FORMAT> __device__ __forceinline__ int encode(float v) {
-  return FORMAT == BSH_NF4 ? encode_nf4(v) : encode_fp4(v);
+  return FORMAT == BSH_NF4 ? encode_nf4(v) : encode_magnitude<FORMAT>(v);
 }
 
 // Of all lanes the least sum, of equal ones that of the lower scale; a NaN is never less. Returns the scale's number.
@@ -134,5 +137,7 @@ template <bsh_format FORMAT> __device__ __forceinline__ void round_4bit(const bs
   }
 SEARCH(nf4, BSH_NF4)
 SEARCH(fp4, BSH_FP4)
+SEARCH(e2m1, BSH_E2M1)
 ROUND(nf4, BSH_NF4)
 ROUND(fp4, BSH_FP4)
+ROUND(e2m1, BSH_E2M1)

@@ -31,7 +31,7 @@ template <typename T> __device__ __forceinline__ T sum_upto(T own, int lane) {
 constexpr float LARGEST = 3.40282346638528859812e38f;
 
 // Value of each code, [format][code].
-__device__ const float VALUES[2][16] = {{BSH_NF4_VALUES}, {BSH_FP4_VALUES}};
+__device__ const float VALUES[BSH_4BIT_FORMATS][16] = BSH_4BIT_VALUES;
 
 __device__ __forceinline__ float multiply_flush(float a, float b) {
   float product;

@@ -36,6 +36,7 @@ __device__ __forceinline__ float pick(int code, float v0, float v1, float v2, fl
   return b3 ? t1 : t0;
 }
 __device__ __forceinline__ float code_value(int format, int code) {
+  if (format == BSH_E2M1) return pick(code, BSH_E2M1_VALUES);
   return format == BSH_FP4 ? pick(code, BSH_FP4_VALUES) : pick(code, BSH_NF4_VALUES);
 }
 

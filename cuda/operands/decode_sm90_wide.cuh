@@ -53,8 +53,8 @@ template <typename T, int TOKENS_, bool GRADIENT_> struct wide_form {
   static constexpr int MAP_AT = bsh_gemm_wide_map_at(TOKENS), BARRIERS_AT = bsh_gemm_wide_barriers_at(TOKENS);
   // What the 16 values are multiplied with before they are rounded to the table's type.
   static __device__ __forceinline__ float alpha(int format) {
-    if (MODE == EXACT) return 1.f;
-    if (format == BSH_FP4) return 3.f; // multiples of 1/64: exact
+    if (MODE == EXACT || format == BSH_E2M1) return 1.f; // E2M1's values are exact in any type
+    if (format == BSH_FP4) return 3.f;                   // multiples of 1/64: exact
     return MODE != HALF && !IS_HALF<T> ? 1.3743000030517578f : 1.6384999752044678f;
   }
 };

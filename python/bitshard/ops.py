@@ -1,6 +1,6 @@
 """torch.ops.bitshard.*: importing this registers the ops of the C core and their fake versions.
 
-"None" is an empty tensor, a format is an int (FORMATS). The fakes give the shapes, dtypes and devices of results, for
+"None" is an empty tensor, a format is an int (CODES). The fakes give the shapes, dtypes and devices of results, for
 torch.compile and meta tensors; the arithmetic is in csrc/. Sizes: M rows of x, N out features, K in features.
 """
 
@@ -22,7 +22,10 @@ except ImportError as error:
         "why."
     ) from error
 
-FORMATS = {"nf4": 0, "fp4": 1}
+FORMATS = {"nf4": 0, "fp4": 1}  # bitsandbytes' names
+CODES = {**FORMATS, "mxfp4": 2, "nvfp4": 2}  # which table the 4-bit codes of a quant_type have
+_E2M1 = {"mxfp4": "e2m1", "nvfp4": "e2m1"}
+_SCALES = {"e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn}
 # Formulas of csrc/core/optimizer.h by bitsandbytes' names. LAMB and LARS are Adam and momentum with max_unorm.
 OPTIMIZERS = {
     "adam": 0,
@@ -126,11 +129,14 @@ def block_count(n: int, blocksize: int) -> int:
 
 
 def table(name: str) -> Tensor:
-    """float32 table of the C core on the CPU: "nf4" [16], "fp4" [16] or "dynamic" [256].
+    """float32 table on the CPU: of the C core "nf4" [16], "fp4" [16], "mxfp4", "nvfp4" [16] or "dynamic" [256]; of
+    torch's 8-bit floats "e8m0" [256] or "e4m3" [256].
 
     Zeros are positive, as in bitsandbytes' files, although its kernels and ours decode FP4's code 8 to -0.0.
     """
-    return torch.frombuffer(bytearray(_C.table(name)), dtype=torch.float32) + 0.0
+    if name in _SCALES:
+        return torch.arange(256, dtype=torch.uint8).view(_SCALES[name]).float() + 0.0
+    return torch.frombuffer(bytearray(_C.table(_E2M1.get(name, name))), dtype=torch.float32) + 0.0
 
 
 def _check_devices(op: str, real: Tensor, *others: Tensor) -> None:

@@ -221,12 +221,12 @@ def _passed_on(w: Tensor, inputs: Inputs, searched: Choice, fmt: Format) -> Choi
 
 
 def _rounded(w: Tensor, scales: Tensor, u: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    return ops.round_4bit(w, u, scales, ops.FORMATS[fmt.quant_type])
+    return ops.round_4bit(w, u, scales, ops.CODES[fmt.quant_type])
 
 
 def _searched(w: Tensor, weights: Tensor, wanted: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     """The best of the wanted scales [S, G] for each block [S], and its number [S, 1]."""
-    choice = ops.search_4bit(w, weights, wanted, fmt.blocksize, ops.FORMATS[fmt.quant_type]).long().unsqueeze(1)
+    choice = ops.search_4bit(w, weights, wanted, fmt.blocksize, ops.CODES[fmt.quant_type]).long().unsqueeze(1)
     return wanted.gather(1, choice).squeeze(1), choice
 
 

@@ -57,7 +57,7 @@ class FourBit(Kind):
                 f"quantization state: blocksize is {entries.short(blocksize)}, expected one of {self.blocksizes}"
             )
         shape = entries.read_shape(given)
-        self._check_shape(shape, blocksize)
+        self.check_shape(shape, blocksize)
         n_blocks = ops.block_count(math.prod(shape), blocksize)
         nested = entries.has_nested(given)
         why = f"{'nested' if nested else 'plain'} scales of shape {list(shape)} with blocksize {blocksize}"
@@ -81,7 +81,7 @@ class FourBit(Kind):
             state.kind = self
         return state
 
-    def _check_shape(self, shape: torch.Size, blocksize: int) -> None:
+    def check_shape(self, shape: torch.Size, blocksize: int) -> None:
         """ValueError unless there are such weights."""
 
 
@@ -96,7 +96,7 @@ class ExpertStack(FourBit):
     stacked = True
     fuses_lora = False
 
-    def _check_shape(self, shape: torch.Size, blocksize: int) -> None:
+    def check_shape(self, shape: torch.Size, blocksize: int) -> None:
         if len(shape) != 3 or 0 in shape or shape[1:].numel() % blocksize:
             raise ValueError(
                 f"quantization state: layout {self.name!r} needs a shape [E, N, K] with N K a multiple of the "

@@ -47,7 +47,8 @@ class QuantState:
         code: float32 value of each code, [16] for 4-bit and [256] for 8-bit.
         dtype: dtype of the tensor that was quantized, and of what dequantizing gives.
         blocksize: elements per scale.
-        quant_type: "nf4", "fp4", "int8" for a weight of LLM.int8 (`kinds.INT8`), or None for 8-bit codes in blocks.
+        quant_type: "nf4", "fp4", "mxfp4", "nvfp4", "int8" for a weight of LLM.int8 (`kinds.INT8`), or None for 8-bit
+            codes in blocks.
         offset: float32 [], subtracted from the scales before they were quantized (nested only); [E] of a stack.
         state2: QuantState of the scales: absmax float32 [ceil(n_blocks / 256)], code float32 [256] (nested only).
         global_scale: of kinds that have one, factors of all scales: float32 [1], or as many as the kind says.
@@ -219,7 +220,7 @@ class QuantState:
             "dtype": dtype_name(self.dtype),
             "shape": None if self.shape is None else tuple(self.shape),
         }
-        if self.nested:
+        if self.nested and self.kind.nests:
             values["nested_blocksize"] = self.state2.blocksize
             values["nested_dtype"] = dtype_name(self.state2.dtype)
             values["nested_offset"] = self.offset.tolist()

@@ -18,6 +18,7 @@ from torch import Tensor
 from bitshard import _C, ops
 from bitshard.formats.checks import check_dense, check_packed, check_storage, check_values, into
 from bitshard.formats.container import repack
+from bitshard.formats.kind import kind_of
 from bitshard.formats.kinds import EXPERTS, FOUR_BIT, INT8
 from bitshard.formats.maps import (
     create_dynamic_map,
@@ -27,6 +28,7 @@ from bitshard.formats.maps import (
     get_4bit_type,
     table,
 )
+from bitshard.formats.microscaled import MXFP4, NVFP4
 from bitshard.formats.state import (
     NESTED_BLOCKSIZE,
     VALUE_DTYPES,
@@ -35,7 +37,7 @@ from bitshard.formats.state import (
     pack_dict_to_tensor,
     unpack_tensor_to_dict,
 )
-from bitshard.functions import grouped, int8, reordered
+from bitshard.functions import grouped, int8, microscaled, reordered
 from bitshard.functions.blockwise import dequantize_blockwise, mean, quantize_blockwise
 from bitshard.shards import gather
 
@@ -59,7 +61,9 @@ __all__ = [
     "quantize_blockwise",
     "quantize_experts_4bit",
     "quantize_fp4",
+    "quantize_mxfp4",
     "quantize_nf4",
+    "quantize_nvfp4",
     "unpack_tensor_to_dict",
 ]
 
@@ -209,6 +213,7 @@ def expert_of(packed: Tensor, state: QuantState, expert: int) -> tuple[Tensor, Q
         state.quant_type, state.dtype,
     )  # fmt: skip
     own.share(state.quant_type)
+    own.kind = kind_of(state.quant_type)
     if state.nested:
         own.nested, own.offset, own.state2 = True, state.offset[expert], state.state2.clone()
         own.state2.absmax = state.state2.absmax.view(experts, -1)[expert]
@@ -219,6 +224,8 @@ def plain_scales(state: QuantState) -> Tensor:
     """The scales of a 4-bit state as float32 [n_blocks]: nested ones dequantized."""
     if not state.nested:
         return state.absmax
+    if not state.kind.nests:
+        return microscaled.plain_scales(state)
     absmax, code, absmax2, offset = state.scales()
     parts = state.kind.parts(state)
     rows = zip(absmax.view(parts, -1), absmax2.view(parts, -1), offset.view(parts), strict=True)
@@ -243,6 +250,16 @@ def quantize_fp4(A, absmax=None, out=None, blocksize=None, compress_statistics=F
 def quantize_nf4(A, absmax=None, out=None, blocksize=None, compress_statistics=False, quant_storage=torch.uint8):
     """`quantize_4bit` with quant_type="nf4"."""
     return quantize_4bit(A, absmax, out, blocksize, compress_statistics, "nf4", quant_storage)
+
+
+def quantize_mxfp4(A: Tensor, quant_storage: torch.dtype = torch.uint8) -> tuple[Tensor, QuantState]:
+    """Quantize to MXFP4 (blocks of 32, scales powers of two): `functions.microscaled.quantize`."""
+    return microscaled.quantize(MXFP4, A, quant_storage)
+
+
+def quantize_nvfp4(A: Tensor, quant_storage: torch.dtype = torch.uint8) -> tuple[Tensor, QuantState]:
+    """Quantize to NVFP4 (blocks of 16, scales E4M3, one float32 for all): `functions.microscaled.quantize`."""
+    return microscaled.quantize(NVFP4, A, quant_storage)
 
 
 def dequantize_4bit(
@@ -304,7 +321,7 @@ def linear_4bit(x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | Non
         if absmax.dtype is torch.bfloat16 and state.reordered:
             return linear_4bit(x, *reordered.restored(packed, state), bias)
         N, K = state.shape
-        blocksize, format = state.blocksize, ops.FORMATS[state.quant_type]
+        blocksize, format = state.blocksize, ops.CODES[state.quant_type]
         call = _in_graph[0] if torch.compiler.is_dynamo_compiling() else _C.linear_4bit
         return call(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K)
     except (RuntimeError, TypeError, KeyError, AttributeError) as error:
@@ -317,7 +334,7 @@ def linear_4bit_dgrad(dy: Tensor, packed: Tensor, state: QuantState) -> Tensor:
     if absmax.dtype is torch.bfloat16 and state.reordered:
         return linear_4bit_dgrad(dy, *reordered.restored(packed, state))
     N, K = state.shape
-    blocksize, format = state.blocksize, ops.FORMATS[state.quant_type]
+    blocksize, format = state.blocksize, ops.CODES[state.quant_type]
     call = _in_graph[1] if torch.compiler.is_dynamo_compiling() else _C.linear_4bit_dgrad
     return call(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K)
 
@@ -353,7 +370,7 @@ def _grouped(op: Any, name: str, x: Tensor, offs: Tensor, packed: Tensor, state:
             _check_grouped(name, x, offs, packed, state, *bias)
         given = [ops.empty(x.device) if b is None else b for b in bias]
         E, N, K = state.shape
-        numbers = (state.blocksize, ops.FORMATS[state.quant_type], N, K)
+        numbers = (state.blocksize, ops.CODES[state.quant_type], N, K)
         if x.is_cuda and grouped.unseen(x):
             op = grouped.KERNELS[op]
         return op(x, offs, packed, *state.scales(), *given, *numbers)
@@ -393,7 +410,7 @@ def _values(A: Tensor, state: QuantState, out: Tensor | None = None) -> Tensor:
     try:
         rows, columns = shape if len(shape) == 2 else (math.prod(shape[:-1]), shape[-1] if shape else 1)
         absmax, absmax_map, absmax2, offset = state.scales()
-        blocksize, format = state.blocksize, ops.FORMATS[state.quant_type]
+        blocksize, format = state.blocksize, ops.CODES[state.quant_type]
         call = _C.dequantize_4bit
         if torch.compiler.is_dynamo_compiling():
             call = _in_graph[2]
@@ -452,10 +469,11 @@ def _int8_gradient(dy: Tensor, packed: Tensor, state: Any, offs: None) -> Tensor
     return int8.linear_dgrad(dy, packed, state.absmax, *state.shape)
 
 
-FOUR_BIT.product, FOUR_BIT.gradient = _product, _gradient
-EXPERTS.product, EXPERTS.gradient = _stack_product, _stack_gradient
+for _one in (FOUR_BIT, MXFP4, NVFP4):
+    _one.product, _one.gradient, _one.dequantize = _product, _gradient, _values
+    _one.stack.product, _one.stack.gradient, _one.stack.dequantize = _stack_product, _stack_gradient, _stack_values
 INT8.product, INT8.gradient = _int8_product, _int8_gradient
-FOUR_BIT.dequantize, EXPERTS.dequantize, INT8.dequantize = _values, _stack_values, _int8_values
+INT8.dequantize = _int8_values
 FOUR_BIT.quantize = lambda values, **settings: quantize_4bit(values, **settings)
 EXPERTS.quantize = lambda values, **settings: quantize_experts_4bit(values, **settings)
 INT8.quantize = lambda values, **settings: _int8_column(values, settings["quant_storage"])

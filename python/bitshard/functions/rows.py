@@ -48,7 +48,7 @@ def embedding_4bit(indices: Tensor, packed: Tensor, state: QuantState) -> Tensor
             codes = embedding(rows, data[: N * K // 2].view(N, K // 2))
         else:
             codes = data[_elements(blocks, blocksize // 2, data.numel())]
-        none, format = ops.empty(packed.device), ops.FORMATS[state.quant_type]
+        none, format = ops.empty(packed.device), ops.CODES[state.quant_type]
         scales = _scales(state, blocks)
         width = blocks.shape[1] * blocksize
         values = ops.dequantize_4bit(

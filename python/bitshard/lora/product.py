@@ -86,7 +86,7 @@ def product(
         try:
             absmax, absmax_map, absmax2, offset = state.scales()
             N, K = state.shape
-            blocksize, format = state.blocksize, ops.FORMATS[state.quant_type]
+            blocksize, format = state.blocksize, ops.CODES[state.quant_type]
             made = _C.lora_4bit(
                 given, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K, A, B, scale,
                 keep_inner, dropped,
@@ -174,7 +174,7 @@ class LoraLinear(torch.autograd.Function):
         if plain and a_dtype is dtype and state.kind.fuses_lora and not torch.compiler.is_dynamo_compiling():
             absmax, absmax_map, absmax2, offset = state.scales()
             N, K = state.shape
-            blocksize, format = state.blocksize, ops.FORMATS[state.quant_type]
+            blocksize, format = state.blocksize, ops.CODES[state.quant_type]
             read_x, read_xa = x if needs[1] else None, xa if needs[2] else None
             made = _C.lora_4bit_backward(
                 dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K,
