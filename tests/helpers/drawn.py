@@ -5,11 +5,12 @@ import copy
 import cases
 import torch
 from bitshard import functional, int8, ops
-from bitshard.kinds import INT8
+from bitshard.kinds import INT8, kind_of
 from bitshard.matmul_int8 import RowScales
 from bitshard.products import matmul
 
-KINDS = ("nf4", "fp4", "stack", "int8")  # nested scales, plain ones, experts, rows of int8
+# nested scales, plain ones, experts, rows of int8, short blocks, experts of them
+KINDS = ("nf4", "fp4", "stack", "int8", "mxfp4", "nvfp4", "nvfp4_stack")
 EXPERTS = 3
 
 
@@ -20,11 +21,14 @@ class Weight:
     """
 
     def __init__(self, kind: str, N: int = 96, K: int = 130, device="cpu"):
-        self.kind, self.N, self.K = kind, N, K
-        shape = (EXPERTS, N, K) if kind == "stack" else (N, K)
+        self.kind, self.N, self.K, self.stacked = kind, N, K, kind.endswith("stack")
+        shape = (EXPERTS, N, K) if self.stacked else (N, K)
         w = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(device)
         if kind == "stack":
             self.packed, self.state = functional.quantize_experts_4bit(w, compress_statistics=True)
+        elif kind in ("mxfp4", "nvfp4", "nvfp4_stack"):
+            one = kind_of(kind.removesuffix("_stack"))
+            self.packed, self.state = (one.stack if self.stacked else one).quantize(w, quant_storage=torch.bfloat16)
         elif kind == "int8":
             self.packed, scales, _ = int8.quantize(w)
             self.state = RowScales(scales, w.shape, INT8)
@@ -45,7 +49,7 @@ class Weight:
     def offs(self, rows: int):
         """int32 [E], or None for what is no stack."""
         ends = [rows // 3, rows // 3, max(rows - 1, 0)]
-        return torch.tensor(ends, dtype=torch.int32, device=self.packed.device) if self.kind == "stack" else None
+        return torch.tensor(ends, dtype=torch.int32, device=self.packed.device) if self.stacked else None
 
     def drawn(self, *shape: int, seed: int = 0, dtype=torch.float32):
         """Random numbers where the weight is."""
@@ -62,7 +66,7 @@ class Weight:
     def exact(self, x, bias=None, w=None):
         """The same of the values, or of `w`, in the dtype of x; rows of no expert are zeros."""
         w, linear = (self.values if w is None else w).to(x.dtype), torch.nn.functional.linear
-        if self.kind != "stack":
+        if not self.stacked:
             return linear(x, w, bias)
         begin, parts = 0, []
         for e, end in enumerate(self.offs(x.shape[0]).tolist()):

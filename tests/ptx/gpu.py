@@ -179,7 +179,7 @@ def struct(name: str, fields: str) -> type[ctypes.Structure]:
     return type(name, (ctypes.Structure,), {"_fields_": members})
 
 
-INT8 = 2  # bsh_format
+INT8 = 3  # bsh_format
 Weight = struct("Weight", "*packed *absmax *absmax_code *absmax_map *absmax2 *offset n blocksize -format")
 Quantize = struct("Quantize", "*x *packed *absmax n blocksize -dtype -format")
 Dequantize = struct("Dequantize", "weight *out columns row0 n_rows column0 n_columns ld -dtype")

@@ -86,6 +86,9 @@ class Microscaled(FourBit):
                 f"quantization state: blocksize is {entries.short(blocksize)}, {self.name_of_type} has {self.blocksize}"
             )
         self.check_shape(shape, blocksize)
+        own = ("absmax", "nested_absmax") if self.has_global else ("absmax",)
+        if others := sorted(name for name in entries.TENSOR_KEYS if name in given and name not in own):
+            raise ValueError(f"quantization state: {self.name_of_type} has {list(own)}, and no {others}")
         count = ops.block_count(math.prod(shape), blocksize)
         absmax = entries.vector(given, "absmax", (torch.uint8,), count, f"a scale for {blocksize} of {list(shape)}")
         second = None

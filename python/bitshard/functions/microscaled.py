@@ -36,6 +36,8 @@ def quantize(
 
     Returns:
         packed codes as of `functional.quantize_4bit`, and the QuantState.
+
+    TypeError or ValueError for other dtypes and blocksizes, and for values that are not finite.
     """
     blocksize = kind.blocksize if blocksize is None else blocksize
     kind.check(kind.name_of_type, blocksize)
@@ -57,6 +59,9 @@ def _quantize(kind: Microscaled, values: Tensor) -> tuple[Tensor, Tensor, Tensor
     n, size = values.numel(), kind.blocksize
     blocks = torch.nn.functional.pad(values, (0, -n % size)).view(-1, size)
     largest = blocks.abs().amax(1).float() if n else values.new_zeros(0, dtype=torch.float32)
+    if not bool(largest.isfinite().all()):
+        count = int((~values.isfinite()).sum())
+        raise ValueError(f"{kind.name_of_type} quantization: {count} of {n} values are infinite or NaN")
     scales, whole = _nv_scales(largest) if kind.has_global else _mx_scales(largest)
     units = torch.where(largest > 0, table(kind.scale_table, values.device)[scales.long()] * whole, 1.0)
     step = _AT_ONCE // size
@@ -81,9 +86,9 @@ def _nv_scales(largest: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _codes(scaled: Tensor) -> Tensor:
-    """Packed codes uint8 [n / 2] of values in units of their scales, n even; NaN is code 0."""
+    """Packed codes uint8 [n / 2] of values in units of their scales, n even."""
     borders = torch.tensor(_BORDERS, dtype=torch.int32, device=scaled.device).view(torch.float32)
-    scaled = scaled.flatten().nan_to_num(0.0, 8.0, -8.0)
+    scaled = scaled.flatten()
     found = torch.bucketize(scaled.abs(), borders, out_int32=True) + 8 * (scaled < 0)
     pairs = found.to(torch.uint8).view(-1, 2)
     return pairs[:, 0] << 4 | pairs[:, 1]
