@@ -184,6 +184,22 @@ def test_nested_scales(sm):
         assert same(out, ops.dequantize_4bit(packed, *state.scales(), 64, 0, 96, 200, dtype))
 
 
+@pytest.mark.parametrize("quant_type, block", [("mxfp4", 32), ("nvfp4", 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_short_blocks(dtype, quant_type, block):
+    """Every scale with bytes of all values, wide and by elements, with an end inside a block; denormal numbers stay."""
+    gpu, whole, generator = machine.Gpu(90, 2), 1.0 if block == 32 else 1e-37, torch.Generator().manual_seed(0)
+    packed = torch.randint(0, 256, (256 * block // 2,), dtype=torch.uint8, generator=generator)
+    scales = torch.arange(256, dtype=torch.uint8)
+    table = ops.table({"mxfp4": "e8m0", "nvfp4": "e4m3"}[quant_type])
+    for n in (256 * block, 256 * block - 5, 40):
+        given = (scales[: -(-n // block)], table, torch.full((1,), whole), torch.zeros(1))
+        out = gpu.dequantize_4bit(packed[: (n + 1) // 2], given, block, 2, n, dtype)
+        wanted = ops.dequantize_4bit(packed[: (n + 1) // 2], *given, block, 2, 1, n, dtype).view(-1)
+        assert torch.equal(out.isnan(), wanted.isnan()) and same(out.nan_to_num(), wanted.nan_to_num()), n
+        assert dtype is torch.float16 or ((out != 0) & (out.abs() < 2.0**-126)).any() or n == 40
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_8bit_blocks(dtype):
     gpu, none = machine.Gpu(90, 2), torch.empty(0)

@@ -2,9 +2,9 @@
 
     value = RN(code * scale),  scale = RN(map[byte of its block] * global scale)      in float32, then one more rounding
 
-MXFP4: blocks of 32, scales E8M0, the powers of two 2^(byte - 127); no global scale, which is 1 (OCP Microscaling Formats
-v1.0). NVFP4: blocks of 16, scales E4M3, a float32 for all of them. To the C core these are nested scales: the map is that
-of the 8-bit floats, the second level repeats the global scale for each 256 blocks, and the offset is 0.
+MXFP4: blocks of 32, scales E8M0, the powers of two 2^(byte - 127), and a global scale of 1 (OCP Microscaling Formats
+v1.0). NVFP4: blocks of 16, scales E4M3, a float32 for all of them. To the C core these are nested scales: the map is
+that of the 8-bit floats, the second level repeats the global scale for each 256 blocks, and the offset is 0.
 """
 
 from __future__ import annotations

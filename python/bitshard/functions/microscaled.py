@@ -1,4 +1,4 @@
-"""Values to MXFP4 and NVFP4: scales as their specifications say, codes to the nearest; by ops of torch, on any device."""
+"""Values to MXFP4 and NVFP4: scales as their specifications say, codes to the nearest; by torch, on any device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def quantize(
 
     MXFP4: scale 2^(floor(log2 of the block's largest magnitude) - 2), values beyond 6 scales become 6 (OCP Microscaling
     Formats v1.0, 6.3). NVFP4: global scale = the weight's largest magnitude / (6 * 448); a block's scale = its largest
-    magnitude / 6 / global scale, rounded to E4M3. Codes: the value / scale, to the nearest, of two as near the even one.
+    magnitude / 6 / global scale, rounded to E4M3. Codes: value / scale, to the nearest, of two as near the even one.
 
     Args:
         A: float32, float16 or bfloat16 of any shape; of a stack [E, N, K].
