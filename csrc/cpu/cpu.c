@@ -30,19 +30,26 @@ static bool always(const bsh_cpu_features *const cpu) {
   return true;
 }
 
-#if defined(__x86_64__)
+#if BSH_X86_64
+#define NAMES "scalar, avx2 or avx512"
 static bool has_avx2(const bsh_cpu_features *const cpu) { return cpu->avx2 && cpu->fma && cpu->f16c; }
 
 static bool has_avx512(const bsh_cpu_features *const cpu) {
   return has_avx2(cpu) && cpu->avx512f && cpu->avx512bw && cpu->avx512vl && cpu->avx512dq && cpu->avx512vbmi;
 }
+#elif BSH_AARCH64
+#define NAMES "scalar or neon"
+#else
+#define NAMES "scalar"
 #endif
 
 static const candidate candidates[] = {
     {&bsh_cpu_scalar, always},
-#if defined(__x86_64__)
+#if BSH_X86_64
     {&bsh_cpu_avx2, has_avx2},
     {&bsh_cpu_avx512, has_avx512},
+#elif BSH_AARCH64
+    {&bsh_cpu_neon, always},
 #endif
 };
 enum { N_CANDIDATES = sizeof candidates / sizeof candidates[0] };
@@ -76,7 +83,7 @@ static bsh_status find_isa(const char *const name, const bsh_cpu_kernels **const
     *found = candidates[i].kernels;
     return BSH_OK;
   }
-  return bsh_fail(BSH_BAD_VALUE, "unknown instruction set \"%.32s\" (BITSHARD_ISA): use scalar, avx2 or avx512", name);
+  return bsh_fail(BSH_BAD_VALUE, "unknown instruction set \"%.32s\" (BITSHARD_ISA): use " NAMES, name);
 }
 
 bsh_status bsh_cpu_set_isa(const char *name) {

@@ -62,7 +62,8 @@ bsh_status bsh_cpu_round_4bit(const bsh_round_4bit_args *args);
  * mix(z): z ^= z >> 32; z *= 0xD6E8FEB86659FD93; z ^= z >> 32. Equal on CPU and CUDA. */
 uint64_t bsh_cpu_checksum(const uint8_t *bytes, int64_t n_bytes);
 
-/* The instruction set in use: "scalar", "avx2" or "avx512"; the best one this CPU has, or what BITSHARD_ISA names. */
+/* The instruction set in use: "scalar", "avx2", "avx512" or "neon"; the best one this CPU has, or what BITSHARD_ISA
+ * names. */
 const char *bsh_cpu_isa(void);
 
 /* Number of instruction sets usable here; names[i], worst first, are written for i < capacity. */
@@ -139,11 +140,12 @@ typedef struct {
 extern const bsh_cpu_kernels bsh_cpu_scalar;
 extern const bsh_cpu_kernels bsh_cpu_avx2;   /* AVX2, FMA, F16C */
 extern const bsh_cpu_kernels bsh_cpu_avx512; /* AVX-512 F, BW, VL, DQ, VBMI */
+extern const bsh_cpu_kernels bsh_cpu_neon;   /* every 64-bit Arm CPU */
 
 const bsh_cpu_kernels *bsh_cpu(void);
 
 /* Whether this CPU has bf16 dot products (AVX512-BF16; every CPU with AMX has it too). torch then multiplies bf16
- * faster than fp32 (benchmarks/results), and so do we. */
+ * faster than fp32 (benchmarks/results), and so do we. Not measured on Arm. */
 static inline bool bsh_cpu_fast_bf16(void) { return bsh_cpu_has()->avx512bf16 && bsh_cpu_has()->avx512vbmi; }
 
 #endif

@@ -3,8 +3,11 @@
 
 #include <pthread.h>
 #include <stdint.h>
+#if BSH_AARCH64
+#include <sys/auxv.h>
+#endif
 
-#if defined(__x86_64__)
+#if BSH_X86_64
 typedef struct {
   uint32_t eax, ebx, ecx, edx;
 } cpuid_leaf;
@@ -37,6 +40,14 @@ static bsh_cpu_features find_features(void) {
   found.avx512vbmi = bit(seven.ecx, 1), found.avx512vnni = bit(seven.ecx, 11);
   found.avx512bf16 = seven.eax >= 1 && bit(cpuid(7, 1).eax, 5);
   return found;
+}
+#elif BSH_AARCH64
+static bsh_cpu_features find_features(void) {
+  enum { ASIMDDP = 20, I8MM = 13 }; /* bits of Linux's AT_HWCAP, AT_HWCAP2 */
+  return (bsh_cpu_features){
+      .dotprod = getauxval(AT_HWCAP) >> ASIMDDP & 1,
+      .i8mm = getauxval(AT_HWCAP2) >> I8MM & 1,
+  };
 }
 #else
 static bsh_cpu_features find_features(void) { return (bsh_cpu_features){0}; }

@@ -21,8 +21,11 @@ enum { CHUNK_BYTES = 16 << 20, TILE_M = 384, TILE_N = BSH_INT8_PANEL, SMALL_STEP
 
 static const bsh_cpu_int8_kernels *kernels(void) {
   const bsh_cpu_int8_kernels *const found = bsh_cpu()->int8;
-#if defined(__x86_64__)
+#if BSH_X86_64
   if (found == bsh_cpu_avx512.int8 && bsh_cpu_has()->avx512vnni) return &bsh_cpu_avx512_vnni_int8;
+#elif BSH_AARCH64
+  if (found == bsh_cpu_neon.int8 && bsh_cpu_has()->i8mm) return &bsh_cpu_neon_i8mm_int8;
+  if (found == bsh_cpu_neon.int8 && bsh_cpu_has()->dotprod) return &bsh_cpu_neon_dot_int8;
 #endif
   return found;
 }

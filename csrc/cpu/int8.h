@@ -60,4 +60,10 @@ extern const bsh_cpu_int8_kernels bsh_cpu_scalar_int8;
 extern const bsh_cpu_int8_kernels bsh_cpu_avx512_vnni_int8;
 void bsh_cpu_avx512_vnni_product(const bsh_product_int8_args *args, int64_t ld, void *scratch);
 
+/* Instead of bsh_cpu_neon's, with the dot products of Armv8.2 and the 2 x 2 products of Armv8.6, whose CPUs have both.
+ */
+extern const bsh_cpu_int8_kernels bsh_cpu_neon_dot_int8, bsh_cpu_neon_i8mm_int8;
+void bsh_cpu_neon_dot_product(const bsh_product_int8_args *args, int64_t ld, void *scratch);
+void bsh_cpu_neon_i8mm_product(const bsh_product_int8_args *args, int64_t ld, void *scratch);
+
 #endif

@@ -22,7 +22,7 @@ def table(name: str, /) -> bytes:
     """float32 bytes of the tables "nf4" (16), "fp4" (16) or "dynamic" (256)."""
 
 def isa() -> str:
-    """Instruction set of the CPU kernels in use: "scalar", "avx2" or "avx512"."""
+    """Instruction set of the CPU kernels in use: "scalar", "avx2", "avx512" or "neon"."""
 
 def isas() -> tuple[str, ...]:
     """Instruction sets usable on this CPU, worst first."""

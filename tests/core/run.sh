@@ -1,15 +1,17 @@
 #!/bin/sh
 # Builds and runs the C tests: csrc without Python and torch, under AddressSanitizer and UndefinedBehaviorSanitizer.
-#   tests/core/run.sh [build folder] [seed] [rounds]        CC, CFLAGS and JOBS (2) are respected
+#   tests/core/run.sh [build folder] [seed] [rounds]        CC, AR, CFLAGS and JOBS (2) are respected
+# CC may compile for another machine, as aarch64-linux-gnu-gcc does; RUNNER then runs its programs, as qemu-aarch64 does.
 # What is in the build folder is used again where it was made of the same sources, headers, flags and compiler.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 cc=${CC:-gcc}
+machine=$($cc -dumpmachine) && machine=${machine%%-*}
 # -g1: lines for reports. With variables, and at -O1, it takes twice as long to compile and as long to run.
 flags="-std=gnu11 -g1 -Og -Wall -Wextra -Werror -ffp-contract=off -fno-strict-aliasing -pthread -I$root/csrc -I$root"
 flags="$flags -fsanitize=address,undefined -fno-sanitize-recover=all ${CFLAGS-}"
 listed() { # sources of csrc/sources.txt that have the word $1, below csrc, without those of other machines
-  awk -v word="$1" -v machine="$(uname -m)" '$1 == "flags" && $3 != machine { foreign[$2] }
+  awk -v word="$1" -v machine="$machine" '$1 == "flags" && $3 != machine { foreign[$2] }
     /^[^#]/ && $1 != "flags" { found = own = 0
       for (i = 2; i <= NF; i++) { found += $i == word; own += ($i in foreign) }
       if (found && !own) print $1 }' "$root/csrc/sources.txt"
@@ -52,9 +54,10 @@ for name in $tests; do echo "$root/tests/core/$name.c"; done >>"$build/sources"
 xargs -P "${JOBS:-2}" -n 1 "$0" --object "$build" "$headers" <"$build/sources"
 
 rm -f "$build/libcore.a"
-for name in $sources; do echo "$build/$(object "$name").o"; done | xargs ar rc "$build/libcore.a" # each test links only what it needs
+for name in $sources; do echo "$build/$(object "$name").o"; done | xargs "${AR:-ar}" rc "$build/libcore.a" # each test links only what it needs
 for test in $tests; do
   # shellcheck disable=SC2086
   $cc $flags "$build/$test.o" "$build/libcore.a" -lm -o "$build/$test"
-  "$build/$test" "$seed" "$rounds"
+  # shellcheck disable=SC2086
+  ${RUNNER-} "$build/$test" "$seed" "$rounds"
 done

@@ -124,20 +124,23 @@ static void compare_dequantize(uint64_t *const state, const int64_t N, const int
 /* ---- product_int8, scale_product_int8 --------------------------------------------------------------------------- */
 
 static void features(void) {
-#if defined(__x86_64__)
+#if BSH_X86_64
   CHECK(bsh_cpu_has()->avx512vnni == (__builtin_cpu_supports("avx512vnni") != 0), "AVX512-VNNI");
 #endif
 }
 
-/* All kernels, also the one that this CPU does not choose. */
+/* All kernels, also those that this CPU does not choose. */
 static int tables(const bsh_cpu_int8_kernels *found[4]) {
   int n = 0;
   for (; n < n_isas; n++) {
     use(n, 1);
     found[n] = bsh_cpu()->int8;
   }
-#if defined(__x86_64__)
+#if BSH_X86_64
   if (n_isas > 2 && bsh_cpu_has()->avx512vnni) found[n++] = &bsh_cpu_avx512_vnni_int8;
+#elif BSH_AARCH64
+  if (bsh_cpu_has()->dotprod) found[n++] = &bsh_cpu_neon_dot_int8;
+  if (bsh_cpu_has()->i8mm) found[n++] = &bsh_cpu_neon_i8mm_int8;
 #endif
   return n;
 }
