@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bitshard import ops, tensor
+from bitshard.kinds import kind_of
 from bitshard.nn.linear import Linear4bit
 from bitshard.nn.linear8bit import Linear8bitLt
 from bitshard.shards.shard import PackedShard
@@ -69,8 +70,8 @@ def finish(results: dict, args: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def hostile_values(n: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """[n, k] whose NF4 bytes are random, with a run of 0xFF and of 0x7F81 at the start, and whose scales differ.
+def hostile_values(n: int, k: int, dtype: torch.dtype, seed: int = 0, quant_type: str = "nf4") -> torch.Tensor:
+    """[n, k] whose 4-bit bytes are random, with a run of 0xFF and of 0x7F81 at the start, and whose scales differ.
 
     As bfloat16 and float16 words many of the bytes are NaNs, signalling ones included, which only byte copies keep.
     """
@@ -78,28 +79,26 @@ def hostile_values(n: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.T
     codes = torch.randint(0, 16, (n * k,), generator=generator)
     codes[:128] = 15
     codes[128:256] = torch.tensor([8, 1, 7, 15]).repeat(32)
-    codes[::64] = 15  # the largest code in each block, so that quantizing gives these codes again
-    scales = 0.5 + torch.rand(-(-n * k // 64), generator=generator)
-    table = ops.table("nf4")
-    return (table[codes] * scales.repeat_interleave(64)[: n * k]).view(n, k).to(dtype)
+    block = kind_of(quant_type).blocksize
+    codes[::block] = 15  # the largest code in each block, so that quantizing gives these codes again
+    scales = 0.5 + torch.rand(-(-n * k // block), generator=generator)
+    if quant_type != "nf4":
+        scales = torch.exp2((8 * scales).floor())  # which 8-bit floats have
+    return (ops.table(quant_type)[codes] * scales.repeat_interleave(block)[: n * k]).view(n, k).to(dtype)
 
 
 class Block(nn.Module):
     """A 4-bit linear with a small trainable branch beside it, as LoRA makes it."""
 
-    def __init__(self, n: int, k: int, dtype: torch.dtype, storage: torch.dtype, device: torch.device, seed: int = 0):
+    def __init__(
+        self, n: int, k: int, dtype: torch.dtype, storage: torch.dtype, device: torch.device, seed: int = 0,
+        quant_type: str = "nf4",
+    ):  # fmt: skip
         super().__init__()
-        self.base = Linear4bit(
-            k, n, bias=False, compute_dtype=dtype, compress_statistics=True, quant_type="nf4", quant_storage=storage
-        )
-        values = hostile_values(n, k, dtype, seed)
-        self.base.weight = tensor.Params4bit(
-            values,
-            compress_statistics=True,
-            quant_type="nf4",
-            quant_storage=storage,
-            module=self.base,
-        )
+        settings = {"compress_statistics": True, "quant_type": quant_type, "quant_storage": storage}
+        self.base = Linear4bit(k, n, bias=False, compute_dtype=dtype, **settings)
+        values = hostile_values(n, k, dtype, seed, quant_type)
+        self.base.weight = tensor.Params4bit(values, **settings, module=self.base)
         self.base.weight = self.base.weight.to(device)
         generator = torch.Generator().manual_seed(seed + 1)
         self.down = nn.Parameter(torch.randn(k, 4, generator=generator).to(device, dtype) * 0.1)

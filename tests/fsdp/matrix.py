@@ -41,10 +41,10 @@ from torch.distributed.tensor import DTensor
 LAYERS = (Linear4bit, Linear8bitLt)
 
 
-def build(shape, storage, device):
+def build(shape, storage, device, quant_type="nf4"):
     """Two blocks of opposite shapes, so that the second takes what the first gives."""
-    n, k = shape
-    return nn.Sequential(Block(n, k, BASE_DTYPE, storage, device, 0), Block(k, n, BASE_DTYPE, storage, device, 1))
+    (n, k), given = shape, (BASE_DTYPE, storage, device)
+    return nn.Sequential(Block(n, k, *given, 0, quant_type), Block(k, n, *given, 1, quant_type))
 
 
 def shard_fsdp2(model, param_dtype):
@@ -184,6 +184,16 @@ def main():
                     numbers = (version, STORAGES[name], param_dtype, shape, device, world)
                     cell = functools.partial(run_cell, *numbers, make=int8_cells.build)
                     results[cell_name(version, f"int8-{name}", param_name, even)] = attempt(cell)
+        for quant_type in ("mxfp4", "nvfp4"):
+            for param_name, param_dtype in PARAM_DTYPES.items():
+                numbers = (version, torch.bfloat16, param_dtype)
+                make = functools.partial(build, quant_type=quant_type)
+                for even, shape in (("even", EVEN), ("uneven", UNEVEN)):
+                    cell = functools.partial(run_cell, *numbers, shape, device, world, make=make)
+                    results[cell_name(version, quant_type, param_name, even)] = attempt(cell)
+                for name, count in stack_cells.COUNTS.items():
+                    cell = functools.partial(stack_cells.run_cell, *numbers, count, device, world, quant_type)
+                    results[cell_name(version, quant_type, param_name, name)] = attempt(cell)
         for fault in ("weight", "scales"):
             cell = functools.partial(run_cell, version, torch.bfloat16, None, EVEN, device, world, fault)
             results[f"fsdp{version} planted {fault}"] = attempt(cell)

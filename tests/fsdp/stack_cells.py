@@ -77,10 +77,10 @@ class Spy:
         return [max((abs(counts[i]) for counts in seen), default=-1) for i in (0, 1)]
 
 
-def build(count, storage, device):
+def build(count, storage, device, quant_type):
     torch.manual_seed(0)
     model = nn.Sequential(Routed(count, 0), Routed(count, 1)).to(device)
-    experts.quantize(model, quant_storage=storage)
+    experts.quantize(model, quant_storage=storage, quant_type=quant_type)
     return model
 
 
@@ -95,9 +95,9 @@ def shard(model, version, param_dtype, device):
     return FullyShardedDataParallel(model, auto_wrap_policy=wrap, mixed_precision=precision, device_id=device)
 
 
-def run_cell(version, storage, param_dtype, count, device, world):
+def run_cell(version, storage, param_dtype, count, device, world, quant_type="nf4"):
     """As of matrix.py: [wrong weight bytes, wrong scale bytes], and what is wrong and equal after a fault in each."""
-    model = build(count, storage, device)
+    model = build(count, storage, device, quant_type)
     spies = [Spy(block) for block in model]
     first = model[0].base
     model = shard(model, version, param_dtype, device)

@@ -12,7 +12,7 @@ from helpers.alike import agree, by_isa, by_threads
 from helpers.drawn import assert_close
 from ptx import gpu as machine
 
-FORMATS = {"nf4": 0, "fp4": 1}
+FORMATS = {"nf4": 0, "fp4": 1, "e2m1": 2}
 plays = pytest.mark.skipif(
     machine.nvcc() is None or shutil.which("gcc") is None or platform.machine() != "x86_64",
     reason="needs nvcc, and gcc on x86-64",
@@ -118,7 +118,7 @@ WRONG = [
     (lambda: ops.round_4bit(torch.ones(4, 65), U, S, 0), "w has 65 columns, expected 1 to 64"),
     (lambda: ops.round_4bit(W, U[:3], S, 0), r"u is \[3, 64\], expected \[64, 64\]"),
     (lambda: ops.round_4bit(W, U, S[:, :1], 0), r"scales is \[4, 1\], expected \[4, 64\]"),
-    (lambda: ops.round_4bit(W, U, S, 2), "format 2 is neither"),
+    (lambda: ops.round_4bit(W, U, S, 3), "format 3 is none of"),
     (lambda: ops.search_4bit(W, U[0], torch.ones(3, 5), 64, 0), r"scales is \[3, 5\], expected \[4, 5\]"),
     (lambda: ops.search_4bit(W, U[0], torch.ones(4, 257), 64, 0), "257 scales a block, expected 1 to 256"),
     (lambda: ops.search_4bit(W, U[0], torch.ones(4, 0), 64, 0), "0 scales a block"),

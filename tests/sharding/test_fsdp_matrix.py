@@ -10,6 +10,7 @@ STORAGES = ("uint8", "bf16", "fp16", "fp32")
 PARAM_DTYPES = ("none", "bf16", "fp16", "fp32")
 SPLITS = ("even", "uneven")
 STACKS = ("4 experts", "5 experts", "2 experts")
+SHORT_BLOCKS = ("mxfp4", "nvfp4")
 NEWEST_UINT8 = (2, 12)  # from here on fully_shard takes integer parameters
 
 
@@ -65,6 +66,20 @@ def test_int8_is_exact_or_names_the_setting(cells, dtype, split):
                 assert result.startswith("ValueError") and "param_dtype" in result, result
 
 
+@pytest.mark.parametrize("split", SPLITS + STACKS)
+@pytest.mark.parametrize("quant_type", SHORT_BLOCKS)
+def test_short_blocks_are_exact_or_name_the_setting(cells, quant_type, split):
+    """MXFP4 and NVFP4, weights and stacks, stored as bfloat16."""
+    for param_dtype in PARAM_DTYPES:
+        name = f"{quant_type} {param_dtype} {split}"
+        assert all(exact(result) for result in everywhere(cells, f"fsdp2 {name}")), everywhere(cells, f"fsdp2 {name}")
+        for result in everywhere(cells, f"fsdp1 {name}"):
+            if param_dtype in ("none", "bf16"):
+                assert exact(result), (name, result)
+            else:
+                assert result.startswith("ValueError") and "param_dtype" in result, result
+
+
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_fsdp1_is_exact_or_names_the_setting(cells, storage, split):
@@ -110,4 +125,5 @@ def test_planted_faults_are_seen(cells):
 def test_no_cell_is_missing(cells):
     expected = 2 * len(PARAM_DTYPES) * (len(SPLITS) * (len(STORAGES) + 1) + len(STACKS) * len(STORAGES)) + 4
     expected += 2 * len(PARAM_DTYPES) * len(SPLITS) * 3  # int8
+    expected += 2 * len(PARAM_DTYPES) * len(SPLITS + STACKS) * len(SHORT_BLOCKS)
     assert all(len(rank) == expected for rank in cells[1]["ranks"])

@@ -35,7 +35,7 @@ def quantize(
     model: nn.Module,
     *,
     quant_type: str = "nf4",
-    blocksize: int = 64,
+    blocksize: int | None = None,
     compress_statistics: bool = True,
     quant_storage: torch.dtype = torch.uint8,
     compute_dtype: torch.dtype | None = None,
@@ -45,7 +45,9 @@ def quantize(
 
     Args:
         model: of transformers, in float32, float16 or bfloat16, not sharded.
-        quant_type, blocksize, compress_statistics, quant_storage: as of `functional.quantize_4bit`.
+        quant_type: "nf4", "fp4", "mxfp4" or "nvfp4".
+        blocksize: weights per scale; None: 64, of MXFP4 32 and of NVFP4 16, which have no other.
+        compress_statistics, quant_storage: as of `functional.quantize_4bit`.
         compute_dtype: dtype of a product; None: that of its input.
         skip: names of modules, or parts of them, that stay as they are.
 

@@ -126,12 +126,15 @@ def found(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, module) for name, module in model.named_modules() if is_experts(module))
 
 
-def check(module: nn.Module, path: str, quant_type: str, blocksize: int, quant_storage: torch.dtype, **_: Any) -> None:
+def check(
+    module: nn.Module, path: str, quant_type: str, blocksize: int | None, quant_storage: torch.dtype, **_: Any
+) -> None:
     """TypeError or ValueError unless the stacks of an experts module can be 4-bit; `path` is its name."""
     if isinstance(module, PackedExperts):
         raise ValueError(f"{path}: these experts are 4-bit already")
     if (kind := kind_of(quant_type).stack) is None:
         raise ValueError(f"{path}: experts cannot be {quant_type!r}")
+    blocksize = kind.blocksize if blocksize is None else blocksize
     kind.check(quant_type, blocksize)
     check_storage(quant_storage)
     for name in stack_names(module):
