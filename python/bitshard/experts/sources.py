@@ -43,13 +43,8 @@ def quantizer_of(files: Iterable[str]) -> Any:
 
     TypeError or ValueError of safetensors where a file is none of its own.
     """
-    from safetensors import safe_open
-
     for file in files:
-        if not str(file).endswith(".safetensors"):
-            continue
-        with safe_open(file, framework="pt") as opened:
-            names = set(opened.keys())
+        names = names_of([file])
         if any(name.endswith(_FP8) for name in names):
             from transformers import FineGrainedFP8Config
             from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -62,6 +57,18 @@ def quantizer_of(files: Iterable[str]) -> Any:
 
             return Mxfp4HfQuantizer(Mxfp4Config(dequantize=True), pre_quantized=True)
     return None
+
+
+def names_of(files: Iterable[str]) -> set[str]:
+    """Names of all tensors of safetensors files; other files are passed over."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in files:
+        if str(file).endswith(".safetensors"):
+            with safe_open(file, framework="pt") as opened:
+                names.update(opened.keys())
+    return names
 
 
 def has_float_scales(source: Any) -> bool:

@@ -49,7 +49,7 @@ class Microscaled(FourBit):
             scales: uint8 [blocks].
             global_scale: float32, one for each 256 blocks (of each weight of a stack); None: 1.
         """
-        count = self._second_level(shape)
+        count = self.second_level(shape)
         if global_scale is None:
             global_scale = torch.ones(count, dtype=torch.float32, device=scales.device)
         offset = torch.zeros(shape[:1] if self.stacked else (), dtype=torch.float32, device=scales.device)
@@ -65,7 +65,7 @@ class Microscaled(FourBit):
         """The name of the format."""
         return self.quant_types[0]
 
-    def _second_level(self, shape: torch.Size) -> int:
+    def second_level(self, shape: torch.Size) -> int:
         """Scales of the second level."""
         parts = shape[0] if self.stacked else 1
         return parts * ops.block_count(ops.block_count(math.prod(shape), self.blocksize) // parts, 256)
@@ -94,7 +94,7 @@ class Microscaled(FourBit):
         second = None
         if self.has_global:
             why = f"the global scale for each 256 of {count} scales"
-            second = entries.vector(given, "nested_absmax", (torch.float32,), self._second_level(shape), why)
+            second = entries.vector(given, "nested_absmax", (torch.float32,), self.second_level(shape), why)
         self.check_scales(absmax, second)
         return self.state(cls, absmax.contiguous(), second, shape, entries.value_dtype(given, "dtype"))
 

@@ -24,6 +24,9 @@ from transformers.quantizers.quantizers_utils import get_module_from_name, shoul
 
 from bitshard.experts import forward, modules, sources
 from bitshard.experts.sources import dense_config
+from bitshard.formats.entries import BLOB_PREFIX
+from bitshard.formats.kind import kind_of, quant_types
+from bitshard.huggingface import vendor
 from bitshard.nn import tied
 from bitshard.nn.embedding import Embedding8bit
 from bitshard.process.registry import QUANT_METHOD
@@ -33,28 +36,32 @@ from bitshard.weights.inventory import holder_of
 from bitshard.weights.tensor import Params4bit
 
 _log = logging.getLogger("bitshard")
-_ENTRIES = (
-    "absmax", "quant_map", "nested_absmax", "nested_quant_map",
-    "quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4",
-)  # fmt: skip
+_ENTRIES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_ENTRIES += tuple(f"quant_state.{BLOB_PREFIX}{quant_type}" for quant_type in quant_types() if quant_type != "int8")
 
 
 class FourBitConfig(BitsAndBytesConfig):
     """`BitsAndBytesConfig(load_in_4bit=True)` whose 4-bit weights are those of experts, too, and on demand embeddings.
 
     Args:
-        bnb_4bit_blocksize: weights per block scale of experts, a power of two from 32 to 4096. Linear layers have 64.
+        bnb_4bit_blocksize: weights per block scale of experts, a power of two from 32 to 4096; None: 64, of MXFP4 32
+            and of NVFP4 16, which have no other. Linear layers have 64.
         bnb_4bit_embedding_bits: 4 or 8: quantize the input embedding, to the format of the linear layers or to int8 by
             rows, and let a head that is tied to it use the same weight, which is held once. None leaves both alone.
         arguments: of BitsAndBytesConfig, with its meaning; `llm_int8_skip_modules` names experts modules as well.
     """
 
-    def __init__(self, bnb_4bit_blocksize: int = 64, bnb_4bit_embedding_bits: int | None = None, **arguments: Any):
+    files: dict[str, Any] | None = None  # what the config of the files says, where a layout of others is kept
+
+    def __init__(
+        self, bnb_4bit_blocksize: int | None = None, bnb_4bit_embedding_bits: int | None = None, **arguments: Any
+    ):
         if bnb_4bit_embedding_bits not in (None, *tied.BITS):
             raise ValueError(f"bnb_4bit_embedding_bits is {bnb_4bit_embedding_bits!r}, expected 4, 8 or None")
         known = {name: value for name, value in arguments.items() if name not in ("load_in_4bit", "quant_method")}
         super().__init__(load_in_4bit=True, **known)
-        self.bnb_4bit_blocksize = bnb_4bit_blocksize
+        kind = kind_of(self.bnb_4bit_quant_type)
+        self.bnb_4bit_blocksize = kind.blocksize if bnb_4bit_blocksize is None else bnb_4bit_blocksize
         self.bnb_4bit_embedding_bits = bnb_4bit_embedding_bits
         self.quant_method = QUANT_METHOD
 
@@ -66,6 +73,8 @@ class FourBitConfig(BitsAndBytesConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """As of any config; without `load_in_4bit`, by which transformers would take it for bitsandbytes' own."""
+        if self.files is not None:
+            return dict(self.files)
         output = super().to_dict()
         for name in ("load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit"):
             output.pop(name, None)
@@ -143,6 +152,7 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
     _stacks: list[str] = []  # of the model that is being loaded, as `_stack_patterns` gives them
     _embedding: str | None = None  # path of its quantized embedding
     _source: Any = None  # transformers' quantizer that reads the files, where these are of another format
+    _vendor: vendor.Vendor | None = None  # the files, where these are packed in the wanted format by others
 
     def param_needs_quantization(self, model: Any, param_name: str, **others: Any) -> bool:
         """Whether a parameter is a 4-bit weight that comes in 16 or 32 bits."""
@@ -150,6 +160,17 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
         if isinstance(module, Embedding8bit):
             return leaf == "weight"
         return holder_of(module, leaf) is not None or super().param_needs_quantization(model, param_name, **others)
+
+    def get_modules_to_not_convert(self, model: Any, *others: Any, **settings: Any) -> list[str]:
+        """transformers' list, and of files that others have packed each layer of which they have 16 bits."""
+        found = super().get_modules_to_not_convert(model, *others, **settings)
+        return found if self._vendor is None else [*found, *self._vendor.left_alone(model)]
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, str]]:
+        """What `save_pretrained` writes: packed weights in the layout of the files that they came from."""
+        if not any(held.layout is not None for module in model.modules() for held in inventory.held_by(module)):
+            return super().get_state_dict_and_metadata(model)
+        return vendor.filed(model, model.state_dict()), {}
 
     def get_quantize_ops(self) -> Any:
         """What quantizes a parameter."""
@@ -159,12 +180,15 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
         self, model: Any, device_map: Any = None, checkpoint_files: Any = None, **others: Any
     ) -> Any:
         others["checkpoint_files"] = checkpoint_files
+        if not self.pre_quantized:
+            self._vendor = vendor.vendor_of(checkpoint_files or (), self.quantization_config.bnb_4bit_quant_type)
         out = super()._process_model_before_weight_loading(model, device_map=device_map, **others)
         config = self.quantization_config
         packed_files = self.pre_quantized
-        self._source = None if packed_files else sources.quantizer_of(checkpoint_files or ())
+        foreign = not packed_files and self._vendor is None
+        self._source = sources.quantizer_of(checkpoint_files or ()) if foreign else None
         # transformers casts what it quantizes to the model's dtype first, scales too, where files are not "quantized"
-        self.pre_quantized = packed_files or sources.has_float_scales(self._source)
+        self.pre_quantized = packed_files or self._vendor is not None or sources.has_float_scales(self._source)
         found = [
             (path, module)
             for path, module in modules.found(model)
@@ -180,7 +204,7 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
                 quant_type=config.bnb_4bit_quant_type,
                 quant_storage=config.bnb_4bit_quant_storage,
                 compress_statistics=config.bnb_4bit_use_double_quant,
-                blocksize=getattr(config, "bnb_4bit_blocksize", 64),
+                blocksize=getattr(config, "bnb_4bit_blocksize", None),
                 compute_dtype=config.bnb_4bit_compute_dtype,
                 packed_files=packed_files,
             )
@@ -201,6 +225,9 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
             forward.register()
             if not isinstance(config, FourBitConfig):  # what is saved must say so
                 self.quantization_config = FourBitConfig.of(config)
+        if self._vendor is not None and self._vendor.config is not None:
+            self.quantization_config = FourBitConfig.of(self.quantization_config)
+            self.quantization_config.files = self._vendor.config
         return out
 
     def update_weight_conversions(self, weight_conversions: list, *others: Any) -> list:
@@ -210,6 +237,9 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
             for conversion in filter(sources.converts, updated) if self.pre_quantized else ():
                 conversion.operations = [*conversion.operations, QuantizeDecoded(self)]
             return updated
+        if self._vendor is not None:
+            own = self._vendor.converters(self._stacks)
+            return [*own, *(each for each in weight_conversions if not _makes(each, self._stacks))]
         updated = super().update_weight_conversions(weight_conversions, *others)
         if not self.pre_quantized:
             return updated
@@ -226,6 +256,7 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
     def reversible(self, conversions: list) -> list:
         """Those of transformers' conversions that saving reverses: of packed or decoded weights nothing can be."""
         kept = [each for each in conversions if not _makes(each, self._stacks)]
+        kept = [each for each in kept if not any(isinstance(op, vendor.KeepPacked) for op in _operations(each))]
         return [each for each in kept if not sources.converts(each)]
 
     def _process_model_after_weight_loading(self, model: Any, **others: Any) -> Any:
@@ -294,6 +325,10 @@ def _stack_patterns(model: Any) -> list[str]:
         if isinstance(module, modules.PackedExperts):
             found.update(dict.fromkeys(f"{path.rpartition('.')[2]}.{name}" for name in module.packed_stacks))
     return list(found)
+
+
+def _operations(conversion: Any) -> list:
+    return getattr(conversion, "operations", None) or []
 
 
 def _makes(conversion: Any, names: list[str]) -> bool:

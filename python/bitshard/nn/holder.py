@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from bitshard import ops
 from bitshard.formats.container import repack
 from bitshard.formats.kind import Kind, kind_of
+from bitshard.formats.layouts import Layout
 from bitshard.formats.place import Place
 from bitshard.formats.state import QuantState, dtype_name
 from bitshard.nn import merged
@@ -53,10 +54,12 @@ class PackedWeight:
         late: loaded into shards: adapters may come after `fully_shard` (`sharding.weights.late_adapters`).
         reported: the log has told what of the model is 4-bit (`bitshard.weights.inventory`).
         kept: the weight from before adapters were merged into it (`bitshard.nn.merged.Kept`), while some are.
+        layout: how the files that it came from have it, where that is a layout of others (`formats.layouts`).
         restored: which adapter was the last to be taken out of it (`bitshard.nn.merged.Writer.name`).
     """
 
     late = False
+    layout: Layout | None = None
     restored: tuple[int, str] | None = None
 
     def __init__(self, owner: nn.Module, name: str, shape: tuple[int, ...] | None = None):
