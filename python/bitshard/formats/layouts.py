@@ -215,5 +215,3 @@ def layout_of(names: Collection[str]) -> type[Layout] | None:
         if any(layout.key_of(name, names) is not None for name in names):
             return layout
     return None
-
-

@@ -79,6 +79,11 @@ class Microscaled(FourBit):
         own = {"absmax": state.absmax}
         return {**own, "nested_absmax": state.state2.absmax} if self.has_global else own
 
+    def entry_names(self) -> list[str]:
+        """Names of the entries of a state, as checkpoints have them."""
+        own = ["absmax", "nested_absmax"] if self.has_global else ["absmax"]
+        return [*own, f"quant_state.{entries.BLOB_PREFIX}{self.name_of_type}"]
+
     def read(self, cls: Any, given: dict[str, Any]) -> Any:
         blocksize, shape = entries.integer(given, "blocksize"), entries.read_shape(given)
         if blocksize != self.blocksize:

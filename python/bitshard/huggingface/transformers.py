@@ -152,7 +152,7 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
     _stacks: list[str] = []  # of the model that is being loaded, as `_stack_patterns` gives them
     _embedding: str | None = None  # path of its quantized embedding
     _source: Any = None  # transformers' quantizer that reads the files, where these are of another format
-    _vendor: vendor.Vendor | None = None  # the files, where these are packed in the wanted format by others
+    vendor: vendor.Vendor | None = None  # the files, where these are packed in the wanted format by others
 
     def param_needs_quantization(self, model: Any, param_name: str, **others: Any) -> bool:
         """Whether a parameter is a 4-bit weight that comes in 16 or 32 bits."""
@@ -164,7 +164,7 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
     def get_modules_to_not_convert(self, model: Any, *others: Any, **settings: Any) -> list[str]:
         """transformers' list, and of files that others have packed each layer of which they have 16 bits."""
         found = super().get_modules_to_not_convert(model, *others, **settings)
-        return found if self._vendor is None else [*found, *self._vendor.left_alone(model)]
+        return found if self.vendor is None else [*found, *self.vendor.left_alone(model)]
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, str]]:
         """What `save_pretrained` writes: packed weights in the layout of the files that they came from."""
@@ -181,14 +181,14 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
     ) -> Any:
         others["checkpoint_files"] = checkpoint_files
         if not self.pre_quantized:
-            self._vendor = vendor.vendor_of(checkpoint_files or (), self.quantization_config.bnb_4bit_quant_type)
+            self.vendor = vendor.vendor_of(checkpoint_files or (), self.quantization_config.bnb_4bit_quant_type)
         out = super()._process_model_before_weight_loading(model, device_map=device_map, **others)
         config = self.quantization_config
         packed_files = self.pre_quantized
-        foreign = not packed_files and self._vendor is None
+        foreign = not packed_files and self.vendor is None
         self._source = sources.quantizer_of(checkpoint_files or ()) if foreign else None
         # transformers casts what it quantizes to the model's dtype first, scales too, where files are not "quantized"
-        self.pre_quantized = packed_files or self._vendor is not None or sources.has_float_scales(self._source)
+        self.pre_quantized = packed_files or self.vendor is not None or sources.has_float_scales(self._source)
         found = [
             (path, module)
             for path, module in modules.found(model)
@@ -225,9 +225,9 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
             forward.register()
             if not isinstance(config, FourBitConfig):  # what is saved must say so
                 self.quantization_config = FourBitConfig.of(config)
-        if self._vendor is not None and self._vendor.config is not None:
+        if self.vendor is not None and self.vendor.config is not None:
             self.quantization_config = FourBitConfig.of(self.quantization_config)
-            self.quantization_config.files = self._vendor.config
+            self.quantization_config.files = self.vendor.config
         return out
 
     def update_weight_conversions(self, weight_conversions: list, *others: Any) -> list:
@@ -237,8 +237,8 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
             for conversion in filter(sources.converts, updated) if self.pre_quantized else ():
                 conversion.operations = [*conversion.operations, QuantizeDecoded(self)]
             return updated
-        if self._vendor is not None:
-            own = self._vendor.converters(self._stacks)
+        if self.vendor is not None:
+            own = self.vendor.converters(self._stacks)
             return [*own, *(each for each in weight_conversions if not _makes(each, self._stacks))]
         updated = super().update_weight_conversions(weight_conversions, *others)
         if not self.pre_quantized:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import glob
 import itertools
+import json
 import sys
 from pathlib import Path
 
@@ -233,6 +234,54 @@ def check_published(folder, format):
     return texts
 
 
+def mxfp4():
+    return FourBitConfig(bnb_4bit_quant_type="mxfp4")
+
+
+def files_equal(folder, other):
+    """The same tensors, byte for byte, under the same names; and what the configs say of the format."""
+    found, wanted = (
+        {name: as_bytes(t) for name, t in load_file(f"{f}/model.safetensors").items()} for f in (folder, other)
+    )
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    wrong = [name for name, data in wanted.items() if not torch.equal(found[name], data)]
+    assert not wrong, wrong
+    configs = (json.loads(Path(f, "config.json").read_text())["quantization_config"] for f in (folder, other))
+    assert next(configs) == next(configs)
+
+
+def check_kept_mxfp4(folder, how):
+    """gpt-oss's own bytes in shards, in training, and in files again."""
+    path = f"{folder}/mxfp4"
+    options = {"config": dense_config(path), "quantization_config": mxfp4(), "dtype": torch.float32}
+    with environment(BITSHARD_CUT="0", FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
+        reference = AutoModelForCausalLM.from_pretrained(path, **options).eval()
+    if how == "by_units":
+        model = fsdp.load(path, quantization_config=mxfp4(), dtype=torch.float32, progress=False).eval()
+    elif how == "in_parts":
+        model = in_parts(path, config=options["config"], quantization_config=mxfp4())
+    else:
+        with environment(BITSHARD_CUT="0", FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
+            model = AutoModelForCausalLM.from_pretrained(path, **options).eval().requires_grad_(False)
+        wrap = {"auto_wrap_policy": ModuleWrapPolicy({type(model.model.layers[0])}), "device_id": torch.device("cpu")}
+        model = shard(model) if how == "whole" else FullyShardedDataParallel(model, use_orig_params=True, **wrap)
+    if how == "fsdp1":
+        assert torch.equal(moe.logits(model), moe.logits(reference))
+    else:
+        check_exact(model, reference)
+    assert {held.kind.name for held in held_stacks(model).values()} == {"mxfp4_experts"}
+    fsdp.save_pretrained(model, f"{folder}/mxfp4-{how}", progress=False)
+    dist.barrier()
+    files_equal(f"{folder}/mxfp4-{how}", path)
+    x = moe.TOKENS.clone()
+    model(input_ids=x, labels=x)  # forward changes no weight
+    fsdp.save_pretrained(model, f"{folder}/mxfp4-{how}-dense", dtype=torch.float32, progress=False)
+    if rank() == 0:
+        dense = AutoModelForCausalLM.from_pretrained(f"{folder}/mxfp4-{how}-dense", dtype=torch.float32).eval()
+        assert (moe.logits(dense) - moe.logits(reference)).abs().max() < 1e-4
+    dist.barrier()
+
+
 def check_parallel_plans(folder, family):
     """Expert and tensor parallelism are refused in one line."""
     from transformers.distributed import DistributedConfig
@@ -416,6 +465,8 @@ def checks():
     for how in ("fsdp1", "fsdp2"):
         again = functools.partial(check_training, family="gpt_oss", how=how, fused=True)
         found[f"training_fused_{how}"] = again
+    for how in ("by_units", "in_parts", "whole", "fsdp1"):
+        found[f"kept_mxfp4_{how}"] = functools.partial(check_kept_mxfp4, how=how)
     for format in ("mxfp4", "fp8"):
         found[f"published_{format}"] = functools.partial(check_published, format=format)
     found["parallel_plans"] = functools.partial(check_parallel_plans, family="qwen3_moe")

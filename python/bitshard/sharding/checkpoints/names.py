@@ -79,6 +79,7 @@ class Names:
         keys: of all tensors that are written, entries beside packed weights included.
         packed: those of weights that are written packed. No conversion can put packed bytes together or apart.
         stacks: those of experts' stacks that are 4-bit in the model. Loading packed ones uses no conversion of them.
+        laid_out: key -> holder of the packed weights that the files have in a layout of others.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Names:
         keys: Iterable[str],
         packed: Iterable[str] = (),
         stacks: Iterable[str] = (),
+        laid_out: dict[str, Any] | None = None,
     ):
         self.keys, packed = list(keys), list(packed)
         self._plain: dict[str, str] = {key: key for key in self.keys}
@@ -99,6 +101,14 @@ class Names:
             self._model = _Reversed(model, kept)
             if kept:
                 self._find(kept)
+        self.laid_out: dict[str, Any] = {}  # file's name of such a weight -> (its key, its holder)
+        for key, held in (laid_out or {}).items():
+            group = self._groups[self._plain[key]] = [each for each in self.keys if f"{each}.".startswith(f"{key}.")]
+            self.laid_out[self._plain[key]] = key, held
+            for each in group:
+                self._group_of[each] = self._plain[key]
+            for each in group:
+                del self._plain[each]
 
     def _find(self, conversions: list[Any]) -> None:
         """Name all keys in one pass, in transformers' order, on which some of its renamings depend."""
@@ -128,9 +138,20 @@ class Names:
                 found[self._plain[key]] = entry
             elif self.together(key)[0] == key:
                 group = {each: _empty(entries[each]) for each in self.together(key)}
-                made = self._model.reverted(group)
+                made = self.made(self._group_of[key], group)
                 found |= {name: Entry(value.dtype, tuple(value.shape)) for name, value in made.items()}
         return found
+
+    def made(self, group: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """{file's name: tensor} of the tensors of a complete group, by the model's keys."""
+        if group not in self.laid_out:
+            return self._model.reverted(tensors)
+        key, held = self.laid_out[group]
+        state = held.state.clone()
+        state.absmax = tensors[f"{key}.absmax"]
+        if f"{key}.nested_absmax" in tensors:
+            state.state2.absmax = tensors[f"{key}.nested_absmax"]
+        return held.layout.written(group, tensors[key], state)
 
     def collector(self) -> Collector:
         """What takes the tensors one after the other and gives those of the files."""
@@ -157,7 +178,7 @@ class Collector:
             waiting = self._waiting.setdefault(group, {})
             waiting[key] = tensor
             if len(waiting) == len(names._groups[group]):
-                found.update(names._model.reverted(self._waiting.pop(group)))
+                found.update(names.made(group, self._waiting.pop(group)))
         return found
 
 

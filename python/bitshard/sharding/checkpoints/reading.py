@@ -8,7 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from bitshard.formats.layouts import Layout
+from bitshard.formats.state import QuantState
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -39,6 +43,8 @@ class Checkpoint:
             self.files = self._named(paths)
         if not self.files:
             raise ValueError(f"{self.where}: no safetensors files there")
+        self._laid_out: dict[str, tuple[str, type[Layout], torch.dtype]] = {}  # name -> key of the weight, and its form
+        self._last: tuple[str, dict[str, Tensor], Layout] | None = None
         self._beside: dict[str, list[str]] = {}
         for name in self.files:
             layer, dot, entry = name.partition(".weight.")
@@ -55,12 +61,42 @@ class Checkpoint:
         """Names of the entries beside a packed weight ("absmax", "quant_map", ...); empty for a dense one."""
         return self._beside.get(name, [])
 
+    def show(self, layout: type[Layout], dtype: torch.dtype) -> None:
+        """Show packed weights that the files have in a layout of others by the names of bitsandbytes' entries.
+
+        Args:
+            layout: theirs. dtype: that the weights dequantize to.
+        """
+        found = {key: name for name in self.files if (key := layout.key_of(name, self.files)) is not None}
+        for key, name in found.items():
+            self._beside[key] = [*layout.kind.entry_names()]
+            for shown in (key, *(f"{key}.{entry}" for entry in self._beside[key])):
+                self._laid_out[shown] = key, layout, dtype
+                self.files.setdefault(shown, self.files[name])
+
+    def layout(self, name: str) -> Layout | None:
+        """The layout of a weight that was read last, where it is one of others."""
+        return self._last[2] if self._last is not None and self._last[0] == name else None
+
+    def _read_laid_out(self, name: str) -> Tensor:
+        key, layout, dtype = self._laid_out[name]
+        if self._last is None or self._last[0] != key:
+            packed, state, own = layout.read(key, self._get, dtype, QuantState)
+            shown = {f"{key}.{entry}": value for entry, value in state.as_dict(packed=True).items()}
+            self._last = key, {key: packed, **shown}, own
+        return self._last[1][name]
+
+    def _get(self, name: str) -> Tensor | None:
+        return self._handle(self.files[name]).get_tensor(name) if name in self.files else None
+
     def shape(self, name: str) -> list[int]:
         """Shape of a tensor, read from the header of its file."""
         return list(self._handle(self.files[name]).get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
         """A tensor, on the CPU; it may be the file itself, mapped into memory."""
+        if name in self._laid_out:
+            return self._read_laid_out(name)
         return self._handle(self.files[name]).get_tensor(name)
 
     def close(self) -> None:

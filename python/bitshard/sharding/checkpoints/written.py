@@ -91,6 +91,7 @@ def written(
         entries,
         held if dtype is None else (),
         stacks,
+        {key: one for key, one in held.items() if one.layout is not None} if dtype is None else None,
     )
     if wanted is not None:
         require_fitting(wanted, _facts(found, entries), _files(names, entries, found), what)
@@ -148,4 +149,6 @@ def _facts(found: list[Piece], entries: dict[str, Entry]) -> dict[str, tuple[tup
 def _files(names: Names, entries: dict[str, Entry], found: list[Piece]) -> list[str]:
     """The files' names of all tensors, without the entries beside packed ones."""
     keys = {piece.name_of(name) for piece in found for name in piece.names}
-    return list(names.entries({key: entry for key, entry in entries.items() if key in keys}))
+    laid_out = {key: name for name, (key, _) in names.laid_out.items()}
+    others = {key: entry for key, entry in entries.items() if key in keys and key not in laid_out}
+    return [*names.entries(others), *(name for key, name in laid_out.items() if key in keys)]

@@ -103,7 +103,7 @@ def _fill_on_host(skeleton: Skeleton, unit: nn.Module, reader: Any) -> tuple[Non
 
 
 def _states(weights: list[Any]) -> list[tuple[Any, ...]]:
-    """What other ranks must know of each weight: its state, checksum, size and dtypes."""
+    """What other ranks must know of each weight: its state, checksum, size, dtypes and layout in files."""
     told = []
     for held in weights:
         weight = held.weight
@@ -111,11 +111,14 @@ def _states(weights: list[Any]) -> list[tuple[Any, ...]]:
             raise ValueError(f"a layer of {list(held.shape)} has no quantized weight on rank 0")
         state = weight.quant_state
         entries = {name: value.cpu() for name, value in state.as_dict(packed=True).items()}
-        told.append((entries, int(state.checksum), tuple(weight.shape), weight.dtype, weight.quant_storage))
+        dtypes = weight.dtype, weight.quant_storage
+        told.append((entries, int(state.checksum), tuple(weight.shape), *dtypes, held.layout))
     return told
 
 
-def _await(held: Any, entries: dict, checksum: int, shape: tuple, dtype: torch.dtype, storage: torch.dtype) -> None:
+def _await(
+    held: Any, entries: dict, checksum: int, shape: tuple, dtype: torch.dtype, storage: torch.dtype, layout: Any
+) -> None:
     """Give a layer a weight without data, whose bytes FSDP1 brings."""
     state = QuantState.from_dict(entries, device="cpu")
     if list(state.shape) != list(held.shape):
@@ -123,4 +126,5 @@ def _await(held: Any, entries: dict, checksum: int, shape: tuple, dtype: torch.d
     state.checksum = torch.tensor(checksum, dtype=torch.int64)
     weight = Params4bit.of_state(torch.empty(shape, dtype=dtype, device="meta"), state, storage, held.layer)
     held.take(weight)
+    held.layout = layout
     held.delivered()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bitshard import ops
+from bitshard.formats import layouts
 from bitshard.formats.container import repack
 from bitshard.formats.state import VALUE_DTYPES, dtype_name
 from bitshard.sharding.checkpoints.names import Loading
@@ -43,6 +44,7 @@ class Skeleton:
         build: makes the model from the config and dtype; None: the causal language model of the config.
         own_dtypes: whether what the model itself wants in another dtype gets that, as from_pretrained does. FSDP wants
             one dtype.
+        files: the folder of the files, or they; for weights that others have packed in the wanted format.
         runs: whether the model is to be run, for which buffers that no file has are computed.
 
     Attributes:
@@ -62,6 +64,7 @@ class Skeleton:
         build: Callable[..., nn.Module] | None = None,
         own_dtypes: bool = False,
         runs: bool = True,
+        files: Any = None,
     ):
         config = copy.deepcopy(config)
         self.dtype = dtype or getattr(config, "dtype", None) or torch.float32
@@ -73,7 +76,7 @@ class Skeleton:
             self.model = (build or causal)(config, dtype=self.dtype)
         wanted = _own_dtypes(self.model, self.dtype) if own_dtypes else {}
         if self.quantizer is not None:
-            _preprocess(self.quantizer, self.model, self.dtype)
+            _preprocess(self.quantizer, self.model, self.dtype, _safetensors(files))
         for module, name, key in _slots(self.model):  # the biases of the new 4-bit layers are of torch's default dtype
             tensor = _get((module, name, ""))
             if tensor.is_floating_point() and not _is_4bit(module, name):
@@ -106,6 +109,9 @@ class Skeleton:
     def check(self, files: Checkpoint, unsaved: Collection[str] = ()) -> None:
         """ValueError that names those which the files lack, but for those `unsaved`, or have otherwise."""
         complaints = []
+        vendor = getattr(self.quantizer, "vendor", None)
+        if vendor is not None:
+            files.show(vendor.layout, self.dtype)
         self._conversions.look(files, {key for _, slots in self._places.values() for _, _, key in slots})
         for tensor, slots in self._places.values():
             key = next(filter(None, (self._name_in(files, key) for _, _, key in slots)), None)
@@ -176,6 +182,7 @@ class Skeleton:
         beside = {name: files.read(name) for name in held.kind.names_beside(key, files)}
         if beside:
             weight = held.of_codes(values.to(self.device), beside, key, self.dtype)
+            held.layout = files.layout(key)
         elif values.dtype in VALUE_DTYPES.values():
             weight = held.of_values(values.to(self.device, self.dtype), vars(old))
         else:
@@ -314,7 +321,15 @@ def _slots(model: nn.Module) -> Iterator[Slot]:
                 yield module, name, f"{path}.{name}" if path else name
 
 
-def _preprocess(quantizer: Any, model: nn.Module, dtype: torch.dtype) -> None:
+def _safetensors(files: Any) -> list[str]:
+    """The safetensors files of a folder, or of a list."""
+    if files is None:
+        return []
+    paths = Path(files).glob("*.safetensors") if isinstance(files, (str, Path)) else files
+    return sorted(map(str, paths))
+
+
+def _preprocess(quantizer: Any, model: nn.Module, dtype: torch.dtype, files: list[str]) -> None:
     """What from_pretrained does to a model that nothing ties yet: which layers stay in 16 bits may depend on that."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     for key in tied:
@@ -322,7 +337,7 @@ def _preprocess(quantizer: Any, model: nn.Module, dtype: torch.dtype) -> None:
         module = model.get_submodule(path)
         table = module._parameters if name in module._parameters else module._buffers
         table[name] = type(table[name])(torch.empty_like(table[name]))
-    quantizer.preprocess_model(model=model, dtype=dtype, device_map=None)
+    quantizer.preprocess_model(model=model, dtype=dtype, device_map=None, checkpoint_files=files)
     if tied:
         model.tie_weights()
 
@@ -433,22 +448,29 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
     from transformers.quantizers import AutoHfQuantizer
 
     own = getattr(config, "quantization_config", None)
-    if own is not None and quantization_config is not None:
+    by_others = own is not None and _method(own) in {layout.method for layout in layouts.LAYOUTS}
+    if own is not None and quantization_config is not None and not by_others:
         raise ValueError("load: the files are quantized already, so quantization_config must be None")
     if own is not None:
         del config.quantization_config
+    if quantization_config is not None:
+        own = None
     settings = own if own is not None else quantization_config
     if settings is None:
         return None
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=own is not None)
     loads = quantizer.quantization_config
     if not (getattr(loads, "load_in_4bit", False) or getattr(loads, "load_in_8bit", False)):
-        method = quantizer.quantization_config.quant_method
-        name = getattr(method, "value", method)
         raise ValueError(
-            f"load: expected files with 4-bit or int8 weights, or dense ones, these are {name}: {_CONVERT}"
+            f"load: expected files with 4-bit or int8 weights, or dense ones, these are {_method(loads)}: {_CONVERT}"
         )
     return quantizer
+
+
+def _method(config: Any) -> str:
+    """The quant_method of a quantization config."""
+    method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+    return str(getattr(method, "value", method))
 
 
 def _compute_buffers(model: nn.Module, device: torch.device) -> None:

@@ -81,8 +81,9 @@ def begin(
 ) -> tuple[tuple[Skeleton, Checkpoint | None], Any]:
     """The model on the meta device and its files, once their names and shapes fit; facts that all ranks must share."""
     config, folder = _config(source)
-    skeleton = Skeleton(config, quantization_config, dtype, compute_device(device), build)
-    reader = Checkpoint(folder if files is None else files) if reads else None
+    where = folder if files is None else files
+    skeleton = Skeleton(config, quantization_config, dtype, compute_device(device), build, files=where)
+    reader = Checkpoint(where) if reads else None
     if reader is not None:
         skeleton.check(reader)
     facts = {"parameters": len(list(skeleton.model.parameters())), "dtype": str(skeleton.dtype)}
