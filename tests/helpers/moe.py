@@ -109,6 +109,30 @@ def save_fp8(model, folder):
     _save_encoded(model, folder, encode, settings)
 
 
+def save_nvfp4(model, folder, layout):
+    """The files of a model whose linear layers but the head are NVFP4, with random codes and scales, as ModelOpt or
+    compressed-tensors have them; with what only servers use."""
+    modelopt = layout == "modelopt"
+
+    def encode(tensors):
+        for key in [key for key in tensors if key.endswith("proj.weight")]:
+            (N, K), layer = tensors.pop(key).shape, key.removesuffix(".weight")
+            tensors[f"{layer}.weight" if modelopt else f"{layer}.weight_packed"] = torch.randint(
+                0, 256, (N, K // 2), dtype=torch.uint8
+            )
+            tensors[f"{layer}.weight_scale"] = (torch.rand(N, K // 16) * 400).to(torch.float8_e4m3fn)
+            whole = torch.rand(()) * 1e-4 + 1e-5
+            tensors |= (
+                {f"{layer}.weight_scale_2": whole} if modelopt else {f"{layer}.weight_global_scale": 1 / whole[None]}
+            )
+            tensors[f"{layer}.input_scale" if modelopt else f"{layer}.input_global_scale"] = torch.rand(())
+
+    settings = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"]}
+    if modelopt:
+        settings = {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
+    _save_encoded(model, folder, encode, settings)
+
+
 def _save_encoded(model, folder, encode, settings):
     model.save_pretrained(folder)
     file, config = folder / "model.safetensors", folder / "config.json"

@@ -15,34 +15,13 @@ from bitshard.nn.linear import Linear4bit
 from bitshard.state import QuantState
 from helpers.alike import agree, by_isa
 from helpers.bytes import same_bytes
+from helpers.microscaled import SCALE, VALUE, e2m1, e4m3, e8m0
 from safetensors.torch import load_file, save_file
 
 TYPES = ("mxfp4", "nvfp4")
 BLOCK = {"mxfp4": 32, "nvfp4": 16}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 N, K = 24, 96
-
-
-def e2m1(code: int) -> float:
-    sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
-    magnitude = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
-    return -magnitude if sign else magnitude
-
-
-def e4m3(byte: int) -> float:
-    sign, exponent, mantissa = byte >> 7, byte >> 3 & 15, byte & 7
-    if exponent == 15 and mantissa == 7:
-        return math.nan
-    magnitude = (1 + mantissa / 8) * 2.0 ** (exponent - 7) if exponent else mantissa / 8 * 2.0**-6
-    return -magnitude if sign else magnitude
-
-
-def e8m0(byte: int) -> float:
-    return math.nan if byte == 255 else 2.0 ** (byte - 127)
-
-
-SCALE = {"mxfp4": torch.tensor([e8m0(b) for b in range(256)]), "nvfp4": torch.tensor([e4m3(b) for b in range(256)])}
-VALUE = torch.tensor([e2m1(code) for code in range(16)])
 
 
 def exact(packed, scales, whole, quant_type, dtype):

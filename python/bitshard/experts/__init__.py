@@ -21,6 +21,8 @@ __all__ = ["disable", "enable", "quantize"]
 def enable() -> None:
     """Let every `BitsAndBytesConfig(load_in_4bit=True)` of this process take experts too; again changes nothing.
 
+    Models whose files are MXFP4 (gpt-oss) keep their bytes then, where they are loaded without a config of one's own.
+
     BITSHARD_EXPERTS=1 in the environment does the same for scripts that nobody wants to edit.
     """
     registry.take_over()

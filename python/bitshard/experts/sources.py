@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from bitshard.formats import layouts
+
 _FP8, _MXFP4 = "weight_scale_inv", ("_blocks", "_scales")  # how names of their scales end
 
 
@@ -17,13 +19,15 @@ def dense_config(path: Any, **options: Any) -> Any:
         config = dense_config("openai/gpt-oss-20b")
         AutoModelForCausalLM.from_pretrained("openai/gpt-oss-20b", config=config, quantization_config=FourBitConfig())
 
-    Without it transformers refuses another quantization_config than the one the files name.
+    Without it transformers refuses another quantization_config than the one the files name. With
+    `FourBitConfig(bnb_4bit_quant_type="mxfp4")` (or "nvfp4") weights that the files have in this format keep their
+    bytes; else those of MXFP4 and FP8 are decoded and quantized again.
 
     Args:
         path: of the model.
         options: of AutoConfig.from_pretrained.
 
-    ValueError where the files are in a format that is neither MXFP4 nor FP8 in blocks, nor dense.
+    ValueError where the files are in a format that is none of MXFP4, NVFP4 and FP8 in blocks, nor dense.
     """
     from transformers import AutoConfig
 
@@ -32,8 +36,9 @@ def dense_config(path: Any, **options: Any) -> Any:
     if found is None:
         return config
     method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
-    if str(getattr(method, "value", method)) not in ("mxfp4", "fp8"):
-        raise ValueError(f"dense_config: the files of {path} are {method}, expected mxfp4, fp8 or 16 bits")
+    known = sorted({"fp8", *(layout.method for layout in layouts.LAYOUTS)})
+    if str(getattr(method, "value", method)) not in known:
+        raise ValueError(f"dense_config: the files of {path} are {method}, expected one of {known} or 16 bits")
     del config.quantization_config
     return config
 
@@ -41,10 +46,13 @@ def dense_config(path: Any, **options: Any) -> Any:
 def quantizer_of(files: Iterable[str]) -> Any:
     """transformers' quantizer that decodes these files; None where they are dense.
 
-    TypeError or ValueError of safetensors where a file is none of its own.
+    ValueError where they are NVFP4, which is kept only; an error of safetensors where a file is none of its own.
     """
     for file in files:
         names = names_of([file])
+        found = layouts.layout_of(names)
+        if found is not None and found.kind.has_global:
+            raise ValueError(f"{file}: weights in NVFP4, which are kept as they are: bnb_4bit_quant_type='nvfp4'")
         if any(name.endswith(_FP8) for name in names):
             from transformers import FineGrainedFP8Config
             from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bitshard.process import registry
 from bitshard.process.registry import Entries
 
 
@@ -20,8 +21,14 @@ class _Config:
 
 def _quantizer(config: Any, **arguments: Any) -> Any:
     """Stands in the registry of quantizers for `bitshard.transformers.FourBitQuantizer`."""
-    from bitshard.huggingface.transformers import FourBitQuantizer
+    from bitshard.huggingface.transformers import FourBitConfig, FourBitQuantizer
 
+    if type(config).__name__ == "Mxfp4Config":
+        if config.dequantize:
+            return registry.stock("mxfp4")(config, **arguments)
+        config = FourBitConfig(bnb_4bit_quant_type="mxfp4")
+        config.bnb_4bit_compute_dtype = None  # that of what comes
+        arguments["pre_quantized"] = False  # in bitshard's own layout
     return FourBitQuantizer(config, **arguments)
 
 

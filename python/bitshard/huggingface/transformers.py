@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import BitsAndBytesConfig
 from transformers.core_model_loading import ConversionOps, WeightConverter
-from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+from transformers.integrations.bitsandbytes import Bnb4bitDeserialize, Bnb4bitQuantize
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 
@@ -149,6 +149,7 @@ class DeserializeInt8(ConversionOps):
 class FourBitQuantizer(Bnb4BitHfQuantizer):
     """The quantizer of 4-bit linear layers, of experts, and of embeddings."""
 
+    serialized_names = {"weight": ["weight", *(f"weight.{entry}" for entry in _ENTRIES)]}  # of every format here
     _stacks: list[str] = []  # of the model that is being loaded, as `_stack_patterns` gives them
     _embedding: str | None = None  # path of its quantized embedding
     _source: Any = None  # transformers' quantizer that reads the files, where these are of another format
@@ -160,6 +161,11 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
         if isinstance(module, Embedding8bit):
             return leaf == "weight"
         return holder_of(module, leaf) is not None or super().param_needs_quantization(model, param_name, **others)
+
+    def get_weight_conversions(self) -> list:
+        """How packed weights of linear layers are read."""
+        names = self.serialized_names["weight"]
+        return [WeightConverter(names, "weight", [Bnb4bitDeserialize(self)])] if self.pre_quantized else []
 
     def get_modules_to_not_convert(self, model: Any, *others: Any, **settings: Any) -> list[str]:
         """transformers' list, and of files that others have packed each layer of which they have 16 bits."""
@@ -238,7 +244,7 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
                 conversion.operations = [*conversion.operations, QuantizeDecoded(self)]
             return updated
         if self.vendor is not None:
-            own = self.vendor.converters(self._stacks)
+            own = self.vendor.converters(self._stacks, self)
             return [*own, *(each for each in weight_conversions if not _makes(each, self._stacks))]
         updated = super().update_weight_conversions(weight_conversions, *others)
         if not self.pre_quantized:

@@ -39,29 +39,31 @@ class Vendor:
         linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
         return [name for name in linear if f"{name}.weight" not in self.keys]
 
-    def converters(self, stacks: list[str]) -> list[WeightConverter]:
+    def converters(self, stacks: list[str], quantizer: Any) -> list[WeightConverter]:
         """What makes packed weights of the files' entries; `stacks`: last parts of the names of experts' stacks."""
         names = stacks if self.layout.kind.stacked else ["weight"]
         found = []
         for name in names:
             stem = name.removesuffix(self.layout.end.lstrip("."))
             patterns = [f"{stem}{end.lstrip('.') if self.layout.end else end}$" for end in self.layout.ends()[::-1]]
-            found.append(WeightConverter(patterns, name, [KeepPacked(self.layout)]))
+            found.append(WeightConverter(patterns, name, [KeepPacked(self.layout, quantizer)]))
         return found
 
 
 class KeepPacked(ConversionOps):
     """Makes a packed weight of its entries in the files; what is in 16 bits there stays so."""
 
-    def __init__(self, layout: type[Layout]):
+    def __init__(self, layout: type[Layout], quantizer: Any):
         self.layout = layout
+        self.hf_quantizer = quantizer  # with which transformers casts nothing before it is here
 
     def convert(self, input_dict: dict, model: Any = None, full_layer_name: Any = None, **others: Any) -> dict:
         given = {name.rstrip("$"): value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
         module, leaf = get_module_from_name(model, full_layer_name)
         held = holder_of(module, leaf)
         if held is None:
-            return {full_layer_name: next(iter(given.values()))}
+            value, old = next(iter(given.values())), getattr(module, leaf)
+            return {full_layer_name: value.to(old.dtype) if value.is_floating_point() else value}
         found = {end: value for name, value in given.items() for end in self.layout.ends() if _ends(name, end)}
         stem = full_layer_name.removesuffix(self.layout.end)
         old = module._parameters[leaf]

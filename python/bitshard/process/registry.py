@@ -2,7 +2,7 @@
 
 The method "bitshard_4bit", so that `from_pretrained` reads models with 4-bit experts wherever bitshard was imported;
 and, where `bitshard.experts.enable` was called or BITSHARD_EXPERTS=1 is set, the quantizer for experts in the place of
-the one for BitsAndBytesConfig. Nothing of transformers is imported here. What is entered:
+those for BitsAndBytesConfig and for files in MXFP4. Nothing of transformers is imported here. What is entered:
 `bitshard.huggingface.entries`.
 """
 
@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 from bitshard.process import switches
 
 QUANT_METHOD = "bitshard_4bit"  # of transformers' config.json, where a model has weights that are not bitsandbytes' own
-STOCK = "bitsandbytes_4bit"  # transformers' name of BitsAndBytesConfig(load_in_4bit=True)
+# transformers' names of BitsAndBytesConfig(load_in_4bit=True), and of the config of gpt-oss
+STOCK = ("bitsandbytes_4bit", "mxfp4")
 _REGISTRIES = "transformers.quantizers.auto"
-_before: Any = None  # the quantizer that had the stock name
+_before: dict[str, Any] = {}  # the quantizers that had these names
 
 
 class Entries(NamedTuple):
@@ -45,18 +46,23 @@ def enter(registries: Any = None) -> None:
 
 
 def take_over(registries: Any = None) -> None:
-    """Let BitsAndBytesConfig(load_in_4bit=True) take experts; again changes nothing."""
-    global _before
+    """Let BitsAndBytesConfig(load_in_4bit=True) take experts, and files in MXFP4 stay so; again changes nothing."""
     mapping = (registries or importlib.import_module(_REGISTRIES)).AUTO_QUANTIZER_MAPPING
-    if mapping.get(STOCK) is not _entries.quantizer:
-        _before, mapping[STOCK] = mapping[STOCK], _entries.quantizer
+    for name in STOCK:
+        if mapping.get(name) is not _entries.quantizer:
+            _before[name], mapping[name] = mapping[name], _entries.quantizer
 
 
 def give_back() -> None:
     """Undo `take_over`."""
-    global _before
-    if _before is not None:
-        sys.modules[_REGISTRIES].AUTO_QUANTIZER_MAPPING[STOCK], _before = _before, None
+    if _before:
+        sys.modules[_REGISTRIES].AUTO_QUANTIZER_MAPPING.update(_before)
+        _before.clear()
+
+
+def stock(name: str) -> Any:
+    """transformers' own quantizer of this name."""
+    return _before.get(name) or sys.modules[_REGISTRIES].AUTO_QUANTIZER_MAPPING[name]
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -1,0 +1,257 @@
+"""Models whose files others have packed in MXFP4 or NVFP4: the values of the specification, training, and their bytes.
+
+The files are made here from the documents of the layouts, with random codes and scales (`helpers.moe`).
+"""
+
+import json
+import re
+
+import pytest
+import torch
+import transformers
+from bitshard import experts, fsdp, functional
+from bitshard.formats import layouts
+from bitshard.kinds import kind_of
+from bitshard.nn.linear import Linear4bit
+from bitshard.transformers import FourBitConfig, dense_config
+from helpers import moe, tiny
+from helpers.bytes import same_bytes
+from helpers.microscaled import SCALE, VALUE
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+NVFP4 = ("modelopt", "compressed-tensors")
+FILES = ("mxfp4", *NVFP4)
+
+
+def made(folder, what):
+    """Files in a layout."""
+    if what == "mxfp4":
+        moe.save_mxfp4(moe.model("gpt_oss", 3, intermediate_size=64), folder)
+    else:
+        moe.save_nvfp4(tiny.llama(), folder, what)
+    return folder
+
+
+@pytest.fixture(scope="module", params=FILES)
+def given(request, tmp_path_factory):
+    """(name of the layout, folder in it)"""
+    return request.param, made(tmp_path_factory.mktemp("vendor") / request.param, request.param)
+
+
+def load(folder, quant_type, **options):
+    config = FourBitConfig(bnb_4bit_quant_type=quant_type, bnb_4bit_compute_dtype=torch.float32)
+    options = {"dtype": torch.float32, "device_map": "cpu", "config": dense_config(folder), **options}
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, **options).eval()
+
+
+def type_of(what):
+    return "mxfp4" if what == "mxfp4" else "nvfp4"
+
+
+def decoded(what, files):
+    """{key of a weight: values} by the layout's own document: the first code of a byte is its low half."""
+    found = {}
+    for name, packed in files.items():
+        if packed.dtype is not torch.uint8 or name.endswith("_scales"):
+            continue
+        codes = VALUE[torch.stack([packed & 15, packed >> 4], -1).flatten(-2).long()]
+        if what == "mxfp4":
+            key = name.removesuffix("_blocks")
+            scales = SCALE["mxfp4"][files[f"{key}_scales"].long()]
+            found[key] = (codes * scales.unsqueeze(-1)).flatten(-2)
+            continue
+        layer = name.removesuffix("_packed").removesuffix(".weight")
+        scales = SCALE["nvfp4"][files[f"{layer}.weight_scale"].view(torch.uint8).long()]
+        if what == "modelopt":
+            scales = scales * files[f"{layer}.weight_scale_2"]
+        else:
+            scales = scales * (1 / files[f"{layer}.weight_global_scale"])
+        found[f"{layer}.weight"] = codes * scales.repeat_interleave(16, -1)
+    return found
+
+
+def weights_of(model):
+    """{key: (packed, state)} of all packed weights."""
+    found = {
+        f"{n}.weight": (m.weight.data, m.quant_state) for n, m in model.named_modules() if isinstance(m, Linear4bit)
+    }
+    for name, module in model.named_modules():
+        for stack, held in getattr(module, "packed_stacks", {}).items():
+            found[f"{name}.{stack}"] = module._parameters[stack].data, held.state
+    return found
+
+
+def equal_files(folder, other):
+    found, wanted = load_file(folder / "model.safetensors"), load_file(other / "model.safetensors")
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    assert [name for name in wanted if not same_bytes(found[name], wanted[name])] == []
+    assert [name for name in wanted if found[name].shape != wanted[name].shape] == []
+    configs = [json.loads((each / "config.json").read_text())["quantization_config"] for each in (folder, other)]
+    assert configs[0] == configs[1]
+
+
+def test_values_are_those_of_the_specification(given):
+    what, folder = given
+    model = load(folder, type_of(what))
+    files = load_file(folder / "model.safetensors")
+    wanted, found = decoded(what, files), weights_of(model)
+    assert wanted.keys() == found.keys() and found
+    for key, (packed, state) in found.items():
+        assert torch.equal(functional.dequantize_4bit(packed, state), wanted[key]), key
+        assert state.kind is (kind_of("mxfp4").stack if what == "mxfp4" else kind_of("nvfp4"))
+    left = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+    assert "lm_head" in left and ("model.layers.0.self_attn.q_proj" in left) == (what == "mxfp4")
+    for name in left:
+        assert torch.equal(model.get_submodule(name).weight, files[f"{name}.weight"])
+
+
+def test_logits_are_those_of_the_decoded_model(given):
+    what, folder = given
+    model = load(folder, type_of(what))
+    files = load_file(folder / "model.safetensors")
+    dense = moe.model("gpt_oss", 3, intermediate_size=64) if what == "mxfp4" else tiny.llama()
+    state = {name: value for name, value in files.items() if name in dense.state_dict()}
+    values = decoded(what, files)
+    state |= {key: value.transpose(1, 2) if value.dim() == 3 else value for key, value in values.items()}
+    dense.load_state_dict(state)
+    with torch.no_grad():
+        found, wanted = (each.eval()(input_ids=moe.TOKENS).logits for each in (model, dense))
+    assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
+def test_saved_files_are_the_files(given, tmp_path):
+    """By transformers and by bitshard, also after a forward, a backward and steps of adapters."""
+    what, folder = given
+    model = load(folder, type_of(what))
+    model.save_pretrained(tmp_path / "theirs")
+    equal_files(tmp_path / "theirs", folder)
+    targets = {"target_modules": ["q_proj", "v_proj"]}
+    adapted = get_peft_model(model, LoraConfig(r=4, **targets))
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(3):
+        loss = adapted(input_ids=moe.TOKENS, labels=moe.TOKENS).loss
+        loss.backward()
+        optimizer.step(), optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    fsdp.save_pretrained(adapted, tmp_path / "ours", progress=False)
+    equal_files(tmp_path / "ours", folder)
+    again = load(tmp_path / "ours", type_of(what))
+    assert all(
+        same_bytes(a[0], b[0]) for a, b in zip(weights_of(again).values(), weights_of(model).values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("what", NVFP4)
+def test_merged_into_nvfp4_again(what, tmp_path):
+    """To the nearest, in the layout of the files, what servers need kept; other layers keep their bytes."""
+    folder = made(tmp_path / "given", what)
+    model = get_peft_model(load(folder, "nvfp4"), LoraConfig(r=4, target_modules=["q_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    before = load_file(folder / "model.safetensors")
+    fsdp.save_pretrained(model, tmp_path / "merged", merge=True, progress=False)
+    after = load_file(tmp_path / "merged/model.safetensors")
+    assert after.keys() == before.keys()
+    changed = {name for name in before if not same_bytes(before[name], after[name])}
+    assert changed and all("q_proj.weight" in name for name in changed), changed
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    delta = layer.get_delta_weight("default")
+    wanted = functional.dequantize_4bit(layer.base_layer.weight.data, layer.base_layer.quant_state) + delta
+    found = decoded(what, after)["model.layers.0.self_attn.q_proj.weight"]
+    packed, state = functional.quantize_nvfp4(wanted.detach())
+    assert torch.allclose(found, functional.dequantize_4bit(packed, state), rtol=1e-5)
+
+
+def test_mxfp4_by_its_own_config_where_experts_are_enabled(tmp_path):
+    """transformers itself knows no ModelOpt, and leaves compressed-tensors to its package."""
+    folder = made(tmp_path / "given", "mxfp4")
+    experts.enable()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        decoded_one = transformers.Mxfp4Config(dequantize=True)
+        dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=decoded_one)
+    finally:
+        experts.disable()
+    theirs = load(folder, "mxfp4")
+    assert {state.kind.name for _, state in weights_of(model).values()} == {"mxfp4_experts"}
+    with torch.no_grad():
+        found, wanted, of_dense = (each(input_ids=moe.TOKENS).logits for each in (model, theirs, dense.eval()))
+    assert torch.equal(found, wanted) and (of_dense - wanted).abs().max() < 1e-4 and not weights_of(dense)
+    model.save_pretrained(tmp_path / "saved")
+    equal_files(tmp_path / "saved", folder)
+
+
+def spoilt(folder, out, name, change):
+    files = load_file(folder / "model.safetensors")
+    key = next(each for each in files if each.endswith(name))
+    value = change(files.pop(key))
+    files |= {} if value is None else {key: value}
+    out.mkdir()
+    save_file(files, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_bytes((folder / "config.json").read_bytes())
+    return out
+
+
+def filled(value):
+    return lambda tensor: tensor.view(torch.uint8).index_fill(-1, torch.tensor([0]), value).view(tensor.dtype)
+
+
+BAD = [
+    ("mxfp4", "down_proj_scales", filled(255), "scales of mxfp4 are NaN"),
+    ("mxfp4", "down_proj_scales", filled(253), "byte 253, expected at most 252"),
+    ("mxfp4", "down_proj_scales", lambda t: t[:, :-1].contiguous(), r"\[E, N, K / 32\]"),
+    ("mxfp4", "down_proj_scales", lambda t: t.float(), "expected uint8"),
+    ("mxfp4", "down_proj_blocks", lambda t: t.flatten(-2), "16"),
+    ("mxfp4", "down_proj_scales", lambda t: None, "down_proj"),
+    ("modelopt", "q_proj.weight_scale_2", lambda t: t * 0, "global scale is 0"),
+    ("modelopt", "q_proj.weight_scale_2", lambda t: t * float("nan"), "global scale is nan"),
+    ("modelopt", "q_proj.weight_scale_2", lambda t: torch.ones(2), "expected one float32"),
+    ("modelopt", "q_proj.weight_scale", filled(127), "scales of nvfp4 are NaN"),
+    ("modelopt", "q_proj.weight_scale", lambda t: t.view(torch.uint8), "float8_e4m3fn"),
+    ("modelopt", "q_proj.weight_scale", lambda t: t[:, :-1].contiguous(), r"\[N, K / 16\]"),
+    ("compressed-tensors", "q_proj.weight_global_scale", lambda t: t * 0, "global scale is 0"),
+    ("compressed-tensors", "q_proj.weight_global_scale", lambda t: t / 0, "global scale is inf"),
+    ("compressed-tensors", "q_proj.weight_packed", lambda t: t[:, :-8].contiguous(), "packed codes are uint8"),
+]
+
+
+@pytest.mark.parametrize("what, name, change, words", BAD)
+def test_bad_files(what, name, change, words, tmp_path, capfd, caplog):
+    """An error, with the numbers in transformers' report; nothing is half loaded."""
+    folder = spoilt(made(tmp_path / "given", what), tmp_path / "bad", name, change)
+    with pytest.raises((ValueError, RuntimeError, TypeError)) as caught:
+        load(folder, type_of(what))
+    assert re.search(words, "".join([str(caught.value), caplog.text, *capfd.readouterr()]))
+
+
+def test_other_formats_are_named(tmp_path):
+    folder = made(tmp_path / "given", "modelopt")
+    with pytest.raises(ValueError, match="bnb_4bit_quant_type='nvfp4'"):
+        load(folder, "nf4")
+    assert layouts.layout_of(load_file(folder / "model.safetensors")) is layouts.ModelOpt
+    with pytest.raises(ValueError, match="bnb_4bit_quant_type='nvfp4'"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=FourBitConfig())
+
+
+@pytest.mark.parametrize("quant_type", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_quantized_while_loading_and_saved(family, quant_type, tmp_path):
+    """Files in 16 bits, linear layers and stacks; what is saved in bitshard's own layout is read again."""
+    model = tiny.llama() if family == "llama" else moe.model(family, 4)
+    model.save_pretrained(tmp_path / "dense")
+    config = FourBitConfig(bnb_4bit_quant_type=quant_type, bnb_4bit_compute_dtype=torch.float32)
+    options = {"dtype": torch.float32, "device_map": "cpu"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config, **options)
+    kinds = {state.kind.name for _, state in weights_of(model).values()}
+    assert kinds == ({quant_type} if family == "llama" else {quant_type, f"{quant_type}_experts"})
+    model.save_pretrained(tmp_path / "theirs")
+    fsdp.save_pretrained(model, tmp_path / "ours", progress=False)
+    equal_files(tmp_path / "ours", tmp_path / "theirs")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", **options)
+    with torch.no_grad():
+        assert torch.equal(*(each.eval()(input_ids=moe.TOKENS).logits for each in (model, again)))
