@@ -1,7 +1,7 @@
 # make demo [QUICK=1] [MODEL=FOLDER]   the main job: QLoRA in one process, under FSDP1 and under FSDP2
 # make test [TESTS=...] [QUICK=1]      the whole test suite, what TESTS names, or what tests/quick.txt lists
 # make newest, make oldest             the suite with the newest stack, and with the stated floor (tests/oldest.txt)
-# make wheels                          both wheels in dist/: for glibc 2.28 and later, every GPU architecture
+# make wheels                          wheels in dist/: x86-64 and aarch64, glibc 2.28 and later, every GPU architecture
 # make release                         the same, a source distribution, and their sums; BITSHARD_URL=... goes into them
 # make lint                            layout and lint of Python, C and CUDA
 # make tools-tests                     unsloth, axolotl, LLaMA-Factory, ms-swift, deepspeed and others as they are, from PyPI
@@ -75,8 +75,10 @@ tools-tests: $(ready) $(upstream)
 	touch $@
 
 ARCHITECTURES ?= all
+MACHINES ?= x86_64,aarch64
 wheels release: .cache/release-tools/.installed
-	$(if $(PYTHON),$(PYTHON),python3) release/wheels.py --architectures $(ARCHITECTURES) $(if $(filter release,$@),--sdist)
+	$(if $(PYTHON),$(PYTHON),python3) release/wheels.py --machines $(MACHINES) \
+		--architectures $(ARCHITECTURES) $(if $(filter release,$@),--sdist)
 
 lint: $(tools)
 	$(python) -m ruff check .

@@ -15,7 +15,6 @@ bitshard_cli/facade: `bitshard use` and `bitshard run` take it from there.
 import functools
 import hashlib
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -52,7 +51,13 @@ DURATION = (  # benchmarks/results/build_times_202611.md
 # To compile: begun first, so that no core is left with one of them at the end
 LONGEST = ("optimizer", "calibration", "gemm_int8_sm90", "gemm_4bit_sm90_wide")
 NO_NATIVE = "BITSHARD_CUDA_ARCHS=native: {}; name the architecture, as in BITSHARD_CUDA_ARCHS=86, or leave it out"
-ARCHITECTURES_ALL = "75,80,86,89,90a,100,120,compute_120"
+# Cards that are put into machines of each kind: on Arm also Orin, Thor and GB10
+ARCHITECTURES_ALL = {
+    "x86_64": "75,80,86,89,90a,100,120,compute_120",
+    "aarch64": "75,80,87,90a,100,110,120,121,compute_120",
+}
+# What C is compiled for, as uname -m says it: _PYTHON_HOST_PLATFORM=linux-aarch64 beside a cross compiler as CC
+MACHINE = sysconfig.get_platform().rpartition("-")[2]
 
 
 def c_sources(leave_out: str = "") -> dict[str, list[str]]:
@@ -63,7 +68,7 @@ def c_sources(leave_out: str = "") -> dict[str, list[str]]:
         first, *words = line.partition("#")[0].split() or [""]
         if first == "flags":
             name, machine, *flags[words[0]] = words
-            foreign |= {name} if machine != platform.machine() else set()
+            foreign |= {name} if machine != MACHINE else set()
         elif first and foreign.isdisjoint(words):
             sources[f"csrc/{first}"] = [flag for word in words for flag in flags.get(word, [])]
     return sources
@@ -88,7 +93,7 @@ def architectures() -> list[str]:
     chosen = os.environ.get("BITSHARD_CUDA_ARCHS", ARCHITECTURES_DEFAULT)
     if chosen == "native":
         return list(native())
-    return (ARCHITECTURES_ALL if chosen == "all" else chosen).replace(";", ",").split(",")
+    return (ARCHITECTURES_ALL[MACHINE] if chosen == "all" else chosen).replace(";", ",").split(",")
 
 
 @functools.cache

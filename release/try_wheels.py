@@ -11,6 +11,7 @@ as they were. torch brings some 5 GB a time; environments are removed again.
 import argparse
 import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("--tests", default=CORE, help="names of test files, without test_")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    (wheel,) = options.wheels.glob("bitshard-*.whl")
+    (wheel,) = options.wheels.glob(f"bitshard-*_{platform.machine()}.whl")
     titles = ["Python", "torch", "transformers", "quick demo", "core of the suite", "upstream's files after `unuse`"]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for given in options.environment:

@@ -1,10 +1,11 @@
-"""Builds what a release has: two wheels, with --sdist a source distribution, and with both their sums.
+"""Builds what a release has: wheels, with --sdist a source distribution, and with both their sums.
 
-    python release/wheels.py [--sdist] [--out dist] [--architectures all]
+    python release/wheels.py [--sdist] [--out dist] [--architectures all] [--machines x86_64,aarch64]
 
-`make wheels` and `make release` run it. The engine's wheel is compiled by zig's clang for glibc 2.28, whatever this
-machine has, and checked by auditwheel. It has code for every GPU architecture of setup.py's list if nvcc is found;
-without nvcc this is an error, unless --architectures none says that a CPU-only wheel is wanted.
+`make wheels` and `make release` run it. The engine's wheels are compiled by zig's clang for glibc 2.28, whatever this
+machine has, and checked by auditwheel: one for each machine, with the headers of this one's Python, whose limited API
+is the same on both. Each has code for every GPU architecture of setup.py's list if nvcc is found; without nvcc this is
+an error, unless --architectures none says that CPU-only wheels are wanted.
 
 The same tree gives the same bytes with the same version of Python and of nvcc: everything is built from a copy of the
 tracked files, with times from SOURCE_DATE_EPOCH (default: the last commit's), pinned tools (release/tools.txt) and none
@@ -37,7 +38,7 @@ TOOLS_TARGET = ".cache/release-tools/.installed"  # of make
 # nvcc puts a hash of a source's path into the names of what is internal to it. This is the path that it shall hash.
 CUDA_VARIABLES = {"NVCC_APPEND_FLAGS": "-Xcicc=--orig_src_path_name -Xcicc=kernel.cu"}
 GLIBC = "2.28"
-TAG = "manylinux_2_28_x86_64"
+MACHINES = ("x86_64", "aarch64")
 BUILD_WHEEL = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 
@@ -102,22 +103,23 @@ def unpacked(archive: Path, folder: Path) -> Path:
     return tree
 
 
-def compiler(folder: Path) -> str:
+def compiler(folder: Path, machine: str) -> str:
     """zig's clang as one word, for a glibc that old systems have."""
-    script = folder / "zig-cc"
-    script.write_text(f'#!/bin/sh\nexec "{TOOLS}/ziglang/zig" cc -target x86_64-linux-gnu.{GLIBC} "$@"\n')
+    script = folder / f"zig-cc-{machine}"
+    script.write_text(f'#!/bin/sh\nexec "{TOOLS}/ziglang/zig" cc -target {machine}-linux-gnu.{GLIBC} "$@"\n')
     script.chmod(0o755)
     return str(script)
 
 
-def engine(tree: Path, out: Path, architectures: str, seconds: str, folder: Path) -> Path:
-    """The engine's wheel."""
+def engine(tree: Path, out: Path, machine: str, architectures: str, seconds: str, folder: Path) -> Path:
+    """The engine's wheel for a machine."""
     cuda = {"BITSHARD_CUDA": "0"} if architectures == "none" else {"BITSHARD_CUDA_ARCHS": architectures}
-    cc = compiler(folder)
+    cc, tag = compiler(folder, machine), f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
     flags = {"CC": cc, "LDSHARED": f"{cc} -shared", "CFLAGS": "-DNDEBUG -fwrapv", "CPPFLAGS": "", "LDFLAGS": "-s"}
     common = {"BITSHARD_WERROR": "1", "SOURCE_DATE_EPOCH": seconds, **flags, **CUDA_VARIABLES}
-    run([sys.executable, "setup.py", "-q", "bdist_wheel", "--plat-name", TAG, "-d", str(out)], tree, **cuda, **common)
-    (wheel,) = out.glob(f"bitshard-*-{TAG}.whl")
+    common["_PYTHON_HOST_PLATFORM"] = f"linux-{machine}"
+    run([sys.executable, "setup.py", "-q", "bdist_wheel", "--plat-name", tag, "-d", str(out)], tree, **cuda, **common)
+    (wheel,) = out.glob(f"bitshard-*-{tag}.whl")
     return wheel
 
 
@@ -132,7 +134,8 @@ def facade(tree: Path, out: Path, seconds: str) -> Path:
 def check(wheel: Path) -> str:
     """auditwheel's verdict; ends this program where the wheel needs a newer system than its name says."""
     said = run([sys.executable, "-m", "auditwheel", "show", str(wheel)], wheel.parent)
-    found = re.search(r'"manylinux_2_(\d+)_x86_64"', said)
+    machine = wheel.stem.partition(f"{GLIBC.replace('.', '_')}_")[2]
+    found = re.search(rf'"manylinux_2_(\d+)_{machine}"', said)
     if found is None or int(found[1]) > int(GLIBC.partition(".")[2]):
         sys.exit(f"{wheel.name} does not fit its name:\n{said}")
     return found[0].strip('"')
@@ -149,9 +152,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     parser.add_argument("--sdist", action="store_true", help="the source distribution and the sums, too")
     parser.add_argument("--architectures", default="all", help="as BITSHARD_CUDA_ARCHS; none: CPU only")
+    parser.add_argument("--machines", default=",".join(MACHINES), help="of the engine's wheels")
     options = parser.parse_args()
+    machines = options.machines.split(",")
     with private_folder() as folder:
-        try_tools(options.architectures, folder)
+        try_tools(options.architectures, machines, folder)
         seconds = epoch()
         (folder / "tree").mkdir()
         (folder / "made").mkdir()
@@ -160,8 +165,8 @@ def main() -> None:
             add_url(folder / "tree", url)
         archive = sdist(folder / "tree", folder / "made", seconds)
         tree = unpacked(archive, folder / "sources")
-        files = [engine(tree, folder / "made", options.architectures, seconds, folder)]
-        verdict = check(files[0])
+        files = [engine(tree, folder / "made", machine, options.architectures, seconds, folder) for machine in machines]
+        verdict = ", ".join(map(check, files))
         files.append(facade(tree, folder / "made", seconds))
         files += [archive] if options.sdist else []
         shutil.rmtree(options.out, ignore_errors=True)
@@ -185,14 +190,14 @@ def private_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def python_h(folder: Path) -> list[str]:
+def python_h(folder: Path, machine: str) -> list[str]:
     """What compiles Python's headers and nothing else."""
     (folder / "try.c").write_text("#include <Python.h>\n")
     words = [f"-I{sysconfig.get_path('include')}", "-c", str(folder / "try.c"), "-o", str(folder / "try.o")]
-    return [compiler(folder), *words]
+    return [compiler(folder, machine), *words]
 
 
-def try_tools(architectures: str, folder: Path) -> None:
+def try_tools(architectures: str, machines: list[str], folder: Path) -> None:
     """Run each tool once, so that none is found missing after minutes of compiling; ends this program then."""
     again = f"`rm -r {TOOLS}` and `make {TOOLS_TARGET}` fetches release/tools.txt again"
     python = [sys.executable, "-c"]
@@ -201,11 +206,12 @@ def try_tools(architectures: str, folder: Path) -> None:
         "setuptools": ([*python, "import setuptools, elftools, packaging"], again),
         "zig": ([str(TOOLS / "ziglang" / "zig"), "version"], again),
         "git": (["git", "--version"], "a release is made of tracked files"),
-        "Python.h": (
-            python_h(folder),
-            f"the headers of {sys.executable} are not where it says, or spread over folders",
-        ),
     }
+    for machine in machines:
+        tried[f"Python.h for {machine}"] = (
+            python_h(folder, machine),
+            f"the headers of {sys.executable} are not where it says, or spread over folders",
+        )
     if architectures != "none":
         nvcc = shutil.which("nvcc", path=nvcc_path())
         if nvcc is None:

@@ -40,7 +40,9 @@ LIMITS = {
     90: Limits(2048, 32, 228 * KIB, 227 * KIB),
     100: Limits(2048, 32, 228 * KIB, 227 * KIB),
     103: Limits(2048, 32, 228 * KIB, 227 * KIB),
+    110: Limits(1536, 24, 228 * KIB, 227 * KIB),
     120: Limits(1536, 24, 100 * KIB, 99 * KIB),
+    121: Limits(1536, 24, 100 * KIB, 99 * KIB),
 }
 
 

@@ -17,7 +17,8 @@ COMPRESSED, ONE_GPU_ONLY = 0xA000, 1 << 20  # flags of an entry
 MAX_THREADS, FRAME_SIZE, MIN_STACK_SIZE, REGCOUNT = 0x05, 0x11, 0x12, 0x2F  # attributes
 SIZED = 4  # how an attribute's value is given: a size and that many bytes; else it is the two bytes of the size
 RESERVED_SHARED = 1024  # of every block from sm_80 on; machine code of sm_90 and newer counts it where it is used
-NOBITS, RELOCATIONS, FUNCTION, RELATIVE = 8, 4, 2, 8  # ELF: types of sections, of a symbol, of a relocation (x86-64)
+NOBITS, RELOCATIONS, FUNCTION = 8, 4, 2  # ELF: types of sections, of a symbol
+RELATIVE = {62: 8, 183: 1027}  # of a relocation, by machine: x86-64, AArch64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +165,7 @@ def named_by_host(path: str | pathlib.Path, names: frozenset[str]) -> set[str]:
     Such a pointer is an address, for which the dynamic linker has a relocation; by these they are found.
     """
     blob = pathlib.Path(path).read_bytes()
-    (offset,) = struct.unpack_from("<Q", blob, 0x28)
+    (machine,), (offset,) = struct.unpack_from("<H", blob, 0x12), struct.unpack_from("<Q", blob, 0x28)
     width, count = struct.unpack_from("<HH", blob, 0x3A)
     rows = [struct.unpack_from("<IIQQQQIIQQ", blob, offset + i * width) for i in range(count)]
     found = set()
@@ -172,7 +173,7 @@ def named_by_host(path: str | pathlib.Path, names: frozenset[str]) -> set[str]:
         for entry in range(start, start + size, 24) if kind == RELOCATIONS else ():
             _, info, address = struct.unpack_from("<QQq", blob, entry)
             section = next((row for row in rows if row[3] and row[3] <= address < row[3] + row[5]), None)
-            if info & 0xFFFFFFFF == RELATIVE and section is not None and section[1] != NOBITS:
+            if info & 0xFFFFFFFF == RELATIVE[machine] and section is not None and section[1] != NOBITS:
                 at = section[4] + address - section[3]
                 found.add(blob[at : blob.find(b"\0", at, at + 80)].decode("latin1"))
     return found & names

@@ -1,9 +1,10 @@
-"""`make release` without CUDA: two wheels and a source distribution, for old systems, the same bytes again. And what
-setup.py says and asks while it compiles."""
+"""`make release` without CUDA: wheels and a source distribution, for old systems, for two machines, the same bytes
+again. And what setup.py says and asks while it compiles."""
 
 import hashlib
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import stat
@@ -60,19 +61,20 @@ def test_names_and_sums(wheels):
     names = sorted(path.name for path in wheels.iterdir())
     assert names == [
         "SHA256SUMS", "bitsandbytes-0.50.2+bitshard.0.1.0-py3-none-any.whl",
-        "bitshard-0.1.0-cp310-abi3-manylinux_2_28_x86_64.whl", "bitshard-0.1.0.tar.gz",
+        "bitshard-0.1.0-cp310-abi3-manylinux_2_28_aarch64.whl", "bitshard-0.1.0-cp310-abi3-manylinux_2_28_x86_64.whl",
+        "bitshard-0.1.0.tar.gz",
     ]  # fmt: skip
     for line in (wheels / "SHA256SUMS").read_text().splitlines():
         digest, name = line.split("  ")
         assert hashlib.sha256((wheels / name).read_bytes()).hexdigest() == digest
-    assert len((wheels / "SHA256SUMS").read_text().splitlines()) == 3
+    assert len((wheels / "SHA256SUMS").read_text().splitlines()) == 4
 
 
 def test_the_same_bytes_again(wheels, tmp_path):
     said = build(tmp_path / "again", "1764000000")
     assert (tmp_path / "again" / "SHA256SUMS").read_text() == (wheels / "SHA256SUMS").read_text()
-    (found,) = re.findall(r"auditwheel: manylinux_2_(\d+)_x86_64", said)
-    assert int(found) <= 28
+    (found,) = re.findall(r"auditwheel: manylinux_2_(\d+)_x86_64, manylinux_2_(\d+)_aarch64;", said)
+    assert max(map(int, found)) <= 28
 
 
 def test_the_tools_need_nothing_else(wheels, tmp_path):
@@ -145,10 +147,15 @@ def test_nvcc_s_bytes_do_not_depend_on_the_folder(tmp_path, monkeypatch):
     assert len(made[0]) == 2 and len(made[len(release.CUDA_VARIABLES)]) == 1
 
 
-def test_what_the_wheel_holds(wheels):
-    (wheel,) = wheels.glob("bitshard-*.whl")
+@pytest.mark.parametrize("machine, elf", [("x86_64", 62), ("aarch64", 183)])
+def test_what_a_wheel_holds(wheels, machine, elf):
+    (wheel,) = wheels.glob(f"bitshard-*_{machine}.whl")
     with zipfile.ZipFile(wheel) as opened:
         library = opened.read("bitshard/_C.abi3.so")
+        assert int.from_bytes(library[18:20], "little") == elf  # e_machine
+        assert [name for name in (b"avx512", b"neon") if name + b"\0" in library] == [
+            {"x86_64": b"avx512", "aarch64": b"neon"}[machine]
+        ]
         assert sys.base_prefix.encode() not in library and str(ROOT).encode() not in library  # as a RUNPATH was
         names = opened.namelist()
         metadata = opened.read("bitshard-0.1.0.dist-info/METADATA").decode()
@@ -184,7 +191,7 @@ def test_into_an_empty_environment(wheels, tmp_path):
     """Neither torch nor a compiler: the command is there, exchanges and goes back, and says what is missing."""
     folder = tmp_path / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
-    (wheel,) = wheels.glob("bitshard-*.whl")
+    (wheel,) = wheels.glob(f"bitshard-*_{platform.machine()}.whl")
     python = str(folder / "bin" / "python")
     install = [sys.executable, "-m", "pip", "--python", python, "install", "-qq", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(install, check=True, timeout=120, env=environment())
