@@ -217,6 +217,28 @@ def search_4bit(x: Tensor, weights: Tensor, scales: Tensor, blocksize: int, quan
     return (errors * repeated[:, None]).sum(-1)
 
 
+def merge_4bit(values: Tensor, adapters: list[tuple[Tensor, Tensor, float]]) -> Tensor:
+    """W in float32 [N, K] with adapters (A [r, K], B [N, r], s) in it: each product and sum rounded once, by rank."""
+    for A, B, s in adapters:
+        total = torch.zeros_like(values)
+        for a, b in zip(A.float(), B.float().t(), strict=True):
+            total = fma(b[:, None].expand_as(values), a.expand_as(values), total)
+        values = fma(torch.full_like(values, s), total, values)
+    return values
+
+
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """fp32(a b + c), rounded once: the product is exact in float64, and its sum with c is rounded to odd there."""
+    product, c = a.double() * b.double(), c.double()
+    total = product + c
+    part = total - product
+    lost = (product - (total - part)) + (c - part)  # what the sum has lost, exactly (Knuth)
+    bits = total.view(torch.int64)
+    away = (lost > 0) == (total > 0)  # the exact sum is further from zero
+    odd = torch.where(away, bits | 1, torch.where(bits % 2 == 0, bits - 1, bits))
+    return torch.where(lost != 0, odd.view(torch.float64), total).float()
+
+
 def round_4bit(w: Tensor, u: Tensor, scales: Tensor, quant_type: str) -> tuple[Tensor, Tensor]:
     """Codes int64 [N, P], column by column, and float64 errors, each passed on to the columns behind it."""
     table, w, u = ops.table(quant_type).double(), w.double().clone(), u.double()

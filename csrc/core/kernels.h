@@ -158,6 +158,20 @@ typedef struct {
   bsh_format format;
 } bsh_round_4bit_args;
 
+/* W [N, K] with LoRA adapters in it, quantized anew in the format of `weight`. An element is that of W in fp32, then
+ * for each adapter value = fma(s, sum, value), where sum = fma(b[n, r], a[r, k], sum) over its ranks r, ascending, from
+ * 0. */
+typedef struct {
+  bsh_weight weight;   /* NF4 or FP4, n = N * K */
+  const void *a;       /* [R, K]: A of all adapters, one below the other */
+  const void *b;       /* [N, R]: B of all adapters, side by side */
+  const float *scales; /* f32 [R]: s at the last rank of each adapter, 0 at the others */
+  uint8_t *packed;     /* u8  [ceil(n / 2)] */
+  float *absmax;       /* f32 [ceil(n / blocksize)] */
+  int64_t N, K, R;
+  bsh_dtype dtype; /* of a and b */
+} bsh_merge_4bit_args;
+
 /* Optimizers by the formulas of core/optimizer.h. LAMB is Adam and LARS is momentum with max_unorm. */
 typedef enum {
   BSH_ADAM = 0,

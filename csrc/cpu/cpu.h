@@ -58,6 +58,9 @@ bsh_status bsh_cpu_optimizer_8bit_blockwise(const bsh_optimizer_8bit_blockwise_a
 bsh_status bsh_cpu_search_4bit(const bsh_search_4bit_args *args);
 bsh_status bsh_cpu_round_4bit(const bsh_round_4bit_args *args);
 
+/* Adapters merged into a weight (docs/merging.md). */
+bsh_status bsh_cpu_merge_4bit(const bsh_merge_4bit_args *args);
+
 /* Bytes, zero-padded to 8, as little-endian words w_i: sum mod 2^64 of mix(w_i + (i + 1) * 0x9E3779B97F4A7C15) with
  * mix(z): z ^= z >> 32; z *= 0xD6E8FEB86659FD93; z ^= z >> 32. Equal on CPU and CUDA. */
 uint64_t bsh_cpu_checksum(const uint8_t *bytes, int64_t n_bytes);
@@ -131,6 +134,8 @@ typedef struct {
   void (*linear_4bit_dgrad)(const bsh_product_args *args, int64_t column_begin, int64_t column_end); /* same */
   void (*to_f32)(const void *x, bsh_dtype dtype, float *out, int64_t n);
   void (*from_f32)(const float *x, bsh_dtype dtype, void *out, int64_t n);
+  /* values[0 ...]: elements [begin, end) of W in fp32, to which the adapters are added */
+  void (*add_adapters)(const bsh_merge_4bit_args *args, int64_t begin, int64_t end, float *values);
   const bsh_cpu_optimizers *optimizers;
   const bsh_cpu_calibration *calibration;
   const bsh_cpu_int8_kernels *int8;

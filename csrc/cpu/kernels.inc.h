@@ -10,6 +10,7 @@
 #include "cpu/groups.inc.h"
 #include "cpu/int8.inc.h"
 #include "cpu/int8_product.inc.h"
+#include "cpu/merge.inc.h"
 #include "cpu/optimizer_blocks.inc.h"
 
 static const bsh_cpu_optimizers optimizers_by_lanes = {
@@ -28,7 +29,7 @@ static const bsh_cpu_int8_kernels int8_by_lanes = {INT8_BY_LANES, .product = pro
 #define KERNELS_BY_LANES                                                                                               \
   .quantize_4bit = quantize_4bit_lanes, .decode_4bit = decode_run, .linear_4bit_dgrad = dgrad_by_groups,               \
   .quantize_blockwise = quantize_blockwise_lanes, .dequantize_blockwise = dequantize_blockwise_lanes,                  \
-  .to_f32 = convert_to_f32, .from_f32 = convert_from_f32, .optimizers = &optimizers_by_lanes,                          \
-  .calibration = &calibration_by_lanes, .int8 = &int8_by_lanes
+  .to_f32 = convert_to_f32, .from_f32 = convert_from_f32, .add_adapters = add_adapters_lanes,                          \
+  .optimizers = &optimizers_by_lanes, .calibration = &calibration_by_lanes, .int8 = &int8_by_lanes
 
 #endif

@@ -129,6 +129,24 @@ static void from_f32_scalar(const float *const x, const bsh_dtype dtype, void *c
   for (int64_t i = 0; i < n; i++) store_f32(out, dtype, i, x[i]);
 }
 
+/* ---- merge_4bit ----------------------------------------------------------------------------------------------- */
+
+static void add_adapters_scalar(const bsh_merge_4bit_args *const args, const int64_t begin, const int64_t end,
+                                float *const values) {
+  const int64_t K = args->K, R = args->R;
+  for (int64_t i = begin; i < end; i++) {
+    const int64_t n = i / K, k = i % K;
+    float value = values[i - begin], sum = 0.0f;
+    for (int64_t r = 0; r < R; r++) {
+      sum = fmaf(load_f32(args->b, args->dtype, n * R + r), load_f32(args->a, args->dtype, r * K + k), sum);
+      if (args->scales[r] == 0.0f) continue;
+      value = fmaf(args->scales[r], sum, value);
+      sum = 0.0f;
+    }
+    values[i - begin] = value;
+  }
+}
+
 const bsh_cpu_kernels bsh_cpu_scalar = {
     .isa = "scalar",
     .quantize_4bit = quantize_4bit_scalar,
@@ -139,6 +157,7 @@ const bsh_cpu_kernels bsh_cpu_scalar = {
     .linear_4bit_dgrad = linear_4bit_dgrad_scalar,
     .to_f32 = to_f32_scalar,
     .from_f32 = from_f32_scalar,
+    .add_adapters = add_adapters_scalar,
     .optimizers = &bsh_cpu_scalar_optimizers,
     .calibration = &bsh_cpu_scalar_calibration,
     .int8 = &bsh_cpu_scalar_int8,

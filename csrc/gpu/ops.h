@@ -18,6 +18,9 @@ bsh_status bsh_cuda_dequantize_blockwise(const bsh_dequantize_blockwise_args *ar
 bsh_status bsh_cuda_search_4bit(const bsh_search_4bit_args *args, const bsh_cuda_context *context);
 bsh_status bsh_cuda_round_4bit(const bsh_round_4bit_args *args, const bsh_cuda_context *context);
 
+/* Adapters merged into a weight (gpu/merge.c). */
+bsh_status bsh_cuda_merge_4bit(const bsh_merge_4bit_args *args, const bsh_cuda_context *context);
+
 /* Pairs of tokens and experts (gpu/pairs.c): of up to 6,143 experts; rows that y does not have are its first or last.
  */
 bsh_status bsh_cuda_sort_by_expert(const bsh_sort_by_expert_args *args, const bsh_cuda_context *context);

@@ -31,6 +31,9 @@
   X(linear_4bit_dgrad, 6, "(Tensor dy, " WEIGHT_ARGUMENTS ", int blocksize, int format, int N, int K) -> Tensor")      \
   X(search_4bit, 3, "(Tensor x, Tensor weights, Tensor scales, int blocksize, int format) -> Tensor")                  \
   X(round_4bit, 3, "(Tensor w, Tensor u, Tensor scales, int format) -> (Tensor, Tensor)")                              \
+  X(merge_4bit, 8,                                                                                                     \
+    "(" WEIGHT_ARGUMENTS ", Tensor a, Tensor b, Tensor scales, int blocksize, int format, int N, int K) -> "           \
+    "(Tensor, Tensor)")                                                                                                \
   X(quantize_int8, 1, "(Tensor x, float threshold) -> (Tensor, Tensor, Tensor)")                                       \
   X(dequantize_int8, 2, "(Tensor packed, Tensor absmax, int N, int K, ScalarType dtype) -> Tensor")                    \
   X(product_int8, 2, "(Tensor a, Tensor b) -> Tensor")                                                                 \
@@ -381,6 +384,45 @@ static bsh_status bsh_op_round_4bit(bsh_call *const call) {
   args.codes = codes.data;
   args.errors = errors.data;
   BSH_COMPUTE(round_4bit, &w, args.N, args.P, 0, &args);
+}
+
+/* ---- adapters ---- */
+
+/* Tensor argument `index` [rows, columns] of `like`'s device and of the dtype of a. */
+static bsh_status factor(bsh_call *const call, const int index, const char *const argument, const int64_t rows,
+                         const int64_t columns, const bsh_tensor *const like, const int32_t dtype,
+                         const void **const data) {
+  bsh_tensor tensor;
+  BSH_TRY(bsh_call_tensor(call, index, &tensor));
+  if (tensor.dim != 2 || tensor.sizes[0] != rows || tensor.sizes[1] != columns)
+    return bsh_fail(BSH_BAD_SHAPE, "%s: %s has %" PRId64 " elements, expected [%" PRId64 ", %" PRId64 "]", call->op,
+                    argument, tensor.numel, rows, columns);
+  return bsh_data_of(call, &tensor, argument, dtype, tensor.numel, like, (void **)(uintptr_t)data);
+}
+
+/* Packed bytes like those of the weight, and their scales. */
+static bsh_status bsh_op_merge_4bit(bsh_call *const call) {
+  bsh_merge_4bit_args args = {.N = bsh_call_int(call, 10), .K = bsh_call_int(call, 11)};
+  bsh_tensor packed, a, scales, merged, absmax;
+  BSH_TRY(read_weight(call, 0, 8, args.N, args.K, &packed, &args.weight));
+  BSH_TRY(check_absmax_format(call->op, bsh_call_int(call, 9)));
+  BSH_TRY(bsh_call_tensor(call, 5, &a));
+  BSH_TRY(bsh_call_tensor(call, 7, &scales));
+  BSH_TRY(bsh_compute_dtype(call->op, "a", a.dtype, &args.dtype));
+  args.R = scales.numel;
+  BSH_TRY(factor(call, 5, "a", args.R, args.K, &packed, a.dtype, &args.a));
+  BSH_TRY(factor(call, 6, "b", args.N, args.R, &packed, a.dtype, &args.b));
+  BSH_TRY(
+      bsh_data_of(call, &scales, "scales", bsh_torch.dtype_float32, args.R, &packed, (void **)(uintptr_t)&args.scales));
+  const int64_t sizes[2] = {packed.numel, 1}, n_blocks = bsh_block_count(args.weight.n, args.weight.blocksize);
+  BSH_TRY(bsh_call_output(call, &packed, 2, sizes, packed.dtype, &merged));
+  BSH_TRY(bsh_call_output(call, &packed, 1, &n_blocks, bsh_torch.dtype_float32, &absmax));
+  if (packed.numel * packed.itemsize != bsh_packed_bytes(args.weight.n) && bsh_torch.aoti_torch_zero_(merged.handle))
+    return bsh_fail(BSH_TORCH_ERROR, "%s: could not zero the padding", call->op);
+  if (args.weight.n == 0) return BSH_OK;
+  args.packed = merged.data;
+  args.absmax = absmax.data;
+  BSH_COMPUTE(merge_4bit, &packed, args.N, args.K, args.R, &args);
 }
 
 /* ---- checksum ---- */

@@ -50,6 +50,7 @@ grouped_linear_4bit_fused = torch.ops.bitshard.grouped_linear_4bit_fused.default
 grouped_linear_4bit_dgrad_fused = torch.ops.bitshard.grouped_linear_4bit_dgrad_fused.default
 search_4bit = torch.ops.bitshard.search_4bit.default
 round_4bit = torch.ops.bitshard.round_4bit.default
+merge_4bit = torch.ops.bitshard.merge_4bit.default
 quantize_int8 = torch.ops.bitshard.quantize_int8.default
 dequantize_int8 = torch.ops.bitshard.dequantize_int8.default
 product_int8 = torch.ops.bitshard.product_int8.default
@@ -97,7 +98,7 @@ def _raising(call: Callable) -> Callable:
 
 OPS = (quantize_4bit, dequantize_4bit, quantize_blockwise, dequantize_blockwise, linear_4bit, linear_4bit_dgrad)
 OPS += (grouped_linear_4bit, grouped_linear_4bit_dgrad, checksum, optimizer_32bit, optimizer_8bit_blockwise)
-OPS += (sort_by_expert, sum_by_token)
+OPS += (sort_by_expert, sum_by_token, merge_4bit)
 OPS += (quantize_int8, dequantize_int8, product_int8, scale_product_int8, linear_int8, linear_int8_dgrad)
 for _op in OPS:
     _op._op = _raising(_op._op)
@@ -227,6 +228,13 @@ def _(x: Tensor, weights: Tensor, scales: Tensor, blocksize: int, format: int) -
 def _(w: Tensor, u: Tensor, scales: Tensor, format: int) -> tuple[Tensor, Tensor]:
     _check_devices("round_4bit", w, u, scales)
     return w.new_empty(w.shape, dtype=torch.uint8), torch.empty_like(w)
+
+
+@torch.library.register_fake("bitshard::merge_4bit")
+def _(packed, absmax, absmax_map, absmax2, offset, a, b, scales, blocksize, format, N, K) -> tuple[Tensor, Tensor]:
+    _check_devices("merge_4bit", packed, absmax, absmax_map, absmax2, offset, a, b, scales)
+    merged = packed.new_empty((packed.numel(), 1))
+    return merged, packed.new_empty((block_count(N * K, blocksize),), dtype=torch.float32)
 
 
 @torch.library.register_fake("bitshard::quantize_int8")

@@ -22,6 +22,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--to", choices=("bfloat16", "float16", "float32", "4bit", "nf4", "fp4"), default="bfloat16",
         help="dtype of the weights (default: bfloat16), or 4-bit ones as those of the base",
     )  # fmt: skip
+    parser.add_argument(
+        "--merge-aware", action="store_true",
+        help="with --to 4bit: the bytes that training with bitshard.lora.merge_aware has multiplied with",
+    )  # fmt: skip
     parser.add_argument("--device", default="cpu", help="that merges (default: cpu)")
     parser.add_argument("--max-shard-size", default="5GB", help="of a file (default: 5GB)")
 
@@ -37,9 +41,12 @@ def run(args: argparse.Namespace) -> Result:
     merge_folder = console.load("transformers.modeling_utils", "peft", "bitshard.convert.merge").merge_folder
     console.require_device_and_size(args)
     dtype = None if args.to in ("4bit", "nf4", "fp4") else getattr(torch, args.to)
+    if args.merge_aware and dtype is not None:
+        raise console.WrongArgument(f"--merge-aware is for --to 4bit, nf4 or fp4, not {args.to}")
     count = merge_folder(
         args.base, args.adapter, args.out, dtype, device=args.device, max_shard_size=args.max_shard_size, progress=bar,
         check_progress=console.checking, quant_type=args.to if args.to in ("nf4", "fp4") else None,
+        merge_aware=args.merge_aware,
     )  # fmt: skip
     text = f"{args.out}: adapters merged into {count} module{'' if count == 1 else 's'}, in {args.to}"
     return Result({"out": str(args.out), "modules": count, "to": args.to}, text)

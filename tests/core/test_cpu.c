@@ -657,6 +657,39 @@ static void compare_round(uint64_t *const state) {
   free(w), free(u), free(scales), free(errors), free(expected_errors), free(codes), free(expected);
 }
 
+/* ---- adapters ---- */
+
+static void compare_merge(uint64_t *const state, const int64_t blocksize) {
+  const int64_t N = 1 + random_below(state, 60), K = 1 + random_below(state, 300), R = random_below(state, 12),
+                n = N * K;
+  const int64_t n_blocks = bsh_block_count(n, blocksize), n_bytes = bsh_packed_bytes(n);
+  float *const scales = buffer(4 * R), *const absmax = buffer(4 * n_blocks),
+               *const expected_absmax = buffer(4 * n_blocks);
+  float *const a = floats(state, R * K), *const b = floats(state, N * R), *const of_blocks = buffer(4 * n_blocks);
+  uint8_t *const packed = buffer(n_bytes), *const merged = buffer(n_bytes), *const expected = buffer(n_bytes);
+  for (int64_t r = 0; r < R; r++) scales[r] = r == R - 1 || random_below(state, 3) == 0 ? random_unit(state) : 0.0f;
+  for (int64_t i = 0; i < n_bytes; i++) packed[i] = (uint8_t)random_below(state, 256);
+  for (int64_t i = 0; i < n_blocks; i++) of_blocks[i] = random_unit(state);
+  const bsh_dtype dtype = (bsh_dtype)random_below(state, 3);
+  const bsh_weight weight = {.packed = packed,
+                             .scales = {.absmax = of_blocks},
+                             .n = n,
+                             .blocksize = blocksize,
+                             .format = (bsh_format)random_below(state, 2)};
+  bsh_merge_4bit_args args = {weight, a, b, scales, expected, expected_absmax, N, K, R, dtype};
+  use("scalar", 1);
+  bsh_cpu_merge_4bit(&args);
+  args.packed = merged, args.absmax = absmax;
+  for (int i = 0; i < n_isas; i++) {
+    use(isas[i], 1 + i);
+    bsh_cpu_merge_4bit(&args);
+    check_same_bytes("merge_4bit codes", merged, expected, n_bytes);
+    check_same_bytes("merge_4bit scales", (uint8_t *)absmax, (uint8_t *)expected_absmax, 4 * n_blocks);
+  }
+  free(scales), free(absmax), free(expected_absmax), free(a), free(b), free(of_blocks);
+  free(packed), free(merged), free(expected);
+}
+
 int main(const int argc, char **const argv) {
   check_seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
   const int rounds = argc > 2 ? atoi(argv[2]) : 150;
@@ -680,6 +713,7 @@ int main(const int argc, char **const argv) {
     compare_dequantize_4bit(&state, 1, n, blocksize);
     compare_optimizers(&state, n, blocksize, round);
     if (round % 3 == 0) compare_search(&state, n % 5000, blocksize), compare_round(&state);
+    if (round % 3 == 1) compare_merge(&state, blocksize);
     const int64_t K = round % 2 ? 64 * (1 + random_below(&state, 12)) : random_below(&state, 700);
     const bsh_dtype dtype = (bsh_dtype)random_below(&state, 3);
     compare_linear(&state, dtype, random_below(&state, 20), random_below(&state, 70), K, blocksize, round % 3 == 0);

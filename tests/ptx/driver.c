@@ -141,6 +141,7 @@ EXPORT int64_t gpu_size(const int which) {
                                  sizeof(bsh_sum_by_token_args),
                                  sizeof(bsh_search_4bit_args),
                                  sizeof(bsh_round_4bit_args),
+                                 sizeof(bsh_merge_4bit_args),
                                  sizeof(bsh_product_args),
                                  sizeof(bsh_step_tensor),
                                  sizeof(bsh_quantize_int8_args),
@@ -163,6 +164,7 @@ OP(search_4bit)
 OP(sort_by_expert)
 OP(sum_by_token)
 OP(round_4bit)
+OP(merge_4bit)
 OP(quantize_int8)
 OP(dequantize_int8)
 OP(product_int8)

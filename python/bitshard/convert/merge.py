@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from bitshard import lora
 from bitshard.convert.folder import (
     blamed_on,
     device_of,
@@ -59,6 +60,7 @@ def merge_folder(
     device: str | torch.device = "cpu",
     max_shard_size: int | str = "5GB",
     quant_type: str | None = None,
+    merge_aware: bool = False,
     progress: Progress = lambda steps, total: steps,
     check_progress: Progress = lambda steps, total: steps,
 ) -> int:
@@ -76,6 +78,7 @@ def merge_folder(
         device: that merges.
         max_shard_size, progress, check_progress: as of `quantize_folder`.
         quant_type: with dtype=None: which one the base must have.
+        merge_aware: with dtype=None: the bytes of `bitshard.lora.merge_aware`, not peft's.
 
     Returns how many modules have got an adapter. OSError: a folder or file cannot be read or written, `out` exists.
     ValueError: files that are not sound, a base that is not 4-bit with dtype=None, adapters that fit no module, values
@@ -94,10 +97,11 @@ def merge_folder(
     source = Source(base)
     skeleton = skeleton_of(base, source, None, device)
     wanted = to_check(skeleton, source)
-    merged = _Merged(skeleton, source, adapter, dtype)
+    merged = _Merged(skeleton, source, adapter, dtype, merge_aware)
     small_files(base)  # links are refused before anything is written
     require_finite(source, wanted, check_progress)
     made_by = {"base": str(base.resolve()), "adapter": _settings(adapter), "dtype": str(dtype), "size": max_shard_size}
+    made_by |= {"merge_aware": True} if merge_aware else {}
     output = Output(out, made_by, source.table(), merged.entries, byte_count(max_shard_size), merged.buffers)
     try:
         for number, made in output.steps(merged.of, progress):
@@ -117,7 +121,7 @@ class _Merged:
     peft's model around the empty base says which adapters are where; the modules get their weights one after the other.
     """
 
-    def __init__(self, skeleton: Skeleton, files: Source, adapter: Path, dtype: torch.dtype | None):
+    def __init__(self, skeleton: Skeleton, files: Source, adapter: Path, dtype: torch.dtype | None, aware: bool):
         self.skeleton, self.files, self.dtype = skeleton, files, dtype
         model = skeleton.model
         pairs = list(_give_states(model))
@@ -127,6 +131,8 @@ class _Merged:
         config, tensors = _read_adapter(adapter)
         self._replicated = bool(config.layer_replication)
         self.tuned = _adapted(model, config, tensors, adapter)
+        if aware:
+            lora.merge_aware(self.tuned)
         self.found = written(self.tuned, True, dtype, "merge", self._entries)
         self.pieces = self.found.pieces
         own = [self._entries(piece) for piece in self.pieces]

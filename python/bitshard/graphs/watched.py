@@ -12,7 +12,7 @@ from bitshard import _C
 from bitshard.shards import gather
 from bitshard.weights import inventory
 
-PEFT = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant")
+PEFT = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant", "merge_aware")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Whose hooks on modules may run while a graph is recorded: what they do belongs to the step, or to no training step.
 KNOWN_HOOKS = ("torch.distributed.", "torch.utils.checkpoint", "accelerate.", "peft.", "transformers.", "bitshard.")

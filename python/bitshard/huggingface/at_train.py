@@ -1,9 +1,9 @@
 """What the switches of the environment do to a model (`bitshard.process.switches`), and when: at its `train()`.
 
 A quantized layer is told by the `train(True)` of the model that it is in. The outermost module whose `train` runs is
-the model, and what a script would do by hand is done to it: `bitshard.lora.fuse(model)`,
-`bitshard.graphs.enable(model)`. transformers' Trainer calls `model.train()` in each step, other loops before the
-first one or in each epoch.
+the model, and what a script would do by hand is done to it: `bitshard.lora.merge_aware(model)`,
+`bitshard.lora.fuse(model)`, `bitshard.graphs.enable(model)`. transformers' Trainer calls `model.train()` in each step,
+other loops before the first one or in each epoch.
 
 This happens once for each outermost module, so that layers are fused before a first forward, and never between a
 forward and its backward: gradient checkpointing would run another forward there than the first one. A new module
@@ -73,14 +73,28 @@ def _act(model: nn.Module) -> bool:
     if switches.on.graphs and model not in _captured:
         _captured.add(model)
         _enable_graphs(model)
-    if not switches.on.fuse:
+    if not (switches.on.fuse or switches.on.merge_aware):
         return True
     from bitshard import lora
 
     first = lora.first_layer(model)
-    if first is not None:
+    if first is not None and switches.on.merge_aware:
+        _merge_aware(model)
+    if first is not None and switches.on.fuse:
         _fuse(model, first)
     return first is not None
+
+
+def _merge_aware(model: nn.Module) -> None:
+    from bitshard import lora
+
+    name = switches.on.merge_aware
+    try:
+        count = lora.merge_aware(model)
+    except ValueError as error:
+        _log(f"{name}=1: this {type(model).__name__} does NOT train merge-aware. {error}", False)
+    else:
+        _log(f"{name}=1: {count} LoRA layers train on the weights that merging will give", True)
 
 
 def _fuse(model: nn.Module, first: nn.Module) -> None:
@@ -120,10 +134,11 @@ def forwards(layer: nn.Module) -> None:
         return
     running = [module for module in foreign.running_methods() if isinstance(module, nn.Module) and module in _known]
     names = {switches.on.graphs} if switches.on.graphs and not running else set()
-    if switches.on.fuse and all(_known[module] is not _DONE for module in running):
+    of_layers = {switches.on.fuse, switches.on.merge_aware} - {""}
+    if of_layers and all(_known[module] is not _DONE for module in running):
         from bitshard import lora
 
-        names |= {switches.on.fuse} if lora.first_layer(model) is not None else set()
+        names |= of_layers if lora.first_layer(model) is not None else set()
     if names:
         _missed = True
         _log(

@@ -90,6 +90,8 @@ class Family(NamedTuple):
         if not isinstance(layer.get_base_layer(), self.Base):
             another = isinstance(layer, (Peft, Peft8))
             return "its quantized weight is of another library" if another else "its weight is not quantized"
+        if "merge_aware" in vars(layer):
+            return "it is merge-aware"
         if type(layer) is not self.Peft and not isinstance(layer, self.Fused):
             return f"its class is {type(layer).__name__}"
         missing = [name for name in ATTRIBUTES if name not in vars(layer)]

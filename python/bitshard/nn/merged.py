@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,6 +62,8 @@ class Writer:
     @classmethod
     def of(cls, owner: nn.Module) -> Writer | None:
         """Who is giving `owner` a weight now; None where that is somebody else."""
+        if _own.writer is not None and _base_of(_own.writer.tuner) is owner:
+            return _own.writer
         frame = foreign.asker()
         while frame is not None:
             found = cls.at(frame)
@@ -105,6 +108,36 @@ class Writer:
         """The adapter is out of the weight."""
         if self.adapter in self.tuner.merged_adapters:
             self.tuner.merged_adapters.remove(self.adapter)
+
+
+class _Own(threading.local):
+    writer: Writer | None = None
+
+
+_own = _Own()  # `merges` is open
+
+
+@contextlib.contextmanager
+def merges(held: Any, tuner: Any, names: list[str], safe: bool) -> Iterator[None]:
+    """While it is open, bitshard's own `merge` of peft's layer `tuner` assigns a weight with adapters `names` in it.
+
+    ValueError where FSDP1 has the weight, or adapters are in it already: they are merged together, in one assignment.
+    """
+    if tuner.merged_adapters:
+        raise ValueError(
+            f"cannot merge {names} into the {held.kind.word} weight of {list(held.shape)}: {tuner.merged_adapters} are "
+            "in it, and merge-aware layers merge all adapters at once. Call unmerge_adapter(), then merge."
+        )
+    writer = Writer(tuner, names[0], False, safe, True)
+    _require_there(held, writer)
+    _own.writer = writer
+    try:
+        yield
+    finally:
+        _own.writer = None
+    if held.kept is not None:
+        held.kept.merged += [(_tied(held, tuner), name) for name in names[1:]]
+    tuner.merged_adapters.extend(names)
 
 
 class Kept:

@@ -3,11 +3,12 @@
     BITSHARD_EXPERTS=1    as bitshard.experts.enable() before the model is loaded
     BITSHARD_FUSE=1       as bitshard.lora.fuse(model)
     BITSHARD_GRAPHS=1     as bitshard.graphs.enable(model)
-    BITSHARD_FAST=1       the last two; a 0 for one of them leaves that one out
+    BITSHARD_MERGE_AWARE=1    as bitshard.lora.merge_aware(model)
+    BITSHARD_FAST=1       FUSE and GRAPHS; a 0 for one of them leaves that one out
     BITSHARD_PAD_TO_MULTIPLE_OF=64    the step of bitshard.graphs.enable(model, pad_to_multiple_of=64)
 
-FUSE, GRAPHS and FAST need a model. Layers with packed weights know when one begins to train, and call what stands in
-`acting` (`bitshard.huggingface.at_train`, which is above them); it is None where no such switch is on.
+FUSE, GRAPHS, MERGE_AWARE and FAST need a model. Layers with packed weights know when one begins to train, and call what
+stands in `acting` (`bitshard.huggingface.at_train`, which is above them); it is None where no such switch is on.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Switches(NamedTuple):
     experts: str = ""
     fuse: str = ""
     graphs: str = ""
+    merge_aware: str = ""
 
 
 class Acts(NamedTuple):
@@ -45,8 +47,9 @@ def read() -> Switches:
     """What the environment says now. A line for each value that is none, once, on rank 0."""
     global on, acting
     fast = _asked("BITSHARD_FAST")
-    on = Switches(_by("BITSHARD_EXPERTS"), _by("BITSHARD_FUSE", fast), _by("BITSHARD_GRAPHS", fast))
-    acting = _acts if on.fuse or on.graphs else None
+    by_fast = _by("BITSHARD_FUSE", fast), _by("BITSHARD_GRAPHS", fast)
+    on = Switches(_by("BITSHARD_EXPERTS"), *by_fast, _by("BITSHARD_MERGE_AWARE"))
+    acting = _acts if on.fuse or on.graphs or on.merge_aware else None
     return on
 
 

@@ -52,6 +52,10 @@ def merged_values(
     values, base = state.kind.dequantize(packed, state), nn.Module()
     base.register_buffer("weight", values)
     layer = _copy(tuner, adapter, base)
+    if hasattr(layer, "merged_4bit"):  # merge-aware: training saw the merged codes
+        names = [name for name in layer.active_adapters if name not in layer.merged_adapters]
+        codes, new = layer.merged_4bit(packed, state, names)
+        return new.kind.dequantize(codes, new), others
     if _has_rows(tuner):
         base.weight = nn.Parameter(base._buffers.pop("weight"), requires_grad=False)
         _merge(layer)

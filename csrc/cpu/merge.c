@@ -1,0 +1,32 @@
+/* cpu/merge.c - adapters merged into a packed weight, a tile at a time: decode, add, quantize. A thread owns tiles. */
+#include "core/arithmetic.h"
+#include "cpu/cpu.h"
+
+enum { TILE = 4096, GRAIN = 4 }; /* elements of a tile, a multiple of every block; tiles that are worth a thread */
+
+static void merge_tiles(const int64_t tile_begin, const int64_t tile_end, void *const ctx) {
+  const bsh_merge_4bit_args *const args = ctx;
+  const bsh_weight *const weight = &args->weight;
+  const bsh_cpu_kernels *const kernels = bsh_cpu();
+  float values[TILE];
+  for (int64_t tile = tile_begin; tile < tile_end; tile++) {
+    const int64_t begin = tile * TILE, end = min_i64(begin + TILE, weight->n);
+    const bsh_quantize_4bit_args quantize = {.x = values,
+                                             .packed = args->packed + begin / 2,
+                                             .absmax = args->absmax + begin / weight->blocksize,
+                                             .n = end - begin,
+                                             .blocksize = weight->blocksize,
+                                             .dtype = BSH_F32,
+                                             .format = weight->format};
+    kernels->decode_4bit(
+        &(bsh_decode_run){.weight = weight, .out = values, .begin = begin, .end = end, .dtype = BSH_F32});
+    kernels->add_adapters(args, begin, end, values);
+    kernels->quantize_4bit(&quantize, 0, divide_up(end - begin, weight->blocksize));
+  }
+}
+
+bsh_status bsh_cpu_merge_4bit(const bsh_merge_4bit_args *const args) {
+  bsh_merge_4bit_args copy = *args;
+  bsh_parallel_for(0, divide_up(args->weight.n, TILE), GRAIN, merge_tiles, &copy);
+  return BSH_OK;
+}

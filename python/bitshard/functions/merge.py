@@ -1,0 +1,83 @@
+"""LoRA adapters merged into a 4-bit weight, quantized anew: the one definition of the merged bytes (docs/merging.md).
+
+An element of the merged weight is that of W in float32, then for each adapter fma(s, d, value), where d is the sum of
+B[n, r] A[r, k] over its ranks, ascending, by float32 fused multiply-adds. The quantizer of W's format makes codes and
+scales of it; nested scales are quantized as `functional.quantize_4bit` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bitshard import ops
+from bitshard.formats.kinds import FOUR_BIT
+from bitshard.formats.state import VALUE_DTYPES, QuantState
+from bitshard.functions import functional, reordered
+
+Adapter = tuple[Tensor, Tensor, float]  # A [r, K], B [N, r], s
+_kept: dict[tuple, Tensor] = {}  # what `_scales` has made
+
+
+def merge_4bit(packed: Tensor, state: QuantState, adapters: Sequence[Adapter]) -> tuple[Tensor, QuantState]:
+    """(packed codes, state) of W + the sum of s B A over `adapters`, in their order, in the format of W [N, K].
+
+    Args:
+        packed, state: of W, whole: NF4 or FP4, one weight.
+        adapters: A, B and s; A and B float32, float16 or bfloat16 on the device of W.
+
+    ValueError for a weight of another kind, and for factors of other shapes; TypeError for other dtypes.
+    """
+    check(state)
+    if state.reordered:
+        packed, state = reordered.restored(packed, state)
+    N, K = state.shape
+    for A, B, _ in adapters:
+        if A.dim() != 2 or A.shape[1] != K or B.shape != (N, A.shape[0]):
+            raise ValueError(f"merge_4bit: A is {list(A.shape)} and B {list(B.shape)}, the weight is [{N}, {K}]")
+    a, b, scales = _joined(adapters, packed.device, K, N)
+    numbers = (state.blocksize, ops.CODES[state.quant_type], N, K)
+    with torch._C.DisableTorchFunctionSubclass():
+        merged, absmax = ops.merge_4bit(packed, *state.scales(), a, b, scales, *numbers)
+    new = QuantState(absmax, state.shape, None, state.blocksize, state.quant_type, state.dtype)
+    new.share(state.quant_type)
+    if state.nested:
+        functional.nest(new)
+    return merged, new
+
+
+def check(state: QuantState) -> None:
+    """ValueError unless adapters can be merged so into a weight of this state."""
+    if state.kind is not FOUR_BIT:
+        raise ValueError(
+            f"merging with the bytes of merge-aware training is for NF4 and FP4 weights, this one is "
+            f"{'a stack of experts' if state.kind.stacked else state.quant_type or state.kind.word}"
+        )
+
+
+def _joined(adapters: Sequence[Adapter], device: torch.device, K: int, N: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A of all adapters [R, K], B [N, R], and s at the last rank of each, 0 at the others [R]; one dtype."""
+    factors = [(A.detach(), B.detach(), float(s)) for A, B, s in adapters if A.shape[0] and s]
+    dtypes = {tensor.dtype for A, B, _ in factors for tensor in (A, B)}
+    if not dtypes <= set(VALUE_DTYPES.values()):
+        raise TypeError(f"merge_4bit: adapters are {dtypes}, expected float32, float16 or bfloat16")
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # which holds the numbers of all
+    scales = _scales(tuple((A.shape[0], s) for A, _, s in factors), device)
+    if not factors:
+        return scales.new_empty(0, K), scales.new_empty(N, 0), scales
+    As, Bs = ([pair[i].to(dtype).contiguous() for pair in factors] for i in (0, 1))
+    return *(each[0] if len(each) == 1 else torch.cat(each, dim) for dim, each in enumerate((As, Bs))), scales
+
+
+def _scales(of: tuple[tuple[int, float], ...], device: torch.device) -> Tensor:
+    """s at the last rank of each adapter of (rank, s): kept, for it is copied to the device."""
+    found = None if torch.compiler.is_compiling() else _kept.get((of, device))
+    if found is None:
+        numbers = [value for rank, s in of for value in (*[0.0] * (rank - 1), s)]
+        with torch.inference_mode(False):
+            found = torch.tensor(numbers, dtype=torch.float32, device=device)
+        if type(found) is Tensor and len(_kept) < 256:  # under a fake mode it would be fake, and outlive the mode
+            _kept[of, device] = found
+    return found

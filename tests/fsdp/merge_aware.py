@@ -1,0 +1,102 @@
+"""Merge-aware QLoRA alone, under FSDP2 and FSDP1: the same training, and files with the bytes of the forward.
+
+    torchrun --nproc-per-node 2 tests/fsdp/merge_aware.py --dir FOLDER_OF_A_LLAMA --only fsdp2,fsdp1 --out r.json
+
+Ranks share a batch, so that their mean loss is that of one process on the whole batch. In the end each scenario is
+evaluated and merged: by `save_pretrained(merge=True)`, and where nothing forbids it in place.
+"""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from bitshard import fsdp
+from bitshard import lora as engine
+from bitshard.lora import aware
+from common import finish, start
+from helpers.llama import TOKENS
+from lora import LENGTH, MIXED, ROWS, STEPS, as_trainer_wraps, build, checkpointed, clip, fsdp1, fsdp2, weights
+from safetensors.torch import load_file
+
+# name: (how it is wrapped, whether `merge_aware` comes before the wrapping, start_step)
+SCENARIOS = {
+    "alone": (lambda model: model, True, 0),
+    "fsdp2": (fsdp2, True, 0),
+    "fsdp2_later": (fsdp2, False, 1),
+    "fsdp2_checkpointed": (checkpointed, True, 0),
+    "fsdp2_mixed": (functools.partial(fsdp2, mp_policy=MIXED), True, 0),
+    "fsdp1": (fsdp1, True, 0),
+    "fsdp1_trainer": (functools.partial(as_trainer_wraps, orig=True), True, 0),
+}
+
+
+def steps(model):
+    """Losses and gradient norms of a run, and the rows of its last step."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    generator = torch.Generator().manual_seed(1)
+    losses, norms = [], []
+    for _ in range(STEPS):
+        rows = torch.randint(0, TOKENS, (ROWS, LENGTH), generator=generator)
+        rows = rows.chunk(dist.get_world_size())[dist.get_rank()]
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        norms.append(float(clip(model)))
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().float()
+        dist.all_reduce(mean)
+        losses.append(float(mean) / dist.get_world_size())
+    return losses, norms, rows
+
+
+def differing(made, folder):
+    """How many of the weights `made` have packed bytes that no layer in the files has; and how many these are."""
+    files = {}
+    for file in Path(folder).glob("*.safetensors"):
+        files |= load_file(file)
+    packed = {
+        name: tensor.view(torch.uint8).flatten() for name, tensor in files.items() if name.endswith("proj.weight")
+    }
+    found = [codes.view(torch.uint8).flatten() for codes, _ in made]
+    return sum(not any(torch.equal(one, other) for other in packed.values()) for one in found), len(packed)
+
+
+def run(args, name):
+    wrap, first, start_step = SCENARIOS[name]
+    model = build(args)
+    if first:
+        engine.merge_aware(model, start_step)
+    model = wrap(model)
+    if not first:
+        engine.merge_aware(model, start_step)
+    try:
+        losses, norms, rows = steps(model)
+    except ValueError as error:
+        return {"refused": str(error)}
+    made, call = [], aware.merge_4bit
+    aware.merge_4bit = lambda *given: made.append(call(*given)) or made[-1]
+    with torch.no_grad():
+        logits = model.eval()(input_ids=rows).logits
+    aware.merge_4bit = call
+    folder = [tempfile.mkdtemp() + "/merged"]
+    dist.broadcast_object_list(folder)
+    inner = model.module if name.startswith("fsdp1") else model
+    fsdp.save_pretrained(model, folder[0], merge=True)
+    found = {"losses": losses, "norms": norms, "weights": weights(model, name)}
+    found["differing"], found["layers"] = differing(made, folder[0])
+    if not name.startswith("fsdp1"):
+        inner.merge_adapter()
+        with torch.no_grad():
+            found["same_logits"] = torch.equal(model(input_ids=rows).logits, logits)
+    return found
+
+
+def main():
+    _, args = start()
+    finish({name: run(args, name) for name in args.only.split(",")}, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""merge_4bit: the numbers of the reference through the quantizer, on each instruction set and on a played GPU."""
+
+import platform
+import shutil
+
+import pytest
+import reference
+import torch
+from bitshard import functional, ops
+from bitshard.functions.merge import merge_4bit
+from helpers.alike import agree, by_isa, by_threads
+from ptx import gpu as machine
+
+FORMATS = {"nf4": 0, "fp4": 1}
+SHAPES = [(24, 128, 64), (7, 33, 64), (40, 96, 32), (5, 1000, 128), (9, 512, 4096), (130, 64, 64)]
+plays = pytest.mark.skipif(
+    machine.nvcc() is None or shutil.which("gcc") is None or platform.machine() != "x86_64",
+    reason="needs nvcc, and gcc on x86-64",
+)
+
+
+def weight(N, K, blocksize=64, quant_type="nf4", nested=False, storage=torch.uint8):
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(N * K)) * 0.02
+    return functional.quantize_4bit(w, None, None, blocksize, nested, quant_type, storage)
+
+
+def adapters(N, K, ranks=(5,), dtype=torch.float32, size=0.05, device="cpu"):
+    """Large enough to change most codes."""
+    generator = torch.Generator().manual_seed(K)
+    return [
+        (
+            (torch.randn(r, K, generator=generator) * size).to(device, dtype),
+            (torch.randn(N, r, generator=generator) * size).to(device, dtype),
+            1.5 / (i + 1),
+        )
+        for i, r in enumerate(ranks)
+    ]
+
+
+def expected(packed, state, given):
+    """By the definition: dequantized, added, quantized."""
+    values = functional.dequantize_4bit(packed, _in_float32(state))
+    merged = reference.merge_4bit(values, given)
+    return functional.quantize_4bit(merged, None, None, state.blocksize, state.nested, state.quant_type, packed.dtype)
+
+
+def _in_float32(state):
+    state = state.clone()
+    state.dtype = torch.float32
+    return state
+
+
+def same(found, wanted):
+    (packed, state), (other, exact) = found, wanted
+    assert packed.dtype is other.dtype and torch.equal(packed.view(torch.uint8), other.view(torch.uint8))
+    assert torch.equal(state.absmax, exact.absmax) and state.nested == exact.nested
+    if state.nested:
+        assert torch.equal(state.state2.absmax, exact.state2.absmax) and torch.equal(state.offset, exact.offset)
+
+
+def test_the_reference_rounds_once():
+    """fma of the reference against exact fractions."""
+    from fractions import Fraction
+
+    generator = torch.Generator().manual_seed(3)
+    a, b = torch.randn(2, 3000, generator=generator)
+    c = -a * b * (1 + torch.randn(3000, generator=generator) * 2.0**-22) + (torch.arange(3000) % 3 == 0) * 1e-9
+    found = reference.fma(a, b, c)
+    for i in range(3000):
+        exact = Fraction(a[i].item()) * Fraction(b[i].item()) + Fraction(c[i].item())
+        around = torch.nextafter(found[i].repeat(2), torch.tensor([-torch.inf, torch.inf]))
+        off = abs(Fraction(found[i].item()) - exact)
+        assert all(off <= abs(Fraction(other.item()) - exact) for other in around), i
+
+
+@pytest.mark.parametrize("quant_type", FORMATS)
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("N, K, blocksize", SHAPES)
+def test_bytes_of_the_definition(quant_type, nested, N, K, blocksize):
+    packed, state = weight(N, K, blocksize, quant_type, nested)
+    for ranks, dtype in (
+        ((5,), torch.float32),
+        ((1,), torch.bfloat16),
+        ((3, 8, 2), torch.float16),
+        ((), torch.float32),
+    ):
+        given = adapters(N, K, ranks, dtype)
+        found = by_isa(lambda given=given: merge_4bit(packed, state, given))
+        for each in found.values():
+            same(each, expected(packed, state, given))
+        if ranks:
+            assert not torch.equal(found["scalar"][0], packed)
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
+def test_the_container_stays(storage):
+    packed, state = weight(7, 33, storage=storage)
+    given = adapters(7, 33)
+    merged, new = merge_4bit(packed, state, given)
+    same((merged, new), expected(packed, state, given))
+    assert merged.shape == packed.shape and new.dtype is state.dtype and new.shape == state.shape
+
+
+def test_order_and_zero_scales_count():
+    """Adapters are added in their order; one of scale 0 or rank 0 changes nothing."""
+    packed, state = weight(16, 128)
+    one, two = adapters(16, 128, (4, 4))
+    still = (two[0], two[1], 0.0)
+    same(merge_4bit(packed, state, [one, still]), merge_4bit(packed, state, [one]))
+    same(merge_4bit(packed, state, [(one[0][:0], one[1][:, :0], 2.0), one]), merge_4bit(packed, state, [one]))
+    same(merge_4bit(packed, state, [one, two]), expected(packed, state, [one, two]))
+    mixed = [one, (two[0].bfloat16(), two[1].bfloat16(), two[2])]
+    same(merge_4bit(packed, state, mixed), expected(packed, state, mixed))
+
+
+def test_threads_do_not_change_bytes():
+    packed, state = weight(300, 500)
+    given = adapters(300, 500, (9,))
+    agree(by_threads(lambda: (lambda made: (made[0], made[1].absmax))(merge_4bit(packed, state, given)), 1, 3))
+
+
+@plays
+@pytest.mark.parametrize("quant_type", FORMATS)
+@pytest.mark.parametrize("sm", [90, 75])
+def test_on_the_played_gpu(quant_type, sm):
+    """The bytes of the CPU, in one launch, by the fast kernel and by that for any sizes."""
+    gpu = machine.Gpu(sm, 2, seed=5)
+    cases = [(20, 128, 64, (70, 3), torch.float32, False), (9, 576, 64, (5,), torch.bfloat16, True)]
+    cases += [(7, 33, 64, (5,), torch.float16, True), (6, 128, 32, (2, 2), torch.float32, False)]
+    for N, K, blocksize, ranks, dtype, nested in cases:
+        packed, state = weight(N, K, blocksize, quant_type, nested)
+        given = adapters(N, K, ranks, dtype)
+        scales = torch.tensor([x for _, b, s in given for x in (*[0.0] * (b.shape[1] - 1), s)])
+        a, b = torch.cat([A for A, _, _ in given]), torch.cat([B for _, B, _ in given], 1)
+        of = [one if one.numel() else None for one in state.scales()]
+        merged, absmax = gpu.merge_4bit(packed, of, a, b, scales, blocksize, FORMATS[quant_type], N, K)
+        plain = functional.with_plain_scales(state)
+        exact, new = ops.merge_4bit(packed, *state.scales(), a, b, scales, blocksize, FORMATS[quant_type], N, K)
+        assert torch.equal(merged, exact) and torch.equal(absmax, new), (N, K)
+        same((exact, _plain(plain, new)), expected(packed, plain, given))
+        fast = blocksize == 64 and K % 64 == 0
+        assert len(gpu.launches) == 1 and ("any" in gpu.launches[0]) != fast
+
+
+def _plain(state, absmax):
+    state = state.clone()
+    state.absmax = absmax
+    return state
+
+
+def test_on_a_gpu(device):
+    """The bytes of the CPU."""
+    for N, K, blocksize in SHAPES:
+        packed, state = weight(N, K, blocksize)
+        given = adapters(N, K, (16, 3), torch.bfloat16)
+        wanted = merge_4bit(packed, state, given)
+        moved = [(A.to(device), B.to(device), s) for A, B, s in given]
+        found, new = merge_4bit(packed.to(device), state.to(device), moved)
+        same((found.cpu(), new.to("cpu")), wanted)
+
+
+W, S = weight(8, 64)
+A, B, R = torch.ones(2, 64), torch.ones(8, 2), torch.ones(2)
+WRONG = [
+    (lambda: ops.merge_4bit(W, *S.scales(), A[:, :63], B, R, 64, 0, 8, 64), r"a has 126 elements, expected \[2, 64\]"),
+    (lambda: ops.merge_4bit(W, *S.scales(), A, B.t(), R, 64, 0, 8, 64), r"b has 16 elements, expected \[8, 2\]"),
+    (lambda: ops.merge_4bit(W, *S.scales(), A, B.half(), R, 64, 0, 8, 64), "b has ScalarType 5, expected 6"),
+    (lambda: ops.merge_4bit(W, *S.scales(), A, B, R.double(), 64, 0, 8, 64), "scales has ScalarType 7"),
+    (lambda: ops.merge_4bit(W, *S.scales(), A, B, R, 64, 2, 8, 64), "format 2 is neither"),
+    (lambda: ops.merge_4bit(W[:-1], *S.scales(), A, B, R, 64, 0, 8, 64), "packed"),
+]
+
+
+@pytest.mark.parametrize("call, words", WRONG)
+def test_what_does_not_fit_raises(call, words):
+    with pytest.raises(RuntimeError, match=words):
+        call()
+
+
+def test_what_is_refused():
+    stack = functional.quantize_experts_4bit(torch.randn(2, 8, 64), quant_type="nf4")
+    with pytest.raises(ValueError, match="this one is a stack of experts"):
+        merge_4bit(*stack, [])
+    with pytest.raises(ValueError, match="this one is mxfp4"):
+        merge_4bit(*functional.quantize_mxfp4(torch.randn(8, 64)), [])
+    with pytest.raises(ValueError, match=r"A is \[2, 32\] and B \[8, 2\], the weight is \[8, 64\]"):
+        merge_4bit(W, S, [(A[:, :32], B, 1.0)])
+    with pytest.raises(TypeError, match="float64"):
+        merge_4bit(W, S, [(A.double(), B, 1.0)])

@@ -1,0 +1,49 @@
+"""Merge-aware QLoRA under FSDP1 and FSDP2 on two processes: one process's training, and the bytes of its forward."""
+
+import json
+
+import pytest
+from fsdp.launch import launch
+
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+TWO = "fsdp2 fsdp2_later fsdp2_checkpointed fsdp2_mixed fsdp1 fsdp1_trainer".split()
+REFUSED = {"fsdp2_mixed": "is bfloat16 in the forward", "fsdp1_trainer": "take FSDP2"}
+
+
+def results(folder, world, names):
+    """The results of all ranks, which must agree; rank 0's."""
+    out = folder / f"aware-{world}.json"
+    launch(world, "merge_aware.py", "--dir", str(folder), "--only", ",".join(names), "--out", str(out))
+    first, *others = json.loads(out.read_text())["ranks"]
+    assert all(other == first for other in others)
+    return first
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    return results(folder, 1, ["alone"])["alone"]
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    return results(folder, 2, TWO)
+
+
+def test_one_process(alone):
+    assert (alone["differing"], alone["layers"], alone["same_logits"]) == (0, 7, True)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_processes(alone, two, name):
+    found = two[name]
+    if name in REFUSED:
+        assert REFUSED[name] in found["refused"]
+        return
+    assert (found["differing"], found["layers"], found.get("same_logits", True)) == (0, 7, True)
+    if name == "fsdp2_later":  # another run: its first step is an ordinary one
+        assert found["losses"] != alone["losses"]
+        return
+    for key in ("losses", "norms"):
+        assert found[key] == pytest.approx(alone[key], rel=2e-3), key  # a code that flips with the order of a sum
