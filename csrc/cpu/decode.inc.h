@@ -79,7 +79,7 @@ ALWAYS_INLINE void decode_two_blocks(const bsh_weight *const weight, const int64
                                      const floats units[HALVES], const float scales[2], const bsh_dtype dtype,
                                      const bool as_f32) {
   const int64_t half = 16 * (as_f32 ? 4 : dtype_size(dtype));
-  char second[32 * 4];
+  char second[32 * 4] = {0};
   floats values[HALVES];
   scaled_values(units, weight, dtype, scales[0], i / 16, values);
   decode_block(weight->packed, i, i + 32, out, values, dtype, as_f32, false);

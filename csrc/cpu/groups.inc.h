@@ -1,7 +1,8 @@
-/* cpu/groups.inc.h - linear_4bit for few rows and its gradient where K is a multiple of 64 and blocks have at least 64
- * elements, in vectors of any width (cpu/isa/vectors.h); all else by tiles.
+/* cpu/groups.inc.h - linear_4bit for few rows and its gradient where K is a multiple of 64, in vectors of any width
+ * (cpu/isa/vectors.h); all else by tiles.
  *
- * 64 elements of a row, a group, share one scale and 32 bytes. x is brought once into the order in which an instruction
+ * 64 elements of a row, a group, share one scale and 32 bytes; or they have two or four nested scales, and what is
+ * looked up is multiplied with them. x is brought once into the order in which an instruction
  * set decodes a group ("permuted"), instead of every row of W into the order of x. */
 #ifndef BSH_CPU_GROUPS_INC_H
 #define BSH_CPU_GROUPS_INC_H
@@ -13,6 +14,12 @@ enum { GROUP = 64, VECTORS = GROUP / LANES, X_BYTES = 32 << 10, BLOCK_ROWS = 256
 
 ALWAYS_INLINE bool has_whole_groups(const bsh_weight *const weight, const int64_t K) {
   return K % GROUP == 0 && weight->blocksize >= GROUP;
+}
+
+/* Blocks within groups, of codes whose values are bf16 numbers. Nested scales are decoded into a buffer, which may be
+ * read beyond them. */
+ALWAYS_INLINE bool has_fine_groups(const bsh_weight *const weight, const int64_t K) {
+  return K % GROUP == 0 && weight->blocksize < GROUP && weight->format == BSH_E2M1 && weight->scales.absmax == NULL;
 }
 
 /* What a group is looked up in whose scale is ordinary. */
@@ -48,7 +55,8 @@ static bool all_ordinary(const float *const scales, const int64_t n) {
 /* One row of W times M rows of x over n columns: adds to sums[m]. False where a scale is not ordinary: the sums are
  * wrong. The table of a group is made one turn ahead, which hides how long that takes. */
 ALWAYS_INLINE bool multiply_row(const bsh_product_args *const args, const int64_t begin, const int64_t n,
-                                const float *x, float *const sums, const bsh_dtype dtype, const int M) {
+                                const float *x, float *const sums, const bsh_dtype dtype, const bool fine,
+                                const int M) {
   /* independent sums per row of x, to hide the latency of an FMA */
   const int ways = M <= REGISTERS / 8 ? 4 : M <= REGISTERS / 4 ? 2 : 1;
   const int shift = __builtin_ctzll((uint64_t)args->weight.blocksize);
@@ -56,21 +64,25 @@ ALWAYS_INLINE bool multiply_row(const bsh_product_args *const args, const int64_
   bool ordinary = true;
   floats units[HALVES], accumulators[MOST_M * 4];
   load_units(args->weight.format, units);
+  const group_table plain = group_table_of(units, 1.0f, BSH_BF16);
+  const block_spread spread = make_spread(shift);
   UNROLL for (int i = 0; i < M * ways; i++) accumulators[i] = v_set(0.0f);
   for (int64_t i = 0; i < n;) {
-    float buffer[SCALES];
-    const int64_t n_now = min_i64(n - i, SCALES * GROUP);
+    float buffer[SCALES + 4];
+    const int64_t n_now = min_i64(n - i, fine ? (int64_t)SCALES << shift : SCALES * GROUP);
     const int64_t block0 = (begin + i) >> shift, n_blocks = ((begin + i + n_now - 1) >> shift) - block0 + 1;
     const float *const scales = load_scales(&args->weight.scales, block0, n_blocks, buffer);
     ordinary = ordinary && all_ordinary(scales, n_blocks);
-    group_table next = group_table_of(units, scales[0], dtype);
+    group_table next = fine ? plain : group_table_of(units, scales[0], dtype);
     for (const int64_t end = i + n_now; i < end; packed += GROUP / 2, x += M * GROUP) {
       const group_table table = next;
       const group_codes codes = load_group(packed);
+      const float *const own = scales + ((begin + i) >> shift) - block0;
       i += GROUP;
-      next = group_table_of(units, scales[((begin + min_i64(i, end - 1)) >> shift) - block0], dtype);
+      if (!fine) next = group_table_of(units, scales[((begin + min_i64(i, end - 1)) >> shift) - block0], dtype);
       UNROLL for (int j = 0; j < VECTORS; j++) {
-        const floats w = decode_vector(&codes, &table, dtype, j);
+        floats w = decode_vector(&codes, &table, fine ? BSH_BF16 : dtype, j);
+        if (fine) w = v_round_number(dtype, w * spread_scales(spread, own, j));
         UNROLL for (int m = 0; m < M; m++) {
           floats *const sum = &accumulators[m * ways + j % ways];
           *sum = v_fma(w, v_read(x + (j * M + m) * LANES), *sum);
@@ -97,8 +109,9 @@ static bool multiply_row_any(const bsh_product_args *const args, const int64_t M
 #define CASE(M)                                                                                                        \
   case M:                                                                                                              \
     if (M > MOST_M) break;                                                                                             \
-    if (!BF16_GROUPS || args->dtype != BSH_BF16) return multiply_row(args, begin, n, x, sums, args->dtype, M);         \
-    return multiply_row(args, begin, n, x, sums, BSH_BF16, M);
+    if (args->weight.blocksize < GROUP) return multiply_row(args, begin, n, x, sums, args->dtype, true, M);            \
+    if (!BF16_GROUPS || args->dtype != BSH_BF16) return multiply_row(args, begin, n, x, sums, args->dtype, false, M);  \
+    return multiply_row(args, begin, n, x, sums, BSH_BF16, false, M);
     EACH_M(CASE)
 #undef CASE
   }
@@ -106,7 +119,7 @@ static bool multiply_row_any(const bsh_product_args *const args, const int64_t M
 }
 
 static void linear_by_groups(const bsh_product_args *const args, const int64_t row_begin, const int64_t row_end) {
-  if (!has_whole_groups(&args->weight, args->K)) {
+  if (!has_whole_groups(&args->weight, args->K) && !has_fine_groups(&args->weight, args->K)) {
     linear_by_tiles(args, row_begin, row_end);
     return;
   }
@@ -141,14 +154,17 @@ enum { DGRAD_ROWS = 4, DGRAD_FLOATS = 8192 };
 /* Rows [row, row + n_rows) of W, columns [k0, k0 + n), times dy, into sums[group][m][vector][lane]. False where a scale
  * is not ordinary. */
 ALWAYS_INLINE bool add_weight_rows(const bsh_product_args *const args, const int64_t row, const int64_t k0,
-                                   const int64_t n, float *sums, const bsh_dtype dtype, const int n_rows) {
-  float dy[DGRAD_ROWS][BSH_CPU_SMALL_M], buffers[DGRAD_ROWS][SCALES];
+                                   const int64_t n, float *sums, const bsh_dtype dtype, const bool fine,
+                                   const int n_rows) {
+  float dy[DGRAD_ROWS][BSH_CPU_SMALL_M], buffers[DGRAD_ROWS][SCALES + 4];
   const float *scales[DGRAD_ROWS];
   int64_t block0[DGRAD_ROWS];
   bool ordinary = true;
   floats units[HALVES];
   load_units(args->weight.format, units);
   const int shift = __builtin_ctzll((uint64_t)args->weight.blocksize);
+  const group_table plain = group_table_of(units, 1.0f, BSH_BF16);
+  const block_spread spread = make_spread(shift);
   for (int r = 0; r < n_rows; r++) {
     for (int64_t m = 0; m < args->M; m++) dy[r][m] = load_f32(args->x, args->dtype, m * args->ldx + row + r);
     const int64_t begin = (row + r) * args->K + k0;
@@ -161,9 +177,12 @@ ALWAYS_INLINE bool add_weight_rows(const bsh_product_args *const args, const int
     floats w[DGRAD_ROWS][VECTORS];
     UNROLL for (int r = 0; r < n_rows; r++) {
       const int64_t begin = (row + r) * args->K + k;
-      const group_table table = group_table_of(units, scales[r][(begin >> shift) - block0[r]], dtype);
+      const float *const own = scales[r] + (begin >> shift) - block0[r];
+      const group_table table = fine ? plain : group_table_of(units, *own, dtype);
       const group_codes codes = load_group(args->weight.packed + begin / 2);
-      UNROLL for (int j = 0; j < VECTORS; j++) w[r][j] = decode_vector(&codes, &table, dtype, j);
+      UNROLL for (int j = 0; j < VECTORS; j++) w[r][j] = decode_vector(&codes, &table, fine ? BSH_BF16 : dtype, j);
+      if (!fine) continue;
+      UNROLL for (int j = 0; j < VECTORS; j++) w[r][j] = v_round_number(dtype, w[r][j] * spread_scales(spread, own, j));
     }
     for (int64_t m = 0; m < args->M; m++, sums += GROUP)
       for (int j = 0; j < VECTORS; j++) {
@@ -188,26 +207,28 @@ static void store_dx(const bsh_product_args *const args, const int64_t k0, const
 }
 
 ALWAYS_INLINE void dgrad_of_dtype(const bsh_product_args *const args, const int64_t column_begin,
-                                  const int64_t column_end, const bsh_dtype dtype) {
+                                  const int64_t column_end, const bsh_dtype dtype, const bool fine) {
   float sums[DGRAD_FLOATS] __attribute__((aligned(64)));
-  const int64_t step = min_i64(DGRAD_FLOATS / args->M / GROUP * GROUP, SCALES * GROUP - GROUP);
+  const int64_t most = fine ? SCALES * args->weight.blocksize : SCALES * GROUP - GROUP;
+  const int64_t step = min_i64(DGRAD_FLOATS / args->M / GROUP * GROUP, most);
   for (int64_t k0 = column_begin; k0 < column_end; k0 += step) {
     const int64_t n = min_i64(step, column_end - k0);
     memset(sums, 0, sizeof sums);
     int64_t row = 0;
     bool ordinary = true;
     for (; ordinary && row + DGRAD_ROWS <= args->N; row += DGRAD_ROWS)
-      ordinary = add_weight_rows(args, row, k0, n, sums, dtype, DGRAD_ROWS);
-    for (; ordinary && row < args->N; row++) ordinary = add_weight_rows(args, row, k0, n, sums, dtype, 1);
+      ordinary = add_weight_rows(args, row, k0, n, sums, dtype, fine, DGRAD_ROWS);
+    for (; ordinary && row < args->N; row++) ordinary = add_weight_rows(args, row, k0, n, sums, dtype, fine, 1);
     if (ordinary) store_dx(args, k0, n, sums);
     else dgrad_by_tiles(args, k0, k0 + n); /* of the same bits: whose columns a chunk has depends on the threads */
   }
 }
 
 static void dgrad_by_groups(const bsh_product_args *const args, const int64_t column_begin, const int64_t column_end) {
-  if (!has_whole_groups(&args->weight, args->K)) dgrad_by_tiles(args, column_begin, column_end);
-  else if (BF16_GROUPS && args->dtype == BSH_BF16) dgrad_of_dtype(args, column_begin, column_end, BSH_BF16);
-  else dgrad_of_dtype(args, column_begin, column_end, args->dtype);
+  if (has_fine_groups(&args->weight, args->K)) dgrad_of_dtype(args, column_begin, column_end, args->dtype, true);
+  else if (!has_whole_groups(&args->weight, args->K)) dgrad_by_tiles(args, column_begin, column_end);
+  else if (BF16_GROUPS && args->dtype == BSH_BF16) dgrad_of_dtype(args, column_begin, column_end, BSH_BF16, false);
+  else dgrad_of_dtype(args, column_begin, column_end, args->dtype, false);
 }
 
 #endif

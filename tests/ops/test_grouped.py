@@ -255,7 +255,7 @@ def test_the_op_reads_nothing_out_of_bounds():
     ops.grouped_linear_4bit(*good)
     for place, value in (
         *((1, offs[:2]), (1, offs.long()), (1, offs[:0]), (2, packed[1:]), (3, absmax[1:]), (5, absmax2[1:])),
-        *((6, offset[:1]), (7, torch.zeros(3, 31)), (8, 96), (8, 4096), (9, 2), (10, 33), (11, 63), (10, 2**40)),
+        *((6, offset[:1]), (7, torch.zeros(3, 31)), (8, 96), (8, 4096), (9, 3), (10, 33), (11, 63), (10, 2**40)),
     ):
         with pytest.raises(RuntimeError, match="grouped_linear_4bit: "):
             ops.grouped_linear_4bit(*good[:place], value, *good[place + 1 :])

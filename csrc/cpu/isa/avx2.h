@@ -300,6 +300,20 @@ ALWAYS_INLINE int group_element(const int j, const int lane) {
   return 2 * (16 * (lane / 4) + 8 * (j / 2 % 2) + 2 * (lane % 4) + j % 2) + j / 4;
 }
 
+typedef struct {
+  __m256i index[2]; /* of vectors whose bit 1 is clear, and set */
+} block_spread;
+
+ALWAYS_INLINE block_spread make_spread(const int shift) {
+  const __m256i first = _mm256_setr_epi32(0, 0, 0, 0, 32, 32, 32, 32);
+  const __m256i other = _mm256_setr_epi32(16, 16, 16, 16, 48, 48, 48, 48), by = _mm256_set1_epi32(shift);
+  return (block_spread){{_mm256_srlv_epi32(first, by), _mm256_srlv_epi32(other, by)}};
+}
+
+ALWAYS_INLINE floats spread_scales(const block_spread which, const float scales[4], const int j) {
+  return _mm256_permutevar8x32_ps(_mm256_broadcast_ps((const __m128 *)scales), which.index[j / 2 % 2]);
+}
+
 ALWAYS_INLINE group_table make_group_table(const floats scaled[2], const bsh_dtype dtype) {
   group_table table = {{_mm256_setzero_si256(), _mm256_setzero_si256()}};
   if (dtype == BSH_BF16) {

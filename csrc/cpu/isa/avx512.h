@@ -251,6 +251,19 @@ static const int nibble_element[4] = {1, 0, 3, 2};
 
 ALWAYS_INLINE int group_element(const int j, const int lane) { return 4 * lane + nibble_element[j]; }
 
+/* The four codes of a lane have one scale. */
+typedef __m512i block_spread;
+
+ALWAYS_INLINE block_spread make_spread(const int shift) {
+  const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60);
+  return _mm512_srlv_epi32(first, _mm512_set1_epi32(shift));
+}
+
+ALWAYS_INLINE floats spread_scales(const block_spread which, const float scales[4], const int j) {
+  (void)j;
+  return _mm512_permutexvar_ps(which, _mm512_broadcast_f32x4(_mm_loadu_ps(scales)));
+}
+
 ALWAYS_INLINE group_table make_group_table(const floats scaled[1], const bsh_dtype dtype) {
   return v_round_number(dtype, scaled[0]);
 }

@@ -306,6 +306,14 @@ ALWAYS_INLINE int group_element(const int j, const int lane) {
   return 2 * (8 * (j / 2 % 4) + 2 * lane + j % 2) + j / 8;
 }
 
+typedef int block_spread; /* shift */
+
+ALWAYS_INLINE block_spread make_spread(const int shift) { return shift; }
+
+ALWAYS_INLINE floats spread_scales(const block_spread shift, const float scales[4], const int j) {
+  return vdupq_n_f32(scales[16 * (j / 2 % 4) >> shift]);
+}
+
 ALWAYS_INLINE group_table make_group_table(const floats scaled[4], const bsh_dtype dtype) {
   floats values[4];
   if (dtype != BSH_BF16) {

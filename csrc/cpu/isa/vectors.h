@@ -36,6 +36,8 @@
  *              group_codes  load_group(packed)                            of 32 bytes
  *              decode_vector(codes, table, dtype, j)                      fp32 of the codes of vector j, j < 64 / LANES
  *              group_element(j, lane)       which of the 64 that lane has
+ *              block_spread  make_spread(shift)   blocks of 1 << shift codes, 16 or 32: which of a group's four or two
+ * scales spread_scales(spread, scales, j)                           each lane of vector j has; reads four scales
  *              BF16_GROUPS                  whether that is faster with bf16 as a constant
  *              add_lane_sums(v, n, sums)    sums[i] += the sum of the lanes of v[i], i < n; n at most REGISTERS / 2
  *   int8       i_load_words(codes)          2 LANES int8 as int16
