@@ -31,6 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     lora.add_argument("--optimizer", default="adamw_torch", help="as in TrainingArguments, such as adamw_8bit")
     parser.add_argument("--load-in-8bit", action="store_true", help="linear layers of LLM.int8 instead of 4-bit ones")
     four = parser.add_argument_group("4-bit weights")
+    four.add_argument("--type", choices=("nf4", "fp4", "mxfp4", "nvfp4"), default="nf4", help="(default: nf4)")
     four.add_argument("--nested", action="store_true", help="bnb_4bit_use_double_quant")
     four.add_argument("--experts", action="store_true", help="stacks of experts are 4-bit, too")
     four.add_argument("--head-4bit", action="store_true", help="so is the head")
@@ -54,6 +55,9 @@ def job_of(args: argparse.Namespace) -> dict[str, Any]:
     unknown = [word for word in offload if word not in OFFLOADS]
     if unknown:
         raise WrongArgument(f"--offload {unknown[0]}: expected {' or '.join(OFFLOADS)}")
+    blocksize = {"mxfp4": 32, "nvfp4": 16}.get(args.type)
+    if blocksize and args.nested:
+        raise WrongArgument(f"--nested: the scales of {args.type} have 8 bits already")
     gpus = int(found[1] or 1)
     return dict(
         gpus=gpus, gib=float(found[2]), seq=args.seq, batch=args.batch, rank=args.lora_rank,
@@ -63,7 +67,8 @@ def job_of(args: argparse.Namespace) -> dict[str, Any]:
         vocabulary="in_place" if args.gather_in_place else "gathered", loss_chunk=args.loss_chunk,
         checkpointing=not args.no_checkpointing, offload_weights="weights" in offload,
         offload_activations="activations" in offload, bits=8 if args.load_in_8bit else 4,
-        experts_4bit=args.experts, head_4bit=args.head_4bit, skip=tuple(args.skip), nested=args.nested,
+        experts_4bit=args.experts, head_4bit=args.head_4bit, skip=tuple(args.skip),
+        nested=args.nested or blocksize is not None, blocksize=blocksize or 64,
     )  # fmt: skip
 
 

@@ -18,7 +18,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="with config.json and safetensors files")
     parser.add_argument("out", type=Path, help="a folder that does not exist yet")
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="8: LLM.int8, load_in_8bit (default: 4)")
-    parser.add_argument("--type", choices=("nf4", "fp4"), default="nf4", help="of the codes (default: nf4)")
+    parser.add_argument(
+        "--type", choices=("nf4", "fp4", "mxfp4", "nvfp4"), default="nf4",
+        help="of the codes (default: nf4); bitshard reads mxfp4 and nvfp4, of which stacks of experts are, too",
+    )  # fmt: skip
     parser.add_argument("--nested", action="store_true", help="scales in 8 bits (bnb_4bit_use_double_quant)")
     parser.add_argument("--blocksize", type=int, default=64, help="weights per scale of experts (default: 64)")
     parser.add_argument("--storage", default="uint8", help="dtype of the packed bytes (default: uint8)")
@@ -75,6 +78,13 @@ def config_of(args: argparse.Namespace) -> object:
         "bnb_4bit_compute_dtype": getattr(torch, args.compute_dtype),
         "llm_int8_skip_modules": args.skip,
     }
+    if args.type in ("mxfp4", "nvfp4"):
+        if args.blocksize != 64 or args.nested:
+            raise console.WrongArgument(
+                f"--type {args.type} has blocks and scales of its own: no --blocksize, --nested"
+            )
+        FourBitConfig = console.load("bitshard.transformers").FourBitConfig
+        return FourBitConfig(**settings)
     if args.experts:
         from bitshard.state import BLOCKSIZES
         from bitshard.transformers import FourBitConfig

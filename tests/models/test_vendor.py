@@ -10,10 +10,12 @@ import pytest
 import torch
 import transformers
 from bitshard import experts, fsdp, functional
+from bitshard.convert.look import look
 from bitshard.formats import layouts
 from bitshard.kinds import kind_of
 from bitshard.nn.linear import Linear4bit
 from bitshard.transformers import FourBitConfig, dense_config
+from bitshard_cli.main import main
 from helpers import moe, tiny
 from helpers.bytes import same_bytes
 from helpers.microscaled import SCALE, VALUE
@@ -255,3 +257,34 @@ def test_quantized_while_loading_and_saved(family, quant_type, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", **options)
     with torch.no_grad():
         assert torch.equal(*(each.eval()(input_ids=moe.TOKENS).logits for each in (model, again)))
+
+
+def test_inspected(given):
+    """Each weight with its shape and format, and what does not fit together."""
+    what, folder = given
+    found = look(folder)
+    packed = {weight.name: weight for weight in found.weights if weight.details}
+    assert not found.complaints and packed.keys() == decoded(what, load_file(folder / "model.safetensors")).keys()
+    for weight in packed.values():
+        assert weight.format == type_of(what) and weight.details["experts"] == (what == "mxfp4")
+    stored = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    assert sum(weight.nbytes for weight in found.weights) == stored
+
+
+def test_inspecting_entries_that_contradict_each_other(tmp_path):
+    given = made(tmp_path / "given", "modelopt")
+    folder = spoilt(given, tmp_path / "bad", "q_proj.weight_scale", lambda t: t[:, :-1].clone())
+    assert "q_proj.weight: packed codes are" in look(folder).complaints[0]
+
+
+@pytest.mark.parametrize("quant_type", ["mxfp4", "nvfp4"])
+def test_quantized_by_the_command(quant_type, tmp_path):
+    """A folder, a tensor at a time: the files of loading it quantized and saving it; inspected."""
+    moe.model("qwen3_moe", 4).save_pretrained(tmp_path / "dense")
+    config = FourBitConfig(bnb_4bit_quant_type=quant_type, bnb_4bit_compute_dtype=torch.bfloat16)
+    options = {"dtype": torch.float32, "device_map": "cpu", "quantization_config": config}
+    AutoModelForCausalLM.from_pretrained(tmp_path / "dense", **options).save_pretrained(tmp_path / "loaded")
+    assert main(["quantize", str(tmp_path / "dense"), str(tmp_path / "made"), "--type", quant_type]) == 0
+    equal_files(tmp_path / "made", tmp_path / "loaded")
+    found = look(tmp_path / "made")
+    assert not found.complaints and {w.format for w in found.weights if w.details} == {quant_type}

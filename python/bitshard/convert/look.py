@@ -13,8 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from bitshard.convert import values
 from bitshard.convert.headers import Stored, other_weights, read_header, read_index
+from bitshard.formats import kind as kinds
+from bitshard.formats import layouts
 from bitshard.sharding.checkpoints.reading import INDEX, SINGLE
 
 _JSON = ".quant_state.bitsandbytes__"
@@ -23,6 +27,7 @@ _BESIDE_INT8 = ("SCB", "weight_format")
 _BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _JSON_LIMIT = 1 << 20
 _CHUNK = 1 << 24
+_DTYPES = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}  # of packed codes and their scales
 
 
 class Weight(NamedTuple):
@@ -30,7 +35,7 @@ class Weight(NamedTuple):
 
     Attributes:
         name: its key.
-        format: nf4, fp4, int8, or safetensors' name of a dense dtype.
+        format: nf4, fp4, mxfp4, nvfp4, int8, or safetensors' name of a dense dtype.
         shape: of the values, also where they are packed.
         storage: safetensors' name of the dtype of the bytes in the file.
         nbytes: with all that is beside it.
@@ -181,11 +186,25 @@ def _weights(
 ) -> Iterator[Weight]:
     """Dense tensors, and packed ones with what is beside them."""
     packed = {name.partition(_JSON)[0]: name for name in stored if _JSON in name}
+    by_others = layouts.layout_of(stored)
+    laid_out = {} if by_others is None else {by_others.key_of(name, stored): name for name in stored}
+    laid_out.pop(None, None)
     int8 = {name for name, (_, entry) in stored.items() if entry.dtype == "I8" and _scales_of(name) in stored}
     beside = {f"{key}.{end}" for key in packed for end in _BESIDE} | set(packed.values())
     beside |= {name.removesuffix("weight") + end for name in int8 for end in _BESIDE_INT8}
+    beside |= {end for key, name in laid_out.items() for end in by_others.names(key) if end != name}
     for name in names:
         if name in beside:
+            continue
+        if name in laid_out.values():
+            key = by_others.key_of(name, stored)
+            parts = [part for part in by_others.names(key) if part in stored]
+            try:
+                weight = _laid_out(by_others, key, [stored[part][1] for part in parts])
+            except ValueError as error:
+                complaints.append(str(error))
+                continue
+            yield weight._replace(sum=_sum([stored[part] for part in parts]) if sums else None)
             continue
         _, entry = stored[name]
         parts = [name]
@@ -239,16 +258,24 @@ def _int8(name: str, parts: list[Stored]) -> tuple[Weight, list[str]]:
     return Weight(name, INT8, tuple(codes.shape), codes.dtype, nbytes, details), wrong
 
 
+def _laid_out(layout: Any, key: str, parts: list[Stored]) -> Weight:
+    """A weight in a layout of others; ValueError where its entries contradict each other."""
+    empty = [torch.empty(part.shape, dtype=_DTYPES.get(part.dtype, torch.int64), device="meta") for part in parts[:2]]
+    shape, kind = layout.shape(key, *empty), layout.kind
+    details = {"blocksize": kind.blocksize, "nested": True, "dtype": None, "experts": kind.stacked}
+    return Weight(key, kind.name_of_type, tuple(shape), parts[0].dtype, sum(part.nbytes for part in parts), details)
+
+
 def _packed(name: str, described: str, stored: dict) -> tuple[Weight | None, list[str]]:
     """A 4-bit weight as its JSON describes it, and where the tensors beside it contradict that."""
     file, entry = stored[described]
     try:
         state = _json(file, entry)
         shape, blocksize = tuple(int(n) for n in state["shape"]), int(state["blocksize"])
-        format, experts = str(state["quant_type"]), state.get("layout") == "experts"
+        format, experts = str(state["quant_type"]), str(state.get("layout", "")).endswith("experts")
         if max(*shape, blocksize, math.prod(shape)) >= 2**63:
             raise ValueError("its shape or blocksize is beyond what a file can hold: expected numbers below 2^63")
-        if min((*shape, blocksize)) < 1 or format not in ("nf4", "fp4"):
+        if min((*shape, blocksize)) < 1 or format not in kinds.quant_types():
             raise ValueError(f"shape {list(shape)}, blocksize {blocksize}, quant_type {format}")
         offset = state.get("nested_offset", 0.0)
         for number in offset if isinstance(offset, list) else [offset]:  # of experts one each
@@ -259,9 +286,12 @@ def _packed(name: str, described: str, stored: dict) -> tuple[Weight | None, lis
     nested, elements = "nested_blocksize" in state, math.prod(shape)
     blocks = -(-elements // blocksize)
     parts = shape[0] if experts else 1
+    second = {"nested_absmax": 4 * parts * -(-(blocks // parts) // 256)}
     wanted = {"": (elements + 1) // 2, "absmax": blocks * (1 if nested else 4), "quant_map": 64}
     if nested:
-        wanted |= {"nested_absmax": 4 * parts * -(-(blocks // parts) // 256), "nested_quant_map": 1024}
+        wanted |= second | {"nested_quant_map": 1024}
+    if not kinds.kind_of(format).nests:  # codes of a table of their own, scales that are 8-bit floats
+        wanted = {"": wanted[""], "absmax": blocks} | (second if kinds.kind_of(format).has_global else {})
     wrong, nbytes = [], entry.nbytes
     for end, size in wanted.items():
         key = f"{name}.{end}" if end else name

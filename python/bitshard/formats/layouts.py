@@ -83,7 +83,7 @@ class Layout:
         stem = key.removesuffix(cls.end)
         found = {end: get(stem + end) for end in cls.ends()}
         packed, scales, whole = found.pop(cls.packed), found.pop(cls.scales), found.get(cls.whole)
-        shape = cls._shape(key, packed, scales)
+        shape = cls.shape(key, packed, scales)
         scales, second = scales.reshape(-1).view(torch.uint8).contiguous(), None
         if whole is not None:
             if whole.dtype is not torch.float32 or whole.numel() != 1:
@@ -119,7 +119,8 @@ class Layout:
         return {**made, **{stem + name: value for name, value in kept.items()}}
 
     @classmethod
-    def _shape(cls, key: str, packed: Tensor, scales: Tensor) -> torch.Size:
+    def shape(cls, key: str, packed: Tensor, scales: Tensor) -> torch.Size:
+        """Shape of the weight with these entries, also empty ones; ValueError where they do not fit together."""
         raise NotImplementedError
 
     @staticmethod
@@ -147,7 +148,7 @@ class GptOss(Layout):
     packed, scales = "_blocks", "_scales"
 
     @classmethod
-    def _shape(cls, key: str, packed: Tensor, scales: Tensor) -> torch.Size:
+    def shape(cls, key: str, packed: Tensor, scales: Tensor) -> torch.Size:
         fits = packed.dim() == 4 and packed.shape[-1] == 16 and packed.shape[:-1] == scales.shape
         if not fits or 0 in packed.shape or {packed.dtype, scales.dtype} != {torch.uint8}:
             raise ValueError(
@@ -169,7 +170,7 @@ class ModelOpt(Layout):
     scales, whole, others = ".weight_scale", ".weight_scale_2", (".input_scale",)
 
     @classmethod
-    def _shape(cls, key: str, packed: Tensor, scales: Tensor) -> torch.Size:
+    def shape(cls, key: str, packed: Tensor, scales: Tensor) -> torch.Size:
         fits = packed.dim() == 2 and scales.dim() == 2 and packed.shape[0] == scales.shape[0]
         fits = fits and packed.shape[1] == 8 * scales.shape[1] and packed.numel() > 0
         if not fits or packed.dtype is not torch.uint8 or scales.dtype is not torch.float8_e4m3fn:

@@ -44,6 +44,11 @@ def quantize(
     check_storage(quant_storage)
     check_values(A, f"{kind.name_of_type} quantization")
     kind.check_shape(A.shape, blocksize)
+    if A.is_meta:
+        packed = A.new_empty((ops.storage_elements(A.numel(), quant_storage.itemsize), 1), dtype=quant_storage)
+        scales = A.new_empty(ops.block_count(A.numel(), blocksize), dtype=torch.uint8)
+        second = A.new_empty(kind.second_level(A.shape), dtype=torch.float32) if kind.has_global else None
+        return packed, kind.state(QuantState, scales, second, A.shape, A.dtype)
     weights = A.detach().reshape(A.shape[0], -1) if kind.stacked else A.detach().reshape(1, -1)
     made = [_quantize(kind, weight) for weight in weights]
     codes, scales = (torch.cat([each[i] for each in made]) for i in range(2))
