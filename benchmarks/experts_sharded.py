@@ -1,14 +1,16 @@
 """QLoRA of gpt-oss-120b's shape under FSDP2 on two GPUs: peaks of loading and training, step time, losses.
 
-    python benchmarks/experts_sharded.py make DIR                     # 62 GB of random weights in nested NF4
-    python benchmarks/experts_sharded.py train DIR --cap 47 [--one-card] --out RESULTS
+    python benchmarks/experts_sharded.py make DIR [--type mxfp4]      # 62 GB of random weights, in nested NF4 or MXFP4
+    python benchmarks/experts_sharded.py train DIR --cap 47 [--type mxfp4] [--save] [--one-card] --out RESULTS
 
 `make` writes pre-quantized files, a decoder layer each, as `save_pretrained` would. `train` is one launch of --ranks
 processes: transformers' `distributed_config` lets each rank read its part, then peft's adapters on attention and
 experts in bfloat16, fused, `AdamW8bit`, gradient checkpointing, random tokens, 1 x --tokens a rank. The result is
 RESULTS/NAME.json and a table. --one-card: all ranks share one GPU, each under its own --cap, and gloo carries what
 they exchange through the host. The memory of a rank is what it is on a GPU of its own; the seconds are not. --layers,
---experts and --hidden make smaller shapes, and without a GPU all runs on the CPU.
+--experts and --hidden make smaller shapes, and without a GPU all runs on the CPU. --type mxfp4: files as gpt-oss is
+published, experts in MXFP4 and the rest in bfloat16, which keep their bytes; --save writes the trained model's base
+beside them and compares all bytes.
 """
 
 from __future__ import annotations
@@ -54,8 +56,23 @@ def fill(module, device: str) -> None:
     assert all(parameter.dtype is torch.bfloat16 for parameter in module.parameters())
 
 
-def decoder_layer(config, index: int, device: str) -> dict:
-    """The entries of a file for one decoder layer, on the CPU: experts and attention in nested NF4."""
+def mxfp4(entries: dict, device: str) -> dict:
+    """The entries of a file with random MXFP4 stacks in the place of dense ones [E, K, N]; scales of 2^-9 to 2^-6."""
+    import torch
+
+    made = {}
+    for name, value in entries.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            made[name] = value.cpu().contiguous()
+            continue
+        E, K, N = value.shape
+        made[f"{name}_blocks"] = torch.randint(0, 256, (E, N, K // 32, 16), dtype=torch.uint8, device=device).cpu()
+        made[f"{name}_scales"] = torch.randint(118, 122, (E, N, K // 32), dtype=torch.uint8, device=device).cpu()
+    return made
+
+
+def decoder_layer(config, index: int, device: str, type: str) -> dict:
+    """The entries of a file for one decoder layer, on the CPU: experts and attention in nested NF4, or as gpt-oss's."""
     import experts_step
     import torch
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer
@@ -63,9 +80,16 @@ def decoder_layer(config, index: int, device: str) -> dict:
     torch.manual_seed(index)
     with torch.device("meta"):
         layer = GptOssDecoderLayer(config, index).to(torch.bfloat16)
+    prefix = f"model.layers.{index}."
+    if type == "mxfp4":
+        stacks = {name: value for name, value in layer.state_dict().items() if value.dim() == 3}
+        for name in stacks:
+            layer.mlp.experts.register_parameter(name.rpartition(".")[2], None)
+        fill(layer, device)
+        return mxfp4({prefix + name: value for name, value in (stacks | layer.state_dict()).items()}, device)
     fill(layer, device)
     experts_step.quantize(layer, device)
-    return {f"model.layers.{index}.{name}": value.cpu().contiguous() for name, value in layer.state_dict().items()}
+    return {prefix + name: value.cpu().contiguous() for name, value in layer.state_dict().items()}
 
 
 def ends(config, device: str) -> dict:
@@ -93,7 +117,7 @@ def make(options: argparse.Namespace) -> None:
     names, total = {}, 0
     for index in range(config.num_hidden_layers + 1):
         last = index == config.num_hidden_layers
-        entries = ends(config, device) if last else decoder_layer(config, index, device)
+        entries = ends(config, device) if last else decoder_layer(config, index, device, options.type)
         file = f"model-{index + 1:05d}-of-{config.num_hidden_layers + 1:05d}.safetensors"
         save_file(entries, folder / file, metadata={"format": "pt"})
         names |= dict.fromkeys(entries, file)
@@ -102,7 +126,8 @@ def make(options: argparse.Namespace) -> None:
     settings = FourBitConfig(
         bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
     )
-    text = config.to_dict() | {"quantization_config": settings.to_dict()}
+    method = {"quant_method": "mxfp4"} if options.type == "mxfp4" else settings.to_dict()
+    text = config.to_dict() | {"quantization_config": method}
     (folder / "config.json").write_text(json.dumps(text, indent=2))
     index = {"metadata": {"total_size": total}, "weight_map": names}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -127,15 +152,19 @@ def build(options: argparse.Namespace, record: loading.Record):
     import torch
     from bitshard import graphs, lora
     from bitshard.fsdp import shard_adapters
+    from bitshard.transformers import FourBitConfig, dense_config
     from experts_step import ATTENTION, STACKS
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     with record.phase("load"):
-        plan = DistributedConfig(fsdp_size=int(os.environ["WORLD_SIZE"]))
+        settings = {"distributed_config": DistributedConfig(fsdp_size=int(os.environ["WORLD_SIZE"]))}
+        if options.type == "mxfp4":
+            kept = FourBitConfig(bnb_4bit_quant_type="mxfp4", bnb_4bit_compute_dtype=torch.bfloat16)
+            settings |= {"config": dense_config(options.directory), "quantization_config": kept}
         model = AutoModelForCausalLM.from_pretrained(
-            options.directory, dtype="bfloat16", distributed_config=plan, attn_implementation=options.attention
+            options.directory, dtype="bfloat16", attn_implementation=options.attention, **settings
         )
     model.config.use_cache = False
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -190,12 +219,40 @@ def rank(options: argparse.Namespace) -> None:
 
             print(graphs.report(model), flush=True)
             graphs.disable(model)
+        if options.save:
+            with record.phase("save"):
+                save(model, options)
+            say(record, "save")
     except Exception as error:
         record.write()
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         loading.end_of_rank(1)
     record.write()
     loading.end_of_rank()
+
+
+def save(model, options: argparse.Namespace) -> None:
+    """Write the base model and compare: every tensor of the files must be there again with its bytes."""
+    import torch
+    import torch.distributed as dist
+    from bitshard import fsdp
+    from bitshard.sharding.checkpoints.reading import Checkpoint
+
+    folder = Path(options.out) / "saved"
+    fsdp.save_pretrained(model, folder, progress=False)
+    dist.barrier()
+    if dist.get_rank():
+        return
+    found, wanted = Checkpoint(folder), Checkpoint(options.directory)
+    wrong = set(found.files) ^ set(wanted.files)
+    count = 0
+    for name in wanted.files.keys() & found.files.keys():
+        read = [each.read(name).reshape(-1).view(torch.uint8) for each in (found, wanted)]
+        count += read[1].numel()
+        if read[0].shape != read[1].shape or not read[0].equal(read[1]):
+            wrong.add(name)
+    print(f"saved: {count:,} bytes of {len(wanted.files)} tensors compared, {len(wrong)} tensors differ", flush=True)
+    assert not wrong, sorted(wrong)[:5]
 
 
 def say(record: loading.Record, name: str) -> None:
@@ -234,6 +291,7 @@ def train(options: argparse.Namespace) -> None:
         + "-one-card" * options.one_card
         + "-graphs" * options.graphs
         + (f"-{options.attention}" if options.attention else "")
+        + (f"-{options.type}" if options.type != "nf4" else "")
     )
     command = loading.launcher(False, options.ranks, out)
     command += [__file__, "rank", *sys.argv[2:], "--record", str(out / f"{name}.rank")]
@@ -249,6 +307,7 @@ def main() -> None:
         command = commands.add_parser(name)
         command.set_defaults(does=does)
         command.add_argument("directory")
+        command.add_argument("--type", choices=("nf4", "mxfp4"), default="nf4", help="of the experts (default: nf4)")
         if name == "make":
             for sizes in ("--layers", "--experts", "--hidden"):
                 command.add_argument(sizes, type=int)
@@ -259,6 +318,9 @@ def main() -> None:
         command.add_argument("--steps", type=int, default=4)
         command.add_argument("--cap", type=float, default=0, help="GiB that torch may reserve for a rank")
         command.add_argument("--one-card", action="store_true", help="all ranks on one GPU, through gloo")
+        command.add_argument(
+            "--save", action="store_true", help="the base, behind the last step, and compare it"
+        )
         command.add_argument("--graphs", action="store_true", help="bitshard.graphs.enable")
         command.add_argument("--attention", help="attn_implementation; transformers chooses eager for gpt-oss")
         command.add_argument("--out", default="experts-sharded-results")

@@ -18,7 +18,7 @@ TWO += [f"dense_{how}_{family}" for family in moe.FAMILIES for how in ("fsdp1", 
 TWO += [f"late_adapters_{how}_{family}" for how in ("native", "by_units") for family in ("qwen3_moe", "gpt_oss")]
 TWO += ["training_checkpointing", "training_fused_fsdp1", "training_fused_fsdp2", "fsdp1_orig", "fsdp1_flat", "offload"]
 TWO += ["merging_fsdp1", "published_mxfp4", "published_fp8", "parallel_plans"]
-TWO += [f"kept_mxfp4_{how}" for how in ("by_units", "in_parts", "whole", "fsdp1")]
+TWO += [f"kept_mxfp4_{how}" for how in ("by_units", "in_parts", "native", "whole", "fsdp1")]
 TWO += ["distributed_checkpoint", "distributed_checkpoint_gpt_oss", "quantizing_shards"]
 THREE = [f"{how}_few_nested" for how in LOADED if how != "native"] + ["training_fsdp2_few", "distributed_checkpoint"]
 FOUR = ["hybrid_qwen3_moe", "hybrid_gpt_oss"]

@@ -150,7 +150,7 @@ class GptOss(Layout):
     @classmethod
     def shape(cls, key: str, packed: Tensor, scales: Tensor) -> torch.Size:
         fits = packed.dim() == 4 and packed.shape[-1] == 16 and packed.shape[:-1] == scales.shape
-        if not fits or 0 in packed.shape or {packed.dtype, scales.dtype} != {torch.uint8}:
+        if not fits or 0 in packed.shape[1:] or {packed.dtype, scales.dtype} != {torch.uint8}:
             raise ValueError(
                 f"{key}: blocks are {dtype_name(packed.dtype)} {list(packed.shape)} and scales "
                 f"{dtype_name(scales.dtype)} {list(scales.shape)}, expected uint8 [E, N, K / 32, 16] and [E, N, K / 32]"
@@ -172,7 +172,7 @@ class ModelOpt(Layout):
     @classmethod
     def shape(cls, key: str, packed: Tensor, scales: Tensor) -> torch.Size:
         fits = packed.dim() == 2 and scales.dim() == 2 and packed.shape[0] == scales.shape[0]
-        fits = fits and packed.shape[1] == 8 * scales.shape[1] and packed.numel() > 0
+        fits = fits and packed.shape[1] == 8 * scales.shape[1] > 0
         if not fits or packed.dtype is not torch.uint8 or scales.dtype is not torch.float8_e4m3fn:
             raise ValueError(
                 f"{key}: packed codes are {dtype_name(packed.dtype)} {list(packed.shape)} and scales "

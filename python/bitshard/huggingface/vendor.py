@@ -78,6 +78,9 @@ def _ends(name: str, end: str) -> bool:
 
 def take(held: PackedWeight, layout: type[Layout], key: str, get: Any, old: Any) -> Params4bit:
     """The packed weight of a layer out of its entries (`Layout.read`), of the dtype of the empty weight `old`."""
+    if held.awaited is not None:
+        shard, held.layout = held.awaited.take_rows(layout, key, get, old.dtype)
+        return shard
     packed, state, own = layout.read(key, get, old.dtype, QuantState)
     if not packed.is_meta:
         packed = repack(packed, held.storage, state)

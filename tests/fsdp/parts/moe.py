@@ -258,8 +258,8 @@ def check_kept_mxfp4(folder, how):
         reference = AutoModelForCausalLM.from_pretrained(path, **options).eval()
     if how == "by_units":
         model = fsdp.load(path, quantization_config=mxfp4(), dtype=torch.float32, progress=False).eval()
-    elif how == "in_parts":
-        model = in_parts(path, config=options["config"], quantization_config=mxfp4())
+    elif how in ("in_parts", "native"):
+        model = globals()[how](path, config=options["config"], quantization_config=mxfp4())
     else:
         with environment(BITSHARD_CUT="0", FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
             model = AutoModelForCausalLM.from_pretrained(path, **options).eval().requires_grad_(False)
@@ -465,7 +465,7 @@ def checks():
     for how in ("fsdp1", "fsdp2"):
         again = functools.partial(check_training, family="gpt_oss", how=how, fused=True)
         found[f"training_fused_{how}"] = again
-    for how in ("by_units", "in_parts", "whole", "fsdp1"):
+    for how in ("by_units", "in_parts", "native", "whole", "fsdp1"):
         found[f"kept_mxfp4_{how}"] = functools.partial(check_kept_mxfp4, how=how)
     for format in ("mxfp4", "fp8"):
         found[f"published_{format}"] = functools.partial(check_published, format=format)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from bitshard import ops
 from bitshard.formats.container import repack, shardable_dtype
 from bitshard.formats.kinds import Kind
+from bitshard.formats.layouts import Layout
 from bitshard.formats.state import VALUE_DTYPES, QuantState, check_scales, dtype_name
 from bitshard.functions import functional
 from bitshard.process import foreign, launch
@@ -173,6 +174,46 @@ class AwaitedRows:
         whole = repack(gather.whole(gather.like(data, self.weight, column)).to(device), container, state)
         begin, length = ops.rank_slice(whole.size(0), world, rank)
         return self._install(whole[begin : begin + length].clone(), state, scales)
+
+    @torch.no_grad()
+    def take_rows(self, layout: type[Layout], key: str, get: Callable[[str], Tensor | None], dtype: Any) -> tuple:
+        """Take over this rank's rows (of a stack, experts) of a weight that the files have in a layout of others.
+
+        Arguments as of `Layout.read`, with this rank's rows of the entries that have rows; gives its shard and the
+        layout. A collective.
+        """
+        read: list[Any] = []
+
+        def prepare() -> _Brought:
+            read[:] = layout.read(key, get, dtype, QuantState)
+            return (layout.__name__, dtype_name(dtype), list(read[1].shape[1:])), read[1].shape[0], {}
+
+        _, lengths = self._agree(prepare)
+        packed, own, found = read
+        shape, (world, rank) = torch.Size((sum(lengths), *own.shape[1:])), gather.shard_world(self.weight)
+        expected = [ops.rank_slice(shape[0], world, place)[1] for place in range(len(lengths))]
+        if shape != (self.held.shape or self.weight.size()) or lengths != expected:
+            raise ValueError(f"{self.key}: {lengths} rows of {list(shape)}, expected {expected} of {self.held.shape}")
+        kind, scales, total = own.kind, own.absmax, ops.block_count(shape.numel(), own.blocksize)
+        second = own.state2.absmax[:1].repeat(kind.second_level(shape)) if kind.has_global else None
+        state = kind.state(QuantState, scales.new_empty(total), second, shape, dtype)
+        container = shardable_dtype(dtype, self.held.storage, kind)
+        if len(set(lengths)) == 1 and packed.numel() % container.itemsize == 0:
+            return self._install(packed.view(-1).view(container).view(-1, 1), state, scales), found
+        row = shape[1:].numel()
+        whole = self._whole(packed, shape[0], row // 2)
+        state.absmax = self._whole(scales, shape[0], row // state.blocksize)
+        column = repack(whole.view(-1, 1), container, state)
+        begin, length = ops.rank_slice(column.size(0), world, rank)
+        return self._install(column[begin : begin + length].clone(), state, None), found
+
+    def _whole(self, own: Tensor, rows: int, width: int) -> Tensor:
+        """[rows * width] of all ranks, of which `own` has this rank's rows."""
+        mesh, placements, size = self.weight.device_mesh, self.weight.placements, torch.Size((rows, width))
+        given = DTensor.from_local(
+            own.view(-1, width), mesh, placements, run_check=False, shape=size, stride=(width, 1)
+        )
+        return gather.whole(given).to(own.device).reshape(-1)
 
     def _install(self, packed: Tensor, state: QuantState, own_scales: Tensor | None) -> PackedShard:
         """Make `packed` [rows, 1], this rank's part of a packed column, the sharded weight of the layer.
