@@ -617,7 +617,7 @@ def test_what_transformers_knows_of_it(order, asked):
 def test_the_page_works(folders, tmp_path):
     """The blocks of docs/experts.md, in their order."""
     text = (Path(__file__).parents[2] / "docs" / "experts.md").read_text(encoding="utf-8")
-    first, second, third = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    first, second, *loading = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     try:
         exec(first, {})
         stock = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
@@ -631,8 +631,9 @@ def test_the_page_works(folders, tmp_path):
     assert any("experts" in name for name in trained) and any("q_proj" in name for name in trained)
     moe.save_mxfp4(moe.model("gpt_oss", 4, intermediate_size=64), tmp_path)
     values = {"AutoModelForCausalLM": AutoModelForCausalLM, "torch": torch, "name": str(tmp_path)}
-    exec(third, values)
-    assert len(stacks(values["model"])) == 4
+    for block, kind in zip(loading, ("mxfp4_experts", "experts"), strict=True):
+        exec(block, values)
+        assert {held.state.kind.name for held, _ in stacks(values["model"]).values()} == {kind}
 
 
 def test_the_three_lines_of_drop_in(folders):
