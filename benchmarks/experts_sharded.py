@@ -318,9 +318,7 @@ def main() -> None:
         command.add_argument("--steps", type=int, default=4)
         command.add_argument("--cap", type=float, default=0, help="GiB that torch may reserve for a rank")
         command.add_argument("--one-card", action="store_true", help="all ranks on one GPU, through gloo")
-        command.add_argument(
-            "--save", action="store_true", help="the base, behind the last step, and compare it"
-        )
+        command.add_argument("--save", action="store_true", help="the base, behind the last step, and compare it")
         command.add_argument("--graphs", action="store_true", help="bitshard.graphs.enable")
         command.add_argument("--attention", help="attn_implementation; transformers chooses eager for gpt-oss")
         command.add_argument("--out", default="experts-sharded-results")
