@@ -3,6 +3,7 @@
 # make newest, make oldest             the suite with the newest stack, and with the stated floor (tests/oldest.txt)
 # make wheels                          wheels in dist/: x86-64 and aarch64, glibc 2.28 and later, every GPU architecture
 # make release                         the same, a source distribution, and their sums; BITSHARD_URL=... goes into them
+# make aarch64                         the wheel for aarch64 under qemu-user: C tests, first example, core of the suite
 # make lint                            layout and lint of Python, C and CUDA
 # make tools-tests                     unsloth, axolotl, LLaMA-Factory, ms-swift, deepspeed and others as they are, from PyPI
 # make dev                             editable installs: Python edits count at once, `make test` rebuilds the C core
@@ -45,7 +46,7 @@ upstream :=
 endif
 pip := $(python) -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo test newest oldest tools-tests wheels release lint dev given
+.PHONY: demo test newest oldest tools-tests wheels release aarch64 lint dev given
 
 demo: $(ready)
 	$(python) examples/demo.py $(if $(QUICK),--quick) $(if $(MODEL),--model $(MODEL))
@@ -74,11 +75,17 @@ tools-tests: $(ready) $(upstream)
 		--target .cache/release-tools -r release/tools.txt
 	touch $@
 
+AARCH64 ?=
 ARCHITECTURES ?= all
 MACHINES ?= x86_64,aarch64
 wheels release: .cache/release-tools/.installed
 	$(if $(PYTHON),$(PYTHON),python3) release/wheels.py --machines $(MACHINES) \
 		--architectures $(ARCHITECTURES) $(if $(filter release,$@),--sdist)
+
+# What it needs is in release/try_aarch64.py, which names what is missing; .cache/aarch64 is filled once.
+aarch64: .cache/release-tools/.installed
+	$(if $(PYTHON),$(PYTHON),python3) release/wheels.py --machines aarch64 --architectures none --out .cache/aarch64/dist
+	$(if $(PYTHON),$(PYTHON),python3) release/try_aarch64.py --out .cache/aarch64/table.md $(AARCH64)
 
 lint: $(tools)
 	$(python) -m ruff check .

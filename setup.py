@@ -51,10 +51,11 @@ DURATION = (  # benchmarks/results/build_times_202611.md
 # To compile: begun first, so that no core is left with one of them at the end
 LONGEST = ("optimizer", "calibration", "gemm_int8_sm90", "gemm_4bit_sm90_wide")
 NO_NATIVE = "BITSHARD_CUDA_ARCHS=native: {}; name the architecture, as in BITSHARD_CUDA_ARCHS=86, or leave it out"
-# Cards that are put into machines of each kind: on Arm also Orin, Thor and GB10
+# Of the cards in machines of each kind, on Arm also Orin, Thor and GB10. GB10, sm_121, takes the code of sm_120, whose
+# kernels are the same but for 13 of 199 (nvcc 13.0.88); its own would make the wheel a tenth larger.
 ARCHITECTURES_ALL = {
     "x86_64": "75,80,86,89,90a,100,120,compute_120",
-    "aarch64": "75,80,87,90a,100,110,120,121,compute_120",
+    "aarch64": "75,80,87,90a,100,110,120,compute_120",
 }
 # What C is compiled for, as uname -m says it: _PYTHON_HOST_PLATFORM=linux-aarch64 beside a cross compiler as CC
 MACHINE = sysconfig.get_platform().rpartition("-")[2]

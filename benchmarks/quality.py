@@ -22,6 +22,7 @@ os.environ["BITSHARD_PLUGIN"] = "0"  # an original bitsandbytes runs its own ker
 import bitsandbytes  # noqa: E402
 import torch
 import transformers
+from timing import cpu_name_and_flags
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,8 +110,7 @@ def processor() -> str:
     """Name of the GPU, or of the CPU and its widest vector instructions."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    name = next(line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))
-    return f"{name} ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)"
+    return f"{cpu_name_and_flags()[0]} ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)"
 
 
 def main() -> None:

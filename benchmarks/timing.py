@@ -61,8 +61,8 @@ def cpu_name_and_flags() -> tuple[str, list[str]]:
     """Model name of the CPU and its vector instruction flags."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     fields = dict(reversed([tuple(part.strip() for part in line.split(":", 1)) for line in lines if ":" in line]))
-    wanted = ("avx", "fma", "f16c", "amx")
-    flags = [flag for flag in fields.get("flags", "").split() if flag.startswith(wanted)]
+    wanted = ("avx", "fma", "f16c", "amx", "asimd", "i8mm", "bf16", "sve")
+    flags = [flag for flag in fields.get("flags", fields.get("Features", "")).split() if flag.startswith(wanted)]
     return fields.get("model name", platform.processor() or platform.machine()), flags
 
 
