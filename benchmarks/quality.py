@@ -1,6 +1,6 @@
 """Held-out loss of SmolLM2-135M-Instruct, dense and in 4 bits: what quantization costs in quality.
 
-    python benchmarks/quality.py [--model FOLDER] [--dtype bfloat16] [--out benchmarks/results/FILE.md]
+    python benchmarks/quality.py [--model FOLDER] [--dtype bfloat16] [--only REGEX] [--out benchmarks/results/FILE.md]
 
 Data: the first 16 sequences of 512 tokens of Python's own documentation (`pydoc_data.topics`, joined by blank lines).
 Loss: mean next-token cross entropy in nats. The model comes from examples/smollm2.py; its weights were stored in Q4_1
@@ -11,6 +11,7 @@ same script measures the original with PYTHONPATH set to a folder that holds it.
 import argparse
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterable
 from datetime import date
@@ -27,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 SEQUENCES, LENGTH = 16, 512
+OWN = ("mxfp4", "nvfp4")  # formats that bitsandbytes does not have
 # name, 4-bit type, nested scales, bits of the embedding and the head that is tied to it
 ROWS = (
     ("dense", None, False, None),
@@ -34,6 +36,8 @@ ROWS = (
     ("NF4, nested scales", "nf4", True, None),
     ("FP4", "fp4", False, None),
     ("FP4, nested scales", "fp4", True, None),
+    ("MXFP4", "mxfp4", False, None),
+    ("NVFP4", "nvfp4", False, None),
     ("NF4, embedding and head int8", "nf4", False, 8),
     ("NF4, embedding and head NF4", "nf4", False, 4),
     ("NF4, nested scales, embedding and head NF4", "nf4", True, 4),
@@ -55,7 +59,7 @@ def load(
     the embedding and the tied head as one quantized weight, else both in `dtype`."""
     config = None
     settings = {"bnb_4bit_use_double_quant": nested, "bnb_4bit_compute_dtype": dtype}
-    if quant_type and embedding_bits:
+    if quant_type in OWN or (quant_type and embedding_bits):
         from bitshard.transformers import FourBitConfig
 
         config = FourBitConfig(bnb_4bit_quant_type=quant_type, bnb_4bit_embedding_bits=embedding_bits, **settings)
@@ -118,6 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / ".cache" / "smollm2-135m-instruct")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--only", default="", help="rows whose names this regular expression finds")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     transformers.logging.disable_progress_bar()
@@ -132,7 +137,9 @@ def main() -> None:
     ]
     dense = None
     for name, quant_type, nested, embedding_bits in ROWS:
-        if embedding_bits and "+bitshard." not in bitsandbytes.__version__:
+        if (embedding_bits or quant_type in OWN) and "+bitshard." not in bitsandbytes.__version__:
+            continue
+        if not re.search(options.only, name):
             continue
         model = load(options.model, getattr(torch, options.dtype), quant_type, nested, embedding_bits)
         loss = mean_loss(model, ids)

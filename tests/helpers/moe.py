@@ -81,7 +81,7 @@ def logits(model):
 # ---- published formats ----
 
 
-def save_mxfp4(model, folder):
+def save_mxfp4(model, folder, seed=0):
     """The files of a gpt-oss whose stacks are MXFP4, with random codes and scales."""
 
     def encode(tensors):
@@ -90,7 +90,7 @@ def save_mxfp4(model, folder):
             tensors[f"{key}_blocks"] = torch.randint(0, 256, (E, N, K // 32, 16), dtype=torch.uint8)
             tensors[f"{key}_scales"] = torch.randint(120, 126, (E, N, K // 32), dtype=torch.uint8)
 
-    _save_encoded(model, folder, encode, {"quant_method": "mxfp4"})
+    _save_encoded(model, folder, encode, {"quant_method": "mxfp4"}, seed)
 
 
 def save_fp8(model, folder):
@@ -133,11 +133,11 @@ def save_nvfp4(model, folder, layout):
     _save_encoded(model, folder, encode, settings)
 
 
-def _save_encoded(model, folder, encode, settings):
+def _save_encoded(model, folder, encode, settings, seed=0):
     model.save_pretrained(folder)
     file, config = folder / "model.safetensors", folder / "config.json"
     tensors = load_file(file)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     encode(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
     config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": settings}))

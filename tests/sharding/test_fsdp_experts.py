@@ -18,7 +18,7 @@ TWO += [f"dense_{how}_{family}" for family in moe.FAMILIES for how in ("fsdp1", 
 TWO += [f"late_adapters_{how}_{family}" for how in ("native", "by_units") for family in ("qwen3_moe", "gpt_oss")]
 TWO += ["training_checkpointing", "training_fused_fsdp1", "training_fused_fsdp2", "fsdp1_orig", "fsdp1_flat", "offload"]
 TWO += ["merging_fsdp1", "published_mxfp4", "published_fp8", "parallel_plans"]
-TWO += [f"kept_mxfp4_{how}" for how in ("by_units", "in_parts", "native", "whole", "fsdp1")]
+TWO += [f"kept_mxfp4_{how}" for how in ("by_units", "in_parts", "native", "whole", "fsdp1", "state_dicts")]
 TWO += ["distributed_checkpoint", "distributed_checkpoint_gpt_oss", "quantizing_shards"]
 THREE = [f"{how}_few_nested" for how in LOADED if how != "native"] + ["training_fsdp2_few", "distributed_checkpoint"]
 FOUR = ["hybrid_qwen3_moe", "hybrid_gpt_oss"]
@@ -44,6 +44,7 @@ def folder(tmp_path_factory):
         if not (folder / family).exists():
             moe.model(family, 4).save_pretrained(folder / family)
     moe.save_mxfp4(moe.model("gpt_oss", 3, intermediate_size=64), folder / "mxfp4")
+    moe.save_mxfp4(moe.model("gpt_oss", 3, intermediate_size=64), folder / "mxfp4-other", seed=1)
     wide = dict.fromkeys(("hidden_size", "moe_intermediate_size", "intermediate_size"), 128)
     moe.save_fp8(moe.model("deepseek_v3", 4, **wide), folder / "fp8")
     return folder

@@ -282,6 +282,32 @@ def check_kept_mxfp4(folder, how):
     dist.barrier()
 
 
+def check_kept_in_state_dicts(folder):
+    """Distributed checkpoints, and whole state dicts, into shards that had other bytes."""
+
+    def load(name):
+        with environment(BITSHARD_CUT="0", FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
+            options = {"config": dense_config(f"{folder}/{name}"), "quantization_config": mxfp4()}
+            return AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", dtype=torch.float32, **options).eval()
+
+    reference, model, path = load("mxfp4"), shard(load("mxfp4")), f"{folder}/dcp-mxfp4"
+    moe.logits(model)
+    dcp_save({"model": model.state_dict()}, checkpoint_id=path)
+    full = {key: value.clone() for key, value in reference.state_dict().items()}
+    found = fsdp.full_state_dict(model)
+    assert rank() or all(same_bytes(found[key], value) for key, value in full.items() if "quant_state" not in key)
+    for way in ("distributed", "full"):
+        other = shard(load("mxfp4-other"))
+        assert not torch.equal(moe.logits(other), moe.logits(reference))
+        if way == "full":
+            fsdp.load_full_state_dict(other, full)
+        else:
+            state = {"model": other.state_dict()}
+            dcp_load(state, checkpoint_id=path)
+            other.load_state_dict(state["model"])
+        check_exact(other, reference)
+
+
 def check_parallel_plans(folder, family):
     """Expert and tensor parallelism are refused in one line."""
     from transformers.distributed import DistributedConfig
@@ -467,6 +493,7 @@ def checks():
         found[f"training_fused_{how}"] = again
     for how in ("by_units", "in_parts", "native", "whole", "fsdp1"):
         found[f"kept_mxfp4_{how}"] = functools.partial(check_kept_mxfp4, how=how)
+    found["kept_mxfp4_state_dicts"] = check_kept_in_state_dicts
     for format in ("mxfp4", "fp8"):
         found[f"published_{format}"] = functools.partial(check_published, format=format)
     found["parallel_plans"] = functools.partial(check_parallel_plans, family="qwen3_moe")

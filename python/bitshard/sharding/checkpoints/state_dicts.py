@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from bitshard.formats.container import repack_whole
+from bitshard.sharding.checkpoints import gathering
 from bitshard.sharding.weights.state_entries import BLOB_PREFIX, padded_blob
 from bitshard.shards import gather
 from bitshard.weights.inventory import holders
@@ -57,6 +58,7 @@ def load_full_state_dict(
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+    gathering.reshard(model)  # a forward alone leaves the root whole
     state_dict = dict(state_dict)
     for key, held in _keys(model).items():
         state_dict = held.kind.unfiled(key, state_dict, held.state)
