@@ -21,6 +21,11 @@ typedef struct {
 
 static const uint32_t dynamic_bits[256] = {BSH_DYNAMIC_MAP_BITS};
 
+/* E2M1 has blocks of 16 to 64, the others of `blocksize`. */
+static int64_t block_of(uint64_t *const state, const bsh_format format, const int64_t blocksize) {
+  return format == BSH_E2M1 ? INT64_C(16) << random_below(state, 3) : blocksize;
+}
+
 static owned_weight make_weight(uint64_t *const state, const int64_t n, const int64_t blocksize,
                                 const bsh_format format, const bool nested) {
   const int64_t blocks = bsh_block_count(n, blocksize);
@@ -240,9 +245,10 @@ static void compare_blockwise(uint64_t *const state, const int64_t n, const int6
 
 /* The whole tensor, and a rectangle of it with rows further apart than they are long. */
 static void compare_dequantize_4bit(uint64_t *const state, const int64_t rows, const int64_t columns,
-                                    const int64_t blocksize) {
-  const int64_t n = rows * columns;
-  owned_weight w = make_weight(state, n, blocksize, (bsh_format)random_below(state, 2), random_below(state, 2));
+                                    const int64_t given) {
+  const bsh_format format = (bsh_format)random_below(state, 3);
+  const int64_t n = rows * columns, blocksize = block_of(state, format, given);
+  owned_weight w = make_weight(state, n, blocksize, format, random_below(state, 2));
   settle(&w);
   if (random_below(state, 2) && n) /* hostile scales, as a checkpoint may hold them */
     for (int64_t b = 0; b < bsh_block_count(n, blocksize); b += 3)
@@ -337,7 +343,8 @@ static void check_gradient(const char *const what, const linear_case *const c, c
 
 static void compare_linear(uint64_t *const state, const bsh_dtype dtype, const int64_t M, const int64_t N,
                            const int64_t K, const int64_t blocksize, const bool odd_scales) {
-  owned_weight w = make_weight(state, N * K, blocksize, (bsh_format)random_below(state, 2), random_below(state, 2));
+  const bsh_format format = (bsh_format)random_below(state, 3);
+  owned_weight w = make_weight(state, N * K, block_of(state, format, blocksize), format, random_below(state, 2));
   settle(&w);
   if (odd_scales) set_odd_scales(state, &w);
   const int64_t ldx = K + random_below(state, 5), ldy = N + random_below(state, 5), size = dtype_size(dtype);
