@@ -2,7 +2,7 @@
  * 8 codes with two others to 2 x 2 int32, without saturation. Every sum is right modulo 2^32, for any codes.
  *
  * An operand is 8 columns of a pair of rows. A tile of 8 rows of a and 8 of b takes 16 smmla and 8 loads for 8 columns,
- * a sixth of the instructions that products of int16 take, and half of those of sdot. */
+ * a seventh of the instructions that products of int16 take, and half of those of sdot. */
 #include "cpu/isa/neon.h"
 
 enum { WIDTH = 8, PAIRS = 4, ROWS = 2 * PAIRS, FEW = 6, STEPS = 64, GROUPS = BSH_INT8_PANEL / ROWS };

@@ -221,6 +221,7 @@ def test_what_no_kernel_takes_goes_by_panels():
 EVERY = "75,80,86,89,90a,100,120,compute_120"
 ONE_PASS = {"3090", "A100", "4090", "L40S", "5090"}
 CARDS = GPUS | {"H100": (90, 132), "3090": (86, 82), "4090": (89, 128), "L40S": (89, 142), "5090": (120, 170)}
+ARM = {"Jetson Orin": (87, 16), "GH200": (90, 132), "GB200": (100, 148), "Jetson Thor": (110, 20), "GB10": (121, 48)}
 PLANS = """
 H100 bf16  4096 x 4096  M 1        0 gemv_4bit_bf16_m8_k4[132x1 512 224K]
 H100 bf16  4096 x 14336 M 8   262144 gemv_4bit_bf16_m8_k8[132x1 448 c2 224K]
@@ -563,16 +564,18 @@ def documented(header: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_documented_images():
+@pytest.mark.parametrize("machine, header", [("x86_64", "| GPU | is |"), ("aarch64", "| GPU of an Arm machine | is |")])
+def test_documented_images(machine, header):
     """What of a default build and of one for all architectures each card loads."""
     default, every = (
-        re.search(rf'ARCHITECTURES_{name} = "(.+?)"', (ROOT / "setup.py").read_text())[1] for name in ("DEFAULT", "ALL")
+        re.search(rf'{name}"?[:=] "(.+?)"', (ROOT / "setup.py").read_text().replace(" =", "="))[1]
+        for name in ("ARCHITECTURES_DEFAULT", machine)
     )
-    assert every == EVERY
-    rows = documented("| GPU | is |")
-    assert {name.removeprefix("RTX ") for name, *_ in rows} <= {name.removeprefix("RTX ") for name in CARDS}
+    assert (every == EVERY) is (machine == "x86_64")
+    rows, cards = documented(header), CARDS if machine == "x86_64" else ARM
+    assert {name.removeprefix("RTX ") for name, *_ in rows} <= {name.removeprefix("RTX ") for name in cards}
     for name, is_, *loaded in rows:
-        sm = CARDS.get(name, CARDS.get(name.removeprefix("RTX ")))[0]
+        sm = cards.get(name, cards.get(name.removeprefix("RTX ")))[0]
         images = [_C.kernel_image(build, sm) for build in (default, every)]
         assert [is_, *loaded] == [f"sm_{sm}", *(f"{arch}{'a' * only}" for arch, only in images)], name
 

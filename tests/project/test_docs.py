@@ -66,6 +66,7 @@ COMMANDS = {
     "make demo": "tests/project/test_docs.py::test_demo",
     "make test": "Makefile:$(python) -m pytest $(TESTS)",
     "make test QUICK=1": "tests/project/test_docs.py::test_what_quick_runs_is_there",
+    "make aarch64": "Makefile:release/try_aarch64.py --out",
     "make lint": ".ci/run:make lint",
     "make dev": "tests/project/test_docs.py::test_targets_of_make",
     "make tools-tests": "tests/project/test_docs.py::test_targets_of_make",
