@@ -5,8 +5,8 @@
 #include "plan/gemv.h"
 
 static const char *refuses(const bsh_facts *const facts) {
-  if (facts->w.blocksize < BSH_SIMT_BLOCKSIZE) return "the blocksize is below 32";
-  if (facts->K % BSH_SIMT_BLOCKSIZE) return "K is no multiple of 32";
+  if (facts->w.blocksize < BSH_SIMT_BLOCKSIZE) return "the blocksize is below 16";
+  if (facts->K % BSH_SIMT_K) return "K is no multiple of 32";
   if (facts->K > INT32_MAX - BSH_SIMT_STEP) return "K is too large for 32-bit indices";
   if (facts->N > INT32_MAX - BSH_SIMT_WARPS * BSH_SIMT_ROWS) return "N is too large for 32-bit indices";
   return bsh_few_rows_refuse(facts);

@@ -1,5 +1,5 @@
 // gemv_4bit_simt.cu - y[M, N] = x[M, K] W^T + bias for M <= 8 without tensor cores: fp32 x, and what gemv_4bit.cu does
-// not take (blocks of 32, N not a multiple of 16, bf16 before sm_80).
+// not take (blocks of 16 and 32, N not a multiple of 16, bf16 before sm_80).
 //
 //   a lane: 4 bytes of each of 4 rows of W -> shuffle table, x scale, rounded to T      8 elements of each row of x
 //             '-------------------> sum[4 rows][8 tokens] += w * x, fp32 <-----------------'   256 of K a step
@@ -44,7 +44,7 @@ template <typename T, bool NESTED> __device__ __forceinline__ void gemv(const bs
   const int lane = threadIdx.x & 31, row = (blockIdx.x * WARPS + (threadIdx.x >> 5)) * ROWS;
   const bsh_scales scales = {args.absmax, args.absmax_code, args.absmax_map, args.absmax2, args.offset};
   const float value = code_value(args.format, lane);
-  const int block_shift = args.block_shift + 5; // log2(blocksize): this kernel counts from blocks of 32
+  const int block_shift = args.block_shift + 4; // log2(blocksize): this kernel counts from blocks of 16
   wait_for_earlier_kernels();
   let_later_kernels_start();
   if (row >= args.N) return;
