@@ -21,7 +21,10 @@ static const bsh_card hopper = {
                        .rows = {{150000000, 256}, {40000000, 192}, {30000000, 128}},
                        .two_parts = {70000000, 40000000},
                        .two_parts_busy = 90000000},
-    .gemv_4bit_simt = {.rows_16bit = 16, .rows_32bit = {{40000000, 16}, {10000000, 8}}},
+    /* Short blocks: benchmarks/results/microscaled_h100_202611.md */
+    .gemv_4bit_simt = {.rows_16bit = 16, .rows_short_blocks = 4, .rows_32bit = {{40000000, 16}, {10000000, 8}}},
+    /* The same file: blocks below 64, which no kernel for wgmma takes. */
+    .gemm_4bit_sm80 = {.short_blocks_weights = 40000000, .short_blocks_rows = 256},
     /* benchmarks/results/experts_h200_202611.md */
     .gemv_4bit_grouped = {.rows = 24, .rows_16 = 10},
     /* benchmarks/results/int8_h200_202611.md. A weight of 28672 x 8192: gemv_int8 took 99 us at 24 and 32 rows,

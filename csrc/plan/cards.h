@@ -27,9 +27,14 @@ typedef struct {
     int64_t two_parts_busy; /* the same of 64 rows where 5 of 6 warps get rows */
   } gemm_4bit_sm90;
   struct {
-    int64_t rows_16bit; /* up to which it is faster than panels */
+    int64_t rows_16bit;        /* up to which it is faster than panels */
+    int64_t rows_short_blocks; /* the same of blocks below 64 */
     bsh_border rows_32bit[3];
   } gemv_4bit_simt;
+  struct {
+    int64_t short_blocks_weights; /* from so many on it is faster than panels, blocks being below 64, */
+    int64_t short_blocks_rows;    /* up to so many rows */
+  } gemm_4bit_sm80;
   struct {
     /* A piece of a tile: forward in bf16, in fp16, where W is rounded exactly from 192 tokens on, and the gradient. */
     int32_t piece[BSH_WIDE_FORMS][3];

@@ -114,10 +114,18 @@ static candidate cut_rows(const bsh_facts *const facts, const int64_t rows_of_x,
   return best;
 }
 
+/* On Hopper: where its own kernels refuse blocks below 64. */
+static double cost_of_short_blocks(const bsh_facts *const facts) {
+  const bsh_card *const card = bsh_card_of(facts->sm);
+  const bool large = facts->N * facts->K >= card->gemm_4bit_sm80.short_blocks_weights;
+  const bool chosen = facts->w.blocksize < BSH_UNIT && large && facts->M <= card->gemm_4bit_sm80.short_blocks_rows;
+  return chosen ? BSH_ORDER(4) : BSH_LAST;
+}
+
 /* Where there is a model of the card; not below what reading W takes. */
 static double cost(const bsh_facts *const facts) {
   const bsh_rates *const rates = bsh_rates_of(facts->sm);
-  if (!rates->chosen) return BSH_LAST;
+  if (!rates->chosen) return cost_of_short_blocks(facts);
   const int64_t rows = min_i64(facts->M, SLICE_ROWS);
   const double bytes = (double)facts->N * (double)facts->K * (0.5 + 1.0 / (double)facts->w.blocksize);
   const double reading = rates->ends + bytes / (rates->bytes_per_ns_sm * facts->sms);

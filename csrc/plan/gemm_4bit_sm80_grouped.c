@@ -28,8 +28,11 @@ static const char *refuses(const bsh_facts *const facts) {
   return counted ? NULL : "more tiles than a thread block counts";
 }
 
-/* Before panels on cards that have a model. */
-static double cost(const bsh_facts *const facts) { return bsh_rates_of(facts->sm)->chosen ? BSH_ORDER(2) : BSH_LAST; }
+/* Before panels on cards that have a model, and on Hopper for blocks below 64, which its own kernels refuse:
+ * benchmarks/results/microscaled_h100_202611.md. */
+static double cost(const bsh_facts *const facts) {
+  return bsh_rates_of(facts->sm)->chosen || facts->w.blocksize < BSH_UNIT ? BSH_ORDER(2) : BSH_LAST;
+}
 
 /* Where a multiprocessor holds one block of either form, the one with more warps hides more. */
 static int32_t tile_rows(const bsh_facts *const facts) {

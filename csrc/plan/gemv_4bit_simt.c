@@ -16,9 +16,9 @@ static const char *refuses(const bsh_facts *const facts) {
  * bits two passes still read less than dequantizing does. */
 static double cost(const bsh_facts *const facts) {
   const bsh_card *const card = bsh_card_of(facts->sm);
-  const int64_t rows = facts->dtype != BSH_F32
-                           ? card->gemv_4bit_simt.rows_16bit
-                           : bsh_border_value(card->gemv_4bit_simt.rows_32bit, facts->N * facts->K, 2);
+  int64_t rows = bsh_border_value(card->gemv_4bit_simt.rows_32bit, facts->N * facts->K, 2);
+  if (facts->dtype != BSH_F32)
+    rows = facts->w.blocksize < BSH_UNIT ? card->gemv_4bit_simt.rows_short_blocks : card->gemv_4bit_simt.rows_16bit;
   return facts->M <= rows ? BSH_ORDER(3) : BSH_LAST;
 }
 
