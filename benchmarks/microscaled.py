@@ -2,7 +2,7 @@
 
     python benchmarks/microscaled.py [--only mxfp4]
 
-NF4 has blocks of 64 and nested scales. Each time is the median of five replays of a CUDA graph of 20 calls (of stacks 4);
+NF4 has blocks of 64 and nested scales. A time is the median of five replays of a CUDA graph of 20 calls (of stacks 4);
 weights rotate through 120 MB of packed bytes. BITSHARD_LINEAR_4BIT and its like force a kernel.
 """
 
@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from bitshard import functional
 from bitshard.kinds import kind_of
 
 TYPES = ("nf4", "mxfp4", "nvfp4")
