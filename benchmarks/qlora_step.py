@@ -6,9 +6,9 @@ upstream bitsandbytes, and bf16 LoRA.
 Random weights, bf16 LoRA of rank 16 on all seven linears, gradient checkpointing, fused AdamW, batch 1. Every case is
 a process of its own; all are alive at once and take turns of `--steps` steps, `--rounds` times. The table gives the
 median over rounds of a turn's median, and of its fastest step. A case that fails (memory, a step that cannot be
-captured) is said to have failed; its error is on standard error. Cases: bitshard, fused, bf16, upstream, before and
-before-fused (another build, which fails where it has no fused layers), each also as "... graph". All processes keep to
-the same few cores: where the host decides, processes on different ones differ by a tenth.
+captured) is said to have failed; its error is on standard error. Cases: bitshard, fused, merge-aware, bf16, upstream,
+before and before-fused (another build, which fails where it has no fused layers), each also as "... graph". All
+processes keep to the same few cores: where the host decides, processes on different ones differ by a tenth.
 """
 
 import argparse
@@ -86,6 +86,10 @@ def build(mode: str, layers: int):
         from bitshard import lora as fused
 
         print(fused.fuse(model), file=sys.stderr)
+    if mode.split()[0] == "merge-aware":
+        from bitshard import lora as aware
+
+        aware.merge_aware(model)
     model.train()
     return model
 

@@ -4,21 +4,19 @@
 #include "core/arithmetic.h"
 #include "cuda/sizes/merge.h"
 
-enum { BLOCKS_PER_SM = 4 }; /* of threads that go down the rows: as many as run at once */
-
 bsh_status bsh_cuda_merge_4bit(const bsh_merge_4bit_args *const args, const bsh_cuda_context *const context) {
   static bsh_cuda_kernel fast[2][BSH_DTYPES] = {BSH_BY_DTYPE(merge, "merge_4bit_", "_nf4"),
                                                 BSH_BY_DTYPE(merge, "merge_4bit_", "_fp4")};
   static bsh_cuda_kernel any[2][BSH_DTYPES] = {BSH_BY_DTYPE(merge, "merge_4bit_any_", "_nf4"),
                                                BSH_BY_DTYPE(merge, "merge_4bit_any_", "_fp4")};
   const bsh_weight *const weight = &args->weight;
-  if (weight->blocksize != BSH_MERGE_COLUMNS || args->K % BSH_MERGE_COLUMNS != 0 || !aligned(args->a, 8))
+  if (weight->blocksize != BSH_MERGE_COLUMNS || args->K % BSH_MERGE_COLUMNS != 0 || args->R > BSH_MERGE_RANKS ||
+      !aligned(args->a, 8))
     return bsh_cuda_launch_blocks(context, &any[weight->format][args->dtype],
                                   divide_up(divide_up(weight->n, weight->blocksize), BSH_MERGE_WARPS),
                                   BSH_MERGE_THREADS, true, args);
-  const int64_t across = divide_up(args->K / BSH_MERGE_COLUMNS, BSH_MERGE_WARPS);
-  const int64_t down = divide_up((int64_t)context->sms * BLOCKS_PER_SM, across);
+  const int64_t panels = divide_up(args->N, bsh_merge_panel_rows(args->R));
   return bsh_cuda_launch_blocks(context, &fast[weight->format][args->dtype],
-                                across * min_i64(down, divide_up(args->N, BSH_MERGE_ROWS)), BSH_MERGE_THREADS, true,
-                                args);
+                                panels * divide_up(args->K / BSH_MERGE_COLUMNS, BSH_MERGE_WARPS), BSH_MERGE_THREADS,
+                                true, args);
 }

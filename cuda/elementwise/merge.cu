@@ -2,17 +2,17 @@
 //
 //   packed -> value -> + s B A, fp32 FMAs by rank -> largest magnitude of the block -> code -> packed
 //
-// The fast kernels take blocks of 64 within a row. A warp has 64 columns, two a lane, of 8 rows at a time: a rank is
-// one load of A, two of the 8 numbers of B in shared memory, and 16 FMAs. A block of threads goes down its 512 columns,
-// so that its part of A stays in the L1 cache. The *_any kernels give a warp a block of any size, and compute it twice.
-// Host side: csrc/gpu/merge.c.
+// The fast kernels take blocks of 64 within a row. A block of threads has a panel of 512 columns and up to 64 rows,
+// whose part of B is in shared memory; a warp has 64 of the columns, two a lane, and goes down the rows, 8 at a time: a
+// rank is one load of A, two of the 8 numbers of B, and 16 FMAs. The *_any kernels give a warp a block of any size, and
+// compute it twice. Host side: csrc/gpu/merge.c.
 #include "cuda/sizes/merge.h"
 
 #include "cuda/numerics/encode.cuh"
 
 namespace bsh {
 
-constexpr int ROWS = BSH_MERGE_ROWS, COLUMNS = BSH_MERGE_COLUMNS, RANKS = BSH_MERGE_RANKS;
+constexpr int ROWS = BSH_MERGE_ROWS, COLUMNS = BSH_MERGE_COLUMNS, PAD = BSH_MERGE_PAD;
 
 // 1 / absmax as core/numerics.h has it: the approximate one where that is known (fp16 and bf16 numbers), else rounded
 // correctly. The approximate one of a GPU is not for all fp32 numbers the same as on another machine.
@@ -33,20 +33,19 @@ __device__ __forceinline__ float2 load_two(const __nv_bfloat16 *x) {
 }
 
 struct factors {
-  float4 b[RANKS][ROWS / 4]; // B of 8 rows, a rank after the other
-  float scales[RANKS];
+  float4 b[BSH_MERGE_FACTORS / 4]; // [R][rows of the panel + PAD]
+  float scales[BSH_MERGE_RANKS];
 };
 
-// Ranks [first, first + RANKS) of 8 rows from `row` on; zeros beyond both ends.
+// B of the panel's rows from `first` on; zeros beyond its end.
 template <typename T>
-__device__ __forceinline__ void load_factors(const bsh_merge_4bit_args &a, int64_t row, int64_t first, factors &f) {
+__device__ __forceinline__ void load_factors(const bsh_merge_4bit_args &a, int64_t first, int rows, factors &f) {
   float *const b = reinterpret_cast<float *>(f.b);
-  for (int i = threadIdx.x; i < RANKS * ROWS; i += BSH_MERGE_THREADS) {
-    const int64_t n = row + i / RANKS, r = first + i % RANKS;
-    b[i % RANKS * ROWS + i / RANKS] = n < a.N && r < a.R ? to_float(static_cast<const T *>(a.b)[n * a.R + r]) : 0.0f;
-  }
-  for (int i = threadIdx.x; i < RANKS; i += BSH_MERGE_THREADS)
-    f.scales[i] = first + i < a.R ? a.scales[first + i] : 0.0f;
+  const T *const source = static_cast<const T *>(a.b) + first * a.R;
+  const int ranks = (int)a.R, inside = (int)min((int64_t)rows, a.N - first) * ranks;
+  for (int i = threadIdx.x; i < rows * ranks; i += BSH_MERGE_THREADS)
+    b[i % ranks * (rows + PAD) + i / ranks] = i < inside ? to_float(source[i]) : 0.0f;
+  for (int i = threadIdx.x; i < ranks; i += BSH_MERGE_THREADS) f.scales[i] = a.scales[i];
 }
 
 struct tile {
@@ -58,34 +57,35 @@ template <int FORMAT>
 __device__ __forceinline__ void decode(const bsh_merge_4bit_args &a, int64_t row, int64_t column, tile &t) {
   const int lane = threadIdx.x % 32;
   const float unit = VALUES[FORMAT][lane % 16];
-  const int64_t scaled = min(row + lane % ROWS, a.N - 1); // lane l fetches the scale of row l % 8
+  const int64_t scaled = min(row + lane / 4, a.N - 1); // lane l fetches the scale of row l / 4
   const float scales = scale_of_block(a.weight.scales, (scaled * a.K + column) / COLUMNS);
 #pragma unroll
   for (int i = 0; i < ROWS; i++) {
     const int byte = row + i < a.N ? a.weight.packed[((row + i) * a.K + column) / 2 + lane] : 0;
-    const float scale = __shfl_sync(ALL_LANES, scales, i);
+    const float scale = __shfl_sync(ALL_LANES, scales, 4 * i);
     t.value[i][0] = multiply_flush(__shfl_sync(ALL_LANES, unit, byte >> 4, 16), scale);
     t.value[i][1] = multiply_flush(__shfl_sync(ALL_LANES, unit, byte & 15, 16), scale);
     t.sum[i][0] = t.sum[i][1] = 0.0f;
   }
 }
 
+// factor: A of a lane's columns. b: of the tile's rows, `stride` numbers from a rank to the next.
 template <typename T>
-__device__ __forceinline__ void add_ranks(const factors &f, const T *a, int64_t K, int ranks, tile &t) {
+__device__ __forceinline__ void add_ranks(const T *factor, int64_t K, const float4 *b, int stride, const float *scales,
+                                          int ranks, tile &t) {
 #pragma unroll 4
-  for (int r = 0; r < ranks; r++) {
-    const float2 two = load_two(a + r * K);
+  for (int r = 0; r < ranks; r++, factor += K, b += stride / 4) {
+    const float2 two = load_two(factor);
 #pragma unroll
     for (int half = 0; half < ROWS / 4; half++) {
-      const float4 b = f.b[r][half];
-      const float of_row[4] = {b.x, b.y, b.z, b.w};
+      const float of_row[4] = {b[half].x, b[half].y, b[half].z, b[half].w};
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         t.sum[4 * half + i][0] = __fmaf_rn(of_row[i], two.x, t.sum[4 * half + i][0]);
         t.sum[4 * half + i][1] = __fmaf_rn(of_row[i], two.y, t.sum[4 * half + i][1]);
       }
     }
-    const float scale = f.scales[r];
+    const float scale = scales[r];
     if (scale == 0.0f) continue;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
@@ -95,40 +95,57 @@ __device__ __forceinline__ void add_ranks(const factors &f, const T *a, int64_t 
   }
 }
 
+// Largest magnitudes of the 8 rows over the warp; lane l gets that of row l / 4.
+__device__ __forceinline__ float absmax_of_rows(const tile &t) {
+  const int lane = threadIdx.x % 32;
+  float most[ROWS];
+#pragma unroll
+  for (int i = 0; i < ROWS; i++) most[i] = absmax_step(absmax_step(-LARGEST, t.value[i][0]), t.value[i][1]);
+#pragma unroll
+  for (int half = ROWS / 2; half > 0; half /= 2) { // a lane keeps half of the rows, and gives the others away
+    const bool upper = lane & 4 * half;
+#pragma unroll
+    for (int i = 0; i < half; i++) {
+      const float given = upper ? most[i] : most[i + half], kept = upper ? most[i + half] : most[i];
+      most[i] = fmaxf(kept, __shfl_xor_sync(ALL_LANES, given, 4 * half));
+    }
+  }
+  const float pair = fmaxf(most[0], __shfl_xor_sync(ALL_LANES, most[0], 2));
+  return fmaxf(pair, __shfl_xor_sync(ALL_LANES, pair, 1));
+}
+
 template <int FORMAT>
 __device__ __forceinline__ void encode(const bsh_merge_4bit_args &a, const code_encoder<FORMAT> &encoder, int64_t row,
                                        int64_t column, const tile &t) {
   const int lane = threadIdx.x % 32;
+  const float absmax = absmax_of_rows(t), inverses = exact_reciprocal(absmax);
+  if (lane % 4 == 0 && row + lane / 4 < a.N) a.absmax[((row + lane / 4) * a.K + column) / COLUMNS] = absmax;
 #pragma unroll
   for (int i = 0; i < ROWS; i++) {
-    const float absmax = warp_absmax(absmax_step(absmax_step(-LARGEST, t.value[i][0]), t.value[i][1]));
-    const float inverse = exact_reciprocal(absmax);
+    const float inverse = __shfl_sync(ALL_LANES, inverses, 4 * i);
     uint32_t codes = encoder.add_code(0, multiply_flush(inverse, t.value[i][0]), 4);
     codes = encoder.add_code(codes, multiply_flush(inverse, t.value[i][1]), 0);
-    const int64_t begin = (row + i) * a.K + column;
-    if (row + i >= a.N) continue;
-    a.packed[begin / 2 + lane] = (uint8_t)codes;
-    if (lane == 0) a.absmax[begin / COLUMNS] = absmax;
+    if (row + i < a.N) a.packed[((row + i) * a.K + column) / 2 + lane] = (uint8_t)codes;
   }
 }
 
 template <typename T, int FORMAT> __device__ __forceinline__ void merge_4bit(const bsh_merge_4bit_args &a) {
   __shared__ factors f;
   const code_encoder<FORMAT> encoder;
+  const int rows = bsh_merge_panel_rows(a.R), stride = rows + PAD;
   const uint32_t across = (uint32_t)((a.K / COLUMNS + BSH_MERGE_WARPS - 1) / BSH_MERGE_WARPS);
   const int64_t column = (int64_t)(blockIdx.x % across * BSH_MERGE_WARPS + threadIdx.x / 32) * COLUMNS;
-  const T *const factor = static_cast<const T *>(a.a) + column + 2 * (threadIdx.x % 32);
+  const int64_t first = (int64_t)(blockIdx.x / across) * rows;
   wait_for_earlier_kernels();
-  for (int64_t row = (int64_t)(blockIdx.x / across) * ROWS; row < a.N; row += (int64_t)(gridDim.x / across) * ROWS) {
+  load_factors<T>(a, first, rows, f);
+  __syncthreads();
+  if (column >= a.K) return;
+  const T *const factor = static_cast<const T *>(a.a) + column + 2 * (threadIdx.x % 32);
+  for (int i = 0; i < rows && first + i < a.N; i += ROWS) {
     tile t;
-    if (column < a.K) decode<FORMAT>(a, row, column, t);
-    for (int64_t first = 0; first < a.R; first += RANKS) {
-      __syncthreads(); // the ranks before are read
-      load_factors<T>(a, row, first, f);
-      __syncthreads();
-      if (column < a.K) add_ranks(f, factor + first * a.K, a.K, (int)min((int64_t)RANKS, a.R - first), t);
-    }
-    if (column < a.K) encode(a, encoder, row, column, t);
+    decode<FORMAT>(a, first + i, column, t);
+    add_ranks(factor, a.K, f.b + i / 4, stride, f.scales, (int)a.R, t);
+    encode(a, encoder, first + i, column, t);
   }
 }
 
@@ -174,7 +191,7 @@ template <typename T, int FORMAT> __device__ __forceinline__ void merge_4bit_any
 } // namespace bsh
 
 #define MERGE(name, type, format_name, format)                                                                         \
-  extern "C" __global__ void __launch_bounds__(BSH_MERGE_THREADS)                                                      \
+  extern "C" __global__ void __launch_bounds__(BSH_MERGE_THREADS, 3)                                                   \
       merge_4bit_##name##_##format_name(const __grid_constant__ bsh_merge_4bit_args args) {                            \
     bsh::merge_4bit<type, format>(args);                                                                               \
   }                                                                                                                    \

@@ -1,0 +1,226 @@
+"""What is left of an adapter's gain once it is merged into 4-bit weights: plain merging beside merge-aware training.
+
+    python benchmarks/merged.py MODEL [--steps 120] [--rank 16] [--seeds 3] [--lrs 3e-4,1e-3,3e-3]
+        [--texts prose,docs,code] [--rows REGEX] [--jobs 1] [--prepare FOLDER] [--work FOLDER] [--device cuda]
+        [--table] [--out benchmarks/results/FILE.md]
+
+MODEL is a folder of 16-bit weights, such as examples/smollm2.py makes, or of 4-bit ones; its linear layers but the head
+are NF4 weights, nested scales. LoRA on all of them, alpha 2 rank, no dropout, AdamW, a linear decay, the same seeds,
+data and order for each row. Texts: presidents' messages, Python's language reference, source code of its standard
+library; held out are the last messages, the last tenth, other modules.
+
+Rows: ordinary LoRA, as it is and merged to the nearest codes; merge-aware from the start, and from half of the steps.
+The learning rate of each row and text is the one with the least loss with seed 0; ordinary LoRA merged has a row also
+with the rate that is best for it after merging. Gain kept: (base - merged) / (base - ordinary LoRA unmerged), of the
+means over the seeds. Each run is kept in --work and not trained again with the same settings; --jobs of them run at a
+time, each in a process. --table trains nothing, and makes the table of what is kept. --prepare writes 4-bit weights and
+the texts' tokens to a folder, which is a MODEL.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+os.environ["BITSHARD_PLUGIN"] = "0"
+
+import torch
+import torch.multiprocessing as processes
+import transformers
+from bitshard import lora
+from calibration import CODE, LATE, MORE_CODE, OTHER_CODE, ROOT, source, speeches, where
+from peft import LoraConfig, get_peft_model
+from quality import mean_loss
+from timing import markdown_table
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+LENGTH, BATCH, HELD = 256, 8, 48
+ORDINARY, AWARE, LATER = "LoRA", "merge-aware", "merge-aware from half of the steps"
+STARTS = {ORDINARY: None, AWARE: 0.0, LATER: 0.5}  # of the steps
+
+
+def texts(folder: Path, cache: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """{text: int64 [S, LENGTH] to train on, [HELD, LENGTH] held out}."""
+    tokenizer, messages, pages = AutoTokenizer.from_pretrained(folder), speeches(cache), list(topics.values())
+    tenth = len(pages) // 10
+    given = {
+        "prose": ([text for year, text in messages.items() if year not in LATE], [messages[year] for year in LATE]),
+        "docs": (pages[:-tenth], pages[-tenth:]),
+        "code": ([source(OTHER_CODE + MORE_CODE)], [source(CODE)]),
+    }
+
+    def rows(parts: list[str]) -> torch.Tensor:
+        ids = tokenizer("\n\n".join(parts), return_tensors="pt", verbose=False).input_ids[0]
+        return ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
+
+    return {name: (rows(train), rows(held)[:HELD]) for name, (train, held) in given.items()}
+
+
+def load(folder: Path, device: str) -> torch.nn.Module:
+    """The model in NF4 with nested scales, in bfloat16 elsewhere."""
+    given = {}
+    if "quantization_config" not in json.loads((folder / "config.json").read_text()):
+        given["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )  # fmt: skip
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map={"": device}, **given)
+
+
+def trained(base: torch.nn.Module, data: tuple, row: str, seed: int, lr: float, options: Any) -> dict[str, float]:
+    """Held-out losses of the base, of the adapter that was trained, and of what merging it makes."""
+    train, held = data
+    losses = {"base": mean_loss(base.eval(), held, BATCH)}
+    torch.manual_seed(seed)
+    settings = LoraConfig(
+        r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(base, settings)
+    if STARTS[row] is None:
+        lora.fuse(model)
+    else:
+        lora.merge_aware(model, int(STARTS[row] * options.steps))
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=lr, weight_decay=0.0, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / options.steps)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.cat([torch.randperm(len(train), generator=generator) for _ in range(99)])
+    begin = time.monotonic()
+    for step in range(options.steps):
+        rows = train[order[step * BATCH : (step + 1) * BATCH]].to(options.device)
+        model.train()
+        model(input_ids=rows, labels=rows).loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    losses["seconds"] = time.monotonic() - begin
+    if row == ORDINARY:
+        losses["unmerged"] = mean_loss(model.eval(), held, BATCH)
+        lora.merge_aware(model)  # nearest codes of the sum
+    losses["merged"] = mean_loss(model.eval(), held, BATCH)
+    lora.merge_aware(model, None)
+    model.unload()
+    return losses
+
+
+def machine(device: str) -> str:
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
+    return f"{where(device)}, {versions}"
+
+
+def note_of(run: tuple, options: Any) -> Path:
+    text, row, seed, lr = run
+    return options.work / f"{text}, {row}, {lr:g}, seed {seed}, {options.steps} steps, rank {options.rank}.json"
+
+
+def work_off(number: int, runs: list[tuple], data: dict, options: Any) -> None:
+    """Process `number` of --jobs: every run whose turn it is."""
+    torch.set_num_threads(1 if options.device == "cuda" else torch.get_num_threads())
+    transformers.logging.disable_progress_bar()
+    base = None
+    for run in runs[number :: options.jobs]:
+        base = base or load(options.model, options.device)
+        text, row, seed, lr = run
+        found = trained(base, data[text], row, seed, lr, options) | {"where": machine(options.device)}
+        note_of(run, options).write_text(json.dumps(found))
+        print(f"{run}: {found}", flush=True)
+
+
+def made(runs: list[tuple], data: dict, options: Any) -> dict[tuple, dict]:
+    """{run: what it has found}, by --jobs processes where it is not kept; with --table of those that are."""
+    new = [run for run in runs if not note_of(run, options).exists()]
+    if new and not options.table:
+        processes.spawn(work_off, (new, data, options), options.jobs)
+    return {run: json.loads(note.read_text()) for run in runs if (note := note_of(run, options)).exists()}
+
+
+def served(rows: list[str]) -> dict[str, tuple[str, str]]:
+    """{line of the table: row that is trained, loss that is served}."""
+    ordinary = {f"{ORDINARY}, unmerged": (ORDINARY, "unmerged"), f"{ORDINARY}, nearest": (ORDINARY, "unmerged")}
+    later = {f"{ORDINARY}, nearest, by its own rate": (ORDINARY, "merged")}
+    return ordinary | later | {row: (row, "merged") for row in rows if row != ORDINARY}
+
+
+def chosen(found: dict[tuple, dict], text: str, row: str, key: str, options: Any) -> float:
+    """The learning rate with the least loss with seed 0."""
+    return min(options.lrs, key=lambda lr: found[text, row, 0, lr][key])
+
+
+def table(found: dict[tuple, dict], rows: list[str], options: Any) -> str:
+    lines = []
+    for text in options.texts:
+        base = found[text, ORDINARY, 0, options.lrs[0]]["base"]
+        lines.append([text, "base", "", "", f"{base:.4f}", "0"])
+        full = None
+        for name, (row, key) in served(rows).items():
+            lr = chosen(found, text, row, key, options)
+            runs = [run for (of, kind, _, rate), run in found.items() if (of, kind, rate) == (text, row, lr)]
+            losses = [run["unmerged" if name.endswith("unmerged") else "merged"] for run in runs]
+            mean = statistics.mean(losses)
+            full = full or base - mean
+            spread = f"{mean:.4f} ({min(losses):.4f} to {max(losses):.4f})"
+            lines.append([text, name, f"{lr:g}", f"{len(runs)}", spread, f"{(base - mean) / full:.3f}"])
+    return markdown_table(["text", "weights", "learning rate", "seeds", "held-out loss", "gain kept"], lines)
+
+
+def main() -> None:
+    """Train what is not kept yet; print the table and, with --out, write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--lrs", default="3e-4,1e-3,3e-3")
+    parser.add_argument("--texts", default="prose,docs,code")
+    parser.add_argument("--rows", default="", metavar="REGEX")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--prepare", type=Path, metavar="FOLDER")
+    parser.add_argument("--work", type=Path, default=ROOT / ".cache" / "merged")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    options.texts, options.lrs = options.texts.split(","), [float(lr) for lr in options.lrs.split(",")]
+    rows = [row for row in STARTS if row == ORDINARY or re.search(options.rows, row)]
+    kept = options.model / "tokens.pt"
+    if options.table:
+        data = {}
+    else:
+        data = torch.load(kept) if kept.exists() else texts(options.model, ROOT / ".cache")
+    if options.prepare:
+        load(options.model, options.device).save_pretrained(options.prepare)
+        return torch.save(data, options.prepare / "tokens.pt")
+    options.work.mkdir(parents=True, exist_ok=True)
+    first = [(text, row, 0, lr) for lr in options.lrs for text in options.texts for row in rows]
+    found = made(first, data, options)
+    picked = {
+        (text, row, chosen(found, text, row, key, options))
+        for text in options.texts
+        for row, key in served(rows).values()
+    }
+    others = [(text, row, seed, lr) for seed in range(1, options.seeds) for text, row, lr in sorted(picked)]
+    found |= made(others, data, options)
+    lines = [
+        f"{'; '.join({run['where'] for run in found.values()})}; {date.today()}",
+        f"`python benchmarks/merged.py {options.model.name} {' '.join(sys.argv[2:])}`",
+        f"{options.steps} steps of {BATCH} sequences of {LENGTH} tokens; {HELD} sequences held out; means of the seeds "
+        f"(least to most); {sum(run['seconds'] for run in found.values()):.0f} s of training in all",
+        "",
+        table(found, rows, options),
+    ]
+    print("\n".join(lines))
+    if options.out:
+        options.out.write_text("# What merging into NF4 leaves of an adapter\n\n" + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
