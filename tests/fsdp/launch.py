@@ -49,6 +49,15 @@ def run(command: list[str], timeout: int, fails=False, fresh=False, bare=False, 
     return done.stdout + done.stderr if fails else done.stdout
 
 
+def agreed(folder: Path, world: int, script: str, names: list[str]) -> dict:
+    """What the scenarios `names` of a script give on `world` ranks, all of which must have the same."""
+    out = folder / f"{Path(script).stem}-{world}-{names[0]}.json"
+    launch(world, script, "--dir", str(folder), "--only", ",".join(names), "--out", str(out))
+    first, *others = json.loads(out.read_text())["ranks"]
+    assert all(other == first for other in others)
+    return first
+
+
 def made_model(folder: Path) -> Path:
     """The folder, with the tiny Llama and the tokenizer of train.py in model/."""
     code = (

@@ -125,6 +125,25 @@ def by_switch(model):
     return everybody[0]
 
 
+def steps(model):
+    """Losses and gradient norms of a run, and the rows of its last step."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    generator = torch.Generator().manual_seed(1)
+    losses, norms = [], []
+    for _ in range(STEPS):
+        rows = torch.randint(0, TOKENS, (ROWS, LENGTH), generator=generator)
+        rows = rows.chunk(dist.get_world_size())[dist.get_rank()]
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        norms.append(float(clip(model)))
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().float()
+        dist.all_reduce(mean)
+        losses.append(float(mean) / dist.get_world_size())
+    return losses, norms, rows
+
+
 def train(args, name, kind):
     """Losses and gradient norms of a run, calls that were fused, what `report` says, the adapter; and after unfuse."""
     wrap, dtype, first = SCENARIOS[name]
@@ -138,21 +157,8 @@ def train(args, name, kind):
     said = [] if by_hand or kind == "peft" else by_switch(model)
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     assert bool(sharded) is name.startswith("fsdp2"), name
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    generator = torch.Generator().manual_seed(1)
-    losses, norms = [], []
     with fused_calls() as calls, wrong_scale() if kind == "planted" else contextlib.nullcontext():
-        for _ in range(STEPS):
-            rows = torch.randint(0, TOKENS, (ROWS, LENGTH), generator=generator)
-            rows = rows.chunk(dist.get_world_size())[dist.get_rank()]
-            loss = model(input_ids=rows, labels=rows).loss
-            loss.backward()
-            norms.append(float(clip(model)))
-            optimizer.step()
-            optimizer.zero_grad()
-            mean = loss.detach().float()
-            dist.all_reduce(mean)
-            losses.append(float(mean) / dist.get_world_size())
+        losses, norms, rows = steps(model)
     found = {"losses": losses, "norms": norms, "calls": len(calls), "report": str(lora.report(model)), "said": said}
     found |= {"weights": weights(model, name), "unfused": lora.unfuse(model)}
     with fused_calls() as calls, torch.no_grad():

@@ -16,8 +16,7 @@ from bitshard import fsdp
 from bitshard import lora as engine
 from bitshard.lora import aware
 from common import finish, start
-from helpers.llama import TOKENS
-from lora import LENGTH, MIXED, ROWS, STEPS, as_trainer_wraps, build, checkpointed, clip, fsdp1, fsdp2, weights
+from lora import MIXED, as_trainer_wraps, build, checkpointed, fsdp1, fsdp2, steps, weights
 from safetensors.torch import load_file
 
 # name: (how it is wrapped, whether `merge_aware` comes before the wrapping, start_step)
@@ -30,25 +29,6 @@ SCENARIOS = {
     "fsdp1": (fsdp1, True, 0),
     "fsdp1_trainer": (functools.partial(as_trainer_wraps, orig=True), True, 0),
 }
-
-
-def steps(model):
-    """Losses and gradient norms of a run, and the rows of its last step."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    generator = torch.Generator().manual_seed(1)
-    losses, norms = [], []
-    for _ in range(STEPS):
-        rows = torch.randint(0, TOKENS, (ROWS, LENGTH), generator=generator)
-        rows = rows.chunk(dist.get_world_size())[dist.get_rank()]
-        loss = model(input_ids=rows, labels=rows).loss
-        loss.backward()
-        norms.append(float(clip(model)))
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().float()
-        dist.all_reduce(mean)
-        losses.append(float(mean) / dist.get_world_size())
-    return losses, norms, rows
 
 
 def differing(made, folder):

@@ -1,9 +1,7 @@
 """Fused LoRA layers under FSDP1, FSDP2 and DDP on two processes: peft's numbers, and those of one process."""
 
-import json
-
 import pytest
-from fsdp.launch import launch
+from fsdp.launch import agreed
 
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
@@ -16,28 +14,19 @@ CALLS = 7 * 3  # linears, steps
 BOUNDS = {"fsdp2_mixed": 2e-2, "fsdp1_bf16": 2e-2}  # relative; a wrong scale makes 5e-2 or more
 
 
-def results(folder, world, names):
-    """The results of all ranks, which must agree; rank 0's."""
-    out = folder / f"{world}-{names[0]}.json"
-    launch(world, "lora.py", "--dir", str(folder), "--only", ",".join(names), "--out", str(out))
-    first, *others = json.loads(out.read_text())["ranks"]
-    assert all(other == first for other in others)
-    return first
-
-
 @pytest.fixture(scope="module")
 def alone(folder):
-    return results(folder, 1, ["alone"])["alone"]
+    return agreed(folder, 1, "lora.py", ["alone"])["alone"]
 
 
 @pytest.fixture(scope="module")
 def fsdp2(folder):
-    return results(folder, 2, FSDP2)
+    return agreed(folder, 2, "lora.py", FSDP2)
 
 
 @pytest.fixture(scope="module")
 def fsdp1(folder):
-    return results(folder, 2, FSDP1)
+    return agreed(folder, 2, "lora.py", FSDP1)
 
 
 def gap(a, b):

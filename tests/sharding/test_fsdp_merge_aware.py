@@ -1,9 +1,7 @@
 """Merge-aware QLoRA under FSDP1 and FSDP2 on two processes: one process's training, and the bytes of its forward."""
 
-import json
-
 import pytest
-from fsdp.launch import launch
+from fsdp.launch import agreed
 
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
@@ -12,23 +10,14 @@ TWO = "fsdp2 fsdp2_later fsdp2_checkpointed fsdp2_mixed fsdp1 fsdp1_trainer".spl
 REFUSED = {"fsdp2_mixed": "is bfloat16 in the forward", "fsdp1_trainer": "take FSDP2"}
 
 
-def results(folder, world, names):
-    """The results of all ranks, which must agree; rank 0's."""
-    out = folder / f"aware-{world}.json"
-    launch(world, "merge_aware.py", "--dir", str(folder), "--only", ",".join(names), "--out", str(out))
-    first, *others = json.loads(out.read_text())["ranks"]
-    assert all(other == first for other in others)
-    return first
-
-
 @pytest.fixture(scope="module")
 def alone(folder):
-    return results(folder, 1, ["alone"])["alone"]
+    return agreed(folder, 1, "merge_aware.py", ["alone"])["alone"]
 
 
 @pytest.fixture(scope="module")
 def two(folder):
-    return results(folder, 2, TWO)
+    return agreed(folder, 2, "merge_aware.py", TWO)
 
 
 def test_one_process(alone):
