@@ -317,7 +317,7 @@ CHANGED = {
     "scales in place": lambda made: made.weight.SCB.mul_(2),
     "scales of the state": lambda made: (
         setattr(made.state, "SCB", made.weight.SCB * 2),
-        vars(made.weight).update(SCB=None),
+        vars(made.weight).update(row_state=None),
     ),
     "weight": lambda made: setattr(made, "weight", Int8Params(made.weight.CB, SCB=made.weight.SCB * 2)),
 }
@@ -513,8 +513,35 @@ def test_weights_alone_are_copied():
         assert type(new) is Int8Params and torch.equal(new.SCB, weight.SCB) and torch.equal(new.CB, weight.CB)
     assert copy.copy(weight).SCB is weight.SCB and copy.deepcopy(weight).SCB is not weight.SCB
     again = Int8Params(weight.data, requires_grad=False, **weight.__dict__)
+    assert again.row_state is weight.row_state
     assert torch.equal(again.SCB, weight.SCB) and torch.equal(again.dequantize(), weight.dequantize())
     assert torch.equal(saved(weight, weights_only=True).SCB, weight.SCB)
+
+
+def test_the_state_of_a_weight():
+    """There from the first quantization on, and the only place of the scales; pickles keep the scales alone."""
+    weight = Int8Params(torch.randn(N, K), requires_grad=False)
+    assert weight.row_state is None and set(vars(weight)) == {"row_state", "has_fp16_weights"}
+    weight.to("cpu")
+    state = weight.row_state
+    assert set(vars(weight)) == {"row_state", "has_fp16_weights"} and weight.SCB is state.absmax
+    assert (state.kind.word, tuple(state.shape), state.dtype) == ("int8", (N, K), torch.float32)
+    _, arguments, kept = weight.__reduce_ex__(2)
+    assert set(kept) == {"SCB", "has_fp16_weights"} and kept["SCB"] is weight.SCB
+    assert pickled(weight).row_state.shape == state.shape and Int8Params(*arguments).row_state is None
+    weight.SCB = weight.SCB * 2
+    assert torch.equal(weight.row_state.absmax, state.absmax * 2) and weight.row_state is not state
+    column = Int8Params(torch.ones(4, dtype=torch.int8), SCB=torch.ones(4))
+    assert torch.equal(column.SCB, torch.ones(4)) and tuple(column.row_state.shape) == (1, 4)
+
+
+def test_codes_of_another_size_than_their_state():
+    """Scales that came before codes of the layer's size: the product takes the size of the codes."""
+    made, x = layer(), torch.randn(3, K)
+    y, codes, scales = made(x), made.weight.CB.clone(), made.weight.SCB.clone()
+    made.weight = Int8Params(torch.zeros(N, 1, dtype=torch.int8), SCB=scales)
+    made.weight.data = codes
+    assert made.weight.row_state.shape == (N, 1) and same_bytes(made(x), y)
 
 
 def test_trainable_weights_are_not_quantized():

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from bitshard.formats.container import repack
 from bitshard.formats.kinds import INT8
 from bitshard.formats.place import Place
-from bitshard.formats.state import VALUE_DTYPES, dtype_name, int8_state
+from bitshard.formats.state import VALUE_DTYPES, QuantState, dtype_name, int8_state
 from bitshard.functions import int8
 from bitshard.nn import merged
 from bitshard.nn.bias import keep_in
@@ -41,7 +41,7 @@ FORMATS = {number: name for number, name in enumerate(("row", "col32", "col_turi
 
 
 class Int8Weight(OfModule, PackedWeight):
-    """The holder of an int8 weight: without a state while that is an `Int8Params`, with one while it is a column.
+    """The holder of an int8 weight: with a state of its own while that is a column; an `Int8Params` has its state.
 
     Attributes:
         dtype: of the float weight, and of the container in which FSDP shards it.
@@ -49,7 +49,7 @@ class Int8Weight(OfModule, PackedWeight):
     """
 
     kind = INT8
-    rows: RowScales | None = None
+    rows: QuantState | RowScales | None = None
 
     def __init__(self, owner: nn.Module, shape: tuple[int, int], dtype: torch.dtype):
         super().__init__(owner, "weight", shape)
@@ -63,13 +63,13 @@ class Int8Weight(OfModule, PackedWeight):
         new._kept = new.owner
         return new
 
-    def rows_of(self, weight: Tensor) -> RowScales | None:
+    def rows_of(self, weight: Tensor) -> QuantState | RowScales | None:
         """`rows`, if they are those of this weight still: a whole one with the scales of the last forward.
 
         Asks the weight nothing that goes through torch's functions. The op compares the number of its bytes.
         """
         rows = self.rows
-        if rows is None or type(weight) is not Int8Params or weight.__dict__.get("SCB") is not rows.absmax:
+        if rows is None or type(weight) is not Int8Params or weight.__dict__.get("row_state") is not rows:
             return None
         return rows
 
@@ -225,7 +225,8 @@ class HoldsInt8Weight(HoldsPackedWeight):
         """Scales float32 [N] of the weight; None where it is a float. ValueError where the weight is sharded."""
         held = self.packed_weight
         if held.state is None:
-            return getattr(self._parameters.get("weight"), "SCB", None)
+            state = getattr(self._parameters.get("weight"), "row_state", None)
+            return None if state is None else state.absmax
         if held.state.sharded is not None or held.shard is not None:
             raise ValueError(
                 f"{type(self).__name__}: the int8 weight of {list(held.shape)} is sharded, its scales too, so nothing "
@@ -244,11 +245,13 @@ class HoldsInt8Weight(HoldsPackedWeight):
         """Entry of the state dict."""
         return torch.zeros((), dtype=torch.uint8)
 
-    def _scales(self, weight: Tensor) -> RowScales:
+    def _scales(self, weight: Tensor) -> QuantState | RowScales:
         """The scales of codes [N, K]. RuntimeError or ValueError where there are none, or others."""
-        scales, shape, held = self.state.SCB, self.matrix_shape(), self.packed_weight
-        if scales is None and torch.compiler.is_exporting():
-            scales = getattr(held.kept_by_export(), "SCB", None)
+        shape, held = self.matrix_shape(), self.packed_weight
+        rows = getattr(weight, "row_state", None)
+        if rows is None and torch.compiler.is_exporting():
+            rows = getattr(held.kept_by_export(), "row_state", None)
+        scales = self.state.SCB if rows is None else rows.absmax
         if scales is None:
             raise RuntimeError(
                 f"{type(self).__name__}: the int8 weight {list(shape)} has no scales: load a state dict with SCB "
@@ -259,7 +262,8 @@ class HoldsInt8Weight(HoldsPackedWeight):
                 f"{type(self).__name__}: codes {list(weight.shape)} and scales {list(scales.shape)} for a layer of "
                 f"{list(shape)}"
             )
-        rows = RowScales(scales, weight.shape, INT8)
+        if rows is None or rows.shape != weight.shape:
+            rows = RowScales(scales, weight.shape, INT8)
         if not torch.compiler.is_compiling():
             held.rows = rows
         return rows

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bitshard import ops
 from bitshard.formats.container import repack, shardable_dtype
-from bitshard.formats.state import dtype_name, int8_state
+from bitshard.formats.state import QuantState, dtype_name, int8_state
 from bitshard.functions import int8
 from bitshard.process import foreign, launch
 from bitshard.shards import agreement
@@ -29,9 +29,14 @@ def _class_asked(weight: Int8Params) -> type:
     shards becomes a column now, which answers to the name of a 4-bit one.
     """
     if weight.dtype is torch.int8 and not torch.compiler.is_compiling() and launch.sharding_begins():
-        if weight.SCB is not None and foreign.asked_by(foreign.FSDP2_PREPARES):
+        if weight.row_state is not None and foreign.asked_by(foreign.FSDP2_PREPARES):
             weight._become_column()
     return type(weight)
+
+
+def _state_of(scales: Tensor, shape: torch.Size) -> QuantState:
+    """The state of codes with `scales`; codes that are no matrix, which no layer takes, count as one row."""
+    return int8_state(scales, shape if len(shape) == 2 else torch.Size((1, shape.numel())), torch.float32)
 
 
 class Int8Params(PackedParameter):
@@ -39,7 +44,7 @@ class Int8Params(PackedParameter):
 
     Before: float data [N, K]. `.to(device)`, `.cuda()` or `.cpu()` then quantize in place and return self, unless
     `has_fp16_weights`, with which it stays a float weight that can be trained.
-    After: int8 [N, K], and scales `SCB`.
+    After: int8 [N, K] and `row_state`, whose scales are `SCB`.
 
     Args:
         data: float32, float16 or bfloat16 [N, K], or int8 codes together with `SCB`.
@@ -47,15 +52,17 @@ class Int8Params(PackedParameter):
         has_fp16_weights: never quantize; the layer does, in each forward.
         CB: ignored, for the codes are the data.
         SCB: scales float32 [N] of int8 data.
+        row_state: the state of int8 data, where no `SCB` is given.
 
     Other keywords are ignored: foreign code passes whatever it finds in `__dict__`.
     """
 
     __module__ = "bitshard.int8_params"  # as pickles name it
 
-    # what a weight has that foreign code made with `torch.Tensor._make_subclass`
+    # what a weight has that foreign code made with `torch.Tensor._make_subclass`; by `quant_state`, which is not among
+    # it, foreign code tells a 4-bit weight
     word = "int8"
-    SCB: Tensor | None = None
+    row_state: QuantState | None = None
     has_fp16_weights: bool = False
 
     def __new__(
@@ -65,13 +72,16 @@ class Int8Params(PackedParameter):
         has_fp16_weights: bool = False,
         CB: Tensor | None = None,
         SCB: Tensor | None = None,
+        row_state: QuantState | None = None,
         **kwargs: Any,
     ) -> Int8Params:
         data = torch.empty(0, dtype=torch.float32) if data is None else data
         quantized = data.dtype is torch.int8
         with plain():
             self = torch.Tensor._make_subclass(cls, data.detach(), requires_grad and not quantized)
-        self.__dict__.update(SCB=SCB if quantized else None, has_fp16_weights=has_fp16_weights)
+        if SCB is not None:
+            row_state = _state_of(SCB, data.shape) if quantized else None
+        self.__dict__.update(row_state=row_state if quantized else None, has_fp16_weights=has_fp16_weights)
         return self
 
     __class__ = property(_class_asked, object.__dict__["__class__"].__set__)  # for Dynamo, see PackedMeta
@@ -90,17 +100,26 @@ class Int8Params(PackedParameter):
     def CB(self, value: Any) -> None:
         """Nothing: the codes are the data. Others set this to None, or to the same codes on another device."""
 
+    @property
+    def SCB(self) -> Tensor | None:
+        """Scales float32 [N]: those of `row_state`."""
+        return None if self.row_state is None else self.row_state.absmax
+
+    @SCB.setter
+    def SCB(self, scales: Tensor | None) -> None:
+        self.row_state = None if scales is None else _state_of(scales, self.shape)
+
     def described(self) -> agreement.Held | None:
         """See `PackedParameter.described`."""
-        if self.SCB is None:
+        if self.row_state is None:
             return None
-        state = int8_state(self.SCB, self.shape, torch.float32)
+        state = self.row_state.clone()
         state.checksum = ops.checksum(self.plain_data())
         return agreement.Held(state, self.dtype)
 
     def dequantize(self) -> Tensor:
         """float32 values [N, K]. ValueError before the weight is quantized."""
-        if not self.bnb_quantized or self.SCB is None:
+        if not self.bnb_quantized or self.row_state is None:
             raise ValueError(f"this weight {list(self.shape)} of {dtype_name(self.dtype)} is not quantized")
         return int8.int8_vectorwise_dequant(self.plain_data(), self.SCB)
 
@@ -140,9 +159,9 @@ class Int8Params(PackedParameter):
         self.__dict__.clear()
         self.__dict__.update(new.__dict__)
 
-    def _like(self, data: Tensor, scales: Tensor | None) -> Int8Params:
+    def _like(self, data: Tensor, state: QuantState | None) -> Int8Params:
         new = Int8Params(data, self.requires_grad)
-        new.__dict__.update({**self.__dict__, "SCB": scales})
+        new.__dict__.update({**self.__dict__, "row_state": state})
         return new
 
     # -- copies --
@@ -154,13 +173,16 @@ class Int8Params(PackedParameter):
         return new
 
     def __copy__(self) -> Int8Params:
-        return self._like(self.plain_data(), self.SCB)
+        return self._like(self.plain_data(), self.row_state)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        return _rebuild, (self.plain_data(), self.requires_grad), dict(self.__dict__)
+        beside = {name: value for name, value in self.__dict__.items() if name != "row_state"}
+        return _rebuild, (self.plain_data(), self.requires_grad), {**beside, "SCB": self.SCB}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        """Read a pickle, which has the scales alone."""
+        self.__dict__.update({name: value for name, value in state.items() if name != "SCB"})
+        self.SCB = state.get("SCB")
 
     # -- moves --
 
@@ -185,10 +207,10 @@ class Int8Params(PackedParameter):
             return self
         with plain():
             data = torch.Tensor.to(self.data, device=device, non_blocking=non_blocking)
-        scales = self.SCB
-        if scales is not None and device.type != "meta":  # on the meta device the scales stay real
-            scales = scales.to(device, non_blocking=non_blocking)
-        return self._like(data, scales)
+        state = self.row_state
+        if state is not None and device.type != "meta":  # on the meta device the scales stay real
+            state = state.moved(device)
+        return self._like(data, state)
 
 
 def _rebuild(data: Tensor, requires_grad: bool) -> Int8Params:
@@ -237,10 +259,10 @@ def _set_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     func(weight, data)
     if not isinstance(weight, Int8Params) or not weight.bnb_quantized:
         return
-    if isinstance(data, Int8Params) and data.SCB is not None:
-        weight.SCB = data.SCB
+    if isinstance(data, Int8Params) and data.row_state is not None:
+        weight.row_state = data.row_state
     elif weight.SCB is not None and not data.is_meta and weight.SCB.device != data.device:
-        weight.SCB = weight.SCB.to(data.device)
+        weight.row_state = weight.row_state.moved(data.device)
 
 
 def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
