@@ -294,3 +294,17 @@ def linear_int8(x: Tensor, weight: Tensor, bias: Tensor | None, threshold: float
 def linear_int8_dgrad(dy: Tensor, weight: Tensor) -> Tensor:
     """dy W in float64, for the decoded weight W [N, K]."""
     return dy.double() @ weight.double()
+
+
+def linear_4bit_int8(
+    x: Tensor, absmax: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, factor: float
+) -> tuple[Tensor, Tensor]:
+    """y [M, N] and the sum of its terms' magnitudes, float64. x: codes of groups [M K / 64, 64], absmax [M K / 64].
+
+    codes: int64 [N, K], W's 16 values times `factor`, rounded. scales: float32 [N, K / 64] of W's groups.
+    """
+    G = codes.shape[1] // 64
+    sums = torch.einsum("mgi,ngi->mng", x.view(-1, G, 64).double(), codes.view(-1, G, 64).double())
+    terms = sums * (absmax.double() / 127).view(-1, 1, G) * (scales.double() / factor)
+    bias = torch.zeros(len(codes)) if bias is None else bias
+    return terms.sum(2) + bias.double(), terms.abs().sum(2) + bias.double().abs()

@@ -22,6 +22,7 @@
   X(int8)                                                                                                              \
   X(gemv_int8)                                                                                                         \
   X(merge)                                                                                                             \
+  X(gemm_4bit_int8)                                                                                                    \
   X(gemm_int8) X(gemm_int8_sm90) X(mixed_int8_sm90) X(dgrad_int8_sm90) X(gemv_int8_dgrad) X(optimizer) X(pairs)
 #define BSH_FATBIN_INDEX(stem) BSH_FATBIN_##stem,
 typedef enum { BSH_FATBINS(BSH_FATBIN_INDEX) BSH_FATBIN_COUNT } bsh_fatbin;

@@ -19,7 +19,7 @@
 
 enum { CHUNK_BYTES = 16 << 20, TILE_M = 384, TILE_N = BSH_INT8_PANEL, SMALL_STEP = 64, RUN = 16384 };
 
-static const bsh_cpu_int8_kernels *kernels(void) {
+const bsh_cpu_int8_kernels *bsh_cpu_int8(void) {
   const bsh_cpu_int8_kernels *const found = bsh_cpu()->int8;
 #if BSH_X86_64
   if (found == bsh_cpu_avx512.int8 && bsh_cpu_has()->avx512vnni) return &bsh_cpu_avx512_vnni_int8;
@@ -29,6 +29,8 @@ static const bsh_cpu_int8_kernels *kernels(void) {
 #endif
   return found;
 }
+
+static const bsh_cpu_int8_kernels *kernels(void) { return bsh_cpu_int8(); }
 
 static void *allocate(const int64_t n_bytes) { return aligned_alloc(64, (size_t)((n_bytes + 64) / 64 * 64)); }
 
@@ -84,11 +86,12 @@ typedef struct {
   bool out_of_memory;
 } plain_product;
 
-/* Rows of b, or of W, in a panel: enough panels for many threads, none of more than TILE_N rows. */
-static int64_t panel_rows(const int64_t N) {
+int64_t bsh_cpu_int8_panel(const int64_t N) {
   const int64_t share = divide_up(divide_up(N, 16), 4) * 4;
   return min_i64(share < 32 ? 32 : share, TILE_N);
 }
+
+static int64_t panel_rows(const int64_t N) { return bsh_cpu_int8_panel(N); }
 
 /* Panels [begin, end). */
 static void multiply_panels(const int64_t begin, const int64_t end, void *const ctx) {

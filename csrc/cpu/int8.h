@@ -18,6 +18,9 @@ bsh_status bsh_cpu_scale_product_int8(const bsh_scale_product_int8_args *args);
 bsh_status bsh_cpu_linear_int8(const bsh_product_args *args);
 bsh_status bsh_cpu_linear_int8_dgrad(const bsh_product_args *args);
 
+/* No size is zero. */
+bsh_status bsh_cpu_linear_4bit_int8(const bsh_product_args *args);
+
 /* ---- below: for csrc/cpu and tests ---------------------------------------------------------------------------------
  */
 
@@ -44,6 +47,8 @@ typedef struct {
   /* y [n] of one row: as core/int8.h says, plus `more` [n] where it is not NULL. */
   void (*scale)(const int32_t *sums, float row_absmax, const float *col_absmax, const void *bias, const float *more,
                 int64_t n, bsh_dtype dtype, void *y);
+  /* y[i] = fma(sums[i], x_scale * w_scales[i], y[i]), i < n: one group of linear_4bit_int8. */
+  void (*add_scaled)(const int32_t *sums, float x_scale, const float *w_scales, int64_t n, float *y);
   /* sum[j] = sum over i of x[i] w[i * BSH_INT8_PANEL + j], j < BSH_INT8_PANEL: outlier columns of a row of x. */
   void (*columns)(const float *x, const float *w, int64_t n, float *sum);
   /* Columns of y, or of dx, for few rows. */
@@ -55,6 +60,12 @@ typedef struct {
 } bsh_cpu_int8_kernels;
 
 extern const bsh_cpu_int8_kernels bsh_cpu_scalar_int8;
+
+/* Those of the instruction set in use and of what else this CPU has. */
+const bsh_cpu_int8_kernels *bsh_cpu_int8(void);
+
+/* Rows of W in a panel: enough panels for many threads, none of more than BSH_INT8_PANEL rows. */
+int64_t bsh_cpu_int8_panel(int64_t N);
 
 /* Instead of bsh_cpu_avx512's, with AVX512-VNNI, which not all CPUs with VBMI have. */
 extern const bsh_cpu_int8_kernels bsh_cpu_avx512_vnni_int8;

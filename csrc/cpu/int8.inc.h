@@ -91,6 +91,17 @@ static void scale_lanes(const int32_t *const sums, const float row_absmax, const
   BY_DTYPE(scale_row, dtype, sums, row_absmax, col_absmax, bias, more, n, y);
 }
 
+static void add_scaled_lanes(const int32_t *const sums, const float x_scale, const float *const w_scales,
+                             const int64_t n, float *const y) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    ints sum;
+    memcpy(&sum, sums + i, sizeof sum);
+    v_write(y + i, v_fma(__builtin_convertvector(sum, floats), x_scale * v_read(w_scales + i), v_read(y + i)));
+  }
+  bsh_cpu_scalar_int8.add_scaled(sums + i, x_scale, w_scales + i, n - i, y + i);
+}
+
 static void columns_lanes(const float *const x, const float *const w, const int64_t n, float *const sum) {
   enum { VECTORS = BSH_INT8_PANEL / LANES / 2 }; /* in registers: half a panel */
   for (int64_t j0 = 0; j0 < BSH_INT8_PANEL; j0 += VECTORS * LANES) {
@@ -202,7 +213,7 @@ static void linear_lanes(const bsh_product_args *const args, const int64_t n_beg
 
 #define INT8_BY_LANES                                                                                                  \
   .absmax = absmax_lanes, .encode = encode_lanes, .decode = decode_lanes, .scale = scale_lanes,                        \
-  .columns = columns_lanes, .linear = linear_lanes, .linear_dgrad = linear_dgrad_lanes,                                \
-  .dgrad_panel = dgrad_panel_lanes
+  .add_scaled = add_scaled_lanes, .columns = columns_lanes, .linear = linear_lanes,                                    \
+  .linear_dgrad = linear_dgrad_lanes, .dgrad_panel = dgrad_panel_lanes
 
 #endif

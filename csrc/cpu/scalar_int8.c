@@ -53,6 +53,11 @@ static void scale_scalar(const int32_t *const sums, const float row_absmax, cons
   }
 }
 
+static void add_scaled_scalar(const int32_t *const sums, const float x_scale, const float *const w_scales,
+                              const int64_t n, float *const y) {
+  for (int64_t i = 0; i < n; i++) y[i] = fmaf((float)sums[i], x_scale * w_scales[i], y[i]);
+}
+
 static void columns_scalar(const float *const x, const float *const w, const int64_t n, float *const sum) {
   memset(sum, 0, BSH_INT8_PANEL * sizeof(float));
   for (int64_t i = 0; i < n; i++)
@@ -110,6 +115,7 @@ const bsh_cpu_int8_kernels bsh_cpu_scalar_int8 = {
     .decode = decode_scalar,
     .product = product_scalar,
     .scale = scale_scalar,
+    .add_scaled = add_scaled_scalar,
     .columns = columns_scalar,
     .linear = linear_scalar,
     .linear_dgrad = linear_dgrad_scalar,

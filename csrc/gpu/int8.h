@@ -22,6 +22,9 @@ bsh_status bsh_cuda_dequantize_int8(const bsh_dequantize_int8_args *args, const 
 bsh_status bsh_cuda_product_int8(const bsh_product_int8_args *args, const bsh_cuda_context *context);
 bsh_status bsh_cuda_scale_product_int8(const bsh_scale_product_int8_args *args, const bsh_cuda_context *context);
 
+/* x in codes, then the product. */
+bsh_status bsh_cuda_linear_4bit_int8(const bsh_product_args *args, const bsh_cuda_context *context);
+
 /* ---- below: for gpu/ -------------------------------------------------------------------------------------------- */
 
 /* Codes of rows. claims: instead of flags, or NULL; shares: as in bsh_int8_rows_args. */

@@ -7,8 +7,10 @@
 
 #include <inttypes.h>
 
+#include "core/linear_4bit_int8.h"
 #include "core/packed.h"
 #include "cpu/cpu.h"
+#include "gpu/int8.h"
 #include "gpu/ops.h"
 #include "ops/arguments.h"
 #include "ops/product.h"
@@ -27,6 +29,8 @@
   X(dequantize_blockwise, 4,                                                                                           \
     "(Tensor code, Tensor absmax, Tensor map, Tensor offset, int blocksize, ScalarType dtype) -> Tensor")              \
   X(linear_4bit, 7,                                                                                                    \
+    "(Tensor x, " WEIGHT_ARGUMENTS ", Tensor bias, int blocksize, int format, int N, int K) -> Tensor")                \
+  X(linear_4bit_int8, 7,                                                                                               \
     "(Tensor x, " WEIGHT_ARGUMENTS ", Tensor bias, int blocksize, int format, int N, int K) -> Tensor")                \
   X(linear_4bit_dgrad, 6, "(Tensor dy, " WEIGHT_ARGUMENTS ", int blocksize, int format, int N, int K) -> Tensor")      \
   X(search_4bit, 3, "(Tensor x, Tensor weights, Tensor scales, int blocksize, int format) -> Tensor")                  \
@@ -218,6 +222,29 @@ bsh_status bsh_op_linear_4bit(bsh_call *const call) {
   BSH_TRY(bsh_call_tensor(call, 6, &product.bias));
   BSH_TRY(bsh_read_input(call, "x", &product));
   return bsh_multiply(call, &product);
+}
+
+/* Groups of columns that have one scale of W each. */
+static bsh_status check_groups(const bsh_call *const call, const bsh_product_args *const args) {
+  const bsh_weight *const weight = &args->weight;
+  BSH_TRY(check_absmax_format(call->op, weight->format));
+  if (args->K > 0 && args->K % BSH_GROUP_INT8 == 0 && weight->blocksize % BSH_GROUP_INT8 == 0) return BSH_OK;
+  return bsh_fail(BSH_BAD_SHAPE, "%s: %" PRId64 " columns in blocks of %" PRId64 ", expected multiples of %d", call->op,
+                  args->K, weight->blocksize, BSH_GROUP_INT8);
+}
+
+static bsh_status bsh_op_linear_4bit_int8(bsh_call *const call) {
+  const int64_t N = bsh_call_int(call, 9), K = bsh_call_int(call, 10);
+  bsh_product product = {.args = {.N = N, .K = K, .ldx = K, .ldy = N, .direction = BSH_FORWARD}};
+  BSH_TRY(read_weight(call, 1, 7, N, K, &product.packed, &product.args.weight));
+  BSH_TRY(check_groups(call, &product.args));
+  BSH_TRY(bsh_call_tensor(call, 6, &product.bias));
+  BSH_TRY(bsh_read_input(call, "x", &product));
+  bsh_tensor y;
+  BSH_TRY(bsh_new_activation(call, &product.x, N, product.x.dtype, &y));
+  if (y.numel == 0) return BSH_OK;
+  product.args.y = y.data;
+  BSH_COMPUTE(linear_4bit_int8, &product.x, product.args.M, N, K, &product.args);
 }
 
 bsh_status bsh_op_linear_4bit_dgrad(bsh_call *const call) {

@@ -6,6 +6,8 @@
 //                                                                   their codes cleared, x and W gathered
 //
 // Host side: csrc/gpu/int8.c.
+#include "cuda/sizes/gemm_4bit_int8.h"
+
 #include "cuda/operands/int8.cuh"
 
 namespace bsh {
@@ -23,6 +25,20 @@ __device__ __forceinline__ uint32_t block_max(uint32_t value, uint32_t *scratch)
 #pragma unroll
   for (int step = WARPS / 2; step > 0; step /= 2) value = max(value, __shfl_xor_sync(ALL_LANES, value, step));
   return value;
+}
+
+// Four elements, at once where they are aligned.
+template <typename T> __device__ __forceinline__ void load_four(const T *from, bool fast, float *x) {
+  using four = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
+  four raw;
+  if (fast) {
+    raw = *reinterpret_cast<const four *>(from);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; i++) reinterpret_cast<T *>(&raw)[i] = from[i];
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) x[i] = to_float(reinterpret_cast<const T *>(&raw)[i]);
 }
 
 // ---- quantize_int8 --------------------------------------------------------------------------------------------------
@@ -194,6 +210,34 @@ template <typename T> __device__ __forceinline__ void quantize_int8(const bsh_in
   wait_for_earlier_kernels();
   if (row_quantizer<T>::CLAIMS && args.shares != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *args.shares = 0;
   row_quantizer<T>(args, blockIdx.x).run(blockIdx.x, scratch);
+}
+
+// ---- quantize_groups_int8 ------------------------------------------------------------------------------------------
+
+// Codes and scales of a group of 64 elements by 16 lanes.
+template <typename T> __device__ __forceinline__ void quantize_groups_int8(const bsh_groups_int8_args &args) {
+  constexpr int LANES = BSH_GROUP_INT8_LANES;
+  const int64_t group = ((int64_t)blockIdx.x * THREADS + threadIdx.x) / LANES, groups = args.K / BSH_GROUP_INT8;
+  const int lane = threadIdx.x % LANES;
+  const int64_t m = group / groups, g = group % groups, k = g * BSH_GROUP_INT8 + lane * 4;
+  const bool there = m < args.M; // all lanes of a warp shuffle
+  let_later_kernels_start();
+  wait_for_earlier_kernels();
+  float x[4] = {};
+  if (there) load_four(static_cast<const T *>(args.x) + m * args.ldx + k, args.fast, x);
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) largest = max(largest, __float_as_uint(fabsf(x[i])));
+#pragma unroll
+  for (int step = LANES / 2; step > 0; step /= 2) largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, step));
+  const float absmax = __uint_as_float(largest > INFINITE ? 0x7FFFFFFFu : largest), scale = scale_of_row<T>(absmax);
+  if (!there) return;
+  uint32_t codes[4] = {};
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (scale != 0.f) codes[i] = code_of(x[i], scale);
+  *reinterpret_cast<uint32_t *>(args.codes + m * args.K + k) = pack_codes(codes[0], codes[1], codes[2], codes[3]);
+  if (lane == 0) args.scales[g * args.M + m] = __fmul_rn(absmax, INVERSE_127);
 }
 
 // ---- outliers_int8 --------------------------------------------------------------------------------------------------
@@ -415,6 +459,7 @@ template <typename T> __device__ __forceinline__ void linear_int8_dgrad_any(cons
 #define ANY_ENTRY(NAME, ...) BSH_ENTRY(__launch_bounds__(BSH_INT8_ANY_WARPS * 32), NAME, bsh_int8_any_args, __VA_ARGS__)
 #define ENTRIES(SUFFIX, T)                                                                                             \
   ENTRY(quantize_int8_##SUFFIX, bsh_int8_rows_args, quantize_int8<T>)                                                  \
+  ENTRY(quantize_groups_int8_##SUFFIX, bsh_groups_int8_args, quantize_groups_int8<T>)                                  \
   ENTRY(outliers_int8_##SUFFIX, bsh_int8_gather_args, outliers_int8<T>)                                                \
   ENTRY(dequantize_int8_##SUFFIX, bsh_int8_rectangle_args, dequantize_int8<T, true>)                                   \
   ENTRY(dequantize_int8_any_##SUFFIX, bsh_int8_rectangle_args, dequantize_int8<T, false>)                              \

@@ -43,6 +43,7 @@ dequantize_4bit = torch.ops.bitshard.dequantize_4bit.default
 quantize_blockwise = torch.ops.bitshard.quantize_blockwise.default
 dequantize_blockwise = torch.ops.bitshard.dequantize_blockwise.default
 linear_4bit = torch.ops.bitshard.linear_4bit.default
+linear_4bit_int8 = torch.ops.bitshard.linear_4bit_int8.default
 linear_4bit_dgrad = torch.ops.bitshard.linear_4bit_dgrad.default
 grouped_linear_4bit = torch.ops.bitshard.grouped_linear_4bit.default
 grouped_linear_4bit_dgrad = torch.ops.bitshard.grouped_linear_4bit_dgrad.default
@@ -98,7 +99,7 @@ def _raising(call: Callable) -> Callable:
 
 OPS = (quantize_4bit, dequantize_4bit, quantize_blockwise, dequantize_blockwise, linear_4bit, linear_4bit_dgrad)
 OPS += (grouped_linear_4bit, grouped_linear_4bit_dgrad, checksum, optimizer_32bit, optimizer_8bit_blockwise)
-OPS += (sort_by_expert, sum_by_token, merge_4bit)
+OPS += (sort_by_expert, sum_by_token, merge_4bit, linear_4bit_int8)
 OPS += (quantize_int8, dequantize_int8, product_int8, scale_product_int8, linear_int8, linear_int8_dgrad)
 for _op in OPS:
     _op._op = _raising(_op._op)
@@ -178,6 +179,14 @@ def _(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N
     _check_devices("linear_4bit", x, packed, absmax, absmax_map, absmax2, offset, bias)
     _check_devices("linear_4bit", packed, x)
     torch._check(x.shape[-1] == K, lambda: f"linear_4bit: x has {x.shape[-1]} columns, the weight needs {K}")
+    return x.new_empty((*x.shape[:-1], N))
+
+
+@torch.library.register_fake("bitshard::linear_4bit_int8")
+def _(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K) -> Tensor:
+    _check_devices("linear_4bit_int8", x, packed, absmax, absmax_map, absmax2, offset, bias)
+    _check_devices("linear_4bit_int8", packed, x)
+    torch._check(x.shape[-1] == K, lambda: f"linear_4bit_int8: x has {x.shape[-1]} columns, the weight needs {K}")
     return x.new_empty((*x.shape[:-1], N))
 
 

@@ -235,6 +235,7 @@ GROUPS = {
     "join_codes": r"join_codes",
     "gemv_int8_dgrad": r"gemv_int8_dgrad",
     "gemm_int8": r"gemm_int8_(?:i32|b?f)",
+    "gemm_4bit_int8": r"int8_gemm_4bit",
     "gemm_int8_sm90, 64 x 64": r"gemm_int8_sm90_.*m64_n64",
     "gemm_int8_sm90, 64 x 128": r"gemm_int8_sm90_.*m64_n128",
     "gemm_int8_sm90, 128 x 96": r"gemm_int8_sm90_.*m128_n96",

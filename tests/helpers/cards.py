@@ -59,10 +59,11 @@ class Launch:
 
 # Entries that no plan names.
 ALONE = re.compile(
-    r"(?:de)?quantize_|checksum|optimizer_|sort_by_expert|sum_by_token|search_4bit|round_4bit|merge_4bit|clear_int8|outliers_int8|scale_product_int8|split_scales_int8|gemm_int8_i32"
+    r"(?:de)?quantize_|checksum|optimizer_|sort_by_expert|sum_by_token|search_4bit|round_4bit|merge_4bit|clear_int8|outliers_int8|scale_product_int8|split_scales_int8|gemm_int8_i32|int8_gemm_4bit"
 )
 STEP_COPIES = 64 * KIB  # BSH_STEP_COPIES_BYTES, dynamic shared memory of those for 8-bit states; the others have none
 SORT_COUNTERS = 48 * KIB  # 4 bytes each of BSH_SORT_COUNTERS
+GEMM_4BIT_INT8 = 68 * KIB  # BSH_GEMM_4BIT_INT8_SHARED
 SHAPES = ((4096, 4096), (1024, 8192), (14336, 4096), (28672, 8192), (48, 128), (272, 448), (97, 96), (64, 32))  # N, K
 ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 160, 200, 600)
 
@@ -152,6 +153,8 @@ def launch_of(kernel: Kernel, image: Image, sm: int) -> Launch | None:
             copies = SORT_COUNTERS
         if kernel.name == "gemm_int8_i32":  # with what the plan gives the others
             copies = planned(sm, image.name)["gemm_int8_f32"].shared
+        if kernel.name.startswith("int8_gemm_4bit"):  # an empty shell below sm_80
+            copies = GEMM_4BIT_INT8 if image.arch >= 80 else 0
         return Launch(kernel.max_threads or BLOCK_THREADS, copies)
     return planned(sm, image.name).get(kernel.name)
 

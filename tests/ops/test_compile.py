@@ -13,6 +13,7 @@ NAMES = (
     "dequantize_blockwise",
     "linear_4bit",
     "linear_4bit_dgrad",
+    "linear_4bit_int8",
     "grouped_linear_4bit",
     "grouped_linear_4bit_dgrad",
     "sort_by_expert",
@@ -42,6 +43,7 @@ def arguments(name: str, nested: bool, dtype: torch.dtype) -> tuple:
     map, none = ops.table("dynamic"), ops.empty(w.device)
     code, absmax = ops.quantize_blockwise(w, map, none, 256)
     codes, rows, _ = ops.quantize_int8(w, 0.0)
+    even, of_even = functional.quantize_nf4(w.new_ones(N, 128), compress_statistics=nested)
     numbers = (0, 1e-3, 0.9, 0.999, 0.0, 0.0, 1e-8, 0.01, 2)
     return {
         "quantize_4bit": (w, 64, 0, torch.float32),
@@ -50,6 +52,7 @@ def arguments(name: str, nested: bool, dtype: torch.dtype) -> tuple:
         "dequantize_blockwise": (code, absmax, map, none, 256, dtype),
         "linear_4bit": (torch.randn(2, 3, K).to(dtype), packed, *state.scales(), none, 64, 0, N, K),
         "linear_4bit_dgrad": (torch.randn(2, 3, N).to(dtype), packed, *state.scales(), 64, 0, N, K),
+        "linear_4bit_int8": (torch.randn(2, 3, 128).to(dtype), even, *of_even.scales(), none, 64, 0, N, 128),
         "grouped_linear_4bit": (w.new_ones(6, 48), offs, stack, *of_stack.scales(), none, 32, 0, 32, 48),
         "grouped_linear_4bit_dgrad": (w.new_ones(6, 32), offs, stack, *of_stack.scales(), 32, 0, 32, 48),
         "sort_by_expert": (torch.tensor([[1, 0], [3, 1], [-1, 2]]), 3, False),

@@ -348,6 +348,7 @@ LEAK_CALLS = {
     ),
     "linear_4bit": lambda a: ops.linear_4bit(a["x"], a["packed"], *a["scales"], a["none"], 64, 0, 256, 512),
     "linear_4bit_dgrad": lambda a: ops.linear_4bit_dgrad(a["dy"], a["packed"], *a["scales"], 64, 0, 256, 512),
+    "linear_4bit_int8": lambda a: ops.linear_4bit_int8(a["x"], a["packed"], *a["scales"], a["none"], 64, 0, 256, 512),
     "grouped_linear_4bit": lambda a: ops.grouped_linear_4bit(
         a["x"], a["offs"], a["packed"], *a["stack"], a["none"], 64, 0, 128, 512
     ),

@@ -170,6 +170,11 @@ OP(dequantize_int8)
 OP(product_int8)
 OP(scale_product_int8)
 
+EXPORT int gpu_linear_4bit_int8(const bsh_product_args *const args) {
+  const bsh_cuda_context context = context_of("linear_4bit_int8");
+  return bsh_cuda_linear_4bit_int8(args, &context);
+}
+
 EXPORT int gpu_checksum(const uint8_t *const bytes, const int64_t n_bytes, uint64_t *const sum) {
   const bsh_cuda_context context = context_of("checksum");
   return bsh_cuda_checksum(bytes, n_bytes, sum, &context);

@@ -463,6 +463,14 @@ class Gpu:
         op = "grouped_linear_4bit" + "_dgrad" * backward
         return self.product(op, weight, x, bias, N, K, kernel, offs=offs, tensors=tensors)[0]
 
+    def linear_4bit_int8(self, x, packed, scales, bias, blocksize: int, fmt: int, N: int, K: int) -> Tensor:
+        weight, tensors = self.weight(packed, scales, blocksize, fmt, N * K)
+        y = torch.full((x.shape[0], N), torch.nan, dtype=x.dtype)
+        places = (x.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
+        args = Product(weight, *places, x.shape[0], N, K, x.stride(0), N, None, 0, 0.0, DTYPES[x.dtype], 0)
+        self.call("linear_4bit_int8", args, tensors=[*tensors, x, bias, y])
+        return y
+
     # ---- int8 ----
 
     def quantize_int8(self, x: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:

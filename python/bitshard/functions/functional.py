@@ -340,6 +340,26 @@ def linear_4bit_dgrad(dy: Tensor, packed: Tensor, state: QuantState) -> Tensor:
     return call(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K)
 
 
+def linear_4bit_int8(x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None = None) -> Tensor:
+    """`linear_4bit` in 8-bit arithmetic: x as int8 by rows and 64 columns, the 16 values of W as int8.
+
+    Off by about 0.01 in y, a tenth of what 4 bits lose (docs/numerics.md). No gradient.
+
+    Args and Returns: of `linear_4bit`. ValueError unless W is NF4 or FP4, and K and the blocksize are multiples of 64.
+    """
+    K, blocksize = state.shape[-1], state.blocksize
+    if state.kind is not FOUR_BIT or K == 0 or K % 64 or blocksize % 64:
+        raise ValueError(
+            f"linear_4bit_int8: a {state.quant_type} weight of {K} columns in blocks of {blocksize}; it takes one of "
+            "NF4 or FP4 with multiples of 64: use linear_4bit"
+        )
+    try:
+        given = (*state.scales(), ops.empty(x.device) if bias is None else bias)
+        return ops.linear_4bit_int8(x, packed, *given, blocksize, ops.CODES[state.quant_type], *state.shape)
+    except (RuntimeError, TypeError) as error:
+        explain_linear(error, x, packed, state, bias)
+
+
 def grouped_linear_4bit(
     x: Tensor, offs: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None = None
 ) -> Tensor:
