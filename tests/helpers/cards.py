@@ -153,8 +153,10 @@ def launch_of(kernel: Kernel, image: Image, sm: int) -> Launch | None:
             copies = SORT_COUNTERS
         if kernel.name == "gemm_int8_i32":  # with what the plan gives the others
             copies = planned(sm, image.name)["gemm_int8_f32"].shared
-        if kernel.name.startswith("int8_gemm_4bit"):  # an empty shell below sm_80
-            copies = GEMM_4BIT_INT8 if image.arch >= 80 else 0
+        if kernel.name.startswith("int8_gemm_4bit"):
+            if image.arch < 80:  # an empty shell
+                return None
+            copies = GEMM_4BIT_INT8
         return Launch(kernel.max_threads or BLOCK_THREADS, copies)
     return planned(sm, image.name).get(kernel.name)
 

@@ -7,7 +7,8 @@ from bitshard import graphs
 from bitshard.huggingface import at_train
 from bitshard.process import switches
 
-NAMES = ("BITSHARD_EXPERTS", "BITSHARD_FUSE", "BITSHARD_GRAPHS", "BITSHARD_MERGE_AWARE", "BITSHARD_FAST")
+NAMES = ("BITSHARD_EXPERTS", "BITSHARD_FUSE", "BITSHARD_GRAPHS", "BITSHARD_MERGE_AWARE")
+NAMES += ("BITSHARD_ARITHMETIC", "BITSHARD_FAST")
 
 
 @contextlib.contextmanager

@@ -64,26 +64,27 @@ def fused(wrapped):
 @pytest.mark.parametrize(
     "values, on",
     [
-        ({}, ("", "", "", "")),
-        ({"FUSE": "1"}, ("", "BITSHARD_FUSE", "", "")),
-        ({"GRAPHS": "1", "FUSE": "0", "EXPERTS": ""}, ("", "", "BITSHARD_GRAPHS", "")),
-        ({"FAST": "1"}, ("", "BITSHARD_FAST", "BITSHARD_FAST", "")),
-        ({"FAST": "1", "GRAPHS": "0"}, ("", "BITSHARD_FAST", "", "")),
-        ({"FAST": "0", "FUSE": "1", "EXPERTS": "1"}, ("BITSHARD_EXPERTS", "BITSHARD_FUSE", "", "")),
-        ({"MERGE_AWARE": "1"}, ("", "", "", "BITSHARD_MERGE_AWARE")),
+        ({}, {}),
+        ({"FUSE": "1"}, {"fuse": "BITSHARD_FUSE"}),
+        ({"GRAPHS": "1", "FUSE": "0", "EXPERTS": ""}, {"graphs": "BITSHARD_GRAPHS"}),
+        ({"FAST": "1"}, {"fuse": "BITSHARD_FAST", "graphs": "BITSHARD_FAST"}),
+        ({"FAST": "1", "GRAPHS": "0"}, {"fuse": "BITSHARD_FAST"}),
+        ({"FAST": "0", "FUSE": "1", "EXPERTS": "1"}, {"experts": "BITSHARD_EXPERTS", "fuse": "BITSHARD_FUSE"}),
+        ({"MERGE_AWARE": "1"}, {"merge_aware": "BITSHARD_MERGE_AWARE"}),
+        ({"ARITHMETIC": "int8"}, {"arithmetic": "BITSHARD_ARITHMETIC"}),
     ],
 )
 def test_what_variables_mean(values, on, told):
     with environment.set_to(**values):
-        assert switches.on == on and (switches.acting is None) is (not any(on[1:]))
-    assert not any(switches.on) and not told()
+        assert switches.on == switches.Switches(**on) and (switches.acting is None) is not bool(on.keys() - {"experts"})
+    assert switches.on == switches.Switches() and not told()
 
 
 def test_another_value_gets_one_line(told, monkeypatch):
     monkeypatch.setattr(switches, "_warned", set())
     with environment.set_to(FUSE="yes", EXPERTS="true"):
         switches.read()
-        assert not any(switches.on) and switches.acting is None
+        assert switches.on == switches.Switches() and switches.acting is None
     with environment.set_to(GRAPHS="on"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(switches, "_warned", set())
         patch.setenv("RANK", "1")

@@ -58,6 +58,8 @@ class QuantState:
         kind: what the bytes are: one weight (`kinds.FOUR_BIT`), a stack of experts (`kinds.EXPERTS`), or `kinds.INT8`.
         part: the rank's part of the packed bytes of a weight that was loaded in parts and is not sharded yet
             (`bitshard.shards.kept_part.KeptPart`), else None.
+        in_int8: who multiplies with the weight in 8-bit arithmetic (`bitshard.arithmetic.InInt8`), else None. Never
+            saved.
     """
 
     __module__ = "bitshard.state"  # as pickles name it
@@ -70,6 +72,7 @@ class QuantState:
     checksum: Tensor | None = None
     sharded: Any = None
     part: Any = None
+    in_int8: Any = None
     shared_code: Tensor | None = None  # a table shared by all states; `code` becomes a copy of it when it is first read
     shared_name: str | None = None  # its name in the C core, by which Dynamo finds it: one input for all states
     _code: Tensor | None = None
@@ -136,7 +139,12 @@ class QuantState:
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_whole("copied or pickled")
-        private = ("_code", "shared_code", "shared_name")  # files hold the plain attribute, as bitsandbytes' own do
+        private = (
+            "_code",
+            "shared_code",
+            "shared_name",
+            "in_int8",
+        )  # files hold the plain attribute, as bitsandbytes' own do
         return {"code": self.code, **{name: value for name, value in self.__dict__.items() if name not in private}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

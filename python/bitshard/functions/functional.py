@@ -463,6 +463,8 @@ def _int8_values(A: Tensor, state: QuantState, out: Tensor | None = None) -> Ten
 
 
 def _product(x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None, offs: None, threshold: float) -> Tensor:
+    if state.in_int8 is not None and not torch.compiler.is_dynamo_compiling():
+        return state.in_int8(x, packed, state, bias)
     return linear_4bit(x, packed, state, bias)
 
 

@@ -2,8 +2,8 @@
 
 A quantized layer is told by the `train(True)` of the model that it is in. The outermost module whose `train` runs is
 the model, and what a script would do by hand is done to it: `bitshard.lora.merge_aware(model)`,
-`bitshard.lora.fuse(model)`, `bitshard.graphs.enable(model)`. transformers' Trainer calls `model.train()` in each step,
-other loops before the first one or in each epoch.
+`bitshard.lora.fuse(model)`, `bitshard.graphs.enable(model)`, `bitshard.arithmetic.enable(model)`. transformers' Trainer
+calls `model.train()` in each step, other loops before the first one or in each epoch.
 
 This happens once for each outermost module, so that layers are fused before a first forward, and never between a
 forward and its backward: gradient checkpointing would run another forward there than the first one. A new module
@@ -31,6 +31,7 @@ _DONE = None
 # outermost module -> its first quantized layer, for the model has no LoRA layers yet: they may come; or _DONE
 _known: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 _captured: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # given to graphs.enable
+_in_int8: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # given to arithmetic.enable
 _said: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # first LoRA layer -> the last line
 _missed = False
 
@@ -73,6 +74,9 @@ def _act(model: nn.Module) -> bool:
     if switches.on.graphs and model not in _captured:
         _captured.add(model)
         _enable_graphs(model)
+    if switches.on.arithmetic and model not in _in_int8:
+        _in_int8.add(model)
+        _enable_int8(model)
     if not (switches.on.fuse or switches.on.merge_aware):
         return True
     from bitshard import lora
@@ -111,6 +115,13 @@ def _fuse(model: nn.Module, first: nn.Module) -> None:
         _log(line, effect)
 
 
+def _enable_int8(model: nn.Module) -> None:
+    from bitshard import arithmetic
+
+    found = arithmetic.enable(model)
+    _log(f"{switches.on.arithmetic}=int8: {found} (bitshard.arithmetic.enable)", bool(found.layers))
+
+
 def _enable_graphs(model: nn.Module) -> None:
     from bitshard import graphs
 
@@ -133,8 +144,8 @@ def forwards(layer: nn.Module) -> None:
     if _missed or not any(parameter.requires_grad for parameter in model.parameters()):
         return
     running = [module for module in foreign.running_methods() if isinstance(module, nn.Module) and module in _known]
-    names = {switches.on.graphs} if switches.on.graphs and not running else set()
-    of_layers = {switches.on.fuse, switches.on.merge_aware} - {""}
+    names = {f"{name}={value}" for name, value in _for_any_model() if name and not running}
+    of_layers = {f"{name}=1" for name in (switches.on.fuse, switches.on.merge_aware) if name}
     if of_layers and all(_known[module] is not _DONE for module in running):
         from bitshard import lora
 
@@ -142,10 +153,15 @@ def forwards(layer: nn.Module) -> None:
     if names:
         _missed = True
         _log(
-            f"{' and '.join(f'{name}=1' for name in sorted(names))}: no effect on this {type(model).__name__}, for its "
+            f"{' and '.join(sorted(names))}: no effect on this {type(model).__name__}, for its "
             "train() was not called since it was made; call model.train() before the first step",
             False,
         )
+
+
+def _for_any_model() -> list[tuple[str, str]]:
+    """(variable, value) of the switches that act on models with or without LoRA layers."""
+    return [(switches.on.graphs, "1"), (switches.on.arithmetic, "int8")]
 
 
 def _log(line: str, effect: bool) -> None:

@@ -82,7 +82,8 @@ def product(
             kept.append(xa)
             keep(x, A, B, xa, mask)
 
-    if dtype is compute and dtype is factor and A.dtype is dtype and state.kind.fuses_lora:
+    in_int8 = getattr(state, "in_int8", None) is not None
+    if dtype is compute and dtype is factor and A.dtype is dtype and state.kind.fuses_lora and not in_int8:
         try:
             absmax, absmax_map, absmax2, offset = state.scales()
             N, K = state.shape

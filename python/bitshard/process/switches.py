@@ -4,11 +4,12 @@
     BITSHARD_FUSE=1       as bitshard.lora.fuse(model)
     BITSHARD_GRAPHS=1     as bitshard.graphs.enable(model)
     BITSHARD_MERGE_AWARE=1    as bitshard.lora.merge_aware(model)
+    BITSHARD_ARITHMETIC=int8    as bitshard.arithmetic.enable(model)
     BITSHARD_FAST=1       FUSE and GRAPHS; a 0 for one of them leaves that one out
     BITSHARD_PAD_TO_MULTIPLE_OF=64    the step of bitshard.graphs.enable(model, pad_to_multiple_of=64)
 
-FUSE, GRAPHS, MERGE_AWARE and FAST need a model. Layers with packed weights know when one begins to train, and call what
-stands in `acting` (`bitshard.huggingface.at_train`, which is above them); it is None where no such switch is on.
+All but EXPERTS need a model. Layers with packed weights know when one begins to train, and call what stands in
+`acting` (`bitshard.huggingface.at_train`, which is above them); it is None where no such switch is on.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Switches(NamedTuple):
     fuse: str = ""
     graphs: str = ""
     merge_aware: str = ""
+    arithmetic: str = ""
 
 
 class Acts(NamedTuple):
@@ -48,8 +50,8 @@ def read() -> Switches:
     global on, acting
     fast = _asked("BITSHARD_FAST")
     by_fast = _by("BITSHARD_FUSE", fast), _by("BITSHARD_GRAPHS", fast)
-    on = Switches(_by("BITSHARD_EXPERTS"), *by_fast, _by("BITSHARD_MERGE_AWARE"))
-    acting = _acts if on.fuse or on.graphs or on.merge_aware else None
+    on = Switches(_by("BITSHARD_EXPERTS"), *by_fast, _by("BITSHARD_MERGE_AWARE"), _arithmetic())
+    acting = _acts if any(on[1:]) else None
     return on
 
 
@@ -77,6 +79,17 @@ def _by(name: str, fast: bool | None = None) -> str:
     if asked is None and fast:
         return "BITSHARD_FAST"
     return name if asked else ""
+
+
+def _arithmetic() -> str:
+    """The variable, where it asks for 8-bit arithmetic."""
+    name = "BITSHARD_ARITHMETIC"
+    value = os.environ.get(name, "")
+    if value == "int8":
+        return name
+    if value:
+        _warn(name, value, "int8 or nothing")
+    return ""
 
 
 def _asked(name: str) -> bool | None:
