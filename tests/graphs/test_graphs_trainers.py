@@ -185,14 +185,8 @@ def test_a_job_is_that_without_graphs(folder, tmp_path, name):
         expected = losses(job(folder, tmp_path / "plain"))
     with environment.set_to(FAST="1") as given:
         pass
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BITSHARD_FAST", "1")
-        environment.switches.read()
-        try:
-            trainer = job(folder, tmp_path / "graphs")
-        finally:
-            patch.undo()
-            environment.switches.read()
+    with environment.read_as(FAST="1"):
+        trainer = job(folder, tmp_path / "graphs")
     said = graphs.report(trainer.model)
     assert losses(trainer) == expected and len(expected) >= 3 and not given
     assert said.replays >= replays, said
@@ -225,14 +219,8 @@ def test_positions_without_a_label_change_nothing(folder, tmp_path, name, monkey
     if hasattr(utils, "_use_triton"):
         monkeypatch.setattr(utils, "_use_triton", lambda device: True)
     expected = [entry["loss"] for entry in losses(job(folder, tmp_path / "plain")) if "loss" in entry]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BITSHARD_GRAPHS", "1")
-        environment.switches.read()
-        try:
-            trainer = job(folder, tmp_path / "graphs")
-        finally:
-            patch.undo()
-            environment.switches.read()
+    with environment.read_as(GRAPHS="1"):
+        trainer = job(folder, tmp_path / "graphs")
     found = [entry["loss"] for entry in losses(trainer) if "loss" in entry]
     assert found == pytest.approx(expected, rel=1e-4) and len(found) >= 3
     assert graphs.report(trainer.model).replays >= 2

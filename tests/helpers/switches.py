@@ -12,6 +12,19 @@ NAMES += ("BITSHARD_ARITHMETIC", "BITSHARD_FAST")
 
 
 @contextlib.contextmanager
+def read_as(**values: str):
+    """BITSHARD_<NAME> by name while this is open, beside the switches that are set; they do what they do."""
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in values.items():
+                patch.setenv(f"BITSHARD_{name}", value)
+            switches.read()
+            yield
+    finally:
+        switches.read()
+
+
+@contextlib.contextmanager
 def set_to(**values: str):
     """BITSHARD_<NAME> by name while this is open, and no other switch; yields what `graphs.enable` was called with."""
     enabled = []
