@@ -57,7 +57,7 @@ def _mean(scales: Tensor) -> Tensor:
 
 def check(state: QuantState) -> None:
     """ValueError unless adapters can be merged so into a weight of this state."""
-    if state.kind is not FOUR_BIT:
+    if state.kind.stacked or state.quant_type not in FOUR_BIT.quant_types:
         raise ValueError(
             f"merging with the bytes of merge-aware training is for NF4 and FP4 weights, this one is "
             f"{'a stack of experts' if state.kind.stacked else state.quant_type or state.kind.word}"

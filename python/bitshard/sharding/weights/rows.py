@@ -194,9 +194,10 @@ class AwaitedRows:
         expected = [ops.rank_slice(shape[0], world, place)[1] for place in range(len(lengths))]
         if shape != (self.held.shape or self.weight.size()) or lengths != expected:
             raise ValueError(f"{self.key}: {lengths} rows of {list(shape)}, expected {expected} of {self.held.shape}")
-        kind, scales, total = own.kind, own.absmax, ops.block_count(shape.numel(), own.blocksize)
+        kind, scales = own.kind, own.absmax
         second = own.state2.absmax[:1].repeat(kind.second_level(shape)) if kind.has_global else None
-        state = kind.state(QuantState, scales.new_empty(total), second, shape, dtype)
+        state = kind.state(QuantState, scales, second, shape, dtype)
+        state.absmax = scales.new_empty(state.scale_count)
         container = shardable_dtype(dtype, self.held.storage, kind)
         if len(set(lengths)) == 1 and packed.numel() % container.itemsize == 0:
             return self._install(packed.view(-1).view(container).view(-1, 1), state, scales), found
