@@ -348,7 +348,7 @@ def linear_4bit_int8(x: Tensor, packed: Tensor, state: QuantState, bias: Tensor 
     Args and Returns: of `linear_4bit`. ValueError unless W is NF4 or FP4, and K and the blocksize are multiples of 64.
     """
     K, blocksize = state.shape[-1], state.blocksize
-    if state.kind is not FOUR_BIT or K == 0 or K % 64 or blocksize % 64:
+    if state.kind.stacked or state.quant_type not in FOUR_BIT.quant_types or K == 0 or K % 64 or blocksize % 64:
         raise ValueError(
             f"linear_4bit_int8: a {state.quant_type} weight of {K} columns in blocks of {blocksize}; it takes one of "
             "NF4 or FP4 with multiples of 64: use linear_4bit"
