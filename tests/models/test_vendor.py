@@ -183,7 +183,8 @@ def test_mxfp4_by_its_own_config_where_experts_are_enabled(tmp_path):
     assert {state.kind.name for _, state in weights_of(model).values()} == {"mxfp4_experts"}
     with torch.no_grad():
         found, wanted, of_dense = (each(input_ids=moe.TOKENS).logits for each in (model, theirs, dense.eval()))
-    assert torch.equal(found, wanted) and (of_dense - wanted).abs().max() < 1e-4 and not weights_of(dense)
+    assert torch.equal(found, wanted) and not weights_of(dense)
+    assert (of_dense - wanted).abs().max() < 0.05  # transformers 5.17 decodes to bfloat16
     model.save_pretrained(tmp_path / "saved")
     equal_files(tmp_path / "saved", folder)
 

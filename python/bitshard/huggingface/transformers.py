@@ -149,7 +149,8 @@ class DeserializeInt8(ConversionOps):
 class FourBitQuantizer(Bnb4BitHfQuantizer):
     """The quantizer of 4-bit linear layers, of experts, and of embeddings."""
 
-    serialized_names = {"weight": ["weight", *(f"weight.{entry}" for entry in _ENTRIES)]}  # of every format here
+    # Of every format here. transformers takes the first that a name has, so the weight itself comes last.
+    serialized_names = {"weight": [*(f"weight.{entry}" for entry in _ENTRIES), "weight"]}
     _stacks: list[str] = []  # of the model that is being loaded, as `_stack_patterns` gives them
     _embedding: str | None = None  # path of its quantized embedding
     _source: Any = None  # transformers' quantizer that reads the files, where these are of another format
