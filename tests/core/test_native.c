@@ -10,6 +10,7 @@
 #include "core/arithmetic.h"
 #include "core/packed.h"
 #include "cpu/cpu.h"
+#include "cuda/sizes/gemv_4bit_simt.h"
 #include "cuda/sizes/int8.h"
 #include "gpu/int8.h"
 #include "gpu/product.h"
@@ -104,7 +105,8 @@ static bsh_status run_fused(const bsh_fused_args *const fused, const char *const
                                         .absmax2 = fused->absmax2,
                                         .offset = fused->offset},
                              .n = (int64_t)fused->N * fused->K,
-                             .blocksize = INT64_C(64) << fused->block_shift >> (strstr(name, "simt") != NULL),
+                             .blocksize = (strstr(name, "simt") != NULL ? BSH_SIMT_BLOCKSIZE : INT64_C(64))
+                                          << fused->block_shift,
                              .format = (bsh_format)fused->format};
   const bsh_product_args args = {.weight = weight,
                                  .x = fused->x,
