@@ -199,6 +199,7 @@ def _weights(
         if name in laid_out.values():
             key = by_others.key_of(name, stored)
             parts = [part for part in by_others.names(key) if part in stored]
+            complaints += _faults(parts[1:], stored) if check_values else ()
             try:
                 weight = _laid_out(by_others, key, [stored[part][1] for part in parts])
             except ValueError as error:

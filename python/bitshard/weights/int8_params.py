@@ -72,13 +72,13 @@ class Int8Params(PackedParameter):
         has_fp16_weights: bool = False,
         CB: Tensor | None = None,
         SCB: Tensor | None = None,
-        row_state: QuantState | None = None,
         **kwargs: Any,
     ) -> Int8Params:
         data = torch.empty(0, dtype=torch.float32) if data is None else data
         quantized = data.dtype is torch.int8
         with plain():
             self = torch.Tensor._make_subclass(cls, data.detach(), requires_grad and not quantized)
+        row_state = kwargs.get("row_state")
         if SCB is not None:
             row_state = _state_of(SCB, data.shape) if quantized else None
         self.__dict__.update(row_state=row_state if quantized else None, has_fp16_weights=has_fp16_weights)
