@@ -17,10 +17,10 @@ static bsh_status quantize(const bsh_groups_int8_args *const args, const bsh_dty
 static bsh_status multiply(const bsh_gemm_4bit_int8_args *const args, const bsh_dtype dtype,
                            const bsh_cuda_context *const context) {
   static bsh_cuda_kernel kernels[BSH_DTYPES] = BSH_BY_DTYPE(gemm_4bit_int8, "int8_gemm_4bit_", "");
-  const int64_t tiles = args->m_tiles * divide_up(args->N, BSH_GEMM_INT8_TILE);
+  const int64_t tiles = args->m_tiles * divide_up(args->N, BSH_GEMM_4BIT_INT8_COLUMNS);
   if (tiles > INT32_MAX)
     return bsh_fail(BSH_BAD_SHAPE, "%s: tensor too large: %lld tiles of y", context->op, (long long)tiles);
-  const bsh_cuda_launch_shape shape = bsh_overlapping(tiles, BSH_GEMM_INT8_THREADS, 1, BSH_GEMM_4BIT_INT8_SHARED);
+  const bsh_cuda_launch_shape shape = bsh_overlapping(tiles, BSH_GEMM_4BIT_INT8_THREADS, 1, BSH_GEMM_4BIT_INT8_SHARED);
   void *arguments[] = {(void *)(uintptr_t)args};
   return bsh_cuda_launch(context, &kernels[dtype], &shape, arguments);
 }
@@ -48,8 +48,8 @@ static bsh_status run_chunk(const bsh_product_args *const args, const int64_t m0
                                            .M = (int32_t)M,
                                            .N = (int32_t)args->N,
                                            .K = (int32_t)args->K,
-                                           .fast = aligned(args->weight.packed, 16),
-                                           .m_tiles = (int32_t)divide_up(M, BSH_GEMM_INT8_TILE)};
+                                           .fast = aligned(args->weight.packed, 8),
+                                           .m_tiles = (int32_t)divide_up(M, BSH_GEMM_4BIT_INT8_ROWS)};
   BSH_TRY(quantize(&groups, args->dtype, context));
   return multiply(&product, args->dtype, context);
 }
@@ -65,7 +65,7 @@ static bsh_status check(const bsh_product_args *const args, const bsh_cuda_conte
 }
 
 bsh_status bsh_cuda_linear_4bit_int8(const bsh_product_args *const args, const bsh_cuda_context *const context) {
-  enum { TILE = BSH_GEMM_INT8_TILE };
+  enum { TILE = BSH_GEMM_4BIT_INT8_ROWS };
   const int64_t row = args->K + args->K / BSH_GROUP_INT8 * (int64_t)sizeof(float);
   const int64_t fit = bsh_cuda_workspace_bytes() / row / TILE * TILE, chunk = min_i64(args->M, fit < TILE ? TILE : fit);
   bsh_cuda_scratch scratch;

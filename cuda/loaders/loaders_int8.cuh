@@ -1,5 +1,4 @@
-// loaders_int8.cuh - stages of codes in shared memory, and which of them a warp multiplies: gemm_int8.cu and
-// gemm_4bit_int8.cu.
+// loaders_int8.cuh - stages of codes in shared memory, and which of them a warp multiplies: gemm_int8.cu.
 #pragma once
 
 #include "cuda/operands/int8.cuh"

@@ -24,16 +24,19 @@ typedef struct {
   const void *bias;      /* [N] of the dtype, or NULL */
   void *y;               /* [M, N] */
   int32_t M, N, K;
-  int32_t fast; /* packed is 16-byte aligned */
+  int32_t fast; /* packed is 8-byte aligned */
   int32_t m_tiles;
 } bsh_gemm_4bit_int8_args;
 
-/* A stage: codes as in gemm_int8.cu, and scales of two groups of the rows of x and of W. Two stages: with three, cards
- * with 99 KiB for a block would have none. */
+/* A tile of y, and a stage: codes of a group of its rows of x and of W, and their scales. Two blocks and three stages
+ * of each fit where a multiprocessor has 99 KiB. */
 enum {
-  BSH_GEMM_4BIT_INT8_STAGES = 2,
-  BSH_GEMM_4BIT_INT8_SCALES = 2 * 2 * BSH_GEMM_INT8_TILE * 4, /* bytes */
-  BSH_GEMM_4BIT_INT8_SHARED = BSH_GEMM_4BIT_INT8_STAGES * (BSH_GEMM_INT8_STAGE_BYTES + BSH_GEMM_4BIT_INT8_SCALES)
+  BSH_GEMM_4BIT_INT8_ROWS = 128,
+  BSH_GEMM_4BIT_INT8_COLUMNS = 64,
+  BSH_GEMM_4BIT_INT8_THREADS = 256,
+  BSH_GEMM_4BIT_INT8_STAGES = 3,
+  BSH_GEMM_4BIT_INT8_STAGE_BYTES = (BSH_GEMM_4BIT_INT8_ROWS + BSH_GEMM_4BIT_INT8_COLUMNS) * (BSH_GROUP_INT8 + 4),
+  BSH_GEMM_4BIT_INT8_SHARED = BSH_GEMM_4BIT_INT8_STAGES * BSH_GEMM_4BIT_INT8_STAGE_BYTES
 };
 
 #endif
