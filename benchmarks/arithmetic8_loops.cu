@@ -298,13 +298,11 @@ __global__ void __launch_bounds__(256, 1) mma_loop(float *out, int k_steps) {
             int s[4];
             mma_int8(s, a[i][0], b[j], START, START, START, START);
             mma_int8(s, a[i][1], b[j] + 2, s[0], s[1], s[2], s[3]);
-            int u[4] = {s[0], s[1], s[2], s[3]}; // not equal ones, which ptxas would issue once
 #pragma unroll
-            for (int t = 1; t < TIMES; t++) {
-              mma_int8(u, a[i][0], b[j], u[0], u[1], u[2], u[3]);
-              mma_int8(u, a[i][1], b[j] + 2, u[0], u[1], u[2], u[3]);
+            for (int t = 1; t < TIMES; t++) { // sums that are TIMES as large: what is not used ptxas leaves out
+              mma_int8(s, a[i][0], b[j], s[0], s[1], s[2], s[3]);
+              mma_int8(s, a[i][1], b[j] + 2, s[0], s[1], s[2], s[3]);
             }
-            if (TIMES > 1) asm volatile("" ::"r"(u[0]), "r"(u[1]), "r"(u[2]), "r"(u[3]));
 #pragma unroll
             for (int e = 0; e < 4; e++) {
               float v = TURN == CONVERT      ? (float)s[e]

@@ -49,6 +49,7 @@ static bsh_status run_chunk(const bsh_product_args *const args, const int64_t m0
                                            .N = (int32_t)args->N,
                                            .K = (int32_t)args->K,
                                            .fast = aligned(args->weight.packed, 8),
+                                           .pairs = args->N % 2 == 0 && aligned(args->y, (int32_t)(2 * item)),
                                            .m_tiles = (int32_t)divide_up(M, BSH_GEMM_4BIT_INT8_ROWS)};
   BSH_TRY(quantize(&groups, args->dtype, context));
   return multiply(&product, args->dtype, context);

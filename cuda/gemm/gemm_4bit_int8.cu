@@ -2,7 +2,7 @@
 // on.
 //
 //   x: codes [M, K], scales [K / 64][M]         W: packed codes of 64 rows, 32 bytes a stage, and their scales
-//     | cp.async, two stages ahead                | registers, a stage ahead; a table of 16 bytes by prmt
+//     | cp.async, two stages ahead                | cp.async, four stages ahead; a table of 16 bytes by prmt
 //     v                                           v
 //   stages of a group: 64 codes of 128 + 64 rows, their scales
 //     | ldmatrix
@@ -27,8 +27,13 @@ namespace {
 
 constexpr int GROUP = BSH_GROUP_INT8, RING = BSH_GEMM_4BIT_INT8_STAGES, STAGE = BSH_GEMM_4BIT_INT8_STAGE_BYTES;
 constexpr int ROWS = BSH_GEMM_4BIT_INT8_ROWS, COLUMNS = BSH_GEMM_4BIT_INT8_COLUMNS;
-constexpr int ROW_TILES = 2, COLUMN_TILES = 4;                                          // of a warp: 16 rows, 8 columns
-constexpr int W_AT = ROWS * GROUP, SCALES_AT = W_AT + COLUMNS * GROUP, W_SCALES = ROWS; // bytes, bytes, floats
+constexpr int ROW_TILES = 2, COLUMN_TILES = 4; // of a warp: 16 rows, 8 columns
+// In a stage: codes of W, scales of x. Behind the stages: packed bytes of W, scales of W of eight groups.
+constexpr int W_AT = ROWS * GROUP, SCALES_AT = W_AT + COLUMNS * GROUP;
+constexpr int PACKED = COLUMNS * GROUP / 2, PACKED_RING = BSH_GEMM_4BIT_INT8_PACKED_STAGES, PACKED_AT = RING * STAGE;
+constexpr int W_SCALES_AT = PACKED_AT + PACKED_RING * PACKED;
+static_assert(W_SCALES_AT + 8 * COLUMNS * 4 == BSH_GEMM_4BIT_INT8_SHARED, "the host's size");
+static_assert(RING == 3 && PACKED_RING == 4, "the order of the loop in gemm()");
 
 // Where chunk c (16 codes) of row r of a stage lies: 8 rows of one chunk are in different banks.
 __device__ __forceinline__ constexpr uint32_t chunk_at(int r, int c) { return r * GROUP + ((c ^ (r >> 1 & 3)) << 4); }
@@ -66,53 +71,28 @@ struct x_loader {
   }
 };
 
-// W: a thread decodes chunk t % 4 of row t / 4 of a stage, from 8 packed bytes, and knows the row's scale.
+// Packed W: a thread copies and decodes 8 bytes of row t / 4 of a stage, chunk t % 4; what it copies, it alone reads.
 struct w_loader {
-  const bsh_gemm_4bit_int8_args &args;
+  const uint8_t *from;
   const uint32_t t0, t1, t2, t3; // the 16 codes
-  const float unit;
-  const int shift;     // log2 of the blocksize
-  const bool inside;   // W has this row
-  const int64_t first; // element of W: of the row
-  const int groups;
-  uint2 words;        // packed, of the group to store next
-  float value, of256; // its scale, or what that is made of
-  int code;           // of the scale of the group behind it
+  const bool inside, fast;       // W has this row; packed bytes are aligned to 8
+  const uint32_t packed, to;     // of a packed stage, of a stage
 
   __device__ __forceinline__ w_loader(const bsh_gemm_4bit_int8_args &args, int n, bool fp4)
-      : args(args), t0(fp4 ? table_word<BSH_FP4>(0) : table_word<BSH_NF4>(0)),
+      : from(args.weight.packed + (int64_t)(n + threadIdx.x / 4) * args.K / 2 + threadIdx.x % 4 * 8),
+        t0(fp4 ? table_word<BSH_FP4>(0) : table_word<BSH_NF4>(0)),
         t1(fp4 ? table_word<BSH_FP4>(1) : table_word<BSH_NF4>(1)),
         t2(fp4 ? table_word<BSH_FP4>(2) : table_word<BSH_NF4>(2)),
-        t3(fp4 ? table_word<BSH_FP4>(3) : table_word<BSH_NF4>(3)),
-        unit(fp4 ? 1.f / BSH_FP4_FACTOR_INT8 : 1.f / BSH_NF4_FACTOR_INT8), shift(__ffs((int)args.weight.blocksize) - 1),
-        inside(n + (int)threadIdx.x / 4 < args.N), first((int64_t)(n + threadIdx.x / 4) * args.K),
-        groups(args.K / GROUP) {}
-
-  __device__ __forceinline__ int64_t block(int group) const { return (first + group * GROUP) >> shift; }
-  __device__ __forceinline__ void load_code(int group) {
-    if (inside && group < groups && args.weight.scales.absmax == nullptr)
-      code = __ldg(args.weight.scales.absmax_code + block(group));
-  }
-  // Packed bytes of `group`, whose code is there, and what its scale is made of.
-  __device__ __forceinline__ void load(int group) {
-    if (!inside || group >= groups) return;
-    const uint8_t *const packed = args.weight.packed + (first + group * GROUP) / 2 + threadIdx.x % 4 * 8;
-    if (args.fast) words = __ldg(reinterpret_cast<const uint2 *>(packed));
-    else {
-      words = make_uint2(0, 0);
+        t3(fp4 ? table_word<BSH_FP4>(3) : table_word<BSH_NF4>(3)), inside(n + (int)threadIdx.x / 4 < args.N),
+        fast(args.fast), packed(PACKED_AT + threadIdx.x * 8), to(W_AT + chunk_at(threadIdx.x / 4, threadIdx.x % 4)) {}
+  // The next group's, to a packed stage.
+  __device__ __forceinline__ void load(char *memory, int stage) {
+    char *const at = memory + packed + stage * PACKED;
+    if (inside && fast) cp_async_8(shared_address(at), from);
+    else if (inside)
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        words.x |= (uint32_t)packed[i] << (8 * i), words.y |= (uint32_t)packed[i + 4] << (8 * i);
-    }
-    const bsh_scales &of = args.weight.scales;
-    const int64_t b = block(group);
-    value = __ldg(of.absmax != nullptr ? of.absmax + b : of.absmax_map + code);
-    if (of.absmax == nullptr) of256 = __ldg(of.absmax2 + b / BSH_NESTED_BLOCKSIZE);
-  }
-  __device__ __forceinline__ float scale() const {
-    const bsh_scales &of = args.weight.scales;
-    const float plain = of.absmax != nullptr ? value : __fadd_rn(multiply_flush(value, of256), __ldg(of.offset));
-    return __fmul_rn(plain, unit);
+      for (int i = 0; i < 8; i++) at[i] = (char)from[i];
+    from += GROUP / 2;
   }
   // Of four codes in the low 16 bits.
   __device__ __forceinline__ uint32_t four(uint32_t nibbles) const {
@@ -120,18 +100,60 @@ struct w_loader {
     const uint32_t upper = __byte_perm(0xFF00u, 0, nibbles >> 3 & 0x1111);
     return (low & ~upper) | (high & upper);
   }
-  // What was loaded last, to a stage. Rows that W does not have are zeros.
-  __device__ __forceinline__ void store(char *stage) const {
+  // Decoded, to a stage. Rows that W does not have are zeros.
+  __device__ __forceinline__ void decode(char *memory, int from_stage, int to_stage) const {
     uint32_t out[4] = {};
+    if (inside) {
+      const uint2 words = *reinterpret_cast<const uint2 *>(memory + packed + from_stage * PACKED);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const uint32_t word = i ? words.y : words.x;
-      const uint32_t in_order = (word & 0x0F0F0F0Fu) << 4 | (word >> 4 & 0x0F0F0F0Fu);
-      if (inside) out[2 * i] = four(in_order & 0xFFFF), out[2 * i + 1] = four(in_order >> 16);
+      for (int i = 0; i < 2; i++) {
+        const uint32_t word = i ? words.y : words.x;
+        const uint32_t in_order = (word & 0x0F0F0F0Fu) << 4 | (word >> 4 & 0x0F0F0F0Fu);
+        out[2 * i] = four(in_order & 0xFFFF), out[2 * i + 1] = four(in_order >> 16);
+      }
     }
-    const int row = threadIdx.x / 4, chunk = threadIdx.x % 4;
-    *reinterpret_cast<uint4 *>(stage + W_AT + chunk_at(row, chunk)) = make_uint4(out[0], out[1], out[2], out[3]);
-    if (chunk == 0) *(reinterpret_cast<float *>(stage + SCALES_AT) + W_SCALES + row) = inside ? scale() : 0.f;
+    *reinterpret_cast<uint4 *>(memory + to_stage * STAGE + to) = make_uint4(out[0], out[1], out[2], out[3]);
+  }
+};
+
+// Scales of W, four groups of a row by four threads: codes are read six groups ahead, their values three, and scales
+// are in shared memory, in one of two places, when the first of the four begins.
+struct w_scales {
+  const bsh_gemm_4bit_int8_args &args;
+  const float unit;
+  const int shift;     // log2 of the blocksize
+  const bool inside;   // W has this row
+  const int64_t first; // element of W: of the row
+  int code;
+  float value, of256; // a plain scale, or what a nested one is made of
+
+  __device__ __forceinline__ w_scales(const bsh_gemm_4bit_int8_args &args, int n, bool fp4)
+      : args(args), unit(fp4 ? 1.f / BSH_FP4_FACTOR_INT8 : 1.f / BSH_NF4_FACTOR_INT8),
+        shift(__ffs((int)args.weight.blocksize) - 1), inside(n + (int)threadIdx.x / 4 < args.N),
+        first((int64_t)(n + threadIdx.x / 4) * args.K + threadIdx.x % 4 * GROUP) {}
+  // Whether the group of this thread exists, of the four from `group` on.
+  __device__ __forceinline__ bool has(int group) const {
+    return inside && (group + (int)threadIdx.x % 4) * GROUP < args.K;
+  }
+  __device__ __forceinline__ int64_t block(int group) const { return (first + (int64_t)group * GROUP) >> shift; }
+  __device__ __forceinline__ void load_code(int group) {
+    if (has(group) && args.weight.scales.absmax == nullptr) code = __ldg(args.weight.scales.absmax_code + block(group));
+  }
+  __device__ __forceinline__ void load_value(int group) {
+    if (!has(group)) return;
+    const bsh_scales &of = args.weight.scales;
+    value = __ldg(of.absmax != nullptr ? of.absmax + block(group) : of.absmax_map + code);
+    if (of.absmax == nullptr) of256 = __ldg(of.absmax2 + block(group) / BSH_NESTED_BLOCKSIZE);
+  }
+  __device__ __forceinline__ void store(char *memory, int group) const {
+    const bsh_scales &of = args.weight.scales;
+    float scale = 0.f;
+    if (has(group)) {
+      const float plain = of.absmax != nullptr ? value : __fadd_rn(multiply_flush(value, of256), __ldg(of.offset));
+      scale = __fmul_rn(plain, unit);
+    }
+    reinterpret_cast<float *>(memory + W_SCALES_AT)[((group + threadIdx.x % 4) & 7) * COLUMNS + threadIdx.x / 4] =
+        scale;
   }
 };
 
@@ -172,13 +194,13 @@ __device__ __forceinline__ void multiply_group(int (*part)[COLUMN_TILES][4], con
 
 // sum += part times the scales of its rows and columns.
 __device__ __forceinline__ void add_scaled(float (*sum)[COLUMN_TILES][4], int (*part)[COLUMN_TILES][4], const place &p,
-                                           const float *scales) {
+                                           const float *of_x, const float *of_w) {
   float x[2 * ROW_TILES];
 #pragma unroll
-  for (int i = 0; i < 2 * ROW_TILES; i++) x[i] = scales[p.row + i * 8];
+  for (int i = 0; i < 2 * ROW_TILES; i++) x[i] = of_x[p.row + i * 8];
 #pragma unroll
   for (int j = 0; j < COLUMN_TILES; j++) {
-    const float2 w = *reinterpret_cast<const float2 *>(scales + W_SCALES + p.column + j * 8);
+    const float2 w = *reinterpret_cast<const float2 *>(of_w + p.column + j * 8);
 #pragma unroll
     for (int i = 0; i < ROW_TILES; i++)
 #pragma unroll
@@ -187,6 +209,12 @@ __device__ __forceinline__ void add_scaled(float (*sum)[COLUMN_TILES][4], int (*
   }
 }
 
+template <typename T> __device__ __forceinline__ void store_pair(const float *values, T *y) {
+  *reinterpret_cast<uint32_t *>(y) = pack_pair<T>(values[0], values[1]);
+}
+template <> __device__ __forceinline__ void store_pair<float>(const float *values, float *y) {
+  *reinterpret_cast<float2 *>(y) = make_float2(values[0], values[1]);
+}
 template <typename T>
 __device__ __forceinline__ void store(const bsh_gemm_4bit_int8_args &args, float (*sum)[COLUMN_TILES][4],
                                       const place &p, int m, int n) {
@@ -202,41 +230,57 @@ __device__ __forceinline__ void store(const bsh_gemm_4bit_int8_args &args, float
       if (row >= args.M) continue;
       const float *const of = sum[i / 2][j] + i % 2 * 2;
       T *const y = static_cast<T *>(args.y) + (int64_t)row * args.N + column;
-      from_float(args.bias != nullptr ? __fadd_rn(of[0], first) : of[0], y);
-      if (two) from_float(args.bias != nullptr ? __fadd_rn(of[1], second) : of[1], y + 1);
+      const float values[2] = {args.bias != nullptr ? __fadd_rn(of[0], first) : of[0],
+                               args.bias != nullptr ? __fadd_rn(of[1], second) : of[1]};
+      if (args.pairs) {
+        store_pair(values, y);
+        continue;
+      }
+      from_float(values[0], y);
+      if (two) from_float(values[1], y + 1);
     }
   }
 }
 
+// Group g is multiplied while g + 1 is decoded, x of g + 2 and packed W of g + 4 are under way.
 template <typename T> __device__ __forceinline__ void gemm(const bsh_gemm_4bit_int8_args &args) {
-  extern __shared__ __align__(1024) char dynamic[];
-  const uint32_t memory = shared_address(dynamic);
+  extern __shared__ __align__(1024) char memory[];
+  const uint32_t address = shared_address(memory);
   const place p;
   const int m = blockIdx.x % args.m_tiles * ROWS, n = blockIdx.x / args.m_tiles * COLUMNS, groups = args.K / GROUP;
+  const bool fp4 = args.weight.format == BSH_FP4;
   float sum[ROW_TILES][COLUMN_TILES][4] = {};
-  w_loader w(args, n, args.weight.format == BSH_FP4);
+  w_loader w(args, n, fp4);
+  w_scales scales(args, n, fp4);
   x_loader x(args, m);
   let_later_kernels_start();
   wait_for_earlier_kernels();
-  for (int group = 0; group < RING - 1; group++) {
-    if (group < groups) x.load(memory + group * STAGE);
+  for (int g = 0; g < 2 && g < groups; g++) w.load(memory, g);
+  for (int g = 0; g < 2; g++) {
+    if (g < groups) x.load(address + g * STAGE);
+    if (g + 2 < groups) w.load(memory, g + 2);
     cp_async_commit();
   }
-  w.load_code(0), w.load(0), w.load_code(1);
-  w.store(dynamic);
-  w.load(1), w.load_code(2);
-  int stage = 0, next = 1, behind = RING - 1; // of this group, of the next, of the last that is loaded
-  for (int group = 0; group < groups; group++) {
-    cp_async_wait<RING - 2>();
-    __syncthreads(); // the stage is there, and the one before it has been read
-    if (group + RING - 1 < groups) x.load(memory + behind * STAGE);
+  scales.load_code(0), scales.load_value(0), scales.load_code(4), scales.store(memory, 0);
+  cp_async_wait<1>();
+  w.decode(memory, 0, 0);
+  int stage = 0, next = 1, behind = 2; // of x and decoded W: of this group, of the next, of the last that is loaded
+  for (int g = 0; g < groups; g++) {
+    cp_async_wait<1>();
+    __syncthreads(); // group g is there, and the one before it has been read
+    if (g + 2 < groups) x.load(address + behind * STAGE);
+    if (g + 4 < groups) w.load(memory, g & 3);
     cp_async_commit();
-    if (group + 1 < groups) w.store(dynamic + next * STAGE);
-    w.load(group + 2), w.load_code(group + 3);
+    if (g + 1 < groups) w.decode(memory, g + 1 & 3, next);
+    const int turn = g & 3;
+    if (turn == 1) scales.load_value(g + 3);
+    else if (turn == 2) scales.load_code(g + 6);
+    else if (turn == 3) scales.store(memory, g + 1);
     int part[ROW_TILES][COLUMN_TILES][4] = {};
-    multiply_group(part, p, memory + stage * STAGE);
-    add_scaled(sum, part, p, reinterpret_cast<const float *>(dynamic + stage * STAGE + SCALES_AT));
-    behind = stage, stage = next, next = next + 1 == RING ? 0 : next + 1;
+    multiply_group(part, p, address + stage * STAGE);
+    add_scaled(sum, part, p, reinterpret_cast<const float *>(memory + stage * STAGE + SCALES_AT),
+               reinterpret_cast<const float *>(memory + W_SCALES_AT) + (g & 7) * COLUMNS);
+    behind = stage, stage = next, next = next == 2 ? 0 : next + 1;
   }
   store<T>(args, sum, p, m, n);
 }

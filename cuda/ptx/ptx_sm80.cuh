@@ -23,6 +23,9 @@ __device__ __forceinline__ void cp_async_16_or_zero(uint32_t to, const void *fro
 __device__ __forceinline__ void cp_async_4(uint32_t to, const void *from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
+__device__ __forceinline__ void cp_async_8(uint32_t to, const void *from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
 __device__ __forceinline__ void st_shared_vector(uint32_t address, const uint32_t *v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                : "memory");

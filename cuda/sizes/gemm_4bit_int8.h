@@ -24,19 +24,24 @@ typedef struct {
   const void *bias;      /* [N] of the dtype, or NULL */
   void *y;               /* [M, N] */
   int32_t M, N, K;
-  int32_t fast; /* packed is 8-byte aligned */
+  int32_t fast;  /* packed is 8-byte aligned */
+  int32_t pairs; /* y may be stored by twos: N is even, y aligned to two elements */
   int32_t m_tiles;
 } bsh_gemm_4bit_int8_args;
 
-/* A tile of y, and a stage: codes of a group of its rows of x and of W, and their scales. Two blocks and three stages
- * of each fit where a multiprocessor has 99 KiB. */
+/* A tile of y. A stage: codes of a group of its rows of x and of W, and scales of x. Behind the stages: packed bytes of
+ * W, half a byte a code, and scales of W of eight groups. Two blocks fit where a multiprocessor has 100 KiB. */
 enum {
   BSH_GEMM_4BIT_INT8_ROWS = 128,
   BSH_GEMM_4BIT_INT8_COLUMNS = 64,
   BSH_GEMM_4BIT_INT8_THREADS = 256,
   BSH_GEMM_4BIT_INT8_STAGES = 3,
-  BSH_GEMM_4BIT_INT8_STAGE_BYTES = (BSH_GEMM_4BIT_INT8_ROWS + BSH_GEMM_4BIT_INT8_COLUMNS) * (BSH_GROUP_INT8 + 4),
-  BSH_GEMM_4BIT_INT8_SHARED = BSH_GEMM_4BIT_INT8_STAGES * BSH_GEMM_4BIT_INT8_STAGE_BYTES
+  BSH_GEMM_4BIT_INT8_PACKED_STAGES = 4,
+  BSH_GEMM_4BIT_INT8_STAGE_BYTES = (BSH_GEMM_4BIT_INT8_ROWS + BSH_GEMM_4BIT_INT8_COLUMNS) * BSH_GROUP_INT8 +
+      BSH_GEMM_4BIT_INT8_ROWS * 4,
+  BSH_GEMM_4BIT_INT8_SHARED = BSH_GEMM_4BIT_INT8_STAGES * BSH_GEMM_4BIT_INT8_STAGE_BYTES +
+      BSH_GEMM_4BIT_INT8_PACKED_STAGES * BSH_GEMM_4BIT_INT8_COLUMNS * BSH_GROUP_INT8 / 2 +
+      8 * BSH_GEMM_4BIT_INT8_COLUMNS * 4
 };
 
 #endif

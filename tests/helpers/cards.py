@@ -63,7 +63,7 @@ ALONE = re.compile(
 )
 STEP_COPIES = 64 * KIB  # BSH_STEP_COPIES_BYTES, dynamic shared memory of those for 8-bit states; the others have none
 SORT_COUNTERS = 48 * KIB  # 4 bytes each of BSH_SORT_COUNTERS
-GEMM_4BIT_INT8 = 39168  # BSH_GEMM_4BIT_INT8_SHARED
+GEMM_4BIT_INT8 = 48640  # BSH_GEMM_4BIT_INT8_SHARED
 SHAPES = ((4096, 4096), (1024, 8192), (14336, 4096), (28672, 8192), (48, 128), (272, 448), (97, 96), (64, 32))  # N, K
 ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 160, 200, 600)
 
