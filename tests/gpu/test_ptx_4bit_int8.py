@@ -45,7 +45,13 @@ def agrees(gpu, x, packed, state, bias=None):
 def test_the_cpus_bits(sm, dtype):
     """Tiles that are full and not, one group, an odd number of them and more than eight, rows of x that lie apart."""
     gpu = machine.Gpu(sm, 2, seed=sm)
-    for M, N, K, ld in ((3, 5, 64, None), (130, 33, 192, None), (70, 140, 320, 327), (1, 256, 128, 136), (9, 66, 832, None)):
+    for M, N, K, ld in (
+        (3, 5, 64, None),
+        (130, 33, 192, None),
+        (70, 140, 320, 327),
+        (1, 256, 128, 136),
+        (9, 66, 832, None),
+    ):
         packed, state = weight(N, K)
         agrees(gpu, activations(M, K, dtype, ld), packed, state, torch.randn(N).to(dtype))
         assert gpu.launches == [f"{kernel}_{NAMES[dtype]}" for kernel in ("quantize_groups_int8", "int8_gemm_4bit")]
