@@ -149,24 +149,28 @@ class Int8(Kind):
         state.kind = self
         return state
 
-    def beside(self, key: str, state: Any) -> dict[str, Tensor]:
+    def keys_beside(self, key: str) -> tuple[str, str]:
+        """Keys of the entries beside the weight `key`, which are its layer's."""
         layer = key.removesuffix("weight")
-        return {f"{layer}SCB": state.absmax, f"{layer}weight_format": torch.zeros((), dtype=torch.uint8)}
+        return f"{layer}SCB", f"{layer}weight_format"
+
+    def beside(self, key: str, state: Any) -> dict[str, Tensor]:
+        return dict(zip(self.keys_beside(key), (state.absmax, torch.zeros((), dtype=torch.uint8)), strict=True))
 
     def names_beside(self, key: str, files: Any) -> list[str]:
-        name = f"{key.removesuffix('weight')}SCB"
+        name = self.keys_beside(key)[0]
         return [name] if name in files else []
 
     def empty_beside(self, key: str, state: Any, json_bytes: int) -> tuple[dict[str, Tensor], str | None]:
         return self.beside(key, state), None
 
     def unfiled(self, key: str, given: dict[str, Any], state: Any) -> dict[str, Any]:
-        layer = key.removesuffix("weight")
-        if f"{layer}SCB" not in given:
+        beside = self.keys_beside(key)
+        if beside[0] not in given:
             return given
-        rest = {name: value for name, value in given.items() if name not in (f"{layer}SCB", f"{layer}weight_format")}
+        rest = {name: value for name, value in given.items() if name not in beside}
         own = state.clone()
-        own.absmax, own.sharded, own.part = given[f"{layer}SCB"], None, None
+        own.absmax, own.sharded, own.part = given[beside[0]], None, None
         return {**rest, **super().beside(key, own)}
 
     def filed(self, key: str, given: dict[str, Any], state: Any) -> dict[str, Any]:

@@ -141,7 +141,7 @@ class DeserializeInt8(ConversionOps):
         entries = {name: value[0] if isinstance(value, list) else value for name, value in given.items()}
         codes, scales = entries.get("weight"), entries.get("SCB")
         module, _ = get_module_from_name(model, full_layer_name)
-        module.check_codes(codes, scales)
+        module.packed_weight.check_codes(codes, scales)
         module._is_hf_initialized = True
         return {full_layer_name: Int8Params(codes, requires_grad=False, SCB=scales)}
 

@@ -20,7 +20,7 @@ from bitshard.functions import int8
 from bitshard.functions.functional import dequantize_4bit
 from bitshard.functions.rows import embedding_4bit, embedding_int8
 from bitshard.nn.holder import HoldsPackedWeight, PackedWeight
-from bitshard.nn.linear8bit import HoldsInt8Weight, Int8Weight, unquantized
+from bitshard.nn.linear8bit import HoldsInt8Weight, Int8Weight
 from bitshard.optim.config import GlobalOptimManager
 from bitshard.process import launch
 from bitshard.process.recognized import OfBitsandbytes
@@ -276,12 +276,7 @@ class Embedding8bit(HoldsInt8Weight, nn.Embedding):
         """Codes and scales. RuntimeError or ValueError where there are none, or others."""
         parameters, held = self._parameters, self.packed_weight
         weight = parameters["weight"] if "weight" in parameters else self.weight
-        if held.state is not None or getattr(weight, "quant_state", None) is not None:
-            weight, scales = held.ready(weight)
-        elif weight.dtype is torch.int8:
-            scales = self._scales(weight)
-        else:
-            raise unquantized(self, weight)
+        weight, scales = held.ready(weight)
         if not held.reported and not torch.compiler.is_compiling():
             inventory.log_line(self)
         return weight, scales

@@ -596,10 +596,14 @@ class PackedWeight:
         state_dict: dict[str, Any],
         prefix: str,
         strict: bool,
+        assigns: bool,
         missing_keys: list[str],
         error_msgs: list[str],
     ) -> set[str]:
-        """Load the weight, unless it is a shard; the keys that nn.Module is to pass over then."""
+        """Load the weight, unless it is a shard; the keys that nn.Module is to pass over then.
+
+        `assigns`, the `assign=True` of load_state_dict, does not matter to packed bytes in a container.
+        """
         key = f"{prefix}{self.name}"
         if self.place is Place.PART:
             given = {name for name in state_dict if name == key or name.startswith(f"{key}.")}
@@ -739,13 +743,16 @@ class HoldsPackedWeights(nn.Module, OfBitsandbytes):
                 hook(state_dict, prefix, *arguments)
         taken: set[str] = set()
         pending = []
+        assigns = bool(local_metadata.get("assign_to_params_buffers", False))
         for held in weights:
+            key = f"{prefix}{held.name}"
+            if held.state is not None:
+                state_dict = held.kind.unfiled(key, state_dict, held.state)
             if held.place is Place.SHARD:
-                key = f"{prefix}{held.name}"
                 pending.append((held, key, held.pending_load(state_dict, key)))
                 state_dict = pending[-1][-1].prepared(state_dict, key)
             else:
-                taken |= held.load_entries(state_dict, prefix, strict, missing_keys, error_msgs)
+                taken |= held.load_entries(state_dict, prefix, strict, assigns, missing_keys, error_msgs)
         rest = {key: value for key, value in state_dict.items() if key not in taken}
         absent: list[str] = []
         errors = len(error_msgs)

@@ -85,9 +85,9 @@ class Int8Weight(OfModule, PackedWeight):
             return False
         if weight.SCB is None:
             weight.SCB = self.owner.state.SCB
-        self.owner._scales(weight)
-        self.owner._parameters[self.name] = weight.column(self.owner, self.dtype)
-        self.place = self.place_of(self.owner._parameters[self.name])
+        self.scales_of(weight)
+        weight.enter(self.owner, self.dtype)
+        self.place, self.rows = self.place_of(weight), None
         return True
 
     def put(self, value: Any) -> bool:
@@ -142,7 +142,7 @@ class Int8Weight(OfModule, PackedWeight):
     def of_codes(self, codes: Tensor, beside: dict[str, Tensor], key: str, dtype: torch.dtype) -> Params4bit:
         """See `PackedWeight.of_codes`: a column of codes [N, K] and their SCB."""
         (scales,) = beside.values()
-        self.owner.check_codes(codes, scales)
+        self.check_codes(codes, scales)
         return Int8Params(codes, SCB=scales.view(-1).to(codes.device)).column(self.owner, dtype)
 
     def lend(self, base: nn.Module, packed: Tensor, state: Any) -> None:
@@ -161,7 +161,7 @@ class Int8Weight(OfModule, PackedWeight):
             return self
         if weight.dtype is not torch.int8:
             return None if self.owner.state.has_fp16_weights or not isinstance(weight, Int8Params) else self
-        return self.standing_for(self.owner, int8_state(self.owner._scales(weight).absmax, self.shape, self.dtype))
+        return self.standing_for(self.owner, int8_state(self.scales_of(weight).absmax, self.shape, self.dtype))
 
     def quantized(self) -> PackedWeight | None:
         """See `PackedWeight.quantized`; of an `Int8Params` a holder that shows it as a column."""
@@ -175,20 +175,146 @@ class Int8Weight(OfModule, PackedWeight):
         of = self.owner.state
         return (id(self.state), None if scales is None else scales.data_ptr(), of.threshold, of.has_fp16_weights)
 
-    def save_entries(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Complete what nn.Module has saved of the owner: of a whole weight as files have it."""
-        if self.place is not Place.WHOLE:
-            return super().save_entries(destination, prefix, keep_vars)
-        key, weight, state = f"{prefix}{self.name}", self.weight, self.state
-        destination[key] = self.codes(weight, state)
-        for name, value in INT8.beside(key, state).items():
-            destination[name] = value if keep_vars else value.detach()
+    # -- codes and scales --
 
     @staticmethod
-    def codes(packed: Tensor, state: Any) -> Tensor:
+    def codes(packed: Tensor, state: QuantState) -> Tensor:
         """int8 [N, K] of a whole column, plain."""
         data = packed.detach().as_subclass(Tensor)
         return repack(data, torch.int8, state).view(state.shape)
+
+    @property
+    def own_codes(self) -> Tensor | None:
+        """Codes int8 [N, K] of the weight; None where it is a float, or not whole in this process."""
+        if self.state is None:
+            return getattr(self.owner._parameters.get(self.name), "CB", None)
+        return self.codes(self.weight, self.state) if self.place is Place.WHOLE else None
+
+    @property
+    def own_scales(self) -> Tensor | None:
+        """Scales float32 [N] of the weight; None where it is a float. ValueError where the weight is sharded."""
+        if self.state is None:
+            return getattr(self.owner._parameters.get(self.name), "SCB", None)
+        if self.state.sharded is not None or self.shard is not None:
+            raise ValueError(
+                f"{type(self.owner).__name__}: the int8 weight of {list(self.shape)} is sharded, its scales too, so "
+                "nothing can be merged into it here. bitshard.fsdp.save_pretrained(model, folder, merge=True) writes "
+                "the merged model, or merge in one process with the saved adapter"
+            )
+        return self.state.absmax
+
+    def ready(self, weight: Tensor) -> tuple[Tensor, Any]:
+        """See `PackedWeight.ready`; codes [N, K] bring their own scales."""
+        if self.state is not None or getattr(weight, "quant_state", None) is not None:
+            return super().ready(weight)
+        if weight.dtype is not torch.int8:
+            raise unquantized(self.owner, weight)
+        return weight, self.scales_of(weight)
+
+    def scales_of(self, weight: Tensor) -> QuantState | RowScales:
+        """The scales of codes [N, K]. RuntimeError or ValueError where there are none, or others."""
+        rows = getattr(weight, "row_state", None)
+        if rows is None and torch.compiler.is_exporting():
+            rows = getattr(self.kept_by_export(), "row_state", None)
+        scales = self.owner.state.SCB if rows is None else rows.absmax
+        if scales is None:
+            raise RuntimeError(
+                f"{type(self.owner).__name__}: the int8 weight {list(self.shape)} has no scales: load a state dict "
+                "with SCB beside it, or assign Int8Params(codes, SCB=scales)"
+            )
+        if weight.shape != self.shape or scales.shape != self.shape[:1]:
+            raise ValueError(
+                f"{type(self.owner).__name__}: codes {list(weight.shape)} and scales {list(scales.shape)} for a layer "
+                f"of {list(self.shape)}"
+            )
+        if rows is None or rows.shape != weight.shape:
+            rows = RowScales(scales, weight.shape, INT8)
+        if not torch.compiler.is_compiling():
+            self.rows = rows
+        return rows
+
+    # -- state dicts --
+
+    def save_entries(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Complete what nn.Module has saved of the owner: of a whole weight as files have it."""
+        key, state = f"{prefix}{self.name}", self.state
+        if state is None:
+            weight = self.owner._parameters.get(self.name)
+            if weight is None or weight.dtype is not torch.int8 or self.owner.state.SCB is None:
+                return
+            state = RowScales(self.owner.state.SCB, self.shape, INT8)
+        elif self.place is Place.WHOLE:
+            destination[key] = self.codes(self.weight, state)
+        else:
+            return super().save_entries(destination, prefix, keep_vars)
+        for name, value in INT8.beside(key, state).items():
+            destination[name] = value if keep_vars else value.detach()
+
+    def load_entries(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        strict: bool,
+        assigns: bool,
+        missing_keys: list[str],
+        error_msgs: list[str],
+    ) -> set[str]:
+        """See `PackedWeight.load_entries`. RuntimeError for codes where the weight is a float."""
+        if self.state is not None:
+            return super().load_entries(state_dict, prefix, strict, assigns, missing_keys, error_msgs)
+        key, weight = f"{prefix}{self.name}", self.owner._parameters.get(self.name)
+        beside = INT8.keys_beside(key)
+        codes, scales = state_dict.get(key), state_dict.get(beside[0])
+        quantized = weight is not None and weight.dtype is torch.int8
+        if scales is None and not quantized and (codes is None or codes.dtype is not torch.int8):
+            return set()
+        replaces = assigns or (self.owner.loads_codes_at_once and not quantized)
+        if scales is not None and not replaces and (not quantized or self.owner.state.SCB is None):
+            raise RuntimeError(
+                f"Loading a quantized checkpoint into non-quantized {type(self.owner).__name__} ({prefix}): move the "
+                "module to its device first, which quantizes it (module.to(...)), or load with assign=True"
+            )
+        if codes is None and scales is None:
+            missing_keys.extend([key, beside[0]] if strict else [])
+            return {key, *beside}
+        try:
+            self._load_codes(codes, scales, assigns, replaces)
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"{key}: {error}")
+        return {key, *beside}
+
+    def check_codes(self, codes: Tensor | None, scales: Tensor | None) -> None:
+        """TypeError or ValueError unless these are codes and scales for this weight, both of them."""
+        shape = list(self.shape)
+        if codes is None or scales is None:
+            what = "codes without SCB, their scales" if scales is None else "SCB, scales without their codes"
+            if codes is not None and codes.dtype is not torch.int8:
+                what = f"a dense weight of {dtype_name(codes.dtype)}: load it into a new layer before that moves"
+            raise ValueError(f"for a quantized layer of {shape} the state dict has {what}")
+        int8.check_codes(codes, "weight")
+        if codes.shape != self.shape:
+            raise ValueError(f"codes {list(codes.shape)} for a layer of {shape}")
+        int8.check_scales(scales, shape[0], "SCB")
+        if codes.is_meta is not scales.is_meta:
+            raise ValueError(f"{'weight' if codes.is_meta else 'SCB'} is on the meta device and holds no values")
+
+    def _load_codes(self, codes: Tensor | None, scales: Tensor | None, assigns: bool, replaces: bool) -> None:
+        """Take over codes and scales of a checkpoint: both, or neither with TypeError or ValueError.
+
+        They become the weight's themselves (`assigns`), or copies do (`replaces`), or they are written into it.
+        """
+        self.check_codes(codes, scales)
+        here = None if self.weight is None or self.weight.is_meta else self.weight.device
+        if codes.is_meta and here is not None and not assigns:
+            raise ValueError("weight is on the meta device and holds no values")
+        if replaces and not assigns:
+            codes, scales = (each.to(here, copy=True) for each in (codes, scales))
+        if replaces:
+            self.owner.weight = Int8Params(codes, requires_grad=False, SCB=scales.view(-1))
+            return
+        with torch.no_grad():
+            self.weight.data.copy_(codes)
+            self.owner.state.SCB.copy_(scales.view(-1))
 
 
 class HoldsInt8Weight(HoldsPackedWeight):
@@ -214,27 +340,6 @@ class HoldsInt8Weight(HoldsPackedWeight):
 
     # -- what others ask for --
 
-    def int8_codes(self) -> Tensor | None:
-        """Codes int8 [N, K] of the weight; None where it is a float, or not whole in this process."""
-        held = self.packed_weight
-        if held.state is None:
-            return getattr(self._parameters.get("weight"), "CB", None)
-        return Int8Weight.codes(self.weight, held.state) if held.place is Place.WHOLE else None
-
-    def int8_scales(self) -> Tensor | None:
-        """Scales float32 [N] of the weight; None where it is a float. ValueError where the weight is sharded."""
-        held = self.packed_weight
-        if held.state is None:
-            state = getattr(self._parameters.get("weight"), "row_state", None)
-            return None if state is None else state.absmax
-        if held.state.sharded is not None or held.shard is not None:
-            raise ValueError(
-                f"{type(self).__name__}: the int8 weight of {list(held.shape)} is sharded, its scales too, so nothing "
-                "can be merged into it here. bitshard.fsdp.save_pretrained(model, folder, merge=True) writes the "
-                "merged model, or merge in one process with the saved adapter"
-            )
-        return held.state.absmax
-
     @property
     def SCB(self) -> Tensor | None:
         """Entry of the state dict: torch's code for state dicts walks keys by getattr."""
@@ -244,29 +349,6 @@ class HoldsInt8Weight(HoldsPackedWeight):
     def weight_format(self) -> Tensor:
         """Entry of the state dict."""
         return torch.zeros((), dtype=torch.uint8)
-
-    def _scales(self, weight: Tensor) -> QuantState | RowScales:
-        """The scales of codes [N, K]. RuntimeError or ValueError where there are none, or others."""
-        shape, held = self.matrix_shape(), self.packed_weight
-        rows = getattr(weight, "row_state", None)
-        if rows is None and torch.compiler.is_exporting():
-            rows = getattr(held.kept_by_export(), "row_state", None)
-        scales = self.state.SCB if rows is None else rows.absmax
-        if scales is None:
-            raise RuntimeError(
-                f"{type(self).__name__}: the int8 weight {list(shape)} has no scales: load a state dict with SCB "
-                "beside it, or assign Int8Params(codes, SCB=scales)"
-            )
-        if weight.shape != shape or scales.shape != shape[:1]:
-            raise ValueError(
-                f"{type(self).__name__}: codes {list(weight.shape)} and scales {list(scales.shape)} for a layer of "
-                f"{list(shape)}"
-            )
-        if rows is None or rows.shape != weight.shape:
-            rows = RowScales(scales, weight.shape, INT8)
-        if not torch.compiler.is_compiling():
-            held.rows = rows
-        return rows
 
     # -- copies and moves --
 
@@ -301,91 +383,9 @@ class HoldsInt8Weight(HoldsPackedWeight):
 
     # -- state dicts --
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        if self.packed_weight.state is not None:
-            return super()._save_to_state_dict(destination, prefix, keep_vars)
-        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
-        weight = self._parameters.get("weight")
-        scales = self.state.SCB if weight is not None and weight.dtype is torch.int8 else None
-        if scales is not None:
-            destination[f"{prefix}SCB"] = scales if keep_vars else scales.detach()
-            destination[f"{prefix}weight_format"] = self.weight_format
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        maybe_rearrange_weight(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        arguments = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        state = self.quant_state
-        if state is not None:
-            entries = INT8.unfiled(f"{prefix}weight", state_dict, state)
-            super()._load_from_state_dict(entries, prefix, *arguments)
-            unexpected_keys[:] = [key for key in unexpected_keys if key != f"{prefix}SCB"]
-            return
-        codes, scales = state_dict.get(f"{prefix}weight"), state_dict.get(f"{prefix}SCB")
-        weight = self._parameters.get("weight")
-        quantized = weight is not None and weight.dtype is torch.int8
-        assigns = bool(local_metadata.get("assign_to_params_buffers", False))
-        if scales is None and not quantized and (codes is None or codes.dtype is not torch.int8):
-            return nn.Module._load_from_state_dict(self, state_dict, prefix, *arguments)
-        replaces = assigns or (self.loads_codes_at_once and not quantized)
-        if scales is not None and not replaces and (not quantized or self.state.SCB is None):
-            raise RuntimeError(
-                f"Loading a quantized checkpoint into non-quantized {type(self).__name__} ({prefix}): move the module "
-                "to its device first, which quantizes it (module.to(...)), or load with assign=True"
-            )
-        own = {f"{prefix}{name}" for name in ("weight", "SCB", "weight_format")}
-        absent: list[str] = []
-        rest = {key: value for key, value in state_dict.items() if key not in own}
-        nn.Module._load_from_state_dict(self, rest, prefix, local_metadata, strict, absent, unexpected_keys, error_msgs)
-        missing_keys.extend(key for key in absent if key not in own)
-        if codes is None and scales is None:
-            missing_keys.extend([f"{prefix}weight", f"{prefix}SCB"] if strict else [])
-            return
-        try:
-            self._load_codes(codes, scales, assigns, replaces)
-        except (TypeError, ValueError) as error:
-            error_msgs.append(f"{prefix}weight: {error}")
-
-    def check_codes(self, codes: Tensor | None, scales: Tensor | None) -> None:
-        """TypeError or ValueError unless these are codes and scales for this module, both of them."""
-        shape = self.matrix_shape()
-        if codes is None or scales is None:
-            what = "codes without SCB, their scales" if scales is None else "SCB, scales without their codes"
-            if codes is not None and codes.dtype is not torch.int8:
-                what = f"a dense weight of {dtype_name(codes.dtype)}: load it into a new layer before that moves"
-            raise ValueError(f"for a quantized layer of {list(shape)} the state dict has {what}")
-        int8.check_codes(codes, "weight")
-        if tuple(codes.shape) != shape:
-            raise ValueError(f"codes {list(codes.shape)} for a layer of {list(shape)}")
-        int8.check_scales(scales, shape[0], "SCB")
-        if codes.is_meta is not scales.is_meta:
-            raise ValueError(f"{'weight' if codes.is_meta else 'SCB'} is on the meta device and holds no values")
-
-    def _load_codes(self, codes: Tensor | None, scales: Tensor | None, assigns: bool, replaces: bool) -> None:
-        """Take over codes and scales of a checkpoint: both, or neither with TypeError or ValueError.
-
-        They become the weight's themselves (`assigns`), or copies do (`replaces`), or they are written into it.
-        """
-        self.check_codes(codes, scales)
-        here = None if self.weight is None or self.weight.is_meta else self.weight.device
-        if codes.is_meta and here is not None and not assigns:
-            raise ValueError("weight is on the meta device and holds no values")
-        if replaces and not assigns:
-            codes, scales = (each.to(here, copy=True) for each in (codes, scales))
-        if replaces:
-            self.weight = Int8Params(codes, requires_grad=False, SCB=scales.view(-1))
-            return
-        with torch.no_grad():
-            self.weight.data.copy_(codes)
-            self.state.SCB.copy_(scales.view(-1))
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        maybe_rearrange_weight(state_dict, prefix, *arguments)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
 def unquantized(module: nn.Module, weight: Tensor) -> RuntimeError:
@@ -452,16 +452,13 @@ class Linear8bitLt(HoldsInt8Weight, nn.Linear):
             held.watch()
         if scales is not None:
             return weight, scales, bias
-        if held.state is not None or getattr(weight, "quant_state", None) is not None:
-            weight, scales = held.ready(weight)
-        else:
-            if weight.dtype is not torch.int8:
-                if torch.compiler.is_exporting() and not (state.has_fp16_weights or weight.requires_grad):
-                    raise unquantized(self, weight)
-                if not isinstance(weight, Int8Params) or state.has_fp16_weights or weight.requires_grad:
-                    return weight, None, bias
+        if held.state is None and getattr(weight, "quant_state", None) is None and weight.dtype is not torch.int8:
+            trained = state.has_fp16_weights or weight.requires_grad
+            if trained or not (isinstance(weight, Int8Params) or torch.compiler.is_exporting()):
+                return weight, None, bias
+            if not torch.compiler.is_exporting():
                 weight.to(weight.device)
-            scales = self._scales(weight)
+        weight, scales = held.ready(weight)
         if not held.reported and not torch.compiler.is_compiling():
             inventory.log_line(self)
         return weight, scales, bias

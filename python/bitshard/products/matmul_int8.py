@@ -107,7 +107,7 @@ class MatmulLtState(OfModule):
     @property
     def CB(self) -> Tensor | None:
         """Codes int8 [N, K]: the layer's weight, else what was set."""
-        held = None if self.owner is None else self.owner.int8_codes()
+        held = None if self.owner is None else self.owner.packed_weight.own_codes
         return self._codes if held is None else held
 
     @CB.setter
@@ -117,7 +117,7 @@ class MatmulLtState(OfModule):
     @property
     def SCB(self) -> Tensor | None:
         """Scales float32 [N]: those of the layer's weight, else what was set."""
-        held = None if self.owner is None else self.owner.int8_scales()
+        held = None if self.owner is None else self.owner.packed_weight.own_scales
         return self._scales if held is None else held
 
     @SCB.setter

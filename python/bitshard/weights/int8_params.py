@@ -7,7 +7,6 @@ assign to `.data` brings its own, or has them moved to it.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ def _class_asked(weight: Int8Params) -> type:
     """
     if weight.dtype is torch.int8 and not torch.compiler.is_compiling() and launch.sharding_begins():
         if weight.row_state is not None and foreign.asked_by(foreign.FSDP2_PREPARES):
-            weight._become_column()
+            weight.enter(None, torch.float32)
     return type(weight)
 
 
@@ -62,6 +61,7 @@ class Int8Params(PackedParameter):
     # what a weight has that foreign code made with `torch.Tensor._make_subclass`; by `quant_state`, which is not among
     # it, foreign code tells a 4-bit weight
     word = "int8"
+    state_name = "row_state"
     row_state: QuantState | None = None
     has_fp16_weights: bool = False
 
@@ -151,29 +151,16 @@ class Int8Params(PackedParameter):
             new._is_hf_initialized = True
         return new
 
-    def _become_column(self) -> None:
-        new = self.column(None, torch.float32)
+    def enter(self, module: Any, dtype: torch.dtype) -> None:
+        """Become that column, in place: who has the parameter, finds the column."""
+        new = self.column(module, dtype)
         with plain():
             self.data = new.data
-        self.__class__ = Params4bit
+        self.__class__ = new.__class__
         self.__dict__.clear()
         self.__dict__.update(new.__dict__)
 
-    def _like(self, data: Tensor, state: QuantState | None) -> Int8Params:
-        new = Int8Params(data, self.requires_grad)
-        new.__dict__.update({**self.__dict__, "row_state": state})
-        return new
-
-    # -- copies --
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Int8Params:
-        new = memo[id(self)] = self._like(self.plain_data().clone(), None)
-        for name, value in self.__dict__.items():
-            new.__dict__[name] = copy.deepcopy(value, memo)
-        return new
-
-    def __copy__(self) -> Int8Params:
-        return self._like(self.plain_data(), self.row_state)
+    # -- pickles --
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         beside = {name: value for name, value in self.__dict__.items() if name != "row_state"}
@@ -186,31 +173,15 @@ class Int8Params(PackedParameter):
 
     # -- moves --
 
-    def to(self, *args: Any, **kwargs: Any) -> Int8Params:
-        """Quantize in place (first move to a real device), or move codes and scales. See the class.
+    def _float_to(self, device: torch.device | None, dtype: torch.dtype | None, non_blocking: bool) -> Int8Params:
+        stays = device is None or device.type == "meta" or self.has_fp16_weights
+        return self._plain_to(device, dtype, non_blocking) if stays else self._quantize(device)
 
-        TypeError for a cast of codes: their values are `dequantize()`.
-        """
-        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
-        if not self.bnb_quantized:
-            if device is not None and device.type != "meta" and not self.has_fp16_weights:
-                return self._quantize(device)
-            with plain():
-                data = torch.Tensor.to(self, device=device, dtype=dtype, non_blocking=non_blocking)
-            return self if data is self else self._like(data, None)
-        if dtype not in (None, torch.int8):
-            raise TypeError(
-                f"to({dtype_name(dtype)}): this weight holds int8 codes of {list(self.shape)}, which a cast would "
-                "rob of their scales; for numbers use weight.dequantize()"
-            )
-        if device is None or device == self.device:
-            return self
-        with plain():
-            data = torch.Tensor.to(self.data, device=device, non_blocking=non_blocking)
-        state = self.row_state
-        if state is not None and device.type != "meta":  # on the meta device the scales stay real
-            state = state.moved(device)
-        return self._like(data, state)
+    def _cast_error(self, dtype: torch.dtype) -> TypeError:
+        return TypeError(
+            f"to({dtype_name(dtype)}): this weight holds int8 codes of {list(self.shape)}, which a cast would rob of "
+            "their scales; for numbers use weight.dequantize()"
+        )
 
 
 def _rebuild(data: Tensor, requires_grad: bool) -> Int8Params:

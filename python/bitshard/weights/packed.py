@@ -1,4 +1,4 @@
-"""What the parameters of quantized weights share, whatever their kind: devices, plain data, and what DDP is told.
+"""What the parameters of quantized weights share, whatever their kind: moves, copies, and what DDP and FSDP are told.
 
 `Params4bit` (a column of packed bytes of any kind) and `Int8Params` (int8 codes [N, K]) derive from it. They may hold
 floats, too, before they are quantized (`bnb_quantized`).
@@ -6,14 +6,16 @@ floats, too, before they are quantized (`bnb_quantized`).
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bitshard.formats.state import QuantState, dtype_name
 from bitshard.process import foreign
 from bitshard.shards import agreement
-from bitshard.weights.guards import Packed, plain
+from bitshard.weights.guards import Packed, cast_error, in_module_move, plain
 
 
 def class_of(weight: Tensor) -> type:
@@ -36,16 +38,78 @@ class PackedMeta(type(torch.nn.Parameter)):
 class PackedParameter(Packed, torch.nn.Parameter, metaclass=PackedMeta):
     """A parameter that is, or will be, the bytes of a quantized weight."""
 
+    state_name: str  # of the attribute, and keyword of the constructor, that has the state
+
     __class__ = property(class_of, object.__dict__["__class__"].__set__)  # for Dynamo, see PackedMeta
+
+    @property
+    def own_state(self) -> QuantState | None:
+        """The state of the bytes; None before they are quantized, and where their scales are elsewhere."""
+        return self.__dict__.get(self.state_name)
 
     def described(self) -> agreement.Held | None:
         """A quantized weight as ranks compare it; None without its scales."""
-        raise NotImplementedError
+        return None if self.own_state is None else agreement.Held(self.own_state, self.dtype)
 
     def plain_data(self) -> Tensor:
         """`data` as a plain tensor, without its guard."""
         with plain():
             return self.data
+
+    def _like(self, data: Tensor) -> Any:
+        """Another piece or view of this weight, with the same attributes."""
+        new = torch.Tensor._make_subclass(type(self), data, False)
+        new.__dict__.update(self.__dict__)
+        return new
+
+    # -- copies --
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with plain():
+            new = torch.Tensor._make_subclass(type(self), self.data.clone(), self.requires_grad)
+        memo[id(self)] = new
+        for name, value in self.__dict__.items():
+            new.__dict__[name] = memo.get(id(value)) if name == "module" else copy.deepcopy(value, memo)
+        return new
+
+    def __copy__(self) -> Any:
+        return self._like(self.plain_data()).requires_grad_(self.requires_grad)
+
+    # -- moves --
+
+    def _float_to(self, device: torch.device | None, dtype: torch.dtype | None, non_blocking: bool) -> Any:
+        """`to` of a weight that is not quantized: its first move to a real device quantizes it."""
+        raise NotImplementedError
+
+    def _cast_error(self, dtype: torch.dtype) -> TypeError:
+        return cast_error(self, f"to({dtype_name(dtype)})")
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Quantize in place (first move to a real device), or move bytes and state. See the class.
+
+        TypeError for a cast of bytes. Rows of a weight that FSDP2 has sharded already give this rank's `PackedShard`.
+        """
+        if torch.compiler.is_dynamo_compiling() and self.bnb_quantized and _is_device(self.device, args, kwargs):
+            return self
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if not self.bnb_quantized:
+            return self._float_to(device, dtype, non_blocking)
+        if dtype is not None and dtype is not self.dtype and not in_module_move():
+            raise self._cast_error(dtype)
+        if device is None or device == self.device:
+            return self
+        state = self.own_state
+        with plain():
+            new = self._like(torch.Tensor.to(self.data, device=device, non_blocking=non_blocking))
+        new.__dict__[self.state_name] = None if state is None else state.moved(new.device)
+        return new.requires_grad_(self.requires_grad)
+
+    def _plain_to(self, device: torch.device | None, dtype: torch.dtype | None, non_blocking: bool) -> Any:
+        """`to` of a weight that stays a float."""
+        data = self.plain_data()
+        with plain():
+            moved = data.to(device=device, dtype=dtype, non_blocking=non_blocking)
+        return self if moved is data else self._like(moved).requires_grad_(self.requires_grad)
 
     def cpu(self) -> PackedParameter:
         """`to("cpu")`."""
@@ -58,6 +122,11 @@ class PackedParameter(Packed, torch.nn.Parameter, metaclass=PackedMeta):
     def xpu(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> PackedParameter:
         """`to("xpu")`, which has no kernels: packed weights can only be kept there."""
         return self.to("xpu" if device is None else device, non_blocking=non_blocking)
+
+
+def _is_device(device: torch.device, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether the arguments of `to` are `device`, as in peft's DoRA: Dynamo of torch 2.10 cannot trace the parser."""
+    return len(args) == 1 and not kwargs and isinstance(args[0], torch.device) and args[0] == device
 
 
 def described_in(module: Any) -> dict[str, agreement.Held]:

@@ -11,7 +11,6 @@ by `Params4bit(data, requires_grad=False, **old.__dict__)`.
 
 from __future__ import annotations
 
-import copy
 import logging
 from types import FrameType
 from typing import Any
@@ -30,7 +29,6 @@ from bitshard.shards.shard import PackedShard
 from bitshard.weights import adapters, guards
 from bitshard.weights.guards import (
     PackedData,
-    cast_error,
     grad_error,
     in_module_move,
     packed_among,
@@ -134,6 +132,7 @@ class Params4bit(PackedParameter):
     quant_type: str = "fp4"
     quant_storage: torch.dtype = torch.uint8
     module: Any = None
+    state_name = "quant_state"
     summed: Any = None  # what peft adds to where it merges into a stack of experts (`bitshard.experts.adapted`)
 
     def __new__(
@@ -328,28 +327,7 @@ class Params4bit(PackedParameter):
         """The `bitshard.nn.holder.PackedWeight` of the layer; None where there is no layer, or a foreign one."""
         return getattr(self.module, "packed_weight", None)
 
-    def _like(self, data: Tensor) -> Params4bit:
-        """Another piece or view of this weight, with the same attributes."""
-        new = torch.Tensor._make_subclass(type(self), data, False)
-        new.__dict__.update(self.__dict__)
-        return new
-
-    def described(self) -> agreement.Held | None:
-        """See `PackedParameter.described`."""
-        return None if self.quant_state is None else agreement.Held(self.quant_state, self.dtype)
-
-    # -- copies --
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Params4bit:
-        with plain():
-            new = torch.Tensor._make_subclass(type(self), self.data.clone(), self.requires_grad)
-        memo[id(self)] = new
-        for name, value in self.__dict__.items():
-            new.__dict__[name] = memo.get(id(value)) if name == "module" else copy.deepcopy(value, memo)
-        return new
-
-    def __copy__(self) -> Params4bit:
-        return self._like(self.plain_data()).requires_grad_(self.requires_grad)
+    # -- pickles --
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         state = {**self.__dict__, "module": None}
@@ -370,34 +348,16 @@ class Params4bit(PackedParameter):
 
     # -- moves --
 
-    def to(self, *args: Any, **kwargs: Any) -> Params4bit:
-        """Quantize in place (first move to a real device), or move packed bytes and their state. See the class.
-
-        Rows of a weight that FSDP2 has sharded already give this rank's `PackedShard`.
-        """
-        if torch.compiler.is_dynamo_compiling() and self.bnb_quantized and _is_device(self.device, args, kwargs):
-            return self
-        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
-        if not self.bnb_quantized:
-            if device is not None and device.type != "meta":
-                with launch.counting_memory():
-                    held = self._holder()
-                    if held is None or held.awaited is None:
-                        return self._quantize(device)
-                    with plain():
-                        rows = torch.Tensor.to(self.data, device=device, dtype=dtype, non_blocking=non_blocking)
-                    return held.awaited.quantize(rows.as_subclass(Tensor))
+    def _float_to(self, device: torch.device | None, dtype: torch.dtype | None, non_blocking: bool) -> Any:
+        if device is None or device.type == "meta":
+            return self._plain_to(device, dtype, non_blocking)
+        with launch.counting_memory():
+            held = self._holder()
+            if held is None or held.awaited is None:
+                return self._quantize(device)
             with plain():
-                data = torch.Tensor.to(self.data, device=device, dtype=dtype, non_blocking=non_blocking)
-            return self if data.data_ptr() == self.data.data_ptr() and not data.is_meta else self._like(data)
-        if dtype is not None and dtype is not self.dtype and not in_module_move():
-            raise cast_error(self, f"to({dtype_name(dtype)})")
-        if device is None or device == self.device:
-            return self
-        with plain():
-            new = self._like(torch.Tensor.to(self.data, device=device, non_blocking=non_blocking))
-        new.quant_state = None if self.quant_state is None else self.quant_state.moved(new.device)
-        return new.requires_grad_(self.requires_grad)
+                rows = torch.Tensor.to(self.data, device=device, dtype=dtype, non_blocking=non_blocking)
+            return held.awaited.quantize(rows.as_subclass(Tensor))
 
     def _enter_float_container(self) -> bool:
         """Present the bytes in the container that FSDP shards, before it does; whether that could be."""
@@ -415,11 +375,6 @@ class Params4bit(PackedParameter):
             return data
         whole = data.numel() == state.packed_elements(data.element_size())
         return repack(data, self.quant_storage, state) if whole else data
-
-
-def _is_device(device: torch.device, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether the arguments of `to` are `device`, as in peft's DoRA: Dynamo of torch 2.10 cannot trace the parser."""
-    return len(args) == 1 and not kwargs and isinstance(args[0], torch.device) and args[0] == device
 
 
 def _rebuild(cls: type[Params4bit], data: Tensor, requires_grad: bool) -> Params4bit:
