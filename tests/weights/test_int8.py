@@ -354,8 +354,9 @@ def test_dtype_moves_and_casts():
         lambda: made.weight.copy_(torch.zeros(N, K)),
         lambda: made.weight.data.copy_(torch.zeros(N, K)),
         lambda: made.weight.data.__setitem__(0, torch.zeros(K)),
+        lambda: torch._foreach_copy_([made.weight.data], [torch.zeros(N, K)]),
     ):
-        with pytest.raises(TypeError, match="int8 codes"):
+        with pytest.raises(TypeError, match="int8 codes|int8 weight"):
             call()
     assert torch.equal(made.weight.CB, codes) and made.weight.to("cpu") is made.weight
 
@@ -383,17 +384,20 @@ def test_moves_keep_everything():
         lambda data: torch._foreach_neg_([data]),
         lambda data: nn.init.ones_(data),
         lambda data: data.__iadd__(1),
+        lambda data: torch.ops.aten.add_(data, 1),
+        lambda data: torch.add(torch.ones(N, K, dtype=data.dtype), 1, out=data),
     ],
 )
 def test_codes_are_not_computed_with_in_place(write):
     """Neither the weight's nor its data's, with whole numbers too: their values would be others without an error."""
     made = layer()
     before = made.weight.CB.clone()
-    for codes in (made.weight, made.weight.data):
+    for codes in (made.weight, made.weight.data, made.weight.data.detach()):
         with pytest.raises(ValueError, match="an int8 weight of .* not numbers"):
             write(codes)
     assert torch.equal(made.weight.CB, before)
     write(made.weight.data.clone())  # a copy is a plain tensor
+    assert same_bytes(nn.Parameter(made.weight.data, requires_grad=False).data, before)
     floats = layer(quantized=False)
     with torch.no_grad():
         write(floats.weight.data)

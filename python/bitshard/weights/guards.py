@@ -69,10 +69,11 @@ class PackedData(Tensor):
     """
 
     word = "4-bit"
+    writes: dict[Any, Any]  # what answers functions that write
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        out = guarded(IN_PLACE, func, args, kwargs or {})
+        out = guarded(cls.writes, func, args, kwargs or {})
         return out.as_subclass(cls) if func is Tensor.detach else out  # nn.Parameter(data) asks for the same class
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -308,5 +309,5 @@ def _handlers() -> dict[Any, Any]:
     return table
 
 
-IN_PLACE = _in_place_handlers()
+IN_PLACE = PackedData.writes = _in_place_handlers()
 HANDLERS = _handlers()

@@ -18,7 +18,7 @@ from bitshard.formats.state import QuantState, dtype_name, int8_state
 from bitshard.functions import int8
 from bitshard.process import foreign, launch
 from bitshard.shards import agreement
-from bitshard.weights.guards import IN_PLACE, arithmetic_error, guarded, plain
+from bitshard.weights.guards import IN_PLACE, PackedData, arithmetic_error, plain
 from bitshard.weights.packed import PackedParameter, before_detach, method_to
 from bitshard.weights.tensor import Params4bit
 
@@ -188,25 +188,14 @@ def _rebuild(data: Tensor, requires_grad: bool) -> Int8Params:
     return Int8Params(data, requires_grad)
 
 
-class Int8Data(Tensor):
-    """What `.data` of a quantized weight gives: its codes as a plain tensor, into which only codes can be copied.
+class Int8Data(PackedData):
+    """What `.data` of a quantized weight gives: its codes, which may be read as numbers, and written with codes only.
 
     `module.weight.data.copy_(w)` and `.clamp_(...)` are how code writes into weights; torch would round the values to
-    codes, or compute with the codes. Results, copies and views are plain tensors.
+    codes, or compute with the codes.
     """
 
     word = "int8"
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        return guarded(WRITES, func, args, kwargs or {})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return memo.setdefault(id(self), self.clone())
-
-    def __reduce_ex__(self, protocol: int) -> tuple:
-        with plain():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 # ---- what torch functions do with it; called with the class's own __torch_function__ off ----
@@ -289,6 +278,7 @@ def _compute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 _ZERO = (Tensor.zero_, torch.zero_, torch._foreach_zero_)  # the code of the value 0 is 0
 WRITES = {func: _compute for func in IN_PLACE if func not in _ZERO}
 WRITES.update({Tensor.copy_: _copy, Tensor.__setitem__: _copy, torch._foreach_copy_: IN_PLACE[torch._foreach_copy_]})
+Int8Data.writes = WRITES
 Int8Params.handlers = {
     **WRITES,
     Tensor.data.__get__: _get_data,
