@@ -148,6 +148,15 @@ def _check_devices(op: str, real: Tensor, *others: Tensor) -> None:
             raise RuntimeError(f"{op}: tensors on {real.device} and {other.device}")
 
 
+def _product(op: str, x: Tensor, K: int, N: int, *others: Tensor) -> Tensor:
+    """[..., N] of an op that multiplies x [..., K], or dy, with a weight: `others`, its bytes the first of them."""
+    _check_devices(op, x, *others)
+    _check_devices(op, others[0], x)
+    name = "dy" if op.endswith("dgrad") else "x"
+    torch._check(x.shape[-1] == K, lambda: f"{op}: {name} has {x.shape[-1]} columns, the weight needs {K}")
+    return x.new_empty((*x.shape[:-1], N))
+
+
 @torch.library.register_fake("bitshard::quantize_4bit")
 def _(x: Tensor, blocksize: int, format: int, storage: torch.dtype) -> tuple[Tensor, Tensor]:
     n = x.numel()
@@ -176,43 +185,27 @@ def _(code: Tensor, absmax: Tensor, map: Tensor, offset: Tensor, blocksize: int,
 
 @torch.library.register_fake("bitshard::linear_4bit")
 def _(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K) -> Tensor:
-    _check_devices("linear_4bit", x, packed, absmax, absmax_map, absmax2, offset, bias)
-    _check_devices("linear_4bit", packed, x)
-    torch._check(x.shape[-1] == K, lambda: f"linear_4bit: x has {x.shape[-1]} columns, the weight needs {K}")
-    return x.new_empty((*x.shape[:-1], N))
+    return _product("linear_4bit", x, K, N, packed, absmax, absmax_map, absmax2, offset, bias)
 
 
 @torch.library.register_fake("bitshard::linear_4bit_int8")
 def _(x, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K) -> Tensor:
-    _check_devices("linear_4bit_int8", x, packed, absmax, absmax_map, absmax2, offset, bias)
-    _check_devices("linear_4bit_int8", packed, x)
-    torch._check(x.shape[-1] == K, lambda: f"linear_4bit_int8: x has {x.shape[-1]} columns, the weight needs {K}")
-    return x.new_empty((*x.shape[:-1], N))
+    return _product("linear_4bit_int8", x, K, N, packed, absmax, absmax_map, absmax2, offset, bias)
 
 
 @torch.library.register_fake("bitshard::linear_4bit_dgrad")
 def _(dy, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K) -> Tensor:
-    _check_devices("linear_4bit_dgrad", dy, packed, absmax, absmax_map, absmax2, offset)
-    _check_devices("linear_4bit_dgrad", packed, dy)
-    torch._check(dy.shape[-1] == N, lambda: f"linear_4bit_dgrad: dy has {dy.shape[-1]} columns, the weight needs {N}")
-    return dy.new_empty((*dy.shape[:-1], K))
+    return _product("linear_4bit_dgrad", dy, N, K, packed, absmax, absmax_map, absmax2, offset)
 
 
 @torch.library.register_fake("bitshard::grouped_linear_4bit")
 def _(x, offs, packed, absmax, absmax_map, absmax2, offset, bias, blocksize, format, N, K) -> Tensor:
-    _check_devices("grouped_linear_4bit", x, offs, packed, absmax, absmax_map, absmax2, offset, bias)
-    _check_devices("grouped_linear_4bit", packed, x)
-    torch._check(x.shape[-1] == K, lambda: f"grouped_linear_4bit: x has {x.shape[-1]} columns, the weights need {K}")
-    return x.new_empty((*x.shape[:-1], N))
+    return _product("grouped_linear_4bit", x, K, N, packed, offs, absmax, absmax_map, absmax2, offset, bias)
 
 
 @torch.library.register_fake("bitshard::grouped_linear_4bit_dgrad")
 def _(dy, offs, packed, absmax, absmax_map, absmax2, offset, blocksize, format, N, K) -> Tensor:
-    op = "grouped_linear_4bit_dgrad"
-    _check_devices(op, dy, offs, packed, absmax, absmax_map, absmax2, offset)
-    _check_devices(op, packed, dy)
-    torch._check(dy.shape[-1] == N, lambda: f"{op}: dy has {dy.shape[-1]} columns, the weights need {N}")
-    return dy.new_empty((*dy.shape[:-1], K))
+    return _product("grouped_linear_4bit_dgrad", dy, N, K, packed, offs, absmax, absmax_map, absmax2, offset)
 
 
 @torch.library.register_fake("bitshard::sort_by_expert")
@@ -276,18 +269,12 @@ def _(sums: Tensor, row_absmax: Tensor, col_absmax: Tensor, bias: Tensor, dtype:
 
 @torch.library.register_fake("bitshard::linear_int8")
 def _(x: Tensor, packed: Tensor, absmax: Tensor, bias: Tensor, threshold: float, N: int, K: int) -> Tensor:
-    _check_devices("linear_int8", x, packed, absmax, bias)
-    _check_devices("linear_int8", packed, x)
-    torch._check(x.shape[-1] == K, lambda: f"linear_int8: x has {x.shape[-1]} columns, the weight needs {K}")
-    return x.new_empty((*x.shape[:-1], N))
+    return _product("linear_int8", x, K, N, packed, absmax, bias)
 
 
 @torch.library.register_fake("bitshard::linear_int8_dgrad")
 def _(dy: Tensor, packed: Tensor, absmax: Tensor, N: int, K: int) -> Tensor:
-    _check_devices("linear_int8_dgrad", dy, packed, absmax)
-    _check_devices("linear_int8_dgrad", packed, dy)
-    torch._check(dy.shape[-1] == N, lambda: f"linear_int8_dgrad: dy has {dy.shape[-1]} columns, the weight needs {N}")
-    return dy.new_empty((*dy.shape[:-1], K))
+    return _product("linear_int8_dgrad", dy, N, K, packed, absmax)
 
 
 @torch.library.register_fake("bitshard::checksum")

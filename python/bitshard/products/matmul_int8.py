@@ -211,6 +211,17 @@ def _codes_of(B: Tensor, state: MatmulLtState) -> tuple[Tensor, RowScales]:
     return codes, RowScales(scales, codes.shape, INT8)
 
 
+def _begin(ctx: Any, A: Tensor, B: Tensor, bias: Tensor | None, state: MatmulLtState) -> tuple[Tensor, RowScales]:
+    """Codes and scales of a forward, whose A is checked, and which keeps in `ctx` what its backward needs."""
+    codes, scales = _codes_of(B, state)
+    _check_x(A, scales.shape)
+    if ctx.needs_input_grad[1]:
+        ctx.save_for_backward(A)
+        ctx.weight_dtype = B.dtype
+    ctx.packed, ctx.scales, ctx.bias_dtype = codes, scales, None if bias is None else bias.dtype
+    return codes, scales
+
+
 def _weight_gradient(ctx: Any, dy: Tensor) -> Tensor:
     """dW [N, K] = dy^T x, of x as it is, in the dtype of W."""
     (x,) = ctx.saved_tensors
@@ -231,12 +242,7 @@ class MatMul8bitLt(torch.autograd.Function):
         state: MatmulLtState | None = None,
     ) -> Tensor:
         state = MatmulLtState() if state is None else state
-        codes, scales = _codes_of(B, state)
-        _check_x(A, scales.shape)
-        if ctx.needs_input_grad[1]:
-            ctx.save_for_backward(A)
-            ctx.weight_dtype = B.dtype
-        ctx.packed, ctx.scales, ctx.bias_dtype = codes, scales, None if bias is None else bias.dtype
+        codes, scales = _begin(ctx, A, B, bias, state)
         y = INT8.product(A, codes, scales, bias, None, int8.check_threshold(state.threshold))
         return into(out, y, "matmul: out")
 
@@ -261,13 +267,7 @@ class MatMul8bitFp(torch.autograd.Function):
         bias: Tensor | None = None,
         state: Any = MatmulLtState,
     ) -> Tensor:
-        state = state() if isinstance(state, type) else state
-        codes, scales = _codes_of(B, state)
-        _check_x(A, scales.shape)
-        if ctx.needs_input_grad[1]:
-            ctx.save_for_backward(A)
-            ctx.weight_dtype = B.dtype
-        ctx.packed, ctx.scales, ctx.bias_dtype = codes, scales, None if bias is None else bias.dtype
+        codes, scales = _begin(ctx, A, B, bias, state() if isinstance(state, type) else state)
         values = int8.dequantize(codes, scales.absmax, *scales.shape, A.dtype)
         y = torch.nn.functional.linear(A, values, None if bias is None else bias.to(A.dtype))
         return into(out, y, "matmul: out")
