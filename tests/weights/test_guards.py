@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from bitshard.nn.linear import Linear4bit
+from bitshard.nn.linear8bit import Linear8bitLt
 from bitshard.tensor import Params4bit
 from bitshard.weights import guards
 from torch import Tensor, nn
@@ -42,8 +43,11 @@ def bytes_of(weight):
         return weight.detach().clone().view(torch.uint8)
 
 
-@pytest.fixture(params=[torch.bfloat16, torch.uint8], ids=str)
+@pytest.fixture(params=[torch.bfloat16, torch.uint8, torch.int8], ids=str)
 def weight(request):
+    """Of 4 bits, and int8 codes [N, K]."""
+    if request.param is torch.int8:
+        return Linear8bitLt(32, 32, has_fp16_weights=False).to("cpu").weight
     return layer(request.param).weight
 
 
@@ -82,13 +86,17 @@ def test_operators_that_write_are_refused(weight, name):
             other = torch.ones(weight.shape, dtype=torch.float64)
             args = [other] * place + [[weight] if is_list else weight] + [other]
             with pytest.raises(ValueError, match="holds packed bytes, not numbers"):
-                guards.guarded(Params4bit.handlers, overload, tuple(args), {})
+                guards.guarded(type(weight).handlers, overload, tuple(args), {})
     assert torch.equal(bytes_of(weight), before)
 
 
 # ---- by what training code calls ----
 
-ONES = torch.ones(1024, 1, dtype=torch.float32)
+ONES = torch.ones(1024, dtype=torch.float32)
+
+
+def zeroed(w, x):
+    torch._foreach_zero_([w])
 
 
 @pytest.mark.parametrize(
@@ -99,7 +107,14 @@ ONES = torch.ones(1024, 1, dtype=torch.float32)
         lambda w, x: torch._foreach_lerp_([w], [x.to(w.dtype)], 0.5),
         lambda w, x: torch._foreach_mul_([x, w], 0.5),
         lambda w, x: torch._foreach_add_(self=[w], other=[x]),
-        lambda w, x: torch._foreach_zero_([w]),
+        lambda w, x: torch._foreach_neg_([w]),
+        zeroed,
+        lambda w, x: w.clamp_(-1, 1),
+        lambda w, x: w.mul_(2),
+        lambda w, x: w.fill_(1),
+        lambda w, x: w.abs_(),
+        lambda w, x: w.__iadd__(1),
+        lambda w, x: nn.init.ones_(w),
         lambda w, x: torch._fused_sgd_(
             [w],
             [x],
@@ -115,6 +130,7 @@ ONES = torch.ones(1024, 1, dtype=torch.float32)
         lambda w, x: torch.ops.aten._foreach_copy_([w], [x]),
         lambda w, x: torch.ops.aten.copy_(w, x),
         lambda w, x: torch.ops.aten.add_.Tensor(w, x.to(w.dtype)),
+        lambda w, x: torch.ops.aten.add_(w, 1),
         lambda w, x: torch.ops.aten.mul.out(x, x, out=w),
         lambda w, x: torch.add(x, x, out=w),
         lambda w, x: torch.frexp(x, out=(w, w)),
@@ -127,13 +143,24 @@ ONES = torch.ones(1024, 1, dtype=torch.float32)
         ),  # noqa: E501
     ],
 )
-@pytest.mark.parametrize("through_data", [False, True], ids=["weight", "data"])
-def test_values_are_not_written_into_packed_bytes(weight, write, through_data):
-    before = bytes_of(weight)
-    x = ONES[: weight.numel()]
+@pytest.mark.parametrize("through", ["weight", "data", "detached data"])
+def test_values_are_not_written_into_packed_bytes(weight, write, through):
+    """With whole numbers too, which codes could be: their values would be others without an error."""
+    before, x = bytes_of(weight), ONES[: weight.numel()].view(weight.shape)
+    target = {"weight": weight, "data": weight.data, "detached data": weight.data.detach()}[through]
+    if write is zeroed and weight.dtype is torch.int8:  # the code of the value 0
+        write(target, x)
+        assert not bytes_of(weight).any()
+        return
     with pytest.raises((ValueError, TypeError), match="packed bytes"):
-        write(weight.data if through_data else weight, x)
+        write(target, x)
     assert torch.equal(bytes_of(weight), before)
+
+
+def test_data_of_float_weights_is_written():
+    for made in (Linear4bit(64, 32), Linear8bitLt(64, 32, has_fp16_weights=False)):
+        made.weight.data.fill_(2).mul_(2).clamp_(-1, 3)
+        assert bool((made.weight == 3).all())
 
 
 def test_bytes_of_the_same_dtype_are_copied(weight):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from bitshard import _C, functional, ops
 from bitshard.formats.container import container_dtype, repack
+from bitshard.int8_params import Int8Params
 from bitshard.nn.linear import Linear4bit, LinearNF4
 from bitshard.process.launch import fsdp_launch
 from bitshard.state import QuantState
@@ -299,9 +300,11 @@ def test_data_that_fits_nothing():
 # ---- copies ----
 
 
-@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.int8])
 def test_copies(storage):
-    weight = quantized(storage)
+    """Of 4-bit weights, and of int8 codes [N, K]."""
+    int8 = storage is torch.int8
+    weight = Int8Params(dense(), requires_grad=False).to("cpu") if int8 else quantized(storage)
     copies = {
         "deepcopy": copy.deepcopy(weight),
         "pickle": pickled(weight),
@@ -310,11 +313,14 @@ def test_copies(storage):
         "weights_only": saved(weight, weights_only=True),
     }
     for name, other in copies.items():
-        assert type(other) is Params4bit and isinstance(other, nn.Parameter) and set(other.__dict__) == ATTRIBUTES, name
-        assert other.quant_state == weight.quant_state and torch.equal(raw(other), raw(weight)), name
+        assert type(other) is type(weight) and isinstance(other, nn.Parameter), name
+        assert set(other.__dict__) == ({"row_state", "has_fp16_weights"} if int8 else ATTRIBUTES), name
+        assert other.own_state == weight.own_state and torch.equal(raw(other), raw(weight)), name
         assert other.bnb_quantized and other.requires_grad is False and other.dtype is storage
+        assert not int8 or torch.equal(other.dequantize(), weight.dequantize())
         assert (other.data_ptr() == weight.data_ptr()) is (name == "copy")
-        assert (other.quant_state is weight.quant_state) is (name == "copy")
+        assert (other.own_state is weight.own_state) is (name == "copy")
+        assert (other.own_state.absmax is weight.own_state.absmax) is (name == "copy")
 
 
 def test_copies_of_a_float_weight():
