@@ -172,11 +172,16 @@ def main() -> None:
                         print(" | ".join(rows[-1]), flush=True)
             del stack
             torch.cuda.empty_cache()
+    write(header, rows, options.out)
+
+
+def write(header: list[str], rows: list[list[str]], out: Path | None) -> None:
+    """Print the table behind what it was measured on; also into the file `out`."""
     versions = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, kernels {_C.cuda_state()['architectures']}"
     text = f"{versions}, commit {commit('python', 'csrc', 'cuda')}\n\n{markdown_table(header, rows)}\n"
     print(text)
-    if options.out:
-        options.out.write_text(text)
+    if out:
+        out.write_text(text)
 
 
 if __name__ == "__main__":

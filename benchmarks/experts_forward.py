@@ -15,9 +15,8 @@ from pathlib import Path
 
 import torch
 from bench_int8 import original
-from bitshard import _C, experts
-from experts import DEVICE, DTYPE, SHAPES, TURNS
-from timing import commit, markdown_table
+from bitshard import experts
+from experts import DEVICE, DTYPE, SHAPES, TURNS, write
 from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -108,14 +107,10 @@ def main() -> None:
             print(" | ".join(rows[-1]), flush=True)
         del modules
         torch.cuda.empty_cache()
-    versions = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, kernels {_C.cuda_state()['architectures']}"
     others = ["16-bit", *([f"bitsandbytes {bnb.__version__}"] if bnb else [])]
     header = ["shape", "tokens", "routing", *(f"{name} us" for name in (*others, "bitshard"))]
     header += [f"speed of {name}" for name in others]
-    text = f"{versions}, commit {commit('python', 'csrc', 'cuda')}\n\n{markdown_table(header, rows)}\n"
-    print(text)
-    if options.out:
-        options.out.write_text(text)
+    write(header, rows, options.out)
 
 
 if __name__ == "__main__":

@@ -73,21 +73,14 @@ def assert_close_results(ours: dict, theirs: dict) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_their_layers_load_in_ours(folders, name):
-    theirs, their_results = split(folders["theirs"] / f"layer-{name}.safetensors")
-    ours, our_results = split(folders["ours_from_theirs"] / f"layer-{name}.safetensors")
-    assert theirs["weight"].dtype == getattr(torch, LAYERS[name][0])
-    assert_same_entries(theirs, ours)
-    assert_close_results(our_results, their_results)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_our_layers_load_in_theirs(folders, name):
-    ours, our_results = split(folders["ours"] / f"layer-{name}.safetensors")
-    theirs, their_results = split(folders["theirs_from_ours"] / f"layer-{name}.safetensors")
-    assert ours["weight"].dtype == getattr(torch, LAYERS[name][0])
-    assert_same_entries(ours, theirs)
-    assert_close_results(our_results, their_results)
+@pytest.mark.parametrize("written, loaded", [("theirs", "ours_from_theirs"), ("ours", "theirs_from_ours")])
+def test_layers_of_one_load_in_the_other(folders, written, loaded, name):
+    first, results = split(folders[written] / f"layer-{name}.safetensors")
+    second, other_results = split(folders[loaded] / f"layer-{name}.safetensors")
+    assert first["weight"].dtype == getattr(torch, LAYERS[name][0])
+    assert_same_entries(first, second)
+    theirs, ours = (results, other_results) if written == "theirs" else (other_results, results)
+    assert_close_results(ours, theirs)
 
 
 @pytest.mark.parametrize("name", LAYERS)

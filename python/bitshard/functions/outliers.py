@@ -11,33 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitshard.process.instance import OneInstance
 from bitshard.process.recognized import OfBitsandbytes
 
 logger = logging.getLogger(__name__)
 
 
-class GlobalOutlierPooler:
+class GlobalOutlierPooler(OneInstance):
     """Outlier columns of many layers of one width, in one set; made by `get_instance` only."""
 
-    _instance: GlobalOutlierPooler | None = None
     outliers: set[int]
     model_dim: int | None
-
-    def __init__(self):
-        raise RuntimeError("there is one instance for all layers: GlobalOutlierPooler.get_instance()")
 
     def initialize(self) -> None:
         """Forget all columns, and the width."""
         self.outliers = set()
         self.model_dim = None
 
-    @classmethod
-    def get_instance(cls) -> GlobalOutlierPooler:
-        """The one instance."""
-        if cls._instance is None:
-            cls._instance = cls.__new__(cls)
-            cls._instance.initialize()
-        return cls._instance
+    begin = initialize
 
     def add_outliers(self, outlier_idx: Tensor, feature_dim: int) -> None:
         """Add columns of a layer with `feature_dim` inputs; layers of another width than the first are passed over."""
@@ -51,16 +42,11 @@ class GlobalOutlierPooler:
         return torch.tensor(list(self.outliers), dtype=torch.int64)
 
 
-class OutlierTracer:
+class OutlierTracer(OneInstance):
     """Outlier columns of the linear layers of one model, found in the first forward; made by `get_instance` only.
 
     A layer gets those that its own weight shows (`find_outlier_dims`), the first one those of its input, too.
     """
-
-    _instance: OutlierTracer | None = None
-
-    def __init__(self):
-        raise RuntimeError("there is one instance for all models: OutlierTracer.get_instance()")
 
     def initialize(self, model: nn.Module) -> None:
         """Watch the next forward of `model`."""
@@ -85,13 +71,6 @@ class OutlierTracer:
             logger.warning("OutlierTracer: no model is watched, call initialize(model) first")
             return None
         return self.hvalue2outlier_idx.get(self.get_hvalue(weight))
-
-    @classmethod
-    def get_instance(cls) -> OutlierTracer:
-        """The one instance."""
-        if cls._instance is None:
-            cls._instance = cls.__new__(cls)
-        return cls._instance
 
 
 def outlier_hook(module: nn.Module, input: Any) -> None:

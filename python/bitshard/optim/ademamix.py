@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bitshard.optim.base import schedule
+from bitshard.optim.base import loss_of, schedule
 
 
 class ReferenceAdEMAMix(torch.optim.Optimizer):
@@ -33,10 +33,7 @@ class ReferenceAdEMAMix(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; the result of `closure`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for p in group["params"]:

@@ -201,10 +201,7 @@ class Optimizer8bit(torch.optim.Optimizer):
         TypeError, ValueError or NotImplementedError before any parameter is changed. RuntimeError where a GPU fails:
         then the next step with the same gradients does what is left.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if not self.initialized:
             self.check_overrides()
             self.to_gpu()
@@ -595,6 +592,14 @@ class Optimizer1State(_Stateful):
         group = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         own = {"min_8bit_size": min_8bit_size, "max_unorm": max_unorm, "skip_zeros": skip_zeros}
         self._set_up(optimizer_name, params, group, args, optim_bits, is_paged, **own)
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What `closure` gives, which computes gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def schedule(config: dict[str, Any], step: int) -> tuple[tuple[float, float, float], float]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from bitshard.process.instance import OneInstance
+
 
 class MockArgs:
     """The entries of a dict as attributes."""
@@ -16,17 +18,12 @@ class MockArgs:
         vars(self).update(initial_data)
 
 
-class GlobalOptimManager:
+class GlobalOptimManager(OneInstance):
     """Settings of single parameters, which go before those of the optimizer and its groups; one instance a process.
 
     A setting is a key of `Optimizer8bit.get_config`: "lr", "betas", "eps", "weight_decay", "optim_bits", ...
     `pid2config` has them by the id of the parameter, and forgets them with it.
     """
-
-    _instance: GlobalOptimManager | None = None
-
-    def __init__(self):
-        raise RuntimeError("Call get_instance() instead")
 
     def initialize(self) -> None:
         """Forget all settings."""
@@ -37,13 +34,7 @@ class GlobalOptimManager:
         self.uses_config_override = False
         self.module_weight_config_triple: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []
 
-    @classmethod
-    def get_instance(cls) -> GlobalOptimManager:
-        """The one instance."""
-        if cls._instance is None:
-            cls._instance = cls.__new__(cls)
-            cls._instance.initialize()
-        return cls._instance
+    begin = initialize
 
     def register_parameters(self, params: Iterable) -> None:
         """Settings of parameters are also found by (group, place in the group), so that they outlive the tensors.

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitshard.optim.base import loss_of
+
 
 class PytorchLARS(torch.optim.Optimizer):
     """SGD with momentum; the norm of an update is at most max_unorm times that of its parameter, which is float32."""
@@ -38,10 +40,7 @@ class PytorchLARS(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; the result of `closure`. TypeError, before any change, where a bounded parameter is not float32."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         work = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for group, p in work:
             if group["max_unorm"] > 0.0 and p.dtype not in (torch.float32, torch.float64):

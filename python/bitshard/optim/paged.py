@@ -8,29 +8,20 @@ from math import prod
 import torch
 from torch import Tensor
 
+from bitshard.process.instance import OneInstance
+
 logger = logging.getLogger(__name__)
 _said: set[str] = set()
 
 
-class GlobalPageManager:
+class GlobalPageManager(OneInstance):
     """The tensors in paged memory; one instance a process."""
-
-    _instance: GlobalPageManager | None = None
-
-    def __init__(self):
-        raise RuntimeError("Call get_instance() instead")
 
     def initialize(self) -> None:
         """Forget all tensors."""
         self.paged_tensors: list[Tensor] = []
 
-    @classmethod
-    def get_instance(cls) -> GlobalPageManager:
-        """The one instance."""
-        if cls._instance is None:
-            cls._instance = cls.__new__(cls)
-            cls._instance.initialize()
-        return cls._instance
+    begin = initialize
 
     def prefetch_all(self, to_cpu: bool = False) -> None:
         """Prefetch all, the first one last: it is used first."""
