@@ -9,6 +9,7 @@
 
 #include <stdbool.h>
 #include <stdint.h>
+#include <stdlib.h>
 
 #include "core/kernels.h"
 #include "core/status.h"
@@ -78,6 +79,18 @@ bsh_status bsh_cpu_set_isa(const char *name);
 
 /* ---- below: for csrc/cpu and tests ---------------------------------------------------------------------------------
  */
+
+/* Memory from a multiple of 64 on; NULL where there is none. */
+static inline void *bsh_cpu_memory(const int64_t n_bytes) {
+  return aligned_alloc(64, (size_t)((n_bytes + 64) / 64 * 64));
+}
+
+/* The same for one of several threads: where there is none, `missing` tells all of them. */
+static inline void *bsh_cpu_memory_of_thread(const int64_t n_bytes, bool *const missing) {
+  void *const memory = bsh_cpu_memory(n_bytes);
+  if (memory == NULL) __atomic_store_n(missing, true, __ATOMIC_RELAXED);
+  return memory;
+}
 
 enum { BSH_CPU_SMALL_M = 16 }; /* rows of x up to which linear_4bit decodes in registers */
 

@@ -32,8 +32,6 @@ const bsh_cpu_int8_kernels *bsh_cpu_int8(void) {
 
 static const bsh_cpu_int8_kernels *kernels(void) { return bsh_cpu_int8(); }
 
-static void *allocate(const int64_t n_bytes) { return aligned_alloc(64, (size_t)((n_bytes + 64) / 64 * 64)); }
-
 static bsh_status no_workspace(const char *const op, const int64_t n_bytes) {
   return bsh_no_memory(op, "a workspace", BSH_DEVICE_CPU, (double)n_bytes);
 }
@@ -96,11 +94,8 @@ static int64_t panel_rows(const int64_t N) { return bsh_cpu_int8_panel(N); }
 /* Panels [begin, end). */
 static void multiply_panels(const int64_t begin, const int64_t end, void *const ctx) {
   plain_product *const p = ctx;
-  void *const scratch = allocate(BSH_INT8_SCRATCH);
-  if (scratch == NULL) {
-    __atomic_store_n(&p->out_of_memory, true, __ATOMIC_RELAXED);
-    return;
-  }
+  void *const scratch = bsh_cpu_memory_of_thread(BSH_INT8_SCRATCH, &p->out_of_memory);
+  if (scratch == NULL) return;
   const int64_t N = p->args->N, rows = panel_rows(N);
   for (int64_t n = begin * rows; n < min_i64(end * rows, N); n += rows) {
     bsh_product_int8_args panel = *p->args;
@@ -235,11 +230,8 @@ static int64_t workspace_bytes(const product *const p) {
 
 static void run_panels(const int64_t begin, const int64_t end, void *const ctx) {
   product *const p = ctx;
-  char *const memory = allocate(workspace_bytes(p));
-  if (memory == NULL) {
-    __atomic_store_n(&p->out_of_memory, true, __ATOMIC_RELAXED);
-    return;
-  }
+  char *const memory = bsh_cpu_memory_of_thread(workspace_bytes(p), &p->out_of_memory);
+  if (memory == NULL) return;
   int32_t *const sums = (int32_t *)(memory + BSH_INT8_SCRATCH);
   const workspace own = {.scratch = memory, .sums = sums, .w = (float *)(sums + TILE_M * TILE_N)};
   for (int64_t panel = begin; panel < end; panel++) multiply_panel(p, &own, panel * panel_rows(p->args->N));
@@ -254,7 +246,7 @@ static void list_columns(product *const p) {
 static bsh_status run_chunks(product *const p) {
   const int64_t M = p->args->M, N = p->args->N, K = p->args->K;
   const int64_t n_bytes = p->chunk * (K + p->n_columns * (int64_t)sizeof(float));
-  p->x = allocate(n_bytes);
+  p->x = bsh_cpu_memory(n_bytes);
   if (p->x == NULL) return no_workspace("linear_int8", n_bytes);
   p->codes = (int8_t *)(p->x + p->chunk * p->n_columns);
   for (p->m0 = 0; p->m0 < M && !p->out_of_memory; p->m0 += p->chunk) {
@@ -274,7 +266,7 @@ static int64_t rows_of_chunk(const int64_t M, const int64_t K) {
 static bsh_status multiply_many(const bsh_product_args *const args) {
   const bool marks = args->threshold > 0.0f;
   const int64_t n_bytes = args->M * (int64_t)sizeof(float) + (marks ? args->K * ((int64_t)sizeof(int64_t) + 1) : 0);
-  int64_t *const memory = allocate(n_bytes);
+  int64_t *const memory = bsh_cpu_memory(n_bytes);
   if (memory == NULL) return no_workspace("linear_int8", n_bytes);
   product p = {.args = args, .columns = memory, .chunk = rows_of_chunk(args->M, args->K)};
   p.absmax = (float *)(memory + (marks ? args->K : 0));
@@ -313,11 +305,8 @@ static void scale_groups(const int64_t begin, const int64_t end, void *const ctx
 
 static void run_dgrad_panels(const int64_t begin, const int64_t end, void *const ctx) {
   gradient *const p = ctx;
-  void *const scratch = allocate(BSH_INT8_SCRATCH);
-  if (scratch == NULL) {
-    __atomic_store_n(&p->out_of_memory, true, __ATOMIC_RELAXED);
-    return;
-  }
+  void *const scratch = bsh_cpu_memory_of_thread(BSH_INT8_SCRATCH, &p->out_of_memory);
+  if (scratch == NULL) return;
   for (int64_t panel = begin; panel < end; panel++) {
     const int64_t k = panel * BSH_INT8_COLUMNS;
     kernels()->dgrad_panel(&p->args, p->dy, k, min_i64(BSH_INT8_COLUMNS, p->args.K - k), scratch);
@@ -338,7 +327,7 @@ static bsh_status multiply_many_dgrad(const bsh_product_args *const args) {
   const int64_t most = CHUNK_BYTES / (args->N * (int64_t)sizeof(float)) / GROUP * GROUP;
   const int64_t rows = min_i64(most < GROUP ? GROUP : most, BSH_INT8_DGRAD_ROWS);
   const int64_t n_bytes = divide_up(min_i64(rows, args->M), GROUP) * GROUP * args->N * (int64_t)sizeof(float);
-  gradient p = {.dy = allocate(n_bytes)};
+  gradient p = {.dy = bsh_cpu_memory(n_bytes)};
   if (p.dy == NULL) return no_workspace("linear_int8_dgrad", n_bytes);
   for (int64_t m = 0; m < args->M && !p.out_of_memory; m += rows) {
     p.args = dgrad_rows(args, m, rows);

@@ -76,8 +76,6 @@ static int64_t equal_step(const int64_t total, const int64_t most) {
 
 static bool converts(const product *const p) { return p->compute != p->dtype; }
 
-static void *allocate(const int64_t n_bytes) { return aligned_alloc(64, (size_t)((n_bytes + 63) / 64 * 64)); }
-
 static void choose_steps(product *const p) {
   const int64_t size = dtype_size(p->compute);
   const int64_t share = divide_up(p->outer, WORKERS); /* enough panels for many threads, wide enough for the GEMM */
@@ -195,8 +193,8 @@ static void run_worker(const int64_t begin, const int64_t end, void *const ctx) 
   product *const p = ctx;
   const int64_t size = dtype_size(p->compute);
   const workspace own = {
-      .panel = allocate(p->panel_outer * p->inner * size),
-      .tile = converts(p) ? allocate(p->chunk_M * p->panel_outer * size) : NULL,
+      .panel = bsh_cpu_memory(p->panel_outer * p->inner * size),
+      .tile = converts(p) ? bsh_cpu_memory(p->chunk_M * p->panel_outer * size) : NULL,
   };
   bsh_status status = BSH_OUT_OF_MEMORY;
   if (own.panel && (own.tile || !converts(p)))
@@ -221,7 +219,7 @@ static bsh_status run_product(product *const p) {
   p->compute = p->dtype == BSH_BF16 && bsh_cpu_fast_bf16() ? BSH_BF16 : BSH_F32;
   choose_steps(p);
   if (converts(p)) {
-    p->in_f32 = allocate(p->chunk_M * p->inner * (int64_t)sizeof(float));
+    p->in_f32 = bsh_cpu_memory(p->chunk_M * p->inner * (int64_t)sizeof(float));
     if (!p->in_f32)
       return bsh_no_memory("linear_4bit", "rows of x in float32", BSH_DEVICE_CPU,
                            (double)p->chunk_M * (double)p->inner * (double)sizeof(float));

@@ -39,8 +39,6 @@ typedef struct {
   float *y;      /* the same */
 } workspace;
 
-static void *allocate(const int64_t n_bytes) { return aligned_alloc(64, (size_t)((n_bytes + 63) / 64 * 64)); }
-
 static bsh_status no_workspace(const int64_t n_bytes) {
   return bsh_no_memory("linear_4bit_int8", "a workspace", BSH_DEVICE_CPU, (double)n_bytes);
 }
@@ -117,11 +115,8 @@ static int64_t workspace_bytes(const product *const p) {
 static void run_panels(const int64_t begin, const int64_t end, void *const ctx) {
   product *const p = ctx;
   const int64_t N = p->args->N, step = bsh_cpu_int8_panel(N);
-  char *const memory = allocate(workspace_bytes(p));
-  if (memory == NULL) {
-    __atomic_store_n(&p->out_of_memory, true, __ATOMIC_RELAXED);
-    return;
-  }
+  char *const memory = bsh_cpu_memory_of_thread(workspace_bytes(p), &p->out_of_memory);
+  if (memory == NULL) return;
   float *const scales = (float *)(memory + BSH_INT8_SCRATCH), *const y = scales + p->groups * BSH_INT8_PANEL;
   int32_t *const sums = (int32_t *)(y + MOST_M * BSH_INT8_PANEL);
   const workspace own = {
@@ -141,7 +136,7 @@ bsh_status bsh_cpu_linear_4bit_int8(const bsh_product_args *const args) {
   const int64_t M = args->M, most = CHUNK_BYTES / args->K / TILE_M * TILE_M;
   const int64_t chunk = min_i64(M, most < TILE_M ? TILE_M : most), groups = args->K / GROUP;
   const int64_t n_bytes = chunk * groups * (GROUP + (int64_t)sizeof(float));
-  product p = {.args = args, .groups = groups, .scales = allocate(n_bytes)};
+  product p = {.args = args, .groups = groups, .scales = bsh_cpu_memory(n_bytes)};
   if (p.scales == NULL) return no_workspace(n_bytes);
   p.codes = (int8_t *)(p.scales + chunk * groups);
   fill_pairs(&p);

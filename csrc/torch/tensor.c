@@ -103,22 +103,26 @@ static bsh_status make_contiguous(bsh_call *const call, bsh_tensor *const tensor
   return BSH_OK;
 }
 
-static bsh_status stack_tensor(bsh_call *const call, const int index, bsh_tensor *const tensor) {
-  bool contiguous = true;
+/* The tensor at stack[index], as it is; whether it is contiguous, and then with all of its storage. */
+static bsh_status read_stack(const bsh_call *const call, const int index, bsh_tensor *const tensor,
+                             bool *const contiguous) {
   const AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)call->stack[index];
   BSH_TRY(describe(call->op, handle, tensor));
-  TORCH_TRY(call->op, bsh_torch.aoti_torch_is_contiguous(handle, &contiguous));
-  if (contiguous) BSH_TRY(check_storage(call->op, tensor));
+  TORCH_TRY(call->op, bsh_torch.aoti_torch_is_contiguous(handle, contiguous));
+  return *contiguous ? check_storage(call->op, tensor) : BSH_OK;
+}
+
+static bsh_status stack_tensor(bsh_call *const call, const int index, bsh_tensor *const tensor) {
+  bool contiguous = true;
+  BSH_TRY(read_stack(call, index, tensor, &contiguous));
   return contiguous ? BSH_OK : make_contiguous(call, tensor);
 }
 
 static bsh_status stack_in_place(bsh_call *const call, const int index, const char *const argument,
                                  bsh_tensor *const tensor) {
   bool contiguous = true;
-  const AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)call->stack[index];
-  BSH_TRY(describe(call->op, handle, tensor));
-  TORCH_TRY(call->op, bsh_torch.aoti_torch_is_contiguous(handle, &contiguous));
-  if (contiguous) return check_storage(call->op, tensor);
+  BSH_TRY(read_stack(call, index, tensor, &contiguous));
+  if (contiguous) return BSH_OK;
   return bsh_fail(BSH_BAD_SHAPE,
                   "%s: %s, %" PRId64 " elements in %" PRId64
                   " dimensions, is not contiguous: it is changed in place and a copy would be lost",

@@ -205,15 +205,20 @@ def _inputs(H: Tensor | None, K: int, layer: nn.Module) -> Inputs:
     return Inputs(torch.zeros(K, K, dtype=torch.float32, device=next(layer.parameters()).device) if H is None else H)
 
 
-def _linear(layer: nn.Module, target: Target, inputs: Inputs) -> Made:
-    w = layer.get_submodule(target.name).weight.detach()
-    adapter = None
-    _require_finite(target.key, w)
+def _solved(
+    w: Tensor, target: Target, inputs: Inputs
+) -> tuple[Solved, Tensor, QuantState, tuple[Tensor, Tensor] | None]:
+    """What `solve` chose for w [N, K], its packed bytes and state, and an adapter where the target has one."""
     solved = solve(w, inputs, target.fmt)
     data, state = packed(solved.choice, target.fmt, w.shape, target.dtype)
     values = _require_no_worse(target.key, w, data, state, inputs, solved)
-    if target.rank:
-        adapter = low_rank.correction(w - values, inputs.H, target.rank)
+    return solved, data, state, low_rank.correction(w - values, inputs.H, target.rank) if target.rank else None
+
+
+def _linear(layer: nn.Module, target: Target, inputs: Inputs) -> Made:
+    w = layer.get_submodule(target.name).weight.detach()
+    _require_finite(target.key, w)
+    solved, data, state, adapter = _solved(w, target, inputs)
     return Made(data, state, adapter, solved.error, solved.plain, solved.whole, {solved.choice.method: 1})
 
 
@@ -224,12 +229,8 @@ def _stack(layer: nn.Module, target: Target, moments: Moments, remarks: list[str
     for expert in range(len(stack)):
         w = (stack[expert].t() if target.transposed else stack[expert]).contiguous()
         H, rows = moments.of_expert(target.name, expert)
-        inputs = _inputs(H, w.shape[1], layer)
-        solved = solve(w, inputs, target.fmt)
-        data, state = packed(solved.choice, target.fmt, w.shape, target.dtype)
-        values = _require_no_worse(target.key, w, data, state, inputs, solved)
-        if target.rank:
-            factors.append(low_rank.correction(w - values, inputs.H, target.rank))
+        solved, data, state, adapter = _solved(w, target, _inputs(H, w.shape[1], layer))
+        factors += [] if adapter is None else [adapter]
         parts.append((data, state, solved, rows))
         empty += rows == 0
     if empty:
