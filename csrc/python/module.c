@@ -60,6 +60,7 @@ static PyObject *rank_slice(PyObject *const module, PyObject *const args) {
 static const float nf4_values[16] = {BSH_NF4_VALUES};
 static const float fp4_values[16] = {BSH_FP4_VALUES};
 static const float e2m1_values[16] = {BSH_E2M1_VALUES};
+static const uint32_t e2m1_borders_bits[7] = {BSH_E2M1_THRESHOLD_BITS};
 static const uint32_t dynamic_map_bits[256] = {BSH_DYNAMIC_MAP_BITS};
 
 static PyObject *table(PyObject *const module, PyObject *const args) {
@@ -69,9 +70,11 @@ static PyObject *table(PyObject *const module, PyObject *const args) {
   if (strcmp(name, "nf4") == 0) return PyBytes_FromStringAndSize((const char *)nf4_values, sizeof nf4_values);
   if (strcmp(name, "fp4") == 0) return PyBytes_FromStringAndSize((const char *)fp4_values, sizeof fp4_values);
   if (strcmp(name, "e2m1") == 0) return PyBytes_FromStringAndSize((const char *)e2m1_values, sizeof e2m1_values);
+  if (strcmp(name, "e2m1_borders") == 0)
+    return PyBytes_FromStringAndSize((const char *)e2m1_borders_bits, sizeof e2m1_borders_bits);
   if (strcmp(name, "dynamic") == 0)
     return PyBytes_FromStringAndSize((const char *)dynamic_map_bits, sizeof dynamic_map_bits);
-  return PyErr_Format(PyExc_ValueError, "no table '%s': expected nf4, fp4, e2m1 or dynamic", name);
+  return PyErr_Format(PyExc_ValueError, "no table '%s': expected nf4, fp4, e2m1, e2m1_borders or dynamic", name);
 }
 
 /* ---- what runs here ---- */
@@ -112,7 +115,8 @@ static PyMethodDef methods[] = {
     {"block_count", block_count, METH_VARARGS, "block_count(n, blocksize): blocks of n elements."},
     {"rank_slice", rank_slice, METH_VARARGS,
      "rank_slice(total, world, rank): (begin, length) of a rank's chunk of ceil(total / world)."},
-    {"table", table, METH_VARARGS, "table(name): float32 bytes of the tables 'nf4', 'fp4' or 'dynamic'."},
+    {"table", table, METH_VARARGS,
+     "table(name): float32 bytes of the tables 'nf4', 'fp4', 'e2m1', 'e2m1_borders' or 'dynamic'."},
     {"isa", isa, METH_NOARGS, "isa(): instruction set of the CPU kernels in use."},
     {"isas", isas, METH_NOARGS, "isas(): instruction sets usable on this CPU, worst first."},
     {"set_isa", set_isa, METH_VARARGS, "set_isa(name): use the CPU kernels of another instruction set of isas()."},

@@ -19,7 +19,7 @@ def rank_slice(total: int, world: int, rank: int, /) -> tuple[int, int]:
     """(begin, length) of the chunk of ceil(total / world) elements a rank keeps; the last may be short or empty."""
 
 def table(name: str, /) -> bytes:
-    """float32 bytes of the tables "nf4" (16), "fp4" (16) or "dynamic" (256)."""
+    """float32 bytes of the tables "nf4" (16), "fp4" (16), "e2m1" (16), "e2m1_borders" (7) or "dynamic" (256)."""
 
 def isa() -> str:
     """Instruction set of the CPU kernels in use: "scalar", "avx2", "avx512" or "neon"."""

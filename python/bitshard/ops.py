@@ -131,8 +131,8 @@ def block_count(n: int, blocksize: int) -> int:
 
 
 def table(name: str) -> Tensor:
-    """float32 table on the CPU: of the C core "nf4" [16], "fp4" [16], "mxfp4", "nvfp4" [16] or "dynamic" [256]; of
-    torch's 8-bit floats "e8m0" [256] or "e4m3" [256].
+    """float32 table on the CPU: of the C core "nf4" [16], "fp4" [16], "mxfp4", "nvfp4" [16] or "dynamic" [256], and
+    "e2m1_borders" [7], above which |value| / scale gets the next code; of torch's 8-bit floats "e8m0" or "e4m3" [256].
 
     Zeros are positive, as in bitsandbytes' files, although its kernels and ours decode FP4's code 8 to -0.0.
     """

@@ -650,7 +650,7 @@ static void compare_round(uint64_t *const state) {
   float *const w = floats(state, n), *const u = floats(state, P * P), *const scales = floats(state, n);
   float *const errors = buffer(4 * n), *const expected_errors = buffer(4 * n);
   uint8_t *const codes = buffer(n), *const expected = buffer(n);
-  bsh_round_4bit_args args = {w, u, scales, expected, expected_errors, N, P, random_below(state, 2)};
+  bsh_round_4bit_args args = {w, u, scales, expected, expected_errors, N, P, random_below(state, 3)};
   use("scalar", 1);
   bsh_cpu_round_4bit(&args);
   args.codes = codes, args.errors = errors;

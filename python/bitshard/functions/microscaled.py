@@ -16,8 +16,6 @@ from bitshard.formats.microscaled import ALL, Microscaled
 from bitshard.formats.state import QuantState
 
 _LARGEST_CODE, _LARGEST_SCALE, _LEAST_SCALE = 6.0, 448.0, 2.0**-9  # of E2M1, and of E4M3
-# Where |value| / scale becomes the next code; of two as near the even one: there the border is one ulp less.
-_BORDERS = (0x3E800000, 0x3F3FFFFF, 0x3FA00000, 0x3FDFFFFF, 0x40200000, 0x405FFFFF, 0x40A00000)
 _AT_ONCE = 1 << 22  # elements
 
 
@@ -92,9 +90,8 @@ def _nv_scales(largest: Tensor) -> tuple[Tensor, Tensor]:
 
 def _codes(scaled: Tensor) -> Tensor:
     """Packed codes uint8 [n / 2] of values in units of their scales, n even."""
-    borders = torch.tensor(_BORDERS, dtype=torch.int32, device=scaled.device).view(torch.float32)
     scaled = scaled.flatten()
-    found = torch.bucketize(scaled.abs(), borders, out_int32=True) + 8 * (scaled < 0)
+    found = torch.bucketize(scaled.abs(), table("e2m1_borders", scaled.device), out_int32=True) + 8 * (scaled < 0)
     pairs = found.to(torch.uint8).view(-1, 2)
     return pairs[:, 0] << 4 | pairs[:, 1]
 
