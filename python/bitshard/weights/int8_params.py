@@ -51,9 +51,9 @@ class Int8Params(PackedParameter):
         has_fp16_weights: never quantize; the layer does, in each forward.
         CB: ignored, for the codes are the data.
         SCB: scales float32 [N] of int8 data.
-        row_state: the state of int8 data, where no `SCB` is given.
 
-    Other keywords are ignored: foreign code passes whatever it finds in `__dict__`.
+    Other keywords are ignored, for foreign code passes whatever it finds in `__dict__`; `row_state` among them is the
+    state of int8 data where no `SCB` is given.
     """
 
     __module__ = "bitshard.int8_params"  # as pickles name it
