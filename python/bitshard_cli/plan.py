@@ -55,8 +55,8 @@ def job_of(args: argparse.Namespace) -> dict[str, Any]:
     unknown = [word for word in offload if word not in OFFLOADS]
     if unknown:
         raise WrongArgument(f"--offload {unknown[0]}: expected {' or '.join(OFFLOADS)}")
-    blocksize = {"mxfp4": 32, "nvfp4": 16}.get(args.type)
-    if blocksize and args.nested:
+    kind = console.load("torch", "bitshard.kinds").kind_of(args.type)
+    if args.nested and not kind.nests:
         raise WrongArgument(f"--nested: the scales of {args.type} have 8 bits already")
     gpus = int(found[1] or 1)
     return dict(
@@ -68,7 +68,7 @@ def job_of(args: argparse.Namespace) -> dict[str, Any]:
         checkpointing=not args.no_checkpointing, offload_weights="weights" in offload,
         offload_activations="activations" in offload, bits=8 if args.load_in_8bit else 4,
         experts_4bit=args.experts, head_4bit=args.head_4bit, skip=tuple(args.skip),
-        nested=args.nested or blocksize is not None, blocksize=blocksize or 64,
+        nested=args.nested or not kind.nests, blocksize=kind.blocksize,
     )  # fmt: skip
 
 

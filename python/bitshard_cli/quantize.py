@@ -78,7 +78,7 @@ def config_of(args: argparse.Namespace) -> object:
         "bnb_4bit_compute_dtype": getattr(torch, args.compute_dtype),
         "llm_int8_skip_modules": args.skip,
     }
-    if args.type in ("mxfp4", "nvfp4"):
+    if not console.load("bitshard.kinds").kind_of(args.type).nests:
         if args.blocksize != 64 or args.nested:
             raise console.WrongArgument(
                 f"--type {args.type} has blocks and scales of its own: no --blocksize, --nested"
