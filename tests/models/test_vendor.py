@@ -12,6 +12,7 @@ import transformers
 from bitshard import experts, fsdp, functional
 from bitshard.convert.look import look
 from bitshard.formats import layouts
+from bitshard.formats.state import QuantState
 from bitshard.kinds import kind_of
 from bitshard.nn.linear import Linear4bit
 from bitshard.transformers import FourBitConfig, dense_config
@@ -223,6 +224,20 @@ BAD = [
 ]
 
 
+@pytest.mark.parametrize("what", FILES)
+def test_every_entry_is_needed(what, tmp_path):
+    """Without one `read` names it: none counts as 1."""
+    files = load_file(made(tmp_path / "given", what) / "model.safetensors")
+    layout = layouts.layout_of(files)
+    key = sorted(layout.packed_in(files).values())[0]
+    for end in layout.needed():
+        absent = f"{key.removesuffix(layout.end)}{end}"
+        get = {name: value for name, value in files.items() if name != absent}.get
+        with pytest.raises(ValueError, match=f"{re.escape(key)}: {re.escape(absent)} missing"):
+            layout.read(key, get, torch.float32, QuantState)
+    assert layout.needed() == [end for end in layout.ends() if end not in layout.others] and len(files) > 9
+
+
 @pytest.mark.parametrize("what, name, change, words", BAD)
 def test_bad_files(what, name, change, words, tmp_path, capfd, caplog):
     """An error, with the numbers in transformers' report; nothing is half loaded."""
@@ -239,6 +254,45 @@ def test_other_formats_are_named(tmp_path):
     assert layouts.layout_of(load_file(folder / "model.safetensors")) is layouts.ModelOpt
     with pytest.raises(ValueError, match="bnb_4bit_quant_type='nvfp4'"):
         transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=FourBitConfig())
+
+
+@pytest.mark.parametrize("what", FILES)
+def test_entries_of_a_weight_in_two_files(what, tmp_path):
+    """They are found together: read in their format, and named where another one is wanted."""
+    folder = made(tmp_path / "given", what)
+    files = load_file(folder / "model.safetensors")
+    parts = [{}, {}]
+    for name, value in files.items():
+        parts["scale" in name][name] = value
+    (folder / "model.safetensors").unlink()
+    index = {}
+    for number, part in enumerate(parts):
+        save_file(part, folder / f"model-0000{number + 1}-of-00002.safetensors", metadata={"format": "pt"})
+        index |= dict.fromkeys(part, f"model-0000{number + 1}-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    kept = weights_of(load(folder, type_of(what)))
+    assert {state.quant_type for _, state in kept.values()} == {type_of(what)}
+    if what == "mxfp4":
+        assert {state.quant_type for _, state in weights_of(load(folder, "nf4")).values()} == {"nf4"}
+    else:
+        with pytest.raises(ValueError, match="bnb_4bit_quant_type='nvfp4'"):
+            load(folder, "nf4")
+
+
+def test_a_quantized_embedding_is_refused(given):
+    what, folder = given
+    config = FourBitConfig(bnb_4bit_quant_type=type_of(what), bnb_4bit_embedding_bits=8)
+    with pytest.raises(ValueError, match="bnb_4bit_embedding_bits=8: the files are in a layout of"):
+        AutoModelForCausalLM.from_pretrained(folder, config=dense_config(folder), quantization_config=config)
+
+
+def test_settings_of_other_files_are_left_out(given):
+    what, folder = given
+    model = load(folder, type_of(what))
+    config = model.config.quantization_config
+    again = FourBitConfig.of(config)
+    assert config.files and again.files is None and not hasattr(config, "kwargs")
+    assert again.bnb_4bit_quant_type == type_of(what) and again.to_dict()["quant_method"] == "bitshard_4bit"
 
 
 @pytest.mark.parametrize("quant_type", ["mxfp4", "nvfp4"])

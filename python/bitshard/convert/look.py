@@ -187,17 +187,16 @@ def _weights(
     """Dense tensors, and packed ones with what is beside them."""
     packed = {name.partition(_JSON)[0]: name for name in stored if _JSON in name}
     by_others = layouts.layout_of(stored)
-    laid_out = {} if by_others is None else {by_others.key_of(name, stored): name for name in stored}
-    laid_out.pop(None, None)
+    laid_out = {} if by_others is None else by_others.packed_in(stored)
     int8 = {name for name, (_, entry) in stored.items() if entry.dtype == "I8" and _scales_of(name) in stored}
     beside = {f"{key}.{end}" for key in packed for end in _BESIDE} | set(packed.values())
     beside |= {name.removesuffix("weight") + end for name in int8 for end in _BESIDE_INT8}
-    beside |= {end for key, name in laid_out.items() for end in by_others.names(key) if end != name}
+    beside |= {part for name, key in laid_out.items() for part in by_others.names(key) if part != name}
     for name in names:
         if name in beside:
             continue
-        if name in laid_out.values():
-            key = by_others.key_of(name, stored)
+        if name in laid_out:
+            key = laid_out[name]
             parts = [part for part in by_others.names(key) if part in stored]
             complaints += _faults(parts[1:], stored) if check_values else ()
             try:

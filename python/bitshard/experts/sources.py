@@ -10,7 +10,7 @@ from typing import Any
 
 from bitshard.formats import layouts
 
-_FP8, _MXFP4 = "weight_scale_inv", ("_blocks", "_scales")  # how names of their scales end
+_FP8 = "weight_scale_inv"  # how names of their scales end
 
 
 def dense_config(path: Any, **options: Any) -> Any:
@@ -35,9 +35,8 @@ def dense_config(path: Any, **options: Any) -> Any:
     found = getattr(config, "quantization_config", None)
     if found is None:
         return config
-    method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
-    known = sorted({"fp8", *(layout.method for layout in layouts.LAYOUTS)})
-    if str(getattr(method, "value", method)) not in known:
+    method, known = layouts.method_of(found), sorted({"fp8", *layouts.METHODS})
+    if method not in known:
         raise ValueError(f"dense_config: the files of {path} are {method}, expected one of {known} or 16 bits")
     del config.quantization_config
     return config
@@ -48,22 +47,21 @@ def quantizer_of(files: Iterable[str]) -> Any:
 
     ValueError where they are NVFP4, which is kept only; an error of safetensors where a file is none of its own.
     """
-    for file in files:
-        names = names_of([file])
-        found = layouts.layout_of(names)
-        if found is not None and found.kind.has_global:
-            raise ValueError(f"{file}: weights in NVFP4, which are kept as they are: bnb_4bit_quant_type='nvfp4'")
-        if any(name.endswith(_FP8) for name in names):
-            from transformers import FineGrainedFP8Config
-            from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+    files = list(files)
+    names = names_of(files)
+    found = layouts.layout_of(names)
+    if found is not None and found.kind.has_global:
+        raise ValueError(f"{files[0]}: weights in NVFP4, which are kept as they are: bnb_4bit_quant_type='nvfp4'")
+    if any(name.endswith(_FP8) for name in names):
+        from transformers import FineGrainedFP8Config
+        from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-            return FineGrainedFP8HfQuantizer(FineGrainedFP8Config(dequantize=True), pre_quantized=True)
-        blocks, scales = _MXFP4
-        if any(name.endswith(blocks) and name.removesuffix(blocks) + scales in names for name in names):
-            from transformers import Mxfp4Config
-            from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
+        return FineGrainedFP8HfQuantizer(FineGrainedFP8Config(dequantize=True), pre_quantized=True)
+    if found is layouts.GptOss:
+        from transformers import Mxfp4Config
+        from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
-            return Mxfp4HfQuantizer(Mxfp4Config(dequantize=True), pre_quantized=True)
+        return Mxfp4HfQuantizer(Mxfp4Config(dequantize=True), pre_quantized=True)
     return None
 
 
@@ -87,4 +85,4 @@ def has_float_scales(source: Any) -> bool:
 def converts(conversion: Any) -> bool:
     """Whether a conversion of transformers decodes such files: what is saved then is not to be encoded again."""
     patterns = getattr(conversion, "source_patterns", ())
-    return any(pattern.rstrip("$").endswith((_FP8, *_MXFP4)) for pattern in patterns)
+    return any(pattern.rstrip("$").endswith((_FP8, *layouts.GptOss.ends())) for pattern in patterns)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from bitshard.formats.entries import dtype_name
-from bitshard.formats.microscaled import MXFP4_EXPERTS, NVFP4, Microscaled
+from bitshard.formats.microscaled import MXFP4_EXPERTS, NVFP4, Microscaled, check_global
 
 
 class Layout:
@@ -55,18 +55,28 @@ class Layout:
     def key_of(cls, name: str, names: Collection[str]) -> str | None:
         """The model's key of the weight whose packed bytes the files have as `name`; None where they have none."""
         stem = name.removesuffix(cls.packed)
-        needed = [stem + cls.scales, *([] if cls.whole is None else [stem + cls.whole])]
-        return stem + cls.end if name.endswith(cls.packed) and all(each in names for each in needed) else None
+        there = name.endswith(cls.packed) and all(stem + end in names for end in cls.needed())
+        return stem + cls.end if there else None
+
+    @classmethod
+    def packed_in(cls, names: Collection[str]) -> dict[str, str]:
+        """{name of packed bytes: the model's key of their weight} of files with tensors of these names."""
+        return {name: key for name in names if (key := cls.key_of(name, names)) is not None}
 
     @classmethod
     def names(cls, key: str) -> list[str]:
-        """Names of all entries that the weight `key` can have, the packed bytes first."""
+        """Names of all entries that the weight `key` can have: packed bytes, scales, and what has no rows."""
         return [key.removesuffix(cls.end) + end for end in cls.ends()]
 
     @classmethod
     def ends(cls) -> list[str]:
         """What these names end with."""
-        return [end for end in (cls.packed, cls.scales, cls.whole, *cls.others) if end is not None]
+        return [*cls.needed(), *cls.others]
+
+    @classmethod
+    def needed(cls) -> list[str]:
+        """What those names end with without which there is no weight, the packed bytes first."""
+        return [end for end in (cls.packed, cls.scales, cls.whole) if end is not None]
 
     @classmethod
     def read(cls, key: str, get: Callable[[str], Tensor | None], dtype: torch.dtype, make: Any) -> tuple:
@@ -82,17 +92,21 @@ class Layout:
         """
         stem = key.removesuffix(cls.end)
         found = {end: get(stem + end) for end in cls.ends()}
+        if missing := [stem + end for end in cls.needed() if found[end] is None]:
+            raise ValueError(f"{key}: {' and '.join(missing)} missing, which files in this layout ({cls.method}) have")
         packed, scales, whole = found.pop(cls.packed), found.pop(cls.scales), found.get(cls.whole)
         shape = cls.shape(key, packed, scales)
         scales, second = scales.reshape(-1).view(torch.uint8).contiguous(), None
+        cls.kind.check_scales(scales, None, key)
         if whole is not None:
             if whole.dtype is not torch.float32 or whole.numel() != 1:
                 raise ValueError(
                     f"{key}: {cls.whole} is {dtype_name(whole.dtype)} {list(whole.shape)}, expected one float32"
                 )
-            cls.kind.check_scales(scales, whole.reshape(1), key)
-            second = cls._factor(whole.reshape(1)).repeat(cls.kind.second_level(shape))
-        cls.kind.check_scales(scales, second, key)
+            check_global(whole.reshape(1), key)
+            factor = cls._factor(whole.reshape(1).to(scales.device))
+            check_global(factor, key)
+            second = factor.repeat(cls.kind.second_level(shape))
         state = cls.kind.state(make, scales, second, shape, dtype)
         kept = {end: value.clone() for end, value in found.items() if value is not None}
         return exchanged(packed.reshape(-1, 1)), state, cls(kept)
@@ -202,6 +216,7 @@ class CompressedTensors(ModelOpt):
 
 
 LAYOUTS = (GptOss, ModelOpt, CompressedTensors)
+METHODS = frozenset(layout.method for layout in LAYOUTS)  # `quant_method` of configs whose files may be in one of them
 
 
 def exchanged(packed: Tensor) -> Tensor:
@@ -212,7 +227,10 @@ def exchanged(packed: Tensor) -> Tensor:
 def layout_of(names: Collection[str]) -> type[Layout] | None:
     """The layout of files with tensors of these names; None where no weight of theirs is in any of these."""
     names = set(names)
-    for layout in LAYOUTS:
-        if any(layout.key_of(name, names) is not None for name in names):
-            return layout
-    return None
+    return next((layout for layout in LAYOUTS if layout.packed_in(names)), None)
+
+
+def method_of(config: Any) -> str:
+    """The quant_method of a quantization config, of transformers' own class or a dict."""
+    method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+    return str(getattr(method, "value", method))

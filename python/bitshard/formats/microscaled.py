@@ -68,21 +68,25 @@ class Microscaled(FourBit):
     def second_level(self, shape: torch.Size) -> int:
         """Scales of the second level."""
         parts = shape[0] if self.stacked else 1
-        return parts * ops.block_count(ops.block_count(math.prod(shape), self.blocksize) // parts, 256)
+        blocks = ops.block_count(math.prod(shape), self.blocksize) // parts
+        return parts * ops.block_count(blocks, entries.NESTED_BLOCKSIZE)
 
     def check_state(self, packed: Tensor, state: Any, where: str) -> None:
         super().check_state(packed, state, where)
         if not state.nested:
             raise ValueError(f"{where}: scales of {self.name_of_type} without the second level that this kind has")
 
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Names of the entries of checkpoints that are tensors of a state."""
+        return ("absmax", "nested_absmax") if self.has_global else ("absmax",)
+
     def tensors(self, state: Any) -> dict[str, Tensor]:
-        own = {"absmax": state.absmax}
-        return {**own, "nested_absmax": state.state2.absmax} if self.has_global else own
+        return dict(zip(self.own, (state.absmax, state.state2.absmax), strict=False))
 
     def entry_names(self) -> list[str]:
         """Names of the entries of a state, as checkpoints have them."""
-        own = ["absmax", "nested_absmax"] if self.has_global else ["absmax"]
-        return [*own, f"quant_state.{entries.BLOB_PREFIX}{self.name_of_type}"]
+        return [*self.own, f"quant_state.{entries.BLOB_PREFIX}{self.name_of_type}"]
 
     def read(self, cls: Any, given: dict[str, Any]) -> Any:
         blocksize, shape = entries.integer(given, "blocksize"), entries.read_shape(given)
@@ -91,9 +95,8 @@ class Microscaled(FourBit):
                 f"quantization state: blocksize is {entries.short(blocksize)}, {self.name_of_type} has {self.blocksize}"
             )
         self.check_shape(shape, blocksize)
-        own = ("absmax", "nested_absmax") if self.has_global else ("absmax",)
-        if others := sorted(name for name in entries.TENSOR_KEYS if name in given and name not in own):
-            raise ValueError(f"quantization state: {self.name_of_type} has {list(own)}, and no {others}")
+        if others := sorted(name for name in entries.TENSOR_KEYS if name in given and name not in self.own):
+            raise ValueError(f"quantization state: {self.name_of_type} has {list(self.own)}, and no {others}")
         count = ops.block_count(math.prod(shape), blocksize)
         absmax = entries.vector(given, "absmax", (torch.uint8,), count, f"a scale for {blocksize} of {list(shape)}")
         second = None
@@ -120,11 +123,17 @@ class Microscaled(FourBit):
                 f"{where}: {count} of {scales.numel()} scales of {self.name_of_type} are {what}: byte {largest}, "
                 f"expected at most {most}"
             )
-        if global_scale is None:
-            return
-        wrong = global_scale[~((global_scale > 0) & (global_scale < math.inf))]
-        if wrong.numel():
-            raise ValueError(f"{where}: the global scale is {float(wrong[0])}, expected a positive finite number")
+        if global_scale is not None:
+            check_global(global_scale, where)
+
+
+def check_global(global_scale: Tensor, where: str) -> None:
+    """ValueError, with the first wrong one, for global scales float32 that are not positive and finite."""
+    if global_scale.is_meta:
+        return
+    wrong = global_scale[~((global_scale > 0) & (global_scale < math.inf))]
+    if wrong.numel():
+        raise ValueError(f"{where}: the global scale is {float(wrong[0])}, expected a positive finite number")
 
 
 class MicroscaledStack(Microscaled, ExpertStack):

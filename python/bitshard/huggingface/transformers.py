@@ -67,9 +67,10 @@ class FourBitConfig(BitsAndBytesConfig):
 
     @classmethod
     def of(cls, config: BitsAndBytesConfig) -> FourBitConfig:
-        """The same settings with experts."""
+        """The same settings with experts, of whatever files."""
         given = {name.lstrip("_"): value for name, value in vars(config).items()}
-        return cls(**{name: value for name, value in given.items() if name not in ("load_in_8bit", "quant_method")})
+        left_out = ("load_in_8bit", "quant_method", "files")
+        return cls(**{name: value for name, value in given.items() if name not in left_out})
 
     def to_dict(self) -> dict[str, Any]:
         """As of any config; without `load_in_4bit`, by which transformers would take it for bitsandbytes' own."""
@@ -189,6 +190,8 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
         others["checkpoint_files"] = checkpoint_files
         if not self.pre_quantized:
             self.vendor = vendor.vendor_of(checkpoint_files or (), self.quantization_config.bnb_4bit_quant_type)
+        if self.vendor is not None:
+            _require_embedding_alone(self.quantization_config, self.vendor)
         out = super()._process_model_before_weight_loading(model, device_map=device_map, **others)
         config = self.quantization_config
         packed_files = self.pre_quantized
@@ -284,6 +287,16 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
         tied.restore_embeddings(model)
         return super()._dequantize(model, dtype=dtype)
+
+
+def _require_embedding_alone(config: Any, files: vendor.Vendor) -> None:
+    """ValueError where an embedding is to be quantized, of which the config of files packed by others says nothing."""
+    bits = getattr(config, "bnb_4bit_embedding_bits", None)
+    if bits is not None:
+        raise ValueError(
+            f"bnb_4bit_embedding_bits={bits}: the files are in a layout of {files.layout.method}, whose config, which "
+            "is kept, has no word for a quantized embedding; leave it out"
+        )
 
 
 def _has_own_head(model: Any, files: Iterable[str]) -> bool:

@@ -31,7 +31,7 @@ class Vendor:
 
     def __init__(self, layout: type[Layout], names: set[str], files: Iterable[str]):
         self.layout = layout
-        self.keys = {key for name in names if (key := layout.key_of(name, names)) is not None}
+        self.keys = set(layout.packed_in(names).values())
         self.config = _config_beside(files)
 
     def left_alone(self, model: nn.Module) -> list[str]:
@@ -58,7 +58,11 @@ class KeepPacked(ConversionOps):
         self.hf_quantizer = quantizer  # with which transformers casts nothing before it is here
 
     def convert(self, input_dict: dict, model: Any = None, full_layer_name: Any = None, **others: Any) -> dict:
-        given = {name.rstrip("$"): value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        given = {  # of a scalar a rank that shards may have got nothing
+            name.rstrip("$"): value[0] if isinstance(value, list) else value
+            for name, value in input_dict.items()
+            if not isinstance(value, list) or value
+        }
         module, leaf = get_module_from_name(model, full_layer_name)
         held = holder_of(module, leaf)
         if held is None:

@@ -67,8 +67,7 @@ class Checkpoint:
         Args:
             layout: theirs. dtype: that the weights dequantize to.
         """
-        found = {key: name for name in self.files if (key := layout.key_of(name, self.files)) is not None}
-        for key, name in found.items():
+        for name, key in layout.packed_in(self.files).items():
             self._beside[key] = [*layout.kind.entry_names()]
             for shown in (key, *(f"{key}.{entry}" for entry in self._beside[key])):
                 self._laid_out[shown] = key, layout, dtype

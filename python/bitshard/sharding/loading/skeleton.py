@@ -448,7 +448,7 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
     from transformers.quantizers import AutoHfQuantizer
 
     own = getattr(config, "quantization_config", None)
-    by_others = own is not None and _method(own) in {layout.method for layout in layouts.LAYOUTS}
+    by_others = own is not None and layouts.method_of(own) in layouts.METHODS
     if own is not None and quantization_config is not None and not by_others:
         raise ValueError("load: the files are quantized already, so quantization_config must be None")
     if own is not None:
@@ -462,15 +462,10 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
     loads = quantizer.quantization_config
     if not (getattr(loads, "load_in_4bit", False) or getattr(loads, "load_in_8bit", False)):
         raise ValueError(
-            f"load: expected files with 4-bit or int8 weights, or dense ones, these are {_method(loads)}: {_CONVERT}"
+            f"load: expected files with 4-bit or int8 weights, or dense ones, these are {layouts.method_of(loads)}: "
+            f"{_CONVERT}"
         )
     return quantizer
-
-
-def _method(config: Any) -> str:
-    """The quant_method of a quantization config."""
-    method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
-    return str(getattr(method, "value", method))
 
 
 def _compute_buffers(model: nn.Module, device: torch.device) -> None:
