@@ -7,9 +7,10 @@ import pytest
 import torch
 from bitshard.transformers import FourBitConfig
 from fsdp.launch import LIMIT, WORKERS, accelerate_launch, launch, options, passed, results, run
-from helpers import moe
+from helpers import moe, tiny
 from transformers import AutoModelForCausalLM
 
+NVFP4 = ("modelopt", "compressed-tensors")
 LOADED = ("in_parts", "native", "by_units", "units_of_experts")
 TWO = [f"{how}_{cell}" for cell in ("qwen3_moe_nested", "gpt_oss_plain") for how in LOADED]
 TWO += [f"training_{how}_{what}" for what in (*moe.FAMILIES, "in_16_bits") for how in ("fsdp1", "fsdp2")]
@@ -19,6 +20,7 @@ TWO += [f"late_adapters_{how}_{family}" for how in ("native", "by_units") for fa
 TWO += ["training_checkpointing", "training_fused_fsdp1", "training_fused_fsdp2", "fsdp1_orig", "fsdp1_flat", "offload"]
 TWO += ["merging_fsdp1", "published_mxfp4", "published_fp8", "parallel_plans"]
 TWO += [f"kept_mxfp4_{how}" for how in ("by_units", "in_parts", "native", "whole", "fsdp1", "state_dicts")]
+TWO += [f"kept_nvfp4_{what}_{how}" for what in NVFP4 for how in ("by_units", "native")]
 TWO += ["distributed_checkpoint", "distributed_checkpoint_gpt_oss", "quantizing_shards"]
 THREE = [f"{how}_few_nested" for how in LOADED if how != "native"] + ["training_fsdp2_few", "distributed_checkpoint"]
 FOUR = ["hybrid_qwen3_moe", "hybrid_gpt_oss"]
@@ -45,6 +47,8 @@ def folder(tmp_path_factory):
             moe.model(family, 4).save_pretrained(folder / family)
     moe.save_mxfp4(moe.model("gpt_oss", 3, intermediate_size=64), folder / "mxfp4")
     moe.save_mxfp4(moe.model("gpt_oss", 3, intermediate_size=64), folder / "mxfp4-other", seed=1)
+    for layout in NVFP4:
+        moe.save_nvfp4(tiny.llama(vocab_size=moe.VOCABULARY), folder / f"nvfp4-{layout}", layout)
     wide = dict.fromkeys(("hidden_size", "moe_intermediate_size", "intermediate_size"), 128)
     moe.save_fp8(moe.model("deepseek_v3", 4, **wide), folder / "fp8")
     return folder

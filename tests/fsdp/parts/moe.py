@@ -19,6 +19,7 @@ import torch.distributed as dist
 from bitshard import experts, fsdp, functional, lora
 from bitshard.experts import modules
 from bitshard.transformers import FourBitConfig, dense_config
+from bitshard.weights import inventory
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from shared import environment, rank, refused, run, same_bytes, start, world
@@ -236,6 +237,31 @@ def check_published(folder, format):
 
 def mxfp4():
     return FourBitConfig(bnb_4bit_quant_type="mxfp4")
+
+
+def check_kept_nvfp4(folder, layout, how):
+    """Files of ModelOpt or compressed-tensors: their own bytes in shards, gathered, and in files again."""
+    path, settings = f"{folder}/nvfp4-{layout}", FourBitConfig(bnb_4bit_quant_type="nvfp4")
+    with environment(BITSHARD_CUT="0", FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
+        reference = AutoModelForCausalLM.from_pretrained(
+            path, config=dense_config(path), quantization_config=settings, dtype=torch.float32
+        ).eval()
+    if how == "by_units":
+        model = fsdp.load(path, quantization_config=settings, dtype=torch.float32, progress=False).eval()
+    else:
+        model = native(path, config=dense_config(path), quantization_config=settings)
+    found, wanted = (dict(inventory.holders(each)) for each in (model, reference))
+    assert found.keys() == wanted.keys() and found
+    for name, held in found.items():
+        packed, state = functional.gather.gathered(held.shard, held.state)
+        theirs = wanted[name]
+        assert same_bytes(packed.view(torch.uint8), theirs.weight.data.view(torch.uint8)), name
+        assert same_bytes(state.absmax, theirs.state.absmax), name
+        assert same_bytes(state.state2.absmax, theirs.state.state2.absmax), name
+    assert torch.equal(moe.logits(model), moe.logits(reference))
+    fsdp.save_pretrained(model, f"{path}-{how}", progress=False)
+    dist.barrier()
+    files_equal(f"{path}-{how}", path)
 
 
 def files_equal(folder, other):
@@ -494,6 +520,8 @@ def checks():
     for how in ("by_units", "in_parts", "native", "whole", "fsdp1"):
         found[f"kept_mxfp4_{how}"] = functools.partial(check_kept_mxfp4, how=how)
     found["kept_mxfp4_state_dicts"] = check_kept_in_state_dicts
+    for layout, how in itertools.product(("modelopt", "compressed-tensors"), ("by_units", "native")):
+        found[f"kept_nvfp4_{layout}_{how}"] = functools.partial(check_kept_nvfp4, layout=layout, how=how)
     for format in ("mxfp4", "fp8"):
         found[f"published_{format}"] = functools.partial(check_published, format=format)
     found["parallel_plans"] = functools.partial(check_parallel_plans, family="qwen3_moe")

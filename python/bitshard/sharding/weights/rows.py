@@ -179,13 +179,22 @@ class AwaitedRows:
     def take_rows(self, layout: type[Layout], key: str, get: Callable[[str], Tensor | None], dtype: Any) -> tuple:
         """Take over this rank's rows (of a stack, experts) of a weight that the files have in a layout of others.
 
-        Arguments as of `Layout.read`, with this rank's rows of the entries that have rows; gives its shard and the
-        layout. A collective.
+        Arguments as of `Layout.read`, with this rank's rows of the entries that have rows, and others on some rank;
+        gives its shard and the layout. A collective.
         """
-        read: list[Any] = []
+        without_rows, read = set(layout.names(key)[2:]), []
+
+        def bring() -> _Brought:
+            own = {name: value.cpu() for name in without_rows if (value := get(name)) is not None and value.numel()}
+            return layout.__name__, own, {}
+
+        every = self._agree(bring)[1] if without_rows else []  # transformers takes a scalar for a row, of one rank
+        shared = {name: value for own in every[::-1] for name, value in own.items()}
 
         def prepare() -> _Brought:
-            read[:] = layout.read(key, get, dtype, QuantState)
+            read[:] = layout.read(
+                key, lambda name: shared.get(name) if name in without_rows else get(name), dtype, QuantState
+            )
             return (layout.__name__, dtype_name(dtype), list(read[1].shape[1:])), read[1].shape[0], {}
 
         _, lengths = self._agree(prepare)
