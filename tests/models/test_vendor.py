@@ -314,6 +314,30 @@ def test_quantized_while_loading_and_saved(family, quant_type, tmp_path):
         assert torch.equal(*(each.eval()(input_ids=moe.TOKENS).logits for each in (model, again)))
 
 
+@pytest.mark.parametrize("quant_type", ["mxfp4", "nvfp4"])
+def test_stacks_are_merged_to_the_nearest(quant_type, tmp_path):
+    """peft's merge of an adapter on a stack: each expert is what its sum is quantized to; unmerged the bytes before."""
+    moe.model("qwen3_moe", 4).save_pretrained(tmp_path / "dense")
+    config = FourBitConfig(bnb_4bit_quant_type=quant_type, bnb_4bit_compute_dtype=torch.float32)
+    options = {"dtype": torch.float32, "device_map": "cpu", "quantization_config": config}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", **options)
+    settings = LoraConfig(r=4, target_modules=[], target_parameters=["experts.down_proj"], init_lora_weights=False)
+    tuned = get_peft_model(model, settings)
+    module = model.model.layers[0].mlp.experts.base_layer
+    before = module._parameters["down_proj"].data.clone()
+    values = functional.dequantize_4bit(before, module.packed_stacks["down_proj"].state)
+    delta = model.model.layers[0].mlp.experts.get_delta_weight("default")
+    tuned.merge_adapter()
+    held = module.packed_stacks["down_proj"]
+    for e, wanted in enumerate(values + delta):
+        packed, state = kind_of(quant_type).quantize(wanted.detach(), quant_storage=torch.uint8)
+        found, own = functional.expert_of(module._parameters["down_proj"].data, held.state, e)
+        assert same_bytes(found, packed) and own == state, e
+    assert not same_bytes(module._parameters["down_proj"].data, before)
+    tuned.unmerge_adapter()
+    assert same_bytes(module._parameters["down_proj"].data, before)
+
+
 def test_inspected(given):
     """Each weight with its shape and format, and what does not fit together."""
     what, folder = given

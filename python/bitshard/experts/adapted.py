@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bitshard import ops
+from bitshard.formats.kind import kind_of
 from bitshard.functions import functional
 from bitshard.process import foreign
 from bitshard.shards import gather
@@ -206,18 +207,23 @@ def merged(weight: Any, delta: Tensor, sign: int = 1) -> tuple[Params4bit, bool]
     else:
         packed, state = weight.data.as_subclass(Tensor), weight.quant_state
     delta = held.oriented(gather.whole(delta) if gather.is_dtensor(delta) else delta)
-    made, scales, finite = torch.zeros_like(packed), [], True
+    one, finite = kind_of(state.quant_type), True
+    made, states = torch.zeros_like(packed), []
     codes = made.view(-1).view(torch.uint8)[: state.shape.numel() // 2].view(state.shape[0], -1)
     for expert, added in enumerate(delta):
         dense = functional.dequantize_4bit(*functional.expert_of(packed, state, expert))
         dense = (dense.float() + sign * added.to(dense.device).float()).to(state.dtype)
         finite = finite and bool(torch.isfinite(dense).all())
-        own, of = functional.quantize_4bit(dense, None, None, state.blocksize, False, state.quant_type)
+        own, of = one.quantize(dense, blocksize=state.blocksize, quant_type=state.quant_type, quant_storage=torch.uint8)
         codes[expert].copy_(own.view(-1))
-        scales.append(of.absmax)
+        states.append(of)
     new = state.clone()
-    new.absmax, new.offset, new.state2, new.nested = torch.cat(scales), None, None, False
-    if state.nested:
+    new.absmax = torch.cat([of.absmax for of in states])
+    if one.nests:
+        new.offset, new.state2, new.nested = None, None, False
+    else:
+        new.state2.absmax = torch.cat([of.state2.absmax for of in states])
+    if state.nested and one.nests:
         functional.nest(new)
     new.checksum = ops.checksum(made)
     return Params4bit.of_state(made, new, weight.quant_storage, held), finite
