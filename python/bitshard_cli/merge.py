@@ -10,6 +10,7 @@ from bitshard_cli import console
 from bitshard_cli.console import Result
 
 HELP = "write a base with peft's adapters in its weights, a module at a time"
+_DTYPES, _TYPES = ("bfloat16", "float16", "float32"), ("nf4", "fp4", "mxfp4", "nvfp4")
 EXAMPLE = "bitshard merge Llama-3-8B-nf4 trained/adapter Llama-3-8B-tuned --to bfloat16"
 
 
@@ -19,7 +20,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("adapter", type=Path, help="folder of peft: LoRA, rsLoRA, DoRA")
     parser.add_argument("out", type=Path, help="a folder that does not exist yet")
     parser.add_argument(
-        "--to", choices=("bfloat16", "float16", "float32", "4bit", "nf4", "fp4"), default="bfloat16",
+        "--to", choices=(*_DTYPES, "4bit", *_TYPES), default="bfloat16",
         help="dtype of the weights (default: bfloat16), or 4-bit ones as those of the base",
     )  # fmt: skip
     parser.add_argument(
@@ -40,12 +41,12 @@ def run(args: argparse.Namespace) -> Result:
     torch = console.load("torch")
     merge_folder = console.load("transformers.modeling_utils", "peft", "bitshard.convert.merge").merge_folder
     console.require_device_and_size(args)
-    dtype = None if args.to in ("4bit", "nf4", "fp4") else getattr(torch, args.to)
+    dtype = getattr(torch, args.to) if args.to in _DTYPES else None
     if args.merge_aware and dtype is not None:
         raise console.WrongArgument(f"--merge-aware is for --to 4bit, nf4 or fp4, not {args.to}")
     count = merge_folder(
         args.base, args.adapter, args.out, dtype, device=args.device, max_shard_size=args.max_shard_size, progress=bar,
-        check_progress=console.checking, quant_type=args.to if args.to in ("nf4", "fp4") else None,
+        check_progress=console.checking, quant_type=args.to if args.to in _TYPES else None,
         merge_aware=args.merge_aware,
     )  # fmt: skip
     text = f"{args.out}: adapters merged into {count} module{'' if count == 1 else 's'}, in {args.to}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,8 +93,15 @@ def skeleton_of(
     device: torch.device,
     dtype: torch.dtype | None = None,
     runs: bool = False,
+    packed: bool = False,
 ) -> Skeleton:
-    """The model on the meta device, of its own class, in its own dtypes; the files fit it. `runs`: to be run."""
+    """The model on the meta device, of its own class, in its own dtypes; the files fit it.
+
+    Args:
+        runs: it is to be run.
+        packed: the files are in a layout of others, whose bytes are kept.
+    """
+    files = sorted(set(source.files.values())) if packed else None
 
     def build(config: Any, dtype: torch.dtype) -> Any:
         made = _class_of(config)
@@ -103,14 +111,20 @@ def skeleton_of(
     with blamed_on(folder / "config.json"):
         config = config_of(folder)
         if getattr(config, "dtype", None) is None:
-            floats = [_DTYPES[source.dtype(name)] for name in source.files if source.dtype(name) in _DTYPES]
+            floats = [_DTYPES[source.dtype(name)] for name in source.files if _is_of_model(source, name)]
             config.dtype = floats[0] if floats else torch.float32
-    skeleton = Skeleton(config, quantization_config, dtype, device, build, own_dtypes=True, runs=runs)
+    options = {"own_dtypes": True, "runs": runs, "files": files}
+    skeleton = Skeleton(config, quantization_config, dtype, device, build, **options)
     if _differ(source, getattr(skeleton.model, "all_tied_weights_keys", None) or {}):
-        skeleton = Skeleton(untied(config), quantization_config, dtype, device, build, own_dtypes=True, runs=runs)
+        skeleton = Skeleton(untied(config), quantization_config, dtype, device, build, **options)
         skeleton.untied = True
     skeleton.check(source, unsaved(skeleton.model))
     return skeleton
+
+
+def _is_of_model(source: Source, name: str) -> bool:
+    """Whether a tensor is one whose dtype is the model's: no global scale."""
+    return source.dtype(name) in _DTYPES and math.prod(source.shape(name)) > 1
 
 
 def _differ(source: Source, tied: dict[str, str]) -> bool:

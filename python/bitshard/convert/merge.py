@@ -35,6 +35,8 @@ from bitshard.convert.output import Output, require_new
 from bitshard.convert.source import Source
 from bitshard.convert.tensors import empty_weight, packed_entries
 from bitshard.convert.values import Progress, buffers, require_finite, require_numbers, to_check
+from bitshard.formats import layouts
+from bitshard.formats.layouts import QUANTIZATION
 from bitshard.formats.state import dtype_name
 from bitshard.process.registry import QUANT_METHOD
 from bitshard.sharding.checkpoints import gathering
@@ -43,7 +45,7 @@ from bitshard.sharding.checkpoints.files import Entry, byte_count
 from bitshard.sharding.checkpoints.reading import some
 from bitshard.sharding.checkpoints.written import written
 from bitshard.sharding.loading.skeleton import Skeleton
-from bitshard.weights.inventory import holders_of
+from bitshard.weights.inventory import holder_of, holders_of
 from bitshard.weights.tensor import Params4bit
 
 _FOUR_BIT = ("bitsandbytes", QUANT_METHOD)
@@ -71,10 +73,12 @@ def merge_folder(
     interrupted run goes on.
 
     Args:
-        base: of 16- or 32-bit weights, or of 4-bit ones, which are dequantized.
+        base: of 16- or 32-bit weights, or of 4-bit ones, which are dequantized; MXFP4 and NVFP4 in a layout of others
+            among them (`bitshard.formats.layouts`).
         adapter: that peft's save_pretrained has written: LoRA, rsLoRA, DoRA.
         out: must not exist.
-        dtype: of what is written; None: 4-bit weights of a 4-bit base, quantized again as peft does.
+        dtype: of what is written; None: 4-bit weights of a 4-bit base, quantized again as peft does; those in a layout
+            of others in that, to the nearest, with all other entries as they are.
         device: that merges.
         max_shard_size, progress, check_progress: as of `quantize_folder`.
         quant_type: with dtype=None: which one the base must have.
@@ -88,14 +92,19 @@ def merge_folder(
     require_new(out)
     device = device_of(device)
     found = format_of(base)
-    if found and found not in _FOUR_BIT:
+    if found and found not in {*_FOUR_BIT, *layouts.METHODS}:
         raise ValueError(f"{base}: its weights are {found}; expected 4-bit ones of bitsandbytes, or 16 or 32 bits")
-    if dtype is None and not found:
-        raise ValueError(f"{base}: its weights are not 4-bit: merge into bfloat16, then quantize that folder")
-    if quant_type is not None and (own := quantization_of(base).get("bnb_4bit_quant_type")) != quant_type:
-        raise ValueError(f"{base}: its weights are {own}, and stay {own} when they are merged in 4 bits")
     source = Source(base)
-    skeleton = skeleton_of(base, source, None, device)
+    layout = layouts.layout_of(source.files)
+    if layout is None and found in layouts.METHODS:
+        raise ValueError(f"{base}: its config says {found}, and its files have no weights in MXFP4 or NVFP4 of that")
+    if dtype is None and not found and layout is None:
+        raise ValueError(f"{base}: its weights are not 4-bit: merge into bfloat16, then quantize that folder")
+    own = quantization_of(base).get("bnb_4bit_quant_type") if layout is None else layout.kind.name_of_type
+    if quant_type is not None and own != quant_type:
+        raise ValueError(f"{base}: its weights are {own}, and stay {own} when they are merged in 4 bits")
+    settings = None if layout is None else _settings_of(layout)
+    skeleton = skeleton_of(base, source, settings, device, packed=layout is not None)
     wanted = to_check(skeleton, source)
     merged = _Merged(skeleton, source, adapter, dtype, merge_aware)
     small_files(base)  # links are refused before anything is written
@@ -108,11 +117,21 @@ def merge_folder(
             output.write(number, made)
         quantized = skeleton.quantizer.quantization_config if dtype is None else None
         name = None if dtype is None else dtype_name(dtype)
-        output.finish(others(base, quantized, name, merged.untied, merged.changes), merged.elements)
+        small = others(base, quantized, name, merged.untied, merged.changes)
+        if dtype is not None:
+            small.pop(QUANTIZATION, None)  # it says how files in 4 bits are read
+        output.finish(small, merged.elements)
     finally:
         output.close()
         source.close()
     return merged.adapted
+
+
+def _settings_of(layout: type[layouts.Layout]) -> Any:
+    """The quantization_config under which files in this layout are kept."""
+    from bitshard.huggingface.transformers import FourBitConfig
+
+    return FourBitConfig(bnb_4bit_quant_type=layout.kind.name_of_type)
 
 
 class _Merged:
@@ -124,6 +143,9 @@ class _Merged:
     def __init__(self, skeleton: Skeleton, files: Source, adapter: Path, dtype: torch.dtype | None, aware: bool):
         self.skeleton, self.files, self.dtype = skeleton, files, dtype
         model = skeleton.model
+        for key, module, name in skeleton.places():
+            if (held := holder_of(module, name)) is not None:
+                held.layout = files.layout(skeleton.sources((key, module, name), files)[0])
         pairs = list(_give_states(model))
         self._empty = {id(new): (new, old) for new, old in pairs}  # what was in the places of packed weights
         model._weight_conversions = skeleton.used

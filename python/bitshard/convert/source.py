@@ -60,8 +60,8 @@ class Source(Checkpoint):
     def table(self) -> dict[str, list[Any]]:
         """{name: [file, shape, dtype, size and time of the file]}, for another run."""
         return {
-            name: [path.name, list(self._shapes[name]), self._dtypes[name], self._stamps[path.name]]
-            for name, path in self.files.items()
+            name: [self.files[name].name, list(shape), self._dtypes[name], self._stamps[self.files[name].name]]
+            for name, shape in self._shapes.items()
         }
 
     def shape(self, name: str) -> list[int]:

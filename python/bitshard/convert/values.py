@@ -189,7 +189,7 @@ def _wanted(skeleton: Skeleton, source: Checkpoint) -> Iterator[tuple[str, tuple
         dtype = contents.tensor_of(module, leaf).dtype if is_dense else skeleton.dtype
         for name in skeleton.sources(place, source):
             yield name, (dtype if dtype.is_floating_point else None, leaf in module._buffers)
-            beside = [f"{name}.{entry}" for entry in source.entries(name)]
+            beside = source.scales(name)
             if name.endswith("weight"):
                 beside.append(f"{name.removesuffix('weight')}SCB")
             yield from ((each, (None, False)) for each in beside if each in source)

@@ -94,7 +94,7 @@ class Layout:
         found = {end: get(stem + end) for end in cls.ends()}
         if missing := [stem + end for end in cls.needed() if found[end] is None]:
             raise ValueError(f"{key}: {' and '.join(missing)} missing, which files in this layout ({cls.method}) have")
-        packed, scales, whole = found.pop(cls.packed), found.pop(cls.scales), found.get(cls.whole)
+        packed, scales, whole = found[cls.packed], found[cls.scales], found.get(cls.whole)
         shape = cls.shape(key, packed, scales)
         scales, second = scales.reshape(-1).view(torch.uint8).contiguous(), None
         cls.kind.check_scales(scales, None, key)
@@ -108,8 +108,14 @@ class Layout:
             check_global(factor, key)
             second = factor.repeat(cls.kind.second_level(shape))
         state = cls.kind.state(make, scales, second, shape, dtype)
-        kept = {end: value.clone() for end, value in found.items() if value is not None}
-        return exchanged(packed.reshape(-1, 1)), state, cls(kept)
+        return exchanged(packed.reshape(-1, 1)), state, cls.of(key, lambda name: found[name.removeprefix(stem)])
+
+    @classmethod
+    def of(cls, key: str, get: Callable[[str], Tensor | None]) -> Layout:
+        """The layout of a weight, with all of its entries but codes and scales; arguments as of `read`."""
+        stem = key.removesuffix(cls.end)
+        found = {end: get(stem + end) for end in cls.ends() if end not in (cls.packed, cls.scales)}
+        return cls({end: value.clone() for end, value in found.items() if value is not None})
 
     def written(self, key: str, packed: Tensor, state: Any) -> dict[str, Tensor]:
         """The entries of a whole weight as the files have them; on the meta device, too.
@@ -216,6 +222,7 @@ class CompressedTensors(ModelOpt):
 
 
 LAYOUTS = (GptOss, ModelOpt, CompressedTensors)
+QUANTIZATION = "hf_quant_config.json"  # beside files of ModelOpt: what their config says of the format
 METHODS = frozenset(layout.method for layout in LAYOUTS)  # `quant_method` of configs whose files may be in one of them
 
 

@@ -235,7 +235,7 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
             forward.register()
             if not isinstance(config, FourBitConfig):  # what is saved must say so
                 self.quantization_config = FourBitConfig.of(config)
-        if self.vendor is not None and self.vendor.config is not None:
+        if self.vendor is not None:
             self.quantization_config = FourBitConfig.of(self.quantization_config)
             self.quantization_config.files = self.vendor.config
         return out

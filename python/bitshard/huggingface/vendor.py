@@ -13,7 +13,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from bitshard.experts.sources import names_of
 from bitshard.formats.container import repack
-from bitshard.formats.layouts import Layout, layout_of
+from bitshard.formats.layouts import QUANTIZATION, Layout, layout_of
 from bitshard.formats.state import QuantState
 from bitshard.nn.holder import PackedWeight
 from bitshard.weights.inventory import held_by, holder_of
@@ -26,13 +26,13 @@ class Vendor:
     Attributes:
         layout: theirs.
         keys: of the weights that they have packed.
-        config: what their config says of it, to be written again.
+        config: what they say of it beside the weights, to be written again.
     """
 
     def __init__(self, layout: type[Layout], names: set[str], files: Iterable[str]):
         self.layout = layout
         self.keys = set(layout.packed_in(names).values())
-        self.config = _config_beside(files)
+        self.config = _config_beside(files, layout)
 
     def left_alone(self, model: nn.Module) -> list[str]:
         """Names of the linear layers of which the files have 16 bits."""
@@ -103,12 +103,15 @@ def vendor_of(files: Iterable[str], quant_type: str) -> Vendor | None:
     return Vendor(layout, names, files)
 
 
-def _config_beside(files: list[str]) -> dict[str, Any] | None:
-    """The quantization_config of the config.json beside files; None where there is none."""
-    path = Path(files[0]).parent / "config.json" if files else None
-    if path is None or not path.is_file():
-        return None
-    return json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
+def _config_beside(files: list[str], layout: type[Layout]) -> dict[str, Any]:
+    """The quantization_config of the config.json beside files; where there is none, what a file of ModelOpt says."""
+    folder = Path(files[0]).parent
+    found = _json(folder / "config.json").get("quantization_config")
+    return found or {"quant_method": layout.method, **_json(folder / QUANTIZATION).get("quantization", {})}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def filed(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Checkpoint:
         if not self.files:
             raise ValueError(f"{self.where}: no safetensors files there")
         self._laid_out: dict[str, tuple[str, type[Layout], torch.dtype]] = {}  # name -> key of the weight, and its form
-        self._last: tuple[str, dict[str, Tensor], Layout] | None = None
+        self._last: tuple[str, dict[str, Tensor]] | None = None
         self._beside: dict[str, list[str]] = {}
         for name in self.files:
             layer, dot, entry = name.partition(".weight.")
@@ -74,15 +74,23 @@ class Checkpoint:
                 self.files.setdefault(shown, self.files[name])
 
     def layout(self, name: str) -> Layout | None:
-        """The layout of a weight that was read last, where it is one of others."""
-        return self._last[2] if self._last is not None and self._last[0] == name else None
+        """The layout of a weight, where it is one of others."""
+        key, layout, _ = self._laid_out.get(name, (name, None, None))
+        return None if layout is None else layout.of(key, self._get)
+
+    def scales(self, name: str) -> list[str]:
+        """The files' names of what a packed weight is multiplied with."""
+        if name not in self._laid_out:
+            return [f"{name}.{entry}" for entry in self.entries(name)]
+        key, layout, _ = self._laid_out[name]
+        return [own for own in layout.names(key)[1 : len(layout.needed())]]
 
     def _read_laid_out(self, name: str) -> Tensor:
         key, layout, dtype = self._laid_out[name]
         if self._last is None or self._last[0] != key:
-            packed, state, own = layout.read(key, self._get, dtype, QuantState)
+            packed, state, _ = layout.read(key, self._get, dtype, QuantState)
             shown = {f"{key}.{entry}": value for entry, value in state.as_dict(packed=True).items()}
-            self._last = key, {key: packed, **shown}, own
+            self._last = key, {key: packed, **shown}
         return self._last[1][name]
 
     def _get(self, name: str) -> Tensor | None:

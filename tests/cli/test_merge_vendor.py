@@ -1,0 +1,108 @@
+"""`bitshard merge` of folders that others have packed in MXFP4 or NVFP4: in their layout again, and into 16 bits."""
+
+import json
+
+import pytest
+import torch
+from bitshard import fsdp
+from bitshard.convert.merge import merge_folder
+from bitshard.formats.layouts import QUANTIZATION
+from bitshard.transformers import FourBitConfig, dense_config
+from helpers import moe, tiny
+from helpers.bytes import same_bytes
+from helpers.files import tensors
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from test_convert import command
+from transformers import AutoModelForCausalLM
+
+LAYOUTS = ("mxfp4", "modelopt", "compressed-tensors")
+FORMAT = {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
+
+
+def made(folder, what, **sizes):
+    if what == "mxfp4":
+        moe.save_mxfp4(moe.model("gpt_oss", 3, intermediate_size=64), folder)
+    else:
+        moe.save_nvfp4(tiny.llama(**sizes), folder, what)
+    if what == "modelopt":
+        (folder / QUANTIZATION).write_text(json.dumps(FORMAT))
+    return folder
+
+
+def adapted(base, what, folder):
+    """The model of a base with an adapter, which is saved."""
+    config = FourBitConfig(bnb_4bit_quant_type="mxfp4" if what == "mxfp4" else "nvfp4")
+    model = AutoModelForCausalLM.from_pretrained(base, config=dense_config(base), quantization_config=config)
+    stacks = {"target_parameters": ["mlp.experts.down_proj"]} if what == "mxfp4" else {}
+    torch.manual_seed(1)
+    settings = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, **stacks)
+    tuned = get_peft_model(model, settings, autocast_adapter_dtype=False)
+    tuned.save_pretrained(folder)
+    return tuned
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def given(request, tmp_path_factory):
+    """(name of the layout, folder, model with an adapter, folder of that)"""
+    folder = tmp_path_factory.mktemp("vendor")
+    made(folder / "base", request.param)
+    return (
+        request.param,
+        folder / "base",
+        adapted(folder / "base", request.param, folder / "adapter"),
+        folder / "adapter",
+    )
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text()).get("quantization_config")
+
+
+def test_in_the_same_layout(given, tmp_path):
+    """The bytes of merging the loaded model; what has no adapter, and what servers need, byte for byte."""
+    what, base, tuned, adapter = given
+    status, said, err = command("merge", base, adapter, tmp_path / "out", "--to", "4bit", "--max-shard-size", "20KB")
+    assert (status, err) == (0, []) and "adapters merged into" in said[0]
+    fsdp.save_pretrained(tuned, tmp_path / "reference", merge=True, progress=False)
+    before, after, wanted = (tensors(each) for each in (base, tmp_path / "out", tmp_path / "reference"))
+    assert before.keys() == after.keys() == wanted.keys()
+    assert [name for name in wanted if not same_bytes(after[name], wanted[name])] == []
+    changed = {name for name in before if not same_bytes(before[name], after[name])}
+    assert changed and all("q_proj.weight" in name or "down_proj_" in name for name in changed), changed
+    assert config_of(tmp_path / "out") == config_of(base)
+    assert (tmp_path / "out" / QUANTIZATION).exists() == (what == "modelopt")
+    status, _, err = command("inspect", tmp_path / "out")
+    assert status == 0 and not err
+
+
+def test_into_16_bits(given, tmp_path):
+    what, base, tuned, adapter = given
+    merge_folder(base, adapter, tmp_path / "out", torch.bfloat16)
+    fsdp.save_pretrained(tuned, tmp_path / "reference", merge=True, dtype=torch.bfloat16, progress=False)
+    after, wanted = (load_file(each / "model.safetensors") for each in (tmp_path / "out", tmp_path / "reference"))
+    assert after.keys() == wanted.keys() and {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+    assert [name for name in wanted if not same_bytes(after[name], wanted[name])] == []
+    assert config_of(tmp_path / "out") is None and not (tmp_path / "out" / QUANTIZATION).exists()
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(map(len, info.values())) and model(moe.TOKENS).logits.isfinite().all()
+
+
+def test_what_cannot_be_merged(tmp_path):
+    """One line each, and nothing is made."""
+    base = made(tmp_path / "base", "modelopt", vocab_size=moe.VOCABULARY)
+    adapted(base, "modelopt", tmp_path / "adapter")
+    status, _, err = command("merge", base, tmp_path / "adapter", tmp_path / "out", "--to", "nf4")
+    assert status == 1 and "its weights are nvfp4, and stay nvfp4" in err[0]
+    files = load_file(base / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+    files[name].view(torch.uint8)[3, 1] = 127
+    save_file(files, base / "model.safetensors", metadata={"format": "pt"})
+    status, _, err = command("merge", base, tmp_path / "adapter", tmp_path / "out")
+    assert status == 1 and f"{name}: 1 of its" in err[0] and "NaN" in err[0]
+    for each in [each for each in files if each.endswith("weight_scale")]:
+        del files[each]
+    save_file(files, base / "model.safetensors", metadata={"format": "pt"})
+    status, _, err = command("merge", base, tmp_path / "adapter", tmp_path / "out")
+    assert status == 1 and "its config says modelopt, and its files have no weights" in err[0]
+    assert not (tmp_path / "out").exists()
