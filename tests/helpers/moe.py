@@ -109,13 +109,18 @@ def save_fp8(model, folder):
     _save_encoded(model, folder, encode, settings)
 
 
+# layout, and of experts the family, of files in NVFP4
+NVFP4 = ("modelopt", "compressed-tensors", "modelopt qwen3_moe", "compressed-tensors mixtral")
+MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
+
+
 def save_nvfp4(model, folder, layout):
-    """The files of a model whose linear layers but the head are NVFP4, with random codes and scales, as ModelOpt or
-    compressed-tensors have them; with what only servers use."""
+    """The files of a model whose linear layers but the head are NVFP4, experts too, with random codes and scales, as
+    ModelOpt or compressed-tensors have them; with what only servers use, and what the model has no place for."""
     modelopt = layout == "modelopt"
 
     def encode(tensors):
-        for key in [key for key in tensors if key.endswith("proj.weight")]:
+        for key in [key for key in tensors if key.endswith(("proj.weight", "w1.weight", "w2.weight", "w3.weight"))]:
             (N, K), layer = tensors.pop(key).shape, key.removesuffix(".weight")
             tensors[f"{layer}.weight" if modelopt else f"{layer}.weight_packed"] = torch.randint(
                 0, 256, (N, K // 2), dtype=torch.uint8
@@ -126,11 +131,20 @@ def save_nvfp4(model, folder, layout):
                 {f"{layer}.weight_scale_2": whole} if modelopt else {f"{layer}.weight_global_scale": 1 / whole[None]}
             )
             tensors[f"{layer}.input_scale" if modelopt else f"{layer}.input_global_scale"] = torch.rand(())
+        for n in range(model.config.num_hidden_layers):
+            attention = f"model.layers.{n}.self_attn"
+            for kind in "kv":
+                name = f"{attention}.{kind}_proj.{kind}_scale" if modelopt else f"{attention}.{kind}_scale"
+                tensors[name] = torch.rand(()) if modelopt else torch.rand(1)
+        tensors["mtp.layers.0.eh_proj.weight"] = torch.randn(300, 200)  # of a layer for drafting; large
+        tensors["mtp.layers.0.enorm.weight"] = torch.randn(64)
 
     settings = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"]}
     if modelopt:
         settings = {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
     _save_encoded(model, folder, encode, settings)
+    if modelopt:
+        (folder / "hf_quant_config.json").write_text(json.dumps(MODELOPT))
 
 
 def _save_encoded(model, folder, encode, settings, seed=0):

@@ -25,15 +25,26 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 NVFP4 = ("modelopt", "compressed-tensors")
-FILES = ("mxfp4", *NVFP4)
+EXPERTS = ("modelopt qwen3_moe", "compressed-tensors mixtral", "modelopt deepseek_v3")
+FILES = ("mxfp4", *NVFP4, *EXPERTS)
+LAYER = re.compile(r"(.*\.)(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)\.weight")
+
+
+def dense_of(what):
+    """The model whose files are made."""
+    if what == "mxfp4":
+        return moe.model("gpt_oss", 3, intermediate_size=64)
+    layout, _, family = what.partition(" ")
+    sizes = {"intermediate_size": 64} | ({} if family == "mixtral" else {"moe_intermediate_size": 64})
+    return moe.model(family, 4, **sizes) if family else tiny.llama()
 
 
 def made(folder, what):
     """Files in a layout."""
     if what == "mxfp4":
-        moe.save_mxfp4(moe.model("gpt_oss", 3, intermediate_size=64), folder)
+        moe.save_mxfp4(dense_of(what), folder)
     else:
-        moe.save_nvfp4(tiny.llama(), folder, what)
+        moe.save_nvfp4(dense_of(what), folder, what.partition(" ")[0])
     return folder
 
 
@@ -54,11 +65,17 @@ def type_of(what):
 
 
 def decoded(what, files):
+    """{key of a weight: values}, of experts in stacks."""
+    return stacked(layers_of(what, files))
+
+
+def layers_of(what, files):
     """{key of a weight: values} by the layout's own document: the first code of a byte is its low half."""
     found = {}
     for name, packed in files.items():
         if packed.dtype is not torch.uint8 or name.endswith("_scales"):
             continue
+        layout = what.partition(" ")[0]
         codes = VALUE[torch.stack([packed & 15, packed >> 4], -1).flatten(-2).long()]
         if what == "mxfp4":
             key = name.removesuffix("_blocks")
@@ -67,11 +84,28 @@ def decoded(what, files):
             continue
         layer = name.removesuffix("_packed").removesuffix(".weight")
         scales = SCALE["nvfp4"][files[f"{layer}.weight_scale"].view(torch.uint8).long()]
-        if what == "modelopt":
+        if layout == "modelopt":
             scales = scales * files[f"{layer}.weight_scale_2"]
         else:
             scales = scales * (1 / files[f"{layer}.weight_global_scale"])
         found[f"{layer}.weight"] = codes * scales.repeat_interleave(16, -1)
+    return found
+
+
+def stacked(layers):
+    """{key: values} with those of experts in stacks, as transformers' modules have them."""
+    found, stacks = {}, {}
+    for key, values in layers.items():
+        of = LAYER.fullmatch(key)
+        if of is None:
+            found[key] = values
+            continue
+        name = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(of[3], of[3])
+        stacks.setdefault(f"{of[1]}mlp.experts", {}).setdefault(int(of[2]), {})[name] = values
+    for path, numbered in stacks.items():
+        each = [numbered[number] for number in range(len(numbered))]
+        found[f"{path}.gate_up_proj"] = torch.stack([torch.cat([e["gate_proj"], e["up_proj"]]) for e in each])
+        found[f"{path}.down_proj"] = torch.stack([e["down_proj"] for e in each])
     return found
 
 
@@ -93,6 +127,9 @@ def equal_files(folder, other):
     assert [name for name in wanted if found[name].shape != wanted[name].shape] == []
     configs = [json.loads((each / "config.json").read_text())["quantization_config"] for each in (folder, other)]
     assert configs[0] == configs[1]
+    small = [each / "hf_quant_config.json" for each in (folder, other)]
+    assert small[0].exists() == small[1].exists()
+    assert not small[1].exists() or small[0].read_bytes() == small[1].read_bytes()
 
 
 def test_values_are_those_of_the_specification(given):
@@ -103,21 +140,27 @@ def test_values_are_those_of_the_specification(given):
     assert wanted.keys() == found.keys() and found
     for key, (packed, state) in found.items():
         assert torch.equal(functional.dequantize_4bit(packed, state), wanted[key]), key
-        assert state.kind is (kind_of("mxfp4").stack if what == "mxfp4" else kind_of("nvfp4"))
+        kind = kind_of(type_of(what))
+        assert state.kind is (kind.stack if "experts" in key and "shared" not in key else kind)
     left = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
     assert "lm_head" in left and ("model.layers.0.self_attn.q_proj" in left) == (what == "mxfp4")
     for name in left:
         assert torch.equal(model.get_submodule(name).weight, files[f"{name}.weight"])
+    if " " in what:  # global scales of gate and up differ, and are both there
+        second = next(state for key, (_, state) in found.items() if "gate_up" in key).state2.absmax
+        assert len(second.unique()) == 2 * 4
 
 
 def test_logits_are_those_of_the_decoded_model(given):
     what, folder = given
     model = load(folder, type_of(what))
     files = load_file(folder / "model.safetensors")
-    dense = moe.model("gpt_oss", 3, intermediate_size=64) if what == "mxfp4" else tiny.llama()
-    state = {name: value for name, value in files.items() if name in dense.state_dict()}
+    dense = dense_of(what)
+    named = {name.replace("block_sparse_moe", "mlp"): value for name, value in files.items()}
+    state = {name: value for name, value in named.items() if name in dense.state_dict()}
     values = decoded(what, files)
-    state |= {key: value.transpose(1, 2) if value.dim() == 3 else value for key, value in values.items()}
+    turned = what == "mxfp4"
+    state |= {key: value.transpose(1, 2) if value.dim() == 3 and turned else value for key, value in values.items()}
     dense.load_state_dict(state)
     with torch.no_grad():
         found, wanted = (each.eval()(input_ids=moe.TOKENS).logits for each in (model, dense))
@@ -130,7 +173,7 @@ def test_saved_files_are_the_files(given, tmp_path):
     model = load(folder, type_of(what))
     model.save_pretrained(tmp_path / "theirs")
     equal_files(tmp_path / "theirs", folder)
-    targets = {"target_modules": ["q_proj", "v_proj"]}
+    targets = {"target_modules": ["kv_b_proj" if "deepseek" in what else "q_proj", "o_proj"]}
     adapted = get_peft_model(model, LoraConfig(r=4, **targets))
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
     losses = []
@@ -222,6 +265,116 @@ BAD = [
     ("compressed-tensors", "q_proj.weight_global_scale", lambda t: t / 0, "global scale is inf"),
     ("compressed-tensors", "q_proj.weight_packed", lambda t: t[:, :-8].contiguous(), "packed codes are uint8"),
 ]
+
+
+def changed(folder, change, settings=None, name="model.safetensors"):
+    """Change tensors, and what the config says of them."""
+    files = load_file(folder / name)
+    change(files)
+    save_file(files, folder / name, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= settings or {}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def dense_experts(files):
+    """The experts of the first layer in 16 bits, as where a config excludes a layer."""
+    for name in [name for name in files if LAYER.fullmatch(name) and "layers.0." in name]:
+        layer = name.removesuffix(".weight")
+        files[name] = torch.randn(files[name].shape[0], files[name].shape[1] * 2)
+        for end in ("weight_scale", "weight_scale_2", "input_scale"):
+            del files[f"{layer}.{end}"]
+
+
+def test_experts_of_a_layer_in_16_bits(tmp_path):
+    """They stay so, under the names of the files; those of the other layer keep their bytes."""
+    folder = made(tmp_path / "given", "modelopt qwen3_moe")
+    changed(folder, dense_experts)
+    model = load(folder, "nvfp4")
+    assert {key.split(".")[2] for key in weights_of(model) if "experts" in key} == {"1"}
+    files = load_file(folder / "model.safetensors")
+    stack = model.model.layers[0].mlp.experts.gate_up_proj
+    assert torch.equal(stack[3, 64:], files["model.layers.0.mlp.experts.3.up_proj.weight"])
+    model.save_pretrained(tmp_path / "theirs")
+    fsdp.save_pretrained(model, tmp_path / "ours", progress=False)
+    equal_files(tmp_path / "theirs", folder)
+    equal_files(tmp_path / "ours", folder)
+
+
+def without_an_expert(files):
+    for name in [name for name in files if "layers.0.mlp.experts.2.up_proj" in name]:
+        del files[name]
+
+
+def in_fp8(files):
+    layer = "model.layers.0.self_attn.q_proj"
+    rows, half = files[f"{layer}.weight"].shape
+    files[f"{layer}.weight"] = torch.randn(rows, 2 * half).to(torch.float8_e4m3fn)
+    files[f"{layer}.weight_scale"] = torch.ones(())
+    del files[f"{layer}.weight_scale_2"]
+
+
+AWQ = {"model.layers.0.self_attn.q_proj.pre_quant_scale": torch.ones(64)}
+MEANT_OTHERWISE = [
+    ("modelopt qwen3_moe", without_an_expert, {}, "packed experts are {.*: 4, .*: 3}"),
+    ("modelopt", lambda files: files.update(AWQ), {}, r"\['model.layers.0.self_attn.q_proj.pre_quant_scale'\]"),
+    ("modelopt", in_fp8, {}, "1 weights .*self_attn.q_proj.weight is F8_E4M3"),
+    ("compressed-tensors", lambda files: None, {"transform_config": {"config_groups": {"u": 1}}}, "transform_config"),
+]
+
+
+@pytest.mark.parametrize("what, change, settings, words", MEANT_OTHERWISE)
+def test_what_is_meant_otherwise(what, change, settings, words, tmp_path, capfd, caplog):
+    folder = made(tmp_path / "given", what)
+    changed(folder, change, settings)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        load(folder, "nvfp4")
+    assert re.search(words, "".join([str(caught.value), caplog.text, *capfd.readouterr()]))
+
+
+def test_global_scales_that_no_blocks_divide(tmp_path, capfd, caplog):
+    """gate and up of 48 rows of 64 have 192 blocks each: their global scales cannot be told apart."""
+    moe.save_nvfp4(moe.model("qwen3_moe", 4), tmp_path / "given", "modelopt")
+    with pytest.raises(RuntimeError):
+        load(tmp_path / "given", "nvfp4")
+    words = r"gate_proj.*up_proj.* have \[192, 192\] blocks of 16 .* expected multiples of 256"
+    assert re.search(words, "".join([caplog.text, *capfd.readouterr()]))
+
+
+def test_what_the_model_has_no_place_for(tmp_path, caplog):
+    """It is written again, large tensors from the files; where these have gone that is an error, in 16 bits a line."""
+    folder = made(tmp_path / "given", "modelopt")
+    model = load(folder, "nvfp4")
+    caplog.set_level("WARNING", "bitshard")
+    fsdp.save_pretrained(model, tmp_path / "dense", dtype=torch.bfloat16, progress=False)
+    assert "left out are 6 tensors of the modelopt files" in caplog.text and "mtp.layers.0.enorm.weight" in caplog.text
+    assert not (tmp_path / "dense/hf_quant_config.json").exists()
+    assert not [name for name in load_file(tmp_path / "dense/model.safetensors") if "scale" in name or "mtp" in name]
+    fsdp.save_pretrained(model, folder, progress=False)  # over the files themselves
+    equal_files(folder, made(tmp_path / "again", "modelopt"))
+    for save in (model.save_pretrained, lambda out: fsdp.save_pretrained(model, out, progress=False)):
+        with pytest.raises(ValueError, match="1 tensors that the model has no place for .* not there as they were"):
+            save(tmp_path / "out")
+
+
+def test_saved_by_transformers_over_its_own_files(tmp_path):
+    folder = made(tmp_path / "given", "compressed-tensors mixtral")
+    load(folder, "nvfp4").save_pretrained(folder)
+    equal_files(folder, made(tmp_path / "again", "compressed-tensors mixtral"))
+
+
+def test_files_whose_config_does_not_say_it(tmp_path):
+    """ModelOpt's first ones: hf_quant_config.json alone. What is saved says so in both."""
+    folder = made(tmp_path / "given", "modelopt")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    model = load(folder, "nvfp4")
+    model.save_pretrained(tmp_path / "saved")
+    found = json.loads((tmp_path / "saved/config.json").read_text())["quantization_config"]
+    assert found == {"quant_method": "modelopt", **moe.MODELOPT["quantization"]}
+    assert json.loads((tmp_path / "saved/hf_quant_config.json").read_text()) == moe.MODELOPT
+    assert weights_of(load(tmp_path / "saved", "nvfp4")).keys() == weights_of(model).keys()
 
 
 @pytest.mark.parametrize("what", FILES)
@@ -343,7 +496,7 @@ def test_inspected(given):
     what, folder = given
     found = look(folder)
     packed = {weight.name: weight for weight in found.weights if weight.details}
-    assert not found.complaints and packed.keys() == decoded(what, load_file(folder / "model.safetensors")).keys()
+    assert not found.complaints and packed.keys() == layers_of(what, load_file(folder / "model.safetensors")).keys()
     for weight in packed.values():
         assert weight.format == type_of(what) and weight.details["experts"] == (what == "mxfp4")
     stored = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())

@@ -10,7 +10,6 @@ from fsdp.launch import LIMIT, WORKERS, accelerate_launch, launch, options, pass
 from helpers import moe, tiny
 from transformers import AutoModelForCausalLM
 
-NVFP4 = ("modelopt", "compressed-tensors")
 LOADED = ("in_parts", "native", "by_units", "units_of_experts")
 TWO = [f"{how}_{cell}" for cell in ("qwen3_moe_nested", "gpt_oss_plain") for how in LOADED]
 TWO += [f"training_{how}_{what}" for what in (*moe.FAMILIES, "in_16_bits") for how in ("fsdp1", "fsdp2")]
@@ -20,7 +19,7 @@ TWO += [f"late_adapters_{how}_{family}" for how in ("native", "by_units") for fa
 TWO += ["training_checkpointing", "training_fused_fsdp1", "training_fused_fsdp2", "fsdp1_orig", "fsdp1_flat", "offload"]
 TWO += ["merging_fsdp1", "published_mxfp4", "published_fp8", "parallel_plans"]
 TWO += [f"kept_mxfp4_{how}" for how in ("by_units", "in_parts", "native", "whole", "fsdp1", "state_dicts")]
-TWO += [f"kept_nvfp4_{what}_{how}" for what in NVFP4 for how in ("by_units", "native")]
+TWO += [f"kept_nvfp4_{what}_{how}" for what in moe.NVFP4 for how in ("by_units", "native", "in_parts")]
 TWO += ["distributed_checkpoint", "distributed_checkpoint_gpt_oss", "quantizing_shards"]
 THREE = [f"{how}_few_nested" for how in LOADED if how != "native"] + ["training_fsdp2_few", "distributed_checkpoint"]
 FOUR = ["hybrid_qwen3_moe", "hybrid_gpt_oss"]
@@ -47,8 +46,11 @@ def folder(tmp_path_factory):
             moe.model(family, 4).save_pretrained(folder / family)
     moe.save_mxfp4(moe.model("gpt_oss", 3, intermediate_size=64), folder / "mxfp4")
     moe.save_mxfp4(moe.model("gpt_oss", 3, intermediate_size=64), folder / "mxfp4-other", seed=1)
-    for layout in NVFP4:
-        moe.save_nvfp4(tiny.llama(vocab_size=moe.VOCABULARY), folder / f"nvfp4-{layout}", layout)
+    for name in moe.NVFP4:
+        layout, _, family = name.partition(" ")
+        sizes = {"intermediate_size": 64} if family == "mixtral" else {"moe_intermediate_size": 64}
+        model = moe.model(family, 3, **sizes) if family else tiny.llama(vocab_size=moe.VOCABULARY)
+        moe.save_nvfp4(model, folder / f"nvfp4-{name}", layout)
     wide = dict.fromkeys(("hidden_size", "moe_intermediate_size", "intermediate_size"), 128)
     moe.save_fp8(moe.model("deepseek_v3", 4, **wide), folder / "fp8")
     return folder

@@ -120,6 +120,8 @@ def merge_folder(
         small = others(base, quantized, name, merged.untied, merged.changes)
         if dtype is not None:
             small.pop(QUANTIZATION, None)  # it says how files in 4 bits are read
+            if merged.found.beside is not None:
+                merged.found.beside.log_left_out(out)
         output.finish(small, merged.elements)
     finally:
         output.close()
@@ -205,6 +207,9 @@ class _Merged:
             if not names.isdisjoint(own):
                 made = collector.add(self._read(piece))
                 yield from ((name, tensor) for name, tensor in made.items() if name in names)
+        beside = self.found.beside
+        if beside is not None and self.dtype is None and not names.isdisjoint(beside.entries):
+            yield from ((name, tensor) for name, tensor in beside.read() if name in names)
 
     def _files_names(self, entries: dict[str, Entry]) -> Iterable[str]:
         """Names in files of what these entries are, or are a part of."""

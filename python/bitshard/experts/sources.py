@@ -6,6 +6,7 @@ transformers' own quantizers of these formats decode one stack or layer at a tim
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from bitshard.formats import layouts
@@ -48,7 +49,7 @@ def quantizer_of(files: Iterable[str]) -> Any:
     ValueError where they are NVFP4, which is kept only; an error of safetensors where a file is none of its own.
     """
     files = list(files)
-    names = names_of(files)
+    names = files_of(files)
     found = layouts.layout_of(names)
     if found is not None and found.kind.has_global:
         raise ValueError(f"{files[0]}: weights in NVFP4, which are kept as they are: bnb_4bit_quant_type='nvfp4'")
@@ -65,16 +66,16 @@ def quantizer_of(files: Iterable[str]) -> Any:
     return None
 
 
-def names_of(files: Iterable[str]) -> set[str]:
-    """Names of all tensors of safetensors files; other files are passed over."""
+def files_of(files: Iterable[str]) -> dict[str, Path]:
+    """{name of a tensor: its file} of all tensors of safetensors files; other files are passed over."""
     from safetensors import safe_open
 
-    names: set[str] = set()
+    found: dict[str, Path] = {}
     for file in files:
         if str(file).endswith(".safetensors"):
             with safe_open(file, framework="pt") as opened:
-                names.update(opened.keys())
-    return names
+                found |= dict.fromkeys(opened.keys(), Path(file))
+    return found
 
 
 def has_float_scales(source: Any) -> bool:

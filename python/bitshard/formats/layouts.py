@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitshard.formats.entries import dtype_name
+from bitshard.formats.entries import NESTED_BLOCKSIZE, dtype_name
 from bitshard.formats.microscaled import MXFP4_EXPERTS, NVFP4, Microscaled, check_global
 
 
@@ -38,6 +38,7 @@ class Layout:
         packed, scales, whole: what the names of its entries end with, behind the key of the weight without `end`.
         end: of the model's key of a weight.
         others: names of entries that may stand beside them.
+        refused: those under which products are other than those of the weight alone.
     """
 
     method: str
@@ -47,6 +48,7 @@ class Layout:
     scales: str
     whole: str | None = None
     others: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
 
     def __init__(self, kept: dict[str, Tensor] | None = None):
         self.kept = kept or {}
@@ -67,6 +69,11 @@ class Layout:
     def names(cls, key: str) -> list[str]:
         """Names of all entries that the weight `key` can have: packed bytes, scales, and what has no rows."""
         return [key.removesuffix(cls.end) + end for end in cls.ends()]
+
+    @classmethod
+    def scale_names(cls, key: str) -> list[str]:
+        """Names of what the codes of the weight `key` are multiplied with."""
+        return [key.removesuffix(cls.end) + end for end in cls.needed()[1:]]
 
     @classmethod
     def ends(cls) -> list[str]:
@@ -188,6 +195,7 @@ class ModelOpt(Layout):
     method, kind = "modelopt", NVFP4
     end = packed = ".weight"
     scales, whole, others = ".weight_scale", ".weight_scale_2", (".input_scale",)
+    refused = (".pre_quant_scale",)  # of AWQ: x is multiplied with it
 
     @classmethod
     def shape(cls, key: str, packed: Tensor, scales: Tensor) -> torch.Size:
@@ -211,6 +219,7 @@ class CompressedTensors(ModelOpt):
 
     method = "compressed-tensors"
     packed, whole, others = ".weight_packed", ".weight_global_scale", (".input_global_scale",)
+    refused = (".weight_zero_point", ".weight_g_idx")
 
     @staticmethod
     def _factor(whole: Tensor) -> Tensor:
@@ -219,6 +228,87 @@ class CompressedTensors(ModelOpt):
     @staticmethod
     def _whole_shape() -> tuple[int, ...]:
         return (1,)
+
+
+class Stacks:
+    """How files of others have a stack of experts: as linear layers, one by one, each in a layout of its own.
+
+    A global scale is of one of these layers, which are rows of an expert. The second level repeats it for 256 blocks
+    each, so where an expert is of several layers (gate and up), these have whole multiples of 256 blocks.
+
+    Args:
+        one: the layout of each.
+        stems: of each expert, of each layer that its rows are made of, in their order, the name in the files.
+        kept: entries that are of no use here, and global scales: name in the files -> tensor.
+    """
+
+    def __init__(self, one: type[Layout], stems: list[tuple[str, ...]], kept: dict[str, Tensor] | None = None):
+        self.one, self.stems, self.kept = one, stems, kept or {}
+        self.kind = one.kind.stack
+
+    def names(self, key: str) -> list[str]:
+        """As of `Layout`."""
+        return [name for each in self._keys() for name in self.one.names(each)]
+
+    def scale_names(self, key: str) -> list[str]:
+        """As of `Layout`."""
+        return [name for each in self._keys() for name in self.one.scale_names(each)]
+
+    def _keys(self) -> list[str]:
+        return [f"{stem}{self.one.end}" for stems in self.stems for stem in stems]
+
+    def read(self, key: str, get: Callable[[str], Tensor | None], dtype: torch.dtype, make: Any) -> tuple:
+        """As of `Layout`; packed codes, scales and global scales are those of the files, nothing is rounded."""
+        codes, scales, second, shapes = [], [], [], []
+        for stems in self.stems:
+            parts = [self.one.read(f"{stem}{self.one.end}", get, dtype, make) for stem in stems]
+            self._check(key, stems, [state.shape for _, state, _ in parts], shapes)
+            for packed, state, _ in parts:
+                codes.append(packed.view(-1))
+                scales.append(state.absmax)
+                second += [state.state2.absmax] if self.kind.has_global else []
+        shape = torch.Size((len(self.stems), sum(rows for rows, _ in shapes), shapes[0][1]))
+        whole = torch.cat(second) if second else None
+        state = self.kind.state(make, torch.cat(scales), whole, shape, dtype)
+        return torch.cat(codes).view(-1, 1), state, self.of(key, get)
+
+    def _check(self, key: str, stems: tuple[str, ...], found: list[torch.Size], first: list[torch.Size]) -> None:
+        """ValueError unless layers of these shapes are one expert, as all are; `first`: the shapes of the first."""
+        first[:] = first or found
+        if found != first or len(set(found)) != 1:
+            raise ValueError(
+                f"{key}: {list(stems)} are {[list(each) for each in found]}, expected all {list(first[0])}"
+            )
+        blocks = [shape.numel() // self.kind.blocksize for shape in found]
+        if self.kind.has_global and len(blocks) > 1 and blocks[0] % NESTED_BLOCKSIZE:
+            raise ValueError(
+                f"{key}: {list(stems)} have {blocks} blocks of {self.kind.blocksize} and a global scale each, which is "
+                f"kept for each {NESTED_BLOCKSIZE} blocks of an expert: expected multiples of {NESTED_BLOCKSIZE}"
+            )
+
+    def of(self, key: str, get: Callable[[str], Tensor | None]) -> Stacks:
+        """As of `Layout`."""
+        kept = {}
+        for each in self._keys():
+            stem = each.removesuffix(self.one.end)
+            kept |= {f"{stem}{end}": value for end, value in self.one.of(each, get).kept.items()}
+        return Stacks(self.one, self.stems, kept)
+
+    def written(self, key: str, packed: Tensor, state: Any) -> dict[str, Tensor]:
+        """As of `Layout`."""
+        experts, rows, columns = state.shape
+        parts = len(self.stems[0])
+        codes = packed.reshape(-1).view(torch.uint8)[: state.shape.numel() // 2].view(experts, parts, -1)
+        scales, second = state.absmax.view(experts, parts, -1), state.state2.absmax.view(experts, -1)
+        made: dict[str, Tensor] = {}
+        for number, stems in enumerate(self.stems):
+            for part, stem in enumerate(stems):
+                own = state.clone()
+                own.shape, own.absmax = torch.Size((rows // parts, columns)), scales[number, part]
+                own.state2.absmax = second[number, part * second.shape[1] // parts :]
+                kept = {end: self.kept[f"{stem}{end}"] for end in self.one.ends() if f"{stem}{end}" in self.kept}
+                made |= self.one(kept).written(f"{stem}{self.one.end}", codes[number, part], own)
+        return made
 
 
 LAYOUTS = (GptOss, ModelOpt, CompressedTensors)

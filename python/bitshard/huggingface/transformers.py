@@ -26,6 +26,7 @@ from bitshard.experts import forward, modules, sources
 from bitshard.experts.sources import dense_config
 from bitshard.formats.entries import BLOB_PREFIX
 from bitshard.formats.kind import kind_of, quant_types
+from bitshard.formats.layouts import Stacks
 from bitshard.huggingface import vendor
 from bitshard.nn import tied
 from bitshard.nn.embedding import Embedding8bit
@@ -178,6 +179,7 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
         """What `save_pretrained` writes: packed weights in the layout of the files that they came from."""
         if not any(held.layout is not None for module in model.modules() for held in inventory.held_by(module)):
             return super().get_state_dict_and_metadata(model)
+        vendor.write_small_files(model)
         return vendor.filed(model, model.state_dict()), {}
 
     def get_quantize_ops(self) -> Any:
@@ -189,9 +191,10 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
     ) -> Any:
         others["checkpoint_files"] = checkpoint_files
         if not self.pre_quantized:
-            self.vendor = vendor.vendor_of(checkpoint_files or (), self.quantization_config.bnb_4bit_quant_type)
+            self.vendor = vendor.vendor_of(checkpoint_files or (), self.quantization_config.bnb_4bit_quant_type, model)
         if self.vendor is not None:
             _require_embedding_alone(self.quantization_config, self.vendor)
+            _require_whole_stacks(getattr(model.config, "distributed_config", None), self.vendor)
         out = super()._process_model_before_weight_loading(model, device_map=device_map, **others)
         config = self.quantization_config
         packed_files = self.pre_quantized
@@ -248,8 +251,9 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
                 conversion.operations = [*conversion.operations, QuantizeDecoded(self)]
             return updated
         if self.vendor is not None:
-            own = self.vendor.converters(self._stacks, self)
-            return [*own, *(each for each in weight_conversions if not _makes(each, self._stacks))]
+            made = self._stacks if self.vendor.layout.kind.stacked else []
+            others = [each for each in weight_conversions if not _makes(each, made)]
+            return self.vendor.converters(self._stacks, self, others)
         updated = super().update_weight_conversions(weight_conversions, *others)
         if not self.pre_quantized:
             return updated
@@ -266,8 +270,10 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
     def reversible(self, conversions: list) -> list:
         """Those of transformers' conversions that saving reverses: of packed or decoded weights nothing can be."""
         kept = [each for each in conversions if not _makes(each, self._stacks)]
-        kept = [each for each in kept if not any(isinstance(op, vendor.KeepPacked) for op in _operations(each))]
-        return [each for each in kept if not sources.converts(each)]
+        own = (vendor.KeepPacked, vendor.KeepStacks)
+        kept = [each for each in kept if not any(isinstance(op, own) for op in _operations(each))]
+        dense = [op.dense for each in conversions for op in _operations(each) if getattr(op, "used", False)]
+        return [*(each for each in kept if not sources.converts(each)), *dense]
 
     def _process_model_after_weight_loading(self, model: Any, **others: Any) -> Any:
         used = getattr(model, "_weight_conversions", None)
@@ -287,6 +293,18 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
         tied.restore_embeddings(model)
         return super()._dequantize(model, dtype=dtype)
+
+
+def _require_whole_stacks(distributed: Any, files: vendor.Vendor) -> None:
+    """ValueError where transformers would give each rank rows of what has none, the global scales of experts."""
+    ranks = getattr(distributed, "fsdp_size", None) or 1
+    found = [key for key, (layout, _) in files.packed.items() if isinstance(layout, Stacks)]
+    if ranks > 1 and found:
+        raise ValueError(
+            f"DistributedConfig(fsdp_size={ranks}): transformers cannot shard while it reads them packed experts that "
+            f"the files have one by one ({found[0]} and {len(found) - 1} more): use bitshard.fsdp.load, or "
+            "from_pretrained without it and fully_shard"
+        )
 
 
 def _require_embedding_alone(config: Any, files: vendor.Vendor) -> None:

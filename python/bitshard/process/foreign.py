@@ -66,6 +66,13 @@ TRANSFORMERS_SAVES = Foreign(
     "state_dict()",
     "writes files that nobody could read where weights are parametrized: that raises",
 )
+TRANSFORMERS_WRITES = Foreign(
+    "transformers.modeling_utils",
+    "PreTrainedModel.save_pretrained",
+    "hf_quantizer.get_state_dict_and_metadata(self)",
+    "writes weights, configs and no other file: of a model whose files had one more that servers read, that one is "
+    "written into its `save_directory`",
+)
 PEFT_MERGES = Foreign(
     "peft.tuners.lora.bnb", "Linear4bit.merge", "active_adapter", "gives a layer new bytes: those from before are kept"
 )
@@ -126,7 +133,7 @@ TRL_OFFLOADS = Foreign(
     "the same, for trl's `activation_offloading`",
 )
 KNOWN = (FSDP2_PREPARES, FSDP1_WRAPS, FSDP1_FLATTENS, DDP_SENDS, TRANSFORMERS_RESERVES, TRANSFORMERS_SAVES)
-KNOWN += (PEFT_MERGES, PEFT_UNMERGES, PEFT_LOOKS, PEFT_MERGES_STACKS, TORCH_EXPORTS, TORCH_TRAINS)
+KNOWN += (TRANSFORMERS_WRITES, PEFT_MERGES, PEFT_UNMERGES, PEFT_LOOKS, PEFT_MERGES_STACKS, TORCH_EXPORTS, TORCH_TRAINS)
 KNOWN += (TORCH_DESTROYS, TORCH_REPLICATES, TORCH_OFFLOADS, TRL_OFFLOADS)
 
 

@@ -30,6 +30,7 @@ class Loading:
 
     Attributes:
         known: the conversions.
+        renamings: those that only rename.
         of_pattern: pattern in the files' names -> the converter that it belongs to.
     """
 
@@ -38,7 +39,7 @@ class Loading:
 
         self.known = defaults(model, legacy=True)
         self._prefix = getattr(model, "base_model_prefix", "")
-        self._renamings = [each for each in self.known if isinstance(each, WeightRenaming)]
+        self.renamings = [each for each in self.known if isinstance(each, WeightRenaming)]
         self._converters = [each for each in self.known if isinstance(each, WeightConverter)]
         self.of_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
 
@@ -51,7 +52,7 @@ class Loading:
         """
         from transformers.core_model_loading import rename_source_key
 
-        first, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, keys)
+        first, pattern = rename_source_key(name, self.renamings, self._converters, self._prefix, keys)
         if pattern is None:
             return [first], None
         target, *others = self.of_pattern[pattern].target_patterns
@@ -91,18 +92,19 @@ class Names:
         stacks: Iterable[str] = (),
         laid_out: dict[str, Any] | None = None,
     ):
-        self.keys, packed = list(keys), list(packed)
+        self.keys, laid_out = list(keys), laid_out or {}
+        packed, stacks = [key for key in packed if key not in laid_out], list(stacks)
         self._plain: dict[str, str] = {key: key for key in self.keys}
         self._group_of: dict[str, str] = {}
         self._groups: dict[str, list[str]] = {}
         self._model: Any = None
         if model is not None:
-            kept = [each for each in _conversions(model, used, list(stacks)) if not _touches(each, packed)]
+            kept = [each for each in _conversions(model, used, stacks) if not _touches(each, packed)]
             self._model = _Reversed(model, kept)
             if kept:
-                self._find(kept)
+                self._find(kept, [f"{key}." for key in laid_out if key in stacks])
         self.laid_out: dict[str, Any] = {}  # file's name of such a weight -> (its key, its holder)
-        for key, held in (laid_out or {}).items():
+        for key, held in laid_out.items():
             group = self._groups[self._plain[key]] = [each for each in self.keys if f"{each}.".startswith(f"{key}.")]
             self.laid_out[self._plain[key]] = key, held
             for each in group:
@@ -110,14 +112,15 @@ class Names:
             for each in group:
                 del self._plain[each]
 
-    def _find(self, conversions: list[Any]) -> None:
-        """Name all keys in one pass, in transformers' order, on which some of its renamings depend."""
+    def _find(self, conversions: list[Any], kept: list[str]) -> None:
+        """Name all keys in one pass, in transformers' order, on which some of its renamings depend; but for those of
+        stacks that are kept as others have packed them, by their beginnings."""
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
         reverse = [each.reverse_transform() for each in conversions[::-1]]
         renamings = [each for each in reverse if isinstance(each, WeightRenaming)]
         converters = [each for each in reverse if isinstance(each, WeightConverter)]
-        for key in sorted(self.keys, key=dot_natural_key):
+        for key in sorted((key for key in self.keys if not f"{key}.".startswith(tuple(kept))), key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, reverse=True)
             if pattern is None:
                 self._plain[key] = name

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitshard.formats.layouts import Layout
+from bitshard.formats.layouts import Layout, Stacks
 from bitshard.formats.state import QuantState
 
 INDEX = "model.safetensors.index.json"
@@ -43,7 +43,8 @@ class Checkpoint:
             self.files = self._named(paths)
         if not self.files:
             raise ValueError(f"{self.where}: no safetensors files there")
-        self._laid_out: dict[str, tuple[str, type[Layout], torch.dtype]] = {}  # name -> key of the weight, and its form
+        # name -> key of the weight in the model, its layout, its key in the files, dtype
+        self._laid_out: dict[str, tuple[str, type[Layout] | Stacks, str, torch.dtype]] = {}
         self._last: tuple[str, dict[str, Tensor]] | None = None
         self._beside: dict[str, list[str]] = {}
         for name in self.files:
@@ -61,34 +62,35 @@ class Checkpoint:
         """Names of the entries beside a packed weight ("absmax", "quant_map", ...); empty for a dense one."""
         return self._beside.get(name, [])
 
-    def show(self, layout: type[Layout], dtype: torch.dtype) -> None:
+    def show(self, packed: dict[str, tuple[type[Layout] | Stacks, str]], dtype: torch.dtype) -> None:
         """Show packed weights that the files have in a layout of others by the names of bitsandbytes' entries.
 
         Args:
-            layout: theirs. dtype: that the weights dequantize to.
+            packed: key in the model -> layout, key in the files (`laid_out.packed_weights`).
+            dtype: that the weights dequantize to.
         """
-        for name, key in layout.packed_in(self.files).items():
+        for key, (layout, own) in packed.items():
             self._beside[key] = [*layout.kind.entry_names()]
             for shown in (key, *(f"{key}.{entry}" for entry in self._beside[key])):
-                self._laid_out[shown] = key, layout, dtype
-                self.files.setdefault(shown, self.files[name])
+                self._laid_out[shown] = key, layout, own, dtype
+                self.files.setdefault(shown, self.files[layout.names(own)[0]])
 
-    def layout(self, name: str) -> Layout | None:
+    def layout(self, name: str) -> Layout | Stacks | None:
         """The layout of a weight, where it is one of others."""
-        key, layout, _ = self._laid_out.get(name, (name, None, None))
-        return None if layout is None else layout.of(key, self._get)
+        _, layout, own, _ = self._laid_out.get(name, (None, None, name, None))
+        return None if layout is None else layout.of(own, self._get)
 
     def scales(self, name: str) -> list[str]:
         """The files' names of what a packed weight is multiplied with."""
         if name not in self._laid_out:
             return [f"{name}.{entry}" for entry in self.entries(name)]
-        key, layout, _ = self._laid_out[name]
-        return [own for own in layout.names(key)[1 : len(layout.needed())]]
+        _, layout, own, _ = self._laid_out[name]
+        return layout.scale_names(own)
 
     def _read_laid_out(self, name: str) -> Tensor:
-        key, layout, dtype = self._laid_out[name]
+        key, layout, own, dtype = self._laid_out[name]
         if self._last is None or self._last[0] != key:
-            packed, state, _ = layout.read(key, self._get, dtype, QuantState)
+            packed, state, _ = layout.read(own, self._get, dtype, QuantState)
             shown = {f"{key}.{entry}": value for entry, value in state.as_dict(packed=True).items()}
             self._last = key, {key: packed, **shown}
         return self._last[1][name]

@@ -88,9 +88,14 @@ def save_pretrained(
     with _Writer(ranks, folder, found.entries, max_shard_size, progress) as writer:
         for piece, tensors, failure in gathering.gathered(_WHAT, ranks, model, found.pieces):
             writer.write(
-                lambda piece=piece, tensors=tensors: collector.add(gathering.converted(piece, tensors, dtype)), failure
+                lambda piece=piece, tensors=tensors: collector.add(gathering.converted(piece, tensors, dtype)).items(),
+                failure,
             )
             tensors.clear()
+        if found.beside is not None and dtype is None:
+            writer.write(found.beside.read, None)
+        elif found.beside is not None:
+            found.beside.log_left_out(folder)
         parameters = sum(math.prod(piece.shape(name)) for piece in found.pieces for name in piece.names)
         writer.finish(lambda: _configs(model, dtype, found), parameters)
 
@@ -118,7 +123,8 @@ def _configs(model: nn.Module, dtype: torch.dtype | None, found: Written) -> dic
         config.save_pretrained(folder)
         if getattr(inner, "generation_config", None) is not None and inner.can_generate():
             inner.generation_config.save_pretrained(folder)
-        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+        beside = found.beside.files if found.beside is not None and dtype is None else {}
+        return {**beside, **{path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}}
 
 
 def _dtype_of(pieces: list[Piece]) -> torch.dtype:
@@ -173,14 +179,15 @@ class _Writer:
                 self.bar = tqdm(total=total, unit="B", unit_scale=True, desc="Saving", delay=_PATIENCE_S)
 
     def write(self, convert: Any, failure: Exception | None) -> None:
-        """Write what `convert` gives on rank 0; all raise where a rank brings the `failure` of its gathering."""
+        """Write the tensors that `convert` gives on rank 0; all raise where a rank brings the `failure` of its
+        gathering."""
 
         def put() -> None:
             if failure is not None:
                 raise failure
             if self.ranks.rank > 0:
                 return
-            for key, tensor in convert().items():
+            for key, tensor in convert():
                 entry = self.entries[key]
                 if entry.dtype.is_floating_point and not entry.late and tensor.is_floating_point():
                     tensor = tensor.to(entry.dtype)

@@ -26,7 +26,9 @@ from bitshard.sharding.checkpoints.expected import (
     untied,
 )
 from bitshard.sharding.checkpoints.files import Entry
+from bitshard.sharding.checkpoints.laid_out import Beside, beside
 from bitshard.sharding.checkpoints.names import Names
+from bitshard.sharding.checkpoints.reading import some
 
 
 @dataclass
@@ -39,6 +41,7 @@ class Written:
         untied: whether weights that the model ties are not tied in the checkpoint.
         names: of the tensors in the files.
         entries: file's name -> what is there.
+        beside: what the model has no place for and its files had; `entries` have it where weights stay packed.
     """
 
     pieces: list[Piece]
@@ -46,6 +49,7 @@ class Written:
     untied: bool
     names: Names
     entries: dict[str, Entry]
+    beside: Beside | None = None
 
 
 def written(
@@ -95,7 +99,12 @@ def written(
     )
     if wanted is not None:
         require_fitting(wanted, _facts(found, entries), _files(names, entries, found), what)
-    return Written(found, config, bool(broken), names, names.entries(entries))
+    made, others = names.entries(entries), beside(inner)
+    if others is not None and dtype is None:
+        if both := sorted(made.keys() & others.entries.keys()):
+            raise ValueError(f"{what}: {some(both)} are of the model now, and were not when it was loaded")
+        made = {**made, **others.entries}
+    return Written(found, config, bool(broken), names, made, others)
 
 
 def _places(found: Iterable[Piece]) -> dict[str, tuple]:

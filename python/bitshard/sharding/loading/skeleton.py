@@ -111,7 +111,7 @@ class Skeleton:
         complaints = []
         vendor = getattr(self.quantizer, "vendor", None)
         if vendor is not None:
-            files.show(vendor.layout, self.dtype)
+            files.show(vendor.packed, self.dtype)
         self._conversions.look(files, {key for _, slots in self._places.values() for _, _, key in slots})
         for tensor, slots in self._places.values():
             key = next(filter(None, (self._name_in(files, key) for _, _, key in slots)), None)
