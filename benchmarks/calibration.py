@@ -1,7 +1,7 @@
 """What calibrated 4-bit weights lose, beside plain ones, on three kinds of text: one table for one model.
 
     python benchmarks/calibration.py MODEL [--samples 64] [--length 512] [--sequences 8] [--rank 16]
-        [--device cpu] [--no-search] [--tune 150] [--only REGEX] [--batch 1] [--work .cache/calibration]
+        [--microscaled] [--device cpu] [--no-search] [--tune 150] [--only REGEX] [--batch 1] [--work .cache/calibration]
         [--more-text] [--others FOLDER] [--out benchmarks/results/FILE.md]
 
 MODEL is a folder of 16- or 32-bit weights, such as examples/smollm2.py makes. Loss: mean next-token cross entropy in
@@ -39,6 +39,7 @@ import torch
 import transformers
 from bitshard.calibration import calibrate_folder, samples, solve
 from bitshard.convert.quantize import quantize_folder
+from bitshard.transformers import FourBitConfig
 from peft import PeftModel
 from quality import bits_per_weight, mean_loss, processor
 from safetensors.torch import load_file
@@ -51,6 +52,7 @@ MORE_CODE = (
     "_pydecimal", "pdb", "typing", "pydoc", "unittest.mock", "urllib.request", "pickletools", "logging", "difflib",
     "enum", "mailbox", "socket", "threading", "optparse", "configparser", "shutil",
 )  # fmt: skip
+MICROSCALED = ("mxfp4", "nvfp4")
 BATCH = 1  # sequences that are measured at once
 
 
@@ -98,10 +100,12 @@ def where(device: str) -> str:
 
 
 def config(quant_type: str, nested: bool) -> BitsAndBytesConfig:
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type=quant_type, bnb_4bit_use_double_quant=nested,
-        bnb_4bit_compute_dtype=torch.float32,
-    )  # fmt: skip
+    settings = {
+        "bnb_4bit_quant_type": quant_type, "bnb_4bit_use_double_quant": nested, "bnb_4bit_compute_dtype": torch.float32,
+    }  # fmt: skip
+    if quant_type in MICROSCALED:
+        return FourBitConfig(**settings)
+    return BitsAndBytesConfig(load_in_4bit=True, **settings)
 
 
 def made(name: str, work: Path, make: object) -> tuple[Path, float]:
@@ -134,6 +138,7 @@ def rows(options: argparse.Namespace, ids: torch.Tensor, texts: dict) -> Iterato
 
     yield "dense", 0.0, *measured(load(dense), texts)
     kinds = [("nf4", False), ("nf4", True), *([("fp4", False)] if options.fp4 else [])]
+    kinds += [(quant_type, False) for quant_type in MICROSCALED if options.microscaled]
     for quant_type, nested in kinds:
         name = quant_type.upper() + (", nested scales" if nested else "")
         settings = config(quant_type, nested)
@@ -194,6 +199,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--fp4", action="store_true", help="rows of FP4, too")
+    parser.add_argument("--microscaled", action="store_true", help="rows of MXFP4 and NVFP4, too")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--no-search", dest="search", action="store_false", help="no row of scales searched alone")
     parser.add_argument("--tune", type=int, default=0, help="steps of the rows that are tuned; 0: no such rows")

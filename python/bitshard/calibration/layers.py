@@ -75,7 +75,7 @@ class LayerReport(NamedTuple):
 
     Attributes:
         number: of the layer.
-        error, plain: shares of its products that are lost, squared: as chosen, and as bitsandbytes would choose.
+        error, plain: shares of its products that are lost, squared: as chosen, and to the nearest.
         methods: how many matrices were chosen by which method.
         remarks: what could not be done, a line each.
     """
@@ -248,6 +248,9 @@ def _joined(packed_parts: list[Tensor], states: list[QuantState]) -> tuple[Tenso
     state = states[0]
     shape = torch.Size((len(states), *state.shape))
     absmax = torch.cat([each.absmax for each in states])
+    if not state.kind.nests:
+        second = torch.cat([each.state2.absmax for each in states])
+        return torch.cat(packed_parts), state.kind.stack.state(QuantState, absmax, second, shape, state.dtype)
     made = QuantState(
         absmax=absmax, shape=shape, blocksize=state.blocksize, quant_type=state.quant_type, dtype=state.dtype
     )

@@ -1,37 +1,46 @@
-"""Scales and codes of a matrix, chosen for the inputs that it is multiplied with; the format is bitsandbytes' own.
+"""Scales and codes of a matrix, chosen for the inputs that it is multiplied with; the format stays what it is.
 
 With H the mean of x x^T over inputs x, a matrix W [N, K] and its 4-bit form Q, a product loses
 tr((W - Q) H (W - Q)^T): the error here. A scale is searched for each block under the diagonal of H. Then codes are
 chosen column by column, those that matter most first, and each column's error is passed on to the columns behind it
-(GPTQ, arXiv 2210.17323).
+(GPTQ, arXiv 2210.17323). Where scales are 8-bit floats (MXFP4, NVFP4) those that are tried are such floats.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bitshard import ops
+from bitshard.formats.kind import Kind, kind_of
 from bitshard.formats.maps import table
+from bitshard.formats.microscaled import LARGEST_CODE, LARGEST_SCALE, Microscaled
 from bitshard.formats.state import NESTED_BLOCKSIZE, QuantState
 from bitshard.functions import functional
 from bitshard.functions.blockwise import mean
 
 PANEL = 64  # columns that are rounded before what they have passed on reaches all others
-STEPS, LEAST, MOST = 21, 0.72, 1.12  # scales that are tried: multiples of a block's largest magnitude, of either sign
+STEPS, LEAST, MOST = 21, 0.72, 1.12  # scales that are tried: multiples of a block's largest magnitude, of either sign;
+# in MXFP4 and NVFP4, whose codes have both signs alike, of one
 HEADROOM = 1.15  # of a second-level scale over the scales that a first search chose
 DAMPING = 0.05  # of H, in parts of its mean diagonal; ten times as much where that is singular, at most RETRIES times
 RETRIES = 3
 
 
 class Format(NamedTuple):
-    """What a matrix becomes: "nf4" or "fp4", elements of a block, and whether scales are in 8 bits."""
+    """What a matrix becomes: the name of the format, elements of a block, and whether plain scales are nested."""
 
     quant_type: str = "nf4"
     blocksize: int = 64
     nested: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of a matrix in it."""
+        return kind_of(self.quant_type)
 
 
 class Choice(NamedTuple):
@@ -40,8 +49,9 @@ class Choice(NamedTuple):
     Attributes:
         codes: uint8 [N, K].
         scales: float32 [ceil(n / blocksize)], as a reader decodes them.
-        nested: (uint8 codes of the scales, float32 [ceil(scales / 256)], float32 offset), or None.
-        method: "plain" (what bitsandbytes would choose), "search" or "passed on".
+        nested: (uint8 codes of the scales, float32 [ceil(scales / 256)], float32 offset), or None. Of MXFP4 and NVFP4
+            codes are bytes of 8-bit floats, the second level is the global scale.
+        method: "plain" (what quantizing to the nearest chooses), "search" or "passed on".
     """
 
     codes: Tensor
@@ -142,11 +152,48 @@ class Nested:
         return self.map[codes] * second + self.offset, codes.to(torch.uint8)
 
 
+class Floats:
+    """Scales that are 8-bit floats, E8M0 or E4M3, times one global scale; the class has what `Nested` has.
+
+    Args:
+        kind: of the weight.
+        second: float32 [ceil(S / 256)], the global scale each time.
+        offset: 0.
+    """
+
+    def __init__(self, kind: Microscaled, second: Tensor, offset: Tensor):
+        self.second, self.offset = second, offset
+        self._first = 1 if kind.has_global else 0  # a scale of 0 is none
+        every = table(kind.scale_table, second.device)[self._first : kind.largest_scale + 1]
+        self.map = every * second[:1] if kind.has_global else every
+        self._between = (self.map[1:] + self.map[:-1]) / 2
+
+    @classmethod
+    def of(cls, kind: Microscaled, largest: Tensor, shape: torch.Size) -> Floats:
+        """For a matrix whose blocks have these largest magnitudes [S, 1]; a multiple of each of them can be tried."""
+        whole = largest.max() * MOST / (LARGEST_CODE * LARGEST_SCALE) if largest.numel() else largest.new_ones(())
+        whole = torch.where(whole > 0, whole, 1.0) if kind.has_global else torch.ones_like(whole)
+        return cls(kind, whole.repeat(kind.second_level(shape)), whole.new_zeros(()))
+
+    def wanted(self, largest: Tensor) -> Tensor:
+        """Scales to try [S, G] for blocks of these largest magnitudes [S, 1]."""
+        if self._first:
+            return largest / LARGEST_CODE * _steps(largest.device)
+        power = torch.exp2(torch.frexp(largest).exponent.float() - 3)  # as quantizing to the nearest has it
+        return power * power.new_tensor([1.0, 0.5, 2.0])
+
+    def nearest(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """As of `Nested`."""
+        codes = torch.bucketize(wanted, self._between)
+        return self.map[codes], (codes + self._first).to(torch.uint8)
+
+
 def nearest_nested(scales: Tensor, state: QuantState) -> tuple[Tensor, Tensor]:
     """Scales nearest to `scales` [S] that the second level of a nested state can express, and their codes."""
-    parts = state.kind.parts(state)
+    parts, kind = state.kind.parts(state), state.kind
+    make = Nested if kind.nests else partial(Floats, kind)
     rows = zip(scales.view(parts, -1), state.state2.absmax.view(parts, -1), state.offset.view(parts), strict=True)
-    found = [Nested(second, offset).nearest(row.unsqueeze(1)) for row, second, offset in rows]
+    found = [make(second, offset).nearest(row.unsqueeze(1)) for row, second, offset in rows]
     return torch.cat([values for values, _ in found]).squeeze(1), torch.cat([codes for _, codes in found]).squeeze(1)
 
 
@@ -165,35 +212,43 @@ def packed(choice: Choice, fmt: Format, shape: torch.Size, dtype: torch.dtype) -
     codes = choice.codes.reshape(-1)
     if len(codes) % 2:  # a missing last value counts as zero
         codes = torch.cat([codes, codes.new_tensor([7 if fmt.quant_type == "nf4" else 0])])
+    data = (codes[0::2] << 4 | codes[1::2]).view(-1, 1)
+    if not fmt.kind.nests:
+        return data, fmt.kind.state(QuantState, *choice.nested[:2], shape, dtype)
     state = QuantState(
         absmax=choice.scales, shape=shape, blocksize=fmt.blocksize, quant_type=fmt.quant_type, dtype=dtype
     )
     state.share(fmt.quant_type)
     if choice.nested is not None:
         functional.set_nested(state, *choice.nested)
-    return (codes[0::2] << 4 | codes[1::2]).view(-1, 1), state
+    return data, state
 
 
 # ---- the three choices ----
 
 
 def _plain(w: Tensor, fmt: Format) -> Choice:
-    """What bitsandbytes chooses."""
-    data, state = functional.quantize_4bit(w, None, None, fmt.blocksize, fmt.nested, fmt.quant_type)
+    """To the nearest: of NF4 and FP4 what bitsandbytes chooses."""
+    settings = {"blocksize": fmt.blocksize, "compress_statistics": fmt.nested, "quant_type": fmt.quant_type}
+    data, state = fmt.kind.quantize(w, quant_storage=torch.uint8, **settings)
     flat = data.view(-1)
     codes = torch.stack([flat >> 4, flat & 15], 1).view(-1)[: w.numel()].view(w.shape)
-    nested = (state.absmax, state.state2.absmax, state.offset) if fmt.nested else None
-    scales = functional.plain_scales(state) if fmt.nested else state.absmax
-    return Choice(codes, scales, nested, "plain")
+    nested = (state.absmax, state.state2.absmax, state.offset) if state.nested else None
+    return Choice(codes, functional.plain_scales(state), nested, "plain")
 
 
 def _nearest(w: Tensor, inputs: Inputs, fmt: Format) -> Choice:
     """The scale of each block that has the least squared errors under `weights`, and the nearest codes."""
-    wanted = _absmax(w, fmt.blocksize) * _multiples(w.device)
-    scales, _ = _searched(w, inputs.weights, wanted, fmt)
-    nested = None
-    if fmt.nested:
-        second = Nested.after(scales)
+    largest, second, nested = _absmax(w, fmt.blocksize), None, None
+    if fmt.kind.nests:
+        steps = _steps(w.device)
+        wanted = largest * torch.cat([steps, -steps])
+        scales, _ = _searched(w, inputs.weights, wanted, fmt)
+        second = Nested.after(scales) if fmt.nested else None
+    else:
+        second = Floats.of(fmt.kind, largest, w.shape)
+        wanted = second.wanted(largest)
+    if second is not None:
         wanted, codes = second.nearest(wanted)
         scales, choice = _searched(w, inputs.weights, wanted, fmt)
         nested = (codes.gather(1, choice).squeeze(1), second.second, second.offset)
@@ -234,9 +289,8 @@ def _panels(K: int) -> list[slice]:
     return [slice(begin, min(begin + PANEL, K)) for begin in range(0, K, PANEL)]
 
 
-def _multiples(device: torch.device) -> Tensor:
-    steps = torch.linspace(LEAST, MOST, STEPS, dtype=torch.float32, device=device)
-    return torch.cat([steps, -steps])
+def _steps(device: torch.device) -> Tensor:
+    return torch.linspace(LEAST, MOST, STEPS, dtype=torch.float32, device=device)
 
 
 def _absmax(w: Tensor, blocksize: int) -> Tensor:

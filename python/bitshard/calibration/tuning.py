@@ -121,10 +121,7 @@ class Trained:
     def result(self) -> Made:
         """The weight with the scales that were found, on the CPU."""
         state, wanted = self.state.clone(), self.scales * (1 + self.change)
-        if state.nested:
-            functional.set_nested(state, self._nearest(wanted)[1], state.state2.absmax, state.offset)
-        else:
-            state.absmax = wanted
+        state.absmax = self._nearest(wanted)[1] if state.nested else wanted
         adapter = tuple(each.detach().cpu() for each in self.factors) or None
         return self.made._replace(packed=self.packed.cpu(), state=state.moved(torch.device("cpu")), adapter=adapter)
 

@@ -21,6 +21,7 @@ from bitshard.formats.kind import register
 from bitshard.formats.kinds import ExpertStack, FourBit
 
 _LARGEST_EXPONENT = 252  # 6 * 2^(252 - 127) is the largest power whose multiples float32 and bfloat16 hold
+LARGEST_CODE, LARGEST_SCALE = 6.0, 448.0  # of E2M1, and of E4M3
 _NAN = 0x7F  # of E4M3; above it are negative numbers
 
 
@@ -64,6 +65,11 @@ class Microscaled(FourBit):
     def name_of_type(self) -> str:
         """The name of the format."""
         return self.quant_types[0]
+
+    @property
+    def largest_scale(self) -> int:
+        """The byte of the largest scale."""
+        return _NAN - 1 if self.has_global else _LARGEST_EXPONENT
 
     def second_level(self, shape: torch.Size) -> int:
         """Scales of the second level."""
@@ -114,7 +120,7 @@ class Microscaled(FourBit):
         """
         if scales.is_meta or scales.numel() == 0:
             return
-        most = _NAN - 1 if self.has_global else _LARGEST_EXPONENT
+        most = self.largest_scale
         largest = int(scales.max())
         if largest > most:
             what = "NaN or negative" if self.has_global else f"NaN or 2^{largest - 127}, beyond what float32 holds"

@@ -12,10 +12,10 @@ from bitshard import ops
 from bitshard.formats.checks import check_storage, check_values
 from bitshard.formats.entries import NESTED_BLOCKSIZE
 from bitshard.formats.maps import table
-from bitshard.formats.microscaled import ALL, Microscaled
+from bitshard.formats.microscaled import ALL, LARGEST_CODE, LARGEST_SCALE, Microscaled
 from bitshard.formats.state import QuantState
 
-_LARGEST_CODE, _LARGEST_SCALE, _LEAST_SCALE = 6.0, 448.0, 2.0**-9  # of E2M1, and of E4M3
+_LEAST_SCALE = 2.0**-9  # of E4M3
 _AT_ONCE = 1 << 22  # elements
 
 
@@ -82,9 +82,9 @@ def _mx_scales(largest: Tensor) -> tuple[Tensor, Tensor]:
 
 def _nv_scales(largest: Tensor) -> tuple[Tensor, Tensor]:
     """E4M3 bytes of blocks of these largest magnitudes, and the global scale; 2^-9 and up, for a scale of 0 is none."""
-    whole = largest.max() / (_LARGEST_CODE * _LARGEST_SCALE) if largest.numel() else largest.new_zeros(())
+    whole = largest.max() / (LARGEST_CODE * LARGEST_SCALE) if largest.numel() else largest.new_zeros(())
     whole = torch.where(whole > 0, whole, 1.0)
-    scales = (largest / _LARGEST_CODE / whole).clamp(_LEAST_SCALE, _LARGEST_SCALE)
+    scales = (largest / LARGEST_CODE / whole).clamp(_LEAST_SCALE, LARGEST_SCALE)
     return scales.to(torch.float8_e4m3fn).view(torch.uint8), whole
 
 
