@@ -89,6 +89,26 @@ def test_into_16_bits(given, tmp_path):
     assert not any(map(len, info.values())) and model(moe.TOKENS).logits.isfinite().all()
 
 
+def test_experts_of_a_layer_in_16_bits(tmp_path):
+    """They are merged in 16 bits, and all tensors have the names of the files."""
+    base = made(tmp_path / "base", "modelopt qwen3_moe")
+    files = load_file(base / "model.safetensors")
+    for name in [name for name in files if "layers.0.mlp.experts" in name and name.endswith("proj.weight")]:
+        files[name] = torch.randn(files[name].shape[0], files[name].shape[1] * 2)
+        for end in ("_scale", "_scale_2"):
+            del files[f"{name}{end}"]
+    save_file(files, base / "model.safetensors", metadata={"format": "pt"})
+    tuned = adapted(base, "modelopt qwen3_moe", tmp_path / "adapter")
+    merge_folder(base, tmp_path / "adapter", tmp_path / "out", None)
+    fsdp.save_pretrained(tuned, tmp_path / "reference", merge=True, progress=False)
+    after, wanted = (tensors(tmp_path / each) for each in ("out", "reference"))
+    assert after.keys() == wanted.keys() == files.keys()
+    assert [name for name in wanted if not same_bytes(after[name], wanted[name])] == []
+    changed = {name for name in files if not same_bytes(files[name], after[name])}
+    assert len([name for name in changed if "layers.0.mlp.experts" in name and "down_proj" in name]) == 4
+    assert all("down_proj.weight" in name or "q_proj.weight" in name for name in changed)
+
+
 def test_what_cannot_be_merged(tmp_path):
     """One line each, and nothing is made."""
     base = made(tmp_path / "base", "modelopt", vocab_size=moe.VOCABULARY)
