@@ -107,13 +107,13 @@ class Beside:
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of all. ValueError where a file of one has gone or changed since the model was loaded."""
-        yield from self.tensors.items()
         changed = sorted({str(path) for path, stamp in self._large.values() if _stamp(path) != stamp})
         if changed:
             raise ValueError(
                 f"{len(self._large)} tensors that the model has no place for are read again from the files that it was "
                 f"loaded from, which are not there as they were any more: {some(changed)}"
             )
+        yield from self.tensors.items()
         yield from _read({name: path for name, (path, _) in self._large.items()})
 
     def log_left_out(self, folder: Any) -> None:
