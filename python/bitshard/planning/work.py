@@ -21,7 +21,7 @@ from bitshard.planning.meter import ONE, Noted, listening
 from bitshard.planning.model import Model
 from bitshard.planning.played import Play, stubs
 
-_ONE = torch.ops.aten._local_scalar_dense.default
+_SCALAR = torch.ops.aten._local_scalar_dense.default
 _MAKES = {"new_empty", "empty", "empty_like", "empty_strided", "detach", "new_empty_strided"}
 
 
@@ -61,10 +61,8 @@ class Listing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is _ONE and args[0].is_meta:  # masks are full
-            return {(True, False): 1.0, (False, True): True}.get(
-                (args[0].dtype.is_floating_point, _is_bool(args[0])), 1
-            )
+        if func is _SCALAR and args[0].is_meta:  # masks are full
+            return ONE[args[0].dtype.is_floating_point, args[0].dtype is torch.bool]
         out = func(*args, **kwargs)
         if func.overloadpacket.__name__ in _MAKES:
             return out
