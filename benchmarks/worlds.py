@@ -162,7 +162,8 @@ def rank(number: int, world: int, port: int, folder: str, layers: list[int]) -> 
     for name, measure in (("warm", seconds), ("calls", counted), ("cpu s", seconds), ("python MiB", peak)):
         for count in layers:
             run = Run(folder, count, world)
-            found[f"{count} {name}"] = {phase: measure(getattr(run, phase)) for phase in PHASES}
+            made = measure if number == 0 else seconds
+            found[f"{count} {name}"] = {phase: made(getattr(run, phase)) for phase in PHASES}
             dist.barrier()
     if number == 0:
         Path(folder, f"found-{world}.json").write_text(json.dumps(found))
@@ -201,14 +202,17 @@ def mixed(values: dict[tuple[int, int], float]) -> float:
     return both / values[most, deep]
 
 
+def every_size(found: dict[int, dict], layers: list[int], measure: str, phase: str) -> dict[tuple[int, int], float]:
+    """{(ranks, layers): number}."""
+    return {(world, count): every[f"{count} {measure}"][phase] for world, every in found.items() for count in layers}
+
+
 def table(found: dict[int, dict], layers: list[int], measure: str) -> str:
     """A row for each phase."""
     heads = [f"{world} x {count}" for count in layers for world in found]
     rows = []
     for phase in PHASES:
-        values = {
-            (world, count): every[f"{count} {measure}"][phase] for world, every in found.items() for count in layers
-        }
+        values = every_size(found, layers, measure, phase)
         shown = [values[world, count] for count in layers for world in found]
         form = "{:,.0f}" if measure == "calls" else "{:.2f}"
         rows.append([phase, *map(form.format, shown), f"{mixed(values):+.1%}"])
@@ -244,6 +248,7 @@ def main() -> None:
     parser.add_argument("--layers", default="2,4,8")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--picture", type=Path)
+    parser.add_argument("--json", type=Path, help="what of the calls grows with both, by phase")
     options = parser.parse_args()
     worlds, layers = ([int(word) for word in text.split(",")] for text in (options.ranks, options.layers))
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES="")
@@ -267,6 +272,9 @@ def main() -> None:
             found[world] = launched(world, folder, layers)
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, peft {peft.__version__}"
     lines = [f"{cpu_name_and_flags()[0]}; {versions}; commit {commit('python', 'csrc')}", ""]
+    if options.json:
+        shares = {phase: mixed(every_size(found, layers, "calls", phase)) for phase in PHASES}
+        options.json.write_text(json.dumps(shares))
     lines += [f"{measure}\n\n{table(found, layers, measure)}\n" for measure in MEASURES]
     text = "\n".join(lines)
     print(text)

@@ -1,5 +1,6 @@
 """The planned time of a step beside recorded ones that the model was not fitted to."""
 
+import json
 import statistics
 
 import pytest
@@ -7,6 +8,7 @@ from bitshard import _C
 from bitshard.planning import Job, cards, plan
 from bitshard.planning.shapes import KNOWN
 from bitshard.planning.time import HOSTS, LINKS, MEMORY, PACKED, Time, Way
+from bitshard_cli import main
 
 FITTED, UNSEEN = 0.05, 0.15
 EAGER, PEFT = Way(graphs=False), Way(graphs=False, fused=False)
@@ -188,3 +190,44 @@ def test_other_layers() -> None:
     for options in ({"bits": 8, "nested": False}, {"library": "bitsandbytes"}):
         with pytest.raises(ValueError, match="4-bit layers alone"):
             Time(made((LLAMA,), seq=512, **options), "H100")
+
+
+COMMANDS = {  # of docs/plan.md and docs/commands.md: milliseconds that plan.md says
+    "plan llama-3-70b --gpus 2x80 --nested --lora-dtype bfloat16 --seq 512 --time H100": 589,
+    "plan llama-3-70b --gpus 2x80 --nested --seq 512 --time H100": None,
+    "plan llama-3-8b --gpus 4x24 --nested --time 4090 --link pcie4 --replicas 2": None,
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_pages(command: str, capsys: pytest.CaptureFixture) -> None:
+    """The time is behind the plan of memory, for people and for programs."""
+    assert main.main(command.split()) == 0
+    said = capsys.readouterr().out
+    assert main.main([*command.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["time"]
+    assert f"{found['seconds'] * 1e3:.1f} ms, {found['tokens_per_second']:,.0f} tokens/s of all cards" in said
+    assert sum(part["seconds"] for part in found["parts"]) == pytest.approx(found["seconds"])
+    assert COMMANDS[command] in (None, round(found["seconds"] * 1e3))
+    assert found["cards"] == (8 if "--replicas" in command else 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [("--time 4091", "4091"), ("--link 5", "--time CARD"), ("--time H100 --replicas 0", "replicas is 0"),
+     ("--time H100 --load-in-8bit", "4-bit layers"), ("--gpus 0x24 --time H100", "gpus is 0")],
+)  # fmt: skip
+def test_wrong_arguments(words: str, said: str, capsys: pytest.CaptureFixture) -> None:
+    """Status 2, and a line with the number."""
+    assert main.main(["plan", "llama-3.2-1b", *words.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_lower_bound_is_no_figure(capsys: pytest.CaptureFixture) -> None:
+    """What was off by more than 15 % is left out."""
+    words = ["plan", "llama-3.2-1b", "--gpus", "2x24", "--time", "H100", "--eager"]
+    assert main.main(words) == 0
+    assert "No figure of the step: the host limits" in capsys.readouterr().out
+    assert main.main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["time"]
+    assert found["seconds"] is None and found["least"] > 0 and "FSDP2" in found["left_out"]

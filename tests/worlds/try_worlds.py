@@ -81,3 +81,12 @@ def test_one_rank_is_killed(folder, world):
         seen = json.loads((folder / f"killed{world}.{rank}").read_text())
         assert codes[rank] == 1 and "no error" not in seen["error"], (rank, seen)
         assert seen["seconds"] < PATIENCE + 10, (rank, seen)
+
+
+def test_nothing_grows_with_ranks_and_layers(tmp_path):
+    """Calls of rank 0; but for torch's own checkpoints, whose planner on rank 0 has the plans of all ranks."""
+    script, found = WORKERS.parents[1] / "benchmarks" / "worlds.py", tmp_path / "shares.json"
+    run([sys.executable, str(script), "--ranks", "2,4", "--layers", "2,4", "--json", str(found)], LIMIT, fresh=True)
+    shares = json.loads(found.read_text())
+    assert shares.pop("checkpoint") > 0.02
+    assert max(map(abs, shares.values())) < 0.003, shares

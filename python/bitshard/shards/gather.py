@@ -172,7 +172,7 @@ def joined(pieces: dict[str, Tensor], group: Any, numbers: list[int]) -> tuple[d
     """
     device = _device_of(group)
     flat = {name: piece.cpu().contiguous().view(-1).view(torch.uint8) for name, piece in pieces.items()}
-    own = torch.tensor([*numbers, *(each.numel() for each in flat.values())], device=device)
+    own = torch.tensor([*numbers, *(each.numel() for each in flat.values())], dtype=torch.int64, device=device)
     world = 1 if group is None else torch.distributed.get_world_size(group)
     table = own.new_empty(world * own.numel())
     all_gather(table, own, group)
@@ -189,7 +189,7 @@ def joined(pieces: dict[str, Tensor], group: Any, numbers: list[int]) -> tuple[d
     columns = every.cpu().view(world, -1).split(longest, dim=1)
     found = {}
     for (name, piece), column, length in zip(pieces.items(), columns, lengths.T, strict=True):
-        there = torch.arange(column.size(1)) < length.unsqueeze(1)
+        there = torch.arange(column.size(1), dtype=torch.int64) < length.unsqueeze(1)
         found[name] = column[there].view(piece.dtype).view(-1, *piece.shape[1:])
     return found, table[:, : len(numbers)].tolist()
 

@@ -3,8 +3,8 @@
     python tests/fsdp/parts/worlds.py --dir DIR --out DIR/alone                   # the files, and one process's losses
     torchrun --nproc-per-node 8 tests/fsdp/parts/worlds.py --dir DIR --out DIR/8
 
-A rank's folder and results are those of shared.py. FSDP2 is transformers' (`distributed_config`), not accelerate's, which
-would be DDP on a CPU; that each rank has its part only is asserted.
+A rank's folder and results are those of shared.py. FSDP2 is transformers' (`distributed_config`), not accelerate's,
+which would be DDP on a CPU; that each rank has its part only is asserted.
 """
 
 import json
