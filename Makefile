@@ -6,6 +6,7 @@
 # make aarch64                         the wheel for aarch64 under qemu-user: C tests, first example, core of the suite
 # make lint                            layout and lint of Python, C and CUDA
 # make tools-tests                     unsloth, axolotl, LLaMA-Factory, ms-swift, deepspeed and others as they are, from PyPI
+# make worlds                          8 and 16 processes of this machine's CPU that shard a tiny model: some minutes
 # make dev                             editable installs: Python edits count at once, `make test` rebuilds the C core
 #
 # Each makes .venv/ first, from constraints.txt. PYTHON=... uses the environment of another interpreter as it is, which
@@ -46,7 +47,7 @@ upstream :=
 endif
 pip := $(python) -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo test newest oldest tools-tests wheels release aarch64 lint dev given
+.PHONY: demo test newest oldest tools-tests worlds wheels release aarch64 lint dev given
 
 demo: $(ready)
 	$(python) examples/demo.py $(if $(QUICK),--quick) $(if $(MODEL),--model $(MODEL))
@@ -67,6 +68,10 @@ newest oldest: $(original)
 tools-tests: $(ready) $(upstream)
 	$(python) tests/tools/fetch.py
 	$(python) -m pytest tests/tools -o python_files='try_*.py'
+
+# 16 processes share what cores there are; no part of `make test`.
+worlds: $(ready)
+	$(python) -m pytest tests/worlds -o python_files='try_*.py' $(PYTEST)
 
 # zig's clang, auditwheel and what builds: 90 MB, pinned.
 .cache/release-tools/.installed: release/tools.txt

@@ -40,7 +40,9 @@ const char *bsh_op_name(const bsh_operand_kind kind, const bsh_direction directi
 
 const char *bsh_kernel_name(const bsh_kernel *const kernel) { return kernel->name; }
 
-double bsh_kernel_cost(const bsh_kernel *const kernel, const bsh_facts *const facts) { return kernel->cost(facts); }
+double bsh_kernel_cost(const bsh_kernel *const kernel, const bsh_facts *const facts) {
+  return kernel->estimate != NULL ? kernel->estimate(facts) : kernel->cost(facts);
+}
 
 /* ---- which kernel ---- */
 

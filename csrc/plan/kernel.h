@@ -30,6 +30,8 @@ struct bsh_kernel {
   /* Nanoseconds, where there is an estimate of them. Where borders were measured instead, BSH_ORDER: such kernels come
    * before all with estimates, in this order. BSH_LAST: only where nobody multiplies panels. */
   double (*cost)(const bsh_facts *facts);
+  /* NULL, or nanoseconds of a kernel that is chosen by measured borders: for plans of time, not for choosing. */
+  double (*estimate)(const bsh_facts *facts);
   /* Fills a zeroed slice for slice->rows rows of a product that is not refused. NULL: panels. */
   void (*cut)(const bsh_facts *facts, bsh_plan_slice *slice);
 };

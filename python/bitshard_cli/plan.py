@@ -43,7 +43,32 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--loss-chunk", type=int, default=0, metavar="TOKENS", help="whose logits exist at a time")
     step.add_argument("--no-checkpointing", action="store_true", help="of gradients")
     step.add_argument("--offload", default="", help=f"to the host: {', '.join(OFFLOADS)}, or both with a comma")
+    _time_arguments(parser.add_argument_group("time of a step"))
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write stacked bars there (.png, .svg, .pdf)")
+
+
+def _time_arguments(group: Any) -> None:
+    group.add_argument("--time", metavar="CARD", help="H100, 4090, ..., or sm=89,sms=142,gb=864,tflops=362")
+    group.add_argument("--link", help="between GPUs: nvlink4, pcie4, host4 (through the host), ..., or GB/s")
+    group.add_argument("--replicas", type=int, default=1, metavar="N", help="groups of --gpus (HSDP, DDP; default: 1)")
+    group.add_argument("--across", metavar="LINK", help="between replicas (default: as --link)")
+    group.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches a step (default: 1)")
+    group.add_argument("--eager", action="store_true", help="without graphs: the host launches each kernel")
+    group.add_argument("--peft-layers", action="store_true", help="adapters by peft, without BITSHARD_FUSE")
+    group.add_argument("--host-us", type=float, metavar="US", help="of the host for a kernel (default: as measured)")
+
+
+def way_of(args: argparse.Namespace) -> dict[str, Any]:
+    """How the step is run: fields of `bitshard.planning.time.Way`. WrongArgument for options without --time."""
+    found = dict(
+        graphs=not args.eager, fused=not args.peft_layers, accumulate=args.accumulate, replicas=args.replicas,
+        link=args.link, across=args.across, host_us=args.host_us,
+    )  # fmt: skip
+    default = dict(graphs=True, fused=True, accumulate=1, replicas=1, link=None, across=None, host_us=None)
+    if args.time is None and found != default:
+        changed = ", ".join(sorted(name for name in found if found[name] != default[name]))
+        raise WrongArgument(f"{changed}: of the time of a step, which --time CARD asks for")
+    return found
 
 
 def job_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -74,12 +99,22 @@ def job_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> Result:
     """Plans; status 0 also where it does not fit: that is an answer."""
-    job = job_of(args)
+    job, way = job_of(args), way_of(args)
     planning = console.load("torch", "transformers.modeling_utils", "bitshard.planning")
     text = console.load("bitshard.planning.text")
     with console.of_arguments():
         wanted = planning.Job(**job).checked()
     found = planning.plan(args.model, wanted)
+    timed = _timed(found, args.time, way) if args.time is not None else None
     if args.picture:
         text.picture(found, args.picture)
-    return Result(text.data(found), text.text(found))
+    if timed is None:
+        return Result(text.data(found), text.text(found))
+    words = console.load("bitshard.planning.time_text")
+    return Result(text.data(found) | {"time": words.data(timed)}, f"{text.text(found)}\n\n{words.text(timed)}")
+
+
+def _timed(plan: Any, card: str, way: dict[str, Any]) -> Any:
+    time = console.load("bitshard.planning.time")
+    with console.of_arguments():
+        return time.Time(plan, card, time.Way(**way))

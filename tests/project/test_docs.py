@@ -50,6 +50,15 @@ COMMANDS = {
     ),
     "bitshard merge Llama-3-8B-nf4 adapter Llama-3-8B-tuned": "tests/cli/test_convert.py::test_mistakes_in_merging",
     "bitshard inspect Llama-3-8B-nf4": "tests/cli/test_convert.py::test_the_commands",
+    "bitshard plan llama-3-70b --gpus 2x80 --nested --lora-dtype bfloat16 --seq 512 --time H100": (
+        "tests/plan/test_time.py::test_commands_of_the_pages"
+    ),
+    "bitshard plan llama-3-70b --gpus 2x80 --nested --seq 512 --time H100": (
+        "tests/plan/test_time.py::test_commands_of_the_pages"
+    ),
+    "bitshard plan llama-3-8b --gpus 4x24 --nested --time 4090 --link pcie4 --replicas 2": (
+        "tests/plan/test_time.py::test_commands_of_the_pages"
+    ),
     "bitshard plan qwen2.5-32b --gpus 2x24 --seq 2048 --nested --lora-rank 16": (
         "tests/cli/test_planning.py::test_commands_of_the_pages"
     ),
@@ -70,6 +79,7 @@ COMMANDS = {
     "make lint": ".ci/run:make lint",
     "make dev": "tests/project/test_docs.py::test_targets_of_make",
     "make tools-tests": "tests/project/test_docs.py::test_targets_of_make",
+    "make worlds": "tests/project/test_docs.py::test_targets_of_make",
     "make newest": "tests/project/test_docs.py::test_targets_of_make",
     "make oldest": "tests/project/test_docs.py::test_targets_of_make",
     "accelerate launch --config_file examples/fsdp2.yaml examples/sft.py --model FOLDER_OR_NAME --data FILE": (
@@ -419,7 +429,7 @@ def test_one_check_alone(tmp_path):
     assert "torch_save" in output
 
 
-@pytest.mark.parametrize("target", ["dev", "tools-tests", "newest", "oldest"])
+@pytest.mark.parametrize("target", ["dev", "tools-tests", "worlds", "newest", "oldest"])
 def test_targets_of_make(target):
     """Too long to run here, but make knows what to do."""
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60)

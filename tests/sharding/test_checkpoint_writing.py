@@ -13,11 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from bitshard import fsdp
 from bitshard.sharding.checkpoints import files, owned
 from bitshard.sharding.checkpoints.files import CheckpointFiles, Entry, byte_count, split
 from bitshard.sharding.checkpoints.reading import Checkpoint
+from helpers import tiny
 from helpers.bytes import same
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 DTYPES = [*files._DTYPES]
 
@@ -428,3 +431,14 @@ def test_where_a_file_system_has_no_locks_names_are_never_shared(tmp_path, monke
         write(tmp_path, filled(number), limit)
         assert look(tmp_path) == {number} and not list(tmp_path.glob("model-0*"))
     assert partials(tmp_path) == ["x.bitshard-partial"]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_folder_in_4_bits_is_saved_with_its_bytes(tmp_path, nested):
+    """What reads its entries has no reverse, and needs none."""
+    dense, packed, again = (str(tmp_path / name) for name in ("dense", "packed", "again"))
+    tiny.llama(dense)
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=nested)
+    AutoModelForCausalLM.from_pretrained(dense, quantization_config=settings, device_map="cpu").save_pretrained(packed)
+    fsdp.save_pretrained(AutoModelForCausalLM.from_pretrained(packed, device_map="cpu"), again)
+    assert any(".absmax" in key for key in read(packed)) and same(read(again), read(packed))

@@ -16,6 +16,7 @@ from bitshard.planning.loading import host, links, loading
 from bitshard.planning.memory import Memory, Moment
 from bitshard.planning.model import Model
 from bitshard.planning.played import Play
+from bitshard.planning.work import Worked
 
 __all__ = ["Change", "Job", "Memory", "Model", "Moment", "Plan", "plan"]
 
@@ -50,8 +51,9 @@ class Plan:
         host, links: {what: bytes}.
     """
 
-    def __init__(self, model: Model, play: Play, job: Job):
+    def __init__(self, model: Model, play: Play, job: Job, worked: Worked | None = None):
         self.model, self.job, self._play = model, job, play
+        self.worked = worked or Worked(model, play)
         self.memory = Memory(model, play, job)
         self.loading = loading(self.memory)
         self.host, self.links = host(self.memory), links(self.memory)
@@ -93,7 +95,7 @@ class Plan:
 
     def other(self, **options: Any) -> Plan:
         """The plan of the same model with other options. ValueError if they make no sense together."""
-        return Plan(self.model, self._play, self.job._replace(**options))
+        return Plan(self.model, self._play, self.job._replace(**options), self.worked)
 
     def bitsandbytes(self) -> Plan | None:
         """The same with bitsandbytes: whole weights while loading, whole scales, experts in 16 bits. None where it

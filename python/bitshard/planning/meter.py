@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,41 @@ GRAIN = 512  # bytes: the caching allocator rounds each size up to a multiple
 # CUDA's gradient of softmax makes a product of gradient and result first: a tensor of the result's size for a moment.
 MOMENTARY = (torch.ops.aten._softmax_backward_data.default,)
 # What code that asks a tensor of the meta device for its value gets: masks are full.
-_ONE = {(True, False): 1.0, (False, False): 1, (False, True): True}
+ONE = {(True, False): 1.0, (False, False): 1, (False, True): True}
+
+
+class Noted(NamedTuple):
+    """A product that a stand-in computes nothing of.
+
+    Attributes:
+        kind: "product" (sizes: rows, N, K), "stack" (experts, rows of all, N, K) or "attention" (batch, heads, tokens,
+            size of a head of keys, of values).
+        sizes: as the kind has them.
+        gradient: whether it is the input gradient.
+    """
+
+    kind: str
+    sizes: tuple[int, ...]
+    gradient: bool
+
+
+_listeners: list[Callable[[Noted], None]] = []
+
+
+def noted(kind: str, *sizes: int, gradient: bool = False) -> None:
+    """Tell who listens what a stand-in would compute here."""
+    for listener in _listeners:
+        listener(Noted(kind, sizes, gradient))
+
+
+@contextmanager
+def listening(listener: Callable[[Noted], None]) -> Iterator[None]:
+    """While it lasts, `listener` hears of products of stand-ins."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
 
 
 class Meter(TorchDispatchMode):
@@ -35,7 +70,7 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return _ONE[args[0].dtype.is_floating_point, args[0].dtype is torch.bool]
+            return ONE[args[0].dtype.is_floating_point, args[0].dtype is torch.bool]
         out = func(*args, **(kwargs or {}))
         for value in tree_leaves(out):
             if isinstance(value, Tensor):

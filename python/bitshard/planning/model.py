@@ -192,6 +192,11 @@ class Model:
         return self._kept_names
 
     @property
+    def fused_attention(self) -> bool:
+        """Whether transformers computes attention in one kernel, as it chooses for this model."""
+        return getattr(self.config, "_attn_implementation", None) not in (None, "eager")
+
+    @property
     def tied(self) -> bool:
         """Whether the head is the embeddings."""
         return self.head is None or self.head.weight is self.embedding.weight

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bitshard.experts import modules as experts
 from bitshard.planning.job import Job
-from bitshard.planning.meter import Meter
+from bitshard.planning.meter import Meter, noted
 from bitshard.planning.model import Model
 
 ATTENTION = "bitshard_played"  # name among transformers' attention functions
@@ -113,11 +113,11 @@ class Play:
         return Ends(10 * logits, 12 * logits, 2 * logits)
 
     def _play_layer(self, number: int, job: Job) -> Layer:
-        call = self._call(number, job)
+        call = self.call(number, job)
         if call is None:  # of an image tower, which text does not pass
             return Layer(0, 0, 0, 0)
         args, kwargs = call
-        layer = self._stand_in(number, job)
+        layer = self.stand_in(number, job)
         hidden = args[0].detach().requires_grad_()
         shared = [value for value in _tensors((args, kwargs))]
         with Meter([hidden, *shared, *layer.parameters(), *layer.buffers()]) as meter:
@@ -132,9 +132,8 @@ class Play:
 
     def _play_ends(self, tokens: int) -> Ends:
         model = self.model.model
-        ids = torch.empty((1, tokens), dtype=torch.long, device="meta")
-        with _stubs(self.model), Meter([*model.parameters(), *model.buffers()]) as meter:
-            loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False).loss
+        with Meter([*model.parameters(), *model.buffers()]) as meter, stubs(self.model):
+            loss = self.loss(tokens)
             forward = meter.peak
             meter.since()
             loss.backward()
@@ -142,17 +141,22 @@ class Play:
         vocabulary = self.model.embedding.weight.shape[0]
         return Ends(forward, meter.peak, tokens * vocabulary * self.model.embedding.weight.element_size())
 
-    def _call(self, number: int, job: Job) -> tuple[tuple, dict] | None:
+    def loss(self, tokens: int) -> Tensor:
+        """That of so many tokens."""
+        ids = torch.empty((1, tokens), dtype=torch.long, device="meta")
+        return self.model.model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False).loss
+
+    def call(self, number: int, job: Job) -> tuple[tuple, dict] | None:
         """The arguments that the model gives to one of its decoder layers; None: it does not call it."""
         size = (job.batch, job.seq)
         if size not in self._calls:
             ids = torch.empty(size, dtype=torch.long, device="meta")
-            with torch.no_grad(), Meter(), _stubs(self.model) as stubs:
+            with torch.no_grad(), Meter(), stubs(self.model) as calls:
                 self.model.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-            self._calls[size] = stubs
+            self._calls[size] = calls
         return self._calls[size][number]
 
-    def _stand_in(self, number: int, job: Job) -> nn.Module:
+    def stand_in(self, number: int, job: Job) -> nn.Module:
         """A copy of decoder layer `number` in which quantized products and adapters are played."""
         name, layer = self.model.layers()[number]
         new = copy.deepcopy(layer)
@@ -172,12 +176,17 @@ class Play:
 # ---- stand-ins ------------------------------------------------------------------------------------------------------
 
 
+def _note_product(rows: Tensor, N: int, K: int, gradient: bool = False) -> None:
+    noted("product", rows.shape[:-1].numel(), N, K, gradient=gradient)
+
+
 class Product(torch.autograd.Function):
     """x [..., K] -> [..., N] with a frozen weight: nothing is kept. bitsandbytes decodes the weight both times."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, columns: int, decoded: int) -> Tensor:
         ctx.sizes = (x.shape[-1], decoded)
+        _note_product(x, columns, x.shape[-1])
         panel = x.new_empty(decoded)
         out = x.new_empty(*x.shape[:-1], columns)
         del panel
@@ -186,6 +195,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         columns, decoded = ctx.sizes
+        _note_product(dy, dy.shape[-1], columns, gradient=True)
         panel = dy.new_empty(decoded)
         dx = dy.new_empty(*dy.shape[:-1], columns)
         del panel
@@ -202,6 +212,7 @@ class ProductInt8(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, columns: int, decoded: int) -> Tensor:
         ctx.sizes = (x.shape[-1], decoded)
+        _note_product(x, columns, x.shape[-1])
         codes = x.new_empty(x.shape, dtype=torch.int8)
         if decoded:
             ctx.kept = x
@@ -279,7 +290,7 @@ class Experts(nn.Module):
         return (y.view(tokens, k, -1) * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
     def _product(self, x: Tensor, columns: int) -> Tensor:
-        return KeptProduct.apply(x, columns) if self.adapted else Product.apply(x, columns, 0)
+        return StackProduct.apply(x, columns, self.up.shape[0], self.adapted)
 
 
 class Rows(torch.autograd.Function):
@@ -297,18 +308,21 @@ class Rows(torch.autograd.Function):
         return ordered.view(ctx.rows, -1, dy.shape[1]).sum(1), None
 
 
-class KeptProduct(torch.autograd.Function):
-    """x [S, K] -> [S, N] with adapters: x is kept for their gradients."""
+class StackProduct(torch.autograd.Function):
+    """x [S, K] -> [S, N] with a stack of experts; with adapters x is kept for their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, columns: int) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(ctx: Any, x: Tensor, columns: int, stack: int, adapted: bool) -> Tensor:
+        ctx.stack, ctx.columns = stack, x.shape[1]
+        noted("stack", stack, x.shape[0], columns, x.shape[1])
+        if adapted:
+            ctx.save_for_backward(x)
         return x.new_empty(x.shape[0], columns)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        return torch.empty_like(x), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        noted("stack", ctx.stack, dy.shape[0], dy.shape[1], ctx.columns, gradient=True)
+        return dy.new_empty(dy.shape[0], ctx.columns), None, None, None
 
 
 class Attention(torch.autograd.Function):
@@ -318,12 +332,15 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         batch, heads, tokens = q.shape[:3]
+        noted("attention", batch, heads, tokens, q.shape[-1], v.shape[-1])
         out = q.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device))
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, _, v = ctx.saved_tensors[:3]
+        noted("attention", *q.shape, v.shape[-1], gradient=True)
         return tuple(torch.empty_like(each) for each in ctx.saved_tensors[:3])
 
 
@@ -346,7 +363,7 @@ def _drop(parameter: Tensor) -> None:
 
 
 @contextmanager
-def _stubs(model: Model) -> Iterator[list[tuple[tuple, dict]]]:
+def stubs(model: Model) -> Iterator[list[tuple[tuple, dict]]]:
     """While it lasts, decoder layers hand on their input; [(args, kwargs) of the call of each]."""
     _use_played_attention(model)
     calls: list[Any] = [None] * len(model.layers())

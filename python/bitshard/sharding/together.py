@@ -40,6 +40,8 @@ class Ranks:
         except Exception as error:  # whatever it is, the others wait
             failure, cause = (f"{type(error).__name__}: {error}", getattr(error, "errno", None)), error
         brought = everyone((failure, facts))
+        if brought == [(None, facts)] * self.world:
+            return done
         if cause is not None and ops.is_out_of_memory(cause):
             raise cause
         for rank, (failure, _) in enumerate(brought):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
+import pickle
 from typing import Any
 
 import torch
@@ -138,14 +140,58 @@ def anywhere(flag: bool, weight: Any) -> bool:
 def everyone(value: Any, group: Any = None) -> list[Any]:
     """The values of all ranks of `group`, or of the default one, by rank; without a process group [value].
 
-    A collective. Any object that can be pickled.
+    A collective. Any object that can be pickled. Ranks mostly bring the same: then digests are compared, and no rank
+    unpickles what the others have.
     """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return [value]
-    brought: list[Any] = [None] * distributed.get_world_size(group)
+    world = distributed.get_world_size(group)
+    digest = hashlib.sha256(pickle.dumps(value)).digest()
+    words = torch.frombuffer(bytearray(digest), dtype=torch.int32).to(torch.int64)
+    found = torch.cat([words, -words]).to(_device_of(group))
+    distributed.all_reduce(found, distributed.ReduceOp.MAX, group=group)
+    if not found.view(2, -1).sum(0).any():  # the largest of each word is the smallest
+        return [value] * world
+    brought: list[Any] = [None] * world
     distributed.all_gather_object(brought, value, group)
     return brought
+
+
+def _device_of(group: Any) -> torch.device:
+    """Where the tensors of a group's collectives are."""
+    devices = (group or torch.distributed.group.WORLD)._device_types
+    return torch.device("cpu") if any(device.type == "cpu" for device in devices) else torch.device(devices[0].type)
+
+
+def joined(pieces: dict[str, Tensor], group: Any, numbers: list[int]) -> tuple[dict[str, Tensor], list[list[int]]]:
+    """Tensors [n, ...] of all ranks joined by rank, on the CPU, and the `numbers` of each rank. A collective.
+
+    All ranks have the same names, dtypes and sizes behind the first. Lengths may differ: bytes are padded to the
+    longest. The work in Python does not grow with the ranks.
+    """
+    device = _device_of(group)
+    flat = {name: piece.cpu().contiguous().view(-1).view(torch.uint8) for name, piece in pieces.items()}
+    own = torch.tensor([*numbers, *(each.numel() for each in flat.values())], dtype=torch.int64, device=device)
+    world = 1 if group is None else torch.distributed.get_world_size(group)
+    table = own.new_empty(world * own.numel())
+    all_gather(table, own, group)
+    table = table.cpu().view(world, -1)
+    lengths = table[:, len(numbers) :]
+    longest = lengths.amax(0).tolist()
+    padded = torch.zeros(sum(longest), dtype=torch.uint8)
+    for part, each in zip(padded.split(longest), flat.values(), strict=True):
+        part[: each.numel()] = each
+    if not padded.numel():
+        return dict(pieces), table[:, : len(numbers)].tolist()
+    every = torch.empty(world * padded.numel(), dtype=torch.uint8, device=device)
+    all_gather(every, padded.to(device), group)
+    columns = every.cpu().view(world, -1).split(longest, dim=1)
+    found = {}
+    for (name, piece), column, length in zip(pieces.items(), columns, lengths.T, strict=True):
+        there = torch.arange(column.size(1), dtype=torch.int64) < length.unsqueeze(1)
+        found[name] = column[there].view(piece.dtype).view(-1, *piece.shape[1:])
+    return found, table[:, : len(numbers)].tolist()
 
 
 def all_gather(out: Tensor, own: Tensor, group: Any = None, async_op: bool = False) -> Any:

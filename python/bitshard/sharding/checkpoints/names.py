@@ -99,7 +99,8 @@ class Names:
         self._groups: dict[str, list[str]] = {}
         self._model: Any = None
         if model is not None:
-            kept = [each for each in _conversions(model, used, stacks) if not _touches(each, packed)]
+            found = [each for each in _conversions(model, used, stacks) if not _reads_packed(each)]
+            kept = [each for each in found if not _touches(each, packed)]
             self._model = _Reversed(model, kept)
             if kept:
                 self._find(kept, [f"{key}." for key in laid_out if key in stacks])
@@ -213,6 +214,11 @@ def _conversions(model: nn.Module, used: list[Any] | None, stacks: list[str]) ->
 
 def _pattern(conversion: Any) -> tuple:
     return type(conversion), tuple(conversion.source_patterns), tuple(conversion.target_patterns)
+
+
+def _reads_packed(conversion: Any) -> bool:
+    """Whether it makes a packed weight of a file's entries, which has no reverse: a quantizer's own."""
+    return any(hasattr(operation, "hf_quantizer") for operation in getattr(conversion, "operations", ()))
 
 
 def _touches(conversion: Any, keys: Iterable[str]) -> bool:

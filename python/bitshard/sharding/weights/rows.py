@@ -12,7 +12,9 @@ tell each other what they bring and what went wrong, so that all raise or none d
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +37,7 @@ from bitshard.weights.tensor import Params4bit
 
 _KEPT = ("blocksize", "_is_hf_initialized")  # of the weight that FSDP2 took, for the one that is made of its rows
 
-_Brought = tuple[Any, Any, dict[str, Tensor]]
+_Brought = tuple[Any, list[int] | None, dict[str, Tensor]]
 
 _out_of_step: str | None = None  # the ranks of this process have lost each other while loading: why
 
@@ -158,7 +160,7 @@ class AwaitedRows:
         scales = parts.pop("absmax", None)
         small, sizes = self._agree(lambda: _check_parts(data, scales, parts))
         world, rank = gather.shard_world(self.weight)
-        scales, length, total = scales.to(device), data.numel(), sum(n_scales for _, n_scales in sizes)
+        scales, length, total = scales.to(device), data.numel(), sum(map(operator.itemgetter(1), sizes))
         # of the scales only their number is read; the values are this rank's
         state = self._read({**small, "absmax": torch.zeros(total, dtype=scales.dtype)}, device)
         elements = state.packed_elements(data.element_size())
@@ -182,22 +184,28 @@ class AwaitedRows:
         Arguments as of `Layout.read`, with this rank's rows of the entries that have rows, and others on some rank;
         gives its shard and the layout. A collective.
         """
-        without_rows, read = set(layout.names(key)[2:]), []
+        without_rows, mine, read = set(layout.names(key)[2:]), {}, []
 
         def bring() -> _Brought:
-            own = {name: value.cpu() for name in without_rows if (value := get(name)) is not None and value.numel()}
-            return layout.__name__, own, {}
+            mine.update(
+                {name: value.cpu() for name in without_rows if (value := get(name)) is not None and value.numel()}
+            )
+            return layout.__name__, None, {}
 
-        every = self._agree(bring)[1] if without_rows else []  # transformers takes a scalar for a row, of one rank
-        shared = {name: value for own in every[::-1] for name, value in own.items()}
+        shared: dict[str, Tensor] = {}
+        if without_rows:  # transformers takes a scalar for a row, of one rank
+            self._agree(bring)
+            group = _shard_group(self.weight)
+            for each in [mine] if group is None else gather.everyone(mine, group)[::-1]:
+                shared.update(each)
 
         def prepare() -> _Brought:
             read[:] = layout.read(
                 key, lambda name: shared.get(name) if name in without_rows else get(name), dtype, QuantState
             )
-            return (layout.__name__, dtype_name(dtype), list(read[1].shape[1:])), read[1].shape[0], {}
+            return (layout.__name__, dtype_name(dtype), list(read[1].shape[1:])), [read[1].shape[0]], {}
 
-        _, lengths = self._agree(prepare)
+        lengths = [length for (length,) in self._agree(prepare)[1]]
         packed, own, found = read
         shape, (world, rank) = torch.Size((sum(lengths), *own.shape[1:])), gather.shard_world(self.weight)
         expected = [ops.rank_slice(shape[0], world, place)[1] for place in range(len(lengths))]
@@ -258,12 +266,12 @@ class AwaitedRows:
 
     # -- what the ranks tell each other --
 
-    def _agree(self, prepare: Callable[[], _Brought]) -> tuple[dict[str, Tensor], list[Any]]:
-        """Run `prepare` on every rank: (facts that all must share, what else each brings, small entries in parts).
+    def _agree(self, prepare: Callable[[], _Brought]) -> tuple[dict[str, Tensor], list[list[int]]]:
+        """Run `prepare` on every rank: (facts that all must share, numbers that each brings, small entries in parts).
 
-        The small entries, whole, and what each rank brings come back. ValueError on all ranks where one rank's
-        `prepare` raises, where the facts differ, or where the ranks are not at the same weight, after which no rank
-        loads any more.
+        The small entries, whole, and the numbers that each rank brings come back. ValueError on all ranks where one
+        rank's `prepare` raises, where the facts differ, or where the ranks are not at the same weight, after which no
+        rank loads any more.
         """
         global _out_of_step
         if _out_of_step is not None:
@@ -274,9 +282,9 @@ class AwaitedRows:
         except (RuntimeError, TypeError, ValueError) as error:
             failure = f"{type(error).__name__}: {error}"
         group = _shard_group(self.weight)
-        box = (self.key, facts, failure, own, {name: value.cpu() for name, value in small.items()})
+        box = (self.key, facts, failure)
         boxes = [box] if group is None else gather.everyone(box, group)
-        keys, every, failures, brought, pieces = zip(*boxes, strict=True)
+        keys, every, failures = zip(*boxes, strict=True)
         if len(set(keys)) > 1:
             at = ", ".join(f"rank {rank} {key}" for rank, key in enumerate(keys))
             _out_of_step = f"they came with different weights ({at}), so one of them has failed to read its rows of one"
@@ -284,11 +292,13 @@ class AwaitedRows:
         for rank, failure in enumerate(failures):
             if failure is not None:
                 raise ValueError(f"{self.key}: rank {rank} of {len(boxes)} cannot load it: {failure}")
-        if any(other != facts for other in every):
+        if every != (facts,) * len(every):
             raise ValueError(
                 f"{self.key}: the ranks bring different things, do they read the same files? {list(every)}"
             )
-        return {name: torch.cat([piece[name] for piece in pieces]) for name in small}, list(brought)
+        if group is None or own is None:
+            return small, [own]
+        return gather.joined(small, group, own)
 
     def _check_rows(self, rows: Tensor) -> _Brought:
         expected = self.weight._local_tensor.size()
@@ -298,8 +308,10 @@ class AwaitedRows:
             raise TypeError(f"rows of {rows.dtype}, expected float32, float16 or bfloat16")
         return dtype_name(rows.dtype), None, {}
 
-    def _check_sizes(self, sizes: list[tuple[int, int]], elements: int, total: int) -> None:
+    def _check_sizes(self, sizes: list[list[int]], elements: int, total: int) -> None:
         """ValueError on all ranks unless every rank brings its part of `elements` packed ones and of `total` scales."""
+        if sizes == _parts_of(elements, total, len(sizes)):
+            return
         for rank, (length, n_scales) in enumerate(sizes):
             for found, whole, what in ((length, elements, "packed elements"), (n_scales, total, "scales")):
                 expected = ops.rank_slice(whole, len(sizes), rank)[1]
@@ -366,13 +378,21 @@ def _check_parts(data: Tensor, scales: Any, parts: dict[str, Any]) -> _Brought:
     for name, value in parts.items():
         if not isinstance(value, Tensor) or value.dim() != 1:
             raise TypeError(f"{name}: expected a vector, got {getattr(value, 'shape', type(value).__name__)}")
-    return (dtype_name(data.dtype), dtype_name(scales.dtype), sorted(parts)), (data.numel(), scales.numel()), parts
+    parts = dict(sorted(parts.items()))
+    dtypes = [(name, dtype_name(value.dtype)) for name, value in parts.items()]
+    return (dtype_name(data.dtype), dtype_name(scales.dtype), dtypes), [data.numel(), scales.numel()], parts
 
 
 def _placed(rows: Tensor, weight: DTensor) -> DTensor:
     return DTensor.from_local(
         rows, weight.device_mesh, weight.placements, run_check=False, shape=weight.size(), stride=weight.stride()
     )
+
+
+@functools.cache
+def _parts_of(elements: int, total: int, world: int) -> list[list[int]]:
+    """Packed elements and scales of each rank."""
+    return [[ops.rank_slice(whole, world, rank)[1] for whole in (elements, total)] for rank in range(world)]
 
 
 def _shard_group(weight: DTensor) -> Any:
