@@ -19,6 +19,8 @@
   X(gemm_4bit_sm90)                                                                                                    \
   X(gemm_4bit_sm90_wide)                                                                                               \
   X(gemm_4bit_sm90_wide_grouped)                                                                                       \
+  X(gemm_4bit_sm90_wide_short)                                                                                         \
+  X(gemm_4bit_sm90_wide_grouped_short)                                                                                 \
   X(int8)                                                                                                              \
   X(gemv_int8)                                                                                                         \
   X(merge)                                                                                                             \

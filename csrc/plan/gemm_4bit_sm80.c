@@ -114,12 +114,12 @@ static candidate cut_rows(const bsh_facts *const facts, const int64_t rows_of_x,
   return best;
 }
 
-/* On Hopper: where its own kernels refuse blocks below 64. */
+/* On Hopper: where gemm_4bit_sm90_wide refuses blocks below 64, or is slower than panels. */
 static double cost_of_short_blocks(const bsh_facts *const facts) {
   const bsh_card *const card = bsh_card_of(facts->sm);
   const bool large = facts->N * facts->K >= card->gemm_4bit_sm80.short_blocks_weights;
   const bool chosen = facts->w.blocksize < BSH_UNIT && large && facts->M <= card->gemm_4bit_sm80.short_blocks_rows;
-  return chosen ? BSH_ORDER(4) : BSH_LAST;
+  return chosen ? bsh_before_panels(facts) : BSH_LAST;
 }
 
 /* Where there is a model of the card; not below what reading W takes. */

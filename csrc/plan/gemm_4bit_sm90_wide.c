@@ -2,17 +2,23 @@
 #include "core/arithmetic.h"
 #include "cuda/sizes/gemm_4bit_sm90_wide.h"
 #include "plan/cards.h"
-#include "plan/gemv.h"
 #include "plan/wide.h"
 
 enum { SLICE_ROWS = 1 << 16, FLAG_THREADS = 256, SUMS_ALIGNMENT = 256 };
 
-#define WIDE_KERNEL(NAME) BSH_KERNEL(gemm_4bit_sm90_wide, NAME)
-#define WIDE_FORM(form, tokens)                                                                                        \
-  {{WIDE_KERNEL("gemm_wide_bf16_" #form), WIDE_KERNEL("gemm_wide_dgrad_bf16_" #form)},                                 \
-   {WIDE_KERNEL("gemm_wide_f16_" #form), WIDE_KERNEL("gemm_wide_dgrad_f16_" #form)}},
-static bsh_cuda_kernel kernels[][2][2] = {BSH_GEMM_WIDE_FORMS(WIDE_FORM)}; /* [form][dtype][direction] */
-static bsh_cuda_kernel clear_flags = WIDE_KERNEL("clear_flags");
+#define WIDE_ENTRIES(file, stem, form)                                                                                 \
+  {{BSH_KERNEL(file, stem "bf16_" #form), BSH_KERNEL(file, stem "dgrad_bf16_" #form)},                                 \
+   {BSH_KERNEL(file, stem "f16_" #form), BSH_KERNEL(file, stem "dgrad_f16_" #form)}},
+#define LONG_FORM(form, tokens) WIDE_ENTRIES(gemm_4bit_sm90_wide, "gemm_wide_", form)
+#define MX_FORM(form, tokens) WIDE_ENTRIES(gemm_4bit_sm90_wide_short, "gemm_wide_mx_", form)
+#define NV_FORM(form, tokens) WIDE_ENTRIES(gemm_4bit_sm90_wide_short, "gemm_wide_nv_", form)
+/* [blocks][form][dtype][direction] */
+static bsh_cuda_kernel kernels[BSH_WIDE_BLOCKS][BSH_WIDE_FORMS][2][2] = {
+    [BSH_WIDE_LONG] = {BSH_GEMM_WIDE_FORMS(LONG_FORM)},
+    [BSH_WIDE_MX] = {BSH_GEMM_WIDE_FORMS(MX_FORM)},
+    [BSH_WIDE_NV] = {BSH_GEMM_WIDE_FORMS(NV_FORM)},
+};
+static bsh_cuda_kernel clear_flags = BSH_KERNEL(gemm_4bit_sm90_wide, "clear_flags");
 
 /* ---- how long it takes ---- */
 
@@ -91,9 +97,10 @@ static best_cut cut_rows(const bsh_facts *const facts, const int64_t rows_of_x) 
   return best;
 }
 
-/* Forward of few rows gemm_4bit_sm90 reads W once. */
+/* Forward of few rows gemm_4bit_sm90 reads W once; where that is not of blocks below 64, the estimate says. */
 static double cost(const bsh_facts *const facts) {
-  if (facts->direction == BSH_FORWARD && facts->M <= bsh_card_of(facts->sm)->gemm_4bit_sm90_wide.rows) return BSH_LAST;
+  const bool few = facts->direction == BSH_FORWARD && facts->M <= bsh_card_of(facts->sm)->gemm_4bit_sm90_wide.rows;
+  if (few && facts->w.blocksize >= BSH_UNIT) return BSH_LAST;
   const int64_t rows = min_i64(facts->M, SLICE_ROWS);
   return (double)facts->M / (double)rows * (double)cut_rows(facts, rows).ns;
 }
@@ -113,13 +120,13 @@ static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {
   slice->wide = cut_rows(facts, slice->rows).cut;
   int32_t form = 0;
   while (form_tokens[form] != slice->wide.tokens) form++;
-  slice->block_shift = bsh_block_shift(facts, BSH_UNIT);
   bsh_wide_accesses(facts, slice);
-  slice->product.kernel = &kernels[form][facts->dtype == BSH_F16][facts->direction == BSH_INPUT_GRADIENT];
+  slice->product.kernel =
+      &kernels[bsh_wide_kind(facts)][form][facts->dtype == BSH_F16][facts->direction == BSH_INPUT_GRADIENT];
   const int32_t pairs = facts->sms / BSH_GEMM_WIDE_PAIR;
   const int64_t busy = slice->wide.sharing > 0 ? slice->wide.sharing : min_i64(slice->wide.tiles, pairs);
   slice->product.shape = bsh_overlapping(busy * BSH_GEMM_WIDE_PAIR, BSH_GEMM_WIDE_THREADS, BSH_GEMM_WIDE_PAIR,
-                                         bsh_gemm_wide_shared_bytes(slice->wide.tokens));
+                                         bsh_gemm_wide_shared_bytes(slice->wide.tokens, bsh_wide_block(facts)));
   lay_out_scratch(slice);
 }
 

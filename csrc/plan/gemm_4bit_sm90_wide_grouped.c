@@ -5,7 +5,6 @@
 #include "core/arithmetic.h"
 #include "cuda/sizes/gemm_4bit_sm90_wide.h"
 #include "plan/cards.h"
-#include "plan/gemv.h"
 #include "plan/wide.h"
 
 static const char *refuses(const bsh_facts *const facts) {
@@ -26,15 +25,21 @@ static double cost(const bsh_facts *const facts) {
   return BSH_ORDER(2);
 }
 
-#define WIDE_KERNEL(NAME) BSH_KERNEL(gemm_4bit_sm90_wide_grouped, NAME)
-#define WIDE_FORM(form, tokens)                                                                                        \
-  {{WIDE_KERNEL("gemm_wide_grouped_bf16_" #form), WIDE_KERNEL("gemm_wide_grouped_dgrad_bf16_" #form)},                 \
-   {WIDE_KERNEL("gemm_wide_grouped_f16_" #form), WIDE_KERNEL("gemm_wide_grouped_dgrad_f16_" #form)}},
-/* [form][dtype][direction] */
-static bsh_cuda_kernel kernels[][2][2] = {BSH_GEMM_WIDE_GROUPED_FORMS(WIDE_FORM)};
 #define WIDE_TOKENS(form, tokens) tokens,
 static const int32_t form_tokens[] = {BSH_GEMM_WIDE_GROUPED_FORMS(WIDE_TOKENS)};
 enum { FORMS = sizeof form_tokens / sizeof *form_tokens };
+#define WIDE_ENTRIES(file, stem, form)                                                                                 \
+  {{BSH_KERNEL(file, stem "bf16_" #form), BSH_KERNEL(file, stem "dgrad_bf16_" #form)},                                 \
+   {BSH_KERNEL(file, stem "f16_" #form), BSH_KERNEL(file, stem "dgrad_f16_" #form)}},
+#define LONG_FORM(form, tokens) WIDE_ENTRIES(gemm_4bit_sm90_wide_grouped, "gemm_wide_grouped_", form)
+#define MX_FORM(form, tokens) WIDE_ENTRIES(gemm_4bit_sm90_wide_grouped_short, "gemm_wide_grouped_mx_", form)
+#define NV_FORM(form, tokens) WIDE_ENTRIES(gemm_4bit_sm90_wide_grouped_short, "gemm_wide_grouped_nv_", form)
+/* [blocks][form][dtype][direction] */
+static bsh_cuda_kernel kernels[BSH_WIDE_BLOCKS][FORMS][2][2] = {
+    [BSH_WIDE_LONG] = {BSH_GEMM_WIDE_GROUPED_FORMS(LONG_FORM)},
+    [BSH_WIDE_MX] = {BSH_GEMM_WIDE_GROUPED_FORMS(MX_FORM)},
+    [BSH_WIDE_NV] = {BSH_GEMM_WIDE_GROUPED_FORMS(NV_FORM)},
+};
 
 /* The share of experts that have more than `tokens` rows, where every row chooses among the experts alike: a Poisson
  * number, which a normal one stands for. */
@@ -63,12 +68,14 @@ static double time_of_expert(const bsh_facts *const facts, const double rows, co
   return time;
 }
 
-/* The form whose tiles take least. */
+/* The form whose tiles take least, of those that hold so many experts; the first one does. */
 static int32_t form_of(const bsh_facts *const facts) {
   const double rows = (double)facts->M / (double)facts->E;
   int32_t best = 0;
   for (int32_t form = 1; form < FORMS; form++)
-    if (time_of_expert(facts, rows, form_tokens[form]) < time_of_expert(facts, rows, form_tokens[best])) best = form;
+    if (facts->E <= bsh_gemm_wide_experts(form_tokens[form], bsh_wide_block(facts)) &&
+        time_of_expert(facts, rows, form_tokens[form]) < time_of_expert(facts, rows, form_tokens[best]))
+      best = form;
   return best;
 }
 
@@ -86,16 +93,15 @@ static double estimate(const bsh_facts *const facts) {
 static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {
   const bool gradient = facts->direction == BSH_INPUT_GRADIENT;
   const int32_t form = form_of(facts);
-  slice->block_shift = bsh_block_shift(facts, BSH_UNIT);
   bsh_wide_accesses(facts, slice);
   slice->wide = (bsh_gemm_wide_cut){
       .tokens = form_tokens[form],
       .pieces = (int32_t)divide_up(gradient ? facts->N : facts->K, BSH_GEMM_WIDE_PIECE),
   };
-  slice->product.kernel = &kernels[form][facts->dtype == BSH_F16][gradient];
+  slice->product.kernel = &kernels[bsh_wide_kind(facts)][form][facts->dtype == BSH_F16][gradient];
   slice->product.shape =
       bsh_overlapping(facts->sms / BSH_GEMM_WIDE_PAIR * BSH_GEMM_WIDE_PAIR, BSH_GEMM_WIDE_THREADS, BSH_GEMM_WIDE_PAIR,
-                      bsh_gemm_wide_grouped_bytes(form_tokens[form], BSH_GEMM_WIDE_EXPERTS));
+                      bsh_gemm_wide_grouped_bytes(form_tokens[form], bsh_wide_block(facts)));
 }
 
 const bsh_kernel bsh_kernel_gemm_4bit_sm90_wide_grouped = {.name = "gemm_4bit_sm90_wide_grouped",

@@ -110,7 +110,7 @@ typedef struct {
   int64_t counters_at, partial_at;   /* bytes */
   bsh_fused_cut cut;                 /* BSH_LAUNCH_FUSED, BSH_LAUNCH_STACK */
   int32_t block_shift;               /* as in bsh_fused_args, or in bsh_gemm_sm80_args */
-  bool reads_together;               /* bsh_gemm_wide_args.code_pairs, bsh_int8_gemm_args.fast */
+  int32_t reads_together;            /* bsh_gemm_wide_args.code_pairs, bsh_int8_gemm_args.fast */
   bool stores_together;              /* store_fours of these, bsh_int8_mixed_args.store_pairs, store_eights */
   bool orders_x;                     /* `before` writes x to the scratch memory, and the kernel reads it there */
   int32_t tokens, x_units, counters; /* of `before`: rows and units that it writes, counters that it clears */

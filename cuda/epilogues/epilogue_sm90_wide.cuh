@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cuda/epilogues/shared_tile.cuh"
-#include "cuda/operands/decode_sm90_wide.cuh"
+#include "cuda/operands/decode_sm90_wide_short.cuh"
 #include "cuda/schedulers/scheduler_sm90_wide.cuh"
 
 namespace bsh {
@@ -52,7 +52,13 @@ __device__ __forceinline__ void store_sums(const bsh_gemm_wide_args &args, const
   const uint32_t own =
       shared_address(memory) + BSH_GEMM_WIDE_TABLE_AT + warp * (32 * 256) + 128 + lane * 4; // 32 rows of 256 bytes
   const uint32_t other = own + (half ? -32 * 256 : 32 * 256);
-  auto pair = [&](int i) { return pack_pair<T>(sum[i] + bias[0], sum[i + 2] + bias[1]); };
+  float global = 1.f;
+  if constexpr (FORM::MODE == SCALED) global = global_scale<FORM>(args, at_tile.expert);
+  auto pair = [&](int i) {
+    if constexpr (FORM::MODE == SCALED)
+      return pack_pair<T>(fmaf(sum[i], global, bias[0]), fmaf(sum[i + 2], global, bias[1]));
+    return pack_pair<T>(sum[i] + bias[0], sum[i + 2] + bias[1]);
+  };
   named_barrier<2 * BSH_WARP>(3 + (warp >> 1));
 #pragma unroll
   for (int i = 0; i < GROUPS; i++) {

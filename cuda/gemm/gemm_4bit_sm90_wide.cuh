@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/epilogues/epilogue_sm90_wide.cuh"
-#include "cuda/loaders/loaders_sm90_wide.cuh"
+#include "cuda/loaders/loaders_sm90_wide_short.cuh"
 #include "cuda/ptx/wgmma_sm90.cuh"
 
 namespace bsh {
@@ -11,7 +11,11 @@ namespace {
 
 enum { X_WARP = 8, SCALE_WARP = 9, W_WARP = 11 };
 // Of a thread. 256 consumers and 128 producers share what the kernel starts with, 384 times 168.
-template <typename FORM> constexpr int CONSUMER_REGISTERS = FORM::TOKENS == 256 || FORM::MODE == UNSCALED ? 232 : 208;
+// SCALED: a loader of scales has more of them in registers.
+template <typename FORM>
+constexpr int CONSUMER_REGISTERS = FORM::TOKENS == 256 && FORM::MODE == SCALED     ? 224
+                                   : FORM::TOKENS == 256 || FORM::MODE == UNSCALED ? 232
+                                                                                   : 208;
 template <typename FORM> constexpr int PRODUCER_REGISTERS = 3 * 168 - 2 * CONSUMER_REGISTERS<FORM>;
 
 template <typename T, typename FORM>
@@ -28,8 +32,10 @@ __device__ __forceinline__ void produce(const bsh_gemm_wide_args &args, const bs
     wait_for_earlier_kernels();
     load_w<FORM>(args, w_map, base, place);
   } else {
+    const int of_64 = (warp - SCALE_WARP) * BSH_WARP + lane;
+    if constexpr (FORM::MODE == SCALED) prefetch_short_scales<FORM>(args, base, place, of_64);
     wait_for_earlier_kernels();
-    load_scales<T, FORM>(args, memory, base, place, (warp - SCALE_WARP) * BSH_WARP + lane);
+    load_scales<T, FORM>(args, memory, base, place, of_64);
   }
 }
 
@@ -49,7 +55,7 @@ template <typename T, typename FORM> struct wide_consumer {
   const int &lane;
   const uint32_t &x_empty; // in both blocks of the pair: lane i frees a stage of x for block i
   const uint64_t &x_descriptor;
-  decoder<T, FORM> &decode;
+  typename operand_decoder<T, FORM>::type &decode;
   uint32_t (&a)[SETS][8];
   uint32_t &x_parity;
   int &x_stage;
@@ -152,7 +158,7 @@ __device__ __forceinline__ void consume(const bsh_gemm_wide_args &args, char *me
   const wide_barriers<FORM> barriers(base);
   const uint32_t x_empty = map_to_rank(barriers.x_empty, lane & 1);
   const uint64_t x_descriptor = wgmma_descriptor_64(base + BSH_GEMM_WIDE_X_AT);
-  decoder<T, FORM> decode(base, warp, lane);
+  typename operand_decoder<T, FORM>::type decode(base, warp, lane);
   auto work = place.template scheduler<FORM>(args, base);
   uint32_t a[wide_consumer<T, FORM>::SETS][8];
   int x_stage = 0, stage = 0;

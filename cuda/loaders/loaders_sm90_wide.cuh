@@ -179,7 +179,7 @@ __device__ __forceinline__ void load_scales_of(const bsh_gemm_wide_args &args, c
     }
     if (more) scales.fetch(args, lane, at.row, at.expert, piece);
     mbarrier_wait(barriers.w_empty + 8 * ring.stage, ring.parity);
-    char *const to = own + ring.stage * BSH_GEMM_WIDE_SCALE_BYTES;
+    char *const to = own + ring.stage * FORM::SCALE_BYTES;
 #pragma unroll
     for (int i = 0; i < 4; i++) put_scale<T, FORM>(to + (i >> 1) * 256 + (i & 1) * 512, v[i >> 1][i & 1]);
     __syncwarp();
@@ -187,10 +187,14 @@ __device__ __forceinline__ void load_scales_of(const bsh_gemm_wide_args &args, c
     ring.advance();
   }
 }
+template <typename T, typename FORM> // of blocks of 32 and 16: loaders_sm90_wide_short.cuh
+__device__ void load_short_scales(const bsh_gemm_wide_args &args, char *memory, uint32_t base, const wide_place &place,
+                                  int lane);
 template <typename T, typename FORM>
 __device__ __forceinline__ void load_scales(const bsh_gemm_wide_args &args, char *memory, uint32_t base,
                                             const wide_place &place, int lane) {
-  if (args.code_pairs) load_scales_of<T, FORM, CODE_PAIRS>(args, memory, base, place, lane);
+  if constexpr (FORM::MODE == SCALED) load_short_scales<T, FORM>(args, memory, base, place, lane);
+  else if (args.code_pairs) load_scales_of<T, FORM, CODE_PAIRS>(args, memory, base, place, lane);
   else if (args.absmax) load_scales_of<T, FORM, PLAIN_SCALES>(args, memory, base, place, lane);
   else load_scales_of<T, FORM, CODES>(args, memory, base, place, lane);
 }

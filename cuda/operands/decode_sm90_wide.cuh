@@ -32,7 +32,8 @@ constexpr int TABLE_AT = BSH_GEMM_WIDE_TABLE_AT;
 //   EXACT: fp32 value * fp32 scale, rounded to T
 //   SPLIT: T(value * ALPHA) * (scale / ALPHA as a sum of two T), rounded to T
 //   UNSCALED: T(value * ALPHA); sums over 64 of depth * (scale / ALPHA) in fp32
-enum decode_mode { HALF, EXACT, SPLIT, UNSCALED };
+//   SCALED: value * scale without the global scale, which sums get: exact, decode_sm90_wide_short.cuh
+enum decode_mode { HALF, EXACT, SPLIT, UNSCALED, SCALED };
 template <typename T> constexpr bool IS_HALF = false;
 template <> constexpr bool IS_HALF<__half> = true;
 // UNSCALED wants sums twice, for which 192 tokens leave no registers, and one scale for a row of A and 64 of depth,
@@ -43,14 +44,16 @@ constexpr decode_mode MODE_OF = GRADIENT        ? SPLIT
                                 : IS_HALF<T>    ? EXACT
                                                 : HALF;
 
-template <typename T, int TOKENS_, bool GRADIENT_> struct wide_form {
-  static constexpr int TOKENS = TOKENS_, SUMS = TOKENS / 2; // of a thread
+// BLOCK: of W, 16 or 32 elements; 64: of so many and more.
+template <typename T, int TOKENS_, bool GRADIENT_, int BLOCK_ = BSH_UNIT> struct wide_form {
+  static constexpr int TOKENS = TOKENS_, SUMS = TOKENS / 2, BLOCK = BLOCK_; // SUMS: of a thread
   static constexpr bool GRADIENT = GRADIENT_, GROUPED = false, TRIMMED = false;
-  static constexpr decode_mode MODE = MODE_OF<T, TOKENS, GRADIENT>;
+  static constexpr decode_mode MODE = BLOCK < BSH_UNIT ? SCALED : MODE_OF<T, TOKENS, GRADIENT>;
   static constexpr int X_STAGES = bsh_gemm_wide_x_stages(TOKENS), X_BYTES = bsh_gemm_wide_x_bytes(TOKENS);
   static constexpr int STAGES = BSH_GEMM_WIDE_STAGES;
   static constexpr int W_AT = bsh_gemm_wide_w_at(TOKENS), SCALES_AT = bsh_gemm_wide_scales_at(TOKENS);
-  static constexpr int MAP_AT = bsh_gemm_wide_map_at(TOKENS), BARRIERS_AT = bsh_gemm_wide_barriers_at(TOKENS);
+  static constexpr int SCALE_BYTES = bsh_gemm_wide_scale_bytes(BLOCK), MAP_AT = bsh_gemm_wide_map_at(TOKENS, BLOCK);
+  static constexpr int BARRIERS_AT = bsh_gemm_wide_barriers_at(TOKENS, BLOCK);
   // What the 16 values are multiplied with before they are rounded to the table's type.
   static __device__ __forceinline__ float alpha(int format) {
     if (MODE == EXACT || format == BSH_E2M1) return 1.f; // E2M1's values are exact in any type
@@ -61,7 +64,8 @@ template <typename T, int TOKENS_, bool GRADIENT_> struct wide_form {
 
 // The same for a stack of experts. TRIMMED: of its last tokens, rows and depth only what there is of them is
 // multiplied, in steps of 64.
-template <typename T, int TOKENS, bool GRADIENT> struct grouped_form : wide_form<T, TOKENS, GRADIENT> {
+template <typename T, int TOKENS, bool GRADIENT, int BLOCK = BSH_UNIT>
+struct grouped_form : wide_form<T, TOKENS, GRADIENT, BLOCK> {
   static constexpr bool GROUPED = true, TRIMMED = TOKENS == 256;
 };
 
@@ -148,7 +152,7 @@ template <typename T, typename FORM> struct decoder {
   static constexpr decode_mode MODE = FORM::MODE;
   // Of the four pairs of packed bytes of a group of the gradient, how many are looked up by byte permutations, since
   // shared memory has more to do than the tensor cores.
-  static constexpr int PERMUTED = MODE == SPLIT ? 2 : 0;
+  static constexpr int PERMUTED = GRADIENT ? 2 : 0;
   uint32_t weights, scales, lane_base, select[2], select_pair;
   value_bytes values_of; // PERMUTED
   uint32_t raw[GRADIENT ? 4 : 8];
@@ -189,7 +193,7 @@ template <typename T, typename FORM> struct decoder {
   }
 
   __device__ __forceinline__ void lookup(int s, int q) {
-    const uint32_t at = scales + s * BSH_GEMM_WIDE_SCALE_BYTES;
+    const uint32_t at = scales + s * FORM::SCALE_BYTES;
     if (GRADIENT) {
       const uint4 high = ld_shared_16(at + q * 128), low = ld_shared_16(at + q * 128 + 16);
       scale[0] = high.x, scale[1] = high.y, scale[2 % SCALES] = high.z, scale[3 % SCALES] = high.w;
@@ -202,7 +206,7 @@ template <typename T, typename FORM> struct decoder {
   }
   // Forward: the scales of the thread's two rows of A for unit 0 or 1 (64 of depth) of the piece.
   __device__ __forceinline__ float2 scales_of_rows(int s, int unit) const {
-    const uint2 rows = ld_shared_8(scales + s * BSH_GEMM_WIDE_SCALE_BYTES + unit * 512);
+    const uint2 rows = ld_shared_8(scales + s * FORM::SCALE_BYTES + unit * 512);
     return make_float2(__uint_as_float(rows.x), __uint_as_float(rows.y));
   }
 

@@ -115,11 +115,11 @@ struct wide_place {
   }
   template <typename FORM>
   static __device__ __forceinline__ expert_rows experts(const bsh_gemm_wide_args &args, uint32_t base) {
-    return expert_rows(base + bsh_gemm_wide_experts_at(FORM::TOKENS), args.experts);
+    return expert_rows(base + bsh_gemm_wide_experts_at(FORM::TOKENS, FORM::BLOCK), args.experts);
   }
   // Where the places of this pair's tiles are: of its i-th one.
   template <typename FORM> static __device__ __forceinline__ uint32_t place_at(uint32_t base, int i) {
-    return base + bsh_gemm_wide_shared_bytes(FORM::TOKENS) + i % BSH_GEMM_WIDE_PLACES * 16;
+    return base + bsh_gemm_wide_shared_bytes(FORM::TOKENS, FORM::BLOCK) + i % BSH_GEMM_WIDE_PLACES * 16;
   }
   // Of a stack: the thread that brings x leaves a tile's place, which takes a search, for those that multiply.
   template <typename FORM> __device__ __forceinline__ void leave(uint32_t base, int i, const tile_place &at) const {

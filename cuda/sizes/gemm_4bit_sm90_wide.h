@@ -19,7 +19,12 @@
 enum { BSH_GEMM_WIDE_PAIR = 2, BSH_GEMM_WIDE_ROWS = 128, BSH_GEMM_WIDE_PIECE = 128 };
 enum { BSH_GEMM_WIDE_CONSUMERS = 8, BSH_GEMM_WIDE_THREADS = 384 }; /* warps that multiply; threads with producers */
 enum { BSH_GEMM_WIDE_STAGES = 3 };                                 /* of W and its scales, a piece each */
-enum { BSH_GEMM_WIDE_W_BYTES = BSH_GEMM_WIDE_ROWS * 64, BSH_GEMM_WIDE_SCALE_BYTES = 1024 }; /* of a stage */
+enum { BSH_GEMM_WIDE_W_BYTES = BSH_GEMM_WIDE_ROWS * 64 };          /* of a stage */
+
+/* Blocks of W: of `block` elements, 32 (MXFP4) or 16 (NVFP4), whose scales are of 16 bits in shared memory, or of 64
+ * and more (block = 64), whose scales are float32. Bytes of a stage of scales, and of a map from their codes. */
+BSH_SIZE int32_t bsh_gemm_wide_scale_bytes(int32_t block) { return block == 16 ? 2048 : 1024; }
+BSH_SIZE int32_t bsh_gemm_wide_map_bytes(int32_t block) { return block == 64 ? BSH_MAP_BYTES : 0; }
 
 /* Stages of x, 64 of depth each. */
 BSH_SIZE int32_t bsh_gemm_wide_x_stages(int32_t tokens) { return tokens == 256 ? 4 : tokens == 192 ? 5 : 6; }
@@ -34,24 +39,31 @@ BSH_SIZE int32_t bsh_gemm_wide_w_at(int32_t tokens) {
 BSH_SIZE int32_t bsh_gemm_wide_scales_at(int32_t tokens) {
   return bsh_gemm_wide_w_at(tokens) + BSH_GEMM_WIDE_STAGES * BSH_GEMM_WIDE_W_BYTES;
 }
-BSH_SIZE int32_t bsh_gemm_wide_map_at(int32_t tokens) {
-  return bsh_gemm_wide_scales_at(tokens) + BSH_GEMM_WIDE_STAGES * BSH_GEMM_WIDE_SCALE_BYTES;
+BSH_SIZE int32_t bsh_gemm_wide_map_at(int32_t tokens, int32_t block) {
+  return bsh_gemm_wide_scales_at(tokens) + BSH_GEMM_WIDE_STAGES * bsh_gemm_wide_scale_bytes(block);
 }
-BSH_SIZE int32_t bsh_gemm_wide_barriers_at(int32_t tokens) { return bsh_gemm_wide_map_at(tokens) + BSH_MAP_BYTES; }
-BSH_SIZE int32_t bsh_gemm_wide_shared_bytes(int32_t tokens) {
-  return bsh_gemm_wide_barriers_at(tokens) + 16 * (bsh_gemm_wide_x_stages(tokens) + BSH_GEMM_WIDE_STAGES);
+BSH_SIZE int32_t bsh_gemm_wide_barriers_at(int32_t tokens, int32_t block) {
+  return bsh_gemm_wide_map_at(tokens, block) + bsh_gemm_wide_map_bytes(block);
+}
+BSH_SIZE int32_t bsh_gemm_wide_shared_bytes(int32_t tokens, int32_t block) {
+  return bsh_gemm_wide_barriers_at(tokens, block) + 16 * (bsh_gemm_wide_x_stages(tokens) + BSH_GEMM_WIDE_STAGES);
 }
 /* Of a stack of experts: behind that, places of tiles, 16 bytes each, and whose rows of x are whose (experts.cuh). A
  * place is left alone until the stages of x of as many tiles behind it are filled, which may be one a tile. */
 enum { BSH_GEMM_WIDE_PLACES = 8 };
-BSH_SIZE int32_t bsh_gemm_wide_experts_at(int32_t tokens) {
-  return bsh_gemm_wide_shared_bytes(tokens) + 16 * BSH_GEMM_WIDE_PLACES;
+BSH_SIZE int32_t bsh_gemm_wide_experts_at(int32_t tokens, int32_t block) {
+  return bsh_gemm_wide_shared_bytes(tokens, block) + 16 * BSH_GEMM_WIDE_PLACES;
 }
-enum { BSH_GEMM_WIDE_EXPERTS = 512, BSH_GEMM_WIDE_BOX = 64 }; /* tokens of x that are copied at once */
+enum { BSH_GEMM_WIDE_BOX = 64 }; /* tokens of x that are copied at once */
+/* Experts that a stack may have: blocks of 16 leave less space beside tiles of 256. */
+enum { BSH_GEMM_WIDE_EXPERTS = 512 };
+BSH_SIZE int32_t bsh_gemm_wide_experts(int32_t tokens, int32_t block) {
+  return tokens == 256 && block == 16 ? 480 : BSH_GEMM_WIDE_EXPERTS;
+}
 /* An expert's tiles before it, in one word: those of 256 tokens, and above this bit narrower ones. */
 enum { BSH_GEMM_WIDE_NARROW_BIT = 20 };
-BSH_SIZE int32_t bsh_gemm_wide_grouped_bytes(int32_t tokens, int32_t experts) {
-  return bsh_gemm_wide_experts_at(tokens) + 8 * experts + 4;
+BSH_SIZE int32_t bsh_gemm_wide_grouped_bytes(int32_t tokens, int32_t block) {
+  return bsh_gemm_wide_experts_at(tokens, block) + 8 * bsh_gemm_wide_experts(tokens, block) + 4;
 }
 
 /* Partial sums of a thread block: f32 [tokens / 8][256 threads][4]. Flags: [blocks][8 warps], 0 at the start. */
@@ -79,8 +91,9 @@ typedef struct {
   int64_t ldy;
   int32_t M, N, K;
   int32_t format;      /* bsh_format */
-  int32_t block_shift; /* log2(blocksize / 64) */
-  int32_t code_pairs;  /* nested, one scale a unit, K a multiple of 128 and codes 2-byte aligned: two codes a load */
+  int32_t block_shift; /* log2(blocksize / 64); of shorter blocks 0 */
+  int32_t code_pairs;  /* nested, one scale a unit, K a multiple of 128 and codes 2-byte aligned: two codes a load;
+                          of blocks below 64: 2, those of a piece's row are one load; 1, those of a unit */
   int32_t store_fours; /* rows of y are 8-byte aligned and a multiple of 4 long */
   bsh_gemm_wide_cut cut;
   /* Of a stack, else 0: where each expert's rows of x end; of an expert blocks and second-level scales. N and K are

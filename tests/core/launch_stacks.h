@@ -16,7 +16,8 @@ static void stacks(uint64_t *const state, const int rounds) {
     const bsh_cuda_context context = {.op = ops[dgrad], .sm = gpu[0], .sms = gpu[1]};
     CHECK(bsh_force_kernel(ops[dgrad], NULL) == BSH_OK, "%s", bsh_status_message());
     CHECK(bsh_cuda_plan(ops[dgrad], &args, gpu[0], gpu[1], BSH_VENDOR_TORCH, &plan) == BSH_OK, "a plan for any stack");
-    const bool refused_on_hopper = args.weight.blocksize < 64; /* by its own kernels */
+    const bool microscaled = args.weight.format == BSH_E2M1 && args.weight.scales.absmax == NULL;
+    const bool refused_on_hopper = args.weight.blocksize < 64 && !microscaled; /* by its own kernels */
     CHECK(!is_planned("gemm_4bit_sm80_grouped") || (gpu[0] >= 80 && (gpu[0] != 90 || refused_on_hopper)),
           "not chosen on sm_%d", gpu[0]);
     CHECK(bsh_force_kernel(ops[dgrad], "gemm_4bit_sm80_grouped") == BSH_OK, "%s", bsh_status_message());

@@ -288,6 +288,11 @@ static void check_stretches(const bsh_gemm_wide_cut *const cut, const int64_t pa
         walked, total, whole);
 }
 
+/* gemm_wide_bf16_m128, gemm_wide_mx_dgrad_bf16_m128, ... */
+static int32_t block_of_wide(const char *const name) {
+  return strstr(name, "_mx_") != NULL ? 32 : strstr(name, "_nv_") != NULL ? 16 : 64;
+}
+
 static void check_wide(const char *const name, void **const arguments, const bsh_cuda_launch_shape *const shape,
                        const int32_t sms) {
   const bsh_gemm_wide_args *const args = arguments[2];
@@ -296,13 +301,17 @@ static void check_wide(const char *const name, void **const arguments, const bsh
   const int64_t rows = forward ? args->N : args->K, depth = forward ? args->K : args->N;
   const int64_t pairs = shape->grid[0] / BSH_GEMM_WIDE_PAIR, blocks = (int64_t)cut->sharing * BSH_GEMM_WIDE_PAIR;
   static const form forms[] = {BSH_GEMM_WIDE_FORMS(WIDE_FORM)};
-  const form known = form_of(name, forward ? "gemm_wide" : "gemm_wide_dgrad", forms, sizeof forms / sizeof *forms);
+  const int32_t block = block_of_wide(name);
+  const char *const prefix = block < 64 ? (forward ? "gemm_wide_mx" : "gemm_wide_mx_dgrad") /* or nv */
+                                        : (forward ? "gemm_wide" : "gemm_wide_dgrad");
+  const form known = form_of(name, prefix, forms, sizeof forms / sizeof *forms);
   CHECK(cut->tokens == known.first && (strstr(name, "_f16") != NULL) == (maps[0].type == BSH_MAP_F16),
         "%s for tiles of %d tokens", name, cut->tokens);
   CHECK(shape->grid[0] <= (uint32_t)sms && shape->grid[0] % BSH_GEMM_WIDE_PAIR == 0 &&
             shape->cluster == BSH_GEMM_WIDE_PAIR,
         SHAPE ": %u blocks in clusters of %u", SHAPE_OF(name, args), shape->grid[0], shape->cluster);
-  CHECK(shape->block[0] == BSH_GEMM_WIDE_THREADS && shape->shared_bytes == bsh_gemm_wide_shared_bytes(cut->tokens),
+  CHECK(shape->block[0] == BSH_GEMM_WIDE_THREADS &&
+            shape->shared_bytes == bsh_gemm_wide_shared_bytes(cut->tokens, block),
         SHAPE ": %d bytes of shared memory", SHAPE_OF(name, args), (int)shape->shared_bytes);
   CHECK((int64_t)cut->token_tiles * cut->tokens >= args->M && (int64_t)(cut->token_tiles - 1) * cut->tokens < args->M &&
             cut->tiles == divide_up(rows, 256) * cut->token_tiles && cut->pieces == divide_up(depth, 128),
@@ -314,9 +323,13 @@ static void check_wide(const char *const name, void **const arguments, const bsh
         SHAPE ": maps", SHAPE_OF(name, args));
   CHECK(!args->store_fours || (aligned(args->y, 8) && args->ldy % 4 == 0 && rows % 4 == 0), SHAPE ": stores of 8 bytes",
         SHAPE_OF(name, args));
-  CHECK(!args->code_pairs ||
-            (args->absmax == NULL && args->block_shift == 0 && args->K % 128 == 0 && aligned(args->absmax_code, 2)),
-        SHAPE ": pairs of codes", SHAPE_OF(name, args));
+  const bool whole = args->K % 128 == 0, pairs_of_codes = block == 64 && whole && aligned(args->absmax_code, 2);
+  const bool together = block < 64 && aligned(args->absmax_code, (64 / block) * args->code_pairs);
+  CHECK(args->code_pairs == 0 || (args->absmax == NULL && args->block_shift == 0 &&
+                                  (together ? args->code_pairs == 1 || whole : pairs_of_codes)),
+        SHAPE ": codes read together", SHAPE_OF(name, args));
+  CHECK(block == 64 || (args->absmax == NULL && args->format == BSH_E2M1), SHAPE ": short blocks",
+        SHAPE_OF(name, args));
   if (blocks == 0) return;
   CHECK(flags_cleared == args->flags && counters_cleared == blocks * BSH_GEMM_WIDE_CONSUMERS &&
             (char *)(args->flags + counters_cleared) <= (char *)args->partial && aligned(args->partial, 16),
@@ -635,6 +648,7 @@ static bsh_product_args random_product(uint64_t *const state) {
   args.bias = random_below(state, 2) ? memory : NULL;
   args.weight = (bsh_weight){.packed = (uint8_t *)memory, .n = args.N * args.K, .format = BSH_NF4};
   args.weight.blocksize = random_below(state, 4) ? 64 : 32 << random_below(state, 8);
+  if (random_below(state, 4) == 0) args.weight.format = BSH_E2M1, args.weight.blocksize = 16 << random_below(state, 3);
   if (plain) args.weight.scales.absmax = (float *)memory;
   else args.weight.scales.absmax_code = (uint8_t *)memory + random_below(state, 5);
   if (random_below(state, 16) == 0) args.y = memory + dtype_size(args.dtype);

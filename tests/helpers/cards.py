@@ -96,13 +96,15 @@ def planned(sm: int, architectures: str) -> dict[str, Launch]:
     """The largest block of each entry that products start on a GPU `sm`, from a build for `architectures`."""
     found: dict[str, Launch] = {}
     kernels = (None, "gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "gemm_4bit_sm90_wide", "gemm_4bit_sm80")
-    axes = (ROWS, SHAPES, range(3), (40, 132), (32, 64, 128), (False, True), kernels, (False, True))
-    for M, (N, K), dtype, sms, blocksize, nested, kernel, gradient in itertools.product(*axes):
+    blocks = ((32, 0), (64, 0), (128, 0), (32, 2), (16, 2))  # blocksize, format
+    axes = (ROWS, SHAPES, range(3), (40, 132), blocks, (False, True), kernels, (False, True))
+    for M, (N, K), dtype, sms, (blocksize, fmt), nested, kernel, gradient in itertools.product(*axes):
         if gradient and kernel not in (None, "gemm_4bit_sm90_wide", "gemm_4bit_sm80"):
             continue
         settings = {
             "gradient": gradient,
             "blocksize": blocksize,
+            "format": fmt,
             "nested": nested,
             "kernel": kernel,
             "architectures": architectures,
@@ -113,10 +115,10 @@ def planned(sm: int, architectures: str) -> dict[str, Launch]:
             continue  # the forced kernel does not take it
         for launch in (launch for part in plan["slices"] for launch in part["launches"]):
             note(found, launch)
-    axes = ((4, 128), (1, 8, 16, 40, 110, 170, 256, 500), SHAPES, range(3), (64, 128), (False, True), (False, True))
+    axes = ((4, 128), (1, 8, 16, 40, 110, 170, 256, 500), SHAPES, range(3), blocks[1:], (False, True), (False, True))
     axes += ((None, "gemm_4bit_sm80_grouped"),)
-    for E, rows, (N, K), dtype, blocksize, nested, gradient, kernel in itertools.product(*axes):
-        settings = {"gradient": gradient, "blocksize": blocksize, "nested": nested, "kernel": kernel}
+    for E, rows, (N, K), dtype, (blocksize, fmt), nested, gradient, kernel in itertools.product(*axes):
+        settings = {"gradient": gradient, "blocksize": blocksize, "format": fmt, "nested": nested, "kernel": kernel}
         settings["architectures"] = architectures
         try:
             plan = _C.plan_grouped_linear_4bit(E, E * rows, N, K, dtype, sm, 132, **settings)

@@ -673,15 +673,43 @@ def test_grouped_products_of_cards_with_a_model(sm, rows, blocksize, form, gradi
 
 
 @pytest.mark.parametrize("gradient", [False, True])
-def test_short_blocks_on_hopper(gradient):
-    """Its own kernels refuse them: stacks take the one for sm_80, large weights of some hundred rows too."""
-    settings = {"gradient": gradient, "blocksize": 32, "format": 2, "architectures": "80,90a"}
-    for rows in (4, 64, 2048):
-        plan = _C.plan_grouped_linear_4bit(32, 32 * rows, 2880, 2880, 2, 90, 132, **settings)
-        assert plan["kernel"] == "gemm_4bit_sm80_grouped"
-    names = [_C.plan_linear_4bit(M, 14336, 4096, 2, 90, 132, **settings)["kernel"] for M in (16, 256, 257)]
-    assert names == [SM80, SM80, "panels"]
-    assert _C.plan_linear_4bit(64, 4096, 4096, 2, 90, 132, **settings)["kernel"] == "panels"
+@pytest.mark.parametrize("dtype, way", [(1, "f16"), (2, "bf16")])
+@pytest.mark.parametrize("blocksize, name", [(32, "mx"), (16, "nv")])
+def test_short_blocks_on_hopper(blocksize, name, dtype, way, gradient):
+    """MXFP4 and NVFP4 by kernels of their own: weights from 65 rows on and gradients, stacks."""
+    settings = {"gradient": gradient, "blocksize": blocksize, "format": 2, "architectures": "80,90a"}
+    for rows, form in ((64, "m128"), (2048, "m256")):
+        plan = _C.plan_grouped_linear_4bit(32, 32 * rows, 2880, 2880, dtype, 90, 132, **settings)
+        (launch,) = plan["slices"][0]["launches"]
+        assert plan["kernel"] == "gemm_4bit_sm90_wide_grouped" and launch["shared_bytes"] <= 227 << 10
+        assert launch["entry"] == f"gemm_wide_grouped_{name}_{'dgrad_' * gradient}{way}_{form}"
+    for M, form in ((100, "m128"), (192, "m192"), (2048, "m256")):
+        plan = _C.plan_linear_4bit(M, 14336, 4096, dtype, 90, 132, kernel=WIDE, **settings)
+        launch = plan["slices"][0]["launches"][-1]
+        assert launch["entry"] == f"gemm_wide_{name}_{'dgrad_' * gradient}{way}_{form}"
+        assert launch["shared_bytes"] <= 227 << 10
+    assert select(100, 14336, 4096, dtype, "H100", **settings) == WIDE
+    assert select(64 if gradient else 65, 4096, 4096, dtype, "H100", **settings) == WIDE
+
+
+def test_short_blocks_that_are_none_of_these_formats():
+    """Blocks of 32 of NF4, and E2M1 with plain scales, are for gemm_4bit_sm80."""
+    for facts in ({"format": 0}, {"format": 2, "nested": False}):
+        settings = {"blocksize": 32, "architectures": "80,90a", **facts}
+        assert _C.plan_linear_4bit(256, 14336, 4096, BF16, 90, 132, **settings)["kernel"] == SM80
+        with pytest.raises(ValueError, match="the blocksize is below 64"):
+            _C.plan_linear_4bit(256, 14336, 4096, BF16, 90, 132, kernel=WIDE, **settings)
+
+
+def test_more_experts_than_wide_tiles_of_short_blocks_hold():
+    """Scales of blocks of 16 take shared memory: above 480 experts tiles have 128 rows."""
+    for E, form in ((480, "m256"), (481, "m128"), (512, "m128")):
+        settings = {"blocksize": 16, "format": 2}
+        launch = grouped(E, E * 2048, 512, 512, **settings)["slices"][0]["launches"][0]
+        assert launch["entry"].endswith(form) and launch["shared_bytes"] <= 227 << 10
+        assert grouped(E, E * 2048, 512, 512, **{**settings, "blocksize": 32})["slices"][0]["launches"][0][
+            "entry"
+        ].endswith("m256")
 
 
 @pytest.mark.parametrize(
