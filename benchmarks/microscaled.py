@@ -1,6 +1,6 @@
 """Products with MXFP4 and NVFP4 weights on a GPU beside those of NF4 and of bf16: microseconds.
 
-    python benchmarks/microscaled.py [--only mxfp4]
+    python benchmarks/microscaled.py [--only mxfp4] [--rows 128 256] [--each 128]
 
 NF4 has blocks of 64 and nested scales. A time is the median of five replays of a CUDA graph of 20 calls (of stacks 4);
 weights rotate through 120 MB of packed bytes. BITSHARD_LINEAR_4BIT and its like force a kernel.
@@ -70,7 +70,7 @@ def dense(options: argparse.Namespace) -> None:
         copies = max(1, int(ROTATED / (N * K / 2)))
         made = {each: [(packed.clone(), state) for _ in range(copies)] for each, ((packed, state),) in made.items()}
         plain = itertools.cycle([w.clone() for _ in range(max(1, copies // 4))])
-        for M, forward in itertools.product(ROWS, (True, False)):
+        for M, forward in itertools.product(options.rows, (True, False)):
             x = torch.randn(M, K if forward else N, device="cuda", dtype=torch.bfloat16)
             times = {each: microseconds(product(x, made[each], None, forward), 20) for each in options.types}
             bf16 = microseconds(lambda x=x, f=forward, p=plain: x @ (next(p).T if f else next(p)), 20)
@@ -85,7 +85,7 @@ def stacks(options: argparse.Namespace) -> None:
         w = torch.randn(E, N, K, device="cuda", dtype=torch.bfloat16) * 0.02
         made = {each: [quantized(w, each)] for each in options.types}
         del w
-        for each_has, forward in itertools.product(EACH, (True, False)):
+        for each_has, forward in itertools.product(options.each, (True, False)):
             offs = torch.arange(1, E + 1, device="cuda", dtype=torch.int32) * each_has
             x = torch.randn(E * each_has, K if forward else N, device="cuda", dtype=torch.bfloat16)
             times = {each: microseconds(product(x, made[each], offs, forward), 4) for each in options.types}
@@ -98,6 +98,8 @@ def main() -> None:
     """Both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", dest="types", nargs="+", choices=TYPES, default=TYPES, help="(default: all)")
+    parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="of x, of a linear layer")
+    parser.add_argument("--each", type=int, nargs="*", default=EACH, help="of x, of an expert")
     options = parser.parse_args()
     dense(options), stacks(options)
 

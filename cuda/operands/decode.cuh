@@ -80,7 +80,8 @@ __device__ __forceinline__ void decode_unit(uint32_t (*a)[4], uint2 upper, uint2
   }
 }
 
-// Whether a scale is nested with one block a unit, in which case codes are read some at a time, or anything.
-enum scale_kind { NESTED_64, ANY_SCALES };
+// Scales: nested with one block a unit, in which case codes are read some at a time; any of blocks from 64 on; 8-bit
+// floats of blocks of 32 and 16, nested (decode_short.cuh).
+enum scale_kind { NESTED_64, ANY_SCALES, E8M0_32, E4M3_16 };
 
 } // namespace bsh
