@@ -50,13 +50,11 @@ def given(kind: str, N: int, K: int, experts: int = 1):
 
 
 def dequantized(kind, packed, scales, experts, N, K, dtype):
-    made, blocks, per = [], N * K // BLOCK[kind], scales[2].numel() // experts
-    for e in range(experts):
-        codes, second = scales[0][e * blocks :][:blocks], scales[2][e * per :][:per]
-        bytes_ = packed[e * N * K // 2 :][: N * K // 2]
-        own = (codes, scales[1], second, scales[3][e : e + 1])
-        made.append(ops.dequantize_4bit(bytes_, *own, BLOCK[kind], E2M1, N, K, dtype).view(N, K))
-    return torch.stack(made)
+    of_each = zip(*(one.chunk(experts) for one in (packed, scales[0], scales[2], scales[3])), strict=True)
+    settings = (BLOCK[kind], E2M1, N, K, dtype)
+    return torch.stack(
+        [ops.dequantize_4bit(w, codes, scales[1], *second, *settings).view(N, K) for w, codes, *second in of_each]
+    )
 
 
 def product(kind, x, offs, packed, scales, bias, N, K, gradient):
@@ -144,28 +142,22 @@ def cases():
                     yield f"{group} stack {facts}", lambda f=facts: check(*f)
 
 
-def main() -> int:
+def main() -> None:
+    """Runs them, as many as there is time for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="checks whose name has this")
+    parser.add_argument("--only", default="", help="checks with this in their names")
     parser.add_argument("--seconds", type=float, default=200)
     options = parser.parse_args()
-    begin, done, failed = time.monotonic(), 0, 0
-    for name, run in cases():
-        if options.only not in name:
-            continue
-        if time.monotonic() - begin > options.seconds:
-            print(f"stopped after {options.seconds:.0f} s")
-            break
-        try:
-            wrong = run()
-            torch.cuda.synchronize()
-        except RuntimeError as error:
-            wrong = str(error).splitlines()[0]
-        done, failed = done + 1, failed + bool(wrong)
-        print(f"{'WRONG' if wrong else 'ok':5} {name} {wrong}", flush=True)
-    print(f"{done} checks, {failed} wrong, {time.monotonic() - begin:.0f} s, {torch.cuda.get_device_name()}")
-    return int(failed > 0 or done == 0)
+    chosen = [(name, run) for name, run in cases() if options.only in name]
+    verdicts, end = [], time.monotonic() + options.seconds
+    while len(verdicts) < len(chosen) and time.monotonic() < end:
+        name, run = chosen[len(verdicts)]
+        verdicts.append(run())
+        print("WRONG" if verdicts[-1] else "ok", name, verdicts[-1], flush=True)
+    failed = sum(map(bool, verdicts))
+    print(f"{len(verdicts)} of {len(chosen)} checks, {failed} wrong, {torch.cuda.get_device_name()}")
+    sys.exit(failed > 0 or not verdicts)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
