@@ -13,10 +13,15 @@
   X(calibration)                                                                                                       \
   X(gemv_4bit)                                                                                                         \
   X(gemv_4bit_grouped)                                                                                                 \
+  X(gemv_4bit_short)                                                                                                   \
+  X(gemv_4bit_grouped_short)                                                                                           \
   X(gemv_4bit_simt)                                                                                                    \
   X(gemm_4bit_sm80)                                                                                                    \
   X(gemm_4bit_sm80_grouped)                                                                                            \
+  X(gemm_4bit_sm80_short)                                                                                              \
+  X(gemm_4bit_sm80_grouped_short)                                                                                      \
   X(gemm_4bit_sm90)                                                                                                    \
+  X(gemm_4bit_sm90_short)                                                                                              \
   X(gemm_4bit_sm90_wide)                                                                                               \
   X(gemm_4bit_sm90_wide_grouped)                                                                                       \
   X(gemm_4bit_sm90_wide_short)                                                                                         \

@@ -12,6 +12,11 @@ enum { LEAST_STAGES = 8 }; /* of a block that shares tiles in order */
   {{SM80_KERNEL("gemm_sm80_bf16_" #form), SM80_KERNEL("gemm_sm80_dgrad_bf16_" #form)},                                 \
    {SM80_KERNEL("gemm_sm80_f16_" #form), SM80_KERNEL("gemm_sm80_dgrad_f16_" #form)}},
 static bsh_cuda_kernel kernels[][2][2] = {BSH_GEMM_SM80_FORMS(SM80_FORM)}; /* [form][dtype][direction] */
+#define NV_KERNEL(NAME) BSH_KERNEL(gemm_4bit_sm80_short, NAME)
+static bsh_cuda_kernel nv_kernels[2][2] = {
+    /* [dtype][direction] */
+    {NV_KERNEL("gemm_sm80_bf16_m256_nv"), NV_KERNEL("gemm_sm80_dgrad_bf16_m256_nv")},
+    {NV_KERNEL("gemm_sm80_f16_m256_nv"), NV_KERNEL("gemm_sm80_dgrad_f16_m256_nv")}};
 #define SM80_ROWS(form, rows) rows,
 static const int32_t form_rows[] = {BSH_GEMM_SM80_FORMS(SM80_ROWS)};
 enum { FORMS = sizeof form_rows / sizeof *form_rows };
@@ -152,9 +157,11 @@ static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {
   const bool shares = best.cut.splits > 0 || best.cut.shared > 0;
   const int64_t blocks = shares ? blocks_of(&best) : min_i64(best.cut.tiles, best.sms);
   slice->sm80 = best.cut;
-  slice->block_shift = bsh_block_shift(facts, BSH_SM80_HALF_UNIT);
+  slice->block_shift = bsh_sm80_block_shift(facts);
   slice->stores_together = facts->y_alignment >= 16;
-  slice->product.kernel = &kernels[best.form][facts->dtype == BSH_F16][facts->direction == BSH_INPUT_GRADIENT];
+  const bool f16 = facts->dtype == BSH_F16, gradient = facts->direction == BSH_INPUT_GRADIENT;
+  slice->product.kernel =
+      bsh_sm80_has_short_blocks(facts) ? &nv_kernels[f16][gradient] : &kernels[best.form][f16][gradient];
   slice->product.shape = (bsh_cuda_launch_shape){.grid = {(uint32_t)blocks, 1, 1},
                                                  .block = {(uint32_t)bsh_gemm_sm80_threads(best.cut.rows), 1, 1},
                                                  .shared_bytes = bsh_gemm_sm80_shared_bytes(best.cut.rows),

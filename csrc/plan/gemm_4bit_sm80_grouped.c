@@ -14,6 +14,11 @@ enum { MOST_TILES = (1 << 16) - 8 }; /* of a thread block, which counts in 16 bi
   {{GROUPED_KERNEL("gemm_sm80_grouped_bf16_" #form), GROUPED_KERNEL("gemm_sm80_grouped_dgrad_bf16_" #form)},           \
    {GROUPED_KERNEL("gemm_sm80_grouped_f16_" #form), GROUPED_KERNEL("gemm_sm80_grouped_dgrad_f16_" #form)}},
 static bsh_cuda_kernel kernels[][2][2] = {BSH_GEMM_SM80_FORMS(GROUPED_FORM)}; /* [form][dtype][direction] */
+#define NV_KERNEL(NAME) BSH_KERNEL(gemm_4bit_sm80_grouped_short, NAME)
+static bsh_cuda_kernel nv_kernels[2][2] = {
+    /* [dtype][direction] */
+    {NV_KERNEL("gemm_sm80_grouped_bf16_m256_nv"), NV_KERNEL("gemm_sm80_grouped_dgrad_bf16_m256_nv")},
+    {NV_KERNEL("gemm_sm80_grouped_f16_m256_nv"), NV_KERNEL("gemm_sm80_grouped_dgrad_f16_m256_nv")}};
 
 static int64_t tiles_at_most(const bsh_facts *const facts, const int32_t rows) {
   const int64_t width = facts->direction == BSH_FORWARD ? facts->N : facts->K;
@@ -48,9 +53,11 @@ static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {
   const int64_t blocks = min_i64(facts->sms * bsh_sm80_at_once(rows, facts->sm), tiles_at_most(facts, rows));
   slice->sm80 =
       (bsh_gemm_sm80_cut){.rows = rows, .stages = (int32_t)divide_up(gradient ? facts->N : facts->K, BSH_UNIT)};
-  slice->block_shift = bsh_block_shift(facts, BSH_SM80_HALF_UNIT);
+  slice->block_shift = bsh_sm80_block_shift(facts);
   slice->stores_together = true;
-  slice->product.kernel = &kernels[rows == 256][facts->dtype == BSH_F16][gradient];
+  const bool f16 = facts->dtype == BSH_F16;
+  slice->product.kernel =
+      bsh_sm80_has_short_blocks(facts) ? &nv_kernels[f16][gradient] : &kernels[rows == 256][f16][gradient];
   slice->product.shape = bsh_overlapping(blocks, bsh_gemm_sm80_threads(rows), 1, bsh_gemm_sm80_grouped_bytes(rows));
   slice->product.shape.overlap = bsh_is_wide(facts->image.arch);
 }

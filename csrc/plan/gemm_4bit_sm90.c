@@ -8,7 +8,8 @@ static const char *refuses(const bsh_facts *const facts) {
   if (facts->dtype == BSH_F32) return "no float32";
   if (facts->N % BSH_ROW_TILE) return "N is no multiple of 16";
   if (facts->K % BSH_UNIT) return "K is no multiple of 64";
-  if (facts->w.blocksize % BSH_UNIT) return "the blocksize is below 64";
+  const char *const blocks = bsh_short_blocks_refuse(facts);
+  if (blocks != NULL) return blocks;
   /* 32-bit block indices; fewer than 2^22 pieces of 192 x 256 weights, times up to 512 multiprocessors. */
   if (facts->K > INT32_MAX / BSH_ROW_TILE || facts->N > INT32_MAX / 2 || facts->N * (facts->K / BSH_UNIT) > INT32_MAX)
     return "W is too large for 32-bit indices";
@@ -38,12 +39,19 @@ static double cost(const bsh_facts *const facts) {
 enum { FORMS = 5 };
 static const int32_t forms[FORMS][2] = {BSH_GEMM_FORMS(GEMM_FORM)};
 static bsh_cuda_kernel kernels[2][FORMS][2] = {{BSH_GEMM_FORMS(GEMM_BF16)}, {BSH_GEMM_FORMS(GEMM_F16)}};
+#define SHORT_KERNEL(NAME) BSH_KERNEL(gemm_4bit_sm90_short, NAME)
+#define SHORT_FORM(form, tokens, parts)                                                                                \
+  {SHORT_KERNEL("gemm_4bit_bf16_" #form "_mx"), SHORT_KERNEL("gemm_4bit_bf16_" #form "_nv"),                           \
+   SHORT_KERNEL("gemm_4bit_f16_" #form "_nv")},
+static bsh_cuda_kernel short_kernels[FORMS][BSH_SHORT_FORMS] = {BSH_GEMM_FORMS(SHORT_FORM)};
 static bsh_cuda_kernel x_units = GEMM_KERNEL("x_units");
 
 static bsh_cuda_kernel *kernel_of(const bsh_facts *const facts, const int32_t tokens, const int32_t k_parts) {
   const bool codes_together = facts->w.scales == BSH_SCALES_NESTED && facts->w.blocksize == 64 &&
                               facts->K % (4 * BSH_UNIT) == 0 && facts->code_alignment >= 4; /* of 4 units */
-  return &kernels[facts->dtype == BSH_F16][bsh_form_of(forms, tokens, k_parts)][!codes_together];
+  const int form = bsh_form_of(forms, tokens, k_parts);
+  if (bsh_has_short_blocks(facts)) return &short_kernels[form][bsh_short_form(facts)];
+  return &kernels[facts->dtype == BSH_F16][form][!codes_together];
 }
 
 /* Row tiles of a row block: one for each warp, or, for two parts of K, as few as leave each multiprocessor one row

@@ -85,7 +85,8 @@ const char *bsh_gemv_4bit_refuses(const bsh_facts *const facts) {
   if (bsh_is_wide(arch) && !bsh_is_wide(facts->sm)) return "code for more shared memory than the GPU has";
   if (facts->N % BSH_ROW_TILE) return "N is no multiple of 16";
   if (facts->K % BSH_UNIT) return "K is no multiple of 64";
-  if (facts->w.blocksize % BSH_UNIT) return "the blocksize is below 64";
+  const char *const blocks = bsh_short_blocks_refuse(facts);
+  if (blocks != NULL) return blocks;
   if (facts->K > INT32_MAX / BSH_ROW_TILE || facts->N > INT32_MAX / 16 || facts->N * (facts->K / BSH_UNIT) > UINT32_MAX)
     return "W is too large for 32-bit indices";
   if (facts->packed_alignment < 16) return "packed is not 16-byte aligned";

@@ -34,8 +34,28 @@ static inline int bsh_form_of(const int32_t (*const forms)[2], const int32_t fir
   return form;
 }
 
+/* MXFP4 and NVFP4: codes E2M1 in blocks of 32 and 16, whose scales are 8-bit floats. */
+static inline bool bsh_has_short_blocks(const bsh_facts *const facts) { return facts->w.blocksize < BSH_UNIT; }
+
+/* Kernels of short blocks: MXFP4 in bf16; NVFP4 in bf16 and fp16. */
+enum { BSH_SHORT_FORMS = 3 };
+static inline int bsh_short_form(const bsh_facts *const facts) {
+  return facts->w.blocksize == 32 ? 0 : 1 + (facts->dtype == BSH_F16);
+}
+
+/* NULL, or why kernels that scale operands of tensor cores in 16 bits do not take the blocks: they load the scales of a
+ * unit together, and take them for those formats'. */
+static inline const char *bsh_short_blocks_refuse(const bsh_facts *const facts) {
+  if (!bsh_has_short_blocks(facts)) return NULL;
+  if (facts->w.table != BSH_E2M1 || facts->w.scales != BSH_SCALES_NESTED || facts->w.blocksize < 16)
+    return "the blocksize is below 64, and it is neither MXFP4 nor NVFP4";
+  if (facts->w.blocksize == 32 && facts->dtype == BSH_F16) return "float16 does not hold scales of MXFP4";
+  return facts->code_alignment < BSH_UNIT / facts->w.blocksize ? "the scales of 64 weights are not aligned" : NULL;
+}
+
 /* 4-bit blocks as a shift: how often a block has the unit of a kernel. */
 static inline int32_t bsh_block_shift(const bsh_facts *const facts, const int64_t unit) {
+  if (facts->w.blocksize < unit) return 0;
   return __builtin_ctzll((uint64_t)(facts->w.blocksize / unit));
 }
 

@@ -13,10 +13,21 @@
 enum { FORMS = 4, JOINS = 3 };
 static const int32_t forms[FORMS][2] = {BSH_GEMV_FORMS(GEMV_TILES)};
 static bsh_cuda_kernel kernels[2][FORMS][2] = {{BSH_GEMV_FORMS(GEMV_BF16)}, {BSH_GEMV_FORMS(GEMV_F16)}};
+#define SHORT_KERNEL(NAME) BSH_KERNEL(gemv_4bit_short, NAME)
+#define SHORT_FORM(form, tiles, units)                                                                                 \
+  {SHORT_KERNEL("gemv_4bit_bf16_" #form "_mx"), SHORT_KERNEL("gemv_4bit_bf16_" #form "_nv"),                           \
+   SHORT_KERNEL("gemv_4bit_f16_" #form "_nv")},
+static bsh_cuda_kernel short_kernels[FORMS][BSH_SHORT_FORMS] = {BSH_GEMV_FORMS(SHORT_FORM)};
 static bsh_cuda_kernel joins[2][JOINS] = {{BSH_GEMV_JOINS(JOIN_BF16)}, {BSH_GEMV_JOINS(JOIN_F16)}};
 
 /* Measured as faster than panels at every size; some of them gemm_4bit_sm90 takes faster. */
 static double cost(const bsh_facts *const facts) { return facts->M <= BSH_GEMV_TOKENS ? BSH_ORDER(2) : BSH_LAST; }
+
+static bsh_cuda_kernel *kernel_of(const bsh_facts *const facts, const int32_t token_tiles, const int32_t units) {
+  const int form = bsh_form_of(forms, token_tiles, units);
+  if (bsh_has_short_blocks(facts)) return &short_kernels[form][bsh_short_form(facts)];
+  return &kernels[facts->dtype == BSH_F16][form][!bsh_gemv_reads_codes_together(facts, units)];
+}
 
 static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {
   const int32_t arch = facts->image.arch;
@@ -24,8 +35,7 @@ static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {
   const bsh_gemv_division d = bsh_gemv_divide(slice->rows, facts->N, facts->K, arch, facts->sms);
   bsh_gemv_lay_out(&d, facts, joins[f16], slice);
   slice->block_shift = bsh_block_shift(facts, BSH_UNIT);
-  slice->product.kernel =
-      &kernels[f16][bsh_form_of(forms, d.token_tiles, d.units)][!bsh_gemv_reads_codes_together(facts, d.units)];
+  slice->product.kernel = kernel_of(facts, d.token_tiles, d.units);
   slice->product.shape.shared_bytes = bsh_gemv_shared_bytes(arch, d.token_tiles);
 }
 

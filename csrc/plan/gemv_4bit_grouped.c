@@ -50,8 +50,15 @@ static const int32_t forms[FORMS][2] = {BSH_GROUPED_GEMV_FORMS(GROUPED_TILES)};
 static bsh_cuda_kernel kernels[2][FORMS][2] = {{BSH_GROUPED_GEMV_FORMS(GROUPED_BF16)},
                                                {BSH_GROUPED_GEMV_FORMS(GROUPED_F16)}};
 
+#define SHORT_KERNEL(NAME) BSH_KERNEL(gemv_4bit_grouped_short, NAME)
+#define SHORT_FORM(form, tiles, units)                                                                                 \
+  {SHORT_KERNEL("gemv_4bit_grouped_bf16_" #form "_mx"), SHORT_KERNEL("gemv_4bit_grouped_bf16_" #form "_nv"),           \
+   SHORT_KERNEL("gemv_4bit_grouped_f16_" #form "_nv")},
+static bsh_cuda_kernel short_kernels[FORMS][BSH_SHORT_FORMS] = {BSH_GROUPED_GEMV_FORMS(SHORT_FORM)};
+
 static bsh_cuda_kernel *kernel_of(const bsh_facts *const facts, const int32_t token_tiles, const int32_t units) {
   const int form = bsh_form_of(forms, token_tiles, units);
+  if (bsh_has_short_blocks(facts)) return &short_kernels[form][bsh_short_form(facts)];
   return &kernels[facts->dtype == BSH_F16][form][!bsh_gemv_reads_codes_together(facts, units)];
 }
 

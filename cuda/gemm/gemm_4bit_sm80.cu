@@ -17,6 +17,5 @@
 // W has the bits of dequantize_4bit: the error is that of W rounded to x's dtype.
 #include "cuda/gemm/gemm_4bit_sm80.cuh"
 
-#define GEMM_SM80(T, NAME, ROWS, GRADIENT) BSH_GEMM_SM80_ENTRY(T, NAME, ROWS, GRADIENT, false)
-#define GEMM_SM80_FORM(FORM, ROWS) BSH_GEMM_SM80_ENTRIES(GEMM_SM80, gemm_sm80_, FORM, ROWS)
-BSH_GEMM_SM80_FORMS(GEMM_SM80_FORM)
+#define GEMM_SM80(FORM, ROWS) BSH_GEMM_SM80_ENTRIES(gemm_sm80_, FORM, ROWS, false)
+BSH_GEMM_SM80_FORMS(GEMM_SM80)

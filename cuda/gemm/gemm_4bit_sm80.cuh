@@ -1,4 +1,5 @@
-// gemm_4bit_sm80.cuh - the kernel of gemm_4bit_sm80.cu, which says how it works, and of gemm_4bit_sm80_grouped.cu.
+// gemm_4bit_sm80.cuh - the kernel of gemm_4bit_sm80.cu, which says how it works, of gemm_4bit_sm80_grouped.cu, and of
+// both for blocks of 16.
 #pragma once
 
 #include "cuda/epilogues/epilogue_sm80.cuh"
@@ -200,18 +201,18 @@ template <typename FORM> __device__ __forceinline__ void gemm_sm80(const bsh_gem
 } // namespace bsh
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-#define BSH_GEMM_SM80_BODY(T, ROWS, GRADIENT, GROUPED) bsh::gemm_sm80<bsh::sm80_form<T, ROWS, GRADIENT, GROUPED>>(args);
+#define BSH_GEMM_SM80_BODY(...) bsh::gemm_sm80<bsh::sm80_form<__VA_ARGS__>>(args);
 #else
-#define BSH_GEMM_SM80_BODY(T, ROWS, GRADIENT, GROUPED) __trap(); // the host does not launch it
+#define BSH_GEMM_SM80_BODY(...) __trap(); // the host does not launch it
 #endif
-#define BSH_GEMM_SM80_ENTRY(T, NAME, ROWS, GRADIENT, GROUPED)                                                          \
+#define BSH_GEMM_SM80_ENTRY(NAME, T, ROWS, ...) /* GRADIENT, GROUPED, SHORT */                                         \
   extern "C" __global__ void __launch_bounds__(bsh_gemm_sm80_threads(ROWS), ROWS == 256 ? 1 : 2)                       \
       NAME(const __grid_constant__ bsh_gemm_sm80_args args) {                                                          \
-    BSH_GEMM_SM80_BODY(T, ROWS, GRADIENT, GROUPED)                                                                     \
+    BSH_GEMM_SM80_BODY(T, ROWS, __VA_ARGS__)                                                                           \
   }
 // Of a form: both dtypes, both directions.
-#define BSH_GEMM_SM80_ENTRIES(ENTRY, STEM, FORM, ROWS)                                                                 \
-  ENTRY(__nv_bfloat16, STEM##bf16_##FORM, ROWS, false)                                                                 \
-  ENTRY(__half, STEM##f16_##FORM, ROWS, false)                                                                         \
-  ENTRY(__nv_bfloat16, STEM##dgrad_bf16_##FORM, ROWS, true)                                                            \
-  ENTRY(__half, STEM##dgrad_f16_##FORM, ROWS, true)
+#define BSH_GEMM_SM80_ENTRIES(STEM, FORM, ROWS, ...) /* GROUPED, SHORT */                                              \
+  BSH_GEMM_SM80_ENTRY(STEM##bf16_##FORM, __nv_bfloat16, ROWS, false, __VA_ARGS__)                                      \
+  BSH_GEMM_SM80_ENTRY(STEM##f16_##FORM, __half, ROWS, false, __VA_ARGS__)                                              \
+  BSH_GEMM_SM80_ENTRY(STEM##dgrad_bf16_##FORM, __nv_bfloat16, ROWS, true, __VA_ARGS__)                                 \
+  BSH_GEMM_SM80_ENTRY(STEM##dgrad_f16_##FORM, __half, ROWS, true, __VA_ARGS__)

@@ -7,6 +7,5 @@
 // zeroed. Each tile has one block: equal inputs give equal bits.
 #include "cuda/gemm/gemm_4bit_sm80.cuh"
 
-#define GROUPED(T, NAME, ROWS, GRADIENT) BSH_GEMM_SM80_ENTRY(T, NAME, ROWS, GRADIENT, true)
-#define GROUPED_FORM(FORM, ROWS) BSH_GEMM_SM80_ENTRIES(GROUPED, gemm_sm80_grouped_, FORM, ROWS)
-BSH_GEMM_SM80_FORMS(GROUPED_FORM)
+#define GROUPED(FORM, ROWS) BSH_GEMM_SM80_ENTRIES(gemm_sm80_grouped_, FORM, ROWS, true)
+BSH_GEMM_SM80_FORMS(GROUPED)

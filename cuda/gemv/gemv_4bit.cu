@@ -21,53 +21,11 @@
 // are added in a fixed order. Where K is longer than a block holds, k_splits blocks share a row tile: their sums meet
 // in args.partial, behind a cluster barrier (sm_90 on) or in a second kernel, again in a fixed order. Nothing is added
 // atomically: equal inputs give equal bits.
-#include "cuda/gemv/gemv_4bit.cuh"
+#include "cuda/gemv/gemv_4bit_dense.cuh"
 
-namespace bsh {
-namespace {
-
-template <typename T, int TOKEN_TILES, int UNITS, scale_kind KIND>
-__device__ __forceinline__ void gemv(const bsh_fused_args &args) {
-  using codes = codes_4bit<T, TOKEN_TILES, UNITS, KIND>;
-  extern __shared__ __align__(1024) char memory[];
-  const gemv_memory shared = memory_of<TOKEN_TILES>(memory);
-  const place p = find_place<UNITS>(args);
-
-  // Before the wait: constants, and hints about what will be read.
-  const typename codes::loader stream(args, p, shared.ring);
-  stream.prefetch(p);
-  build_table<T>(shared.table, args.format);
-  wait_for_earlier_kernels();
-  let_later_kernels_start();
-
-  stream.begin(p);
-  const float map_value = args.absmax == nullptr ? args.absmax_map[threadIdx.x & 255] : 0.f;
-  codes w(args, p, shared.map, args.absmax == nullptr ? *args.offset : 0.f);
-  uint32_t x[UNITS][TOKEN_TILES][8];
-  load_x<TOKEN_TILES, UNITS>(x, args, p);
-  if (threadIdx.x < 256) shared.map[threadIdx.x] = map_value;
-  if (args.absmax == nullptr)
-    for (int i = threadIdx.x + blockDim.x; i < 256; i += blockDim.x) shared.map[i] = args.absmax_map[i];
-  __syncthreads();
-  w.begin(p, shared);
-
-  multiply_tiles<codes, TOKEN_TILES>(args, p, shared.sums, stream, w, x, 0, hand_on<TOKEN_TILES, store_sum<T>>{});
-  join_cluster<TOKEN_TILES, store_sum<T>>(args, p);
-}
-
-} // namespace
-} // namespace bsh
-
-// gemv_4bit_<dtype>_m<tokens>_k<units per warp>[_any]; launched with WARPS * 32 threads or fewer. The host starts m32
-// with kernels for sm_80 to sm_89 and sm_120 only: elsewhere its body would only cost compile time.
-#define GEMV(T, NAME, TOKEN_TILES, UNITS, KIND)                                                                        \
-  extern "C" __global__ void __launch_bounds__(bsh::WARPS * 32, 1) NAME(const __grid_constant__ bsh_fused_args args) { \
-    if constexpr (TOKEN_TILES < 4 || (bsh::ARCH >= 80 && !bsh::WIDE))                                                  \
-      bsh::gemv<T, TOKEN_TILES, UNITS, bsh::KIND>(args);                                                               \
-    else __trap();                                                                                                     \
-  }
+// gemv_4bit_<dtype>_m<tokens>_k<units per warp>[_any]; launched with WARPS * 32 threads or fewer.
 #define GEMV_PAIR(T, NAME, TOKEN_TILES, UNITS)                                                                         \
-  GEMV(T, NAME, TOKEN_TILES, UNITS, NESTED_64) GEMV(T, NAME##_any, TOKEN_TILES, UNITS, ANY_SCALES)
+  BSH_GEMV_4BIT(T, NAME, TOKEN_TILES, UNITS, NESTED_64) BSH_GEMV_4BIT(T, NAME##_any, TOKEN_TILES, UNITS, ANY_SCALES)
 #define GEMV_BF16(FORM, TOKEN_TILES, UNITS) GEMV_PAIR(__nv_bfloat16, gemv_4bit_bf16_##FORM, TOKEN_TILES, UNITS)
 #define GEMV_F16(FORM, TOKEN_TILES, UNITS) GEMV_PAIR(__half, gemv_4bit_f16_##FORM, TOKEN_TILES, UNITS)
 #define JOIN(T, NAME, TOKEN_TILES)                                                                                     \

@@ -11,14 +11,15 @@
 namespace bsh {
 namespace {
 
-// GROUPED: of a stack of experts.
-template <typename T_, int ROWS_, bool GRADIENT_, bool GROUPED_ = false> struct sm80_form {
+// GROUPED: of a stack of experts. SHORT: blocks of 16 with codes E2M1 and nested scales; 256 rows.
+template <typename T_, int ROWS_, bool GRADIENT_, bool GROUPED_ = false, bool SHORT_ = false> struct sm80_form {
   using T = T_;
   static constexpr int ROWS = ROWS_, THREADS = bsh_gemm_sm80_threads(ROWS);
-  static constexpr bool GRADIENT = GRADIENT_, GROUPED = GROUPED_;
+  static constexpr bool GRADIENT = GRADIENT_, GROUPED = GROUPED_, SHORT = SHORT_;
   static constexpr int X_BYTES = bsh_gemm_sm80_x_bytes(ROWS), W_BYTES = BSH_GEMM_SM80_W_BYTES;
   static constexpr int W_AT = bsh_gemm_sm80_w_at(ROWS);
   static constexpr int WORDS = BSH_GEMM_SM80_COLUMNS * BSH_UNIT / 8 / THREADS; // packed ones, of a thread and stage
+  static_assert(!SHORT || WORDS == 4, "two blocks");
 };
 
 template <typename FORM> struct x_loader {
@@ -64,7 +65,8 @@ template <typename FORM> struct w_loader {
   using T = typename FORM::T;
   static constexpr bool GRADIENT = FORM::GRADIENT;
   static constexpr int WORDS = FORM::WORDS;
-  static constexpr int DECODE_STEPS = block_values<T>::DECODE_STEPS * WORDS;
+  using values_of = std::conditional_t<FORM::SHORT, short_values<T>, block_values<T>>;
+  static constexpr int DECODE_STEPS = values_of::DECODE_STEPS * WORDS;
   uint32_t to;                                 // where the first word goes, decoded; word j at ^ j << 4
   int left = 0;                                // stages of the piece
   uint32_t at;                                 // the first 32 weights that this thread decodes
@@ -73,8 +75,9 @@ template <typename FORM> struct w_loader {
   uint32_t absmax_at = 0;                      // and its first place in absmax
   float offset;                                // of its scales
   uint32_t word[WORDS], ready[WORDS][4], code; // ready: decoded, not yet stored
-  float absmax, scale;
-  block_values<T> values;
+  float absmax;
+  typename values_of::scales scale;
+  values_of values;
 
   // Its row of a stage, and which half of a unit where two threads share one.
   static __device__ __forceinline__ int row(int t) {
@@ -113,7 +116,8 @@ template <typename FORM> struct w_loader {
         beyond = true, at = begin;
   }
   __device__ __forceinline__ void load_scale(const bsh_gemm_sm80_args &args) {
-    code = __ldg(args.codes + (at >> args.block_shift));
+    if constexpr (FORM::SHORT) code = __ldg(reinterpret_cast<const uint16_t *>(args.codes) + at); // of both blocks
+    else code = __ldg(args.codes + (at >> args.block_shift));
     absmax = __ldg(args.absmax + absmax_at + ((at - begin) >> args.absmax_shift));
   }
   // The packed words of a stage; and asks L2 for a later one, of the gradient also for codes of its scales: forward a
@@ -128,19 +132,28 @@ template <typename FORM> struct w_loader {
     at += GRADIENT ? 2 * args.K : 2, left--;
     const uint32_t ahead = min(at + (GRADIENT ? 2 * args.K : 6), args.last_half);
     prefetch_l2(args.packed + (uint64_t)ahead * 16);
-    if (GRADIENT) prefetch_l2(args.codes + (ahead >> args.block_shift));
+    if (GRADIENT) prefetch_l2(args.codes + (FORM::SHORT ? 2 * (uint64_t)ahead : ahead >> args.block_shift));
   }
   // What dequantize_4bit has.
   __device__ __forceinline__ void make_scale(const float *map, const float *of_weight) {
-    scale = __fadd_rn(multiply_flush_in_order(map[code], absmax), FORM::GROUPED ? offset : *of_weight);
-    if (GRADIENT && beyond) scale = 0.f;
+    const float add = FORM::GROUPED ? offset : *of_weight;
+    if constexpr (FORM::SHORT) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        scale.of[i] = __fadd_rn(multiply_in_order(map[code >> 8 * i & 255], absmax), add);
+        if (GRADIENT && beyond) scale.of[i] = 0.f;
+      }
+    } else {
+      scale = __fadd_rn(multiply_flush_in_order(map[code], absmax), add);
+      if (GRADIENT && beyond) scale = 0.f;
+    }
   }
   __device__ __forceinline__ void build(const float *of_codes) {
 #pragma unroll
-    for (int i = 0; i < block_values<T>::BUILD_STEPS; i++) values.build(i, of_codes, scale);
+    for (int i = 0; i < values_of::BUILD_STEPS; i++) values.build(i, of_codes, scale);
   }
   // Step k of DECODE_STEPS.
-  __device__ __forceinline__ void decode(int k) { values.decode(k % 8, ready[k / 8], word[k / 8]); }
+  __device__ __forceinline__ void decode(int k) { values.decode(k % 8, ready[k / 8], word[k / 8], k / 16); }
   __device__ __forceinline__ void store(int j) { st_shared_vector(to ^ (j << 4), ready[j]); }
 };
 

@@ -1,6 +1,7 @@
 // loaders_sm90.cuh - how packed bytes, scales and x come to a warp.
 #pragma once
 
+#include "cuda/operands/decode_short.cuh"
 #include "cuda/schedulers/scheduler_sm90.cuh"
 
 namespace bsh {
@@ -36,13 +37,16 @@ struct weight_loader {
 
 // Scales of a warp's 16 rows. A group is 4 pieces (ANY_SCALES: 1); lane c of a quad holds, for rows g and g + 8, the 4
 // units of piece c of the group (ANY_SCALES: unit c of the piece). Fetched a group ahead and kept raw until used.
-// NESTED_64: nested, one scale a unit, units of a row a multiple of 4.
+// NESTED_64: nested, one scale a unit, units of a row a multiple of 4. SHORT: `scale` is that of the second level, and
+// `same` whether it is the same for all rows and units of the piece; scales of blocks are in `factors`.
 template <scale_kind KIND> struct scale_loader {
   static constexpr int GROUP = KIND == NESTED_64 ? 4 : 1; // pieces
   static constexpr int PER_LANE = KIND == NESTED_64 ? 4 : 1;
   uint32_t raw[2]; // 4 codes; ANY_SCALES: 1 code or the fp32 bits of a plain scale
   float second[2];
   float scale[2][PER_LANE];
+  unit_factors factors[2];
+  bool same;
 
   // Block of this lane's first scale, rows g (r = 0) and g + 8 of the tile.
   static __device__ __forceinline__ uint32_t block(const bsh_fused_args &args, int tile, int piece, int r) {
@@ -50,13 +54,16 @@ template <scale_kind KIND> struct scale_loader {
     const int row = min(tile * BSH_ROW_TILE, args.N - BSH_ROW_TILE) + (lane >> 2);
     const int first = piece / GROUP * (GROUP * BSH_PIECE_UNITS) + (lane & 3) * PER_LANE;
     const uint32_t unit = (uint32_t)(row + r * 8) * units + min(first, units - PER_LANE);
-    return KIND == NESTED_64 ? unit : unit >> args.block_shift;
+    return KIND == NESTED_64 || SHORT<KIND> ? unit : unit >> args.block_shift;
   }
   __device__ __forceinline__ void fetch(const bsh_fused_args &args, int tile, int piece) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const uint32_t block = scale_loader::block(args, tile, piece, r);
-      if (KIND == NESTED_64) {
+      if constexpr (SHORT<KIND>) {
+        raw[r] = unit_scales<KIND>(args.absmax_code, block);
+        second[r] = args.absmax2[second_level<KIND>(block)];
+      } else if (KIND == NESTED_64) {
         raw[r] = *reinterpret_cast<const uint32_t *>(args.absmax_code + block);
         second[r] = args.absmax2[block / BSH_NESTED_BLOCKSIZE];
       } else if (args.absmax) {
@@ -79,6 +86,18 @@ template <scale_kind KIND> struct scale_loader {
   __device__ __forceinline__ float of(int r, int piece, int unit) const {
     return KIND == NESTED_64 ? __shfl_sync(~0u, scale[r][unit % PER_LANE], piece % GROUP, 4)
                              : __shfl_sync(~0u, scale[r][0], unit, 4);
+  }
+  // SHORT, instead of resolve. A scale that is none of the format's, or `verdict`, makes the piece NaN.
+  template <typename T> __device__ __forceinline__ void resolve_short(float verdict) {
+    bool equal = true;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      factors[r] = factors_of<T, KIND>(raw[r], threadIdx.x & 3);
+      scale[r][0] = second[r] + verdict;
+      if (__any_sync(~0u, is_beyond<KIND>(raw[r]))) scale[r][0] = __uint_as_float(NAN_BITS);
+      equal &= __float_as_uint(scale[r][0]) == __shfl_sync(~0u, __float_as_uint(scale[r][0]), 0, 4);
+    }
+    same = __all_sync(~0u, equal);
   }
 };
 

@@ -40,9 +40,9 @@ __device__ __forceinline__ float code_value(int format, int code) {
   return format == BSH_FP4 ? pick(code, BSH_FP4_VALUES) : pick(code, BSH_NF4_VALUES);
 }
 
-// Fills the pair table; all warps of the block, then a barrier by the caller.
-template <typename T> __device__ __forceinline__ void build_table(char *table, int format) {
-  const float value = code_value(format, threadIdx.x & 15);
+// Fills the pair table, with values times a power of two; all warps of the block, then a barrier by the caller.
+template <typename T> __device__ __forceinline__ void build_table(char *table, int format, float times = 1.f) {
+  const float value = code_value(format, threadIdx.x & 15) * times;
   for (int i = threadIdx.x; i < 256 * 8; i += blockDim.x) {
     const int byte = i >> 3; // blockDim is a multiple of 32: whole warps take part in the shuffles
     const float first = __shfl_sync(~0u, value, byte >> 4), second = __shfl_sync(~0u, value, byte & 15);
@@ -80,7 +80,8 @@ __device__ __forceinline__ void decode_unit(uint32_t (*a)[4], uint2 upper, uint2
   }
 }
 
-// Whether a scale is nested with one block a unit, in which case codes are read some at a time, or anything.
-enum scale_kind { NESTED_64, ANY_SCALES };
+// Scales: nested with one block a unit, in which case codes are read some at a time; any of blocks from 64 on; 8-bit
+// floats of blocks of 32 and 16, nested (decode_short.cuh).
+enum scale_kind { NESTED_64, ANY_SCALES, E8M0_32, E4M3_16 };
 
 } // namespace bsh

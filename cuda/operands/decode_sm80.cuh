@@ -5,6 +5,9 @@
 // planes of bytes in eight registers, and looks up four codes at a time by byte permutations. Nothing of it is in
 // memory.
 //
+// Blocks of 16 are two for a thread. Their codes are E2M1, whose upper half is the lower one with the other sign: a
+// block has 8 different values and takes half of the registers, half of the steps to make, and fewer permutations.
+//
 // Both are steps of one to three instructions, which the main loop lays between its products.
 #pragma once
 
@@ -18,6 +21,7 @@ namespace {
 // Selectors name the bytes of the result, highest first; 0 to 3 are those of the first register, 4 to 7 of the second.
 template <typename T> struct block_values {
   enum { BUILD_STEPS = 16, DECODE_STEPS = 8 };
+  using scales = float;
   uint32_t low[4], high[4]; // byte i & 3 of [i >> 2]: of the value of code i
 
   __device__ __forceinline__ void build(int step, const float *values, float scale) {
@@ -34,7 +38,7 @@ template <typename T> struct block_values {
 
   // The 8 values of a packed word, in order: out[4]. A code's lower three bits select from two registers, one for codes
   // below 8 and one for the others; its highest bit then selects between the two results.
-  __device__ __forceinline__ void decode(int step, uint32_t *out, uint32_t word) {
+  __device__ __forceinline__ void decode(int step, uint32_t *out, uint32_t word, int /* of one block */) {
     const int half = step >> 2; // four codes: nibbles 4 half .. 4 half + 3
     switch (step % 4) {
     case 0:
@@ -58,6 +62,50 @@ template <typename T> struct block_values {
 
 private: // between steps
   uint32_t first, second, lower, upper, below, above, high_below, high_above, low_bytes;
+};
+
+// The same of two blocks of 16 with codes E2M1, four packed words.
+template <typename T> struct short_values {
+  enum { BUILD_STEPS = 16, DECODE_STEPS = 8 };
+  struct scales {
+    float of[2];
+  };
+  uint32_t low[2][2], high[2][2]; // of codes 0 to 7 of each block
+
+  __device__ __forceinline__ void build(int step, const float *values, const scales &scale) {
+    const int block = step >> 3, i = step >> 2 & 1;
+    auto pair = [&](int code) {
+      return in_order<T>::pack(multiply_in_order(values[code], scale.of[block]),
+                               multiply_in_order(values[code + 1], scale.of[block]));
+    };
+    if (step % 4 == 0) first = pair(4 * i);
+    if (step % 4 == 1) second = pair(4 * i + 2);
+    if (step % 4 == 2) low[block][i] = permute_in_order(first, second, 0x6420);
+    if (step % 4 == 3) high[block][i] = permute_in_order(first, second, 0x7531);
+  }
+
+  __device__ __forceinline__ void decode(int step, uint32_t *out, uint32_t word, int block) {
+    const int half = step >> 2;
+    switch (step % 4) {
+    case 0:
+      if (half == 0) lower = word & 0x77777777u, upper = ((word >> 1) & 0x44444444u) | 0x32103210u;
+      else lower >>= 16, upper >>= 16;
+      break;
+    case 1:
+      low_bytes = permute_in_order(low[block][0], low[block][1], lower);
+      below = permute_in_order(high[block][0], high[block][1], lower);
+      break;
+    case 2:
+      high_bytes = permute_in_order(below, below ^ 0x80808080u, upper);
+      break;
+    default:
+      out[2 * half] = permute_in_order(low_bytes, high_bytes, 0x4051);
+      out[2 * half + 1] = permute_in_order(low_bytes, high_bytes, 0x6273);
+    }
+  }
+
+private: // between steps
+  uint32_t first, second, lower, upper, below, low_bytes, high_bytes;
 };
 
 } // namespace

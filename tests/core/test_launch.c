@@ -118,7 +118,7 @@ static void check_limits(const char *const name, const bsh_cuda_launch_shape *co
         "%s: clusters of %u on sm_%d", name, shape->cluster, (int)sm);
 }
 
-/* The numbers of a form in the name of a kernel: <prefix>_<dtype>_<form>[_any]. */
+/* The numbers of a form in the name of a kernel: <prefix>_<dtype>_<form>[_any|_mx|_nv]. */
 typedef struct {
   const char *name;
   int64_t first, second;
@@ -128,7 +128,9 @@ static form form_of(const char *const kernel, const char *const prefix, const fo
   const char *const dtype = kernel + strlen(prefix) + 1, *const begin = strchr(dtype, '_') + 1;
   for (int i = 0; i < n_forms; i++) {
     const size_t length = strlen(forms[i].name);
-    if (strncmp(begin, forms[i].name, length) == 0 && (begin[length] == 0 || strcmp(begin + length, "_any") == 0))
+    const char *const scales = begin + length;
+    if (strncmp(begin, forms[i].name, length) == 0 &&
+        (*scales == 0 || strcmp(scales, "_any") == 0 || strcmp(scales, "_mx") == 0 || strcmp(scales, "_nv") == 0))
       return forms[i];
   }
   CHECK(false, "%s has no known form", kernel);

@@ -66,6 +66,7 @@ SORT_COUNTERS = 48 * KIB  # 4 bytes each of BSH_SORT_COUNTERS
 GEMM_4BIT_INT8 = 48640  # BSH_GEMM_4BIT_INT8_SHARED
 SHAPES = ((4096, 4096), (1024, 8192), (14336, 4096), (28672, 8192), (48, 128), (272, 448), (97, 96), (64, 32))  # N, K
 ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 160, 200, 600)
+BLOCKS = ((32, 0), (64, 0), (128, 0), (32, 2), (16, 2))  # sizes, format
 
 
 # Of the sources that cuda/sources.txt has for this architecture alone.
@@ -96,8 +97,7 @@ def planned(sm: int, architectures: str) -> dict[str, Launch]:
     """The largest block of each entry that products start on a GPU `sm`, from a build for `architectures`."""
     found: dict[str, Launch] = {}
     kernels = (None, "gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "gemm_4bit_sm90_wide", "gemm_4bit_sm80")
-    blocks = ((32, 0), (64, 0), (128, 0), (32, 2), (16, 2))  # blocksize, format
-    axes = (ROWS, SHAPES, range(3), (40, 132), blocks, (False, True), kernels, (False, True))
+    axes = (ROWS, SHAPES, range(3), (40, 132), BLOCKS, (False, True), kernels, (False, True))
     for M, (N, K), dtype, sms, (blocksize, fmt), nested, kernel, gradient in itertools.product(*axes):
         if gradient and kernel not in (None, "gemm_4bit_sm90_wide", "gemm_4bit_sm80"):
             continue
@@ -115,11 +115,11 @@ def planned(sm: int, architectures: str) -> dict[str, Launch]:
             continue  # the forced kernel does not take it
         for launch in (launch for part in plan["slices"] for launch in part["launches"]):
             note(found, launch)
-    axes = ((4, 128), (1, 8, 16, 40, 110, 170, 256, 500), SHAPES, range(3), blocks[1:], (False, True), (False, True))
+    axes = ((4, 128), (1, 8, 16, 40, 110, 170, 256, 500), SHAPES, range(3), BLOCKS[1:], (False, True), (False, True))
     axes += ((None, "gemm_4bit_sm80_grouped"),)
     for E, rows, (N, K), dtype, (blocksize, fmt), nested, gradient, kernel in itertools.product(*axes):
-        settings = {"gradient": gradient, "blocksize": blocksize, "format": fmt, "nested": nested, "kernel": kernel}
-        settings["architectures"] = architectures
+        settings = {"gradient": gradient, "blocksize": blocksize, "nested": nested, "kernel": kernel}
+        settings |= {"architectures": architectures, "format": fmt}
         try:
             plan = _C.plan_grouped_linear_4bit(E, E * rows, N, K, dtype, sm, 132, **settings)
         except ValueError:
