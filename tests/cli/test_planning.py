@@ -405,7 +405,7 @@ def test_commands_of_the_pages(capsys):
     pages = ("plan.md", "experts.md", "commands.md")
     found = [line for page in pages for line in (ROOT / "docs" / page).read_text().splitlines()]
     commands = {line.partition("  #")[0].strip() for line in found if line.startswith("bitshard plan ")}
-    assert len(commands) == 3 and EXAMPLE in commands
+    assert len(commands) == 6 and EXAMPLE in commands
     commands = [command.split() for command in commands]
     for command in commands:
         assert main.main(command[1:]) == 0
