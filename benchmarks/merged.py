@@ -1,20 +1,23 @@
 """What is left of an adapter's gain once it is merged into 4-bit weights: plain merging beside merge-aware training.
 
     python benchmarks/merged.py MODEL [--steps 120] [--rank 16] [--seeds 3] [--lrs 3e-4,1e-3,3e-3]
-        [--texts prose,docs,code] [--rows REGEX] [--jobs 1] [--prepare FOLDER] [--work FOLDER] [--device cuda]
-        [--table] [--out benchmarks/results/FILE.md]
+        [--texts prose,docs,code] [--rows REGEX] [--jobs 1] [--minutes M] [--graphs] [--samples 512]
+        [--tune-steps 150] [--prepare FOLDER] [--work FOLDER] [--device cuda] [--table]
+        [--out benchmarks/results/FILE.md]
 
 MODEL is a folder of 16-bit weights, such as examples/smollm2.py makes, or of 4-bit ones; its linear layers but the head
 are NF4 weights, nested scales. LoRA on all of them, alpha 2 rank, no dropout, AdamW, a linear decay, the same seeds,
 data and order for each row. Texts: presidents' messages, Python's language reference, source code of its standard
 library; held out are the last messages, the last tenth, other modules.
 
-Rows: ordinary LoRA, as it is and merged to the nearest codes; merge-aware from the start, and from half of the steps.
+Rows: ordinary LoRA, as it is and merged to the nearest codes; merged with codes and scales that are calibrated on
+--samples of the sequences that were trained on, alone and with --tune-steps of tuning; merge-aware from the start, from
+half and from three quarters of the steps.
 The learning rate of each row and text is the one with the least loss with seed 0; ordinary LoRA merged has a row also
 with the rate that is best for it after merging. Gain kept: (base - merged) / (base - ordinary LoRA unmerged), of the
 means over the seeds. Each run is kept in --work and not trained again with the same settings; --jobs of them run at a
-time, each in a process. --table trains nothing, and makes the table of what is kept. --prepare writes 4-bit weights and
-the texts' tokens to a folder, which is a MODEL.
+time, each in a process, and none begins after --minutes. --table trains nothing, and makes the table of what is kept.
+--prepare writes 4-bit weights and the texts' tokens to a folder, which is a MODEL.
 """
 
 import argparse
@@ -35,7 +38,9 @@ os.environ["BITSHARD_PLUGIN"] = "0"
 import torch
 import torch.multiprocessing as processes
 import transformers
-from bitshard import lora
+from bitshard import functional, graphs, lora
+from bitshard.calibration import calibrate
+from bitshard.weights.inventory import holders_of
 from calibration import CODE, LATE, MORE_CODE, OTHER_CODE, ROOT, source, speeches, where
 from peft import LoraConfig, get_peft_model
 from quality import mean_loss
@@ -43,8 +48,12 @@ from timing import markdown_table
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 LENGTH, BATCH, HELD = 256, 8, 48
-ORDINARY, AWARE, LATER = "LoRA", "merge-aware", "merge-aware from half of the steps"
-STARTS = {ORDINARY: None, AWARE: 0.0, LATER: 0.5}  # of the steps
+ORDINARY, CALIBRATED, TUNED = "LoRA", "LoRA, calibrated", "LoRA, calibrated and tuned"
+AWARE, LATER, LATEST = "merge-aware", "merge-aware from half of the steps", "merge-aware from three quarters"
+STARTS = {ORDINARY: None, CALIBRATED: None, TUNED: None, AWARE: 0.0, LATER: 0.5, LATEST: 0.75}  # of the steps
+NESTED_NF4 = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
+)
 
 
 def texts(folder: Path, cache: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -68,11 +77,43 @@ def load(folder: Path, device: str) -> torch.nn.Module:
     """The model in NF4 with nested scales, in bfloat16 elsewhere."""
     given = {}
     if "quantization_config" not in json.loads((folder / "config.json").read_text()):
-        given["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        )  # fmt: skip
+        given["quantization_config"] = NESTED_NF4
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map={"": device}, **given)
+
+
+def dense(model: torch.nn.Module) -> torch.nn.Module:
+    """A float32 model with the values of a 4-bit one, and its adapters in them."""
+    inner = model.get_base_model()
+    plain = {name: tensor for name, tensor in inner.named_parameters() if tensor.is_floating_point()}
+    values = {name: tensor.detach().float() for name, tensor in plain.items() if "lora_" not in name}
+    for name, layer in inner.named_modules():
+        if hasattr(layer, "lora_A"):
+            held = next(iter(holders_of(layer.get_base_layer())))
+            state = held.state.clone()
+            state.dtype = torch.float32
+            product = layer.lora_B["default"].weight.float() @ layer.lora_A["default"].weight.float()
+            packed = layer.get_base_layer().weight.detach().as_subclass(torch.Tensor)
+            weight = functional.dequantize_4bit(packed, state)
+            values[f"{name}.weight"] = weight + layer.scaling["default"] * product
+    config = inner.config.__class__.from_dict(inner.config.to_dict())
+    config.__dict__.pop("quantization_config", None)
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    wrong = made.load_state_dict(values, strict=False)
+    if wrong.unexpected_keys or set(wrong.missing_keys) - {"lm_head.weight"}:
+        raise RuntimeError(f"dense: {wrong}")
+    made.tie_weights()
+    return made.to(inner.device)
+
+
+@torch.no_grad()
+def quantized(made: torch.nn.Module, ids: torch.Tensor, steps: int, seed: int) -> torch.nn.Module:
+    """A dense model as a calibrated 4-bit one, in bfloat16 elsewhere as the base is."""
+    with torch.enable_grad():
+        calibrate(made, ids, NESTED_NF4, tune_steps=steps, seed=seed)
+    for parameter in made.parameters():
+        if parameter.dtype is torch.float32:
+            parameter.data = parameter.data.bfloat16()
+    return made.eval()
 
 
 def trained(base: torch.nn.Module, data: tuple, row: str, seed: int, lr: float, options: Any) -> dict[str, float]:
@@ -93,21 +134,34 @@ def trained(base: torch.nn.Module, data: tuple, row: str, seed: int, lr: float, 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / options.steps)
     generator = torch.Generator().manual_seed(seed)
     order = torch.cat([torch.randperm(len(train), generator=generator) for _ in range(99)])
+    if options.graphs:
+        graphs.enable(model)
     begin = time.monotonic()
     for step in range(options.steps):
         rows = train[order[step * BATCH : (step + 1) * BATCH]].to(options.device)
         model.train()
-        model(input_ids=rows, labels=rows).loss.backward()
+        model(input_ids=rows, labels=rows, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
     losses["seconds"] = time.monotonic() - begin
-    if row == ORDINARY:
+    if options.graphs:
+        print(graphs.report(model))
+        graphs.disable(model)
+    optimizer = None
+    if STARTS[row] is None:
         losses["unmerged"] = mean_loss(model.eval(), held, BATCH)
-        lora.merge_aware(model)  # nearest codes of the sum
-    losses["merged"] = mean_loss(model.eval(), held, BATCH)
-    lora.merge_aware(model, None)
+    if row in (CALIBRATED, TUNED):
+        ids = train[order[: options.steps * BATCH].unique()[: options.samples]]
+        made = quantized(dense(model), ids, options.tune_steps if row == TUNED else 0, seed)
+        losses["merged"] = mean_loss(made, held, BATCH)
+        losses["seconds calibrated"] = time.monotonic() - begin - losses["seconds"]
+    else:
+        if row == ORDINARY:
+            lora.merge_aware(model)  # nearest codes of the sum
+        losses["merged"] = mean_loss(model.eval(), held, BATCH)
+        lora.merge_aware(model, None)
     model.unload()
     return losses
 
@@ -122,15 +176,24 @@ def note_of(run: tuple, options: Any) -> Path:
     return options.work / f"{text}, {row}, {lr:g}, seed {seed}, {options.steps} steps, rank {options.rank}.json"
 
 
-def work_off(number: int, runs: list[tuple], data: dict, options: Any) -> None:
-    """Process `number` of --jobs: every run whose turn it is."""
+def work_off(number: int, runs: list[tuple], begun: Any, data: dict, options: Any) -> None:
+    """Process `number` of --jobs: runs that none has begun."""
     torch.set_num_threads(1 if options.device == "cuda" else torch.get_num_threads())
     transformers.logging.disable_progress_bar()
-    base = None
-    for run in runs[number :: options.jobs]:
-        base = base or load(options.model, options.device)
+    base = load(options.model, options.device)
+    while time.time() < options.until:
+        with begun.get_lock():
+            begun.value += 1
+            if begun.value > len(runs):
+                return
+            run = runs[begun.value - 1]
         text, row, seed, lr = run
-        found = trained(base, data[text], row, seed, lr, options) | {"where": machine(options.device)}
+        try:
+            found = trained(base, data[text], row, seed, lr, options) | {"where": machine(options.device)}
+        except torch.OutOfMemoryError as error:
+            print(f"{run}: {error}", flush=True)
+            base = load(options.model, options.device)
+            continue
         note_of(run, options).write_text(json.dumps(found))
         print(f"{run}: {found}", flush=True)
 
@@ -139,7 +202,8 @@ def made(runs: list[tuple], data: dict, options: Any) -> dict[tuple, dict]:
     """{run: what it has found}, by --jobs processes where it is not kept; with --table of those that are."""
     new = [run for run in runs if not note_of(run, options).exists()]
     if new and not options.table:
-        processes.spawn(work_off, (new, data, options), options.jobs)
+        begun = processes.get_context("spawn").Value("i", 0)
+        processes.spawn(work_off, (new, begun, data, options), min(options.jobs, len(new)))
     return {run: json.loads(note.read_text()) for run in runs if (note := note_of(run, options)).exists()}
 
 
@@ -152,19 +216,22 @@ def served(rows: list[str]) -> dict[str, tuple[str, str]]:
 
 def chosen(found: dict[tuple, dict], text: str, row: str, key: str, options: Any) -> float:
     """The learning rate with the least loss with seed 0."""
-    return min(options.lrs, key=lambda lr: found[text, row, 0, lr][key])
+    rates = [lr for lr in options.lrs if (text, row, 0, lr) in found]
+    return min(rates, key=lambda lr: found[text, row, 0, lr][key], default=options.lrs[0])
 
 
 def table(found: dict[tuple, dict], rows: list[str], options: Any) -> str:
     lines = []
     for text in options.texts:
-        base = found[text, ORDINARY, 0, options.lrs[0]]["base"]
+        base = next(run["base"] for (of, *_), run in found.items() if of == text)
         lines.append([text, "base", "", "", f"{base:.4f}", "0"])
         full = None
         for name, (row, key) in served(rows).items():
             lr = chosen(found, text, row, key, options)
             runs = [run for (of, kind, _, rate), run in found.items() if (of, kind, rate) == (text, row, lr)]
             losses = [run["unmerged" if name.endswith("unmerged") else "merged"] for run in runs]
+            if not losses:
+                continue
             mean = statistics.mean(losses)
             full = full or base - mean
             spread = f"{mean:.4f} ({min(losses):.4f} to {max(losses):.4f})"
@@ -183,12 +250,17 @@ def main() -> None:
     parser.add_argument("--texts", default="prose,docs,code")
     parser.add_argument("--rows", default="", metavar="REGEX")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--graphs", action="store_true", help="steps as CUDA graphs")
+    parser.add_argument("--samples", type=int, default=512)
+    parser.add_argument("--tune-steps", type=int, default=150)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--prepare", type=Path, metavar="FOLDER")
     parser.add_argument("--work", type=Path, default=ROOT / ".cache" / "merged")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    options.until = time.time() + 60 * options.minutes
     options.texts, options.lrs = options.texts.split(","), [float(lr) for lr in options.lrs.split(",")]
     rows = [row for row in STARTS if row == ORDINARY or re.search(options.rows, row)]
     kept = options.model / "tokens.pt"

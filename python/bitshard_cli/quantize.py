@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from bitshard_cli import console
+from bitshard_cli import calibrated, console
 from bitshard_cli.console import Result
 
 HELP = "make a folder of 16- or 32-bit weights into one with 4-bit or int8 weights, a tensor at a time"
@@ -39,27 +39,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--consume", action="store_true", help="delete each source file once all that it held is written and read back"
     )
-    calibrated = parser.add_argument_group("calibration (docs/calibration.md)")
-    calibrated.add_argument(
+    of_text = parser.add_argument_group("calibration (docs/calibration.md)")
+    of_text.add_argument(
         "--calibrate", metavar="TEXT",
         help="choose scales and codes for this text: a file, .jsonl, .parquet, a folder, or "
         "a dataset's name",
     )  # fmt: skip
-    calibrated.add_argument("--samples", type=int, default=128, help="pieces of the text (default: 128)")
-    calibrated.add_argument("--length", type=int, default=2048, help="tokens of each (default: 2048)")
-    calibrated.add_argument(
-        "--seed", type=int, default=0, help="of the choice of pieces, and of their order in tuning (default: 0)"
-    )
-    calibrated.add_argument("--column", default="text", help="of texts in files with columns (default: text)")
-    calibrated.add_argument(
+    calibrated.samples(of_text)
+    of_text.add_argument(
         "--adapter", type=Path, metavar="FOLDER", help="write an adapter of peft that corrects what is left, too"
     )
-    calibrated.add_argument("--rank", type=int, help="of that adapter (default: 16)")
-    calibrated.add_argument(
-        "--tune", type=int, metavar="STEPS",
-        help="steps of tuning scales, and the adapter, for what the whole model says; needs all 4-bit weights on the "
-        "device (default: 150 on a GPU, 0 on a CPU)",
-    )  # fmt: skip
+    of_text.add_argument("--rank", type=int, help="of that adapter (default: 16)")
+    calibrated.tuning(of_text)
 
 
 def config_of(args: argparse.Namespace) -> object:
@@ -115,18 +106,11 @@ def _require_sound(args: argparse.Namespace) -> None:
     """WrongArgument where options make no sense, or exclude one another."""
     if args.adapter is not None and args.calibrate is None:
         raise console.WrongArgument("--adapter corrects what calibration leaves: add --calibrate TEXT")
-    if args.tune is not None and args.calibrate is None:
-        raise console.WrongArgument("--tune follows calibration: add --calibrate TEXT")
     if args.rank is not None and args.adapter is None:
         raise console.WrongArgument("--rank is of an adapter: add --adapter FOLDER")
     if args.rank is not None and args.rank < 1:
         raise console.WrongArgument(f"--rank {args.rank}: expected 1 or more")
-    if not 0 <= args.seed < 2**63:
-        raise console.WrongArgument(f"--seed {args.seed}: expected a number from 0 to 2**63 - 1")
-    for name, least in (("samples", 1), ("length", 2), ("tune", 0)):
-        given = getattr(args, name)
-        if given is not None and given < least:
-            raise console.WrongArgument(f"--{name} {given}: expected {least} or more")
+    calibrated.require_sound(args)
     console.require_device_and_size(args)
 
 
@@ -149,7 +133,7 @@ def run(args: argparse.Namespace) -> Result:
             quantize_folder = console.load("bitshard.convert.quantize").quantize_folder
             report = quantize_folder(args.folder, args.out, config, **options)
         else:
-            (report, layers, tuned), count = calibrated(args, config, options)
+            (report, layers, tuned), count = _calibrated(args, config, options)
     total = report.packed + report.dense
     lines = [
         f"{args.out}: {console.size(report.nbytes)} in {report.files} file{'' if report.files == 1 else 's'}; "
@@ -169,52 +153,22 @@ def run(args: argparse.Namespace) -> Result:
         lines.append(f"left out, as the model has no place for them: {', '.join(report.left_out[:3])}{more}")
     data = report._asdict() | {"out": str(args.out)}
     if layers:
-        from bitshard.calibration.layers import summary
-
-        data["calibration"] = found = summary(layers) | {"samples": count}
-        methods = ", ".join(f"{count} {method}" for method, count in sorted(found["methods"].items()))
-        lines.append(
-            f"lost of the layers' products, squared, on average: {found['error']:.4%}; without calibration "
-            f"{found['plain']:.4%} (matrices: {methods})"
-        )
-        if tuned is not None:
-            found["tuned"] = tuned._asdict()
-            lines.append(tuned.line())
-        if count < args.samples:
-            lines.append(f"{count} samples instead of {args.samples}: the text has no more of {args.length} tokens")
-        lines += found["remarks"]
+        data["calibration"], said = calibrated.report(args, layers, tuned, count)
+        lines += said
     return Result(data, "\n".join(map(console.plain, lines)))
 
 
-def calibrated(args: argparse.Namespace, config: object, options: dict) -> tuple:
+def _calibrated(args: argparse.Namespace, config: object, options: dict) -> tuple:
     """What `calibrate_folder` gives, and the number of samples."""
     calibration = console.load("transformers", "bitshard.calibration")
     from bitshard.calibration.folder import require_dense
     from bitshard.convert.output import require_new
-    from bitshard.sharding.loading.skeleton import refusing_code
-    from transformers import AutoTokenizer
 
     require_new(args.out)
     require_dense(args.folder)
-    try:
-        with refusing_code(args.folder, "tokenizer_config.json"):
-            tokenizer = AutoTokenizer.from_pretrained(args.folder, trust_remote_code=False)
-    except Exception as error:
-        raise console.Mistake(f"{args.folder}: no tokenizer ({console.line_of(error)})") from None
-    ids = calibration.samples(args.calibrate, tokenizer, args.samples, args.length, args.seed, args.column)
-
-    def layer_bar(reports: Iterable, total: int) -> Iterable:
-        shown = console.progress(reports, total=total, unit="layer", label="Calibrating")
-        for report in shown:
-            if hasattr(shown, "set_postfix_str"):
-                shown.set_postfix_str(f"error {report.error:.3%}, plain {report.plain:.3%}")
-            yield report
-
-    def step_bar(steps: Iterable[int], total: int) -> Iterable[int]:
-        return console.progress(steps, total=total, unit="step", label="Tuning")
-
+    ids = calibrated.of_text(args, args.folder)
     found = calibration.calibrate_folder(
         args.folder, args.out, config, ids, adapter=args.adapter, rank=args.rank or 16, tune_steps=args.tune,
-        seed=args.seed, layer_progress=layer_bar, tune_progress=step_bar, **options,
+        seed=args.seed, **calibrated.bars(), **options,
     )  # fmt: skip
     return found, len(ids)

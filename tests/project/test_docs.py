@@ -49,6 +49,9 @@ COMMANDS = {
         "tests/calibration/test_calibration.py::test_the_command"
     ),
     "bitshard merge Llama-3-8B-nf4 adapter Llama-3-8B-tuned": "tests/cli/test_convert.py::test_mistakes_in_merging",
+    "bitshard merge base adapter out --to 4bit --calibrate text.txt --device cuda": (
+        "tests/calibration/test_merged_adapters.py::test_the_command"
+    ),
     "bitshard inspect Llama-3-8B-nf4": "tests/cli/test_convert.py::test_the_commands",
     "bitshard plan llama-3-70b --gpus 2x80 --nested --lora-dtype bfloat16 --seq 512 --time H100": (
         "tests/plan/test_time.py::test_commands_of_the_pages"
