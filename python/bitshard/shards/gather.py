@@ -160,7 +160,9 @@ def everyone(value: Any, group: Any = None) -> list[Any]:
 
 def _device_of(group: Any) -> torch.device:
     """Where the tensors of a group's collectives are."""
-    devices = (group or torch.distributed.group.WORLD)._device_types
+    devices = getattr(group or torch.distributed.group.WORLD, "_device_types", None)  # not a public name
+    if devices is None:
+        return torch.device("cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu")
     return torch.device("cpu") if any(device.type == "cpu" for device in devices) else torch.device(devices[0].type)
 
 
