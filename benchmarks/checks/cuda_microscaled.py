@@ -10,11 +10,10 @@ failed.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
-import time
 
+import lines
 import torch
 from bitshard import _C, ops
 
@@ -170,29 +169,11 @@ def cases():
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="checks whose name has this")
-    parser.add_argument("--seconds", type=float, default=200)
-    options = parser.parse_args()
+    options = lines.parser(__doc__, 200).parse_args()
     for direction in ("", "_dgrad"):
         _C.force_kernel(f"linear_4bit{direction}", "gemm_4bit_sm90_wide")
         _C.force_kernel(f"grouped_linear_4bit{direction}", "gemm_4bit_sm90_wide_grouped")
-    begin, done, failed = time.monotonic(), 0, 0
-    for name, run in cases():
-        if options.only not in name:
-            continue
-        if time.monotonic() - begin > options.seconds:
-            print(f"stopped after {options.seconds:.0f} s")
-            break
-        try:
-            wrong = run()
-            torch.cuda.synchronize()
-        except RuntimeError as error:
-            wrong = str(error).splitlines()[0]
-        done, failed = done + 1, failed + bool(wrong)
-        print(f"{'WRONG' if wrong else 'ok':5} {name} {wrong}", flush=True)
-    print(f"{done} checks, {failed} wrong, {time.monotonic() - begin:.0f} s, {torch.cuda.get_device_name()}")
-    return int(failed > 0 or done == 0)
+    return lines.run(cases(), options)
 
 
 if __name__ == "__main__":

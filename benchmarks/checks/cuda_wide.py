@@ -10,11 +10,10 @@ the kernel in front writes. Ends with a count and status 1 where something faile
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
-import time
 
+import lines
 import torch
 from bitshard import _C, functional, ops
 
@@ -160,30 +159,13 @@ def cases(groups: list[str]):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = lines.parser(__doc__, 300)
     parser.add_argument("--kernel", default=KERNELS[0], choices=KERNELS)
-    parser.add_argument("--only", default="", help="checks whose name has this")
-    parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--large", action="store_true")
     options = parser.parse_args()
     for op in ("linear_4bit", "linear_4bit_dgrad"):
         _C.force_kernel(op, options.kernel)
-    begin, done, failed = time.monotonic(), 0, 0
-    for name, run in cases(["small", "ragged", "whole", *["large"] * options.large]):
-        if options.only not in name:
-            continue
-        if time.monotonic() - begin > options.seconds:
-            print(f"stopped after {options.seconds:.0f} s")
-            break
-        try:
-            wrong = run()
-            torch.cuda.synchronize()
-        except RuntimeError as error:
-            wrong = str(error).splitlines()[0]
-        done, failed = done + 1, failed + bool(wrong)
-        print(f"{'WRONG' if wrong else 'ok':5} {name} {wrong}", flush=True)
-    print(f"{done} checks, {failed} wrong, {time.monotonic() - begin:.0f} s, {torch.cuda.get_device_name()}")
-    return int(failed > 0 or done == 0)
+    return lines.run(cases(["small", "ragged", "whole", *["large"] * options.large]), options)
 
 
 if __name__ == "__main__":
