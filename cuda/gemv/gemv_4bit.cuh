@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/gemv/gemv.cuh"
+#include "cuda/operands/decode_short.cuh"
 
 namespace bsh {
 namespace {
@@ -25,10 +26,12 @@ template <int TOKEN_TILES> __device__ __forceinline__ gemv_memory memory_of(char
 
 // Scales of one row tile and a warp's units: lane c of a quad holds units c * PER_LANE .. of rows g and g + 8. Fetched
 // a tile ahead; what arrives is kept raw until it is used, so that nobody waits for it. NESTED_64: nested, one scale a
-// unit, PER_LANE divides the units of a row; its two codes lie in raw[.][0].
+// unit, PER_LANE divides the units of a row; its two codes lie in raw[.][0]. SHORT: `scale` is that of the second
+// level, the bytes of a unit's blocks are in `blocks`.
 template <int PER_LANE, scale_kind KIND> struct tile_scales {
   uint32_t raw[2][PER_LANE]; // an 8-bit code, or the fp32 bits of a plain scale
   float second[2][PER_LANE];
+  uint32_t blocks[2][PER_LANE];
   uint32_t first, tile_units, eight_rows; // unit index in W of row g; steps of it
   int unit;
 
@@ -47,6 +50,13 @@ template <int PER_LANE, scale_kind KIND> struct tile_scales {
         if (PER_LANE == 2) raw[r][0] = *reinterpret_cast<const uint16_t *>(args.absmax_code + at);
         else raw[r][0] = args.absmax_code[at];
         second[r][0] = args.absmax2[at / BSH_NESTED_BLOCKSIZE];
+      } else if constexpr (SHORT<KIND>) {
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) {
+          const uint32_t own = at + min(unit + i, args.K / BSH_UNIT - 1);
+          raw[r][i] = unit_scales<KIND>(args.absmax_code, own);
+          second[r][i] = args.absmax2[second_level<KIND>(own)];
+        }
       } else {
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
@@ -62,25 +72,28 @@ template <int PER_LANE, scale_kind KIND> struct tile_scales {
     }
   }
   __device__ __forceinline__ void resolve(const bsh_fused_args &args, const float *map, float offset,
-                                          float (*scale)[PER_LANE]) const {
+                                          float (*scale)[PER_LANE]) {
 #pragma unroll
     for (int r = 0; r < 2; r++)
 #pragma unroll
       for (int i = 0; i < PER_LANE; i++)
-        if (KIND == NESTED_64)
+        if (SHORT<KIND>) scale[r][i] = second[r][i] + offset, blocks[r][i] = raw[r][i];
+        else if (KIND == NESTED_64)
           scale[r][i] = scale_with_denormals(map[i ? raw[r][0] >> 8 : raw[r][0] & 255], second[r][0], offset);
         else if (args.absmax) scale[r][i] = __uint_as_float(raw[r][i]);
         else scale[r][i] = scale_with_denormals(map[raw[r][i]], second[r][i], offset);
   }
 };
 
-// sum += scale * (one unit of 16 rows) * x
-template <typename T, int TOKEN_TILES>
+// sum += scale * (one unit of 16 rows) * x. SCALED: the operands of a row have a factor besides.
+template <typename T, int TOKEN_TILES, bool SCALED = false>
 __device__ __forceinline__ void multiply_unit(float (*sum)[4], uint2 upper, uint2 lower, const uint32_t (*x)[8],
-                                              float scale_upper, float scale_lower, uint32_t lane_base) {
+                                              float scale_upper, float scale_lower, uint32_t lane_base,
+                                              uint32_t factor_upper = 0, uint32_t factor_lower = 0) {
   float part[TOKEN_TILES][4] = {};
   uint32_t a[4][4];
   decode_unit(a, upper, lower, lane_base);
+  if constexpr (SCALED) scale_unit<T>(a, factor_upper, factor_lower);
 #pragma unroll
   for (int k = 0; k < 4; k++)
 #pragma unroll
@@ -92,7 +105,9 @@ __device__ __forceinline__ void multiply_unit(float (*sum)[4], uint2 upper, uint
   }
 }
 
-// Codes go to the tensor cores unscaled; the sums of a unit are multiplied by its scale.
+// Codes go to the tensor cores unscaled; the sums of a unit are multiplied by its scale. SHORT: with the scales of
+// their blocks; the sums by that of the second level, and `offset` is 0, or NaN where scales are not what is taken for
+// granted.
 template <typename T, int TOKEN_TILES, int UNITS, scale_kind KIND> struct codes_4bit {
   static constexpr int PIECES = UNITS / BSH_PIECE_UNITS, TILES_PER_SYNC = bsh_gemv_tiles_per_sync(ARCH, TOKEN_TILES);
   static constexpr bool EVERY_STEP = false, HALVES_IN_TURN = TOKEN_TILES == 2;
@@ -100,6 +115,7 @@ template <typename T, int TOKEN_TILES, int UNITS, scale_kind KIND> struct codes_
   const float *map;
   float offset, scale[2][PIECES];
   tile_scales<PIECES, KIND> scales;
+  uint32_t selector;        // SHORT: of this lane's block
   uint32_t lane_base, read; // read: 8 bytes of unit 0 of row g, in slot 0; unit j lies at the address ^ (32 * j)
 
   // The scales of the first row tile are on their way.
@@ -112,6 +128,7 @@ template <typename T, int TOKEN_TILES, int UNITS, scale_kind KIND> struct codes_
     lane_base = keep(shared_address(shared.table) + p.lane * 4);
     read = keep(shared_address(shared.ring) + p.warp * SLOTS<TOKEN_TILES> * PIECE_BYTES + p.g * 128 + (p.g & 3) * 32 +
                 p.c * 8);
+    if constexpr (SHORT<KIND>) selector = block_selector<KIND>(p.c), offset = map_verdict(shared.map, offset);
   }
   __device__ __forceinline__ void enter(const bsh_fused_args &args, const place &p, int step) {
     scales.resolve(args, map, offset, scale);
@@ -124,9 +141,17 @@ template <typename T, int TOKEN_TILES, int UNITS, scale_kind KIND> struct codes_
       const int unit = piece * BSH_PIECE_UNITS + j;
       const uint32_t from = (read + slot) ^ (j * 32);
       const uint2 upper = ld_shared(from), lower = ld_shared(from + PIECE_BYTES / 2);
-      multiply_unit<T, TOKEN_TILES>(sum, upper, lower, x[unit],
-                                    __shfl_sync(~0u, scale[0][unit % PIECES], unit / PIECES, 4),
-                                    __shfl_sync(~0u, scale[1][unit % PIECES], unit / PIECES, 4), lane_base);
+      if constexpr (SHORT<KIND>) {
+        auto factor = [&](int r) {
+          return block_factor<T, KIND>(__shfl_sync(~0u, scales.blocks[r][unit % PIECES], unit / PIECES, 4), selector);
+        };
+        multiply_unit<T, TOKEN_TILES, true>(
+            sum, upper, lower, x[unit], __shfl_sync(~0u, scale[0][unit % PIECES], unit / PIECES, 4),
+            __shfl_sync(~0u, scale[1][unit % PIECES], unit / PIECES, 4), lane_base, factor(0), factor(1));
+      } else
+        multiply_unit<T, TOKEN_TILES>(sum, upper, lower, x[unit],
+                                      __shfl_sync(~0u, scale[0][unit % PIECES], unit / PIECES, 4),
+                                      __shfl_sync(~0u, scale[1][unit % PIECES], unit / PIECES, 4), lane_base);
     }
   }
 };

@@ -1,14 +1,14 @@
 // gemv_4bit_dense.cuh - the kernel of gemv_4bit.cu, which says how it works, and of gemv_4bit_short.cu.
 #pragma once
 
-#include "cuda/gemv/gemv_4bit_scaled.cuh"
+#include "cuda/gemv/gemv_4bit.cuh"
 
 namespace bsh {
 namespace {
 
 template <typename T, int TOKEN_TILES, int UNITS, scale_kind KIND>
 __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
-  using codes = operand_4bit<T, TOKEN_TILES, UNITS, KIND>;
+  using codes = codes_4bit<T, TOKEN_TILES, UNITS, KIND>;
   extern __shared__ __align__(1024) char memory[];
   const gemv_memory shared = memory_of<TOKEN_TILES>(memory);
   const place p = find_place<UNITS>(args);
@@ -16,7 +16,7 @@ __device__ __forceinline__ void gemv(const bsh_fused_args &args) {
   // Before the wait: constants, and hints about what will be read.
   const typename codes::loader stream(args, p, shared.ring);
   stream.prefetch(p);
-  build_table<T>(shared.table, args.format, TABLE_TIMES<T, KIND>);
+  build_table<T>(shared.table, args.format);
   wait_for_earlier_kernels();
   let_later_kernels_start();
 

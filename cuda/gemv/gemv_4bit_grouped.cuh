@@ -5,7 +5,7 @@
 #include "cuda/sizes/gemv_4bit_grouped.h"
 
 #include "cuda/schedulers/experts.cuh"
-#include "cuda/gemv/gemv_4bit_scaled.cuh"
+#include "cuda/gemv/gemv_4bit.cuh"
 
 namespace bsh {
 namespace {
@@ -54,7 +54,7 @@ template <typename T, int TOKEN_TILES> struct add_parts {
 template <typename T, int TOKEN_TILES, int UNITS, scale_kind KIND>
 __device__ __forceinline__ void multiply_segment(const bsh_fused_args &args, const place &p, const gemv_memory &shared,
                                                  int &half) {
-  using codes = operand_4bit<T, TOKEN_TILES, UNITS, KIND>;
+  using codes = codes_4bit<T, TOKEN_TILES, UNITS, KIND>;
   const typename codes::loader stream(args, p, shared.ring);
   stream.begin(p);
   codes w(args, p, shared.map, args.absmax == nullptr ? *args.offset : 0.f);
@@ -73,7 +73,7 @@ __device__ __forceinline__ void gemv_grouped(const bsh_grouped_gemv_args &args) 
   const gemv_memory shared = memory_of<TOKEN_TILES>(memory);
   const expert_rows of(shared_address(memory) + BSH_GROUPED_ENDS_AT, args.experts);
   const int tiles = args.rows.N / BSH_ROW_TILE;
-  build_table<T>(shared.table, args.rows.format, TABLE_TIMES<T, KIND>);
+  build_table<T>(shared.table, args.rows.format);
   wait_for_earlier_kernels();
   let_later_kernels_start();
   if (threadIdx.x < BSH_WARP) of.fill(args.offs, args.rows.M, groups_of<TOKENS>());

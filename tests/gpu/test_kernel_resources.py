@@ -53,7 +53,6 @@ EXCEPTIONS = (
     *((r"round_4bit_", arch, 256, 1787) for arch in ("100", "110", "120")),
     # What a block keeps from one segment of its work to the next, beside 128 registers of 512 threads.
     (r"gemv_4bit_grouped_", "", 64, 64),
-    (r"gemv_4bit_grouped_\w+_(?:mx|nv)$", "", 120, 80),  # and factors of their operands
 )
 LOCAL_ACCESS = (0x183, 0x187)  # LDL, STL: low nine bits of an instruction
 
