@@ -258,19 +258,19 @@ def test_the_readme_is_short_and_begins_with_what_works():
     assert re.findall(r"^(make \w+)  #", first, re.MULTILINE) == ["make demo", "make test"]
     assert rest.count("```") == 2 and "![" in rest and "wheel" not in rest and "pip install" not in rest
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == [
-        *("Install", "Train", "Three numbers", "Better 4-bit weights", "Five limits", "More")
+        *("Install", "Train", "Three numbers", "Better 4-bit weights", "Four limits", "More")
     ]
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     assert len(re.sub(r"\]\([^)]*\)", "]", prose).split()) <= 700
 
 
 def test_the_readme_s_numbers_are_results():
-    """Three of them, each in a section of docs/results.md that links to the same file; five limits."""
+    """Three of them, each in a section of docs/results.md that links to the same file; four limits."""
     parts = dict(
         re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     )
     numbers = re.findall(r"^- \*\*(?:0 of )?([\d.]+).*?\]\((\S+?)\)", parts["Three numbers"], re.MULTILINE | re.DOTALL)
-    assert len(numbers) == 3 == parts["Three numbers"].count("\n- ") and parts["Five limits"].count("\n- ") == 5
+    assert len(numbers) == 3 == parts["Three numbers"].count("\n- ") and parts["Four limits"].count("\n- ") == 4
     for number, record in numbers:
         assert (ROOT / record).exists()
         found = [part for part in results() if record in part and re.search(rf"\b{re.escape(number)}", part)]
