@@ -14,6 +14,8 @@
   X(gemv_4bit)                                                                                                         \
   X(gemv_4bit_grouped)                                                                                                 \
   X(gemv_4bit_simt)                                                                                                    \
+  X(gemm_4bit_sm75)                                                                                                    \
+  X(gemm_4bit_sm75_grouped)                                                                                            \
   X(gemm_4bit_sm80)                                                                                                    \
   X(gemm_4bit_sm80_grouped)                                                                                            \
   X(gemm_4bit_sm90)                                                                                                    \

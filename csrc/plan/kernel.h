@@ -59,9 +59,10 @@ static inline double bsh_before_panels(const bsh_facts *const facts) {
 /* All kernels, each a row of plan/choose.c. */
 extern const bsh_kernel bsh_kernel_gemm_4bit_sm90, bsh_kernel_gemv_4bit, bsh_kernel_gemm_4bit_sm90_wide,
     bsh_kernel_gemv_4bit_simt, bsh_kernel_gemm_4bit_sm80, bsh_kernel_gemv_4bit_grouped,
-    bsh_kernel_gemm_4bit_sm90_wide_grouped, bsh_kernel_gemm_4bit_sm80_grouped, bsh_kernel_gemv_int8,
-    bsh_kernel_mixed_int8_sm90, bsh_kernel_gemm_int8_sm90, bsh_kernel_gemm_int8, bsh_kernel_any_int8,
-    bsh_kernel_gemv_int8_dgrad, bsh_kernel_dgrad_int8_sm90, bsh_kernel_panels;
+    bsh_kernel_gemm_4bit_sm90_wide_grouped, bsh_kernel_gemm_4bit_sm80_grouped, bsh_kernel_gemm_4bit_sm75,
+    bsh_kernel_gemm_4bit_sm75_grouped, bsh_kernel_gemv_int8, bsh_kernel_mixed_int8_sm90, bsh_kernel_gemm_int8_sm90,
+    bsh_kernel_gemm_int8, bsh_kernel_any_int8, bsh_kernel_gemv_int8_dgrad, bsh_kernel_dgrad_int8_sm90,
+    bsh_kernel_panels;
 
 /* Of panels: fills the plan of a product that they do not refuse. */
 void bsh_cut_panels(const bsh_facts *facts, bsh_plan *plan);
