@@ -47,7 +47,7 @@ STACKS = [
 
 def weight(shape: tuple, fmt: int, blocksize: int, nested: bool):
     """On the CPU: packed bytes, scales, W as dequantize_4bit has it in fp16, [.., N, K]."""
-    blocks = torch.Size(shape).numel() // blocksize
+    blocks = -(-torch.Size(shape).numel() // blocksize)
     packed = torch.randint(0, 256, (torch.Size(shape).numel() // 2,), dtype=torch.uint8)
     none, experts = torch.empty(0), shape[0] if len(shape) == 3 else 1
     scales = [torch.rand(blocks) * 0.2 + 0.01, none, none, none]

@@ -30,7 +30,7 @@ static double nanoseconds(const bsh_sm80_way *const of, const int32_t resident) 
   const bsh_gemm_sm80_cut *const cut = &of->cut;
   const double flops = 2.0 * of->multiplied * BSH_GEMM_SM80_COLUMNS * of->depth;
   const double alone = resident < of->at_once ? 0.85 : 1; /* a block hides less alone */
-  const double stage = resident * flops / (of->rates->flops_per_ns_sm * of->share * alone);
+  const double stage = fmax(resident * flops / (of->rates->flops_per_ns_sm * of->share * alone), of->least);
   const double ends = of->rates->ends, join = of->rates->join;
   if (cut->splits > 0) return ends + join + (double)divide_up(cut->stages, cut->splits) * stage;
   const int32_t whole = cut->tiles - cut->shared, slots = of->sms;
@@ -100,6 +100,7 @@ bsh_sm80_way bsh_sm80_fastest(const bsh_facts *const facts, const bsh_sm80_tiles
                                .sms = facts->sms,
                                .form = form,
                                .depth = of->depth,
+                               .least = of->least,
                                .multiplied = cut.row_tiles > 1 || of->round == 0
                                                  ? cut.rows
                                                  : (int32_t)divide_up(rows_of_x, of->round) * of->round,

@@ -51,6 +51,7 @@ typedef struct {
   int32_t first_form; /* 0: of 128 and of 256 rows; 1: of 256 */
   int32_t depth;      /* of a stage */
   int32_t round;      /* a tile with fewer rows takes as long as its rows, rounded up to so many; 0: as long as any */
+  int32_t least;      /* nanoseconds of a stage, however few rows: until loads are there */
   bool dense;         /* W is there in 16 bits */
 } bsh_sm80_tiles;
 
@@ -62,6 +63,7 @@ typedef struct {
   int32_t sms, form, depth;
   int32_t at_once;    /* blocks that a multiprocessor holds */
   int32_t multiplied; /* rows of a tile that take time */
+  int32_t least;      /* as above */
   bsh_gemm_sm80_cut cut;
   double ns; /* of the busiest block */
 } bsh_sm80_way;

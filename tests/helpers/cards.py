@@ -97,10 +97,11 @@ def expected(name: str, image: Image, sm: int | None = None) -> bool:
 def planned(sm: int, architectures: str) -> dict[str, Launch]:
     """The largest block of each entry that products start on a GPU `sm`, from a build for `architectures`."""
     found: dict[str, Launch] = {}
-    kernels = (None, "gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "gemm_4bit_sm90_wide", "gemm_4bit_sm80", "gemm_4bit_sm75")
+    both = ("gemm_4bit_sm90_wide", "gemm_4bit_sm80", "gemm_4bit_sm75")  # directions
+    kernels = (None, "gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", *both)
     axes = (ROWS, SHAPES, range(3), (40, 132), (32, 64, 128), (False, True), kernels, (False, True))
     for M, (N, K), dtype, sms, blocksize, nested, kernel, gradient in itertools.product(*axes):
-        if gradient and kernel not in (None, "gemm_4bit_sm90_wide", "gemm_4bit_sm80", "gemm_4bit_sm75"):
+        if gradient and kernel not in (None, *both):
             continue
         settings = {
             "gradient": gradient,

@@ -32,7 +32,8 @@ def other_card(sm):
 
 def nanoseconds(sm, sms, rates, kernel, rows, gradient, N, K):
     _C.set_card_rates(sm, *rates)
-    plan = _C.plan_linear_4bit(rows, N, K, 2 if sm >= 80 else 1, sm, sms, nested=False, gradient=gradient, kernel=kernel)
+    dtype = 2 if sm >= 80 else 1
+    plan = _C.plan_linear_4bit(rows, N, K, dtype, sm, sms, nested=False, gradient=gradient, kernel=kernel)
     _C.set_card_rates(sm)
     return plan["ns"]
 
