@@ -37,7 +37,7 @@ struct bsh_kernel {
 #define BSH_ORDER(n) ((double)(n)) /* below 100; no product takes 100 ns */
 #define BSH_LAST HUGE_VAL
 
-/* The same by a card's rates: plan/gemm_4bit_sm80.c. */
+/* The same by a card's rates: plan/sm80.c. */
 double bsh_modelled_panels(const bsh_facts *facts);
 
 /* Nanoseconds by panels: every weight is dequantized, then comes the vendor's product, at the speed of its tensor

@@ -205,6 +205,7 @@ FAULTS = {
     "who times out leaves nothing": ("epilogue_sm80.cuh", r"groups = groups_of\(me\);", ";"),
 }
 FAULTY = [(100, 256, 640, False, 8), (33, 712, 384, True, 4), (70, 640, 64, False, 1), (5, 384, 2048, False, 1)]
+FAULTY += [(70, 24, 640, True, 1)]  # pieces of one stage
 
 
 @pytest.mark.parametrize("fault", FAULTS if "BITSHARD_ALL_KERNELS" in os.environ else list(FAULTS)[:2])

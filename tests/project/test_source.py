@@ -479,7 +479,7 @@ def test_kernels_of_the_plan_do_not_know_each_other():
     files = {f"plan/{name}" for name, found in kernels.items() if found}
     rows = re.findall(r"&(bsh_kernel_\w+)", texts["choose"])
     assert sorted(rows) == sorted(one for found in kernels.values() for one in found) and len(rows) > 12
-    shared = {"plan/cards", "plan/dequantize", "plan/gemv", "plan/int8"}
+    shared = {"plan/cards", "plan/dequantize", "plan/gemv", "plan/int8", "plan/sm80"}
     for name in files:
         others = set(rows) - set(kernels[name.partition("/")[2]])
         assert not calls[name] - shared - {"core/status"}, name
