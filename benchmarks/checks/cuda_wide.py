@@ -1,6 +1,6 @@
-"""gemm_4bit_sm90_wide, or gemm_4bit_sm80, on a GPU against fp64, a line for each check: what to run first on a card.
+"""gemm_4bit_sm90_wide, gemm_4bit_sm80 or _sm75 against fp64, a line for each check: what to run first on a card.
 
-    python benchmarks/checks/cuda_wide.py [--kernel gemm_4bit_sm80] [--only WORD] [--seconds 300] [--large]
+    python benchmarks/checks/cuda_wide.py [--kernel NAME] [--only WORD] [--seconds 300] [--large]
     compute-sanitizer --tool memcheck|racecheck|synccheck python benchmarks/checks/cuda_wide.py --only small
 
 Each check: two runs give equal bits; error over that of W rounded to the dtype at most 1.02 forward, 1.1 for the input
@@ -17,7 +17,7 @@ import lines
 import torch
 from bitshard import _C, functional, ops
 
-KERNELS = ("gemm_4bit_sm90_wide", "gemm_4bit_sm80")
+KERNELS = ("gemm_4bit_sm90_wide", "gemm_4bit_sm80", "gemm_4bit_sm75")
 BOUNDS = {False: 1.02, True: 1.1}
 BF16, F16 = torch.bfloat16, torch.float16
 # Name, M, N, K. Ragged ones, tiles shared by 2 and 4 pairs, by all pairs, and whole.
@@ -87,10 +87,10 @@ def check(M, N, K, dtype, fmt, blocksize, nested, with_bias, gradient, hostile) 
     return "" if ratio <= BOUNDS[gradient] * SAMPLING else f"error {ratio:.4f} of that of W rounded"
 
 
-def streams() -> str:
+def streams(dtype) -> str:
     """Eight streams side by side, each with products that share tiles: the bits of one after the other."""
-    packed, scales, _ = weight(4096, 4096, BF16, "nf4", 64, True)
-    x = [torch.randn(100, 4096, device="cuda", dtype=BF16) for _ in range(8)]
+    packed, scales, _ = weight(4096, 4096, dtype, "nf4", 64, True)
+    x = [torch.randn(100, 4096, device="cuda", dtype=dtype) for _ in range(8)]
     alone = [product(one, packed, scales, None, 64, "nf4", 4096, 4096, i % 2 == 1) for i, one in enumerate(x)]
     torch.cuda.synchronize()
     sides = [torch.cuda.Stream() for _ in x]
@@ -105,9 +105,9 @@ def streams() -> str:
     return ""
 
 
-def graph() -> str:
-    packed, scales, _ = weight(4096, 4096, BF16, "nf4", 64, True)
-    x = torch.randn(200, 4096, device="cuda", dtype=BF16)
+def graph(dtype) -> str:
+    packed, scales, _ = weight(4096, 4096, dtype, "nf4", 64, True)
+    x = torch.randn(200, 4096, device="cuda", dtype=dtype)
     expected = product(x, packed, scales, None, 64, "nf4", 4096, 4096, False)
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
@@ -122,10 +122,10 @@ def graph() -> str:
     return ""
 
 
-def written_weight() -> str:
+def written_weight(dtype) -> str:
     """W and its scales come from the kernel in front, as from an all-gather; before it they are another weight's."""
-    one, other = (weight(8192, 8192, BF16, "nf4", 64, True) for _ in range(2))
-    x = torch.randn(100, 8192, device="cuda", dtype=BF16)
+    one, other = (weight(8192, 8192, dtype, "nf4", 64, True) for _ in range(2))
+    x = torch.randn(100, 8192, device="cuda", dtype=dtype)
     for gradient in (False, True):
         expected = product(x, other[0], other[1], None, 64, "nf4", 8192, 8192, gradient)
         for _ in range(20):
@@ -139,21 +139,21 @@ def written_weight() -> str:
     return ""
 
 
-def cases(groups: list[str]):
+def cases(groups: list[str], dtypes: tuple):
     """(name, check) in the order in which a first fault is most telling."""
     for group in groups:
         for size, gradient in itertools.product(SIZES[group], (False, True)):
             name = f"{group} {size} gradient {gradient}"
-            yield name, lambda s=size, g=gradient: check(*s, BF16, "nf4", 64, True, False, g, False)
+            yield name, lambda s=size, g=gradient: check(*s, dtypes[0], "nf4", 64, True, False, g, False)
     for name, special in (("streams", streams), ("graph", graph), ("written weight", written_weight)):
-        yield name, special
-    formats = itertools.product((BF16, F16), ("nf4", "fp4"), ((64, True), (64, False), (128, True), (4096, False)))
+        yield name, lambda run=special: run(dtypes[0])
+    formats = itertools.product(dtypes, ("nf4", "fp4"), ((64, True), (64, False), (128, True), (4096, False)))
     for dtype, fmt, (blocksize, nested) in formats:
         for size, gradient in itertools.product((*SIZES["small"], *SIZES["ragged"]), (False, True)):
             name = f"formats {size} {dtype} {fmt} {blocksize} nested {nested} gradient {gradient}"
             facts = (dtype, fmt, blocksize, nested, True, gradient, False)
             yield name, lambda s=size, f=facts: check(*s, *f)
-    for dtype, fmt, gradient in itertools.product((BF16, F16), ("nf4", "fp4"), (False, True)):
+    for dtype, fmt, gradient in itertools.product(dtypes, ("nf4", "fp4"), (False, True)):
         facts = (dtype, fmt, 64, True, False, gradient, True)
         yield f"hostile {dtype} {fmt} gradient {gradient}", lambda f=facts: check(300, 4096, 4096, *f)
 
@@ -165,7 +165,8 @@ def main() -> int:
     options = parser.parse_args()
     for op in ("linear_4bit", "linear_4bit_dgrad"):
         _C.force_kernel(op, options.kernel)
-    return lines.run(cases(["small", "ragged", "whole", *["large"] * options.large]), options)
+    dtypes = (F16,) if options.kernel == "gemm_4bit_sm75" else (BF16, F16)
+    return lines.run(cases(["small", "ragged", "whole", *["large"] * options.large], dtypes), options)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@
   X(gemv_4bit_short)                                                                                                   \
   X(gemv_4bit_grouped_short)                                                                                           \
   X(gemv_4bit_simt)                                                                                                    \
+  X(gemm_4bit_sm75)                                                                                                    \
+  X(gemm_4bit_sm75_grouped)                                                                                            \
   X(gemm_4bit_sm80)                                                                                                    \
   X(gemm_4bit_sm80_grouped)                                                                                            \
   X(gemm_4bit_sm80_short)                                                                                              \

@@ -33,8 +33,8 @@ bsh_status bsh_cuda_product(const bsh_product_args *args, const bsh_plan *plan, 
  */
 typedef bsh_status bsh_launch_slice(const bsh_product_args *args, const bsh_plan_slice *slice, char *memory,
                                     const bsh_cuda_context *context);
-bsh_launch_slice bsh_launch_fused, bsh_launch_stack, bsh_launch_wide, bsh_launch_sm80, bsh_launch_rows_int8,
-    bsh_launch_codes_int8, bsh_launch_mixed_int8, bsh_launch_dgrad_int8;
+bsh_launch_slice bsh_launch_fused, bsh_launch_stack, bsh_launch_wide, bsh_launch_sm80, bsh_launch_sm75,
+    bsh_launch_rows_int8, bsh_launch_codes_int8, bsh_launch_mixed_int8, bsh_launch_dgrad_int8;
 
 /* By panels of lines of W, and a vendor's product of each. */
 bsh_status bsh_launch_panels(const bsh_product_args *args, const bsh_plan *plan, const bsh_torch_operands *operands,

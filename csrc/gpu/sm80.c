@@ -2,7 +2,7 @@
 #include "core/arithmetic.h"
 #include "core/formats.h"
 #include "core/stack.h"
-#include "cuda/sizes/gemm_4bit_sm80.h"
+#include "cuda/sizes/gemm_4bit_sm75.h"
 #include "gpu/product.h"
 
 #include <string.h>
@@ -35,9 +35,10 @@ static void set_stack(const bsh_product_args *const args, bsh_gemm_sm80_args *co
   of_kernel->expert_absmax = (int32_t)(nested ? bsh_expert_scales2(stack->n, args->E, stack->blocksize) : blocks);
 }
 
-bsh_status bsh_launch_sm80(const bsh_product_args *const args, const bsh_plan_slice *const slice, char *const memory,
-                           const bsh_cuda_context *const context) {
-  const int64_t size = dtype_size(args->dtype), rows = slice->sm80.rows, step = bsh_gemm_sm80_x_step((int32_t)rows);
+/* step: rows between those of which a thread loads x; depth: of a stage. */
+static bsh_status launch(const bsh_product_args *const args, const bsh_plan_slice *const slice, char *const memory,
+                         const bsh_cuda_context *const context, const int64_t step, const int64_t depth) {
+  const int64_t size = dtype_size(args->dtype), rows = slice->sm80.rows;
   bsh_gemm_sm80_args of_kernel = {
       .x = args->x,
       .bias = args->bias,
@@ -45,7 +46,7 @@ bsh_status bsh_launch_sm80(const bsh_product_args *const args, const bsh_plan_sl
       .ldx = args->ldx,
       .ldy = args->ldy,
       .x_step = step * args->ldx * size,
-      .x_back = (BSH_UNIT - rows * args->ldx) * size,
+      .x_back = (depth - rows * args->ldx) * size,
       .M = (int32_t)args->M,
       .N = (int32_t)args->N,
       .K = (int32_t)args->K,
@@ -61,4 +62,14 @@ bsh_status bsh_launch_sm80(const bsh_product_args *const args, const bsh_plan_sl
     BSH_TRY(bsh_cuda_zero(context, memory, slice->counters * (int64_t)sizeof(uint32_t)));
   }
   return bsh_cuda_launch(context, slice->product.kernel, &slice->product.shape, arguments);
+}
+
+bsh_status bsh_launch_sm80(const bsh_product_args *const args, const bsh_plan_slice *const slice, char *const memory,
+                           const bsh_cuda_context *const context) {
+  return launch(args, slice, memory, context, bsh_gemm_sm80_x_step(slice->sm80.rows), BSH_UNIT);
+}
+
+bsh_status bsh_launch_sm75(const bsh_product_args *const args, const bsh_plan_slice *const slice, char *const memory,
+                           const bsh_cuda_context *const context) {
+  return launch(args, slice, memory, context, BSH_GEMM_SM75_X_STEP, BSH_GEMM_SM75_DEPTH);
 }

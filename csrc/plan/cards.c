@@ -70,6 +70,10 @@ const bsh_card *bsh_card_of(const int32_t sm) {
 #define LIKE_GEFORCE {{0.94, 0.96}, {0.92, 0.95}}
 #define LIKE_A100 {{0.75, 0.83}, {0.68, 0.76}}
 
+/* gemm_4bit_sm75 decodes for half as fast tensor cores as an A100's, with a barrier every 32 of depth: a guess between
+ * the two above, which no card has confirmed. Its tiles have 256 rows. */
+#define LIKE_T4 {{0.88, 0.88}, {0.86, 0.86}}
+
 enum { ARCHITECTURES = 200 };
 static bsh_rates measured[ARCHITECTURES]; /* by sm; not chosen: none */
 
@@ -80,6 +84,7 @@ void bsh_set_rates(const int32_t sm, const bsh_rates *const rates) {
 }
 
 const bsh_rates *bsh_rates_of(const int32_t sm) {
+  static const bsh_rates t4 = {RATES(40, 65, 0.60, 320), .share = LIKE_T4, .l2 = 4 << 20, .chosen = true};
   static const bsh_rates a100 = {RATES(108, 312, 0.85, 2039), .share = LIKE_A100, .chosen = true};
   static const bsh_rates rtx3090 = {RATES(82, 71, 0.90, 936), .share = LIKE_GEFORCE, .l2 = 6 << 20, .chosen = true};
   static const bsh_rates rtx4090 = {RATES(128, 165, 0.90, 1008), .share = LIKE_GEFORCE, .l2 = 72 << 20, .chosen = true};
@@ -87,6 +92,8 @@ const bsh_rates *bsh_rates_of(const int32_t sm) {
   static const bsh_rates h100 = {RATES(132, 480, 1.0, 3350), .share = LIKE_A100};
   if (is_known(sm) && measured[sm].chosen) return &measured[sm];
   switch (sm) {
+  case 75:
+    return &t4;
   case 80:
     return &a100;
   case 86:

@@ -71,7 +71,8 @@ const bsh_card *bsh_card_of(int32_t sm);
  * per nanosecond: the vendor's products of 16 bits with fp32 sums; bytes that a product reads; bytes that dequantizing
  * reads and writes. */
 typedef struct {
-  bool chosen; /* by it gemm_4bit_sm80 is compared to panels; else it only cuts tiles where that is forced */
+  bool chosen; /* by it gemm_4bit_sm80 or gemm_4bit_sm75 is compared to panels; else it only cuts tiles where that is
+                  forced */
   double flops_per_ns_sm, bytes_per_ns_sm, dequantized_per_ns_sm;
   double share[2]
               [BSH_SM80_FORMS]; /* of the vendor's products that gemm_4bit_sm80 reaches: by direction, of each form */

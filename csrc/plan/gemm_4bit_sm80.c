@@ -1,11 +1,9 @@
-/* plan/gemm_4bit_sm80.c - what gemm_4bit_sm80.cu takes, and how its tiles are shared out. */
+/* plan/gemm_4bit_sm80.c - what gemm_4bit_sm80.cu takes. */
 #include "core/arithmetic.h"
 #include "plan/cards.h"
-#include "plan/gemv.h"
 #include "plan/sm80.h"
 
-enum { SLICE_ROWS = 1 << 16, SUMS_ALIGNMENT = 256 };
-enum { LEAST_STAGES = 8 }; /* of a block that shares tiles in order */
+static const bsh_sm80_tiles tiles = {.depth = BSH_UNIT};
 
 #define SM80_KERNEL(NAME) BSH_KERNEL(gemm_4bit_sm80, NAME)
 #define SM80_FORM(form, rows)                                                                                          \
@@ -17,107 +15,6 @@ static bsh_cuda_kernel nv_kernels[2][2] = {
     /* [dtype][direction] */
     {NV_KERNEL("gemm_sm80_bf16_m256_nv"), NV_KERNEL("gemm_sm80_dgrad_bf16_m256_nv")},
     {NV_KERNEL("gemm_sm80_f16_m256_nv"), NV_KERNEL("gemm_sm80_dgrad_f16_m256_nv")}};
-#define SM80_ROWS(form, rows) rows,
-static const int32_t form_rows[] = {BSH_GEMM_SM80_FORMS(SM80_ROWS)};
-enum { FORMS = sizeof form_rows / sizeof *form_rows };
-_Static_assert((int)FORMS == (int)BSH_SM80_FORMS, "a share for each form");
-
-/* ---- how long it takes, by the card's model ---- */
-
-typedef struct {
-  const bsh_rates *rates;
-  double share;               /* of the rates */
-  int64_t workspace_bytes;    /* that the sums of shared tiles may take */
-  int32_t sms, form, at_once; /* at_once: blocks that a multiprocessor holds */
-  bsh_gemm_sm80_cut cut;
-  double ns; /* of the busiest block */
-} candidate;
-
-static int32_t blocks_of(const candidate *const of) {
-  return of->cut.splits > 0 ? of->cut.tiles * of->cut.splits : of->sms;
-}
-
-/* A block's time by the multiprocessor's rate, which `resident` blocks share, and what lies around it. */
-static double nanoseconds(const candidate *const of, const int32_t resident) {
-  const bsh_gemm_sm80_cut *const cut = &of->cut;
-  const double flops = 2.0 * cut->rows * BSH_GEMM_SM80_COLUMNS * BSH_UNIT;
-  const double alone = resident < of->at_once ? 0.85 : 1; /* a block hides less alone */
-  const double stage = resident * flops / (of->rates->flops_per_ns_sm * of->share * alone);
-  const double ends = of->rates->ends, join = of->rates->join;
-  if (cut->splits > 0) return ends + join + (double)divide_up(cut->stages, cut->splits) * stage;
-  const int32_t whole = cut->tiles - cut->shared, slots = of->sms;
-  double time = ends + (double)divide_up(whole, slots) * cut->stages * stage;
-  if (cut->shared > 0) time += join + (double)(cut->share + (cut->longer > 0)) * stage;
-  return time;
-}
-
-/* ---- how tiles are shared out ---- */
-
-/* [flags][sums], bytes; 0: nothing is shared. */
-static int64_t flag_bytes(const bsh_gemm_sm80_cut *const cut, const int64_t blocks) {
-  const int64_t flags = cut->splits > 0 ? cut->tiles : blocks;
-  return divide_up(flags * (int64_t)sizeof(uint32_t), SUMS_ALIGNMENT) * SUMS_ALIGNMENT;
-}
-static int64_t scratch_bytes(const bsh_gemm_sm80_cut *const cut, const int64_t blocks) {
-  if (cut->splits == 0 && cut->shared == 0) return 0;
-  return flag_bytes(cut, blocks) + blocks * bsh_gemm_sm80_partial_bytes(cut->rows);
-}
-
-/* All blocks share the tiles of the last round, which is not full; where that gives them few stages, those of the round
- * before it, too. */
-static bsh_gemm_sm80_cut shared_in_order(bsh_gemm_sm80_cut cut, const int32_t blocks) {
-  cut.shared = cut.tiles % blocks;
-  if ((int64_t)cut.shared * cut.stages < (int64_t)blocks * LEAST_STAGES) cut.shared += blocks;
-  const int64_t all = (int64_t)cut.shared * cut.stages;
-  cut.share = (int32_t)(all / blocks), cut.longer = (int32_t)(all % blocks);
-  return cut;
-}
-
-static void take_faster(candidate *const best, candidate next, const int32_t resident) {
-  next.ns = nanoseconds(&next, resident);
-  if (next.ns < best->ns && scratch_bytes(&next.cut, blocks_of(&next)) <= next.workspace_bytes) *best = next;
-}
-
-/* Of a form and `resident` blocks on each multiprocessor the fastest way. Blocks that wait for blocks of any index must
- * run together, or time out. */
-static void try_form(candidate *const best, candidate next, const int32_t resident) {
-  next.sms *= resident;
-  take_faster(best, next, resident);
-  for (int32_t splits = 2; splits <= 4; splits += 2) {
-    candidate split = next;
-    split.cut.splits = splits, split.cut.shared = split.cut.tiles;
-    const bool fits =
-        next.cut.tiles <= next.sms / splits && next.cut.tiles * splits > next.sms / resident * (resident - 1);
-    if (fits && splits <= next.cut.stages) take_faster(best, split, resident);
-  }
-  if (next.cut.tiles % next.sms == 0 || (int64_t)next.cut.tiles * next.cut.stages < (int64_t)next.sms * LEAST_STAGES)
-    return;
-  next.cut = shared_in_order(next.cut, next.sms);
-  take_faster(best, next, resident);
-}
-
-/* Of all forms and ways the fastest. dense: W is there in 16 bits. */
-static candidate cut_rows(const bsh_facts *const facts, const int64_t rows_of_x, const bool dense) {
-  const bool forward = facts->direction == BSH_FORWARD;
-  const int64_t width = forward ? facts->N : facts->K, depth = forward ? facts->K : facts->N;
-  candidate best = {.ns = HUGE_VAL};
-  for (int32_t form = 0; form < FORMS; form++) {
-    if (!dense && !bsh_sm80_decodes(facts, form_rows[form])) continue;
-    bsh_gemm_sm80_cut cut = {.rows = form_rows[form], .stages = (int32_t)divide_up(depth, BSH_UNIT)};
-    cut.row_tiles = (int32_t)divide_up(rows_of_x, cut.rows);
-    cut.tiles = cut.row_tiles * (int32_t)divide_up(width, BSH_GEMM_SM80_COLUMNS);
-    const bsh_rates *const rates = bsh_rates_of(facts->sm);
-    const candidate next = {.rates = rates,
-                            .share = dense ? 1 : rates->share[facts->direction][form],
-                            .workspace_bytes = facts->workspace_bytes,
-                            .sms = facts->sms,
-                            .form = form,
-                            .at_once = bsh_sm80_at_once(form_rows[form], facts->sm),
-                            .cut = cut};
-    for (int32_t resident = 1; resident <= next.at_once; resident++) try_form(&best, next, resident);
-  }
-  return best;
-}
 
 /* On Hopper: where gemm_4bit_sm90_wide refuses blocks below 64, or is slower than panels. */
 static double cost_of_short_blocks(const bsh_facts *const facts) {
@@ -127,56 +24,27 @@ static double cost_of_short_blocks(const bsh_facts *const facts) {
   return chosen ? bsh_before_panels(facts) : BSH_LAST;
 }
 
-/* Where there is a model of the card; not below what reading W takes. */
+/* Where there is a model of the card. */
 static double cost(const bsh_facts *const facts) {
-  const bsh_rates *const rates = bsh_rates_of(facts->sm);
-  if (!rates->chosen) return cost_of_short_blocks(facts);
-  const int64_t rows = min_i64(facts->M, SLICE_ROWS);
-  const double bytes = (double)facts->N * (double)facts->K * (0.5 + 1.0 / (double)facts->w.blocksize);
-  const double reading = rates->ends + bytes / (rates->bytes_per_ns_sm * facts->sms);
-  return (double)facts->M / (double)rows * fmax(cut_rows(facts, rows, false).ns, reading);
+  return bsh_rates_of(facts->sm)->chosen ? bsh_sm80_nanoseconds(facts, &tiles) : cost_of_short_blocks(facts);
 }
-
-/* The vendor's product is taken to be as fast as these tiles without decoding: measured were 0.92 to 1.19 of its speed.
- * A panel that L2 holds passes memory neither written nor read. */
-double bsh_modelled_panels(const bsh_facts *const facts) {
-  const bsh_rates *const rates = bsh_rates_of(facts->sm);
-  const double weights = (double)facts->N * (double)facts->K;
-  const bool kept = fmin(2 * weights, (double)facts->workspace_bytes) <= (double)rates->l2;
-  const double moved = 0.5 + 1.0 / (double)facts->w.blocksize + (kept ? 0 : 2);
-  const int64_t rows = min_i64(facts->M, SLICE_ROWS);
-  const double product = (double)facts->M / (double)rows * cut_rows(facts, rows, true).ns;
-  const double reading = kept ? 0 : rates->ends + 2 * weights / (rates->bytes_per_ns_sm * facts->sms);
-  return rates->begin + weights * moved / (rates->dequantized_per_ns_sm * facts->sms) + fmax(product, reading);
-}
-
-/* ---- the cut ---- */
 
 static void cut(const bsh_facts *const facts, bsh_plan_slice *const slice) {
-  const candidate best = cut_rows(facts, slice->rows, false);
-  const bool shares = best.cut.splits > 0 || best.cut.shared > 0;
-  const int64_t blocks = shares ? blocks_of(&best) : min_i64(best.cut.tiles, best.sms);
-  slice->sm80 = best.cut;
-  slice->block_shift = bsh_sm80_block_shift(facts);
-  slice->stores_together = facts->y_alignment >= 16;
+  const bsh_sm80_way way = bsh_sm80_fastest(facts, &tiles, slice->rows);
+  bsh_sm80_lay_out(facts, &way, slice);
   const bool f16 = facts->dtype == BSH_F16, gradient = facts->direction == BSH_INPUT_GRADIENT;
   slice->product.kernel =
-      bsh_sm80_has_short_blocks(facts) ? &nv_kernels[f16][gradient] : &kernels[best.form][f16][gradient];
-  slice->product.shape = (bsh_cuda_launch_shape){.grid = {(uint32_t)blocks, 1, 1},
-                                                 .block = {(uint32_t)bsh_gemm_sm80_threads(best.cut.rows), 1, 1},
-                                                 .shared_bytes = bsh_gemm_sm80_shared_bytes(best.cut.rows),
-                                                 .overlap = bsh_is_wide(facts->image.arch)};
-  if (!shares) return;
-  slice->counters = (int32_t)(flag_bytes(&best.cut, blocks) / (int64_t)sizeof(uint32_t));
-  slice->partial_at = flag_bytes(&best.cut, blocks);
-  slice->scratch_bytes = scratch_bytes(&best.cut, blocks);
+      bsh_sm80_has_short_blocks(facts) ? &nv_kernels[f16][gradient] : &kernels[way.form][f16][gradient];
+  slice->product.shape.block[0] = (uint32_t)bsh_gemm_sm80_threads(way.cut.rows);
+  slice->product.shape.block[1] = slice->product.shape.block[2] = 1;
+  slice->product.shape.shared_bytes = bsh_gemm_sm80_shared_bytes(way.cut.rows);
 }
 
 const bsh_kernel bsh_kernel_gemm_4bit_sm80 = {.name = "gemm_4bit_sm80",
                                               .operands = BSH_KIND(4BIT),
                                               .directions = BSH_BOTH,
                                               .launch = BSH_LAUNCH_SM80,
-                                              .rows = SLICE_ROWS,
+                                              .rows = BSH_SM80_SLICE_ROWS,
                                               .refuses = bsh_sm80_refuses,
                                               .cost = cost,
                                               .cut = cut};

@@ -39,7 +39,7 @@ struct bsh_kernel {
 #define BSH_ORDER(n) ((double)(n)) /* below 100; no product takes 100 ns */
 #define BSH_LAST HUGE_VAL
 
-/* The same by a card's rates: plan/gemm_4bit_sm80.c. */
+/* The same by a card's rates: plan/sm80.c. */
 double bsh_modelled_panels(const bsh_facts *facts);
 
 /* Nanoseconds by panels: every weight is dequantized, then comes the vendor's product, at the speed of its tensor
@@ -61,9 +61,10 @@ static inline double bsh_before_panels(const bsh_facts *const facts) {
 /* All kernels, each a row of plan/choose.c. */
 extern const bsh_kernel bsh_kernel_gemm_4bit_sm90, bsh_kernel_gemv_4bit, bsh_kernel_gemm_4bit_sm90_wide,
     bsh_kernel_gemv_4bit_simt, bsh_kernel_gemm_4bit_sm80, bsh_kernel_gemv_4bit_grouped,
-    bsh_kernel_gemm_4bit_sm90_wide_grouped, bsh_kernel_gemm_4bit_sm80_grouped, bsh_kernel_gemv_int8,
-    bsh_kernel_mixed_int8_sm90, bsh_kernel_gemm_int8_sm90, bsh_kernel_gemm_int8, bsh_kernel_any_int8,
-    bsh_kernel_gemv_int8_dgrad, bsh_kernel_dgrad_int8_sm90, bsh_kernel_panels;
+    bsh_kernel_gemm_4bit_sm90_wide_grouped, bsh_kernel_gemm_4bit_sm80_grouped, bsh_kernel_gemm_4bit_sm75,
+    bsh_kernel_gemm_4bit_sm75_grouped, bsh_kernel_gemv_int8, bsh_kernel_mixed_int8_sm90, bsh_kernel_gemm_int8_sm90,
+    bsh_kernel_gemm_int8, bsh_kernel_any_int8, bsh_kernel_gemv_int8_dgrad, bsh_kernel_dgrad_int8_sm90,
+    bsh_kernel_panels;
 
 /* Of panels: fills the plan of a product that they do not refuse. */
 void bsh_cut_panels(const bsh_facts *facts, bsh_plan *plan);

@@ -76,6 +76,7 @@ typedef enum {
   BSH_LAUNCH_STACK,      /* bsh_grouped_gemv_args */
   BSH_LAUNCH_WIDE,       /* bsh_gemm_wide_args, of a weight or a stack */
   BSH_LAUNCH_SM80,       /* bsh_gemm_sm80_args */
+  BSH_LAUNCH_SM75,       /* the same, for stages of gemm_4bit_sm75 */
   BSH_LAUNCH_ROWS_INT8,  /* bsh_int8_any_args */
   BSH_LAUNCH_CODES_INT8, /* bsh_int8_gemm_args, after x was coded */
   BSH_LAUNCH_MIXED_INT8, /* bsh_int8_mixed_args */
@@ -115,7 +116,7 @@ typedef struct {
   bool orders_x;                     /* `before` writes x to the scratch memory, and the kernel reads it there */
   int32_t tokens, x_units, counters; /* of `before`: rows and units that it writes, counters that it clears */
   bsh_gemm_wide_cut wide;            /* BSH_LAUNCH_WIDE */
-  bsh_gemm_sm80_cut sm80;            /* BSH_LAUNCH_SM80 */
+  bsh_gemm_sm80_cut sm80;            /* BSH_LAUNCH_SM80, BSH_LAUNCH_SM75 */
   bsh_int8_cut int8;
 } bsh_plan_slice;
 

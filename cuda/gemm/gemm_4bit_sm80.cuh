@@ -15,7 +15,7 @@ namespace {
 template <typename FORM> struct sm80_operands {
   uint32_t a[4][4], b[4][4]; // 16 rows each; 16 columns each
   uint32_t a_at, b_at;       // of this lane in a stage
-  int groups;                // GROUPED: of the warp's row groups those that have rows
+  int groups;                // SKIPS: of the warp's row groups those that have rows
 
   __device__ __forceinline__ explicit sm80_operands(uint32_t base) {
     const int lane = threadIdx.x & 31, wn = threadIdx.x >> 5 & 1, w = base + FORM::W_AT;
@@ -23,19 +23,20 @@ template <typename FORM> struct sm80_operands {
     b_at = FORM::GRADIENT ? w + (lane & 15) * 256 + wn * 128 + (((lane >> 4) ^ (lane & 7)) << 4)
                           : w + (wn * 64 + (lane & 7) + (lane >> 4) * 8) * 128 + (((lane >> 3 & 1) ^ (lane & 7)) << 4);
   }
+  __device__ __forceinline__ sm80_operands(uint32_t a_at, uint32_t b_at) : a_at(a_at), b_at(b_at) {}
   // Of row groups without rows nothing is loaded or multiplied.
   __device__ __forceinline__ void count_groups(const sm80_piece &piece) {
     const int rows = piece.left - sm80_group<FORM>::first(thread_index()), apart = sm80_group<FORM>::APART;
-    if (FORM::GROUPED) groups = uniform((rows + apart - 1) / apart);
+    if (FORM::SKIPS) groups = uniform((rows + apart - 1) / apart);
   }
   __device__ __forceinline__ void load_a(int i, int step) {
-    const uint32_t at = (a_at ^ (step << 5)) + i * sm80_group<FORM>::APART * 128;
-    if (FORM::GROUPED) ldmatrix_x4_if(a[i], at, i, groups);
+    const uint32_t at = (a_at ^ (step << 5)) + i * sm80_group<FORM>::APART * stage_rows<FORM>::BYTES;
+    if (FORM::SKIPS) ldmatrix_x4_if(a[i], at, i, groups);
     else ldmatrix_x4(a[i], at);
   }
   __device__ __forceinline__ void load_b(int j, int step) {
     if (FORM::GRADIENT) ldmatrix_x4_trans(b[j], (b_at ^ (j << 5)) + step * 4096);
-    else ldmatrix_x4(b[j], (b_at ^ (step << 5)) + j * 2048);
+    else ldmatrix_x4(b[j], (b_at ^ (step << 5)) + j * 16 * stage_rows<FORM>::BYTES);
   }
   __device__ __forceinline__ void load() {
 #pragma unroll
@@ -46,7 +47,7 @@ template <typename FORM> struct sm80_operands {
     using in_order = in_order<typename FORM::T>;
 #pragma unroll
     for (int k = 0; k < 2 * BSH_SM80_PRODUCTS; k++) {
-      if (FORM::GROUPED) in_order::mma_if(sum[k & 1], a[i], b[j] + 2 * (k & 1), i, groups);
+      if (FORM::SKIPS) in_order::mma_if(sum[k & 1], a[i], b[j] + 2 * (k & 1), i, groups);
       else in_order::mma(sum[k & 1], a[i], b[j] + 2 * (k & 1));
     }
   }
@@ -55,7 +56,7 @@ template <typename FORM> struct sm80_operands {
 // What is decoded for the next stage between the products of this one. A stage has 16 slots of 4 pairs of products.
 template <typename FORM> struct sm80_schedule {
   static constexpr int WORDS = FORM::WORDS, EACH = WORDS / 4; // of 32 steps of decoding those of 4 words are one
-  enum { X_SLOTS = 4, SCALE_SLOT = 3, W_SLOT = 11, TABLE_SLOT = 12, SLOTS = 16, STEPS = 32 };
+  enum { X_SLOT = 0, SCALE_SLOT = 3, W_SLOT = 11, TABLE_SLOT = 12, SLOTS = 16, STEPS = 32 };
 
   // Words are stored two slots behind their decoding or later: an ldmatrix may not pass a store.
   static constexpr __device__ int store_at(int slot) {
@@ -70,7 +71,7 @@ template <typename FORM> struct sm80_schedule {
 #pragma unroll
       for (int k = 0; k < EACH; k++) w.decode(step * EACH + k);
   }
-  static __device__ __forceinline__ void behind_slot(w_loader<FORM> &w, int slot) {
+  static __device__ __forceinline__ void behind_slot(w_loader<FORM> &w, x_loader<FORM> &, int slot, int) {
     const int part = store_at(slot);
     if (part >= 0)
 #pragma unroll
@@ -78,6 +79,15 @@ template <typename FORM> struct sm80_schedule {
   }
 };
 
+// Forms for sm_75 have parts of their own (loaders_sm75.cuh, gemm_4bit_sm75.cuh).
+template <typename FORM> struct parts_of {
+  using x = x_loader<FORM>;
+  using operands = sm80_operands<FORM>;
+  using schedule = sm80_schedule<FORM>;
+};
+template <typename FORM> using x_loader_of = typename parts_of<FORM>::x;
+template <typename FORM> using operands_of = typename parts_of<FORM>::operands;
+template <typename FORM> using schedule_of = typename parts_of<FORM>::schedule;
 template <typename FORM> using pieces_of = std::conditional_t<FORM::GROUPED, grouped_pieces<FORM>, dense_pieces>;
 
 template <typename FORM> struct sm80_block {
@@ -85,22 +95,20 @@ template <typename FORM> struct sm80_block {
   pieces_of<FORM> pieces;
   const float *const map;
   const float *const offset;
-  x_loader<FORM> x;
+  x_loader_of<FORM> x;
   w_loader<FORM> w;
-  sm80_operands<FORM> in;
+  operands_of<FORM> in;
   sm80_sums sum = {};
   int turn = FORM::X_BYTES;
 
   __device__ __forceinline__ sm80_block(const bsh_gemm_sm80_args &args, char *memory)
-      : args(args), pieces(memory + bsh_gemm_sm80_pieces_at(FORM::ROWS)),
-        map(reinterpret_cast<const float *>(memory + bsh_gemm_sm80_map_at(FORM::ROWS))),
-        offset(reinterpret_cast<const float *>(memory + bsh_gemm_sm80_words_at(FORM::ROWS))), x(shared_address(memory)),
+      : args(args), pieces(memory + FORM::PIECES_AT), map(reinterpret_cast<const float *>(memory + FORM::MAP_AT)),
+        offset(reinterpret_cast<const float *>(memory + FORM::WORDS_AT)), x(shared_address(memory)),
         w(shared_address(memory)), in(shared_address(memory)) {}
 
   __device__ __forceinline__ void load_x() {
     x.seek(args, pieces);
-#pragma unroll
-    for (int quarter = 0; quarter < 4; quarter++) x.load(args, quarter, FORM::X_BYTES);
+    x.load_first(args, pieces);
   }
   __device__ __forceinline__ void load_w() {
     w.seek(args, pieces);
@@ -117,29 +125,30 @@ template <typename FORM> struct sm80_block {
     w.to += FORM::W_BYTES;
     load_w();
     w.seek(args, pieces);
-    cp_async_wait<0>();
+    x.complete();
     __syncthreads();
     x.seek(args, pieces);
   }
   // Loads of x and W that begin at a slot.
   __device__ __forceinline__ void load_at(int slot) {
-    using schedule = sm80_schedule<FORM>;
-    if (slot < schedule::X_SLOTS) x.load(args, slot, -turn);
+    using schedule = schedule_of<FORM>;
+    if (slot >= schedule::X_SLOT && slot < schedule::X_SLOT + 4) x.load(args, slot - schedule::X_SLOT, -turn);
     if (slot == schedule::SCALE_SLOT) w.load_scale(args);
     if (slot == schedule::W_SLOT) w.load(args), w.make_scale(map, offset);
   }
   // To the other stage: complete, and what is read here no longer needed.
   __device__ __forceinline__ void turn_over() {
-    cp_async_wait<0>();
+    x.complete();
     __syncthreads();
     const int turn_w = turn * FORM::W_BYTES / FORM::X_BYTES;
     in.a_at += turn, in.b_at += turn_w, w.to -= turn_w, turn = -turn;
   }
   __device__ __forceinline__ void multiply_stage() {
-    using schedule = sm80_schedule<FORM>;
+    using schedule = schedule_of<FORM>;
+    constexpr int STEPS = FORM::DEPTH / 16;
 #pragma unroll
-    for (int step = 0; step < 4; step++) {
-      if (step == 3) turn_over();
+    for (int step = 0; step < STEPS; step++) {
+      if (step == STEPS - 1) turn_over();
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int slot = step * 4 + i;
@@ -147,11 +156,11 @@ template <typename FORM> struct sm80_block {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
           in.multiply_pair(sum[i] + 2 * j, i, j);
-          if (i == 3) in.load_b(j, (step + 1) % 4);
+          if (i == 3) in.load_b(j, (step + 1) % STEPS);
           schedule::behind_pair(w, args.values, slot, j);
         }
-        in.load_a(i, (step + 1) % 4);
-        schedule::behind_slot(w, slot);
+        in.load_a(i, (step + 1) % STEPS);
+        schedule::behind_slot(w, x, slot, -turn);
       }
     }
     x.seek(args, pieces);
@@ -170,7 +179,7 @@ template <typename FORM> struct sm80_block {
       for (int left = uniform(piece.to() - piece.from()); left > 0; left--) multiply_stage();
       finish_sums<FORM>(args, sum, pieces.now(), word_at);
     }
-    cp_async_wait<0>();
+    x.complete();
   }
 };
 
@@ -178,14 +187,14 @@ template <typename FORM> struct sm80_block {
 template <typename FORM> __device__ __forceinline__ void clear_behind(const bsh_gemm_sm80_args &args) {
   int end = 0;
   for (int i = threadIdx.x & 31; i < args.experts; i += BSH_WARP) end = max(end, args.offs[i]);
-  end = min((int)__reduce_max_sync(~0u, (uint32_t)end), args.M);
+  end = min((int)largest_of_warp((uint32_t)end), args.M);
   clear_rows<typename FORM::T>(args.y, args.ldy, FORM::GRADIENT ? args.K : args.N, end, args.M);
 }
 
 template <typename FORM> __device__ __forceinline__ void gemm_sm80(const bsh_gemm_sm80_args &args) {
   extern __shared__ __align__(1024) char memory[];
-  float *const map = reinterpret_cast<float *>(memory + bsh_gemm_sm80_map_at(FORM::ROWS));
-  float *const words = reinterpret_cast<float *>(memory + bsh_gemm_sm80_words_at(FORM::ROWS));
+  float *const map = reinterpret_cast<float *>(memory + FORM::MAP_AT);
+  float *const words = reinterpret_cast<float *>(memory + FORM::WORDS_AT);
   let_later_kernels_start();
   wait_for_earlier_kernels();
   sm80_block<FORM> block(args, memory);

@@ -2,7 +2,8 @@
 // for gemm_4bit_sm80.cu and gemm_4bit_sm80_grouped.cu.
 //
 // A stage of x is [rows][64], rows of 128 bytes in 8 chunks of 16, chunk c of row r at c ^ r % 8. A stage of W is,
-// decoded, forward [128 rows of W][64] in the same layout, for the gradient [64 rows of W][2][64].
+// decoded, forward [128 rows of W][64] in the same layout, for the gradient [64 rows of W][2][64]. Forms for sm_75 have
+// 32 of depth in the place of 64: two rows of 64 bytes are then beside each other, chunk c of row r at c ^ r / 2 % 4.
 #pragma once
 
 #include "cuda/operands/decode_sm80.cuh"
@@ -17,21 +18,32 @@ template <typename T_, int ROWS_, bool GRADIENT_, bool GROUPED_ = false, bool SH
   static constexpr int ROWS = ROWS_, THREADS = bsh_gemm_sm80_threads(ROWS);
   static constexpr bool GRADIENT = GRADIENT_, GROUPED = GROUPED_, SHORT = SHORT_;
   static constexpr int X_BYTES = bsh_gemm_sm80_x_bytes(ROWS), W_BYTES = BSH_GEMM_SM80_W_BYTES;
-  static constexpr int W_AT = bsh_gemm_sm80_w_at(ROWS);
-  static constexpr int WORDS = BSH_GEMM_SM80_COLUMNS * BSH_UNIT / 8 / THREADS; // packed ones, of a thread and stage
+  static constexpr int DEPTH = BSH_UNIT; // of a stage
+  static constexpr int W_AT = bsh_gemm_sm80_w_at(ROWS), MAP_AT = bsh_gemm_sm80_map_at(ROWS);
+  static constexpr int PIECES_AT = bsh_gemm_sm80_pieces_at(ROWS), WORDS_AT = bsh_gemm_sm80_words_at(ROWS);
+  static constexpr int SHARED_BYTES = bsh_gemm_sm80_shared_bytes(ROWS);
+  static constexpr int WORDS = BSH_GEMM_SM80_COLUMNS * DEPTH / 8 / THREADS; // packed ones, of a thread and stage
   static_assert(!SHORT || WORDS == 4, "two blocks");
+  static constexpr bool SKIPS = GROUPED; // row groups without rows
+};
+
+// Where rows of a stage are, and their chunks.
+template <typename FORM> struct stage_rows {
+  static constexpr int BYTES = FORM::DEPTH * 2, CHUNKS = FORM::DEPTH / 8;
+  static __device__ __forceinline__ int turned(int row) { return CHUNKS == 8 ? row & 7 : row >> 1 & 3; }
 };
 
 template <typename FORM> struct x_loader {
   using T = typename FORM::T;
-  static constexpr int STEP = bsh_gemm_sm80_x_step(FORM::ROWS), CHUNKS = FORM::ROWS / STEP; // of a thread
+  static constexpr int OF_ROW = stage_rows<FORM>::CHUNKS, SHIFT = OF_ROW == 8 ? 3 : 2; // chunks of a row
+  static constexpr int STEP = FORM::THREADS / OF_ROW, CHUNKS = FORM::ROWS / STEP;      // of a thread
   uint32_t to;
   const char *from;
   int left = 0, rows; // left: stages of the piece; rows: of x from the first chunk on
 
   __device__ __forceinline__ explicit x_loader(uint32_t base) {
     const int t = threadIdx.x;
-    to = base + (t >> 3) * 128 + (((t ^ (t >> 3)) & 7) << 4);
+    to = base + (t >> SHIFT) * stage_rows<FORM>::BYTES + (((t ^ (t >> 3)) & (OF_ROW - 1)) << 4);
   }
   // Before the first load of a stage.
   __device__ __forceinline__ void seek(const bsh_gemm_sm80_args &args, sm80_pieces &pieces) {
@@ -39,13 +51,13 @@ template <typename FORM> struct x_loader {
       const int t = thread_index();
       const sm80_piece piece = pieces.next<sm80_pieces::X>();
       left = uniform(piece.to() - piece.from());
-      from = reinterpret_cast<const char *>(static_cast<const T *>(args.x) + (piece.row + (t >> 3)) * args.ldx +
-                                            piece.from() * BSH_UNIT + (t & 7) * 8);
-      rows = piece.left - (t >> 3);
+      from = reinterpret_cast<const char *>(static_cast<const T *>(args.x) + (piece.row + (t >> SHIFT)) * args.ldx +
+                                            piece.from() * FORM::DEPTH + (t & (OF_ROW - 1)) * 8);
+      rows = piece.left - (t >> SHIFT);
     }
-    if (FORM::GRADIENT && left == 1 && args.N % BSH_UNIT) // columns of dy beyond N are zero
+    if (FORM::GRADIENT && left == 1 && args.N % FORM::DEPTH) // columns of dy beyond N are zero
       if (pieces.last<sm80_pieces::X>().to() == args.cut.stages &&
-          (args.cut.stages - 1) * BSH_UNIT + (thread_index() & 7) * 8 >= args.N)
+          (args.cut.stages - 1) * FORM::DEPTH + (thread_index() & (OF_ROW - 1)) * 8 >= args.N)
         rows = 0;
   }
   // A quarter of a stage; behind the last, `step` bytes to the other stage. Of a stack rows that do not exist keep what
@@ -59,12 +71,20 @@ template <typename FORM> struct x_loader {
     cp_async_commit();
     from += args.x_back, left--, to += step;
   }
+  // Of the block's first piece.
+  __device__ __forceinline__ void load_first(const bsh_gemm_sm80_args &args, sm80_pieces &) {
+#pragma unroll
+    for (int quarter = 0; quarter < 4; quarter++) load(args, quarter, FORM::X_BYTES);
+  }
+  // What was loaded is in shared memory.
+  __device__ __forceinline__ void complete() const { cp_async_wait<0>(); }
 };
 
 template <typename FORM> struct w_loader {
   using T = typename FORM::T;
   static constexpr bool GRADIENT = FORM::GRADIENT;
   static constexpr int WORDS = FORM::WORDS;
+  static constexpr int OF_STAGE = FORM::DEPTH / (BSH_UNIT / 2); // 32 weights each, of a row's depth
   using values_of = std::conditional_t<FORM::SHORT, short_values<T>, block_values<T>>;
   static constexpr int DECODE_STEPS = values_of::DECODE_STEPS * WORDS;
   uint32_t to;                                 // where the first word goes, decoded; word j at ^ j << 4
@@ -79,19 +99,22 @@ template <typename FORM> struct w_loader {
   typename values_of::scales scale;
   values_of values;
 
-  // Its row of a stage, and which half of a unit where two threads share one.
+  // Its row of a stage, and which WORDS words where threads share the depth of it, or a unit of 64 columns.
   static __device__ __forceinline__ int row(int t) {
     const int lane = t & 31, warp = t >> 5;
-    if (!GRADIENT) return WORDS == 4 ? t >> 1 : t;
+    if (!GRADIENT) return WORDS == 8 ? t : t >> 1;
+    if (WORDS == 2) return warp * 4 + (lane >> 4) * 2 + (lane >> 2 & 1);
     return WORDS == 4 ? warp * 8 + (lane >> 4) * 4 + ((lane >> 1) & 3) : warp * 16 + (lane >> 4) * 8 + (lane & 7);
   }
-  static __device__ __forceinline__ int half(int t) { return WORDS == 4 ? t & 1 : 0; }
+  static __device__ __forceinline__ int part(int t) { return WORDS == 8 ? 0 : WORDS == 2 && GRADIENT ? t & 3 : t & 1; }
+  static __device__ __forceinline__ int half(int t) { return WORDS == 4 ? t & 1 : part(t) >> 1; } // of a unit
   static __device__ __forceinline__ int column_half(int t) { return GRADIENT ? t >> 3 & 1 : 0; }
+  static __device__ __forceinline__ int turned(int row) { return GRADIENT ? row & 7 : stage_rows<FORM>::turned(row); }
 
   __device__ __forceinline__ explicit w_loader(uint32_t base) {
     const int t = threadIdx.x;
-    to = base + FORM::W_AT + row(t) * (GRADIENT ? 256 : 128) + column_half(t) * 128 +
-         (((half(t) * 4) ^ (row(t) & 7)) << 4);
+    to = base + FORM::W_AT + row(t) * (GRADIENT ? 256 : stage_rows<FORM>::BYTES) + column_half(t) * 128 +
+         (((part(t) * WORDS) ^ turned(row(t))) << 4);
   }
   // Before the first load of a stage. Forward, rows beyond W are the last one again, whose sums are not stored; so are
   // columns of the gradient, whose rows beyond W are zeros.
@@ -101,9 +124,10 @@ template <typename FORM> struct w_loader {
       const int units = args.K / BSH_UNIT; // of a row of W
       const sm80_piece piece = pieces.next<sm80_pieces::W>();
       left = uniform(piece.to() - piece.from());
-      if (!GRADIENT) at = min(piece.column + row(t), args.N - 1) * units + piece.from();
-      else at = (piece.from() * BSH_UNIT + row(t)) * units + min(piece.column / BSH_UNIT + column_half(t), units - 1);
-      at = 2 * at + half(t);
+      if (!GRADIENT) at = min(piece.column + row(t), args.N - 1) * (BSH_UNIT / FORM::DEPTH * units) + piece.from();
+      else
+        at = (piece.from() * FORM::DEPTH + row(t)) * units + min(piece.column / BSH_UNIT + column_half(t), units - 1);
+      at = (GRADIENT ? 2 : OF_STAGE) * at + half(t);
       beyond = false;
       if (FORM::GROUPED) {
         begin = 2u * piece.expert * args.N * units, at += begin,
@@ -111,8 +135,8 @@ template <typename FORM> struct w_loader {
         offset = args.map ? __ldg(args.offset + piece.expert) : -0.f; // x + -0 is x
       }
     }
-    if (GRADIENT && left == 1 && args.N % BSH_UNIT)
-      if (pieces.last<sm80_pieces::W>().to() == args.cut.stages && row(thread_index()) >= args.N % BSH_UNIT)
+    if (GRADIENT && left == 1 && args.N % FORM::DEPTH)
+      if (pieces.last<sm80_pieces::W>().to() == args.cut.stages && row(thread_index()) >= args.N % FORM::DEPTH)
         beyond = true, at = begin;
   }
   __device__ __forceinline__ void load_scale(const bsh_gemm_sm80_args &args) {
@@ -129,8 +153,12 @@ template <typename FORM> struct w_loader {
       const uint4 v = __ldg(from + i);
       word[4 * i] = v.x, word[4 * i + 1] = v.y, word[4 * i + 2] = v.z, word[4 * i + 3] = v.w;
     }
-    at += GRADIENT ? 2 * args.K : 2, left--;
-    const uint32_t ahead = min(at + (GRADIENT ? 2 * args.K : 6), args.last_half);
+    if (WORDS == 2) {
+      const uint2 v = __ldg(reinterpret_cast<const uint2 *>(from) + (part(thread_index()) & 1));
+      word[0] = v.x, word[1] = v.y;
+    }
+    at += OF_STAGE * (GRADIENT ? args.K : 1), left--;
+    const uint32_t ahead = min(at + (GRADIENT ? OF_STAGE * args.K : 6), args.last_half);
     prefetch_l2(args.packed + (uint64_t)ahead * 16);
     if (GRADIENT) prefetch_l2(args.codes + (FORM::SHORT ? 2 * (uint64_t)ahead : ahead >> args.block_shift));
   }

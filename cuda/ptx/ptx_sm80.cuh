@@ -14,6 +14,15 @@ __device__ __forceinline__ int thread_index() {
 }
 // As all lanes of the warp have it, and the compiler knows.
 __device__ __forceinline__ int uniform(int v) { return __shfl_sync(~0u, v, 0); }
+__device__ __forceinline__ uint32_t largest_of_warp(uint32_t v) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(~0u, v);
+#else
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) v = max(v, __shfl_xor_sync(~0u, v, step));
+  return v;
+#endif
+}
 
 // 16 bytes global to shared, or zeros.
 __device__ __forceinline__ void cp_async_16_or_zero(uint32_t to, const void *from, bool there) {
@@ -57,13 +66,13 @@ __device__ __forceinline__ void ldmatrix_x4_if(uint32_t *v, uint32_t address, in
                : "memory");
 }
 
-// pack_pair and mma_m16n8k16 in this order; mma_if as ldmatrix_x4_if.
+// pack_pair and mma_m16n8k16 in this order; mma_if as ldmatrix_x4_if. PACK: rounds two fp32 to a word.
 template <typename T> struct in_order;
-#define BSH_IN_ORDER(TYPE, NAME)                                                                                       \
+#define BSH_IN_ORDER(TYPE, NAME, PACK)                                                                                 \
   template <> struct in_order<TYPE> {                                                                                  \
     static __device__ __forceinline__ uint32_t pack(float low, float high) {                                           \
       uint32_t d;                                                                                                      \
-      asm volatile("cvt.rn." NAME "x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));                               \
+      asm volatile(PACK : "=r"(d) : "f"(high), "f"(low));                                                              \
       return d;                                                                                                        \
     }                                                                                                                  \
     static __device__ __forceinline__ void mma(float *d, const uint32_t *a, const uint32_t *b) {                       \
@@ -80,8 +89,12 @@ template <typename T> struct in_order;
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(is), "r"(below));           \
     }                                                                                                                  \
   };
-BSH_IN_ORDER(__nv_bfloat16, "bf16")
-BSH_IN_ORDER(__half, "f16")
+BSH_IN_ORDER(__nv_bfloat16, "bf16", "cvt.rn.bf16x2.f32 %0, %1, %2;")
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+BSH_IN_ORDER(__half, "f16", "cvt.rn.f16x2.f32 %0, %1, %2;")
+#else
+BSH_IN_ORDER(__half, "f16", "{ .reg .b16 l, h; cvt.rn.f16.f32 h, %1; cvt.rn.f16.f32 l, %2; mov.b32 %0, {l, h}; }")
+#endif
 #undef BSH_IN_ORDER
 
 } // namespace bsh

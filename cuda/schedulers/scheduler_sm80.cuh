@@ -116,8 +116,7 @@ template <typename FORM> struct grouped_pieces : sm80_pieces {
   enum : int { LAST_START = ENDS - 4, LAST_END = ENDS + 128 };
 
   __device__ __forceinline__ explicit grouped_pieces(char *at)
-      : sm80_pieces(at),
-        window(shared_address(at) + bsh_gemm_sm80_shared_bytes(FORM::ROWS) - bsh_gemm_sm80_pieces_at(FORM::ROWS)) {}
+      : sm80_pieces(at), window(shared_address(at) + FORM::SHARED_BYTES - FORM::PIECES_AT) {}
   // Whole blocks; a barrier by the caller.
   __device__ __forceinline__ void begin(const bsh_gemm_sm80_args &args) const {
     const int thread = threadIdx.x;

@@ -42,8 +42,8 @@ def plan_grouped_linear_4bit(
 ) -> dict[str, Any]:
     """The same of a stack of E weights [N, K] and M rows in all; alignments are those of the whole stack.
 
-    Kernels: gemv_4bit_grouped, gemm_4bit_sm90_wide_grouped, gemm_4bit_sm80_grouped and panels: panel_lines experts are
-    dequantized at a time (python/bitshard/functions/grouped.py)."""
+    Kernels: gemv_4bit_grouped, gemm_4bit_sm90_wide_grouped, gemm_4bit_sm80_grouped, gemm_4bit_sm75_grouped and
+    panels: panel_lines experts are dequantized at a time (python/bitshard/functions/grouped.py)."""
 
 def plan_linear_4bit(
     M: int,
@@ -97,8 +97,8 @@ def card_rates(sm: int, /) -> dict[str, Any]:
     """What the plan takes a GPU of `sm` (10 major + minor) to do, counted from its data sheet or set.
 
     Of a multiprocessor: flops_per_ns_sm, the vendor's products; bytes_per_ns_sm, read; dequantized_per_ns_sm, moved by
-    dequantizing. share: of these products that gemm_4bit_sm80 reaches, forward and gradient, in tiles of 128 and 256
-    rows. l2: bytes that hold a panel. chosen: whether gemm_4bit_sm80 and panels are compared by them."""
+    dequantizing. share: of these products that gemm_4bit_sm80 (on sm_75 gemm_4bit_sm75) reaches, forward and gradient,
+    in tiles of 128 and 256 rows. l2: bytes that hold a panel. chosen: whether it and panels are compared by them."""
 
 def set_card_rates(
     sm: int,

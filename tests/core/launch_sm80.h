@@ -1,6 +1,19 @@
-/* launch_sm80.h - launches of gemm_4bit_sm80 and gemm_4bit_sm80_grouped against their products: part of test_launch.c.
- */
-#include "cuda/sizes/gemm_4bit_sm80.h"
+/* launch_sm80.h - launches of gemm_4bit_sm80 and gemm_4bit_sm75 and their forms for stacks against their products: part
+ * of test_launch.c. */
+#include "cuda/sizes/gemm_4bit_sm75.h"
+
+static bool is_sm75(const char *const name) { return strncmp(name, "gemm_sm75", 9) == 0; }
+/* Threads, shared memory and depth of a stage of a kernel. */
+static int32_t threads_of(const char *const name, const int32_t rows) {
+  return is_sm75(name) ? BSH_GEMM_SM75_THREADS : bsh_gemm_sm80_threads(rows);
+}
+static int32_t depth_of(const char *const name) { return is_sm75(name) ? BSH_GEMM_SM75_DEPTH : 64; }
+static int32_t shared_of(const char *const name, const int32_t rows) {
+  return is_sm75(name) ? BSH_GEMM_SM75_SHARED_BYTES : bsh_gemm_sm80_shared_bytes(rows);
+}
+static int32_t grouped_of(const char *const name, const int32_t rows) {
+  return is_sm75(name) ? BSH_GEMM_SM75_GROUPED_BYTES : bsh_gemm_sm80_grouped_bytes(rows);
+}
 
 /* The blocks walk through their stages as the kernel does: every stage of every tile once, and every block has some. */
 static void check_shares(const bsh_gemm_sm80_cut *const cut, const int64_t blocks) {
@@ -44,14 +57,17 @@ static void check_sm80(const char *const name, const bsh_gemm_sm80_args *const a
   CHECK(strstr(name, cut->rows == 128 ? "_m128" : "_m256") != NULL && (cut->rows == 128 || cut->rows == 256),
         "%s for tiles of %d rows", name, cut->rows);
   CHECK(blocks <= sms * at_once && shape->cluster <= 1, SHAPE ": %" PRId64 " blocks", SHAPE_OF(name, args), blocks);
-  CHECK((int32_t)shape->block[0] == bsh_gemm_sm80_threads(cut->rows) &&
-            shape->shared_bytes == bsh_gemm_sm80_shared_bytes(cut->rows),
+  CHECK(!is_sm75(name) || (sm == 75 && cut->rows == 256 && !shape->overlap), "%s on sm_%d", name, (int)sm);
+  CHECK((int32_t)shape->block[0] == threads_of(name, cut->rows) && shape->shared_bytes == shared_of(name, cut->rows),
         SHAPE ": %d bytes of shared memory", SHAPE_OF(name, args), (int)shape->shared_bytes);
   CHECK((int64_t)cut->row_tiles * cut->rows >= args->M && (int64_t)(cut->row_tiles - 1) * cut->rows < args->M &&
-            cut->tiles == divide_up(width, 128) * cut->row_tiles && cut->stages == divide_up(depth, 64),
+            cut->tiles == divide_up(width, 128) * cut->row_tiles && cut->stages == divide_up(depth, depth_of(name)) &&
+            cut->stages < 1 << 16,
         SHAPE ": %d tiles of %d stages", SHAPE_OF(name, args), cut->tiles, cut->stages);
   check_shares(cut, blocks);
-  CHECK(args->x_step == cut->rows / 8 * args->ldx * 2 && 8 * args->x_step + args->x_back == 128,
+  const int64_t chunks = is_sm75(name) ? 4 : 8;
+  CHECK(args->x_step == cut->rows / chunks * args->ldx * 2 &&
+            chunks * args->x_step + args->x_back == 2 * depth_of(name),
         SHAPE ": steps through x", SHAPE_OF(name, args));
   CHECK(!args->store_eights || (aligned(args->y, 16) && args->ldy % 8 == 0), SHAPE ": stores of 16 bytes",
         SHAPE_OF(name, args));
@@ -75,10 +91,10 @@ static void check_sm80_grouped(const char *const name, const bsh_gemm_sm80_args 
   const int64_t elements = (int64_t)args->N * args->K, of_expert = elements / weight->blocksize;
   CHECK(strstr(name, cut->rows == 128 ? "_m128" : "_m256") != NULL && (cut->rows == 256 || weight->blocksize > 32),
         "%s for tiles of %d rows", name, cut->rows);
-  CHECK(blocks <= 2 * sms && (int32_t)shape->block[0] == bsh_gemm_sm80_threads(cut->rows) &&
-            shape->shared_bytes == bsh_gemm_sm80_grouped_bytes(cut->rows) && shape->shared_bytes <= 99 << 10,
+  CHECK(blocks <= 2 * sms && (int32_t)shape->block[0] == threads_of(name, cut->rows) &&
+            shape->shared_bytes == grouped_of(name, cut->rows) && shape->shared_bytes <= 99 << 10,
         SHAPE ": %d bytes of shared memory", SHAPE_OF(name, args), (int)shape->shared_bytes);
-  CHECK(cut->stages == divide_up(depth, 64) && cut->shared == 0 && cut->splits == 0, SHAPE ": %d stages",
+  CHECK(cut->stages == divide_up(depth, depth_of(name)) && cut->shared == 0 && cut->splits == 0, SHAPE ": %d stages",
         SHAPE_OF(name, args), cut->stages);
   CHECK((args->M / cut->rows + args->experts) * divide_up(width, 128) / blocks < 1 << 16 || blocks < sms, SHAPE,
         SHAPE_OF(name, args));

@@ -20,7 +20,9 @@ static void stacks(uint64_t *const state, const int rounds) {
     const bool refused_on_hopper = args.weight.blocksize < 64 && !microscaled; /* by its own kernels */
     CHECK(!is_planned("gemm_4bit_sm80_grouped") || (gpu[0] >= 80 && (gpu[0] != 90 || refused_on_hopper)),
           "not chosen on sm_%d", gpu[0]);
-    CHECK(bsh_force_kernel(ops[dgrad], "gemm_4bit_sm80_grouped") == BSH_OK, "%s", bsh_status_message());
+    CHECK(!is_planned("gemm_4bit_sm75_grouped") || (gpu[0] == 75 && args.dtype == BSH_F16), "sm_%d", gpu[0]);
+    const char *const forced = gpu[0] == 75 ? "gemm_4bit_sm75_grouped" : "gemm_4bit_sm80_grouped";
+    CHECK(bsh_force_kernel(ops[dgrad], forced) == BSH_OK, "%s", bsh_status_message());
     if (bsh_cuda_plan(ops[dgrad], &args, gpu[0], gpu[1], BSH_VENDOR_TORCH, &plan) != BSH_OK) continue;
     forget(&args, args.E);
     CHECK(bsh_cuda_product(&args, &plan, &none, &context) == BSH_OK && rows_done == args.M, "%s", bsh_status_message());

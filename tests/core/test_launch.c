@@ -37,8 +37,8 @@ static int64_t lines_done, n_lines; /* of W, by panels */
 static int launches;
 
 /* The kernels of an op, and how often each multiplied, by direction. */
-static const char *const of_4bit[] = {"gemv_4bit",           "gemv_4bit_simt", "gemm_4bit_sm90",
-                                      "gemm_4bit_sm90_wide", "gemm_4bit_sm80", "panels"};
+static const char *const of_4bit[] = {"gemv_4bit",      "gemv_4bit_simt", "gemm_4bit_sm90", "gemm_4bit_sm90_wide",
+                                      "gemm_4bit_sm80", "gemm_4bit_sm75", "panels"};
 static const char *const of_int8[] = {
     "gemv_int8",       "any",   "mixed_int8_sm90", "gemm_int8", "gemm_int8_sm90", "dgrad_int8_sm90",
     "gemv_int8_dgrad", "panels"};
@@ -562,12 +562,12 @@ bsh_status bsh_cuda_launch(const bsh_cuda_context *const context, bsh_cuda_kerne
     flags_cleared = *(uint32_t **)arguments[0], counters_cleared = *(int32_t *)arguments[1];
     return BSH_OK;
   }
-  if (strncmp(name, "gemm_sm80_grouped", 17) == 0) {
+  if (strncmp(name, "gemm_sm80_grouped", 17) == 0 || strncmp(name, "gemm_sm75_grouped", 17) == 0) {
     check_sm80_grouped(name, arguments[0], shape, weight_of_product, context->sms);
     rows_done += ((const bsh_gemm_sm80_args *)arguments[0])->M;
     return BSH_OK;
   }
-  if (strncmp(name, "gemm_sm80", 9) == 0) {
+  if (strncmp(name, "gemm_sm80", 9) == 0 || strncmp(name, "gemm_sm75", 9) == 0) {
     check_sm80(name, arguments[0], shape, context->sm, context->sms);
     check_scales(name, arguments[0], weight_of_product);
     rows_done += ((const bsh_gemm_sm80_args *)arguments[0])->M;
@@ -676,7 +676,9 @@ static void products(uint64_t *const state, const int rounds) {
     gradient(&args, "panels", vendor, gpu[0], gpu[1]);
     const bool wide = gradient(&args, "gemm_4bit_sm90_wide", vendor, gpu[0], gpu[1]);
     const bool sm80 = gradient(&args, "gemm_4bit_sm80", vendor, gpu[0], gpu[1]);
-    CHECK(gradient(&args, NULL, BSH_VENDOR_NONE, gpu[0], gpu[1]) == (wide || sm80), "two kernels know the gradient");
+    const bool sm75 = gradient(&args, "gemm_4bit_sm75", vendor, gpu[0], gpu[1]);
+    CHECK(gradient(&args, NULL, BSH_VENDOR_NONE, gpu[0], gpu[1]) == (wide || sm80 || sm75),
+          "three kernels know the gradient");
   }
   workspace = 64 << 20;
 }

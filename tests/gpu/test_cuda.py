@@ -36,7 +36,15 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "golden.npz"
 EPSILON = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # of one product, relative to its norm
 LLAMA = (28672, 8192)
 # Of 4-bit products; from the fourth on of both directions.
-KERNELS = ("gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "gemm_4bit_sm90_wide", "gemm_4bit_sm80", "panels")
+KERNELS = (
+    "gemv_4bit",
+    "gemv_4bit_simt",
+    "gemm_4bit_sm90",
+    "gemm_4bit_sm90_wide",
+    "gemm_4bit_sm80",
+    "gemm_4bit_sm75",
+    "panels",
+)
 
 
 def empty() -> Tensor:

@@ -221,6 +221,8 @@ GROUPS = {
     "gemm_4bit_sm90_wide, 192 tokens": r"gemm_wide_.*m192",
     "gemm_4bit_sm90_wide, 256 tokens": r"gemm_wide_.*m256",
     "clear_flags": r"clear_flags",
+    "gemm_4bit_sm75": r"gemm_sm75_(?!grouped)",
+    "gemm_4bit_sm75_grouped": r"gemm_sm75_grouped_",
     "gemm_4bit_sm80, 128 rows": r"gemm_sm80_(?!grouped).*m128",
     "gemm_4bit_sm80, 256 rows": r"gemm_sm80_(?!grouped).*m256",
     "gemm_4bit_sm80_grouped, 128 rows": r"gemm_sm80_grouped_.*m128",

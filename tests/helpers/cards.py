@@ -79,6 +79,8 @@ def expected(name: str, image: Image, sm: int | None = None) -> bool:
     wide = 90 <= image.arch < 120  # 224 KiB of shared memory, clusters
     if name.startswith(ONLY_90A):
         return (image.arch, image.only) == (90, True)
+    if name.startswith("gemm_sm75"):
+        return image.arch == 75
     if name.startswith("gemm_sm80"):
         small = sm is not None and LIMITS[sm].shared_sm < 128 * KIB  # one block of a tile of 128 rows at once
         return image.arch >= 80 and not (small and re.match(r"gemm_sm80_grouped_.*m128", name))
@@ -96,10 +98,11 @@ def expected(name: str, image: Image, sm: int | None = None) -> bool:
 def planned(sm: int, architectures: str) -> dict[str, Launch]:
     """The largest block of each entry that products start on a GPU `sm`, from a build for `architectures`."""
     found: dict[str, Launch] = {}
-    kernels = (None, "gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", "gemm_4bit_sm90_wide", "gemm_4bit_sm80")
+    both = ("gemm_4bit_sm90_wide", "gemm_4bit_sm80", "gemm_4bit_sm75")  # directions
+    kernels = (None, "gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", *both)
     axes = (ROWS, SHAPES, range(3), (40, 132), BLOCKS, (False, True), kernels, (False, True))
     for M, (N, K), dtype, sms, (blocksize, fmt), nested, kernel, gradient in itertools.product(*axes):
-        if gradient and kernel not in (None, "gemm_4bit_sm90_wide", "gemm_4bit_sm80"):
+        if gradient and kernel not in (None, *both):
             continue
         settings = {
             "gradient": gradient,
@@ -116,7 +119,7 @@ def planned(sm: int, architectures: str) -> dict[str, Launch]:
         for launch in (launch for part in plan["slices"] for launch in part["launches"]):
             note(found, launch)
     axes = ((4, 128), (1, 8, 16, 40, 110, 170, 256, 500), SHAPES, range(3), BLOCKS[1:], (False, True), (False, True))
-    axes += ((None, "gemm_4bit_sm80_grouped"),)
+    axes += ((None, "gemm_4bit_sm80_grouped", "gemm_4bit_sm75_grouped"),)
     for E, rows, (N, K), dtype, (blocksize, fmt), nested, gradient, kernel in itertools.product(*axes):
         settings = {"gradient": gradient, "blocksize": blocksize, "nested": nested, "kernel": kernel}
         settings |= {"architectures": architectures, "format": fmt}

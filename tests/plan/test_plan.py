@@ -21,9 +21,9 @@ from bitshard import _C
 
 ROOT = pathlib.Path(__file__).parents[2]
 F32, F16, BF16 = 0, 1, 2
-WIDE, SM80 = "gemm_4bit_sm90_wide", "gemm_4bit_sm80"
-NAMES = {"gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", WIDE, SM80, "panels"}
-MANY_ROWS = {WIDE, SM80, "panels"}
+WIDE, SM80, SM75 = "gemm_4bit_sm90_wide", "gemm_4bit_sm80", "gemm_4bit_sm75"
+NAMES = {"gemv_4bit", "gemv_4bit_simt", "gemm_4bit_sm90", WIDE, SM80, SM75, "panels"}
+MANY_ROWS = {WIDE, SM80, SM75, "panels"}
 TENSOR_CORES = NAMES - {"gemv_4bit_simt"}
 SHAPES = tuple(cases.MODEL_LINEAR.values())
 SWEEP = sorted({*SHAPES, *((16 * round(1.1**i), 4096) for i in range(30, 90))}, key=lambda s: s[0] * s[1])  # to 318 M
@@ -80,6 +80,7 @@ def test_each_kernel_has_one_range_of_rows(gpu, dtype):
         assert few[0].startswith("gemv_4bit") and set(few) <= NAMES and len(few) == len(set(few)), (N, K, names)
         assert many and set(many) <= MANY_ROWS, (N, K, names)
         known = {"panels", *[WIDE] * has_wide(gpu, dtype), *[SM80] * (gpu in MODELLED and dtype != F32)}
+        known |= {SM75} if gpu == "T4" and dtype == F16 else set()
         assert set(many) <= known, (N, K, names)
         assert many[-1] == "panels" or has_wide(gpu, dtype), (N, K, names)
 
@@ -119,9 +120,9 @@ def test_every_kernel_is_chosen_somewhere():
     """gemm_4bit_sm90 and _wide on the one GPU whose instructions they need, the former the earlier the larger the
     weight; the latter alone knows the input gradient."""
     chosen = {gpu: {select(M, N, K, BF16, gpu) for N, K in SWEEP for M in ROWS} for gpu in GPUS}
-    assert chosen.pop("H200") == TENSOR_CORES - {SM80}
+    assert chosen.pop("H200") == TENSOR_CORES - {SM80, SM75}
     assert chosen.pop("T4") == {"gemv_4bit_simt", "panels"}  # no bf16 on its tensor cores
-    assert set().union(*chosen.values()) == TENSOR_CORES - {"gemm_4bit_sm90", WIDE}
+    assert set().union(*chosen.values()) == TENSOR_CORES - {"gemm_4bit_sm90", WIDE, SM75}
     assert first_gemm(*SWEEP[0]) > first_gemm(*SWEEP[-1])
     for gpu in GPUS:
         back = {select(M, N, K, BF16, gpu, gradient=True) for N, K in SWEEP for M in ROWS}
@@ -142,6 +143,9 @@ def takes(name: str, gradient: bool, M: int, N: int, K: int, dtype: int, gpu: st
     if name == SM80:
         whole = K % 64 == 0 and blocksize % 32 == 0 and (not gradient or N % 8 == 0)
         return whole and dtype != F32 and image(gpu)[0] >= 80
+    if name == SM75:
+        whole = K % 64 == 0 and blocksize % 32 == 0 and (not gradient or N % 8 == 0)
+        return whole and dtype == F16 and image(gpu)[0] == 75
     if name in MANY_ROWS:
         return name == "panels" or (has_wide(gpu, dtype) and whole_units)
     if name == "gemm_4bit_sm90":
@@ -265,7 +269,12 @@ L40S bf16  8192 x 8192  M 16 2097152 gemv_4bit_bf16_m16_k4[140x1 256 97K] join_s
 T4   f16   4096 x 4096  M 1   262144 gemv_4bit_f16_m8_k8[40x1 128 53K] join_splits_f16_m8[128x1 256]
 T4   f16   4096 x 4096  M 16 1048576 gemv_4bit_f16_m16_k4[40x1 128 57K] join_splits_f16_m16[256x1 256]
 H100 bf16 28672 x 8192  dx M 512 by panels 58720256 panels of 1024: dequantize_4bit_bf16_nested[3584x1 256]
-T4   f16   4096 x 4096  dx M 1 33554432 panels of 4096: dequantize_4bit_f16_nested[2048x1 256]
+T4   f16   4096 x 4096  dx M 1 5243136 gemm_sm75_dgrad_f16_m256[40x1 256 49K]
+T4   f16   4096 x 4096  M 128 5243136 gemm_sm75_f16_m256[40x1 256 49K]
+T4   f16  14336 x 4096  M 512 5243136 gemm_sm75_f16_m256[40x1 256 49K]
+T4   f16   4096 x 14336 dx M 256 5243136 gemm_sm75_dgrad_f16_m256[40x1 256 49K]
+T4   f16   4096 x 4096  M 4096 33554432 panels of 4096: dequantize_4bit_f16_nested[2048x1 256]
+T4   bf16  4096 x 4096  M 128 33554432 panels of 4096: dequantize_4bit_bf16_nested[2048x1 256]
 T4   bf16  4096 x 4096  M 4        0 gemv_4bit_simt_bf16_nested[128x1 256]
 """
 ROW = re.compile(r"(\S+) +(\S+) +(\d+) x (\d+) +(dx )?M (\d+) +(?:by (\S+) +)?(\d+) (.+)")
@@ -456,6 +465,10 @@ def test_the_next_best_kernel(M, facts, kernel):
         ({"kernel": "gemm_4bit_sm90_wide", "blocksize": 32}, "the blocksize is below 64"),
         ({"kernel": "gemm_4bit_sm90_wide", "dtype": F32}, "no float32"),
         ({"kernel": "gemm_4bit_sm90_wide", "sms": 1}, "fewer than 2 multiprocessors"),
+        ({"kernel": "gemm_4bit_sm75", "sm": 80}, "no code of sm_75"),
+        ({"kernel": "gemm_4bit_sm75", "sm": 75}, "only float16"),
+        ({"kernel": "gemm_4bit_sm75", "sm": 75, "dtype": F16, "K": 4128}, "K is no multiple of 64"),
+        ({"kernel": "gemm_4bit_sm75", "sm": 75, "dtype": F16, "K": 1 << 21}, "more stages than 16 bits count"),
         ({"kernel": "gemm_4bit_sm80", "sm": 75}, "no code for sm_80 or later"),
         ({"kernel": "gemm_4bit_sm80", "dtype": F32}, "no float32"),
         ({"kernel": "gemm_4bit_sm80", "K": 4128}, "K is no multiple of 64"),
@@ -596,6 +609,7 @@ def test_documented_rows():
             plans = [_C.plan_linear_4bit(M, N, K, dtype, *CARDS[card], architectures=EVERY) for M in range(1, 130)]
             chosen = [plan["kernel"] for plan in plans]
             many = {SM80} if card in ONE_PASS and dtype != F32 else {"panels"}
+            many = {SM75} if card == "T4" and dtype == F16 else many
             last = next(M for M, name in enumerate(chosen) if name in MANY_ROWS)
             assert low <= last <= high and set(chosen[:last]) == {kernel} and set(chosen[last:]) == many, card
             back = _C.plan_linear_4bit(1, N, K, dtype, *CARDS[card], architectures=EVERY, gradient=True)
@@ -606,17 +620,18 @@ def test_documented_rows_of_one_pass():
     """Up to how many rows gemm_4bit_sm80 takes these layers, as docs/cards.md has it: from the least to the most."""
     steps = (128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 8192)
     rows = documented("| GPU | forward")
-    assert {name.removeprefix("RTX ") for name, *_ in rows} == ONE_PASS
+    assert {name.removeprefix("RTX ") for name, *_ in rows} == ONE_PASS | {"T4"}
     for name, *documented_rows in rows:
+        kernel, dtype = (SM75, F16) if name == "T4" else (SM80, BF16)
         for gradient, text in zip((False, True), documented_rows, strict=True):
             low, high = map(int, (re.findall(r"\d+", text.replace(",", "")) * 2)[:2])
             for N, K in SHAPES:
-                settings = (BF16, *CARDS[name.removeprefix("RTX ")])
+                settings = (dtype, *CARDS[name.removeprefix("RTX ")])
                 plans = {
                     M: _C.plan_linear_4bit(M, N, K, *settings, architectures=EVERY, gradient=gradient) for M in steps
                 }
-                taken = [M for M, plan in plans.items() if plan["kernel"] == SM80]
-                assert all(plans[M]["kernel"] == SM80 for M in steps if M <= low) and max(taken) <= high, (name, N, K)
+                taken = [M for M, plan in plans.items() if plan["kernel"] == kernel]
+                assert all(plans[M]["kernel"] == kernel for M in steps if M <= low) and max(taken) <= high, (name, N, K)
 
 
 if __name__ == "__main__":
@@ -670,6 +685,18 @@ def test_grouped_products_of_cards_with_a_model(sm, rows, blocksize, form, gradi
     (launch,) = part["launches"]
     assert plan["kernel"] == "gemm_4bit_sm80_grouped" and launch["entry"].endswith(form) and not plan["scratch_bytes"]
     assert launch["grid"][0] == (200 if form == "m128" else 100) and launch["shared_bytes"] <= 99 << 10
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("rows, blocksize", [(4, 64), (64, 32), (512, 4096)])
+def test_grouped_products_of_a_t4(rows, blocksize, gradient):
+    """In one pass for fp16, without scratch memory: panels multiply each expert with all rows there."""
+    settings = {"gradient": gradient, "blocksize": blocksize, "architectures": "75,80"}
+    plan = _C.plan_grouped_linear_4bit(32, 32 * rows, 1536, 2048, F16, 75, 40, **settings)
+    (launch,) = plan["slices"][0]["launches"]
+    assert plan["kernel"] == "gemm_4bit_sm75_grouped" and launch["grid"][0] == 40 and not plan["scratch_bytes"]
+    plan = _C.plan_grouped_linear_4bit(1, 8192, 1536, 2048, F16, 75, 40, **settings)
+    assert plan["kernel"] == "panels"  # of one expert they have no more to do
 
 
 @pytest.mark.parametrize("gradient", [False, True])

@@ -479,7 +479,7 @@ def test_kernels_of_the_plan_do_not_know_each_other():
     files = {f"plan/{name}" for name, found in kernels.items() if found}
     rows = re.findall(r"&(bsh_kernel_\w+)", texts["choose"])
     assert sorted(rows) == sorted(one for found in kernels.values() for one in found) and len(rows) > 12
-    shared = {"plan/cards", "plan/dequantize", "plan/gemv", "plan/int8"}
+    shared = {"plan/cards", "plan/dequantize", "plan/gemv", "plan/int8", "plan/sm80"}
     for name in files:
         others = set(rows) - set(kernels[name.partition("/")[2]])
         assert not calls[name] - shared - {"core/status"}, name
@@ -540,7 +540,8 @@ def test_folders_of_cuda_go_one_way():
 
 
 def test_the_list_of_cuda_sources_is_whole():
-    """cuda/sources.txt, by which setup.py compiles: every source once; wgmma is machine code of sm_90a alone."""
+    """cuda/sources.txt, by which setup.py compiles: every source once; wgmma is machine code of sm_90a alone, and what
+    later GPUs have faster of sm_75."""
     lines = [line.split() for line in read(ROOT / "cuda/sources.txt").splitlines()]
     listed = {line[0]: line[1:] for line in lines if line and line[0] != "#"}
     there = {path.relative_to(ROOT / "cuda").as_posix(): path for path in (ROOT / "cuda").rglob("*.cu")}
@@ -550,7 +551,8 @@ def test_the_list_of_cuda_sources_is_whole():
     )
     assert sorted(stems) == sorted(path.stem for path in there.values())
     for name, only in listed.items():
-        assert only == (["90a"] if "sm90" in name else []), name
+        own = ["90a"] if "sm90" in name else ["75", "compute_75"] if "sm75" in name else []
+        assert only == own, name
 
 
 def messages() -> str:

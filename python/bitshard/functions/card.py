@@ -25,9 +25,9 @@ logger = logging.getLogger("bitshard")
 VARIABLE = "BITSHARD_MEASURE_CARD"
 SIZES = (4096, 14336)  # N and K of the weight, 117 MB in 16 bits
 FEW, MANY = 128, 1024  # rows: what takes dequantizing longest, and what takes products longest
-ONE_PASS, PANELS = "gemm_4bit_sm80", "panels"
+ONE_PASS, ONE_PASS_SM75, PANELS = "gemm_4bit_sm80", "gemm_4bit_sm75", "panels"
 _OPS = {False: "linear_4bit", True: "linear_4bit_dgrad"}
-_BF16 = 2  # of `_C.plan_linear_4bit`
+_F16, _BF16 = 1, 2  # of `_C.plan_linear_4bit`
 KEPT = ("flops_per_ns_sm", "bytes_per_ns_sm", "dequantized_per_ns_sm", "share", "l2")  # in the order of set_card_rates
 _ROUNDS = 6
 
@@ -55,6 +55,11 @@ def at_first_use(device: torch.device) -> None:
     _C.set_card_rates(sm, *(rates[name] for name in KEPT))
 
 
+def one_pass(sm: int) -> str:
+    """The kernel that is compared with panels on a GPU (10 major + minor)."""
+    return ONE_PASS if sm >= 80 else ONE_PASS_SM75
+
+
 def measured(device: torch.device) -> dict[str, Any]:
     """The rates of a GPU, as `_C.card_rates` has them, fitted to times of its own.
 
@@ -62,11 +67,11 @@ def measured(device: torch.device) -> dict[str, Any]:
     """
     properties = torch.cuda.get_device_properties(device)
     sm = 10 * properties.major + properties.minor
-    N, K = SIZES
+    (N, K), dtype = SIZES, torch.bfloat16 if sm >= 80 else torch.float16
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     with torch.cuda.device(device), torch.no_grad():
         packed, scales = ops.quantize_4bit(random(N, K), 64, 0, torch.uint8)
@@ -106,7 +111,7 @@ def fitted(sm: int, sms: int, timed: Timed, l2: int) -> dict[str, Any]:
     """
     times = {
         (kernel, rows, gradient): timed(kernel, rows, gradient)
-        for kernel in (PANELS, ONE_PASS)
+        for kernel in (PANELS, one_pass(sm))
         for rows in (FEW, MANY)
         for gradient in ((False,) if kernel == PANELS else (False, True))
     }
@@ -126,7 +131,8 @@ def _nearer(rates: dict[str, Any], times: dict[tuple, float], sm: int, sms: int)
     def off(kernel: str, rows: int, gradient: bool) -> tuple[float, str]:
         """(estimate / measured, the kernel's name in the image) by the rates as they are now."""
         _C.set_card_rates(sm, *(rates[name] for name in KEPT))
-        plan = _C.plan_linear_4bit(rows, *SIZES, _BF16, sm, sms, nested=False, gradient=gradient, kernel=kernel)
+        dtype = _BF16 if sm >= 80 else _F16
+        plan = _C.plan_linear_4bit(rows, *SIZES, dtype, sm, sms, nested=False, gradient=gradient, kernel=kernel)
         entry = "" if kernel == PANELS else plan["slices"][0]["launches"][0]["entry"]
         return plan["ns"] / times[kernel, rows, gradient], entry
 
@@ -136,7 +142,7 @@ def _nearer(rates: dict[str, Any], times: dict[tuple, float], sm: int, sms: int)
     rates["bytes_per_ns_sm"] *= by
     for gradient in (False, True):
         for rows in (FEW, MANY):
-            by, entry = off(ONE_PASS, rows, gradient)
+            by, entry = off(one_pass(sm), rows, gradient)
             rates["share"][gradient][entry.endswith("m256")] *= by
 
 
