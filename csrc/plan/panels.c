@@ -41,7 +41,7 @@ static bsh_planned_launch dequantize_panel(const bsh_facts *const facts, const i
   bsh_dequantize_4bit_args args = {.out = (void *)BSH_VECTOR_BYTES, .columns = facts->K, .dtype = facts->dtype};
   args.n_rows = forward ? lines : facts->N;
   args.n_columns = args.ld = forward ? facts->K : lines;
-  args.weight = (bsh_weight){.packed = (const uint8_t *)address, .n = facts->N * facts->K};
+  args.weight = (bsh_weight){.packed = (const uint8_t *)address, .n = facts->N * facts->K, .format = facts->w.table};
   args.weight.blocksize = facts->w.blocksize;
   args.weight.scales.absmax = facts->w.scales == BSH_SCALES_NESTED ? NULL : (const float *)address;
   const bsh_dequantize_plan plan = bsh_plan_dequantize_4bit(&args, facts->sms);
