@@ -683,7 +683,16 @@ static void compare_merge(uint64_t *const state, const int64_t blocksize) {
                              .n = n,
                              .blocksize = blocksize,
                              .format = (bsh_format)random_below(state, 2)};
-  bsh_merge_4bit_args args = {weight, a, b, scales, expected, expected_absmax, N, K, R, dtype};
+  bsh_merge_4bit_args args = {.weight = weight,
+                              .a = a,
+                              .b = b,
+                              .scales = scales,
+                              .packed = expected,
+                              .absmax = expected_absmax,
+                              .N = N,
+                              .K = K,
+                              .R = R,
+                              .dtype = dtype};
   use("scalar", 1);
   bsh_cpu_merge_4bit(&args);
   args.packed = merged, args.absmax = absmax;
