@@ -35,17 +35,23 @@ static void check_shares(const bsh_gemm_sm80_cut *const cut, const int64_t block
           "%" PRId64 " blocks share %d tiles", blocks, cut->tiles);
 }
 
+/* Of W. A negative shift: two blocks of 16 in 32 weights. */
+static int64_t last_block(const bsh_gemm_sm80_args *const args) {
+  return args->block_shift < 0 ? 2 * (int64_t)args->last_half + 1 : args->last_half >> args->block_shift;
+}
+
 /* The nearest and furthest of what a thread reads of W's scales. */
 static void check_scales(const char *const name, const bsh_gemm_sm80_args *const args, const bsh_weight *const weight) {
   const bool nested = weight->scales.absmax == NULL;
   const int64_t blocks = divide_up(weight->n, weight->blocksize);
-  CHECK(args->last_half == weight->n / 32 - 1 && (args->last_half >> args->block_shift) == blocks - 1 &&
+  CHECK(args->last_half == weight->n / 32 - 1 && last_block(args) == blocks - 1 &&
             (args->last_half >> args->absmax_shift) == (nested ? (blocks - 1) / BSH_NESTED_BLOCKSIZE : blocks - 1),
         SHAPE ": scales of blocks of %" PRId64, SHAPE_OF(name, args), weight->blocksize);
   CHECK(nested ? args->codes == weight->scales.absmax_code && args->map == weight->scales.absmax_map
                : args->codes == weight->packed && args->map == NULL && args->absmax == weight->scales.absmax,
         SHAPE ": scales", SHAPE_OF(name, args));
-  CHECK(args->values[weight->format == BSH_FP4 ? 3 : 15] == 1.f, SHAPE ": values", SHAPE_OF(name, args));
+  const int32_t code_of_1[BSH_4BIT_FORMATS] = {[BSH_NF4] = 15, [BSH_FP4] = 3, [BSH_E2M1] = 2};
+  CHECK(args->values[code_of_1[weight->format]] == 1.f, SHAPE ": values", SHAPE_OF(name, args));
 }
 
 static void check_sm80(const char *const name, const bsh_gemm_sm80_args *const args,
@@ -99,7 +105,7 @@ static void check_sm80_grouped(const char *const name, const bsh_gemm_sm80_args 
   CHECK((args->M / cut->rows + args->experts) * divide_up(width, 128) / blocks < 1 << 16 || blocks < sms, SHAPE,
         SHAPE_OF(name, args));
   CHECK(args->experts * elements == weight->n && args->last_half == weight->n / 32 - 1 &&
-            (args->last_half >> args->block_shift) == weight->n / weight->blocksize - 1,
+            last_block(args) == weight->n / weight->blocksize - 1,
         SHAPE ": %d experts", SHAPE_OF(name, args), args->experts);
   const int64_t last = (elements / 32 - 1) >> args->absmax_shift;
   CHECK(last == args->expert_absmax - 1 && last == (nested ? (of_expert - 1) / BSH_NESTED_BLOCKSIZE : of_expert - 1),

@@ -326,7 +326,8 @@ static void check_wide(const char *const name, void **const arguments, const bsh
   CHECK(!args->store_fours || (aligned(args->y, 8) && args->ldy % 4 == 0 && rows % 4 == 0), SHAPE ": stores of 8 bytes",
         SHAPE_OF(name, args));
   const bool whole = args->K % 128 == 0, pairs_of_codes = block == 64 && whole && aligned(args->absmax_code, 2);
-  const bool together = block < 64 && aligned(args->absmax_code, (64 / block) * args->code_pairs);
+  const bool together =
+      block < 64 && args->code_pairs > 0 && aligned(args->absmax_code, (64 / block) * args->code_pairs);
   CHECK(args->code_pairs == 0 || (args->absmax == NULL && args->block_shift == 0 &&
                                   (together ? args->code_pairs == 1 || whole : pairs_of_codes)),
         SHAPE ": codes read together", SHAPE_OF(name, args));

@@ -130,15 +130,15 @@ FAULTS = {
     "rows of no expert stay": ("gemm_4bit_sm80.cuh", r"clear_rows<[^;]*;", ";"),
 }
 TWO_KERNELS = """
-GROUPED(__nv_bfloat16, gemm_sm80_grouped_bf16_m128, 128, false)
-GROUPED(__nv_bfloat16, gemm_sm80_grouped_dgrad_bf16_m128, 128, true)
+BSH_GEMM_SM80_ENTRY(gemm_sm80_grouped_bf16_m128, __nv_bfloat16, 128, false, true)
+BSH_GEMM_SM80_ENTRY(gemm_sm80_grouped_dgrad_bf16_m128, __nv_bfloat16, 128, true, true)
 """
 
 
 @pytest.mark.parametrize("fault", FAULTS if "BITSHARD_ALL_KERNELS" in os.environ else list(FAULTS)[:1])
 def test_faults_of_sm80_show(fault, tmp_path, monkeypatch):
     """BITSHARD_ALL_KERNELS=1: all of them."""
-    products.plant(monkeypatch, tmp_path, SM80, 80, "GROUPED_FORM", TWO_KERNELS, *FAULTS[fault])
+    products.plant(monkeypatch, tmp_path, SM80, 80, "GROUPED", TWO_KERNELS, *FAULTS[fault])
     case = (SM80, torch.bfloat16, [5, 40, *[0] * 30, 9, 130], 136, 192, 64, "nf4", True, True)
     assert products.goes_wrong(lambda: test_products(case))
 

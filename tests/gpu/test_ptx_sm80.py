@@ -155,8 +155,8 @@ def test_sm80_keeps_columns_of_y_apart():
 # What is left out, and of which file. Without it the machine must see wrong results, or threads that wait for ever.
 FAULTS = {
     "a stage is read before it is complete": (
-        "gemm_4bit_sm80.cuh",
-        r"(?<=void turn_over\(\) \{)\s*cp_async_wait<0>\(\);",
+        "loaders_sm80.cuh",
+        r"cp_async_wait<0>\(\);",
     ),
     "a stage is overwritten before it has been read": (
         "gemm_4bit_sm80.cuh",
@@ -179,7 +179,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS if "BITSHARD_ALL_KERNELS" in os.environ else list(FAULTS)[:2])
 def test_faults_show(fault, tmp_path, monkeypatch):
     """BITSHARD_ALL_KERNELS=1: all of them."""
-    products.plant(monkeypatch, tmp_path, KERNEL, 80, "GEMM_SM80_FORM", TWO_KERNELS, *FAULTS[fault])
+    products.plant(monkeypatch, tmp_path, KERNEL, 80, "GEMM_SM80", TWO_KERNELS, *FAULTS[fault])
     cases = itertools.product(FAULTY, (0, 1), (1, 2))
     assert any(goes_wrong(functools.partial(check_faulty, *case)) for case in cases)
 
@@ -205,6 +205,6 @@ def check_faulty(case, at_once: int, seed: int) -> None:
 
 
 TWO_KERNELS = """
-GEMM_SM80(__nv_bfloat16, gemm_sm80_bf16_m128, 128, false)
-GEMM_SM80(__nv_bfloat16, gemm_sm80_dgrad_bf16_m128, 128, true)
+BSH_GEMM_SM80_ENTRY(gemm_sm80_bf16_m128, __nv_bfloat16, 128, false, false)
+BSH_GEMM_SM80_ENTRY(gemm_sm80_dgrad_bf16_m128, __nv_bfloat16, 128, true, false)
 """

@@ -71,6 +71,7 @@ BLOCKS = ((32, 0), (64, 0), (128, 0), (32, 2), (16, 2))  # sizes, format
 
 # Of the sources that cuda/sources.txt has for this architecture alone.
 ONLY_90A = ("gemm_4bit", "gemm_wide", "x_units", "clear_flags", "gemm_int8_sm90", "mixed_int8_sm90", "dgrad_int8_sm90")
+ONLY_75 = ("gemm_sm75",)
 
 
 def expected(name: str, image: Image, sm: int | None = None) -> bool:
