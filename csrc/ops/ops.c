@@ -37,7 +37,7 @@
   X(round_4bit, 3, "(Tensor w, Tensor u, Tensor scales, int format) -> (Tensor, Tensor)")                              \
   X(merge_4bit, 8,                                                                                                     \
     "(" WEIGHT_ARGUMENTS ", Tensor a, Tensor b, Tensor scales, int blocksize, int format, int N, int K) -> "           \
-    "(Tensor, Tensor, Tensor)")                                                                                        \
+    "(Tensor, Tensor)")                                                                                                \
   X(quantize_int8, 1, "(Tensor x, float threshold) -> (Tensor, Tensor, Tensor)")                                       \
   X(dequantize_int8, 2, "(Tensor packed, Tensor absmax, int N, int K, ScalarType dtype) -> Tensor")                    \
   X(product_int8, 2, "(Tensor a, Tensor b) -> Tensor")                                                                 \
@@ -427,11 +427,10 @@ static bsh_status factor(bsh_call *const call, const int index, const char *cons
   return bsh_data_of(call, &tensor, argument, dtype, tensor.numel, like, (void **)(uintptr_t)data);
 }
 
-/* Packed bytes like those of the weight, their scales, and the mean of these [1] where those of the weight are nested,
- * else [0]. */
+/* Packed bytes like those of the weight, and their scales. */
 static bsh_status bsh_op_merge_4bit(bsh_call *const call) {
   bsh_merge_4bit_args args = {.N = bsh_call_int(call, 10), .K = bsh_call_int(call, 11)};
-  bsh_tensor packed, a, scales, merged, absmax, mean;
+  bsh_tensor packed, a, scales, merged, absmax;
   BSH_TRY(read_weight(call, 0, 8, args.N, args.K, &packed, &args.weight));
   BSH_TRY(check_absmax_format(call->op, bsh_call_int(call, 9)));
   BSH_TRY(bsh_call_tensor(call, 5, &a));
@@ -445,14 +444,11 @@ static bsh_status bsh_op_merge_4bit(bsh_call *const call) {
   const int64_t sizes[2] = {packed.numel, 1}, n_blocks = bsh_block_count(args.weight.n, args.weight.blocksize);
   BSH_TRY(bsh_call_output(call, &packed, 2, sizes, packed.dtype, &merged));
   BSH_TRY(bsh_call_output(call, &packed, 1, &n_blocks, bsh_torch.dtype_float32, &absmax));
-  const int64_t n_means = args.weight.scales.absmax == NULL && n_blocks > 0;
-  BSH_TRY(bsh_call_output(call, &packed, 1, &n_means, bsh_torch.dtype_float32, &mean));
   if (packed.numel * packed.itemsize != bsh_packed_bytes(args.weight.n) && bsh_torch.aoti_torch_zero_(merged.handle))
     return bsh_fail(BSH_TORCH_ERROR, "%s: could not zero the padding", call->op);
   if (args.weight.n == 0) return BSH_OK;
   args.packed = merged.data;
   args.absmax = absmax.data;
-  args.mean = n_means ? mean.data : NULL;
   BSH_COMPUTE(merge_4bit, &packed, args.N, args.K, args.R, &args);
 }
 

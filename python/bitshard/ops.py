@@ -233,11 +233,10 @@ def _(w: Tensor, u: Tensor, scales: Tensor, format: int) -> tuple[Tensor, Tensor
 
 
 @torch.library.register_fake("bitshard::merge_4bit")
-def _(packed, absmax, absmax_map, absmax2, offset, a, b, scales, blocksize, format, N, K) -> tuple[Tensor, ...]:
+def _(packed, absmax, absmax_map, absmax2, offset, a, b, scales, blocksize, format, N, K) -> tuple[Tensor, Tensor]:
     _check_devices("merge_4bit", packed, absmax, absmax_map, absmax2, offset, a, b, scales)
-    merged, blocks = packed.new_empty((packed.numel(), 1)), block_count(N * K, blocksize)
-    means = int(absmax.dtype is torch.uint8 and blocks > 0)
-    return merged, *(packed.new_empty((count,), dtype=torch.float32) for count in (blocks, means))
+    merged = packed.new_empty((packed.numel(), 1))
+    return merged, packed.new_empty((block_count(N * K, blocksize),), dtype=torch.float32)
 
 
 @torch.library.register_fake("bitshard::quantize_int8")

@@ -3,7 +3,7 @@
 An element of the merged weight is that of W in float32, then for each adapter fma(s, d, value), where d is the sum of
 B[n, r] A[r, k] over its ranks, ascending, by float32 fused multiply-adds. The quantizer of W's format makes codes and
 scales of it; nested scales are quantized as `functional.quantize_4bit` does, but for the mean of all scales, which is
-summed in float64: exact unless scales differ by factors above 2^9, so the same on a CPU and a GPU.
+summed in float64: the same on a CPU and a GPU.
 """
 
 from __future__ import annotations
@@ -41,12 +41,18 @@ def merge_4bit(packed: Tensor, state: QuantState, adapters: Sequence[Adapter]) -
     a, b, scales = _joined(adapters, packed.device, K, N)
     numbers = (state.blocksize, ops.CODES[state.quant_type], N, K)
     with torch._C.DisableTorchFunctionSubclass():
-        merged, absmax, mean = ops.merge_4bit(packed, *state.scales(), a, b, scales, *numbers)
+        merged, absmax = ops.merge_4bit(packed, *state.scales(), a, b, scales, *numbers)
     new = QuantState(absmax, state.shape, None, state.blocksize, state.quant_type, state.dtype)
     new.share(state.quant_type)
     if state.nested:
-        functional.nest(new, mean.view(()) if len(mean) else absmax.new_zeros(()))
+        functional.nest(new, _mean(absmax))
     return merged, new
+
+
+def _mean(scales: Tensor) -> Tensor:
+    """float32 []: of a sum in float64, exact unless scales differ by factors above 2^9, so the same on every device."""
+    total = scales.sum(dtype=torch.float64)
+    return torch.mul(total, 1 / max(scales.numel(), 1), out=scales.new_empty(()))
 
 
 def check(state: QuantState) -> None:
