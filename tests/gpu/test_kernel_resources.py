@@ -54,6 +54,7 @@ EXCEPTIONS = (
     # What a block keeps from one segment of its work to the next, beside 128 registers of 512 threads.
     (r"gemv_4bit_grouped_", "", 64, 64),
     (r"gemv_4bit_grouped_\w+_(?:mx|nv)$", "90a", 80, 41),  # and scales of short blocks
+    (r"merge_4bit_f32_", "90a", 8, 3),  # 64 sums in 128 registers
     (r"gemm_4bit_b?f16_m32_p2_(?:mx|nv)$", "90a", 8, 6),  # 640 threads leave 96 registers
 )
 LOCAL_ACCESS = (0x183, 0x187)  # LDL, STL: low nine bits of an instruction
