@@ -5,16 +5,9 @@
 
 static const bsh_sm80_tiles tiles = {.depth = BSH_UNIT};
 
-#define SM80_KERNEL(NAME) BSH_KERNEL(gemm_4bit_sm80, NAME)
-#define SM80_FORM(form, rows)                                                                                          \
-  {{SM80_KERNEL("gemm_sm80_bf16_" #form), SM80_KERNEL("gemm_sm80_dgrad_bf16_" #form)},                                 \
-   {SM80_KERNEL("gemm_sm80_f16_" #form), SM80_KERNEL("gemm_sm80_dgrad_f16_" #form)}},
+#define SM80_FORM(form, rows) BSH_TILE_ENTRIES(gemm_4bit_sm80, "gemm_sm80_", form),
 static bsh_cuda_kernel kernels[][2][2] = {BSH_GEMM_SM80_FORMS(SM80_FORM)}; /* [form][dtype][direction] */
-#define NV_KERNEL(NAME) BSH_KERNEL(gemm_4bit_sm80_short, NAME)
-static bsh_cuda_kernel nv_kernels[2][2] = {
-    /* [dtype][direction] */
-    {NV_KERNEL("gemm_sm80_bf16_m256_nv"), NV_KERNEL("gemm_sm80_dgrad_bf16_m256_nv")},
-    {NV_KERNEL("gemm_sm80_f16_m256_nv"), NV_KERNEL("gemm_sm80_dgrad_f16_m256_nv")}};
+static bsh_cuda_kernel nv_kernels[2][2] = BSH_TILE_ENTRIES(gemm_4bit_sm80_short, "gemm_sm80_", m256_nv);
 
 /* On Hopper: where gemm_4bit_sm90_wide refuses blocks below 64, or is slower than panels. */
 static double cost_of_short_blocks(const bsh_facts *const facts) {

@@ -9,16 +9,9 @@
 enum { WIDER_FROM = 144, WIDER_TO = 224, WIDER_FORWARD_FROM = 400 };
 enum { MOST_TILES = (1 << 16) - 8 }; /* of a thread block, which counts in 16 bits and looks a few ahead */
 
-#define GROUPED_KERNEL(NAME) BSH_KERNEL(gemm_4bit_sm80_grouped, NAME)
-#define GROUPED_FORM(form, rows)                                                                                       \
-  {{GROUPED_KERNEL("gemm_sm80_grouped_bf16_" #form), GROUPED_KERNEL("gemm_sm80_grouped_dgrad_bf16_" #form)},           \
-   {GROUPED_KERNEL("gemm_sm80_grouped_f16_" #form), GROUPED_KERNEL("gemm_sm80_grouped_dgrad_f16_" #form)}},
+#define GROUPED_FORM(form, rows) BSH_TILE_ENTRIES(gemm_4bit_sm80_grouped, "gemm_sm80_grouped_", form),
 static bsh_cuda_kernel kernels[][2][2] = {BSH_GEMM_SM80_FORMS(GROUPED_FORM)}; /* [form][dtype][direction] */
-#define NV_KERNEL(NAME) BSH_KERNEL(gemm_4bit_sm80_grouped_short, NAME)
-static bsh_cuda_kernel nv_kernels[2][2] = {
-    /* [dtype][direction] */
-    {NV_KERNEL("gemm_sm80_grouped_bf16_m256_nv"), NV_KERNEL("gemm_sm80_grouped_dgrad_bf16_m256_nv")},
-    {NV_KERNEL("gemm_sm80_grouped_f16_m256_nv"), NV_KERNEL("gemm_sm80_grouped_dgrad_f16_m256_nv")}};
+static bsh_cuda_kernel nv_kernels[2][2] = BSH_TILE_ENTRIES(gemm_4bit_sm80_grouped_short, "gemm_sm80_grouped_", m256_nv);
 
 static int64_t tiles_at_most(const bsh_facts *const facts, const int32_t rows) {
   const int64_t width = facts->direction == BSH_FORWARD ? facts->N : facts->K;
@@ -33,8 +26,8 @@ static const char *refuses(const bsh_facts *const facts) {
   return counted ? NULL : "more tiles than a thread block counts";
 }
 
-/* Before panels on cards that have a model, and on Hopper for blocks below 64, which its own kernels refuse:
- * benchmarks/results/microscaled_h100_202611.md. */
+/* Before panels on cards that have a model, and on Hopper for blocks below 64 where its own kernels, which come first,
+ * refuse them: benchmarks/results/microscaled_h100_202611.md. */
 static double cost(const bsh_facts *const facts) {
   return bsh_rates_of(facts->sm)->chosen || facts->w.blocksize < BSH_UNIT ? BSH_ORDER(2) : BSH_LAST;
 }

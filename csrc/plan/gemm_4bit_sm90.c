@@ -39,10 +39,7 @@ static double cost(const bsh_facts *const facts) {
 enum { FORMS = 5 };
 static const int32_t forms[FORMS][2] = {BSH_GEMM_FORMS(GEMM_FORM)};
 static bsh_cuda_kernel kernels[2][FORMS][2] = {{BSH_GEMM_FORMS(GEMM_BF16)}, {BSH_GEMM_FORMS(GEMM_F16)}};
-#define SHORT_KERNEL(NAME) BSH_KERNEL(gemm_4bit_sm90_short, NAME)
-#define SHORT_FORM(form, tokens, parts)                                                                                \
-  {SHORT_KERNEL("gemm_4bit_bf16_" #form "_mx"), SHORT_KERNEL("gemm_4bit_bf16_" #form "_nv"),                           \
-   SHORT_KERNEL("gemm_4bit_f16_" #form "_nv")},
+#define SHORT_FORM(form, tokens, parts) BSH_SHORT_ENTRIES(gemm_4bit_sm90_short, "gemm_4bit_", form),
 static bsh_cuda_kernel short_kernels[FORMS][BSH_SHORT_FORMS] = {BSH_GEMM_FORMS(SHORT_FORM)};
 static bsh_cuda_kernel x_units = GEMM_KERNEL("x_units");
 

@@ -6,12 +6,9 @@
 
 enum { SLICE_ROWS = 1 << 16, FLAG_THREADS = 256, SUMS_ALIGNMENT = 256 };
 
-#define WIDE_ENTRIES(file, stem, form)                                                                                 \
-  {{BSH_KERNEL(file, stem "bf16_" #form), BSH_KERNEL(file, stem "dgrad_bf16_" #form)},                                 \
-   {BSH_KERNEL(file, stem "f16_" #form), BSH_KERNEL(file, stem "dgrad_f16_" #form)}},
-#define LONG_FORM(form, tokens) WIDE_ENTRIES(gemm_4bit_sm90_wide, "gemm_wide_", form)
-#define MX_FORM(form, tokens) WIDE_ENTRIES(gemm_4bit_sm90_wide_short, "gemm_wide_mx_", form)
-#define NV_FORM(form, tokens) WIDE_ENTRIES(gemm_4bit_sm90_wide_short, "gemm_wide_nv_", form)
+#define LONG_FORM(form, tokens) BSH_TILE_ENTRIES(gemm_4bit_sm90_wide, "gemm_wide_", form),
+#define MX_FORM(form, tokens) BSH_TILE_ENTRIES(gemm_4bit_sm90_wide_short, "gemm_wide_mx_", form),
+#define NV_FORM(form, tokens) BSH_TILE_ENTRIES(gemm_4bit_sm90_wide_short, "gemm_wide_nv_", form),
 /* [blocks][form][dtype][direction] */
 static bsh_cuda_kernel kernels[BSH_WIDE_BLOCKS][BSH_WIDE_FORMS][2][2] = {
     [BSH_WIDE_LONG] = {BSH_GEMM_WIDE_FORMS(LONG_FORM)},

@@ -28,12 +28,9 @@ static double cost(const bsh_facts *const facts) {
 #define WIDE_TOKENS(form, tokens) tokens,
 static const int32_t form_tokens[] = {BSH_GEMM_WIDE_GROUPED_FORMS(WIDE_TOKENS)};
 enum { FORMS = sizeof form_tokens / sizeof *form_tokens };
-#define WIDE_ENTRIES(file, stem, form)                                                                                 \
-  {{BSH_KERNEL(file, stem "bf16_" #form), BSH_KERNEL(file, stem "dgrad_bf16_" #form)},                                 \
-   {BSH_KERNEL(file, stem "f16_" #form), BSH_KERNEL(file, stem "dgrad_f16_" #form)}},
-#define LONG_FORM(form, tokens) WIDE_ENTRIES(gemm_4bit_sm90_wide_grouped, "gemm_wide_grouped_", form)
-#define MX_FORM(form, tokens) WIDE_ENTRIES(gemm_4bit_sm90_wide_grouped_short, "gemm_wide_grouped_mx_", form)
-#define NV_FORM(form, tokens) WIDE_ENTRIES(gemm_4bit_sm90_wide_grouped_short, "gemm_wide_grouped_nv_", form)
+#define LONG_FORM(form, tokens) BSH_TILE_ENTRIES(gemm_4bit_sm90_wide_grouped, "gemm_wide_grouped_", form),
+#define MX_FORM(form, tokens) BSH_TILE_ENTRIES(gemm_4bit_sm90_wide_grouped_short, "gemm_wide_grouped_mx_", form),
+#define NV_FORM(form, tokens) BSH_TILE_ENTRIES(gemm_4bit_sm90_wide_grouped_short, "gemm_wide_grouped_nv_", form),
 /* [blocks][form][dtype][direction] */
 static bsh_cuda_kernel kernels[BSH_WIDE_BLOCKS][FORMS][2][2] = {
     [BSH_WIDE_LONG] = {BSH_GEMM_WIDE_GROUPED_FORMS(LONG_FORM)},

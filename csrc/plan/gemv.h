@@ -43,6 +43,10 @@ static inline int bsh_short_form(const bsh_facts *const facts) {
   return facts->w.blocksize == 32 ? 0 : 1 + (facts->dtype == BSH_F16);
 }
 
+#define BSH_SHORT_ENTRIES(file, stem, form)                                                                            \
+  {BSH_KERNEL(file, stem "bf16_" #form "_mx"), BSH_KERNEL(file, stem "bf16_" #form "_nv"),                             \
+   BSH_KERNEL(file, stem "f16_" #form "_nv")}
+
 /* NULL, or why kernels that scale operands of tensor cores in 16 bits do not take the blocks: they load the scales of a
  * unit together, and take them for those formats'. */
 static inline const char *bsh_short_blocks_refuse(const bsh_facts *const facts) {

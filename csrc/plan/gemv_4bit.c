@@ -13,10 +13,7 @@
 enum { FORMS = 4, JOINS = 3 };
 static const int32_t forms[FORMS][2] = {BSH_GEMV_FORMS(GEMV_TILES)};
 static bsh_cuda_kernel kernels[2][FORMS][2] = {{BSH_GEMV_FORMS(GEMV_BF16)}, {BSH_GEMV_FORMS(GEMV_F16)}};
-#define SHORT_KERNEL(NAME) BSH_KERNEL(gemv_4bit_short, NAME)
-#define SHORT_FORM(form, tiles, units)                                                                                 \
-  {SHORT_KERNEL("gemv_4bit_bf16_" #form "_mx"), SHORT_KERNEL("gemv_4bit_bf16_" #form "_nv"),                           \
-   SHORT_KERNEL("gemv_4bit_f16_" #form "_nv")},
+#define SHORT_FORM(form, tiles, units) BSH_SHORT_ENTRIES(gemv_4bit_short, "gemv_4bit_", form),
 static bsh_cuda_kernel short_kernels[FORMS][BSH_SHORT_FORMS] = {BSH_GEMV_FORMS(SHORT_FORM)};
 static bsh_cuda_kernel joins[2][JOINS] = {{BSH_GEMV_JOINS(JOIN_BF16)}, {BSH_GEMV_JOINS(JOIN_F16)}};
 

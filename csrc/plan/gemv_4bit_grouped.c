@@ -50,10 +50,7 @@ static const int32_t forms[FORMS][2] = {BSH_GROUPED_GEMV_FORMS(GROUPED_TILES)};
 static bsh_cuda_kernel kernels[2][FORMS][2] = {{BSH_GROUPED_GEMV_FORMS(GROUPED_BF16)},
                                                {BSH_GROUPED_GEMV_FORMS(GROUPED_F16)}};
 
-#define SHORT_KERNEL(NAME) BSH_KERNEL(gemv_4bit_grouped_short, NAME)
-#define SHORT_FORM(form, tiles, units)                                                                                 \
-  {SHORT_KERNEL("gemv_4bit_grouped_bf16_" #form "_mx"), SHORT_KERNEL("gemv_4bit_grouped_bf16_" #form "_nv"),           \
-   SHORT_KERNEL("gemv_4bit_grouped_f16_" #form "_nv")},
+#define SHORT_FORM(form, tiles, units) BSH_SHORT_ENTRIES(gemv_4bit_grouped_short, "gemv_4bit_grouped_", form),
 static bsh_cuda_kernel short_kernels[FORMS][BSH_SHORT_FORMS] = {BSH_GROUPED_GEMV_FORMS(SHORT_FORM)};
 
 static bsh_cuda_kernel *kernel_of(const bsh_facts *const facts, const int32_t token_tiles, const int32_t units) {

@@ -58,6 +58,14 @@ static inline double bsh_before_panels(const bsh_facts *const facts) {
   return facts->vendor == BSH_VENDOR_NONE ? BSH_LAST : nextafter(bsh_panels_nanoseconds(facts), 0);
 }
 
+/* Of a form of a kernel of tiles: its entries in `file`, [dtype][direction]. */
+#define BSH_TILE_ENTRIES(file, stem, form)                                                                             \
+  {                                                                                                                    \
+    {BSH_KERNEL(file, stem "bf16_" #form), BSH_KERNEL(file, stem "dgrad_bf16_" #form)}, {                              \
+      BSH_KERNEL(file, stem "f16_" #form), BSH_KERNEL(file, stem "dgrad_f16_" #form)                                   \
+    }                                                                                                                  \
+  }
+
 /* All kernels, each a row of plan/choose.c. */
 extern const bsh_kernel bsh_kernel_gemm_4bit_sm90, bsh_kernel_gemv_4bit, bsh_kernel_gemm_4bit_sm90_wide,
     bsh_kernel_gemv_4bit_simt, bsh_kernel_gemm_4bit_sm80, bsh_kernel_gemv_4bit_grouped,

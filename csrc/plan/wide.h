@@ -34,13 +34,12 @@ static inline const char *bsh_wide_refuses(const bsh_facts *const facts) {
 /* Blocks as a shift; two codes of scales a load, of short blocks those of 64 elements; four rows of y a store. */
 static inline void bsh_wide_accesses(const bsh_facts *const facts, bsh_plan_slice *const slice) {
   const int64_t rows = facts->direction == BSH_FORWARD ? facts->N : facts->K;
+  slice->block_shift = bsh_block_shift(facts, BSH_UNIT);
   if (facts->w.blocksize < BSH_UNIT) {
-    slice->block_shift = 0;
     const int32_t of_unit = BSH_UNIT / (int32_t)facts->w.blocksize;
     const bool whole_pieces = facts->K % BSH_GEMM_WIDE_PIECE == 0 && facts->code_alignment >= 2 * of_unit;
     slice->reads_together = whole_pieces ? 2 : facts->code_alignment >= of_unit;
   } else {
-    slice->block_shift = bsh_block_shift(facts, BSH_UNIT);
     slice->reads_together = facts->w.scales == BSH_SCALES_NESTED && facts->w.blocksize == BSH_UNIT &&
                             facts->K % BSH_GEMM_WIDE_PIECE == 0 && facts->code_alignment >= 2;
   }
