@@ -43,6 +43,7 @@ import tiny  # noqa: E402
 
 FORMATS = [solve.Format(), solve.Format("fp4"), solve.Format(nested=True), solve.Format("nf4", 32, True)]
 FORMATS += [solve.Format("nf4", 128), solve.Format("fp4", 4096, True)]
+MICROSCALED = [solve.Format("mxfp4", 32), solve.Format("nvfp4", 16)]
 T5 = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 9}
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
 IDS = torch.randint(0, 96, (6, 32), generator=torch.Generator().manual_seed(1))
@@ -83,7 +84,7 @@ def calibrated(dense, tmp_path_factory):
 # ---- one matrix ----
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("fmt", [*FORMATS, *MICROSCALED], ids=str)
 @pytest.mark.parametrize("N, K", [(48, 96), (33, 65), (7, 200)])
 def test_less_is_lost(fmt, N, K):
     """Searched scales lose less than plain ones, passed-on errors less again; blocks across rows and odd sizes too."""

@@ -15,7 +15,7 @@ from bitshard import functional as F
 from ptx import gpu as ptx_gpu
 from ptx import products
 from ptx.gpu import Gpu
-from ptx.products import dequantized, goes_wrong, hostile_scales, weight
+from ptx.products import assert_product, dequantized, goes_wrong, hostile_scales, weight
 
 pytestmark = pytest.mark.skipif(ptx_gpu.nvcc() is None, reason="nvcc makes the PTX that runs here")
 
@@ -28,14 +28,6 @@ multiply = functools.partial(products.multiply, KERNEL)
 def compiled():
     products.compile_kernels(KERNEL, ["gemm_sm75_f16_m256", "gemm_sm75_dgrad_f16_m256"], 75)
     products.compile_kernels(GROUPED, ["gemm_sm75_grouped_f16_m256", "gemm_sm75_grouped_dgrad_f16_m256"], 75)
-
-
-def assert_product(y, x, w, bias, gradient: bool):
-    """Within the rounding of y, and fp32 sums of at most 2,048 products."""
-    b = w.double() if gradient else w.double().T
-    exact = x.double() @ b + (0 if bias is None else bias.double())
-    size = x.double().abs() @ b.abs() + 1e-30
-    assert ((y.double() - exact).abs() <= exact.abs() * 2.0**-11 + size * 2.0**-20).all()
 
 
 def way_of(gpu: Gpu, M, N, K, gradient, blocksize, nested) -> str:
@@ -111,24 +103,11 @@ def test_sm75_decodes_the_bits_of_dequantize(gradient, fmt, rows, blocksize, nes
 def test_sm75_gives_equal_bits_and_waits_for_nobody_who_does_not_run(case):
     """Whatever the order of threads, and where other work holds most of the GPU."""
     M, N, K, _, _, _, _, gradient, sms, _, _ = case
-    torch.manual_seed(0)
-    packed, scales, w = weight(N, K, F16, 0, 64, True)
-    x = torch.randn(M, N if gradient else K).to(F16)
-    gpus = [Gpu(75, sms, seed, at_once=blocks) for seed, blocks in ((0, 0), (1, 0), (2, 0), (0, 1), (1, 2), (2, 3))]
-    first, *others = (multiply(gpu, x, packed, scales, None, 64, 0, N, K, gradient) for gpu in gpus)
-    assert_product(first, x, w, None, gradient)
-    assert all(torch.equal(one, first) for one in others)
+    products.check_equal_bits(KERNEL, 75, sms, M, N, K, gradient, F16)
 
 
 def test_sm75_keeps_columns_of_y_apart():
-    """Rows of y further apart than N: what lies between stays."""
-    torch.manual_seed(0)
-    packed, scales, w = weight(250, 128, F16, 0, 64, True)
-    x, wide = torch.randn(9, 128).to(F16), torch.full((9, 256), 7.0, dtype=F16)
-    y = wide[:, :250]
-    products.multiply_into(KERNEL, Gpu(75, 4, 1), x, packed, scales, y)
-    assert_product(y, x, w, None, False)
-    assert bool((wide[:, 250:] == 7).all())
+    products.check_columns_apart(KERNEL, 75, F16)
 
 
 # ---- stacks ----

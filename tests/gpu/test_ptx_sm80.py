@@ -14,7 +14,7 @@ from bitshard import functional as F
 from ptx import gpu as ptx_gpu
 from ptx import products
 from ptx.gpu import Gpu
-from ptx.products import dequantized, goes_wrong, hostile_scales, weight
+from ptx.products import assert_product, dequantized, goes_wrong, hostile_scales, weight
 
 pytestmark = pytest.mark.skipif(ptx_gpu.nvcc() is None, reason="nvcc makes the PTX that runs here")
 
@@ -27,14 +27,6 @@ multiply = functools.partial(products.multiply, KERNEL)
 def compiled():
     names = [f"gemm_sm80_{way}_{m}" for way in ("bf16", "f16", "dgrad_bf16", "dgrad_f16") for m in ("m128", "m256")]
     products.compile_kernels(KERNEL, names, 80)
-
-
-def assert_product(y, x, w, bias, gradient: bool):
-    """Within the rounding of y, and fp32 sums of at most 2,048 products."""
-    exact = x.double() @ (w.double() if gradient else w.double().T) + (0 if bias is None else bias.double())
-    size = x.double().abs() @ (w.double() if gradient else w.double().T).abs() + 1e-30
-    unit = 2.0**-8 if y.dtype == BF16 else 2.0**-11
-    assert ((y.double() - exact).abs() <= exact.abs() * unit + size * 2.0**-20).all()
 
 
 def way_of(gpu: Gpu) -> str:
@@ -130,26 +122,13 @@ def test_sm80_gives_equal_bits_and_waits_for_nobody_who_does_not_run(case):
     """Whatever the order of threads, and where other work holds most of the GPU: who shares a tile in equal parts gives
     up waiting, and the last to come joins for it."""
     M, N, K, gradient, sms, way = case
-    torch.manual_seed(0)
-    packed, scales, w = weight(N, K, BF16, 0, 64, True)
-    x = torch.randn(M, N if gradient else K).to(BF16)
-    gpus = [Gpu(80, sms, seed, at_once=blocks) for seed, blocks in ((0, 0), (1, 0), (2, 0), (0, 1), (1, 2), (2, 3))]
-    gpus[0].product_of = (M, N, K, BF16, gradient, 64, True)
-    first, *others = (multiply(gpu, x, packed, scales, None, 64, 0, N, K, gradient) for gpu in gpus)
-    assert way_of(gpus[0]) == way
-    assert_product(first, x, w, None, gradient)
-    assert all(torch.equal(one, first) for one in others)
+    gpu = products.check_equal_bits(KERNEL, 80, sms, M, N, K, gradient, BF16)
+    gpu.product_of = (M, N, K, BF16, gradient, 64, True)
+    assert way_of(gpu) == way
 
 
 def test_sm80_keeps_columns_of_y_apart():
-    """Rows of y further apart than N: what lies between stays."""
-    torch.manual_seed(0)
-    packed, scales, w = weight(250, 128, BF16, 0, 64, True)
-    x, wide = torch.randn(9, 128).to(BF16), torch.full((9, 256), 7.0, dtype=BF16)
-    y = wide[:, :250]
-    products.multiply_into(KERNEL, Gpu(80, 4, 1), x, packed, scales, y)
-    assert_product(y, x, w, None, False)
-    assert bool((wide[:, 250:] == 7).all())
+    products.check_columns_apart(KERNEL, 80, BF16)
 
 
 # What is left out, and of which file. Without it the machine must see wrong results, or threads that wait for ever.

@@ -65,6 +65,39 @@ def multiply_into(kernel: str, gpu: machine.Gpu, x, packed, scales, y) -> None:
     gpu.call("product", product, b"linear_4bit", kernel.encode(), name, tensors=[*tensors, x, y])
 
 
+def assert_product(y, x, w, bias, gradient: bool) -> None:
+    """Within the rounding of y, and fp32 sums of at most 2,048 products."""
+    b = w.double() if gradient else w.double().T
+    exact = x.double() @ b + (0 if bias is None else bias.double())
+    size = x.double().abs() @ b.abs() + 1e-30
+    unit = 2.0**-8 if y.dtype == torch.bfloat16 else 2.0**-11
+    assert ((y.double() - exact).abs() <= exact.abs() * unit + size * 2.0**-20).all()
+
+
+def check_equal_bits(kernel: str, sm: int, sms: int, M: int, N: int, K: int, gradient: bool, dtype) -> machine.Gpu:
+    """Whatever the order of threads, and where other work holds most of the GPU; the first of the GPUs."""
+    torch.manual_seed(0)
+    packed, scales, w = weight(N, K, dtype, 0, 64, True)
+    x = torch.randn(M, N if gradient else K).to(dtype)
+    orders = ((0, 0), (1, 0), (2, 0), (0, 1), (1, 2), (2, 3))
+    gpus = [machine.Gpu(sm, sms, seed, at_once=blocks) for seed, blocks in orders]
+    first, *others = (multiply(kernel, gpu, x, packed, scales, None, 64, 0, N, K, gradient) for gpu in gpus)
+    assert_product(first, x, w, None, gradient)
+    assert all(torch.equal(one, first) for one in others)
+    return gpus[0]
+
+
+def check_columns_apart(kernel: str, sm: int, dtype) -> None:
+    """Rows of y further apart than N: what lies between stays."""
+    torch.manual_seed(0)
+    packed, scales, w = weight(250, 128, dtype, 0, 64, True)
+    x, wide = torch.randn(9, 128).to(dtype), torch.full((9, 256), 7.0, dtype=dtype)
+    y = wide[:, :250]
+    multiply_into(kernel, machine.Gpu(sm, 4, 1), x, packed, scales, y)
+    assert_product(y, x, w, None, False)
+    assert bool((wide[:, 250:] == 7).all())
+
+
 def plant(monkeypatch, folder, kernel: str, sm: int, form: str, kernels: str, file: str, pattern: str, instead=";"):
     """From now on `kernel` is built with `instead` in the place of what `pattern` finds in `file`.
 
