@@ -44,7 +44,8 @@ def merge_calibrated(
     `calibrate_folder`; ValueError for a base that is not in NF4 or FP4; OSError where OUT.dense exists.
     """
     base, out = Path(base), Path(out)
-    config, found = quantization_of(base), quantization_of(base).get("bnb_4bit_quant_type")
+    config = quantization_of(base)
+    found = config.get("bnb_4bit_quant_type")
     if not format_of(base) or found not in ("nf4", "fp4"):
         raise ValueError(
             f"{base}: its weights are {found or format_of(base) or 'not quantized'}, and merged ones are calibrated "

@@ -73,7 +73,7 @@ class Vendor:
         """
         own = [] if not self.layout.kind.stacked else [self._converter(name, quantizer) for name in stacks]
         for each in others:
-            if any(isinstance(layout, Stacks) and _makes(each, key) for key, (layout, _) in self.packed.items()):
+            if any(isinstance(layout, Stacks) and _gives(each, key) for key, (layout, _) in self.packed.items()):
                 operation = KeepStacks(self, each, quantizer)
                 own.append(each.copy([*operation.patterns], [*each.target_patterns], operations=[operation]))
             else:
@@ -167,8 +167,8 @@ class KeepStacks(ConversionOps):
         return found
 
 
-def _makes(conversion: Any, key: str) -> bool:
-    """Whether a conversion of transformers makes this of other tensors."""
+def _gives(conversion: Any, key: str) -> bool:
+    """Whether a conversion of transformers makes the tensor `key` of others."""
     targets = conversion.target_patterns if hasattr(conversion, "operations") else ()
     return any(key.endswith(target.rstrip("$")) for target in targets)
 

@@ -310,11 +310,11 @@ class AwaitedRows:
 
     def _check_sizes(self, sizes: list[list[int]], elements: int, total: int) -> None:
         """ValueError on all ranks unless every rank brings its part of `elements` packed ones and of `total` scales."""
-        if sizes == _parts_of(elements, total, len(sizes)):
+        wanted = _parts_of(elements, total, len(sizes))
+        if sizes == wanted:
             return
-        for rank, (length, n_scales) in enumerate(sizes):
-            for found, whole, what in ((length, elements, "packed elements"), (n_scales, total, "scales")):
-                expected = ops.rank_slice(whole, len(sizes), rank)[1]
+        for rank, parts in enumerate(zip(sizes, wanted, strict=True)):
+            for found, expected, what in zip(*parts, ("packed elements", "scales"), strict=True):
                 if found != expected:
                     raise ValueError(
                         f"{self.key}: rank {rank} of {len(sizes)} brings {found} {what} of a weight of "
