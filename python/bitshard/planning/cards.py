@@ -78,7 +78,7 @@ def _counted(name: str, sm: int, sms: int, link: str, host: str) -> Card:
 def known() -> dict[str, Card]:
     """{name: card}."""
     cards = (
-        Card("T4", 75, 40, 320.0, 65.0, "pcie3", "pcie3"),
+        _counted("T4", 75, 40, "pcie3", "pcie3"),
         _counted("3090", 86, 82, "pcie4", "pcie4"),
         _counted("4090", 89, 128, "host4", "pcie4"),
         _counted("5090", 120, 170, "host5", "pcie5"),
