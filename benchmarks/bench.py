@@ -126,10 +126,13 @@ def torch_cases(size: int):
     source = torch.empty(ROTATE_BYTES, dtype=torch.uint8).random_()
     target = torch.empty_like(source)
     words = source.view(torch.int64)
+    values = source.view(torch.bfloat16).split(size * size)  # of several weights, as dequantize returns them
 
     def answer(op: str, M: int = 0, dtype: str = "bf16") -> dict:
         if op == "copy":  # bytes read and bytes written
             return {"gb_s": 2 * ROTATE_BYTES / median_ms(lambda i: target.copy_(source)) / 1e6}
+        if op == "clone":  # into memory that is allocated for it, as the result of an op is
+            return {"gb_s": 2 * values[0].nbytes / median_ms(lambda i: values[i % len(values)].clone()) / 1e6}
         if op == "read":
             return {"gb_s": ROTATE_BYTES / median_ms(lambda i: words.sum()) / 1e6}
         ws = weights[dtype]
@@ -169,9 +172,12 @@ def cases() -> list[dict]:
 
 
 def compare(arguments, upstream: str) -> dict:
-    """{(op, M, nested, contestant): ms}, and the limits under "copy" and "read" in GB/s; medians over rounds."""
+    """{(op, M, nested, contestant): ms}, and the limits under "copy", "read", "clone" and "clone warm" in GB/s.
+
+    Medians over rounds.
+    """
     players = {kind: contestant(kind, arguments, upstream) for kind in ("bitshard", "upstream", "torch")}
-    players |= {f"{kind} warm": contestant(kind, arguments, upstream, warm=True) for kind in ("bitshard", "upstream")}
+    players |= {f"{kind} warm": contestant(kind, arguments, upstream, warm=True) for kind in tuple(players)}
     for kind, folder in (("bitshard", str(ROOT)), ("upstream", upstream)):
         about = players[kind].ask(op="about")
         if not Path(about["file"]).resolve().is_relative_to(Path(folder).resolve()):
@@ -185,6 +191,8 @@ def compare(arguments, upstream: str) -> dict:
     for turn in range(arguments.rounds):
         for limit in ("copy", "read"):
             note(limit, players["torch"].ask(op=limit)["gb_s"])
+        for where in ("", " warm"):
+            note(f"clone{where}", players[f"torch{where}"].ask(op="clone")["gb_s"])
         for case in cases():
             key = tuple(case.values())
             for kind in ("bitshard", "upstream", *(("bitshard warm", "upstream warm") if has_warm(case) else ())):
@@ -203,12 +211,14 @@ def has_warm(case: dict) -> bool:
     return case["op"] not in ("quantize", "module")
 
 
-def warm_rows(t: dict) -> list[list[str]]:
+def warm_rows(t: dict, size: int) -> list[list[str]]:
     rows = []
     for case in filter(has_warm, cases()):
         ours, theirs = (t[(*case.values(), f"{kind} warm")] for kind in ("bitshard", "upstream"))
         name = f"{case['op']}{' nested' if case['nested'] else ''}"
+        share = moved_bytes("dequantize", size, case["nested"]) / ours / 1e6 / t["clone warm"]
         rows.append([name, str(case["M"] or "-"), f"{ours:.2f}", f"{theirs:.2f}", f"{theirs / ours:.1f}x"])
+        rows[-1].append("-" if case["M"] else f"{share:.2f}")
     return rows
 
 
@@ -224,7 +234,7 @@ def elementwise_rows(t: dict, size: int) -> list[list[str]]:
     for op in ("quantize", "dequantize"):
         for nested in (False, True):
             ours, theirs = t[op, 0, nested, "bitshard"], t[op, 0, nested, "upstream"]
-            share = moved_bytes(op, size, nested) / ours / 1e6 / t["copy"]
+            share = moved_bytes(op, size, nested) / ours / 1e6 / t["clone" if op == "dequantize" else "copy"]
             name = f"{op}{' nested' if nested else ''}"
             rows.append([name, f"{ours:.2f}", f"{theirs:.2f}", f"{theirs / ours:.1f}x", f"{share:.2f}"])
     return rows
@@ -266,7 +276,9 @@ def report(t: dict, arguments) -> str:
 NF4, weight {size} x {size}, blocksize 64, bf16 activations; milliseconds, median of {arguments.rounds} rounds in turn.
 "speed to bf16" and "speed to fp32": time of torch's `F.linear` (input gradient: `mm`) of that dtype over ours.
 "module" is `Linear4bit` in eval mode, for which upstream repacks its weight on CPUs with AVX512-BF16.
-Limits in the same run: copy {t["copy"]:.1f} GB/s (read + written), read {t["read"]:.1f} GB/s.
+Limits in the same run: copy {t["copy"]:.1f} GB/s (read + written), read {t["read"]:.1f} GB/s; a copy into memory that is
+allocated for it, as the result of dequantize is, {t["clone"]:.1f} GB/s, and with warm memory (below)
+{t["clone warm"]:.1f} GB/s: dequantize is compared with that, quantize with a copy into memory that is there.
 
 {markdown_table(first, elementwise_rows(t, size))}
 
@@ -275,7 +287,7 @@ Limits in the same run: copy {t["copy"]:.1f} GB/s (read + written), read {t["rea
 The same with warm memory ({" ".join(f"{k}={v}" for k, v in WARM.items())}), without the page faults of a
 decoded weight. With glibc's defaults they are paid in every call, and their price varies with the state of the machine.
 
-{markdown_table(["op", "M", "bitshard ms", "upstream ms", "faster"], warm_rows(t))}
+{markdown_table([*second[:5], "share of copy"], warm_rows(t, size))}
 
 - instruction set: {core.isa()}; flags: {" ".join(flags)}
 - bitshard {core.version}, commit {commit("csrc/cpu")}; upstream {UPSTREAM}

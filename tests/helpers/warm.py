@@ -22,6 +22,7 @@ With a GPU there is no BARE: torch's compiler may have looked for GPUs before a 
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -244,6 +245,7 @@ class Server:
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
         sys.executable, sys.orig_argv = self.program, [self.program, *request["arguments"]]
+        faulthandler.enable()  # a worker that is aborted says where each of its threads was
         read_again(self.environment)
         leave(interpret(request["arguments"]))
 
