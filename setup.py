@@ -36,6 +36,7 @@ VERSION = "0.1.0"
 if sysconfig.get_config_var("Py_GIL_DISABLED"):
     sys.exit("bitshard needs Python with the GIL: this one is free-threaded, and the C core keeps state without locks")
 
+NEWEST_FLAG = "-mavxvnni"  # of gcc 11 and clang 12; what is compiled without it is right, and slower
 C_FLAGS = [
     *("-std=gnu11", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
     "-fexceptions",  # errors leave an op as a C++ exception thrown by torch and unwind through C frames
@@ -243,9 +244,12 @@ class BuildExtension(build_ext):
             macros.append(("BSH_NO_CUDA", None))
             say("nvcc not found or switched off: this build is CPU-only")
 
+        absent = [] if self.knows(NEWEST_FLAG) else [NEWEST_FLAG]
+
         def compile_one(source: Path) -> str:
             relative = os.path.relpath(source, ROOT)
-            flags = C_FLAGS + isa_flags[relative] + extra_flags + sanitize if source.suffix == ".c" else []
+            of_isa = [flag for flag in isa_flags.get(relative, []) if flag not in absent]
+            flags = C_FLAGS + of_isa + extra_flags + sanitize if source.suffix == ".c" else []
             (object_file,) = self.compiler.compile(
                 [relative], str(temporary), macros, include_dirs, extra_postargs=flags
             )
@@ -260,6 +264,11 @@ class BuildExtension(build_ext):
             objects, str(partial), libraries=["dl", "m", "pthread"], extra_postargs=sanitize
         )
         partial.replace(target)
+
+    def knows(self, flag: str) -> bool:
+        """Whether the compiler has a flag."""
+        command = [*self.compiler.compiler, flag, "-E", "-xc", os.devnull]
+        return subprocess.run(command, capture_output=True).returncode == 0
 
     def embed_cuda(self, nvcc: str, temporary: Path) -> Path:
         listed = cuda_sources()

@@ -276,8 +276,8 @@ def report(t: dict, arguments) -> str:
 NF4, weight {size} x {size}, blocksize 64, bf16 activations; milliseconds, median of {arguments.rounds} rounds in turn.
 "speed to bf16" and "speed to fp32": time of torch's `F.linear` (input gradient: `mm`) of that dtype over ours.
 "module" is `Linear4bit` in eval mode, for which upstream repacks its weight on CPUs with AVX512-BF16.
-Limits in the same run: copy {t["copy"]:.1f} GB/s (read + written), read {t["read"]:.1f} GB/s; a copy into memory that is
-allocated for it, as the result of dequantize is, {t["clone"]:.1f} GB/s, and with warm memory (below)
+Limits in the same run: copy {t["copy"]:.1f} GB/s (read + written), read {t["read"]:.1f} GB/s; a copy into memory that
+is allocated for it, as the result of dequantize is, {t["clone"]:.1f} GB/s, and with warm memory (below)
 {t["clone warm"]:.1f} GB/s: dequantize is compared with that, quantize with a copy into memory that is there.
 
 {markdown_table(first, elementwise_rows(t, size))}

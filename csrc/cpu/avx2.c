@@ -7,3 +7,5 @@ const bsh_cpu_kernels bsh_cpu_avx2 = {
     .isa = "avx2",
     .linear_4bit = linear_by_groups,
 };
+
+const bsh_cpu_int8_kernels bsh_cpu_avx_vnni_int8 = {INT8_BY_LANES, .product = bsh_cpu_avx_vnni_product};

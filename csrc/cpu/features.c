@@ -33,12 +33,14 @@ static bsh_cpu_features find_features(void) {
   if (cpuid(0, 0).eax < 7) return found;
   const cpuid_leaf one = cpuid(1, 0), seven = cpuid(7, 0);
   if (!bit(one.ecx, OSXSAVE) || (saved_registers() & XMM_YMM) != XMM_YMM) return found;
+  const uint32_t more = seven.eax >= 1 ? cpuid(7, 1).eax : 0; /* leaf 7 has told how many subleaves it has */
   found.fma = bit(one.ecx, 12), found.f16c = bit(one.ecx, 29), found.avx2 = bit(seven.ebx, 5);
+  found.avxvnni = bit(more, 4);
   if ((saved_registers() & XMM_YMM_ZMM) != XMM_YMM_ZMM) return found;
   found.avx512f = bit(seven.ebx, 16), found.avx512dq = bit(seven.ebx, 17);
   found.avx512bw = bit(seven.ebx, 30), found.avx512vl = bit(seven.ebx, 31);
   found.avx512vbmi = bit(seven.ecx, 1), found.avx512vnni = bit(seven.ecx, 11);
-  found.avx512bf16 = seven.eax >= 1 && bit(cpuid(7, 1).eax, 5);
+  found.avx512bf16 = bit(more, 5);
   return found;
 }
 #elif BSH_AARCH64

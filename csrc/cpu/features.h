@@ -18,7 +18,7 @@ typedef struct {
 #if BSH_AARCH64
   bool dotprod, i8mm; /* NEON itself is in every 64-bit CPU */
 #endif
-  bool avx2, fma, f16c;
+  bool avx2, fma, f16c, avxvnni;
   bool avx512f, avx512bw, avx512vl, avx512dq, avx512vbmi, avx512vnni, avx512bf16;
 } bsh_cpu_features;
 

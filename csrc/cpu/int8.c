@@ -23,6 +23,7 @@ const bsh_cpu_int8_kernels *bsh_cpu_int8(void) {
   const bsh_cpu_int8_kernels *const found = bsh_cpu()->int8;
 #if BSH_X86_64
   if (found == bsh_cpu_avx512.int8 && bsh_cpu_has()->avx512vnni) return &bsh_cpu_avx512_vnni_int8;
+  if (found == bsh_cpu_avx2.int8 && bsh_cpu_has()->avxvnni) return &bsh_cpu_avx_vnni_int8;
 #elif BSH_AARCH64
   if (found == bsh_cpu_neon.int8 && bsh_cpu_has()->i8mm) return &bsh_cpu_neon_i8mm_int8;
   if (found == bsh_cpu_neon.int8 && bsh_cpu_has()->dotprod) return &bsh_cpu_neon_dot_int8;

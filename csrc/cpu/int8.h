@@ -71,6 +71,10 @@ int64_t bsh_cpu_int8_panel(int64_t N);
 extern const bsh_cpu_int8_kernels bsh_cpu_avx512_vnni_int8;
 void bsh_cpu_avx512_vnni_product(const bsh_product_int8_args *args, int64_t ld, void *scratch);
 
+/* Instead of bsh_cpu_avx2's, with AVX-VNNI. */
+extern const bsh_cpu_int8_kernels bsh_cpu_avx_vnni_int8;
+void bsh_cpu_avx_vnni_product(const bsh_product_int8_args *args, int64_t ld, void *scratch);
+
 /* Instead of bsh_cpu_neon's, with the dot products of Armv8.2 and the 2 x 2 products of Armv8.6, whose CPUs have both.
  */
 extern const bsh_cpu_int8_kernels bsh_cpu_neon_dot_int8, bsh_cpu_neon_i8mm_int8;

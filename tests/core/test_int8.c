@@ -9,6 +9,7 @@
 
 uint64_t check_seed;
 
+enum { MOST_TABLES = 5 };
 static const char *isas[4];
 static int n_isas;
 
@@ -126,17 +127,21 @@ static void compare_dequantize(uint64_t *const state, const int64_t N, const int
 static void features(void) {
 #if BSH_X86_64
   CHECK(bsh_cpu_has()->avx512vnni == (__builtin_cpu_supports("avx512vnni") != 0), "AVX512-VNNI");
+#if !defined(__clang__) /* which does not know the word */
+  CHECK(bsh_cpu_has()->avxvnni == (__builtin_cpu_supports("avxvnni") != 0), "AVX-VNNI");
+#endif
 #endif
 }
 
 /* All kernels, also those that this CPU does not choose. */
-static int tables(const bsh_cpu_int8_kernels *found[4]) {
+static int tables(const bsh_cpu_int8_kernels *found[MOST_TABLES]) {
   int n = 0;
   for (; n < n_isas; n++) {
     use(n, 1);
     found[n] = bsh_cpu()->int8;
   }
 #if BSH_X86_64
+  if (n_isas > 1 && bsh_cpu_has()->avxvnni) found[n++] = &bsh_cpu_avx_vnni_int8;
   if (n_isas > 2 && bsh_cpu_has()->avx512vnni) found[n++] = &bsh_cpu_avx512_vnni_int8;
 #elif BSH_AARCH64
   if (bsh_cpu_has()->dotprod) found[n++] = &bsh_cpu_neon_dot_int8;
@@ -158,7 +163,7 @@ static void compare_product(uint64_t *const state, const int64_t M, const int64_
     CHECK(expected[i] == sum, "the sum fits");
   }
   const bsh_product_int8_args args = {a, b, sums, M, N, K};
-  const bsh_cpu_int8_kernels *found[4];
+  const bsh_cpu_int8_kernels *found[MOST_TABLES];
   for (int i = 0; N <= BSH_INT8_PANEL && i < tables(found); i++) {
     memset(sums, 0xA5, (size_t)(4 * M * N));
     found[i]->product(&args, N, scratch);

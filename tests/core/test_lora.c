@@ -5,6 +5,7 @@
 
 #include <math.h>
 
+#include "core/numerics.h"
 #include "gpu/cublas.h"
 #include "ops/lora.h"
 #include "torch/abi.h"
@@ -121,20 +122,14 @@ static int choose(void *handle, void *o, void *a, void *b, void *c, void *d, voi
   return 0;
 }
 
+static bsh_dtype dtype_of(const int type) { return type == 2 ? BSH_F16 : BSH_BF16; }
+
 static float value_at(const void *const data, const int64_t i, const int type) {
-  const uint16_t bits = ((const uint16_t *)data)[i];
-  if (type == 2) return (float)((const _Float16 *)data)[i];
-  const uint32_t wide = (uint32_t)bits << 16;
-  float value;
-  memcpy(&value, &wide, 4);
-  return value;
+  return load_f32(data, dtype_of(type), i);
 }
 
 static void put_value(void *const data, const int64_t i, const int type, const float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, 4);
-  if (type == 2) ((_Float16 *)data)[i] = (_Float16)value;
-  else ((uint16_t *)data)[i] = (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+  store_f32(data, dtype_of(type), i, value);
 }
 
 static int product(void *handle, void *o, const void *alpha, const void *a, void *a_layout, const void *b,
