@@ -75,7 +75,7 @@ class Run:
         from bitshard import fsdp
         from peft import LoraConfig, get_peft_model
 
-        config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        config = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
         self.model = get_peft_model(self.model, config).train()
         fsdp.shard_adapters(self.model)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-3)
@@ -101,7 +101,8 @@ class Run:
     def save(self) -> None:
         from bitshard import fsdp
 
-        fsdp.save_pretrained(self.model, f"{self.folder}/out-{self.world}-{self.layers}")
+        out = f"{self.folder}/out-{self.world}-{self.layers}"
+        fsdp.save_pretrained(self.model, out, progress=False)  # a bar is drawn by time, and its calls would count
 
     def checkpoint(self) -> None:
         import torch.distributed.checkpoint as dcp

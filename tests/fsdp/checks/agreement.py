@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from bitshard import fsdp
 from bitshard.nn.linear import Linear4bit
-from bitshard.shards import agreement
+from bitshard.shards import agreement, gather
 from bitshard.tensor import Params4bit
 from checks.common import batch, build, exact, layers, raises, shard
 from common import hostile_values, shard_fsdp1
@@ -183,4 +183,28 @@ def check_ddp_of_equal_ranks(device, args):
     assert model[0].weight is weight and model[0].quant_state is state
     assert torch.equal(model[0](x), before)
     wrapped(x).sum().backward()
+    return True
+
+
+def check_what_ranks_bring(device, args):
+    """Values and rows of all ranks on each of them, with the longest piece on any rank, and with none on some."""
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+
+    def piece(of, dtype, columns, rows):
+        values = torch.arange(rows * columns).view(rows, columns) + 10 * of
+        return values.to(dtype).view(rows, *([columns] if columns > 1 else []))
+
+    for lengths in ([of % 3 + 1 for of in range(world)], [of for of in range(world)], [0] * world):
+        made = [
+            {"rows": piece(of, torch.bfloat16, 3, n), "few": piece(of, torch.float32, 1, of)}
+            for of, n in enumerate(lengths)
+        ]
+        found, numbers = gather.joined({name: each.to(device) for name, each in made[rank].items()}, group, [rank, 7])
+        assert numbers == [[of, 7] for of in range(world)], numbers
+        for name, whole in found.items():
+            expected = torch.cat([pieces[name] for pieces in made])
+            assert whole.dtype is expected.dtype and torch.equal(whole, expected), (name, lengths, whole)
+    assert gather.everyone(("the same", 3), group) == [("the same", 3)] * world
+    assert gather.everyone({"rank": rank}, group) == [{"rank": of} for of in range(world)]
+    assert gather.everyone(rank == world - 1) == [of == world - 1 for of in range(world)]
     return True
