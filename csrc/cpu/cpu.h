@@ -61,6 +61,8 @@ bsh_status bsh_cpu_round_4bit(const bsh_round_4bit_args *args);
 
 /* Adapters merged into a weight (docs/merging.md). */
 bsh_status bsh_cpu_merge_4bit(const bsh_merge_4bit_args *args);
+/* Elements [begin, end) of the sum in fp32, not quantized. The weight may be E2M1; packed and absmax are not used. */
+bsh_status bsh_cpu_merged_values(const bsh_merge_4bit_args *args, int64_t begin, int64_t end, float *values);
 
 /* Bytes, zero-padded to 8, as little-endian words w_i: sum mod 2^64 of mix(w_i + (i + 1) * 0x9E3779B97F4A7C15) with
  * mix(z): z ^= z >> 32; z *= 0xD6E8FEB86659FD93; z ^= z >> 32. Equal on CPU and CUDA. */

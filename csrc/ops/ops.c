@@ -38,6 +38,9 @@
   X(merge_4bit, 8,                                                                                                     \
     "(" WEIGHT_ARGUMENTS ", Tensor a, Tensor b, Tensor scales, int blocksize, int format, int N, int K) -> "           \
     "(Tensor, Tensor)")                                                                                                \
+  X(merged_values, 8,                                                                                                  \
+    "(" WEIGHT_ARGUMENTS                                                                                               \
+    ", Tensor a, Tensor b, Tensor scales, int blocksize, int format, int N, int K, int row0, int rows) -> Tensor")     \
   X(quantize_int8, 1, "(Tensor x, float threshold) -> (Tensor, Tensor, Tensor)")                                       \
   X(dequantize_int8, 2, "(Tensor packed, Tensor absmax, int N, int K, ScalarType dtype) -> Tensor")                    \
   X(product_int8, 2, "(Tensor a, Tensor b) -> Tensor")                                                                 \
@@ -427,20 +430,27 @@ static bsh_status factor(bsh_call *const call, const int index, const char *cons
   return bsh_data_of(call, &tensor, argument, dtype, tensor.numel, like, (void **)(uintptr_t)data);
 }
 
-/* Packed bytes like those of the weight, and their scales. */
-static bsh_status bsh_op_merge_4bit(bsh_call *const call) {
-  bsh_merge_4bit_args args = {.N = bsh_call_int(call, 10), .K = bsh_call_int(call, 11)};
-  bsh_tensor packed, a, scales, merged, absmax;
-  BSH_TRY(read_weight(call, 0, 8, args.N, args.K, &packed, &args.weight));
-  BSH_TRY(check_absmax_format(call->op, bsh_call_int(call, 9)));
+/* The weight and its adapters, arguments 0 to 11. */
+static bsh_status read_merge(bsh_call *const call, bsh_tensor *const packed, bsh_merge_4bit_args *const args) {
+  bsh_tensor a, scales;
+  *args = (bsh_merge_4bit_args){.N = bsh_call_int(call, 10), .K = bsh_call_int(call, 11)};
+  BSH_TRY(read_weight(call, 0, 8, args->N, args->K, packed, &args->weight));
   BSH_TRY(bsh_call_tensor(call, 5, &a));
   BSH_TRY(bsh_call_tensor(call, 7, &scales));
-  BSH_TRY(bsh_compute_dtype(call->op, "a", a.dtype, &args.dtype));
-  args.R = scales.numel;
-  BSH_TRY(factor(call, 5, "a", args.R, args.K, &packed, a.dtype, &args.a));
-  BSH_TRY(factor(call, 6, "b", args.N, args.R, &packed, a.dtype, &args.b));
-  BSH_TRY(
-      bsh_data_of(call, &scales, "scales", bsh_torch.dtype_float32, args.R, &packed, (void **)(uintptr_t)&args.scales));
+  BSH_TRY(bsh_compute_dtype(call->op, "a", a.dtype, &args->dtype));
+  args->R = scales.numel;
+  BSH_TRY(factor(call, 5, "a", args->R, args->K, packed, a.dtype, &args->a));
+  BSH_TRY(factor(call, 6, "b", args->N, args->R, packed, a.dtype, &args->b));
+  return bsh_data_of(call, &scales, "scales", bsh_torch.dtype_float32, args->R, packed,
+                     (void **)(uintptr_t)&args->scales);
+}
+
+/* Packed bytes like those of the weight, and their scales. */
+static bsh_status bsh_op_merge_4bit(bsh_call *const call) {
+  bsh_merge_4bit_args args;
+  bsh_tensor packed, merged, absmax;
+  BSH_TRY(read_merge(call, &packed, &args));
+  BSH_TRY(check_absmax_format(call->op, args.weight.format));
   const int64_t sizes[2] = {packed.numel, 1}, n_blocks = bsh_block_count(args.weight.n, args.weight.blocksize);
   BSH_TRY(bsh_call_output(call, &packed, 2, sizes, packed.dtype, &merged));
   BSH_TRY(bsh_call_output(call, &packed, 1, &n_blocks, bsh_torch.dtype_float32, &absmax));
@@ -450,6 +460,21 @@ static bsh_status bsh_op_merge_4bit(bsh_call *const call) {
   args.packed = merged.data;
   args.absmax = absmax.data;
   BSH_COMPUTE(merge_4bit, &packed, args.N, args.K, args.R, &args);
+}
+
+/* Rows [row0, row0 + rows) of the sum, in fp32. */
+static bsh_status bsh_op_merged_values(bsh_call *const call) {
+  const int64_t row0 = bsh_call_int(call, 12), rows = bsh_call_int(call, 13);
+  bsh_merge_4bit_args args;
+  bsh_tensor packed, values;
+  BSH_TRY(read_merge(call, &packed, &args));
+  if (row0 < 0 || rows < 0 || rows > args.N - row0)
+    return bsh_fail(BSH_BAD_VALUE, "%s: %" PRId64 " rows from row %" PRId64 " on, the weight has %" PRId64, call->op,
+                    rows, row0, args.N);
+  const int64_t sizes[2] = {rows, args.K};
+  BSH_TRY(bsh_call_output(call, &packed, 2, sizes, bsh_torch.dtype_float32, &values));
+  if (values.numel == 0) return BSH_OK;
+  BSH_COMPUTE(merged_values, &packed, rows, args.K, args.R, &args, row0 * args.K, (row0 + rows) * args.K, values.data);
 }
 
 /* ---- checksum ---- */

@@ -666,6 +666,21 @@ static void compare_round(uint64_t *const state) {
 
 /* ---- adapters ---- */
 
+/* Some rows of the sum, on each instruction set the bytes of the scalar one. */
+static void compare_merged_values(uint64_t *const state, const bsh_merge_4bit_args *const args) {
+  const int64_t row = random_below(state, args->N), rows = 1 + random_below(state, args->N - row);
+  const int64_t begin = row * args->K, n = rows * args->K;
+  float *const values = buffer(4 * n), *const expected = buffer(4 * n);
+  use("scalar", 1);
+  bsh_cpu_merged_values(args, begin, begin + n, expected);
+  for (int i = 0; i < n_isas; i++) {
+    use(isas[i], 1 + i);
+    bsh_cpu_merged_values(args, begin, begin + n, values);
+    check_same_bytes("merged_values", (uint8_t *)values, (uint8_t *)expected, 4 * n);
+  }
+  free(values), free(expected);
+}
+
 static void compare_merge(uint64_t *const state, const int64_t blocksize) {
   const int64_t N = 1 + random_below(state, 60), K = 1 + random_below(state, 300), R = random_below(state, 12),
                 n = N * K;
@@ -702,6 +717,9 @@ static void compare_merge(uint64_t *const state, const int64_t blocksize) {
     check_same_bytes("merge_4bit codes", merged, expected, n_bytes);
     check_same_bytes("merge_4bit scales", (uint8_t *)absmax, (uint8_t *)expected_absmax, 4 * n_blocks);
   }
+  args.packed = NULL, args.absmax = NULL;
+  args.weight.format = (bsh_format)random_below(state, BSH_4BIT_FORMATS);
+  compare_merged_values(state, &args);
   free(scales), free(absmax), free(expected_absmax), free(a), free(b), free(of_blocks);
   free(packed), free(merged), free(expected);
 }

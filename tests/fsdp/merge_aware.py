@@ -19,7 +19,7 @@ from common import finish, start
 from lora import MIXED, as_trainer_wraps, build, checkpointed, fsdp1, fsdp2, steps, weights
 from safetensors.torch import load_file
 
-# name: (how it is wrapped, whether `merge_aware` comes before the wrapping, start_step)
+# name: (how it is wrapped, whether `merge_aware` comes before the wrapping, start_step); after a space the format
 SCENARIOS = {
     "alone": (lambda model: model, True, 0),
     "fsdp2": (fsdp2, True, 0),
@@ -44,8 +44,9 @@ def differing(made, folder):
 
 
 def run(args, name):
-    wrap, first, start_step = SCENARIOS[name]
-    model = build(args)
+    scenario, _, quant_type = name.partition(" ")
+    wrap, first, start_step = SCENARIOS[scenario]
+    model = build(args, quant_type=quant_type or "nf4")
     if first:
         engine.merge_aware(model, start_step)
     model = wrap(model)

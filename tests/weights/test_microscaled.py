@@ -102,7 +102,7 @@ def test_nvfp4_is_the_nearest(shape):
     bytes_, whole = state.absmax.view(parts, -1), state.state2.absmax.view(parts, -1)[:, 0]
     finite = SCALE["nvfp4"][1:127].double()
     for part, blocks in enumerate(values.view(parts, -1, 16)):
-        assert whole[part] == blocks.abs().max() / (6 * 448)
+        assert whole[part] == 1 / (1 / (blocks.abs().max() / (6 * 448)))
         for b, block in enumerate(blocks):
             wanted = float(block.abs().max() / 6 / whole[part])
             found = e4m3(int(bytes_[part, b]))
@@ -110,6 +110,19 @@ def test_nvfp4_is_the_nearest(shape):
             scale = float(torch.tensor(found) * whole[part])
             for i, value in enumerate(block.tolist()):
                 assert e2m1(int(codes[part, b, i])) == e2m1(nearest(value, scale)), (part, b, i)
+
+
+def test_every_global_scale_has_a_divisor(device):
+    """compressed-tensors' files have a float32 of which it is the rounded reciprocal; it is near to the quotient."""
+    for exponent in (-100, -20, 0, 60):
+        for step in range(64):
+            largest = torch.full((16,), (1 + step / 64 + 0.003) * 2.0**exponent, device=device)
+            whole = functional.quantize_nvfp4(largest)[1].state2.absmax[0].cpu()
+            assert 1 / (1 / whole) == whole
+            assert torch.allclose(whole, largest[0].cpu() / 2688, rtol=2.0**-22, atol=0)
+    least = torch.full((16,), 1e-42, device=device)  # whose quotient has no reciprocal in float32
+    packed, state = functional.quantize_nvfp4(torch.cat([least, -least]))
+    assert state.state2.absmax[0] > 0 and functional.dequantize_4bit(packed, state).isfinite().all()
 
 
 @pytest.mark.parametrize("quant_type", TYPES)

@@ -1,4 +1,4 @@
-"""LoRA layers on NF4 and FP4 weights that multiply with what merging will give: Q(W + s B A), made anew in each call.
+"""LoRA layers on 4-bit weights that multiply with what merging will give: Q(W + s B A), made anew in each call.
 
 The merged bytes have one definition (`bitshard.functions.merge`), which the forward, its recomputation, the input
 gradient, `merge` and writers of files call. Gradients go through the quantizer as if it were not there: A and B get
@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bitshard import _C
 from bitshard.formats.state import QuantState, dtype_name
-from bitshard.functions.merge import Adapter, check, merge_4bit
+from bitshard.functions.merge import Adapter, check, merge_4bit, require_numbers
 from bitshard.lora.layer import FOUR, FSDP1, LINEARS, OWN_UNITS, FusedLinear4bit, factor_dtype, weight_of
 from bitshard.lora.product import rows_of, scaled
 from bitshard.nn import merged
@@ -106,7 +106,9 @@ class MergeAwareLinear4bit(Peft):
     def merged_4bit(self, packed: Tensor, state: QuantState, names: list[str]) -> tuple[Tensor, QuantState]:
         """(packed codes, state) of a whole weight with these adapters in it, in the order of their names."""
         adapters = [(_gathered(A), _gathered(B), s) for A, B, s in adapters_of(self, names)]
-        return merge_4bit(packed, state, adapters)
+        codes, new = merge_4bit(packed, state, adapters)
+        require_numbers(new)
+        return codes, new
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -205,7 +207,7 @@ def turn_on(model: nn.Module, layers: dict[str, Any], start_step: int, without: 
     if not able:
         raise ValueError(
             f"bitshard.lora.merge_aware: none of the {len(layers)} LoRA layers of this {type(model).__name__} is on an "
-            "NF4 or FP4 weight: load the model with load_in_4bit=True"
+            "4-bit weight: load the model with load_in_4bit=True"
         )
     turn_off(model, layers, without)
     if start_step > 0:
