@@ -58,9 +58,10 @@
     "(Tensor g, Tensor(a!) p, Tensor(b!) state1, Tensor(c!) state2, Tensor qmap1, Tensor qmap2, Tensor(d!) absmax1, "  \
     "Tensor(e!) absmax2, " STEP_ARGUMENTS ", float gnorm_scale, bool skip_zeros, int blocksize) -> ()")
 
-/* Those of a stack of weights: in C for the CPU, for CUDA in Python (python/bitshard/functions/grouped.py), by panels
- * or by the op behind them. */
+/* In C for the CPU, for CUDA in Python: values to MXFP4 and NVFP4 (python/bitshard/functions/microscaled.py), and
+ * products of a stack of weights (python/bitshard/functions/grouped.py), by panels or by the op behind them. */
 #define BSH_CPU_OPS(X)                                                                                                 \
+  X(quantize_e2m1, 2, "(Tensor x, Tensor whole) -> (Tensor, Tensor)")                                                  \
   X(grouped_linear_4bit, 8,                                                                                            \
     "(Tensor x, Tensor offs, " WEIGHT_ARGUMENTS ", Tensor bias, int blocksize, int format, int N, int K) -> Tensor")   \
   X(grouped_linear_4bit_dgrad, 7,                                                                                      \
@@ -71,13 +72,14 @@
   X(grouped_linear_4bit_dgrad_fused, 7,                                                                                \
     "(Tensor dy, Tensor offs, " WEIGHT_ARGUMENTS ", int blocksize, int format, int N, int K) -> Tensor")
 
-static bsh_status optional_offset(bsh_call *const call, const int index, const bsh_tensor *const like,
-                                  const float **const offset) {
+/* A float32 of `like`'s device, or NULL of an empty tensor. */
+static bsh_status optional_number(bsh_call *const call, const int index, const char *const argument,
+                                  const bsh_tensor *const like, const float **const number) {
   bsh_tensor tensor;
   BSH_TRY(bsh_call_tensor(call, index, &tensor));
-  *offset = NULL;
+  *number = NULL;
   if (tensor.numel == 0) return BSH_OK;
-  return bsh_data_of(call, &tensor, "offset", bsh_torch.dtype_float32, 1, like, (void **)(uintptr_t)offset);
+  return bsh_data_of(call, &tensor, argument, bsh_torch.dtype_float32, 1, like, (void **)(uintptr_t)number);
 }
 
 /* The four scale tensors that follow `packed` at stack[first + 1 ..]: n_blocks scales of `experts` weights, each of
@@ -163,6 +165,24 @@ static bsh_status bsh_op_quantize_4bit(bsh_call *const call) {
   BSH_COMPUTE(quantize_4bit, &x, x.numel, 0, 0, &args);
 }
 
+/* Packed codes and scales of MXFP4; with a global scale, of NVFP4. */
+static bsh_status bsh_op_quantize_e2m1(bsh_call *const call) {
+  bsh_quantize_e2m1_args args = {0};
+  bsh_tensor x, packed, scales;
+  BSH_TRY(bsh_call_tensor(call, 0, &x));
+  BSH_TRY(bsh_compute_dtype(call->op, "x", x.dtype, &args.dtype));
+  BSH_TRY(optional_number(call, 1, "whole", &x, &args.whole));
+  const int64_t n_bytes = bsh_packed_bytes(x.numel), n_blocks = bsh_block_count(x.numel, args.whole ? 16 : 32);
+  BSH_TRY(bsh_call_output(call, &x, 1, &n_bytes, bsh_torch.dtype_uint8, &packed));
+  BSH_TRY(bsh_call_output(call, &x, 1, &n_blocks, bsh_torch.dtype_uint8, &scales));
+  args.x = x.data;
+  args.packed = packed.data;
+  args.scales = scales.data;
+  args.n = x.numel;
+  bsh_call_compute(call);
+  return x.numel == 0 ? BSH_OK : bsh_cpu_quantize_e2m1(&args);
+}
+
 bsh_status bsh_op_dequantize_4bit(bsh_call *const call) {
   const int64_t sizes[2] = {bsh_call_int(call, 7), bsh_call_int(call, 8)};
   const int32_t torch_dtype = bsh_call_dtype(call, 9);
@@ -185,7 +205,7 @@ static bsh_status bsh_op_quantize_blockwise(bsh_call *const call) {
   BSH_TRY(bsh_call_tensor(call, 0, &x));
   BSH_TRY(bsh_compute_dtype(call->op, "x", x.dtype, &args.dtype));
   BSH_TRY(bsh_vector_argument(call, 1, "map", bsh_torch.dtype_float32, 256, &x, (void **)&args.map));
-  BSH_TRY(optional_offset(call, 2, &x, &args.offset));
+  BSH_TRY(optional_number(call, 2, "offset", &x, &args.offset));
   const int64_t n_blocks = bsh_block_count(x.numel, args.blocksize);
   BSH_TRY(bsh_call_output(call, &x, x.dim, x.sizes, bsh_torch.dtype_uint8, &code));
   BSH_TRY(bsh_call_output(call, &x, 1, &n_blocks, bsh_torch.dtype_float32, &absmax));
@@ -208,7 +228,7 @@ static bsh_status bsh_op_dequantize_blockwise(bsh_call *const call) {
   BSH_TRY(bsh_vector_argument(call, 1, "absmax", f32, bsh_block_count(code.numel, args.blocksize), &code,
                               (void **)&args.absmax));
   BSH_TRY(bsh_vector_argument(call, 2, "map", f32, 256, &code, (void **)&args.map));
-  BSH_TRY(optional_offset(call, 3, &code, &args.offset));
+  BSH_TRY(optional_number(call, 3, "offset", &code, &args.offset));
   BSH_TRY(bsh_call_output(call, &code, code.dim, code.sizes, torch_dtype, &out));
   if (code.numel == 0) return BSH_OK;
   args.out = out.data;

@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 from bitshard import functional, ops
+from bitshard.functions import microscaled
 from bitshard.kinds import kind_of
 from bitshard.nn.linear import Linear4bit
 from bitshard.state import QuantState
@@ -65,6 +66,31 @@ def test_short_ends_are_equal_on_every_instruction_set(quant_type, n):
         whole = state.state2.absmax[0] if quant_type == "nvfp4" else 1.0
         wanted = exact(packed.view(-1), state.absmax, whole, quant_type, dtype)[:n]
         assert torch.equal(ops.dequantize_4bit(*arguments).view(-1), wanted)
+
+
+EDGES = (0.0, 5e-39, 1e-45, -1e-38, 1.2e-38, 3.4e38, -2.6e38, 448.0, 6.0, math.nan, math.inf, -math.inf)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("whole", [None, 0.00371, 1.0, 2e-38, 1e30])
+def test_the_quantizer_of_cuda_has_the_bytes_of_c(dtype, whole):
+    """By torch, here on the CPU, and by each instruction set; magnitudes of any size, ties, short ends, NaN."""
+    generator = torch.Generator().manual_seed(4)
+    sizes = torch.logspace(-44, 38, 128, dtype=torch.float64).repeat_interleave(32)
+    for values in (
+        torch.randn(4096, generator=generator).double() * sizes,
+        (torch.randint(-56, 57, (4097,), generator=generator) / 8).double(),
+        torch.tensor(EDGES).double().repeat(40)[torch.randperm(480, generator=generator)],
+        torch.randn(33, generator=generator).double(),
+        torch.zeros(0).double(),
+    ):
+        x = values.to(dtype)
+        of = ops.empty(x.device) if whole is None else torch.tensor(whole)
+        wanted = microscaled.quantize_e2m1(x, of)
+        found = by_isa(lambda x=x, of=of: ops.quantize_e2m1(x, of))
+        agree(found)
+        for codes, scales in found.values():
+            assert torch.equal(scales, wanted[1]) and torch.equal(codes, wanted[0])
 
 
 def nearest(value: float, scale: float) -> float:

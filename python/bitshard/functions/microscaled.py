@@ -1,4 +1,4 @@
-"""Values to MXFP4 and NVFP4: scales as their specifications say, codes to the nearest; by torch, on any device."""
+"""Values to MXFP4 and NVFP4: scales as their specifications say, codes to the nearest; on CUDA by torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bitshard import ops
 from bitshard.formats.checks import check_storage, check_values
 from bitshard.formats.entries import NESTED_BLOCKSIZE
 from bitshard.formats.maps import table
-from bitshard.formats.microscaled import ALL, LARGEST_CODE, LARGEST_SCALE, Microscaled
+from bitshard.formats.microscaled import ALL, LARGEST_CODE, LARGEST_SCALE, MXFP4, NVFP4, Microscaled
 from bitshard.formats.state import QuantState
 
 _LEAST_SCALE = 2.0**-9  # of E4M3
@@ -89,18 +89,26 @@ def quantize_panels(
 def _quantize(kind: Microscaled, panels: Panels) -> tuple[Tensor, Tensor, Tensor | None]:
     """Packed codes uint8 [ceil(n / 2)], scales uint8 [blocks] and the global scale float32 [] of values [n]."""
     whole = _global_scale(panels()) if kind.has_global else None
-    made = [_quantize_panel(kind, values, whole) for values in panels()]
+    made = [ops.quantize_e2m1(values, ops.empty(values.device) if whole is None else whole) for values in panels()]
     return torch.cat([codes for codes, _ in made]), torch.cat([scales for _, scales in made]), whole
 
 
-def _quantize_panel(kind: Microscaled, values: Tensor, whole: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Packed codes and scales of values that begin with a block."""
-    n, size = values.numel(), kind.blocksize
-    blocks = torch.nn.functional.pad(values, (0, -n % size)).view(-1, size)
+def quantize_e2m1(x: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """The op's kernel on CUDA, with the bytes of the C core's: MXFP4 where `whole` is empty, else NVFP4.
+
+    Args:
+        x: float32, float16 or bfloat16 [n]. whole: float32 [], the global scale.
+
+    Returns:
+        packed codes uint8 [ceil(n / 2)], and a scale for each block, uint8.
+    """
+    kind = NVFP4 if whole.numel() else MXFP4
+    n, size = x.numel(), kind.blocksize
+    blocks = torch.nn.functional.pad(x.reshape(-1), (0, -n % size)).view(-1, size)
     largest = blocks.abs().amax(1).float()
-    scales = _mx_scales(largest) if whole is None else _nv_scales(largest, whole)
-    units = table(kind.scale_table, values.device)[scales.long()]
-    units = torch.where(largest == 0, 1.0, units if whole is None else units * whole)
+    scales = _nv_scales(largest, whole) if kind.has_global else _mx_scales(largest)
+    units = table(kind.scale_table, x.device)[scales.long()]
+    units = torch.where(largest == 0, 1.0, units * whole if kind.has_global else units)
     return _codes(blocks.float() / units[:, None])[: (n + 1) // 2], scales
 
 
@@ -152,5 +160,6 @@ def plain_scales(state: QuantState) -> Tensor:
     return (units * second.repeat_interleave(NESTED_BLOCKSIZE, 1)[:, : codes.shape[1]]).view(-1)
 
 
+torch.library.impl("bitshard::quantize_e2m1", "CUDA", quantize_e2m1)
 for _kind in ALL:
     _kind.quantize = partial(quantize, _kind)
